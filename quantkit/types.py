@@ -108,7 +108,7 @@ TYPES: tuple[TensorType, ...] = (
     T(25,  "I16",        "i16",        1,   2,   0,  1,  "integer",     "both",     "ignored",  "", ""),
     T(26,  "I32",        "i32",        1,   4,   0,  1,  "integer",     "both",     "ignored",  "", ""),
     T(27,  "I64",        "i64",        1,   8,   0,  1,  "integer",     "both",     "ignored",  "", ""),
-    T(28,  "F64",        "f64",        1,   8,   0,  1,  "float",       "both",     "ignored",  "", ""),
+    T(28,  "F64",        "f64",        1,   8,   0,  1,  "float",       "both",     "ignored",  "", "f64@0"),
     T(29,  "IQ1_M",      "iq1_m",      256, 56,  0,  1,  "i_quant",     "both",     "used",     "mainline+ik", "nibbles@48"),
     T(30,  "BF16",       "bf16",       1,   2,   0,  1,  "float",       "both",     "ignored",  "", "bf16@0"),
     T(31,  "Q4_0_4X4",   "q4_0_4x4",   32,  18,  0,  4,  "interleaved", "ik",       "ignored",  "", ""),

@@ -1,0 +1,55 @@
+"""The command line: one file per command, loaded only when it is the one that runs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import click
+
+from quantkit import __version__
+
+#: Command -> one line of help; the module of the same name in this package holds a click command ``command``.
+COMMANDS = {
+    "quantize": "Quantize a GGUF model, byte for byte as llama-quantize, several times faster.",
+    "inspect": "Show what is in a GGUF file: tensors, types, sizes, metadata, shards.",
+    "compare": "Compare two GGUF files: metadata, types, bytes, and the error after decoding.",
+    "types": "List all tensor types and presets of llama.cpp and ik_llama.cpp.",
+}
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands by name and imports one when asked for it."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"quantkit.cli.{name.replace('-', '_')}")
+        command: click.Command = module.command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="quantkit")
+def cli() -> None:
+    """Quantize, convert and validate GGUF models, offline and byte-exact.
+
+    `quantkit COMMAND --help` explains a command.
+    """
+
+
+def main() -> None:
+    """Run the command line; a closed pipe (`quantkit types | head`) ends it quietly."""
+    try:
+        cli(prog_name="quantkit")
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -123,6 +123,8 @@ def read_imatrix(path: str | os.PathLike[str]) -> Imatrix:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
+    if path.exists() and not path.is_file():
+        raise FormatError(f"{path}: the importance matrix must be a regular file")
     try:
         file = path.open("rb")
     except OSError as error:
@@ -173,9 +175,10 @@ def _read_dat(path: Path, file: Any) -> Imatrix:
         raise cursor.fail(f"{n_entries} entries do not fit in a file of {size} bytes; neither GGUF nor .dat?", 0)
     entries: dict[str, ImatrixEntry] = {}
     for i in range(n_entries):
+        at = cursor.at
         name, entry = _read_dat_entry(cursor, i)
         if name in entries:
-            raise cursor.fail("the name occurs twice")
+            raise cursor.fail("the name occurs twice", at)
         entries[name] = entry
     datasets, chunk_count = _read_dat_trailer(cursor)
     return Imatrix(path, entries, datasets, chunk_count, 0, "dat")
@@ -205,7 +208,7 @@ def _read_dat_trailer(cursor: _Cursor) -> tuple[list[str], int]:
         return [], 0
     chunk_count = cursor.count("the number of chunks")
     length = cursor.count("the length of the dataset's name")
-    dataset = cursor.text(length, "the dataset's name").decode(errors="replace")
+    dataset = cursor.text(length, "the dataset's name").decode(errors="surrogateescape")
     if cursor.at != len(cursor.data):
         raise cursor.fail(f"{len(cursor.data) - cursor.at} bytes follow the end")
     return ([dataset] if dataset else []), chunk_count
@@ -304,7 +307,11 @@ def _gguf_counts(raw: F32Array, fail: Callable[[str], FormatError]) -> npt.NDArr
 
 
 def write_imatrix(
-    path: str | os.PathLike[str], imatrix: Imatrix, format: Format = "gguf", *, chunk_size: int | None = None
+    path: str | os.PathLike[str],
+    imatrix: Imatrix,
+    format: Format = "gguf",  # noqa: A002
+    *,
+    chunk_size: int | None = None,
 ) -> None:
     """Write ``imatrix`` to ``path`` as llama-imatrix b11434 would: names sorted, the file appears whole or not at all.
 
@@ -376,7 +383,11 @@ def _gguf_tensors(
     path: Path, imatrix: Imatrix, chunk_size: int
 ) -> Iterator[tuple[str, tuple[int, ...], TensorType, bytes]]:
     for name in sorted(imatrix.entries):
-        entry = _as_gguf(path, name, imatrix.entries[name], chunk_size) if imatrix.format == "dat" else imatrix.entries[name]
+        entry = (
+            _as_gguf(path, name, imatrix.entries[name], chunk_size)
+            if imatrix.format == "dat"
+            else imatrix.entries[name]
+        )
         n_mat, n = entry.sums.shape
         parts: list[tuple[str, tuple[int, ...], npt.NDArray[Any]]] = [
             ("in_sum2", (n, n_mat), entry.sums),
@@ -403,7 +414,9 @@ def _as_gguf(path: Path, name: str, entry: ImatrixEntry, chunk_size: int) -> Ima
     with np.errstate(over="ignore"):
         sums = entry.sums * np.float32(chunk_size)
     if np.isfinite(entry.sums).all() and not np.isfinite(sums).all():
-        raise FormatError(f"{path}: entry {name!r}: sums times chunk_size {chunk_size} exceed float32; choose a smaller one")
+        raise FormatError(
+            f"{path}: entry {name!r}: sums times chunk_size {chunk_size} exceed float32; choose a smaller one"
+        )
     return ImatrixEntry(sums, np.maximum(entry.counts, 1) * chunk_size)
 
 
@@ -415,13 +428,17 @@ def _write_dat(temporary: Path, path: Path, imatrix: Imatrix, chunk_size: int) -
         file.write(struct.pack("<i", len(names)))
         for name in names:
             entry = imatrix.entries[name]
-            ncall, values = _as_dat(entry, chunk_size) if imatrix.format == "gguf" else (int(entry.counts[0]), entry.sums)
+            ncall, values = (
+                _as_dat(entry, chunk_size) if imatrix.format == "gguf" else (int(entry.counts[0]), entry.sums)
+            )
             if max(ncall, values.size) >= 2**31:
-                raise FormatError(f"{path}: entry {name!r}: {ncall} calls or {values.size} values exceed the .dat's int32")
+                raise FormatError(
+                    f"{path}: entry {name!r}: {ncall} calls or {values.size} values exceed the .dat's int32"
+                )
             raw = name.encode()
             file.write(struct.pack("<i", len(raw)) + raw + struct.pack("<ii", ncall, values.size))
             file.write(values.astype("<f4").tobytes())
-        dataset = imatrix.datasets[-1].encode() if imatrix.datasets else b""
+        dataset = imatrix.datasets[-1].encode(errors="surrogateescape") if imatrix.datasets else b""
         file.write(struct.pack("<ii", imatrix.chunk_count, len(dataset)) + dataset)
 
 
@@ -430,5 +447,6 @@ def _as_dat(entry: ImatrixEntry, chunk_size: int) -> tuple[int, F32Array]:
     ncall = -(-int(entry.counts.max()) // chunk_size)
     counts = entry.counts.astype(np.float32)[:, None]
     empty = counts == 0
-    means = np.where(empty, np.float32(1), entry.sums) / np.where(empty, np.float32(1), counts)
-    return ncall, means * np.float32(ncall)
+    one = np.float32(1)
+    means = np.divide(np.where(empty, one, entry.sums), np.where(empty, one, counts), dtype=np.float32)
+    return ncall, np.multiply(means, np.float32(ncall), dtype=np.float32)

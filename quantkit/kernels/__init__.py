@@ -1,0 +1,114 @@
+"""Compute: rows of float32 to the bytes of a type, and back.
+
+Whatever compiles is imported when it is first used, so that importing quantkit stays quick.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import FormatError, RecipeError, TypeNotSupported
+from quantkit.types import TensorType, type_by_name
+
+__all__ = ["dequantize", "quantize"]
+
+
+def quantize(
+    x: npt.NDArray[np.float32],
+    type: TensorType | str,  # noqa: A002
+    imatrix: npt.NDArray[np.float32] | None = None,
+) -> npt.NDArray[np.uint8]:
+    """Encode rows as a tensor type, byte for byte as llama.cpp b11434's ggml_quantize_chunk.
+
+    Args:
+        x: float32 [..., n]; n a multiple of the type's block.
+        type: a row of the table of types, or its name.
+        imatrix: float32 [n], the importance of each column; types that make no use of one ignore it.
+
+    Returns:
+        uint8 [rows, row_bytes], a row for each row of x.
+
+    Raises:
+        TypeNotSupported: there is no such type, no encoder for it, or n is no multiple of its block.
+        RecipeError: the type cannot be encoded without an imatrix.
+        FormatError: another dtype or shape, a row with NaN or Inf, or a block whose scale the type cannot hold.
+    """
+    from quantkit.kernels.cpu.check import first_nonfinite_row, validate_rows
+    from quantkit.kernels.cpu.encode import encoder
+
+    t = type_by_name(type) if isinstance(type, str) else type
+    encode = encoder(t)
+    rows = _rows(x, np.float32, "x")
+    out = np.empty((len(rows), _row_bytes(t, rows.shape[1])), np.uint8)
+    weights = _weights(t, imatrix, rows.shape[1])
+    bad = first_nonfinite_row(rows, 0, len(rows))
+    if bad >= 0:
+        raise FormatError(f"row {bad} holds NaN or Inf and cannot be encoded as {t.name}; repair the source tensor")
+    encode(rows, weights, out, 0, len(rows))
+    bad = validate_rows(t, out)
+    if bad >= 0:
+        largest = float(np.abs(rows[bad]).max())
+        raise FormatError(f"row {bad} overflows the scales of {t.name} (largest value {largest:g}); use F32 or BF16")
+    return out
+
+
+def dequantize(data: npt.NDArray[np.uint8], type: TensorType | str, n: int) -> npt.NDArray[np.float32]:  # noqa: A002
+    """Decode rows of a tensor type, to the bit as ggml's dequantize_row functions.
+
+    Args:
+        data: uint8 [..., row_bytes].
+        type: a row of the table of types, or its name.
+        n: values per row.
+
+    Returns:
+        float32 [rows, n].
+
+    Raises:
+        TypeNotSupported: there is no such type, no decoder for it, or n is no multiple of its block.
+        FormatError: rows of another dtype or length.
+    """
+    from quantkit.kernels.cpu.dequantize import dequantize_rows, has_decoder
+
+    t = type_by_name(type) if isinstance(type, str) else type
+    if not has_decoder(t):
+        raise TypeNotSupported(f"there is no decoder for {t.name} in this version; `quantkit types` shows which exist")
+    row_bytes = _row_bytes(t, n)
+    rows = _rows(data, np.uint8, "data")
+    if rows.shape[1] != row_bytes:
+        raise FormatError(f"{n} values of {t.name} take rows of {row_bytes} bytes; data has {rows.shape[1]}")
+    out = np.empty((len(rows), n), np.float32)
+    dequantize_rows(t, rows, out)
+    return out
+
+
+def _rows(array: npt.NDArray[Any], dtype: Any, name: str) -> npt.NDArray[Any]:
+    """Return ``array`` as contiguous rows [rows, n], or raise FormatError."""
+    if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim < 1:
+        what = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else array.__class__.__name__
+        raise FormatError(f"{name} must be an array of {np.dtype(dtype)} [..., row], not {what}")
+    rows = array.reshape(-1, array.shape[-1]) if array.shape[-1] else array.reshape(0, 0)
+    # Read-only arrays are another type to numba: a copy is cheaper than a second compilation.
+    return np.require(rows, requirements="CAW")
+
+
+def _row_bytes(t: TensorType, n: int) -> int:
+    if n < 1:
+        raise FormatError(f"rows of {n} values: there must be at least one block of {t.block}")
+    return t.row_bytes(n)
+
+
+def _weights(t: TensorType, imatrix: npt.NDArray[np.float32] | None, n: int) -> npt.NDArray[np.float32]:
+    """Return the weights an encoder takes: float32 [n], or empty where there are none."""
+    if imatrix is None and t.imatrix == "required":
+        raise RecipeError(f"{t.name} cannot be encoded without an importance matrix: pass imatrix, one value per column")
+    if imatrix is None or t.imatrix == "ignored":
+        return np.empty(0, np.float32)
+    weights = np.require(imatrix, np.float32, "CAW")
+    if weights.shape != (n,):
+        raise FormatError(f"the importance matrix has shape {list(weights.shape)}; rows of {n} values need [{n}]")
+    if not np.isfinite(weights).all():
+        raise FormatError("the importance matrix holds NaN or Inf; make it anew")
+    return weights

@@ -8,6 +8,7 @@ name, and is always reported. llama-quantize knows no aliases; with exact names 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -133,10 +134,11 @@ class Importance:
         return not any(part in name for part in self.exclude)
 
     def _filter_notes(self) -> Iterator[str]:
-        for option, parts in (("--include-weights", self.include), ("--exclude-weights", self.exclude)):
-            for part in parts:
-                if not any(part in name for name in self.imatrix.entries):
-                    yield f"{option} {part!r} matches none of the {len(self.imatrix.entries)} entries of {self.imatrix.path}"
+        entries = self.imatrix.entries
+        option = "--include-weights" if self.include else "--exclude-weights"
+        for part in self.include or self.exclude:
+            if not any(part in name for name in entries):
+                yield f"{option} {part!r} matches none of the {len(entries)} entries of {self.imatrix.path}"
         if not self.names:
             yield "the filters leave no entry: this is a quantization without an importance matrix"
 
@@ -147,7 +149,7 @@ class Importance:
         then go without, with a note. An alias of another size is passed over, with a note.
         """
         original = self.original_names.get(name, name)
-        n_in, n_mat = shape[0], int(np.prod(shape[2:], dtype=np.int64))
+        n_in, n_mat = shape[0], math.prod(shape[2:])
         if original in self.imatrix.entries:
             return self._exact(name, original, n_mat, n_in)
         notes: list[str] = []
@@ -169,7 +171,9 @@ class Importance:
             return self._found(name, n_mat, n_in, entry, None, [])
         problem = f"entry {entry!r} has {size} values, tensor {name!r} needs {_product(n_in, n_mat)}"
         if entry in EMBEDDINGS:
-            return Found(name, n_mat, n_in, None, None, (f"{problem}; token embeddings then go without, as in llama-quantize",))
+            return Found(
+                name, n_mat, n_in, None, None, (f"{problem}; token embeddings then go without, as in llama-quantize",)
+            )
         raise FormatError(
             f"{self.imatrix.path}: {problem}: it was computed on another model, or on a file with merged or split"
             f" experts; give the right importance matrix, or drop the entry with --exclude-weights {entry}"
@@ -179,20 +183,14 @@ class Importance:
         """Yield the aliases of a name that the file has and the filters keep, under both names."""
         stem, _, suffix = original.rpartition(".")
         prefix, dot, kind = stem.rpartition(".")
-        if not self.use_aliases or suffix != "weight" or not self.exclude_ok(original):
+        if not self.use_aliases or suffix != "weight" or not self._keeps(original):
             return
         for alias in ALIASES:
             entry = f"{prefix}{dot}{alias.source}.weight"
             if alias.kind == kind and entry in self.imatrix.entries and self._keeps(entry):
                 yield alias, entry
 
-    def exclude_ok(self, name: str) -> bool:
-        """Tell whether --exclude-weights spares a tensor that has no entry of its own."""
-        return not any(part in name for part in self.exclude)
-
-    def _found(
-        self, name: str, n_mat: int, n_in: int, entry: str, alias: Alias | None, notes: list[str]
-    ) -> Found:
+    def _found(self, name: str, n_mat: int, n_in: int, entry: str, alias: Alias | None, notes: list[str]) -> Found:
         ones = self._ones_rows(entry, n_mat)
         if ones:
             notes = [*notes, f"{ones} of {n_mat} experts saw no calibration token: all their columns weigh the same"]
@@ -210,9 +208,10 @@ class Importance:
 
         ``model``: the names of all tensors of the source model; ``finds``: the lookups of those to be quantized.
         """
-        finds = tuple(finds)
+        finds, model = tuple(finds), set(model)
         served = {found.entry for found in finds if found.entry is not None}
-        names = set(model) | served
+        # An entry that could have served under another name is no stranger either.
+        names = model | served | {entry for name in model for _, entry in self._candidates(name)}
         return Coverage(
             self,
             used=tuple(name for name in self.names if name in served),
@@ -271,8 +270,8 @@ def _check_values(imatrix: Imatrix, name: str) -> bool:
     bad = np.flatnonzero(~((values >= 0) & (values < np.inf)))
     if bad.size:
         raise FormatError(
-            f"{imatrix.path}: entry {name!r}: value {bad[0]} of {values.size} is {values[bad[0]]}, not a mean of squares"
-            f" ({bad.size} such values); calibrate again, or drop the entry with --exclude-weights {name}"
+            f"{imatrix.path}: entry {name!r}: value {bad[0]} of {values.size} is {values[bad[0]]}, not a mean of"
+            f" squares ({bad.size} such values); calibrate again, or drop the entry with --exclude-weights {name}"
         )
     return bool((values == 1).any())
 
@@ -293,7 +292,9 @@ def must_have_importance(
         return None
     if target.needs_imatrix:
         trees = " and ".join(f"{tree}'s" for tree in target.needs_imatrix.split("+"))
-        return f"{target} without importance is garbage by {trees} llama-quantize's rule (--ignore-imatrix-rules lifts it)"
+        return (
+            f"{target} without importance is garbage by {trees} llama-quantize's rule (--ignore-imatrix-rules lifts it)"
+        )
     if target.name == "Q2_K" and preset == "Q2_K_S":
         return "Q2_K in a Q2_K_S file needs importance by llama-quantize's rule (--ignore-imatrix-rules lifts it)"
     return None
@@ -302,11 +303,13 @@ def must_have_importance(
 def check_importance(
     found: Found | None, tensor: str, target: TensorType, *, preset: str | None = None, ignore_rules: bool = False
 ) -> None:
-    """Raise RecipeError when ``tensor`` lacks the importance that ``target`` demands; ``found`` None: no matrix given."""
+    """Raise RecipeError when ``tensor`` lacks the importance ``target`` demands; ``found`` is None without a matrix."""
     if found is not None and found.entry is not None:
         return
     why = must_have_importance(tensor, target, preset=preset, ignore_rules=ignore_rules)
     if why is None:
         return
     cause = "no --imatrix was given" if found is None else "; ".join(found.notes)
-    raise RecipeError(f"tensor {tensor!r} cannot become {target}: {cause}; {why}; give --imatrix FILE, or choose another type")
+    raise RecipeError(
+        f"tensor {tensor!r} cannot become {target}: {cause}; {why}; give --imatrix FILE, or choose another type"
+    )

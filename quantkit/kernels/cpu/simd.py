@@ -249,6 +249,18 @@ def store_scalar(tyctx: Any, buffer: Any, offset: Any, value: Any) -> Any:
 
 
 @intrinsic
+def load_line(tyctx: Any, st: Any, buffer: Any, offset: Any) -> Any:
+    """load_line(np.uint16, buffer, byte): read 64 bytes as a vector of numbers of one type."""
+    element = st.instance_type
+    rt = VecType(element, 512 // element.bitwidth)
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.load(_pointer(cgctx, b, sig, args, rt.ll, 1), align=1)
+
+    return rt(st, buffer, types.intp), cg
+
+
+@intrinsic
 def f32_to_f16(tyctx: Any, x: Any) -> Any:
     """Return the bits of one f32 rounded to f16 (nearest even), as uint16."""
 
@@ -543,16 +555,27 @@ def hsum(tyctx: Any, a: Any) -> Any:
     return a.elem(a), cg
 
 
-@intrinsic
-def hmax(tyctx: Any, a: Any) -> Any:
-    """Largest lane (no NaN among them)."""
+def _extreme(name: str, op: str, largest: bool) -> Any:
+    @intrinsic
+    def impl(tyctx: Any, a: Any) -> Any:
+        def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            t, x = sig.args[0], args[0]
+            if not t.is_float:
+                reduce = ("smax" if largest else "smin") if t.elem.signed else ("umax" if largest else "umin")
+                return _call(b, f"llvm.vector.reduce.{reduce}.{_suffix(x.type)}", x.type.element, [x])
+            while x.type.count > 1:  # LLVM's own reduction takes care of NaN, three times slower
+                half = x.type.count // 2
+                low, high = _shuffle(b, x, None, range(half)), _shuffle(b, x, None, range(half, 2 * half))
+                x = b.select(b.fcmp_ordered(op, low, high), low, high)
+            return b.extract_element(x, ir.IntType(32)(0))
 
-    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        t = sig.args[0]
-        name = "fmax" if t.is_float else "smax" if t.elem.signed else "umax"
-        return _call(b, f"llvm.vector.reduce.{name}.{_suffix(args[0].type)}", args[0].type.element, args)
+        return a.elem(a), cg
 
-    return a.elem(a), cg
+    return _named(impl, name)
+
+
+#: Largest and smallest lane of a vector without NaN; among zeros of both signs, either.
+hmax, hmin = _extreme("hmax", ">", True), _extreme("hmin", "<", False)
 
 
 @intrinsic
@@ -609,12 +632,11 @@ def round_away(tyctx: Any, a: Any) -> Any:
     """C's roundf on a vector of f32, halves away from zero, into int32; |x| < 2^31."""
 
     def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        # The largest f32 below one half: adding one half itself would round 0.49999997 up to 1.
         x, it = args[0], _like(args[0].type, ir.IntType(32))
-        whole = b.fptosi(x, it)
-        rest = b.fsub(x, b.sitofp(whole, x.type))
-        up = b.zext(b.fcmp_ordered(">=", rest, _const(x.type, 0.5)), it)
-        down = b.zext(b.fcmp_ordered("<=", rest, _const(x.type, -0.5)), it)
-        return b.sub(b.add(whole, up), down)
+        sign = b.and_(b.bitcast(x, it), _const(it, 0x80000000))
+        half = b.bitcast(b.or_(sign, _const(it, 0x3EFFFFFF)), x.type)
+        return b.fptosi(b.fadd(x, half), it)
 
     return VecType(types.int32, a.lanes)(a), cg
 
@@ -662,9 +684,10 @@ def lookup16_f32(tyctx: Any, table: Any, index: Any) -> Any:
     def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
         name, t = ("sf" if sig.args[0].is_float else "si"), args[0].type
         if "avx512f" in FEATURES:
-            return _call(b, f"llvm.x86.avx512.permvar.{name}.512", t, [args[0], args[1]])
+            wide = f"llvm.x86.avx512.permvar.{name}.512"
+            return _split(b, lambda b, x: _call(b, wide, t, [args[0], x]), index.lanes // 16, [args[1]])
         if "avx2" in FEATURES:
-            return _split(b, lambda b, x: _lookup_avx2(b, args[0], x, name), 2, [args[1]])
+            return _split(b, lambda b, x: _lookup_avx2(b, args[0], x, name), index.lanes // 8, [args[1]])
         return _lookup_each(b, args[0], args[1])
 
     return VecType(table.elem, index.lanes)(table, index), cg
@@ -678,6 +701,25 @@ def _lookup_avx2(b: ir.IRBuilder, table: ir.Value, index: ir.Value, name: str) -
     high = _call(b, fn, half, [_shuffle(b, table, None, range(8, 16)), index])
     bit = b.and_(index, ir.Constant(index.type, [8] * 8))
     return b.select(b.icmp_unsigned("!=", bit, ir.Constant(index.type, [0] * 8)), high, low)
+
+
+@intrinsic
+def lookup32_f32(tyctx: Any, low: Any, high: Any, index: Any) -> Any:
+    """lookup32_f32(low, high, index): 32-bit lanes, index's low 5 bits into a table of two vectors (vpermi2ps)."""
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        name, t = ("ps" if sig.args[0].is_float else "d"), args[0].type
+        if "avx512f" in FEATURES:
+            return _call(b, f"llvm.x86.avx512.vpermi2var.{name}.512", t, [args[0], args[2], args[1]])
+        if "avx2" in FEATURES:
+            kind = "sf" if sig.args[0].is_float else "si"
+            x, y = (_split(b, lambda b, i, h=half: _lookup_avx2(b, h, i, kind), 2, [args[2]]) for half in args[:2])
+        else:
+            x, y = (_lookup_each(b, half, args[2]) for half in args[:2])
+        bit = b.and_(args[2], _const(args[2].type, 16))
+        return b.select(b.icmp_unsigned("!=", bit, _const(args[2].type, 0)), y, x)
+
+    return VecType(low.elem, index.lanes)(low, high, index), cg
 
 
 # ---------------------------------------------------------------- transposition
@@ -695,6 +737,21 @@ def _transpose_step(b: ir.IRBuilder, rows: list[ir.Value], step: int) -> list[ir
     return out
 
 
+def _transpose(cgctx: Any, b: ir.IRBuilder, sig: Any, args: Sequence[ir.Value], column_stride: ir.Value) -> None:
+    vt, i64 = f32x16.ll, ir.IntType(64)
+    start = _address(cgctx, b, sig.args[0], args[0], args[1])
+    rows = []
+    for r in range(16):
+        p = b.gep(start, [b.mul(args[2], i64(r))])
+        rows.append(b.load(b.bitcast(p, vt.as_pointer()), align=1))
+    for step in (8, 4, 2, 1):
+        rows = _transpose_step(b, rows, step)
+    out = _address(cgctx, b, sig.args[3], args[3], args[4])
+    for r in range(16):
+        p = b.gep(out, [b.mul(column_stride, i64(r))])
+        b.store(rows[r], b.bitcast(p, vt.as_pointer()), align=1)
+
+
 @intrinsic
 def transpose16(tyctx: Any, source: Any, offset: Any, stride: Any, target: Any, to: Any) -> Any:
     """transpose16(source, byte, row_stride, target, byte): 16 rows of 16 f32 become 16 columns.
@@ -703,17 +760,20 @@ def transpose16(tyctx: Any, source: Any, offset: Any, stride: Any, target: Any, 
     """
 
     def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        vt, i64 = f32x16.ll, ir.IntType(64)
-        start = _address(cgctx, b, sig.args[0], args[0], args[1])
-        rows = []
-        for r in range(16):
-            p = b.gep(start, [b.mul(args[2], i64(r))])
-            rows.append(b.load(b.bitcast(p, vt.as_pointer()), align=1))
-        for step in (8, 4, 2, 1):
-            rows = _transpose_step(b, rows, step)
-        out = _address(cgctx, b, sig.args[3], args[3], args[4])
-        for r in range(16):
-            b.store(rows[r], b.bitcast(b.gep(out, [i64(64 * r)]), vt.as_pointer()), align=1)
+        _transpose(cgctx, b, sig, args, ir.IntType(64)(64))
         return cgctx.get_dummy_value()
 
     return types.void(source, types.intp, types.intp, target, types.intp), cg
+
+
+@intrinsic
+def transpose16_apart(
+    tyctx: Any, source: Any, offset: Any, stride: Any, target: Any, to: Any, column_stride: Any
+) -> Any:
+    """transpose16 whose 16 result vectors lie column_stride bytes apart."""
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        _transpose(cgctx, b, sig, args, args[5])
+        return cgctx.get_dummy_value()
+
+    return types.void(source, types.intp, types.intp, target, types.intp, types.intp), cg

@@ -1,0 +1,5 @@
+"""``python -m quantkit``."""
+
+from quantkit.cli import main
+
+main()

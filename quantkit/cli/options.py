@@ -1,0 +1,68 @@
+"""What several commands share: parameter types, grouped help, plain tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+
+from quantkit.helpers import parse_size
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Size(click.ParamType):
+    """A number of bytes: 48G, 512MiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_size(value)
+        except ValueError as e:
+            self.fail(str(e), param, ctx)
+
+
+SIZE = Size()
+
+
+class GroupedOption(click.Option):
+    """An option that is listed in --help under a heading of its group."""
+
+    def __init__(self, *args: Any, group: str = "Options", **kwargs: Any) -> None:
+        self.group = group
+        super().__init__(*args, **kwargs)
+
+
+class GroupedCommand(click.Command):
+    """A command whose help lists options by group, in the order they were declared."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if record is not None:
+                groups.setdefault(getattr(param, "group", "Other"), []).append(record)
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records, col_max=34)
+
+
+def option(*names: str, group: str, **kwargs: Any) -> Callable[[F], F]:
+    """Declare a grouped option."""
+    return click.option(*names, cls=GroupedOption, group=group, **kwargs)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> str:
+    """Return a plain-text table; the first ``left`` columns are aligned left, the others right."""
+    cells = [[str(c) for c in row] for row in (header, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = [
+        "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in cells
+    ]
+    lines.insert(1, "  ".join("-" * w for w in widths))
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,209 @@
+"""What a quantization prints: the plan, the progress, and the summary."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import click
+from tqdm import tqdm
+
+from quantkit.cli.options import table
+from quantkit.helpers import format_count, format_seconds, format_size
+from quantkit.pipeline.plan import Plan
+from quantkit.pipeline.work import ErrorSums, PlannedTensor
+from quantkit.quantize import QuantizeResult
+
+
+def tensor_class(name: str) -> str:
+    """Return the class of a tensor: its name without layer and suffix (ffn_down_exps)."""
+    parts = [p for p in name.split(".") if not p.isdecimal() and p != "blk"]
+    return ".".join(parts[:-1]) if len(parts) > 1 and parts[-1] in ("weight", "bias") else ".".join(parts)
+
+
+def _line(tensor: PlannedTensor) -> str:
+    change = str(tensor.type) if tensor.is_copy else f"{tensor.source.type} -> {tensor.type}"
+    shape = " x ".join(map(str, tensor.shape))
+    return f"{tensor.name:<36} {shape:>22}  {change:<18} {format_size(tensor.nbytes):>11}  {tensor.reason}"
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Tensors of one class and type."""
+
+    name: str
+    type: str
+    tensors: int
+    values: int
+    nbytes: int
+    sums: ErrorSums | None
+
+    @property
+    def bpw(self) -> float:
+        return 8 * self.nbytes / max(1, self.values)
+
+    def errors(self) -> tuple[float, float] | None:
+        """Return the relative RMS error, plain and weighted by importance; None where none was measured."""
+        if self.sums is None or self.sums.square <= 0:
+            return None
+        plain = math.sqrt(self.sums.error / self.sums.square)
+        return plain, math.sqrt(self.sums.weighted_error / self.sums.weighted_square) if self.sums.weighted_square else plain
+
+
+def _groups(plan: Plan, sums: dict[str, ErrorSums]) -> list[_Group]:
+    members: dict[tuple[str, str], list[PlannedTensor]] = {}
+    for tensor in plan.tensors:
+        members.setdefault((tensor_class(tensor.name), str(tensor.type)), []).append(tensor)
+    groups = []
+    for (name, type_name), tensors in members.items():
+        measured = [sums[t.name] for t in tensors if t.name in sums and not t.is_copy]
+        total = None
+        if measured:
+            total = ErrorSums()
+            for entry in measured:
+                total = total + entry
+        values, nbytes = sum(t.n_values for t in tensors), sum(t.nbytes for t in tensors)
+        groups.append(_Group(name, type_name, len(tensors), values, nbytes, total))
+    return sorted(groups, key=lambda g: -g.nbytes)
+
+
+def _totals(plan: Plan) -> str:
+    source = sum(t.source.nbytes for t in plan.tensors)
+    target = sum(t.nbytes for t in plan.tensors)
+    types = Counter(str(t.type) for t in plan.tensors)
+    mix = ", ".join(f"{n} {name}" for name, n in types.most_common())
+    before = 8 * source / max(1, plan.n_values)
+    return (
+        f"{format_count(plan.n_values)} weights in {len(plan.tensors)} tensors: {mix}\n"
+        f"{format_size(source)} ({before:.2f} bits per weight) -> {format_size(target)} ({plan.bpw:.2f} bits per weight)"
+    )
+
+
+class DryRunReport:
+    """The plan, for people and programs."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def text(self) -> str:
+        files = [f"{shard.path}: {shard.layout.nbytes} bytes" for shard in self.plan.shards]
+        return "\n".join([*map(_line, self.plan.tensors), "", _totals(self.plan), *files, "dry run: nothing was written"])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "type": self.plan.title,
+            "files": [{"path": str(s.path), "bytes": s.layout.nbytes} for s in self.plan.shards],
+            "weights": self.plan.n_values,
+            "bits_per_weight": self.plan.bpw,
+            "notes": list(self.plan.notes),
+            "tensors": [
+                {
+                    "name": t.name,
+                    "shape": list(t.shape),
+                    "source_type": str(t.source.type),
+                    "type": str(t.type),
+                    "bytes": t.nbytes,
+                    "offset": t.offset,
+                    "shard": t.shard,
+                    "reason": t.reason,
+                    "fallback_from": str(t.fallback_from) if t.fallback_from else None,
+                    "imatrix_entry": t.found.entry if t.found else None,
+                }
+                for t in self.plan.tensors
+            ],
+        }
+
+
+class RunReport:
+    """Progress while a run goes on (a bar on a terminal, else a line per tensor), and its summary."""
+
+    def __init__(self, plan: Plan, *, quiet: bool) -> None:
+        self.plan, self.quiet = plan, quiet
+        self._bar: tqdm[Any] | None = None
+        self._count = 0
+        self._began = time.monotonic()
+
+    def __enter__(self) -> RunReport:
+        total = sum(t.nbytes for t in self.plan.tensors)
+        if not self.quiet and sys.stderr.isatty():
+            self._bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc=self.plan.title)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def resumed(self, tensors: int, nbytes: int) -> None:
+        """Say how much an earlier run did."""
+        self._count += tensors
+        if self._bar is not None:
+            self._bar.update(nbytes)
+        if not self.quiet:
+            click.echo(f"resumed: {tensors} tensors ({format_size(nbytes)}) were there already", err=True)
+
+    def wrote(self, nbytes: int) -> None:
+        """Move the bar."""
+        if self._bar is not None:
+            self._bar.update(nbytes)
+
+    def finished(self, tensor: PlannedTensor) -> None:
+        """Print the tensor's line, or name it beside the bar."""
+        self._count += 1
+        if self._bar is not None:
+            self._bar.set_postfix_str(tensor.name, refresh=False)
+        elif not self.quiet:
+            click.echo(f"[{self._count:4d}/{len(self.plan.tensors)}] {_line(tensor)}", err=True)
+
+    def text(self, result: QuantizeResult) -> str:
+        """Return the summary: a table of classes, totals, time, files."""
+        groups = _groups(self.plan, result.run.sums)
+        measured = any(g.errors() for g in groups)
+        header = ["class", "type", "tensors", "weights", "size", "bpw", *(["rel. error", "weighted"] if measured else [])]
+        rows = []
+        for g in groups:
+            row: list[object] = [g.name, g.type, g.tensors, format_count(g.values), format_size(g.nbytes), f"{g.bpw:.2f}"]
+            if measured:
+                errors = g.errors()
+                row += [f"{100 * v:.3f} %" for v in errors] if errors else ["copied", ""]
+            rows.append(row)
+        seconds = result.run.seconds
+        rate = self.plan.n_values / max(seconds, 1e-9)
+        return "\n".join(
+            [
+                table(header, rows, left=2),
+                "",
+                _totals(self.plan),
+                f"{format_seconds(seconds)} on {result.threads} threads: {format_count(rate)} weights per second",
+                *(f"wrote {shard.path} ({shard.layout.nbytes} bytes)" for shard in self.plan.shards),
+            ]
+        )
+
+    def as_dict(self, result: QuantizeResult) -> dict[str, Any]:
+        """Return the summary for programs."""
+        classes = []
+        for g in _groups(self.plan, result.run.sums):
+            errors = g.errors()
+            classes.append(
+                {
+                    "class": g.name,
+                    "type": g.type,
+                    "tensors": g.tensors,
+                    "weights": g.values,
+                    "bytes": g.nbytes,
+                    "bits_per_weight": g.bpw,
+                    "relative_error": errors[0] if errors else None,
+                    "weighted_relative_error": errors[1] if errors else None,
+                }
+            )
+        return {
+            **DryRunReport(self.plan).as_dict(),
+            "classes": classes,
+            "seconds": result.run.seconds,
+            "threads": result.threads,
+            "resumed_tensors": result.run.resumed,
+        }

@@ -1,0 +1,204 @@
+"""Open a model: one file, or all shards of a split one as if they were one file."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import FormatError
+from quantkit.formats.gguf.fields import Field, ValueType
+from quantkit.formats.gguf.reader import Shard, TensorInfo, map_file, read_shard
+from quantkit.formats.gguf.rules import short
+
+#: Shard mappings kept open at once; each holds a file descriptor, and there may be thousands of shards.
+_OPEN_MAPS = 64
+
+
+class GGUFFile:
+    """An open model: metadata, tensors and their bytes, over all shards. Made by ``open_gguf``.
+
+    Attributes:
+        paths: all shards in order; one path for a file that is not split.
+        version: 2 or 3, of the first shard.
+        alignment: the first shard's.
+        fields: the first shard's metadata in file order, split.* included.
+        tensors: by name, in the order of shards and, within one, of their infos.
+
+    Closing is safe while views and fields are alive: each keeps its mapping until it is garbage itself. The
+    files must not be truncated meanwhile: reading a mapping beyond its file's end kills a process (SIGBUS).
+    """
+
+    def __init__(self, shards: Sequence[Shard], header_only: bool) -> None:
+        self.paths: tuple[Path, ...] = tuple(s.path for s in shards)
+        self.version: int = shards[0].version
+        self.alignment: int = shards[0].alignment
+        self.fields: dict[str, Field] = shards[0].fields
+        self.tensors: dict[str, TensorInfo] = {t.name: t for s in shards for t in s.tensors}
+        self._header_only = header_only
+        self._closed = False
+        self._maps: OrderedDict[int, memoryview] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a metadata key, or ``default`` if there is none."""
+        found = self.fields.get(key)
+        return default if found is None else found.value
+
+    def data(self, tensor: TensorInfo | str) -> npt.NDArray[np.uint8]:
+        """Return a tensor's bytes: a read-only 1-D uint8 view of the mapped file. Safe to call from threads.
+
+        Raises:
+            KeyError: no tensor of this name.
+            FormatError: the file was opened ``header_only``, or has shrunk since.
+            ValueError: the file is closed.
+        """
+        info = self.tensors[tensor] if isinstance(tensor, str) else tensor
+        if self._header_only:
+            raise FormatError(f"{self.paths[info.shard]}: opened for its header only; it has no tensor data here")
+        view = self._view(info.shard)
+        if info.offset + info.nbytes > len(view):
+            raise FormatError(
+                f"{self.paths[info.shard]}: the file has shrunk; {info.name} is gone, at byte {len(view)}"
+            )
+        return np.frombuffer(view, np.uint8, info.nbytes, info.offset)
+
+    def forget(self, tensor: TensorInfo | str) -> None:
+        """Take a tensor's pages out of this process's memory; views stay valid and read the file again.
+
+        Mapped pages count as resident once touched: who streams through a model calls this behind itself.
+        """
+        info = self.tensors[tensor] if isinstance(tensor, str) else tensor
+        with self._lock:
+            view = self._maps.get(info.shard)
+        if view is None or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        mapping: mmap.mmap = view.obj  # type: ignore[assignment]
+        start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        mapping.madvise(mmap.MADV_DONTNEED, start, info.offset + info.nbytes - start)
+
+    def _view(self, shard: int) -> memoryview:
+        with self._lock:
+            if self._closed:
+                raise ValueError(f"{self.paths[shard]} is closed")
+            if shard not in self._maps:
+                self._maps[shard] = map_file(self.paths[shard])
+                if len(self._maps) > _OPEN_MAPS:
+                    self._maps.popitem(last=False)
+            self._maps.move_to_end(shard)
+            return self._maps[shard]
+
+    def close(self) -> None:
+        """Let go of the files; views that are still alive stay valid."""
+        with self._lock:
+            self._closed = True
+            self._maps.clear()
+
+    def __enter__(self) -> GGUFFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def open_gguf(path: str | os.PathLike[str], *, header_only: bool = False) -> GGUFFile:
+    """Open a GGUF file, or, given any shard of a split one, the whole model.
+
+    Args:
+        path: the file; shards are looked for beside it under the names of ``split_path``.
+        header_only: accept files whose tensor data is missing or cut off; ``data`` is then refused.
+
+    Raises:
+        FormatError: what is wrong with which file, and at which byte.
+    """
+    named = Path(path)
+    shard = read_shard(named, 0, header_only)
+    count = _split_int(shard, "split.count", 0)
+    if count <= 1:
+        return GGUFFile([shard], header_only)
+    no = _split_int(shard, "split.no")
+    paths = _shard_paths(named, no, count)
+    shards = [read_shard(paths[0], 0, header_only)]
+    shards += [_without_map(read_shard(p, i, header_only)) for i, p in enumerate(paths) if i]
+    _check_shards(shards, count)
+    return GGUFFile(shards, header_only)
+
+
+def _without_map(shard: Shard) -> Shard:
+    """Keep a later shard's split keys only, copied: thousands of shards must not hold a mapping each."""
+    kept = {key: replace(f, raw=bytes(f.raw)) for key, f in shard.fields.items() if key.startswith("split.")}
+    return replace(shard, fields=kept)
+
+
+def _split_int(shard: Shard, key: str, default: int | None = None) -> int:
+    found = shard.fields.get(key)
+    if found is None and default is not None:
+        return default
+    if found is None:
+        raise FormatError(f"{shard.path}: a shard without the key {key}")
+    if not isinstance(found.value, int) or isinstance(found.value, bool) or not 0 <= found.value < 1 << 31:
+        raise FormatError(f"{shard.path}: {key} is {short(found.value)} ({found.describe()}), not a count")
+    return found.value
+
+
+def _shard_paths(named: Path, no: int, count: int) -> list[Path]:
+    """Return the paths of all shards of the one called ``named``; each must exist."""
+    split = parse_split_path(named)
+    if split is None or split[1:] != (no, count):
+        expected = split_path("PREFIX", no, count).name
+        raise FormatError(f"{named}: this is shard {no + 1} of {count} and must be named {expected}")
+    paths = [split_path(split[0], i, count) for i in range(count)]
+    missing = [p.name for p in paths if not p.exists()]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise FormatError(
+            f"{named}: {len(missing)} of {count} shards are missing beside it: {', '.join(missing[:3])}{more}"
+        )
+    return paths
+
+
+def _check_shards(shards: Sequence[Shard], count: int) -> None:
+    """Refuse shards that contradict each other."""
+    owner: dict[str, Path] = {}
+    for i, shard in enumerate(shards):
+        no, its_count = _split_int(shard, "split.no"), _split_int(shard, "split.count", count)
+        if (no, its_count) != (i, count):
+            raise FormatError(f"{shard.path}: says shard {no + 1} of {its_count}, its name {i + 1} of {count}")
+        for tensor in shard.tensors:
+            other = owner.setdefault(tensor.name, shard.path)
+            if other is not shard.path:
+                raise FormatError(f"{shard.path}: tensor {short(tensor.name)} is also in {other.name}")
+    for shard in shards:
+        total = _split_int(shard, "split.tensors.count", len(owner))
+        if total != len(owner):
+            raise FormatError(f"{shard.path}: split.tensors.count is {total}, but the shards hold {len(owner)}")
+
+
+def split_path(prefix: str | os.PathLike[str], no: int, count: int) -> Path:
+    """Return the path of shard ``no`` (from 0) of ``count``, as llama.cpp's llama_split_path names it."""
+    return Path(f"{os.fspath(prefix)}-{no + 1:05d}-of-{count:05d}.gguf")
+
+
+def parse_split_path(path: str | os.PathLike[str]) -> tuple[str, int, int] | None:
+    """Return prefix, number (from 0) and count of a shard's path, None for another path."""
+    found = re.fullmatch(r"(.+)-(\d{5,10})-of-(\d{5,10})\.gguf", os.fspath(path), re.DOTALL)
+    return (found[1], int(found[2]) - 1, int(found[3])) if found else None
+
+
+def split_fields(no: int, count: int, n_tensors: int) -> list[Field]:
+    """Return the three keys of shard ``no`` (from 0), typed and ordered as llama-quantize --keep-split does."""
+    return [
+        Field.of("split.no", no, ValueType.UINT16),
+        Field.of("split.count", count, ValueType.UINT16),
+        Field.of("split.tensors.count", n_tensors, ValueType.INT32),
+    ]

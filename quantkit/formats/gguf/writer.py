@@ -1,0 +1,118 @@
+"""Write GGUF as pure layout: the header and every offset stand before the first byte of data is made."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.errors import FormatError, TypeNotSupported
+from quantkit.formats.gguf.fields import Field, checked_alignment
+from quantkit.formats.gguf.rules import ALIGNMENT_KEY, MAGIC, check_key, checked_bytes, pad, short
+from quantkit.types import TensorType, type_by_id
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A file before it is written: all of its header, and where each tensor goes.
+
+    Zeros fill the gaps between tensors, and after the last one up to ``nbytes``.
+    """
+
+    header: bytes
+    offsets: tuple[int, ...]
+    nbytes: int
+
+
+def layout_gguf(
+    fields: Iterable[Field],
+    tensors: Sequence[tuple[str, tuple[int, ...], TensorType]],
+    *,
+    version: int = 3,
+    alignment: int | None = None,
+) -> Layout:
+    """Lay out a file as llama.cpp's writer does (b11434 gguf.cpp, gguf_write_out).
+
+    Args:
+        fields: the metadata, in order.
+        tensors: name, shape (innermost first) and type of each; trailing dimensions of 1 are not written.
+        version: 2 or 3.
+        alignment: that of the field general.alignment, or 32 without one; another value is refused.
+
+    Raises:
+        FormatError: duplicate keys or names, a name, shape, version or alignment that no file may have.
+        TypeNotSupported: a type cannot hold a tensor of this shape.
+    """
+    entries: dict[str, Field] = {}
+    for item in fields:
+        if entries.setdefault(item.key, item) is not item:
+            raise FormatError(f"cannot write the key {short(item.key)} twice")
+    if version not in (2, 3):
+        raise FormatError(f"cannot write GGUF version {version}; only 2 and 3")
+    try:
+        of_field = checked_alignment(entries.get(ALIGNMENT_KEY))
+    except ValueError as e:
+        raise FormatError(f"cannot write this file: {e}") from None
+    if alignment not in (None, of_field):
+        raise FormatError(
+            f"cannot align to {alignment}: a reader would take {of_field} from {ALIGNMENT_KEY} or its default"
+        )
+    infos, relative, size = _layout_tensors(tensors, of_field)
+    head = struct.pack("<4sIQQ", MAGIC, version, len(tensors), len(entries))
+    header = b"".join((head, *(e.encode() for e in entries.values()), infos))
+    start = pad(len(header), of_field)
+    return Layout(header.ljust(start, b"\0"), tuple(start + r for r in relative), start + size)
+
+
+def _layout_tensors(
+    tensors: Sequence[tuple[str, tuple[int, ...], TensorType]], alignment: int
+) -> tuple[bytes, list[int], int]:
+    """Return the tensor infos' bytes, the offsets within the data, and the data's size."""
+    parts, offsets, size, names = [], [], 0, set()
+    for name, shape, tensor_type in tensors:
+        data = check_key(name, "tensor name", FormatError)
+        if name in names:
+            raise FormatError(f"cannot write the tensor {short(name)} twice")
+        names.add(name)
+        try:
+            nbytes = checked_bytes(type_by_id(tensor_type.id), shape)
+        except ValueError as e:
+            raise FormatError(f"tensor {short(name)}: {e}") from None
+        except TypeNotSupported as e:
+            raise TypeNotSupported(f"tensor {short(name)}: {e.message}") from None
+        n_dims = max((i + 1 for i, ne in enumerate(shape) if ne > 1), default=1)
+        dims = struct.pack(f"<I{n_dims}Q", n_dims, *shape[:n_dims])
+        parts.append(b"".join((struct.pack("<Q", len(data)), data, dims, struct.pack("<IQ", tensor_type.id, size))))
+        offsets.append(size)
+        size += pad(nbytes, alignment)
+        if size >= 1 << 63:
+            raise FormatError(f"tensor {short(name)}: the file would be larger than 63 bits count")
+    return b"".join(parts), offsets, size
+
+
+def write_gguf(
+    path: str | os.PathLike[str],
+    fields: Iterable[Field],
+    tensors: Iterable[tuple[str, tuple[int, ...], TensorType, Any]],
+    *,
+    version: int = 3,
+) -> None:
+    """Write a whole file at once; for small files. Each tensor is name, shape, type and its bytes-like data.
+
+    Raises:
+        FormatError, TypeNotSupported: as ``layout_gguf``, or the data has another size than the tensor.
+    """
+    given = list(tensors)
+    layout = layout_gguf(fields, [(name, shape, kind) for name, shape, kind, _ in given], version=version)
+    views = [memoryview(data).cast("B") for _, _, _, data in given]
+    for (name, shape, kind, _), view in zip(given, views, strict=True):
+        if len(view) != kind.tensor_bytes(shape):
+            raise FormatError(f"tensor {short(name)}: {len(view)} bytes given, {kind.tensor_bytes(shape)} needed")
+    ends = (*layout.offsets, layout.nbytes)[1:]
+    with open(path, "wb") as file:
+        file.write(layout.header)
+        for view, offset, end in zip(views, layout.offsets, ends, strict=True):
+            file.write(view)
+            file.write(bytes(end - offset - len(view)))

@@ -1,0 +1,79 @@
+"""Small things everything may use and that use nothing of ours: sizes, time, checksums, CPUs."""
+
+from __future__ import annotations
+
+import os
+import re
+
+_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
+_UNITS |= {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of "48G", "512MiB" or "1000": plain letters are decimal, as in llama-gguf-split.
+
+    Raises ValueError on anything else.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text, re.IGNORECASE)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"{text!r} is not a size; write 48G, 512MiB or a number of bytes")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def format_size(n: float) -> str:
+    """Return a number of bytes as people read it: 17.35 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
+        n /= 1024
+    return f"{n:.2f} TiB"
+
+
+def format_count(n: float) -> str:
+    """Return a number of weights as people read it: 9.19 M."""
+    for unit in ("", " K", " M", " B"):
+        if abs(n) < 1000:
+            return f"{n:.0f}{unit}" if unit == "" else f"{n:.2f}{unit}"
+        n /= 1000
+    return f"{n:.2f} T"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration as people read it: 3.2 s, 4 min 05 s, 2 h 03 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def available_cpus() -> int:
+    """Return how many CPUs this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_POLY = 0xEDB88320
+
+
+def _crc_multiply(a: int, b: int) -> int:
+    """Multiply two polynomials modulo the CRC-32 polynomial (bit-reversed, as zlib keeps them)."""
+    product, bit = 0, 1 << 31
+    while bit:
+        if a & bit:
+            product ^= b
+        b = (b >> 1) ^ _POLY if b & 1 else b >> 1
+        bit >>= 1
+    return product
+
+
+def crc32_combine(crc1: int, crc2: int, length2: int) -> int:
+    """Return the CRC-32 of A + B from those of A and B and the length of B (zlib's crc32_combine)."""
+    # Appending length2 zero bytes to A multiplies its CRC by x^(8 * length2).
+    shift, power, n = 1 << 31, 1 << 30, 8 * length2
+    while n:
+        if n & 1:
+            shift = _crc_multiply(power, shift)
+        power = _crc_multiply(power, power)
+        n >>= 1
+    return _crc_multiply(shift, crc1) ^ crc2

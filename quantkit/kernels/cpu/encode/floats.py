@@ -1,0 +1,73 @@
+"""F32, F16 and BF16: plain floats, one value a block.
+
+F16 is IEEE half precision (1 sign, 5 exponent, 10 mantissa bits), BF16 the upper 16 bits of an f32 (1, 8, 7).
+Both round to nearest, ties to even, denormals kept; F16 overflows to infinity from 65520 on. A NaN becomes ggml's:
+0x7E00 with the sign in F16, the quieted upper half in BF16. An importance matrix changes nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.kernels.cpu.jit import kernel
+from quantkit.kernels.cpu.simd import (
+    cast,
+    convert,
+    f32_to_f16,
+    f32x16,
+    load,
+    load_scalar,
+    select,
+    store,
+    store_f16,
+    store_scalar,
+    types,
+    u16x16,
+    u32x16,
+)
+
+U = np.uint32
+
+
+@kernel
+def encode_f32(x: npt.NDArray, weights: npt.NDArray, out: npt.NDArray, row0: int, row1: int) -> None:  # type: ignore[type-arg]
+    """Copy rows row0..row1 of x."""
+    start, count = row0 * x.shape[1], (row1 - row0) * x.shape[1]
+    for i in range(0, count - 15, 16):
+        store(out, 4 * (start + i), load(u32x16, x, 4 * (start + i)))
+    for i in range(count & ~15, count):
+        store_scalar(out, 4 * (start + i), load_scalar(types.uint32, x, 4 * (start + i)))
+
+
+@kernel
+def encode_f16(x: npt.NDArray, weights: npt.NDArray, out: npt.NDArray, row0: int, row1: int) -> None:  # type: ignore[type-arg]
+    """Round rows row0..row1 of x to half floats (llama.cpp b11434 ggml_fp32_to_fp16_row)."""
+    start, count = row0 * x.shape[1], (row1 - row0) * x.shape[1]
+    for i in range(0, count - 15, 16):
+        v = load(f32x16, x, 4 * (start + i))
+        quiet = cast(f32x16, (cast(u32x16, v) & U(0x80000000)) | U(0x7FC00000))
+        store_f16(out, 2 * (start + i), select(v == v, v, quiet))
+    for i in range(count & ~15, count):
+        bits = load_scalar(types.uint32, x, 4 * (start + i))
+        half = f32_to_f16(load_scalar(types.float32, x, 4 * (start + i)))
+        if (bits & U(0x7FFFFFFF)) > U(0x7F800000):
+            half = np.uint16((bits >> U(16)) & U(0x8000) | U(0x7E00))
+        store_scalar(out, 2 * (start + i), half)
+
+
+@kernel
+def encode_bf16(x: npt.NDArray, weights: npt.NDArray, out: npt.NDArray, row0: int, row1: int) -> None:  # type: ignore[type-arg]
+    """Round rows row0..row1 of x to bfloat16 (llama.cpp b11434 ggml_compute_fp32_to_bf16)."""
+    start, count = row0 * x.shape[1], (row1 - row0) * x.shape[1]
+    for i in range(0, count - 15, 16):
+        v = load(u32x16, x, 4 * (start + i))
+        rounded = (v + ((v >> U(16)) & U(1)) + U(0x7FFF)) >> U(16)
+        nan = (v & U(0x7FFFFFFF)) > U(0x7F800000)
+        store(out, 2 * (start + i), convert(u16x16, select(nan, (v >> U(16)) | U(64), rounded)))
+    for i in range(count & ~15, count):
+        bits = load_scalar(types.uint32, x, 4 * (start + i))
+        rounded = (bits + ((bits >> U(16)) & U(1)) + U(0x7FFF)) >> U(16)
+        if (bits & U(0x7FFFFFFF)) > U(0x7F800000):
+            rounded = (bits >> U(16)) | U(64)
+        store_scalar(out, 2 * (start + i), np.uint16(rounded))

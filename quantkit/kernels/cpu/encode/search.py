@@ -1,0 +1,388 @@
+"""The scale searches of the K-quants, one sub-block (or super-block) per lane.
+
+ggml fits a scale (and a minimum) to a few values by trying a grid of scales and keeping the best. Each search is one
+chain of dependent f32 sums, which a CPU cannot speed up without changing their order and so the bytes. Here every lane
+of a vector runs its own search: element i of all sub-blocks is one vector, branches become masks, and each lane adds
+in ggml's order. A value that only some lanes need is computed in all of them and dropped by ``select``.
+
+| search            | fits                    | used for                                           |
+|-------------------|-------------------------|----------------------------------------------------|
+| fit_with_min      | x ~ scale * l + min     | Q2_K, Q4_K, Q5_K: make_qkx2_quants, make_qkx3_quants |
+| fit_signed        | x ~ scale * l           | Q3_K with weights, Q6_K: make_qx_quants            |
+| fit_by_descent    | x ~ scale * l           | Q3_K without weights: make_q3_quants               |
+| fit_positive      | x ~ scale * l, l >= 0   | scales and minima of a super-block: make_qp_quants |
+
+Source: llama.cpp b11434, ggml/src/ggml-quants.c. Vectors lie in a scratch array, element i at ``at + i * step`` bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from quantkit.kernels.cpu.jit import inline
+from quantkit.kernels.cpu.simd import (
+    FEATURES,
+    VecType,
+    any_lane,
+    cast,
+    convert,
+    f32x16,
+    i32x16,
+    load,
+    lookup16_f32,
+    make_constant,
+    nearest,
+    nearest_int,
+    splat,
+    store,
+    vabs,
+    vmax,
+    vmin,
+)
+from quantkit.kernels.cpu.simd import select as choose
+
+F = np.float32
+
+#: Sub-blocks searched together. Two vectors at a time hide the latency of each other's sums.
+LANES = 32 if "avx512f" in FEATURES else 16
+WIDE, WIDE_INT = VecType(types.float32, LANES), VecType(types.int32, LANES)
+STEP = 4 * LANES
+
+#: Adding 1.5 * 2^23 rounds an f32 to an integer, nearest even, if its size is below 2^22.
+MAGIC = F(12582912.0)
+#: Levels of a search stay exact under MAGIC below this; beyond it nearest_int wraps around.
+SAFE = F(2.0**21)
+#: A sub-block with no larger value counts as zero (GROUP_MAX_EPS).
+EPSILON = F(1e-15)
+
+#: Entry k holds k as a 4-bit signed number, clamped to -4..3.
+_signed_3_bits = make_constant(
+    f32x16, [float(min(k if k < 8 else k - 16, 3) if k < 8 else max(k - 16, -4)) for k in range(16)], "signed_3_bits"
+)
+
+
+# ---------------------------------------------------------------- x ~ scale * l + min
+
+
+@inline
+def _level(v: Any, top: Any) -> Any:
+    """Round v to a level in 0..top, as f32; |v| < 2^22."""
+    return vmin(vmax(v + MAGIC, MAGIC), MAGIC + F(top)) - MAGIC
+
+
+@inline
+def _level_anywhere(v: Any, top: Any, guarded: Any) -> Any:
+    """_level of any v at all, as ggml's two searches do it.
+
+    make_qkx2_quants clamps nearest_int, which wraps around beyond 2^22; make_qkx3_quants (guarded) clamps v first.
+    """
+    if guarded:
+        low = nearest_int(choose(v < F(top), v, F(top)))
+        return convert(WIDE, choose(v > F(0), low, 0))
+    return convert(WIDE, vmin(vmax(nearest_int(v), 0), top))
+
+
+@inline
+def _weighted_sums(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, top: Any, iscale: Any, low: Any) -> Any:
+    """Quantize by (iscale, low); return the sums over w*l, w*l*l and w*l*x, and store the levels."""
+    sum_l = sum_l2 = sum_xl = splat(WIDE, F(0))
+    for i in range(n):
+        x = load(WIDE, s, x_at + i * STEP)
+        level = _level(iscale * (x - low), top)
+        store(s, l_at + i * STEP, level)
+        wl = load(WIDE, s, w_at + i * STEP) * level
+        sum_l = sum_l + wl
+        sum_l2 = sum_l2 + wl * level
+        sum_xl = sum_xl + wl * x
+    return sum_l, sum_l2, sum_xl
+
+
+@inline
+def _weighted_sums_anywhere(
+    s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, top: Any, iscale: Any, low: Any, guarded: Any
+) -> Any:
+    """_weighted_sums for lanes whose minimum has come so near their maximum that levels leave the safe range."""
+    sum_l = sum_l2 = sum_xl = splat(WIDE, F(0))
+    for i in range(n):
+        x = load(WIDE, s, x_at + i * STEP)
+        level = _level_anywhere(iscale * (x - low), top, guarded)
+        store(s, l_at + i * STEP, level)
+        wl = load(WIDE, s, w_at + i * STEP) * level
+        sum_l = sum_l + wl
+        sum_l2 = sum_l2 + wl * level
+        sum_xl = sum_xl + wl * x
+    return sum_l, sum_l2, sum_xl
+
+
+@inline
+def _error(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, scale: Any, low: Any, absolute: Any) -> Any:
+    """Return the sum over w * (scale * l + low - x)^2, or over w * |...|."""
+    total = splat(WIDE, F(0))
+    for i in range(n):
+        diff = scale * load(WIDE, s, l_at + i * STEP) + low - load(WIDE, s, x_at + i * STEP)
+        diff = vabs(diff) if absolute else diff * diff
+        total = total + load(WIDE, s, w_at + i * STEP) * diff
+    return total
+
+
+@inline
+def fit_with_min(
+    s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, top: Any, start: Any, delta: Any, steps: Any, absolute: Any,
+    guarded: Any,
+) -> Any:
+    """Fit x ~ scale * l + low with l in 0..top and low <= 0, minimizing the weighted error.
+
+    Tries iscale = (start + delta * k + top) / (max - low) for k in 0..steps; low is the best one so far, so the
+    trials depend on each other. Source: make_qkx2_quants, and make_qkx3_quants (guarded).
+
+    Returns (scale, -low, sum of weights, and the iscale and low that gave the best levels, see ``search_levels``).
+    """
+    low = high = load(WIDE, s, x_at)
+    sum_w = load(WIDE, s, w_at)
+    sum_x = sum_w * low
+    for i in range(1, n):
+        x, w = load(WIDE, s, x_at + i * STEP), load(WIDE, s, w_at + i * STEP)
+        low, high = vmin(x, low), vmax(x, high)
+        sum_w = sum_w + w
+        sum_x = sum_x + w * x
+    smallest = low
+    low = choose(low > F(0), F(0), low)
+    flat = high <= low  # nothing to fit: all levels 0. A width of 1 keeps these lanes quiet.
+    width = choose(flat, F(1), high - low)
+    iscale = splat(WIDE, F(top)) / width
+    scale = splat(WIDE, F(1)) / iscale
+    for i in range(n):
+        store(s, l_at + i * STEP, _level_anywhere(iscale * (load(WIDE, s, x_at + i * STEP) - low), top, False))
+    best = _error(s, x_at, w_at, l_at, n, scale, low, absolute)
+    # An infinite iscale makes inf and nan of every value, hence level 0; so does 0, under either rule.
+    best_iscale, best_low = choose(vabs(iscale) < F(np.inf), iscale, F(0)), low
+    for k in range(steps + 1):
+        iscale = splat(WIDE, F(start) + F(delta) * F(k) + F(top)) / width
+        near = (vabs(iscale * (high - low)) < SAFE) & (vabs(iscale * (smallest - low)) < SAFE)
+        if any_lane(~near):
+            sum_l, sum_l2, sum_xl = _weighted_sums_anywhere(s, x_at, w_at, l_at, n, top, iscale, low, guarded)
+        else:
+            sum_l, sum_l2, sum_xl = _weighted_sums(s, x_at, w_at, l_at, n, top, iscale, low)
+        det = sum_w * sum_l2 - sum_l * sum_l
+        new_scale = (sum_w * sum_xl - sum_x * sum_l) / det
+        new_low = (sum_l2 * sum_x - sum_l * sum_xl) / det
+        above = new_low > F(0)
+        if any_lane(above):
+            new_scale = choose(above, sum_xl / sum_l2, new_scale)
+            new_low = choose(above, F(0), new_low)
+        error = _error(s, x_at, w_at, l_at, n, new_scale, new_low, absolute)
+        better = (det > F(0)) & (error < best)
+        best = choose(better, error, best)
+        scale = choose(better, new_scale, scale)
+        best_iscale, best_low = choose(better, iscale, best_iscale), choose(better, low, best_low)
+        low = choose(better, new_low, low)
+        width = choose(flat, F(1), high - low)
+    zero = splat(WIDE, F(0))
+    return choose(flat, zero, scale), -low, sum_w, choose(flat, zero, best_iscale), choose(flat, zero, best_low)
+
+
+@inline
+def search_levels(x: Any, iscale: Any, low: Any, top: Any, guarded: Any) -> Any:
+    """Return the levels that fit_with_min ended with for 16 values of one sub-block, as int32."""
+    v = iscale * (x - low)
+    if guarded:
+        return choose(v > F(0), nearest_int(choose(v < F(top), v, F(top))), 0)
+    return vmin(vmax(nearest_int(v), 0), top)
+
+
+# ---------------------------------------------------------------- x ~ scale * l
+
+
+@inline
+def _signed_level(v: Any, nmax: Any) -> Any:
+    """Round v, whose size is below nmax + 1, to a level in -nmax..nmax-1, as f32."""
+    if nmax == 4:
+        return lookup16_f32(_signed_3_bits(), cast(WIDE_INT, v + MAGIC))
+    return vmin(vmax(v + MAGIC, MAGIC - F(nmax)), MAGIC + F(nmax - 1)) - MAGIC
+
+
+@inline
+def _signed_sums(s: Any, x_at: Any, w_at: Any, n: Any, nmax: Any, weighted: Any, iscale: Any) -> Any:
+    """Return the sums over w*x*l and w*l*l for the levels of one iscale."""
+    sum_lx = sum_l2 = splat(WIDE, F(0))
+    for i in range(n):
+        x = load(WIDE, s, x_at + i * STEP)
+        w = load(WIDE, s, w_at + i * STEP) if weighted else x * x
+        level = _signed_level(iscale * x, nmax)
+        sum_lx = sum_lx + w * x * level
+        sum_l2 = sum_l2 + w * level * level
+    return sum_lx, sum_l2
+
+
+@inline
+def _signed_sums3(s: Any, x_at: Any, w_at: Any, n: Any, nmax: Any, weighted: Any, a: Any, b: Any, c: Any) -> Any:
+    """_signed_sums of three values of iscale, which share the loads."""
+    ax = bx = cx = a2 = b2 = c2 = splat(WIDE, F(0))
+    for i in range(n):
+        x = load(WIDE, s, x_at + i * STEP)
+        w = load(WIDE, s, w_at + i * STEP) if weighted else x * x
+        wx = w * x
+        la, lb, lc = _signed_level(a * x, nmax), _signed_level(b * x, nmax), _signed_level(c * x, nmax)
+        ax, bx, cx = ax + wx * la, bx + wx * lb, cx + wx * lc
+        a2, b2, c2 = a2 + w * la * la, b2 + w * lb * lb, c2 + w * lc * lc
+    return ax, a2, bx, b2, cx, c2
+
+
+@inline
+def _keep_better(best: Any, scale: Any, best_iscale: Any, iscale: Any, sum_lx: Any, sum_l2: Any) -> Any:
+    better = (sum_l2 > F(0)) & (sum_lx * sum_lx > best * sum_l2)
+    ratio = sum_lx / sum_l2
+    best = choose(better, ratio * sum_lx, best)
+    return best, choose(better, ratio, scale), choose(better, iscale, best_iscale)
+
+
+@inline
+def _largest(s: Any, x_at: Any, n: Any) -> Any:
+    """Return the first value of the largest size, and its size."""
+    value = size = splat(WIDE, F(0))
+    for i in range(n):
+        x = load(WIDE, s, x_at + i * STEP)
+        larger = vabs(x) > size
+        size, value = choose(larger, vabs(x), size), choose(larger, x, value)
+    return value, size
+
+
+@inline
+def _grid(k: Any, nmax: Any, largest: Any) -> Any:
+    """Return the k-th of the 18 values of iscale that make_qx_quants tries."""
+    step = k - 9 if k < 9 else k - 8
+    return splat(WIDE, -(F(nmax) + F(0.1) * F(step))) / largest
+
+
+@inline
+def fit_signed(s: Any, x_at: Any, w_at: Any, n: Any, nmax: Any, weighted: Any) -> Any:
+    """Fit x ~ scale * l with l in -nmax..nmax-1, maximizing (sum w*x*l)^2 / sum w*l*l; weights x*x unless given.
+
+    The trials are independent, so three share every load. Source: make_qx_quants with rmse_type 1.
+
+    Returns (scale, iscale of the best levels); both are 0 for a sub-block of zeros, whose codes are all 0.
+    """
+    largest, size = _largest(s, x_at, n)
+    dead = size < EPSILON
+    largest = choose(dead, F(1), largest)
+    best_iscale = splat(WIDE, F(-nmax)) / largest
+    sum_lx, sum_l2 = _signed_sums(s, x_at, w_at, n, nmax, weighted, best_iscale)
+    scale = choose(sum_l2 != F(0), sum_lx / sum_l2, F(0))
+    best = scale * sum_lx
+    for k in range(0, 18, 3):
+        a, b, c = _grid(k, nmax, largest), _grid(k + 1, nmax, largest), _grid(k + 2, nmax, largest)
+        ax, a2, bx, b2, cx, c2 = _signed_sums3(s, x_at, w_at, n, nmax, weighted, a, b, c)
+        best, scale, best_iscale = _keep_better(best, scale, best_iscale, a, ax, a2)
+        best, scale, best_iscale = _keep_better(best, scale, best_iscale, b, bx, b2)
+        best, scale, best_iscale = _keep_better(best, scale, best_iscale, c, cx, c2)
+    return choose(dead, F(0), scale), choose(dead, F(0), best_iscale)
+
+
+# ---------------------------------------------------------------- x ~ scale * l, refined one level at a time
+
+
+@inline
+def _descend(s: Any, x_at: Any, w_at: Any, l_at: Any, i: Any, low: Any, top: Any, sum_lx: Any, sum_l2: Any) -> Any:
+    """Move level i of every lane to its optimum for the others, where that raises sum_lx^2 / sum_l2.
+
+    Signed levels (low < 0) weigh by x*x; levels from 0 have weights at w_at and are kept in a byte, as ggml does.
+    """
+    x, level = load(WIDE, s, x_at + i * STEP), load(WIDE, s, l_at + i * STEP)
+    w = x * x if low < 0 else load(WIDE, s, w_at + i * STEP)
+    wx = w * x
+    rest_lx = sum_lx - wx * level
+    rest_l2 = sum_l2 - w * level * level
+    code = vmin(nearest_int(x * rest_l2 / rest_lx), top)
+    if low < 0:
+        code = vmax(code, low)
+    new = convert(WIDE, code)
+    new_lx = rest_lx + wx * new
+    new_l2 = rest_l2 + w * new * new
+    moves = (rest_lx > F(0)) & (new != level) & (new_lx * new_lx * sum_l2 > sum_lx * sum_lx * new_l2)
+    moves = moves & ((new_l2 if low < 0 else rest_l2) > F(0))
+    kept = new if low < 0 else convert(WIDE, code & 255)
+    store(s, l_at + i * STEP, choose(moves, kept, level))
+    return choose(moves, new_lx, sum_lx), choose(moves, new_l2, sum_l2), moves
+
+
+@inline
+def _refine(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, low: Any, top: Any, sum_lx: Any, sum_l2: Any) -> Any:
+    """Descend over all levels until none moves, five times at most; a lane at rest stays at rest."""
+    for _ in range(5):
+        moved = splat(WIDE, F(0)) != F(0)
+        for i in range(n):
+            sum_lx, sum_l2, moves = _descend(s, x_at, w_at, l_at, i, low, top, sum_lx, sum_l2)
+            moved = moved | moves
+        if not any_lane(moved):
+            break
+    return choose(sum_l2 > F(0), sum_lx / sum_l2, F(0))
+
+
+@inline
+def fit_by_descent(s: Any, x_at: Any, l_at: Any, n: Any, nmax: Any) -> Any:
+    """Fit x ~ scale * l with l in -nmax..nmax-1 and weights x*x; the levels are left at l_at.
+
+    Source: make_q3_quants. Returns (scale, mask of the sub-blocks that are not all zero).
+    """
+    largest, size = _largest(s, x_at, n)
+    dead = size < EPSILON
+    iscale = splat(WIDE, F(-nmax)) / choose(dead, F(1), largest)
+    sum_lx = sum_l2 = splat(WIDE, F(0))
+    for i in range(n):
+        x = load(WIDE, s, x_at + i * STEP)
+        level = _signed_level(iscale * x, nmax)
+        store(s, l_at + i * STEP, level)
+        sum_lx = sum_lx + x * x * x * level
+        sum_l2 = sum_l2 + x * x * level * level
+    scale = _refine(s, x_at, x_at, l_at, n, -nmax, nmax - 1, sum_lx, sum_l2)
+    return choose(dead, F(0), scale), dead
+
+
+# ---------------------------------------------------------------- the scales of a super-block
+
+
+@inline
+def _positive_error(s: Any, x_at: Any, w_at: Any, n: Any, top: Any, iscale: Any, first: Any) -> Any:
+    """Return the sum over w * (x - l / iscale)^2; the first trial keeps l in a byte, later ones clamp it to top."""
+    scale, total = splat(WIDE, F(1)) / iscale, splat(WIDE, F(0))
+    for i in range(n):
+        x = load(WIDE, s, x_at + i * STEP)
+        code = nearest_int(iscale * x)
+        code = code & 255 if first else vmin(code, top)
+        diff = x - scale * convert(WIDE, code)
+        total = total + load(WIDE, s, w_at + i * STEP) * diff * diff
+    return total
+
+
+@inline
+def fit_positive(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, top: Any) -> Any:
+    """Fit x ~ scale * l with l in 0..top, for the scales or minima of a super-block; the levels are left at l_at.
+
+    Source: make_qp_quants. Returns the scale.
+    """
+    largest = splat(WIDE, F(0))
+    for i in range(n):
+        largest = vmax(largest, load(WIDE, s, x_at + i * STEP))
+    dead = largest < EPSILON
+    largest = choose(dead, F(1), largest)
+    best_iscale = splat(WIDE, F(top)) / largest
+    best = _positive_error(s, x_at, w_at, n, top, best_iscale, True)
+    for k in range(-4, 5):
+        if k != 0:
+            iscale = splat(WIDE, F(0.1) * F(k) + F(top)) / largest
+            error = _positive_error(s, x_at, w_at, n, top, iscale, False)
+            better = error < best
+            best, best_iscale = choose(better, error, best), choose(better, iscale, best_iscale)
+    sum_lx = sum_l2 = splat(WIDE, F(0))
+    for i in range(n):
+        x, w = load(WIDE, s, x_at + i * STEP), load(WIDE, s, w_at + i * STEP)
+        code = vmin(nearest_int(best_iscale * x), top)
+        level = convert(WIDE, code)
+        store(s, l_at + i * STEP, convert(WIDE, choose(dead, 0, code & 255)))
+        sum_lx = sum_lx + w * x * level
+        sum_l2 = sum_l2 + w * level * level
+    scale = _refine(s, x_at, w_at, l_at, n, 0, top, sum_lx, sum_l2)
+    return choose(dead, F(0), scale)

@@ -1,0 +1,282 @@
+"""Unpackers of the i-quants: levels looked up in a codebook (IQ4) or 4 or 8 at a time in a grid (IQ1, IQ2, IQ3).
+
+Bytes of a block (llama.cpp b11434 ggml-common.h); grids and codebooks: quantkit/kernels/tables.py::
+
+    IQ4_NL   32:  d f16 | qs 16                                     d * codebook[q], halves of bytes as in Q4_0
+    IQ4_XS   256: d f16 | scales_h u16 | scales_l 4 | qs 128        d * (s - 32) * codebook[q], 6-bit s per 32 values
+    IQ3_XXS  256: d f16 | qs 64 | 8 u32: 4 x 7 signs, 4-bit s       d * (0.5 + s) * 0.5 * grid[q]
+    IQ3_S    256: d f16 | qs 64 | qh 8 | signs 32 | scales 4        d * (1 + 2 s) * grid[q], s per 32 values
+    IQ2_XXS  256: d f16 | 8 x (4 qs, u32: 4 x 7 signs, 4-bit s)     d * (0.5 + s) * 0.25 * grid[q]
+    IQ2_XS   256: d f16 | 32 u16: 9-bit q, 7 signs | scales 8       the same, s per 16 values
+    IQ2_S    256: d f16 | qs 32 | signs 32 | qh 8 | scales 8        the same
+    IQ1_S    256: d f16 | qs 32 | 8 u16: 4 x 3 bits of q, s, sign   d * (2 s + 1) * (grid[q] +- 1/8), s, sign per 32
+    IQ1_M    256: qs 32 | qh 16 | 4 u16: 4 x 3-bit s, 4 bits of d   the same, s per 16, sign per 8 values
+
+Seven signs stand for eight: the eighth makes the number of minuses even. IQ1's eighths become integers: levels are
+8 * grid +- 1 and the scale an eighth (exact: d is an f16, so nothing underflows).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba.core import types
+
+from quantkit.kernels.cpu.jit import inline
+from quantkit.kernels.cpu.simd import (
+    cast,
+    convert,
+    extract,
+    f16_to_f32,
+    f32x16,
+    i8x8,
+    i8x16,
+    i8x32,
+    i8x64,
+    load,
+    load_scalar,
+    lookup16,
+    make_constant,
+    make_shuffle,
+    make_shuffle2,
+    select,
+    splat,
+    u8x8,
+    u8x16,
+    u8x32,
+    u8x64,
+    u16x8,
+    u16x16,
+    u16x32,
+    u32x8,
+    u32x16,
+)
+from quantkit.kernels.cpu.unpack.lanes import (
+    block_scales,
+    each_4_times,
+    half_at,
+    in_turn8,
+    in_turn16,
+    join16,
+    make_grid,
+    mask_of_bits,
+    nibbles16,
+    u8x4,
+    u16x4,
+    u64x4,
+)
+from quantkit.kernels.tables import table
+
+codebook = make_constant(i8x16, table("kvalues_iq4nl").tolist(), "i_quants.codebook")
+
+iq3xxs = make_grid(table("iq3xxs_grid"), "iq3xxs_grid")
+iq3s = make_grid(table("iq3s_grid"), "iq3s_grid")
+iq2xxs = make_grid(table("iq2xxs_grid"), "iq2xxs_grid")
+iq2xs = make_grid(table("iq2xs_grid"), "iq2xs_grid")
+iq2s = make_grid(table("iq2s_grid"), "iq2s_grid")
+iq1s_8 = make_grid(table("iq1s_grid") * np.int8(8), "iq1s_grid_8")
+
+#: Quarters of a vector.
+first = make_shuffle(range(8), "i_quants.first")
+second = make_shuffle(range(8, 16), "i_quants.second")
+third = make_shuffle(range(16, 24), "i_quants.third")
+fourth = make_shuffle(range(24, 32), "i_quants.fourth")
+first16 = make_shuffle(range(16), "i_quants.first16")
+second16 = make_shuffle(range(16, 32), "i_quants.second16")
+third16 = make_shuffle(range(32, 48), "i_quants.third16")
+fourth16 = make_shuffle(range(48, 64), "i_quants.fourth16")
+
+#: IQ2_XXS: the even words are indices, the odd ones hold signs and scale.
+even_words = make_shuffle(range(0, 16, 2), "i_quants.even_words")
+odd_words = make_shuffle(range(1, 16, 2), "i_quants.odd_words")
+#: Each of the lower, and of the upper, 4 of 8 lanes 4 times; each of 8 lanes 4 times.
+low_4_times = make_shuffle([i // 4 for i in range(16)], "i_quants.low_4_times")
+high_4_times = make_shuffle([4 + i // 4 for i in range(16)], "i_quants.high_4_times")
+eight_4_times = make_shuffle([i // 4 for i in range(32)], "i_quants.eight_4_times")
+each_twice = make_shuffle([i // 2 for i in range(16)], "i_quants.each_twice")
+#: Halves of 4 bytes, low before high, every one twice: a scale of 32 values as two of 16.
+halves_twice = make_shuffle2([4 * (i // 2 % 2) + i // 4 for i in range(16)], "i_quants.halves_twice")
+
+shifts7 = make_constant(u32x16, [0, 7, 14, 21] * 4, "i_quants.shifts7")
+shifts3 = make_constant(u32x16, [0, 3, 6, 9] * 4, "i_quants.shifts3")
+shifts3_16 = make_constant(u16x32, [0, 3, 6, 9] * 8, "i_quants.shifts3_16")
+shifts2_16 = make_constant(u16x32, [0, 2, 4, 6] * 8, "i_quants.shifts2_16")
+shifts_xs = make_constant(u32x16, [i // 2 * 2 for i in range(16)], "i_quants.shifts_xs")
+
+#: IQ1_S: one shift for 32 values; IQ1_M: one for 8.
+shift32_0 = make_shuffle([i // 32 for i in range(64)], "i_quants.shift32_0")
+shift32_1 = make_shuffle([2 + i // 32 for i in range(64)], "i_quants.shift32_1")
+shift32_2 = make_shuffle([4 + i // 32 for i in range(64)], "i_quants.shift32_2")
+shift32_3 = make_shuffle([6 + i // 32 for i in range(64)], "i_quants.shift32_3")
+shift8_0 = make_shuffle([i // 8 for i in range(64)], "i_quants.shift8_0")
+shift8_1 = make_shuffle([8 + i // 8 for i in range(64)], "i_quants.shift8_1")
+shift8_2 = make_shuffle([16 + i // 8 for i in range(64)], "i_quants.shift8_2")
+shift8_3 = make_shuffle([24 + i // 8 for i in range(64)], "i_quants.shift8_3")
+
+
+# ---------------------------------------------------------------- IQ4
+
+
+@inline
+def unpack_iq4_nl(data: int, offset: int) -> Any:
+    """8 blocks of 18 bytes."""
+    q0, q1, q2, q3 = nibbles16(data, offset + 2, 18)
+    l0, l1, l2, l3 = lookup16(codebook(), q0), lookup16(codebook(), q1), lookup16(codebook(), q2), lookup16(codebook(), q3)
+    return l0, l1, l2, l3, block_scales(data, offset, 18), None
+
+
+@inline
+def unpack_iq4_xs(data: int, offset: int) -> Any:
+    """136 bytes."""
+    q0, q1, q2, q3 = nibbles16(data, offset + 8, 16)
+    l0, l1, l2, l3 = lookup16(codebook(), q0), lookup16(codebook(), q1), lookup16(codebook(), q2), lookup16(codebook(), q3)
+    low = load(u8x4, data, offset + 4)
+    high = (splat(u32x16, load_scalar(types.uint16, data, offset + 2)) >> shifts_xs()) & 3
+    s = halves_twice(low & 15, low >> 4) | (convert(u8x16, high) << 4)
+    scales = convert(f32x16, cast(i8x16, s - 32)) * half_at(data, offset)
+    return l0, l1, l2, l3, scales, None
+
+
+# ---------------------------------------------------------------- signs and scales of IQ2 and IQ3
+
+
+@inline
+def all_signs(seven: Any) -> Any:
+    """Return 8 sign bits for each 7: bit 7 is the parity of the others."""
+    x = seven ^ (seven << 1)
+    x = x ^ (x << 2)
+    x = x ^ (x << 4)
+    return seven | (x & 128)
+
+
+@inline
+def word_signs(words: Any) -> Any:
+    """Return 32 bytes of signs from 8 words of 4 x 7 bits."""
+    low = convert(u8x16, (low_4_times(words) >> shifts7()) & 127)
+    high = convert(u8x16, (high_4_times(words) >> shifts7()) & 127)
+    return all_signs(join16(low, high))
+
+
+@inline
+def negated(g0: Any, g1: Any, g2: Any, g3: Any, signs: Any) -> Any:
+    """Return levels of 256 magnitudes and sign bits, 32 bytes of them."""
+    bits = cast(u64x4, signs)
+    return (
+        select(mask_of_bits(extract(bits, 0)), -g0, g0),
+        select(mask_of_bits(extract(bits, 1)), -g1, g1),
+        select(mask_of_bits(extract(bits, 2)), -g2, g2),
+        select(mask_of_bits(extract(bits, 3)), -g3, g3),
+    )
+
+
+@inline
+def half_scales(s: Any, d: Any, factor: Any) -> Any:
+    """Return d * (0.5 + s) * factor."""
+    return (convert(f32x16, s) + np.float32(0.5)) * d * np.float32(factor)
+
+
+# ---------------------------------------------------------------- IQ3
+
+
+@inline
+def unpack_iq3_xxs(data: int, offset: int) -> Any:
+    """98 bytes."""
+    q = load(u8x64, data, offset + 2)
+    g0, g1, g2, g3 = iq3xxs(first16(q)), iq3xxs(second16(q)), iq3xxs(third16(q)), iq3xxs(fourth16(q))
+    words = load(u32x8, data, offset + 66)
+    l0, l1, l2, l3 = negated(g0, g1, g2, g3, word_signs(words))
+    return l0, l1, l2, l3, half_scales(each_twice(words >> 28), half_at(data, offset), 0.5), None
+
+
+@inline
+def ninth_bits(q: Any, high: Any) -> Any:
+    """Return 9-bit indices of 16 bytes and 16 bytes of 0 or 1."""
+    return convert(u16x16, q) | (convert(u16x16, high) << 8)
+
+
+@inline
+def unpack_iq3_s(data: int, offset: int) -> Any:
+    """110 bytes; bit i of qh is the ninth bit of index i."""
+    q = load(u8x64, data, offset + 2)
+    h = select(mask_of_bits(load_scalar(types.uint64, data, offset + 66)), splat(u8x64, 1), 0)
+    g0, g1 = iq3s(ninth_bits(first16(q), first16(h))), iq3s(ninth_bits(second16(q), second16(h)))
+    g2, g3 = iq3s(ninth_bits(third16(q), third16(h))), iq3s(ninth_bits(fourth16(q), fourth16(h)))
+    l0, l1, l2, l3 = negated(g0, g1, g2, g3, load(u8x32, data, offset + 74))
+    s = load(u8x4, data, offset + 106)
+    scales = convert(f32x16, (halves_twice(s & 15, s >> 4) << 1) | 1) * half_at(data, offset)
+    return l0, l1, l2, l3, scales, None
+
+
+# ---------------------------------------------------------------- IQ2
+
+
+@inline
+def unpack_iq2_xxs(data: int, offset: int) -> Any:
+    """66 bytes."""
+    both = load(u32x16, data, offset + 2)
+    q, words = cast(u8x32, even_words(both)), odd_words(both)
+    g0, g1, g2, g3 = iq2xxs(first(q)), iq2xxs(second(q)), iq2xxs(third(q)), iq2xxs(fourth(q))
+    l0, l1, l2, l3 = negated(g0, g1, g2, g3, word_signs(words))
+    return l0, l1, l2, l3, half_scales(each_twice(words >> 28), half_at(data, offset), 0.25), None
+
+
+@inline
+def unpack_iq2_xs(data: int, offset: int) -> Any:
+    """74 bytes."""
+    both = load(u16x32, data, offset + 2)
+    q = both & 511
+    g0, g1, g2, g3 = iq2xs(first(q)), iq2xs(second(q)), iq2xs(third(q)), iq2xs(fourth(q))
+    l0, l1, l2, l3 = negated(g0, g1, g2, g3, all_signs(convert(u8x32, both >> 9)))
+    s = load(u8x8, data, offset + 66)
+    return l0, l1, l2, l3, half_scales(in_turn8(s & 15, s >> 4), half_at(data, offset), 0.25), None
+
+
+@inline
+def unpack_iq2_s(data: int, offset: int) -> Any:
+    """82 bytes; two bits of qh belong to each index."""
+    high = (eight_4_times(convert(u16x8, load(u8x8, data, offset + 66))) >> shifts2_16()) & 3
+    q = convert(u16x32, load(u8x32, data, offset + 2)) | (high << 8)
+    g0, g1, g2, g3 = iq2s(first(q)), iq2s(second(q)), iq2s(third(q)), iq2s(fourth(q))
+    l0, l1, l2, l3 = negated(g0, g1, g2, g3, load(u8x32, data, offset + 34))
+    s = load(u8x8, data, offset + 74)
+    return l0, l1, l2, l3, half_scales(in_turn8(s & 15, s >> 4), half_at(data, offset), 0.25), None
+
+
+# ---------------------------------------------------------------- IQ1
+
+
+@inline
+def unpack_iq1_s(data: int, offset: int) -> Any:
+    """50 bytes."""
+    h = load(u16x8, data, offset + 34)
+    high = (eight_4_times(h) >> shifts3_16()) & 7
+    q = convert(u16x32, load(u8x32, data, offset + 2)) | (high << 8)
+    shift = convert(i8x8, 1 - ((h >> 15) << 1))
+    l0, l1 = iq1s_8(first(q)) + shift32_0(shift), iq1s_8(second(q)) + shift32_1(shift)
+    l2, l3 = iq1s_8(third(q)) + shift32_2(shift), iq1s_8(fourth(q)) + shift32_3(shift)
+    s = convert(f32x16, each_twice((((h >> 12) & 7) << 1) | 1))
+    return l0, l1, l2, l3, s * half_at(data, offset) * np.float32(0.125), None
+
+
+@inline
+def scattered_f16(words: Any) -> Any:
+    """Return IQ1_M's d, whose four hex digits are the top digits of the four scale words."""
+    w = types.uint64(words)
+    low = ((w >> types.uint64(12)) & types.uint64(0xF)) | ((w >> types.uint64(24)) & types.uint64(0xF0))
+    high = ((w >> types.uint64(36)) & types.uint64(0xF00)) | ((w >> types.uint64(48)) & types.uint64(0xF000))
+    return f16_to_f32(types.uint16(low | high))
+
+
+@inline
+def unpack_iq1_m(data: int, offset: int) -> Any:
+    """56 bytes; half a byte of qh belongs to each index: 3 bits, and the sign of the shift."""
+    h = load(u8x16, data, offset + 32)
+    digits = in_turn16(h & 15, h >> 4)
+    q = convert(u16x32, load(u8x32, data, offset)) | (convert(u16x32, digits & 7) << 8)
+    shift = cast(i8x32, 1 - ((digits >> 3) << 1))
+    l0, l1 = iq1s_8(first(q)) + shift8_0(shift), iq1s_8(second(q)) + shift8_1(shift)
+    l2, l3 = iq1s_8(third(q)) + shift8_2(shift), iq1s_8(fourth(q)) + shift8_3(shift)
+    s = (convert(u32x16, each_4_times(load(u16x4, data, offset + 48))) >> shifts3()) & 7
+    d = scattered_f16(load_scalar(types.uint64, data, offset + 48))
+    return l0, l1, l2, l3, convert(f32x16, (s << 1) | 1) * d * np.float32(0.125), None

@@ -1,0 +1,75 @@
+"""Unpackers of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0: blocks of 32 values with one f16 scale (and one f16 minimum).
+
+Bytes of a block (llama.cpp b11434 ggml-common.h); 256 values are 8 blocks::
+
+    Q4_0  d f16 | qs 16      value = d * (q - 8)         q: value i in the low, i + 16 in the high half of byte i
+    Q4_1  d f16 | m f16 | qs 16           d * q + m
+    Q5_0  d f16 | qh 4 | qs 16            d * (q - 16)   bit i of qh is the fifth bit of value i
+    Q5_1  d f16 | m f16 | qh 4 | qs 16    d * q + m
+    Q8_0  d f16 | qs 32                   d * q          q: int8
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba.core import types
+
+from quantkit.kernels.cpu.jit import inline
+from quantkit.kernels.cpu.simd import cast, i8x32, i8x64, load_scalar, select, splat, u8x64
+from quantkit.kernels.cpu.unpack.lanes import below, block_scales, load_pieces, mask_of_bits, nibbles16
+
+
+@inline
+def fifth_bits(data: int, offset: int, stride: int) -> Any:
+    """Return 16 where the bit of a value is set in the 4-byte masks of two blocks, else 0."""
+    low = types.uint64(load_scalar(types.uint32, data, offset))
+    high = types.uint64(load_scalar(types.uint32, data, offset + stride))
+    return select(mask_of_bits(low | (high << types.uint64(32))), splat(u8x64, 16), 0)
+
+
+@inline
+def unpack_q4_0(data: int, offset: int) -> Any:
+    """8 blocks of 18 bytes."""
+    l0, l1, l2, l3 = nibbles16(data, offset + 2, 18)
+    return below(l0, 8), below(l1, 8), below(l2, 8), below(l3, 8), block_scales(data, offset, 18), None
+
+
+@inline
+def unpack_q4_1(data: int, offset: int) -> Any:
+    """8 blocks of 20 bytes; the minimum is stored negated."""
+    l0, l1, l2, l3 = nibbles16(data, offset + 4, 20)
+    scales, mins = block_scales(data, offset, 20), -block_scales(data, offset + 2, 20)
+    return cast(i8x64, l0), cast(i8x64, l1), cast(i8x64, l2), cast(i8x64, l3), scales, mins
+
+
+@inline
+def unpack_q5_0(data: int, offset: int) -> Any:
+    """8 blocks of 22 bytes."""
+    l0, l1, l2, l3 = nibbles16(data, offset + 6, 22)
+    l0 = below(l0 | fifth_bits(data, offset + 2, 22), 16)
+    l1 = below(l1 | fifth_bits(data, offset + 46, 22), 16)
+    l2 = below(l2 | fifth_bits(data, offset + 90, 22), 16)
+    l3 = below(l3 | fifth_bits(data, offset + 134, 22), 16)
+    return l0, l1, l2, l3, block_scales(data, offset, 22), None
+
+
+@inline
+def unpack_q5_1(data: int, offset: int) -> Any:
+    """8 blocks of 24 bytes; the minimum is stored negated."""
+    l0, l1, l2, l3 = nibbles16(data, offset + 8, 24)
+    l0 = cast(i8x64, l0 | fifth_bits(data, offset + 4, 24))
+    l1 = cast(i8x64, l1 | fifth_bits(data, offset + 52, 24))
+    l2 = cast(i8x64, l2 | fifth_bits(data, offset + 100, 24))
+    l3 = cast(i8x64, l3 | fifth_bits(data, offset + 148, 24))
+    return l0, l1, l2, l3, block_scales(data, offset, 24), -block_scales(data, offset + 2, 24)
+
+
+@inline
+def unpack_q8_0(data: int, offset: int) -> Any:
+    """8 blocks of 34 bytes."""
+    l0 = load_pieces(i8x64, i8x32, data, offset + 2, 34)
+    l1 = load_pieces(i8x64, i8x32, data, offset + 70, 34)
+    l2 = load_pieces(i8x64, i8x32, data, offset + 138, 34)
+    l3 = load_pieces(i8x64, i8x32, data, offset + 206, 34)
+    return l0, l1, l2, l3, block_scales(data, offset, 34), None

@@ -1,0 +1,196 @@
+"""What a model is like, as far as the choice of types asks: names, categories, layers, heads, experts.
+
+Sources: llama.cpp b11434, src/llama-quant.cpp (tensor_get_category, tensor_allows_quantization),
+src/llama-model-loader.h (weight_name_comparer) and src/llama-model.cpp (load_hparams) with src/models/*.cpp.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from quantkit.types import TensorType
+
+#: Gives a GGUF key's value, or None.
+Metadata = Mapping[str, Any] | Callable[[str], Any]
+
+
+class TensorLike(Protocol):
+    """What is asked of a tensor: quantkit.formats.gguf.TensorInfo has it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def type(self) -> TensorType: ...
+
+
+# --- names ---------------------------------------------------------------------------------------------------
+
+#: llama.cpp's categories: the first of these texts in a name decides (output and token_embd: whole names).
+_CATEGORIES = {
+    **{f"{field}.weight": field for field in ("attn_qkv", "attn_kv_b", "attn_v", "attn_k", "attn_q", "attn_output")},
+    **{"ffn_up": "ffn_up", "ffn_gate": "ffn_gate", "ffn_down": "ffn_down"},
+}
+TOKEN_EMBD_NAMES = ("token_embd.weight", "per_layer_token_embd.weight")
+ATTN_V_LIKE = ("attn_v", "attn_qkv", "attn_kv_b")
+ROUTER = "ffn_gate_inp.weight"
+_LAYER = re.compile(r"blk\.\s*([+-]?\d+)")
+
+
+def category(name: str) -> str:
+    """Return llama.cpp's category of the tensor ``name``; "other" for most."""
+    if name == "output.weight":
+        return "output"
+    if name in TOKEN_EMBD_NAMES:
+        return "token_embd"
+    return next((found for text, found in _CATEGORIES.items() if text in name), "other")
+
+
+def layer_of(name: str) -> int:
+    """Return the number N of ``blk.N.``, or -1 (as sscanf in llama.cpp's weight_name_comparer)."""
+    found = _LAYER.match(name)
+    return int(found[1]) if found else -1
+
+
+def iteration_order(names: Iterable[str]) -> list[str]:
+    """Return ``names`` in the order llama-quantize visits them: by layer, outside layers first, then by name."""
+    return sorted(names, key=lambda name: (layer_of(name), name.encode()))
+
+
+_TIME_MIX = (
+    "first", "w0", "w1", "w2", "v0", "v1", "v2", "a0", "a1", "a2", "g1", "g2", "decay_w1", "decay_w2", "lerp_fused",
+)  # fmt: skip
+#: Texts in names of tensors that are never quantized, and what they are.
+_NEVER = {
+    "_norm.weight": "norm",
+    "ffn_gate_tid2eid.weight": "routing table",
+    "altup": "small, AltUp",
+    "laurel": "small, LAuReL",
+    "per_layer_model_proj": "small projection",
+    "ssm_conv1d": "small convolution",
+    "shortconv.conv.weight": "small convolution",
+    "indexer.k_proj.weight": "small, indexer",
+    "indexer.q_proj.weight": "small, indexer",
+    **{f"time_mix_{part}.weight": "small, RWKV" for part in _TIME_MIX},
+    "attn_rel_b.weight": "relative position bias",
+    **dict.fromkeys((".position_embd", "sam.pos_embd", ".rel_pos"), "positions"),
+    **dict.fromkeys(("sam.neck.", "sam.net_", ".patch_embd", ".patch_merger"), "vision"),
+    **dict.fromkeys(("a.rvq.codebook", "mm.a.code_embd"), "audio codebook"),
+}
+_NEVER_EXACT = {"position_embd.weight": "positions", "token_types.weight": "token types"}
+_NEVER_GLM5_NEXT = (
+    "hc_", "indexer.attn_q_b", "indexer.attn_k", "indexer.proj", "indexer_compressor_gate", "indexer_compressor_ape",
+    "ssm_f_a.weight", "ssm_f_b.weight", "ssm_g_a.weight", "ssm_g_b.weight", "ssm_beta.weight", "attn_kv_a_mqa.weight",
+    "attn_k_b.weight", "attn_v_b.weight",
+)  # fmt: skip
+
+#: ik_llama.cpp keeps these too; they count when TYPE is one of its own.
+_NEVER_IK = ("ssm_x.weight", "ssm_dt.weight")
+
+
+def n_dims(shape: Sequence[int]) -> int:
+    """ggml_n_dims: trailing ones do not count."""
+    return max((i + 1 for i, n in enumerate(shape) if n > 1), default=1)
+
+
+def _is_weight(name: str) -> bool:
+    # llama.cpp compares rfind("weight") with size - 6: not found and a name of 5 characters wrap to the same value.
+    return name.endswith("weight") or (len(name.encode()) == 5 and "weight" not in name)
+
+
+def why_never(name: str, arch: str, ik: bool = False) -> str | None:
+    """Return what makes the tensor ``name`` one that is never quantized, the router aside; None if it may be."""
+    if not _is_weight(name):
+        return "no weight"
+    if name in _NEVER_EXACT:
+        return _NEVER_EXACT[name]
+    for text, what in _NEVER.items():
+        if text in name:
+            return what
+    more = (*(_NEVER_GLM5_NEXT if arch == "glm5-next" else ()), *(_NEVER_IK if ik else ()))
+    return next((f"small, {arch}" for text in more if text in name), None)
+
+
+# --- the model -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the mixtures ask about a model. ``n_layer`` counts the MTP layers too; heads are those of layer 0."""
+
+    arch: str
+    n_layer: int
+    n_expert: int = 0
+    n_head: int = 0
+    n_head_kv: int = 0
+    #: llama.cpp calls the model 70B.
+    is_70b: bool = False
+    #: There is an output.weight; else token_embd.weight serves as both (tied).
+    has_output: bool = True
+    #: Tensors that are attn_v, attn_qkv or attn_kv_b.
+    n_attention_wv: int = 0
+
+    @property
+    def n_gqa(self) -> int:
+        """Heads that share a kv head in layer 0; 0 where that has none."""
+        return self.n_head // self.n_head_kv if self.n_head_kv else 0
+
+    @classmethod
+    def from_metadata(cls, metadata: Metadata, tensors: Iterable[TensorLike]) -> ModelFacts:
+        """Read the facts from GGUF keys, as llama.cpp's load_hparams does.
+
+        ``metadata`` gives a key's value or None (a mapping, or GGUFFile.get). With --prune-layers pass the
+        *source's* metadata (llama-quantize counts its layers) and the tensors that are left.
+        """
+        get = metadata if callable(metadata) else metadata.get
+        names = [t.name for t in tensors]
+        arch = str(get("general.architecture") or "")
+
+        def number(key: str, default: int = 0) -> int:
+            return _scalar(get(f"{arch}.{key}"), default)
+
+        # llama-quantize reads no such facts from multimodal projectors.
+        is_clip = arch == "clip"
+        n_layer = 0 if is_clip else number("block_count", 1 + max(map(layer_of, names), default=-1))
+        n_head = 0 if is_clip else number("attention.head_count")
+        n_head_kv = 0 if is_clip else number("attention.head_count_kv", n_head)
+        n_expert = 0 if is_clip else number("expert_count")
+        n_body = n_layer - number("nextn_predict_layers")
+        return cls(
+            arch=arch,
+            n_layer=_n_layer_all(arch, n_layer, n_body, number("num_loops", 1)),
+            n_expert=n_expert,
+            n_head=n_head,
+            n_head_kv=n_head_kv,
+            is_70b=_is_70b(arch, n_body, n_expert, n_head == n_head_kv),
+            has_output="output.weight" in names,
+            n_attention_wv=sum(category(name) in ATTN_V_LIKE for name in names),
+        )
+
+
+def _scalar(value: Any, default: int) -> int:
+    """Return a GGUF value as a number: of an array per layer the first element, which is what n_gqa() reads."""
+    if value is None:
+        return default
+    if hasattr(value, "__len__") and not isinstance(value, str | bytes):
+        return int(value[0]) if len(value) else default
+    return int(value)
+
+
+def _n_layer_all(arch: str, n_layer: int, n_body: int, n_loops: int) -> int:
+    """Two architectures count more layers than block_count says: one more for a router, or every loop's."""
+    if arch == "graniteswitch":
+        return n_body + 1
+    if arch == "nanbeige" and n_loops > 1:
+        return n_body * n_loops
+    return n_layer
+
+
+def _is_70b(arch: str, n_body: int, n_expert: int, multi_head: bool) -> bool:
+    if arch in ("llama", "llama-embed"):
+        return n_body == 80 and n_expert != 8 and not multi_head
+    return n_body == {"qwen2": 80, "deci": 80, "olmo": 80, "jais2": 68}.get(arch)

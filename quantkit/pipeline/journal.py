@@ -1,0 +1,112 @@
+"""The journal of a run: which tensors lie safely on the disk, so that a killed run goes on where it was.
+
+Beside ``OUT.gguf.part`` lies ``OUT.gguf.journal``: a line of JSON that identifies the run, then one for every
+tensor whose bytes were flushed to the disk before the line was written, then one that says all is there. A line
+cut off by a crash is ignored, and what follows from it is done again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import zlib
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from quantkit.errors import ResourceError
+
+
+class Journal:
+    """An open, locked journal. ``done`` maps the names of finished tensors to the CRC-32 of their bytes."""
+
+    def __init__(self, path: Path, fingerprint: str) -> None:
+        self.path, self.fingerprint = path, fingerprint
+        self.done: dict[str, int] = {}
+        self.sums: dict[str, list[float]] = {}
+        self.sealed = False
+        self._file = open(path, "a+b")  # noqa: SIM115 - held until close()
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise ResourceError(f"{path}: another run is writing this output; wait for it or stop it") from None
+
+    def start(self) -> None:
+        """Begin anew: forget what was there and write the first line."""
+        self._file.truncate(0)
+        self.done.clear()
+        self.sums.clear()
+        self.sealed = False
+        self._append({"quantkit": 1, "run": self.fingerprint})
+
+    def resume(self) -> bool:
+        """Take over what an earlier run of the same work did; False if the journal is of other work."""
+        self._file.seek(0)
+        lines = self._file.read().split(b"\n")
+        keep = 0
+        for i, line in enumerate(lines[:-1]):
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                break
+            if i == 0 and entry.get("run") != self.fingerprint:
+                return False
+            self._take(entry)
+            keep += len(line) + 1
+        self._file.truncate(keep)
+        return keep > 0
+
+    def _take(self, entry: dict[str, Any]) -> None:
+        if "tensor" in entry:
+            self.done[entry["tensor"]] = entry["crc32"]
+            self.sums[entry["tensor"]] = entry["sums"]
+        self.sealed = self.sealed or "sealed" in entry
+
+    def forget(self, name: str) -> None:
+        """Strike out a tensor whose bytes are not what they were."""
+        del self.done[name]
+
+    def add(self, tensors: dict[str, tuple[int, list[float]]]) -> None:
+        """Record tensors whose bytes are on the disk: their CRC-32 and error sums, by name."""
+        for name, (crc, sums) in tensors.items():
+            self.done[name], self.sums[name] = crc, sums
+        self._append(*({"tensor": n, "crc32": c, "sums": s} for n, (c, s) in tensors.items()))
+
+    def seal(self) -> None:
+        """Record that every byte of the output is on the disk."""
+        self.sealed = True
+        self._append({"sealed": True})
+
+    def _append(self, *entries: dict[str, Any]) -> None:
+        self._file.write(b"".join(json.dumps(e).encode() + b"\n" for e in entries))
+        self._file.flush()
+        os.fdatasync(self._file.fileno())
+
+    def remove(self) -> None:
+        """Delete the journal; its work is done or given up."""
+        self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def file_crc32(path: Path, offset: int, nbytes: int) -> int:
+    """Return the CRC-32 of a range of a file, or -1 if the file ends before it."""
+    crc = 0
+    with open(path, "rb") as file:
+        file.seek(offset)
+        while nbytes:
+            data = file.read(min(nbytes, 1 << 22))
+            if not data:
+                return -1
+            crc = zlib.crc32(data, crc)
+            nbytes -= len(data)
+    return crc

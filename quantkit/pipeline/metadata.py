@@ -1,0 +1,169 @@
+"""The metadata of an output: the source's, edited as llama-quantize edits it, plus where the file came from.
+
+A key that is set moves to the end of the list, as in llama.cpp's gguf_set_val_*, so that headers can be compared
+byte for byte. ``quantkit.*`` keys record what made a file; no runtime reads them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from quantkit.errors import RecipeError
+from quantkit.formats.gguf import Field, ValueType
+from quantkit.formats.imatrix import Imatrix
+
+_OVERRIDE_TYPES = {
+    "int": ValueType.UINT32,
+    "float": ValueType.FLOAT32,
+    "bool": ValueType.BOOL,
+    "str": ValueType.STRING,
+}
+#: Other value types by their GGUF names, for keys that need one exactly.
+_OVERRIDE_TYPES |= {t.name.lower().replace("int", "i"): t for t in ValueType if "INT" in t.name}
+_OVERRIDE_TYPES |= {"f32": ValueType.FLOAT32, "f64": ValueType.FLOAT64, "string": ValueType.STRING}
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+#: llama-quantize keeps this many bytes of a file or dataset name (char val_str[128]).
+_NAME_BYTES = 127
+
+
+class Metadata:
+    """An ordered, editable list of fields."""
+
+    def __init__(self, fields: Iterable[Field]) -> None:
+        self._fields = {field.key: field for field in fields}
+
+    def set(self, field: Field) -> None:
+        """Set a field; a key that is there already moves to the end."""
+        self._fields.pop(field.key, None)
+        self._fields[field.key] = field
+
+    def replace(self, field: Field) -> None:
+        """Set a field where it stands."""
+        self._fields[field.key] = field
+
+    def remove(self, *keys: str) -> None:
+        for key in keys:
+            self._fields.pop(key, None)
+
+    def get(self, key: str) -> Field | None:
+        return self._fields.get(key)
+
+    def fields(self) -> list[Field]:
+        return list(self._fields.values())
+
+
+def parse_override(text: str) -> Field:
+    """Return the field of ``--override-kv KEY=TYPE:VALUE``.
+
+    TYPE is int (stored as UINT32, INT32 when negative, 64 bits when larger), float (FLOAT32), bool or str, or a
+    GGUF type (u8 .. i64, f32, f64). llama-quantize stores abs(VALUE) of a negative int; here the sign stays.
+    """
+    match = re.fullmatch(r"([^=]+)=([a-z0-9]+):(.*)", text, re.DOTALL)
+    if match is None:
+        raise RecipeError(f"--override-kv {text!r}: write KEY=TYPE:VALUE, such as general.name=str:Mine")
+    key, kind, value = match[1], match[2], match[3]
+    wanted = _OVERRIDE_TYPES.get(kind)
+    if wanted is None:
+        raise RecipeError(f"--override-kv {key}: there is no type {kind!r}; use int, float, bool, str or u8 .. f64")
+    try:
+        return _override(key, kind, wanted, value)
+    except ValueError:
+        raise RecipeError(f"--override-kv {key}: {value!r} is no {kind}") from None
+
+
+def _override(key: str, kind: str, wanted: ValueType, value: str) -> Field:
+    if wanted is ValueType.STRING:
+        return Field.of(key, value, wanted)
+    if wanted is ValueType.BOOL:
+        if value not in ("true", "false"):
+            raise ValueError(value)
+        return Field.of(key, value == "true", wanted)
+    if wanted in (ValueType.FLOAT32, ValueType.FLOAT64):
+        return Field.of(key, float(value), wanted)
+    return Field.of(key, int(value, 0), None if kind == "int" else wanted)
+
+
+def prune_names(names: Iterable[str], prune: Sequence[int]) -> dict[str, str]:
+    """Return source name -> output name of the tensors that stay when layers are dropped and renumbered.
+
+    Raises RecipeError for layers that do not exist, or when none is left.
+    """
+    names = list(names)
+    layers = sorted({int(m[1]) for n in names if (m := _BLOCK.search(n))})
+    unknown = sorted(set(prune) - set(layers))
+    if unknown:
+        raise RecipeError(f"--prune-layers: there is no layer {unknown[0]}; the model has {layers[0]} .. {layers[-1]}")
+    kept = [layer for layer in layers if layer not in set(prune)]
+    if not kept:
+        raise RecipeError("--prune-layers leaves no layer at all")
+    number = {layer: i for i, layer in enumerate(kept)} if prune else {layer: layer for layer in layers}
+    renamed = {}
+    for name in names:
+        match = _BLOCK.search(name)
+        if match is None:
+            renamed[name] = name
+        elif int(match[1]) in number:
+            renamed[name] = f"{name[: match.start(1)]}{number[int(match[1])]}{name[match.end(1) :]}"
+    return renamed
+
+
+def prune_metadata(metadata: Metadata, arch: str, prune: Sequence[int]) -> list[str]:
+    """Make the metadata fit a model without the layers ``prune``; return notes for the user.
+
+    The layer count goes down, arrays with one entry per layer lose those of the dropped layers (llama-quantize
+    keeps them, and the file then does not load), and counts of leading or trailing layers shrink with them.
+    """
+    key = f"{arch}.block_count"
+    count = metadata.get(key)
+    if count is None:
+        raise RecipeError(f"--prune-layers: the metadata has no {key}")
+    n, dropped, notes = int(count.value), set(prune), []
+    kept = [i for i in range(n) if i not in dropped]
+    metadata.set(Field.of(key, len(kept), count.type))
+    for field in metadata.fields():
+        if not field.key.startswith(f"{arch}.") or field.item_type is None or field.count != n:
+            continue
+        values = [field.value[i] for i in kept]
+        metadata.replace(Field.of(field.key, values, ValueType.ARRAY, field.item_type))
+        notes.append(f"{field.key}: {n - len(kept)} of its {n} per-layer values dropped with their layers")
+    leading, trailing = metadata.get(f"{arch}.leading_dense_block_count"), metadata.get(f"{arch}.nextn_predict_layers")
+    for field, lost in (
+        (leading, lambda v: sum(i < v for i in dropped)),
+        (trailing, lambda v: sum(i >= n - v for i in dropped)),
+    ):
+        if field is not None and field.item_type is None and lost(field.value):
+            metadata.replace(Field.of(field.key, field.value - lost(field.value), field.type))
+            notes.append(f"{field.key}: {field.value} becomes {field.value - lost(field.value)}")
+    return notes
+
+
+def set_quantization(metadata: Metadata, ftype: int) -> None:
+    """Set what llama-quantize sets for every file, and drop split keys."""
+    metadata.set(Field.of("general.quantization_version", 2, ValueType.UINT32))
+    metadata.set(Field.of("general.file_type", ftype, ValueType.UINT32))
+    metadata.remove("split.no", "split.count", "split.tensors.count")
+
+
+def set_imatrix(metadata: Metadata, imatrix: Imatrix, name: str, n_entries: int, *, hide: bool) -> None:
+    """Record the importance matrix under llama-quantize's keys; ``hide`` as ik_llama.cpp's --hide-imatrix does."""
+    dataset = imatrix.datasets[0] if imatrix.datasets else None
+    file = "top_secret" if hide else _cut(name)
+    metadata.set(Field.of("quantize.imatrix.file", file, ValueType.STRING))
+    if dataset is not None:
+        metadata.set(Field.of("quantize.imatrix.dataset", "top_secret" if hide else _cut(dataset), ValueType.STRING))
+    metadata.set(Field.of("quantize.imatrix.entries_count", 0 if hide else n_entries, ValueType.UINT32))
+    if imatrix.chunk_count > 0:
+        count = 0 if hide else imatrix.chunk_count
+        metadata.set(Field.of("quantize.imatrix.chunks_count", count, ValueType.UINT32))
+
+
+def _cut(text: str) -> str:
+    return text.encode("utf-8", "surrogateescape")[:_NAME_BYTES].decode("utf-8", "surrogateescape")
+
+
+def set_provenance(metadata: Metadata, facts: Mapping[str, str]) -> None:
+    """Record what made the file, under ``quantkit.`` keys; those of an earlier run go."""
+    metadata.remove(*(f.key for f in metadata.fields() if f.key.startswith("quantkit.quantize.")))
+    for key, value in facts.items():
+        metadata.set(Field.of(f"quantkit.quantize.{key}", value, ValueType.STRING))

@@ -1,0 +1,166 @@
+"""The plan: everything about an output before its first byte.
+
+Which type each tensor gets and why, the header, every offset, the exact size of every shard. A dry run prints the
+plan and stops; a run carries it out and may decide nothing more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.formats.gguf import Field, GGUFFile, Layout, layout_gguf, parse_split_path, split_fields, split_path
+from quantkit.pipeline.choose import Choice
+from quantkit.pipeline.importance import Found
+from quantkit.pipeline.work import PlannedTensor
+
+#: Bytes hashed at each end of every tensor for the fingerprint of a source.
+_SAMPLE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A tensor of the source with what was decided about it, before it has a place."""
+
+    name: str
+    source: str
+    choice: Choice
+    found: Found | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedShard:
+    """One file of the output: its final path and its layout."""
+
+    path: Path
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole output. ``tensors`` are in the order in which they are written, ``notes`` is what the user should know."""
+
+    source: GGUFFile
+    title: str
+    shards: tuple[PlannedShard, ...]
+    tensors: tuple[PlannedTensor, ...]
+    notes: tuple[str, ...]
+    #: Identifies source, output and everything that decides the bytes: an interrupted run resumes only its own.
+    fingerprint: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all shards together."""
+        return sum(shard.layout.nbytes for shard in self.shards)
+
+    @property
+    def n_values(self) -> int:
+        return sum(tensor.n_values for tensor in self.tensors)
+
+    @property
+    def bpw(self) -> float:
+        """Bits per weight of the tensor data."""
+        return 8 * sum(tensor.nbytes for tensor in self.tensors) / max(1, self.n_values)
+
+
+def source_fingerprint(source: GGUFFile) -> str:
+    """Return a SHA-256 that names a source: all headers, and both ends of every tensor.
+
+    Hashing all of a 500 GB model would take longer than quantizing it; the first and last 4 KiB of every tensor
+    tell any two trained models apart.
+    """
+    digest = hashlib.sha256()
+    for field in source.fields.values():
+        digest.update(field.encode())
+    for tensor in source.tensors.values():
+        digest.update(f"{tensor.name} {tensor.shape} {tensor.type.id} {tensor.nbytes}".encode())
+        with open(source.paths[tensor.shard], "rb") as file:
+            file.seek(tensor.offset)
+            digest.update(file.read(min(_SAMPLE, tensor.nbytes)))
+            file.seek(tensor.offset + max(0, tensor.nbytes - _SAMPLE))
+            digest.update(file.read(min(_SAMPLE, tensor.nbytes)))
+    return digest.hexdigest()
+
+
+def plan_output(
+    source: GGUFFile,
+    output: Path,
+    fields: Sequence[Field],
+    chosen: Sequence[Chosen],
+    *,
+    title: str,
+    notes: Sequence[str] = (),
+    keep_split: bool = False,
+    split_max_size: int | None = None,
+    identity: str = "",
+) -> Plan:
+    """Place the chosen tensors in one file, or in shards.
+
+    Args:
+        source: where the data comes from.
+        output: the final path; with several shards their common prefix plus ``.gguf``.
+        fields: the metadata of the output, without split.* keys; all of it goes to the first shard.
+        chosen: the tensors in their order.
+        title: a word for what is made, for people ("Q4_K_M").
+        notes: sentences for the user.
+        keep_split: one output shard per input shard; ``chosen`` must be in the order of shards.
+        split_max_size: begin a new shard where this many bytes of tensors would be exceeded.
+        identity: whatever else decides the bytes (imatrix hash), for the fingerprint.
+    """
+    groups = _groups(source, chosen, keep_split, split_max_size)
+    n = len(chosen)
+    shards, tensors = [], []
+    for no, group in enumerate(groups):
+        extra = split_fields(no, len(groups), n) if len(groups) > 1 else []
+        layout = layout_gguf(
+            [*(fields if no == 0 else ()), *extra],
+            [(c.name, source.tensors[c.source].shape, c.choice.type) for c in group],
+        )
+        shards.append(PlannedShard(_shard_path(output, no, len(groups)), layout))
+        tensors += [
+            _place(source, c, no, offset) for c, offset in zip(group, layout.offsets, strict=True)
+        ]
+    digest = hashlib.sha256(f"{source_fingerprint(source)} {identity}".encode())
+    for shard in shards:
+        digest.update(os.fsencode(shard.path.name) + shard.layout.header)
+    return Plan(source, title, tuple(shards), tuple(tensors), tuple(notes), digest.hexdigest())
+
+
+def _place(source: GGUFFile, chosen: Chosen, shard: int, offset: int) -> PlannedTensor:
+    info, choice = source.tensors[chosen.source], chosen.choice
+    nbytes = choice.type.tensor_bytes(info.shape)
+    return PlannedTensor(
+        chosen.name, info, choice.type, choice.reason, choice.fallback_from, chosen.found, shard, offset, nbytes
+    )
+
+
+def _groups(
+    source: GGUFFile, chosen: Sequence[Chosen], keep_split: bool, split_max_size: int | None
+) -> list[list[Chosen]]:
+    """Divide the tensors among shards."""
+    if keep_split:
+        kept: list[list[Chosen]] = [[] for _ in source.paths]
+        for c in chosen:
+            kept[source.tensors[c.source].shard].append(c)
+        return [group for group in kept if group] or [[]]
+    groups: list[list[Chosen]] = [[]]
+    size = 0
+    for c in chosen:
+        nbytes = c.choice.type.tensor_bytes(source.tensors[c.source].shape)
+        if split_max_size is not None and groups[-1] and size + nbytes > split_max_size:
+            groups.append([])
+            size = 0
+        groups[-1].append(c)
+        size += nbytes
+    return groups
+
+
+def _shard_path(output: Path, no: int, count: int) -> Path:
+    if count == 1:
+        return output
+    named = parse_split_path(output)
+    prefix = named[0] if named is not None else str(output).removesuffix(".gguf")
+    return split_path(prefix, no, count)

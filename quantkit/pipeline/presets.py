@@ -1,0 +1,401 @@
+"""Presets: the names a user may give as TYPE, and the mixtures that llama.cpp's names stand for.
+
+A *preset* (llama.cpp calls it ftype) is a base type and a mixture: rules that give more bits to the tensors
+that hurt most (``attn_v``, ``ffn_down`` of some layers, ``output``) and sometimes fewer to others. Q4_K_M is
+"Q4_K, but Q6_K for half of attn_v and ffn_down".
+
+The mixtures stand below as tables, one per category of tensor::
+
+    table[preset] = ((condition, type), ...)        the first row whose condition holds wins; none: the base type
+
+A condition is one of the names in CONDITIONS: a question about a ``Place`` (layer i of n, heads per kv head,
+number of experts, imatrix or not). Its name is also what the user reads as the reason. Rules and order are
+those of llama.cpp b11434, src/llama-quant.cpp llama_tensor_get_type_impl, read, not copied.
+
+Presets of ik_llama.cpp 8337e4cd3 are listed with their numbers and base types; their mixtures are not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from quantkit.errors import TypeNotSupported
+from quantkit.types import ALIASES as TYPE_ALIASES
+from quantkit.types import BY_NAME, TYPES, TensorType
+
+#: What general.file_type says when no number stands for the mixture (LLAMA_FTYPE_GUESSED).
+FTYPE_UNKNOWN = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """One name that TYPE may be.
+
+    ``ftype`` goes into general.file_type. ``base`` is None for COPY alone. ``trees`` is "mainline", "ik" or
+    "both". ``mixes`` is false when the name is a plain tensor type: then every tensor gets that type.
+    """
+
+    name: str
+    ftype: int
+    base: TensorType | None
+    trees: str
+    description: str
+    mixes: bool = True
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _p(name: str, ftype: int, base: str | None, trees: str, description: str) -> Preset:
+    return Preset(name, ftype, BY_NAME[base] if base else None, trees, description)
+
+
+#: Every preset of llama.cpp b11434 and ik_llama.cpp 8337e4cd3; aliases are in PRESET_ALIASES.
+# fmt: off
+PRESETS: tuple[Preset, ...] = (
+    # name             ftype base       trees       in short
+    _p("F32",          0,   "F32",      "both",     "full precision, for conversions and references"),
+    _p("F16",          1,   "F16",      "both",     "half precision; large values overflow"),
+    _p("BF16",         32,  "BF16",     "both",     "f32's range in 16 bits; what most checkpoints hold"),
+    _p("Q8_0",         7,   "Q8_0",     "both",     "8.5 bpw, practically lossless"),
+    _p("Q6_K",         18,  "Q6_K",     "both",     "6.6 bpw, very close to the original"),
+    _p("Q5_K_M",       17,  "Q5_K",     "both",     "5.7 bpw, half of attn_v and ffn_down in Q6_K"),
+    _p("Q5_K_S",       16,  "Q5_K",     "both",     "5.5 bpw, Q5_K but for the output"),
+    _p("Q5_1",         9,   "Q5_1",     "both",     "6 bpw, legacy format with a minimum per block"),
+    _p("Q5_0",         8,   "Q5_0",     "both",     "5.5 bpw, legacy format"),
+    _p("Q4_K_M",       15,  "Q4_K",     "both",     "4.8 bpw, half of attn_v and ffn_down in Q6_K; the usual choice"),
+    _p("Q4_K_S",       14,  "Q4_K",     "both",     "4.6 bpw, Q5_K in the first layers' attn_v and ffn_down"),
+    _p("Q4_1",         3,   "Q4_1",     "both",     "5 bpw, legacy format with a minimum per block"),
+    _p("Q4_0",         2,   "Q4_0",     "both",     "4.5 bpw, legacy format, fast everywhere"),
+    _p("IQ4_NL",       25,  "IQ4_NL",   "both",     "4.5 bpw, non-linear levels, rows of 32"),
+    _p("IQ4_XS",       30,  "IQ4_XS",   "both",     "4.25 bpw, non-linear levels"),
+    _p("Q3_K_L",       13,  "Q3_K",     "both",     "4.3 bpw, Q5_K in attn_v, attn_output and ffn_down"),
+    _p("Q3_K_M",       12,  "Q3_K",     "both",     "3.9 bpw, Q4_K and Q5_K in attn_v, attn_output and ffn_down"),
+    _p("Q3_K_S",       11,  "Q3_K",     "both",     "3.4 bpw, Q3_K but for the output"),
+    _p("IQ3_M",        27,  "IQ3_S",    "both",     "3.7 bpw, IQ3_S with Q4_K in attention and first ffn_down"),
+    _p("IQ3_S",        26,  "IQ3_S",    "both",     "3.4 bpw grid quant"),
+    _p("IQ3_XS",       22,  "IQ3_S",    "both",     "3.3 bpw, IQ3_S and IQ3_XXS by turns"),
+    _p("IQ3_XXS",      23,  "IQ3_XXS",  "both",     "3.1 bpw grid quant; wants an imatrix"),
+    _p("Q2_K",         10,  "Q2_K",     "both",     "2.6 bpw base, Q3_K and Q4_K where it hurts"),
+    _p("Q2_K_S",       21,  "Q2_K",     "both",     "2.6 bpw; wants an imatrix"),
+    _p("IQ2_M",        29,  "IQ2_S",    "both",     "2.7 bpw, IQ2_S with IQ3_S and Q4_K; wants an imatrix"),
+    _p("IQ2_S",        28,  "IQ2_XS",   "both",     "2.5 bpw, IQ2_XS with IQ3_S and Q4_K; wants an imatrix"),
+    _p("IQ2_XS",       20,  "IQ2_XS",   "both",     "2.3 bpw grid quant; needs an imatrix"),
+    _p("IQ2_XXS",      19,  "IQ2_XXS",  "both",     "2.1 bpw grid quant; needs an imatrix"),
+    _p("IQ1_M",        31,  "IQ1_M",    "both",     "1.75 bpw; wants an imatrix"),
+    _p("IQ1_S",        24,  "IQ1_S",    "both",     "1.56 bpw; needs an imatrix"),
+    _p("COPY",         0,   None,       "both",     "every tensor stays as it is, but for those that an option names"),
+    _p("MXFP4_MOE",    38,  "MXFP4",    "mainline", "experts in MXFP4, all else Q8_0"),
+    _p("TQ1_0",        36,  "TQ1_0",    "mainline", "1.7 bpw, for models trained ternary"),
+    _p("TQ2_0",        37,  "TQ2_0",    "mainline", "2.1 bpw, for models trained ternary"),
+    _p("Q1_0",         40,  "Q1_0",     "mainline", "1.1 bpw, one sign bit a weight"),
+    _p("Q2_0",         41,  "Q2_0",     "mainline", "2.25 bpw, levels -1, 0, 1"),
+    # ik_llama.cpp only
+    _p("MXFP4",        38,  "MXFP4",    "ik",       "4.25 bpw, 4-bit floats"),
+    _p("MXFP4_R8",     351, "MXFP4_R8", "ik",       "MXFP4, 8 rows woven"),
+    _p("Q6_0",         135, "Q6_0",     "ik",       "6.5 bpw, legacy format"),
+    _p("Q8_KV",        149, "Q8_KV",    "ik",       "8 bpw, one scale a row"),
+    _p("IQ1_BN",       136, "IQ1_BN",   "ik",       "1.6 bpw, for BitNet"),
+    _p("IQ2_BN",       137, "IQ2_BN",   "ik",       "2 bpw, for BitNet"),
+    _p("IQ1_KT",       156, "IQ1_KT",   "ik",       "1.75 bpw trellis"),
+    _p("IQ2_KT",       151, "IQ2_KT",   "ik",       "2.1 bpw trellis"),
+    _p("IQ3_KT",       152, "IQ3_KT",   "ik",       "3.1 bpw trellis"),
+    _p("IQ4_KT",       153, "IQ4_KT",   "ik",       "4 bpw trellis"),
+    _p("IQ2_K",        138, "IQ2_K",    "ik",       "2.4 bpw, non-linear levels"),
+    _p("IQ2_KS",       147, "IQ2_KS",   "ik",       "2.2 bpw, non-linear levels, a scale per row"),
+    _p("IQ2_KL",       155, "IQ2_KL",   "ik",       "2.7 bpw, pairs of levels"),
+    _p("IQ3_K",        139, "IQ3_K",    "ik",       "3.4 bpw, non-linear levels"),
+    _p("IQ3_KS",       154, "IQ3_KS",   "ik",       "3.2 bpw, non-linear levels, a scale per row"),
+    _p("IQ3_KL",       146, "IQ3_K",    "ik",       "4 bpw, IQ3_K mixed with IQ4_KS and IQ5_K"),
+    _p("IQ4_K",        140, "IQ4_K",    "ik",       "4.5 bpw, non-linear levels"),
+    _p("IQ4_KS",       145, "IQ4_KS",   "ik",       "4.25 bpw, non-linear levels, a scale per row"),
+    _p("IQ4_KSS",      148, "IQ4_KSS",  "ik",       "4 bpw, non-linear levels, a scale per row"),
+    _p("IQ5_K",        141, "IQ5_K",    "ik",       "5.5 bpw, non-linear levels"),
+    _p("IQ5_KS",       150, "IQ5_KS",   "ik",       "5.25 bpw, non-linear levels, a scale per row"),
+    _p("IQ6_K",        142, "IQ6_K",    "ik",       "6.6 bpw, non-linear levels"),
+    _p("Q4_0_4_4",     33,  "Q4_0_4X4", "ik",       "Q4_0, 4 rows woven by 4 (ARM)"),
+    _p("Q4_0_4_8",     34,  "Q4_0_4X8", "ik",       "Q4_0, 4 rows woven by 8 (ARM)"),
+    _p("Q4_0_8_8",     35,  "Q4_0_8X8", "ik",       "Q4_0, 8 rows woven by 8 (ARM)"),
+    _p("Q4_0_R8",      202, "Q4_0_R8",  "ik",       "Q4_0, 8 rows woven"),
+    _p("Q5_0_R4",      208, "Q5_0_R4",  "ik",       "Q5_0, 4 rows woven"),
+    _p("Q6_0_R4",      335, "Q6_0_R4",  "ik",       "Q6_0, 4 rows woven"),
+    _p("Q8_0_R8",      207, "Q8_0_R8",  "ik",       "Q8_0, 8 rows woven"),
+    _p("Q2_K_R4",      210, "Q2_K_R4",  "ik",       "Q2_K, 4 rows woven"),
+    _p("Q3_K_R4",      211, "Q3_K_R4",  "ik",       "Q3_K, 4 rows woven"),
+    _p("Q4_K_R4",      214, "Q4_K_R4",  "ik",       "Q4_K, 4 rows woven"),
+    _p("Q5_K_R4",      216, "Q5_K_R4",  "ik",       "Q5_K, 4 rows woven"),
+    _p("Q6_K_R4",      218, "Q6_K_R4",  "ik",       "Q6_K, 4 rows woven"),
+    _p("Q8_K_R8",      399, "Q8_K_R8",  "ik",       "8 bpw, super-blocks of 256, 8 rows woven"),
+    _p("Q8_KV_R8",     398, "Q8_KV_R8", "ik",       "Q8_KV, 8 rows woven"),
+    _p("IQ1_S_R4",     224, "IQ1_S_R4", "ik",       "1.5 bpw, 4 rows woven"),
+    _p("IQ1_M_R4",     231, "IQ1_M_R4", "ik",       "1.75 bpw, 4 rows woven"),
+    _p("IQ2_XXS_R4",   219, "IQ2_XXS_R4", "ik",     "IQ2_XXS, 4 rows woven"),
+    _p("IQ2_XS_R4",    220, "IQ2_XS_R4", "ik",      "IQ2_XS, 4 rows woven"),
+    _p("IQ2_M_R4",     229, "IQ2_S_R4", "ik",       "IQ2_M, 4 rows woven"),
+    _p("IQ3_XXS_R4",   223, "IQ3_XXS_R4", "ik",     "IQ3_XXS, 4 rows woven"),
+    _p("IQ3_S_R4",     226, "IQ3_S_R4", "ik",       "IQ3_S, 4 rows woven"),
+    _p("IQ4_NL_R4",    225, "IQ4_NL_R4", "ik",      "IQ4_NL, 4 rows woven"),
+    _p("IQ4_XS_R8",    230, "IQ4_XS_R8", "ik",      "IQ4_XS, 8 rows woven"),
+    _p("IQ2_BN_R4",    337, "IQ2_BN_R4", "ik",      "IQ2_BN, 4 rows woven"),
+    _p("IQ2_K_R4",     338, "IQ2_K_R4", "ik",       "IQ2_K, 4 rows woven"),
+    _p("IQ3_K_R4",     339, "IQ3_K_R4", "ik",       "IQ3_K, 4 rows woven"),
+    _p("IQ4_K_R4",     340, "IQ4_K_R4", "ik",       "IQ4_K, 4 rows woven"),
+    _p("IQ5_K_R4",     341, "IQ5_K_R4", "ik",       "IQ5_K, 4 rows woven"),
+    _p("IQ4_KS_R4",    345, "IQ4_KS_R4", "ik",      "IQ4_KS, 4 rows woven"),
+    _p("IQ5_KS_R4",    350, "IQ5_KS_R4", "ik",      "IQ5_KS, 4 rows woven"),
+    _p("BF16_R16",     232, "BF16_R16", "ik",       "BF16, 16 rows woven"),
+)
+# fmt: on
+
+#: Names that both trees read as another preset. They hide the tensor types of the same name: Q4_K is Q4_K_M.
+PRESET_ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
+
+#: general.file_type of types that are no preset's name.
+_FTYPE_OF_TYPE = {"NVFP4": 39, "IQ2_S_R4": 229, "Q4_0_4X4": 33, "Q4_0_4X8": 34, "Q4_0_8X8": 35}
+
+_BY_PRESET_NAME: dict[str, Preset] = {p.name: p for p in PRESETS}
+#: llama.cpp's own meaning of a number comes first (38 is MXFP4_MOE, 0 is F32).
+_BY_FTYPE: dict[int, Preset] = {p.ftype: p for p in sorted(PRESETS, key=lambda p: (p.trees != "ik", p.name != "COPY"))}
+
+
+def is_target(t: TensorType) -> bool:
+    """True if a weight may become type ``t``: integers, f64 and activation formats may not."""
+    return t.family not in ("integer", "activation") and t.name != "F64"
+
+
+def preset_by_name(text: str) -> Preset:
+    """Return what TYPE stands for: a preset's name, alias or number, or any tensor type's name, in any case.
+
+    Presets win over tensor types (Q4_K is Q4_K_M, as in llama-quantize), llama.cpp's over ik's. A name that is
+    only a tensor type, or an ik preset named after its type (IQ4_KS), gives that type to every tensor without
+    a mixture. Raises TypeNotSupported for ik's presets that are only mixtures, and for names that do not exist.
+    """
+    key = text.strip().upper()
+    found = _BY_PRESET_NAME.get(PRESET_ALIASES.get(key, key))
+    if found is None and key.isascii() and key.isdecimal():
+        found = _BY_FTYPE.get(int(key))
+    if found is None:
+        return _plain_type(key, text)
+    if found.trees != "ik":
+        return found
+    plain = TYPE_ALIASES.get(found.name, found.name)
+    if plain not in BY_NAME:
+        raise TypeNotSupported(
+            f"{found.name} is a mixture of ik_llama.cpp, and its mixing rules are not in this version; "
+            f"give a type (such as {found.base}) as TYPE and the exceptions with --custom-q or --recipe"
+        )
+    return Preset(found.name, found.ftype, found.base, "ik", found.description, mixes=False)
+
+
+def _plain_type(key: str, text: str) -> Preset:
+    t = BY_NAME.get(TYPE_ALIASES.get(key, key))
+    if t is None:
+        raise TypeNotSupported(f"there is no preset and no tensor type {text!r}{_did_you_mean(key)}")
+    if not is_target(t):
+        raise TypeNotSupported(f"{t.name} is no type for weights; `quantkit types` lists those that are")
+    ftype = _FTYPE_OF_TYPE.get(t.name, FTYPE_UNKNOWN)
+    if t.name in _BY_PRESET_NAME:  # an alias of a type, Q1_0_G128, whose name is a preset
+        ftype = _BY_PRESET_NAME[t.name].ftype
+    return Preset(t.name, ftype, t, t.trees, f"every tensor {t.name}, no mixture", mixes=False)
+
+
+def _did_you_mean(key: str) -> str:
+    import difflib
+
+    names = [*_BY_PRESET_NAME, *PRESET_ALIASES, *(t.name for t in TYPES if is_target(t))]
+    near = list(dict.fromkeys(difflib.get_close_matches(key, names, 3)))
+    return f"; did you mean {' or '.join(near)}?" if near else "; `quantkit types` lists them all"
+
+
+# --- the mixtures of llama.cpp -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the model a tensor sits: the facts that conditions ask about.
+
+    ``i`` of ``n`` is the layer: a running count of tensors of the category, or the number in the name.
+    """
+
+    i: int
+    n: int
+    gqa: int
+    n_expert: int
+    has_imatrix: bool
+
+
+def more_bits(i: int, n: int) -> bool:
+    """True for the layers llama.cpp favours: the first and last eighth, and every third between."""
+    return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
+
+
+#: The questions that the tables ask. A name is also the reason that users read.
+CONDITIONS: Mapping[str, Callable[[Place], bool]] = {
+    "always": lambda p: True,
+    "4+ heads a kv head": lambda p: p.gqa >= 4,
+    "4+ heads a kv head or 4+ experts": lambda p: p.gqa >= 4 or p.n_expert >= 4,
+    "8 experts": lambda p: p.n_expert == 8,
+    "not 8 experts": lambda p: p.n_expert != 8,
+    "no imatrix": lambda p: not p.has_imatrix,
+    "first 2": lambda p: p.i < 2,
+    "first 4": lambda p: p.i < 4,
+    "first 16th": lambda p: p.i < p.n // 16,
+    "first 8th": lambda p: p.i < p.n // 8,
+    "first 8th, no imatrix": lambda p: p.i < p.n // 8 and not p.has_imatrix,
+    "first 8th, imatrix": lambda p: p.i < p.n // 8 and p.has_imatrix,
+    "8 experts, favoured layer": lambda p: p.n_expert == 8 and more_bits(p.i, p.n),
+    "favoured layer": lambda p: more_bits(p.i, p.n),
+    "middle 6 8ths": lambda p: p.n // 8 <= p.i < 7 * p.n // 8,
+}
+
+Row = tuple[str, str]
+Table = Mapping[str, tuple[Row, ...]]
+
+_GQA, _GQA_E = "4+ heads a kv head", "4+ heads a kv head or 4+ experts"
+
+#: The presets whose layers follow LOW_BIT instead of the tables after it.
+LOW_BIT_PRESETS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M")
+
+#: output.weight, or the embedding that serves as both: Q6_K unless listed here or kept at Q8_0.
+OUTPUT_Q5_K = frozenset({*LOW_BIT_PRESETS, "IQ3_XXS"})
+
+#: token_embd.weight and per_layer_token_embd.weight where there is an output.weight.
+TOKEN_EMBD: Mapping[str, str] = {
+    **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS"), "Q2_K"),
+    **dict.fromkeys(("IQ2_S", "IQ2_M", "IQ3_XXS"), "IQ3_S"),
+    **dict.fromkeys(("TQ1_0", "TQ2_0", "Q2_0"), "Q4_K"),
+}
+
+#: The presets of one and two bits.
+LOW_BIT: Mapping[str, Table] = {
+    "attn_v": {
+        **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS"), ((_GQA_E, "Q4_K"), ("always", "Q2_K"))),
+        **dict.fromkeys(("IQ2_S", "IQ2_M"), ((_GQA_E, "Q4_K"), ("always", "IQ3_S"))),
+    },
+    "attn_k": dict.fromkeys(LOW_BIT_PRESETS, (("8 experts", "Q4_K"),)),
+    "ffn_down": {
+        **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS"), (("first 8th", "Q2_K"),)),
+        **dict.fromkeys(("IQ2_S", "IQ2_M"), (("first 8th", "IQ3_S"),)),
+    },
+    "attn_output": {
+        **dict.fromkeys(("IQ1_S", "IQ1_M"), (("8 experts", "Q5_K"), ("always", "IQ2_XXS"))),
+        **dict.fromkeys(("IQ2_XXS", "IQ2_XS"), (("8 experts", "Q5_K"),)),
+        **dict.fromkeys(("IQ2_S", "IQ2_M"), (("8 experts", "Q5_K"), ("always", "IQ3_S"))),
+    },
+}
+
+#: attn_v, attn_qkv and attn_kv_b: small under GQA, and sensitive.
+ATTN_V: Table = {
+    "Q2_K": ((_GQA, "Q4_K"), ("always", "Q3_K")),
+    "Q2_K_S": ((_GQA, "Q4_K"),),
+    "IQ3_XXS": ((_GQA, "Q4_K"), ("no imatrix", "IQ3_S")),
+    "IQ3_XS": ((_GQA, "Q4_K"),),
+    "IQ3_S": ((_GQA, "Q4_K"),),
+    "IQ3_M": (("always", "Q4_K"),),
+    "Q3_K_M": (("first 2", "Q5_K"), ("always", "Q4_K")),
+    "Q3_K_L": (("always", "Q5_K"),),
+    "IQ4_NL": ((_GQA, "Q5_K"),),
+    "IQ4_XS": ((_GQA, "Q5_K"),),
+    "Q4_K_S": (("first 4", "Q5_K"),),
+    "Q4_K_M": (("favoured layer", "Q6_K"),),
+    "Q5_K_M": (("favoured layer", "Q6_K"),),
+}
+#: In 70B models attn_v is an eighth of attn_q: these steps up cost next to nothing.
+ATTN_V_70B: Mapping[str, str] = {"Q3_K": "Q5_K", "Q4_K": "Q5_K"}
+
+#: attn_k and attn_q; in models of 8 experts attn_k and attn_v are Q8_0.
+ATTN_K_Q: Table = {"IQ3_XS": (("always", "IQ3_XXS"),), "IQ3_XXS": (("always", "IQ2_S"),)}
+
+FFN_DOWN: Table = {
+    "Q2_K": (("always", "Q3_K"),),
+    "Q2_K_S": (("first 8th", "Q4_K"),),
+    "IQ3_XXS": (("first 8th, no imatrix", "Q4_K"), ("no imatrix", "Q3_K")),
+    "IQ3_M": (("first 8th", "Q4_K"), ("8 experts, favoured layer", "Q4_K")),
+    "Q3_K_M": (("first 16th", "Q5_K"), ("always", "Q4_K")),
+    "Q3_K_L": (("always", "Q5_K"),),
+    "IQ4_NL": (("first 8th, no imatrix", "Q5_K"),),
+    "IQ4_XS": (("first 8th, no imatrix", "Q5_K"),),
+    "Q4_0": (("first 8th, imatrix", "Q4_1"),),
+    "Q5_0": (("first 8th, imatrix", "Q5_1"),),
+    "Q4_K_S": (("first 8th", "Q5_K"),),
+    "Q4_K_M": (("favoured layer", "Q6_K"),),
+    "Q5_K_M": (("favoured layer", "Q6_K"),),
+}
+FFN_DOWN_FALCON: Table = {
+    **FFN_DOWN,
+    "Q3_K_M": (("first 16th", "Q5_K"), ("favoured layer", "Q4_K")),
+    "Q3_K_L": (("always", "Q4_K"),),
+    "Q4_K_S": (),
+    "Q4_K_M": (("first 16th", "Q6_K"), ("favoured layer", "Q5_K"), ("always", "Q4_K")),
+}
+
+ATTN_OUTPUT: Table = {
+    "Q2_K": (("8 experts", "Q5_K"), ("always", "Q3_K")),
+    "IQ3_XXS": (("8 experts", "Q5_K"), ("always", "IQ3_S")),
+    "Q3_K_M": (("8 experts", "Q5_K"), ("always", "Q4_K")),
+    "IQ3_M": (("8 experts", "Q5_K"), ("always", "Q4_K")),
+    "Q3_K_L": (("not 8 experts", "Q5_K"),),
+    **dict.fromkeys(("IQ3_XS", "Q3_K_S", "IQ4_NL", "Q4_K_S", "Q4_K_M", "IQ3_S", "IQ4_XS"), (("8 experts", "Q5_K"),)),
+}
+ATTN_OUTPUT_FALCON: Table = {"Q3_K_L": (("always", "Q4_K"),)}
+
+#: ffn_gate and ffn_up.
+FFN_GATE_UP: Table = {"IQ3_XS": (("middle 6 8ths", "IQ3_XXS"),)}
+
+
+def pick(table: Table, preset: str, place: Place) -> tuple[TensorType, str] | None:
+    """Return the type of the first row of ``table[preset]`` that holds at ``place``, and why; None for the base."""
+    for condition, name in table.get(preset, ()):
+        if CONDITIONS[condition](place):
+            return BY_NAME[name], condition
+    return None
+
+
+# --- what becomes of rows that do not divide -----------------------------------------------------------------
+
+#: llama.cpp's next smaller block (tensor_type_fallback). It has no entry for Q1_0 and NVFP4 and stops there;
+#: ours are the types of 32 that come closest. A fallback that does not divide either becomes F16.
+FALLBACK: Mapping[str, str] = {
+    **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
+    **dict.fromkeys(("Q2_0", "Q2_K", "Q3_K", "TQ1_0", "TQ2_0", "Q1_0"), "Q4_0"),
+    **{"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "NVFP4": "IQ4_NL"},
+}
+#: Types at which llama-quantize gives up instead of falling back.
+FALLBACK_OURS = frozenset({"Q1_0", "NVFP4"})
+
+#: ik's (change_type_if_necessary), by the type without its _R4 or _R8; BitNet's, where ik stops, are ours.
+FALLBACK_IK: Mapping[str, str] = {
+    **dict.fromkeys(("IQ4_K", "Q4_K", "IQ5_KS"), "Q5_0"),
+    **dict.fromkeys(("IQ5_K", "Q5_K"), "Q6_0"),
+    **dict.fromkeys(("IQ6_K", "Q6_K", "Q8_K"), "Q8_0"),
+    **dict.fromkeys(("IQ1_BN", "IQ2_BN"), "Q4_0"),
+}
+
+#: Woven types whose rows, taken apart, are of a type with another name.
+_UNWOVEN = {"Q8_K": "Q8_0", "Q4_0_4X4": "Q4_0", "Q4_0_4X8": "Q4_0", "Q4_0_8X8": "Q4_0"}
+
+
+def without_weave(t: TensorType) -> TensorType:
+    """Return the type of single rows behind an interleaved type: Q4_K for Q4_K_R4, Q8_0 for Q8_K_R8."""
+    if t.interleave == 1:
+        return t
+    stem = t.name.rsplit("_R", 1)[0]
+    return BY_NAME[_UNWOVEN.get(stem, stem)]
+
+
+def next_type(t: TensorType) -> TensorType:
+    """Return the type that replaces ``t`` where rows do not divide; it may not divide either."""
+    if t.trees != "ik":
+        name = FALLBACK.get(t.name, "F16")
+    elif t.block <= 32:
+        name = "F16"
+    else:
+        name = FALLBACK_IK.get(t.name.rsplit("_R", 1)[0], "IQ4_NL")
+    return BY_NAME[name]
+
+
+def next_dividing(t: TensorType, n: int) -> TensorType:
+    """Return the fallback of ``t`` for rows of ``n`` values: the next type, or F16 where that does not divide."""
+    found = next_type(t)
+    return found if n % found.block == 0 else BY_NAME["F16"]

@@ -1,0 +1,341 @@
+"""Carry out a plan: jobs on threads, bytes under a temporary name, a journal, one atomic rename at the end.
+
+The order of events is what makes a run safe to kill at any moment: the whole file is reserved first; tensors are
+journaled only after their bytes were flushed; the header is written like any other bytes; and the final name
+appears, by rename, only when everything is on the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from quantkit.errors import QuantkitError, ResourceError
+from quantkit.helpers import crc32_combine, format_size
+from quantkit.pipeline.journal import Journal, file_crc32
+from quantkit.pipeline.plan import Plan
+from quantkit.pipeline.work import ErrorSums, Job, JobResult, PlannedTensor, Worker, cut_jobs, job_values
+
+
+class Observer(Protocol):
+    """What a run tells while it runs; called from worker threads, one call at a time."""
+
+    def resumed(self, tensors: int, nbytes: int) -> None:
+        """Report that ``tensors`` of ``nbytes`` together were there already."""
+
+    def wrote(self, nbytes: int) -> None:
+        """Report that ``nbytes`` of output were written."""
+
+    def finished(self, tensor: PlannedTensor) -> None:
+        """Report that a tensor is complete."""
+
+
+@dataclass
+class _Tally:
+    """The results of one tensor's jobs, until all are there."""
+
+    missing: int
+    results: dict[int, tuple[int, JobResult]] = field(default_factory=dict)
+
+    def total(self) -> tuple[int, ErrorSums]:
+        """Return the CRC-32 of the whole tensor and its error sums, added in the order of the jobs."""
+        crc, sums = 0, ErrorSums()
+        for index in sorted(self.results):
+            nbytes, result = self.results[index]
+            crc, sums = crc32_combine(crc, result.crc, nbytes), sums + result.sums
+        return crc, sums
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run did: seconds, tensors taken over from an earlier run, and the error sums where measured."""
+
+    seconds: float
+    resumed: int
+    sums: dict[str, ErrorSums]
+
+
+def part_path(path: Path) -> Path:
+    """Return the name under which an output grows."""
+    return path.with_name(path.name + ".part")
+
+
+def journal_path(path: Path) -> Path:
+    """Return the name of an output's journal."""
+    return path.with_name(path.name + ".journal")
+
+
+def run_plan(
+    plan: Plan,
+    *,
+    threads: int,
+    max_ram: int,
+    resume: bool = False,
+    overwrite: bool = False,
+    measure: bool = False,
+    observer: Observer | None = None,
+) -> RunResult:
+    """Write the plan's output; on return it lies complete and synced under its final name.
+
+    Args:
+        plan: what to write.
+        threads: worker threads.
+        max_ram: bytes that all workers' buffers may take together.
+        resume: go on with an interrupted run of the same plan, if there is one.
+        overwrite: replace an existing output, and throw an interrupted run away.
+        measure: also decode what was encoded, and sum up the error.
+        observer: is told of progress.
+
+    Raises:
+        ResourceError: no room on the disk or in memory, the output exists, or another run writes it.
+        FormatError: the source holds values or blocks that no file should; the partial output is removed.
+    """
+    began = time.monotonic()
+    _check_targets(plan, resume=resume, overwrite=overwrite)
+    values = job_values(list(plan.tensors), threads, max_ram)
+    with ExitStack() as stack:
+        journal = stack.enter_context(Journal(journal_path(plan.shards[0].path), plan.fingerprint))
+        resumed = _prepare(plan, journal, resume=resume, overwrite=overwrite)
+        if observer is not None and resumed:
+            observer.resumed(len(resumed), sum(t.nbytes for t in plan.tensors if t.name in resumed))
+        if not journal.sealed:
+            try:
+                _Executor(plan, journal, threads, values, measure, observer).run(resumed)
+            except QuantkitError:
+                _discard(plan, journal)
+                raise
+            journal.seal()
+        _publish(plan)
+        journal.remove()
+    sums = {name: ErrorSums(*s) for name, s in journal.sums.items()}
+    return RunResult(time.monotonic() - began, len(resumed), sums)
+
+
+def _check_targets(plan: Plan, *, resume: bool, overwrite: bool) -> None:
+    """Refuse outputs that would destroy something, before anything is touched."""
+    sources = {os.path.realpath(p) for p in plan.source.paths}
+    for shard in plan.shards:
+        if os.path.realpath(shard.path) in sources or _same_file(shard.path, plan.source.paths):
+            raise ResourceError(f"{shard.path} is the input itself; write the output under another name")
+        if not shard.path.parent.is_dir():
+            raise ResourceError(f"{shard.path.parent} is no directory; make it first")
+        if shard.path.is_dir():
+            raise ResourceError(f"{shard.path} is a directory; name a file")
+    started = journal_path(plan.shards[0].path).exists()
+    existing = [s.path for s in plan.shards if s.path.exists()]
+    if existing and not overwrite and not (resume and started):
+        raise ResourceError(f"{existing[0]} exists; give another name, or --overwrite to replace it")
+    if started and not resume and not overwrite:
+        raise ResourceError(
+            f"{journal_path(plan.shards[0].path)} is there: an earlier run was interrupted; "
+            "--resume goes on with it, --overwrite starts anew"
+        )
+
+
+def _same_file(path: Path, others: tuple[Path, ...]) -> bool:
+    return path.exists() and any(os.path.samefile(path, other) for other in others)
+
+
+def _prepare(plan: Plan, journal: Journal, *, resume: bool, overwrite: bool) -> set[str]:
+    """Reserve the output and return the names of tensors that an earlier run finished."""
+    if resume and journal.resume():
+        if not journal.sealed:
+            _reserve(plan)
+            _verify(plan, journal)
+        return set(journal.done)
+    if resume and journal.path.stat().st_size and not overwrite:
+        raise ResourceError(
+            f"{journal.path} is of other work (another source, type, recipe or imatrix), so --resume cannot go on "
+            "with it; --overwrite starts anew"
+        )
+    journal.start()
+    for shard in plan.shards:
+        part_path(shard.path).unlink(missing_ok=True)
+    try:
+        _reserve(plan)
+    except BaseException:
+        _discard(plan, journal)
+        raise
+    return set()
+
+
+def _reserve(plan: Plan) -> None:
+    """Make every file of the output as long as it will be, with its header, or say that the disk is too small."""
+    folder = plan.shards[0].path.parent
+    have = sum(_allocated(part_path(s.path)) for s in plan.shards)
+    free, need = shutil.disk_usage(folder).free, plan.nbytes - have
+    if need > free:
+        raise ResourceError(f"{folder}: {format_size(need)} are needed and {format_size(free)} are free")
+    for shard in plan.shards:
+        path = part_path(shard.path)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            try:
+                os.posix_fallocate(fd, 0, shard.layout.nbytes)
+            except OSError as e:
+                if e.errno == 28:
+                    raise ResourceError(f"{path}: the disk is full ({format_size(shard.layout.nbytes)} needed)") from e
+                os.ftruncate(fd, shard.layout.nbytes)
+            os.ftruncate(fd, shard.layout.nbytes)
+            os.pwrite(fd, shard.layout.header, 0)
+        finally:
+            os.close(fd)
+
+
+def _allocated(path: Path) -> int:
+    return path.stat().st_blocks * 512 if path.exists() else 0
+
+
+def _verify(plan: Plan, journal: Journal) -> None:
+    """Strike out journaled tensors whose bytes on the disk are not those that were written."""
+    for tensor in plan.tensors:
+        if tensor.name in journal.done:
+            path = part_path(plan.shards[tensor.shard].path)
+            if file_crc32(path, tensor.offset, tensor.nbytes) != journal.done[tensor.name]:
+                journal.forget(tensor.name)
+
+
+def _publish(plan: Plan) -> None:
+    """Give the finished files their names; what an earlier attempt renamed already is left alone."""
+    for shard in plan.shards:
+        part = part_path(shard.path)
+        if part.exists():
+            part.replace(shard.path)
+        elif not shard.path.exists():
+            raise ResourceError(f"{part} has vanished; run again with --overwrite")
+    _sync_directory(plan.shards[0].path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _discard(plan: Plan, journal: Journal) -> None:
+    """Remove what a run that cannot succeed has written."""
+    for shard in plan.shards:
+        part_path(shard.path).unlink(missing_ok=True)
+    journal.remove()
+
+
+class _Executor:
+    """Threads that take jobs from one list, and a thread that flushes and journals finished tensors."""
+
+    def __init__(
+        self, plan: Plan, journal: Journal, threads: int, values: int, measure: bool, observer: Observer | None
+    ) -> None:
+        self.plan, self.journal, self.threads, self.values = plan, journal, threads, values
+        self.measure, self.observer = measure, observer
+        self._lock = threading.Lock()
+        self._tallies: dict[int, _Tally] = {}
+        self._finished: queue.SimpleQueue[tuple[PlannedTensor, int, ErrorSums] | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._stop = threading.Event()
+
+    def run(self, skip: set[str]) -> None:
+        """Run all jobs of tensors not in ``skip``; raise the first failure after all threads have ended."""
+        jobs = self._jobs(skip)
+        workers = [threading.Thread(target=self._work, args=(jobs,), name=f"encode-{i}") for i in range(self.threads)]
+        flusher = threading.Thread(target=self._flush, name="journal")
+        for thread in (*workers, flusher):
+            thread.start()
+        try:
+            for thread in workers:
+                while thread.is_alive():
+                    thread.join(0.2)
+        except BaseException:
+            self._stop.set()
+            raise
+        finally:
+            for thread in workers:
+                thread.join()
+            self._finished.put(None)
+            flusher.join()
+        if self._failure is not None:
+            raise self._failure
+        self._sync()
+
+    def _jobs(self, skip: set[str]) -> Iterator[Job]:
+        for at, tensor in enumerate(self.plan.tensors):
+            if tensor.name in skip:
+                continue
+            jobs = list(cut_jobs(at, tensor, self.values))
+            self._tallies[at] = _Tally(len(jobs))
+            yield from jobs
+
+    def _work(self, jobs: Iterator[Job]) -> None:
+        worker = Worker(
+            self.plan.source.paths,
+            tuple(part_path(s.path) for s in self.plan.shards),
+            measure=self.measure,
+            ahead=2 * self.threads,
+        )
+        try:
+            while not self._stop.is_set():
+                with self._lock:
+                    job = next(jobs, None)
+                if job is None:
+                    return
+                self._done(job, worker.run(job, self.plan.tensors[job.tensor]))
+        except BaseException as e:  # handed to the main thread
+            with self._lock:
+                self._failure = self._failure or e
+            self._stop.set()
+
+    def _done(self, job: Job, result: JobResult) -> None:
+        tensor = self.plan.tensors[job.tensor]
+        with self._lock:
+            tally = self._tallies[job.tensor]
+            tally.results[job.index] = (job.target_bytes, result)
+            tally.missing -= 1
+            complete = tally.missing == 0
+            if self.observer is not None:
+                self.observer.wrote(job.target_bytes)
+                if complete:
+                    self.observer.finished(tensor)
+            if complete:
+                del self._tallies[job.tensor]
+        if complete:
+            self._finished.put((tensor, *tally.total()))
+
+    def _flush(self) -> None:
+        """Flush and journal finished tensors, as many together as have come up during the last flush."""
+        ended = False
+        while not ended:
+            batch = [self._finished.get()]
+            with suppress(queue.Empty):
+                while True:
+                    batch.append(self._finished.get_nowait())
+            ended = None in batch
+            tensors = [entry for entry in batch if entry is not None]
+            try:
+                for shard in {tensor.shard for tensor, _, _ in tensors}:
+                    _data_sync(part_path(self.plan.shards[shard].path))
+                self.journal.add({tensor.name: (crc, list(sums)) for tensor, crc, sums in tensors})
+            except OSError as e:
+                self._failure = self._failure or e
+                self._stop.set()
+                return
+
+    def _sync(self) -> None:
+        for shard in self.plan.shards:
+            _data_sync(part_path(shard.path))
+
+
+def _data_sync(path: Path) -> None:
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,391 @@
+"""Quantize a GGUF model: ``quantkit quantize``, a drop-in for llama-quantize.
+
+    plan_quantize(...)  ->  Plan    every type, offset and byte count, nothing written
+    quantize(...)       ->  QuantizeResult    the plan carried out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from quantkit import __version__
+from quantkit.errors import RecipeError, TypeNotSupported
+from quantkit.formats.gguf import GGUFFile, open_gguf
+from quantkit.formats.imatrix import Imatrix, read_imatrix
+from quantkit.helpers import available_cpus, parse_size
+from quantkit.pipeline.choose import Choice, ModelFacts, Request, choose_types, iteration_order, lint_request
+from quantkit.pipeline.importance import Importance, check_importance
+from quantkit.pipeline.metadata import (
+    Metadata,
+    parse_override,
+    prune_metadata,
+    prune_names,
+    set_imatrix,
+    set_provenance,
+    set_quantization,
+)
+from quantkit.pipeline.plan import Chosen, Plan, plan_output, source_fingerprint
+from quantkit.pipeline.presets import Preset, preset_by_name
+from quantkit.pipeline.recipe import (
+    Rule,
+    parse_custom_q,
+    parse_tensor_type,
+    read_recipe,
+    read_tensor_type_file,
+)
+from quantkit.pipeline.run import Observer, RunResult, run_plan
+from quantkit.types import TensorType, type_by_name
+
+#: Bytes that all buffers together may take, unless told otherwise.
+DEFAULT_MAX_RAM = 512 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeOptions:
+    """Everything about a quantization but the two files and TYPE; names as on the command line.
+
+    Types are names from `quantkit types`, in any case. ``rules`` holds ready Rules, before all other sources.
+    """
+
+    imatrix: Path | None = None
+    include_weights: tuple[str, ...] = ()
+    exclude_weights: tuple[str, ...] = ()
+    ignore_imatrix_rules: bool = False
+    hide_imatrix: bool = False
+    rules: tuple[Rule, ...] = ()
+    recipe: tuple[Path, ...] = ()
+    tensor_type: tuple[str, ...] = ()
+    tensor_type_file: tuple[Path, ...] = ()
+    custom_q: tuple[str, ...] = ()
+    output_tensor_type: str | None = None
+    token_embedding_type: str | None = None
+    ffn_gate_inp_type: str | None = None
+    attn_q_type: str | None = None
+    attn_k_type: str | None = None
+    attn_v_type: str | None = None
+    attn_qkv_type: str | None = None
+    attn_output_type: str | None = None
+    ffn_gate_type: str | None = None
+    ffn_up_type: str | None = None
+    ffn_down_type: str | None = None
+    pure: bool = False
+    leave_output_tensor: bool = False
+    allow_requantize: bool = False
+    fallback: str = "next"
+    prune_layers: tuple[int, ...] = ()
+    override_kv: tuple[str, ...] = ()
+    keep_split: bool = False
+    split_max_size: str | int | None = None
+    no_provenance: bool = False
+
+
+@dataclass(frozen=True)
+class QuantizeResult:
+    """What was written: the plan it followed, and how the run went."""
+
+    plan: Plan
+    run: RunResult
+    threads: int
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return tuple(shard.path for shard in self.plan.shards)
+
+
+@dataclass
+class _Draft:
+    """A plan in the making."""
+
+    source: GGUFFile
+    preset: Preset
+    options: QuantizeOptions
+    imatrix: Imatrix | None = None
+    importance: Importance | None = None
+    renamed: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def quantize(
+    source: str | Path,
+    output: str | Path | None,
+    type: str,  # noqa: A002 - the word of the command line
+    options: QuantizeOptions | None = None,
+    *,
+    threads: int | None = None,
+    max_ram: int | str = DEFAULT_MAX_RAM,
+    resume: bool = False,
+    overwrite: bool = False,
+    measure_error: bool = False,
+    observer: Observer | None = None,
+) -> QuantizeResult:
+    """Quantize ``source`` to ``output``.
+
+    Args:
+        source: a GGUF file, or any shard of a split model.
+        output: the file to write; None for ggml-model-TYPE.gguf beside the source, as llama-quantize.
+        type: a preset, its number, or a tensor type, in any case.
+        options: everything else that decides what is written.
+        threads: worker threads; all available CPUs without.
+        max_ram: bytes (or "2G") that the workers' buffers may take together.
+        resume: go on with an interrupted run of the same work.
+        overwrite: replace an existing output.
+        measure_error: also decode everything again and sum up the error.
+        observer: is told of progress.
+
+    Raises:
+        QuantkitError: see quantkit.errors; nothing stands under the final name then.
+    """
+    plan = plan_quantize(source, output, type, options)
+    return run_quantize(
+        plan,
+        threads=threads,
+        max_ram=max_ram,
+        resume=resume,
+        overwrite=overwrite,
+        measure_error=measure_error,
+        observer=observer,
+    )
+
+
+def run_quantize(
+    plan: Plan,
+    *,
+    threads: int | None = None,
+    max_ram: int | str = DEFAULT_MAX_RAM,
+    resume: bool = False,
+    overwrite: bool = False,
+    measure_error: bool = False,
+    observer: Observer | None = None,
+) -> QuantizeResult:
+    """Carry out a plan of ``plan_quantize``; arguments and errors as for ``quantize``."""
+    n = threads if threads and threads > 0 else available_cpus()
+    run = run_plan(
+        plan,
+        threads=n,
+        max_ram=_size(max_ram),
+        resume=resume,
+        overwrite=overwrite,
+        measure=measure_error,
+        observer=observer,
+    )
+    return QuantizeResult(plan, run, n)
+
+
+def plan_quantize(
+    source: str | Path,
+    output: str | Path | None,
+    type: str,  # noqa: A002 - the word of the command line
+    options: QuantizeOptions | None = None,
+) -> Plan:
+    """Decide everything about a quantization and write nothing; arguments and errors as for ``quantize``."""
+    options = options or QuantizeOptions()
+    with open_gguf(source) as opened:
+        draft = _Draft(opened, preset_by_name(type), options)
+        _load_importance(draft)
+        order = _order(draft)
+        request = _request(draft)
+        tensors = [_renamed(draft, name) for name in order]
+        facts = ModelFacts.from_metadata(opened.get, tensors)
+        choices = choose_types(facts, tensors, request)
+        draft.notes += [str(lint) for lint in lint_request(request, tensors, choices)]
+        chosen = _with_importance(draft, order, tensors, choices)
+        _check_kernels(chosen, opened)
+        return plan_output(
+            opened,
+            _output_path(source, output, type, options),
+            _metadata(draft, request).fields(),
+            chosen,
+            title=draft.preset.name,
+            notes=draft.notes,
+            keep_split=options.keep_split and len(opened.paths) > 1,
+            split_max_size=None if options.split_max_size is None else _size(options.split_max_size),
+            identity=f"{__version__} {draft.imatrix.sha256 if draft.imatrix else ''}",
+        )
+
+
+def _size(value: int | str) -> int:
+    if isinstance(value, int):
+        return value
+    try:
+        return parse_size(value)
+    except ValueError as e:
+        raise RecipeError(str(e)) from None
+
+
+def _load_importance(draft: _Draft) -> None:
+    options = draft.options
+    draft.renamed = prune_names(draft.source.tensors, options.prune_layers)
+    if options.imatrix is None:
+        if options.include_weights or options.exclude_weights:
+            raise RecipeError("--include-weights and --exclude-weights choose entries of an --imatrix; none was given")
+        return
+    draft.imatrix = read_imatrix(options.imatrix)
+    original = {new: old for old, new in draft.renamed.items()}
+    draft.importance = Importance(
+        draft.imatrix, include=options.include_weights, exclude=options.exclude_weights, original_names=original
+    )
+
+
+def _order(draft: _Draft) -> list[str]:
+    """Return the source names of the output's tensors in the order llama-quantize writes them."""
+    names = [name for name in draft.source.tensors if name in draft.renamed]
+    if draft.options.keep_split and len(draft.source.paths) > 1:
+        return sorted(names, key=lambda n: (draft.source.tensors[n].shard, draft.source.tensors[n].offset))
+    return iteration_order(names)
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A tensor of the source under the name it will have."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: TensorType
+
+
+def _renamed(draft: _Draft, name: str) -> _Named:
+    info = draft.source.tensors[name]
+    return _Named(draft.renamed[name], info.shape, info.type)
+
+
+def _request(draft: _Draft) -> Request:
+    options = draft.options
+    types = {
+        f.name: type_by_name(value)
+        for f in fields(Request)
+        if f.name.endswith("_type") and (value := getattr(options, f.name)) is not None
+    }
+    return Request(
+        draft.preset,
+        rules=tuple(_rules(options)),
+        pure=options.pure,
+        leave_output_tensor=options.leave_output_tensor,
+        allow_requantize=options.allow_requantize,
+        has_imatrix=draft.importance is not None and draft.importance.n_entries > 0,
+        fallback=options.fallback,
+        **types,
+    )
+
+
+def _rules(options: QuantizeOptions) -> list[Rule]:
+    """Collect the rules of all sources: given ones first, then recipes, --tensor-type, its files, --custom-q."""
+    rules = list(options.rules)
+    for path in options.recipe:
+        rules += read_recipe(path)
+    for number, text in enumerate(options.tensor_type, 1):
+        rules += parse_tensor_type(text, number)
+    for path in options.tensor_type_file:
+        rules += read_tensor_type_file(path)
+    for number, text in enumerate(options.custom_q, 1):
+        rules += parse_custom_q(text, number)
+    return rules
+
+
+def _with_importance(
+    draft: _Draft, order: Sequence[str], tensors: Sequence[_Named], choices: Sequence[Choice]
+) -> list[Chosen]:
+    """Look up the importance of every tensor that is encoded, and refuse those that may not go without."""
+    chosen, finds = [], []
+    for source, tensor, choice in zip(order, tensors, choices, strict=True):
+        found = None
+        if draft.importance is not None and choice.type.is_quantized and not choice.copied:
+            found = draft.importance.lookup(tensor.name, tensor.shape)
+            finds.append(found)
+        if not choice.copied:
+            check_importance(
+                found,
+                tensor.name,
+                choice.type,
+                preset=draft.preset.name,
+                ignore_rules=draft.options.ignore_imatrix_rules,
+            )
+        used = found if found is not None and found.entry is not None and choice.type.imatrix != "ignored" else None
+        chosen.append(Chosen(tensor.name, source, choice, used))
+    if draft.importance is not None and finds:
+        coverage = draft.importance.coverage(draft.source.tensors, finds)
+        coverage.check()
+        draft.notes += coverage.lines()
+    return chosen
+
+
+def _check_kernels(chosen: Sequence[Chosen], source: GGUFFile) -> None:
+    """Refuse types that cannot be encoded or decoded before any work starts."""
+    from quantkit.kernels.cpu.dequantize import has_decoder
+    from quantkit.kernels.cpu.encode import has_encoder
+
+    for c in chosen:
+        if c.choice.copied:
+            continue
+        have = source.tensors[c.source].type
+        if not has_encoder(c.choice.type):
+            raise TypeNotSupported(
+                f"tensor {c.name}: there is no encoder for {c.choice.type} in this version ({c.choice.reason}); "
+                "`quantkit types` shows which exist"
+            )
+        if not has_decoder(have):
+            raise TypeNotSupported(f"tensor {c.name} is {have}, and there is no decoder for it in this version")
+
+
+def _metadata(draft: _Draft, request: Request) -> Metadata:
+    """Edit the source's metadata in llama-quantize's order of events."""
+    source, options = draft.source, draft.options
+    metadata = Metadata(source.fields.values())
+    ftype = draft.preset.ftype if not request.copy else int(source.get("general.file_type", _guess_ftype(source)))
+    set_quantization(metadata, ftype)
+    for text in options.override_kv:
+        metadata.set(parse_override(text))
+    if draft.imatrix is not None and draft.importance is not None and draft.importance.n_entries:
+        name = str(options.imatrix)
+        set_imatrix(metadata, draft.imatrix, name, draft.importance.n_entries, hide=options.hide_imatrix)
+    if options.prune_layers:
+        draft.notes += prune_metadata(metadata, str(source.get("general.architecture")), options.prune_layers)
+    if not options.no_provenance:
+        set_provenance(metadata, _provenance(draft, request))
+    return metadata
+
+
+def _guess_ftype(source: GGUFFile) -> int:
+    """Return the file type of most of the data, for a source that does not say."""
+    sizes: dict[str, int] = {}
+    for tensor in source.tensors.values():
+        sizes[tensor.type.name] = sizes.get(tensor.type.name, 0) + tensor.nbytes
+    with suppress(TypeNotSupported):
+        return preset_by_name(max(sizes, key=lambda name: sizes[name])).ftype
+    return 0
+
+
+def _provenance(draft: _Draft, request: Request) -> dict[str, str]:
+    """Return what a reader of the file should know about its making."""
+    options = draft.options
+    given = [
+        f"--{f.name.replace('_', '-')} {_shown(getattr(options, f.name))}".strip()
+        for f in fields(QuantizeOptions)
+        if f.name not in ("imatrix", "rules", "recipe", "tensor_type", "tensor_type_file", "custom_q", "no_provenance")
+        and getattr(options, f.name) not in (None, (), False, "next")
+    ]
+    lines = [draft.preset.name, *given, *(f"{rule.pattern} = {rule.type}" for rule in request.rules)]
+    facts = {
+        "version": __version__,
+        "recipe": "\n".join(lines),
+        "source.name": draft.source.paths[0].name,
+        "source.sha256": source_fingerprint(draft.source),
+    }
+    if draft.imatrix is not None and not options.hide_imatrix:
+        facts["imatrix.sha256"] = draft.imatrix.sha256
+    return facts
+
+
+def _shown(value: object) -> str:
+    if value is True:
+        return ""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _output_path(source: str | Path, output: str | Path | None, type_text: str, options: QuantizeOptions) -> Path:
+    """Return the output's path; without one, ggml-model-TYPE.gguf beside the source."""
+    if output is not None:
+        return Path(output)
+    return Path(source).with_name(f"ggml-model-{type_text.strip().upper()}.gguf")
