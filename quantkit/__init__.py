@@ -1,3 +1,11 @@
-"""quantkit: quantize, convert and validate GGUF models, offline and byte-exact."""
+"""quantkit: quantize, convert and validate GGUF models, offline and byte-exact.
+
+Every command is a function of the same name: ``quantkit quantize`` is ``quantkit.quantize(...)``.
+"""
 
 __version__ = "0.1.0"
+
+from quantkit.errors import QuantkitError
+from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
+
+__all__ = ["QuantizeOptions", "QuantkitError", "__version__", "plan_quantize", "quantize"]

@@ -1,4 +1,4 @@
-"""Small things everything may use and that use nothing of ours: sizes, time, checksums, CPUs."""
+"""Small things everything may use and that use nothing of ours: sizes, time, names, checksums, CPUs."""
 
 from __future__ import annotations
 
@@ -46,6 +46,24 @@ def format_seconds(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def tensor_class(name: str) -> str:
+    """Return the class of a tensor: its name without layer and suffix (ffn_down_exps)."""
+    parts = [p for p in name.split(".") if not p.isdecimal() and p != "blk"]
+    return ".".join(parts[:-1]) if len(parts) > 1 and parts[-1] in ("weight", "bias") else ".".join(parts)
+
+
+def printable(text: str) -> str:
+    """Return ``text`` on one line, whatever a file held: control characters and bytes that are no UTF-8 escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def shorten(text: str, width: int) -> str:
+    """Return ``text`` cut to ``width`` characters, the last one "…" where something is missing."""
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def available_cpus() -> int:

@@ -1,7 +1,7 @@
 """Quantize a GGUF model: ``quantkit quantize``, a drop-in for llama-quantize.
 
-    plan_quantize(...)  ->  Plan    every type, offset and byte count, nothing written
-    quantize(...)       ->  QuantizeResult    the plan carried out
+plan_quantize(...)  ->  Plan    every type, offset and byte count, nothing written
+quantize(...)       ->  QuantizeResult    the plan carried out
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 
 from quantkit import __version__
@@ -107,6 +108,10 @@ class _Draft:
     renamed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        return source_fingerprint(self.source)
+
 
 def quantize(
     source: str | Path,
@@ -202,7 +207,7 @@ def plan_quantize(
             notes=draft.notes,
             keep_split=options.keep_split and len(opened.paths) > 1,
             split_max_size=None if options.split_max_size is None else _size(options.split_max_size),
-            identity=f"{__version__} {draft.imatrix.sha256 if draft.imatrix else ''}",
+            identity=f"{__version__} {draft.fingerprint} {draft.imatrix.sha256 if draft.imatrix else None}",
         )
 
 
@@ -371,7 +376,7 @@ def _provenance(draft: _Draft, request: Request) -> dict[str, str]:
         "version": __version__,
         "recipe": "\n".join(lines),
         "source.name": draft.source.paths[0].name,
-        "source.sha256": source_fingerprint(draft.source),
+        "source.sha256": draft.fingerprint,
     }
     if draft.imatrix is not None and not options.hide_imatrix:
         facts["imatrix.sha256"] = draft.imatrix.sha256

@@ -71,7 +71,9 @@ class TensorType:
         """Return the bytes of a tensor of ggml shape ``shape`` (ne order, innermost first)."""
         rows = math.prod(shape[1:])
         if self.interleave > 1 and (shape[1] if len(shape) > 1 else 1) % self.interleave:
-            raise TypeNotSupported(f"{self.name} weaves {self.interleave} rows together; shape {list(shape)} does not divide")
+            raise TypeNotSupported(
+                f"{self.name} weaves {self.interleave} rows together; shape {list(shape)} does not divide"
+            )
         # I2_S alone ends a tensor with one scale in 32 bytes.
         return rows * self.row_bytes(shape[0]) + (32 if self.name == "I2_S" else 0)
 
@@ -210,7 +212,9 @@ def type_by_id(type_id: int) -> TensorType:
     if found is not None and found.in_files:
         return found
     if found is not None:
-        raise TypeNotSupported("type id 15 (Q8_K) has two sizes, 292 bytes in llama.cpp and 296 in ik_llama.cpp; no file may hold it")
+        raise TypeNotSupported(
+            "type id 15 (Q8_K) has two sizes, 292 bytes in llama.cpp and 296 in ik_llama.cpp; no file may hold it"
+        )
     if type_id in REMOVED_IDS:
         raise TypeNotSupported(f"type id {type_id} ({REMOVED_IDS[type_id]}) was removed from both trees")
     raise TypeNotSupported(f"type id {type_id} is unknown to llama.cpp b11434 and ik_llama.cpp 8337e4cd3")

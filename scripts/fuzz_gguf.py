@@ -5,7 +5,7 @@
     scripts/fuzz_gguf.py [libFuzzer options]        coverage-guided, until it is stopped; needs atheris
 
 Each case is opened; when the reader accepts it, all of it is used: every field decoded, every tensor viewed, the
-header laid out again. Only FormatError may come out. A case that takes more than a second, or one that pushes
+header laid out again. Only FormatError may come out. A case that exceeds the time limit, or one that pushes
 the process past its memory cap (or, sampled, allocates more than a small multiple of its size), is a failure;
 failures are written to the folder --keep.
 """
@@ -194,7 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutations", type=int, metavar="N", help="run N seeded mutations instead of atheris")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=1.0, metavar="SECONDS", help="time limit of one case")
+    parser.add_argument("--limit", type=float, default=5.0, metavar="SECONDS", help="time limit of one case")
     parser.add_argument("--memory", type=int, default=64, metavar="MIB", help="address space beyond the start's")
     parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"), help="folder for the failures' files")
     options, rest = parser.parse_known_args()

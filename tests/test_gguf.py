@@ -471,6 +471,9 @@ def test_round_trip(
     ("fields", "given_tensors", "kwargs", "expected"),
     [
         ([Field.of("k", 1), Field.of("k", 2)], [], {}, "key 'k' twice"),
+        ([FIELDS[0], FIELDS[0]], [], {}, "key 'general.architecture' twice"),
+        ([Field.of(f"k{i}", 1) for i in range(65537)], [], {}, "cannot write 65537 keys"),
+        ([], [(f"t{i}", (1,), F32) for i in range(262145)], {}, "cannot write 0 keys and 262145 tensors"),
         ([], [("t", (1,), F32), ("t", (2,), F32)], {}, "tensor 't' twice"),
         ([], [("", (1,), F32)], {}, "tensor name '' must have"),
         ([], [("t", (), F32)], {}, "'t': 0 dimensions"),
@@ -481,6 +484,7 @@ def test_round_trip(
         ([], [("t", (1 << 60,), F32), ("u", (1 << 60,), F32)], {}, "'u': the file would be larger"),
         ([], [], {"version": 1}, "GGUF version 1"),
         ([], [], {"alignment": 64}, "cannot align to 64"),
+        ([], [], {"alignment": 0}, "cannot align to 0"),
         ([Field.of("general.alignment", 48)], [], {}, "general.alignment is 48"),
         ([Field.of("general.alignment", 32, V.UINT64)], [], {}, "must be UINT32"),
     ],
@@ -708,7 +712,7 @@ def test_llama_quantize_output_laid_out_again(llama_bin: Path, tiny_moe: Path, t
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("kind", ["IQ2_KL", "Q4_K_R4"])
+@pytest.mark.parametrize("kind", ["Q8_KV", "Q4_K_R4"])
 def test_ik_quantize_output_laid_out_again(kind: str, ik_bin: Path, tiny_moe: Path, tmp_path: Path) -> None:
     """Row headers and woven rows: ik's writer places its tensors where our sizes say."""
     out = tmp_path / "q.gguf"
@@ -755,11 +759,11 @@ def run(folder: Path, program: str, *args: object, libraries: Sequence[Path] = (
 
 
 def test_fuzz_script(tmp_path: Path) -> None:
-    """A few thousand mutated headers: neither crash nor hang nor big allocation (10^6 by hand)."""
+    """Two thousand mutated headers: neither crash nor hang nor big allocation (10^6 by hand)."""
     script = Path(__file__).parents[1] / "scripts" / "fuzz_gguf.py"
     done = subprocess.run(
-        [sys.executable, str(script), "--mutations", "3000", "--seed", "7"], capture_output=True, text=True, check=False
+        [sys.executable, str(script), "--mutations", "2000", "--seed", "7"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "3000 mutated headers" in done.stdout
+    assert "2000 mutated headers" in done.stdout
     assert "0 failures" in done.stdout

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import click
 
-from quantkit.helpers import parse_size
+from quantkit.helpers import parse_size, printable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,13 +57,32 @@ def option(*names: str, group: str, **kwargs: Any) -> Callable[[F], F]:
     return click.option(*names, cls=GroupedOption, group=group, **kwargs)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> str:
-    """Return a plain-text table; the first ``left`` columns are aligned left, the others right."""
+def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, left: int | Collection[int] = 1) -> str:
+    """Return a plain-text table; ``left`` columns, the first so many or these, are aligned left, the others right."""
     cells = [[str(c) for c in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    columns = range(left) if isinstance(left, int) else left
     lines = [
-        "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(c.ljust(w) if i in columns else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
         for row in cells
     ]
     lines.insert(1, "  ".join("-" * w for w in widths))
     return "\n".join(line.rstrip() for line in lines)
+
+
+def json_value(value: Any) -> Any:
+    """Return ``value`` as JSON can hold it: NaN and infinities, which it cannot, become the strings "nan", "inf"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return [json_value(v) for v in value]
+    return value
+
+
+def one_line(value: Any) -> str:
+    """Return a metadata value on one line of printable characters, strings as they are."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(one_line, value))
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:.7g}" if isinstance(value, float) else printable(str(value))

@@ -37,7 +37,9 @@ def _class_options(function: Any) -> Any:
 @click.argument("arguments", nargs=-1, metavar="IN.gguf [OUT.gguf] TYPE [THREADS]", required=True)
 @option("--allow-requantize", group=_WHAT, is_flag=True, help="Let tensors that are quantized already change type.")
 @option("--leave-output-tensor", group=_WHAT, is_flag=True, help="Leave output.weight as it is.")
-@option("--pure", group=_WHAT, is_flag=True, help="No mixture: the base type everywhere; rules and options still count.")
+@option(
+    "--pure", group=_WHAT, is_flag=True, help="No mixture: the base type everywhere; rules and options still count."
+)
 @option("--prune-layers", group=_WHAT, metavar="L,L,..", help="Drop these layers and renumber the rest.")
 @option("--output-tensor-type", group=_TYPES, metavar="TYPE", help="Type of output.weight.")
 @option("--token-embedding-type", group=_TYPES, metavar="TYPE", help="Type of the token embeddings.")
@@ -56,16 +58,28 @@ def _class_options(function: Any) -> Any:
     help="For rows that do not divide into blocks: stop, take llama.cpp's next type, or this one.",
 )
 @option("--imatrix", group=_IMATRIX, type=_FILE, help="Importance matrix, GGUF or .dat.")
-@option("--include-weights", group=_IMATRIX, multiple=True, metavar="TEXT", help="Use only entries with TEXT in the name.")
-@option("--exclude-weights", group=_IMATRIX, multiple=True, metavar="TEXT", help="Do not use entries with TEXT in the name.")
+@option(
+    "--include-weights", group=_IMATRIX, multiple=True, metavar="TEXT", help="Use only entries with TEXT in the name."
+)
+@option(
+    "--exclude-weights", group=_IMATRIX, multiple=True, metavar="TEXT", help="Do not use entries with TEXT in the name."
+)
 @option("--ignore-imatrix-rules", group=_IMATRIX, is_flag=True, help="Let low-bit types go without importance.")
 @option("--hide-imatrix", group=_IMATRIX, is_flag=True, help="Do not name the importance matrix in the metadata.")
-@option("--override-kv", group=_META, multiple=True, metavar="KEY=T:V", help="Set a key; T: int, float, bool, str, u8 .. f64.")
+@option(
+    "--override-kv",
+    group=_META,
+    multiple=True,
+    metavar="KEY=T:V",
+    help="Set a key; T: int, float, bool, str, u8 .. f64.",
+)
 @option("--keep-split", group=_META, is_flag=True, help="One output shard per input shard.")
 @option("--split-max-size", group=_META, type=SIZE, help="Begin a new shard beyond this size (48G).")
 @option("--no-provenance", group=_META, is_flag=True, help="No quantkit.* keys: the very file llama-quantize writes.")
 @option("-j", "--threads", group=_RUN, type=click.IntRange(0), help="Worker threads; 0 or nothing: all CPUs.")
-@option("--max-ram", group=_RUN, type=SIZE, default="512MiB", show_default=True, help="Memory for all buffers together.")
+@option(
+    "--max-ram", group=_RUN, type=SIZE, default="512MiB", show_default=True, help="Memory for all buffers together."
+)
 @option("--max-buffer-size", group=_RUN, type=int, metavar="MIB", help="--max-ram in MiB, as llama-quantize spells it.")
 @option("--resume", group=_RUN, is_flag=True, help="Go on with an interrupted run.")
 @option("--overwrite", group=_RUN, is_flag=True, help="Replace an existing output.")

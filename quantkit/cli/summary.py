@@ -14,16 +14,10 @@ import click
 from tqdm import tqdm
 
 from quantkit.cli.options import table
-from quantkit.helpers import format_count, format_seconds, format_size
+from quantkit.helpers import format_count, format_seconds, format_size, tensor_class
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.work import ErrorSums, PlannedTensor
 from quantkit.quantize import QuantizeResult
-
-
-def tensor_class(name: str) -> str:
-    """Return the class of a tensor: its name without layer and suffix (ffn_down_exps)."""
-    parts = [p for p in name.split(".") if not p.isdecimal() and p != "blk"]
-    return ".".join(parts[:-1]) if len(parts) > 1 and parts[-1] in ("weight", "bias") else ".".join(parts)
 
 
 def _line(tensor: PlannedTensor) -> str:
@@ -52,7 +46,9 @@ class _Group:
         if self.sums is None or self.sums.square <= 0:
             return None
         plain = math.sqrt(self.sums.error / self.sums.square)
-        return plain, math.sqrt(self.sums.weighted_error / self.sums.weighted_square) if self.sums.weighted_square else plain
+        return plain, math.sqrt(
+            self.sums.weighted_error / self.sums.weighted_square
+        ) if self.sums.weighted_square else plain
 
 
 def _groups(plan: Plan, sums: dict[str, ErrorSums]) -> list[_Group]:
@@ -92,7 +88,9 @@ class DryRunReport:
 
     def text(self) -> str:
         files = [f"{shard.path}: {shard.layout.nbytes} bytes" for shard in self.plan.shards]
-        return "\n".join([*map(_line, self.plan.tensors), "", _totals(self.plan), *files, "dry run: nothing was written"])
+        return "\n".join(
+            [*map(_line, self.plan.tensors), "", _totals(self.plan), *files, "dry run: nothing was written"]
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -124,7 +122,7 @@ class RunReport:
 
     def __init__(self, plan: Plan, *, quiet: bool) -> None:
         self.plan, self.quiet = plan, quiet
-        self._bar: tqdm[Any] | None = None
+        self._bar: tqdm | None = None
         self._count = 0
         self._began = time.monotonic()
 
@@ -163,10 +161,25 @@ class RunReport:
         """Return the summary: a table of classes, totals, time, files."""
         groups = _groups(self.plan, result.run.sums)
         measured = any(g.errors() for g in groups)
-        header = ["class", "type", "tensors", "weights", "size", "bpw", *(["rel. error", "weighted"] if measured else [])]
+        header = [
+            "class",
+            "type",
+            "tensors",
+            "weights",
+            "size",
+            "bpw",
+            *(["rel. error", "weighted"] if measured else []),
+        ]
         rows = []
         for g in groups:
-            row: list[object] = [g.name, g.type, g.tensors, format_count(g.values), format_size(g.nbytes), f"{g.bpw:.2f}"]
+            row: list[object] = [
+                g.name,
+                g.type,
+                g.tensors,
+                format_count(g.values),
+                format_size(g.nbytes),
+                f"{g.bpw:.2f}",
+            ]
             if measured:
                 errors = g.errors()
                 row += [f"{100 * v:.3f} %" for v in errors] if errors else ["copied", ""]

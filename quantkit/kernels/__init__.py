@@ -41,7 +41,8 @@ def quantize(
 
     t = type_by_name(type) if isinstance(type, str) else type
     encode = encoder(t)
-    rows = _rows(x, np.float32, "x")
+    # Read-only arrays are another type to numba: a copy is cheaper than a second compilation.
+    rows = np.require(_rows(x, np.float32, "x"), requirements="AW")
     out = np.empty((len(rows), _row_bytes(t, rows.shape[1])), np.uint8)
     weights = _weights(t, imatrix, rows.shape[1])
     bad = first_nonfinite_row(rows, 0, len(rows))
@@ -89,9 +90,7 @@ def _rows(array: npt.NDArray[Any], dtype: Any, name: str) -> npt.NDArray[Any]:
     if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim < 1:
         what = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else array.__class__.__name__
         raise FormatError(f"{name} must be an array of {np.dtype(dtype)} [..., row], not {what}")
-    rows = array.reshape(-1, array.shape[-1]) if array.shape[-1] else array.reshape(0, 0)
-    # Read-only arrays are another type to numba: a copy is cheaper than a second compilation.
-    return np.require(rows, requirements="CAW")
+    return np.ascontiguousarray(array.reshape(-1, array.shape[-1]) if array.shape[-1] else array.reshape(0, 0))
 
 
 def _row_bytes(t: TensorType, n: int) -> int:

@@ -7,7 +7,7 @@ byte for byte. ``quantkit.*`` keys record what made a file; no runtime reads the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf import Field, ValueType
@@ -20,7 +20,7 @@ _OVERRIDE_TYPES = {
     "str": ValueType.STRING,
 }
 #: Other value types by their GGUF names, for keys that need one exactly.
-_OVERRIDE_TYPES |= {t.name.lower().replace("int", "i"): t for t in ValueType if "INT" in t.name}
+_OVERRIDE_TYPES |= {t.name.lower().replace("uint", "u").replace("int", "i"): t for t in ValueType if "INT" in t.name}
 _OVERRIDE_TYPES |= {"f32": ValueType.FLOAT32, "f64": ValueType.FLOAT64, "string": ValueType.STRING}
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 #: llama-quantize keeps this many bytes of a file or dataset name (char val_str[128]).
@@ -127,14 +127,15 @@ def prune_metadata(metadata: Metadata, arch: str, prune: Sequence[int]) -> list[
         values = [field.value[i] for i in kept]
         metadata.replace(Field.of(field.key, values, ValueType.ARRAY, field.item_type))
         notes.append(f"{field.key}: {n - len(kept)} of its {n} per-layer values dropped with their layers")
-    leading, trailing = metadata.get(f"{arch}.leading_dense_block_count"), metadata.get(f"{arch}.nextn_predict_layers")
-    for field, lost in (
-        (leading, lambda v: sum(i < v for i in dropped)),
-        (trailing, lambda v: sum(i >= n - v for i in dropped)),
-    ):
-        if field is not None and field.item_type is None and lost(field.value):
-            metadata.replace(Field.of(field.key, field.value - lost(field.value), field.type))
-            notes.append(f"{field.key}: {field.value} becomes {field.value - lost(field.value)}")
+    shrinking: dict[str, Callable[[int], int]] = {
+        "leading_dense_block_count": lambda v: sum(i < v for i in dropped),
+        "nextn_predict_layers": lambda v: sum(i >= n - v for i in dropped),
+    }
+    for name, lost in shrinking.items():
+        count = metadata.get(f"{arch}.{name}")
+        if count is not None and count.item_type is None and lost(count.value):
+            metadata.replace(Field.of(count.key, count.value - lost(count.value), count.type))
+            notes.append(f"{count.key}: {count.value} becomes {count.value - lost(count.value)}")
     return notes
 
 

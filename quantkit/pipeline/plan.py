@@ -95,7 +95,7 @@ def plan_output(
     notes: Sequence[str] = (),
     keep_split: bool = False,
     split_max_size: int | None = None,
-    identity: str = "",
+    identity: str,
 ) -> Plan:
     """Place the chosen tensors in one file, or in shards.
 
@@ -108,7 +108,7 @@ def plan_output(
         notes: sentences for the user.
         keep_split: one output shard per input shard; ``chosen`` must be in the order of shards.
         split_max_size: begin a new shard where this many bytes of tensors would be exceeded.
-        identity: whatever else decides the bytes (imatrix hash), for the fingerprint.
+        identity: what decides the bytes beside the headers (hashes of source and imatrix), for the fingerprint.
     """
     groups = _groups(source, chosen, keep_split, split_max_size)
     n = len(chosen)
@@ -120,10 +120,8 @@ def plan_output(
             [(c.name, source.tensors[c.source].shape, c.choice.type) for c in group],
         )
         shards.append(PlannedShard(_shard_path(output, no, len(groups)), layout))
-        tensors += [
-            _place(source, c, no, offset) for c, offset in zip(group, layout.offsets, strict=True)
-        ]
-    digest = hashlib.sha256(f"{source_fingerprint(source)} {identity}".encode())
+        tensors += [_place(source, c, no, offset) for c, offset in zip(group, layout.offsets, strict=True)]
+    digest = hashlib.sha256(identity.encode())
     for shard in shards:
         digest.update(os.fsencode(shard.path.name) + shard.layout.header)
     return Plan(source, title, tuple(shards), tuple(tensors), tuple(notes), digest.hexdigest())

@@ -182,7 +182,7 @@ class Worker:
             sums = self._encode(job, tensor, source, target)
         self._check(job, tensor, target)
         _write(self.targets[tensor.shard], target, job.target_offset)
-        return JobResult(zlib.crc32(target), sums)
+        return JobResult(zlib.crc32(target.data), sums)
 
     def _buffer(self, name: str, nbytes: int) -> U8:
         """Return the first ``nbytes`` of a buffer that is kept from job to job."""
@@ -197,7 +197,7 @@ class Worker:
         try:
             done = 0
             while done < into.size:
-                got = os.preadv(fd, [memoryview(into)[done:]], offset + done)
+                got = os.preadv(fd, [into.data[done:]], offset + done)
                 if got == 0:
                     raise FormatError(f"{path}: ends at byte {offset + done}, within tensor data: it was truncated")
                 done += got
@@ -231,14 +231,16 @@ class Worker:
         from quantkit.kernels.cpu.dequantize import dequantize_rows
 
         if tensor.source.type.name == "F32":
-            return rows.view(np.float32)
+            floats: F32 = rows.view(np.float32)
+            return floats
         n = tensor.shape[0]
-        x = self._buffer(name, 4 * n * len(rows)).view(np.float32).reshape(len(rows), n)
+        x: F32 = self._buffer(name, 4 * n * len(rows)).view(np.float32).reshape(len(rows), n)
         dequantize_rows(tensor.source.type, rows, x)
         return x
 
     def _weights_of(self, job: Job, tensor: PlannedTensor) -> F32:
         """Return the importance of the job's matrix, float32 [n], or an empty array."""
+        row: F32
         if tensor.found is None:
             return np.zeros(0, np.float32)
         if self._weights[0] != job.tensor:
@@ -246,7 +248,8 @@ class Worker:
             if weights is None:
                 raise QuantkitError(f"tensor {tensor.name}: its importance is gone")
             self._weights = (job.tensor, weights)
-        return self._weights[1][job.matrix]
+        row = self._weights[1][job.matrix]
+        return row
 
     def _error(self, tensor: PlannedTensor, x: F32, encoded: U8, weights: F32) -> ErrorSums:
         from quantkit.kernels.cpu.dequantize import dequantize_rows
@@ -281,7 +284,7 @@ class Worker:
 def _write(path: Path, data: U8, offset: int) -> None:
     fd = os.open(path, os.O_WRONLY)
     try:
-        view, done = memoryview(data), 0
+        view, done = data.data, 0
         while done < len(view):
             done += os.pwrite(fd, view[done:], offset + done)
     finally:

@@ -10,7 +10,16 @@ from typing import Any
 
 from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.formats.gguf.fields import Field, checked_alignment
-from quantkit.formats.gguf.rules import ALIGNMENT_KEY, MAGIC, check_key, checked_bytes, pad, short
+from quantkit.formats.gguf.rules import (
+    ALIGNMENT_KEY,
+    MAGIC,
+    MAX_FIELDS,
+    MAX_TENSORS,
+    check_key,
+    checked_bytes,
+    pad,
+    short,
+)
 from quantkit.types import TensorType, type_by_id
 
 
@@ -47,8 +56,12 @@ def layout_gguf(
     """
     entries: dict[str, Field] = {}
     for item in fields:
-        if entries.setdefault(item.key, item) is not item:
+        if item.key in entries:
             raise FormatError(f"cannot write the key {short(item.key)} twice")
+        entries[item.key] = item
+    if len(entries) > MAX_FIELDS or len(tensors) > MAX_TENSORS:
+        what = f"{len(entries)} keys and {len(tensors)} tensors"
+        raise FormatError(f"cannot write {what}; at most {MAX_FIELDS} and {MAX_TENSORS} are read")
     if version not in (2, 3):
         raise FormatError(f"cannot write GGUF version {version}; only 2 and 3")
     try:

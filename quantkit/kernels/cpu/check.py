@@ -8,7 +8,7 @@ the mask is the exponent. ``TensorType.scales`` lists the fields of a block as k
     nibbles          IQ1_M: an f16 in the top 4 bits of four u16; its exponent's bits lie in the third and fourth
     ue4m3            NVFP4: nothing to refuse, every byte is a value
 
-What is refused is what llama.cpp b11434's ggml_validate_row_data refuses.
+What is refused is what llama.cpp b11434's ggml_validate_row_data refuses, but for F64 beyond the range of f32.
 """
 
 from __future__ import annotations

@@ -388,22 +388,24 @@ def _binary(python_op: Any, int_op: str | None, float_op: str | None, unsigned_o
         vt = _operands(a, c)
         if vt is None:
             return None
-        op = float_op if vt.is_float else unsigned_op if unsigned_op and not vt.elem.signed else int_op
+        method = float_op if vt.is_float else unsigned_op if unsigned_op and not vt.elem.signed else int_op
 
         def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
             x, y = (
                 v if isinstance(t, VecType) else _splat(b, v, vt.lanes) for v, t in zip(args, sig.args, strict=True)
             )
-            return getattr(b, op)(x, y)
+            return getattr(b, method)(x, y)
 
         args = tuple(t if isinstance(t, VecType) else vt.elem for t in (a, c))
         return vt(*args), cg
 
     _named(impl, f"binary_{python_op.__name__}")
 
-    @overload(python_op)
-    def ov(a, c):  # type: ignore[no-untyped-def]
-        return (lambda a, c: impl(a, c)) if _operands(a, c) is not None else None
+    for op in (python_op, getattr(operator, f"i{python_op.__name__.rstrip('_')}")):  # a + b, and a += b
+
+        @overload(op)
+        def ov(a, c):  # type: ignore[no-untyped-def]
+            return (lambda a, c: impl(a, c)) if _operands(a, c) is not None else None
 
 
 _binary(operator.add, "add", "fadd")

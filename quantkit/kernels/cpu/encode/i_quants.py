@@ -14,8 +14,7 @@ The scale of 32 values: 16 candidates for 1 / d lay the value of largest magnitu
 sum(w q x) / sum(w q q). Weights are x^2, or importance * sqrt(2 mean x^2 + x^2). Then levels are chosen once more.
 
 One lane holds one sub-block of 32, so that each keeps the reference's order of additions; 16 are searched at once.
-Rounding to a level is a table lookup: a bucket of ten, v / 10 rounded, holds at most one boundary between levels,
-so that bucket gives the boundary and the level on either side.
+Rounding to a level is a table lookup (codebook.py).
 
 Source: llama.cpp b11434 ggml-quants.c, quantize_row_iq4_nl_impl and best_index_int8 with ntry = 7.
 """
@@ -25,6 +24,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.kernels.cpu.encode.codebook import MAGIC, bucket_tables
+from quantkit.kernels.cpu.encode.groups import address, copy
 from quantkit.kernels.cpu.jit import helper, inline, kernel
 from quantkit.kernels.cpu.simd import (
     cast,
@@ -33,7 +34,6 @@ from quantkit.kernels.cpu.simd import (
     f32x16,
     i32x16,
     load,
-    load_scalar,
     lookup32_f32,
     make_constant,
     nearest_int,
@@ -42,7 +42,6 @@ from quantkit.kernels.cpu.simd import (
     store,
     store_scalar,
     transpose16,
-    types,
     u8x16,
     vabs,
     vmax,
@@ -50,32 +49,12 @@ from quantkit.kernels.cpu.simd import (
     vsqrt,
 )
 
-F, I = np.float32, np.int32
+F, I32 = np.float32, np.int32
 
 VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_BUCKET = 10
-#: Adding it leaves the nearest integer in the low bits of an f32.
-_MAGIC = F(12582912.0)
-_TENTH = F(1 / _BUCKET)
-
-
-def _bucket_tables() -> tuple[list[float], list[int], list[int]]:
-    """Return, per bucket n in -16..15 (at n mod 32), the boundary within it and the levels below and above.
-
-    best_index_int8 takes the upper level at a tie, so a boundary belongs to the level above it. Where a bucket has
-    none, the boundary is infinite. No boundary lies on a bucket's edge: rounding v / 10 can do no harm.
-    """
-    middles = [(a + b) / 2 for a, b in zip(VALUES, VALUES[1:], strict=False)]
-    boundary, below, above = [np.inf] * 32, [0] * 32, [0] * 32
-    for n in range(-16, 16):
-        inside = [m for m in middles if abs(m - n * _BUCKET) < _BUCKET / 2]
-        level = sum(m < n * _BUCKET - _BUCKET / 2 for m in middles)
-        boundary[n % 32] = inside[0] if inside else np.inf
-        below[n % 32], above[n % 32] = level, level + len(inside)
-    return boundary, below, above
-
-
-_boundary, _below, _above = _bucket_tables()
+#: A bucket of the lookup is 10 wide. best_index_int8 takes the upper level at a tie: a boundary belongs to it.
+_boundary, _below, _above = bucket_tables([(a + b) / 2 for a, b in zip(VALUES, VALUES[1:], strict=False)], 10)
+_TENTH = F(0.1)
 _boundary0 = make_constant(f32x16, _boundary[:16], "iq4_boundary0")
 _boundary1 = make_constant(f32x16, _boundary[16:], "iq4_boundary1")
 _below0 = make_constant(f32x16, [VALUES[i] for i in _below[:16]], "iq4_below0")
@@ -91,7 +70,7 @@ _level1 = make_constant(i32x16, _below[16:], "iq4_level1")
 @inline
 def _nearest_value(v, tenth):  # type: ignore[no-untyped-def]
     """Return the value nearest to v, |v| <= 150; tenth is v / 10, give or take a few ulp."""
-    bucket = cast(i32x16, tenth + _MAGIC)
+    bucket = cast(i32x16, tenth + MAGIC)
     low = lookup32_f32(_below0(), _below1(), bucket)
     high = lookup32_f32(_above0(), _above1(), bucket)
     return select(v >= lookup32_f32(_boundary0(), _boundary1(), bucket), high, low)
@@ -101,7 +80,7 @@ def _nearest_value(v, tenth):  # type: ignore[no-untyped-def]
 def _nearest_level(v):  # type: ignore[no-untyped-def]
     """Return the level nearest to any v, as i32; NaN gives 15, as in the reference."""
     v = vmax(vmin(v, F(130)), F(-130))
-    bucket = cast(i32x16, v * _TENTH + _MAGIC)
+    bucket = cast(i32x16, v * _TENTH + MAGIC)
     level = lookup32_f32(_level0(), _level1(), bucket)
     return level + convert(i32x16, v >= lookup32_f32(_boundary0(), _boundary1(), bucket))
 
@@ -111,7 +90,7 @@ def _store_levels(x, at, inverse, out, o):  # type: ignore[no-untyped-def]
     """Round the 32 values at byte ``at`` by 1 / d; store 16 bytes of nibbles."""
     d = splat(f32x16, inverse)
     low, high = _nearest_level(d * load(f32x16, x, at)), _nearest_level(d * load(f32x16, x, at + 64))
-    store(out, o, convert(u8x16, low | (high << I(4))))
+    store(out, o, convert(u8x16, low | (high << I32(4))))
 
 
 # ---------------------------------------------------------------- the search for 16 scales
@@ -179,11 +158,6 @@ def _inverse_or_zero(d):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _address(a):  # type: ignore[no-untyped-def]
-    return np.intp(a.ctypes.data)
-
-
-@inline
 def _repeated(weights, n):  # type: ignore[no-untyped-def]
     """Return the importances, repeated so that any 16 sub-blocks in a row lie side by side; empty if there are none."""
     repeated = np.empty(n + 480 if weights.size else 0, np.float32)
@@ -230,12 +204,12 @@ def encode_iq4_nl(
     last = row1 * per_row
     for block in range(row0 * per_row, last, 16):
         count = min(16, last - block)
-        source = _address(x) + 128 * block
+        source = address(x) + 128 * block
         if count < 16:
-            tail[: 32 * count] = x.ravel()[32 * block : 32 * last]
-            source = _address(tail)
-        w = _address(repeated) + 128 * (block % per_row) if repeated.size else 0
-        _encode_16_nl(source, w, _address(out) + 18 * block, xt, wt, scales, count)
+            copy(source, address(tail), 128 * count)
+            source = address(tail)
+        w = address(repeated) + 128 * (block % per_row) if repeated.size else 0
+        _encode_16_nl(source, w, address(out) + 18 * block, xt, wt, scales, count)
 
 
 # ---------------------------------------------------------------- IQ4_XS
@@ -270,9 +244,9 @@ def _store_scales(scales, codes, out, h):  # type: ignore[no-untyped-def]
     d = _super_scale(scales, h)
     inverse = F(1) / d if d != F(0) else F(0)
     v = load(f32x16, scales, 0)
-    level = vmax(vmin(nearest_int(v * inverse), I(31)), I(-32))
+    level = vmax(vmin(nearest_int(v * inverse), I32(31)), I32(-32))
     store(scales, 64, _inverse_or_zero(convert(f32x16, level) * d))
-    store(codes, 0, level + I(32))
+    store(codes, 0, level + I32(32))
     high = 0
     for ib in range(8):
         high |= (codes[8 * h + ib] >> 4) << (2 * ib)
@@ -315,16 +289,16 @@ def encode_iq4_xs(
     last = row1 * per_row
     for batch in range(row0 * per_row, last, 16):
         blocks = min(16, last - batch)
-        source = _address(x) + 1024 * batch
+        source = address(x) + 1024 * batch
         if blocks < 16:
-            tail[: 256 * blocks] = x.ravel()[256 * batch : 256 * last]
-            source = _address(tail)
+            copy(source, address(tail), 1024 * blocks)
+            source = address(tail)
         if repeated.size:
             _mean_squares(source, xt, sigma2)
         for pair in range(0, blocks, 2):
-            w = _address(repeated) + 1024 * ((batch + pair) % per_row) if repeated.size else 0
+            w = address(repeated) + 1024 * ((batch + pair) % per_row) if repeated.size else 0
             for lane in range(8):
                 sigma2[16 + lane], sigma2[24 + lane] = sigma2[pair], sigma2[pair + 1]
-            to = _address(out) + 136 * (batch + pair)
+            to = address(out) + 136 * (batch + pair)
             count = min(2, blocks - pair)
             _encode_2_xs(source + 1024 * pair, w, load(f32x16, sigma2, 64), to, xt, wt, scales, codes, count)

@@ -384,5 +384,6 @@ def fit_positive(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, top: Any) -> A
         store(s, l_at + i * STEP, convert(WIDE, choose(dead, 0, code & 255)))
         sum_lx = sum_lx + w * x * level
         sum_l2 = sum_l2 + w * level * level
+    sum_lx = choose(dead, F(0), sum_lx)  # without a sum no level moves
     scale = _refine(s, x_at, w_at, l_at, n, 0, top, sum_lx, sum_l2)
     return choose(dead, F(0), scale)

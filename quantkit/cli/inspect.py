@@ -1,0 +1,243 @@
+"""``quantkit inspect``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantkit.cli.options import GroupedCommand, json_value, one_line, option, table
+from quantkit.formats.gguf import Field
+from quantkit.helpers import format_count, format_size, printable, shorten
+from quantkit.inspect import Fact, Group, Inspection, Runtime, first_items, inspect
+
+_WHAT, _OUT = "What is shown", "Output"
+#: With --metadata short: characters of a string, items of an array.
+_WIDTH, _ITEMS = 72, 8
+#: Widest name in a table.
+_NAME = 64
+
+
+@click.command("inspect", cls=GroupedCommand)
+@click.argument("path", metavar="FILE", type=click.Path(path_type=Path))
+@option(
+    "--metadata",
+    group=_WHAT,
+    type=click.Choice(["short", "full", "none"]),
+    default="short",
+    show_default=True,
+    help="Metadata with long strings and arrays cut, in full, or none of it.",
+)
+@option("--tensors", group=_WHAT, metavar="REGEX", help="Only tensors with REGEX in their names, in sums too.")
+@option("--no-tensors", group=_WHAT, is_flag=True, help="No list of tensors; the sums stay.")
+@option("--header-only", group=_WHAT, is_flag=True, help="Accept a file whose tensor data is missing or cut off.")
+@option("--json", "as_json", group=_OUT, is_flag=True, help="Print everything as JSON.")
+def command(
+    path: Path, metadata: str, tensors: str | None, no_tensors: bool, header_only: bool, as_json: bool
+) -> None:
+    """Show what is in a GGUF file: a model, one shard of it (all are read), an importance matrix.
+
+    Offsets count from the beginning of the tensor's shard. Bits per weight are those of the data, row headers
+    included.
+    """
+    found = inspect(path, tensors=tensors, header_only=header_only)
+    if as_json:
+        click.echo(json.dumps(_as_dict(found, metadata, no_tensors), indent=2, allow_nan=False))
+        return
+    parts = [_summary(found)]
+    if metadata != "none":
+        parts.append(_metadata_table(found.fields, full=metadata == "full"))
+    if not no_tensors:
+        parts.append(_tensor_table(found))
+    parts += [_group_table("type", found.by_type, found.total), _group_table("class", found.by_class, found.total)]
+    click.echo("\n\n".join(parts))
+
+
+def _summary(found: Inspection) -> str:
+    lines = list(_lines(found))
+    width = max(len(label) for label, _ in lines)
+    return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
+
+
+def _lines(found: Inspection) -> Iterator[tuple[str, str]]:
+    """Yield what is told first, as label and text."""
+    yield "file", printable(str(found.path))
+    size = f"{format_size(found.file_bytes)} ({found.file_bytes} bytes)"
+    shards = f", {len(found.shards)} shards" if len(found.shards) > 1 else ""
+    yield "size", f"{size}{shards}; GGUF version {found.version}, alignment {found.alignment}"
+    if len(found.shards) > 1:
+        for i, shard in enumerate(found.shards, 1):
+            what = f"{shard.tensors} tensors, {format_size(shard.nbytes)}"
+            yield f"  shard {i}", f"{printable(shard.path.name)}: {what}"
+    if found.kind:
+        yield "kind", _short(found.kind)
+    if found.architecture:
+        yield "architecture", _short(found.architecture)
+    if found.name:
+        yield "name", _short(found.name)
+    if found.file_type is not None:
+        yield "file type", f"{found.file_type} ({found.file_type_name})"
+    for fact in found.facts:
+        # Converters write 0 for what a model does not have.
+        if fact.counts or fact.value != 0:
+            yield fact.label, _fact(fact)
+    if found.merged_layers:
+        others = f", apart in {found.unmerged_layers}" if found.unmerged_layers else ""
+        yield "up and gate experts", f"merged in {found.merged_layers} layers{others}"
+    total = found.total
+    some = "" if total.tensors == found.n_tensors else f" of {found.n_tensors}"
+    active = "" if found.active_values is None else f"; the model has {format_count(found.active_values)} active per token"
+    what = "weights" if found.architecture else "values"
+    yield what, f"{format_count(total.values)} in {total.tensors}{some} tensors{active}"
+    yield "tensor data", f"{format_size(total.nbytes)}, {total.bpw:.3f} bits per weight"
+    for runtime in found.runtimes if found.architecture else ():
+        yield f"in {runtime.name}", _runtime(runtime)
+    for key, value in found.provenance:
+        yield key, _short(one_line(value))
+
+
+def _fact(fact: Fact) -> str:
+    if not fact.counts:
+        return _short(one_line(fact.value))
+    if all(n == 1 for _, n in fact.counts):
+        return _short(", ".join(one_line(v) for v, _ in fact.counts))
+    return _short(", ".join(f"{one_line(v)} (x {n})" for v, n in fact.counts))
+
+
+def _runtime(runtime: Runtime) -> str:
+    problems = []
+    if runtime.unknown_types:
+        problems.append(f"no tensor type {', '.join(runtime.unknown_types)}")
+    if runtime.long_names:
+        n, first = len(runtime.long_names), shorten(printable(runtime.long_names[0]), 40)
+        problems.append(f"{n} tensor names are longer than 63 bytes ({first})")
+    return f"does not load: {'; '.join(problems)}" if problems else "knows all tensor types"
+
+
+def _short(text: str) -> str:
+    return shorten(printable(text[: 2 * _WIDTH]), _WIDTH)
+
+
+def _metadata_table(fields: Sequence[Field], *, full: bool) -> str:
+    rows = [(shorten(printable(f.key), _NAME), _type(f), _shown(f, full=full)) for f in fields]
+    return table(["key", "type", "value"], rows, left=3)
+
+
+def _type(item: Field) -> str:
+    return item.type.name if item.item_type is None else f"{item.item_type.name}[{item.count}]"
+
+
+def _shown(item: Field, *, full: bool) -> str:
+    if item.item_type is None:
+        return one_line(item.value) if full else _short(one_line(item.value))
+    items = item.value if full else first_items(item, _ITEMS)
+    text = ", ".join(json.dumps(v) if isinstance(v, str) and "," in v else one_line(v) for v in items)
+    if full or (item.count <= _ITEMS and len(text) <= _WIDTH):
+        return text
+    return shorten(text + ", …" if len(text) <= _WIDTH - 3 else text, _WIDTH)
+
+
+def _tensor_table(found: Inspection) -> str:
+    several = len(found.shards) > 1
+    header = ["tensor", "shape", "type", "size", "offset", *(["shard"] if several else [])]
+    rows = [
+        (
+            shorten(printable(t.name), _NAME),
+            " x ".join(map(str, t.shape)),
+            t.type,
+            format_size(t.nbytes),
+            t.offset,
+            *((t.shard + 1,) if several else ()),
+        )
+        for t in found.tensors
+    ]
+    return table(header, rows, left=(0, 2))
+
+
+def _group_table(kind: str, groups: Sequence[Group], total: Group) -> str:
+    rows = [(g, shorten(printable(g.name), _NAME)) for g in groups]
+    if len(groups) > 1:
+        rows.append((total, "total"))
+    types = kind != "type"
+    return table(
+        [kind, *(["types"] if types else []), "tensors", "weights", "size", "bits per weight"],
+        [
+            (
+                name,
+                *([shorten(", ".join(g.types), 40)] if types else []),
+                g.tensors,
+                format_count(g.values),
+                format_size(g.nbytes),
+                f"{g.bpw:.3f}",
+            )
+            for g, name in rows
+        ],
+        left=2 if types else 1,
+    )
+
+
+def _as_dict(found: Inspection, metadata: str, no_tensors: bool) -> dict[str, Any]:
+    """Return everything for programs."""
+    result: dict[str, Any] = {
+        "path": str(found.path),
+        "shards": [{"path": str(s.path), "bytes": s.nbytes, "tensors": s.tensors} for s in found.shards],
+        "version": found.version,
+        "alignment": found.alignment,
+        "kind": found.kind or None,
+        "architecture": found.architecture or None,
+        "name": found.name or None,
+        "file_type": found.file_type,
+        "file_type_name": found.file_type_name or None,
+        "facts": {
+            f.key: [[jsonone_line(v), n] for v, n in f.counts] if f.counts else jsonone_line(f.value) for f in found.facts
+        },
+        "merged_layers": found.merged_layers,
+        "unmerged_layers": found.unmerged_layers,
+        "model_tensors": found.n_tensors,
+        "active_weights": found.active_values,
+        "total": _group_dict(found.total),
+        "types": [_group_dict(g) for g in found.by_type],
+        "classes": [_group_dict(g) for g in found.by_class],
+        "runtimes": {
+            r.name: {"loads": r.loads, "unknown_types": list(r.unknown_types), "long_names": list(r.long_names)}
+            for r in found.runtimes
+        },
+        "provenance": {key: jsonone_line(value) for key, value in found.provenance},
+    }
+    if metadata != "none":
+        result["metadata"] = [_field_dict(f, full=metadata == "full") for f in found.fields]
+    if not no_tensors:
+        result["tensors"] = [
+            {
+                "name": t.name,
+                "shape": list(t.shape),
+                "type": t.type.name,
+                "bytes": t.nbytes,
+                "offset": t.offset,
+                "shard": t.shard,
+            }
+            for t in found.tensors
+        ]
+    return result
+
+
+def _group_dict(g: Group) -> dict[str, Any]:
+    return {
+        "name": g.name,
+        "types": list(g.types),
+        "tensors": g.tensors,
+        "weights": g.values,
+        "bytes": g.nbytes,
+        "bits_per_weight": g.bpw,
+    }
+
+
+def _field_dict(item: Field, *, full: bool) -> dict[str, Any]:
+    entry: dict[str, Any] = {"key": item.key, "type": item.type.name}
+    if item.item_type is not None:
+        entry |= {"item_type": item.item_type.name, "count": item.count}
+    cut = item.item_type is not None and item.count > _ITEMS and not full
+    return {**entry, "value": jsonone_line(first_items(item, _ITEMS) if cut else item.value), "cut": cut}

@@ -1,0 +1,121 @@
+"""``quantkit types``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from quantkit.cli.options import GroupedCommand, option, table
+from quantkit.errors import TypeNotSupported
+from quantkit.pipeline.presets import PRESET_ALIASES, PRESETS, Preset, preset_by_name
+from quantkit.types import TYPES, TensorType
+
+_WHAT, _OUT = "What is listed", "Output"
+
+_TYPES_LEGEND = """\
+bpw: bits per weight without row headers. block: weights in a block, bytes: of a block, header: bytes at the head of
+each row, weave: rows whose bytes are woven together. runtimes: mainline is llama.cpp, ik is ik_llama.cpp.
+imatrix: what the encoder does with one; refused by: whose llama-quantize demands one (ours too, but for
+--ignore-imatrix-rules). encoder, decoder: whether this version of quantkit has one."""
+
+_PRESETS_LEGEND = """\
+number: general.file_type, which TYPE may be too. use: "mixture" applies llama.cpp's mixing rules; "plain" gives every
+tensor the base type; "-": not in this version (no mixing rules or no encoder). Every name of `quantkit types` that is
+a type for weights can be TYPE as well, without a mixture."""
+
+
+@click.command("types", cls=GroupedCommand)
+@option("--presets", group=_WHAT, is_flag=True, help="Also list the presets: the names TYPE may be, with their mixtures.")
+@option(
+    "--tree", group=_WHAT, type=click.Choice(["mainline", "ik"]), help="Only what llama.cpp (mainline) or ik_llama.cpp knows."
+)
+@option("--json", "as_json", group=_OUT, is_flag=True, help="Print the tables as JSON.")
+def command(presets: bool, tree: str | None, as_json: bool) -> None:
+    """List all tensor types of llama.cpp and ik_llama.cpp, and with --presets all presets."""
+    types = [t for t in TYPES if tree in (None, t.trees) or t.trees == "both"]
+    chosen = [p for p in PRESETS if tree in (None, p.trees) or p.trees == "both"]
+    if as_json:
+        result: dict[str, Any] = {"types": [_type_dict(t) for t in types]}
+        if presets:
+            result |= {"presets": [_preset_dict(p) for p in chosen], "aliases": PRESET_ALIASES}
+        click.echo(json.dumps(result, indent=2))
+        return
+    click.echo(_type_table(types))
+    if presets:
+        click.echo("\n" + _preset_table(chosen))
+
+
+def _encodes(t: TensorType) -> bool:
+    from quantkit.kernels.cpu.encode import has_encoder
+
+    return has_encoder(t)
+
+
+def _decodes(t: TensorType) -> bool:
+    from quantkit.kernels.cpu.dequantize import has_decoder
+
+    return has_decoder(t)
+
+
+def _use(preset: Preset) -> str | None:
+    """Return how `quantkit quantize` takes the preset: as a mixture, as a plain type, or not at all (None)."""
+    try:
+        taken = preset_by_name(preset.name)
+    except TypeNotSupported:
+        return None
+    if taken.base is not None and not _encodes(taken.base):
+        return None
+    # MXFP4 is a preset of ik's and a type of both trees: as TYPE it is the type.
+    return "mixture" if taken.mixes and taken.base is not None else "plain" if taken.base else "copy"
+
+
+def _type_table(types: list[TensorType]) -> str:
+    header = ["id", "name", "bpw", "block", "bytes", "header", "weave", "family", "runtimes", "imatrix", "refused by"]
+    rows = [
+        (
+            t.id,
+            t.name,
+            f"{t.bpw:.4g}",
+            t.block,
+            t.block_bytes,
+            t.row_header or "",
+            t.interleave if t.interleave > 1 else "",
+            t.family,
+            t.trees,
+            t.imatrix,
+            t.needs_imatrix,
+            "yes" if _encodes(t) else "-",
+            "yes" if _decodes(t) else "-",
+        )
+        for t in types
+    ]
+    text = table([*header, "encoder", "decoder"], rows, left=(1, 7, 8, 9, 10, 11, 12))
+    return f"{text}\n\n{len(types)} types. {_TYPES_LEGEND}"
+
+
+def _preset_table(presets: list[Preset]) -> str:
+    header = ["number", "name", "base type", "runtimes", "use", "description"]
+    rows = [(p.ftype, p.name, p.base or "", p.trees, _use(p) or "-", p.description) for p in presets]
+    aliases = ", ".join(f"{alias} is {name}" for alias, name in PRESET_ALIASES.items())
+    return (
+        f"{table(header, rows, left=(1, 2, 3, 4, 5))}\n\n"
+        f"{len(presets)} presets. As in llama-quantize, {aliases}.\n{_PRESETS_LEGEND}"
+    )
+
+
+def _type_dict(t: TensorType) -> dict[str, Any]:
+    return {**asdict(t), "bits_per_weight": t.bpw, "encoder": _encodes(t), "decoder": _decodes(t)}
+
+
+def _preset_dict(p: Preset) -> dict[str, Any]:
+    return {
+        "number": p.ftype,
+        "name": p.name,
+        "base": p.base.name if p.base else None,
+        "trees": p.trees,
+        "use": _use(p),
+        "description": p.description,
+    }

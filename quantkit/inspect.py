@@ -1,0 +1,311 @@
+"""What is in a GGUF file: ``quantkit inspect``. Facts only, read from the headers; no tensor data is touched.
+
+The same sums are made for every grouping: of n values in b bytes, bits per weight are 8 b / n.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import RecipeError
+from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_gguf
+from quantkit.helpers import tensor_class
+from quantkit.pipeline.presets import FTYPE_UNKNOWN, PRESETS, is_target, preset_by_name
+from quantkit.types import TYPES
+
+#: What is told about a model first: a label, and the key below that of its architecture.
+MODEL_FACTS: tuple[tuple[str, str], ...] = (
+    ("layers", "block_count"),
+    ("context length", "context_length"),
+    ("embedding length", "embedding_length"),
+    ("feed-forward length", "feed_forward_length"),
+    ("heads", "attention.head_count"),
+    ("KV heads", "attention.head_count_kv"),
+    ("key length", "attention.key_length"),
+    ("value length", "attention.value_length"),
+    ("sliding window", "attention.sliding_window"),
+    ("experts", "expert_count"),
+    ("experts used", "expert_used_count"),
+    ("shared experts", "expert_shared_count"),
+    ("expert feed-forward length", "expert_feed_forward_length"),
+    ("leading dense layers", "leading_dense_block_count"),
+    ("prediction layers", "nextn_predict_layers"),
+    ("RoPE base", "rope.freq_base"),
+)
+#: The same for files of any kind: whole keys.
+OTHER_FACTS: tuple[tuple[str, str], ...] = (
+    ("tokenizer", "tokenizer.ggml.model"),
+    ("pre-tokenizer", "tokenizer.ggml.pre"),
+    ("calibration data", "imatrix.datasets"),
+    ("chunks", "imatrix.chunk_count"),
+    ("chunk size", "imatrix.chunk_size"),
+)
+#: Keys that say where a file came from.
+PROVENANCE = ("quantkit.", "quantize.", "general.quantized_by", "general.source.", "general.base_model.")
+
+#: Per-layer arrays are summed up as values and how often each occurs; longer arrays are something else.
+_MAX_PER_LAYER = 4096
+#: ggml keeps a tensor's name in 64 bytes, the last one zero.
+_MAX_TENSOR_NAME = 63
+#: llama.cpp sets this bit in a file type that it guessed; alone it is FTYPE_UNKNOWN, no number for the mixture.
+_GUESSED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFacts:
+    """One file of a model."""
+
+    path: Path
+    nbytes: int
+    tensors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """Something about the model: a scalar, or of an array the distinct values, each with its count."""
+
+    label: str
+    key: str
+    value: Any
+    counts: tuple[tuple[Any, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors that are counted together."""
+
+    name: str
+    #: Names of their types, the one with most bytes first.
+    types: tuple[str, ...]
+    tensors: int
+    values: int
+    nbytes: int
+
+    @property
+    def bpw(self) -> float:
+        """Bits per weight."""
+        return 8 * self.nbytes / max(1, self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What a runtime would stumble over in the tensors of a file; whether it knows the architecture is not asked."""
+
+    name: str
+    unknown_types: tuple[str, ...]
+    #: Tensors whose names are longer than ggml holds.
+    long_names: tuple[str, ...]
+
+    @property
+    def loads(self) -> bool:
+        return not self.unknown_types and not self.long_names
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What is in a file, or in all shards of a split one. ``tensors`` are those asked for, and so are all sums."""
+
+    path: Path
+    shards: tuple[ShardFacts, ...]
+    version: int
+    alignment: int
+    #: general.type ("model", "imatrix", ...), or "" where the file does not say.
+    kind: str
+    architecture: str
+    name: str
+    #: general.file_type; None without one.
+    file_type: int | None
+    file_type_name: str
+    facts: tuple[Fact, ...]
+    provenance: tuple[tuple[str, Any], ...]
+    fields: tuple[Field, ...] = field(repr=False)
+    tensors: tuple[TensorInfo, ...] = field(repr=False)
+    #: Tensors of the whole model; more than ``tensors`` where only some were asked for.
+    n_tensors: int
+    #: Weights of the whole model that one token meets: experts count by the share of them that is used.
+    active_values: int | None
+    #: Layers whose up and gate experts are one tensor, and layers where they are two.
+    merged_layers: int
+    unmerged_layers: int
+    by_type: tuple[Group, ...]
+    by_class: tuple[Group, ...]
+    runtimes: tuple[Runtime, ...]
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all shards together."""
+        return sum(shard.nbytes for shard in self.shards)
+
+    @property
+    def total(self) -> Group:
+        """All of ``tensors``."""
+        return _group("total", self.tensors)
+
+
+def inspect(path: str | Path, *, tensors: str | None = None, header_only: bool = False) -> Inspection:
+    """Read what is in a GGUF file, without its tensor data.
+
+    Args:
+        path: a file, or any shard of a split model.
+        tensors: a regular expression; only tensors whose names it is found in are listed and summed up.
+        header_only: accept a file whose tensor data is missing or cut off.
+
+    Raises:
+        FormatError: what is wrong with which file, and at which byte.
+        RecipeError: ``tensors`` is no regular expression, or no name matches it.
+    """
+    with open_gguf(path, header_only=header_only) as file:
+        everything = tuple(file.tensors.values())
+        chosen = everything if tensors is None else _matching(tensors, everything, Path(path))
+        architecture, ftype = _text(file, "general.architecture"), file.get("general.file_type")
+        file_type = ftype if isinstance(ftype, int) and not isinstance(ftype, bool) else None
+        merged, unmerged = _up_gate_layers(everything)
+        return Inspection(
+            path=Path(path),
+            shards=_shards(file),
+            version=file.version,
+            alignment=file.alignment,
+            kind=_text(file, "general.type"),
+            architecture=architecture,
+            name=_text(file, "general.name"),
+            file_type=file_type,
+            file_type_name="" if file_type is None else file_type_name(file_type),
+            facts=tuple(_facts(file, architecture)),
+            provenance=tuple((f.key, f.value) for f in file.fields.values() if _is_provenance(f)),
+            fields=tuple(file.fields.values()),
+            tensors=chosen,
+            n_tensors=len(everything),
+            active_values=_active_values(file, architecture, everything),
+            merged_layers=merged,
+            unmerged_layers=unmerged,
+            by_type=_grouped(chosen, lambda t: t.type.name),
+            by_class=_grouped(chosen, lambda t: tensor_class(t.name)),
+            runtimes=(_runtime("llama.cpp", "mainline", chosen), _runtime("ik_llama.cpp", "ik", chosen)),
+        )
+
+
+def file_type_name(ftype: int) -> str:
+    """Return what general.file_type's number stands for in llama.cpp and ik_llama.cpp; "unknown" for no preset's."""
+    if ftype == FTYPE_UNKNOWN:
+        return "a mixture without a number"
+    names = " or ".join(_file_type_names().get(ftype & ~_GUESSED, ("unknown",)))
+    return f"{names}, guessed" if ftype & _GUESSED else names
+
+
+@cache
+def _file_type_names() -> dict[int, tuple[str, ...]]:
+    """Number -> names: presets, then types that have a number and are no preset."""
+    names: dict[int, tuple[str, ...]] = {}
+    for preset in PRESETS:
+        if preset.base is not None:
+            names[preset.ftype] = (*names.get(preset.ftype, ()), preset.name)
+    for t in TYPES:
+        if is_target(t) and (ftype := preset_by_name(t.name).ftype) != FTYPE_UNKNOWN:
+            names.setdefault(ftype, (t.name,))
+    return names
+
+
+def first_items(item: Field, count: int) -> list[Any]:
+    """Return the first ``count`` items of an array, without decoding the others."""
+    if item.item_type is not ValueType.STRING:
+        values: list[Any] = item.array[:count].tolist()
+        return values
+    strings, at = [], 12
+    for _ in range(min(count, item.count)):
+        start = at + 8
+        at = start + struct.unpack_from("<Q", item.raw, at)[0]
+        strings.append(str(item.raw[start:at], "utf-8", "surrogateescape"))
+    return strings
+
+
+def _text(file: GGUFFile, key: str) -> str:
+    found = file.fields.get(key)
+    return str(found.value) if found is not None and found.type is ValueType.STRING else ""
+
+
+def _matching(pattern: str, tensors: Sequence[TensorInfo], path: Path) -> tuple[TensorInfo, ...]:
+    try:
+        regex = re.compile(pattern)
+    except re.error as e:
+        raise RecipeError(f"{pattern!r} is no regular expression: {e}") from None
+    found = tuple(t for t in tensors if regex.search(t.name))
+    if not found:
+        raise RecipeError(f"{path}: {pattern!r} is found in the name of none of the {len(tensors)} tensors")
+    return found
+
+
+def _shards(file: GGUFFile) -> tuple[ShardFacts, ...]:
+    counts = [0] * len(file.paths)
+    for tensor in file.tensors.values():
+        counts[tensor.shard] += 1
+    return tuple(ShardFacts(p, p.stat().st_size, n) for p, n in zip(file.paths, counts, strict=True))
+
+
+def _is_provenance(item: Field) -> bool:
+    return item.key.startswith(PROVENANCE) and (item.item_type is None or item.count <= _MAX_PER_LAYER)
+
+
+def _facts(file: GGUFFile, architecture: str) -> Iterator[Fact]:
+    keys = [(label, f"{architecture}.{key}") for label, key in MODEL_FACTS] + list(OTHER_FACTS)
+    for label, key in keys:
+        item = file.fields.get(key)
+        if item is None:
+            continue
+        if item.item_type is None:
+            yield Fact(label, key, item.value)
+        elif item.count <= _MAX_PER_LAYER:
+            yield Fact(label, key, None, tuple(Counter(item.value).items()))
+    vocabulary = file.fields.get("tokenizer.ggml.tokens")
+    if vocabulary is not None:
+        yield Fact("vocabulary", vocabulary.key, vocabulary.count)
+
+
+def _up_gate_layers(tensors: Sequence[TensorInfo]) -> tuple[int, int]:
+    names = [t.name for t in tensors]
+    merged = sum(name.endswith("ffn_gate_up_exps.weight") for name in names)
+    return merged, sum(name.endswith("ffn_gate_exps.weight") for name in names)
+
+
+def _active_values(file: GGUFFile, architecture: str, tensors: Sequence[TensorInfo]) -> int | None:
+    """Return the weights one token meets; None for a model without experts, or whose metadata does not say."""
+    n, used = file.get(f"{architecture}.expert_count"), file.get(f"{architecture}.expert_used_count")
+    if not isinstance(n, int) or not isinstance(used, int) or not 0 < used <= n:
+        return None
+    routed = sum(_n_values(t) for t in tensors if "_exps." in t.name)
+    return sum(map(_n_values, tensors)) - routed + routed * used // n
+
+
+def _runtime(name: str, tree: str, tensors: Sequence[TensorInfo]) -> Runtime:
+    types = {t.type.name for t in tensors if t.type.trees not in (tree, "both")}
+    return Runtime(
+        name, tuple(sorted(types)), tuple(t.name for t in tensors if len(t.name.encode()) > _MAX_TENSOR_NAME)
+    )
+
+
+def _n_values(tensor: TensorInfo) -> int:
+    return math.prod(tensor.shape)
+
+
+def _grouped(tensors: Iterable[TensorInfo], key: Callable[[TensorInfo], str]) -> tuple[Group, ...]:
+    """Group tensors, the group with most bytes first."""
+    members: dict[str, list[TensorInfo]] = {}
+    for tensor in tensors:
+        members.setdefault(key(tensor), []).append(tensor)
+    groups = [_group(name, group) for name, group in members.items()]
+    return tuple(sorted(groups, key=lambda g: (-g.nbytes, g.name)))
+
+
+def _group(name: str, tensors: Sequence[TensorInfo]) -> Group:
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        sizes[tensor.type.name] = sizes.get(tensor.type.name, 0) + tensor.nbytes
+    types = tuple(sorted(sizes, key=lambda t: -sizes[t]))
+    return Group(name, types, len(tensors), sum(map(_n_values, tensors)), sum(t.nbytes for t in tensors))

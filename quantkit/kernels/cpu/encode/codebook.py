@@ -1,0 +1,40 @@
+"""Rounding to a codebook by table lookup: levels that are not evenly spaced.
+
+The boundaries between neighbouring levels cut the line; buckets of equal width are so narrow that each holds one
+boundary at most. So the bucket of v, which is v / width rounded, gives the boundary within it and the level on either
+side, and one comparison with v does the rest. The bucket may be off by one near its edges, as long as no boundary is
+near: v / width need not be exact. 32 buckets, numbered -16..15, are two vectors: the low 5 bits of
+``v / width + MAGIC`` are the index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+#: Added to an f32 below 2^22, it leaves the nearest integer in the low bits.
+MAGIC = np.float32(12582912.0)
+
+
+def bucket_tables(
+    boundaries: Sequence[float], width: float, shift: float = 0
+) -> tuple[list[float], list[int], list[int]]:
+    """Return, at n mod 32 for each bucket n, its boundary and the levels below and from there on.
+
+    Bucket n holds the v for which v / width - shift rounds to n. A level is the number of boundaries <= v. A bucket
+    without a boundary has an infinite one. Raises ValueError if a bucket holds two boundaries, or one lies within 1 %
+    of a bucket's edge or beyond the buckets.
+    """
+    boundary, below, above = [float("inf")] * 32, [0] * 32, [0] * 32
+    for n in range(-16, 16):
+        low, high = (n + shift - 0.5) * width, (n + shift + 0.5) * width
+        inside = [m for m in boundaries if low <= m < high]
+        if len(inside) > 1 or any(min(m - low, high - m) < 0.01 * width for m in inside):
+            raise ValueError(f"buckets of {width} do not separate the boundaries {inside}")
+        level = sum(m < low for m in boundaries)
+        boundary[n % 32] = inside[0] if inside else float("inf")
+        below[n % 32], above[n % 32] = level, level + len(inside)
+    if max(abs(m) for m in boundaries) > 15 * width:
+        raise ValueError(f"32 buckets of {width} do not reach the boundaries")
+    return boundary, below, above

@@ -1,0 +1,621 @@
+"""Encoders of the K-quants: Q2_K, Q3_K, Q4_K, Q5_K, Q6_K.
+
+A super-block is 256 values. Its sub-blocks have a small scale (and minimum) each, quantized in turn by one f16 scale
+of the super-block: x ~ d * sc[j] * q - dmin * m[j], or x ~ d * sc[j] * q.
+
+| type | sub-blocks | bytes, in order                                            | q     | sc     | m      |
+|------|------------|------------------------------------------------------------|-------|--------|--------|
+| Q2_K | 16 of 16   | sc and m 16, q 64, d, dmin                                 | 0..3  | 4 bits | 4 bits |
+| Q3_K | 16 of 16   | high bits of q 32, low bits 64, sc 12, d                   | -4..3 | 6 bits |        |
+| Q4_K | 8 of 32    | d, dmin, sc and m 12, q 128                                | 0..15 | 6 bits | 6 bits |
+| Q5_K | 8 of 32    | d, dmin, sc and m 12, high bits of q 32, low bits 128      | 0..31 | 6 bits | 6 bits |
+| Q6_K | 16 of 16   | low bits of q 128, high bits 64, sc 16, d                  | -32..31 | int8 |        |
+
+An encoder works on batches of ``LANES`` super-blocks in three steps: fit every sub-block (one lane each, search.py),
+quantize the scales (one super-block a lane), quantize the values by those and pack. Without an importance matrix the
+weights come from x alone and the scales are divided by their largest; with one, the scales are fitted as well.
+
+Source: llama.cpp b11434, ggml/src/ggml-quants.c, quantize_row_q{2,3,4,5,6}_K_ref and _impl.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from quantkit.kernels.cpu.encode.search import (
+    EPSILON,
+    LANES,
+    STEP,
+    WIDE,
+    WIDE_INT,
+    F,
+    fit_by_descent,
+    fit_positive,
+    fit_signed,
+    fit_with_min,
+    search_levels,
+)
+from quantkit.kernels.cpu.jit import inline, kernel
+from quantkit.kernels.cpu.simd import (
+    VecType,
+    convert,
+    f32x16,
+    i32x16,
+    load,
+    load_f16,
+    load_scalar,
+    nearest_int,
+    splat,
+    store,
+    store_f16,
+    store_scalar,
+    transpose16_apart,
+    u8x16,
+    vabs,
+    vmax,
+    vmin,
+    vsqrt,
+)
+from quantkit.kernels.cpu.simd import select as choose
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+
+_HALVES = VecType(types.uint16, LANES)
+_BLOCK_BYTES = 1024  # of one super-block of f32
+
+
+def _places(*sizes: int) -> list[int]:
+    """Return the offset of each region of the scratch array, and the end."""
+    return [sum(sizes[:k]) for k in range(len(sizes) + 1)]
+
+
+# Scratch. [element][lane]: values, weights and levels of the sub-blocks in search. By sub-block, in memory order:
+# what the search found. [sub-block][super-block]: the same for a lane per super-block, then the quantized scales.
+_FLAT, _TURNED = 64 * LANES + 64, 16 * STEP
+(
+    _X, _W, _L,
+    _SIGMA, _SCALE, _LOW, _SUM_W, _ISCALE, _BEST_LOW,
+    _SCALE_T, _LOW_T, _SUM_W_T, _CODE_T, _LOW_CODE_T, _D_T, _DMIN_T,
+    _WORDS, _HALF, _HALF_MIN, _TAIL, _END,
+) = _places(
+    32 * STEP, 32 * STEP, LANES * 1024,
+    *[_FLAT] * 6,
+    *[_TURNED] * 7,
+    4 * STEP, 2 * LANES, 2 * LANES, LANES * 1024,
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- batches
+
+
+@inline
+def _periodic(weights: Any) -> Any:
+    """Return the importance row repeated, so that any LANES super-blocks in a row of rows have theirs in one piece."""
+    n = weights.size
+    out = np.empty(n + LANES * 256 if n else 0, np.float32)
+    for i in range(out.size):
+        out[i] = weights[i % n]
+    return out
+
+
+@inline
+def _address(array: Any) -> Any:
+    return np.intp(array.ctypes.data)
+
+
+@inline
+def _whole_batch(s: Any, x: Any, count: Any) -> Any:
+    """Return the address of LANES super-blocks: x itself, or a copy of the last few with zeros behind."""
+    if count == LANES:
+        return x
+    for at in range(0, LANES * _BLOCK_BYTES, 64):
+        inside = at < count * _BLOCK_BYTES
+        store(s, _TAIL + at, load(f32x16, x, at) if inside else splat(f32x16, F(0)))
+    return _address(s) + _TAIL
+
+
+@inline
+def _load_group(x: Any, group: Any, n: Any, s: Any, to: Any) -> Any:
+    """Transpose LANES sub-blocks of n values into [n][LANES]."""
+    for half in range(LANES // 16):
+        for part in range(n // 16):
+            at = ((group * LANES + half * 16) * n + part * 16) * 4
+            transpose16_apart(x, at, n * 4, s, to + part * 16 * STEP + half * 64, STEP)
+
+
+@inline
+def _turn(s: Any, flat: Any, turned: Any, subs: Any) -> Any:
+    """Transpose one number per sub-block from memory order to [sub-block][super-block]."""
+    for half in range(LANES // 16):
+        transpose16_apart(s, flat + half * 16 * subs * 4, subs * 4, s, turned + half * 64, STEP)
+
+
+@inline
+def _store_sigma(s: Any, x: Any, subs: Any, factor: Any) -> Any:
+    """Store factor * (sum of squares of the super-block) / 256 for every sub-block."""
+    total = splat(WIDE, F(0))
+    for part in range(16):
+        for half in range(LANES // 16):
+            transpose16_apart(x, half * 16 * _BLOCK_BYTES + part * 64, _BLOCK_BYTES, s, _X + half * 64, STEP)
+        for i in range(16):
+            v = load(WIDE, s, _X + i * STEP)
+            total = total + v * v
+    store(s, _SCALE_T, F(factor) * total / F(256))
+    for b in range(LANES):
+        sigma = load_scalar(types.float32, s, _SCALE_T + 4 * b)
+        store(s, _SIGMA + b * subs * 4, splat(f32x16, sigma))
+
+
+# ---------------------------------------------------------------- weights
+
+
+@inline
+def _weigh_by_importance(s: Any, w: Any, group: Any, n: Any) -> Any:
+    """weight = importance * sqrt(sigma2 + x^2)"""
+    _load_group(w, group, n, s, _W)
+    sigma = load(WIDE, s, _SIGMA + group * STEP)
+    for i in range(n):
+        x = load(WIDE, s, _X + i * STEP)
+        store(s, _W + i * STEP, load(WIDE, s, _W + i * STEP) * vsqrt(sigma + x * x))
+
+
+@inline
+def _weigh_by_size(s: Any, n: Any, mean: Any) -> Any:
+    """weight = |x|, plus the root of the sub-block's mean square if ``mean``"""
+    offset = splat(WIDE, F(0))
+    if mean:
+        for i in range(n):
+            x = load(WIDE, s, _X + i * STEP)
+            offset = offset + x * x
+        offset = vsqrt(offset / F(n))
+    for i in range(n):
+        size = vabs(load(WIDE, s, _X + i * STEP))
+        store(s, _W + i * STEP, offset + size if mean else size)
+
+
+# ---------------------------------------------------------------- types with a minimum: Q2_K, Q4_K, Q5_K
+
+
+@inline
+def _fit_with_min(
+    s: Any, x: Any, w: Any, weighted: Any, count: Any, n: Any, top: Any, start: Any, delta: Any, steps: Any, factor: Any
+) -> Any:
+    """Search scale and minimum of every sub-block of the batch."""
+    if weighted:
+        _store_sigma(s, x, 256 // n, factor)
+    for group in range((count * (256 // n) + LANES - 1) // LANES):
+        _load_group(x, group, n, s, _X)
+        if weighted:
+            _weigh_by_importance(s, w, group, n)
+        else:
+            _weigh_by_size(s, n, n == 32)
+        scale, low, sum_w, iscale, best_low = fit_with_min(
+            s, _X, _W, _L, n, top, start, delta, steps, n == 16 and not weighted, weighted
+        )
+        store(s, _SCALE + group * STEP, scale)
+        store(s, _LOW + group * STEP, low)
+        store(s, _SUM_W + group * STEP, sum_w)
+        store(s, _ISCALE + group * STEP, iscale)
+        store(s, _BEST_LOW + group * STEP, best_low)
+    _turn(s, _SCALE, _SCALE_T, 256 // n)
+    _turn(s, _LOW, _LOW_T, 256 // n)
+    _turn(s, _SUM_W, _SUM_W_T, 256 // n)
+
+
+@inline
+def _codes_by_largest(s: Any, values: Any, codes: Any, subs: Any, top: Any) -> Any:
+    """Quantize one number per sub-block by the largest of the super-block; return the scale."""
+    largest = splat(WIDE, F(0))
+    for j in range(subs):
+        largest = vmax(load(WIDE, s, values + j * STEP), largest)
+    inverse = choose(largest > F(0), F(top) / largest, F(0))
+    for j in range(subs):
+        code = nearest_int(inverse * load(WIDE, s, values + j * STEP)) & 255
+        store(s, codes + j * STEP, vmin(code, top) if top == 63 else code)
+    return largest / F(top)
+
+
+@inline
+def _codes_by_fit(s: Any, values: Any, codes: Any, subs: Any, top: Any) -> Any:
+    """Quantize one number per sub-block by the best scale under the sub-blocks' weights; return the scale."""
+    scale = fit_positive(s, values, _SUM_W_T, _L, subs, top)
+    for j in range(subs):
+        store(s, codes + j * STEP, convert(WIDE_INT, load(WIDE, s, _L + j * STEP)))
+    return scale
+
+
+@inline
+def _store_half(s: Any, at: Any, scale: Any) -> Any:
+    """Store a scale per super-block as f16; return what f16 left of it."""
+    store_f16(s, at, scale)
+    return load_f16(WIDE, s, at)
+
+
+@inline
+def _quantize_scales(s: Any, weighted: Any, subs: Any, top: Any) -> Any:
+    if weighted:
+        d = _codes_by_fit(s, _SCALE_T, _CODE_T, subs, top)
+        dmin = _codes_by_fit(s, _LOW_T, _LOW_CODE_T, subs, top)
+    else:
+        d = _codes_by_largest(s, _SCALE_T, _CODE_T, subs, top)
+        dmin = _codes_by_largest(s, _LOW_T, _LOW_CODE_T, subs, top)
+    return _store_half(s, _HALF, d), _store_half(s, _HALF_MIN, dmin)
+
+
+@inline
+def _store_word(s: Any, word: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    store(s, _WORDS + word * STEP, (a & 255) | ((b & 255) << 8) | ((c & 255) << 16) | (d << 24))
+
+
+@inline
+def _write_words(s: Any, out: Any, lane: Any, words: Any) -> Any:
+    for k in range(words):
+        store_scalar(out, 4 * k, load_scalar(types.uint32, s, _WORDS + k * STEP + 4 * lane))
+
+
+@inline
+def _write_half(s: Any, at: Any, out: Any, lane: Any) -> Any:
+    store_scalar(out, 0, load_scalar(types.uint16, s, at + 2 * lane))
+
+
+@inline
+def _code(s: Any, at: Any, j: Any) -> Any:
+    return load(WIDE_INT, s, at + j * STEP)
+
+
+@inline
+def _pack_scales_q2(s: Any, d: Any, dmin: Any) -> Any:
+    """Byte j holds scale j in its low half, minimum j in its high half."""
+    for j in range(16):
+        byte = (_code(s, _CODE_T, j) | (_code(s, _LOW_CODE_T, j) << 4)) & 255
+        store(s, _CODE_T + j * STEP, byte)
+        store(s, _D_T + j * STEP, d * convert(WIDE, byte & 15))
+        store(s, _DMIN_T + j * STEP, dmin * convert(WIDE, byte >> 4))
+    for k in range(4):
+        at = _CODE_T + 4 * k * STEP
+        _store_word(s, k, _code(s, at, 0), _code(s, at, 1), _code(s, at, 2), _code(s, at, 3))
+
+
+@inline
+def _pack_scales_q4(s: Any, d: Any, dmin: Any) -> Any:
+    """Bytes 0..3: scales 0..3, 4..7: minima 0..3, each with 2 high bits of scale or minimum 4..7; 8..11: their rest."""
+    for j in range(4):
+        scale, low = _code(s, _CODE_T, j + 4), _code(s, _LOW_CODE_T, j + 4)
+        a = (_code(s, _CODE_T, j) | ((scale >> 4) << 6)) & 255
+        b = (_code(s, _LOW_CODE_T, j) | ((low >> 4) << 6)) & 255
+        c = (scale & 15) | ((low & 15) << 4)
+        store(s, _D_T + j * STEP, d * convert(WIDE, a & 63))
+        store(s, _DMIN_T + j * STEP, dmin * convert(WIDE, b & 63))
+        store(s, _D_T + (j + 4) * STEP, d * convert(WIDE, (c & 15) | ((a >> 6) << 4)))
+        store(s, _DMIN_T + (j + 4) * STEP, dmin * convert(WIDE, (c >> 4) | ((b >> 6) << 4)))
+        store(s, _SCALE_T + j * STEP, a)
+        store(s, _LOW_T + j * STEP, b)
+        store(s, _SUM_W_T + j * STEP, c)
+    for k, at in enumerate((_SCALE_T, _LOW_T, _SUM_W_T)):
+        _store_word(s, k, _code(s, at, 0), _code(s, at, 1), _code(s, at, 2), _code(s, at, 3))
+
+
+@inline
+def _levels_with_min(s: Any, x: Any, at: Any, j: Any, lane: Any, subs: Any, top: Any, guarded: Any) -> Any:
+    """Return the levels of 16 values of sub-block j; where its scale came out as 0, those of the search."""
+    v = load(f32x16, x, at)
+    d = load_scalar(types.float32, s, _D_T + j * STEP + 4 * lane)
+    if d == F(0):
+        flat = (lane * subs + j) * 4
+        iscale = load_scalar(types.float32, s, _ISCALE + flat)
+        return search_levels(v, iscale, load_scalar(types.float32, s, _BEST_LOW + flat), top, guarded)
+    low = load_scalar(types.float32, s, _DMIN_T + j * STEP + 4 * lane)
+    return vmin(vmax(nearest_int((v + low) / d), 0), top)
+
+
+@inline
+def _write_q2(s: Any, x: Any, out: Any, lane: Any, weighted: Any) -> Any:
+    """Byte l of each 128 values holds the levels l, l + 32, l + 64, l + 96."""
+    _write_words(s, out, lane, 4)
+    for chunk in range(2):
+        for half in range(2):
+            q = splat(i32x16, 0)
+            for k in range(4):
+                j = chunk * 8 + 2 * k + half
+                q = q | (_levels_with_min(s, x, j * 64, j, lane, 16, 3, weighted) << (2 * k))
+            store(out, 16 + chunk * 32 + half * 16, convert(u8x16, q))
+    _write_half(s, _HALF, out + 80, lane)
+    _write_half(s, _HALF_MIN, out + 82, lane)
+
+
+@inline
+def _write_q45(s: Any, x: Any, out: Any, lane: Any, top: Any, weighted: Any) -> Any:
+    """Byte l of each 64 values holds levels l and l + 32; byte l of Q5_K's high bits has bit j for sub-block j."""
+    _write_half(s, _HALF, out, lane)
+    _write_half(s, _HALF_MIN, out + 2, lane)
+    _write_words(s, out + 4, lane, 3)
+    low_bits = out + (48 if top == 31 else 16)
+    for half in range(2):
+        high = splat(i32x16, 0)
+        for chunk in range(4):
+            at = chunk * 256 + half * 64
+            a = _levels_with_min(s, x, at, 2 * chunk, lane, 8, top, weighted)
+            b = _levels_with_min(s, x, at + 128, 2 * chunk + 1, lane, 8, top, weighted)
+            high = high | ((a >> 4) << (2 * chunk)) | ((b >> 4) << (2 * chunk + 1))
+            store(low_bits, chunk * 32 + half * 16, convert(u8x16, (a & 15) | ((b & 15) << 4)))
+        if top == 31:
+            store(out, 16 + half * 16, convert(u8x16, high))
+
+
+@inline
+def _encode_q45(x: Any, weights: Any, out: Any, row0: Any, row1: Any, top: Any, start: Any, steps: Any) -> Any:
+    """Encode rows as Q4_K (top 15) or Q5_K (top 31), which differ in little else than the grid of the search."""
+    blocks, size = x.shape[1] // 256, 144 if top == 15 else 176
+    s, repeated = np.empty(_END // 4, np.float32), _periodic(weights)
+    source, target = _address(x) + row0 * blocks * _BLOCK_BYTES, _address(out) + row0 * blocks * size
+    total = (row1 - row0) * blocks
+    for first in range(0, total, LANES):
+        count = min(LANES, total - first)
+        v = _whole_batch(s, source + first * _BLOCK_BYTES, count)
+        if weights.size:
+            w = _address(repeated) + first % blocks * _BLOCK_BYTES
+            _fit_with_min(s, v, w, True, count, 32, top, F(-0.9), F(0.05), 36, 2)
+            d, dmin = _quantize_scales(s, True, 8, 63)
+        else:
+            _fit_with_min(s, v, 0, False, count, 32, top, start, F(0.1), steps, 2)
+            d, dmin = _quantize_scales(s, False, 8, 63)
+        if top == 31 and weights.size:
+            _clamp_codes(s)
+        _pack_scales_q4(s, d, dmin)
+        for b in range(count):
+            _write_q45(s, v + b * _BLOCK_BYTES, target + (first + b) * size, b, top, weights.size > 0)
+
+
+@inline
+def _clamp_codes(s: Any) -> Any:
+    """Clamp codes that wrapped around below 0; of ggml's encoders with an importance matrix only Q5_K's does."""
+    for j in range(8):
+        store(s, _CODE_T + j * STEP, vmin(_code(s, _CODE_T, j), 63))
+        store(s, _LOW_CODE_T + j * STEP, vmin(_code(s, _LOW_CODE_T, j), 63))
+
+
+@kernel
+def encode_q4_k(x: Floats, weights: Floats, out: Bytes, row0: int, row1: int) -> None:
+    """Encode rows row0..row1 as Q4_K. Source: quantize_row_q4_K_ref, quantize_row_q4_K_impl."""
+    _encode_q45(x, weights, out, row0, row1, 15, F(-1), 20)
+
+
+@kernel
+def encode_q5_k(x: Floats, weights: Floats, out: Bytes, row0: int, row1: int) -> None:
+    """Encode rows row0..row1 as Q5_K. Source: quantize_row_q5_K_ref, quantize_row_q5_K_impl."""
+    _encode_q45(x, weights, out, row0, row1, 31, F(-0.5), 15)
+
+
+@kernel
+def encode_q2_k(x: Floats, weights: Floats, out: Bytes, row0: int, row1: int) -> None:
+    """Encode rows row0..row1 as Q2_K. Source: quantize_row_q2_K_ref, quantize_row_q2_K_impl."""
+    blocks = x.shape[1] // 256
+    s, repeated = np.empty(_END // 4, np.float32), _periodic(weights)
+    source, target = _address(x) + row0 * blocks * _BLOCK_BYTES, _address(out) + row0 * blocks * 84
+    total = (row1 - row0) * blocks
+    for first in range(0, total, LANES):
+        count = min(LANES, total - first)
+        v = _whole_batch(s, source + first * _BLOCK_BYTES, count)
+        if weights.size:
+            w = _address(repeated) + first % blocks * _BLOCK_BYTES
+            _fit_with_min(s, v, w, True, count, 16, 3, F(-0.9), F(0.05), 36, 1)
+            d, dmin = _quantize_scales(s, True, 16, 15)
+        else:
+            _fit_with_min(s, v, 0, False, count, 16, 3, F(-0.5), F(0.1), 15, 1)
+            d, dmin = _quantize_scales(s, False, 16, 15)
+        _pack_scales_q2(s, d, dmin)
+        for b in range(count):
+            _write_q2(s, v + b * _BLOCK_BYTES, target + (first + b) * 84, b, weights.size > 0)
+
+
+# ---------------------------------------------------------------- types without a minimum: Q3_K, Q6_K
+
+
+@inline
+def _fit_signed(s: Any, x: Any, w: Any, weighted: Any, count: Any, nmax: Any) -> Any:
+    """Search the scale of every sub-block of the batch (make_qx_quants)."""
+    if weighted and nmax == 4:
+        _store_sigma(s, x, 16, 2)
+    for group in range((count * 16 + LANES - 1) // LANES):
+        _load_group(x, group, 16, s, _X)
+        if weighted and nmax == 4:
+            _weigh_by_importance(s, w, group, 16)
+            sum_w = splat(WIDE, F(0))
+            for i in range(16):
+                sum_w = sum_w + load(WIDE, s, _W + i * STEP)
+            store(s, _SUM_W + group * STEP, sum_w)
+        elif weighted:
+            _load_group(w, group, 16, s, _W)
+        scale, iscale = fit_signed(s, _X, _W, 16, nmax, weighted)
+        store(s, _SCALE + group * STEP, scale)
+        store(s, _ISCALE + group * STEP, iscale)
+    _turn(s, _SCALE, _SCALE_T, 16)
+
+
+@inline
+def _fit_by_descent(s: Any, x: Any, count: Any) -> Any:
+    """Search the scale of every sub-block of the batch (make_q3_quants); all levels are kept at _L."""
+    for group in range((count * 16 + LANES - 1) // LANES):
+        _load_group(x, group, 16, s, _X)
+        scale, dead = fit_by_descent(s, _X, _L + group * 16 * STEP, 16, 4)
+        store(s, _SCALE + group * STEP, scale)
+        store(s, _ISCALE + group * STEP, choose(dead, F(0), splat(WIDE, F(1))))
+    _turn(s, _SCALE, _SCALE_T, 16)
+
+
+@inline
+def _largest_scale(s: Any) -> Any:
+    """Return the super-block's first scale of the largest size."""
+    value = size = splat(WIDE, F(0))
+    for j in range(16):
+        scale = load(WIDE, s, _SCALE_T + j * STEP)
+        larger = vabs(scale) > size
+        size, value = choose(larger, vabs(scale), size), choose(larger, scale, value)
+    return value
+
+
+@inline
+def _signed_levels(s: Any, x: Any, j: Any, lane: Any, nmax: Any, descent: Any) -> Any:
+    """Return the levels of sub-block j, from 0; where its scale came out as 0, those of the search."""
+    v = load(f32x16, x, j * 64)
+    d = load_scalar(types.float32, s, _D_T + j * STEP + 4 * lane)
+    if d == F(0):
+        flat = lane * 16 + j
+        iscale = load_scalar(types.float32, s, _ISCALE + flat * 4)
+        if iscale == F(0):
+            return splat(i32x16, 0)
+        if descent:
+            at = _L + flat // LANES * 16 * STEP + flat % LANES * 4
+            for i in range(16):
+                store_scalar(s, _W + 4 * i, load_scalar(types.float32, s, at + i * STEP))
+            return convert(i32x16, load(f32x16, s, _W)) + nmax
+        return vmin(vmax(nearest_int(v * iscale), -nmax), nmax - 1) + nmax
+    return vmin(vmax(nearest_int(v / d), -nmax), nmax - 1) + nmax
+
+
+@inline
+def _scales_q3_by_largest(s: Any) -> Any:
+    """Quantize the scales to 6 bits by the largest; return d."""
+    largest = _largest_scale(s)
+    some = largest != F(0)
+    iscale = F(-32) / choose(some, largest, F(1))
+    for j in range(16):
+        code = nearest_int(iscale * load(WIDE, s, _SCALE_T + j * STEP))
+        code = vmin(vmax((code << 24) >> 24, -32), 31) + 32
+        store(s, _CODE_T + j * STEP, choose(some, code, 0))
+    return choose(some, F(1) / iscale, F(0))
+
+
+@inline
+def _scales_q3_by_fit(s: Any) -> Any:
+    """Quantize the scales to 6 bits by make_qx_quants under the sub-blocks' weights; return d."""
+    _turn(s, _SUM_W, _SUM_W_T, 16)
+    d, iscale = fit_signed(s, _SCALE_T, _SUM_W_T, 16, 32, True)
+    for j in range(16):
+        code = vmin(vmax(nearest_int(iscale * load(WIDE, s, _SCALE_T + j * STEP)), -32), 31) + 32
+        store(s, _CODE_T + j * STEP, choose(iscale != F(0), code, 0))
+    return d
+
+
+@inline
+def _pack_scales_q3(s: Any, d: Any) -> Any:
+    """Bytes 0..7: the low halves of codes j and j + 8; bytes 8..11: the 2 high bits of codes j, j + 4, j + 8, j + 12."""
+    for k in range(2):
+        at, high = _CODE_T + 4 * k * STEP, _CODE_T + (8 + 4 * k) * STEP
+        _store_word(
+            s, k,
+            _code(s, at, 0) & 15 | (_code(s, high, 0) & 15) << 4, _code(s, at, 1) & 15 | (_code(s, high, 1) & 15) << 4,
+            _code(s, at, 2) & 15 | (_code(s, high, 2) & 15) << 4, _code(s, at, 3) & 15 | (_code(s, high, 3) & 15) << 4,
+        )  # fmt: skip
+    word = splat(WIDE_INT, 0)
+    for j in range(16):
+        code = _code(s, _CODE_T, j)
+        word = word | (code >> 4) << (8 * (j % 4) + 2 * (j // 4))
+        store(s, _D_T + j * STEP, d * convert(WIDE, code - 32))
+    store(s, _WORDS + 2 * STEP, word)
+
+
+@inline
+def _write_q3(s: Any, x: Any, out: Any, lane: Any, descent: Any) -> Any:
+    """As Q2_K; byte l of the high bits has bit k for value 32 * k + l."""
+    for half in range(2):
+        high = splat(i32x16, 0)
+        for chunk in range(2):
+            q = splat(i32x16, 0)
+            for k in range(4):
+                level = _signed_levels(s, x, chunk * 8 + 2 * k + half, lane, 4, descent)
+                q = q | (level & 3) << (2 * k)
+                high = high | (level >> 2) << (4 * chunk + k)
+            store(out, 32 + chunk * 32 + half * 16, convert(u8x16, q))
+        store(out, half * 16, convert(u8x16, high))
+    _write_words(s, out + 96, lane, 3)
+    _write_half(s, _HALF, out + 108, lane)
+
+
+@kernel
+def encode_q3_k(x: Floats, weights: Floats, out: Bytes, row0: int, row1: int) -> None:
+    """Encode rows row0..row1 as Q3_K. Source: quantize_row_q3_K_ref, quantize_row_q3_K_impl."""
+    blocks = x.shape[1] // 256
+    s, repeated = np.empty(_END // 4, np.float32), _periodic(weights)
+    source, target = _address(x) + row0 * blocks * _BLOCK_BYTES, _address(out) + row0 * blocks * 110
+    total = (row1 - row0) * blocks
+    for first in range(0, total, LANES):
+        count = min(LANES, total - first)
+        v = _whole_batch(s, source + first * _BLOCK_BYTES, count)
+        if weights.size:
+            _fit_signed(s, v, _address(repeated) + first % blocks * _BLOCK_BYTES, True, count, 4)
+            d = _scales_q3_by_fit(s)
+        else:
+            _fit_by_descent(s, v, count)
+            d = _scales_q3_by_largest(s)
+        _pack_scales_q3(s, _store_half(s, _HALF, d))
+        for b in range(count):
+            _write_q3(s, v + b * _BLOCK_BYTES, target + (first + b) * 110, b, weights.size == 0)
+
+
+@inline
+def _scales_q6(s: Any) -> Any:
+    """Quantize the scales to int8 by the largest and pack them; a super-block of zeros gets d = 0 and codes 0."""
+    largest = _largest_scale(s)
+    dead = vabs(largest) < EPSILON
+    iscale = F(-128) / choose(dead, F(1), largest)
+    d = _store_half(s, _HALF, choose(dead, F(0), F(1) / iscale))
+    for j in range(16):
+        code = vmin(nearest_int(iscale * load(WIDE, s, _SCALE_T + j * STEP)), 127)
+        code = choose(dead, 0, (code << 24) >> 24)
+        store(s, _CODE_T + j * STEP, code)
+        store(s, _D_T + j * STEP, d * convert(WIDE, code))
+    for k in range(4):
+        at = _CODE_T + 4 * k * STEP
+        _store_word(s, k, _code(s, at, 0), _code(s, at, 1), _code(s, at, 2), _code(s, at, 3))
+    return dead
+
+
+@inline
+def _write_q6(s: Any, x: Any, out: Any, lane: Any) -> Any:
+    """Of each 128 values, byte l of 64 holds the low halves of l and l + 64; byte l of 32 four pairs of high bits."""
+    for chunk in range(2):
+        for half in range(2):
+            a = _signed_levels(s, x, chunk * 8 + half, lane, 32, False)
+            b = _signed_levels(s, x, chunk * 8 + 2 + half, lane, 32, False)
+            c = _signed_levels(s, x, chunk * 8 + 4 + half, lane, 32, False)
+            d = _signed_levels(s, x, chunk * 8 + 6 + half, lane, 32, False)
+            store(out, chunk * 64 + half * 16, convert(u8x16, (a & 15) | (c & 15) << 4))
+            store(out, chunk * 64 + 32 + half * 16, convert(u8x16, (b & 15) | (d & 15) << 4))
+            high = a >> 4 | (b >> 4) << 2 | (c >> 4) << 4 | (d >> 4) << 6
+            store(out, 128 + chunk * 32 + half * 16, convert(u8x16, high))
+    _write_words(s, out + 192, lane, 4)
+    _write_half(s, _HALF, out + 208, lane)
+
+
+@inline
+def _forget_levels(s: Any, dead: Any) -> Any:
+    """Make all levels of super-blocks of zeros 0, whatever the search found."""
+    store(s, _DMIN_T, choose(dead, F(0), splat(WIDE, F(1))))
+    for b in range(LANES):
+        if load_scalar(types.float32, s, _DMIN_T + 4 * b) == F(0):
+            store(s, _ISCALE + b * 64, splat(f32x16, F(0)))
+
+
+@kernel
+def encode_q6_k(x: Floats, weights: Floats, out: Bytes, row0: int, row1: int) -> None:
+    """Encode rows row0..row1 as Q6_K. Source: quantize_row_q6_K_ref, quantize_row_q6_K_impl."""
+    blocks = x.shape[1] // 256
+    s, repeated = np.empty(_END // 4, np.float32), _periodic(weights)
+    source, target = _address(x) + row0 * blocks * _BLOCK_BYTES, _address(out) + row0 * blocks * 210
+    total = (row1 - row0) * blocks
+    for first in range(0, total, LANES):
+        count = min(LANES, total - first)
+        v = _whole_batch(s, source + first * _BLOCK_BYTES, count)
+        if weights.size:
+            _fit_signed(s, v, _address(repeated) + first % blocks * _BLOCK_BYTES, True, count, 32)
+        else:
+            _fit_signed(s, v, 0, False, count, 32)
+        _forget_levels(s, _scales_q6(s))
+        for b in range(count):
+            _write_q6(s, v + b * _BLOCK_BYTES, target + (first + b) * 210, b)

@@ -1,0 +1,180 @@
+"""TQ1_0, TQ2_0 and Q2_0: weights of -1, 0 and 1 (BitNet, TriLM), times one scale per block.
+
+Bytes of a block (f16 d = largest magnitude; q = round(x / d) + 1, a "trit")::
+
+    TQ2_0  u8 qs[64], f16 d             256 values   byte m of half h: values 128 h + m + 32 n, 2 bits each, n = 0..3
+    TQ1_0  u8 qs[48], u8 qh[4], f16 d   256 values   5 trits a byte: m + 32 n (m < 32), 160 + m + 16 n (m < 16);
+                                                     4 trits a byte in qh: 240 + m + 4 n
+    Q2_0   f16 d, u8 qs[16]              64 values   byte j: values 4 j .. 4 j + 3, 2 bits each
+
+Five trits are the digits of a number below 243, first digit highest, stored as ceil(number * 256 / 243), so that a
+decoder gets the digits one after another as the high byte of a multiplication by 3. Rounding is roundf's, halves
+away from zero. In all three the largest magnitude maps to 1: level 3 of TQ2_0 and Q2_0 is never written.
+
+Where d is so small that 1 / d is infinite, C converts infinity or NaN to an integer: TQ* then store 1 for every
+value (lroundf gives 0 in its low 32 bits), Q2_0 stores 0 (a conversion to int gives INT_MIN).
+
+Source: llama.cpp b11434 ggml-quants.c, quantize_row_tq1_0_ref, quantize_row_tq2_0_ref, quantize_row_q2_0_ref.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.kernels.cpu.jit import inline, kernel
+from quantkit.kernels.cpu.simd import (
+    VecType,
+    cast,
+    convert,
+    f32_to_f16,
+    f32x16,
+    hmax,
+    load,
+    make_shuffle,
+    make_shuffle2,
+    splat,
+    store,
+    store_scalar,
+    types,
+    u8x16,
+    u8x64,
+    u32x16,
+    vabs,
+    vmax,
+)
+
+F, U8, U32 = np.float32, np.uint8, np.uint32
+
+_u8x4, _u32x4 = VecType(types.uint8, 4), VecType(types.uint32, 4)
+_join16 = make_shuffle2(range(32), "ternary_join16")
+_join32 = make_shuffle2(range(64), "ternary_join32")
+_half0 = make_shuffle(range(32), "ternary_half0")
+_half1 = make_shuffle(range(32, 64), "ternary_half1")
+_quarter0 = make_shuffle(range(16), "ternary_quarter0")
+_quarter1 = make_shuffle(range(16, 32), "ternary_quarter1")
+_quarter2 = make_shuffle(range(32, 48), "ternary_quarter2")
+_quarter3 = make_shuffle(range(48, 64), "ternary_quarter3")
+_four0 = make_shuffle(range(4), "ternary_four0")
+_four1 = make_shuffle(range(4, 8), "ternary_four1")
+_four2 = make_shuffle(range(8, 12), "ternary_four2")
+_four3 = make_shuffle(range(12, 16), "ternary_four3")
+
+
+@inline
+def _largest_magnitude(x, at, n):  # type: ignore[no-untyped-def]
+    """Return the largest |x| of n values at byte ``at``, n a multiple of 64."""
+    m0, m1 = splat(f32x16, F(0)), splat(f32x16, F(0))
+    for i in range(0, 4 * n, 128):
+        m0 = vmax(m0, vabs(load(f32x16, x, at + i)))
+        m1 = vmax(m1, vabs(load(f32x16, x, at + i + 64)))
+    return hmax(vmax(m0, m1))
+
+
+@inline
+def _inverse(d):  # type: ignore[no-untyped-def]
+    """Return 1 / d, or 0 where that is no finite number: every value then rounds to 0."""
+    inverse = F(1) / d
+    return inverse if inverse < F(np.inf) else F(0)
+
+
+@inline
+def _trits(x, at, inverse):  # type: ignore[no-untyped-def]
+    """Return 64 values, rounded to -1, 0, 1, plus 1, as bytes."""
+    v0, v1 = load(f32x16, x, at) * inverse, load(f32x16, x, at + 64) * inverse
+    v2, v3 = load(f32x16, x, at + 128) * inverse, load(f32x16, x, at + 192) * inverse
+    half = F(0.5)
+    up = _join32(_join16(v0 >= half, v1 >= half), _join16(v2 >= half, v3 >= half))
+    half = F(-0.5)
+    down = _join32(_join16(v0 <= half, v1 <= half), _join16(v2 <= half, v3 <= half))
+    return convert(u8x64, up) - convert(u8x64, down) + U8(1)
+
+
+# ---------------------------------------------------------------- TQ2_0
+
+
+@kernel
+def encode_tq2_0(
+    x: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], out: npt.NDArray[np.uint8], row0: int, row1: int
+) -> None:
+    """Encode rows row0..row1 of x [rows, n], n a multiple of 256, as TQ2_0; weights are ignored.
+
+    Source: llama.cpp b11434 ggml-quants.c quantize_row_tq2_0_ref.
+    """
+    per_row = x.shape[1] // 256
+    for block in range(row0 * per_row, row1 * per_row):
+        at, o = 1024 * block, 66 * block
+        d = _largest_magnitude(x, at, 256)
+        inverse = _inverse(d)
+        for h in range(2):
+            low, high = _trits(x, at + 512 * h, inverse), _trits(x, at + 512 * h + 256, inverse)
+            pairs = low | (high << U8(4))
+            store(out, o + 32 * h, _half0(pairs) | (_half1(pairs) << U8(2)))
+        store_scalar(out, o + 64, f32_to_f16(d))
+
+
+# ---------------------------------------------------------------- TQ1_0
+
+
+@inline
+def _digits(a, b, c, d, e):  # type: ignore[no-untyped-def]
+    """Return 81 a + 27 b + 9 c + 3 d + e, at most 242."""
+    q = a + a + a + b
+    q = q + q + q + c
+    q = q + q + q + d
+    return q + q + q + e
+
+
+@inline
+def _fraction(q):  # type: ignore[no-untyped-def]
+    """Return ceil(q * 256 / 243) for q in 0..242, in 32-bit lanes: 69041 / 65536 is near enough to 256 / 243."""
+    return (q * U32(69041) + U32(65535)) >> U32(16)
+
+
+@kernel
+def encode_tq1_0(
+    x: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], out: npt.NDArray[np.uint8], row0: int, row1: int
+) -> None:
+    """Encode rows row0..row1 of x [rows, n], n a multiple of 256, as TQ1_0; weights are ignored.
+
+    Source: llama.cpp b11434 ggml-quants.c quantize_row_tq1_0_ref.
+    """
+    per_row = x.shape[1] // 256
+    for block in range(row0 * per_row, row1 * per_row):
+        at, o = 1024 * block, 54 * block
+        d = _largest_magnitude(x, at, 256)
+        inverse = _inverse(d)
+        t0, t1 = _trits(x, at, inverse), _trits(x, at + 256, inverse)
+        t2, t3 = _trits(x, at + 512, inverse), _trits(x, at + 768, inverse)
+        q = _digits(_half0(t0), _half1(t0), _half0(t1), _half1(t1), _half0(t2))
+        store(out, o, convert(u8x16, _fraction(convert(u32x16, _quarter0(q)))))
+        store(out, o + 16, convert(u8x16, _fraction(convert(u32x16, _quarter1(q)))))
+        q = _digits(_quarter2(t2), _quarter3(t2), _quarter0(t3), _quarter1(t3), _quarter2(t3))
+        store(out, o + 32, convert(u8x16, _fraction(convert(u32x16, q))))
+        t = _quarter3(t3)
+        q = _digits(_four0(t), _four1(t), _four2(t), _four3(t), splat(_u8x4, U8(0)))
+        store(out, o + 48, convert(_u8x4, _fraction(convert(_u32x4, q))))
+        store_scalar(out, o + 52, f32_to_f16(d))
+
+
+# ---------------------------------------------------------------- Q2_0
+
+
+@kernel
+def encode_q2_0(
+    x: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], out: npt.NDArray[np.uint8], row0: int, row1: int
+) -> None:
+    """Encode rows row0..row1 of x [rows, n], n a multiple of 64, as Q2_0; weights are ignored.
+
+    Source: llama.cpp b11434 ggml-quants.c quantize_row_q2_0_ref.
+    """
+    per_row = x.shape[1] // 64
+    for block in range(row0 * per_row, row1 * per_row):
+        d = _largest_magnitude(x, 256 * block, 64)
+        inverse = _inverse(d)
+        four = cast(u32x16, _trits(x, 256 * block, inverse))
+        if d > F(0) and inverse == F(0):
+            four = splat(u32x16, U32(0))
+        byte = four | four >> U32(6) | four >> U32(12) | four >> U32(18)
+        store_scalar(out, 18 * block, f32_to_f16(d))
+        store(out, 18 * block + 2, convert(u8x16, byte))

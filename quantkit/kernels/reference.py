@@ -1,0 +1,319 @@
+"""The specification: every decoder in plain numpy, one short function per type.
+
+``decode_<type>(blocks)`` takes uint8 [n, block_bytes] and returns float32 [n, block], bit for bit what llama.cpp
+b11434 (ggml-quants.c dequantize_row_*) computes. Docstrings give the bytes of a block: ``name`` of so many bytes, in
+order, then the formula. Nothing here is fast; the kernels are in quantkit/kernels/cpu, and tests hold them to this.
+
+*Planes*: a byte holds k fields of 8 / k bits. Plane 0 of m bytes is the lowest field of each, plane 1 the next; values
+come plane after plane, so byte b holds values b, b + m, b + 2 m ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import TypeNotSupported
+from quantkit.kernels.tables import table
+from quantkit.types import TensorType
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[Any]
+
+
+def _words(blocks: Bytes, at: int, count: int, dtype: str) -> Ints:
+    """Return ``count`` little-endian numbers of ``dtype`` from byte ``at`` of each block, as [n, count]."""
+    size = np.dtype(dtype).itemsize
+    return np.ascontiguousarray(blocks[:, at : at + count * size]).view(dtype)
+
+
+def _f16(blocks: Bytes, at: int) -> Floats:
+    return _words(blocks, at, 1, "<f2").astype(np.float32)
+
+
+def _planes(x: Bytes, bits: int) -> Bytes:
+    """Split bytes [..., m] into planes [..., 8 / bits, m] of unsigned fields."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    return (x[..., None, :] >> shifts) & np.uint8(2**bits - 1)
+
+
+def _bits(x: Bytes) -> Bytes:
+    """Return the bits of bytes [n, m] as [n, 8 m], lowest first."""
+    return np.unpackbits(x, axis=-1, bitorder="little")
+
+
+def _values(levels: Ints, scales: Floats, mins: Floats | None = None) -> Floats:
+    """Return scale * level (- min) for levels [n, ...] and scales [n, k], each of which serves 1/k of the block."""
+    n, k = scales.shape
+    out = scales[:, :, None] * levels.reshape(n, k, -1).astype(np.float32)
+    if mins is not None:
+        out = out - mins[:, :, None]
+    return out.reshape(n, -1)
+
+
+# ---------------------------------------------------------------- floats
+
+
+def decode_f32(blocks: Bytes) -> Floats:
+    """f32 4."""
+    return _words(blocks, 0, 1, "<f4")
+
+
+def decode_f16(blocks: Bytes) -> Floats:
+    """f16 2."""
+    return _f16(blocks, 0)
+
+
+def decode_bf16(blocks: Bytes) -> Floats:
+    """The upper 2 bytes of an f32."""
+    return (_words(blocks, 0, 1, "<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+# ---------------------------------------------------------------- legacy: 32 values
+
+
+def decode_q4_0(blocks: Bytes) -> Floats:
+    """d f16, qs 16 (two planes): d * (q - 8)."""
+    return _values(_planes(blocks[:, 2:], 4).astype(np.int8) - 8, _f16(blocks, 0))
+
+
+def decode_q4_1(blocks: Bytes) -> Floats:
+    """d f16, m f16, qs 16 (two planes): d * q + m."""
+    return _values(_planes(blocks[:, 4:], 4), _f16(blocks, 0), -_f16(blocks, 2))
+
+
+def _five_bits(high: Bytes, low: Bytes) -> Ints:
+    return _planes(low, 4).reshape(-1, 32) | (_bits(high) << 4)
+
+
+def decode_q5_0(blocks: Bytes) -> Floats:
+    """d f16, qh 4 (bit i: fifth bit of value i), qs 16 (two planes): d * (q - 16)."""
+    return _values(_five_bits(blocks[:, 2:6], blocks[:, 6:]).astype(np.int8) - 16, _f16(blocks, 0))
+
+
+def decode_q5_1(blocks: Bytes) -> Floats:
+    """d f16, m f16, qh 4, qs 16, as Q5_0: d * q + m."""
+    return _values(_five_bits(blocks[:, 4:8], blocks[:, 8:]), _f16(blocks, 0), -_f16(blocks, 2))
+
+
+def decode_q8_0(blocks: Bytes) -> Floats:
+    """d f16, qs 32 int8: d * q."""
+    return _values(blocks[:, 2:].view(np.int8), _f16(blocks, 0))
+
+
+# ---------------------------------------------------------------- K-quants: 256 values
+
+
+def decode_q2_k(blocks: Bytes) -> Floats:
+    """scales 16, qs 64 (2 x 32 in four planes), d f16, dmin f16: d * (s & 15) * q - dmin * (s >> 4), s per 16."""
+    s = blocks[:, :16]
+    scales = _f16(blocks, 80) * (s & 15).astype(np.float32)
+    mins = _f16(blocks, 82) * (s >> 4).astype(np.float32)
+    return _values(_planes(blocks[:, 16:80].reshape(-1, 2, 32), 2), scales, mins)
+
+
+def decode_q3_k(blocks: Bytes) -> Floats:
+    """hmask 32 (eight planes), qs 64 (2 x 32 in four planes), scales 12, d f16: d * (s - 32) * (q - 4).
+
+    q has its third bit in hmask. The 16 scales: low halves in 8 bytes of two planes, 2 high bits in 4 of four planes.
+    """
+    q = _planes(blocks[:, 32:96].reshape(-1, 2, 32), 2).reshape(-1, 256) | (_planes(blocks[:, :32], 1).reshape(-1, 256) << 2)
+    s = _planes(blocks[:, 96:104], 4).reshape(-1, 16) | (_planes(blocks[:, 104:108], 2).reshape(-1, 16) << 4)
+    return _values(q.astype(np.int8) - 4, _f16(blocks, 108) * (s.astype(np.float32) - 32))
+
+
+def _sub_scales(blocks: Bytes) -> tuple[Floats, Floats]:
+    """d f16, dmin f16, scales 12: 8 scales d * s and 8 minimums dmin * m.
+
+    Bytes 0-3: s of 0-3 in 6 bits, above them the top 2 bits of s of 4-7; bytes 4-7: the same of m; bytes 8-11: low
+    halves of s, high halves of m, of 4-7.
+    """
+    a, b, c = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    s = np.concatenate([a & 63, (c & 15) | (a >> 6 << 4)], axis=1).astype(np.float32)
+    m = np.concatenate([b & 63, (c >> 4) | (b >> 6 << 4)], axis=1).astype(np.float32)
+    return _f16(blocks, 0) * s, _f16(blocks, 2) * m
+
+
+def decode_q4_k(blocks: Bytes) -> Floats:
+    """d f16, dmin f16, scales 12, qs 128 (4 x 32 in two planes): d * s * q - dmin * m, s and m per 32."""
+    return _values(_planes(blocks[:, 16:].reshape(-1, 4, 32), 4), *_sub_scales(blocks))
+
+
+def decode_q5_k(blocks: Bytes) -> Floats:
+    """d f16, dmin f16, scales 12, qh 32 (eight planes: the fifth bits), qs 128: as Q4_K."""
+    high = _planes(blocks[:, 16:48], 1).reshape(-1, 256) << 4
+    return _values(_planes(blocks[:, 48:].reshape(-1, 4, 32), 4).reshape(-1, 256) | high, *_sub_scales(blocks))
+
+
+def decode_q6_k(blocks: Bytes) -> Floats:
+    """ql 128 (2 x 64 in two planes), qh 64 (2 x 32 in four planes), scales 16 int8, d f16: d * s * (q - 32), s per 16."""
+    low = _planes(blocks[:, :128].reshape(-1, 2, 64), 4).reshape(-1, 256)
+    high = _planes(blocks[:, 128:192].reshape(-1, 2, 32), 2).reshape(-1, 256)
+    s = blocks[:, 192:208].view(np.int8).astype(np.float32)
+    return _values((low | (high << 4)).astype(np.int8) - 32, _f16(blocks, 208) * s)
+
+
+# ---------------------------------------------------------------- i-quants
+
+
+def _seven_signs(words: Ints) -> Bytes:
+    """Return 32 sign bytes from 8 words [n, 8], each of 4 x 7 signs from the low bits up; ksigns adds the eighth."""
+    sevens = (words[:, :, None] >> np.array([0, 7, 14, 21], np.uint32)) & np.uint32(127)
+    return table("ksigns")[sevens].reshape(-1, 32)
+
+
+def _signed(magnitudes: Ints, signs: Bytes) -> Ints:
+    """Return 256 magnitudes with a minus where a bit of 32 sign bytes is set."""
+    return magnitudes.reshape(-1, 256).astype(np.int8) * (1 - 2 * _bits(signs).astype(np.int8))
+
+
+def _halves(d: Floats, s: Ints, factor: float) -> Floats:
+    return d * (np.float32(0.5) + s.astype(np.float32)) * np.float32(factor)
+
+
+def _in_turn(x: Bytes) -> Bytes:
+    """Return the halves of bytes [n, m] as [n, 2 m]: low of the first, high of the first, low of the second ..."""
+    return np.stack([x & 15, x >> 4], axis=-1).reshape(len(x), -1)
+
+
+def decode_iq4_nl(blocks: Bytes) -> Floats:
+    """32 values: d f16, qs 16 (two planes): d * codebook[q]."""
+    return _values(table("kvalues_iq4nl")[_planes(blocks[:, 2:], 4)], _f16(blocks, 0))
+
+
+def decode_iq4_xs(blocks: Bytes) -> Floats:
+    """d f16, scales_h u16, scales_l 4, qs 128 (8 x 16 in two planes): d * (s - 32) * codebook[q], s per 32.
+
+    Sub-block i: 4 low bits of s are half i of scales_l, 2 high bits are bits 2 i and 2 i + 1 of scales_h.
+    """
+    high = (_words(blocks, 2, 1, "<u2") >> np.arange(0, 16, 2, dtype=np.uint16)) & np.uint16(3)
+    s = (_in_turn(blocks[:, 4:8]) | (high << 4)).astype(np.float32) - 32
+    return _values(table("kvalues_iq4nl")[_planes(blocks[:, 8:].reshape(-1, 8, 16), 4)], _f16(blocks, 0) * s)
+
+
+def decode_iq3_xxs(blocks: Bytes) -> Floats:
+    """d f16, qs 64, 8 words of 4 x 7 signs and 4 bits of s: d * (0.5 + s) * 0.5 * grid[q], s per 32."""
+    words = _words(blocks, 66, 8, "<u4")
+    levels = _signed(table("iq3xxs_grid")[blocks[:, 2:66]], _seven_signs(words))
+    return _values(levels, _halves(_f16(blocks, 0), words >> 28, 0.5))
+
+
+def decode_iq3_s(blocks: Bytes) -> Floats:
+    """d f16, qs 64, qh 8 (bit i: ninth bit of q of i), signs 32, scales 4: d * (1 + 2 s) * grid[q], s per 32."""
+    q = blocks[:, 2:66].astype(np.uint16) | (_bits(blocks[:, 66:74]).astype(np.uint16) << 8)
+    levels = _signed(table("iq3s_grid")[q], blocks[:, 74:106])
+    return _values(levels, _f16(blocks, 0) * (2 * _in_turn(blocks[:, 106:]) + 1).astype(np.float32))
+
+
+def decode_iq2_xxs(blocks: Bytes) -> Floats:
+    """d f16, 8 x (qs 4, a word of 4 x 7 signs and 4 bits of s): d * (0.5 + s) * 0.25 * grid[q], s per 32."""
+    groups = blocks[:, 2:].reshape(-1, 8, 8)
+    words = _words(blocks, 2, 16, "<u4")[:, 1::2]
+    levels = _signed(table("iq2xxs_grid")[groups[:, :, :4]], _seven_signs(words))
+    return _values(levels, _halves(_f16(blocks, 0), words >> 28, 0.25))
+
+
+def decode_iq2_xs(blocks: Bytes) -> Floats:
+    """d f16, 32 u16 of 9 bits q and 7 signs, scales 8: d * (0.5 + s) * 0.25 * grid[q], s per 16."""
+    words = _words(blocks, 2, 32, "<u2")
+    levels = _signed(table("iq2xs_grid")[words & np.uint16(511)], table("ksigns")[words >> 9])
+    return _values(levels, _halves(_f16(blocks, 0), _in_turn(blocks[:, 66:]), 0.25))
+
+
+def decode_iq2_s(blocks: Bytes) -> Floats:
+    """d f16, qs 32, signs 32, qh 8 (2 bits for each q), scales 8: d * (0.5 + s) * 0.25 * grid[q], s per 16."""
+    high = (blocks[:, 66:74, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
+    q = blocks[:, 2:34].astype(np.uint16) | (high.reshape(-1, 32).astype(np.uint16) << 8)
+    levels = _signed(table("iq2s_grid")[q], blocks[:, 34:66])
+    return _values(levels, _halves(_f16(blocks, 0), _in_turn(blocks[:, 74:]), 0.25))
+
+
+def decode_iq1_s(blocks: Bytes) -> Floats:
+    """d f16, qs 32, 8 u16 h: d * (2 s + 1) * (grid[q] + shift), s and shift per 32.
+
+    h: 3 high bits for each of 4 q, then 3 bits of s, then a bit that makes the shift -1/8 instead of 1/8.
+    """
+    h = _words(blocks, 34, 8, "<u2")
+    high = (h[:, :, None] >> np.array([0, 3, 6, 9], np.uint16)) & np.uint16(7)
+    grid = table("iq1s_grid")[blocks[:, 2:34].astype(np.uint16) | (high.reshape(-1, 32) << 8)]
+    shift = np.where(h >> 15, np.float32(-0.125), np.float32(0.125))
+    levels = grid.reshape(-1, 8, 32).astype(np.float32) + shift[:, :, None]
+    return _values(levels, _f16(blocks, 0) * (2 * ((h >> 12) & np.uint16(7)) + 1).astype(np.float32))
+
+
+def decode_iq1_m(blocks: Bytes) -> Floats:
+    """qs 32, qh 16, 4 u16 w: d * (2 s + 1) * (grid[q] + shift), s per 16, shift per 8.
+
+    Half a byte of qh for each q: 3 high bits and the shift's sign. w: 4 x 3 bits of s, then 4 bits of the f16 d.
+    """
+    half = _in_turn(blocks[:, 32:48])
+    grid = table("iq1s_grid")[blocks[:, :32].astype(np.uint16) | ((half & 7).astype(np.uint16) << 8)]
+    shift = np.where(half & 8, np.float32(-0.125), np.float32(0.125))
+    w = _words(blocks, 48, 4, "<u2")
+    d = np.bitwise_or.reduce((w >> 12) << np.array([0, 4, 8, 12], np.uint16), axis=1)[:, None].view(np.float16)
+    s = ((w[:, :, None] >> np.array([0, 3, 6, 9], np.uint16)) & np.uint16(7)).reshape(-1, 16)
+    return _values(grid.astype(np.float32) + shift[:, :, None], d.astype(np.float32) * (2 * s + 1).astype(np.float32))
+
+
+# ---------------------------------------------------------------- ternary and binary
+
+
+def decode_tq1_0(blocks: Bytes) -> Floats:
+    """256 values: qs 48, qh 4, d f16: d * (digit - 1).
+
+    A byte is a fraction of 256 in base 3: digit n is (byte * 3^n mod 256) * 3 >> 8. Digits 0-4 of the first 32 bytes,
+    then 0-4 of the next 16, then 0-3 of qh, each digit of all bytes before the next digit.
+    """
+    powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
+    parts = (blocks[:, :32], powers), (blocks[:, 32:48], powers), (blocks[:, 48:52], powers[:4])
+    q = np.concatenate([(x[:, None, :] * p).reshape(len(x), -1) for x, p in parts], axis=1)
+    return _values((q.astype(np.uint16) * 3 >> 8).astype(np.int8) - 1, _f16(blocks, 52))
+
+
+def decode_tq2_0(blocks: Bytes) -> Floats:
+    """256 values: qs 64 (2 x 32 in four planes), d f16: d * (q - 1)."""
+    return _values(_planes(blocks[:, :64].reshape(-1, 2, 32), 2).astype(np.int8) - 1, _f16(blocks, 64))
+
+
+def decode_q2_0(blocks: Bytes) -> Floats:
+    """64 values: d f16, qs 16 (values 4 i to 4 i + 3 in byte i): d * (q - 1)."""
+    q = (blocks[:, 2:, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
+    return _values(q.astype(np.int8) - 1, _f16(blocks, 0))
+
+
+def decode_q1_0(blocks: Bytes) -> Floats:
+    """128 values: d f16, qs 16: d where bit i is set, else -d."""
+    return _values(2 * _bits(blocks[:, 2:]).astype(np.int8) - 1, _f16(blocks, 0))
+
+
+# ---------------------------------------------------------------- fp4
+
+
+def decode_mxfp4(blocks: Bytes) -> Floats:
+    """32 values: e u8, qs 16 (two planes): 2^(e - 128) * twice_e2m1[q]; e is never a NaN."""
+    half = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
+    return _values(table("kvalues_fp4")[_planes(blocks[:, 1:], 4)], half)
+
+
+def decode_nvfp4(blocks: Bytes) -> Floats:
+    """64 values: scales 4 (unsigned E4M3), qs 32 (4 x 8 in two planes): scale / 2 * twice_e2m1[q], scale per 16.
+
+    E4M3: 4 bits of exponent, bias 7, 3 of mantissa; the top bit is not looked at; 0x7F is 0.
+    """
+    code = blocks[:, :4]
+    exponent, mantissa = (code >> 3 & 15).astype(np.int32), (code & 7).astype(np.float32)
+    whole = np.where(exponent == 0, np.ldexp(mantissa, -9), np.ldexp(1 + mantissa / 8, exponent - 7))
+    half = np.where(code == 0x7F, np.float32(0), whole * np.float32(0.5))
+    return _values(table("kvalues_fp4")[_planes(blocks[:, 4:].reshape(-1, 4, 8), 4)], half)
+
+
+def reference_decoder(t: TensorType) -> Callable[[Bytes], Floats]:
+    """Return the decoder of type ``t``; raise TypeNotSupported if there is none."""
+    found: Callable[[Bytes], Floats] | None = globals().get(f"decode_{t.name.lower()}")
+    if found is None:
+        raise TypeNotSupported(f"there is no reference decoder for {t.name}")
+    return found

@@ -1,0 +1,160 @@
+"""Kill a quantization at random moments, resume it each time, and compare: every output must be the same file.
+
+    scripts/kill_resume.py --trials 100
+
+A model of 1.1 GB is made, quantized once without disturbance (the reference), then TRIALS times: the run is killed
+with SIGKILL after a random part of the reference's time, sometimes killed again while it resumes, and then resumed
+to its end. A trial fails when a run does not end, its SHA-256 is another one, or files are left behind. A run that
+ended before its kill does not count and is tried again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from processes import machine, make_moe, quantkit, run, sha256, work_folder
+
+#: Kills of one trial at most: the first, and those of resumes.
+MAX_KILLS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is quantized, and what must come out."""
+
+    command: Sequence[str]
+    output: Path
+    sha256: str
+    tensors: int
+    #: Seconds of an undisturbed run.
+    seconds: float
+
+    @property
+    def journal(self) -> Path:
+        return self.output.with_name(self.output.name + ".journal")
+
+    def leftovers(self) -> list[str]:
+        """Return the names of files of this output other than the output."""
+        return [p.name for p in self.output.parent.glob(self.output.name + ".*")]
+
+    def clear(self) -> None:
+        """Remove the output and all that belongs to it."""
+        for path in self.output.parent.glob(self.output.name + "*"):
+            path.unlink()
+
+
+@dataclass
+class Trial:
+    """One run with its kills and its resume."""
+
+    delays: list[float]
+    reused: int = 0
+    wrong: str = ""
+
+
+def kill_after(delay: float) -> Callable[[subprocess.Popen[bytes]], None]:
+    """Return a watch that kills the process after ``delay`` seconds."""
+
+    def watch(process: subprocess.Popen[bytes]) -> None:
+        time.sleep(delay)
+        process.kill()
+
+    return watch
+
+
+def trial(case: Case, rng: random.Random, again: float) -> Trial:
+    """Kill, resume, compare."""
+    done = Trial([])
+    arguments: list[str] = []
+    case.clear()
+    while not done.delays or (len(done.delays) < MAX_KILLS and rng.random() < again):
+        delay = rng.uniform(0, case.seconds)
+        outcome = run([*case.command, *arguments], watch=kill_after(delay))
+        if outcome.returncode == 0:
+            if done.delays:
+                break
+            case.clear()
+            continue
+        if outcome.returncode != -9:
+            done.wrong = f"ended with {outcome.returncode} before its kill: {outcome.stderr.strip()[-500:]}"
+            return done
+        done.delays.append(delay)
+        arguments = ["--resume"]
+    finish(case, done)
+    return done
+
+
+def finish(case: Case, done: Trial) -> None:
+    """Resume to the end and compare."""
+    if case.output.exists() and not case.journal.exists():
+        done.reused = case.tensors  # killed between the last rename and the end
+    else:
+        outcome = run([*case.command, "--resume"])
+        if outcome.returncode != 0:
+            done.wrong = f"the resume ended with {outcome.returncode}: {outcome.stderr.strip()[-500:]}"
+            return
+        done.reused = json.loads(outcome.stdout)["resumed_tensors"]
+    found = sha256(case.output)
+    if found != case.sha256:
+        done.wrong = f"SHA-256 {found}, not {case.sha256}"
+    elif case.leftovers():
+        done.wrong = f"left behind: {', '.join(case.leftovers())}"
+
+
+def reference(model: Path, output: Path, options: argparse.Namespace) -> Case:
+    """Run once without disturbance, after a run that compiles the kernels."""
+    extra = ["--threads", str(options.threads)] if options.threads else []
+    command = quantkit("quantize", "--json", *extra, model, output, options.to)
+    run([*command, "--overwrite"]).checked("the first run")
+    outcome = run([*command, "--overwrite"]).checked("the reference run")
+    tensors = len(json.loads(outcome.stdout)["tensors"])
+    return Case(command, output, sha256(output), tensors, outcome.seconds)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--trials", type=int, default=100)
+    p.add_argument("--seed", type=int, default=1)
+    p.add_argument("--size", default="1.1G", help="of the model that is made (default: 1.1G)")
+    p.add_argument("--model", type=Path, metavar="GGUF", help="use this model instead of making one")
+    p.add_argument("--to", default="Q4_K_M", metavar="TYPE", help="default: Q4_K_M")
+    p.add_argument("--again", type=float, default=0.3, metavar="P", help="chance that a resume is killed too (0.3)")
+    p.add_argument("--threads", type=int)
+    p.add_argument("--work", type=Path, metavar="FOLDER", help="for the large files (default: a temporary one)")
+    return p
+
+
+def main() -> None:
+    options = parser().parse_args()
+    rng = random.Random(options.seed)
+    with work_folder(options.work) as folder:
+        # 16 experts, so that many tensors of moderate size can be found done or not done.
+        model = options.model or make_moe(folder / "model.gguf", "--size", options.size, "--experts", "16")
+        case = reference(model, folder / "killed.gguf", options)
+        print(f"{machine()}\nreference: {case.seconds:.2f} s, {case.tensors} tensors, SHA-256 {case.sha256}", flush=True)
+        trials = []
+        for number in range(1, options.trials + 1):
+            done = trial(case, rng, options.again)
+            trials.append(done)
+            delays = ", ".join(f"{delay:.2f} s" for delay in done.delays)
+            verdict = f"WRONG: {done.wrong}" if done.wrong else "same bytes"
+            print(f"{number:4d}  killed after {delays}; reused {done.reused}/{case.tensors} tensors; {verdict}", flush=True)
+        case.clear()
+    wrong = sum(bool(t.wrong) for t in trials)
+    kills = sum(len(t.delays) for t in trials)
+    reused = sum(t.reused for t in trials) / max(1, len(trials) * case.tensors)
+    print(f"{len(trials)} trials, {kills} kills: {len(trials) - wrong} identical SHA-256, {wrong} wrong; ", end="")
+    print(f"on average a resume found {100 * reused:.0f} % of the tensors done")
+    sys.exit(1 if wrong or not trials else 0)
+
+
+if __name__ == "__main__":
+    main()

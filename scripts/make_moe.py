@@ -1,0 +1,289 @@
+"""Write a mixture of experts with random weights and the shapes of a real model, as large as wanted.
+
+    scripts/make_moe.py OUT.gguf --size 2G --imatrix OUT-imatrix.gguf
+
+Architecture qwen3moe; without options a layer has the shapes of Qwen3-30B-A3B (623 M weights, 128 experts). A weight
+is normal with a deviation of 0.02 times a lognormal factor of its column, so that an importance matrix matters.
+Every chunk of a tensor has a generator of its own, seeded by seed, tensor and chunk: the file depends on the options
+alone, not on threads, and memory stays at a few chunks however large the file.
+
+The importance matrix says of each column how strongly it is driven: lognormal too, with a token count per expert.
+It covers what llama-imatrix covers by default: every matrix of the layers, not the embeddings and the output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import QuantkitError
+from quantkit.formats.gguf import Field, ValueType, layout_gguf, open_gguf
+from quantkit.formats.imatrix import Imatrix, ImatrixEntry, write_imatrix
+from quantkit.helpers import available_cpus, format_count, format_size, parse_size
+from quantkit.types import BY_NAME, TensorType
+
+#: Weights made at once by a thread: 8 MiB of float32, which stays in a cache.
+CHUNK = 1 << 21
+
+#: Option -> the dtype of the matrices, and llama.cpp's number for such a file (general.file_type).
+DTYPES: dict[str, tuple[Any, int]] = {
+    "f32": (np.float32, 0),
+    "f16": (np.float16, 1),
+    "bf16": (ml_dtypes.bfloat16, 32),
+}
+
+TOKENIZER = Path(__file__).resolve().parents[1] / "tests/data/tiny-moe-bf16.gguf"
+
+
+@dataclass(frozen=True)
+class Model:
+    """The shapes of a model; names and defaults as the options."""
+
+    layers: int = 2
+    experts: int = 128
+    used: int = 8
+    embd: int = 2048
+    ff: int = 768
+    heads: int = 32
+    kv: int = 4
+    head_dim: int = 128
+    vocab: int = 4096
+
+    def ends(self) -> dict[str, tuple[int, ...]]:
+        """Return what lies around the layers, shapes innermost first."""
+        return {
+            "token_embd.weight": (self.embd, self.vocab),
+            "output_norm.weight": (self.embd,),
+            "output.weight": (self.embd, self.vocab),
+        }
+
+    def layer(self, i: int) -> dict[str, tuple[int, ...]]:
+        """Return the tensors of layer ``i``, shapes innermost first."""
+        q, kv = self.heads * self.head_dim, self.kv * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "attn_norm": (self.embd,),
+            "attn_q": (self.embd, q),
+            "attn_k": (self.embd, kv),
+            "attn_v": (self.embd, kv),
+            "attn_q_norm": (self.head_dim,),
+            "attn_k_norm": (self.head_dim,),
+            "attn_output": (q, self.embd),
+            "ffn_norm": (self.embd,),
+            "ffn_gate_inp": (self.embd, self.experts),
+            "ffn_gate_exps": (self.embd, self.ff, self.experts),
+            "ffn_up_exps": (self.embd, self.ff, self.experts),
+            "ffn_down_exps": (self.ff, self.embd, self.experts),
+        }
+        return {f"blk.{i}.{name}.weight": shape for name, shape in shapes.items()}
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return all tensors in file order."""
+        merged = self.ends()
+        for i in range(self.layers):
+            merged |= self.layer(i)
+        return merged
+
+    def layers_for(self, nbytes: int, matrix: TensorType) -> int:
+        """Return the number of layers that makes a file of at least ``nbytes``."""
+
+        def total(shapes: dict[str, tuple[int, ...]]) -> int:
+            return sum(stored_as(name, shape, matrix).tensor_bytes(shape) for name, shape in shapes.items())
+
+        return max(1, math.ceil((nbytes - total(self.ends())) / total(self.layer(0))))
+
+    def fields(self, file_type: int) -> list[Field]:
+        """Return the metadata a runtime needs."""
+        numbers = {
+            "block_count": self.layers,
+            "context_length": 32768,
+            "embedding_length": self.embd,
+            "feed_forward_length": 3 * self.embd,
+            "attention.head_count": self.heads,
+            "attention.head_count_kv": self.kv,
+            "attention.key_length": self.head_dim,
+            "attention.value_length": self.head_dim,
+            "expert_count": self.experts,
+            "expert_used_count": self.used,
+            "expert_feed_forward_length": self.ff,
+            "vocab_size": self.vocab,
+        }
+        floats = {"rope.freq_base": 1e6, "attention.layer_norm_rms_epsilon": 1e-6}
+        return [
+            Field.of("general.architecture", "qwen3moe"),
+            Field.of("general.name", "random-moe"),
+            Field.of("general.file_type", file_type),
+            *(Field.of(f"qwen3moe.{key}", value, ValueType.UINT32) for key, value in numbers.items()),
+            *(Field.of(f"qwen3moe.{key}", value, ValueType.FLOAT32) for key, value in floats.items()),
+        ]
+
+
+def stored_as(name: str, shape: Sequence[int], matrix: TensorType) -> TensorType:
+    """Return the type of a tensor: norms and the router are F32 in every converted model."""
+    return BY_NAME["F32"] if len(shape) == 1 or ".ffn_gate_inp." in name else matrix
+
+
+def generator(*key: int) -> np.random.Generator:
+    """Return the generator of one purpose; equal keys give equal numbers."""
+    return np.random.Generator(np.random.SFC64(np.random.SeedSequence(key)))
+
+
+def tokenizer_fields(path: Path | None) -> list[Field]:
+    """Return the tokenizer of another model, or the mark of a model without one."""
+    if path is None:
+        return [Field.of("tokenizer.ggml.model", "no_vocab")]
+    with open_gguf(path) as file:
+        return [field for key, field in file.fields.items() if key.startswith("tokenizer.")]
+
+
+def vocabulary(fields: Sequence[Field]) -> int:
+    """Return the number of tokens of a tokenizer."""
+    return next(field.count for field in fields if field.key == "tokenizer.ggml.tokens")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of a tensor, and where their bytes go."""
+
+    tensor: int
+    number: int
+    columns: int
+    rows: int
+    dtype: Any
+    offset: int
+    is_norm: bool
+
+
+def chunks(model: Model, matrix: TensorType, dtype: Any, offsets: Sequence[int]) -> Iterator[Chunk]:
+    """Cut all tensors into runs of rows of about CHUNK weights."""
+    for at, ((name, shape), offset) in enumerate(zip(model.tensors().items(), offsets, strict=True)):
+        kind = dtype if stored_as(name, shape, matrix) is matrix else np.float32
+        columns, rows = shape[0], math.prod(shape[1:])
+        step = max(1, CHUNK // columns)
+        for number, start in enumerate(range(0, rows, step)):
+            place = offset + start * columns * np.dtype(kind).itemsize
+            yield Chunk(at, number, columns, min(step, rows - start), kind, place, len(shape) == 1)
+
+
+def weights(chunk: Chunk, seed: int) -> npt.NDArray[Any]:
+    """Make the weights of a chunk."""
+    if chunk.is_norm:
+        return np.ones((chunk.rows, chunk.columns), chunk.dtype)
+    scale = 0.02 * np.exp(generator(seed, chunk.tensor).normal(0, 0.3, chunk.columns))
+    x = generator(seed, chunk.tensor, 1 + chunk.number).standard_normal((chunk.rows, chunk.columns), np.float32)
+    x *= scale.astype(np.float32)
+    return x.astype(chunk.dtype, copy=False)
+
+
+def write_model(path: Path, model: Model, type_name: str, tokenizer: Sequence[Field], seed: int, threads: int) -> int:
+    """Write the model and return its size; the file appears under its name when it is whole."""
+    dtype, file_type = DTYPES[type_name]
+    matrix = BY_NAME[type_name.upper()]
+    shapes = [(name, shape, stored_as(name, shape, matrix)) for name, shape in model.tensors().items()]
+    layout = layout_gguf([*model.fields(file_type), *tokenizer], shapes)
+    part = path.with_name(path.name + ".part")
+    with open(part, "wb") as file:
+        file.write(layout.header)
+        file.truncate(layout.nbytes)
+        file.flush()
+        fill(file.fileno(), chunks(model, matrix, dtype, layout.offsets), seed, threads)
+    part.replace(path)
+    return layout.nbytes
+
+
+def fill(fd: int, work: Iterator[Chunk], seed: int, threads: int) -> None:
+    """Make and write all chunks; numpy lets go of the GIL for both."""
+    pending = list(work)[::-1]
+
+    def worker() -> None:
+        while True:
+            try:
+                chunk = pending.pop()
+            except IndexError:
+                return
+            data = memoryview(weights(chunk, seed).view(np.uint8)).cast("B")
+            done = 0
+            while done < len(data):
+                done += os.pwrite(fd, data[done:], chunk.offset + done)
+
+    with ThreadPoolExecutor(threads) as pool:
+        for future in [pool.submit(worker) for _ in range(threads)]:
+            future.result()
+
+
+def random_imatrix(path: Path, model: Model, seed: int, n_chunks: int = 100, chunk_size: int = 512) -> Imatrix:
+    """Return an importance matrix as calibration on ``n_chunks`` chunks of tokens might give."""
+    entries = {}
+    for at, (name, shape) in enumerate(model.tensors().items()):
+        if len(shape) == 1 or not name.startswith("blk."):
+            continue
+        rng = generator(seed, at, 0)
+        n_mat = shape[2] if len(shape) > 2 else 1
+        counts = np.full(n_mat, n_chunks * chunk_size, np.int64)
+        if n_mat > 1:
+            popularity = np.exp(rng.normal(0, 0.7, n_mat))
+            share = np.minimum(1, model.used * popularity / popularity.sum())
+            counts = rng.binomial(n_chunks * chunk_size, share).astype(np.int64)
+        # What drives a column is mostly common to all experts; the mean square of a normed activation is about 1.
+        square = np.exp(rng.normal(0, 1, shape[0])) * np.exp(rng.normal(0, 0.3, (n_mat, shape[0])))
+        entries[name] = ImatrixEntry((square * counts[:, None]).astype(np.float32), counts)
+    return Imatrix(path, entries, ["random"], n_chunks, chunk_size)
+
+
+def parser() -> argparse.ArgumentParser:
+    lines = argparse.RawDescriptionHelpFormatter
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=lines)
+    p.add_argument("out", type=Path, metavar="OUT.gguf")
+    p.add_argument("--size", metavar="SIZE", help="take as many layers as make the file this large (2G, 1.1G)")
+    p.add_argument("--type", choices=DTYPES, default="f16", help="of the matrices (default: f16)")
+    for name in ("layers", "experts", "used", "embd", "ff", "heads", "kv", "head-dim"):
+        default = getattr(Model, name.replace("-", "_"))
+        p.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"(default: {default})")
+    p.add_argument("--tokenizer", type=Path, default=TOKENIZER, metavar="GGUF", help="copy this one (default: tiny-moe's)")
+    p.add_argument("--vocab", type=int, metavar="N", help="no tokenizer, and embeddings of N tokens")
+    p.add_argument("--seed", type=int, default=1)
+    p.add_argument("--threads", type=int, default=available_cpus())
+    p.add_argument("--imatrix", type=Path, metavar="OUT", help="also write an importance matrix (.gguf or .dat)")
+    return p
+
+
+def model_of(options: argparse.Namespace, vocab: int) -> Model:
+    """Return the model the options ask for."""
+    names = ("layers", "experts", "used", "embd", "ff", "heads", "kv", "head_dim")
+    sizes = {name: getattr(options, name) for name in names}
+    for name, value in sizes.items():
+        if value < 1:
+            sys.exit(f"make_moe: --{name.replace('_', '-')} must be at least 1, not {value}")
+    model = Model(**sizes, vocab=vocab)
+    if options.size is None:
+        return model
+    return Model(**{**sizes, "layers": model.layers_for(parse_size(options.size), BY_NAME[options.type.upper()])}, vocab=vocab)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parser().parse_args(argv)
+    try:
+        tokenizer = tokenizer_fields(None if options.vocab else options.tokenizer)
+        model = model_of(options, options.vocab or vocabulary(tokenizer))
+        nbytes = write_model(options.out, model, options.type, tokenizer, options.seed, max(1, options.threads))
+        if options.imatrix:
+            form = "dat" if options.imatrix.suffix == ".dat" else "gguf"
+            write_imatrix(options.imatrix, random_imatrix(options.imatrix, model, options.seed), form)  # type: ignore[arg-type]
+    except (QuantkitError, OSError, ValueError) as e:
+        sys.exit(f"make_moe: {e}")
+    n = sum(math.prod(shape) for shape in model.tensors().values())
+    print(f"{options.out}: {format_count(n)} weights, {model.layers} layers, {options.type}, {format_size(nbytes)}")
+
+
+if __name__ == "__main__":
+    main()

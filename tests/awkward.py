@@ -1,0 +1,120 @@
+"""Rows that are awkward to encode, and ggml itself to compare with (ctypes on libggml-base.so)."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit.types import TensorType
+
+NO_WEIGHTS = np.empty(0, np.float32)
+
+
+def awkward_rows(n: int, seed: int, huge: float = 1e30) -> np.ndarray:
+    """Return float32 [rows, n]: each kind of row whole, then rows that mix all kinds, 32 values of a kind at a time."""
+    rng = np.random.default_rng(seed)
+    kinds = np.array(list(_kinds(n, rng, huge).values()), np.float64).astype(np.float32)
+    pick = rng.integers(len(kinds), size=(12, -(-n // 32))).repeat(32, axis=1)[:, :n]
+    return np.concatenate([kinds, np.take_along_axis(kinds, pick, 0)])
+
+
+def _kinds(n: int, rng: np.random.Generator, huge: float) -> dict[str, Any]:
+    gauss, sign = rng.standard_normal(n), rng.choice([-1.0, 1.0], n)
+    spike = np.zeros(n)
+    spike[rng.integers(n, size=1 + n // 97)] = -3.0
+    zeros = np.where(rng.random(n) < 0.5, -0.0, 0.0)
+    step = (n // 7 + 1) * 2.0**-149
+    return {
+        "gauss": gauss,
+        "lognormal": sign * np.exp(2 * gauss),
+        "zero": np.zeros(n),
+        "both zeros": zeros,
+        "zeros below": np.where(rng.random(n) < 0.5, zeros, abs(gauss)),
+        "zeros above": np.where(rng.random(n) < 0.5, zeros, -abs(gauss)),
+        "constant": np.full(n, 0.7),
+        "negative constant": np.full(n, -0.3),
+        "two ties": sign,
+        "ties": rng.integers(-4, 5, n) / 4,
+        "halves": rng.integers(-31, 32, n) / 2,
+        "denormal": rng.integers(-40, 41, n) * 2.0**-149,
+        "small denormal": rng.integers(-2, 3, n) * 2.0**-149,
+        "near denormal": gauss * step * 1e3,
+        "tiny": gauss * 1e-20,
+        "at the threshold": np.sign(gauss) * rng.choice([0.9e-15, 1.1e-15], n),
+        "f16 denormal": gauss * 1e-6,
+        "big": gauss * 1e4,
+        "huge": np.clip(gauss, -3, 3) * huge,
+        "spike": spike,
+        "outlier": np.where(rng.random(n) < 0.01, gauss * 1e5, gauss),
+        "positive": abs(gauss),
+        "negative": -abs(gauss),
+        "offset": 100 + gauss * 1e-4,
+        "narrow": 1 + rng.integers(0, 3, n) * 2.0**-23,
+        "sparse": np.where(rng.random(n) < 0.9, 0, gauss),
+        "ternary": rng.integers(-1, 2, n) * 0.02,
+        "ramp": np.linspace(-1, 1, n),
+        "bf16": (gauss.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32),
+    }
+
+
+def awkward_imatrix(n: int, seed: int) -> np.ndarray:
+    """Return float32 [n], with zeros, whole blocks of zeros, tiny and huge entries."""
+    rng = np.random.default_rng(seed)
+    weights = np.exp(2 * rng.standard_normal(n))
+    weights[rng.random(n) < 0.1] = 0
+    weights[rng.random(n) < 0.02] = 1e-30
+    weights[rng.random(n) < 0.02] = 1e12
+    blocks = weights.reshape(-1, 32)
+    blocks[rng.random(len(blocks)) < 0.15] = 0
+    return weights.astype(np.float32)
+
+
+@cache
+def ggml(folder: Path) -> ctypes.CDLL:
+    """Return libggml-base of ``folder`` with the signatures that the tests use."""
+    library = ctypes.CDLL(str(folder / "libggml-base.so"))
+    i64, pointer = ctypes.c_int64, ctypes.c_void_p
+    library.ggml_quantize_chunk.restype = ctypes.c_size_t
+    library.ggml_quantize_chunk.argtypes = [ctypes.c_int, pointer, pointer, i64, i64, i64, pointer]
+    library.ggml_validate_row_data.restype = ctypes.c_bool
+    library.ggml_validate_row_data.argtypes = [ctypes.c_int, pointer, ctypes.c_size_t]
+    for name in ("ggml_fp32_to_fp16_row", "ggml_fp32_to_bf16_row_ref"):
+        getattr(library, name).argtypes = [pointer, pointer, i64]
+    return library
+
+
+def ggml_encode(folder: Path, t: TensorType, x: np.ndarray, weights: np.ndarray = NO_WEIGHTS) -> np.ndarray:
+    """Return ggml_quantize_chunk's bytes, uint8 [rows, row_bytes]."""
+    x = np.ascontiguousarray(x, np.float32)
+    out = np.empty((len(x), t.row_bytes(x.shape[1])), np.uint8)
+    importance = weights.ctypes.data if weights.size else None
+    ggml(folder).ggml_quantize_chunk(t.id, x.ctypes.data, out.ctypes.data, 0, *x.shape, importance)
+    return out
+
+
+def encode(t: TensorType, x: np.ndarray, weights: np.ndarray = NO_WEIGHTS) -> np.ndarray:
+    """Return our encoder's bytes, without the checks of quantkit.kernels.quantize."""
+    from quantkit.kernels.cpu.encode import encoder
+
+    x = np.ascontiguousarray(x, np.float32)
+    out = np.full((len(x), t.row_bytes(x.shape[1])), 0xA5, np.uint8)
+    encoder(t)(x, weights, out, 0, len(x))
+    return out
+
+
+def assert_same_bytes(ours: np.ndarray, theirs: np.ndarray, t: TensorType) -> None:
+    """Fail with the row, the block and the bytes where two encodings part."""
+    if np.array_equal(ours, theirs):
+        return
+    row, byte = np.argwhere(ours != theirs)[0]
+    block = byte // t.block_bytes
+    at = slice(block * t.block_bytes, (block + 1) * t.block_bytes)
+    count = len(np.unique(np.argwhere(ours != theirs)[:, 0]))
+    raise AssertionError(
+        f"{t.name}: {count} of {len(ours)} rows differ, first row {row}, block {block}:\n"
+        f"ours   {ours[row, at].tobytes().hex()}\ntheirs {theirs[row, at].tobytes().hex()}"
+    )

@@ -1,0 +1,247 @@
+"""Decoders: bit for bit PyPI gguf's, llama.cpp's and our own reference's, for every type and any memory layout."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import subprocess
+import sys
+
+import gguf
+import numpy as np
+import pytest
+from numba.core import types as numba_types
+
+from quantkit.errors import TypeNotSupported
+from quantkit.kernels.cpu import dequantize as module
+from quantkit.kernels.cpu.dequantize import dequantize_rows, has_decoder
+from quantkit.kernels.cpu.simd import f32x16, i8x64
+from quantkit.kernels.cpu.unpack import has_unpacker, unpacker
+from quantkit.kernels.reference import reference_decoder
+from quantkit.types import BY_NAME, TYPES
+
+DECODED = [t for t in TYPES if has_decoder(t)]
+SMALL = [t for t in DECODED if t.block < 256]
+UNPACKED = [t for t in DECODED if has_unpacker(t)]
+
+by_name = pytest.mark.parametrize("t", DECODED, ids=str)
+
+
+def random_blocks(t, count, seed=0):
+    """Return random bytes as blocks of type ``t`` whose scales are finite, zeros and denormals among them."""
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (count, t.block_bytes), dtype=np.uint8)
+    for kind, at in (field.split("@") for field in t.scales.split()):
+        finite(blocks, kind, int(at), rng)
+    return blocks
+
+
+def finite(blocks, kind, at, rng):
+    special = rng.random(len(blocks)) < 0.1
+    if kind == "nibbles":  # IQ1_M: the top digits of four words
+        words = blocks[:, at : at + 8].view("<u2")
+        words[:, 3] = np.where((words[:, 3] & 0x7000) == 0x7000, words[:, 3] & 0xBFFF, words[:, 3])
+    elif kind == "e8m0":
+        blocks[blocks[:, at] == 255, at] = 254
+        blocks[special, at] = rng.integers(0, 3, special.sum())
+    elif kind == "ue4m3":
+        blocks[special, at] = rng.choice([0, 1, 7, 8, 0x7E, 0x7F, 0x80, 0x88, 0xFF], special.sum())
+    elif kind == "f32":
+        bits = blocks[:, at : at + 4].view("<u4")[:, 0]
+        bits[...] = np.where((bits & 0x7F800000) == 0x7F800000, bits & 0xBFFFFFFF, bits)
+    else:
+        inf = {"f16": 0x7C00, "bf16": 0x7F80}[kind]
+        bits = blocks[:, at : at + 2].view("<u2")[:, 0]
+        bits[special] = rng.choice([0, 0x8000, 1, 0x8001, inf - 1, 0x8000 | (inf - 1)], special.sum())
+        bits[...] = np.where((bits & inf) == inf, bits & 0xBFFF, bits)
+
+
+def decode(t, data):
+    """Decode rows of bytes; what is not written stays NaN."""
+    n = data.shape[1] // t.block_bytes * t.block
+    out = np.full((len(data), n), np.nan, np.float32)
+    dequantize_rows(t, data, out)
+    return out
+
+
+def reference(t, data):
+    return reference_decoder(t)(np.ascontiguousarray(data).reshape(-1, t.block_bytes)).reshape(len(data), -1)
+
+
+def assert_same_bits(got, wanted):
+    """Compare bits, so that 0.0 and -0.0 differ."""
+    np.testing.assert_array_equal(got.view(np.uint32), np.ascontiguousarray(wanted).view(np.uint32), strict=True)
+
+
+def by_gguf(t, data):
+    """Return what PyPI gguf decodes, or None if this version of it cannot."""
+    try:
+        return gguf.quants.dequantize(data, gguf.GGMLQuantizationType(t.id))
+    except (NotImplementedError, ValueError):
+        return None
+
+
+# ---------------------------------------------------------------- values
+
+
+def test_the_25_mainline_types_and_the_floats_are_decoded():
+    mainline = {t.name for t in TYPES if t.trees != "ik" and t.family not in ("activation", "integer")} - {"F64"}
+    assert {t.name for t in DECODED} == mainline
+    assert len(UNPACKED) == 25
+
+
+def test_gguf_decodes_all_but_two():
+    cannot = {t.name for t in DECODED if by_gguf(t, random_blocks(t, 1)) is None}
+    assert cannot <= {"Q1_0", "Q2_0"}
+
+
+@pytest.mark.parametrize("t", UNPACKED, ids=str)
+def test_golden_bytes(t, golden):
+    keys = [key for key in (t.name, f"{t.name}+imatrix") if key in golden.files]
+    assert keys
+    for key in keys:
+        got = decode(t, golden[key])
+        assert_same_bits(got, reference(t, golden[key]))
+        other = by_gguf(t, golden[key])
+        if other is not None:
+            assert_same_bits(got, other)
+
+
+@by_name
+def test_random_blocks(t):
+    data = random_blocks(t, 21 * 1024 // t.block).reshape(21, -1)
+    got = decode(t, data)
+    assert not np.isnan(got).any()
+    assert_same_bits(got, reference(t, data))
+    other = by_gguf(t, data)
+    if other is not None:
+        assert_same_bits(got, other)
+
+
+@pytest.mark.parametrize("t", SMALL, ids=str)
+def test_rows_that_end_within_256_values(t):
+    for blocks in sorted({1, 2, 3, 256 // t.block - 1, 256 // t.block + 1, 512 // t.block + 3}):
+        data = random_blocks(t, 3 * blocks, seed=blocks).reshape(3, -1)
+        out = np.full((3, blocks * t.block + 16), np.nan, np.float32)
+        dequantize_rows(t, data, out[:, :-16])
+        assert_same_bits(out[:, :-16].copy(), reference(t, data))
+        assert np.isnan(out[:, -16:]).all()
+
+
+def ggml_decode(lib, t, data):
+    name = {"Q1_0": "q1_0", "F16": None, "BF16": None, "F32": None}.get(t.name, t.ggml_name)
+    function = getattr(lib, f"dequantize_row_{name}" if name else f"ggml_{t.name.lower()}_to_fp32_row")
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], None
+    out = np.empty((len(data), data.shape[1] // t.block_bytes * t.block), np.float32)
+    function(data.ctypes.data, out.ctypes.data, out.size)
+    return out
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("t", [t for t in DECODED if t.name != "F32"], ids=str)
+def test_equal_to_llama_cpp(t, llama_bin, golden):
+    lib = ctypes.CDLL(str(llama_bin / "libggml-base.so"))
+    samples = [golden[k] for k in (t.name, f"{t.name}+imatrix") if k in golden.files]
+    samples += [random_blocks(t, 64 * 1024 // t.block, seed).reshape(64, -1) for seed in (1, 2)]
+    for data in samples:
+        assert_same_bits(decode(t, data), ggml_decode(lib, t, data))
+
+
+# ---------------------------------------------------------------- memory
+
+
+@by_name
+def test_unaligned_read_only_and_strided_rows_run_the_one_compiled_version(t, tmp_path):
+    rows, row_bytes = 5, 2 * t.row_bytes(256)
+    data = random_blocks(t, rows * 512 // t.block).reshape(rows, row_bytes)
+    path = tmp_path / "rows"
+    path.write_bytes(b"\0" * 3 + b"".join(row.tobytes() + b"\xff" * 5 for row in data))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        view = np.frombuffer(mapped, np.uint8)[3:].reshape(rows, row_bytes + 5)[:, :row_bytes]
+        assert not view.flags.writeable
+        got = decode(t, view)
+        del view
+    assert_same_bits(got, decode(t, data))
+    assert_same_bits(got, reference(t, data))
+    if t.name != "F32":
+        assert len((module.DIRECT.get(t.name) or module._kernel_of(t)).signatures) == 1
+
+
+# Every type's bytes lie right before a page that may not be read; the kernels must come from the cache.
+GUARDED = """
+import ctypes, json, mmap, sys
+import numpy as np
+from quantkit.kernels.cpu import dequantize as module
+from quantkit.types import BY_NAME
+page = mmap.PAGESIZE
+area = mmap.mmap(-1, 2 * page)
+start = ctypes.addressof(ctypes.c_char.from_buffer(area))
+assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + page), page, 0) == 0
+stats = {}
+for name in sys.argv[1:]:
+    t = BY_NAME[name]
+    for n in {t.block, 256, 256 + t.block} if t.block > 1 else {1, 15, 17, 256}:
+        data = np.frombuffer(area, np.uint8)[page - t.row_bytes(n) : page].reshape(1, -1)
+        module.dequantize_rows(t, data, np.zeros((1, n), np.float32))
+    if name != "F32":
+        made = module.DIRECT.get(name) or module._kernel_of(t)
+        stats[name] = [sum(made.stats.cache_hits.values()), sum(made.stats.cache_misses.values())]
+print(json.dumps(stats))
+"""
+
+
+def test_another_process_reads_no_byte_too_many_and_compiles_nothing():
+    for t in DECODED:
+        decode(t, random_blocks(t, 256 // t.block).reshape(1, -1))
+    names = [t.name for t in DECODED]
+    done = subprocess.run([sys.executable, "-c", GUARDED, *names], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {name: [1, 0] for name in names if name != "F32"}
+
+
+# ---------------------------------------------------------------- the contract of unpackers
+
+
+@pytest.mark.parametrize("t", UNPACKED, ids=str)
+def test_unpackers_return_int8_levels_and_mins_only_where_the_registry_says(t):
+    made = unpacker(t)
+    decode(t, random_blocks(t, 256 // t.block).reshape(1, -1))
+    kinds = made.function.nopython_signatures[0].return_type.types
+    assert kinds == (i8x64,) * 4 + (f32x16, f32x16 if made.has_mins else numba_types.none)
+    assert made.unit_bytes * t.block == 256 * t.block_bytes
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("name", ["I32", "F64", "Q8_1", "IQ4_K", "Q4_0_R8"])
+def test_types_without_a_decoder_are_refused_by_name(name):
+    assert not has_decoder(BY_NAME[name])
+    with pytest.raises(TypeNotSupported, match=name):
+        dequantize_rows(BY_NAME[name], np.zeros((1, 256), np.uint8), np.zeros((1, 256), np.float32))
+
+
+def test_rows_that_are_no_multiple_of_the_block_are_refused():
+    with pytest.raises(TypeNotSupported, match="Q4_K packs 256 values"):
+        dequantize_rows(BY_NAME["Q4_K"], np.zeros((1, 144), np.uint8), np.zeros((1, 128), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("data", "out"),
+    [
+        (np.zeros((1, 18), np.uint8), np.zeros((1, 64), np.float32)),
+        (np.zeros((2, 36), np.uint8), np.zeros((1, 64), np.float32)),
+        (np.zeros((1, 36), np.int8), np.zeros((1, 64), np.float32)),
+        (np.zeros((1, 36), np.uint8), np.zeros((1, 64), np.float64)),
+        (np.zeros((1, 72), np.uint8)[:, ::2], np.zeros((1, 64), np.float32)),
+        (np.zeros((1, 36), np.uint8), np.zeros((1, 128), np.float32)[:, ::2]),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(data, out):
+    with pytest.raises(ValueError, match="Q4_0"):
+        dequantize_rows(BY_NAME["Q4_0"], data, out)
+
+
+def test_no_rows_is_no_work():
+    dequantize_rows(BY_NAME["Q4_0"], np.zeros((0, 36), np.uint8), np.zeros((0, 64), np.float32))

@@ -1,0 +1,170 @@
+"""Every type with an encoder or a decoder: golden bytes both ways, row ranges, round trips, and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import gguf
+import numpy as np
+import pytest
+from awkward import NO_WEIGHTS, assert_same_bytes, awkward_imatrix, awkward_rows, encode
+
+from quantkit.errors import FormatError, RecipeError, TypeNotSupported
+from quantkit.kernels import dequantize, quantize
+from quantkit.kernels.cpu.dequantize import has_decoder
+from quantkit.kernels.cpu.encode import encoder, has_encoder
+from quantkit.types import BY_NAME, TYPES, TensorType
+
+ENCODED = [t for t in TYPES if has_encoder(t)]
+WEIGHTED = [t for t in ENCODED if t.imatrix != "ignored"]
+#: The floats are their own specification: test_encode_floats.py.
+GOLDEN = [t for t in ENCODED if t.family != "float"]
+DECODED = [t for t in TYPES if has_decoder(t)]
+Golden = np.lib.npyio.NpzFile
+
+
+@pytest.mark.parametrize("t", GOLDEN, ids=str)
+def test_golden_encoding(golden: Golden, t: TensorType) -> None:
+    assert_same_bytes(quantize(golden["x"], t), golden[t.name], t)
+
+
+@pytest.mark.parametrize("t", GOLDEN, ids=str)
+def test_golden_encoding_with_imatrix(golden: Golden, t: TensorType) -> None:
+    assert_same_bytes(quantize(golden["x"], t, golden["imatrix"]), golden[f"{t.name}+imatrix"], t)
+
+
+@pytest.mark.parametrize("t", DECODED, ids=str)
+def test_golden_decoding(golden: Golden, t: TensorType) -> None:
+    kind = gguf.GGMLQuantizationType.__members__.get(t.name)
+    if kind not in gguf.quants._type_traits and t.family != "float":
+        pytest.skip(f"PyPI gguf does not decode {t.name}")
+    data = golden[t.name] if t.name in golden else quantize(golden["x"], t)
+    want = gguf.dequantize(data, kind)
+    assert np.array_equal(dequantize(data, t, 1024).view(np.uint32), want.view(np.uint32))
+
+
+def test_golden_file_has_an_encoder_or_decoder_for_each_entry(golden: Golden) -> None:
+    names = {key.partition("+")[0] for key in golden.files} - {"x", "imatrix"}
+    assert {t.name for t in GOLDEN} <= names <= {t.name for t in DECODED}
+
+
+@pytest.mark.parametrize("t", ENCODED, ids=str)
+def test_every_row_range_gives_the_same_bytes(t: TensorType) -> None:
+    n = 3 * t.block if t.block > 1 else 37
+    x = np.tile(awkward_rows(n, 5, 1e3), (2, 1))[:41]
+    weights = awkward_imatrix(n, 5) if t.imatrix != "ignored" else NO_WEIGHTS
+    for w in (NO_WEIGHTS, weights)[: 1 + (weights.size > 0)]:
+        whole = encode(t, x, w)
+        for row0, row1 in ((0, 1), (3, 20), (7, 40), (40, 41), (5, 5)):
+            out = np.full_like(whole, 0x5A)
+            encoder(t)(x, w, out, row0, row1)
+            assert_same_bytes(out[row0:row1], whole[row0:row1], t)
+            assert (out[:row0] == 0x5A).all()
+            assert (out[row1:] == 0x5A).all()
+
+
+@pytest.mark.parametrize("t", WEIGHTED, ids=str)
+def test_an_imatrix_of_ones_and_none_differ_little_but_a_skewed_one_helps_its_columns(t: TensorType) -> None:
+    rng = np.random.default_rng(2)
+    n = 4 * t.block
+    x = rng.standard_normal((64, n)).astype(np.float32)
+    weights = np.ones(n, np.float32)
+    weights[::4] = 100
+
+    def error(imatrix: np.ndarray | None) -> float:
+        return float(((dequantize(quantize(x, t, imatrix), t, n) - x)[:, ::4] ** 2).mean())
+
+    assert error(weights) < 0.98 * error(None)
+    assert error(np.ones(n, np.float32)) < 1.3 * error(None)
+
+
+@pytest.mark.parametrize("t", ENCODED, ids=str)
+def test_round_trip_error(t: TensorType) -> None:
+    x = np.random.default_rng(4).standard_normal((32, 4 * t.block if t.block > 1 else 100)).astype(np.float32)
+    y = dequantize(quantize(x, t), t, x.shape[1])
+    error = np.sqrt(((y - x) ** 2).mean())
+    # A bit halves the error, down to what the mantissas of BF16 and F16 hold.
+    limit = {"F32": 0.0, "F16": 3e-4, "BF16": 2.5e-3}.get(t.name, 2 ** (1.2 - t.bpw))
+    assert error <= limit
+    assert error > limit / 6 or t.name == "F32"
+    again = dequantize(quantize(y, t), t, x.shape[1])
+    assert np.sqrt(((again - y) ** 2).mean()) <= error + 1e-12, "what was encoded once encodes with more error"
+
+
+def test_leading_axes_are_rows_and_names_are_types() -> None:
+    x = np.random.default_rng(0).standard_normal((2, 3, 64)).astype(np.float32)
+    assert np.array_equal(quantize(x, "q8_0"), quantize(x.reshape(6, 64), BY_NAME["Q8_0"]))
+    assert quantize(x[0, 0], "Q8_0").shape == (1, 68)
+    assert quantize(x[:0], "Q8_0").shape == (0, 68)
+    assert dequantize(quantize(x, "Q8_0").reshape(2, 3, 68), "Q8_0", 64).shape == (6, 64)
+
+
+def test_strided_and_readonly_rows() -> None:
+    x = np.random.default_rng(0).standard_normal((4, 128)).astype(np.float32)
+    want = quantize(x[:, ::2].copy(), "Q4_0")
+    assert np.array_equal(quantize(x[:, ::2], "Q4_0"), want)
+    x.flags.writeable = want.flags.writeable = False
+    assert np.array_equal(quantize(x[:, ::2], "Q4_0"), want)
+    assert dequantize(want, "Q4_0", 64).shape == (4, 64)
+
+
+ROWS = np.ones((4, 256), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("x", "name", "imatrix", "error", "message"),
+    [
+        (ROWS.astype(np.float64), "Q4_0", None, FormatError, r"x must be an array of float32 .* not float64 \[4, 256\]"),
+        (ROWS.tolist(), "Q4_0", None, FormatError, "not list"),
+        (np.float32(1), "Q4_0", None, FormatError, "x must be an array"),
+        (ROWS[:, :0], "Q4_0", None, FormatError, "at least one block of 32"),
+        (ROWS[:, :40], "Q4_0", None, TypeNotSupported, "Q4_0 packs 32 values a block; rows of 40 do not divide"),
+        (ROWS, "Q4_9", None, TypeNotSupported, "did you mean"),
+        (ROWS, "IQ1_KT", None, TypeNotSupported, "no encoder for IQ1_KT"),
+        (ROWS, "Q4_K", np.ones(255, np.float32), FormatError, r"shape \[255\]; rows of 256 values need \[256\]"),
+        (ROWS, "Q4_K", np.ones((1, 256), np.float32), FormatError, r"shape \[1, 256\]"),
+        (ROWS, "Q4_K", np.full(256, np.nan, np.float32), FormatError, "importance matrix holds NaN"),
+        (ROWS * np.float32(1e30), "Q4_0", None, FormatError, "row 0 overflows the scales of Q4_0"),
+        (ROWS * np.float32(1e5), "F16", None, FormatError, "row 0 overflows"),
+    ],
+)
+def test_refusals(x: np.ndarray, name: str, imatrix: np.ndarray | None, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        quantize(x, name, imatrix)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nonfinite_rows_are_refused_by_number(bad: float) -> None:
+    x = ROWS.copy()
+    x[2, 77] = bad
+    with pytest.raises(FormatError, match="row 2 holds NaN or Inf"):
+        quantize(x, "Q8_0")
+
+
+def test_a_type_that_requires_an_imatrix() -> None:
+    t = dataclasses.replace(BY_NAME["Q4_0"], imatrix="required")
+    with pytest.raises(RecipeError, match="Q4_0 cannot be encoded without an importance matrix"):
+        quantize(ROWS, t)
+    assert quantize(ROWS, t, np.ones(256, np.float32)).shape == (4, 144)
+
+
+@pytest.mark.parametrize(
+    ("data", "name", "n", "error", "message"),
+    [
+        (np.zeros((2, 17), np.uint8), "Q4_0", 32, FormatError, "32 values of Q4_0 take rows of 18 bytes; data has 17"),
+        (np.zeros((2, 18), np.int8), "Q4_0", 32, FormatError, "data must be an array of uint8"),
+        (np.zeros((2, 18), np.uint8), "Q4_0", 33, TypeNotSupported, "do not divide"),
+        (np.zeros((2, 18), np.uint8), "Q4_0", 0, FormatError, "at least one block"),
+        (np.zeros((2, 68), np.uint8), "I8", 68, TypeNotSupported, "no decoder for I8"),
+    ],
+)
+def test_refusals_of_dequantize(data: np.ndarray, name: str, n: int, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        dequantize(data, name, n)
+
+
+def test_importing_quantkit_does_not_load_the_compiler() -> None:
+    code = "import sys, quantkit, quantkit.kernels; sys.exit('numba' in sys.modules or 'llvmlite' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,332 @@
+"""The verb: what is written, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from models import llama_fields, llama_tensors, tensor_bytes, write_model
+
+from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError, TypeNotSupported
+from quantkit.formats.gguf import open_gguf
+from quantkit.pipeline import run as run_module
+from quantkit.pipeline import work
+from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("llama") / "llama.gguf", llama_tensors())
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(("threads", "piece", "job"), [(1, 1 << 17, 1 << 20), (2, 300, 1000), (5, 256, 256)])
+def test_the_bytes_do_not_depend_on_threads_or_memory(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, piece: int, job: int
+) -> None:
+    whole = tmp_path / "whole.gguf"
+    quantize(llama, whole, "Q4_K_M", threads=1)
+    monkeypatch.setattr(work, "PIECE", piece)
+    monkeypatch.setattr(work, "JOB", job)
+    cut = tmp_path / "cut.gguf"
+    quantize(llama, cut, "Q4_K_M", threads=threads)
+    assert sha256(whole) == sha256(cut)
+
+
+def test_the_plan_is_the_file(llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.gguf"
+    plan = plan_quantize(llama, out, "Q5_K_M")
+    assert not out.exists()
+    quantize(llama, out, "Q5_K_M")
+    assert out.stat().st_size == plan.nbytes
+    assert out.read_bytes()[: len(plan.shards[0].layout.header)] == plan.shards[0].layout.header
+    with open_gguf(out) as file:
+        assert {t.name: (t.type, t.offset) for t in file.tensors.values()} == {
+            t.name: (t.type, t.offset) for t in plan.tensors
+        }
+
+
+def test_nothing_but_the_output_is_left(llama: Path, tmp_path: Path) -> None:
+    quantize(llama, tmp_path / "o.gguf", "Q8_0")
+    assert [p.name for p in tmp_path.iterdir()] == ["o.gguf"]
+
+
+def test_measured_error_is_the_decoded_difference(llama: Path, tmp_path: Path) -> None:
+    from quantkit.kernels import dequantize
+
+    out = tmp_path / "o.gguf"
+    result = quantize(llama, out, "Q4_0", QuantizeOptions(pure=True), measure_error=True)
+    with open_gguf(llama) as a, open_gguf(out) as b:
+        x = a.data("blk.0.ffn_up.weight").view(np.float16).astype(np.float64).reshape(512, 256)
+        y = dequantize(b.data("blk.0.ffn_up.weight").reshape(512, -1), b.tensors["blk.0.ffn_up.weight"].type, 256)
+    sums = result.run.sums["blk.0.ffn_up.weight"]
+    assert sums.square == pytest.approx((x**2).sum(), rel=1e-12)
+    assert sums.error == pytest.approx(((x - y) ** 2).sum(), rel=1e-12)
+    assert sums.weighted_error == sums.error
+
+
+# ---------------------------------------------------------------- shards
+
+
+def test_shards_hold_the_same_bytes(llama: Path, tmp_path: Path) -> None:
+    quantize(llama, tmp_path / "one.gguf", "Q4_0")
+    result = quantize(llama, tmp_path / "many.gguf", "Q4_0", QuantizeOptions(split_max_size=60_000))
+    assert len(result.paths) > 3
+    assert result.paths[0].name == f"many-00001-of-{len(result.paths):05d}.gguf"
+    assert tensor_bytes(result.paths[1]) == tensor_bytes(tmp_path / "one.gguf")
+    for path in result.paths:
+        with open_gguf(path, header_only=True) as file:
+            assert file.get("split.count") == len(result.paths)
+
+
+def test_keep_split_keeps_the_shards(llama: Path, tmp_path: Path) -> None:
+    split = quantize(llama, tmp_path / "src.gguf", "COPY", QuantizeOptions(split_max_size=300_000))
+    result = quantize(split.paths[0], tmp_path / "kept.gguf", "Q8_0", QuantizeOptions(keep_split=True))
+    assert len(result.paths) == len(split.paths)
+    with open_gguf(split.paths[0]) as a, open_gguf(result.paths[0]) as b:
+        assert {t.name: t.shard for t in a.tensors.values()} == {t.name: t.shard for t in b.tensors.values()}
+    merged = quantize(split.paths[1], tmp_path / "merged.gguf", "Q8_0")
+    assert tensor_bytes(merged.paths[0]) == tensor_bytes(result.paths[0])
+    with open_gguf(merged.paths[0]) as file:
+        assert file.get("split.count") is None
+
+
+# ---------------------------------------------------------------- metadata
+
+
+def test_metadata(llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.gguf"
+    quantize(llama, out, "IQ4_XS", QuantizeOptions(override_kv=("general.name=str:Mine",)))
+    with open_gguf(out) as file:
+        assert file.get("general.file_type") == 30
+        assert file.get("general.quantization_version") == 2
+        assert file.get("general.name") == "Mine"
+        assert file.get("quantkit.quantize.recipe").startswith("IQ4_XS\n--override-kv")
+        assert len(file.get("quantkit.quantize.source.sha256")) == 64
+
+
+def test_pruned_layers_are_gone_and_counted(tmp_path: Path) -> None:
+    fields = llama_fields(layers=4, llama__attention__head_count_kv=[1, 2, 3, 4])
+    source = write_model(tmp_path / "s.gguf", llama_tensors(layers=4), fields)
+    out = tmp_path / "o.gguf"
+    quantize(source, out, "COPY", QuantizeOptions(prune_layers=(1,)))
+    before, after = tensor_bytes(source), tensor_bytes(out)
+    assert after["blk.1.attn_q.weight"] == before["blk.2.attn_q.weight"]
+    assert len(after) == len(before) - 8
+    with open_gguf(out) as file:
+        assert file.get("llama.block_count") == 3
+        assert file.get("llama.attention.head_count_kv") == [1, 3, 4]
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def refused(error: type[QuantkitError], match: str, *args: Any, **kwargs: Any) -> None:
+    with pytest.raises(error, match=match):
+        quantize(*args, **kwargs)
+
+
+def test_outputs_that_would_destroy_something_are_refused(llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.gguf"
+    out.write_bytes(b"precious")
+    refused(ResourceError, "exists", llama, out, "Q8_0")
+    refused(ResourceError, "is the input itself", llama, llama, "Q8_0")
+    (tmp_path / "link.gguf").symlink_to(llama)
+    refused(ResourceError, "is the input itself", llama, tmp_path / "link.gguf", "Q8_0", overwrite=True)
+    refused(ResourceError, "is no directory", llama, tmp_path / "none" / "o.gguf", "Q8_0")
+    refused(ResourceError, "is a directory", llama, tmp_path, "Q8_0")
+    assert out.read_bytes() == b"precious"
+    quantize(llama, out, "Q8_0", overwrite=True)
+    assert out.read_bytes()[:4] == b"GGUF"
+
+
+def test_a_full_disk_is_noticed_first(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module.shutil, "disk_usage", lambda _: type("U", (), {"free": 1000})())
+    refused(ResourceError, "are needed and 1000 B are free", llama, tmp_path / "o.gguf", "Q8_0")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_little_memory_is_said(llama: Path, tmp_path: Path) -> None:
+    refused(ResourceError, "too small for 2 threads", llama, tmp_path / "o.gguf", "Q8_0", threads=2, max_ram=1000)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("type_name", ["Q4_K_M", "COPY", "F32"])
+def test_a_value_that_is_not_finite_is_located(tmp_path: Path, value: float, type_name: str) -> None:
+    source = write_model(tmp_path / "s.gguf", llama_tensors())
+    with open_gguf(source) as file:
+        at = file.tensors["blk.1.ffn_up.weight"].offset + (77 * 256 + 5) * 2
+    with source.open("r+b") as raw:
+        raw.seek(at)
+        raw.write(np.float16(value).tobytes())
+    refused(FormatError, r"blk\.1\.ffn_up\.weight, row 77", source, tmp_path / "o.gguf", type_name)
+    assert [p.name for p in tmp_path.iterdir()] == ["s.gguf"]
+
+
+def test_a_source_that_shrinks_is_noticed(llama: Path, tmp_path: Path) -> None:
+    source = tmp_path / "s.gguf"
+    source.write_bytes(llama.read_bytes())
+    plan = plan_quantize(source, tmp_path / "o.gguf", "Q8_0")
+    with source.open("r+b") as raw:
+        raw.truncate(source.stat().st_size - 5000)
+    with pytest.raises(FormatError, match="truncated"):
+        run_module.run_plan(plan, threads=2, max_ram=1 << 28)
+    assert [p.name for p in tmp_path.iterdir()] == ["s.gguf"]
+
+
+def test_requests_that_make_no_sense_are_refused(llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.gguf"
+    refused(TypeNotSupported, "Q4_K_X", llama, out, "Q4_K_X")
+    refused(TypeNotSupported, "no encoder for IQ4_KS", llama, out, "IQ4_KS")
+    refused(RecipeError, "include-weights", llama, out, "Q8_0", QuantizeOptions(include_weights=("x",)))
+    refused(RecipeError, "no --imatrix was given", llama, out, "IQ2_XXS")
+    quantize(llama, out, "Q8_0")
+    refused(TypeNotSupported, "allow-requantize", out, tmp_path / "p.gguf", "Q4_K_M")
+    assert not (tmp_path / "p.gguf").exists()
+
+
+# ---------------------------------------------------------------- interruption
+
+
+class StopAfter:
+    """An observer that interrupts the run after some tensors."""
+
+    def __init__(self, tensors: int) -> None:
+        self.left, self.reused = tensors, 0
+
+    def resumed(self, tensors: int, nbytes: int) -> None:
+        self.reused = tensors
+
+    def wrote(self, nbytes: int) -> None:
+        pass
+
+    def finished(self, tensor: work.PlannedTensor) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+def interrupted(source: Path, out: Path, tensors: int) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        quantize(source, out, "Q4_K_M", threads=1, observer=StopAfter(tensors))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("tensors", [1, 5, 16])
+def test_an_interrupted_run_goes_on(llama: Path, tmp_path: Path, tensors: int) -> None:
+    quantize(llama, tmp_path / "whole.gguf", "Q4_K_M")
+    out = tmp_path / "o.gguf"
+    interrupted(llama, out, tensors)
+    observer = StopAfter(0)
+    result = quantize(llama, out, "Q4_K_M", resume=True, observer=observer)
+    assert result.run.resumed == observer.reused
+    assert observer.reused >= tensors - 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["o.gguf", "whole.gguf"]
+    assert tensor_bytes(out) == tensor_bytes(tmp_path / "whole.gguf")
+    assert sha256(out) == sha256(tmp_path / "whole.gguf")
+
+
+def test_damaged_bytes_are_made_again(llama: Path, tmp_path: Path) -> None:
+    quantize(llama, tmp_path / "whole.gguf", "Q4_K_M")
+    out = tmp_path / "o.gguf"
+    interrupted(llama, out, 8)
+    plan = plan_quantize(llama, out, "Q4_K_M")
+    with run_module.part_path(out).open("r+b") as raw:
+        raw.seek(plan.tensors[0].offset)
+        raw.write(b"\xaa" * 16)
+    quantize(llama, out, "Q4_K_M", resume=True)
+    assert sha256(out) == sha256(tmp_path / "whole.gguf")
+
+
+def test_a_torn_journal_line_is_ignored(llama: Path, tmp_path: Path) -> None:
+    quantize(llama, tmp_path / "whole.gguf", "Q4_K_M")
+    out = tmp_path / "o.gguf"
+    interrupted(llama, out, 8)
+    journal = run_module.journal_path(out)
+    journal.write_bytes(journal.read_bytes()[:-7])
+    quantize(llama, out, "Q4_K_M", resume=True)
+    assert sha256(out) == sha256(tmp_path / "whole.gguf")
+
+
+def test_other_work_is_not_resumed(llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.gguf"
+    interrupted(llama, out, 3)
+    refused(ResourceError, "--resume goes on with it", llama, out, "Q4_K_M")
+    refused(ResourceError, "is of other work", llama, out, "Q5_K_M", resume=True)
+    quantize(llama, out, "Q5_K_M", overwrite=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["o.gguf"]
+
+
+def test_resume_without_an_earlier_run_just_runs(llama: Path, tmp_path: Path) -> None:
+    assert quantize(llama, tmp_path / "o.gguf", "Q8_0", resume=True).run.resumed == 0
+
+
+def test_two_runs_do_not_share_an_output(llama: Path, tmp_path: Path) -> None:
+    from quantkit.pipeline.journal import Journal
+
+    out = tmp_path / "o.gguf"
+    with Journal(run_module.journal_path(out), "x"):
+        refused(ResourceError, "another run", llama, out, "Q8_0", overwrite=True)
+
+
+# ---------------------------------------------------------------- parity with the programs
+
+CASES = [
+    (t, imatrix)
+    for t in ("Q4_K_M", "Q8_0", "IQ4_XS", "Q2_K", "Q3_K_M", "Q6_K", "MXFP4_MOE")
+    for imatrix in (False, True)
+]
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize(("type_name", "imatrix"), CASES)
+def test_whole_files_equal_llama_quantize(
+    llama_bin: Path, data: Path, tiny_moe: Path, tmp_path: Path, type_name: str, imatrix: bool
+) -> None:
+    flags = ["--imatrix", str(data / "tiny-moe-imatrix.gguf")] if imatrix else []
+    theirs, ours = tmp_path / "theirs.gguf", tmp_path / "ours.gguf"
+    subprocess.run(
+        [llama_bin / "llama-quantize", *flags, tiny_moe, theirs, type_name, "2"], check=True, capture_output=True
+    )
+    options = QuantizeOptions(imatrix=data / "tiny-moe-imatrix.gguf" if imatrix else None, no_provenance=True)
+    quantize(tiny_moe, ours, type_name, options)
+    assert tensor_bytes(ours) == tensor_bytes(theirs)
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("type_name", ["Q4_K_M", "Q8_0"])
+def test_a_quantized_source_equals_llama_quantize(
+    llama_bin: Path, smollm2: Path, tmp_path: Path, type_name: str
+) -> None:
+    theirs, ours = tmp_path / "theirs.gguf", tmp_path / "ours.gguf"
+    command = [llama_bin / "llama-quantize", "--allow-requantize", smollm2, theirs, type_name, "2"]
+    subprocess.run(command, check=True, capture_output=True)
+    quantize(smollm2, ours, type_name, QuantizeOptions(allow_requantize=True, no_provenance=True))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def _ik(ik_bin: Path, *args: object) -> None:
+    libraries = [ik_bin.parent / "lib", ik_bin.parent.parent / "ik_llama_cpp_python.libs"]
+    env = {"LD_LIBRARY_PATH": ":".join(map(str, libraries)), "PATH": "/usr/bin:/bin"}
+    subprocess.run([ik_bin / "llama-quantize", *args], check=True, capture_output=True, env=env)
+
+
+@pytest.mark.peer
+def test_the_router_equals_ik_llama_quantize(ik_bin: Path, tiny_moe: Path, tmp_path: Path) -> None:
+    theirs, ours, without = (tmp_path / f"{n}.gguf" for n in ("theirs", "ours", "without"))
+    _ik(ik_bin, "--ffn-gate-inp-type", "q8_0", tiny_moe, theirs, "Q8_0", "2")
+    quantize(tiny_moe, ours, "Q8_0", QuantizeOptions(ffn_gate_inp_type="q8_0"))
+    quantize(tiny_moe, without, "Q8_0")
+    a, b, c = tensor_bytes(ours), tensor_bytes(theirs), tensor_bytes(without)
+    routers = [name for name in a if name.endswith("ffn_gate_inp.weight")]
+    assert len(routers) == 4
+    assert all(a[name] == b[name] and a[name][0] == "Q8_0" for name in routers)
+    assert {n: v for n, v in a.items() if n not in routers} == {n: v for n, v in c.items() if n not in routers}

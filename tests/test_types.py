@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import gguf
+import pytest
+
+from quantkit.errors import TypeNotSupported
+from quantkit.types import BY_ID, BY_NAME, REMOVED_IDS, TYPES, TensorType, type_by_id, type_by_name
+
+#: Types of the PyPI gguf enum, an independent copy of sizes (Q8_K is refused; its Q8_1 of 40 bytes is long gone).
+GGUF = [t for t in gguf.GGMLQuantizationType if t.value in BY_ID and t.name not in ("Q8_K", "Q8_1")]
+
+
+def test_ids_and_names_are_unique() -> None:
+    assert len(BY_ID) == len(BY_NAME) == len(TYPES) == 96
+    assert [t.id for t in TYPES] == sorted(BY_ID)
+
+
+@pytest.mark.parametrize("theirs", GGUF, ids=lambda t: t.name)
+def test_sizes_are_those_of_gguf(theirs: gguf.GGMLQuantizationType) -> None:
+    ours = BY_ID[theirs.value]
+    assert ours.name == theirs.name
+    assert (ours.block, ours.block_bytes) == gguf.GGML_QUANT_SIZES[theirs]
+
+
+@pytest.mark.parametrize("t", TYPES, ids=str)
+def test_names_are_found_in_any_case(t: TensorType) -> None:
+    assert type_by_name(t.name.lower()) is type_by_name(t.ggml_name) is t
+
+
+@pytest.mark.parametrize("t", TYPES, ids=str)
+def test_rows_are_what_the_columns_say(t: TensorType) -> None:
+    n = 4 * t.block
+    assert t.row_bytes(n) == t.row_header + 4 * t.block_bytes
+    tail = 32 if t.name == "I2_S" else 0
+    assert t.tensor_bytes((n, 3 * t.interleave, 2)) == 6 * t.interleave * t.row_bytes(n) + tail
+    assert t.imatrix in ("ignored", "used", "required")
+    assert t.trees in ("both", "mainline", "ik")
+
+
+@pytest.mark.parametrize("type_id", [-1, 15, 38, 43, 96, 200, 1 << 31, *REMOVED_IDS])
+def test_other_ids_are_refused(type_id: int) -> None:
+    with pytest.raises(TypeNotSupported):
+        type_by_id(type_id)
+
+
+def test_what_does_not_divide_is_refused() -> None:
+    with pytest.raises(TypeNotSupported, match="packs 256 values"):
+        BY_NAME["Q4_K"].row_bytes(100)
+    with pytest.raises(TypeNotSupported, match="weaves 4 rows"):
+        BY_NAME["Q4_K_R4"].tensor_bytes((256, 6))
+
+
+def test_an_unknown_name_gets_a_hint() -> None:
+    with pytest.raises(TypeNotSupported, match="did you mean Q4_K"):
+        type_by_name("Q4K")
