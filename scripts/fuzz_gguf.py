@@ -124,6 +124,7 @@ def on_alarm(signum: int, frame: FrameType | None) -> None:
 def run_one(path: Path, data: bytes, limit: float, watch: bool) -> tuple[str, str]:
     """Run one case; return its outcome and, for a failure, why."""
     path.write_bytes(data)
+    signal.signal(signal.SIGALRM, on_alarm)
     signal.setitimer(signal.ITIMER_REAL, limit)
     try:
         if not watch:
@@ -139,31 +140,38 @@ def run_one(path: Path, data: bytes, limit: float, watch: bool) -> tuple[str, st
         tracemalloc.stop()
 
 
+def cap_memory(memory_mb: int) -> None:
+    """Let the address space grow by ``memory_mb`` from here; beyond it Python raises MemoryError."""
+    with open("/proc/self/statm") as f:
+        now = int(f.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + (memory_mb << 20),) * 2)
+
+
 def mutations(count: int, seed: int, limit: float, memory_mb: int, keep: Path) -> int:
-    """Run ``count`` mutated files; print totals; return the number of failures."""
+    """Run ``count`` mutated files, or as many as until Ctrl-C; print totals; return the number of failures."""
     rng, starts, totals, slowest = random.Random(seed), seeds(), Counter[str](), 0.0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "case.gguf"
-        run_one(path, starts[0], limit, True)
-        with open("/proc/self/statm") as f:
-            now = int(f.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (now + (memory_mb << 20),) * 2)
-        signal.signal(signal.SIGALRM, on_alarm)
+        run_one(path, starts[0], 60.0, True)  # imports everything before the cap
+        cap_memory(memory_mb)
         began = time.perf_counter()
-        for i in range(count):
-            data = mutate(rng.choice(starts), rng)
-            start = time.perf_counter()
-            outcome, why = run_one(path, data, limit, i % SAMPLE == 0)
-            slowest = max(slowest, time.perf_counter() - start)
-            totals[outcome] += 1
-            if why:
-                keep.mkdir(parents=True, exist_ok=True)
-                (keep / f"seed{seed}-case{i}.gguf").write_bytes(data)
-                print(f"case {i}: {why}", file=sys.stderr)
-    seconds = time.perf_counter() - began
+        try:
+            for i in range(count):
+                data = mutate(rng.choice(starts), rng)
+                start = time.perf_counter()
+                outcome, why = run_one(path, data, limit, i % SAMPLE == 0)
+                slowest = max(slowest, time.perf_counter() - start)
+                totals[outcome] += 1
+                if why:
+                    keep.mkdir(parents=True, exist_ok=True)
+                    (keep / f"seed{seed}-case{i}.gguf").write_bytes(data)
+                    print(f"case {i}: {why}", file=sys.stderr)
+        except KeyboardInterrupt:
+            print("stopped early: ", end="")
+    done, seconds = totals.total(), time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{count} mutated headers, seed {seed}: {totals['opened']} opened, {totals['refused']} refused, ", end="")
-    print(f"{totals['failed']} failures; {count / seconds:.0f}/s, slowest {slowest * 1000:.1f} ms, ", end="")
+    print(f"{done} mutated headers, seed {seed}: {totals['opened']} opened, {totals['refused']} refused, ", end="")
+    print(f"{totals['failed']} failures; {done / seconds:.0f}/s, slowest {slowest * 1000:.1f} ms, ", end="")
     print(f"peak RSS {peak:.0f} MiB under a cap of {memory_mb} MiB above the start")
     return totals["failed"]
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from processes import machine, make_moe, quantkit, run, sha256, work_folder
+from processes import Outcome, machine, make_moe, quantkit, run, sha256, work_folder
 
 #: Kills of one trial at most: the first, and those of resumes.
 MAX_KILLS = 3
@@ -65,7 +67,8 @@ def kill_after(delay: float) -> Callable[[subprocess.Popen[bytes]], None]:
 
     def watch(process: subprocess.Popen[bytes]) -> None:
         time.sleep(delay)
-        process.kill()
+        # Not process.kill(), which would wait for a process that has ended, and so hide its usage from run().
+        os.kill(process.pid, signal.SIGKILL)
 
     return watch
 
@@ -80,7 +83,8 @@ def trial(case: Case, rng: random.Random, again: float) -> Trial:
         outcome = run([*case.command, *arguments], watch=kill_after(delay))
         if outcome.returncode == 0:
             if done.delays:
-                break
+                check(case, done, outcome)
+                return done
             case.clear()
             continue
         if outcome.returncode != -9:
@@ -88,20 +92,19 @@ def trial(case: Case, rng: random.Random, again: float) -> Trial:
             return done
         done.delays.append(delay)
         arguments = ["--resume"]
-    finish(case, done)
+    if case.output.exists() and not case.journal.exists():
+        check(case, done, None)  # killed between its last step and its end: nothing is left to resume
+    else:
+        check(case, done, run([*case.command, "--resume"]))
     return done
 
 
-def finish(case: Case, done: Trial) -> None:
-    """Resume to the end and compare."""
-    if case.output.exists() and not case.journal.exists():
-        done.reused = case.tensors  # killed between the last rename and the end
-    else:
-        outcome = run([*case.command, "--resume"])
-        if outcome.returncode != 0:
-            done.wrong = f"the resume ended with {outcome.returncode}: {outcome.stderr.strip()[-500:]}"
-            return
-        done.reused = json.loads(outcome.stdout)["resumed_tensors"]
+def check(case: Case, done: Trial, resume: Outcome | None) -> None:
+    """Compare what the last resume left with what there must be."""
+    if resume is not None and resume.returncode != 0:
+        done.wrong = f"the resume ended with {resume.returncode}: {resume.stderr.strip()[-500:]}"
+        return
+    done.reused = case.tensors if resume is None else json.loads(resume.stdout)["resumed_tensors"]
     found = sha256(case.output)
     if found != case.sha256:
         done.wrong = f"SHA-256 {found}, not {case.sha256}"
@@ -139,14 +142,19 @@ def main() -> None:
         # 16 experts, so that many tensors of moderate size can be found done or not done.
         model = options.model or make_moe(folder / "model.gguf", "--size", options.size, "--experts", "16")
         case = reference(model, folder / "killed.gguf", options)
-        print(f"{machine()}\nreference: {case.seconds:.2f} s, {case.tensors} tensors, SHA-256 {case.sha256}", flush=True)
+        print(
+            f"{machine()}\nreference: {case.seconds:.2f} s, {case.tensors} tensors, SHA-256 {case.sha256}", flush=True
+        )
         trials = []
         for number in range(1, options.trials + 1):
             done = trial(case, rng, options.again)
             trials.append(done)
             delays = ", ".join(f"{delay:.2f} s" for delay in done.delays)
             verdict = f"WRONG: {done.wrong}" if done.wrong else "same bytes"
-            print(f"{number:4d}  killed after {delays}; reused {done.reused}/{case.tensors} tensors; {verdict}", flush=True)
+            print(
+                f"{number:4d}  killed after {delays}; reused {done.reused}/{case.tensors} tensors; {verdict}",
+                flush=True,
+            )
         case.clear()
     wrong = sum(bool(t.wrong) for t in trials)
     kills = sum(len(t.delays) for t in trials)

@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +211,7 @@ def fill(fd: int, work: Iterator[Chunk], seed: int, threads: int) -> None:
                 chunk = pending.pop()
             except IndexError:
                 return
-            data = memoryview(weights(chunk, seed).view(np.uint8)).cast("B")
+            data = weights(chunk, seed).tobytes()
             done = 0
             while done < len(data):
                 done += os.pwrite(fd, data[done:], chunk.offset + done)
@@ -249,7 +249,9 @@ def parser() -> argparse.ArgumentParser:
     for name in ("layers", "experts", "used", "embd", "ff", "heads", "kv", "head-dim"):
         default = getattr(Model, name.replace("-", "_"))
         p.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"(default: {default})")
-    p.add_argument("--tokenizer", type=Path, default=TOKENIZER, metavar="GGUF", help="copy this one (default: tiny-moe's)")
+    p.add_argument(
+        "--tokenizer", type=Path, default=TOKENIZER, metavar="GGUF", help="copy this one (default: tiny-moe's)"
+    )
     p.add_argument("--vocab", type=int, metavar="N", help="no tokenizer, and embeddings of N tokens")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--threads", type=int, default=available_cpus())
@@ -265,9 +267,10 @@ def model_of(options: argparse.Namespace, vocab: int) -> Model:
         if value < 1:
             sys.exit(f"make_moe: --{name.replace('_', '-')} must be at least 1, not {value}")
     model = Model(**sizes, vocab=vocab)
-    if options.size is None:
-        return model
-    return Model(**{**sizes, "layers": model.layers_for(parse_size(options.size), BY_NAME[options.type.upper()])}, vocab=vocab)
+    if options.size is not None:
+        layers = model.layers_for(parse_size(options.size), BY_NAME[options.type.upper()])
+        model = replace(model, layers=layers)
+    return model
 
 
 def main(argv: Sequence[str] | None = None) -> None:

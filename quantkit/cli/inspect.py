@@ -89,7 +89,7 @@ def _lines(found: Inspection) -> Iterator[tuple[str, str]]:
         yield "up and gate experts", f"merged in {found.merged_layers} layers{others}"
     total = found.total
     some = "" if total.tensors == found.n_tensors else f" of {found.n_tensors}"
-    active = "" if found.active_values is None else f"; the model has {format_count(found.active_values)} active per token"
+    active = "" if found.active_values is None else f"; {format_count(found.active_values)} of the model active per token"
     what = "weights" if found.architecture else "values"
     yield what, f"{format_count(total.values)} in {total.tensors}{some} tensors{active}"
     yield "tensor data", f"{format_size(total.nbytes)}, {total.bpw:.3f} bits per weight"
@@ -191,9 +191,7 @@ def _as_dict(found: Inspection, metadata: str, no_tensors: bool) -> dict[str, An
         "name": found.name or None,
         "file_type": found.file_type,
         "file_type_name": found.file_type_name or None,
-        "facts": {
-            f.key: [[jsonone_line(v), n] for v, n in f.counts] if f.counts else jsonone_line(f.value) for f in found.facts
-        },
+        "facts": {f.key: json_value(f.counts or f.value) for f in found.facts},
         "merged_layers": found.merged_layers,
         "unmerged_layers": found.unmerged_layers,
         "model_tensors": found.n_tensors,
@@ -205,7 +203,7 @@ def _as_dict(found: Inspection, metadata: str, no_tensors: bool) -> dict[str, An
             r.name: {"loads": r.loads, "unknown_types": list(r.unknown_types), "long_names": list(r.long_names)}
             for r in found.runtimes
         },
-        "provenance": {key: jsonone_line(value) for key, value in found.provenance},
+        "provenance": {key: json_value(value) for key, value in found.provenance},
     }
     if metadata != "none":
         result["metadata"] = [_field_dict(f, full=metadata == "full") for f in found.fields]
@@ -240,4 +238,4 @@ def _field_dict(item: Field, *, full: bool) -> dict[str, Any]:
     if item.item_type is not None:
         entry |= {"item_type": item.item_type.name, "count": item.count}
     cut = item.item_type is not None and item.count > _ITEMS and not full
-    return {**entry, "value": jsonone_line(first_items(item, _ITEMS) if cut else item.value), "cut": cut}
+    return {**entry, "value": json_value(first_items(item, _ITEMS) if cut else item.value), "cut": cut}

@@ -76,7 +76,7 @@ def _totals(plan: Plan) -> str:
     before = 8 * source / max(1, plan.n_values)
     return (
         f"{format_count(plan.n_values)} weights in {len(plan.tensors)} tensors: {mix}\n"
-        f"{format_size(source)} ({before:.2f} bits per weight) -> {format_size(target)} ({plan.bpw:.2f} bits per weight)"
+        f"{format_size(source)} ({before:.2f} bits per weight) -> {format_size(target)} ({plan.bpw:.2f})"
     )
 
 

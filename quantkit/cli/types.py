@@ -28,10 +28,8 @@ a type for weights can be TYPE as well, without a mixture."""
 
 
 @click.command("types", cls=GroupedCommand)
-@option("--presets", group=_WHAT, is_flag=True, help="Also list the presets: the names TYPE may be, with their mixtures.")
-@option(
-    "--tree", group=_WHAT, type=click.Choice(["mainline", "ik"]), help="Only what llama.cpp (mainline) or ik_llama.cpp knows."
-)
+@option("--presets", group=_WHAT, is_flag=True, help="Also list the presets: names TYPE may be, with their mixtures.")
+@option("--tree", group=_WHAT, type=click.Choice(["mainline", "ik"]), help="Only what llama.cpp, or ik_llama.cpp, knows.")
 @option("--json", "as_json", group=_OUT, is_flag=True, help="Print the tables as JSON.")
 def command(presets: bool, tree: str | None, as_json: bool) -> None:
     """List all tensor types of llama.cpp and ik_llama.cpp, and with --presets all presets."""
@@ -78,7 +76,7 @@ def _type_table(types: list[TensorType]) -> str:
         (
             t.id,
             t.name,
-            f"{t.bpw:.4g}",
+            f"{t.bpw:g}",
             t.block,
             t.block_bytes,
             t.row_header or "",
@@ -93,7 +91,7 @@ def _type_table(types: list[TensorType]) -> str:
         for t in types
     ]
     text = table([*header, "encoder", "decoder"], rows, left=(1, 7, 8, 9, 10, 11, 12))
-    return f"{text}\n\n{len(types)} types. {_TYPES_LEGEND}"
+    return f"{text}\n\n{len(types)} types.\n{_TYPES_LEGEND}"
 
 
 def _preset_table(presets: list[Preset]) -> str:

@@ -121,7 +121,8 @@ def decode_q3_k(blocks: Bytes) -> Floats:
 
     q has its third bit in hmask. The 16 scales: low halves in 8 bytes of two planes, 2 high bits in 4 of four planes.
     """
-    q = _planes(blocks[:, 32:96].reshape(-1, 2, 32), 2).reshape(-1, 256) | (_planes(blocks[:, :32], 1).reshape(-1, 256) << 2)
+    low, high = _planes(blocks[:, 32:96].reshape(-1, 2, 32), 2), _planes(blocks[:, :32], 1)
+    q = low.reshape(-1, 256) | (high.reshape(-1, 256) << 2)
     s = _planes(blocks[:, 96:104], 4).reshape(-1, 16) | (_planes(blocks[:, 104:108], 2).reshape(-1, 16) << 4)
     return _values(q.astype(np.int8) - 4, _f16(blocks, 108) * (s.astype(np.float32) - 32))
 
@@ -150,7 +151,7 @@ def decode_q5_k(blocks: Bytes) -> Floats:
 
 
 def decode_q6_k(blocks: Bytes) -> Floats:
-    """ql 128 (2 x 64 in two planes), qh 64 (2 x 32 in four planes), scales 16 int8, d f16: d * s * (q - 32), s per 16."""
+    """ql 128 (2 x 64 in two planes), qh 64 (2 x 32 in four), scales 16 int8, d f16: d * s * (q - 32), s per 16."""
     low = _planes(blocks[:, :128].reshape(-1, 2, 64), 4).reshape(-1, 256)
     high = _planes(blocks[:, 128:192].reshape(-1, 2, 32), 2).reshape(-1, 256)
     s = blocks[:, 192:208].view(np.int8).astype(np.float32)

@@ -7,7 +7,7 @@ name           dtype   shape      meaning
 ============== ======= ========== ==================================================================
 kvalues_iq4nl  int8    [16]       IQ4_NL, IQ4_XS: the level of each 4-bit index
 kvalues_fp4    int8    [16]       MXFP4, NVFP4: twice the E2M1 value of each 4-bit code
-ksigns         uint8   [128]      IQ2_XXS, IQ2_XS, IQ3_XXS: 7 stored signs, the 8th (bit 7) makes an even number of minuses
+ksigns         uint8   [128]      IQ2_XXS, IQ2_XS, IQ3_XXS: 7 signs; the 8th (bit 7) makes the minuses even
 iq1s_grid      int8    [2048, 8]  IQ1_S, IQ1_M: 8 values of -1, 0, 1
 iq2xxs_grid    uint8   [256, 8]   8 magnitudes of 8, 25, 43
 iq2xs_grid     uint8   [512, 8]   the same for IQ2_XS

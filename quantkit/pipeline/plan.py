@@ -41,7 +41,7 @@ class PlannedShard:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole output. ``tensors`` are in the order in which they are written, ``notes`` is what the user should know."""
+    """A whole output: ``tensors`` in the order in which they are written, ``notes`` for the user."""
 
     source: GGUFFile
     title: str

@@ -264,7 +264,7 @@ class Worker:
         where = f"row {job.row + row}" + (f" of matrix {job.matrix}" if tensor.found and tensor.found.n_mat > 1 else "")
         return FormatError(
             f"{self.sources[tensor.source.shard]}: tensor {tensor.source.name}, {where}, column {column} is "
-            f"{x[column]}: the source is broken (a bad conversion or download); nothing was written under the final name"
+            f"{x[column]}: the source is broken (a bad conversion or download); no output was made"
         )
 
     def _check(self, job: Job, tensor: PlannedTensor, target: U8) -> None:

@@ -47,9 +47,7 @@ AHEAD = 2048
 
 
 @intrinsic
-def write_values(
-    tyctx: Any, out: Any, byte: Any, l0: Any, l1: Any, l2: Any, l3: Any, scales: Any, mins: Any
-) -> Any:
+def write_values(tyctx: Any, out: Any, byte: Any, l0: Any, l1: Any, l2: Any, l3: Any, scales: Any, mins: Any) -> Any:
     """write_values(out, byte, l0, l1, l2, l3, scales, mins): 256 f32, 16 at a time; mins may be None."""
 
     def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
@@ -115,7 +113,7 @@ def decode_rows_bf16(data: int, stride: int, out: int, out_stride: int, rows: in
         for i in range(0, n - 15, 16):
             store(target, 4 * i, convert(u32x16, load(u16x16, source, 2 * i)) << 16)
         for i in range(n // 16 * 16, n):
-            store_scalar(target, 4 * i, types.uint32(load_scalar(types.uint16, source, 2 * i)) << types.uint32(16))
+            store_scalar(target, 4 * i, types.uint32(load_scalar(types.uint16, source, 2 * i) << 16))
 
 
 DIRECT: dict[str, Kernel] = {"F16": decode_rows_f16, "BF16": decode_rows_bf16}

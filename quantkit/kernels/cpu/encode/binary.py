@@ -31,7 +31,7 @@ F = np.float32
 
 
 @inline
-def _mean_magnitudes(x, xt, target):  # type: ignore[no-untyped-def]
+def _mean_magnitudes(x, xt, target):
     """Write the mean |x| of 16 blocks at address x, each summed in order."""
     total = splat(f32x16, F(0))
     for part in range(8):

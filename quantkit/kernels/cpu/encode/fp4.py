@@ -78,7 +78,7 @@ _zip2_high = make_shuffle2([8 + i // 4 * 2 + i % 2 + 16 * (i // 2 % 2) for i in 
 
 
 @inline
-def _largest_magnitudes(xt, rows):  # type: ignore[no-untyped-def]
+def _largest_magnitudes(xt, rows):
     """Return the largest |x| of every lane."""
     amax = splat(f32x16, F(0))
     for j in range(rows):
@@ -90,7 +90,7 @@ def _largest_magnitudes(xt, rows):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _floats_that_round_up(k):  # type: ignore[no-untyped-def]
+def _floats_that_round_up(k):
     """Return how many floats just below 2^k have log2f equal to k: floor(ln 2 * 2^p), 2^p the power of two in |k|.
 
     ulp(k) / 2 is 2^(p - 24), and log2(2^k - j ulp) lies j * 2^-24 / ln 2 below k. For k > 0 the spacing of floats
@@ -104,7 +104,7 @@ def _floats_that_round_up(k):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _e8m0(amax):  # type: ignore[no-untyped-def]
+def _e8m0(amax):
     """Return the exponent bytes of 16 blocks, as i32 in 0..255."""
     denormal = amax < F(2.0**-126)
     bits = cast(i32x16, select(denormal, amax * F(2.0**24), amax))
@@ -115,12 +115,12 @@ def _e8m0(amax):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _power(exponent):  # type: ignore[no-untyped-def]
+def _power(exponent):
     return cast(f32x16, (exponent + I32(127)) << I32(23))
 
 
 @inline
-def _level_mx(x, root0, root1):  # type: ignore[no-untyped-def]
+def _level_mx(x, root0, root1):
     """Return the level nearest to x * root0 * root1, |x| < 16 after scaling, as i32."""
     v = x * root0 * root1
     bucket = cast(i32x16, (v * F(1 / 1.05) - F(0.5)) + MAGIC)
@@ -129,7 +129,7 @@ def _level_mx(x, root0, root1):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _nibbles_mx(xt, j, root0, root1):  # type: ignore[no-untyped-def]
+def _nibbles_mx(xt, j, root0, root1):
     """Return four bytes of levels per lane: rows j .. j + 3 of [row][16], rows j + 16 .. in the high nibbles."""
     word = splat(i32x16, I32(0))
     for i in range(4):
@@ -140,7 +140,7 @@ def _nibbles_mx(xt, j, root0, root1):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _clip(xt, lanes, limit):  # type: ignore[no-untyped-def]
+def _clip(xt, lanes, limit):
     """Limit |x| of the lanes that are marked."""
     for j in range(32):
         x = load(f32x16, xt, 64 * j)
@@ -148,7 +148,7 @@ def _clip(xt, lanes, limit):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _encode_16_mx(x, out, xt, words, count):  # type: ignore[no-untyped-def]
+def _encode_16_mx(x, out, xt, words, count):
     """Encode 16 blocks at address x; store ``count`` of them."""
     transpose16(x, 0, 128, xt, 0)
     transpose16(x, 64, 128, xt, 1024)
@@ -196,7 +196,7 @@ def encode_mxfp4(
 
 
 @inline
-def _ue4m3(v):  # type: ignore[no-untyped-def]
+def _ue4m3(v):
     """Return 16 floats >= 0 as bytes of 4 exponent and 3 mantissa bits, in i32: halves round up, from 248 on to 448."""
     bits = cast(i32x16, vmin(v, F(448)))
     exponent = (bits >> I32(23)) - I32(120)
@@ -206,20 +206,20 @@ def _ue4m3(v):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _ue4m3_half(u):  # type: ignore[no-untyped-def]
+def _ue4m3_half(u):
     """Return half the value of such bytes."""
     normal = cast(f32x16, (u << I32(20)) + I32(119 << 23))
     return select(u < I32(8), convert(f32x16, u) * F(2.0**-10), normal)
 
 
 @inline
-def _middles(d):  # type: ignore[no-untyped-def]
+def _middles(d):
     """Return the seven middles between magnitudes times d."""
     return d * F(0.5), d * F(1.5), d * F(2.5), d * F(3.5), d * F(5), d * F(7), d * F(10)
 
 
 @inline
-def _level(x, middles):  # type: ignore[no-untyped-def]
+def _level(x, middles):
     """Return the level nearest to x, as i32: bits 2, 1, 0 by halving, bit 3 the sign of all but level 0."""
     m0, m1, m2, m3, m4, m5, m6 = middles
     a, zero = vabs(x), splat(i32x16, I32(0))
@@ -231,7 +231,7 @@ def _level(x, middles):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _nibbles_nv(xt, j, middles):  # type: ignore[no-untyped-def]
+def _nibbles_nv(xt, j, middles):
     """Return four bytes of levels per lane: rows j .. j + 3 of [row][16], rows j + 8 .. in the high nibbles."""
     word = splat(i32x16, I32(0))
     for i in range(4):
@@ -242,7 +242,7 @@ def _nibbles_nv(xt, j, middles):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _search_one_by_one(xt, d, words, lanes):  # type: ignore[no-untyped-def]
+def _search_one_by_one(xt, d, words, lanes):
     """Encode 16 sub-blocks as the reference does, for values whose differences to several magnitudes are equal."""
     for lane in range(lanes):
         for j in range(16):
@@ -258,7 +258,7 @@ def _search_one_by_one(xt, d, words, lanes):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _encode_16_nv(x, out, xt, d, words, count):  # type: ignore[no-untyped-def]
+def _encode_16_nv(x, out, xt, d, words, count):
     """Encode 16 sub-blocks (4 blocks) at address x; store ``count`` blocks."""
     transpose16(x, 0, 64, xt, 0)
     amax = _largest_magnitudes(xt, 16)

@@ -13,13 +13,13 @@ from quantkit.kernels.cpu.simd import load, store, u8x64
 
 
 @inline
-def address(a):  # type: ignore[no-untyped-def]
+def address(a):
     """Return where an array's data lie, as a signed integer: plus an index, it stays an integer."""
     return np.intp(a.ctypes.data)
 
 
 @inline
-def copy(source, target, nbytes):  # type: ignore[no-untyped-def]
+def copy(source, target, nbytes):
     """Copy a multiple of 64 bytes between addresses."""
     for at in range(0, nbytes, 64):
         store(target, at, load(u8x64, source, at))

@@ -68,7 +68,7 @@ _level1 = make_constant(i32x16, _below[16:], "iq4_level1")
 
 
 @inline
-def _nearest_value(v, tenth):  # type: ignore[no-untyped-def]
+def _nearest_value(v, tenth):
     """Return the value nearest to v, |v| <= 150; tenth is v / 10, give or take a few ulp."""
     bucket = cast(i32x16, tenth + MAGIC)
     low = lookup32_f32(_below0(), _below1(), bucket)
@@ -77,7 +77,7 @@ def _nearest_value(v, tenth):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _nearest_level(v):  # type: ignore[no-untyped-def]
+def _nearest_level(v):
     """Return the level nearest to any v, as i32; NaN gives 15, as in the reference."""
     v = vmax(vmin(v, F(130)), F(-130))
     bucket = cast(i32x16, v * _TENTH + MAGIC)
@@ -86,7 +86,7 @@ def _nearest_level(v):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _store_levels(x, at, inverse, out, o):  # type: ignore[no-untyped-def]
+def _store_levels(x, at, inverse, out, o):
     """Round the 32 values at byte ``at`` by 1 / d; store 16 bytes of nibbles."""
     d = splat(f32x16, inverse)
     low, high = _nearest_level(d * load(f32x16, x, at)), _nearest_level(d * load(f32x16, x, at + 64))
@@ -97,7 +97,7 @@ def _store_levels(x, at, inverse, out, o):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _rate(xt, wt, inverse):  # type: ignore[no-untyped-def]
+def _rate(xt, wt, inverse):
     """Return sum(w q x) and sum(w q q) of every lane for q = the values nearest to x * inverse."""
     tenth = inverse * _TENTH
     sumqx, sumq2 = splat(f32x16, F(0)), splat(f32x16, F(0))
@@ -111,7 +111,7 @@ def _rate(xt, wt, inverse):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _search(xt, wt, scales):  # type: ignore[no-untyped-def]
+def _search(xt, wt, scales):
     """Write the scales of 16 sub-blocks, transposed to [32][16] with their weights; 0 where all |x| < 1e-15."""
     zero = splat(f32x16, F(0))
     amax, top = zero, zero
@@ -131,21 +131,21 @@ def _search(xt, wt, scales):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _load_transposed(source, at, target):  # type: ignore[no-untyped-def]
+def _load_transposed(source, at, target):
     """Transpose 16 sub-blocks of 32 to [32][16]."""
     transpose16(source, at, 128, target, 0)
     transpose16(source, at + 64, 128, target, 1024)
 
 
 @inline
-def _square_weights(xt, wt):  # type: ignore[no-untyped-def]
+def _square_weights(xt, wt):
     for j in range(32):
         x = load(f32x16, xt, 64 * j)
         store(wt, 64 * j, x * x)
 
 
 @inline
-def _importance_weights(xt, wt, sigma2):  # type: ignore[no-untyped-def]
+def _importance_weights(xt, wt, sigma2):
     """Turn importances into weights, in place; sigma2 is twice the mean square of each lane's (super-)block."""
     for j in range(32):
         x = load(f32x16, xt, 64 * j)
@@ -153,12 +153,12 @@ def _importance_weights(xt, wt, sigma2):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _inverse_or_zero(d):  # type: ignore[no-untyped-def]
+def _inverse_or_zero(d):
     return select(d != F(0), F(1) / d, F(0))
 
 
 @inline
-def _repeated(weights, n):  # type: ignore[no-untyped-def]
+def _repeated(weights, n):
     """Return the importances, repeated so that any 16 sub-blocks in a row lie side by side; empty if there are none."""
     repeated = np.empty(n + 480 if weights.size else 0, np.float32)
     for i in range(repeated.size):
@@ -170,7 +170,7 @@ def _repeated(weights, n):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _encode_16_nl(x, weights, out, xt, wt, scales, count):  # type: ignore[no-untyped-def]
+def _encode_16_nl(x, weights, out, xt, wt, scales, count):
     """Encode 16 blocks at address x with the importances at address weights (0: none); store ``count`` of them."""
     _load_transposed(x, 0, xt)
     if weights:
@@ -216,7 +216,7 @@ def encode_iq4_nl(
 
 
 @inline
-def _mean_squares(x, xt, target):  # type: ignore[no-untyped-def]
+def _mean_squares(x, xt, target):
     """Write twice the mean square of 16 super-blocks, each summed in order: one lane per super-block."""
     squares = splat(f32x16, F(0))
     for part in range(16):
@@ -228,7 +228,7 @@ def _mean_squares(x, xt, target):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _super_scale(scales, h):  # type: ignore[no-untyped-def]
+def _super_scale(scales, h):
     """Return d of a super-block: the sub-block scale of largest magnitude, the first of equals, becomes -32."""
     largest, top = F(0), F(0)
     for ib in range(8):
@@ -239,7 +239,7 @@ def _super_scale(scales, h):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _store_scales(scales, codes, out, h):  # type: ignore[no-untyped-def]
+def _store_scales(scales, codes, out, h):
     """Round the scales of super-block h to 6 bits: store header and scales, leave 1 / (d * scale) in ``scales``."""
     d = _super_scale(scales, h)
     inverse = F(1) / d if d != F(0) else F(0)
@@ -258,7 +258,7 @@ def _store_scales(scales, codes, out, h):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _encode_2_xs(x, weights, sigma2, out, xt, wt, scales, codes, count):  # type: ignore[no-untyped-def]
+def _encode_2_xs(x, weights, sigma2, out, xt, wt, scales, codes, count):
     """Encode two super-blocks at address x; store ``count`` of them. sigma2 is used with weights only."""
     _load_transposed(x, 0, xt)
     if weights:

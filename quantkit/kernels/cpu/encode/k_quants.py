@@ -109,6 +109,14 @@ def _address(array: Any) -> Any:
 
 
 @inline
+def _extent(x: Any, out: Any, row0: Any, row1: Any) -> Any:
+    """Return super-blocks per row, super-blocks of the rows, and the addresses of the first of x and of out."""
+    blocks = x.shape[1] // 256
+    source = _address(x) + row0 * blocks * _BLOCK_BYTES
+    return blocks, (row1 - row0) * blocks, source, _address(out) + row0 * out.shape[1]
+
+
+@inline
 def _whole_batch(s: Any, x: Any, count: Any) -> Any:
     """Return the address of LANES super-blocks: x itself, or a copy of the last few with zeros behind."""
     if count == LANES:
@@ -182,12 +190,14 @@ def _weigh_by_size(s: Any, n: Any, mean: Any) -> Any:
 
 
 @inline
-def _fit_with_min(
-    s: Any, x: Any, w: Any, weighted: Any, count: Any, n: Any, top: Any, start: Any, delta: Any, steps: Any, factor: Any
-) -> Any:
-    """Search scale and minimum of every sub-block of the batch."""
+def _fit_with_min(s: Any, x: Any, w: Any, weighted: Any, count: Any, n: Any, top: Any, start: Any, steps: Any) -> Any:
+    """Search scale and minimum of every sub-block of the batch.
+
+    ``start`` and ``steps`` are the grid without weights; with them it is -0.9, -0.85, ... 0.9 for all types.
+    """
     if weighted:
-        _store_sigma(s, x, 256 // n, factor)
+        _store_sigma(s, x, 256 // n, 1 if n == 16 else 2)
+    first, delta, last = (F(-0.9), F(0.05), 36) if weighted else (start, F(0.1), steps)
     for group in range((count * (256 // n) + LANES - 1) // LANES):
         _load_group(x, group, n, s, _X)
         if weighted:
@@ -195,16 +205,15 @@ def _fit_with_min(
         else:
             _weigh_by_size(s, n, n == 32)
         scale, low, sum_w, iscale, best_low = fit_with_min(
-            s, _X, _W, _L, n, top, start, delta, steps, n == 16 and not weighted, weighted
+            s, _X, _W, _L, n, top, first, delta, last, n == 16 and not weighted, weighted
         )
         store(s, _SCALE + group * STEP, scale)
         store(s, _LOW + group * STEP, low)
         store(s, _SUM_W + group * STEP, sum_w)
         store(s, _ISCALE + group * STEP, iscale)
         store(s, _BEST_LOW + group * STEP, best_low)
-    _turn(s, _SCALE, _SCALE_T, 256 // n)
-    _turn(s, _LOW, _LOW_T, 256 // n)
-    _turn(s, _SUM_W, _SUM_W_T, 256 // n)
+    for k in range(3):
+        _turn(s, _SCALE + k * _FLAT, _SCALE_T + k * _TURNED, 256 // n)
 
 
 @inline
@@ -230,21 +239,15 @@ def _codes_by_fit(s: Any, values: Any, codes: Any, subs: Any, top: Any) -> Any:
 
 
 @inline
-def _store_half(s: Any, at: Any, scale: Any) -> Any:
-    """Store a scale per super-block as f16; return what f16 left of it."""
-    store_f16(s, at, scale)
-    return load_f16(WIDE, s, at)
-
-
-@inline
 def _quantize_scales(s: Any, weighted: Any, subs: Any, top: Any) -> Any:
-    if weighted:
-        d = _codes_by_fit(s, _SCALE_T, _CODE_T, subs, top)
-        dmin = _codes_by_fit(s, _LOW_T, _LOW_CODE_T, subs, top)
-    else:
-        d = _codes_by_largest(s, _SCALE_T, _CODE_T, subs, top)
-        dmin = _codes_by_largest(s, _LOW_T, _LOW_CODE_T, subs, top)
-    return _store_half(s, _HALF, d), _store_half(s, _HALF_MIN, dmin)
+    """Quantize the scales, then the minima; store the codes and d and dmin."""
+    for k in range(2):
+        values, codes = _SCALE_T + k * _TURNED, _CODE_T + k * _TURNED
+        if weighted:
+            d = _codes_by_fit(s, values, codes, subs, top)
+        else:
+            d = _codes_by_largest(s, values, codes, subs, top)
+        store_f16(s, _HALF + k * 2 * LANES, d)
 
 
 @inline
@@ -269,8 +272,9 @@ def _code(s: Any, at: Any, j: Any) -> Any:
 
 
 @inline
-def _pack_scales_q2(s: Any, d: Any, dmin: Any) -> Any:
+def _pack_scales_q2(s: Any) -> Any:
     """Byte j holds scale j in its low half, minimum j in its high half."""
+    d, dmin = load_f16(WIDE, s, _HALF), load_f16(WIDE, s, _HALF_MIN)
     for j in range(16):
         byte = (_code(s, _CODE_T, j) | (_code(s, _LOW_CODE_T, j) << 4)) & 255
         store(s, _CODE_T + j * STEP, byte)
@@ -282,8 +286,9 @@ def _pack_scales_q2(s: Any, d: Any, dmin: Any) -> Any:
 
 
 @inline
-def _pack_scales_q4(s: Any, d: Any, dmin: Any) -> Any:
+def _pack_scales_q4(s: Any) -> Any:
     """Bytes 0..3: scales 0..3, 4..7: minima 0..3, each with 2 high bits of scale or minimum 4..7; 8..11: their rest."""
+    d, dmin = load_f16(WIDE, s, _HALF), load_f16(WIDE, s, _HALF_MIN)
     for j in range(4):
         scale, low = _code(s, _CODE_T, j + 4), _code(s, _LOW_CODE_T, j + 4)
         a = (_code(s, _CODE_T, j) | ((scale >> 4) << 6)) & 255
@@ -348,30 +353,6 @@ def _write_q45(s: Any, x: Any, out: Any, lane: Any, top: Any, weighted: Any) -> 
 
 
 @inline
-def _encode_q45(x: Any, weights: Any, out: Any, row0: Any, row1: Any, top: Any, start: Any, steps: Any) -> Any:
-    """Encode rows as Q4_K (top 15) or Q5_K (top 31), which differ in little else than the grid of the search."""
-    blocks, size = x.shape[1] // 256, 144 if top == 15 else 176
-    s, repeated = np.empty(_END // 4, np.float32), _periodic(weights)
-    source, target = _address(x) + row0 * blocks * _BLOCK_BYTES, _address(out) + row0 * blocks * size
-    total = (row1 - row0) * blocks
-    for first in range(0, total, LANES):
-        count = min(LANES, total - first)
-        v = _whole_batch(s, source + first * _BLOCK_BYTES, count)
-        if weights.size:
-            w = _address(repeated) + first % blocks * _BLOCK_BYTES
-            _fit_with_min(s, v, w, True, count, 32, top, F(-0.9), F(0.05), 36, 2)
-            d, dmin = _quantize_scales(s, True, 8, 63)
-        else:
-            _fit_with_min(s, v, 0, False, count, 32, top, start, F(0.1), steps, 2)
-            d, dmin = _quantize_scales(s, False, 8, 63)
-        if top == 31 and weights.size:
-            _clamp_codes(s)
-        _pack_scales_q4(s, d, dmin)
-        for b in range(count):
-            _write_q45(s, v + b * _BLOCK_BYTES, target + (first + b) * size, b, top, weights.size > 0)
-
-
-@inline
 def _clamp_codes(s: Any) -> Any:
     """Clamp codes that wrapped around below 0; of ggml's encoders with an importance matrix only Q5_K's does."""
     for j in range(8):
@@ -380,37 +361,52 @@ def _clamp_codes(s: Any) -> Any:
 
 
 @kernel
+def encode_q2_k(x: Floats, weights: Floats, out: Bytes, row0: int, row1: int) -> None:
+    """Encode rows row0..row1 as Q2_K. Source: quantize_row_q2_K_ref, quantize_row_q2_K_impl."""
+    weighted, s, repeated = weights.size > 0, np.empty(_END // 4, np.float32), _periodic(weights)
+    blocks, total, source, target = _extent(x, out, row0, row1)
+    for first in range(0, total, LANES):
+        count = min(LANES, total - first)
+        v = _whole_batch(s, source + first * _BLOCK_BYTES, count)
+        w = _address(repeated) + first % blocks * _BLOCK_BYTES
+        _fit_with_min(s, v, w, weighted, count, 16, 3, F(-0.5), 15)
+        _quantize_scales(s, weighted, 16, 15)
+        _pack_scales_q2(s)
+        for b in range(count):
+            _write_q2(s, v + b * _BLOCK_BYTES, target + (first + b) * 84, b, weighted)
+
+
+@kernel
 def encode_q4_k(x: Floats, weights: Floats, out: Bytes, row0: int, row1: int) -> None:
     """Encode rows row0..row1 as Q4_K. Source: quantize_row_q4_K_ref, quantize_row_q4_K_impl."""
-    _encode_q45(x, weights, out, row0, row1, 15, F(-1), 20)
+    weighted, s, repeated = weights.size > 0, np.empty(_END // 4, np.float32), _periodic(weights)
+    blocks, total, source, target = _extent(x, out, row0, row1)
+    for first in range(0, total, LANES):
+        count = min(LANES, total - first)
+        v = _whole_batch(s, source + first * _BLOCK_BYTES, count)
+        w = _address(repeated) + first % blocks * _BLOCK_BYTES
+        _fit_with_min(s, v, w, weighted, count, 32, 15, F(-1), 20)
+        _quantize_scales(s, weighted, 8, 63)
+        _pack_scales_q4(s)
+        for b in range(count):
+            _write_q45(s, v + b * _BLOCK_BYTES, target + (first + b) * 144, b, 15, weighted)
 
 
 @kernel
 def encode_q5_k(x: Floats, weights: Floats, out: Bytes, row0: int, row1: int) -> None:
     """Encode rows row0..row1 as Q5_K. Source: quantize_row_q5_K_ref, quantize_row_q5_K_impl."""
-    _encode_q45(x, weights, out, row0, row1, 31, F(-0.5), 15)
-
-
-@kernel
-def encode_q2_k(x: Floats, weights: Floats, out: Bytes, row0: int, row1: int) -> None:
-    """Encode rows row0..row1 as Q2_K. Source: quantize_row_q2_K_ref, quantize_row_q2_K_impl."""
-    blocks = x.shape[1] // 256
-    s, repeated = np.empty(_END // 4, np.float32), _periodic(weights)
-    source, target = _address(x) + row0 * blocks * _BLOCK_BYTES, _address(out) + row0 * blocks * 84
-    total = (row1 - row0) * blocks
+    weighted, s, repeated = weights.size > 0, np.empty(_END // 4, np.float32), _periodic(weights)
+    blocks, total, source, target = _extent(x, out, row0, row1)
     for first in range(0, total, LANES):
         count = min(LANES, total - first)
         v = _whole_batch(s, source + first * _BLOCK_BYTES, count)
-        if weights.size:
-            w = _address(repeated) + first % blocks * _BLOCK_BYTES
-            _fit_with_min(s, v, w, True, count, 16, 3, F(-0.9), F(0.05), 36, 1)
-            d, dmin = _quantize_scales(s, True, 16, 15)
-        else:
-            _fit_with_min(s, v, 0, False, count, 16, 3, F(-0.5), F(0.1), 15, 1)
-            d, dmin = _quantize_scales(s, False, 16, 15)
-        _pack_scales_q2(s, d, dmin)
+        w = _address(repeated) + first % blocks * _BLOCK_BYTES
+        _fit_with_min(s, v, w, weighted, count, 32, 31, F(-0.5), 15)
+        _quantize_scales(s, weighted, 8, 63)
+        _clamp_codes(s)
+        _pack_scales_q4(s)
         for b in range(count):
-            _write_q2(s, v + b * _BLOCK_BYTES, target + (first + b) * 84, b, weights.size > 0)
+            _write_q45(s, v + b * _BLOCK_BYTES, target + (first + b) * 176, b, 31, weighted)
 
 
 # ---------------------------------------------------------------- types without a minimum: Q3_K, Q6_K
@@ -419,11 +415,11 @@ def encode_q2_k(x: Floats, weights: Floats, out: Bytes, row0: int, row1: int) ->
 @inline
 def _fit_signed(s: Any, x: Any, w: Any, weighted: Any, count: Any, nmax: Any) -> Any:
     """Search the scale of every sub-block of the batch (make_qx_quants)."""
-    if weighted and nmax == 4:
+    if nmax == 4:
         _store_sigma(s, x, 16, 2)
     for group in range((count * 16 + LANES - 1) // LANES):
         _load_group(x, group, 16, s, _X)
-        if weighted and nmax == 4:
+        if nmax == 4:
             _weigh_by_importance(s, w, group, 16)
             sum_w = splat(WIDE, F(0))
             for i in range(16):
@@ -431,7 +427,11 @@ def _fit_signed(s: Any, x: Any, w: Any, weighted: Any, count: Any, nmax: Any) ->
             store(s, _SUM_W + group * STEP, sum_w)
         elif weighted:
             _load_group(w, group, 16, s, _W)
-        scale, iscale = fit_signed(s, _X, _W, 16, nmax, weighted)
+        else:
+            for i in range(16):
+                v = load(WIDE, s, _X + i * STEP)
+                store(s, _W + i * STEP, v * v)
+        scale, iscale = fit_signed(s, _X, _W, 16, nmax, True)
         store(s, _SCALE + group * STEP, scale)
         store(s, _ISCALE + group * STEP, iscale)
     _turn(s, _SCALE, _SCALE_T, 16)
@@ -480,7 +480,7 @@ def _signed_levels(s: Any, x: Any, j: Any, lane: Any, nmax: Any, descent: Any) -
 
 @inline
 def _scales_q3_by_largest(s: Any) -> Any:
-    """Quantize the scales to 6 bits by the largest; return d."""
+    """Quantize the scales to 6 bits by the largest; store d."""
     largest = _largest_scale(s)
     some = largest != F(0)
     iscale = F(-32) / choose(some, largest, F(1))
@@ -488,23 +488,24 @@ def _scales_q3_by_largest(s: Any) -> Any:
         code = nearest_int(iscale * load(WIDE, s, _SCALE_T + j * STEP))
         code = vmin(vmax((code << 24) >> 24, -32), 31) + 32
         store(s, _CODE_T + j * STEP, choose(some, code, 0))
-    return choose(some, F(1) / iscale, F(0))
+    store_f16(s, _HALF, choose(some, F(1) / iscale, F(0)))
 
 
 @inline
 def _scales_q3_by_fit(s: Any) -> Any:
-    """Quantize the scales to 6 bits by make_qx_quants under the sub-blocks' weights; return d."""
+    """Quantize the scales to 6 bits by make_qx_quants under the sub-blocks' weights; store d."""
     _turn(s, _SUM_W, _SUM_W_T, 16)
     d, iscale = fit_signed(s, _SCALE_T, _SUM_W_T, 16, 32, True)
     for j in range(16):
         code = vmin(vmax(nearest_int(iscale * load(WIDE, s, _SCALE_T + j * STEP)), -32), 31) + 32
         store(s, _CODE_T + j * STEP, choose(iscale != F(0), code, 0))
-    return d
+    store_f16(s, _HALF, d)
 
 
 @inline
-def _pack_scales_q3(s: Any, d: Any) -> Any:
+def _pack_scales_q3(s: Any) -> Any:
     """Bytes 0..7: the low halves of codes j and j + 8; bytes 8..11: the 2 high bits of codes j, j + 4, j + 8, j + 12."""
+    d = load_f16(WIDE, s, _HALF)
     for k in range(2):
         at, high = _CODE_T + 4 * k * STEP, _CODE_T + (8 + 4 * k) * STEP
         _store_word(
@@ -540,22 +541,20 @@ def _write_q3(s: Any, x: Any, out: Any, lane: Any, descent: Any) -> Any:
 @kernel
 def encode_q3_k(x: Floats, weights: Floats, out: Bytes, row0: int, row1: int) -> None:
     """Encode rows row0..row1 as Q3_K. Source: quantize_row_q3_K_ref, quantize_row_q3_K_impl."""
-    blocks = x.shape[1] // 256
-    s, repeated = np.empty(_END // 4, np.float32), _periodic(weights)
-    source, target = _address(x) + row0 * blocks * _BLOCK_BYTES, _address(out) + row0 * blocks * 110
-    total = (row1 - row0) * blocks
+    weighted, s, repeated = weights.size > 0, np.empty(_END // 4, np.float32), _periodic(weights)
+    blocks, total, source, target = _extent(x, out, row0, row1)
     for first in range(0, total, LANES):
         count = min(LANES, total - first)
         v = _whole_batch(s, source + first * _BLOCK_BYTES, count)
-        if weights.size:
+        if weighted:
             _fit_signed(s, v, _address(repeated) + first % blocks * _BLOCK_BYTES, True, count, 4)
-            d = _scales_q3_by_fit(s)
+            _scales_q3_by_fit(s)
         else:
             _fit_by_descent(s, v, count)
-            d = _scales_q3_by_largest(s)
-        _pack_scales_q3(s, _store_half(s, _HALF, d))
+            _scales_q3_by_largest(s)
+        _pack_scales_q3(s)
         for b in range(count):
-            _write_q3(s, v + b * _BLOCK_BYTES, target + (first + b) * 110, b, weights.size == 0)
+            _write_q3(s, v + b * _BLOCK_BYTES, target + (first + b) * 110, b, not weighted)
 
 
 @inline
@@ -564,7 +563,8 @@ def _scales_q6(s: Any) -> Any:
     largest = _largest_scale(s)
     dead = vabs(largest) < EPSILON
     iscale = F(-128) / choose(dead, F(1), largest)
-    d = _store_half(s, _HALF, choose(dead, F(0), F(1) / iscale))
+    store_f16(s, _HALF, choose(dead, F(0), F(1) / iscale))
+    d = load_f16(WIDE, s, _HALF)
     for j in range(16):
         code = vmin(nearest_int(iscale * load(WIDE, s, _SCALE_T + j * STEP)), 127)
         code = choose(dead, 0, (code << 24) >> 24)
@@ -605,17 +605,12 @@ def _forget_levels(s: Any, dead: Any) -> Any:
 @kernel
 def encode_q6_k(x: Floats, weights: Floats, out: Bytes, row0: int, row1: int) -> None:
     """Encode rows row0..row1 as Q6_K. Source: quantize_row_q6_K_ref, quantize_row_q6_K_impl."""
-    blocks = x.shape[1] // 256
-    s, repeated = np.empty(_END // 4, np.float32), _periodic(weights)
-    source, target = _address(x) + row0 * blocks * _BLOCK_BYTES, _address(out) + row0 * blocks * 210
-    total = (row1 - row0) * blocks
+    weighted, s, repeated = weights.size > 0, np.empty(_END // 4, np.float32), _periodic(weights)
+    blocks, total, source, target = _extent(x, out, row0, row1)
     for first in range(0, total, LANES):
         count = min(LANES, total - first)
         v = _whole_batch(s, source + first * _BLOCK_BYTES, count)
-        if weights.size:
-            _fit_signed(s, v, _address(repeated) + first % blocks * _BLOCK_BYTES, True, count, 32)
-        else:
-            _fit_signed(s, v, 0, False, count, 32)
+        _fit_signed(s, v, _address(repeated) + first % blocks * _BLOCK_BYTES, weighted, count, 32)
         _forget_levels(s, _scales_q6(s))
         for b in range(count):
             _write_q6(s, v + b * _BLOCK_BYTES, target + (first + b) * 210, b)

@@ -62,7 +62,7 @@ _four3 = make_shuffle(range(12, 16), "ternary_four3")
 
 
 @inline
-def _largest_magnitude(x, at, n):  # type: ignore[no-untyped-def]
+def _largest_magnitude(x, at, n):
     """Return the largest |x| of n values at byte ``at``, n a multiple of 64."""
     m0, m1 = splat(f32x16, F(0)), splat(f32x16, F(0))
     for i in range(0, 4 * n, 128):
@@ -72,14 +72,14 @@ def _largest_magnitude(x, at, n):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _inverse(d):  # type: ignore[no-untyped-def]
+def _inverse(d):
     """Return 1 / d, or 0 where that is no finite number: every value then rounds to 0."""
     inverse = F(1) / d
     return inverse if inverse < F(np.inf) else F(0)
 
 
 @inline
-def _trits(x, at, inverse):  # type: ignore[no-untyped-def]
+def _trits(x, at, inverse):
     """Return 64 values, rounded to -1, 0, 1, plus 1, as bytes."""
     v0, v1 = load(f32x16, x, at) * inverse, load(f32x16, x, at + 64) * inverse
     v2, v3 = load(f32x16, x, at + 128) * inverse, load(f32x16, x, at + 192) * inverse
@@ -117,7 +117,7 @@ def encode_tq2_0(
 
 
 @inline
-def _digits(a, b, c, d, e):  # type: ignore[no-untyped-def]
+def _digits(a, b, c, d, e):
     """Return 81 a + 27 b + 9 c + 3 d + e, at most 242."""
     q = a + a + a + b
     q = q + q + q + c
@@ -126,7 +126,7 @@ def _digits(a, b, c, d, e):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _fraction(q):  # type: ignore[no-untyped-def]
+def _fraction(q):
     """Return ceil(q * 256 / 243) for q in 0..242, in 32-bit lanes: 69041 / 65536 is near enough to 256 / 243."""
     return (q * U32(69041) + U32(65535)) >> U32(16)
 

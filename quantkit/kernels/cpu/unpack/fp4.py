@@ -22,7 +22,6 @@ from quantkit.kernels.cpu.simd import (
     f32x8,
     f32x16,
     i8x16,
-    load,
     lookup16,
     make_constant,
     select,
@@ -39,6 +38,7 @@ from quantkit.kernels.cpu.unpack.lanes import (
     each_twice,
     high_eighths,
     load_pieces,
+    lookup_all,
     low_eighths,
     nibbles16,
 )
@@ -59,7 +59,7 @@ def half_e8m0(e: Any) -> Any:
 def unpack_mxfp4(data: int, offset: int) -> Any:
     """8 blocks of 17 bytes."""
     q0, q1, q2, q3 = nibbles16(data, offset + 1, 17)
-    l0, l1, l2, l3 = lookup16(codebook(), q0), lookup16(codebook(), q1), lookup16(codebook(), q2), lookup16(codebook(), q3)
+    l0, l1, l2, l3 = lookup_all(codebook(), q0, q1, q2, q3)
     return l0, l1, l2, l3, each_twice(half_e8m0(load_pieces(u8x8, types.uint8, data, offset, 17))), None
 
 

@@ -33,10 +33,8 @@ from quantkit.kernels.cpu.simd import (
     i8x8,
     i8x16,
     i8x32,
-    i8x64,
     load,
     load_scalar,
-    lookup16,
     make_constant,
     make_shuffle,
     make_shuffle2,
@@ -59,6 +57,7 @@ from quantkit.kernels.cpu.unpack.lanes import (
     in_turn8,
     in_turn16,
     join16,
+    lookup_all,
     make_grid,
     mask_of_bits,
     nibbles16,
@@ -122,7 +121,7 @@ shift8_3 = make_shuffle([24 + i // 8 for i in range(64)], "i_quants.shift8_3")
 def unpack_iq4_nl(data: int, offset: int) -> Any:
     """8 blocks of 18 bytes."""
     q0, q1, q2, q3 = nibbles16(data, offset + 2, 18)
-    l0, l1, l2, l3 = lookup16(codebook(), q0), lookup16(codebook(), q1), lookup16(codebook(), q2), lookup16(codebook(), q3)
+    l0, l1, l2, l3 = lookup_all(codebook(), q0, q1, q2, q3)
     return l0, l1, l2, l3, block_scales(data, offset, 18), None
 
 
@@ -130,7 +129,7 @@ def unpack_iq4_nl(data: int, offset: int) -> Any:
 def unpack_iq4_xs(data: int, offset: int) -> Any:
     """136 bytes."""
     q0, q1, q2, q3 = nibbles16(data, offset + 8, 16)
-    l0, l1, l2, l3 = lookup16(codebook(), q0), lookup16(codebook(), q1), lookup16(codebook(), q2), lookup16(codebook(), q3)
+    l0, l1, l2, l3 = lookup_all(codebook(), q0, q1, q2, q3)
     low = load(u8x4, data, offset + 4)
     high = (splat(u32x16, load_scalar(types.uint16, data, offset + 2)) >> shifts_xs()) & 3
     s = halves_twice(low & 15, low >> 4) | (convert(u8x16, high) << 4)

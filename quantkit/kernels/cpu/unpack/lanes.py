@@ -28,6 +28,7 @@ from quantkit.kernels.cpu.simd import (
     i8x64,
     load,
     load_scalar,
+    lookup16,
     make_shuffle,
     make_shuffle2,
     mask64,
@@ -36,7 +37,8 @@ from quantkit.kernels.cpu.simd import (
     u16x8,
 )
 
-u8x4, u16x2, u16x4, u64x4 = (VecType(e, n) for e, n in ((types.uint8, 4), (types.uint16, 2), (types.uint16, 4), (types.uint64, 4)))
+u8x4, u64x4 = VecType(types.uint8, 4), VecType(types.uint64, 4)
+u16x2, u16x4 = VecType(types.uint16, 2), VecType(types.uint16, 4)
 
 # ---------------------------------------------------------------- memory
 
@@ -166,6 +168,12 @@ def crumbs(data: int, offset: int) -> Any:
     q = load(u8x64, data, offset)
     q0, q1, q2, q3 = q & 3, (q >> 2) & 3, (q >> 4) & 3, q >> 6
     return low_halves(q0, q1), low_halves(q2, q3), high_halves(q0, q1), high_halves(q2, q3)
+
+
+@inline
+def lookup_all(codebook: Any, q0: Any, q1: Any, q2: Any, q3: Any) -> Any:
+    """Return the levels of 256 indices into a codebook of 16."""
+    return lookup16(codebook, q0), lookup16(codebook, q1), lookup16(codebook, q2), lookup16(codebook, q3)
 
 
 @inline

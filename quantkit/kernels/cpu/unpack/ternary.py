@@ -25,7 +25,6 @@ from quantkit.kernels.cpu.simd import (
     load,
     load_scalar,
     make_constant,
-    make_shuffle,
     select,
     splat,
     u8x16,

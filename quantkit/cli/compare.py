@@ -1,0 +1,341 @@
+"""``quantkit compare``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from tqdm import tqdm
+
+from quantkit.cli.options import GroupedCommand, json_value, one_line, option, table
+from quantkit.compare import (
+    ClassComparison,
+    Comparison,
+    ErrorOfB,
+    MetadataDifference,
+    Progress,
+    TensorComparison,
+    compare,
+)
+from quantkit.errors import QuantkitError
+from quantkit.formats.gguf import Field, TensorInfo
+from quantkit.helpers import format_size, printable, shorten
+
+_WHAT, _RUN, _OUT = "What is compared", "The run", "Output"
+_FILE = click.Path(path_type=Path)
+#: Characters of a value, and of a name; lines of a list that --per-tensor does not shorten.
+_WIDTH, _NAME, _LINES = 40, 64, 12
+
+
+@click.command("compare", cls=GroupedCommand)
+@click.argument("a", metavar="A", type=_FILE)
+@click.argument("b", metavar="B", type=_FILE)
+@option("--metadata-only", group=_WHAT, is_flag=True, help="Leave the tensors alone.")
+@option("--tensors-only", group=_WHAT, is_flag=True, help="Leave the metadata alone.")
+@option("--ignore-metadata", group=_WHAT, multiple=True, metavar="REGEX", help="Keys that do not count; may be repeated.")
+@option("--tensors", group=_WHAT, metavar="REGEX", help="Only tensors with REGEX in their names.")
+@option("--no-error", group=_WHAT, is_flag=True, help="Compare bytes only: decode nothing.")
+@option("--imatrix", group=_WHAT, type=_FILE, help="Weigh the error by this importance matrix, too.")
+@option("-j", "--threads", group=_RUN, type=click.IntRange(0), help="Worker threads; 0 or nothing: all CPUs.")
+@option("--per-tensor", group=_OUT, is_flag=True, help="List every tensor, not only classes of them.")
+@option("--json", "as_json", group=_OUT, is_flag=True, help="Print everything as JSON.")
+def command(
+    a: Path,
+    b: Path,
+    metadata_only: bool,
+    tensors_only: bool,
+    ignore_metadata: tuple[str, ...],
+    tensors: str | None,
+    no_error: bool,
+    imatrix: Path | None,
+    threads: int | None,
+    per_tensor: bool,
+    as_json: bool,
+) -> None:
+    """Compare two GGUF models: metadata, shapes, types, bytes, and the error of B with A as the reference.
+
+    Split models compare as wholes; shards, order, padding and GGUF version do not count. Exit code as of diff: 0
+    nothing differs, 1 something does, 2 wrong usage or a file that cannot be read.
+    """
+    if metadata_only and (tensors_only or tensors is not None):
+        raise click.UsageError("--metadata-only excludes --tensors-only and --tensors")
+    try:
+        with _Bar(quiet=as_json) as bar:
+            found = compare(
+                a,
+                b,
+                metadata=not tensors_only,
+                tensors=not metadata_only if tensors is None else tensors,
+                error=not no_error,
+                ignore_metadata=ignore_metadata,
+                imatrix=imatrix,
+                threads=threads or None,
+                progress=bar.progress,
+            )
+    except QuantkitError as e:
+        e.exit_code = 2
+        raise
+    for note in found.notes:
+        click.echo(f"note: {printable(note)}", err=True)
+    click.echo(json.dumps(_as_dict(found), indent=2, allow_nan=False) if as_json else _text(found, per_tensor=per_tensor))
+    sys.exit(0 if found.identical else 1)
+
+
+class _Bar:
+    """A progress bar on a terminal, nothing elsewhere."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        shown = not quiet and sys.stderr.isatty()
+        self.bar: tqdm[Any] | None = tqdm(unit="B", unit_scale=True, unit_divisor=1024, leave=False) if shown else None
+        self.progress: Progress | None = self._update if shown else None
+
+    def _update(self, done: int, todo: int) -> None:
+        if self.bar is not None:
+            self.bar.total = todo
+            self.bar.update(done - self.bar.n)
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+# --- text ---
+
+
+def _text(found: Comparison, *, per_tensor: bool) -> str:
+    parts = [f"A  {_paths(found.a)}\nB  {_paths(found.b)}"]
+    if found.metadata is not None:
+        parts.append("\n".join(_metadata_lines(found)))
+    if found.tensors is not None:
+        parts.append("\n".join(_tensor_lines(found, found.tensors, full=per_tensor)))
+        if per_tensor and found.tensors:
+            parts.append(_tensor_table(found.tensors))
+        if found.total is not None:
+            parts.append(_class_table(found.classes, found.total))
+    what = "the metadata" if found.tensors is None else "the tensors" if found.metadata is None else "the models"
+    verb = "is" if found.tensors is None else "are"
+    parts.append(f"{what} {verb} identical" if found.identical else f"{what} {'differs' if verb == 'is' else 'differ'}")
+    return "\n\n".join(parts)
+
+
+def _paths(paths: Sequence[Path]) -> str:
+    more = f" and {len(paths) - 1} more shards" if len(paths) > 1 else ""
+    return printable(str(paths[0])) + more
+
+
+def _metadata_lines(found: Comparison) -> Iterator[str]:
+    differences = found.metadata or ()
+    kinds = Counter(d.kind for d in differences)
+    counts = [f"{found.metadata_same} keys are the same", *(f"{kinds[k]} {k}" for k in ("changed", "added", "removed"))]
+    ignored = f", {found.metadata_ignored} ignored" if found.metadata_ignored else ""
+    yield f"metadata: {', '.join(counts)}{ignored}"
+    for difference in sorted(differences, key=lambda d: ("changed", "added", "removed").index(d.kind)):
+        yield f"  {difference.kind:<7}  {shorten(printable(difference.key), _NAME)}: {_change(difference)}"
+
+
+def _change(difference: MetadataDifference) -> str:
+    a, b = difference.a, difference.b
+    if a is None or b is None:
+        return _value(a or b)
+    if a.item_type is not None and a.item_type == b.item_type:
+        return _array_change(a, b)
+    if a.type == b.type and isinstance(a.value, str):
+        return _string_change(a.value, b.value)
+    if a.type == b.type:
+        # %.9g tells any two float32 apart; what looks alike even so (NaN, -0) differs in bits.
+        return " -> ".join(f"{v:.9g}" if isinstance(v, float) else one_line(v) for v in (a.value, b.value))
+    return f"{a.describe()} {_value(a)} -> {b.describe()} {_value(b)}"
+
+
+def _value(item: Field | None) -> str:
+    if item is None:
+        return ""
+    if item.item_type is not None:
+        return item.describe()
+    return shorten(one_line(item.value[: 2 * _WIDTH] if isinstance(item.value, str) else item.value), 2 * _WIDTH)
+
+
+def _string_change(a: str, b: str) -> str:
+    """Show two strings from shortly before their first difference."""
+    if max(len(a), len(b)) <= _WIDTH:
+        return f'"{printable(a)}" -> "{printable(b)}"'
+    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    start = max(0, at - _WIDTH // 4)
+    cut = [shorten(printable(("…" if start else "") + text[start : start + 2 * _WIDTH]), _WIDTH) for text in (a, b)]
+    return f'"{cut[0]}" -> "{cut[1]}" (from character {at}; {len(a)} and {len(b)} characters)'
+
+
+def _array_change(a: Field, b: Field) -> str:
+    differ = [i for i, (x, y) in enumerate(zip(a.value, b.value, strict=False)) if x != y]
+    parts = [f"{a.count} items -> {b.count} items"] if a.count != b.count else []
+    if differ:
+        first = differ[0]
+        values = " -> ".join(shorten(one_line(f.value[first]), _WIDTH) for f in (a, b))
+        parts.append(f"{len(differ)} of {min(a.count, b.count)} items differ, the first is [{first}]: {values}")
+    return "; ".join(parts) or "items differ in bits only"
+
+
+def _tensor_lines(found: Comparison, tensors: Sequence[TensorComparison], *, full: bool) -> Iterator[str]:
+    kinds = Counter(t.difference for t in tensors)
+    counts = [f"{kinds['']} identical", *(f"{kinds[k]} differ in {k}" for k in ("bytes", "type", "shape") if kinds[k])]
+    yield f"tensors: {len(tensors)} in both files: {', '.join(counts)}"
+    for side, only in (("A", found.only_a), ("B", found.only_b)):
+        if only:
+            yield f"  only in {side}: {len(only)}"
+            yield from _cut([f"    {_tensor(t)}" for t in only], full=full)
+    shapes = [t for t in tensors if t.difference == "shape"]
+    if shapes:
+        yield "  of different shape:"
+        lines = [f"    {_name(t.name)}: {_dims(t.a)} {t.a.type} -> {_dims(t.b)} {t.b.type}" for t in shapes]
+        yield from _cut(lines, full=full)
+    unmeasured = Counter(t.note for t in tensors if t.note and t.difference != "shape")
+    for note, n in unmeasured.items():
+        yield f"  no error for {n}: {note}"
+
+
+def _cut(lines: list[str], *, full: bool) -> list[str]:
+    if full or len(lines) <= _LINES:
+        return lines
+    return [*lines[: _LINES - 1], f"    and {len(lines) - _LINES + 1} more (--per-tensor lists all)"]
+
+
+def _name(name: str) -> str:
+    return shorten(printable(name), _NAME)
+
+
+def _dims(tensor: TensorInfo) -> str:
+    return " x ".join(map(str, tensor.shape))
+
+
+def _tensor(tensor: TensorInfo) -> str:
+    return f"{_name(tensor.name)}: {_dims(tensor)} {tensor.type}, {format_size(tensor.nbytes)}"
+
+
+def _percent(value: float) -> str:
+    """Return a share in percent; shares too small for three decimals with an exponent."""
+    return f"{100 * value:.3f} %" if value == 0 or not abs(value) < 5e-5 else f"{100 * value:.2e} %"
+
+
+def _error_cells(error: ErrorOfB | None, *, weighted: bool) -> list[str]:
+    if error is None:
+        return [""] * (3 if weighted else 2)
+    cells = [_percent(error.relative), f"{error.largest:.3g}"]
+    if weighted:
+        cells.append("" if error.weighted_relative is None else _percent(error.weighted_relative))
+    return cells
+
+
+def _error_header(tensors: Sequence[TensorComparison | ClassComparison]) -> tuple[list[str], bool]:
+    """Return the headings of the error columns there are, and whether one is the weighted error."""
+    weighted = any(t.error is not None and t.error.weighted for t in tensors)
+    if not any(t.error is not None for t in tensors):
+        return [], False
+    return ["rel. error", "max error", *(["weighted"] if weighted else [])], weighted
+
+
+def _tensor_table(tensors: Sequence[TensorComparison]) -> str:
+    header, weighted = _error_header(tensors)
+    rows = [
+        (
+            _name(t.name),
+            t.types,
+            t.difference or "identical",
+            *(_error_cells(t.error, weighted=weighted) if header else ()),
+        )
+        for t in tensors
+    ]
+    return table(["tensor", "types", "differs in", *header], rows, left=3)
+
+
+def _class_table(classes: Sequence[ClassComparison], total: ClassComparison) -> str:
+    header, weighted = _error_header([total])
+    rows = [
+        (
+            _name(c.name),
+            c.types,
+            c.tensors,
+            c.same,
+            format_size(c.a_bytes),
+            format_size(c.b_bytes),
+            *(_error_cells(c.error, weighted=weighted) if header else ()),
+        )
+        for c in (*classes, *([total] if len(classes) > 1 else ()))
+    ]
+    return table(["class", "types", "tensors", "identical", "size A", "size B", *header], rows, left=2)
+
+
+# --- JSON ---
+
+
+def _as_dict(found: Comparison) -> dict[str, Any]:
+    """Return everything for programs."""
+    result: dict[str, Any] = {
+        "a": [str(p) for p in found.a],
+        "b": [str(p) for p in found.b],
+        "identical": found.identical,
+        "notes": list(found.notes),
+    }
+    if found.metadata is not None:
+        result["metadata"] = {
+            "same": found.metadata_same,
+            "ignored": found.metadata_ignored,
+            "differences": [
+                {"key": d.key, "kind": d.kind, "a": _field_dict(d.a), "b": _field_dict(d.b)} for d in found.metadata
+            ],
+        }
+    if found.tensors is not None:
+        result["only_in_a"] = [_info_dict(t) for t in found.only_a]
+        result["only_in_b"] = [_info_dict(t) for t in found.only_b]
+        result["total"] = _class_dict(found.total) if found.total is not None else None
+        result["classes"] = [_class_dict(c) for c in found.classes]
+        result["tensors"] = [
+            {
+                "name": t.name,
+                "a": _info_dict(t.a),
+                "b": _info_dict(t.b),
+                "identical": t.same,
+                "differs_in": t.difference or None,
+                "error": _error_dict(t.error),
+                "note": t.note or None,
+            }
+            for t in found.tensors
+        ]
+    return result
+
+
+def _field_dict(item: Field | None) -> dict[str, Any] | None:
+    return None if item is None else {"type": item.describe(), "value": json_value(item.value)}
+
+
+def _info_dict(t: TensorInfo) -> dict[str, Any]:
+    return {"name": t.name, "shape": list(t.shape), "type": t.type.name, "bytes": t.nbytes}
+
+
+def _class_dict(c: ClassComparison) -> dict[str, Any]:
+    return {
+        "class": c.name,
+        "types": c.types,
+        "tensors": c.tensors,
+        "identical": c.same,
+        "a_bytes": c.a_bytes,
+        "b_bytes": c.b_bytes,
+        "error": _error_dict(c.error),
+    }
+
+
+def _error_dict(error: ErrorOfB | None) -> dict[str, Any] | None:
+    if error is None:
+        return None
+    return {
+        "relative": json_value(error.relative),
+        "largest": json_value(error.largest),
+        "weighted_relative": json_value(error.weighted_relative),
+    }

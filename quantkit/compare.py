@@ -1,0 +1,498 @@
+"""Compare two GGUF models: ``quantkit compare``. Metadata, shapes, types, bytes, and the error of B against A.
+
+A split model and a single file compare as whole models: shards, order, padding, GGUF version and the split.* keys
+are packing, not content. Tensors are streamed with pread into a few buffers per thread, so memory depends neither on
+the models' sizes nor on the tensors'. Of tensors that differ in bytes, with values x in A and y in B,
+
+    relative error = sqrt(sum (x - y)^2 / sum x^2)    weighted: w (x - y)^2 and w x^2, w the importance of the column
+
+Sums are made job by job and added in order, so they do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import FormatError, RecipeError
+from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, open_gguf
+from quantkit.formats.imatrix import read_imatrix
+from quantkit.helpers import available_cpus, tensor_class
+from quantkit.pipeline.importance import Found, Importance
+from quantkit.pipeline.work import ErrorSums
+
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+J = TypeVar("J")
+R = TypeVar("R")
+
+#: Called with the bytes (of A) that are done and those there are in all.
+Progress = Callable[[int, int], None]
+
+#: Keys that say how a model is packed into files.
+PACKING = ("split.no", "split.count", "split.tensors.count")
+#: Bytes compared, and values decoded, at a time.
+_CHUNK = 1 << 20
+_PIECE = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataDifference:
+    """A key that only one file has, or whose type or value differs."""
+
+    key: str
+    a: Field | None
+    b: Field | None
+
+    @property
+    def kind(self) -> str:
+        """From A to B the key is "added", "removed" or "changed"."""
+        return "added" if self.a is None else "removed" if self.b is None else "changed"
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorOfB:
+    """How far the decoded values of B are from those of A."""
+
+    sums: ErrorSums
+    largest: float
+    #: The sums are weighted by an importance matrix, too.
+    weighted: bool
+
+    @property
+    def relative(self) -> float:
+        """Root of the sum of squared errors over that of A's squares."""
+        return _ratio(self.sums.error, self.sums.square)
+
+    @property
+    def weighted_relative(self) -> float | None:
+        return _ratio(self.sums.weighted_error, self.sums.weighted_square) if self.weighted else None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorComparison:
+    """A tensor that both models have. ``same`` is true when shape, type and every byte agree."""
+
+    a: TensorInfo
+    b: TensorInfo
+    same: bool
+    error: ErrorOfB | None = None
+    #: Why there is no error although the bytes differ.
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.a.name
+
+    @property
+    def difference(self) -> str:
+        """What differs first: "shape", "type" or "bytes"; "" where nothing does."""
+        if self.same:
+            return ""
+        if _shape(self.a) != _shape(self.b):
+            return "shape"
+        return "type" if self.a.type is not self.b.type else "bytes"
+
+    @property
+    def types(self) -> str:
+        return str(self.a.type) if self.a.type is self.b.type else f"{self.a.type} -> {self.b.type}"
+
+
+@dataclass(frozen=True, slots=True)
+class ClassComparison:
+    """The tensors of one class and one pair of types."""
+
+    name: str
+    types: str
+    tensors: int
+    same: int
+    a_bytes: int
+    b_bytes: int
+    #: Over the tensors that differ and could be decoded; None where there are none.
+    error: ErrorOfB | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two models side by side."""
+
+    a: tuple[Path, ...]
+    b: tuple[Path, ...]
+    #: None where metadata, or tensors, were not compared.
+    metadata: tuple[MetadataDifference, ...] | None
+    metadata_same: int
+    metadata_ignored: int
+    tensors: tuple[TensorComparison, ...] | None
+    only_a: tuple[TensorInfo, ...]
+    only_b: tuple[TensorInfo, ...]
+    classes: tuple[ClassComparison, ...]
+    total: ClassComparison | None
+    notes: tuple[str, ...]
+
+    @property
+    def identical(self) -> bool:
+        """True when nothing that was compared differs."""
+        return not (self.metadata or self.only_a or self.only_b or any(not t.same for t in self.tensors or ()))
+
+
+def compare(
+    a: str | Path,
+    b: str | Path,
+    *,
+    metadata: bool = True,
+    tensors: bool | str = True,
+    error: bool = True,
+    ignore_metadata: Sequence[str] = (),
+    imatrix: str | Path | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Compare model ``b`` with model ``a``, the reference.
+
+    Args:
+        a, b: GGUF files, or any shards of split models.
+        metadata: compare the metadata.
+        tensors: compare tensors: all, none, or those with this regular expression found in their names.
+        error: decode tensors whose bytes differ, and measure the error of B.
+        ignore_metadata: regular expressions; keys in which one is found do not count.
+        imatrix: weigh the error by this importance matrix, too.
+        threads: how many; None for all CPUs.
+        progress: called now and then from one thread.
+
+    Raises:
+        FormatError: a file is broken, or the importance matrix does not fit the model.
+        RecipeError: a regular expression is none, or matches no tensor; nothing is left to compare.
+    """
+    if not metadata and tensors is False:
+        raise RecipeError("neither metadata nor tensors are to be compared: nothing is left")
+    ignored = [_regex(text) for text in ignore_metadata]
+    names = _regex(tensors) if isinstance(tensors, str) else None
+    with open_gguf(a) as file_a, open_gguf(b) as file_b:
+        keys = _Keys(file_a, file_b, ignored) if metadata else None
+        pairs = _Pairs(file_a, file_b, names) if tensors is not False else None
+        compared: tuple[TensorComparison, ...] | None = None
+        notes: tuple[str, ...] = ()
+        if pairs is not None:
+            importance = _importance(imatrix, file_a, pairs) if imatrix is not None and error else {}
+            run = _Run(file_a.paths, file_b.paths, threads or available_cpus(), progress)
+            compared = tuple(run.all(pairs.both, importance, error))
+            notes = tuple(f"{n.tensor}: {note}" for n in importance.values() for note in n.notes)
+        return Comparison(
+            a=file_a.paths,
+            b=file_b.paths,
+            metadata=keys.differences if keys else None,
+            metadata_same=keys.same if keys else 0,
+            metadata_ignored=keys.ignored if keys else 0,
+            tensors=compared,
+            only_a=pairs.only_a if pairs else (),
+            only_b=pairs.only_b if pairs else (),
+            classes=_classes(compared or ()),
+            total=_class("total", "", compared) if compared else None,
+            notes=notes,
+        )
+
+
+def _regex(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as e:
+        raise RecipeError(f"{text!r} is no regular expression: {e}") from None
+
+
+def _ratio(error: float, square: float) -> float:
+    """Return sqrt(error / square): 0 for no error at all, infinity for an error against nothing but zeros."""
+    if error == 0:
+        return 0.0
+    return math.sqrt(error / square) if square != 0 else math.inf
+
+
+def _shape(tensor: TensorInfo) -> tuple[int, ...]:
+    """Return the shape without trailing ones, which say nothing."""
+    shape = tensor.shape
+    while len(shape) > 1 and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
+
+
+# --- metadata and names ---
+
+
+class _Keys:
+    """The metadata of both files, compared."""
+
+    def __init__(self, a: GGUFFile, b: GGUFFile, ignore: Sequence[re.Pattern[str]]) -> None:
+        found, self.same, self.ignored = [], 0, 0
+        for key in {**a.fields, **b.fields}:
+            have, other = a.fields.get(key), b.fields.get(key)
+            if key in PACKING:
+                continue
+            if any(regex.search(key) for regex in ignore):
+                self.ignored += 1
+            elif have is None or other is None or have.type != other.type or have.raw != other.raw:
+                found.append(MetadataDifference(key, have, other))
+            else:
+                self.same += 1
+        self.differences = tuple(found)
+
+
+class _Pairs:
+    """The tensors of both models, paired by name."""
+
+    def __init__(self, a: GGUFFile, b: GGUFFile, names: re.Pattern[str] | None) -> None:
+        chosen = {n: None for n in {**a.tensors, **b.tensors} if names is None or names.search(n)}
+        if names is not None and not chosen:
+            raise RecipeError(f"{names.pattern!r} is found in the name of no tensor of either file")
+        self.both = tuple((a.tensors[n], b.tensors[n]) for n in chosen if n in a.tensors and n in b.tensors)
+        self.only_a = tuple(a.tensors[n] for n in chosen if n not in b.tensors)
+        self.only_b = tuple(b.tensors[n] for n in chosen if n not in a.tensors)
+
+
+def _importance(path: str | Path, a: GGUFFile, pairs: _Pairs) -> dict[str, Found]:
+    """Return what the importance matrix has for the tensors that may be decoded: those with two dimensions or more."""
+    importance = Importance(read_imatrix(path))
+    wanted = [x for x, y in pairs.both if _shape(x) == _shape(y) and len(_shape(x)) > 1]
+    finds = {x.name: importance.lookup(x.name, x.shape) for x in wanted}
+    importance.coverage(a.tensors, finds.values()).check()
+    return {name: found for name, found in finds.items() if found.entry is not None}
+
+
+# --- jobs ---
+
+
+class _Part(NamedTuple):
+    """A piece of a tensor pair to decode: whole rows of one matrix, or a part of one row."""
+
+    a_offset: int
+    b_offset: int
+    a_bytes: int
+    rows: int
+    columns: int
+    matrix: int
+    column: int
+
+
+class _Buffers(threading.local):
+    """Buffers of one thread, kept from job to job."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, U8] = {}
+
+    def get(self, name: str, nbytes: int) -> U8:
+        have = self.kept.get(name)
+        if have is None or have.size < nbytes:
+            have = self.kept[name] = np.empty(-(-nbytes // 64) * 64, np.uint8)
+        return have[:nbytes]
+
+
+class _Run:
+    """Compares pairs of tensors on a pool of threads."""
+
+    def __init__(self, a: Sequence[Path], b: Sequence[Path], threads: int, progress: Progress | None) -> None:
+        self.a, self.b, self.threads, self.progress = a, b, threads, progress
+        self.buffers = _Buffers()
+        self.done = self.todo = 0
+
+    def all(
+        self, pairs: Sequence[tuple[TensorInfo, TensorInfo]], importance: dict[str, Found], error: bool
+    ) -> Iterator[TensorComparison]:
+        """Yield the comparisons in order: bytes where shape and type agree, then errors where they differ."""
+        with ThreadPoolExecutor(self.threads) as self.pool:
+            # As if every byte had to be read once; what has to be decoded besides comes on top.
+            self.todo = sum(x.nbytes for x, y in pairs if _alike(x, y) or (error and _undecodable(x, y) is None))
+            for x, y in pairs:
+                result = TensorComparison(x, y, _alike(x, y) and self._same_bytes(x, y))
+                if result.same or not error:
+                    yield result
+                    continue
+                why = _undecodable(x, y)
+                if why is not None:
+                    yield replace(result, note=why)
+                    continue
+                self.todo += x.nbytes if _alike(x, y) else 0
+                yield replace(result, error=self._error(x, y, importance.get(x.name)))
+
+    def _in_order(self, work: Callable[[J], R], jobs: Iterable[J]) -> Iterator[R]:
+        """Run jobs on the pool and yield their results in order, a few jobs ahead."""
+        pending: deque[Future[R]] = deque()
+        jobs = iter(jobs)
+        try:
+            while True:
+                pending.extend(self.pool.submit(work, job) for job in islice(jobs, 2 * self.threads - len(pending)))
+                if not pending:
+                    return
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+    def _step(self, nbytes: int) -> None:
+        self.done += nbytes
+        if self.progress is not None:
+            self.progress(self.done, self.todo)
+
+    def _same_bytes(self, x: TensorInfo, y: TensorInfo) -> bool:
+        def same(at: int) -> bool:
+            n = min(_CHUNK, x.nbytes - at)
+            left, right = self.buffers.get("a", n), self.buffers.get("b", n)
+            _read(self.a[x.shard], left, x.offset + at)
+            _read(self.b[y.shard], right, y.offset + at)
+            return np.array_equal(left, right)
+
+        read = 0
+        for equal in self._in_order(same, range(0, x.nbytes, _CHUNK)):
+            n = min(_CHUNK, x.nbytes - read)
+            read += n
+            self._step(n)
+            if not equal:
+                self.todo -= x.nbytes - read
+                return False
+        return True
+
+    def _error(self, x: TensorInfo, y: TensorInfo, found: Found | None) -> ErrorOfB:
+        weights = found.weights if found is not None else None
+        sums, largest = ErrorSums(), 0.0
+
+        def measure(part: _Part) -> tuple[ErrorSums, float]:
+            left = self._decoded("a", self.a[x.shard], x, part.a_offset, part)
+            right = self._decoded("b", self.b[y.shard], y, part.b_offset, part)
+            return _measure(left, right, _weights(weights, part))
+
+        parts = _parts(x, y, 1 if weights is None else len(weights))
+        sizes: deque[int] = deque()
+
+        def counted() -> Iterator[_Part]:
+            for part in parts:
+                sizes.append(part.a_bytes)
+                yield part
+
+        for more, top in self._in_order(measure, counted()):
+            sums += more
+            # A NaN, once there, stays.
+            largest = top if top > largest or math.isnan(top) else largest
+            self._step(sizes.popleft())
+        return ErrorOfB(sums, largest, weights is not None)
+
+    def _decoded(self, side: str, path: Path, tensor: TensorInfo, offset: int, part: _Part) -> F32:
+        """Read a part of a tensor and decode it, float32 [rows, columns]."""
+        from quantkit.kernels.cpu.dequantize import dequantize_rows
+
+        raw = self.buffers.get(side, part.rows * tensor.type.row_bytes(part.columns))
+        _read(path, raw, offset)
+        shape = (part.rows, part.columns)
+        values = self.buffers.get(f"{side} values", 4 * part.rows * part.columns).view(np.float32).reshape(shape)
+        dequantize_rows(tensor.type, raw.reshape(part.rows, -1), values)
+        return values
+
+
+def _read(path: Path, into: U8, offset: int) -> None:
+    """Fill ``into`` from a file; mapped pages would count as this process's memory."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        done = 0
+        while done < into.size:
+            got = os.preadv(fd, [memoryview(into)[done:]], offset + done)
+            if got == 0:
+                raise FormatError(f"{path}: ends at byte {offset + done}, within tensor data: it was truncated")
+            done += got
+    finally:
+        os.close(fd)
+
+
+def _alike(x: TensorInfo, y: TensorInfo) -> bool:
+    return x.type is y.type and _shape(x) == _shape(y)
+
+
+def _undecodable(x: TensorInfo, y: TensorInfo) -> str | None:
+    """Return why the error of a pair cannot be measured, or None when it can."""
+    from quantkit.kernels.cpu.dequantize import has_decoder
+
+    if _shape(x) != _shape(y):
+        return "the shapes differ"
+    for t in (x.type, y.type):
+        if not has_decoder(t):
+            return f"no decoder for {t}"
+        if t.interleave > 1:
+            return f"{t} weaves rows together"
+    return None
+
+
+def _parts(x: TensorInfo, y: TensorInfo, matrices: int) -> Iterator[_Part]:
+    """Cut a pair into parts of about _PIECE values; a row that is longer is cut, too, where its types allow it."""
+    n = x.shape[0]
+    rows = math.prod(x.shape[1:]) // matrices
+    a_row, b_row = x.type.row_bytes(n), y.type.row_bytes(n)
+    # _PIECE is a multiple of every block; a row with a header is one piece.
+    columns = n if n <= _PIECE or x.type.row_header or y.type.row_header else _PIECE
+    step = max(1, _PIECE // n)
+    for matrix in range(matrices):
+        for first in range(0, rows, step):
+            row, count = matrix * rows + first, min(step, rows - first)
+            for column in range(0, n, columns):
+                width = min(columns, n - column)
+                a_at = x.offset + row * a_row + column // x.type.block * x.type.block_bytes
+                b_at = y.offset + row * b_row + column // y.type.block * y.type.block_bytes
+                yield _Part(a_at, b_at, count * x.type.row_bytes(width), count, width, matrix, column)
+
+
+def _weights(weights: F32 | None, part: _Part) -> F32:
+    """Return the importance of a part's columns, or an empty array."""
+    if weights is None:
+        return np.empty(0, np.float32)
+    return weights[part.matrix, part.column : part.column + part.columns]
+
+
+def _measure(x: F32, y: F32, weights: F32) -> tuple[ErrorSums, float]:
+    """Return the sums and the largest absolute error; ``y`` is overwritten."""
+    from quantkit.kernels.cpu.error import error_sums
+
+    sums = ErrorSums(*error_sums(x, y, weights))
+    with np.errstate(all="ignore"):
+        np.subtract(y, x, out=y)
+        np.abs(y, out=y)
+        return sums, float(y.max())
+
+
+# --- classes ---
+
+
+def _classes(tensors: Iterable[TensorComparison]) -> tuple[ClassComparison, ...]:
+    """Group tensors by class and types, the group with most bytes first."""
+    members: dict[tuple[str, str], list[TensorComparison]] = {}
+    for tensor in tensors:
+        members.setdefault((tensor_class(tensor.name), tensor.types), []).append(tensor)
+    classes = [_class(name, types, group) for (name, types), group in members.items()]
+    return tuple(sorted(classes, key=lambda c: -c.a_bytes))
+
+
+def _class(name: str, types: str, tensors: Sequence[TensorComparison]) -> ClassComparison:
+    errors = [t.error for t in tensors if t.error is not None]
+    total = None
+    if errors:
+        sums, weighted = ErrorSums(), ErrorSums()
+        for e in errors:
+            sums += e.sums
+            weighted += e.sums if e.weighted else ErrorSums()
+        largest = math.nan if any(math.isnan(e.largest) for e in errors) else max(e.largest for e in errors)
+        both = ErrorSums(sums.square, sums.error, weighted.weighted_square, weighted.weighted_error)
+        total = ErrorOfB(both, largest, any(e.weighted for e in errors))
+    return ClassComparison(
+        name,
+        types,
+        len(tensors),
+        sum(t.same for t in tensors),
+        sum(t.a.nbytes for t in tensors),
+        sum(t.b.nbytes for t in tensors),
+        total,
+    )

@@ -1,0 +1,130 @@
+"""The command line of quantize: what it takes, prints and returns."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from models import llama_tensors, tensor_bytes, write_model
+from quantkit.cli import cli
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("llama") / "llama.gguf", llama_tensors())
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli, ["quantize", *map(str, args)])
+
+
+def test_the_order_of_llama_quantize(llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.gguf"
+    result = run(llama, out, "q8_0", 2)
+    assert result.exit_code == 0, result.output
+    assert "on 2 threads" in result.stdout
+    assert f"wrote {out}" in result.stdout
+    assert result.stderr.count("[") == 19
+    assert "blk.0.ffn_up.weight" in result.stderr
+
+
+def test_without_an_output_it_lies_beside_the_input(llama: Path) -> None:
+    result = run(llama, "7")
+    assert result.exit_code == 0, result.output
+    made = llama.with_name("ggml-model-7.gguf")
+    assert tensor_bytes(made)["output.weight"][0] == "Q8_0"
+    made.unlink()
+
+
+def test_json_is_all_of_stdout(llama: Path, tmp_path: Path) -> None:
+    result = run("--json", llama, tmp_path / "o.gguf", "Q8_0")
+    summary = json.loads(result.stdout)
+    assert summary["bits_per_weight"] == pytest.approx(8.5, abs=0.1)
+    assert len(summary["tensors"]) == 19
+    assert {c["class"] for c in summary["classes"]} >= {"attn_q", "ffn_down", "output"}
+
+
+def test_a_dry_run_writes_nothing(llama: Path, tmp_path: Path) -> None:
+    result = run("--dry-run", llama, tmp_path / "o.gguf", "Q4_K_M")
+    assert result.exit_code == 0
+    assert "F16 -> Q6_K" in result.stdout
+    assert list(tmp_path.iterdir()) == []
+    plan = json.loads(run("--dry-run", "--json", llama, tmp_path / "o.gguf", "Q4_K_M").stdout)
+    assert sum(t["bytes"] for t in plan["tensors"]) < plan["files"][0]["bytes"]
+
+
+def test_error_is_measured_on_request(llama: Path, tmp_path: Path) -> None:
+    result = run("--measure-error", llama, tmp_path / "o.gguf", "Q8_0")
+    assert "rel. error" in result.stdout
+    assert "0.5" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["IN"], 2, "expected IN.gguf [OUT.gguf] TYPE [THREADS]"),
+        (["IN", "OUT", "Q4_K_X"], 1, "did you mean"),
+        (["IN", "Q4_K_X"], 1, "did you mean"),
+        (["IN", "OUT", "Q8_0", "many"], 2, "THREADS must be a number"),
+        (["IN", "OUT", "Q8_0", "2", "3"], 2, "expected IN.gguf"),
+        (["none.gguf", "OUT", "Q8_0"], 1, "none.gguf"),
+        (["--prune-layers", "x", "IN", "OUT", "Q8_0"], 2, "no layer number"),
+        (["--prune-layers", "9", "IN", "OUT", "Q8_0"], 2, "there is no layer 9"),
+        (["--max-ram", "lots", "IN", "OUT", "Q8_0"], 2, "is not a size"),
+        (["--custom-q", "attn_[=q8_0", "IN", "OUT", "Q8_0"], 2, "regular expression"),
+        (["--override-kv", "a", "IN", "OUT", "Q8_0"], 2, "KEY=TYPE:VALUE"),
+        (["--output-tensor-type", "q9", "IN", "OUT", "Q8_0"], 1, "q9"),
+        (["--ffn-gate-inp-type", "nope", "IN", "OUT", "Q8_0"], 1, "nope"),
+        (["--fallback", "maybe", "IN", "OUT", "Q8_0"], 1, "maybe"),
+    ],
+)
+def test_wrong_input_gets_one_clear_line(
+    llama: Path, tmp_path: Path, args: list[str], code: int, message: str
+) -> None:
+    named = {"IN": str(llama), "OUT": str(tmp_path / "o.gguf")}
+    result = run(*(named.get(a, a) for a in args))
+    assert result.exit_code == code, result.output
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rules_that_match_nothing_are_reported_first(llama: Path, tmp_path: Path) -> None:
+    result = run("--custom-q", "ffn_up_shexp=q8_0", "--dry-run", llama, tmp_path / "o.gguf", "Q4_0")
+    assert "note: QK-W" in result.stderr
+    assert "ffn_up_shexp" in result.stderr
+
+
+def test_a_recipe_decides(llama: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "my.recipe"
+    recipe.write_text("# attention\nattn_[qk] = q8_0\n\nblk\\.1\\. = q5_0  # the rest of layer 1\n")
+    result = run("--recipe", recipe, llama, tmp_path / "o.gguf", "Q4_0")
+    assert result.exit_code == 0, result.output
+    types = {name: t for name, (t, _) in tensor_bytes(tmp_path / "o.gguf").items()}
+    assert types["blk.1.attn_q.weight"] == "Q8_0"
+    assert types["blk.1.ffn_up.weight"] == "Q5_0"
+    assert types["blk.0.ffn_up.weight"] == "Q4_0"
+
+
+def test_killed_and_resumed(llama: Path, tmp_path: Path) -> None:
+    """A real process, really killed, at several moments."""
+    reference = tmp_path / "whole.gguf"
+    assert run(llama, reference, "Q4_0").exit_code == 0
+    out, command = tmp_path / "o.gguf", [sys.executable, "-m", "quantkit", "quantize"]
+    for delay in (0.3, 0.6, 0.9):
+        with subprocess.Popen(
+            [*command, "--resume", llama, out, "Q4_0"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        ) as process:
+            time.sleep(delay)
+            os.kill(process.pid, signal.SIGKILL)
+    done = subprocess.run([*command, "--resume", "--overwrite", llama, out, "Q4_0"], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert out.read_bytes() == reference.read_bytes()

@@ -1,0 +1,137 @@
+"""Rules: the four dialects, matching, and what the lints find."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quantkit.errors import RecipeError
+from quantkit.pipeline import recipe
+from quantkit.pipeline.recipe import Rule, first_match, lint_rules
+
+DENSE = ["token_embd.weight", "output.weight", "blk.0.attn_output.weight", "blk.0.attn_v.weight", "blk.0.ffn_up.weight"]
+MERGED = [f"blk.{i}.ffn_{part}_exps.weight" for i in range(3) for part in ("gate_up", "down")]
+
+
+def pairs(rules: list[Rule]) -> list[tuple[str, str]]:
+    return [(r.pattern, r.type.name) for r in rules]
+
+
+def codes(text: str, names: list[str]) -> list[str]:
+    return [lint.code for lint in lint_rules(recipe.parse_recipe(text, "r"), names)]
+
+
+def test_recipe_lines_comments_and_origins() -> None:
+    text = "\ufeff# cooked by hand\n\nattn_v = q6_K\n  blk\\.[0-3]\\.ffn_down=IQ4_XS   # the first\n.*=q4_K\r\n"
+    rules = recipe.parse_recipe(text, "mix.txt")
+    assert pairs(rules) == [("attn_v", "Q6_K"), (r"blk\.[0-3]\.ffn_down", "IQ4_XS"), (".*", "Q4_K")]
+    assert [r.origin for r in rules] == ["mix.txt:3", "mix.txt:4", "mix.txt:5"]
+
+
+def test_custom_q_splits_behind_types_only() -> None:
+    rules = recipe.parse_custom_q(r"blk\.[0-9]{1,2}\.attn_v=iq5_ks,(?=token)embd=q8_0, ffn_(up|gate){1,}=q4_0_r8,", 2)
+    assert pairs(rules) == [
+        (r"blk\.[0-9]{1,2}\.attn_v", "IQ5_KS"),
+        ("(?=token)embd", "Q8_0"),
+        ("ffn_(up|gate){1,}", "Q4_0_R8"),
+    ]
+    assert rules[2].origin == "--custom-q #2, rule 3"
+
+
+def test_a_recipe_line_may_hold_several_rules() -> None:
+    rules = recipe.parse_recipe("attn_q=q4_K,attn_k=q5_K", "r")
+    assert pairs(rules) == [("attn_q", "Q4_K"), ("attn_k", "Q5_K")]
+
+
+def test_tensor_type_file_takes_words_and_lines() -> None:
+    rules = recipe.parse_tensor_type_file("attn_v=q6_K attn_k=q8_0\n# remark\nffn_down = q5_K\n\toutput=f16", "t.txt")
+    assert pairs(rules) == [("attn_v", "Q6_K"), ("attn_k", "Q8_0"), ("ffn_down", "Q5_K"), ("output", "F16")]
+    assert rules[2].origin == "--tensor-type-file t.txt:3"
+
+
+def test_files_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "r.txt"
+    path.write_text("a=q4_K b=q5_K\n")
+    assert pairs(recipe.read_tensor_type_file(path)) == [("a", "Q4_K"), ("b", "Q5_K")]
+    path.write_text("attn = iq4_k\n")
+    assert recipe.read_recipe(path)[0].origin == "r.txt:1"
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="No such file"):
+        recipe.read_recipe(tmp_path / "none")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\xff\xfe")
+    with pytest.raises(RecipeError, match="byte 4 is not UTF-8"):
+        recipe.read_tensor_type_file(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("attn_q", "write regex = type"),
+        ("=q4_K", "no regex before"),
+        ("attn_q=", "no type behind"),
+        ("attn_q=q4_KM", "did you mean"),
+        ("attn_q=q9_K,attn_k=q4_K", "'q9_K' in"),
+        ("attn_q=i32", "no type for weights"),
+        ("attn_(q=q4_K", "no regular expression"),
+        ("attn_q*{=q4_K,(=q8_0", "no regular expression"),
+    ],
+)
+def test_errors_name_the_place(text: str, says: str) -> None:
+    with pytest.raises(RecipeError, match=says) as e:
+        recipe.parse_recipe(f"\n{text}", "mix.txt")
+    assert "mix.txt:2" in str(e.value)
+    assert e.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "found"),
+    [
+        ("attn_q", "blk.3.attn_q.weight", True),
+        ("ATTN_Q", "blk.3.attn_q.weight", True),
+        (r"blk\.([0-9]|1[0-9])\.ffn", "blk.21.ffn_up.weight", False),
+        ("blk.[[:digit:]]+.attn", "blk.21.attn_q.weight", True),
+        ("blk.[[:alpha:]]+.attn", "blk.21.attn_q.weight", False),
+        ("^output", "blk.0.attn_output.weight", False),
+        (r"\Dttn", "blk.0.attn_output.weight", True),
+    ],
+)
+def test_matching(pattern: str, name: str, found: bool) -> None:
+    assert recipe.parse_rule(f"{pattern}=q4_K", "x").matches(name) is found
+
+
+def test_the_first_rule_decides() -> None:
+    rules = recipe.parse_recipe("attn_v=q6_K\nattn=q4_K", "r")
+    assert first_match(rules, "blk.0.attn_v.weight") == rules[0]
+    assert first_match(rules, "blk.0.attn_q.weight") == rules[1]
+    assert first_match(rules, "output.weight") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "found"),
+    [
+        ("attn_v=q6_K", DENSE, []),
+        ("attn_w=q6_K", DENSE, ["QK-W001"]),
+        ("attn=q6_K\nattn_v=q8_0", DENSE, ["QK-W002"]),
+        ("attn_v=q6_K\nffn=q8_0\nattn_v|ffn=q4_K", DENSE, ["QK-W002"]),
+        ("output.weight=q6_K", DENSE, ["QK-W003"]),
+        ("output=q6_K", DENSE, ["QK-W003"]),
+        (r"^output\.weight$=q6_K", DENSE, []),
+        ("attn|output=q6_K", DENSE, []),
+        (".*=q6_K", DENSE, []),
+        ("ffn_(up|gate)_exps=q6_K", MERGED, ["QK-W001", "QK-W004"]),
+        ("ffn_.*_exps=q6_K", MERGED, []),
+        ("ffn_up_exps|down=q6_K", MERGED, ["QK-W004"]),
+    ],
+)
+def test_lints(text: str, names: list[str], found: list[str]) -> None:
+    assert codes(text, names) == found
+
+
+def test_a_class_that_llama_quantize_would_lower_is_told() -> None:
+    [lint] = lint_rules(recipe.parse_tensor_type(r"blk\.\d+\.\Sttn=q4_K"), DENSE)
+    assert lint.code == "QK-W005"
+    assert r"reads \S as \s" in lint.message
+    assert lint_rules(recipe.parse_tensor_type(r"blk\\.Dttn|attn=q4_K"), DENSE) == []
