@@ -5,7 +5,9 @@ Every command is a function of the same name: ``quantkit quantize`` is ``quantki
 
 __version__ = "0.1.0"
 
+from quantkit.compare import compare
 from quantkit.errors import QuantkitError
+from quantkit.inspect import inspect
 from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
 
-__all__ = ["QuantizeOptions", "QuantkitError", "__version__", "plan_quantize", "quantize"]
+__all__ = ["QuantizeOptions", "QuantkitError", "__version__", "compare", "inspect", "plan_quantize", "quantize"]

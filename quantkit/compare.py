@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.errors import FormatError, RecipeError
+from quantkit.errors import FormatError, RecipeError, ResourceError
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, open_gguf
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.helpers import available_cpus, tensor_class
@@ -172,6 +172,7 @@ def compare(
         progress: called now and then from one thread.
 
     Raises:
+        ResourceError: a file cannot be read.
         FormatError: a file is broken, or the importance matrix does not fit the model.
         RecipeError: a regular expression is none, or matches no tensor; nothing is left to compare.
     """
@@ -398,16 +399,20 @@ class _Run:
 
 def _read(path: Path, into: U8, offset: int) -> None:
     """Fill ``into`` from a file; mapped pages would count as this process's memory."""
-    fd = os.open(path, os.O_RDONLY)
+    done = 0
+    view = into.data
     try:
-        done = 0
-        while done < into.size:
-            got = os.preadv(fd, [memoryview(into)[done:]], offset + done)
-            if got == 0:
-                raise FormatError(f"{path}: ends at byte {offset + done}, within tensor data: it was truncated")
-            done += got
-    finally:
-        os.close(fd)
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            while done < into.size:
+                got = os.preadv(fd, [view[done:]], offset + done)
+                if got == 0:
+                    raise FormatError(f"{path}: ends at byte {offset + done}, within tensor data: it was truncated")
+                done += got
+        finally:
+            os.close(fd)
+    except OSError as e:
+        raise ResourceError(f"{path}: cannot be read at byte {offset + done}: {e.strerror or e}") from None
 
 
 def _alike(x: TensorInfo, y: TensorInfo) -> bool:

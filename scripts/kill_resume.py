@@ -40,8 +40,9 @@ class Case:
     seconds: float
 
     @property
-    def journal(self) -> Path:
-        return self.output.with_name(self.output.name + ".journal")
+    def complete(self) -> bool:
+        """True when nothing is left to resume: the output has its name, and the journal is gone."""
+        return self.output.exists() and not self.output.with_name(self.output.name + ".journal").exists()
 
     def leftovers(self) -> list[str]:
         """Return the names of files of this output other than the output."""
@@ -78,7 +79,7 @@ def trial(case: Case, rng: random.Random, again: float) -> Trial:
     done = Trial([])
     arguments: list[str] = []
     case.clear()
-    while not done.delays or (len(done.delays) < MAX_KILLS and rng.random() < again):
+    while not done.delays or (len(done.delays) < MAX_KILLS and not case.complete and rng.random() < again):
         delay = rng.uniform(0, case.seconds)
         outcome = run([*case.command, *arguments], watch=kill_after(delay))
         if outcome.returncode == 0:
@@ -92,10 +93,7 @@ def trial(case: Case, rng: random.Random, again: float) -> Trial:
             return done
         done.delays.append(delay)
         arguments = ["--resume"]
-    if case.output.exists() and not case.journal.exists():
-        check(case, done, None)  # killed between its last step and its end: nothing is left to resume
-    else:
-        check(case, done, run([*case.command, "--resume"]))
+    check(case, done, None if case.complete else run([*case.command, "--resume"]))
     return done
 
 

@@ -17,11 +17,11 @@ MAINLINE = [p for p in PRESETS if p.trees != "ik"]
 IK = [p for p in PRESETS if p.trees != "mainline"]
 
 #: src: llama.cpp b11434, include/llama.h, enum llama_ftype, as `name number` of what llama-quantize prints.
-MAINLINE_NUMBERS = """
+LLAMA_CPP = """
     Q1_0 40 Q2_0 41 Q4_0 2 Q4_1 3 MXFP4_MOE 38 Q5_0 8 Q5_1 9 IQ2_XXS 19 IQ2_XS 20 IQ2_S 28 IQ2_M 29 IQ1_S 24 IQ1_M 31
     TQ1_0 36 TQ2_0 37 Q2_K 10 Q2_K_S 21 IQ3_XXS 23 IQ3_S 26 IQ3_M 27 Q3_K 12 IQ3_XS 22 Q3_K_S 11 Q3_K_M 12 Q3_K_L 13
     IQ4_NL 25 IQ4_XS 30 Q4_K 15 Q4_K_S 14 Q4_K_M 15 Q5_K 17 Q5_K_S 16 Q5_K_M 17 Q6_K 18 Q8_0 7 F16 1 BF16 32 F32 0
-""".split()
+"""
 
 
 def test_tables_are_complete() -> None:
@@ -37,7 +37,7 @@ def test_a_number_belongs_to_one_preset_of_a_tree() -> None:
         assert len(set(numbers)) == len(numbers)
 
 
-@pytest.mark.parametrize(("name", "number"), zip(MAINLINE_NUMBERS[::2], MAINLINE_NUMBERS[1::2], strict=True))
+@pytest.mark.parametrize(("name", "number"), re.findall(r"(\w+) (\d+)\s", LLAMA_CPP))
 def test_mainline_names_and_numbers(name: str, number: str) -> None:
     found = preset_by_name(name)
     assert found.ftype == int(number)

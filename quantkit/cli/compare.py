@@ -37,7 +37,7 @@ _WIDTH, _NAME, _LINES = 40, 64, 12
 @click.argument("b", metavar="B", type=_FILE)
 @option("--metadata-only", group=_WHAT, is_flag=True, help="Leave the tensors alone.")
 @option("--tensors-only", group=_WHAT, is_flag=True, help="Leave the metadata alone.")
-@option("--ignore-metadata", group=_WHAT, multiple=True, metavar="REGEX", help="Keys that do not count; may be repeated.")
+@option("--ignore-metadata", group=_WHAT, multiple=True, metavar="REGEX", help="Keys not to count; may be repeated.")
 @option("--tensors", group=_WHAT, metavar="REGEX", help="Only tensors with REGEX in their names.")
 @option("--no-error", group=_WHAT, is_flag=True, help="Compare bytes only: decode nothing.")
 @option("--imatrix", group=_WHAT, type=_FILE, help="Weigh the error by this importance matrix, too.")
@@ -59,8 +59,10 @@ def command(
 ) -> None:
     """Compare two GGUF models: metadata, shapes, types, bytes, and the error of B with A as the reference.
 
-    Split models compare as wholes; shards, order, padding and GGUF version do not count. Exit code as of diff: 0
-    nothing differs, 1 something does, 2 wrong usage or a file that cannot be read.
+    Split models compare as wholes; shards, order, padding and GGUF version do not count. The relative error is
+    sqrt(sum (A - B)^2 / sum A^2) over the tensors that differ, "max error" the largest |A - B|.
+
+    Exit code as of diff: 0 nothing differs, 1 something does, 2 wrong usage or a file that cannot be read.
     """
     if metadata_only and (tensors_only or tensors is not None):
         raise click.UsageError("--metadata-only excludes --tensors-only and --tensors")
@@ -78,12 +80,20 @@ def command(
                 progress=bar.progress,
             )
     except QuantkitError as e:
-        e.exit_code = 2
-        raise
+        raise _Trouble(e.message) from e
     for note in found.notes:
         click.echo(f"note: {printable(note)}", err=True)
-    click.echo(json.dumps(_as_dict(found), indent=2, allow_nan=False) if as_json else _text(found, per_tensor=per_tensor))
+    if as_json:
+        click.echo(json.dumps(_as_dict(found), indent=2, allow_nan=False))
+    else:
+        click.echo(_text(found, per_tensor=per_tensor))
     sys.exit(0 if found.identical else 1)
+
+
+class _Trouble(click.ClickException):
+    """An error, told apart from a difference by its exit code, as diff does."""
+
+    exit_code = 2
 
 
 class _Bar:
@@ -196,6 +206,9 @@ def _tensor_lines(found: Comparison, tensors: Sequence[TensorComparison], *, ful
         yield "  of different shape:"
         lines = [f"    {_name(t.name)}: {_dims(t.a)} {t.a.type} -> {_dims(t.b)} {t.b.type}" for t in shapes]
         yield from _cut(lines, full=full)
+    weighted = [t.error.weighted for t in tensors if t.error is not None]
+    if any(weighted) and not all(weighted):
+        yield f"  the importance matrix has entries for {sum(weighted)} of the {len(weighted)} tensors with an error"
     unmeasured = Counter(t.note for t in tensors if t.note and t.difference != "shape")
     for note, n in unmeasured.items():
         yield f"  no error for {n}: {note}"

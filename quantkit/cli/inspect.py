@@ -35,9 +35,7 @@ _NAME = 64
 @option("--no-tensors", group=_WHAT, is_flag=True, help="No list of tensors; the sums stay.")
 @option("--header-only", group=_WHAT, is_flag=True, help="Accept a file whose tensor data is missing or cut off.")
 @option("--json", "as_json", group=_OUT, is_flag=True, help="Print everything as JSON.")
-def command(
-    path: Path, metadata: str, tensors: str | None, no_tensors: bool, header_only: bool, as_json: bool
-) -> None:
+def command(path: Path, metadata: str, tensors: str | None, no_tensors: bool, header_only: bool, as_json: bool) -> None:
     """Show what is in a GGUF file: a model, one shard of it (all are read), an importance matrix.
 
     Offsets count from the beginning of the tensor's shard. Bits per weight are those of the data, row headers
@@ -89,7 +87,7 @@ def _lines(found: Inspection) -> Iterator[tuple[str, str]]:
         yield "up and gate experts", f"merged in {found.merged_layers} layers{others}"
     total = found.total
     some = "" if total.tensors == found.n_tensors else f" of {found.n_tensors}"
-    active = "" if found.active_values is None else f"; {format_count(found.active_values)} of the model active per token"
+    active = "" if found.active_values is None else f"; {format_count(found.active_values)} active per token"
     what = "weights" if found.architecture else "values"
     yield what, f"{format_count(total.values)} in {total.tensors}{some} tensors{active}"
     yield "tensor data", f"{format_size(total.nbytes)}, {total.bpw:.3f} bits per weight"

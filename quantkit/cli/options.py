@@ -13,7 +13,7 @@ from quantkit.helpers import parse_size, printable
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Size(click.ParamType):
+class Size(click.ParamType[int]):
     """A number of bytes: 48G, 512MiB."""
 
     name = "size"

@@ -29,7 +29,7 @@ a type for weights can be TYPE as well, without a mixture."""
 
 @click.command("types", cls=GroupedCommand)
 @option("--presets", group=_WHAT, is_flag=True, help="Also list the presets: names TYPE may be, with their mixtures.")
-@option("--tree", group=_WHAT, type=click.Choice(["mainline", "ik"]), help="Only what llama.cpp, or ik_llama.cpp, knows.")
+@option("--tree", group=_WHAT, type=click.Choice(["mainline", "ik"]), help="Only what this tree knows.")
 @option("--json", "as_json", group=_OUT, is_flag=True, help="Print the tables as JSON.")
 def command(presets: bool, tree: str | None, as_json: bool) -> None:
     """List all tensor types of llama.cpp and ik_llama.cpp, and with --presets all presets."""

@@ -42,7 +42,7 @@ def quantize(
     t = type_by_name(type) if isinstance(type, str) else type
     encode = encoder(t)
     # Read-only arrays are another type to numba: a copy is cheaper than a second compilation.
-    rows = np.require(_rows(x, np.float32, "x"), requirements="AW")
+    rows = np.require(_rows(x, np.float32, "x"), requirements=["A", "W"])
     out = np.empty((len(rows), _row_bytes(t, rows.shape[1])), np.uint8)
     weights = _weights(t, imatrix, rows.shape[1])
     bad = first_nonfinite_row(rows, 0, len(rows))
@@ -102,10 +102,10 @@ def _row_bytes(t: TensorType, n: int) -> int:
 def _weights(t: TensorType, imatrix: npt.NDArray[np.float32] | None, n: int) -> npt.NDArray[np.float32]:
     """Return the weights an encoder takes: float32 [n], or empty where there are none."""
     if imatrix is None and t.imatrix == "required":
-        raise RecipeError(f"{t.name} cannot be encoded without an importance matrix: pass imatrix, one value per column")
+        raise RecipeError(f"{t.name} cannot be encoded without an importance matrix: pass one, a value per column")
     if imatrix is None or t.imatrix == "ignored":
         return np.empty(0, np.float32)
-    weights = np.require(imatrix, np.float32, "CAW")
+    weights = np.require(imatrix, np.float32, ["C", "A", "W"])
     if weights.shape != (n,):
         raise FormatError(f"the importance matrix has shape {list(weights.shape)}; rows of {n} values need [{n}]")
     if not np.isfinite(weights).all():

@@ -164,7 +164,8 @@ def decode_q6_k(blocks: Bytes) -> Floats:
 def _seven_signs(words: Ints) -> Bytes:
     """Return 32 sign bytes from 8 words [n, 8], each of 4 x 7 signs from the low bits up; ksigns adds the eighth."""
     sevens = (words[:, :, None] >> np.array([0, 7, 14, 21], np.uint32)) & np.uint32(127)
-    return table("ksigns")[sevens].reshape(-1, 32)
+    signs: Bytes = table("ksigns")[sevens].reshape(-1, 32)
+    return signs
 
 
 def _signed(magnitudes: Ints, signs: Bytes) -> Ints:

@@ -288,7 +288,8 @@ def _choose(facts: ModelFacts, t: TensorLike, request: Request, mixture: _Mixtur
         return Choice(t.name, t.type, found, reason, by, rule=rule)
 
     if (kept := _why_kept(facts, t, request)) is not None:
-        return choice(t.type, "kept", f"kept: {kept}" + (f"; {rule} does not reach it" if rule else ""))
+        beaten = f"; {rule} does not reach it" if rule is not None and rule.type != t.type else ""
+        return choice(t.type, "kept", f"kept: {kept}{beaten}")
     if (own := _own_option(request, t.name, rule is not None)) is not None:
         return choice(getattr(request, own), "option", option_name(own))
     if rule is not None:
@@ -409,7 +410,7 @@ def _lint_beaten(request: Request, choices: Sequence[Choice]) -> list[Lint]:
     won = {id(c.rule) for c in choices if c.by == "rule"}
     beaten: dict[int, list[Choice]] = {}
     for c in choices:
-        if c.rule is not None and id(c.rule) not in won:
+        if c.rule is not None and id(c.rule) not in won and c.rule.type != c.type:
             beaten.setdefault(id(c.rule), []).append(c)
     lints = []
     for rule in request.rules:

@@ -37,7 +37,7 @@ EXPONENT = MASKS["f32"]
 
 
 @inline
-def _dense(data, row_bytes, row0, row1, kind, mask, width):  # type: ignore[no-untyped-def]
+def _dense(data: Any, row_bytes: Any, row0: Any, row1: Any, kind: Any, mask: Any, width: Any) -> Any:
     """Return the first row with a bad number, or -1; rows are nothing but numbers of type ``kind``."""
     for row in range(row0, row1):
         start, end = row * row_bytes, (row + 1) * row_bytes

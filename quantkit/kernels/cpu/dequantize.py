@@ -23,6 +23,7 @@ from numba.extending import intrinsic
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cpu.jit import kernel
 from quantkit.kernels.cpu.simd import (
+    VecType,
     _address,
     _shuffle,
     convert,
@@ -31,7 +32,6 @@ from quantkit.kernels.cpu.simd import (
     load,
     load_f16,
     load_scalar,
-    prefetch,
     store,
     store_scalar,
     u16x16,
@@ -41,9 +41,6 @@ from quantkit.kernels.cpu.unpack import UNIT, has_unpacker, unpacker
 from quantkit.types import TensorType
 
 Kernel = Callable[[int, int, int, int, int, int, int], None]
-
-#: Bytes ahead of the unit being unpacked to fetch into the cache; ahead of the hardware's own guess.
-AHEAD = 2048
 
 
 @intrinsic
@@ -55,12 +52,17 @@ def write_values(tyctx: Any, out: Any, byte: Any, l0: Any, l1: Any, l2: Any, l3:
         for k in range(16):
             part = _shuffle(b, args[2 + k // 4], None, range(16 * (k % 4), 16 * (k % 4) + 16))
             value = b.fmul(_shuffle(b, args[6], None, [k] * 16), b.sitofp(part, f32x16.ll))
-            if not isinstance(mins, types.NoneType):
+            if isinstance(mins, VecType):
                 value = b.fsub(value, _shuffle(b, args[7], None, [k] * 16))
             b.store(value, b.bitcast(b.gep(start, [ir.IntType(64)(64 * k)]), f32x16.ll.as_pointer()), align=1)
         return cgctx.get_dummy_value()
 
     return types.void(out, types.intp, l0, l1, l2, l3, scales, mins), cg
+
+
+#: What ``decode_rows`` needs of a type; bound anew for each by ``_kernel_of``.
+unpack: Any = None
+unit_bytes = 0
 
 
 def decode_rows(data: int, stride: int, out: int, out_stride: int, rows: int, n: int, scratch: int) -> None:
@@ -70,14 +72,13 @@ def decode_rows(data: int, stride: int, out: int, out_stride: int, rows: int, n:
     for row in range(rows):
         source, target = data + row * stride, out + row * out_stride
         for unit in range(units):
-            at, to = source + unit * unit_bytes, target + unit * 1024  # type: ignore[name-defined]  # noqa: F821
+            at, to = source + unit * unit_bytes, target + unit * 1024
             partial = rest > 0 and unit == units - 1
             if partial:
-                for i in range(rest * unit_bytes // 256):  # type: ignore[name-defined]  # noqa: F821
+                for i in range(rest * unit_bytes // 256):
                     store_scalar(scratch, i, load_scalar(types.uint8, at, i))
-                at, to = scratch, scratch + unit_bytes  # type: ignore[name-defined]  # noqa: F821
-            prefetch(at, AHEAD)
-            l0, l1, l2, l3, scales, mins = unpack(at, 0)  # type: ignore[name-defined]  # noqa: F821
+                at, to = scratch, scratch + unit_bytes
+            l0, l1, l2, l3, scales, mins = unpack(at, 0)
             write_values(to, 0, l0, l1, l2, l3, scales, mins)
             if partial:
                 for i in range(rest):

@@ -779,3 +779,32 @@ def transpose16_apart(
         return cgctx.get_dummy_value()
 
     return types.void(source, types.intp, types.intp, target, types.intp, types.intp), cg
+
+
+@intrinsic
+def row_extremes(tyctx: Any, source: Any, offset: Any, stride: Any) -> Any:
+    """row_extremes(source, byte, row_stride): (smallest, largest) of 16 rows of 32 f32, row r in lane r.
+
+    No NaN; among zeros of both signs, either.
+    """
+
+    def reduce(b: ir.IRBuilder, rows: list[ir.Value], op: str) -> ir.Value:
+        for step in (8, 4, 2, 1):  # a transposition that keeps the better half at every step
+            moved = _transpose_step(b, rows + [ir.Constant(f32x16.ll, ir.Undefined)] * (16 - len(rows)), step)
+            pairs = [(moved[r], moved[r + step]) for r in range(step)]
+            rows = [b.select(b.fcmp_ordered(op, x, y), x, y) for x, y in pairs]
+        return rows[0]
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        i64, pointer = ir.IntType(64), f32x16.ll.as_pointer()
+        start = _address(cgctx, b, sig.args[0], args[0], args[1])
+        low, high = [], []
+        for r in range(16):
+            at = b.gep(start, [b.mul(args[2], i64(r))])
+            x = b.load(b.bitcast(at, pointer), align=1)
+            y = b.load(b.bitcast(b.gep(at, [i64(64)]), pointer), align=1)
+            low.append(b.select(b.fcmp_ordered("<", x, y), x, y))
+            high.append(b.select(b.fcmp_ordered(">", x, y), x, y))
+        return cgctx.make_tuple(b, sig.return_type, [reduce(b, low, "<"), reduce(b, high, ">")])
+
+    return types.UniTuple(f32x16, 2)(source, types.intp, types.intp), cg

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+from numba import types
 
 from quantkit.kernels.cpu.jit import kernel
 from quantkit.kernels.cpu.simd import (
@@ -22,16 +23,16 @@ from quantkit.kernels.cpu.simd import (
     store,
     store_f16,
     store_scalar,
-    types,
     u16x16,
     u32x16,
 )
 
 U = np.uint32
+Rows = npt.NDArray[np.float32]
 
 
 @kernel
-def encode_f32(x: npt.NDArray, weights: npt.NDArray, out: npt.NDArray, row0: int, row1: int) -> None:  # type: ignore[type-arg]
+def encode_f32(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, row1: int) -> None:
     """Copy rows row0..row1 of x."""
     start, count = row0 * x.shape[1], (row1 - row0) * x.shape[1]
     for i in range(0, count - 15, 16):
@@ -41,7 +42,7 @@ def encode_f32(x: npt.NDArray, weights: npt.NDArray, out: npt.NDArray, row0: int
 
 
 @kernel
-def encode_f16(x: npt.NDArray, weights: npt.NDArray, out: npt.NDArray, row0: int, row1: int) -> None:  # type: ignore[type-arg]
+def encode_f16(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, row1: int) -> None:
     """Round rows row0..row1 of x to half floats (llama.cpp b11434 ggml_fp32_to_fp16_row)."""
     start, count = row0 * x.shape[1], (row1 - row0) * x.shape[1]
     for i in range(0, count - 15, 16):
@@ -57,7 +58,7 @@ def encode_f16(x: npt.NDArray, weights: npt.NDArray, out: npt.NDArray, row0: int
 
 
 @kernel
-def encode_bf16(x: npt.NDArray, weights: npt.NDArray, out: npt.NDArray, row0: int, row1: int) -> None:  # type: ignore[type-arg]
+def encode_bf16(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, row1: int) -> None:
     """Round rows row0..row1 of x to bfloat16 (llama.cpp b11434 ggml_compute_fp32_to_bf16)."""
     start, count = row0 * x.shape[1], (row1 - row0) * x.shape[1]
     for i in range(0, count - 15, 16):

@@ -12,11 +12,10 @@ added to the bits before the exponent is read. Below 2^-125 the reference's e is
 
 NVFP4's scale is largest magnitude / 6 as unsigned float of 4 exponent and 3 mantissa bits, bias 7, at most 448.
 
-The level is the nearest, the lower magnitude (and 0, not -0) at a tie: middles between magnitudes, times d, are exact,
-and so are the reference's two differences when it compares them. MXFP4 divides by d, exactly, and looks the level up
-(codebook.py); where 8 d overflows, no level above 6 d is ever the nearest. NVFP4 compares with the middles times d;
-d = 0 gives level 0, and a value so far beyond 448 * 6 that its differences round to equals takes the first of them,
-and is compared one by one.
+The level is the nearest, the lower magnitude (and 0, not -0) at a tie: |x| is compared with the middles between
+magnitudes times d. They are exact, and so are the reference's two differences when it compares them. Three exceptions:
+where 8 d overflows, it is never the nearest; d = 0 gives level 0; an NVFP4 value so far beyond 448 * 6 that its
+differences round to equals takes the first of them, and is compared one by one.
 
 One lane holds one (sub-)block, 16 at a time.
 
@@ -28,8 +27,8 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+from numba import types
 
-from quantkit.kernels.cpu.encode.codebook import MAGIC, bucket_tables
 from quantkit.kernels.cpu.encode.groups import address, copy
 from quantkit.kernels.cpu.jit import helper, inline, kernel
 from quantkit.kernels.cpu.simd import (
@@ -40,15 +39,12 @@ from quantkit.kernels.cpu.simd import (
     i32x16,
     load,
     load_scalar,
-    lookup32_f32,
-    make_constant,
     make_shuffle2,
     select,
     splat,
     store,
     store_scalar,
     transpose16,
-    types,
     u8x16,
     u8x32,
     vabs,
@@ -59,22 +55,43 @@ from quantkit.kernels.cpu.simd import (
 F, I32 = np.float32, np.int32
 
 MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)
-_MIDDLES = (0.5, 1.5, 2.5, 3.5, 5, 7, 10)
-#: The levels from the most negative on, and where each begins: at a tie the one nearer to zero wins.
-_ORDER = (15, 14, 13, 12, 11, 10, 9, 0, 1, 2, 3, 4, 5, 6, 7)
-_STARTS = [-m for m in reversed(_MIDDLES)] + [float(np.nextafter(F(m), F(np.inf))) for m in _MIDDLES]
-_boundary, _below, _above = bucket_tables(_STARTS, 1.05, 0.5)
-_boundary0 = make_constant(f32x16, _boundary[:16], "mxfp4_boundary0")
-_boundary1 = make_constant(f32x16, _boundary[16:], "mxfp4_boundary1")
-_below0 = make_constant(i32x16, [_ORDER[i] for i in _below[:16]], "mxfp4_below0")
-_below1 = make_constant(i32x16, [_ORDER[i] for i in _below[16:]], "mxfp4_below1")
-_above0 = make_constant(i32x16, [_ORDER[i] for i in _above[:16]], "mxfp4_above0")
-_above1 = make_constant(i32x16, [_ORDER[i] for i in _above[16:]], "mxfp4_above1")
-
 _zip_low = make_shuffle2([i // 2 + 16 * (i % 2) for i in range(16)], "fp4_zip_low")
 _zip_high = make_shuffle2([8 + i // 2 + 16 * (i % 2) for i in range(16)], "fp4_zip_high")
 _zip2_low = make_shuffle2([i // 4 * 2 + i % 2 + 16 * (i // 2 % 2) for i in range(16)], "fp4_zip2_low")
 _zip2_high = make_shuffle2([8 + i // 4 * 2 + i % 2 + 16 * (i // 2 % 2) for i in range(16)], "fp4_zip2_high")
+
+
+# ---------------------------------------------------------------- levels
+
+
+@inline
+def _middles(d):
+    """Return the seven middles between magnitudes times d; infinite where the larger magnitude overflows."""
+    m8, m12 = d * F(8) * F(0.5), d * F(12) * F(0.5)
+    return d * F(0.5), d * F(1.5), d * F(2.5), d * F(3.5), d * F(5), d * F(3) + m8, m8 + m12
+
+
+@inline
+def _level(x, middles):
+    """Return the level nearest to x, as i32: bits 2, 1, 0 by halving, bit 3 the sign of all but level 0."""
+    m0, m1, m2, m3, m4, m5, m6 = middles
+    a, zero = vabs(x), splat(i32x16, I32(0))
+    bit2 = a > m3
+    bit1 = a > select(bit2, m5, m1)
+    bit0 = a > select(bit1, select(bit2, m6, m2), select(bit2, m4, m0))
+    level = select(bit2, I32(4), zero) | select(bit1, I32(2), zero) | select(bit0, I32(1), zero)
+    return level | select(x < -m0, I32(8), zero)
+
+
+@inline
+def _nibbles(xt, j, half, middles):
+    """Return four bytes of levels per lane: rows j .. j + 3 of [row][16], rows j + half .. in the high nibbles."""
+    word = splat(i32x16, I32(0))
+    for i in range(4):
+        low = _level(load(f32x16, xt, 64 * (j + i)), middles)
+        high = _level(load(f32x16, xt, 64 * (j + i + half)), middles)
+        word = word | (low | high << I32(4)) << I32(8 * i)
+    return word
 
 
 @inline
@@ -115,36 +132,10 @@ def _e8m0(amax):
 
 
 @inline
-def _power(exponent):
-    return cast(f32x16, (exponent + I32(127)) << I32(23))
-
-
-@inline
-def _level_mx(x, root0, root1):
-    """Return the level nearest to x * root0 * root1, |x| < 16 after scaling, as i32."""
-    v = x * root0 * root1
-    bucket = cast(i32x16, (v * F(1 / 1.05) - F(0.5)) + MAGIC)
-    low, high = lookup32_f32(_below0(), _below1(), bucket), lookup32_f32(_above0(), _above1(), bucket)
-    return select(v >= lookup32_f32(_boundary0(), _boundary1(), bucket), high, low)
-
-
-@inline
-def _nibbles_mx(xt, j, root0, root1):
-    """Return four bytes of levels per lane: rows j .. j + 3 of [row][16], rows j + 16 .. in the high nibbles."""
-    word = splat(i32x16, I32(0))
-    for i in range(4):
-        low = _level_mx(load(f32x16, xt, 64 * (j + i)), root0, root1)
-        high = _level_mx(load(f32x16, xt, 64 * (j + i + 16)), root0, root1)
-        word = word | (low | high << I32(4)) << I32(8 * i)
-    return word
-
-
-@helper
-def _clip(xt, lanes, limit):
-    """Limit |x| of the lanes that are marked."""
-    for j in range(32):
-        x = load(f32x16, xt, 64 * j)
-        store(xt, 64 * j, select(lanes, vmax(vmin(x, limit), -limit), x))
+def _e8m0_half(e):
+    """Return 2^(e - 128): a denormal for e = 0 and 1."""
+    small = select(e == I32(0), splat(i32x16, I32(0x00200000)), I32(0x00400000))
+    return cast(f32x16, select(e < I32(2), small, (e - I32(1)) << I32(23)))
 
 
 @inline
@@ -153,13 +144,10 @@ def _encode_16_mx(x, out, xt, words, count):
     transpose16(x, 0, 128, xt, 0)
     transpose16(x, 64, 128, xt, 1024)
     e = _e8m0(_largest_magnitudes(xt, 32))
-    if any_lane(e == I32(253)):
-        _clip(xt, e == I32(253), F(6 * 2.0**125))
-    # 1 / d in two factors, for 2^128 is no f32.
-    root0 = _power((I32(128) - e) >> I32(1))
-    root1 = _power((I32(129) - e) >> I32(1))
-    a, b = _nibbles_mx(xt, 0, root0, root1), _nibbles_mx(xt, 4, root0, root1)
-    c, d = _nibbles_mx(xt, 8, root0, root1), _nibbles_mx(xt, 12, root0, root1)
+    middles = _middles(_e8m0_half(e))
+    for j in range(4):
+        store(words, 64 * j, _nibbles(xt, 4 * j, 16, middles))
+    a, b, c, d = (load(i32x16, words, 0), load(i32x16, words, 64), load(i32x16, words, 128), load(i32x16, words, 192))
     ab, cd = _zip_low(a, b), _zip_low(c, d)
     store(words, 0, _zip2_low(ab, cd))
     store(words, 64, _zip2_high(ab, cd))
@@ -212,35 +200,6 @@ def _ue4m3_half(u):
     return select(u < I32(8), convert(f32x16, u) * F(2.0**-10), normal)
 
 
-@inline
-def _middles(d):
-    """Return the seven middles between magnitudes times d."""
-    return d * F(0.5), d * F(1.5), d * F(2.5), d * F(3.5), d * F(5), d * F(7), d * F(10)
-
-
-@inline
-def _level(x, middles):
-    """Return the level nearest to x, as i32: bits 2, 1, 0 by halving, bit 3 the sign of all but level 0."""
-    m0, m1, m2, m3, m4, m5, m6 = middles
-    a, zero = vabs(x), splat(i32x16, I32(0))
-    bit2 = a > m3
-    bit1 = a > select(bit2, m5, m1)
-    bit0 = a > select(bit1, select(bit2, m6, m2), select(bit2, m4, m0))
-    level = select(bit2, I32(4), zero) | select(bit1, I32(2), zero) | select(bit0, I32(1), zero)
-    return level | select(x < -m0, I32(8), zero)
-
-
-@inline
-def _nibbles_nv(xt, j, middles):
-    """Return four bytes of levels per lane: rows j .. j + 3 of [row][16], rows j + 8 .. in the high nibbles."""
-    word = splat(i32x16, I32(0))
-    for i in range(4):
-        low = _level(load(f32x16, xt, 64 * (j + i)), middles)
-        high = _level(load(f32x16, xt, 64 * (j + i + 8)), middles)
-        word = word | (low | high << I32(4)) << I32(8 * i)
-    return word
-
-
 @helper
 def _search_one_by_one(xt, d, words, lanes):
     """Encode 16 sub-blocks as the reference does, for values whose differences to several magnitudes are equal."""
@@ -270,7 +229,9 @@ def _encode_16_nv(x, out, xt, d, words, count):
         _search_one_by_one(xt, d, words, 16)
     else:
         middles = _middles(select(scale == I32(0), F(1), half))  # values under a scale of 0 are < 0.006: level 0
-        a, b = _nibbles_nv(xt, 0, middles), _nibbles_nv(xt, 4, middles)
+        for j in range(2):
+            store(words, 64 * j, _nibbles(xt, 4 * j, 8, middles))
+        a, b = load(i32x16, words, 0), load(i32x16, words, 64)
         store(words, 0, _zip_low(a, b))
         store(words, 64, _zip_high(a, b))
     for block in range(count):

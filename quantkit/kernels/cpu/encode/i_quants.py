@@ -63,6 +63,7 @@ _above0 = make_constant(f32x16, [VALUES[i] for i in _above[:16]], "iq4_above0")
 _above1 = make_constant(f32x16, [VALUES[i] for i in _above[16:]], "iq4_above1")
 _level0 = make_constant(i32x16, _below[:16], "iq4_level0")
 _level1 = make_constant(i32x16, _below[16:], "iq4_level1")
+_first_half = make_constant(i32x16, [1] * 8 + [0] * 8, "iq4_first_half")
 
 # ---------------------------------------------------------------- rounding to a level
 
@@ -229,32 +230,38 @@ def _mean_squares(x, xt, target):
 
 @inline
 def _super_scale(scales, h):
-    """Return d of a super-block: the sub-block scale of largest magnitude, the first of equals, becomes -32."""
+    """Return d of super-block h: the sub-block scale of largest magnitude, the first of equals, becomes -32."""
     largest, top = F(0), F(0)
-    for ib in range(8):
-        magnitude = abs(scales[8 * h + ib])
+    for ib in range(8 * h, 8 * h + 8):
+        magnitude = abs(scales[ib])
         if magnitude > largest:
-            largest, top = magnitude, scales[8 * h + ib]
+            largest, top = magnitude, scales[ib]
     return -top / F(32)
 
 
 @inline
-def _store_scales(scales, codes, out, h):
-    """Round the scales of super-block h to 6 bits: store header and scales, leave 1 / (d * scale) in ``scales``."""
-    d = _super_scale(scales, h)
-    inverse = F(1) / d if d != F(0) else F(0)
-    v = load(f32x16, scales, 0)
-    level = vmax(vmin(nearest_int(v * inverse), I32(31)), I32(-32))
-    store(scales, 64, _inverse_or_zero(convert(f32x16, level) * d))
+def _round_scales(scales, codes):
+    """Return d of two super-blocks; write the 6-bit codes of 16 scales, and 1 / (d * scale) after ``scales``."""
+    d0, d1 = _super_scale(scales, 0), _super_scale(scales, 1)
+    d = select(_first_half() != I32(0), splat(f32x16, d0), splat(f32x16, d1))
+    level = nearest_int(load(f32x16, scales, 0) * _inverse_or_zero(d))
+    level = vmax(vmin(level, I32(31)), I32(-32))
+    store(scales, 64, _inverse_or_zero(d * convert(f32x16, level)))
     store(codes, 0, level + I32(32))
-    high = 0
+    return d0, d1
+
+
+@inline
+def _store_scales(d, codes, h, out):
+    """Store d and the 8 codes of super-block h: f16 d, u16 scales_h, u8 scales_l[4]."""
+    low, high = I32(0), I32(0)
     for ib in range(8):
-        high |= (codes[8 * h + ib] >> 4) << (2 * ib)
+        code = codes[8 * h + ib]
+        low |= (code & I32(15)) << I32(4 * ib)
+        high |= code >> I32(4) << I32(2 * ib)
     store_scalar(out, 0, f32_to_f16(d))
     store_scalar(out, 2, np.uint16(high))
-    for ib in range(4):
-        low = codes[8 * h + 2 * ib] & 15 | (codes[8 * h + 2 * ib + 1] & 15) << 4
-        store_scalar(out, 4 + ib, np.uint8(low))
+    store_scalar(out, 4, np.uint32(low))
 
 
 @inline
@@ -267,10 +274,12 @@ def _encode_2_xs(x, weights, sigma2, out, xt, wt, scales, codes, count):
     else:
         _square_weights(xt, wt)
     _search(xt, wt, scales)
-    for h in range(count):
-        _store_scales(scales, codes, out + 136 * h, h)
-        for ib in range(8):
-            _store_levels(x, 1024 * h + 128 * ib, scales[16 + 8 * h + ib], out, 136 * h + 8 + 16 * ib)
+    d0, d1 = _round_scales(scales, codes)
+    _store_scales(d0, codes, 0, out)
+    if count == 2:
+        _store_scales(d1, codes, 1, out + 136)
+    for ib in range(8 * count):
+        _store_levels(x, 128 * ib, scales[16 + ib], out, 16 * ib + 8 * (ib // 8 + 1))
 
 
 @kernel

@@ -34,6 +34,7 @@ from quantkit.kernels.cpu.encode.search import (
     WIDE_INT,
     F,
     fit_by_descent,
+    fit_by_largest,
     fit_positive,
     fit_signed,
     fit_with_min,
@@ -48,6 +49,7 @@ from quantkit.kernels.cpu.simd import (
     load,
     load_f16,
     load_scalar,
+    mask_bits,
     nearest_int,
     splat,
     store,
@@ -79,12 +81,12 @@ def _places(*sizes: int) -> list[int]:
 _FLAT, _TURNED = 64 * LANES + 64, 16 * STEP
 (
     _X, _W, _L,
-    _SIGMA, _SCALE, _LOW, _SUM_W, _ISCALE, _BEST_LOW,
+    _SIGMA, _SCALE, _LOW, _SUM_W, _ISCALE, _BEST_LOW, _SLOT, _QUEUE,
     _SCALE_T, _LOW_T, _SUM_W_T, _CODE_T, _LOW_CODE_T, _D_T, _DMIN_T,
     _WORDS, _HALF, _HALF_MIN, _TAIL, _END,
 ) = _places(
     32 * STEP, 32 * STEP, LANES * 1024,
-    *[_FLAT] * 6,
+    *[_FLAT] * 8,
     *[_TURNED] * 7,
     4 * STEP, 2 * LANES, 2 * LANES, LANES * 1024,
 )  # fmt: skip
@@ -439,13 +441,38 @@ def _fit_signed(s: Any, x: Any, w: Any, weighted: Any, count: Any, nmax: Any) ->
 
 @inline
 def _fit_by_descent(s: Any, x: Any, count: Any) -> Any:
-    """Search the scale of every sub-block of the batch (make_q3_quants); all levels are kept at _L."""
+    """Search the scale of every sub-block of the batch (make_q3_quants).
+
+    Few sub-blocks move a level at all: those are queued, and searched LANES together afterwards.
+    """
+    queued = 0
     for group in range((count * 16 + LANES - 1) // LANES):
         _load_group(x, group, 16, s, _X)
-        scale, dead = fit_by_descent(s, _X, _L + group * 16 * STEP, 16, 4)
+        scale, iscale, moving = fit_by_largest(s, _X, 16, 4)
         store(s, _SCALE + group * STEP, scale)
-        store(s, _ISCALE + group * STEP, choose(dead, F(0), splat(WIDE, F(1))))
+        store(s, _ISCALE + group * STEP, iscale)
+        store(s, _SLOT + group * STEP, splat(WIDE_INT, -1))
+        bits = mask_bits(moving)
+        for lane in range(LANES):
+            store_scalar(s, _QUEUE + 4 * queued, np.int32(group * LANES + lane))
+            queued += np.intp((bits >> np.uint64(lane)) & np.uint64(1))
+    for slot in range(0, queued, LANES):
+        _descend_queued(s, x, slot, min(LANES, queued - slot))
     _turn(s, _SCALE, _SCALE_T, 16)
+
+
+@inline
+def _descend_queued(s: Any, x: Any, slot: Any, count: Any) -> Any:
+    """Search up to LANES queued sub-blocks; their levels are kept at _L by slot."""
+    for k in range(LANES):  # idle lanes repeat the last sub-block
+        flat = load_scalar(types.int32, s, _QUEUE + 4 * (slot + min(k, count - 1)))
+        store(s, _W + k * 64, load(f32x16, x, flat * 64))
+    _load_group(_address(s) + _W, 0, 16, s, _X)
+    store(s, _W, fit_by_descent(s, _X, _L + slot // LANES * 16 * STEP, 16, 4))
+    for k in range(count):
+        flat = load_scalar(types.int32, s, _QUEUE + 4 * (slot + k))
+        store_scalar(s, _SCALE + 4 * flat, load_scalar(types.float32, s, _W + 4 * k))
+        store_scalar(s, _SLOT + 4 * flat, np.int32(slot + k))
 
 
 @inline
@@ -469,8 +496,9 @@ def _signed_levels(s: Any, x: Any, j: Any, lane: Any, nmax: Any, descent: Any) -
         iscale = load_scalar(types.float32, s, _ISCALE + flat * 4)
         if iscale == F(0):
             return splat(i32x16, 0)
-        if descent:
-            at = _L + flat // LANES * 16 * STEP + flat % LANES * 4
+        slot = load_scalar(types.int32, s, _SLOT + flat * 4) if descent else -1
+        if slot >= 0:
+            at = _L + slot // LANES * 16 * STEP + slot % LANES * 4
             for i in range(16):
                 store_scalar(s, _W + 4 * i, load_scalar(types.float32, s, at + i * STEP))
             return convert(i32x16, load(f32x16, s, _W)) + nmax
@@ -496,10 +524,14 @@ def _scales_q3_by_fit(s: Any) -> Any:
     """Quantize the scales to 6 bits by make_qx_quants under the sub-blocks' weights; store d."""
     _turn(s, _SUM_W, _SUM_W_T, 16)
     d, iscale = fit_signed(s, _SCALE_T, _SUM_W_T, 16, 32, True)
+    # Where sums overflowed ggml's iscale is -0, so every level 0, its code 32, and d a sum of zeros (or of nan).
+    infinite = vabs(_largest_scale(s)) == F(np.inf)
+    nothing = splat(WIDE, F(0))
     for j in range(16):
+        nothing = nothing + F(0) * load(WIDE, s, _SUM_W_T + j * STEP)
         code = vmin(vmax(nearest_int(iscale * load(WIDE, s, _SCALE_T + j * STEP)), -32), 31) + 32
-        store(s, _CODE_T + j * STEP, choose(iscale != F(0), code, 0))
-    store_f16(s, _HALF, d)
+        store(s, _CODE_T + j * STEP, choose((iscale != F(0)) | infinite, choose(infinite, 32, code), 0))
+    store_f16(s, _HALF, choose(infinite, nothing, d))
 
 
 @inline

@@ -17,18 +17,20 @@ Source: llama.cpp b11434 ggml-quants.c, quantize_row_q*_ref and quantize_row_q*_
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
+from numba import types
 
 from quantkit.kernels.cpu.encode.search import LANES, STEP, fit_signed, fit_with_min, search_levels
 from quantkit.kernels.cpu.jit import helper, inline, kernel
 from quantkit.kernels.cpu.simd import (
+    any_lane,
     cast,
     convert,
     f32_to_f16,
     f32x16,
-    hmax,
-    hmin,
     i8x16,
     i32x16,
     load,
@@ -36,109 +38,167 @@ from quantkit.kernels.cpu.simd import (
     mask_bits,
     nearest_int,
     round_away,
+    row_extremes,
+    select,
     splat,
     store,
+    store_f16,
     store_scalar,
     transpose16,
     transpose16_apart,
-    types,
     u8x16,
+    vabs,
     vmax,
     vmin,
     vsqrt,
 )
 
-F, I, U = np.float32, np.int32, np.uint64
+F, I32, U64 = np.float32, np.int32, np.uint64
+Rows = npt.NDArray[np.float32]
 
-# ---------------------------------------------------------------- without an importance matrix
-
-
-@inline
-def _inverse(d):  # type: ignore[no-untyped-def]
-    """Return 1 / d and whether it is a number: 0 for d = 0, and (0, False) where d is too small to invert.
-
-    In C the infinite inverse turns every value into infinity or NaN, whose conversion to an integer is 0.
-    """
-    inverse = F(1) / d if d != F(0) else F(0)
-    finite = abs(inverse) < F(np.inf)
-    return inverse if finite else F(0), finite
+# Byte offsets into the scratch of one call. The search: [32][LANES] f32 each, element i of all blocks side by side,
+# and [LANES][32] f32, the weights of each block before they are transposed.
+X, W, LEVELS, ROWS = 0, 32 * STEP, 64 * STEP, 96 * STEP
+# [LANES] f32 each: what was found for each block.
+SCALE, LOW, INVERSE, BASE, SCRATCH = 128 * STEP, 129 * STEP, 130 * STEP, 131 * STEP, 132 * STEP
 
 
 @inline
-def _largest(x0, x1):  # type: ignore[no-untyped-def]
-    """Return the value of largest magnitude among 32, the first of equals; +0 if all are zero."""
-    a0, a1 = cast(i32x16, x0) & I(0x7FFFFFFF), cast(i32x16, x1) & I(0x7FFFFFFF)
-    top = hmax(vmax(a0, a1))
-    hits = mask_bits(a0 == top) | (mask_bits(a1 == top) << U(16))
-    negative = mask_bits(cast(i32x16, x0) < I(0)) | (mask_bits(cast(i32x16, x1) < I(0)) << U(16))
-    first = hits & (~hits + U(1))
-    value = I(top).view(F)
-    return F(0) - value if first & negative else value
-
-
-@inline
-def _extremes(x0, x1):  # type: ignore[no-untyped-def]
-    """Return minimum and maximum of 32 values; of zeros of both signs the first counts."""
-    low, high = hmin(vmin(x0, x1)), hmax(vmax(x0, x1))
-    if low == F(0):
-        zeros = mask_bits(x0 == F(0)) | (mask_bits(x1 == F(0)) << U(16))
-        negative = mask_bits(cast(i32x16, x0) < I(0)) | (mask_bits(cast(i32x16, x1) < I(0)) << U(16))
-        low = F(-0.0) if zeros & (~zeros + U(1)) & negative else F(0)
-    return low, high
-
-
-@inline
-def _store_levels(out, o, q0, q1, has_high):  # type: ignore[no-untyped-def]
+def _store_levels(out: Any, o: Any, q0: Any, q1: Any, has_high: Any) -> Any:
     """Store bit 4 of 32 levels as u32, where a type has it, then their nibbles."""
     if has_high:
-        store_scalar(out, o, np.uint32(mask_bits(q0 > I(15)) | (mask_bits(q1 > I(15)) << U(16))))
+        store_scalar(out, o, np.uint32(mask_bits(q0 > I32(15)) | (mask_bits(q1 > I32(15)) << U64(16))))
         o += 4
-        q0, q1 = q0 & I(15), q1 & I(15)
-    store(out, o, convert(u8x16, q0 | (q1 << I(4))))
+        q0, q1 = q0 & I32(15), q1 & I32(15)
+    store(out, o, convert(u8x16, q0 | (q1 << I32(4))))
 
 
 @inline
-def _symmetric(x, at, out, o, half):  # type: ignore[no-untyped-def]
-    """Scale one block by its largest magnitude: store d, return levels 0..2 * half - 1 around half."""
-    x0, x1 = load(f32x16, x, at), load(f32x16, x, at + 64)
-    d = _largest(x0, x1) / F(-half)
-    inverse, finite = _inverse(d)
-    middle = F(half) + F(0.5) if finite else F(0)
-    store_scalar(out, o, f32_to_f16(d))
-    top = I(2 * half - 1)
-    q0 = vmin(convert(i32x16, x0 * inverse + middle), top)
-    q1 = vmin(convert(i32x16, x1 * inverse + middle), top)
-    return q0, q1
+def _copy_f16(s: Any, at: Any, out: Any, o: Any) -> Any:
+    store_scalar(out, o, load_scalar(types.uint16, s, at))
+
+
+# ---------------------------------------------------------------- without an importance matrix: 16 blocks at a time
 
 
 @inline
-def _affine(x, at, out, o, top):  # type: ignore[no-untyped-def]
-    """Scale one block from its minimum to its maximum: store d and m, return levels 0..top."""
-    x0, x1 = load(f32x16, x, at), load(f32x16, x, at + 64)
-    low, high = _extremes(x0, x1)
-    d = abs(high - low) / F(top)
-    inverse, finite = _inverse(d)
-    store_scalar(out, o, f32_to_f16(d))
-    store_scalar(out, o + 2, f32_to_f16(low))
-    if not (finite and d < F(np.inf)):
-        low, inverse = F(0), F(0)
-    q0 = vmin(convert(i32x16, (x0 - low) * inverse + F(0.5)), I(top))
-    q1 = vmin(convert(i32x16, (x1 - low) * inverse + F(0.5)), I(top))
-    return q0, q1
+def _extremes(x: Any, s: Any, first: Any, end: Any) -> Any:
+    """Return minima and maxima of blocks first .. first + 15, one per lane; of blocks past ``end``, 0."""
+    source = x.ctypes.data + 128 * first
+    if end - first < 16:
+        for i in range(0, 2048, 64):
+            inside = i < 128 * (end - first)
+            store(s, X + i, load(f32x16, source, i) if inside else splat(f32x16, F(0)))
+        source = s.ctypes.data + X
+    return row_extremes(source, 0, 128)
+
+
+@inline
+def _bits(x: Any, block: Any) -> Any:
+    """Return 32 bits that say which values of a block are negative (-0 too), and the block's two vectors."""
+    x0, x1 = load(f32x16, x, 128 * block), load(f32x16, x, 128 * block + 64)
+    low, high = mask_bits(cast(i32x16, x0) < I32(0)), mask_bits(cast(i32x16, x1) < I32(0))
+    return low | (high << U64(16)), x0, x1
+
+
+@inline
+def _first(x0: Any, x1: Any, value: Any) -> Any:
+    """Return the bit of the first of 32 values whose magnitude is ``value``."""
+    hits = mask_bits(vabs(x0) == value) | (mask_bits(vabs(x1) == value) << U64(16))
+    return hits & (~hits + U64(1))
+
+
+@inline
+def _invert(s: Any, d: Any, middle: Any) -> Any:
+    """Store 1 / d, 0 for d = 0, and what is added before a value is cut to an integer.
+
+    A d too small to invert: in C every value becomes infinity or NaN, whose conversion to an integer is 0. Both
+    numbers are 0 then.
+    """
+    inverse = F(1) / d
+    store(s, INVERSE, select(vabs(inverse) < F(np.inf), inverse, F(0)))
+    store(s, BASE, select((d == F(0)) | (vabs(inverse) < F(np.inf)), splat(f32x16, middle), F(0)))
+
+
+@inline
+def _symmetric_scales(x: Any, s: Any, first: Any, end: Any, half: Any) -> Any:
+    """Scale 16 blocks by their values of largest magnitude: d in SCALE as f16, then INVERSE and BASE."""
+    low, high = _extremes(x, s, first, end)
+    largest = select(high > -low, high, low) + F(0)  # + 0: a block of zeros has d = 0 / -half, whatever their signs
+    tie = (high == -low) & (high > F(0))
+    if any_lane(tie):
+        store(s, BASE, largest)
+        for lane in range(min(16, end - first)):
+            if (mask_bits(tie) >> U64(lane)) & U64(1):
+                value = abs(load_scalar(types.float32, s, BASE + 4 * lane))
+                negative, x0, x1 = _bits(x, first + lane)
+                store_scalar(s, BASE + 4 * lane, -value if negative & _first(x0, x1, value) else value)
+        largest = load(f32x16, s, BASE)
+    d = largest / F(-half)
+    store_f16(s, SCALE, d)
+    _invert(s, d, F(half) + F(0.5))
+
+
+@inline
+def _affine_scales(x: Any, s: Any, first: Any, end: Any, top: Any) -> Any:
+    """Scale 16 blocks from minimum to maximum: d and m in SCALE and LEVELS as f16, then LOW, INVERSE and BASE."""
+    low, high = _extremes(x, s, first, end)
+    zero = low == F(0)
+    if any_lane(zero):  # the sign of the first zero is m's
+        store(s, LOW, low)
+        for lane in range(min(16, end - first)):
+            if (mask_bits(zero) >> U64(lane)) & U64(1):
+                negative, x0, x1 = _bits(x, first + lane)
+                store_scalar(s, LOW + 4 * lane, F(-0.0) if negative & _first(x0, x1, F(0)) else F(0))
+        low = load(f32x16, s, LOW)
+    d = vabs(high - low) / F(top)  # never -0
+    store_f16(s, SCALE, d)
+    store_f16(s, LEVELS, low)
+    _invert(s, d, F(0.5))
+    # Where the range overflows, 1 / d is 0 and infinity times that NaN: level 0.
+    store(s, LOW, select(d < F(np.inf), low, F(0)))
+
+
+@inline
+def _plain_symmetric(x: Any, out: Any, row0: Any, row1: Any, half: Any) -> Any:
+    """Encode rows as levels 0..2 * half - 1 around half (quantize_row_q4_0_ref, quantize_row_q5_0_ref)."""
+    s = np.empty(SCRATCH, np.uint8)
+    end, size = row1 * (x.shape[1] // 32), 18 if half == 8 else 22
+    for first in range(row0 * (x.shape[1] // 32), end, 16):
+        _symmetric_scales(x, s, first, end, half)
+        for lane in range(min(16, end - first)):
+            at, o = 128 * (first + lane), size * (first + lane)
+            inverse = load_scalar(types.float32, s, INVERSE + 4 * lane)
+            middle = load_scalar(types.float32, s, BASE + 4 * lane)
+            q0 = vmin(convert(i32x16, load(f32x16, x, at) * inverse + middle), 2 * half - 1)
+            q1 = vmin(convert(i32x16, load(f32x16, x, at + 64) * inverse + middle), 2 * half - 1)
+            _copy_f16(s, SCALE + 2 * lane, out, o)
+            _store_levels(out, o + 2, q0, q1, half == 16)
+
+
+@inline
+def _plain_affine(x: Any, out: Any, row0: Any, row1: Any, top: Any) -> Any:
+    """Encode rows as levels 0..top from a minimum up (quantize_row_q4_1_ref, quantize_row_q5_1_ref)."""
+    s = np.empty(SCRATCH, np.uint8)
+    end, size = row1 * (x.shape[1] // 32), 20 if top == 15 else 24
+    for first in range(row0 * (x.shape[1] // 32), end, 16):
+        _affine_scales(x, s, first, end, top)
+        for lane in range(min(16, end - first)):
+            at, o = 128 * (first + lane), size * (first + lane)
+            low = load_scalar(types.float32, s, LOW + 4 * lane)
+            inverse = load_scalar(types.float32, s, INVERSE + 4 * lane)
+            half = load_scalar(types.float32, s, BASE + 4 * lane)
+            q0 = vmin(convert(i32x16, (load(f32x16, x, at) - low) * inverse + half), top)
+            q1 = vmin(convert(i32x16, (load(f32x16, x, at + 64) - low) * inverse + half), top)
+            _copy_f16(s, SCALE + 2 * lane, out, o)
+            _copy_f16(s, LEVELS + 2 * lane, out, o + 2)
+            _store_levels(out, o + 4, q0, q1, top == 31)
 
 
 # ---------------------------------------------------------------- with an importance matrix: one block per lane
 
-# Byte offsets into the scratch of one call: [32][LANES] f32 each, element i of all blocks side by side.
-X, W, LEVELS = 0, 32 * STEP, 64 * STEP
-# [LANES][32] f32: the weights of each block before they are transposed.
-ROWS = 96 * STEP
-# [LANES] f32 each: what a search found for each block.
-SCALE, LOW, INVERSE, BASE, SCRATCH = 128 * STEP, 129 * STEP, 130 * STEP, 131 * STEP, 132 * STEP
-
-
 @helper
-def mean_squares(x, row0, row1, out, scratch):  # type: ignore[no-untyped-def]
+def mean_squares(x: Any, row0: Any, row1: Any, out: Any, scratch: Any) -> Any:
     """Set out[r - row0] to the mean square of row r, summed from left to right; 16 rows side by side."""
     n = x.shape[1]
     row = row0
@@ -159,7 +219,7 @@ def mean_squares(x, row0, row1, out, scratch):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _fill_lanes(x, weights, sigma2, s, first, last, row0):  # type: ignore[no-untyped-def]
+def _fill_lanes(x: Any, weights: Any, sigma2: Any, s: Any, first: Any, last: Any, row0: Any) -> Any:
     """Put blocks first .. first + LANES - 1 and their weights into X and W; past the end block ``last`` again."""
     per_row = x.shape[1] // 32
     for lane in range(LANES):
@@ -179,7 +239,7 @@ def _fill_lanes(x, weights, sigma2, s, first, last, row0):  # type: ignore[no-un
 
 
 @inline
-def _rows_symmetric(x, weights, out, row0, row1, half):  # type: ignore[no-untyped-def]
+def _weighted_symmetric(x: Any, weights: Any, out: Any, row0: Any, row1: Any, half: Any) -> Any:
     """Encode rows as levels 0..2 * half - 1 around half (quantize_row_q4_0_impl, quantize_row_q5_0_impl)."""
     s, sigma2 = np.empty(SCRATCH, np.uint8), np.empty(row1 - row0, np.float32)
     mean_squares(x, row0, row1, sigma2, s)
@@ -194,14 +254,14 @@ def _rows_symmetric(x, weights, out, row0, row1, half):  # type: ignore[no-untyp
             store_scalar(out, o, f32_to_f16(load_scalar(types.float32, s, SCALE + 4 * lane)))
             inverse = load_scalar(types.float32, s, INVERSE + 4 * lane)
             # Blocks that count as zero have an inverse of 0, and level 0 rather than the middle one.
-            middle = I(half) if inverse != F(0) else I(0)
+            middle = I32(half) if inverse != F(0) else I32(0)
             q0 = vmin(vmax(nearest_int(load(f32x16, x, at) * inverse), -half), half - 1) + middle
             q1 = vmin(vmax(nearest_int(load(f32x16, x, at + 64) * inverse), -half), half - 1) + middle
             _store_levels(out, o + 2, q0, q1, half == 16)
 
 
 @inline
-def _rows_affine(x, weights, out, row0, row1, top):  # type: ignore[no-untyped-def]
+def _weighted_affine(x: Any, weights: Any, out: Any, row0: Any, row1: Any, top: Any) -> Any:
     """Encode rows as levels 0..top from a minimum up (quantize_row_q4_1_impl, quantize_row_q5_1_impl)."""
     s, sigma2 = np.empty(SCRATCH, np.uint8), np.empty(row1 - row0, np.float32)
     mean_squares(x, row0, row1, sigma2, s)
@@ -230,57 +290,54 @@ def _rows_affine(x, weights, out, row0, row1, top):  # type: ignore[no-untyped-d
 
 
 @kernel
-def encode_q4_0(x: npt.NDArray, weights: npt.NDArray, out: npt.NDArray, row0: int, row1: int) -> None:  # type: ignore[type-arg]
+def encode_q4_0(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, row1: int) -> None:
     """Encode rows row0..row1 of x (quantize_row_q4_0_ref, quantize_row_q4_0_impl)."""
     if weights.size:
-        _rows_symmetric(x, weights, out, row0, row1, 8)
+        _weighted_symmetric(x, weights, out, row0, row1, 8)
     else:
-        for block in range(row0 * (x.shape[1] // 32), row1 * (x.shape[1] // 32)):
-            q0, q1 = _symmetric(x, 128 * block, out, 18 * block, 8)
-            _store_levels(out, 18 * block + 2, q0, q1, False)
+        _plain_symmetric(x, out, row0, row1, 8)
 
 
 @kernel
-def encode_q4_1(x: npt.NDArray, weights: npt.NDArray, out: npt.NDArray, row0: int, row1: int) -> None:  # type: ignore[type-arg]
+def encode_q4_1(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, row1: int) -> None:
     """Encode rows row0..row1 of x (quantize_row_q4_1_ref, quantize_row_q4_1_impl)."""
     if weights.size:
-        _rows_affine(x, weights, out, row0, row1, 15)
+        _weighted_affine(x, weights, out, row0, row1, 15)
     else:
-        for block in range(row0 * (x.shape[1] // 32), row1 * (x.shape[1] // 32)):
-            q0, q1 = _affine(x, 128 * block, out, 20 * block, 15)
-            _store_levels(out, 20 * block + 4, q0, q1, False)
+        _plain_affine(x, out, row0, row1, 15)
 
 
 @kernel
-def encode_q5_0(x: npt.NDArray, weights: npt.NDArray, out: npt.NDArray, row0: int, row1: int) -> None:  # type: ignore[type-arg]
+def encode_q5_0(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, row1: int) -> None:
     """Encode rows row0..row1 of x (quantize_row_q5_0_ref, quantize_row_q5_0_impl)."""
     if weights.size:
-        _rows_symmetric(x, weights, out, row0, row1, 16)
+        _weighted_symmetric(x, weights, out, row0, row1, 16)
     else:
-        for block in range(row0 * (x.shape[1] // 32), row1 * (x.shape[1] // 32)):
-            q0, q1 = _symmetric(x, 128 * block, out, 22 * block, 16)
-            _store_levels(out, 22 * block + 2, q0, q1, True)
+        _plain_symmetric(x, out, row0, row1, 16)
 
 
 @kernel
-def encode_q5_1(x: npt.NDArray, weights: npt.NDArray, out: npt.NDArray, row0: int, row1: int) -> None:  # type: ignore[type-arg]
+def encode_q5_1(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, row1: int) -> None:
     """Encode rows row0..row1 of x (quantize_row_q5_1_ref, quantize_row_q5_1_impl)."""
     if weights.size:
-        _rows_affine(x, weights, out, row0, row1, 31)
+        _weighted_affine(x, weights, out, row0, row1, 31)
     else:
-        for block in range(row0 * (x.shape[1] // 32), row1 * (x.shape[1] // 32)):
-            q0, q1 = _affine(x, 128 * block, out, 24 * block, 31)
-            _store_levels(out, 24 * block + 4, q0, q1, True)
+        _plain_affine(x, out, row0, row1, 31)
 
 
 @kernel
-def encode_q8_0(x: npt.NDArray, weights: npt.NDArray, out: npt.NDArray, row0: int, row1: int) -> None:  # type: ignore[type-arg]
+def encode_q8_0(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, row1: int) -> None:
     """Encode rows row0..row1 of x; the importance matrix is ignored (quantize_row_q8_0_ref)."""
-    for block in range(row0 * (x.shape[1] // 32), row1 * (x.shape[1] // 32)):
-        x0, x1 = load(f32x16, x, 128 * block), load(f32x16, x, 128 * block + 64)
-        top = hmax(vmax(cast(i32x16, x0) & I(0x7FFFFFFF), cast(i32x16, x1) & I(0x7FFFFFFF)))
-        d = I(top).view(F) / F(127)
-        inverse, _ = _inverse(d)
-        store_scalar(out, 34 * block, f32_to_f16(d))
-        store(out, 34 * block + 2, convert(i8x16, round_away(x0 * inverse)))
-        store(out, 34 * block + 18, convert(i8x16, round_away(x1 * inverse)))
+    s = np.empty(SCRATCH, np.uint8)
+    end = row1 * (x.shape[1] // 32)
+    for first in range(row0 * (x.shape[1] // 32), end, 16):
+        low, high = _extremes(x, s, first, end)
+        d = vabs(vmax(high, -low)) / F(127)
+        store_f16(s, SCALE, d)
+        _invert(s, d, F(0))
+        for lane in range(min(16, end - first)):
+            at, o = 128 * (first + lane), 34 * (first + lane)
+            inverse = load_scalar(types.float32, s, INVERSE + 4 * lane)
+            _copy_f16(s, SCALE + 2 * lane, out, o)
+            store(out, o + 2, convert(i8x16, round_away(load(f32x16, x, at) * inverse)))
+            store(out, o + 18, convert(i8x16, round_away(load(f32x16, x, at + 64) * inverse)))

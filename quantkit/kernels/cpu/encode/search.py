@@ -9,7 +9,7 @@ in ggml's order. A value that only some lanes need is computed in all of them an
 |-------------------|-------------------------|----------------------------------------------------|
 | fit_with_min      | x ~ scale * l + min     | Q2_K, Q4_K, Q5_K: make_qkx2_quants, make_qkx3_quants |
 | fit_signed        | x ~ scale * l           | Q3_K with weights, Q6_K: make_qx_quants            |
-| fit_by_descent    | x ~ scale * l           | Q3_K without weights: make_q3_quants               |
+| fit_by_descent    | x ~ scale * l           | Q3_K without weights: make_q3_quants; fit_by_largest is its beginning |
 | fit_positive      | x ~ scale * l, l >= 0   | scales and minima of a super-block: make_qp_quants |
 
 Source: llama.cpp b11434, ggml/src/ggml-quants.c. Vectors lie in a scratch array, element i at ``at + i * step`` bytes.
@@ -322,10 +322,11 @@ def _refine(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, low: Any, top: Any,
 
 
 @inline
-def fit_by_descent(s: Any, x_at: Any, l_at: Any, n: Any, nmax: Any) -> Any:
-    """Fit x ~ scale * l with l in -nmax..nmax-1 and weights x*x; the levels are left at l_at.
+def fit_by_largest(s: Any, x_at: Any, n: Any, nmax: Any) -> Any:
+    """Fit x ~ scale * l as make_q3_quants begins: levels by the largest value, then the scale by least squares.
 
-    Source: make_q3_quants. Returns (scale, mask of the sub-blocks that are not all zero).
+    Returns (scale, iscale or 0 for a sub-block of zeros, mask of the lanes whose levels may move in fit_by_descent).
+    The others are done: a level moves only if x * sum_l2 / sum_lx, of the other values, lies half a step away.
     """
     largest, size = _largest(s, x_at, n)
     dead = size < EPSILON
@@ -334,11 +335,35 @@ def fit_by_descent(s: Any, x_at: Any, l_at: Any, n: Any, nmax: Any) -> Any:
     for i in range(n):
         x = load(WIDE, s, x_at + i * STEP)
         level = _signed_level(iscale * x, nmax)
+        sum_lx = sum_lx + x * x * x * level
+        sum_l2 = sum_l2 + x * x * level * level
+    moving = sum_lx != sum_lx
+    for i in range(n):
+        x = load(WIDE, s, x_at + i * STEP)
+        level = _signed_level(iscale * x, nmax)
+        rest_lx = sum_lx - x * x * x * level
+        rest_l2 = sum_l2 - x * x * level * level
+        still = vabs(x * rest_l2 - level * rest_lx) < F(0.499) * rest_lx  # 0.001 is far more than rounding takes
+        moving = moving | ((rest_lx > F(0)) & ~still)
+    scale = choose(dead | ~(sum_l2 > F(0)), F(0), sum_lx / sum_l2)
+    return scale, choose(dead, F(0), iscale), moving & ~dead
+
+
+@inline
+def fit_by_descent(s: Any, x_at: Any, l_at: Any, n: Any, nmax: Any) -> Any:
+    """Fit x ~ scale * l with l in -nmax..nmax-1 and weights x*x; the levels are left at l_at.
+
+    Source: make_q3_quants. Sub-blocks of zeros must not come here. Returns the scale.
+    """
+    iscale = splat(WIDE, F(-nmax)) / _largest(s, x_at, n)[0]
+    sum_lx = sum_l2 = splat(WIDE, F(0))
+    for i in range(n):
+        x = load(WIDE, s, x_at + i * STEP)
+        level = _signed_level(iscale * x, nmax)
         store(s, l_at + i * STEP, level)
         sum_lx = sum_lx + x * x * x * level
         sum_l2 = sum_l2 + x * x * level * level
-    scale = _refine(s, x_at, x_at, l_at, n, -nmax, nmax - 1, sum_lx, sum_l2)
-    return choose(dead, F(0), scale), dead
+    return _refine(s, x_at, x_at, l_at, n, -nmax, nmax - 1, sum_lx, sum_l2)
 
 
 # ---------------------------------------------------------------- the scales of a super-block

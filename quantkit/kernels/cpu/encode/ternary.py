@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+from numba import types
 
 from quantkit.kernels.cpu.jit import inline, kernel
 from quantkit.kernels.cpu.simd import (
@@ -36,7 +37,6 @@ from quantkit.kernels.cpu.simd import (
     splat,
     store,
     store_scalar,
-    types,
     u8x16,
     u8x64,
     u32x16,

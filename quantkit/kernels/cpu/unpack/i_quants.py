@@ -53,6 +53,7 @@ from quantkit.kernels.cpu.simd import (
 from quantkit.kernels.cpu.unpack.lanes import (
     block_scales,
     each_4_times,
+    each_twice,
     half_at,
     in_turn8,
     in_turn16,
@@ -93,7 +94,6 @@ odd_words = make_shuffle(range(1, 16, 2), "i_quants.odd_words")
 low_4_times = make_shuffle([i // 4 for i in range(16)], "i_quants.low_4_times")
 high_4_times = make_shuffle([4 + i // 4 for i in range(16)], "i_quants.high_4_times")
 eight_4_times = make_shuffle([i // 4 for i in range(32)], "i_quants.eight_4_times")
-each_twice = make_shuffle([i // 2 for i in range(16)], "i_quants.each_twice")
 #: Halves of 4 bytes, low before high, every one twice: a scale of 32 values as two of 16.
 halves_twice = make_shuffle2([4 * (i // 2 % 2) + i // 4 for i in range(16)], "i_quants.halves_twice")
 

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from quantkit.cli import cli
+from quantkit.pipeline.presets import PRESETS
+from quantkit.types import BY_NAME, TYPES
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(cli, ["types", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def run_json(*arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(*arguments, "--json"))
+    return found
+
+
+def test_every_type_has_a_row() -> None:
+    rows = {line.split()[1]: line.split() for line in run().splitlines()[2 : 2 + len(TYPES)]}
+    assert list(rows) == [t.name for t in TYPES]
+    assert rows["Q4_K"] == ["12", "Q4_K", "4.5", "256", "144", "k_quant", "both", "used", "yes", "yes"]
+    assert rows["IQ2_KS"][:6] == ["145", "IQ2_KS", "2.1875", "256", "70", "2"]
+    assert rows["IQ2_XS"][5:9] == ["i_quant", "both", "required", "mainline+ik"]
+    assert rows["Q4_0_R8"][5] == "8"
+
+
+def test_output_fits_120_columns() -> None:
+    assert max(map(len, run("--presets").splitlines())) <= 120
+
+
+@pytest.mark.parametrize("tree", ["mainline", "ik"])
+def test_one_tree(tree: str) -> None:
+    found = run_json("--tree", tree, "--presets")
+    assert {t["trees"] for t in found["types"]} == {tree, "both"}
+    assert [t["name"] for t in found["types"]] == [t.name for t in TYPES if t.trees in (tree, "both")]
+    assert {p["trees"] for p in found["presets"]} == {tree, "both"}
+
+
+def test_json_holds_the_whole_table() -> None:
+    found = run_json()
+    assert "presets" not in found
+    assert len(found["types"]) == len(TYPES)
+    for row in found["types"]:
+        t = BY_NAME[row["name"]]
+        assert (row["id"], row["ggml_name"], row["row_header"], row["interleave"]) == (
+            t.id,
+            t.ggml_name,
+            t.row_header,
+            t.interleave,
+        )
+        assert row["bits_per_weight"] == t.bpw
+
+
+def test_encoders_and_decoders_are_those_there_are() -> None:
+    from quantkit.kernels.cpu.dequantize import has_decoder
+    from quantkit.kernels.cpu.encode import has_encoder
+
+    for row in run_json()["types"]:
+        t = BY_NAME[row["name"]]
+        assert (row["encoder"], row["decoder"]) == (has_encoder(t), has_decoder(t))
+
+
+def test_presets() -> None:
+    presets = run_json("--presets")["presets"]
+    assert [(p["number"], p["name"]) for p in presets] == [(p.ftype, p.name) for p in PRESETS]
+    use = {p["name"]: p["use"] for p in presets}
+    # Whether a mixture of ik's exists as such, a type of its name, or nothing.
+    assert (use["Q4_K_M"], use["MXFP4"], use["IQ3_KL"], use["COPY"]) == ("mixture", "plain", None, "copy")
+    output = run("--presets")
+    assert "Q4_K is Q4_K_M" in output
+    assert all(p.description in output for p in PRESETS)
+
+
+def test_usage() -> None:
+    assert CliRunner().invoke(cli, ["types", "--tree", "other"]).exit_code == 2
+    assert CliRunner().invoke(cli, ["types", "more"]).exit_code == 2

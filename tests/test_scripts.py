@@ -1,0 +1,172 @@
+"""The scripts: the shell ones parse, the Python ones explain themselves, and models made of noise are models."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from quantkit.formats.gguf import open_gguf
+from quantkit.formats.imatrix import read_imatrix
+
+ROOT = Path(__file__).resolve().parents[1]
+SHELL = [*sorted(p for p in (ROOT / "scripts").iterdir() if p.suffix == "" and p.is_file()), ROOT / ".ci/run"]
+PYTHON = sorted((ROOT / "scripts").glob("*.py"))
+#: make_tables takes no options; processes is no command.
+COMMANDS = [p for p in PYTHON if p.name not in ("make_tables.py", "processes.py")]
+SIZES = {"layers": 2, "experts": 4, "used": 2, "embd": 256, "ff": 256, "heads": 4, "kv": 2, "head-dim": 64}
+SMALL = [f"--{name}={n}" for name, n in SIZES.items()]
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Import a script as a module."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    spec = importlib.util.spec_from_file_location(f"scripts_{name}", ROOT / f"scripts/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_moe(path: Path, *arguments: str) -> str:
+    command = [sys.executable, ROOT / "scripts/make_moe.py", path, *SMALL, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+@pytest.mark.parametrize("path", SHELL, ids=lambda p: p.name)
+def test_shell_script_parses(path: Path) -> None:
+    result = subprocess.run(["bash", "-n", path], capture_output=True, text=True, timeout=10)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("path", [p for p in SHELL if not p.name.startswith("_")], ids=lambda p: p.name)
+def test_shell_script_can_be_run(path: Path) -> None:
+    assert path.read_text().startswith("#!/usr/bin/env bash\n")
+    assert os.access(path, os.X_OK)
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda p: p.name)
+def test_python_script_explains_itself(path: Path) -> None:
+    result = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("usage:")
+    assert result.stderr == ""
+
+
+def test_make_moe_writes_the_model_asked_for(tmp_path: Path, tiny_moe: Path) -> None:
+    make_moe(tmp_path / "m.gguf", "--type", "bf16")
+    with open_gguf(tmp_path / "m.gguf") as file, open_gguf(tiny_moe) as tiny:
+        assert file.get("general.architecture") == "qwen3moe"
+        assert file.get("qwen3moe.expert_count") == 4
+        assert file.fields["tokenizer.ggml.tokens"].raw == tiny.fields["tokenizer.ggml.tokens"].raw
+        assert file.tensors["blk.1.ffn_down_exps.weight"].shape == (256, 256, 4)
+        assert {str(t.type) for t in file.tensors.values() if "exps" in t.name} == {"BF16"}
+        assert str(file.tensors["blk.0.ffn_gate_inp.weight"].type) == "F32"
+        router = file.data("blk.0.ffn_gate_inp.weight").view("<f4")
+        assert 0.01 < router.std() < 0.04
+        assert (file.data("output_norm.weight").view("<f4") == 1).all()
+
+
+def test_make_moe_depends_on_the_seed_alone(tmp_path: Path) -> None:
+    for name, options in {"a": "--threads 1", "b": "--threads 3", "c": "--threads 1 --seed 2"}.items():
+        make_moe(tmp_path / f"{name}.gguf", *options.split(), "--imatrix", str(tmp_path / f"{name}-imatrix.gguf"))
+    for suffix in (".gguf", "-imatrix.gguf"):
+        a, b, c = ((tmp_path / f"{name}{suffix}").read_bytes() for name in "abc")
+        assert a == b
+        assert a != c
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_make_moe_imatrix_covers_the_layers(tmp_path: Path) -> None:
+    make_moe(tmp_path / "m.gguf", "--vocab", "300", "--imatrix", str(tmp_path / "imatrix.gguf"))
+    imatrix = read_imatrix(tmp_path / "imatrix.gguf")
+    with open_gguf(tmp_path / "m.gguf") as file:
+        matrices = {t.name: t for t in file.tensors.values() if t.name.startswith("blk.") and len(t.shape) > 1}
+        assert file.tensors["output.weight"].shape == (256, 300)
+    assert imatrix.entries.keys() == matrices.keys()
+    for name, entry in imatrix.entries.items():
+        shape = matrices[name].shape
+        assert entry.sums.shape == (shape[2] if len(shape) > 2 else 1, shape[0])
+        assert np.isfinite(entry.sums).all()
+        assert entry.sums.min() > 0
+
+
+def test_make_moe_reaches_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load("make_moe", monkeypatch)
+    model, matrix = script.Model(), script.BY_NAME["F16"]
+    layers = model.layers_for(2_000_000_000, matrix)
+
+    def nbytes(n: int) -> int:
+        tensors = script.replace(model, layers=n).tensors()
+        return sum(script.stored_as(name, shape, matrix).tensor_bytes(shape) for name, shape in tensors.items())
+
+    assert nbytes(layers - 1) < 2_000_000_000 <= nbytes(layers)
+
+
+def test_make_moe_refuses_nonsense(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "scripts/make_moe.py", tmp_path / "m.gguf", "--experts", "0"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "--experts must be at least 1" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.peer
+def test_llama_quantize_takes_what_make_moe_makes(tmp_path: Path, llama_bin: Path) -> None:
+    make_moe(tmp_path / "m.gguf", "--imatrix", str(tmp_path / "imatrix.gguf"))
+    command = [llama_bin / "llama-quantize", "--imatrix", tmp_path / "imatrix.gguf", tmp_path / "m.gguf"]
+    result = subprocess.run([*command, tmp_path / "out.gguf", "Q4_0", "1"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout + result.stderr
+    with open_gguf(tmp_path / "out.gguf") as file:
+        assert str(file.tensors["blk.0.ffn_up_exps.weight"].type) == "Q4_0"
+
+
+def test_run_reports_time_memory_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = load("processes", monkeypatch)
+    code = "import time; x = bytearray(200 << 20); x[::4096] = b'1' * len(x[::4096]); time.sleep(0.1); print('done')"
+    outcome = processes.run([sys.executable, "-c", code])
+    assert (outcome.returncode, outcome.stdout.strip()) == (0, "done")
+    assert outcome.seconds >= 0.1
+    assert 200 << 20 <= outcome.peak_rss < 1 << 30
+
+
+def test_run_survives_a_kill_before_and_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes, kill_resume = load("processes", monkeypatch), load("kill_resume", monkeypatch)
+    sleeper = [sys.executable, "-c", "import time; time.sleep(30)"]
+    assert processes.run(sleeper, watch=kill_resume.kill_after(0.05)).returncode == -9
+    assert processes.run(["true"], watch=kill_resume.kill_after(0.2)).returncode == 0
+
+
+def test_benchmark_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("bench_quantize", monkeypatch)
+    monkeypatch.setattr(bench, "llama_bin", lambda: None)
+    monkeypatch.setattr(bench, "package_folder", lambda name: None)
+    found, missing = bench.libraries()
+    assert list(found) == ["quantkit"]
+    assert missing.keys() == {"ggml", "libgguf", "ik"}
+    assert "scripts/peers" in missing["ggml"]
+
+
+def test_benchmark_notices_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("bench_quantize", monkeypatch)
+    x, weights = bench.matrix(8, 32)
+
+    def encode(x: np.ndarray, weights: np.ndarray, out: np.ndarray, row0: int, row1: int) -> None:
+        out[row0:row1] = 7
+
+    def other(x: np.ndarray, weights: np.ndarray, out: np.ndarray, row0: int, row1: int) -> None:
+        out[row0:row1] = 7
+        out[3, 5] = 8
+
+    measured = bench.Bench(x, weights, 1, 0.01)
+    assert bench.differing_rows(bench.BY_NAME["Q8_0"], measured, weights, encode, encode) == 0
+    assert bench.differing_rows(bench.BY_NAME["Q8_0"], measured, weights, encode, other) == 1
