@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import gguf
+import numba
 import numpy as np
 import pytest
 from numba.core import types as numba_types
@@ -17,7 +18,7 @@ from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cpu import dequantize as module
 from quantkit.kernels.cpu import jit
 from quantkit.kernels.cpu.dequantize import dequantize_rows, has_decoder
-from quantkit.kernels.cpu.simd import f32x16, i8x64
+from quantkit.kernels.cpu.simd import f32x16, i8x64, store
 from quantkit.kernels.cpu.unpack import has_unpacker, unpacker
 from quantkit.kernels.reference import reference_decoder
 from quantkit.types import BY_NAME, TYPES
@@ -209,13 +210,39 @@ def test_another_process_reads_no_byte_too_many_and_compiles_nothing():
 # ---------------------------------------------------------------- the contract of unpackers
 
 
+def unpacked(made, data):
+    """Return int8 levels [256], scales [16] and mins [16] (zeros where the type has none) of a unit at byte 3."""
+    unpack, has_mins = made.function, made.has_mins
+
+    @numba.njit
+    def run(address, out):
+        l0, l1, l2, l3, scales, mins = unpack(address, 3)
+        store(out, 0, l0)
+        store(out, 64, l1)
+        store(out, 128, l2)
+        store(out, 192, l3)
+        store(out, 256, scales)
+        if has_mins:
+            store(out, 320, mins)
+
+    shifted = np.concatenate([np.zeros(3, np.uint8), data])
+    out = np.zeros(384, np.uint8)
+    run(shifted.ctypes.data, out)
+    kinds = unpack.nopython_signatures[0].return_type.types
+    assert kinds == (i8x64,) * 4 + (f32x16, f32x16 if has_mins else numba_types.none)
+    return out[:256].view(np.int8), out[256:320].view(np.float32), out[320:].view(np.float32)
+
+
 @pytest.mark.parametrize("t", UNPACKED, ids=str)
-def test_unpackers_return_int8_levels_and_mins_only_where_the_registry_says(t):
+def test_levels_and_scales_in_registers_make_the_values(t):
     made = unpacker(t)
-    decode(t, random_blocks(t, 256 // t.block).reshape(1, -1))
-    kinds = made.function.nopython_signatures[0].return_type.types
-    assert kinds == (i8x64,) * 4 + (f32x16, f32x16 if made.has_mins else numba_types.none)
     assert made.unit_bytes * t.block == 256 * t.block_bytes
+    data = random_blocks(t, 256 // t.block, seed=5).reshape(1, -1)
+    levels, scales, mins = unpacked(made, data[0])
+    values = scales[:, None] * levels.reshape(16, 16).astype(np.float32)
+    if made.has_mins:
+        values = values - mins[:, None]
+    assert_same_bits(values.reshape(1, 256), reference(t, data))
 
 
 # ---------------------------------------------------------------- refusals

@@ -518,6 +518,19 @@ def test_transpositions() -> None:
     assert not apart[:, 16:].any()
 
 
+def test_row_extremes() -> None:
+    @njit
+    def op(a, out):  # type: ignore[no-untyped-def]
+        low, high = simd.row_extremes(a, 8, 160)
+        store(out, 0, low)
+        store(out, 64, high)
+
+    a = np.random.default_rng(24).standard_normal((16, 40)).astype(np.float32)
+    out = np.zeros((2, 16), np.float32)
+    op(a, out)
+    assert same_bits(out, np.array([a[:, 2:34].min(1), a[:, 2:34].max(1)]))
+
+
 def test_every_op_is_tested() -> None:
     """A new op of simd.py must be named here or in a test above."""
     source = Path(__file__).read_text()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -13,7 +13,13 @@ from quantkit.helpers import parse_size, printable
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Size(click.ParamType[int]):
+if TYPE_CHECKING:
+    _ParamType = click.ParamType[int]
+else:  # click before 8.5 has it plain
+    _ParamType = click.ParamType
+
+
+class Size(_ParamType):
     """A number of bytes: 48G, 512MiB."""
 
     name = "size"

@@ -17,18 +17,15 @@ import numpy as np
 MAGIC = np.float32(12582912.0)
 
 
-def bucket_tables(
-    boundaries: Sequence[float], width: float, shift: float = 0
-) -> tuple[list[float], list[int], list[int]]:
+def bucket_tables(boundaries: Sequence[float], width: float) -> tuple[list[float], list[int], list[int]]:
     """Return, at n mod 32 for each bucket n, its boundary and the levels below and from there on.
 
-    Bucket n holds the v for which v / width - shift rounds to n. A level is the number of boundaries <= v. A bucket
-    without a boundary has an infinite one. Raises ValueError if a bucket holds two boundaries, or one lies within 1 %
-    of a bucket's edge or beyond the buckets.
+    A level is the number of boundaries <= v. A bucket without a boundary has an infinite one. Raises ValueError if a
+    bucket holds two boundaries, or one lies within 1 % of a bucket's edge or beyond the buckets.
     """
     boundary, below, above = [float("inf")] * 32, [0] * 32, [0] * 32
     for n in range(-16, 16):
-        low, high = (n + shift - 0.5) * width, (n + shift + 0.5) * width
+        low, high = (n - 0.5) * width, (n + 0.5) * width
         inside = [m for m in boundaries if low <= m < high]
         if len(inside) > 1 or any(min(m - low, high - m) < 0.01 * width for m in inside):
             raise ValueError(f"buckets of {width} do not separate the boundaries {inside}")

@@ -60,7 +60,6 @@ _zip_high = make_shuffle2([8 + i // 2 + 16 * (i % 2) for i in range(16)], "fp4_z
 _zip2_low = make_shuffle2([i // 4 * 2 + i % 2 + 16 * (i // 2 % 2) for i in range(16)], "fp4_zip2_low")
 _zip2_high = make_shuffle2([8 + i // 4 * 2 + i % 2 + 16 * (i // 2 % 2) for i in range(16)], "fp4_zip2_high")
 
-
 # ---------------------------------------------------------------- levels
 
 
@@ -110,8 +109,8 @@ def _largest_magnitudes(xt, rows):
 def _floats_that_round_up(k):
     """Return how many floats just below 2^k have log2f equal to k: floor(ln 2 * 2^p), 2^p the power of two in |k|.
 
-    ulp(k) / 2 is 2^(p - 24), and log2(2^k - j ulp) lies j * 2^-24 / ln 2 below k. For k > 0 the spacing of floats
-    below k counts, hence k - 1.
+    The j-th float below 2^k is 2^k (1 - j 2^-24), its logarithm k - j 2^-24 / ln 2; and ulp(k) / 2 is 2^(p - 24).
+    For k > 0 the spacing of floats below k counts, hence k - 1.
     """
     m = select(k > I32(0), k - I32(1), -k)
     zero = splat(i32x16, I32(0))
@@ -201,9 +200,9 @@ def _ue4m3_half(u):
 
 
 @helper
-def _search_one_by_one(xt, d, words, lanes):
+def _search_one_by_one(xt, d, words):
     """Encode 16 sub-blocks as the reference does, for values whose differences to several magnitudes are equal."""
-    for lane in range(lanes):
+    for lane in range(16):
         for j in range(16):
             x, best = xt[16 * j + lane], 0
             error = abs(x)
@@ -226,7 +225,7 @@ def _encode_16_nv(x, out, xt, d, words, count):
     store(words, 128, convert(u8x16, scale))
     if any_lane(amax >= F(2.0**24)):
         store(d, 0, half)
-        _search_one_by_one(xt, d, words, 16)
+        _search_one_by_one(xt, d, words)
     else:
         middles = _middles(select(scale == I32(0), F(1), half))  # values under a scale of 0 are < 0.006: level 0
         for j in range(2):

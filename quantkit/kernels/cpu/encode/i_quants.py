@@ -113,7 +113,10 @@ def _rate(xt, wt, inverse):
 
 @helper
 def _search(xt, wt, scales):
-    """Write the scales of 16 sub-blocks, transposed to [32][16] with their weights; 0 where all |x| < 1e-15."""
+    """Write the scales of 16 sub-blocks, transposed to [32][16] with their weights; 0 where all |x| < 1e-15.
+
+    |x| * candidate is at most 134, but in lanes of such small x it may be anything: what they compute is thrown away.
+    """
     zero = splat(f32x16, F(0))
     amax, top = zero, zero
     for j in range(32):
@@ -162,8 +165,10 @@ def _inverse_or_zero(d):
 def _repeated(weights, n):
     """Return the importances, repeated so that any 16 sub-blocks in a row lie side by side; empty if there are none."""
     repeated = np.empty(n + 480 if weights.size else 0, np.float32)
-    for i in range(repeated.size):
-        repeated[i] = weights[i % n]
+    for i in range(weights.size):
+        repeated[i] = weights[i]
+    for i in range(weights.size, repeated.size):
+        repeated[i] = repeated[i - n]
     return repeated
 
 

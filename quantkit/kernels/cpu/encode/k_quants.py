@@ -245,11 +245,8 @@ def _quantize_scales(s: Any, weighted: Any, subs: Any, top: Any) -> Any:
     """Quantize the scales, then the minima; store the codes and d and dmin."""
     for k in range(2):
         values, codes = _SCALE_T + k * _TURNED, _CODE_T + k * _TURNED
-        if weighted:
-            d = _codes_by_fit(s, values, codes, subs, top)
-        else:
-            d = _codes_by_largest(s, values, codes, subs, top)
-        store_f16(s, _HALF + k * 2 * LANES, d)
+        fit = _codes_by_fit(s, values, codes, subs, top) if weighted else _codes_by_largest(s, values, codes, subs, top)
+        store_f16(s, _HALF + k * 2 * LANES, fit)
 
 
 @inline
@@ -445,7 +442,7 @@ def _fit_by_descent(s: Any, x: Any, count: Any) -> Any:
 
     Few sub-blocks move a level at all: those are queued, and searched LANES together afterwards.
     """
-    queued = 0
+    queued = np.intp(0)
     for group in range((count * 16 + LANES - 1) // LANES):
         _load_group(x, group, 16, s, _X)
         scale, iscale, moving = fit_by_largest(s, _X, 16, 4)
@@ -456,19 +453,22 @@ def _fit_by_descent(s: Any, x: Any, count: Any) -> Any:
         for lane in range(LANES):
             store_scalar(s, _QUEUE + 4 * queued, np.int32(group * LANES + lane))
             queued += np.intp((bits >> np.uint64(lane)) & np.uint64(1))
-    for slot in range(0, queued, LANES):
-        _descend_queued(s, x, slot, min(LANES, queued - slot))
+    for slot in range(0, queued, 2 * LANES):
+        _descend_queued(s, x, slot, min(2 * LANES, queued - slot))
     _turn(s, _SCALE, _SCALE_T, 16)
 
 
 @inline
 def _descend_queued(s: Any, x: Any, slot: Any, count: Any) -> Any:
-    """Search up to LANES queued sub-blocks; their levels are kept at _L by slot."""
-    for k in range(LANES):  # idle lanes repeat the last sub-block
+    """Search up to 2 * LANES queued sub-blocks; their levels are kept at _L by slot."""
+    for k in range(2 * LANES):  # idle lanes repeat the last sub-block
         flat = load_scalar(types.int32, s, _QUEUE + 4 * (slot + min(k, count - 1)))
         store(s, _W + k * 64, load(f32x16, x, flat * 64))
-    _load_group(_address(s) + _W, 0, 16, s, _X)
-    store(s, _W, fit_by_descent(s, _X, _L + slot // LANES * 16 * STEP, 16, 4))
+    for k in range(2):
+        _load_group(_address(s) + _W, k, 16, s, _X + k * 16 * STEP)
+    first, second = fit_by_descent(s, _X, _L + slot // LANES * 16 * STEP, 16, 4)
+    store(s, _W, first)
+    store(s, _W + STEP, second)
     for k in range(count):
         flat = load_scalar(types.int32, s, _QUEUE + 4 * (slot + k))
         store_scalar(s, _SCALE + 4 * flat, load_scalar(types.float32, s, _W + 4 * k))
@@ -536,7 +536,7 @@ def _scales_q3_by_fit(s: Any) -> Any:
 
 @inline
 def _pack_scales_q3(s: Any) -> Any:
-    """Bytes 0..7: the low halves of codes j and j + 8; bytes 8..11: the 2 high bits of codes j, j + 4, j + 8, j + 12."""
+    """Bytes 0..7: the low halves of codes j and j + 8; bytes 8..11: the high bits of codes j, j + 4, j + 8, j + 12."""
     d = load_f16(WIDE, s, _HALF)
     for k in range(2):
         at, high = _CODE_T + 4 * k * STEP, _CODE_T + (8 + 4 * k) * STEP

@@ -9,7 +9,7 @@ in ggml's order. A value that only some lanes need is computed in all of them an
 |-------------------|-------------------------|----------------------------------------------------|
 | fit_with_min      | x ~ scale * l + min     | Q2_K, Q4_K, Q5_K: make_qkx2_quants, make_qkx3_quants |
 | fit_signed        | x ~ scale * l           | Q3_K with weights, Q6_K: make_qx_quants            |
-| fit_by_descent    | x ~ scale * l           | Q3_K without weights: make_q3_quants; fit_by_largest is its beginning |
+| fit_by_largest, fit_by_descent | x ~ scale * l | Q3_K without weights: make_q3_quants |
 | fit_positive      | x ~ scale * l, l >= 0   | scales and minima of a super-block: make_qp_quants |
 
 Source: llama.cpp b11434, ggml/src/ggml-quants.c. Vectors lie in a scratch array, element i at ``at + i * step`` bytes.
@@ -30,11 +30,9 @@ from quantkit.kernels.cpu.simd import (
     cast,
     convert,
     f32x16,
-    i32x16,
     load,
     lookup16_f32,
     make_constant,
-    nearest,
     nearest_int,
     splat,
     store,
@@ -309,19 +307,6 @@ def _descend(s: Any, x_at: Any, w_at: Any, l_at: Any, i: Any, low: Any, top: Any
 
 
 @inline
-def _refine(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, low: Any, top: Any, sum_lx: Any, sum_l2: Any) -> Any:
-    """Descend over all levels until none moves, five times at most; a lane at rest stays at rest."""
-    for _ in range(5):
-        moved = splat(WIDE, F(0)) != F(0)
-        for i in range(n):
-            sum_lx, sum_l2, moves = _descend(s, x_at, w_at, l_at, i, low, top, sum_lx, sum_l2)
-            moved = moved | moves
-        if not any_lane(moved):
-            break
-    return choose(sum_l2 > F(0), sum_lx / sum_l2, F(0))
-
-
-@inline
 def fit_by_largest(s: Any, x_at: Any, n: Any, nmax: Any) -> Any:
     """Fit x ~ scale * l as make_q3_quants begins: levels by the largest value, then the scale by least squares.
 
@@ -343,18 +328,17 @@ def fit_by_largest(s: Any, x_at: Any, n: Any, nmax: Any) -> Any:
         level = _signed_level(iscale * x, nmax)
         rest_lx = sum_lx - x * x * x * level
         rest_l2 = sum_l2 - x * x * level * level
-        still = vabs(x * rest_l2 - level * rest_lx) < F(0.499) * rest_lx  # 0.001 is far more than rounding takes
+        off = x * rest_l2 - level * rest_lx
+        still = vabs(off) < F(0.499) * rest_lx  # 0.001 is far more than rounding takes
+        still = still | ((off > F(0)) & (level > F(nmax - 1.5)))  # and the clamp holds what is at the top
         moving = moving | ((rest_lx > F(0)) & ~still)
     scale = choose(dead | ~(sum_l2 > F(0)), F(0), sum_lx / sum_l2)
     return scale, choose(dead, F(0), iscale), moving & ~dead
 
 
 @inline
-def fit_by_descent(s: Any, x_at: Any, l_at: Any, n: Any, nmax: Any) -> Any:
-    """Fit x ~ scale * l with l in -nmax..nmax-1 and weights x*x; the levels are left at l_at.
-
-    Source: make_q3_quants. Sub-blocks of zeros must not come here. Returns the scale.
-    """
+def _begin_descent(s: Any, x_at: Any, l_at: Any, n: Any, nmax: Any) -> Any:
+    """Store the levels by the largest value; return the sums over x^3*l and x^2*l*l."""
     iscale = splat(WIDE, F(-nmax)) / _largest(s, x_at, n)[0]
     sum_lx = sum_l2 = splat(WIDE, F(0))
     for i in range(n):
@@ -363,7 +347,30 @@ def fit_by_descent(s: Any, x_at: Any, l_at: Any, n: Any, nmax: Any) -> Any:
         store(s, l_at + i * STEP, level)
         sum_lx = sum_lx + x * x * x * level
         sum_l2 = sum_l2 + x * x * level * level
-    return _refine(s, x_at, x_at, l_at, n, -nmax, nmax - 1, sum_lx, sum_l2)
+    return sum_lx, sum_l2
+
+
+@inline
+def fit_by_descent(s: Any, x_at: Any, l_at: Any, n: Any, nmax: Any) -> Any:
+    """Fit x ~ scale * l with l in -nmax..nmax-1 and weights x*x, for twice LANES sub-blocks.
+
+    Each step waits for a division; two independent chains wait together. The second LANES sub-blocks lie behind the
+    first, n * STEP bytes on. The levels are left at l_at. Sub-blocks of zeros must not come here.
+
+    Source: make_q3_quants. Returns the scales of both.
+    """
+    x_of_b, l_of_b = x_at + n * STEP, l_at + n * STEP
+    a_lx, a_l2 = _begin_descent(s, x_at, l_at, n, nmax)
+    b_lx, b_l2 = _begin_descent(s, x_of_b, l_of_b, n, nmax)
+    for _ in range(5):
+        moved = splat(WIDE, F(0)) != F(0)
+        for i in range(n):
+            a_lx, a_l2, a_moves = _descend(s, x_at, x_at, l_at, i, -nmax, nmax - 1, a_lx, a_l2)
+            b_lx, b_l2, b_moves = _descend(s, x_of_b, x_of_b, l_of_b, i, -nmax, nmax - 1, b_lx, b_l2)
+            moved = moved | a_moves | b_moves
+        if not any_lane(moved):
+            break
+    return choose(a_l2 > F(0), a_lx / a_l2, F(0)), choose(b_l2 > F(0), b_lx / b_l2, F(0))
 
 
 # ---------------------------------------------------------------- the scales of a super-block
@@ -410,5 +417,11 @@ def fit_positive(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, top: Any) -> A
         sum_lx = sum_lx + w * x * level
         sum_l2 = sum_l2 + w * level * level
     sum_lx = choose(dead, F(0), sum_lx)  # without a sum no level moves
-    scale = _refine(s, x_at, w_at, l_at, n, 0, top, sum_lx, sum_l2)
-    return choose(dead, F(0), scale)
+    for _ in range(5):
+        moved = splat(WIDE, F(0)) != F(0)
+        for i in range(n):
+            sum_lx, sum_l2, moves = _descend(s, x_at, w_at, l_at, i, 0, top, sum_lx, sum_l2)
+            moved = moved | moves
+        if not any_lane(moved):  # a lane at rest stays at rest
+            break
+    return choose(dead | ~(sum_l2 > F(0)), F(0), sum_lx / sum_l2)
