@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import DATA
 from models import llama_fields, llama_tensors, tensor_bytes, write_model
 
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError, TypeNotSupported
@@ -276,7 +278,24 @@ def test_two_runs_do_not_share_an_output(llama: Path, tmp_path: Path) -> None:
         refused(ResourceError, "another run", llama, out, "Q8_0", overwrite=True)
 
 
-# ---------------------------------------------------------------- parity with the programs
+# ---------------------------------------------------------------- parity with llama-quantize
+
+EXPECTED = json.loads((DATA / "llama-quantize.json").read_text())
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_tiny_moe_has_the_bytes_of_llama_quantize(data: Path, tiny_moe: Path, tmp_path: Path, case: str) -> None:
+    """What scripts/make_expected.py recorded, so that machines without llama.cpp hold whole files to it too."""
+    type_name, _, imatrix = case.partition("+")
+    options = QuantizeOptions(imatrix=data / "tiny-moe-imatrix.gguf" if imatrix else None)
+    quantize(tiny_moe, tmp_path / "o.gguf", type_name, options)
+    digest = hashlib.sha256()
+    for name, (tensor_type, raw) in tensor_bytes(tmp_path / "o.gguf").items():
+        digest.update(f"{name} {tensor_type} ".encode() + raw)
+    assert digest.hexdigest() == EXPECTED[case]
+
+
+# ---------------------------------------------------------------- parity with the programs themselves
 
 CASES = [
     (t, imatrix)

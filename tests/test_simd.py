@@ -299,6 +299,25 @@ def test_arithmetic(name: str) -> None:
         assert same_bits(out[6], a / b)
 
 
+def test_augmented_assignment() -> None:
+    vt = simd.i32x16
+
+    @njit
+    def op(v):  # type: ignore[no-untyped-def]
+        v += v
+        v *= 3
+        v -= 5
+        v <<= 2
+        v |= 1
+        v &= 0xFFFF
+        v ^= 7
+        v >>= 1
+        return v
+
+    a = np.arange(16, dtype=np.int32)
+    assert same_bits(apply(op, vt, a.dtype, 16, a), (((((a + a) * 3 - 5) << 2 | 1) & 0xFFFF) ^ 7) >> 1)
+
+
 @pytest.mark.parametrize("name", [name for name in WIDE if name[0] != "f"])
 def test_bits_and_shifts(name: str) -> None:
     vt = VECTORS[name]
@@ -438,11 +457,12 @@ def test_rounding() -> None:
     f32x16 = simd.f32x16
 
     @njit
-    def op(a, whole, even, away, scalar):  # type: ignore[no-untyped-def]
+    def op(a, whole, even, also_even, away, scalar):  # type: ignore[no-untyped-def]
         for i in range(0, a.size, 16):
             v = load(f32x16, a, 4 * i)
             store(whole, 4 * i, simd.nearest_int(v))
             store(even, 4 * i, simd.nearest(v))
+            store(also_even, 4 * i, simd.round_even(v))
             store(away, 4 * i, simd.round_away(v))
         for i in range(a.size):
             scalar[i] = simd.nearest_int(a[i])
@@ -453,10 +473,11 @@ def test_rounding() -> None:
     x = np.concatenate([np.nextafter(x, -np.inf), x, np.nextafter(x, np.inf)]).astype(np.float32)
     x = np.resize(x, x.size // 16 * 16)
     whole, away, scalar = (np.zeros(x.size, np.int32) for _ in range(3))
-    even = np.zeros(x.size, np.float32)
-    op(x, whole, even, away, scalar)
+    even, also_even = np.zeros(x.size, np.float32), np.zeros(x.size, np.float32)
+    op(x, whole, even, also_even, away, scalar)
     assert np.array_equal(whole, np.rint(x))
     assert np.array_equal(even, np.rint(x))
+    assert np.array_equal(also_even, np.rint(x))
     assert same_bits(scalar, whole)
     assert np.array_equal(away, np.trunc(x.astype(np.float64) + np.copysign(0.5, x)))
 

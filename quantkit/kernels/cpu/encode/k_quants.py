@@ -11,9 +11,9 @@ of the super-block: x ~ d * sc[j] * q - dmin * m[j], or x ~ d * sc[j] * q.
 | Q5_K | 8 of 32    | d, dmin, sc and m 12, high bits of q 32, low bits 128      | 0..31 | 6 bits | 6 bits |
 | Q6_K | 16 of 16   | low bits of q 128, high bits 64, sc 16, d                  | -32..31 | int8 |        |
 
-An encoder works on batches of ``LANES`` super-blocks in three steps: fit every sub-block (one lane each, search.py),
-quantize the scales (one super-block a lane), quantize the values by those and pack. Without an importance matrix the
-weights come from x alone and the scales are divided by their largest; with one, the scales are fitted as well.
+An encoder works on batches of ``LANES`` super-blocks (batch.py) in three steps: fit every sub-block (one lane each,
+search.py), quantize the scales (one super-block a lane), quantize the values by those and pack. Without an importance
+matrix the weights come from x alone and the scales are divided by their largest; with one, the scales are fitted too.
 
 Source: llama.cpp b11434, ggml/src/ggml-quants.c, quantize_row_q{2,3,4,5,6}_K_ref and _impl.
 """
@@ -26,6 +26,15 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from quantkit.kernels.cpu.encode.batch import (
+    BLOCK_BYTES,
+    address,
+    aligned_scratch,
+    load_group,
+    periodic,
+    turn,
+    whole_batch,
+)
 from quantkit.kernels.cpu.encode.search import (
     EPSILON,
     LANES,
@@ -42,7 +51,6 @@ from quantkit.kernels.cpu.encode.search import (
 )
 from quantkit.kernels.cpu.jit import inline, kernel
 from quantkit.kernels.cpu.simd import (
-    VecType,
     convert,
     f32x16,
     i32x16,
@@ -67,9 +75,6 @@ from quantkit.kernels.cpu.simd import select as choose
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
-_HALVES = VecType(types.uint16, LANES)
-_BLOCK_BYTES = 1024  # of one super-block of f32
-
 
 def _places(*sizes: int) -> list[int]:
     """Return the offset of each region of the scratch array, and the end."""
@@ -92,57 +97,15 @@ _FLAT, _TURNED = 64 * LANES + 64, 16 * STEP
 )  # fmt: skip
 
 
-# ---------------------------------------------------------------- batches
-
-
-@inline
-def _periodic(weights: Any) -> Any:
-    """Return the importance row repeated, so that any LANES super-blocks in a row of rows have theirs in one piece."""
-    n = weights.size
-    out = np.empty(n + LANES * 256 if n else 0, np.float32)
-    for i in range(out.size):
-        out[i] = weights[i % n]
-    return out
-
-
-@inline
-def _address(array: Any) -> Any:
-    return np.intp(array.ctypes.data)
+# ---------------------------------------------------------------- batches and weights
 
 
 @inline
 def _extent(x: Any, out: Any, row0: Any, row1: Any) -> Any:
     """Return super-blocks per row, super-blocks of the rows, and the addresses of the first of x and of out."""
     blocks = x.shape[1] // 256
-    source = _address(x) + row0 * blocks * _BLOCK_BYTES
-    return blocks, (row1 - row0) * blocks, source, _address(out) + row0 * out.shape[1]
-
-
-@inline
-def _whole_batch(s: Any, x: Any, count: Any) -> Any:
-    """Return the address of LANES super-blocks: x itself, or a copy of the last few with zeros behind."""
-    if count == LANES:
-        return x
-    for at in range(0, LANES * _BLOCK_BYTES, 64):
-        inside = at < count * _BLOCK_BYTES
-        store(s, _TAIL + at, load(f32x16, x, at) if inside else splat(f32x16, F(0)))
-    return _address(s) + _TAIL
-
-
-@inline
-def _load_group(x: Any, group: Any, n: Any, s: Any, to: Any) -> Any:
-    """Transpose LANES sub-blocks of n values into [n][LANES]."""
-    for half in range(LANES // 16):
-        for part in range(n // 16):
-            at = ((group * LANES + half * 16) * n + part * 16) * 4
-            transpose16_apart(x, at, n * 4, s, to + part * 16 * STEP + half * 64, STEP)
-
-
-@inline
-def _turn(s: Any, flat: Any, turned: Any, subs: Any) -> Any:
-    """Transpose one number per sub-block from memory order to [sub-block][super-block]."""
-    for half in range(LANES // 16):
-        transpose16_apart(s, flat + half * 16 * subs * 4, subs * 4, s, turned + half * 64, STEP)
+    source = address(x) + row0 * blocks * BLOCK_BYTES
+    return blocks, (row1 - row0) * blocks, source, address(out) + row0 * out.shape[1]
 
 
 @inline
@@ -151,7 +114,7 @@ def _store_sigma(s: Any, x: Any, subs: Any, factor: Any) -> Any:
     total = splat(WIDE, F(0))
     for part in range(16):
         for half in range(LANES // 16):
-            transpose16_apart(x, half * 16 * _BLOCK_BYTES + part * 64, _BLOCK_BYTES, s, _X + half * 64, STEP)
+            transpose16_apart(x, half * 16 * BLOCK_BYTES + part * 64, BLOCK_BYTES, s, _X + half * 64, STEP)
         for i in range(16):
             v = load(WIDE, s, _X + i * STEP)
             total = total + v * v
@@ -161,13 +124,10 @@ def _store_sigma(s: Any, x: Any, subs: Any, factor: Any) -> Any:
         store(s, _SIGMA + b * subs * 4, splat(f32x16, sigma))
 
 
-# ---------------------------------------------------------------- weights
-
-
 @inline
 def _weigh_by_importance(s: Any, w: Any, group: Any, n: Any) -> Any:
     """weight = importance * sqrt(sigma2 + x^2)"""
-    _load_group(w, group, n, s, _W)
+    load_group(w, group, n, s, _W)
     sigma = load(WIDE, s, _SIGMA + group * STEP)
     for i in range(n):
         x = load(WIDE, s, _X + i * STEP)
@@ -201,7 +161,7 @@ def _fit_with_min(s: Any, x: Any, w: Any, weighted: Any, count: Any, n: Any, top
         _store_sigma(s, x, 256 // n, 1 if n == 16 else 2)
     first, delta, last = (F(-0.9), F(0.05), 36) if weighted else (start, F(0.1), steps)
     for group in range((count * (256 // n) + LANES - 1) // LANES):
-        _load_group(x, group, n, s, _X)
+        load_group(x, group, n, s, _X)
         if weighted:
             _weigh_by_importance(s, w, group, n)
         else:
@@ -215,7 +175,7 @@ def _fit_with_min(s: Any, x: Any, w: Any, weighted: Any, count: Any, n: Any, top
         store(s, _ISCALE + group * STEP, iscale)
         store(s, _BEST_LOW + group * STEP, best_low)
     for k in range(3):
-        _turn(s, _SCALE + k * _FLAT, _SCALE_T + k * _TURNED, 256 // n)
+        turn(s, _SCALE + k * _FLAT, _SCALE_T + k * _TURNED, 256 // n)
 
 
 @inline
@@ -362,50 +322,50 @@ def _clamp_codes(s: Any) -> Any:
 @kernel
 def encode_q2_k(x: Floats, weights: Floats, out: Bytes, row0: int, row1: int) -> None:
     """Encode rows row0..row1 as Q2_K. Source: quantize_row_q2_K_ref, quantize_row_q2_K_impl."""
-    weighted, s, repeated = weights.size > 0, np.empty(_END // 4, np.float32), _periodic(weights)
+    weighted, s, repeated = weights.size > 0, aligned_scratch(_END), periodic(weights)
     blocks, total, source, target = _extent(x, out, row0, row1)
     for first in range(0, total, LANES):
         count = min(LANES, total - first)
-        v = _whole_batch(s, source + first * _BLOCK_BYTES, count)
-        w = _address(repeated) + first % blocks * _BLOCK_BYTES
+        v = whole_batch(s, _TAIL, source + first * BLOCK_BYTES, count)
+        w = address(repeated) + first % blocks * BLOCK_BYTES
         _fit_with_min(s, v, w, weighted, count, 16, 3, F(-0.5), 15)
         _quantize_scales(s, weighted, 16, 15)
         _pack_scales_q2(s)
         for b in range(count):
-            _write_q2(s, v + b * _BLOCK_BYTES, target + (first + b) * 84, b, weighted)
+            _write_q2(s, v + b * BLOCK_BYTES, target + (first + b) * 84, b, weighted)
 
 
 @kernel
 def encode_q4_k(x: Floats, weights: Floats, out: Bytes, row0: int, row1: int) -> None:
     """Encode rows row0..row1 as Q4_K. Source: quantize_row_q4_K_ref, quantize_row_q4_K_impl."""
-    weighted, s, repeated = weights.size > 0, np.empty(_END // 4, np.float32), _periodic(weights)
+    weighted, s, repeated = weights.size > 0, aligned_scratch(_END), periodic(weights)
     blocks, total, source, target = _extent(x, out, row0, row1)
     for first in range(0, total, LANES):
         count = min(LANES, total - first)
-        v = _whole_batch(s, source + first * _BLOCK_BYTES, count)
-        w = _address(repeated) + first % blocks * _BLOCK_BYTES
+        v = whole_batch(s, _TAIL, source + first * BLOCK_BYTES, count)
+        w = address(repeated) + first % blocks * BLOCK_BYTES
         _fit_with_min(s, v, w, weighted, count, 32, 15, F(-1), 20)
         _quantize_scales(s, weighted, 8, 63)
         _pack_scales_q4(s)
         for b in range(count):
-            _write_q45(s, v + b * _BLOCK_BYTES, target + (first + b) * 144, b, 15, weighted)
+            _write_q45(s, v + b * BLOCK_BYTES, target + (first + b) * 144, b, 15, weighted)
 
 
 @kernel
 def encode_q5_k(x: Floats, weights: Floats, out: Bytes, row0: int, row1: int) -> None:
     """Encode rows row0..row1 as Q5_K. Source: quantize_row_q5_K_ref, quantize_row_q5_K_impl."""
-    weighted, s, repeated = weights.size > 0, np.empty(_END // 4, np.float32), _periodic(weights)
+    weighted, s, repeated = weights.size > 0, aligned_scratch(_END), periodic(weights)
     blocks, total, source, target = _extent(x, out, row0, row1)
     for first in range(0, total, LANES):
         count = min(LANES, total - first)
-        v = _whole_batch(s, source + first * _BLOCK_BYTES, count)
-        w = _address(repeated) + first % blocks * _BLOCK_BYTES
+        v = whole_batch(s, _TAIL, source + first * BLOCK_BYTES, count)
+        w = address(repeated) + first % blocks * BLOCK_BYTES
         _fit_with_min(s, v, w, weighted, count, 32, 31, F(-0.5), 15)
         _quantize_scales(s, weighted, 8, 63)
         _clamp_codes(s)
         _pack_scales_q4(s)
         for b in range(count):
-            _write_q45(s, v + b * _BLOCK_BYTES, target + (first + b) * 176, b, 31, weighted)
+            _write_q45(s, v + b * BLOCK_BYTES, target + (first + b) * 176, b, 31, weighted)
 
 
 # ---------------------------------------------------------------- types without a minimum: Q3_K, Q6_K
@@ -417,7 +377,7 @@ def _fit_signed(s: Any, x: Any, w: Any, weighted: Any, count: Any, nmax: Any) ->
     if nmax == 4:
         _store_sigma(s, x, 16, 2)
     for group in range((count * 16 + LANES - 1) // LANES):
-        _load_group(x, group, 16, s, _X)
+        load_group(x, group, 16, s, _X)
         if nmax == 4:
             _weigh_by_importance(s, w, group, 16)
             sum_w = splat(WIDE, F(0))
@@ -425,7 +385,7 @@ def _fit_signed(s: Any, x: Any, w: Any, weighted: Any, count: Any, nmax: Any) ->
                 sum_w = sum_w + load(WIDE, s, _W + i * STEP)
             store(s, _SUM_W + group * STEP, sum_w)
         elif weighted:
-            _load_group(w, group, 16, s, _W)
+            load_group(w, group, 16, s, _W)
         else:
             for i in range(16):
                 v = load(WIDE, s, _X + i * STEP)
@@ -433,7 +393,7 @@ def _fit_signed(s: Any, x: Any, w: Any, weighted: Any, count: Any, nmax: Any) ->
         scale, iscale = fit_signed(s, _X, _W, 16, nmax, True)
         store(s, _SCALE + group * STEP, scale)
         store(s, _ISCALE + group * STEP, iscale)
-    _turn(s, _SCALE, _SCALE_T, 16)
+    turn(s, _SCALE, _SCALE_T, 16)
 
 
 @inline
@@ -444,7 +404,7 @@ def _fit_by_descent(s: Any, x: Any, count: Any) -> Any:
     """
     queued = np.intp(0)
     for group in range((count * 16 + LANES - 1) // LANES):
-        _load_group(x, group, 16, s, _X)
+        load_group(x, group, 16, s, _X)
         scale, iscale, moving = fit_by_largest(s, _X, 16, 4)
         store(s, _SCALE + group * STEP, scale)
         store(s, _ISCALE + group * STEP, iscale)
@@ -455,7 +415,7 @@ def _fit_by_descent(s: Any, x: Any, count: Any) -> Any:
             queued += np.intp((bits >> np.uint64(lane)) & np.uint64(1))
     for slot in range(0, queued, 2 * LANES):
         _descend_queued(s, x, slot, min(2 * LANES, queued - slot))
-    _turn(s, _SCALE, _SCALE_T, 16)
+    turn(s, _SCALE, _SCALE_T, 16)
 
 
 @inline
@@ -465,7 +425,7 @@ def _descend_queued(s: Any, x: Any, slot: Any, count: Any) -> Any:
         flat = load_scalar(types.int32, s, _QUEUE + 4 * (slot + min(k, count - 1)))
         store(s, _W + k * 64, load(f32x16, x, flat * 64))
     for k in range(2):
-        _load_group(_address(s) + _W, k, 16, s, _X + k * 16 * STEP)
+        load_group(address(s) + _W, k, 16, s, _X + k * 16 * STEP)
     first, second = fit_by_descent(s, _X, _L + slot // LANES * 16 * STEP, 16, 4)
     store(s, _W, first)
     store(s, _W + STEP, second)
@@ -522,7 +482,7 @@ def _scales_q3_by_largest(s: Any) -> Any:
 @inline
 def _scales_q3_by_fit(s: Any) -> Any:
     """Quantize the scales to 6 bits by make_qx_quants under the sub-blocks' weights; store d."""
-    _turn(s, _SUM_W, _SUM_W_T, 16)
+    turn(s, _SUM_W, _SUM_W_T, 16)
     d, iscale = fit_signed(s, _SCALE_T, _SUM_W_T, 16, 32, True)
     # Where sums overflowed ggml's iscale is -0, so every level 0, its code 32, and d a sum of zeros (or of nan).
     infinite = vabs(_largest_scale(s)) == F(np.inf)
@@ -573,20 +533,20 @@ def _write_q3(s: Any, x: Any, out: Any, lane: Any, descent: Any) -> Any:
 @kernel
 def encode_q3_k(x: Floats, weights: Floats, out: Bytes, row0: int, row1: int) -> None:
     """Encode rows row0..row1 as Q3_K. Source: quantize_row_q3_K_ref, quantize_row_q3_K_impl."""
-    weighted, s, repeated = weights.size > 0, np.empty(_END // 4, np.float32), _periodic(weights)
+    weighted, s, repeated = weights.size > 0, aligned_scratch(_END), periodic(weights)
     blocks, total, source, target = _extent(x, out, row0, row1)
     for first in range(0, total, LANES):
         count = min(LANES, total - first)
-        v = _whole_batch(s, source + first * _BLOCK_BYTES, count)
+        v = whole_batch(s, _TAIL, source + first * BLOCK_BYTES, count)
         if weighted:
-            _fit_signed(s, v, _address(repeated) + first % blocks * _BLOCK_BYTES, True, count, 4)
+            _fit_signed(s, v, address(repeated) + first % blocks * BLOCK_BYTES, True, count, 4)
             _scales_q3_by_fit(s)
         else:
             _fit_by_descent(s, v, count)
             _scales_q3_by_largest(s)
         _pack_scales_q3(s)
         for b in range(count):
-            _write_q3(s, v + b * _BLOCK_BYTES, target + (first + b) * 110, b, not weighted)
+            _write_q3(s, v + b * BLOCK_BYTES, target + (first + b) * 110, b, not weighted)
 
 
 @inline
@@ -637,12 +597,12 @@ def _forget_levels(s: Any, dead: Any) -> Any:
 @kernel
 def encode_q6_k(x: Floats, weights: Floats, out: Bytes, row0: int, row1: int) -> None:
     """Encode rows row0..row1 as Q6_K. Source: quantize_row_q6_K_ref, quantize_row_q6_K_impl."""
-    weighted, s, repeated = weights.size > 0, np.empty(_END // 4, np.float32), _periodic(weights)
+    weighted, s, repeated = weights.size > 0, aligned_scratch(_END), periodic(weights)
     blocks, total, source, target = _extent(x, out, row0, row1)
     for first in range(0, total, LANES):
         count = min(LANES, total - first)
-        v = _whole_batch(s, source + first * _BLOCK_BYTES, count)
-        _fit_signed(s, v, _address(repeated) + first % blocks * _BLOCK_BYTES, weighted, count, 32)
+        v = whole_batch(s, _TAIL, source + first * BLOCK_BYTES, count)
+        _fit_signed(s, v, address(repeated) + first % blocks * BLOCK_BYTES, weighted, count, 32)
         _forget_levels(s, _scales_q6(s))
         for b in range(count):
-            _write_q6(s, v + b * _BLOCK_BYTES, target + (first + b) * 210, b)
+            _write_q6(s, v + b * BLOCK_BYTES, target + (first + b) * 210, b)

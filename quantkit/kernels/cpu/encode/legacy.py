@@ -197,6 +197,7 @@ def _plain_affine(x: Any, out: Any, row0: Any, row1: Any, top: Any) -> Any:
 
 # ---------------------------------------------------------------- with an importance matrix: one block per lane
 
+
 @helper
 def mean_squares(x: Any, row0: Any, row1: Any, out: Any, scratch: Any) -> Any:
     """Set out[r - row0] to the mean square of row r, summed from left to right; 16 rows side by side."""

@@ -34,6 +34,7 @@ from quantkit.kernels.cpu.simd import (
     lookup16_f32,
     make_constant,
     nearest_int,
+    round_even,
     splat,
     store,
     vabs,
@@ -68,7 +69,7 @@ _signed_3_bits = make_constant(
 @inline
 def _level(v: Any, top: Any) -> Any:
     """Round v to a level in 0..top, as f32; |v| < 2^22."""
-    return vmin(vmax(v + MAGIC, MAGIC), MAGIC + F(top)) - MAGIC
+    return round_even(vmin(vmax(v, F(0)), F(top)))
 
 
 @inline
@@ -128,7 +129,16 @@ def _error(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, scale: Any, low: Any
 
 @inline
 def fit_with_min(
-    s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, top: Any, start: Any, delta: Any, steps: Any, absolute: Any,
+    s: Any,
+    x_at: Any,
+    w_at: Any,
+    l_at: Any,
+    n: Any,
+    top: Any,
+    start: Any,
+    delta: Any,
+    steps: Any,
+    absolute: Any,
     guarded: Any,
 ) -> Any:
     """Fit x ~ scale * l + low with l in 0..top and low <= 0, minimizing the weighted error.
@@ -159,8 +169,8 @@ def fit_with_min(
     best_iscale, best_low = choose(vabs(iscale) < F(np.inf), iscale, F(0)), low
     for k in range(steps + 1):
         iscale = splat(WIDE, F(start) + F(delta) * F(k) + F(top)) / width
-        near = (vabs(iscale * (high - low)) < SAFE) & (vabs(iscale * (smallest - low)) < SAFE)
-        if any_lane(~near):
+        reach = choose(vabs(iscale * (high - low)) < SAFE, vabs(iscale * (smallest - low)), SAFE)
+        if any_lane(~(reach < SAFE)):
             sum_l, sum_l2, sum_xl = _weighted_sums_anywhere(s, x_at, w_at, l_at, n, top, iscale, low, guarded)
         else:
             sum_l, sum_l2, sum_xl = _weighted_sums(s, x_at, w_at, l_at, n, top, iscale, low)
@@ -172,7 +182,8 @@ def fit_with_min(
             new_scale = choose(above, sum_xl / sum_l2, new_scale)
             new_low = choose(above, F(0), new_low)
         error = _error(s, x_at, w_at, l_at, n, new_scale, new_low, absolute)
-        better = (det > F(0)) & (error < best)
+        error = choose(det > F(0), error, F(np.inf))
+        better = error < best
         best = choose(better, error, best)
         scale = choose(better, new_scale, scale)
         best_iscale, best_low = choose(better, iscale, best_iscale), choose(better, low, best_low)
@@ -199,7 +210,7 @@ def _signed_level(v: Any, nmax: Any) -> Any:
     """Round v, whose size is below nmax + 1, to a level in -nmax..nmax-1, as f32."""
     if nmax == 4:
         return lookup16_f32(_signed_3_bits(), cast(WIDE_INT, v + MAGIC))
-    return vmin(vmax(v + MAGIC, MAGIC - F(nmax)), MAGIC + F(nmax - 1)) - MAGIC
+    return round_even(vmin(vmax(v, F(-nmax)), F(nmax - 1)))
 
 
 @inline
@@ -231,7 +242,7 @@ def _signed_sums3(s: Any, x_at: Any, w_at: Any, n: Any, nmax: Any, weighted: Any
 
 @inline
 def _keep_better(best: Any, scale: Any, best_iscale: Any, iscale: Any, sum_lx: Any, sum_l2: Any) -> Any:
-    better = (sum_l2 > F(0)) & (sum_lx * sum_lx > best * sum_l2)
+    better = sum_lx * sum_lx > choose(sum_l2 > F(0), best * sum_l2, F(np.inf))
     ratio = sum_lx / sum_l2
     best = choose(better, ratio * sum_lx, best)
     return best, choose(better, ratio, scale), choose(better, iscale, best_iscale)
@@ -283,10 +294,13 @@ def fit_signed(s: Any, x_at: Any, w_at: Any, n: Any, nmax: Any, weighted: Any) -
 
 
 @inline
-def _descend(s: Any, x_at: Any, w_at: Any, l_at: Any, i: Any, low: Any, top: Any, sum_lx: Any, sum_l2: Any) -> Any:
+def _descend(
+    s: Any, x_at: Any, w_at: Any, l_at: Any, i: Any, low: Any, top: Any, sum_lx: Any, sum_l2: Any, moved: Any
+) -> Any:
     """Move level i of every lane to its optimum for the others, where that raises sum_lx^2 / sum_l2.
 
     Signed levels (low < 0) weigh by x*x; levels from 0 have weights at w_at and are kept in a byte, as ggml does.
+    Returns both sums and ``moved``, 1 in every lane that moved.
     """
     x, level = load(WIDE, s, x_at + i * STEP), load(WIDE, s, l_at + i * STEP)
     w = x * x if low < 0 else load(WIDE, s, w_at + i * STEP)
@@ -299,11 +313,14 @@ def _descend(s: Any, x_at: Any, w_at: Any, l_at: Any, i: Any, low: Any, top: Any
     new = convert(WIDE, code)
     new_lx = rest_lx + wx * new
     new_l2 = rest_l2 + w * new * new
-    moves = (rest_lx > F(0)) & (new != level) & (new_lx * new_lx * sum_l2 > sum_lx * sum_lx * new_l2)
-    moves = moves & ((new_l2 if low < 0 else rest_l2) > F(0))
+    # Conditions are folded into the last comparison: masks of more than one register are slow to combine.
+    gain = choose(rest_lx > F(0), new_lx * new_lx * sum_l2, F(-np.inf))
+    gain = choose(new != level, gain, F(-np.inf))
+    need = choose((new_l2 if low < 0 else rest_l2) > F(0), sum_lx * sum_lx * new_l2, F(np.inf))
+    moves = gain > need
     kept = new if low < 0 else convert(WIDE, code & 255)
     store(s, l_at + i * STEP, choose(moves, kept, level))
-    return choose(moves, new_lx, sum_lx), choose(moves, new_l2, sum_l2), moves
+    return choose(moves, new_lx, sum_lx), choose(moves, new_l2, sum_l2), choose(moves, F(1), moved)
 
 
 @inline
@@ -322,18 +339,19 @@ def fit_by_largest(s: Any, x_at: Any, n: Any, nmax: Any) -> Any:
         level = _signed_level(iscale * x, nmax)
         sum_lx = sum_lx + x * x * x * level
         sum_l2 = sum_l2 + x * x * level * level
-    moving = sum_lx != sum_lx
+    moving = splat(WIDE, F(0))
     for i in range(n):
         x = load(WIDE, s, x_at + i * STEP)
         level = _signed_level(iscale * x, nmax)
         rest_lx = sum_lx - x * x * x * level
-        rest_l2 = sum_l2 - x * x * level * level
-        off = x * rest_l2 - level * rest_lx
-        still = vabs(off) < F(0.499) * rest_lx  # 0.001 is far more than rounding takes
-        still = still | ((off > F(0)) & (level > F(nmax - 1.5)))  # and the clamp holds what is at the top
-        moving = moving | ((rest_lx > F(0)) & ~still)
-    scale = choose(dead | ~(sum_l2 > F(0)), F(0), sum_lx / sum_l2)
-    return scale, choose(dead, F(0), iscale), moving & ~dead
+        off = x * (sum_l2 - x * x * level * level) - level * rest_lx
+        # At the top the clamp holds what would go on, as long as nearest_int does not wrap around.
+        size = choose(level > F(nmax - 1.5), vmax(-off, F(0.001) * off), vabs(off))
+        size = choose(rest_lx > F(0), size, F(-np.inf))
+        moving = choose(size < F(0.499) * rest_lx, moving, F(1))  # 0.001 is far more than rounding takes
+    scale = choose(sum_l2 > F(0), sum_lx / sum_l2, F(0))
+    zero = splat(WIDE, F(0))
+    return choose(dead, zero, scale), choose(dead, zero, iscale), choose(dead, zero, moving) > F(0)
 
 
 @inline
@@ -363,12 +381,11 @@ def fit_by_descent(s: Any, x_at: Any, l_at: Any, n: Any, nmax: Any) -> Any:
     a_lx, a_l2 = _begin_descent(s, x_at, l_at, n, nmax)
     b_lx, b_l2 = _begin_descent(s, x_of_b, l_of_b, n, nmax)
     for _ in range(5):
-        moved = splat(WIDE, F(0)) != F(0)
+        moved = splat(WIDE, F(0))
         for i in range(n):
-            a_lx, a_l2, a_moves = _descend(s, x_at, x_at, l_at, i, -nmax, nmax - 1, a_lx, a_l2)
-            b_lx, b_l2, b_moves = _descend(s, x_of_b, x_of_b, l_of_b, i, -nmax, nmax - 1, b_lx, b_l2)
-            moved = moved | a_moves | b_moves
-        if not any_lane(moved):
+            a_lx, a_l2, moved = _descend(s, x_at, x_at, l_at, i, -nmax, nmax - 1, a_lx, a_l2, moved)
+            b_lx, b_l2, moved = _descend(s, x_of_b, x_of_b, l_of_b, i, -nmax, nmax - 1, b_lx, b_l2, moved)
+        if not any_lane(moved > F(0)):  # a lane at rest stays at rest
             break
     return choose(a_l2 > F(0), a_lx / a_l2, F(0)), choose(b_l2 > F(0), b_lx / b_l2, F(0))
 
@@ -418,10 +435,9 @@ def fit_positive(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, top: Any) -> A
         sum_l2 = sum_l2 + w * level * level
     sum_lx = choose(dead, F(0), sum_lx)  # without a sum no level moves
     for _ in range(5):
-        moved = splat(WIDE, F(0)) != F(0)
+        moved = splat(WIDE, F(0))
         for i in range(n):
-            sum_lx, sum_l2, moves = _descend(s, x_at, w_at, l_at, i, 0, top, sum_lx, sum_l2)
-            moved = moved | moves
-        if not any_lane(moved):  # a lane at rest stays at rest
+            sum_lx, sum_l2, moved = _descend(s, x_at, w_at, l_at, i, 0, top, sum_lx, sum_l2, moved)
+        if not any_lane(moved > F(0)):
             break
     return choose(dead | ~(sum_l2 > F(0)), F(0), sum_lx / sum_l2)

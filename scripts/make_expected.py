@@ -1,0 +1,49 @@
+"""Write tests/data/llama-quantize.json: what llama-quantize b11434 makes of tiny-moe, as hashes of tensor data.
+
+With it the tests hold whole files to the reference on machines that have no llama.cpp.
+usage: make_expected.py [FOLDER_OF_LLAMA_QUANTIZE]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from quantkit.formats.gguf import open_gguf
+
+DATA = Path(__file__).parent.parent / "tests" / "data"
+TYPES = (
+    "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K IQ4_NL IQ4_XS "
+    "TQ1_0 TQ2_0 Q1_0 Q2_0 MXFP4_MOE F16 BF16 F32 COPY"
+).split()
+
+
+def data_sha256(path: Path) -> str:
+    """Return a SHA-256 over names, types and bytes of all tensors, in the order of the file."""
+    digest = hashlib.sha256()
+    with open_gguf(path) as file:
+        for name, tensor in file.tensors.items():
+            digest.update(f"{name} {tensor.type} ".encode() + file.data(tensor).tobytes())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    programs = Path(sys.argv[1]) if len(sys.argv) > 1 else Path.home() / ".cache/quantkit/peers/llama-b11434/bin"
+    hashes = {}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.gguf"
+        for type_name in TYPES:
+            for imatrix in (False, True):
+                flags = ["--imatrix", DATA / "tiny-moe-imatrix.gguf"] if imatrix else []
+                command = [programs / "llama-quantize", *flags, DATA / "tiny-moe-bf16.gguf", out, type_name]
+                subprocess.run(command, check=True, capture_output=True)
+                hashes[type_name + ("+imatrix" if imatrix else "")] = data_sha256(out)
+    (DATA / "llama-quantize.json").write_text(json.dumps(hashes, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
