@@ -249,6 +249,7 @@ def contest(
     everybody = {name: library.encoder(t) for name, library in found.items()}
     contestants = {name: Contestant(name, encode) for name, encode in everybody.items() if encode is not None}
     out = np.empty((bench.total_rows, t.row_bytes(bench.x.shape[1])), np.uint8)
+    out.fill(0)  # or whoever comes first pays for the pages
     with pinned(threads) as pool:
         for c in contestants.values():
             fit_rows(c, bench, weights, out)
@@ -261,7 +262,7 @@ def contest(
 
 def copy_rate(bench: Bench, threads: int) -> float:
     """Return the weights per second that a plain copy of the matrix moves."""
-    target = np.empty_like(bench.x)
+    target = bench.x.copy()
 
     def copy(x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
         np.copyto(target[row0:row1], x[row0:row1])

@@ -17,32 +17,9 @@ from quantkit.formats.gguf import open_gguf
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
 TYPES = [
-    "Q4_0",
-    "Q4_1",
-    "Q5_0",
-    "Q5_1",
-    "Q8_0",
-    "Q2_K",
-    "Q3_K_S",
-    "Q3_K_M",
-    "Q3_K_L",
-    "Q4_K_S",
-    "Q4_K_M",
-    "Q5_K_S",
-    "Q5_K_M",
-    "Q6_K",
-    "IQ4_NL",
-    "IQ4_XS",
-    "TQ1_0",
-    "TQ2_0",
-    "Q1_0",
-    "Q2_0",
-    "MXFP4_MOE",
-    "F16",
-    "BF16",
-    "F32",
-    "COPY",
-]
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S",
+    "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "Q1_0", "Q2_0", "MXFP4_MOE", "F16", "BF16", "F32", "COPY",
+]  # fmt: skip
 
 
 def data_sha256(path: Path) -> str:

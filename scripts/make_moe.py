@@ -266,6 +266,7 @@ def model_of(options: argparse.Namespace, vocab: int) -> Model:
     for name, value in sizes.items():
         if value < 1:
             sys.exit(f"make_moe: --{name.replace('_', '-')} must be at least 1, not {value}")
+    sizes["used"] = min(sizes["used"], sizes["experts"])
     model = Model(**sizes, vocab=vocab)
     if options.size is not None:
         layers = model.layers_for(parse_size(options.size), BY_NAME[options.type.upper()])

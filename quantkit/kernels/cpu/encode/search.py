@@ -167,7 +167,8 @@ def fit_with_min(
     best = _error(s, x_at, w_at, l_at, n, scale, low, absolute)
     # An infinite iscale makes inf and nan of every value, hence level 0; so does 0, under either rule.
     best_iscale, best_low = choose(vabs(iscale) < F(np.inf), iscale, F(0)), low
-    for k in range(steps + 1):
+    trials = steps + 1 if any_lane(~flat) else 0  # whole groups of zeros are common enough
+    for k in range(trials):
         iscale = splat(WIDE, F(start) + F(delta) * F(k) + F(top)) / width
         reach = choose(vabs(iscale * (high - low)) < SAFE, vabs(iscale * (smallest - low)), SAFE)
         if any_lane(~(reach < SAFE)):
@@ -281,7 +282,7 @@ def fit_signed(s: Any, x_at: Any, w_at: Any, n: Any, nmax: Any, weighted: Any) -
     sum_lx, sum_l2 = _signed_sums(s, x_at, w_at, n, nmax, weighted, best_iscale)
     scale = choose(sum_l2 != F(0), sum_lx / sum_l2, F(0))
     best = scale * sum_lx
-    for k in range(0, 18, 3):
+    for k in range(0, 18 if any_lane(~dead) else 0, 3):
         a, b, c = _grid(k, nmax, largest), _grid(k + 1, nmax, largest), _grid(k + 2, nmax, largest)
         ax, a2, bx, b2, cx, c2 = _signed_sums3(s, x_at, w_at, n, nmax, weighted, a, b, c)
         best, scale, best_iscale = _keep_better(best, scale, best_iscale, a, ax, a2)
