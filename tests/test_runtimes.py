@@ -1,0 +1,69 @@
+"""What quantize writes loads and computes in both runtimes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quantkit.quantize import QuantizeOptions, quantize
+
+#: Perplexity of the BF16 file on tests/data/tiny-moe-evaluation.txt; quantized files stay near it.
+NEAR = 0.15
+
+_IK = """
+import sys
+from ik_llama_cpp import IkLlama
+model = IkLlama(sys.argv[1], n_ctx=256, flash_attn=False, verbose=False, n_threads=2)
+print("TOKENS", *model.generate(model.tokenize("def main():\\n    import"), max_tokens=8))
+"""
+
+
+def perplexity(llama_bin: Path, model: Path, text: Path) -> float:
+    command = [llama_bin / "llama-perplexity", "-m", model, "-f", text, "-c", "256", "-t", "2"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = re.search(r"PPL = ([\d.]+)", done.stdout + done.stderr)
+    assert found is not None
+    return float(found[1])
+
+
+@pytest.fixture(scope="module")
+def baseline(llama_bin: Path, tiny_moe: Path, data: Path) -> float:
+    return perplexity(llama_bin, tiny_moe, data / "tiny-moe-evaluation.txt")
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("type_name", ["Q4_K_M", "Q8_0", "IQ4_XS", "Q3_K_M", "Q6_K", "MXFP4_MOE"])
+def test_llama_cpp_computes_with_the_file(
+    llama_bin: Path, baseline: float, data: Path, tiny_moe: Path, tmp_path: Path, type_name: str
+) -> None:
+    options = QuantizeOptions(imatrix=data / "tiny-moe-imatrix.gguf", ffn_gate_inp_type="q8_0")
+    quantize(tiny_moe, tmp_path / "o.gguf", type_name, options)
+    found = perplexity(llama_bin, tmp_path / "o.gguf", data / "tiny-moe-evaluation.txt")
+    assert found == pytest.approx(baseline, rel=NEAR)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("type_name", ["Q4_K_M", "Q8_0", "IQ4_XS"])
+def test_ik_llama_cpp_generates_with_the_file(
+    ik_bin: Path, data: Path, tiny_moe: Path, tmp_path: Path, type_name: str
+) -> None:
+    options = QuantizeOptions(imatrix=data / "tiny-moe-imatrix.gguf", ffn_gate_inp_type="q8_0")
+    quantize(tiny_moe, tmp_path / "o.gguf", type_name, options)
+    command = [sys.executable, "-c", _IK, tmp_path / "o.gguf"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    tokens = re.search(r"TOKENS (.*)", done.stdout)
+    assert tokens is not None
+    assert len(tokens[1].split()) == 8
+
+
+@pytest.mark.peer
+def test_a_requantized_dense_model_loads(llama_bin: Path, smollm2: Path, data: Path, tmp_path: Path) -> None:
+    quantize(smollm2, tmp_path / "o.gguf", "Q4_K_M", QuantizeOptions(allow_requantize=True))
+    text = data / "tiny-moe-evaluation.txt"
+    before, after = perplexity(llama_bin, smollm2, text), perplexity(llama_bin, tmp_path / "o.gguf", text)
+    assert after == pytest.approx(before, rel=NEAR)
