@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-
 from models import llama_tensors, tensor_bytes, write_model
+
 from quantkit.cli import cli
 
 
@@ -86,9 +86,7 @@ def test_error_is_measured_on_request(llama: Path, tmp_path: Path) -> None:
         (["--fallback", "maybe", "IN", "OUT", "Q8_0"], 1, "maybe"),
     ],
 )
-def test_wrong_input_gets_one_clear_line(
-    llama: Path, tmp_path: Path, args: list[str], code: int, message: str
-) -> None:
+def test_wrong_input_gets_one_clear_line(llama: Path, tmp_path: Path, args: list[str], code: int, message: str) -> None:
     named = {"IN": str(llama), "OUT": str(tmp_path / "o.gguf")}
     result = run(*(named.get(a, a) for a in args))
     assert result.exit_code == code, result.output

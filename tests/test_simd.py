@@ -89,8 +89,8 @@ def test_scalars_at_odd_bytes() -> None:
 
     @njit
     def move(kind, source, at, target, to):  # type: ignore[no-untyped-def]
-        value = simd.load_scalar(kind, source, at)
-        simd.store_scalar(target, to, value)
+        value = simd.load(kind, source, at)
+        simd.store(target, to, value)
         return value
 
     source = np.random.default_rng(2).integers(1, 120, 32, np.uint8)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from quantkit.errors import FormatError
 from quantkit.kernels.cpu.jit import inline, kernel
-from quantkit.kernels.cpu.simd import any_lane, load_line, load_scalar
+from quantkit.kernels.cpu.simd import any_lane, load, load_line
 from quantkit.types import TensorType
 
 #: The mask of each kind of field; its type is the field's width.
@@ -49,7 +49,7 @@ def _dense(data: Any, row_bytes: Any, row0: Any, row1: Any, kind: Any, mask: Any
             if any_lane(bad):
                 return row
         for at in range(lines, end, width):
-            if load_scalar(kind, data, at) & mask == mask:
+            if load(kind, data, at) & mask == mask:
                 return row
     return -1
 
@@ -72,7 +72,7 @@ def _first_strided(address: int, row_bytes: int, rows: int, kind: Any, mask: Any
     for row in range(rows):
         bad = False
         for field in range(row * row_bytes + at, (row + 1) * row_bytes, step):
-            bad |= load_scalar(kind, address, field) & mask == mask
+            bad |= load(kind, address, field) & mask == mask
         if bad:
             return row
     return -1

@@ -31,9 +31,7 @@ from quantkit.kernels.cpu.simd import (
     f32x16,
     load,
     load_f16,
-    load_scalar,
     store,
-    store_scalar,
     u16x16,
     u32x16,
 )
@@ -76,13 +74,13 @@ def decode_rows(data: int, stride: int, out: int, out_stride: int, rows: int, n:
             partial = rest > 0 and unit == units - 1
             if partial:
                 for i in range(rest * unit_bytes // 256):
-                    store_scalar(scratch, i, load_scalar(types.uint8, at, i))
+                    store(scratch, i, load(types.uint8, at, i))
                 at, to = scratch, scratch + unit_bytes
             l0, l1, l2, l3, scales, mins = unpack(at, 0)
             write_values(to, 0, l0, l1, l2, l3, scales, mins)
             if partial:
                 for i in range(rest):
-                    store_scalar(target, unit * 1024 + 4 * i, load_scalar(types.float32, to, 4 * i))
+                    store(target, unit * 1024 + 4 * i, load(types.float32, to, 4 * i))
 
 
 @cache
@@ -103,7 +101,7 @@ def decode_rows_f16(data: int, stride: int, out: int, out_stride: int, rows: int
         for i in range(0, n - 15, 16):
             store(target, 4 * i, load_f16(f32x16, source, 2 * i))
         for i in range(n // 16 * 16, n):
-            store_scalar(target, 4 * i, f16_to_f32(load_scalar(types.uint16, source, 2 * i)))
+            store(target, 4 * i, f16_to_f32(load(types.uint16, source, 2 * i)))
 
 
 @kernel
@@ -114,7 +112,7 @@ def decode_rows_bf16(data: int, stride: int, out: int, out_stride: int, rows: in
         for i in range(0, n - 15, 16):
             store(target, 4 * i, convert(u32x16, load(u16x16, source, 2 * i)) << 16)
         for i in range(n // 16 * 16, n):
-            store_scalar(target, 4 * i, types.uint32(load_scalar(types.uint16, source, 2 * i) << 16))
+            store(target, 4 * i, types.uint32(load(types.uint16, source, 2 * i) << 16))
 
 
 DIRECT: dict[str, Kernel] = {"F16": decode_rows_f16, "BF16": decode_rows_bf16}

@@ -136,7 +136,6 @@ def _pointer(cgctx: Any, b: ir.IRBuilder, sig: Any, args: Sequence[ir.Value], t:
     return b.bitcast(_address(cgctx, b, sig.args[at], args[at], args[at + 1]), t.as_pointer())
 
 
-
 def _like(t: ir.Type, element: ir.Type) -> ir.Type:
     """Return ``element``, or a vector of as many of them as ``t`` has lanes."""
     return ir.VectorType(element, t.count) if isinstance(t, ir.VectorType) else element
@@ -183,18 +182,19 @@ def _to_half(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 @intrinsic
 def load(tyctx: Any, vt: Any, buffer: Any, offset: Any) -> Any:
-    """load(f32x16, buffer, byte): read a vector."""
+    """load(f32x16, buffer, byte): read a vector, or one number (load(types.uint32, ...)), unaligned."""
     rt = vt.instance_type
+    ll = rt.ll if isinstance(rt, VecType) else _LL[rt]
 
     def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        return b.load(_pointer(cgctx, b, sig, args, rt.ll, 1), align=1)
+        return b.load(_pointer(cgctx, b, sig, args, ll, 1), align=1)
 
     return rt(vt, buffer, types.intp), cg
 
 
 @intrinsic
 def store(tyctx: Any, buffer: Any, offset: Any, value: Any) -> Any:
-    """store(buffer, byte, v): write a vector."""
+    """store(buffer, byte, v): write a vector, or one number of its own type, unaligned."""
 
     def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
         b.store(args[2], _pointer(cgctx, b, sig, args, args[2].type, 0), align=1)
@@ -222,28 +222,6 @@ def store_f16(tyctx: Any, buffer: Any, offset: Any, value: Any) -> Any:
     def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
         half = _to_half(b, args[2])
         b.store(half, _pointer(cgctx, b, sig, args, half.type, 0), align=1)
-        return cgctx.get_dummy_value()
-
-    return types.void(buffer, types.intp, value), cg
-
-
-@intrinsic
-def load_scalar(tyctx: Any, st: Any, buffer: Any, offset: Any) -> Any:
-    """load_scalar(types.uint32, buffer, byte): read one number, unaligned."""
-    rt = st.instance_type
-
-    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        return b.load(_pointer(cgctx, b, sig, args, _LL[rt], 1), align=1)
-
-    return rt(st, buffer, types.intp), cg
-
-
-@intrinsic
-def store_scalar(tyctx: Any, buffer: Any, offset: Any, value: Any) -> Any:
-    """store_scalar(buffer, byte, x): write one number of x's type, unaligned."""
-
-    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        b.store(args[2], _pointer(cgctx, b, sig, args, args[2].type, 0), align=1)
         return cgctx.get_dummy_value()
 
     return types.void(buffer, types.intp, value), cg
@@ -483,8 +461,7 @@ def select(tyctx: Any, m: Any, a: Any, c: Any) -> Any:
 
     def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
         x, y = (
-            v if isinstance(t, VecType) else _splat(b, v, vt.lanes)
-            for v, t in zip(args[1:], sig.args[1:], strict=True)
+            v if isinstance(t, VecType) else _splat(b, v, vt.lanes) for v, t in zip(args[1:], sig.args[1:], strict=True)
         )
         return b.select(args[0], x, y)
 

@@ -22,7 +22,6 @@ from quantkit.kernels.cpu.simd import (
     mask_bits,
     splat,
     store,
-    store_scalar,
     transpose16,
     vabs,
 )
@@ -61,7 +60,7 @@ def encode_q1_0(
         _mean_magnitudes(source, xt, d)
         for b in range(count):
             o = 18 * (first + b)
-            store_scalar(out, o, f32_to_f16(d[b]))
+            store(out, o, f32_to_f16(d[b]))
             for part in range(8):
                 signs = mask_bits(load(f32x16, source, 512 * b + 64 * part) >= F(0))
-                store_scalar(out, o + 2 + 2 * part, np.uint16(signs))
+                store(out, o + 2 + 2 * part, np.uint16(signs))

@@ -18,11 +18,9 @@ from quantkit.kernels.cpu.simd import (
     f32_to_f16,
     f32x16,
     load,
-    load_scalar,
     select,
     store,
     store_f16,
-    store_scalar,
     u16x16,
     u32x16,
 )
@@ -38,7 +36,7 @@ def encode_f32(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, ro
     for i in range(0, count - 15, 16):
         store(out, 4 * (start + i), load(u32x16, x, 4 * (start + i)))
     for i in range(count & ~15, count):
-        store_scalar(out, 4 * (start + i), load_scalar(types.uint32, x, 4 * (start + i)))
+        store(out, 4 * (start + i), load(types.uint32, x, 4 * (start + i)))
 
 
 @kernel
@@ -50,11 +48,11 @@ def encode_f16(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, ro
         quiet = cast(f32x16, (cast(u32x16, v) & U(0x80000000)) | U(0x7FC00000))
         store_f16(out, 2 * (start + i), select(v == v, v, quiet))
     for i in range(count & ~15, count):
-        bits = load_scalar(types.uint32, x, 4 * (start + i))
-        half = f32_to_f16(load_scalar(types.float32, x, 4 * (start + i)))
+        bits = load(types.uint32, x, 4 * (start + i))
+        half = f32_to_f16(load(types.float32, x, 4 * (start + i)))
         if (bits & U(0x7FFFFFFF)) > U(0x7F800000):
             half = np.uint16((bits >> U(16)) & U(0x8000) | U(0x7E00))
-        store_scalar(out, 2 * (start + i), half)
+        store(out, 2 * (start + i), half)
 
 
 @kernel
@@ -67,8 +65,8 @@ def encode_bf16(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, r
         nan = (v & U(0x7FFFFFFF)) > U(0x7F800000)
         store(out, 2 * (start + i), convert(u16x16, select(nan, (v >> U(16)) | U(64), rounded)))
     for i in range(count & ~15, count):
-        bits = load_scalar(types.uint32, x, 4 * (start + i))
+        bits = load(types.uint32, x, 4 * (start + i))
         rounded = (bits + ((bits >> U(16)) & U(1)) + U(0x7FFF)) >> U(16)
         if (bits & U(0x7FFFFFFF)) > U(0x7F800000):
             rounded = (bits >> U(16)) | U(64)
-        store_scalar(out, 2 * (start + i), np.uint16(rounded))
+        store(out, 2 * (start + i), np.uint16(rounded))

@@ -38,12 +38,10 @@ from quantkit.kernels.cpu.simd import (
     f32x16,
     i32x16,
     load,
-    load_scalar,
     make_shuffle2,
     select,
     splat,
     store,
-    store_scalar,
     transpose16,
     u8x16,
     u8x32,
@@ -155,7 +153,7 @@ def _encode_16_mx(x, out, xt, words, count):
     store(words, 192, _zip2_high(ab, cd))
     store(words, 256, convert(u8x16, e))
     for block in range(count):
-        store_scalar(out, 17 * block, load_scalar(types.uint8, words, 256 + block))
+        store(out, 17 * block, load(types.uint8, words, 256 + block))
         store(out, 17 * block + 1, load(u8x16, words, 16 * block))
 
 
@@ -234,7 +232,7 @@ def _encode_16_nv(x, out, xt, d, words, count):
         store(words, 0, _zip_low(a, b))
         store(words, 64, _zip_high(a, b))
     for block in range(count):
-        store_scalar(out, 36 * block, load_scalar(types.uint32, words, 128 + 4 * block))
+        store(out, 36 * block, load(types.uint32, words, 128 + 4 * block))
         store(out, 36 * block + 4, load(u8x32, words, 32 * block))
 
 

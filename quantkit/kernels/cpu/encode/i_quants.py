@@ -40,7 +40,6 @@ from quantkit.kernels.cpu.simd import (
     select,
     splat,
     store,
-    store_scalar,
     transpose16,
     u8x16,
     vabs,
@@ -191,7 +190,7 @@ def _encode_16_nl(x, weights, out, xt, wt, scales, count):
     _search(xt, wt, scales)
     store(scales, 64, _inverse_or_zero(load(f32x16, scales, 0)))
     for b in range(count):
-        store_scalar(out, 18 * b, f32_to_f16(scales[b]))
+        store(out, 18 * b, f32_to_f16(scales[b]))
         _store_levels(x, 128 * b, scales[16 + b], out, 18 * b + 2)
 
 
@@ -264,9 +263,9 @@ def _store_scales(d, codes, h, out):
         code = codes[8 * h + ib]
         low |= (code & I32(15)) << I32(4 * ib)
         high |= code >> I32(4) << I32(2 * ib)
-    store_scalar(out, 0, f32_to_f16(d))
-    store_scalar(out, 2, np.uint16(high))
-    store_scalar(out, 4, np.uint32(low))
+    store(out, 0, f32_to_f16(d))
+    store(out, 2, np.uint16(high))
+    store(out, 4, np.uint32(low))
 
 
 @inline

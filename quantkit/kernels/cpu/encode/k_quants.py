@@ -56,13 +56,11 @@ from quantkit.kernels.cpu.simd import (
     i32x16,
     load,
     load_f16,
-    load_scalar,
     mask_bits,
     nearest_int,
     splat,
     store,
     store_f16,
-    store_scalar,
     transpose16_apart,
     u8x16,
     vabs,
@@ -120,7 +118,7 @@ def _store_sigma(s: Any, x: Any, subs: Any, factor: Any) -> Any:
             total = total + v * v
     store(s, _SCALE_T, F(factor) * total / F(256))
     for b in range(LANES):
-        sigma = load_scalar(types.float32, s, _SCALE_T + 4 * b)
+        sigma = load(types.float32, s, _SCALE_T + 4 * b)
         store(s, _SIGMA + b * subs * 4, splat(f32x16, sigma))
 
 
@@ -217,12 +215,12 @@ def _store_word(s: Any, word: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
 @inline
 def _write_words(s: Any, out: Any, lane: Any, words: Any) -> Any:
     for k in range(words):
-        store_scalar(out, 4 * k, load_scalar(types.uint32, s, _WORDS + k * STEP + 4 * lane))
+        store(out, 4 * k, load(types.uint32, s, _WORDS + k * STEP + 4 * lane))
 
 
 @inline
 def _write_half(s: Any, at: Any, out: Any, lane: Any) -> Any:
-    store_scalar(out, 0, load_scalar(types.uint16, s, at + 2 * lane))
+    store(out, 0, load(types.uint16, s, at + 2 * lane))
 
 
 @inline
@@ -268,12 +266,12 @@ def _pack_scales_q4(s: Any) -> Any:
 def _levels_with_min(s: Any, x: Any, at: Any, j: Any, lane: Any, subs: Any, top: Any, guarded: Any) -> Any:
     """Return the levels of 16 values of sub-block j; where its scale came out as 0, those of the search."""
     v = load(f32x16, x, at)
-    d = load_scalar(types.float32, s, _D_T + j * STEP + 4 * lane)
+    d = load(types.float32, s, _D_T + j * STEP + 4 * lane)
     if d == F(0):
         flat = (lane * subs + j) * 4
-        iscale = load_scalar(types.float32, s, _ISCALE + flat)
-        return search_levels(v, iscale, load_scalar(types.float32, s, _BEST_LOW + flat), top, guarded)
-    low = load_scalar(types.float32, s, _DMIN_T + j * STEP + 4 * lane)
+        iscale = load(types.float32, s, _ISCALE + flat)
+        return search_levels(v, iscale, load(types.float32, s, _BEST_LOW + flat), top, guarded)
+    low = load(types.float32, s, _DMIN_T + j * STEP + 4 * lane)
     return vmin(vmax(nearest_int((v + low) / d), 0), top)
 
 
@@ -411,7 +409,7 @@ def _fit_by_descent(s: Any, x: Any, count: Any) -> Any:
         store(s, _SLOT + group * STEP, splat(WIDE_INT, -1))
         bits = mask_bits(moving)
         for lane in range(LANES):
-            store_scalar(s, _QUEUE + 4 * queued, np.int32(group * LANES + lane))
+            store(s, _QUEUE + 4 * queued, np.int32(group * LANES + lane))
             queued += np.intp((bits >> np.uint64(lane)) & np.uint64(1))
     for slot in range(0, queued, 2 * LANES):
         _descend_queued(s, x, slot, min(2 * LANES, queued - slot))
@@ -422,7 +420,7 @@ def _fit_by_descent(s: Any, x: Any, count: Any) -> Any:
 def _descend_queued(s: Any, x: Any, slot: Any, count: Any) -> Any:
     """Search up to 2 * LANES queued sub-blocks; their levels are kept at _L by slot."""
     for k in range(2 * LANES):  # idle lanes repeat the last sub-block
-        flat = load_scalar(types.int32, s, _QUEUE + 4 * (slot + min(k, count - 1)))
+        flat = load(types.int32, s, _QUEUE + 4 * (slot + min(k, count - 1)))
         store(s, _W + k * 64, load(f32x16, x, flat * 64))
     for k in range(2):
         load_group(address(s) + _W, k, 16, s, _X + k * 16 * STEP)
@@ -430,9 +428,9 @@ def _descend_queued(s: Any, x: Any, slot: Any, count: Any) -> Any:
     store(s, _W, first)
     store(s, _W + STEP, second)
     for k in range(count):
-        flat = load_scalar(types.int32, s, _QUEUE + 4 * (slot + k))
-        store_scalar(s, _SCALE + 4 * flat, load_scalar(types.float32, s, _W + 4 * k))
-        store_scalar(s, _SLOT + 4 * flat, np.int32(slot + k))
+        flat = load(types.int32, s, _QUEUE + 4 * (slot + k))
+        store(s, _SCALE + 4 * flat, load(types.float32, s, _W + 4 * k))
+        store(s, _SLOT + 4 * flat, np.int32(slot + k))
 
 
 @inline
@@ -450,17 +448,17 @@ def _largest_scale(s: Any) -> Any:
 def _signed_levels(s: Any, x: Any, j: Any, lane: Any, nmax: Any, descent: Any) -> Any:
     """Return the levels of sub-block j, from 0; where its scale came out as 0, those of the search."""
     v = load(f32x16, x, j * 64)
-    d = load_scalar(types.float32, s, _D_T + j * STEP + 4 * lane)
+    d = load(types.float32, s, _D_T + j * STEP + 4 * lane)
     if d == F(0):
         flat = lane * 16 + j
-        iscale = load_scalar(types.float32, s, _ISCALE + flat * 4)
+        iscale = load(types.float32, s, _ISCALE + flat * 4)
         if iscale == F(0):
             return splat(i32x16, 0)
-        slot = load_scalar(types.int32, s, _SLOT + flat * 4) if descent else -1
+        slot = load(types.int32, s, _SLOT + flat * 4) if descent else -1
         if slot >= 0:
             at = _L + slot // LANES * 16 * STEP + slot % LANES * 4
             for i in range(16):
-                store_scalar(s, _W + 4 * i, load_scalar(types.float32, s, at + i * STEP))
+                store(s, _W + 4 * i, load(types.float32, s, at + i * STEP))
             return convert(i32x16, load(f32x16, s, _W)) + nmax
         return vmin(vmax(nearest_int(v * iscale), -nmax), nmax - 1) + nmax
     return vmin(vmax(nearest_int(v / d), -nmax), nmax - 1) + nmax
@@ -590,7 +588,7 @@ def _forget_levels(s: Any, dead: Any) -> Any:
     """Make all levels of super-blocks of zeros 0, whatever the search found."""
     store(s, _DMIN_T, choose(dead, F(0), splat(WIDE, F(1))))
     for b in range(LANES):
-        if load_scalar(types.float32, s, _DMIN_T + 4 * b) == F(0):
+        if load(types.float32, s, _DMIN_T + 4 * b) == F(0):
             store(s, _ISCALE + b * 64, splat(f32x16, F(0)))
 
 

@@ -34,7 +34,6 @@ from quantkit.kernels.cpu.simd import (
     i8x16,
     i32x16,
     load,
-    load_scalar,
     mask_bits,
     nearest_int,
     round_away,
@@ -43,7 +42,6 @@ from quantkit.kernels.cpu.simd import (
     splat,
     store,
     store_f16,
-    store_scalar,
     transpose16,
     transpose16_apart,
     u8x16,
@@ -67,7 +65,7 @@ SCALE, LOW, INVERSE, BASE, SCRATCH = 128 * STEP, 129 * STEP, 130 * STEP, 131 * S
 def _store_levels(out: Any, o: Any, q0: Any, q1: Any, has_high: Any) -> Any:
     """Store bit 4 of 32 levels as u32, where a type has it, then their nibbles."""
     if has_high:
-        store_scalar(out, o, np.uint32(mask_bits(q0 > I32(15)) | (mask_bits(q1 > I32(15)) << U64(16))))
+        store(out, o, np.uint32(mask_bits(q0 > I32(15)) | (mask_bits(q1 > I32(15)) << U64(16))))
         o += 4
         q0, q1 = q0 & I32(15), q1 & I32(15)
     store(out, o, convert(u8x16, q0 | (q1 << I32(4))))
@@ -75,7 +73,7 @@ def _store_levels(out: Any, o: Any, q0: Any, q1: Any, has_high: Any) -> Any:
 
 @inline
 def _copy_f16(s: Any, at: Any, out: Any, o: Any) -> Any:
-    store_scalar(out, o, load_scalar(types.uint16, s, at))
+    store(out, o, load(types.uint16, s, at))
 
 
 # ---------------------------------------------------------------- without an importance matrix: 16 blocks at a time
@@ -130,9 +128,9 @@ def _symmetric_scales(x: Any, s: Any, first: Any, end: Any, half: Any) -> Any:
         store(s, BASE, largest)
         for lane in range(min(16, end - first)):
             if (mask_bits(tie) >> U64(lane)) & U64(1):
-                value = abs(load_scalar(types.float32, s, BASE + 4 * lane))
+                value = abs(load(types.float32, s, BASE + 4 * lane))
                 negative, x0, x1 = _bits(x, first + lane)
-                store_scalar(s, BASE + 4 * lane, -value if negative & _first(x0, x1, value) else value)
+                store(s, BASE + 4 * lane, -value if negative & _first(x0, x1, value) else value)
         largest = load(f32x16, s, BASE)
     d = largest / F(-half)
     store_f16(s, SCALE, d)
@@ -149,7 +147,7 @@ def _affine_scales(x: Any, s: Any, first: Any, end: Any, top: Any) -> Any:
         for lane in range(min(16, end - first)):
             if (mask_bits(zero) >> U64(lane)) & U64(1):
                 negative, x0, x1 = _bits(x, first + lane)
-                store_scalar(s, LOW + 4 * lane, F(-0.0) if negative & _first(x0, x1, F(0)) else F(0))
+                store(s, LOW + 4 * lane, F(-0.0) if negative & _first(x0, x1, F(0)) else F(0))
         low = load(f32x16, s, LOW)
     d = vabs(high - low) / F(top)  # never -0
     store_f16(s, SCALE, d)
@@ -168,8 +166,8 @@ def _plain_symmetric(x: Any, out: Any, row0: Any, row1: Any, half: Any) -> Any:
         _symmetric_scales(x, s, first, end, half)
         for lane in range(min(16, end - first)):
             at, o = 128 * (first + lane), size * (first + lane)
-            inverse = load_scalar(types.float32, s, INVERSE + 4 * lane)
-            middle = load_scalar(types.float32, s, BASE + 4 * lane)
+            inverse = load(types.float32, s, INVERSE + 4 * lane)
+            middle = load(types.float32, s, BASE + 4 * lane)
             q0 = vmin(convert(i32x16, load(f32x16, x, at) * inverse + middle), 2 * half - 1)
             q1 = vmin(convert(i32x16, load(f32x16, x, at + 64) * inverse + middle), 2 * half - 1)
             _copy_f16(s, SCALE + 2 * lane, out, o)
@@ -185,9 +183,9 @@ def _plain_affine(x: Any, out: Any, row0: Any, row1: Any, top: Any) -> Any:
         _affine_scales(x, s, first, end, top)
         for lane in range(min(16, end - first)):
             at, o = 128 * (first + lane), size * (first + lane)
-            low = load_scalar(types.float32, s, LOW + 4 * lane)
-            inverse = load_scalar(types.float32, s, INVERSE + 4 * lane)
-            half = load_scalar(types.float32, s, BASE + 4 * lane)
+            low = load(types.float32, s, LOW + 4 * lane)
+            inverse = load(types.float32, s, INVERSE + 4 * lane)
+            half = load(types.float32, s, BASE + 4 * lane)
             q0 = vmin(convert(i32x16, (load(f32x16, x, at) - low) * inverse + half), top)
             q1 = vmin(convert(i32x16, (load(f32x16, x, at + 64) - low) * inverse + half), top)
             _copy_f16(s, SCALE + 2 * lane, out, o)
@@ -252,8 +250,8 @@ def _weighted_symmetric(x: Any, weights: Any, out: Any, row0: Any, row1: Any, ha
         store(s, INVERSE, inverse)
         for lane in range(min(LANES, end - first)):
             at, o = 128 * (first + lane), size * (first + lane)
-            store_scalar(out, o, f32_to_f16(load_scalar(types.float32, s, SCALE + 4 * lane)))
-            inverse = load_scalar(types.float32, s, INVERSE + 4 * lane)
+            store(out, o, f32_to_f16(load(types.float32, s, SCALE + 4 * lane)))
+            inverse = load(types.float32, s, INVERSE + 4 * lane)
             # Blocks that count as zero have an inverse of 0, and level 0 rather than the middle one.
             middle = I32(half) if inverse != F(0) else I32(0)
             q0 = vmin(vmax(nearest_int(load(f32x16, x, at) * inverse), -half), half - 1) + middle
@@ -269,19 +267,17 @@ def _weighted_affine(x: Any, weights: Any, out: Any, row0: Any, row1: Any, top: 
     end, size = row1 * (x.shape[1] // 32), 20 if top == 15 else 24
     for first in range(row0 * (x.shape[1] // 32), end, LANES):
         _fill_lanes(x, weights, sigma2, s, first, end - 1, row0)
-        scale, low, _, inverse, base = fit_with_min(
-            s, X, W, LEVELS, 32, top, F(-0.9), F(0.05), 36, False, True
-        )
+        scale, low, _, inverse, base = fit_with_min(s, X, W, LEVELS, 32, top, F(-0.9), F(0.05), 36, False, True)
         store(s, SCALE, scale)
         store(s, LOW, -low)
         store(s, INVERSE, inverse)
         store(s, BASE, base)
         for lane in range(min(LANES, end - first)):
             at, o = 128 * (first + lane), size * (first + lane)
-            store_scalar(out, o, f32_to_f16(load_scalar(types.float32, s, SCALE + 4 * lane)))
-            store_scalar(out, o + 2, f32_to_f16(load_scalar(types.float32, s, LOW + 4 * lane)))
-            inverse = load_scalar(types.float32, s, INVERSE + 4 * lane)
-            base = load_scalar(types.float32, s, BASE + 4 * lane)
+            store(out, o, f32_to_f16(load(types.float32, s, SCALE + 4 * lane)))
+            store(out, o + 2, f32_to_f16(load(types.float32, s, LOW + 4 * lane)))
+            inverse = load(types.float32, s, INVERSE + 4 * lane)
+            base = load(types.float32, s, BASE + 4 * lane)
             q0 = search_levels(load(f32x16, x, at), inverse, base, top, True)
             q1 = search_levels(load(f32x16, x, at + 64), inverse, base, top, True)
             _store_levels(out, o + 4, q0, q1, top == 31)
@@ -338,7 +334,7 @@ def encode_q8_0(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, r
         _invert(s, d, F(0))
         for lane in range(min(16, end - first)):
             at, o = 128 * (first + lane), 34 * (first + lane)
-            inverse = load_scalar(types.float32, s, INVERSE + 4 * lane)
+            inverse = load(types.float32, s, INVERSE + 4 * lane)
             _copy_f16(s, SCALE + 2 * lane, out, o)
             store(out, o + 2, convert(i8x16, round_away(load(f32x16, x, at) * inverse)))
             store(out, o + 18, convert(i8x16, round_away(load(f32x16, x, at + 64) * inverse)))

@@ -36,7 +36,6 @@ from quantkit.kernels.cpu.simd import (
     make_shuffle2,
     splat,
     store,
-    store_scalar,
     u8x16,
     u8x64,
     u32x16,
@@ -110,7 +109,7 @@ def encode_tq2_0(
             low, high = _trits(x, at + 512 * h, inverse), _trits(x, at + 512 * h + 256, inverse)
             pairs = low | (high << U8(4))
             store(out, o + 32 * h, _half0(pairs) | (_half1(pairs) << U8(2)))
-        store_scalar(out, o + 64, f32_to_f16(d))
+        store(out, o + 64, f32_to_f16(d))
 
 
 # ---------------------------------------------------------------- TQ1_0
@@ -154,7 +153,7 @@ def encode_tq1_0(
         t = _quarter3(t3)
         q = _digits(_four0(t), _four1(t), _four2(t), _four3(t), splat(_u8x4, U8(0)))
         store(out, o + 48, convert(_u8x4, _fraction(convert(_u32x4, q))))
-        store_scalar(out, o + 52, f32_to_f16(d))
+        store(out, o + 52, f32_to_f16(d))
 
 
 # ---------------------------------------------------------------- Q2_0
@@ -176,5 +175,5 @@ def encode_q2_0(
         if d > F(0) and inverse == F(0):
             four = splat(u32x16, U32(0))
         byte = four | four >> U32(6) | four >> U32(12) | four >> U32(18)
-        store_scalar(out, 18 * block, f32_to_f16(d))
+        store(out, 18 * block, f32_to_f16(d))
         store(out, 18 * block + 2, convert(u8x16, byte))

@@ -11,14 +11,14 @@ from typing import Any
 from numba.core import types
 
 from quantkit.kernels.cpu.jit import inline
-from quantkit.kernels.cpu.simd import i8x64, load_scalar, select, splat
+from quantkit.kernels.cpu.simd import i8x64, load, select, splat
 from quantkit.kernels.cpu.unpack.lanes import each_8_times, load_pieces, mask_of_bits, u16x2, widen_f16
 
 
 @inline
 def signs64(data: int, offset: int) -> Any:
     """Return 1 where a bit of 8 bytes is set, else -1."""
-    return select(mask_of_bits(load_scalar(types.uint64, data, offset)), splat(i8x64, 1), -1)
+    return select(mask_of_bits(load(types.uint64, data, offset)), splat(i8x64, 1), -1)
 
 
 @inline

@@ -34,7 +34,6 @@ from quantkit.kernels.cpu.simd import (
     i8x16,
     i8x32,
     load,
-    load_scalar,
     make_constant,
     make_shuffle,
     make_shuffle2,
@@ -131,7 +130,7 @@ def unpack_iq4_xs(data: int, offset: int) -> Any:
     q0, q1, q2, q3 = nibbles16(data, offset + 8, 16)
     l0, l1, l2, l3 = lookup_all(codebook(), q0, q1, q2, q3)
     low = load(u8x4, data, offset + 4)
-    high = (splat(u32x16, load_scalar(types.uint16, data, offset + 2)) >> shifts_xs()) & 3
+    high = (splat(u32x16, load(types.uint16, data, offset + 2)) >> shifts_xs()) & 3
     s = halves_twice(low & 15, low >> 4) | (convert(u8x16, high) << 4)
     scales = convert(f32x16, cast(i8x16, s - 32)) * half_at(data, offset)
     return l0, l1, l2, l3, scales, None
@@ -198,7 +197,7 @@ def ninth_bits(q: Any, high: Any) -> Any:
 def unpack_iq3_s(data: int, offset: int) -> Any:
     """110 bytes; bit i of qh is the ninth bit of index i."""
     q = load(u8x64, data, offset + 2)
-    h = select(mask_of_bits(load_scalar(types.uint64, data, offset + 66)), splat(u8x64, 1), 0)
+    h = select(mask_of_bits(load(types.uint64, data, offset + 66)), splat(u8x64, 1), 0)
     g0, g1 = iq3s(ninth_bits(first16(q), first16(h))), iq3s(ninth_bits(second16(q), second16(h)))
     g2, g3 = iq3s(ninth_bits(third16(q), third16(h))), iq3s(ninth_bits(fourth16(q), fourth16(h)))
     l0, l1, l2, l3 = negated(g0, g1, g2, g3, load(u8x32, data, offset + 74))
@@ -277,5 +276,5 @@ def unpack_iq1_m(data: int, offset: int) -> Any:
     l0, l1 = iq1s_8(first(q)) + shift8_0(shift), iq1s_8(second(q)) + shift8_1(shift)
     l2, l3 = iq1s_8(third(q)) + shift8_2(shift), iq1s_8(fourth(q)) + shift8_3(shift)
     s = (convert(u32x16, each_4_times(load(u16x4, data, offset + 48))) >> shifts3()) & 7
-    d = scattered_f16(load_scalar(types.uint64, data, offset + 48))
+    d = scattered_f16(load(types.uint64, data, offset + 48))
     return l0, l1, l2, l3, convert(f32x16, (s << 1) | 1) * d * np.float32(0.125), None

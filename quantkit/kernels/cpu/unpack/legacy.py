@@ -16,15 +16,15 @@ from typing import Any
 from numba.core import types
 
 from quantkit.kernels.cpu.jit import inline
-from quantkit.kernels.cpu.simd import cast, i8x32, i8x64, load_scalar, select, splat, u8x64
+from quantkit.kernels.cpu.simd import cast, i8x32, i8x64, load, select, splat, u8x64
 from quantkit.kernels.cpu.unpack.lanes import below, block_scales, load_pieces, mask_of_bits, nibbles16
 
 
 @inline
 def fifth_bits(data: int, offset: int, stride: int) -> Any:
     """Return 16 where the bit of a value is set in the 4-byte masks of two blocks, else 0."""
-    low = types.uint64(load_scalar(types.uint32, data, offset))
-    high = types.uint64(load_scalar(types.uint32, data, offset + stride))
+    low = types.uint64(load(types.uint32, data, offset))
+    high = types.uint64(load(types.uint32, data, offset + stride))
     return select(mask_of_bits(low | (high << types.uint64(32))), splat(u8x64, 16), 0)
 
 

@@ -23,7 +23,6 @@ from quantkit.kernels.cpu.simd import (
     f32x16,
     i8x64,
     load,
-    load_scalar,
     make_constant,
     select,
     splat,
@@ -64,7 +63,7 @@ def unpack_tq1_0(data: int, offset: int) -> Any:
     a2, b2 = a1 * 3, b1 * 3
     a3, b3 = a2 * 3, b2 * 3
     a4, b4 = a3 * 3, b3 * 3
-    qh = cast(u8x16, splat(u32x4, load_scalar(types.uint32, data, offset + 48)))
+    qh = cast(u8x16, splat(u32x4, load(types.uint32, data, offset + 48)))
     c = convert(u8x16, convert(u16x16, qh) * powers())
     l0, l1 = first_digits(join32(a0, a1)), first_digits(join32(a2, a3))
     l2 = first_digits(join32(a4, join16(b0, b1)))
