@@ -1,15 +1,14 @@
 """Write tests/data/llama-quantize.json: what llama-quantize b11434 makes of tiny-moe, as hashes of tensor data.
 
 With it the tests hold whole files to the reference on machines that have no llama.cpp.
-usage: make_expected.py [FOLDER_OF_LLAMA_QUANTIZE]
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -32,13 +31,17 @@ def data_sha256(path: Path) -> str:
 
 
 def main() -> None:
-    programs = Path(sys.argv[1]) if len(sys.argv) > 1 else Path.home() / ".cache/quantkit/peers/llama-b11434/bin"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "programs", nargs="?", type=Path, default=Path.home() / ".cache/quantkit/peers/llama-b11434/bin"
+    )
+    programs = parser.parse_args().programs
     hashes = {}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.gguf"
         for type_name in TYPES:
             for imatrix in (False, True):
-                flags = ["--imatrix", DATA / "tiny-moe-imatrix.gguf"] if imatrix else []
+                flags: list[str | Path] = ["--imatrix", DATA / "tiny-moe-imatrix.gguf"] if imatrix else []
                 command = [programs / "llama-quantize", *flags, DATA / "tiny-moe-bf16.gguf", out, type_name]
                 subprocess.run(command, check=True, capture_output=True)
                 hashes[type_name + ("+imatrix" if imatrix else "")] = data_sha256(out)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from awkward import ggml
 
+from awkward import ggml
 from quantkit.errors import FormatError
 from quantkit.kernels.cpu.check import MASKS, first_nonfinite_row, validate_rows
 from quantkit.types import BY_NAME, TYPES, TensorType

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from models import llama_tensors, tensor_bytes, write_model
 
+from models import llama_tensors, tensor_bytes, write_model
 from quantkit.cli import cli
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from click.testing import CliRunner, Result
-from models import llama_fields
 
-import quantkit.compare
+from models import llama_fields
 from quantkit.cli import cli
 from quantkit.compare import Comparison, compare
 from quantkit.errors import FormatError, RecipeError
@@ -20,6 +20,9 @@ from quantkit.formats.gguf import Field, open_gguf, split_fields, split_path, wr
 from quantkit.formats.imatrix import Imatrix, ImatrixEntry, read_imatrix, write_imatrix
 from quantkit.kernels import dequantize
 from quantkit.types import BY_NAME, TensorType
+
+#: The module: `quantkit.compare` names its function.
+compare_module = importlib.import_module("quantkit.compare")
 
 Tensor = tuple[tuple[int, ...], str, npt.NDArray[Any]]
 
@@ -235,7 +238,7 @@ def imatrix(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("piece", [1 << 17, 256])
 def test_the_weighted_error(pair: Pair, imatrix: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # A piece of 256 cuts every row in two.
-    monkeypatch.setattr(quantkit.compare, "_PIECE", piece)
+    monkeypatch.setattr(compare_module, "_PIECE", piece)
     x, y = normal(2, 5, 512), normal(2, 5, 512, seed=2)
     a, b = pair(
         {"blk.0.ffn_up_exps.weight": f32(x), "blk.0.attn_q.weight": f32(x[0]), "output.weight": f32(x[1])},
@@ -269,8 +272,8 @@ def test_an_imatrix_of_another_model(pair: Pair, imatrix: Path) -> None:
 
 
 def test_rows_longer_than_a_piece_without_importance(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantkit.compare, "_PIECE", 256)
-    monkeypatch.setattr(quantkit.compare, "_CHUNK", 1000)
+    monkeypatch.setattr(compare_module, "_PIECE", 256)
+    monkeypatch.setattr(compare_module, "_CHUNK", 1000)
     x, quantized = normal(3, 800), random_q8_0(3, 800, seed=3)
     y = dequantize(quantized[2].reshape(3, -1), "Q8_0", 800)
     error = (compare(*pair({"a.weight": f32(x)}, {"a.weight": quantized})).tensors or ())[0].error
@@ -310,7 +313,7 @@ def test_what_cannot_be_decoded_is_said(pair: Pair, name: str, note: str) -> Non
 
 
 def test_no_error_decodes_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantkit.compare, "_measure", None)
+    monkeypatch.setattr(compare_module, "_measure", None)
     a, b = pair({"a": f32(normal(2, 64))}, {"a": f32(normal(2, 64, seed=2))})
     result = run(a, b, "--no-error")
     assert result.exit_code == 1
@@ -335,7 +338,7 @@ def test_nan_and_zeros(pair: Pair) -> None:
 
 def test_a_file_that_shrinks_meanwhile(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = pair({"a": f32(normal(64, 64))}, {"a": f32(normal(64, 64))})
-    opened = quantkit.compare.open_gguf
+    opened = compare_module.open_gguf
 
     def open_then_cut(path: Path) -> Any:
         file = opened(path)
@@ -343,7 +346,7 @@ def test_a_file_that_shrinks_meanwhile(pair: Pair, monkeypatch: pytest.MonkeyPat
             handle.truncate(5000)
         return file
 
-    monkeypatch.setattr(quantkit.compare, "open_gguf", open_then_cut)
+    monkeypatch.setattr(compare_module, "open_gguf", open_then_cut)
     with pytest.raises(FormatError, match="ends at byte 5000"):
         compare(a, b)
 

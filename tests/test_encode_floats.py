@@ -7,8 +7,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from awkward import assert_same_bytes, awkward_rows, encode, ggml, ggml_encode
 
+from awkward import assert_same_bytes, awkward_rows, encode, ggml, ggml_encode
 from quantkit.types import BY_NAME
 
 

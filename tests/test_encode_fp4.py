@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from awkward import assert_same_bytes, awkward_imatrix, awkward_rows, encode, ggml_encode
 
+from awkward import assert_same_bytes, awkward_imatrix, awkward_rows, encode, ggml_encode
 from quantkit.kernels.cpu.encode.fp4 import MAGNITUDES
 from quantkit.types import BY_NAME
 

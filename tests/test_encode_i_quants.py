@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from awkward import NO_WEIGHTS, assert_same_bytes, awkward_imatrix, awkward_rows, encode, ggml_encode
 
+from awkward import NO_WEIGHTS, assert_same_bytes, awkward_imatrix, awkward_rows, encode, ggml_encode
 from quantkit.kernels.cpu.encode.codebook import MAGIC, bucket_tables
 from quantkit.kernels.cpu.encode.i_quants import VALUES
 from quantkit.types import BY_NAME

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from awkward import NO_WEIGHTS, assert_same_bytes, awkward_imatrix, awkward_rows, encode, ggml_encode
 
+from awkward import NO_WEIGHTS, assert_same_bytes, awkward_imatrix, awkward_rows, encode, ggml_encode
 from quantkit.types import BY_NAME
 
 NAMES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]

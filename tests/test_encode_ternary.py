@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from awkward import NO_WEIGHTS, assert_same_bytes, awkward_imatrix, awkward_rows, encode, ggml_encode
 
+from awkward import NO_WEIGHTS, assert_same_bytes, awkward_imatrix, awkward_rows, encode, ggml_encode
 from quantkit.types import BY_NAME
 
 NAMES = ["TQ1_0", "TQ2_0", "Q2_0", "Q1_0"]

@@ -17,10 +17,10 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from attacks import ARR, ATTACKS, STR, U32, Tiny, array, kv, string, tensor, u32
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from attacks import ARR, ATTACKS, STR, U32, Tiny, array, kv, string, tensor, u32
 from quantkit.errors import FormatError, RecipeError, TypeNotSupported
 from quantkit.formats.gguf import (
     Field,

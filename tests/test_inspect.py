@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attacks import ATTACKS
 from click.testing import CliRunner, Result
-from models import llama_fields, llama_tensors, write_model
 
+from attacks import ATTACKS
+from models import llama_fields, llama_tensors, write_model
 from quantkit.cli import cli
 from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.gguf import Field, ValueType, layout_gguf, split_fields, split_path, write_gguf

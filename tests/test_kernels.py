@@ -9,8 +9,8 @@ import sys
 import gguf
 import numpy as np
 import pytest
-from awkward import NO_WEIGHTS, assert_same_bytes, awkward_imatrix, awkward_rows, encode
 
+from awkward import NO_WEIGHTS, assert_same_bytes, awkward_imatrix, awkward_rows, encode
 from quantkit.errors import FormatError, RecipeError, TypeNotSupported
 from quantkit.kernels import dequantize, quantize
 from quantkit.kernels.cpu.dequantize import has_decoder

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from conftest import DATA
 from models import llama_fields, llama_tensors, tensor_bytes, write_model
-
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError, TypeNotSupported
 from quantkit.formats.gguf import open_gguf
 from quantkit.pipeline import run as run_module

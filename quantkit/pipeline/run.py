@@ -323,7 +323,7 @@ class _Executor:
                 for shard in {tensor.shard for tensor, _, _ in tensors}:
                     _data_sync(part_path(self.plan.shards[shard].path))
                 self.journal.add({tensor.name: (crc, list(sums)) for tensor, crc, sums in tensors})
-            except OSError as e:
+            except BaseException as e:  # handed to the main thread
                 self._failure = self._failure or e
                 self._stop.set()
                 return
