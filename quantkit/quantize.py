@@ -307,7 +307,7 @@ def _with_importance(
                 preset=draft.preset.name,
                 ignore_rules=draft.options.ignore_imatrix_rules,
             )
-        used = found if found is not None and found.entry is not None and choice.type.imatrix != "ignored" else None
+        used = found if found is not None and found.entry is not None else None
         chosen.append(Chosen(tensor.name, source, choice, used))
     if draft.importance is not None and finds:
         coverage = draft.importance.coverage(draft.source.tensors, finds)
@@ -376,7 +376,7 @@ def _provenance(draft: _Draft, request: Request) -> dict[str, str]:
         "version": __version__,
         "recipe": "\n".join(lines),
         "source.name": draft.source.paths[0].name,
-        "source.sha256": draft.fingerprint,
+        "source.fingerprint": draft.fingerprint,
     }
     if draft.imatrix is not None and not options.hide_imatrix:
         facts["imatrix.sha256"] = draft.imatrix.sha256
@@ -392,5 +392,7 @@ def _shown(value: object) -> str:
 def _output_path(source: str | Path, output: str | Path | None, type_text: str, options: QuantizeOptions) -> Path:
     """Return the output's path; without one, ggml-model-TYPE.gguf beside the source."""
     if output is not None:
-        return Path(output)
+        path = Path(output)
+        # A link says where the output is to lie, so that is where it grows, too.
+        return path.resolve() if path.is_symlink() else path
     return Path(source).with_name(f"ggml-model-{type_text.strip().upper()}.gguf")

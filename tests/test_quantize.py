@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def test_metadata(llama: Path, tmp_path: Path) -> None:
         assert file.get("general.quantization_version") == 2
         assert file.get("general.name") == "Mine"
         assert file.get("quantkit.quantize.recipe").startswith("IQ4_XS\n--override-kv")
-        assert len(file.get("quantkit.quantize.source.sha256")) == 64
+        assert len(file.get("quantkit.quantize.source.fingerprint")) == 64
 
 
 def test_pruned_layers_are_gone_and_counted(tmp_path: Path) -> None:
@@ -144,9 +145,19 @@ def test_outputs_that_would_destroy_something_are_refused(llama: Path, tmp_path:
     refused(ResourceError, "is the input itself", llama, tmp_path / "link.gguf", "Q8_0", overwrite=True)
     refused(ResourceError, "is no directory", llama, tmp_path / "none" / "o.gguf", "Q8_0")
     refused(ResourceError, "is a directory", llama, tmp_path, "Q8_0")
+    os.mkfifo(tmp_path / "pipe.gguf")
+    refused(ResourceError, "is no regular file", llama, tmp_path / "pipe.gguf", "Q8_0", overwrite=True)
     assert out.read_bytes() == b"precious"
     quantize(llama, out, "Q8_0", overwrite=True)
     assert out.read_bytes()[:4] == b"GGUF"
+
+
+def test_an_output_that_is_a_link_lies_where_it_points(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "o.gguf").symlink_to(tmp_path / "disk" / "real.gguf")
+    quantize(llama, tmp_path / "o.gguf", "Q8_0")
+    assert (tmp_path / "o.gguf").is_symlink()
+    assert [p.name for p in (tmp_path / "disk").iterdir()] == ["real.gguf"]
 
 
 def test_a_full_disk_is_noticed_first(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ class _Group:
     tensors: int
     values: int
     nbytes: int
+    copied: bool
     sums: ErrorSums | None
 
     @property
@@ -64,7 +65,8 @@ def _groups(plan: Plan, sums: dict[str, ErrorSums]) -> list[_Group]:
             for entry in measured:
                 total = total + entry
         values, nbytes = sum(t.n_values for t in tensors), sum(t.nbytes for t in tensors)
-        groups.append(_Group(name, type_name, len(tensors), values, nbytes, total))
+        copied = all(t.is_copy for t in tensors)
+        groups.append(_Group(name, type_name, len(tensors), values, nbytes, copied, total))
     return sorted(groups, key=lambda g: -g.nbytes)
 
 
@@ -78,6 +80,13 @@ def _totals(plan: Plan) -> str:
         f"{format_count(plan.n_values)} weights in {len(plan.tensors)} tensors: {mix}\n"
         f"{format_size(source)} ({before:.2f} bits per weight) -> {format_size(target)} ({plan.bpw:.2f})"
     )
+
+
+def _total_error(groups: list[_Group]) -> str:
+    """Return the relative error of everything that was encoded, as the end of a line."""
+    sums = [g.sums for g in groups if g.sums is not None]
+    square = sum(s.square for s in sums)
+    return f", relative error {100 * math.sqrt(sum(s.error for s in sums) / square):.3f} %" if square else ""
 
 
 class DryRunReport:
@@ -161,36 +170,22 @@ class RunReport:
         """Return the summary: a table of classes, totals, time, files."""
         groups = _groups(self.plan, result.run.sums)
         measured = any(g.errors() for g in groups)
-        header = [
-            "class",
-            "type",
-            "tensors",
-            "weights",
-            "size",
-            "bpw",
-            *(["rel. error", "weighted"] if measured else []),
-        ]
+        weighted = measured and any(t.found is not None for t in self.plan.tensors)
+        header = ["class", "type", "tensors", "weights", "size", "bpw"]
+        header += ["rel. error"] * measured + ["weighted"] * weighted
         rows = []
         for g in groups:
-            row: list[object] = [
-                g.name,
-                g.type,
-                g.tensors,
-                format_count(g.values),
-                format_size(g.nbytes),
-                f"{g.bpw:.2f}",
-            ]
-            if measured:
-                errors = g.errors()
-                row += [f"{100 * v:.3f} %" for v in errors] if errors else ["copied", ""]
-            rows.append(row)
+            size, bpw, errors = format_size(g.nbytes), f"{g.bpw:.2f}", g.errors()
+            row: list[object] = [g.name, g.type, g.tensors, format_count(g.values), size, bpw]
+            shown = [f"{100 * v:.3f} %" for v in errors] if errors else ["copied" if g.copied else "", ""]
+            rows.append(row + shown[: measured + weighted])
         seconds = result.run.seconds
         rate = self.plan.n_values / max(seconds, 1e-9)
         return "\n".join(
             [
                 table(header, rows, left=2),
                 "",
-                _totals(self.plan),
+                _totals(self.plan) + _total_error(groups),
                 f"{format_seconds(seconds)} on {result.threads} threads: {format_count(rate)} weights per second",
                 *(f"wrote {shard.path} ({shard.layout.nbytes} bytes)" for shard in self.plan.shards),
             ]

@@ -129,6 +129,8 @@ def _check_targets(plan: Plan, *, resume: bool, overwrite: bool) -> None:
             raise ResourceError(f"{shard.path.parent} is no directory; make it first")
         if shard.path.is_dir():
             raise ResourceError(f"{shard.path} is a directory; name a file")
+        if shard.path.exists() and not shard.path.is_file():
+            raise ResourceError(f"{shard.path} is no regular file, and would be replaced by one; name another")
     started = journal_path(plan.shards[0].path).exists()
     existing = [s.path for s in plan.shards if s.path.exists()]
     if existing and not overwrite and not (resume and started):

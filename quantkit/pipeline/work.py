@@ -42,7 +42,7 @@ class PlannedTensor:
     reason: str
     #: The type that the rules chose, where rows do not divide and another had to be taken.
     fallback_from: TensorType | None
-    #: Its importance; None when the type needs none or there is none.
+    #: Its importance, which encoders of types that use none ignore; None when there is none.
     found: Found | None
     shard: int
     #: Absolute byte offset in its shard's file.
