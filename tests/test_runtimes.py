@@ -36,7 +36,7 @@ def baseline(llama_bin: Path, tiny_moe: Path, data: Path) -> float:
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("type_name", ["Q4_K_M", "Q8_0", "IQ4_XS", "Q3_K_M", "Q6_K", "MXFP4_MOE"])
+@pytest.mark.parametrize("type_name", ["Q4_K_M", "Q8_0", "IQ4_XS", "Q2_K", "Q3_K_M", "Q6_K", "MXFP4_MOE"])
 def test_llama_cpp_computes_with_the_file(
     llama_bin: Path, baseline: float, data: Path, tiny_moe: Path, tmp_path: Path, type_name: str
 ) -> None:
