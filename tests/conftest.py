@@ -39,11 +39,7 @@ def golden() -> Iterator[np.lib.npyio.NpzFile]:
 
 def llama_programs() -> Path | None:
     """Return the folder of llama.cpp b11434's programs: QUANTKIT_LLAMA_BIN, or that of scripts/peers."""
-    places = [
-        os.environ.get("QUANTKIT_LLAMA_BIN"),
-        Path.home() / ".cache/quantkit/peers/llama-b11434/bin",
-        "/work/peers/llama_bin",
-    ]
+    places = [os.environ.get("QUANTKIT_LLAMA_BIN"), Path.home() / ".cache/quantkit/peers/llama-b11434/bin"]
     return next((Path(p) for p in places if p and (Path(p) / "llama-quantize").exists()), None)
 
 
