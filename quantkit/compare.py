@@ -12,7 +12,6 @@ Sums are made job by job and added in order, so they do not depend on the number
 from __future__ import annotations
 
 import math
-import os
 import re
 import threading
 from collections import deque
@@ -26,9 +25,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.errors import FormatError, RecipeError, ResourceError
+from quantkit.errors import RecipeError, ResourceError
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, open_gguf
 from quantkit.formats.imatrix import read_imatrix
+from quantkit.formats.ranges import Buffers, read_range
 from quantkit.helpers import available_cpus, tensor_class
 from quantkit.pipeline.importance import Found, Importance
 from quantkit.pipeline.work import ErrorSums
@@ -284,17 +284,8 @@ class _Part(NamedTuple):
     column: int
 
 
-class _Buffers(threading.local):
-    """Buffers of one thread, kept from job to job."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, U8] = {}
-
-    def get(self, name: str, nbytes: int) -> U8:
-        have = self.kept.get(name)
-        if have is None or have.size < nbytes:
-            have = self.kept[name] = np.empty(-(-nbytes // 64) * 64, np.uint8)
-        return have[:nbytes]
+class _Buffers(Buffers, threading.local):
+    """Buffers of every thread."""
 
 
 class _Run:
@@ -398,21 +389,10 @@ class _Run:
 
 
 def _read(path: Path, into: U8, offset: int) -> None:
-    """Fill ``into`` from a file; mapped pages would count as this process's memory."""
-    done = 0
-    view = into.data
     try:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            while done < into.size:
-                got = os.preadv(fd, [view[done:]], offset + done)
-                if got == 0:
-                    raise FormatError(f"{path}: ends at byte {offset + done}, within tensor data: it was truncated")
-                done += got
-        finally:
-            os.close(fd)
+        read_range(path, into, offset)
     except OSError as e:
-        raise ResourceError(f"{path}: cannot be read at byte {offset + done}: {e.strerror or e}") from None
+        raise ResourceError(f"{path}: cannot be read at byte {offset}: {e.strerror or e}") from None
 
 
 def _alike(x: TensorInfo, y: TensorInfo) -> bool:

@@ -36,6 +36,7 @@ import numpy.typing as npt
 
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_gguf, write_gguf
+from quantkit.formats.ranges import sync
 from quantkit.types import BY_NAME, TensorType
 
 F32Array = npt.NDArray[np.float32]
@@ -350,19 +351,11 @@ def _write_whole(path: Path, write: Callable[[Path], None]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
-        _sync(temporary)
+        sync(temporary)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync(path.parent)
 
 
 def _gguf_fields(imatrix: Imatrix, chunk_size: int) -> Iterator[Field]:

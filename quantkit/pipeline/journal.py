@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import zlib
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -96,17 +95,3 @@ class Journal:
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-
-def file_crc32(path: Path, offset: int, nbytes: int) -> int:
-    """Return the CRC-32 of a range of a file, or -1 if the file ends before it."""
-    crc = 0
-    with open(path, "rb") as file:
-        file.seek(offset)
-        while nbytes:
-            data = file.read(min(nbytes, 1 << 22))
-            if not data:
-                return -1
-            crc = zlib.crc32(data, crc)
-            nbytes -= len(data)
-    return crc

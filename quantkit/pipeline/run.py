@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Protocol
 
 from quantkit.errors import QuantkitError, ResourceError
+from quantkit.formats.ranges import crc32_range, sync
 from quantkit.helpers import crc32_combine, format_size
-from quantkit.pipeline.journal import Journal, file_crc32
+from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.work import ErrorSums, Job, JobResult, PlannedTensor, Worker, cut_jobs, job_values
 
@@ -201,7 +202,7 @@ def _verify(plan: Plan, journal: Journal) -> None:
     for tensor in plan.tensors:
         if tensor.name in journal.done:
             path = part_path(plan.shards[tensor.shard].path)
-            if file_crc32(path, tensor.offset, tensor.nbytes) != journal.done[tensor.name]:
+            if crc32_range(path, tensor.offset, tensor.nbytes) != journal.done[tensor.name]:
                 journal.forget(tensor.name)
 
 
@@ -213,15 +214,7 @@ def _publish(plan: Plan) -> None:
             part.replace(shard.path)
         elif not shard.path.exists():
             raise ResourceError(f"{part} has vanished; run again with --overwrite")
-    _sync_directory(plan.shards[0].path.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync(plan.shards[0].path.parent)
 
 
 def _discard(plan: Plan, journal: Journal) -> None:
@@ -323,7 +316,7 @@ class _Executor:
             tensors = [entry for entry in batch if entry is not None]
             try:
                 for shard in {tensor.shard for tensor, _, _ in tensors}:
-                    _data_sync(part_path(self.plan.shards[shard].path))
+                    sync(part_path(self.plan.shards[shard].path))
                 self.journal.add({tensor.name: (crc, list(sums)) for tensor, crc, sums in tensors})
             except BaseException as e:  # handed to the main thread
                 self._failure = self._failure or e
@@ -332,12 +325,4 @@ class _Executor:
 
     def _sync(self) -> None:
         for shard in self.plan.shards:
-            _data_sync(part_path(shard.path))
-
-
-def _data_sync(path: Path) -> None:
-    fd = os.open(path, os.O_WRONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+            sync(part_path(shard.path))

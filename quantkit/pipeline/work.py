@@ -8,7 +8,6 @@ run in any order, on any number of threads, to the same file. Rows are read with
 from __future__ import annotations
 
 import math
-import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ import numpy.typing as npt
 
 from quantkit.errors import FormatError, QuantkitError, ResourceError
 from quantkit.formats.gguf import TensorInfo
+from quantkit.formats.ranges import U8, Buffers, read_range, write_range
 from quantkit.pipeline.importance import Found
 from quantkit.types import TensorType
 
 F32 = npt.NDArray[np.float32]
-U8 = npt.NDArray[np.uint8]
 
 #: Values decoded and encoded at a time: 512 KiB of float32, half of a usual L2 cache.
 PIECE = 1 << 17
@@ -164,7 +163,7 @@ class Worker:
 
     def __init__(self, sources: tuple[Path, ...], targets: tuple[Path, ...], *, measure: bool, ahead: int) -> None:
         self.sources, self.targets, self.measure, self.ahead = sources, targets, measure, ahead
-        self._buffers: dict[str, U8] = {}
+        self._buffers = Buffers()
         self._weights: tuple[int, F32] = (-1, np.zeros((0, 0), np.float32))
 
     def run(self, job: Job, tensor: PlannedTensor) -> JobResult:
@@ -173,39 +172,17 @@ class Worker:
         Raises FormatError for values or blocks that are not finite and for short files, OSError from the disk.
         """
         nbytes = job.rows * job.source_row
-        source = self._buffer("source", nbytes)
-        self._read(self.sources[tensor.source.shard], source, job.source_offset)
+        source = self._buffers.get("source", nbytes)
+        # While this job computes, the kernel reads what the next ones will.
+        read_range(self.sources[tensor.source.shard], source, job.source_offset, self.ahead * nbytes)
         if tensor.is_copy:
             target, sums = source, ErrorSums()
         else:
-            target = self._buffer("target", job.target_bytes)
+            target = self._buffers.get("target", job.target_bytes)
             sums = self._encode(job, tensor, source, target)
         self._check(job, tensor, target)
-        _write(self.targets[tensor.shard], target, job.target_offset)
+        write_range(self.targets[tensor.shard], target, job.target_offset)
         return JobResult(zlib.crc32(target.data), sums)
-
-    def _buffer(self, name: str, nbytes: int) -> U8:
-        """Return the first ``nbytes`` of a buffer that is kept from job to job."""
-        have = self._buffers.get(name)
-        if have is None or have.size < nbytes:
-            # A multiple of 64 so that any dtype may view it; grown only, so it is allocated a few times at most.
-            have = self._buffers[name] = np.empty(-(-nbytes // 64) * 64, np.uint8)
-        return have[:nbytes]
-
-    def _read(self, path: Path, into: U8, offset: int) -> None:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            done = 0
-            while done < into.size:
-                got = os.preadv(fd, [into.data[done:]], offset + done)
-                if got == 0:
-                    raise FormatError(f"{path}: ends at byte {offset + done}, within tensor data: it was truncated")
-                done += got
-            if hasattr(os, "posix_fadvise"):
-                # Ask for what the next jobs will read while this one computes.
-                os.posix_fadvise(fd, offset + done, self.ahead * done, os.POSIX_FADV_WILLNEED)
-        finally:
-            os.close(fd)
 
     def _encode(self, job: Job, tensor: PlannedTensor, source: U8, target: U8) -> ErrorSums:
         from quantkit.kernels.cpu.check import first_nonfinite_row
@@ -234,7 +211,7 @@ class Worker:
             floats: F32 = rows.view(np.float32)
             return floats
         n = tensor.shape[0]
-        x: F32 = self._buffer(name, 4 * n * len(rows)).view(np.float32).reshape(len(rows), n)
+        x: F32 = self._buffers.get(name, 4 * n * len(rows)).view(np.float32).reshape(len(rows), n)
         dequantize_rows(tensor.source.type, rows, x)
         return x
 
@@ -255,7 +232,7 @@ class Worker:
         from quantkit.kernels.cpu.dequantize import dequantize_rows
         from quantkit.kernels.cpu.error import error_sums
 
-        y = self._buffer("y", x.nbytes).view(np.float32).reshape(x.shape)
+        y = self._buffers.get("y", x.nbytes).view(np.float32).reshape(x.shape)
         dequantize_rows(tensor.type, encoded, y)
         return ErrorSums(*error_sums(x, y, weights))
 
@@ -279,13 +256,3 @@ class Worker:
                 f"{self.sources[tensor.source.shard]}: tensor {tensor.name}, row {job.row + bad} {what} a "
                 f"{tensor.type} block with a scale that is not finite; a runtime would compute NaN with it"
             )
-
-
-def _write(path: Path, data: U8, offset: int) -> None:
-    fd = os.open(path, os.O_WRONLY)
-    try:
-        view, done = data.data, 0
-        while done < len(view):
-            done += os.pwrite(fd, view[done:], offset + done)
-    finally:
-        os.close(fd)

@@ -1,0 +1,90 @@
+"""Byte ranges of files, read and written where they lie, and put safely on the disk.
+
+Tensors are read with pread into a thread's own buffers: mapped pages would count as this process's memory, and a
+file that shrinks under a mapping kills it. Files are opened for each call, so thousands of shards need no
+thousands of descriptors.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import FormatError
+
+U8 = npt.NDArray[np.uint8]
+
+
+class Buffers:
+    """Buffers of one thread, by name, kept from use to use."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, U8] = {}
+
+    def get(self, name: str, nbytes: int) -> U8:
+        """Return the first ``nbytes`` of the buffer ``name``, uint8; any dtype may view them."""
+        have = self._kept.get(name)
+        if have is None or have.size < nbytes:
+            have = self._kept[name] = np.empty(-(-nbytes // 64) * 64, np.uint8)
+        return have[:nbytes]
+
+
+def read_range(path: Path, into: U8, offset: int, ahead: int = 0) -> None:
+    """Fill ``into`` from byte ``offset`` on, and ask the kernel for the ``ahead`` bytes behind.
+
+    Raises FormatError when the file ends before, OSError when it cannot be read.
+    """
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        done = 0
+        while done < into.size:
+            got = os.preadv(fd, [into.data[done:]], offset + done)
+            if got == 0:
+                raise FormatError(f"{path}: ends at byte {offset + done}, within tensor data: it was truncated")
+            done += got
+        if ahead and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, offset + done, ahead, os.POSIX_FADV_WILLNEED)
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, str(path)) from None
+    finally:
+        os.close(fd)
+
+
+def write_range(path: Path, data: U8, offset: int) -> None:
+    """Write ``data`` at byte ``offset`` of an existing file. Raises OSError."""
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        view, done = data.data, 0
+        while done < len(view):
+            done += os.pwrite(fd, view[done:], offset + done)
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, str(path)) from None
+    finally:
+        os.close(fd)
+
+
+def crc32_range(path: Path, offset: int, nbytes: int) -> int:
+    """Return the CRC-32 of a range of a file, or -1 if the file ends before it."""
+    crc = 0
+    with open(path, "rb") as file:
+        file.seek(offset)
+        while nbytes:
+            data = file.read(min(nbytes, 1 << 22))
+            if not data:
+                return -1
+            crc = zlib.crc32(data, crc)
+            nbytes -= len(data)
+    return crc
+
+
+def sync(path: Path) -> None:
+    """Put a file, or the names in a directory, on the disk (fsync). Raises OSError."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
