@@ -6,15 +6,17 @@ quantize(...)       ->  QuantizeResult    the plan carried out
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from quantkit import __version__
-from quantkit.errors import RecipeError, TypeNotSupported
-from quantkit.formats.gguf import GGUFFile, open_gguf
+from quantkit.errors import FormatError, RecipeError, TypeNotSupported
+from quantkit.formats.gguf import Field, GGUFFile, open_gguf
 from quantkit.formats.imatrix import Imatrix, read_imatrix
 from quantkit.helpers import available_cpus, parse_size
 from quantkit.pipeline.choose import Choice, ModelFacts, Request, choose_types, iteration_order, lint_request
@@ -29,7 +31,7 @@ from quantkit.pipeline.metadata import (
     set_quantization,
 )
 from quantkit.pipeline.plan import Chosen, Plan, plan_output, source_fingerprint
-from quantkit.pipeline.presets import Preset, preset_by_name
+from quantkit.pipeline.presets import FTYPE_UNKNOWN, Preset, preset_by_name
 from quantkit.pipeline.recipe import (
     Rule,
     parse_custom_q,
@@ -107,6 +109,18 @@ class _Draft:
     importance: Importance | None = None
     renamed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def overrides(self) -> dict[str, Field]:
+        overrides: dict[str, Field] = {}
+        for item in map(parse_override, self.options.override_kv):
+            overrides.pop(item.key, None)  # as in a file, a key that is set again moves to the end
+            overrides[item.key] = item
+        return overrides
+
+    def key(self, key: str) -> Any:
+        """Return a metadata key's value or None; overrides count, as when llama-quantize loads the source."""
+        return self.overrides[key].value if key in self.overrides else self.source.get(key)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -187,13 +201,16 @@ def plan_quantize(
 ) -> Plan:
     """Decide everything about a quantization and write nothing; arguments and errors as for ``quantize``."""
     options = options or QuantizeOptions()
+    if options.keep_split and options.split_max_size is not None:
+        raise RecipeError("--keep-split and --split-max-size exclude each other: give only one of them")
     with open_gguf(source) as opened:
         draft = _Draft(opened, preset_by_name(type), options)
+        _check_source(draft)
         _load_importance(draft)
         order = _order(draft)
         request = _request(draft)
         tensors = [_renamed(draft, name) for name in order]
-        facts = ModelFacts.from_metadata(opened.get, tensors)
+        facts = ModelFacts.from_metadata(draft.key, tensors)
         choices = choose_types(facts, tensors, request)
         draft.notes += [str(lint) for lint in lint_request(request, tensors, choices)]
         chosen = _with_importance(draft, order, tensors, choices)
@@ -218,6 +235,18 @@ def _size(value: int | str) -> int:
         return parse_size(value)
     except ValueError as e:
         raise RecipeError(str(e)) from None
+
+
+def _check_source(draft: _Draft) -> None:
+    """Refuse files that are no models: without an architecture nothing can be decided about them or load them."""
+    arch = draft.key("general.architecture")
+    if isinstance(arch, str) and arch:
+        return
+    kind = draft.source.get("general.type")
+    raise FormatError(
+        f"{draft.source.paths[0]}: {f'this is an {kind}, no model' if kind == 'imatrix' else 'this is no model'}: it "
+        "has no general.architecture; if it is one after all, give --override-kv general.architecture=str:NAME"
+    )
 
 
 def _load_importance(draft: _Draft) -> None:
@@ -259,7 +288,7 @@ def _renamed(draft: _Draft, name: str) -> _Named:
 def _request(draft: _Draft) -> Request:
     options = draft.options
     types = {
-        f.name: type_by_name(value)
+        f.name: _type_of_option(f.name, value)
         for f in fields(Request)
         if f.name.endswith("_type") and (value := getattr(options, f.name)) is not None
     }
@@ -273,6 +302,13 @@ def _request(draft: _Draft) -> Request:
         fallback=options.fallback,
         **types,
     )
+
+
+def _type_of_option(option: str, value: str) -> TensorType:
+    try:
+        return type_by_name(value)
+    except TypeNotSupported as e:
+        raise TypeNotSupported(f"--{option.replace('_', '-')}: {e.message}") from None
 
 
 def _rules(options: QuantizeOptions) -> list[Rule]:
@@ -338,10 +374,9 @@ def _metadata(draft: _Draft, request: Request) -> Metadata:
     """Edit the source's metadata in llama-quantize's order of events."""
     source, options = draft.source, draft.options
     metadata = Metadata(source.fields.values())
-    ftype = draft.preset.ftype if not request.copy else int(source.get("general.file_type", _guess_ftype(source)))
-    set_quantization(metadata, ftype)
-    for text in options.override_kv:
-        metadata.set(parse_override(text))
+    set_quantization(metadata, _source_ftype(source) if request.copy else draft.preset.ftype)
+    for item in draft.overrides.values():
+        metadata.set(item)
     if draft.imatrix is not None and draft.importance is not None and draft.importance.n_entries:
         name = str(options.imatrix)
         set_imatrix(metadata, draft.imatrix, name, draft.importance.n_entries, hide=options.hide_imatrix)
@@ -352,14 +387,20 @@ def _metadata(draft: _Draft, request: Request) -> Metadata:
     return metadata
 
 
-def _guess_ftype(source: GGUFFile) -> int:
-    """Return the file type of most of the data, for a source that does not say."""
-    sizes: dict[str, int] = {}
-    for tensor in source.tensors.values():
-        sizes[tensor.type.name] = sizes.get(tensor.type.name, 0) + tensor.nbytes
+def _source_ftype(source: GGUFFile) -> int:
+    """Return the file type of a source; of one that does not say, llama.cpp's guess: the type of most tensors."""
+    said = source.get("general.file_type")
+    if said is not None:
+        if not isinstance(said, int):
+            raise FormatError(
+                f"{source.paths[0]}: general.file_type is {said!r}, no number; correct it, or do not COPY"
+            )
+        return said
+    types = Counter(source.tensors[name].type.name for name in iteration_order(source.tensors))
+    ftype = 0
     with suppress(TypeNotSupported):
-        return preset_by_name(max(sizes, key=lambda name: sizes[name])).ftype
-    return 0
+        ftype = preset_by_name(max(types, key=lambda name: types[name], default="F32")).ftype
+    return ftype | FTYPE_UNKNOWN
 
 
 def _provenance(draft: _Draft, request: Request) -> dict[str, str]:

@@ -78,10 +78,16 @@ def test_error_is_measured_on_request(llama: Path, tmp_path: Path) -> None:
         (["none.gguf", "OUT", "Q8_0"], 1, "none.gguf"),
         (["--prune-layers", "x", "IN", "OUT", "Q8_0"], 2, "no layer number"),
         (["--prune-layers", "9", "IN", "OUT", "Q8_0"], 2, "there is no layer 9"),
+        (["--prune-layers", "1-99999999999", "IN", "OUT", "Q8_0"], 2, "no range of layers"),
+        (["--prune-layers", "1-0", "IN", "OUT", "Q8_0"], 2, "no range of layers"),
+        (["--keep-split", "--split-max-size", "1M", "IN", "OUT", "Q8_0"], 2, "exclude each other"),
+        (["--max-buffer-size", "0", "IN", "OUT", "Q8_0"], 2, "--max-buffer-size"),
+        (["-j", "3", "IN", "OUT", "Q8_0", "2"], 2, "THREADS is 2 and --threads 3"),
+        (["--override-kv", "split.count=int:3", "IN", "OUT", "Q8_0"], 2, "--split-max-size"),
         (["--max-ram", "lots", "IN", "OUT", "Q8_0"], 2, "is not a size"),
         (["--custom-q", "attn_[=q8_0", "IN", "OUT", "Q8_0"], 2, "regular expression"),
         (["--override-kv", "a", "IN", "OUT", "Q8_0"], 2, "KEY=TYPE:VALUE"),
-        (["--output-tensor-type", "q9", "IN", "OUT", "Q8_0"], 1, "q9"),
+        (["--output-tensor-type", "q9", "IN", "OUT", "Q8_0"], 1, "--output-tensor-type: there is no tensor type 'q9'"),
         (["--ffn-gate-inp-type", "nope", "IN", "OUT", "Q8_0"], 1, "nope"),
         (["--fallback", "maybe", "IN", "OUT", "Q8_0"], 1, "maybe"),
     ],
@@ -126,3 +132,21 @@ def test_killed_and_resumed(llama: Path, tmp_path: Path) -> None:
     done = subprocess.run([*command, "--resume", "--overwrite", llama, out, "Q4_0"], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     assert out.read_bytes() == reference.read_bytes()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_full_disk_behind_stdout_gets_one_line() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "quantkit", "types"], stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr == b"Error: No space left on device\n"
+
+
+def test_control_characters_of_names_are_escaped(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "x.gguf", {**llama_tensors(), "blk.0.\x1b[31m\n.weight": ((256, 8), "F16")})
+    result = run("--dry-run", source, tmp_path / "o.gguf", "Q4_0")
+    assert result.exit_code == 0, result.output
+    assert "blk.0.\\x1b[31m\\n.weight" in result.stdout
+    assert "\x1b" not in result.output

@@ -15,10 +15,11 @@ import pytest
 from conftest import DATA
 from models import llama_fields, llama_tensors, tensor_bytes, write_model
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError, TypeNotSupported
-from quantkit.formats.gguf import open_gguf
+from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.pipeline import run as run_module
 from quantkit.pipeline import work
 from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
+from quantkit.types import BY_NAME
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +206,67 @@ def test_requests_that_make_no_sense_are_refused(llama: Path, tmp_path: Path) ->
     assert not (tmp_path / "p.gguf").exists()
 
 
+@pytest.mark.parametrize("tensors", [{}, {"token_embd.weight": ((256, 4), "F16")}])
+def test_a_file_without_layers_is_no_problem(tmp_path: Path, tensors: dict[str, Any]) -> None:
+    source = write_model(tmp_path / "s.gguf", tensors, llama_fields(0))
+    quantize(source, tmp_path / "o.gguf", "Q4_K_M")
+    assert list(tensor_bytes(tmp_path / "o.gguf")) == list(tensors)
+    refused(RecipeError, "no layer 0", source, tmp_path / "p.gguf", "Q8_0", QuantizeOptions(prune_layers=(0,)))
+
+
+def test_a_file_that_is_no_model_is_refused(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.gguf"
+    refused(FormatError, "this is an imatrix, no model", data / "tiny-moe-imatrix.gguf", out, "Q8_0")
+    source = write_model(tmp_path / "s.gguf", llama_tensors(), [])
+    refused(FormatError, "no general.architecture", source, out, "Q8_0")
+    quantize(source, out, "Q8_0", QuantizeOptions(override_kv=("general.architecture=str:llama",)))
+    with open_gguf(out) as file:
+        assert file.get("general.architecture") == "llama"
+
+
+def test_metadata_of_a_wrong_type_is_named(tmp_path: Path) -> None:
+    heads = "llama.attention.head_count"
+    fields = [f for f in llama_fields() if f.key != heads]
+    source = write_model(tmp_path / "s.gguf", llama_tensors(), [*fields, Field.of(heads, "x")])
+    refused(FormatError, f"{heads} is 'x', no number", source, tmp_path / "o.gguf", "Q4_K_M")
+    quantize(source, tmp_path / "o.gguf", "Q4_K_M", QuantizeOptions(override_kv=(f"{heads}=int:4",)))
+    fields = [*llama_fields(), Field.of("general.file_type", "x")]
+    source = write_model(tmp_path / "t.gguf", llama_tensors(), fields)
+    refused(FormatError, "general.file_type is 'x'", source, tmp_path / "p.gguf", "COPY")
+
+
+def test_overrides_count_for_the_mixture(tmp_path: Path) -> None:
+    """As in llama-quantize, which loads the source with them: of four layers, only some get more bits."""
+    source = write_model(tmp_path / "s.gguf", llama_tensors(4), llama_fields(4))
+    plain = plan_quantize(source, tmp_path / "o.gguf", "Q4_K_M")
+    options = QuantizeOptions(override_kv=("llama.block_count=int:32",))
+    longer = plan_quantize(source, tmp_path / "o.gguf", "Q4_K_M", options)
+    assert [t.type for t in plain.tensors] != [t.type for t in longer.tensors]
+
+
+def test_a_copy_of_an_unnamed_file_type_is_marked_as_a_guess(llama: Path, tmp_path: Path) -> None:
+    quantize(llama, tmp_path / "o.gguf", "COPY")
+    with open_gguf(tmp_path / "o.gguf") as file:
+        assert file.get("general.file_type") == 1024 + 1  # LLAMA_FTYPE_GUESSED, MOSTLY_F16
+
+
+def test_a_copied_value_that_is_not_finite_is_called_a_value(tmp_path: Path) -> None:
+    norm = np.full(256, np.nan, np.float32).tobytes()
+    write_gguf(tmp_path / "s.gguf", llama_fields(), [("output_norm.weight", (256,), BY_NAME["F32"], norm)])
+    refused(FormatError, "row 0 holds a F32 value that is", tmp_path / "s.gguf", tmp_path / "o.gguf", "Q8_0")
+
+
+def test_nothing_is_said_to_be_kept_when_nothing_was_written(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fdatasync", fails)
+    refused(ResourceError, "No space left on device; nothing was written", llama, tmp_path / "o.gguf", "Q8_0")
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---------------------------------------------------------------- interruption
 
 
@@ -265,6 +327,43 @@ def test_a_torn_journal_line_is_ignored(llama: Path, tmp_path: Path) -> None:
     journal = run_module.journal_path(out)
     journal.write_bytes(journal.read_bytes()[:-7])
     quantize(llama, out, "Q4_K_M", resume=True)
+    assert sha256(out) == sha256(tmp_path / "whole.gguf")
+
+
+@pytest.mark.parametrize("line", [b"5", b"[]", b'{"tensor": "a"}', b'{"tensor": [], "crc32": 1, "sums": []}', b"\xff"])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_journal_of_nonsense_is_read_no_further(llama: Path, tmp_path: Path, line: bytes, at: int) -> None:
+    quantize(llama, tmp_path / "whole.gguf", "Q4_K_M")
+    out = tmp_path / "o.gguf"
+    interrupted(llama, out, 8)
+    journal = run_module.journal_path(out)
+    lines = journal.read_bytes().splitlines()
+    journal.write_bytes(b"\n".join([*lines[:at], line, *lines[at:], b""]))
+    quantize(llama, out, "Q4_K_M", resume=True)
+    assert sha256(out) == sha256(tmp_path / "whole.gguf")
+
+
+@pytest.mark.parametrize("left", [None, 1000])
+def test_a_finished_part_that_was_damaged_is_made_again(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int | None
+) -> None:
+    """Killed between the last byte and the rename; then the file under the temporary name is cut or removed."""
+    quantize(llama, tmp_path / "whole.gguf", "Q4_K_M")
+    out = tmp_path / "o.gguf"
+
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "_publish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            quantize(llama, out, "Q4_K_M")
+    part = run_module.part_path(out)
+    if left is None:
+        part.unlink()
+    else:
+        os.truncate(part, left)
+    assert quantize(llama, out, "Q4_K_M", resume=True).run.resumed == 0
     assert sha256(out) == sha256(tmp_path / "whole.gguf")
 
 

@@ -47,9 +47,18 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line; a closed pipe (`quantkit types | head`) ends it quietly."""
+    """Run the command line; a closed pipe (`quantkit types | head`) ends it quietly, a failing disk in one line."""
     try:
         cli(prog_name="quantkit")
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(1)
+    except OSError as e:  # a device that fails, a full disk behind stdout
+        _drop_output()
+        click.echo(f"Error: {f'{e.filename}: ' if e.filename else ''}{e.strerror or e}", err=True)
+        sys.exit(1)
+
+
+def _drop_output() -> None:
+    """Let Python's last flush of stdout go nowhere, since it cannot go where it should."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

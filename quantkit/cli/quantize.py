@@ -13,6 +13,7 @@ import click
 from quantkit.cli.options import SIZE, GroupedCommand, option
 from quantkit.cli.summary import DryRunReport, RunReport
 from quantkit.errors import QuantkitError, TypeNotSupported
+from quantkit.helpers import printable
 
 _WHAT, _TYPES, _IMATRIX, _META, _RUN, _OUT = (
     "What is quantized",
@@ -22,6 +23,8 @@ _WHAT, _TYPES, _IMATRIX, _META, _RUN, _OUT = (
     "The run",
     "Output",
 )
+#: More layers than any model has, so that a slip of the finger does not become a list of billions.
+_MAX_LAYERS = 1 << 16
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -80,7 +83,13 @@ def _class_options(function: Any) -> Any:
 @option(
     "--max-ram", group=_RUN, type=SIZE, default="512MiB", show_default=True, help="Memory for all buffers together."
 )
-@option("--max-buffer-size", group=_RUN, type=int, metavar="MIB", help="--max-ram in MiB, as llama-quantize spells it.")
+@option(
+    "--max-buffer-size",
+    group=_RUN,
+    type=click.IntRange(1),
+    metavar="MIB",
+    help="--max-ram in MiB, as llama-quantize spells it.",
+)
 @option("--resume", group=_RUN, is_flag=True, help="Go on with an interrupted run.")
 @option("--overwrite", group=_RUN, is_flag=True, help="Replace an existing output.")
 @option("--measure-error", group=_RUN, is_flag=True, help="Decode again and report the error of every tensor class.")
@@ -108,13 +117,15 @@ def command(
     from quantkit.quantize import QuantizeOptions, plan_quantize, run_quantize
 
     source, output, type_name, positional = _positionals(arguments)
+    if threads and positional and threads != positional:
+        raise click.UsageError(f"THREADS is {positional} and --threads {threads}: give one of them")
     names = {f.name for f in fields(QuantizeOptions)}
     options = QuantizeOptions(
         prune_layers=_layers(prune_layers), **{name: value for name, value in given.items() if name in names}
     )
     plan = plan_quantize(source, output, type_name, options)
     for note in plan.notes:
-        click.echo(f"note: {note}", err=True)
+        click.echo(f"note: {printable(note)}", err=True)
     if dry_run:
         report = DryRunReport(plan)
         click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
@@ -183,5 +194,8 @@ def _layers(text: str | None) -> tuple[int, ...]:
             continue
         if not first.isdecimal() or (last and not last.isdecimal()):
             raise click.BadParameter(f"{part!r} is no layer number and no range", param_hint="--prune-layers")
-        layers.update(range(int(first), int(last or first) + 1))
+        begin, end = int(first), int(last or first)
+        if not begin <= end < _MAX_LAYERS:
+            raise click.BadParameter(f"{part!r} is no range of layers", param_hint="--prune-layers")
+        layers.update(range(begin, end + 1))
     return tuple(sorted(layers))

@@ -14,7 +14,7 @@ import click
 from tqdm import tqdm
 
 from quantkit.cli.options import table
-from quantkit.helpers import format_count, format_seconds, format_size, tensor_class
+from quantkit.helpers import format_count, format_seconds, format_size, printable, tensor_class
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.work import ErrorSums, PlannedTensor
 from quantkit.quantize import QuantizeResult
@@ -23,7 +23,7 @@ from quantkit.quantize import QuantizeResult
 def _line(tensor: PlannedTensor) -> str:
     change = str(tensor.type) if tensor.is_copy else f"{tensor.source.type} -> {tensor.type}"
     shape = " x ".join(map(str, tensor.shape))
-    return f"{tensor.name:<36} {shape:>22}  {change:<18} {format_size(tensor.nbytes):>11}  {tensor.reason}"
+    return f"{printable(tensor.name):<36} {shape:>22}  {change:<18} {format_size(tensor.nbytes):>11}  {tensor.reason}"
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class DryRunReport:
         self.plan = plan
 
     def text(self) -> str:
-        files = [f"{shard.path}: {shard.layout.nbytes} bytes" for shard in self.plan.shards]
+        files = [f"{printable(str(shard.path))}: {shard.layout.nbytes} bytes" for shard in self.plan.shards]
         return "\n".join(
             [*map(_line, self.plan.tensors), "", _totals(self.plan), *files, "dry run: nothing was written"]
         )
@@ -162,7 +162,7 @@ class RunReport:
         """Print the tensor's line, or name it beside the bar."""
         self._count += 1
         if self._bar is not None:
-            self._bar.set_postfix_str(tensor.name, refresh=False)
+            self._bar.set_postfix_str(printable(tensor.name), refresh=False)
         elif not self.quiet:
             click.echo(f"[{self._count:4d}/{len(self.plan.tensors)}] {_line(tensor)}", err=True)
 
@@ -187,7 +187,7 @@ class RunReport:
                 "",
                 _totals(self.plan) + _total_error(groups),
                 f"{format_seconds(seconds)} on {result.threads} threads: {format_count(rate)} weights per second",
-                *(f"wrote {shard.path} ({shard.layout.nbytes} bytes)" for shard in self.plan.shards),
+                *(f"wrote {printable(str(shard.path))} ({shard.layout.nbytes} bytes)" for shard in self.plan.shards),
             ]
         )
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from quantkit.errors import FormatError
 from quantkit.types import TensorType
 
 #: Gives a GGUF key's value, or None.
@@ -151,7 +152,7 @@ class ModelFacts:
         arch = str(get("general.architecture") or "")
 
         def number(key: str, default: int = 0) -> int:
-            return _scalar(get(f"{arch}.{key}"), default)
+            return _scalar(f"{arch}.{key}", get(f"{arch}.{key}"), default)
 
         # llama-quantize reads no such facts from multimodal projectors.
         is_clip = arch == "clip"
@@ -172,13 +173,16 @@ class ModelFacts:
         )
 
 
-def _scalar(value: Any, default: int) -> int:
+def _scalar(key: str, value: Any, default: int) -> int:
     """Return a GGUF value as a number: of an array per layer the first element, which is what n_gqa() reads."""
+    if hasattr(value, "__len__") and not isinstance(value, str | bytes):
+        value = value[0] if len(value) else None
     if value is None:
         return default
-    if hasattr(value, "__len__") and not isinstance(value, str | bytes):
-        return int(value[0]) if len(value) else default
-    return int(value)
+    try:
+        return int(value)
+    except (ValueError, OverflowError):
+        raise FormatError(f"metadata key {key} is {value!r}, no number; correct it with --override-kv") from None
 
 
 def _n_layer_all(arch: str, n_layer: int, n_body: int, n_loops: int) -> int:

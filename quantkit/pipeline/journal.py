@@ -25,7 +25,10 @@ class Journal:
         self.done: dict[str, int] = {}
         self.sums: dict[str, list[float]] = {}
         self.sealed = False
-        self._file = open(path, "a+b")  # noqa: SIM115 - held until close()
+        try:
+            self._file = open(path, "a+b")  # noqa: SIM115 - held until close()
+        except OSError as e:
+            raise ResourceError(f"{path}: {e.strerror}; nothing was written") from e
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -48,19 +51,19 @@ class Journal:
         for i, line in enumerate(lines[:-1]):
             try:
                 entry = json.loads(line)
-            except ValueError:
+                if i == 0 and entry["run"] != self.fingerprint:
+                    return False
+                self._take(entry)
+            except (ValueError, LookupError, TypeError):  # no JSON, or none of ours
                 break
-            if i == 0 and entry.get("run") != self.fingerprint:
-                return False
-            self._take(entry)
             keep += len(line) + 1
         self._file.truncate(keep)
         return keep > 0
 
     def _take(self, entry: dict[str, Any]) -> None:
         if "tensor" in entry:
-            self.done[entry["tensor"]] = entry["crc32"]
-            self.sums[entry["tensor"]] = entry["sums"]
+            crc, sums = int(entry["crc32"]), [float(s) for s in entry["sums"]]
+            self.done[entry["tensor"]], self.sums[entry["tensor"]] = crc, sums
         self.sealed = self.sealed or "sealed" in entry
 
     def forget(self, name: str) -> None:

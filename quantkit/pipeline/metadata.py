@@ -66,6 +66,8 @@ def parse_override(text: str) -> Field:
     wanted = _OVERRIDE_TYPES.get(kind)
     if wanted is None:
         raise RecipeError(f"--override-kv {key}: there is no type {kind!r}; use int, float, bool, str or u8 .. f64")
+    if key.startswith("split."):
+        raise RecipeError(f"--override-kv {key}: split.* keys follow from --keep-split and --split-max-size")
     try:
         return _override(key, kind, wanted, value)
     except ValueError:
@@ -90,14 +92,17 @@ def prune_names(names: Iterable[str], prune: Sequence[int]) -> dict[str, str]:
     Raises RecipeError for layers that do not exist, or when none is left.
     """
     names = list(names)
+    if not prune:
+        return {name: name for name in names}
     layers = sorted({int(m[1]) for n in names if (m := _BLOCK.search(n))})
     unknown = sorted(set(prune) - set(layers))
     if unknown:
-        raise RecipeError(f"--prune-layers: there is no layer {unknown[0]}; the model has {layers[0]} .. {layers[-1]}")
+        there = f"the model has {layers[0]} .. {layers[-1]}" if layers else "the model has none"
+        raise RecipeError(f"--prune-layers: there is no layer {unknown[0]}; {there}")
     kept = [layer for layer in layers if layer not in set(prune)]
     if not kept:
         raise RecipeError("--prune-layers leaves no layer at all")
-    number = {layer: i for i, layer in enumerate(kept)} if prune else {layer: layer for layer in layers}
+    number = {layer: i for i, layer in enumerate(kept)}
     renamed = {}
     for name in names:
         match = _BLOCK.search(name)

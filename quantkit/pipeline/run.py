@@ -138,7 +138,7 @@ def _check_targets(plan: Plan, *, resume: bool, overwrite: bool) -> None:
         raise ResourceError(f"{existing[0]} exists; give another name, or --overwrite to replace it")
     if started and not resume and not overwrite:
         raise ResourceError(
-            f"{journal_path(plan.shards[0].path)} is there: an earlier run was interrupted; "
+            f"{journal_path(plan.shards[0].path)} is there: an earlier run was interrupted, or still runs; "
             "--resume goes on with it, --overwrite starts anew"
         )
 
@@ -150,6 +150,8 @@ def _same_file(path: Path, others: tuple[Path, ...]) -> bool:
 def _prepare(plan: Plan, journal: Journal, *, resume: bool, overwrite: bool) -> set[str]:
     """Reserve the output and return the names of tensors that an earlier run finished."""
     if resume and journal.resume():
+        if journal.sealed and not _is_whole(plan):
+            journal.start()  # somebody cut or removed what was finished
         if not journal.sealed:
             _reserve(plan)
             _verify(plan, journal)
@@ -159,15 +161,26 @@ def _prepare(plan: Plan, journal: Journal, *, resume: bool, overwrite: bool) -> 
             f"{journal.path} is of other work (another source, type, recipe or imatrix), so --resume cannot go on "
             "with it; --overwrite starts anew"
         )
-    journal.start()
-    for shard in plan.shards:
-        part_path(shard.path).unlink(missing_ok=True)
     try:
+        journal.start()
+        for shard in plan.shards:
+            part_path(shard.path).unlink(missing_ok=True)
         _reserve(plan)
+    except OSError as e:
+        _discard(plan, journal)
+        where = e.filename or plan.shards[0].path.parent
+        raise ResourceError(f"{where}: {e.strerror or e}; nothing was written") from e
     except BaseException:
         _discard(plan, journal)
         raise
     return set()
+
+
+def _is_whole(plan: Plan) -> bool:
+    """Return whether every finished file is there, under either name, with its full length."""
+    found = [next((p for p in (part_path(s.path), s.path) if p.exists()), None) for s in plan.shards]
+    sizes = [0 if path is None else path.stat().st_size for path in found]
+    return sizes == [s.layout.nbytes for s in plan.shards]
 
 
 def _reserve(plan: Plan) -> None:
@@ -253,10 +266,12 @@ class _Executor:
             self._stop.set()
             raise
         finally:
-            for thread in workers:
-                thread.join()
-            self._finished.put(None)
-            flusher.join()
+            try:
+                for thread in workers:
+                    thread.join()
+            finally:  # a second Ctrl-C must not leave the flusher waiting
+                self._finished.put(None)
+                flusher.join()
         if self._failure is not None:
             raise self._failure
         self._sync()

@@ -238,10 +238,9 @@ class Worker:
 
     def _non_finite(self, tensor: PlannedTensor, job: Job, row: int, x: F32) -> FormatError:
         column = int(np.flatnonzero(~np.isfinite(x))[0])
-        where = f"row {job.row + row}" + (f" of matrix {job.matrix}" if tensor.found and tensor.found.n_mat > 1 else "")
         return FormatError(
-            f"{self.sources[tensor.source.shard]}: tensor {tensor.source.name}, {where}, column {column} is "
-            f"{x[column]}: the source is broken (a bad conversion or download); no output was made"
+            f"{self.sources[tensor.source.shard]}: tensor {tensor.source.name}, {_where(tensor, job, row)}, column "
+            f"{column} is {x[column]}: the source is broken (a bad conversion or download); no output was made"
         )
 
     def _check(self, job: Job, tensor: PlannedTensor, target: U8) -> None:
@@ -251,8 +250,15 @@ class Worker:
             return
         bad = validate_rows(tensor.type, target.reshape(job.rows, job.target_row))
         if bad >= 0:
-            what = "holds" if tensor.is_copy else "would hold"
+            holds = "holds" if tensor.is_copy else "would hold"
+            what = "value" if tensor.type.block == 1 else "block with a scale"
             raise FormatError(
-                f"{self.sources[tensor.source.shard]}: tensor {tensor.name}, row {job.row + bad} {what} a "
-                f"{tensor.type} block with a scale that is not finite; a runtime would compute NaN with it"
+                f"{self.sources[tensor.source.shard]}: tensor {tensor.name}, {_where(tensor, job, bad)} {holds} a "
+                f"{tensor.type} {what} that is not finite; a runtime would compute NaN with it"
             )
+
+
+def _where(tensor: PlannedTensor, job: Job, row: int) -> str:
+    """Return the place of a job's row, for messages."""
+    matrix = f" of matrix {job.matrix}" if tensor.found is not None and tensor.found.n_mat > 1 else ""
+    return f"row {job.row + row}{matrix}"
