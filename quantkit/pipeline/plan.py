@@ -108,7 +108,7 @@ def plan_output(
     Args:
         source: where the data comes from.
         output: the final path; with several shards their common prefix plus ``.gguf``.
-        fields: the metadata of the output, without split.* keys; all of it goes to the first shard.
+        fields: the metadata of the output; all of it goes to the first shard. split.* keys are set where needed.
         chosen: the tensors in their order.
         title: a word for what is made, for people ("Q4_K_M").
         notes: sentences for the user.
@@ -120,11 +120,10 @@ def plan_output(
     n = len(chosen)
     shards, tensors = [], []
     for no, group in enumerate(groups):
-        extra = split_fields(no, len(groups), n) if len(groups) > 1 else []
-        layout = layout_gguf(
-            [*(fields if no == 0 else ()), *extra],
-            [(c.name, c.shape, c.type) for c in group],
-        )
+        # Of split keys that are there already, the place is kept.
+        entries = {field.key: field for field in (fields if no == 0 else ())}
+        entries |= {field.key: field for field in (split_fields(no, len(groups), n) if len(groups) > 1 else ())}
+        layout = layout_gguf(entries.values(), [(c.name, c.shape, c.type) for c in group])
         shards.append(PlannedShard(_shard_path(output, no, len(groups)), layout))
         tensors += [_place(c, no, offset) for c, offset in zip(group, layout.offsets, strict=True)]
     digest = hashlib.sha256(identity.encode())
