@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from quantkit import __version__
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_gguf
 from quantkit.formats.imatrix import Imatrix, ImatrixEntry, read_imatrix
+from quantkit.helpers import available_cpus
 from quantkit.pipeline.experts import GATE, MERGED, UP, Joined, Layer, find_layers, merge_layer, runtimes, split_layer
 from quantkit.pipeline.metadata import Metadata
 from quantkit.pipeline.plan import Chosen, Plan, check_kernels, plan_output, source_fingerprint
+from quantkit.pipeline.run import DEFAULT_MAX_RAM, Observer, RunResult, run_plan
 from quantkit.pipeline.work import whole
 from quantkit.types import type_by_name
 
@@ -33,6 +36,55 @@ class MergePlan:
     refused: tuple[Layer, ...]
     #: Which runtimes load merged experts of this architecture.
     loads_merged: Mapping[str, bool]
+
+
+def merge_up_gate(
+    source: str | Path,
+    output: str | Path,
+    *,
+    reencode: str | None = None,
+    keep_split: bool = False,
+    split_max_size: int | None = None,
+    **run: Any,
+) -> MergePlan:
+    """Merge up and gate experts of ``source`` into ``output``: ``plan_merge_up_gate``, then ``run_merge``."""
+    plan = plan_merge_up_gate(source, output, reencode=reencode, keep_split=keep_split, split_max_size=split_max_size)
+    run_merge(plan, **run)
+    return plan
+
+
+def split_up_gate(
+    source: str | Path,
+    output: str | Path,
+    *,
+    keep_split: bool = False,
+    split_max_size: int | None = None,
+    **run: Any,
+) -> MergePlan:
+    """Take merged experts of ``source`` apart into ``output``: ``plan_split_up_gate``, then ``run_merge``."""
+    plan = plan_split_up_gate(source, output, keep_split=keep_split, split_max_size=split_max_size)
+    run_merge(plan, **run)
+    return plan
+
+
+def run_merge(
+    merge: MergePlan,
+    *,
+    threads: int | None = None,
+    max_ram: int = DEFAULT_MAX_RAM,
+    resume: bool = False,
+    overwrite: bool = False,
+    observer: Observer | None = None,
+) -> RunResult:
+    """Carry out a plan: streamed, journaled, renamed at the end; arguments and errors as for ``run_plan``."""
+    return run_plan(
+        merge.plan,
+        threads=threads or available_cpus(),
+        max_ram=max_ram,
+        resume=resume,
+        overwrite=overwrite,
+        observer=observer,
+    )
 
 
 def plan_merge_up_gate(

@@ -37,12 +37,9 @@ from quantkit.pipeline.recipe import (
     read_recipe,
     read_tensor_type_file,
 )
-from quantkit.pipeline.run import Observer, RunResult, run_plan
+from quantkit.pipeline.run import DEFAULT_MAX_RAM, Observer, RunResult, run_plan
 from quantkit.pipeline.work import whole
 from quantkit.types import TensorType, type_by_name
-
-#: Bytes that all buffers together may take, unless told otherwise.
-DEFAULT_MAX_RAM = 512 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

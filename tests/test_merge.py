@@ -18,8 +18,7 @@ from quantkit.errors import RecipeError
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.kernels import dequantize
-from quantkit.merge import MergePlan, merge_imatrix, plan_merge_up_gate, plan_split_up_gate, split_imatrix
-from quantkit.pipeline.run import run_plan
+from quantkit.merge import MergePlan, merge_imatrix, plan_merge_up_gate, plan_split_up_gate, run_merge, split_imatrix
 from quantkit.quantize import QuantizeOptions, quantize
 from quantkit.types import BY_NAME, TYPES, TensorType
 
@@ -50,7 +49,7 @@ def experts(
 
 
 def carry_out(merge: MergePlan) -> Path:
-    run_plan(merge.plan, threads=2, max_ram=1 << 28, overwrite=True)
+    run_merge(merge, threads=2, overwrite=True)
     return merge.plan.shards[0].path
 
 

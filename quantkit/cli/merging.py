@@ -14,9 +14,9 @@ from quantkit.cli.options import SIZE, option
 from quantkit.cli.summary import RunReport
 from quantkit.errors import QuantkitError
 from quantkit.formats.imatrix import Imatrix, write_imatrix
-from quantkit.helpers import available_cpus, format_seconds, format_size
-from quantkit.merge import MergePlan
-from quantkit.pipeline.run import RunResult, run_plan
+from quantkit.helpers import format_seconds, format_size
+from quantkit.merge import MergePlan, run_merge
+from quantkit.pipeline.run import RunResult
 
 _FILES, _RUN, _OUT = "Files", "The run", "Output"
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -76,13 +76,8 @@ def _run(merge: MergePlan, threads: int | None, max_ram: int, resume: bool, over
     report = RunReport(merge.plan, quiet=quiet)
     try:
         with report:
-            return run_plan(
-                merge.plan,
-                threads=threads or available_cpus(),
-                max_ram=max_ram,
-                resume=resume,
-                overwrite=overwrite,
-                observer=report,
+            return run_merge(
+                merge, threads=threads, max_ram=max_ram, resume=resume, overwrite=overwrite, observer=report
             )
     except KeyboardInterrupt:
         click.echo(f"\ninterrupted; go on with the same command and --resume ({part})", err=True)

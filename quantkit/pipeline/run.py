@@ -25,6 +25,9 @@ from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.work import ErrorSums, Job, JobResult, PlannedTensor, Worker, cut_jobs, job_values
 
+#: Bytes that all buffers together may take, unless told otherwise.
+DEFAULT_MAX_RAM = 512 << 20
+
 
 class Observer(Protocol):
     """What a run tells while it runs; called from worker threads, one call at a time."""
