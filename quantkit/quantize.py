@@ -30,7 +30,7 @@ from quantkit.pipeline.metadata import (
     set_provenance,
     set_quantization,
 )
-from quantkit.pipeline.plan import Chosen, Plan, plan_output, source_fingerprint
+from quantkit.pipeline.plan import Chosen, Plan, check_kernels, plan_output, source_fingerprint
 from quantkit.pipeline.presets import FTYPE_UNKNOWN, Preset, preset_by_name
 from quantkit.pipeline.recipe import (
     Rule,
@@ -39,11 +39,9 @@ from quantkit.pipeline.recipe import (
     read_recipe,
     read_tensor_type_file,
 )
-from quantkit.pipeline.run import Observer, RunResult, run_plan
+from quantkit.pipeline.run import DEFAULT_MAX_RAM, Observer, RunResult, run_plan
+from quantkit.pipeline.work import whole
 from quantkit.types import TensorType, type_by_name
-
-#: Bytes that all buffers together may take, unless told otherwise.
-DEFAULT_MAX_RAM = 512 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +212,7 @@ def plan_quantize(
         choices = choose_types(facts, tensors, request)
         draft.notes += [str(lint) for lint in lint_request(request, tensors, choices)]
         chosen = _with_importance(draft, order, tensors, choices)
-        _check_kernels(chosen, opened)
+        check_kernels(chosen)
         return plan_output(
             opened,
             _output_path(source, output, type, options),
@@ -222,7 +220,7 @@ def plan_quantize(
             chosen,
             title=draft.preset.name,
             notes=draft.notes,
-            keep_split=options.keep_split and len(opened.paths) > 1,
+            shard_of=_shards(draft, order),
             split_max_size=None if options.split_max_size is None else _size(options.split_max_size),
             identity=f"{__version__} {draft.fingerprint} {draft.imatrix.sha256 if draft.imatrix else None}",
         )
@@ -263,10 +261,18 @@ def _load_importance(draft: _Draft) -> None:
     )
 
 
+def _keeps_split(draft: _Draft) -> bool:
+    return draft.options.keep_split and len(draft.source.paths) > 1
+
+
+def _shards(draft: _Draft, order: Sequence[str]) -> list[int] | None:
+    return [draft.source.tensors[name].shard for name in order] if _keeps_split(draft) else None
+
+
 def _order(draft: _Draft) -> list[str]:
     """Return the source names of the output's tensors in the order llama-quantize writes them."""
     names = [name for name in draft.source.tensors if name in draft.renamed]
-    if draft.options.keep_split and len(draft.source.paths) > 1:
+    if _keeps_split(draft):
         return sorted(names, key=lambda n: (draft.source.tensors[n].shard, draft.source.tensors[n].offset))
     return iteration_order(names)
 
@@ -344,30 +350,13 @@ def _with_importance(
                 ignore_rules=draft.options.ignore_imatrix_rules,
             )
         used = found if found is not None and found.entry is not None else None
-        chosen.append(Chosen(tensor.name, source, choice, used))
+        part = whole(draft.source.tensors[source], used)
+        chosen.append(Chosen(tensor.name, tensor.shape, choice.type, choice.reason, (part,), choice.fallback_from))
     if draft.importance is not None and finds:
         coverage = draft.importance.coverage(draft.source.tensors, finds)
         coverage.check()
         draft.notes += coverage.lines()
     return chosen
-
-
-def _check_kernels(chosen: Sequence[Chosen], source: GGUFFile) -> None:
-    """Refuse types that cannot be encoded or decoded before any work starts."""
-    from quantkit.kernels.cpu.dequantize import has_decoder
-    from quantkit.kernels.cpu.encode import has_encoder
-
-    for c in chosen:
-        if c.choice.copied:
-            continue
-        have = source.tensors[c.source].type
-        if not has_encoder(c.choice.type):
-            raise TypeNotSupported(
-                f"tensor {c.name}: there is no encoder for {c.choice.type} in this version ({c.choice.reason}); "
-                "`quantkit types` shows which exist"
-            )
-        if not has_decoder(have):
-            raise TypeNotSupported(f"tensor {c.name} is {have}, and there is no decoder for it in this version")
 
 
 def _metadata(draft: _Draft, request: Request) -> Metadata:

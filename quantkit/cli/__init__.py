@@ -13,6 +13,8 @@ from quantkit import __version__
 #: Command -> one line of help; the module of the same name in this package holds a click command ``command``.
 COMMANDS = {
     "quantize": "Quantize a GGUF model, byte for byte as llama-quantize, several times faster.",
+    "merge-up-gate": "Merge the up and gate experts of a MoE into one tensor, byte for byte, offline.",
+    "split-up-gate": "Take merged up and gate experts apart; undoes merge-up-gate exactly.",
     "inspect": "Show what is in a GGUF file: tensors, types, sizes, metadata, shards.",
     "compare": "Compare two GGUF files: metadata, types, bytes, and the error after decoding.",
     "types": "List all tensor types and presets of llama.cpp and ik_llama.cpp.",

@@ -71,7 +71,7 @@ def _groups(plan: Plan, sums: dict[str, ErrorSums]) -> list[_Group]:
 
 
 def _totals(plan: Plan) -> str:
-    source = sum(t.source.nbytes for t in plan.tensors)
+    source = sum(t.source_bytes for t in plan.tensors)
     target = sum(t.nbytes for t in plan.tensors)
     types = Counter(str(t.type) for t in plan.tensors)
     mix = ", ".join(f"{n} {name}" for name, n in types.most_common())

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf import Field, GGUFFile, Layout, layout_gguf, parse_split_path, split_fields, split_path
-from quantkit.pipeline.choose import Choice
-from quantkit.pipeline.importance import Found
-from quantkit.pipeline.work import PlannedTensor
+from quantkit.pipeline.work import Part, PlannedTensor
+from quantkit.types import TensorType
 
 #: Bytes hashed at each end of every tensor for the fingerprint of a source.
 _SAMPLE = 4096
@@ -23,12 +23,18 @@ _SAMPLE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A tensor of the source with what was decided about it, before it has a place."""
+    """A tensor of the output before it has a place: what it is made of, what it becomes and why."""
 
     name: str
-    source: str
-    choice: Choice
-    found: Found | None
+    shape: tuple[int, ...]
+    type: TensorType
+    reason: str
+    parts: tuple[Part, ...]
+    fallback_from: TensorType | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.type.tensor_bytes(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,7 @@ def plan_output(
     *,
     title: str,
     notes: Sequence[str] = (),
-    keep_split: bool = False,
+    shard_of: Sequence[int] | None = None,
     split_max_size: int | None = None,
     identity: str,
 ) -> Plan:
@@ -102,57 +108,65 @@ def plan_output(
     Args:
         source: where the data comes from.
         output: the final path; with several shards their common prefix plus ``.gguf``.
-        fields: the metadata of the output, without split.* keys; all of it goes to the first shard.
+        fields: the metadata of the output; all of it goes to the first shard. split.* keys are set where needed.
         chosen: the tensors in their order.
         title: a word for what is made, for people ("Q4_K_M").
         notes: sentences for the user.
-        keep_split: one output shard per input shard; ``chosen`` must be in the order of shards.
+        shard_of: the shard of each chosen tensor, in ascending order; without, all go to one (or see below).
         split_max_size: begin a new shard where this many bytes of tensors would be exceeded.
         identity: what decides the bytes beside the headers (hashes of source and imatrix), for the fingerprint.
     """
-    groups = _groups(source, chosen, keep_split, split_max_size)
+    groups = _groups(chosen, shard_of, split_max_size)
     n = len(chosen)
     shards, tensors = [], []
     for no, group in enumerate(groups):
-        extra = split_fields(no, len(groups), n) if len(groups) > 1 else []
-        layout = layout_gguf(
-            [*(fields if no == 0 else ()), *extra],
-            [(c.name, source.tensors[c.source].shape, c.choice.type) for c in group],
-        )
+        # Of split keys that are there already, the place is kept.
+        entries = {field.key: field for field in (fields if no == 0 else ())}
+        entries |= {field.key: field for field in (split_fields(no, len(groups), n) if len(groups) > 1 else ())}
+        layout = layout_gguf(entries.values(), [(c.name, c.shape, c.type) for c in group])
         shards.append(PlannedShard(_shard_path(output, no, len(groups)), layout))
-        tensors += [_place(source, c, no, offset) for c, offset in zip(group, layout.offsets, strict=True)]
+        tensors += [_place(c, no, offset) for c, offset in zip(group, layout.offsets, strict=True)]
     digest = hashlib.sha256(identity.encode())
     for shard in shards:
         digest.update(os.fsencode(shard.path.name) + shard.layout.header)
     return Plan(source, title, tuple(shards), tuple(tensors), tuple(notes), digest.hexdigest())
 
 
-def _place(source: GGUFFile, chosen: Chosen, shard: int, offset: int) -> PlannedTensor:
-    info, choice = source.tensors[chosen.source], chosen.choice
-    nbytes = choice.type.tensor_bytes(info.shape)
-    return PlannedTensor(
-        chosen.name, info, choice.type, choice.reason, choice.fallback_from, chosen.found, shard, offset, nbytes
-    )
+def check_kernels(chosen: Sequence[Chosen]) -> None:
+    """Raise TypeNotSupported, before any work starts, for what can be neither copied nor encoded and decoded."""
+    from quantkit.kernels.cpu.dequantize import has_decoder
+    from quantkit.kernels.cpu.encode import has_encoder
+
+    for c in chosen:
+        for have in {part.source.type for part in c.parts} - {c.type}:
+            if not has_encoder(c.type):
+                raise TypeNotSupported(
+                    f"tensor {c.name}: there is no encoder for {c.type} in this version ({c.reason}); "
+                    "`quantkit types` shows which exist"
+                )
+            if not has_decoder(have):
+                raise TypeNotSupported(f"tensor {c.name} is {have}, and there is no decoder for it in this version")
 
 
-def _groups(
-    source: GGUFFile, chosen: Sequence[Chosen], keep_split: bool, split_max_size: int | None
-) -> list[list[Chosen]]:
+def _place(c: Chosen, shard: int, offset: int) -> PlannedTensor:
+    return PlannedTensor(c.name, c.shape, c.type, c.reason, c.fallback_from, c.parts, shard, offset, c.nbytes)
+
+
+def _groups(chosen: Sequence[Chosen], shard_of: Sequence[int] | None, split_max_size: int | None) -> list[list[Chosen]]:
     """Divide the tensors among shards."""
-    if keep_split:
-        kept: list[list[Chosen]] = [[] for _ in source.paths]
-        for c in chosen:
-            kept[source.tensors[c.source].shard].append(c)
-        return [group for group in kept if group] or [[]]
+    if shard_of is not None:
+        kept: dict[int, list[Chosen]] = {}
+        for c, shard in zip(chosen, shard_of, strict=True):
+            kept.setdefault(shard, []).append(c)
+        return [kept[shard] for shard in sorted(kept)] or [[]]
     groups: list[list[Chosen]] = [[]]
     size = 0
     for c in chosen:
-        nbytes = c.choice.type.tensor_bytes(source.tensors[c.source].shape)
-        if split_max_size is not None and groups[-1] and size + nbytes > split_max_size:
+        if split_max_size is not None and groups[-1] and size + c.nbytes > split_max_size:
             groups.append([])
             size = 0
         groups[-1].append(c)
-        size += nbytes
+        size += c.nbytes
     return groups
 
 

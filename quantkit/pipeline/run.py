@@ -25,6 +25,9 @@ from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.work import ErrorSums, Job, JobResult, PlannedTensor, Worker, cut_jobs, job_values
 
+#: Bytes that all buffers together may take, unless told otherwise.
+DEFAULT_MAX_RAM = 512 << 20
+
 
 class Observer(Protocol):
     """What a run tells while it runs; called from worker threads, one call at a time."""
@@ -41,16 +44,16 @@ class Observer(Protocol):
 
 @dataclass
 class _Tally:
-    """The results of one tensor's jobs, until all are there."""
+    """The results of one tensor's jobs, by offset, until all are there."""
 
     missing: int
     results: dict[int, tuple[int, JobResult]] = field(default_factory=dict)
 
     def total(self) -> tuple[int, ErrorSums]:
-        """Return the CRC-32 of the whole tensor and its error sums, added in the order of the jobs."""
+        """Return the CRC-32 of the whole tensor and its error sums, added in the order of the bytes."""
         crc, sums = 0, ErrorSums()
-        for index in sorted(self.results):
-            nbytes, result = self.results[index]
+        for offset in sorted(self.results):
+            nbytes, result = self.results[offset]
             crc, sums = crc32_combine(crc, result.crc, nbytes), sums + result.sums
         return crc, sums
 
@@ -307,7 +310,7 @@ class _Executor:
         tensor = self.plan.tensors[job.tensor]
         with self._lock:
             tally = self._tallies[job.tensor]
-            tally.results[job.index] = (job.target_bytes, result)
+            tally.results[job.target_offset] = (job.target_bytes, result)
             tally.missing -= 1
             complete = tally.missing == 0
             if self.observer is not None:

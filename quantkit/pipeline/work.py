@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,43 +32,86 @@ JOB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one source tensor that become rows of an output tensor.
+
+    Of each of ``matrices`` matrices, ``rows`` rows of ``values`` values from ``source_row`` on (the source has
+    ``source_rows``) become those from ``target_row`` on (the output has ``target_rows``). A tensor that is taken over
+    or encoded as it stands is one part; merged experts are two.
+    """
+
+    source: TensorInfo
+    #: Its importance, which encoders of types that use none ignore; None when there is none.
+    found: Found | None
+    values: int
+    matrices: int
+    rows: int
+    source_rows: int
+    target_rows: int
+    source_row: int = 0
+    target_row: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """True when every row of the source becomes the same row of the output."""
+        return self.rows == self.source_rows == self.target_rows
+
+
+def whole(source: TensorInfo, found: Found | None = None) -> Part:
+    """Return the one part of a tensor whose rows stay where they are."""
+    matrices = found.n_mat if found is not None else 1
+    rows = math.prod(source.shape[1:]) // matrices
+    return Part(source, found, source.shape[0], matrices, rows, rows, rows)
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedTensor:
     """A tensor of the output: where it comes from, what it becomes and why, and where it goes."""
 
     name: str
-    source: TensorInfo
+    #: In ggml's order, innermost first.
+    shape: tuple[int, ...]
     type: TensorType
     reason: str
     #: The type that the rules chose, where rows do not divide and another had to be taken.
     fallback_from: TensorType | None
-    #: Its importance, which encoders of types that use none ignore; None when there is none.
-    found: Found | None
+    parts: tuple[Part, ...]
     shard: int
     #: Absolute byte offset in its shard's file.
     offset: int
     nbytes: int
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape in ggml's order, innermost first."""
-        return self.source.shape
+    def source(self) -> TensorInfo:
+        """The source tensor; of several, the first."""
+        return self.parts[0].source
+
+    @property
+    def found(self) -> Found | None:
+        """The importance of the first part."""
+        return self.parts[0].found
 
     @property
     def n_values(self) -> int:
         return math.prod(self.shape)
 
     @property
+    def source_bytes(self) -> int:
+        """Bytes of the source that become this tensor."""
+        return sum(p.source.nbytes * p.rows // p.source_rows for p in self.parts)
+
+    @property
     def is_copy(self) -> bool:
         """True when the bytes are taken over as they are."""
-        return self.source.type is self.type
+        return all(part.source.type is self.type for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Rows ``row`` .. ``row + rows`` of one matrix of a tensor; for a copy a row may be any piece of bytes."""
+    """Rows ``row`` .. ``row + rows`` of one matrix of a part; for a copy a row may be any piece of bytes."""
 
     tensor: int
-    index: int
+    part: int
     matrix: int
     row: int
     rows: int
@@ -103,41 +146,44 @@ class JobResult(NamedTuple):
 
 def cut_jobs(at: int, tensor: PlannedTensor, values: int) -> Iterator[Job]:
     """Yield the jobs of the tensor at position ``at``, each of about ``values`` values and within one matrix."""
-    source, n = tensor.source, tensor.shape[0]
-    matrix_rows, matrices = math.prod(tensor.shape[1:]), 1
-    if tensor.is_copy:
-        source_row = target_row = _copy_unit(source)
-        matrix_rows = source.nbytes // source_row
-        step = max(1, values * 4 // source_row)
-    else:
-        source_row, target_row = source.type.row_bytes(n), tensor.type.row_bytes(n)
-        if tensor.found is not None:
-            matrices = tensor.found.n_mat
-            matrix_rows //= matrices
-        step = max(1, values // n)
-    index = 0
-    for matrix in range(matrices):
-        for row in range(0, matrix_rows, step):
-            first = matrix * matrix_rows + row
+    for number, part in enumerate(tensor.parts):
+        source_row = part.source.type.row_bytes(part.values)
+        if part.source.type is not tensor.type:
+            yield from _cut(at, number, tensor, part, source_row, tensor.type.row_bytes(part.values), values)
+        elif part.is_whole and not _has_plain_rows(part):
+            unit = math.gcd(part.source.nbytes, 1 << 16)
+            n = part.source.nbytes // unit
+            yield from _cut(at, number, tensor, replace(part, matrices=1, rows=n), unit, unit, values)
+        else:
+            yield from _cut(at, number, tensor, part, source_row, source_row, values)
+
+
+def _has_plain_rows(part: Part) -> bool:
+    """Tell whether a tensor is nothing but its rows, one behind the other; I2_S has a tail, woven types have groups."""
+    t = part.source.type
+    return t.interleave == 1 and t.tensor_bytes(part.source.shape) == part.source.nbytes and t.name != "I2_S"
+
+
+def _cut(
+    at: int, number: int, tensor: PlannedTensor, part: Part, source_row: int, target_row: int, values: int
+) -> Iterator[Job]:
+    copied = part.source.type is tensor.type
+    step = max(1, values * 4 // source_row if copied else values // part.values)
+    for matrix in range(part.matrices):
+        for row in range(0, part.rows, step):
+            source = matrix * part.source_rows + part.source_row + row
+            target = matrix * part.target_rows + part.target_row + row
             yield Job(
                 at,
-                index,
+                number,
                 matrix,
                 row,
-                min(step, matrix_rows - row),
-                source.offset + first * source_row,
+                min(step, part.rows - row),
+                part.source.offset + source * source_row,
                 source_row,
-                tensor.offset + first * target_row,
+                tensor.offset + target * target_row,
                 target_row,
             )
-            index += 1
-
-
-def _copy_unit(source: TensorInfo) -> int:
-    """Return the bytes of what may be checked and copied by itself: a row, or less where rows are woven."""
-    row = source.type.row_bytes(source.shape[0])
-    plain = source.type.interleave == 1 and row * math.prod(source.shape[1:]) == source.nbytes
-    return row if plain else math.gcd(source.nbytes, 1 << 16)
 
 
 def job_values(tensors: list[PlannedTensor], threads: int, max_ram: int) -> int:
@@ -164,67 +210,67 @@ class Worker:
     def __init__(self, sources: tuple[Path, ...], targets: tuple[Path, ...], *, measure: bool, ahead: int) -> None:
         self.sources, self.targets, self.measure, self.ahead = sources, targets, measure, ahead
         self._buffers = Buffers()
-        self._weights: tuple[int, F32] = (-1, np.zeros((0, 0), np.float32))
+        self._weights: tuple[tuple[int, int], F32] = ((-1, 0), np.zeros((0, 0), np.float32))
 
     def run(self, job: Job, tensor: PlannedTensor) -> JobResult:
         """Read, encode, check and write one job.
 
         Raises FormatError for values or blocks that are not finite and for short files, OSError from the disk.
         """
+        part = tensor.parts[job.part]
         nbytes = job.rows * job.source_row
         source = self._buffers.get("source", nbytes)
         # While this job computes, the kernel reads what the next ones will.
-        read_range(self.sources[tensor.source.shard], source, job.source_offset, self.ahead * nbytes)
-        if tensor.is_copy:
+        read_range(self.sources[part.source.shard], source, job.source_offset, self.ahead * nbytes)
+        if part.source.type is tensor.type:
             target, sums = source, ErrorSums()
         else:
             target = self._buffers.get("target", job.target_bytes)
-            sums = self._encode(job, tensor, source, target)
-        self._check(job, tensor, target)
+            sums = self._encode(job, tensor, part, source, target)
+        self._check(job, tensor, part, target)
         write_range(self.targets[tensor.shard], target, job.target_offset)
         return JobResult(zlib.crc32(target.data), sums)
 
-    def _encode(self, job: Job, tensor: PlannedTensor, source: U8, target: U8) -> ErrorSums:
+    def _encode(self, job: Job, tensor: PlannedTensor, part: Part, source: U8, target: U8) -> ErrorSums:
         from quantkit.kernels.cpu.check import first_nonfinite_row
         from quantkit.kernels.cpu.encode import encoder
 
-        n, encode = tensor.shape[0], encoder(tensor.type)
+        n, encode = part.values, encoder(tensor.type)
         rows_in, rows_out = source.reshape(job.rows, -1), target.reshape(job.rows, -1)
-        weights = self._weights_of(job, tensor)
+        weights = self._weights_of(job, part)
         step, sums = max(1, PIECE // n), ErrorSums()
         for row in range(0, job.rows, step):
             stop = min(row + step, job.rows)
-            x = self._decoded(tensor, rows_in[row:stop], "x")
+            x = self._decoded(part, rows_in[row:stop])
             bad = first_nonfinite_row(x, 0, stop - row)
             if bad >= 0:
-                raise self._non_finite(tensor, job, row + bad, x[bad])
+                raise self._non_finite(part, job, row + bad, x[bad])
             encode(x, weights, rows_out[row:stop], 0, stop - row)
             if self.measure:
                 sums += self._error(tensor, x, rows_out[row:stop], weights)
         return sums
 
-    def _decoded(self, tensor: PlannedTensor, rows: U8, name: str) -> F32:
+    def _decoded(self, part: Part, rows: U8) -> F32:
         """Return source rows as float32, decoded into a buffer; float32 itself is only viewed."""
         from quantkit.kernels.cpu.dequantize import dequantize_rows
 
-        if tensor.source.type.name == "F32":
+        if part.source.type.name == "F32":
             floats: F32 = rows.view(np.float32)
             return floats
-        n = tensor.shape[0]
-        x: F32 = self._buffers.get(name, 4 * n * len(rows)).view(np.float32).reshape(len(rows), n)
-        dequantize_rows(tensor.source.type, rows, x)
+        x: F32 = self._buffers.get("x", 4 * part.values * len(rows)).view(np.float32).reshape(len(rows), part.values)
+        dequantize_rows(part.source.type, rows, x)
         return x
 
-    def _weights_of(self, job: Job, tensor: PlannedTensor) -> F32:
+    def _weights_of(self, job: Job, part: Part) -> F32:
         """Return the importance of the job's matrix, float32 [n], or an empty array."""
         row: F32
-        if tensor.found is None:
+        if part.found is None:
             return np.zeros(0, np.float32)
-        if self._weights[0] != job.tensor:
-            weights = tensor.found.weights
+        if self._weights[0] != (job.tensor, job.part):
+            weights = part.found.weights
             if weights is None:
-                raise QuantkitError(f"tensor {tensor.name}: its importance is gone")
-            self._weights = (job.tensor, weights)
+                raise QuantkitError(f"tensor {part.source.name}: its importance is gone")
+            self._weights = ((job.tensor, job.part), weights)
         row = self._weights[1][job.matrix]
         return row
 
@@ -236,29 +282,29 @@ class Worker:
         dequantize_rows(tensor.type, encoded, y)
         return ErrorSums(*error_sums(x, y, weights))
 
-    def _non_finite(self, tensor: PlannedTensor, job: Job, row: int, x: F32) -> FormatError:
+    def _non_finite(self, part: Part, job: Job, row: int, x: F32) -> FormatError:
         column = int(np.flatnonzero(~np.isfinite(x))[0])
         return FormatError(
-            f"{self.sources[tensor.source.shard]}: tensor {tensor.source.name}, {_where(tensor, job, row)}, column "
-            f"{column} is {x[column]}: the source is broken (a bad conversion or download); no output was made"
+            f"{self._where(part, job, row)}, column {column} is {x[column]}: the source is broken (a bad conversion or "
+            f"download); no output was made"
         )
 
-    def _check(self, job: Job, tensor: PlannedTensor, target: U8) -> None:
+    def _check(self, job: Job, tensor: PlannedTensor, part: Part, target: U8) -> None:
         from quantkit.kernels.cpu.check import validate_rows
 
-        if not tensor.type.scales or job.target_row != tensor.type.row_bytes(tensor.shape[0]):
+        if not tensor.type.scales or job.target_row != tensor.type.row_bytes(part.values):
             return
         bad = validate_rows(tensor.type, target.reshape(job.rows, job.target_row))
         if bad >= 0:
-            holds = "holds" if tensor.is_copy else "would hold"
+            holds = "holds" if part.source.type is tensor.type else "would hold"
             what = "value" if tensor.type.block == 1 else "block with a scale"
             raise FormatError(
-                f"{self.sources[tensor.source.shard]}: tensor {tensor.name}, {_where(tensor, job, bad)} {holds} a "
-                f"{tensor.type} {what} that is not finite; a runtime would compute NaN with it"
+                f"{self._where(part, job, bad)} {holds} a {tensor.type} {what} that is not finite; a runtime would "
+                f"compute NaN with it"
             )
 
-
-def _where(tensor: PlannedTensor, job: Job, row: int) -> str:
-    """Return the place of a job's row, for messages."""
-    matrix = f" of matrix {job.matrix}" if tensor.found is not None and tensor.found.n_mat > 1 else ""
-    return f"row {job.row + row}{matrix}"
+    def _where(self, part: Part, job: Job, row: int) -> str:
+        """Return the place of a job's row in the source, for messages."""
+        matrix = f" of matrix {job.matrix}" if part.matrices > 1 else ""
+        path = self.sources[part.source.shard]
+        return f"{path}: tensor {part.source.name}, row {part.source_row + job.row + row}{matrix}"
