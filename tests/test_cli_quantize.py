@@ -36,6 +36,11 @@ def test_the_order_of_llama_quantize(llama: Path, tmp_path: Path) -> None:
     assert "blk.0.ffn_up.weight" in result.stderr
 
 
+def test_a_negative_number_of_threads_means_all(llama: Path, tmp_path: Path) -> None:
+    assert run(llama, tmp_path / "o.gguf", "q8_0", -1).exit_code == 0
+    assert run(llama, tmp_path / "p.gguf", "q8_0", "--prune-layers", -1).exit_code == 2
+
+
 def test_without_an_output_it_lies_beside_the_input(llama: Path) -> None:
     result = run(llama, "7")
     assert result.exit_code == 0, result.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -36,7 +37,16 @@ def _class_options(function: Any) -> Any:
     return function
 
 
-@click.command("quantize", cls=GroupedCommand, context_settings={"ignore_unknown_options": False})
+class _Command(GroupedCommand):
+    """A negative THREADS means all CPUs, as in llama-quantize; click would take it for an option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if len(args) > 1 and re.fullmatch(r"-\d+", args[-1]) and not args[-2].startswith("-"):
+            args = [*args[:-1], "0"]
+        return super().parse_args(ctx, args)
+
+
+@click.command("quantize", cls=_Command, context_settings={"ignore_unknown_options": False})
 @click.argument("arguments", nargs=-1, metavar="IN.gguf [OUT.gguf] TYPE [THREADS]", required=True)
 @option("--allow-requantize", group=_WHAT, is_flag=True, help="Let tensors that are quantized already change type.")
 @option("--leave-output-tensor", group=_WHAT, is_flag=True, help="Leave output.weight as it is.")
