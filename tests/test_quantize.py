@@ -320,6 +320,28 @@ def test_damaged_bytes_are_made_again(llama: Path, tmp_path: Path) -> None:
     assert sha256(out) == sha256(tmp_path / "whole.gguf")
 
 
+@pytest.mark.parametrize("kernel_copies", [True, False])
+def test_damaged_copies_are_made_again(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_copies: bool
+) -> None:
+    """With copy_file_range, and where the kernel cannot do it (two file systems)."""
+    if not kernel_copies:
+        monkeypatch.setattr(work, "copy_range", lambda *args: False)
+    quantize(llama, tmp_path / "whole.gguf", "COPY")
+    assert tensor_bytes(tmp_path / "whole.gguf") == tensor_bytes(llama)
+    out = tmp_path / "o.gguf"
+    with pytest.raises(KeyboardInterrupt):
+        quantize(llama, out, "COPY", threads=1, observer=StopAfter(8))
+    plan = plan_quantize(llama, out, "COPY")
+    with run_module.part_path(out).open("r+b") as raw:
+        raw.seek(plan.tensors[0].offset)
+        raw.write(b"\xaa" * 16)
+    observer = StopAfter(0)
+    quantize(llama, out, "COPY", resume=True, observer=observer)
+    assert observer.reused == 6  # of the 8, one was damaged and one not yet in the journal
+    assert sha256(out) == sha256(tmp_path / "whole.gguf")
+
+
 def test_a_torn_journal_line_is_ignored(llama: Path, tmp_path: Path) -> None:
     quantize(llama, tmp_path / "whole.gguf", "Q4_K_M")
     out = tmp_path / "o.gguf"

@@ -7,6 +7,7 @@ thousands of descriptors.
 
 from __future__ import annotations
 
+import errno
 import os
 import zlib
 from pathlib import Path
@@ -65,6 +66,36 @@ def write_range(path: Path, data: U8, offset: int) -> None:
         raise OSError(e.errno, e.strerror, str(path)) from None
     finally:
         os.close(fd)
+
+
+def copy_range(source: Path, target: Path, source_offset: int, target_offset: int, nbytes: int) -> bool:
+    """Let the kernel copy bytes from file to file (copy_file_range); False where it cannot, and nothing is sure then.
+
+    Raises FormatError when the source ends before, OSError from the disk.
+    """
+    if not hasattr(os, "copy_file_range"):
+        return False
+    read_fd = os.open(source, os.O_RDONLY)
+    try:
+        write_fd = os.open(target, os.O_WRONLY)
+        try:
+            done = 0
+            while done < nbytes:
+                got = os.copy_file_range(read_fd, write_fd, nbytes - done, source_offset + done, target_offset + done)
+                if got == 0:
+                    at = source_offset + done
+                    raise FormatError(f"{source}: ends at byte {at}, within tensor data: it was truncated")
+                done += got
+        finally:
+            os.close(write_fd)
+    except OSError as e:
+        # Two file systems, or one that does not know the call: the caller has the bytes and can write them.
+        if e.errno in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+            return False
+        raise OSError(e.errno, e.strerror, str(target)) from None
+    finally:
+        os.close(read_fd)
+    return True
 
 
 def crc32_range(path: Path, offset: int, nbytes: int) -> int:

@@ -23,7 +23,7 @@ from quantkit.formats.ranges import crc32_range, sync
 from quantkit.helpers import crc32_combine, format_size
 from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.plan import Plan
-from quantkit.pipeline.work import ErrorSums, Job, JobResult, PlannedTensor, Worker, cut_jobs, job_values
+from quantkit.pipeline.work import JOB, NO_CRC, ErrorSums, Job, JobResult, PlannedTensor, Worker, cut_jobs, job_values
 
 #: Bytes that all buffers together may take, unless told otherwise.
 DEFAULT_MAX_RAM = 512 << 20
@@ -50,11 +50,12 @@ class _Tally:
     results: dict[int, tuple[int, JobResult]] = field(default_factory=dict)
 
     def total(self) -> tuple[int, ErrorSums]:
-        """Return the CRC-32 of the whole tensor and its error sums, added in the order of the bytes."""
+        """Return the CRC-32 of the tensor (NO_CRC of a copy) and its error sums, added in the order of the bytes."""
         crc, sums = 0, ErrorSums()
         for offset in sorted(self.results):
             nbytes, result = self.results[offset]
-            crc, sums = crc32_combine(crc, result.crc, nbytes), sums + result.sums
+            sums = sums + result.sums
+            crc = NO_CRC if result.crc == NO_CRC else crc32_combine(crc, result.crc, nbytes)
         return crc, sums
 
 
@@ -215,11 +216,21 @@ def _allocated(path: Path) -> int:
 
 def _verify(plan: Plan, journal: Journal) -> None:
     """Strike out journaled tensors whose bytes on the disk are not those that were written."""
-    for tensor in plan.tensors:
-        if tensor.name in journal.done:
-            path = part_path(plan.shards[tensor.shard].path)
-            if crc32_range(path, tensor.offset, tensor.nbytes) != journal.done[tensor.name]:
-                journal.forget(tensor.name)
+    for at, tensor in enumerate(plan.tensors):
+        if tensor.name in journal.done and not _is_intact(plan, at, tensor, journal.done[tensor.name]):
+            journal.forget(tensor.name)
+
+
+def _is_intact(plan: Plan, at: int, tensor: PlannedTensor, crc: int) -> bool:
+    path = part_path(plan.shards[tensor.shard].path)
+    if crc != NO_CRC:
+        return crc32_range(path, tensor.offset, tensor.nbytes) == crc
+    for job in cut_jobs(at, tensor, JOB):
+        source = plan.source.paths[tensor.parts[job.part].source.shard]
+        copied = crc32_range(path, job.target_offset, job.target_bytes)
+        if copied != crc32_range(source, job.source_offset, job.target_bytes):
+            return False
+    return True
 
 
 def _publish(plan: Plan) -> None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from quantkit.errors import FormatError, QuantkitError, ResourceError
 from quantkit.formats.gguf import TensorInfo
-from quantkit.formats.ranges import U8, Buffers, read_range, write_range
+from quantkit.formats.ranges import U8, Buffers, copy_range, read_range, write_range
 from quantkit.pipeline.importance import Found
 from quantkit.types import TensorType
 
@@ -137,8 +137,12 @@ class ErrorSums(NamedTuple):
         return ErrorSums(*(a + b for a, b in zip(self, other, strict=True)))
 
 
+#: In place of the CRC-32 of a tensor that is a copy: the source tells what its bytes must be.
+NO_CRC = -1
+
+
 class JobResult(NamedTuple):
-    """What a job leaves behind: the CRC-32 of its bytes, and its error where that is measured."""
+    """What a job leaves behind: the CRC-32 of its bytes (or NO_CRC), and its error where that is measured."""
 
     crc: int
     sums: ErrorSums
@@ -210,6 +214,7 @@ class Worker:
     def __init__(self, sources: tuple[Path, ...], targets: tuple[Path, ...], *, measure: bool, ahead: int) -> None:
         self.sources, self.targets, self.measure, self.ahead = sources, targets, measure, ahead
         self._buffers = Buffers()
+        self._kernel_copies = True
         self._weights: tuple[tuple[int, int], F32] = ((-1, 0), np.zeros((0, 0), np.float32))
 
     def run(self, job: Job, tensor: PlannedTensor) -> JobResult:
@@ -222,14 +227,25 @@ class Worker:
         source = self._buffers.get("source", nbytes)
         # While this job computes, the kernel reads what the next ones will.
         read_range(self.sources[part.source.shard], source, job.source_offset, self.ahead * nbytes)
-        if part.source.type is tensor.type:
+        copied = part.source.type is tensor.type
+        if copied:
             target, sums = source, ErrorSums()
         else:
             target = self._buffers.get("target", job.target_bytes)
             sums = self._encode(job, tensor, part, source, target)
         self._check(job, tensor, part, target)
-        write_range(self.targets[tensor.shard], target, job.target_offset)
-        return JobResult(zlib.crc32(target.data), sums)
+        self._write(job, tensor, part, target, copied)
+        return JobResult(NO_CRC if tensor.is_copy else zlib.crc32(target.data), sums)
+
+    def _write(self, job: Job, tensor: PlannedTensor, part: Part, data: U8, copied: bool) -> None:
+        """Put the bytes where they go; those that are taken over need not pass through this process a second time."""
+        path = self.targets[tensor.shard]
+        if copied and self._kernel_copies:
+            source = self.sources[part.source.shard]
+            self._kernel_copies = copy_range(source, path, job.source_offset, job.target_offset, data.size)
+            if self._kernel_copies:
+                return
+        write_range(path, data, job.target_offset)
 
     def _encode(self, job: Job, tensor: PlannedTensor, part: Part, source: U8, target: U8) -> ErrorSums:
         from quantkit.kernels.cpu.check import first_nonfinite_row
