@@ -9,6 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine is slow, not wrong.
+settings.register_profile("quantkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("quantkit")
 
 DATA = Path(__file__).parent / "data"
 
