@@ -49,14 +49,13 @@ def encode_q1_0(
     Source: llama.cpp b11434 ggml-quants.c quantize_row_q1_0_ref.
     """
     per_row = x.shape[1] // 128
-    xt, d, tail = np.empty(256, np.float32), np.empty(16, np.float32), np.zeros(2048, np.float32)
+    xt, d, group = np.empty(256, np.float32), np.empty(16, np.float32), np.zeros(2048, np.float32)
     last = row1 * per_row
     for first in range(row0 * per_row, last, 16):
         count = min(16, last - first)
-        source = address(x) + 512 * first
-        if count < 16:
-            copy(source, address(tail), 512 * count)
-            source = address(tail)
+        # Streamed into L1 first: the strided reads below hide the stream from the prefetcher.
+        source = address(group)  # taken here: numba frees an array after its last use
+        copy(address(x) + 512 * first, source, 512 * count)
         _mean_magnitudes(source, xt, d)
         for b in range(count):
             o = 18 * (first + b)

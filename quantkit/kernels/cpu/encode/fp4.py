@@ -166,14 +166,13 @@ def encode_mxfp4(
     Source: llama.cpp b11434 ggml-quants.c quantize_row_mxfp4_ref.
     """
     per_row = x.shape[1] // 32
-    xt, words, tail = np.empty(512, np.float32), np.empty(68, np.uint32), np.zeros(512, np.float32)
+    xt, words, group = np.empty(512, np.float32), np.empty(68, np.uint32), np.zeros(512, np.float32)
     last = row1 * per_row
     for first in range(row0 * per_row, last, 16):
         count = min(16, last - first)
-        source = address(x) + 128 * first
-        if count < 16:
-            copy(source, address(tail), 128 * count)
-            source = address(tail)
+        # Streamed into L1 first: strided reads hide the stream from the prefetcher.
+        source = address(group)  # taken here: numba frees an array after its last use
+        copy(address(x) + 128 * first, source, 128 * count)
         _encode_16_mx(source, address(out) + 17 * first, xt, words, count)
 
 
