@@ -1,0 +1,362 @@
+"""Logits and token ids from libllama.so of llama.cpp b11434 or of ik_llama.cpp, each in a process of its own.
+
+    python tests/libllama.py MODEL TOKENS.npy OUT.npy --lib DIR --batch 64
+    python tests/libllama.py MODEL TEXT.txt OUT.npy --lib DIR --ik --tokenize
+
+TOKENS holds raw token ids, [n] or [sequences, n]; OUT gets float32 logits, [n, n_vocab] or [sequences, n, n_vocab],
+one row after each token. Every sequence begins at position 0 with an empty cache. With --tokenize OUT gets int32 ids.
+Everything runs on the CPU, with an f32 cache and no flash attention unless told otherwise.
+
+The two libraries export the same names with different structs, so two of them must never meet in one process: tests
+use ``Libllama``, which starts this file anew for every call. A model that the library refuses, or dies of, is a
+``LibllamaError`` with all that it printed.
+
+The structs of llama.cpp are those of include/llama.h at b11434. Those of ik_llama.cpp come with the wheel
+ik-llama-cpp-python, whose library is older than any header at hand. Both are checked against the library's defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int, c_int8, c_int32, c_size_t, c_uint32, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+#: Ids of ggml's types, the same in both trees.
+KV_TYPES = {"f32": 0, "f16": 1}
+REFUSED = 3
+
+Ids = npt.NDArray[np.int32]
+Logits = npt.NDArray[np.float32]
+
+
+class LibllamaError(Exception):
+    """The library could not do it; ``log`` is all that it printed."""
+
+    def __init__(self, message: str, log: str) -> None:
+        super().__init__(f"{message}\n{log[-3000:]}")
+        self.log = log
+
+
+@dataclass(frozen=True)
+class Libllama:
+    """The libllama.so in the folder ``lib``, of ik_llama.cpp if ``ik``; every call is a process."""
+
+    lib: Path
+    ik: bool = False
+    threads: int = 2
+    timeout: float = 300
+
+    def logits(
+        self, model: Path, tokens: npt.ArrayLike, *, batch: int = 512, flash_attn: bool = False, kv: str = "f32"
+    ) -> Logits:
+        """Return float32 logits [..., n_vocab] after each of the token ids, [n] or [sequences, n].
+
+        ``batch`` tokens are computed at once (n_batch and n_ubatch). Raises LibllamaError.
+        """
+        options = ["--batch", str(batch), "--flash-attn", str(int(flash_attn)), "--kv", kv]
+        with tempfile.TemporaryDirectory() as folder:
+            np.save(ids := Path(folder, "tokens.npy"), np.asarray(tokens, np.int32))
+            return self._run(model, ids, options)
+
+    def tokenize(self, model: Path, text: Path) -> Ids:
+        """Return the int32 ids of a text file by the model's own tokenizer, BOS where the model wants one."""
+        return self._run(model, text, ["--tokenize"])
+
+    def _run(self, model: Path, given: Path, options: Sequence[str]) -> npt.NDArray[Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder, "out.npy")
+            command = [sys.executable, __file__, str(model), str(given), str(out), "--lib", str(self.lib)]
+            command += ["--threads", str(self.threads), *(["--ik"] if self.ik else []), *options]
+            done = subprocess.run(command, capture_output=True, timeout=self.timeout, check=False)
+            if done.returncode != 0:
+                log = (done.stdout + done.stderr).decode(errors="replace")
+                raise LibllamaError(f"{self.lib}/libllama.so: {model} ended with {done.returncode}", log)
+            return np.load(out)
+
+
+def nmse(found: npt.ArrayLike, expected: npt.ArrayLike) -> float:
+    """Return the mean square of the error over the mean square of what was expected."""
+    a, b = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    if a.shape != b.shape:
+        raise ValueError(f"shapes {a.shape} and {b.shape}")
+    return float(np.square(a - b).sum() / np.square(b).sum())
+
+
+def perplexity(logits: Logits, tokens: Ids) -> float:
+    """Return the perplexity of the second half of each sequence, as llama-perplexity scores its chunks.
+
+    ``logits`` [sequences, n, n_vocab], ``tokens`` [sequences, n].
+    """
+    first = tokens.shape[-1] // 2
+    x = logits[..., first:-1, :].astype(np.float64)
+    top = x.max(-1, keepdims=True)
+    log_sum = top[..., 0] + np.log(np.exp(x - top).sum(-1))
+    chosen = np.take_along_axis(x, tokens[..., first + 1 :, None], -1)[..., 0]
+    return float(np.exp(np.mean(log_sum - chosen)))
+
+
+# ---------------------------------------------------------------- the child's side
+
+
+class ModelParams(Structure):
+    """llama_model_params of llama.cpp b11434."""
+
+    _fields_ = [
+        ("devices", c_void_p),
+        ("tensor_buft_overrides", c_void_p),
+        ("n_gpu_layers", c_int32),
+        ("split_mode", c_int),
+        ("load_mode", c_int),
+        ("lazy_mode", c_int),
+        ("main_gpu", c_int32),
+        ("tensor_split", c_void_p),
+        ("progress_callback", c_void_p),
+        ("progress_callback_user_data", c_void_p),
+        ("kv_overrides", c_void_p),
+        ("vocab_only", c_bool),
+        ("check_tensors", c_bool),
+        ("use_extra_bufts", c_bool),
+        ("no_host", c_bool),
+        ("no_alloc", c_bool),
+        ("load_mtp", c_bool),
+    ]
+
+
+class ContextParams(Structure):
+    """llama_context_params of llama.cpp b11434."""
+
+    _fields_ = [
+        ("n_ctx", c_uint32),
+        ("n_batch", c_uint32),
+        ("n_ubatch", c_uint32),
+        ("n_seq_max", c_uint32),
+        ("n_rs_seq", c_uint32),
+        ("n_outputs_max", c_uint32),
+        ("n_outputs_max_per_seq", c_uint32),
+        ("n_threads", c_int32),
+        ("n_threads_batch", c_int32),
+        ("ctx_type", c_int),
+        ("rope_scaling_type", c_int),
+        ("pooling_type", c_int),
+        ("attention_type", c_int),
+        ("flash_attn_type", c_int),
+        ("rope_freq_base", c_float),
+        ("rope_freq_scale", c_float),
+        ("yarn_ext_factor", c_float),
+        ("yarn_attn_factor", c_float),
+        ("yarn_beta_fast", c_float),
+        ("yarn_beta_slow", c_float),
+        ("yarn_orig_ctx", c_uint32),
+        ("defrag_thold", c_float),
+        ("cb_eval", c_void_p),
+        ("cb_eval_user_data", c_void_p),
+        ("type_k", c_int),
+        ("type_v", c_int),
+        ("abort_callback", c_void_p),
+        ("abort_callback_data", c_void_p),
+        ("embeddings", c_bool),
+        ("offload_kqv", c_bool),
+        ("no_perf", c_bool),
+        ("op_offload", c_bool),
+        ("swa_full", c_bool),
+        ("kv_unified", c_bool),
+        ("samplers", c_void_p),
+        ("n_samplers", c_size_t),
+        ("ctx_other", c_void_p),
+    ]
+
+
+class Batch(Structure):
+    """llama_batch of llama.cpp b11434."""
+
+    _fields_ = [
+        ("n_tokens", c_int32),
+        ("token", POINTER(c_int32)),
+        ("embd", POINTER(c_float)),
+        ("pos", POINTER(c_int32)),
+        ("n_seq_id", POINTER(c_int32)),
+        ("seq_id", POINTER(POINTER(c_int32))),
+        ("logits", POINTER(c_int8)),
+    ]
+
+
+#: What the libraries' own defaults are, as far as the structs must be right for what is set here.
+MODEL_DEFAULTS = {"split_mode": 1, "main_gpu": 0, "vocab_only": False, "check_tensors": False}
+CONTEXT_DEFAULTS = {
+    **{"n_ctx": 512, "n_batch": 2048, "n_ubatch": 512, "n_seq_max": 1, "n_threads": 4, "n_threads_batch": 4},
+    **{"rope_scaling_type": -1, "yarn_ext_factor": -1, "defrag_thold": -1, "type_k": 1, "type_v": 1},
+    **{"embeddings": False, "offload_kqv": True},
+}
+
+
+class Mainline:
+    """llama.cpp b11434: how a model is opened and a cache emptied."""
+
+    ModelParams, ContextParams, Batch = ModelParams, ContextParams, Batch
+    own_defaults: dict[str, Any] = {"flash_attn_type": -1, "op_offload": True, "swa_full": True, "n_samplers": 0}
+    own_model_defaults: dict[str, Any] = {"n_gpu_layers": -1, "load_mode": -1, "use_extra_bufts": True, "load_mtp": False}
+
+    def __init__(self, lib: Path) -> None:
+        self.c = ctypes.CDLL(str(lib / "libllama.so"))
+
+    def settings(self, flash_attn: bool) -> dict[str, Any]:
+        """Return what is set in the context beside what both trees have."""
+        return {"flash_attn_type": int(flash_attn), "op_offload": False, "n_outputs_max_per_seq": 0}
+
+    def clear(self, context: int) -> None:
+        self.c.llama_get_memory.restype, self.c.llama_get_memory.argtypes = c_void_p, [c_void_p]
+        self.c.llama_memory_clear.argtypes = [c_void_p, c_bool]
+        self.c.llama_memory_clear(self.c.llama_get_memory(context), True)
+
+    def tokenizer(self, model: int, vocab: int) -> int:
+        """Return what llama_tokenize takes as its first argument."""
+        return vocab
+
+
+class Ik:
+    """ik_llama.cpp, with the structs that came with its wheel."""
+
+    own_defaults: dict[str, Any] = {"flash_attn": True, "mla_attn": 3, "fused_moe_up_gate": True, "graph_reuse": True}
+    own_model_defaults: dict[str, Any] = {"n_gpu_layers": 0, "n_ubatch": 512, "use_mmap": True, "flash_attn": True}
+
+    def __init__(self, lib: Path) -> None:
+        os.environ["IK_LLAMA_CPP_LIB_PATH"] = str(lib / "libllama.so")
+        bindings = importlib.import_module("ik_llama_cpp._ctypes_api")
+        self.ModelParams, self.ContextParams = bindings.llama_model_params, bindings.llama_context_params
+        self.Batch, self.c = bindings.llama_batch, ctypes.CDLL(str(lib / "libllama.so"))
+
+    def settings(self, flash_attn: bool) -> dict[str, Any]:
+        return {"flash_attn": flash_attn}
+
+    def clear(self, context: int) -> None:
+        self.c.llama_kv_cache_clear.argtypes = [c_void_p]
+        self.c.llama_kv_cache_clear(context)
+
+    def tokenizer(self, model: int, vocab: int) -> int:
+        return model
+
+
+def defaults(function: Any, kind: type[Structure], known: dict[str, Any]) -> Any:
+    """Call llama_*_default_params; end the process if the struct is not the library's."""
+    function.restype, function.argtypes = kind, []
+    params = function()
+    wrong = {name: getattr(params, name) for name, value in known.items() if getattr(params, name) != value}
+    if wrong:
+        sys.exit(f"{kind.__name__} is not this library's: its defaults read {wrong}")
+    return params
+
+
+def open_model(api: Mainline | Ik, path: Path, vocab_only: bool) -> int:
+    api.c.llama_backend_init()
+    params = defaults(api.c.llama_model_default_params, api.ModelParams, MODEL_DEFAULTS | api.own_model_defaults)
+    params.n_gpu_layers, params.vocab_only = 0, vocab_only
+    load = api.c.llama_model_load_from_file
+    load.restype, load.argtypes = c_void_p, [c_char_p, api.ModelParams]
+    model = load(os.fsencode(path), params)
+    if not model:
+        print(f"{path}: the model was refused", file=sys.stderr)
+        sys.exit(REFUSED)
+    return int(model)
+
+
+def open_context(api: Mainline | Ik, model: int, n: int, options: argparse.Namespace) -> int:
+    """Return a context for sequences of n tokens; its size is rounded up to 256, as the libraries do themselves."""
+    params = defaults(api.c.llama_context_default_params, api.ContextParams, CONTEXT_DEFAULTS | api.own_defaults)
+    settings = {
+        **{"n_ctx": -(-n // 256) * 256, "n_batch": options.batch, "n_ubatch": options.batch, "n_seq_max": 1},
+        **{"n_threads": options.threads, "n_threads_batch": options.threads, "offload_kqv": False},
+        **{"type_k": KV_TYPES[options.kv], "type_v": KV_TYPES[options.kv]},
+    }
+    for name, value in (settings | api.settings(bool(options.flash_attn))).items():
+        setattr(params, name, value)
+    create = api.c.llama_init_from_model
+    create.restype, create.argtypes = c_void_p, [c_void_p, api.ContextParams]
+    context = create(model, params)
+    if not context:
+        sys.exit("the context was refused")
+    return int(context)
+
+
+def decode(api: Mainline | Ik, context: int, tokens: Ids, start: int, n_vocab: int) -> Logits:
+    """Return the logits [n, n_vocab] after each token of one batch; the first has the position ``start``."""
+    n, sequence = len(tokens), c_int32(0)
+    batch = api.Batch(n)
+    batch.token = (c_int32 * n)(*tokens.tolist())
+    batch.pos = (c_int32 * n)(*range(start, start + n))
+    batch.n_seq_id = (c_int32 * n)(*[1] * n)
+    batch.seq_id = (POINTER(c_int32) * n)(*[ctypes.pointer(sequence)] * n)
+    batch.logits = (c_int8 * n)(*[1] * n)
+    api.c.llama_decode.argtypes = [c_void_p, api.Batch]
+    status = api.c.llama_decode(context, batch)
+    if status != 0:
+        sys.exit(f"llama_decode ended with {status} at position {start}")
+    api.c.llama_get_logits.restype, api.c.llama_get_logits.argtypes = POINTER(c_float), [c_void_p]
+    return np.ctypeslib.as_array(api.c.llama_get_logits(context), (n, n_vocab)).copy()
+
+
+def compute(api: Mainline | Ik, model: int, n_vocab: int, options: argparse.Namespace) -> Logits:
+    tokens = np.load(options.tokens).astype(np.int32)
+    if tokens.ndim not in (1, 2) or tokens.size == 0 or tokens.min() < 0 or tokens.max() >= n_vocab:
+        sys.exit(f"{options.tokens}: wanted ids below {n_vocab} in one or two dimensions, got {tokens.shape}")
+    n = tokens.shape[-1]
+    context = open_context(api, model, n, options)
+    out = np.empty((tokens.size // n, n, n_vocab), np.float32)
+    for sequence, into in zip(tokens.reshape(-1, n), out, strict=True):
+        api.clear(context)
+        for start in range(0, n, options.batch):
+            into[start : start + options.batch] = decode(
+                api, context, sequence[start : start + options.batch], start, n_vocab
+            )
+    return out.reshape(*tokens.shape, n_vocab)
+
+
+def tokenize(api: Mainline | Ik, model: int, vocab: int, text: bytes) -> Ids:
+    call = api.c.llama_tokenize
+    call.argtypes = [c_void_p, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool]
+    ids = (c_int32 * (len(text) + 2))()
+    n = call(api.tokenizer(model, vocab), text, len(text), ids, len(ids), True, False)
+    if n < 0:
+        sys.exit(f"llama_tokenize ended with {n}")
+    return np.array(ids[:n], np.int32)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("tokens", type=Path, help="token ids (.npy), or a text with --tokenize")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--lib", type=Path, required=True, metavar="DIR", help="the folder of libllama.so")
+    parser.add_argument("--ik", action="store_true", help="it is ik_llama.cpp's")
+    parser.add_argument("--batch", type=int, default=512, metavar="N", help="tokens computed at once (default: 512)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N")
+    parser.add_argument("--flash-attn", type=int, choices=(0, 1), default=0)
+    parser.add_argument("--kv", choices=KV_TYPES, default="f32", help="type of the cache (default: f32)")
+    parser.add_argument("--tokenize", action="store_true", help="write the ids of a text instead")
+    options = parser.parse_args()
+    api = Ik(options.lib.resolve()) if options.ik else Mainline(options.lib.resolve())
+    model = open_model(api, options.model, options.tokenize)
+    for name, kind in (("llama_model_get_vocab", c_void_p), ("llama_vocab_n_tokens", c_int32)):
+        getattr(api.c, name).restype, getattr(api.c, name).argtypes = kind, [c_void_p]
+    vocab = api.c.llama_model_get_vocab(model)
+    if options.tokenize:
+        result: npt.NDArray[Any] = tokenize(api, model, vocab, options.tokens.read_bytes())
+    else:
+        result = compute(api, model, api.c.llama_vocab_n_tokens(vocab), options)
+    with options.out.open("wb") as file:
+        np.save(file, result)
+
+
+if __name__ == "__main__":
+    main()
