@@ -31,7 +31,7 @@ class Window:
     only_if_layers: int = 0
     #: rope base of windowed layers where ``rope.freq_base_swa`` is missing: 0 for that of the others.
     freq_base: float = 0.0
-    #: Rope scaling (factor) holds for windowed layers, too.
+    #: Rope scaling (factor, yarn) holds for windowed layers, too.
     scaled: bool = True
 
 
@@ -41,7 +41,10 @@ class Moe:
 
     gating: str | None = None
     norm: bool | None = None
-    scaled: bool = True
+    #: ``expert_weights_scale`` of the metadata holds.
+    scaled: bool = False
+    #: Where ``expert_gating_func`` is missing or 0.
+    default_gating: str | None = None
     #: The inputs of the experts are weighted, not their outputs; the choice falls on the logits (Llama 4).
     weight_before: bool = False
 
@@ -51,7 +54,8 @@ class Arch:
     """One architecture."""
 
     name: str
-    #: ``normal``, ``neox``, ``mrope`` (neox with sections), ``imrope`` (interleaved sections), or ``none``.
+    #: ``normal``, ``neox``, ``imrope`` (neox with interleaved sections), ``none``; ``glm`` and ``glm_moe`` are normal
+    #: and neox unless the metadata has sections.
     rope: str
     #: The block of an attention layer, see graph.ATTENTION.
     attention: str = "gqa"
@@ -62,6 +66,8 @@ class Arch:
     window: Window | None = None
     #: Only windowed layers rotate (Cohere 2, EXAONE 4).
     rope_only_windowed: bool = False
+    #: Nothing rotates if ``rope.scaling.finetuned`` is false (Granite).
+    rope_if_finetuned: bool = False
     #: Every n-th layer does not rotate (SmolLM 3, Llama 4); 0: all do.
     no_rope_step: int = 0
     #: q/k norms come after rope (Hunyuan).
@@ -86,36 +92,45 @@ class Arch:
     #: swiglu_clamp_exp / _shexp of the metadata are read (a clamp of the SILU's product).
     clamps: bool = False
     moe: Moe = Moe()
-    #: A factor of q by position: llama4 (chunked context), or mistral3 (attention.temperature_scale).
+    #: A factor of q by position: llama4 (of layers that do not rotate), or mistral3 (attention.temperature_scale).
     temperature: str = ""
-    #: Rows are tensors of other names: tensor name -> name here.
-    aliases: tuple[tuple[str, str], ...] = ()
+    #: q and k are normalized after rope, without weights (Llama 4 but its largest).
+    plain_qk_norm: bool = False
+    #: The bias of attn_output, which llama.cpp reads from any file, is added.
+    output_bias: bool = True
+    #: yarn's beta_fast, beta_slow and log multiplier of the metadata are read.
+    yarn_keys: bool = False
 
-
-_ALL = frozenset({"ffn", "exps", "shexp"})
 
 _ROWS = (
     Arch(
         name="llama",
         rope="normal",
-        attention_scale=True,
         tensor_scales=frozenset({"ffn", "exps"}),
         moe=Moe(gating="softmax", norm=True),
     ),
     Arch(
         name="llama4",
         rope="normal",
-        attention_scale=True,
         window=Window(period=4, fixed=8192, mask="chunked"),
         temperature="llama4",
+        plain_qk_norm=True,
+        no_rope_step=4,
         moe=Moe(gating="sigmoid", norm=False, weight_before=True),
     ),
-    Arch(name="mistral3", rope="normal", attention_scale=True, tensor_scales=_ALL, moe=Moe(gating="softmax", norm=True)),
-    Arch(name="qwen2", rope="neox", tensor_scales=_ALL),
-    Arch(name="qwen2moe", rope="neox", tensor_scales=_ALL, moe=Moe(gating="softmax", norm=False)),
-    Arch(name="qwen3", rope="neox", tensor_scales=_ALL),
-    Arch(name="qwen3moe", rope="neox", tensor_scales=_ALL, moe=Moe(gating="softmax", norm=True)),
-    Arch(name="qwen3vlmoe", rope="imrope", tensor_scales=_ALL, moe=Moe(gating="softmax", norm=True)),
+    Arch(
+        name="mistral3",
+        rope="normal",
+        temperature="mistral3",
+        yarn_keys=True,
+        tensor_scales=frozenset({"ffn", "exps"}),
+        moe=Moe(gating="softmax", norm=True),
+    ),
+    Arch(name="qwen2", rope="neox"),
+    Arch(name="qwen2moe", rope="neox", moe=Moe(gating="softmax", norm=False)),
+    Arch(name="qwen3", rope="neox", tensor_scales=frozenset({"ffn"})),
+    Arch(name="qwen3moe", rope="neox", tensor_scales=frozenset({"exps"}), moe=Moe(gating="softmax", norm=True)),
+    Arch(name="qwen3vlmoe", rope="imrope", moe=Moe(gating="softmax", norm=True)),
     Arch(
         name="gpt-oss",
         rope="neox",
@@ -124,13 +139,20 @@ _ROWS = (
         ffn_norm_is_post_attention=True,
         moe=Moe(gating="softmax_weight", norm=False),
     ),
-    Arch(name="deepseek", rope="normal", moe=Moe(gating="softmax", norm=False)),
-    Arch(name="dots1", rope="neox"),
-    Arch(name="glm4", rope="normal", glu_in_up=True),
-    Arch(name="glm4moe", rope="neox", ffn_norm_is_post_attention=True),
+    Arch(name="deepseek", rope="normal", moe=Moe(gating="softmax", norm=False, scaled=True)),
+    Arch(name="dots1", rope="neox", moe=Moe(scaled=True)),
+    Arch(name="glm4", rope="glm", glu_in_up=True, output_bias=False),
+    Arch(
+        name="glm4moe",
+        rope="glm_moe",
+        ffn_norm_is_post_attention=True,
+        output_bias=False,
+        moe=Moe(scaled=True, default_gating="sigmoid"),
+    ),
     Arch(
         name="gemma2",
         rope="neox",
+        output_bias=False,
         activation="gelu",
         embed_sqrt=True,
         attn_softcap=True,
@@ -140,6 +162,7 @@ _ROWS = (
     Arch(
         name="gemma3",
         rope="neox",
+        output_bias=False,
         activation="gelu",
         embed_sqrt=True,
         final_softcap=0.0,
@@ -147,9 +170,11 @@ _ROWS = (
     ),
     Arch(name="phi3", rope="neox", glu_in_up=True, moe=Moe(gating="softmax", norm=True)),
     Arch(name="phimoe", rope="neox", glu_in_up=True, moe=Moe(gating="softmax", norm=True)),
-    Arch(name="olmoe", rope="neox", tensor_scales=_ALL, moe=Moe(gating="softmax", norm=False)),
-    Arch(name="olmo2", rope="neox"),
-    Arch(name="granite", rope="normal", scales=True, attention_scale=True, logit_scale="divide"),
+    Arch(name="olmoe", rope="neox", output_bias=False, moe=Moe(gating="softmax", norm=False)),
+    Arch(name="olmo2", rope="neox", output_bias=False, window=Window(period=4, scaled=False)),
+    Arch(
+        name="granite", rope="normal", rope_if_finetuned=True, scales=True, attention_scale=True, logit_scale="divide"
+    ),
     Arch(
         name="granitemoe",
         rope="normal",
@@ -158,10 +183,10 @@ _ROWS = (
         logit_scale="divide",
         moe=Moe(gating="softmax", norm=True),
     ),
-    Arch(name="ernie4_5-moe", rope="normal", moe=Moe(gating="softmax", norm=True)),
+    Arch(name="ernie4_5-moe", rope="normal", output_bias=False, moe=Moe(gating="softmax", norm=True)),
     Arch(name="hunyuan-moe", rope="neox", norm_after_rope=True, moe=Moe(gating="softmax", norm=True)),
-    Arch(name="minimax-m2", rope="neox", moe=Moe(norm=True)),
-    Arch(name="bailingmoe2", rope="neox"),
+    Arch(name="minimax-m2", rope="neox", output_bias=False, moe=Moe(norm=True)),
+    Arch(name="bailingmoe2", rope="neox", moe=Moe(scaled=True)),
     Arch(
         name="cohere2",
         rope="normal",
@@ -171,11 +196,17 @@ _ROWS = (
         rope_only_windowed=True,
         window=Window(period=4),
     ),
-    Arch(name="smollm3", rope="normal", no_rope_step=4, attention_scale=True),
+    Arch(name="smollm3", rope="normal", no_rope_step=4),
     Arch(name="seed_oss", rope="neox", ffn_norm_is_post_attention=True),
-    Arch(name="exaone4", rope="neox", rope_only_windowed=True, window=Window(period=4, default=4096, only_if_layers=64)),
+    Arch(
+        name="exaone4",
+        rope="neox",
+        rope_only_windowed=True,
+        output_bias=False,
+        window=Window(period=4, default=4096, only_if_layers=64),
+    ),
     Arch(name="starcoder2", rope="neox", norm="layer", activation="gelu"),
-    Arch(name="stablelm", rope="neox", norm="layer", parallel=True),
+    Arch(name="stablelm", rope="neox", norm="layer", parallel=True, output_bias=False),
 )
 
 ARCHS: dict[str, Arch] = {row.name: row for row in _ROWS}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.formats.gguf import GGUFFile
@@ -22,7 +21,6 @@ from quantkit.model.ops import (
     Attention,
     Cache,
     CacheWrite,
-    Clamp,
     Combine,
     Embed,
     Glu,
@@ -47,6 +45,9 @@ from quantkit.model.ops import (
     Take,
     Value,
 )
+
+#: Kinds of rope that read ``rope.dimension_sections``.
+_SECTIONED = ("imrope", "glm", "glm_moe")
 
 #: expert_gating_func of the metadata.
 GATING: Mapping[int, str] = {1: "softmax", 2: "sigmoid", 3: "softmax_weight"}
@@ -119,7 +120,7 @@ class Builder:
 
     def check_all_used(self) -> None:
         """Refuse a model with weights that the graph does not read: it would compute something else."""
-        ignored = ("rope_freqs", "rope_factors", ".input_scale", ".scale", "nextn.", "output_norm_")
+        ignored = ("rope_freqs", "rope_factors", ".input_scale", ".scale", "nextn.", "cls.")
         left = [
             name
             for name in self.source.tensors
@@ -165,7 +166,9 @@ class Builder:
         self.add(Norm(out=y, x=x, weight=None, eps=eps, kind=kind, group=group))
         return y
 
-    def mul_mat(self, x: Value, name: str, *, scale: bool = True, of: str = "", out: str = "") -> Value:
+    def mul_mat(
+        self, x: Value, name: str, *, scale: bool = True, bias: bool = True, of: str = "", out: str = ""
+    ) -> Value:
         """Multiply by ``name.weight``, with the bias and the ``.scale`` of ``of`` if the file has them."""
         weight = self.matrix(f"{name}.weight")
         if weight.n_in != x.width:
@@ -174,9 +177,9 @@ class Builder:
                 f"{x.width}: the shapes of this model do not fit together"
             )
         y = self.value(out or name, weight.n_out, x)
-        bias = self.maybe(f"{of or name}.bias")
+        added = self.maybe(f"{of or name}.bias")
         scaled = self.maybe(f"{of or name}.scale") if scale else None
-        self.add(MulMat(out=y, x=x, weight=weight, bias=bias, scale=scaled))
+        self.add(MulMat(out=y, x=x, weight=weight, bias=added if bias else None, scale=scaled))
         return y
 
     def sum(self, a: Value, b: Value, name: str) -> Value:
@@ -282,10 +285,16 @@ def attention_kind(b: Builder) -> str:
     return b.arch.attention
 
 
+def has_windows(b: Builder) -> bool:
+    """Tell whether any layer of the model may look at a window only."""
+    w = b.arch.window
+    return w is not None and window_size(b) > 0 and w.only_if_layers in (0, b.h.n_layer)
+
+
 def is_windowed(b: Builder) -> bool:
     """Tell whether the current layer looks at a window only."""
     w = b.arch.window
-    if w is None or not window_size(b) or (w.only_if_layers and b.h.n_layer != w.only_if_layers):
+    if w is None or not has_windows(b):
         return False
     pattern = b.h.get("attention.sliding_window_pattern", None)
     if isinstance(pattern, list):
@@ -309,7 +318,9 @@ def window_size(b: Builder) -> int:
 
 def rotates(b: Builder) -> bool:
     """Tell whether the current layer's q and k rotate."""
-    if b.arch.rope == "none" or (b.arch.rope_only_windowed and b.arch.window and not is_windowed(b)):
+    if b.arch.rope == "none" or (b.arch.rope_only_windowed and has_windows(b) and not is_windowed(b)):
+        return False
+    if b.arch.rope_if_finetuned and not b.h.flag("rope.scaling.finetuned", True):
         return False
     return not b.arch.no_rope_step or (b.layer + 1) % b.arch.no_rope_step != 0
 
@@ -317,23 +328,31 @@ def rotates(b: Builder) -> bool:
 def rope_config(b: Builder, head: int, n_rot: int = 0) -> RopeConfig:
     """Return how the current layer rotates heads of ``head`` columns."""
     h, windowed = b.h, is_windowed(b)
-    base, scale = h.float("rope.freq_base", 10000.0), h.freq_scale
+    base, scaled = h.float("rope.freq_base", 10000.0), True
     if windowed and b.arch.window is not None:
         base = h.float("rope.freq_base_swa", b.arch.window.freq_base or base)
-        scale = scale if b.arch.window.scaled else 1.0
-    kind = b.arch.rope
-    sections = tuple(int(s) for s in h.get("rope.dimension_sections", ())) if kind in ("mrope", "imrope") else ()
+        scaled = b.arch.window.scaled
+    sections = tuple(int(s) for s in h.get("rope.dimension_sections", ()))[:4] if b.arch.rope in _SECTIONED else ()
+    yarn = scaled and h.rope_scaling == "yarn"
+    keys = b.arch.yarn_keys
+    log_mul = h.float("rope.scaling.yarn_log_multiplier", 0.0) if keys else 0.0
     return RopeConfig(
         n_rot=n_rot or h.int("rope.dimension_count_swa" if windowed else "rope.dimension_count", head) or head,
-        kind="normal" if kind == "normal" else "neox",
+        kind=_rope_kind(b.arch.rope, sections),
         freq_base=base,
-        freq_scale=scale,
-        ext_factor=1.0 if h.rope_scaling == "yarn" else 0.0,
-        attn_factor=h.yarn_attn_factor(),
+        freq_scale=h.freq_scale if scaled else 1.0,
+        ext_factor=1.0 if yarn else 0.0,
+        attn_factor=h.yarn_attn_factor(log_mul) if scaled else 1.0,
+        beta_fast=h.float("rope.scaling.yarn_beta_fast", 32.0) if keys else 32.0,
+        beta_slow=h.float("rope.scaling.yarn_beta_slow", 1.0) if keys else 1.0,
         n_ctx_orig=h.n_ctx_orig,
         sections=sections if any(sections) else (),
-        interleaved=kind == "imrope",
+        interleaved=b.arch.rope == "imrope",
     )
+
+
+def _rope_kind(rope: str, sections: tuple[int, ...]) -> str:
+    return "normal" if rope == "normal" or (rope == "glm" and not any(sections)) else "neox"
 
 
 def rope_factors(b: Builder) -> Matrix | None:
@@ -365,7 +384,7 @@ def gqa(b: Builder, x: Value) -> Value:
         q, k = _head_norm(b, q, "attn_q_norm", head_k), _head_norm(b, k, "attn_k_norm", head_k)
     q, k = _after_rope(b, q, k, head_k)
     attended = attend(b, q, k, v, n_head, n_kv, head_k, head_v, _attention_scale(b, head_k))
-    return b.mul_mat(attended, "attn_output")
+    return b.mul_mat(attended, "attn_output", bias=b.arch.output_bias)
 
 
 def attend(
@@ -437,7 +456,20 @@ def _head_norm(b: Builder, x: Value, name: str, head: int) -> Value:
 
 
 def _after_rope(b: Builder, q: Value, k: Value, head: int) -> tuple[Value, Value]:
+    """Llama 4's norms of rotated heads; factors of q that grow with the position."""
+    if b.arch.plain_qk_norm and rotates(b) and b.h.n_expert != 128:
+        q, k = b.plain_norm(q, head), b.plain_norm(k, head)
+    if b.arch.temperature == "llama4" and not rotates(b) and has_windows(b):
+        q = _by_position(b, q, 8192, 0.1, 1.0)
+    if b.arch.temperature == "mistral3" and (alpha := b.h.float("attention.temperature_scale", 0.0)):
+        q = _by_position(b, q, b.h.n_ctx_orig, alpha, 0.0)
     return q, k
+
+
+def _by_position(b: Builder, q: Value, floor_scale: int, alpha: float, offset: float) -> Value:
+    y = b.value("q_by_position", q.width, q)
+    b.add(ScaleByPosition(out=y, x=q, floor_scale=floor_scale, alpha=alpha, offset=offset))
+    return y
 
 
 def _attention_scale(b: Builder, head: int) -> float:
@@ -477,11 +509,10 @@ def _activation(b: Builder, part: str) -> Activation:
 
 def dense(b: Builder, x: Value, gate: str, up: str, down: str, part: str) -> Value:
     """A feed-forward layer: gate and up, activation, down; or up alone, or both in one tensor."""
-    scale = part in b.arch.tensor_scales
-    ups = b.mul_mat(x, up, scale=scale)
+    ups = _dense_mul_mat(b, x, up, part)
     activation = _activation(b, part)
     if b.has(f"{gate}.weight"):
-        gates = b.mul_mat(x, gate, scale=scale)
+        gates = _dense_mul_mat(b, x, gate, part)
         hidden = b.value(f"{part}_hidden", ups.width, x)
         b.add(Glu(out=hidden, gate=gates, up=ups, activation=activation))
     elif b.arch.glu_in_up:
@@ -490,13 +521,29 @@ def dense(b: Builder, x: Value, gate: str, up: str, down: str, part: str) -> Val
     else:
         hidden = b.value(f"{part}_hidden", ups.width, x)
         b.add(Activate(out=hidden, x=ups, activation=activation))
-    return b.mul_mat(hidden, down, scale=scale)
+    return _dense_mul_mat(b, hidden, down, part)
+
+
+def _dense_mul_mat(b: Builder, x: Value, name: str, part: str) -> Value:
+    """Of a feed-forward layer ``.scale`` multiplies the bias, too (elsewhere the bias is added after it)."""
+    scaled = part in b.arch.tensor_scales and b.has(f"{name}.scale")
+    if not (scaled and b.has(f"{name}.bias")):
+        return b.mul_mat(x, name, scale=scaled)
+    plain = b.mul_mat(x, name, scale=False)
+    y = b.value(f"{name}_scaled", plain.width, x)
+    b.add(MultiplyBy(out=y, x=plain, vector=b.matrix(f"{name}.scale")))
+    return y
 
 
 def routing(b: Builder) -> Routing:
-    """Return how the current layer's router chooses: the row's word, or the metadata's."""
+    """Return how the current layer's router chooses, by its row or the metadata; FormatError if neither says."""
     h, moe = b.h, b.arch.moe
-    gating = moe.gating or GATING.get(h.int("expert_gating_func", 0), "softmax")
+    gating = moe.gating or GATING.get(h.int("expert_gating_func", 0)) or moe.default_gating
+    if gating is None:
+        raise FormatError(
+            f"{b.source.paths[0]}: {h.arch}.expert_gating_func is {h.get('expert_gating_func', 'missing')}; it must be "
+            "1 (softmax), 2 (sigmoid) or 3 (softmax of the chosen)"
+        )
     return Routing(
         n_expert=h.n_expert,
         n_used=h.layer_int("expert_used_count", b.layer),

@@ -191,7 +191,7 @@ def activate(a: Activation, x: Floats) -> Floats:
     """Return activation(x), without its clamps of up."""
     if a.gate_limit:
         x = np.minimum(x, f32(a.gate_limit))
-    y: Floats = _ACTIVATIONS[a.kind](x, a).astype(f32)
+    y: Floats = np.asarray(_ACTIVATIONS[a.kind](x, a), f32)
     return np.minimum(y, f32(a.act_limit)) if a.act_limit else y
 
 
@@ -202,7 +202,7 @@ def _sigmoid(x: Floats) -> Floats:
 
 
 def _erf(x: Floats) -> Any:
-    return np.frompyfunc(math.erf, 1, 1)(x.astype(np.float64)).astype(np.float64)
+    return np.vectorize(math.erf, otypes=[np.float64])(x)
 
 
 def _through_half(f: Callable[[Any], Any], x: Floats) -> Floats:
@@ -319,7 +319,7 @@ def top(scores: Floats, n: int) -> Ints:
 
 def _route(p: ReferenceProgram, op: Route) -> None:
     r, logits = op.routing, p.values[op.logits]
-    probs = {"softmax": _softmax, "sigmoid": _sigmoid, "softmax_weight": lambda x: x}[r.gating](logits)
+    probs = logits if r.gating == "softmax_weight" else (_sigmoid if r.gating == "sigmoid" else _softmax)(logits)
     choice = probs if op.bias is None else probs + p.weight(op.bias).reshape(-1)
     if r.n_group > 1:
         groups = choice.reshape(len(choice), r.n_group, -1)
@@ -338,7 +338,9 @@ def _route(p: ReferenceProgram, op: Route) -> None:
     p.values[op.ids], p.values[op.weights] = ids, weights
 
 
-def _times_id(p: ReferenceProgram, x: Floats, ids: Ints, w: Matrix, bias: Matrix | None, scale: Matrix | None) -> Floats:
+def _times_id(
+    p: ReferenceProgram, x: Floats, ids: Ints, w: Matrix, bias: Matrix | None, scale: Matrix | None
+) -> Floats:
     experts, flat = p.weight(w), ids.reshape(-1)
     rows = np.arange(len(flat)) if len(x) == len(flat) else np.arange(len(flat)) // ids.shape[1]
     out = np.empty((len(flat), experts.shape[1]), f32)
@@ -434,7 +436,8 @@ def _rope(p: ReferenceProgram, op: Rope) -> None:
     table = p.values[op.table].reshape(len(x), 1, -1, 2)
     cos, sin, n = table[..., 0], table[..., 1], op.config.n_rot
     turned = y[:, :, op.start : op.start + n]
-    first, second = (slice(0, n // 2), slice(n // 2, n)) if op.config.kind == "neox" else (slice(0, n, 2), slice(1, n, 2))
+    neox = op.config.kind == "neox"
+    first, second = (slice(0, n // 2), slice(n // 2, n)) if neox else (slice(0, n, 2), slice(1, n, 2))
     a, b = turned[:, :, first].copy(), turned[:, :, second].copy()
     turned[:, :, first], turned[:, :, second] = a * cos - b * sin, a * sin + b * cos
     p.values[op.out] = y.reshape(x.shape)
