@@ -137,7 +137,6 @@ class State:
     width: int
 
 
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Op:
     """An operation. ``layer`` is for placement and streaming: -1 before the first, n_layer after the last."""
