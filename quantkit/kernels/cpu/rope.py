@@ -61,9 +61,8 @@ def _turns(config: Config, pairs: int) -> npt.NDArray[np.bool_]:
     """M-RoPE: which pairs take one of the first three positions."""
     t, h, w = config.sections[:3]
     sector = np.arange(pairs) % sum(config.sections)
-    if not config.interleaved:
-        return sector < t + h + w
-    return sector < 3 * np.array([t, h, w])[sector % 3]
+    last = 3 * np.array([t, h, w])[sector % 3] if config.interleaved else t + h + w
+    return np.asarray(sector < last)
 
 
 def _yarn_range(config: Config) -> tuple[np.float32, np.float32]:
