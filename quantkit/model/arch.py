@@ -5,7 +5,7 @@ experts there are is seen from the tensors (graph.py); a row says the rest. The 
 src/models/*.cpp: where that ignores a key of the metadata, the row must, too.
 
 To add an architecture: write its row; run tests/test_zoo_logits.py with a model of it (tests/zoo.py draws one from a
-header) against llama.cpp's logits; only what no field can say becomes a block of its own (attention: graph.ATTENTION).
+header) against llama.cpp's logits; only what no field can say becomes a block of its own (attention: graph.attention_blocks).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Arch:
     #: ``normal``, ``neox``, ``imrope`` (neox with interleaved sections), ``none``; ``glm`` and ``glm_moe`` are normal
     #: and neox unless the metadata has sections.
     rope: str
-    #: The block of an attention layer, see graph.ATTENTION.
+    #: The block of an attention layer, see graph.attention_blocks.
     attention: str = "gqa"
     norm: str = "rms"
     activation: str = "silu"

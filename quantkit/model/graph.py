@@ -2,7 +2,7 @@
 
 ``build_graph`` walks the layers; a layer asks its tensors for what there is (biases, norms, experts, a shared expert)
 and the row of arch.py for what tensors cannot say. Blocks that only some architectures have (MLA, delta nets) lie in
-files of their own and are entered in ATTENTION. No backend is known here.
+files of their own and are entered in attention_blocks. No backend is known here.
 """
 
 from __future__ import annotations
@@ -247,8 +247,7 @@ def _logits(b: Builder, logits: Value) -> Value:
 
 def _layer(b: Builder, x: Value) -> Value:
     normed = b.norm(x, "attn_norm") if b.has("attn_norm.weight") else x
-    kind = attention_kind(b)
-    attended = ATTENTION[kind](b, normed)
+    attended = attention_blocks()[b.arch.attention](b, normed)
     if b.layer == b.h.n_layer - 1:
         attended, x, normed = b.selected(attended), b.selected(x), b.selected(normed)
     own_ffn_norm = b.has("ffn_norm.weight")
@@ -280,9 +279,11 @@ def _residual_scale(b: Builder) -> float:
 # ---------------------------------------------------------------- attention
 
 
-def attention_kind(b: Builder) -> str:
-    """Return which block of ATTENTION a layer has."""
-    return b.arch.attention
+def attention_blocks() -> Mapping[str, Callable[[Builder, Value], Value]]:
+    """Return the blocks an attention layer can be. Those in files of their own import this one: hence here."""
+    from quantkit.model import delta_net, mla
+
+    return {"gqa": gqa, "mla": mla.mla, "mla_plain": mla.mla_plain, "delta_nets": delta_net.delta_nets}
 
 
 def has_windows(b: Builder) -> bool:
@@ -374,7 +375,7 @@ def gqa(b: Builder, x: Value) -> Value:
     windowed = is_windowed(b)
     head_k = h.int("attention.key_length_swa", h.head_k) if windowed else h.head_k
     head_v = h.int("attention.value_length_swa", h.head_v) if windowed else h.head_v
-    q, k, v = _qkv(b, x, n_head * head_k, n_kv * head_k, n_kv * head_v)
+    q, k, v = qkv(b, x, n_head * head_k, n_kv * head_k, n_kv * head_v)
     if not b.arch.norm_after_rope:
         q, k = _head_norm(b, q, "attn_q_norm", head_k), _head_norm(b, k, "attn_k_norm", head_k)
     if rotates(b):
@@ -427,14 +428,15 @@ def _n_head_kv(b: Builder) -> int:
     return b.h.layer_int("attention.head_count_kv", b.layer, b.h.layer_int("attention.head_count", b.layer))
 
 
-def _qkv(b: Builder, x: Value, q_width: int, k_width: int, v_width: int) -> tuple[Value, Value, Value]:
+def qkv(b: Builder, x: Value, q_width: int, k_width: int, v_width: int) -> tuple[Value, Value, Value]:
+    """Return q, k and v, of three matrices or of one."""
     if not b.has("attn_qkv.weight"):
         return b.mul_mat(x, "attn_q"), b.mul_mat(x, "attn_k"), b.mul_mat(x, "attn_v")
-    qkv = b.mul_mat(x, "attn_qkv")
-    if qkv.width != q_width + k_width + v_width:
-        raise FormatError(f"{b.source.paths[0]}: {b.full_name('attn_qkv.weight')} has {qkv.width} rows, not q, k and v")
+    both = b.mul_mat(x, "attn_qkv")
+    if both.width != q_width + k_width + v_width:
+        raise FormatError(f"{b.source.paths[0]}: {b.full_name('attn_qkv.weight')} has {both.width} rows, not q, k and v")
     parts = (("attn_q", q_width, 0), ("attn_k", k_width, q_width), ("attn_v", v_width, q_width + k_width))
-    q, k, v = (_biased(b, b.take(qkv, name, width, start), f"{name}.bias") for name, width, start in parts)
+    q, k, v = (_biased(b, b.take(both, name, width, start), f"{name}.bias") for name, width, start in parts)
     return q, k, v
 
 
@@ -475,10 +477,6 @@ def _by_position(b: Builder, q: Value, floor_scale: int, alpha: float, offset: f
 def _attention_scale(b: Builder, head: int) -> float:
     given = b.h.float("attention.scale", 0.0) if b.arch.attention_scale else 0.0
     return given or 1.0 / math.sqrt(head)
-
-
-#: The blocks an attention layer can be.
-ATTENTION: dict[str, Callable[[Builder, Value], Value]] = {"gqa": gqa}
 
 
 # ---------------------------------------------------------------- feed-forward

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import GGUFFile
@@ -16,7 +16,8 @@ from quantkit.formats.gguf import GGUFFile
 _NEEDED = object()
 
 #: The methods below are called like these types.
-Integer, Real = int, float
+Integer: TypeAlias = int
+Real: TypeAlias = float
 
 
 class HParams:

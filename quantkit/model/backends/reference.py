@@ -15,6 +15,7 @@ import numpy as np
 
 from quantkit.formats.gguf import GGUFFile
 from quantkit.kernels import dequantize
+from quantkit.model.backends import Limits, Observer
 from quantkit.model.batch import Batch, Floats, Ints
 from quantkit.model.ops import (
     Activate,
@@ -56,7 +57,6 @@ from quantkit.model.ops import (
 )
 
 f32 = np.float32
-Observer = Callable[[str, Floats, Ints | None], None]
 
 
 class Reference:
@@ -68,9 +68,9 @@ class Reference:
         self.source, self.observer = source, observer
         self._weights: dict[Matrix, Floats] = {}
 
-    def compile(self, ops: Sequence[Op], *, n_ctx: int, n_seq: int = 1, **_: Any) -> ReferenceProgram:
-        """Return a program of these operations, with empty caches for ``n_seq`` sequences of ``n_ctx`` tokens."""
-        return ReferenceProgram(self, ops, n_ctx, n_seq)
+    def compile(self, ops: Sequence[Op], limits: Limits, leaves: Sequence[Value] = ()) -> ReferenceProgram:
+        """Return a program of these operations; caches are float32 whatever the limits say."""
+        return ReferenceProgram(self, ops, limits.n_ctx, limits.n_seq)
 
     def weight(self, matrix: Matrix) -> Floats:
         """Return a weight decoded: [n_matrices,] [n_out,] n_in."""
