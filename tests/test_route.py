@@ -30,7 +30,8 @@ def routed(r: Routing, logits: F32, bias: F32 | None = None, threads: int = 2) -
         route, tokens, threads, ids=address_of(ids), weights=address_of(weights), logits=address_of(logits),
         bias=0 if bias is None else address_of(bias), **route_block(r),
     )  # fmt: skip
-    assert (ids[tokens] == -7).all() and (weights[tokens] == -7).all()
+    assert (ids[tokens] == -7).all()
+    assert (weights[tokens] == -7).all()
     return ids[:tokens], weights[:tokens]
 
 

@@ -4,15 +4,15 @@ From the router's logits of a token, as llama.cpp does it (b11434 src/llama-grap
 
     probs      softmax(logits), sigmoid(logits), or the logits themselves (softmax_weight)
     choice     probs + bias; with groups, minus infinity outside the n_group_used groups whose two best add up to most
-    ids        the n_used largest of choice, descending; of equal ones the lower number first (ggml's sort leaves it open)
+    ids        the n_used largest of choice, descending; of equal ones the lower number first (ggml's sort is open)
     weights    probs[ids]; softmax of them (softmax_weight); / max(sum, sum_floor) (norm); * scale (unless 0 or 1)
 
 Comparisons are of integers that sort as the floats do, so that a NaN loses to everything and no expert comes twice.
 
 Operations:
 
-    route        batch ids weights logits bias n_expert n_used n_group n_group_used gating norm rows_of scale:f sum_floor:f
-                 gating: GATINGS[routing.gating]; bias: f32 [n_expert] or 0; at most MAX_EXPERTS experts
+    route        batch ids weights logits bias n_expert n_used n_group n_group_used gating norm rows_of
+                 scale:f sum_floor:f; gating: GATINGS[routing.gating]; bias: f32 [n_expert] or 0
     route_block  the values of those slots that a Routing gives, for ``route.block(**route_block(routing), ...)``
     repeat       batch out x weights width n_used rows_of
     combine      batch out x weights width n_used rows_of; weights 0: the plain sum
