@@ -116,7 +116,8 @@ def stack(tyctx: Any, size: Any) -> Any:
         return None
 
     def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        block = cgutils.alloca_once(b, ir.ArrayType(ir.IntType(8), count))
+        with b.goto_entry_block():  # not cgutils.alloca_once: it fills the block with zeros, as one LLVM value
+            block = b.alloca(ir.ArrayType(ir.IntType(8), count))
         block.align = 64
         return b.ptrtoint(block, ir.IntType(64))
 
