@@ -634,6 +634,83 @@ def round_away(tyctx: Any, a: Any) -> Any:
     return VecType(types.int32, a.lanes)(a), cg
 
 
+# ---------------------------------------------------------------- integer products: ops with target code
+
+#: True where u8 x s8 products are summed by one instruction; elsewhere signed operands go through |x| and sign(y).
+HAS_DOT4 = bool(FEATURES & {"avx512vnni", "avxvnni"})
+
+
+def _pair_sums(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    """i16 x i16, neighbours added: a form that LLVM turns into pmaddwd."""
+    wide = ir.VectorType(ir.IntType(32), x.type.count)
+    p = b.mul(b.sext(x, wide), b.sext(y, wide))
+    n = x.type.count
+    return b.add(_shuffle(b, p, None, range(0, n, 2)), _shuffle(b, p, None, range(1, n, 2)))
+
+
+def _dot4_portable(b: ir.IRBuilder, acc: ir.Value, x: ir.Value, y: ir.Value, signed: bool) -> ir.Value:
+    """Even and odd bytes, widened to i16, by two pmaddwd; a lane of i32 holds all four products."""
+    half = ir.VectorType(ir.IntType(16), x.type.count // 2)
+    x, y, eight = b.bitcast(x, half), b.bitcast(y, half), _const(half, 8)
+    if signed:
+        x_even, x_odd = b.ashr(b.shl(x, eight), eight), b.ashr(x, eight)
+    else:
+        x_even, x_odd = b.and_(x, _const(half, 255)), b.lshr(x, eight)
+    y_even, y_odd = b.ashr(b.shl(y, eight), eight), b.ashr(y, eight)
+    return b.add(acc, b.add(_pair_sums(b, x_even, y_even), _pair_sums(b, x_odd, y_odd)))
+
+
+def _dot4_avx2(b: ir.IRBuilder, acc: ir.Value, x: ir.Value, y: ir.Value, signed: bool) -> ir.Value:
+    """pmaddubsw and pmaddwd: a pair of products is at most 2 * 128 * 127 = 32512, which i16 holds."""
+    i16 = ir.VectorType(ir.IntType(16), 16)
+    if signed:
+        y = _call(b, "llvm.x86.avx2.psign.b", y.type, [y, x])
+        x = _call(b, f"llvm.abs.{_suffix(x.type)}", x.type, [x, ir.IntType(1)(0)])
+    pairs = _call(b, "llvm.x86.avx2.pmadd.ub.sw", i16, [x, y])
+    return b.add(acc, _call(b, "llvm.x86.avx2.pmadd.wd", acc.type, [pairs, _const(i16, 1)]))
+
+
+def _dot4(b: ir.IRBuilder, acc: ir.Value, x: ir.Value, y: ir.Value, signed: bool) -> ir.Value:
+    lanes = acc.type.count
+    if signed and HAS_DOT4:
+        return _dot4_portable(b, acc, x, y, signed)
+    for feature, width, name in (("avx512vnni", 16, "512"), ("avxvnni", 8, "256")):
+        if feature in FEATURES and lanes % width == 0:
+            intrinsic_name = f"llvm.x86.avx512.vpdpbusd.{name}"
+            return _split(b, lambda b, *v: _call(b, intrinsic_name, v[0].type, v), lanes // width, [acc, x, y])
+    if "avx2" in FEATURES and lanes % 8 == 0:
+        return _split(b, lambda b, *v: _dot4_avx2(b, *v, signed), lanes // 8, [acc, x, y])
+    return _dot4_portable(b, acc, x, y, signed)
+
+
+@intrinsic
+def dot4(tyctx: Any, acc: Any, x: Any, y: Any) -> Any:
+    """dot4(acc, x, y): every i32 lane of acc plus four products of bytes; x u8 or i8, y i8 in -127..127. Exact.
+
+    Where HAS_DOT4 x should be u8, any value; elsewhere i8, or u8 up to 127.
+    """
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return _dot4(b, *args, signed=sig.args[1].elem.signed)
+
+    return acc(acc, x, y), cg
+
+
+@intrinsic
+def stack_bytes(tyctx: Any, count: Any) -> Any:
+    """stack_bytes(512): the address of so many bytes of the caller's own, 64-aligned, undefined; a literal count."""
+    if not isinstance(count, types.IntegerLiteral):
+        return None
+    n = count.literal_value
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        space = cgutils.alloca_once(b, ir.ArrayType(ir.IntType(8), n))
+        space.align = 64
+        return b.ptrtoint(space, ir.IntType(64))
+
+    return types.int64(count), cg
+
+
 # ---------------------------------------------------------------- table lookups: the ops with target code
 
 

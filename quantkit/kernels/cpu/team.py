@@ -1,0 +1,297 @@
+"""A team of threads that run one compiled function together, each told its number: SPMD, without numba's thread layer.
+
+    team = Team(2); team.launch(function_address, block_address)    # function(block, thread, threads) on every thread
+
+Thread 0 is the caller. The others are Python threads that live in compiled code without the GIL: after a launch they
+look out for the next one for a while (generating, the next token follows within microseconds), then sleep on a lock.
+Within a launch they meet at spin barriers made of LLVM atomics, 0.1 us each; a thread that waits long gives its time
+slice away, because machines are oversubscribed and the one it waits for may not be running at all.
+
+The control block, int64 words, each group in cache lines of its own (two: the prefetcher fetches pairs):
+
+    0 arrivals at the barrier   16 generation of the barrier, 17 failed   32 number of the launch, 33 function,
+    34 block, 35 threads        48 + 16 t: 1 while thread t sleeps
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from quantkit.kernels.cpu.jit import inline, kernel
+
+_I64 = ir.IntType(64)
+_X86 = platform.machine() in ("x86_64", "AMD64", "i686")
+
+ARRIVALS, GENERATION, FAILED, LAUNCH, FUNCTION, BLOCK, THREADS, SLEEPS = 0, 16, 17, 32, 33, 34, 35, 48
+#: Looks at a barrier before the thread offers its time slice to others (some 50 us).
+SPINS = 4000
+#: Cycles (of the time-stamp counter) for which a thread awaits the next launch before it sleeps: some 100 us.
+AWAKE = 300_000 if _X86 else 2_500
+
+# ---------------------------------------------------------------- atomics; addresses are integers, words are int64
+
+
+def _word(b: Any, address: Any, index: Any) -> Any:
+    return b.gep(b.inttoptr(address, _I64.as_pointer()), [index])
+
+
+@intrinsic
+def atomic_add(tyctx: Any, address: Any, index: Any, value: Any) -> Any:
+    """atomic_add(address, word, v): add to an int64 and return what was there before."""
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.atomic_rmw("add", _word(b, args[0], args[1]), args[2], "seq_cst")
+
+    return types.int64(types.int64, types.int64, types.int64), cg
+
+
+@intrinsic
+def atomic_exchange(tyctx: Any, address: Any, index: Any, value: Any) -> Any:
+    """atomic_exchange(address, word, v): write an int64 and return what was there before."""
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.atomic_rmw("xchg", _word(b, args[0], args[1]), args[2], "seq_cst")
+
+    return types.int64(types.int64, types.int64, types.int64), cg
+
+
+@intrinsic
+def atomic_load(tyctx: Any, address: Any, index: Any) -> Any:
+    """atomic_load(address, word): read an int64; what its writer wrote before is visible afterwards."""
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.load_atomic(_word(b, args[0], args[1]), "acquire", 8)
+
+    return types.int64(types.int64, types.int64), cg
+
+
+@intrinsic
+def atomic_store(tyctx: Any, address: Any, index: Any, value: Any) -> Any:
+    """atomic_store(address, word, v): write an int64 after all that was written before."""
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        b.store_atomic(args[2], _word(b, args[0], args[1]), "release", 8)
+        return cgctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), cg
+
+
+@intrinsic
+def pause(tyctx: Any) -> Any:
+    """Tell the core that this is a waiting loop."""
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        if _X86:
+            signature = ir.FunctionType(ir.VoidType(), [])
+            b.call(cgutils.get_or_insert_function(b.module, signature, "llvm.x86.sse2.pause"), [])
+        return cgctx.get_dummy_value()
+
+    return types.void(), cg
+
+
+@intrinsic
+def give_way(tyctx: Any) -> Any:
+    """Offer the rest of this time slice to whatever else wants to run (sched_yield, where there is one)."""
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        if os.name == "posix":
+            signature = ir.FunctionType(ir.IntType(32), [])
+            b.call(cgutils.get_or_insert_function(b.module, signature, "sched_yield"), [])
+        return cgctx.get_dummy_value()
+
+    return types.void(), cg
+
+
+@intrinsic
+def cycles(tyctx: Any) -> Any:
+    """Read the time-stamp counter (x86) or the virtual timer (AArch64); see ``nanoseconds_per_cycle``."""
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        name = "llvm.readcyclecounter" if _X86 else "llvm.readsteadycounter"
+        return b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(_I64, []), name), [])
+
+    return types.int64(), cg
+
+
+@intrinsic
+def call_operation(tyctx: Any, function: Any, block: Any, tid: Any, nth: Any) -> Any:
+    """call_operation(function, block, tid, nth): call compiled code by its address."""
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        signature = ir.FunctionType(ir.VoidType(), [_I64] * 3)
+        b.call(b.inttoptr(args[0], signature.as_pointer()), list(args[1:]))
+        return cgctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), cg
+
+
+@inline
+def barrier(ctl, nth):
+    """Wait until all ``nth`` threads have come here; what each wrote before is visible to all after."""
+    if nth == 1:
+        return
+    generation = atomic_load(ctl, GENERATION)
+    if atomic_add(ctl, ARRIVALS, 1) == nth - 1:
+        atomic_store(ctl, ARRIVALS, 0)
+        atomic_add(ctl, GENERATION, 1)
+        return
+    looks = 0
+    while atomic_load(ctl, GENERATION) == generation:
+        pause()
+        looks += 1
+        if looks > SPINS:
+            give_way()
+            if atomic_load(ctl, FAILED) != 0:
+                return
+
+
+# ---------------------------------------------------------------- the threads
+
+
+@kernel
+def _take_part(ctl: int, tid: int) -> None:
+    """Thread 0's share of a launch."""
+    nth = atomic_load(ctl, THREADS)
+    call_operation(atomic_load(ctl, FUNCTION), atomic_load(ctl, BLOCK), tid, nth)
+    barrier(ctl, nth)
+
+
+@kernel
+def _begin(ctl: int, function: int, block: int) -> int:
+    """Announce a launch; return the threads that have to be woken as bits."""
+    atomic_store(ctl, FUNCTION, function)
+    atomic_store(ctl, BLOCK, block)
+    atomic_add(ctl, LAUNCH, 1)
+    sleepers = 0
+    for t in range(1, atomic_load(ctl, THREADS)):
+        if atomic_exchange(ctl, SLEEPS + 16 * t, 0) == 1:
+            sleepers |= 1 << t
+    return sleepers
+
+
+@kernel
+def _work(ctl: int, tid: int, seen: int) -> int:
+    """Take part in launches until none comes for a while; return the number of the last one seen, -1 at the end.
+
+    After it the thread acquires its lock: it is marked asleep, or marked no more because the lock is being released.
+    """
+    nth = atomic_load(ctl, THREADS)
+    while True:
+        since = cycles()
+        while atomic_load(ctl, LAUNCH) == seen:
+            pause()
+            if cycles() - since > AWAKE:
+                atomic_exchange(ctl, SLEEPS + 16 * tid, 1)
+                if atomic_load(ctl, LAUNCH) == seen or atomic_exchange(ctl, SLEEPS + 16 * tid, 0) == 0:
+                    return seen
+                break
+        seen += 1
+        function = atomic_load(ctl, FUNCTION)
+        if function == 0:
+            return -1
+        call_operation(function, atomic_load(ctl, BLOCK), tid, nth)
+        barrier(ctl, nth)
+
+
+class Team:
+    """``threads`` threads (at most 62), the caller among them; they start with the first launch, and are daemons.
+
+    ``pin`` names a CPU for each thread. It is off by default: beside other programs a pinned team waits for the one
+    thread whose CPU is taken. One launch at a time; a team is not shared by callers.
+    """
+
+    def __init__(self, threads: int, pin: Sequence[int] | None = None) -> None:
+        if not 1 <= threads <= 62:
+            raise ValueError(f"a team has 1 to 62 threads, not {threads}")
+        if pin is not None and len(pin) != threads:
+            raise ValueError(f"a team of {threads} is pinned to {threads} CPUs, not {len(pin)}")
+        self.threads = threads
+        self._pin = pin
+        self._words = np.zeros(SLEEPS + 16 * threads + 16, np.int64)
+        start: int = self._words.__array_interface__["data"][0]
+        self.control: int = (start + 127) // 128 * 128  #: address of the control block
+        self._words[(self.control - start) // 8 + THREADS] = threads
+        self._locks = [threading.Lock() for _ in range(threads)]
+        self._failures: list[BaseException] = []
+        self._started = False
+
+    def launch(self, function: int, block: int) -> None:
+        """Run function(block, thread, threads) on every thread; return when all are done."""
+        if not self._started:
+            self._start()
+        _wake(self.control, self._locks, function, block)
+        _take_part(self.control, 0)
+        if self._failures:
+            raise RuntimeError("a thread of the team has failed") from self._failures[0]
+
+    def _start(self) -> None:
+        self._started = True
+        _work.compile((types.int64,) * 3)  # type: ignore[attr-defined]
+        for t in range(1, self.threads):
+            self._locks[t].acquire()
+            atomic_set(self.control, SLEEPS + 16 * t, 1)
+            cpu = None if self._pin is None else self._pin[t]
+            # The thread must not know the team, or the team would never be collected.
+            shared = (self._words, self.control, t, self._locks[t], self._failures, cpu)
+            threading.Thread(target=_serve, args=shared, name=f"quantkit-{t}", daemon=True).start()
+        if self._pin is not None:
+            os.sched_setaffinity(0, {self._pin[0]})
+        if self.threads > 1:
+            weakref.finalize(self, _wake, self.control, self._locks, 0, 0).atexit = False
+
+
+def _wake(control: int, locks: list[threading.Lock], function: int, block: int) -> None:
+    """Announce a launch, or with function 0 the end, and wake who sleeps."""
+    sleepers = _begin(control, function, block)
+    if sleepers:
+        for t in range(1, len(locks)):
+            if sleepers >> t & 1:
+                locks[t].release()
+
+
+def _serve(words: Any, control: int, t: int, lock: Any, failures: list[BaseException], cpu: int | None) -> None:
+    """Live as thread ``t``; ``words`` keeps the control block in memory."""
+    seen = 0
+    try:
+        if cpu is not None:
+            os.sched_setaffinity(0, {cpu})
+        while seen >= 0:
+            lock.acquire()
+            seen = _work(control, t, seen)
+    except BaseException as failure:  # the others wait at a barrier: they must learn of it
+        failures.append(failure)
+        atomic_set(control, FAILED, 1)
+
+
+@kernel
+def atomic_set(control: int, index: int, value: int) -> None:
+    """atomic_store, for Python."""
+    atomic_store(control, index, value)
+
+
+@cache
+def nanoseconds_per_cycle() -> float:
+    """Measure the unit of ``cycles`` against the system's clock (10 ms, once)."""
+    _read_cycles()  # compiles
+    start, before = time.perf_counter_ns(), _read_cycles()
+    while time.perf_counter_ns() - start < 10_000_000:
+        pass
+    return (time.perf_counter_ns() - start) / float(_read_cycles() - before)
+
+
+@kernel
+def _read_cycles() -> int:
+    now: int = cycles()
+    return now
