@@ -5,7 +5,7 @@ experts there are is seen from the tensors (graph.py); a row says the rest. The 
 src/models/*.cpp: where that ignores a key of the metadata, the row must, too.
 
 To add an architecture: write its row; run tests/test_zoo_logits.py with a model of it (tests/zoo.py draws one from a
-header) against llama.cpp's logits; only what no field can say becomes a block of its own (attention: graph.attention_blocks).
+header) against llama.cpp's logits; only what no field can say becomes a block of its own (graph.attention_blocks).
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class Moe:
     scaled: bool = False
     #: Where ``expert_gating_func`` is missing or 0.
     default_gating: str | None = None
+    #: Numbers of layers and tokens of those models that lack it and are sigmoid all the same.
+    sigmoid_sizes: tuple[tuple[int, int], ...] = ()
     #: The inputs of the experts are weighted, not their outputs; the choice falls on the logits (Llama 4).
     weight_before: bool = False
 
@@ -100,6 +102,10 @@ class Arch:
     output_bias: bool = True
     #: yarn's beta_fast, beta_slow and log multiplier of the metadata are read.
     yarn_keys: bool = False
+    #: yarn's two multipliers are one, so that cos and sin keep their length (DeepSeek 2).
+    yarn_cancels: bool = False
+    #: Value head h of a delta net has key head h % n (Qwen3.5), and not h // (heads of a key head) (Qwen3-Next).
+    tiled_heads: bool = False
 
 
 _ROWS = (
@@ -130,6 +136,34 @@ _ROWS = (
     Arch(name="qwen2moe", rope="neox", moe=Moe(gating="softmax", norm=False)),
     Arch(name="qwen3", rope="neox", tensor_scales=frozenset({"ffn"})),
     Arch(name="qwen3moe", rope="neox", tensor_scales=frozenset({"exps"}), moe=Moe(gating="softmax", norm=True)),
+    Arch(
+        name="qwen3next",
+        rope="neox",
+        attention="delta_nets",
+        ffn_norm_is_post_attention=True,
+        output_bias=False,
+        tensor_scales=frozenset({"exps", "shexp"}),
+        moe=Moe(gating="softmax", norm=True),
+    ),
+    Arch(
+        name="qwen35",
+        rope="imrope",
+        attention="delta_nets",
+        tiled_heads=True,
+        ffn_norm_is_post_attention=True,
+        output_bias=False,
+        tensor_scales=frozenset({"ffn", "ssm"}),
+    ),
+    Arch(
+        name="qwen35moe",
+        rope="imrope",
+        attention="delta_nets",
+        tiled_heads=True,
+        ffn_norm_is_post_attention=True,
+        output_bias=False,
+        tensor_scales=frozenset({"exps", "shexp", "ssm"}),
+        moe=Moe(gating="softmax", norm=True),
+    ),
     Arch(name="qwen3vlmoe", rope="imrope", moe=Moe(gating="softmax", norm=True)),
     Arch(
         name="gpt-oss",
@@ -140,6 +174,15 @@ _ROWS = (
         moe=Moe(gating="softmax_weight", norm=False),
     ),
     Arch(name="deepseek", rope="normal", moe=Moe(gating="softmax", norm=False, scaled=True)),
+    Arch(
+        name="deepseek2",
+        rope="normal",
+        attention="mla",
+        yarn_cancels=True,
+        output_bias=False,
+        # without the key: DeepSeek 2 and 2.5, and GLM 4.7 Lite
+        moe=Moe(scaled=True, default_gating="softmax", sigmoid_sizes=((47, 154880), (48, 154880))),
+    ),
     Arch(name="dots1", rope="neox", moe=Moe(scaled=True)),
     Arch(name="glm4", rope="glm", glu_in_up=True, output_bias=False),
     Arch(

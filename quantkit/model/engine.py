@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import FormatError, RecipeError
-from quantkit.formats.gguf import open_gguf
+from quantkit.formats.gguf import GGUFFile, open_gguf
 from quantkit.helpers import available_cpus
 from quantkit.model.backends import Backend, Limits, Observer, Program
 from quantkit.model.backends.reference import Reference
@@ -23,6 +23,7 @@ from quantkit.model.batch import Batch, Floats, Ints
 from quantkit.model.fusion import Decision, Fusion, fuse
 from quantkit.model.graph import build_graph
 from quantkit.model.hparams import HParams
+from quantkit.model.merged import MergedSource
 from quantkit.model.ops import Graph
 from quantkit.model.placement import Placement, Segment, cut, devices_of
 
@@ -38,6 +39,7 @@ def load(
     n_ubatch: int = 512,
     kv_type: str = "f16",
     fusion: Fusion | None = None,
+    merge_up_gate: bool = False,
     placement: Placement | None = None,
     max_ram: int | None = None,
     observer: Observer | None = None,
@@ -51,6 +53,7 @@ def load(
         n_ubatch: tokens that go through the layers together.
         kv_type: of keys and values in the cache: f32, f16 or q8_0.
         fusion: which operations are fused; all without, none with an observer.
+        merge_up_gate: merge up and gate experts in memory while loading.
         placement: which tensors lie on which device; all on the CPU without.
         max_ram: bytes of weights to keep in memory; without, the system decides.
         observer: sees the input of every multiplication.
@@ -67,6 +70,7 @@ def load(
         n_ubatch=n_ubatch,
         kv_type=kv_type,
         fusion=fusion or (Fusion() if observer is None else Fusion.none()),
+        merge_up_gate=merge_up_gate,
         placement=placement or Placement(),
         max_ram=max_ram,
         observer=observer,
@@ -85,6 +89,7 @@ class Model:
         n_ubatch: int,
         kv_type: str,
         fusion: Fusion,
+        merge_up_gate: bool,
         placement: Placement,
         max_ram: int | None,
         observer: Observer | None,
@@ -94,7 +99,8 @@ class Model:
         if n_ubatch < 1:
             raise RecipeError(f"a batch of {n_ubatch} tokens: give at least 1")
         self.path = Path(path)
-        self.source = open_gguf(path)
+        opened = open_gguf(path)
+        self.source: GGUFFile = MergedSource(opened) if merge_up_gate else opened  # type: ignore[assignment]
         self.threads, self.n_ubatch, self.kv_type, self.max_ram = threads, n_ubatch, kv_type, max_ram
         self.observer = observer
         self.h = HParams(self.source)

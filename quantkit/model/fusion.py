@@ -111,8 +111,6 @@ def _hindrance(glu: Glu, parts: Sequence[Op | None], readers: Mapping[Value, int
     devices = {device_of(part) for part in made} | {device_of(glu)}
     if len(devices) > 1:
         return f"gate and up lie on {' and '.join(sorted(devices))}"
-    if len(made) == 1 and (made[0].bias is not None or made[0].scale is not None):
-        return "the merged tensor has a bias or a scale"
     return ""
 
 
@@ -120,18 +118,22 @@ def _one(glu: Glu, parts: Sequence[Op | None]) -> Op:
     made = [part for part in parts if isinstance(part, MulMat | MulMatId)]
     gate, up = made[0], made[-1]
     gate_weight, up_weight = gate.weight, up.weight
+    gate_bias, up_bias = gate.bias, up.bias
     if len(made) == 1:
         half = gate.weight.n_out // 2
         gate_weight = Matrix(gate.weight.tensor, (0, half))
         up_weight = Matrix(gate.weight.tensor, (half, 2 * half))
+        if gate.bias is not None:
+            gate_bias = Matrix(gate.bias.tensor, columns=(0, half))
+            up_bias = Matrix(gate.bias.tensor, columns=(half, 2 * half))
     common = {
         "layer": glu.layer,
         "out": glu.out,
         "x": gate.x,
         "gate": gate_weight,
         "up": up_weight,
-        "gate_bias": gate.bias,
-        "up_bias": up.bias,
+        "gate_bias": gate_bias,
+        "up_bias": up_bias,
         "gate_scale": gate.scale,
         "up_scale": up.scale,
         "activation": glu.activation,

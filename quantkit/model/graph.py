@@ -434,7 +434,9 @@ def qkv(b: Builder, x: Value, q_width: int, k_width: int, v_width: int) -> tuple
         return b.mul_mat(x, "attn_q"), b.mul_mat(x, "attn_k"), b.mul_mat(x, "attn_v")
     both = b.mul_mat(x, "attn_qkv")
     if both.width != q_width + k_width + v_width:
-        raise FormatError(f"{b.source.paths[0]}: {b.full_name('attn_qkv.weight')} has {both.width} rows, not q, k and v")
+        raise FormatError(
+            f"{b.source.paths[0]}: {b.full_name('attn_qkv.weight')} has {both.width} rows, not q, k and v"
+        )
     parts = (("attn_q", q_width, 0), ("attn_k", k_width, q_width), ("attn_v", v_width, q_width + k_width))
     q, k, v = (_biased(b, b.take(both, name, width, start), f"{name}.bias") for name, width, start in parts)
     return q, k, v
@@ -536,7 +538,7 @@ def _dense_mul_mat(b: Builder, x: Value, name: str, part: str) -> Value:
 def routing(b: Builder) -> Routing:
     """Return how the current layer's router chooses, by its row or the metadata; FormatError if neither says."""
     h, moe = b.h, b.arch.moe
-    gating = moe.gating or GATING.get(h.int("expert_gating_func", 0)) or moe.default_gating
+    gating = moe.gating or _gating(b)
     if gating is None:
         raise FormatError(
             f"{b.source.paths[0]}: {h.arch}.expert_gating_func is {h.get('expert_gating_func', 'missing')}; it must be "
@@ -551,6 +553,14 @@ def routing(b: Builder) -> Routing:
         n_group=max(h.int("expert_group_count", 0), 1),
         n_group_used=max(h.int("expert_group_used_count", 0), 1),
     )
+
+
+def _gating(b: Builder) -> str | None:
+    given = b.h.int("expert_gating_func", 0)
+    if given:
+        return GATING.get(given)
+    size = (b.h.n_layer, b.source.tensors["token_embd.weight"].shape[1])
+    return "sigmoid" if size in b.arch.moe.sigmoid_sizes else b.arch.moe.default_gating
 
 
 def experts(b: Builder, x: Value) -> Value:

@@ -79,8 +79,9 @@ class Reference:
             data = self.source.data(t).reshape(-1, t.type.row_bytes(t.shape[0]))
             values = dequantize(data, t.type, t.shape[0]).reshape(t.shape[::-1])
             if matrix.rows is not None:
-                values = values[..., slice(*matrix.rows), :] if values.ndim > 1 and len(t.shape) != 2 else values
-                values = values if len(t.shape) != 2 else values[slice(*matrix.rows)]
+                values = values[..., slice(*matrix.rows), :]
+            if matrix.columns is not None:
+                values = values[..., slice(*matrix.columns)]
             self._weights[matrix] = values
         return self._weights[matrix]
 
@@ -122,8 +123,10 @@ class ReferenceProgram:
             self.caches[cache] = (np.zeros((cells, cache.k_width), f32), np.zeros((cells, cache.v_width), f32))
         return self.caches[cache]
 
-    def state(self, state: State, sequence: int) -> Floats:
-        return self.states.setdefault((state, sequence), np.zeros(state.width, f32))
+    def state(self, state: State, sequence: int, position: int) -> Floats:
+        if position == 0 or (state, sequence) not in self.states:
+            self.states[state, sequence] = np.zeros(state.width, f32)
+        return self.states[state, sequence]
 
     def cells(self) -> Any:
         return self.batch.sequences.astype(np.int64) * self.n_ctx + self.batch.positions
@@ -176,7 +179,7 @@ def _norm(p: ReferenceProgram, op: Norm) -> None:
         g = g - g.mean(-1, keepdims=True, dtype=np.float64).astype(f32)
     square = np.square(g, dtype=np.float64)
     if op.kind == "l2":
-        factor = 1 / np.maximum(np.sqrt(square.sum(-1, keepdims=True)), op.eps)
+        factor = 1 / np.sqrt(square.sum(-1, keepdims=True) + op.eps)
     else:
         factor = 1 / np.sqrt(square.mean(-1, keepdims=True) + op.eps)
     y = (g * factor.astype(f32)).reshape(x.shape)
@@ -229,6 +232,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Floats, Activation], Any]] = {
     "relu": lambda x, a: np.maximum(x, f32(0)),
     "relu_sqr": lambda x, a: np.square(np.maximum(x, f32(0))),
     "sigmoid": lambda x, a: _sigmoid(x),
+    "softplus": lambda x, a: np.where(x > 20, x, np.log(f32(1) + np.exp(np.minimum(x, f32(20))))),
     "swiglu_oai": lambda x, a: x * _sigmoid(f32(a.alpha) * x),
 }
 
@@ -291,8 +295,9 @@ def _mul_mats(p: ReferenceProgram, op: MulMats) -> None:
 
 
 def _mul_mat_heads(p: ReferenceProgram, op: MulMatHeads) -> None:
-    w, x = p.weight(op.weight), p.values[op.x]
-    heads = x.reshape(len(x), w.shape[0], w.shape[2])
+    x = p.values[op.x]
+    w = p.weight(op.weight).reshape(-1, op.weight.n_out, op.weight.n_in)
+    heads = x.reshape(len(x), len(w), op.weight.n_in)
     p.values[op.out] = np.einsum("thi,hoi->tho", heads, w).reshape(len(x), -1)
 
 
@@ -501,7 +506,7 @@ def _convolve(p: ReferenceProgram, op: Convolve) -> None:
     out = np.empty_like(x)
     for sequence in np.unique(p.batch.sequences):
         rows = np.flatnonzero(p.batch.sequences == sequence)
-        state = p.state(op.state, int(sequence)).reshape(n - 1, -1)
+        state = p.state(op.state, int(sequence), int(p.batch.positions[rows[0]])).reshape(n - 1, -1)
         line = np.concatenate([state, x[rows]])
         out[rows] = sum(line[i : i + len(rows)] * w[:, i] for i in range(n))
         state[...] = line[len(rows) :]
@@ -516,8 +521,8 @@ def _delta_net(p: ReferenceProgram, op: DeltaNet) -> None:
     key = heads % op.n_k_head if op.tiled else heads // (op.n_v_head // op.n_k_head)
     decay, beta = np.exp(p.values[op.g]), p.values[op.beta]
     out = np.empty_like(v)
-    for t, sequence in enumerate(p.batch.sequences):
-        s = p.state(op.state, int(sequence)).reshape(op.n_v_head, k.shape[2], v.shape[2])
+    for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
+        s = p.state(op.state, int(sequence), int(position)).reshape(op.n_v_head, k.shape[2], v.shape[2])
         s *= decay[t][:, None, None]
         kt, qt = k[t, key], q[t, key] * f32(op.scale)
         delta = (v[t] - np.einsum("hkv,hk->hv", s, kt)) * beta[t][:, None]
