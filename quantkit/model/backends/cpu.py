@@ -21,7 +21,7 @@ from quantkit.kernels.cpu.team import Team
 from quantkit.model.backends import Limits, Observer
 from quantkit.model.backends.arena import Buffer, Entry, Memory, place
 from quantkit.model.backends.lowering import Lowering
-from quantkit.model.backends.streaming import Stage, advise, stages, streamed
+from quantkit.model.backends.streaming import Stage, pages, stages, streamed
 from quantkit.model.batch import Batch
 from quantkit.model.ops import Op, Value
 
@@ -93,9 +93,17 @@ class CPUProgram:
         self.streams = any(goes)
 
     def _advise(self, stage: Stage, advice: str) -> None:
-        if hasattr(mmap, advice) and stage.tensors:
-            views = [self._backend.source.data(name) for name in stage.tensors]
-            self._low.entries.append(Entry(None, call=lambda: advise(views, getattr(mmap, advice))))
+        """Append a step that tells the system to read a stage's weights, or to let them go."""
+        number = getattr(mmap, advice, None)
+        found = [pages(self._backend.source.data(name)) for name in stage.tensors]
+        ranges = [part for part in found if part is not None]
+
+        def advise() -> None:
+            for mapping, first, length in ranges:
+                mapping.madvise(number, first, length)
+
+        if number is not None and ranges:
+            self._low.entries.append(Entry(None, call=advise))
 
     def _make_steps(self) -> list[Tape | Callable[[], None]]:
         """Return tapes and calls, in order."""

@@ -9,7 +9,7 @@ or single operations where a layer is too large. What stays, and a streamed stag
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,13 +71,12 @@ def streamed(plan: Sequence[Stage], budget: int) -> list[bool]:
     return goes
 
 
-def advise(views: Iterable[View], advice: int) -> None:
-    """Give the system advice on the pages of weights; views may be of any part of a mapped file."""
-    for view in views:
-        base = view.base
-        mapping = base.obj if isinstance(base, memoryview) else base
-        if not isinstance(mapping, mmap.mmap) or not view.size:
-            continue
-        start = address_of(view) - address_of(np.frombuffer(mapping, np.uint8))
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        mapping.madvise(advice, first, start + view.size - first)
+def pages(view: View) -> tuple[mmap.mmap, int, int] | None:
+    """Return the mapped file a weight lies in, and the first byte and length of its pages; None if in none."""
+    base = view.base
+    mapping = base.obj if isinstance(base, memoryview) else base
+    if not isinstance(mapping, mmap.mmap) or not view.size:
+        return None
+    start = address_of(view) - address_of(np.frombuffer(mapping, np.uint8))
+    first = start // mmap.PAGESIZE * mmap.PAGESIZE
+    return mapping, first, start + view.size - first
