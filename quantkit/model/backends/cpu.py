@@ -94,7 +94,7 @@ class CPUProgram:
 
     def _advise(self, stage: Stage, advice: str) -> None:
         """Append a step that tells the system to read a stage's weights, or to let them go."""
-        number = getattr(mmap, advice, None)
+        number: int = getattr(mmap, advice, -1)  # -1: this system has no such advice
         found = [pages(self._backend.source.data(name)) for name in stage.tensors]
         ranges = [part for part in found if part is not None]
 
@@ -102,7 +102,7 @@ class CPUProgram:
             for mapping, first, length in ranges:
                 mapping.madvise(number, first, length)
 
-        if number is not None and ranges:
+        if number >= 0 and ranges:
             self._low.entries.append(Entry(None, call=advise))
 
     def _make_steps(self) -> list[Tape | Callable[[], None]]:
