@@ -32,7 +32,7 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from quantkit.kernels.cpu.cache import BLOCK, bytes_of, read_rows
+from quantkit.kernels.cpu.cache import BLOCK, F16, F32, Q8_0, bytes_of, read_rows
 from quantkit.kernels.cpu.functions import exp, load_part, store_part, tanh
 from quantkit.kernels.cpu.jit import helper, inline
 from quantkit.kernels.cpu.simd import (
@@ -44,6 +44,7 @@ from quantkit.kernels.cpu.simd import (
     i32x16,
     load,
     make_constant,
+    prefetch,
     select,
     splat,
     store,
@@ -68,8 +69,10 @@ from quantkit.kernels.cpu.tiles import (
     KEYS,
     ROWS,
     inner,
+    inner_half,
     load_tile,
     outer,
+    outer_half,
     store_sums,
     store_tile,
     zero_products,
@@ -148,6 +151,11 @@ def scratch_bytes(head_k: int, head_v: int, threads: int) -> int:
 
 
 # ---------------------------------------------------------------- tiles and what their rows see
+
+
+@inline
+def _padded(rows):
+    return (rows + ROWS - 1) // ROWS * ROWS
 
 
 @inline
@@ -239,19 +247,19 @@ def _set_rows(args, begin, end, head, heads, rows, me):
 
 
 @helper
-def _set_q(args, rows, there, few, me):
+def _set_q(args, rows, few, me):
     """Copy rows of q, zeros behind: as they are, or 16 rows at a time transposed, [rows / 16][head_k][16]."""
     n, q = arg(args, _HEAD_K), arg(args, _Q)
     k = (n + 15) // 16
     for first in range(0, rows, 16):
         panel = me + _q_at(k) + 1024 * k * (first // 16)
         to = panel if few else me + _FEW
-        for r in range(first, first + 16):
+        for r in range(first, min(first + 16, rows) if few else first + 16):
             row = me + 64 * r
             source = q + 4 * n * (_int(row, _TOKEN // 4) * arg(args, _N_HEAD) + _int(row, _HEAD // 4))
             for j in range(k):
                 x = splat(f32x16, 0.0)
-                if r < there:
+                if r < rows and _int(row, _LAST // 4) >= 0:
                     x = load_part(f32x16, source, 64 * j, n - 16 * j) if 16 * j + 16 > n else load(f32x16, source, 64 * j)
                 store(to, 64 * (k * (r - first) + j), x)
         if not few:
@@ -292,12 +300,31 @@ def _outer_scores(q, keys, k, n, first, last, scores):
 
 
 @inline
-def _inner_scores(q, keys, k, first, last, scores):
-    """Scores of ROWS rows (as they are) with keys first..last, KEYS at a time; keys beyond are any numbers."""
+def _prefetch_row(address, n):
+    for i in range(0, n, 64):
+        prefetch(address, i)
+
+
+@inline
+def _inner_scores(q, keys, stride, kind, k, first, last, scores, after, n_bytes):
+    """Scores of ROWS rows (as they are) with keys first..last; keys lie ``stride`` bytes apart.
+
+    Fetches the same rows at ``after`` meanwhile, n_bytes of each.
+    """
     for key in range(first, last, KEYS):
+        k0 = keys + stride * key
+        k1 = keys + stride * min(key + 1, last - 1)
+        k2, k3 = keys + stride * min(key + 2, last - 1), keys + stride * min(key + 3, last - 1)
         tile = zero_products()
-        for j in range(k):
-            tile = inner(tile, keys + 64 * (k * key + j), 64 * k, q + 64 * j, 64 * k)
+        if n_bytes > 0:
+            for c in range(KEYS):
+                _prefetch_row(after + stride * (key + c), n_bytes)
+        if kind == F16:
+            for j in range(k):
+                tile = inner_half(tile, k0 + 32 * j, k1 + 32 * j, k2 + 32 * j, k3 + 32 * j, q + 64 * j, 64 * k)
+        else:
+            for j in range(k):
+                tile = inner(tile, k0 + 64 * j, k1 + 64 * j, k2 + 64 * j, k3 + 64 * j, q + 64 * j, 64 * k)
         store_sums(tile, scores + 4 * key, 4 * BLOCK)
 
 
@@ -369,24 +396,70 @@ def _seen(rows_at, start):
 
 
 @helper
-def _block_scores(me, rows, k, n, few, start, scale, softcap, bent):
-    """Weights of all rows of a tile for one block of keys."""
+def _many_scores(me, rows, k, n, start, scale, softcap, bent):
+    """Weights of all rows of a tile for a block of keys, transposed."""
     for r in range(0, rows, ROWS):
         first, end = _seen(me + 64 * r, start)
         if first >= end:
             continue
-        scores, keys = me + _SCORES + 4 * BLOCK * r, me + _keys_at(k)
+        scores, q = me + _SCORES + 4 * BLOCK * r, me + _q_at(k) + 1024 * k * (r // 16) + 4 * (r % 16)
         n0, n1 = first // 16, (end + 15) // 16
-        if few:
-            _inner_scores(me + _q_at(k) + 64 * k * r, keys, k, 16 * n0, 16 * n1, scores)
-        else:
-            _outer_scores(me + _q_at(k) + 1024 * k * (r // 16) + 4 * (r % 16), keys, k, n, n0, n1, scores)
+        _outer_scores(q, me + _keys_at(k), k, n, n0, n1, scores)
         _softmax(me + 64 * r, me + _FACTORS + 4 * r, scores, start, n0, n1, scale, softcap, bent)
 
 
 @helper
-def _block_values(me, rows, k, v, start):
-    """o = factor * o + weights * values, for all rows of a tile."""
+def _few_scores(me, begin, rows, k, keys, stride, kind, start, scale, softcap, bent, after, n_bytes):
+    """Weights of rows begin..begin + rows for a block of keys as they lie in memory."""
+    for r in range(begin, begin + rows, ROWS):
+        first, end = _seen(me + 64 * r, start)
+        if first >= end:
+            continue
+        scores, q = me + _SCORES + 4 * BLOCK * r, me + _q_at(k) + 64 * k * r
+        n0, n1 = first // 16, (end + 15) // 16
+        _inner_scores(q, keys, stride, kind, k, 16 * n0, end, scores, after, n_bytes if r == begin else 0)
+        _softmax(me + 64 * r, me + _FACTORS + 4 * r, scores, start, n0, n1, scale, softcap, bent)
+
+
+@helper
+def _few_values(me, begin, rows, k, v, values, stride, kind, start, after, n_bytes):
+    """o = factor * o + weights * values, for rows begin..begin + rows; values as they lie in memory."""
+    size = 32 if kind == F16 else 64
+    for j in range(0, v, COLUMNS):
+        wide = j + COLUMNS <= v
+        for r in range(begin, begin + rows, ROWS):
+            first, end = _seen(me + 64 * r, start)
+            if first >= end:
+                continue
+            first = first // 16 * 16
+            weights, factors, o = me + _SCORES + 4 * BLOCK * r, me + _FACTORS + 4 * r, me + _o_at(k, v) + 64 * v * r
+            at = min(n_bytes, size * COLUMNS) if r == begin else 0
+            if wide and kind == F16:
+                tile = load_tile(zero_tile(), o + 64 * j, 64 * v, factors)
+                for i in range(first, end):
+                    _prefetch_row(after + stride * i + size * j, at)
+                    tile = outer_half(tile, values + stride * i + size * j, size, weights + 4 * i, 4 * BLOCK)
+                store_tile(tile, o + 64 * j, 64 * v)
+            elif wide:
+                tile = load_tile(zero_tile(), o + 64 * j, 64 * v, factors)
+                for i in range(first, end):
+                    _prefetch_row(after + stride * i + size * j, at)
+                    tile = outer(tile, values + stride * i + size * j, size, weights + 4 * i, 4 * BLOCK)
+                store_tile(tile, o + 64 * j, 64 * v)
+            else:
+                for c in range(j, v):
+                    strip = load_tile(zero_strip(), o + 64 * c, 64 * v, factors)
+                    for i in range(first, end):
+                        if kind == F16:
+                            strip = outer_half(strip, values + stride * i + size * c, size, weights + 4 * i, 4 * BLOCK)
+                        else:
+                            strip = outer(strip, values + stride * i + size * c, size, weights + 4 * i, 4 * BLOCK)
+                    store_tile(strip, o + 64 * c, 64 * v)
+
+
+@helper
+def _many_values(me, rows, k, v, start):
+    """o = factor * o + weights * values, for all rows of a tile; values in columns of COLUMNS vectors."""
     j = 0
     while j < v:
         wide = j + COLUMNS <= v
@@ -437,10 +510,12 @@ def _store_row(out, n, j, x):
 
 
 @helper
-def _finish(args, me, there, k, v):
+def _finish(args, me, rows, k, v):
     """out = o / l of the rows of a tile."""
     n = arg(args, _HEAD_V)
-    for r in range(there):
+    for r in range(rows):
+        if _int(me + 64 * r, _LAST // 4) < 0:
+            continue
         row, o = me + 64 * r, me + _o_at(k, v) + 64 * v * r
         head, m = _int(row, _HEAD // 4), load(types.float32, row, _M)
         largest, more = _with_sink(arg(args, _SINKS), head, m)
@@ -452,9 +527,11 @@ def _finish(args, me, there, k, v):
 
 
 @helper
-def _keep_part(args, me, there, k, v, part, n_parts, parts):
+def _keep_part(args, me, rows, k, v, part, n_parts, parts):
     """Keep o, m and l of a tile's rows for the merge."""
-    for r in range(there):
+    for r in range(rows):
+        if _int(me + 64 * r, _LAST // 4) < 0:
+            continue
         row, o = me + 64 * r, me + _o_at(k, v) + 64 * v * r
         number = _int(row, _TOKEN // 4) * arg(args, _N_HEAD) + _int(row, _HEAD // 4)
         to = parts + 64 * (v + 1) * (number * n_parts + part)
@@ -489,43 +566,98 @@ def _merge(args, v, n_parts, parts, tid, nth):
 # ---------------------------------------------------------------- the operation
 
 
-@helper
-def _attend(args, begin, end, kv_head, head, heads, b0, b1, me):
-    """Take the rows of a tile (tokens begin..end, ``heads`` heads from ``head``) through blocks b0..b1 of keys."""
-    n, nv = arg(args, _HEAD_K), arg(args, _HEAD_V)
-    k, v = (n + 15) // 16, (nv + 15) // 16
-    there = (end - begin) * heads
-    rows = (there + ROWS - 1) // ROWS * ROWS
-    few = rows <= FEW
-    _set_rows(args, begin, end, head, heads, rows, me)
-    _set_q(args, rows, there, few, me)
-    for i in range(rows * v):
-        store(me + _o_at(k, v), 64 * i, splat(f32x16, 0.0))
-    k_type, v_type = arg(args, _K_TYPE), arg(args, _V_TYPE)
-    k_bytes = bytes_of(k_type, n * arg(args, _N_HEAD_KV))
-    v_bytes = bytes_of(v_type, nv * arg(args, _N_HEAD_KV))
-    k_cache, v_cache = arg(args, _K_CACHE) + kv_head * bytes_of(k_type, n), arg(args, _V_CACHE)
-    if v_cache == 0:
-        v_cache, v_bytes, v_type = k_cache, k_bytes, k_type
-    else:
-        v_cache += kv_head * bytes_of(v_type, nv)
-    cells = _int(batch_word(args, SEQUENCES), begin) * batch_word(args, N_CTX)
+@inline
+def _last_seen(me, rows):
+    """The last position that any row of a tile sees."""
     last = _int(me, _LAST // 4)
     for r in range(rows):
         last = max(last, _int(me + 64 * r, _LAST // 4))
+    return last
+
+
+@inline
+def _value_rows(args):
+    """Address, type and bytes of a row of the values; without any they are in the keys."""
+    if arg(args, _V_CACHE) == 0:
+        kind = arg(args, _K_TYPE)
+        return arg(args, _K_CACHE), kind, bytes_of(kind, arg(args, _HEAD_K) * arg(args, _N_HEAD_KV))
+    kind = arg(args, _V_TYPE)
+    return arg(args, _V_CACHE), kind, bytes_of(kind, arg(args, _HEAD_V) * arg(args, _N_HEAD_KV))
+
+
+@helper
+def _many(args, kv_head, b0, b1, rows, me):
+    """Take the rows of a tile, of one key-value head, through blocks b0..b1 of keys."""
+    n, nv = arg(args, _HEAD_K), arg(args, _HEAD_V)
+    k, v = (n + 15) // 16, (nv + 15) // 16
+    k_type = arg(args, _K_TYPE)
+    k_bytes = bytes_of(k_type, n * arg(args, _N_HEAD_KV))
+    v_cache, v_type, v_bytes = _value_rows(args)
+    cells = _int(batch_word(args, SEQUENCES), _int(me, _TOKEN // 4)) * batch_word(args, N_CTX)
     scale, softcap = farg(args, _SCALE), farg(args, _SOFTCAP)
-    bent = softcap > 0 or farg(args, _ALIBI) > 0
+    bent, last = softcap > 0 or farg(args, _ALIBI) > 0, _last_seen(me, rows)
+    k_source = arg(args, _K_CACHE) + kv_head * bytes_of(k_type, n)
+    v_source = v_cache + kv_head * bytes_of(v_type, nv)
     for block in range(b0, b1):
         start = block * BLOCK
         keys = min(BLOCK, last + 1 - start)
-        source = k_cache + (cells + start) * k_bytes
-        if few:
-            read_rows(source, k_bytes, k_type, keys, n, k, me + _keys_at(k))
-        else:
-            _transpose_keys(source, k_bytes, k_type, keys, n, me + _FEW, me + _keys_at(k))
-        read_rows(v_cache + (cells + start) * v_bytes, v_bytes, v_type, keys, nv, COLUMNS, me + _values_at(k))
-        _block_scores(me, rows, k, n, few, start, scale, softcap, bent)
-        _block_values(me, rows, k, v, start)
+        at = cells + start
+        _transpose_keys(k_source + at * k_bytes, k_bytes, k_type, keys, n, me + _FEW, me + _keys_at(k))
+        read_rows(v_source + at * v_bytes, v_bytes, v_type, keys, nv, COLUMNS, me + _values_at(k))
+        _many_scores(me, rows, k, n, start, scale, softcap, bent)
+        _many_values(me, rows, k, v, start)
+
+
+@helper
+def _few(args, kv_head, kv_heads, b0, b1, rows, me):
+    """Take ``rows`` rows of each of some key-value heads through blocks b0..b1 of keys.
+
+    A block of all heads lies together in memory; while one head's part is used, the next one's is fetched.
+    """
+    n, nv = arg(args, _HEAD_K), arg(args, _HEAD_V)
+    k, v = (n + 15) // 16, (nv + 15) // 16
+    k_type = arg(args, _K_TYPE)
+    k_bytes = bytes_of(k_type, n * arg(args, _N_HEAD_KV))
+    v_cache, v_type, v_bytes = _value_rows(args)
+    k_head, v_head = bytes_of(k_type, n), bytes_of(v_type, nv)
+    cells = _int(batch_word(args, SEQUENCES), _int(me, _TOKEN // 4)) * batch_word(args, N_CTX)
+    scale, softcap = farg(args, _SCALE), farg(args, _SOFTCAP)
+    bent, last = softcap > 0 or farg(args, _ALIBI) > 0, _last_seen(me, rows)
+    k_direct, v_direct = k_type != Q8_0 and n % 16 == 0, v_type != Q8_0 and nv % 16 == 0
+    for block in range(b0, b1):
+        start = block * BLOCK
+        keys = min(BLOCK, last + 1 - start)
+        k_at = arg(args, _K_CACHE) + (cells + start) * k_bytes + kv_head * k_head
+        v_at = v_cache + (cells + start) * v_bytes + kv_head * v_head
+        for head in range(kv_heads):
+            source, stride, kind = k_at + head * k_head, k_bytes, k_type
+            after = source + (k_head if head + 1 < kv_heads else BLOCK * k_bytes - head * k_head)
+            if not k_direct:
+                read_rows(source, stride, kind, keys, n, k, me + _keys_at(k))
+                source, stride, kind = me + _keys_at(k), 64 * k, F32
+            fetch = k_head if k_direct else 0
+            _few_scores(
+                me, head * rows, rows, k, source, stride, kind, start, scale, softcap, bent, after, fetch
+            )
+            source, stride, kind = v_at + head * v_head, v_bytes, v_type
+            after = source + (v_head if head + 1 < kv_heads else BLOCK * v_bytes - head * v_head)
+            if not v_direct:
+                read_rows(source, stride, kind, keys, nv, v, me + _values_at(k))
+                source, stride, kind = me + _values_at(k), 64 * v, F32
+            fetch = v_head if v_direct and arg(args, _V_CACHE) != 0 else 0
+            _few_values(me, head * rows, rows, k, v, source, stride, kind, start, after, fetch)
+
+
+@inline
+def _heads_of_unit(args, rows, heads, work, nth):
+    """How many key-value heads a unit takes: as many as fit, but enough units for all threads."""
+    n_head_kv = arg(args, _N_HEAD_KV)
+    if rows > FEW:
+        return 1
+    most = min(TILE // rows, n_head_kv)
+    while most > 1 and (n_head_kv + most - 1) // most * work < 3 * nth:
+        most = (most + 1) // 2
+    return most
 
 
 @operation(
@@ -536,15 +668,17 @@ def attention(args, tid, nth):
     """Causal attention of every token over the cells of its sequence; slots: see the top of this file."""
     n_head, n_head_kv = arg(args, _N_HEAD), arg(args, _N_HEAD_KV)
     k, v = (arg(args, _HEAD_K) + 15) // 16, (arg(args, _HEAD_V) + 15) // 16
-    group = n_head // n_head_kv
+    group, n_tokens = n_head // n_head_kv, batch_word(args, N_TOKENS)
     heads = min(group, TILE)
     head_tiles, tokens = (group + heads - 1) // heads, TILE // heads
     n_parts = _count_parts(args, tokens)
     me = arg(args, _SCRATCH) + tid * _thread_bytes(k, v)
     parts = arg(args, _SCRATCH) + nth * _thread_bytes(k, v)
     positions, sequences = batch_word(args, POSITIONS), batch_word(args, SEQUENCES)
-    units = n_head_kv * head_tiles * n_parts
-    tile, end = 0, batch_word(args, N_TOKENS)  # tiles are counted from the last, which sees most keys
+    kv_heads = _heads_of_unit(args, _padded(min(n_tokens, tokens) * heads), heads, n_parts * head_tiles, nth)
+    kv_units = (n_head_kv + kv_heads - 1) // kv_heads
+    units = kv_units * head_tiles * n_parts
+    tile, end = 0, n_tokens  # tiles are counted from the last, which sees most keys
     begin = _tile_begin(sequences, end, tokens)
     while True:
         unit = atomic_add(load(types.int64, args, 0), COUNTER, 1)
@@ -555,17 +689,28 @@ def attention(args, tid, nth):
         if end <= 0:
             break
         rest = unit % units
-        part, kv_head, first = rest % n_parts, rest // n_parts // head_tiles, rest // n_parts % head_tiles * heads
+        part, kv_head, first = rest % n_parts, rest // n_parts // head_tiles * kv_heads, rest // n_parts % head_tiles * heads
         b0, b1 = _blocks(positions, begin, end, arg(args, _MASK), arg(args, _WINDOW))
         if n_parts > 1:
             per = _part_blocks(b1 - b0)
             b0, b1 = min(b1, b0 + part * per), min(b1, b0 + part * per + per)
         here = min(heads, group - first)
-        _attend(args, begin, end, kv_head, kv_head * group + first, here, b0, b1, me)
-        if n_parts > 1:
-            _keep_part(args, me, (end - begin) * here, k, v, part, n_parts, parts)
+        n_kv, there = min(kv_heads, n_head_kv - kv_head), (end - begin) * here
+        rows = _padded(there)
+        few = rows <= FEW
+        for i in range(n_kv):
+            _set_rows(args, begin, end, (kv_head + i) * group + first, here, rows, me + 64 * rows * i)
+        _set_q(args, rows * n_kv, few, me)
+        for i in range(rows * n_kv * v):
+            store(me + _o_at(k, v), 64 * i, splat(f32x16, 0.0))
+        if few:
+            _few(args, kv_head, n_kv, b0, b1, rows, me)
         else:
-            _finish(args, me, (end - begin) * here, k, v)
+            _many(args, kv_head, b0, b1, rows, me)
+        if n_parts > 1:
+            _keep_part(args, me, rows * n_kv, k, v, part, n_parts, parts)
+        else:
+            _finish(args, me, rows * n_kv, k, v)
     barrier(batch_word(args, CONTROL), nth)
     if tid == 0:
         atomic_store(load(types.int64, args, 0), COUNTER, 0)

@@ -18,7 +18,7 @@ from numba.core import types
 from numba.core.types.containers import UniTuple
 from numba.extending import intrinsic
 
-from quantkit.kernels.cpu.simd import FEATURES, _address, _call, _shuffle, _splat, _suffix, f32x16
+from quantkit.kernels.cpu.simd import FEATURES, _call, _from_half, _shuffle, _splat, _suffix, f32x16
 
 #: Rows and columns (of 16) of a tile, chosen by the number of vector registers (32 with AVX-512 and on AArch64).
 ROWS = 4
@@ -34,7 +34,13 @@ def _at(b: ir.IRBuilder, address: ir.Value, stride: ir.Value, i: int, t: ir.Type
 
 
 def _load(b: ir.IRBuilder, address: ir.Value, stride: ir.Value, i: int, t: ir.Type = _VECTOR) -> ir.Value:
-    return b.load(_at(b, address, stride, i, t), align=1 if t is _VECTOR else 4)
+    return b.load(_at(b, address, stride, i, t), align=1)
+
+
+def _read(b: ir.IRBuilder, address: ir.Value, half: bool) -> ir.Value:
+    if not half:
+        return _load(b, address, _I64(0), 0)
+    return _from_half(b, _load(b, address, _I64(0), 0, ir.VectorType(ir.IntType(16), 16)))
 
 
 def _muladd(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
@@ -50,7 +56,14 @@ def _pack(cgctx: Any, b: ir.IRBuilder, t: UniTuple, parts: list[ir.Value]) -> ir
     return out
 
 
-def make_zero_tile(columns: int, name: str) -> Any:
+def _named(function: Any, name: str) -> Any:
+    """Give an intrinsic made by a factory a stable identity, or numba's cache never hits."""
+    function.__name__ = name
+    function._set_uuid(f"quantkit.tiles.{name}")
+    return function
+
+
+def _make_zero_tile(columns: int, name: str) -> Any:
     """Return an intrinsic ``tile()``: ROWS x columns vectors of zeros."""
     t = UniTuple(f32x16, ROWS * columns)
 
@@ -59,47 +72,56 @@ def make_zero_tile(columns: int, name: str) -> Any:
         zero = ir.Constant(_VECTOR, [0.0] * 16)
         return t(), lambda cgctx, b, sig, args: _pack(cgctx, b, t, [zero] * t.count)
 
-    zero_tile.__name__ = name
-    zero_tile._set_uuid(f"quantkit.tiles.{name}")
-    return zero_tile
+    return _named(zero_tile, name)
 
 
 zero_tile, zero_strip, zero_products = (
-    make_zero_tile(n, name) for n, name in ((COLUMNS, "zero_tile"), (1, "zero_strip"), (KEYS, "zero_products"))
+    _make_zero_tile(n, name) for n, name in ((COLUMNS, "zero_tile"), (1, "zero_strip"), (KEYS, "zero_products"))
 )
 
 
-@intrinsic
-def outer(tyctx: Any, tile: Any, a: Any, a_stride: Any, x: Any, x_stride: Any) -> Any:
-    """outer(tile, a, a_stride, x, x_stride): tile[r][c] += x[r] * a[c]; vectors at a, numbers at x."""
+def _make_outer(half: bool) -> Any:
+    @intrinsic
+    def outer(tyctx: Any, tile: Any, a: Any, a_stride: Any, x: Any, x_stride: Any) -> Any:
+        """outer(tile, a, a_stride, x, x_stride): tile[r][c] += x[r] * a[c]; vectors at a, numbers at x."""
 
-    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        acc, a, a_stride, x, x_stride = args
-        columns = tile.count // ROWS
-        vectors = [_load(b, a, a_stride, c) for c in range(columns)]
-        parts = []
-        for r in range(ROWS):
-            factor = _splat(b, _load(b, x, x_stride, r, _F32), 16)
-            parts += [_muladd(b, factor, v, b.extract_value(acc, r * columns + c)) for c, v in enumerate(vectors)]
-        return _pack(cgctx, b, tile, parts)
+        def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            acc, a, a_stride, x, x_stride = args
+            columns = tile.count // ROWS
+            vectors = [_read(b, b.add(a, b.mul(a_stride, _I64(c))), half) for c in range(columns)]
+            parts = []
+            for r in range(ROWS):
+                factor = _splat(b, _load(b, x, x_stride, r, _F32), 16)
+                parts += [_muladd(b, factor, v, b.extract_value(acc, r * columns + c)) for c, v in enumerate(vectors)]
+            return _pack(cgctx, b, tile, parts)
 
-    return tile(tile, *[types.int64] * 4), cg
+        return tile(tile, *[types.int64] * 4), cg
+
+    return _named(outer, "outer_half" if half else "outer")
 
 
-@intrinsic
-def inner(tyctx: Any, tile: Any, k: Any, k_stride: Any, q: Any, q_stride: Any) -> Any:
-    """inner(tile, k, k_stride, q, q_stride): tile[r][c] += q[r] * k[c], vector by vector."""
+def _make_inner(half: bool) -> Any:
+    @intrinsic
+    def inner(tyctx: Any, tile: Any, k0: Any, k1: Any, k2: Any, k3: Any, q: Any, q_stride: Any) -> Any:
+        """inner(tile, k0, k1, k2, k3, q, q_stride): tile[r][c] += q[r] * k[c], vector by vector."""
 
-    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        acc, k, k_stride, q, q_stride = args
-        keys = [_load(b, k, k_stride, c) for c in range(KEYS)]
-        parts = []
-        for r in range(ROWS):
-            row = _load(b, q, q_stride, r)
-            parts += [_muladd(b, row, key, b.extract_value(acc, r * KEYS + c)) for c, key in enumerate(keys)]
-        return _pack(cgctx, b, tile, parts)
+        def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            acc, *addresses, q, q_stride = args
+            keys = [_read(b, address, half) for address in addresses]
+            parts = []
+            for r in range(ROWS):
+                row = _load(b, q, q_stride, r)
+                parts += [_muladd(b, row, key, b.extract_value(acc, r * KEYS + c)) for c, key in enumerate(keys)]
+            return _pack(cgctx, b, tile, parts)
 
-    return tile(tile, *[types.int64] * 4), cg
+        return tile(tile, *[types.int64] * 6), cg
+
+    return _named(inner, "inner_half" if half else "inner")
+
+
+#: For float32 and half floats at a and k.
+outer, outer_half = _make_outer(False), _make_outer(True)
+inner, inner_half = _make_inner(False), _make_inner(True)
 
 
 @intrinsic
