@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from libllama import nmse
-from zoo import NAMES, write_zoo
-from zoo import expected as tokens_and_logits
 
+from libllama import nmse
 from quantkit.formats.gguf import GGUFFile, open_gguf
 from quantkit.model.backends import Limits
 from quantkit.model.backends.reference import Reference
@@ -35,6 +33,8 @@ from quantkit.model.ops import (
     Value,
 )
 from quantkit.model.placement import Placement
+from zoo import NAMES, write_zoo
+from zoo import expected as tokens_and_logits
 
 BOUND = 1e-8
 TOKENS = tokens_and_logits(NAMES[0])[0]
@@ -151,8 +151,9 @@ def no_head_norm(op: Op) -> list[Op] | None:
 
 def no_window(op: Op) -> list[Op] | None:
     # Windows wider than the tokens here cannot be missed.
-    seen = isinstance(op, Attention) and op.mask != "causal" and op.window < len(TOKENS)
-    return [replace(op, mask="causal")] if seen else None
+    if not isinstance(op, Attention) or op.mask == "causal" or op.window >= len(TOKENS):
+        return None
+    return [replace(op, mask="causal")]
 
 
 def no_sinks(op: Op) -> list[Op] | None:

@@ -52,6 +52,18 @@ class Moe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Scales:
+    """Factors that stand in no metadata (MiniCPM 3).
+
+    Embeddings are multiplied by ``embed``, what a layer adds by depth / sqrt(n_layer), logits by width / n_embd.
+    """
+
+    embed: float
+    depth: float
+    width: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Arch:
     """One architecture."""
 
@@ -82,6 +94,7 @@ class Arch:
     embed_sqrt: bool = False
     #: ``logit_scale`` multiplies or divides the logits.
     logit_scale: str = ""
+    fixed_scales: Scales | None = None
     #: granite: embedding_scale, residual_scale of the metadata hold.
     scales: bool = False
     #: ``attention.scale`` of the metadata holds.
@@ -183,6 +196,28 @@ _ROWS = (
         # without the key: DeepSeek 2 and 2.5, and GLM 4.7 Lite
         moe=Moe(scaled=True, default_gating="softmax", sigmoid_sizes=((47, 154880), (48, 154880))),
     ),
+    Arch(
+        name="mistral4",
+        rope="normal",
+        attention="mla",
+        output_bias=False,
+        moe=Moe(scaled=True, default_gating="softmax", sigmoid_sizes=((47, 154880), (48, 154880))),
+    ),
+    Arch(
+        name="deepseek2-ocr",
+        rope="neox",
+        attention="unscaled",
+        output_bias=False,
+        moe=Moe(scaled=True, default_gating="softmax"),
+    ),
+    Arch(
+        name="minicpm3",
+        rope="neox",
+        attention="mla_plain",
+        output_bias=False,
+        fixed_scales=Scales(embed=12.0, depth=1.4, width=256.0),
+    ),
+    Arch(name="plm", rope="normal", attention="mla_plain", activation="relu_sqr", output_bias=False),
     Arch(name="dots1", rope="neox", moe=Moe(scaled=True)),
     Arch(name="glm4", rope="glm", glu_in_up=True, output_bias=False),
     Arch(

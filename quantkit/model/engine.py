@@ -184,6 +184,15 @@ class Session:
         for program in self._programs:
             program.clear(sequence)
 
+    def rewind(self, sequence: int, length: int) -> bool:
+        """Shorten a sequence to its first ``length`` tokens; False, and nothing done, if a layer cannot go back."""
+        if self.model.graph.states and length:
+            return False
+        if not length:
+            self.clear(sequence)
+        self.lengths[sequence] = min(length, self.lengths[sequence])
+        return True
+
     def decode(
         self,
         tokens: Sequence[int] | Ints,

@@ -225,6 +225,8 @@ class Builder:
 def _embed_scale(b: Builder) -> float:
     if b.arch.embed_sqrt:
         return math.sqrt(b.h.n_embd)
+    if b.arch.fixed_scales:
+        return b.arch.fixed_scales.embed
     return (b.h.float("embedding_scale", 0.0) if b.arch.scales else 0.0) or 1.0
 
 
@@ -232,6 +234,8 @@ def _logits(b: Builder, logits: Value) -> Value:
     scale = b.h.float("logit_scale", 0.0) if b.arch.logit_scale else 0.0
     if scale:
         logits = b.scaled(logits, scale if b.arch.logit_scale == "multiply" else 1.0 / scale)
+    if b.arch.fixed_scales:
+        logits = b.scaled(logits, b.arch.fixed_scales.width / b.h.n_embd)
     cap = 0.0
     if b.arch.final_softcap is not None:
         cap = b.h.float("final_logit_softcapping", b.arch.final_softcap)
@@ -273,6 +277,8 @@ def _post_norm(b: Builder, x: Value, name: str) -> Value:
 
 
 def _residual_scale(b: Builder) -> float:
+    if b.arch.fixed_scales:
+        return b.arch.fixed_scales.depth / math.sqrt(b.h.n_layer)
     return (b.h.float("residual_scale", 0.0) if b.arch.scales else 0.0) or 1.0
 
 
@@ -283,7 +289,13 @@ def attention_blocks() -> Mapping[str, Callable[[Builder, Value], Value]]:
     """Return the blocks an attention layer can be. Those in files of their own import this one: hence here."""
     from quantkit.model import delta_net, mla
 
-    return {"gqa": gqa, "mla": mla.mla, "mla_plain": mla.mla_plain, "delta_nets": delta_net.delta_nets}
+    return {
+        "gqa": gqa,
+        "unscaled": mla.unscaled,
+        "mla": mla.mla,
+        "mla_plain": mla.mla_plain,
+        "delta_nets": delta_net.delta_nets,
+    }
 
 
 def has_windows(b: Builder) -> bool:

@@ -17,7 +17,7 @@ import math
 from dataclasses import replace
 
 from quantkit.errors import FormatError, TypeNotSupported
-from quantkit.model.graph import Builder, attend, rope_config, rope_factors
+from quantkit.model.graph import Builder, attend, gqa, rope_config, rope_factors
 from quantkit.model.ops import Join, Matrix, MulMatHeads, RopeConfig, ScaleByPosition, Value
 
 
@@ -51,6 +51,21 @@ def mla_plain(b: Builder, x: Value) -> Value:
     q = b.rope(queries(b, x, heads), config, heads.k, heads.nope, factors)
     latent, k_rope = latents(b, x, heads, config, factors)
     return expanded(b, heads, q, latent, k_rope, 1.0 / math.sqrt(heads.k))
+
+
+def unscaled(b: Builder, x: Value) -> Value:
+    """DeepSeek OCR's text: no latent rows, and rope by constants, whatever the metadata say.
+
+    Raises TypeNotSupported where they say otherwise.
+    """
+    config = rope_config(b, b.h.head_k)
+    plain = RopeConfig(n_rot=b.h.n_embd // b.h.int("attention.head_count"), kind="neox", freq_base=10000.0)
+    if replace(config, n_ctx_orig=0) != plain or b.h.head_k != plain.n_rot:
+        raise TypeNotSupported(
+            f"{b.source.paths[0]}: {b.h.arch} rotates all {plain.n_rot} columns of a head, with the base 10000 and "
+            "without scaling; the rope.* keys of this file say otherwise"
+        )
+    return gqa(b, x)
 
 
 class Heads:
