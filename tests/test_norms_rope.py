@@ -23,7 +23,7 @@ def exact_norm(kind, g, eps):
     if kind == "layer":
         g = g - g.mean(-1, keepdims=True)
     if kind == "l2":
-        return g / np.maximum(np.sqrt(np.square(g).sum(-1, keepdims=True)), eps)
+        return g / np.sqrt(np.square(g).sum(-1, keepdims=True) + eps)
     return g / np.sqrt(np.square(g).mean(-1, keepdims=True) + eps)
 
 

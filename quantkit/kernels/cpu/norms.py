@@ -2,7 +2,7 @@
 
     rms    y = x / sqrt(mean(x^2) + eps)
     layer  y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps)
-    l2     y = x / max(sqrt(sum(x^2)), eps)
+    l2     y = x / sqrt(sum(x^2) + eps)
 
 then y * weight + bias where there are any. As in llama.cpp (b11434 ggml-cpu/ops.cpp), squares are f32 and are summed
 in double. Operation norm(kind): batch out x width rows_of per group weight bias n_weight eps:f; weight and bias are
@@ -87,8 +87,8 @@ def _layer(x, n, eps):
 
 @inline
 def _l2(x, n, eps):
-    length = math.sqrt(types.float32(_sum_squares(x, n, types.float32(0.0))))
-    return types.float32(0.0), types.float32(1.0) / max(length, eps)
+    square = types.float32(_sum_squares(x, n, types.float32(0.0)))
+    return types.float32(0.0), types.float32(1.0) / math.sqrt(square + eps)
 
 
 #: (x, n, eps) -> mean, factor; bound anew for every kind.

@@ -150,17 +150,18 @@ class Lowering:
         return 0 if matrix is None else address_of(self.vector_values(matrix))
 
     def vector_values(self, matrix: Matrix) -> npt.NDArray[np.float32]:
-        """Return a small weight decoded, [n_matrices * n_out * n_in]; float32 ones lie where they are in the file."""
+        """Return a small weight decoded, one after another; a float32 one lies where it does in the file."""
         if matrix not in self._vectors:
             t = matrix.tensor
             data = self.source.data(t)
-            if t.type.name == "F32" and matrix.rows is None:
+            if t.type.name == "F32" and matrix.rows is None and matrix.columns is None:
                 self._vectors[matrix] = data.view(np.float32)
             else:
-                rows = dequantize(data.reshape(-1, row_bytes_of(matrix)), t.type, matrix.n_in)
-                rows = rows.reshape(matrix.n_matrices, -1, matrix.n_in)
+                values = dequantize(data.reshape(-1, row_bytes_of(matrix)), t.type, matrix.n_in)
                 part = slice(None) if matrix.rows is None else slice(*matrix.rows)
-                self._vectors[matrix] = np.ascontiguousarray(rows[:, part]).reshape(-1)
+                columns = slice(None) if matrix.columns is None else slice(*matrix.columns)
+                chosen = values.reshape(matrix.n_matrices, -1, matrix.n_in)[:, part, columns]
+                self._vectors[matrix] = np.ascontiguousarray(chosen).reshape(-1)
         return self._vectors[matrix]
 
     # ------------------------------------------------------------ activations
