@@ -26,12 +26,13 @@ its units and 64 bytes, so that rows of a power of two do not all fall on the sa
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numba.core import types
 
-from quantkit.kernels.cpu.jit import inline
+from quantkit.kernels.cpu.jit import inline, specialize
 from quantkit.kernels.cpu.simd import (
     convert,
     dot4,
@@ -61,6 +62,7 @@ from quantkit.kernels.cpu.simd import (
     vmax,
     vmin,
 )
+from quantkit.kernels.cpu.tape import N_OUTPUTS, N_TOKENS, Operation, arg, batch_word, first_of, operation
 from quantkit.kernels.cpu.unpack.lanes import join16, join32
 from quantkit.types import TensorType
 
@@ -295,4 +297,59 @@ def round_row_bf16(x: int, out: int, n: int) -> None:
         store(out, 4 * i, extract(round_bf16(splat(u32x16, load(types.uint32, x, 4 * i))), 0))
 
 
+ROUNDERS = {"f16": round_row_f16, "bf16": round_row_bf16}
 QUANTIZERS = {"q8_0": quantize_unit_q8_0, "q8_1": quantize_unit_q8_1, "q8_k": quantize_unit_q8_k}
+
+
+# ---------------------------------------------------------------- operations
+
+_X, _OUT, _N, _ROWS_OF, _PER = range(1, 6)
+
+#: ``quantize_row`` of a format.
+quantize_units: Any = None
+round_row: Any = None
+
+
+@operation("batch x out n rows_of per")
+def quantize_rows(args: int, tid: int, nth: int) -> None:
+    """Quantize rows of x, f32 [rows, n], to rows of ``row_bytes(format, n)``; threads share the units."""
+    rows, n = batch_word(args, rows_word(arg(args, _ROWS_OF))) * arg(args, _PER), arg(args, _N)
+    x, out = arg(args, _X), arg(args, _OUT)
+    units = (n + 255) // 256
+    stride = units * UNIT_BYTES + ROW_GAP
+    first, last = first_of(rows * units, tid, nth), first_of(rows * units, tid + 1, nth)
+    while first < last:
+        row, unit = first // units, first % units
+        end = min(units, unit + last - first)
+        quantize_units(x + 4 * n * row, out + stride * row, n, unit, end)
+        first += end - unit
+
+
+@operation("batch x out n rows_of per")
+def round_rows(args: int, tid: int, nth: int) -> None:
+    """Round rows of x, f32 [rows, n], to half precision or bfloat16, kept as f32; threads share runs of 64 values."""
+    rows, n = batch_word(args, rows_word(arg(args, _ROWS_OF))) * arg(args, _PER), arg(args, _N)
+    x, out = arg(args, _X), arg(args, _OUT)
+    runs = (rows * n + 63) // 64
+    first, last = 64 * first_of(runs, tid, nth), min(rows * n, 64 * first_of(runs, tid + 1, nth))
+    if first < last:
+        round_row(x + 4 * first, out + 4 * first, last - first)
+
+
+@inline
+def rows_word(rows_of: int) -> int:
+    """Return the word of the batch block that counts the rows: of tokens (0), or of outputs (1)."""
+    return N_OUTPUTS if rows_of == 1 else N_TOKENS
+
+
+@cache
+def quantize(kind: str) -> Operation:
+    """Return the operation that brings x to a format: slots batch, x, out, n, rows_of, per. f32 needs none.
+
+    x is f32 [rows * per, n]; out has as many rows of ``row_bytes(kind, n)``. Raises ValueError for another format.
+    """
+    if kind in QUANTIZERS:
+        return quantize_rows.bind(kind, quantize_units=specialize(quantize_row, kind, quantize_unit=QUANTIZERS[kind]))
+    if kind in ROUNDERS:
+        return round_rows.bind(kind, round_row=ROUNDERS[kind])
+    raise ValueError(f"activations are quantized to {', '.join([*QUANTIZERS, *ROUNDERS])}; not to {kind}")

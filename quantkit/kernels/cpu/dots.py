@@ -13,8 +13,6 @@ unpacking it once.
 
 from __future__ import annotations
 
-import types as python_types
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from quantkit.kernels.cpu.activations import OFFSETS, SCALES, SUMS, UNIT_BYTES, by_fours, sum_fours
-from quantkit.kernels.cpu.jit import inline
+from quantkit.kernels.cpu.jit import specialize, inline
 from quantkit.kernels.cpu.simd import (
     HAS_DOT4,
     VecType,
@@ -45,15 +43,6 @@ from quantkit.kernels.cpu.simd import (
 )
 from quantkit.kernels.cpu.unpack import unpacker
 from quantkit.types import TensorType
-
-
-def specialize(function: Callable[..., Any], suffix: str, **bound: Any) -> Any:
-    """Return an inlined copy of a plain function with other globals, named ``function_suffix``."""
-    made = python_types.FunctionType(
-        function.__code__, {**function.__globals__, **bound}, f"{function.__name__}_{suffix}"
-    )
-    made.__qualname__ = made.__name__
-    return inline(made)
 
 
 # ---------------------------------------------------------------- levels as operands of dot4

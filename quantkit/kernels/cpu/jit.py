@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,3 +85,12 @@ def inline(function: F) -> F:
 def helper(function: F) -> F:
     """Compile a helper that is called, not inlined: large bodies used from several places."""
     return _njit(function, nogil=True)
+
+
+def specialize(function: Callable[..., Any], suffix: str, **bound: Any) -> Any:
+    """Return an inlined copy of a plain function with other globals, named ``function_suffix``."""
+    made = types.FunctionType(
+        function.__code__, {**function.__globals__, **bound}, f"{function.__name__}_{suffix}"
+    )
+    made.__qualname__ = made.__name__
+    return inline(made)
