@@ -17,15 +17,17 @@ epilogue has scaled, biased, gated and written them: gate and up of the fused pr
 Operations (strides and ``*_bytes`` are bytes; addresses of biases and scales may be 0):
 
     bucket             batch plan ids n_expert n_used rows_of
-    mul_mat_id(t)      batch out x x_stride x_per plan n_expert n_used w row_bytes expert_bytes n_in n_out
+    mul_mat_id         batch out x x_stride x_per plan n_expert n_used products w row_bytes expert_bytes n_in n_out
                        bias bias_stride scale scratch scratch_bytes
-    up_gate_id(t, a)   batch out x x_stride x_per plan n_expert n_used up gate row_bytes up_expert_bytes
+    up_gate_id(a)      batch out x x_stride x_per plan n_expert n_used products up gate row_bytes up_expert_bytes
                        gate_expert_bytes n_in n_out up_bias gate_bias up_bias_stride gate_bias_stride up_scale
-                       gate_scale scratch scratch_bytes alpha gate_limit act_limit up_limit
+                       gate_scale scratch scratch_bytes, and ``**limits(a)``
 
-x: activations in the format of t (activations.py); x_per: n_used if x has one row a token, 1 if one a pair. out: f32
+products: products_of(t), the address of a compiled function; so types and operations are compiled one by one, and not
+every operation for every type. x: activations in the format of t (activations.py); x_per: n_used if x has one row a token, 1 if one a pair. out: f32
 [pairs, n_out]. bias_stride: from one expert's bias to the next one's, 4 * n_out, or twice that for half of a merged
-one. scale: f32 [n_expert]. scratch: threads * scratch_bytes(t, n_in), 64-aligned, shared by all operations.
+one. scale: f32 [n_expert]. scratch: threads * scratch_bytes(t, n_in),
+64-aligned, shared by all operations.
 The counter of units is word 8 of the batch block; it is zero before and after each operation.
 """
 
@@ -34,15 +36,19 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from llvmlite import ir
 from numba.core import types
+from numba.core.types.containers import UniTuple
+from numba.extending import intrinsic
 
 from quantkit.kernels.cpu.dots import row_dots
 from quantkit.kernels.cpu.functions import load_part, store_part
 from quantkit.kernels.cpu.glu import gated
 from quantkit.kernels.cpu.jit import inline, specialize
+from quantkit.kernels.cpu.panel import ROWS, TOKENS, panels
 from quantkit.kernels.cpu.simd import f32x16, load, stack_bytes, store
 from quantkit.kernels.cpu.tape import Operation, arg, batch_word, farg, operation
-from quantkit.kernels.cpu.team import atomic_add, atomic_store
+from quantkit.kernels.cpu.team import atomic_add, atomic_store, call_operation
 from quantkit.types import TensorType
 
 if TYPE_CHECKING:
@@ -103,9 +109,11 @@ def bucket(args, tid, nth):
 
 # ---------------------------------------------------------------- work
 
-#: Rows of a unit of work, pairs whose products are kept at once, and from how many pairs panels are unpacked.
-ROWS, BLOCK, MIN_PANEL = 32, 64, 8
+#: Pairs whose products are kept at once, and from how many pairs on panels are unpacked.
+BLOCK, MIN_PANEL = 10 * TOKENS, 8
 _COUNTER = 8
+#: Between the panels of gate and up.
+PANEL_GAP = 128
 
 
 @inline
@@ -141,15 +149,17 @@ def next_share(batch, n, nth, long_runs):
 
 # ---------------------------------------------------------------- products of a unit
 
-#: Bound anew for each type.
+#: Bound anew for each type, and for each kind of activation.
 dot_row: Any = None
 dot_row_by_4: Any = None
-prepare: Any = None
-multiply: Any = None
+tile: Any = None
+unpack: Any = None
+by_rows: Any = None
+by_panel: Any = None
 gate_up: Any = None
 
 
-def multiply_rows(w, row_bytes, n_in, rows, xs, count, total, products, scratch):
+def multiply_rows(w, row_bytes, n_in, rows, xs, count, products):
     """products[i * ROWS + r] = row r of w times the activations at xs[i], row by row of w."""
     for r in range(rows):
         row, to = w + r * row_bytes, products + 4 * r
@@ -173,6 +183,77 @@ def multiply_rows(w, row_bytes, n_in, rows, xs, count, total, products, scratch)
             done += 1
 
 
+@intrinsic
+def tile_addresses(tyctx, xs):
+    """TOKENS addresses out of memory, as a tuple."""
+    result = UniTuple(types.int64, TOKENS)
+
+    def cg(cgctx, b, sig, args):
+        word = ir.IntType(64)
+        start = b.inttoptr(args[0], word.as_pointer())
+        return cgctx.make_tuple(b, result, [b.load(b.gep(start, [word(i)])) for i in range(TOKENS)])
+
+    return result(types.int64), cg
+
+
+@intrinsic
+def store_tile(tyctx, products, sums):
+    """Write a tile: ROWS products of each of TOKENS rows of activations."""
+
+    def cg(cgctx, b, sig, args):
+        start = b.inttoptr(args[0], ir.IntType(8).as_pointer())
+        for i in range(args[1].type.count):
+            at = b.gep(start, [ir.IntType(64)(4 * ROWS * (i % TOKENS) + 64 * (i // TOKENS))])
+            b.store(b.extract_value(args[1], i), b.bitcast(at, f32x16.ll.as_pointer()), align=4)
+        return cgctx.get_dummy_value()
+
+    return types.void(types.int64, sums), cg
+
+
+def multiply_panel(panel, n_in, xs, count, products):
+    """products[i * ROWS + r] = row r of the panel times the activations at xs[i]; xs is filled up to whole tiles."""
+    for i in range(count, (count + TOKENS - 1) // TOKENS * TOKENS):
+        store(xs, 8 * i, load(types.int64, xs, 8 * (count - 1)))
+    for i in range(0, count, TOKENS):
+        sums = tile(panel, (n_in + 255) // 256, tile_addresses(xs + 8 * i))
+        store_tile(products + 4 * ROWS * i, sums)
+
+
+_U_W, _U_ROW_BYTES, _U_N_IN, _U_ROWS, _U_XS, _U_COUNT, _U_TOTAL, _U_BEGIN, _U_PRODUCTS, _U_PANEL = range(1, 11)
+
+
+@operation("batch w row_bytes n_in rows xs count total begin products panel")
+def unit_products(args, tid, nth):
+    """products[i * ROWS + r] = row r of w times the activations at xs[i], for ``count`` of ``total`` pairs.
+
+    Not an entry of a tape: the operations below call it. Many pairs go by panel, unpacked for the first of them.
+    """
+    w, row_bytes, n_in, rows = arg(args, _U_W), arg(args, _U_ROW_BYTES), arg(args, _U_N_IN), arg(args, _U_ROWS)
+    xs, count, products, panel = arg(args, _U_XS), arg(args, _U_COUNT), arg(args, _U_PRODUCTS), arg(args, _U_PANEL)
+    if arg(args, _U_TOTAL) < MIN_PANEL:
+        by_rows(w, row_bytes, n_in, rows, xs, count, products)
+        return
+    if arg(args, _U_BEGIN) == 0:
+        unpack(w, row_bytes, rows, n_in, panel)
+    by_panel(panel, n_in, xs, count, products)
+
+
+@inline
+def call_unit(function, block, w, row_bytes, n_in, rows, xs, count, total, begin, products, panel):
+    """Call unit_products of a type by its address, through an argument block at ``block``."""
+    store(block, 8 * _U_W, types.int64(w))
+    store(block, 8 * _U_ROW_BYTES, types.int64(row_bytes))
+    store(block, 8 * _U_N_IN, types.int64(n_in))
+    store(block, 8 * _U_ROWS, types.int64(rows))
+    store(block, 8 * _U_XS, types.int64(xs))
+    store(block, 8 * _U_COUNT, types.int64(count))
+    store(block, 8 * _U_TOTAL, types.int64(total))
+    store(block, 8 * _U_BEGIN, types.int64(begin))
+    store(block, 8 * _U_PRODUCTS, types.int64(products))
+    store(block, 8 * _U_PANEL, types.int64(panel))
+    call_operation(function, block, 0, 1)
+
+
 @inline
 def list_rows(xs, x, x_stride, x_per, pairs, count):
     """xs[i] = address of the row of x that pair pairs[i] reads."""
@@ -194,14 +275,15 @@ def factor_of(scale, e):
 
 
 _OUT, _X, _X_STRIDE, _X_PER, _PLAN_, _N_EXPERT_, _N_USED_ = range(1, 8)
-_W, _ROW_BYTES, _EXPERT_BYTES, _N_IN, _N_OUT, _BIAS, _BIAS_STRIDE, _SCALE, _SCRATCH, _SCRATCH_BYTES = range(8, 18)
+_PRODUCTS, _W, _ROW_BYTES, _EXPERT_BYTES, _N_IN, _N_OUT, _BIAS, _BIAS_STRIDE, _SCALE = range(8, 17)
+_SCRATCH, _SCRATCH_BYTES = 17, 18
 
 
 @operation(
-    "batch out x x_stride x_per plan n_expert n_used w row_bytes expert_bytes n_in n_out bias bias_stride scale "
-    "scratch scratch_bytes"
+    "batch out x x_stride x_per plan n_expert n_used products w row_bytes expert_bytes n_in n_out bias bias_stride "
+    "scale scratch scratch_bytes"
 )
-def multiply_by_expert(args, tid, nth):
+def mul_mat_id(args, tid, nth):
     """out[p] = scale[e] * (w[e] x) + bias[e]"""
     plan, n_expert, n_in, n_out = arg(args, _PLAN_), arg(args, _N_EXPERT_), arg(args, _N_IN), arg(args, _N_OUT)
     starts = plan + 4 * _STARTS
@@ -209,7 +291,7 @@ def multiply_by_expert(args, tid, nth):
     panels = (n_out + ROWS - 1) // ROWS
     units, few = int_at(plan, _USED) * panels, int_at(plan, _MOST) < MIN_PANEL
     scratch = arg(args, _SCRATCH) + tid * arg(args, _SCRATCH_BYTES)
-    xs, products = stack_bytes(512), stack_bytes(8192)
+    xs, products, block = stack_bytes(1024), stack_bytes(8192), stack_bytes(128)
     first, last = next_share(arg(args, 0), units, nth, few)
     while first < last:
         for unit in range(first, last):
@@ -219,11 +301,13 @@ def multiply_by_expert(args, tid, nth):
             bias = arg(args, _BIAS) + e * arg(args, _BIAS_STRIDE) + 4 * row if arg(args, _BIAS) else 0
             scale = factor_of(arg(args, _SCALE), e)
             pairs, count = used + 4 * (n_expert + int_at(starts, e)), int_at(starts, e + 1) - int_at(starts, e)
-            prepare(w, arg(args, _ROW_BYTES), n_in, rows, count, scratch)
             for begin in range(0, count, BLOCK):
                 n, at = min(BLOCK, count - begin), pairs + 4 * begin
                 list_rows(xs, arg(args, _X), arg(args, _X_STRIDE), arg(args, _X_PER), at, n)
-                multiply(w, arg(args, _ROW_BYTES), n_in, rows, xs, n, count, products, scratch)
+                call_unit(
+                    arg(args, _PRODUCTS), block, w, arg(args, _ROW_BYTES), n_in, rows, xs, n, count, begin, products,
+                    scratch,
+                )  # fmt: skip
                 for i in range(n):
                     out = arg(args, _OUT) + 4 * (int_at(at, i) * n_out + row)
                     for r in range(0, rows, 16):
@@ -233,14 +317,14 @@ def multiply_by_expert(args, tid, nth):
         first, last = next_share(arg(args, 0), units, nth, few)
 
 
-_UP, _GATE, _F_ROW_BYTES, _UP_BYTES, _GATE_BYTES, _F_IN, _F_OUT, _UP_BIAS, _GATE_BIAS = range(8, 17)
-_UP_STRIDE, _GATE_STRIDE, _UP_SCALE, _GATE_SCALE, _F_SCRATCH, _F_SCRATCH_BYTES = range(17, 23)
-_ALPHA, _GATE_LIMIT, _ACT_LIMIT, _UP_LIMIT = range(23, 27)
+_UP, _GATE, _F_ROW_BYTES, _UP_BYTES, _GATE_BYTES, _F_IN, _F_OUT, _UP_BIAS, _GATE_BIAS = range(9, 18)
+_UP_STRIDE, _GATE_STRIDE, _UP_SCALE, _GATE_SCALE, _F_SCRATCH, _F_SCRATCH_BYTES = range(18, 24)
+_ALPHA, _GATE_LIMIT, _ACT_LIMIT, _UP_LIMIT = range(24, 28)
 
 
 @operation(
-    "batch out x x_stride x_per plan n_expert n_used up gate row_bytes up_expert_bytes gate_expert_bytes n_in n_out "
-    "up_bias gate_bias up_bias_stride gate_bias_stride up_scale gate_scale scratch scratch_bytes "
+    "batch out x x_stride x_per plan n_expert n_used products up gate row_bytes up_expert_bytes gate_expert_bytes "
+    "n_in n_out up_bias gate_bias up_bias_stride gate_bias_stride up_scale gate_scale scratch scratch_bytes "
     "alpha:f gate_limit:f act_limit:f up_limit:f"
 )
 def gate_by_expert(args, tid, nth):
@@ -255,8 +339,8 @@ def gate_by_expert(args, tid, nth):
     half = arg(args, _F_SCRATCH_BYTES) // 2
     gate_scratch = arg(args, _F_SCRATCH) + tid * arg(args, _F_SCRATCH_BYTES)
     up_scratch = gate_scratch + half
-    xs, gates, ups = stack_bytes(512), stack_bytes(8192), stack_bytes(8192)
-    row_bytes = arg(args, _F_ROW_BYTES)
+    xs, gates, ups, block = stack_bytes(1024), stack_bytes(8192), stack_bytes(8192), stack_bytes(128)
+    row_bytes, function = arg(args, _F_ROW_BYTES), arg(args, _PRODUCTS)
     first, last = next_share(arg(args, 0), units, nth, few)
     while first < last:
         for unit in range(first, last):
@@ -268,13 +352,11 @@ def gate_by_expert(args, tid, nth):
             up_bias = arg(args, _UP_BIAS) + e * arg(args, _UP_STRIDE) + 4 * row if arg(args, _UP_BIAS) else 0
             gate_scale, up_scale = factor_of(arg(args, _GATE_SCALE), e), factor_of(arg(args, _UP_SCALE), e)
             pairs, count = used + 4 * (n_expert + int_at(starts, e)), int_at(starts, e + 1) - int_at(starts, e)
-            prepare(gate, row_bytes, n_in, rows, count, gate_scratch)
-            prepare(up, row_bytes, n_in, rows, count, up_scratch)
             for begin in range(0, count, BLOCK):
                 n, at = min(BLOCK, count - begin), pairs + 4 * begin
                 list_rows(xs, arg(args, _X), arg(args, _X_STRIDE), arg(args, _X_PER), at, n)
-                multiply(gate, row_bytes, n_in, rows, xs, n, count, gates, gate_scratch)
-                multiply(up, row_bytes, n_in, rows, xs, n, count, ups, up_scratch)
+                call_unit(function, block, gate, row_bytes, n_in, rows, xs, n, count, begin, gates, gate_scratch)
+                call_unit(function, block, up, row_bytes, n_in, rows, xs, n, count, begin, ups, up_scratch)
                 for i in range(n):
                     out = arg(args, _OUT) + 4 * (int_at(at, i) * n_out + row)
                     for r in range(0, rows, 16):
@@ -285,41 +367,27 @@ def gate_by_expert(args, tid, nth):
         first, last = next_share(arg(args, 0), units, nth, few)
 
 
-# ---------------------------------------------------------------- operations of a type
-
-
-@inline
-def prepare_nothing(w, row_bytes, n_in, rows, count, scratch):
-    pass
+# ---------------------------------------------------------------- of a type, of an activation
 
 
 @cache
-def _products_of(t: TensorType) -> dict[str, Any]:
-    """Return ``prepare`` and ``multiply`` of a type."""
+def products_of(t: TensorType) -> int:
+    """Return what slot ``products`` holds for experts of type ``t``: the address of their compiled products."""
     one, four = row_dots(t)
-    name = t.name.lower()
-    return {
-        "prepare": prepare_nothing,
-        "multiply": specialize(multiply_rows, name, dot_row=one, dot_row_by_4=four),
-    }
+    name, made = t.name.lower(), panels(t)
+    return unit_products.bind(
+        name,
+        by_rows=specialize(multiply_rows, name, dot_row=one, dot_row_by_4=four),
+        by_panel=specialize(multiply_panel, name, tile=made.tile),
+        unpack=made.unpack,
+    ).address
 
 
-@cache
-def mul_mat_id(t: TensorType) -> Operation:
-    """Return the operation of ops.MulMatId for experts of type ``t``."""
-    return multiply_by_expert.bind(t.name.lower(), **_products_of(t))
-
-
-@cache
-def _up_gate_id(t: TensorType, kind: str) -> Operation:
-    return gate_by_expert.bind(f"{t.name.lower()}_{kind}", **_products_of(t), gate_up=gated(kind))
-
-
-def up_gate_id(t: TensorType, activation: Activation) -> Operation:
-    """Return the operation of ops.UpGateId for gate and up of type ``t``; the activation's limits are slots."""
-    return _up_gate_id(t, activation.kind)
+def up_gate_id(activation: Activation) -> Operation:
+    """Return the operation of ops.UpGateId for this kind of activation; its limits are slots."""
+    return gate_by_expert.bind(activation.kind, gate_up=gated(activation.kind))
 
 
 def scratch_bytes(t: TensorType, n_in: int) -> int:
     """Return the bytes of scratch that each thread needs for experts of type ``t`` with rows of ``n_in``."""
-    return 0
+    return 2 * (panels(t).unit_bytes * ((n_in + 255) // 256) + PANEL_GAP)
