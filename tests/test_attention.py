@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from quantkit.kernels import dequantize, quantize
+from quantkit.kernels import dequantize
 from quantkit.kernels.cpu.attention import MASKS, attention, scratch_bytes
 from quantkit.kernels.cpu.cache import cache_write
 from quantkit.kernels.cpu.tape import Batch, Tape, address_of
