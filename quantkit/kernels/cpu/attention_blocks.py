@@ -31,6 +31,7 @@ from quantkit.kernels.cpu.tiles import (
     COLUMNS,
     KEYS,
     ROWS,
+    add_tile,
     fetch,
     inner,
     inner_half,
@@ -46,6 +47,8 @@ from quantkit.kernels.cpu.tiles import (
 
 #: Rows of q of a tile.
 TILE = 64
+#: Products of a score that are summed in one go.
+SUMMED = 128
 
 NONE = np.float32(-3.0e38)  # the largest score of no keys: finite, so that differences are numbers
 
@@ -117,21 +120,29 @@ def transpose_keys(source, row_bytes, kind, keys, n, few, panels):
 
 @inline
 def _outer_scores(q, keys, k, n, first, last, scores):
-    """Scores of ROWS rows (of a transposed panel of q) with keys of vectors first..last."""
+    """Scores of ROWS rows (of a transposed panel of q) with keys of vectors first..last.
+
+    Sums over SUMMED columns each are added up, or rounding errors grow with the square of a head's length.
+    """
     v = first
     while v < last:
-        if v + COLUMNS <= BLOCK // 16 and last - v > COLUMNS // 2:
-            tile = zero_tile()
-            for i in range(n):
-                tile = outer(tile, keys + 64 * (16 * k * v + i), 1024 * k, q + 64 * i, 4)
-            store_tile(tile, scores + 64 * v, 4 * BLOCK)
-            v += COLUMNS
-        else:
-            strip = zero_strip()
-            for i in range(n):
-                strip = outer(strip, keys + 64 * (16 * k * v + i), 1024 * k, q + 64 * i, 4)
-            store_tile(strip, scores + 64 * v, 4 * BLOCK)
-            v += 1
+        wide = v + COLUMNS <= BLOCK // 16 and last - v > COLUMNS // 2
+        for begin in range(0, n, SUMMED):
+            if wide:
+                tile = zero_tile()
+                for i in range(begin, min(n, begin + SUMMED)):
+                    tile = outer(tile, keys + 64 * (16 * k * v + i), 1024 * k, q + 64 * i, 4)
+                if begin > 0:
+                    tile = add_tile(tile, scores + 64 * v, 4 * BLOCK)
+                store_tile(tile, scores + 64 * v, 4 * BLOCK)
+            else:
+                strip = zero_strip()
+                for i in range(begin, min(n, begin + SUMMED)):
+                    strip = outer(strip, keys + 64 * (16 * k * v + i), 1024 * k, q + 64 * i, 4)
+                if begin > 0:
+                    strip = add_tile(strip, scores + 64 * v, 4 * BLOCK)
+                store_tile(strip, scores + 64 * v, 4 * BLOCK)
+        v += COLUMNS if wide else 1
 
 
 @inline

@@ -155,6 +155,23 @@ def load_tile(tyctx: Any, tile: Any, out: Any, stride: Any, factors: Any) -> Any
 
 
 @intrinsic
+def add_tile(tyctx: Any, tile: Any, out: Any, stride: Any) -> Any:
+    """add_tile(tile, out, stride): tile plus what ``store_tile`` wrote."""
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        acc, out, stride = args
+        columns = tile.count // ROWS
+        parts = []
+        for r in range(ROWS):
+            row = b.add(out, b.mul(stride, _I64(r)))
+            for c in range(columns):
+                parts.append(b.fadd(_load(b, row, _I64(64), c), b.extract_value(acc, r * columns + c)))
+        return _pack(cgctx, b, tile, parts)
+
+    return tile(tile, types.int64, types.int64), cg
+
+
+@intrinsic
 def store_tile(tyctx: Any, tile: Any, out: Any, stride: Any) -> Any:
     """store_tile(tile, out, stride): rows of vectors, side by side."""
 
