@@ -87,10 +87,8 @@ def helper(function: F) -> F:
     return _njit(function, nogil=True)
 
 
-def specialize(function: Callable[..., Any], suffix: str, **bound: Any) -> Any:
-    """Return an inlined copy of a plain function with other globals, named ``function_suffix``."""
-    made = types.FunctionType(
-        function.__code__, {**function.__globals__, **bound}, f"{function.__name__}_{suffix}"
-    )
+def specialize(function: Callable[..., Any], suffix: str, compiled: Callable[..., Any] = inline, **bound: Any) -> Any:
+    """Return a copy of a plain function with other globals, named ``function_suffix``; inlined, or a ``helper``."""
+    made = types.FunctionType(function.__code__, {**function.__globals__, **bound}, f"{function.__name__}_{suffix}")
     made.__qualname__ = made.__name__
-    return inline(made)
+    return compiled(made)

@@ -24,7 +24,8 @@ from numba.core import types
 from quantkit.kernels.cpu.activations import activation_format, quantize, row_bytes, rows_word
 from quantkit.kernels.cpu.dots import row_dots
 from quantkit.kernels.cpu.jit import specialize
-from quantkit.kernels.cpu.simd import load, store
+from quantkit.kernels.cpu.panel import panels, write_rows
+from quantkit.kernels.cpu.simd import load, stack_bytes, store
 from quantkit.kernels.cpu.tape import Operation, arg, batch_word, first_of, operation
 from quantkit.types import TensorType
 
@@ -36,7 +37,13 @@ _SCRATCH_BYTES = 14
 #: Bound anew for each type.
 dot_row: Any = None
 dot_row_by_4: Any = None
+unpack_panel: Any = None
+multiply_tiles: Any = None
 multiply_rows: Any = None
+multiply_panels: Any = None
+
+#: Rows of activations from which on panels are unpacked.
+MIN_TILE = 8
 
 
 def multiply_by_row(
@@ -65,28 +72,56 @@ def multiply_by_row(
             done += 1
 
 
-@operation(
-    "batch x x_stride w row_bytes n_in n_out out out_stride rows_of per bias scale scratch scratch_bytes"
-)  # fmt: skip
+def multiply_by_panel(
+    w: int, row_bytes: int, n_in: int, n_out: int, first: int, last: int, x: int, x_stride: int, rows: int, out: int,
+    out_stride: int, bias: int, scale: int, panel: int,
+) -> None:  # fmt: skip
+    """Multiply panels first..last of the weights with all rows of x."""
+    products = stack_bytes(1024)
+    for p in range(first, last):
+        o = 32 * p
+        width = min(32, n_out - o)
+        unpack_panel(w + o * row_bytes, row_bytes, width, n_in, panel)
+        at = bias + 4 * o if bias != 0 else 0
+        i = 0
+        while i < rows:
+            n = multiply_tiles(panel, (n_in + 255) // 256, x, x_stride, 0, i, rows, products)
+            write_rows(products, n, out + 4 * o, out_stride, 0, i, width, scale, at)
+            i += n
+
+
+@operation("batch x x_stride w row_bytes n_in n_out out out_stride rows_of per bias scale scratch scratch_bytes")
 def multiply(args: int, tid: int, nth: int) -> None:
     """out = scale * (w x) + bias."""
     rows = batch_word(args, rows_word(arg(args, _ROWS_OF))) * arg(args, _PER)
-    n_in, n_out = arg(args, _N_IN), arg(args, _N_OUT)
-    multiply_rows(
-        arg(args, _W), arg(args, _ROW_BYTES), n_in, first_of(n_out, tid, nth), first_of(n_out, tid + 1, nth),
-        arg(args, _X), arg(args, _X_STRIDE), rows, arg(args, _OUT), arg(args, _OUT_STRIDE), arg(args, _BIAS),
-        arg(args, _SCALE),
-    )  # fmt: skip
+    n_in, n_out, scratch = arg(args, _N_IN), arg(args, _N_OUT), arg(args, _SCRATCH) + tid * arg(args, _SCRATCH_BYTES)
+    w, row_bytes, x, x_stride = arg(args, _W), arg(args, _ROW_BYTES), arg(args, _X), arg(args, _X_STRIDE)
+    out, out_stride, bias, scale = arg(args, _OUT), arg(args, _OUT_STRIDE), arg(args, _BIAS), arg(args, _SCALE)
+    if rows < MIN_TILE:
+        first, last = first_of(n_out, tid, nth), first_of(n_out, tid + 1, nth)
+        multiply_rows(w, row_bytes, n_in, first, last, x, x_stride, rows, out, out_stride, bias, scale)
+    else:
+        n = (n_out + 31) // 32
+        first, last = first_of(n, tid, nth), first_of(n, tid + 1, nth)
+        multiply_panels(
+            w, row_bytes, n_in, n_out, first, last, x, x_stride, rows, out, out_stride, bias, scale, scratch
+        )  # fmt: skip
 
 
 @cache
 def mul_mat(t: TensorType) -> Operation:
     """Return the operation out = scale * (w x) + bias for weights of type ``t``; see the top of this file."""
     one, four = row_dots(t)
-    name = t.name.lower()
-    return multiply.bind(name, multiply_rows=specialize(multiply_by_row, name, dot_row=one, dot_row_by_4=four))
+    name, many = t.name.lower(), panels(t)
+    return multiply.bind(
+        name,
+        multiply_rows=specialize(multiply_by_row, name, dot_row=one, dot_row_by_4=four),
+        multiply_panels=specialize(
+            multiply_by_panel, name, unpack_panel=many.unpack, multiply_tiles=many.multiply
+        ),
+    )
 
 
 def scratch_bytes(t: TensorType, n_in: int) -> int:
     """Return the bytes of scratch each thread needs for weights of type ``t``."""
-    return 0
+    return panels(t).bytes(n_in)

@@ -26,7 +26,7 @@ from numba.extending import intrinsic
 
 from quantkit.kernels.cpu.activations import OFFSETS, OFFSETS32, SCALES, SUMS, SUMS32, UNIT_BYTES, activation_format
 from quantkit.kernels.cpu.dots import copy_tail, operand_functions
-from quantkit.kernels.cpu.jit import specialize
+from quantkit.kernels.cpu.jit import helper, inline, specialize
 from quantkit.kernels.cpu.simd import (
     HAS_DOT4,
     VecType,
@@ -38,6 +38,7 @@ from quantkit.kernels.cpu.simd import (
     f32x16,
     i8x64,
     i32x16,
+    load,
     stack_bytes,
     store,
     u8x64,
@@ -47,7 +48,7 @@ from quantkit.types import TensorType
 
 #: Rows of a panel, and rows of activations of a tile.
 ROWS = 32
-TOKENS = 6
+TOKENS, FEW = 6, 2
 _VECTORS = 2
 LEVEL_BYTES = 8192
 
@@ -156,8 +157,14 @@ def unpack_panel(w: int, row_bytes: int, rows: int, n: int, panel: int) -> None:
 
 # ---------------------------------------------------------------- the tile
 
-_Tokens = UniTuple(types.int64, TOKENS)
-_Sums, _Dots = UniTuple(f32x16, _VECTORS * TOKENS), UniTuple(i32x16, _VECTORS * TOKENS)
+
+
+def _sums_of(tokens: Any) -> Any:
+    return UniTuple(f32x16, _VECTORS * tokens.count)
+
+
+def _dots_of(tokens: Any) -> Any:
+    return UniTuple(i32x16, _VECTORS * tokens.count)
 
 
 def _broadcast(b: ir.IRBuilder, base: ir.Value, offset: ir.Value, element: ir.Type) -> ir.Value:
@@ -186,15 +193,17 @@ def _packed(cgctx: Any, b: ir.IRBuilder, t: Any, items: list[ir.Value]) -> ir.Va
 
 
 @intrinsic
-def no_sums(tyctx: Any) -> Any:
+def no_sums(tyctx: Any, tokens: Any) -> Any:
     """A tile of zeros."""
-    return _Sums(), lambda cgctx, b, sig, args: ir.Constant(cgctx.get_value_type(_Sums), None)
+    t = _sums_of(tokens)
+    return t(tokens), lambda cgctx, b, sig, args: ir.Constant(cgctx.get_value_type(t), None)
 
 
 @intrinsic
 def no_dots(tyctx: Any, tokens: Any, offset: Any) -> Any:
     """A tile of integer zeros."""
-    return _Dots(tokens, types.int64), lambda cgctx, b, sig, args: ir.Constant(cgctx.get_value_type(_Dots), None)
+    t = _dots_of(tokens)
+    return t(tokens, types.int64), lambda cgctx, b, sig, args: ir.Constant(cgctx.get_value_type(t), None)
 
 
 @intrinsic
@@ -203,9 +212,9 @@ def offset_dots(tyctx: Any, tokens: Any, offset: Any) -> Any:
 
     def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
         starts = [_broadcast(b, y, args[1], _I32) for y in _items(b, args[0])]
-        return _packed(cgctx, b, _Dots, starts * _VECTORS)
+        return _packed(cgctx, b, sig.return_type, starts * _VECTORS)
 
-    return _Dots(tokens, types.int64), cg
+    return _dots_of(tokens)(tokens, types.int64), cg
 
 
 @intrinsic
@@ -216,16 +225,16 @@ def dot_steps(tyctx: Any, dots: Any, panel: Any, tokens: Any, offset: Any, steps
 
     def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
         acc, ys = _items(b, args[0]), _items(b, args[2])
-        signed = not HAS_DOT4
+        n, signed = len(ys), not HAS_DOT4
         for step in range(steps.literal_value):
             w = [_vector(b, args[1], _I64(64 * (_VECTORS * step + r)), i8x64.ll) for r in range(_VECTORS)]
             for c, y in enumerate(ys):
                 x = b.bitcast(_broadcast(b, y, b.add(args[3], _I64(4 * step)), _I32), i8x64.ll)
                 for r in range(_VECTORS):
-                    acc[r * TOKENS + c] = _dot4(b, acc[r * TOKENS + c], w[r], x, signed)
-        return _packed(cgctx, b, _Dots, acc)
+                    acc[r * n + c] = _dot4(b, acc[r * n + c], w[r], x, signed)
+        return _packed(cgctx, b, sig.return_type, acc)
 
-    return _Dots(dots, types.int64, tokens, types.int64, steps), cg
+    return dots(dots, types.int64, tokens, types.int64, steps), cg
 
 
 @intrinsic
@@ -236,11 +245,11 @@ def add_scaled(tyctx: Any, sums: Any, dots: Any, scales: Any) -> Any:
         acc, dots = _items(b, args[0]), _items(b, args[1])
         for r in range(_VECTORS):
             s = _vector(b, args[2], _I64(64 * r), f32x16.ll)
-            for i in range(r * TOKENS, (r + 1) * TOKENS):
+            for i in range(r * len(acc) // _VECTORS, (r + 1) * len(acc) // _VECTORS):
                 acc[i] = _fma(b, b.sitofp(dots[i], f32x16.ll), s, acc[i])
-        return _packed(cgctx, b, _Sums, acc)
+        return _packed(cgctx, b, sig.return_type, acc)
 
-    return _Sums(sums, dots, types.int64), cg
+    return sums(sums, dots, types.int64), cg
 
 
 @intrinsic
@@ -253,11 +262,11 @@ def add_scaled_twice(tyctx: Any, sums: Any, dots: Any, scales: Any, tokens: Any,
         for c, y in enumerate(_items(b, args[3])):
             d = _broadcast(b, y, args[4], _F32)
             for r in range(_VECTORS):
-                i = r * TOKENS + c
+                i = r * len(acc) // _VECTORS + c
                 acc[i] = _fma(b, b.sitofp(dots[i], f32x16.ll), b.fmul(rows[r], d), acc[i])
-        return _packed(cgctx, b, _Sums, acc)
+        return _packed(cgctx, b, sig.return_type, acc)
 
-    return _Sums(sums, dots, types.int64, tokens, types.int64), cg
+    return sums(sums, dots, types.int64, tokens, types.int64), cg
 
 
 @intrinsic
@@ -269,11 +278,11 @@ def add_products(tyctx: Any, sums: Any, parts: Any, tokens: Any, offset: Any) ->
         for c, y in enumerate(_items(b, args[2])):
             d = _broadcast(b, y, args[3], _F32)
             for r in range(_VECTORS):
-                i = r * TOKENS + c
+                i = r * len(acc) // _VECTORS + c
                 acc[i] = _fma(b, parts[i], d, acc[i])
-        return _packed(cgctx, b, _Sums, acc)
+        return _packed(cgctx, b, sig.return_type, acc)
 
-    return _Sums(sums, parts, tokens, types.int64), cg
+    return sums(sums, parts, tokens, types.int64), cg
 
 
 @intrinsic
@@ -286,16 +295,31 @@ def minus_mins(tyctx: Any, sums: Any, mins: Any, tokens: Any, offset: Any) -> An
         for c, y in enumerate(_items(b, args[2])):
             s = _broadcast(b, y, args[3], _F32)
             for r in range(_VECTORS):
-                acc[r * TOKENS + c] = _fma(b, rows[r], s, acc[r * TOKENS + c])
-        return _packed(cgctx, b, _Sums, acc)
+                i = r * len(acc) // _VECTORS + c
+                acc[i] = _fma(b, rows[r], s, acc[i])
+        return _packed(cgctx, b, sig.return_type, acc)
 
-    return _Sums(sums, types.int64, tokens, types.int64), cg
+    return sums(sums, types.int64, tokens, types.int64), cg
+
+
+@intrinsic
+def store_tile(tyctx: Any, sums: Any, out: Any) -> Any:
+    """Write a tile as f32 [tokens, 32]."""
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        items, start = _items(b, args[0]), b.inttoptr(args[1], ir.IntType(8).as_pointer())
+        n = len(items) // _VECTORS
+        for i, item in enumerate(items):
+            at = b.gep(start, [_I64(64 * (_VECTORS * (i % n) + i // n))])
+            b.store(item, b.bitcast(at, f32x16.ll.as_pointer()), align=64)
+        return cgctx.get_dummy_value()
+
+    return types.void(sums, types.int64), cg
 
 
 #: Bound anew for each type.
 first_dots: Any = None
 subtract_mins: Any = None
-groups = 8
 
 
 def subtract_nothing(sums: Any, panel: int, tokens: Any, at: int) -> Any:
@@ -317,27 +341,27 @@ def subtract_mins_16(sums: Any, panel: int, tokens: Any, at: int) -> Any:
     return sums
 
 
-def tile_q8_k_32(panel: int, units: int, tokens: Any) -> Any:
+def tile_q8_k_32(panel: int, units: int, tokens: Any, out: int) -> None:
     """Activations with one scale per 256, weights with one per 32 values."""
-    sums = no_sums()
+    sums = no_sums(tokens)
     for unit in range(units):
         at = unit * UNIT_BYTES
-        part = no_sums()
+        part = no_sums(tokens)
         for g in range(8):
             dots = dot_steps(first_dots(tokens, at + OFFSETS32 + 4 * g), panel + 1024 * g, tokens, at + 32 * g, 8)
             part = add_scaled(part, dots, panel + LEVEL_BYTES + 128 * g)
         sums = add_products(sums, part, tokens, at + SCALES)
         sums = subtract_mins(sums, panel, tokens, at)
         panel += panel_unit_bytes
-    return sums
+    store_tile(sums, out)
 
 
-def tile_q8_k_16(panel: int, units: int, tokens: Any) -> Any:
+def tile_q8_k_16(panel: int, units: int, tokens: Any, out: int) -> None:
     """Activations with one scale per 256, weights with one per 16 values."""
-    sums = no_sums()
+    sums = no_sums(tokens)
     for unit in range(units):
         at = unit * UNIT_BYTES
-        part = no_sums()
+        part = no_sums(tokens)
         for g in range(16):
             # The offsets lie as a 4 x 4 matrix turned over.
             offset = at + OFFSETS + 16 * (g % 4) + 4 * (g // 4)
@@ -346,12 +370,12 @@ def tile_q8_k_16(panel: int, units: int, tokens: Any) -> Any:
         sums = add_products(sums, part, tokens, at + SCALES)
         sums = subtract_mins(sums, panel, tokens, at)
         panel += panel_unit_bytes
-    return sums
+    store_tile(sums, out)
 
 
-def tile_q8_0_32(panel: int, units: int, tokens: Any) -> Any:
+def tile_q8_0_32(panel: int, units: int, tokens: Any, out: int) -> None:
     """Activations and weights with one scale per 32 values."""
-    sums = no_sums()
+    sums = no_sums(tokens)
     for unit in range(units):
         at = unit * UNIT_BYTES
         for g in range(8):
@@ -359,12 +383,12 @@ def tile_q8_0_32(panel: int, units: int, tokens: Any) -> Any:
             sums = add_scaled_twice(sums, dots, panel + LEVEL_BYTES + 128 * g, tokens, at + SCALES + 8 * g)
         sums = subtract_mins(sums, panel, tokens, at)
         panel += panel_unit_bytes
-    return sums
+    store_tile(sums, out)
 
 
-def tile_q8_0_16(panel: int, units: int, tokens: Any) -> Any:
+def tile_q8_0_16(panel: int, units: int, tokens: Any, out: int) -> None:
     """Activations with one scale per 32, weights with one per 16 values."""
-    sums = no_sums()
+    sums = no_sums(tokens)
     for unit in range(units):
         at = unit * UNIT_BYTES
         for g in range(16):
@@ -373,7 +397,7 @@ def tile_q8_0_16(panel: int, units: int, tokens: Any) -> Any:
             sums = add_scaled_twice(sums, dots, panel + LEVEL_BYTES + 128 * g, tokens, at + SCALES + 4 * g)
         sums = subtract_mins(sums, panel, tokens, at)
         panel += panel_unit_bytes
-    return sums
+    store_tile(sums, out)
 
 
 _TILES = {
@@ -384,45 +408,108 @@ _TILES = {
 }
 
 
+# ---------------------------------------------------------------- many tokens
+
+
+@inline
+def row_address(x: int, stride: int, rows: int, i: int, count: int) -> int:
+    """Return the address of the i-th of ``count`` rows (the last one from there on), the rows[i]-th if rows is given."""
+    i = min(i, count - 1)
+    if rows != 0:
+        i = types.int64(load(types.int32, rows, 4 * i))
+    return x + i * stride
+
+
+#: Bound anew for each type.
+tile: Any = None
+
+
+def multiply_tiles(panel: int, units: int, x: int, stride: int, rows: int, i: int, count: int, out: int) -> int:
+    """Multiply a panel with the next few of ``count`` rows of x, from the i-th on; return how many.
+
+    rows: address of int32 numbers of rows of x, or 0: the i-th is row i. The products go to out, f32 [TOKENS, 32].
+    """
+    if count - i >= 5:
+        tokens = (
+            row_address(x, stride, rows, i, count),
+            row_address(x, stride, rows, i + 1, count),
+            row_address(x, stride, rows, i + 2, count),
+            row_address(x, stride, rows, i + 3, count),
+            row_address(x, stride, rows, i + 4, count),
+            row_address(x, stride, rows, i + 5, count),
+        )
+        tile(panel, units, tokens, out)
+        return min(count - i, 6)
+    tile(panel, units, (row_address(x, stride, rows, i, count), row_address(x, stride, rows, i + 1, count)), out)
+    return min(count - i, 2)
+
+
+@inline
+def write_rows(products: int, n: int, out: int, stride: int, rows: int, i: int, width: int, scale: int, bias: int) -> None:
+    """Write n rows of ``width`` (1 to 32) products, f32 [n, 32], times scale, plus bias, to rows i ... of out.
+
+    rows: address of int32 numbers of rows of out, or 0; scale: address of one f32, or 0; bias: of 32 f32, or 0.
+    """
+    factor = load(types.float32, scale, 0) if scale != 0 else types.float32(1)
+    for c in range(n):
+        source, to = products + 128 * c, row_address(out, stride, rows, i + c, i + n)
+        if width == 32:
+            low, high = load(f32x16, source, 0) * factor, load(f32x16, source, 64) * factor
+            if bias != 0:
+                low, high = low + load(f32x16, bias, 0), high + load(f32x16, bias, 64)
+            store(to, 0, low)
+            store(to, 64, high)
+        else:
+            for o in range(width):
+                add = load(types.float32, bias, 4 * o) if bias != 0 else types.float32(0)
+                store(to, 4 * o, load(types.float32, source, 4 * o) * factor + add)
+
+
 @dataclass(frozen=True)
 class Panels:
-    """What a type brings to tiles: inlined functions, and the bytes of a panel's unit.
+    """What a type brings to products with many rows of activations: functions for operations, and a panel's size.
 
-    unpack(w, row_bytes, rows, n, panel) fills a panel; tile(panel, units, tokens) multiplies it with TOKENS rows of
-    activations, given by a tuple of addresses, to a tuple of f32x16: rows 0..15, then rows 16..31, of every token.
+    unpack(w, row_bytes, rows, n, panel): fill a panel with up to 32 rows of n values.
+    multiply(panel, units, x, stride, rows, i, count, out) -> n: products with the next few rows of x: multiply_tiles.
     """
 
     unpack: Any
-    tile: Any
+    multiply: Any
     unit_bytes: int
+
+    def bytes(self, n: int) -> int:
+        """Return the bytes of a panel of rows of ``n`` values."""
+        return -(-n // 256) * self.unit_bytes
 
 
 @cache
 def panels(t: TensorType) -> Panels:
     """Return how weights of type ``t`` are unpacked into panels and multiplied in tiles."""
     made, name = unpacker(t), t.name.lower()
-    groups = 256 // made.span
-    size = LEVEL_BYTES + 128 * groups * (2 if made.has_mins else 1)
-    mins = f"_{made.span}_mins" if made.has_mins else f"_{made.span}"
+    kind = "q8_k" if activation_format(t) == "q8_k" else "q8_0"
+    size = LEVEL_BYTES + 128 * (256 // made.span) * (2 if made.has_mins else 1)
     operands = operand_functions(made.non_negative)
+    raised = HAS_DOT4 and not made.non_negative
+    scales = globals()[f"turn_scales_{made.span}" + ("_mins" if made.has_mins else "")]
+    subtract = globals()[f"subtract_mins_{made.span}"] if made.has_mins else subtract_nothing
+    one_tile = specialize(
+        _TILES[kind, made.span],
+        name,
+        helper,
+        first_dots=offset_dots if raised else no_dots,
+        subtract_mins=inline(subtract),
+        panel_unit_bytes=size,
+    )
     unpack_rows = specialize(
         unpack_panel,
         name,
+        helper,
         unpack=made.function,
         operand=operands["operand"],
         copy_row_tail=specialize(copy_tail, name, unit_bytes=made.unit_bytes),
-        turn_scales=specialize(globals()[f"turn_scales{mins}"], ""),
+        turn_scales=inline(scales),
         span=made.span,
         unit_bytes=made.unit_bytes,
         panel_unit_bytes=size,
     )
-    raised = HAS_DOT4 and not made.non_negative
-    subtract = globals()[f"subtract_mins_{made.span}"] if made.has_mins else subtract_nothing
-    tile = specialize(
-        _TILES["q8_k" if activation_format(t) == "q8_k" else "q8_0", made.span],
-        name,
-        first_dots=offset_dots if raised else no_dots,
-        subtract_mins=specialize(subtract, ""),
-        panel_unit_bytes=size,
-    )
-    return Panels(unpack_rows, tile, size)
+    return Panels(unpack_rows, specialize(multiply_tiles, name, helper, tile=one_tile), size)
