@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba.core import types
 
-from quantkit.kernels.cpu.functions import exp, load_part, sigmoid, stack, store_part
+from quantkit.kernels.cpu.functions import exp, load_part, sigmoid, store_part
 from quantkit.kernels.cpu.jit import inline
 from quantkit.kernels.cpu.simd import (
     cast,
@@ -38,6 +38,7 @@ from quantkit.kernels.cpu.simd import (
     make_constant,
     select,
     splat,
+    stack_bytes,
     store,
     vmax,
 )
@@ -120,7 +121,7 @@ def _take_largest(keys, n):
 @inline
 def _keep_groups(choice, n_expert, n_group, n_used):
     """Set the choice outside the n_used best groups to minus infinity."""
-    scores, kept = stack(4 * 4096), stack(4096)
+    scores, kept = stack_bytes(4 * 4096), stack_bytes(4096)
     size = n_expert // n_group
     _score_groups(choice, scores, n_group, size)
     _sort_keys(scores, n_group)
@@ -170,7 +171,7 @@ def route(args, tid, nth):
     n, n_used, gating = arg(args, _N_EXPERT), arg(args, _N_USED), arg(args, _GATING)
     n_group, bias = arg(args, _N_GROUP), arg(args, _BIAS)
     rows = batch_word(args, arg(args, _ROWS_OF))
-    probs, choice = stack(4 * 4096), stack(4 * 4096)
+    probs, choice = stack_bytes(4 * 4096), stack_bytes(4 * 4096)
     for row in range(first_of(rows, tid, nth), first_of(rows, tid + 1, nth)):
         ids, weights = arg(args, _IDS) + 4 * row * n_used, arg(args, _WEIGHTS) + 4 * row * n_used
         _probabilities(arg(args, _LOGITS) + 4 * row * n, probs, n, gating)
