@@ -36,16 +36,13 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from llvmlite import ir
 from numba.core import types
-from numba.core.types.containers import UniTuple
-from numba.extending import intrinsic
 
 from quantkit.kernels.cpu.dots import row_dots
 from quantkit.kernels.cpu.functions import load_part, store_part
 from quantkit.kernels.cpu.glu import gated
 from quantkit.kernels.cpu.jit import inline, specialize
-from quantkit.kernels.cpu.panel import ROWS, TOKENS, panels
+from quantkit.kernels.cpu.panel import ROWS, panels
 from quantkit.kernels.cpu.simd import f32x16, load, stack_bytes, store
 from quantkit.kernels.cpu.tape import Operation, arg, batch_word, farg, operation
 from quantkit.kernels.cpu.team import atomic_add, atomic_store, call_operation
@@ -110,7 +107,7 @@ def bucket(args, tid, nth):
 # ---------------------------------------------------------------- work
 
 #: Pairs whose products are kept at once, and from how many pairs on panels are unpacked.
-BLOCK, MIN_PANEL = 10 * TOKENS, 8
+BLOCK, MIN_PANEL = 60, 8
 _COUNTER = 8
 #: Between the panels of gate and up.
 PANEL_GAP = 128
@@ -152,25 +149,25 @@ def next_share(batch, n, nth, long_runs):
 #: Bound anew for each type, and for each kind of activation.
 dot_row: Any = None
 dot_row_by_4: Any = None
-tile: Any = None
-unpack: Any = None
+unpack_panel: Any = None
+multiply_tiles: Any = None
 by_rows: Any = None
 by_panel: Any = None
 gate_up: Any = None
 
 
-def multiply_rows(w, row_bytes, n_in, rows, xs, count, products):
-    """products[i * ROWS + r] = row r of w times the activations at xs[i], row by row of w."""
+def multiply_rows(w, row_bytes, n_in, rows, x, x_stride, numbers, count, products):
+    """products[i * ROWS + r] = row r of w times row numbers[i] of x, row by row of w."""
     for r in range(rows):
         row, to = w + r * row_bytes, products + 4 * r
         done = 0
         while count - done >= 3:
             # Three cost less as four, one of them twice, than one by one.
-            x = xs + 8 * done
-            x3 = load(types.int64, x, 24) if count - done > 3 else load(types.int64, x, 0)
-            a, b, c, d = dot_row_by_4(
-                row, load(types.int64, x, 0), load(types.int64, x, 8), load(types.int64, x, 16), x3, n_in
-            )
+            x0, x1 = x + x_stride * int_at(numbers, done), x + x_stride * int_at(numbers, done + 1)
+            x2, x3 = x + x_stride * int_at(numbers, done + 2), x0
+            if count - done > 3:
+                x3 = x + x_stride * int_at(numbers, done + 3)
+            a, b, c, d = dot_row_by_4(row, x0, x1, x2, x3, n_in)
             at = 4 * ROWS * done
             store(to, at, a)
             store(to, at + 4 * ROWS, b)
@@ -179,73 +176,53 @@ def multiply_rows(w, row_bytes, n_in, rows, xs, count, products):
                 store(to, at + 12 * ROWS, d)
             done += 4
         while done < count:
-            store(to, 4 * ROWS * done, dot_row(row, load(types.int64, xs, 8 * done), n_in))
+            store(to, 4 * ROWS * done, dot_row(row, x + x_stride * int_at(numbers, done), n_in))
             done += 1
 
 
-@intrinsic
-def tile_addresses(tyctx, xs):
-    """TOKENS addresses out of memory, as a tuple."""
-    result = UniTuple(types.int64, TOKENS)
-
-    def cg(cgctx, b, sig, args):
-        word = ir.IntType(64)
-        start = b.inttoptr(args[0], word.as_pointer())
-        return cgctx.make_tuple(b, result, [b.load(b.gep(start, [word(i)])) for i in range(TOKENS)])
-
-    return result(types.int64), cg
+def multiply_panel(panel, n_in, x, x_stride, numbers, count, products):
+    """products[i * ROWS + r] = row r of the panel times row numbers[i] of x."""
+    i = 0
+    while i < count:
+        i += multiply_tiles(panel, (n_in + 255) // 256, x, x_stride, numbers, i, count, products + 4 * ROWS * i)
 
 
-@intrinsic
-def store_tile(tyctx, products, sums):
-    """Write a tile: ROWS products of each of TOKENS rows of activations."""
-
-    def cg(cgctx, b, sig, args):
-        start = b.inttoptr(args[0], ir.IntType(8).as_pointer())
-        for i in range(args[1].type.count):
-            at = b.gep(start, [ir.IntType(64)(4 * ROWS * (i % TOKENS) + 64 * (i // TOKENS))])
-            b.store(b.extract_value(args[1], i), b.bitcast(at, f32x16.ll.as_pointer()), align=4)
-        return cgctx.get_dummy_value()
-
-    return types.void(types.int64, sums), cg
+_U_W, _U_ROW_BYTES, _U_N_IN, _U_ROWS, _U_X, _U_X_STRIDE, _U_NUMBERS, _U_COUNT = range(1, 9)
+_U_TOTAL, _U_BEGIN, _U_PRODUCTS, _U_PANEL = range(9, 13)
 
 
-def multiply_panel(panel, n_in, xs, count, products):
-    """products[i * ROWS + r] = row r of the panel times the activations at xs[i]; xs is filled up to whole tiles."""
-    for i in range(count, (count + TOKENS - 1) // TOKENS * TOKENS):
-        store(xs, 8 * i, load(types.int64, xs, 8 * (count - 1)))
-    for i in range(0, count, TOKENS):
-        sums = tile(panel, (n_in + 255) // 256, tile_addresses(xs + 8 * i))
-        store_tile(products + 4 * ROWS * i, sums)
-
-
-_U_W, _U_ROW_BYTES, _U_N_IN, _U_ROWS, _U_XS, _U_COUNT, _U_TOTAL, _U_BEGIN, _U_PRODUCTS, _U_PANEL = range(1, 11)
-
-
-@operation("batch w row_bytes n_in rows xs count total begin products panel")
+@operation("batch w row_bytes n_in rows x x_stride numbers count total begin products panel")
 def unit_products(args, tid, nth):
-    """products[i * ROWS + r] = row r of w times the activations at xs[i], for ``count`` of ``total`` pairs.
+    """products[i * ROWS + r] = row r of w times row numbers[i] of x, for ``count`` of ``total`` pairs.
 
     Not an entry of a tape: the operations below call it. Many pairs go by panel, unpacked for the first of them.
     """
     w, row_bytes, n_in, rows = arg(args, _U_W), arg(args, _U_ROW_BYTES), arg(args, _U_N_IN), arg(args, _U_ROWS)
-    xs, count, products, panel = arg(args, _U_XS), arg(args, _U_COUNT), arg(args, _U_PRODUCTS), arg(args, _U_PANEL)
+    x, x_stride, numbers = arg(args, _U_X), arg(args, _U_X_STRIDE), arg(args, _U_NUMBERS)
+    count, products, panel = arg(args, _U_COUNT), arg(args, _U_PRODUCTS), arg(args, _U_PANEL)
     if arg(args, _U_TOTAL) < MIN_PANEL:
-        by_rows(w, row_bytes, n_in, rows, xs, count, products)
+        by_rows(w, row_bytes, n_in, rows, x, x_stride, numbers, count, products)
         return
     if arg(args, _U_BEGIN) == 0:
-        unpack(w, row_bytes, rows, n_in, panel)
-    by_panel(panel, n_in, xs, count, products)
+        unpack_panel(w, row_bytes, rows, n_in, panel)
+    by_panel(panel, n_in, x, x_stride, numbers, count, products)
 
 
 @inline
-def call_unit(function, block, w, row_bytes, n_in, rows, xs, count, total, begin, products, panel):
-    """Call unit_products of a type by its address, through an argument block at ``block``."""
-    store(block, 8 * _U_W, types.int64(w))
+def fill_unit(block, row_bytes, n_in, x, x_stride, numbers):
+    """What is the same for all units of an operation, in the argument block of unit_products."""
     store(block, 8 * _U_ROW_BYTES, types.int64(row_bytes))
     store(block, 8 * _U_N_IN, types.int64(n_in))
+    store(block, 8 * _U_X, types.int64(x))
+    store(block, 8 * _U_X_STRIDE, types.int64(x_stride))
+    store(block, 8 * _U_NUMBERS, types.int64(numbers))
+
+
+@inline
+def call_unit(function, block, w, rows, count, total, begin, products, panel):
+    """Call unit_products of a type by its address."""
+    store(block, 8 * _U_W, types.int64(w))
     store(block, 8 * _U_ROWS, types.int64(rows))
-    store(block, 8 * _U_XS, types.int64(xs))
     store(block, 8 * _U_COUNT, types.int64(count))
     store(block, 8 * _U_TOTAL, types.int64(total))
     store(block, 8 * _U_BEGIN, types.int64(begin))
@@ -255,10 +232,10 @@ def call_unit(function, block, w, row_bytes, n_in, rows, xs, count, total, begin
 
 
 @inline
-def list_rows(xs, x, x_stride, x_per, pairs, count):
-    """xs[i] = address of the row of x that pair pairs[i] reads."""
+def number_rows(numbers, x_per, pairs, count):
+    """numbers[i] = the row of x that pair pairs[i] reads."""
     for i in range(count):
-        store(xs, 8 * i, x + x_stride * (int_at(pairs, i) // x_per))
+        store(numbers, 4 * i, types.int32(int_at(pairs, i) // x_per))
 
 
 @inline
@@ -291,7 +268,8 @@ def mul_mat_id(args, tid, nth):
     panels = (n_out + ROWS - 1) // ROWS
     units, few = int_at(plan, _USED) * panels, int_at(plan, _MOST) < MIN_PANEL
     scratch = arg(args, _SCRATCH) + tid * arg(args, _SCRATCH_BYTES)
-    xs, products, block = stack_bytes(1024), stack_bytes(8192), stack_bytes(128)
+    numbers, products, block = stack_bytes(512), stack_bytes(8192), stack_bytes(128)
+    fill_unit(block, arg(args, _ROW_BYTES), n_in, arg(args, _X), arg(args, _X_STRIDE), numbers)
     first, last = next_share(arg(args, 0), units, nth, few)
     while first < last:
         for unit in range(first, last):
@@ -303,11 +281,8 @@ def mul_mat_id(args, tid, nth):
             pairs, count = used + 4 * (n_expert + int_at(starts, e)), int_at(starts, e + 1) - int_at(starts, e)
             for begin in range(0, count, BLOCK):
                 n, at = min(BLOCK, count - begin), pairs + 4 * begin
-                list_rows(xs, arg(args, _X), arg(args, _X_STRIDE), arg(args, _X_PER), at, n)
-                call_unit(
-                    arg(args, _PRODUCTS), block, w, arg(args, _ROW_BYTES), n_in, rows, xs, n, count, begin, products,
-                    scratch,
-                )  # fmt: skip
+                number_rows(numbers, arg(args, _X_PER), at, n)
+                call_unit(arg(args, _PRODUCTS), block, w, rows, n, count, begin, products, scratch)
                 for i in range(n):
                     out = arg(args, _OUT) + 4 * (int_at(at, i) * n_out + row)
                     for r in range(0, rows, 16):
@@ -339,8 +314,9 @@ def gate_by_expert(args, tid, nth):
     half = arg(args, _F_SCRATCH_BYTES) // 2
     gate_scratch = arg(args, _F_SCRATCH) + tid * arg(args, _F_SCRATCH_BYTES)
     up_scratch = gate_scratch + half
-    xs, gates, ups, block = stack_bytes(1024), stack_bytes(8192), stack_bytes(8192), stack_bytes(128)
+    numbers, gates, ups, block = stack_bytes(512), stack_bytes(8192), stack_bytes(8192), stack_bytes(128)
     row_bytes, function = arg(args, _F_ROW_BYTES), arg(args, _PRODUCTS)
+    fill_unit(block, row_bytes, n_in, arg(args, _X), arg(args, _X_STRIDE), numbers)
     first, last = next_share(arg(args, 0), units, nth, few)
     while first < last:
         for unit in range(first, last):
@@ -354,9 +330,9 @@ def gate_by_expert(args, tid, nth):
             pairs, count = used + 4 * (n_expert + int_at(starts, e)), int_at(starts, e + 1) - int_at(starts, e)
             for begin in range(0, count, BLOCK):
                 n, at = min(BLOCK, count - begin), pairs + 4 * begin
-                list_rows(xs, arg(args, _X), arg(args, _X_STRIDE), arg(args, _X_PER), at, n)
-                call_unit(function, block, gate, row_bytes, n_in, rows, xs, n, count, begin, gates, gate_scratch)
-                call_unit(function, block, up, row_bytes, n_in, rows, xs, n, count, begin, ups, up_scratch)
+                number_rows(numbers, arg(args, _X_PER), at, n)
+                call_unit(function, block, gate, rows, n, count, begin, gates, gate_scratch)
+                call_unit(function, block, up, rows, n, count, begin, ups, up_scratch)
                 for i in range(n):
                     out = arg(args, _OUT) + 4 * (int_at(at, i) * n_out + row)
                     for r in range(0, rows, 16):
@@ -378,8 +354,8 @@ def products_of(t: TensorType) -> int:
     return unit_products.bind(
         name,
         by_rows=specialize(multiply_rows, name, dot_row=one, dot_row_by_4=four),
-        by_panel=specialize(multiply_panel, name, tile=made.tile),
-        unpack=made.unpack,
+        by_panel=specialize(multiply_panel, name, multiply_tiles=made.multiply),
+        unpack_panel=made.unpack,
     ).address
 
 
@@ -390,4 +366,4 @@ def up_gate_id(activation: Activation) -> Operation:
 
 def scratch_bytes(t: TensorType, n_in: int) -> int:
     """Return the bytes of scratch that each thread needs for experts of type ``t`` with rows of ``n_in``."""
-    return 2 * (panels(t).unit_bytes * ((n_in + 255) // 256) + PANEL_GAP)
+    return 2 * (panels(t).bytes(n_in) + PANEL_GAP)
