@@ -95,7 +95,10 @@ def layer(team: Team, shape: tuple[int, int, int, int, bool], kind: str, n_ctx: 
         return rng.normal(0, 1, (n_ctx, width)).astype(np.float32 if kind == "F32" else np.float16)
 
     keep = [cache(n_head_kv * head_k), cache(n_head_kv * head_v)]
-    keep += [rng.normal(0, 1, (n_max, n_head * head_k)).astype(np.float32), np.zeros((n_max, n_head * head_v), np.float32)]
+    keep += [
+        rng.normal(0, 1, (n_max, n_head * head_k)).astype(np.float32),
+        np.zeros((n_max, n_head * head_v), np.float32),
+    ]
     keep += [np.zeros(scratch_bytes(head_k, head_v, team.threads) + 64, np.uint8)]
     k, v, q, out, scratch = map(address_of, keep)
     block = attention.block(

@@ -23,7 +23,6 @@ from quantkit.kernels.cpu.simd import (
     i8x16,
     load,
     load_f16,
-    prefetch,
     round_away,
     splat,
     store,
@@ -41,6 +40,7 @@ from quantkit.kernels.cpu.tape import (
     first_of,
     operation,
 )
+from quantkit.kernels.cpu.tiles import fetch
 from quantkit.types import BY_NAME
 
 #: ggml ids of the types a cache may have, and what slots k_type and v_type hold.
@@ -103,7 +103,9 @@ def _write(args, x, cache, kind, width, tid, nth):
     items = batch_word(args, N_TOKENS) * parts
     for item in range(first_of(items, tid, nth), first_of(items, tid + 1, nth)):
         token, part = item // parts, item % parts
-        cell = load(types.int32, sequences, 4 * token) * batch_word(args, N_CTX) + load(types.int32, positions, 4 * token)
+        cell = load(types.int32, sequences, 4 * token) * batch_word(args, N_CTX) + load(
+            types.int32, positions, 4 * token
+        )
         n = min(32, width - 32 * part)
         _write_part(x + 4 * (token * width + 32 * part), n, kind, cache + cell * row_bytes + bytes_of(kind, 32 * part))
 
@@ -158,7 +160,7 @@ def read_rows(source, row_bytes, kind, rows, width, group, out):
     for r in range(rows):
         at = source + r * row_bytes
         for i in range(0, n_bytes, 64):
-            prefetch(at, BLOCK * row_bytes + i)
+            fetch(at, BLOCK * row_bytes + i)
         j = 0
         while j + group <= full:
             to = out + 64 * (BLOCK * j + group * r)
@@ -168,6 +170,12 @@ def read_rows(source, row_bytes, kind, rows, width, group, out):
             elif kind == F32:
                 for c in range(group):
                     store(to, 64 * c, load(f32x16, at, 64 * (j + c)))
+            elif group % 2 == 0:
+                for c in range(0, group, 2):
+                    block = at + (j + c) // 2 * 34
+                    d = splat(f32x16, f16_to_f32(load(types.uint16, block, 0)))
+                    store(to, 64 * c, convert(f32x16, load(i8x16, block, 2)) * d)
+                    store(to, 64 * c + 64, convert(f32x16, load(i8x16, block, 18)) * d)
             else:
                 for c in range(group):
                     store(to, 64 * c, _read16(at, Q8_0, j + c))

@@ -3,7 +3,7 @@
 A tile is a tuple of vectors of 16, ROWS rows by some columns of vectors, row by row; it stays in registers while a loop
 feeds it. Two ways to feed it, by how the second factor lies in memory:
 
-    outer    tile[r][c] += b[r] * a[c]           a: vectors over keys (or over the columns of values), b: one number a row
+    outer    tile[r][c] += b[r] * a[c]           a: vectors over keys (or over the columns of values), b: one number
     inner    tile[r][c] += q[r] . k[c]           both vectors along a head; ``sums`` then adds up the lanes of each
 
 ``outer`` needs no sums across lanes, but the keys transposed, which pays when many rows of q share them.
@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.core.types.containers import UniTuple
 from numba.extending import intrinsic
 
@@ -125,6 +125,19 @@ inner, inner_half = _make_inner(False), _make_inner(True)
 
 
 @intrinsic
+def fetch(tyctx: Any, address: Any, offset: Any) -> Any:
+    """Ask for a cache line, into the second level only: many more of these can be under way at once."""
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        p, i32 = b.inttoptr(b.add(args[0], args[1]), ir.IntType(8).as_pointer()), ir.IntType(32)
+        signature = ir.FunctionType(ir.VoidType(), [p.type, i32, i32, i32])
+        b.call(cgutils.get_or_insert_function(b.module, signature, "llvm.prefetch.p0"), [p, i32(0), i32(2), i32(1)])
+        return cgctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64), cg
+
+
+@intrinsic
 def load_tile(tyctx: Any, tile: Any, out: Any, stride: Any, factors: Any) -> Any:
     """load_tile(like, out, stride, factors): tile[r][c] = factors[r] * vector c of row r; factors are float32."""
 
@@ -139,6 +152,23 @@ def load_tile(tyctx: Any, tile: Any, out: Any, stride: Any, factors: Any) -> Any
         return _pack(cgctx, b, tile, parts)
 
     return tile(tile, *[types.int64] * 3), cg
+
+
+@intrinsic
+def add_tile(tyctx: Any, tile: Any, out: Any, stride: Any) -> Any:
+    """add_tile(tile, out, stride): tile plus what ``store_tile`` wrote."""
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        acc, out, stride = args
+        columns = tile.count // ROWS
+        parts = []
+        for r in range(ROWS):
+            row = b.add(out, b.mul(stride, _I64(r)))
+            for c in range(columns):
+                parts.append(b.fadd(_load(b, row, _I64(64), c), b.extract_value(acc, r * columns + c)))
+        return _pack(cgctx, b, tile, parts)
+
+    return tile(tile, types.int64, types.int64), cg
 
 
 @intrinsic
