@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 
 from quantkit.errors import FormatError
-from quantkit.model.graph import Builder, attend, qkv, rope_config
+from quantkit.model.attention import attend, qkv, rope_config
+from quantkit.model.builder import Builder
 from quantkit.model.ops import (
     Activate,
     Activation,

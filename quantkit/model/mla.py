@@ -17,7 +17,8 @@ import math
 from dataclasses import replace
 
 from quantkit.errors import FormatError, TypeNotSupported
-from quantkit.model.graph import Builder, attend, gqa, rope_config, rope_factors
+from quantkit.model.attention import attend, gqa, rope_config, rope_factors
+from quantkit.model.builder import Builder
 from quantkit.model.ops import Join, Matrix, MulMatHeads, RopeConfig, ScaleByPosition, Value
 
 
