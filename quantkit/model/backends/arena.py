@@ -31,8 +31,16 @@ class Buffer:
     uses: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Within:
+    """A place within a buffer."""
+
+    buffer: Buffer
+    byte: int
+
+
 #: What a slot may hold until addresses are known.
-Slot = int | float | Buffer
+Slot = int | float | Buffer | Within
 
 
 @dataclass(eq=False)
@@ -52,7 +60,18 @@ class Entry:
 
     def buffers(self) -> list[Buffer]:
         """Return the buffers it names."""
-        return [*(s for s in self.slots.values() if isinstance(s, Buffer)), *self.uses]
+        named = [s.buffer if isinstance(s, Within) else s for s in self.slots.values()]
+        return [*(s for s in named if isinstance(s, Buffer)), *self.uses]
+
+    def resolved(self, start: int) -> dict[str, int | float]:
+        """Return the slots with addresses, memory beginning at ``start``."""
+        slots: dict[str, int | float] = {}
+        for name, slot in self.slots.items():
+            if isinstance(slot, Within):
+                slots[name] = start + slot.buffer.offset + slot.byte
+            else:
+                slots[name] = start + slot.offset if isinstance(slot, Buffer) else slot
+        return slots
 
 
 def place(entries: Sequence[Entry]) -> int:

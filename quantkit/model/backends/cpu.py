@@ -19,7 +19,7 @@ from quantkit.kernels.cpu.tape import Batch as BatchBlock
 from quantkit.kernels.cpu.tape import Tape
 from quantkit.kernels.cpu.team import Team
 from quantkit.model.backends import Limits, Observer
-from quantkit.model.backends.arena import Buffer, Entry, Memory, place
+from quantkit.model.backends.arena import Entry, Memory, place
 from quantkit.model.backends.lowering import Lowering
 from quantkit.model.backends.streaming import Stage, pages, stages, streamed
 from quantkit.model.batch import Batch
@@ -124,11 +124,7 @@ class CPUProgram:
 
     def _entry(self, entry: Entry) -> Any:
         assert entry.operation is not None
-        slots = {
-            name: self._memory.start + slot.offset if isinstance(slot, Buffer) else slot
-            for name, slot in entry.slots.items()
-        }
-        return entry.operation, entry.operation.block(**slots), entry.independent
+        return entry.operation, entry.operation.block(**entry.resolved(self._memory.start)), entry.independent
 
     # ------------------------------------------------------------ running
 

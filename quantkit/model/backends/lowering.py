@@ -16,10 +16,10 @@ import numpy.typing as npt
 from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf import GGUFFile
 from quantkit.kernels import dequantize
-from quantkit.kernels.cpu import attention, cache, elementwise, glu, matmul, norms, rope, route
+from quantkit.kernels.cpu import attention, cache, elementwise, glu, matmul, moe, norms, rope, route
 from quantkit.kernels.cpu.tape import Operation, address_of
 from quantkit.model.backends import Limits, Observer
-from quantkit.model.backends.arena import Buffer, Entry, Slot
+from quantkit.model.backends.arena import Buffer, Entry, Slot, Within
 from quantkit.model.ops import (
     Activate,
     Add,
@@ -33,6 +33,8 @@ from quantkit.model.ops import (
     Join,
     Matrix,
     MulMat,
+    MulMatHeads,
+    MulMatId,
     MulMats,
     MultiplyBy,
     Norm,
@@ -48,6 +50,7 @@ from quantkit.model.ops import (
     Softcap,
     State,
     Take,
+    UpGateId,
     Value,
 )
 from quantkit.types import BY_NAME
@@ -80,7 +83,8 @@ class Lowering:
         self.n_vocab = 0  # of the embeddings, 0 if they are not here
         self._op: Op | None = None
         self._scratch = Buffer("scratch", LINE, kept_after=True, set_before=True)
-        self._activations: dict[tuple[Value, str], Buffer] = {}
+        self._activations: dict[tuple[Value, str, int], Buffer] = {}
+        self._plans: dict[Value, Buffer] = {}
         self._vectors: dict[Matrix, npt.NDArray[np.float32]] = {}
         self._keep: list[npt.NDArray[Any]] = []
 
@@ -167,21 +171,39 @@ class Lowering:
     # ------------------------------------------------------------ activations
 
     def activations(self, x: Value, weight: Matrix) -> tuple[Buffer, int]:
-        """Return x in the format that a weight multiplies, and the bytes from row to row; made once for each."""
-        kind = matmul.activation_format(weight.tensor.type)
+        """Return x in the format that a weight multiplies, and the bytes from row to row; made once for each.
+
+        A row of x may be several of the weight's, side by side: heads.
+        """
+        kind, n = matmul.activation_format(weight.tensor.type), weight.n_in
         if kind == "f32":
-            return self.buffer(x), 4 * x.width
-        stride = matmul.row_bytes(kind, x.width)
-        if (x, kind) not in self._activations:
-            made = Buffer(f"{x.name} ({kind})", stride * self.limits.n_ubatch * x.per)
-            self._activations[x, kind] = made
-            self.emit(matmul.quantize(kind), x=self.buffer(x), out=made, n=x.width, **rows(x))
-        return self._activations[x, kind], stride
+            return self.buffer(x), 4 * n
+        stride, per = matmul.row_bytes(kind, n), x.per * (x.width // n)
+        if (x, kind, n) not in self._activations:
+            made = Buffer(f"{x.name} ({kind})", stride * self.limits.n_ubatch * per)
+            self._activations[x, kind, n] = made
+            slots: dict[str, Slot] = {"x": self.buffer(x), "out": made, "n": n}
+            self.emit(matmul.quantize(kind), rows_of=int(x.outputs), per=per, **slots)
+        return self._activations[x, kind, n], stride
+
+    def plan(self, ids: Value, n_expert: int) -> Buffer:
+        """Return which tokens each expert has, for products by expert; made once for each ids."""
+        if ids not in self._plans:
+            made = Buffer(f"plan of {ids.name}", moe.plan_bytes(n_expert, ids.width, self.limits.n_ubatch))
+            self._plans[ids] = made
+            slots: dict[str, Slot] = {"plan": made, "ids": self.buffer(ids)}
+            self.emit(moe.bucket, n_expert=n_expert, n_used=ids.width, rows_of=int(ids.outputs), **slots)
+        return self._plans[ids]
 
 
 def row_bytes_of(matrix: Matrix) -> int:
     """Return the bytes of a row of a weight."""
     return matrix.tensor.type.row_bytes(matrix.n_in)
+
+
+def expert_bytes_of(matrix: Matrix) -> int:
+    """Return the bytes from one expert's (head's) weights to the next one's."""
+    return row_bytes_of(matrix) * (matrix.tensor.shape[1] if len(matrix.tensor.shape) > 1 else 1)
 
 
 def rows(value: Value) -> dict[str, int]:
@@ -347,7 +369,87 @@ def _mul_mats(b: Lowering, op: MulMats) -> None:
         _multiply(b, out, op.x, weight, bias, scale, each, independent=out is not op.outs[-1])
 
 
+def _mul_mat_heads(b: Lowering, op: MulMatHeads) -> None:
+    """An entry for each head: they do not wait for each other."""
+    weight, heads = op.weight, op.x.width // op.weight.n_in
+    t, start = weight.tensor.type, b.weight(op.weight)
+    activations, stride = b.activations(op.x, weight)
+    each = _scratch_of([weight])
+    for head in range(heads):
+        entry = b.emit(
+            matmul.mul_mat(t),
+            x=Within(activations, stride * head),
+            x_stride=stride * heads,
+            w=start + head * expert_bytes_of(weight),
+            row_bytes=row_bytes_of(weight),
+            n_in=weight.n_in,
+            n_out=weight.n_out,
+            out=Within(b.buffer(op.out), 4 * weight.n_out * head),
+            out_stride=4 * op.out.width,
+            bias=0,
+            scale=0,
+            scratch=b.scratch(each * b.threads),
+            scratch_bytes=each,
+            **rows(op.x),
+        )
+        entry.independent = head + 1 < heads
+
+
 # ---------------------------------------------------------------- experts
+
+
+def _by_expert(b: Lowering, out: Value, x: Value, ids: Value, weight: Matrix) -> dict[str, Slot]:
+    """Return the slots that both kinds of products by expert have."""
+    t = weight.tensor.type
+    activations, stride = b.activations(x, weight)
+    each = -(-moe.scratch_bytes(t, weight.n_in) // LINE) * LINE
+    return {
+        "out": b.buffer(out),
+        "x": activations,
+        "x_stride": stride,
+        "x_per": ids.width if x.per == 1 else 1,
+        "plan": b.plan(ids, weight.n_matrices),
+        "n_expert": weight.n_matrices,
+        "n_used": ids.width,
+        "products": moe.products_of(t),
+        "row_bytes": row_bytes_of(weight),
+        "n_in": weight.n_in,
+        "n_out": weight.n_out,
+        "scratch": b.scratch(each * b.threads),
+        "scratch_bytes": each,
+    }
+
+
+def _mul_mat_id(b: Lowering, op: MulMatId) -> None:
+    slots = _by_expert(b, op.out, op.x, op.ids, op.weight)
+    b.emit(
+        moe.mul_mat_id,
+        w=b.weight(op.weight),
+        expert_bytes=expert_bytes_of(op.weight),
+        bias=b.vector(op.bias),
+        bias_stride=4 * op.weight.n_out,
+        scale=b.vector(op.scale),
+        **slots,
+    )
+
+
+def _up_gate_id(b: Lowering, op: UpGateId) -> None:
+    slots = _by_expert(b, op.out, op.x, op.ids, op.up)
+    b.emit(
+        moe.up_gate_id(op.activation),
+        up=b.weight(op.up),
+        gate=b.weight(op.gate),
+        up_expert_bytes=expert_bytes_of(op.up),
+        gate_expert_bytes=expert_bytes_of(op.gate),
+        up_bias=b.vector(op.up_bias),
+        gate_bias=b.vector(op.gate_bias),
+        up_bias_stride=4 * op.up.n_out,
+        gate_bias_stride=4 * op.gate.n_out,
+        up_scale=b.vector(op.up_scale),
+        gate_scale=b.vector(op.gate_scale),
+        **slots,
+        **glu.limits(op.activation),
+    )
 
 
 def _route(b: Lowering, op: Route) -> None:
@@ -454,6 +556,9 @@ LOWER: Mapping[type[Op], Callable[[Lowering, Any], None]] = {
     Join: _join,
     MulMat: _mul_mat,
     MulMats: _mul_mats,
+    MulMatHeads: _mul_mat_heads,
+    MulMatId: _mul_mat_id,
+    UpGateId: _up_gate_id,
     Route: _route,
     Repeat: _repeat,
     Combine: _combine,
