@@ -754,7 +754,8 @@ def stack_bytes(tyctx: Any, count: Any) -> Any:
     n = count.literal_value
 
     def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        space = cgutils.alloca_once(b, ir.ArrayType(ir.IntType(8), n))
+        with b.goto_entry_block():  # not cgutils.alloca_once: it fills the space with zeros, as one LLVM value
+            space = b.alloca(ir.ArrayType(ir.IntType(8), n))
         space.align = 64
         return b.ptrtoint(space, ir.IntType(64))
 

@@ -1,0 +1,202 @@
+"""Activation functions and gated linear units against numpy, gelu with the roundings of ggml's table."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from quantkit.kernels.cpu.functions import erf, exp, sigmoid, tanh
+from quantkit.kernels.cpu.glu import FUNCTIONS, activate, glu, limits
+from quantkit.kernels.cpu.jit import kernel
+from quantkit.kernels.cpu.simd import f32x16, load, store
+from quantkit.kernels.cpu.tape import Batch, Tape, address_of
+from quantkit.kernels.cpu.team import Team
+from quantkit.model.ops import Activation
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+
+
+@kernel
+def run_exp(x: F32, y: F32) -> None:
+    for i in range(0, x.size, 16):
+        store(y, 4 * i, exp(load(f32x16, x, 4 * i)))
+
+
+@kernel
+def run_sigmoid(x: F32, y: F32) -> None:
+    for i in range(0, x.size, 16):
+        store(y, 4 * i, sigmoid(load(f32x16, x, 4 * i)))
+
+
+@kernel
+def run_tanh(x: F32, y: F32) -> None:
+    for i in range(0, x.size, 16):
+        store(y, 4 * i, tanh(load(f32x16, x, 4 * i)))
+
+
+@kernel
+def run_erf(x: F32, y: F32) -> None:
+    for i in range(0, x.size, 16):
+        store(y, 4 * i, erf(load(f32x16, x, 4 * i)))
+
+
+@pytest.mark.parametrize(
+    ("run", "exact", "low", "high", "ulps"),
+    [
+        (run_exp, np.exp, -103.9, 88.7, 1.0),
+        (run_sigmoid, lambda x: 1 / (1 + np.exp(-x)), -86, 86, 2.5),
+        (run_tanh, np.tanh, -12, 12, 2.0),
+        (run_erf, np.vectorize(math.erf), -5, 5, 2.5),
+    ],
+    ids=["exp", "sigmoid", "tanh", "erf"],
+)
+def test_functions_are_within_their_ulps(run, exact, low, high, ulps) -> None:
+    x = np.linspace(low, high, 1 << 17).astype(np.float32)
+    y = np.empty_like(x)
+    run(x, y)
+    truth = exact(x.astype(np.float64))
+    assert np.max(np.abs(y - truth) / np.spacing(np.abs(truth.astype(np.float32)))) <= ulps
+
+
+def test_exp_at_the_ends() -> None:
+    x = np.full(16, -np.inf, np.float32)
+    x[:7] = np.nan, np.inf, 88.8, 0, -0.0, -104.1, -1000
+    y = np.empty_like(x)
+    run_exp(x, y)
+    assert np.isnan(y[0])
+    assert y[1:].tolist() == [np.inf, np.inf, 1, 1] + 11 * [0]
+
+
+# ---------------------------------------------------------------- numpy's version of every activation
+
+
+def half(x: F64) -> F64:
+    with np.errstate(over="ignore"):
+        return x.astype(np.float32).astype(np.float16).astype(np.float64)
+
+
+def gelu(x: F64) -> F64:
+    h = half(x).astype(np.float32)  # the table of ggml is made in f32: 1 + tanh cancels for negative x
+    u = np.float32(np.sqrt(2 / np.pi)) * h * (1 + np.float32(0.044715) * h * h)
+    with np.errstate(invalid="ignore"):
+        y = half(np.float32(0.5) * h * (1 + np.tanh(u.astype(np.float64)).astype(np.float32)))
+    return np.where(x <= -10, 0, np.where(x >= 10, x, y))
+
+
+def gelu_quick(x: F64) -> F64:
+    return half(half(x) / (1 + np.exp(-1.702 * half(x))))
+
+
+ACTIVATIONS = {
+    "silu": lambda x, _: x / (1 + np.exp(-x)),
+    "gelu": lambda x, _: gelu(x),
+    "gelu_erf": lambda x, _: 0.5 * x * (1 + np.vectorize(math.erf)(x / np.sqrt(2))),
+    "gelu_quick": lambda x, _: gelu_quick(x),
+    "relu": lambda x, _: np.maximum(x, 0),
+    "relu_sqr": lambda x, _: np.maximum(x, 0) ** 2,
+    "sigmoid": lambda x, _: 1 / (1 + np.exp(-x)),
+    "swiglu_oai": lambda x, alpha: x / (1 + np.exp(-alpha * x)),
+}
+
+
+def activated(a: Activation, x: F32) -> F64:
+    y = np.minimum(x.astype(np.float64), a.gate_limit or np.inf)
+    return np.minimum(ACTIVATIONS[a.kind](y, a.alpha), a.act_limit or np.inf)
+
+
+def gated(a: Activation, gate: F32, up: F32) -> F64:
+    u = up.astype(np.float64)
+    u = np.clip(u, -a.up_limit, a.up_limit) if a.up_limit else u
+    return activated(a, gate) * (u + (a.kind == "swiglu_oai"))
+
+
+def close(a: Activation, got: F32, want: F64) -> None:
+    if a.kind.startswith("gelu") and a.kind != "gelu_erf":
+        # A result on the border of two half floats may fall either way, but seldom.
+        wrong = np.abs(got - want) > 1e-6 * np.abs(want) + 1e-7
+        assert wrong.mean() < 1e-2
+        np.testing.assert_allclose(got, want, rtol=1.2e-3, atol=1e-6)
+    else:
+        np.testing.assert_allclose(got, want, rtol=2e-6, atol=5e-6 if a.kind == "gelu_erf" else 1e-6)
+
+
+def run(operation, tokens: int, threads: int = 2, **slots: float) -> None:
+    team = Team(threads)
+    batch = Batch(team, max(tokens, 1))
+    batch.set(np.zeros(tokens, np.int32))
+    Tape(team, batch, [(operation, operation.block(batch=batch.address, rows_of=0, **slots))]).run()
+
+
+def values(seed: int, *shape: int) -> F32:
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape).astype(np.float32) * 3
+    x.flat[::7] *= 5
+    return x
+
+
+KINDS = [
+    *(Activation(kind) for kind in FUNCTIONS),
+    Activation("silu", act_limit=2.0, up_limit=1.5),
+    Activation("silu", gate_limit=1.0, up_limit=1.5),
+    Activation("swiglu_oai", alpha=1.5, gate_limit=7.0, up_limit=7.0),
+]
+
+
+@pytest.mark.parametrize("a", KINDS, ids=str)
+def test_glu_of_two_values(a: Activation) -> None:
+    gate, up = values(1, 6, 1061), values(2, 6, 1061)
+    out = np.full_like(gate, np.nan)
+    run(
+        glu(a), 3, out=address_of(out), gate=address_of(gate), up=address_of(up),
+        width=1061, gate_width=1061, per=2, **limits(a),
+    )  # fmt: skip
+    close(a, out, gated(a, gate, up))
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 1024, 2100])
+def test_glu_of_merged_halves(width: int) -> None:
+    a = Activation("silu")
+    both = values(3, 5, 2 * width)
+    out = np.full((6, width), 7, np.float32)
+    run(
+        glu(a), 5, out=address_of(out), gate=address_of(both), up=0, width=width, gate_width=width, per=1, **limits(a)
+    )
+    close(a, out[:5], gated(a, both[:, :width], both[:, width:]))
+    assert (out[5] == 7).all()  # the row behind is not touched
+
+
+@pytest.mark.parametrize("repeat", [3, 16, 96, 1500])
+def test_a_narrow_gate_repeats(repeat: int) -> None:
+    a = Activation("sigmoid")
+    gate, up = values(4, 4, 3), values(5, 4, 3 * repeat)
+    out = np.full_like(up, np.nan)
+    run(
+        glu(a), 4, 3, out=address_of(out), gate=address_of(gate), up=address_of(up),
+        width=3 * repeat, gate_width=3, per=1, **limits(a),
+    )  # fmt: skip
+    close(a, out, gated(a, np.repeat(gate, repeat, axis=1), up))
+
+
+@pytest.mark.parametrize("a", KINDS[:8], ids=str)
+def test_activate(a: Activation) -> None:
+    x = values(6, 7, 83)
+    out = np.full((8, 83), 7, np.float32)
+    run(activate(a), 7, out=address_of(out), x=address_of(x), width=83, per=1, **limits(a))
+    close(a, out[:7], activated(a, x))
+    assert (out[7] == 7).all()
+
+
+def test_gelu_leaves_its_table_at_ten() -> None:
+    a = Activation("gelu")
+    x = np.array([[-np.inf, -10, -9.999, 9.999, 10.0001, 12345.678, np.inf, 0]], np.float32)
+    out = np.empty_like(x)
+    run(activate(a), 1, 1, out=address_of(out), x=address_of(x), width=8, per=1, **limits(a))
+    assert out[0].tolist() == [0, 0, 0, 10, x[0, 4], x[0, 5], np.inf, 0]
+
+
+def test_operations_are_made_once() -> None:
+    assert glu(Activation("silu")) is glu(Activation("silu", act_limit=3))
