@@ -19,7 +19,8 @@ one layout, *units* of 256 values, 832 bytes each, padded with zeros after the e
          384  i32   offsets[16]     -128 * sum of q of each 16 values, group g at place 4 * (g % 4) + g // 4
          448  i32   offsets32[8]    -128 * sum of q of each 32 values
          480  f32   sums32[8]       sums of two neighbours
-         512  i16   totals[16]      sum of q of each 16 values; 32 bytes more to fill a cache line
+         512  i16   totals[16]      sum of q of each 16 values
+         544  i16   totals32[8]     sum of q of each 32 values; 16 bytes more to fill a cache line
          576  int8  by_pieces[256]  the levels again: of 4 blocks of 32 the first 16 each, then the others
 
 The offsets undo what adding 128 to signed levels does to a dot product: vpdpbusd wants one operand unsigned. A row is
@@ -46,6 +47,7 @@ from quantkit.kernels.cpu.simd import (
     hmin,
     i8x16,
     i8x64,
+    i16x8,
     i16x16,
     i32x16,
     load,
@@ -71,7 +73,7 @@ from quantkit.types import TensorType
 
 #: Bytes of a unit of 256 values, and where its parts begin.
 UNIT_BYTES = 832
-SCALES, SUMS, OFFSETS, OFFSETS32, SUMS32, TOTALS, BY_PIECES = 256, 320, 384, 448, 480, 512, 576
+SCALES, SUMS, OFFSETS, OFFSETS32, SUMS32, TOTALS, TOTALS32, BY_PIECES = 256, 320, 384, 448, 480, 512, 544, 576
 #: Bytes after the units of a row.
 ROW_GAP = 64
 
@@ -173,7 +175,9 @@ def store_offsets(out: int) -> Any:
     store(out, OFFSETS, sums * -128)
     sums = by_fours(sums)
     store(out, TOTALS, convert(i16x16, sums))
-    store(out, OFFSETS32, (even_lanes(sums) + odd_lanes(sums)) * -128)
+    of_32 = even_lanes(sums) + odd_lanes(sums)
+    store(out, OFFSETS32, of_32 * -128)
+    store(out, TOTALS32, convert(i16x8, of_32))
     return sums
 
 

@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 from numba.core import types
 
-from quantkit.kernels.cpu.activations import BY_PIECES, SCALES, SUMS, TOTALS
+from quantkit.kernels.cpu.activations import BY_PIECES, SCALES, SUMS, TOTALS, TOTALS32
 from quantkit.kernels.cpu.jit import inline
 from quantkit.kernels.cpu.simd import (
     cast,
     convert,
     dot2,
     dot4,
+    f32x4,
     f32x8,
     f32x16,
     fma,
@@ -30,8 +31,10 @@ from quantkit.kernels.cpu.simd import (
     i8x16,
     i8x32,
     i8x64,
+    i16x8,
     i16x16,
     i16x32,
+    i32x4,
     i32x8,
     i32x16,
     load,
@@ -39,12 +42,14 @@ from quantkit.kernels.cpu.simd import (
     maddubs,
     make_constant,
     make_shuffle,
+    opaque,
     splat,
     u8x16,
     u8x32,
     u8x64,
     u16x32,
     u32x4,
+    u64x2,
 )
 from quantkit.kernels.cpu.unpack import fp4, i_quants, k_quants
 from quantkit.kernels.cpu.unpack.lanes import block_scales, half_at, join32, load_pieces, twice32
@@ -58,6 +63,12 @@ from quantkit.types import TensorType
 def two_sums() -> Any:
     """16 sums of products, and 8 of minimums."""
     return splat(f32x16, 0), splat(f32x8, 0)
+
+
+@inline
+def two_sums_4() -> Any:
+    """16 sums of products, and 4 of minimums."""
+    return splat(f32x16, 0), splat(f32x4, 0)
 
 
 @inline
@@ -80,11 +91,12 @@ def total(acc: Any) -> Any:
 
 # ---------------------------------------------------------------- K-quants: integer scales
 
-#: For levels of blocks 0 and 2, 1 and 3, 4 and 6, 5 and 7 of 32 values: lanes of i16 of scales that stand twice each.
-scales_02 = make_shuffle([0] * 16 + [4] * 16, "direct.scales_02")
-scales_13 = make_shuffle([2] * 16 + [6] * 16, "direct.scales_13")
-scales_46 = make_shuffle([8] * 16 + [12] * 16, "direct.scales_46")
-scales_57 = make_shuffle([10] * 16 + [14] * 16, "direct.scales_57")
+#: For levels of blocks 0 and 2, 1 and 3, 4 and 6, 5 and 7 of 32 values: lanes of i16 of 8 scales.
+scales_02 = make_shuffle([0] * 16 + [2] * 16, "direct.scales_02")
+scales_13 = make_shuffle([1] * 16 + [3] * 16, "direct.scales_13")
+scales_46 = make_shuffle([4] * 16 + [6] * 16, "direct.scales_46")
+scales_57 = make_shuffle([5] * 16 + [7] * 16, "direct.scales_57")
+lower_8 = make_shuffle(range(8), "direct.lower_8")
 #: Groups of 16 values: 0 to 3, 4 to 7, ...; and of blocks 0 and 4, 1 and 5, 2 and 6, 3 and 7 of 32.
 scales_0123 = make_shuffle([i // 8 for i in range(32)], "direct.scales_0123")
 scales_4567 = make_shuffle([4 + i // 8 for i in range(32)], "direct.scales_4567")
@@ -122,29 +134,37 @@ def high_bits(x: Any, n: Any) -> Any:
 
 
 @inline
-def nibble_scales(data: int, offset: int) -> Any:
-    """Return the integer scales and minimums of Q4_K and Q5_K as i16, every one twice."""
-    head = load(u8x16, data, offset)
-    top = (head >> 2) & 48
-    low, high = k_quants.sub_mask_low(), k_quants.sub_mask_top()
-    s = (k_quants.sub_scale_low(head) & low) | (k_quants.sub_scale_top(top) & high)
-    m = (k_quants.sub_min_low(head, head >> 4) & low) | (k_quants.sub_min_top(top) & high)
-    return convert(i16x16, s), convert(i16x16, m)
+def nibble_scales(at: int) -> Any:
+    """Return the 8 integer scales and minimums of Q4_K and Q5_K as bytes of two words: the scalar units idle."""
+    a, b, c = load(types.uint32, at, 4), load(types.uint32, at, 8), load(types.uint32, at, 12)
+    top, six = types.uint32(0x03030303), types.uint32(0x3F3F3F3F)
+    low, four = types.uint32(0x0F0F0F0F), types.uint32(4)
+    s = (c & low) | (((a >> types.uint32(6)) & top) << four)
+    m = ((c >> four) & low) | (((b >> types.uint32(6)) & top) << four)
+    scales = types.uint64(a & six) | (types.uint64(s) << types.uint64(32))
+    return scales, types.uint64(b & six) | (types.uint64(m) << types.uint64(32))
+
+
+@inline
+def eight_words(bytes8: Any) -> Any:
+    """Widen 8 bytes to i16."""
+    return opaque(convert(i16x8, lower_8(cast(u8x16, splat(u64x2, bytes8)))))
 
 
 @inline
 def add_nibble_products(at: int, act: int, acc: Any, a0: Any, a1: Any, b0: Any, b1: Any) -> Any:
     """Add the products of 256 levels in stored order (low and high halves of 64 bytes, twice), as Q4_K and Q5_K."""
-    s, m = nibble_scales(at, 0)
+    s, m = nibble_scales(at)
+    s, m = eight_words(s), eight_words(m)
     x = dot2(splat(i32x16, 0), maddubs(a0, halves(act, 0, 2)), scales_02(s))
     y = dot2(splat(i32x16, 0), maddubs(a1, halves(act, 1, 3)), scales_13(s))
     x = dot2(x, maddubs(b0, halves(act, 4, 6)), scales_46(s))
     y = dot2(y, maddubs(b1, halves(act, 5, 7)), scales_57(s))
     d = load(types.float32, act, SCALES)
-    mins = dot2(splat(i32x8, 0), m, load(i16x16, act, TOTALS))
+    mins = dot2(splat(i32x4, 0), m, load(i16x8, act, TOTALS32))
     products, minimums = acc
     products = fma(convert(f32x16, x + y), splat(f32x16, half_at(at, 0) * d), products)
-    return products, fma(convert(f32x8, mins), splat(f32x8, half_at(at, 2) * d), minimums)
+    return products, fma(convert(f32x4, mins), splat(f32x4, half_at(at, 2) * d), minimums)
 
 
 @inline
@@ -168,7 +188,7 @@ def dot_q6_k(at: int, act: int, acc: Any) -> Any:
     """A super-block of Q6_K, levels 0..63 and 32 times the sums less; a pair of products is at most 2 * 63 * 127."""
     a, b = load(u8x64, at, 0), load(u8x64, at, 64)
     g, h = twice32(load(u8x32, at, 128)), twice32(load(u8x32, at, 160))
-    s = convert(i16x16, load(i8x16, at, 192))
+    s = opaque(convert(i16x16, load(i8x16, at, 192)))
     a0, a1 = (a & 15) | (low_bits(g, left_4_2()) & 48), (a >> 4) | (high_bits(g, right_0_2()) & 48)
     b0, b1 = (b & 15) | (low_bits(h, left_4_2()) & 48), (b >> 4) | (high_bits(h, right_0_2()) & 48)
     x = dot2(splat(i32x16, 0), maddubs(a0, load(i8x64, act, 0)), scales_0123(s))
@@ -195,7 +215,7 @@ def crumb_products(act: int, u0: Any, u1: Any, u2: Any, u3: Any, s: Any) -> Any:
 def dot_q2_k(at: int, act: int, acc: Any) -> Any:
     """A super-block of Q2_K."""
     q, s = load(u8x64, at, 16), load(u8x16, at, 0)
-    x = crumb_products(act, q & 3, (q >> 2) & 3, (q >> 4) & 3, q >> 6, convert(i16x16, s & 15))
+    x = crumb_products(act, q & 3, (q >> 2) & 3, (q >> 4) & 3, q >> 6, opaque(convert(i16x16, s & 15)))
     mins = dot2(splat(i32x8, 0), convert(i16x16, s >> 4), load(i16x16, act, TOTALS))
     d = load(types.float32, act, SCALES)
     products, minimums = acc
@@ -218,7 +238,7 @@ def dot_q3_k(at: int, act: int, acc: Any) -> Any:
     u2, u3 = ((q >> 4) & 3) | ((h >> 2) & 4), (q >> 6) | ((h >> 3) & 4)
     tail = load(u8x16, at, 94)
     high = cast(u8x16, cast(u32x4, k_quants.q3_high(tail)) >> k_quants.q3_shifts()) & 3
-    s = convert(i16x16, cast(i8x16, ((k_quants.q3_low(tail, tail >> 4) & 15) | (high << 4)) - 32))
+    s = opaque(convert(i16x16, cast(i8x16, ((k_quants.q3_low(tail, tail >> 4) & 15) | (high << 4)) - 32)))
     x = crumb_products(act, u0, u1, u2, u3, s)
     d = half_at(at, 108) * load(types.float32, act, SCALES)
     offset = dot2(splat(i32x8, 0), s, load(i16x16, act, TOTALS)) << 2
@@ -309,7 +329,8 @@ def direct_dot(t: TensorType) -> dict[str, Any] | None:
     """Return what ``dots.dot_row`` is bound to for a type that has a dot product of its own, else None."""
     name = t.name.lower()
     if name in _WITH_MINS:
-        return {"dot_unit": _WITH_MINS[name], "start": two_sums, "finish": minus_second}
+        start = two_sums_4 if name in ("q4_k", "q5_k") else two_sums
+        return {"dot_unit": _WITH_MINS[name], "start": start, "finish": minus_second}
     if name in _BY_PIECES:
         return {"dot_unit": _BY_PIECES[name], "start": one_sum, "finish": total}
     return None

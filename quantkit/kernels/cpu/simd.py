@@ -734,6 +734,19 @@ def dot2(tyctx: Any, acc: Any, x: Any, y: Any) -> Any:
 
 
 @intrinsic
+def opaque(tyctx: Any, v: Any) -> Any:
+    """The same vector, of which LLVM knows nothing: keeps it from moving a widening behind several shuffles."""
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        if not FEATURES & {"avx", "avx2", "avx512f"}:
+            return args[0]
+        t = args[0].type
+        return b.asm(ir.FunctionType(t, [t]), "", "=x,0", [args[0]], False)
+
+    return v(v), cg
+
+
+@intrinsic
 def stack_bytes(tyctx: Any, count: Any) -> Any:
     """stack_bytes(512): the address of so many bytes of the caller's own, 64-aligned, undefined; a literal count."""
     if not isinstance(count, types.IntegerLiteral):
