@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from numba import types
 
-from quantkit.kernels.cpu.functions import exp, load_part, muladd, stack, store_part
+from quantkit.kernels.cpu.functions import exp, load_part, muladd, store_part
 from quantkit.kernels.cpu.jit import helper, inline
-from quantkit.kernels.cpu.simd import extract, f32x16, load, splat, store
+from quantkit.kernels.cpu.simd import extract, f32x16, load, splat, stack_bytes, store
 from quantkit.kernels.cpu.tape import (
     N_TOKENS,
     POSITIONS,
@@ -91,7 +91,7 @@ def _convolve_columns(args, first, n, weights):
 @operation("batch x out weight state taps width")
 def convolve(args, tid, nth):
     """Causal convolution of every column with 1 <= taps <= TAPS; state: [sequences][taps - 1][width]."""
-    weights = stack(4 * 64 * 16)
+    weights = stack_bytes(4 * 64 * 16)
     width = arg(args, _WIDTH)
     parts = (width + PART - 1) // PART
     for part in range(first_of(parts, tid, nth), first_of(parts, tid + 1, nth)):

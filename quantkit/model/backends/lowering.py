@@ -16,7 +16,7 @@ import numpy.typing as npt
 from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf import GGUFFile
 from quantkit.kernels import dequantize
-from quantkit.kernels.cpu import attention, cache, elementwise, glu, matmul, moe, norms, rope, route
+from quantkit.kernels.cpu import attention, cache, elementwise, glu, matmul, moe, norms, recurrent, rope, route
 from quantkit.kernels.cpu.tape import Operation, address_of
 from quantkit.model.backends import Limits, Observer
 from quantkit.model.backends.arena import Buffer, Entry, Slot, Within
@@ -28,6 +28,8 @@ from quantkit.model.ops import (
     CacheWrite,
     Clamp,
     Combine,
+    Convolve,
+    DeltaNet,
     Embed,
     Glu,
     Join,
@@ -525,6 +527,29 @@ def _attention(b: Lowering, op: Attention) -> None:
     )
 
 
+# ---------------------------------------------------------------- recurrent layers
+
+
+def _convolve(b: Lowering, op: Convolve) -> None:
+    slots: dict[str, Slot] = {"x": b.buffer(op.x), "out": b.buffer(op.out), "taps": op.weight.n_in}
+    b.emit(recurrent.convolve, weight=b.vector(op.weight), state=b.state(op.state), width=op.x.width, **slots)
+
+
+def _delta_net(b: Lowering, op: DeltaNet) -> None:
+    values: dict[str, Slot] = {name: b.buffer(getattr(op, name)) for name in ("q", "k", "v", "g", "beta", "out")}
+    b.emit(
+        recurrent.delta_net,
+        state=b.state(op.state),
+        n_k_head=op.n_k_head,
+        n_v_head=op.n_v_head,
+        head_k=op.k.width // op.n_k_head,
+        head_v=op.v.width // op.n_v_head,
+        scale=op.scale,
+        tiled=int(op.tiled),
+        **values,
+    )
+
+
 # ---------------------------------------------------------------- looking on
 
 
@@ -566,5 +591,7 @@ LOWER: Mapping[type[Op], Callable[[Lowering, Any], None]] = {
     Rope: _rope,
     CacheWrite: _cache_write,
     Attention: _attention,
+    Convolve: _convolve,
+    DeltaNet: _delta_net,
     Observe: _observe,
 }
