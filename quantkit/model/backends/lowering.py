@@ -297,8 +297,12 @@ def _glu(b: Lowering, op: Glu) -> None:
 
 
 def _activate(b: Lowering, op: Activate) -> None:
-    limits = {k: v for k, v in glu.limits(op.activation).items() if k in glu.activate(op.activation).slots}
-    _map(b, glu.activate(op.activation), op.out, op.x, **limits)
+    if op.activation.kind == "softplus":
+        _map(b, elementwise.softplus, op.out, op.x)
+        return
+    operation = glu.activate(op.activation)
+    limits = {name: value for name, value in glu.limits(op.activation).items() if name in operation.slots}
+    _map(b, operation, op.out, op.x, **limits)
 
 
 def _take(b: Lowering, op: Take) -> None:
