@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
 
 from quantkit.kernels.cpu.activations import OFFSETS, SCALES, SUMS, UNIT_BYTES, by_fours, sum_fours
-from quantkit.kernels.cpu.jit import specialize, inline
+from quantkit.kernels.cpu.jit import inline, specialize
 from quantkit.kernels.cpu.simd import (
     HAS_DOT4,
     VecType,
@@ -43,7 +42,6 @@ from quantkit.kernels.cpu.simd import (
 )
 from quantkit.kernels.cpu.unpack import unpacker
 from quantkit.types import TensorType
-
 
 # ---------------------------------------------------------------- levels as operands of dot4
 
