@@ -11,7 +11,7 @@ ggml-cpu.c type_traits_cpu)::
     f32    as they are: no row of their own, the value itself is read                    F32
 
 (max: of the largest magnitude, the first one, with its sign; roundings to nearest even.) The three int8 formats share
-one layout, *units* of 256 values, 512 bytes each, padded with zeros after the end of a row::
+one layout, *units* of 256 values, 832 bytes each, padded with zeros after the end of a row::
 
     byte   0  int8  levels[256]
          256  f32   d[16]           of each 16 values; repeated where more share one
@@ -19,6 +19,9 @@ one layout, *units* of 256 values, 512 bytes each, padded with zeros after the e
          384  i32   offsets[16]     -128 * sum of q of each 16 values, group g at place 4 * (g % 4) + g // 4
          448  i32   offsets32[8]    -128 * sum of q of each 32 values
          480  f32   sums32[8]       sums of two neighbours
+         512  i16   totals[16]      sum of q of each 16 values
+         544  i16   totals32[8]     sum of q of each 32 values; 16 bytes more to fill a cache line
+         576  int8  by_pieces[256]  the levels again: of 4 blocks of 32 the first 16 each, then the others
 
 The offsets undo what adding 128 to signed levels does to a dot product: vpdpbusd wants one operand unsigned. A row is
 its units and 64 bytes, so that rows of a power of two do not all fall on the same sets of the cache.
@@ -44,6 +47,8 @@ from quantkit.kernels.cpu.simd import (
     hmin,
     i8x16,
     i8x64,
+    i16x8,
+    i16x16,
     i32x16,
     load,
     load_f16,
@@ -63,11 +68,12 @@ from quantkit.kernels.cpu.simd import (
     vmin,
 )
 from quantkit.kernels.cpu.tape import N_OUTPUTS, N_TOKENS, Operation, arg, batch_word, first_of, operation
+from quantkit.kernels.cpu.unpack.lanes import join16, join32
 from quantkit.types import TensorType
 
 #: Bytes of a unit of 256 values, and where its parts begin.
-UNIT_BYTES = 512
-SCALES, SUMS, OFFSETS, OFFSETS32, SUMS32 = 256, 320, 384, 448, 480
+UNIT_BYTES = 832
+SCALES, SUMS, OFFSETS, OFFSETS32, SUMS32, TOTALS, TOTALS32, BY_PIECES = 256, 320, 384, 448, 480, 512, 544, 576
 #: Bytes after the units of a row.
 ROW_GAP = 64
 
@@ -132,6 +138,9 @@ high_halves16 = make_shuffle2([*range(8, 16), *range(24, 32)], "activations.high
 swap_quarters = make_shuffle([*range(4, 8), *range(4), *range(12, 16), *range(8, 12)], "activations.swap_quarters")
 #: Eight numbers at lanes 0..3 and 8..11, each twice in a row.
 eight_twice = make_shuffle([8 * (i // 8) + i % 8 // 2 for i in range(16)], "activations.eight_twice")
+#: The first, and the second, 16 of each 32 bytes.
+first_pieces = make_shuffle2([32 * (i // 16) + i % 16 for i in range(64)], "activations.first_pieces")
+second_pieces = make_shuffle2([32 * (i // 16) + 16 + i % 16 for i in range(64)], "activations.second_pieces")
 even_lanes = make_shuffle(range(0, 16, 2), "activations.even_lanes")
 odd_lanes = make_shuffle(range(1, 16, 2), "activations.odd_lanes")
 swap_neighbours = make_shuffle([i ^ 1 for i in range(16)], "activations.swap_neighbours")
@@ -157,12 +166,18 @@ def block_maxima(x: int) -> Any:
 @inline
 def store_offsets(out: int) -> Any:
     """Write the offsets of a unit whose levels are written; return the sums of 16 levels each."""
-    a, b = byte_sums(load(i8x64, out, 0)), byte_sums(load(i8x64, out, 64))
-    c, d = byte_sums(load(i8x64, out, 128)), byte_sums(load(i8x64, out, 192))
-    sums = sum_fours(a, b, c, d)
+    a, b, c, d = load(i8x64, out, 0), load(i8x64, out, 64), load(i8x64, out, 128), load(i8x64, out, 192)
+    store(out, BY_PIECES, first_pieces(a, b))
+    store(out, BY_PIECES + 64, second_pieces(a, b))
+    store(out, BY_PIECES + 128, first_pieces(c, d))
+    store(out, BY_PIECES + 192, second_pieces(c, d))
+    sums = sum_fours(byte_sums(a), byte_sums(b), byte_sums(c), byte_sums(d))
     store(out, OFFSETS, sums * -128)
     sums = by_fours(sums)
-    store(out, OFFSETS32, (even_lanes(sums) + odd_lanes(sums)) * -128)
+    store(out, TOTALS, convert(i16x16, sums))
+    of_32 = even_lanes(sums) + odd_lanes(sums)
+    store(out, OFFSETS32, of_32 * -128)
+    store(out, TOTALS32, convert(i16x8, of_32))
     return sums
 
 

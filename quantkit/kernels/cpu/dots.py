@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
 
 from quantkit.kernels.cpu.activations import OFFSETS, SCALES, SUMS, UNIT_BYTES, by_fours, sum_fours
-from quantkit.kernels.cpu.jit import inline, specialize
+from quantkit.kernels.cpu.direct import direct_dot
+from quantkit.kernels.cpu.jit import specialize, inline
 from quantkit.kernels.cpu.simd import (
     HAS_DOT4,
     VecType,
@@ -42,6 +44,7 @@ from quantkit.kernels.cpu.simd import (
 )
 from quantkit.kernels.cpu.unpack import unpacker
 from quantkit.types import TensorType
+
 
 # ---------------------------------------------------------------- levels as operands of dot4
 
@@ -158,12 +161,20 @@ def copy_tail(at: int, rest: int, padded: int) -> None:
         store(padded, i, types.uint8(0))
 
 
+@inline
+def zero_sums() -> Any:
+    """16 sums."""
+    return splat(f32x16, 0)
+
+
 copy_row_tail: Any = None
+start: Any = zero_sums
+finish: Any = hsum
 
 
 def dot_row(w: int, act: int, n: int) -> Any:
     """Return the dot product, float32, of the row of ``n`` weights at ``w`` and the activations at ``act``."""
-    acc = splat(f32x16, 0)
+    acc = start()
     for unit in range(n // 256):
         for line in range(unit_lines):
             prefetch(w, PREFETCH + 64 * line)
@@ -174,7 +185,7 @@ def dot_row(w: int, act: int, n: int) -> Any:
         padded = stack_bytes(320)
         copy_row_tail(w, n % 256, padded)
         acc = dot_unit(padded, act, acc)
-    return hsum(acc)
+    return finish(acc)
 
 
 def dot_row_by_4(w: int, y0: int, y1: int, y2: int, y3: int, n: int) -> Any:
@@ -204,6 +215,7 @@ def row_dots(t: TensorType) -> tuple[Any, Any]:
         "unit_lines": -(-made.unit_bytes // 64),
         "copy_row_tail": specialize(copy_tail, name, unit_bytes=made.unit_bytes),
     }
-    one = specialize(dot_row, name, dot_unit=specialize(dot_unit_unpacked, name, **unit), **row)
+    direct = direct_dot(t) or {"dot_unit": specialize(dot_unit_unpacked, name, **unit)}
+    one = specialize(dot_row, name, **direct, **row)
     four = specialize(dot_row_by_4, name, dot_unit=specialize(dot_unit_by_4, name, **unit), **row)
     return one, four

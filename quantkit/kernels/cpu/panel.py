@@ -41,6 +41,7 @@ from quantkit.kernels.cpu.simd import (
     load,
     stack_bytes,
     store,
+    u8x64,
 )
 from quantkit.kernels.cpu.unpack import unpacker
 from quantkit.types import TensorType

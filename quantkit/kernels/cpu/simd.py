@@ -697,6 +697,56 @@ def dot4(tyctx: Any, acc: Any, x: Any, y: Any) -> Any:
 
 
 @intrinsic
+def maddubs(tyctx: Any, x: Any, y: Any) -> Any:
+    """maddubs(u8x64, i8x64): products of bytes, neighbours added, as i16; the caller sees that no sum overflows."""
+    rt = VecType(types.int16, x.lanes // 2)
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        for feature, width, name in (
+            ("avx512bw", 32, "llvm.x86.avx512.pmaddubs.w.512"),
+            ("avx2", 16, "llvm.x86.avx2.pmadd.ub.sw"),
+            ("ssse3", 8, "llvm.x86.ssse3.pmadd.ub.sw.128"),
+        ):
+            if feature in FEATURES and rt.lanes % width == 0:
+                t = ir.VectorType(ir.IntType(16), width)
+                return _split(b, lambda b, *v, n=name, t=t: _call(b, n, t, v), rt.lanes // width, args)
+        x, y, eight = b.bitcast(args[0], rt.ll), b.bitcast(args[1], rt.ll), _const(rt.ll, 8)
+        even = b.mul(b.and_(x, _const(rt.ll, 255)), b.ashr(b.shl(y, eight), eight))
+        return b.add(even, b.mul(b.lshr(x, eight), b.ashr(y, eight)))
+
+    return rt(x, y), cg
+
+
+@intrinsic
+def dot2(tyctx: Any, acc: Any, x: Any, y: Any) -> Any:
+    """dot2(acc, x, y): every i32 lane of acc plus two products of i16. Exact."""
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        lanes = args[0].type.count
+        wide = "avx512vnni" in FEATURES and lanes % 16 == 0
+        if wide or ("avxvnni" in FEATURES and lanes % 8 == 0) or {"avx512vnni", "avx512vl"} <= FEATURES:
+            width = 16 if wide else min(lanes, 8)
+            name = f"llvm.x86.avx512.vpdpwssd.{32 * width}"
+            return _split(b, lambda b, *v: _call(b, name, v[0].type, v), lanes // width, args)
+        return b.add(args[0], _pair_sums(b, args[1], args[2]))
+
+    return acc(acc, x, y), cg
+
+
+@intrinsic
+def opaque(tyctx: Any, v: Any) -> Any:
+    """The same vector, of which LLVM knows nothing: keeps it from moving a widening behind several shuffles."""
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        if not FEATURES & {"avx", "avx2", "avx512f"}:
+            return args[0]
+        t = args[0].type
+        return b.asm(ir.FunctionType(t, [t]), "", "=x,0", [args[0]], False)
+
+    return v(v), cg
+
+
+@intrinsic
 def stack_bytes(tyctx: Any, count: Any) -> Any:
     """stack_bytes(512): the address of so many bytes of the caller's own, 64-aligned, undefined; a literal count."""
     if not isinstance(count, types.IntegerLiteral):

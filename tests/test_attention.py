@@ -1,0 +1,349 @@
+"""Attention and the cache: against float64 written from the operations' docstrings (model/ops.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from quantkit.kernels import dequantize, quantize
+from quantkit.kernels.cpu.attention import MASKS, attention, scratch_bytes
+from quantkit.kernels.cpu.cache import cache_write
+from quantkit.kernels.cpu.tape import Batch, Tape, address_of
+from quantkit.kernels.cpu.team import Team
+from quantkit.types import BY_NAME
+
+Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An attention operation; ``mla``: the cache has no values."""
+
+    n_head: int = 4
+    n_head_kv: int = 2
+    head_k: int = 64
+    head_v: int = 64
+    mask: str = "causal"
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    alibi: float = 0.0
+    mla: bool = False
+    k_type: str = "F32"
+    v_type: str = "F32"
+
+    @property
+    def scale(self) -> float:
+        return self.head_k**-0.5
+
+
+class Model:
+    """One layer: a cache in the operation's form, and the keys and values that were written, exact."""
+
+    def __init__(self, case: Case, n_seq: int = 1, n_ctx: int = 512, threads: int = 2, n_max: int = 512) -> None:
+        self.case, self.n_ctx = case, n_ctx
+        self.team = Team(threads)
+        self.batch = Batch(self.team, n_max, n_ctx)
+        k_width, v_width = case.n_head_kv * case.head_k, case.n_head_kv * case.head_v
+        self.k_type, self.v_type = BY_NAME[case.k_type], BY_NAME[case.v_type]
+        # What was never written must never matter: NaN.
+        self.k_cache = np.full((n_seq * n_ctx, self.k_type.row_bytes(k_width)), 255, np.uint8)
+        self.v_cache = np.full((n_seq * n_ctx, self.v_type.row_bytes(v_width)), 255, np.uint8)
+        self.k, self.v = (np.zeros((n_max, w), np.float32) for w in (k_width, v_width))
+        self.q = np.zeros((n_max, case.n_head * case.head_k), np.float32)
+        self.out = np.zeros((n_max, case.n_head * case.head_v), np.float32)
+        self.sinks = np.random.default_rng(7).normal(0, 2, case.n_head).astype(np.float32)
+        self.scratch = np.full(scratch_bytes(case.head_k, case.head_v, threads) + 64, 255, np.uint8)
+        caches = {"k_cache": address_of(self.k_cache), "k_type": self.k_type.id, "v_type": self.v_type.id}
+        v_cache = 0 if case.mla else address_of(self.v_cache)
+        shared = {"batch": self.batch.address, **caches, "v_cache": v_cache}
+        write = cache_write.block(
+            **shared,
+            k=address_of(self.k),
+            v=address_of(self.v),
+            k_width=k_width,
+            v_width=0 if case.mla else v_width,
+        )
+        attend = attention.block(
+            **shared,
+            q=address_of(self.q),
+            out=address_of(self.out),
+            n_head=case.n_head,
+            n_head_kv=case.n_head_kv,
+            head_k=case.head_k,
+            head_v=case.head_v,
+            scale=case.scale,
+            softcap=case.softcap,
+            sinks=address_of(self.sinks) if case.sinks else 0,
+            mask=MASKS[case.mask],
+            window=case.window,
+            alibi=case.alibi,
+            scratch=-(-address_of(self.scratch) // 64) * 64,
+        )
+        self.tape = Tape(self.team, self.batch, [(cache_write, write), (attention, attend)])
+        self.keep = Tape(self.team, self.batch, [(cache_write, write)])
+
+    def fill(self, k: Array, v: Array, positions: npt.ArrayLike, sequences: npt.ArrayLike = 0) -> None:
+        """Write keys and values only."""
+        self.k[: len(k)], self.v[: len(v)] = k, v
+        self.batch.set(np.zeros(len(k)), positions, sequences)
+        self.keep.run()
+
+    def run(self, q: Array, k: Array, v: Array, positions: npt.ArrayLike, sequences: npt.ArrayLike = 0) -> Array:
+        n = len(q)
+        self.q[:n], self.k[:n], self.v[:n] = q, k, v
+        self.batch.set(np.zeros(n), positions, sequences)
+        self.out[:] = np.nan
+        self.tape.run()
+        assert not self.batch.words[8:].any()
+        assert np.isnan(self.out[n:]).all()
+        return self.out[:n].copy()
+
+    def kept(self, which: str, cells: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """What the cache holds of some cells, float64 [cells, n_head_kv, head]."""
+        case = self.case
+        data, t = (self.k_cache, self.k_type) if which == "k" else (self.v_cache, self.v_type)
+        head = case.head_k if which == "k" else case.head_v
+        rows = np.ascontiguousarray(data[cells])
+        n = case.n_head_kv * head
+        values = rows.view(np.float32) if t.name == "F32" else dequantize(rows, t, n)
+        return values.reshape(len(cells), case.n_head_kv, head).astype(np.float64)
+
+    def expected(self, q: Array, positions: npt.ArrayLike, sequences: npt.ArrayLike = 0) -> npt.NDArray[np.float64]:
+        n = len(q)
+        positions, sequences = np.broadcast_to(positions, n), np.broadcast_to(sequences, n)
+        rows = [self._row(q[i], int(positions[i]), int(sequences[i])) for i in range(n)]
+        return np.array(rows)
+
+    def _row(self, q: Array, position: int, sequence: int) -> npt.NDArray[np.float64]:
+        case = self.case
+        first = 0
+        if case.mask == "sliding":
+            first = max(0, position - case.window + 1)
+        elif case.mask == "chunked":
+            first = position // case.window * case.window
+        seen = np.arange(first, position + 1)
+        k = self.kept("k", sequence * self.n_ctx + seen)
+        v = k[:, :, : case.head_v] if case.mla else self.kept("v", sequence * self.n_ctx + seen)
+        heads = q.reshape(case.n_head, case.head_k).astype(np.float64)
+        out = []
+        for h in range(case.n_head):
+            kv = h // (case.n_head // case.n_head_kv)
+            s = k[:, kv] @ heads[h] * np.float32(case.scale)
+            if case.softcap:
+                s = case.softcap * np.tanh(s / case.softcap)
+            if case.alibi:
+                s = s + slope(case.alibi, h, case.n_head) * (seen - position)
+            largest = max(s.max(), self.sinks[h]) if case.sinks else s.max()
+            p = np.exp(s - largest)
+            total = p.sum() + (np.exp(self.sinks[h] - largest) if case.sinks else 0.0)
+            out.append(p @ v[:, kv] / total)
+        return np.concatenate(out)
+
+
+def slope(largest: float, head: int, n_head: int) -> float:
+    n = 1 << (n_head.bit_length() - 1)
+    if head < n:
+        return float((2.0 ** (-largest / n)) ** (head + 1))
+    return float((2.0 ** (-largest / 2 / n)) ** (2 * (head - n) + 1))
+
+
+def draw(case: Case, n: int, seed: int) -> tuple[Array, Array, Array]:
+    rng = np.random.default_rng(seed)
+    widths = (case.n_head * case.head_k, case.n_head_kv * case.head_k, case.n_head_kv * case.head_v)
+    q, k, v = (rng.normal(0, 1.5, (n, w)).astype(np.float32) for w in widths)
+    return q, k, v
+
+
+def nmse(got: npt.NDArray[np.floating], want: npt.NDArray[np.float64]) -> float:
+    return float(((got - want) ** 2).sum() / (want**2).sum())
+
+
+def check(case: Case, batches: tuple[int, ...], n_ctx: int = 512, threads: int = 2) -> None:
+    """Feed one sequence in batches and compare every output."""
+    model, done = Model(case, 2, n_ctx, threads), 0
+    for i, n in enumerate(batches):
+        q, k, v = draw(case, n, i)
+        positions = np.arange(done, done + n)
+        got = model.run(q, k, v, positions, 1)
+        assert nmse(got, model.expected(q, positions, 1)) < 1e-12, (case, n)
+        done += n
+
+
+BASE = Case()
+FEATURES = {
+    "plain": BASE,
+    "sliding": replace(BASE, mask="sliding", window=50),
+    "one": replace(BASE, mask="sliding", window=1),
+    "chunked": replace(BASE, mask="chunked", window=48),
+    "softcap": replace(BASE, softcap=3.0),
+    "sinks": replace(BASE, sinks=True),
+    "alibi": replace(BASE, alibi=8.0, n_head=6),
+    "all": replace(BASE, mask="sliding", window=70, softcap=5.0, sinks=True, alibi=8.0, n_head=12, n_head_kv=4),
+    "chunked_all": replace(BASE, mask="chunked", window=100, softcap=20.0, sinks=True, alibi=4.0),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(name: str) -> None:
+    check(FEATURES[name], (1, 3, 17, 90, 1, 1, 130, 2))
+
+
+SHAPES = {
+    "64": Case(9, 3),
+    "80": Case(4, 4, 80, 80),
+    "96": Case(8, 2, 96, 96),
+    "128": Case(8, 1, 128, 128),
+    "192_128": Case(4, 4, 192, 128),
+    "256": Case(4, 2, 256, 256),
+    "group_of_5": Case(5, 1, 64, 128),
+    "group_of_17": Case(17, 1, 64, 64),
+    "20": Case(3, 3, 20, 20),
+    "40_24": Case(4, 2, 40, 24),
+    "8": Case(2, 1, 8, 8),
+    "mla": Case(16, 1, 576, 512, mla=True),
+    "mla_sinks": Case(16, 1, 576, 512, mla=True, sinks=True),
+    "mla_70": Case(70, 1, 80, 64, mla=True),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(name: str) -> None:
+    check(SHAPES[name], (1, 2, 5, 80, 1))
+
+
+@pytest.mark.parametrize("name", ["features", "mla", "odd"])
+@pytest.mark.parametrize("types", ["F16 F16", "Q8_0 Q8_0", "F16 Q8_0", "Q8_0 F32"])
+def test_cache_types(name: str, types: str) -> None:
+    """Compared with what the cache holds: its rounding is no error of attention."""
+    case = {
+        "features": replace(FEATURES["all"], head_k=96),
+        "mla": Case(16, 1, 96, 64, mla=True),
+        "odd": Case(4, 2, 40, 24),
+    }
+    k_type, v_type = types.split()
+    if name == "odd" and "Q8_0" in types:
+        pytest.skip("rows of Q8_0 consist of blocks of 32")
+    if name == "mla":
+        v_type = k_type
+    check(replace(case[name], k_type=k_type, v_type=v_type), (1, 2, 70, 1))
+
+
+def test_cache_of_an_odd_width_in_half_floats() -> None:
+    check(Case(3, 3, 20, 12, k_type="F16", v_type="F16"), (1, 30, 1))
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_cache_bytes_are_ggmls(kind: str, threads: int) -> None:
+    case = Case(2, 2, 96, 32, k_type=kind, v_type=kind)
+    model = Model(case, 3, 64, threads)
+    rng = np.random.default_rng(3)
+    q, k, v = draw(case, 40, 5)
+    k[3], k[4], k[5, :32], k[6] = 0, -7, 1e-42, k[6] * 1e4
+    k[7], v[8, 5], v[9] = -0.0, 6e4, np.round(v[9]) / 2
+    positions, sequences = rng.permutation(64)[:40], rng.integers(0, 3, 40)
+    model.run(q, k, v, positions, sequences)
+    cells = sequences * 64 + positions
+    for cache, x in ((model.k_cache, k), (model.v_cache, v)):
+        want = x.view(np.uint8) if kind == "F32" else quantize(x, BY_NAME[kind])
+        np.testing.assert_array_equal(cache[cells], want)
+        rest = np.setdiff1d(np.arange(len(cache)), cells)
+        assert (cache[rest] == 255).all()
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
+def test_sequences_in_one_batch(kind: str) -> None:
+    """Interleaved, in runs, and many of one token each; none sees another."""
+    case = Case(8, 2, k_type=kind, v_type=kind, mask="sliding", window=40)
+    model = Model(case, 4, 128)
+    at = np.zeros(4, int)
+    orders = [np.arange(60) % 2, np.repeat([3, 0, 2], 25), np.arange(4), np.arange(4), np.array([1, 1, 2, 0, 0, 1])]
+    for i, sequences in enumerate(orders):
+        positions = np.empty(len(sequences), int)
+        for j, s in enumerate(sequences):
+            positions[j], at[s] = at[s], at[s] + 1
+        q, k, v = draw(case, len(sequences), i)
+        got = model.run(q, k, v, positions, sequences)
+        assert nmse(got, model.expected(q, positions, sequences)) < 1e-12
+
+
+DEEP = {
+    "gqa": Case(8, 2, 64, 64, sinks=True),
+    "window": Case(8, 2, 64, 64, mask="sliding", window=1000, k_type="F16", v_type="F16"),
+    "mla": Case(16, 1, 96, 64, mla=True, k_type="F16", v_type="F16"),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_depths_where_the_keys_are_split(name: str) -> None:
+    """From 512 keys on there are parts, at 8192 more than 512 keys a part; every thread count gives the same bits."""
+    case, n_ctx, found = DEEP[name], 9000, []
+    for threads in (1, 2, 5):
+        model, outs = Model(case, 2, n_ctx, threads), []
+        for start in range(0, n_ctx - 512, 512):
+            _, k, v = draw(case, 512, start)
+            model.fill(k, v, start + np.arange(512), 1)
+        for n, depth in ((1, 500), (1, 513), (3, 1100), (20, 4090), (1, 8200), (5, 8600)):
+            q, k, v = draw(case, n, depth)
+            positions = np.arange(depth, depth + n)
+            outs.append(model.run(q, k, v, positions, 1))
+            if threads == 1:
+                assert nmse(outs[-1], model.expected(q, positions, 1)) < 1e-12, depth
+        found.append(np.concatenate(outs))
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("name", ["plain", "all", "chunked_all"])
+def test_every_thread_count_gives_the_same_bits(name: str) -> None:
+    found = []
+    for threads in (1, 2, 3, 7):
+        model, outs = Model(FEATURES[name], 2, 256, threads), []
+        for i, (start, n) in enumerate(((0, 100), (100, 1), (101, 33))):
+            outs.append(model.run(*draw(FEATURES[name], n, i), start + np.arange(n), 1))
+        found.append(np.concatenate(outs))
+    for other in found[1:]:
+        np.testing.assert_array_equal(found[0], other)
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_batches_of_one_and_of_many_agree(name: str) -> None:
+    case = FEATURES[name]
+    q, k, v = draw(case, 128, 1)
+    outs = []
+    for size in (1, 7, 64, 128):
+        model = Model(case, 1, 128)
+        parts = [
+            model.run(q[i : i + size], k[i : i + size], v[i : i + size], np.arange(i, min(i + size, 128)))
+            for i in range(0, 128, size)
+        ]
+        outs.append(np.concatenate(parts).astype(np.float64))
+    for other in outs[1:]:
+        assert nmse(other, outs[0]) < 2e-13
+
+
+def test_large_scores_do_not_overflow() -> None:
+    case = replace(BASE, sinks=True)
+    model = Model(case, 1, 128)
+    q, k, v = draw(case, 100, 2)
+    q *= 100
+    k *= 100
+    got = model.run(q, k, v, np.arange(100))
+    assert np.isfinite(got).all()
+    assert nmse(got, model.expected(q, np.arange(100))) < 1e-9  # scores of 1e5 as float32
+
+
+def test_tokens_of_a_batch_may_come_in_any_order() -> None:
+    model = Model(BASE, 1, 128)
+    q, k, v = draw(BASE, 90, 2)
+    positions = np.random.default_rng(0).permutation(90)
+    got = model.run(q, k, v, positions)
+    assert nmse(got, model.expected(q, positions)) < 1e-12
+
+
+def test_scratch_does_not_grow_with_the_context() -> None:
+    assert scratch_bytes(128, 128, 2) < 8 << 20
