@@ -36,14 +36,16 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from numba.core import types
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
 
 from quantkit.kernels.cpu.dots import row_dots
 from quantkit.kernels.cpu.functions import load_part, store_part
 from quantkit.kernels.cpu.glu import gated
 from quantkit.kernels.cpu.jit import inline, specialize
 from quantkit.kernels.cpu.panel import ROWS, panels
-from quantkit.kernels.cpu.simd import f32x16, load, stack_bytes, store
+from quantkit.kernels.cpu.simd import _address, f32x16, load, stack_bytes, store
 from quantkit.kernels.cpu.tape import Operation, arg, batch_word, farg, operation
 from quantkit.kernels.cpu.team import atomic_add, atomic_store, call_operation
 from quantkit.types import TensorType
@@ -59,6 +61,19 @@ _USED, _PAIRS, _MOST, _STARTS = 0, 1, 2, 16
 def plan_bytes(n_expert: int, n_used: int, n_tokens: int) -> int:
     """Return the bytes of a plan for up to n_tokens tokens."""
     return 4 * (_STARTS + 2 * n_expert + 2 + n_tokens * n_used)
+
+
+@intrinsic
+def prefetch_l2(tyctx, address, offset):
+    """Ask for the cache line at a byte offset, into the second-level cache; it may lie beyond any buffer."""
+
+    def cg(cgctx, b, sig, args):
+        p, i32 = _address(cgctx, b, sig.args[0], args[0], args[1]), ir.IntType(32)
+        signature = ir.FunctionType(ir.VoidType(), [p.type, i32, i32, i32])
+        b.call(cgutils.get_or_insert_function(b.module, signature, "llvm.prefetch.p0"), [p, i32(0), i32(2), i32(1)])
+        return cgctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64), cg
 
 
 @inline
@@ -180,22 +195,28 @@ def multiply_rows(w, row_bytes, n_in, rows, x, x_stride, numbers, count, product
             done += 1
 
 
-def multiply_panel(panel, n_in, x, x_stride, numbers, count, products):
-    """products[i * ROWS + r] = row r of the panel times row numbers[i] of x."""
-    i = 0
+def multiply_panel(panel, n_in, x, x_stride, numbers, count, products, ahead, ahead_bytes):
+    """products[i * ROWS + r] = row r of the panel times row numbers[i] of x; memory is asked for what comes after."""
+    i = done = 0
     while i < count:
+        # A tile takes a microsecond or two: memory keeps pace with some sixty lines to each.
+        part = min(ahead_bytes, done + ahead_bytes // (1 + count // 8))
+        while done < part:
+            prefetch_l2(ahead, done)
+            done += 64
         i += multiply_tiles(panel, (n_in + 255) // 256, x, x_stride, numbers, i, count, products + 4 * ROWS * i)
 
 
 _U_W, _U_ROW_BYTES, _U_N_IN, _U_ROWS, _U_X, _U_X_STRIDE, _U_NUMBERS, _U_COUNT = range(1, 9)
-_U_TOTAL, _U_BEGIN, _U_PRODUCTS, _U_PANEL = range(9, 13)
+_U_TOTAL, _U_BEGIN, _U_PRODUCTS, _U_PANEL, _U_AHEAD, _U_AHEAD_BYTES = range(9, 15)
 
 
-@operation("batch w row_bytes n_in rows x x_stride numbers count total begin products panel")
+@operation("batch w row_bytes n_in rows x x_stride numbers count total begin products panel ahead ahead_bytes")
 def unit_products(args, tid, nth):
     """products[i * ROWS + r] = row r of w times row numbers[i] of x, for ``count`` of ``total`` pairs.
 
-    Not an entry of a tape: the operations below call it. Many pairs go by panel, unpacked for the first of them.
+    Not an entry of a tape: the operations below call it. Many pairs go by panel, unpacked for the first of them;
+    then the rows that come next, ahead_bytes at ahead, are fetched meanwhile.
     """
     w, row_bytes, n_in, rows = arg(args, _U_W), arg(args, _U_ROW_BYTES), arg(args, _U_N_IN), arg(args, _U_ROWS)
     x, x_stride, numbers = arg(args, _U_X), arg(args, _U_X_STRIDE), arg(args, _U_NUMBERS)
@@ -205,7 +226,9 @@ def unit_products(args, tid, nth):
         return
     if arg(args, _U_BEGIN) == 0:
         unpack_panel(w, row_bytes, rows, n_in, panel)
-    by_panel(panel, n_in, x, x_stride, numbers, count, products)
+    by_panel(
+        panel, n_in, x, x_stride, numbers, count, products, arg(args, _U_AHEAD), arg(args, _U_AHEAD_BYTES)
+    )  # fmt: skip
 
 
 @inline
@@ -219,7 +242,7 @@ def fill_unit(block, row_bytes, n_in, x, x_stride, numbers):
 
 
 @inline
-def call_unit(function, block, w, rows, count, total, begin, products, panel):
+def call_unit(function, block, w, rows, count, total, begin, products, panel, ahead, ahead_bytes):
     """Call unit_products of a type by its address."""
     store(block, 8 * _U_W, types.int64(w))
     store(block, 8 * _U_ROWS, types.int64(rows))
@@ -228,6 +251,8 @@ def call_unit(function, block, w, rows, count, total, begin, products, panel):
     store(block, 8 * _U_BEGIN, types.int64(begin))
     store(block, 8 * _U_PRODUCTS, types.int64(products))
     store(block, 8 * _U_PANEL, types.int64(panel))
+    store(block, 8 * _U_AHEAD, types.int64(ahead))
+    store(block, 8 * _U_AHEAD_BYTES, types.int64(ahead_bytes if begin == 0 else 0))
     call_operation(function, block, 0, 1)
 
 
@@ -270,26 +295,31 @@ def mul_mat_id(args, tid, nth):
     scratch = arg(args, _SCRATCH) + tid * arg(args, _SCRATCH_BYTES)
     numbers, products, block = stack_bytes(512), stack_bytes(8192), stack_bytes(128)
     fill_unit(block, arg(args, _ROW_BYTES), n_in, arg(args, _X), arg(args, _X_STRIDE), numbers)
+    ahead_bytes = ROWS * arg(args, _ROW_BYTES)
     first, last = next_share(arg(args, 0), units, nth, few)
     while first < last:
+        first_after, last_after = next_share(arg(args, 0), units, nth, few)
         for unit in range(first, last):
             e, row = int_at(used, unit // panels), unit % panels * ROWS
             rows = min(ROWS, n_out - row)
             w = arg(args, _W) + e * arg(args, _EXPERT_BYTES) + row * arg(args, _ROW_BYTES)
+            after = unit + 1 if unit + 1 < last else first_after
+            ahead = arg(args, _W) + arg(args, _ROW_BYTES) * (after % panels * ROWS)
+            ahead += arg(args, _EXPERT_BYTES) * int_at(used, min(after, units - 1) // panels)
             bias = arg(args, _BIAS) + e * arg(args, _BIAS_STRIDE) + 4 * row if arg(args, _BIAS) else 0
             scale = factor_of(arg(args, _SCALE), e)
             pairs, count = used + 4 * (n_expert + int_at(starts, e)), int_at(starts, e + 1) - int_at(starts, e)
             for begin in range(0, count, BLOCK):
                 n, at = min(BLOCK, count - begin), pairs + 4 * begin
                 number_rows(numbers, arg(args, _X_PER), at, n)
-                call_unit(arg(args, _PRODUCTS), block, w, rows, n, count, begin, products, scratch)
+                call_unit(arg(args, _PRODUCTS), block, w, rows, n, count, begin, products, scratch, ahead, ahead_bytes)
                 for i in range(n):
                     out = arg(args, _OUT) + 4 * (int_at(at, i) * n_out + row)
                     for r in range(0, rows, 16):
                         m = min(16, rows - r)
                         v = finished(products + 4 * (ROWS * i + r), scale, bias + 4 * r if bias else 0, m)
                         store_part(out, 4 * r, v, m)
-        first, last = next_share(arg(args, 0), units, nth, few)
+        first, last = first_after, last_after
 
 
 _UP, _GATE, _F_ROW_BYTES, _UP_BYTES, _GATE_BYTES, _F_IN, _F_OUT, _UP_BIAS, _GATE_BIAS = range(9, 18)
@@ -317,11 +347,16 @@ def gate_by_expert(args, tid, nth):
     numbers, gates, ups, block = stack_bytes(512), stack_bytes(8192), stack_bytes(8192), stack_bytes(128)
     row_bytes, function = arg(args, _F_ROW_BYTES), arg(args, _PRODUCTS)
     fill_unit(block, row_bytes, n_in, arg(args, _X), arg(args, _X_STRIDE), numbers)
+    ahead_bytes = ROWS * row_bytes
     first, last = next_share(arg(args, 0), units, nth, few)
     while first < last:
+        first_after, last_after = next_share(arg(args, 0), units, nth, few)
         for unit in range(first, last):
             e, row = int_at(used, unit // panels), unit % panels * ROWS
             rows = min(ROWS, n_out - row)
+            after = unit + 1 if unit + 1 < last else first_after
+            ahead = arg(args, _GATE) + row_bytes * (after % panels * ROWS)
+            ahead += arg(args, _GATE_BYTES) * int_at(used, min(after, units - 1) // panels)
             gate = arg(args, _GATE) + e * arg(args, _GATE_BYTES) + row * row_bytes
             up = arg(args, _UP) + e * arg(args, _UP_BYTES) + row * row_bytes
             gate_bias = arg(args, _GATE_BIAS) + e * arg(args, _GATE_STRIDE) + 4 * row if arg(args, _GATE_BIAS) else 0
@@ -331,8 +366,8 @@ def gate_by_expert(args, tid, nth):
             for begin in range(0, count, BLOCK):
                 n, at = min(BLOCK, count - begin), pairs + 4 * begin
                 number_rows(numbers, arg(args, _X_PER), at, n)
-                call_unit(function, block, gate, rows, n, count, begin, gates, gate_scratch)
-                call_unit(function, block, up, rows, n, count, begin, ups, up_scratch)
+                call_unit(function, block, gate, rows, n, count, begin, gates, gate_scratch, up, ahead_bytes)
+                call_unit(function, block, up, rows, n, count, begin, ups, up_scratch, ahead, ahead_bytes)
                 for i in range(n):
                     out = arg(args, _OUT) + 4 * (int_at(at, i) * n_out + row)
                     for r in range(0, rows, 16):
@@ -340,7 +375,7 @@ def gate_by_expert(args, tid, nth):
                         g = finished(gates + k, gate_scale, gate_bias + 4 * r if gate_bias else 0, m)
                         u = finished(ups + k, up_scale, up_bias + 4 * r if up_bias else 0, m)
                         store_part(out, 4 * r, gate_up(g, u, alpha, gate_limit, act_limit, up_limit), m)
-        first, last = next_share(arg(args, 0), units, nth, few)
+        first, last = first_after, last_after
 
 
 # ---------------------------------------------------------------- of a type, of an activation
