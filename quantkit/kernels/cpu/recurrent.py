@@ -37,8 +37,8 @@ _Q, _K, _V, _G, _BETA, _OUT, _STATE, _N_K_HEAD, _N_V_HEAD, _HEAD_K, _HEAD_V, _SC
 
 #: Columns of a unit of work.
 PART = 64
-#: The most taps of a convolution (models have 4).
-TAPS = 16
+#: The same for a convolution, and the most taps it may have (models have 4).
+CONVOLVE_PART, TAPS = 256, 16
 
 
 @inline
@@ -60,42 +60,73 @@ def _put(address, byte, x, n):
 # ---------------------------------------------------------------- convolution
 
 
+@inline
+def _run_end(positions, sequences, begin, n_tokens):
+    """Where the tokens from ``begin`` cease to follow each other in one sequence."""
+    end = begin + 1
+    while (
+        end < n_tokens
+        and load(types.int32, sequences, 4 * end) == load(types.int32, sequences, 4 * begin)
+        and load(types.int32, positions, 4 * end) == load(types.int32, positions, 4 * end - 4) + 1
+    ):
+        end += 1
+    return end
+
+
+@inline
+def _row_before(x, state, stride, r, begin, taps, byte, n, begins):
+    """16 columns of row r of a run, which may lie before its beginning."""
+    if r >= begin:
+        return _get(x, stride * r + byte, n)
+    if begins:
+        return splat(f32x16, 0.0)
+    return _get(state, stride * (r - begin + taps - 1) + byte, n)
+
+
 @helper
-def _convolve_columns(args, first, n, weights):
-    """Take n <= PART columns of all tokens; weights: room for them, tap by tap."""
-    width, taps = arg(args, _WIDTH), arg(args, _TAPS)
-    positions, sequences = batch_word(args, POSITIONS), batch_word(args, SEQUENCES)
-    for c in range(n):
-        for i in range(taps):
-            store(weights, 4 * (PART * i + c), load(types.float32, arg(args, _WEIGHT), 4 * ((first + c) * taps + i)))
-    for t in range(batch_word(args, N_TOKENS)):
-        sequence = types.int64(load(types.int32, sequences, 4 * t))
-        row = 4 * (t * width + first)
-        x, out = arg(args, _CONVOLVE_X) + row, arg(args, _CONVOLVE_OUT) + row
-        state = arg(args, _CONVOLVE_STATE) + 4 * (sequence * (taps - 1) * width + first)
-        begins = load(types.int32, positions, 4 * t) == 0
+def _convolve_run(x, out, state, stride, begin, end, begins, taps, weights, n):
+    """Rows begin..end of one sequence, n columns; then the state. begins: there is nothing before."""
+    for t in range(begin, end):
         for c in range(0, n, 16):
-            left = n - c
             total = splat(f32x16, 0.0)
-            for i in range(taps - 1):
-                before = splat(f32x16, 0.0) if begins else _get(state, 4 * (i * width + c), left)
-                total = muladd(before, load(f32x16, weights, 4 * (PART * i + c)), total)
-                if i > 0:
-                    _put(state, 4 * ((i - 1) * width + c), before, left)
-            now = _get(x, 4 * c, left)
-            if taps > 1:
-                _put(state, 4 * ((taps - 2) * width + c), now, left)
-            _put(out, 4 * c, muladd(now, load(f32x16, weights, 4 * (PART * (taps - 1) + c)), total), left)
+            if t - taps + 1 >= begin and n - c >= 16:
+                for i in range(taps):
+                    before = load(f32x16, x, stride * (t - taps + 1 + i) + 4 * c)
+                    total = muladd(before, load(f32x16, weights, 4 * (CONVOLVE_PART * i + c)), total)
+            else:
+                for i in range(taps):
+                    before = _row_before(x, state, stride, t - taps + 1 + i, begin, taps, 4 * c, n - c, begins)
+                    total = muladd(before, load(f32x16, weights, 4 * (CONVOLVE_PART * i + c)), total)
+            _put(out, stride * t + 4 * c, total, n - c)
+    for i in range(taps - 1):
+        for c in range(0, n, 16):
+            row = _row_before(x, state, stride, end - taps + 1 + i, begin, taps, 4 * c, n - c, begins)
+            _put(state, stride * i + 4 * c, row, n - c)
 
 
 @operation("batch x out weight state taps width")
 def convolve(args, tid, nth):
     """Causal convolution of every column with 1 <= taps <= TAPS; state: [sequences][taps - 1][width]."""
-    weights = stack_bytes(4 * 64 * 16)
-    width = arg(args, _WIDTH)
-    parts = (width + PART - 1) // PART
+    weights = stack_bytes(16384)  # [TAPS][CONVOLVE_PART]
+    width, taps, n_tokens = arg(args, _WIDTH), arg(args, _TAPS), batch_word(args, N_TOKENS)
+    positions, sequences = batch_word(args, POSITIONS), batch_word(args, SEQUENCES)
+    parts = (width + CONVOLVE_PART - 1) // CONVOLVE_PART
     for part in range(first_of(parts, tid, nth), first_of(parts, tid + 1, nth)):
-        _convolve_columns(args, part * PART, min(PART, width - part * PART), weights)
+        first = part * CONVOLVE_PART
+        n = min(CONVOLVE_PART, width - first)
+        for i in range(taps):
+            for c in range(n):
+                w = load(types.float32, arg(args, _WEIGHT), 4 * ((first + c) * taps + i))
+                store(weights, 4 * (CONVOLVE_PART * i + c), w)
+        begin = 0
+        while begin < n_tokens:
+            end = _run_end(positions, sequences, begin, n_tokens)
+            sequence = types.int64(load(types.int32, sequences, 4 * begin))
+            state = arg(args, _CONVOLVE_STATE) + 4 * (sequence * (taps - 1) * width + first)
+            x, out = arg(args, _CONVOLVE_X) + 4 * first, arg(args, _CONVOLVE_OUT) + 4 * first
+            begins = load(types.int32, positions, 4 * begin) == 0
+            _convolve_run(x, out, state, 4 * width, begin, end, begins, taps, weights, n)
+            begin = end
 
 
 # ---------------------------------------------------------------- the gated delta rule
