@@ -39,6 +39,7 @@ from quantkit.kernels.cpu.simd import (
     i8x64,
     i32x16,
     load,
+    prefetch_l2,
     stack_bytes,
     store,
     u8x64,
@@ -317,6 +318,13 @@ def store_tile(tyctx: Any, sums: Any, out: Any) -> Any:
     return types.void(sums, types.int64), cg
 
 
+@inline
+def fetch(at: int, n: int) -> None:
+    """Ask for n bytes to come into the L2 cache: a few lines at a time, spread over the work, never make it wait."""
+    for byte in range(0, n, 64):
+        prefetch_l2(at, byte)
+
+
 #: Bound anew for each type.
 first_dots: Any = None
 subtract_mins: Any = None
@@ -341,11 +349,12 @@ def subtract_mins_16(sums: Any, panel: int, tokens: Any, at: int) -> Any:
     return sums
 
 
-def tile_q8_k_32(panel: int, units: int, tokens: Any, out: int) -> None:
+def tile_q8_k_32(panel: int, units: int, tokens: Any, out: int, ahead: int, step: int) -> None:
     """Activations with one scale per 256, weights with one per 32 values."""
     sums = no_sums(tokens)
     for unit in range(units):
         at = unit * UNIT_BYTES
+        fetch(ahead + unit * step, step)
         part = no_sums(tokens)
         for g in range(8):
             dots = dot_steps(first_dots(tokens, at + OFFSETS32 + 4 * g), panel + 1024 * g, tokens, at + 32 * g, 8)
@@ -356,11 +365,12 @@ def tile_q8_k_32(panel: int, units: int, tokens: Any, out: int) -> None:
     store_tile(sums, out)
 
 
-def tile_q8_k_16(panel: int, units: int, tokens: Any, out: int) -> None:
+def tile_q8_k_16(panel: int, units: int, tokens: Any, out: int, ahead: int, step: int) -> None:
     """Activations with one scale per 256, weights with one per 16 values."""
     sums = no_sums(tokens)
     for unit in range(units):
         at = unit * UNIT_BYTES
+        fetch(ahead + unit * step, step)
         part = no_sums(tokens)
         for g in range(16):
             # The offsets lie as a 4 x 4 matrix turned over.
@@ -373,11 +383,12 @@ def tile_q8_k_16(panel: int, units: int, tokens: Any, out: int) -> None:
     store_tile(sums, out)
 
 
-def tile_q8_0_32(panel: int, units: int, tokens: Any, out: int) -> None:
+def tile_q8_0_32(panel: int, units: int, tokens: Any, out: int, ahead: int, step: int) -> None:
     """Activations and weights with one scale per 32 values."""
     sums = no_sums(tokens)
     for unit in range(units):
         at = unit * UNIT_BYTES
+        fetch(ahead + unit * step, step)
         for g in range(8):
             dots = dot_steps(first_dots(tokens, at + OFFSETS32 + 4 * g), panel + 1024 * g, tokens, at + 32 * g, 8)
             sums = add_scaled_twice(sums, dots, panel + LEVEL_BYTES + 128 * g, tokens, at + SCALES + 8 * g)
@@ -386,11 +397,12 @@ def tile_q8_0_32(panel: int, units: int, tokens: Any, out: int) -> None:
     store_tile(sums, out)
 
 
-def tile_q8_0_16(panel: int, units: int, tokens: Any, out: int) -> None:
+def tile_q8_0_16(panel: int, units: int, tokens: Any, out: int, ahead: int, step: int) -> None:
     """Activations with one scale per 32, weights with one per 16 values."""
     sums = no_sums(tokens)
     for unit in range(units):
         at = unit * UNIT_BYTES
+        fetch(ahead + unit * step, step)
         for g in range(16):
             offset = at + OFFSETS + 16 * (g % 4) + 4 * (g // 4)
             dots = dot_steps(first_dots(tokens, offset), panel + 512 * g, tokens, at + 16 * g, 4)
@@ -424,10 +436,13 @@ def row_address(x: int, stride: int, rows: int, i: int, count: int) -> int:
 tile: Any = None
 
 
-def multiply_tiles(panel: int, units: int, x: int, stride: int, rows: int, i: int, count: int, out: int) -> int:
+def multiply_tiles(
+    panel: int, units: int, x: int, stride: int, rows: int, i: int, count: int, out: int, ahead: int = 0, step: int = 0
+) -> int:
     """Multiply a panel with the next few of ``count`` rows of x, from the i-th on; return how many.
 
     rows: address of int32 numbers of rows of x, or 0: the i-th is row i. The products go to out, f32 [TOKENS, 32].
+    With each unit, ``step`` bytes more from ``ahead`` on are fetched into the cache: what is read next.
     """
     if count - i >= 5:
         tokens = (
@@ -438,9 +453,10 @@ def multiply_tiles(panel: int, units: int, x: int, stride: int, rows: int, i: in
             row_address(x, stride, rows, i + 4, count),
             row_address(x, stride, rows, i + 5, count),
         )
-        tile(panel, units, tokens, out)
+        tile(panel, units, tokens, out, ahead, step)
         return min(count - i, 6)
-    tile(panel, units, (row_address(x, stride, rows, i, count), row_address(x, stride, rows, i + 1, count)), out)
+    two = (row_address(x, stride, rows, i, count), row_address(x, stride, rows, i + 1, count))
+    tile(panel, units, two, out, ahead, step)
     return min(count - i, 2)
 
 
@@ -470,7 +486,8 @@ class Panels:
     """What a type brings to products with many rows of activations: functions for operations, and a panel's size.
 
     unpack(w, row_bytes, rows, n, panel): fill a panel with up to 32 rows of n values.
-    multiply(panel, units, x, stride, rows, i, count, out) -> n: products with the next few rows of x: multiply_tiles.
+    multiply(panel, units, x, stride, rows, i, count, out, ahead, step) -> n: products with the next few rows of x:
+        multiply_tiles.
     """
 
     unpack: Any
