@@ -24,11 +24,10 @@ Operations (strides and ``*_bytes`` are bytes; addresses of biases and scales ma
                        gate_scale scratch scratch_bytes, and ``**limits(a)``
 
 products: products_of(t), the address of a compiled function; so types and operations are compiled one by one, and not
-every operation for every type. x: activations in the format of t (activations.py); x_per: n_used if x has one row a token, 1 if one a pair. out: f32
-[pairs, n_out]. bias_stride: from one expert's bias to the next one's, 4 * n_out, or twice that for half of a merged
-one. scale: f32 [n_expert]. scratch: threads * scratch_bytes(t, n_in),
-64-aligned, shared by all operations.
-The counter of units is word 8 of the batch block; it is zero before and after each operation.
+every operation for every type. x: activations in the format of t (activations.py); x_per: n_used if x has one row a
+token, 1 if one a pair. out: f32 [pairs, n_out]. bias_stride: from one expert's bias to the next one's, 4 * n_out, or
+twice that for half of a merged one. scale: f32 [n_expert]. scratch: threads * scratch_bytes(t, n_in), 64-aligned,
+shared by all operations. The counter of units is word 8 of the batch block, zero before and after each operation.
 """
 
 from __future__ import annotations
@@ -36,16 +35,14 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
+from numba.core import types
 
 from quantkit.kernels.cpu.dots import row_dots
 from quantkit.kernels.cpu.functions import load_part, store_part
 from quantkit.kernels.cpu.glu import gated
 from quantkit.kernels.cpu.jit import inline, specialize
 from quantkit.kernels.cpu.panel import ROWS, panels
-from quantkit.kernels.cpu.simd import _address, f32x16, load, stack_bytes, store
+from quantkit.kernels.cpu.simd import f32x16, load, stack_bytes, store
 from quantkit.kernels.cpu.tape import Operation, arg, batch_word, farg, operation
 from quantkit.kernels.cpu.team import atomic_add, atomic_store, call_operation
 from quantkit.types import TensorType
@@ -61,19 +58,6 @@ _USED, _PAIRS, _MOST, _STARTS = 0, 1, 2, 16
 def plan_bytes(n_expert: int, n_used: int, n_tokens: int) -> int:
     """Return the bytes of a plan for up to n_tokens tokens."""
     return 4 * (_STARTS + 2 * n_expert + 2 + n_tokens * n_used)
-
-
-@intrinsic
-def prefetch_l2(tyctx, address, offset):
-    """Ask for the cache line at a byte offset, into the second-level cache; it may lie beyond any buffer."""
-
-    def cg(cgctx, b, sig, args):
-        p, i32 = _address(cgctx, b, sig.args[0], args[0], args[1]), ir.IntType(32)
-        signature = ir.FunctionType(ir.VoidType(), [p.type, i32, i32, i32])
-        b.call(cgutils.get_or_insert_function(b.module, signature, "llvm.prefetch.p0"), [p, i32(0), i32(2), i32(1)])
-        return cgctx.get_dummy_value()
-
-    return types.void(types.int64, types.int64), cg
 
 
 @inline
@@ -197,14 +181,14 @@ def multiply_rows(w, row_bytes, n_in, rows, x, x_stride, numbers, count, product
 
 def multiply_panel(panel, n_in, x, x_stride, numbers, count, products, ahead, ahead_bytes):
     """products[i * ROWS + r] = row r of the panel times row numbers[i] of x; memory is asked for what comes after."""
-    i = done = 0
+    i, units = 0, (n_in + 255) // 256
+    # Of what comes next, every unit of every tile fetches its share, in whole cache lines.
+    step = (ahead_bytes // (units * ((count + 3) // 6)) + 63) // 64 * 64
     while i < count:
-        # A tile takes a microsecond or two: memory keeps pace with some sixty lines to each.
-        part = min(ahead_bytes, done + ahead_bytes // (1 + count // 8))
-        while done < part:
-            prefetch_l2(ahead, done)
-            done += 64
-        i += multiply_tiles(panel, (n_in + 255) // 256, x, x_stride, numbers, i, count, products + 4 * ROWS * i)
+        to = products + 4 * ROWS * i
+        i += multiply_tiles(panel, units, x, x_stride, numbers, i, count, to, ahead, min(step, ahead_bytes // units))
+        ahead += step * units
+        ahead_bytes = max(0, ahead_bytes - step * units)
 
 
 _U_W, _U_ROW_BYTES, _U_N_IN, _U_ROWS, _U_X, _U_X_STRIDE, _U_NUMBERS, _U_COUNT = range(1, 9)
