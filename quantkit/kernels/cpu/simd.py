@@ -501,6 +501,24 @@ def fma(tyctx: Any, a: Any, x: Any, c: Any) -> Any:
     return a(a, x, c), cg
 
 
+def _muladd(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+    if FEATURES & {"fma", "avx512f"}:
+        return _call(b, f"llvm.fma.{_suffix(x.type)}", x.type, [x, y, z])
+    return b.fadd(b.fmul(x, y), z)
+
+
+@intrinsic
+def muladd(tyctx: Any, a: Any, x: Any, c: Any) -> Any:
+    """a * x + c, with one rounding where that is one instruction. Scalars x and c are splatted."""
+    vectors = [isinstance(t, VecType) for t in (x, c)]
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        rest = [v if vector else _splat(b, v, a.lanes) for v, vector in zip(args[1:], vectors, strict=True)]
+        return _muladd(b, args[0], *rest)
+
+    return a(a, *(t if vector else a.elem for t, vector in zip((x, c), vectors, strict=True))), cg
+
+
 def _choose(name: str, op: str) -> Any:
     """Return C's MAX / MIN, (a op b) ? a : b, which is also what maxps and minps do with NaN."""
 
@@ -681,8 +699,8 @@ def _dot4(b: ir.IRBuilder, acc: ir.Value, x: ir.Value, y: ir.Value, signed: bool
         return _dot4_portable(b, acc, x, y, signed)
     for feature, width, name in (("avx512vnni", 16, "512"), ("avxvnni", 8, "256")):
         if feature in FEATURES and lanes % width == 0:
-            intrinsic_name = f"llvm.x86.avx512.vpdpbusd.{name}"
-            return _split(b, lambda b, *v: _call(b, intrinsic_name, v[0].type, v), lanes // width, [acc, x, y])
+            full = f"llvm.x86.avx512.vpdpbusd.{name}"
+            return _split(b, lambda b, *v, f=full: _call(b, f, v[0].type, v), lanes // width, [acc, x, y])
     if "avx2" in FEATURES and lanes % 8 == 0:
         return _split(b, lambda b, *v: _dot4_avx2(b, *v, signed), lanes // 8, [acc, x, y])
     return _dot4_portable(b, acc, x, y, signed)
