@@ -184,7 +184,7 @@ def multiply_panel(panel, n_in, x, x_stride, numbers, count, products):
     """products[i * ROWS + r] = row r of the panel times row numbers[i] of x."""
     i = 0
     while i < count:
-        i += multiply_tiles(panel, (n_in + 255) // 256, x, x_stride, numbers, i, count, products + 4 * ROWS * i)
+        i += multiply_tiles(panel, n_in, x, x_stride, numbers, i, count, products + 4 * ROWS * i)
 
 
 _U_W, _U_ROW_BYTES, _U_N_IN, _U_ROWS, _U_X, _U_X_STRIDE, _U_NUMBERS, _U_COUNT = range(1, 9)

@@ -496,6 +496,18 @@ def fma(tyctx: Any, a: Any, x: Any, c: Any) -> Any:
     return a(a, x, c), cg
 
 
+def _muladd(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+    if FEATURES & {"fma", "avx512f"}:
+        return _call(b, f"llvm.fma.{_suffix(x.type)}", x.type, [x, y, z])
+    return b.fadd(b.fmul(x, y), z)
+
+
+@intrinsic
+def muladd(tyctx: Any, a: Any, x: Any, c: Any) -> Any:
+    """a * x + c, with one rounding where that is one instruction."""
+    return a(a, x, c), lambda cgctx, b, sig, args: _muladd(b, *args)
+
+
 def _choose(name: str, op: str) -> Any:
     """Return C's MAX / MIN, (a op b) ? a : b, which is also what maxps and minps do with NaN."""
 
@@ -676,8 +688,8 @@ def _dot4(b: ir.IRBuilder, acc: ir.Value, x: ir.Value, y: ir.Value, signed: bool
         return _dot4_portable(b, acc, x, y, signed)
     for feature, width, name in (("avx512vnni", 16, "512"), ("avxvnni", 8, "256")):
         if feature in FEATURES and lanes % width == 0:
-            intrinsic_name = f"llvm.x86.avx512.vpdpbusd.{name}"
-            return _split(b, lambda b, *v: _call(b, intrinsic_name, v[0].type, v), lanes // width, [acc, x, y])
+            full = f"llvm.x86.avx512.vpdpbusd.{name}"
+            return _split(b, lambda b, *v, f=full: _call(b, f, v[0].type, v), lanes // width, [acc, x, y])
     if "avx2" in FEATURES and lanes % 8 == 0:
         return _split(b, lambda b, *v: _dot4_avx2(b, *v, signed), lanes // 8, [acc, x, y])
     return _dot4_portable(b, acc, x, y, signed)

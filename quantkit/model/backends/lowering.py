@@ -340,7 +340,8 @@ def _multiply(
     """out = scale * (weight x) + bias; each: bytes of scratch of a thread, the same for entries that run together."""
     activations, stride = b.activations(x, weight)
     entry = b.emit(
-        matmul.mul_mat(weight.tensor.type),
+        matmul.mul_mat,
+        products=matmul.products_of(weight.tensor.type),
         x=activations,
         x_stride=stride,
         w=b.weight(weight),
@@ -383,7 +384,8 @@ def _mul_mat_heads(b: Lowering, op: MulMatHeads) -> None:
     each = _scratch_of([weight])
     for head in range(heads):
         entry = b.emit(
-            matmul.mul_mat(t),
+            matmul.mul_mat,
+            products=matmul.products_of(t),
             x=Within(activations, stride * head),
             x_stride=stride * heads,
             w=start + head * expert_bytes_of(weight),
