@@ -60,22 +60,30 @@ def multiply_rows(
             i += 1
 
 
-def multiply_panel(panel: int, n_in: int, x: int, x_stride: int, numbers: int, count: int, products: int) -> None:
-    """products[i, r] = row r of the panel times the i-th row of x."""
-    i = 0
+def multiply_panel(
+    panel: int, n_in: int, x: int, x_stride: int, numbers: int, count: int, products: int, ahead: int, ahead_bytes: int
+) -> None:
+    """products[i, r] = row r of the panel times the i-th row of x; what is ``ahead`` is fetched bit by bit."""
+    i, units = 0, (n_in + 255) // 256
+    step = (ahead_bytes // (units * ((count + 3) // 6)) + 63) // 64 * 64 if count >= 3 else ahead_bytes
     while i < count:
-        i += multiply_tiles(panel, n_in, x, x_stride, numbers, i, count, products + 4 * ROWS * i)
+        to, part = products + 4 * ROWS * i, min(step, ahead_bytes // units)
+        i += multiply_tiles(panel, n_in, x, x_stride, numbers, i, count, to, ahead, part)
+        ahead += step * units
+        ahead_bytes = max(0, ahead_bytes - step * units)
 
 
 _W, _ROW_BYTES, _N_IN, _ROWS, _X, _X_STRIDE, _NUMBERS, _COUNT, _TOTAL, _BEGIN, _PRODUCTS, _PANEL = range(1, 13)
+_AHEAD, _AHEAD_BYTES = 13, 14
 
 
-@operation("batch w row_bytes n_in rows x x_stride numbers count total begin products panel")
+@operation("batch w row_bytes n_in rows x x_stride numbers count total begin products panel ahead ahead_bytes")
 def unit_products(args: int, tid: int, nth: int) -> None:
     """products[i, r], f32 [count, ROWS], = row r of w times the i-th of ``count`` rows of x.
 
     numbers: address of the rows' numbers, int32, or 0: 0, 1, 2 ... Not an entry of a tape: operations call it, block
-    of rows by block; total: rows of all blocks; begin: those before this one. The first block unpacks the panel.
+    of rows by block; total: rows of all blocks; begin: those before this one. The first block unpacks the panel, and
+    fetches ahead_bytes at ahead into the cache: the weights that come next.
     """
     w, row_bytes, n_in, rows = arg(args, _W), arg(args, _ROW_BYTES), arg(args, _N_IN), arg(args, _ROWS)
     x, x_stride, numbers = arg(args, _X), arg(args, _X_STRIDE), arg(args, _NUMBERS)
@@ -85,7 +93,8 @@ def unit_products(args: int, tid: int, nth: int) -> None:
         return
     if arg(args, _BEGIN) == 0:
         unpack_panel(w, row_bytes, rows, n_in, panel)
-    by_panel(panel, n_in, x, x_stride, numbers, count, products)
+    ahead_bytes = arg(args, _AHEAD_BYTES) if arg(args, _BEGIN) == 0 else 0
+    by_panel(panel, n_in, x, x_stride, numbers, count, products, arg(args, _AHEAD), ahead_bytes)
 
 
 @inline
@@ -97,6 +106,14 @@ def fill_unit(block: int, row_bytes: int, n_in: int, x_stride: int, numbers: int
     store(block, 8 * _NUMBERS, types.int64(numbers))
     store(block, 8 * _PRODUCTS, types.int64(products))
     store(block, 8 * _PANEL, types.int64(panel))
+    look_ahead(block, 0, 0)
+
+
+@inline
+def look_ahead(block: int, ahead: int, ahead_bytes: int) -> None:
+    """Tell the next calls of unit_products which bytes come after their own."""
+    store(block, 8 * _AHEAD, types.int64(ahead))
+    store(block, 8 * _AHEAD_BYTES, types.int64(ahead_bytes))
 
 
 @inline
