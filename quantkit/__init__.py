@@ -1,15 +1,24 @@
 """quantkit: quantize, convert and validate GGUF models, offline and byte-exact.
 
-Every command is a function of the same name: ``quantkit quantize`` is ``quantkit.quantize(...)``.
+Every command is a function of the same name: ``quantkit quantize`` is ``quantkit.quantize(...)``. They are imported
+when first asked for, so that the command line starts, and can be interrupted, at once.
 """
 
-__version__ = "0.1.0"
+from __future__ import annotations
 
-from quantkit.compare import compare
-from quantkit.errors import QuantkitError
-from quantkit.inspect import inspect
-from quantkit.merge import merge_up_gate, split_up_gate
-from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quantkit.compare import compare
+    from quantkit.errors import QuantkitError
+    from quantkit.inspect import inspect
+    from quantkit.merge import merge_up_gate, split_up_gate
+    from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
+
+__version__ = "0.1.0"
 
 __all__ = [
     "QuantizeOptions",
@@ -22,3 +31,37 @@ __all__ = [
     "quantize",
     "split_up_gate",
 ]
+
+#: The module of every name above.
+_HOME = {
+    "QuantizeOptions": "quantize",
+    "QuantkitError": "errors",
+    "compare": "compare",
+    "inspect": "inspect",
+    "merge_up_gate": "merge",
+    "plan_quantize": "quantize",
+    "quantize": "quantize",
+    "split_up_gate": "merge",
+}
+
+
+class _Package(ModuleType):
+    """The package; a verb and its module have one name, which is the verb's here."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(f"quantkit.{_HOME[name]}"), name)
+        setattr(self, name, found)
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # An import of the module quantkit.quantize would put it where the function quantkit.quantize belongs.
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_HOME})
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,5 +1,20 @@
-"""``python -m quantkit``."""
+"""The command ``quantkit``, and ``python -m quantkit``."""
 
-from quantkit.cli import main
+from __future__ import annotations
 
-main()
+import sys
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C ends it with one line, even while it is still being imported."""
+    try:
+        from quantkit.cli import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

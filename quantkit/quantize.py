@@ -7,10 +7,10 @@ quantize(...)       ->  QuantizeResult    the plan carried out
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from quantkit.errors import FormatError, RecipeError, TypeNotSupported
 from quantkit.formats.gguf import Field, GGUFFile, open_gguf
 from quantkit.formats.imatrix import Imatrix, read_imatrix
 from quantkit.helpers import available_cpus, parse_size
-from quantkit.pipeline.choose import Choice, ModelFacts, Request, choose_types, iteration_order, lint_request
-from quantkit.pipeline.importance import Importance, check_importance
+from quantkit.pipeline.choose import TORN, Choice, ModelFacts, Request, choose_types, iteration_order, lint_request
+from quantkit.pipeline.experts import merge_layer, split_layer
+from quantkit.pipeline.facts import MERGED
+from quantkit.pipeline.importance import Found, Importance, check_importance
 from quantkit.pipeline.metadata import (
     Metadata,
     parse_override,
@@ -39,6 +41,7 @@ from quantkit.pipeline.recipe import (
     read_recipe,
     read_tensor_type_file,
 )
+from quantkit.pipeline.regroup import Regrouped, as_it_is, prune_record, regroup
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, Observer, RunResult, run_plan
 from quantkit.pipeline.work import whole
 from quantkit.types import TensorType, type_by_name
@@ -76,6 +79,8 @@ class QuantizeOptions:
     leave_output_tensor: bool = False
     allow_requantize: bool = False
     fallback: str = "next"
+    merge_up_gate: bool = False
+    split_up_gate: bool = False
     prune_layers: tuple[int, ...] = ()
     override_kv: tuple[str, ...] = ()
     keep_split: bool = False
@@ -98,11 +103,12 @@ class QuantizeResult:
 
 @dataclass
 class _Draft:
-    """A plan in the making."""
+    """A plan in the making; ``taken`` are the source's tensors as they are taken up, merged where that is asked for."""
 
     source: GGUFFile
     preset: Preset
     options: QuantizeOptions
+    taken: Regrouped = field(init=False)
     imatrix: Imatrix | None = None
     importance: Importance | None = None
     renamed: dict[str, str] = field(default_factory=dict)
@@ -199,19 +205,19 @@ def plan_quantize(
 ) -> Plan:
     """Decide everything about a quantization and write nothing; arguments and errors as for ``quantize``."""
     options = options or QuantizeOptions()
-    if options.keep_split and options.split_max_size is not None:
-        raise RecipeError("--keep-split and --split-max-size exclude each other: give only one of them")
+    for pair in (("keep_split", "split_max_size"), ("merge_up_gate", "split_up_gate")):
+        if all(getattr(options, name) not in (None, False) for name in pair):
+            first, second = (f"--{name.replace('_', '-')}" for name in pair)
+            raise RecipeError(f"{first} and {second} exclude each other: give only one of them")
     with open_gguf(source) as opened:
         draft = _Draft(opened, preset_by_name(type), options)
         _check_source(draft)
+        draft.taken = _taken(opened, options)
         _load_importance(draft)
-        order = _order(draft)
         request = _request(draft)
-        tensors = [_renamed(draft, name) for name in order]
-        facts = ModelFacts.from_metadata(draft.key, tensors)
-        choices = choose_types(facts, tensors, request)
-        draft.notes += [str(lint) for lint in lint_request(request, tensors, choices)]
-        chosen = _with_importance(draft, order, tensors, choices)
+        tensors, choices = _choose(draft, request)
+        _lint(draft, request, tensors, choices)
+        chosen = _with_importance(draft, tensors, choices)
         check_kernels(chosen)
         return plan_output(
             opened,
@@ -220,7 +226,7 @@ def plan_quantize(
             chosen,
             title=draft.preset.name,
             notes=draft.notes,
-            shard_of=_shards(draft, order),
+            shard_of=_shards(draft),
             split_max_size=None if options.split_max_size is None else _size(options.split_max_size),
             identity=f"{__version__} {draft.fingerprint} {draft.imatrix.sha256 if draft.imatrix else None}",
         )
@@ -249,7 +255,9 @@ def _check_source(draft: _Draft) -> None:
 
 def _load_importance(draft: _Draft) -> None:
     options = draft.options
-    draft.renamed = prune_names(draft.source.tensors, options.prune_layers)
+    # Under both names, because layers may turn out to be left as they are.
+    names = dict.fromkeys([*draft.source.tensors, *(tensor.name for tensor in draft.taken.tensors)])
+    draft.renamed = prune_names(names, options.prune_layers)
     if options.imatrix is None:
         if options.include_weights or options.exclude_weights:
             raise RecipeError("--include-weights and --exclude-weights choose entries of an --imatrix; none was given")
@@ -261,34 +269,67 @@ def _load_importance(draft: _Draft) -> None:
     )
 
 
-def _keeps_split(draft: _Draft) -> bool:
-    return draft.options.keep_split and len(draft.source.paths) > 1
+def _taken(source: GGUFFile, options: QuantizeOptions, leave: Mapping[str, str] | None = None) -> Regrouped:
+    """Return the source's tensors as they are taken up; ``leave`` names layers not to be merged, and why."""
+    if not options.merge_up_gate and not options.split_up_gate:
+        return as_it_is(source, keep_split=options.keep_split)
+    verb, decide = ("merge", partial(merge_layer, any_types=True)) if options.merge_up_gate else ("split", split_layer)
+    try:
+        taken = regroup(source, decide, verb, keep_split=options.keep_split, leave=leave)
+    except RecipeError as e:
+        raise RecipeError(f"--{verb}-up-gate: {e.message}") from None
+    return taken if options.keep_split else replace(taken, shards=None)  # those of a merged file's record, too
 
 
-def _shards(draft: _Draft, order: Sequence[str]) -> list[int] | None:
-    return [draft.source.tensors[name].shard for name in order] if _keeps_split(draft) else None
+def _tensors(draft: _Draft) -> list[Chosen]:
+    """Return the output's tensors in their order, llama-quantize's, under the names they will have."""
+    kept = [replace(t, name=draft.renamed[t.name]) for t in draft.taken.tensors if t.name in draft.renamed]
+    if draft.taken.shards is not None:
+        return kept
+    place = {name: i for i, name in enumerate(iteration_order(t.name for t in kept))}
+    return sorted(kept, key=lambda t: place[t.name])
 
 
-def _order(draft: _Draft) -> list[str]:
-    """Return the source names of the output's tensors in the order llama-quantize writes them."""
-    names = [name for name in draft.source.tensors if name in draft.renamed]
-    if _keeps_split(draft):
-        return sorted(names, key=lambda n: (draft.source.tensors[n].shard, draft.source.tensors[n].offset))
-    return iteration_order(names)
+def _shards(draft: _Draft) -> list[int] | None:
+    taken = draft.taken
+    if taken.shards is None:
+        return None
+    return [no for t, no in zip(taken.tensors, taken.shards, strict=True) if t.name in draft.renamed]
 
 
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """A tensor of the source under the name it will have."""
+def _choose(draft: _Draft, request: Request) -> tuple[list[Chosen], list[Choice]]:
+    """Choose the types; layers whose halves differ and keep their types cannot be merged, and are left alone."""
+    left: dict[str, str] = {}
+    while True:
+        tensors = _tensors(draft)
+        mixed = {t.name: types for t in tensors if len(types := _types(t)) > 1}
+        choices = choose_types(ModelFacts.from_metadata(draft.key, tensors), tensors, request, mixed)
+        undecided = {t.parts[0].source.name for t, c in zip(tensors, choices, strict=True) if c.undecided}
+        if not undecided:
+            return tensors, choices
+        for layer in draft.taken.changed:
+            if undecided.intersection(layer.tensors):
+                gate, up = (part.source.type for part in layer.made[0].parts)
+                left[layer.prefix] = (
+                    f"gate is {gate}, up {up}, and with {draft.preset} both stay what they are; a rule for {MERGED} "
+                    "gives them one type"
+                )
+        draft.taken = _taken(draft.source, draft.options, left)
 
-    name: str
-    shape: tuple[int, ...]
-    type: TensorType
+
+def _types(tensor: Chosen) -> tuple[TensorType, ...]:
+    """Return the types of what a tensor is made of, each once."""
+    return tuple(dict.fromkeys(part.source.type for part in tensor.parts))
 
 
-def _renamed(draft: _Draft, name: str) -> _Named:
-    info = draft.source.tensors[name]
-    return _Named(draft.renamed[name], info.shape, info.type)
+def _lint(draft: _Draft, request: Request, tensors: Sequence[Chosen], choices: Sequence[Choice]) -> None:
+    """Note what was regrouped and what looks wrong; refuse to merge what the user gives two types."""
+    verb = "merge" if draft.options.merge_up_gate else "split"
+    draft.notes += draft.taken.report(verb)
+    for lint in lint_request(request, tensors, choices):
+        if draft.options.merge_up_gate and lint.code in TORN:
+            raise RecipeError(f"--merge-up-gate: {lint.message}, or leave --merge-up-gate out")
+        draft.notes.append(str(lint))
 
 
 def _request(draft: _Draft) -> Request:
@@ -331,12 +372,10 @@ def _rules(options: QuantizeOptions) -> list[Rule]:
     return rules
 
 
-def _with_importance(
-    draft: _Draft, order: Sequence[str], tensors: Sequence[_Named], choices: Sequence[Choice]
-) -> list[Chosen]:
+def _with_importance(draft: _Draft, tensors: Sequence[Chosen], choices: Sequence[Choice]) -> list[Chosen]:
     """Look up the importance of every tensor that is encoded, and refuse those that may not go without."""
     chosen, finds = [], []
-    for source, tensor, choice in zip(order, tensors, choices, strict=True):
+    for tensor, choice in zip(tensors, choices, strict=True):
         found = None
         if draft.importance is not None and choice.type.is_quantized and not choice.copied:
             found = draft.importance.lookup(tensor.name, tensor.shape)
@@ -350,20 +389,26 @@ def _with_importance(
                 ignore_rules=draft.options.ignore_imatrix_rules,
             )
         used = found if found is not None and found.entry is not None else None
-        part = whole(draft.source.tensors[source], used)
-        chosen.append(Chosen(tensor.name, tensor.shape, choice.type, choice.reason, (part,), choice.fallback_from))
+        chosen.append(_decided(tensor, choice, used))
     if draft.importance is not None and finds:
-        coverage = draft.importance.coverage(draft.source.tensors, finds)
+        coverage = draft.importance.coverage([t.name for t in draft.taken.tensors], finds)
         coverage.check()
         draft.notes += coverage.lines()
     return chosen
 
 
+def _decided(tensor: Chosen, choice: Choice, found: Found | None) -> Chosen:
+    """Return a tensor with its type, its reason and the importance of each of its parts."""
+    parts = tuple(whole(p.source, found) if p.is_whole else replace(p, found=found) for p in tensor.parts)
+    reason = choice.reason if tensor.is_whole else f"{tensor.reason}; {choice.reason}"
+    return replace(tensor, type=choice.type, reason=reason, parts=parts, fallback_from=choice.fallback_from)
+
+
 def _metadata(draft: _Draft, request: Request) -> Metadata:
     """Edit the source's metadata in llama-quantize's order of events."""
     source, options = draft.source, draft.options
-    metadata = Metadata(source.fields.values())
-    set_quantization(metadata, _source_ftype(source) if request.copy else draft.preset.ftype)
+    metadata = Metadata(draft.taken.metadata.fields())
+    set_quantization(metadata, _source_ftype(draft) if request.copy else draft.preset.ftype)
     for item in draft.overrides.values():
         metadata.set(item)
     if draft.imatrix is not None and draft.importance is not None and draft.importance.n_entries:
@@ -371,13 +416,15 @@ def _metadata(draft: _Draft, request: Request) -> Metadata:
         set_imatrix(metadata, draft.imatrix, name, draft.importance.n_entries, hide=options.hide_imatrix)
     if options.prune_layers:
         draft.notes += prune_metadata(metadata, str(source.get("general.architecture")), options.prune_layers)
+        prune_record(metadata, options.prune_layers)
     if not options.no_provenance:
         set_provenance(metadata, _provenance(draft, request))
     return metadata
 
 
-def _source_ftype(source: GGUFFile) -> int:
+def _source_ftype(draft: _Draft) -> int:
     """Return the file type of a source; of one that does not say, llama.cpp's guess: the type of most tensors."""
+    source, tensors = draft.source, {tensor.name: tensor for tensor in draft.taken.tensors}
     said = source.get("general.file_type")
     if said is not None:
         if not isinstance(said, int):
@@ -385,7 +432,7 @@ def _source_ftype(source: GGUFFile) -> int:
                 f"{source.paths[0]}: general.file_type is {said!r}, no number; correct it, or do not COPY"
             )
         return said
-    types = Counter(source.tensors[name].type.name for name in iteration_order(source.tensors))
+    types = Counter(tensors[name].type.name for name in iteration_order(tensors))
     ftype = 0
     with suppress(TypeNotSupported):
         ftype = preset_by_name(max(types, key=lambda name: types[name], default="F32")).ftype

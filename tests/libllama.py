@@ -5,7 +5,8 @@
 
 TOKENS holds raw token ids, [n] or [sequences, n]; OUT gets float32 logits, [n, n_vocab] or [sequences, n, n_vocab],
 one row after each token. Every sequence begins at position 0 with an empty cache. With --tokenize OUT gets int32 ids.
-Everything runs on the CPU, with an f32 cache and no flash attention unless told otherwise.
+Everything runs on the CPU, without flash attention unless told otherwise, with an f32 cache; in ik_llama.cpp, which
+has none (it refuses f32 values without flash attention, and with it both), with an f16 cache.
 
 The two libraries export the same names with different structs, so two of them must never meet in one process: tests
 use ``Libllama``, which starts this file anew for every call. A model that the library refuses, or dies of, is a
@@ -45,7 +46,7 @@ class LibllamaError(Exception):
     """The library could not do it; ``log`` is all that it printed."""
 
     def __init__(self, message: str, log: str) -> None:
-        super().__init__(f"{message}\n{log[-3000:]}")
+        super().__init__(f"{message}\n{log[-2000:]}")
         self.log = log
 
 
@@ -59,13 +60,20 @@ class Libllama:
     timeout: float = 300
 
     def logits(
-        self, model: Path, tokens: npt.ArrayLike, *, batch: int = 512, flash_attn: bool = False, kv: str = "f32"
+        self,
+        model: Path,
+        tokens: npt.ArrayLike,
+        *,
+        batch: int = 512,
+        flash_attn: bool = False,
+        kv: str | None = None,
     ) -> Logits:
         """Return float32 logits [..., n_vocab] after each of the token ids, [n] or [sequences, n].
 
-        ``batch`` tokens are computed at once (n_batch and n_ubatch). Raises LibllamaError.
+        ``batch`` tokens are computed at once (n_batch and n_ubatch); ``kv`` is the type of the cache, f32 or f16, and
+        if None what the library can do best. Raises LibllamaError.
         """
-        options = ["--batch", str(batch), "--flash-attn", str(int(flash_attn)), "--kv", kv]
+        options = ["--batch", str(batch), "--flash-attn", str(int(flash_attn)), *(["--kv", kv] if kv else [])]
         with tempfile.TemporaryDirectory() as folder:
             np.save(ids := Path(folder, "tokens.npy"), np.asarray(tokens, np.int32))
             return self._run(model, ids, options)
@@ -79,11 +87,14 @@ class Libllama:
             out = Path(folder, "out.npy")
             command = [sys.executable, __file__, str(model), str(given), str(out), "--lib", str(self.lib)]
             command += ["--threads", str(self.threads), *(["--ik"] if self.ik else []), *options]
-            done = subprocess.run(command, capture_output=True, timeout=self.timeout, check=False)
+            # A library that aborts would start gdb on itself.
+            environment = os.environ | {"GGML_NO_BACKTRACE": "1"}
+            done = subprocess.run(command, capture_output=True, timeout=self.timeout, env=environment, check=False)
             if done.returncode != 0:
                 log = (done.stdout + done.stderr).decode(errors="replace")
                 raise LibllamaError(f"{self.lib}/libllama.so: {model} ended with {done.returncode}", log)
-            return np.load(out)
+            result: npt.NDArray[Any] = np.load(out)
+            return result
 
 
 def nmse(found: npt.ArrayLike, expected: npt.ArrayLike) -> float:
@@ -205,8 +216,14 @@ class Mainline:
     """llama.cpp b11434: how a model is opened and a cache emptied."""
 
     ModelParams, ContextParams, Batch = ModelParams, ContextParams, Batch
+    best_kv = "f32"
     own_defaults: dict[str, Any] = {"flash_attn_type": -1, "op_offload": True, "swa_full": True, "n_samplers": 0}
-    own_model_defaults: dict[str, Any] = {"n_gpu_layers": -1, "load_mode": -1, "use_extra_bufts": True, "load_mtp": False}
+    own_model_defaults: dict[str, Any] = {
+        "n_gpu_layers": -1,
+        "load_mode": -1,
+        "use_extra_bufts": True,
+        "load_mtp": False,
+    }
 
     def __init__(self, lib: Path) -> None:
         self.c = ctypes.CDLL(str(lib / "libllama.so"))
@@ -228,6 +245,7 @@ class Mainline:
 class Ik:
     """ik_llama.cpp, with the structs that came with its wheel."""
 
+    best_kv = "f16"
     own_defaults: dict[str, Any] = {"flash_attn": True, "mla_attn": 3, "fused_moe_up_gate": True, "graph_reuse": True}
     own_model_defaults: dict[str, Any] = {"n_gpu_layers": 0, "n_ubatch": 512, "use_mmap": True, "flash_attn": True}
 
@@ -274,10 +292,11 @@ def open_model(api: Mainline | Ik, path: Path, vocab_only: bool) -> int:
 def open_context(api: Mainline | Ik, model: int, n: int, options: argparse.Namespace) -> int:
     """Return a context for sequences of n tokens; its size is rounded up to 256, as the libraries do themselves."""
     params = defaults(api.c.llama_context_default_params, api.ContextParams, CONTEXT_DEFAULTS | api.own_defaults)
+    kv = KV_TYPES[options.kv or api.best_kv]
     settings = {
         **{"n_ctx": -(-n // 256) * 256, "n_batch": options.batch, "n_ubatch": options.batch, "n_seq_max": 1},
         **{"n_threads": options.threads, "n_threads_batch": options.threads, "offload_kqv": False},
-        **{"type_k": KV_TYPES[options.kv], "type_v": KV_TYPES[options.kv]},
+        **{"type_k": kv, "type_v": kv},
     }
     for name, value in (settings | api.settings(bool(options.flash_attn))).items():
         setattr(params, name, value)
@@ -342,7 +361,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=512, metavar="N", help="tokens computed at once (default: 512)")
     parser.add_argument("--threads", type=int, default=2, metavar="N")
     parser.add_argument("--flash-attn", type=int, choices=(0, 1), default=0)
-    parser.add_argument("--kv", choices=KV_TYPES, default="f32", help="type of the cache (default: f32)")
+    parser.add_argument("--kv", choices=KV_TYPES, help="type of the cache (default: f32; ik_llama.cpp: f16)")
     parser.add_argument("--tokenize", action="store_true", help="write the ids of a text instead")
     options = parser.parse_args()
     api = Ik(options.lib.resolve()) if options.ik else Mainline(options.lib.resolve())

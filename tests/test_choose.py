@@ -397,6 +397,32 @@ def test_merged_experts_take_one_type_for_both_halves() -> None:
     assert torn["ffn_up_shexp"].type.name == "Q5_K"
 
 
+def test_rules_for_separate_experts_reach_merged_ones() -> None:
+    merged = [Tensor("blk.0.ffn_gate_up_exps.weight", (512, 64, 16)), Tensor("blk.0.ffn_up_shexp.weight", (512, 64))]
+    request = Request(preset_by_name("Q4_K_M"), rules=rules("ffn_(up|gate)_exps = q6_K"), ffn_up_type=t("Q5_K"))
+    choices = choose_types(FACTS, merged, request)
+    assert [c.type.name for c in choices] == ["Q6_K", "Q5_K"]
+    assert choices[0].reason == "rule ffn_(up|gate)_exps = Q6_K (mix.txt:1), by the names of both halves"
+    assert [lint.code for lint in lint_request(request, merged, choices)] == ["QK-W014"]
+
+
+def test_a_tensor_of_several_types() -> None:
+    """Halves of different types, to be merged: types count one by one."""
+    tensor, mixed = Tensor("blk.0.ffn_gate_up_exps.weight", (512, 64, 16), t("Q8_0")), (t("Q8_0"), t("F16"))
+
+    def choice(preset: str, **options: Any) -> Choice:
+        request = Request(preset_by_name(preset), **options)
+        return choose_types(FACTS, [tensor], request, {tensor.name: mixed})[0]
+
+    same = choice("Q8_0")
+    assert (same.copied, same.requantized, same.undecided) == (False, False, False)
+    assert choice("COPY").undecided
+    assert not choice("COPY", rules=rules("gate_up = q8_0")).undecided
+    with pytest.raises(TypeNotSupported, match="Q8_0 and F16 to Q4_K"):
+        choice("Q4_K_M")
+    assert choice("Q4_K_M", allow_requantize=True).requantized
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [
@@ -555,6 +581,8 @@ GATE_UP = [Tensor("blk.0.ffn_gate_up_exps.weight", (512, 64, 8))]
         ("F16", SMALL, {"rules": rules("attn_q = q8_0")}, "QK-W010", "ignores rules when TYPE is F16"),
         ("TQ1_0", SMALL, {"rules": rules("attn_q = iq4_k")}, "QK-W011", "IQ4_K (ik_llama.cpp) and TQ1_0"),
         ("Q4_K_M", GATE_UP, {"ffn_up_type": t("Q5_K"), "ffn_gate_type": t("Q6_K")}, "QK-W012", "merged"),
+        ("Q4_K_M", GATE_UP, {"ffn_up_type": t("Q5_K")}, "QK-W015", "--ffn-up-type takes both halves"),
+        ("Q4_K_M", GATE_UP, {"rules": rules("ffn_up_exps = q8_0")}, "QK-W004", "but no rule the gate half"),
     ],
 )
 def test_lints(preset: str, tensors: list[Tensor], options: dict[str, Any], code: str, says: str) -> None:

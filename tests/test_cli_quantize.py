@@ -87,6 +87,7 @@ def test_error_is_measured_on_request(llama: Path, tmp_path: Path) -> None:
         (["--prune-layers", "1-0", "IN", "OUT", "Q8_0"], 2, "no range of layers"),
         (["--keep-split", "--split-max-size", "1M", "IN", "OUT", "Q8_0"], 2, "exclude each other"),
         (["--max-buffer-size", "0", "IN", "OUT", "Q8_0"], 2, "--max-buffer-size"),
+        (["--max-buffer-size", "8", "--max-ram", "1G", "IN", "OUT", "Q8_0"], 2, "give one of them"),
         (["-j", "3", "IN", "OUT", "Q8_0", "2"], 2, "THREADS is 2 and --threads 3"),
         (["--override-kv", "split.count=int:3", "IN", "OUT", "Q8_0"], 2, "--split-max-size"),
         (["--max-ram", "lots", "IN", "OUT", "Q8_0"], 2, "is not a size"),
@@ -104,6 +105,61 @@ def test_wrong_input_gets_one_clear_line(llama: Path, tmp_path: Path, args: list
     assert message in result.stderr
     assert "Traceback" not in result.output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_buffer_size_that_llama_quantize_takes_is_taken(llama: Path, tmp_path: Path) -> None:
+    small = run("--max-buffer-size", 1, llama, tmp_path / "a.gguf", "Q8_0", 3)
+    assert small.exit_code == 0, small.output
+    assert "note: --max-buffer-size 1: 3 threads take 3.02 MiB at least" in small.stderr
+    large = run("--max-buffer-size", 64, llama, tmp_path / "b.gguf", "Q8_0", 3)
+    assert "note" not in large.stderr
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+
+
+@pytest.mark.parametrize("fallback", ["ERROR", "Error"])
+def test_fallback_is_read_in_any_case(tmp_path: Path, fallback: str) -> None:
+    source = write_model(tmp_path / "s.gguf", {"blk.0.ffn_up.weight": ((320, 8), "F16")})
+    result = run("--fallback", fallback, source, tmp_path / "o.gguf", "Q4_K_S")
+    assert result.exit_code == 1
+    assert "pass --fallback next" in result.stderr
+    assert run("--fallback", "NEXT", source, tmp_path / "o.gguf", "Q4_K_S").exit_code == 0
+
+
+def test_shards_of_an_earlier_run_are_mentioned(llama: Path, tmp_path: Path) -> None:
+    first = run("--split-max-size", 300_000, llama, tmp_path / "o.gguf", "Q8_0")
+    assert "beside the output" not in first.stderr
+    old = sorted(p.name for p in tmp_path.iterdir())
+    again = run("--overwrite", "--split-max-size", 300_000, llama, tmp_path / "o.gguf", "Q8_0")
+    assert "beside the output" not in again.stderr
+    (tmp_path / "o-2.gguf").touch()
+    other = run("--split-max-size", 150_000, llama, tmp_path / "o.gguf", "Q8_0")
+    assert f"beside the output lies {old[0]} .. {old[-1]} ({len(old)} files): of its name, but no part" in other.stderr
+    one = run(llama, tmp_path / "o.gguf", "Q8_0")
+    assert f"beside the output lies {old[0]} .. " in one.stderr
+    assert {p.name for p in tmp_path.iterdir()} > {*old, "o.gguf"}
+
+
+#: Ctrl-C at the moment at which a module is imported.
+_INTERRUPTED = """
+import sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == moment:
+            raise KeyboardInterrupt
+
+moment = sys.argv.pop(1)
+sys.meta_path.insert(0, Interrupt())
+from quantkit.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("moment", ["click", "quantkit.cli.quantize", "numpy", "quantkit.formats.imatrix"])
+def test_ctrl_c_takes_one_line_while_all_is_being_imported(llama: Path, tmp_path: Path, moment: str) -> None:
+    command = [sys.executable, "-c", _INTERRUPTED, moment, "quantize", llama, tmp_path / "o.gguf", "Q8_0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
 
 
 def test_rules_that_match_nothing_are_reported_first(llama: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Activation functions and gated linear units against float64 numpy, and gelu against ggml's table by its definition."""
+"""Activation functions and gated linear units against numpy, gelu with the roundings of ggml's table."""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ def part_of(module: str) -> str:
     first = names[1]
     if first in PACKAGES or first in ("types", "errors", "helpers"):
         return first
-    return "verbs" if (ROOT / f"{first}.py").exists() else "quantkit"
+    verb = (ROOT / f"{first}.py").exists() or (ROOT / first / "__init__.py").exists()
+    return "verbs" if verb else "quantkit"
 
 
 def imports(path: Path) -> set[str]:

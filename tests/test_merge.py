@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from models import tensor_bytes
 from quantkit.cli import cli
 from quantkit.errors import RecipeError
-from quantkit.formats.gguf import Field, open_gguf, write_gguf
+from quantkit.formats.gguf import Field, open_gguf, split_fields, split_path, write_gguf
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.kernels import dequantize
 from quantkit.merge import MergePlan, merge_imatrix, plan_merge_up_gate, plan_split_up_gate, run_merge, split_imatrix
@@ -167,7 +167,14 @@ def test_halves_of_different_types_are_left_alone_or_encoded_again(tmp_path: Pat
         (lambda t: [x for x in t if "gate_exps.bias" not in x[0]], "only one half has a bias"),
         (lambda t: [x for x in t if "_exps" not in x[0]], "there are no tensors"),
         (lambda t: [*t, some("blk.0.ffn_gate_exps.scale", (2,), BY_NAME["F32"], 1)], "no runtime has a name"),
+        (lambda t: [*t, some("blk.0.ffn_gate_exps.zero", (2,), BY_NAME["F32"], 1)], "have no such tensor"),
         (lambda t: [*t, some("blk.0.ffn_gate_up_exps.weight", (1, 4, 2), BY_NAME["F32"], 1)], "beside the halves"),
+        (
+            lambda t: [
+                some(f"blk.0.ffn_{half}_exps.weight", (1, 2, 2, 2), BY_NAME["F32"], 1) for half in ("gate", "up")
+            ],
+            "more dimensions than experts have",
+        ),
     ],
 )
 def test_what_cannot_be_merged_is_named(tmp_path: Path, change: object, message: str) -> None:
@@ -192,6 +199,41 @@ def test_merged_twice_is_said(tmp_path: Path, tiny_moe: Path) -> None:
         plan_merge_up_gate(merged, tmp_path / "o.gguf")
     with pytest.raises(RecipeError, match="no tensors ffn_gate_up_exps"):
         plan_split_up_gate(tiny_moe, tmp_path / "o.gguf")
+
+
+def test_the_later_half_may_lie_in_a_later_shard(tmp_path: Path) -> None:
+    named = [some(f"blk.0.{n}.weight", (8, 2, 2), BY_NAME["F32"], 1) for n in ("ffn_up_exps", "a", "ffn_gate_exps")]
+    shards = [split_path(tmp_path / "s", no, 3) for no in range(3)]
+    for no, tensor in enumerate(named):
+        write_gguf(shards[no], [*(FIELDS if no == 0 else ()), *split_fields(no, 3, 3)], [tensor])
+    merged = plan_merge_up_gate(shards[0], tmp_path / "m.gguf", keep_split=True)
+    assert [(x.name, x.shard) for x in merged.plan.tensors] == [
+        ("blk.0.ffn_gate_up_exps.weight", 0),
+        ("blk.0.a.weight", 1),
+    ]
+    carry_out(merged)
+    back = plan_split_up_gate(merged.plan.shards[1].path, tmp_path / "back.gguf")
+    carry_out(back)
+    assert [s.path.read_bytes() for s in back.plan.shards] == [path.read_bytes() for path in shards]
+
+
+def test_shards_are_kept_where_the_record_knows_none(tmp_path: Path, tiny_moe: Path) -> None:
+    merged = carry_out(plan_merge_up_gate(tiny_moe, tmp_path / "m.gguf"))
+    options = QuantizeOptions(split_max_size=4_000_000, no_provenance=True)
+    shards = quantize(merged, tmp_path / "q.gguf", "Q8_0", options).paths
+    assert len(shards) > 2
+    kept = plan_split_up_gate(shards[0], tmp_path / "s.gguf", keep_split=True)
+    assert len(kept.plan.shards) == len(shards)
+    carry_out(kept)
+    one = plan_split_up_gate(shards[0], tmp_path / "s.gguf")
+    assert len(one.plan.shards) == 1
+    carry_out(one)
+    with open_gguf(kept.plan.shards[0].path) as many, open_gguf(one.plan.shards[0].path) as single:
+        assert {n: many.data(n).tobytes() for n in many.tensors} == {
+            n: single.data(n).tobytes() for n in single.tensors
+        }
+    with pytest.raises(RecipeError, match="exclude each other"):
+        plan_split_up_gate(shards[0], tmp_path / "s.gguf", keep_split=True, split_max_size=100)
 
 
 # ---------------------------------------------------------------- importance matrices

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from quantkit.errors import RecipeError
 from quantkit.pipeline import recipe
-from quantkit.pipeline.recipe import Rule, first_match, lint_rules
+from quantkit.pipeline.recipe import Rule, decide, first_match, lint_rules
+from quantkit.types import BY_NAME
 
 DENSE = ["token_embd.weight", "output.weight", "blk.0.attn_output.weight", "blk.0.attn_v.weight", "blk.0.ffn_up.weight"]
 MERGED = [f"blk.{i}.ffn_{part}_exps.weight" for i in range(3) for part in ("gate_up", "down")]
@@ -121,13 +124,99 @@ def test_the_first_rule_decides() -> None:
         (r"^output\.weight$=q6_K", DENSE, []),
         ("attn|output=q6_K", DENSE, []),
         (".*=q6_K", DENSE, []),
-        ("ffn_(up|gate)_exps=q6_K", MERGED, ["QK-W001", "QK-W004"]),
+        ("ffn_(up|gate)_exps=q6_K", MERGED, ["QK-W014"]),
         ("ffn_.*_exps=q6_K", MERGED, []),
         ("ffn_up_exps|down=q6_K", MERGED, ["QK-W004"]),
+        ("up_exps=q6_K", MERGED, ["QK-W004"]),
+        ("ffn_up_exps=q6_K\nffn_gate_exps=q6_K", MERGED, ["QK-W014"]),
+        ("ffn_up_exps=q6_K\nffn_gate_exps=q5_K", MERGED, ["QK-W013"]),
+        ("ffn_up=q6_K\nffn_gate=q5_K", MERGED, ["QK-W013"]),
+        ("ffn_up_exps=q6_K\n.*=q5_K", MERGED, ["QK-W013"]),
+        ("ffn_(up|gate)_exps=q6_K\n.*=q5_K", MERGED, ["QK-W014"]),
+        ("ffn_(up|gate)_exps=q6_K\nexps=q6_K", MERGED, []),
+        ("exps=q5_K\nffn_(up|gate)_exps=q6_K", MERGED, ["QK-W002"]),
+        ("ffn_(up|gate)_exps=q6_K\ngate_up=q5_K", MERGED, ["QK-W001"]),
+        (r"blk\.0\.ffn_up_exps=q4_K,ffn_(up|gate)_exps=q6_K", MERGED, ["QK-W013", "QK-W014"]),
+        ("ffn_gate_up_exps=q6_K", ["blk.0.ffn_gate_exps.weight", "blk.0.ffn_up_exps.weight"], ["QK-W001"]),
     ],
 )
 def test_lints(text: str, names: list[str], found: list[str]) -> None:
     assert codes(text, names) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "decides"),
+    [
+        ("ffn_(up|gate)_exps=q6_K", "Q6_K"),
+        ("ffn_gate_exps=q6_K\nffn_up_exps=q6_K", "Q6_K"),
+        ("ffn_(up|gate)_exps=q6_K\n.*=q5_K", "Q6_K"),
+        (".*=q5_K\nffn_(up|gate)_exps=q6_K", "Q5_K"),
+        ("ffn_(up|gate)_exps=q6_K\nffn_gate_up_exps=q5_K", "Q5_K"),
+        ("ffn_up_exps=q6_K", None),
+        ("ffn_up_exps=q6_K\nffn_gate_exps=q5_K", None),
+        ("ffn_up_exps=q6_K\nexps=q5_K", "Q5_K"),
+        ("ffn_up=q6_K\nffn_gate=q5_K", "Q5_K"),
+        ("up_exps=q6_K", "Q6_K"),
+        (r"ffn_(up|gate)_exps\.bias=q6_K", None),
+    ],
+)
+def test_rules_for_separate_experts_hold_for_merged_ones(text: str, decides: str | None) -> None:
+    rule = decide(recipe.parse_recipe(text, "r"), "blk.7.ffn_gate_up_exps.weight").rule
+    assert (rule and rule.type.name) == decides
+
+
+PATTERNS = [
+    "ffn_up_exps",
+    "ffn_gate_exps",
+    "ffn_(up|gate)_exps",
+    "ffn_gate_up_exps",
+    "up",
+    "gate",
+    "exps",
+    ".*",
+    "attn",
+]
+RULES = st.lists(st.tuples(st.sampled_from(PATTERNS), st.sampled_from(["Q4_K", "Q5_K"])), max_size=4)
+
+
+@given(RULES)
+def test_merged_experts_get_what_their_name_or_both_halves_say(pairs: list[tuple[str, str]]) -> None:
+    rules = [Rule(pattern, BY_NAME[name], f"r:{i}") for i, (pattern, name) in enumerate(pairs)]
+    merged, gate, up = (f"blk.0.ffn_{part}_exps.weight" for part in ("gate_up", "gate", "up"))
+    direct, of_gate, of_up = (first_match(rules, name) for name in (merged, gate, up))
+    verdict, lints = decide(rules, merged), {lint.code for lint in lint_rules(rules, [merged])}
+    if verdict.rule is not direct:  # other than in llama-quantize: then both halves say so, and so does a lint
+        assert verdict.rule is of_gate
+        assert of_gate is not None
+        assert of_up is not None
+        assert of_gate.type is of_up.type
+        assert "QK-W014" in lints
+    else:
+        assert "QK-W014" not in lints
+        types = {rule and rule.type for rule in (of_gate, of_up)}
+        specific = direct is not None and not direct.matches(gate) and not direct.matches(up)
+        assert specific or types == {direct and direct.type} or lints & {"QK-W004", "QK-W013"}
+    for name in (gate, up):
+        assert decide(rules, name).rule is first_match(rules, name)
+
+
+def test_what_decides_about_merged_experts_is_said() -> None:
+    [lint] = lint_rules(recipe.parse_recipe("ffn_up_exps=q6_K\nffn_gate_exps=q6_K", "r"), MERGED)
+    assert str(lint) == (
+        "QK-W014: ffn_gate_exps = Q6_K (r:2) and ffn_up_exps = Q6_K (r:1) decide about the merged "
+        "blk.0.ffn_gate_up_exps.weight and 2 more, by the names of both halves; llama-quantize would not"
+    )
+    [lint] = lint_rules(recipe.parse_recipe("ffn_up_exps=q6_K\nffn_gate_exps=q5_K", "r"), MERGED)
+    assert "give gate and up different types" in lint.message
+    assert lint.message.endswith("has one: neither counts; write a rule for ffn_gate_up_exps")
+    [lint] = lint_rules(recipe.parse_recipe("ffn_up_exps=q6_K", "r"), MERGED)
+    assert lint.message.endswith("no rule the gate half: it does not count; write a rule for ffn_gate_up_exps")
+    [lint] = lint_rules(recipe.parse_recipe("up_exps=q6_K", "r"), MERGED)
+    assert "up_exps = Q6_K (r:1) decides about both halves; write" in lint.message
+    [lint] = lint_rules(
+        recipe.parse_recipe("ffn_gate_up_exps=q5_K", "r"), ["blk.0.ffn_up_exps.weight", "blk.0.ffn_gate_exps.weight"]
+    )
+    assert "separate in this file" in lint.message
 
 
 def test_a_class_that_llama_quantize_would_lower_is_told() -> None:

@@ -17,6 +17,11 @@ COMMANDS = {
     "split-up-gate": "Take merged up and gate experts apart; undoes merge-up-gate exactly.",
     "inspect": "Show what is in a GGUF file: tensors, types, sizes, metadata, shards.",
     "compare": "Compare two GGUF files: metadata, types, bytes, and the error after decoding.",
+    "perplexity": "Measure the perplexity of a text; keep the logits as a base for kld.",
+    "kld": "Measure the KL divergence of a model from base logits.",
+    "logits": "Write the logits that a model computes for some tokens.",
+    "bench": "Measure how fast a model runs: prompts and generation, fused and not.",
+    "sweep-bench": "Measure speed step by step while a context fills.",
     "types": "List all tensor types and presets of llama.cpp and ik_llama.cpp.",
 }
 
@@ -49,9 +54,18 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line; a closed pipe (`quantkit types | head`) ends it quietly, a failing disk in one line."""
+    """Run the command line; what ends it early (Ctrl-C, `quantkit types | head`, a full disk) takes one line at most.
+
+    click's own way out would call Ctrl-C "Aborted!" and end with 1; shells expect 130.
+    """
     try:
-        cli(prog_name="quantkit")
+        sys.exit(cli.main(prog_name="quantkit", standalone_mode=False))
+    except click.ClickException as e:
+        e.show()
+        sys.exit(e.exit_code)
+    except click.Abort:
+        click.echo("interrupted", err=True)
+        sys.exit(130)
     except BrokenPipeError:
         _drop_output()
         sys.exit(1)

@@ -14,8 +14,9 @@ from quantkit.cli.options import SIZE, option
 from quantkit.cli.summary import RunReport
 from quantkit.errors import QuantkitError
 from quantkit.formats.imatrix import Imatrix, write_imatrix
-from quantkit.helpers import format_seconds, format_size
+from quantkit.helpers import format_seconds, format_size, printable
 from quantkit.merge import MergePlan, run_merge
+from quantkit.pipeline.regroup import layer_names
 from quantkit.pipeline.run import RunResult
 
 _FILES, _RUN, _OUT = "Files", "The run", "Output"
@@ -64,7 +65,7 @@ def carry_out(
         raise QuantkitError(f"{imatrix_out} exists; give another name, or --overwrite to replace it")
     converted = convert_imatrix(imatrix) if imatrix is not None else None
     for note in merge.plan.notes:
-        click.echo(f"note: {note}", err=True)
+        click.echo(f"note: {printable(note)}", err=True)
     result = None if dry_run else _run(merge, threads, max_ram, resume, overwrite, as_json)
     if converted is not None and imatrix_out is not None and not dry_run:
         write_imatrix(imatrix_out, converted, converted.format)
@@ -91,7 +92,7 @@ def _loads(merge: MergePlan) -> str:
 
 
 def _text(merge: MergePlan, result: RunResult | None, imatrix_out: Path | None) -> str:
-    layers = ", ".join(layer.prefix.removesuffix(".") for layer in merge.changed)
+    layers = layer_names(merge.changed)
     changed = sum(t.nbytes for t in merge.plan.tensors if t.reason != "copied")
     lines = [
         f"{merge.plan.title}: {len(merge.changed)} layers ({layers}), {format_size(changed)};"

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from quantkit.cli.options import SIZE, GroupedCommand, option
 from quantkit.cli.summary import DryRunReport, RunReport
 from quantkit.errors import QuantkitError, TypeNotSupported
-from quantkit.helpers import printable
+from quantkit.helpers import available_cpus, format_size, printable
+from quantkit.pipeline.plan import Plan
+from quantkit.pipeline.work import least_ram
 
 _WHAT, _TYPES, _IMATRIX, _META, _RUN, _OUT = (
     "What is quantized",
@@ -53,6 +56,18 @@ class _Command(GroupedCommand):
 @option(
     "--pure", group=_WHAT, is_flag=True, help="No mixture: the base type everywhere; rules and options still count."
 )
+@option(
+    "--merge-up-gate",
+    group=_WHAT,
+    is_flag=True,
+    help="Merge up and gate experts on the way, without a file between; see `quantkit merge-up-gate`.",
+)
+@option(
+    "--split-up-gate",
+    group=_WHAT,
+    is_flag=True,
+    help="Take merged up and gate experts apart on the way; see `quantkit split-up-gate`.",
+)
 @option("--prune-layers", group=_WHAT, metavar="L,L,..", help="Drop these layers and renumber the rest.")
 @option("--output-tensor-type", group=_TYPES, metavar="TYPE", help="Type of output.weight.")
 @option("--token-embedding-type", group=_TYPES, metavar="TYPE", help="Type of the token embeddings.")
@@ -88,7 +103,7 @@ class _Command(GroupedCommand):
 )
 @option("--keep-split", group=_META, is_flag=True, help="One output shard per input shard.")
 @option("--split-max-size", group=_META, type=SIZE, help="Begin a new shard beyond this size (48G).")
-@option("--no-provenance", group=_META, is_flag=True, help="No quantkit.* keys: the very file llama-quantize writes.")
+@option("--no-provenance", group=_META, is_flag=True, help="No quantkit.quantize.* keys: llama-quantize's very file.")
 @option("-j", "--threads", group=_RUN, type=click.IntRange(0), help="Worker threads; 0 or nothing: all CPUs.")
 @option(
     "--max-ram", group=_RUN, type=SIZE, default="512MiB", show_default=True, help="Memory for all buffers together."
@@ -123,10 +138,15 @@ def command(
     TYPE is a preset (Q4_K_M, IQ4_XS, ...), its number, a tensor type, or COPY. Without OUT.gguf the output is
     ggml-model-TYPE.gguf beside the input. IN may be any shard of a split model. The bytes are those of
     llama-quantize b11434, whatever the number of threads.
+
+    Rules that name ffn_gate_exps and ffn_up_exps and give both one type hold for merged experts, ffn_gate_up_exps,
+    too, where llama-quantize passes them over; a note says when. A rule for ffn_gate_up_exps comes before them.
     """
     from quantkit.quantize import QuantizeOptions, plan_quantize, run_quantize
 
     source, output, type_name, positional = _positionals(arguments)
+    if max_buffer_size and click.get_current_context().get_parameter_source("max_ram") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--max-buffer-size is --max-ram in MiB: give one of them")
     if threads and positional and threads != positional:
         raise click.UsageError(f"THREADS is {positional} and --threads {threads}: give one of them")
     names = {f.name for f in fields(QuantizeOptions)}
@@ -140,13 +160,15 @@ def command(
         report = DryRunReport(plan)
         click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
         return
+    if max_buffer_size is not None:
+        max_ram = _buffer_ram(plan, threads or positional, max_buffer_size)
     run = RunReport(plan, quiet=as_json)
     try:
         with run:
             result = run_quantize(
                 plan,
                 threads=threads or positional,
-                max_ram=max_buffer_size << 20 if max_buffer_size else max_ram,
+                max_ram=max_ram,
                 resume=resume,
                 overwrite=overwrite,
                 measure_error=measure_error,
@@ -160,6 +182,15 @@ def command(
             f"{e.filename or plan.shards[0].path}: {e.strerror or e}; what is done is kept, go on with --resume"
         ) from e
     click.echo(json.dumps(run.as_dict(result), indent=2) if as_json else run.text(result))
+
+
+def _buffer_ram(plan: Plan, threads: int | None, mib: int) -> int:
+    """Return --max-ram for --max-buffer-size, which to llama-quantize is a wish: the least is a row per thread."""
+    n = threads or available_cpus()
+    least = least_ram(list(plan.tensors), n)
+    if mib << 20 < least:
+        click.echo(f"note: --max-buffer-size {mib}: {n} threads take {format_size(least)} at least", err=True)
+    return max(mib << 20, least)
 
 
 def _positionals(arguments: tuple[str, ...]) -> tuple[str, str | None, str, int | None]:

@@ -20,8 +20,13 @@ from quantkit.pipeline.work import ErrorSums, PlannedTensor
 from quantkit.quantize import QuantizeResult
 
 
+def _source_type(tensor: PlannedTensor) -> str:
+    """Return the type of a tensor's source, or the types of its parts: F16, F16+BF16."""
+    return "+".join(dict.fromkeys(str(part.source.type) for part in tensor.parts))
+
+
 def _line(tensor: PlannedTensor) -> str:
-    change = str(tensor.type) if tensor.is_copy else f"{tensor.source.type} -> {tensor.type}"
+    change = str(tensor.type) if tensor.is_copy else f"{_source_type(tensor)} -> {tensor.type}"
     shape = " x ".join(map(str, tensor.shape))
     return f"{printable(tensor.name):<36} {shape:>22}  {change:<18} {format_size(tensor.nbytes):>11}  {tensor.reason}"
 
@@ -112,7 +117,8 @@ class DryRunReport:
                 {
                     "name": t.name,
                     "shape": list(t.shape),
-                    "source_type": str(t.source.type),
+                    "sources": list(dict.fromkeys(part.source.name for part in t.parts)),
+                    "source_type": _source_type(t),
                     "type": str(t.type),
                     "bytes": t.nbytes,
                     "offset": t.offset,

@@ -37,11 +37,13 @@ class Value:
 class Matrix:
     """A weight: ``rows`` of the tensor, counted within each expert; all of them if it is None.
 
-    ggml order: shape[0] values a row (the input), shape[1] rows (the output), shape[2] experts or heads.
+    ggml order: shape[0] values a row (the input), shape[1] rows (the output), shape[2] experts or heads. Of a bias,
+    whose shape is [n_out, experts], ``columns`` are the part that belongs to these rows.
     """
 
     tensor: TensorInfo
     rows: tuple[int, int] | None = None
+    columns: tuple[int, int] | None = None
 
     @property
     def n_in(self) -> int:
@@ -67,7 +69,8 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Activation:
-    """What a feed-forward layer does to its gate: ``silu gelu gelu_erf gelu_quick relu relu_sqr sigmoid swiglu_oai``.
+    """What a feed-forward layer does to its gate: ``silu gelu gelu_erf gelu_quick relu relu_sqr sigmoid swiglu_oai``;
+    softplus (log(1 + e^x), above 20 x itself) stands in Activate only.
 
     Clamps, 0 for none: the gate from above before (gate_limit) or after (act_limit) its activation, up to +- up_limit.
     swiglu_oai is g / (1 + exp(-alpha g)) * (up + 1). As in ggml, gelu and gelu_quick go through half precision.
@@ -131,11 +134,10 @@ class Cache:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What a recurrent layer keeps of a sequence: ``width`` float32, zero at its beginning."""
+    """What a recurrent layer keeps of a sequence: ``width`` float32; a token at position 0 finds it zero."""
 
     name: str
     width: int
-
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -245,7 +247,8 @@ class Clamp(Op):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Norm(Op):
-    """Normalize every group of columns by itself (a head, or the row); kind ``rms``, ``layer`` or ``l2``.
+    """Normalize every group of columns by itself (a head, or the row); kind ``rms``, ``layer`` or ``l2``, which is
+    x / sqrt(sum of squares + eps).
 
     weight and bias repeat if they are shorter than a row.
     """
@@ -329,7 +332,10 @@ class MulMats(Op):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MulMatHeads(Op):
-    """Every head by its own matrix: columns h * n_in ... of x to columns h * n_out ... of out (MLA: k_b, v_b)."""
+    """Every head by its own matrix: columns h * n_in ... of x to columns h * n_out ... of out (MLA: k_b, v_b).
+
+    weight: [n_in, n_out, heads]; of one head in two dimensions.
+    """
 
     out: Value
     x: Value

@@ -22,7 +22,7 @@ source of the rules. Where an option has no effect there
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from quantkit.errors import TypeNotSupported
@@ -40,7 +40,7 @@ from quantkit.pipeline.facts import (
     why_never,
 )
 from quantkit.pipeline.presets import Place, Preset, Table
-from quantkit.pipeline.recipe import Lint, Rule, first_match, lint_rules
+from quantkit.pipeline.recipe import Lint, Rule, decide, lint_rules
 from quantkit.types import BY_NAME, TensorType, type_by_name
 
 __all__ = [
@@ -86,7 +86,8 @@ class Choice:
     """The type one tensor gets, and why.
 
     ``by`` is who decided: "kept", "option", "rule", "class", "COPY" or "preset". ``fallback_from`` is the type
-    that rows or shape did not allow. ``rule`` is the first rule that matches, whether it decided or not.
+    that rows or shape did not allow. ``rule`` is the one that the rules say, whether it decided or not. ``mixed`` are
+    the types of the parts of a tensor that is made of parts of several types; ``source_type`` is then the first.
     """
 
     name: str
@@ -96,11 +97,28 @@ class Choice:
     by: str
     fallback_from: TensorType | None = None
     rule: Rule | None = None
+    mixed: tuple[TensorType, ...] = ()
 
     @property
     def copied(self) -> bool:
         """True if the bytes stay as they are."""
-        return self.type == self.source_type
+        return self.type == self.source_type and not self.mixed
+
+    @property
+    def undecided(self) -> bool:
+        """True if everything stays as it is in a tensor of several types, which therefore cannot be one."""
+        return bool(self.mixed) and self.by in ("kept", "COPY")
+
+    @property
+    def requantized(self) -> bool:
+        """True if values that are quantized already are encoded anew."""
+        types = self.mixed or (self.source_type,)
+        return not self.undecided and any(t.is_quantized and t != self.type for t in types)
+
+    @property
+    def source(self) -> str:
+        """The type or types of the source, for messages."""
+        return " and ".join(map(str, self.mixed or (self.source_type,)))
 
 
 #: Fields that a class option reaches, of names like blk.0.FIELD.weight.
@@ -116,6 +134,9 @@ _CLASS_OF_FIELD = {
 _FIELD = re.compile(r"(?:^|\.)(\w+)(?:\.\d+)?\.weight$")
 OWN_OPTIONS = ("output_tensor_type", "token_embedding_type", "ffn_gate_inp_type")
 CLASS_OPTIONS = tuple(f"{name}_type" for name in dict.fromkeys(n for names in _CLASS_OF_FIELD.values() for n in names))
+
+
+_BOTH_HALVES = "which takes both halves of the merged tensor"
 
 
 def option_name(attribute: str) -> str:
@@ -135,7 +156,7 @@ def _by_class(request: Request, name: str) -> tuple[TensorType | None, str]:
     types = set(given.values())
     if len(types) > 1:
         return None, f"{' and '.join(given)} differ and this tensor holds both, so neither counts; "
-    half = "" if len(given) == len(option_classes(name)) else ", which takes both halves of the merged tensor"
+    half = "" if len(given) == len(option_classes(name)) else f", {_BOTH_HALVES}"
     return (types.pop(), " and ".join(given) + half) if types else (None, "")
 
 
@@ -249,10 +270,17 @@ class _Mixture:
 # --- the choice ----------------------------------------------------------------------------------------------
 
 
-def choose_types(facts: ModelFacts, tensors: Sequence[TensorLike], request: Request) -> list[Choice]:
+def choose_types(
+    facts: ModelFacts,
+    tensors: Sequence[TensorLike],
+    request: Request,
+    mixed: Mapping[str, tuple[TensorType, ...]] | None = None,
+) -> list[Choice]:
     """Return the type of every tensor, in the order given, which must be that of iteration_order().
 
     (With --keep-split llama-quantize goes by shard and offset instead: give the tensors in that order.)
+    ``mixed`` names the types of tensors that are made of parts of several types; of those that nothing gives a type,
+    the choice is ``undecided``.
     Raises TypeNotSupported for sources that may not be requantized, for rows that do not divide under
     ``fallback="error"``, and for a preset whose mixture is not known here.
     """
@@ -262,12 +290,13 @@ def choose_types(facts: ModelFacts, tensors: Sequence[TensorLike], request: Requ
     base = request.preset.base
     mixture = _Mixture(facts, request, base) if base is not None else None
     fallback = _fallback_of(request.fallback)
-    choices = [_fit(_choose(facts, t, request, mixture), t, fallback) for t in tensors]
-    if request.fallback == "error":
+    parts = mixed or {}
+    choices = [_fit(_choose(facts, t, request, mixture, parts.get(t.name, ())), t, fallback) for t in tensors]
+    if request.fallback.lower() == "error":
         misfits = [c for c in choices if c.fallback_from is not None]
         _refuse("rows do not divide into blocks", misfits, "pass --fallback next, or a type")
     if not request.allow_requantize:
-        quantized = [c for c in choices if not c.copied and c.source_type.is_quantized]
+        quantized = [c for c in choices if c.requantized]
         _refuse("already quantized", quantized, "start from an f16, bf16 or f32 file, or pass --allow-requantize")
     return choices
 
@@ -275,17 +304,20 @@ def choose_types(facts: ModelFacts, tensors: Sequence[TensorLike], request: Requ
 def _refuse(what: str, choices: list[Choice], remedy: str) -> None:
     if not choices:
         return
-    first = "; ".join(f"{c.name} ({c.source_type} to {c.fallback_from or c.type})" for c in choices[:3])
+    first = "; ".join(f"{c.name} ({c.source} to {c.fallback_from or c.type})" for c in choices[:3])
     more = f" and {len(choices) - 3} more" if len(choices) > 3 else ""
     raise TypeNotSupported(f"{what}: {first}{more}; {remedy}")
 
 
-def _choose(facts: ModelFacts, t: TensorLike, request: Request, mixture: _Mixture | None) -> Choice:
+def _choose(
+    facts: ModelFacts, t: TensorLike, request: Request, mixture: _Mixture | None, mixed: tuple[TensorType, ...]
+) -> Choice:
     """Answer the five questions for one tensor; rows and shapes are _fit()'s."""
-    rule = first_match(request.rules, t.name)
+    verdict = decide(request.rules, t.name)
+    rule = verdict.rule
 
     def choice(found: TensorType, by: str, reason: str) -> Choice:
-        return Choice(t.name, t.type, found, reason, by, rule=rule)
+        return Choice(t.name, t.type, found, reason, by, rule=rule, mixed=mixed)
 
     if (kept := _why_kept(facts, t, request)) is not None:
         beaten = f"; {rule} does not reach it" if rule is not None and rule.type != t.type else ""
@@ -293,7 +325,7 @@ def _choose(facts: ModelFacts, t: TensorLike, request: Request, mixture: _Mixtur
     if (own := _own_option(request, t.name, rule is not None)) is not None:
         return choice(getattr(request, own), "option", option_name(own))
     if rule is not None:
-        return choice(rule.type, "rule", f"rule {rule}")
+        return choice(rule.type, "rule", verdict.reason)
     by_class, remark = _by_class(request, t.name)
     if by_class is not None:
         return choice(by_class, "class", remark)
@@ -332,7 +364,7 @@ def _own_option(request: Request, name: str, has_rule: bool) -> str | None:
 
 def _fallback_of(fallback: str) -> TensorType | None:
     """Return the type that --fallback names; None for "next" and "error"."""
-    if fallback in ("next", "error"):
+    if fallback.lower() in ("next", "error"):
         return None
     found = type_by_name(fallback)
     if not presets.is_target(found):
@@ -391,13 +423,17 @@ def _needs_imatrix(t: TensorType, preset: Preset) -> bool:
     return ("ik" if t.trees == "ik" else "mainline") in t.needs_imatrix.split("+")
 
 
+#: Lints that say that merged experts cannot have the types that were asked for.
+TORN = ("QK-W012", "QK-W013")
+
+
 def lint_request(request: Request, tensors: Sequence[TensorLike], choices: Sequence[Choice]) -> list[Lint]:
     """Return what the user should know before any work starts; recipe.lint_rules' findings come first.
 
     QK-W006 a rule decides nothing, options or never-quantized tensors stand before it; QK-W007 an option
     decides nothing; QK-W008 NVFP4 without its tensor-wide scales; QK-W009 an ik preset without its mixture;
     QK-W010 llama-quantize would ignore the rules; QK-W011 no runtime has all the types; QK-W012 --ffn-gate-type
-    and --ffn-up-type disagree over merged experts.
+    and --ffn-up-type disagree over merged experts; QK-W015 one of them alone takes merged experts.
     """
     lints = lint_rules(request.rules, [t.name for t in tensors])
     lints += _lint_beaten(request, choices)
@@ -454,5 +490,8 @@ def _lint_types(request: Request, choices: Sequence[Choice]) -> list[Lint]:
                                  f"(llama.cpp)"))  # fmt: skip
     if torn := [c.name for c in choices if "differ and this tensor holds both" in c.reason]:
         found.append(("QK-W012", f"--ffn-gate-type and --ffn-up-type differ, so neither reaches the merged {torn[0]} "
-                                 f"and {len(torn) - 1} more"))  # fmt: skip
+                                 f"and {len(torn) - 1} more; give both one type"))  # fmt: skip
+    if both := [c for c in choices if c.by == "class" and _BOTH_HALVES in c.reason]:
+        option = both[0].reason.split(",")[0]
+        found.append(("QK-W015", f"{option} takes both halves of the merged {both[0].name} and {len(both) - 1} more"))
     return [Lint(code, message) for code, message in found]

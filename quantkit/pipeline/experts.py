@@ -10,15 +10,16 @@ ik_llama.cpp 8337e4cd3 src/llama-load-tensors.cpp.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quantkit.formats.gguf import TensorInfo
+from quantkit.pipeline.facts import GATE, MERGED, UP
 from quantkit.pipeline.work import Part
 from quantkit.types import TensorType
 
-GATE, UP, MERGED = "ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps"
 #: ik_llama.cpp's name before March 2026, up rows first; only ever used in memory.
 UP_FIRST = "ffn_up_gate_exps"
 _NAME = re.compile(rf"(.*?)({GATE}|{UP}|{MERGED}|{UP_FIRST})\.(\w+)$")
@@ -73,8 +74,14 @@ def find_layers(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, Tensor
     return layers
 
 
-def merge_layer(prefix: str, has: Mapping[str, TensorInfo], reencode: TensorType | None) -> Layer | None:
-    """Decide how one layer is merged; None if its experts are merged already."""
+def merge_layer(
+    prefix: str, has: Mapping[str, TensorInfo], reencode: TensorType | None = None, *, any_types: bool = False
+) -> Layer | None:
+    """Decide how one layer is merged; None if its experts are merged already.
+
+    Halves of different types get the type ``reencode``. With ``any_types`` they are merged as they are, for a caller
+    that gives all of it another type: what is made then names the gate's type, and its parts have each their own.
+    """
     names = tuple(tensor.name for tensor in has.values())
     old = has.get(f"{UP_FIRST}.weight")
     if old is not None:
@@ -82,7 +89,7 @@ def merge_layer(prefix: str, has: Mapping[str, TensorInfo], reencode: TensorType
     gate, up = has.get(f"{GATE}.weight"), has.get(f"{UP}.weight")
     if gate is None and up is None:
         return None
-    why = _why_not(has, gate, up, reencode)
+    why = _why_not(has, gate, up, any_types or reencode is not None)
     if why or gate is None or up is None:
         return Layer(prefix, names, refusal=why)
     made = [_join(f"{prefix}{MERGED}.weight", gate, up, gate.type if gate.type is up.type else reencode or gate.type)]
@@ -92,9 +99,7 @@ def merge_layer(prefix: str, has: Mapping[str, TensorInfo], reencode: TensorType
     return Layer(prefix, names, tuple(made))
 
 
-def _why_not(
-    has: Mapping[str, TensorInfo], gate: TensorInfo | None, up: TensorInfo | None, reencode: TensorType | None
-) -> str:
+def _why_not(has: Mapping[str, TensorInfo], gate: TensorInfo | None, up: TensorInfo | None, any_types: bool) -> str:
     """Return why a layer cannot be merged, or nothing."""
     if f"{MERGED}.weight" in has:
         return f"it has {MERGED} beside the halves"
@@ -102,14 +107,18 @@ def _why_not(
         return f"there is no {UP if up is None else GATE}.weight to go with the other half"
     if gate.shape != up.shape:
         return f"gate has the shape {list(gate.shape)}, up {list(up.shape)}"
-    if gate.type is not up.type and reencode is None:
+    if deep := [t.name for t in has.values() if _is_deep(t)]:
+        return f"{deep[0]} has more dimensions than experts have"
+    if gate.type is not up.type and not any_types:
         return f"gate is {gate.type}, up {up.type}; --reencode TYPE gives both one type"
     rows = _geometry(gate.name, gate.shape)[1]
     if gate.type is up.type and rows % gate.type.interleave:
         return f"{gate.type} weaves {gate.type.interleave} rows, and {rows} rows an expert do not divide"
-    scales = sorted(t.name for key, t in has.items() if key.endswith(("scale",)))
-    if scales:
+    others = {key: t.name for key, t in has.items() if not key.endswith((".weight", ".bias"))}
+    if scales := sorted(name for key, name in others.items() if key.endswith("scale")):
         return f"{', '.join(scales)}: no runtime has a name for the scales of merged experts"
+    if others:
+        return f"{', '.join(sorted(others.values()))}: merged experts have no such tensor"
     if (f"{GATE}.bias" in has) != (f"{UP}.bias" in has):
         return "only one half has a bias"
     gate_bias, up_bias = has.get(f"{GATE}.bias"), has.get(f"{UP}.bias")
@@ -131,6 +140,10 @@ def _geometry(name: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
     return (1, a, b) if name.endswith(".bias") else (a, b, c)
 
 
+def _is_deep(tensor: TensorInfo) -> bool:
+    return math.prod(_geometry(tensor.name, tensor.shape)) != math.prod(tensor.shape)
+
+
 def _with_rows(name: str, shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
     values, _, n = _geometry(name, shape)
     return (rows, n) if name.endswith(".bias") else (values, rows, n)
@@ -145,7 +158,7 @@ def _join(name: str, gate: TensorInfo, up: TensorInfo, t: TensorType) -> Joined:
     """Lay the rows of gate and up behind one another, expert by expert."""
     n = _geometry(name, gate.shape)[1]
     parts = (_part(gate, n, 0, 0, 2 * n), _part(up, n, 0, n, 2 * n))
-    reason = "merged" if gate.type is t is up.type else f"merged, re-encoded from {gate.type} and {up.type}"
+    reason = "merged" if gate.type is up.type else f"merged from {gate.type} and {up.type}"
     return Joined(name, _with_rows(name, gate.shape, 2 * n), t, reason, parts)
 
 
@@ -156,7 +169,8 @@ def _turn_around(prefix: str, names: tuple[str, ...], has: Mapping[str, TensorIn
         field, _, suffix = key.partition(".")
         rows = _geometry(tensor.name, tensor.shape)[1]
         n = rows // 2
-        if field != UP_FIRST or suffix not in ("weight", "bias") or rows % 2 or n % tensor.type.interleave:
+        wrong = field != UP_FIRST or suffix not in ("weight", "bias") or _is_deep(tensor)
+        if wrong or rows % 2 or n % tensor.type.interleave:
             return Layer(prefix, names, refusal=f"{tensor.name} cannot be turned around")
         parts = (_part(tensor, n, n, 0, rows), _part(tensor, n, 0, n, rows))
         made.append(Joined(f"{prefix}{MERGED}.{suffix}", tensor.shape, tensor.type, "gate moved before up", parts))
@@ -175,6 +189,8 @@ def split_layer(prefix: str, has: Mapping[str, TensorInfo]) -> Layer | None:
     for key, tensor in merged.items():
         suffix = key.partition(".")[2]
         rows = _geometry(tensor.name, tensor.shape)[1]
+        if _is_deep(tensor):
+            return Layer(prefix, names, refusal=f"{tensor.name} has more dimensions than experts have")
         if suffix not in ("weight", "bias") or rows % 2 or rows // 2 % tensor.type.interleave:
             return Layer(prefix, names, refusal=f"{tensor.name}: {rows} rows of {tensor.type} cannot be halved")
         for field, first in ((GATE, 0), (UP, rows // 2)):

@@ -51,6 +51,17 @@ def category(name: str) -> str:
     return next((found for text, found in _CATEGORIES.items() if text in name), "other")
 
 
+#: Experts, separate and merged (see quantkit.pipeline.experts).
+GATE, UP, MERGED = "ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps"
+_MERGED = re.compile(rf"(.*\.|){MERGED}(\.\w+)")
+
+
+def half_names(name: str) -> tuple[str, str] | None:
+    """Return the names of gate and up where the merged experts ``name`` are separate; None for any other name."""
+    found = _MERGED.fullmatch(name)
+    return (found[1] + GATE + found[2], found[1] + UP + found[2]) if found else None
+
+
 def layer_of(name: str) -> int:
     """Return the number N of ``blk.N.``, or -1 (as sscanf in llama.cpp's weight_name_comparer)."""
     found = _LAYER.match(name)

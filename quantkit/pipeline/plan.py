@@ -36,6 +36,11 @@ class Chosen:
     def nbytes(self) -> int:
         return self.type.tensor_bytes(self.shape)
 
+    @property
+    def is_whole(self) -> bool:
+        """True when it is one tensor of the source, row by row."""
+        return len(self.parts) == 1 and self.parts[0].is_whole
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedShard:
@@ -129,7 +134,27 @@ def plan_output(
     digest = hashlib.sha256(identity.encode())
     for shard in shards:
         digest.update(os.fsencode(shard.path.name) + shard.layout.header)
+    notes = [*notes, *_leftovers(source, [shard.path for shard in shards])]
     return Plan(source, title, tuple(shards), tuple(tensors), tuple(notes), digest.hexdigest())
+
+
+def _leftovers(source: GGUFFile, paths: Sequence[Path]) -> list[str]:
+    """Return a note if files of the output's name in other shards lie beside it: of an earlier run, most likely."""
+
+    def prefix(path: Path) -> str:
+        named = parse_split_path(path)
+        return named[0] if named is not None else str(path).removesuffix(".gguf")
+
+    known = {os.path.realpath(path) for path in (*source.paths, *paths)}
+    try:
+        files = sorted(path for path in paths[0].parent.glob("*.gguf") if prefix(path) == prefix(paths[0]))
+    except OSError:  # no such folder, or not ours to read: the run will say so
+        return []
+    others = [path.name for path in files if os.path.realpath(path) not in known]
+    if not others:
+        return []
+    names = others[0] if len(others) == 1 else f"{others[0]} .. {others[-1]} ({len(others)} files)"
+    return [f"beside the output lies {names}: of its name, but no part of it, perhaps of an earlier run; it will stay"]
 
 
 def check_kernels(chosen: Sequence[Chosen]) -> None:

@@ -10,6 +10,10 @@ A rule is ``regex = type``. All four dialects below become the same ordered list
 A rule takes a tensor if its regex is found anywhere in the name (``attn_q`` takes blk.0.attn_q.weight; anchor
 with ^ and $ for less), in any case. The first rule that takes a tensor decides, so exceptions come first.
 
+Rules for separate experts (``ffn_(up|gate)_exps``) hold for merged ones, ffn_gate_up_exps, too: what they say of both
+halves, if it is one type, they say of the whole. llama-quantize would pass such a rule over, so a lint says so. A rule
+for ffn_gate_up_exps itself comes before them, wherever it stands.
+
 Regexes are Python's, plus the classes [:alpha:] and so on that C++ knows; for the tensor names of GGUF that is
 a superset of what the peers accept, with one deliberate difference: llama-quantize lower-cases the pattern, so
 its ``\\S`` means ``\\s``. Here it keeps its meaning, and a lint says so. The type stands behind the *last* ``=``, and a
@@ -20,11 +24,12 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from quantkit.errors import RecipeError, TypeNotSupported
+from quantkit.pipeline.facts import GATE, MERGED, half_names
 from quantkit.pipeline.presets import is_target
 from quantkit.types import TensorType, type_by_name
 
@@ -189,36 +194,98 @@ def _read(path: Path) -> str:
 # --- applying and checking -----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a list of rules says of one tensor.
+
+    ``rule`` decides and ``direct`` takes the name; None if none does. Of merged experts ``gate`` and ``up`` would
+    decide about the separate halves, unless ``direct`` speaks of merged experts alone.
+    """
+
+    rule: Rule | None
+    direct: Rule | None
+    gate: Rule | None = None
+    up: Rule | None = None
+
+    @property
+    def through(self) -> bool:
+        """True if the rules of both halves decide about the whole."""
+        return self.rule is not self.direct
+
+    @property
+    def halves(self) -> tuple[Rule, ...]:
+        """The rules of the halves, without None and without doubles."""
+        rules = {id(rule): rule for rule in (self.gate, self.up) if rule is not None}
+        return tuple(rules.values())
+
+    @property
+    def reason(self) -> str:
+        """Why the tensor has its type."""
+        if not self.through:
+            return f"rule {self.rule}"
+        return f"rule {' and '.join(map(str, self.halves))}, by the names of both halves"
+
+
 def first_match(rules: Sequence[Rule], name: str) -> Rule | None:
-    """Return the rule that decides about the tensor ``name``: the first that matches, or None."""
+    """Return the first rule that takes the tensor ``name``, or None."""
     return next((rule for rule in rules if rule.matches(name)), None)
+
+
+def decide(rules: Sequence[Rule], name: str) -> Verdict:
+    """Return what ``rules`` say of the tensor ``name``: the first that takes it decides.
+
+    Of merged experts, the rules that would take gate and up were they separate decide instead where both give one
+    type, unless a rule takes the merged name and neither of theirs.
+    """
+    direct, halves = first_match(rules, name), half_names(name)
+    if halves is None or (direct is not None and not any(map(direct.matches, halves))):
+        return Verdict(direct, direct)
+    gate, up = (first_match(rules, half) for half in halves)
+    agree = gate is not None and up is not None and gate.type is up.type
+    same = direct is not None and gate is not None and direct.type is gate.type
+    return Verdict(gate if agree and not same else direct, direct, gate, up)
 
 
 def lint_rules(rules: Sequence[Rule], names: Sequence[str]) -> list[Lint]:
     """Return what looks wrong with ``rules`` for a model whose tensors are ``names``, in the order of the rules.
 
     QK-W001 matches nothing; QK-W002 every tensor it matches is taken by earlier rules; QK-W003 meant for
-    output.weight, hits attn_output.weight too; QK-W004 names separate up or gate experts where the file holds
-    merged ones; QK-W005 llama-quantize would read the pattern differently.
+    output.weight, hits attn_output.weight too; QK-W004 takes one half of merged experts only; QK-W005 llama-quantize
+    would read the pattern differently; QK-W013 the halves of merged experts would get different types; QK-W014 rules
+    for the halves decide about merged experts.
     """
+    verdicts = {name: decide(rules, name) for name in names}
+    owners = _owners(verdicts)
+    merged = _lint_merged(verdicts)
     lints: list[Lint] = []
-    taken: dict[str, int] = {}
-    for no, rule in enumerate(rules):
-        hits = [name for name in names if rule.matches(name)]
-        lints += _lint_hits(rule, hits, [rules[taken[name]] for name in hits if name in taken])
-        lints += _lint_merged(rule, names)
+    for rule in rules:
+        hits = [name for name in owners if rule.matches(name)]
+        lints += _lint_hits(rule, hits, owners)
+        lints += merged.pop(id(rule), [])
         lints += _lint_case(rule)
-        for name in hits:
-            taken.setdefault(name, no)
     return lints
 
 
-def _lint_hits(rule: Rule, hits: list[str], earlier: list[Rule]) -> list[Lint]:
+def _owners(verdicts: Mapping[str, Verdict]) -> dict[str, tuple[Rule, ...]]:
+    """Return by name which rules decide; the halves of merged experts, where rules speak of them, are names too."""
+    owners: dict[str, tuple[Rule, ...]] = {}
+    for name, verdict in verdicts.items():
+        owners[name] = verdict.halves if verdict.through else () if verdict.rule is None else (verdict.rule,)
+        for half, rule in zip(half_names(name) or (), (verdict.gate, verdict.up), strict=False):
+            if rule is not None:
+                owners[half] = (rule,)
+    return owners
+
+
+def _lint_hits(rule: Rule, hits: list[str], owners: Mapping[str, tuple[Rule, ...]]) -> list[Lint]:
     if not hits:
-        return [Lint("QK-W001", f"{rule} matches no tensor")]
-    if len(earlier) == len(hits):
-        by = "; ".join(dict.fromkeys(str(r) for r in earlier))
-        return [Lint("QK-W002", f"{rule} decides nothing: earlier rules take all it matches: {by}")]
+        separate = any(rule.matches(name.replace(GATE, MERGED)) for name in owners if GATE in name)
+        hint = "; up and gate experts are separate in this file: ffn_(gate|up)_exps" if separate else ""
+        return [Lint("QK-W001", f"{rule} matches no tensor{hint}")]
+    others = [owner for name in hits for owner in owners[name]]
+    if all(owner is not rule for owner in others):
+        by = "; ".join(dict.fromkeys(map(str, others)))
+        return [Lint("QK-W002", f"{rule} decides nothing: other rules take all it matches: {by}")]
     attn = [name for name in hits if _only_by_its_end(rule, name)]
     if "output.weight" in hits and attn:
         return [Lint("QK-W003", f"{rule} takes output.weight and also {len(attn)} attn_output.weight; "
@@ -232,14 +299,35 @@ def _only_by_its_end(rule: Rule, name: str) -> bool:
     return found is not None and name.endswith("attn_output.weight") and found.start() >= name.index("output.weight")
 
 
-def _lint_merged(rule: Rule, names: Sequence[str]) -> list[Lint]:
-    """Find merged experts that the rule would take, were they still separate."""
-    merged = [n for n in names if "ffn_gate_up_exps" in n and not rule.matches(n)]
-    missed = [n for n in merged if any(rule.matches(n.replace("gate_up", part)) for part in ("gate", "up"))]
-    if not missed:
-        return []
-    return [Lint("QK-W004", f"{rule} does not take {missed[0]} and {len(missed) - 1} more: up and gate experts are "
-                            f"merged in this file; write ffn_(gate_up|gate|up)_exps")]  # fmt: skip
+def _lint_merged(verdicts: Mapping[str, Verdict]) -> dict[int, list[Lint]]:
+    """Return by the first rule's id what is to be said of merged experts whose halves rules speak of."""
+    groups: dict[tuple[int, int, int], list[str]] = {}
+    for name, v in verdicts.items():
+        if v.through or len({half and half.type for half in (v.gate, v.up)}) > 1:
+            groups.setdefault((id(v.rule), id(v.gate), id(v.up)), []).append(name)
+    lints: dict[int, list[Lint]] = {}
+    for names in groups.values():
+        verdict = verdicts[names[0]]
+        what = f"the merged {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        lints.setdefault(id(verdict.halves[0]), []).append(_merged_lint(verdict, what))
+    return lints
+
+
+def _merged_lint(verdict: Verdict, what: str) -> Lint:
+    """Say what becomes of one kind of merged experts."""
+    both = " and ".join(map(str, verdict.halves))
+    if verdict.through:
+        verb = "decide" if len(verdict.halves) > 1 else "decides"
+        return Lint("QK-W014", f"{both} {verb} about {what}, by the names of both halves; llama-quantize would not")
+    one = len(verdict.halves) == 1
+    instead = "it does not count" if one else "neither counts"
+    if verdict.rule is not None:
+        instead = f"{verdict.rule} decides about both halves"
+    remedy = f"{instead}; write a rule for ffn_gate_up_exps"
+    if not one:
+        return Lint("QK-W013", f"{both} give gate and up different types, but {what} has one: {remedy}")
+    half, other = ("gate", "up") if verdict.up is None else ("up", "gate")
+    return Lint("QK-W004", f"{both} takes the {half} half of {what}, but no rule the {other} half: {remedy}")
 
 
 def _lint_case(rule: Rule) -> list[Lint]:

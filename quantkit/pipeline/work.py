@@ -190,22 +190,29 @@ def _cut(
             )
 
 
+def _longest(tensors: list[PlannedTensor]) -> int:
+    return max((t.shape[0] for t in tensors if not t.is_copy), default=1)
+
+
+def least_ram(tensors: list[PlannedTensor], threads: int) -> int:
+    """Return the bytes that ``threads`` workers take at least: a row each."""
+    longest = _longest(tensors)
+    # Source and target bytes of a value (at most 8 + 4), and the piece in float32, decoded twice when measured.
+    return threads * (12 * longest + 8 * max(PIECE, longest))
+
+
 def job_values(tensors: list[PlannedTensor], threads: int, max_ram: int) -> int:
     """Return how many values a job may have so that ``threads`` workers stay within ``max_ram`` bytes.
 
     Raises ResourceError when not even one row each fits.
     """
-    encoded = [t for t in tensors if not t.is_copy]
-    longest = max((t.shape[0] for t in encoded), default=1)
-    # Source and target bytes of a value (at most 8 + 4), and the piece in float32, decoded twice when measured.
-    budget = (max_ram // threads - 2 * 4 * max(PIECE, longest)) // 12
-    if budget < longest:
-        need = threads * (12 * longest + 8 * max(PIECE, longest))
+    longest, need = _longest(tensors), least_ram(tensors, threads)
+    if max_ram < need:
         raise ResourceError(
             f"--max-ram {max_ram} is too small for {threads} threads with rows of {longest} values: "
             f"{need} bytes are needed; raise --max-ram or take fewer threads"
         )
-    return min(JOB, budget)
+    return min(JOB, (max_ram // threads - 2 * 4 * max(PIECE, longest)) // 12)
 
 
 class Worker:

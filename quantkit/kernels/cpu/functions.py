@@ -108,21 +108,6 @@ def store_part(tyctx: Any, buffer: Any, offset: Any, value: Any, n: Any) -> Any:
     return types.void(buffer, types.intp, value, types.intp), cg
 
 
-@intrinsic
-def stack(tyctx: Any, size: Any) -> Any:
-    """stack(4096): the address of so many bytes (a constant) on the stack, for the duration of the call."""
-    count = size.literal_value if isinstance(size, types.Literal) else None
-    if count is None:
-        return None
-
-    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        block = cgutils.alloca_once(b, ir.ArrayType(ir.IntType(8), count))
-        block.align = 64
-        return b.ptrtoint(block, ir.IntType(64))
-
-    return types.int64(size), cg
-
-
 # ---------------------------------------------------------------- functions
 
 

@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,3 +85,10 @@ def inline(function: F) -> F:
 def helper(function: F) -> F:
     """Compile a helper that is called, not inlined: large bodies used from several places."""
     return _njit(function, nogil=True)
+
+
+def specialize(function: Callable[..., Any], suffix: str, compiled: Callable[..., Any] = inline, **bound: Any) -> Any:
+    """Return a copy of a plain function with other globals, named ``function_suffix``; inlined, or a ``helper``."""
+    made = types.FunctionType(function.__code__, {**function.__globals__, **bound}, f"{function.__name__}_{suffix}")
+    made.__qualname__ = made.__name__
+    return compiled(made)

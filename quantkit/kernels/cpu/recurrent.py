@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from numba import types
 
-from quantkit.kernels.cpu.functions import exp, load_part, muladd, stack, store_part
+from quantkit.kernels.cpu.functions import exp, load_part, muladd, store_part
 from quantkit.kernels.cpu.jit import helper, inline
-from quantkit.kernels.cpu.simd import extract, f32x16, load, splat, store
+from quantkit.kernels.cpu.simd import extract, f32x16, load, splat, stack_bytes, store
 from quantkit.kernels.cpu.tape import (
     N_TOKENS,
     POSITIONS,
@@ -125,7 +125,7 @@ def _convolve_run(x, out, state, stride, begin, end, begins, taps, weights, n):
 @operation("batch x out weight state taps width")
 def convolve(args, tid, nth):
     """Causal convolution of every column with 1 <= taps <= TAPS; state: [sequences][taps - 1][width]."""
-    weights = stack(16384)  # [TAPS][CONVOLVE_PART]
+    weights = stack_bytes(16384)  # [TAPS][CONVOLVE_PART]
     width, taps, n_tokens = arg(args, _WIDTH), arg(args, _TAPS), batch_word(args, N_TOKENS)
     positions, sequences = batch_word(args, POSITIONS), batch_word(args, SEQUENCES)
     parts = (width + CONVOLVE_PART - 1) // CONVOLVE_PART

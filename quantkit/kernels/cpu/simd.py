@@ -634,6 +634,134 @@ def round_away(tyctx: Any, a: Any) -> Any:
     return VecType(types.int32, a.lanes)(a), cg
 
 
+# ---------------------------------------------------------------- integer products: ops with target code
+
+#: True where u8 x s8 products are summed by one instruction; elsewhere signed operands go through |x| and sign(y).
+HAS_DOT4 = bool(FEATURES & {"avx512vnni", "avxvnni"})
+
+
+def _pair_sums(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    """i16 x i16, neighbours added: a form that LLVM turns into pmaddwd."""
+    wide = ir.VectorType(ir.IntType(32), x.type.count)
+    p = b.mul(b.sext(x, wide), b.sext(y, wide))
+    n = x.type.count
+    return b.add(_shuffle(b, p, None, range(0, n, 2)), _shuffle(b, p, None, range(1, n, 2)))
+
+
+def _dot4_portable(b: ir.IRBuilder, acc: ir.Value, x: ir.Value, y: ir.Value, signed: bool) -> ir.Value:
+    """Even and odd bytes, widened to i16, by two pmaddwd; a lane of i32 holds all four products."""
+    half = ir.VectorType(ir.IntType(16), x.type.count // 2)
+    x, y, eight = b.bitcast(x, half), b.bitcast(y, half), _const(half, 8)
+    if signed:
+        x_even, x_odd = b.ashr(b.shl(x, eight), eight), b.ashr(x, eight)
+    else:
+        x_even, x_odd = b.and_(x, _const(half, 255)), b.lshr(x, eight)
+    y_even, y_odd = b.ashr(b.shl(y, eight), eight), b.ashr(y, eight)
+    return b.add(acc, b.add(_pair_sums(b, x_even, y_even), _pair_sums(b, x_odd, y_odd)))
+
+
+def _dot4_avx2(b: ir.IRBuilder, acc: ir.Value, x: ir.Value, y: ir.Value, signed: bool) -> ir.Value:
+    """pmaddubsw and pmaddwd: a pair of products is at most 2 * 128 * 127 = 32512, which i16 holds."""
+    i16 = ir.VectorType(ir.IntType(16), 16)
+    if signed:
+        y = _call(b, "llvm.x86.avx2.psign.b", y.type, [y, x])
+        x = _call(b, f"llvm.abs.{_suffix(x.type)}", x.type, [x, ir.IntType(1)(0)])
+    pairs = _call(b, "llvm.x86.avx2.pmadd.ub.sw", i16, [x, y])
+    return b.add(acc, _call(b, "llvm.x86.avx2.pmadd.wd", acc.type, [pairs, _const(i16, 1)]))
+
+
+def _dot4(b: ir.IRBuilder, acc: ir.Value, x: ir.Value, y: ir.Value, signed: bool) -> ir.Value:
+    lanes = acc.type.count
+    if signed and HAS_DOT4:
+        return _dot4_portable(b, acc, x, y, signed)
+    for feature, width, name in (("avx512vnni", 16, "512"), ("avxvnni", 8, "256")):
+        if feature in FEATURES and lanes % width == 0:
+            intrinsic_name = f"llvm.x86.avx512.vpdpbusd.{name}"
+            return _split(b, lambda b, *v: _call(b, intrinsic_name, v[0].type, v), lanes // width, [acc, x, y])
+    if "avx2" in FEATURES and lanes % 8 == 0:
+        return _split(b, lambda b, *v: _dot4_avx2(b, *v, signed), lanes // 8, [acc, x, y])
+    return _dot4_portable(b, acc, x, y, signed)
+
+
+@intrinsic
+def dot4(tyctx: Any, acc: Any, x: Any, y: Any) -> Any:
+    """dot4(acc, x, y): every i32 lane of acc plus four products of bytes; x u8 or i8, y i8 in -127..127. Exact.
+
+    Where HAS_DOT4 x should be u8, any value; elsewhere i8, or u8 up to 127.
+    """
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return _dot4(b, *args, signed=sig.args[1].elem.signed)
+
+    return acc(acc, x, y), cg
+
+
+@intrinsic
+def maddubs(tyctx: Any, x: Any, y: Any) -> Any:
+    """maddubs(u8x64, i8x64): products of bytes, neighbours added, as i16; the caller sees that no sum overflows."""
+    rt = VecType(types.int16, x.lanes // 2)
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        for feature, width, name in (
+            ("avx512bw", 32, "llvm.x86.avx512.pmaddubs.w.512"),
+            ("avx2", 16, "llvm.x86.avx2.pmadd.ub.sw"),
+            ("ssse3", 8, "llvm.x86.ssse3.pmadd.ub.sw.128"),
+        ):
+            if feature in FEATURES and rt.lanes % width == 0:
+                t = ir.VectorType(ir.IntType(16), width)
+                return _split(b, lambda b, *v, n=name, t=t: _call(b, n, t, v), rt.lanes // width, args)
+        x, y, eight = b.bitcast(args[0], rt.ll), b.bitcast(args[1], rt.ll), _const(rt.ll, 8)
+        even = b.mul(b.and_(x, _const(rt.ll, 255)), b.ashr(b.shl(y, eight), eight))
+        return b.add(even, b.mul(b.lshr(x, eight), b.ashr(y, eight)))
+
+    return rt(x, y), cg
+
+
+@intrinsic
+def dot2(tyctx: Any, acc: Any, x: Any, y: Any) -> Any:
+    """dot2(acc, x, y): every i32 lane of acc plus two products of i16. Exact."""
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        lanes = args[0].type.count
+        wide = "avx512vnni" in FEATURES and lanes % 16 == 0
+        if wide or ("avxvnni" in FEATURES and lanes % 8 == 0) or {"avx512vnni", "avx512vl"} <= FEATURES:
+            width = 16 if wide else min(lanes, 8)
+            name = f"llvm.x86.avx512.vpdpwssd.{32 * width}"
+            return _split(b, lambda b, *v: _call(b, name, v[0].type, v), lanes // width, args)
+        return b.add(args[0], _pair_sums(b, args[1], args[2]))
+
+    return acc(acc, x, y), cg
+
+
+@intrinsic
+def opaque(tyctx: Any, v: Any) -> Any:
+    """The same vector, of which LLVM knows nothing: keeps it from moving a widening behind several shuffles."""
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        if not FEATURES & {"avx", "avx2", "avx512f"}:
+            return args[0]
+        t = args[0].type
+        return b.asm(ir.FunctionType(t, [t]), "", "=x,0", [args[0]], False)
+
+    return v(v), cg
+
+
+@intrinsic
+def stack_bytes(tyctx: Any, count: Any) -> Any:
+    """stack_bytes(512): the address of so many bytes of the caller's own, 64-aligned, undefined; a literal count."""
+    if not isinstance(count, types.IntegerLiteral):
+        return None
+    n = count.literal_value
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        with b.goto_entry_block():  # not cgutils.alloca_once: it fills the space with zeros, as one LLVM value
+            space = b.alloca(ir.ArrayType(ir.IntType(8), n))
+        space.align = 64
+        return b.ptrtoint(space, ir.IntType(64))
+
+    return types.int64(count), cg
+
+
 # ---------------------------------------------------------------- table lookups: the ops with target code
 
 

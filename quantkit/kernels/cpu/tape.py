@@ -174,6 +174,7 @@ def run_tape(args, tid, nth):
 def run_tape_timed(args, tid, nth):
     """As run_tape; adds the cycles of each entry, its barrier included, to times."""
     ctl, tape, times = batch_word(args, CONTROL), arg(args, _TAPE), arg(args, _TIMES)
+    barrier(ctl, nth)  # all are awake
     before = cycles()
     for i in range(arg(args, _N_ENTRIES)):
         call_operation(arg(tape, 3 * i), arg(tape, 3 * i + 1), tid, nth)

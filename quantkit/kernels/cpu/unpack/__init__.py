@@ -56,15 +56,24 @@ FAMILY_FILES: dict[str, str] = {
 #: Types whose unpacker returns mins; for the others it returns None in their place.
 WITH_MINS = frozenset({"Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"})
 
+#: Types whose levels are never negative (0..127): mat-muls need no offset for them.
+NON_NEGATIVE = WITH_MINS
+
+#: Types with a scale (and minimum) of its own per 16 values; the lanes of others come in equal pairs.
+SCALE_PER_16 = frozenset({"Q2_K", "Q3_K", "Q6_K", "IQ2_XS", "IQ2_S", "IQ1_M", "NVFP4"})
+
 
 @dataclass(frozen=True, slots=True)
 class Unpacker:
-    """The unpacker of one type: its inlined function, the bytes of 256 values, and whether it returns mins."""
+    """The unpacker of one type: its inlined function, the bytes of 256 values, and what mat-muls may rely on."""
 
     type: TensorType
     function: Callable[..., Any]
     unit_bytes: int
     has_mins: bool
+    non_negative: bool
+    #: Values that share a scale: 16 or 32.
+    span: int
 
 
 def has_unpacker(t: TensorType) -> bool:
@@ -78,4 +87,5 @@ def unpacker(t: TensorType) -> Unpacker:
         raise TypeNotSupported(f"there is no unpacker for {t.name} in this version; `quantkit types` shows which exist")
     module = importlib.import_module(f"{__name__}.{FAMILY_FILES[t.name]}")
     function = getattr(module, f"unpack_{t.name.lower()}")
-    return Unpacker(t, function, t.row_bytes(UNIT), t.name in WITH_MINS)
+    span = 16 if t.name in SCALE_PER_16 else 32
+    return Unpacker(t, function, t.row_bytes(UNIT), t.name in WITH_MINS, t.name in NON_NEGATIVE, span)

@@ -56,11 +56,17 @@ def half_e8m0(e: Any) -> Any:
 
 
 @inline
+def mxfp4_scales(data: int, offset: int) -> Any:
+    """Return the scales of 8 blocks, each twice."""
+    return each_twice(half_e8m0(load_pieces(u8x8, types.uint8, data, offset, 17)))
+
+
+@inline
 def unpack_mxfp4(data: int, offset: int) -> Any:
     """8 blocks of 17 bytes."""
     q0, q1, q2, q3 = nibbles16(data, offset + 1, 17)
     l0, l1, l2, l3 = lookup_all(codebook(), q0, q1, q2, q3)
-    return l0, l1, l2, l3, each_twice(half_e8m0(load_pieces(u8x8, types.uint8, data, offset, 17))), None
+    return l0, l1, l2, l3, mxfp4_scales(data, offset), None
 
 
 @inline

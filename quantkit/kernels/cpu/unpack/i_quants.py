@@ -125,15 +125,20 @@ def unpack_iq4_nl(data: int, offset: int) -> Any:
 
 
 @inline
+def iq4_xs_scales(data: int, offset: int) -> Any:
+    """Return d * (s - 32), two lanes for 32 values."""
+    low = load(u8x4, data, offset + 4)
+    high = (splat(u32x16, load(types.uint16, data, offset + 2)) >> shifts_xs()) & 3
+    s = halves_twice(low & 15, low >> 4) | (convert(u8x16, high) << 4)
+    return convert(f32x16, cast(i8x16, s - 32)) * half_at(data, offset)
+
+
+@inline
 def unpack_iq4_xs(data: int, offset: int) -> Any:
     """136 bytes."""
     q0, q1, q2, q3 = nibbles16(data, offset + 8, 16)
     l0, l1, l2, l3 = lookup_all(codebook(), q0, q1, q2, q3)
-    low = load(u8x4, data, offset + 4)
-    high = (splat(u32x16, load(types.uint16, data, offset + 2)) >> shifts_xs()) & 3
-    s = halves_twice(low & 15, low >> 4) | (convert(u8x16, high) << 4)
-    scales = convert(f32x16, cast(i8x16, s - 32)) * half_at(data, offset)
-    return l0, l1, l2, l3, scales, None
+    return l0, l1, l2, l3, iq4_xs_scales(data, offset), None
 
 
 # ---------------------------------------------------------------- signs and scales of IQ2 and IQ3

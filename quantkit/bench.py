@@ -1,0 +1,350 @@
+"""How fast a model runs: ``quantkit bench`` (llama-bench's tests) and ``quantkit sweep-bench`` (ik_llama.cpp's).
+
+A test is a prompt of n tokens (pp), n tokens one by one (tg), or both (pg), at a depth of the context; every one is
+repeated, after a warm-up that is not counted. Beside tokens a second stands what they mean: bytes of weights and cache
+read a second, as a share of this machine's measured read bandwidth, and multiplications as a share of its measured
+integer peak. Tokens are drawn at random, since the choice of experts is a part of the work.
+"""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit import __version__
+from quantkit.errors import RecipeError
+from quantkit.helpers import available_cpus
+from quantkit.model.cost import Cost, token_cost
+from quantkit.model.engine import Model, Session, load
+from quantkit.model.fusion import Fusion
+from quantkit.model.placement import Placement
+
+
+@dataclass(frozen=True)
+class Test:
+    """``n_prompt`` tokens together, then ``n_gen`` one by one, after ``n_depth`` tokens that are not timed."""
+
+    n_prompt: int
+    n_gen: int
+    n_depth: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"pp{self.n_prompt}"] * bool(self.n_prompt) + [f"tg{self.n_gen}"] * bool(self.n_gen)
+        return "+".join(parts) + (f" @ d{self.n_depth}" if self.n_depth else "")
+
+    @property
+    def n_tokens(self) -> int:
+        return self.n_prompt + self.n_gen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How the model runs in a test; every combination of given values is one."""
+
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    kv_type: str = "f16"
+    threads: int = 0
+    fused_up_gate: bool = True
+    fused_moe: bool = True
+    fused_qkv: bool = True
+    merge_up_gate: bool = False
+    placement: Placement = Placement()
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine can do at most with so many threads, measured."""
+
+    threads: int
+    read_gb_s: float
+    int8_gops: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """One test: the times of its repetitions, and what a token costs."""
+
+    model: str
+    model_size: int
+    model_n_params: int
+    setting: Setting
+    test: Test
+    test_time: str
+    samples_ns: tuple[int, ...]
+    cost: Cost
+    machine: Machine
+
+    @property
+    def samples_ts(self) -> tuple[float, ...]:
+        return tuple(self.test.n_tokens * 1e9 / ns for ns in self.samples_ns)
+
+    @property
+    def avg_ts(self) -> float:
+        return statistics.fmean(self.samples_ts)
+
+    @property
+    def stddev_ts(self) -> float:
+        return statistics.stdev(self.samples_ts) if len(self.samples_ts) > 1 else 0.0
+
+    @property
+    def gb_s(self) -> float:
+        """Gigabytes read a second while generating; 0 for a prompt, which reads weights once for many tokens."""
+        return self.avg_ts * self.cost.bytes / 1e9 if not self.test.n_prompt else 0.0
+
+    @property
+    def bandwidth_share(self) -> float:
+        return self.gb_s / self.machine.read_gb_s if self.machine.read_gb_s else 0.0
+
+    @property
+    def int8_share(self) -> float:
+        """Share of the integer peak, two operations a multiply-add."""
+        return self.avg_ts * 2 * self.cost.mul_adds / 1e9 / self.machine.int8_gops if self.machine.int8_gops else 0.0
+
+    def row(self) -> dict[str, Any]:
+        """Return llama-bench's fields, where they mean something here, and ours."""
+        s = self.setting
+        return {
+            "build_commit": __version__,
+            "cpu_info": cpu_name(),
+            "backends": "CPU",
+            "model_filename": self.model,
+            "model_type": "",
+            "model_size": self.model_size,
+            "model_n_params": self.model_n_params,
+            "n_batch": s.n_batch,
+            "n_ubatch": s.n_ubatch,
+            "n_threads": self.machine.threads,
+            "type_k": s.kv_type,
+            "type_v": s.kv_type,
+            "n_gpu_layers": s.placement.gpu_layers,
+            "tensor_buft_overrides": ",".join(f"{p}={d}" for p, d in s.placement.rules) or "none",
+            "fused_up_gate": int(s.fused_up_gate),
+            "fused_moe": int(s.fused_moe),
+            "fused_qkv": int(s.fused_qkv),
+            "merge_up_gate": int(s.merge_up_gate),
+            "n_prompt": self.test.n_prompt,
+            "n_gen": self.test.n_gen,
+            "n_depth": self.test.n_depth,
+            "test_time": self.test_time,
+            "avg_ns": round(statistics.fmean(self.samples_ns)),
+            "stddev_ns": round(statistics.stdev(self.samples_ns)) if len(self.samples_ns) > 1 else 0,
+            "avg_ts": self.avg_ts,
+            "stddev_ts": self.stddev_ts,
+            "gb_s": self.gb_s,
+            "bandwidth_share": self.bandwidth_share,
+            "int8_share": self.int8_share,
+            "read_gb_s_of_machine": self.machine.read_gb_s,
+            "int8_gops_of_machine": self.machine.int8_gops,
+        }
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """A step of a sweep: a batch of ``pp`` tokens and ``tg`` single ones after ``n_kv`` tokens; seconds."""
+
+    pp: int
+    tg: int
+    n_kv: int
+    t_pp: float
+    t_tg: float
+
+    @property
+    def speed_pp(self) -> float:
+        return self.pp / self.t_pp
+
+    @property
+    def speed_tg(self) -> float:
+        return self.tg / self.t_tg if self.t_tg else 0.0
+
+    def row(self) -> dict[str, Any]:
+        """Return the columns of ik_llama.cpp's JSON lines."""
+        return {**asdict(self), "speed_pp": self.speed_pp, "speed_tg": self.speed_tg}
+
+
+def bench(
+    model: str | Path,
+    tests: Sequence[Test],
+    settings: Sequence[Setting] = (Setting(),),
+    *,
+    repetitions: int = 5,
+    warmup: bool = True,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Iterator[Result]:
+    """Run tests with every setting and yield a result each.
+
+    Args:
+        model: a GGUF file.
+        tests: what is timed.
+        settings: how.
+        repetitions: of every test.
+        warmup: run every test's kind once before it counts.
+        progress: is told what is done.
+
+    Raises:
+        QuantkitError: as ``quantkit.load``.
+    """
+    if not tests:
+        raise RecipeError("there is nothing to measure: give -p, -n or -pg")
+    n_ctx = max(test.n_depth + test.n_tokens for test in tests)
+    for setting in settings:
+        with _load(model, setting) as opened:
+            session = opened.session(n_ctx)
+            for test in tests:
+                if warmup:
+                    progress(f"{test}: warm-up")
+                    _warm(session, test, setting)
+                yield _measure(session, test, setting, repetitions, progress)
+
+
+def combinations(**values: Sequence[Any]) -> list[Setting]:
+    """Return a setting for every combination of values, the last varying fastest."""
+    return [Setting(**dict(zip(values, each, strict=True))) for each in itertools.product(*values.values())]
+
+
+def sweep_bench(
+    model: str | Path,
+    n_ctx: int,
+    setting: Setting = Setting(),  # noqa: B008 - frozen
+    *,
+    n_gen: int | None = None,
+    repetitions: int = 1,
+) -> Iterator[SweepRow]:
+    """Fill a context step by step and time a batch and some single tokens at each.
+
+    Args:
+        model: a GGUF file.
+        n_ctx: tokens of the context.
+        setting: how the model runs; ``n_ubatch`` is the step.
+        n_gen: single tokens a step; a quarter of the step without.
+        repetitions: of the first step, whose median counts.
+    """
+    step = setting.n_ubatch
+    single = step // 4 if n_gen is None else n_gen
+    if n_ctx < step + single:
+        raise RecipeError(f"a context of {n_ctx} tokens has no room for {step} and {single}: give a larger -c")
+    with _load(model, setting) as opened:
+        session = opened.session(n_ctx)
+        tokens = _tokens(opened, n_ctx)
+        _warm(session, Test(step, 1), setting)
+        for n_kv in range(0, n_ctx - step - single + 1, step):
+            t_tg, t_pp = [], []
+            for _ in range(repetitions if n_kv == 0 else 1):
+                _to_depth(session, tokens, n_kv, setting)
+                t_tg.append(_timed(lambda: _generate(session, tokens[:single])))
+                _to_depth(session, tokens, n_kv, setting)
+                t_pp.append(_timed(lambda: _prompt(session, tokens[:step], setting)))
+            yield SweepRow(step, single, n_kv, statistics.median(t_pp), statistics.median(t_tg))
+
+
+# ---------------------------------------------------------------- one test
+
+
+def _load(model: str | Path, s: Setting) -> Model:
+    return load(
+        model,
+        threads=s.threads or None,
+        n_ubatch=s.n_ubatch,
+        kv_type=s.kv_type,
+        fusion=Fusion(s.fused_up_gate, s.fused_moe, s.fused_qkv),
+        merge_up_gate=s.merge_up_gate,
+        placement=s.placement,
+    )
+
+
+def _tokens(model: Model, n: int) -> Any:
+    return np.random.default_rng(1).integers(0, model.n_vocab, n).astype(np.int32)
+
+
+def _measure(session: Session, test: Test, s: Setting, repetitions: int, progress: Callable[[str], None]) -> Result:
+    model = session.model
+    tokens = _tokens(model, test.n_depth + test.n_tokens)
+    began = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    samples = []
+    for i in range(repetitions):
+        progress(f"{test}: {i + 1} of {repetitions}")
+        _to_depth(session, tokens, test.n_depth, s)
+        samples.append(round(1e9 * _timed(lambda: _run(session, tokens[test.n_depth :], test, s))))
+    size = sum(t.nbytes for t in model.source.tensors.values())
+    n_params = sum(int(np.prod(t.shape)) for t in model.source.tensors.values())
+    cost = token_cost(model.graph, s.kv_type, test.n_depth + test.n_gen // 2)
+    return Result(
+        model.path.name, size, n_params, s, test, began, tuple(samples), cost, machine(s.threads or available_cpus())
+    )
+
+
+def _run(session: Session, tokens: Any, test: Test, s: Setting) -> None:
+    if test.n_prompt:
+        _prompt(session, tokens[: test.n_prompt], s)
+    _generate(session, tokens[test.n_prompt :])
+
+
+def _warm(session: Session, test: Test, s: Setting) -> None:
+    """Compile kernels and read weights before anything counts."""
+    tokens = _tokens(session.model, min(test.n_prompt, s.n_ubatch) + 1)
+    session.clear()
+    if test.n_prompt:
+        _prompt(session, tokens[:-1][: session.limits.n_ctx], s)
+        session.clear()
+    if test.n_gen:
+        _generate(session, tokens[-1:])
+    session.clear()
+
+
+def _to_depth(session: Session, tokens: Any, depth: int, s: Setting) -> None:
+    """Take the sequence to ``depth`` tokens: back if it is longer and can go back, else anew."""
+    if session.lengths[0] < depth or not session.rewind(0, depth):
+        session.clear()
+        if depth:
+            _prompt(session, tokens[:depth], s)
+
+
+def _prompt(session: Session, tokens: Any, s: Setting) -> None:
+    wanted = np.zeros(len(tokens), bool)
+    wanted[-1] = True
+    for start in range(0, len(tokens), s.n_batch):
+        session.decode(tokens[start : start + s.n_batch], outputs=wanted[start : start + s.n_batch])
+
+
+def _generate(session: Session, tokens: Any) -> None:
+    for token in tokens:
+        session.decode(token[None] if hasattr(token, "shape") else [token])
+
+
+def _timed(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+# ---------------------------------------------------------------- the machine
+
+
+@cache
+def machine(threads: int) -> Machine:
+    """Measure read bandwidth and the integer peak with so many threads; a second or so."""
+    from quantkit.kernels.cpu.peak import int8_gops, read_gb_s
+
+    return Machine(threads, read_gb_s(threads), int8_gops(threads))
+
+
+@cache
+def cpu_name() -> str:
+    """Return the CPU's name."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,336 @@
+"""Second dot products for one token, of types where skipping the common form pays: dots.py takes them from here.
+
+Two ways. K-quants have integer scales, so products of bytes, added in pairs to i16, are multiplied by them as i16 and
+added up over a whole super-block before anything is converted to f32 (maddubs, dot2); levels stay in the order of the
+stored bytes, and the activations' halves are loaded to match. Blocks of 32 whose bytes hold values i and i + 16 are
+multiplied as they lie with the activations "by pieces" (activations.py): then four lanes hold one block, low and
+high halves added to each other, and there is half as much to convert and scale.
+
+Offsets of levels (q - 8, q - 32, codebooks below zero) come in through the sums of the activations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba.core import types
+
+from quantkit.kernels.cpu.activations import BY_PIECES, SCALES, SUMS, TOTALS, TOTALS32
+from quantkit.kernels.cpu.jit import inline
+from quantkit.kernels.cpu.simd import (
+    cast,
+    convert,
+    dot2,
+    dot4,
+    f32x4,
+    f32x8,
+    f32x16,
+    fma,
+    hsum,
+    i8x16,
+    i8x32,
+    i8x64,
+    i16x8,
+    i16x16,
+    i16x32,
+    i32x4,
+    i32x8,
+    i32x16,
+    load,
+    lookup16,
+    maddubs,
+    make_constant,
+    make_shuffle,
+    opaque,
+    splat,
+    u8x16,
+    u8x32,
+    u8x64,
+    u16x32,
+    u32x4,
+    u64x2,
+)
+from quantkit.kernels.cpu.unpack import fp4, i_quants, k_quants
+from quantkit.kernels.cpu.unpack.lanes import block_scales, half_at, join32, load_pieces, twice32
+from quantkit.kernels.tables import table
+from quantkit.types import TensorType
+
+# ---------------------------------------------------------------- sums of a row
+
+
+@inline
+def two_sums() -> Any:
+    """16 sums of products, and 8 of minimums."""
+    return splat(f32x16, 0), splat(f32x8, 0)
+
+
+@inline
+def two_sums_4() -> Any:
+    """16 sums of products, and 4 of minimums."""
+    return splat(f32x16, 0), splat(f32x4, 0)
+
+
+@inline
+def minus_second(acc: Any) -> Any:
+    """The products less the minimums."""
+    return hsum(acc[0]) - hsum(acc[1])
+
+
+@inline
+def one_sum() -> Any:
+    """16 sums."""
+    return splat(f32x16, 0)
+
+
+@inline
+def total(acc: Any) -> Any:
+    """All 16."""
+    return hsum(acc)
+
+
+# ---------------------------------------------------------------- K-quants: integer scales
+
+#: For levels of blocks 0 and 2, 1 and 3, 4 and 6, 5 and 7 of 32 values: lanes of i16 of 8 scales.
+scales_02 = make_shuffle([0] * 16 + [2] * 16, "direct.scales_02")
+scales_13 = make_shuffle([1] * 16 + [3] * 16, "direct.scales_13")
+scales_46 = make_shuffle([4] * 16 + [6] * 16, "direct.scales_46")
+scales_57 = make_shuffle([5] * 16 + [7] * 16, "direct.scales_57")
+lower_8 = make_shuffle(range(8), "direct.lower_8")
+#: Groups of 16 values: 0 to 3, 4 to 7, ...; and of blocks 0 and 4, 1 and 5, 2 and 6, 3 and 7 of 32.
+scales_0123 = make_shuffle([i // 8 for i in range(32)], "direct.scales_0123")
+scales_4567 = make_shuffle([4 + i // 8 for i in range(32)], "direct.scales_4567")
+scales_89ab = make_shuffle([8 + i // 8 for i in range(32)], "direct.scales_89ab")
+scales_cdef = make_shuffle([12 + i // 8 for i in range(32)], "direct.scales_cdef")
+scales_0189 = make_shuffle([8 * (i // 16) + i // 8 % 2 for i in range(32)], "direct.scales_0189")
+scales_23ab = make_shuffle([8 * (i // 16) + 2 + i // 8 % 2 for i in range(32)], "direct.scales_23ab")
+scales_45cd = make_shuffle([8 * (i // 16) + 4 + i // 8 % 2 for i in range(32)], "direct.scales_45cd")
+scales_67ef = make_shuffle([8 * (i // 16) + 6 + i // 8 % 2 for i in range(32)], "direct.scales_67ef")
+
+left_4_2 = make_constant(u16x32, [4] * 16 + [2] * 16, "direct.left_4_2")
+left_3_1 = make_constant(u16x32, [3] * 16 + [1] * 16, "direct.left_3_1")
+right_0_2 = make_constant(u16x32, [0] * 16 + [2] * 16, "direct.right_0_2")
+right_1_3 = make_constant(u16x32, [1] * 16 + [3] * 16, "direct.right_1_3")
+left_2_right_2 = make_constant(u16x32, [2] * 16 + [0] * 16, "direct.left_2_right_2")
+first_8 = make_shuffle([*range(8), *[8] * 8], "direct.first_8")
+
+
+@inline
+def halves(act: int, first: int, second: int) -> Any:
+    """Return the levels of two blocks of 32 activations."""
+    return join32(load(i8x32, act, 32 * first), load(i8x32, act, 32 * second))
+
+
+@inline
+def low_bits(x: Any, n: Any) -> Any:
+    """Bytes shifted left, each half of the vector by its own count; bits of neighbours come in."""
+    return cast(u8x64, cast(u16x32, x) << n)
+
+
+@inline
+def high_bits(x: Any, n: Any) -> Any:
+    """Bytes shifted right in the same way."""
+    return cast(u8x64, cast(u16x32, x) >> n)
+
+
+@inline
+def nibble_scales(at: int) -> Any:
+    """Return the 8 integer scales and minimums of Q4_K and Q5_K as bytes of two words: the scalar units idle."""
+    a, b, c = load(types.uint32, at, 4), load(types.uint32, at, 8), load(types.uint32, at, 12)
+    top, six = types.uint32(0x03030303), types.uint32(0x3F3F3F3F)
+    low, four = types.uint32(0x0F0F0F0F), types.uint32(4)
+    s = (c & low) | (((a >> types.uint32(6)) & top) << four)
+    m = ((c >> four) & low) | (((b >> types.uint32(6)) & top) << four)
+    scales = types.uint64(a & six) | (types.uint64(s) << types.uint64(32))
+    return scales, types.uint64(b & six) | (types.uint64(m) << types.uint64(32))
+
+
+@inline
+def eight_words(bytes8: Any) -> Any:
+    """Widen 8 bytes to i16."""
+    return opaque(convert(i16x8, lower_8(cast(u8x16, splat(u64x2, bytes8)))))
+
+
+@inline
+def add_nibble_products(at: int, act: int, acc: Any, a0: Any, a1: Any, b0: Any, b1: Any) -> Any:
+    """Add the products of 256 levels in stored order (low and high halves of 64 bytes, twice), as Q4_K and Q5_K."""
+    s, m = nibble_scales(at)
+    s, m = eight_words(s), eight_words(m)
+    x = dot2(splat(i32x16, 0), maddubs(a0, halves(act, 0, 2)), scales_02(s))
+    y = dot2(splat(i32x16, 0), maddubs(a1, halves(act, 1, 3)), scales_13(s))
+    x = dot2(x, maddubs(b0, halves(act, 4, 6)), scales_46(s))
+    y = dot2(y, maddubs(b1, halves(act, 5, 7)), scales_57(s))
+    d = load(types.float32, act, SCALES)
+    mins = dot2(splat(i32x4, 0), m, load(i16x8, act, TOTALS32))
+    products, minimums = acc
+    products = fma(convert(f32x16, x + y), splat(f32x16, half_at(at, 0) * d), products)
+    return products, fma(convert(f32x4, mins), splat(f32x4, half_at(at, 2) * d), minimums)
+
+
+@inline
+def dot_q4_k(at: int, act: int, acc: Any) -> Any:
+    """A super-block of Q4_K; a pair of products is at most 2 * 15 * 127."""
+    a, b = load(u8x64, at, 16), load(u8x64, at, 80)
+    return add_nibble_products(at, act, acc, a & 15, a >> 4, b & 15, b >> 4)
+
+
+@inline
+def dot_q5_k(at: int, act: int, acc: Any) -> Any:
+    """A super-block of Q5_K; bit k of byte b of qh belongs to value b + 32 k."""
+    a, b, h = load(u8x64, at, 48), load(u8x64, at, 112), twice32(load(u8x32, at, 16))
+    a0, a1 = (a & 15) | (low_bits(h, left_4_2()) & 16), (a >> 4) | (low_bits(h, left_3_1()) & 16)
+    b0, b1 = (b & 15) | (high_bits(h, right_0_2()) & 16), (b >> 4) | (high_bits(h, right_1_3()) & 16)
+    return add_nibble_products(at, act, acc, a0, a1, b0, b1)
+
+
+@inline
+def dot_q6_k(at: int, act: int, acc: Any) -> Any:
+    """A super-block of Q6_K, levels 0..63 and 32 times the sums less; a pair of products is at most 2 * 63 * 127."""
+    a, b = load(u8x64, at, 0), load(u8x64, at, 64)
+    g, h = twice32(load(u8x32, at, 128)), twice32(load(u8x32, at, 160))
+    s = opaque(convert(i16x16, load(i8x16, at, 192)))
+    a0, a1 = (a & 15) | (low_bits(g, left_4_2()) & 48), (a >> 4) | (high_bits(g, right_0_2()) & 48)
+    b0, b1 = (b & 15) | (low_bits(h, left_4_2()) & 48), (b >> 4) | (high_bits(h, right_0_2()) & 48)
+    x = dot2(splat(i32x16, 0), maddubs(a0, load(i8x64, act, 0)), scales_0123(s))
+    y = dot2(splat(i32x16, 0), maddubs(a1, load(i8x64, act, 64)), scales_4567(s))
+    x = dot2(x, maddubs(b0, load(i8x64, act, 128)), scales_89ab(s))
+    y = dot2(y, maddubs(b1, load(i8x64, act, 192)), scales_cdef(s))
+    d = half_at(at, 208) * load(types.float32, act, SCALES)
+    offset = dot2(splat(i32x8, 0), s, load(i16x16, act, TOTALS)) << 5
+    products, offsets = acc
+    products = fma(convert(f32x16, x + y), splat(f32x16, d), products)
+    return products, fma(convert(f32x8, offset), splat(f32x8, d), offsets)
+
+
+@inline
+def crumb_products(act: int, u0: Any, u1: Any, u2: Any, u3: Any, s: Any) -> Any:
+    """Return sums of levels in stored order (2 bits a value, from the low ones up) with their scales, as i32x16."""
+    x = dot2(splat(i32x16, 0), maddubs(u0, halves(act, 0, 4)), scales_0189(s))
+    y = dot2(splat(i32x16, 0), maddubs(u1, halves(act, 1, 5)), scales_23ab(s))
+    x = dot2(x, maddubs(u2, halves(act, 2, 6)), scales_45cd(s))
+    return x + dot2(y, maddubs(u3, halves(act, 3, 7)), scales_67ef(s))
+
+
+@inline
+def dot_q2_k(at: int, act: int, acc: Any) -> Any:
+    """A super-block of Q2_K."""
+    q, s = load(u8x64, at, 16), load(u8x16, at, 0)
+    x = crumb_products(act, q & 3, (q >> 2) & 3, (q >> 4) & 3, q >> 6, opaque(convert(i16x16, s & 15)))
+    mins = dot2(splat(i32x8, 0), convert(i16x16, s >> 4), load(i16x16, act, TOTALS))
+    d = load(types.float32, act, SCALES)
+    products, minimums = acc
+    products = fma(convert(f32x16, x), splat(f32x16, half_at(at, 80) * d), products)
+    return products, fma(convert(f32x8, mins), splat(f32x8, half_at(at, 82) * d), minimums)
+
+
+#: Q3_K: the bits of hmask for blocks 0 and 4, 1 and 5, 2 and 6, 3 and 7, brought to bit 2.
+hmask_02 = make_constant(u16x32, [2] * 16 + [0] * 16, "direct.hmask_left_2_0")
+hmask_right = make_constant(u16x32, [0] * 16 + [2] * 16, "direct.hmask_right_0_2")
+
+
+@inline
+def dot_q3_k(at: int, act: int, acc: Any) -> Any:
+    """A super-block of Q3_K: levels 0..7, and 4 times the sums less."""
+    q, h = load(u8x64, at, 32), twice32(load(u8x32, at, 0))
+    # Lanes 0..31 need bits 0, 1, 2, 3 of hmask, lanes 32..63 bits 4, 5, 6, 7: first all to bits 2, 3, 4, 5.
+    h = high_bits(low_bits(h, hmask_02()), hmask_right())
+    u0, u1 = (q & 3) | (h & 4), ((q >> 2) & 3) | ((h >> 1) & 4)
+    u2, u3 = ((q >> 4) & 3) | ((h >> 2) & 4), (q >> 6) | ((h >> 3) & 4)
+    tail = load(u8x16, at, 94)
+    high = cast(u8x16, cast(u32x4, k_quants.q3_high(tail)) >> k_quants.q3_shifts()) & 3
+    s = opaque(convert(i16x16, cast(i8x16, ((k_quants.q3_low(tail, tail >> 4) & 15) | (high << 4)) - 32)))
+    x = crumb_products(act, u0, u1, u2, u3, s)
+    d = half_at(at, 108) * load(types.float32, act, SCALES)
+    offset = dot2(splat(i32x8, 0), s, load(i16x16, act, TOTALS)) << 2
+    products, offsets = acc
+    products = fma(convert(f32x16, x), splat(f32x16, d), products)
+    return products, fma(convert(f32x8, offset), splat(f32x8, d), offsets)
+
+
+# ---------------------------------------------------------------- blocks of 32 in pieces of 16 bytes
+
+#: The scales of blocks 0 to 3, and 4 to 7, four lanes each, of those of 16 groups.
+scales_low = make_shuffle([i // 4 * 2 for i in range(16)], "direct.scales_low")
+scales_high = make_shuffle([8 + i // 4 * 2 for i in range(16)], "direct.scales_high")
+
+
+@inline
+def add_piece_products(act: int, acc: Any, a0: Any, a1: Any, b0: Any, b1: Any, scales: Any, mins: Any) -> Any:
+    """Add the products of levels 0..255, low and high halves of 4 blocks each, twice; less mins * sums."""
+    x = dot4(splat(i32x16, 0), a0, load(i8x64, act, BY_PIECES))
+    y = dot4(splat(i32x16, 0), b0, load(i8x64, act, BY_PIECES + 128))
+    x = dot4(x, a1, load(i8x64, act, BY_PIECES + 64))
+    y = dot4(y, b1, load(i8x64, act, BY_PIECES + 192))
+    d = scales * load(f32x16, act, SCALES)
+    acc = fma(-mins, load(f32x16, act, SUMS), acc)
+    acc = fma(convert(f32x16, x), scales_low(d), acc)
+    return fma(convert(f32x16, y), scales_high(d), acc)
+
+
+@inline
+def pieces(at: int, stride: int) -> Any:
+    """Return 16 bytes each of blocks 0..3, and 4..7."""
+    return load_pieces(u8x64, u8x16, at, 0, stride), load_pieces(u8x64, u8x16, at + 4 * stride, 0, stride)
+
+
+@inline
+def dot_q4_0(at: int, act: int, acc: Any) -> Any:
+    """8 blocks of Q4_0: levels less 8."""
+    a, b = pieces(at + 2, 18)
+    scales = block_scales(at, 0, 18)
+    return add_piece_products(act, acc, a & 15, a >> 4, b & 15, b >> 4, scales, scales * np.float32(8))
+
+
+@inline
+def dot_q4_1(at: int, act: int, acc: Any) -> Any:
+    """8 blocks of Q4_1; minimums are stored negated."""
+    a, b = pieces(at + 4, 20)
+    scales, mins = block_scales(at, 0, 20), -block_scales(at, 2, 20)
+    return add_piece_products(act, acc, a & 15, a >> 4, b & 15, b >> 4, scales, mins)
+
+
+raised_codebook = make_constant(u8x16, (table("kvalues_iq4nl").astype(int) + 128).tolist(), "direct.iq4nl_128")
+raised_fp4 = make_constant(u8x16, (table("kvalues_fp4").astype(int) + 16).tolist(), "direct.fp4_16")
+
+
+@inline
+def add_codebook_products(act: int, acc: Any, codes: Any, raised: int, a: Any, b: Any, scales: Any) -> Any:
+    """Add products of levels looked up in a codebook raised above zero."""
+    a0, a1, b0, b1 = lookup16(codes, a & 15), lookup16(codes, a >> 4), lookup16(codes, b & 15), lookup16(codes, b >> 4)
+    return add_piece_products(act, acc, a0, a1, b0, b1, scales, scales * np.float32(raised))
+
+
+@inline
+def dot_iq4_nl(at: int, act: int, acc: Any) -> Any:
+    """8 blocks of IQ4_NL."""
+    a, b = pieces(at + 2, 18)
+    return add_codebook_products(act, acc, raised_codebook(), 128, a, b, block_scales(at, 0, 18))
+
+
+@inline
+def dot_mxfp4(at: int, act: int, acc: Any) -> Any:
+    """8 blocks of MXFP4."""
+    a, b = pieces(at + 1, 17)
+    return add_codebook_products(act, acc, raised_fp4(), 16, a, b, fp4.mxfp4_scales(at, 0))
+
+
+@inline
+def dot_iq4_xs(at: int, act: int, acc: Any) -> Any:
+    """A super-block of IQ4_XS."""
+    a, b = load(u8x64, at, 8), load(u8x64, at, 72)
+    return add_codebook_products(act, acc, raised_codebook(), 128, a, b, i_quants.iq4_xs_scales(at, 0))
+
+
+_WITH_MINS = {"q2_k": dot_q2_k, "q3_k": dot_q3_k, "q4_k": dot_q4_k, "q5_k": dot_q5_k, "q6_k": dot_q6_k}
+_BY_PIECES = {"q4_0": dot_q4_0, "q4_1": dot_q4_1, "iq4_nl": dot_iq4_nl, "iq4_xs": dot_iq4_xs, "mxfp4": dot_mxfp4}
+
+
+def direct_dot(t: TensorType) -> dict[str, Any] | None:
+    """Return what ``dots.dot_row`` is bound to for a type that has a dot product of its own, else None."""
+    name = t.name.lower()
+    if name in _WITH_MINS:
+        start = two_sums_4 if name in ("q4_k", "q5_k") else two_sums
+        return {"dot_unit": _WITH_MINS[name], "start": start, "finish": minus_second}
+    if name in _BY_PIECES:
+        return {"dot_unit": _BY_PIECES[name], "start": one_sum, "finish": total}
+    return None

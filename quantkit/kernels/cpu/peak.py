@@ -1,0 +1,95 @@
+"""What this machine can do at most: bytes read a second, and 8-bit multiplications a second.
+
+The measure for mat-vec and mat-mat. Threads run the kernels below at the same time without the GIL; the best of some
+rounds counts, since others on the machine only take away.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numba.core import types
+
+from quantkit.kernels.cpu.jit import kernel
+from quantkit.kernels.cpu.simd import dot4, hsum, i8x64, i32x16, load, prefetch, splat, store, u8x64, u32x16
+
+#: Larger than the caches of most machines; each thread reads its own part.
+_BYTES = 384 << 20
+_ROUNDS = 7
+
+
+@kernel
+def read_stream(data: int, size: int, out: int) -> None:
+    """Read ``size`` bytes, a multiple of 256, in order."""
+    a = splat(u32x16, types.uint32(0))
+    b, c, d = a, a, a
+    for at in range(0, size, 256):
+        prefetch(data, at + 4096)
+        prefetch(data, at + 4160)
+        prefetch(data, at + 4224)
+        prefetch(data, at + 4288)
+        a = a | load(u32x16, data, at)
+        b = b | load(u32x16, data, at + 64)
+        c = c | load(u32x16, data, at + 128)
+        d = d | load(u32x16, data, at + 192)
+    store(out, 0, (a | b) | (c | d))
+
+
+@kernel
+def dot_peak(rounds: int, out: int) -> None:
+    """Run ``rounds`` times 12 products of 64 bytes that wait for nothing but themselves: 768 multiply-adds."""
+    x = load(u8x64, out, 0)
+    a = splat(i32x16, types.int32(0))
+    b, c, d, e, f, g, h, i, j, k, m = a, a, a, a, a, a, a, a, a, a, a
+    for r in range(rounds):
+        y = load(i8x64, out, 64 * (r & 31))  # so that no round is known before it is run
+        a, b, c, d = dot4(a, x, y), dot4(b, x, y), dot4(c, x, y), dot4(d, x, y)
+        e, f, g, h = dot4(e, x, y), dot4(f, x, y), dot4(g, x, y), dot4(h, x, y)
+        i, j, k, m = dot4(i, x, y), dot4(j, x, y), dot4(k, x, y), dot4(m, x, y)
+    total = ((a + b) + (c + d)) + ((e + f) + (g + h)) + ((i + j) + (k + m))
+    store(out, 0, hsum(total))
+
+
+def read_gb_s(threads: int) -> float:
+    """Return gigabytes (10^9) a second that so many threads read from memory together."""
+    data = np.ones(_BYTES, np.uint8)
+    part = _BYTES // threads // 256 * 256
+    out = np.zeros((threads, 64), np.uint8)
+    seconds = _best(threads, lambda i: read_stream(data.ctypes.data + i * part, part, out[i].ctypes.data))
+    return part * threads / seconds / 1e9
+
+
+def int8_gops(threads: int) -> float:
+    """Return 10^9 operations (a multiply-add is two) a second on bytes that so many threads do together."""
+    rounds = 200_000
+    out = np.random.default_rng(1).integers(0, 127, (threads, 4096)).astype(np.uint8)
+    seconds = _best(threads, lambda i: dot_peak(rounds, out[i].ctypes.data))
+    return threads * rounds * 12 * 64 * 2 / seconds / 1e9
+
+
+def _best(threads: int, work: Callable[[int], None]) -> float:
+    """Return the seconds of the fastest of some rounds in which all threads work."""
+    work(0)
+    gate, done = threading.Barrier(threads + 1), threading.Barrier(threads + 1)
+
+    def run(i: int) -> None:
+        for _ in range(_ROUNDS):
+            gate.wait()
+            work(i)
+            done.wait()
+
+    team = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(threads)]
+    for thread in team:
+        thread.start()
+    times = []
+    for _ in range(_ROUNDS):
+        gate.wait()
+        began = time.perf_counter()
+        done.wait()
+        times.append(time.perf_counter() - began)
+    for thread in team:
+        thread.join()
+    return min(times)

@@ -1,0 +1,245 @@
+"""Routing: which experts a token goes to, and how much each counts; and what becomes of rows before and after them.
+
+From the router's logits of a token, as llama.cpp does it (b11434 src/llama-graph.cpp build_moe_ffn)::
+
+    probs      softmax(logits), sigmoid(logits), or the logits themselves (softmax_weight)
+    choice     probs + bias; with groups, minus infinity outside the n_group_used groups whose two best add up to most
+    ids        the n_used largest of choice, descending; of equal ones the lower number first (ggml's sort is open)
+    weights    probs[ids]; softmax of them (softmax_weight); / max(sum, sum_floor) (norm); * scale (unless 0 or 1)
+
+Comparisons are of integers that sort as the floats do, so that a NaN loses to everything and no expert comes twice.
+
+Operations:
+
+    route        batch ids weights logits bias n_expert n_used n_group n_group_used gating norm rows_of
+                 scale:f sum_floor:f; gating: GATINGS[routing.gating]; bias: f32 [n_expert] or 0
+    route_block  the values of those slots that a Routing gives, for ``route.block(**route_block(routing), ...)``
+    repeat       batch out x weights width n_used rows_of
+    combine      batch out x weights width n_used rows_of; weights 0: the plain sum
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numba.core import types
+
+from quantkit.kernels.cpu.functions import exp, load_part, sigmoid, store_part
+from quantkit.kernels.cpu.jit import inline
+from quantkit.kernels.cpu.simd import (
+    cast,
+    f32x16,
+    hmax,
+    hmin,
+    hsum,
+    i32x16,
+    load,
+    make_constant,
+    select,
+    splat,
+    stack_bytes,
+    store,
+    vmax,
+)
+from quantkit.kernels.cpu.tape import arg, batch_word, farg, first_of, operation
+
+if TYPE_CHECKING:
+    from quantkit.model.ops import Routing
+
+#: Experts, and groups of experts, that the scratch on the stack has room for.
+MAX_EXPERTS = 4096
+#: Numbers of the kinds of gating, for the slot.
+GATINGS = {"softmax": 0, "sigmoid": 1, "softmax_weight": 2}
+
+lane_numbers = make_constant(i32x16, range(16), "route.lane_numbers")
+
+_LOWEST = -0x80000000
+
+
+@inline
+def softmax(x, out, n):
+    """out[i] = e^(x[i] - max) / sum, f32, n > 0; x and out may be the same."""
+    low = splat(f32x16, -np.inf)
+    for i in range(0, n - 15, 16):
+        low = vmax(load(f32x16, x, 4 * i), low)
+    at, rest = 4 * (n - n % 16), n % 16
+    tail = lane_numbers() < types.int32(rest)
+    largest = hmax(vmax(select(tail, load_part(f32x16, x, at, rest), -np.inf), low))
+    total = splat(f32x16, 0)
+    for i in range(0, n - 15, 16):
+        e = exp(load(f32x16, x, 4 * i) - largest)
+        total += e
+        store(out, 4 * i, e)
+    e = select(tail, exp(load_part(f32x16, x, at, rest) - largest), 0.0)
+    store_part(out, at, e, rest)
+    factor = types.float32(1) / hsum(total + e)
+    for i in range(0, n - 15, 16):
+        store(out, 4 * i, load(f32x16, out, 4 * i) * factor)
+    store_part(out, at, e * factor, rest)
+
+
+@inline
+def _score_groups(choice, scores, n_group, size):
+    """scores[g] = the sum of the two largest of a group's ``size`` values."""
+    for g in range(n_group):
+        best = second = types.float32(-np.inf)
+        for i in range(g * size, (g + 1) * size):
+            v = load(types.float32, choice, 4 * i)
+            if v > best:
+                best, second = v, best
+            elif v > second:
+                second = v
+        store(scores, 4 * g, best + second if size > 1 else best)
+
+
+@inline
+def _sort_keys(x, n):
+    """Turn n floats in place into integers of the same order; NaN and what is behind n become the smallest."""
+    for i in range(0, n, 16):
+        v = load_part(f32x16, x, 4 * i, min(16, n - i)) + 0.0  # -0 becomes 0
+        bits = cast(i32x16, v)
+        keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        keys = select(v == v, keys, _LOWEST + 1)
+        store(x, 4 * i, select(lane_numbers() < types.int32(n - i), keys, _LOWEST))
+
+
+@inline
+def _take_largest(keys, n):
+    """Return where the largest of n keys is, the first of equal ones, and strike it out."""
+    best, where = splat(i32x16, _LOWEST), splat(i32x16, 0)
+    for i in range(0, n, 16):
+        k = load(i32x16, keys, 4 * i)
+        better = k > best
+        best, where = select(better, k, best), select(better, lane_numbers() + types.int32(i), where)
+    top = hmax(best)
+    found = types.int64(hmin(select(best == top, where, 0x7FFFFFFF)))
+    store(keys, 4 * found, types.int32(_LOWEST))
+    return found
+
+
+@inline
+def _keep_groups(choice, n_expert, n_group, n_used):
+    """Set the choice outside the n_used best groups to minus infinity."""
+    scores, kept = stack_bytes(4 * 4096), stack_bytes(4096)
+    size = n_expert // n_group
+    _score_groups(choice, scores, n_group, size)
+    _sort_keys(scores, n_group)
+    for g in range(n_group):
+        store(kept, g, types.uint8(0))
+    for _ in range(n_used):
+        store(kept, _take_largest(scores, n_group), types.uint8(1))
+    for i in range(n_expert):
+        if load(types.uint8, kept, i // size) == 0:
+            store(choice, 4 * i, types.float32(-np.inf))
+
+
+@inline
+def _probabilities(logits, probs, n, gating):
+    if gating == 0:
+        softmax(logits, probs, n)
+        return
+    for i in range(0, n, 16):
+        x = load_part(f32x16, logits, 4 * i, min(16, n - i))
+        store(probs, 4 * i, sigmoid(x) if gating == 1 else x)
+
+
+@inline
+def _normalize(weights, n, gating, norm, scale, floor):
+    if gating == 2:
+        softmax(weights, weights, n)
+    factor = types.float32(1)
+    if norm:
+        total = types.float64(0)
+        for j in range(n):
+            total += load(types.float32, weights, 4 * j)
+        factor = max(types.float32(total), floor)
+    for j in range(n):
+        w = load(types.float32, weights, 4 * j) / factor
+        store(weights, 4 * j, w * scale if scale != 0 else w)
+
+
+_IDS, _WEIGHTS, _LOGITS, _BIAS, _N_EXPERT, _N_USED, _N_GROUP, _N_GROUP_USED = range(1, 9)
+_GATING, _NORM, _ROWS_OF, _SCALE, _SUM_FLOOR = range(9, 14)
+
+
+@operation(
+    "batch ids weights logits bias n_expert n_used n_group n_group_used gating norm rows_of scale:f sum_floor:f"
+)
+def route(args, tid, nth):
+    """Choose experts, token by token."""
+    n, n_used, gating = arg(args, _N_EXPERT), arg(args, _N_USED), arg(args, _GATING)
+    n_group, bias = arg(args, _N_GROUP), arg(args, _BIAS)
+    rows = batch_word(args, arg(args, _ROWS_OF))
+    probs, choice = stack_bytes(4 * 4096), stack_bytes(4 * 4096)
+    for row in range(first_of(rows, tid, nth), first_of(rows, tid + 1, nth)):
+        ids, weights = arg(args, _IDS) + 4 * row * n_used, arg(args, _WEIGHTS) + 4 * row * n_used
+        _probabilities(arg(args, _LOGITS) + 4 * row * n, probs, n, gating)
+        for i in range(0, n, 16):
+            v = load(f32x16, probs, 4 * i)
+            store(choice, 4 * i, v + load_part(f32x16, bias, 4 * i, min(16, n - i)) if bias else v)
+        if n_group > 1:
+            _keep_groups(choice, n, n_group, arg(args, _N_GROUP_USED))
+        _sort_keys(choice, n)
+        for j in range(n_used):
+            e = _take_largest(choice, n)
+            store(ids, 4 * j, types.int32(e))
+            store(weights, 4 * j, load(types.float32, probs, 4 * e))
+        _normalize(weights, n_used, gating, arg(args, _NORM), farg(args, _SCALE), farg(args, _SUM_FLOOR))
+
+
+def route_block(routing: Routing) -> dict[str, float]:
+    """Return the slots of ``route`` that a Routing gives; ValueError for more experts than there is room for."""
+    if not 0 < routing.n_used <= routing.n_expert <= MAX_EXPERTS:
+        raise ValueError(f"{routing.n_used} of {routing.n_expert} experts: 1 to {MAX_EXPERTS} can be routed to")
+    return {
+        "n_expert": routing.n_expert,
+        "n_used": routing.n_used,
+        "n_group": routing.n_group,
+        "n_group_used": routing.n_group_used,
+        "gating": GATINGS[routing.gating],
+        "norm": int(routing.norm),
+        "scale": routing.scale,
+        "sum_floor": routing.sum_floor,
+    }
+
+
+# ---------------------------------------------------------------- rows before and after the experts
+
+_OUT, _X, _W, _WIDTH, _USED, _ROWS = range(1, 7)
+#: Columns of a unit of work.
+PART = 512
+
+
+@operation("batch out x weights width n_used rows_of")
+def repeat(args, tid, nth):
+    """out row (t, j) = x row t * weights[t, j]"""
+    width, n_used = arg(args, _WIDTH), arg(args, _USED)
+    rows = batch_word(args, arg(args, _ROWS)) * n_used
+    for row in range(first_of(rows, tid, nth), first_of(rows, tid + 1, nth)):
+        x, out = arg(args, _X) + 4 * width * (row // n_used), arg(args, _OUT) + 4 * width * row
+        w = load(types.float32, arg(args, _W), 4 * row)
+        for i in range(0, width - 15, 16):
+            store(out, 4 * i, load(f32x16, x, 4 * i) * w)
+        at, n = 4 * (width - width % 16), width % 16
+        store_part(out, at, load_part(f32x16, x, at, n) * w, n)
+
+
+@operation("batch out x weights width n_used rows_of")
+def combine(args, tid, nth):
+    """out row t = sum over j, in order, of weights[t, j] * x row (t, j); every product and sum rounded."""
+    width, n_used, weights = arg(args, _WIDTH), arg(args, _USED), arg(args, _W)
+    parts = (width + PART - 1) // PART
+    units = batch_word(args, arg(args, _ROWS)) * parts
+    for unit in range(first_of(units, tid, nth), first_of(units, tid + 1, nth)):
+        row, first = unit // parts, unit % parts * PART
+        x, out = arg(args, _X) + 4 * width * n_used * row, arg(args, _OUT) + 4 * width * row
+        for i in range(first, min(first + PART, width), 16):
+            n = min(16, width - i)
+            total = splat(f32x16, 0)
+            for j in range(n_used):
+                v = load_part(f32x16, x, 4 * (j * width + i), n)
+                if weights:
+                    v = v * load(types.float32, weights, 4 * (row * n_used + j))
+                total = v if j == 0 else total + v
+            store_part(out, 4 * i, total, n)

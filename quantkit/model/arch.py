@@ -1,0 +1,302 @@
+"""THE table of architectures: what each does that its tensors do not say.
+
+A layer is: norm, attention, (norm,) add; norm, feed-forward, (norm,) add. Which norms, biases, q/k norms, sinks and
+experts there are is seen from the tensors (graph.py); a row says the rest. The authority is llama.cpp b11434's
+src/models/*.cpp: where that ignores a key of the metadata, the row must, too.
+
+To add an architecture: write its row; run tests/test_zoo_logits.py with a model of it (tests/zoo.py draws one from a
+header) against llama.cpp's logits; only what no field can say becomes a block of its own (graph.attention_blocks).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quantkit.errors import TypeNotSupported
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Which layers look at a window of positions only.
+
+    period: of every ``period`` layers the last (dense_first: the first) looks at all; a pattern in the metadata comes
+    first. default: the window where the metadata has none (0: then there is no window at all).
+    """
+
+    period: int
+    dense_first: bool = False
+    default: int = 0
+    fixed: int = 0
+    mask: str = "sliding"
+    only_if_layers: int = 0
+    #: rope base of windowed layers where ``rope.freq_base_swa`` is missing: 0 for that of the others.
+    freq_base: float = 0.0
+    #: Rope scaling (factor, yarn) holds for windowed layers, too.
+    scaled: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moe:
+    """How an architecture routes. None: as the metadata says."""
+
+    gating: str | None = None
+    norm: bool | None = None
+    #: ``expert_weights_scale`` of the metadata holds.
+    scaled: bool = False
+    #: Where ``expert_gating_func`` is missing or 0.
+    default_gating: str | None = None
+    #: Numbers of layers and tokens of those models that lack it and are sigmoid all the same.
+    sigmoid_sizes: tuple[tuple[int, int], ...] = ()
+    #: The inputs of the experts are weighted, not their outputs; the choice falls on the logits (Llama 4).
+    weight_before: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scales:
+    """Factors that stand in no metadata (MiniCPM 3).
+
+    Embeddings are multiplied by ``embed``, what a layer adds by depth / sqrt(n_layer), logits by width / n_embd.
+    """
+
+    embed: float
+    depth: float
+    width: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arch:
+    """One architecture."""
+
+    name: str
+    #: ``normal``, ``neox``, ``imrope`` (neox with interleaved sections), ``none``; ``glm`` and ``glm_moe`` are normal
+    #: and neox unless the metadata has sections.
+    rope: str
+    #: The block of an attention layer, see graph.attention_blocks.
+    attention: str = "gqa"
+    norm: str = "rms"
+    activation: str = "silu"
+    #: Dense feed-forward without a gate tensor: ``ffn_up`` holds gate and up (glu), or there is no gate.
+    glu_in_up: bool = False
+    window: Window | None = None
+    #: Only windowed layers rotate (Cohere 2, EXAONE 4).
+    rope_only_windowed: bool = False
+    #: Nothing rotates if ``rope.scaling.finetuned`` is false (Granite).
+    rope_if_finetuned: bool = False
+    #: Every n-th layer does not rotate (SmolLM 3, Llama 4); 0: all do.
+    no_rope_step: int = 0
+    #: q/k norms come after rope (Hunyuan).
+    norm_after_rope: bool = False
+    #: The norm before the feed-forward layer is called post_attention_norm.
+    ffn_norm_is_post_attention: bool = False
+    #: Attention and feed-forward layer read the same norm and are added together (Cohere 2; StableLM without ffn_norm).
+    parallel: bool = False
+    #: Embeddings are multiplied by sqrt(n_embd) (Gemma).
+    embed_sqrt: bool = False
+    #: ``logit_scale`` multiplies or divides the logits.
+    logit_scale: str = ""
+    fixed_scales: Scales | None = None
+    #: granite: embedding_scale, residual_scale of the metadata hold.
+    scales: bool = False
+    #: ``attention.scale`` of the metadata holds.
+    attention_scale: bool = False
+    #: Attention logits are capped (Gemma 2), the model's logits are where the metadata says so.
+    attn_softcap: bool = False
+    final_softcap: float | None = None
+    #: ``.scale`` tensors beside weights that llama.cpp multiplies by: of ``ffn``, ``exps``, ``shexp``.
+    tensor_scales: frozenset[str] = frozenset()
+    #: swiglu_clamp_exp / _shexp of the metadata are read (a clamp of the SILU's product).
+    clamps: bool = False
+    moe: Moe = Moe()
+    #: A factor of q by position: llama4 (of layers that do not rotate), or mistral3 (attention.temperature_scale).
+    temperature: str = ""
+    #: q and k are normalized after rope, without weights (Llama 4 but its largest).
+    plain_qk_norm: bool = False
+    #: The bias of attn_output, which llama.cpp reads from any file, is added.
+    output_bias: bool = True
+    #: yarn's beta_fast, beta_slow and log multiplier of the metadata are read.
+    yarn_keys: bool = False
+    #: yarn's two multipliers are one, so that cos and sin keep their length (DeepSeek 2).
+    yarn_cancels: bool = False
+    #: Value head h of a delta net has key head h % n (Qwen3.5), and not h // (heads of a key head) (Qwen3-Next).
+    tiled_heads: bool = False
+
+
+_ROWS = (
+    Arch(
+        name="llama",
+        rope="normal",
+        tensor_scales=frozenset({"ffn", "exps"}),
+        moe=Moe(gating="softmax", norm=True),
+    ),
+    Arch(
+        name="llama4",
+        rope="normal",
+        window=Window(period=4, fixed=8192, mask="chunked"),
+        temperature="llama4",
+        plain_qk_norm=True,
+        no_rope_step=4,
+        moe=Moe(gating="sigmoid", norm=False, weight_before=True),
+    ),
+    Arch(
+        name="mistral3",
+        rope="normal",
+        temperature="mistral3",
+        yarn_keys=True,
+        tensor_scales=frozenset({"ffn", "exps"}),
+        moe=Moe(gating="softmax", norm=True),
+    ),
+    Arch(name="qwen2", rope="neox"),
+    Arch(name="qwen2moe", rope="neox", moe=Moe(gating="softmax", norm=False)),
+    Arch(name="qwen3", rope="neox", tensor_scales=frozenset({"ffn"})),
+    Arch(name="qwen3moe", rope="neox", tensor_scales=frozenset({"exps"}), moe=Moe(gating="softmax", norm=True)),
+    Arch(
+        name="qwen3next",
+        rope="neox",
+        attention="delta_nets",
+        ffn_norm_is_post_attention=True,
+        output_bias=False,
+        tensor_scales=frozenset({"exps", "shexp"}),
+        moe=Moe(gating="softmax", norm=True),
+    ),
+    Arch(
+        name="qwen35",
+        rope="imrope",
+        attention="delta_nets",
+        tiled_heads=True,
+        ffn_norm_is_post_attention=True,
+        output_bias=False,
+        tensor_scales=frozenset({"ffn", "ssm"}),
+    ),
+    Arch(
+        name="qwen35moe",
+        rope="imrope",
+        attention="delta_nets",
+        tiled_heads=True,
+        ffn_norm_is_post_attention=True,
+        output_bias=False,
+        tensor_scales=frozenset({"exps", "shexp", "ssm"}),
+        moe=Moe(gating="softmax", norm=True),
+    ),
+    Arch(name="qwen3vlmoe", rope="imrope", moe=Moe(gating="softmax", norm=True)),
+    Arch(
+        name="gpt-oss",
+        rope="neox",
+        activation="swiglu_oai",
+        window=Window(period=2),
+        ffn_norm_is_post_attention=True,
+        moe=Moe(gating="softmax_weight", norm=False),
+    ),
+    Arch(name="deepseek", rope="normal", moe=Moe(gating="softmax", norm=False, scaled=True)),
+    Arch(
+        name="deepseek2",
+        rope="normal",
+        attention="mla",
+        yarn_cancels=True,
+        output_bias=False,
+        # without the key: DeepSeek 2 and 2.5, and GLM 4.7 Lite
+        moe=Moe(scaled=True, default_gating="softmax", sigmoid_sizes=((47, 154880), (48, 154880))),
+    ),
+    Arch(
+        name="mistral4",
+        rope="normal",
+        attention="mla",
+        output_bias=False,
+        moe=Moe(scaled=True, default_gating="softmax", sigmoid_sizes=((47, 154880), (48, 154880))),
+    ),
+    Arch(
+        name="deepseek2-ocr",
+        rope="neox",
+        attention="unscaled",
+        output_bias=False,
+        moe=Moe(scaled=True, default_gating="softmax"),
+    ),
+    Arch(
+        name="minicpm3",
+        rope="neox",
+        attention="mla_plain",
+        output_bias=False,
+        fixed_scales=Scales(embed=12.0, depth=1.4, width=256.0),
+    ),
+    Arch(name="plm", rope="normal", attention="mla_plain", activation="relu_sqr", output_bias=False),
+    Arch(name="dots1", rope="neox", moe=Moe(scaled=True)),
+    Arch(name="glm4", rope="glm", glu_in_up=True, output_bias=False),
+    Arch(
+        name="glm4moe",
+        rope="glm_moe",
+        ffn_norm_is_post_attention=True,
+        output_bias=False,
+        moe=Moe(scaled=True, default_gating="sigmoid"),
+    ),
+    Arch(
+        name="gemma2",
+        rope="neox",
+        output_bias=False,
+        activation="gelu",
+        embed_sqrt=True,
+        attn_softcap=True,
+        final_softcap=30.0,
+        window=Window(period=2, default=4096),
+    ),
+    Arch(
+        name="gemma3",
+        rope="neox",
+        output_bias=False,
+        activation="gelu",
+        embed_sqrt=True,
+        final_softcap=0.0,
+        window=Window(period=6, freq_base=10000.0, scaled=False),
+    ),
+    Arch(name="phi3", rope="neox", glu_in_up=True, moe=Moe(gating="softmax", norm=True)),
+    Arch(name="phimoe", rope="neox", glu_in_up=True, moe=Moe(gating="softmax", norm=True)),
+    Arch(name="olmoe", rope="neox", output_bias=False, moe=Moe(gating="softmax", norm=False)),
+    Arch(name="olmo2", rope="neox", output_bias=False, window=Window(period=4, scaled=False)),
+    Arch(
+        name="granite", rope="normal", rope_if_finetuned=True, scales=True, attention_scale=True, logit_scale="divide"
+    ),
+    Arch(
+        name="granitemoe",
+        rope="normal",
+        scales=True,
+        attention_scale=True,
+        logit_scale="divide",
+        moe=Moe(gating="softmax", norm=True),
+    ),
+    Arch(name="ernie4_5-moe", rope="normal", output_bias=False, moe=Moe(gating="softmax", norm=True)),
+    Arch(name="hunyuan-moe", rope="neox", norm_after_rope=True, moe=Moe(gating="softmax", norm=True)),
+    Arch(name="minimax-m2", rope="neox", output_bias=False, moe=Moe(norm=True)),
+    Arch(name="bailingmoe2", rope="neox", moe=Moe(scaled=True)),
+    Arch(
+        name="cohere2",
+        rope="normal",
+        norm="layer",
+        parallel=True,
+        logit_scale="multiply",
+        rope_only_windowed=True,
+        window=Window(period=4),
+    ),
+    Arch(name="smollm3", rope="normal", no_rope_step=4),
+    Arch(name="seed_oss", rope="neox", ffn_norm_is_post_attention=True),
+    Arch(
+        name="exaone4",
+        rope="neox",
+        rope_only_windowed=True,
+        output_bias=False,
+        window=Window(period=4, default=4096, only_if_layers=64),
+    ),
+    Arch(name="starcoder2", rope="neox", norm="layer", activation="gelu"),
+    Arch(name="stablelm", rope="neox", norm="layer", parallel=True, output_bias=False),
+)
+
+ARCHS: dict[str, Arch] = {row.name: row for row in _ROWS}
+
+
+def arch_by_name(name: str) -> Arch:
+    """Return the row of an architecture; TypeNotSupported if there is none."""
+    try:
+        return ARCHS[name]
+    except KeyError:
+        known = ", ".join(sorted(ARCHS))
+        raise TypeNotSupported(
+            f"the architecture {name or '(none)'} is not known here, so its model cannot be run (it can still be "
+            f"quantized); these are: {known}"
+        ) from None

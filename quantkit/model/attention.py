@@ -1,0 +1,216 @@
+"""Attention as most models have it: grouped queries, rope, windows; and what all kinds of attention share."""
+
+from __future__ import annotations
+
+import math
+
+from quantkit.errors import FormatError
+from quantkit.model.builder import Builder
+from quantkit.model.ops import (
+    Attention,
+    Cache,
+    CacheWrite,
+    Matrix,
+    MultiplyBy,
+    RopeConfig,
+    ScaleByPosition,
+    Value,
+)
+
+#: Kinds of rope that read ``rope.dimension_sections``.
+_SECTIONED = ("imrope", "glm", "glm_moe")
+
+
+def has_windows(b: Builder) -> bool:
+    """Tell whether any layer of the model may look at a window only."""
+    w = b.arch.window
+    return w is not None and window_size(b) > 0 and w.only_if_layers in (0, b.h.n_layer)
+
+
+def is_windowed(b: Builder) -> bool:
+    """Tell whether the current layer looks at a window only."""
+    w = b.arch.window
+    if w is None or not has_windows(b):
+        return False
+    pattern = b.h.get("attention.sliding_window_pattern", None)
+    if isinstance(pattern, list):
+        return bool(pattern[b.layer])
+    period = int(pattern) if pattern is not None else w.period
+    if period == 0:
+        return True
+    return b.layer % period != 0 if w.dense_first else b.layer % period < period - 1
+
+
+def window_size(b: Builder) -> int:
+    """Return the window of windowed layers; 0 if the model has none."""
+    w = b.arch.window
+    if w is None:
+        return 0
+    given = b.h.get("attention.sliding_window", None)
+    if w.fixed:
+        return 0 if given is not None and int(given) == 0 else w.fixed
+    return int(given) if given is not None else w.default
+
+
+def rotates(b: Builder) -> bool:
+    """Tell whether the current layer's q and k rotate."""
+    if b.arch.rope == "none" or (b.arch.rope_only_windowed and has_windows(b) and not is_windowed(b)):
+        return False
+    if b.arch.rope_if_finetuned and not b.h.flag("rope.scaling.finetuned", True):
+        return False
+    return not b.arch.no_rope_step or (b.layer + 1) % b.arch.no_rope_step != 0
+
+
+def rope_config(b: Builder, head: int, n_rot: int = 0) -> RopeConfig:
+    """Return how the current layer rotates heads of ``head`` columns."""
+    h, windowed = b.h, is_windowed(b)
+    base, scaled = h.float("rope.freq_base", 10000.0), True
+    if windowed and b.arch.window is not None:
+        base = h.float("rope.freq_base_swa", b.arch.window.freq_base or base)
+        scaled = b.arch.window.scaled
+    sections = tuple(int(s) for s in h.get("rope.dimension_sections", ()))[:4] if b.arch.rope in _SECTIONED else ()
+    yarn = scaled and h.rope_scaling == "yarn"
+    keys = b.arch.yarn_keys
+    log_mul = h.float("rope.scaling.yarn_log_multiplier", 0.0) if keys else 0.0
+    return RopeConfig(
+        n_rot=n_rot or h.int("rope.dimension_count_swa" if windowed else "rope.dimension_count", head) or head,
+        kind=_rope_kind(b.arch.rope, sections),
+        freq_base=base,
+        freq_scale=h.freq_scale if scaled else 1.0,
+        ext_factor=1.0 if yarn else 0.0,
+        attn_factor=h.yarn_attn_factor(log_mul) if scaled else 1.0,
+        beta_fast=h.float("rope.scaling.yarn_beta_fast", 32.0) if keys else 32.0,
+        beta_slow=h.float("rope.scaling.yarn_beta_slow", 1.0) if keys else 1.0,
+        n_ctx_orig=h.n_ctx_orig,
+        sections=sections if any(sections) else (),
+        interleaved=b.arch.rope == "imrope",
+    )
+
+
+def _rope_kind(rope: str, sections: tuple[int, ...]) -> str:
+    return "normal" if rope == "normal" or (rope == "glm" and not any(sections)) else "neox"
+
+
+def rope_factors(b: Builder) -> Matrix | None:
+    """Return the divisors of the angles: Llama 3's, or Phi's for short or long contexts."""
+    for scope in (b.layer, b.h.n_layer):
+        name = f"blk.{scope}." if scope < b.h.n_layer else ""
+        if f"{name}rope_freqs.weight" in b.source.tensors:
+            return Matrix(b.source.tensors[f"{name}rope_freqs.weight"])
+        which = "long" if b.n_ctx > b.h.n_ctx_orig else "short"
+        if f"{name}rope_factors_{which}.weight" in b.source.tensors:
+            return Matrix(b.source.tensors[f"{name}rope_factors_{which}.weight"])
+    return None
+
+
+def gqa(b: Builder, x: Value) -> Value:
+    """Attention with grouped queries: q, k, v, their norms and rope, the cache, and the output matrix."""
+    h = b.h
+    n_head, n_kv = h.layer_int("attention.head_count", b.layer), _n_head_kv(b)
+    windowed = is_windowed(b)
+    head_k = h.int("attention.key_length_swa", h.head_k) if windowed else h.head_k
+    head_v = h.int("attention.value_length_swa", h.head_v) if windowed else h.head_v
+    q, k, v = qkv(b, x, n_head * head_k, n_kv * head_k, n_kv * head_v)
+    if not b.arch.norm_after_rope:
+        q, k = _head_norm(b, q, "attn_q_norm", head_k), _head_norm(b, k, "attn_k_norm", head_k)
+    if rotates(b):
+        config, factors = rope_config(b, head_k), rope_factors(b)
+        q, k = b.rope(q, config, head_k, factors=factors), b.rope(k, config, head_k, factors=factors)
+    if b.arch.norm_after_rope:
+        q, k = _head_norm(b, q, "attn_q_norm", head_k), _head_norm(b, k, "attn_k_norm", head_k)
+    q, k = _after_rope(b, q, k, head_k)
+    attended = attend(b, q, k, v, n_head, n_kv, head_k, head_v, _attention_scale(b, head_k))
+    return b.mul_mat(attended, "attn_output", bias=b.arch.output_bias)
+
+
+def attend(
+    b: Builder,
+    q: Value,
+    k: Value,
+    v: Value | None,
+    n_head: int,
+    n_kv: int,
+    head_k: int,
+    head_v: int,
+    scale: float,
+) -> Value:
+    """Keep keys and values and attend: the part that all kinds of attention share."""
+    cache = Cache(f"cache_{b.layer}", k.width, 0 if v is None else v.width)
+    b.caches.append(cache)
+    b.add(CacheWrite(cache=cache, k=k, v=v))
+    out = b.value("attended", n_head * head_v, q)
+    windowed = is_windowed(b)
+    b.add(
+        Attention(
+            out=out,
+            q=q,
+            cache=cache,
+            n_head=n_head,
+            n_head_kv=n_kv,
+            head_k=head_k,
+            head_v=head_v,
+            scale=scale,
+            softcap=b.h.float("attn_logit_softcapping", 50.0) if b.arch.attn_softcap else 0.0,
+            sinks=b.maybe("attn_sinks.weight"),
+            mask=b.arch.window.mask if windowed and b.arch.window else "causal",
+            window=window_size(b) if windowed else 0,
+        )
+    )
+    return out
+
+
+def _n_head_kv(b: Builder) -> int:
+    return b.h.layer_int("attention.head_count_kv", b.layer, b.h.layer_int("attention.head_count", b.layer))
+
+
+def qkv(b: Builder, x: Value, q_width: int, k_width: int, v_width: int) -> tuple[Value, Value, Value]:
+    """Return q, k and v, of three matrices or of one."""
+    if not b.has("attn_qkv.weight"):
+        return b.mul_mat(x, "attn_q"), b.mul_mat(x, "attn_k"), b.mul_mat(x, "attn_v")
+    both = b.mul_mat(x, "attn_qkv")
+    if both.width != q_width + k_width + v_width:
+        raise FormatError(
+            f"{b.source.paths[0]}: {b.full_name('attn_qkv.weight')} has {both.width} rows, not q, k and v"
+        )
+    parts = (("attn_q", q_width, 0), ("attn_k", k_width, q_width), ("attn_v", v_width, q_width + k_width))
+    q, k, v = (_biased(b, b.take(both, name, width, start), f"{name}.bias") for name, width, start in parts)
+    return q, k, v
+
+
+def _biased(b: Builder, x: Value, name: str) -> Value:
+    bias = b.maybe(name)
+    if bias is None:
+        return x
+    y = b.value(f"{x.name.split('.')[-1]}_biased", x.width, x)
+    b.add(MultiplyBy(out=y, x=x, vector=bias, add=True))
+    return y
+
+
+def _head_norm(b: Builder, x: Value, name: str, head: int) -> Value:
+    """Normalize q or k: every head, unless the weight covers the whole row in one dimension."""
+    if not b.has(f"{name}.weight"):
+        return x
+    shape = b.matrix(f"{name}.weight").tensor.shape
+    return b.norm(x, name, group=x.width if shape[0] == x.width and x.width != head else head)
+
+
+def _after_rope(b: Builder, q: Value, k: Value, head: int) -> tuple[Value, Value]:
+    """Llama 4's norms of rotated heads; factors of q that grow with the position."""
+    if b.arch.plain_qk_norm and rotates(b) and b.h.n_expert != 128:
+        q, k = b.plain_norm(q, head), b.plain_norm(k, head)
+    if b.arch.temperature == "llama4" and not rotates(b) and has_windows(b):
+        q = _by_position(b, q, 8192, 0.1, 1.0)
+    if b.arch.temperature == "mistral3" and (alpha := b.h.float("attention.temperature_scale", 0.0)):
+        q = _by_position(b, q, b.h.n_ctx_orig, alpha, 0.0)
+    return q, k
+
+
+def _by_position(b: Builder, q: Value, floor_scale: int, alpha: float, offset: float) -> Value:
+    y = b.value("q_by_position", q.width, q)
+    b.add(ScaleByPosition(out=y, x=q, floor_scale=floor_scale, alpha=alpha, offset=offset))
+    return y
+
+
+def _attention_scale(b: Builder, head: int) -> float:
+    given = b.h.float("attention.scale", 0.0) if b.arch.attention_scale else 0.0
+    return given or 1.0 / math.sqrt(head)

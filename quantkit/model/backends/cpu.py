@@ -1,0 +1,197 @@
+"""The backend ``cpu``: a graph, or any part of it, becomes a tape of numba operations that a thread team runs.
+
+compile: lower every operation to entries (lowering.py), place their buffers in one block of memory (arena.py), write
+argument blocks with the addresses. run: fill the batch block, launch the tape once. Python is between two launches
+only where an observer looks on, or where a model larger than memory lets weights go (streaming.py).
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quantkit.formats.gguf import GGUFFile
+from quantkit.kernels.cpu.tape import Batch as BatchBlock
+from quantkit.kernels.cpu.tape import Tape
+from quantkit.kernels.cpu.team import Team
+from quantkit.model.backends import Limits, Observer
+from quantkit.model.backends.arena import Entry, Memory, place
+from quantkit.model.backends.lowering import Lowering
+from quantkit.model.backends.streaming import Stage, pages, stages, streamed
+from quantkit.model.batch import Batch
+from quantkit.model.ops import Op, Value
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long an entry of the tape took, its barrier included: the operation of the graph it belongs to, its name."""
+
+    op: Op | None
+    name: str
+    nanoseconds: float
+
+
+class CPUBackend:
+    """Makes programs for the CPU; they share one team of threads, so one runs at a time."""
+
+    name = "cpu"
+
+    def __init__(
+        self, source: GGUFFile, threads: int, *, max_ram: int | None = None, observer: Observer | None = None
+    ) -> None:
+        self.source, self.max_ram, self.observer = source, max_ram, observer
+        self.team = Team(threads)
+
+    def compile(self, ops: Sequence[Op], limits: Limits, leaves: Sequence[Value] = ()) -> CPUProgram:
+        """Return a program of ``ops``; ``leaves`` are the values that are read after a run.
+
+        Raises:
+            TypeNotSupported: there is no kernel for an operation or a weight's type.
+        """
+        return CPUProgram(self, ops, limits, leaves)
+
+
+class CPUProgram:
+    """Tapes, the memory their blocks point into, and the caches and states of the sequences."""
+
+    def __init__(self, backend: CPUBackend, ops: Sequence[Op], limits: Limits, leaves: Sequence[Value]) -> None:
+        self._backend, self.limits = backend, limits
+        self._block = BatchBlock(backend.team, limits.n_ubatch, limits.n_ctx)
+        self._batch: Batch | None = None
+        self._low = Lowering(
+            backend.source, limits, backend.team.threads, self._block.address, backend.observer, self._view
+        )
+        made = {value for op in ops for value in op.outputs()}
+        self._takes = {value for op in ops for value in op.inputs()} - made
+        for value in self._takes:
+            self._low.buffer(value).set_before = True
+        self._leaves = set(leaves) | (made - {value for op in ops for value in op.inputs()})
+        for value in self._leaves & made:
+            self._low.buffer(value).kept_after = True
+        self._lower(ops)
+        self._memory = Memory(place(self._low.entries))
+        self._steps = self._make_steps()
+
+    # ------------------------------------------------------------ making
+
+    def _lower(self, ops: Sequence[Op]) -> None:
+        """Lower all operations, and streaming's steps between them."""
+        budget = self._backend.max_ram
+        plan = [Stage(0, len(ops), (), 0)] if budget is None else stages(ops, budget)
+        goes = [False] * len(plan) if budget is None else streamed(plan, budget)
+        for i, stage in enumerate(plan):
+            if i + 1 < len(plan) and goes[i + 1]:
+                self._advise(plan[i + 1], "MADV_WILLNEED")
+            for op in ops[stage.first : stage.end]:
+                self._low.lower(op)
+            if goes[i]:
+                self._advise(stage, "MADV_DONTNEED")
+        self.streams = any(goes)
+
+    def _advise(self, stage: Stage, advice: str) -> None:
+        """Append a step that tells the system to read a stage's weights, or to let them go."""
+        number: int = getattr(mmap, advice, -1)  # -1: this system has no such advice
+        found = [pages(self._backend.source.data(name)) for name in stage.tensors]
+        ranges = [part for part in found if part is not None]
+
+        def advise() -> None:
+            for mapping, first, length in ranges:
+                mapping.madvise(number, first, length)
+
+        if number >= 0 and ranges:
+            self._low.entries.append(Entry(None, call=advise))
+
+    def _make_steps(self) -> list[Tape | Callable[[], None]]:
+        """Return tapes and calls, in order."""
+        steps: list[Tape | Callable[[], None]] = []
+        run: list[Entry] = []
+        self._runs: list[list[Entry]] = []
+        for entry in [*self._low.entries, Entry(None, call=lambda: None)]:
+            if entry.operation is not None:
+                run.append(entry)
+                continue
+            if run:
+                steps.append(Tape(self._backend.team, self._block, [self._entry(e) for e in run]))
+                self._runs.append(run)
+                run = []
+            if entry.call is not None:
+                steps.append(entry.call)
+        return steps[:-1]  # without the last, which only ended the last tape
+
+    def _entry(self, entry: Entry) -> Any:
+        assert entry.operation is not None
+        return entry.operation, entry.operation.block(**entry.resolved(self._memory.start)), entry.independent
+
+    # ------------------------------------------------------------ running
+
+    def run(self, batch: Batch) -> None:
+        """Carry out all operations for a batch of at most ``n_ubatch`` tokens; ValueError for one that cannot be."""
+        self._check(batch)
+        self._block.set(batch.tokens, batch.positions, batch.sequences, batch.outputs)
+        self._batch = batch
+        for step in self._steps:
+            if isinstance(step, Tape):
+                step.run()
+            else:
+                step()
+
+    def profile(self, batch: Batch) -> list[Timing]:
+        """Run a batch and return how long every entry took."""
+        self._check(batch)
+        self._block.set(batch.tokens, batch.positions, batch.sequences, batch.outputs)
+        self._batch = batch
+        timings = []
+        runs = iter(self._runs)
+        for step in self._steps:
+            if not isinstance(step, Tape):
+                step()
+                continue
+            for entry, t in zip(next(runs), step.run_timed(), strict=True):
+                timings.append(Timing(entry.op, entry.operation.name if entry.operation else "", float(t)))
+        return timings
+
+    def _check(self, batch: Batch) -> None:
+        """Kernels trust these numbers."""
+        n, limits, n_vocab = len(batch.tokens), self.limits, self._low.n_vocab
+        if not (n == len(batch.positions) == len(batch.sequences)):
+            raise ValueError(f"{n} tokens, {len(batch.positions)} positions and {len(batch.sequences)} sequences")
+        for name, numbers, end in (
+            ("token", batch.tokens, n_vocab or 1 << 31),
+            ("position", batch.positions, limits.n_ctx),
+            ("sequence", batch.sequences, limits.n_seq),
+        ):
+            if n and (numbers.min() < 0 or numbers.max() >= end):
+                raise ValueError(f"a {name} of this program is 0 to {end - 1}; got {numbers.min()} to {numbers.max()}")
+
+    def _view(self, value: Value) -> Any:
+        buffer = self._low.values[value]
+        if self._batch is None:
+            raise ValueError(f"{value}: nothing has been run yet")
+        rows = self._batch.rows(value.outputs) * value.per
+        data = self._memory.view(buffer.offset, 4 * rows * value.width)
+        return data.view(np.int32 if value.integer else np.float32).reshape(rows, value.width)
+
+    def read(self, value: Value) -> Any:
+        """Return a value that leaves the program, [rows, width], valid until the next run; KeyError for others."""
+        if value not in self._leaves:
+            raise KeyError(f"{value} does not leave this program: name it in leaves")
+        return self._view(value)
+
+    def write(self, value: Value, array: Any) -> None:
+        """Set a value that another program made, for the next run."""
+        if value not in self._takes:
+            raise KeyError(f"{value} is not taken by this program")
+        data = np.ascontiguousarray(array, np.int32 if value.integer else np.float32).reshape(-1)
+        buffer = self._low.values[value]
+        if data.nbytes > buffer.nbytes:
+            raise ValueError(f"{value}: {data.nbytes} bytes, and there is room for {buffer.nbytes}")
+        self._memory.view(buffer.offset, data.nbytes)[:] = data.view(np.uint8)
+
+    def clear(self, sequence: int | None = None) -> None:
+        """Forget what recurrent layers keep of a sequence, or of all."""
+        for state in self._low.states.values():
+            state[slice(None) if sequence is None else sequence] = 0

@@ -1,0 +1,569 @@
+"""What every operation means, in numpy: the specification, and a backend that runs it.
+
+Weights are decoded to float32 and activations are never quantized, so on float weights it is the measure for the fast
+backends, and on quantized ones it says what the weights alone cost. Sources: llama.cpp b11434 ggml-cpu/ops.cpp and
+llama-graph.cpp, for what is computed; none of its code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from quantkit.formats.gguf import GGUFFile
+from quantkit.kernels import dequantize
+from quantkit.model.backends import Limits, Observer
+from quantkit.model.batch import Batch, Floats, Ints
+from quantkit.model.ops import (
+    Activate,
+    Activation,
+    Add,
+    Attention,
+    Cache,
+    CacheWrite,
+    Clamp,
+    Combine,
+    Convolve,
+    DeltaNet,
+    Embed,
+    Glu,
+    Join,
+    Matrix,
+    MulMat,
+    MulMatHeads,
+    MulMatId,
+    MulMats,
+    MultiplyBy,
+    Norm,
+    Observe,
+    Op,
+    Repeat,
+    Rope,
+    RopeConfig,
+    RopeTable,
+    Route,
+    Scale,
+    ScaleByPosition,
+    SelectOutputs,
+    Softcap,
+    State,
+    Take,
+    UpGate,
+    UpGateId,
+    Value,
+)
+
+f32 = np.float32
+
+
+class Reference:
+    """The backend ``reference``."""
+
+    name = "reference"
+
+    def __init__(self, source: GGUFFile, observer: Observer | None = None) -> None:
+        self.source, self.observer = source, observer
+        self._weights: dict[Matrix, Floats] = {}
+
+    def compile(self, ops: Sequence[Op], limits: Limits, leaves: Sequence[Value] = ()) -> ReferenceProgram:
+        """Return a program of these operations; caches are float32 whatever the limits say."""
+        return ReferenceProgram(self, ops, limits.n_ctx, limits.n_seq)
+
+    def weight(self, matrix: Matrix) -> Floats:
+        """Return a weight decoded: [n_matrices,] [n_out,] n_in."""
+        if matrix not in self._weights:
+            t = matrix.tensor
+            data = self.source.data(t).reshape(-1, t.type.row_bytes(t.shape[0]))
+            values = dequantize(data, t.type, t.shape[0]).reshape(t.shape[::-1])
+            if matrix.rows is not None:
+                values = values[..., slice(*matrix.rows), :]
+            if matrix.columns is not None:
+                values = values[..., slice(*matrix.columns)]
+            self._weights[matrix] = values
+        return self._weights[matrix]
+
+
+class ReferenceProgram:
+    """Operations with the values they have written and the memory they keep."""
+
+    def __init__(self, backend: Reference, ops: Sequence[Op], n_ctx: int, n_seq: int) -> None:
+        self.backend, self.ops, self.n_ctx, self.n_seq = backend, ops, n_ctx, n_seq
+        self.values: dict[Value, Any] = {}
+        self.caches: dict[Cache, tuple[Floats, Floats]] = {}
+        self.states: dict[tuple[State, int], Floats] = {}
+
+    def run(self, batch: Batch) -> None:
+        """Carry out all operations for a batch; afterwards ``read`` gives the values."""
+        self.batch = batch
+        for op in self.ops:
+            RUN[type(op)](self, op)
+
+    def read(self, value: Value) -> Any:
+        """Return a value of the last run."""
+        return self.values[value]
+
+    def write(self, value: Value, array: Any) -> None:
+        """Set a value that another backend computed."""
+        self.values[value] = array
+
+    def clear(self, sequence: int | None = None) -> None:
+        """Forget a sequence, or all of them."""
+        for key in [k for k in self.states if sequence is None or k[1] == sequence]:
+            del self.states[key]
+
+    def weight(self, matrix: Matrix | None) -> Any:
+        return None if matrix is None else self.backend.weight(matrix)
+
+    def cache(self, cache: Cache) -> tuple[Floats, Floats]:
+        if cache not in self.caches:
+            cells = self.n_seq * self.n_ctx
+            self.caches[cache] = (np.zeros((cells, cache.k_width), f32), np.zeros((cells, cache.v_width), f32))
+        return self.caches[cache]
+
+    def state(self, state: State, sequence: int, position: int) -> Floats:
+        if position == 0 or (state, sequence) not in self.states:
+            self.states[state, sequence] = np.zeros(state.width, f32)
+        return self.states[state, sequence]
+
+    def cells(self) -> Any:
+        return self.batch.sequences.astype(np.int64) * self.n_ctx + self.batch.positions
+
+
+# ---------------------------------------------------------------- element by element
+
+
+def _embed(p: ReferenceProgram, op: Embed) -> None:
+    rows = p.weight(op.weight)[p.batch.tokens]
+    p.values[op.out] = rows * f32(op.scale) if op.scale != 1 else rows
+
+
+def _select_outputs(p: ReferenceProgram, op: SelectOutputs) -> None:
+    x = p.values[op.x]
+    p.values[op.out] = x.reshape(len(p.batch.tokens), -1)[p.batch.outputs].reshape(-1, op.out.width)
+
+
+def _add(p: ReferenceProgram, op: Add) -> None:
+    p.values[op.out] = p.values[op.a] + p.values[op.b]
+
+
+def _scale(p: ReferenceProgram, op: Scale) -> None:
+    p.values[op.out] = p.values[op.x] * f32(op.factor)
+
+
+def _scale_by_position(p: ReferenceProgram, op: ScaleByPosition) -> None:
+    steps = np.floor((p.batch.positions.astype(f32) + f32(op.offset)) / f32(op.floor_scale))
+    p.values[op.out] = p.values[op.x] * (np.log(steps + f32(1)) * f32(op.alpha) + f32(1))[:, None]
+
+
+def _multiply_by(p: ReferenceProgram, op: MultiplyBy) -> None:
+    x, vector = p.values[op.x], p.weight(op.vector).reshape(-1)
+    vector = np.tile(vector, x.shape[1] // len(vector))
+    p.values[op.out] = x + vector if op.add else x * vector
+
+
+def _softcap(p: ReferenceProgram, op: Softcap) -> None:
+    p.values[op.out] = f32(op.cap) * np.tanh(p.values[op.x] / f32(op.cap))
+
+
+def _clamp(p: ReferenceProgram, op: Clamp) -> None:
+    p.values[op.out] = np.clip(p.values[op.x], f32(-op.limit), f32(op.limit))
+
+
+def _norm(p: ReferenceProgram, op: Norm) -> None:
+    x = p.values[op.x]
+    g = x.reshape(len(x), -1, op.group)
+    if op.kind == "layer":
+        g = g - g.mean(-1, keepdims=True, dtype=np.float64).astype(f32)
+    square = np.square(g, dtype=np.float64)
+    if op.kind == "l2":
+        factor = 1 / np.sqrt(square.sum(-1, keepdims=True) + op.eps)
+    else:
+        factor = 1 / np.sqrt(square.mean(-1, keepdims=True) + op.eps)
+    y = (g * factor.astype(f32)).reshape(x.shape)
+    for part, combine in ((op.weight, np.multiply), (op.bias, np.add)):
+        if part is not None:
+            vector = p.weight(part).reshape(-1)
+            y = combine(y, np.tile(vector, x.shape[1] // len(vector)))
+    p.values[op.out] = y
+
+
+def activate(a: Activation, x: Floats) -> Floats:
+    """Return activation(x), without its clamps of up."""
+    if a.gate_limit:
+        x = np.minimum(x, f32(a.gate_limit))
+    y: Floats = np.asarray(_ACTIVATIONS[a.kind](x, a), f32)
+    return np.minimum(y, f32(a.act_limit)) if a.act_limit else y
+
+
+def _sigmoid(x: Floats) -> Floats:
+    with np.errstate(over="ignore"):
+        y: Floats = f32(1) / (f32(1) + np.exp(-x))
+    return y
+
+
+def _erf(x: Floats) -> Any:
+    return np.vectorize(math.erf, otypes=[np.float64])(x)
+
+
+def _through_half(f: Callable[[Any], Any], x: Floats) -> Floats:
+    """ggml looks gelu up in a table over half precision; outside of +-10 gelu is x or 0."""
+    half = f(x.astype(np.float16).astype(f32)).astype(np.float16).astype(f32)
+    return np.where(x <= -10, f32(0), np.where(x >= 10, x, half))
+
+
+def _gelu(x: Floats, a: Activation) -> Floats:
+    c = f32(0.79788456080286535587989211986876)
+    return _through_half(lambda h: f32(0.5) * h * (1 + np.tanh(c * h * (1 + f32(0.044715) * h * h))), x)
+
+
+def _gelu_quick(x: Floats, a: Activation) -> Floats:
+    half = x.astype(np.float16).astype(f32)
+    return (half * _sigmoid(f32(1.702) * half)).astype(np.float16).astype(f32)
+
+
+_ACTIVATIONS: Mapping[str, Callable[[Floats, Activation], Any]] = {
+    "silu": lambda x, a: x * _sigmoid(x),
+    "gelu": _gelu,
+    "gelu_erf": lambda x, a: 0.5 * x * (1 + _erf(x * f32(0.70710678118654752440))),
+    "gelu_quick": _gelu_quick,
+    "relu": lambda x, a: np.maximum(x, f32(0)),
+    "relu_sqr": lambda x, a: np.square(np.maximum(x, f32(0))),
+    "sigmoid": lambda x, a: _sigmoid(x),
+    "softplus": lambda x, a: np.where(x > 20, x, np.log(f32(1) + np.exp(np.minimum(x, f32(20))))),
+    "swiglu_oai": lambda x, a: x * _sigmoid(f32(a.alpha) * x),
+}
+
+
+def gate(a: Activation, g: Floats, up: Floats) -> Floats:
+    """Return activation(g) * up with all clamps."""
+    if a.up_limit:
+        up = np.clip(up, f32(-a.up_limit), f32(a.up_limit))
+    if a.kind == "swiglu_oai":
+        up = up + f32(1)
+    y = activate(a, g)
+    return np.repeat(y, up.shape[1] // y.shape[1], axis=1) * up
+
+
+def _glu(p: ReferenceProgram, op: Glu) -> None:
+    g = p.values[op.gate]
+    if op.up is None:
+        half = g.shape[1] // 2
+        p.values[op.out] = gate(op.activation, g[:, :half], g[:, half:])
+    else:
+        p.values[op.out] = gate(op.activation, g, p.values[op.up])
+
+
+def _activate(p: ReferenceProgram, op: Activate) -> None:
+    p.values[op.out] = activate(op.activation, p.values[op.x])
+
+
+def _take(p: ReferenceProgram, op: Take) -> None:
+    x = p.values[op.x]
+    width = op.out.width * op.period // x.shape[1]
+    p.values[op.out] = x.reshape(len(x), -1, op.period)[:, :, op.start : op.start + width].reshape(len(x), -1)
+
+
+def _join(p: ReferenceProgram, op: Join) -> None:
+    a, b = p.values[op.a], p.values[op.b]
+    a, b = a.reshape(len(a), -1, op.period_a), b.reshape(len(b), -1, op.period_b)
+    b = np.tile(b, (1, a.shape[1] // b.shape[1], 1))
+    p.values[op.out] = np.concatenate([a, b], -1).reshape(len(a), -1)
+
+
+# ---------------------------------------------------------------- matrices
+
+
+def _times(p: ReferenceProgram, x: Floats, weight: Matrix, bias: Matrix | None, scale: Matrix | None) -> Floats:
+    y: Floats = x @ p.weight(weight).reshape(-1, x.shape[1]).T
+    if scale is not None:
+        y = y * p.weight(scale).reshape(-1)
+    if bias is not None:
+        y = y + p.weight(bias).reshape(-1)
+    return y
+
+
+def _mul_mat(p: ReferenceProgram, op: MulMat) -> None:
+    p.values[op.out] = _times(p, p.values[op.x], op.weight, op.bias, op.scale)
+
+
+def _mul_mats(p: ReferenceProgram, op: MulMats) -> None:
+    for out, weight, bias, scale in zip(op.outs, op.weights, op.biases, op.scales, strict=True):
+        p.values[out] = _times(p, p.values[op.x], weight, bias, scale)
+
+
+def _mul_mat_heads(p: ReferenceProgram, op: MulMatHeads) -> None:
+    x = p.values[op.x]
+    w = p.weight(op.weight).reshape(-1, op.weight.n_out, op.weight.n_in)
+    heads = x.reshape(len(x), len(w), op.weight.n_in)
+    p.values[op.out] = np.einsum("thi,hoi->tho", heads, w).reshape(len(x), -1)
+
+
+def _up_gate(p: ReferenceProgram, op: UpGate) -> None:
+    x = p.values[op.x]
+    g, up = _times(p, x, op.gate, op.gate_bias, op.gate_scale), _times(p, x, op.up, op.up_bias, op.up_scale)
+    p.values[op.out] = gate(op.activation, g, up)
+
+
+# ---------------------------------------------------------------- experts
+
+
+def _softmax(x: Floats) -> Floats:
+    y = np.exp(x - x.max(-1, keepdims=True))
+    total: Floats = y / y.sum(-1, keepdims=True)
+    return total
+
+
+def top(scores: Floats, n: int) -> Ints:
+    """Return the columns of the n largest of every row, largest first, of equal ones the first first."""
+    ids: Ints = np.argsort(-scores, axis=-1, kind="stable")[..., :n].astype(np.int32)
+    return ids
+
+
+def _route(p: ReferenceProgram, op: Route) -> None:
+    r, logits = op.routing, p.values[op.logits]
+    probs = logits if r.gating == "softmax_weight" else (_sigmoid if r.gating == "sigmoid" else _softmax)(logits)
+    choice = probs if op.bias is None else probs + p.weight(op.bias).reshape(-1)
+    if r.n_group > 1:
+        groups = choice.reshape(len(choice), r.n_group, -1)
+        best = -np.sort(-groups, axis=-1)[:, :, :2].sum(-1)
+        kept = np.zeros(best.shape, bool)
+        np.put_along_axis(kept, top(best, r.n_group_used), True, axis=1)
+        choice = np.where(kept[:, :, None], groups, f32(-np.inf)).reshape(choice.shape)
+    ids = top(choice, r.n_used)
+    weights = np.take_along_axis(probs, ids, axis=1)
+    if r.gating == "softmax_weight":
+        weights = _softmax(weights)
+    if r.norm:
+        weights = weights / np.maximum(weights.sum(-1, keepdims=True), f32(r.sum_floor))
+    if r.scale not in (0, 1):
+        weights = weights * f32(r.scale)
+    p.values[op.ids], p.values[op.weights] = ids, weights
+
+
+def _times_id(
+    p: ReferenceProgram, x: Floats, ids: Ints, w: Matrix, bias: Matrix | None, scale: Matrix | None
+) -> Floats:
+    experts, flat = p.weight(w), ids.reshape(-1)
+    rows = np.arange(len(flat)) if len(x) == len(flat) else np.arange(len(flat)) // ids.shape[1]
+    out = np.empty((len(flat), experts.shape[1]), f32)
+    for e in np.unique(flat):
+        here = np.flatnonzero(flat == e)
+        y = x[rows[here]] @ experts[e].T
+        if scale is not None:
+            y = y * p.weight(scale).reshape(-1)[e]
+        if bias is not None:
+            y = y + p.weight(bias)[e]
+        out[here] = y
+    return out
+
+
+def _mul_mat_id(p: ReferenceProgram, op: MulMatId) -> None:
+    p.values[op.out] = _times_id(p, p.values[op.x], p.values[op.ids], op.weight, op.bias, op.scale)
+
+
+def _up_gate_id(p: ReferenceProgram, op: UpGateId) -> None:
+    x, ids = p.values[op.x], p.values[op.ids]
+    g = _times_id(p, x, ids, op.gate, op.gate_bias, op.gate_scale)
+    p.values[op.out] = gate(op.activation, g, _times_id(p, x, ids, op.up, op.up_bias, op.up_scale))
+
+
+def _repeat(p: ReferenceProgram, op: Repeat) -> None:
+    x, weights = p.values[op.x], p.values[op.weights]
+    p.values[op.out] = (x[:, None, :] * weights[:, :, None]).reshape(-1, x.shape[1])
+
+
+def _combine(p: ReferenceProgram, op: Combine) -> None:
+    x = p.values[op.x].reshape(-1, op.x.per, op.x.width)
+    if op.weights is not None:
+        x = x * p.values[op.weights][:, :, None]
+    out = x[:, 0].copy()
+    for j in range(1, op.x.per):
+        out += x[:, j]
+    p.values[op.out] = out
+
+
+# ---------------------------------------------------------------- attention
+
+
+def rope_angles(config: RopeConfig, positions: Ints, factors: Floats | None) -> tuple[Floats, Floats]:
+    """Return cos and sin [n, n_rot / 2] of every pair, attn_factor (mscale) included."""
+    c, pairs = config, config.n_rot // 2
+    step = f32(c.freq_base) ** f32(-2.0 / c.n_rot)
+    # A running product from the position on, as in ggml: its rounding errors are part of the model.
+    factor = np.broadcast_to(np.full(pairs - 1, step), (len(positions), pairs - 1))
+    theta = np.cumprod(np.concatenate([positions.astype(f32)[:, None], factor], 1), axis=1, dtype=f32)
+    if c.sections:
+        theta = theta * _turning(c, pairs)
+    if factors is not None:
+        theta = theta / factors[:pairs]
+    mscale = np.full(pairs, f32(c.attn_factor))
+    scaled = f32(c.freq_scale) * theta
+    if c.ext_factor:
+        low, high = _yarn_range(c)
+        ramp = f32(1) - np.clip((np.arange(pairs, dtype=f32) - low) / max(0.001, high - low), 0, 1).astype(f32)
+        mix = ramp * f32(c.ext_factor)
+        scaled = scaled * (1 - mix) + theta * mix
+        mscale = mscale * f32(1 + 0.1 * math.log(1 / c.freq_scale))
+    return np.cos(scaled) * mscale, np.sin(scaled) * mscale
+
+
+def _turning(c: RopeConfig, pairs: int) -> Floats:
+    """M-RoPE: of a text all positions are equal but the fourth, which is 0; return 0 for the pairs that take it."""
+    total = sum(c.sections)
+    sector = np.arange(pairs) % total
+    if c.interleaved:
+        part = sector % 3
+        uses = np.choose(part, [sector < 3 * c.sections[0], sector < 3 * c.sections[1], sector < 3 * c.sections[2]])
+    else:
+        uses = sector < sum(c.sections[:3])
+    return np.where(uses, f32(1), f32(0)).astype(f32)
+
+
+def _yarn_range(c: RopeConfig) -> tuple[float, float]:
+    def at(beta: float) -> float:
+        return c.n_rot * math.log(c.n_ctx_orig / (beta * 2 * math.pi)) / (2 * math.log(c.freq_base))
+
+    return max(0.0, math.floor(at(c.beta_fast))), min(c.n_rot - 1.0, math.ceil(at(c.beta_slow)))
+
+
+def _rope_table(p: ReferenceProgram, op: RopeTable) -> None:
+    factors = None if op.factors is None else p.weight(op.factors).reshape(-1)
+    cos, sin = rope_angles(op.config, p.batch.positions, factors)
+    p.values[op.out] = np.stack([cos, sin], -1).reshape(len(cos), -1)
+
+
+def _rope(p: ReferenceProgram, op: Rope) -> None:
+    x = p.values[op.x]
+    y = x.reshape(len(x), -1, op.head).copy()
+    table = p.values[op.table].reshape(len(x), 1, -1, 2)
+    cos, sin, n = table[..., 0], table[..., 1], op.config.n_rot
+    turned = y[:, :, op.start : op.start + n]
+    neox = op.config.kind == "neox"
+    first, second = (slice(0, n // 2), slice(n // 2, n)) if neox else (slice(0, n, 2), slice(1, n, 2))
+    a, b = turned[:, :, first].copy(), turned[:, :, second].copy()
+    turned[:, :, first], turned[:, :, second] = a * cos - b * sin, a * sin + b * cos
+    p.values[op.out] = y.reshape(x.shape)
+
+
+def _cache_write(p: ReferenceProgram, op: CacheWrite) -> None:
+    k, v = p.cache(op.cache)
+    k[p.cells()] = p.values[op.k]
+    if op.v is not None:
+        v[p.cells()] = p.values[op.v]
+
+
+def _attention(p: ReferenceProgram, op: Attention) -> None:
+    keys, values = p.cache(op.cache)
+    if not op.cache.v_width:
+        values = keys[:, : op.head_v]
+    q = p.values[op.q].reshape(-1, op.n_head, op.head_k)
+    out = np.empty((len(q), op.n_head, op.head_v), f32)
+    sinks = None if op.sinks is None else p.weight(op.sinks).reshape(-1)
+    group = op.n_head // op.n_head_kv
+    for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
+        first = _first_position(op, int(position))
+        cells = slice(sequence * p.n_ctx + first, sequence * p.n_ctx + position + 1)
+        k = keys[cells].reshape(-1, op.n_head_kv, op.head_k)
+        v = values[cells].reshape(-1, op.n_head_kv, op.head_v)
+        for h in range(op.n_head):
+            s = k[:, h // group] @ q[t, h] * f32(op.scale)
+            if op.softcap:
+                s = f32(op.softcap) * np.tanh(s / f32(op.softcap))
+            if op.alibi:
+                s = s + alibi_slope(op, h) * (np.arange(first, position + 1, dtype=f32) - f32(position))
+            top = s.max() if sinks is None else max(s.max(), sinks[h])
+            e = np.exp(s - top)
+            total = e.sum() + (0 if sinks is None else np.exp(sinks[h] - top))
+            out[t, h] = (e / total) @ v[:, h // group]
+    p.values[op.out] = out.reshape(len(q), -1)
+
+
+def _first_position(op: Attention, position: int) -> int:
+    if op.mask == "sliding":
+        return max(0, position - op.window + 1)
+    if op.mask == "chunked":
+        return position // op.window * op.window
+    return 0
+
+
+def alibi_slope(op: Attention, head: int) -> Any:
+    """Return the slope of a head: a geometric series over the largest power of two of heads, then between them."""
+    n = 1 << math.floor(math.log2(op.n_head))
+    if head < n:
+        return f32((2.0 ** (-op.alibi / n)) ** (head + 1))
+    return f32((2.0 ** (-op.alibi / 2 / n)) ** (2 * (head - n) + 1))
+
+
+# ---------------------------------------------------------------- recurrent layers
+
+
+def _convolve(p: ReferenceProgram, op: Convolve) -> None:
+    x, w = p.values[op.x], p.weight(op.weight)
+    n = w.shape[1]
+    out = np.empty_like(x)
+    for sequence in np.unique(p.batch.sequences):
+        rows = np.flatnonzero(p.batch.sequences == sequence)
+        state = p.state(op.state, int(sequence), int(p.batch.positions[rows[0]])).reshape(n - 1, -1)
+        line = np.concatenate([state, x[rows]])
+        out[rows] = sum(line[i : i + len(rows)] * w[:, i] for i in range(n))
+        state[...] = line[len(rows) :]
+    p.values[op.out] = out
+
+
+def _delta_net(p: ReferenceProgram, op: DeltaNet) -> None:
+    n = len(p.batch.tokens)
+    q, k = (p.values[x].reshape(n, op.n_k_head, -1) for x in (op.q, op.k))
+    v = p.values[op.v].reshape(n, op.n_v_head, -1)
+    heads = np.arange(op.n_v_head)
+    key = heads % op.n_k_head if op.tiled else heads // (op.n_v_head // op.n_k_head)
+    decay, beta = np.exp(p.values[op.g]), p.values[op.beta]
+    out = np.empty_like(v)
+    for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
+        s = p.state(op.state, int(sequence), int(position)).reshape(op.n_v_head, k.shape[2], v.shape[2])
+        s *= decay[t][:, None, None]
+        kt, qt = k[t, key], q[t, key] * f32(op.scale)
+        delta = (v[t] - np.einsum("hkv,hk->hv", s, kt)) * beta[t][:, None]
+        s += kt[:, :, None] * delta[:, None, :]
+        out[t] = np.einsum("hkv,hk->hv", s, qt)
+    p.values[op.out] = out.reshape(n, -1)
+
+
+def _observe(p: ReferenceProgram, op: Observe) -> None:
+    if p.backend.observer is not None:
+        p.backend.observer(op.of, p.values[op.x], None if op.ids is None else p.values[op.ids])
+
+
+RUN: dict[type[Op], Callable[[ReferenceProgram, Any], None]] = {
+    Embed: _embed,
+    SelectOutputs: _select_outputs,
+    Add: _add,
+    Scale: _scale,
+    ScaleByPosition: _scale_by_position,
+    MultiplyBy: _multiply_by,
+    Softcap: _softcap,
+    Clamp: _clamp,
+    Norm: _norm,
+    Glu: _glu,
+    Activate: _activate,
+    Take: _take,
+    Join: _join,
+    MulMat: _mul_mat,
+    MulMats: _mul_mats,
+    MulMatHeads: _mul_mat_heads,
+    UpGate: _up_gate,
+    Route: _route,
+    MulMatId: _mul_mat_id,
+    UpGateId: _up_gate_id,
+    Repeat: _repeat,
+    Combine: _combine,
+    RopeTable: _rope_table,
+    Rope: _rope,
+    CacheWrite: _cache_write,
+    Attention: _attention,
+    Convolve: _convolve,
+    DeltaNet: _delta_net,
+    Observe: _observe,
+}

@@ -1,0 +1,53 @@
+"""What a token costs: bytes of weights read and multiplications, counted on a graph's operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quantkit.model.ops import Attention, Embed, Graph, Matrix, MulMatId, Op, UpGateId
+
+#: Bytes of a cached key or value.
+KV_BYTES = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one token at some depth: bytes of weights and of cache that are read, and multiply-adds with weights."""
+
+    weight_bytes: float
+    cache_bytes: float
+    mul_adds: float
+
+    @property
+    def bytes(self) -> float:
+        return self.weight_bytes + self.cache_bytes
+
+
+def token_cost(graph: Graph, kv_type: str = "f16", depth: int = 0) -> Cost:
+    """Return what generating one token costs; of experts those a token uses count."""
+    weights = cache = mul_adds = 0.0
+    for op in graph.ops:
+        for matrix in op.matrices():
+            used, rows = _used(op), 1 if isinstance(op, Embed) else matrix.n_out
+            part = used * matrix.tensor.type.row_bytes(matrix.n_in) * rows
+            if len(matrix.tensor.shape) > 1 and not isinstance(op, Embed):
+                mul_adds += used * matrix.n_in * rows
+            weights += part
+        if isinstance(op, Attention):
+            seen = min(depth, op.window) if op.mask != "causal" else depth
+            cache += seen * (op.cache.k_width + op.cache.v_width) * KV_BYTES[kv_type]
+    return Cost(weights, cache, mul_adds)
+
+
+def _used(op: Op) -> int:
+    """Return how many of its matrices an operation uses for a token: of experts the chosen ones."""
+    if isinstance(op, MulMatId | UpGateId):
+        return op.out.per
+    matrices = [m for m in op.matrices() if len(m.tensor.shape) > 2]
+    return matrices[0].n_matrices if matrices else 1
+
+
+def matrices_of(ops: Iterable[Op]) -> list[Matrix]:
+    """Return every weight of operations once."""
+    return list(dict.fromkeys(m for op in ops for m in op.matrices()))

@@ -1,0 +1,261 @@
+"""A model that can be run: ``load`` opens it, ``Model.forward`` gives logits, ``Session`` keeps sequences going.
+
+load -> graph (graph.py) -> fused (fusion.py) -> placed and cut (placement.py) -> one program a segment (backends/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import FormatError, RecipeError
+from quantkit.formats.gguf import GGUFFile, open_gguf
+from quantkit.helpers import available_cpus
+from quantkit.model.backends import Backend, Limits, Observer, Program
+from quantkit.model.backends.reference import Reference
+from quantkit.model.batch import Batch, Floats, Ints
+from quantkit.model.fusion import Decision, Fusion, fuse
+from quantkit.model.graph import build_graph
+from quantkit.model.hparams import HParams
+from quantkit.model.merged import MergedSource
+from quantkit.model.ops import Graph
+from quantkit.model.placement import Placement, Segment, cut, devices_of
+
+#: Is called with the index of a block's first output and its logits [k, n_vocab], valid during the call.
+Each = Callable[[int, Floats], None]
+
+
+def load(
+    path: str | Path,
+    *,
+    threads: int | None = None,
+    n_ctx: int | None = None,
+    n_ubatch: int = 512,
+    kv_type: str = "f16",
+    fusion: Fusion | None = None,
+    merge_up_gate: bool = False,
+    placement: Placement | None = None,
+    max_ram: int | None = None,
+    observer: Observer | None = None,
+) -> Model:
+    """Open a model to run it; its weights stay in the mapped file.
+
+    Args:
+        path: a GGUF file, or any shard of a split one.
+        threads: worker threads; all available CPUs without.
+        n_ctx: the context that rope factors are chosen for (some models have two sets); that of training without.
+        n_ubatch: tokens that go through the layers together.
+        kv_type: of keys and values in the cache: f32, f16 or q8_0.
+        fusion: which operations are fused; all without, none with an observer.
+        merge_up_gate: merge up and gate experts in memory while loading.
+        placement: which tensors lie on which device; all on the CPU without.
+        max_ram: bytes of weights to keep in memory; without, the system decides.
+        observer: sees the input of every multiplication.
+
+    Raises:
+        FormatError: the file is broken, or lacks what its architecture needs.
+        TypeNotSupported: the architecture or a tensor's type cannot be run.
+        ResourceError: a device is not there.
+    """
+    return Model(
+        path,
+        threads=threads or available_cpus(),
+        n_ctx=n_ctx or 0,
+        n_ubatch=n_ubatch,
+        kv_type=kv_type,
+        fusion=fusion or (Fusion() if observer is None else Fusion.none()),
+        merge_up_gate=merge_up_gate,
+        placement=placement or Placement(),
+        max_ram=max_ram,
+        observer=observer,
+    )
+
+
+class Model:
+    """An open model. Made by ``load``; closes its file as a context manager."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        threads: int,
+        n_ctx: int,
+        n_ubatch: int,
+        kv_type: str,
+        fusion: Fusion,
+        merge_up_gate: bool,
+        placement: Placement,
+        max_ram: int | None,
+        observer: Observer | None,
+    ) -> None:
+        if observer is not None and fusion != Fusion.none():
+            raise RecipeError("a run that observes activations has no fused operations: leave the fusion switches away")
+        if n_ubatch < 1:
+            raise RecipeError(f"a batch of {n_ubatch} tokens: give at least 1")
+        self.path = Path(path)
+        opened = open_gguf(path)
+        self.source: GGUFFile = MergedSource(opened) if merge_up_gate else opened  # type: ignore[assignment]
+        self.threads, self.n_ubatch, self.kv_type, self.max_ram = threads, n_ubatch, kv_type, max_ram
+        self.observer = observer
+        self.h = HParams(self.source)
+        self.arch = self.h.arch
+        self.n_embd, self.n_layer, self.n_ctx_train = self.h.n_embd, self.h.n_layer, self.h.n_ctx_train
+        graph = build_graph(self.source, n_ctx)
+        self.n_vocab = graph.logits.width
+        self._backends: dict[str, Backend] = {}
+        placement.check(available_devices())
+        before = devices_of(graph, placement, self.n_layer)
+        self.graph: Graph
+        self.decisions: tuple[Decision, ...]
+        self.graph, self.decisions = fuse(graph, fusion, lambda op: before[id(op)])
+        self.segments: list[Segment] = cut(self.graph, devices_of(self.graph, placement, self.n_layer))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; sessions must not be used after it."""
+        self.source.close()
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer in the file; FormatError if it has none."""
+        from quantkit.formats.tokenizer import Tokenizer
+
+        return Tokenizer.from_gguf(self.source)
+
+    def forward(self, tokens: Sequence[int] | Ints) -> Floats:
+        """Return the logits after each token, float32 [n, n_vocab], of a fresh sequence: positions from 0."""
+        ids = np.asarray(tokens, np.int32)
+        logits = self.session(max(len(ids), 1)).decode(ids)
+        assert logits is not None
+        return logits
+
+    def session(self, n_ctx: int, n_seq: int = 1, kv_type: str | None = None) -> Session:
+        """Return a session of ``n_seq`` sequences of up to ``n_ctx`` tokens each."""
+        return Session(self, Limits(n_ctx, n_seq, min(self.n_ubatch, n_ctx * n_seq), kv_type or self.kv_type))
+
+    def backend(self, device: str) -> Backend:
+        """Return the backend of a device."""
+        if device not in self._backends:
+            self._backends[device] = self._make_backend(device)
+        return self._backends[device]
+
+    def _make_backend(self, device: str) -> Backend:
+        if device == "REFERENCE":
+            return Reference(self.source, self.observer)
+        from quantkit.model.backends.cpu import CPUBackend
+
+        return CPUBackend(self.source, self.threads, max_ram=self.max_ram, observer=self.observer)
+
+
+def available_devices() -> tuple[str, ...]:
+    """Return the devices that -ot can name. REFERENCE is the numpy backend: slow, and the measure of the others."""
+    return ("CPU", "REFERENCE")
+
+
+class Session:
+    """Sequences in the making: every ``decode`` goes on where the last one ended."""
+
+    def __init__(self, model: Model, limits: Limits) -> None:
+        self.model, self.limits = model, limits
+        self.lengths = np.zeros(limits.n_seq, np.int64)
+        self._programs: list[Program] = [
+            model.backend(segment.device).compile(segment.ops, limits, segment.leaves) for segment in model.segments
+        ]
+        self._maker = {
+            value: program
+            for segment, program in zip(model.segments, self._programs, strict=True)
+            for value in segment.leaves
+        }
+
+    def clear(self, sequence: int | None = None) -> None:
+        """Forget a sequence, or all of them."""
+        self.lengths[slice(None) if sequence is None else sequence] = 0
+        for program in self._programs:
+            program.clear(sequence)
+
+    def rewind(self, sequence: int, length: int) -> bool:
+        """Shorten a sequence to its first ``length`` tokens; False, and nothing done, if a layer cannot go back."""
+        if self.model.graph.states and length:
+            return False
+        if not length:
+            self.clear(sequence)
+        self.lengths[sequence] = min(length, self.lengths[sequence])
+        return True
+
+    def decode(
+        self,
+        tokens: Sequence[int] | Ints,
+        sequences: int | Ints = 0,
+        outputs: npt.NDArray[np.bool_] | None = None,
+        each: Each | None = None,
+    ) -> Floats | None:
+        """Append tokens to their sequences and return logits.
+
+        Args:
+            tokens: int32 [n], ids below n_vocab.
+            sequences: int32 [n], which sequence each token belongs to, or one for all.
+            outputs: bool [n], after which tokens logits are wanted; all without.
+            each: gets the logits in blocks, in order, and nothing is kept.
+
+        Returns:
+            float32 [n_out, n_vocab] in the order of the outputs; None with ``each``.
+
+        Raises:
+            FormatError: a token or sequence that does not exist, or a sequence beyond n_ctx.
+        """
+        ids = np.asarray(tokens, np.int32).reshape(-1)
+        of = np.broadcast_to(np.asarray(sequences, np.int32), ids.shape).astype(np.int32)
+        wanted = np.ones(len(ids), bool) if outputs is None else np.asarray(outputs, bool)
+        positions = self._positions(ids, of)
+        kept = None if each is not None else np.empty((int(wanted.sum()), self.model.n_vocab), np.float32)
+        done = 0
+        for start in range(0, len(ids), self.limits.n_ubatch):
+            part = slice(start, start + self.limits.n_ubatch)
+            rows = np.flatnonzero(wanted[part]).astype(np.int32)
+            logits = self._step(Batch(ids[part], positions[part], of[part], rows))
+            if kept is not None:
+                kept[done : done + len(rows)] = logits
+            elif each is not None and len(rows):
+                each(done, logits)
+            done += len(rows)
+        return kept
+
+    def _positions(self, ids: Ints, of: Ints) -> Ints:
+        """Return every token's position, and count it in."""
+        limits = self.limits
+        if len(ids) and (ids.min() < 0 or ids.max() >= self.model.n_vocab):
+            bad = int(ids[(ids < 0) | (ids >= self.model.n_vocab)][0])
+            raise FormatError(f"there is no token {bad}: {self.model.path} has {self.model.n_vocab}, from 0")
+        if len(of) and (of.min() < 0 or of.max() >= limits.n_seq):
+            raise FormatError(f"there is no sequence {int(of.max())}: this session has {limits.n_seq}, from 0")
+        positions = np.empty(len(ids), np.int32)
+        for sequence in np.unique(of):
+            rows = np.flatnonzero(of == sequence)
+            length = int(self.lengths[sequence])
+            if length + len(rows) > limits.n_ctx:
+                raise FormatError(
+                    f"sequence {sequence} would have {length + len(rows)} tokens, more than {limits.n_ctx}"
+                )
+            positions[rows] = np.arange(length, length + len(rows))
+            self.lengths[sequence] += len(rows)
+        return positions
+
+    def _step(self, batch: Batch) -> Floats:
+        for segment, program in zip(self.model.segments, self._programs, strict=True):
+            for value in segment.takes:
+                program.write(value, self._maker[value].read(value))
+            program.run(batch)
+        logits = self.model.graph.logits
+        result: Floats = self._maker[logits].read(logits)
+        return result

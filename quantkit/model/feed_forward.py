@@ -1,0 +1,146 @@
+"""Feed-forward layers: dense, shared experts, and mixtures of experts with their routers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quantkit.errors import FormatError
+from quantkit.model.builder import Builder
+from quantkit.model.ops import (
+    Activate,
+    Activation,
+    Combine,
+    Glu,
+    MulMatId,
+    MultiplyBy,
+    Repeat,
+    Route,
+    Routing,
+    Value,
+)
+
+#: expert_gating_func of the metadata.
+GATING: Mapping[int, str] = {1: "softmax", 2: "sigmoid", 3: "softmax_weight"}
+
+
+def feed_forward(b: Builder, x: Value) -> Value:
+    if not b.has("ffn_gate_inp.weight"):
+        return dense(b, x, "ffn_gate", "ffn_up", "ffn_down", "ffn")
+    routed = experts(b, x)
+    if not b.has("ffn_up_shexp.weight"):
+        return routed
+    shared = dense(b, x, "ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp", "shexp")
+    if b.has("ffn_gate_inp_shexp.weight"):
+        gate = b.mul_mat(x, "ffn_gate_inp_shexp")
+        y = b.value("shexp_gated", shared.width, shared)
+        b.add(Glu(out=y, gate=gate, up=shared, activation=Activation("sigmoid")))
+        shared = y
+    return b.sum(routed, shared, "ffn_sum")
+
+
+def _activation(b: Builder, part: str) -> Activation:
+    limit = 0.0
+    if b.arch.clamps:
+        key = "swiglu_clamp_exp" if part == "exps" else "swiglu_clamp_shexp"
+        limit = b.h.layer_float(key, b.layer, 0.0)
+    return Activation(b.arch.activation, act_limit=limit, up_limit=limit)
+
+
+def dense(b: Builder, x: Value, gate: str, up: str, down: str, part: str) -> Value:
+    """A feed-forward layer: gate and up, activation, down; or up alone, or both in one tensor."""
+    ups = _dense_mul_mat(b, x, up, part)
+    activation = _activation(b, part)
+    if b.has(f"{gate}.weight"):
+        gates = _dense_mul_mat(b, x, gate, part)
+        hidden = b.value(f"{part}_hidden", ups.width, x)
+        b.add(Glu(out=hidden, gate=gates, up=ups, activation=activation))
+    elif b.arch.glu_in_up:
+        hidden = b.value(f"{part}_hidden", ups.width // 2, x)
+        b.add(Glu(out=hidden, gate=ups, up=None, activation=activation))
+    else:
+        hidden = b.value(f"{part}_hidden", ups.width, x)
+        b.add(Activate(out=hidden, x=ups, activation=activation))
+    return _dense_mul_mat(b, hidden, down, part)
+
+
+def _dense_mul_mat(b: Builder, x: Value, name: str, part: str) -> Value:
+    """Of a feed-forward layer ``.scale`` multiplies the bias, too (elsewhere the bias is added after it)."""
+    scaled = part in b.arch.tensor_scales and b.has(f"{name}.scale")
+    if not (scaled and b.has(f"{name}.bias")):
+        return b.mul_mat(x, name, scale=scaled)
+    plain = b.mul_mat(x, name, scale=False)
+    y = b.value(f"{name}_scaled", plain.width, x)
+    b.add(MultiplyBy(out=y, x=plain, vector=b.matrix(f"{name}.scale")))
+    return y
+
+
+def routing(b: Builder) -> Routing:
+    """Return how the current layer's router chooses, by its row or the metadata; FormatError if neither says."""
+    h, moe = b.h, b.arch.moe
+    gating = moe.gating or _gating(b)
+    if gating is None:
+        raise FormatError(
+            f"{b.source.paths[0]}: {h.arch}.expert_gating_func is {h.get('expert_gating_func', 'missing')}; it must be "
+            "1 (softmax), 2 (sigmoid) or 3 (softmax of the chosen)"
+        )
+    return Routing(
+        n_expert=h.n_expert,
+        n_used=h.layer_int("expert_used_count", b.layer),
+        gating=gating,
+        norm=h.flag("expert_weights_norm") if moe.norm is None else moe.norm,
+        scale=h.float("expert_weights_scale", 0.0) if moe.scaled else 0.0,
+        n_group=max(h.int("expert_group_count", 0), 1),
+        n_group_used=max(h.int("expert_group_used_count", 0), 1),
+    )
+
+
+def _gating(b: Builder) -> str | None:
+    given = b.h.int("expert_gating_func", 0)
+    if given:
+        return GATING.get(given)
+    size = (b.h.n_layer, b.source.tensors["token_embd.weight"].shape[1])
+    return "sigmoid" if size in b.arch.moe.sigmoid_sizes else b.arch.moe.default_gating
+
+
+def experts(b: Builder, x: Value) -> Value:
+    """A mixture of experts: the router's choice, up and gate, activation, down, the weighted sum."""
+    r = routing(b)
+    logits = b.mul_mat(x, "ffn_gate_inp")
+    ids = Value(f"{b.layer}.experts", r.n_used, 1, x.outputs, True)
+    weights = b.value("expert_weights", r.n_used, x)
+    b.add(Route(ids=ids, weights=weights, logits=logits, bias=b.maybe("exp_probs_b.bias"), routing=r))
+    if b.arch.moe.weight_before:
+        weighted = b.value("weighted", x.width, x, r.n_used)
+        b.add(Repeat(out=weighted, x=x, weights=weights))
+        x = weighted
+    hidden = _expert_hidden(b, x, ids, r.n_used)
+    down = mul_mat_id(b, hidden, ids, "ffn_down_exps", r.n_used)
+    out = b.value("ffn_moe", down.width, x)
+    b.add(Combine(out=out, x=down, weights=None if b.arch.moe.weight_before else weights))
+    return out
+
+
+def mul_mat_id(b: Builder, x: Value, ids: Value, name: str, n_used: int, rows: tuple[int, int] | None = None) -> Value:
+    """Multiply by the chosen experts' matrices, with their biases and scales if the file has them."""
+    weight = b.matrix(f"{name}.weight", rows)
+    scale = b.maybe(f"{name}.scale") if "exps" in b.arch.tensor_scales else None
+    out = b.value(name, weight.n_out, ids, n_used)
+    b.add(MulMatId(out=out, x=x, ids=ids, weight=weight, bias=b.maybe(f"{name}.bias"), scale=scale))
+    return out
+
+
+def _expert_hidden(b: Builder, x: Value, ids: Value, n_used: int) -> Value:
+    activation = _activation(b, "exps")
+    if b.has("ffn_gate_up_exps.weight"):
+        both = mul_mat_id(b, x, ids, "ffn_gate_up_exps", n_used)
+        hidden = b.value("exps_hidden", both.width // 2, ids, n_used)
+        b.add(Glu(out=hidden, gate=both, up=None, activation=activation))
+        return hidden
+    up = mul_mat_id(b, x, ids, "ffn_up_exps", n_used)
+    hidden = b.value("exps_hidden", up.width, ids, n_used)
+    if b.has("ffn_gate_exps.weight"):
+        gate = mul_mat_id(b, x, ids, "ffn_gate_exps", n_used)
+        b.add(Glu(out=hidden, gate=gate, up=up, activation=activation))
+    else:
+        b.add(Activate(out=hidden, x=up, activation=activation))
+    return hidden

@@ -1,0 +1,183 @@
+"""Which operations are fused, decided in one place, with a reason for each.
+
+``fuse`` rewrites a graph's list: gate, up and activation become one operation (dense layers, shared experts, experts,
+merged or not), and matrices that read the same value become one pass (q, k and v). A run that observes activations has
+none: fused operations do not show what they would have to show. Nothing else in the engine decides about fusion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from quantkit.model.ops import Glu, Graph, Matrix, MulMat, MulMatId, MulMats, Op, UpGate, UpGateId, Value
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """The switches: ``up_gate`` of dense layers, ``moe``, ``qkv``."""
+
+    up_gate: bool = True
+    moe: bool = True
+    qkv: bool = True
+
+    @staticmethod
+    def none() -> Fusion:
+        """Return all switches off."""
+        return Fusion(False, False, False)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided about one place: kind (``up_gate``, ``moe``, ``qkv``), its layer, and why not if not."""
+
+    kind: str
+    layer: int
+    fused: bool
+    reason: str = ""
+
+
+#: Tells on which device an operation runs; only operations of one device are fused.
+DeviceOf = Callable[[Op], str]
+
+
+def fuse(graph: Graph, fusion: Fusion, device_of: DeviceOf = lambda op: "CPU") -> tuple[Graph, tuple[Decision, ...]]:
+    """Return the graph with all fusions that the switches, types and devices allow, and every decision."""
+    decisions: list[Decision] = []
+    ops = _fuse_gates(list(graph.ops), fusion, device_of, decisions)
+    ops = _fuse_same_input(ops, fusion, device_of, decisions)
+    return replace(graph, ops=tuple(ops)), tuple(decisions)
+
+
+def summary(decisions: Sequence[Decision]) -> list[str]:
+    """Return a line for each kind: how many layers are fused, and why the others are not."""
+    lines = []
+    for kind, name in (("up_gate", "up+gate"), ("moe", "MoE up+gate"), ("qkv", "q/k/v")):
+        of = [d for d in decisions if d.kind == kind]
+        if not of:
+            continue
+        reasons: dict[str, int] = {}
+        for d in of:
+            if not d.fused:
+                reasons[d.reason] = reasons.get(d.reason, 0) + 1
+        why = "; ".join(f"{n} not: {reason}" for reason, n in reasons.items())
+        lines.append(f"fused {name}: {sum(d.fused for d in of)} of {len(of)}{f' ({why})' if why else ''}")
+    return lines
+
+
+def _fuse_gates(ops: list[Op], fusion: Fusion, device_of: DeviceOf, decisions: list[Decision]) -> list[Op]:
+    made_by = {value: op for op in ops for value in op.outputs()}
+    readers: dict[Value, int] = {}
+    for op in ops:
+        for value in op.inputs():
+            readers[value] = readers.get(value, 0) + 1
+    gone: set[int] = set()
+    fused: dict[int, Op] = {}
+    for op in ops:
+        if not isinstance(op, Glu):
+            continue
+        parts = [made_by.get(v) for v in (op.gate, op.up) if v is not None]
+        kind = _kind(parts)
+        if kind is None:
+            continue
+        on = fusion.moe if kind == "moe" else fusion.up_gate
+        reason = "switched off" if not on else _hindrance(op, parts, readers, device_of)
+        decisions.append(Decision(kind, op.layer, not reason, reason))
+        if not reason:
+            fused[id(op)] = _one(op, parts)
+            gone.update(id(part) for part in parts)
+    return [fused.get(id(op), op) for op in ops if id(op) not in gone]
+
+
+def _kind(parts: Sequence[Op | None]) -> str | None:
+    if all(isinstance(part, MulMatId) for part in parts):
+        return "moe"
+    # Dense tensors that hold gate and up in one are one multiplication already.
+    return "up_gate" if len(parts) == 2 and all(isinstance(part, MulMat) for part in parts) else None
+
+
+def _hindrance(glu: Glu, parts: Sequence[Op | None], readers: Mapping[Value, int], device_of: DeviceOf) -> str:
+    """Return why these cannot be one operation; empty if they can."""
+    made = [part for part in parts if isinstance(part, MulMat | MulMatId)]
+    if len({(part.x, getattr(part, "ids", None)) for part in made}) > 1:
+        return "gate and up read different inputs"
+    if any(readers[part.out] > 1 for part in made):
+        return "gate or up is read elsewhere, too"
+    types = [part.weight.tensor.type.name for part in made]
+    if len(set(types)) > 1:
+        return f"gate is {types[0]}, up {types[1]}"
+    if len(made) == 2 and made[0].weight.n_out != made[1].weight.n_out:
+        return "gate and up differ in size"
+    devices = {device_of(part) for part in made} | {device_of(glu)}
+    if len(devices) > 1:
+        return f"gate and up lie on {' and '.join(sorted(devices))}"
+    return ""
+
+
+def _one(glu: Glu, parts: Sequence[Op | None]) -> Op:
+    made = [part for part in parts if isinstance(part, MulMat | MulMatId)]
+    gate, up = made[0], made[-1]
+    gate_weight, up_weight = gate.weight, up.weight
+    gate_bias, up_bias = gate.bias, up.bias
+    if len(made) == 1:
+        half = gate.weight.n_out // 2
+        gate_weight = Matrix(gate.weight.tensor, (0, half))
+        up_weight = Matrix(gate.weight.tensor, (half, 2 * half))
+        if gate.bias is not None:
+            gate_bias = Matrix(gate.bias.tensor, columns=(0, half))
+            up_bias = Matrix(gate.bias.tensor, columns=(half, 2 * half))
+    common = {
+        "layer": glu.layer,
+        "out": glu.out,
+        "x": gate.x,
+        "gate": gate_weight,
+        "up": up_weight,
+        "gate_bias": gate_bias,
+        "up_bias": up_bias,
+        "gate_scale": gate.scale,
+        "up_scale": up.scale,
+        "activation": glu.activation,
+    }
+    if isinstance(gate, MulMatId):
+        return UpGateId(ids=gate.ids, **common)  # type: ignore[arg-type]
+    return UpGate(**common)  # type: ignore[arg-type]
+
+
+def _fuse_same_input(ops: list[Op], fusion: Fusion, device_of: DeviceOf, decisions: list[Decision]) -> list[Op]:
+    """Join neighbouring multiplications of one value into one operation."""
+    out: list[Op] = []
+    at = 0
+    while at < len(ops):
+        run = _run_of_one_input(ops, at)
+        if len(run) < 2:
+            out.append(ops[at])
+            at += 1
+            continue
+        devices = {device_of(op) for op in run}
+        reason = "" if fusion.qkv else "switched off"
+        if not reason and len(devices) > 1:
+            reason = f"its matrices lie on {' and '.join(sorted(devices))}"
+        decisions.append(Decision("qkv", run[0].layer, not reason, reason))
+        out += run if reason else [_together(run)]
+        at += len(run)
+    return out
+
+
+def _run_of_one_input(ops: Sequence[Op], at: int) -> list[MulMat]:
+    run: list[MulMat] = []
+    for op in ops[at:]:
+        if not isinstance(op, MulMat) or (run and op.x is not run[0].x):
+            break
+        run.append(op)
+    return run
+
+
+def _together(run: Sequence[MulMat]) -> MulMats:
+    return MulMats(
+        layer=run[0].layer,
+        outs=tuple(op.out for op in run),
+        x=run[0].x,
+        weights=tuple(op.weight for op in run),
+        biases=tuple(op.bias for op in run),
+        scales=tuple(op.scale for op in run),
+    )

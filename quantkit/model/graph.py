@@ -1,0 +1,121 @@
+"""One forward pass, written once: a model's tensors and its architecture's row become a list of operations.
+
+``build_graph`` walks the layers; a layer asks its tensors for what there is (biases, norms, experts, a shared expert)
+and the row of arch.py for what tensors cannot say. The blocks of a layer lie in attention.py, mla.py, delta_net.py
+and feed_forward.py; attention blocks are entered in ATTENTION. No backend is known here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from quantkit.formats.gguf import GGUFFile
+from quantkit.model.attention import gqa
+from quantkit.model.builder import Builder
+from quantkit.model.delta_net import delta_nets
+from quantkit.model.feed_forward import feed_forward
+from quantkit.model.mla import mla, mla_plain, unscaled
+from quantkit.model.ops import (
+    Embed,
+    Graph,
+    Softcap,
+    Value,
+)
+
+#: The blocks an attention layer can be.
+ATTENTION: Mapping[str, Callable[[Builder, Value], Value]] = {
+    "gqa": gqa,
+    "unscaled": unscaled,
+    "mla": mla,
+    "mla_plain": mla_plain,
+    "delta_nets": delta_nets,
+}
+
+
+def build_graph(source: GGUFFile, n_ctx: int = 0) -> Graph:
+    """Return the forward pass of a model.
+
+    Args:
+        source: the opened model; its tensors' data are not read.
+        n_ctx: tokens a sequence can have; some models choose their rope factors by it (0: those of training).
+
+    Raises:
+        TypeNotSupported: the architecture, or a part of this model, is not known here.
+        FormatError: a tensor or key that the model needs is missing.
+    """
+    b = Builder(source, n_ctx)
+    x = b.value("embeddings", b.h.n_embd)
+    b.add(Embed(out=x, weight=b.matrix("token_embd.weight"), scale=_embed_scale(b)))
+    for layer in range(b.h.n_layer):
+        b.layer = layer
+        x = _layer(b, x)
+    b.layer = b.h.n_layer
+    x = b.norm(x, "output_norm")
+    logits = b.mul_mat(x, "output" if b.has("output.weight") else "token_embd", out="logits", of="output")
+    logits = _logits(b, logits)
+    b.check_all_used()
+    return Graph(tuple(b.ops), logits, tuple(b.caches), tuple(b.states))
+
+
+# ---------------------------------------------------------------- beginning and end
+
+
+def _embed_scale(b: Builder) -> float:
+    if b.arch.embed_sqrt:
+        return math.sqrt(b.h.n_embd)
+    if b.arch.fixed_scales:
+        return b.arch.fixed_scales.embed
+    return (b.h.float("embedding_scale", 0.0) if b.arch.scales else 0.0) or 1.0
+
+
+def _logits(b: Builder, logits: Value) -> Value:
+    scale = b.h.float("logit_scale", 0.0) if b.arch.logit_scale else 0.0
+    if scale:
+        logits = b.scaled(logits, scale if b.arch.logit_scale == "multiply" else 1.0 / scale)
+    if b.arch.fixed_scales:
+        logits = b.scaled(logits, b.arch.fixed_scales.width / b.h.n_embd)
+    cap = 0.0
+    if b.arch.final_softcap is not None:
+        cap = b.h.float("final_logit_softcapping", b.arch.final_softcap)
+    if not cap:
+        return logits
+    capped = Value("logits_capped", logits.width, 1, logits.outputs)
+    b.add(Softcap(out=capped, x=logits, cap=cap))
+    return capped
+
+
+# ---------------------------------------------------------------- a layer
+
+
+def _layer(b: Builder, x: Value) -> Value:
+    normed = b.norm(x, "attn_norm") if b.has("attn_norm.weight") else x
+    attended = ATTENTION[b.arch.attention](b, normed)
+    if b.layer == b.h.n_layer - 1:
+        attended, x, normed = b.selected(attended), b.selected(x), b.selected(normed)
+    own_ffn_norm = b.has("ffn_norm.weight")
+    if not b.arch.ffn_norm_is_post_attention:
+        attended = _post_norm(b, attended, "post_attention_norm")
+    attended = b.scaled(attended, _residual_scale(b))
+    if b.arch.parallel and not own_ffn_norm:
+        fed = feed_forward(b, normed)
+        return b.sum(b.sum(fed, x, "ffn_residual"), attended, "layer_out")
+    middle = b.sum(attended, x, "attn_residual")
+    if own_ffn_norm:
+        ready = b.norm(middle, "ffn_norm")
+    elif b.arch.ffn_norm_is_post_attention:
+        ready = b.norm(middle, "post_attention_norm")
+    else:
+        ready = middle
+    fed = _post_norm(b, feed_forward(b, ready), "post_ffw_norm")
+    return b.sum(b.scaled(fed, _residual_scale(b)), middle, "layer_out")
+
+
+def _post_norm(b: Builder, x: Value, name: str) -> Value:
+    return b.norm(x, name) if b.has(f"{name}.weight") else x
+
+
+def _residual_scale(b: Builder) -> float:
+    if b.arch.fixed_scales:
+        return b.arch.fixed_scales.depth / math.sqrt(b.h.n_layer)
+    return (b.h.float("residual_scale", 0.0) if b.arch.scales else 0.0) or 1.0

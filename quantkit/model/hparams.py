@@ -1,0 +1,109 @@
+"""A model's hyperparameters, read from its metadata under the names they have there.
+
+Keys are given without the architecture's prefix: ``h.int("block_count")``. A default stands only where llama.cpp has
+one; a key that is needed and missing is an error that names it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from quantkit.errors import FormatError
+from quantkit.formats.gguf import GGUFFile
+
+_NEEDED = object()
+
+#: The methods below are called like these types.
+Integer: TypeAlias = int
+Real: TypeAlias = float
+
+
+class HParams:
+    """Typed access to ``<architecture>.*``; all dimensions in ggml's words."""
+
+    def __init__(self, source: GGUFFile) -> None:
+        self.source = source
+        self.arch = str(source.get("general.architecture", ""))
+        self.n_layer = self.int("block_count") - self.int("nextn_predict_layers", 0)
+        self.n_embd = self.int("embedding_length")
+        self.n_ctx_train = self.int("context_length")
+        self.n_head = self.int("attention.head_count")
+        width = self.n_embd // max(self.n_head, 1)
+        self.head_k = self.int("attention.key_length", 0) or width
+        self.head_v = self.int("attention.value_length", 0) or width
+        self.n_expert = self.int("expert_count", 0)
+
+    def get(self, key: str, default: Any = _NEEDED) -> Any:
+        """Return the value of a key; FormatError if it is missing and has no default."""
+        value = self.source.get(f"{self.arch}.{key}", None)
+        if value is not None:
+            return value
+        if default is _NEEDED:
+            raise FormatError(
+                f"{self.source.paths[0]}: there is no {self.arch}.{key}, which a model of the architecture {self.arch} "
+                "needs; convert the model again, or add the key"
+            )
+        return default
+
+    def int(self, key: str, default: Any = _NEEDED) -> Integer:
+        """Return an integer; of an array the first element."""
+        value = self.get(key, default)
+        return Integer(value[0]) if isinstance(value, Sequence) and not isinstance(value, str) else Integer(value)
+
+    def float(self, key: str, default: Any = _NEEDED) -> Real:
+        """Return a float32's value."""
+        return Real(self.get(key, default))
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Return a truth value."""
+        return bool(self.get(key, default))
+
+    def layer_int(self, key: str, layer: Integer, default: Any = _NEEDED) -> Integer:
+        """Return an integer that may be an array with one element a layer."""
+        value = self.get(key, default)
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            if layer >= len(value):
+                raise FormatError(
+                    f"{self.source.paths[0]}: {self.arch}.{key} has {len(value)} elements, none for layer {layer}"
+                )
+            return Integer(value[layer])
+        return Integer(value)
+
+    def layer_float(self, key: str, layer: Integer, default: Any = _NEEDED) -> Real:
+        """Return a float that may be an array with one element a layer."""
+        value = self.get(key, default)
+        return Real(value[layer]) if isinstance(value, Sequence) else Real(value)
+
+    @property
+    def eps(self) -> Real:
+        """The epsilon of norms, whichever kind the model has."""
+        return self.float("attention.layer_norm_rms_epsilon", 0.0) or self.float("attention.layer_norm_epsilon", 0.0)
+
+    @property
+    def rope_scaling(self) -> str:
+        return str(self.get("rope.scaling.type", "linear"))
+
+    @property
+    def freq_scale(self) -> Real:
+        """The inverse of the scaling factor; 1 without."""
+        factor = self.float("rope.scaling.factor", 0.0) or self.float("rope.scale_linear", 0.0)
+        return 1.0 if not factor or self.rope_scaling == "none" else 1.0 / factor
+
+    @property
+    def n_ctx_orig(self) -> Integer:
+        return self.int("rope.scaling.original_context_length", 0) or self.n_ctx_train
+
+    def yarn_attn_factor(self, log_mul: Real = 0.0, mscale: Real = 1.0) -> Real:
+        """Return what cos and sin are multiplied by, as llama_context computes it for yarn."""
+        attn = 1.0
+        if self.rope_scaling == "yarn":
+            factor = 1.0 / self.freq_scale
+
+            def scaled(m: Real) -> Real:
+                return 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
+
+            attn = scaled(mscale) / scaled(log_mul) if log_mul else scaled(1.0)
+            attn /= 1.0 + 0.1 * math.log(factor)
+        return attn * self.float("rope.scaling.attn_factor", 1.0)

@@ -1,0 +1,132 @@
+"""Where every operation runs: ``-ngl`` and ``-ot`` become a device for each, and the list is cut into segments.
+
+A tensor lies where the first ``-ot`` rule that matches its name says, else where its layer lies: the last ``-ngl``
+layers (the output counts as one) on the first accelerator, the rest on the CPU. An operation runs where its weights
+lie; one without weights where its first input was made, so that values travel only when they must; attention and
+recurrent layers, which own memory, run where their layer lies.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quantkit.errors import RecipeError, ResourceError
+from quantkit.model.ops import (
+    Attention,
+    CacheWrite,
+    Convolve,
+    DeltaNet,
+    Graph,
+    MultiplyBy,
+    Op,
+    RopeTable,
+    Route,
+    Value,
+)
+
+#: Operations that own memory of a layer.
+_OWNERS = (Attention, CacheWrite, Convolve, DeltaNet)
+
+#: Operations whose weights are so small that they go with their input.
+_LIGHT = (MultiplyBy, RopeTable, Route)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``gpu_layers`` of the model on ``accelerator``; ``rules``: (regular expression, device), first match."""
+
+    gpu_layers: int = 0
+    rules: tuple[tuple[str, str], ...] = ()
+    accelerator: str = "CUDA0"
+
+    def check(self, available: Sequence[str]) -> None:
+        """Raise ResourceError if a device is asked for that is not there."""
+        wanted = {device for _, device in self.rules} | ({self.accelerator} if self.gpu_layers else set())
+        missing = sorted(wanted - set(available))
+        if missing:
+            raise ResourceError(
+                f"there is no device {', '.join(missing)} here; there are: {', '.join(available)}. Leave -ngl and -ot "
+                "away, or name one of these"
+            )
+
+    def of_tensor(self, name: str, layer: int, n_layer: int) -> str:
+        """Return the device of a tensor of a layer."""
+        for pattern, device in self.rules:
+            if re.search(pattern, name):
+                return device
+        return self.of_layer(layer, n_layer)
+
+    def of_layer(self, layer: int, n_layer: int) -> str:
+        """Return the device of a layer; n_layer is the output, -1 the embeddings."""
+        return self.accelerator if layer >= 0 and layer >= n_layer + 1 - self.gpu_layers else "CPU"
+
+
+def parse_rules(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Parse ``-ot`` values: ``regex=DEVICE``, several divided by commas. RecipeError for a bad one."""
+    rules = []
+    for text in texts:
+        for part in text.split(","):
+            pattern, equals, device = part.rpartition("=")
+            if not equals or not pattern or not device:
+                raise RecipeError(f"-ot {part}: give REGEX=DEVICE, such as '_exps=CPU'")
+            try:
+                re.compile(pattern)
+            except re.error as e:
+                raise RecipeError(f"-ot {part}: {pattern} is no regular expression: {e}") from None
+            rules.append((pattern, device.upper()))
+    return tuple(rules)
+
+
+def devices_of(graph: Graph, placement: Placement, n_layer: int) -> dict[int, str]:
+    """Return the device of every operation, by its identity."""
+    made_on: dict[Value, str] = {}
+    device: dict[int, str] = {}
+    for op in graph.ops:
+        matrices = op.matrices()
+        inputs = op.inputs()
+        if isinstance(op, _OWNERS):
+            where = placement.of_layer(op.layer, n_layer)
+        elif matrices and not isinstance(op, _LIGHT):
+            where = placement.of_tensor(matrices[0].tensor.name, op.layer, n_layer)
+        elif inputs and inputs[0] in made_on:
+            where = made_on[inputs[0]]
+        else:
+            where = placement.of_layer(op.layer, n_layer)
+        device[id(op)] = where
+        made_on.update(dict.fromkeys(op.outputs(), where))
+    return device
+
+
+@dataclass
+class Segment:
+    """Neighbouring operations of one device, and the values they take from, and leave to, other segments."""
+
+    device: str
+    ops: list[Op] = field(default_factory=list)
+    takes: list[Value] = field(default_factory=list)
+    leaves: list[Value] = field(default_factory=list)
+
+
+def cut(graph: Graph, device: dict[int, str]) -> list[Segment]:
+    """Cut a graph into segments, in order."""
+    segments: list[Segment] = []
+    made_in: dict[Value, Segment] = {}
+    for op in graph.ops:
+        where = device[id(op)]
+        if not segments or segments[-1].device != where:
+            segments.append(Segment(where))
+        here = segments[-1]
+        here.ops.append(op)
+        for value in op.inputs():
+            maker = made_in[value]
+            if maker is not here:
+                if value not in here.takes:
+                    here.takes.append(value)
+                if value not in maker.leaves:
+                    maker.leaves.append(value)
+        made_in.update(dict.fromkeys(op.outputs(), here))
+    if graph.logits not in made_in[graph.logits].leaves:
+        made_in[graph.logits].leaves.append(graph.logits)
+    return segments

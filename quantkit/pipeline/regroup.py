@@ -1,0 +1,224 @@
+"""A source whose up and gate experts are merged or taken apart: what merge-up-gate writes, and quantize reads.
+
+Nothing is moved yet: every tensor of the result names the rows of the source that it is made of, so that the verb
+copies them, and ``quantize --merge-up-gate`` encodes them, each from where it lies.
+
+What undoing needs, the order of the source's tensors and their shards, is kept under ``quantkit.merge.*`` keys, which
+the inverse removes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from quantkit.errors import RecipeError
+from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType
+from quantkit.pipeline.experts import Joined, Layer, find_layers, runtimes
+from quantkit.pipeline.facts import GATE, MERGED, UP
+from quantkit.pipeline.metadata import Metadata, prune_names
+from quantkit.pipeline.plan import Chosen
+from quantkit.pipeline.work import whole
+
+ORDER_KEY, SHARDS_KEY = "quantkit.merge.tensors", "quantkit.merge.shards"
+
+#: Decides about one layer, given its prefix and its tensors: experts.merge_layer or experts.split_layer.
+Decide = Callable[[str, Mapping[str, TensorInfo]], Layer | None]
+
+
+@dataclass(frozen=True)
+class Regrouped:
+    """The tensors of a source as they go into an output, in their order.
+
+    ``shards`` are theirs, ascending; None where all go to one file. ``changed`` are the layers whose experts were
+    merged or taken apart, ``refused`` those that were left alone, with the reason.
+    """
+
+    tensors: tuple[Chosen, ...]
+    shards: tuple[int, ...] | None
+    metadata: Metadata
+    changed: tuple[Layer, ...] = ()
+    refused: tuple[Layer, ...] = ()
+    arch: str = ""
+
+    @property
+    def loads_merged(self) -> dict[str, bool]:
+        """Which runtimes load merged experts of this architecture."""
+        return runtimes(self.arch)
+
+    @property
+    def loads(self) -> str:
+        """Which runtimes load merged experts of this architecture, in words."""
+        return ", ".join(f"{name}: {'yes' if loads else 'no'}" for name, loads in self.loads_merged.items())
+
+    def report(self, verb: str) -> list[str]:
+        """Return sentences about what is "merge"d or "split" on the way; none where nothing is."""
+        if not self.changed:
+            return []
+        layers = f"{len(self.changed)} layers ({layer_names(self.changed)})"
+        if verb == "split":
+            return [f"--split-up-gate takes up and gate experts of {layers} apart", *self.refusals()]
+        who = f"merged experts of {self.arch} load in: {self.loads}"
+        return [f"--merge-up-gate merges up and gate experts of {layers}", who, *self.refusals()]
+
+    def refusals(self) -> list[str]:
+        """Return a sentence for every reason why layers are left alone."""
+        by_reason: dict[str, list[Layer]] = {}
+        for layer in self.refused:
+            by_reason.setdefault(layer.refusal, []).append(layer)
+        return [f"{layer_names(layers)}: left alone: {reason}" for reason, layers in by_reason.items()]
+
+
+def as_it_is(source: GGUFFile, *, keep_split: bool) -> Regrouped:
+    """Return a source as it stands; with ``keep_split`` by shard and offset, as llama-quantize goes then."""
+    tensors = list(source.tensors.values())
+    keeps = keep_split and len(source.paths) > 1
+    if keeps:
+        tensors.sort(key=lambda tensor: (tensor.shard, tensor.offset))
+    shards = tuple(tensor.shard for tensor in tensors) if keeps else None
+    return Regrouped(tuple(map(_taken_over, tensors)), shards, Metadata(source.fields.values()))
+
+
+def regroup(
+    source: GGUFFile,
+    decide: Decide,
+    verb: str,
+    *,
+    keep_split: bool,
+    leave: Mapping[str, str] | None = None,
+) -> Regrouped:
+    """Merge the experts of a source or take them apart, as ``decide`` says layer by layer.
+
+    Args:
+        source: the model.
+        decide: says what is to become of a layer.
+        verb: "merge" or "split".
+        keep_split: keep the shards of a source that has several.
+        leave: layers to leave alone, by prefix, and why.
+
+    A file that was merged here gets its order of tensors and its shards back when it is split; then only what was
+    merged here is taken apart. Raises RecipeError when no layer changes, with the reasons.
+    """
+    layers = [layer for p, has in find_layers(source.tensors).items() if (layer := decide(p, has)) is not None]
+    layers = [replace(y, made=(), refusal=leave[y.prefix]) if leave and y.prefix in leave else y for y in layers]
+    changed = _only_recorded(source, [layer for layer in layers if not layer.refusal])
+    refused = [layer for layer in layers if layer.refusal]
+    if not changed:
+        raise RecipeError(_nothing_to_do(source, verb, refused))
+    tensors, shards, undone = _restore(source, _replace(source, changed))
+    metadata = Metadata(source.fields.values())
+    if undone:
+        metadata.remove(ORDER_KEY, SHARDS_KEY)
+    else:
+        _record(metadata, source)
+    if shards is None and keep_split and len(source.paths) > 1:
+        tensors.sort(key=_first_shard)
+        shards = [_first_shard(tensor) for tensor in tensors]
+    if shards is not None and len(set(shards)) == 1:
+        shards = None
+    arch = str(source.get("general.architecture", ""))
+    kept = None if shards is None else tuple(shards)
+    return Regrouped(tuple(tensors), kept, metadata, tuple(changed), tuple(refused), arch)
+
+
+def layer_names(layers: Sequence[Layer]) -> str:
+    """Return the names of layers in a few words: blk.0 .. blk.46, blk.48."""
+    runs: list[list[str]] = []
+    last: tuple[str, int] | None = None
+    for layer in layers:
+        name = layer.prefix.removesuffix(".")
+        stem, _, number = name.rpartition(".")
+        here = (stem, int(number)) if number.isdecimal() else None
+        if here is not None and last == (stem, here[1] - 1):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+        last = here
+    return ", ".join(f"{run[0]} .. {run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs)
+
+
+def prune_record(metadata: Metadata, prune: Sequence[int]) -> None:
+    """Make the record of a merge fit a model without the layers ``prune``, or drop it if it does not know them."""
+    order, shards = metadata.get(ORDER_KEY), metadata.get(SHARDS_KEY)
+    if order is None:
+        return
+    try:
+        renamed = prune_names(order.value, prune)
+    except (RecipeError, TypeError):  # of another model, or no list of names
+        metadata.remove(ORDER_KEY, SHARDS_KEY)
+        return
+    kept = [i for i, name in enumerate(order.value) if name in renamed]
+    names = [renamed[order.value[i]] for i in kept]
+    metadata.replace(Field.of(ORDER_KEY, names, ValueType.ARRAY, ValueType.STRING))
+    if shards is not None and shards.item_type is not None and shards.count == order.count:
+        metadata.replace(Field.of(SHARDS_KEY, [shards.value[i] for i in kept], ValueType.ARRAY, ValueType.UINT32))
+
+
+def _taken_over(tensor: TensorInfo) -> Chosen:
+    return Chosen(tensor.name, tensor.shape, tensor.type, "copied", (whole(tensor),))
+
+
+def _nothing_to_do(source: GGUFFile, verb: str, refused: Sequence[Layer]) -> str:
+    if refused:
+        reasons = "; ".join(f"{layer.prefix}*: {layer.refusal}" for layer in refused[:4])
+        more = f"; and {len(refused) - 4} layers more" if len(refused) > 4 else ""
+        return f"{source.paths[0]}: no layer can be {'merged' if verb == 'merge' else 'taken apart'}: {reasons}{more}"
+    if verb == "merge" and any(MERGED in name for name in source.tensors):
+        return f"{source.paths[0]}: its up and gate experts are merged already"
+    what = f"{GATE} and {UP}" if verb == "merge" else MERGED
+    return f"{source.paths[0]}: there are no tensors {what} in it"
+
+
+def _recorded(source: GGUFFile) -> list[str]:
+    order = source.get(ORDER_KEY, [])
+    return list(order) if isinstance(order, list) else []
+
+
+def _only_recorded(source: GGUFFile, layers: list[Layer]) -> list[Layer]:
+    """Keep to the layers that an earlier run here changed, if any of them was: the others came as they are."""
+    recorded = set(_recorded(source))
+    ours = [layer for layer in layers if all(joined.name in recorded for joined in layer.made)]
+    return ours or layers
+
+
+def _replace(source: GGUFFile, changed: Iterable[Layer]) -> list[Chosen]:
+    """Return all tensors of the output; what is made stands where the first tensor it is made of stood."""
+    made: dict[str, list[Joined]] = {}
+    gone: set[str] = set()
+    position = {name: i for i, name in enumerate(source.tensors)}
+    for layer in changed:
+        gone.update(layer.tensors)
+        for joined in layer.made:
+            first = min((part.source.name for part in joined.parts), key=position.__getitem__)
+            made.setdefault(first, []).append(joined)
+    chosen = []
+    for name, tensor in source.tensors.items():
+        chosen += [Chosen(j.name, j.shape, j.type, j.reason, j.parts) for j in made.get(name, ())]
+        if name not in gone:
+            chosen.append(_taken_over(tensor))
+    return chosen
+
+
+def _first_shard(tensor: Chosen) -> int:
+    """Return the shard in which the first of a tensor's halves lies."""
+    return min(part.source.shard for part in tensor.parts)
+
+
+def _restore(source: GGUFFile, tensors: list[Chosen]) -> tuple[list[Chosen], list[int] | None, bool]:
+    """Return the tensors in the recorded order with their shards, and True, if they are the recorded ones."""
+    order = _recorded(source)
+    by_name = {tensor.name: tensor for tensor in tensors}
+    if not order or set(order) != set(by_name) or len(order) != len(tensors):
+        return tensors, None, False
+    shards = source.get(SHARDS_KEY)
+    known = isinstance(shards, list) and len(shards) == len(order) and shards == sorted(shards)
+    return [by_name[name] for name in order], list(shards) if known and isinstance(shards, list) else None, True
+
+
+def _record(metadata: Metadata, source: GGUFFile) -> None:
+    """Keep the order and the shards of the source's tensors for the inverse."""
+    metadata.set(Field.of(ORDER_KEY, list(source.tensors), ValueType.ARRAY, ValueType.STRING))
+    metadata.remove(SHARDS_KEY)
+    if len(source.paths) > 1:
+        shards = [tensor.shard for tensor in source.tensors.values()]
+        metadata.set(Field.of(SHARDS_KEY, shards, ValueType.ARRAY, ValueType.UINT32))

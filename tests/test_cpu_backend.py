@@ -1,0 +1,388 @@
+"""The backend cpu against the numpy reference, operation by operation; lifetimes of values; segments; observers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from quantkit.errors import TypeNotSupported
+from quantkit.formats.gguf import open_gguf, write_gguf
+from quantkit.kernels import quantize
+from quantkit.model.backends import Limits
+from quantkit.model.backends.arena import Buffer, Entry, place
+from quantkit.model.backends.cpu import CPUBackend
+from quantkit.model.backends.reference import Reference
+from quantkit.model.batch import Batch
+from quantkit.model.ops import (
+    Activate,
+    Activation,
+    Add,
+    Attention,
+    Cache,
+    CacheWrite,
+    Clamp,
+    Combine,
+    Embed,
+    Glu,
+    Join,
+    Matrix,
+    MulMat,
+    MulMats,
+    MultiplyBy,
+    Norm,
+    Observe,
+    Op,
+    Repeat,
+    Rope,
+    RopeConfig,
+    RopeTable,
+    Route,
+    Routing,
+    Scale,
+    ScaleByPosition,
+    SelectOutputs,
+    Softcap,
+    Take,
+    Value,
+)
+from quantkit.types import type_by_name
+
+N_EMBD, N_VOCAB, N_CTX, N_SEQ = 96, 50, 40, 3
+f32 = np.float32
+X = Value("x", N_EMBD)
+
+
+def batch_of(tokens, positions, sequences, outputs):
+    return Batch(*(np.asarray(a, np.int32) for a in (tokens, positions, sequences, outputs)))
+
+
+#: A prompt, a mixture of sequences, one token.
+BATCHES = [
+    batch_of(np.arange(17) % N_VOCAB, np.arange(17), [0] * 17, [16]),
+    batch_of([1, 2, 3, 4, 5], [0, 17, 1, 18, 2], [2, 0, 2, 0, 2], [1, 3, 4]),
+    batch_of([49], [19], [0], [0]),
+]
+
+
+@dataclass
+class Tensors:
+    """Tensors to be written to a file, drawn as they are named."""
+
+    made: dict = field(default_factory=dict)
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(11))
+
+    def add(self, name, *shape, kind="F32", mean=0.0):
+        values = self.rng.normal(mean, 1 if len(shape) == 1 else shape[0] ** -0.5, shape[::-1]).astype(f32)
+        t = type_by_name(kind)
+        data = quantize(values.reshape(-1, shape[0]), t, None) if kind != "F32" else values
+        self.made[name] = (name, shape, t, data.tobytes())
+        return name
+
+    def open(self, path):
+        write_gguf(path, [], self.made.values())
+        return open_gguf(path)
+
+
+def embedded(*ops):
+    """Operations whose x is the tokens' embeddings."""
+    return [lambda m: Embed(out=X, weight=m("embd"), scale=1.5), *ops]
+
+
+def out(width, per=1, **more):
+    return Value("out", width, per, **more)
+
+
+def simple(make, width=N_EMBD, **fields):
+    """One operation on x."""
+    return embedded(lambda m: make(out=out(width), x=X, **{k: f(m) if callable(f) else f for k, f in fields.items()}))
+
+
+def rope(config, head, start=0):
+    table = Value("table", config.n_rot)
+    return embedded(
+        lambda m: RopeTable(out=table, config=config, factors=m("factors")),
+        lambda m: Rope(out=out(N_EMBD), x=X, table=table, config=config, head=head, start=start),
+    )
+
+
+def attention(**more):
+    q, k, v = Value("q", 8 * 16), Value("k", 2 * 16), Value("v", 2 * 16)
+    cache = Cache("cache", k.width, v.width)
+    heads = {"n_head": 8, "n_head_kv": 2, "head_k": 16, "head_v": 16, "scale": 0.25}
+    return embedded(
+        lambda m: MulMats(
+            outs=(q, k, v), x=X, weights=(m("q"), m("k"), m("v")), biases=(None, m("k.bias"), None), scales=(None,) * 3
+        ),
+        lambda m: CacheWrite(cache=cache, k=k, v=v),
+        lambda m: Attention(
+            out=out(128), q=q, cache=cache, **heads, **{k: f(m) if callable(f) else f for k, f in more.items()}
+        ),
+    )
+
+
+def experts():
+    logits, ids, weights = Value("logits", 6), Value("ids", 2, integer=True), Value("weights", 2)
+    repeated = Value("repeated", N_EMBD, 2)
+    routing = Routing(n_expert=6, n_used=2, norm=True)
+    return embedded(
+        lambda m: MulMat(out=logits, x=X, weight=m("router")),
+        lambda m: Route(ids=ids, weights=weights, logits=logits, bias=m("router.bias"), routing=routing),
+        lambda m: Repeat(out=repeated, x=X, weights=weights),
+        lambda m: Combine(out=out(N_EMBD), x=repeated, weights=weights),
+    )
+
+
+GRAPHS = {
+    "embed": [lambda m: Embed(out=out(N_EMBD), weight=m("embd"))],
+    "select": embedded(lambda m: SelectOutputs(out=out(N_EMBD, outputs=True), x=X)),
+    "scale": simple(Scale, factor=0.3),
+    "scale_by_position": simple(ScaleByPosition, floor_scale=4, alpha=0.5, offset=1.0),
+    "multiply_by": simple(MultiplyBy, vector=lambda m: m("vector")),
+    "multiply_by_narrow": simple(MultiplyBy, vector=lambda m: m("narrow")),
+    "plus": simple(MultiplyBy, vector=lambda m: m("vector"), add=True),
+    "softcap": simple(Softcap, cap=2.0),
+    "clamp": simple(Clamp, limit=0.5),
+    "rms": simple(Norm, weight=lambda m: m("vector"), eps=1e-5, group=N_EMBD),
+    "rms_heads": simple(Norm, weight=lambda m: m("narrow"), eps=1e-5, group=32),
+    "rms_narrow": simple(Norm, weight=lambda m: m("narrow"), eps=1e-5, group=N_EMBD),
+    "layer": simple(Norm, weight=lambda m: m("vector"), bias=lambda m: m("narrow"), eps=1e-5, kind="layer", group=48),
+    "l2": simple(Norm, weight=None, eps=1e-6, kind="l2", group=24),
+    "take": simple(Take, width=60, start=8, period=32),
+    "glu_halves": embedded(lambda m: Glu(out=out(48), gate=X, up=None, activation=Activation("silu"))),
+    "activate": simple(Activate, activation=Activation("relu_sqr")),
+    "mul_mat": simple(
+        MulMat, width=200, weight=lambda m: m("w"), bias=lambda m: m("w.bias"), scale=lambda m: m("w.scale")
+    ),
+    "mul_mat_f16": simple(MulMat, width=200, weight=lambda m: m("w16")),
+    "rope_normal": rope(RopeConfig(n_rot=20, kind="normal", freq_base=1e4), head=24, start=4),
+    "rope_neox": rope(RopeConfig(n_rot=32, kind="neox", freq_base=1e4, freq_scale=0.5), head=48),
+    "experts": experts(),
+    "attention": attention(),
+    "attention_window": attention(mask="sliding", window=5, softcap=3.0, sinks=lambda m: m("sinks")),
+    "attention_alibi": attention(alibi=8.0),
+}
+
+
+def _join():
+    a, b = Value("a", 60), Value("b", 7)
+    return embedded(
+        lambda m: Take(out=a, x=X, start=0, period=32),
+        lambda m: Take(out=b, x=X, start=3, period=N_EMBD),
+        lambda m: Join(out=out(3 * 27), a=a, b=b, period_a=20, period_b=7),
+    )
+
+
+def _gated():
+    gate, up, one = Value("gate", 200), Value("up", 200), Value("one", 4)
+    return embedded(
+        lambda m: MulMat(out=gate, x=X, weight=m("w")),
+        lambda m: MulMat(out=up, x=X, weight=m("w2")),
+        lambda m: Take(out=one, x=X, start=0, period=24),
+        lambda m: Glu(out=Value("h", 200), gate=gate, up=up, activation=Activation("silu")),
+        lambda m: Glu(out=out(200), gate=one, up=up, activation=Activation("sigmoid")),
+    )
+
+
+GRAPHS |= {"join": _join(), "gated": _gated()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    t = Tensors()
+    t.add("embd", N_EMBD, N_VOCAB)
+    for name, width in (("vector", N_EMBD), ("narrow", 32), ("w.bias", 200), ("k.bias", 32), ("sinks", 8)):
+        t.add(name, width, mean=0.5)
+    t.add("w.scale", 1, mean=2.0)
+    t.add("factors", 24, mean=5.0)
+    t.add("router.bias", 6)
+    for name, width in (("w", 200), ("w2", 200), ("q", 128), ("k", 32), ("v", 32), ("router", 6)):
+        t.add(name, N_EMBD, width)
+    t.add("w16", N_EMBD, 200, kind="F16")
+    with t.open(tmp_path_factory.mktemp("cpu") / "tensors.gguf") as opened:
+        yield opened
+
+
+def graph_of(name, source):
+    matrix = {n: Matrix(t) for n, t in source.tensors.items()}
+    return [make(matrix.__getitem__) for make in GRAPHS[name]]
+
+
+LIMITS = Limits(n_ctx=N_CTX, n_seq=N_SEQ, n_ubatch=20, kv_type="f32")
+
+
+def run_all(program, value):
+    results = []
+    for batch in BATCHES:
+        program.run(batch)
+        results.append(program.read(value).copy())
+    return results
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_operations_mean_what_the_reference_says(name, source):
+    ops = graph_of(name, source)
+    value = ops[-1].outputs()[0]
+    want = run_all(Reference(source).compile(ops, LIMITS, [value]), value)
+    for threads in (1, 2, 3):
+        got = run_all(CPUBackend(source, threads).compile(ops, LIMITS, [value]), value)
+        tolerance = 3e-3 if name == "mul_mat_f16" else 3e-6
+        for a, b in zip(got, want, strict=True):
+            assert a.shape == b.shape
+            np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+        if threads == 1:
+            first = got
+        for a, b in zip(got, first, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_values_of_every_step_survive_in_place_and_reuse(source):
+    """A long chain with branches: what leaves is right whatever was overwritten on the way."""
+    matrix = {n: Matrix(t) for n, t in source.tensors.items()}
+    rng = np.random.default_rng(3)
+    ops: list[Op] = [Embed(out=X, weight=matrix["embd"])]
+    values = [X]
+    for i in range(60):
+        a, b = (values[max(0, len(values) - 1 - int(rng.integers(0, 9)))] for _ in range(2))
+        made = Value(f"v{i}", N_EMBD)
+        kinds = [
+            Add(out=made, a=a, b=b),
+            Scale(out=made, x=a, factor=-0.9),
+            Clamp(out=made, x=a, limit=2.0),
+            Norm(out=made, x=b, weight=None, eps=1e-5, group=N_EMBD),
+        ]
+        ops.append(kinds[int(rng.integers(0, 4))])
+        values.append(made)
+    leaves = [values[i] for i in (5, 23, 24, 59, 60)]
+    want = Reference(source).compile(ops, LIMITS, leaves)
+    for threads in (1, 2):
+        got = CPUBackend(source, threads).compile(ops, LIMITS, leaves)
+        for batch in BATCHES:
+            want.run(batch)
+            got.run(batch)
+            for value in leaves:
+                np.testing.assert_allclose(got.read(value), want.read(value), rtol=1e-5, atol=1e-5)
+
+
+def entry(*uses, in_place=None, independent=False):
+    return Entry(None, uses=uses, in_place=in_place, independent=independent)
+
+
+def overlap(a, b):
+    return a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes
+
+
+def test_places_are_reused_and_shared_only_when_nobody_looks():
+    a, b, c, d = (Buffer(n, 1000) for n in "abcd")
+    assert place([entry(a), entry(a, b), entry(b, c), entry(c, d)]) == 2 * 1024
+    assert overlap(a, c)
+    assert overlap(b, d)
+    a, b, c = (Buffer(n, 1000) for n in "abc")
+    assert place([entry(a), entry(a, b, in_place=(b, a)), entry(b, c, in_place=(c, b))]) == 1024
+    # Another reader comes later; or reads at the same time; or the value leaves.
+    for third in ("later", "together", "leaves"):
+        a, b, c = (Buffer(n, 1000) for n in "abc")
+        a.kept_after = third == "leaves"
+        entries = [entry(a), entry(a, b, in_place=(b, a)), entry(a if third == "later" else b, c)]
+        if third == "together":
+            entries.insert(1, entry(a, independent=True))
+        place(entries)
+        assert not overlap(a, b)
+
+
+def test_a_group_without_barriers_writes_nowhere_that_it_reads():
+    a, b, c, d = (Buffer(n, 1000) for n in "abcd")
+    place([entry(a), entry(a, b, independent=True), entry(c), entry(d, b, c)])
+    assert not overlap(a, c)
+    a, b, c = (Buffer(n, 1000) for n in "abc")
+    place([entry(a), entry(a, b), entry(c)])
+    assert overlap(a, c)
+
+
+def test_segments_pass_values_by_read_and_write(source):
+    ops = graph_of("gated", source)
+    value = ops[-1].outputs()[0]
+    whole = run_all(CPUBackend(source, 2).compile(ops, LIMITS, [value]), value)
+    for cut in range(1, len(ops)):
+        first, second = ops[:cut], ops[cut:]
+        crossing = [v for op in first for v in op.outputs() if any(v in o.inputs() for o in second)]
+        one = Reference(source).compile(first, LIMITS, crossing)
+        two = CPUBackend(source, 2).compile(second, LIMITS, [value])
+        for batch, want in zip(BATCHES, whole, strict=True):
+            one.run(batch)
+            for v in crossing:
+                two.write(v, one.read(v))
+            two.run(batch)
+            np.testing.assert_allclose(two.read(value), want, rtol=1e-5, atol=1e-5)
+
+
+def test_observers_see_values_before_they_are_overwritten(source):
+    ops = graph_of("experts", source)
+    ids = ops[2].ids
+    scaled = Value("scaled", N_EMBD)
+    ops[2:2] = [Observe(x=X, of="blk.0.ffn_gate_inp.weight")]
+    ops += [Scale(out=scaled, x=X, factor=2.0), Observe(x=X, of="again", ids=ids)]
+    seen: list = []
+
+    def look(of, x, chosen):
+        seen.append((of, x.copy(), None if chosen is None else chosen.copy()))
+
+    program = CPUBackend(source, 2, observer=look).compile(ops, LIMITS, [scaled])
+    program.run(BATCHES[0])
+    embedded = Reference(source)
+    expected = embedded.compile(ops, LIMITS, [X])
+    expected.run(BATCHES[0])
+    assert [of for of, _, _ in seen] == ["blk.0.ffn_gate_inp.weight", "again"]
+    for _, x, _ in seen:
+        np.testing.assert_allclose(x, expected.read(X), rtol=1e-6)
+    np.testing.assert_array_equal(seen[1][2], expected.read(ids))
+    assert seen[1][2].dtype == np.int32
+    # Without an observer nothing is cut.
+    assert len(CPUBackend(source, 2).compile(ops, LIMITS, [scaled])._steps) == 1
+
+
+def test_activations_are_quantized_once(source):
+    ops = graph_of("mul_mat_f16", source)
+    again = Value("again", 200)
+    ops.append(MulMat(out=again, x=X, weight=ops[-1].weight))
+    program = CPUBackend(source, 1).compile(ops, LIMITS, [again])
+    names = [t.name for t in program.profile(BATCHES[0])]
+    assert len(names) == 4
+    assert sum("round" in name for name in names) == 1
+
+
+def test_profiles_name_every_entry(source):
+    ops = graph_of("attention", source)
+    program = CPUBackend(source, 2).compile(ops, LIMITS, [ops[-1].out])
+    timings = program.profile(BATCHES[0])
+    assert [t.op for t in timings if t.op is ops[-1]]
+    assert all(t.nanoseconds > 0 for t in timings)
+
+
+def test_what_kernels_trust_is_checked(source):
+    ops = graph_of("embed", source)
+    program = CPUBackend(source, 1).compile(ops, LIMITS, [ops[-1].out])
+    for bad in (
+        batch_of([N_VOCAB], [0], [0], [0]),
+        batch_of([-1], [0], [0], [0]),
+        batch_of([1], [N_CTX], [0], [0]),
+        batch_of([1], [0], [N_SEQ], [0]),
+        batch_of([1] * 21, range(21), [0] * 21, [0]),
+        batch_of([1, 1], [0], [0], [0]),
+        batch_of([1], [0], [0], [1]),
+    ):
+        with pytest.raises(ValueError, match=r"of this program is|a batch has|outputs are|positions and"):
+            program.run(bad)
+    with pytest.raises(KeyError, match="does not leave"):
+        program.read(X)
+    with pytest.raises(KeyError, match="not taken"):
+        program.write(X, np.zeros((1, N_EMBD)))
+
+
+def test_unknown_operations_are_refused(source):
+    class Strange(Op):
+        pass
+
+    with pytest.raises(TypeNotSupported, match="no Strange"):
+        CPUBackend(source, 1).compile([Strange()], LIMITS, [])

@@ -1,0 +1,205 @@
+"""Every zoo model's logits are llama.cpp's; and whatever is changed in the computation, the same test fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from libllama import nmse
+from quantkit.formats.gguf import GGUFFile, open_gguf
+from quantkit.model.backends import Limits
+from quantkit.model.backends.reference import Reference
+from quantkit.model.batch import Batch, Floats
+from quantkit.model.engine import load
+from quantkit.model.fusion import Fusion
+from quantkit.model.graph import build_graph
+from quantkit.model.ops import (
+    Activate,
+    Attention,
+    Glu,
+    Graph,
+    MulMat,
+    MulMatId,
+    Norm,
+    Op,
+    Rope,
+    Scale,
+    Take,
+    Value,
+)
+from quantkit.model.placement import Placement
+from zoo import NAMES, write_zoo
+from zoo import expected as tokens_and_logits
+
+BOUND = 1e-8
+TOKENS = tokens_and_logits(NAMES[0])[0]
+DEVICES = ("REFERENCE", "CPU")
+
+
+def expected(name: str) -> Floats:
+    return tokens_and_logits(name)[1]
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("zoo")
+
+    def make(name: str) -> Path:
+        path = folder / f"{name}.gguf"
+        if not path.exists():
+            write_zoo(name, path, seed=1)
+        return path
+
+    return make
+
+
+def placed(device: str) -> Placement:
+    return Placement(gpu_layers=99, rules=((".*", device),), accelerator=device)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fusion", [Fusion(), Fusion.none()], ids=["fused", "unfused"])
+def test_logits_are_llama_cpps(zoo: Callable[[str], Path], name: str, device: str, fusion: Fusion) -> None:
+    with load(zoo(name), kv_type="f32", fusion=fusion, placement=placed(device)) as model:
+        assert nmse(model.forward(TOKENS), expected(name)) <= BOUND
+
+
+# ---------------------------------------------------------------- mutants
+
+
+class Changed:
+    """A model whose metadata say something else."""
+
+    def __init__(self, source: GGUFFile, **changed: Any) -> None:
+        self.source, self.changed = source, changed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        short = key.partition(".")[2]
+        return (
+            self.changed[short](self.source.get(key, default))
+            if short in self.changed
+            else self.source.get(key, default)
+        )
+
+
+def logits(source: GGUFFile, graph: Graph) -> Floats:
+    rows = np.arange(len(TOKENS), dtype=np.int32)
+    program = Reference(source).compile(graph.ops, Limits(len(TOKENS)))
+    program.run(Batch(TOKENS, rows, np.zeros_like(rows), rows))
+    result: Floats = program.read(graph.logits)
+    return result
+
+
+def rewritten(graph: Graph, change: Callable[[Op], list[Op] | None]) -> Graph | None:
+    """Return the graph with every operation that ``change`` answers for replaced; None if it is none."""
+    ops, changed = [], False
+    for op in graph.ops:
+        new = change(op)
+        changed |= new is not None
+        ops += [op] if new is None else new
+    return replace(graph, ops=tuple(ops)) if changed else None
+
+
+def same(op: Op, x: Value, out: Value) -> list[Op]:
+    return [Scale(layer=op.layer, out=out, x=x, factor=1.0)]
+
+
+def no_rope(op: Op) -> list[Op] | None:
+    return same(op, op.x, op.out) if isinstance(op, Rope) else None
+
+
+def other_rope(op: Op) -> list[Op] | None:
+    if not isinstance(op, Rope):
+        return None
+    return [replace(op, config=replace(op.config, kind="neox" if op.config.kind == "normal" else "normal"))]
+
+
+def gate_and_up_swapped(op: Op) -> list[Op] | None:
+    if not isinstance(op, Glu) or op.gate.width == 1:
+        return None
+    if op.up is not None:
+        return [replace(op, gate=op.up, up=op.gate)] if op.up.width == op.gate.width else None
+    half = op.gate.width // 2
+    gate, up = Value("gate", half, op.gate.per, op.gate.outputs), Value("up", half, op.gate.per, op.gate.outputs)
+    takes: list[Op] = [
+        Take(out=gate, x=op.gate, start=half, period=2 * half),
+        Take(out=up, x=op.gate, start=0, period=2 * half),
+    ]
+    return [*takes, replace(op, gate=gate, up=up)]
+
+
+def other_activation(op: Op) -> list[Op] | None:
+    if not isinstance(op, Glu | Activate):
+        return None
+    kind = {"silu": "gelu", "gelu": "silu", "swiglu_oai": "silu"}.get(op.activation.kind)
+    return None if kind is None else [replace(op, activation=replace(op.activation, kind=kind))]
+
+
+def no_head_norm(op: Op) -> list[Op] | None:
+    named = isinstance(op, Norm) and op.weight is not None and ("_q_norm" in op.weight.tensor.name)
+    return same(op, op.x, op.out) if isinstance(op, Norm) and named else None
+
+
+def no_window(op: Op) -> list[Op] | None:
+    # Windows wider than the tokens here cannot be missed.
+    if not isinstance(op, Attention) or op.mask == "causal" or op.window >= len(TOKENS):
+        return None
+    return [replace(op, mask="causal")]
+
+
+def no_sinks(op: Op) -> list[Op] | None:
+    return [replace(op, sinks=None)] if isinstance(op, Attention) and op.sinks is not None else None
+
+
+def no_bias(op: Op) -> list[Op] | None:
+    return [replace(op, bias=None)] if isinstance(op, MulMat | MulMatId) and op.bias is not None else None
+
+
+def no_scale(op: Op) -> list[Op] | None:
+    return [replace(op, scale=None)] if isinstance(op, MulMat | MulMatId) and op.scale is not None else None
+
+
+REWRITES = (
+    no_rope,
+    other_rope,
+    gate_and_up_swapped,
+    other_activation,
+    no_head_norm,
+    no_window,
+    no_sinks,
+    no_bias,
+    no_scale,
+)
+
+
+def mutants(source: GGUFFile) -> Iterator[tuple[str, Graph]]:
+    graph = build_graph(source)
+    for rewrite in REWRITES:
+        mutant = rewritten(graph, rewrite)
+        if mutant is not None:
+            yield rewrite.__name__, mutant
+    arch = source.get("general.architecture")
+    if source.get(f"{arch}.expert_count"):
+        more = Changed(source, expert_used_count=lambda n: n + 1)
+        yield "one_expert_more", build_graph(more)  # type: ignore[arg-type]
+    base = Changed(
+        source, **{"rope.freq_base": lambda n: 3 * (n or 1e4), "rope.freq_base_swa": lambda n: 3 * (n or 1e4)}
+    )
+    yield "rope_base_x3", build_graph(base)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mutant_misses_the_bound_by_far(zoo: Callable[[str], Path], name: str) -> None:
+    with open_gguf(zoo(name)) as source:
+        missed = {mutant: nmse(logits(source, graph), expected(name)) for mutant, graph in mutants(source)}
+    assert len(missed) >= 4
+    assert {mutant: error for mutant, error in missed.items() if not error > 100 * BOUND} == {}

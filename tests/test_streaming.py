@@ -1,0 +1,123 @@
+"""Models larger than --max-ram: what stays, what goes, how much is resident, and that the numbers are the same."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quantkit.formats.gguf import open_gguf, write_gguf
+from quantkit.kernels import quantize
+from quantkit.model.backends import Limits
+from quantkit.model.backends.cpu import CPUBackend
+from quantkit.model.backends.streaming import stages, streamed
+from quantkit.model.batch import Batch
+from quantkit.model.ops import Embed, Matrix, MulMat, Norm, Observe, Value
+from quantkit.types import type_by_name
+
+N, WIDE, LAYERS = 512, 4096, 8
+MIB = 1 << 20
+#: Bytes of a layer: up and down, Q8_0.
+LAYER = 2 * N * WIDE // 32 * 34
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    rng = np.random.default_rng(9)
+    q8_0, f32 = type_by_name("Q8_0"), type_by_name("F32")
+    tensors = [("embd", (N, 40), f32, rng.normal(0, 1, (40, N)).astype(np.float32).tobytes())]
+    for i in range(LAYERS):
+        for name, n_in, n_out in ((f"up{i}", N, WIDE), (f"down{i}", WIDE, N)):
+            weights = rng.normal(0, n_in**-0.5, (n_out, n_in)).astype(np.float32)
+            tensors.append((name, (n_in, n_out), q8_0, quantize(weights, q8_0, None).tobytes()))
+    path = tmp_path_factory.mktemp("streaming") / "layers.gguf"
+    write_gguf(path, [], tensors)
+    with open_gguf(path) as opened:
+        yield opened
+
+
+def graph(source):
+    x = Value("x", N)
+    ops = [Embed(out=x, weight=Matrix(source.tensors["embd"]))]
+    for i in range(LAYERS):
+        wide, y, normed = Value(f"wide{i}", WIDE), Value(f"y{i}", N), Value(f"normed{i}", N)
+        ops += [
+            MulMat(layer=i, out=wide, x=x, weight=Matrix(source.tensors[f"up{i}"])),
+            Observe(layer=i, x=wide, of=f"up{i}"),
+            MulMat(layer=i, out=y, x=wide, weight=Matrix(source.tensors[f"down{i}"])),
+            Observe(layer=i, x=y, of=f"down{i}"),
+            Norm(layer=i, out=normed, x=y, weight=None, eps=1e-5, group=N),
+        ]
+        x = normed
+    return ops, x
+
+
+def forget_all(source):
+    for name in source.tensors:
+        source.forget(name)
+
+
+def resident_file_pages():
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"RssFile:\s+(\d+) kB", status)[1])
+
+
+def run(source, max_ram):
+    """Return the result of two runs and the most file pages that were resident, less those of before."""
+    ops, last = graph(source)
+    most = []
+    backend = CPUBackend(source, 2, max_ram=max_ram, observer=lambda *_: most.append(resident_file_pages()))
+    program = backend.compile(ops, Limits(16, 1, 16), [last])
+    forget_all(source)
+    before = resident_file_pages()
+    ids = np.arange(16, dtype=np.int32)
+    results = []
+    for _ in range(2):
+        program.run(Batch(ids, ids, 0 * ids, ids))
+        results.append(program.read(last).copy())
+    np.testing.assert_array_equal(results[0], results[1])
+    return results[0], max(most) - before, program.streams
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident pages are read from Linux's /proc")
+def test_resident_weights_stay_within_the_budget_and_numbers_the_same(source):
+    whole, all_of_it, streams = run(source, None)
+    assert not streams
+    assert all_of_it > 0.9 * LAYERS * LAYER
+    for budget in (1.2 * LAYER, 3.5 * LAYER):  # operations by themselves; layers, some of which stay
+        result, resident, streams = run(source, int(budget))
+        assert streams
+        assert resident < budget + MIB
+        np.testing.assert_array_equal(result, whole)
+    assert run(source, 2 * LAYERS * LAYER)[2] is False
+    assert os.path.getsize(source.paths[0]) > LAYERS * LAYER
+
+
+def test_stages_are_layers_or_operations(source):
+    ops, _ = graph(source)
+    plan = stages(ops, 2 * LAYER)
+    assert [stage.nbytes for stage in plan] == [0] + [LAYER] * LAYERS
+    assert [stage.end for stage in plan[:-1]] == [stage.first for stage in plan[1:]]
+    assert plan[-1].end == len(ops)
+    plan = stages(ops, LAYER)
+    assert [stage.nbytes for stage in plan] == [0] + [LAYER // 2] * 2 * LAYERS
+    assert [stage.end for stage in plan[:-1]] == [stage.first for stage in plan[1:]]
+
+
+def test_the_first_stages_stay_as_far_as_the_budget_goes(source):
+    ops, _ = graph(source)
+    for budget in (2 * LAYER, 3 * LAYER, 5.5 * LAYER, LAYERS * LAYER):
+        plan = stages(ops, int(budget))
+        goes = streamed(plan, int(budget))
+        stay = sum(stage.nbytes for stage, gone in zip(plan, goes, strict=True) if not gone)
+        assert goes == sorted(goes)
+        if budget < LAYERS * LAYER:
+            pairs = [a.nbytes + b.nbytes for a, b in itertools.pairwise(plan)]
+            assert stay + max(pairs) <= budget
+            assert stay + max(pairs) + LAYER > budget
+        else:
+            assert not any(goes)
