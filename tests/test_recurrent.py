@@ -29,7 +29,9 @@ N_SEQ, N_MAX = 3, 64
 class Layer:
     """An operation with its inputs, output and state; the state begins as NaN, which position 0 must not see."""
 
-    def __init__(self, operation: Operation, inputs: dict[str, int], outs: int, states: int, threads: int, **slots: float):
+    def __init__(
+        self, operation: Operation, inputs: dict[str, int], outs: int, states: int, threads: int, **slots: float
+    ) -> None:
         self.team = Team(threads)
         self.batch = Batch(self.team, N_MAX)
         self.inputs = {name: np.zeros((N_MAX, w), np.float32) for name, w in inputs.items()}

@@ -328,7 +328,7 @@ def delta_net(args, tid, nth):
     n_k_head, n_v_head = arg(args, _N_K_HEAD), arg(args, _N_V_HEAD)
     head_v, n_tokens = arg(args, _HEAD_V), batch_word(args, N_TOKENS)
     positions, sequences = batch_word(args, POSITIONS), batch_word(args, SEQUENCES)
-    shared = stack(4096)
+    shared = stack_bytes(4096)
     parts = (head_v + PART - 1) // PART
     units = n_v_head * parts
     for unit in range(first_of(units, tid, nth), first_of(units, tid + 1, nth)):
