@@ -24,32 +24,32 @@ Operations (strides and ``*_bytes`` are bytes; addresses of biases and scales ma
                        gate_scale scratch scratch_bytes, and ``**limits(a)``
 
 products: products_of(t), the address of a compiled function; so types and operations are compiled one by one, and not
-every operation for every type. x: activations in the format of t (activations.py); x_per: n_used if x has one row a token, 1 if one a pair. out: f32
-[pairs, n_out]. bias_stride: from one expert's bias to the next one's, 4 * n_out, or twice that for half of a merged
-one. scale: f32 [n_expert]. scratch: threads * scratch_bytes(t, n_in),
-64-aligned, shared by all operations.
-The counter of units is word 8 of the batch block; it is zero before and after each operation.
+every operation for every type. x: activations in the format of t (activations.py); x_per: n_used if x has one row a
+token, 1 if one a pair. out: f32 [pairs, n_out]. bias_stride: from one expert's bias to the next one's, 4 * n_out, or
+twice that for half of a merged one. scale: f32 [n_expert]. scratch: threads * scratch_bytes(t, n_in), 64-aligned,
+shared by all operations. The counter of units is word 8 of the batch block, zero before and after each operation.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from numba.core import types
 
-from quantkit.kernels.cpu.dots import row_dots
 from quantkit.kernels.cpu.functions import load_part, store_part
 from quantkit.kernels.cpu.glu import gated
-from quantkit.kernels.cpu.jit import inline, specialize
+from quantkit.kernels.cpu.jit import inline
 from quantkit.kernels.cpu.panel import ROWS, panels
+from quantkit.kernels.cpu.products import BLOCK, MIN_PANEL, call_unit, fill_unit, products_of
 from quantkit.kernels.cpu.simd import f32x16, load, stack_bytes, store
 from quantkit.kernels.cpu.tape import Operation, arg, batch_word, farg, operation
-from quantkit.kernels.cpu.team import atomic_add, atomic_store, call_operation
+from quantkit.kernels.cpu.team import atomic_add, atomic_store
 from quantkit.types import TensorType
 
 if TYPE_CHECKING:
     from quantkit.model.ops import Activation
+
+__all__ = ["bucket", "mul_mat_id", "plan_bytes", "products_of", "scratch_bytes", "up_gate_id"]
 
 # ---------------------------------------------------------------- pairs by expert
 
@@ -106,8 +106,6 @@ def bucket(args, tid, nth):
 
 # ---------------------------------------------------------------- work
 
-#: Pairs whose products are kept at once, and from how many pairs on panels are unpacked.
-BLOCK, MIN_PANEL = 60, 8
 _COUNTER = 8
 #: Between the panels of gate and up.
 PANEL_GAP = 128
@@ -144,91 +142,8 @@ def next_share(batch, n, nth, long_runs):
     return first, last
 
 
-# ---------------------------------------------------------------- products of a unit
-
-#: Bound anew for each type, and for each kind of activation.
-dot_row: Any = None
-dot_row_by_4: Any = None
-unpack_panel: Any = None
-multiply_tiles: Any = None
-by_rows: Any = None
-by_panel: Any = None
+#: Bound anew for each kind of activation.
 gate_up: Any = None
-
-
-def multiply_rows(w, row_bytes, n_in, rows, x, x_stride, numbers, count, products):
-    """products[i * ROWS + r] = row r of w times row numbers[i] of x, row by row of w."""
-    for r in range(rows):
-        row, to = w + r * row_bytes, products + 4 * r
-        done = 0
-        while count - done >= 3:
-            # Three cost less as four, one of them twice, than one by one.
-            x0, x1 = x + x_stride * int_at(numbers, done), x + x_stride * int_at(numbers, done + 1)
-            x2, x3 = x + x_stride * int_at(numbers, done + 2), x0
-            if count - done > 3:
-                x3 = x + x_stride * int_at(numbers, done + 3)
-            a, b, c, d = dot_row_by_4(row, x0, x1, x2, x3, n_in)
-            at = 4 * ROWS * done
-            store(to, at, a)
-            store(to, at + 4 * ROWS, b)
-            store(to, at + 8 * ROWS, c)
-            if count - done > 3:
-                store(to, at + 12 * ROWS, d)
-            done += 4
-        while done < count:
-            store(to, 4 * ROWS * done, dot_row(row, x + x_stride * int_at(numbers, done), n_in))
-            done += 1
-
-
-def multiply_panel(panel, n_in, x, x_stride, numbers, count, products):
-    """products[i * ROWS + r] = row r of the panel times row numbers[i] of x."""
-    i = 0
-    while i < count:
-        i += multiply_tiles(panel, n_in, x, x_stride, numbers, i, count, products + 4 * ROWS * i)
-
-
-_U_W, _U_ROW_BYTES, _U_N_IN, _U_ROWS, _U_X, _U_X_STRIDE, _U_NUMBERS, _U_COUNT = range(1, 9)
-_U_TOTAL, _U_BEGIN, _U_PRODUCTS, _U_PANEL = range(9, 13)
-
-
-@operation("batch w row_bytes n_in rows x x_stride numbers count total begin products panel")
-def unit_products(args, tid, nth):
-    """products[i * ROWS + r] = row r of w times row numbers[i] of x, for ``count`` of ``total`` pairs.
-
-    Not an entry of a tape: the operations below call it. Many pairs go by panel, unpacked for the first of them.
-    """
-    w, row_bytes, n_in, rows = arg(args, _U_W), arg(args, _U_ROW_BYTES), arg(args, _U_N_IN), arg(args, _U_ROWS)
-    x, x_stride, numbers = arg(args, _U_X), arg(args, _U_X_STRIDE), arg(args, _U_NUMBERS)
-    count, products, panel = arg(args, _U_COUNT), arg(args, _U_PRODUCTS), arg(args, _U_PANEL)
-    if arg(args, _U_TOTAL) < MIN_PANEL:
-        by_rows(w, row_bytes, n_in, rows, x, x_stride, numbers, count, products)
-        return
-    if arg(args, _U_BEGIN) == 0:
-        unpack_panel(w, row_bytes, rows, n_in, panel)
-    by_panel(panel, n_in, x, x_stride, numbers, count, products)
-
-
-@inline
-def fill_unit(block, row_bytes, n_in, x, x_stride, numbers):
-    """What is the same for all units of an operation, in the argument block of unit_products."""
-    store(block, 8 * _U_ROW_BYTES, types.int64(row_bytes))
-    store(block, 8 * _U_N_IN, types.int64(n_in))
-    store(block, 8 * _U_X, types.int64(x))
-    store(block, 8 * _U_X_STRIDE, types.int64(x_stride))
-    store(block, 8 * _U_NUMBERS, types.int64(numbers))
-
-
-@inline
-def call_unit(function, block, w, rows, count, total, begin, products, panel):
-    """Call unit_products of a type by its address."""
-    store(block, 8 * _U_W, types.int64(w))
-    store(block, 8 * _U_ROWS, types.int64(rows))
-    store(block, 8 * _U_COUNT, types.int64(count))
-    store(block, 8 * _U_TOTAL, types.int64(total))
-    store(block, 8 * _U_BEGIN, types.int64(begin))
-    store(block, 8 * _U_PRODUCTS, types.int64(products))
-    store(block, 8 * _U_PANEL, types.int64(panel))
-    call_operation(function, block, 0, 1)
 
 
 @inline
@@ -269,27 +184,32 @@ def mul_mat_id(args, tid, nth):
     units, few = int_at(plan, _USED) * panels, int_at(plan, _MOST) < MIN_PANEL
     scratch = arg(args, _SCRATCH) + tid * arg(args, _SCRATCH_BYTES)
     numbers, products, block = stack_bytes(512), stack_bytes(8192), stack_bytes(128)
-    fill_unit(block, arg(args, _ROW_BYTES), n_in, arg(args, _X), arg(args, _X_STRIDE), numbers)
+    fill_unit(block, arg(args, _ROW_BYTES), n_in, arg(args, _X_STRIDE), numbers, products, scratch)
+    x, ahead_bytes = arg(args, _X), ROWS * arg(args, _ROW_BYTES)
     first, last = next_share(arg(args, 0), units, nth, few)
     while first < last:
+        first_after, last_after = next_share(arg(args, 0), units, nth, few)
         for unit in range(first, last):
             e, row = int_at(used, unit // panels), unit % panels * ROWS
             rows = min(ROWS, n_out - row)
             w = arg(args, _W) + e * arg(args, _EXPERT_BYTES) + row * arg(args, _ROW_BYTES)
+            after = unit + 1 if unit + 1 < last else first_after
+            ahead = arg(args, _W) + arg(args, _ROW_BYTES) * (after % panels * ROWS)
+            ahead += arg(args, _EXPERT_BYTES) * int_at(used, min(after, units - 1) // panels)
             bias = arg(args, _BIAS) + e * arg(args, _BIAS_STRIDE) + 4 * row if arg(args, _BIAS) else 0
             scale = factor_of(arg(args, _SCALE), e)
             pairs, count = used + 4 * (n_expert + int_at(starts, e)), int_at(starts, e + 1) - int_at(starts, e)
             for begin in range(0, count, BLOCK):
                 n, at = min(BLOCK, count - begin), pairs + 4 * begin
                 number_rows(numbers, arg(args, _X_PER), at, n)
-                call_unit(arg(args, _PRODUCTS), block, w, rows, n, count, begin, products, scratch)
+                call_unit(arg(args, _PRODUCTS), block, w, rows, x, n, count, begin, ahead, ahead_bytes)
                 for i in range(n):
                     out = arg(args, _OUT) + 4 * (int_at(at, i) * n_out + row)
                     for r in range(0, rows, 16):
                         m = min(16, rows - r)
                         v = finished(products + 4 * (ROWS * i + r), scale, bias + 4 * r if bias else 0, m)
                         store_part(out, 4 * r, v, m)
-        first, last = next_share(arg(args, 0), units, nth, few)
+        first, last = first_after, last_after
 
 
 _UP, _GATE, _F_ROW_BYTES, _UP_BYTES, _GATE_BYTES, _F_IN, _F_OUT, _UP_BIAS, _GATE_BIAS = range(9, 18)
@@ -314,14 +234,21 @@ def gate_by_expert(args, tid, nth):
     half = arg(args, _F_SCRATCH_BYTES) // 2
     gate_scratch = arg(args, _F_SCRATCH) + tid * arg(args, _F_SCRATCH_BYTES)
     up_scratch = gate_scratch + half
-    numbers, gates, ups, block = stack_bytes(512), stack_bytes(8192), stack_bytes(8192), stack_bytes(128)
+    numbers, gates, ups = stack_bytes(512), stack_bytes(8192), stack_bytes(8192)
+    gate_block, up_block = stack_bytes(128), stack_bytes(128)
     row_bytes, function = arg(args, _F_ROW_BYTES), arg(args, _PRODUCTS)
-    fill_unit(block, row_bytes, n_in, arg(args, _X), arg(args, _X_STRIDE), numbers)
+    fill_unit(gate_block, row_bytes, n_in, arg(args, _X_STRIDE), numbers, gates, gate_scratch)
+    fill_unit(up_block, row_bytes, n_in, arg(args, _X_STRIDE), numbers, ups, up_scratch)
+    x, ahead_bytes = arg(args, _X), ROWS * row_bytes
     first, last = next_share(arg(args, 0), units, nth, few)
     while first < last:
+        first_after, last_after = next_share(arg(args, 0), units, nth, few)
         for unit in range(first, last):
             e, row = int_at(used, unit // panels), unit % panels * ROWS
             rows = min(ROWS, n_out - row)
+            after = unit + 1 if unit + 1 < last else first_after
+            ahead = arg(args, _GATE) + row_bytes * (after % panels * ROWS)
+            ahead += arg(args, _GATE_BYTES) * int_at(used, min(after, units - 1) // panels)
             gate = arg(args, _GATE) + e * arg(args, _GATE_BYTES) + row * row_bytes
             up = arg(args, _UP) + e * arg(args, _UP_BYTES) + row * row_bytes
             gate_bias = arg(args, _GATE_BIAS) + e * arg(args, _GATE_STRIDE) + 4 * row if arg(args, _GATE_BIAS) else 0
@@ -331,8 +258,8 @@ def gate_by_expert(args, tid, nth):
             for begin in range(0, count, BLOCK):
                 n, at = min(BLOCK, count - begin), pairs + 4 * begin
                 number_rows(numbers, arg(args, _X_PER), at, n)
-                call_unit(function, block, gate, rows, n, count, begin, gates, gate_scratch)
-                call_unit(function, block, up, rows, n, count, begin, ups, up_scratch)
+                call_unit(function, gate_block, gate, rows, x, n, count, begin, up, ahead_bytes)
+                call_unit(function, up_block, up, rows, x, n, count, begin, ahead, ahead_bytes)
                 for i in range(n):
                     out = arg(args, _OUT) + 4 * (int_at(at, i) * n_out + row)
                     for r in range(0, rows, 16):
@@ -340,23 +267,10 @@ def gate_by_expert(args, tid, nth):
                         g = finished(gates + k, gate_scale, gate_bias + 4 * r if gate_bias else 0, m)
                         u = finished(ups + k, up_scale, up_bias + 4 * r if up_bias else 0, m)
                         store_part(out, 4 * r, gate_up(g, u, alpha, gate_limit, act_limit, up_limit), m)
-        first, last = next_share(arg(args, 0), units, nth, few)
+        first, last = first_after, last_after
 
 
 # ---------------------------------------------------------------- of a type, of an activation
-
-
-@cache
-def products_of(t: TensorType) -> int:
-    """Return what slot ``products`` holds for experts of type ``t``: the address of their compiled products."""
-    one, four = row_dots(t)
-    name, made = t.name.lower(), panels(t)
-    return unit_products.bind(
-        name,
-        by_rows=specialize(multiply_rows, name, dot_row=one, dot_row_by_4=four),
-        by_panel=specialize(multiply_panel, name, multiply_tiles=made.multiply),
-        unpack_panel=made.unpack,
-    ).address
 
 
 def up_gate_id(activation: Activation) -> Operation:

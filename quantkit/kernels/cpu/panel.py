@@ -39,7 +39,7 @@ from quantkit.kernels.cpu.panel_tiles import (
     store_tile,
     turn,
 )
-from quantkit.kernels.cpu.simd import HAS_DOT4, load, stack_bytes, store
+from quantkit.kernels.cpu.simd import HAS_DOT4, load, prefetch_l2, stack_bytes, store
 from quantkit.kernels.cpu.unpack import unpacker
 from quantkit.types import TensorType
 
@@ -106,6 +106,14 @@ def unpack_panel(w: int, row_bytes: int, rows: int, n: int, panel: int) -> None:
 
 # ---------------------------------------------------------------- the tile
 
+
+@inline
+def fetch(at: int, n: int) -> None:
+    """Ask for n bytes to come into the L2 cache: a few lines at a time, spread over the work, never make it wait."""
+    for byte in range(0, n, 64):
+        prefetch_l2(at, byte)
+
+
 #: Bound anew for each type.
 first_dots: Any = None
 subtract_mins: Any = None
@@ -130,11 +138,12 @@ def subtract_mins_16(sums: Any, panel: int, tokens: Any, at: int) -> Any:
     return sums
 
 
-def tile_q8_k_32(panel: int, n: int, tokens: Any, out: int) -> None:
+def tile_q8_k_32(panel: int, n: int, tokens: Any, out: int, ahead: int, step: int) -> None:
     """Activations with one scale per 256, weights with one per 32 values."""
     sums = no_sums(tokens)
     for unit in range((n + 255) // 256):
         at = unit * UNIT_BYTES
+        fetch(ahead + unit * step, step)
         part = no_sums(tokens)
         for g in range(8):
             dots = dot_steps(first_dots(tokens, at + OFFSETS32 + 4 * g), panel + 1024 * g, tokens, at + 32 * g, 8)
@@ -145,11 +154,12 @@ def tile_q8_k_32(panel: int, n: int, tokens: Any, out: int) -> None:
     store_tile(sums, out)
 
 
-def tile_q8_k_16(panel: int, n: int, tokens: Any, out: int) -> None:
+def tile_q8_k_16(panel: int, n: int, tokens: Any, out: int, ahead: int, step: int) -> None:
     """Activations with one scale per 256, weights with one per 16 values."""
     sums = no_sums(tokens)
     for unit in range((n + 255) // 256):
         at = unit * UNIT_BYTES
+        fetch(ahead + unit * step, step)
         part = no_sums(tokens)
         for g in range(16):
             # The offsets lie as a 4 x 4 matrix turned over.
@@ -162,11 +172,12 @@ def tile_q8_k_16(panel: int, n: int, tokens: Any, out: int) -> None:
     store_tile(sums, out)
 
 
-def tile_q8_0_32(panel: int, n: int, tokens: Any, out: int) -> None:
+def tile_q8_0_32(panel: int, n: int, tokens: Any, out: int, ahead: int, step: int) -> None:
     """Activations and weights with one scale per 32 values."""
     sums = no_sums(tokens)
     for unit in range((n + 255) // 256):
         at = unit * UNIT_BYTES
+        fetch(ahead + unit * step, step)
         for g in range(8):
             dots = dot_steps(first_dots(tokens, at + OFFSETS32 + 4 * g), panel + 1024 * g, tokens, at + 32 * g, 8)
             sums = add_scaled_twice(sums, dots, panel + LEVEL_BYTES + 128 * g, tokens, at + SCALES + 8 * g)
@@ -175,11 +186,12 @@ def tile_q8_0_32(panel: int, n: int, tokens: Any, out: int) -> None:
     store_tile(sums, out)
 
 
-def tile_q8_0_16(panel: int, n: int, tokens: Any, out: int) -> None:
+def tile_q8_0_16(panel: int, n: int, tokens: Any, out: int, ahead: int, step: int) -> None:
     """Activations with one scale per 32, weights with one per 16 values."""
     sums = no_sums(tokens)
     for unit in range((n + 255) // 256):
         at = unit * UNIT_BYTES
+        fetch(ahead + unit * step, step)
         for g in range(16):
             offset = at + OFFSETS + 16 * (g % 4) + 4 * (g // 4)
             dots = dot_steps(first_dots(tokens, offset), panel + 512 * g, tokens, at + 16 * g, 4)
@@ -213,10 +225,13 @@ def row_address(x: int, stride: int, rows: int, i: int, count: int) -> int:
 tile: Any = None
 
 
-def multiply_tiles(panel: int, n: int, x: int, stride: int, rows: int, i: int, count: int, out: int) -> int:
+def multiply_tiles(
+    panel: int, n: int, x: int, stride: int, rows: int, i: int, count: int, out: int, ahead: int, step: int
+) -> int:
     """Multiply a panel with the next few of ``count`` rows of x, from the i-th on; return how many.
 
     rows: address of int32 numbers of rows of x, or 0: the i-th is row i. The products go to out, f32 [TOKENS, 32].
+    With each 256 values, ``step`` bytes more from ``ahead`` on are fetched into the cache: what is read next.
     """
     if count - i >= 5:
         tokens = (
@@ -227,9 +242,10 @@ def multiply_tiles(panel: int, n: int, x: int, stride: int, rows: int, i: int, c
             row_address(x, stride, rows, i + 4, count),
             row_address(x, stride, rows, i + 5, count),
         )
-        tile(panel, n, tokens, out)
+        tile(panel, n, tokens, out, ahead, step)
         return min(count - i, 6)
-    tile(panel, n, (row_address(x, stride, rows, i, count), row_address(x, stride, rows, i + 1, count)), out)
+    two = (row_address(x, stride, rows, i, count), row_address(x, stride, rows, i + 1, count))
+    tile(panel, n, two, out, ahead, step)
     return min(count - i, 2)
 
 
@@ -238,7 +254,7 @@ class Panels:
     """What a type brings to products with many rows of activations: functions for operations, and a panel's bytes by n.
 
     unpack(w, row_bytes, rows, n, panel): fill a panel with up to 32 rows of n values.
-    multiply(panel, n, x, stride, rows, i, count, out): products with the next few rows of x, see multiply_tiles.
+    multiply: products of a panel with the next few rows of x, see multiply_tiles.
     """
 
     unpack: Any

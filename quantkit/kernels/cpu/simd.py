@@ -177,6 +177,13 @@ def _to_half(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return b.trunc(b.or_(value, b.and_(b.lshr(bits, _const(i32, 16)), _const(i32, 0x8000))), i16)
 
 
+def _named(fn: Any, name: str) -> Any:
+    """Give an intrinsic made by a factory a stable identity, or numba's cache never hits."""
+    fn.__name__ = name
+    fn._set_uuid(f"quantkit.simd.{name}")
+    return fn
+
+
 # ---------------------------------------------------------------- memory
 
 
@@ -253,18 +260,23 @@ def f16_to_f32(tyctx: Any, bits: Any) -> Any:
     return types.float32(types.uint16), lambda cgctx, b, sig, args: _from_half(b, args[0])
 
 
-@intrinsic
-def prefetch(tyctx: Any, buffer: Any, offset: Any) -> Any:
-    """Ask for the cache line at a byte offset; it may lie beyond the buffer."""
+def _prefetch(name: str, locality: int) -> Any:
+    @intrinsic
+    def impl(tyctx: Any, buffer: Any, offset: Any) -> Any:
+        def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            p, i32 = _address(cgctx, b, sig.args[0], args[0], args[1]), ir.IntType(32)
+            signature = ir.FunctionType(ir.VoidType(), [p.type, i32, i32, i32])
+            fn = cgutils.get_or_insert_function(b.module, signature, "llvm.prefetch.p0")
+            b.call(fn, [p, i32(0), i32(locality), i32(1)])
+            return cgctx.get_dummy_value()
 
-    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        p, i32 = _address(cgctx, b, sig.args[0], args[0], args[1]), ir.IntType(32)
-        signature = ir.FunctionType(ir.VoidType(), [p.type, i32, i32, i32])
-        fn = cgutils.get_or_insert_function(b.module, signature, "llvm.prefetch.p0")
-        b.call(fn, [p, i32(0), i32(3), i32(1)])
-        return cgctx.get_dummy_value()
+        return types.void(buffer, types.intp), cg
 
-    return types.void(buffer, types.intp), cg
+    return _named(impl, name)
+
+
+#: Ask for the cache line at a byte offset, which may lie beyond the buffer; prefetch_l2: not as far as the L1 cache.
+prefetch, prefetch_l2 = _prefetch("prefetch", 3), _prefetch("prefetch_l2", 2)
 
 
 # ---------------------------------------------------------------- making and converting vectors
@@ -334,13 +346,6 @@ def make_shuffle2(lanes: Sequence[int], name: str) -> Any:
         return VecType(v.elem, len(lanes))(v, w), lambda cgctx, b, sig, args: _shuffle(b, args[0], args[1], lanes)
 
     return _named(pick, name)
-
-
-def _named(fn: Any, name: str) -> Any:
-    """Give an intrinsic made by a factory a stable identity, or numba's cache never hits."""
-    fn.__name__ = name
-    fn._set_uuid(f"quantkit.simd.{name}")
-    return fn
 
 
 @intrinsic
