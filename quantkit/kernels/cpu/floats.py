@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 
 from quantkit.kernels.cpu.functions import load_part
 from quantkit.kernels.cpu.jit import inline
-from quantkit.kernels.cpu.panel_tiles import broadcast, fetch, items, no_sums, packed, store_tile, turn, vector_at
+from quantkit.kernels.cpu.panel_tiles import broadcast, items, no_sums, packed, store_tile, turn, vector_at
 from quantkit.kernels.cpu.simd import (
     _muladd,
     cast,

@@ -199,7 +199,6 @@ def mul_mat_id(args, tid, nth):
             bias = arg(args, _BIAS) + e * arg(args, _BIAS_STRIDE) + 4 * row if arg(args, _BIAS) else 0
             scale = factor_of(arg(args, _SCALE), e)
             pairs, count = used + 4 * (n_expert + int_at(starts, e)), int_at(starts, e + 1) - int_at(starts, e)
-            look_ahead(block, ahead, ahead_bytes)
             for begin in range(0, count, BLOCK):
                 n, at = min(BLOCK, count - begin), pairs + 4 * begin
                 number_rows(numbers, arg(args, _X_PER), at, n)
@@ -256,8 +255,6 @@ def gate_by_expert(args, tid, nth):
             up_bias = arg(args, _UP_BIAS) + e * arg(args, _UP_STRIDE) + 4 * row if arg(args, _UP_BIAS) else 0
             gate_scale, up_scale = factor_of(arg(args, _GATE_SCALE), e), factor_of(arg(args, _UP_SCALE), e)
             pairs, count = used + 4 * (n_expert + int_at(starts, e)), int_at(starts, e + 1) - int_at(starts, e)
-            look_ahead(gate_block, up, ahead_bytes)
-            look_ahead(up_block, ahead, ahead_bytes)
             for begin in range(0, count, BLOCK):
                 n, at = min(BLOCK, count - begin), pairs + 4 * begin
                 number_rows(numbers, arg(args, _X_PER), at, n)

@@ -31,7 +31,6 @@ from quantkit.kernels.cpu.panel_tiles import (
     add_scaled,
     add_scaled_twice,
     dot_steps,
-    fetch,
     minus_mins,
     no_dots,
     no_sums,

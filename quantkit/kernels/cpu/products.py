@@ -107,14 +107,6 @@ def fill_unit(block: int, row_bytes: int, n_in: int, x_stride: int, numbers: int
     store(block, 8 * _NUMBERS, types.int64(numbers))
     store(block, 8 * _PRODUCTS, types.int64(products))
     store(block, 8 * _PANEL, types.int64(panel))
-    look_ahead(block, 0, 0)
-
-
-@inline
-def look_ahead(block: int, ahead: int, ahead_bytes: int) -> None:
-    """Tell the next calls of unit_products which bytes come after their own."""
-    store(block, 8 * _AHEAD, types.int64(ahead))
-    store(block, 8 * _AHEAD_BYTES, types.int64(ahead_bytes))
 
 
 @inline
