@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.batch import Batch, Floats, Ints
 from quantkit.model.ops import Op, Value
 
@@ -31,7 +32,14 @@ class Limits:
 
 
 class Program(Protocol):
-    """Operations made ready to run, with the caches and states they own."""
+    """Operations made ready to run, with the caches and states they own.
+
+    accumulators: what operations that look on have added up so far, by ``of``. not_finite: values among what they saw
+    that are no numbers, by run; emptied by whoever acts upon it.
+    """
+
+    accumulators: dict[str, Accumulator]
+    not_finite: list[NotFinite]
 
     def run(self, batch: Batch) -> None:
         """Carry out all operations for a batch of at most ``n_ubatch`` tokens."""

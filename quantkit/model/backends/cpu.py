@@ -19,6 +19,7 @@ from quantkit.kernels.cpu.tape import Batch as BatchBlock
 from quantkit.kernels.cpu.tape import Tape
 from quantkit.kernels.cpu.team import Team
 from quantkit.model.backends import Limits, Observer
+from quantkit.model.backends.accumulators import Accumulator, NotFinite, not_finite
 from quantkit.model.backends.arena import Entry, Memory, place
 from quantkit.model.backends.lowering import Lowering
 from quantkit.model.backends.streaming import Stage, pages, stages, streamed
@@ -63,8 +64,15 @@ class CPUProgram:
         self._block = BatchBlock(backend.team, limits.n_ubatch, limits.n_ctx)
         self._batch: Batch | None = None
         self._low = Lowering(
-            backend.source, limits, backend.team.threads, self._block.address, backend.observer, self._view
+            backend.source,
+            limits,
+            backend.team.threads,
+            self._block.address,
+            backend.observer,
+            self._view,
+            self._report,
         )
+        self.not_finite: list[NotFinite] = []
         made = {value for op in ops for value in op.outputs()}
         self._takes = {value for op in ops for value in op.inputs()} - made
         for value in self._takes:
@@ -138,6 +146,20 @@ class CPUProgram:
                 step.run()
             else:
                 step()
+        for op, bad, per in self._low.watched:
+            found = bad[bad > 0]
+            if len(found):
+                self._report(op.of, (int(found.min()) - 1) // per)
+                bad[:] = 0
+
+    def _report(self, of: str, row: int) -> None:
+        assert self._batch is not None
+        self.not_finite.append(not_finite(of, self._batch, row))
+
+    @property
+    def accumulators(self) -> dict[str, Accumulator]:
+        """What operations that look on have added up so far."""
+        return self._low.accumulators
 
     def profile(self, batch: Batch) -> list[Timing]:
         """Run a batch and return how long every entry took."""

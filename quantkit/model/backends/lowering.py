@@ -16,9 +16,21 @@ import numpy.typing as npt
 from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf import GGUFFile
 from quantkit.kernels import dequantize
-from quantkit.kernels.cpu import attention, cache, elementwise, glu, matmul, moe, norms, recurrent, rope, route
+from quantkit.kernels.cpu import (
+    attention,
+    cache,
+    elementwise,
+    glu,
+    matmul,
+    moe,
+    norms,
+    recurrent,
+    rope,
+    route,
+)
 from quantkit.kernels.cpu.tape import Operation, address_of
-from quantkit.model.backends import Limits, Observer
+from quantkit.model.backends import Limits, Observer, looking_on
+from quantkit.model.backends.accumulators import Accumulator, Report, new_accumulator
 from quantkit.model.backends.arena import Buffer, Entry, Slot, Within
 from quantkit.model.ops import (
     Activate,
@@ -29,6 +41,7 @@ from quantkit.model.ops import (
     Clamp,
     Combine,
     Convolve,
+    Covariance,
     DeltaNet,
     Embed,
     Glu,
@@ -40,7 +53,6 @@ from quantkit.model.ops import (
     MulMats,
     MultiplyBy,
     Norm,
-    Observe,
     Op,
     Repeat,
     Rope,
@@ -49,8 +61,10 @@ from quantkit.model.ops import (
     Scale,
     ScaleByPosition,
     SelectOutputs,
+    Similarity,
     Softcap,
     State,
+    SumColumns,
     Take,
     UpGate,
     UpGateId,
@@ -65,7 +79,8 @@ LINE = 64
 class Lowering:
     """Collects the entries of one program, and all that their slots name.
 
-    batch: address of the batch block; view: returns the rows of a value in the current run.
+    batch: address of the batch block; view: returns the rows of a value in the current run; report: is told of values
+    that operations which look on find to be no numbers.
     """
 
     def __init__(
@@ -76,13 +91,17 @@ class Lowering:
         batch: int,
         observer: Observer | None,
         view: Callable[[Value], Any],
+        report: Report,
     ) -> None:
         self.source, self.limits, self.threads, self.batch = source, limits, threads, batch
-        self.observer, self.view = observer, view
+        self.observer, self.view, self.report = observer, view, report
         self.entries: list[Entry] = []
         self.values: dict[Value, Buffer] = {}
         self.caches: dict[Cache, tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]] = {}
         self.states: dict[State, npt.NDArray[np.float32]] = {}
+        self.accumulators: dict[str, Accumulator] = {}
+        #: Of every SumColumns the rows that threads found not to be finite, and how many rows a token has.
+        self.watched: list[tuple[SumColumns, npt.NDArray[np.int64], int]] = []
         self.n_vocab = 0  # of the embeddings, 0 if they are not here
         self._op: Op | None = None
         self._scratch = Buffer("scratch", LINE, kept_after=True, set_before=True)
@@ -144,6 +163,12 @@ class Lowering:
         if of not in self.states:
             self.states[of] = np.zeros((self.limits.n_seq, of.width), np.float32)
         return address_of(self.states[of])
+
+    def accumulator(self, op: SumColumns | Covariance | Similarity) -> Accumulator:
+        """Return the accumulator of an operation that looks on; several may share one."""
+        if op.of not in self.accumulators:
+            self.accumulators[op.of] = new_accumulator(op)
+        return self.accumulators[op.of]
 
     # ------------------------------------------------------------ weights
 
@@ -587,21 +612,6 @@ def _delta_net(b: Lowering, op: DeltaNet) -> None:
     )
 
 
-# ---------------------------------------------------------------- looking on
-
-
-def _observe(b: Lowering, op: Observe) -> None:
-    observer, view = b.observer, b.view
-    if observer is None:
-        return
-
-    def look() -> None:
-        observer(op.of, view(op.x), None if op.ids is None else view(op.ids))
-
-    seen = (op.x,) if op.ids is None else (op.x, op.ids)
-    b.entries.append(Entry(op, call=look, uses=tuple(b.buffer(value) for value in seen)))
-
-
 LOWER: Mapping[type[Op], Callable[[Lowering, Any], None]] = {
     Embed: _embed,
     SelectOutputs: _select_outputs,
@@ -631,5 +641,5 @@ LOWER: Mapping[type[Op], Callable[[Lowering, Any], None]] = {
     Attention: _attention,
     Convolve: _convolve,
     DeltaNet: _delta_net,
-    Observe: _observe,
+    **looking_on.LOWER,
 }
