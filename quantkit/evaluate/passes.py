@@ -139,14 +139,16 @@ def run_windows(
     n_batch: int,
     bos: int | None,
     threads: int | None = None,
+    session: Session | None = None,
 ) -> None:
     """Evaluate windows, int32 [n, n_ctx], and score positions ``first`` to n_ctx - 2 of each.
 
     max(1, n_batch // n_ctx) windows make a pass. ``done(begin, end)`` is called after each, from this thread.
+    ``session``, if given, has room for a pass.
     """
     n, n_ctx = windows.shape
     n_seq = min(n, max(1, n_batch // n_ctx))
-    session = model.session(n_ctx, n_seq)
+    session = session or model.session(n_ctx, n_seq)
     wanted = np.zeros(n_ctx, bool)
     wanted[first : n_ctx - 1] = True
     with ThreadPoolExecutor(threads or available_cpus()) as pool:
