@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quantkit.compare import compare
     from quantkit.errors import QuantkitError
+    from quantkit.imatrix import imatrix
     from quantkit.inspect import inspect
     from quantkit.merge import merge_up_gate, split_up_gate
     from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
@@ -25,6 +26,7 @@ __all__ = [
     "QuantkitError",
     "__version__",
     "compare",
+    "imatrix",
     "inspect",
     "merge_up_gate",
     "plan_quantize",
@@ -37,6 +39,7 @@ _HOME = {
     "QuantizeOptions": "quantize",
     "QuantkitError": "errors",
     "compare": "compare",
+    "imatrix": "imatrix",
     "inspect": "inspect",
     "merge_up_gate": "merge",
     "plan_quantize": "quantize",

@@ -123,8 +123,8 @@ class Watcher:
     def started(self, first: int, n_chunks: int, n_seq: int, notes: Sequence[str]) -> None:
         """Chunks ``first`` ... of n_chunks are to be done, n_seq at a time."""
 
-    def chunk(self, done: int, n_chunks: int, ppl: Estimate | None) -> None:
-        """``done`` chunks are done."""
+    def chunk(self, chunk: int, n_chunks: int, ppl: Estimate | None) -> None:
+        """A chunk, counted from 1, is done; the perplexity so far."""
 
     def dropped(self, chunk: int, why: str, back_to: int) -> None:
         """A chunk is left out; the run goes back to an earlier one."""
@@ -159,10 +159,10 @@ def imatrix(
     path = None if output is None else Path(output)
     _check(options, path, run)
     earlier = [read_imatrix(each) for each in in_files]
-    fusion = run.pop("fusion", None) or (Fusion() if path is None else Fusion.none())
+    run["fusion"] = run.get("fusion") or (Fusion() if path is None else Fusion.none())
     rewrite = _rewrite(options, path is not None, _has_latents(model))
-    with load(model, n_ctx=options.n_ctx, fusion=fusion, rewrite=rewrite, **run) as loaded:
-        text = cut(_parts(loaded, files, chat, tokens, options), options.n_ctx, options.from_chunk, options.chunks)
+    with load(model, n_ctx=options.n_ctx, rewrite=rewrite, **run) as loaded:
+        text = cut(parts_of(loaded, files, chat, tokens, options), options.n_ctx, options.from_chunk, options.chunks)
         collector = _Collector(loaded, text, options, path, watcher or Watcher())
         collector.run(run.get("threads"))
         return collector.finish(earlier, started)
@@ -205,19 +205,20 @@ def _rewrite(options: Options, collects: bool, latent: bool) -> Callable[[Graph]
     return rewrite
 
 
-def _parts(
+def parts_of(
     model: Model,
     files: Sequence[str | Path],
     chat: Sequence[str | Path],
     tokens: npt.ArrayLike | None,
     options: Options,
 ) -> list[Part]:
+    """Return the tokens of all texts, conversations and ids that are given. RecipeError if there are none."""
     if not files and not chat and tokens is None:
         raise RecipeError("there is nothing to calibrate on: give a text (-f), conversations (--chat) or tokens")
     parts = [text_part(Path(file), model.tokenizer, options.parse_special) for file in files]
     parts += [chat_part(Path(file), model.tokenizer, model.source) for file in chat]
     if tokens is not None:
-        parts.append(Part("tokens", text_tokens(model, None, tokens), None))  # type: ignore[arg-type]
+        parts.append(Part("tokens", text_tokens(model, None, tokens), None))
     return parts
 
 
@@ -240,8 +241,8 @@ class _Collector:
         self.n_seq = min(self.n, max(1, options.n_batch // options.n_ctx))
         self.session: Session = model.session(options.n_ctx, self.n_seq)
         self.notes = list(text.notes)
-        note_context(model, options.n_ctx, self.notes)  # type: ignore[arg-type]
-        self.bos = bos_of(model, self.notes)  # type: ignore[arg-type]
+        note_context(model, options.n_ctx, self.notes)
+        self.bos = bos_of(model, self.notes)
         self.progress = Progress()
         self.checkpoint = None if path is None else Checkpoint(path, self._identity())
         self.nll: dict[int, npt.NDArray[np.float64]] = {}
@@ -269,17 +270,7 @@ class _Collector:
         first = self.options.n_ctx // 2 if self.options.ppl else self.options.n_ctx - 1
         while left := [c for c in range(self.progress.done, self.n) if c not in self.progress.dropped]:
             try:
-                run_windows(
-                    self.model,  # type: ignore[arg-type]
-                    self.text.windows[left],
-                    first,
-                    lambda window, row, logits, following, left=left: self._score(left[window], row, logits, following),
-                    lambda begin, end, left=left: self._done(left[begin:end]),
-                    n_batch=self.options.n_batch,
-                    bos=self.bos,
-                    threads=threads,
-                    session=self.session,
-                )
+                self._passes(left, first, threads)
             except _Bad as bad:
                 self._go_back(bad.chunks)
         if len(self.progress.dropped) == self.n:
@@ -287,6 +278,22 @@ class _Collector:
                 f"{self.model.path}: every chunk brings values that are no numbers, the first at "
                 f"{self.progress.dropped[0]}: a broken file, or numbers too large for --kv-type f16"
             )
+
+    def _passes(self, left: Sequence[int], first: int, threads: int | None) -> None:
+        def score(window: int, row: int, logits: F32, following: I32) -> None:
+            self._score(left[window], row, logits, following)
+
+        run_windows(
+            self.model,
+            self.text.windows[left],
+            first,
+            score,
+            lambda begin, end: self._done(left[begin:end]),
+            n_batch=self.options.n_batch,
+            bos=self.bos,
+            threads=threads,
+            session=self.session,
+        )
 
     def _score(self, chunk: int, row: int, logits: F32, following: I32) -> None:
         rows = self.options.n_ctx - 1 - self.options.n_ctx // 2
@@ -311,14 +318,12 @@ class _Collector:
         # Chunks that are left out come with the next one that is not.
         self.progress.done = chunks[-1] + 1
         self._save(before)
-        self.watcher.chunk(self.progress.done, self.n, self.ppl)
 
     def _count(self, chunk: int) -> None:
-        if not self.options.ppl:
-            return
-        sums = NllSums(self.progress.n, self.progress.total, self.progress.squares)
-        sums.add(self.nll.pop(chunk))
-        self.progress.n, self.progress.total, self.progress.squares = sums.n, sums.total, sums.squares
+        if self.options.ppl:
+            sums = NllSums(self.progress.n, self.progress.total, self.progress.squares)
+            sums.add(self.nll.pop(chunk))
+            self.progress.n, self.progress.total, self.progress.squares = sums.n, sums.total, sums.squares
         self.watcher.chunk(chunk + 1, self.n, self.ppl)
 
     def _called(self, of: str) -> str:
@@ -398,8 +403,7 @@ class _Collector:
         for of, accumulator in self.session.accumulators.items():
             if of in self.names and of.startswith(prefix or "blk.") or (not prefix and of in _OUTPUTS):
                 width, names = self.names[of]
-                made = entry_of(accumulator, width)
-                entries |= dict.fromkeys(names, made)
+                entries |= dict.fromkeys(names, entry_of(accumulator, width))
         for missing, same in _SAME_INPUT.items():
             for name in [n for n in entries if n.endswith(same)]:
                 other = name.replace(same, missing)
@@ -478,6 +482,4 @@ def entry_of(accumulator: Accumulator, width: int) -> ImatrixEntry:
     sums = accumulator["sums"][:, :, :width]
     squares, plain = (sums[:, i] + sums[:, i + 1] for i in (0, 2))
     with np.errstate(over="ignore"):
-        return ImatrixEntry(
-            squares.astype(np.float32), accumulator["counts"].copy(), plain.astype(np.float32)
-        )
+        return ImatrixEntry(squares.astype(np.float32), accumulator["counts"].copy(), plain.astype(np.float32))

@@ -112,6 +112,15 @@ def _mapped(op: Op, new: Callable[[Value], Value]) -> Op:
     return replace(op, **changed) if changed else op
 
 
+def up_to_layer(graph: Graph, last: int) -> Graph:
+    """Return the graph without the layers after ``last``; its logits are no longer the model's."""
+    end = _output(graph).layer
+    outs = {op.layer: op.out for op in graph.ops if isinstance(op, Add) and op.out.name.endswith(".layer_out")}
+    whole, cut_off = outs[max(outs)], outs[last]
+    kept = [op for op in graph.ops if op.layer <= last or op.layer >= end]
+    return replace(graph, ops=tuple(_mapped(op, lambda v: cut_off if v is whole else v) for op in kept))
+
+
 # ---------------------------------------------------------------- inputs of weights
 
 

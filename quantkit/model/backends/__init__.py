@@ -6,7 +6,7 @@ entered in ``backend_of``. Values cross between backends, or between two segment
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,8 +38,10 @@ class Program(Protocol):
     that are no numbers, by run; emptied by whoever acts upon it.
     """
 
-    accumulators: dict[str, Accumulator]
     not_finite: list[NotFinite]
+
+    @property
+    def accumulators(self) -> Mapping[str, Accumulator]: ...
 
     def run(self, batch: Batch) -> None:
         """Carry out all operations for a batch of at most ``n_ubatch`` tokens."""
