@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from quantkit.kernels import dequantize, quantize
-from quantkit.kernels.cpu.activations import activation_format, row_bytes
+from quantkit.kernels.cpu.activations import ROW_GAP, SCALES, UNIT_BYTES, activation_format, row_bytes
 from quantkit.kernels.cpu.activations import quantize as quantize_activations
 from quantkit.kernels.cpu.glu import glu, limits
 from quantkit.kernels.cpu.moe import (
@@ -163,9 +163,9 @@ class Layer:
         """What the activations are after quantization, [rows, n_in]."""
         if not self.kind.startswith("q8"):
             return self.rows.view(np.float32).reshape(len(self.x), -1).astype(np.float64)
-        units = self.rows.reshape(len(self.x), -1)[:, : self.stride - 64].reshape(len(self.x), -1, 512)
+        units = self.rows.reshape(len(self.x), -1)[:, :-ROW_GAP].reshape(len(self.x), -1, UNIT_BYTES)
         levels = units[:, :, :256].view(np.int8).astype(np.float64)
-        scales = np.ascontiguousarray(units[:, :, 256:320]).view(np.float32).astype(np.float64)
+        scales = np.ascontiguousarray(units[:, :, SCALES : SCALES + 64]).view(np.float32).astype(np.float64)
         return (levels * np.repeat(scales, 16, axis=2)).reshape(len(self.x), -1)[:, : self.n_in]
 
     def expected(self, w: F32) -> npt.NDArray[np.float64]:

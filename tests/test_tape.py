@@ -121,14 +121,16 @@ def test_timing_gives_nanoseconds_of_each_entry():
     quick = count.block(batch=batch.address, total=address_of(total))
     tape = Tape(team, batch, [(count, quick), (add_scaled, slow), (count, quick)])
     tape.run_timed()
-    start = time.perf_counter_ns()
-    times = tape.run_timed()
-    wall = time.perf_counter_ns() - start
+    runs = []
+    for _ in range(20):
+        start = time.perf_counter_ns()
+        runs.append(tape.run_timed())
+        assert 0 < runs[-1].sum() < 1.2 * (time.perf_counter_ns() - start)
+    times = np.min(runs, axis=0)  # others use this machine, too
     assert (times > 0).all()
     assert times[1] > times[0] + times[2]
-    assert times.sum() < 1.2 * wall
-    assert x[0] == 2
-    assert total[0] == 8
+    assert x[0] == 21
+    assert total[0] == 21 * 4
 
 
 def test_threads_end_with_their_team():

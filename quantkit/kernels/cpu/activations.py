@@ -68,7 +68,6 @@ from quantkit.kernels.cpu.simd import (
     vmin,
 )
 from quantkit.kernels.cpu.tape import N_OUTPUTS, N_TOKENS, Operation, arg, batch_word, first_of, operation
-from quantkit.kernels.cpu.unpack.lanes import join16, join32
 from quantkit.types import TensorType
 
 #: Bytes of a unit of 256 values, and where its parts begin.

@@ -26,14 +26,12 @@ from quantkit.kernels.cpu.simd import (
     f32x4,
     f32x8,
     f32x16,
-    fma,
     hsum,
     i8x16,
     i8x32,
     i8x64,
     i16x8,
     i16x16,
-    i16x32,
     i32x4,
     i32x8,
     i32x16,
@@ -42,6 +40,7 @@ from quantkit.kernels.cpu.simd import (
     maddubs,
     make_constant,
     make_shuffle,
+    muladd,
     opaque,
     splat,
     u8x16,
@@ -163,8 +162,8 @@ def add_nibble_products(at: int, act: int, acc: Any, a0: Any, a1: Any, b0: Any, 
     d = load(types.float32, act, SCALES)
     mins = dot2(splat(i32x4, 0), m, load(i16x8, act, TOTALS32))
     products, minimums = acc
-    products = fma(convert(f32x16, x + y), splat(f32x16, half_at(at, 0) * d), products)
-    return products, fma(convert(f32x4, mins), splat(f32x4, half_at(at, 2) * d), minimums)
+    products = muladd(convert(f32x16, x + y), splat(f32x16, half_at(at, 0) * d), products)
+    return products, muladd(convert(f32x4, mins), splat(f32x4, half_at(at, 2) * d), minimums)
 
 
 @inline
@@ -198,8 +197,8 @@ def dot_q6_k(at: int, act: int, acc: Any) -> Any:
     d = half_at(at, 208) * load(types.float32, act, SCALES)
     offset = dot2(splat(i32x8, 0), s, load(i16x16, act, TOTALS)) << 5
     products, offsets = acc
-    products = fma(convert(f32x16, x + y), splat(f32x16, d), products)
-    return products, fma(convert(f32x8, offset), splat(f32x8, d), offsets)
+    products = muladd(convert(f32x16, x + y), splat(f32x16, d), products)
+    return products, muladd(convert(f32x8, offset), splat(f32x8, d), offsets)
 
 
 @inline
@@ -219,8 +218,8 @@ def dot_q2_k(at: int, act: int, acc: Any) -> Any:
     mins = dot2(splat(i32x8, 0), convert(i16x16, s >> 4), load(i16x16, act, TOTALS))
     d = load(types.float32, act, SCALES)
     products, minimums = acc
-    products = fma(convert(f32x16, x), splat(f32x16, half_at(at, 80) * d), products)
-    return products, fma(convert(f32x8, mins), splat(f32x8, half_at(at, 82) * d), minimums)
+    products = muladd(convert(f32x16, x), splat(f32x16, half_at(at, 80) * d), products)
+    return products, muladd(convert(f32x8, mins), splat(f32x8, half_at(at, 82) * d), minimums)
 
 
 #: Q3_K: the bits of hmask for blocks 0 and 4, 1 and 5, 2 and 6, 3 and 7, brought to bit 2.
@@ -243,8 +242,8 @@ def dot_q3_k(at: int, act: int, acc: Any) -> Any:
     d = half_at(at, 108) * load(types.float32, act, SCALES)
     offset = dot2(splat(i32x8, 0), s, load(i16x16, act, TOTALS)) << 2
     products, offsets = acc
-    products = fma(convert(f32x16, x), splat(f32x16, d), products)
-    return products, fma(convert(f32x8, offset), splat(f32x8, d), offsets)
+    products = muladd(convert(f32x16, x), splat(f32x16, d), products)
+    return products, muladd(convert(f32x8, offset), splat(f32x8, d), offsets)
 
 
 # ---------------------------------------------------------------- blocks of 32 in pieces of 16 bytes
@@ -262,9 +261,9 @@ def add_piece_products(act: int, acc: Any, a0: Any, a1: Any, b0: Any, b1: Any, s
     x = dot4(x, a1, load(i8x64, act, BY_PIECES + 64))
     y = dot4(y, b1, load(i8x64, act, BY_PIECES + 192))
     d = scales * load(f32x16, act, SCALES)
-    acc = fma(-mins, load(f32x16, act, SUMS), acc)
-    acc = fma(convert(f32x16, x), scales_low(d), acc)
-    return fma(convert(f32x16, y), scales_high(d), acc)
+    acc = muladd(-mins, load(f32x16, act, SUMS), acc)
+    acc = muladd(convert(f32x16, x), scales_low(d), acc)
+    return muladd(convert(f32x16, y), scales_high(d), acc)
 
 
 @inline

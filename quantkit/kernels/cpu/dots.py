@@ -15,27 +15,26 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
 
+from quantkit.kernels.cpu import floats
 from quantkit.kernels.cpu.activations import OFFSETS, SCALES, SUMS, UNIT_BYTES, by_fours, sum_fours
 from quantkit.kernels.cpu.direct import direct_dot
-from quantkit.kernels.cpu.jit import specialize, inline
+from quantkit.kernels.cpu.jit import inline, specialize
 from quantkit.kernels.cpu.simd import (
     HAS_DOT4,
     VecType,
-    _call,
-    _suffix,
+    _muladd,
     cast,
     convert,
     dot4,
     f32x16,
-    fma,
     hsum,
     i8x64,
     i32x16,
     load,
+    muladd,
     prefetch,
     splat,
     stack_bytes,
@@ -44,7 +43,6 @@ from quantkit.kernels.cpu.simd import (
 )
 from quantkit.kernels.cpu.unpack import unpacker
 from quantkit.types import TensorType
-
 
 # ---------------------------------------------------------------- levels as operands of dot4
 
@@ -97,7 +95,7 @@ def minus_product(tyctx: Any, acc: Any, mins: Any, sums: Any) -> Any:
     def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
         if not isinstance(sig.args[1], VecType):
             return args[0]
-        return _call(b, f"llvm.fma.{_suffix(args[0].type)}", args[0].type, [b.fneg(args[1]), args[2], args[0]])
+        return _muladd(b, b.fneg(args[1]), args[2], args[0])
 
     return acc(acc, mins, sums), cg
 
@@ -127,7 +125,7 @@ def dot_unit_unpacked(at: int, act: int, acc: Any) -> Any:
     """Add the products of 256 values to 16 sums."""
     l0, l1, l2, l3, scales, mins = unpack(at, 0)
     sums = group_sums(operand(l0), operand(l1), operand(l2), operand(l3), act)
-    acc = fma(convert(f32x16, sums), by_fours(scales * load(f32x16, act, SCALES)), acc)
+    acc = muladd(convert(f32x16, sums), by_fours(scales * load(f32x16, act, SCALES)), acc)
     return minus_product(acc, mins, load(f32x16, act, SUMS))
 
 
@@ -137,10 +135,10 @@ def dot_unit_by_4(at: int, y0: int, y1: int, y2: int, y3: int, accs: Any) -> Any
     u0, u1, u2, u3 = operand(l0), operand(l1), operand(l2), operand(l3)
     a0, a1, a2, a3 = accs
     turned = by_fours(scales)
-    a0 = fma(convert(f32x16, group_sums(u0, u1, u2, u3, y0)), turned * by_fours(load(f32x16, y0, SCALES)), a0)
-    a1 = fma(convert(f32x16, group_sums(u0, u1, u2, u3, y1)), turned * by_fours(load(f32x16, y1, SCALES)), a1)
-    a2 = fma(convert(f32x16, group_sums(u0, u1, u2, u3, y2)), turned * by_fours(load(f32x16, y2, SCALES)), a2)
-    a3 = fma(convert(f32x16, group_sums(u0, u1, u2, u3, y3)), turned * by_fours(load(f32x16, y3, SCALES)), a3)
+    a0 = muladd(convert(f32x16, group_sums(u0, u1, u2, u3, y0)), turned * by_fours(load(f32x16, y0, SCALES)), a0)
+    a1 = muladd(convert(f32x16, group_sums(u0, u1, u2, u3, y1)), turned * by_fours(load(f32x16, y1, SCALES)), a1)
+    a2 = muladd(convert(f32x16, group_sums(u0, u1, u2, u3, y2)), turned * by_fours(load(f32x16, y2, SCALES)), a2)
+    a3 = muladd(convert(f32x16, group_sums(u0, u1, u2, u3, y3)), turned * by_fours(load(f32x16, y3, SCALES)), a3)
     return (
         minus_product(a0, mins, load(f32x16, y0, SUMS)),
         minus_product(a1, mins, load(f32x16, y1, SUMS)),
@@ -175,7 +173,7 @@ finish: Any = hsum
 def dot_row(w: int, act: int, n: int) -> Any:
     """Return the dot product, float32, of the row of ``n`` weights at ``w`` and the activations at ``act``."""
     acc = start()
-    for unit in range(n // 256):
+    for _ in range(n // 256):
         for line in range(unit_lines):
             prefetch(w, PREFETCH + 64 * line)
         acc = dot_unit(w, act, acc)
@@ -205,8 +203,12 @@ def dot_row_by_4(w: int, y0: int, y1: int, y2: int, y3: int, n: int) -> Any:
 
 
 def row_dots(t: TensorType) -> tuple[Any, Any]:
-    """Return ``dot_row`` and ``dot_row_by_4`` of a type with an unpacker, to be inlined into operations."""
-    made, name = unpacker(t), t.name.lower()
+    """Return ``dot_row`` and ``dot_row_by_4`` of a type, to be inlined into operations."""
+    name = t.name.lower()
+    if t.name in floats.LOADS:
+        bound = floats.LOADS[t.name]
+        return specialize(floats.dot_float_row, name, **bound), specialize(floats.dot_float_row_by_4, name, **bound)
+    made = unpacker(t)
     operands = operand_functions(made.non_negative)
     sums = specialize(group_sums, name, **operands)
     unit = {"unpack": made.function, "group_sums": sums, **operands}

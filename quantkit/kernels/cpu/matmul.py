@@ -1,127 +1,174 @@
-"""Matrix products of weights as they lie on disk: the operations, for every type of weight.
+"""Matrix products: weights as they lie on disk, times activations in the format of their type.
 
-    op = mul_mat(t)                                 out[row, o] = scale * sum over i of w[o, i] * x[row, i] + bias[o]
-    kind = activation_format(t)                     what x must be brought to first, by quantize(kind); "f32": nothing
-    block = op.block(batch=..., x=address of the activations, x_stride=row_bytes(kind, n_in), w=address, row_bytes=...,
-                     n_in=..., n_out=..., out=address, out_stride=4 * width, rows_of=0, per=1, bias=0, scale=0,
-                     scratch=address, scratch_bytes=scratch_bytes(t, n_in))
+    mul_mat       batch x x_stride w row_bytes products n_in n_out out out_stride rows_of per bias scale
+                  scratch scratch_bytes
+                      out[row, o] = scale * sum over i of w[o, i] * x[row, i] + bias[o]
+    up_gate(a)    batch up up_row_bytes up_products up_x up_x_stride up_bias up_scale, the same with gate,
+                  n_in n_out out out_stride rows_of per scratch scratch_bytes, and ``**limits(a)`` (glu.py)
+                      out[row, o] = activation(gate x)[row, o] * (up x)[row, o], both with their scale and bias
 
-All strides are bytes. bias: address of f32 [n_out], or 0; scale: address of one f32, or 0. scratch: threads *
-scratch_bytes, 64-aligned, shared by all operations of a tape. Several matrices of one x are several entries of a tape
-that need not wait for each other (the third word of an entry).
+x: rows brought to ``activation_format(t)`` by ``quantize(format)``, ``row_bytes(format, n_in)`` apart or more,
+64-aligned (format f32: the value itself, nothing to do). products: products_of(t). All strides are bytes. bias:
+address of f32 [n_out], or 0; scale: of one f32, or 0. scratch: threads * scratch_bytes, 64-aligned, shared by all
+operations of a tape; scratch_bytes(t, n_in), or up_gate_scratch_bytes(up, gate, n_in). Several matrices of one x are
+several entries of a tape that need not wait for each other; a matrix for each head likewise, x and out starting
+within a row.
 
-Few rows of x go row of weights by row of weights (dots.py), each thread a range of them; from MIN_TILE rows on,
-panels of 32 rows of weights are unpacked once and multiplied in register tiles (panel.py).
+Threads share the rows of weights: whole rows if there are few rows of x, panels of 32 if there are many. The products
+of a panel with up to 60 rows of x are made in the nearest cache and go out scaled, biased and gated.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numba.core import types
 
 from quantkit.kernels.cpu.activations import activation_format, quantize, row_bytes, rows_word
-from quantkit.kernels.cpu.dots import row_dots
-from quantkit.kernels.cpu.jit import specialize
-from quantkit.kernels.cpu.panel import panels, write_rows
-from quantkit.kernels.cpu.simd import load, stack_bytes, store
-from quantkit.kernels.cpu.tape import Operation, arg, batch_word, first_of, operation
+from quantkit.kernels.cpu.functions import load_part, store_part
+from quantkit.kernels.cpu.glu import gated
+from quantkit.kernels.cpu.jit import inline
+from quantkit.kernels.cpu.panel import ROWS, panels
+from quantkit.kernels.cpu.products import (
+    BLOCK,
+    MIN_PANEL,
+    call_unit,
+    fill_unit,
+    products_of,
+)
+from quantkit.kernels.cpu.simd import f32x16, load, stack_bytes
+from quantkit.kernels.cpu.tape import Operation, arg, batch_word, farg, first_of, operation
 from quantkit.types import TensorType
 
-__all__ = ["activation_format", "mul_mat", "quantize", "row_bytes", "scratch_bytes"]
+if TYPE_CHECKING:
+    from quantkit.kernels.parameters import Activation
 
-_X, _X_STRIDE, _W, _ROW_BYTES, _N_IN, _N_OUT, _OUT, _OUT_STRIDE, _ROWS_OF, _PER, _BIAS, _SCALE, _SCRATCH = range(1, 14)
-_SCRATCH_BYTES = 14
+__all__ = ["activation_format", "mul_mat", "products_of", "quantize", "row_bytes", "scratch_bytes", "up_gate"]
 
-#: Bound anew for each type.
-dot_row: Any = None
-dot_row_by_4: Any = None
-unpack_panel: Any = None
-multiply_tiles: Any = None
-multiply_rows: Any = None
-multiply_panels: Any = None
-
-#: Rows of activations from which on panels are unpacked.
-MIN_TILE = 8
-
-
-def multiply_by_row(
-    w: int, row_bytes: int, n_in: int, first: int, last: int, x: int, x_stride: int, rows: int, out: int, out_stride: int,
-    bias: int, scale: int,
-) -> None:  # fmt: skip
-    """Multiply rows first..last of the weights with every row of x, unpacking each for four rows of x at a time."""
-    factor = load(types.float32, scale, 0) if scale != 0 else types.float32(1)
-    for o in range(first, last):
-        row, to = w + o * row_bytes, out + 4 * o
-        add = load(types.float32, bias, 4 * o) if bias != 0 else types.float32(0)
-        done = 0
-        while rows - done >= 3:
-            y = x + done * x_stride
-            # Three rows cost less as four, one of them twice, than one by one.
-            y3 = y + 3 * x_stride if rows - done > 3 else y
-            a, b, c, d = dot_row_by_4(row, y, y + x_stride, y + 2 * x_stride, y3, n_in)
-            store(to, done * out_stride, a * factor + add)
-            store(to, (done + 1) * out_stride, b * factor + add)
-            store(to, (done + 2) * out_stride, c * factor + add)
-            if rows - done > 3:
-                store(to, (done + 3) * out_stride, d * factor + add)
-            done += 4
-        while done < rows:
-            store(to, done * out_stride, dot_row(row, x + done * x_stride, n_in) * factor + add)
-            done += 1
-
-
-def multiply_by_panel(
-    w: int, row_bytes: int, n_in: int, n_out: int, first: int, last: int, x: int, x_stride: int, rows: int, out: int,
-    out_stride: int, bias: int, scale: int, panel: int,
-) -> None:  # fmt: skip
-    """Multiply panels first..last of the weights with all rows of x."""
-    products = stack_bytes(1024)
-    for p in range(first, last):
-        o = 32 * p
-        width = min(32, n_out - o)
-        unpack_panel(w + o * row_bytes, row_bytes, width, n_in, panel)
-        at = bias + 4 * o if bias != 0 else 0
-        i = 0
-        while i < rows:
-            n = multiply_tiles(panel, (n_in + 255) // 256, x, x_stride, 0, i, rows, products)
-            write_rows(products, n, out + 4 * o, out_stride, 0, i, width, scale, at)
-            i += n
-
-
-@operation("batch x x_stride w row_bytes n_in n_out out out_stride rows_of per bias scale scratch scratch_bytes")
-def multiply(args: int, tid: int, nth: int) -> None:
-    """out = scale * (w x) + bias."""
-    rows = batch_word(args, rows_word(arg(args, _ROWS_OF))) * arg(args, _PER)
-    n_in, n_out, scratch = arg(args, _N_IN), arg(args, _N_OUT), arg(args, _SCRATCH) + tid * arg(args, _SCRATCH_BYTES)
-    w, row_bytes, x, x_stride = arg(args, _W), arg(args, _ROW_BYTES), arg(args, _X), arg(args, _X_STRIDE)
-    out, out_stride, bias, scale = arg(args, _OUT), arg(args, _OUT_STRIDE), arg(args, _BIAS), arg(args, _SCALE)
-    if rows < MIN_TILE:
-        first, last = first_of(n_out, tid, nth), first_of(n_out, tid + 1, nth)
-        multiply_rows(w, row_bytes, n_in, first, last, x, x_stride, rows, out, out_stride, bias, scale)
-    else:
-        n = (n_out + 31) // 32
-        first, last = first_of(n, tid, nth), first_of(n, tid + 1, nth)
-        multiply_panels(
-            w, row_bytes, n_in, n_out, first, last, x, x_stride, rows, out, out_stride, bias, scale, scratch
-        )  # fmt: skip
-
-
-@cache
-def mul_mat(t: TensorType) -> Operation:
-    """Return the operation out = scale * (w x) + bias for weights of type ``t``; see the top of this file."""
-    one, four = row_dots(t)
-    name, many = t.name.lower(), panels(t)
-    return multiply.bind(
-        name,
-        multiply_rows=specialize(multiply_by_row, name, dot_row=one, dot_row_by_4=four),
-        multiply_panels=specialize(
-            multiply_by_panel, name, unpack_panel=many.unpack, multiply_tiles=many.multiply
-        ),
-    )
+#: Between two panels: they must not fall on the same sets of the cache.
+_PANEL_GAP = 128
 
 
 def scratch_bytes(t: TensorType, n_in: int) -> int:
-    """Return the bytes of scratch each thread needs for weights of type ``t``."""
-    return panels(t).bytes(n_in)
+    """Return the bytes of scratch each thread needs for weights of type ``t`` with rows of ``n_in``."""
+    return panels(t).bytes(n_in) + _PANEL_GAP
+
+
+@inline
+def share_rows(n_out: int, rows: int, tid: int, nth: int) -> Any:
+    """Return the first and one past the last row of weights of a thread; many rows of x go by whole panels."""
+    if rows < MIN_PANEL:
+        return first_of(n_out, tid, nth), first_of(n_out, tid + 1, nth)
+    n = (n_out + ROWS - 1) // ROWS
+    return ROWS * first_of(n, tid, nth), min(n_out, ROWS * first_of(n, tid + 1, nth))
+
+
+@inline
+def factor(scale: int) -> Any:
+    """The f32 at an address, 1 if there is none."""
+    return load(types.float32, scale, 0) if scale != 0 else types.float32(1)
+
+
+@inline
+def finished(products: int, scale: Any, bias: int, o: int, n: int) -> Any:
+    """Up to 16 products times the scale, plus the bias of outputs from the o-th on."""
+    v = load(f32x16, products, 0) * scale
+    return v + load_part(f32x16, bias, 4 * o, n) if bias != 0 else v
+
+
+_X, _X_STRIDE, _W, _ROW_BYTES, _PRODUCTS, _N_IN, _N_OUT, _OUT, _OUT_STRIDE, _ROWS_OF, _PER, _BIAS = range(1, 13)
+_SCALE, _SCRATCH, _SCRATCH_BYTES = range(13, 16)
+
+
+@operation(
+    "batch x x_stride w row_bytes products n_in n_out out out_stride rows_of per bias scale scratch scratch_bytes"
+)
+def mul_mat(args: int, tid: int, nth: int) -> None:
+    """out = scale * (w x) + bias"""
+    count = batch_word(args, rows_word(arg(args, _ROWS_OF))) * arg(args, _PER)
+    x, x_stride, function = arg(args, _X), arg(args, _X_STRIDE), arg(args, _PRODUCTS)
+    bias, scale, row_bytes = arg(args, _BIAS), factor(arg(args, _SCALE)), arg(args, _ROW_BYTES)
+    products, block = stack_bytes(7680), stack_bytes(128)
+    panel = arg(args, _SCRATCH) + tid * arg(args, _SCRATCH_BYTES)
+    fill_unit(block, row_bytes, arg(args, _N_IN), x_stride, 0, products, panel)
+    first, last = share_rows(arg(args, _N_OUT), count, tid, nth)
+    for o in range(first, last, ROWS):
+        rows = min(ROWS, last - o)
+        for begin in range(0, count, BLOCK):
+            n = min(BLOCK, count - begin)
+            w = arg(args, _W) + o * row_bytes
+            call_unit(
+                function, block, w, rows, x + begin * x_stride, n, count, begin, w + rows * row_bytes, rows * row_bytes
+            )
+            for i in range(n):
+                out = arg(args, _OUT) + (begin + i) * arg(args, _OUT_STRIDE) + 4 * o
+                for r in range(0, rows, 16):
+                    m = min(16, rows - r)
+                    store_part(out, 4 * r, finished(products + 4 * (ROWS * i + r), scale, bias, o + r, m), m)
+
+
+#: Bound anew for every kind of activation.
+gate_up: Any = None
+
+_UP = 1
+_GATE = 8
+_W_AT, _BYTES_AT, _PRODUCTS_AT, _X_AT, _STRIDE_AT, _BIAS_AT, _SCALE_AT = range(7)
+_G_IN, _G_OUT, _G_TO, _G_TO_STRIDE, _G_ROWS_OF, _G_PER, _G_SCRATCH, _G_SCRATCH_BYTES = range(15, 23)
+_ALPHA, _GATE_LIMIT, _ACT_LIMIT, _UP_LIMIT = range(23, 27)
+
+
+@inline
+def multiply_one_of_two(args: int, side: int, block: int, o: int, rows: int, begin: int, n: int, count: int) -> None:
+    """Make the products of up, or gate, with a block of rows of x."""
+    row_bytes = arg(args, side + _BYTES_AT)
+    w = arg(args, side + _W_AT) + o * row_bytes
+    x = arg(args, side + _X_AT) + begin * arg(args, side + _STRIDE_AT)
+    # While gate is multiplied the same rows of up are fetched, and gate's next ones with up.
+    other = _UP + _GATE - side
+    next_o = o + rows if side == _UP else o
+    ahead = arg(args, other + _W_AT) + next_o * arg(args, other + _BYTES_AT)
+    ahead_bytes = rows * arg(args, other + _BYTES_AT)
+    call_unit(arg(args, side + _PRODUCTS_AT), block, w, rows, x, n, count, begin, ahead, ahead_bytes)
+
+
+@operation(
+    "batch up up_row_bytes up_products up_x up_x_stride up_bias up_scale gate gate_row_bytes gate_products gate_x "
+    "gate_x_stride gate_bias gate_scale n_in n_out out out_stride rows_of per scratch scratch_bytes "
+    "alpha:f gate_limit:f act_limit:f up_limit:f"
+)
+def gate_dense(args: int, tid: int, nth: int) -> None:
+    """out = activation(gate x) * (up x)"""
+    count, n_in = batch_word(args, rows_word(arg(args, _G_ROWS_OF))) * arg(args, _G_PER), arg(args, _G_IN)
+    alpha, gate_limit = farg(args, _ALPHA), farg(args, _GATE_LIMIT)
+    act_limit, up_limit = farg(args, _ACT_LIMIT), farg(args, _UP_LIMIT)
+    up_bias, up_scale = arg(args, _UP + _BIAS_AT), factor(arg(args, _UP + _SCALE_AT))
+    gate_bias, gate_scale = arg(args, _GATE + _BIAS_AT), factor(arg(args, _GATE + _SCALE_AT))
+    ups, gates, up_block, gate_block = stack_bytes(7680), stack_bytes(7680), stack_bytes(128), stack_bytes(128)
+    panel = arg(args, _G_SCRATCH) + tid * arg(args, _G_SCRATCH_BYTES)
+    second = panel + arg(args, _G_SCRATCH_BYTES) // 128 * 64
+    fill_unit(up_block, arg(args, _UP + _BYTES_AT), n_in, arg(args, _UP + _STRIDE_AT), 0, ups, panel)
+    fill_unit(gate_block, arg(args, _GATE + _BYTES_AT), n_in, arg(args, _GATE + _STRIDE_AT), 0, gates, second)
+    first, last = share_rows(arg(args, _G_OUT), count, tid, nth)
+    for o in range(first, last, ROWS):
+        rows = min(ROWS, last - o)
+        for begin in range(0, count, BLOCK):
+            n = min(BLOCK, count - begin)
+            multiply_one_of_two(args, _GATE, gate_block, o, rows, begin, n, count)
+            multiply_one_of_two(args, _UP, up_block, o, rows, begin, n, count)
+            for i in range(n):
+                out = arg(args, _G_TO) + (begin + i) * arg(args, _G_TO_STRIDE) + 4 * o
+                for r in range(0, rows, 16):
+                    m, k = min(16, rows - r), 4 * (ROWS * i + r)
+                    g = finished(gates + k, gate_scale, gate_bias, o + r, m)
+                    u = finished(ups + k, up_scale, up_bias, o + r, m)
+                    store_part(out, 4 * r, gate_up(g, u, alpha, gate_limit, act_limit, up_limit), m)
+
+
+def up_gate(activation: Activation) -> Operation:
+    """Return the operation of ops.UpGate for this kind of activation; its limits are slots (glu.limits)."""
+    return gate_dense.bind(activation.kind, gate_up=gated(activation.kind))
+
+
+def up_gate_scratch_bytes(up: TensorType, gate: TensorType, n_in: int) -> int:
+    """Return the bytes of scratch each thread needs for ``up_gate``."""
+    return 2 * max(scratch_bytes(up, n_in), scratch_bytes(gate, n_in))

@@ -24,34 +24,32 @@ Operations (strides and ``*_bytes`` are bytes; addresses of biases and scales ma
                        gate_scale scratch scratch_bytes, and ``**limits(a)``
 
 products: products_of(t), the address of a compiled function; so types and operations are compiled one by one, and not
-every operation for every type. x: activations in the format of t (activations.py); x_per: n_used if x has one row a token, 1 if one a pair. out: f32
-[pairs, n_out]. bias_stride: from one expert's bias to the next one's, 4 * n_out, or twice that for half of a merged
-one. scale: f32 [n_expert]. scratch: threads * scratch_bytes(t, n_in),
-64-aligned, shared by all operations.
-The counter of units is word 8 of the batch block; it is zero before and after each operation.
+every operation for every type. x: activations in the format of t (activations.py); x_per: n_used if x has one row a
+token, 1 if one a pair. out: f32 [pairs, n_out]. bias_stride: from one expert's bias to the next one's, 4 * n_out, or
+twice that for half of a merged one. scale: f32 [n_expert]. scratch: threads * scratch_bytes(t, n_in), 64-aligned,
+shared by all operations. The counter of units is word 8 of the batch block, zero before and after each operation.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
+from numba.core import types
 
-from quantkit.kernels.cpu.dots import row_dots
 from quantkit.kernels.cpu.functions import load_part, store_part
 from quantkit.kernels.cpu.glu import gated
-from quantkit.kernels.cpu.jit import inline, specialize
+from quantkit.kernels.cpu.jit import inline
 from quantkit.kernels.cpu.panel import ROWS, panels
-from quantkit.kernels.cpu.simd import _address, f32x16, load, stack_bytes, store
+from quantkit.kernels.cpu.products import BLOCK, MIN_PANEL, call_unit, fill_unit, products_of
+from quantkit.kernels.cpu.simd import f32x16, load, stack_bytes, store
 from quantkit.kernels.cpu.tape import Operation, arg, batch_word, farg, operation
-from quantkit.kernels.cpu.team import atomic_add, atomic_store, call_operation
+from quantkit.kernels.cpu.team import atomic_add, atomic_store
 from quantkit.types import TensorType
 
 if TYPE_CHECKING:
-    from quantkit.model.ops import Activation
+    from quantkit.kernels.parameters import Activation
+
+__all__ = ["bucket", "mul_mat_id", "plan_bytes", "products_of", "scratch_bytes", "up_gate_id"]
 
 # ---------------------------------------------------------------- pairs by expert
 
@@ -61,19 +59,6 @@ _USED, _PAIRS, _MOST, _STARTS = 0, 1, 2, 16
 def plan_bytes(n_expert: int, n_used: int, n_tokens: int) -> int:
     """Return the bytes of a plan for up to n_tokens tokens."""
     return 4 * (_STARTS + 2 * n_expert + 2 + n_tokens * n_used)
-
-
-@intrinsic
-def prefetch_l2(tyctx, address, offset):
-    """Ask for the cache line at a byte offset, into the second-level cache; it may lie beyond any buffer."""
-
-    def cg(cgctx, b, sig, args):
-        p, i32 = _address(cgctx, b, sig.args[0], args[0], args[1]), ir.IntType(32)
-        signature = ir.FunctionType(ir.VoidType(), [p.type, i32, i32, i32])
-        b.call(cgutils.get_or_insert_function(b.module, signature, "llvm.prefetch.p0"), [p, i32(0), i32(2), i32(1)])
-        return cgctx.get_dummy_value()
-
-    return types.void(types.int64, types.int64), cg
 
 
 @inline
@@ -121,8 +106,6 @@ def bucket(args, tid, nth):
 
 # ---------------------------------------------------------------- work
 
-#: Pairs whose products are kept at once, and from how many pairs on panels are unpacked.
-BLOCK, MIN_PANEL = 60, 8
 _COUNTER = 8
 #: Between the panels of gate and up.
 PANEL_GAP = 128
@@ -159,101 +142,8 @@ def next_share(batch, n, nth, long_runs):
     return first, last
 
 
-# ---------------------------------------------------------------- products of a unit
-
-#: Bound anew for each type, and for each kind of activation.
-dot_row: Any = None
-dot_row_by_4: Any = None
-unpack_panel: Any = None
-multiply_tiles: Any = None
-by_rows: Any = None
-by_panel: Any = None
+#: Bound anew for each kind of activation.
 gate_up: Any = None
-
-
-def multiply_rows(w, row_bytes, n_in, rows, x, x_stride, numbers, count, products):
-    """products[i * ROWS + r] = row r of w times row numbers[i] of x, row by row of w."""
-    for r in range(rows):
-        row, to = w + r * row_bytes, products + 4 * r
-        done = 0
-        while count - done >= 3:
-            # Three cost less as four, one of them twice, than one by one.
-            x0, x1 = x + x_stride * int_at(numbers, done), x + x_stride * int_at(numbers, done + 1)
-            x2, x3 = x + x_stride * int_at(numbers, done + 2), x0
-            if count - done > 3:
-                x3 = x + x_stride * int_at(numbers, done + 3)
-            a, b, c, d = dot_row_by_4(row, x0, x1, x2, x3, n_in)
-            at = 4 * ROWS * done
-            store(to, at, a)
-            store(to, at + 4 * ROWS, b)
-            store(to, at + 8 * ROWS, c)
-            if count - done > 3:
-                store(to, at + 12 * ROWS, d)
-            done += 4
-        while done < count:
-            store(to, 4 * ROWS * done, dot_row(row, x + x_stride * int_at(numbers, done), n_in))
-            done += 1
-
-
-def multiply_panel(panel, n_in, x, x_stride, numbers, count, products, ahead, ahead_bytes):
-    """products[i * ROWS + r] = row r of the panel times row numbers[i] of x; memory is asked for what comes after."""
-    i = done = 0
-    while i < count:
-        # A tile takes a microsecond or two: memory keeps pace with some sixty lines to each.
-        part = min(ahead_bytes, done + ahead_bytes // (1 + count // 8))
-        while done < part:
-            prefetch_l2(ahead, done)
-            done += 64
-        i += multiply_tiles(panel, (n_in + 255) // 256, x, x_stride, numbers, i, count, products + 4 * ROWS * i)
-
-
-_U_W, _U_ROW_BYTES, _U_N_IN, _U_ROWS, _U_X, _U_X_STRIDE, _U_NUMBERS, _U_COUNT = range(1, 9)
-_U_TOTAL, _U_BEGIN, _U_PRODUCTS, _U_PANEL, _U_AHEAD, _U_AHEAD_BYTES = range(9, 15)
-
-
-@operation("batch w row_bytes n_in rows x x_stride numbers count total begin products panel ahead ahead_bytes")
-def unit_products(args, tid, nth):
-    """products[i * ROWS + r] = row r of w times row numbers[i] of x, for ``count`` of ``total`` pairs.
-
-    Not an entry of a tape: the operations below call it. Many pairs go by panel, unpacked for the first of them;
-    then the rows that come next, ahead_bytes at ahead, are fetched meanwhile.
-    """
-    w, row_bytes, n_in, rows = arg(args, _U_W), arg(args, _U_ROW_BYTES), arg(args, _U_N_IN), arg(args, _U_ROWS)
-    x, x_stride, numbers = arg(args, _U_X), arg(args, _U_X_STRIDE), arg(args, _U_NUMBERS)
-    count, products, panel = arg(args, _U_COUNT), arg(args, _U_PRODUCTS), arg(args, _U_PANEL)
-    if arg(args, _U_TOTAL) < MIN_PANEL:
-        by_rows(w, row_bytes, n_in, rows, x, x_stride, numbers, count, products)
-        return
-    if arg(args, _U_BEGIN) == 0:
-        unpack_panel(w, row_bytes, rows, n_in, panel)
-    by_panel(
-        panel, n_in, x, x_stride, numbers, count, products, arg(args, _U_AHEAD), arg(args, _U_AHEAD_BYTES)
-    )  # fmt: skip
-
-
-@inline
-def fill_unit(block, row_bytes, n_in, x, x_stride, numbers):
-    """What is the same for all units of an operation, in the argument block of unit_products."""
-    store(block, 8 * _U_ROW_BYTES, types.int64(row_bytes))
-    store(block, 8 * _U_N_IN, types.int64(n_in))
-    store(block, 8 * _U_X, types.int64(x))
-    store(block, 8 * _U_X_STRIDE, types.int64(x_stride))
-    store(block, 8 * _U_NUMBERS, types.int64(numbers))
-
-
-@inline
-def call_unit(function, block, w, rows, count, total, begin, products, panel, ahead, ahead_bytes):
-    """Call unit_products of a type by its address."""
-    store(block, 8 * _U_W, types.int64(w))
-    store(block, 8 * _U_ROWS, types.int64(rows))
-    store(block, 8 * _U_COUNT, types.int64(count))
-    store(block, 8 * _U_TOTAL, types.int64(total))
-    store(block, 8 * _U_BEGIN, types.int64(begin))
-    store(block, 8 * _U_PRODUCTS, types.int64(products))
-    store(block, 8 * _U_PANEL, types.int64(panel))
-    store(block, 8 * _U_AHEAD, types.int64(ahead))
-    store(block, 8 * _U_AHEAD_BYTES, types.int64(ahead_bytes if begin == 0 else 0))
-    call_operation(function, block, 0, 1)
 
 
 @inline
@@ -294,8 +184,8 @@ def mul_mat_id(args, tid, nth):
     units, few = int_at(plan, _USED) * panels, int_at(plan, _MOST) < MIN_PANEL
     scratch = arg(args, _SCRATCH) + tid * arg(args, _SCRATCH_BYTES)
     numbers, products, block = stack_bytes(512), stack_bytes(8192), stack_bytes(128)
-    fill_unit(block, arg(args, _ROW_BYTES), n_in, arg(args, _X), arg(args, _X_STRIDE), numbers)
-    ahead_bytes = ROWS * arg(args, _ROW_BYTES)
+    fill_unit(block, arg(args, _ROW_BYTES), n_in, arg(args, _X_STRIDE), numbers, products, scratch)
+    x, ahead_bytes = arg(args, _X), ROWS * arg(args, _ROW_BYTES)
     first, last = next_share(arg(args, 0), units, nth, few)
     while first < last:
         first_after, last_after = next_share(arg(args, 0), units, nth, few)
@@ -312,7 +202,7 @@ def mul_mat_id(args, tid, nth):
             for begin in range(0, count, BLOCK):
                 n, at = min(BLOCK, count - begin), pairs + 4 * begin
                 number_rows(numbers, arg(args, _X_PER), at, n)
-                call_unit(arg(args, _PRODUCTS), block, w, rows, n, count, begin, products, scratch, ahead, ahead_bytes)
+                call_unit(arg(args, _PRODUCTS), block, w, rows, x, n, count, begin, ahead, ahead_bytes)
                 for i in range(n):
                     out = arg(args, _OUT) + 4 * (int_at(at, i) * n_out + row)
                     for r in range(0, rows, 16):
@@ -344,10 +234,12 @@ def gate_by_expert(args, tid, nth):
     half = arg(args, _F_SCRATCH_BYTES) // 2
     gate_scratch = arg(args, _F_SCRATCH) + tid * arg(args, _F_SCRATCH_BYTES)
     up_scratch = gate_scratch + half
-    numbers, gates, ups, block = stack_bytes(512), stack_bytes(8192), stack_bytes(8192), stack_bytes(128)
+    numbers, gates, ups = stack_bytes(512), stack_bytes(8192), stack_bytes(8192)
+    gate_block, up_block = stack_bytes(128), stack_bytes(128)
     row_bytes, function = arg(args, _F_ROW_BYTES), arg(args, _PRODUCTS)
-    fill_unit(block, row_bytes, n_in, arg(args, _X), arg(args, _X_STRIDE), numbers)
-    ahead_bytes = ROWS * row_bytes
+    fill_unit(gate_block, row_bytes, n_in, arg(args, _X_STRIDE), numbers, gates, gate_scratch)
+    fill_unit(up_block, row_bytes, n_in, arg(args, _X_STRIDE), numbers, ups, up_scratch)
+    x, ahead_bytes = arg(args, _X), ROWS * row_bytes
     first, last = next_share(arg(args, 0), units, nth, few)
     while first < last:
         first_after, last_after = next_share(arg(args, 0), units, nth, few)
@@ -366,8 +258,8 @@ def gate_by_expert(args, tid, nth):
             for begin in range(0, count, BLOCK):
                 n, at = min(BLOCK, count - begin), pairs + 4 * begin
                 number_rows(numbers, arg(args, _X_PER), at, n)
-                call_unit(function, block, gate, rows, n, count, begin, gates, gate_scratch, up, ahead_bytes)
-                call_unit(function, block, up, rows, n, count, begin, ups, up_scratch, ahead, ahead_bytes)
+                call_unit(function, gate_block, gate, rows, x, n, count, begin, up, ahead_bytes)
+                call_unit(function, up_block, up, rows, x, n, count, begin, ahead, ahead_bytes)
                 for i in range(n):
                     out = arg(args, _OUT) + 4 * (int_at(at, i) * n_out + row)
                     for r in range(0, rows, 16):
@@ -379,19 +271,6 @@ def gate_by_expert(args, tid, nth):
 
 
 # ---------------------------------------------------------------- of a type, of an activation
-
-
-@cache
-def products_of(t: TensorType) -> int:
-    """Return what slot ``products`` holds for experts of type ``t``: the address of their compiled products."""
-    one, four = row_dots(t)
-    name, made = t.name.lower(), panels(t)
-    return unit_products.bind(
-        name,
-        by_rows=specialize(multiply_rows, name, dot_row=one, dot_row_by_4=four),
-        by_panel=specialize(multiply_panel, name, multiply_tiles=made.multiply),
-        unpack_panel=made.unpack,
-    ).address
 
 
 def up_gate_id(activation: Activation) -> Operation:

@@ -177,6 +177,13 @@ def _to_half(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return b.trunc(b.or_(value, b.and_(b.lshr(bits, _const(i32, 16)), _const(i32, 0x8000))), i16)
 
 
+def _named(fn: Any, name: str) -> Any:
+    """Give an intrinsic made by a factory a stable identity, or numba's cache never hits."""
+    fn.__name__ = name
+    fn._set_uuid(f"quantkit.simd.{name}")
+    return fn
+
+
 # ---------------------------------------------------------------- memory
 
 
@@ -253,18 +260,23 @@ def f16_to_f32(tyctx: Any, bits: Any) -> Any:
     return types.float32(types.uint16), lambda cgctx, b, sig, args: _from_half(b, args[0])
 
 
-@intrinsic
-def prefetch(tyctx: Any, buffer: Any, offset: Any) -> Any:
-    """Ask for the cache line at a byte offset; it may lie beyond the buffer."""
+def _prefetch(name: str, locality: int) -> Any:
+    @intrinsic
+    def impl(tyctx: Any, buffer: Any, offset: Any) -> Any:
+        def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            p, i32 = _address(cgctx, b, sig.args[0], args[0], args[1]), ir.IntType(32)
+            signature = ir.FunctionType(ir.VoidType(), [p.type, i32, i32, i32])
+            fn = cgutils.get_or_insert_function(b.module, signature, "llvm.prefetch.p0")
+            b.call(fn, [p, i32(0), i32(locality), i32(1)])
+            return cgctx.get_dummy_value()
 
-    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        p, i32 = _address(cgctx, b, sig.args[0], args[0], args[1]), ir.IntType(32)
-        signature = ir.FunctionType(ir.VoidType(), [p.type, i32, i32, i32])
-        fn = cgutils.get_or_insert_function(b.module, signature, "llvm.prefetch.p0")
-        b.call(fn, [p, i32(0), i32(3), i32(1)])
-        return cgctx.get_dummy_value()
+        return types.void(buffer, types.intp), cg
 
-    return types.void(buffer, types.intp), cg
+    return _named(impl, name)
+
+
+#: Ask for the cache line at a byte offset, which may lie beyond the buffer; prefetch_l2: not as far as the L1 cache.
+prefetch, prefetch_l2 = _prefetch("prefetch", 3), _prefetch("prefetch_l2", 2)
 
 
 # ---------------------------------------------------------------- making and converting vectors
@@ -334,13 +346,6 @@ def make_shuffle2(lanes: Sequence[int], name: str) -> Any:
         return VecType(v.elem, len(lanes))(v, w), lambda cgctx, b, sig, args: _shuffle(b, args[0], args[1], lanes)
 
     return _named(pick, name)
-
-
-def _named(fn: Any, name: str) -> Any:
-    """Give an intrinsic made by a factory a stable identity, or numba's cache never hits."""
-    fn.__name__ = name
-    fn._set_uuid(f"quantkit.simd.{name}")
-    return fn
 
 
 @intrinsic
@@ -494,6 +499,24 @@ def fma(tyctx: Any, a: Any, x: Any, c: Any) -> Any:
         return _call(b, f"llvm.fma.{_suffix(args[0].type)}", args[0].type, args)
 
     return a(a, x, c), cg
+
+
+def _muladd(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+    if FEATURES & {"fma", "avx512f"}:
+        return _call(b, f"llvm.fma.{_suffix(x.type)}", x.type, [x, y, z])
+    return b.fadd(b.fmul(x, y), z)
+
+
+@intrinsic
+def muladd(tyctx: Any, a: Any, x: Any, c: Any) -> Any:
+    """a * x + c, with one rounding where that is one instruction. Scalars x and c are splatted."""
+    vectors = [isinstance(t, VecType) for t in (x, c)]
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        rest = [v if vector else _splat(b, v, a.lanes) for v, vector in zip(args[1:], vectors, strict=True)]
+        return _muladd(b, args[0], *rest)
+
+    return a(a, *(t if vector else a.elem for t, vector in zip((x, c), vectors, strict=True))), cg
 
 
 def _choose(name: str, op: str) -> Any:
@@ -676,8 +699,8 @@ def _dot4(b: ir.IRBuilder, acc: ir.Value, x: ir.Value, y: ir.Value, signed: bool
         return _dot4_portable(b, acc, x, y, signed)
     for feature, width, name in (("avx512vnni", 16, "512"), ("avxvnni", 8, "256")):
         if feature in FEATURES and lanes % width == 0:
-            intrinsic_name = f"llvm.x86.avx512.vpdpbusd.{name}"
-            return _split(b, lambda b, *v: _call(b, intrinsic_name, v[0].type, v), lanes // width, [acc, x, y])
+            full = f"llvm.x86.avx512.vpdpbusd.{name}"
+            return _split(b, lambda b, *v, f=full: _call(b, f, v[0].type, v), lanes // width, [acc, x, y])
     if "avx2" in FEATURES and lanes % 8 == 0:
         return _split(b, lambda b, *v: _dot4_avx2(b, *v, signed), lanes // 8, [acc, x, y])
     return _dot4_portable(b, acc, x, y, signed)

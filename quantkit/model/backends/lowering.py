@@ -52,6 +52,7 @@ from quantkit.model.ops import (
     Softcap,
     State,
     Take,
+    UpGate,
     UpGateId,
     Value,
 )
@@ -340,7 +341,8 @@ def _multiply(
     """out = scale * (weight x) + bias; each: bytes of scratch of a thread, the same for entries that run together."""
     activations, stride = b.activations(x, weight)
     entry = b.emit(
-        matmul.mul_mat(weight.tensor.type),
+        matmul.mul_mat,
+        products=matmul.products_of(weight.tensor.type),
         x=activations,
         x_stride=stride,
         w=b.weight(weight),
@@ -375,6 +377,36 @@ def _mul_mats(b: Lowering, op: MulMats) -> None:
         _multiply(b, out, op.x, weight, bias, scale, each, independent=out is not op.outs[-1])
 
 
+def _up_gate(b: Lowering, op: UpGate) -> None:
+    slots: dict[str, Slot] = {}
+    parts = (("up", op.up, op.up_bias, op.up_scale), ("gate", op.gate, op.gate_bias, op.gate_scale))
+    for name, weight, bias, scale in parts:
+        activations, stride = b.activations(op.x, weight)
+        slots |= {
+            name: b.weight(weight),
+            f"{name}_row_bytes": row_bytes_of(weight),
+            f"{name}_products": matmul.products_of(weight.tensor.type),
+            f"{name}_x": activations,
+            f"{name}_x_stride": stride,
+            f"{name}_bias": b.vector(bias),
+            f"{name}_scale": b.vector(scale),
+        }
+    each = matmul.up_gate_scratch_bytes(op.up.tensor.type, op.gate.tensor.type, op.up.n_in)
+    each = -(-each // LINE) * LINE
+    b.emit(
+        matmul.up_gate(op.activation),
+        n_in=op.up.n_in,
+        n_out=op.up.n_out,
+        out=b.buffer(op.out),
+        out_stride=4 * op.out.width,
+        scratch=b.scratch(each * b.threads),
+        scratch_bytes=each,
+        **rows(op.x),
+        **slots,
+        **glu.limits(op.activation),
+    )
+
+
 def _mul_mat_heads(b: Lowering, op: MulMatHeads) -> None:
     """An entry for each head: they do not wait for each other."""
     weight, heads = op.weight, op.x.width // op.weight.n_in
@@ -383,7 +415,8 @@ def _mul_mat_heads(b: Lowering, op: MulMatHeads) -> None:
     each = _scratch_of([weight])
     for head in range(heads):
         entry = b.emit(
-            matmul.mul_mat(t),
+            matmul.mul_mat,
+            products=matmul.products_of(t),
             x=Within(activations, stride * head),
             x_stride=stride * heads,
             w=start + head * expert_bytes_of(weight),
@@ -585,6 +618,7 @@ LOWER: Mapping[type[Op], Callable[[Lowering, Any], None]] = {
     Join: _join,
     MulMat: _mul_mat,
     MulMats: _mul_mats,
+    UpGate: _up_gate,
     MulMatHeads: _mul_mat_heads,
     MulMatId: _mul_mat_id,
     UpGateId: _up_gate_id,
