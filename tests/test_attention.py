@@ -337,6 +337,21 @@ def test_large_scores_do_not_overflow() -> None:
     assert nmse(got, model.expected(q, np.arange(100))) < 1e-9  # scores of 1e5 as float32
 
 
+@pytest.mark.parametrize("grows", [1, -1])
+def test_parts_of_very_different_scores(grows: int) -> None:
+    """Parts are merged relative to the largest score of all, first part or last: no overflow, nothing lost."""
+    case, n = Case(2, 1, 64, 64, sinks=True), 1600
+    model = Model(case, 1, n)
+    q = np.ones((1, 128), np.float32)
+    for start in range(0, n, 400):
+        _, k, v = draw(case, 400, start)
+        steps = np.arange(start, start + 400) if grows > 0 else n - np.arange(start, start + 400)
+        model.fill(k * 0.1 + steps[:, None].astype(np.float32) / 40, v, start + np.arange(400))
+    _, k, v = draw(case, 1, 1)
+    got = model.run(q, k, v, [n - 1])
+    assert nmse(got, model.expected(q, [n - 1])) < 1e-9  # scores of 300 as float32
+
+
 def test_tokens_of_a_batch_may_come_in_any_order() -> None:
     model = Model(BASE, 1, 128)
     q, k, v = draw(BASE, 90, 2)
