@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -451,6 +453,23 @@ def test_profiles_name_every_entry(source):
     timings = program.profile(BATCHES[0])
     assert [t.op for t in timings if t.op is ops[-1]]
     assert all(t.nanoseconds > 0 for t in timings)
+    products = [(t.name, t.weight_bytes) for t in timings if "mul_mat" in t.name]
+    assert products == [("mul_mat F32", 4 * N_EMBD * n) for n in (128, 32, 32)]
+
+
+def test_programs_go_when_nobody_holds_them(source):
+    ops = graph_of("attention", source)
+    gc.collect()
+    gc.disable()
+    try:
+        backend = CPUBackend(source, 1, observer=lambda *_: None)
+        program = backend.compile([*ops, Observe(x=ops[-1].out, of="x")], LIMITS, [ops[-1].out])
+        program.run(BATCHES[0])
+        gone = weakref.ref(program)
+        del program
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_what_kernels_trust_is_checked(source):

@@ -8,9 +8,10 @@ only where an observer looks on, or where a model larger than memory lets weight
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -28,11 +29,16 @@ from quantkit.model.ops import Op, Value
 
 @dataclass(frozen=True)
 class Timing:
-    """How long an entry of the tape took, its barrier included: the operation of the graph it belongs to, its name."""
+    """How long an entry of the tape took, its barrier included.
+
+    op: the operation of the graph that it belongs to; name: its own, with the type of the weight it reads;
+    weight_bytes: of that weight (of all experts, used or not).
+    """
 
     op: Op | None
     name: str
     nanoseconds: float
+    weight_bytes: int
 
 
 class CPUBackend:
@@ -62,8 +68,14 @@ class CPUProgram:
         self._backend, self.limits = backend, limits
         self._block = BatchBlock(backend.team, limits.n_ubatch, limits.n_ctx)
         self._batch: Batch | None = None
+        weak = weakref.WeakMethod(self._view)  # or a program, with its caches, would live until Python looks for cycles
         self._low = Lowering(
-            backend.source, limits, backend.team.threads, self._block.address, backend.observer, self._view
+            backend.source,
+            limits,
+            backend.team.threads,
+            self._block.address,
+            backend.observer,
+            lambda value: cast(Callable[[Value], Any], weak())(value),
         )
         made = {value for op in ops for value in op.outputs()}
         self._takes = {value for op in ops for value in op.inputs()} - made
@@ -130,9 +142,7 @@ class CPUProgram:
 
     def run(self, batch: Batch) -> None:
         """Carry out all operations for a batch of at most ``n_ubatch`` tokens; ValueError for one that cannot be."""
-        self._check(batch)
-        self._block.set(batch.tokens, batch.positions, batch.sequences, batch.outputs)
-        self._batch = batch
+        self._begin(batch)
         for step in self._steps:
             if isinstance(step, Tape):
                 step.run()
@@ -140,19 +150,21 @@ class CPUProgram:
                 step()
 
     def profile(self, batch: Batch) -> list[Timing]:
-        """Run a batch and return how long every entry took."""
-        self._check(batch)
-        self._block.set(batch.tokens, batch.positions, batch.sequences, batch.outputs)
-        self._batch = batch
+        """Run a batch and return how long every entry of the tape took."""
+        self._begin(batch)
         timings = []
         runs = iter(self._runs)
         for step in self._steps:
-            if not isinstance(step, Tape):
+            if isinstance(step, Tape):
+                timings += [_timing(e, t) for e, t in zip(next(runs), step.run_timed(), strict=True)]
+            else:
                 step()
-                continue
-            for entry, t in zip(next(runs), step.run_timed(), strict=True):
-                timings.append(Timing(entry.op, entry.operation.name if entry.operation else "", float(t)))
         return timings
+
+    def _begin(self, batch: Batch) -> None:
+        self._check(batch)
+        self._block.set(batch.tokens, batch.positions, batch.sequences, batch.outputs)
+        self._batch = batch
 
     def _check(self, batch: Batch) -> None:
         """Kernels trust these numbers."""
@@ -195,3 +207,10 @@ class CPUProgram:
         """Forget what recurrent layers keep of a sequence, or of all."""
         for state in self._low.states.values():
             state[slice(None) if sequence is None else sequence] = 0
+
+
+def _timing(entry: Entry, nanoseconds: float) -> Timing:
+    assert entry.operation is not None
+    names = [entry.operation.name.strip("_"), *dict.fromkeys(m.tensor.type.name for m in entry.weights)]
+    nbytes = sum(m.tensor.type.row_bytes(m.n_in) * m.n_out * m.n_matrices for m in entry.weights)
+    return Timing(entry.op, " ".join(names), float(nanoseconds), nbytes)

@@ -8,6 +8,7 @@ scratch, vectors as float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -357,7 +358,7 @@ def _multiply(
         scratch_bytes=each,
         **rows(x),
     )
-    entry.independent = independent
+    entry.independent, entry.weights = independent, (weight,)
 
 
 def _scratch_of(weights: Iterable[Matrix]) -> int:
@@ -393,7 +394,7 @@ def _up_gate(b: Lowering, op: UpGate) -> None:
         }
     each = matmul.up_gate_scratch_bytes(op.up.tensor.type, op.gate.tensor.type, op.up.n_in)
     each = -(-each // LINE) * LINE
-    b.emit(
+    entry = b.emit(
         matmul.up_gate(op.activation),
         n_in=op.up.n_in,
         n_out=op.up.n_out,
@@ -405,6 +406,7 @@ def _up_gate(b: Lowering, op: UpGate) -> None:
         **slots,
         **glu.limits(op.activation),
     )
+    entry.weights = (op.up, op.gate)
 
 
 def _mul_mat_heads(b: Lowering, op: MulMatHeads) -> None:
@@ -432,6 +434,7 @@ def _mul_mat_heads(b: Lowering, op: MulMatHeads) -> None:
             **rows(op.x),
         )
         entry.independent = head + 1 < heads
+        entry.weights = (replace(weight, tensor=replace(weight.tensor, shape=weight.tensor.shape[:2])),)
 
 
 # ---------------------------------------------------------------- experts
@@ -461,7 +464,7 @@ def _by_expert(b: Lowering, out: Value, x: Value, ids: Value, weight: Matrix) ->
 
 def _mul_mat_id(b: Lowering, op: MulMatId) -> None:
     slots = _by_expert(b, op.out, op.x, op.ids, op.weight)
-    b.emit(
+    entry = b.emit(
         moe.mul_mat_id,
         w=b.weight(op.weight),
         expert_bytes=expert_bytes_of(op.weight),
@@ -470,11 +473,12 @@ def _mul_mat_id(b: Lowering, op: MulMatId) -> None:
         scale=b.vector(op.scale),
         **slots,
     )
+    entry.weights = (op.weight,)
 
 
 def _up_gate_id(b: Lowering, op: UpGateId) -> None:
     slots = _by_expert(b, op.out, op.x, op.ids, op.up)
-    b.emit(
+    entry = b.emit(
         moe.up_gate_id(op.activation),
         up=b.weight(op.up),
         gate=b.weight(op.gate),
@@ -489,6 +493,7 @@ def _up_gate_id(b: Lowering, op: UpGateId) -> None:
         **slots,
         **glu.limits(op.activation),
     )
+    entry.weights = (op.up, op.gate)
 
 
 def _route(b: Lowering, op: Route) -> None:
