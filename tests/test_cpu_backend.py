@@ -67,11 +67,12 @@ def batch_of(tokens, positions, sequences, outputs):
     return Batch(*(np.asarray(a, np.int32) for a in (tokens, positions, sequences, outputs)))
 
 
-#: A prompt, a mixture of sequences, one token.
+#: A prompt, a mixture of sequences, one token, no output.
 BATCHES = [
     batch_of(np.arange(17) % N_VOCAB, np.arange(17), [0] * 17, [16]),
     batch_of([1, 2, 3, 4, 5], [0, 17, 1, 18, 2], [2, 0, 2, 0, 2], [1, 3, 4]),
     batch_of([49], [19], [0], [0]),
+    batch_of([7, 8, 9], [3, 4, 5], [2, 2, 2], []),
 ]
 
 
@@ -259,6 +260,17 @@ def _recurrent():
     )
 
 
+def _outputs():
+    selected, normed = Value("selected", N_EMBD, outputs=True), Value("normed", N_EMBD, outputs=True)
+    logits = Value("logits", 200, outputs=True)
+    return embedded(
+        lambda m: SelectOutputs(out=selected, x=X),
+        lambda m: Norm(out=normed, x=selected, weight=m("vector"), eps=1e-5, group=N_EMBD),
+        lambda m: MulMat(out=logits, x=normed, weight=m("w")),
+        lambda m: Softcap(out=Value("capped", 200, outputs=True), x=logits, cap=2.0),
+    )
+
+
 GRAPHS |= {
     "join": _join(),
     "gated": _gated(),
@@ -269,6 +281,7 @@ GRAPHS |= {
     "by_expert": _by_expert(fused=False),
     "by_expert_fused": _by_expert(fused=True),
     "recurrent": _recurrent(),
+    "outputs": _outputs(),
     "softplus": simple(Activate, activation=Activation("softplus")),
 }
 #: Activations are rounded to half precision, or to 8 bits.
