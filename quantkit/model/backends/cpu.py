@@ -1,8 +1,9 @@
 """The backend ``cpu``: a graph, or any part of it, becomes a tape of numba operations that a thread team runs.
 
-compile: lower every operation to entries (lowering.py), place their buffers in one block of memory (arena.py), write
-argument blocks with the addresses. run: fill the batch block, launch the tape once. Python is between two launches
-only where an observer looks on, or where a model larger than memory lets weights go (streaming.py).
+compile: lower every operation to entries (lowering.py, cpu_ops.py), place their buffers in one block of memory
+(arena.py), write argument blocks with the addresses. run: fill the batch block, launch the tape once. Python is
+between two launches only where an observer looks on, or where a model larger than memory lets weights go
+(streaming.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from quantkit.kernels.cpu.tape import Tape
 from quantkit.kernels.cpu.team import Team
 from quantkit.model.backends import Limits, Observer
 from quantkit.model.backends.arena import Entry, Memory, place
+from quantkit.model.backends.cpu_ops import lower
 from quantkit.model.backends.lowering import Lowering
 from quantkit.model.backends.streaming import Stage, pages, stages, streamed
 from quantkit.model.batch import Batch
@@ -99,7 +101,7 @@ class CPUProgram:
             if i + 1 < len(plan) and goes[i + 1]:
                 self._advise(plan[i + 1], "MADV_WILLNEED")
             for op in ops[stage.first : stage.end]:
-                self._low.lower(op)
+                lower(self._low, op)
             if goes[i]:
                 self._advise(stage, "MADV_DONTNEED")
         self.streams = any(goes)
