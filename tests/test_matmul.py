@@ -236,7 +236,9 @@ def test_up_gate(kind, count, up_name, gate_name):
     Tape(team, batch, [(op, block)]).run()
     g, u = np.minimum(plain["gate"], 40), np.clip(plain["up"], -30, 30)
     alpha, plus = (1.702, 1) if kind == "swiglu_oai" else (1, 0)
-    assert np.allclose(out, g / (1 + np.exp(-alpha * g)) * (u + plus), rtol=2e-5, atol=1e-5)
+    with np.errstate(over="ignore"):  # e^-x is infinite where the activation is 0
+        gated = g / (1 + np.exp(-alpha * g)) * (u + plus)
+    assert np.allclose(out, gated, rtol=2e-5, atol=1e-5)
 
 
 # ---------------------------------------------------------------- the peer, and other CPUs

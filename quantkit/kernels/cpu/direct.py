@@ -19,6 +19,7 @@ from numba.core import types
 from quantkit.kernels.cpu.activations import BY_PIECES, SCALES, SUMS, TOTALS, TOTALS32
 from quantkit.kernels.cpu.jit import inline
 from quantkit.kernels.cpu.simd import (
+    HAS_DOT4,
     cast,
     convert,
     dot2,
@@ -50,7 +51,7 @@ from quantkit.kernels.cpu.simd import (
     u32x4,
     u64x2,
 )
-from quantkit.kernels.cpu.unpack import fp4, i_quants, k_quants
+from quantkit.kernels.cpu.unpack import fp4, i_quants, k_quants, ternary
 from quantkit.kernels.cpu.unpack.lanes import block_scales, half_at, join32, load_pieces, twice32
 from quantkit.kernels.tables import table
 from quantkit.types import TensorType
@@ -320,8 +321,40 @@ def dot_iq4_xs(at: int, act: int, acc: Any) -> Any:
     return add_codebook_products(act, acc, raised_codebook(), 128, a, b, i_quants.iq4_xs_scales(at, 0))
 
 
+# ---------------------------------------------------------------- ternary: one scale
+
+
+@inline
+def add_ternary_products(act: int, acc: Any, x: Any, y: Any, d: Any) -> Any:
+    """Add sums of levels 0..2, less the sums of the activations, times d."""
+    less_one = x + y - convert(i32x16, load(i16x16, act, TOTALS))
+    return muladd(convert(f32x16, less_one), splat(f32x16, d * load(types.float32, act, SCALES)), acc)
+
+
+@inline
+def dot_tq2_0(at: int, act: int, acc: Any) -> Any:
+    """256 values of TQ2_0."""
+    q = load(u8x64, at, 0)
+    x, y = dot4(splat(i32x16, 0), q & 3, halves(act, 0, 4)), dot4(splat(i32x16, 0), (q >> 2) & 3, halves(act, 1, 5))
+    x, y = dot4(x, (q >> 4) & 3, halves(act, 2, 6)), dot4(y, q >> 6, halves(act, 3, 7))
+    return add_ternary_products(act, acc, x, y, half_at(at, 64))
+
+
+@inline
+def dot_tq1_0(at: int, act: int, acc: Any) -> Any:
+    """256 values of TQ1_0."""
+    l0, l1, l2, l3, _, _ = ternary.unpack_tq1_0(at, 0)
+    x = dot4(splat(i32x16, 0), cast(u8x64, l0 + 1), load(i8x64, act, 0))
+    y = dot4(splat(i32x16, 0), cast(u8x64, l1 + 1), load(i8x64, act, 64))
+    x = dot4(x, cast(u8x64, l2 + 1), load(i8x64, act, 128))
+    y = dot4(y, cast(u8x64, l3 + 1), load(i8x64, act, 192))
+    return add_ternary_products(act, acc, x, y, half_at(at, 52))
+
+
 _WITH_MINS = {"q2_k": dot_q2_k, "q3_k": dot_q3_k, "q4_k": dot_q4_k, "q5_k": dot_q5_k, "q6_k": dot_q6_k}
-_BY_PIECES = {"q4_0": dot_q4_0, "q4_1": dot_q4_1, "iq4_nl": dot_iq4_nl, "iq4_xs": dot_iq4_xs, "mxfp4": dot_mxfp4}
+_ONE_SUM = {"q4_0": dot_q4_0, "q4_1": dot_q4_1, "mxfp4": dot_mxfp4, "tq1_0": dot_tq1_0, "tq2_0": dot_tq2_0}
+if HAS_DOT4:  # elsewhere unsigned operands may not exceed 127
+    _ONE_SUM |= {"iq4_nl": dot_iq4_nl, "iq4_xs": dot_iq4_xs}
 
 
 def direct_dot(t: TensorType) -> dict[str, Any] | None:
@@ -330,6 +363,6 @@ def direct_dot(t: TensorType) -> dict[str, Any] | None:
     if name in _WITH_MINS:
         start = two_sums_4 if name in ("q4_k", "q5_k") else two_sums
         return {"dot_unit": _WITH_MINS[name], "start": start, "finish": minus_second}
-    if name in _BY_PIECES:
-        return {"dot_unit": _BY_PIECES[name], "start": one_sum, "finish": total}
+    if name in _ONE_SUM:
+        return {"dot_unit": _ONE_SUM[name], "start": one_sum, "finish": total}
     return None
