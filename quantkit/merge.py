@@ -6,7 +6,7 @@ Each undoes the other exactly. `quantkit quantize --merge-up-gate` and `--split-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from quantkit.errors import RecipeError
 from quantkit.formats.gguf import open_gguf
 from quantkit.formats.imatrix import Imatrix, ImatrixEntry, read_imatrix
 from quantkit.helpers import available_cpus
+from quantkit.imatrix.fill import with_entries
 from quantkit.pipeline.experts import Layer, merge_layer, split_layer
 from quantkit.pipeline.facts import GATE, MERGED, UP
 from quantkit.pipeline.importance import check_importance
@@ -165,7 +166,7 @@ def split_imatrix(path: str | Path) -> Imatrix:
 
 
 def _rename(imatrix: Imatrix, change: Callable[[dict[str, ImatrixEntry]], dict[str, ImatrixEntry]]) -> Imatrix:
-    return replace(imatrix, entries=change(imatrix.entries))
+    return with_entries(imatrix, change)
 
 
 def _merged_entries(entries: dict[str, ImatrixEntry]) -> dict[str, ImatrixEntry]:

@@ -128,7 +128,8 @@ class Layer:
         for run in self.ids:
             entries += [
                 self.entry(
-                    quantize_activations(self.kind), x=address_of(self.x), out=address_of(self.quantized_x), n=WIDTH, per=1
+                    quantize_activations(self.kind), x=address_of(self.x), out=address_of(self.quantized_x), n=WIDTH,
+                    per=1,
                 ),
                 self.entry(bucket, plan=address_of(self.plan), ids=address_of(run), n_expert=N_EXPERT, n_used=N_USED),
                 *self.gated(how, merged),
@@ -266,7 +267,8 @@ def bench(t: TensorType, tokens: int, threads: int, rounds: int, peer: bool) -> 
     print(f"{t.name}, {tokens} tokens, {threads} threads")
     for name, value in ms.items():
         against = f"{ms['ggml'] / value:6.2f}x ggml" if peer else ""
-        print(f"  {name:13} {value:9.3f} ms {touched / value / 1e6:8.1f} GB/s {work / value / 1e6:8.0f} GFLOP/s {against}")
+        speeds = f"{touched / value / 1e6:8.1f} GB/s {work / value / 1e6:8.0f} GFLOP/s"
+        print(f"  {name:13} {value:9.3f} ms {speeds} {against}")
     print(f"  fused is {ms['separate'] / ms['fused']:.3f}x separate, merged {ms['separate'] / ms['merged']:.3f}x")
     names = ("quantize x", "bucket", "up gate", "quantize h", "down", "combine")
     print("  " + ", ".join(f"{name} {part:.3f}" for name, part in zip(names, parts, strict=True)) + " ms")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,11 +26,15 @@ from quantkit.model.ops import (
     CacheWrite,
     Clamp,
     Combine,
+    Convolve,
+    DeltaNet,
     Embed,
     Glu,
     Join,
     Matrix,
     MulMat,
+    MulMatHeads,
+    MulMatId,
     MulMats,
     MultiplyBy,
     Norm,
@@ -44,7 +50,10 @@ from quantkit.model.ops import (
     ScaleByPosition,
     SelectOutputs,
     Softcap,
+    State,
     Take,
+    UpGate,
+    UpGateId,
     Value,
 )
 from quantkit.types import type_by_name
@@ -58,11 +67,12 @@ def batch_of(tokens, positions, sequences, outputs):
     return Batch(*(np.asarray(a, np.int32) for a in (tokens, positions, sequences, outputs)))
 
 
-#: A prompt, a mixture of sequences, one token.
+#: A prompt, a mixture of sequences, one token, no output.
 BATCHES = [
     batch_of(np.arange(17) % N_VOCAB, np.arange(17), [0] * 17, [16]),
     batch_of([1, 2, 3, 4, 5], [0, 17, 1, 18, 2], [2, 0, 2, 0, 2], [1, 3, 4]),
     batch_of([49], [19], [0], [0]),
+    batch_of([7, 8, 9], [3, 4, 5], [2, 2, 2], []),
 ]
 
 
@@ -185,7 +195,97 @@ def _gated():
     )
 
 
-GRAPHS |= {"join": _join(), "gated": _gated()}
+def _heads(kind=""):
+    """x as 3 heads of 32 columns, each to 20."""
+    return embedded(lambda m: MulMatHeads(out=out(60), x=X, weight=m(f"heads{kind}")))
+
+
+def _up_gate(activation="silu"):
+    biases = {"up_bias": "w.bias", "gate_bias": "w2.bias"}
+    return embedded(
+        lambda m: UpGate(
+            out=out(200),
+            x=X,
+            up=m("w"),
+            gate=m("w2"),
+            activation=Activation(activation, up_limit=1.0),
+            up_scale=m("w.scale"),
+            **{k: m(v) for k, v in biases.items()},
+        )
+    )
+
+
+def _by_expert(*, fused):
+    """Two of six experts: up and gate from one merged tensor, down with scales and biases, weighted and added."""
+    logits, ids, weights = Value("logits", 6), Value("ids", 2, integer=True), Value("weights", 2)
+    both, hidden, down = Value("both", 80, 2), Value("hidden", 40, 2), Value("down", N_EMBD, 2)
+
+    def halves(m):
+        tensor, bias = m("gate_up").tensor, m("gate_up.bias").tensor
+        parts = {"gate": (0, 40), "up": (40, 80)}
+        made = {name: Matrix(tensor, part) for name, part in parts.items()}
+        return made | {f"{name}_bias": Matrix(bias, columns=part) for name, part in parts.items()}
+
+    silu = Activation("silu")
+    middle = [
+        lambda m: MulMatId(out=both, x=X, ids=ids, weight=m("gate_up"), bias=m("gate_up.bias")),
+        lambda m: Glu(out=hidden, gate=both, up=None, activation=silu),
+    ]
+    one = [lambda m: UpGateId(out=hidden, x=X, ids=ids, activation=silu, **halves(m))]
+    return embedded(
+        lambda m: MulMat(out=logits, x=X, weight=m("router")),
+        lambda m: Route(ids=ids, weights=weights, logits=logits, routing=Routing(n_expert=6, n_used=2)),
+        *(one if fused else middle),
+        lambda m: MulMatId(out=down, x=hidden, ids=ids, weight=m("down"), scale=m("down.scale")),
+        lambda m: Combine(out=out(N_EMBD), x=down, weights=weights),
+    )
+
+
+def _recurrent():
+    q, k, v, g, beta = Value("q", 32), Value("k", 32), Value("v", 48), Value("g", 4), Value("beta", 4)
+    convolved, normed = Value("convolved", N_EMBD), Value("normed", N_EMBD)
+    return embedded(
+        lambda m: Convolve(out=convolved, x=X, weight=m("taps"), state=State("convolved", 3 * N_EMBD)),
+        lambda m: Norm(out=normed, x=convolved, weight=None, eps=1e-6, kind="l2", group=32),
+        lambda m: Take(out=q, x=normed, start=0, period=N_EMBD),
+        lambda m: Take(out=k, x=normed, start=32, period=N_EMBD),
+        lambda m: Take(out=v, x=convolved, start=48, period=N_EMBD),
+        lambda m: Take(out=beta, x=normed, start=7, period=N_EMBD),
+        lambda m: Scale(out=g, x=beta, factor=0.1),
+        lambda m: DeltaNet(
+            out=out(48),
+            **{"q": q, "k": k, "v": v, "g": g, "beta": beta, "n_k_head": 2, "n_v_head": 4, "scale": 0.25},
+            state=State("delta", 4 * 16 * 12),
+        ),
+    )
+
+
+def _outputs():
+    selected, normed = Value("selected", N_EMBD, outputs=True), Value("normed", N_EMBD, outputs=True)
+    logits = Value("logits", 200, outputs=True)
+    return embedded(
+        lambda m: SelectOutputs(out=selected, x=X),
+        lambda m: Norm(out=normed, x=selected, weight=m("vector"), eps=1e-5, group=N_EMBD),
+        lambda m: MulMat(out=logits, x=normed, weight=m("w")),
+        lambda m: Softcap(out=Value("capped", 200, outputs=True), x=logits, cap=2.0),
+    )
+
+
+GRAPHS |= {
+    "join": _join(),
+    "gated": _gated(),
+    "heads": _heads(),
+    "heads_q8_0": _heads("8"),
+    "up_gate": _up_gate(),
+    "up_gate_oai": _up_gate("swiglu_oai"),
+    "by_expert": _by_expert(fused=False),
+    "by_expert_fused": _by_expert(fused=True),
+    "recurrent": _recurrent(),
+    "outputs": _outputs(),
+    "softplus": simple(Activate, activation=Activation("softplus")),
+}
+#: Activations are rounded to half precision, or to 8 bits.
+ROUNDED = {"mul_mat_f16": 3e-3, "heads_q8_0": 4e-2}
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +300,14 @@ def source(tmp_path_factory):
     for name, width in (("w", 200), ("w2", 200), ("q", 128), ("k", 32), ("v", 32), ("router", 6)):
         t.add(name, N_EMBD, width)
     t.add("w16", N_EMBD, 200, kind="F16")
+    t.add("w2.bias", 200)
+    t.add("heads", 32, 20, 3)
+    t.add("heads8", 32, 20, 3, kind="Q8_0")
+    t.add("gate_up", N_EMBD, 80, 6)
+    t.add("gate_up.bias", 80, 6)
+    t.add("down", 40, N_EMBD, 6)
+    t.add("down.scale", 6, mean=1.0)
+    t.add("taps", 4, N_EMBD)
     with t.open(tmp_path_factory.mktemp("cpu") / "tensors.gguf") as opened:
         yield opened
 
@@ -227,7 +335,7 @@ def test_operations_mean_what_the_reference_says(name, source):
     want = run_all(Reference(source).compile(ops, LIMITS, [value]), value)
     for threads in (1, 2, 3):
         got = run_all(CPUBackend(source, threads).compile(ops, LIMITS, [value]), value)
-        tolerance = 3e-3 if name == "mul_mat_f16" else 3e-6
+        tolerance = ROUNDED.get(name, 3e-6)
         for a, b in zip(got, want, strict=True):
             assert a.shape == b.shape
             np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
@@ -358,6 +466,23 @@ def test_profiles_name_every_entry(source):
     timings = program.profile(BATCHES[0])
     assert [t.op for t in timings if t.op is ops[-1]]
     assert all(t.nanoseconds > 0 for t in timings)
+    products = [(t.name, t.weight_bytes) for t in timings if "mul_mat" in t.name]
+    assert products == [("mul_mat F32", 4 * N_EMBD * n) for n in (128, 32, 32)]
+
+
+def test_programs_go_when_nobody_holds_them(source):
+    ops = graph_of("attention", source)
+    gc.collect()
+    gc.disable()
+    try:
+        backend = CPUBackend(source, 1, observer=lambda *_: None)
+        program = backend.compile([*ops, Observe(x=ops[-1].out, of="x")], LIMITS, [ops[-1].out])
+        program.run(BATCHES[0])
+        gone = weakref.ref(program)
+        del program
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_what_kernels_trust_is_checked(source):

@@ -29,7 +29,9 @@ N_SEQ, N_MAX = 3, 64
 class Layer:
     """An operation with its inputs, output and state; the state begins as NaN, which position 0 must not see."""
 
-    def __init__(self, operation: Operation, inputs: dict[str, int], outs: int, states: int, threads: int, **slots: float):
+    def __init__(
+        self, operation: Operation, inputs: dict[str, int], outs: int, states: int, threads: int, **slots: float
+    ) -> None:
         self.team = Team(threads)
         self.batch = Batch(self.team, N_MAX)
         self.inputs = {name: np.zeros((N_MAX, w), np.float32) for name, w in inputs.items()}
@@ -155,17 +157,27 @@ def test_delta_net(
         assert nmse(layer.state[sequence], s.reshape(-1)) < 1e-12
 
 
-def test_every_thread_count_and_batch_gives_the_same_bits() -> None:
-    x = drawn(delta_layer((2, 4), 64, 128, False, 1), 40, 64, np.random.default_rng(0))
+def run_both(threads: int, size: int) -> Array:
+    """Outputs of 40 tokens, in batches of ``size``."""
+    delta = delta_layer((2, 4), 64, 128, False, threads)
+    x = drawn(delta, 40, 64, np.random.default_rng(0))
     weight = np.random.default_rng(1).normal(0, 1, (512, 4)).astype(np.float32)
-    found = []
-    for threads, size in ((1, 40), (2, 1), (3, 40), (5, 7)):
-        delta, conv = delta_layer((2, 4), 64, 128, False, threads), convolve_layer(512, 4, weight, threads)
-        outs = []
-        for i in range(0, 40, size):
-            tokens = [(0, p) for p in range(i, min(40, i + size))]
-            part = {name: values[i : i + size] for name, values in x.items()}
-            outs.append(np.hstack([delta.run(tokens, part), conv.run(tokens, {"x": part["v"]})]))
-        found.append(np.concatenate(outs))
-    for other in found[1:]:
-        np.testing.assert_array_equal(found[0], other)
+    conv = convolve_layer(512, 4, weight, threads)
+    outs = []
+    for i in range(0, 40, size):
+        tokens = [(0, p) for p in range(i, min(40, i + size))]
+        part = {name: values[i : i + size] for name, values in x.items()}
+        outs.append(np.hstack([delta.run(tokens, part), conv.run(tokens, {"x": part["v"]})]))
+    return np.concatenate(outs)
+
+
+def test_every_thread_count_gives_the_same_bits() -> None:
+    first = run_both(1, 40)
+    for threads in (2, 3, 5):
+        np.testing.assert_array_equal(first, run_both(threads, 40))
+
+
+def test_batches_of_one_and_of_many_agree() -> None:
+    first = run_both(1, 40)
+    for size in (1, 7, 16):
+        assert nmse(run_both(1, size), first.astype(np.float64)) < 1e-13

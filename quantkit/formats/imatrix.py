@@ -80,6 +80,8 @@ class Imatrix:
     format: Format = "gguf"
     n_layer_nextn: int = 0
     stats_schema: list[str] = field(default_factory=list)
+    #: Our own keys, all that begin with "quantkit.": fill policy, calibration text. A .dat has no place for them.
+    extra: dict[str, Field] = field(default_factory=dict)
 
     @cached_property
     def sha256(self) -> str:
@@ -226,6 +228,7 @@ def _read_gguf(path: Path) -> Imatrix:
         "gguf",
         _uint32(file, path, "imatrix.n_layer_nextn"),
         _strings(file, path, "imatrix.stats_schema"),
+        {key: found for key, found in file.fields.items() if key.startswith("quantkit.")},
     )
     parts: dict[str, dict[str, TensorInfo]] = {}
     for tensor in file.tensors.values():
@@ -370,6 +373,7 @@ def _gguf_fields(imatrix: Imatrix, chunk_size: int) -> Iterator[Field]:
         yield Field.of("imatrix.n_layer_nextn", imatrix.n_layer_nextn, ValueType.UINT32)
     if imatrix.stats_schema:
         yield Field.of("imatrix.stats_schema", imatrix.stats_schema, ValueType.ARRAY, ValueType.STRING)
+    yield from imatrix.extra.values()
 
 
 def _gguf_tensors(

@@ -17,43 +17,20 @@ from numba.extending import intrinsic
 
 from quantkit.kernels.cpu.jit import inline
 from quantkit.kernels.cpu.simd import (
-    FEATURES,
-    VecType,
     _address,
-    _call,
     _from_half,
     _suffix,
     _to_half,
     cast,
     f32x16,
     i32x16,
+    muladd,
     select,
     splat,
     vabs,
     vmax,
     vmin,
 )
-
-
-@intrinsic
-def muladd(tyctx: Any, a: Any, x: Any, c: Any) -> Any:
-    """a * x + c, rounded once if the machine can do so in one instruction. Scalars x and c are splatted."""
-    scalars = [not isinstance(t, VecType) for t in (x, c)]
-
-    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        t = args[0].type
-        wide = [args[0]]
-        for value, scalar in zip(args[1:], scalars, strict=True):
-            if scalar:
-                one = b.insert_element(ir.Constant(t, ir.Undefined), value, ir.IntType(32)(0))
-                lanes = ir.Constant(ir.VectorType(ir.IntType(32), t.count), [0] * t.count)
-                value = b.shuffle_vector(one, one, lanes)
-            wide.append(value)
-        if "fma" in FEATURES or "avx512f" in FEATURES:
-            return _call(b, f"llvm.fma.{_suffix(t)}", t, wide)
-        return b.fadd(b.fmul(wide[0], wide[1]), wide[2])
-
-    return a(a, *(a.elem if s else t for s, t in zip(scalars, (x, c), strict=True))), cg
 
 
 @intrinsic

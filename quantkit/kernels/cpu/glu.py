@@ -44,7 +44,7 @@ from quantkit.kernels.cpu.simd import f32x16, load, select, splat, store, vmax, 
 from quantkit.kernels.cpu.tape import Operation, arg, batch_word, farg, first_of, operation
 
 if TYPE_CHECKING:
-    from quantkit.model.ops import Activation
+    from quantkit.kernels.parameters import Activation
 
 # ---------------------------------------------------------------- functions of one value
 

@@ -41,7 +41,7 @@ from quantkit.kernels.cpu.tape import Operation, arg, batch_word, farg, first_of
 from quantkit.types import TensorType
 
 if TYPE_CHECKING:
-    from quantkit.model.ops import Activation
+    from quantkit.kernels.parameters import Activation
 
 __all__ = ["activation_format", "mul_mat", "products_of", "quantize", "row_bytes", "scratch_bytes", "up_gate"]
 

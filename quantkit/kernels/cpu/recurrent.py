@@ -9,9 +9,16 @@ and no result depends on their number.
     delta_net    of every value head, with S [head_k, head_v]:
                  S = exp(g) S;  d = beta (v - S^T k);  S = S + k d^T;  out = scale S^T q
 
-The delta rule (Yang, Kautz & Hatamizadeh 2024, "Gated Delta Networks") is computed token by token in two passes over
-S: S^T k first (the decay is applied to its result), then decay, update and S^T q at once. A unit of work is a head's
-64 columns, [head_k, 64], small enough for the first-level cache, where it stays while all tokens pass.
+The delta rule (Yang, Kautz & Hatamizadeh 2024, "Gated Delta Networks") is computed for ROWS = 4 tokens at a time if a
+sequence has so many: S is read for all four at once, and what they do to each other is a matter of dot products. With
+e_i the decays, D_i = e_1 ... e_i, P_ji = e_j+1 ... e_i and S as it was before the four:
+
+    d_i   = beta_i (v_i - D_i S^T k_i - sum over j < i of P_ji (k_j . k_i) d_j)
+    out_i = scale (D_i S^T q_i + sum over j <= i of P_ji (k_j . q_i) d_j)
+    S     = D_4 S + sum over j of P_j4 k_j d_j^T
+
+A single token takes two passes over S: S^T k, then decay, update and S^T q at once. Work is shared by heads and
+parts of 64 columns.
 """
 
 from __future__ import annotations
@@ -31,14 +38,25 @@ from quantkit.kernels.cpu.tape import (
     first_of,
     operation,
 )
+from quantkit.kernels.cpu.tiles import (
+    COLUMNS,
+    ROWS,
+    inner,
+    load_tile,
+    outer,
+    store_sums,
+    store_tile,
+    zero_products,
+    zero_tile,
+)
 
 _CONVOLVE_X, _CONVOLVE_OUT, _WEIGHT, _CONVOLVE_STATE, _TAPS, _WIDTH = range(1, 7)
 _Q, _K, _V, _G, _BETA, _OUT, _STATE, _N_K_HEAD, _N_V_HEAD, _HEAD_K, _HEAD_V, _SCALE, _TILED = range(1, 14)
 
 #: Columns of a unit of work.
 PART = 64
-#: The most taps of a convolution (models have 4).
-TAPS = 16
+#: The same for a convolution, and the most taps it may have (models have 4).
+CONVOLVE_PART, TAPS = 256, 16
 
 
 @inline
@@ -60,50 +78,76 @@ def _put(address, byte, x, n):
 # ---------------------------------------------------------------- convolution
 
 
+@inline
+def _run_end(positions, sequences, begin, n_tokens):
+    """Where the tokens from ``begin`` cease to follow each other in one sequence."""
+    end = begin + 1
+    while (
+        end < n_tokens
+        and load(types.int32, sequences, 4 * end) == load(types.int32, sequences, 4 * begin)
+        and load(types.int32, positions, 4 * end) == load(types.int32, positions, 4 * end - 4) + 1
+    ):
+        end += 1
+    return end
+
+
+@inline
+def _row_before(x, state, stride, r, begin, taps, byte, n, begins):
+    """16 columns of row r of a run, which may lie before its beginning."""
+    if r >= begin:
+        return _get(x, stride * r + byte, n)
+    if begins:
+        return splat(f32x16, 0.0)
+    return _get(state, stride * (r - begin + taps - 1) + byte, n)
+
+
 @helper
-def _convolve_columns(args, first, n, weights):
-    """Take n <= PART columns of all tokens; weights: room for them, tap by tap."""
-    width, taps = arg(args, _WIDTH), arg(args, _TAPS)
-    positions, sequences = batch_word(args, POSITIONS), batch_word(args, SEQUENCES)
-    for c in range(n):
-        for i in range(taps):
-            store(weights, 4 * (PART * i + c), load(types.float32, arg(args, _WEIGHT), 4 * ((first + c) * taps + i)))
-    for t in range(batch_word(args, N_TOKENS)):
-        sequence = types.int64(load(types.int32, sequences, 4 * t))
-        row = 4 * (t * width + first)
-        x, out = arg(args, _CONVOLVE_X) + row, arg(args, _CONVOLVE_OUT) + row
-        state = arg(args, _CONVOLVE_STATE) + 4 * (sequence * (taps - 1) * width + first)
-        begins = load(types.int32, positions, 4 * t) == 0
+def _convolve_run(x, out, state, stride, begin, end, begins, taps, weights, n):
+    """Rows begin..end of one sequence, n columns; then the state. begins: there is nothing before."""
+    for t in range(begin, end):
         for c in range(0, n, 16):
-            left = n - c
             total = splat(f32x16, 0.0)
-            for i in range(taps - 1):
-                before = splat(f32x16, 0.0) if begins else _get(state, 4 * (i * width + c), left)
-                total = muladd(before, load(f32x16, weights, 4 * (PART * i + c)), total)
-                if i > 0:
-                    _put(state, 4 * ((i - 1) * width + c), before, left)
-            now = _get(x, 4 * c, left)
-            if taps > 1:
-                _put(state, 4 * ((taps - 2) * width + c), now, left)
-            _put(out, 4 * c, muladd(now, load(f32x16, weights, 4 * (PART * (taps - 1) + c)), total), left)
+            if t - taps + 1 >= begin and n - c >= 16:
+                for i in range(taps):
+                    before = load(f32x16, x, stride * (t - taps + 1 + i) + 4 * c)
+                    total = muladd(before, load(f32x16, weights, 4 * (CONVOLVE_PART * i + c)), total)
+            else:
+                for i in range(taps):
+                    before = _row_before(x, state, stride, t - taps + 1 + i, begin, taps, 4 * c, n - c, begins)
+                    total = muladd(before, load(f32x16, weights, 4 * (CONVOLVE_PART * i + c)), total)
+            _put(out, stride * t + 4 * c, total, n - c)
+    for i in range(taps - 1):
+        for c in range(0, n, 16):
+            row = _row_before(x, state, stride, end - taps + 1 + i, begin, taps, 4 * c, n - c, begins)
+            _put(state, stride * i + 4 * c, row, n - c)
 
 
 @operation("batch x out weight state taps width")
 def convolve(args, tid, nth):
     """Causal convolution of every column with 1 <= taps <= TAPS; state: [sequences][taps - 1][width]."""
-    weights = stack_bytes(4 * 64 * 16)
-    width = arg(args, _WIDTH)
-    parts = (width + PART - 1) // PART
+    weights = stack_bytes(16384)  # [TAPS][CONVOLVE_PART]
+    width, taps, n_tokens = arg(args, _WIDTH), arg(args, _TAPS), batch_word(args, N_TOKENS)
+    positions, sequences = batch_word(args, POSITIONS), batch_word(args, SEQUENCES)
+    parts = (width + CONVOLVE_PART - 1) // CONVOLVE_PART
     for part in range(first_of(parts, tid, nth), first_of(parts, tid + 1, nth)):
-        _convolve_columns(args, part * PART, min(PART, width - part * PART), weights)
+        first = part * CONVOLVE_PART
+        n = min(CONVOLVE_PART, width - first)
+        for i in range(taps):
+            for c in range(n):
+                w = load(types.float32, arg(args, _WEIGHT), 4 * ((first + c) * taps + i))
+                store(weights, 4 * (CONVOLVE_PART * i + c), w)
+        begin = 0
+        while begin < n_tokens:
+            end = _run_end(positions, sequences, begin, n_tokens)
+            sequence = types.int64(load(types.int32, sequences, 4 * begin))
+            state = arg(args, _CONVOLVE_STATE) + 4 * (sequence * (taps - 1) * width + first)
+            x, out = arg(args, _CONVOLVE_X) + 4 * first, arg(args, _CONVOLVE_OUT) + 4 * first
+            begins = load(types.int32, positions, 4 * begin) == 0
+            _convolve_run(x, out, state, 4 * width, begin, end, begins, taps, weights, n)
+            begin = end
 
 
 # ---------------------------------------------------------------- the gated delta rule
-
-
-@inline
-def _number(args, slot, i):
-    return load(types.float32, arg(args, slot), 4 * i)
 
 
 @helper
@@ -157,32 +201,142 @@ def _zero(s, stride, rows, n):
             store(s, stride * i + 4 * c, types.float32(0))
 
 
+#: Bytes of what several tokens share, ROWS numbers each: decays, their running products, the last of these ROWS times,
+#: the decay from each token to the last; then the dot products [ROWS][ROWS]; then tiles [ROWS][COLUMNS] of vectors.
+_DECAY, _PRODUCT, _LAST, _TO_LAST, _KK, _QK = (4 * ROWS * i for i in (0, 1, 2, 3, 4, 4 + ROWS))
+_KS, _QS, _D = (1024 + 64 * ROWS * COLUMNS * i for i in range(3))
+
+
+@helper
+def _set_shared(k, q, stride, n, shared):
+    """Fill what the tokens at k and q share, after the decays: dot products times the decay from one to the other."""
+    kk, qk = zero_products(), zero_products()
+    for j in range(0, 4 * n, 64):
+        at = k + j
+        k1, k2, k3 = at + stride, at + 2 * stride, at + 3 * stride
+        kk = inner(kk, at, k1, k2, k3, at, stride)
+        qk = inner(qk, at, k1, k2, k3, q + j, stride)
+    store_sums(kk, shared + _KK, 4 * ROWS)
+    store_sums(qk, shared + _QK, 4 * ROWS)
+    product = types.float32(1)
+    for i in range(ROWS):
+        product *= load(types.float32, shared, _DECAY + 4 * i)
+        store(shared, _PRODUCT + 4 * i, product)
+        between = types.float32(1)
+        for j in range(i, -1, -1):
+            at = 4 * (ROWS * i + j)
+            store(shared, _KK + at, types.float32(load(types.float32, shared, _KK + at) * between))
+            store(shared, _QK + at, types.float32(load(types.float32, shared, _QK + at) * between))
+            store(shared, _TO_LAST + 4 * j, between)  # of the last i in the end
+            between *= load(types.float32, shared, _DECAY + 4 * j)
+    for i in range(ROWS):
+        store(shared, _LAST + 4 * i, product)
+
+
+@inline
+def _times(s, stride, x, x_stride, rows, out):
+    """S^T x of ROWS vectors x."""
+    tile = zero_tile()
+    for i in range(rows):
+        tile = outer(tile, s + stride * i, 64, x + 4 * i, x_stride)
+    store_tile(tile, out, 64 * COLUMNS)
+
+
+@helper
+def _steps(s, stride, k, q, k_stride, v, out, v_stride, rows, beta, beta_stride, scale, shared):
+    """ROWS tokens, COLUMNS vectors of columns of one head."""
+    _times(s, stride, k, k_stride, rows, shared + _KS)
+    _times(s, stride, q, k_stride, rows, shared + _QS)
+    for i in range(ROWS):
+        product = load(types.float32, shared, _PRODUCT + 4 * i)
+        for c in range(COLUMNS):
+            at = 64 * (COLUMNS * i + c)
+            x = load(f32x16, shared, _KS + at) * product
+            y = load(f32x16, shared, _QS + at) * product
+            for j in range(i):
+                d = load(f32x16, shared, _D + 64 * (COLUMNS * j + c))
+                x = muladd(d, load(types.float32, shared, _KK + 4 * (ROWS * i + j)), x)
+                y = muladd(d, load(types.float32, shared, _QK + 4 * (ROWS * i + j)), y)
+            d = (load(f32x16, v, v_stride * i + 64 * c) - x) * load(types.float32, beta, beta_stride * i)
+            store(shared, _D + at, d)
+            y = muladd(d, load(types.float32, shared, _QK + 4 * (ROWS * i + i)), y)
+            store(out, v_stride * i + 64 * c, y * scale)
+    for i in range(ROWS):
+        for c in range(COLUMNS):
+            at = _D + 64 * (COLUMNS * i + c)
+            store(shared, at, load(f32x16, shared, at) * load(types.float32, shared, _TO_LAST + 4 * i))
+    for i in range(0, rows, ROWS):
+        tile = load_tile(zero_tile(), s + stride * i, stride, shared + _LAST)
+        for j in range(ROWS):
+            tile = outer(tile, shared + _D + 64 * COLUMNS * j, 64, k + k_stride * j + 4 * i, 4)
+        store_tile(tile, s + stride * i, stride)
+
+
+@inline
+def _alike(positions, sequences, t, n_tokens):
+    """Whether tokens t ... t + ROWS - 1 belong to one sequence, which does not begin among them."""
+    if t + ROWS > n_tokens:
+        return False
+    alike = True
+    for i in range(t + 1, t + ROWS):
+        same = load(types.int32, sequences, 4 * i) == load(types.int32, sequences, 4 * t)
+        alike = alike and same and load(types.int32, positions, 4 * i) != 0
+    return alike
+
+
+@helper
+def _decay(args, i):
+    return extract(exp(splat(f32x16, load(types.float32, arg(args, _G), 4 * i))), 0)
+
+
+@helper
+def _advance(args, t, many, head, from_head, first, n, shared):
+    """Take n columns of a head, from ``first``, through token t, or ROWS tokens from it."""
+    n_v_head, head_k, head_v = arg(args, _N_V_HEAD), arg(args, _HEAD_K), arg(args, _HEAD_V)
+    scale, k_stride = farg(args, _SCALE), 4 * arg(args, _N_K_HEAD) * head_k
+    sequence = types.int64(load(types.int32, batch_word(args, SEQUENCES), 4 * t))
+    s = arg(args, _STATE) + 4 * ((sequence * n_v_head + head) * head_k * head_v + first)
+    if load(types.int32, batch_word(args, POSITIONS), 4 * t) == 0:
+        _zero(s, 4 * head_v, head_k, n)
+    at = k_stride * t + 4 * head_k * from_head
+    k, q = arg(args, _K) + at, arg(args, _Q) + at
+    at = 4 * ((t * n_v_head + head) * head_v + first)
+    v, out = arg(args, _V) + at, arg(args, _OUT) + at
+    number = t * n_v_head + head
+    if many:
+        for i in range(ROWS):
+            store(shared, _DECAY + 4 * i, _decay(args, number + n_v_head * i))
+        _set_shared(k, q, k_stride, head_k, shared)
+        beta = arg(args, _BETA) + 4 * number
+        for c in range(0, 4 * n, 64 * COLUMNS):
+            _steps(
+                s + c, 4 * head_v, k, q, k_stride, v + c, out + c, 4 * n_v_head * head_v, head_k, beta, 4 * n_v_head,
+                scale, shared,
+            )  # fmt: skip
+        return
+    beta, decay = load(types.float32, arg(args, _BETA), 4 * number), _decay(args, number)
+    if n == PART:
+        _step(s, 4 * head_v, k, q, v, out, head_k, decay, beta, scale)
+        return
+    for c in range(0, 4 * n, 64):
+        _step_part(s + c, 4 * head_v, k, q, v + c, out + c, head_k, decay, beta, scale, min(16, n - c // 4))
+
+
 @operation("batch q k v g beta out state n_k_head n_v_head head_k head_v scale:f tiled")
 def delta_net(args, tid, nth):
     """The gated delta rule over all tokens of the batch; state: [sequences][n_v_head][head_k][head_v]."""
     n_k_head, n_v_head = arg(args, _N_K_HEAD), arg(args, _N_V_HEAD)
-    head_k, head_v, scale = arg(args, _HEAD_K), arg(args, _HEAD_V), farg(args, _SCALE)
+    head_v, n_tokens = arg(args, _HEAD_V), batch_word(args, N_TOKENS)
     positions, sequences = batch_word(args, POSITIONS), batch_word(args, SEQUENCES)
+    shared = stack_bytes(4096)
     parts = (head_v + PART - 1) // PART
     units = n_v_head * parts
     for unit in range(first_of(units, tid, nth), first_of(units, tid + 1, nth)):
         head, first = unit // parts, unit % parts * PART
         from_head = head % n_k_head if arg(args, _TILED) else head // (n_v_head // n_k_head)
         n = min(PART, head_v - first)
-        for t in range(batch_word(args, N_TOKENS)):
-            sequence = types.int64(load(types.int32, sequences, 4 * t))
-            s = arg(args, _STATE) + 4 * ((sequence * n_v_head + head) * head_k * head_v + first)
-            if load(types.int32, positions, 4 * t) == 0:
-                _zero(s, 4 * head_v, head_k, n)
-            k = arg(args, _K) + 4 * (t * n_k_head + from_head) * head_k
-            q = arg(args, _Q) + 4 * (t * n_k_head + from_head) * head_k
-            column = 4 * ((t * n_v_head + head) * head_v + first)
-            v, out = arg(args, _V) + column, arg(args, _OUT) + column
-            decay = extract(exp(splat(f32x16, _number(args, _G, t * n_v_head + head))), 0)
-            beta = _number(args, _BETA, t * n_v_head + head)
-            if n == PART:
-                _step(s, 4 * head_v, k, q, v, out, head_k, decay, beta, scale)
-            else:
-                for c in range(0, n, 16):
-                    at = 4 * c
-                    _step_part(s + at, 4 * head_v, k, q, v + at, out + at, head_k, decay, beta, scale, min(16, n - c))
+        t = 0
+        while t < n_tokens:
+            many = n == PART and arg(args, _HEAD_K) % 16 == 0 and _alike(positions, sequences, t, n_tokens)
+            _advance(args, t, many, head, from_head, first, n, shared)
+            t += ROWS if many else 1

@@ -45,7 +45,7 @@ from quantkit.kernels.cpu.simd import (
 from quantkit.kernels.cpu.tape import arg, batch_word, farg, first_of, operation
 
 if TYPE_CHECKING:
-    from quantkit.model.ops import Routing
+    from quantkit.kernels.parameters import Routing
 
 #: Experts, and groups of experts, that the scratch on the stack has room for.
 MAX_EXPERTS = 4096

@@ -509,8 +509,14 @@ def _muladd(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
 
 @intrinsic
 def muladd(tyctx: Any, a: Any, x: Any, c: Any) -> Any:
-    """a * x + c, with one rounding where that is one instruction."""
-    return a(a, x, c), lambda cgctx, b, sig, args: _muladd(b, *args)
+    """a * x + c, with one rounding where that is one instruction. Scalars x and c are splatted."""
+    vectors = [isinstance(t, VecType) for t in (x, c)]
+
+    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        rest = [v if vector else _splat(b, v, a.lanes) for v, vector in zip(args[1:], vectors, strict=True)]
+        return _muladd(b, args[0], *rest)
+
+    return a(a, *(t if vector else a.elem for t, vector in zip((x, c), vectors, strict=True))), cg
 
 
 def _choose(name: str, op: str) -> Any:

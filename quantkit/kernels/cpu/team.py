@@ -4,20 +4,19 @@
 
 Thread 0 is the caller. The others are Python threads that live in compiled code without the GIL: after a launch they
 look out for the next one for a while (generating, the next token follows within microseconds), then sleep on a lock.
-Within a launch they meet at spin barriers made of LLVM atomics, 0.1 us each; a thread that waits long sleeps, because
-machines are oversubscribed and the one it waits for may need its CPU.
+Within a launch they meet at spin barriers made of LLVM atomics, 0.1 us each; a thread that waits long gives its time
+slice away, because machines are oversubscribed and the one it waits for may need its CPU.
 
 The control block, int64 words, each group in cache lines of its own (two: the prefetcher fetches pairs):
 
-    0 arrivals at the barrier   16 generation of the barrier, 17 failed, 18 sleepers at it   32 number of the launch,
-    33 function, 34 block, 35 threads     48 + 16 t: 1 while thread t sleeps between launches
+    0 arrivals at the barrier   16 generation of the barrier, 17 failed   32 number of the launch, 33 function,
+    34 block, 35 threads        48 + 16 t: 1 while thread t sleeps
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import sys
 import threading
 import time
 import weakref
@@ -34,12 +33,12 @@ from quantkit.kernels.cpu.jit import inline, kernel
 
 _I64 = ir.IntType(64)
 _X86 = platform.machine() in ("x86_64", "AMD64", "i686")
-#: Linux' number of the futex call; 0: there is none.
-_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
 
-ARRIVALS, GENERATION, FAILED, SLEEPERS, LAUNCH, FUNCTION, BLOCK, THREADS, SLEEPS = 0, 16, 17, 18, 32, 33, 34, 35, 48
-#: Looks at a barrier before the thread sleeps (some 100 us): the one it waits for may not be running at all.
-SPINS = 4000
+ARRIVALS, GENERATION, FAILED, LAUNCH, FUNCTION, BLOCK, THREADS, SLEEPS = 0, 16, 17, 32, 33, 34, 35, 48
+#: Looks at a barrier before the thread gives way (some 6 us). On a busy machine both may share a CPU, and then every
+#: barrier takes this long: 250 looks were 3 to 10 times faster there than 4000, or than sleeping, which also invites
+#: the system to keep both on one CPU; on a quiet machine there is no difference.
+SPINS = 250
 #: Cycles (of the time-stamp counter) for which a thread awaits the next launch: some 30 us alert, then, giving way to
 #: others, 1 ms until it sleeps. Waking it takes 20 to 200 us.
 ALERT, AWAKE = (100_000, 3_000_000) if _X86 else (800, 25_000)
@@ -118,49 +117,6 @@ def give_way(tyctx: Any) -> Any:
     return types.void(), cg
 
 
-def _futex(b: Any, word: Any, operation: int, value: Any, timeout: Any) -> None:
-    """Emit Linux' futex(word, operation, value, timeout)."""
-    i32, byte = ir.IntType(32), ir.IntType(8).as_pointer()
-    signature = ir.FunctionType(_I64, [_I64], var_arg=True)
-    fn = cgutils.get_or_insert_function(b.module, signature, "syscall")
-    nothing = ir.Constant(byte, None)
-    b.call(fn, [_I64(_FUTEX), b.bitcast(word, byte), i32(operation), b.trunc(value, i32), timeout, nothing, i32(0)])
-
-
-@intrinsic
-def sleep_while(tyctx: Any, address: Any, index: Any, value: Any) -> Any:
-    """sleep_while(address, word, v): sleep until wake_all, 20 ms at most, if the word is v; else return at once.
-
-    Unlike one that gives way, a sleeping thread leaves its CPU to be taken by the thread it waits for.
-    """
-
-    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        if not _FUTEX:
-            signature = ir.FunctionType(ir.IntType(32), [])
-            b.call(cgutils.get_or_insert_function(b.module, signature, "sched_yield"), [])
-            return cgctx.get_dummy_value()
-        span = cgutils.alloca_once(b, ir.ArrayType(_I64, 2))
-        b.store(ir.Constant(ir.ArrayType(_I64, 2), [0, 20_000_000]), span)
-        timeout = b.bitcast(span, ir.IntType(8).as_pointer())
-        _futex(b, _word(b, args[0], args[1]), 128, args[2], timeout)  # FUTEX_WAIT_PRIVATE
-        return cgctx.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), cg
-
-
-@intrinsic
-def wake_all(tyctx: Any, address: Any, index: Any) -> Any:
-    """wake_all(address, word): wake all threads that sleep there."""
-
-    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        if _FUTEX:
-            nothing = ir.Constant(ir.IntType(8).as_pointer(), None)
-            _futex(b, _word(b, args[0], args[1]), 129, _I64(1 << 30), nothing)  # FUTEX_WAKE_PRIVATE
-        return cgctx.get_dummy_value()
-
-    return types.void(types.int64, types.int64), cg
-
-
 @intrinsic
 def cycles(tyctx: Any) -> Any:
     """Read the time-stamp counter (x86) or the virtual timer (AArch64); see ``nanoseconds_per_cycle``."""
@@ -193,18 +149,13 @@ def barrier(ctl, nth):
     if atomic_add(ctl, ARRIVALS, 1) == nth - 1:
         atomic_store(ctl, ARRIVALS, 0)
         atomic_add(ctl, GENERATION, 1)
-        # Who counts himself in too late to be seen here finds the generation changed, and does not sleep.
-        if atomic_load(ctl, SLEEPERS) > 0:
-            wake_all(ctl, GENERATION)
         return
     looks = 0
     while atomic_load(ctl, GENERATION) == generation:
         pause()
         looks += 1
         if looks > SPINS:
-            atomic_add(ctl, SLEEPERS, 1)
-            sleep_while(ctl, GENERATION, generation)
-            atomic_add(ctl, SLEEPERS, -1)
+            give_way()
             if atomic_load(ctl, FAILED) != 0:
                 return
 
@@ -264,7 +215,8 @@ class Team:
     """``threads`` threads (at most 62), the caller among them; they start with the first launch, and are daemons.
 
     ``pin`` names a CPU for each thread. It is off by default: beside other programs a pinned team waits for the one
-    thread whose CPU is taken. One launch at a time; a team is not shared by callers.
+    thread whose CPU is taken. Launches from several Python threads go one after another; a forked process starts
+    threads of its own.
     """
 
     def __init__(self, threads: int, pin: Sequence[int] | None = None) -> None:
@@ -277,22 +229,26 @@ class Team:
         self._words = np.zeros(SLEEPS + 16 * threads + 16, np.int64)
         start: int = self._words.__array_interface__["data"][0]
         self.control: int = (start + 127) // 128 * 128  #: address of the control block
-        self._words[(self.control - start) // 8 + THREADS] = threads
-        self._locks = [threading.Lock() for _ in range(threads)]
+        self._launching = threading.Lock()
+        self._locks: list[threading.Lock] = []
         self._failures: list[BaseException] = []
-        self._started = False
+        self._process = 0
 
     def launch(self, function: int, block: int) -> None:
         """Run function(block, thread, threads) on every thread; return when all are done."""
-        if not self._started:
-            self._start()
-        _wake(self.control, self._locks, function, block)
-        _take_part(self.control, 0)
+        with self._launching:
+            if self._process != os.getpid():
+                self._start()
+            _wake(self.control, self._locks, function, block)
+            _take_part(self.control, 0)
         if self._failures:
             raise RuntimeError("a thread of the team has failed") from self._failures[0]
 
     def _start(self) -> None:
-        self._started = True
+        self._process = os.getpid()
+        self._words[:] = 0
+        atomic_set(self.control, THREADS, self.threads)
+        self._locks = [threading.Lock() for _ in range(self.threads)]
         _work.compile((types.int64,) * 3)  # type: ignore[attr-defined]
         for t in range(1, self.threads):
             self._locks[t].acquire()
@@ -304,7 +260,7 @@ class Team:
         if self._pin is not None:
             os.sched_setaffinity(0, {self._pin[0]})
         if self.threads > 1:
-            weakref.finalize(self, _wake, self.control, self._locks, 0, 0).atexit = False
+            weakref.finalize(self, _end, self._words, self.control, self._locks).atexit = False
 
 
 def _wake(control: int, locks: list[threading.Lock], function: int, block: int) -> None:
@@ -314,6 +270,11 @@ def _wake(control: int, locks: list[threading.Lock], function: int, block: int) 
         for t in range(1, len(locks)):
             if sleepers >> t & 1:
                 locks[t].release()
+
+
+def _end(words: Any, control: int, locks: list[threading.Lock]) -> None:
+    """End the threads of a team that is no more; ``words`` keeps the control block in memory."""
+    _wake(control, locks, 0, 0)
 
 
 def _serve(words: Any, control: int, t: int, lock: Any, failures: list[BaseException], cpu: int | None) -> None:

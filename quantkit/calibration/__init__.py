@@ -1,0 +1,24 @@
+"""Calibration text: built from local files, with a held-out part, and recognized when it turns up in evaluation.
+
+calibration   builds calibration.txt, evaluation.txt and manifest.json
+sketch        what an importance matrix keeps of the text it was computed on
+overlap       how much of an evaluation text was calibrated on
+"""
+
+from __future__ import annotations
+
+from quantkit.calibration.corpus import Corpus, Part, calibration, sketch_file
+from quantkit.calibration.overlap import Overlap, Sketch, merge_sketches, overlap, sketch, sketch_of
+
+__all__ = [
+    "Corpus",
+    "Overlap",
+    "Part",
+    "Sketch",
+    "calibration",
+    "merge_sketches",
+    "overlap",
+    "sketch",
+    "sketch_file",
+    "sketch_of",
+]

@@ -1,0 +1,171 @@
+"""Text out of local files: plain text and code as they are, JSON Lines record by record.
+
+A file that is named is read, or an error. In a folder every file that is UTF-8 text is read; hidden ones, and what is
+no text, are passed over and counted. A few bytes 0 in a text are dropped, many mean that it is none. Of a JSON Lines
+record one of these is the text, the first that is there::
+
+    {"messages": [{"role": ..., "content": ...}, ...]}      contents, a blank line between; also "conversation(s)"
+    {"conversations": [{"from": ..., "value": ...}, ...]}
+    {"text": ...} or {"content": ...}
+    {"instruction": ..., "input": ..., "output": ...}, {"prompt": ..., "completion": ...}, {"question": ..., ...} etc.
+
+Roles are not written: how they look is up to a model's chat template (quantkit imatrix --chat applies it).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import FormatError
+
+JSON_LINES = (".jsonl", ".ndjson")
+_TURNS = ("messages", "conversations", "conversation")
+_WHOLE = ("text", "content")
+_PARTS = (
+    "system", "instruction", "question", "prompt", "input", "context", "output", "completion", "response", "answer",
+)  # fmt: skip
+
+
+#: A text may have a byte 0 by accident; more than one in so many bytes, and it is no text.
+_ZERO_SHARE = 1000
+
+
+@dataclass
+class Input:
+    """What was found in one file."""
+
+    path: Path
+    #: Bytes 0 that were dropped.
+    zeros: int = 0
+    documents: list[str] = field(default_factory=list, repr=False)
+    #: Records of JSON Lines without a text, and the first of them.
+    skipped: int = 0
+    first_skipped: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """UTF-8 bytes of all documents."""
+        return sum(len(text.encode()) for text in self.documents)
+
+
+@dataclass
+class Inputs:
+    """All that was read."""
+
+    files: list[Input]
+    #: Files in folders that are no text, and files that --include leaves out.
+    not_text: int = 0
+    left_out: int = 0
+
+
+def read_inputs(paths: Sequence[Path], *, include: Sequence[str] = ()) -> Inputs:
+    """Read files and folders; ``include`` are patterns of names (*.md) for what is in folders.
+
+    Raises FormatError for a path that is missing, a named file that is no UTF-8 text, JSON Lines that are not.
+    """
+    found = Inputs([])
+    for path in paths:
+        if not path.is_dir():
+            found.files.append(_input(path, _read(path)))
+            continue
+        for file in _walk(path):
+            if include and not any(fnmatch(file.name, pattern) for pattern in include):
+                found.left_out += 1
+            elif _why_no_text(raw := _read(file)):
+                found.not_text += 1
+            else:
+                found.files.append(_input(file, raw))
+    return found
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder, sorted, without hidden ones; links to folders are not followed."""
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            yield from _walk(path)
+        elif path.is_file():
+            yield path
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as e:
+        raise FormatError(f"{path}: cannot be read: {e.strerror}") from e
+
+
+def _why_no_text(raw: bytes) -> str | None:
+    if raw.count(0) * _ZERO_SHARE > len(raw):
+        return f"{raw.count(0)} of {len(raw)} bytes are 0"
+    try:
+        raw.decode()
+    except UnicodeDecodeError as e:
+        return f"no UTF-8 at byte {e.start}"
+    return None
+
+
+def _input(path: Path, raw: bytes) -> Input:
+    why = _why_no_text(raw)
+    if why is not None:
+        raise FormatError(f"{path}: not a text file ({why}): convert it, or leave it out")
+    found = Input(path, raw.count(0))
+    text = raw.replace(b"\0", b"").decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    if path.suffix.lower() not in JSON_LINES:
+        found.documents += [text] if text.strip() else []
+        return found
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as e:
+            raise FormatError(f"{path}: line {number} is not JSON: {e}") from None
+        document = record_text(record)
+        if document is not None:
+            # Half a surrogate pair, which JSON can name and UTF-8 cannot hold, becomes "?".
+            found.documents.append(document.encode(errors="replace").decode())
+        else:
+            found.skipped += 1
+            found.first_skipped = found.first_skipped or number
+    if found.skipped and not found.documents:
+        wanted = ", ".join((*_TURNS, *_WHOLE, *_PARTS))
+        raise FormatError(f"{path}: no record has a text; of each one of these keys is asked: {wanted}")
+    return found
+
+
+def record_text(record: Any) -> str | None:
+    """Return the text of a JSON Lines record (the module says which); None where there is none."""
+    if isinstance(record, str):
+        return record if record.strip() else None
+    if not isinstance(record, dict):
+        return None
+    for key in _TURNS:
+        if isinstance(record.get(key), list):
+            return _joined(_turn(turn) for turn in record[key])
+    for key in _WHOLE:
+        if isinstance(record.get(key), str):
+            return _joined([record[key]])
+    return _joined(record[key] for key in _PARTS if isinstance(record.get(key), str))
+
+
+def _turn(turn: Any) -> str:
+    """Return what is said in a turn; of a list of parts, the text parts."""
+    if isinstance(turn, str):
+        return turn
+    if not isinstance(turn, dict):
+        return ""
+    content = turn.get("content", turn.get("value", turn.get("text")))
+    if isinstance(content, list):
+        return "\n".join(_turn(part) for part in content if not isinstance(part, dict) or "text" in part)
+    return content if isinstance(content, str) else ""
+
+
+def _joined(parts: Any) -> str | None:
+    return "\n\n".join(part for part in parts if part.strip()) or None

@@ -1,0 +1,180 @@
+"""Was this text calibrated on? A sketch of a text answers that later, without the text.
+
+A *shingle* is eight words in a row (case and punctuation do not count; a Chinese, Japanese or Korean character is a
+word). A text's sketch keeps the hashes below 2^64 / scale of all its shingles, about one in ``scale``: the same
+shingle is kept in every sketch or in none, so of two sketches
+
+    overlap(evaluation, calibration) = | kept in both | / | kept of the evaluation |
+
+estimates the share of the evaluation's shingles that the calibration text has (FracMinHash). A sketch of a megabyte is
+10 000 hashes, 80 KB: small enough for the metadata of an importance matrix, quantkit.calibration.*, where quantize and
+perplexity find it. What it tells are shared passages, not shared sentences.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import FormatError
+from quantkit.formats.gguf import Field, ValueType
+from quantkit.formats.imatrix import Imatrix
+
+U64Array = npt.NDArray[np.uint64]
+
+#: Words of a shingle.
+WORDS = 8
+#: One shingle in so many is kept.
+SCALE = 16
+#: A sketch is thinned out, by a larger scale, until it is no longer than this.
+MAX_HASHES = 1 << 16
+#: Below this share, or with fewer hashes than this in both, it is phrases that many texts have, or chance.
+NOTABLE, NOTABLE_HASHES = 0.02, 4
+
+SCALE_KEY = "quantkit.calibration.scale"
+SHINGLES_KEY = "quantkit.calibration.shingles"
+SHA256_KEY = "quantkit.calibration.sha256"
+SKETCH_KEYS = (SCALE_KEY, SHINGLES_KEY, SHA256_KEY)
+
+_CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+_WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
+#: Odd constants: the base of a polynomial modulo 2^64, and splitmix64's mixing.
+_BASE = 0x9E3779B97F4A7C15
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+
+
+@dataclass(frozen=True, eq=False)
+class Sketch:
+    """What is kept of a text, or of several."""
+
+    scale: int
+    #: uint64, sorted, each once.
+    hashes: U64Array
+    #: SHA-256 of each text, hex.
+    sha256: tuple[str, ...]
+
+    def fields(self) -> dict[str, Field]:
+        """Return the sketch as metadata of a GGUF, for Imatrix.extra."""
+        items = (
+            Field.of(SCALE_KEY, self.scale, ValueType.UINT32),
+            Field.of(SHINGLES_KEY, self.hashes, ValueType.ARRAY, ValueType.UINT64),
+            Field.of(SHA256_KEY, list(self.sha256), ValueType.ARRAY, ValueType.STRING),
+        )
+        return {item.key: item for item in items}
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How much of an evaluation text was calibrated on."""
+
+    #: Estimated share of the evaluation's shingles, 0 to 1.
+    share: float
+    #: The very file, byte for byte.
+    same_text: bool
+    #: Hashes that the estimate rests on, and how many of them are in both.
+    sampled: int
+    shared: int
+
+    @property
+    def warning(self) -> str | None:
+        """A sentence for a user, or None when there is nothing to warn about."""
+        if self.same_text:
+            return "this very text was calibrated on: it says nothing about other texts; evaluate on held-out text"
+        if self.share < NOTABLE or self.shared < NOTABLE_HASHES:
+            return None
+        return (
+            f"about {100 * self.share:.0f} % of this text was calibrated on: results will look better than they are;"
+            f" evaluate on held-out text (quantkit calibration keeps some)"
+        )
+
+
+def shingles(text: str) -> U64Array:
+    """Return the hash of every shingle of ``text``, uint64, in order; a shorter text is one shingle, none is none."""
+    cache: dict[str, int] = {}
+    words = [_word_hash(word, cache) for word in _WORD.findall(text.casefold())]
+    if not words:
+        return np.empty(0, np.uint64)
+    found = np.array(words, np.uint64)
+    n = max(1, found.size - WORDS + 1)
+    total = np.zeros(n, np.uint64)
+    for i in range(min(WORDS, found.size)):
+        total = total * np.uint64(_BASE) + found[i : i + n]
+    for shift, factor in _MIX:
+        total = (total ^ (total >> np.uint64(shift))) * np.uint64(factor)
+    return total ^ (total >> np.uint64(31))
+
+
+def _word_hash(word: str, cache: dict[str, int]) -> int:
+    found = cache.get(word)
+    if found is None:
+        raw = hashlib.blake2b(word.encode(errors="surrogatepass"), digest_size=8).digest()
+        found = cache[word] = int.from_bytes(raw, "little")
+    return found
+
+
+def sketch(text: str | bytes) -> Sketch:
+    """Return the sketch of one text; bytes are read as UTF-8."""
+    raw = text if isinstance(text, bytes) else text.encode(errors="surrogateescape")
+    digest = hashlib.sha256(raw).hexdigest()
+    return _thinned(SCALE, np.unique(shingles(raw.decode(errors="replace"))), (digest,))
+
+
+def merge_sketches(sketches: Sequence[Sketch]) -> Sketch:
+    """Return the sketch of several texts together."""
+    scale = max((s.scale for s in sketches), default=SCALE)
+    hashes = np.unique(np.concatenate([np.empty(0, np.uint64), *(s.hashes for s in sketches)]))
+    return _thinned(scale, hashes, tuple(dict.fromkeys(digest for s in sketches for digest in s.sha256)))
+
+
+def _thinned(scale: int, hashes: U64Array, sha256: tuple[str, ...]) -> Sketch:
+    kept = _below(hashes, scale)
+    while kept.size > MAX_HASHES:
+        scale *= 2
+        kept = _below(kept, scale)
+    return Sketch(scale, kept, sha256)
+
+
+def _below(hashes: U64Array, scale: int) -> U64Array:
+    return hashes[hashes <= np.uint64((1 << 64) // scale - 1)]
+
+
+def overlap(evaluation: str | bytes | Sketch, calibration: str | bytes | Sketch | Iterable[Sketch]) -> Overlap:
+    """Estimate how much of ``evaluation`` is in ``calibration``: texts, or sketches of them (sketch_of, manifests)."""
+    one = _as_sketch(evaluation)
+    if isinstance(calibration, (str, bytes, Sketch)):
+        two = _as_sketch(calibration)
+    else:
+        two = merge_sketches(tuple(calibration))
+    scale = max(one.scale, two.scale)
+    kept = _below(one.hashes, scale)
+    both = np.intersect1d(kept, _below(two.hashes, scale), assume_unique=True).size
+    share = both / kept.size if kept.size else 0.0
+    return Overlap(share, bool(set(one.sha256) & set(two.sha256)), kept.size, both)
+
+
+def _as_sketch(text: str | bytes | Sketch) -> Sketch:
+    return text if isinstance(text, Sketch) else sketch(text)
+
+
+def sketch_of(imatrix: Imatrix) -> Sketch | None:
+    """Return the sketch of the texts that an importance matrix was computed on; None where it does not say.
+
+    Raises FormatError where the keys are not what Sketch.fields writes.
+    """
+    fields = [imatrix.extra.get(key) for key in SKETCH_KEYS]
+    if not all(fields):
+        return None
+    scale, hashes, sha256 = (field for field in fields if field is not None)
+    if (
+        scale.type is not ValueType.UINT32
+        or hashes.item_type is not ValueType.UINT64
+        or sha256.item_type is not ValueType.STRING
+        or scale.value < 1
+    ):
+        raise FormatError(f"{imatrix.path}: the keys quantkit.calibration.* are not as quantkit writes them")
+    return Sketch(int(scale.value), np.unique(hashes.array.astype(np.uint64)), tuple(sha256.value))

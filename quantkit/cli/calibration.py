@@ -1,0 +1,99 @@
+"""``quantkit calibration``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from quantkit.calibration import Corpus, calibration
+from quantkit.calibration.corpus import MANIFEST
+from quantkit.cli.options import SIZE, GroupedCommand, option
+from quantkit.cli.share import SHARE
+from quantkit.helpers import format_size, printable
+
+_TEXT, _OUT = "The text", "Output"
+
+
+@click.command("calibration", cls=GroupedCommand)
+@click.argument("inputs", metavar="INPUT...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@option("--size", group=_TEXT, type=SIZE, default="1M", show_default=True, help="Bytes of both texts together.")
+@option(
+    "--heldout",
+    group=_TEXT,
+    type=SHARE,
+    default="5%",
+    show_default=True,
+    metavar="SHARE",
+    help="Share of it that is for evaluation only.",
+)
+@option("--seed", group=_TEXT, type=int, default=0, show_default=True, help="Draws what is taken, in which order.")
+@option("--passage", group=_TEXT, type=SIZE, default="2000", show_default=True, help="Bytes of a passage, at most.")
+@option("--include", group=_TEXT, multiple=True, metavar="GLOB", help="Of folders only such files; may be repeated.")
+@option(
+    "-o",
+    "--output",
+    group=_OUT,
+    metavar="DIR",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for calibration.txt, evaluation.txt, manifest.json.",
+)
+@option("--overwrite", group=_OUT, is_flag=True, help="Replace files of an earlier run.")
+@option("--json", "as_json", group=_OUT, is_flag=True, help="Print the manifest.")
+def command(
+    inputs: tuple[Path, ...],
+    size: int,
+    heldout: float,
+    seed: int,
+    passage: int,
+    include: tuple[str, ...],
+    output: Path,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Build a text to calibrate on, and one to evaluate on that shares nothing with it.
+
+    INPUT are files and folders: text, code, Markdown, JSON Lines (.jsonl, .ndjson) of chats or texts. They are cut
+    into passages, repetitions are dropped, exact ones and near ones, and passages are drawn by the seed. The same
+    texts and seed give the same bytes.
+
+    \b
+    quantkit calibration -o corpus wiki.txt chats.jsonl ~/src/project
+    quantkit calibration -o corpus --size 3M --heldout 10% --include '*.py' --include '*.md' ~/src
+    quantkit imatrix -m model-bf16.gguf -f corpus/calibration.txt -o imatrix.gguf
+    quantkit perplexity -m model-Q4_K_M.gguf -f corpus/evaluation.txt
+    """
+    corpus = calibration(
+        inputs,
+        output,
+        size=size,
+        heldout=heldout,
+        seed=seed,
+        passage=passage,
+        include=include,
+        overwrite=overwrite,
+    )
+    for note in corpus.notes:
+        click.echo(f"note: {printable(note)}", err=True)
+    if as_json:
+        click.echo(json.dumps(corpus.manifest(), indent=2))
+    else:
+        click.echo("\n".join(_lines(corpus, output)))
+
+
+def _lines(corpus: Corpus, output: Path) -> Iterator[str]:
+    files = corpus.inputs.files
+    documents = sum(len(file.documents) for file in files)
+    yield f"read: {len(files)} files, {documents} documents, {format_size(sum(file.nbytes for file in files))}"
+    seen = corpus.seen
+    yield (
+        f"dropped: {seen.exact_dropped} repeated passages, {seen.near_dropped} nearly repeated,"
+        f" {seen.leak_dropped} too close to the held-out part"
+    )
+    for part in (corpus.calibration, corpus.evaluation):
+        path = printable(str(output / part.file))
+        yield f"{path}: {format_size(part.nbytes)}, {len(part.passages)} passages, sha256 {part.sha256[:16]}"
+    yield f"{printable(str(output / MANIFEST))}: hashes of both texts and of every passage"

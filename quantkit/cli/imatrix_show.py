@@ -1,0 +1,280 @@
+"""``quantkit imatrix show``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantkit.cli.imatrix_plot import figure_of
+from quantkit.cli.options import GroupedCommand, json_value, one_line, option, table
+from quantkit.cli.plot import check_plot, save_plot
+from quantkit.cli.share import SHARE
+from quantkit.formats.gguf import open_gguf
+from quantkit.formats.imatrix import Imatrix, read_imatrix
+from quantkit.helpers import printable, shorten
+from quantkit.imatrix import (
+    Coverage,
+    CoverageGroup,
+    LayerStatistics,
+    Statistics,
+    TensorStatistics,
+    coverage,
+    filled_experts,
+    statistics,
+)
+from quantkit.imatrix.coverage import HARDLY
+from quantkit.imatrix.fill import FILL_KEY
+
+_WHAT, _OUT = "What is shown", "Output"
+_FILE = click.Path(path_type=Path)
+#: Lines of a list that --per-tensor does not shorten; widest name, as llama-imatrix's.
+_LINES, _NAME = 12, 40
+
+
+@click.command("show", cls=GroupedCommand, short_help="Show what one has and lacks, and its statistics.")
+@click.argument("path", metavar="FILE", type=_FILE)
+@option("-m", "--model", group=_WHAT, type=_FILE, help="The model: which of its weights have no entry.")
+@option("--process-output", group=_WHAT, is_flag=True, help="With -m: the output should have an entry, too.")
+@option(
+    "--hardly",
+    group=_WHAT,
+    type=click.IntRange(1),
+    default=HARDLY,
+    show_default=True,
+    metavar="N",
+    help="Experts with fewer tokens are hardly hit.",
+)
+@option("--per-tensor", group=_WHAT, is_flag=True, help="Statistics of every weight, and lists in full.")
+@option(
+    "--require-coverage",
+    group=_OUT,
+    type=SHARE,
+    metavar="SHARE",
+    help="Exit code 3 when fewer of the weights (experts count one by one) have data.",
+)
+@option("--plot", group=_OUT, type=_FILE, metavar="FILE", help="Draw it by layer, as .svg or .png.")
+@option("--json", "as_json", group=_OUT, is_flag=True, help="Print everything as JSON.")
+def show(
+    path: Path,
+    model: Path | None,
+    process_output: bool,
+    hardly: int,
+    per_tensor: bool,
+    require_coverage: float | None,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Show what an importance matrix has, what it lacks, and llama-imatrix's statistics.
+
+    Mean, StdDev, Skew and Kurt are those of the mean activations; of files without them (.dat) of their mean squares.
+    H Norm is the entropy of the mean squares, 100 % when all columns are alike. Gain, L2 Dist, CosSim, PCC (Pearson)
+    and Cov compare with the layer before. An expert is hardly hit below --hardly tokens: from n tokens a mean square
+    is known to about sqrt(2 / n).
+
+    \b
+    quantkit imatrix show imatrix.gguf
+    quantkit imatrix show -m model-bf16.gguf --require-coverage 99% imatrix.gguf
+    quantkit imatrix show --per-tensor --plot layers.svg imatrix.gguf
+    """
+    if plot is not None:
+        check_plot(plot)
+    imatrix = read_imatrix(path)
+    covered = _coverage(imatrix, model, process_output, hardly)
+    found = statistics(imatrix)
+    if plot is not None:
+        save_plot(plot, figure_of(imatrix, covered, found))
+    if as_json:
+        click.echo(json.dumps(_as_dict(imatrix, covered, found), indent=2, allow_nan=False))
+    else:
+        click.echo(_text(imatrix, covered, found, per_tensor=per_tensor))
+    if require_coverage is not None:
+        covered.check(require_coverage)
+
+
+def _coverage(imatrix: Imatrix, model: Path | None, process_output: bool, hardly: int) -> Coverage:
+    if model is None:
+        return coverage(imatrix, hardly=hardly)
+    with open_gguf(model) as file:
+        arch = str(file.get("general.architecture", ""))
+        return coverage(imatrix, file.tensors.values(), arch=arch, process_output=process_output, hardly=hardly)
+
+
+def _text(imatrix: Imatrix, covered: Coverage, found: Statistics, *, per_tensor: bool) -> str:
+    parts = ["\n".join(_summary(imatrix, covered))]
+    parts.append("By class\n" + coverage_table("class", covered.by_class()))
+    parts.append("By layer\n" + coverage_table("layer", covered.by_layer()))
+    parts += findings(covered, full=per_tensor)
+    if per_tensor and found.tensors:
+        parts.append("Statistics of weights\n" + _tensor_table(found))
+    if found.layers:
+        parts.append("Statistics of layers\n" + _layer_table(found))
+    notes = _cut([f"note: {printable(note)}" for note in found.notes], full=per_tensor)
+    return "\n\n".join([*parts, *(["\n".join(notes)] if notes else [])])
+
+
+def _summary(imatrix: Imatrix, covered: Coverage) -> Iterator[str]:
+    experts = sum(t.experts for t in covered.tensors)
+    yield f"file      {printable(str(imatrix.path))} ({'GGUF' if imatrix.format == 'gguf' else '.dat'})"
+    yield f"datasets  {shorten(printable(', '.join(imatrix.datasets)), 100) or '-'}"
+    size = f" of {imatrix.chunk_size} tokens" if imatrix.chunk_size else ""
+    yield f"chunks    {imatrix.chunk_count}{size}"
+    yield f"entries   {len(imatrix.entries)}" + (f", with {experts} experts" if experts else "")
+    filled = filled_experts(imatrix)
+    if FILL_KEY in imatrix.extra:
+        n = sum(map(len, filled.values()))
+        yield f"fill      {one_line(imatrix.extra[FILL_KEY].value)}: {n} experts, counted as without tokens here"
+    of = "of what the model needs" if covered.of_model else "of the entries there are (-m MODEL tells what is missing)"
+    yield f"coverage  {100 * covered.share:.2f} % {of}"
+
+
+# --- coverage; imatrix_collect prints the same ---
+
+
+def coverage_table(kind: str, groups: Sequence[CoverageGroup]) -> str:
+    """Return the table of coverage by ``kind``; columns that say nothing of these groups are left out."""
+    of_model = any(g.expected is not None for g in groups)
+    experts = any(g.experts for g in groups)
+    header = [kind, *(["expected"] if of_model else []), "present", *(["missing"] if of_model else [])]
+    header += ["experts", "never hit", "hardly hit"] if experts else []
+    header += ["tokens min", "tokens median", "bad values"]
+    rows = []
+    for g in groups:
+        row: list[object] = [shorten(printable(g.name), _NAME)]
+        row += [g.expected, g.present, g.missing] if of_model else [g.present]
+        if experts:
+            row += [g.experts, g.never, g.hardly] if g.experts else ["", "", ""]
+        row += ["-" if g.tokens_min is None else g.tokens_min]
+        row += ["-" if g.tokens_median is None else f"{g.tokens_median:.0f}", g.bad_values]
+        rows.append(row)
+    return table(header, rows)
+
+
+def findings(covered: Coverage, *, full: bool = False) -> list[str]:
+    """Return what is wrong, a paragraph each, nothing when all is well."""
+    paragraphs = {
+        "weights without an entry": [t.name for t in covered.missing],
+        "weights served by another entry": [f"{t.name}: {t.notes[0]}" for t in covered.aliased],
+        "entries that serve no weight of the model": [t.name for t in covered.strangers],
+        "experts without tokens": [f"{t.name}: {_experts(t.counts == 0)}" for t in covered.tensors if t.never],
+        "values that are no mean of squares (NaN, Inf, negative)": [
+            f"{t.name}: {t.bad_values}, first in matrix {t.bad_expert}" for t in covered.tensors if t.bad_values
+        ],
+    }
+    return [
+        "\n".join([f"{title}: {len(lines)}", *_cut([f"  {printable(line)}" for line in lines], full=full)])
+        for title, lines in paragraphs.items()
+        if lines
+    ]
+
+
+def _experts(chosen: Any) -> str:
+    numbers = [i for i, flag in enumerate(chosen) if flag]
+    if len(chosen) == 1:
+        return "none"
+    more = f" and {len(numbers) - 16} more" if len(numbers) > 16 else ""
+    return f"{len(numbers)} of {len(chosen)} ({', '.join(map(str, numbers[:16]))}{more})"
+
+
+def _cut(lines: list[str], *, full: bool) -> list[str]:
+    if full or len(lines) <= _LINES:
+        return lines
+    return [*lines[: _LINES - 1], f"  and {len(lines) - _LINES + 1} more (--per-tensor lists all)"]
+
+
+# --- statistics ---
+
+
+def _number(value: float, digits: int = 4) -> str:
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def _tensor_table(found: Statistics) -> str:
+    l2 = found.of_activations
+    header = ["Layer", "Tensor", "Mean", "StdDev", "Skew", "Kurt", "H Norm", "∑ E[A²]", "Gain"]
+    rows = [_tensor_row(t, l2) for t in found.tensors]
+    return table([*header, *(["L2 Dist"] if l2 else []), "PCC", "Cov"], rows, left=(1,))
+
+
+def _tensor_row(t: TensorStatistics, l2: bool) -> list[str]:
+    name = printable(t.name)
+    return [
+        t.label,
+        name if len(name) <= _NAME else f"..{name[2 - _NAME :]}",
+        *map(_number, (t.mean, t.std_deviation, t.skewness, t.kurtosis)),
+        f"{_number(t.h_norm, 2)}%",
+        _number(t.sum_sq),
+        _number(t.gain, 2),
+        *([_number(t.l2_dist)] if l2 else []),
+        _number(t.pearson),
+        _number(t.covariance),
+    ]
+
+
+def _layer_table(found: Statistics) -> str:
+    l2 = found.of_activations
+    rows = [_layer_row(layer, l2) for layer in found.layers]
+    return table(["Layer", "∑ E[A²]", "Gain", *(["L2 Dist"] if l2 else []), "CosSim", "PCC", "Cov"], rows, left=())
+
+
+def _layer_row(layer: LayerStatistics, l2: bool) -> list[str]:
+    return [
+        layer.label,
+        _number(layer.sum_sq),
+        _number(layer.gain, 2),
+        *([_number(layer.l2_dist)] if l2 else []),
+        *map(_number, (layer.cossim, layer.pearson, layer.covariance)),
+    ]
+
+
+# --- JSON ---
+
+
+def _as_dict(imatrix: Imatrix, covered: Coverage, found: Statistics) -> dict[str, Any]:
+    return {
+        "path": str(imatrix.path),
+        "format": imatrix.format,
+        "sha256": imatrix.sha256,
+        "datasets": imatrix.datasets,
+        "chunk_count": imatrix.chunk_count,
+        "chunk_size": imatrix.chunk_size or None,
+        "entries": len(imatrix.entries),
+        "fill": imatrix.extra[FILL_KEY].value if FILL_KEY in imatrix.extra else None,
+        "coverage": {
+            "share": covered.share,
+            "of_model": covered.of_model,
+            "hardly": covered.hardly,
+            "classes": [asdict(g) for g in covered.by_class()],
+            "layers": [asdict(g) for g in covered.by_layer()],
+            "missing": [t.name for t in covered.missing],
+            "strangers": [t.name for t in covered.strangers],
+            "tensors": [
+                {
+                    "name": t.name,
+                    "expected": t.expected,
+                    "entry": t.entry,
+                    "tokens": None if t.estimated else t.counts.tolist(),
+                    "experts_never_hit": t.never if t.experts else 0,
+                    "experts_hardly_hit": t.hardly if t.experts else 0,
+                    "bad_values": t.bad_values,
+                    "notes": list(t.notes),
+                }
+                for t in covered.tensors
+            ],
+        },
+        "statistics": {
+            "of_activations": found.of_activations,
+            "tensors": [_plain(t, ("pair",)) for t in found.tensors],
+            "layers": [_plain(layer, ()) for layer in found.layers],
+            "notes": list(found.notes),
+        },
+    }
+
+
+def _plain(item: TensorStatistics | LayerStatistics, without: Sequence[str]) -> dict[str, Any]:
+    return {key: json_value(value) for key, value in vars(item).items() if key not in without}

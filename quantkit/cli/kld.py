@@ -1,0 +1,195 @@
+"""``quantkit kld``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantkit.cli.evaluation import (
+    RUN,
+    Bar,
+    check_json_target,
+    estimate,
+    finite,
+    json_option,
+    load_options,
+    model_option,
+    run_options,
+    write_json,
+)
+from quantkit.cli.options import GroupedCommand, option
+from quantkit.errors import QualityGate
+from quantkit.evaluate import Estimate, Kld, KldProgress, KldSums, kld
+from quantkit.evaluate.statistics import ENOUGH
+from quantkit.helpers import format_seconds
+
+_BASE = "The base"
+_HEADER = (
+    "chunk             PPL               ln(PPL(Q)/PPL(base))          KL Divergence              Δp RMS"
+    "            Same top p"
+)
+
+
+@click.command("kld", cls=GroupedCommand)
+@model_option
+@option(
+    "--base",
+    "--kl-divergence-base",
+    "base",
+    group=_BASE,
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="Base logits and their text, by --save-all-logits of quantkit or llama-perplexity.",
+)
+@option("-c", "--ctx-size", "n_ctx", group=_BASE, type=click.IntRange(1), help="Only checked: the base has its own.")
+@option(
+    "--chunks", group=_BASE, type=int, default=-1, help="Only the first so many chunks of it; -1, the default: all."
+)
+@run_options
+@option(
+    "--max-kld", group=RUN, type=click.FloatRange(0), help="End with exit code 3 when the mean divergence is above."
+)
+@json_option
+def command(
+    model: Path,
+    base: Path,
+    n_ctx: int | None,
+    chunks: int,
+    max_kld: float | None,
+    json_to: str | None,
+    **run: Any,
+) -> None:
+    """Measure how far a model's predictions are from those of a base, as llama-perplexity --kl-divergence does.
+
+    Text and context come from the base file. The mean KL divergence says how many nats of log-perplexity a
+    quantization costs on the base's own text; it is far less noisy than a difference of perplexities.
+
+    \b
+    quantkit perplexity -m model-bf16.gguf -f text.txt --save-all-logits base.bin
+    quantkit kld -m model-Q4_K_M.gguf --base base.bin
+    quantkit kld -m model-Q4_K_M.gguf --base base.bin --chunks 20 --max-kld 0.02 --json kld.json
+    """
+    if chunks == 0 or chunks < -1:
+        raise click.BadParameter("a number above 0, or -1 for all", param_hint="--chunks")
+    check_json_target(json_to)
+    with Bar() as bar:
+
+        def progress(now: KldProgress) -> None:
+            if json_to != "-":
+                if now.chunk == 1:
+                    bar.print(_HEADER)
+                bar.print(chunk_line(now.chunk, now.sums))
+            mean = now.sums.kld.mean
+            bar.update(now.chunk, now.n_chunks, f"KLD {mean.value:.5f} +/- {mean.error:.5f}")
+
+        found = kld(
+            model,
+            base,
+            n_ctx=n_ctx,
+            n_batch=run["n_batch"],
+            chunks=chunks if chunks > 0 else None,
+            progress=progress,
+            **load_options(run),
+        )
+    for note in found.notes:
+        click.echo(f"note: {note}", err=True)
+    if json_to != "-":
+        click.echo("\n" + _text(found))
+    if json_to is not None:
+        write_json(json_to, _as_dict(found))
+    mean = found.sums.kld.mean.value
+    if max_kld is not None and not mean <= max_kld:
+        raise QualityGate(f"{model}: the mean KL divergence is {mean:.6f}, more than --max-kld {max_kld:g}")
+
+
+def chunk_line(chunk: int, sums: KldSums) -> str:
+    """Return the line of a chunk: the statistics up to it, as llama-perplexity prints them."""
+    rms, top = sums.rms_p_diff, sums.same_top_p
+    return (
+        f"{chunk:4d}    {_pair(sums.nll.ppl, 9, 4)}    {_pair(sums.ln_ratio, 10, 5)}    {_pair(sums.kld.mean, 10, 5)}"
+        f"    {_percent(rms, 6)}    {_percent(top, 6)}"
+    )
+
+
+def _pair(e: Estimate, width: int, digits: int) -> str:
+    return f"{e.value:{width}.{digits}f} ± {e.error:{width}.{digits}f}"
+
+
+def _percent(e: Estimate, width: int) -> str:
+    return f"{100 * e.value:6.3f} ± {100 * e.error:{width}.3f} %"
+
+
+def statistics_text(sums: KldSums) -> str:
+    """Return the three blocks of llama-perplexity's final statistics, letter for letter."""
+    lines = [
+        "====== Perplexity statistics ======",
+        f"Mean PPL(Q)                   : {_pair(sums.nll.ppl, 10, 6)}",
+        f"Mean PPL(base)                : {_pair(sums.nll_base.ppl, 10, 6)}",
+        f"Cor(ln(PPL(Q)), ln(PPL(base))): {100 * sums.correlation:6.2f}%",
+        f"Mean ln(PPL(Q)/PPL(base))     : {_pair(sums.ln_ratio, 10, 6)}",
+        f"Mean PPL(Q)/PPL(base)         : {_pair(sums.ratio, 10, 6)}",
+        f"Mean PPL(Q)-PPL(base)         : {_pair(sums.difference, 10, 6)}",
+        "",
+        "====== KL divergence statistics ======",
+        f"Mean    KLD: {_pair(sums.kld.mean, 10, 6)}",
+        *(f"{_label(label)} KLD: {value:10.6f}" for label, value in sums.kld_distribution().rows),
+        "",
+        "====== Token probability statistics ======",
+        f"Mean    Δp: {_percent(sums.p_diff.mean, 5)}",
+        *(f"{_label(label)} Δp: {100 * value:6.3f}%" for label, value in sums.p_diff_distribution().rows),
+        f"RMS Δp    : {_percent(sums.rms_p_diff, 5)}",
+        f"Same top p: {_percent(sums.same_top_p, 5)}",
+    ]
+    return "\n".join(lines)
+
+
+def _label(label: str) -> str:
+    return f"{label:>5}  " if label.endswith("%") else f"{label:<7}"
+
+
+def _text(found: Kld) -> str:
+    lines = []
+    if found.sums.n >= ENOUGH:
+        lines.append(statistics_text(found.sums))
+    else:
+        lines.append(f"{found.sums.n} tokens were scored: too few for statistics, {ENOUGH} are needed")
+    if found.bound:
+        lines.append(
+            f"\nThe base keeps a part of the vocabulary, the rest is estimated: at the very worst the mean KLD is off"
+            f" by {found.bound:.6f}."
+        )
+    chunks = f"{found.n_chunks} of {found.chunks_in_base} chunks of {found.n_ctx} tokens"
+    lines.append(f"\n{found.sums.n} tokens scored in {chunks}, {format_seconds(found.seconds)}; {found.base_kind}")
+    return "\n".join(lines)
+
+
+def _as_dict(found: Kld) -> dict[str, Any]:
+    sums = found.sums
+    return {
+        "model": str(found.model),
+        "base": str(found.base),
+        "base_model": found.base_model or None,
+        "n_ctx": found.n_ctx,
+        "n_chunks": found.n_chunks,
+        "n_seq": found.n_seq,
+        "n_scored": sums.n,
+        "bos": found.bos,
+        "seconds": found.seconds,
+        "notes": list(found.notes),
+        "ppl_q": estimate(sums.nll.ppl),
+        "ppl_base": estimate(sums.nll_base.ppl),
+        "correlation": finite(sums.correlation),
+        "ln_ppl_ratio": estimate(sums.ln_ratio),
+        "ppl_ratio": estimate(sums.ratio),
+        "ppl_difference": estimate(sums.difference),
+        "kld": estimate(sums.kld.mean),
+        "kld_bound": finite(found.bound),
+        "kld_percentiles": {label: finite(value) for label, value in sums.kld_distribution().rows},
+        "p_diff": estimate(sums.p_diff.mean),
+        "p_diff_percentiles": {label: finite(value) for label, value in sums.p_diff_distribution().rows},
+        "p_diff_rms": estimate(sums.rms_p_diff),
+        "same_top_p": estimate(sums.same_top_p),
+    }

@@ -1,0 +1,32 @@
+"""How good a file is: perplexity, KL divergence from a base model, logits.
+
+The methods are llama-perplexity's (llama.cpp b11434 tools/perplexity): chunks of n_ctx tokens, BOS in place of the
+first token of each, the second half scored, so that every scored token has at least n_ctx / 2 before it. Given equal
+logits the figures are equal, too. What differs is said where it does.
+
+    perplexity  exp(mean negative log-likelihood) of a text; may keep all logits as a base
+    kld         how far a model is from the base: all of llama-perplexity --kl-divergence's statistics
+    logits      what the model computes for some tokens
+"""
+
+from __future__ import annotations
+
+from quantkit.evaluate.divergence import Kld, KldProgress, kld
+from quantkit.evaluate.likelihood import Perplexity, PerplexityProgress, SaveLogits, perplexity
+from quantkit.evaluate.output import logits
+from quantkit.evaluate.statistics import Distribution, Estimate, KldSums, NllSums
+
+__all__ = [
+    "Distribution",
+    "Estimate",
+    "Kld",
+    "KldProgress",
+    "KldSums",
+    "NllSums",
+    "Perplexity",
+    "PerplexityProgress",
+    "SaveLogits",
+    "kld",
+    "logits",
+    "perplexity",
+]

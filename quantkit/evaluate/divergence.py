@@ -1,0 +1,143 @@
+"""KL divergence of a model from a base: llama-perplexity --kl-divergence, on base logits of either kind.
+
+The tokens come from the base file. Per scored position the divergence sum(p log(p / q)) of the model's prediction q
+from the base's p is one figure; what is kept of a position are five scalars. Against llama.cpp's base its sum leaves
+out tokens with log p <= -16, as llama.cpp does; against ours the tokens that the file has not are estimated, with a
+bound on the error.
+
+Where llama.cpp goes on with nonsense (another vocabulary, a file cut short), this is an error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Unpack
+
+import numpy as np
+
+from quantkit.errors import FormatError, QuantkitError, RecipeError
+from quantkit.evaluate.passes import F32, I32, LoadOptions, Model, bos_of, note_context, opened, run_windows
+from quantkit.evaluate.scores import compare_with_compact, compare_with_llama
+from quantkit.evaluate.statistics import KldSums, Scores
+from quantkit.formats.logits import CompactLogits, LogitsFile, open_logits
+
+
+class KldProgress(NamedTuple):
+    """After a chunk: how many are done, of how many, and the statistics so far."""
+
+    chunk: int
+    n_chunks: int
+    sums: KldSums
+
+
+@dataclass(frozen=True)
+class Kld:
+    """What ``kld`` found. ``bound``: how far off the mean divergence can be (0 with llama.cpp's base)."""
+
+    model: Path
+    base: Path
+    base_kind: str
+    base_model: str
+    n_ctx: int
+    n_chunks: int
+    chunks_in_base: int
+    n_seq: int
+    bos: int | None
+    sums: KldSums
+    seconds: float
+    notes: tuple[str, ...]
+
+    @property
+    def bound(self) -> float:
+        return self.sums.bound / self.sums.n
+
+
+def kld(
+    model: str | Path | Model,
+    base: str | Path | LogitsFile,
+    *,
+    n_ctx: int | None = None,
+    n_batch: int = 2048,
+    chunks: int | None = None,
+    progress: Callable[[KldProgress], None] | None = None,
+    **load: Unpack[LoadOptions],
+) -> Kld:
+    """Compare a model with base logits, which ``perplexity(save_logits=...)`` or llama-perplexity wrote.
+
+    Args:
+        model: path of a GGUF file, loaded with the options ``load`` (those of quantkit.load), or a loaded model.
+        n_ctx: only checked against the base, which has one; ``chunks``: only the first so many of it.
+
+    Raises:
+        FormatError: the base is broken or cut short. QuantkitError: it belongs to another vocabulary or context.
+    """
+    started = time.perf_counter()
+    file = base if not isinstance(base, (str, Path)) else open_logits(base)
+    text = file.chunks
+    n = _chunks_to_do(file, chunks)
+    if n_ctx is not None and n_ctx != text.n_ctx:
+        raise RecipeError(f"{file.path} has chunks of {text.n_ctx} tokens, not {n_ctx}: leave -c out")
+    with opened(model, text.n_ctx, load) as loaded:
+        if loaded.n_vocab != text.n_vocab:
+            raise QuantkitError(
+                f"{file.path} was computed with a vocabulary of {text.n_vocab} tokens, {loaded.path} has"
+                f" {loaded.n_vocab}: these are not the same model"
+            )
+        notes: list[str] = []
+        note_context(loaded, text.n_ctx, notes)
+        bos = bos_of(loaded, notes)
+        run = _Run(file, n, progress)
+        threads = load.get("threads")
+        run_windows(loaded, text.tokens[:n], text.first, run.score, run.done, n_batch=n_batch, bos=bos, threads=threads)
+        path = Path(loaded.path)
+    return Kld(
+        path,
+        file.path,
+        file.description,
+        file.model if isinstance(file, CompactLogits) else "",
+        text.n_ctx,
+        n,
+        text.n_chunks,
+        min(n, max(1, n_batch // text.n_ctx)),
+        bos,
+        run.sums,
+        time.perf_counter() - started,
+        tuple(notes),
+    )
+
+
+def _chunks_to_do(file: LogitsFile, chunks: int | None) -> int:
+    n = file.chunks.n_chunks if chunks is None else min(chunks, file.chunks.n_chunks)
+    if n > file.n_whole:
+        raise FormatError(
+            f"{file.path}: only {file.n_whole} of its {file.chunks.n_chunks} chunks are whole: it was truncated; write"
+            f" it again, or use --chunks {file.n_whole}"
+        )
+    return n
+
+
+class _Run:
+    """Scores rows against the base, and puts chunks together in order."""
+
+    def __init__(self, base: LogitsFile, n: int, progress: Callable[[KldProgress], None] | None) -> None:
+        self.base, self.n, self.progress = base, n, progress
+        self.parts: dict[int, dict[int, Scores]] = {}
+        self.sums = KldSums()
+
+    def score(self, window: int, row: int, logits: F32, following: I32) -> None:
+        if isinstance(self.base, CompactLogits):
+            scores = compare_with_compact(logits, self.base.rows(window, row, row + len(logits)), following)
+        else:
+            scores = compare_with_llama(logits, self.base.rows(window, row, row + len(logits)), following)
+        self.parts.setdefault(window, {})[row] = scores
+
+    def done(self, begin: int, end: int) -> None:
+        for window in range(begin, end):
+            parts = self.parts.pop(window)
+            columns = zip(*(parts[row] for row in sorted(parts)), strict=True)
+            self.sums.add(Scores(*map(np.concatenate, columns)))
+            if self.progress is not None:
+                self.progress(KldProgress(window + 1, self.n, self.sums))

@@ -1,0 +1,198 @@
+"""Windows of a text through a model: several sequences a pass, logits consumed as they come.
+
+A window is one context of tokens; BOS takes the place of its first token where the model wants one. Of every window
+the predictions from position ``first`` to the last but one are wanted. Nothing of the size of context times
+vocabulary is ever kept: the engine hands logits over in blocks, which are cut into tiles and scored by threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import FormatError, QuantkitError
+from quantkit.evaluate.scores import TILE
+from quantkit.helpers import available_cpus
+
+if TYPE_CHECKING:
+    from quantkit.model.fusion import Fusion
+    from quantkit.model.placement import Placement
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+
+#: Takes (window, row, logits f32 [rows, n_vocab], the tokens that follow int32 [rows]); from several threads at once.
+Score = Callable[[int, int, F32, I32], None]
+
+
+class Tokenizer(Protocol):
+    """What is asked of a model's tokenizer."""
+
+    bos: int | None
+    add_bos: bool
+
+    def encode(self, text: str | bytes) -> I32: ...
+
+
+class Session(Protocol):
+    """Sequences in progress."""
+
+    def decode(
+        self,
+        tokens: I32,
+        sequences: I32 | int = 0,
+        outputs: npt.NDArray[np.bool_] | None = None,
+        each: Callable[[int, F32], None] | None = None,
+    ) -> F32 | None: ...
+
+    def clear(self, sequence: int | None = None) -> None: ...
+
+
+class Model(Protocol):
+    """What is asked of a model: quantkit.load returns one."""
+
+    path: Path
+    n_vocab: int
+    n_ctx_train: int
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    def session(self, n_ctx: int, n_seq: int = 1) -> Session: ...
+
+    def close(self) -> None: ...
+
+
+class LoadOptions(TypedDict, total=False):
+    """How a model is opened: what quantkit.load takes. They do not count for one that is loaded already."""
+
+    threads: int | None
+    n_ubatch: int
+    kv_type: str
+    max_ram: int | None
+    fusion: Fusion | None
+    merge_up_gate: bool
+    placement: Placement | None
+
+
+@contextmanager
+def opened(model: str | Path | Model, n_ctx: int | None, options: LoadOptions) -> Iterator[Model]:
+    """Load a model from its path, to be run with contexts of ``n_ctx``, or take one that is loaded as it is."""
+    if not isinstance(model, (str, Path)):
+        yield model
+        return
+    from quantkit.model.engine import load
+
+    loaded = load(model, n_ctx=n_ctx, **options)
+    try:
+        yield loaded
+    finally:
+        loaded.close()
+
+
+def bos_of(model: Model, notes: list[str]) -> int | None:
+    """Return the token that begins every window, or None; ``notes`` gets a line if the file does not say."""
+    try:
+        tokenizer = model.tokenizer
+    except FormatError as e:
+        notes.append(f"no BOS begins a window, for there is no tokenizer: {e.message}")
+        return None
+    return tokenizer.bos if tokenizer.add_bos else None
+
+
+def note_context(model: Model, n_ctx: int, notes: list[str]) -> None:
+    """Note a context that is longer than the model's."""
+    if n_ctx > model.n_ctx_train:
+        notes.append(f"the model was trained on {model.n_ctx_train} tokens of context, {n_ctx} are used")
+
+
+def text_tokens(model: Model, text: str | bytes | None, tokens: npt.ArrayLike | None) -> I32:
+    """Return the tokens to evaluate, int32 [n]: given ones as they are, or those of a text, special ones added."""
+    if (text is None) == (tokens is None):
+        raise QuantkitError("either a text or tokens must be given")
+    if text is not None:
+        return np.asarray(model.tokenizer.encode(text), np.int32)
+    given = np.asarray(tokens)
+    if given.ndim != 1 or given.size == 0 or given.dtype.kind not in "iu":
+        raise QuantkitError(f"tokens must be integers in one dimension, not {given.dtype} {list(given.shape)}")
+    bad = np.flatnonzero((given < 0) | (given >= model.n_vocab))
+    if bad.size:
+        raise QuantkitError(
+            f"token {int(bad[0])} is {given[bad[0]]}: the ids of {model.path} are 0 to {model.n_vocab - 1}"
+        )
+    return given.astype(np.int32)
+
+
+def run_windows(
+    model: Model,
+    windows: I32,
+    first: int,
+    score: Score,
+    done: Callable[[int, int], None],
+    *,
+    n_batch: int,
+    bos: int | None,
+    threads: int | None = None,
+) -> None:
+    """Evaluate windows, int32 [n, n_ctx], and score positions ``first`` to n_ctx - 2 of each.
+
+    max(1, n_batch // n_ctx) windows make a pass. ``done(begin, end)`` is called after each, from this thread.
+    """
+    n, n_ctx = windows.shape
+    n_seq = min(n, max(1, n_batch // n_ctx))
+    session = model.session(n_ctx, n_seq)
+    wanted = np.zeros(n_ctx, bool)
+    wanted[first : n_ctx - 1] = True
+    with ThreadPoolExecutor(threads or available_cpus()) as pool:
+        for begin in range(0, n, n_seq):
+            batch = windows[begin : begin + n_seq].copy()
+            if bos is not None:
+                batch[:, 0] = bos
+            tiles = _Tiles(pool, windows[begin : begin + n_seq], begin, first, score)
+            session.clear()
+            # Below one context, a batch is a part of a window; above, it is whole windows.
+            step = n_batch if n_batch < n_ctx else batch.size
+            sequences = np.repeat(np.arange(len(batch), dtype=np.int32), n_ctx)
+            outputs = np.tile(wanted, len(batch))
+            for at in range(0, batch.size, step):
+                part = slice(at, at + step)
+                seen = int(outputs[:at].sum())
+                if outputs[part].any():
+                    session.decode(batch.ravel()[part], sequences[part], outputs[part], each=tiles.consumer(seen))
+                else:
+                    session.decode(batch.ravel()[part], sequences[part], outputs[part])
+            done(begin, begin + len(batch))
+
+
+class _Tiles:
+    """Cuts blocks of logits of one pass into tiles that do not cross windows, and has them scored."""
+
+    def __init__(self, pool: ThreadPoolExecutor, windows: I32, begin: int, first: int, score: Score) -> None:
+        self.pool, self.windows, self.begin, self.first, self.score = pool, windows, begin, first, score
+
+    def consumer(self, seen: int) -> Callable[[int, F32], None]:
+        """Return what takes the blocks of a call that comes after ``seen`` outputs of this pass."""
+        return lambda index, block: self._consume(seen + index, block)
+
+    def _consume(self, at: int, block: F32) -> None:
+        rows = self.windows.shape[1] - 1 - self.first
+        step = max(1, TILE // block.shape[1])
+        jobs = []
+        done = 0
+        while done < len(block):
+            window, row = divmod(at + done, rows)
+            count = min(step, rows - row, len(block) - done)
+            position = self.first + row + 1
+            following = self.windows[window, position : position + count]
+            jobs.append(self.pool.submit(self.score, self.begin + window, row, block[done : done + count], following))
+            done += count
+        # The block is the engine's again when this returns, so all jobs must have ended, failed or not.
+        wait(jobs)
+        for job in jobs:
+            job.result()

@@ -1,0 +1,192 @@
+"""From logits to scores of tokens: log-softmax, divergence from a base, the most probable tokens.
+
+Everything works on tiles: some rows of logits, f32 [rows, n_vocab], small enough for a CPU's cache, one thread each.
+numpy lets go of the GIL in all of this. Large temporaries are kept from tile to tile, a set for each thread: fresh
+pages would cost more than the arithmetic. Exponentials are float32, sums of them float64, as in llama.cpp b11434
+perplexity.cpp; its float32 roundings are kept in what goes into a base file or a comparison.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import QuantkitError
+from quantkit.evaluate.statistics import Scores
+from quantkit.formats.logits import CompactRows, LlamaRows
+from quantkit.formats.ranges import Buffers
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+
+#: Values of a tile, or one row: with its temporaries it stays within a core's cache.
+TILE = 1 << 17
+
+#: llama.cpp leaves out of the divergence what the base holds for less probable than this.
+_LEAST_LOG_P = np.float32(-16)
+
+
+class _Scratch(Buffers, threading.local):
+    """Temporaries of the size of a tile, by name, of every thread."""
+
+    def like(self, logits: F32, name: str, dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
+        """Return an array of the shape of ``logits``, holding anything."""
+        kind = np.dtype(dtype)
+        return self.get(name, kind.itemsize * logits.size).view(kind).reshape(logits.shape)
+
+
+_scratch = _Scratch()
+
+
+class Softmax(NamedTuple):
+    """Of rows of logits: ``top`` f32 [rows]; ``exps`` f32 [rows, n_vocab] = exp(logits - top); ``total`` f64 [rows].
+
+    ``exps`` is the thread's, until it takes the next tile.
+    """
+
+    top: F32
+    exps: F32
+    total: F64
+
+    @property
+    def log_total(self) -> F64:
+        """The log-sum-exp without the maximum, f64 [rows]."""
+        return np.asarray(np.log(self.total), np.float64)
+
+
+def softmax(logits: F32) -> Softmax:
+    """Return the parts of the softmax of every row. Raises QuantkitError on NaN and +Inf."""
+    top = logits.max(axis=1)
+    if not np.isfinite(top).all():
+        raise QuantkitError(
+            "the model computed NaN or Inf instead of logits: a broken file (quantkit inspect, quantkit compare),"
+            " or numbers too large for --kv-type f16"
+        )
+    exps = np.subtract(logits, top[:, None], out=_scratch.like(logits, "exps"))
+    np.exp(exps, out=exps)
+    return Softmax(top, exps, exps.sum(axis=1, dtype=np.float64))
+
+
+def chosen(logits: F32, following: I32) -> F32:
+    """Return the logit of the token that follows each row, f32 [rows]."""
+    return np.asarray(logits[np.arange(len(logits)), following])
+
+
+def nll_of(logits: F32, parts: Softmax, following: I32) -> F64:
+    """Return the negative log-likelihood of the tokens that follow, f64 [rows]."""
+    return parts.log_total - (chosen(logits, following) - parts.top)
+
+
+def compare_with_llama(logits: F32, base: LlamaRows, following: I32) -> Scores:
+    """Score rows of logits against rows of llama.cpp's base file (b11434 perplexity.cpp log_softmax with kld)."""
+    parts = softmax(logits)
+    log_total = parts.log_total.astype(np.float32)
+    nll = parts.top + log_total - chosen(logits, following)
+    log_p = base.log_probs(_scratch.like(logits, "log_p"))
+    nll_base = -chosen(log_p, following)
+    same_top = logits.argmax(axis=1) == log_p.argmax(axis=1)
+    # p * (log p - logit + log-sum-exp), each step in float32. What does not count gets p = 0: to assign through a mask
+    # takes twenty times as long.
+    counts = np.greater(log_p, _LEAST_LOG_P, out=_scratch.like(logits, "counts", np.bool_))
+    terms = np.subtract(log_p, logits, out=_scratch.like(logits, "terms"))
+    terms += (parts.top + log_total)[:, None]
+    p = np.exp(log_p, out=parts.exps)
+    p *= counts
+    if np.isneginf(logits.min()):
+        terms[~counts] = 0  # 0 * Inf
+    terms *= p
+    kld = terms.sum(axis=1, dtype=np.float64)
+    return Scores(nll, nll_base, kld, np.exp(-nll) - np.exp(-nll_base), same_top, np.zeros_like(kld))
+
+
+def compare_with_compact(logits: F32, base: CompactRows, following: I32) -> Scores:
+    """Score rows of logits against rows of quantkit's base file; the formula is in formats/logits/compact.py."""
+    parts = softmax(logits)
+    rows, n_vocab = logits.shape
+    begin, counts = base.starts[:-1], np.diff(base.starts)
+    row_of = np.repeat(np.arange(rows), counts)
+    shift = parts.top + parts.log_total
+    flat = base.ids + row_of * n_vocab
+    log_p = base.log_probs.astype(np.float64)
+    log_q = logits.ravel()[flat] - shift[row_of]
+    p, least_p = np.exp(log_p), np.minimum.reduceat(log_p, begin)
+    terms = p * (log_p - log_q)
+    # The model's mass of the others: both sums have the same exponentials, their difference is exact to 1e-16.
+    q = parts.exps.ravel()[flat] / parts.total[row_of]
+    least_q = logits.min(axis=1) - shift
+    model_rest = np.maximum(1 - np.add.reduceat(q, begin), (n_vocab - counts) * np.exp(least_q))
+    rest = base.residual.astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        tail = np.where(rest > 0, rest * np.log(rest / model_rest), 0.0)
+        slack = np.where(rest > 0, np.maximum(rest * (least_p - least_q) - tail, 0), 0.0)
+        guess = np.minimum(rest * _divergence_at_edge(log_p - least_p[row_of] < 2, p, q, terms, begin), slack)
+    nll = (shift - chosen(logits, following)).astype(np.float32)
+    nll_base = -base.next
+    same_top = logits.argmax(axis=1) == base.ids[_first_top(base.log_probs, base.starts)]
+    kld = np.add.reduceat(terms, begin) + tail + guess
+    bound = np.maximum(guess, slack - guess) + 1e-6
+    return Scores(nll, nll_base, kld, np.exp(-nll) - np.exp(-nll_base), same_top, bound)
+
+
+def _divergence_at_edge(edge: npt.NDArray[np.bool_], p: F64, q: F64, terms: F64, begin: I64) -> F64:
+    """Return the divergence among the kept tokens marked by ``edge`` alone, each row's renormalized; f64 [rows]."""
+    p_mass, q_mass, total = (np.add.reduceat(np.where(edge, x, 0), begin) for x in (p, q, terms))
+    found = total / p_mass - np.log(p_mass / q_mass)
+    return np.where(np.isfinite(found), np.maximum(found, 0), 0.0)
+
+
+def _first_top(log_probs: F32, starts: I64) -> I64:
+    """Return where the largest value of every row is, the first of equals."""
+    counts = np.diff(starts)
+    is_top = log_probs == np.repeat(np.maximum.reduceat(log_probs, starts[:-1]), counts)
+    found = np.flatnonzero(is_top)
+    row = np.repeat(np.arange(counts.size), counts)[found]
+    return found[np.unique(row, return_index=True)[1]]
+
+
+def most_probable(logits: F32, parts: Softmax, following: I32, top_k: int, residual: float) -> CompactRows:
+    """Keep the most probable tokens of every row: ``top_k``, or fewer once no more than ``residual`` mass is left."""
+    log_total = parts.log_total
+    ids, rests = [], []
+    for row, x in enumerate(logits):
+        candidates = largest(x, top_k)
+        order = np.argsort(-x[candidates], kind="stable")
+        rest = 1 - np.cumsum(parts.exps[row, candidates[order]], dtype=np.float64) / parts.total[row]
+        # rest falls; the first place where it is small enough.
+        count = min(rest.size, int(np.searchsorted(-rest, -residual)) + 1)
+        ids.append(np.sort(candidates[order[:count]]))
+        rests.append(max(0.0, float(rest[count - 1])) if count < x.size else 0.0)
+    starts = np.cumsum([0, *(i.size for i in ids)])
+    kept = np.concatenate(ids)
+    row_of = np.repeat(np.arange(len(ids)), np.diff(starts))
+    log_probs = logits[row_of, kept] - parts.top[row_of] - log_total[row_of]
+    return CompactRows(
+        (parts.top + log_total).astype(np.float32),
+        np.array(rests, np.float32),
+        -nll_of(logits, parts, following).astype(np.float32).clip(min=0),
+        starts,
+        kept,
+        np.minimum(log_probs, 0).astype(np.float32),
+    )
+
+
+def largest(x: F32, k: int) -> I64:
+    """Return where the ``k`` largest values of x, f32 [n], are, ascending; of equal ones at the edge the first."""
+    if k >= x.size:
+        return np.arange(x.size)
+    # Partitioning 150000 values takes a millisecond; a sample tells which few thousand are worth it.
+    stride = max(1, min(64, x.size // (4 * k)))
+    sample = x[::stride]
+    rank = min(sample.size - 1, 3 * k // (2 * stride) + 16)
+    found = np.flatnonzero(x >= np.partition(sample, sample.size - 1 - rank)[sample.size - 1 - rank])
+    if found.size < k:
+        found = np.arange(x.size)
+    values = x[found]
+    edge = np.partition(values, values.size - k)[values.size - k]
+    above, equal = found[values > edge], found[values == edge]
+    return np.sort(np.concatenate([above, equal[: k - above.size]]))

@@ -1,0 +1,55 @@
+"""Base logits: what a reference model predicted for a text, kept so that quantized files can be compared with it.
+
+Two files hold that. llama.cpp's (``llama.py``) has a 16-bit code for every token of the vocabulary, 300 KB a
+position for a large one; every runtime reads it. Ours (``compact.py``) has the most probable tokens only, exactly, and
+the mass of the rest: a few KB a position, with a bound on what that costs.
+
+Both carry the tokens of the evaluated text, in chunks of ``n_ctx``; of each chunk the predictions made at positions
+n_ctx // 2 to n_ctx - 2 are scored, as llama-perplexity does. ``open_logits`` opens either and trusts nothing in it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantkit.errors import FormatError
+from quantkit.formats.logits.chunks import Chunks
+from quantkit.formats.logits.compact import CODECS, CompactLogits, CompactRows, CompactWriter, join_rows
+from quantkit.formats.logits.llama import CLIPS, LlamaLogits, LlamaRows, LlamaWriter, encode_rows
+
+LogitsFile = LlamaLogits | CompactLogits
+
+__all__ = [
+    "CLIPS",
+    "CODECS",
+    "Chunks",
+    "CompactLogits",
+    "CompactRows",
+    "CompactWriter",
+    "LlamaLogits",
+    "LlamaRows",
+    "LlamaWriter",
+    "LogitsFile",
+    "encode_rows",
+    "join_rows",
+    "open_logits",
+]
+
+
+def open_logits(path: str | Path) -> LogitsFile:
+    """Open a file of base logits, llama.cpp's or ours, told apart by its first 8 bytes.
+
+    Raises FormatError when it is neither, is broken, or does not have the size its header says.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FormatError(f"{path}: no such file of base logits; quantkit perplexity --save-all-logits writes one")
+    try:
+        with path.open("rb") as file:
+            magic = file.read(8)
+        for kind in (LlamaLogits, CompactLogits):
+            if magic == kind.magic:
+                return kind(path)
+    except OSError as e:
+        raise FormatError(f"{path}: cannot be read: {e.strerror or e}") from e
+    raise FormatError(f"{path}: begins with {magic!r}: no base logits of llama.cpp ({LlamaLogits.magic!r}) or quantkit")

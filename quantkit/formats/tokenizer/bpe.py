@@ -1,0 +1,150 @@
+"""Byte-pair encoding (tokenizer.ggml.model gpt2, gemma4, whitespace): split into words, merge by the list of merges.
+
+GPT-2 writes each byte of a word as a letter of its own (printable ones as themselves, the others from U+0100 on), so
+every byte is a symbol that a vocabulary holds. The *raw* kind (Gemma 4) merges characters, a space being U+2581, and
+writes what is not in the vocabulary as tokens <0xXX>. A symbol that is no token and has no such bytes is dropped, as
+llama.cpp b11434 does (llm_tokenizer_bpe_session).
+
+The merge loop is ours, not that of the ``tokenizers`` library: that one drops a character that it does not know
+*before* merging, so its neighbours may join; lets the last of two equal merges win, where llama.cpp takes the first;
+and refuses merges whose parts or result are no tokens, which llama.cpp allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quantkit.errors import FormatError
+from quantkit.formats.gguf import ValueType
+from quantkit.formats.tokenizer import unicode
+from quantkit.formats.tokenizer.merge import Seams, merge
+from quantkit.formats.tokenizer.pre import PRE, Pre
+from quantkit.formats.tokenizer.split import Splitter
+from quantkit.formats.tokenizer.vocab import KEY, Attr, Vocab, c_strings
+from quantkit.formats.tokenizer.words import WordCache
+
+SPACE = "\u2581"
+
+
+def _byte_letters() -> list[str]:
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+#: GPT-2's letter of each byte, and back.
+BYTE_LETTERS = dict(enumerate(_byte_letters()))
+LETTER_BYTES = {letter: byte for byte, letter in BYTE_LETTERS.items()}
+
+
+def pre_of(vocab: Vocab) -> Pre:
+    """Return how the file's text is split; FormatError for a name that is not known."""
+    name = "gemma4" if vocab.model == "gemma4" else vocab.source.get(KEY + "pre", "")
+    if not isinstance(name, str) or name not in PRE:
+        raise FormatError(
+            f"{vocab.path}: {KEY}pre is {name!r}, and how it splits a text is not known here. Another splitting would "
+            "give other ids, so none is tried; token ids are accepted everywhere: --tokens 1,2,3 or --tokens @FILE.i32"
+        )
+    return PRE[name]
+
+
+class Bpe:
+    """Ids of a text by a list of merges."""
+
+    def __init__(self, vocab: Vocab) -> None:
+        """Raises FormatError: an unknown pre-tokenizer, or no merges."""
+        self._vocab, self._pre = vocab, pre_of(vocab)
+        self._splitter = Splitter(self._pre.patterns)
+        self._ranks = _ranks(vocab)
+        self._cache = WordCache(self._encode_word)
+        self._seams: Seams | None = None
+        self._lowercase = vocab.flag("normalizer.lowercase", False)
+
+    def encode(self, text: bytes, first: bool) -> list[int]:
+        """Return the ids of a piece of text without special tokens."""
+        return [i for part in self._parts(unicode.from_utf8(text)) for i in self._cache.ids(self._words(part))]
+
+    def piece(self, token: int) -> bytes:
+        """Return the bytes that a normal or byte token stands for."""
+        text = self._vocab.tokens[token]
+        if self._vocab.attrs[token] & Attr.NORMAL:
+            if self._pre.escape_spaces:
+                return text.replace(SPACE, " ").encode("utf-8", "surrogateescape")
+            return b"".join(_letter_bytes(letter, text) for letter in text)
+        return bytes([int(text[3:5], 16)])
+
+    def _parts(self, text: str) -> Iterator[str]:
+        """The model ``whitespace`` drops white space; the others take the text as it is."""
+        if self._vocab.model != "whitespace":
+            yield text.replace(" ", SPACE) if self._pre.escape_spaces else text
+            return
+        points = unicode.code_points(text)
+        part: list[str] = []
+        for character, blank in zip(text, unicode.whitespace()[points].tolist(), strict=True):
+            if not blank:
+                low = unicode.lower().get(ord(character)) if self._lowercase else None
+                part.append(character if low is None else chr(low))
+            elif part:
+                yield "".join(part)
+                part = []
+        if part:
+            yield "".join(part)
+
+    def _words(self, text: str) -> Iterator[str]:
+        """Split a text into pieces that are merged by themselves."""
+        for word in self._splitter.words(text):
+            if not self._pre.raw or (self._pre.newline_words and not word.strip("\n")):
+                yield word
+            elif self._pre.metaspace:
+                head, *tail = (word if word.startswith(SPACE) else SPACE + word)[1:].split(SPACE)
+                yield from (SPACE + part for part in (head, *tail))
+            else:
+                yield from self._merge_seams().pieces(word)
+
+    def _merge_seams(self) -> Seams:
+        if self._seams is None:
+            places = ((m, m.find(" ", 1)) for m in self._ranks)
+            self._seams = Seams({m[at - 1] + m[at + 1] for m, at in places if 0 < at < len(m) - 1})
+        return self._seams
+
+    def _encode_word(self, word: str) -> list[int]:
+        ids = self._vocab.ids
+        symbols = word if self._pre.raw else unicode.to_utf8(word).decode("latin-1").translate(BYTE_LETTERS)
+        whole = ids.get(symbols)
+        if whole is not None and (self._pre.ignore_merges or (self._pre.newline_words and not word.strip("\n"))):
+            return [whole]
+        out: list[int] = []
+        for symbol in merge(list(symbols), self._ranks, " "):
+            found = ids.get(symbol)
+            if found is not None:
+                out.append(found)
+            else:
+                out += self._bytes(symbol)
+        return out
+
+    def _bytes(self, symbol: str) -> Iterator[int]:
+        """What stands for a symbol that is no token: its bytes, as far as they are tokens."""
+        for byte in unicode.to_utf8(symbol):
+            text = f"<0x{byte:02X}>" if self._pre.raw else bytes([byte]).decode("utf-8", "surrogateescape")
+            if text in self._vocab.ids:
+                yield self._vocab.ids[text]
+
+
+def _ranks(vocab: Vocab) -> dict[str, int]:
+    """Return the merges "left right" and their ranks; the first of equal ones counts."""
+    field = vocab.source.fields.get(KEY + "merges")
+    if field is None and vocab.source.get(KEY + "pre") == "kimi-k2":
+        return {}
+    if field is None or field.item_type is not ValueType.STRING:
+        kind = "missing" if field is None else field.describe()
+        raise FormatError(f"{vocab.path}: {KEY}merges is {kind}, not an array of strings; BPE needs them")
+    merges = c_strings(field.value)
+    return dict(zip(reversed(merges), range(len(merges) - 1, -1, -1), strict=True))
+
+
+def _letter_bytes(letter: str, text: str) -> bytes:
+    if letter in LETTER_BYTES:
+        return bytes([LETTER_BYTES[letter]])
+    # llama.cpp's own words for a letter that stands for no byte.
+    utf8 = letter.encode("utf-8", "surrogateescape")
+    return f"[UNK_BYTE_0x{utf8.hex()}".encode() + text.encode("utf-8", "surrogateescape") + b"]"

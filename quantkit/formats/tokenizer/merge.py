@@ -1,0 +1,103 @@
+"""Merging neighbours, the lowest rank first, the leftmost of equals: the loop of BPE and of SentencePiece's BPE.
+
+BPE ranks a pair by the position of "left right" among the merges, SentencePiece (SPM) by the score of the joined
+token, highest first. Nothing else differs, so there is one loop: ``order`` maps left + between + right to a rank.
+
+A vocabulary without words, as SPM's, merges over a whole text. Two neighbours that no merge can ever join cut it all
+the same (``Seams``), into pieces that are words in practice, so that each is merged once and then looked up.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from quantkit.formats.tokenizer.unicode import code_points
+
+_NEVER = float("inf")
+#: Up to this many symbols, looking at all pairs beats a heap.
+_SHORT = 48
+
+
+def merge(symbols: list[str], order: Mapping[str, float], between: str) -> list[str]:
+    """Return the symbols after all merges; ``symbols`` may be changed.
+
+    The order of merges is that of llama.cpp b11434 llama-vocab.cpp, llm_tokenizer_bpe_session and _spm_session.
+    """
+    return _merge_short(symbols, order, between) if len(symbols) <= _SHORT else _merge_long(symbols, order, between)
+
+
+def _merge_short(symbols: list[str], order: Mapping[str, float], between: str) -> list[str]:
+    rank = order.get
+    ranks = [rank(a + between + b, _NEVER) for a, b in zip(symbols, symbols[1:], strict=False)]
+    while ranks:
+        lowest = min(ranks)
+        if lowest == _NEVER:
+            break
+        at = ranks.index(lowest)
+        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+        del ranks[at]
+        if at:
+            ranks[at - 1] = rank(symbols[at - 1] + between + symbols[at], _NEVER)
+        if at < len(ranks):
+            ranks[at] = rank(symbols[at] + between + symbols[at + 1], _NEVER)
+    return symbols
+
+
+def _merge_long(symbols: list[str], order: Mapping[str, float], between: str) -> list[str]:
+    """The same with a heap: a symbol merged into its left neighbour becomes "", and stale pairs are skipped."""
+    count, rank = len(symbols), order.get
+    left, right = list(range(-1, count - 1)), list(range(1, count + 1))
+    heap: list[tuple[float, int, int, int]] = []
+
+    def push(a: int, b: int) -> None:
+        if a >= 0 and b < count:
+            found = rank(symbols[a] + between + symbols[b])
+            if found is not None:
+                heapq.heappush(heap, (found, a, b, len(symbols[a]) + len(symbols[b])))
+
+    for at in range(count - 1):
+        push(at, at + 1)
+    while heap:
+        _, a, b, size = heapq.heappop(heap)
+        if not symbols[a] or not symbols[b] or len(symbols[a]) + len(symbols[b]) != size:
+            continue
+        symbols[a] += symbols[b]
+        symbols[b] = ""
+        right[a] = right[b]
+        if right[a] < count:
+            left[right[a]] = a
+        push(left[a], a)
+        push(a, right[a])
+    return [symbol for symbol in symbols if symbol]
+
+
+class Seams:
+    """Cuts a text between neighbours that no merge joins."""
+
+    def __init__(self, pairs: Iterable[str]) -> None:
+        """``pairs``: the two characters at every place where a merge may join."""
+        points = code_points("".join(pairs)).astype(np.uint64)
+        # One more than any pair, so that every place of insertion is a place in the array.
+        self._pairs = np.append(np.unique(points[::2] << np.uint64(32) | points[1::2]), np.uint64(1 << 63))
+
+    def pieces(self, text: str) -> list[str]:
+        """Return the pieces of a text; joined, they are the text."""
+        if len(text) < 2:
+            return [text]
+        points = code_points(text).astype(np.uint64)
+        pairs = points[:-1] << np.uint64(32) | points[1:]
+        apart = self._pairs[np.searchsorted(self._pairs, pairs)] != pairs
+        ends = (np.flatnonzero(apart) + 1).tolist()
+        return [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+def inner_pairs(tokens: Iterable[str]) -> str:
+    """Return the pairs of neighbours within tokens, as one string of twos (and pairs of their ends with U+0000)."""
+    points = code_points("\0".join(tokens))
+    pairs = np.stack([points[:-1], points[1:]], 1)
+    unique = np.unique(pairs.astype(np.uint64) @ np.array([1 << 32, 1], np.uint64))
+    both = np.stack([unique >> np.uint64(32), unique & np.uint64(0xFFFFFFFF)], 1).astype("<u4")
+    return both.tobytes().decode("utf-32-le", "surrogatepass")

@@ -1,0 +1,63 @@
+r"""RWKV's tokenizer (tokenizer.ggml.model rwkv): at each byte the longest token.
+
+Tokens are written with escapes: \t, \n, \r, \xHH; any other character behind a backslash is itself. llama.cpp b11434
+llm_tokenizer_rwkv_session.
+"""
+
+from __future__ import annotations
+
+import re
+
+from quantkit.errors import FormatError
+from quantkit.formats.tokenizer.vocab import KEY, Vocab
+from quantkit.formats.tokenizer.words import longest_by_start
+
+_ESCAPE = re.compile(rb"\\(?:x(..)|(.))", re.S)
+_NAMED = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
+
+
+class Rwkv:
+    """Ids of a text by longest matches of bytes."""
+
+    def __init__(self, vocab: Vocab) -> None:
+        """Raises FormatError: an escape that is none."""
+        self._vocab = vocab
+        self._pieces = [_unescape(text.encode("utf-8", "surrogateescape"), vocab.path) for text in vocab.tokens]
+        self._ids = {piece: i for i, piece in enumerate(self._pieces) if piece}
+        self._lengths = longest_by_start(self._ids)
+
+    def encode(self, text: bytes, first: bool) -> list[int]:
+        """Return the ids of a piece of text without special tokens. FormatError: no token for a byte."""
+        ids, out, at = self._ids, [], 0
+        while at < len(text):
+            for length in range(self._lengths.get(text[at : at + 2], 1), 0, -1):
+                found = ids.get(text[at : at + length])
+                if found is not None:
+                    out.append(found)
+                    at += length
+                    break
+            else:
+                out.append(self._unknown(text[at]))
+                at += 1
+        return out
+
+    def _unknown(self, byte: int) -> int:
+        if "unknown" not in self._vocab.special:
+            raise FormatError(
+                f"{self._vocab.path}: no token begins with byte 0x{byte:02X}, and {KEY}unknown_token_id is missing"
+            )
+        return self._vocab.special["unknown"]
+
+    def piece(self, token: int) -> bytes:
+        """Return the bytes of a token."""
+        return self._pieces[token]
+
+
+def _unescape(text: bytes, path: str) -> bytes:
+    def replaced(found: re.Match[bytes]) -> bytes:
+        try:
+            return bytes([int(found[1], 16)]) if found[1] else _NAMED.get(found[2], found[2])
+        except ValueError:
+            raise FormatError(f"{path}: the token {text!r} has an escape that is none: {found[0]!r}") from None
+
+    return _ESCAPE.sub(replaced, text)

@@ -1,0 +1,248 @@
+"""A vocabulary from GGUF metadata: texts, scores and attributes of tokens, special ids, flags.
+
+Keys (tokenizer.ggml.*): tokens, scores, token_type (1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte),
+merges, *_token_id, add_bos_token ... Files lie about types, so llama.cpp b11434 corrects them by the texts of tokens
+and by the names of models (llama-vocab.cpp, llama_vocab::impl::load); ids depend on these corrections, which are all
+here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntFlag
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import FormatError
+from quantkit.formats.gguf import Field, GGUFFile, ValueType
+
+KEY = "tokenizer.ggml."
+
+
+class Attr(IntFlag):
+    """What a token is; more than one may hold."""
+
+    NONE = 0
+    UNKNOWN = 1
+    UNUSED = 2
+    NORMAL = 4
+    CONTROL = 8
+    USER_DEFINED = 16
+    BYTE = 32
+    LSTRIP = 64
+    RSTRIP = 128
+
+
+_BY_TYPE = (Attr.NONE, Attr.NORMAL, Attr.UNKNOWN, Attr.CONTROL, Attr.USER_DEFINED, Attr.UNUSED, Attr.BYTE)
+#: The special ids that a model has without saying so, by tokenizer.ggml.model.
+_DEFAULT_IDS: dict[str, dict[str, int]] = {
+    "llama": {"bos": 1, "eos": 2, "unknown": 0},
+    "gpt2": {"bos": 11, "eos": 11},
+    "whitespace": {"bos": 11, "eos": 11},
+    "gemma4": {},
+    "bert": {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0},
+    "t5": {"eos": 1, "unknown": 2, "padding": 0},
+    "rwkv": {},
+}
+MODELS = tuple(_DEFAULT_IDS)
+_SPECIAL_IDS = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")
+#: Texts that end a turn; the first one in a vocabulary is its end-of-turn token, where the file names none.
+_TURN_ENDS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>"),
+    *("[EOT]", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<end_of_utterance>"),
+)
+#: Texts that are control tokens, whatever their type says.
+_CONTROL = (
+    *_TURN_ENDS,
+    *("<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "</s>", "<|eom_id|>", "[EOS]", "<eos>", "<turn|>"),
+    *("<|tool_response>", "[e~["),
+)
+#: Fill-in-the-middle tokens by their keys: the one the file names stays as it is, else the first text is control.
+_FIM: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("fim_pre", "prefix"): (
+        *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<\uff5cfim\u2581begin\uff5c>", "<PRE>", "\u2581<PRE>"),
+        *("<|code_prefix|>", "<|prefix|>"),
+    ),
+    ("fim_suf", "suffix"): (
+        *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<\uff5cfim\u2581hole\uff5c>", "<SUF>", "\u2581<SUF>"),
+        *("<|code_suffix|>", "<|suffix|>"),
+    ),
+    ("fim_mid", "middle"): (
+        *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<\uff5cfim\u2581end\uff5c>", "<MID>", "\u2581<MID>"),
+        *("<|code_middle|>", "<|middle|>"),
+    ),
+    ("fim_pad",): ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    ("fim_rep",): ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    ("fim_sep",): ("<|file_sep|>",),
+}
+
+
+@dataclass
+class Vocab:
+    """The tokens of a file and what is known of them."""
+
+    path: str
+    model: str
+    tokens: list[str]  #: decoded with "surrogateescape"
+    ids: dict[str, int]
+    attrs: npt.NDArray[np.uint8]  #: of Attr, as llama.cpp corrects them
+    types: npt.NDArray[np.uint8]  #: of Attr, as in the file
+    scores: npt.NDArray[np.float32]
+    special: dict[str, int]  #: bos, eos, eot ..., as far as there is one
+    source: GGUFFile
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return tokenizer.ggml.NAME, a boolean."""
+        value = self.source.get(KEY + name, default)
+        if not isinstance(value, bool):
+            raise FormatError(f"{self.path}: {KEY}{name} is {value!r}, not a boolean")
+        return value
+
+    def given(self, name: str) -> int | None:
+        """Return tokenizer.ggml.NAME_token_id; None without the key, or where no token has this id."""
+        value = self.source.get(f"{KEY}{name}_token_id")
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise FormatError(f"{self.path}: {KEY}{name}_token_id is {value!r}, not an id")
+        return value if value is not None and 0 <= value < len(self.tokens) else None
+
+    def having(self, attr: Attr) -> list[int]:
+        """Return the ids of tokens that have any of the attributes."""
+        return np.flatnonzero(self.attrs & attr).tolist()
+
+
+def read_vocab(source: GGUFFile) -> Vocab:
+    """Read and correct a file's vocabulary.
+
+    Raises FormatError: no tokenizer, one that is not supported, or one that contradicts itself; the message names it.
+    """
+    path = str(source.paths[0])
+    model = source.get(KEY + "model")
+    raw_ids = "Token ids are accepted everywhere instead: --tokens 1,2,3 or --tokens @FILE.i32"
+    if model in (None, "no_vocab", "none"):
+        raise FormatError(f"{path}: the file has no tokenizer ({KEY}model is {model or 'missing'}). {raw_ids}")
+    if model not in _DEFAULT_IDS:
+        known = ", ".join(MODELS)
+        raise FormatError(f"{path}: no tokenizer for {KEY}model {model!r}; there is one for {known}. {raw_ids}")
+    tokens = _texts(source, path)
+    ids = {text: i for i, text in enumerate(tokens)}
+    if len(ids) != len(tokens):
+        twice = next(text for i, text in enumerate(tokens) if ids[text] != i)
+        raise FormatError(f"{path}: the token {twice!r} is in {KEY}tokens twice; llama.cpp refuses that too")
+    scores = _numbers(source, path, "scores", len(tokens), (ValueType.FLOAT32, ValueType.INT32))
+    kinds = _numbers(source, path, "token_type", len(tokens), (ValueType.INT32,))
+    if kinds is None:
+        types = np.full(len(tokens), Attr.NORMAL, np.uint8)
+    else:
+        in_range = np.where((kinds < 0) | (kinds >= len(_BY_TYPE)), 0, kinds).astype(np.intp)
+        types = np.array(_BY_TYPE, np.uint8)[in_range]
+    vocab = Vocab(
+        path=path,
+        model=model,
+        tokens=tokens,
+        ids=ids,
+        attrs=types.copy(),
+        types=types,
+        scores=np.zeros(len(tokens), np.float32) if scores is None else scores.astype(np.float32),
+        special={},
+        source=source,
+    )
+    _find_special(vocab)
+    _correct(vocab)
+    _strip(vocab)
+    return vocab
+
+
+def _texts(source: GGUFFile, path: str) -> list[str]:
+    field = source.fields.get(KEY + "tokens")
+    if field is None or field.item_type is not ValueType.STRING:
+        raise FormatError(f"{path}: {KEY}tokens is {_kind(field)}, not an array of strings")
+    return [text or f"[EMPTY_{i}]" for i, text in enumerate(c_strings(field.value))]
+
+
+def c_strings(texts: list[str]) -> list[str]:
+    """Return texts up to a NUL in them: llama.cpp reads arrays of strings so."""
+    return [text.partition("\0")[0] if "\0" in text else text for text in texts]
+
+
+def _kind(field: Field | None) -> str:
+    return "missing" if field is None else field.describe()
+
+
+def _numbers(
+    source: GGUFFile, path: str, name: str, count: int, kinds: tuple[ValueType, ...]
+) -> npt.NDArray[Any] | None:
+    """Return one number per token, None without the key."""
+    field = source.fields.get(KEY + name)
+    if field is None:
+        return None
+    if field.item_type not in kinds:
+        raise FormatError(f"{path}: {KEY}{name} is {_kind(field)}, not an array of {kinds[0].name.lower()}")
+    if field.count < count:
+        raise FormatError(f"{path}: {KEY}{name} has {field.count} entries for {count} tokens")
+    return field.array[:count]
+
+
+def _find_special(vocab: Vocab) -> None:
+    defaults = _DEFAULT_IDS[vocab.model]
+    for name in _SPECIAL_IDS:
+        given, default = vocab.given(name), defaults.get(name)
+        if given is None and default is not None and default < len(vocab.tokens):
+            given = default
+        if given is not None:
+            vocab.special[name] = given
+    found = _first(vocab, _TURN_ENDS)
+    if "eot" not in vocab.special and found is not None:
+        vocab.special["eot"] = found
+
+
+def _first(vocab: Vocab, texts: Iterable[str]) -> int | None:
+    return next((vocab.ids[text] for text in texts if text in vocab.ids), None)
+
+
+def _correct(vocab: Vocab) -> None:
+    """Change attributes by the texts of tokens, in llama.cpp's order."""
+    has, attrs = vocab.ids.get, vocab.attrs
+    for keys, texts in _FIM.items():
+        found = _first(vocab, texts)
+        if found is not None and all(vocab.given(key) is None for key in keys):
+            attrs[found] |= Attr.CONTROL
+    for text in _CONTROL:
+        if text in vocab.ids:
+            attrs[vocab.ids[text]] |= Attr.CONTROL
+    for text in ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"):
+        if text in vocab.ids:
+            attrs[vocab.ids[text]] = Attr.USER_DEFINED
+    calls = "<|call|>" in vocab.ids or "<|calls|>" in vocab.ids
+    end = has("<|end|>")
+    if end is not None and calls and ("<|return|>" in vocab.ids or "<|flush|>" in vocab.ids):
+        attrs[end] = Attr.USER_DEFINED
+    plamo = has("<|plamo:eos|>")
+    plain = "<|tool_response>" in vocab.ids or (
+        plamo is not None and plamo in (vocab.special.get("eos"), vocab.special.get("eot"))
+    )
+    if plain and "</s>" in vocab.ids:
+        attrs[vocab.ids["</s>"]] = Attr.NORMAL
+
+
+def _strip(vocab: Vocab) -> None:
+    """Mark the tokens that swallow white space before or behind them; no file says so, names of models do."""
+    get, attrs = vocab.source.get, vocab.attrs
+    pre, arch, name = (str(get(key, "")) for key in (KEY + "pre", "general.architecture", "general.name"))
+    name = name.lower()
+    if any(x in pre for x in ("jina-v2-de", "jina-v2-es", "jina-v2-code", "mmbert")) or any(
+        x in arch for x in ("nomic-bert-moe", "jina-bert-v3")
+    ):
+        if "<mask>" in vocab.ids:
+            attrs[vocab.ids["<mask>"]] |= Attr.LSTRIP
+    elif "phi-3" in name or "phi3" in name:
+        attrs[vocab.having(Attr.CONTROL | Attr.USER_DEFINED | Attr.UNKNOWN)] |= np.uint8(Attr.RSTRIP)
+        if "</s>" in vocab.ids:
+            attrs[vocab.ids["</s>"]] |= Attr.RSTRIP
+        for text in ("<unk>", "<s>", "<|endoftext|>"):
+            if text in vocab.ids:
+                attrs[vocab.ids[text]] &= 0xFF ^ Attr.RSTRIP
+    elif "modern-bert" in name and "[MASK]" in vocab.ids:
+        attrs[vocab.ids["[MASK]"]] |= Attr.LSTRIP

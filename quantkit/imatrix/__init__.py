@@ -1,0 +1,48 @@
+"""Importance matrices as files: what they say, what they lack, how they differ, how several become one.
+
+    statistics   llama-imatrix's --show-statistics: moments of each weight's input, and what changes between layers
+    coverage     what a matrix lacks for a model: entries, experts without tokens, values that are no numbers
+    difference   how two matrices differ, weight by weight
+    merge        several calibrations as one run over all their texts
+    convert      GGUF <-> .dat, merged experts <-> separate, and what is lost on the way
+    apply_fill   something for experts that saw no token, marked in the file so that it is never taken for data
+
+Raw data are sums of x^2 and token counts (quantkit.formats.imatrix); everything here is arithmetic on them, in f64.
+"""
+
+from __future__ import annotations
+
+from quantkit.imatrix.coverage import Coverage, CoverageGroup, TensorCoverage, coverage, expected_tensors
+from quantkit.imatrix.difference import Difference, TensorDifference, difference
+from quantkit.imatrix.files import Merged, Names, convert, merge, with_names
+from quantkit.imatrix.fill import FILLS, Fill, apply_fill, filled_experts, without_fill
+from quantkit.imatrix.rows import expert_counts, raw
+from quantkit.imatrix.statistics import LayerStatistics, Statistics, TensorStatistics, statistics, with_stats
+
+__all__ = [
+    "FILLS",
+    "Coverage",
+    "CoverageGroup",
+    "Difference",
+    "Fill",
+    "LayerStatistics",
+    "Merged",
+    "Names",
+    "Statistics",
+    "TensorCoverage",
+    "TensorDifference",
+    "TensorStatistics",
+    "apply_fill",
+    "convert",
+    "coverage",
+    "difference",
+    "expert_counts",
+    "expected_tensors",
+    "filled_experts",
+    "merge",
+    "raw",
+    "statistics",
+    "with_names",
+    "with_stats",
+    "without_fill",
+]

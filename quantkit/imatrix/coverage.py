@@ -1,0 +1,257 @@
+"""What an importance matrix lacks for a model, so that nothing is ever missing without a word.
+
+Of every weight that could be quantized: is there an entry, under its own name or another that saw the same input; has
+every expert seen tokens, and enough; is every value a number. An estimate of E[x^2] from n tokens has a relative
+standard error of about sqrt(2 / n), 14 % at 100: below ``hardly`` tokens an expert counts as hardly hit.
+
+The table by class of tensors shows what a calibration run never recorded (ik_llama.cpp's fused operations lose
+ffn_gate), that by layer which layers it did not reach.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import FormatError, QualityGate
+from quantkit.formats.imatrix import Imatrix, ImatrixEntry
+from quantkit.helpers import tensor_class
+from quantkit.imatrix.fill import without_fill
+from quantkit.imatrix.rows import EXPERTS, expert_counts, raw, split_experts
+from quantkit.pipeline.facts import TOKEN_EMBD_NAMES, TensorLike, layer_of, n_dims, why_never
+from quantkit.pipeline.importance import Importance
+
+#: Fewer tokens are few: E[x^2] is then known to 14 % at best.
+HARDLY = 100
+#: Embeddings are looked up, not multiplied; the second is a prediction layer's.
+_EMBEDDINGS = (*TOKEN_EMBD_NAMES, "nextn.embed_tokens.weight")
+
+
+@dataclass(frozen=True)
+class TensorCoverage:
+    """What there is for one weight."""
+
+    name: str
+    #: The model wants it; None without a model, False for an entry that names no weight of it.
+    expected: bool | None
+    #: The entry that serves it, under whatever name; None where none does.
+    entry: str | None
+    #: Tokens per matrix: one per expert, else one; empty without an entry.
+    counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64), repr=False)
+    #: The counts are what a .dat has instead of counts: 0 is sure, others are upper bounds.
+    estimated: bool = False
+    n_mat: int = 1
+    never: int = 0
+    hardly: int = 0
+    #: NaN, Inf and negative sums of squares, and the first expert that has one.
+    bad_values: int = 0
+    bad_expert: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """Its class: ffn_down_exps."""
+        return tensor_class(self.name)
+
+    @property
+    def experts(self) -> int:
+        """How many experts it has; 0 for other weights."""
+        return self.n_mat if EXPERTS in self.name else 0
+
+
+@dataclass(frozen=True)
+class CoverageGroup:
+    """The weights of a class, or of a layer, together."""
+
+    name: str
+    #: None without a model; missing are those expected without an entry.
+    expected: int | None
+    present: int
+    missing: int
+    experts: int
+    never: int
+    hardly: int
+    #: Tokens per expert (per weight where there are none), the least and the median; None where a .dat has no counts.
+    tokens_min: int | None
+    tokens_median: float | None
+    bad_values: int
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What an importance matrix has, and what it lacks."""
+
+    tensors: tuple[TensorCoverage, ...]
+    #: Whether a model said what is expected.
+    of_model: bool
+    hardly: int = HARDLY
+
+    @property
+    def missing(self) -> tuple[TensorCoverage, ...]:
+        """Weights of the model without an entry."""
+        return tuple(t for t in self.tensors if t.expected and t.entry is None)
+
+    @property
+    def strangers(self) -> tuple[TensorCoverage, ...]:
+        """Entries that serve no weight of the model that is expected."""
+        return tuple(t for t in self.tensors if t.expected is False)
+
+    @property
+    def aliased(self) -> tuple[TensorCoverage, ...]:
+        """Weights served by an entry of another name."""
+        return tuple(t for t in self.tensors if t.expected and t.entry is not None and t.entry != t.name)
+
+    @property
+    def share(self) -> float:
+        """The share of matrices, an expert being one, that have tokens and no bad value, of those expected."""
+        wanted = [t for t in self.tensors if t.expected or not self.of_model]
+        total = sum(t.n_mat for t in wanted)
+        good = sum(int((t.counts > 0).sum()) for t in wanted if not t.bad_values)
+        return good / total if total else 0.0
+
+    def by_class(self) -> tuple[CoverageGroup, ...]:
+        """Return the table by class of tensors, in order of names."""
+        return self._groups(lambda t: t.kind)
+
+    def by_layer(self) -> tuple[CoverageGroup, ...]:
+        """Return the table by layer; "-" is what is outside layers."""
+        return self._groups(lambda t: "-" if layer_of(t.name) < 0 else str(layer_of(t.name)))
+
+    def _groups(self, key: Callable[[TensorCoverage], str]) -> tuple[CoverageGroup, ...]:
+        groups: dict[str, list[TensorCoverage]] = {}
+        for t in self.tensors:
+            groups.setdefault(key(t), []).append(t)
+        names = sorted(groups, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name))
+        return tuple(_group(name, groups[name], self.of_model) for name in names)
+
+    def check(self, floor: float) -> None:
+        """Raise QualityGate when the share is below ``floor`` (0 to 1), naming what is missing first."""
+        if self.share >= floor:
+            return
+        lacking = [f"{t.name} has no entry" for t in self.missing]
+        lacking += [f"{t.name}: {t.bad_values} values are no mean of squares" for t in self.tensors if t.bad_values]
+        lacking += [f"{t.name}: {t.never} of {t.n_mat} experts without tokens" for t in self.tensors if t.never]
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        raise QualityGate(
+            f"coverage is {100 * self.share:.2f} %, {100 * floor:g} % was demanded: {'; '.join(lacking[:3])}{more};"
+            f" calibrate on more text, or lower --require-coverage"
+        )
+
+
+def expected_tensors(
+    tensors: Iterable[TensorLike], arch: str = "", *, process_output: bool = False
+) -> tuple[TensorLike, ...]:
+    """Return the weights of a model that an importance matrix should have an entry for.
+
+    All matrices that any quantization may touch, the router included (--ffn-gate-inp-type), without embeddings, which
+    no activation meets; the output only with ``process_output``, as in llama-imatrix (tied embeddings then serve as
+    the output).
+    """
+    tensors = tuple(tensors)
+    output = {"output.weight"} & {t.name for t in tensors} or {"token_embd.weight"}
+    return tuple(
+        t
+        for t in tensors
+        if n_dims(t.shape) >= 2 and why_never(t.name, arch) is None and not _left_out(t.name, output, process_output)
+    )
+
+
+def _left_out(name: str, output: set[str], process_output: bool) -> bool:
+    if name in output or name == "output.weight":
+        return not process_output
+    return name.endswith(_EMBEDDINGS)
+
+
+def coverage(
+    imatrix: Imatrix,
+    tensors: Iterable[TensorLike] | None = None,
+    *,
+    arch: str = "",
+    process_output: bool = False,
+    hardly: int = HARDLY,
+) -> Coverage:
+    """Say what ``imatrix`` has for a model, or, without one, what its own entries are like.
+
+    Args:
+        imatrix: of either format; filled experts count as empty.
+        tensors: all tensors of the model; arch: general.architecture.
+        process_output: an entry for the output is expected.
+        hardly: experts with fewer tokens are counted as hardly hit.
+    """
+    model = None if tensors is None else tuple(tensors)
+    known = {} if model is None else expert_counts(imatrix.entries, model)
+    estimated = imatrix.format == "dat"
+    imatrix = without_fill(raw(imatrix, experts=known))
+    if model is None:
+        found = [_entry(n, e, None, 0, estimated, hardly) for n, e in imatrix.entries.items()]
+    else:
+        wanted = expected_tensors(model, arch, process_output=process_output)
+        found = _of_model(imatrix, model, wanted, estimated, hardly)
+    return Coverage(tuple(sorted(found, key=lambda t: (layer_of(t.name), t.name))), model is not None, hardly)
+
+
+def _of_model(
+    imatrix: Imatrix, model: Sequence[TensorLike], wanted: Sequence[TensorLike], estimated: bool, hardly: int
+) -> list[TensorCoverage]:
+    # Importance refuses values that are no numbers; here they are a finding, and the names are what is asked.
+    names = {n: ImatrixEntry(np.zeros(e.sums.shape, np.float32), e.counts) for n, e in imatrix.entries.items()}
+    importance = Importance(replace(imatrix, entries=names))
+    found, used = [], set()
+    for t in wanted:
+        n_mat = math.prod(t.shape[2:]) if EXPERTS in t.name else 1
+        try:
+            lookup = importance.lookup(t.name, t.shape)
+        except FormatError as e:
+            used.add(t.name)
+            found.append(TensorCoverage(t.name, True, None, n_mat=n_mat, notes=(e.message,)))
+            continue
+        if lookup.entry is None:
+            found.append(TensorCoverage(t.name, True, None, n_mat=n_mat, notes=lookup.notes))
+            continue
+        used.add(lookup.entry)
+        made = _entry(t.name, imatrix.entries[lookup.entry], True, n_mat, estimated, hardly)
+        found.append(replace(made, entry=lookup.entry, notes=(*lookup.notes, *made.notes)))
+    # An entry of the model's that is merely not asked for (the output) is no stranger, nor is an alias not needed.
+    strangers = set(importance.coverage((t.name for t in model), ()).unused)
+    for name in imatrix.entries.keys() - used:
+        expected = False if name in strangers else None
+        found.append(_entry(name, imatrix.entries[name], expected, 0, estimated, hardly))
+    return found
+
+
+def _entry(
+    name: str, entry: ImatrixEntry, expected: bool | None, n_mat: int, estimated: bool, hardly: int
+) -> TensorCoverage:
+    notes: tuple[str, ...] = ()
+    if n_mat > 1 and entry.counts.size == 1:
+        # One count for all experts: a GGUF made of a .dat.
+        entry, estimated = split_experts(entry, n_mat), True
+    counts = entry.counts
+    bad = ~((entry.sums >= 0) & (entry.sums < np.inf))
+    first = int(np.flatnonzero(bad.any(axis=1))[0]) if bad.any() else None
+    never = int((counts == 0).sum())
+    few = 0 if estimated else int(((counts > 0) & (counts < hardly)).sum())
+    return TensorCoverage(
+        name, expected, name, counts, estimated, counts.size, never, few, int(bad.sum()), first, notes
+    )
+
+
+def _group(name: str, tensors: Sequence[TensorCoverage], of_model: bool) -> CoverageGroup:
+    counts = np.concatenate([t.counts for t in tensors])
+    told = counts.size and not any(t.estimated for t in tensors)
+    return CoverageGroup(
+        name,
+        sum(t.expected is True for t in tensors) if of_model else None,
+        sum(t.entry is not None for t in tensors),
+        sum(t.entry is None for t in tensors),
+        sum(t.experts for t in tensors),
+        sum(t.never for t in tensors if t.experts),
+        sum(t.hardly for t in tensors if t.experts),
+        int(counts.min()) if told else None,
+        float(np.median(counts)) if told else None,
+        sum(t.bad_values for t in tensors),
+    )

@@ -1,0 +1,142 @@
+"""How two importance matrices differ, weight by weight, in what an encoder would see of them.
+
+Of a and b, the E[x^2] of the experts that have enough tokens in both files::
+
+    relative   |a - b| / |a|           cosine   a b / (|a| |b|)
+    worst      the expert with the largest relative difference, and that difference
+
+Token counts are compared, too, where both files have them; experts that only one file has tokens for are counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.formats.imatrix import Imatrix, ImatrixEntry
+from quantkit.imatrix.fill import without_fill
+from quantkit.imatrix.rows import EXPERTS, means, raw, split_experts
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """One weight in both files; NaN where there is nothing to compare."""
+
+    name: str
+    relative: float
+    cosine: float
+    #: The expert that differs most, and how much; None for weights without experts.
+    worst: int | None
+    worst_relative: float
+    #: Tokens, all experts together, and the largest difference of a count to its larger one; None: a .dat has none.
+    tokens_a: int | None
+    tokens_b: int | None
+    counts: float | None
+    #: Experts with too few tokens in either file, and experts empty in just one of them.
+    skipped: int = 0
+    one_sided: int = 0
+    #: Why there is nothing to compare.
+    note: str = ""
+
+    @property
+    def figure(self) -> float:
+        """What a limit is held against: the relative difference, of experts the worst one's; NaN is never within."""
+        return max(self.relative, self.worst_relative) if self.worst is not None else self.relative
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Everything that differs between two importance matrices."""
+
+    tensors: tuple[TensorDifference, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+
+    def beyond(self, limit: float) -> list[str]:
+        """Return why the two are not within ``limit``, a relative difference; nothing when they are."""
+        reasons = [f"{name}: only in A" for name in self.only_a] + [f"{name}: only in B" for name in self.only_b]
+        for t in self.tensors:
+            if t.note:
+                reasons.append(f"{t.name}: {t.note}")
+            elif not t.figure <= limit:
+                where = "" if t.worst is None else f" (expert {t.worst})"
+                reasons.append(f"{t.name}: relative difference {t.figure:.3g}{where}")
+            elif t.one_sided:
+                reasons.append(f"{t.name}: {t.one_sided} experts have tokens in one file only")
+        return reasons
+
+
+def difference(a: Imatrix, b: Imatrix, *, min_tokens: int = 1, experts: Mapping[str, int] | None = None) -> Difference:
+    """Compare two importance matrices of any format.
+
+    Args:
+        a: the reference.
+        min_tokens: experts with fewer in either file are left out.
+        experts: numbers of experts known from a model (rows.expert_counts).
+    """
+    counted = a.format == b.format == "gguf"
+    a, b = (without_fill(raw(i, experts=experts)) for i in (a, b))
+    return Difference(
+        tuple(_compare(n, a.entries[n], b.entries[n], min_tokens, counted) for n in sorted(_both(a, b))),
+        tuple(sorted(a.entries.keys() - b.entries.keys())),
+        tuple(sorted(b.entries.keys() - a.entries.keys())),
+    )
+
+
+def _both(a: Imatrix, b: Imatrix) -> Iterable[str]:
+    return a.entries.keys() & b.entries.keys()
+
+
+def _compare(name: str, a: ImatrixEntry, b: ImatrixEntry, min_tokens: int, counted: bool) -> TensorDifference:
+    if a.sums.size != b.sums.size or a.counts.size != b.counts.size and 1 not in (a.counts.size, b.counts.size):
+        note = f"{a.sums.size} values of {a.counts.size} experts and {b.sums.size} of {b.counts.size}"
+        return TensorDifference(name, math.nan, math.nan, None, math.nan, None, None, None, note=note)
+    one_count = a.counts.size != b.counts.size
+    n_mat = max(a.counts.size, b.counts.size)
+    a, b = (split_experts(entry, n_mat) for entry in (a, b))
+    enough = (a.counts >= max(1, min_tokens)) & (b.counts >= max(1, min_tokens))
+    one_sided = int(((a.counts > 0) != (b.counts > 0)).sum())
+    told = counted and not one_count
+    tokens_a, tokens_b = (int(a.counts.sum()), int(b.counts.sum())) if told else (None, None)
+    counts = _counts(a.counts, b.counts) if told else None
+    if not enough.any():
+        note = "no expert has enough tokens in both files" if n_mat > 1 else "not enough tokens in both files"
+        nothing = (math.nan, math.nan, None, math.nan)
+        return TensorDifference(name, *nothing, tokens_a, tokens_b, counts, n_mat, one_sided, note)
+    x, y = means(a)[enough], means(b)[enough]
+    rows = _relative(x, y)
+    worst = int(np.argmax(np.where(np.isnan(rows), np.inf, rows)))
+    experts = EXPERTS in name
+    return TensorDifference(
+        name,
+        float(_relative(x.reshape(1, -1), y.reshape(1, -1))[0]),
+        _cosine(x, y),
+        int(np.flatnonzero(enough)[worst]) if experts else None,
+        float(rows[worst]),
+        tokens_a,
+        tokens_b,
+        counts,
+        int((~enough).sum()),
+        one_sided,
+    )
+
+
+def _relative(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return |a - b| / |a| of every row; 0 for two null rows, infinity where only a is one."""
+    with np.errstate(all="ignore"):
+        error, square = np.square(a - b).sum(axis=1), np.square(a).sum(axis=1)
+        found: npt.NDArray[np.float64] = np.where(error == 0, 0.0, np.sqrt(error / square))
+    return found
+
+
+def _cosine(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> float:
+    with np.errstate(all="ignore"):
+        return float((a * b).sum() / np.sqrt(np.square(a).sum() * np.square(b).sum()))
+
+
+def _counts(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> float:
+    return float((np.abs(a - b) / np.maximum(1, np.maximum(a, b))).max())

@@ -1,0 +1,246 @@
+"""Several importance matrices as one, and one in the other format: sums and counts add up, nothing else would be right.
+
+E[x^2] over two texts is (sum_a + sum_b) / (count_a + count_b), expert by expert: the file of one run over both texts.
+(llama-imatrix adds so, in float32; ik_llama.cpp weighs whole entries by calls.) A .dat knows neither the counts of
+experts nor tokens: every expert gets ncall * chunk_size, and those marked as empty get none. Experts that a file says
+were filled are empty again before anything is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from quantkit.calibration.overlap import SKETCH_KEYS, Sketch, merge_sketches, sketch_of
+from quantkit.errors import FormatError, RecipeError
+from quantkit.formats.gguf import Field
+from quantkit.formats.imatrix import DEFAULT_CHUNK_SIZE, Format, Imatrix, ImatrixEntry
+from quantkit.imatrix.fill import FILL_KEY, filled_experts, with_entries, without_fill
+from quantkit.imatrix.rows import EXPERTS, inferred_experts, raw, split_experts
+from quantkit.imatrix.statistics import with_stats
+from quantkit.pipeline.facts import GATE, MERGED, UP
+
+Names = Literal["merged", "separate", "both"]
+
+
+@dataclass(frozen=True, eq=False)
+class Merged:
+    """A new importance matrix, and what a user should know about how it came to be."""
+
+    imatrix: Imatrix
+    notes: tuple[str, ...] = field(default=())
+
+
+def merge(
+    imatrices: Sequence[Imatrix], *, chunk_size: int | None = None, experts: Mapping[str, int] | None = None
+) -> Merged:
+    """Add up importance matrices of one model, of either format.
+
+    Args:
+        imatrices: one or more; the first names the sizes that the others must have.
+        chunk_size: tokens of one call of a .dat, and imatrix.chunk_size of the result; without it that of the first
+            GGUF, else 512.
+        experts: numbers of experts known from a model (rows.expert_counts), for .dat files without a router's entry.
+
+    Returns the sum in raw form, with statistics as llama-imatrix writes them. Entries that only some files have are
+    kept as they are, with a note. Raises FormatError naming the tensor where shapes differ, RecipeError without files.
+    """
+    if not imatrices:
+        raise RecipeError("merging needs at least one importance matrix")
+    size = chunk_size or next((i.chunk_size for i in imatrices if i.chunk_size), DEFAULT_CHUNK_SIZE)
+    notes = list(_notes(imatrices, size, experts or {}))
+    parts = [without_fill(raw(i, chunk_size=size, experts=experts)) for i in imatrices]
+    names = dict.fromkeys(name for part in parts for name in part.entries)
+    entries = {name: _sum(name, [part for part in parts if name in part.entries]) for name in names}
+    dropped = sum(
+        entry.in_sum is None and any(p.entries[n].in_sum is not None for p in parts if n in p.entries)
+        for n, entry in entries.items()
+    )
+    if dropped:
+        notes.append(f"sums of activations (in_sum) dropped for {dropped} entries: not every file has them")
+    extra, more = _extra(parts)
+    merged = Imatrix(
+        imatrices[0].path,
+        entries,
+        [dataset for part in imatrices for dataset in part.datasets],
+        # In chunks of the result's size; simply the sum where all sizes are equal.
+        round(sum(part.chunk_count * (part.chunk_size or size) for part in parts) / size),
+        size,
+        "gguf",
+        max(part.n_layer_nextn for part in parts),
+        extra=extra,
+    )
+    return Merged(with_stats(merged), (*notes, *more))
+
+
+def _notes(imatrices: Sequence[Imatrix], size: int, experts: Mapping[str, int]) -> Iterator[str]:
+    """Say what merging takes for granted."""
+    for imatrix in imatrices:
+        if imatrix.format == "dat":
+            yield f"{imatrix.path}: {_dat_weights(imatrix, size)}"
+            yield from _unknown_experts(imatrix, experts)
+        elif imatrix.chunk_size not in (0, size):
+            yield f"{imatrix.path}: chunks of {imatrix.chunk_size} tokens are counted as chunks of {size}"
+        if filled := filled_experts(imatrix):
+            n = sum(map(len, filled.values()))
+            yield f"{imatrix.path}: {n} experts filled by {imatrix.extra[FILL_KEY].value!r} are empty again"
+    # One that was never a file is only the same as itself.
+    digests = [imatrix.sha256 if imatrix.path.is_file() else str(id(imatrix)) for imatrix in imatrices]
+    for i, imatrix in enumerate(imatrices):
+        if digests[i] in digests[:i]:
+            first = imatrices[digests.index(digests[i])]
+            yield f"{imatrix.path}: the same data as {first.path}: its tokens count twice"
+    if len({imatrix.n_layer_nextn for imatrix in imatrices}) > 1:
+        yield "the files differ in their number of prediction layers; the largest is kept"
+    for name in sorted({name for imatrix in imatrices for name in imatrix.entries}):
+        missing = [str(imatrix.path) for imatrix in imatrices if name not in imatrix.entries]
+        if missing:
+            yield f"{name}: no entry in {', '.join(missing)}"
+
+
+def _dat_weights(imatrix: Imatrix, size: int) -> str:
+    return f"a .dat has no token counts: one call weighs {size} tokens (--chunk-size), every expert as the busiest"
+
+
+def _unknown_experts(imatrix: Imatrix, experts: Mapping[str, int]) -> Iterator[str]:
+    unknown = [n for n in imatrix.entries if n not in experts and inferred_experts(imatrix, n) is None]
+    if unknown:
+        yield (
+            f"{imatrix.path}: nothing tells how many experts {unknown[0]} has"
+            f"{f' ({len(unknown)} such entries)' if len(unknown) > 1 else ''}: one count for all; -m MODEL would tell"
+        )
+
+
+def _sum(name: str, parts: Sequence[Imatrix]) -> ImatrixEntry:
+    """Add the entries ``name`` of ``parts``, float64, rounded once."""
+    first = max(parts, key=lambda part: part.entries[name].counts.size)
+    n_mat, n = first.entries[name].sums.shape
+    entries = []
+    for part in parts:
+        entry = part.entries[name]
+        if entry.sums.shape != (n_mat, n) and (entry.sums.size != n_mat * n or entry.counts.size != 1):
+            raise FormatError(
+                f"{part.path}: entry {name!r} is {_shape(entry)}, in {first.path} it is {_shape(first.entries[name])}:"
+                f" the files are not of one model; merge files of the same one"
+            )
+        entries.append(split_experts(entry, n_mat) if EXPERTS in name else _one_count(entry, n_mat))
+    sums = np.sum([entry.sums.astype(np.float64) for entry in entries], axis=0)
+    counts = np.sum([entry.counts for entry in entries], axis=0)
+    in_sum = None
+    if all(entry.in_sum is not None for entry in entries):
+        in_sum = np.sum([np.asarray(entry.in_sum, np.float64) for entry in entries], axis=0).astype(np.float32)
+    return ImatrixEntry(sums.astype(np.float32), counts.astype(np.int64), in_sum)
+
+
+def _one_count(entry: ImatrixEntry, n_mat: int) -> ImatrixEntry:
+    """Give every matrix of a 3-D weight the one count there is."""
+    if entry.counts.size == n_mat:
+        return entry
+    in_sum = None if entry.in_sum is None else entry.in_sum.reshape(n_mat, -1)
+    return ImatrixEntry(entry.sums.reshape(n_mat, -1), np.repeat(entry.counts, n_mat), in_sum)
+
+
+def _shape(entry: ImatrixEntry) -> str:
+    n_mat, n = entry.sums.shape
+    return f"{n} values" if n_mat == 1 else f"{n_mat} x {n} values"
+
+
+def _extra(parts: Sequence[Imatrix]) -> tuple[dict[str, Field], list[str]]:
+    """Keep our own keys where all files agree; what is known of the texts is joined."""
+    notes = []
+    extra = {
+        key: value
+        for key, value in parts[0].extra.items()
+        if all((p.extra.get(key) and bytes(p.extra[key].raw)) == bytes(value.raw) for p in parts)
+    }
+    lost = sorted({key for p in parts for key in p.extra} - extra.keys() - set(SKETCH_KEYS))
+    if lost:
+        notes.append(f"keys that differ between the files are dropped: {', '.join(lost)}")
+    sketches = [sketch_of(part) for part in parts]
+    known = [sketch for sketch in sketches if isinstance(sketch, Sketch)]
+    extra = {key: value for key, value in extra.items() if key not in SKETCH_KEYS}
+    if known:
+        # Of the texts known: a warning about one of them is right whatever the others were.
+        extra |= merge_sketches(known).fields()
+        if len(known) < len(parts):
+            notes.append(f"the text of {len(parts) - len(known)} of {len(parts)} files is not known to overlap checks")
+    return extra, notes
+
+
+# --- the other format, the other names ---
+
+
+def convert(
+    imatrix: Imatrix,
+    format: Format,  # noqa: A002
+    *,
+    chunk_size: int | None = None,
+    experts: Mapping[str, int] | None = None,
+) -> Merged:
+    """Return ``imatrix`` ready for write_imatrix in ``format``, and what the other format cannot keep.
+
+    To GGUF: counts per expert, statistics. To .dat: write_imatrix does the arithmetic (mean times ncall).
+    """
+    if format == imatrix.format:
+        return Merged(imatrix)
+    size = chunk_size or imatrix.chunk_size or DEFAULT_CHUNK_SIZE
+    if format == "dat":
+        return Merged(replace(imatrix, chunk_size=size), tuple(_lost_in_dat(imatrix)))
+    notes = [_dat_weights(imatrix, size), *_unknown_experts(imatrix, experts or {})]
+    return Merged(with_stats(raw(imatrix, chunk_size=size, experts=experts)), tuple(notes))
+
+
+def _lost_in_dat(imatrix: Imatrix) -> Iterator[str]:
+    experts = sum(entry.counts.size > 1 for entry in imatrix.entries.values())
+    lost = ["chunk size"]
+    if experts:
+        lost.insert(0, f"tokens per expert of {experts} entries")
+    if any(entry.in_sum is not None for entry in imatrix.entries.values()):
+        lost.append("sums of activations (in_sum)")
+    if imatrix.stats_schema:
+        lost.append("statistics")
+    if len(imatrix.datasets) > 1:
+        lost.append(f"all but the last of {len(imatrix.datasets)} datasets")
+    lost += sorted(imatrix.extra)
+    if imatrix.n_layer_nextn:
+        lost.append("number of prediction layers")
+    yield f"a .dat has no place for: {', '.join(lost)}"
+    without = sorted(name for name, entry in imatrix.entries.items() if not entry.counts.any())
+    if without:
+        yield f"{len(without)} entries without a token are left out: {', '.join(without)}"
+    partial = sum(bool((e.counts == 0).any() and e.counts.any()) for e in imatrix.entries.values())
+    if partial:
+        yield f"experts without tokens become ones in {partial} entries"
+
+
+def with_names(imatrix: Imatrix, names: str) -> Imatrix:
+    """Return ``imatrix`` with up and gate experts named "merged" (ffn_gate_up_exps), "separate", or "both".
+
+    Both halves see the same input and the same routing, so one's data are the other's, exactly; where the two differ
+    (they cannot, but by rounding), the merged name gets the gate's. Statistics of renamed entries are computed anew.
+    """
+    if names not in ("merged", "separate", "both"):
+        raise RecipeError(f"names must be merged, separate or both, not {names!r}")
+    renamed = with_entries(imatrix, lambda entries: _renamed(entries, names))
+    return with_stats(renamed) if imatrix.stats_schema and imatrix.format == "gguf" else renamed
+
+
+def _renamed(entries: Mapping[str, ImatrixEntry], names: str) -> dict[str, ImatrixEntry]:
+    found: dict[str, ImatrixEntry] = {}
+    for name, entry in sorted(entries.items()):
+        stem = next((half for half in (MERGED, GATE, UP) if f".{half}." in f".{name}"), None)
+        for other in _other_names(stem, names):
+            target = name if stem is None else name.replace(stem, other)
+            # An own name beats a derived one; of two derived ones the gate's, which sorts first.
+            if target == name or target not in entries and target not in found:
+                found[target] = replace(entry, stats=entry.stats if target == name else None)
+    return found
+
+
+def _other_names(stem: str | None, names: str) -> tuple[str, ...]:
+    if stem is None:
+        return ("",)
+    return {"merged": (MERGED,), "separate": (GATE, UP), "both": (MERGED, GATE, UP)}[names]

@@ -1,0 +1,127 @@
+"""Something for experts that saw no token, and the record that keeps it apart from data.
+
+An encoder gives an expert without tokens ones: all its columns weigh the same. A fill is another guess:
+
+    none       nothing: the count stays 0 and both trees' llama-quantize read ones
+    ones       x^2 = 1 in every column; what "none" comes to in the end, but explicit
+    mean       the mean over the tensor's experts that have tokens, every token with the same weight
+    neighbour  the nearest expert, by number, that has tokens; the lower one of two
+
+A filled expert has a count of 1, the least a file can say, and the file lists it: quantkit.imatrix.fill is the
+policy, quantkit.imatrix.filled names "tensor: experts". Whatever reads the file as data (merge, coverage, diff,
+another collection) takes the list and puts the zeros back. ik_llama.cpp writes its fill into the live statistics
+instead, so that every later token is added to invented ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import FormatError, RecipeError
+from quantkit.formats.gguf import Field, ValueType
+from quantkit.formats.imatrix import F32Array, Imatrix, ImatrixEntry
+from quantkit.imatrix.rows import raw
+
+Fill = Literal["none", "ones", "mean", "neighbour"]
+FILLS: tuple[str, ...] = get_args(Fill)
+
+FILL_KEY = "quantkit.imatrix.fill"
+FILLED_KEY = "quantkit.imatrix.filled"
+
+
+def apply_fill(imatrix: Imatrix, policy: str) -> Imatrix:
+    """Return ``imatrix`` with its empty experts filled by ``policy``, and the fill recorded; the given one is kept.
+
+    An earlier fill is taken back first. A .dat is made raw (quantkit.imatrix.raw). A tensor in which no expert has
+    a token has nothing to be filled from: "mean" and "neighbour" leave it. Raises RecipeError for an unknown policy.
+    """
+    if policy not in FILLS:
+        raise RecipeError(f"no fill policy {policy!r}; there are {', '.join(FILLS)}")
+    imatrix = without_fill(raw(imatrix))
+    if policy == "none":
+        return imatrix
+    entries, filled = dict(imatrix.entries), {}
+    for name, entry in imatrix.entries.items():
+        empty = np.flatnonzero(entry.counts == 0)
+        if entry.counts.size > 1 and empty.size and (policy == "ones" or empty.size < entry.counts.size):
+            entries[name], filled[name] = _filled(entry, empty, policy), empty
+    record = [f"{name}: {' '.join(map(str, experts))}" for name, experts in sorted(filled.items())]
+    extra = {
+        **imatrix.extra,
+        FILL_KEY: Field.of(FILL_KEY, policy),
+        FILLED_KEY: Field.of(FILLED_KEY, record, ValueType.ARRAY, ValueType.STRING),
+    }
+    return replace(imatrix, entries=entries, extra=extra)
+
+
+def _filled(entry: ImatrixEntry, empty: npt.NDArray[np.intp], policy: str) -> ImatrixEntry:
+    sums, counts = entry.sums.copy(), entry.counts.copy()
+    in_sum = None if entry.in_sum is None else entry.in_sum.copy()
+    some = np.flatnonzero(counts > 0)
+    for expert in empty:
+        # argmin takes the first of two equal distances: the lower number.
+        sources = some if policy != "neighbour" else some[[np.argmin(np.abs(some - expert))]]
+        sums[expert] = 1 if policy == "ones" else _mean(entry.sums, entry.counts, sources)
+        if in_sum is not None and entry.in_sum is not None:
+            in_sum[expert] = 0 if policy == "ones" else _mean(entry.in_sum, entry.counts, sources)
+        counts[expert] = 1
+    return ImatrixEntry(sums, counts, in_sum, None)
+
+
+def _mean(sums: F32Array, counts: npt.NDArray[np.int64], experts: npt.NDArray[np.intp]) -> F32Array:
+    mean: F32Array = (sums[experts].sum(axis=0, dtype=np.float64) / counts[experts].sum()).astype(np.float32)
+    return mean
+
+
+def filled_experts(imatrix: Imatrix) -> dict[str, tuple[int, ...]]:
+    """Return which experts of which entries are filled, by the file's own record. Raises FormatError."""
+    record = imatrix.extra.get(FILLED_KEY)
+    if record is None:
+        return {}
+    if record.item_type is not ValueType.STRING:
+        raise FormatError(f"{imatrix.path}: the key {FILLED_KEY} must be an array of strings")
+    return dict(_parsed(imatrix, line) for line in record.value)
+
+
+def _parsed(imatrix: Imatrix, line: str) -> tuple[str, tuple[int, ...]]:
+    name, _, numbers = line.rpartition(": ")
+    experts = tuple(int(n) for n in numbers.split() if n.isdecimal())
+    entry = imatrix.entries.get(name)
+    if entry is None or len(experts) != len(numbers.split()) or max(experts, default=0) >= entry.counts.size:
+        raise FormatError(f"{imatrix.path}: the key {FILLED_KEY} has {line!r}, which names no expert of the file")
+    return name, experts
+
+
+def without_fill(imatrix: Imatrix) -> Imatrix:
+    """Return ``imatrix`` as it was before apply_fill: no tokens where there were none."""
+    filled = filled_experts(imatrix)
+    if not filled and FILL_KEY not in imatrix.extra:
+        return imatrix
+    entries = dict(imatrix.entries)
+    for name, experts in filled.items():
+        entries[name] = _emptied(entries[name], experts)
+    extra = {key: value for key, value in imatrix.extra.items() if key not in (FILL_KEY, FILLED_KEY)}
+    return replace(imatrix, entries=entries, extra=extra)
+
+
+def _emptied(entry: ImatrixEntry, experts: Iterable[int]) -> ImatrixEntry:
+    at = list(experts)
+    sums, counts = entry.sums.copy(), entry.counts.copy()
+    sums[at], counts[at] = 0, 0
+    in_sum = None if entry.in_sum is None else entry.in_sum.copy()
+    if in_sum is not None:
+        in_sum[at] = 0
+    return ImatrixEntry(sums, counts, in_sum, None)
+
+
+def with_entries(imatrix: Imatrix, change: Callable[[dict[str, ImatrixEntry]], dict[str, ImatrixEntry]]) -> Imatrix:
+    """Return ``imatrix`` with its entries changed (renamed, dropped) by ``change``, an earlier fill made anew."""
+    policy = imatrix.extra.get(FILL_KEY)
+    bare = without_fill(imatrix)
+    changed = replace(bare, entries=change(bare.entries))
+    return changed if policy is None else apply_fill(changed, str(policy.value))
