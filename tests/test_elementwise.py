@@ -55,6 +55,14 @@ def test_maps(name, by, want, shape, threads):
 
 
 @threads
+@shapes
+def test_softplus(shape, threads):
+    x = values(*shape) * 10
+    out = run_operation(elementwise.softplus, shape, threads=threads, x=x, width=shape[1], rows_of=N_TOKENS, per=1)
+    np.testing.assert_allclose(out, np.logaddexp(0, x.astype(np.float64)), rtol=1e-6, atol=1e-12)
+
+
+@threads
 def test_rows_of_outputs_and_rows_of_experts(threads):
     x = values(9 * 4, 50)
     batch = {"tokens": np.zeros(30), "outputs": np.arange(9) * 3}

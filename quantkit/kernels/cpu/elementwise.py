@@ -4,6 +4,7 @@
     select_outputs batch out x width                                                  width: all columns of a token
     add            batch out a b width rows_of per
     scale clamp softcap    batch out x width rows_of per by:f
+    softplus       batch out x width rows_of per                                      ops.Activate's kind of that name
     scale_by_position      batch out x width rows_of per floor_scale:f alpha:f offset:f
     multiply_by plus_vector    batch out x vector n width rows_of per                 n values, repeated along a row
     take           batch out x width x_width start period rows_of per
@@ -121,6 +122,17 @@ def add(args, tid, nth):
     if rest and 16 * end > total:
         at = 4 * (total - rest)
         store_part(out, at, load_part(f32x16, a, at, rest) + load_part(f32x16, b, at, rest), rest)
+
+
+@operation("batch out x width rows_of per")
+def softplus(args, tid, nth):
+    """out = log(1 + e^x), x itself above 20: one by one, for these are a few numbers a token (decays of heads)."""
+    total = batch_word(args, arg(args, _ROWS_OF)) * arg(args, _PER) * arg(args, _WIDTH)
+    out, x = arg(args, _OUT), arg(args, _X)
+    first, end = share(total, 16, tid, nth)
+    for i in range(first, end):
+        v = load(types.float32, x, 4 * i)
+        store(out, 4 * i, v if v > 20.0 else types.float32(math.log(1.0 + math.exp(types.float64(v)))))
 
 
 # ---------------------------------------------------------------- a row by itself

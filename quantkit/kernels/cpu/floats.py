@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 
 from quantkit.kernels.cpu.functions import load_part
 from quantkit.kernels.cpu.jit import inline
-from quantkit.kernels.cpu.panel_tiles import broadcast, fetch, items, no_sums, packed, store_tile, turn, vector_at
+from quantkit.kernels.cpu.panel_tiles import broadcast, items, no_sums, packed, store_tile, turn, vector_at
 from quantkit.kernels.cpu.simd import (
     _muladd,
     cast,
@@ -25,6 +25,7 @@ from quantkit.kernels.cpu.simd import (
     load_f16,
     muladd,
     prefetch,
+    prefetch_l2,
     splat,
     stack_bytes,
     store,
@@ -154,13 +155,16 @@ def multiply_steps(tyctx: Any, sums: Any, panel: Any, tokens: Any, offset: Any, 
 def tile_float(panel: int, n: int, tokens: Any, out: int, ahead: int, step: int) -> None:
     """Multiply a panel with rows of f32."""
     sums = no_sums(tokens)
-    whole = n // 4 * 4
-    for i in range(0, whole, 4):
-        if i % 256 == 0:
-            fetch(ahead + i // 256 * step, step)
-        sums = multiply_steps(sums, panel + 128 * i, tokens, 4 * i, 4)
-    for i in range(whole, n):
-        sums = multiply_steps(sums, panel + 128 * i, tokens, 4 * i, 1)
+    for begin in range(0, n, 256):
+        for byte in range(0, step, 64):
+            prefetch_l2(ahead, byte)
+        ahead += step
+        end = min(n, begin + 256)
+        whole = end // 4 * 4
+        for i in range(begin, whole, 4):
+            sums = multiply_steps(sums, panel + 128 * i, tokens, 4 * i, 4)
+        for i in range(whole, end):
+            sums = multiply_steps(sums, panel + 128 * i, tokens, 4 * i, 1)
     store_tile(sums, out)
 
 

@@ -87,17 +87,19 @@ def mul_mat(args: int, tid: int, nth: int) -> None:
     """out = scale * (w x) + bias"""
     count = batch_word(args, rows_word(arg(args, _ROWS_OF))) * arg(args, _PER)
     x, x_stride, function = arg(args, _X), arg(args, _X_STRIDE), arg(args, _PRODUCTS)
-    bias, scale = arg(args, _BIAS), factor(arg(args, _SCALE))
+    bias, scale, row_bytes = arg(args, _BIAS), factor(arg(args, _SCALE)), arg(args, _ROW_BYTES)
     products, block = stack_bytes(7680), stack_bytes(128)
     panel = arg(args, _SCRATCH) + tid * arg(args, _SCRATCH_BYTES)
-    fill_unit(block, arg(args, _ROW_BYTES), arg(args, _N_IN), x_stride, 0, products, panel)
+    fill_unit(block, row_bytes, arg(args, _N_IN), x_stride, 0, products, panel)
     first, last = share_rows(arg(args, _N_OUT), count, tid, nth)
     for o in range(first, last, ROWS):
         rows = min(ROWS, last - o)
         for begin in range(0, count, BLOCK):
             n = min(BLOCK, count - begin)
-            w = arg(args, _W) + o * arg(args, _ROW_BYTES)
-            call_unit(function, block, w, rows, x + begin * x_stride, n, count, begin)
+            w = arg(args, _W) + o * row_bytes
+            call_unit(
+                function, block, w, rows, x + begin * x_stride, n, count, begin, w + rows * row_bytes, rows * row_bytes
+            )
             for i in range(n):
                 out = arg(args, _OUT) + (begin + i) * arg(args, _OUT_STRIDE) + 4 * o
                 for r in range(0, rows, 16):
@@ -118,9 +120,15 @@ _ALPHA, _GATE_LIMIT, _ACT_LIMIT, _UP_LIMIT = range(23, 27)
 @inline
 def multiply_one_of_two(args: int, side: int, block: int, o: int, rows: int, begin: int, n: int, count: int) -> None:
     """Make the products of up, or gate, with a block of rows of x."""
-    w = arg(args, side + _W_AT) + o * arg(args, side + _BYTES_AT)
+    row_bytes = arg(args, side + _BYTES_AT)
+    w = arg(args, side + _W_AT) + o * row_bytes
     x = arg(args, side + _X_AT) + begin * arg(args, side + _STRIDE_AT)
-    call_unit(arg(args, side + _PRODUCTS_AT), block, w, rows, x, n, count, begin)
+    # While gate is multiplied the same rows of up are fetched, and gate's next ones with up.
+    other = _UP + _GATE - side
+    next_o = o + rows if side == _UP else o
+    ahead = arg(args, other + _W_AT) + next_o * arg(args, other + _BYTES_AT)
+    ahead_bytes = rows * arg(args, other + _BYTES_AT)
+    call_unit(arg(args, side + _PRODUCTS_AT), block, w, rows, x, n, count, begin, ahead, ahead_bytes)
 
 
 @operation(

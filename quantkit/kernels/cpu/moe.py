@@ -40,16 +40,7 @@ from quantkit.kernels.cpu.functions import load_part, store_part
 from quantkit.kernels.cpu.glu import gated
 from quantkit.kernels.cpu.jit import inline
 from quantkit.kernels.cpu.panel import ROWS, panels
-from quantkit.kernels.cpu.products import (
-    BLOCK,
-    MIN_PANEL,
-    PRODUCTS_BYTES,
-    UNIT_BLOCK_BYTES,
-    call_unit,
-    fill_unit,
-    look_ahead,
-    products_of,
-)
+from quantkit.kernels.cpu.products import BLOCK, MIN_PANEL, call_unit, fill_unit, products_of
 from quantkit.kernels.cpu.simd import f32x16, load, stack_bytes, store
 from quantkit.kernels.cpu.tape import Operation, arg, batch_word, farg, operation
 from quantkit.kernels.cpu.team import atomic_add, atomic_store
@@ -151,8 +142,6 @@ def next_share(batch, n, nth, long_runs):
     return first, last
 
 
-# ---------------------------------------------------------------- products of a unit
-
 #: Bound anew for each kind of activation.
 gate_up: Any = None
 
@@ -194,9 +183,9 @@ def mul_mat_id(args, tid, nth):
     panels = (n_out + ROWS - 1) // ROWS
     units, few = int_at(plan, _USED) * panels, int_at(plan, _MOST) < MIN_PANEL
     scratch = arg(args, _SCRATCH) + tid * arg(args, _SCRATCH_BYTES)
-    numbers, products, block = stack_bytes(256), stack_bytes(PRODUCTS_BYTES), stack_bytes(UNIT_BLOCK_BYTES)
+    numbers, products, block = stack_bytes(512), stack_bytes(8192), stack_bytes(128)
     fill_unit(block, arg(args, _ROW_BYTES), n_in, arg(args, _X_STRIDE), numbers, products, scratch)
-    ahead_bytes = ROWS * arg(args, _ROW_BYTES)
+    x, ahead_bytes = arg(args, _X), ROWS * arg(args, _ROW_BYTES)
     first, last = next_share(arg(args, 0), units, nth, few)
     while first < last:
         first_after, last_after = next_share(arg(args, 0), units, nth, few)
@@ -210,11 +199,10 @@ def mul_mat_id(args, tid, nth):
             bias = arg(args, _BIAS) + e * arg(args, _BIAS_STRIDE) + 4 * row if arg(args, _BIAS) else 0
             scale = factor_of(arg(args, _SCALE), e)
             pairs, count = used + 4 * (n_expert + int_at(starts, e)), int_at(starts, e + 1) - int_at(starts, e)
-            look_ahead(block, ahead, ahead_bytes)
             for begin in range(0, count, BLOCK):
                 n, at = min(BLOCK, count - begin), pairs + 4 * begin
                 number_rows(numbers, arg(args, _X_PER), at, n)
-                call_unit(arg(args, _PRODUCTS), block, w, rows, arg(args, _X), n, count, begin)
+                call_unit(arg(args, _PRODUCTS), block, w, rows, x, n, count, begin, ahead, ahead_bytes)
                 for i in range(n):
                     out = arg(args, _OUT) + 4 * (int_at(at, i) * n_out + row)
                     for r in range(0, rows, 16):
@@ -246,12 +234,12 @@ def gate_by_expert(args, tid, nth):
     half = arg(args, _F_SCRATCH_BYTES) // 2
     gate_scratch = arg(args, _F_SCRATCH) + tid * arg(args, _F_SCRATCH_BYTES)
     up_scratch = gate_scratch + half
-    numbers, gates, ups = stack_bytes(256), stack_bytes(PRODUCTS_BYTES), stack_bytes(PRODUCTS_BYTES)
-    gate_block, up_block = stack_bytes(UNIT_BLOCK_BYTES), stack_bytes(UNIT_BLOCK_BYTES)
+    numbers, gates, ups = stack_bytes(512), stack_bytes(8192), stack_bytes(8192)
+    gate_block, up_block = stack_bytes(128), stack_bytes(128)
     row_bytes, function = arg(args, _F_ROW_BYTES), arg(args, _PRODUCTS)
     fill_unit(gate_block, row_bytes, n_in, arg(args, _X_STRIDE), numbers, gates, gate_scratch)
     fill_unit(up_block, row_bytes, n_in, arg(args, _X_STRIDE), numbers, ups, up_scratch)
-    ahead_bytes = ROWS * row_bytes
+    x, ahead_bytes = arg(args, _X), ROWS * row_bytes
     first, last = next_share(arg(args, 0), units, nth, few)
     while first < last:
         first_after, last_after = next_share(arg(args, 0), units, nth, few)
@@ -267,13 +255,11 @@ def gate_by_expert(args, tid, nth):
             up_bias = arg(args, _UP_BIAS) + e * arg(args, _UP_STRIDE) + 4 * row if arg(args, _UP_BIAS) else 0
             gate_scale, up_scale = factor_of(arg(args, _GATE_SCALE), e), factor_of(arg(args, _UP_SCALE), e)
             pairs, count = used + 4 * (n_expert + int_at(starts, e)), int_at(starts, e + 1) - int_at(starts, e)
-            look_ahead(gate_block, up, ahead_bytes)
-            look_ahead(up_block, ahead, ahead_bytes)
             for begin in range(0, count, BLOCK):
                 n, at = min(BLOCK, count - begin), pairs + 4 * begin
                 number_rows(numbers, arg(args, _X_PER), at, n)
-                call_unit(function, gate_block, gate, rows, arg(args, _X), n, count, begin)
-                call_unit(function, up_block, up, rows, arg(args, _X), n, count, begin)
+                call_unit(function, gate_block, gate, rows, x, n, count, begin, up, ahead_bytes)
+                call_unit(function, up_block, up, rows, x, n, count, begin, ahead, ahead_bytes)
                 for i in range(n):
                     out = arg(args, _OUT) + 4 * (int_at(at, i) * n_out + row)
                     for r in range(0, rows, 16):
@@ -284,7 +270,7 @@ def gate_by_expert(args, tid, nth):
         first, last = first_after, last_after
 
 
-# ---------------------------------------------------------------- of an activation, of a type
+# ---------------------------------------------------------------- of a type, of an activation
 
 
 def up_gate_id(activation: Activation) -> Operation:

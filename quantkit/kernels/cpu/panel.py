@@ -31,7 +31,6 @@ from quantkit.kernels.cpu.panel_tiles import (
     add_scaled,
     add_scaled_twice,
     dot_steps,
-    fetch,
     minus_mins,
     no_dots,
     no_sums,
@@ -40,7 +39,7 @@ from quantkit.kernels.cpu.panel_tiles import (
     store_tile,
     turn,
 )
-from quantkit.kernels.cpu.simd import HAS_DOT4, load, stack_bytes, store
+from quantkit.kernels.cpu.simd import HAS_DOT4, load, prefetch_l2, stack_bytes, store
 from quantkit.kernels.cpu.unpack import unpacker
 from quantkit.types import TensorType
 
@@ -106,6 +105,14 @@ def unpack_panel(w: int, row_bytes: int, rows: int, n: int, panel: int) -> None:
 
 
 # ---------------------------------------------------------------- the tile
+
+
+@inline
+def fetch(at: int, n: int) -> None:
+    """Ask for n bytes to come into the L2 cache: a few lines at a time, spread over the work, never make it wait."""
+    for byte in range(0, n, 64):
+        prefetch_l2(at, byte)
+
 
 #: Bound anew for each type.
 first_dots: Any = None
@@ -224,7 +231,7 @@ def multiply_tiles(
     """Multiply a panel with the next few of ``count`` rows of x, from the i-th on; return how many.
 
     rows: address of int32 numbers of rows of x, or 0: the i-th is row i. The products go to out, f32 [TOKENS, 32].
-    Meanwhile memory is asked for what is needed next: with every 256 values for ``step`` more bytes at ``ahead``.
+    With each 256 values, ``step`` bytes more from ``ahead`` on are fetched into the cache: what is read next.
     """
     if count - i >= 5:
         tokens = (
@@ -247,8 +254,7 @@ class Panels:
     """What a type brings to products with many rows of activations: functions for operations, and a panel's bytes by n.
 
     unpack(w, row_bytes, rows, n, panel): fill a panel with up to 32 rows of n values.
-    multiply(panel, n, x, stride, rows, i, count, out, ahead, step): products with the next few rows of x, see
-    multiply_tiles.
+    multiply: products of a panel with the next few rows of x, see multiply_tiles.
     """
 
     unpack: Any

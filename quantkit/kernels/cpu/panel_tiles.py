@@ -14,7 +14,6 @@ from numba.core import types
 from numba.core.types.containers import UniTuple
 from numba.extending import intrinsic
 
-from quantkit.kernels.cpu.jit import inline
 from quantkit.kernels.cpu.simd import (
     HAS_DOT4,
     VecType,
@@ -26,7 +25,6 @@ from quantkit.kernels.cpu.simd import (
     f32x16,
     i8x64,
     i32x16,
-    prefetch_l2,
 )
 
 _VECTORS = 2
@@ -234,10 +232,3 @@ def store_tile(tyctx: Any, sums: Any, out: Any) -> Any:
         return cgctx.get_dummy_value()
 
     return types.void(sums, types.int64), cg
-
-
-@inline
-def fetch(at: int, n: int) -> None:
-    """Ask for n bytes to come into the L2 cache: a few lines with every unit of work, for bursts would make it wait."""
-    for byte in range(0, n, 64):
-        prefetch_l2(at, byte)

@@ -63,12 +63,13 @@ def multiply_rows(
 def multiply_panel(
     panel: int, n_in: int, x: int, x_stride: int, numbers: int, count: int, products: int, ahead: int, ahead_bytes: int
 ) -> None:
-    """products[i, r] = row r of the panel times the i-th row of x; what is ``ahead`` is fetched bit by bit."""
+    """products[i, r] = row r of the panel times the i-th row of x; memory is asked for what comes after."""
     i, units = 0, (n_in + 255) // 256
-    step = (ahead_bytes // (units * ((count + 3) // 6)) + 63) // 64 * 64 if count >= 3 else ahead_bytes
+    # Of what comes next, every unit of every tile fetches its share, in whole cache lines.
+    step = (ahead_bytes // (units * ((count + 3) // 6)) + 63) // 64 * 64
     while i < count:
-        to, part = products + 4 * ROWS * i, min(step, ahead_bytes // units)
-        i += multiply_tiles(panel, n_in, x, x_stride, numbers, i, count, to, ahead, part)
+        to = products + 4 * ROWS * i
+        i += multiply_tiles(panel, n_in, x, x_stride, numbers, i, count, to, ahead, min(step, ahead_bytes // units))
         ahead += step * units
         ahead_bytes = max(0, ahead_bytes - step * units)
 
@@ -82,8 +83,8 @@ def unit_products(args: int, tid: int, nth: int) -> None:
     """products[i, r], f32 [count, ROWS], = row r of w times the i-th of ``count`` rows of x.
 
     numbers: address of the rows' numbers, int32, or 0: 0, 1, 2 ... Not an entry of a tape: operations call it, block
-    of rows by block; total: rows of all blocks; begin: those before this one. The first block unpacks the panel, and
-    fetches ahead_bytes at ahead into the cache: the weights that come next.
+    of rows by block; total: rows of all blocks; begin: those before this one. The first block unpacks the
+    panel, and fetches the rows that come next, ahead_bytes at ahead, into the cache meanwhile.
     """
     w, row_bytes, n_in, rows = arg(args, _W), arg(args, _ROW_BYTES), arg(args, _N_IN), arg(args, _ROWS)
     x, x_stride, numbers = arg(args, _X), arg(args, _X_STRIDE), arg(args, _NUMBERS)
@@ -93,8 +94,8 @@ def unit_products(args: int, tid: int, nth: int) -> None:
         return
     if arg(args, _BEGIN) == 0:
         unpack_panel(w, row_bytes, rows, n_in, panel)
-    ahead_bytes = arg(args, _AHEAD_BYTES) if arg(args, _BEGIN) == 0 else 0
-    by_panel(panel, n_in, x, x_stride, numbers, count, products, arg(args, _AHEAD), ahead_bytes)
+    ahead, ahead_bytes = arg(args, _AHEAD), arg(args, _AHEAD_BYTES)
+    by_panel(panel, n_in, x, x_stride, numbers, count, products, ahead, ahead_bytes)
 
 
 @inline
@@ -106,18 +107,12 @@ def fill_unit(block: int, row_bytes: int, n_in: int, x_stride: int, numbers: int
     store(block, 8 * _NUMBERS, types.int64(numbers))
     store(block, 8 * _PRODUCTS, types.int64(products))
     store(block, 8 * _PANEL, types.int64(panel))
-    look_ahead(block, 0, 0)
 
 
 @inline
-def look_ahead(block: int, ahead: int, ahead_bytes: int) -> None:
-    """Tell the next calls of unit_products which bytes come after their own."""
-    store(block, 8 * _AHEAD, types.int64(ahead))
-    store(block, 8 * _AHEAD_BYTES, types.int64(ahead_bytes))
-
-
-@inline
-def call_unit(function: int, block: int, w: int, rows: int, x: int, count: int, total: int, begin: int) -> None:
+def call_unit(
+    function: int, block: int, w: int, rows: int, x: int, count: int, total: int, begin: int, ahead: int, n_ahead: int
+) -> None:
     """Call unit_products of a type by its address."""
     store(block, 8 * _W, types.int64(w))
     store(block, 8 * _ROWS, types.int64(rows))
@@ -125,6 +120,8 @@ def call_unit(function: int, block: int, w: int, rows: int, x: int, count: int, 
     store(block, 8 * _COUNT, types.int64(count))
     store(block, 8 * _TOTAL, types.int64(total))
     store(block, 8 * _BEGIN, types.int64(begin))
+    store(block, 8 * _AHEAD, types.int64(ahead))
+    store(block, 8 * _AHEAD_BYTES, types.int64(n_ahead if begin == 0 else 0))
     call_operation(function, block, 0, 1)
 
 

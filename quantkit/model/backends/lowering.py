@@ -16,7 +16,7 @@ import numpy.typing as npt
 from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf import GGUFFile
 from quantkit.kernels import dequantize
-from quantkit.kernels.cpu import attention, cache, elementwise, glu, matmul, moe, norms, rope, route
+from quantkit.kernels.cpu import attention, cache, elementwise, glu, matmul, moe, norms, recurrent, rope, route
 from quantkit.kernels.cpu.tape import Operation, address_of
 from quantkit.model.backends import Limits, Observer
 from quantkit.model.backends.arena import Buffer, Entry, Slot, Within
@@ -28,6 +28,8 @@ from quantkit.model.ops import (
     CacheWrite,
     Clamp,
     Combine,
+    Convolve,
+    DeltaNet,
     Embed,
     Glu,
     Join,
@@ -50,6 +52,7 @@ from quantkit.model.ops import (
     Softcap,
     State,
     Take,
+    UpGate,
     UpGateId,
     Value,
 )
@@ -295,8 +298,12 @@ def _glu(b: Lowering, op: Glu) -> None:
 
 
 def _activate(b: Lowering, op: Activate) -> None:
-    limits = {k: v for k, v in glu.limits(op.activation).items() if k in glu.activate(op.activation).slots}
-    _map(b, glu.activate(op.activation), op.out, op.x, **limits)
+    if op.activation.kind == "softplus":
+        _map(b, elementwise.softplus, op.out, op.x)
+        return
+    operation = glu.activate(op.activation)
+    limits = {name: value for name, value in glu.limits(op.activation).items() if name in operation.slots}
+    _map(b, operation, op.out, op.x, **limits)
 
 
 def _take(b: Lowering, op: Take) -> None:
@@ -368,6 +375,36 @@ def _mul_mats(b: Lowering, op: MulMats) -> None:
     each = _scratch_of(op.weights)
     for out, weight, bias, scale in zip(op.outs, op.weights, op.biases, op.scales, strict=True):
         _multiply(b, out, op.x, weight, bias, scale, each, independent=out is not op.outs[-1])
+
+
+def _up_gate(b: Lowering, op: UpGate) -> None:
+    slots: dict[str, Slot] = {}
+    parts = (("up", op.up, op.up_bias, op.up_scale), ("gate", op.gate, op.gate_bias, op.gate_scale))
+    for name, weight, bias, scale in parts:
+        activations, stride = b.activations(op.x, weight)
+        slots |= {
+            name: b.weight(weight),
+            f"{name}_row_bytes": row_bytes_of(weight),
+            f"{name}_products": matmul.products_of(weight.tensor.type),
+            f"{name}_x": activations,
+            f"{name}_x_stride": stride,
+            f"{name}_bias": b.vector(bias),
+            f"{name}_scale": b.vector(scale),
+        }
+    each = matmul.up_gate_scratch_bytes(op.up.tensor.type, op.gate.tensor.type, op.up.n_in)
+    each = -(-each // LINE) * LINE
+    b.emit(
+        matmul.up_gate(op.activation),
+        n_in=op.up.n_in,
+        n_out=op.up.n_out,
+        out=b.buffer(op.out),
+        out_stride=4 * op.out.width,
+        scratch=b.scratch(each * b.threads),
+        scratch_bytes=each,
+        **rows(op.x),
+        **slots,
+        **glu.limits(op.activation),
+    )
 
 
 def _mul_mat_heads(b: Lowering, op: MulMatHeads) -> None:
@@ -527,6 +564,29 @@ def _attention(b: Lowering, op: Attention) -> None:
     )
 
 
+# ---------------------------------------------------------------- recurrent layers
+
+
+def _convolve(b: Lowering, op: Convolve) -> None:
+    slots: dict[str, Slot] = {"x": b.buffer(op.x), "out": b.buffer(op.out), "taps": op.weight.n_in}
+    b.emit(recurrent.convolve, weight=b.vector(op.weight), state=b.state(op.state), width=op.x.width, **slots)
+
+
+def _delta_net(b: Lowering, op: DeltaNet) -> None:
+    values: dict[str, Slot] = {name: b.buffer(getattr(op, name)) for name in ("q", "k", "v", "g", "beta", "out")}
+    b.emit(
+        recurrent.delta_net,
+        state=b.state(op.state),
+        n_k_head=op.n_k_head,
+        n_v_head=op.n_v_head,
+        head_k=op.k.width // op.n_k_head,
+        head_v=op.v.width // op.n_v_head,
+        scale=op.scale,
+        tiled=int(op.tiled),
+        **values,
+    )
+
+
 # ---------------------------------------------------------------- looking on
 
 
@@ -558,6 +618,7 @@ LOWER: Mapping[type[Op], Callable[[Lowering, Any], None]] = {
     Join: _join,
     MulMat: _mul_mat,
     MulMats: _mul_mats,
+    UpGate: _up_gate,
     MulMatHeads: _mul_mat_heads,
     MulMatId: _mul_mat_id,
     UpGateId: _up_gate_id,
@@ -568,5 +629,7 @@ LOWER: Mapping[type[Op], Callable[[Lowering, Any], None]] = {
     Rope: _rope,
     CacheWrite: _cache_write,
     Attention: _attention,
+    Convolve: _convolve,
+    DeltaNet: _delta_net,
     Observe: _observe,
 }

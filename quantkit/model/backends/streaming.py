@@ -2,8 +2,9 @@
 
 Weights are pages of mapped files; the system reads one when it is touched, and ``madvise`` takes it away again. A run
 reads all weights in order, once, so keeping the most recent ones would keep nothing useful: the first stages stay as
-far as the budget goes, the rest streams, the next stage being read ahead while this one computes. A stage is a layer,
-or single operations where a layer is too large. What stays, and a streamed stage and the next, fit the budget.
+far as the budget goes, the rest streams, the next stage being read ahead (into the system's cache, which it gives
+back when it is short) while this one computes. A stage is a layer, or single operations where a layer is too large.
+What stays, and the largest stage that streams, fit the budget; only the weights of one operation may exceed it.
 """
 
 from __future__ import annotations
@@ -62,8 +63,7 @@ def streamed(plan: Sequence[Stage], budget: int) -> list[bool]:
     """Tell of each stage whether its weights go after use: none if all fit, else all but the first ones."""
     if sum(stage.nbytes for stage in plan) <= budget:
         return [False] * len(plan)
-    pairs = [a.nbytes + b.nbytes for a, b in zip(plan, plan[1:], strict=False)]
-    left = budget - max(pairs, default=plan[0].nbytes)
+    left = budget - max(stage.nbytes for stage in plan)
     goes = []
     for stage in plan:
         left -= stage.nbytes
