@@ -66,7 +66,7 @@ def multiply_panel(
     """products[i, r] = row r of the panel times the i-th row of x; memory is asked for what comes after."""
     i, units = 0, (n_in + 255) // 256
     # Of what comes next, every unit of every tile fetches its share, in whole cache lines.
-    step = (ahead_bytes // (units * ((count + 3) // 6)) + 63) // 64 * 64
+    step = (ahead_bytes // (units * max(1, (count + 3) // 6)) + 63) // 64 * 64
     while i < count:
         to = products + 4 * ROWS * i
         i += multiply_tiles(panel, n_in, x, x_stride, numbers, i, count, to, ahead, min(step, ahead_bytes // units))
