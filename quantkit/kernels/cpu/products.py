@@ -22,7 +22,7 @@ from quantkit.kernels.cpu.team import call_operation
 from quantkit.types import TensorType
 
 #: Rows of activations from which on panels are unpacked, and most rows of one call (TOKENS divides it).
-MIN_PANEL = 8
+MIN_PANEL = 5
 BLOCK = 60
 #: Bytes of the products of a call, f32 [BLOCK, ROWS], and of the argument block of ``unit_products``.
 PRODUCTS_BYTES, UNIT_BLOCK_BYTES = 4 * ROWS * BLOCK, 128
