@@ -89,6 +89,6 @@ def helper(function: F) -> F:
 
 def specialize(function: Callable[..., Any], suffix: str, compiled: Callable[..., Any] = inline, **bound: Any) -> Any:
     """Return a copy of a plain function with other globals, named ``function_suffix``; inlined, or a ``helper``."""
-    made = types.FunctionType(function.__code__, {**function.__globals__, **bound}, f"{function.__name__}_{suffix}", function.__defaults__)
+    made = types.FunctionType(function.__code__, {**function.__globals__, **bound}, f"{function.__name__}_{suffix}")
     made.__qualname__ = made.__name__
     return compiled(made)
