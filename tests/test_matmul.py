@@ -148,7 +148,7 @@ def test_products(name):
     for n_out, n_in in shapes(t):
         data, w = weights(t, n_out, n_in)
         x = (rng.standard_normal((64, n_in)) * np.exp(rng.standard_normal(n_in))).astype(np.float32)
-        for count in (1, 2, 3, 4, 7, 8, 13, 33, 64):
+        for count in (1, 2, 3, 4, 5, 7, 8, 13, 33, 61, 64):
             rows = Rows(t, x[:count])
             out, (products, magnitudes) = multiply(t, data, n_out, rows), expected(t, data, w, rows)
             worst = np.max(np.abs(out - products) / magnitudes)
