@@ -47,7 +47,7 @@ from quantkit.kernels.cpu.team import atomic_add, atomic_store
 from quantkit.types import TensorType
 
 if TYPE_CHECKING:
-    from quantkit.model.ops import Activation
+    from quantkit.kernels.parameters import Activation
 
 __all__ = ["bucket", "mul_mat_id", "plan_bytes", "products_of", "scratch_bytes", "up_gate_id"]
 
