@@ -33,6 +33,9 @@ from quantkit.kernels.cpu.simd import (
 )
 
 
+__all__ = ["erf", "exp", "load_part", "muladd", "round_f16", "sigmoid", "store_part", "tanh"]
+
+
 @intrinsic
 def round_f16(tyctx: Any, x: Any) -> Any:
     """Round to half precision, nearest even, and back."""
