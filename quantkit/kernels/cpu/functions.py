@@ -32,7 +32,6 @@ from quantkit.kernels.cpu.simd import (
     vmin,
 )
 
-
 __all__ = ["erf", "exp", "load_part", "muladd", "round_f16", "sigmoid", "store_part", "tanh"]
 
 
