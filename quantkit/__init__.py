@@ -12,11 +12,15 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quantkit.bench import bench, sweep_bench
+    from quantkit.calibration import calibration
     from quantkit.compare import compare
     from quantkit.errors import QuantkitError
+    from quantkit.evaluate import kld, logits, perplexity
     from quantkit.imatrix import imatrix
     from quantkit.inspect import inspect
     from quantkit.merge import merge_up_gate, split_up_gate
+    from quantkit.model.engine import load
     from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
 
 __version__ = "0.1.0"
@@ -25,26 +29,40 @@ __all__ = [
     "QuantizeOptions",
     "QuantkitError",
     "__version__",
+    "bench",
+    "calibration",
     "compare",
     "imatrix",
     "inspect",
+    "kld",
+    "load",
+    "logits",
     "merge_up_gate",
+    "perplexity",
     "plan_quantize",
     "quantize",
     "split_up_gate",
+    "sweep_bench",
 ]
 
 #: The module of every name above.
 _HOME = {
     "QuantizeOptions": "quantize",
     "QuantkitError": "errors",
+    "bench": "bench",
+    "calibration": "calibration",
     "compare": "compare",
     "imatrix": "imatrix",
     "inspect": "inspect",
+    "kld": "evaluate",
+    "load": "model.engine",
+    "logits": "evaluate",
     "merge_up_gate": "merge",
+    "perplexity": "evaluate",
     "plan_quantize": "quantize",
     "quantize": "quantize",
     "split_up_gate": "merge",
+    "sweep_bench": "bench",
 }
 
 

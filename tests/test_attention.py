@@ -215,8 +215,11 @@ def test_shapes(name: str) -> None:
     check(SHAPES[name], (1, 2, 5, 80, 1))
 
 
-@pytest.mark.parametrize("name", ["features", "mla", "odd"])
-@pytest.mark.parametrize("types", ["F16 F16", "Q8_0 Q8_0", "F16 Q8_0", "Q8_0 F32"])
+#: Rows of Q8_0 consist of blocks of 32, so an odd width has other types.
+CACHES = [(n, t) for n in ("features", "mla") for t in ("F16 F16", "Q8_0 Q8_0", "F16 Q8_0", "Q8_0 F32")]
+
+
+@pytest.mark.parametrize(("name", "types"), [*CACHES, ("odd", "F16 F16")])
 def test_cache_types(name: str, types: str) -> None:
     """Compared with what the cache holds: its rounding is no error of attention."""
     case = {
@@ -225,8 +228,6 @@ def test_cache_types(name: str, types: str) -> None:
         "odd": Case(4, 2, 40, 24),
     }
     k_type, v_type = types.split()
-    if name == "odd" and "Q8_0" in types:
-        pytest.skip("rows of Q8_0 consist of blocks of 32")
     if name == "mla":
         v_type = k_type
     check(replace(case[name], k_type=k_type, v_type=v_type), (1, 2, 70, 1))
@@ -335,6 +336,21 @@ def test_large_scores_do_not_overflow() -> None:
     got = model.run(q, k, v, np.arange(100))
     assert np.isfinite(got).all()
     assert nmse(got, model.expected(q, np.arange(100))) < 1e-9  # scores of 1e5 as float32
+
+
+@pytest.mark.parametrize("grows", [1, -1])
+def test_parts_of_very_different_scores(grows: int) -> None:
+    """Parts are merged relative to the largest score of all, first part or last: no overflow, nothing lost."""
+    case, n = Case(2, 1, 64, 64, sinks=True), 1600
+    model = Model(case, 1, n)
+    q = np.ones((1, 128), np.float32)
+    for start in range(0, n, 400):
+        _, k, v = draw(case, 400, start)
+        steps = np.arange(start, start + 400) if grows > 0 else n - np.arange(start, start + 400)
+        model.fill(k * 0.1 + steps[:, None].astype(np.float32) / 40, v, start + np.arange(400))
+    _, k, v = draw(case, 1, 1)
+    got = model.run(q, k, v, [n - 1])
+    assert nmse(got, model.expected(q, [n - 1])) < 1e-9  # scores of 300 as float32
 
 
 def test_tokens_of_a_batch_may_come_in_any_order() -> None:

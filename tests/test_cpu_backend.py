@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -65,11 +67,12 @@ def batch_of(tokens, positions, sequences, outputs):
     return Batch(*(np.asarray(a, np.int32) for a in (tokens, positions, sequences, outputs)))
 
 
-#: A prompt, a mixture of sequences, one token.
+#: A prompt, a mixture of sequences, one token, no output.
 BATCHES = [
     batch_of(np.arange(17) % N_VOCAB, np.arange(17), [0] * 17, [16]),
     batch_of([1, 2, 3, 4, 5], [0, 17, 1, 18, 2], [2, 0, 2, 0, 2], [1, 3, 4]),
     batch_of([49], [19], [0], [0]),
+    batch_of([7, 8, 9], [3, 4, 5], [2, 2, 2], []),
 ]
 
 
@@ -257,6 +260,17 @@ def _recurrent():
     )
 
 
+def _outputs():
+    selected, normed = Value("selected", N_EMBD, outputs=True), Value("normed", N_EMBD, outputs=True)
+    logits = Value("logits", 200, outputs=True)
+    return embedded(
+        lambda m: SelectOutputs(out=selected, x=X),
+        lambda m: Norm(out=normed, x=selected, weight=m("vector"), eps=1e-5, group=N_EMBD),
+        lambda m: MulMat(out=logits, x=normed, weight=m("w")),
+        lambda m: Softcap(out=Value("capped", 200, outputs=True), x=logits, cap=2.0),
+    )
+
+
 GRAPHS |= {
     "join": _join(),
     "gated": _gated(),
@@ -267,6 +281,7 @@ GRAPHS |= {
     "by_expert": _by_expert(fused=False),
     "by_expert_fused": _by_expert(fused=True),
     "recurrent": _recurrent(),
+    "outputs": _outputs(),
     "softplus": simple(Activate, activation=Activation("softplus")),
 }
 #: Activations are rounded to half precision, or to 8 bits.
@@ -451,6 +466,23 @@ def test_profiles_name_every_entry(source):
     timings = program.profile(BATCHES[0])
     assert [t.op for t in timings if t.op is ops[-1]]
     assert all(t.nanoseconds > 0 for t in timings)
+    products = [(t.name, t.weight_bytes) for t in timings if "mul_mat" in t.name]
+    assert products == [("mul_mat F32", 4 * N_EMBD * n) for n in (128, 32, 32)]
+
+
+def test_programs_go_when_nobody_holds_them(source):
+    ops = graph_of("attention", source)
+    gc.collect()
+    gc.disable()
+    try:
+        backend = CPUBackend(source, 1, observer=lambda *_: None)
+        program = backend.compile([*ops, Observe(x=ops[-1].out, of="x")], LIMITS, [ops[-1].out])
+        program.run(BATCHES[0])
+        gone = weakref.ref(program)
+        del program
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_what_kernels_trust_is_checked(source):

@@ -21,6 +21,12 @@ CPUS = {
 FILES = ["test_simd.py", "test_check.py"]
 WORDS = "golden or row_range or awkward"
 
+#: Of the engine: three zoo models take in every kind of operation, and some types their products.
+ENGINE = {
+    "test_engine_zoo.py": "fused-CPU and not unfused and (llama-dense or qwen3next or gpt-oss)",
+    "test_matmul.py": "test_products and (Q4_K or IQ4_XS or Q8_0 or Q5_1)",
+}
+
 
 @pytest.mark.parametrize("cpu", CPUS)
 def test_kernels_compiled_for(cpu: str) -> None:
@@ -32,6 +38,17 @@ def test_kernels_compiled_for(cpu: str) -> None:
     run = subprocess.run(
         [*command, HERE / "test_kernels.py", *files], env=environment, cwd=HERE.parent, capture_output=True, text=True
     )
+    assert run.returncode == 0, f"{cpu}: {run.stdout[-6000:]}\n{run.stderr[-2000:]}"
+    assert " passed" in run.stdout
+
+
+@pytest.mark.parametrize("file", ENGINE)
+@pytest.mark.parametrize("cpu", CPUS)
+def test_the_engine_compiled_for(cpu: str, file: str) -> None:
+    name, features = CPUS[cpu]
+    environment = os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", ENGINE[file], HERE / file]
+    run = subprocess.run(command, env=environment, cwd=HERE.parent, capture_output=True, text=True)
     assert run.returncode == 0, f"{cpu}: {run.stdout[-6000:]}\n{run.stderr[-2000:]}"
     assert " passed" in run.stdout
 

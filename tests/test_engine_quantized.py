@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
-from libllama import Libllama, nmse
-from zoo import NAMES, expected, write_zoo
 
 import quantkit
+from libllama import Libllama, nmse
 from quantkit.model.engine import load
+from zoo import NAMES, expected, write_zoo
 
 pytestmark = pytest.mark.peer
 

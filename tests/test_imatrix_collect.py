@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from quantkit.cli import cli
 from quantkit.errors import FormatError, QualityGate, QuantkitError, RecipeError, ResourceError
+from quantkit.evaluate import perplexity
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.imatrix import Options, Watcher, difference, filled_experts, imatrix, merge
@@ -343,6 +344,20 @@ def test_a_model_without_a_template_is_refused(tiny_moe: Path, tmp_path: Path) -
     chats.write_text('[{"role": "user", "content": "x"}]\n')
     with pytest.raises(FormatError, match=r"no tokenizer.chat_template"):
         imatrix(tiny_moe, (), tmp_path / "out.gguf", chat=[chats], threads=2)
+
+
+def test_perplexity_warns_of_text_that_was_calibrated_on(
+    calibrated: Path, tiny_moe: Path, data: Path, tmp_path: Path
+) -> None:
+    calibration, evaluation = ((data / f"tiny-moe-{name}.txt").read_bytes() for name in ("calibration", "evaluation"))
+    for hidden in (False, True):
+        out = tmp_path / f"{hidden}.gguf"
+        quantize(tiny_moe, out, "Q8_0", QuantizeOptions(imatrix=calibrated, hide_imatrix=hidden), threads=2)
+        seen = perplexity(out, calibration, n_ctx=64, chunks=1, threads=2)
+        assert any("was calibrated on" in note for note in seen.notes) is not hidden
+        assert not any(
+            "calibrated" in note for note in perplexity(out, evaluation, n_ctx=64, chunks=1, threads=2).notes
+        )
 
 
 # ---------------------------------------------------------------- the command

@@ -42,16 +42,16 @@ def aligned(n: int) -> U8:
 
 
 def random_blocks(t: TensorType, count: int, seed: int) -> U8:
-    """Random levels under scales near one."""
+    """Random levels under scales near 0.03."""
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (count, t.block_bytes), dtype=np.uint8)
     for kind, at in (field.split("@") for field in t.scales.split()):
         start = int(at)
         if kind == "nibbles":  # IQ1_M: the four digits of a half float lie at the top of four words
             words = blocks[:, start : start + 8].view("<u2")
-            words[:] = (words & 0x0FFF) | (np.array([0, 0, 8, 3], "<u2") << 12)
+            words[:] = (words & 0x0FFF) | (np.array([0, 0, 8, 2], "<u2") << 12)
         else:
-            blocks[:, start : start + 2] = rng.uniform(0.5, 1, (count, 1)).astype("<f2").view(np.uint8)
+            blocks[:, start : start + 2] = rng.uniform(0.02, 0.04, (count, 1)).astype("<f2").view(np.uint8)
     return blocks
 
 
@@ -190,7 +190,7 @@ def assert_close(got: F32, want: npt.NDArray[np.float64], tolerance: float = 2e-
 
 
 #: q8_1 keeps the sum of a block rounded to half precision.
-TOLERANCE = {"Q4_1": 1e-3, "Q5_1": 1e-3}
+TOLERANCE = {"Q4_1": 3e-3, "Q5_1": 3e-3}
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16", *FAMILY_FILES])

@@ -15,13 +15,15 @@ from quantkit.kernels.cpu.team import Team
 Array = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
-#: Batches of (sequence, position): one sequence in pieces; two interleaved, one restarted, one beginning late.
+#: Batches of (sequence, position): one sequence in pieces;
+#: two interleaved, restarted (side by side too), one beginning late.
 ALONE = [[(1, i) for i in range(9)], [(1, 9)], [(1, 10)], [(1, i) for i in range(11, 60)]]
 MIXED = [
     [(0, 0), (2, 0), (0, 1), (2, 1), (0, 2)],
     [(2, 2), (2, 3), (2, 4), (0, 3), (1, 0), (1, 1)],
     [(0, 4), (1, 2), (2, 5)],
     [(0, 0), (0, 1), (2, 6), (0, 2), (1, 3)],
+    [(2, 7), (2, 0), (2, 1), (2, 2), (0, 3), (0, 4), (0, 5), (0, 6), (0, 0)],
 ]
 N_SEQ, N_MAX = 3, 64
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ from quantkit.model.backends import Limits
 from quantkit.model.backends.cpu import CPUBackend
 from quantkit.model.backends.streaming import stages, streamed
 from quantkit.model.batch import Batch
+from quantkit.model.engine import load
 from quantkit.model.ops import Embed, Matrix, MulMat, Norm, Observe, Value
 from quantkit.types import type_by_name
 
@@ -120,3 +124,47 @@ def test_the_first_stages_stay_as_far_as_the_budget_goes(source):
             assert stay + most + LAYER > budget
         else:
             assert not any(goes)
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    """A mixture of experts of 8 layers, 10 MB each."""
+    path = tmp_path_factory.mktemp("streaming") / "moe.gguf"
+    shape = {"layers": 8, "experts": 16, "used": 4, "embd": 512, "ff": 192, "heads": 8, "kv": 2, "head-dim": 64}
+    options = [word for name, n in shape.items() for word in (f"--{name}", str(n))]
+    script = Path(__file__).parent.parent / "scripts" / "make_moe.py"
+    root = {**os.environ, "PYTHONPATH": str(script.parent.parent)}
+    subprocess.run([sys.executable, script, path, *options, "--vocab", "300"], check=True, env=root)
+    return path
+
+
+def decode(path, max_ram):
+    """Return logits of a prompt and of a few tokens one by one, and the most file pages above those of the start."""
+    most, done = [0], threading.Event()
+
+    def watch():
+        while not done.wait(0.0005):
+            most[0] = max(most[0], resident_file_pages())
+
+    with load(path, threads=2, max_ram=max_ram) as model:
+        session = model.session(64)
+        session.decode([1])  # loads kernels
+        session.clear()
+        forget_all(model.source)
+        before = resident_file_pages()
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        logits = [session.decode(part) for part in (np.arange(40), [7], [8])]
+        done.set()
+        watcher.join()
+        return np.concatenate(logits), most[0] - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident pages are read from Linux's /proc")
+def test_a_moe_larger_than_the_budget_has_the_same_logits(moe):
+    whole, all_of_it = decode(moe, None)
+    assert all_of_it > 0.9 * moe.stat().st_size
+    for budget in (12 * MIB, 40 * MIB):
+        logits, resident = decode(moe, budget)
+        np.testing.assert_array_equal(logits, whole)
+        assert resident < budget + 2 * MIB

@@ -146,6 +146,40 @@ def test_threads_end_with_their_team():
         assert not thread.is_alive()
 
 
+def test_launches_from_several_threads_take_turns():
+    team = Team(2)
+    batch, total = Batch(team, 1), np.zeros(1, np.int64)
+    tape = Tape(team, batch, [(count, count.block(batch=batch.address, total=address_of(total)))] * 20)
+    callers = [threading.Thread(target=lambda: [tape.run() for _ in range(50)]) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert total[0] == 2 * 20 * 50 * 3
+
+
+FORK = """
+import os, sys
+import numpy as np
+import test_tape as t
+team = t.Team(2)
+batch, total = t.Batch(team, 1), np.zeros(1, np.int64)
+tape = t.Tape(team, batch, [(t.count, t.count.block(batch=batch.address, total=t.address_of(total)))] * 5)
+tape.run()
+child = os.fork()
+tape.run()
+if child:
+    sys.exit(0 if os.waitpid(child, 0)[1] == 0 and total[0] == 20 else 1)
+os._exit(0 if total[0] == 20 else 1)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_process_has_threads_of_its_own():
+    env = {**os.environ, "PYTHONPATH": f"{os.getcwd()}:{os.path.dirname(__file__)}"}
+    subprocess.run([sys.executable, "-c", FORK], env=env, check=True, timeout=60)
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no CPU affinity on this system")
 def test_a_failing_thread_is_reported():
     before = os.sched_getaffinity(0)

@@ -104,7 +104,7 @@ def _hindrance(glu: Glu, parts: Sequence[Op | None], readers: Mapping[Value, int
     if any(readers[part.out] > 1 for part in made):
         return "gate or up is read elsewhere, too"
     types = [part.weight.tensor.type.name for part in made]
-    if len(set(types)) > 1:
+    if len(set(types)) > 1 and isinstance(made[0], MulMatId):
         return f"gate is {types[0]}, up {types[1]}"
     if len(made) == 2 and made[0].weight.n_out != made[1].weight.n_out:
         return "gate and up differ in size"

@@ -117,7 +117,7 @@ def _first_seen(position, mask, window):
     return types.int64(0)
 
 
-@inline
+@helper
 def _tile_begin(sequences, end, tokens):
     """Where the tile that ends before token ``end`` begins: tokens side by side of one sequence."""
     begin = end - 1
@@ -126,7 +126,7 @@ def _tile_begin(sequences, end, tokens):
     return begin
 
 
-@inline
+@helper
 def _blocks(positions, begin, end, mask, window):
     """First and last + 1 block of keys that tokens begin..end of a tile see."""
     first, last = _first_seen(integer(positions, begin), mask, window), integer(positions, begin)
@@ -159,7 +159,7 @@ def _count_parts(args, tokens):
     return parts
 
 
-@inline
+@helper
 def _slope(largest, head, n_head):
     """ALiBi's slope of a head (Press et al. 2022): powers of 2^-(largest / n), n a power of two."""
     if largest <= 0:
@@ -222,12 +222,12 @@ def _set_q(args, rows, few, me):
 # ---------------------------------------------------------------- the end: one part, or parts merged
 
 
-@inline
+@helper
 def scalar_exp(x):
     return extract(exp(splat(f32x16, types.float32(x))), 0)
 
 
-@inline
+@helper
 def _with_sink(sinks, head, m):
     """The largest of m and the head's sink, and what the sink adds to the sum."""
     if sinks == 0:
@@ -302,7 +302,7 @@ def _merge(args, v, n_parts, parts, tid, nth):
 # ---------------------------------------------------------------- the operation
 
 
-@inline
+@helper
 def _last_seen(me, rows):
     """The last position that any row of a tile sees."""
     last = field(me, LAST)
@@ -311,7 +311,7 @@ def _last_seen(me, rows):
     return last
 
 
-@inline
+@helper
 def _value_rows(args):
     """Address, type and bytes of a row of the values; without any they are in the keys."""
     if arg(args, _V_CACHE) == 0:

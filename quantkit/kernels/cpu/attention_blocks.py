@@ -193,7 +193,7 @@ def _bend(s, n0, n1, row, start, softcap):
         store(s, 64 * v, x + distance * slope)
 
 
-@inline
+@helper
 def _softmax(rows_at, factors, scores, start, n0, n1, scale, softcap, bent):
     """Turn the scores of ROWS rows with keys of vectors n0..n1 of a block into weights; m, l and factors follow."""
     for r in range(ROWS):
@@ -228,7 +228,7 @@ def _softmax(rows_at, factors, scores, start, n0, n1, scale, softcap, bent):
         store(row, L, types.float32(before + load(types.float32, row, SUM)))
 
 
-@inline
+@helper
 def _seen(rows_at, start):
     """First and last + 1 key of a block that any of ROWS rows sees."""
     first, end = types.int64(BLOCK), types.int64(0)

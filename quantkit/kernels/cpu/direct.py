@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from numba.core import types
 
-from quantkit.kernels.cpu.activations import BY_PIECES, SCALES, SUMS, TOTALS, TOTALS32
-from quantkit.kernels.cpu.jit import inline
+from quantkit.kernels.cpu.activations import BY_PIECES, SCALES, SUMS, TOTALS, TOTALS32, UNIT_BYTES
+from quantkit.kernels.cpu.jit import inline, specialize
 from quantkit.kernels.cpu.simd import (
+    HAS_DOT4,
     cast,
     convert,
     dot2,
@@ -36,21 +37,23 @@ from quantkit.kernels.cpu.simd import (
     i32x8,
     i32x16,
     load,
+    load_f16,
     lookup16,
     maddubs,
     make_constant,
     make_shuffle,
     muladd,
     opaque,
+    prefetch,
+    select,
     splat,
     u8x16,
     u8x32,
     u8x64,
     u16x32,
     u32x4,
-    u64x2,
 )
-from quantkit.kernels.cpu.unpack import fp4, i_quants, k_quants
+from quantkit.kernels.cpu.unpack import fp4, i_quants, k_quants, ternary
 from quantkit.kernels.cpu.unpack.lanes import block_scales, half_at, join32, load_pieces, twice32
 from quantkit.kernels.tables import table
 from quantkit.types import TensorType
@@ -62,12 +65,6 @@ from quantkit.types import TensorType
 def two_sums() -> Any:
     """16 sums of products, and 8 of minimums."""
     return splat(f32x16, 0), splat(f32x8, 0)
-
-
-@inline
-def two_sums_4() -> Any:
-    """16 sums of products, and 4 of minimums."""
-    return splat(f32x16, 0), splat(f32x4, 0)
 
 
 @inline
@@ -95,7 +92,20 @@ scales_02 = make_shuffle([0] * 16 + [2] * 16, "direct.scales_02")
 scales_13 = make_shuffle([1] * 16 + [3] * 16, "direct.scales_13")
 scales_46 = make_shuffle([4] * 16 + [6] * 16, "direct.scales_46")
 scales_57 = make_shuffle([5] * 16 + [7] * 16, "direct.scales_57")
-lower_8 = make_shuffle(range(8), "direct.lower_8")
+upper_8 = make_shuffle(range(8, 16), "direct.upper_8")
+lane_0, lane_1 = make_shuffle([0] * 16, "direct.lane_0"), make_shuffle([1] * 4, "direct.lane_1")
+_ACBC = [4, 5, 6, 7, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15]
+bytes_acbc = make_shuffle([16 * k + i for k in range(4) for i in _ACBC], "direct.bytes_acbc")
+_AABB = [4, 5, 6, 7] * 2 + [8, 9, 10, 11] * 2
+bytes_aabb = make_shuffle([16 * k + i for k in range(4) for i in _AABB], "direct.bytes_aabb")
+first_16 = make_shuffle(range(16), "direct.first_16")
+second_16 = make_shuffle(range(16, 32), "direct.second_16")
+third_16 = make_shuffle(range(32, 48), "direct.third_16")
+fourth_16 = make_shuffle(range(48, 64), "direct.fourth_16")
+four_times = make_shuffle([*range(16)] * 4, "direct.four_times")
+last_quarters = make_constant(u8x64, ([0] * 12 + [255] * 4) * 4, "direct.last_quarters")
+low_bits_of_scales = make_constant(u8x64, ([63] * 4 + [15] * 4) * 8, "direct.low_bits_of_scales")
+top_bits_of_scales = make_constant(u8x64, ([0] * 4 + [48] * 4) * 8, "direct.top_bits_of_scales")
 #: Groups of 16 values: 0 to 3, 4 to 7, ...; and of blocks 0 and 4, 1 and 5, 2 and 6, 3 and 7 of 32.
 scales_0123 = make_shuffle([i // 8 for i in range(32)], "direct.scales_0123")
 scales_4567 = make_shuffle([4 + i // 8 for i in range(32)], "direct.scales_4567")
@@ -133,53 +143,74 @@ def high_bits(x: Any, n: Any) -> Any:
 
 
 @inline
-def nibble_scales(at: int) -> Any:
-    """Return the 8 integer scales and minimums of Q4_K and Q5_K as bytes of two words: the scalar units idle."""
-    a, b, c = load(types.uint32, at, 4), load(types.uint32, at, 8), load(types.uint32, at, 12)
-    top, six = types.uint32(0x03030303), types.uint32(0x3F3F3F3F)
-    low, four = types.uint32(0x0F0F0F0F), types.uint32(4)
-    s = (c & low) | (((a >> types.uint32(6)) & top) << four)
-    m = ((c >> four) & low) | (((b >> types.uint32(6)) & top) << four)
-    scales = types.uint64(a & six) | (types.uint64(s) << types.uint64(32))
-    return scales, types.uint64(b & six) | (types.uint64(m) << types.uint64(32))
+def nibble_scales(heads: Any) -> Any:
+    """Return, of four heads of 16 bytes of Q4_K or Q5_K, the 8 integer scales and the 8 minimums each, as bytes.
+
+    Of bytes a (4..7), b (8..11) and c (12..15): a & 63, c & 15 with the top of a, b & 63, c >> 4 with the top of b.
+    """
+    bits = bytes_acbc(heads)
+    low = select(last_quarters() != 0, bits >> 4, bits) & low_bits_of_scales()
+    return low | ((bytes_aabb(heads) >> 2) & top_bits_of_scales())
 
 
 @inline
-def eight_words(bytes8: Any) -> Any:
-    """Widen 8 bytes to i16."""
-    return opaque(convert(i16x8, lower_8(cast(u8x16, splat(u64x2, bytes8)))))
+def levels_q4_k(at: int) -> Any:
+    """Return levels 0..15 in stored order: low and high halves of 64 bytes, twice."""
+    a, b = load(u8x64, at, 16), load(u8x64, at, 80)
+    return a & 15, a >> 4, b & 15, b >> 4
 
 
 @inline
-def add_nibble_products(at: int, act: int, acc: Any, a0: Any, a1: Any, b0: Any, b1: Any) -> Any:
-    """Add the products of 256 levels in stored order (low and high halves of 64 bytes, twice), as Q4_K and Q5_K."""
-    s, m = nibble_scales(at)
-    s, m = eight_words(s), eight_words(m)
+def levels_q5_k(at: int) -> Any:
+    """Return levels 0..31 in the same order; bit k of byte b of qh belongs to value b + 32 k."""
+    a, b, h = load(u8x64, at, 48), load(u8x64, at, 112), twice32(load(u8x32, at, 16))
+    a0, a1 = (a & 15) | (low_bits(h, left_4_2()) & 16), (a >> 4) | (low_bits(h, left_3_1()) & 16)
+    b0, b1 = (b & 15) | (high_bits(h, right_0_2()) & 16), (b >> 4) | (high_bits(h, right_1_3()) & 16)
+    return a0, a1, b0, b1
+
+
+#: Bound anew for Q4_K and Q5_K.
+nibble_levels: Any = None
+add_super_block: Any = None
+unit_bytes = 0
+PREFETCH = 4096
+
+
+def add_nibble_products(at: int, act: int, acc: Any, scales: Any) -> Any:
+    """Add the products of a super-block; a pair of them is at most 2 * 31 * 127. scales: its 16 bytes."""
+    a0, a1, b0, b1 = nibble_levels(at)
+    s = opaque(convert(i16x16, scales))
     x = dot2(splat(i32x16, 0), maddubs(a0, halves(act, 0, 2)), scales_02(s))
     y = dot2(splat(i32x16, 0), maddubs(a1, halves(act, 1, 3)), scales_13(s))
     x = dot2(x, maddubs(b0, halves(act, 4, 6)), scales_46(s))
     y = dot2(y, maddubs(b1, halves(act, 5, 7)), scales_57(s))
-    d = load(types.float32, act, SCALES)
-    mins = dot2(splat(i32x4, 0), m, load(i16x8, act, TOTALS32))
+    mins = dot2(splat(i32x4, 0), upper_8(s), load(i16x8, act, TOTALS32))
+    # d and dmin at once; the other two lanes are other bytes, and nobody looks at them.
+    d = load_f16(f32x4, at, 0) * load(types.float32, act, SCALES)
     products, minimums = acc
-    products = muladd(convert(f32x16, x + y), splat(f32x16, half_at(at, 0) * d), products)
-    return products, muladd(convert(f32x4, mins), splat(f32x4, half_at(at, 2) * d), minimums)
+    products = muladd(convert(f32x16, x + y), lane_0(d), products)
+    return products, muladd(convert(f32x4, mins), lane_1(d), minimums)
 
 
-@inline
-def dot_q4_k(at: int, act: int, acc: Any) -> Any:
-    """A super-block of Q4_K; a pair of products is at most 2 * 15 * 127."""
-    a, b = load(u8x64, at, 16), load(u8x64, at, 80)
-    return add_nibble_products(at, act, acc, a & 15, a >> 4, b & 15, b >> 4)
-
-
-@inline
-def dot_q5_k(at: int, act: int, acc: Any) -> Any:
-    """A super-block of Q5_K; bit k of byte b of qh belongs to value b + 32 k."""
-    a, b, h = load(u8x64, at, 48), load(u8x64, at, 112), twice32(load(u8x32, at, 16))
-    a0, a1 = (a & 15) | (low_bits(h, left_4_2()) & 16), (a >> 4) | (low_bits(h, left_3_1()) & 16)
-    b0, b1 = (b & 15) | (high_bits(h, right_0_2()) & 16), (b >> 4) | (high_bits(h, right_1_3()) & 16)
-    return add_nibble_products(at, act, acc, a0, a1, b0, b1)
+def dot_nibble_row(w: int, act: int, n: int) -> Any:
+    """dots.dot_row for Q4_K and Q5_K: the scales of four super-blocks are taken apart at once."""
+    acc = splat(f32x16, 0), splat(f32x4, 0)
+    units = n // 256
+    for _ in range(units // 4):
+        for line in range(unit_bytes // 16):
+            prefetch(w, PREFETCH + 64 * line)
+        scales = nibble_scales(load_pieces(u8x64, u8x16, w, 0, unit_bytes))
+        acc = add_super_block(w, act, acc, first_16(scales))
+        acc = add_super_block(w + unit_bytes, act + UNIT_BYTES, acc, second_16(scales))
+        acc = add_super_block(w + 2 * unit_bytes, act + 2 * UNIT_BYTES, acc, third_16(scales))
+        acc = add_super_block(w + 3 * unit_bytes, act + 3 * UNIT_BYTES, acc, fourth_16(scales))
+        w += 4 * unit_bytes
+        act += 4 * UNIT_BYTES
+    for _ in range(units % 4):
+        acc = add_super_block(w, act, acc, first_16(nibble_scales(four_times(load(u8x16, w, 0)))))
+        w += unit_bytes
+        act += UNIT_BYTES
+    return hsum(acc[0]) - hsum(acc[1])
 
 
 @inline
@@ -320,16 +351,62 @@ def dot_iq4_xs(at: int, act: int, acc: Any) -> Any:
     return add_codebook_products(act, acc, raised_codebook(), 128, a, b, i_quants.iq4_xs_scales(at, 0))
 
 
-_WITH_MINS = {"q2_k": dot_q2_k, "q3_k": dot_q3_k, "q4_k": dot_q4_k, "q5_k": dot_q5_k, "q6_k": dot_q6_k}
-_BY_PIECES = {"q4_0": dot_q4_0, "q4_1": dot_q4_1, "iq4_nl": dot_iq4_nl, "iq4_xs": dot_iq4_xs, "mxfp4": dot_mxfp4}
+# ---------------------------------------------------------------- ternary: one scale
+
+
+@inline
+def add_ternary_products(act: int, acc: Any, x: Any, y: Any, d: Any) -> Any:
+    """Add sums of levels 0..2, less the sums of the activations, times d."""
+    less_one = x + y - convert(i32x16, load(i16x16, act, TOTALS))
+    return muladd(convert(f32x16, less_one), splat(f32x16, d * load(types.float32, act, SCALES)), acc)
+
+
+@inline
+def dot_tq2_0(at: int, act: int, acc: Any) -> Any:
+    """256 values of TQ2_0."""
+    q = load(u8x64, at, 0)
+    x, y = dot4(splat(i32x16, 0), q & 3, halves(act, 0, 4)), dot4(splat(i32x16, 0), (q >> 2) & 3, halves(act, 1, 5))
+    x, y = dot4(x, (q >> 4) & 3, halves(act, 2, 6)), dot4(y, q >> 6, halves(act, 3, 7))
+    return add_ternary_products(act, acc, x, y, half_at(at, 64))
+
+
+@inline
+def dot_tq1_0(at: int, act: int, acc: Any) -> Any:
+    """256 values of TQ1_0."""
+    l0, l1, l2, l3, _, _ = ternary.unpack_tq1_0(at, 0)
+    x = dot4(splat(i32x16, 0), cast(u8x64, l0 + 1), load(i8x64, act, 0))
+    y = dot4(splat(i32x16, 0), cast(u8x64, l1 + 1), load(i8x64, act, 64))
+    x = dot4(x, cast(u8x64, l2 + 1), load(i8x64, act, 128))
+    y = dot4(y, cast(u8x64, l3 + 1), load(i8x64, act, 192))
+    return add_ternary_products(act, acc, x, y, half_at(at, 52))
+
+
+_WITH_MINS = {"q2_k": dot_q2_k, "q3_k": dot_q3_k, "q6_k": dot_q6_k}
+_NIBBLES = {"q4_k": (levels_q4_k, 144), "q5_k": (levels_q5_k, 176)}
+_ONE_SUM = {"q4_0": dot_q4_0, "q4_1": dot_q4_1, "mxfp4": dot_mxfp4, "tq1_0": dot_tq1_0, "tq2_0": dot_tq2_0}
+if HAS_DOT4:  # elsewhere unsigned operands may not exceed 127
+    _ONE_SUM |= {"iq4_nl": dot_iq4_nl, "iq4_xs": dot_iq4_xs}
 
 
 def direct_dot(t: TensorType) -> dict[str, Any] | None:
     """Return what ``dots.dot_row`` is bound to for a type that has a dot product of its own, else None."""
     name = t.name.lower()
     if name in _WITH_MINS:
-        start = two_sums_4 if name in ("q4_k", "q5_k") else two_sums
-        return {"dot_unit": _WITH_MINS[name], "start": start, "finish": minus_second}
-    if name in _BY_PIECES:
-        return {"dot_unit": _BY_PIECES[name], "start": one_sum, "finish": total}
+        return {"dot_unit": _WITH_MINS[name], "start": two_sums, "finish": minus_second}
+    if name in _ONE_SUM:
+        return {"dot_unit": _ONE_SUM[name], "start": one_sum, "finish": total}
     return None
+
+
+def direct_row(t: TensorType) -> Any:
+    """Return a ``dot_row`` of the type's own, else None."""
+    name = t.name.lower()
+    if name not in _NIBBLES:
+        return None
+    levels, size = _NIBBLES[name]
+    return specialize(
+        dot_nibble_row,
+        name,
+        add_super_block=specialize(add_nibble_products, name, nibble_levels=levels),
+        unit_bytes=size,
+    )

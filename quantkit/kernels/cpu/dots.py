@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 
 from quantkit.kernels.cpu import floats
 from quantkit.kernels.cpu.activations import OFFSETS, SCALES, SUMS, UNIT_BYTES, by_fours, sum_fours
-from quantkit.kernels.cpu.direct import direct_dot
+from quantkit.kernels.cpu.direct import direct_dot, direct_row
 from quantkit.kernels.cpu.jit import inline, specialize
 from quantkit.kernels.cpu.simd import (
     HAS_DOT4,
@@ -218,6 +218,6 @@ def row_dots(t: TensorType) -> tuple[Any, Any]:
         "copy_row_tail": specialize(copy_tail, name, unit_bytes=made.unit_bytes),
     }
     direct = direct_dot(t) or {"dot_unit": specialize(dot_unit_unpacked, name, **unit)}
-    one = specialize(dot_row, name, **direct, **row)
+    one = direct_row(t) or specialize(dot_row, name, **direct, **row)
     four = specialize(dot_row_by_4, name, dot_unit=specialize(dot_unit_by_4, name, **unit), **row)
     return one, four

@@ -168,7 +168,7 @@ def tile_float(panel: int, n: int, tokens: Any, out: int, ahead: int, step: int)
     store_tile(sums, out)
 
 
-LOADS = {
+LOADS: dict[str, dict[str, Any]] = {
     "F32": {"load_16": load_16_f32, "load_few": load_few_f32, "weight_bytes": 4},
     "F16": {"load_16": load_16_f16, "load_few": load_few_f16, "weight_bytes": 2},
     "BF16": {"load_16": load_16_bf16, "load_few": load_few_bf16, "weight_bytes": 2},

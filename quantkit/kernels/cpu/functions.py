@@ -32,6 +32,8 @@ from quantkit.kernels.cpu.simd import (
     vmin,
 )
 
+__all__ = ["erf", "exp", "load_part", "muladd", "round_f16", "sigmoid", "store_part", "tanh"]
+
 
 @intrinsic
 def round_f16(tyctx: Any, x: Any) -> Any:

@@ -142,6 +142,12 @@ def next_share(batch, n, nth, long_runs):
     return first, last
 
 
+@inline
+def run_of_units(unit, last, panels, count):
+    """How many units, up to ``last``, are done at once: of one pair's products a block holds 60 units of one expert."""
+    return min(last - unit, panels - unit % panels, BLOCK) if count == 1 else 1
+
+
 #: Bound anew for each kind of activation.
 gate_up: Any = None
 
@@ -189,16 +195,18 @@ def mul_mat_id(args, tid, nth):
     first, last = next_share(arg(args, 0), units, nth, few)
     while first < last:
         first_after, last_after = next_share(arg(args, 0), units, nth, few)
-        for unit in range(first, last):
+        unit = first
+        while unit < last:
             e, row = int_at(used, unit // panels), unit % panels * ROWS
-            rows = min(ROWS, n_out - row)
+            pairs, count = used + 4 * (n_expert + int_at(starts, e)), int_at(starts, e + 1) - int_at(starts, e)
+            run = run_of_units(unit, last, panels, count)
+            rows = min(run * ROWS, n_out - row)
             w = arg(args, _W) + e * arg(args, _EXPERT_BYTES) + row * arg(args, _ROW_BYTES)
-            after = unit + 1 if unit + 1 < last else first_after
+            after = unit + run if unit + run < last else first_after
             ahead = arg(args, _W) + arg(args, _ROW_BYTES) * (after % panels * ROWS)
             ahead += arg(args, _EXPERT_BYTES) * int_at(used, min(after, units - 1) // panels)
             bias = arg(args, _BIAS) + e * arg(args, _BIAS_STRIDE) + 4 * row if arg(args, _BIAS) else 0
             scale = factor_of(arg(args, _SCALE), e)
-            pairs, count = used + 4 * (n_expert + int_at(starts, e)), int_at(starts, e + 1) - int_at(starts, e)
             for begin in range(0, count, BLOCK):
                 n, at = min(BLOCK, count - begin), pairs + 4 * begin
                 number_rows(numbers, arg(args, _X_PER), at, n)
@@ -209,6 +217,7 @@ def mul_mat_id(args, tid, nth):
                         m = min(16, rows - r)
                         v = finished(products + 4 * (ROWS * i + r), scale, bias + 4 * r if bias else 0, m)
                         store_part(out, 4 * r, v, m)
+            unit += run
         first, last = first_after, last_after
 
 
@@ -243,10 +252,13 @@ def gate_by_expert(args, tid, nth):
     first, last = next_share(arg(args, 0), units, nth, few)
     while first < last:
         first_after, last_after = next_share(arg(args, 0), units, nth, few)
-        for unit in range(first, last):
+        unit = first
+        while unit < last:
             e, row = int_at(used, unit // panels), unit % panels * ROWS
-            rows = min(ROWS, n_out - row)
-            after = unit + 1 if unit + 1 < last else first_after
+            pairs, count = used + 4 * (n_expert + int_at(starts, e)), int_at(starts, e + 1) - int_at(starts, e)
+            run = run_of_units(unit, last, panels, count)
+            rows = min(run * ROWS, n_out - row)
+            after = unit + run if unit + run < last else first_after
             ahead = arg(args, _GATE) + row_bytes * (after % panels * ROWS)
             ahead += arg(args, _GATE_BYTES) * int_at(used, min(after, units - 1) // panels)
             gate = arg(args, _GATE) + e * arg(args, _GATE_BYTES) + row * row_bytes
@@ -254,7 +266,6 @@ def gate_by_expert(args, tid, nth):
             gate_bias = arg(args, _GATE_BIAS) + e * arg(args, _GATE_STRIDE) + 4 * row if arg(args, _GATE_BIAS) else 0
             up_bias = arg(args, _UP_BIAS) + e * arg(args, _UP_STRIDE) + 4 * row if arg(args, _UP_BIAS) else 0
             gate_scale, up_scale = factor_of(arg(args, _GATE_SCALE), e), factor_of(arg(args, _UP_SCALE), e)
-            pairs, count = used + 4 * (n_expert + int_at(starts, e)), int_at(starts, e + 1) - int_at(starts, e)
             for begin in range(0, count, BLOCK):
                 n, at = min(BLOCK, count - begin), pairs + 4 * begin
                 number_rows(numbers, arg(args, _X_PER), at, n)
@@ -267,6 +278,7 @@ def gate_by_expert(args, tid, nth):
                         g = finished(gates + k, gate_scale, gate_bias + 4 * r if gate_bias else 0, m)
                         u = finished(ups + k, up_scale, up_bias + 4 * r if up_bias else 0, m)
                         store_part(out, 4 * r, gate_up(g, u, alpha, gate_limit, act_limit, up_limit), m)
+            unit += run
         first, last = first_after, last_after
 
 

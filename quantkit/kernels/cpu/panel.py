@@ -92,6 +92,8 @@ def unpack_panel(w: int, row_bytes: int, rows: int, n: int, panel: int) -> None:
                 if partial:
                     copy_row_tail(at, n % 256, padded)
                     at = padded
+                for byte in range(0, unit_bytes, 64):  # 32 rows are more streams than the hardware follows
+                    prefetch_l2(at, unit_bytes + byte)
                 l0, l1, l2, l3, s, m = unpack(at, 0)
                 store(levels, 256 * r, operand(l0))
                 store(levels, 256 * r + 64, operand(l1))

@@ -22,7 +22,7 @@ from quantkit.kernels.cpu.team import call_operation
 from quantkit.types import TensorType
 
 #: Rows of activations from which on panels are unpacked, and most rows of one call (TOKENS divides it).
-MIN_PANEL = 8
+MIN_PANEL = 5
 BLOCK = 60
 #: Bytes of the products of a call, f32 [BLOCK, ROWS], and of the argument block of ``unit_products``.
 PRODUCTS_BYTES, UNIT_BLOCK_BYTES = 4 * ROWS * BLOCK, 128
@@ -66,7 +66,7 @@ def multiply_panel(
     """products[i, r] = row r of the panel times the i-th row of x; memory is asked for what comes after."""
     i, units = 0, (n_in + 255) // 256
     # Of what comes next, every unit of every tile fetches its share, in whole cache lines.
-    step = (ahead_bytes // (units * ((count + 3) // 6)) + 63) // 64 * 64
+    step = (ahead_bytes // (units * max(1, (count + 3) // 6)) + 63) // 64 * 64
     while i < count:
         to = products + 4 * ROWS * i
         i += multiply_tiles(panel, n_in, x, x_stride, numbers, i, count, to, ahead, min(step, ahead_bytes // units))

@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from numba import types
 
-from quantkit.kernels.cpu.functions import exp, load_part, muladd, store_part
+from quantkit.kernels.cpu.functions import exp, load_part, store_part
 from quantkit.kernels.cpu.jit import helper, inline
-from quantkit.kernels.cpu.simd import extract, f32x16, load, splat, stack_bytes, store
+from quantkit.kernels.cpu.simd import extract, f32x16, load, muladd, splat, stack_bytes, store
 from quantkit.kernels.cpu.tape import (
     N_TOKENS,
     POSITIONS,

@@ -232,12 +232,23 @@ def combine(args, tid, nth):
     for unit in range(first_of(units, tid, nth), first_of(units, tid + 1, nth)):
         row, first = unit // parts, unit % parts * PART
         x, out = arg(args, _X) + 4 * width * n_used * row, arg(args, _OUT) + 4 * width * row
-        for i in range(first, min(first + PART, width), 16):
-            n = min(16, width - i)
+        last = min(first + PART, width)
+        for i in range(first, last - 15, 16):
+            total = load(f32x16, x, 4 * i)
+            if weights:
+                total = total * load(types.float32, weights, 4 * row * n_used)
+            for j in range(1, n_used):
+                v = load(f32x16, x, 4 * (j * width + i))
+                if weights:
+                    v = v * load(types.float32, weights, 4 * (row * n_used + j))
+                total += v
+            store(out, 4 * i, total)
+        at, n = 4 * (last - last % 16), last % 16
+        if n:
             total = splat(f32x16, 0)
             for j in range(n_used):
-                v = load_part(f32x16, x, 4 * (j * width + i), n)
+                v = load_part(f32x16, x, 4 * j * width + at, n)
                 if weights:
                     v = v * load(types.float32, weights, 4 * (row * n_used + j))
                 total = v if j == 0 else total + v
-            store_part(out, 4 * i, total, n)
+            store_part(out, at, total, n)

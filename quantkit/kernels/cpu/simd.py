@@ -702,7 +702,7 @@ def _dot4(b: ir.IRBuilder, acc: ir.Value, x: ir.Value, y: ir.Value, signed: bool
             full = f"llvm.x86.avx512.vpdpbusd.{name}"
             return _split(b, lambda b, *v, f=full: _call(b, f, v[0].type, v), lanes // width, [acc, x, y])
     if "avx2" in FEATURES and lanes % 8 == 0:
-        return _split(b, lambda b, *v: _dot4_avx2(b, *v, signed), lanes // 8, [acc, x, y])
+        return _split(b, lambda b, a, u, v: _dot4_avx2(b, a, u, v, signed), lanes // 8, [acc, x, y])
     return _dot4_portable(b, acc, x, y, signed)
 
 
@@ -714,7 +714,7 @@ def dot4(tyctx: Any, acc: Any, x: Any, y: Any) -> Any:
     """
 
     def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        return _dot4(b, *args, signed=sig.args[1].elem.signed)
+        return _dot4(b, args[0], args[1], args[2], sig.args[1].elem.signed)
 
     return acc(acc, x, y), cg
 

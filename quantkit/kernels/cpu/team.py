@@ -215,7 +215,8 @@ class Team:
     """``threads`` threads (at most 62), the caller among them; they start with the first launch, and are daemons.
 
     ``pin`` names a CPU for each thread. It is off by default: beside other programs a pinned team waits for the one
-    thread whose CPU is taken. One launch at a time; a team is not shared by callers.
+    thread whose CPU is taken. Launches from several Python threads go one after another; a forked process starts
+    threads of its own.
     """
 
     def __init__(self, threads: int, pin: Sequence[int] | None = None) -> None:
@@ -228,22 +229,26 @@ class Team:
         self._words = np.zeros(SLEEPS + 16 * threads + 16, np.int64)
         start: int = self._words.__array_interface__["data"][0]
         self.control: int = (start + 127) // 128 * 128  #: address of the control block
-        self._words[(self.control - start) // 8 + THREADS] = threads
-        self._locks = [threading.Lock() for _ in range(threads)]
+        self._launching = threading.Lock()
+        self._locks: list[threading.Lock] = []
         self._failures: list[BaseException] = []
-        self._started = False
+        self._process = 0
 
     def launch(self, function: int, block: int) -> None:
         """Run function(block, thread, threads) on every thread; return when all are done."""
-        if not self._started:
-            self._start()
-        _wake(self.control, self._locks, function, block)
-        _take_part(self.control, 0)
+        with self._launching:
+            if self._process != os.getpid():
+                self._start()
+            _wake(self.control, self._locks, function, block)
+            _take_part(self.control, 0)
         if self._failures:
             raise RuntimeError("a thread of the team has failed") from self._failures[0]
 
     def _start(self) -> None:
-        self._started = True
+        self._process = os.getpid()
+        self._words[:] = 0
+        atomic_set(self.control, THREADS, self.threads)
+        self._locks = [threading.Lock() for _ in range(self.threads)]
         _work.compile((types.int64,) * 3)  # type: ignore[attr-defined]
         for t in range(1, self.threads):
             self._locks[t].acquire()
@@ -255,7 +260,7 @@ class Team:
         if self._pin is not None:
             os.sched_setaffinity(0, {self._pin[0]})
         if self.threads > 1:
-            weakref.finalize(self, _wake, self.control, self._locks, 0, 0).atexit = False
+            weakref.finalize(self, _end, self._words, self.control, self._locks).atexit = False
 
 
 def _wake(control: int, locks: list[threading.Lock], function: int, block: int) -> None:
@@ -265,6 +270,11 @@ def _wake(control: int, locks: list[threading.Lock], function: int, block: int) 
         for t in range(1, len(locks)):
             if sleepers >> t & 1:
                 locks[t].release()
+
+
+def _end(words: Any, control: int, locks: list[threading.Lock]) -> None:
+    """End the threads of a team that is no more; ``words`` keeps the control block in memory."""
+    _wake(control, locks, 0, 0)
 
 
 def _serve(words: Any, control: int, t: int, lock: Any, failures: list[BaseException], cpu: int | None) -> None:

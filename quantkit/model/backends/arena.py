@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.kernels.cpu.tape import Operation, address_of
-from quantkit.model.ops import Op
+from quantkit.model.ops import Matrix, Op
 
 ALIGNMENT = 128
 
@@ -47,7 +47,8 @@ Slot = int | float | Buffer | Within
 class Entry:
     """A step of a program: an operation with its slots, or something for Python to do (``call``) between two tapes.
 
-    independent: the next entry need not wait for this one. uses: buffers a call looks at.
+    independent: the next entry need not wait for this one. uses: buffers a call looks at. weights: what the operation
+    multiplies by, for reports.
     """
 
     op: Op | None
@@ -57,6 +58,7 @@ class Entry:
     in_place: tuple[Buffer, Buffer] | None = None
     call: Callable[[], None] | None = None
     uses: tuple[Buffer, ...] = ()
+    weights: tuple[Matrix, ...] = ()
 
     def buffers(self) -> list[Buffer]:
         """Return the buffers it names."""

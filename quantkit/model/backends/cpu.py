@@ -1,16 +1,18 @@
 """The backend ``cpu``: a graph, or any part of it, becomes a tape of numba operations that a thread team runs.
 
-compile: lower every operation to entries (lowering.py), place their buffers in one block of memory (arena.py), write
-argument blocks with the addresses. run: fill the batch block, launch the tape once. Python is between two launches
-only where an observer looks on, or where a model larger than memory lets weights go (streaming.py).
+compile: lower every operation to entries (lowering.py, cpu_ops.py), place their buffers in one block of memory
+(arena.py), write argument blocks with the addresses. run: fill the batch block, launch the tape once. Python is
+between two launches only where an observer looks on, or where a model larger than memory lets weights go
+(streaming.py).
 """
 
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from quantkit.kernels.cpu.team import Team
 from quantkit.model.backends import Limits, Observer
 from quantkit.model.backends.accumulators import Accumulator, NotFinite, not_finite
 from quantkit.model.backends.arena import Entry, Memory, place
+from quantkit.model.backends.cpu_ops import lower
 from quantkit.model.backends.lowering import Lowering
 from quantkit.model.backends.streaming import Stage, pages, stages, streamed
 from quantkit.model.batch import Batch
@@ -29,11 +32,16 @@ from quantkit.model.ops import Op, Value
 
 @dataclass(frozen=True)
 class Timing:
-    """How long an entry of the tape took, its barrier included: the operation of the graph it belongs to, its name."""
+    """How long an entry of the tape took, its barrier included.
+
+    op: the operation of the graph that it belongs to; name: its own, with the type of the weight it reads;
+    weight_bytes: of that weight (of all experts, used or not).
+    """
 
     op: Op | None
     name: str
     nanoseconds: float
+    weight_bytes: int
 
 
 class CPUBackend:
@@ -63,14 +71,16 @@ class CPUProgram:
         self._backend, self.limits = backend, limits
         self._block = BatchBlock(backend.team, limits.n_ubatch, limits.n_ctx)
         self._batch: Batch | None = None
+        weak = weakref.WeakMethod(self._view)  # or a program, with its caches, would live until Python looks for cycles
+        report = weakref.WeakMethod(self._report)
         self._low = Lowering(
             backend.source,
             limits,
             backend.team.threads,
             self._block.address,
             backend.observer,
-            self._view,
-            self._report,
+            lambda value: cast(Callable[[Value], Any], weak())(value),
+            lambda of, row: cast(Callable[[str, int], None], report())(of, row),
         )
         self.not_finite: list[NotFinite] = []
         made = {value for op in ops for value in op.outputs()}
@@ -95,7 +105,7 @@ class CPUProgram:
             if i + 1 < len(plan) and goes[i + 1]:
                 self._advise(plan[i + 1], "MADV_WILLNEED")
             for op in ops[stage.first : stage.end]:
-                self._low.lower(op)
+                lower(self._low, op)
             if goes[i]:
                 self._advise(stage, "MADV_DONTNEED")
         self.streams = any(goes)
@@ -138,9 +148,7 @@ class CPUProgram:
 
     def run(self, batch: Batch) -> None:
         """Carry out all operations for a batch of at most ``n_ubatch`` tokens; ValueError for one that cannot be."""
-        self._check(batch)
-        self._block.set(batch.tokens, batch.positions, batch.sequences, batch.outputs)
-        self._batch = batch
+        self._begin(batch)
         for step in self._steps:
             if isinstance(step, Tape):
                 step.run()
@@ -162,19 +170,21 @@ class CPUProgram:
         return self._low.accumulators
 
     def profile(self, batch: Batch) -> list[Timing]:
-        """Run a batch and return how long every entry took."""
-        self._check(batch)
-        self._block.set(batch.tokens, batch.positions, batch.sequences, batch.outputs)
-        self._batch = batch
+        """Run a batch and return how long every entry of the tape took."""
+        self._begin(batch)
         timings = []
         runs = iter(self._runs)
         for step in self._steps:
-            if not isinstance(step, Tape):
+            if isinstance(step, Tape):
+                timings += [_timing(e, t) for e, t in zip(next(runs), step.run_timed(), strict=True)]
+            else:
                 step()
-                continue
-            for entry, t in zip(next(runs), step.run_timed(), strict=True):
-                timings.append(Timing(entry.op, entry.operation.name if entry.operation else "", float(t)))
         return timings
+
+    def _begin(self, batch: Batch) -> None:
+        self._check(batch)
+        self._block.set(batch.tokens, batch.positions, batch.sequences, batch.outputs)
+        self._batch = batch
 
     def _check(self, batch: Batch) -> None:
         """Kernels trust these numbers."""
@@ -217,3 +227,10 @@ class CPUProgram:
         """Forget what recurrent layers keep of a sequence, or of all."""
         for state in self._low.states.values():
             state[slice(None) if sequence is None else sequence] = 0
+
+
+def _timing(entry: Entry, nanoseconds: float) -> Timing:
+    assert entry.operation is not None
+    names = [entry.operation.name.strip("_"), *dict.fromkeys(m.tensor.type.name for m in entry.weights)]
+    nbytes = sum(m.tensor.type.row_bytes(m.n_in) * m.n_out * m.n_matrices for m in entry.weights)
+    return Timing(entry.op, " ".join(names), float(nanoseconds), nbytes)

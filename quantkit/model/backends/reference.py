@@ -195,7 +195,7 @@ def _clamp(p: ReferenceProgram, op: Clamp) -> None:
 
 def _norm(p: ReferenceProgram, op: Norm) -> None:
     x = p.values[op.x]
-    g = x.reshape(len(x), -1, op.group)
+    g = x.reshape(len(x), x.shape[1] // op.group, op.group)
     if op.kind == "layer":
         g = g - g.mean(-1, keepdims=True, dtype=np.float64).astype(f32)
     square = np.square(g, dtype=np.float64)

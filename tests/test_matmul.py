@@ -1,0 +1,301 @@
+"""Matrix products against numpy, from the same quantized activations: every type, few and many rows, awkward shapes.
+
+Weights end where a page that nobody may read begins, so a kernel that reads past a row's end does not go unnoticed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_cpu_names import CPUS
+
+from quantkit.kernels import dequantize, quantize
+from quantkit.kernels.cpu import activations
+from quantkit.kernels.cpu.activations import ROW_GAP, SCALES, SUMS, UNIT_BYTES, activation_format, row_bytes
+from quantkit.kernels.cpu.glu import limits
+from quantkit.kernels.cpu.matmul import mul_mat, products_of, scratch_bytes, up_gate, up_gate_scratch_bytes
+from quantkit.kernels.cpu.tape import Batch, Tape, address_of
+from quantkit.kernels.cpu.team import Team
+from quantkit.kernels.cpu.unpack import FAMILY_FILES
+from quantkit.model.ops import Activation
+from quantkit.types import BY_NAME
+
+HERE = Path(__file__).parent
+TYPES = ["F32", "F16", "BF16", *FAMILY_FILES]
+TEAMS = {n: Team(n) for n in (1, 2, 3)}
+MOST = 70
+
+
+def aligned(n):
+    space = np.zeros(n + 64, np.uint8)
+    start = -address_of(space) % 64
+    return space[start : start + n]
+
+
+def before_a_forbidden_page(data):
+    """Return a copy of the bytes that ends at the end of the readable memory."""
+    pages = -(-data.size // mmap.PAGESIZE) + 1
+    space = mmap.mmap(-1, pages * mmap.PAGESIZE)
+    array = np.frombuffer(space, np.uint8)
+    end = (pages - 1) * mmap.PAGESIZE
+    array[end - data.size : end] = data.reshape(-1)
+    libc = ctypes.CDLL(None, use_errno=True)
+    last = ctypes.c_void_p(address_of(array) + end)
+    assert libc.mprotect(last, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    return array[end - data.size : end].reshape(data.shape)
+
+
+def weights(t, n_out, n_in, seed=0):
+    """Return rows of a type as bytes, and as float64: random levels under scales of about one."""
+    rng = np.random.default_rng(seed)
+    if t.block == 1:
+        data = quantize(rng.standard_normal((n_out, n_in)).astype(np.float32), t)
+    else:
+        blocks = rng.integers(0, 256, (n_out * n_in // t.block, t.block_bytes), dtype=np.uint8)
+        for kind, at in (field.split("@") for field in t.scales.split()):
+            if kind == "f16":
+                scale = rng.uniform(0.25, 1, (len(blocks), 1)).astype("<f2").view(np.uint8)
+                blocks[:, int(at) : int(at) + 2] = scale
+            elif kind == "e8m0":
+                blocks[:, int(at)] = rng.integers(120, 128, len(blocks))
+            elif kind == "ue4m3":
+                blocks[:, int(at)] = rng.integers(0x28, 0x48, len(blocks))
+            else:  # IQ1_M: the four digits of a half float lie at the top of four words
+                words = blocks[:, int(at) : int(at) + 8].view("<u2")
+                words[:] = (words & 0x0FFF) | (np.array([0, 0, 8, 3], "<u2") << 12)
+        data = blocks.reshape(n_out, -1)
+    return before_a_forbidden_page(data), dequantize(data, t, n_in).astype(np.float64)
+
+
+class Rows:
+    """Rows of x in the format of a type, made by the operation that makes them."""
+
+    def __init__(self, t, x, threads=1):
+        self.x, self.kind, n = x, activation_format(t), x.shape[1]
+        self.stride = row_bytes(self.kind, n)
+        self.bytes = aligned(len(x) * self.stride)
+        if self.kind == "f32":
+            self.bytes[:] = x.view(np.uint8).reshape(-1)
+            return
+        team = TEAMS[threads]
+        batch = Batch(team, MOST)
+        batch.set(np.zeros(len(x), np.int32))
+        made = activations.quantize(self.kind)
+        block = made.block(batch=batch.address, x=address_of(x), out=address_of(self.bytes), n=n, rows_of=0, per=1)
+        Tape(team, batch, [(made, block)]).run()
+
+    def part(self, byte, count, dtype):
+        """Return a field of all units, [rows, units * count]."""
+        units = self.bytes.reshape(len(self.x), -1)[:, :-ROW_GAP].reshape(len(self.x), -1, UNIT_BYTES)
+        size = count * np.dtype(dtype).itemsize
+        return np.ascontiguousarray(units[:, :, byte : byte + size]).view(dtype).reshape(len(self.x), -1)
+
+    def values(self):
+        """Return what the rows stand for, float64."""
+        if not self.kind.startswith("q8"):
+            return self.bytes.view(np.float32).reshape(self.x.shape).astype(np.float64)
+        levels = self.part(0, 256, np.int8).astype(np.float64)
+        return (levels * np.repeat(self.part(SCALES, 16, np.float32), 16, axis=1))[:, : self.x.shape[1]]
+
+
+def expected(t, data, w, rows):
+    """Return (products, sums of magnitudes) in float64; in q8_1 a minimum is multiplied by the rounded s."""
+    y = rows.values()
+    products = y @ w.T
+    if rows.kind == "q8_1":
+        blocks = data.reshape(len(data), -1, t.block_bytes)
+        m = np.ascontiguousarray(blocks[:, :, 2:4]).view("<f2")[:, :, 0].astype(np.float64)
+        s = rows.part(SUMS, 16, np.float32)[:, ::2].astype(np.float64)[:, : m.shape[1]]
+        products += (s - y.reshape(len(y), -1, 32).sum(2)) @ m.T
+    return products, np.abs(y) @ np.abs(w.T)
+
+
+def multiply(t, data, n_out, rows, threads=1, bias=None, scale=None, pad=3):
+    """Return mul_mat's result; the output's rows are ``pad`` values longer than the result, and stay as they were."""
+    team, (count, n_in) = TEAMS[threads], rows.x.shape
+    batch = Batch(team, MOST)
+    batch.set(np.zeros(count, np.int32))
+    out = np.full((count, n_out + pad), -7, np.float32)
+    each = -(-scratch_bytes(t, n_in) // 64) * 64
+    scratch = aligned(threads * each)
+    block = mul_mat.block(
+        batch=batch.address, x=address_of(rows.bytes), x_stride=rows.stride, w=address_of(data),
+        row_bytes=data.strides[0], products=products_of(t), n_in=n_in, n_out=n_out, out=address_of(out),
+        out_stride=out.strides[0], rows_of=0, per=1, bias=0 if bias is None else address_of(bias),
+        scale=0 if scale is None else address_of(scale), scratch=address_of(scratch), scratch_bytes=each,
+    )  # fmt: skip
+    Tape(team, batch, [(mul_mat, block)]).run()
+    assert (out[:, n_out:] == -7).all()
+    return out[:, :n_out]
+
+
+def shapes(t):
+    """(n_out, n_in): whole panels and parts of one, whole units and rows that end within one."""
+    tails = {1: [(5, 1), (37, 77), (33, 300)], 256: []}.get(t.block, [(37, t.block), (33, 512 + t.block)])
+    return [(32, 256), (1, 512), (70, 768), *tails]
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_products(name):
+    t, rng = BY_NAME[name], np.random.default_rng(1)
+    for n_out, n_in in shapes(t):
+        data, w = weights(t, n_out, n_in)
+        x = (rng.standard_normal((64, n_in)) * np.exp(rng.standard_normal(n_in))).astype(np.float32)
+        for count in (1, 2, 3, 4, 5, 7, 8, 13, 33, 61, 64):
+            rows = Rows(t, x[:count])
+            out, (products, magnitudes) = multiply(t, data, n_out, rows), expected(t, data, w, rows)
+            worst = np.max(np.abs(out - products) / magnitudes)
+            assert worst < 5e-7, f"{n_out} x {n_in}, {count} rows: {worst}"
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "F16"])
+@pytest.mark.parametrize("count", [2, 40])
+def test_any_number_of_threads_gives_the_same_bits(name, count):
+    t = BY_NAME[name]
+    data, _ = weights(t, 101, 512)
+    x = np.random.default_rng(2).standard_normal((count, 512)).astype(np.float32)
+    one = multiply(t, data, 101, Rows(t, x))
+    for threads in (2, 3):
+        rows = Rows(t, x, threads)
+        assert np.array_equal(rows.bytes, Rows(t, x).bytes)
+        assert np.array_equal(multiply(t, data, 101, rows, threads), one)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "IQ4_XS", "Q8_0", "Q5_1"])
+def test_a_product_hardly_depends_on_its_company(name):
+    """One row alone, four at a time, and in a tile: only the order of additions in f32 differs."""
+    t = BY_NAME[name]
+    data, _ = weights(t, 64, 2048)
+    x = np.random.default_rng(3).standard_normal((64, 2048)).astype(np.float32)
+    many = multiply(t, data, 64, Rows(t, x))
+    for count in (1, 4):
+        few = multiply(t, data, 64, Rows(t, x[:count]))
+        assert np.mean((few - many[:count]) ** 2) < 1e-12 * np.mean(many**2)
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_scale_and_bias(count):
+    t, rng = BY_NAME["Q4_K"], np.random.default_rng(4)
+    data, w = weights(t, 45, 256)
+    bias, scale = rng.standard_normal(45).astype(np.float32) * 100, np.array([2.5], np.float32)
+    rows = Rows(t, rng.standard_normal((count, 256)).astype(np.float32))
+    out, (products, magnitudes) = multiply(t, data, 45, rows, bias=bias, scale=scale), expected(t, data, w, rows)
+    assert np.all(np.abs(out - (2.5 * products + bias)) < 1e-6 * (2.5 * magnitudes + np.abs(bias)))
+
+
+def test_rows_of_a_larger_value_for_each_head():
+    """Heads: x and out begin within a row, and rows lie further apart than they are long."""
+    t, rng = BY_NAME["Q8_0"], np.random.default_rng(5)
+    x = rng.standard_normal((20, 64)).astype(np.float32)
+    rows = Rows(t, x)
+    data, _ = weights(t, 32, 64)
+    every_other = Rows(t, x[::2].copy())
+    every_other.bytes, every_other.stride = rows.bytes, 2 * rows.stride
+    assert np.array_equal(multiply(t, data, 32, every_other), multiply(t, data, 32, rows)[::2])
+
+
+@pytest.mark.parametrize("kind", ["silu", "swiglu_oai"])
+@pytest.mark.parametrize("count", [1, 11, 64])
+@pytest.mark.parametrize(("up_name", "gate_name"), [("Q4_K", "Q4_K"), ("Q4_K", "Q8_0")])
+def test_up_gate(kind, count, up_name, gate_name):
+    """Fused, and the two products by themselves: the same numbers under the activation."""
+    up_type, gate_type, rng = BY_NAME[up_name], BY_NAME[gate_name], np.random.default_rng(6)
+    a = Activation(kind, gate_limit=40.0, up_limit=30.0)
+    n_out, n_in, threads = 71, 512, 2
+    x = rng.standard_normal((count, n_in)).astype(np.float32)
+    slots, plain = {}, {}
+    scale = np.array([0.02], np.float32)
+    keep = []
+    for side, t in (("up", up_type), ("gate", gate_type)):
+        data, _ = weights(t, n_out, n_in, seed=len(side))
+        rows, bias = Rows(t, x), rng.standard_normal(n_out).astype(np.float32)
+        plain[side] = multiply(t, data, n_out, rows, bias=bias, scale=scale).astype(np.float64)
+        slots |= {
+            side: address_of(data), f"{side}_row_bytes": data.strides[0], f"{side}_products": products_of(t),
+            f"{side}_x": address_of(rows.bytes), f"{side}_x_stride": rows.stride, f"{side}_bias": address_of(bias),
+            f"{side}_scale": address_of(scale),
+        }  # fmt: skip
+        keep.append((data, rows, bias))
+    team, out = TEAMS[threads], np.zeros((count, n_out), np.float32)
+    batch = Batch(team, MOST)
+    batch.set(np.zeros(count, np.int32))
+    each = up_gate_scratch_bytes(up_type, gate_type, n_in)
+    scratch = aligned(threads * each)
+    op = up_gate(a)
+    block = op.block(
+        batch=batch.address, **slots, n_in=n_in, n_out=n_out, out=address_of(out), out_stride=out.strides[0],
+        rows_of=0, per=1, scratch=address_of(scratch), scratch_bytes=each, **limits(a),
+    )  # fmt: skip
+    Tape(team, batch, [(op, block)]).run()
+    g, u = np.minimum(plain["gate"], 40), np.clip(plain["up"], -30, 30)
+    alpha, plus = (1.702, 1) if kind == "swiglu_oai" else (1, 0)
+    with np.errstate(over="ignore"):  # e^-x is infinite where the activation is 0
+        gated = g / (1 + np.exp(-alpha * g)) * (u + plus)
+    assert np.allclose(out, gated, rtol=2e-5, atol=1e-5)
+
+
+# ---------------------------------------------------------------- the peer, and other CPUs
+
+
+def awkward_rows(n):
+    """Rows of activations: random, zeros and denormals in blocks, ties, a spike, integers."""
+    rng = np.random.default_rng(7)
+    x = (rng.standard_normal((7, n)) * np.exp(rng.standard_normal((7, n)))).astype(np.float32)
+    x[1, :32], x[1, 40:64] = 0, 0
+    x[2] = np.round(x[2])
+    x[3] = 0
+    x[3, 5] = -1e6
+    x[4] = np.resize(np.array([1, -1, 0.5, -0.5], np.float32), n)
+    x[5] = np.resize(np.array([-1, 1, 0.5, -0.5], np.float32), n)
+    x[6] *= np.float32(1e-3)
+    return x
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize(("kind", "name", "size", "field"), [
+    ("q8_0", "quantize_row_q8_0", 34, 2), ("q8_1", "quantize_row_q8_1", 36, 4), ("q8_k", "quantize_row_q8_K", 292, 4),
+])  # fmt: skip
+@pytest.mark.parametrize("n", [256, 2048, 352])
+def test_quantized_activations_are_ggmls(kind, name, size, field, n, llama_bin):
+    block = 256 if kind == "q8_k" else 32
+    n = n // block * block
+    library = ctypes.CDLL(str(llama_bin / "libggml-cpu.so"))
+    t = BY_NAME[{"q8_0": "Q8_0", "q8_1": "Q4_1", "q8_k": "Q4_K"}[kind]]
+    x = awkward_rows(n)
+    rows = Rows(t, x)
+    ours, scales = rows.part(0, 256, np.int8), rows.part(SCALES, 16, np.float32)
+    for i, row in enumerate(x):
+        theirs = np.zeros((n // block, size), np.uint8)
+        getattr(library, name)(ctypes.c_void_p(address_of(row)), ctypes.c_void_p(address_of(theirs)), ctypes.c_int64(n))
+        levels = theirs[:, field : field + block].view(np.int8).reshape(-1)
+        assert np.array_equal(ours[i, :n], levels)
+        assert not ours[i, n:].any()
+        d = theirs[:, :2].copy().view("<f2") if block == 32 else theirs[:, :4].copy().view("<f4")
+        d = np.repeat(d.reshape(-1).astype(np.float32), block // 16)
+        assert np.array_equal(scales[i, : n // 16], d)
+        totals = levels.reshape(-1, 16).sum(1, dtype=np.int64)
+        if kind == "q8_1":
+            s = theirs[:, 2:4].copy().view("<f2").reshape(-1).astype(np.float32)
+            assert np.array_equal(rows.part(SUMS, 16, np.float32)[i, : n // 16 : 2], s)
+        else:
+            assert np.array_equal(rows.part(SUMS, 16, np.float32)[i, : n // 16], d * totals.astype(np.float32))
+        assert np.array_equal(rows.part(activations.TOTALS, 16, np.int16)[i, : n // 16], totals)
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_other_cpus(cpu):
+    """AVX2 multiplies magnitudes and signs, SSE2 widens; F16 without conversion instructions."""
+    name, features = CPUS[cpu]
+    environment = os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
+    wanted = "test_products and (Q4_K or Q8_0 or IQ4_XS or F16) and not BF16"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", wanted, __file__]
+    run = subprocess.run(command, env=environment, cwd=HERE.parent, capture_output=True, text=True)
+    assert run.returncode == 0, f"{cpu}: {run.stdout[-6000:]}\n{run.stderr[-2000:]}"
+    assert "4 passed" in run.stdout
