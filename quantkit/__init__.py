@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from quantkit.compare import compare
     from quantkit.errors import QuantkitError
     from quantkit.evaluate import kld, logits, perplexity
-    from quantkit.imatrix import imatrix
+    from quantkit.imatrix import ImatrixOptions, imatrix
     from quantkit.inspect import inspect
     from quantkit.merge import merge_up_gate, split_up_gate
     from quantkit.model.engine import load
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ImatrixOptions",
     "QuantizeOptions",
     "QuantkitError",
     "__version__",
@@ -47,6 +48,7 @@ __all__ = [
 
 #: The module of every name above.
 _HOME = {
+    "ImatrixOptions": "imatrix",
     "QuantizeOptions": "quantize",
     "QuantkitError": "errors",
     "bench": "bench",

@@ -24,6 +24,7 @@ WORDS = "golden or row_range or awkward"
 #: Of the engine: three zoo models take in every kind of operation, and some types their products.
 ENGINE = {
     "test_engine_zoo.py": "fused-CPU and not unfused and (llama-dense or qwen3next or gpt-oss)",
+    "test_observers.py": "exact",
     "test_matmul.py": "test_products and (Q4_K or IQ4_XS or Q8_0 or Q5_1)",
 }
 

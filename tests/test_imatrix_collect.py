@@ -15,7 +15,7 @@ from quantkit.errors import FormatError, QualityGate, QuantkitError, RecipeError
 from quantkit.evaluate import perplexity
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.formats.imatrix import read_imatrix
-from quantkit.imatrix import Options, Watcher, difference, filled_experts, imatrix, merge
+from quantkit.imatrix import ImatrixOptions, Watcher, difference, filled_experts, imatrix, merge
 from quantkit.imatrix.collect import ALL_EXPERTS_KEY, DROPPED_KEY
 from quantkit.imatrix.covariance import covariance
 from quantkit.merge import merge_up_gate
@@ -28,8 +28,8 @@ TOKENS = np.random.default_rng(1).integers(0, 100, N_CTX * N).astype(np.int32)
 RUN: dict[str, Any] = {"threads": 2, "kv_type": "f32"}
 
 
-def options(**more: Any) -> Options:
-    return Options(**({"n_ctx": N_CTX, "n_batch": 2 * N_CTX, "output_frequency": 2} | more))
+def options(**more: Any) -> ImatrixOptions:
+    return ImatrixOptions(**({"n_ctx": N_CTX, "n_batch": 2 * N_CTX, "output_frequency": 2} | more))
 
 
 @pytest.fixture(scope="module")
@@ -306,7 +306,7 @@ def test_conversations_go_through_the_template(chatty: Path, tiny_moe: Path, dat
         {"conversations": [{"from": "human", "value": words[3000:]}, {"from": "gpt", "value": "b"}]},
     ]
     chats.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    options = Options(n_ctx=64, overwrite=True)
+    options = ImatrixOptions(n_ctx=64, overwrite=True)
     found = imatrix(chatty, (), tmp_path / "chat.gguf", chat=[chats], options=options, threads=2)
     with open_gguf(tiny_moe) as file:
         from quantkit.formats.tokenizer import Tokenizer
@@ -413,7 +413,7 @@ def test_the_command_refuses(arguments: list[str], words: str, tiny_moe: Path) -
 def calibrated(tiny_moe: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tiny") / "imatrix.gguf"
     text = data / "tiny-moe-calibration.txt"
-    imatrix(tiny_moe, [text], out, options=Options(n_ctx=256, ppl=False, fill="none"), threads=2)
+    imatrix(tiny_moe, [text], out, options=ImatrixOptions(n_ctx=256, ppl=False, fill="none"), threads=2)
     return out
 
 
@@ -431,7 +431,7 @@ def test_tiny_moe_is_as_both_runtimes_have_it(reference: str, limit: float, cali
 
 
 #: An encoder's search jumps: adding up in float32 as llama-imatrix does, and not exactly, alone changes 0.9 % of the
-#: blocks of Q4_K_M (their weighted error by 4e-5), another order of summation in the products about as many.
+#: blocks of Q4_K_M. llama-imatrix's own files with and without flash attention give 98.7 % and 98.8 %.
 @pytest.mark.parametrize(("preset", "least"), [("Q4_K_M", 0.985), ("Q3_K_M", 0.99)])
 def test_a_model_quantized_with_it_is_the_same(
     preset: str, least: float, calibrated: Path, tiny_moe: Path, data: Path, tmp_path: Path

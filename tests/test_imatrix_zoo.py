@@ -13,7 +13,7 @@ import test_mla
 
 from quantkit.formats.gguf import Field, ValueType, open_gguf, write_gguf
 from quantkit.formats.imatrix import ImatrixEntry, read_imatrix
-from quantkit.imatrix import Options, expected_tensors, imatrix
+from quantkit.imatrix import ImatrixOptions, expected_tensors, imatrix
 from quantkit.model.arch import ARCHS
 from quantkit.model.graph import build_graph
 from quantkit.model.observers import observe
@@ -93,7 +93,7 @@ def test_sums_are_those_of_llama_imatrix(name: str, tmp_path: Path, llama_bin: P
     program = [llama_bin / "llama-imatrix", "-m", model, "-f", text, "-o", tmp_path / "theirs.gguf", "--process-output"]
     done = subprocess.run([*program, *numbers], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    options = Options(n_ctx=N_CTX, n_batch=2 * N_CTX, process_output=True)
+    options = ImatrixOptions(n_ctx=N_CTX, n_batch=2 * N_CTX, process_output=True)
     ours = imatrix(model, [text], tmp_path / "ours.gguf", options=options, kv_type="f32", threads=2)
     assert ours.imatrix is not None
     theirs = read_imatrix(tmp_path / "theirs.gguf")

@@ -25,7 +25,7 @@ from quantkit.helpers import format_seconds, format_size, printable
 from quantkit.imatrix import (
     FILLS,
     Collected,
-    Options,
+    ImatrixOptions,
     Similarity,
     Watcher,
     apply_fill,
@@ -208,7 +208,7 @@ def _collect(output: Path | None, in_files: Sequence[Path], given: Mapping[str, 
         found.coverage.check(given["require_coverage"])
 
 
-def _options(given: Mapping[str, Any]) -> Options:
+def _options(given: Mapping[str, Any]) -> ImatrixOptions:
     if given["chunks"] == 0 or given["chunks"] < -1:
         raise click.BadParameter("a number above 0, or -1 for all", param_hint="--chunks")
     same = (
@@ -216,7 +216,7 @@ def _options(given: Mapping[str, Any]) -> Options:
         " layer_similarity names fill resume overwrite"
     )
     chunks = given["chunks"] if given["chunks"] > 0 else None
-    return Options(**{name: given[name] for name in same.split()}, chunks=chunks, from_chunk=given["chunk"])
+    return ImatrixOptions(**{name: given[name] for name in same.split()}, chunks=chunks, from_chunk=given["chunk"])
 
 
 class _Report(Watcher):
@@ -336,7 +336,7 @@ def _merge_only(output: Path, in_files: Sequence[Path], given: Mapping[str, Any]
 
 
 def _covariance(
-    given: Mapping[str, Any], options: Options, texts: Mapping[str, Any], run: LoadOptions, found: Collected
+    given: Mapping[str, Any], options: ImatrixOptions, texts: Mapping[str, Any], run: LoadOptions, found: Collected
 ) -> None:
     from quantkit.imatrix.covariance import covariance
 

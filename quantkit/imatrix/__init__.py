@@ -13,7 +13,7 @@ Raw data are sums of x^2 and token counts (quantkit.formats.imatrix); everything
 
 from __future__ import annotations
 
-from quantkit.imatrix.collect import Collected, Options, Similarity, Watcher, imatrix
+from quantkit.imatrix.collect import Collected, ImatrixOptions, Similarity, Watcher, imatrix
 from quantkit.imatrix.coverage import Coverage, CoverageGroup, TensorCoverage, coverage, expected_tensors
 from quantkit.imatrix.difference import Difference, TensorDifference, difference
 from quantkit.imatrix.files import Merged, Names, convert, merge, with_names
@@ -31,7 +31,7 @@ __all__ = [
     "LayerStatistics",
     "Merged",
     "Names",
-    "Options",
+    "ImatrixOptions",
     "Similarity",
     "Statistics",
     "TensorCoverage",

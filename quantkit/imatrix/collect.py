@@ -61,7 +61,7 @@ I32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Options:
+class ImatrixOptions:
     """What is collected, and how it is written.
 
     Args:
@@ -138,7 +138,7 @@ def imatrix(
     chat: Sequence[str | Path] = (),
     tokens: npt.ArrayLike | None = None,
     in_files: Sequence[str | Path] = (),
-    options: Options | None = None,
+    options: ImatrixOptions | None = None,
     watcher: Watcher | None = None,
     **run: Unpack[LoadOptions],
 ) -> Collected:
@@ -155,7 +155,7 @@ def imatrix(
         QuantkitError: too little text, an output that exists, or no chunk without NaN.
     """
     started = time.perf_counter()
-    options = options or Options()
+    options = options or ImatrixOptions()
     path = None if output is None else Path(output)
     _check(options, path, run)
     earlier = [read_imatrix(each) for each in in_files]
@@ -168,7 +168,7 @@ def imatrix(
         return collector.finish(started)
 
 
-def _check(options: Options, path: Path | None, run: LoadOptions) -> None:
+def _check(options: ImatrixOptions, path: Path | None, run: LoadOptions) -> None:
     fusion = run.get("fusion")
     if path is not None and fusion is not None and fusion != Fusion.none():
         raise RecipeError(
@@ -187,7 +187,7 @@ def _check(options: Options, path: Path | None, run: LoadOptions) -> None:
         raise QuantkitError(f"{path}: its folder does not exist")
 
 
-def _check_new(path: Path, options: Options) -> None:
+def _check_new(path: Path, options: ImatrixOptions) -> None:
     """Raise QuantkitError if something is there already that is not an interrupted run's."""
     resumes = options.resume and state_of(path).exists()
     for each in (path, *([_everywhere(path)] if options.all_experts else [])):
@@ -207,7 +207,7 @@ def _has_latents(model: str | Path) -> bool:
     return arch_by_name(name).attention == "mla"
 
 
-def _rewrite(options: Options, collects: bool, latent: bool) -> Callable[[Graph], Graph]:
+def _rewrite(options: ImatrixOptions, collects: bool, latent: bool) -> Callable[[Graph], Graph]:
     def rewrite(graph: Graph) -> Graph:
         if collects:
             graph = observe(
@@ -223,7 +223,7 @@ def parts_of(
     files: Sequence[str | Path],
     chat: Sequence[str | Path],
     tokens: npt.ArrayLike | None,
-    options: Options,
+    options: ImatrixOptions,
 ) -> list[Part]:
     """Return the tokens of all texts, conversations and ids that are given. RecipeError if there are none."""
     if not files and not chat and tokens is None:
@@ -252,7 +252,7 @@ class _Collector:
         self,
         model: Model,
         text: Chunks,
-        options: Options,
+        options: ImatrixOptions,
         path: Path | None,
         watcher: Watcher,
         earlier: Sequence[Imatrix],

@@ -28,7 +28,7 @@ from quantkit.evaluate.passes import LoadOptions, bos_of, run_windows
 from quantkit.formats.gguf import Field, ValueType, layout_gguf
 from quantkit.formats.ranges import sync
 from quantkit.helpers import format_size
-from quantkit.imatrix.collect import Options, parts_of
+from quantkit.imatrix.collect import ImatrixOptions, parts_of
 from quantkit.imatrix.texts import Chunks, cut
 from quantkit.model.engine import Model, load
 from quantkit.model.fusion import Fusion
@@ -68,7 +68,7 @@ def covariance(
     *,
     chat: Sequence[str | Path] = (),
     tokens: npt.ArrayLike | None = None,
-    options: Options | None = None,
+    options: ImatrixOptions | None = None,
     weighting: Weighting = "both",
     without: Collection[int] = (),
     passed: Callable[[int, int, str], None] | None = None,
@@ -86,7 +86,7 @@ def covariance(
         ResourceError: one matrix alone does not fit max_ram.
         QuantkitError: the output exists, or a chunk brings values that are no numbers.
     """
-    options = options or Options()
+    options = options or ImatrixOptions()
     path = Path(output)
     if weighting not in get_args(Weighting):
         raise RecipeError(f"no weighting {weighting!r}; there are {', '.join(get_args(Weighting))}")
@@ -142,7 +142,7 @@ def _passes(found: Sequence[Input], weighting: Weighting, budget: int) -> list[l
 def _run(
     model: str | Path,
     text: Chunks,
-    options: Options,
+    options: ImatrixOptions,
     weighting: Weighting,
     without: Collection[int],
     units: Sequence[_Unit],
