@@ -163,9 +163,7 @@ _IDS, _WEIGHTS, _LOGITS, _BIAS, _N_EXPERT, _N_USED, _N_GROUP, _N_GROUP_USED = ra
 _GATING, _NORM, _ROWS_OF, _SCALE, _SUM_FLOOR = range(9, 14)
 
 
-@operation(
-    "batch ids weights logits bias n_expert n_used n_group n_group_used gating norm rows_of scale:f sum_floor:f"
-)
+@operation("batch ids weights logits bias n_expert n_used n_group n_group_used gating norm rows_of scale:f sum_floor:f")
 def route(args, tid, nth):
     """Choose experts, token by token."""
     n, n_used, gating = arg(args, _N_EXPERT), arg(args, _N_USED), arg(args, _GATING)
