@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.gguf import GGUFFile, open_gguf
-from quantkit.helpers import available_cpus
+from quantkit.helpers import available_cpus, format_size
 from quantkit.model.backends import Backend, Limits, Observer, Program
 from quantkit.model.backends.reference import Reference
 from quantkit.model.batch import Batch, Floats, Ints
@@ -24,7 +24,7 @@ from quantkit.model.fusion import Decision, Fusion, fuse
 from quantkit.model.graph import build_graph
 from quantkit.model.hparams import HParams
 from quantkit.model.merged import MergedSource
-from quantkit.model.ops import Graph
+from quantkit.model.ops import Embed, Graph
 from quantkit.model.placement import Placement, Segment, cut, devices_of
 
 #: Is called with the index of a block's first output and its logits [k, n_vocab], valid during the call.
@@ -125,6 +125,23 @@ class Model:
     def close(self) -> None:
         """Close the file; sessions must not be used after it."""
         self.source.close()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of how this model runs: weights that do not fit ``max_ram``."""
+        if self.max_ram is None:
+            return ()
+        sizes = [sum(m.tensor.nbytes for m in set(op.matrices())) for op in self.graph.ops if not isinstance(op, Embed)]
+        total, largest = sum(sizes), max(sizes, default=0)
+        if total <= self.max_ram:
+            return ()
+        budget = format_size(self.max_ram)
+        lines = [f"the weights take {format_size(total)}, more than --max-ram {budget}: every pass reads them anew"]
+        if largest > self.max_ram:
+            lines.append(
+                f"one operation reads {format_size(largest)} of weights: memory exceeds --max-ram {budget} there"
+            )
+        return tuple(lines)
 
     @cached_property
     def tokenizer(self) -> Any:
