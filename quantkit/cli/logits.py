@@ -21,8 +21,8 @@ from quantkit.cli.evaluation import (
 )
 from quantkit.cli.options import GroupedCommand, option
 from quantkit.evaluate import logits
+from quantkit.evaluate.passes import opened
 from quantkit.helpers import format_size
-from quantkit.model.engine import load
 
 
 @click.command("logits", cls=GroupedCommand)
@@ -63,7 +63,7 @@ def command(
     """
     text, ids = given_text(file, prompt, tokens)
     check_json_target(json_to)
-    with load(model, n_ctx=n_ctx, **load_options(run)) as loaded:
+    with opened(model, n_ctx, load_options(run)) as loaded:
         for note in loaded.notes:
             click.echo(f"note: {note}", err=True)
         found = logits(loaded, text, tokens=ids, output=output, overwrite=overwrite, n_batch=run["n_batch"])
