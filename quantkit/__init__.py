@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quantkit.compare import compare
     from quantkit.errors import QuantkitError
     from quantkit.evaluate import kld, logits, perplexity
+    from quantkit.imatrix import imatrix
     from quantkit.inspect import inspect
     from quantkit.merge import merge_up_gate, split_up_gate
     from quantkit.model.engine import load
@@ -31,6 +32,7 @@ __all__ = [
     "bench",
     "calibration",
     "compare",
+    "imatrix",
     "inspect",
     "kld",
     "load",
@@ -50,6 +52,7 @@ _HOME = {
     "bench": "bench",
     "calibration": "calibration",
     "compare": "compare",
+    "imatrix": "imatrix",
     "inspect": "inspect",
     "kld": "evaluate",
     "load": "model.engine",

@@ -28,6 +28,7 @@ from quantkit.pipeline.metadata import (
     parse_override,
     prune_metadata,
     prune_names,
+    set_calibration,
     set_imatrix,
     set_provenance,
     set_quantization,
@@ -418,6 +419,7 @@ def _metadata(draft: _Draft, request: Request) -> Metadata:
         draft.notes += prune_metadata(metadata, str(source.get("general.architecture")), options.prune_layers)
         prune_record(metadata, options.prune_layers)
     if not options.no_provenance:
+        set_calibration(metadata, None if options.hide_imatrix else draft.imatrix)
         set_provenance(metadata, _provenance(draft, request))
     return metadata
 

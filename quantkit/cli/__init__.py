@@ -20,7 +20,7 @@ COMMANDS = {
     "perplexity": "Measure the perplexity of a text; keep the logits as a base for kld.",
     "kld": "Measure the KL divergence of a model from base logits.",
     "logits": "Write the logits that a model computes for some tokens.",
-    "imatrix": "Importance matrices: show, compare, merge and convert them.",
+    "imatrix": "Importance matrices: collect, show, compare, merge and convert them.",
     "calibration": "Build a text to calibrate on, and one to evaluate on, from local files.",
     "bench": "Measure how fast a model runs: prompts and generation, fused and not.",
     "sweep-bench": "Measure speed step by step while a context fills.",

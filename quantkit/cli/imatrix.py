@@ -1,4 +1,7 @@
-"""``quantkit imatrix``: the group, ``merge`` and ``convert``; ``show`` and ``diff`` have files of their own."""
+"""``quantkit imatrix``: the group, ``merge`` and ``convert``.
+
+Collecting (no command), ``show`` and ``diff`` have files of their own.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
+from quantkit.cli.imatrix_collect import collect, collect_options
 from quantkit.cli.imatrix_diff import diff
 from quantkit.cli.imatrix_show import show
 from quantkit.cli.options import GroupedCommand, option
@@ -29,19 +34,39 @@ class ImatrixGroup(click.Group):
         self.format_commands(ctx, formatter)
 
 
-@click.group("imatrix", cls=ImatrixGroup)
-def command() -> None:
-    """Importance matrices: read, compare, merge and convert them.
+@click.group("imatrix", cls=ImatrixGroup, invoke_without_command=True)
+@collect_options
+@click.pass_context
+def command(ctx: click.Context, /, **given: Any) -> None:
+    """Importance matrices: collect them; read, compare, merge and convert them.
+
+    Without a command, texts go through a model and what comes into every weight is added up, as llama-imatrix does,
+    with all its options. Fused operations are off by themselves, and what an importance matrix lacks is always shown.
 
     Files of llama.cpp (GGUF and .dat) and ik_llama.cpp (.dat) are read, both formats are written, and both trees'
     llama-quantize take what is written.
 
     \b
+    quantkit imatrix -m model-bf16.gguf -f calibration.txt -o imatrix.gguf
+    quantkit imatrix -m model-bf16.gguf --chat chats.jsonl -f code.txt -c 2048 --process-output
+    quantkit imatrix -m model-Q8_0.gguf -f text.txt --layer-similarity --plot layers.svg
     quantkit imatrix show -m model-bf16.gguf imatrix.gguf
     quantkit imatrix diff old.gguf new.gguf --fail-above 0.01
     quantkit imatrix merge code.gguf chat.gguf -o both.gguf
     quantkit imatrix convert imatrix.gguf imatrix.dat
     """
+    if ctx.invoked_subcommand is None:
+        if not any(ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in given):
+            click.echo(ctx.get_help())
+            ctx.exit(0)
+        collect(ctx, given)
+        return
+    said = [name for name in given if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if said:
+        raise click.UsageError(
+            f"--{said[0].replace('_', '-')} belongs to a collection, not to {ctx.invoked_subcommand}: options of a"
+            " command stand behind it"
+        )
 
 
 def shared_options(function: Any) -> Any:

@@ -30,6 +30,7 @@ from quantkit.evaluate.passes import (
     LoadOptions,
     Model,
     bos_of,
+    note_calibration,
     note_context,
     opened,
     run_windows,
@@ -128,6 +129,7 @@ def perplexity(
             stack.enter_context(sink)
         notes: list[str] = list(loaded.notes)
         note_context(loaded, n_ctx, notes)
+        note_calibration(loaded, text, notes)
         bos = bos_of(loaded, notes)
         run = _Run(windows, first, sink, progress)
         run_windows(loaded, windows, first, run.score, run.done, n_batch=n_batch, bos=bos, threads=load.get("threads"))

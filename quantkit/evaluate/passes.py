@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Protocol, TypedDict
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.calibration.overlap import SKETCH_KEYS, overlap, sketch_of
 from quantkit.errors import FormatError, QuantkitError
 from quantkit.evaluate.scores import TILE
+from quantkit.formats.imatrix import Imatrix
 from quantkit.helpers import available_cpus
 
 if TYPE_CHECKING:
+    from quantkit.formats.gguf import GGUFFile
     from quantkit.model.fusion import Fusion
     from quantkit.model.placement import Placement
 
@@ -115,6 +118,18 @@ def note_context(model: Model, n_ctx: int, notes: list[str]) -> None:
         notes.append(f"the model was trained on {model.n_ctx_train} tokens of context, {n_ctx} are used")
 
 
+def note_calibration(model: Model, text: str | bytes | None, notes: list[str]) -> None:
+    """Note a text that the model's importance matrix was computed on, as far as the file tells."""
+    source: GGUFFile | None = getattr(model, "source", None)
+    if text is None or source is None:
+        return
+    known = {key: source.fields[key] for key in SKETCH_KEYS if key in source.fields}
+    found = sketch_of(Imatrix(Path(model.path), {}, extra=known))
+    warning = overlap(text, found).warning if found is not None else None
+    if warning is not None:
+        notes.append(f"warning: {warning}")
+
+
 def text_tokens(model: Model, text: str | bytes | None, tokens: npt.ArrayLike | None) -> I32:
     """Return the tokens to evaluate, int32 [n]: given ones as they are, or those of a text, special ones added."""
     if (text is None) == (tokens is None):
@@ -142,14 +157,16 @@ def run_windows(
     n_batch: int,
     bos: int | None,
     threads: int | None = None,
+    session: Session | None = None,
 ) -> None:
     """Evaluate windows, int32 [n, n_ctx], and score positions ``first`` to n_ctx - 2 of each.
 
     max(1, n_batch // n_ctx) windows make a pass. ``done(begin, end)`` is called after each, from this thread.
+    ``session``, if given, has room for a pass.
     """
     n, n_ctx = windows.shape
     n_seq = min(n, max(1, n_batch // n_ctx))
-    session = model.session(n_ctx, n_seq)
+    session = session or model.session(n_ctx, n_seq)
     wanted = np.zeros(n_ctx, bool)
     wanted[first : n_ctx - 1] = True
     with ThreadPoolExecutor(threads or available_cpus()) as pool:

@@ -1,5 +1,6 @@
-"""Importance matrices as files: what they say, what they lack, how they differ, how several become one.
+"""Importance matrices: collected from texts; as files, what they say, lack, how they differ, how several become one.
 
+    imatrix      runs texts through a model and adds up what comes into every weight (collect.py)
     statistics   llama-imatrix's --show-statistics: moments of each weight's input, and what changes between layers
     coverage     what a matrix lacks for a model: entries, experts without tokens, values that are no numbers
     difference   how two matrices differ, weight by weight
@@ -12,6 +13,7 @@ Raw data are sums of x^2 and token counts (quantkit.formats.imatrix); everything
 
 from __future__ import annotations
 
+from quantkit.imatrix.collect import Collected, Options, Similarity, Watcher, imatrix
 from quantkit.imatrix.coverage import Coverage, CoverageGroup, TensorCoverage, coverage, expected_tensors
 from quantkit.imatrix.difference import Difference, TensorDifference, difference
 from quantkit.imatrix.files import Merged, Names, convert, merge, with_names
@@ -21,6 +23,7 @@ from quantkit.imatrix.statistics import LayerStatistics, Statistics, TensorStati
 
 __all__ = [
     "FILLS",
+    "Collected",
     "Coverage",
     "CoverageGroup",
     "Difference",
@@ -28,10 +31,13 @@ __all__ = [
     "LayerStatistics",
     "Merged",
     "Names",
+    "Options",
+    "Similarity",
     "Statistics",
     "TensorCoverage",
     "TensorDifference",
     "TensorStatistics",
+    "Watcher",
     "apply_fill",
     "convert",
     "coverage",
@@ -39,6 +45,7 @@ __all__ = [
     "expert_counts",
     "expected_tensors",
     "filled_experts",
+    "imatrix",
     "merge",
     "raw",
     "statistics",

@@ -18,6 +18,7 @@ from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.gguf import GGUFFile, open_gguf
 from quantkit.helpers import available_cpus, format_size
 from quantkit.model.backends import Backend, Limits, Observer, Program
+from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.backends.reference import Reference
 from quantkit.model.batch import Batch, Floats, Ints
 from quantkit.model.fusion import Decision, Fusion, fuse
@@ -43,6 +44,7 @@ def load(
     placement: Placement | None = None,
     max_ram: int | None = None,
     observer: Observer | None = None,
+    rewrite: Callable[[Graph], Graph] | None = None,
 ) -> Model:
     """Open a model to run it; its weights stay in the mapped file.
 
@@ -57,6 +59,7 @@ def load(
         placement: which tensors lie on which device; all on the CPU without.
         max_ram: bytes of weights to keep in memory; without, the system decides.
         observer: sees the input of every multiplication.
+        rewrite: adds operations that look on (observers.py) before any are fused; says nothing about fusion.
 
     Raises:
         FormatError: the file is broken, or lacks what its architecture needs.
@@ -74,6 +77,7 @@ def load(
         placement=placement or Placement(),
         max_ram=max_ram,
         observer=observer,
+        rewrite=rewrite,
     )
 
 
@@ -93,6 +97,7 @@ class Model:
         placement: Placement,
         max_ram: int | None,
         observer: Observer | None,
+        rewrite: Callable[[Graph], Graph] | None = None,
     ) -> None:
         if observer is not None and fusion != Fusion.none():
             raise RecipeError("a run that observes activations has no fused operations: leave the fusion switches away")
@@ -107,6 +112,8 @@ class Model:
         self.arch = self.h.arch
         self.n_embd, self.n_layer, self.n_ctx_train = self.h.n_embd, self.h.n_layer, self.h.n_ctx_train
         graph = build_graph(self.source, n_ctx)
+        if rewrite is not None:
+            graph = rewrite(graph)
         self.n_vocab = graph.logits.width
         self._backends: dict[str, Backend] = {}
         placement.check(available_devices())
@@ -194,6 +201,18 @@ class Session:
             for segment, program in zip(model.segments, self._programs, strict=True)
             for value in segment.leaves
         }
+
+    @property
+    def accumulators(self) -> dict[str, Accumulator]:
+        """What operations that look on have added up in all runs so far, live; observers.py says what they hold."""
+        return {of: found for program in self._programs for of, found in program.accumulators.items()}
+
+    def take_not_finite(self) -> list[NotFinite]:
+        """Return where values were no numbers since the last call, in the order of the layers."""
+        found = [where for program in self._programs for where in program.not_finite]
+        for program in self._programs:
+            program.not_finite.clear()
+        return found
 
     def clear(self, sequence: int | None = None) -> None:
         """Forget a sequence, or all of them."""

@@ -484,6 +484,60 @@ class Observe(Op):
     ids: Value | None = None
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SumColumns(Op):
+    """Add up x^2 and x of every column, by expert if there are ids, into the accumulator ``of``, run after run.
+
+    names: the weights whose input this is. x has one row a token, or one per (t, j), as in MulMatId.
+    """
+
+    WRITES: ClassVar[tuple[str, ...]] = ()
+
+    x: Value
+    of: str
+    names: tuple[str, ...]
+    ids: Value | None = None
+    n_mat: int = 1
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Covariance(Op):
+    """Add up x x^T of all rows into the accumulator ``of``; by expert, of ``experts`` first ... end, if there are ids.
+
+    weights, one value per (t, j): every row also counts with its square (``weighted``), or only so (not ``plain``).
+    """
+
+    WRITES: ClassVar[tuple[str, ...]] = ()
+
+    x: Value
+    of: str
+    names: tuple[str, ...]
+    ids: Value | None = None
+    weights: Value | None = None
+    experts: tuple[int, int] = (0, 1)
+    plain: bool = True
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Similarity(Op):
+    """Add up the cosine of a's and b's row of every token into the accumulator ``of``."""
+
+    WRITES: ClassVar[tuple[str, ...]] = ()
+
+    a: Value
+    b: Value
+    of: str
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CountUp(Op):
+    """out, integer: first, first + 1, ... in every row: every token goes through these experts (statistics only)."""
+
+    out: Value
+    like: Value
+    first: int
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A forward pass: operations in order, and the value that holds the logits."""

@@ -23,6 +23,8 @@ _OVERRIDE_TYPES = {
 _OVERRIDE_TYPES |= {t.name.lower().replace("uint", "u").replace("int", "i"): t for t in ValueType if "INT" in t.name}
 _OVERRIDE_TYPES |= {"f32": ValueType.FLOAT32, "f64": ValueType.FLOAT64, "string": ValueType.STRING}
 _BLOCK = re.compile(r"blk\.(\d+)\.")
+#: Keys of a sketch of the calibration text (quantkit.calibration.overlap).
+_CALIBRATION = "quantkit.calibration."
 #: llama-quantize keeps this many bytes of a file or dataset name (char val_str[128]).
 _NAME_BYTES = 127
 
@@ -166,6 +168,14 @@ def set_imatrix(metadata: Metadata, imatrix: Imatrix, name: str, n_entries: int,
 
 def _cut(text: str) -> str:
     return text.encode("utf-8", "surrogateescape")[:_NAME_BYTES].decode("utf-8", "surrogateescape")
+
+
+def set_calibration(metadata: Metadata, imatrix: Imatrix | None) -> None:
+    """Keep what an importance matrix tells of its text (quantkit.calibration.*), so that evaluations can warn."""
+    metadata.remove(*(f.key for f in metadata.fields() if f.key.startswith(_CALIBRATION)))
+    for field in imatrix.extra.values() if imatrix is not None else ():
+        if field.key.startswith(_CALIBRATION):
+            metadata.set(field)
 
 
 def set_provenance(metadata: Metadata, facts: Mapping[str, str]) -> None:

@@ -6,10 +6,11 @@ entered in ``backend_of``. Values cross between backends, or between two segment
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.batch import Batch, Floats, Ints
 from quantkit.model.ops import Op, Value
 
@@ -31,7 +32,16 @@ class Limits:
 
 
 class Program(Protocol):
-    """Operations made ready to run, with the caches and states they own."""
+    """Operations made ready to run, with the caches and states they own.
+
+    accumulators: what operations that look on have added up so far, by ``of``. not_finite: values among what they saw
+    that are no numbers, by run; emptied by whoever acts upon it.
+    """
+
+    not_finite: list[NotFinite]
+
+    @property
+    def accumulators(self) -> Mapping[str, Accumulator]: ...
 
     def run(self, batch: Batch) -> None:
         """Carry out all operations for a batch of at most ``n_ubatch`` tokens."""

@@ -21,6 +21,7 @@ from quantkit.kernels.cpu.tape import Batch as BatchBlock
 from quantkit.kernels.cpu.tape import Tape
 from quantkit.kernels.cpu.team import Team
 from quantkit.model.backends import Limits, Observer
+from quantkit.model.backends.accumulators import Accumulator, NotFinite, not_finite
 from quantkit.model.backends.arena import Entry, Memory, place
 from quantkit.model.backends.cpu_ops import lower
 from quantkit.model.backends.lowering import Lowering
@@ -71,6 +72,7 @@ class CPUProgram:
         self._block = BatchBlock(backend.team, limits.n_ubatch, limits.n_ctx)
         self._batch: Batch | None = None
         weak = weakref.WeakMethod(self._view)  # or a program, with its caches, would live until Python looks for cycles
+        report = weakref.WeakMethod(self._report)
         self._low = Lowering(
             backend.source,
             limits,
@@ -78,7 +80,9 @@ class CPUProgram:
             self._block.address,
             backend.observer,
             lambda value: cast(Callable[[Value], Any], weak())(value),
+            lambda of, row: cast(Callable[[str, int], None], report())(of, row),
         )
+        self.not_finite: list[NotFinite] = []
         made = {value for op in ops for value in op.outputs()}
         self._takes = {value for op in ops for value in op.inputs()} - made
         for value in self._takes:
@@ -150,6 +154,20 @@ class CPUProgram:
                 step.run()
             else:
                 step()
+        for op, bad, per in self._low.watched:
+            found = bad[bad > 0]
+            if len(found):
+                self._report(op.of, (int(found.min()) - 1) // per)
+                bad[:] = 0
+
+    def _report(self, of: str, row: int) -> None:
+        assert self._batch is not None
+        self.not_finite.append(not_finite(of, self._batch, row))
+
+    @property
+    def accumulators(self) -> dict[str, Accumulator]:
+        """What operations that look on have added up so far."""
+        return self._low.accumulators
 
     def profile(self, batch: Batch) -> list[Timing]:
         """Run a batch and return how long every entry of the tape took."""

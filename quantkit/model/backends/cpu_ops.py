@@ -14,7 +14,8 @@ import numpy as np
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cpu import attention, cache, elementwise, glu, matmul, moe, norms, recurrent, rope, route
 from quantkit.kernels.cpu.tape import Operation
-from quantkit.model.backends.arena import Entry, Slot, Within
+from quantkit.model.backends import looking_on
+from quantkit.model.backends.arena import Slot, Within
 from quantkit.model.backends.lowering import LINE, Lowering, expert_bytes_of, row_bytes_of, rows
 from quantkit.model.ops import (
     Activate,
@@ -35,7 +36,6 @@ from quantkit.model.ops import (
     MulMats,
     MultiplyBy,
     Norm,
-    Observe,
     Op,
     Repeat,
     Rope,
@@ -428,21 +428,6 @@ def _delta_net(b: Lowering, op: DeltaNet) -> None:
     )
 
 
-# ---------------------------------------------------------------- looking on
-
-
-def _observe(b: Lowering, op: Observe) -> None:
-    observer, view = b.observer, b.view
-    if observer is None:
-        return
-
-    def look() -> None:
-        observer(op.of, view(op.x), None if op.ids is None else view(op.ids))
-
-    seen = (op.x,) if op.ids is None else (op.x, op.ids)
-    b.entries.append(Entry(op, call=look, uses=tuple(b.buffer(value) for value in seen)))
-
-
 LOWER: Mapping[type[Op], Callable[[Lowering, Any], None]] = {
     Embed: _embed,
     SelectOutputs: _select_outputs,
@@ -472,7 +457,7 @@ LOWER: Mapping[type[Op], Callable[[Lowering, Any], None]] = {
     Attention: _attention,
     Convolve: _convolve,
     DeltaNet: _delta_net,
-    Observe: _observe,
+    **looking_on.LOWER,
 }
 
 

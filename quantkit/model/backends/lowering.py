@@ -18,12 +18,16 @@ from quantkit.kernels import dequantize
 from quantkit.kernels.cpu import matmul, moe
 from quantkit.kernels.cpu.tape import Operation, address_of
 from quantkit.model.backends import Limits, Observer
+from quantkit.model.backends.accumulators import Accumulator, Report, new_accumulator
 from quantkit.model.backends.arena import Buffer, Entry, Slot
 from quantkit.model.ops import (
     Cache,
+    Covariance,
     Matrix,
     Op,
+    Similarity,
     State,
+    SumColumns,
     Value,
 )
 from quantkit.types import BY_NAME
@@ -35,7 +39,8 @@ LINE = 64
 class Lowering:
     """Collects the entries of one program, and all that their slots name.
 
-    batch: address of the batch block; view: returns the rows of a value in the current run.
+    batch: address of the batch block; view: returns the rows of a value in the current run; report: is told of values
+    that operations which look on find to be no numbers.
     """
 
     def __init__(
@@ -46,13 +51,17 @@ class Lowering:
         batch: int,
         observer: Observer | None,
         view: Callable[[Value], Any],
+        report: Report,
     ) -> None:
         self.source, self.limits, self.threads, self.batch = source, limits, threads, batch
-        self.observer, self.view = observer, view
+        self.observer, self.view, self.report = observer, view, report
         self.entries: list[Entry] = []
         self.values: dict[Value, Buffer] = {}
         self.caches: dict[Cache, tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]] = {}
         self.states: dict[State, npt.NDArray[np.float32]] = {}
+        self.accumulators: dict[str, Accumulator] = {}
+        #: Of every SumColumns the rows that threads found not to be finite, and how many rows a token has.
+        self.watched: list[tuple[SumColumns, npt.NDArray[np.int64], int]] = []
         self.n_vocab = 0  # of the embeddings, 0 if they are not here
         self.op: Op | None = None  # the operation being lowered
         self._scratch = Buffer("scratch", LINE, kept_after=True, set_before=True)
@@ -107,6 +116,12 @@ class Lowering:
         if of not in self.states:
             self.states[of] = np.zeros((self.limits.n_seq, of.width), np.float32)
         return address_of(self.states[of])
+
+    def accumulator(self, op: SumColumns | Covariance | Similarity) -> Accumulator:
+        """Return the accumulator of an operation that looks on; several may share one."""
+        if op.of not in self.accumulators:
+            self.accumulators[op.of] = new_accumulator(op)
+        return self.accumulators[op.of]
 
     # ------------------------------------------------------------ weights
 

@@ -16,6 +16,15 @@ import numpy as np
 from quantkit.formats.gguf import GGUFFile
 from quantkit.kernels import dequantize
 from quantkit.model.backends import Limits, Observer
+from quantkit.model.backends.accumulators import (
+    Accumulator,
+    NotFinite,
+    covariance,
+    new_accumulator,
+    not_finite,
+    similarity,
+    sum_columns,
+)
 from quantkit.model.batch import Batch, Floats, Ints
 from quantkit.model.ops import (
     Activate,
@@ -27,6 +36,8 @@ from quantkit.model.ops import (
     Clamp,
     Combine,
     Convolve,
+    CountUp,
+    Covariance,
     DeltaNet,
     Embed,
     Glu,
@@ -48,8 +59,10 @@ from quantkit.model.ops import (
     Scale,
     ScaleByPosition,
     SelectOutputs,
+    Similarity,
     Softcap,
     State,
+    SumColumns,
     Take,
     UpGate,
     UpGateId,
@@ -94,6 +107,11 @@ class ReferenceProgram:
         self.values: dict[Value, Any] = {}
         self.caches: dict[Cache, tuple[Floats, Floats]] = {}
         self.states: dict[tuple[State, int], Floats] = {}
+        self.accumulators: dict[str, Accumulator] = {}
+        self.not_finite: list[NotFinite] = []
+        for op in ops:
+            if isinstance(op, SumColumns | Covariance | Similarity) and op.of not in self.accumulators:
+                self.accumulators[op.of] = new_accumulator(op)
 
     def run(self, batch: Batch) -> None:
         """Carry out all operations for a batch; afterwards ``read`` gives the values."""
@@ -127,6 +145,9 @@ class ReferenceProgram:
         if position == 0 or (state, sequence) not in self.states:
             self.states[state, sequence] = np.zeros(state.width, f32)
         return self.states[state, sequence]
+
+    def report(self, of: str, row: int) -> None:
+        self.not_finite.append(not_finite(of, self.batch, row))
 
     def cells(self) -> Any:
         return self.batch.sequences.astype(np.int64) * self.n_ctx + self.batch.positions
@@ -536,6 +557,24 @@ def _observe(p: ReferenceProgram, op: Observe) -> None:
         p.backend.observer(op.of, p.values[op.x], None if op.ids is None else p.values[op.ids])
 
 
+def _sum_columns(p: ReferenceProgram, op: SumColumns) -> None:
+    sum_columns(op, p.accumulators[op.of], p.values[op.x], None if op.ids is None else p.values[op.ids], p.report)
+
+
+def _covariance(p: ReferenceProgram, op: Covariance) -> None:
+    ids, weights = (None if value is None else p.values[value] for value in (op.ids, op.weights))
+    covariance(op, p.accumulators[op.of], p.values[op.x], ids, weights, p.report)
+
+
+def _similarity(p: ReferenceProgram, op: Similarity) -> None:
+    similarity(op, p.accumulators[op.of], p.values[op.a], p.values[op.b], p.report)
+
+
+def _count_up(p: ReferenceProgram, op: CountUp) -> None:
+    row = np.arange(op.first, op.first + op.out.width, dtype=np.int32)
+    p.values[op.out] = np.tile(row, (p.batch.rows(op.out.outputs), 1))
+
+
 RUN: dict[type[Op], Callable[[ReferenceProgram, Any], None]] = {
     Embed: _embed,
     SelectOutputs: _select_outputs,
@@ -566,4 +605,8 @@ RUN: dict[type[Op], Callable[[ReferenceProgram, Any], None]] = {
     Convolve: _convolve,
     DeltaNet: _delta_net,
     Observe: _observe,
+    SumColumns: _sum_columns,
+    Covariance: _covariance,
+    Similarity: _similarity,
+    CountUp: _count_up,
 }

@@ -1,0 +1,85 @@
+"""Operations that look on, in the cpu backend: sums in kernels, everything else in numpy between two tapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quantkit.kernels.cpu import observers
+from quantkit.kernels.cpu.tape import address_of
+from quantkit.model.backends.accumulators import covariance, similarity
+from quantkit.model.backends.arena import Entry, Slot
+from quantkit.model.ops import CountUp, Covariance, Observe, Op, Similarity, SumColumns
+
+if TYPE_CHECKING:
+    from quantkit.model.backends.lowering import Lowering
+
+
+def _observe(b: Lowering, op: Observe) -> None:
+    observer, view = b.observer, b.view
+    if observer is None:
+        return
+
+    def look() -> None:
+        observer(op.of, view(op.x), None if op.ids is None else view(op.ids))
+
+    seen = (op.x,) if op.ids is None else (op.x, op.ids)
+    b.entries.append(Entry(op, call=look, uses=tuple(b.buffer(value) for value in seen)))
+
+
+def _sum_columns(b: Lowering, op: SumColumns) -> None:
+    to, bad = b.accumulator(op), np.zeros(b.threads, np.int64)
+    common: dict[str, Slot] = {"x": b.buffer(op.x), "width": op.x.width, "sums": address_of(to["sums"])}
+    common |= {"bad": b.array(bad)}
+    if op.ids is None:
+        entry = b.emit(
+            observers.sum_columns,
+            count=address_of(to["counts"]),
+            rows_of=int(op.x.outputs),
+            per=op.x.per,
+            **common,
+        )
+        entry.independent = True  # it only reads
+        b.watched.append((op, bad, op.x.per))
+        return
+    plan = b.plan(op.ids, op.n_mat)
+    per = op.ids.width if op.x.per == 1 else 1
+    counts = address_of(to["counts"])
+    entry = b.emit(observers.sum_columns_id, x_per=per, plan=plan, n_expert=op.n_mat, counts=counts, **common)
+    entry.independent = True
+    b.watched.append((op, bad, op.ids.width))
+
+
+def _count_up(b: Lowering, op: CountUp) -> None:
+    out = b.buffer(op.out)
+    b.emit(observers.count_up, out=out, first=op.first, n_used=op.out.width, rows_of=int(op.out.outputs))
+
+
+def _covariance(b: Lowering, op: Covariance) -> None:
+    to, view, report = b.accumulator(op), b.view, b.report
+
+    def look() -> None:
+        ids, weights = (None if value is None else view(value) for value in (op.ids, op.weights))
+        covariance(op, to, view(op.x), ids, weights, report)
+
+    b.entries.append(Entry(op, call=look, uses=tuple(b.buffer(value) for value in op.inputs())))
+
+
+def _similarity(b: Lowering, op: Similarity) -> None:
+    to, view, report = b.accumulator(op), b.view, b.report
+
+    def look() -> None:
+        similarity(op, to, view(op.a), view(op.b), report)
+
+    b.entries.append(Entry(op, call=look, uses=tuple(b.buffer(value) for value in op.inputs())))
+
+
+LOWER: Mapping[type[Op], Callable[[Lowering, Any], None]] = {
+    Observe: _observe,
+    SumColumns: _sum_columns,
+    Covariance: _covariance,
+    Similarity: _similarity,
+    CountUp: _count_up,
+}

@@ -1,0 +1,368 @@
+"""Operations that look on, put into a graph: what an importance matrix, a covariance, a similarity are made of.
+
+    every_token     the last layer goes on with all tokens, as the others do, and not only with those whose logits count
+    observe         the sums of squares of every weight's input; what reads one value shares one accumulator
+    similarity      the cosine of what goes into and comes out of every layer, its attention, its feed-forward part
+    covariances     x x^T of the inputs that are asked for
+
+They add operations and change none, so that the logits stay what they are.
+
+Latent attention (MLA) has two forms, and a file's weights may be quantized for either, so the inputs of attn_kv_b (the
+latent row), attn_k_b (the queries' columns that do not rotate, by head) and attn_v_b (the mixture of latent rows that
+a head attends to) are recorded whichever of them the file has. In the expanded form that mixture is computed for the
+statistics alone, by a second attention whose values are the latent rows; its cache takes n_head * kv_lora_rank values
+a token and layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from quantkit.errors import RecipeError
+from quantkit.model.ops import (
+    Activate,
+    Add,
+    Attention,
+    Cache,
+    CacheWrite,
+    CountUp,
+    Covariance,
+    Glu,
+    Graph,
+    Join,
+    MulMat,
+    MulMatHeads,
+    MulMatId,
+    MulMats,
+    Op,
+    Repeat,
+    Route,
+    SelectOutputs,
+    Similarity,
+    SumColumns,
+    Take,
+    UpGate,
+    UpGateId,
+    Value,
+)
+
+#: Prefix of accumulators of --all-experts: every token through every expert.
+ALL_EXPERTS = "all experts: "
+#: Experts that are computed together for these.
+_GROUP = 8
+
+_KV_B, _K_B, _V_B = "attn_kv_b.weight", "attn_k_b.weight", "attn_v_b.weight"
+
+
+@dataclass(frozen=True)
+class Input:
+    """A value that weights multiply: by expert if there are ids; ``at`` is the operation that first reads it."""
+
+    x: Value
+    ids: Value | None
+    names: tuple[str, ...]
+    n_mat: int
+    at: Op
+
+
+# ---------------------------------------------------------------- all tokens
+
+
+def every_token(graph: Graph) -> Graph:
+    """Return the graph with the choice of outputs moved from the last layer to just before the output matrix."""
+    renamed: dict[Value, Value] = {}
+
+    def of_all(value: Value) -> Value:
+        if value not in renamed:
+            renamed[value] = replace(value, outputs=False) if value.outputs else value
+        return renamed[value]
+
+    ops: list[Op] = []
+    last = _output(graph)
+    for op in graph.ops:
+        if isinstance(op, SelectOutputs):
+            renamed[op.out] = of_all(op.x)
+        elif op is last:
+            chosen = Value(f"{last.x.name}_out", last.x.width, last.x.per, True)
+            ops += [SelectOutputs(layer=op.layer, out=chosen, x=of_all(last.x)), replace(last, x=chosen)]
+            # What follows reads logits, which are of outputs only.
+            renamed[last.out] = last.out
+        elif last.out in renamed:
+            ops.append(op)
+        else:
+            ops.append(_mapped(op, of_all))
+    return replace(graph, ops=tuple(ops))
+
+
+def _output(graph: Graph) -> MulMat:
+    """Return the multiplication that makes the logits."""
+    return next(op for op in reversed(graph.ops) if isinstance(op, MulMat))
+
+
+def _mapped(op: Op, new: Callable[[Value], Value]) -> Op:
+    changed: dict[str, Any] = {}
+    for f in fields(op):
+        part = getattr(op, f.name)
+        if isinstance(part, Value):
+            changed[f.name] = new(part)
+        elif isinstance(part, tuple) and any(isinstance(item, Value) for item in part):
+            changed[f.name] = tuple(new(item) if isinstance(item, Value) else item for item in part)
+    return replace(op, **changed) if changed else op
+
+
+def up_to_layer(graph: Graph, last: int) -> Graph:
+    """Return the graph without the layers after ``last``; its logits are no longer the model's."""
+    end = _output(graph).layer
+    outs = {op.layer: op.out for op in graph.ops if isinstance(op, Add) and op.out.name.endswith(".layer_out")}
+    whole, cut_off = outs[max(outs)], outs[last]
+    kept = [op for op in graph.ops if op.layer <= last or op.layer >= end]
+    return replace(graph, ops=tuple(_mapped(op, lambda v: cut_off if v is whole else v) for op in kept))
+
+
+# ---------------------------------------------------------------- inputs of weights
+
+
+def inputs(graph: Graph, *, process_output: bool = False) -> list[Input]:
+    """Return every value that a weight multiplies, in order, with the names of these weights.
+
+    The output matrix's is left out unless ``process_output``, as llama-imatrix does. RecipeError for a fused graph.
+    """
+    found: dict[tuple[Value, Value | None], Input] = {}
+    output = _output(graph)
+    chosen = next((op.x for op in graph.ops if isinstance(op, SelectOutputs) and op.out is output.x), None)
+    for op in graph.ops:
+        if isinstance(op, MulMats | UpGate | UpGateId):
+            raise RecipeError("fused operations do not show what every weight multiplies: observe before fusing")
+        if not isinstance(op, MulMat | MulMatHeads | MulMatId) or (op is output and not process_output):
+            continue
+        x = chosen if op is output and chosen is not None else op.x
+        ids = op.ids if isinstance(op, MulMatId) else None
+        n_mat = op.weight.n_matrices if ids is not None else 1
+        known = found.get((x, ids))
+        names = (*(known.names if known else ()), op.weight.tensor.name)
+        found[x, ids] = Input(x, ids, tuple(dict.fromkeys(names)), n_mat, known.at if known else op)
+    return list(found.values())
+
+
+def observe(graph: Graph, *, process_output: bool = False, all_experts: bool = False, latent: bool = True) -> Graph:
+    """Return the graph with SumColumns before every multiplication by a weight, all tokens in every layer.
+
+    Args:
+        process_output: also for the output matrix.
+        all_experts: also what every expert would see of every token, in accumulators of their own.
+        latent: also the other form's inputs of latent attention.
+    """
+    graph = every_token(graph)
+    if latent:
+        graph = _with_latent(graph)
+    before: dict[int, list[Op]] = {}
+    for item in inputs(graph, process_output=process_output):
+        op = SumColumns(
+            layer=item.at.layer, x=item.x, of=item.names[0], names=item.names, ids=item.ids, n_mat=item.n_mat
+        )
+        before.setdefault(id(_place(graph, item)), []).append(op)
+    ops = [each for op in graph.ops for each in (*before.get(id(op), ()), op)]
+    if all_experts:
+        ops = list(_with_all_experts(ops))
+    return replace(graph, ops=tuple(ops))
+
+
+def _place(graph: Graph, item: Input) -> Op:
+    """Return the operation before which to look: of the output matrix the choice of outputs."""
+    if item.at is not _output(graph):
+        return item.at
+    return next((op for op in graph.ops if isinstance(op, SelectOutputs) and op.out is _output(graph).x), item.at)
+
+
+# ---------------------------------------------------------------- latent attention
+
+
+def _with_latent(graph: Graph) -> Graph:
+    """Add the inputs of the weights of latent attention's other form."""
+    ops: list[Op] = []
+    caches = list(graph.caches)
+    latents = {op.layer: op.x for op in graph.ops if isinstance(op, MulMat) and _KV_B in op.weight.tensor.name}
+    keys: dict[int, Join] = {}
+    for op in graph.ops:
+        ops.append(op)
+        if isinstance(op, Join) and op.out.name.endswith((".k", ".k_latent")):
+            keys[op.layer] = op
+        if isinstance(op, Join) and op.out.name.endswith(".k_latent"):
+            ops.append(_sum(op.layer, op.a, _KV_B))
+        if isinstance(op, Attention) and op.layer in latents and op.layer in keys:
+            more, cache = _expanded(op, keys[op.layer], latents[op.layer])
+            ops += more
+            caches.append(cache)
+    return replace(graph, ops=tuple(ops), caches=tuple(caches))
+
+
+def _expanded(op: Attention, keys: Join, latent: Value) -> tuple[list[Op], Cache]:
+    """Return what makes, and looks at, the inputs of k_b and v_b where kv_b expands the latent rows."""
+    layer, n, nope = op.layer, op.n_head, keys.period_a
+    rank = latent.width
+    q_nope = Value(f"{layer}.q_nope_seen", n * nope)
+    both = Value(f"{layer}.k_and_latent", n * (op.head_k + rank))
+    rows = Value(f"{layer}.latent_by_head", n * rank)
+    mixed = Value(f"{layer}.latent_attended", n * rank)
+    cache = Cache(f"cache_{layer}_latent", n * op.head_k, n * rank)
+    attention = replace(op, out=mixed, cache=cache, n_head_kv=n, head_v=rank)
+    return [
+        Take(layer=layer, out=q_nope, x=op.q, start=0, period=op.head_k),
+        _sum(layer, q_nope, _K_B),
+        Join(layer=layer, out=both, a=keys.out, b=latent, period_a=op.head_k, period_b=rank),
+        Take(layer=layer, out=rows, x=both, start=op.head_k, period=op.head_k + rank),
+        CacheWrite(layer=layer, cache=cache, k=keys.out, v=rows),
+        attention,
+        _sum(layer, mixed, _V_B),
+    ], cache
+
+
+def _sum(layer: int, x: Value, name: str) -> SumColumns:
+    full = f"blk.{layer}.{name}"
+    return SumColumns(layer=layer, x=x, of=full, names=(full,))
+
+
+# ---------------------------------------------------------------- all experts
+
+
+def _with_all_experts(ops: Sequence[Op]) -> Iterator[Op]:
+    """Add, after every layer's down projection, that of all experts for every token, for the statistics alone."""
+    made_by = {value: op for op in ops for value in op.outputs()}
+    routed = {op.ids for op in ops if isinstance(op, Route)}
+    for op in ops:
+        yield op
+        if isinstance(op, MulMatId) and op.ids in routed and isinstance(made_by.get(op.x), Glu | Activate):
+            yield from _down_of_all(op, made_by)
+
+
+def _down_of_all(down: MulMatId, made_by: Mapping[Value, Op]) -> Iterator[Op]:
+    chain = _between(down.x, down.ids, made_by)
+    n_expert, name = down.weight.n_matrices, down.weight.tensor.name
+    first = next(op for op in chain if isinstance(op, MulMatId))
+    if first.x.per != 1:
+        raise RecipeError(
+            f"--all-experts: {first.weight.tensor.name} multiplies inputs weighted by the router, which an expert that "
+            "is not chosen does not have; leave the option away for this model"
+        )
+    names = tuple(op.weight.tensor.name for op in chain if isinstance(op, MulMatId))
+    yield SumColumns(layer=down.layer, x=first.x, of=ALL_EXPERTS + names[0], names=names)
+    for start in range(0, n_expert, _GROUP):
+        width = min(_GROUP, n_expert - start)
+        new = _in_group(down, start, width)
+        yield CountUp(layer=down.layer, out=new(down.ids), like=first.x, first=start)
+        for op in chain:
+            yield _mapped(op, new)
+        hidden = new(down.x)
+        yield SumColumns(
+            layer=down.layer, x=hidden, of=ALL_EXPERTS + name, names=(name,), ids=new(down.ids), n_mat=n_expert
+        )
+
+
+def _in_group(down: MulMatId, start: int, width: int) -> Callable[[Value], Value]:
+    """Return what renames the values of a layer's experts to those of a group of them."""
+    renamed: dict[Value, Value] = {}
+
+    def new(value: Value) -> Value:
+        if value is down.ids:
+            return renamed.setdefault(value, Value(f"{value.name}_{start}", width, 1, value.outputs, True))
+        if value.per != down.ids.width:
+            return value
+        return renamed.setdefault(value, Value(f"{value.name}_{start}", value.width, width, value.outputs))
+
+    return new
+
+
+def _between(value: Value, ids: Value, made_by: Mapping[Value, Op]) -> list[Op]:
+    """Return the operations of experts that make ``value``, in order."""
+    op = made_by.get(value)
+    if isinstance(op, MulMatId) and op.ids is ids:
+        return [op]
+    if not isinstance(op, Glu | Activate):
+        return []
+    chain: list[Op] = []
+    for part in op.inputs():
+        chain += _between(part, ids, made_by)
+    return [*chain, op]
+
+
+# ---------------------------------------------------------------- layers
+
+
+def similarity(graph: Graph) -> Graph:
+    """Return the graph with a Similarity for every layer ("layer N"), its attention and its feed-forward part."""
+    graph = every_token(graph)
+    ops: list[Op] = []
+    x: Value | None = None  # what the current layer takes
+    middle: Value | None = None
+    attended: dict[int, Value] = {}
+    for op in graph.ops:
+        ops.append(op)
+        if not isinstance(op, Add):
+            x = op.outputs()[0] if x is None and op.outputs() else x
+            continue
+        assert x is not None
+        kind = op.out.name.partition(".")[2]
+        if kind == "attn_residual":
+            middle = op.out
+            ops.append(Similarity(layer=op.layer, a=x, b=middle, of=f"attention {op.layer}"))
+        elif kind == "ffn_residual":  # attention and feed-forward part side by side
+            ops.append(Similarity(layer=op.layer, a=x, b=op.out, of=f"feed-forward {op.layer}"))
+        elif kind == "layer_out":
+            if middle is not None:
+                ops.append(Similarity(layer=op.layer, a=middle, b=op.out, of=f"feed-forward {op.layer}"))
+            else:
+                attended[op.layer] = Value(f"{op.layer}.attn_residual", op.out.width)
+                ops.append(Add(layer=op.layer, out=attended[op.layer], a=x, b=op.b))
+                ops.append(Similarity(layer=op.layer, a=x, b=attended[op.layer], of=f"attention {op.layer}"))
+            ops.append(Similarity(layer=op.layer, a=x, b=op.out, of=f"layer {op.layer}"))
+            x, middle = op.out, None
+    return replace(graph, ops=tuple(ops))
+
+
+# ---------------------------------------------------------------- covariances
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """An input whose covariance is to be recorded, of experts first ... end if it has any."""
+
+    of: str
+    experts: tuple[int, int]
+
+
+def covariances(
+    graph: Graph, wanted: Iterable[Wanted], *, process_output: bool = False, plain: bool = True, weighted: bool = True
+) -> Graph:
+    """Return the graph with Covariance for the inputs ``wanted`` (by the first of their weights' names), all tokens.
+
+    Args:
+        plain: of experts, record what every token counts once; weighted: what it counts by its router weight squared.
+    """
+    graph = every_token(graph)
+    chosen: dict[str, list[Wanted]] = {}
+    for each in wanted:
+        chosen.setdefault(each.of, []).append(each)
+    weights = {op.ids: op.weights for op in graph.ops if isinstance(op, Route)}
+    # Where inputs are weighted (Llama 4), they are so already.
+    repeated = {op.weights for op in graph.ops if isinstance(op, Repeat)}
+    before: dict[int, list[Op]] = {}
+    for item in inputs(graph, process_output=process_output):
+        at = before.setdefault(id(_place(graph, item)), [])
+        for each in chosen.get(item.names[0], ()):
+            routed = weights.get(item.ids) if item.ids is not None and weighted else None
+            routed = None if routed in repeated else routed
+            at.append(
+                Covariance(
+                    layer=item.at.layer,
+                    x=item.x,
+                    of=f"{each.of} {each.experts[0]}",
+                    names=item.names,
+                    ids=item.ids,
+                    weights=routed,
+                    experts=each.experts,
+                    plain=plain or routed is None,
+                )
+            )
+    return replace(graph, ops=tuple(each for op in graph.ops for each in (*before.get(id(op), ()), op)))

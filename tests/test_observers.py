@@ -1,0 +1,234 @@
+"""Operations that look on: sums that lose nothing, the same on both backends; the graph stays what it was."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import test_mla
+from drawn import ids as token_ids
+
+from libllama import nmse
+from quantkit.errors import RecipeError
+from quantkit.formats.gguf import open_gguf
+from quantkit.kernels.cpu import moe, observers
+from quantkit.kernels.cpu.tape import Batch, Tape, address_of
+from quantkit.kernels.cpu.team import Team
+from quantkit.model.backends.accumulators import padded
+from quantkit.model.engine import Model, load
+from quantkit.model.fusion import Fusion, fuse
+from quantkit.model.graph import build_graph
+from quantkit.model.observers import (
+    ALL_EXPERTS,
+    Wanted,
+    covariances,
+    every_token,
+    inputs,
+    observe,
+    similarity,
+    up_to_layer,
+)
+from quantkit.model.ops import SelectOutputs
+from quantkit.model.placement import Placement
+from zoo import expected, write_zoo
+
+ROWS, N_EXPERT, N_USED = 70, 6, 3
+
+
+def exact(x, power):
+    return np.array([math.fsum(float(v) ** power for v in column) for column in x.T])
+
+
+def drawn_rows(width: int, rows: int = ROWS) -> np.ndarray:
+    rng = np.random.default_rng(width)
+    return (rng.normal(size=(rows, width)) * np.exp(4 * rng.normal(size=(rows, width)))).astype(np.float32)
+
+
+def batch_of(team: Team) -> Batch:
+    batch = Batch(team, 128)
+    batch.set(np.zeros(ROWS, np.int32))
+    return batch
+
+
+@pytest.mark.parametrize("width", [1, 24, 40, 63, 256])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_sums_of_columns_are_exact(width: int, threads: int) -> None:
+    x, team = drawn_rows(width), Team(threads)
+    sums, count, bad = np.zeros((1, 4, padded(width))), np.zeros(1, np.int64), np.zeros(threads, np.int64)
+    batch = batch_of(team)
+    slots = {"sums": address_of(sums), "count": address_of(count), "bad": address_of(bad)}
+    block = observers.sum_columns.block(batch=batch.address, x=address_of(x), width=width, rows_of=0, per=1, **slots)
+    tape = Tape(team, batch, [(observers.sum_columns, block)])
+    tape.run()
+    assert np.array_equal(sums[0, 0, :width] + sums[0, 1, :width], exact(x, 2))
+    assert np.array_equal(sums[0, 2, :width] + sums[0, 3, :width], exact(x, 1))
+    assert (count[0], bad.any()) == (ROWS, False)
+    x[41, width - 1] = np.nan
+    x[50, width - 1] = np.inf
+    tape.run()
+    assert [b - 1 for b in bad if b] == [41]
+
+
+@pytest.mark.parametrize("one_row_a_token", [True, False])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_sums_by_expert_are_exact(one_row_a_token: bool, threads: int) -> None:
+    width, team, rng = 40, Team(threads), np.random.default_rng(5)
+    x = drawn_rows(width, ROWS if one_row_a_token else ROWS * N_USED)
+    ids = np.stack([rng.permutation(N_EXPERT - 1)[:N_USED] for _ in range(ROWS)]).astype(np.int32)
+    plan = np.zeros(moe.plan_bytes(N_EXPERT, N_USED, 128) // 4, np.int32)
+    sums, counts = np.zeros((N_EXPERT, 4, width)), np.zeros(N_EXPERT, np.int64)
+    bad, batch = np.zeros(threads, np.int64), batch_of(team)
+    slots = {"plan": address_of(plan), "n_expert": N_EXPERT}
+    sort = moe.bucket.block(batch=batch.address, ids=address_of(ids), n_used=N_USED, rows_of=0, **slots)
+    add = observers.sum_columns_id.block(
+        batch=batch.address,
+        x=address_of(x),
+        width=width,
+        x_per=N_USED if one_row_a_token else 1,
+        sums=address_of(sums),
+        counts=address_of(counts),
+        bad=address_of(bad),
+        **slots,
+    )
+    tape = Tape(team, batch, [(moe.bucket, sort), (observers.sum_columns_id, add)])
+    tape.run()
+    pairs = np.repeat(x, N_USED, 0) if one_row_a_token else x
+    for e in range(N_EXPERT):
+        rows = pairs[(ids == e).reshape(-1)]
+        assert counts[e] == len(rows)
+        assert np.array_equal(sums[e, 0] + sums[e, 1], exact(rows, 2) if len(rows) else np.zeros(width))
+    x[17 if one_row_a_token else 17 * N_USED + 2, 8] = -np.inf
+    tape.run()
+    assert {(int(b) - 1) // N_USED for b in bad if b} == {17}
+
+
+# ---------------------------------------------------------------- in graphs
+
+
+def open_zoo(tmp_path: Path, name: str, rewrite, device: str = "CPU", fusion: Fusion | None = None) -> Model:
+    path = tmp_path / f"{name}.gguf"
+    if not path.exists():
+        write_zoo(name, path)
+    place = Placement(rules=((".*", device),))
+    return load(path, kv_type="f32", threads=2, fusion=fusion or Fusion.none(), rewrite=rewrite, placement=place)
+
+
+def everything(graph):
+    return similarity(observe(graph, process_output=True, all_experts=True))
+
+
+@pytest.mark.parametrize("name", ["qwen3moe-moe", "deepseek2-moe", "cohere2-dense", "qwen3next-moe", "gpt-oss-moe"])
+def test_backends_agree_and_logits_stay(name: str, tmp_path: Path) -> None:
+    tokens, logits = expected(name)
+    found = {}
+    for device in ("CPU", "REFERENCE"):
+        with open_zoo(tmp_path, name, everything, device) as model:
+            session = model.session(64)
+            some = session.decode(tokens, outputs=np.arange(64) % 3 == 1)
+            assert nmse(some, logits[np.arange(64) % 3 == 1]) < 1e-8  # type: ignore[arg-type]
+            assert not session.take_not_finite()
+            found[device] = {of: {k: v.copy() for k, v in a.items()} for of, a in session.accumulators.items()}
+    ours, theirs = found["CPU"], found["REFERENCE"]
+    assert ours.keys() == theirs.keys()
+    for of, accumulator in ours.items():
+        assert np.array_equal(accumulator["counts"], theirs[of]["counts"])
+        if "total" in accumulator:
+            assert accumulator["total"] == pytest.approx(theirs[of]["total"], rel=1e-5)
+        else:
+            assert nmse(accumulator["sums"][:, :2].sum(1), theirs[of]["sums"][:, :2].sum(1)) < 1e-8
+    assert all(a["counts"][0] == 64 for a in ours.values() if a["counts"].size == 1)
+
+
+@pytest.mark.parametrize("name", ["qwen3moe-moe", "deepseek2-moe"])
+def test_all_experts_holds_what_the_chosen_ones_saw(name: str, tmp_path: Path) -> None:
+    tokens = expected(name)[0]
+    with open_zoo(tmp_path, name, everything) as model:
+        session = model.session(64)
+        session.decode(tokens)
+        every = [of for of in session.accumulators if of.startswith(ALL_EXPERTS) and "down" in of]
+        assert every
+        for of in every:
+            accumulator, chosen = session.accumulators[of], session.accumulators[of.removeprefix(ALL_EXPERTS)]
+            assert (accumulator["counts"] == 64).all()
+            assert chosen["counts"].sum() < 64 * chosen["counts"].size
+            assert (accumulator["sums"][:, 0] >= chosen["sums"][:, 0] * (1 - 1e-6) - 1e-9).all()
+
+
+def test_all_experts_is_refused_where_inputs_are_weighted(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="weighted by the router"):
+        open_zoo(tmp_path, "llama4-moe", everything)
+
+
+def test_both_forms_of_latent_attention_record_the_same(tmp_path: Path) -> None:
+    heads, k, v, rot, rank = (getattr(test_mla, name) for name in ("HEADS", "K", "V", "ROT", "RANK"))
+    rng, own, other = np.random.default_rng(4), {}, {}
+    for layer in range(2):
+        k_b = rng.standard_normal((heads, k - rot, rank)).astype(np.float32) / 6
+        v_b = rng.standard_normal((heads, v, rank)).astype(np.float32) / 6
+        own[f"blk.{layer}.attn_kv_b.weight"] = np.concatenate([k_b, v_b], 1).reshape(-1, rank)
+        other |= {f"blk.{layer}.attn_k_b.weight": k_b.transpose(0, 2, 1), f"blk.{layer}.attn_v_b.weight": v_b}
+    paths = (
+        test_mla.deepseek2(tmp_path / "expanded.gguf", test_mla.YARN, absorbed=False, own=own),
+        test_mla.deepseek2(tmp_path / "absorbed.gguf", test_mla.YARN, own=other),
+    )
+    found = []
+    for path in paths:
+        with load(path, kv_type="f32", threads=2, fusion=Fusion.none(), rewrite=observe) as model:
+            session = model.session(40)
+            session.decode(token_ids(40))
+            found.append({of: a["sums"][:, 0].copy() for of, a in session.accumulators.items()})
+    for name in ("attn_k_b", "attn_v_b", "attn_kv_b"):
+        for layer in range(2):
+            of = f"blk.{layer}.{name}.weight"
+            assert nmse(found[0][of], found[1][of]) < 1e-9, of
+
+
+def test_a_fused_graph_shows_no_inputs(tmp_path: Path) -> None:
+    with open_gguf(write_zoo("qwen3moe-moe", tmp_path / "z.gguf")) as source:
+        graph = build_graph(source)
+    with pytest.raises(RecipeError, match="observe before fusing"):
+        inputs(fuse(graph, Fusion())[0])
+
+
+def test_similarity_does_not_depend_on_fusion(tmp_path: Path) -> None:
+    tokens, means = expected("qwen3moe-moe")[0], []
+    for fusion in (Fusion(), Fusion.none()):
+        with open_zoo(tmp_path, "qwen3moe-moe", similarity, fusion=fusion) as model:
+            session = model.session(64)
+            session.decode(tokens, outputs=np.zeros(64, bool))
+            means.append({of: float(a["total"][0]) / 64 for of, a in session.accumulators.items()})
+            assert all(a["counts"] == 64 for a in session.accumulators.values())
+    assert means[0] == pytest.approx(means[1], rel=1e-6)
+    assert {of.split()[0] for of in means[0]} == {"layer", "attention", "feed-forward"}
+
+
+def test_outputs_are_chosen_just_before_the_output_matrix(tmp_path: Path) -> None:
+    with open_gguf(write_zoo("qwen3moe-moe", tmp_path / "z.gguf")) as source:
+        graph = build_graph(source)
+    assert sum(isinstance(op, SelectOutputs) for op in graph.ops) > 1
+    ops = every_token(graph).ops
+    at = [i for i, op in enumerate(ops) if isinstance(op, SelectOutputs)]
+    assert at == [len(ops) - 2]
+
+
+def test_covariances_have_the_sums_of_squares_on_their_diagonal(tmp_path: Path) -> None:
+    tokens = expected("qwen3moe-moe")[0]
+    with open_zoo(tmp_path, "qwen3moe-moe", observe) as model:
+        session = model.session(64)
+        session.decode(tokens)
+        sums = {of: a["sums"][:, 0].copy() for of, a in session.accumulators.items()}
+        found = inputs(every_token(model.graph))
+    wanted = [Wanted(item.names[0], (0, item.n_mat)) for item in found if item.at.layer == 0]
+    with open_zoo(tmp_path, "qwen3moe-moe", lambda graph: up_to_layer(covariances(graph, wanted), 0)) as model:
+        session = model.session(64)
+        session.decode(tokens, outputs=np.zeros(64, bool))
+        for each in wanted:
+            to = session.accumulators[f"{each.of} {each.experts[0]}"]
+            width = to["sums"].shape[1]
+            np.testing.assert_allclose(np.diagonal(to["sums"], axis1=1, axis2=2), sums[each.of][:, :width], rtol=1e-9)
+            if "weighted" in to:
+                share = to["weight"] / np.maximum(1, to["counts"])
+                assert ((share > 0) == (to["counts"] > 0)).all()
+                assert (np.trace(to["weighted"], axis1=1, axis2=2) <= np.trace(to["sums"], axis1=1, axis2=2)).all()
