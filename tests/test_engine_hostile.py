@@ -107,6 +107,11 @@ def test_weights_of_types_without_products_are_refused(
         ("embedding_length", 128),
         ("block_count", 3),
         ("block_count", 1 << 30),
+        ("block_count", "two"),
+        ("rope.freq_base", "big"),
+        ("attention.layer_norm_rms_epsilon", float("nan")),
+        ("attention.head_count", [4]),
+        ("attention.head_count_kv", [2]),
     ],
 )
 def test_metadata_that_do_not_fit_are_refused(zoo: Callable[[str], Path], tmp_path: Path, key: str, value: int) -> None:
