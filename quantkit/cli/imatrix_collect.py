@@ -22,7 +22,18 @@ from quantkit.formats.gguf import open_gguf
 from quantkit.formats.imatrix import Format, read_imatrix, write_imatrix
 from quantkit.formats.tokenizer import read_token_ids
 from quantkit.helpers import format_seconds, format_size, printable
-from quantkit.imatrix import FILLS, Collected, Options, Similarity, Watcher, expert_counts, imatrix, merge
+from quantkit.imatrix import (
+    FILLS,
+    Collected,
+    Options,
+    Similarity,
+    Watcher,
+    apply_fill,
+    expert_counts,
+    imatrix,
+    merge,
+    with_names,
+)
 from quantkit.imatrix.coverage import HARDLY
 
 if TYPE_CHECKING:
@@ -213,11 +224,10 @@ class _Report(Watcher):
 
     def __init__(self, ppl: bool) -> None:
         self.ppl, self.first, self.n_seq, self.began, self.timed = ppl, 0, 1, time.perf_counter(), False
-        self.open_line = False
+        self.open_line, self.notes = False, 0
 
     def started(self, first: int, n_chunks: int, n_seq: int, notes: Sequence[str]) -> None:
-        for note in notes:
-            click.echo(f"note: {printable(note)}", err=True)
+        self.tell(notes)
         resumed = f", resumed after {first}" if first else ""
         click.echo(f"{n_chunks} chunks{resumed}, {n_seq} at a time", err=True)
         self.first, self.n_seq, self.began = first, n_seq, time.perf_counter()
@@ -240,6 +250,12 @@ class _Report(Watcher):
             err=True,
         )
 
+    def tell(self, notes: Sequence[str]) -> None:
+        """Print the notes that have not been printed yet."""
+        for note in notes[self.notes :]:
+            click.echo(f"note: {printable(note)}", err=True)
+        self.notes = len(notes)
+
     def end_line(self) -> None:
         """End the line of running values."""
         if self.open_line:
@@ -249,6 +265,7 @@ class _Report(Watcher):
 
 def _print(found: Collected, given: Mapping[str, Any], report: _Report) -> None:
     report.end_line()
+    report.tell(found.notes)
     if found.ppl is not None:
         click.echo(f"Final estimate: PPL = {found.ppl.value:.4f} +/- {found.ppl.error:.5f}")
     if found.similarity:
@@ -311,11 +328,11 @@ def _merge_only(output: Path, in_files: Sequence[Path], given: Mapping[str, Any]
     made = merge(found, chunk_size=given["n_ctx"], experts=experts)
     for note in made.notes:
         click.echo(f"note: {printable(note)}", err=True)
+    joined = made.imatrix if given["names"] is None else with_names(made.imatrix, given["names"])
+    joined = joined if given["fill"] is None else apply_fill(joined, given["fill"])
     kind: Format = given["output_format"] or ("dat" if output.suffix.lower() == ".dat" else "gguf")
-    write_imatrix(output, made.imatrix, kind)
-    click.echo(
-        f"{printable(str(output))}: {len(made.imatrix.entries)} entries of {len(found)} files; no text was given"
-    )
+    write_imatrix(output, joined, kind)
+    click.echo(f"{printable(str(output))}: {len(joined.entries)} entries of {len(found)} files; no text was given")
 
 
 def _covariance(

@@ -34,11 +34,16 @@ class Progress:
     squares: float = 0.0
 
 
+def state_of(output: Path) -> Path:
+    """Return the state file of a run that writes ``output``."""
+    return output.with_name(output.name + ".state")
+
+
 class Checkpoint:
     """The state file of a run; ``identity`` names model, text and options, and must agree."""
 
     def __init__(self, output: Path, identity: str) -> None:
-        self.path, self.identity = output.with_name(output.name + ".state"), identity
+        self.path, self.identity = state_of(output), identity
 
     def save(self, accumulators: Accumulators, progress: Progress) -> None:
         """Write the state; the file appears whole or not at all."""

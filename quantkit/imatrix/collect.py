@@ -32,7 +32,7 @@ from quantkit.evaluate.scores import nll_of, softmax
 from quantkit.evaluate.statistics import Estimate, NllSums
 from quantkit.formats.gguf import Field, ValueType, open_gguf
 from quantkit.formats.imatrix import Format, Imatrix, ImatrixEntry, read_imatrix, write_imatrix
-from quantkit.imatrix.checkpoint import Checkpoint, Progress, clear
+from quantkit.imatrix.checkpoint import Checkpoint, Progress, clear, state_of
 from quantkit.imatrix.coverage import Coverage, coverage
 from quantkit.imatrix.files import merge, with_names
 from quantkit.imatrix.fill import FILLS, apply_fill
@@ -163,9 +163,9 @@ def imatrix(
     rewrite = _rewrite(options, path is not None, _has_latents(model))
     with load(model, n_ctx=options.n_ctx, rewrite=rewrite, **run) as loaded:
         text = cut(parts_of(loaded, files, chat, tokens, options), options.n_ctx, options.from_chunk, options.chunks)
-        collector = _Collector(loaded, text, options, path, watcher or Watcher())
+        collector = _Collector(loaded, text, options, path, watcher or Watcher(), earlier)
         collector.run(run.get("threads"))
-        return collector.finish(earlier, started)
+        return collector.finish(started)
 
 
 def _check(options: Options, path: Path | None, run: LoadOptions) -> None:
@@ -181,10 +181,23 @@ def _check(options: Options, path: Path | None, run: LoadOptions) -> None:
         raise RecipeError(f"no fill policy {options.fill!r}; there are {', '.join(FILLS)}")
     if options.n_batch > options.n_ctx and options.n_batch % options.n_ctx:
         raise RecipeError(f"-b {options.n_batch} is no multiple of -c {options.n_ctx}: a pass takes whole chunks")
-    if path is not None and path.exists() and not (options.overwrite or options.resume):
-        raise QuantkitError(f"{path} exists; give another name, or --overwrite to replace it")
+    if path is not None and not options.overwrite:
+        _check_new(path, options)
     if path is not None and not path.resolve().parent.is_dir():
         raise QuantkitError(f"{path}: its folder does not exist")
+
+
+def _check_new(path: Path, options: Options) -> None:
+    """Raise QuantkitError if something is there already that is not an interrupted run's."""
+    resumes = options.resume and state_of(path).exists()
+    for each in (path, *([_everywhere(path)] if options.all_experts else [])):
+        if each.exists() and not (resumes and each == path):
+            what = "; there is no state beside it to resume from" if options.resume and each == path else ""
+            raise QuantkitError(f"{each} exists{what}; give another name, or --overwrite to replace it")
+
+
+def _everywhere(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.all-experts{path.suffix}")
 
 
 def _has_latents(model: str | Path) -> bool:
@@ -235,8 +248,17 @@ class _Bad(Exception):
 class _Collector:
     """A run over chunks: passes, states, chunks that are left out, and what comes of it."""
 
-    def __init__(self, model: Model, text: Chunks, options: Options, path: Path | None, watcher: Watcher) -> None:
+    def __init__(
+        self,
+        model: Model,
+        text: Chunks,
+        options: Options,
+        path: Path | None,
+        watcher: Watcher,
+        earlier: Sequence[Imatrix],
+    ) -> None:
         self.model, self.text, self.options, self.path, self.watcher = model, text, options, path, watcher
+        self.earlier = earlier
         self.n = len(text.windows)
         self.n_seq = min(self.n, max(1, options.n_batch // options.n_ctx))
         self.session: Session = model.session(options.n_ctx, self.n_seq)
@@ -247,6 +269,8 @@ class _Collector:
         self.checkpoint = None if path is None else Checkpoint(path, self._identity())
         self.nll: dict[int, npt.NDArray[np.float64]] = {}
         self.names = _names(model.graph)
+        if options.all_experts and not any(of.startswith(ALL_EXPERTS) for of in self.names):
+            raise RecipeError(f"--all-experts: {model.path} has no experts; leave the option away")
         #: The chunk up to which there is a state to go back to.
         self.saved = 0
 
@@ -265,6 +289,11 @@ class _Collector:
         """Run all chunks; those with values that are no numbers are left out."""
         if self.options.resume and self.checkpoint is not None:
             self._go_back({})
+            if self.checkpoint.path.exists() and not self.saved and not self.options.overwrite:
+                raise QuantkitError(
+                    f"{self.checkpoint.path} is the state of another run: model, text or options differ; start over "
+                    "with --overwrite, without --resume"
+                )
         self.watcher.started(self.saved, self.n, self.n_seq, self.notes)
         # Without a likelihood no position is wanted.
         first = self.options.n_ctx // 2 if self.options.ppl else self.options.n_ctx - 1
@@ -327,7 +356,7 @@ class _Collector:
         self.watcher.chunk(chunk + 1, self.n, self.ppl)
 
     def _called(self, of: str) -> str:
-        return f"the input of {of.removeprefix(ALL_EXPERTS)}" if of in self.names else f"{of} of layers"
+        return f"the input of {of.removeprefix(ALL_EXPERTS)}" if of in self.names else f"what enters or leaves {of}"
 
     @property
     def ppl(self) -> Estimate | None:
@@ -345,9 +374,9 @@ class _Collector:
         if often and done // often > before // often:
             self.checkpoint.save(self.session.accumulators, self.progress)
             self.saved = done
-            self._write(self.path, self._imatrix("", ()))
+            self._write(self.path, self._imatrix())
         if copies and done // copies > before // copies:
-            self._write(self.path.with_name(f"{self.path.name}.at_{done}"), with_stats(self._imatrix("", ())))
+            self._write(self.path.with_name(f"{self.path.name}.at_{done}"), with_stats(self._imatrix()))
 
     def _go_back(self, bad: Mapping[int, str]) -> None:
         """Return to the last state, without the chunks ``bad``."""
@@ -365,16 +394,16 @@ class _Collector:
 
     # ------------------------------------------------ results
 
-    def finish(self, earlier: Sequence[Imatrix], started: float) -> Collected:
+    def finish(self, started: float) -> Collected:
         """Write the files and return what is to be known."""
         made, covered, everywhere = None, None, None
         if self.path is not None:
-            made = self._complete(self._imatrix("", earlier))
+            made = self._complete(self._imatrix())
             covered = self._coverage(made)
             made = made if self.options.fill is None else apply_fill(made, self.options.fill)
             self._write(self.path, made)
             if self.options.all_experts:
-                everywhere = self.path.with_name(f"{self.path.stem}.all-experts{self.path.suffix}")
+                everywhere = _everywhere(self.path)
                 self._write(everywhere, self._complete(self._all_experts()))
         if self.checkpoint is not None:
             self.checkpoint.remove()
@@ -397,33 +426,33 @@ class _Collector:
         names = self.options.names or ("both" if merged else None)
         return with_stats(made if names is None else with_names(made, names))
 
-    def _imatrix(self, prefix: str, earlier: Sequence[Imatrix]) -> Imatrix:
-        """Return the sums of accumulators whose names begin with ``prefix`` ("": those that do not)."""
+    def _sums(self, prefix: str = "") -> dict[str, ImatrixEntry]:
+        """Return the entries of accumulators whose names begin with ``prefix``; without one those of real counts."""
         entries: dict[str, ImatrixEntry] = {}
-        for of, accumulator in self.session.accumulators.items():
-            if of in self.names and of.startswith(prefix or "blk.") or (not prefix and of in _OUTPUTS):
-                width, names = self.names[of]
-                entries |= dict.fromkeys(names, entry_of(accumulator, width))
+        for of, (width, names) in self.names.items():
+            if of.startswith(prefix or ALL_EXPERTS) is bool(prefix):
+                entries |= dict.fromkeys(names, entry_of(self.session.accumulators[of], width))
         for missing, same in _SAME_INPUT.items():
             for name in [n for n in entries if n.endswith(same)]:
                 other = name.replace(same, missing)
                 if other in self.model.source.tensors:
                     entries.setdefault(other, entries[name])
+        return dict(sorted(entries.items()))
+
+    def _alone(self) -> Imatrix:
+        """Return what this run has recorded so far."""
         done = self.progress.done - sum(chunk < self.progress.done for chunk in self.progress.dropped)
-        made = Imatrix(
-            self.path or Path("imatrix.gguf"),
-            dict(sorted(entries.items())),
-            list(self.text.datasets),
-            done,
-            self.options.n_ctx,
-            "gguf",
-            extra=self._extra(),
-        )
-        if not earlier:
+        path, datasets = self.path or Path("imatrix.gguf"), list(self.text.datasets)
+        return Imatrix(path, self._sums(), datasets, done, self.options.n_ctx, "gguf", extra=self._extra())
+
+    def _imatrix(self) -> Imatrix:
+        """Return what this run has recorded so far, added to the files that it was told to add to."""
+        made = self._alone()
+        if not self.earlier:
             return made
-        experts = expert_counts({n for i in earlier for n in i.entries}, self.model.source.tensors.values())
-        joined = merge([*earlier, made], chunk_size=self.options.n_ctx, experts=experts)
-        self.notes += joined.notes
+        experts = expert_counts({n for i in self.earlier for n in i.entries}, self.model.source.tensors.values())
+        joined = merge([*self.earlier, made], chunk_size=self.options.n_ctx, experts=experts)
+        self.notes += [note for note in joined.notes if note not in self.notes]
         return replace(joined.imatrix, path=made.path)
 
     def _extra(self) -> dict[str, Field]:
@@ -437,15 +466,12 @@ class _Collector:
 
     def _all_experts(self) -> Imatrix:
         """Return what every expert would have seen of every token, beside the entries of other weights."""
-        made, every = self._imatrix("", ()), self._imatrix(ALL_EXPERTS, ())
-        for name, entry in every.entries.items():
+        made = self._alone()
+        for name, entry in self._sums(ALL_EXPERTS).items():
             n_mat = made.entries[name].counts.size
             if entry.counts.size != n_mat:  # up and gate: all experts see the same
-                entry = ImatrixEntry(
-                    np.repeat(entry.sums, n_mat, axis=0),
-                    np.repeat(entry.counts, n_mat),
-                    None if entry.in_sum is None else np.repeat(entry.in_sum, n_mat, axis=0),
-                )
+                in_sum = None if entry.in_sum is None else np.repeat(entry.in_sum, n_mat, axis=0)
+                entry = ImatrixEntry(np.repeat(entry.sums, n_mat, axis=0), np.repeat(entry.counts, n_mat), in_sum)
             made.entries[name] = entry
         made.extra[ALL_EXPERTS_KEY] = Field.of(ALL_EXPERTS_KEY, True)
         return made
@@ -467,9 +493,6 @@ class _Collector:
 
         layers = sorted(int(of.split()[1]) for of in found if of.startswith("layer "))
         return tuple(Similarity(i, *(mean(kind, i) for kind in ("layer", "attention", "feed-forward"))) for i in layers)
-
-
-_OUTPUTS = ("output.weight", "token_embd.weight")
 
 
 def _names(graph: Graph) -> dict[str, tuple[int, tuple[str, ...]]]:

@@ -123,6 +123,7 @@ def _by_expert(x: Any, ids: Ints | None, experts: tuple[int, int]) -> list[tuple
 
 
 def _check(of: str, x: Any, tokens: int, report: Report) -> None:
-    bad = np.flatnonzero(~np.isfinite(x.sum(axis=1)))
+    with np.errstate(all="ignore"):
+        bad = np.flatnonzero(~np.isfinite(x.sum(axis=1)))
     if len(bad):
         report(of, int(bad[0]) // max(1, len(x) // max(1, tokens)))
