@@ -186,13 +186,9 @@ class Ggml:
         x = self.tensor(layer.x, 0, WIDTH, 1, tokens)
         self.graph = c_void_p(self.base.ggml_new_graph(self.context))
         for run in layer.ids:
-            ids = c_void_p(
-                self.base.ggml_new_tensor_2d(self.context, c_int(26), c_int64(N_USED), c_int64(tokens))
-            )
+            ids = c_void_p(self.base.ggml_new_tensor_2d(self.context, c_int(26), c_int64(N_USED), c_int64(tokens)))
             self.fill(ids, run)
-            products = [
-                c_void_p(self.base.ggml_mul_mat_id(self.context, w, x, ids)) for w in (up, gate)
-            ]
+            products = [c_void_p(self.base.ggml_mul_mat_id(self.context, w, x, ids)) for w in (up, gate)]
             h = c_void_p(self.base.ggml_swiglu_split(self.context, products[1], products[0]))
             y = c_void_p(self.base.ggml_mul_mat_id(self.context, down, h, ids))
             self.base.ggml_build_forward_expand(self.graph, y)
@@ -240,9 +236,7 @@ def bench(t: TensorType, tokens: int, threads: int, rounds: int, peer: bool) -> 
     weights = (experts(t, N_FF, WIDTH, 1), experts(t, N_FF, WIDTH, 2), experts(t, WIDTH, N_FF, 3))
     merged = np.concatenate(weights[:2], axis=1)
     repeats = 4 if tokens < 8 else 1
-    ids = np.array(
-        [[rng.permutation(N_EXPERT)[:N_USED] for _ in range(tokens)] for _ in range(repeats)], np.int32
-    )
+    ids = np.array([[rng.permutation(N_EXPERT)[:N_USED] for _ in range(tokens)] for _ in range(repeats)], np.int32)
     layer = Layer(t, Team(threads), rng.standard_normal((tokens, WIDTH)).astype(np.float32), ids, weights)
     hows = ("fused", "fused merged", "merged", "separate")
     tapes = {how: layer.tape(how, merged) for how in hows}

@@ -79,6 +79,7 @@ class FakeModel:
     """Logits after a prefix are normal numbers times ``spread``, plus other ones times ``noise``."""
 
     arch = "fake"
+    notes: tuple[str, ...] = ()
 
     def __init__(
         self,

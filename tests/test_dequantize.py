@@ -167,7 +167,10 @@ def test_unaligned_read_only_and_strided_rows_run_the_one_compiled_version(t, tm
     assert_same_bits(got, decode(t, data))
     assert_same_bits(got, reference(t, data))
     if t.name != "F32":
-        assert len((module.DIRECT.get(t.name) or module._kernel_of(t)).signatures) == 1
+        run = module.DIRECT.get(t.name) or module._kernel_of(t)
+        # Kernels that call it from compiled code with a constant have a version of their own.
+        called = [s for s in run.signatures if not any(isinstance(a, numba_types.Literal) for a in s)]
+        assert len(called) == 1
 
 
 # Every type's bytes lie right before a page that may not be read; the kernels must come from the cache.

@@ -162,9 +162,7 @@ def test_glu_of_merged_halves(width: int) -> None:
     a = Activation("silu")
     both = values(3, 5, 2 * width)
     out = np.full((6, width), 7, np.float32)
-    run(
-        glu(a), 5, out=address_of(out), gate=address_of(both), up=0, width=width, gate_width=width, per=1, **limits(a)
-    )
+    run(glu(a), 5, out=address_of(out), gate=address_of(both), up=0, width=width, gate_width=width, per=1, **limits(a))
     close(a, out[:5], gated(a, both[:, :width], both[:, width:]))
     assert (out[5] == 7).all()  # the row behind is not touched
 

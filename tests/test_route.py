@@ -123,9 +123,7 @@ def test_repeat(tokens: int, width: int) -> None:
     rng = np.random.default_rng(width)
     x, weights = rng.standard_normal((tokens, width), np.float32), rng.standard_normal((tokens, 3), np.float32)
     out = np.full((tokens * 3 + 1, width), 7, np.float32)
-    run(
-        repeat, tokens, 2, out=address_of(out), x=address_of(x), weights=address_of(weights), width=width, n_used=3
-    )
+    run(repeat, tokens, 2, out=address_of(out), x=address_of(x), weights=address_of(weights), width=width, n_used=3)
     np.testing.assert_array_equal(out[:-1], (x[:, None] * weights[:, :, None]).reshape(-1, width))
     assert (out[-1] == 7).all()
 

@@ -552,6 +552,116 @@ def test_row_extremes() -> None:
     assert same_bits(out, np.array([a[:, 2:34].min(1), a[:, 2:34].max(1)]))
 
 
+# ---------------------------------------------------------------- products, for mat-mul
+
+
+@pytest.mark.parametrize("first", ["u8x64", "i8x64"])
+def test_dot4_is_exact(first: str) -> None:
+    """As far as its contract goes: u8 without bound where the CPU has the instruction, up to 127 elsewhere."""
+    vt = VECTORS[first]
+    signed = first == "i8x64"
+
+    @njit
+    def op(acc, x, y, out):  # type: ignore[no-untyped-def]
+        store(out, 0, simd.dot4(load(simd.i32x16, acc, 0), load(vt, x, 0), load(simd.i8x64, y, 0)))
+
+    rng = np.random.default_rng(31)
+    low, high = (-128, 128) if signed else (0, 256 if simd.HAS_DOT4 else 128)
+    for _ in range(20):
+        x = rng.integers(low, high, 64).astype(dtype_of(vt))
+        x[:4] = low if signed else high - 1
+        y = rng.integers(-127, 128, 64).astype(np.int8)
+        y[:4] = -127
+        acc, out = rng.integers(-(10**6), 10**6, 16).astype(np.int32), np.zeros(16, np.int32)
+        op(acc, x, y, out)
+        products = (x.astype(np.int64) * y.astype(np.int64)).reshape(16, 4).sum(1)
+        assert np.array_equal(out, acc + products)
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+def test_dot2_is_exact(lanes: int) -> None:
+    at, vt = simd.VecType(simd.i32x16.elem, lanes), simd.VecType(simd.i16x32.elem, 2 * lanes)
+
+    @njit
+    def op(acc, x, y, out):  # type: ignore[no-untyped-def]
+        store(out, 0, simd.dot2(load(at, acc, 0), load(vt, x, 0), load(vt, y, 0)))
+
+    rng = np.random.default_rng(32)
+    x, y = (rng.integers(-20000, 20000, 2 * lanes).astype(np.int16) for _ in range(2))
+    acc, out = rng.integers(-1000, 1000, lanes).astype(np.int32), np.zeros(lanes, np.int32)
+    op(acc, x, y, out)
+    assert np.array_equal(out, acc + (x.astype(np.int64) * y).reshape(lanes, 2).sum(1))
+
+
+def test_maddubs_adds_neighbours() -> None:
+    @njit
+    def op(x, y, out):  # type: ignore[no-untyped-def]
+        store(out, 0, simd.maddubs(load(simd.u8x64, x, 0), load(simd.i8x64, y, 0)))
+
+    rng = np.random.default_rng(33)
+    x, y = rng.integers(0, 64, 64).astype(np.uint8), rng.integers(-128, 128, 64).astype(np.int8)
+    out = np.zeros(32, np.int16)
+    op(x, y, out)
+    assert np.array_equal(out, (x.astype(np.int64) * y).reshape(32, 2).sum(1))
+
+
+def test_muladd_takes_vectors_and_scalars() -> None:
+    @njit
+    def op(a, b, c, out):  # type: ignore[no-untyped-def]
+        x, y, z = load(simd.f32x16, a, 0), load(simd.f32x16, b, 0), load(simd.f32x16, c, 0)
+        store(out, 0, simd.muladd(x, y, z))
+        store(out, 64, simd.muladd(x, b[0], z))
+        store(out, 128, simd.muladd(x, b[1], c[2]))
+
+    a, b, c = (np.random.default_rng(34 + i).standard_normal(16).astype(np.float32) for i in range(3))
+    out = np.zeros((3, 16), np.float32)
+    op(a, b, c, out)
+    exact = np.array([a * b.astype(np.float64) + c, a * np.float64(b[0]) + c, a * np.float64(b[1]) + np.float64(c[2])])
+    assert np.allclose(out, exact, rtol=3e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["u8x64", "i16x16", "f32x16", "i32x8"])
+def test_opaque_changes_nothing(name: str) -> None:
+    vt = VECTORS[name]
+    if vt.lanes * dtype_of(vt).itemsize == 64 and "avx512f" not in simd.FEATURES:
+        vt = simd.VecType(vt.elem, vt.lanes // 2)
+    a = sample(vt, 35)
+    assert same_bits(apply(simd.opaque, vt, dtype_of(vt), vt.lanes, a), a)
+
+
+def test_prefetching_reads_nothing_that_could_fault() -> None:
+    @njit
+    def op(a, out):  # type: ignore[no-untyped-def]
+        simd.prefetch(a, 1 << 40)
+        simd.prefetch_l2(a, 1 << 40)
+        store(out, 0, load(simd.f32x16, a, 0))
+
+    a, out = np.arange(16, dtype=np.float32), np.zeros(16, np.float32)
+    op(a, out)
+    assert same_bits(a, out)
+
+
+def test_stack_bytes_are_aligned_and_the_callers_own() -> None:
+    @njit
+    def inner(value):  # type: ignore[no-untyped-def]
+        space = simd.stack_bytes(256)
+        for i in range(4):
+            store(space, 64 * i, splat(simd.f32x16, value))
+        return space % 64, load(simd.f32x16, space, 192)
+
+    @njit
+    def op(out):  # type: ignore[no-untyped-def]
+        space = simd.stack_bytes(64)
+        store(space, 0, splat(simd.f32x16, np.float32(1)))
+        rest, v = inner(np.float32(2))
+        store(out, 0, load(simd.f32x16, space, 0) + v)
+        return rest, space % 64
+
+    out = np.zeros(16, np.float32)
+    assert op(out) == (0, 0)
+    assert (out == 3).all()
+
+
 def test_every_op_is_tested() -> None:
     """A new op of simd.py must be named here or in a test above."""
     source = Path(__file__).read_text()

@@ -21,6 +21,7 @@ from quantkit.cli.evaluation import (
 )
 from quantkit.cli.options import GroupedCommand, option
 from quantkit.evaluate import logits
+from quantkit.evaluate.passes import opened
 from quantkit.helpers import format_size
 
 
@@ -62,16 +63,10 @@ def command(
     """
     text, ids = given_text(file, prompt, tokens)
     check_json_target(json_to)
-    found = logits(
-        model,
-        text,
-        tokens=ids,
-        output=output,
-        overwrite=overwrite,
-        n_ctx=n_ctx,
-        n_batch=run["n_batch"],
-        **load_options(run),
-    )
+    with opened(model, n_ctx, load_options(run)) as loaded:
+        for note in loaded.notes:
+            click.echo(f"note: {note}", err=True)
+        found = logits(loaded, text, tokens=ids, output=output, overwrite=overwrite, n_batch=run["n_batch"])
     n_tokens, n_vocab = found.shape
     if json_to != "-":
         click.echo(f"{output}: float32 [{n_tokens}, {n_vocab}], {format_size(output.stat().st_size)}")

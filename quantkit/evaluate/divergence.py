@@ -86,7 +86,7 @@ def kld(
                 f"{file.path} was computed with a vocabulary of {text.n_vocab} tokens, {loaded.path} has"
                 f" {loaded.n_vocab}: these are not the same model"
             )
-        notes: list[str] = []
+        notes: list[str] = list(loaded.notes)
         note_context(loaded, text.n_ctx, notes)
         bos = bos_of(loaded, notes)
         run = _Run(file, n, progress)

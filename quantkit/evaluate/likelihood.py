@@ -127,7 +127,7 @@ def perplexity(
         if save_logits is not None:
             sink = _sink(loaded, windows, save_logits)
             stack.enter_context(sink)
-        notes: list[str] = []
+        notes: list[str] = list(loaded.notes)
         note_context(loaded, n_ctx, notes)
         note_calibration(loaded, text, notes)
         bos = bos_of(loaded, notes)

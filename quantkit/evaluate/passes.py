@@ -65,6 +65,9 @@ class Model(Protocol):
     n_ctx_train: int
 
     @property
+    def notes(self) -> tuple[str, ...]: ...
+
+    @property
     def tokenizer(self) -> Tokenizer: ...
 
     def session(self, n_ctx: int, n_seq: int = 1) -> Session: ...

@@ -34,7 +34,7 @@ def is_windowed(b: Builder) -> bool:
         return False
     pattern = b.h.get("attention.sliding_window_pattern", None)
     if isinstance(pattern, list):
-        return bool(pattern[b.layer])
+        return bool(b.h.layer_int("attention.sliding_window_pattern", b.layer))
     period = int(pattern) if pattern is not None else w.period
     if period == 0:
         return True

@@ -16,16 +16,17 @@ import numpy.typing as npt
 
 from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.gguf import GGUFFile, open_gguf
-from quantkit.helpers import available_cpus
+from quantkit.helpers import available_cpus, format_size
 from quantkit.model.backends import Backend, Limits, Observer, Program
 from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.backends.reference import Reference
 from quantkit.model.batch import Batch, Floats, Ints
+from quantkit.model.cost import KV_BYTES
 from quantkit.model.fusion import Decision, Fusion, fuse
 from quantkit.model.graph import build_graph
 from quantkit.model.hparams import HParams
 from quantkit.model.merged import MergedSource
-from quantkit.model.ops import Graph
+from quantkit.model.ops import Attention, Embed, Graph
 from quantkit.model.placement import Placement, Segment, cut, devices_of
 
 #: Is called with the index of a block's first output and its logits [k, n_vocab], valid during the call.
@@ -133,6 +134,23 @@ class Model:
         """Close the file; sessions must not be used after it."""
         self.source.close()
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of how this model runs: weights that do not fit ``max_ram``."""
+        if self.max_ram is None:
+            return ()
+        sizes = [sum(m.tensor.nbytes for m in set(op.matrices())) for op in self.graph.ops if not isinstance(op, Embed)]
+        total, largest = sum(sizes), max(sizes, default=0)
+        if total <= self.max_ram:
+            return ()
+        budget = format_size(self.max_ram)
+        lines = [f"the weights take {format_size(total)}, more than --max-ram {budget}: every pass reads them anew"]
+        if largest > self.max_ram:
+            lines.append(
+                f"one operation reads {format_size(largest)} of weights: memory exceeds --max-ram {budget} there"
+            )
+        return tuple(lines)
+
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer in the file; FormatError if it has none."""
@@ -149,7 +167,18 @@ class Model:
 
     def session(self, n_ctx: int, n_seq: int = 1, kv_type: str | None = None) -> Session:
         """Return a session of ``n_seq`` sequences of up to ``n_ctx`` tokens each."""
-        return Session(self, Limits(n_ctx, n_seq, min(self.n_ubatch, n_ctx * n_seq), kv_type or self.kv_type))
+        kv = kv_type or self.kv_type
+        if kv not in KV_BYTES:
+            raise RecipeError(f"there is no cache of type {kv}: choose among {', '.join(KV_BYTES)}")
+        if n_ctx < 1 or n_seq < 1:
+            raise RecipeError(f"{n_seq} sequences of {n_ctx} tokens: give at least 1 of each")
+        for op in self.graph.ops:
+            if kv == "q8_0" and isinstance(op, Attention) and (op.head_k % 32 or op.head_v % 32):
+                raise RecipeError(
+                    f"a cache of Q8_0 has blocks of 32 values, this model has heads of {op.head_k} and {op.head_v}: "
+                    "choose f16"
+                )
+        return Session(self, Limits(n_ctx, n_seq, min(self.n_ubatch, n_ctx * n_seq), kv))
 
     def backend(self, device: str) -> Backend:
         """Return the backend of a device."""

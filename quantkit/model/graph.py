@@ -11,8 +11,10 @@ import math
 from collections.abc import Callable, Mapping
 
 from quantkit.formats.gguf import GGUFFile
+from quantkit.kernels.cpu.unpack import has_unpacker
 from quantkit.model.attention import gqa
 from quantkit.model.builder import Builder
+from quantkit.model.check import check_graph
 from quantkit.model.delta_net import delta_nets
 from quantkit.model.feed_forward import feed_forward
 from quantkit.model.mla import mla, mla_plain, unscaled
@@ -55,7 +57,9 @@ def build_graph(source: GGUFFile, n_ctx: int = 0) -> Graph:
     logits = b.mul_mat(x, "output" if b.has("output.weight") else "token_embd", out="logits", of="output")
     logits = _logits(b, logits)
     b.check_all_used()
-    return Graph(tuple(b.ops), logits, tuple(b.caches), tuple(b.states))
+    graph = Graph(tuple(b.ops), logits, tuple(b.caches), tuple(b.states))
+    check_graph(graph, has_unpacker)
+    return graph
 
 
 # ---------------------------------------------------------------- beginning and end

@@ -7,7 +7,6 @@ one; a key that is needed and missing is an error that names it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from quantkit.errors import FormatError
@@ -50,11 +49,11 @@ class HParams:
     def int(self, key: str, default: Any = _NEEDED) -> Integer:
         """Return an integer; of an array the first element."""
         value = self.get(key, default)
-        return Integer(value[0]) if isinstance(value, Sequence) and not isinstance(value, str) else Integer(value)
+        return self._integer(key, value[0] if isinstance(value, list) and value else value)
 
     def float(self, key: str, default: Any = _NEEDED) -> Real:
         """Return a float32's value."""
-        return Real(self.get(key, default))
+        return self._real(key, self.get(key, default))
 
     def flag(self, key: str, default: bool = False) -> bool:
         """Return a truth value."""
@@ -62,19 +61,31 @@ class HParams:
 
     def layer_int(self, key: str, layer: Integer, default: Any = _NEEDED) -> Integer:
         """Return an integer that may be an array with one element a layer."""
-        value = self.get(key, default)
-        if isinstance(value, Sequence) and not isinstance(value, str):
-            if layer >= len(value):
-                raise FormatError(
-                    f"{self.source.paths[0]}: {self.arch}.{key} has {len(value)} elements, none for layer {layer}"
-                )
-            return Integer(value[layer])
-        return Integer(value)
+        return self._integer(key, self._of_layer(key, layer, self.get(key, default)))
 
     def layer_float(self, key: str, layer: Integer, default: Any = _NEEDED) -> Real:
         """Return a float that may be an array with one element a layer."""
-        value = self.get(key, default)
-        return Real(value[layer]) if isinstance(value, Sequence) else Real(value)
+        return self._real(key, self._of_layer(key, layer, self.get(key, default)))
+
+    def _of_layer(self, key: str, layer: Integer, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        if layer >= len(value):
+            raise FormatError(
+                f"{self.source.paths[0]}: {self.arch}.{key} has {len(value)} elements, none for layer {layer}"
+            )
+        return value[layer]
+
+    def _integer(self, key: str, value: Any) -> Integer:
+        if isinstance(value, (Integer, Real)) and math.isfinite(value) and value == Integer(value):
+            return Integer(value)
+        raise FormatError(f"{self.source.paths[0]}: {self.arch}.{key} is {value!r}, no integer")
+
+    def _real(self, key: str, value: Any) -> Real:
+        # -inf and inf are values of some keys; NaN of none.
+        if isinstance(value, (Integer, Real)) and not math.isnan(value):
+            return Real(value)
+        raise FormatError(f"{self.source.paths[0]}: {self.arch}.{key} is {value!r}, no number")
 
     @property
     def eps(self) -> Real:

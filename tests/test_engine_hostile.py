@@ -1,0 +1,133 @@
+"""Models whose tensors do not fit together are refused before anything runs: kernels trust their addresses.
+
+Every tensor of several models in turn gets another shape, its bytes cut or filled up accordingly. Nothing may crash,
+and where the shape matters, the error names a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quantkit.errors import QuantkitError, RecipeError
+from quantkit.formats.gguf import Field, open_gguf, write_gguf
+from quantkit.model.engine import load
+from quantkit.types import BY_NAME, TensorType
+from zoo import write_zoo
+
+MODELS = ("gpt-oss-moe", "deepseek2-moe", "qwen3next-moe")
+Shape = tuple[int, ...]
+
+CHANGES: dict[str, Callable[[Shape], Shape]] = {
+    "one row less": lambda s: (*s[:-1], s[-1] - 1),
+    "one row more": lambda s: (*s[:-1], s[-1] + 1),
+    "half as long rows": lambda s: (s[0] // 2, *s[1:]),
+    "twice as long rows": lambda s: (s[0] * 2, *s[1:]),
+    "turned around": lambda s: s[::-1],
+    "one dimension more": lambda s: (*s, 2),
+    "a single value": lambda s: (1,),
+}
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("zoo")
+
+    def make(name: str) -> Path:
+        path = folder / f"{name}.gguf"
+        return path if path.exists() else write_zoo(name, path)
+
+    return make
+
+
+def changed(source: Path, path: Path, name: str, shape: Shape, t: TensorType | None = None) -> None:
+    with open_gguf(source) as opened:
+        tensors = []
+        for info in opened.tensors.values():
+            kind = t or info.type
+            if info.name != name:
+                tensors.append((info.name, info.shape, info.type, opened.data(info)))
+                continue
+            data = np.resize(opened.data(info), kind.row_bytes(shape[0]) * math.prod(shape[1:]))
+            tensors.append((name, shape, kind, data))
+        write_gguf(path, opened.fields.values(), tensors)
+
+
+def names(path: Path) -> Iterator[tuple[str, Shape]]:
+    with open_gguf(path) as opened:
+        for info in opened.tensors.values():
+            if not info.name.startswith("blk.0."):  # layer 1 has all kinds, and half as many are enough
+                yield info.name, info.shape
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_shapes_are_refused_or_harmless(
+    zoo: Callable[[str], Path], tmp_path: Path, model: str, change: str
+) -> None:
+    refused = 0
+    for name, shape in names(zoo(model)):
+        other = CHANGES[change](shape)
+        if other == shape or min(other) < 1:
+            continue
+        changed(zoo(model), tmp_path / "x.gguf", name, other)
+        try:
+            with load(tmp_path / "x.gguf", kv_type="f32") as opened:
+                opened.forward([1, 2, 3])
+        except QuantkitError:
+            refused += 1
+    assert refused > 5
+
+
+@pytest.mark.parametrize("type_name", ["I32", "I8", "IQ4_KS"])
+def test_weights_of_types_without_products_are_refused(
+    zoo: Callable[[str], Path], tmp_path: Path, type_name: str
+) -> None:
+    changed(zoo("llama-dense"), tmp_path / "x.gguf", "blk.1.ffn_up.weight", (256, 512), BY_NAME[type_name])
+    with pytest.raises(QuantkitError, match=r"blk\.1\.ffn_up\.weight"):
+        load(tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention.head_count", 3),
+        ("attention.head_count_kv", 3),
+        ("attention.key_length", 7),
+        ("rope.dimension_count", 63),
+        ("rope.dimension_count", 128),
+        ("expert_used_count", 9),
+        ("expert_used_count", 0),
+        ("expert_count", 7),
+        ("expert_group_count", 3),
+        ("embedding_length", 128),
+        ("block_count", 3),
+        ("block_count", 1 << 30),
+        ("block_count", "two"),
+        ("rope.freq_base", "big"),
+        ("attention.layer_norm_rms_epsilon", float("nan")),
+        ("attention.head_count", [4]),
+        ("attention.head_count_kv", [2]),
+    ],
+)
+def test_metadata_that_do_not_fit_are_refused(zoo: Callable[[str], Path], tmp_path: Path, key: str, value: int) -> None:
+    with open_gguf(zoo("gpt-oss-moe")) as opened:
+        full = f"gpt-oss.{key}"
+        fields = [Field.of(full, value) if f.key == full else f for f in opened.fields.values()]
+        tensors = [(t.name, t.shape, t.type, opened.data(t)) for t in opened.tensors.values()]
+        write_gguf(tmp_path / "x.gguf", fields, tensors)
+    with pytest.raises(QuantkitError):
+        load(tmp_path / "x.gguf").forward([1, 2, 3])
+
+
+def test_a_q8_0_cache_of_odd_heads_is_refused(zoo: Callable[[str], Path]) -> None:
+    with load(zoo("llama-dense")) as model:
+        for bad in ("q4_0", ""):
+            with pytest.raises(RecipeError, match="no cache"):
+                model.session(8, kv_type=bad or "x")
+        with pytest.raises(RecipeError, match="at least 1"):
+            model.session(0)
