@@ -136,7 +136,7 @@ class Model:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of how this model runs: what could not be fused or merged, and does not fit memory."""
+        """What a user should know of how this model runs: what is not fused or merged, what exceeds memory."""
         lines = [line for line in summary([d for d in self.decisions if d.reason != SWITCHED_OFF]) if " not: " in line]
         if isinstance(self.source, MergedSource):
             lines += [f"{name} is not merged: {reason}" for name, reason in self.source.refused.items()]

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from quantkit.model.ops import Glu, Graph, Matrix, MulMat, MulMatId, MulMats, Op, UpGate, UpGateId, Value
 
-
 #: The reason of what the user did not want.
 SWITCHED_OFF = "switched off"
 
