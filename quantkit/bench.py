@@ -199,6 +199,8 @@ def bench(
     n_ctx = max(test.n_depth + test.n_tokens for test in tests)
     for setting in settings:
         with _load(model, setting) as opened:
+            for note in opened.notes:
+                progress(f"note: {note}")
             session = opened.session(n_ctx)
             for test in tests:
                 if warmup:

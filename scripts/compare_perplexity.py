@@ -3,7 +3,8 @@
     scripts/compare_perplexity.py --chunks 20
 
 The text is pydoc_data.topics of the standard library: it is on every machine. Files are quantized by quantkit, those
-of types without an encoder here by llama-quantize with an importance matrix of its own.
+of types without an encoder here by llama-quantize with an importance matrix of its own. llama.cpp repacks some types
+at load and then multiplies with other roundings, so it is shown with and without (--no-repack).
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def llama(folder: Path, program: str, *args: object) -> str:
     return done.stdout + done.stderr
 
 
-def llama_perplexity(folder: Path, model: Path, text: Path, ctx: int, chunks: int) -> float:
+def llama_perplexity(folder: Path, model: Path, text: Path, ctx: int, chunks: int, *options: str) -> float:
     for _ in range(8):  # it may end before its log is written
-        said = llama(folder, "llama-perplexity", "-m", model, "-f", text, "-c", ctx, "--chunks", chunks)
+        said = llama(folder, "llama-perplexity", "-m", model, "-f", text, "-c", ctx, "--chunks", chunks, *options)
         found = re.search(r"Final estimate: PPL = ([0-9.]+)", said)
         if found:
             return float(found[1])
@@ -66,13 +67,18 @@ def main() -> None:
         text = folder / "topics.txt"
         text.write_text("\n".join(topics[key] for key in sorted(topics)))
         print(f"{options.chunks} chunks of {options.ctx} tokens; {machine()}\n")
-        print("| model | type | quantkit | llama.cpp | difference |\n|---|---|---|---|---|")
+        print("| model | type | quantkit | llama.cpp --no-repack | llama.cpp | difference | difference |")
+        print("|---|---|---|---|---|---|---|")
         for source in (options.smollm2, options.tiny_moe):
             for name in options.types:
                 model = make(folder, options.llama, source, name, text)
                 ours = quantkit.perplexity(model, text.read_text(), n_ctx=options.ctx, chunks=options.chunks).ppl.value
-                theirs = llama_perplexity(options.llama, model, text, options.ctx, options.chunks)
-                print(f"| {source.stem} | {name} | {ours:.4f} | {theirs:.4f} | {ours / theirs - 1:+.4%} |", flush=True)
+                plain, usual = (
+                    llama_perplexity(options.llama, model, text, options.ctx, options.chunks, *extra)
+                    for extra in (("--no-repack",), ())
+                )
+                shares = f"{ours / plain - 1:+.3%} | {ours / usual - 1:+.3%}"
+                print(f"| {source.stem} | {name} | {ours:.4f} | {plain:.4f} | {usual:.4f} | {shares} |", flush=True)
                 model.unlink()
 
 

@@ -272,3 +272,18 @@ def test_the_cost_of_a_token_counts_the_experts_it_uses(zoo: Callable[[str], Pat
         assert cost.weight_bytes == pytest.approx(expected_bytes)
         kv_width = sum(c.k_width + c.v_width for c in model.graph.caches)
         assert deep.cache_bytes - cost.cache_bytes == 100 * kv_width * 2
+
+
+def test_a_model_tells_what_could_not_be_fused_or_merged(zoo: Callable[[str], Path]) -> None:
+    with open_zoo(zoo, "qwen3moe-moe") as model:
+        assert model.notes == ()
+    with open_zoo(zoo, "qwen3moe-moe", fusion=Fusion.none()) as model:
+        assert model.notes == ()
+    apart = Placement(rules=parse_rules([r"blk\.0\.ffn_up_exps=REFERENCE"]))
+    with open_zoo(zoo, "qwen3moe-moe", placement=apart) as model:
+        assert model.notes == ("fused MoE up+gate: 1 of 2 (1 not: gate and up lie on CPU and REFERENCE)",)
+    with open_zoo(zoo, "olmoe-moe", merge_up_gate=True) as model:
+        assert len(model.notes) == 2
+        assert all("ffn_gate_exps is not merged: its halves have a .scale" in note for note in model.notes)
+    with open_zoo(zoo, "qwen3moe-moe", max_ram=1 << 20) as model:
+        assert "more than --max-ram 1.00 MiB" in model.notes[0]

@@ -131,7 +131,11 @@ def command(
         merge_up_gate=[bool(x) for x in merge_up_gate_experts],
         placement=[Placement(gpu_layers, parse_rules(rules))],
     )
-    say = (lambda line: click.echo(line, err=True)) if progress else (lambda line: None)
+
+    def say(line: str) -> None:
+        if progress or line.startswith("note: "):
+            click.echo(line, err=True)
+
     results = (
         result
         for model in models

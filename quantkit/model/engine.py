@@ -22,7 +22,7 @@ from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.backends.reference import Reference
 from quantkit.model.batch import Batch, Floats, Ints
 from quantkit.model.cost import KV_BYTES
-from quantkit.model.fusion import Decision, Fusion, fuse
+from quantkit.model.fusion import SWITCHED_OFF, Decision, Fusion, fuse, summary
 from quantkit.model.graph import build_graph
 from quantkit.model.hparams import HParams
 from quantkit.model.merged import MergedSource
@@ -136,20 +136,24 @@ class Model:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of how this model runs: weights that do not fit ``max_ram``."""
+        """What a user should know of how this model runs: what is not fused or merged, what exceeds memory."""
+        lines = [line for line in summary([d for d in self.decisions if d.reason != SWITCHED_OFF]) if " not: " in line]
+        if isinstance(self.source, MergedSource):
+            lines += [f"{name} is not merged: {reason}" for name, reason in self.source.refused.items()]
+        return (*lines, *self._memory_notes())
+
+    def _memory_notes(self) -> list[str]:
         if self.max_ram is None:
-            return ()
+            return []
         sizes = [sum(m.tensor.nbytes for m in set(op.matrices())) for op in self.graph.ops if not isinstance(op, Embed)]
         total, largest = sum(sizes), max(sizes, default=0)
         if total <= self.max_ram:
-            return ()
+            return []
         budget = format_size(self.max_ram)
         lines = [f"the weights take {format_size(total)}, more than --max-ram {budget}: every pass reads them anew"]
         if largest > self.max_ram:
-            lines.append(
-                f"one operation reads {format_size(largest)} of weights: memory exceeds --max-ram {budget} there"
-            )
-        return tuple(lines)
+            lines.append(f"one operation reads {format_size(largest)} of weights: there memory exceeds {budget}")
+        return lines
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 
 from quantkit.model.ops import Glu, Graph, Matrix, MulMat, MulMatId, MulMats, Op, UpGate, UpGateId, Value
 
+#: The reason of what the user did not want.
+SWITCHED_OFF = "switched off"
+
 
 @dataclass(frozen=True)
 class Fusion:
@@ -81,7 +84,7 @@ def _fuse_gates(ops: list[Op], fusion: Fusion, device_of: DeviceOf, decisions: l
         if kind is None:
             continue
         on = fusion.moe if kind == "moe" else fusion.up_gate
-        reason = "switched off" if not on else _hindrance(op, parts, readers, device_of)
+        reason = SWITCHED_OFF if not on else _hindrance(op, parts, readers, device_of)
         decisions.append(Decision(kind, op.layer, not reason, reason))
         if not reason:
             fused[id(op)] = _one(op, parts)
@@ -154,7 +157,7 @@ def _fuse_same_input(ops: list[Op], fusion: Fusion, device_of: DeviceOf, decisio
             at += 1
             continue
         devices = {device_of(op) for op in run}
-        reason = "" if fusion.qkv else "switched off"
+        reason = "" if fusion.qkv else SWITCHED_OFF
         if not reason and len(devices) > 1:
             reason = f"its matrices lie on {' and '.join(sorted(devices))}"
         decisions.append(Decision("qkv", run[0].layer, not reason, reason))
