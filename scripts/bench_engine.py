@@ -1,4 +1,4 @@
-"""Prompt and generation speed beside llama.cpp, and what each fusion gains: in turns, on the same cores and files.
+"""Prompt and generation speed beside llama.cpp, in turns, on the same cores and files; then bench_fusion.py's gains.
 
     scripts/bench_engine.py --llama FOLDER --smollm2 SmolLM2-135M-Instruct.Q4_1.gguf
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,6 +20,12 @@ from processes import machine, make_moe, quantkit, run, work_folder
 
 Speeds = dict[str, float]
 PRESETS = ("Q4_K_M", "IQ4_XS", "Q8_0")
+ROUTERS = ("q8_0", None)
+
+
+def quantkit_script(name: str, *arguments: Path) -> list[str | Path]:
+    """Return the command line of another script of this folder."""
+    return [sys.executable, Path(__file__).with_name(name), *arguments]
 
 
 def ours(model: Path, prompt: int, gen: int, *switches: str) -> Speeds:
@@ -61,25 +68,6 @@ def beside_llama(models: Sequence[tuple[str, Path]], options: argparse.Namespace
             print(f"| {name} | {test}{n} | {mine[test]:.1f} | {theirs[test]:.1f} | {ratio:.2f}x |", flush=True)
 
 
-def gains(model: Path, plain_router: Path, options: argparse.Namespace) -> None:
-    """Print what each switch gains over the run without it."""
-    variants: dict[str, Callable[[], Speeds]] = {
-        "all fused": lambda: ours(model, options.prompt, options.gen),
-        "MoE up+gate not fused": lambda: ours(model, options.prompt, options.gen, "-fmoe", "0"),
-        "q/k/v not fused": lambda: ours(model, options.prompt, options.gen, "-fqkv", "0"),
-        "merged at load, fused": lambda: ours(model, options.prompt, options.gen, "-muge", "1"),
-        "merged at load, not fused": lambda: ours(model, options.prompt, options.gen, "-muge", "1", "-fmoe", "0"),
-        "router F32 (Q8_0 in all others)": lambda: ours(plain_router, options.prompt, options.gen),
-    }
-    found = medians(list(variants.values()), options.rounds)
-    base = found[0][0]
-    print(f"\n| {model.stem} | pp{options.prompt} t/s | tg{options.gen} t/s | all fused is, prompt | generation |")
-    print("|---|---|---|---|---|")
-    for name, (speeds, _) in zip(variants, found, strict=True):
-        gain = [f"{base[t] / speeds[t] - 1:+.1%}" for t in ("pp", "tg")]
-        print(f"| {name} | {speeds['pp']:.1f} | {speeds['tg']:.2f} | {gain[0]} | {gain[1]} |", flush=True)
-
-
 def quantized(folder: Path, source: Path, preset: str, router: str | None) -> Path:
     out = folder / f"moe-{preset}{f'-router-{router}' if router else ''}.gguf"
     if not out.exists():
@@ -100,7 +88,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="for the models, kept if given")
     options = parser.parse_args()
     with work_folder(options.work) as folder:
-        wanted = [(p, r) for p in options.presets for r in (None, "q8_0")]
+        wanted = [(p, r) for p in options.presets for r in ROUTERS]
         if not all((folder / f"moe-{p}{f'-router-{r}' if r else ''}.gguf").exists() for p, r in wanted):
             source = make_moe(folder / "moe-f16.gguf", "--layers", str(options.layers))
             for preset, router in wanted:
@@ -111,8 +99,10 @@ def main() -> None:
             models.append(("SmolLM2 Q4_1", options.smollm2))
         print(f"median of {options.rounds}; {machine()}\n")
         beside_llama(models, options)
-        first = options.presets[0]
-        gains(quantized(folder, folder, first, "q8_0"), quantized(folder, folder, first, None), options)
+        run_gains = quantkit_script(
+            "bench_fusion.py", *(quantized(folder, folder, options.presets[0], r) for r in ROUTERS)
+        )
+        print(run(run_gains).checked("bench_fusion").stdout)
 
 
 if __name__ == "__main__":
