@@ -8,6 +8,7 @@ column of keys and values. The fastest of several rounds is shown, of one thread
 the last-level cache: rates above the memory's are no mistake.
 """
 
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
 from __future__ import annotations
 
 import argparse

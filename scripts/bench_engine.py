@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from processes import machine, make_moe, quantkit, run, work_folder
@@ -30,7 +31,7 @@ def quantkit_script(name: str, *arguments: Path) -> list[str | Path]:
 
 def ours(model: Path, prompt: int, gen: int, *switches: str) -> Speeds:
     """Return tokens a second of quantkit, by test."""
-    command = quantkit("bench", "-m", model, "-p", prompt, "-n", gen, "-r", 1, "-o", "json", *switches)
+    command = quantkit("bench", "-m", model, "-p", str(prompt), "-n", str(gen), "-r", "1", "-o", "json", *switches)
     return {
         ("pp" if row["n_prompt"] else "tg"): row["avg_ts"] for row in json.loads(run(command).checked("bench").stdout)
     }
@@ -38,7 +39,19 @@ def ours(model: Path, prompt: int, gen: int, *switches: str) -> Speeds:
 
 def llama(folder: Path, model: Path, prompt: int, gen: int) -> Speeds:
     """Return tokens a second of llama-bench, by test."""
-    command = [folder / "llama-bench", "-m", model, "-p", str(prompt), "-n", str(gen), "-r", "1", "-o", "json"]
+    command: list[str | Path] = [
+        folder / "llama-bench",
+        "-m",
+        model,
+        "-p",
+        str(prompt),
+        "-n",
+        str(gen),
+        "-r",
+        "1",
+        "-o",
+        "json",
+    ]
     found = json.loads(run(command).checked("llama-bench").stdout)
     return {("pp" if row["n_prompt"] else "tg"): row["avg_ts"] for row in found}
 
@@ -56,13 +69,8 @@ def medians(runners: Sequence[Callable[[], Speeds]], rounds: int) -> list[tuple[
 def beside_llama(models: Sequence[tuple[str, Path]], options: argparse.Namespace) -> None:
     print("| model | test | quantkit t/s | llama.cpp t/s | / llama.cpp |\n|---|---|---|---|---|")
     for name, model in models:
-        (mine, _), (theirs, _) = medians(
-            [
-                lambda m=model: ours(m, options.prompt, options.gen),
-                lambda m=model: llama(options.llama, m, options.prompt, options.gen),
-            ],
-            options.rounds,
-        )
+        runners = [partial(ours, model), partial(llama, options.llama, model)]
+        (mine, _), (theirs, _) = medians([partial(r, options.prompt, options.gen) for r in runners], options.rounds)
         for test, n in (("pp", options.prompt), ("tg", options.gen)):
             ratio = mine[test] / theirs[test]
             print(f"| {name} | {test}{n} | {mine[test]:.1f} | {theirs[test]:.1f} | {ratio:.2f}x |", flush=True)

@@ -26,6 +26,8 @@ F32 = npt.NDArray[np.float32]
 class LibllamaModel:
     """llama.cpp's own logits, through ctypes, where an engine would compute them: whole windows, one batch each."""
 
+    notes: tuple[str, ...] = ()
+
     def __init__(self, path: Path, llama_bin: Path, n_vocab: int = 4096) -> None:
         self.path, self.n_vocab, self.n_ctx_train = path, n_vocab, 256
         self.lib, self.n_ctx = Libllama(llama_bin, threads=1), 0
