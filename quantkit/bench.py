@@ -60,6 +60,7 @@ class Setting:
     fused_qkv: bool = True
     merge_up_gate: bool = False
     placement: Placement = Placement()
+    max_ram: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Result:
     """One test: the times of its repetitions, and what a token costs."""
 
     model: str
+    model_type: str
     model_size: int
     model_n_params: int
     setting: Setting
@@ -119,7 +121,7 @@ class Result:
             "cpu_info": cpu_name(),
             "backends": "CPU",
             "model_filename": self.model,
-            "model_type": "",
+            "model_type": self.model_type,
             "model_size": self.model_size,
             "model_n_params": self.model_n_params,
             "n_batch": s.n_batch,
@@ -261,6 +263,7 @@ def _load(model: str | Path, s: Setting) -> Model:
         fusion=Fusion(s.fused_up_gate, s.fused_moe, s.fused_qkv),
         merge_up_gate=s.merge_up_gate,
         placement=s.placement,
+        max_ram=s.max_ram,
     )
 
 
@@ -281,7 +284,16 @@ def _measure(session: Session, test: Test, s: Setting, repetitions: int, progres
     n_params = sum(int(np.prod(t.shape)) for t in model.source.tensors.values())
     cost = token_cost(model.graph, s.kv_type, test.n_depth + test.n_gen // 2)
     return Result(
-        model.path.name, size, n_params, s, test, began, tuple(samples), cost, machine(s.threads or available_cpus())
+        model.path.name,
+        model.arch,
+        size,
+        n_params,
+        s,
+        test,
+        began,
+        tuple(samples),
+        cost,
+        machine(s.threads or available_cpus()),
     )
 
 

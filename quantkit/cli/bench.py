@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,47 +14,12 @@ import click
 
 from quantkit.bench import Result, Setting, Test, bench, combinations
 from quantkit.cli.evaluation import FILE, KV_TYPES, MODEL
-from quantkit.cli.options import GroupedCommand, option
+from quantkit.cli.options import NUMBERS, GroupedCommand, option
 from quantkit.helpers import format_count, format_size
 from quantkit.model.placement import Placement, parse_rules
 
 _TESTS, _SETTINGS, _OUT = "Tests", "How the model runs (several values: all combinations)", "Output"
 FORMATS = ("md", "csv", "json", "jsonl")
-
-
-class Numbers(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """Numbers: ``512``, ``128,512``, ``1-4``, ``64-512*2``, as llama-bench takes them."""
-
-    name = "n"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(n for part in str(value).split(",") for n in _range(part))
-        except ValueError:
-            self.fail(f"{value!r}: write 512, or 128,512, or 64-512*2, or 64-512+64", param, ctx)
-
-
-def _range(text: str) -> list[int]:
-    first, dash, rest = text.partition("-")
-    if not dash:
-        return [int(text)]
-    for sign in "*+":
-        last, found, step = rest.partition(sign)
-        if found:
-            break
-    n, end, by = int(first), int(last), int(step or 1)
-    if by < 1 or (sign == "*" and step and (by < 2 or n < 1)):
-        raise ValueError(text)
-    numbers = []
-    while n <= end:
-        numbers.append(n)
-        n = n * by if step and sign == "*" else n + by
-    return numbers
-
-
-NUMBERS = Numbers()
 
 
 def flags(*names: str, help: str, default: str) -> Any:  # noqa: A002
@@ -167,36 +132,36 @@ def _tests(n_prompt: Sequence[int], n_gen: Sequence[int], both: Sequence[str], d
 
 # ---------------------------------------------------------------- formats
 
-#: Columns of the table that are shown when they are not what everyone has.
-_OPTIONAL = (
-    ("threads", lambda r: r.machine.threads, None),
-    ("n_batch", lambda r: r.setting.n_batch, 2048),
-    ("n_ubatch", lambda r: r.setting.n_ubatch, 512),
-    ("kv", lambda r: r.setting.kv_type, "f16"),
-    ("fug", lambda r: int(r.setting.fused_up_gate), 1),
-    ("fmoe", lambda r: int(r.setting.fused_moe), 1),
-    ("fqkv", lambda r: int(r.setting.fused_qkv), 1),
-    ("muge", lambda r: int(r.setting.merge_up_gate), 0),
+#: Columns that stand in the table if the command line sets their option: header, option, value.
+_OPTIONAL: tuple[tuple[str, str, Callable[[Setting], object]], ...] = (
+    ("n_batch", "batch_size", lambda s: s.n_batch),
+    ("n_ubatch", "ubatch_size", lambda s: s.n_ubatch),
+    ("kv", "kv_type", lambda s: s.kv_type),
+    ("fug", "fused_up_gate", lambda s: int(s.fused_up_gate)),
+    ("fmoe", "fused_moe", lambda s: int(s.fused_moe)),
+    ("fqkv", "fused_qkv", lambda s: int(s.fused_qkv)),
+    ("muge", "merge_up_gate_experts", lambda s: int(s.merge_up_gate)),
 )
 
 
 def _print_md(results: Iterable[Result]) -> None:
     """Print a table row by row, as results come: whoever waits sees something."""
-    columns: list[str] | None = None
+    columns = [column for column in _OPTIONAL if _given(column[1])]
+    names = ["model", "size", "params", "backend", "threads", *(name for name, _, _ in columns), "test", "t/s"]
+    names += ["GB/s", "of read", "of int8"]
+    machine = None
     for r in results:
-        # Fusion switches stand in every table whose run could differ in them; widths are fixed from the first row on.
-        if columns is None:
-            columns = ["threads", *(name for name, of, usual in _OPTIONAL[1:] if _varies(name))]
-            names = ["model", "size", "params", "backend", *columns, "test", "t/s", "GB/s", "of read", "of int8"]
+        if machine is None:
             click.echo("| " + " | ".join(names) + " |")
             click.echo("| " + " | ".join("---" if i < 4 else "---:" for i in range(len(names))) + " |")
-        values = {name: str(of(r)) for name, of, _ in _OPTIONAL}
+        machine = r.machine
         cells = [
             r.model,
             format_size(r.model_size),
             format_count(r.model_n_params),
             "CPU",
-            *(values[name] for name in columns),
+            str(machine.threads),
+            *(str(value(r.setting)) for _, _, value in columns),
             str(r.test),
             f"{r.avg_ts:.2f} ± {r.stddev_ts:.2f}",
             f"{r.gb_s:.1f}" if r.gb_s else "",
@@ -204,26 +169,16 @@ def _print_md(results: Iterable[Result]) -> None:
             f"{r.int8_share:.0%}",
         ]
         click.echo("| " + " | ".join(cells) + " |")
-    if columns is not None:
-        machine = r.machine
+    if machine is not None:
         click.echo(
             f"\nthis machine, measured: {machine.read_gb_s:.1f} GB/s read, {machine.int8_gops:.0f} GOPS of 8-bit "
             f"integers with {machine.threads} threads"
         )
 
 
-def _varies(name: str) -> bool:
-    """Tell whether the command line set this column's option."""
-    options = {
-        "n_batch": "batch_size",
-        "n_ubatch": "ubatch_size",
-        "kv": "kv_type",
-        "fug": "fused_up_gate",
-        "fmoe": "fused_moe",
-        "fqkv": "fused_qkv",
-        "muge": "merge_up_gate_experts",
-    }
-    source = click.get_current_context().get_parameter_source(options[name])
+def _given(name: str) -> bool:
+    """Tell whether the command line set this option."""
+    source = click.get_current_context().get_parameter_source(name)
     return source is click.core.ParameterSource.COMMANDLINE
 
 
@@ -255,5 +210,3 @@ def _print_jsonl(results: Iterable[Result]) -> None:
 
 
 PRINT = {"md": _print_md, "csv": _print_csv, "json": _print_json, "jsonl": _print_jsonl}
-
-__all__ = ["Setting", "command"]

@@ -10,8 +10,7 @@ import click
 
 from quantkit.calibration import Corpus, calibration
 from quantkit.calibration.corpus import MANIFEST
-from quantkit.cli.options import SIZE, GroupedCommand, option
-from quantkit.cli.share import SHARE
+from quantkit.cli.options import SHARE, SIZE, GroupedCommand, option
 from quantkit.helpers import format_size, printable
 
 _TEXT, _OUT = "The text", "Output"

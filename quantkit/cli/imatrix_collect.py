@@ -13,9 +13,8 @@ import click
 
 from quantkit.cli.evaluation import load_options, run_options
 from quantkit.cli.imatrix_show import coverage_table, findings, show
-from quantkit.cli.options import option, table
+from quantkit.cli.options import SHARE, option, table
 from quantkit.cli.plot import Figure, Line, LinePanel, check_plot, save_plot
-from quantkit.cli.share import SHARE
 from quantkit.errors import QuantkitError
 from quantkit.evaluate import Estimate
 from quantkit.formats.gguf import open_gguf

@@ -12,9 +12,8 @@ from typing import Any
 import click
 
 from quantkit.cli.imatrix_plot import figure_of
-from quantkit.cli.options import GroupedCommand, json_value, one_line, option, table
+from quantkit.cli.options import SHARE, GroupedCommand, json_value, one_line, option, table
 from quantkit.cli.plot import check_plot, save_plot
-from quantkit.cli.share import SHARE
 from quantkit.formats.gguf import open_gguf
 from quantkit.formats.imatrix import Imatrix, read_imatrix
 from quantkit.helpers import printable, shorten

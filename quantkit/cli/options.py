@@ -14,12 +14,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 if TYPE_CHECKING:
-    _ParamType = click.ParamType[int]
+    _Int = click.ParamType[int]
+    _Float = click.ParamType[float]
+    _Ints = click.ParamType[tuple[int, ...]]
 else:  # click before 8.5 has it plain
-    _ParamType = click.ParamType
+    _Int = _Float = _Ints = click.ParamType
 
 
-class Size(_ParamType):
+class Size(_Int):
     """A number of bytes: 48G, 512MiB."""
 
     name = "size"
@@ -34,6 +36,62 @@ class Size(_ParamType):
 
 
 SIZE = Size()
+
+
+class Share(_Float):
+    """A number from 0 to 1, or a percentage."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        text = str(value).strip()
+        try:
+            found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            found = -1.0
+        if not 0 <= found <= 1:
+            self.fail(f"{text!r} is not a share; write 5% or 0.05", param, ctx)
+        return found
+
+
+SHARE = Share()
+
+
+class Numbers(_Ints):
+    """Numbers: ``512``, ``128,512``, ``1-4``, ``64-512*2``, as llama-bench takes them."""
+
+    name = "n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(n for part in str(value).split(",") for n in _range(part))
+        except ValueError:
+            self.fail(f"{value!r}: write 512, or 128,512, or 64-512*2, or 64-512+64", param, ctx)
+
+
+def _range(text: str) -> list[int]:
+    first, dash, rest = text.partition("-")
+    if not dash:
+        return [int(text)]
+    for sign in "*+":
+        last, found, step = rest.partition(sign)
+        if found:
+            break
+    n, end, by = int(first), int(last), int(step or 1)
+    if by < 1 or (sign == "*" and step and (by < 2 or n < 1)):
+        raise ValueError(text)
+    numbers = []
+    while n <= end:
+        numbers.append(n)
+        n = n * by if step and sign == "*" else n + by
+    return numbers
+
+
+NUMBERS = Numbers()
 
 
 class GroupedOption(click.Option):

@@ -104,8 +104,6 @@ class Arch:
     final_softcap: float | None = None
     #: ``.scale`` tensors beside weights that llama.cpp multiplies by: of ``ffn``, ``exps``, ``shexp``.
     tensor_scales: frozenset[str] = frozenset()
-    #: swiglu_clamp_exp / _shexp of the metadata are read (a clamp of the SILU's product).
-    clamps: bool = False
     moe: Moe = Moe()
     #: A factor of q by position: llama4 (of layers that do not rotate), or mistral3 (attention.temperature_scale).
     temperature: str = ""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quantkit.model.ops import Attention, Embed, Graph, Matrix, MulMatId, Op, UpGateId
+from quantkit.model.ops import Attention, Embed, Graph, MulMatId, Op, UpGateId
 
 #: Bytes of a cached key or value.
 KV_BYTES = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}
@@ -46,8 +45,3 @@ def _used(op: Op) -> int:
         return op.out.per
     matrices = [m for m in op.matrices() if len(m.tensor.shape) > 2]
     return matrices[0].n_matrices if matrices else 1
-
-
-def matrices_of(ops: Iterable[Op]) -> list[Matrix]:
-    """Return every weight of operations once."""
-    return list(dict.fromkeys(m for op in ops for m in op.matrices()))

@@ -38,18 +38,10 @@ def feed_forward(b: Builder, x: Value) -> Value:
     return b.sum(routed, shared, "ffn_sum")
 
 
-def _activation(b: Builder, part: str) -> Activation:
-    limit = 0.0
-    if b.arch.clamps:
-        key = "swiglu_clamp_exp" if part == "exps" else "swiglu_clamp_shexp"
-        limit = b.h.layer_float(key, b.layer, 0.0)
-    return Activation(b.arch.activation, act_limit=limit, up_limit=limit)
-
-
 def dense(b: Builder, x: Value, gate: str, up: str, down: str, part: str) -> Value:
     """A feed-forward layer: gate and up, activation, down; or up alone, or both in one tensor."""
     ups = _dense_mul_mat(b, x, up, part)
-    activation = _activation(b, part)
+    activation = Activation(b.arch.activation)
     if b.has(f"{gate}.weight"):
         gates = _dense_mul_mat(b, x, gate, part)
         hidden = b.value(f"{part}_hidden", ups.width, x)
@@ -130,7 +122,7 @@ def mul_mat_id(b: Builder, x: Value, ids: Value, name: str, n_used: int, rows: t
 
 
 def _expert_hidden(b: Builder, x: Value, ids: Value, n_used: int) -> Value:
-    activation = _activation(b, "exps")
+    activation = Activation(b.arch.activation)
     if b.has("ffn_gate_up_exps.weight"):
         both = mul_mat_id(b, x, ids, "ffn_gate_up_exps", n_used)
         hidden = b.value("exps_hidden", both.width // 2, ids, n_used)

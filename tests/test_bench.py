@@ -1,0 +1,92 @@
+"""bench and sweep-bench: every format, every combination, sensible figures; speed itself is no test's matter."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from quantkit.bench import Setting, bench, sweep_bench
+from quantkit.bench import Test as Timed
+from quantkit.cli import cli
+from quantkit.errors import RecipeError
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, [str(a) for a in arguments])
+
+
+def test_json_has_llama_benchs_fields_and_ours(tiny_moe: Path) -> None:
+    result = run("bench", "-m", tiny_moe, "-p", "16", "-n", "2", "-d", "0,8", "-r", "2", "-o", "json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert [(r["n_prompt"], r["n_gen"], r["n_depth"]) for r in rows] == [(16, 0, 0), (0, 2, 0), (16, 0, 8), (0, 2, 8)]
+    for row in rows:
+        assert len(row["samples_ns"]) == 2
+        assert row["avg_ts"] == pytest.approx(sum(row["samples_ts"]) / 2)
+        assert row["model_type"] == "qwen3moe"
+        assert (row["gb_s"] > 0) == (row["n_prompt"] == 0)
+        assert row["int8_share"] > 0
+
+
+def test_switches_are_combined_and_shown(tiny_moe: Path) -> None:
+    result = run("bench", "-m", tiny_moe, "-p", "4", "-n", "0", "-pg", "4,1", "-r", "1", "-fmoe", "0,1", "-muge", "0-1")
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stdout.splitlines() if line.startswith("| tiny")]
+    assert "| fmoe | muge | test |" in result.stdout
+    assert [line.split("|")[6].strip() + line.split("|")[7].strip() for line in lines[::2]] == ["00", "01", "10", "11"]
+    assert [line.split("|")[8].strip() for line in lines[:2]] == ["pp4", "pp4+tg1"]
+    assert "this machine, measured" in result.stdout
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+def test_lines_come_one_a_test(tiny_moe: Path, form: str) -> None:
+    result = run("bench", "-m", tiny_moe, "-p", "4,8", "-n", "0", "-r", "1", "-o", form)
+    assert result.exit_code == 0, result.output
+    if form == "csv":
+        rows = list(csv.DictReader(io.StringIO(result.stdout)))
+    else:
+        rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [int(r["n_prompt"]) for r in rows] == [4, 8]
+
+
+@pytest.mark.parametrize("form", ["md", "jsonl"])
+def test_a_sweep_fills_the_context(tiny_moe: Path, form: str) -> None:
+    result = run(
+        "sweep-bench", "-m", tiny_moe, "-c", "40", "-ub", "16", "-n", "2", "-nrep", "2", "--output-format", form
+    )
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    if form == "md":
+        assert [line.split("|")[3].strip() for line in lines] == ["N_KV", "--------", "0", "16"]
+    else:
+        assert [(r["pp"], r["tg"], r["n_kv"]) for r in map(json.loads, lines)] == [(16, 2, 0), (16, 2, 16)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-p", "x"), "write 512"),
+        (("-p", "1-8*1"), "write 512"),
+        (("-pg", "4"), "write PP,TG"),
+        (("-ctk", "q4_0"), "q4_0"),
+        (("-p", "0", "-n", "0"), "nothing to measure"),
+        (("-ot", "x=CUDA0"), "no device CUDA0"),
+    ],
+)
+def test_wrong_options_are_refused(tiny_moe: Path, arguments: tuple[str, ...], message: str) -> None:
+    result = run("bench", "-m", tiny_moe, *arguments)
+    assert result.exit_code in (1, 2)
+    assert message in result.output
+
+
+def test_the_functions_refuse_what_makes_no_sense(tiny_moe: Path) -> None:
+    with pytest.raises(RecipeError, match="nothing to measure"):
+        next(bench(tiny_moe, []))
+    with pytest.raises(RecipeError, match="no room"):
+        next(sweep_bench(tiny_moe, 16, Setting(n_ubatch=16)))
+    assert str(Timed(8, 2, 4)) == "pp8+tg2 @ d4"
