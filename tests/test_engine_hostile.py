@@ -17,7 +17,6 @@ from quantkit.errors import QuantkitError, RecipeError
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.model.engine import load
 from quantkit.types import BY_NAME, TensorType
-from zoo import write_zoo
 
 MODELS = ("gpt-oss-moe", "deepseek2-moe", "qwen3next-moe")
 Shape = tuple[int, ...]
@@ -31,17 +30,6 @@ CHANGES: dict[str, Callable[[Shape], Shape]] = {
     "one dimension more": lambda s: (*s, 2),
     "a single value": lambda s: (1,),
 }
-
-
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder = tmp_path_factory.mktemp("zoo")
-
-    def make(name: str) -> Path:
-        path = folder / f"{name}.gguf"
-        return path if path.exists() else write_zoo(name, path)
-
-    return make
 
 
 def changed(source: Path, path: Path, name: str, shape: Shape, t: TensorType | None = None) -> None:

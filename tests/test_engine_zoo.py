@@ -33,7 +33,7 @@ from quantkit.model.ops import (
     Value,
 )
 from quantkit.model.placement import Placement
-from zoo import NAMES, write_zoo
+from zoo import NAMES
 from zoo import expected as tokens_and_logits
 
 BOUND = 1e-8
@@ -43,19 +43,6 @@ DEVICES = ("REFERENCE", "CPU")
 
 def expected(name: str) -> Floats:
     return tokens_and_logits(name)[1]
-
-
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder = tmp_path_factory.mktemp("zoo")
-
-    def make(name: str) -> Path:
-        path = folder / f"{name}.gguf"
-        if not path.exists():
-            write_zoo(name, path, seed=1)
-        return path
-
-    return make
 
 
 def placed(device: str) -> Placement:

@@ -254,14 +254,34 @@ class Join(Op):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class MulMat(Op):
-    """out = scale * (weight x) + bias; scale is a tensor of one value (the ``.scale`` tensors)."""
+class _Product(Op):
+    """What multiplying by a weight takes, dense or by expert."""
 
     out: Value
     x: Value
     weight: Matrix
     bias: Matrix | None = None
     scale: Matrix | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Gated(Op):
+    """What fused gate, up and activation take, dense or by expert."""
+
+    out: Value
+    x: Value
+    up: Matrix
+    gate: Matrix
+    up_bias: Matrix | None = None
+    gate_bias: Matrix | None = None
+    up_scale: Matrix | None = None
+    gate_scale: Matrix | None = None
+    activation: Activation
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MulMat(_Product):
+    """out = scale * (weight x) + bias; scale is a tensor of one value (the ``.scale`` tensors)."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -290,18 +310,8 @@ class MulMatHeads(Op):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class UpGate(Op):
+class UpGate(_Gated):
     """out = activation(gate x) * (up x), fused: x is quantized once, gate and up never reach memory."""
-
-    out: Value
-    x: Value
-    up: Matrix
-    gate: Matrix
-    up_bias: Matrix | None = None
-    gate_bias: Matrix | None = None
-    up_scale: Matrix | None = None
-    gate_scale: Matrix | None = None
-    activation: Activation
 
 
 # ---------------------------------------------------------------- experts
@@ -324,34 +334,20 @@ class Route(Op):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class MulMatId(Op):
+class MulMatId(_Product):
     """out row (t, j) = scale[e] * (weight[e] x) + bias[e], e = ids[t, j]; x has one row a token, or one per (t, j)."""
 
-    out: Value
-    x: Value
     ids: Value
-    weight: Matrix
-    bias: Matrix | None = None
-    scale: Matrix | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class UpGateId(Op):
+class UpGateId(_Gated):
     """out row (t, j) = activation(gate[e] x) * (up[e] x), fused: experts looked up once, x quantized once.
 
     up and gate may be the halves of one merged tensor.
     """
 
-    out: Value
-    x: Value
     ids: Value
-    up: Matrix
-    gate: Matrix
-    up_bias: Matrix | None = None
-    gate_bias: Matrix | None = None
-    up_scale: Matrix | None = None
-    gate_scale: Matrix | None = None
-    activation: Activation
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
