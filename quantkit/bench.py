@@ -61,6 +61,7 @@ class Setting:
     merge_up_gate: bool = False
     placement: Placement = Placement()
     max_ram: int | None = None
+    max_vram: int | None = None
 
 
 @dataclass(frozen=True)
@@ -264,6 +265,7 @@ def _load(model: str | Path, s: Setting) -> Model:
         merge_up_gate=s.merge_up_gate,
         placement=s.placement,
         max_ram=s.max_ram,
+        max_vram=s.max_vram,
     )
 
 

@@ -29,7 +29,9 @@ FLAGS = (
 
 def compiler() -> str | None:
     """Return the C++ compiler, or None."""
-    return next((path for name in (os.environ.get("CXX", ""), "g++", "clang++") if name and (path := shutil.which(name))), None)
+    return next(
+        (path for name in (os.environ.get("CXX", ""), "g++", "clang++") if name and (path := shutil.which(name))), None
+    )
 
 
 @cache

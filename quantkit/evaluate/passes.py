@@ -82,6 +82,7 @@ class LoadOptions(TypedDict, total=False):
     n_ubatch: int
     kv_type: str
     max_ram: int | None
+    max_vram: int | None
     fusion: Fusion | None
     merge_up_gate: bool
     placement: Placement | None

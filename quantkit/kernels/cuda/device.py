@@ -114,6 +114,12 @@ def why_none() -> str:
     return f"there are {n} CUDA devices: CUDA0 to CUDA{n - 1}" if n else "CuPy finds no CUDA device"
 
 
+@cache
+def open_device(name: str) -> Device:
+    """Return the device CUDA0, CUDA1, ...; ResourceError if it is not there."""
+    return CUDADevice(int(name.removeprefix("CUDA")))
+
+
 class CUDADevice:
     """A device of the CUDA driver, through CuPy; one stream, memory from CuPy's pool."""
 
@@ -154,9 +160,7 @@ class CUDADevice:
         flat = np.ascontiguousarray(data)
         with self._here():
             # From pageable memory: the call returns when the array has been read.
-            runtime.memcpyAsync(
-                address, flat.ctypes.data, flat.nbytes, runtime.memcpyHostToDevice, self.stream.ptr
-            )
+            runtime.memcpyAsync(address, flat.ctypes.data, flat.nbytes, runtime.memcpyHostToDevice, self.stream.ptr)
 
     def download(self, address: int, out: npt.NDArray[Any]) -> None:
         runtime = self._cupy.cuda.runtime

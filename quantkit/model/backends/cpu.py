@@ -63,6 +63,9 @@ class CPUBackend:
         """
         return CPUProgram(self, ops, limits, leaves)
 
+    def close(self) -> None:
+        """Nothing to give back: weights are the file's, threads end with the team."""
+
 
 class CPUProgram:
     """Tapes, the memory their blocks point into, and the caches and states of the sequences."""
