@@ -21,10 +21,20 @@ from quantkit.kernels.cuda.operation import SOURCES, Operation
 
 SHIM = Path(__file__).parent / "shim"
 CACHE = Path(os.environ.get("QUANTKIT_CACHE", Path.home() / ".cache/quantkit")) / "cuda-host"
-FLAGS = (
-    "-std=c++17 -O1 -g1 -fPIC -shared -w -ffp-contract=off -fno-strict-aliasing "
-    "-fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -DQUANTKIT_HOST"
-).split()
+FLAGS = [
+    "-std=c++17",
+    "-O1",
+    "-g1",
+    "-fPIC",
+    "-shared",
+    "-w",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize=vptr",
+    "-fno-sanitize-recover=all",
+    "-DQUANTKIT_HOST",
+]
 
 
 def compiler() -> str | None:

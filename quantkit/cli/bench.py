@@ -74,7 +74,8 @@ def command(
     """Measure how fast a model runs, as llama-bench does.
 
     ppN is a prompt of N tokens, tgN are N tokens one by one. GB/s are the weights and caches that generating reads,
-    `of read` is that as a share of what this machine can read, `of int8` the multiplications as a share of its peak.
+    `of read` is that as a share of what the device can read (a card: copy), `of peak` the multiplications as a share of
+    its arithmetic peak (a CPU's 8-bit integers, a card's bf16 GEMM).
 
     \b
     quantkit bench -m model.gguf
@@ -146,7 +147,7 @@ def _print_md(results: Iterable[Result]) -> None:
     """Print a table row by row, as results come: whoever waits sees something."""
     columns = [column for column in _OPTIONAL if _given(column[1])]
     names = ["model", "size", "params", "backend", "threads", *(name for name, _, _ in columns), "test", "t/s"]
-    names += ["GB/s", "of read", "of int8"]
+    names += ["GB/s", "of read", "of peak"]
     machine = None
     for r in results:
         if machine is None:
@@ -157,20 +158,21 @@ def _print_md(results: Iterable[Result]) -> None:
             r.model,
             format_size(r.model_size),
             format_count(r.model_n_params),
-            "CPU",
+            machine.backends,
             str(machine.threads),
             *(str(value(r.setting)) for _, _, value in columns),
             str(r.test),
             f"{r.avg_ts:.2f} ± {r.stddev_ts:.2f}",
             f"{r.gb_s:.1f}" if r.gb_s else "",
-            f"{r.bandwidth_share:.0%}" if r.gb_s else "",
-            f"{r.int8_share:.0%}",
+            f"{r.bandwidth_share:.0%}" if r.gb_s and machine.read_gb_s else "",
+            f"{r.peak_share:.0%}" if machine.peak_gops else "",
         ]
         click.echo("| " + " | ".join(cells) + " |")
-    if machine is not None:
+    if machine is not None and machine.peak:
+        of = f"with {machine.threads} threads" if machine.backends == "CPU" else f"of {machine.backends}"
         click.echo(
-            f"\nthis machine, measured: {machine.read_gb_s:.1f} GB/s read, {machine.int8_gops:.0f} GOPS of 8-bit "
-            f"integers with {machine.threads} threads"
+            f"\nthis machine, measured: {machine.read_gb_s:.1f} GB/s read, {machine.peak_gops:.0f} GOPS of "
+            f"{machine.peak} {of}"
         )
 
 

@@ -1,9 +1,9 @@
-"""Where every operation runs: ``--backend``, ``-ngl`` and ``-ot`` become a device for each; the list is cut into segments.
+"""Where every operation runs: ``--backend``, ``-ngl`` and ``-ot`` give each a device, and the list is cut into segments.
 
 A tensor lies where the first ``-ot`` rule that matches its name says, else where its layer lies: the last ``-ngl``
-layers (the output counts as one) on accelerators, an equal share on each in order, the rest on the CPU. An operation runs where its weights
-lie; one without weights where its first input was made, so that values travel only when they must; attention and
-recurrent layers, which own memory, run where their layer lies.
+layers (the output counts as one) on accelerators, an equal share on each in order, the rest on the CPU. An operation
+runs where its weights lie; one without weights where its first input was made, so that values travel only when they
+must; attention and recurrent layers, which own memory, run where their layer lies.
 """
 
 from __future__ import annotations

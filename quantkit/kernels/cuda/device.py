@@ -144,7 +144,7 @@ class CUDADevice:
     # ------------------------------------------------------------ memory
 
     def allocate(self, nbytes: int) -> int:
-        with self._here():
+        with self.here():
             try:
                 memory = self._cupy.cuda.alloc(nbytes + PADDING)
             except self._cupy.cuda.memory.OutOfMemoryError as e:
@@ -158,18 +158,18 @@ class CUDADevice:
     def upload(self, address: int, data: npt.NDArray[Any]) -> None:
         runtime = self._cupy.cuda.runtime
         flat = np.ascontiguousarray(data)
-        with self._here():
+        with self.here():
             # From pageable memory: the call returns when the array has been read.
             runtime.memcpyAsync(address, flat.ctypes.data, flat.nbytes, runtime.memcpyHostToDevice, self.stream.ptr)
 
     def download(self, address: int, out: npt.NDArray[Any]) -> None:
         runtime = self._cupy.cuda.runtime
-        with self._here():
+        with self.here():
             runtime.memcpyAsync(out.ctypes.data, address, out.nbytes, runtime.memcpyDeviceToHost, self.stream.ptr)
             self.synchronize()
 
     def zero(self, address: int, nbytes: int) -> None:
-        with self._here():
+        with self.here():
             self._cupy.cuda.runtime.memsetAsync(address, 0, nbytes, self.stream.ptr)
 
     # ------------------------------------------------------------ kernels
@@ -185,7 +185,7 @@ class CUDADevice:
     def _compile(self, operation: Operation) -> Any:
         # CuPy adds -arch by itself.
         options = tuple(o for o in compile_options(self.capability) if not o.startswith("-arch"))
-        with self._here():
+        with self.here():
             module = self._cupy.RawModule(code=preamble(operation), options=options, backend="nvrtc")
             module.compile()
         return module
@@ -193,7 +193,7 @@ class CUDADevice:
     def _function(self, operation: Operation) -> int:
         if operation not in self._functions:
             self.prepare([operation])
-            with self._here():
+            with self.here():
                 kernel = self._modules[operation.file, operation.defines].get_function(f"quantkit_{operation.name}")
                 self._functions[operation] = int(kernel.kernel.ptr)
                 self._kernels = {**getattr(self, "_kernels", {}), operation: kernel}
@@ -208,7 +208,7 @@ class CUDADevice:
 
     def run(self, launches: Sequence[Launch]) -> None:
         driver = self._cupy.cuda.driver
-        with self._here():
+        with self.here():
             for launch in launches:
                 self._allow_shared(launch)
                 function, pointers = self._function(launch.operation), _pointers(launch.arguments)
@@ -221,7 +221,7 @@ class CUDADevice:
         for launch in launches:
             self._function(launch.operation)  # nothing may be loaded while the stream is captured
             self._allow_shared(launch)
-        with self._here():
+        with self.here():
             self.stream.begin_capture()
             try:
                 self.run(launches)
@@ -229,7 +229,7 @@ class CUDADevice:
                 graph = self.stream.end_capture()
 
         def replay() -> None:
-            with self._here():
+            with self.here():
                 graph.launch(self.stream)
 
         return replay

@@ -23,8 +23,8 @@ from quantkit.kernels.cpu.team import Team
 from quantkit.model.backends import Limits, Observer
 from quantkit.model.backends.accumulators import Accumulator, NotFinite, not_finite
 from quantkit.model.backends.arena import Entry, Memory, place
-from quantkit.model.backends.cpu_ops import lower
 from quantkit.model.backends.cpu_lowering import CPULowering
+from quantkit.model.backends.cpu_ops import lower
 from quantkit.model.backends.streaming import Stage, pages, stages, streamed
 from quantkit.model.batch import Batch
 from quantkit.model.ops import Op, Value
