@@ -1,4 +1,4 @@
-"""Where every operation runs: ``--backend``, ``-ngl`` and ``-ot`` give each a device, and the list is cut into segments.
+"""Where every operation runs: ``--backend``, ``-ngl`` and ``-ot`` give each a device; the list is cut into segments.
 
 A tensor lies where the first ``-ot`` rule that matches its name says, else where its layer lies: the last ``-ngl``
 layers (the output counts as one) on accelerators, an equal share on each in order, the rest on the CPU. An operation
