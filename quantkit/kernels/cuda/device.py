@@ -77,8 +77,12 @@ def preamble(operation: Operation) -> str:
 
 
 def compile_options(capability: int) -> tuple[str, ...]:
-    """Return NVRTC's options for kernels: no contraction of a product and a sum, so that results can be compared."""
-    return (f"-I{SOURCES}", "--std=c++17", "--fmad=false", f"-arch=sm_{capability}")
+    """Return NVRTC's options for kernels: no contraction of a product and a sum, so that results can be compared.
+
+    Lambdas in kernels are the device's by default: otherwise NVRTC takes them for the host's.
+    """
+    common = (f"-I{SOURCES}", "--std=c++17", "--device-as-default-execution-space", "--fmad=false")
+    return (*common, f"-arch=sm_{capability}")
 
 
 def _cupy() -> Any:
@@ -154,9 +158,7 @@ class CUDADevice:
         flat = np.ascontiguousarray(data)
         with self._here():
             # From pageable memory: the call returns when the array has been read.
-            runtime.memcpyAsync(
-                address, flat.ctypes.data, flat.nbytes, runtime.memcpyHostToDevice, self.stream.ptr
-            )
+            runtime.memcpyAsync(address, flat.ctypes.data, flat.nbytes, runtime.memcpyHostToDevice, self.stream.ptr)
 
     def download(self, address: int, out: npt.NDArray[Any]) -> None:
         runtime = self._cupy.cuda.runtime
