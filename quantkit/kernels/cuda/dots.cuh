@@ -9,7 +9,7 @@
 #pragma once
 #include "async_copy.cuh"
 #include "team.cuh"
-#include "unpack/legacy.cuh"
+#include "unpack/all.cuh"
 
 // Values of a row of activations: int8 levels[n_pad] | float d[n_pad / 32] | float sums[n_pad / 16].
 struct Activations {
@@ -80,14 +80,15 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int64_t 
                      int64_t x_stride, int n_in, float (&sums)[M][R][C]) {
     const int SEGMENTS = M * R * TEAMS, STAGES = Copier<SEGMENTS>::BYTES > 1500 ? 2 : 4;
     const bool EARLY = C <= 2;  // activations fit the registers while one waits for weights
-    __shared__ __align__(16) uint8_t stages[WARPS][STAGES][Copier<SEGMENTS>::BYTES];
+    const int STAGE = Copier<SEGMENTS>::BYTES;
+    __shared__ __align__(16) uint8_t stages[WARPS * STAGES * STAGE + 16];  // unpackers read some bytes beyond
     const int parts = n_in / 32, n_pad = (n_in + 255) / 256 * 256, steps = (parts + LANES - 1) / LANES;
     const int lane = lane_id() % GROUP, PARTS = TYPE::BLOCK / 32;
 
     Copier<SEGMENTS> copier;
-    copier.start((int)row_bytes, [&](int s) {
-        const int64_t row = team.row(s / TEAMS % R, s % TEAMS);
-        return (M == 1 || s < R * TEAMS ? w[0] : w[M - 1]) + row * row_bytes;
+    const uint8_t *first_matrix = w[0], *last_matrix = w[M - 1];
+    copier.start((int)row_bytes, [=](int s) {
+        return (s < R * TEAMS ? first_matrix : last_matrix) + team.row(s / TEAMS % R, s % TEAMS) * row_bytes;
     });
     uint32_t head[M][R];  // where rows begin: only the last four bits matter
     for (int m = 0; m < M; m++)
@@ -97,13 +98,13 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int64_t 
             for (int c = 0; c < C; c++) sums[m][r][c] = 0;
 
     // Step s is segment `slice + SLICES * s` of the row.
-    uint8_t(*const mine)[Copier<SEGMENTS>::BYTES] = stages[threadIdx.x >> 5];
+    uint8_t* const mine = stages + (threadIdx.x >> 5) * STAGES * STAGE;
     const int first = team.slice * SEGMENT, stride = SLICES * SEGMENT;
     for (int s = 0; s < STAGES; s++) {
-        if (s < steps) copier.copy(mine[s], first + s * stride);
+        if (s < steps) copier.copy(mine + s * STAGE, first + s * stride);
         end_group();
     }
-    for (int s = 0, stage = 0; s < steps; s++, stage = stage + 1 == STAGES ? 0 : stage + 1) {
+    for (int s = 0, stage = 0; s < steps; s++, stage = stage == (STAGES - 1) * STAGE ? 0 : stage + STAGE) {
         const int part = (SLICES * s + team.slice) * GROUP + lane, at = first + s * stride;
         Activations early[EARLY ? C : 1];
         if (EARLY)
@@ -111,7 +112,7 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int64_t 
         wait_groups<STAGES - 1>();
         __syncwarp();
         if (part < parts) {
-            const uint8_t* block = mine[stage] + 16 * WORDS * team.number + lane / PARTS * TYPE::BYTES;
+            const uint8_t* block = mine + stage + 16 * WORDS * team.number + lane / PARTS * TYPE::BYTES;
             Levels levels[M][R];
             for (int m = 0; m < M; m++)
                 for (int r = 0; r < R; r++)
@@ -124,7 +125,7 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int64_t 
             }
         }
         __syncwarp();
-        if (s + STAGES < steps) copier.copy(mine[stage], at + STAGES * stride);
+        if (s + STAGES < steps) copier.copy(mine + stage, at + STAGES * stride);
         end_group();
     }
 }

@@ -9,20 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quantkit.kernels.cuda.glu import ACTIVATIONS, GATES
 from quantkit.kernels.cuda.operation import Operation, Shape
+from quantkit.kernels.parameters import Activation
 from quantkit.types import BY_NAME, TensorType
 
 #: Most rows of x.
 MAX_ROWS = 8
-#: The kinds of activation of the fused products, by their numbers in functions.cuh.
-ACTIVATIONS = {
-    kind: number
-    for number, kind in enumerate(
-        ("silu", "gelu", "gelu_erf", "gelu_quick", "relu", "relu_sqr", "sigmoid", "softplus", "swiglu_oai")
-    )
-    if kind != "softplus"  # gates nothing
-}
-
 _FLOATS = ("F32", "F16", "BF16")
 _WARPS = 4
 #: Warps that keep a large device busy, and those below which they get less to do each.
@@ -56,47 +49,42 @@ def _rows(t: TensorType, lanes: int, n_out: int, matrices: int) -> int:
     return rows
 
 
-def _shape(name: str, t: TensorType, n_in: int, n_out: int, columns: int, repeats: int = 1, act: str = "") -> Shape:
-    """Return the shape of a kernel; repeats: heads, or pairs of token and expert; of those it is ``each`` at a time."""
-    return _sized(name, t, n_in, n_out, columns, repeats, repeats, act)
-
-
-def _sized(
-    name: str, t: TensorType, n_in: int, n_out: int, columns: int, blocks_y: int, at_once: int, act: str
+def _shape(
+    name: str, t: TensorType, n_in: int, n_out: int, columns: int, matrices: int, each: int, kind: str = ""
 ) -> Shape:
-    """at_once: matrices that surely run side by side, so that each needs fewer warps."""
+    """Return the shape of a kernel on so many matrices (heads, or pairs); ``each``: those that surely run at once."""
     if not 1 <= columns <= MAX_ROWS:
         raise ValueError(f"mat_vec takes 1 to {MAX_ROWS} rows, not {columns}")
-    lanes = _lanes(t, n_in, n_out * at_once)
-    rows = _rows(t, lanes, n_out * at_once, 2 if act else 1)
+    lanes = _lanes(t, n_in, n_out * each)
+    rows = _rows(t, lanes, n_out * each, 2 if kind else 1)
     operation = Operation("mat_vec.cu", name).bind(COLUMNS=columns, LANES=lanes, ROWS=rows)
     operation = operation.bind(FLOAT=t.name) if t.name in _FLOATS else operation.bind(TYPE=t.name)
-    if act:
-        operation = operation.bind(ACTIVATION=ACTIVATIONS[act])
+    if kind:
+        operation = operation.bind(ACTIVATION=ACTIVATIONS[kind])
     of_block = rows * _WARPS * 32 // lanes
-    return Shape(operation, (-(-n_out // of_block), blocks_y, 1))
+    return Shape(operation, (-(-n_out // of_block), matrices, 1))
 
 
 def mul_mat(t: TensorType, n_in: int, n_out: int, rows: int = 1) -> Shape:
     """Return how to multiply a matrix with up to 8 rows of x."""
-    return _shape("mul_mat", t, n_in, n_out, rows)
+    return _shape("mul_mat", t, n_in, n_out, rows, 1, 1)
 
 
 def mul_mat_heads(t: TensorType, n_in: int, n_out: int, rows: int, heads: int) -> Shape:
     """Return how to multiply a matrix a head with the heads of up to 8 rows of x."""
-    return _shape("mul_mat_heads", t, n_in, n_out, rows, heads)
+    return _shape("mul_mat_heads", t, n_in, n_out, rows, heads, heads)
 
 
 def mul_mat_id(t: TensorType, n_in: int, n_out: int, rows: int, n_used: int) -> Shape:
     """Return how to multiply chosen experts with rows of x: each pair by itself, so rows * n_used had better be few."""
-    return _sized("mul_mat_id", t, n_in, n_out, 1, rows * n_used, n_used, "")
+    return _shape("mul_mat_id", t, n_in, n_out, 1, rows * n_used, n_used)
 
 
-def up_gate(t: TensorType, activation: str, n_in: int, n_out: int, rows: int = 1) -> Shape:
-    """Return how to compute activation(gate x) * (up x) for up to 8 rows of x; activation: its kind."""
-    return _shape("up_gate", t, n_in, n_out, rows, act=activation)
+def up_gate(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int = 1) -> Shape:
+    """Return how to compute activation(gate x) * (up x) for up to 8 rows of x."""
+    return _shape("up_gate", t, n_in, n_out, rows, 1, 1, activation.kind)
 
 
-def up_gate_id(t: TensorType, activation: str, n_in: int, n_out: int, rows: int, n_used: int) -> Shape:
-    """Return how to compute activation(gate x) * (up x) with chosen experts."""
-    return _sized("up_gate_id", t, n_in, n_out, 1, rows * n_used, n_used, activation)
+def up_gate_id(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, n_used: int) -> Shape:
+    """Return how to compute activation(gate x) * (up x) with chosen experts, each pair by itself."""
+    return _shape("up_gate_id", t, n_in, n_out, 1, rows * n_used, n_used, activation.kind)
