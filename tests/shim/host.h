@@ -15,7 +15,7 @@
 #define __shared__ static
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
-#define __align__(n) alignas(n)
+#define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __CUDA_ARCH__ QUANTKIT_HOST_ARCH
