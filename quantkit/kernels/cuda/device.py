@@ -154,9 +154,7 @@ class CUDADevice:
         flat = np.ascontiguousarray(data)
         with self._here():
             # From pageable memory: the call returns when the array has been read.
-            runtime.memcpyAsync(
-                address, flat.ctypes.data, flat.nbytes, runtime.memcpyHostToDevice, self.stream.ptr
-            )
+            runtime.memcpyAsync(address, flat.ctypes.data, flat.nbytes, runtime.memcpyHostToDevice, self.stream.ptr)
 
     def download(self, address: int, out: npt.NDArray[Any]) -> None:
         runtime = self._cupy.cuda.runtime
