@@ -14,6 +14,7 @@ import numpy as np
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cpu import attention, cache, elementwise, glu, matmul, moe, norms, recurrent, rope, route
 from quantkit.kernels.cpu.tape import Operation
+from quantkit.kernels.rope_constants import rope_constants, rope_scalars
 from quantkit.model.backends import looking_on
 from quantkit.model.backends.arena import Slot, Within
 from quantkit.model.backends.cpu_lowering import CPULowering, rows
@@ -361,8 +362,8 @@ def _combine(b: CPULowering, op: Combine) -> None:
 
 def _rope_table(b: CPULowering, op: RopeTable) -> None:
     factors = None if op.factors is None else b.vector_values(op.factors)
-    constants = rope.rope_constants(op.config, factors)
-    slots = rope.rope_scalars(op.config)
+    constants = rope_constants(op.config, factors)
+    slots = rope_scalars(op.config)
     b.emit(rope.rope_table, out=b.buffer(op.out), pairs=op.config.n_rot // 2, constants=b.array(constants), **slots)
 
 
