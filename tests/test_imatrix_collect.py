@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,19 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from quantkit.calibration import calibration
 from quantkit.cli import cli
 from quantkit.errors import FormatError, QualityGate, QuantkitError, RecipeError, ResourceError
-from quantkit.evaluate import perplexity
+from quantkit.evaluate import SaveLogits, kld, perplexity
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.imatrix import ImatrixOptions, Watcher, difference, filled_experts, imatrix, merge
 from quantkit.imatrix.collect import ALL_EXPERTS_KEY, DROPPED_KEY
 from quantkit.imatrix.covariance import covariance
 from quantkit.merge import merge_up_gate
+from quantkit.model.engine import load
 from quantkit.model.fusion import Fusion
-from quantkit.quantize import QuantizeOptions, quantize
+from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
 from zoo import write_zoo
 
 N_CTX, N = 32, 8
@@ -351,18 +354,82 @@ def test_a_model_without_a_template_is_refused(tiny_moe: Path, tmp_path: Path) -
         imatrix(tiny_moe, (), tmp_path / "out.gguf", chat=[chats], threads=2)
 
 
-def test_perplexity_warns_of_text_that_was_calibrated_on(
+def test_evaluations_warn_of_text_that_was_calibrated_on(
     calibrated: Path, tiny_moe: Path, data: Path, tmp_path: Path
 ) -> None:
-    calibration, evaluation = ((data / f"tiny-moe-{name}.txt").read_bytes() for name in ("calibration", "evaluation"))
+    texts = [(data / f"tiny-moe-{name}.txt").read_bytes() for name in ("calibration", "evaluation")]
+    with load(tiny_moe) as model:
+        ids = [model.tokenizer.encode(text)[: 16 * 64] for text in texts]
     for hidden in (False, True):
         out = tmp_path / f"{hidden}.gguf"
         quantize(tiny_moe, out, "Q8_0", QuantizeOptions(imatrix=calibrated, hide_imatrix=hidden), threads=2)
-        seen = perplexity(out, calibration, n_ctx=64, chunks=1, threads=2)
-        assert any("was calibrated on" in note for note in seen.notes) is not hidden
-        assert not any(
-            "calibrated" in note for note in perplexity(out, evaluation, n_ctx=64, chunks=1, threads=2).notes
-        )
+        for text, tokens in zip(texts, ids, strict=True):
+            base = tmp_path / f"{hidden}-{text is texts[0]}.bin"
+            save = SaveLogits(base, "compact", top_k=8)
+            found = [
+                perplexity(out, text, n_ctx=64, chunks=1, threads=2),
+                perplexity(out, tokens=tokens, n_ctx=64, save_logits=save, threads=2),
+                kld(out, base, threads=2),
+            ]
+            warned = [any("was calibrated on" in note for note in each.notes) for each in found]
+            assert warned == 3 * [text is texts[0] and not hidden]
+    shown = quantkit_("kld", "-m", tmp_path / "False.gguf", "--base", tmp_path / "False-True.bin")
+    assert shown.startswith("warning: about ")
+
+
+def quantkit_(*arguments: object) -> str:
+    """Return what a command prints on stderr."""
+    result = CliRunner().invoke(cli, [*map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.stderr
+
+
+def corpus_of(folder: Path, data: Path) -> Path:
+    """Make a corpus of the calibration text, with a held-out part large enough for some chunks."""
+    calibration([data / "tiny-moe-calibration.txt"], folder, size=60_000, heldout=0.2)
+    return folder
+
+
+def test_calibrating_on_what_a_corpus_held_out_is_warned_about(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path / "corpus", data)
+    held_out = corpus / "evaluation.txt"
+    few = {"options": ImatrixOptions(n_ctx=64, chunks=2, ppl=False), "threads": 2}
+    right = imatrix(tiny_moe, [corpus / "calibration.txt"], tmp_path / "right.gguf", **few)
+    wrong = imatrix(tiny_moe, [corpus / "calibration.txt", held_out], tmp_path / "wrong.gguf", **few)
+    copy = tmp_path / "copy.txt"
+    copy.write_bytes(b"Another beginning.\n" + held_out.read_bytes())
+    moved = imatrix(tiny_moe, [copy], tmp_path / "moved.gguf", **few)
+    said = f"was computed on {held_out}, held out by quantkit calibration"
+    assert not any("held out" in note for each in (right, moved) for note in each.notes)
+    assert any(note.startswith("warning: ") and said in note for note in wrong.notes)
+
+    def warned(imatrix: Path) -> list[str]:
+        plan = plan_quantize(tiny_moe, tmp_path / "q.gguf", "Q4_K", QuantizeOptions(imatrix=imatrix))
+        return [note for note in plan.notes if "held out" in note]
+
+    assert not warned(tmp_path / "right.gguf")
+    assert [said in note for note in warned(tmp_path / "wrong.gguf")] == [True]
+    # Nothing tells where the copy is from, until it meets an importance matrix that knows the corpus.
+    assert not warned(tmp_path / "moved.gguf")
+    joined = quantkit("merge", tmp_path / "right.gguf", tmp_path / "moved.gguf", "-o", tmp_path / "joined.gguf")
+    assert "warning: the merged importance matrix was computed on about 100 % of" in joined.stderr
+    assert [f"about 100 % of {held_out}" in note for note in warned(tmp_path / "joined.gguf")] == [True]
+    dry = quantkit_(
+        "quantize", "--dry-run", "--imatrix", tmp_path / "wrong.gguf", tiny_moe, tmp_path / "q.gguf", "Q4_K"
+    )
+    shown = quantkit("show", tmp_path / "wrong.gguf").output
+    assert "held out  " in shown
+    assert f"texts     sha256 {hashlib.sha256((corpus / 'calibration.txt').read_bytes()).hexdigest()[:16]}" in shown
+    assert f"warning: {tmp_path / 'wrong.gguf'} was computed on" in shown
+    assert f"\nwarning: {tmp_path / 'wrong.gguf'} was computed on {held_out}" in f"\n{dry}"
+
+
+def test_the_hash_that_is_recorded_is_that_of_the_file(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
+    text = corpus_of(tmp_path / "corpus", data) / "calibration.txt"
+    options = ImatrixOptions(n_ctx=64, chunks=1, ppl=False)
+    made = imatrix(tiny_moe, [text], tmp_path / "i.gguf", options=options, threads=2).imatrix
+    assert made is not None
+    assert made.extra["quantkit.calibration.sha256"].value == [hashlib.sha256(text.read_bytes()).hexdigest()]
 
 
 # ---------------------------------------------------------------- the command

@@ -13,7 +13,7 @@ import click
 
 from quantkit.cli.evaluation import load_options, run_options
 from quantkit.cli.imatrix_show import coverage_table, findings, show
-from quantkit.cli.options import SHARE, option, table
+from quantkit.cli.options import SHARE, echo_notes, option, table
 from quantkit.cli.plot import Figure, Line, LinePanel, check_plot, save_plot
 from quantkit.errors import QuantkitError
 from quantkit.evaluate import Estimate
@@ -251,8 +251,7 @@ class _Report(Watcher):
 
     def tell(self, notes: Sequence[str]) -> None:
         """Print the notes that have not been printed yet."""
-        for note in notes[self.notes :]:
-            click.echo(f"note: {printable(note)}", err=True)
+        echo_notes(notes[self.notes :])
         self.notes = len(notes)
 
     def end_line(self) -> None:
@@ -325,8 +324,7 @@ def _merge_only(output: Path, in_files: Sequence[Path], given: Mapping[str, Any]
         with open_gguf(given["model"]) as file:
             experts = expert_counts({n for i in found for n in i.entries}, file.tensors.values())
     made = merge(found, chunk_size=given["n_ctx"], experts=experts)
-    for note in made.notes:
-        click.echo(f"note: {printable(note)}", err=True)
+    echo_notes(made.notes)
     joined = made.imatrix if given["names"] is None else with_names(made.imatrix, given["names"])
     joined = joined if given["fill"] is None else apply_fill(joined, given["fill"])
     kind: Format = given["output_format"] or ("dat" if output.suffix.lower() == ".dat" else "gguf")

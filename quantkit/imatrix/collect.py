@@ -25,7 +25,7 @@ from typing import NamedTuple, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.calibration.overlap import Sketch
+from quantkit.calibration.heldout import held_out_used
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluate.passes import F32, LoadOptions, bos_of, note_context, run_windows, text_tokens
 from quantkit.evaluate.scores import nll_of, softmax
@@ -264,6 +264,8 @@ class _Collector:
         self.session: Session = model.session(options.n_ctx, self.n_seq)
         self.notes = list(text.notes)
         note_context(model, options.n_ctx, self.notes)
+        warning = None if path is None else held_out_used(path, self._texts())
+        self.notes += [] if warning is None else [warning]
         self.bos = bos_of(model, self.notes)
         self.progress = Progress()
         self.checkpoint = None if path is None else Checkpoint(path, self._identity())
@@ -455,10 +457,13 @@ class _Collector:
         self.notes += [note for note in joined.notes if note not in self.notes]
         return replace(joined.imatrix, path=made.path)
 
+    def _texts(self) -> dict[str, Field]:
+        """Return what is kept of the texts, and of what their corpora held out."""
+        known = (self.text.sketch, self.text.held_out)
+        return {key: field for part in known if part is not None for key, field in part.fields().items()}
+
     def _extra(self) -> dict[str, Field]:
-        extra: dict[str, Field] = {}
-        if isinstance(self.text.sketch, Sketch):
-            extra |= self.text.sketch.fields()
+        extra = self._texts()
         if self.progress.dropped:
             lines = [f"{chunk + 1}: {why}" for chunk, why in sorted(self.progress.dropped.items())]
             extra[DROPPED_KEY] = Field.of(DROPPED_KEY, lines, ValueType.ARRAY, ValueType.STRING)
