@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from quantkit.cli.imatrix_plot import figure_of
 from quantkit.calibration import held_out_of, held_out_used, sketch_of
+from quantkit.cli.imatrix_plot import figure_of
 from quantkit.cli.options import SHARE, GroupedCommand, json_value, one_line, option, table
 from quantkit.cli.plot import check_plot, save_plot
 from quantkit.formats.gguf import open_gguf
