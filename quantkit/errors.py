@@ -9,21 +9,21 @@
     ├── ResourceError        1   disk, memory, an optional package or a device is missing
     └── QualityGate          3   the result exists but misses what was demanded of it
 
-click.UsageError (exit code 2) stays what it is. Anything else that escapes is a bug of ours.
+click.UsageError (exit code 2) stays what it is. Anything else that escapes is a bug of ours. The command line shows
+them (cli/); the library needs no click.
 """
 
 from __future__ import annotations
 
-import click
 
-
-class QuantkitError(click.ClickException):
-    """Base of all errors shown to users without a traceback."""
+class QuantkitError(Exception):
+    """Base of all errors shown to users without a traceback. ``exit_code`` is what a command ends with."""
 
     exit_code = 1
 
-    def __str__(self) -> str:
-        return self.message
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
 
 
 class FormatError(QuantkitError):

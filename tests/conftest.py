@@ -84,3 +84,29 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return path if path.exists() else write_zoo(name, path)
 
     return make
+
+
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> object:
+    """A device for CUDA kernels: the host shim, and a GPU where there is one."""
+    import host_device
+
+    from quantkit.kernels.cuda.device import CUDADevice, count_devices, why_none
+
+    if request.param == "host":
+        if host_device.compiler() is None:
+            pytest.skip("no C++ compiler: kernels for the GPU are not tested; install g++")
+        return host_device.HostDevice()
+    if not count_devices():
+        pytest.skip(f"needs a CUDA device: {why_none()}")
+    return CUDADevice()
+
+
+@pytest.fixture
+def memory(device: object) -> Iterator[object]:
+    """Arrays on the device."""
+    from cuda import Memory
+
+    held = Memory(device)
+    yield held
+    held.close()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import Any
 
 import click
 
 from quantkit import __version__
+from quantkit.errors import QuantkitError
 
 #: Command -> one line of help; the module of the same name in this package holds a click command ``command``.
 COMMANDS = {
@@ -28,8 +30,22 @@ COMMANDS = {
 }
 
 
+class _Shown(click.ClickException):
+    """An error of the library, as click shows it: one line, and the error's exit code."""
+
+    def __init__(self, error: QuantkitError) -> None:
+        super().__init__(error.message)
+        self.exit_code = error.exit_code
+
+
 class LazyGroup(click.Group):
     """A group that knows its commands by name and imports one when asked for it."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except QuantkitError as e:
+            raise _Shown(e) from e
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

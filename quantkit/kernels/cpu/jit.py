@@ -28,9 +28,10 @@ _STALE_SECONDS = 60 * 86400
 
 
 def source_hash() -> str:
-    """Return a hash of all kernel sources and tables and of the numba and llvmlite versions."""
+    """Return a hash of all kernel sources and tables, CUDA's left out, and of the numba and llvmlite versions."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
-    for path in sorted([*_ROOT.rglob("*.py"), *_ROOT.rglob("*.npz")]):
+    sources = [*_ROOT.glob("*.py"), *_ROOT.glob("*.npz"), *(_ROOT / "cpu").rglob("*.py")]
+    for path in sorted(sources):
         digest.update(path.relative_to(_ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 

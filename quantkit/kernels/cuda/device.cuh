@@ -1,0 +1,100 @@
+// The floor of all kernels: integer types, halves, reductions over a warp, and how a kernel is declared.
+//
+//     struct scale_args { const float* x; float* out; int64_t rows, width; double by; };
+//     KERNEL(scale, 256) { ... a.x ... }        // 256 threads a block; its arguments are the members of a
+//
+// Members are 8 bytes each (pointers, int64_t, double), in the order operation.py packs them. Sources include nothing
+// but each other: NVRTC finds no system headers. The host shim of the tests (tests/shim) compiles the same text as C++.
+#pragma once
+
+#ifdef QUANTKIT_HOST
+#include "host.h"
+#else
+typedef signed char int8_t;
+typedef unsigned char uint8_t;
+typedef short int16_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long long int64_t;
+typedef unsigned long long uint64_t;
+
+// The prefix keeps names apart from those CUDA has already, such as norm.
+#define KERNEL(name, threads) extern "C" __global__ void __launch_bounds__(threads) quantkit_##name(const name##_args a)
+// Shared memory whose size is given at the launch, 16-byte aligned.
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(16) uint8_t name[]
+
+__device__ __forceinline__ float half_to_float(uint16_t h) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+    return f;
+}
+
+__device__ __forceinline__ uint16_t float_to_half(float f) {
+    uint16_t h;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
+    return h;
+}
+#endif
+
+#define INLINE static __device__ __forceinline__
+
+#define FULL 0xffffffffu  // all lanes of a warp
+
+INLINE float bf16_to_float(uint16_t b) { return __uint_as_float((uint32_t)b << 16); }
+
+// Nearest even; a NaN stays one, quiet (ggml_fp32_to_bf16).
+INLINE uint16_t float_to_bf16(float f) {
+    const uint32_t u = __float_as_uint(f);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((u >> 16) | 64);
+    return (uint16_t)((u + (0x7fffu + ((u >> 16) & 1))) >> 16);
+}
+
+// What every lane of the warp gets: sums and maxima by butterflies, so all lanes hold the same value.
+INLINE float warp_sum(float v) {
+    for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(FULL, v, d);
+    return v;
+}
+
+INLINE double warp_sum(double v) {
+    for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(FULL, v, d);
+    return v;
+}
+
+INLINE int warp_sum(int v) {
+    for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(FULL, v, d);
+    return v;
+}
+
+INLINE float warp_max(float v) {
+    for (int d = 16; d; d >>= 1) v = fmaxf(v, __shfl_xor_sync(FULL, v, d));
+    return v;
+}
+
+// The sum over a block of up to 1024 threads (a multiple of 32), in every thread. `part`: 32 values of shared memory.
+template <typename T> INLINE T block_sum(T v, T* part) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    v = warp_sum(v);
+    __syncthreads();  // part may still be read
+    if (lane == 0) part[warp] = v;
+    __syncthreads();
+    T total = 0;
+    for (int i = 0; i < warps; i++) total += part[i];
+    return total;
+}
+
+// What the host tells of a batch, in device memory; int64 words, so that Python writes it as one array.
+struct Batch {
+    int64_t n_tokens, n_outputs;
+    const int32_t *tokens, *positions, *sequences, *outputs;  // outputs: which rows logits are wanted of
+    int64_t n_ctx;  // cells of a sequence in a cache: a token's cell is sequence * n_ctx + position
+};
+
+INLINE int64_t cell_of(const Batch* b, int64_t token) {
+    return b->sequences[token] * b->n_ctx + b->positions[token];
+}
+
+// Little-endian loads of data aligned to two (four) bytes.
+INLINE uint16_t load2(const uint8_t* p) { return *(const uint16_t*)p; }
+INLINE uint32_t load4(const uint8_t* p) { return *(const uint32_t*)p; }
+INLINE uint32_t load4_by2(const uint8_t* p) { return load2(p) | (uint32_t)load2(p + 2) << 16; }

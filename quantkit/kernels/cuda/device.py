@@ -1,0 +1,250 @@
+"""A CUDA device: its memory, its modules, and launches on one stream. All of CuPy that quantkit uses is in this file.
+
+``Device`` is what the rest needs; the tests bring another one, which runs the same sources on the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import ResourceError
+from quantkit.kernels.cuda.operation import SOURCES, Operation, source
+
+#: Readable bytes after the end of every allocation: kernels read 16 bytes at a time.
+PADDING = 256
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with its arguments packed: ready to run, again and again."""
+
+    operation: Operation
+    grid: tuple[int, int, int]
+    arguments: bytes
+    shared: int = 0
+
+
+class Device(Protocol):
+    """A device: memory by address, kernels by ``Operation``; everything happens in the order it is asked for.
+
+    name: CUDA0, ...; capability: 75, 80, 90 ...: compute capability, ten times the major version plus the minor one.
+    """
+
+    name: str
+    capability: int
+    multiprocessors: int
+
+    def allocate(self, nbytes: int) -> int:
+        """Return the address of new memory, 256-byte aligned, contents undefined; ResourceError if there is none."""
+
+    def free(self, address: int) -> None:
+        """Give memory back."""
+
+    def upload(self, address: int, data: npt.NDArray[Any]) -> None:
+        """Copy an array (C order) to the device; the array may be changed afterwards."""
+
+    def download(self, address: int, out: npt.NDArray[Any]) -> None:
+        """Fill an array (C order) from the device, after everything asked for before."""
+
+    def zero(self, address: int, nbytes: int) -> None:
+        """Set memory to zero."""
+
+    def prepare(self, operations: Sequence[Operation]) -> None:
+        """Compile what will be launched, several at once."""
+
+    def run(self, launches: Sequence[Launch]) -> None:
+        """Carry out launches, in order."""
+
+    def record(self, launches: Sequence[Launch]) -> Callable[[], None]:
+        """Return something that runs these launches at once: a CUDA graph."""
+
+    def synchronize(self) -> None:
+        """Wait until everything is done; ResourceError if a kernel failed."""
+
+
+def preamble(operation: Operation) -> str:
+    """Return the source text of an operation's module: its macros, then its file."""
+    lines = [f"#define {name} {value}" for name, value in operation.defines]
+    return "\n".join([*lines, source(operation.file)])
+
+
+def compile_options(capability: int) -> tuple[str, ...]:
+    """Return NVRTC's options for kernels: no contraction of a product and a sum, so that results can be compared."""
+    return (f"-I{SOURCES}", "--std=c++17", "--fmad=false", f"-arch=sm_{capability}")
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as e:
+        raise ResourceError(
+            f"CUDA devices need CuPy, which is not here ({e}): pip install 'gguf-quantkit[cuda12]' or "
+            "'gguf-quantkit[cuda13]', by the version of your driver"
+        ) from None
+    return cupy
+
+
+@cache
+def count_devices() -> int:
+    """Return how many CUDA devices there are; 0 without CuPy or a driver."""
+    try:
+        return int(_cupy().cuda.runtime.getDeviceCount())
+    except Exception:  # whatever a broken installation raises: there is no device to be used
+        return 0
+
+
+def why_none() -> str:
+    """Say, in a line, why there is no CUDA device."""
+    try:
+        cupy = _cupy()
+    except ResourceError as e:
+        return str(e)
+    try:
+        n = cupy.cuda.runtime.getDeviceCount()
+    except Exception as e:
+        return f"CuPy {cupy.__version__} finds no CUDA device: {e}"
+    return f"there are {n} CUDA devices: CUDA0 to CUDA{n - 1}" if n else "CuPy finds no CUDA device"
+
+
+class CUDADevice:
+    """A device of the CUDA driver, through CuPy; one stream, memory from CuPy's pool."""
+
+    def __init__(self, index: int = 0) -> None:
+        cupy = _cupy()
+        if index >= count_devices():
+            raise ResourceError(f"there is no device CUDA{index}: {why_none()}")
+        self._cupy, self.index, self.name = cupy, index, f"CUDA{index}"
+        self._device = cupy.cuda.Device(index)
+        major, minor = divmod(int(self._device.compute_capability), 10)
+        self.capability = 10 * major + minor
+        properties = cupy.cuda.runtime.getDeviceProperties(index)
+        self.multiprocessors = int(properties["multiProcessorCount"])
+        self.card = properties["name"].decode()
+        with self._device:
+            self.stream = cupy.cuda.Stream(non_blocking=True)
+        self._memory: dict[int, Any] = {}
+        self._modules: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
+        self._functions: dict[Operation, int] = {}
+        self._shared: dict[Operation, int] = {}
+
+    # ------------------------------------------------------------ memory
+
+    def allocate(self, nbytes: int) -> int:
+        with self._here():
+            try:
+                memory = self._cupy.cuda.alloc(nbytes + PADDING)
+            except self._cupy.cuda.memory.OutOfMemoryError as e:
+                raise ResourceError(f"{self.name} has no room for {nbytes} bytes more: {e}") from None
+        self._memory[memory.ptr] = memory
+        return int(memory.ptr)
+
+    def free(self, address: int) -> None:
+        del self._memory[address]
+
+    def upload(self, address: int, data: npt.NDArray[Any]) -> None:
+        runtime = self._cupy.cuda.runtime
+        flat = np.ascontiguousarray(data)
+        with self._here():
+            # From pageable memory: the call returns when the array has been read.
+            runtime.memcpyAsync(
+                address, flat.ctypes.data, flat.nbytes, runtime.memcpyHostToDevice, self.stream.ptr
+            )
+
+    def download(self, address: int, out: npt.NDArray[Any]) -> None:
+        runtime = self._cupy.cuda.runtime
+        with self._here():
+            runtime.memcpyAsync(out.ctypes.data, address, out.nbytes, runtime.memcpyDeviceToHost, self.stream.ptr)
+            self.synchronize()
+
+    def zero(self, address: int, nbytes: int) -> None:
+        with self._here():
+            self._cupy.cuda.runtime.memsetAsync(address, 0, nbytes, self.stream.ptr)
+
+    # ------------------------------------------------------------ kernels
+
+    def prepare(self, operations: Sequence[Operation]) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
+        wanted = {(op.file, op.defines): op for op in operations if (op.file, op.defines) not in self._modules}
+        with ThreadPoolExecutor() as pool:  # NVRTC lets go of Python's lock
+            for key, module in zip(wanted, pool.map(self._compile, wanted.values()), strict=True):
+                self._modules[key] = module
+
+    def _compile(self, operation: Operation) -> Any:
+        # CuPy adds -arch by itself.
+        options = tuple(o for o in compile_options(self.capability) if not o.startswith("-arch"))
+        with self._here():
+            module = self._cupy.RawModule(code=preamble(operation), options=options, backend="nvrtc")
+            module.compile()
+        return module
+
+    def _function(self, operation: Operation) -> int:
+        if operation not in self._functions:
+            self.prepare([operation])
+            with self._here():
+                kernel = self._modules[operation.file, operation.defines].get_function(f"quantkit_{operation.name}")
+                self._functions[operation] = int(kernel.kernel.ptr)
+                self._kernels = {**getattr(self, "_kernels", {}), operation: kernel}
+        return self._functions[operation]
+
+    def _allow_shared(self, launch: Launch) -> None:
+        """Above 48 KiB of shared memory a kernel must ask first."""
+        if launch.shared > max(48 << 10, self._shared.get(launch.operation, 0)):
+            self._function(launch.operation)
+            self._kernels[launch.operation].max_dynamic_shared_size_bytes = launch.shared
+            self._shared[launch.operation] = launch.shared
+
+    def run(self, launches: Sequence[Launch]) -> None:
+        driver = self._cupy.cuda.driver
+        with self._here():
+            for launch in launches:
+                self._allow_shared(launch)
+                function, pointers = self._function(launch.operation), _pointers(launch.arguments)
+                driver.launchKernel(
+                    function, *launch.grid, launch.operation.threads, 1, 1, launch.shared, self.stream.ptr,
+                    ctypes.addressof(pointers), 0,
+                )  # fmt: skip
+
+    def record(self, launches: Sequence[Launch]) -> Callable[[], None]:
+        for launch in launches:
+            self._function(launch.operation)  # nothing may be loaded while the stream is captured
+            self._allow_shared(launch)
+        with self._here():
+            self.stream.begin_capture()
+            try:
+                self.run(launches)
+            finally:
+                graph = self.stream.end_capture()
+
+        def replay() -> None:
+            with self._here():
+                graph.launch(self.stream)
+
+        return replay
+
+    def synchronize(self) -> None:
+        try:
+            self.stream.synchronize()
+        except self._cupy.cuda.runtime.CUDARuntimeError as e:
+            raise ResourceError(f"{self.name} failed: {e}") from None
+
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        with self._device, self.stream:
+            yield
+
+
+def _pointers(arguments: bytes) -> Any:
+    """Return the array of pointers to arguments that a launch wants: one, to the struct; it keeps both alive."""
+    block = ctypes.create_string_buffer(arguments, len(arguments))
+    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(block))
+    pointers.block = block
+    return pointers

@@ -1,0 +1,105 @@
+"""A kernel of a .cu file, as Python sees it: where it is, what it is compiled with, how its arguments are packed.
+
+The source says which arguments a kernel takes and how many threads a block has (device.cuh shows the form); they are
+read from there, so nothing is said twice. Arguments are one struct, passed by value, of 8-byte members: pointers,
+int64_t, double.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+#: Where the sources are: every #include is relative to it.
+SOURCES = Path(__file__).parent
+
+_KERNEL = re.compile(r"^KERNEL\((\w+),\s*(\w+)\)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A kernel: its file, its name, and the macros (name, value) that its file is compiled with.
+
+    Operations of one file and the same macros are one module on the device.
+    """
+
+    file: str
+    name: str
+    defines: tuple[tuple[str, str], ...] = ()
+
+    def bind(self, **defines: str | int) -> Operation:
+        """Return the same kernel, compiled with more macros."""
+        more = tuple((name, str(value)) for name, value in defines.items())
+        return Operation(self.file, self.name, tuple(sorted({**dict(self.defines), **dict(more)}.items())))
+
+    @cached_property
+    def slots(self) -> dict[str, str]:
+        """The names of its arguments, in order, each with its type: ``pointer``, ``int64_t`` or ``double``."""
+        return _slots(self.file, self.name)
+
+    @cached_property
+    def threads(self) -> int:
+        """The threads of a block."""
+        for name, count in _KERNEL.findall(source(self.file)):
+            if name == self.name:
+                return int(dict(self.defines).get(count, count))
+        raise ValueError(f"{self.file} has no KERNEL({self.name}, threads)")
+
+    def block(self, **values: int | float) -> bytes:
+        """Pack the arguments; all must be given, and no others.
+
+        Raises:
+            ValueError: an argument is missing, or unknown.
+        """
+        missing, unknown = self.slots.keys() - values.keys(), values.keys() - self.slots.keys()
+        if missing or unknown:
+            raise ValueError(f"{self.name}: missing {sorted(missing)}, unknown {sorted(unknown)}")
+        return struct.pack(
+            "<" + "".join("d" if kind == "double" else "q" for kind in self.slots.values()),
+            *(float(values[n]) if kind == "double" else int(values[n]) for n, kind in self.slots.items()),
+        )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How an operation is launched on data of some size: which kernel, how many blocks, shared memory in bytes."""
+
+    operation: Operation
+    grid: tuple[int, int, int]
+    shared: int = 0
+
+
+@cache
+def source(file: str) -> str:
+    """Return the text of a source file."""
+    return (SOURCES / file).read_text(encoding="utf-8")
+
+
+@cache
+def _slots(file: str, name: str) -> dict[str, str]:
+    found = re.search(rf"struct {name}_args \{{(.*?)\}};", source(file), re.DOTALL)
+    if found is None:
+        raise ValueError(f"{file} has no struct {name}_args")
+    slots: dict[str, str] = {}
+    for member in re.sub(r"//[^\n]*", "", found[1]).split(";"):
+        words = member.strip()
+        if not words:
+            continue
+        kind, names = _split_member(words)
+        slots |= dict.fromkeys(names, kind)
+    return slots
+
+
+def _split_member(text: str) -> tuple[str, list[str]]:
+    """Take ``const float *a, *b``, ``int64_t rows, width`` or ``double eps`` apart."""
+    found = re.fullmatch(r"(?:const )?(\w+)\s*(.*)", text, re.DOTALL)
+    assert found is not None, text
+    names = [n.strip() for n in found[2].split(",")]
+    if all(n.startswith("*") for n in names):
+        return "pointer", [n.lstrip("* ") for n in names]
+    if found[1] not in ("int64_t", "double") or any("*" in n for n in names):
+        raise ValueError(f"a member of a kernel's arguments is a pointer, int64_t or double: {text}")
+    return found[1], names

@@ -1,0 +1,57 @@
+"""What tests of CUDA kernels share: run an operation on arrays, on the host shim and, where there is one, on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.kernels.cuda.device import Launch
+from quantkit.kernels.cuda.operation import Shape
+
+
+class Memory:
+    """Arrays on a device for as long as a test needs them."""
+
+    def __init__(self, device: Any) -> None:
+        self.device, self._arrays = device, list[tuple[int, npt.NDArray[Any]]]()
+
+    def put(self, array: npt.NDArray[Any]) -> int:
+        """Copy an array there; return its address."""
+        flat = np.ascontiguousarray(array)
+        address = self.device.allocate(flat.nbytes)
+        self.device.upload(address, flat)
+        self._arrays.append((address, flat))
+        return int(address)
+
+    def room(self, shape: tuple[int, ...], dtype: Any = np.float32) -> int:
+        """Make room for an array full of bytes 255 (NaN, -1), so that what is never written shows."""
+        count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return self.put(np.full(count, 255, np.uint8))
+
+    def get(self, address: int, shape: tuple[int, ...], dtype: Any = np.float32) -> npt.NDArray[Any]:
+        """Copy an array back."""
+        out = np.empty(shape, dtype)
+        self.device.download(address, out)
+        return out
+
+    def batch(self, tokens: Any, positions: Any, sequences: Any = 0, outputs: Any = (), n_ctx: int = 64) -> int:
+        """Make the batch block of device.cuh; return its address."""
+        ids = np.asarray(tokens, np.int32)
+        of = np.broadcast_to(np.asarray(sequences, np.int32), ids.shape)
+        rows = np.asarray(outputs, np.int32)
+        parts = [self.put(np.asarray(a, np.int32)) for a in (ids, positions, of, rows)]
+        return self.put(np.array([len(ids), len(rows), *parts, n_ctx], np.int64))
+
+    def run(self, shape: Shape, **slots: int | float) -> None:
+        """Launch an operation and wait."""
+        operation = shape.operation
+        self.device.run([Launch(operation, shape.grid, operation.block(**slots), shape.shared)])
+        self.device.synchronize()
+
+    def close(self) -> None:
+        """Give everything back."""
+        for address, _ in self._arrays:
+            self.device.free(address)
+        self._arrays.clear()

@@ -1,0 +1,122 @@
+"""A device without a GPU: CUDA sources compiled as C++ over tests/shim, with the address and UB sanitizers watching."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.kernels.cuda.device import PADDING, Launch, preamble
+from quantkit.kernels.cuda.operation import SOURCES, Operation
+
+SHIM = Path(__file__).parent / "shim"
+CACHE = Path(os.environ.get("QUANTKIT_CACHE", Path.home() / ".cache/quantkit")) / "cuda-host"
+FLAGS = (
+    "-std=c++17 -O1 -g1 -fPIC -shared -w -ffp-contract=off -fno-strict-aliasing "
+    "-fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -DQUANTKIT_HOST"
+).split()
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler, or None."""
+    return next((path for name in (os.environ.get("CXX", ""), "g++", "clang++") if name and (path := shutil.which(name))), None)
+
+
+@cache
+def _sources_hash() -> str:
+    files = [*sorted(SOURCES.rglob("*.cu*")), *sorted(SHIM.iterdir())]
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files) + " ".join(FLAGS).encode()).hexdigest()
+
+
+def build(text: str, arch: int = 900) -> Path:
+    """Compile C++ text to a library, once for each version of the sources."""
+    name = hashlib.sha256(f"{_sources_hash()} {arch} {text}".encode()).hexdigest()[:32]
+    library = CACHE / f"{name}.so"
+    if library.exists():
+        return library
+    CACHE.mkdir(parents=True, exist_ok=True)
+    command = compiler()
+    assert command is not None, "no C++ compiler"
+    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+        unit, made = Path(folder) / "unit.cpp", Path(folder) / "unit.so"
+        unit.write_text(text)
+        flags = [*FLAGS, f"-DQUANTKIT_HOST_ARCH={arch}", f"-I{SOURCES}", f"-I{SHIM}"]
+        done = subprocess.run([command, *flags, str(unit), "-o", str(made)], capture_output=True, text=True)
+        assert done.returncode == 0, f"{done.stderr[-6000:]}\n{text[:300]}"
+        made.rename(library)
+    return library
+
+
+@cache
+def _runtime() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(build((SHIM / "runtime.cpp").read_text())), mode=ctypes.RTLD_GLOBAL)
+    library.host_allocate.restype = ctypes.c_void_p
+    library.host_allocate.argtypes = [ctypes.c_uint64]
+    library.host_free.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+    return library
+
+
+@cache
+def _module(text: str, arch: int) -> ctypes.CDLL:
+    _runtime()
+    return ctypes.CDLL(str(build(text, arch)))
+
+
+class HostDevice:
+    """Runs launches at once, one block after another. order: 0 threads forwards, 1 backwards; 2 by turns."""
+
+    def __init__(self, capability: int = 90, order: int = 2, name: str = "CUDA0") -> None:
+        self.capability, self.order, self.name, self.multiprocessors = capability, order, name, 4
+        self._runtime, self._sizes, self._count = _runtime(), dict[int, int](), 0
+
+    def allocate(self, nbytes: int) -> int:
+        address = int(self._runtime.host_allocate(nbytes + PADDING))
+        self._sizes[address] = nbytes + PADDING
+        return address
+
+    def free(self, address: int) -> None:
+        self._runtime.host_free(address, self._sizes.pop(address))
+
+    def upload(self, address: int, data: npt.NDArray[Any]) -> None:
+        flat = np.ascontiguousarray(data)
+        ctypes.memmove(address, flat.ctypes.data, flat.nbytes)
+
+    def download(self, address: int, out: npt.NDArray[Any]) -> None:
+        assert out.flags.c_contiguous
+        ctypes.memmove(out.ctypes.data, address, out.nbytes)
+
+    def zero(self, address: int, nbytes: int) -> None:
+        ctypes.memset(address, 0, nbytes)
+
+    def prepare(self, operations: Sequence[Operation]) -> None:
+        for operation in operations:
+            _module(preamble(operation), 10 * self.capability)
+
+    def run(self, launches: Sequence[Launch]) -> None:
+        for launch in launches:
+            operation = launch.operation
+            function = getattr(_module(preamble(operation), 10 * self.capability), f"quantkit_{operation.name}")
+            grid, block = (ctypes.c_uint * 3)(*launch.grid), (ctypes.c_uint * 3)(operation.threads, 1, 1)
+            arguments = ctypes.create_string_buffer(launch.arguments, len(launch.arguments))
+            self._count += 1
+            order = self._count % 2 if self.order == 2 else self.order
+            self._runtime.host_launch(
+                function, operation.name.encode(), grid, block, ctypes.c_uint64(launch.shared), arguments, order
+            )
+
+    def record(self, launches: Sequence[Launch]) -> Callable[[], None]:
+        kept = list(launches)
+        return lambda: self.run(kept)
+
+    def synchronize(self) -> None:
+        pass

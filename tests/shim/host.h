@@ -1,0 +1,205 @@
+// CUDA's language for a C++ compiler: threads of a block are fibers (runtime.cpp), collectives wait for each other.
+// Stricter than a GPU: warp operations want all 32 lanes, a block is whole warps, and a barrier that some threads never
+// reach ends the process with a message. Loads must be aligned (UBSan), memory in bounds (ASan).
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__ static
+#define __shared__ static
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __align__(n) alignas(n)
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __CUDA_ARCH__ QUANTKIT_HOST_ARCH
+#ifndef QUANTKIT_HOST_ARCH
+#define QUANTKIT_HOST_ARCH 900
+#endif
+
+struct Dim3 { unsigned x, y, z; };
+struct HostThread { Dim3 thread, block, threads, blocks; };
+extern "C" {
+extern HostThread* host_thread;                                             // of the running fiber
+void host_sync_threads(int kind);                                           // __syncthreads
+const void* host_exchange(int kind, const void* mine, unsigned nbytes);     // [32][64]: what each lane gave
+uint8_t* host_dynamic_shared();
+[[noreturn]] void host_fail(const char* what);
+}
+#define threadIdx (host_thread->thread)
+#define blockIdx (host_thread->block)
+#define blockDim (host_thread->threads)
+#define gridDim (host_thread->blocks)
+const int warpSize = 32;
+
+#define KERNEL(name, count)                                                          \
+    static void name##_body(const name##_args& a);                                   \
+    extern "C" void quantkit_##name(const void* p) { name##_body(*(const name##_args*)p); } \
+    static void name##_body(const name##_args& a)
+#define DYNAMIC_SHARED(name) uint8_t* const name = host_dynamic_shared()
+
+// ---- vectors
+
+#define HOST_VECTORS(T, name, bytes)                                                            \
+    struct alignas(2 * bytes) name##2 { T x, y; };                                              \
+    struct name##3 { T x, y, z; };                                                              \
+    struct alignas(4 * bytes > 16 ? 16 : 4 * bytes) name##4 { T x, y, z, w; };                  \
+    static inline name##2 make_##name##2(T x, T y) { return {x, y}; }                           \
+    static inline name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; }                   \
+    static inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
+HOST_VECTORS(int, int, 4)
+HOST_VECTORS(unsigned, uint, 4)
+HOST_VECTORS(float, float, 4)
+HOST_VECTORS(double, double, 8)
+HOST_VECTORS(int8_t, char, 1)
+HOST_VECTORS(uint8_t, uchar, 1)
+
+// ---- collectives
+
+static inline void __syncthreads() { host_sync_threads(1); }
+static inline void __syncwarp(unsigned mask = 0xffffffffu) {
+    if (mask != 0xffffffffu) host_fail("__syncwarp of a part of a warp");
+    host_exchange(2, nullptr, 0);
+}
+
+template <typename T> static inline T host_lane(const void* table, int lane) {
+    T value;
+    memcpy(&value, (const char*)table + 64 * lane, sizeof(T));
+    return value;
+}
+
+template <typename T> static inline T host_shuffle(int kind, unsigned mask, T value, int from) {
+    if (mask != 0xffffffffu) host_fail("a shuffle of a part of a warp");
+    const void* table = host_exchange(kind, &value, sizeof(T));
+    return host_lane<T>(table, from);
+}
+
+static inline int host_lane_id() { return host_thread->thread.x & 31; }
+template <typename T> static inline T __shfl_sync(unsigned mask, T v, int lane, int width = 32) {
+    const int me = host_lane_id();
+    return host_shuffle(3, mask, v, (me & ~(width - 1)) | (lane & (width - 1)));
+}
+template <typename T> static inline T __shfl_xor_sync(unsigned mask, T v, int other, int width = 32) {
+    const int me = host_lane_id(), to = me ^ other;
+    return host_shuffle(4, mask, v, (to ^ me) & ~(width - 1) & 31 && to > me ? me : to);
+}
+template <typename T> static inline T __shfl_down_sync(unsigned mask, T v, unsigned by, int width = 32) {
+    const int me = host_lane_id();
+    return host_shuffle(5, mask, v, (me & (width - 1)) + (int)by < width ? me + (int)by : me);
+}
+template <typename T> static inline T __shfl_up_sync(unsigned mask, T v, unsigned by, int width = 32) {
+    const int me = host_lane_id();
+    return host_shuffle(6, mask, v, (me & (width - 1)) >= (int)by ? me - (int)by : me);
+}
+static inline unsigned __ballot_sync(unsigned mask, int predicate) {
+    if (mask != 0xffffffffu) host_fail("a ballot of a part of a warp");
+    const void* table = host_exchange(7, &predicate, sizeof predicate);
+    unsigned bits = 0;
+    for (int i = 0; i < 32; i++) bits |= (host_lane<int>(table, i) != 0) * (1u << i);
+    return bits;
+}
+static inline int __any_sync(unsigned mask, int p) { return __ballot_sync(mask, p) != 0; }
+static inline int __all_sync(unsigned mask, int p) { return __ballot_sync(mask, p) == 0xffffffffu; }
+
+// ---- atomics: fibers change at collectives only
+
+template <typename T, typename U> static inline T atomicAdd(T* p, U v) { T old = *p; *p = old + (T)v; return old; }
+template <typename T, typename U> static inline T atomicMax(T* p, U v) { T old = *p; if ((T)v > old) *p = (T)v; return old; }
+template <typename T, typename U> static inline T atomicMin(T* p, U v) { T old = *p; if ((T)v < old) *p = (T)v; return old; }
+template <typename T, typename U> static inline T atomicExch(T* p, U v) { T old = *p; *p = (T)v; return old; }
+template <typename T, typename U> static inline T atomicOr(T* p, U v) { T old = *p; *p = old | (T)v; return old; }
+template <typename T> static inline T atomicCAS(T* p, T c, T v) { T old = *p; if (old == c) *p = v; return old; }
+static inline void __threadfence() {}
+static inline void __threadfence_block() {}
+
+// ---- arithmetic
+
+template <typename T> static inline T __ldg(const T* p) { return *p; }
+static inline int __dp4a(int a, int b, int c) {
+    uint32_t sum = (uint32_t)c;
+    for (int i = 0; i < 4; i++) sum += (uint32_t)((int8_t)((uint32_t)a >> 8 * i) * (int8_t)((uint32_t)b >> 8 * i));
+    return (int)sum;
+}
+static inline float __uint_as_float(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
+static inline float __int_as_float(int u) { float f; memcpy(&f, &u, 4); return f; }
+static inline uint32_t __float_as_uint(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
+static inline int __float_as_int(float f) { int u; memcpy(&u, &f, 4); return u; }
+static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fdiv_rn(float a, float b) { return a / b; }
+static inline float __fsqrt_rn(float a) { return sqrtf(a); }
+#define __expf expf
+#define __logf logf
+static inline float __fdividef(float a, float b) { return a / b; }
+static inline float rsqrtf(float a) { return 1.0f / sqrtf(a); }
+// To integers as the GPU does: saturating, NaN to 0.
+static inline int host_to_int(double v) {
+    return std::isnan(v) ? 0 : v >= 2147483647.0 ? 2147483647 : v <= -2147483648.0 ? -2147483647 - 1 : (int)v;
+}
+static inline int __float2int_rn(float a) { return host_to_int(nearbyint((double)a)); }
+static inline int __float2int_rz(float a) { return host_to_int(trunc((double)a)); }
+static inline int __popc(unsigned v) { return __builtin_popcount(v); }
+static inline int __clz(int v) { return v ? __builtin_clz((unsigned)v) : 32; }
+static inline int __ffs(int v) { return __builtin_ffs(v); }
+static inline unsigned __brev(unsigned v) {
+    unsigned r = 0;
+    for (int i = 0; i < 32; i++) r |= (v >> i & 1u) << (31 - i);
+    return r;
+}
+static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned s) {
+    const uint64_t both = (uint64_t)y << 32 | x;
+    unsigned out = 0;
+    for (int i = 0; i < 4; i++) {
+        const unsigned pick = s >> 4 * i & 15;
+        unsigned byte = (unsigned)(both >> 8 * (pick & 7)) & 255;
+        if (pick & 8) byte = byte & 128 ? 255 : 0;
+        out |= byte << 8 * i;
+    }
+    return out;
+}
+static inline unsigned host_bytes(unsigned a, unsigned b, int (*f)(int, int)) {
+    unsigned out = 0;
+    for (int i = 0; i < 4; i++) out |= ((unsigned)f((int)(a >> 8 * i & 255), (int)(b >> 8 * i & 255)) & 255) << 8 * i;
+    return out;
+}
+static inline unsigned __vadd4(unsigned a, unsigned b) { return host_bytes(a, b, [](int x, int y) { return x + y; }); }
+static inline unsigned __vsub4(unsigned a, unsigned b) { return host_bytes(a, b, [](int x, int y) { return x - y; }); }
+static inline unsigned __vsubss4(unsigned a, unsigned b) {
+    return host_bytes(a, b, [](int x, int y) {
+        const int d = (int8_t)x - (int8_t)y;
+        return d > 127 ? 127 : d < -128 ? -128 : d;
+    });
+}
+static inline unsigned __vcmpeq4(unsigned a, unsigned b) { return host_bytes(a, b, [](int x, int y) { return x == y ? 255 : 0; }); }
+static inline unsigned __vcmpne4(unsigned a, unsigned b) { return host_bytes(a, b, [](int x, int y) { return x != y ? 255 : 0; }); }
+template <typename T> static inline T min(T a, T b) { return b < a ? b : a; }
+template <typename T> static inline T max(T a, T b) { return a < b ? b : a; }
+
+static inline float half_to_float(uint16_t h) {
+    const uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = h >> 10 & 31, m = h & 1023;
+    if (e == 31) return __uint_as_float(sign | 0x7f800000u | m << 13 | (m ? 0x400000u : 0));
+    if (e == 0) {
+        const float f = (float)m * 0x1p-24f;
+        return sign ? -f : f;
+    }
+    return __uint_as_float(sign | (e + 112) << 23 | m << 13);
+}
+
+static inline uint16_t float_to_half(float f) {
+    const uint32_t u = __float_as_uint(f), sign = u >> 16 & 0x8000, x = u & 0x7fffffff;
+    if (x > 0x7f800000u) return (uint16_t)(sign | 0x7e00 | (x >> 13 & 0x3ff));
+    if (x >= 0x477ff000u) return (uint16_t)(sign | 0x7c00);  // 65520 and beyond
+    if (x < 0x38800000u) {                                   // below 2^-14: subnormal, in steps of 2^-24
+        const float scaled = __uint_as_float(x) * 0x1p24f;   // exact
+        return (uint16_t)(sign | (uint32_t)nearbyintf(scaled));
+    }
+    const uint32_t rounded = x + 0xfff + (x >> 13 & 1);
+    return (uint16_t)(sign | ((rounded - 0x38000000u) >> 13));
+}

@@ -1,0 +1,270 @@
+// Runs kernels compiled by host.h: the threads of a block are fibers on one thread of the system, block after block.
+// order: 0 fibers from the first to the last, 1 from the last to the first: a result that depends on it lacks a barrier.
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <sys/mman.h>
+#include <vector>
+
+#include "host.h"
+#undef threadIdx
+#undef blockIdx
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+extern "C" const char* __asan_default_options() {
+    // The interpreter is no ASan program: the runtime is loaded late, and what Python leaks is not ours to find.
+    return "verify_asan_link_order=0:detect_leaks=0:abort_on_error=1:handle_segv=0:detect_odr_violation=0";
+}
+#endif
+extern "C" const char* __ubsan_default_options() { return "print_stacktrace=1:halt_on_error=1:abort_on_error=1"; }
+
+// Save the registers a call keeps, change stacks. System V x86-64.
+extern "C" void host_switch(void** save, void* to);
+#if defined(__x86_64__)
+asm(".text\n.globl host_switch\n.type host_switch,@function\nhost_switch:\n"
+    "push %rbp\npush %rbx\npush %r12\npush %r13\npush %r14\npush %r15\n"
+    "mov %rsp,(%rdi)\nmov %rsi,%rsp\n"
+    "pop %r15\npop %r14\npop %r13\npop %r12\npop %rbx\npop %rbp\nret\n"
+    ".size host_switch,.-host_switch\n");
+const int SAVED = 6;
+#elif defined(__aarch64__)
+asm(".text\n.globl host_switch\n.type host_switch,%function\nhost_switch:\n"
+    "sub sp,sp,#160\nstp x19,x20,[sp]\nstp x21,x22,[sp,#16]\nstp x23,x24,[sp,#32]\nstp x25,x26,[sp,#48]\n"
+    "stp x27,x28,[sp,#64]\nstp x29,x30,[sp,#80]\nstp d8,d9,[sp,#96]\nstp d10,d11,[sp,#112]\n"
+    "stp d12,d13,[sp,#128]\nstp d14,d15,[sp,#144]\nmov x9,sp\nstr x9,[x0]\nmov sp,x1\n"
+    "ldp x19,x20,[sp]\nldp x21,x22,[sp,#16]\nldp x23,x24,[sp,#32]\nldp x25,x26,[sp,#48]\nldp x27,x28,[sp,#64]\n"
+    "ldp x29,x30,[sp,#80]\nldp d8,d9,[sp,#96]\nldp d10,d11,[sp,#112]\nldp d12,d13,[sp,#128]\n"
+    "ldp d14,d15,[sp,#144]\nadd sp,sp,#160\nret\n");
+#else
+#error "the shim switches stacks on x86-64 and aarch64"
+#endif
+
+namespace {
+const size_t STACK = 256 << 10;
+enum State { READY, AT_BARRIER, IN_WARP, DONE };
+
+struct Fiber {
+    HostThread where;
+    uint8_t* stack;
+    void* sp;
+    void* fake;  // ASan's fake stack
+    State state;
+};
+
+struct Warp {
+    alignas(16) uint8_t slots[2][32][64];
+    int parity, count, kind;
+};
+
+std::vector<Fiber> fibers;
+std::vector<Warp> warps;
+int live, at_barrier, barrier_kind, current;
+void* scheduler_sp;
+const void* scheduler_bottom;
+size_t scheduler_size;
+void (*kernel)(const void*);
+const void* arguments;
+const char* kernel_name = "?";
+std::vector<uint8_t*> stacks;
+uint8_t* dynamic_shared;
+size_t dynamic_capacity;
+
+void to_scheduler(bool last) {
+    Fiber& f = fibers[current];
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_start_switch_fiber(last ? nullptr : &f.fake, scheduler_bottom, scheduler_size);
+#endif
+    host_switch(&f.sp, scheduler_sp);
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(fibers[current].fake, &scheduler_bottom, &scheduler_size);
+#endif
+    (void)last;
+}
+
+void release_barrier() {
+    at_barrier = 0;
+    for (Fiber& f : fibers)
+        if (f.state == AT_BARRIER) f.state = READY;
+}
+
+void fiber_main() {
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(nullptr, &scheduler_bottom, &scheduler_size);
+#endif
+    kernel(arguments);
+    fibers[current].state = DONE;
+    live--;
+    if (live && at_barrier == live) release_barrier();
+    to_scheduler(true);
+    abort();
+}
+
+void prepare(Fiber& f) {
+    uintptr_t top = ((uintptr_t)f.stack + STACK) & ~(uintptr_t)15;
+#if defined(__x86_64__)
+    void** sp = (void**)(top - 8);  // as after a call: 8 beyond a multiple of 16
+    *--sp = (void*)fiber_main;
+    for (int i = 0; i < SAVED; i++) *--sp = nullptr;
+    f.sp = sp;
+#else
+    uint8_t* sp = (uint8_t*)top - 160;
+    memset(sp, 0, 160);
+    void* entry = (void*)fiber_main;
+    memcpy(sp + 88, &entry, sizeof entry);
+    f.sp = sp;
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+    __asan_unpoison_memory_region(f.stack, STACK);
+#endif
+    f.fake = nullptr;
+    f.state = READY;
+}
+
+void resume(int i) {
+    current = i;
+    host_thread = &fibers[i].where;
+#if defined(__SANITIZE_ADDRESS__)
+    void* fake;
+    __sanitizer_start_switch_fiber(&fake, fibers[i].stack, STACK);
+#endif
+    host_switch(&scheduler_sp, fibers[i].sp);
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
+#endif
+}
+
+void run_block(Dim3 block, Dim3 threads, Dim3 blocks, int order) {
+    const int n = (int)(threads.x * threads.y * threads.z);
+    for (int i = 0; i < n; i++) {
+        Fiber& f = fibers[i];
+        const unsigned u = (unsigned)i;
+        f.where = {{u % threads.x, u / threads.x % threads.y, u / threads.x / threads.y}, block, threads, blocks};
+        f.stack = stacks[i];
+        prepare(f);
+    }
+    for (Warp& w : warps) w.count = w.parity = 0;
+    live = n;
+    at_barrier = 0;
+    while (live) {
+        bool moved = false;
+        for (int j = 0; j < n; j++) {
+            const int i = order ? n - 1 - j : j;
+            if (fibers[i].state != READY) continue;
+            moved = true;
+            resume(i);
+        }
+        if (!moved) host_fail("threads wait for others that never come");
+    }
+}
+}  // namespace
+
+extern "C" {
+HostThread* host_thread;
+
+void host_fail(const char* what) {
+    fprintf(stderr, "shim: %s: %s", kernel_name, what);
+    if (host_thread)
+        fprintf(stderr, " (block %u %u %u, thread %u)", host_thread->block.x, host_thread->block.y,
+                host_thread->block.z, host_thread->thread.x);
+    for (size_t i = 0; i < fibers.size() && i < 64; i++)
+        fprintf(stderr, "%s%d", i ? "" : "; states ", (int)fibers[i].state);
+    fprintf(stderr, "\n");
+    fflush(stderr);
+    abort();
+}
+
+void host_sync_threads(int kind) {
+    if (at_barrier && barrier_kind != kind) host_fail("threads are at different barriers");
+    barrier_kind = kind;
+    if (++at_barrier == live) {
+        release_barrier();
+        return;
+    }
+    fibers[current].state = AT_BARRIER;
+    to_scheduler(false);
+}
+
+const void* host_exchange(int kind, const void* mine, unsigned nbytes) {
+    Warp& w = warps[(size_t)current / 32];
+    if (nbytes > 64) host_fail("more than 64 bytes a lane");
+    if (w.count && w.kind != kind) host_fail("lanes of a warp are at different operations");
+    w.kind = kind;
+    const int parity = w.parity;
+    if (nbytes) memcpy(w.slots[parity][current % 32], mine, nbytes);
+    if (++w.count == 32) {
+        w.count = 0;
+        w.parity ^= 1;
+        const int first = current / 32 * 32;
+        for (int i = first; i < first + 32; i++)
+            if (fibers[i].state == IN_WARP) fibers[i].state = READY;
+    } else {
+        fibers[current].state = IN_WARP;
+        to_scheduler(false);
+    }
+    return w.slots[parity];
+}
+
+uint8_t* host_dynamic_shared() { return dynamic_shared; }
+
+// function: a KERNEL's address; args: its arguments.
+void host_launch(void* function, const char* name, const unsigned* grid, const unsigned* block, uint64_t shared,
+                 const void* args, int order) {
+    const unsigned n = block[0] * block[1] * block[2];
+    kernel = (void (*)(const void*))function;
+    kernel_name = name;
+    arguments = args;
+    host_thread = nullptr;
+    if (!n || n % 32 || n > 1024) host_fail("a block is 32 to 1024 threads, whole warps");
+    if (shared > 227u << 10) host_fail("more than 227 KiB of shared memory");
+    if (grid[1] > 65535 || grid[2] > 65535) host_fail("a grid has at most 65535 blocks in y and z");
+    fibers.resize(n);
+    warps.resize(n / 32);
+    while (stacks.size() < n) {
+        void* p = mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (p == MAP_FAILED) host_fail("no memory for stacks");
+        stacks.push_back((uint8_t*)p);
+    }
+    if (dynamic_capacity < shared + 4096) {
+        dynamic_capacity = shared + 4096;
+        dynamic_shared = (uint8_t*)aligned_alloc(4096, (dynamic_capacity + 8191) / 4096 * 4096);
+    }
+#if defined(__SANITIZE_ADDRESS__)
+    __asan_unpoison_memory_region(dynamic_shared, dynamic_capacity);
+    __asan_poison_memory_region(dynamic_shared + shared, dynamic_capacity - shared);
+#endif
+    const Dim3 threads = {block[0], block[1], block[2]}, blocks = {grid[0], grid[1], grid[2]};
+    for (unsigned z = 0; z < grid[2]; z++)
+        for (unsigned y = 0; y < grid[1]; y++)
+            for (unsigned x = 0; x < grid[0]; x++) {
+                memset(dynamic_shared, 0xcd, shared);  // whatever a block leaves is no one's
+                run_block({x, y, z}, threads, blocks, order);
+            }
+    host_thread = nullptr;
+}
+
+// Device memory: with a poisoned zone on both sides, and filled with NaNs.
+void* host_allocate(uint64_t nbytes) {
+    const uint64_t zone = 256, room = (nbytes + 255) / 256 * 256;
+    uint8_t* p = (uint8_t*)aligned_alloc(256, room + 2 * zone);
+    if (!p) return nullptr;
+    memset(p, 0xff, room + 2 * zone);
+#if defined(__SANITIZE_ADDRESS__)
+    __asan_poison_memory_region(p, zone);
+    __asan_poison_memory_region(p + zone + nbytes, room - nbytes + zone);
+#endif
+    return p + zone;
+}
+
+void host_free(void* p, uint64_t nbytes) {
+    const uint64_t zone = 256, room = (nbytes + 255) / 256 * 256;
+    uint8_t* start = (uint8_t*)p - zone;
+#if defined(__SANITIZE_ADDRESS__)
+    __asan_unpoison_memory_region(start, room + 2 * zone);
+#endif
+    free(start);
+    (void)room;
+}
+}

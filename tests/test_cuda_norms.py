@@ -1,0 +1,48 @@
+"""Norms on the device against numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda import Memory
+
+from quantkit.kernels.cuda import norms
+
+
+def expected(x: Any, kind: str, group: int, weight: Any, bias: Any, eps: float) -> Any:
+    g = x.reshape(len(x), -1, group).astype(np.float64)
+    if kind == "layer":
+        g = g - g.mean(-1, keepdims=True)
+    square = np.square(g).sum(-1, keepdims=True) / (1 if kind == "l2" else group)
+    y = (g / np.sqrt(square + eps)).reshape(x.shape)
+    for vector, combine in ((weight, np.multiply), (bias, np.add)):
+        if vector is not None:
+            y = combine(y, np.tile(vector, x.shape[1] // len(vector)))
+    return y
+
+
+@pytest.mark.parametrize("kind", norms.KINDS)
+@pytest.mark.parametrize(("rows", "width", "group", "n_weight"), [(3, 192, 192, 192), (5, 96, 32, 32), (1, 48, 8, 16)])
+def test_norms_agree_with_numpy(memory: Memory, kind: str, rows: int, width: int, group: int, n_weight: int) -> None:
+    rng = np.random.default_rng(7)
+    x = rng.standard_normal((rows, width)).astype(np.float32) + 0.5
+    weight, bias = rng.standard_normal((2, n_weight)).astype(np.float32)
+    out = memory.room(x.shape)
+    groups = rows * width // group
+    for w, b in ((weight, bias), (weight, None), (None, None)):
+        memory.run(
+            norms.norm(kind, groups),
+            x=memory.put(x),
+            out=out,
+            weight=0 if w is None else memory.put(w),
+            bias=0 if b is None else memory.put(b),
+            groups=groups,
+            group=group,
+            per_row=width // group,
+            n_weight=n_weight,
+            eps=1e-5,
+        )
+        want = expected(x, kind, group, w, b, 1e-5)
+        np.testing.assert_allclose(memory.get(out, x.shape), want, rtol=2e-6, atol=2e-6)
