@@ -226,6 +226,22 @@ def test_all_experts_go_to_a_file_of_their_own(model: Path, tmp_path: Path) -> N
         assert entry.sums.shape == plain.imatrix.entries[name].sums.shape
 
 
+@pytest.mark.parametrize("name", ["llama4-moe", "cohere2-dense"])
+def test_all_experts_of_weighted_inputs_and_of_none(name: str, tmp_path: Path) -> None:
+    found = run(write_zoo(name, tmp_path / "model.gguf"), tmp_path / "out.gguf", all_experts=True)
+    if name == "cohere2-dense":
+        assert found.all_experts is None
+        assert any("has no experts" in note for note in found.notes)
+        return
+    assert found.all_experts is not None
+    entries = read_imatrix(found.all_experts).entries
+    assert entries.keys() == read_imatrix(tmp_path / "out.gguf").entries.keys()
+    gate = entries["blk.1.ffn_gate_exps.weight"]
+    assert gate.sums.shape[0] == gate.counts.size > 1
+    assert (gate.counts == N * N_CTX).all()
+    assert not np.array_equal(gate.sums[0], gate.sums[1])  # every expert has its own weight
+
+
 def test_empty_experts_are_reported_and_filled_in_the_file_only(model: Path, tmp_path: Path) -> None:
     few = {"tokens": TOKENS[:N_CTX], "options": options(fill="mean")}
     found = imatrix(model, (), tmp_path / "out.gguf", **few, **RUN)

@@ -271,8 +271,9 @@ class _Collector:
         self.checkpoint = None if path is None else Checkpoint(path, self._identity())
         self.nll: dict[int, npt.NDArray[np.float64]] = {}
         self.names = _names(model.graph)
-        if options.all_experts and not any(of.startswith(ALL_EXPERTS) for of in self.names):
-            raise RecipeError(f"--all-experts: {model.path} has no experts; leave the option away")
+        self.has_all = any(of.startswith(ALL_EXPERTS) for of in self.names)
+        if options.all_experts and not self.has_all:
+            self.notes.append(f"--all-experts: {model.path} has no experts; there is no file of theirs")
         #: The chunk up to which there is a state to go back to.
         self.saved = 0
 
@@ -404,7 +405,7 @@ class _Collector:
             covered = self._coverage(made)
             made = made if self.options.fill is None else apply_fill(made, self.options.fill)
             self._write(self.path, made)
-            if self.options.all_experts:
+            if self.has_all:
                 everywhere = _everywhere(self.path)
                 self._write(everywhere, self._complete(self._all_experts()))
         if self.checkpoint is not None:

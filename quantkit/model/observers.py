@@ -16,7 +16,7 @@ a token and layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -230,48 +230,77 @@ def _sum(layer: int, x: Value, name: str) -> SumColumns:
 def _with_all_experts(ops: Sequence[Op]) -> Iterator[Op]:
     """Add, after every layer's down projection, that of all experts for every token, for the statistics alone."""
     made_by = {value: op for op in ops for value in op.outputs()}
-    routed = {op.ids for op in ops if isinstance(op, Route)}
     for op in ops:
         yield op
-        if isinstance(op, MulMatId) and op.ids in routed and isinstance(made_by.get(op.x), Glu | Activate):
-            yield from _down_of_all(op, made_by)
+        if isinstance(op, MulMatId) and isinstance(made_by.get(op.x), Glu | Activate):
+            route = made_by.get(op.ids)
+            if isinstance(route, Route):
+                yield from _down_of_all(op, route, made_by)
 
 
-def _down_of_all(down: MulMatId, made_by: Mapping[Value, Op]) -> Iterator[Op]:
+def _down_of_all(down: MulMatId, route: Route, made_by: Mapping[Value, Op]) -> Iterator[Op]:
     chain = _between(down.x, down.ids, made_by)
     n_expert, name = down.weight.n_matrices, down.weight.tensor.name
     first = next(op for op in chain if isinstance(op, MulMatId))
-    if first.x.per != 1:
-        raise RecipeError(
-            f"--all-experts: {first.weight.tensor.name} multiplies inputs weighted by the router, which an expert that "
-            "is not chosen does not have; leave the option away for this model"
-        )
     names = tuple(op.weight.tensor.name for op in chain if isinstance(op, MulMatId))
-    yield SumColumns(layer=down.layer, x=first.x, of=ALL_EXPERTS + names[0], names=names)
+    repeat = made_by.get(first.x)
+    weighted = repeat if isinstance(repeat, Repeat) else None
+    if weighted is None:
+        yield SumColumns(layer=down.layer, x=first.x, of=ALL_EXPERTS + names[0], names=names)
+        every = None
+    else:
+        every = _route_to_all(route, first)
+        yield every
+    own = {value for op in chain for value in op.outputs()} | ({first.x} if weighted else set())
     for start in range(0, n_expert, _GROUP):
-        width = min(_GROUP, n_expert - start)
-        new = _in_group(down, start, width)
-        yield CountUp(layer=down.layer, out=new(down.ids), like=first.x, first=start)
+        new = _in_group(down.ids, own, start, min(_GROUP, n_expert - start))
+        if weighted is not None and every is not None:
+            yield from _weighted_group(every, weighted, new(down.ids), new(first.x), start)
+            yield _sum_of_all(down, new(first.x), new(down.ids), names)
+        else:
+            yield CountUp(layer=down.layer, out=new(down.ids), like=first.x, first=start)
         for op in chain:
             yield _mapped(op, new)
-        hidden = new(down.x)
-        yield SumColumns(
-            layer=down.layer, x=hidden, of=ALL_EXPERTS + name, names=(name,), ids=new(down.ids), n_mat=n_expert
+        yield _sum_of_all(down, new(down.x), new(down.ids), (name,))
+
+
+def _sum_of_all(down: MulMatId, x: Value, ids: Value, names: tuple[str, ...]) -> SumColumns:
+    n_mat = down.weight.n_matrices
+    return SumColumns(layer=down.layer, x=x, of=ALL_EXPERTS + names[0], names=names, ids=ids, n_mat=n_mat)
+
+
+def _route_to_all(route: Route, first: MulMatId) -> Route:
+    """Return the router's weights for all experts, where they weigh the inputs (Llama 4).
+
+    Each has one of its own, the sigmoid of its logit, chosen or not; where those of the chosen ones are made to add up
+    to 1, an expert that is not chosen has none, which is a RecipeError.
+    """
+    r = route.routing
+    if r.norm or r.gating == "softmax_weight":
+        raise RecipeError(
+            f"--all-experts: {first.weight.tensor.name} multiplies inputs weighted by the router, by a share among the "
+            "experts that are chosen, which one that is not chosen does not have; leave the option away for this model"
         )
+    ids, weights = (replace(v, name=f"{v.name}_all", width=r.n_expert) for v in (route.ids, route.weights))
+    return replace(route, ids=ids, weights=weights, routing=replace(r, n_used=r.n_expert, n_group=1, n_group_used=1))
 
 
-def _in_group(down: MulMatId, start: int, width: int) -> Callable[[Value], Value]:
-    """Return what renames the values of a layer's experts to those of a group of them."""
-    renamed: dict[Value, Value] = {}
+def _weighted_group(every: Route, repeat: Repeat, ids: Value, x: Value, start: int) -> list[Op]:
+    """Return what makes the inputs x of some experts ids: of every token the start-th best and those after it."""
+    n, layer = every.ids.width, repeat.layer
+    weights = Value(f"{every.weights.name}_{start}", ids.width, 1, ids.outputs)
+    return [
+        Take(layer=layer, out=ids, x=every.ids, start=start, period=n),
+        Take(layer=layer, out=weights, x=every.weights, start=start, period=n),
+        Repeat(layer=layer, out=x, x=repeat.x, weights=weights),
+    ]
 
-    def new(value: Value) -> Value:
-        if value is down.ids:
-            return renamed.setdefault(value, Value(f"{value.name}_{start}", width, 1, value.outputs, True))
-        if value.per != down.ids.width:
-            return value
-        return renamed.setdefault(value, Value(f"{value.name}_{start}", value.width, width, value.outputs))
 
-    return new
+def _in_group(ids: Value, own: Collection[Value], start: int, width: int) -> Callable[[Value], Value]:
+    """Return what renames a layer's ids and the values ``own`` of its experts to those of a group of experts."""
+    renamed = {ids: Value(f"{ids.name}_{start}", width, 1, ids.outputs, True)}
+    renamed |= {value: Value(f"{value.name}_{start}", value.width, width, value.outputs) for value in own}
+    return lambda value: renamed.get(value, value)
 
 
 def _between(value: Value, ids: Value, made_by: Mapping[Value, Op]) -> list[Op]:
