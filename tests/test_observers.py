@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -224,6 +225,25 @@ def test_both_forms_of_latent_attention_record_the_same(tmp_path: Path) -> None:
         for layer in range(2):
             of = f"blk.{layer}.{name}.weight"
             assert nmse(found[0][of], found[1][of]) < 1e-9, of
+    of_heads = {"attn_k_b": (heads, k - rot), "attn_v_b": (heads, rank), "attn_kv_b": (1, rank)}
+    sums = found[0]
+    wanted = [Wanted(f"blk.{i}.{name}.weight", (0, n)) for name, (n, _) in of_heads.items() for i in range(2)]
+    found = []
+    for path in paths:
+        see = partial(covariances, wanted=wanted)
+        with load(path, kv_type="f32", threads=2, fusion=Fusion.none(), rewrite=see) as model:
+            session = model.session(40)
+            session.decode(token_ids(40))
+            found.append({of: a["sums"].copy() for of, a in session.accumulators.items()})
+            assert all((a["counts"] == 40).all() for a in session.accumulators.values())
+    for name, (n, columns) in of_heads.items():
+        for layer in range(2):
+            of = f"blk.{layer}.{name}.weight"
+            a, b = (each[f"{of} 0"] for each in found)
+            assert a.shape == b.shape == (n, columns, columns)
+            assert nmse(a, b) < 1e-9, of
+            # The diagonal is what an importance matrix has, head by head side by side.
+            np.testing.assert_allclose(np.diagonal(a, axis1=1, axis2=2).ravel(), sums[of][0, : n * columns], rtol=1e-6)
 
 
 def test_a_fused_graph_shows_no_inputs(tmp_path: Path) -> None:

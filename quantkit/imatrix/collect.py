@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Unpack
@@ -435,11 +435,8 @@ class _Collector:
         for of, (width, names) in self.names.items():
             if of.startswith(prefix or ALL_EXPERTS) is bool(prefix):
                 entries |= dict.fromkeys(names, entry_of(self.session.accumulators[of], width))
-        for missing, same in _SAME_INPUT.items():
-            for name in [n for n in entries if n.endswith(same)]:
-                other = name.replace(same, missing)
-                if other in self.model.source.tensors:
-                    entries.setdefault(other, entries[name])
+        for name in also_read(tuple(entries), self.model.source.tensors)[len(entries) :]:
+            entries[name] = entries[_same(name)]
         return dict(sorted(entries.items()))
 
     def _alone(self) -> Imatrix:
@@ -504,6 +501,17 @@ class _Collector:
 def _names(graph: Graph) -> dict[str, tuple[int, tuple[str, ...]]]:
     """Return the width and the weights of every accumulator of sums."""
     return {op.of: (op.x.width, op.names) for op in graph.ops if isinstance(op, SumColumns)}
+
+
+def also_read(names: Sequence[str], tensors: Collection[str]) -> tuple[str, ...]:
+    """Return weights' names and those of weights of the model that are never multiplied and have the same input."""
+    others = (name for name in tensors if name.endswith(tuple(_SAME_INPUT)) and _same(name) in names)
+    return (*names, *(name for name in others if name not in names))
+
+
+def _same(name: str) -> str:
+    layer, _, kind = name.partition(".ssm_in")
+    return f"{layer}.{_SAME_INPUT[f'ssm_in{kind}']}"
 
 
 def entry_of(accumulator: Accumulator, width: int) -> ImatrixEntry:

@@ -58,13 +58,22 @@ _KV_B, _K_B, _V_B = "attn_kv_b.weight", "attn_k_b.weight", "attn_v_b.weight"
 
 @dataclass(frozen=True)
 class Input:
-    """A value that weights multiply: by expert if there are ids; ``at`` is the operation that first reads it."""
+    """A value that weights multiply: by expert if there are ids, by head if ``heads`` stand side by side in a row.
+
+    n_mat: experts or heads, else 1. ``at`` is the operation before which it is there: the first that reads it.
+    """
 
     x: Value
     ids: Value | None
     names: tuple[str, ...]
     n_mat: int
     at: Op
+    heads: int = 1
+
+    @property
+    def n(self) -> int:
+        """The columns that one matrix multiplies."""
+        return self.x.width // self.heads
 
 
 # ---------------------------------------------------------------- all tokens
@@ -139,10 +148,11 @@ def inputs(graph: Graph, *, process_output: bool = False) -> list[Input]:
             continue
         x = chosen if op is output and chosen is not None else op.x
         ids = op.ids if isinstance(op, MulMatId) else None
-        n_mat = op.weight.n_matrices if ids is not None else 1
+        heads = op.weight.n_matrices if isinstance(op, MulMatHeads) else 1
+        n_mat = op.weight.n_matrices if ids is not None else heads
         known = found.get((x, ids))
         names = (*(known.names if known else ()), op.weight.tensor.name)
-        found[x, ids] = Input(x, ids, tuple(dict.fromkeys(names)), n_mat, known.at if known else op)
+        found[x, ids] = Input(x, ids, tuple(dict.fromkeys(names)), n_mat, known.at if known else op, heads)
     return list(found.values())
 
 
@@ -155,13 +165,15 @@ def observe(graph: Graph, *, process_output: bool = False, all_experts: bool = F
         latent: also the other form's inputs of latent attention.
     """
     graph = every_token(graph)
+    found = inputs(graph, process_output=process_output)
     if latent:
-        graph = _with_latent(graph)
+        graph, more = with_latent(graph)
+        found += more
     before: dict[int, list[Op]] = {}
-    for item in inputs(graph, process_output=process_output):
-        op = SumColumns(
-            layer=item.at.layer, x=item.x, of=item.names[0], names=item.names, ids=item.ids, n_mat=item.n_mat
-        )
+    for item in found:
+        # The heads of a weight have one count, as llama-imatrix has it.
+        n_mat = 1 if item.ids is None else item.n_mat
+        op = SumColumns(layer=item.at.layer, x=item.x, of=item.names[0], names=item.names, ids=item.ids, n_mat=n_mat)
         before.setdefault(id(_place(graph, item)), []).append(op)
     ops = [each for op in graph.ops for each in (*before.get(id(op), ()), op)]
     if all_experts:
@@ -179,27 +191,33 @@ def _place(graph: Graph, item: Input) -> Op:
 # ---------------------------------------------------------------- latent attention
 
 
-def _with_latent(graph: Graph) -> Graph:
-    """Add the inputs of the weights of latent attention's other form."""
+def with_latent(graph: Graph, layers: Collection[int] | None = None) -> tuple[Graph, list[Input]]:
+    """Return the graph with the inputs of the weights of latent attention's other form, and these inputs.
+
+    layers: only of these; None: of all.
+    """
     ops: list[Op] = []
+    found: list[Input] = []
     caches = list(graph.caches)
     latents = {op.layer: op.x for op in graph.ops if isinstance(op, MulMat) and _KV_B in op.weight.tensor.name}
     keys: dict[int, Join] = {}
     for op in graph.ops:
-        ops.append(op)
+        wanted = layers is None or op.layer in layers
         if isinstance(op, Join) and op.out.name.endswith((".k", ".k_latent")):
             keys[op.layer] = op
-        if isinstance(op, Join) and op.out.name.endswith(".k_latent"):
-            ops.append(_sum(op.layer, op.a, _KV_B))
-        if isinstance(op, Attention) and op.layer in latents and op.layer in keys:
-            more, cache = _expanded(op, keys[op.layer], latents[op.layer])
+            if wanted and op.out.name.endswith(".k_latent"):
+                found.append(_other(op, op.a, _KV_B, 1))
+        if wanted and isinstance(op, Attention) and op.layer in latents and op.layer in keys:
+            more, cache, seen = _expanded(op, keys[op.layer], latents[op.layer])
             ops += more
+            found += seen
             caches.append(cache)
-    return replace(graph, ops=tuple(ops), caches=tuple(caches))
+        ops.append(op)
+    return replace(graph, ops=tuple(ops), caches=tuple(caches)), found
 
 
-def _expanded(op: Attention, keys: Join, latent: Value) -> tuple[list[Op], Cache]:
-    """Return what makes, and looks at, the inputs of k_b and v_b where kv_b expands the latent rows."""
+def _expanded(op: Attention, keys: Join, latent: Value) -> tuple[list[Op], Cache, list[Input]]:
+    """Return what makes the inputs of k_b and v_b where kv_b expands the latent rows, and these inputs."""
     layer, n, nope = op.layer, op.n_head, keys.period_a
     rank = latent.width
     q_nope = Value(f"{layer}.q_nope_seen", n * nope)
@@ -208,20 +226,18 @@ def _expanded(op: Attention, keys: Join, latent: Value) -> tuple[list[Op], Cache
     mixed = Value(f"{layer}.latent_attended", n * rank)
     cache = Cache(f"cache_{layer}_latent", n * op.head_k, n * rank)
     attention = replace(op, out=mixed, cache=cache, n_head_kv=n, head_v=rank)
-    return [
+    made = [
         Take(layer=layer, out=q_nope, x=op.q, start=0, period=op.head_k),
-        _sum(layer, q_nope, _K_B),
         Join(layer=layer, out=both, a=keys.out, b=latent, period_a=op.head_k, period_b=rank),
         Take(layer=layer, out=rows, x=both, start=op.head_k, period=op.head_k + rank),
         CacheWrite(layer=layer, cache=cache, k=keys.out, v=rows),
         attention,
-        _sum(layer, mixed, _V_B),
-    ], cache
+    ]
+    return made, cache, [_other(op, q_nope, _K_B, n), _other(op, mixed, _V_B, n)]
 
 
-def _sum(layer: int, x: Value, name: str) -> SumColumns:
-    full = f"blk.{layer}.{name}"
-    return SumColumns(layer=layer, x=x, of=full, names=(full,))
+def _other(at: Op, x: Value, name: str, heads: int) -> Input:
+    return Input(x, None, (f"blk.{at.layer}.{name}",), heads, at, heads)
 
 
 # ---------------------------------------------------------------- all experts
@@ -355,16 +371,23 @@ def similarity(graph: Graph) -> Graph:
 
 @dataclass(frozen=True)
 class Wanted:
-    """An input whose covariance is to be recorded, of experts first ... end if it has any."""
+    """An input whose covariance is to be recorded, of experts or heads first ... end if it has any."""
 
     of: str
     experts: tuple[int, int]
 
 
 def covariances(
-    graph: Graph, wanted: Iterable[Wanted], *, process_output: bool = False, plain: bool = True, weighted: bool = True
+    graph: Graph,
+    wanted: Iterable[Wanted],
+    *,
+    process_output: bool = False,
+    plain: bool = True,
+    weighted: bool = True,
 ) -> Graph:
     """Return the graph with Covariance for the inputs ``wanted`` (by the first of their weights' names), all tokens.
+
+    They may be those of latent attention's other form, too (with_latent).
 
     Args:
         plain: of experts, record what every token counts once; weighted: what it counts by its router weight squared.
@@ -373,25 +396,32 @@ def covariances(
     chosen: dict[str, list[Wanted]] = {}
     for each in wanted:
         chosen.setdefault(each.of, []).append(each)
+    found = inputs(graph, process_output=process_output)
+    if others := {int(of.split(".")[1]) for of in chosen.keys() - {item.names[0] for item in found}}:
+        graph, more = with_latent(graph, others)
+        found += more
     weights = {op.ids: op.weights for op in graph.ops if isinstance(op, Route)}
     # Where inputs are weighted (Llama 4), they are so already.
     repeated = {op.weights for op in graph.ops if isinstance(op, Repeat)}
     before: dict[int, list[Op]] = {}
-    for item in inputs(graph, process_output=process_output):
-        at = before.setdefault(id(_place(graph, item)), [])
-        for each in chosen.get(item.names[0], ()):
-            routed = weights.get(item.ids) if item.ids is not None and weighted else None
-            routed = None if routed in repeated else routed
-            at.append(
-                Covariance(
-                    layer=item.at.layer,
-                    x=item.x,
-                    of=f"{each.of} {each.experts[0]}",
-                    names=item.names,
-                    ids=item.ids,
-                    weights=routed,
-                    experts=each.experts,
-                    plain=plain or routed is None,
-                )
-            )
+    for item in found:
+        routed = weights.get(item.ids) if item.ids is not None and weighted else None
+        routed = None if routed in repeated else routed
+        before.setdefault(id(_place(graph, item)), []).extend(
+            _covariance(item, each, routed, plain) for each in chosen.get(item.names[0], ())
+        )
     return replace(graph, ops=tuple(each for op in graph.ops for each in (*before.get(id(op), ()), op)))
+
+
+def _covariance(item: Input, wanted: Wanted, routed: Value | None, plain: bool) -> Covariance:
+    return Covariance(
+        layer=item.at.layer,
+        x=item.x,
+        of=f"{wanted.of} {wanted.experts[0]}",
+        names=item.names,
+        ids=item.ids,
+        weights=routed,
+        experts=wanted.experts,
+        plain=plain or routed is None,
+        heads=item.heads,
+    )
