@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cuda import Memory
+from device_memory import Memory
 
 from quantkit.kernels import quantize
 from quantkit.kernels.cuda import cache
