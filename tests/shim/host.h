@@ -153,7 +153,8 @@ static inline unsigned __brev(unsigned v) {
     for (int i = 0; i < 32; i++) r |= (v >> i & 1u) << (31 - i);
     return r;
 }
-static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned s) {
+// prmt: bit 3 of a selector's nibble spreads the sign of the byte; __byte_perm does not look at that bit.
+static inline unsigned host_prmt(unsigned x, unsigned y, unsigned s) {
     const uint64_t both = (uint64_t)y << 32 | x;
     unsigned out = 0;
     for (int i = 0; i < 4; i++) {
@@ -163,6 +164,16 @@ static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned s) {
         out |= byte << 8 * i;
     }
     return out;
+}
+static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned s) { return host_prmt(x, y, s & 0x7777); }
+static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+    return (unsigned)(((uint64_t)high << 32 | low) >> (by & 31));
+}
+static inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
+    return (unsigned)(((uint64_t)high << 32 | low) << (by & 31) >> 32);
+}
+static inline unsigned __funnelshift_rc(unsigned low, unsigned high, unsigned by) {
+    return (unsigned)(((uint64_t)high << 32 | low) >> (by < 32 ? by : 32));
 }
 static inline unsigned host_bytes(unsigned a, unsigned b, int (*f)(int, int)) {
     unsigned out = 0;
