@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from blocks import random_blocks
-from cuda import Memory
+from device_memory import Memory
 
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cpu.unpack import FAMILY_FILES, SCALE_PER_16, WITH_MINS
