@@ -44,18 +44,11 @@ template <typename A> INLINE Place place_of(const A& a, const int32_t* tokens, i
     return {from, a.out + row * a.out_stride + 32 * VALUE_BYTES * part, (int)part, left < 32 ? (int)left : 32};
 }
 
-INLINE void write(uint8_t* out, int64_t i, float v) {
-    if (OUT == OUT_F32) ((float*)out)[i] = v;
-    else ((uint16_t*)out)[i] = OUT == OUT_F16 ? float_to_half(v) : float_to_bf16(v);
-}
-
-INLINE uint32_t two(float a, float b) {
-    return OUT == OUT_F16 ? float_to_half(a) | (uint32_t)float_to_half(b) << 16 : float_to_bf16(a) | (uint32_t)float_to_bf16(b) << 16;
-}
+INLINE uint32_t rounded(float v) { return OUT == OUT_F16 ? float_to_half(v) : float_to_bf16(v); }
 
 INLINE void write_four(uint8_t* out, const float* v) {
     if (OUT == OUT_F32) *(float4*)out = make_float4(v[0], v[1], v[2], v[3]);
-    else *(uint2*)out = make_uint2(two(v[0], v[1]), two(v[2], v[3]));
+    else *(uint2*)out = make_uint2(rounded(v[0]) | rounded(v[1]) << 16, rounded(v[2]) | rounded(v[3]) << 16);
 }
 
 // A part in shared memory; an odd number of words, so that lanes do not meet in a bank.
@@ -67,7 +60,7 @@ struct Staged {
 };
 
 template <typename T> struct Rows {
-    template <typename A> STATIC_INLINE void write_parts(const A& a, const int32_t* tokens, float scale) {
+    template <typename A> STATIC_INLINE void write_parts(const A& a, const int32_t* tokens, float scale, Staged (*)[32]) {
         __shared__ Staged shared[WARPS][32];
         const int lane = threadIdx.x & 31;
         Staged* staged = shared[threadIdx.x >> 5];
@@ -107,7 +100,11 @@ template <typename T> struct Rows {
 
 // Of floats, every lane reads one value of a part.
 template <typename T> struct FloatRows {
-    template <typename A> STATIC_INLINE void write_parts(const A& a, const int32_t* tokens, float scale) {
+    STATIC_INLINE void write(uint8_t* out, int64_t i, float v) {
+        if (OUT == OUT_F32) ((float*)out)[i] = v;
+        else ((uint16_t*)out)[i] = (uint16_t)rounded(v);
+    }
+    template <typename A> STATIC_INLINE void write_parts(const A& a, const int32_t* tokens, float scale, Staged (*)[32]) {
         const int lane = threadIdx.x & 31;
         const int64_t first = ((int64_t)blockIdx.x * WARPS + (threadIdx.x >> 5)) * 32, parts = a.rows * ((a.n + 31) / 32);
         for (int64_t index = first; index < parts && index < first + 32; index++) {
@@ -120,6 +117,12 @@ template <> struct Rows<F32> : FloatRows<F32> {};
 template <> struct Rows<F16> : FloatRows<F16> {};
 template <> struct Rows<BF16> : FloatRows<BF16> {};
 
-KERNEL(dequantize, 256) { Rows<TYPE>::write_parts(a, nullptr, 1.0f); }
+KERNEL(dequantize, 256) {
+    __shared__ Staged shared[WARPS][32];
+    Rows<TYPE>::write_parts(a, nullptr, 1.0f, shared);
+}
 
-KERNEL(embed, 256) { Rows<TYPE>::write_parts(a, a.batch->tokens, (float)a.scale); }
+KERNEL(embed, 256) {
+    __shared__ Staged shared[WARPS][32];
+    Rows<TYPE>::write_parts(a, a.batch->tokens, (float)a.scale, shared);
+}

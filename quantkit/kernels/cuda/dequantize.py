@@ -12,7 +12,9 @@ from quantkit.types import BY_NAME, TensorType
 FAMILY_FILES: dict[str, str] = {
     **dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"), "legacy"),
     **dict.fromkeys(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"), "k_quants"),
-    **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"), "i_quants"),
+    **dict.fromkeys(
+        ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"), "i_quants"
+    ),
     **dict.fromkeys(("TQ1_0", "TQ2_0", "Q2_0"), "ternary"),
     "Q1_0": "binary",
     **dict.fromkeys(("MXFP4", "NVFP4"), "fp4"),
