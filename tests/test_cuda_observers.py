@@ -1,4 +1,4 @@
-"""Operations that look on, on the device: sums that lose nothing, the same as the reference's, and rows that are bad."""
+"""Operations that look on, on the device: sums that lose nothing, as the reference's, and rows that are bad."""
 
 from __future__ import annotations
 
