@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda import Memory
+from device_memory import Memory
 from meaning import batch_of, matrix, meaning
 
 from quantkit.kernels.cuda import elementwise, glu

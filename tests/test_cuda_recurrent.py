@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda import Memory
+from device_memory import Memory
 from meaning import batch_of, matrix, program
 
 from quantkit.kernels.cuda.recurrent import HEADS, TAPS, convolve, delta_net

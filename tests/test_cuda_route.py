@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda import Memory
+from device_memory import Memory
 from meaning import matrix, meaning
 
 from quantkit.kernels.cuda.route import MAX_EXPERTS, combine, repeat, route, route_block
