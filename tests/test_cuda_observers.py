@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda import Memory
+from device_memory import Memory
 from meaning import batch_of, meaning, program
 
 from quantkit.kernels.cuda import observers
