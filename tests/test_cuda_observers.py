@@ -1,4 +1,4 @@
-"""Operations that look on, on the device: sums that lose nothing, the same as the reference's, and rows that are bad."""
+"""Operations that look on, on the device: sums that lose nothing, as the reference's, and rows that are bad."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda import Memory
+from device_memory import Memory
 from meaning import batch_of, meaning, program
 
 from quantkit.kernels.cuda import observers

@@ -7,9 +7,9 @@
     not_finite      x width rows bad
     count_up        out first n_used rows
 
-Arrays are those of accumulators.py, on the device: sums float64 [n_mat, 4, width rounded up to 8] (covariance: [experts,
-width, width]), counts int64 [n_mat], weight float64 [experts], total float64 [1]. All begin as zeros. bad: int64 [1],
-one more than the least row that is not finite; 0 for none.
+Arrays are those of accumulators.py, on the device: sums float64 [n_mat, 4, width rounded up to 8] (covariance:
+[experts, width, width]), counts int64 [n_mat], weight float64 [experts], total float64 [1]. All begin as zeros. bad:
+int64 [1], one more than the least row that is not finite; 0 for none.
 
 By expert: ids int32 [rows, n_used] of so many tokens; x_per: n_used if x has one row a token, 1 if one a pair. No ids:
 address 0, n_used and x_per 1, rows all rows of x. Covariance adds to one set of sums a launch: plain (weights, weight
