@@ -105,7 +105,7 @@ def device(request: pytest.FixtureRequest) -> object:
 @pytest.fixture
 def memory(device: object) -> Iterator[object]:
     """Arrays on the device."""
-    from cuda import Memory
+    from device_memory import Memory
 
     held = Memory(device)
     yield held

@@ -21,15 +21,27 @@ from quantkit.kernels.cuda.operation import SOURCES, Operation
 
 SHIM = Path(__file__).parent / "shim"
 CACHE = Path(os.environ.get("QUANTKIT_CACHE", Path.home() / ".cache/quantkit")) / "cuda-host"
-FLAGS = (
-    "-std=c++17 -O1 -g1 -fPIC -shared -w -ffp-contract=off -fno-strict-aliasing "
-    "-fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -DQUANTKIT_HOST"
-).split()
+FLAGS = [
+    "-std=c++17",
+    "-O1",
+    "-g1",
+    "-fPIC",
+    "-shared",
+    "-w",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize=vptr",
+    "-fno-sanitize-recover=all",
+    "-DQUANTKIT_HOST",
+]
 
 
 def compiler() -> str | None:
     """Return the C++ compiler, or None."""
-    return next((path for name in (os.environ.get("CXX", ""), "g++", "clang++") if name and (path := shutil.which(name))), None)
+    return next(
+        (path for name in (os.environ.get("CXX", ""), "g++", "clang++") if name and (path := shutil.which(name))), None
+    )
 
 
 @cache

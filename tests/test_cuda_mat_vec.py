@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda import Memory
+from device_memory import Memory
 
 from quantkit.kernels.cuda import mat_vec
 from quantkit.kernels.cuda.glu import GATES, limits

@@ -15,7 +15,7 @@
 //
 // (inside a struct: STATIC_INLINE). A block of fewer than 32 values (NVFP4's has 64, none has fewer) does not exist.
 // Types that look levels up in a grid have GRID, its words, and take the grid's address as one more argument: where
-// the same entries are at hand in shared memory, those are read instead of the table (all.cuh: unpack_with).
+// the same entries are at hand in shared memory, those are read instead of the table (all.cuh: load_grid, unpack_with).
 //
 // Blocks not aligned to 4 bytes are read in aligned words: up to 3 bytes before the block and 4 after it are read, not
 // used. Where p lies in shared memory, leave so much room around.
