@@ -20,7 +20,13 @@ typedef long long int64_t;
 typedef unsigned long long uint64_t;
 
 // The prefix keeps names apart from those CUDA has already, such as norm.
-#define KERNEL(name, threads) extern "C" __global__ void __launch_bounds__(threads) quantkit_##name(const name##_args a)
+// RESIDENT, a macro of the module: how many blocks a multiprocessor should hold at once, which limits registers.
+#ifdef RESIDENT
+#define BOUNDS(threads) __launch_bounds__(threads, RESIDENT)
+#else
+#define BOUNDS(threads) __launch_bounds__(threads)
+#endif
+#define KERNEL(name, threads) extern "C" __global__ void BOUNDS(threads) quantkit_##name(const name##_args a)
 // Shared memory whose size is given at the launch, 16-byte aligned.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) uint8_t name[]
 
