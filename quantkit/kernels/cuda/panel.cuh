@@ -100,31 +100,28 @@ const int GRID_AT = RAW_AT + ROWS * RAW_STRIDE + 16;         // words are read t
 const float MAGIC = 12582912.0f;
 const int MAGIC_BITS = 0x4b400000;
 
-// Ask for 256 values of a row of weights, `end` being the end of the row. Up to 15 bytes on either side come along.
-INLINE void stage_unit(uint8_t* shared, const uint8_t* from, const uint8_t* end) {
-    const uint8_t* stop = from + UNIT_BYTES < end ? from + UNIT_BYTES : end;
-    const uint8_t* piece = from - ((uint64_t)from & LEAN) + 16 * (threadIdx.x % PER_ROW);
-    uint8_t* to = shared + RAW_AT + staged_row() * RAW_STRIDE + 16 * (threadIdx.x % PER_ROW);
+// Ask for up to 256 values of a row of weights, `left` bytes to its end. Up to 15 bytes on either side come along.
+INLINE void stage_unit(uint8_t* shared, const uint8_t* from, int left) {
+    const int lean = (int)(uint64_t)from & LEAN, k = 16 * (threadIdx.x % PER_ROW);
+    const int last = lean + (left < UNIT_BYTES ? left : UNIT_BYTES) - k;
+    const uint8_t* piece = from - lean + k;
+    uint8_t* to = shared + RAW_AT + k + staged_row() * RAW_STRIDE;
 #pragma unroll
     for (int i = 0; i < (PIECES + PER_ROW - 1) / PER_ROW; i++)
-        if (piece + 16 * PER_ROW * i < stop) copy_async<16>(to + 16 * PER_ROW * i, piece + 16 * PER_ROW * i);
+        if (16 * PER_ROW * i < last) copy_async<16>(to + 16 * PER_ROW * i, piece + 16 * PER_ROW * i);
 }
 
-// Ask for 128 values of a row of activations, from the `first`-th on.
-INLINE void stage_activations(uint8_t* to, const uint8_t* x, int n_pad, int first) {
+// Ask for 128 values of a row of activations: levels, d, sums.
+INLINE void stage_activations(uint8_t* to, const uint8_t* levels, const uint8_t* d, const uint8_t* sums) {
     const int token = staged_token(), k = threadIdx.x % PER_TOKEN;
+    uint8_t* to_levels = to + token * STRIDE + 16 * k;
 #pragma unroll
-    for (int i = 0; i < 8 / PER_TOKEN; i++) {
-        const int at = 16 * (PER_TOKEN * i + k);
-        copy_async<16>(to + token * STRIDE + at, x + first + at);
-    }
-    const uint8_t* d = x + n_pad + first / 8;
-    const uint8_t* sums = x + n_pad + n_pad / 8 + first / 4;
+    for (int i = 0; i < 8 / PER_TOKEN; i++) copy_async<16>(to_levels + 16 * PER_TOKEN * i, levels + 16 * k + 16 * PER_TOKEN * i);
+    uint8_t *to_d = to + D_AT + 4 * (TOKENS * k + token), *to_sums = to + SUMS_AT + 8 * (TOKENS * k + token);
 #pragma unroll
     for (int i = 0; i < 4 / PER_TOKEN; i++) {
-        const int step = PER_TOKEN * i + k;
-        copy_async<4>(to + D_AT + 4 * (TOKENS * step + token), d + 4 * step);
-        if (TYPE::MINS) copy_async<8>(to + SUMS_AT + 8 * (TOKENS * step + token), sums + 8 * step);
+        copy_async<4>(to_d + 4 * TOKENS * PER_TOKEN * i, d + 4 * k + 4 * PER_TOKEN * i);
+        if (TYPE::MINS) copy_async<8>(to_sums + 8 * TOKENS * PER_TOKEN * i, sums + 8 * k + 8 * PER_TOKEN * i);
     }
 }
 
@@ -168,20 +165,9 @@ template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* shared, const ui
     for (int step = 0; step < 4; step++) {
         uint32_t b[ACTIVE][2];
         load_tokens<ACTIVE>(b, tokens + 32 * step);
-        float d[ACTIVE][2], s[ACTIVE][2][2];
+        float2 d[ACTIVE];
 #pragma unroll
-        for (int j = 0; j < ACTIVE; j++) {
-            const float2 both = *(const float2*)(d_of + TOKENS * step + 8 * WARPS_N * j);
-            d[j][0] = both.x;
-            d[j][1] = both.y;
-            if (TYPE::MINS) {
-                const float4 four = *(const float4*)(sums_of + 2 * (TOKENS * step + 8 * WARPS_N * j));
-                s[j][0][0] = TYPE::HALVES ? four.x : four.x + four.y;
-                s[j][0][1] = four.y;
-                s[j][1][0] = TYPE::HALVES ? four.z : four.z + four.w;
-                s[j][1][1] = four.w;
-            }
-        }
+        for (int j = 0; j < ACTIVE; j++) d[j] = *(const float2*)(d_of + TOKENS * step + 8 * WARPS_N * j);
 #pragma unroll
         for (int i = 0; i < MT; i++) {
             uint32_t a[4];
@@ -203,9 +189,24 @@ template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* shared, const ui
 #pragma unroll
                     for (int c = 0; c < 4; c++) {
                         const float product = fmaf(__int_as_float(dots[j][c]), of_row[c >> 1], back[c >> 1]);
-                        sum[i][j][c] = fmaf(product, d[j][c & 1], sum[i][j][c]);
+                        sum[i][j][c] = fmaf(product, c & 1 ? d[j].y : d[j].x, sum[i][j][c]);
                     }
-                if (TYPE::MINS) {
+            }
+        }
+        if (TYPE::MINS) {
+            float s[ACTIVE][2][2];
+#pragma unroll
+            for (int j = 0; j < ACTIVE; j++) {
+                const float4 four = *(const float4*)(sums_of + 2 * (TOKENS * step + 8 * WARPS_N * j));
+                s[j][0][0] = TYPE::HALVES ? four.x : four.x + four.y;
+                s[j][1][0] = TYPE::HALVES ? four.z : four.z + four.w;
+                s[j][0][1] = four.y;
+                s[j][1][1] = four.w;
+            }
+#pragma unroll
+            for (int half = 0; half < STEPS / 4; half++)
+#pragma unroll
+                for (int i = 0; i < MT; i++) {
                     const float2 min = *(const float2*)(mins + (STEPS / 4 * step + half) * ROWS + 2 * i);
 #pragma unroll
                     for (int j = 0; j < ACTIVE; j++)
@@ -213,7 +214,6 @@ template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* shared, const ui
                         for (int c = 0; c < 4; c++)
                             sum[i][j][c] = fmaf(c >> 1 ? -min.y : -min.x, s[j][c & 1][half], sum[i][j][c]);
                 }
-            }
         }
     }
 }
@@ -329,24 +329,32 @@ INLINE void multiply_tile(uint8_t* shared, const uint8_t* w, int64_t row_bytes, 
     const int active = (count + 8 * WARPS_N - 1) / (8 * WARPS_N);
     clear(sum);
 #if WEIGHTS == QUANTIZED
-    const uint8_t* end = w + row_bytes;
     const int n_pad = (n_in + 255) / 256 * 256;
+    const uint8_t *d = x + n_pad, *sums = d + n_pad / 8;
+    int left = (int)row_bytes, unit_at = 0;
     if (LEAN && threadIdx.x % PER_ROW == 0) ((int*)(shared + LEANS_AT))[staged_row()] = (int)((uint64_t)w & 15);
     load_grid<TYPE>((uint32_t*)(shared + GRID_AT));
-    stage_unit(shared, w, end);
-    stage_activations(shared + X_AT, x, n_pad, 0);
+    stage_unit(shared, w, left);
+    stage_activations(shared + X_AT, x, d, sums);
 #pragma unroll 1
     for (int first = 0; first < n_in; first += 128) {
-        const int unit_at = first / 256 * UNIT_BYTES, buffer = first >> 7 & 1;
+        const int buffer = first & 128 ? X_BYTES : 0;
         copy_wait();
         __syncthreads();  // the bytes are here, and the last chunk is multiplied
         unpack_chunk(shared, first, n_in, unit_at);
         __syncthreads();
         if (first + 128 < n_in) {
-            if (buffer) stage_unit(shared, w + unit_at + UNIT_BYTES, end);
-            stage_activations(shared + X_AT + (1 - buffer) * X_BYTES, x, n_pad, first + 128);
+            if (buffer) {
+                left -= UNIT_BYTES;
+                unit_at += UNIT_BYTES;
+                stage_unit(shared, w + unit_at, left);
+            }
+            x += 128;
+            d += 16;
+            sums += 32;
+            stage_activations(shared + X_AT + X_BYTES - buffer, x, d, sums);
         }
-        multiply_active(shared, shared + X_AT + buffer * X_BYTES, active, sum);
+        multiply_active(shared, shared + X_AT + buffer, active, sum);
     }
 #else
     const int64_t w_bytes = (int64_t)n_in * SIZE, x_bytes = (int64_t)n_in * 4;
