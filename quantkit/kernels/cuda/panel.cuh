@@ -32,6 +32,7 @@
 
 #if WEIGHTS == QUANTIZED
 #include "unpack/all.cuh"
+#include "unpack/folded.cuh"
 #endif
 
 #if TOKENS == 128
@@ -80,7 +81,9 @@ template <int ACTIVE> INLINE void load_tokens(uint32_t b[ACTIVE][2], const uint8
 
 // ---- quantized weights: chunks of 128 values, fetched by 256
 
-const int STEPS = TYPE::HALVES ? 8 : 4;                      // scales of a row in a chunk
+const bool HALVES = Folded<TYPE>::HALVES;
+const int STEPS = HALVES ? 8 : 4;                            // scales of a row in a chunk
+const int MIN_STEPS = !TYPE::MINS ? 0 : TYPE::HALVES ? 8 : 4;
 const int UNIT_BYTES = 256 / TYPE::BLOCK * TYPE::BYTES;      // of 256 values
 const int LEAN = TYPE::BYTES % 16 ? 15 : 0;                  // how far beyond a multiple of 16 bytes a row may begin
 const int PIECES = (UNIT_BYTES + LEAN + 15) / 16;
@@ -89,7 +92,7 @@ const int RAW_STRIDE = 16 * (PIECES | 1);
 const int LEVELS_AT = 0;
 const int SCALES_AT = LEVELS_AT + ROWS * STRIDE;
 const int MINS_AT = SCALES_AT + 4 * STEPS * ROWS;
-const int X_AT = MINS_AT + (TYPE::MINS ? 4 * STEPS * ROWS : 0);
+const int X_AT = MINS_AT + 4 * MIN_STEPS * ROWS;
 const int D_AT = TOKENS * STRIDE;                            // within a buffer of activations
 const int SUMS_AT = D_AT + 4 * 4 * TOKENS;
 const int X_BYTES = SUMS_AT + (TYPE::MINS ? 4 * 8 * TOKENS : 0);
@@ -139,16 +142,62 @@ INLINE void unpack_chunk(uint8_t* shared, int first, int n_in, int unit_at) {
         const int at = (first & 128) + 32 * part;
         Levels l = {};
         if (first + 32 * part < n_in)
-            unpack_with<TYPE>(unit + at / TYPE::BLOCK * TYPE::BYTES, at % TYPE::BLOCK / 32, l, (const uint32_t*)(shared + GRID_AT));
+            Folded<TYPE>::unpack(unit + at / TYPE::BLOCK * TYPE::BYTES, at % TYPE::BLOCK / 32, l, (const uint32_t*)(shared + GRID_AT));
         int4* levels = (int4*)(shared + LEVELS_AT + row * STRIDE + 32 * part);
         levels[0] = make_int4(l.q[0], l.q[1], l.q[2], l.q[3]);
         levels[1] = make_int4(l.q[4], l.q[5], l.q[6], l.q[7]);
 #pragma unroll
-        for (int half = 0; half < STEPS / 4; half++) {
+        for (int half = 0; half < STEPS / 4; half++)
             ((float*)(shared + SCALES_AT))[(STEPS / 4 * part + half) * ROWS + slot] = l.d[half];
-            if (TYPE::MINS) ((float*)(shared + MINS_AT))[(STEPS / 4 * part + half) * ROWS + slot] = l.m[half];
+#pragma unroll
+        for (int half = 0; half < MIN_STEPS / 4; half++)
+            ((float*)(shared + MINS_AT))[(MIN_STEPS / 4 * part + half) * ROWS + slot] = l.m[half];
+    }
+}
+
+// Minimums times sums of a chunk: 4 or 8 products of each element, on tensor cores in two parts each.
+template <int ACTIVE> INLINE void subtract_mins(const uint8_t* shared, const uint8_t* x, Sums& sum) {
+    const int N = TYPE::HALVES ? 2 : 1, g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
+    const float* mins = (const float*)(shared + MINS_AT) + (warp_m() * 8 + g) * 2 * MT + N * t * ROWS;
+    const float2* sums = (const float2*)(x + SUMS_AT) + 8 * warp_n();
+#if __CUDA_ARCH__ >= 800
+    uint32_t b[ACTIVE][2][N];
+#pragma unroll
+    for (int j = 0; j < ACTIVE; j++) {
+        const float2 s = sums[TOKENS * t + 8 * WARPS_N * j + g];
+        const float v[2] = {TYPE::HALVES ? s.x : s.x + s.y, s.y};
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            b[j][0][n] = tf32_of(v[n]);
+            b[j][1][n] = __float_as_uint(v[n] - __uint_as_float(b[j][0][n]));
         }
     }
+#pragma unroll
+    for (int i = 0; i < MT; i++) {
+        float a[2 * N];
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            const float2 m = *(const float2*)(mins + n * ROWS + 2 * i);
+            a[2 * n] = -m.x;
+            a[2 * n + 1] = -m.y;
+        }
+#pragma unroll
+        for (int j = 0; j < ACTIVE; j++) mma_f32<N>(sum[i][j], a, b[j]);
+    }
+#else
+    for (int k = 0; k < MIN_STEPS; k++)
+#pragma unroll
+        for (int j = 0; j < ACTIVE; j++) {
+            const float4 two = *(const float4*)(sums + TOKENS * (k / N) + 8 * WARPS_N * j + 2 * t);
+            const float s[2] = {N == 1 ? two.x + two.y : k % 2 ? two.y : two.x, N == 1 ? two.z + two.w : k % 2 ? two.w : two.z};
+#pragma unroll
+            for (int i = 0; i < MT; i++) {
+                const float2 m = *(const float2*)(mins + (k - N * t) * ROWS + 2 * i);
+#pragma unroll
+                for (int c = 0; c < 4; c++) sum[i][j][c] = fmaf(c >> 1 ? -m.y : -m.x, s[c & 1], sum[i][j][c]);
+            }
+        }
+#endif
 }
 
 // Multiply the panel with a buffer of activations.
@@ -157,9 +206,7 @@ template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* shared, const ui
     const uint8_t* rows = shared + LEVELS_AT + warp_m() * 16 * MT * STRIDE;
     const uint8_t* tokens = x + warp_n() * 8 * STRIDE;
     const float* scales = (const float*)(shared + SCALES_AT) + (warp_m() * 8 + g) * 2 * MT;
-    const float* mins = (const float*)(shared + MINS_AT) + (warp_m() * 8 + g) * 2 * MT;
     const float* d_of = (const float*)(x + D_AT) + 8 * warp_n() + 2 * t;
-    const float* sums_of = (const float*)(x + SUMS_AT) + 2 * (8 * warp_n() + 2 * t);
     const int magic[4] = {MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS};
 #pragma unroll 1
     for (int step = 0; step < 4; step++) {
@@ -179,7 +226,7 @@ template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* shared, const ui
                 int dots[ACTIVE][4];
 #pragma unroll
                 for (int j = 0; j < ACTIVE; j++) {
-                    if (TYPE::HALVES)
+                    if (HALVES)
                         mma_s8_half(dots[j], a, b[j], magic, half);
                     else
                         mma_s8(dots[j], a, b[j], magic);
@@ -193,29 +240,8 @@ template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* shared, const ui
                     }
             }
         }
-        if (TYPE::MINS) {
-            float s[ACTIVE][2][2];
-#pragma unroll
-            for (int j = 0; j < ACTIVE; j++) {
-                const float4 four = *(const float4*)(sums_of + 2 * (TOKENS * step + 8 * WARPS_N * j));
-                s[j][0][0] = TYPE::HALVES ? four.x : four.x + four.y;
-                s[j][1][0] = TYPE::HALVES ? four.z : four.z + four.w;
-                s[j][0][1] = four.y;
-                s[j][1][1] = four.w;
-            }
-#pragma unroll
-            for (int half = 0; half < STEPS / 4; half++)
-#pragma unroll
-                for (int i = 0; i < MT; i++) {
-                    const float2 min = *(const float2*)(mins + (STEPS / 4 * step + half) * ROWS + 2 * i);
-#pragma unroll
-                    for (int j = 0; j < ACTIVE; j++)
-#pragma unroll
-                        for (int c = 0; c < 4; c++)
-                            sum[i][j][c] = fmaf(c >> 1 ? -min.y : -min.x, s[j][c & 1][half], sum[i][j][c]);
-                }
-        }
     }
+    if (TYPE::MINS) subtract_mins<ACTIVE>(shared, x, sum);
 }
 
 #else
