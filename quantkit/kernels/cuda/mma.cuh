@@ -14,6 +14,12 @@
 
 #ifndef QUANTKIT_HOST
 
+// The same address, but the compiler may not take it apart again: what follows is at constant distances from it.
+template <typename T> INLINE T* fixed(T* p) {
+    asm("" : "+l"(p));
+    return p;
+}
+
 // ---- primitives
 
 INLINE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }

@@ -107,8 +107,8 @@ const int MAGIC_BITS = 0x4b400000;
 INLINE void stage_unit(uint8_t* shared, const uint8_t* from, int left) {
     const int lean = (int)(uint64_t)from & LEAN, k = 16 * (threadIdx.x % PER_ROW);
     const int last = lean + (left < UNIT_BYTES ? left : UNIT_BYTES) - k;
-    const uint8_t* piece = from - lean + k;
-    uint8_t* to = shared + RAW_AT + k + staged_row() * RAW_STRIDE;
+    const uint8_t* piece = fixed(from - lean + k);
+    uint8_t* to = fixed(shared + RAW_AT + k + staged_row() * RAW_STRIDE);
 #pragma unroll
     for (int i = 0; i < (PIECES + PER_ROW - 1) / PER_ROW; i++)
         if (16 * PER_ROW * i < last) copy_async<16>(to + 16 * PER_ROW * i, piece + 16 * PER_ROW * i);
@@ -117,9 +117,10 @@ INLINE void stage_unit(uint8_t* shared, const uint8_t* from, int left) {
 // Ask for 128 values of a row of activations: levels, d, sums.
 INLINE void stage_activations(uint8_t* to, const uint8_t* levels, const uint8_t* d, const uint8_t* sums) {
     const int token = staged_token(), k = threadIdx.x % PER_TOKEN;
-    uint8_t* to_levels = to + token * STRIDE + 16 * k;
+    uint8_t* to_levels = fixed(to + token * STRIDE + 16 * k);
+    levels = fixed(levels + 16 * k);
 #pragma unroll
-    for (int i = 0; i < 8 / PER_TOKEN; i++) copy_async<16>(to_levels + 16 * PER_TOKEN * i, levels + 16 * k + 16 * PER_TOKEN * i);
+    for (int i = 0; i < 8 / PER_TOKEN; i++) copy_async<16>(to_levels + 16 * PER_TOKEN * i, levels + 16 * PER_TOKEN * i);
     uint8_t *to_d = to + D_AT + 4 * (TOKENS * k + token), *to_sums = to + SUMS_AT + 8 * (TOKENS * k + token);
 #pragma unroll
     for (int i = 0; i < 4 / PER_TOKEN; i++) {
@@ -256,15 +257,16 @@ const int W_BYTES = ROWS * STRIDE, X_BYTES = TOKENS * STRIDE;
 const int X_AT = 2 * W_BYTES;
 const int RAW_AT = X_AT + X_BYTES;                           // F32: the second buffer of activations instead
 
-// Ask for the 16-byte pieces k, k + by, ... of `bytes` of a row, zeros after its last `left`.
-INLINE void stage_pieces(uint8_t* to, const uint8_t* from, int64_t left, int bytes, int k, int by) {
-    const bool whole = ((uint64_t)from & 15) == 0 && left >= bytes;
-    for (int at = 16 * k; at < bytes; at += 16 * by) {
-        if (whole) {
-            copy_async<16>(to + at, from + at);
-        } else {
+// Ask for the 16-byte pieces k, k + BY, ... of BYTES of a row, zeros after its last `left`.
+template <int BYTES, int BY> INLINE void stage_pieces(uint8_t* to, const uint8_t* from, int64_t left, int k) {
+    if (((uint64_t)from & 15) == 0 && left >= BYTES) {
+        to = fixed(to + 16 * k);
+        from = fixed(from + 16 * k);
+#pragma unroll
+        for (int i = 0; i < BYTES / (16 * BY); i++) copy_async<16>(to + 16 * BY * i, from + 16 * BY * i);
+    } else {
+        for (int at = 16 * k; at < BYTES; at += 16 * BY)
             for (int i = at; i < at + 16; i += 2) *(uint16_t*)(to + i) = i < left ? load2(from + i) : (uint16_t)0;
-        }
     }
 }
 
@@ -387,8 +389,8 @@ INLINE void multiply_tile(uint8_t* shared, const uint8_t* w, int64_t row_bytes, 
     uint8_t *w_to = shared + staged_row() * STRIDE, *x_to;
     const int k = threadIdx.x % PER_ROW, l = threadIdx.x % PER_TOKEN;
     x_to = WEIGHTS == SINGLE ? shared + X_AT + staged_token() * STRIDE : shared + RAW_AT + staged_token() * RAW_STRIDE;
-    stage_pieces(w_to, w, w_bytes, 128, k, PER_ROW);
-    stage_pieces(x_to, x, x_bytes, 4 * CHUNK, l, PER_TOKEN);
+    stage_pieces<128, PER_ROW>(w_to, w, w_bytes, k);
+    stage_pieces<4 * CHUNK, PER_TOKEN>(x_to, x, x_bytes, l);
 #pragma unroll 1
     for (int first = 0; first < n_in; first += CHUNK) {
         const int buffer = first / CHUNK & 1, next = first + CHUNK;
@@ -400,8 +402,8 @@ INLINE void multiply_tile(uint8_t* shared, const uint8_t* w, int64_t row_bytes, 
 #endif
         if (next < n_in) {
             uint8_t* to = WEIGHTS == SINGLE ? x_to + (1 - buffer) * X_BYTES : x_to;
-            stage_pieces(w_to + (1 - buffer) * W_BYTES, w + SIZE * next, w_bytes - SIZE * next, 128, k, PER_ROW);
-            stage_pieces(to, x + 4 * next, x_bytes - 4 * next, 4 * CHUNK, l, PER_TOKEN);
+            stage_pieces<128, PER_ROW>(w_to + (1 - buffer) * W_BYTES, w + SIZE * next, w_bytes - SIZE * next, k);
+            stage_pieces<4 * CHUNK, PER_TOKEN>(to, x + 4 * next, x_bytes - 4 * next, l);
         }
         multiply_active(shared + buffer * W_BYTES, shared + X_AT + (WEIGHTS == SINGLE ? buffer * X_BYTES : 0), active, sum);
     }
