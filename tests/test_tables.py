@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from quantkit.kernels import tables
 
-SCRIPT = Path(__file__).parent.parent / "scripts/make_tables.py"
+ROOT = Path(__file__).parent.parent
+SCRIPT, HEADER = ROOT / "scripts/make_tables.py", ROOT / "quantkit/kernels/cuda/unpack/tables.cuh"
 
 MAGNITUDES = {
     "iq1s_grid": (-1, 0, 1),
@@ -40,9 +43,38 @@ def test_the_file_holds_what_the_docstring_says():
 
 
 def test_the_script_writes_the_same_bytes_again(tmp_path):
-    for name in ("one.npz", "two.npz"):
-        subprocess.run([sys.executable, SCRIPT, tmp_path / name], check=True, capture_output=True)
+    for name in ("one", "two"):
+        command = [sys.executable, SCRIPT, tmp_path / f"{name}.npz", tmp_path / f"{name}.cuh"]
+        subprocess.run(command, check=True, capture_output=True)
     assert (tmp_path / "one.npz").read_bytes() == (tmp_path / "two.npz").read_bytes() == tables.PATH.read_bytes()
+    assert (tmp_path / "one.cuh").read_bytes() == (tmp_path / "two.cuh").read_bytes() == HEADER.read_bytes()
+
+
+def words_of(name: str) -> npt.NDArray[np.uint32]:
+    """Return the words of a table of tables.cuh."""
+    found = re.search(rf"\b{name}(?:\[\d+\] =)? \{{(.*?)\}};", HEADER.read_text(), re.DOTALL)
+    assert found is not None
+    return np.array([int(w, 16) for w in re.findall(r"0x[0-9a-f]{8}", found[1])], np.uint32)
+
+
+@pytest.mark.parametrize(
+    ("name", "levels"),
+    [("iq1s_grid", (-1, 0, 1)), *((name, (8, 25, 43)) for name in ("iq2xxs_grid", "iq2xs_grid", "iq2s_grid"))],
+)
+def test_the_header_holds_grids_of_8_values_as_nibbles(name, levels):
+    nibbles = words_of(name)[:, None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
+    np.testing.assert_array_equal(np.array(levels)[nibbles], tables.table(name))
+
+
+def test_the_header_holds_codebooks_and_grids_of_4_values_as_bytes():
+    for name in ("kvalues_iq4nl", "kvalues_fp4"):
+        np.testing.assert_array_equal(words_of(name).view(np.int8), tables.table(name), strict=True)
+    np.testing.assert_array_equal(words_of("iq3xxs_grid").view(np.uint8).reshape(-1, 4), tables.table("iq3xxs_grid"))
+    np.testing.assert_array_equal(words_of("iq3s_grid").view(np.uint8).reshape(-1, 4) + 1, tables.table("iq3s_grid"))
+
+
+def test_the_header_is_small():
+    assert HEADER.stat().st_size < 200_000
 
 
 def test_the_arrays_equal_those_of_gguf():

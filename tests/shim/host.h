@@ -153,7 +153,8 @@ static inline unsigned __brev(unsigned v) {
     for (int i = 0; i < 32; i++) r |= (v >> i & 1u) << (31 - i);
     return r;
 }
-static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned s) {
+// prmt: bit 3 of a selector's nibble spreads the sign of the byte; __byte_perm does not look at that bit.
+static inline unsigned host_prmt(unsigned x, unsigned y, unsigned s) {
     const uint64_t both = (uint64_t)y << 32 | x;
     unsigned out = 0;
     for (int i = 0; i < 4; i++) {
@@ -163,6 +164,16 @@ static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned s) {
         out |= byte << 8 * i;
     }
     return out;
+}
+static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned s) { return host_prmt(x, y, s & 0x7777); }
+static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+    return (unsigned)(((uint64_t)high << 32 | low) >> (by & 31));
+}
+static inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
+    return (unsigned)(((uint64_t)high << 32 | low) << (by & 31) >> 32);
+}
+static inline unsigned __funnelshift_rc(unsigned low, unsigned high, unsigned by) {
+    return (unsigned)(((uint64_t)high << 32 | low) >> (by < 32 ? by : 32));
 }
 static inline unsigned host_bytes(unsigned a, unsigned b, int (*f)(int, int)) {
     unsigned out = 0;
@@ -202,4 +213,104 @@ static inline uint16_t float_to_half(float f) {
     }
     const uint32_t rounded = x + 0xfff + (x >> 13 & 1);
     return (uint16_t)(sign | ((rounded - 0x38000000u) >> 13));
+}
+
+// ---- tensor cores (mma.cuh): every lane gives its registers, and picks what its results are made of
+
+static inline void ldmatrix4(uint32_t r[4], const void* row) {
+    const int l = host_lane_id();
+    const void* table = host_exchange(16, &row, sizeof row);
+    for (int i = 0; i < 4; i++) {
+        const uint8_t* from = host_lane<const uint8_t*>(table, 8 * i + l / 4);
+        if ((uintptr_t)from % 16) host_fail("ldmatrix: rows are 16-byte aligned");
+        r[i] = *(const uint32_t*)(from + 4 * (l % 4));
+    }
+}
+static inline void ldmatrix2(uint32_t r[2], const void* row) {
+    const int l = host_lane_id();
+    const void* table = host_exchange(17, &row, sizeof row);
+    for (int i = 0; i < 2; i++) {
+        const uint8_t* from = host_lane<const uint8_t*>(table, 8 * i + l / 4);
+        if ((uintptr_t)from % 16) host_fail("ldmatrix: rows are 16-byte aligned");
+        r[i] = *(const uint32_t*)(from + 4 * (l % 4));
+    }
+}
+
+// Row g of a, of `parts` pieces of 16 bytes, times column c of b, as int8; a's pieces are registers `step` apart.
+struct HostOperands { uint32_t a[4], b[2]; };
+static inline int host_dot_s8(const void* table, int g, int column, int a0, int step, int parts) {
+    int sum = 0;
+    for (int part = 0; part < parts; part++)
+        for (int t = 0; t < 4; t++) {
+            const HostOperands *x = (const HostOperands*)((const char*)table + 64 * (4 * g + t)),
+                               *y = (const HostOperands*)((const char*)table + 64 * (4 * column + t));
+            sum = __dp4a((int)x->a[a0 + step * part], (int)y->b[part], sum);
+        }
+    return sum;
+}
+static inline void mma_m16n8k32_s8(int d[4], const uint32_t a[4], const uint32_t b[2], const int c[4]) {
+    const HostOperands mine = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+    const void* table = host_exchange(18, &mine, sizeof mine);
+    const int g = host_lane_id() / 4, t = host_lane_id() % 4;
+    for (int i = 0; i < 4; i++) d[i] = c[i] + host_dot_s8(table, g, 2 * t + i % 2, i / 2, 2, 2);
+}
+static inline void mma_m16n8k16_s8(int d[4], uint32_t a0, uint32_t a1, uint32_t b, const int c[4]) {
+    const HostOperands mine = {{a0, a1, 0, 0}, {b, 0}};
+    const void* table = host_exchange(19, &mine, sizeof mine);
+    const int g = host_lane_id() / 4, t = host_lane_id() % 4;
+    for (int i = 0; i < 4; i++) d[i] = c[i] + host_dot_s8(table, g, 2 * t + i % 2, i / 2, 0, 1);
+}
+static inline void mma_m8n8k16_s8(int d[2], uint32_t a, uint32_t b, const int c[2]) {
+    const HostOperands mine = {{a, 0, 0, 0}, {b, 0}};
+    const void* table = host_exchange(20, &mine, sizeof mine);
+    const int g = host_lane_id() / 4, t = host_lane_id() % 4;
+    for (int i = 0; i < 2; i++) d[i] = c[i] + host_dot_s8(table, g, 2 * t + i, 0, 0, 1);
+}
+template <typename F> static inline void host_mma_16(int kind, float c[4], const HostOperands& mine, int parts, F to_float) {
+    const void* table = host_exchange(kind, &mine, sizeof mine);
+    const int g = host_lane_id() / 4, t = host_lane_id() % 4;
+    for (int i = 0; i < 4; i++)
+        for (int k = 0; k < 4 * parts; k++) {
+            const HostOperands *x = (const HostOperands*)((const char*)table + 64 * (4 * g + k % 4)),
+                               *y = (const HostOperands*)((const char*)table + 64 * (4 * (2 * t + i % 2) + k % 4));
+            const uint32_t u = x->a[i / 2 + 2 * (k / 4)], v = y->b[k / 4];
+            c[i] += to_float((uint16_t)u) * to_float((uint16_t)v) + to_float((uint16_t)(u >> 16)) * to_float((uint16_t)(v >> 16));
+        }
+}
+static inline float host_bf16_to_float(uint16_t b) { return __uint_as_float((uint32_t)b << 16); }
+static inline void mma_m16n8k16_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
+    host_mma_16(21, c, {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}}, 2, half_to_float);
+}
+static inline void mma_m16n8k8_f16(float c[4], uint32_t a0, uint32_t a1, uint32_t b) {
+    host_mma_16(22, c, {{a0, a1, 0, 0}, {b, 0}}, 1, half_to_float);
+}
+static inline void mma_m16n8k16_bf16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
+    host_mma_16(23, c, {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}}, 2, host_bf16_to_float);
+}
+
+// ---- copies that do not wait: the target is spoilt at once and filled by copy_wait, so that neither a use of it too
+// early nor a copy too early goes unseen
+
+struct HostCopy { void* to; const void* from; int bytes; };
+static HostCopy host_copies[1024][256];
+static int host_copy_count[1024];
+template <int BYTES> static inline void copy_async(void* to, const void* from) {
+    if ((uintptr_t)to % BYTES || (uintptr_t)from % BYTES) host_fail("cp.async: an address is not aligned");
+    int& n = host_copy_count[threadIdx.x];
+    if (n == 256) host_fail("cp.async: more copies than the shim keeps");
+    memset(to, 0xa5, BYTES);
+    host_copies[threadIdx.x][n++] = {to, from, BYTES};
+}
+static inline void copy_wait() {
+    int& n = host_copy_count[threadIdx.x];
+    for (int i = 0; i < n; i++) memcpy(host_copies[threadIdx.x][i].to, host_copies[threadIdx.x][i].from, (size_t)host_copies[threadIdx.x][i].bytes);
+    n = 0;
+}
+// Which of the lanes have the same value.
+static inline unsigned __match_any_sync(unsigned mask, int v) {
+    if (mask != 0xffffffffu) host_fail("a match of a part of a warp");
+    const void* table = host_exchange(24, &v, sizeof v);
+    unsigned bits = 0;
+    for (int i = 0; i < 32; i++) bits |= (host_lane<int>(table, i) == v) * (1u << i);
+    return bits;
 }

@@ -19,14 +19,13 @@ typedef unsigned int uint32_t;
 typedef long long int64_t;
 typedef unsigned long long uint64_t;
 
-// The prefix keeps names apart from those CUDA has already, such as norm.
-// RESIDENT, a macro of the module: how many blocks a multiprocessor should hold at once, which limits registers.
-#ifdef RESIDENT
-#define BOUNDS(threads) __launch_bounds__(threads, RESIDENT)
-#else
-#define BOUNDS(threads) __launch_bounds__(threads)
+// The prefix keeps names apart from those CUDA has already, such as norm. A file that wants several blocks at once on a
+// multiprocessor, and so fewer registers a thread, defines BLOCKS_AT_ONCE before this one is included.
+#ifndef BLOCKS_AT_ONCE
+#define BLOCKS_AT_ONCE 1
 #endif
-#define KERNEL(name, threads) extern "C" __global__ void BOUNDS(threads) quantkit_##name(const name##_args a)
+#define KERNEL(name, threads) \
+    extern "C" __global__ void __launch_bounds__(threads, BLOCKS_AT_ONCE) quantkit_##name(const name##_args a)
 // Shared memory whose size is given at the launch, 16-byte aligned.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) uint8_t name[]
 

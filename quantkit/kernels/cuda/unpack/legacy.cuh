@@ -6,20 +6,20 @@
 //     Q5_1  d f16 | m f16 | qh 4 | qs 16  d * q + m
 //     Q8_0  d f16 | qs 32 int8            d * q
 //
-// Byte b of 16 holds values b and b + 16.
+// Byte b of 16 holds values b and b + 16; bit i of qh is the fifth bit of value i.
 #pragma once
 #include "unpack/levels.cuh"
 
 struct Q4_0 {
     static const int BLOCK = 32, BYTES = 18, ALIGN = 2;
     static const bool MINS = false, HALVES = false;
-    STATIC_INLINE void unpack(const uint8_t* p, int, Levels& l) {
+    STATIC_INLINE void unpack(const uint8_t* p, int, Levels& l) {  // levels 16 * (q - 8)
+        uint32_t x[4];
+        set_scales(l, load_half_and_words(p, x) * 0.0625f);
         for (int i = 0; i < 4; i++) {
-            const uint32_t x = load4_by2(p + 2 + 4 * i);
-            l.q[i] = below(low_nibbles(x), 8);
-            l.q[i + 4] = below(high_nibbles(x), 8);
+            l.q[i] = (int)((x[i] << 4 & 0xf0f0f0f0u) ^ SIGNS);
+            l.q[i + 4] = (int)((x[i] & 0xf0f0f0f0u) ^ SIGNS);
         }
-        l.d[0] = l.d[1] = half_to_float(load2(p));
     }
 };
 
@@ -27,27 +27,28 @@ struct Q4_1 {
     static const int BLOCK = 32, BYTES = 20, ALIGN = 4;
     static const bool MINS = true, HALVES = false;
     STATIC_INLINE void unpack(const uint8_t* p, int, Levels& l) {
+        const uint32_t both = load4(p);
         for (int i = 0; i < 4; i++) {
             const uint32_t x = load4(p + 4 + 4 * i);
-            l.q[i] = low_nibbles(x);
-            l.q[i + 4] = high_nibbles(x);
+            l.q[i] = (int)(x & 0x0f0f0f0fu);
+            l.q[i + 4] = (int)(x >> 4 & 0x0f0f0f0fu);
         }
-        l.d[0] = l.d[1] = half_to_float(load2(p));
-        l.m[0] = l.m[1] = -half_to_float(load2(p + 2));
+        set_scales(l, half_to_float((uint16_t)both));
+        set_mins(l, -half_to_float((uint16_t)(both >> 16)));
     }
 };
 
 struct Q5_0 {
     static const int BLOCK = 32, BYTES = 22, ALIGN = 2;
     static const bool MINS = false, HALVES = false;
-    STATIC_INLINE void unpack(const uint8_t* p, int, Levels& l) {
-        const uint32_t h = load4_by2(p + 2);
+    STATIC_INLINE void unpack(const uint8_t* p, int, Levels& l) {  // levels 8 * (q - 16)
+        uint32_t x[5];
+        set_scales(l, load_half_and_words(p, x) * 0.125f);
         for (int i = 0; i < 4; i++) {
-            const uint32_t x = load4_by2(p + 6 + 4 * i);
-            l.q[i] = below(low_nibbles(x) | (int)spread_bits(h, 4 * i, 4), 16);
-            l.q[i + 4] = below(high_nibbles(x) | (int)spread_bits(h, 16 + 4 * i, 4), 16);
+            const uint32_t low = x[0] >> 4 * i & 15, high = x[0] >> (16 + 4 * i) & 15;
+            l.q[i] = (int)((x[i + 1] << 3 & 0x78787878u) ^ SIGNS ^ (spread_bits(low, 7) & SIGNS));
+            l.q[i + 4] = (int)((x[i + 1] >> 1 & 0x78787878u) ^ SIGNS ^ (spread_bits(high, 7) & SIGNS));
         }
-        l.d[0] = l.d[1] = half_to_float(load2(p));
     }
 };
 
@@ -55,14 +56,14 @@ struct Q5_1 {
     static const int BLOCK = 32, BYTES = 24, ALIGN = 4;
     static const bool MINS = true, HALVES = false;
     STATIC_INLINE void unpack(const uint8_t* p, int, Levels& l) {
-        const uint32_t h = load4(p + 4);
+        const uint32_t both = load4(p), h = load4(p + 4);
         for (int i = 0; i < 4; i++) {
-            const uint32_t x = load4(p + 8 + 4 * i);
-            l.q[i] = low_nibbles(x) | (int)spread_bits(h, 4 * i, 4);
-            l.q[i + 4] = high_nibbles(x) | (int)spread_bits(h, 16 + 4 * i, 4);
+            const uint32_t x = load4(p + 8 + 4 * i), low = h >> 4 * i & 15, high = h >> (16 + 4 * i) & 15;
+            l.q[i] = (int)((x & 0x0f0f0f0fu) | (spread_bits(low, 4) & 0x10101010u));
+            l.q[i + 4] = (int)((x >> 4 & 0x0f0f0f0fu) | (spread_bits(high, 4) & 0x10101010u));
         }
-        l.d[0] = l.d[1] = half_to_float(load2(p));
-        l.m[0] = l.m[1] = -half_to_float(load2(p + 2));
+        set_scales(l, half_to_float((uint16_t)both));
+        set_mins(l, -half_to_float((uint16_t)(both >> 16)));
     }
 };
 
@@ -70,7 +71,8 @@ struct Q8_0 {
     static const int BLOCK = 32, BYTES = 34, ALIGN = 2;
     static const bool MINS = false, HALVES = false;
     STATIC_INLINE void unpack(const uint8_t* p, int, Levels& l) {
-        for (int i = 0; i < 8; i++) l.q[i] = (int)load4_by2(p + 2 + 4 * i);
-        l.d[0] = l.d[1] = half_to_float(load2(p));
+        uint32_t x[8];
+        set_scales(l, load_half_and_words(p, x));
+        for (int i = 0; i < 8; i++) l.q[i] = (int)x[i];
     }
 };

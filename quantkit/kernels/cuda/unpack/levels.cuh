@@ -2,8 +2,10 @@
 //
 //     value i = d[i / 16] * level i - m[i / 16]       (types without minimums: m is never set nor read)
 //
-// with exactly the roundings of the reference (llama.cpp b11434 ggml-quants.c dequantize_row_*, strict f32). An
-// unpacker is a struct of this form; `part` is which 32 values of the block at p, p is aligned to ALIGN bytes:
+// with exactly the roundings of the reference (llama.cpp b11434 ggml-quants.c dequantize_row_*, strict f32). Levels
+// may be a power of two times those of the CPU's unpackers, with scales divided by it: nothing is rounded by that, and
+// a field moved to the top of its byte becomes signed by flipping one bit. An unpacker is a struct of this form; `part`
+// is which 32 values of the block at p, p is aligned to ALIGN bytes:
 //
 //     struct Q8_0 {
 //         static const int BLOCK = 32, BYTES = 34, ALIGN = 2;      // values and bytes of a block
@@ -12,6 +14,14 @@
 //     };
 //
 // (inside a struct: STATIC_INLINE). A block of fewer than 32 values (NVFP4's has 64, none has fewer) does not exist.
+// Types that look levels up in a grid have GRID, its words, and take the grid's address as one more argument: where
+// the same entries are at hand in shared memory, those are read instead of the table (all.cuh: load_grid, unpack_with).
+//
+// Blocks not aligned to 4 bytes are read in aligned words: up to 3 bytes before the block and 4 after it are read, not
+// used. Where p lies in shared memory, leave so much room around.
+//
+// Parts that call for the same bytes: Q4_K, Q5_K 2 k and 2 k + 1; Q2_K, Q3_K, Q6_K, TQ2_0 4 k to 4 k + 3. A thread that
+// unpacks them one after another, k known to be the same, loads these once.
 #pragma once
 #include "device.cuh"
 
@@ -22,15 +32,88 @@ struct Levels {
     float d[2], m[2];
 };
 
-// Four nibbles of x, the low ones, as four bytes.
-INLINE int low_nibbles(uint32_t x) { return (int)(x & 0x0f0f0f0fu); }
-INLINE int high_nibbles(uint32_t x) { return (int)(x >> 4 & 0x0f0f0f0fu); }
+// ---- words out of memory
 
-// Subtract the same small number from four bytes: levels of signed types.
-INLINE int below(int four, uint32_t by) { return (int)__vsubss4((uint32_t)four, by * 0x01010101u); }
+// N words from any address.
+template <int N> INLINE void load_words(const uint8_t* p, uint32_t (&out)[N]) {
+    const uint32_t over = (uint32_t)(uint64_t)p & 3;
+    const uint32_t* words = (const uint32_t*)(p - over);
+    uint32_t low = words[0];
+    for (int i = 0; i < N; i++) {
+        const uint32_t high = words[i + 1];
+        out[i] = __funnelshift_r(low, high, 8 * over);
+        low = high;
+    }
+}
 
-// Four bits, from bit `first` of h on, moved to bit `to` of four bytes.
-INLINE uint32_t spread_bits(uint32_t h, int first, int to) {
-    const uint32_t b = h >> first & 15;
-    return ((b & 1) | (b & 2) << 7 | (b & 4) << 14 | (b & 8) << 21) << to;
+// A half and N words after it, p aligned to 2 bytes.
+template <int N> INLINE float load_half_and_words(const uint8_t* p, uint32_t (&out)[N]) {
+    const uint32_t over = (uint32_t)(uint64_t)p & 2;
+    const uint32_t* words = (const uint32_t*)(p - over);
+    uint32_t low = words[0];
+    const float half = half_to_float((uint16_t)(low >> 8 * over));
+    for (int i = 0; i < N; i++) {
+        const uint32_t high = words[i + 1];
+        out[i] = __funnelshift_rc(low, high, 16 + 8 * over);
+        low = high;
+    }
+    return half;
+}
+
+// N words (a multiple of 4; of 2) from an address aligned to 16 (8) bytes.
+template <int N> INLINE void load_words_by16(const uint8_t* p, uint32_t (&out)[N]) {
+    for (int i = 0; i < N; i += 4) {
+        const uint4 x = ((const uint4*)p)[i / 4];
+        out[i] = x.x, out[i + 1] = x.y, out[i + 2] = x.z, out[i + 3] = x.w;
+    }
+}
+
+template <int N> INLINE void load_words_by8(const uint8_t* p, uint32_t (&out)[N]) {
+    for (int i = 0; i < N; i += 2) {
+        const uint2 x = ((const uint2*)p)[i / 2];
+        out[i] = x.x, out[i + 1] = x.y;
+    }
+}
+
+INLINE float load_half(const uint8_t* p) { return half_to_float(load2(p)); }
+
+INLINE void set_scales(Levels& l, float d) { l.d[0] = l.d[1] = d; }
+INLINE void set_mins(Levels& l, float m) { l.m[0] = l.m[1] = m; }
+
+// ---- four bytes at a time
+
+#define ONES 0x01010101u
+#define SIGNS 0x80808080u  // flipping these makes fields at the top of their bytes signed
+
+// Subtract the same small number from four bytes below 128: levels of signed types.
+INLINE int below(uint32_t four, uint32_t by) { return (int)(((four | SIGNS) - by * ONES) ^ SIGNS); }
+
+// Bits to the left, around: what leaves the top comes in below. by may be negative.
+INLINE uint32_t rotate(uint32_t x, int by) { return __funnelshift_l(x, x, (uint32_t)by); }
+
+// Four bits as bit `to` of four bytes; the other bits are not zero.
+INLINE uint32_t spread_bits(uint32_t four, int to) { return four * (0x00204081u << to); }
+
+// Bytes of a and b by the nibbles of s: 0..3 of a, 4..7 of b; 8 more: the sign of it in all bits. PTX prmt.
+INLINE uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t s) {
+#ifdef QUANTKIT_HOST
+    return host_prmt(a, b, s);
+#else
+    uint32_t r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(s));
+    return r;
+#endif
+}
+
+// 255 where the top bit of a byte is set, else 0.
+INLINE uint32_t sign_masks(uint32_t x) { return pick_bytes(x, 0, 0xba98); }
+
+// Levels of 8 nibbles by a codebook of 16: of the low ones of x's bytes, and of the high ones.
+template <typename Codebook> INLINE void look_up(uint32_t x, int& low, int& high) {
+    const uint32_t three = x & 0x77777777u, fourth = 0x32103210u | (x >> 1 & 0x44444444u);
+    const uint32_t a = pick_bytes(pick_bytes(Codebook::A, Codebook::B, three), pick_bytes(Codebook::C, Codebook::D, three), fourth);
+    const uint32_t b = pick_bytes(
+        pick_bytes(Codebook::A, Codebook::B, three >> 16), pick_bytes(Codebook::C, Codebook::D, three >> 16), fourth >> 16);
+    low = (int)pick_bytes(a, b, 0x6420);
+    high = (int)pick_bytes(a, b, 0x7531);
 }

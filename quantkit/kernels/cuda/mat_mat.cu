@@ -1,0 +1,222 @@
+// Matrix products with many rows of activations: dense, by head, by expert; the twin of quantkit/kernels/cpu/matmul.py
+// and the products of moe.py. A block makes a tile of ROWS rows of weights times TOKENS rows of activations (panel.cuh);
+// scale, bias and gate follow in registers. up_gate: half of the tile's rows are up's, half gate's, and a lane has both
+// of an output. By expert: tiles and their pairs from the plan (plan.cuh); blocks without a tile leave at once.
+#define BLOCKS_AT_ONCE 2
+#include "panel.cuh"
+#include "plan.cuh"
+#include "functions.cuh"
+
+INLINE float factor(const float* scale, int64_t i) { return scale ? scale[i] : 1.0f; }
+INLINE float term(const float* bias, int64_t i) { return bias ? bias[i] : 0.0f; }
+INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Of the rows of a panel of up and gate: which output, and whether gate's. A warp's first rows are up's.
+INLINE int64_t output_of(int row) {
+    const int in_warp = row % (16 * MT);
+    return (int64_t)blockIdx.y * (ROWS / 2) + row / (16 * MT) * (8 * MT) + in_warp % (8 * MT);
+}
+INLINE bool is_gate(int row) { return row % (16 * MT) >= 8 * MT; }
+
+// ---- dense
+
+struct mul_mat_args {
+    int64_t rows;
+    const uint8_t* x;
+    int64_t x_stride;
+    const uint8_t* w;
+    int64_t row_bytes, n_in, n_out;
+    uint8_t* out;
+    int64_t out_stride;
+    const float *bias, *scale;
+};
+
+// Scale, bias and store a tile: out, the tile's first row of it; count tokens.
+INLINE void store_tile(const Sums& sum, uint8_t* out, int64_t out_stride, int count, int64_t n_out, const float* bias, float scale) {
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const int64_t o = (int64_t)blockIdx.y * ROWS + row_of(i, c);
+            if (o >= n_out) continue;
+            const float b = term(bias, o);
+#pragma unroll
+            for (int j = 0; j < NT; j++) {
+                const int token = token_of(j, c);
+                if (token < count) ((float*)(out + token * out_stride))[o] = sum[i][j][c] * scale + b;
+            }
+        }
+}
+
+KERNEL(mul_mat, THREADS) {
+    DYNAMIC_SHARED(shared);
+    const int64_t first = (int64_t)blockIdx.x * TOKENS;
+    const int count = (int)lesser(a.rows - first, TOKENS);
+    const uint8_t* w = a.w + lesser((int64_t)blockIdx.y * ROWS + staged_row(), a.n_out - 1) * a.row_bytes;
+    Sums sum;
+    multiply_tile(shared, w, a.row_bytes, a.x + (first + lesser(staged_token(), count - 1)) * a.x_stride, (int)a.n_in, count, sum);
+    store_tile(sum, a.out + first * a.out_stride, a.out_stride, count, a.n_out, a.bias, factor(a.scale, 0));
+}
+
+struct mul_mat_heads_args {
+    int64_t rows;
+    const uint8_t* x;
+    int64_t x_stride, x_head_bytes;
+    const uint8_t* w;
+    int64_t row_bytes, head_bytes, heads, n_in, n_out;
+    uint8_t* out;
+    int64_t out_stride;
+};
+
+KERNEL(mul_mat_heads, THREADS) {
+    DYNAMIC_SHARED(shared);
+    const int64_t first = (int64_t)blockIdx.x * TOKENS, head = blockIdx.z;
+    const int count = (int)lesser(a.rows - first, TOKENS);
+    const uint8_t* w = a.w + head * a.head_bytes + lesser((int64_t)blockIdx.y * ROWS + staged_row(), a.n_out - 1) * a.row_bytes;
+    const uint8_t* x = a.x + head * a.x_head_bytes + (first + lesser(staged_token(), count - 1)) * a.x_stride;
+    Sums sum;
+    multiply_tile(shared, w, a.row_bytes, x, (int)a.n_in, count, sum);
+    store_tile(sum, a.out + first * a.out_stride + 4 * head * a.n_out, a.out_stride, count, a.n_out, 0, 1.0f);
+}
+
+// ---- by expert
+
+// The tile of this block: x expert, y its first pair's place in the list, z how many; z = 0: none.
+INLINE int4 tile_of(const int32_t* plan, int64_t pairs, int64_t n_expert) {
+    if ((int)blockIdx.x >= plan[plan_count_at(TOKENS)]) return make_int4(0, 0, 0, 0);
+    return ((const int4*)(plan + plan_tiles_at(pairs, n_expert, TOKENS)))[blockIdx.x];
+}
+
+struct mul_mat_id_args {
+    int64_t rows;
+    const uint8_t* x;
+    int64_t x_stride, x_per;
+    const int32_t *ids, *plan;
+    int64_t n_expert, n_used;
+    const uint8_t* w;
+    int64_t row_bytes, expert_bytes, n_in, n_out;
+    float* out;
+    const float* bias;
+    int64_t bias_stride;
+    const float* scale;
+};
+
+KERNEL(mul_mat_id, THREADS) {
+    DYNAMIC_SHARED(shared);
+    const int4 tile = tile_of(a.plan, a.rows * a.n_used, a.n_expert);
+    if (tile.z == 0) return;
+    const int32_t* pairs = a.plan + PLAN_PAIRS + tile.y;
+    const uint8_t* w = a.w + tile.x * a.expert_bytes + lesser((int64_t)blockIdx.y * ROWS + staged_row(), a.n_out - 1) * a.row_bytes;
+    const uint8_t* x = a.x + pairs[lesser(staged_token(), tile.z - 1)] / (int)a.x_per * a.x_stride;
+    Sums sum;
+    multiply_tile(shared, w, a.row_bytes, x, (int)a.n_in, tile.z, sum);
+    const float scale = factor(a.scale, tile.x);
+    const float* bias = a.bias ? (const float*)((const uint8_t*)a.bias + tile.x * a.bias_stride) : 0;
+#pragma unroll
+    for (int j = 0; j < NT; j++)
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+            const int token = token_of(j, odd);
+            if (token >= tile.z) continue;
+            float* out = a.out + pairs[token] * a.n_out;
+#pragma unroll
+            for (int i = 0; i < 2 * MT; i++) {
+                const int64_t o = (int64_t)blockIdx.y * ROWS + row_of(i / 2, 2 * (i % 2));
+                if (o < a.n_out) out[o] = sum[i / 2][j][2 * (i % 2) + odd] * scale + term(bias, o);
+            }
+        }
+}
+
+// ---- up and gate
+
+#ifdef ACTIVATION
+struct Limits {
+    float gate, act, up, alpha;
+};
+
+// activation(gate) * up of a lane's outputs of one token; j, odd: which token of the lane.
+INLINE void store_gated(const Sums& sum, int j, int odd, float* out, int64_t n_out, const float* up_bias, const float* gate_bias,
+                        float up_scale, float gate_scale, const Limits& limits) {
+#pragma unroll
+    for (int i = 0; i < MT; i++) {
+        const int c = 2 * (i % 2);
+        const int64_t o = output_of(row_of(i / 2, c));
+        if (o >= n_out) continue;
+        const float up = sum[i / 2][j][c + odd] * up_scale + term(up_bias, o);
+        const float gate = sum[i / 2 + MT / 2][j][c + odd] * gate_scale + term(gate_bias, o);
+        out[o] = gated(gate, up, limits.gate, limits.act, limits.up, limits.alpha);
+    }
+}
+
+struct up_gate_args {
+    int64_t rows;
+    const uint8_t* x;
+    int64_t x_stride;
+    const uint8_t *up, *gate;
+    int64_t row_bytes, n_in, n_out;
+    uint8_t* out;
+    int64_t out_stride;
+    const float *up_bias, *gate_bias, *up_scale, *gate_scale;
+    double gate_limit, act_limit, up_limit, alpha;
+};
+
+KERNEL(up_gate, THREADS) {
+    DYNAMIC_SHARED(shared);
+    const int64_t first = (int64_t)blockIdx.x * TOKENS;
+    const int count = (int)lesser(a.rows - first, TOKENS), row = staged_row();
+    const uint8_t* w = (is_gate(row) ? a.gate : a.up) + lesser(output_of(row), a.n_out - 1) * a.row_bytes;
+    Sums sum;
+    multiply_tile(shared, w, a.row_bytes, a.x + (first + lesser(staged_token(), count - 1)) * a.x_stride, (int)a.n_in, count, sum);
+    const Limits limits = {(float)a.gate_limit, (float)a.act_limit, (float)a.up_limit, (float)a.alpha};
+    const float up_scale = factor(a.up_scale, 0), gate_scale = factor(a.gate_scale, 0);
+#pragma unroll
+    for (int j = 0; j < NT; j++)
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+            const int token = token_of(j, odd);
+            if (token >= count) continue;
+            float* out = (float*)(a.out + (first + token) * a.out_stride);
+            store_gated(sum, j, odd, out, a.n_out, a.up_bias, a.gate_bias, up_scale, gate_scale, limits);
+        }
+}
+
+struct up_gate_id_args {
+    int64_t rows;
+    const uint8_t* x;
+    int64_t x_stride, x_per;
+    const int32_t *ids, *plan;
+    int64_t n_expert, n_used;
+    const uint8_t *up, *gate;
+    int64_t up_expert_bytes, gate_expert_bytes, row_bytes, n_in, n_out;
+    float* out;
+    const float *up_bias, *gate_bias;
+    int64_t up_bias_stride, gate_bias_stride;
+    const float *up_scale, *gate_scale;
+    double gate_limit, act_limit, up_limit, alpha;
+};
+
+KERNEL(up_gate_id, THREADS) {
+    DYNAMIC_SHARED(shared);
+    const int4 tile = tile_of(a.plan, a.rows * a.n_used, a.n_expert);
+    if (tile.z == 0) return;
+    const int32_t* pairs = a.plan + PLAN_PAIRS + tile.y;
+    const int row = staged_row();
+    const uint8_t* w = is_gate(row) ? a.gate + tile.x * a.gate_expert_bytes : a.up + tile.x * a.up_expert_bytes;
+    const uint8_t* x = a.x + pairs[lesser(staged_token(), tile.z - 1)] / (int)a.x_per * a.x_stride;
+    Sums sum;
+    multiply_tile(shared, w + lesser(output_of(row), a.n_out - 1) * a.row_bytes, a.row_bytes, x, (int)a.n_in, tile.z, sum);
+    const Limits limits = {(float)a.gate_limit, (float)a.act_limit, (float)a.up_limit, (float)a.alpha};
+    const float up_scale = factor(a.up_scale, tile.x), gate_scale = factor(a.gate_scale, tile.x);
+    const float* up_bias = a.up_bias ? (const float*)((const uint8_t*)a.up_bias + tile.x * a.up_bias_stride) : 0;
+    const float* gate_bias = a.gate_bias ? (const float*)((const uint8_t*)a.gate_bias + tile.x * a.gate_bias_stride) : 0;
+#pragma unroll
+    for (int j = 0; j < NT; j++)
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+            const int token = token_of(j, odd);
+            if (token >= tile.z) continue;
+            float* out = a.out + pairs[token] * a.n_out;
+            store_gated(sum, j, odd, out, a.n_out, up_bias, gate_bias, up_scale, gate_scale, limits);
+        }
+}
+#endif

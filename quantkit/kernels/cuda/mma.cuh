@@ -1,0 +1,174 @@
+// Tensor cores, and copies into shared memory that do not wait: thin names for the instructions of mma.sync.
+//
+// A warp multiplies a (16 rows) with b (8 columns) over 32 bytes of both, rows and columns 32 bytes long: 32 int8, or
+// 16 values of 16 bits. For all of them lane l holds, with g = l / 4 and t = l % 4,
+//
+//     a[0] bytes 4t.. of row g     a[1] of row g + 8     a[2] bytes 16 + 4t.. of row g     a[3] of row g + 8
+//     b[0] bytes 4t.. of column g  b[1] bytes 16 + 4t.. of it
+//     c[0], c[1]  row g, columns 2t and 2t + 1           c[2], c[3]  row g + 8
+//
+// which is how load_a and load_b (ldmatrix) give them. sm_75 has smaller instructions: two or four of them make one.
+// On the host (tests/shim/host.h) the primitives are emulated, what is made of them here is the same.
+#pragma once
+#include "device.cuh"
+
+#ifndef QUANTKIT_HOST
+
+// ---- primitives
+
+INLINE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+// Four 8 x 16-byte matrices; lane l gives the address of row l % 8 of matrix l / 8.
+INLINE void ldmatrix4(uint32_t r[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// Two of them; the addresses of lanes 0 to 15 count.
+INLINE void ldmatrix2(uint32_t r[2], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+#if __CUDA_ARCH__ >= 800
+INLINE void mma_m16n8k32_s8(int d[4], const uint32_t a[4], const uint32_t b[2], const int c[4]) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%10, %11, %12, %13};"
+        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+}
+
+INLINE void mma_m16n8k16_s8(int d[4], uint32_t a0, uint32_t a1, uint32_t b, const int c[4]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %8, %9, %10};"
+        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+        : "r"(a0), "r"(a1), "r"(b), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+}
+
+INLINE void mma_m16n8k16_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+INLINE void mma_m16n8k16_bf16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// `BYTES` (4, 8 or 16, both addresses aligned to them) from global to shared memory, there after copy_wait.
+template <int BYTES> INLINE void copy_async(void* to, const void* from) {
+    if (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES)
+                     : "memory");
+}
+
+// Wait for this thread's copies; other threads' follow after a barrier.
+INLINE void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+#else
+INLINE void mma_m8n8k16_s8(int d[2], uint32_t a, uint32_t b, const int c[2]) {
+    asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%4, %5};"
+        : "=r"(d[0]), "=r"(d[1])
+        : "r"(a), "r"(b), "r"(c[0]), "r"(c[1]));
+}
+
+INLINE void mma_m16n8k8_f16(float c[4], uint32_t a0, uint32_t a1, uint32_t b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(b));
+}
+
+template <int BYTES> INLINE void copy_async(void* to, const void* from) {
+    if (BYTES == 16)
+        *(int4*)to = *(const int4*)from;
+    else if (BYTES == 8)
+        *(int2*)to = *(const int2*)from;
+    else
+        *(int*)to = *(const int*)from;
+}
+
+INLINE void copy_wait() {}
+#endif
+#endif
+
+// ---- fragments
+
+// Rows 0 to 15 of a tile whose rows are `stride` bytes apart, 32 bytes from p on.
+INLINE void load_a(uint32_t a[4], const uint8_t* p, int stride) {
+    const int l = threadIdx.x & 31;
+    ldmatrix4(a, p + (l & 15) * stride + (l >> 4) * 16);
+}
+
+// Columns 0 to 7 from p on.
+INLINE void load_b(uint32_t b[2], const uint8_t* p, int stride) {
+    const int l = threadIdx.x & 15;
+    ldmatrix2(b, p + (l & 7) * stride + (l >> 3) * 16);
+}
+
+// Two times 8 columns, `apart` bytes between them: b[0], b[1] and b[2], b[3].
+INLINE void load_b_twice(uint32_t b[4], const uint8_t* p, int stride, int apart) {
+    const int l = threadIdx.x & 31;
+    ldmatrix4(b, p + (l & 7) * stride + (l >> 3 & 1) * 16 + (l >> 4) * apart);
+}
+
+// ---- products
+
+// d = a b + c in int8 over 32 values.
+INLINE void mma_s8(int d[4], const uint32_t a[4], const uint32_t b[2], const int c[4]) {
+#if __CUDA_ARCH__ >= 800
+    mma_m16n8k32_s8(d, a, b, c);
+#else
+    mma_m8n8k16_s8(d, a[0], b[0], c);
+    mma_m8n8k16_s8(d, a[2], b[1], d);
+    mma_m8n8k16_s8(d + 2, a[1], b[0], c + 2);
+    mma_m8n8k16_s8(d + 2, a[3], b[1], d + 2);
+#endif
+}
+
+// The same over the first (half 0) or the last 16 of them.
+INLINE void mma_s8_half(int d[4], const uint32_t a[4], const uint32_t b[2], const int c[4], int half) {
+#if __CUDA_ARCH__ >= 800
+    mma_m16n8k16_s8(d, a[2 * half], a[2 * half + 1], b[half], c);
+#else
+    mma_m8n8k16_s8(d, a[2 * half], b[half], c);
+    mma_m8n8k16_s8(d + 2, a[2 * half + 1], b[half], c + 2);
+#endif
+}
+
+// c += a b over 16 halves.
+INLINE void mma_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
+#if __CUDA_ARCH__ >= 800
+    mma_m16n8k16_f16(c, a, b);
+#else
+    mma_m16n8k8_f16(c, a[0], a[1], b[0]);
+    mma_m16n8k8_f16(c, a[2], a[3], b[1]);
+#endif
+}
+
+// c += a b over 16 bfloat16; sm_75 does without tensor cores: lanes hand their values round.
+INLINE void mma_bf16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
+#if __CUDA_ARCH__ >= 800
+    mma_m16n8k16_bf16(c, a, b);
+#else
+    const int l = threadIdx.x & 31;
+    for (int half = 0; half < 2; half++)
+        for (int i = 0; i < 4; i++) {
+            const uint32_t rows[2] = {__shfl_sync(FULL, a[2 * half], (l & 28) + i), __shfl_sync(FULL, a[2 * half + 1], (l & 28) + i)};
+            for (int j = 0; j < 2; j++) {
+                const uint32_t column = __shfl_sync(FULL, b[half], 4 * (2 * (l & 3) + j) + i);
+                for (int r = 0; r < 2; r++) {
+                    c[2 * r + j] = fmaf(__uint_as_float(rows[r] << 16), __uint_as_float(column << 16), c[2 * r + j]);
+                    c[2 * r + j] = fmaf(__uint_as_float(rows[r] & 0xffff0000u), __uint_as_float(column & 0xffff0000u), c[2 * r + j]);
+                }
+            }
+        }
+#endif
+}

@@ -1,0 +1,375 @@
+// Panels and register tiles: ROWS rows of weights, unpacked once, times TOKENS rows of activations on tensor cores.
+// The twin of quantkit/kernels/cpu/panel.py. A block of threads walks along the rows in chunks of 128 bytes:
+//
+//     raw bytes of weights  --cp.async-->  shared  --TYPE::unpack-->  panel: int8 levels, scales, minimums
+//     rows of activations   --cp.async-->  shared: int8 levels, d, sums                (double: one chunk ahead)
+//     panel x activations   --mma-->  int32 per 32 (or 16) values  --fma-->  f32 sums in registers
+//
+// While a chunk is multiplied, the bytes of the next one are on their way. Tiles in shared memory have rows of 128
+// bytes, STRIDE apart, so that ldmatrix meets no bank twice. Scales lie as lanes want them: [step of 32 or 16
+// values][warp][g][of the lane's 2 MT rows]; d and sums as [step of 32][token].
+//
+// Of the panel, warp (m, n) of WARPS_M x WARPS_N has the 16 MT rows from 16 MT m on, and of the tokens each WARPS_N-th
+// group of 8, from the n-th on: with few tokens every warp has as much to do (`active` groups). Lane l, with g = l / 4
+// and t = l % 4, keeps sum[i][j][c] of row 16 i + g + 8 (c / 2) and of token 2 t + c % 2 of the j-th group.
+//
+// From int32 to f32 without a conversion: sums start from the bits of 1.5 * 2^23, so the integer i is the float
+// 1.5 * 2^23 + i. One fma with -1.5 * 2^23 * d makes it d * i, rounded once, because that product is exact: no type's
+// scales have more than 22 significant bits.
+//
+// The order of summation of one product is the same whatever else is in the tile. Threads hand in the addresses of the
+// row of weights (staged_row) and of activations (staged_token) that they fetch, so both may be gathered. Floats:
+// F16 and BF16 are multiplied as 16 bits (activations have been rounded to them: exact), F32 by fma in order of i.
+//
+// Macros: TYPE, WEIGHTS (below), TOKENS (32 or 128), THREADS.
+#pragma once
+#include "mma.cuh"
+
+#define QUANTIZED 0
+#define HALF 1
+#define BFLOAT 2
+#define SINGLE 3
+
+#if WEIGHTS == QUANTIZED
+#include "unpack/all.cuh"
+#endif
+
+#if TOKENS == 128
+const int WARPS_M = 2, WARPS_N = 4, MT = 4, NT = 4;
+#elif TOKENS == 32
+const int WARPS_M = 1, WARPS_N = 4, MT = 2, NT = 1;
+#endif
+const int ROWS = 16 * MT * WARPS_M;
+const int STRIDE = 128 + 16;
+static_assert(8 * NT * WARPS_N == TOKENS && 32 * WARPS_M * WARPS_N == THREADS, "shape of a tile");
+
+typedef float Sums[MT][NT][4];
+
+// ---- who does what
+
+const int PER_ROW = THREADS / ROWS, PER_TOKEN = THREADS / TOKENS;  // threads that fetch a row of weights, of activations
+
+INLINE int staged_row() { return threadIdx.x / PER_ROW; }
+INLINE int staged_token() { return threadIdx.x / PER_TOKEN; }
+INLINE int warp_m() { return (threadIdx.x >> 5) / WARPS_N; }
+INLINE int warp_n() { return (threadIdx.x >> 5) % WARPS_N; }
+// The row of the panel, and the token of the tile, that an element of the lane's sums belongs to.
+INLINE int row_of(int i, int c) { return 16 * (MT * warp_m() + i) + (threadIdx.x >> 2 & 7) + 8 * (c >> 1); }
+INLINE int token_of(int j, int c) { return 8 * (WARPS_N * j + warp_n()) + 2 * (threadIdx.x & 3) + (c & 1); }
+
+INLINE void clear(Sums& sum) {
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int j = 0; j < NT; j++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) sum[i][j][c] = 0;
+}
+
+// Eight tokens each of the warp's first ACTIVE groups, 32 bytes from p on.
+template <int ACTIVE> INLINE void load_tokens(uint32_t b[ACTIVE][2], const uint8_t* p) {
+    if (ACTIVE == 1) {
+        load_b(b[0], p, STRIDE);
+    } else {
+#pragma unroll
+        for (int j = 0; j < ACTIVE; j += 2) load_b_twice(b[j], p + 8 * WARPS_N * j * STRIDE, STRIDE, 8 * WARPS_N * STRIDE);
+    }
+}
+
+#if WEIGHTS == QUANTIZED
+
+// ---- quantized weights: chunks of 128 values, fetched by 256
+
+const int STEPS = TYPE::HALVES ? 8 : 4;                      // scales of a row in a chunk
+const int UNIT_BYTES = 256 / TYPE::BLOCK * TYPE::BYTES;      // of 256 values
+const int LEAN = TYPE::BYTES % 16 ? 15 : 0;                  // how far beyond a multiple of 16 bytes a row may begin
+const int PIECES = (UNIT_BYTES + LEAN + 15) / 16;
+const int RAW_STRIDE = 16 * (PIECES | 1);
+
+const int LEVELS_AT = 0;
+const int SCALES_AT = LEVELS_AT + ROWS * STRIDE;
+const int MINS_AT = SCALES_AT + 4 * STEPS * ROWS;
+const int X_AT = MINS_AT + (TYPE::MINS ? 4 * STEPS * ROWS : 0);
+const int D_AT = TOKENS * STRIDE;                            // within a buffer of activations
+const int SUMS_AT = D_AT + 4 * 4 * TOKENS;
+const int X_BYTES = SUMS_AT + (TYPE::MINS ? 4 * 8 * TOKENS : 0);
+const int LEANS_AT = X_AT + 2 * X_BYTES;
+const int RAW_AT = LEANS_AT + 4 * ROWS;
+const int GRID_AT = RAW_AT + ROWS * RAW_STRIDE + 16;         // words are read that end after the bytes
+
+const float MAGIC = 12582912.0f;
+const int MAGIC_BITS = 0x4b400000;
+
+// Ask for 256 values of a row of weights, `end` being the end of the row. Up to 15 bytes on either side come along.
+INLINE void stage_unit(uint8_t* shared, const uint8_t* from, const uint8_t* end) {
+    const uint8_t* stop = from + UNIT_BYTES < end ? from + UNIT_BYTES : end;
+    const uint8_t* piece = from - ((uint64_t)from & LEAN) + 16 * (threadIdx.x % PER_ROW);
+    uint8_t* to = shared + RAW_AT + staged_row() * RAW_STRIDE + 16 * (threadIdx.x % PER_ROW);
+#pragma unroll
+    for (int i = 0; i < (PIECES + PER_ROW - 1) / PER_ROW; i++)
+        if (piece + 16 * PER_ROW * i < stop) copy_async<16>(to + 16 * PER_ROW * i, piece + 16 * PER_ROW * i);
+}
+
+// Ask for 128 values of a row of activations, from the `first`-th on.
+INLINE void stage_activations(uint8_t* to, const uint8_t* x, int n_pad, int first) {
+    const int token = staged_token(), k = threadIdx.x % PER_TOKEN;
+#pragma unroll
+    for (int i = 0; i < 8 / PER_TOKEN; i++) {
+        const int at = 16 * (PER_TOKEN * i + k);
+        copy_async<16>(to + token * STRIDE + at, x + first + at);
+    }
+    const uint8_t* d = x + n_pad + first / 8;
+    const uint8_t* sums = x + n_pad + n_pad / 8 + first / 4;
+#pragma unroll
+    for (int i = 0; i < 4 / PER_TOKEN; i++) {
+        const int step = PER_TOKEN * i + k;
+        copy_async<4>(to + D_AT + 4 * (TOKENS * step + token), d + 4 * step);
+        if (TYPE::MINS) copy_async<8>(to + SUMS_AT + 8 * (TOKENS * step + token), sums + 8 * step);
+    }
+}
+
+// Unpack 128 values of every row, from the `first`-th on; beyond n_in they count for nothing. A thread has one part of
+// 32, or two next to each other, of a row.
+INLINE void unpack_chunk(uint8_t* shared, int first, int n_in, int unit_at) {
+    const int EACH = 4 * ROWS / THREADS;
+    const int row = threadIdx.x / (4 / EACH), begin = threadIdx.x % (4 / EACH) * EACH;
+    const int lean = LEAN ? (((const int*)(shared + LEANS_AT))[row] + unit_at) & 15 : 0;
+    const uint8_t* unit = shared + RAW_AT + row * RAW_STRIDE + lean;
+    const int in_warp = row % (16 * MT);
+    const int slot = ((row / (16 * MT)) * 8 + in_warp % 8) * 2 * MT + in_warp / 8;
+#pragma unroll
+    for (int part = begin; part < begin + EACH; part++) {
+        const int at = (first & 128) + 32 * part;
+        Levels l = {};
+        if (first + 32 * part < n_in)
+            unpack_with<TYPE>(unit + at / TYPE::BLOCK * TYPE::BYTES, at % TYPE::BLOCK / 32, l, (const uint32_t*)(shared + GRID_AT));
+        int4* levels = (int4*)(shared + LEVELS_AT + row * STRIDE + 32 * part);
+        levels[0] = make_int4(l.q[0], l.q[1], l.q[2], l.q[3]);
+        levels[1] = make_int4(l.q[4], l.q[5], l.q[6], l.q[7]);
+#pragma unroll
+        for (int half = 0; half < STEPS / 4; half++) {
+            ((float*)(shared + SCALES_AT))[(STEPS / 4 * part + half) * ROWS + slot] = l.d[half];
+            if (TYPE::MINS) ((float*)(shared + MINS_AT))[(STEPS / 4 * part + half) * ROWS + slot] = l.m[half];
+        }
+    }
+}
+
+// Multiply the panel with a buffer of activations.
+template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* shared, const uint8_t* x, Sums& sum) {
+    const int g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
+    const uint8_t* rows = shared + LEVELS_AT + warp_m() * 16 * MT * STRIDE;
+    const uint8_t* tokens = x + warp_n() * 8 * STRIDE;
+    const float* scales = (const float*)(shared + SCALES_AT) + (warp_m() * 8 + g) * 2 * MT;
+    const float* mins = (const float*)(shared + MINS_AT) + (warp_m() * 8 + g) * 2 * MT;
+    const float* d_of = (const float*)(x + D_AT) + 8 * warp_n() + 2 * t;
+    const float* sums_of = (const float*)(x + SUMS_AT) + 2 * (8 * warp_n() + 2 * t);
+    const int magic[4] = {MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS};
+#pragma unroll 1
+    for (int step = 0; step < 4; step++) {
+        uint32_t b[ACTIVE][2];
+        load_tokens<ACTIVE>(b, tokens + 32 * step);
+        float d[ACTIVE][2], s[ACTIVE][2][2];
+#pragma unroll
+        for (int j = 0; j < ACTIVE; j++) {
+            const float2 both = *(const float2*)(d_of + TOKENS * step + 8 * WARPS_N * j);
+            d[j][0] = both.x;
+            d[j][1] = both.y;
+            if (TYPE::MINS) {
+                const float4 four = *(const float4*)(sums_of + 2 * (TOKENS * step + 8 * WARPS_N * j));
+                s[j][0][0] = TYPE::HALVES ? four.x : four.x + four.y;
+                s[j][0][1] = four.y;
+                s[j][1][0] = TYPE::HALVES ? four.z : four.z + four.w;
+                s[j][1][1] = four.w;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < MT; i++) {
+            uint32_t a[4];
+            load_a(a, rows + 16 * i * STRIDE + 32 * step, STRIDE);
+#pragma unroll
+            for (int half = 0; half < STEPS / 4; half++) {
+                const float2 scale = *(const float2*)(scales + (STEPS / 4 * step + half) * ROWS + 2 * i);
+                const float of_row[2] = {scale.x, scale.y}, back[2] = {scale.x * -MAGIC, scale.y * -MAGIC};
+                int dots[ACTIVE][4];
+#pragma unroll
+                for (int j = 0; j < ACTIVE; j++) {
+                    if (TYPE::HALVES)
+                        mma_s8_half(dots[j], a, b[j], magic, half);
+                    else
+                        mma_s8(dots[j], a, b[j], magic);
+                }
+#pragma unroll
+                for (int j = 0; j < ACTIVE; j++)
+#pragma unroll
+                    for (int c = 0; c < 4; c++) {
+                        const float product = fmaf(__int_as_float(dots[j][c]), of_row[c >> 1], back[c >> 1]);
+                        sum[i][j][c] = fmaf(product, d[j][c & 1], sum[i][j][c]);
+                    }
+                if (TYPE::MINS) {
+                    const float2 min = *(const float2*)(mins + (STEPS / 4 * step + half) * ROWS + 2 * i);
+#pragma unroll
+                    for (int j = 0; j < ACTIVE; j++)
+#pragma unroll
+                        for (int c = 0; c < 4; c++)
+                            sum[i][j][c] = fmaf(c >> 1 ? -min.y : -min.x, s[j][c & 1][half], sum[i][j][c]);
+                }
+            }
+        }
+    }
+}
+
+#else
+
+// ---- weights of F16, BF16, F32: chunks of 128 bytes of a row
+
+const int SIZE = WEIGHTS == SINGLE ? 4 : 2;
+const int CHUNK = 128 / SIZE;                                // values of a chunk
+const int RAW_STRIDE = 4 * 64 + 16;                          // activations to be made 16 bits
+
+const int W_BYTES = ROWS * STRIDE, X_BYTES = TOKENS * STRIDE;
+const int X_AT = 2 * W_BYTES;
+const int RAW_AT = X_AT + X_BYTES;                           // F32: the second buffer of activations instead
+
+// Ask for the 16-byte pieces k, k + by, ... of `bytes` of a row, zeros after its last `left`.
+INLINE void stage_pieces(uint8_t* to, const uint8_t* from, int64_t left, int bytes, int k, int by) {
+    const bool whole = ((uint64_t)from & 15) == 0 && left >= bytes;
+    for (int at = 16 * k; at < bytes; at += 16 * by) {
+        if (whole) {
+            copy_async<16>(to + at, from + at);
+        } else {
+            for (int i = at; i < at + 16; i += 2) *(uint16_t*)(to + i) = i < left ? load2(from + i) : (uint16_t)0;
+        }
+    }
+}
+
+#if WEIGHTS == SINGLE
+
+template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* w, const uint8_t* x, Sums& sum) {
+    const int g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
+    const uint8_t* rows = w + (warp_m() * 16 * MT + g) * STRIDE;
+    const uint8_t* tokens = x + (warp_n() * 8 + 2 * t) * STRIDE;
+#pragma unroll 1
+    for (int k = 0; k < 128; k += 16) {
+        float4 b[ACTIVE][2];
+#pragma unroll
+        for (int j = 0; j < ACTIVE; j++) {
+            b[j][0] = *(const float4*)(tokens + 8 * WARPS_N * j * STRIDE + k);
+            b[j][1] = *(const float4*)(tokens + (8 * WARPS_N * j + 1) * STRIDE + k);
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * MT; i++) {
+            const float4 a = *(const float4*)(rows + 8 * i * STRIDE + k);
+#pragma unroll
+            for (int j = 0; j < 2 * ACTIVE; j++) {
+                const float4 v = b[j / 2][j % 2];
+                float& to = sum[i / 2][j / 2][2 * (i % 2) + j % 2];
+                to = fmaf(a.w, v.w, fmaf(a.z, v.z, fmaf(a.y, v.y, fmaf(a.x, v.x, to))));
+            }
+        }
+    }
+}
+
+#else
+
+// The two values at p, as 16 bits each: exact, they have been rounded to them.
+INLINE uint32_t narrow(const float2 v) {
+    if (WEIGHTS == HALF) return float_to_half(v.x) | (uint32_t)float_to_half(v.y) << 16;
+    return __float_as_uint(v.x) >> 16 | (__float_as_uint(v.y) & 0xffff0000u);
+}
+
+INLINE void narrow_chunk(uint8_t* shared) {
+#pragma unroll
+    for (int i = 0; i < 8 * TOKENS / THREADS; i++) {
+        const int item = threadIdx.x + THREADS * i, token = item >> 3, k = item & 7;
+        const float2* from = (const float2*)(shared + RAW_AT + token * RAW_STRIDE + 32 * k);
+        *(int4*)(shared + X_AT + token * STRIDE + 16 * k) =
+            make_int4((int)narrow(from[0]), (int)narrow(from[1]), (int)narrow(from[2]), (int)narrow(from[3]));
+    }
+}
+
+template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* w, const uint8_t* x, Sums& sum) {
+    const uint8_t* rows = w + warp_m() * 16 * MT * STRIDE;
+    const uint8_t* tokens = x + warp_n() * 8 * STRIDE;
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+        uint32_t b[ACTIVE][2];
+        load_tokens<ACTIVE>(b, tokens + 32 * step);
+#pragma unroll
+        for (int i = 0; i < MT; i++) {
+            uint32_t a[4];
+            load_a(a, rows + 16 * i * STRIDE + 32 * step, STRIDE);
+#pragma unroll
+            for (int j = 0; j < ACTIVE; j++) {
+                if (WEIGHTS == HALF)
+                    mma_f16(sum[i][j], a, b[j]);
+                else
+                    mma_bf16(sum[i][j], a, b[j]);
+            }
+        }
+    }
+}
+
+#endif
+#endif
+
+// The same for as many groups of tokens as there are: one, two, or all.
+INLINE void multiply_active(const uint8_t* w, const uint8_t* x, int active, Sums& sum) {
+    if (NT == 1 || active == 1)
+        multiply_chunk<1>(w, x, sum);
+    else if (NT == 2 || active == 2)
+        multiply_chunk<NT < 2 ? 1 : 2>(w, x, sum);
+    else
+        multiply_chunk<NT>(w, x, sum);
+}
+
+// ---- a tile
+
+// The sums of the panel's rows with `count` tokens. w, x: what this thread fetches, see staged_row and staged_token.
+INLINE void multiply_tile(uint8_t* shared, const uint8_t* w, int64_t row_bytes, const uint8_t* x, int n_in, int count, Sums& sum) {
+    const int active = (count + 8 * WARPS_N - 1) / (8 * WARPS_N);
+    clear(sum);
+#if WEIGHTS == QUANTIZED
+    const uint8_t* end = w + row_bytes;
+    const int n_pad = (n_in + 255) / 256 * 256;
+    if (LEAN && threadIdx.x % PER_ROW == 0) ((int*)(shared + LEANS_AT))[staged_row()] = (int)((uint64_t)w & 15);
+    load_grid<TYPE>((uint32_t*)(shared + GRID_AT));
+    stage_unit(shared, w, end);
+    stage_activations(shared + X_AT, x, n_pad, 0);
+#pragma unroll 1
+    for (int first = 0; first < n_in; first += 128) {
+        const int unit_at = first / 256 * UNIT_BYTES, buffer = first >> 7 & 1;
+        copy_wait();
+        __syncthreads();  // the bytes are here, and the last chunk is multiplied
+        unpack_chunk(shared, first, n_in, unit_at);
+        __syncthreads();
+        if (first + 128 < n_in) {
+            if (buffer) stage_unit(shared, w + unit_at + UNIT_BYTES, end);
+            stage_activations(shared + X_AT + (1 - buffer) * X_BYTES, x, n_pad, first + 128);
+        }
+        multiply_active(shared, shared + X_AT + buffer * X_BYTES, active, sum);
+    }
+#else
+    const int64_t w_bytes = (int64_t)n_in * SIZE, x_bytes = (int64_t)n_in * 4;
+    uint8_t *w_to = shared + staged_row() * STRIDE, *x_to;
+    const int k = threadIdx.x % PER_ROW, l = threadIdx.x % PER_TOKEN;
+    x_to = WEIGHTS == SINGLE ? shared + X_AT + staged_token() * STRIDE : shared + RAW_AT + staged_token() * RAW_STRIDE;
+    stage_pieces(w_to, w, w_bytes, 128, k, PER_ROW);
+    stage_pieces(x_to, x, x_bytes, 4 * CHUNK, l, PER_TOKEN);
+#pragma unroll 1
+    for (int first = 0; first < n_in; first += CHUNK) {
+        const int buffer = first / CHUNK & 1, next = first + CHUNK;
+        copy_wait();
+        __syncthreads();
+#if WEIGHTS != SINGLE
+        narrow_chunk(shared);
+        __syncthreads();
+#endif
+        if (next < n_in) {
+            uint8_t* to = WEIGHTS == SINGLE ? x_to + (1 - buffer) * X_BYTES : x_to;
+            stage_pieces(w_to + (1 - buffer) * W_BYTES, w + SIZE * next, w_bytes - SIZE * next, 128, k, PER_ROW);
+            stage_pieces(to, x + 4 * next, x_bytes - 4 * next, 4 * CHUNK, l, PER_TOKEN);
+        }
+        multiply_active(shared + buffer * W_BYTES, shared + X_AT + (WEIGHTS == SINGLE ? buffer * X_BYTES : 0), active, sum);
+    }
+#endif
+}

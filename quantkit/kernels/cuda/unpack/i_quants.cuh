@@ -1,0 +1,206 @@
+// The i-quants: levels looked up in a codebook (IQ4), or 4 or 8 at a time in a grid (IQ1, IQ2, IQ3); the types of
+// quantkit/kernels/cpu/unpack/i_quants.py, in its order.
+//
+//     IQ4_NL   32:  d f16 | qs 16                                     d * codebook[q], halves of bytes as in Q4_0
+//     IQ4_XS   256: d f16 | scales_h u16 | scales_l 4 | qs 128        d * (s - 32) * codebook[q], 6-bit s per 32 values
+//     IQ3_XXS  256: d f16 | qs 64 | 8 u32: 4 x 7 signs, 4-bit s       d * (0.5 + s) * 0.5 * grid[q]
+//     IQ3_S    256: d f16 | qs 64 | qh 8 | signs 32 | scales 4        d * (1 + 2 s) * grid[q], s per 32 values
+//     IQ2_XXS  256: d f16 | 8 x (4 qs, u32: 4 x 7 signs, 4-bit s)     d * (0.5 + s) * 0.25 * grid[q]
+//     IQ2_XS   256: d f16 | 32 u16: 9-bit q, 7 signs | scales 8       the same, s per 16 values
+//     IQ2_S    256: d f16 | qs 32 | signs 32 | qh 8 | scales 8        the same
+//     IQ1_S    256: d f16 | qs 32 | 8 u16: 4 x 3 bits of q, s, sign   d * (2 s + 1) * (grid[q] +- 1/8), s, sign per 32
+//     IQ1_M    256: qs 32 | qh 16 | 4 u16: 4 x 3-bit s, 4 bits of d   the same, s per 16, sign per 8 values
+//
+// Seven signs stand for eight: the eighth makes the number of minuses even. IQ1's eighths become integers: levels are
+// 8 * grid +- 1 and the scale an eighth. Grids of 8 values are nibbles (tables.cuh): a byte permutation turns four of
+// them into levels, its table the magnitudes and their negatives (IQ2), or the three levels with the shift (IQ1).
+#pragma once
+#include "unpack/levels.cuh"
+#include "unpack/tables.cuh"
+
+// ---------------------------------------------------------------- IQ4
+
+struct IQ4_NL {
+    static const int BLOCK = 32, BYTES = 18, ALIGN = 2;
+    static const bool MINS = false, HALVES = false;
+    STATIC_INLINE void unpack(const uint8_t* p, int, Levels& l) {
+        uint32_t x[4];
+        set_scales(l, load_half_and_words(p, x));
+        for (int i = 0; i < 4; i++) look_up<kvalues_iq4nl>(x[i], l.q[i], l.q[i + 4]);
+    }
+};
+
+struct IQ4_XS {
+    static const int BLOCK = 256, BYTES = 136, ALIGN = 8;
+    static const bool MINS = false, HALVES = false;
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l) {
+        uint32_t x[4];
+        load_words_by8(p + 8 + 16 * part, x);
+        for (int i = 0; i < 4; i++) look_up<kvalues_iq4nl>(x[i], l.q[i], l.q[i + 4]);
+        const uint2 head = *(const uint2*)p;
+        const uint32_t s = (head.y >> 4 * part & 15) | (head.x >> (16 + 2 * part) & 3) << 4;
+        set_scales(l, half_to_float((uint16_t)head.x) * (float)((int)s - 32));
+    }
+};
+
+// ---------------------------------------------------------------- signs of IQ2 and IQ3
+
+// Bit 7 of four bytes, the parity of the other bits.
+INLINE uint32_t all_signs(uint32_t sevens) {
+    uint32_t x = sevens ^ sevens >> 4;
+    x ^= x >> 2;
+    x ^= x >> 1;
+    return sevens | (x & ONES) << 7;
+}
+
+// 32 signs from a word of 4 x 7.
+INLINE uint32_t word_signs(uint32_t w) {
+    return all_signs((w & 0x7fu) | (w << 1 & 0x7f00u) | (w << 2 & 0x7f0000u) | (w << 3 & 0x7f000000u));
+}
+
+// Byte j of a word of signs, a bit as bit 2 of each of 8 nibbles.
+INLINE uint32_t nibble_signs(uint32_t signs, int j) {
+    uint32_t x = (j ? signs >> (8 * j - 2) : signs << 2) & 0x3fcu;
+    x = x * 0x1001u & 0x003c003cu;
+    x = x * 65 & 0x0c0c0c0cu;
+    return x * 9 & 0x44444444u;
+}
+
+// 255 in each of four bytes where the sign is set: nibble k of a word of signs.
+INLINE uint32_t negative(uint32_t signs, int k) { return sign_masks(spread_bits(signs >> 4 * k & 15, 7)); }
+
+INLINE float half_scale(uint32_t s, float d, float factor) { return ((float)(int)s + 0.5f) * d * factor; }
+
+// Byte j of a word.
+INLINE uint32_t byte_of(uint32_t x, int j) { return x >> 8 * j & 255; }
+
+// ---------------------------------------------------------------- IQ3
+
+struct IQ3_XXS {
+    static const int BLOCK = 256, BYTES = 98, ALIGN = 2, GRID = 256;
+    static const bool MINS = false, HALVES = false;
+    STATIC_INLINE const uint32_t* table() { return iq3xxs_grid; }
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
+        uint32_t x[2], w[1];
+        load_words(p + 2 + 8 * part, x);
+        load_words(p + 66 + 4 * part, w);
+        const uint32_t signs = word_signs(w[0]);
+        for (int i = 0; i < 8; i++) {
+            const uint32_t minus = negative(signs, i);
+            l.q[i] = (int)((grid[byte_of(x[i >> 2], i & 3)] ^ minus) + (minus & ONES));
+        }
+        set_scales(l, half_scale(w[0] >> 28, load_half(p), 0.5f));
+    }
+};
+
+struct IQ3_S {
+    static const int BLOCK = 256, BYTES = 110, ALIGN = 2, GRID = 512;
+    static const bool MINS = false, HALVES = false;
+    STATIC_INLINE const uint32_t* table() { return iq3s_grid; }
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
+        uint32_t x[2], signs[1];
+        load_words(p + 2 + 8 * part, x);
+        load_words(p + 74 + 4 * part, signs);
+        const uint32_t h = p[66 + part];
+        for (int i = 0; i < 8; i++) {
+            const uint32_t less_one = grid[byte_of(x[i >> 2], i & 3) | (h << (8 - i) & 256)];
+            l.q[i] = (int)((less_one ^ negative(signs[0], i)) | ONES);  // m - 1 is even, and -m its complement
+        }
+        const uint32_t s = p[106 + (part >> 1)] >> 4 * (part & 1) & 15;
+        set_scales(l, (float)(int)(2 * s + 1) * load_half(p));
+    }
+};
+
+// ---------------------------------------------------------------- IQ2
+
+// 8 levels of magnitudes 8, 25, 43.
+INLINE void set_eight(Levels& l, int j, uint32_t entry, uint32_t signs) {
+    const uint32_t s = entry | nibble_signs(signs, j);
+    l.q[2 * j] = (int)pick_bytes(0x002b1908u, 0x00d5e7f8u, s);
+    l.q[2 * j + 1] = (int)pick_bytes(0x002b1908u, 0x00d5e7f8u, s >> 16);
+}
+
+// A scale for each 16 values, in the halves of a byte.
+INLINE void set_half_scales(Levels& l, uint32_t s, float d) {
+    l.d[0] = half_scale(s & 15, d, 0.25f);
+    l.d[1] = half_scale(s >> 4, d, 0.25f);
+}
+
+struct IQ2_XXS {
+    static const int BLOCK = 256, BYTES = 66, ALIGN = 2, GRID = 256;
+    static const bool MINS = false, HALVES = false;
+    STATIC_INLINE const uint32_t* table() { return iq2xxs_grid; }
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
+        uint32_t x[2];
+        load_words(p + 2 + 8 * part, x);
+        const uint32_t signs = word_signs(x[1]);
+        for (int j = 0; j < 4; j++) set_eight(l, j, grid[byte_of(x[0], j)], signs);
+        set_scales(l, half_scale(x[1] >> 28, load_half(p), 0.25f));
+    }
+};
+
+struct IQ2_XS {
+    static const int BLOCK = 256, BYTES = 74, ALIGN = 2, GRID = 512;
+    static const bool MINS = false, HALVES = true;
+    STATIC_INLINE const uint32_t* table() { return iq2xs_grid; }
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
+        uint32_t x[2];
+        load_words(p + 2 + 8 * part, x);
+        const uint32_t signs = all_signs(pick_bytes(x[0] >> 1, x[1] >> 1, 0x7531) & 0x7f7f7f7fu);
+        for (int j = 0; j < 4; j++) set_eight(l, j, grid[x[j >> 1] >> 16 * (j & 1) & 511], signs);
+        set_half_scales(l, p[66 + part], load_half(p));
+    }
+};
+
+struct IQ2_S {
+    static const int BLOCK = 256, BYTES = 82, ALIGN = 2, GRID = 1024;
+    static const bool MINS = false, HALVES = true;
+    STATIC_INLINE const uint32_t* table() { return iq2s_grid; }
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
+        uint32_t x[1], signs[1];
+        load_words(p + 2 + 4 * part, x);
+        load_words(p + 34 + 4 * part, signs);
+        const uint32_t h = p[66 + part];
+        for (int j = 0; j < 4; j++) set_eight(l, j, grid[byte_of(x[0], j) | (h << (8 - 2 * j) & 768)], signs[0]);
+        set_half_scales(l, p[74 + part], load_half(p));
+    }
+};
+
+// ---------------------------------------------------------------- IQ1
+
+// 8 levels 8 * (-1, 0, 1) and a shift of 1, or -1 where minus is not 0.
+INLINE void set_eight_shifted(Levels& l, int j, uint32_t entry, uint32_t minus) {
+    const uint32_t levels = minus ? 0x0007fff7u : 0x000901f9u;
+    l.q[2 * j] = (int)pick_bytes(levels, 0, entry);
+    l.q[2 * j + 1] = (int)pick_bytes(levels, 0, entry >> 16);
+}
+
+struct IQ1_S {
+    static const int BLOCK = 256, BYTES = 50, ALIGN = 2, GRID = 2048;
+    static const bool MINS = false, HALVES = false;
+    STATIC_INLINE const uint32_t* table() { return iq1s_grid; }
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
+        uint32_t x[1];
+        load_words(p + 2 + 4 * part, x);
+        const uint32_t h = load2(p + 34 + 2 * part);
+        for (int j = 0; j < 4; j++)
+            set_eight_shifted(l, j, grid[byte_of(x[0], j) | (h >> 3 * j & 7) << 8], h >> 15);
+        set_scales(l, (float)(int)(2 * (h >> 12 & 7) + 1) * load_half(p) * 0.125f);
+    }
+};
+
+struct IQ1_M {
+    static const int BLOCK = 256, BYTES = 56, ALIGN = 8, GRID = 2048;
+    static const bool MINS = false, HALVES = true;
+    STATIC_INLINE const uint32_t* table() { return iq1s_grid; }
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
+        const uint32_t x = load4(p + 4 * part), h = load2(p + 32 + 2 * part);
+        for (int j = 0; j < 4; j++)
+            set_eight_shifted(l, j, grid[byte_of(x, j) | (h >> 4 * j & 7) << 8], h >> 4 * j & 8);
+        const uint2 w = *(const uint2*)(p + 48);  // the top digits of its four halves are d
+        const float d = half_to_float((uint16_t)((w.x >> 12 & 15) | (w.x >> 24 & 0xf0) | (w.y >> 4 & 0xf00) | (w.y >> 16 & 0xf000)));
+        const uint32_t s = (part & 4 ? w.y : w.x) >> (16 * (part >> 1 & 1) + 6 * (part & 1));
+        l.d[0] = (float)(int)(2 * (s & 7) + 1) * d * 0.125f;
+        l.d[1] = (float)(int)(2 * (s >> 3 & 7) + 1) * d * 0.125f;
+    }
+};
