@@ -181,7 +181,7 @@ FEATURES = {
     "all": replace(BASE, mask="sliding", window=70, softcap=5.0, sinks=True, alibi=8.0, n_head=12, n_head_kv=6),
     "chunked_all": replace(BASE, mask="chunked", window=100, softcap=20.0, sinks=True, alibi=4.0),
 }
-WAYS = pytest.mark.parametrize(("way", "kind"), [(FEW, "f32"), (TILE, "f32")])
+WAYS = pytest.mark.parametrize(("way", "kind"), [(FEW, "f32"), (TILE, "f32"), (TENSOR, "f16")])
 
 
 @WAYS
