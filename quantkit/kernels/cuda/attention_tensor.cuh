@@ -16,6 +16,8 @@
 #define S_TILES (KEYS / COLUMNS / 8)  // tiles of 8 keys, of 8 columns that a warp has
 #define O_TILES (V_COLUMNS / COLUMNS / 8)
 
+// Products of a score, values of a block's keys, are summed by themselves: tensor cores round sums down.
+#define SUMMED 128
 #define LARGEST 16384.0f  // what weights are multiplied by, q up to: the low half of a small value is still exact
 
 INLINE void split(float x, float y, uint32_t* high, uint32_t* low) {
@@ -26,6 +28,7 @@ INLINE void split(float x, float y, uint32_t* high, uint32_t* low) {
 
 // Rows of KEYS keys from `start` on, to be there after copy_wait. Outside the range others stand for them, with weight 0.
 template <int HEAD, bool OF_K> INLINE void fetch(const attention_args& a, int kv_head, const Range& range, int start, uint8_t* to) {
+#pragma unroll 1
     for (int i = threadIdx.x; i < KEYS * (HEAD / 8); i += THREADS) {
         const int key = i / (HEAD / 8), part = 16 * (i % (HEAD / 8)), from = min(max(start + key, range.first), range.last);
         const uint8_t* row = OF_K ? key_row(a, kv_head, range.sequence, from) : value_row(a, kv_head, range.sequence, from);
@@ -102,26 +105,32 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
             }
 
             float s[S_TILES][4] = {};
-#pragma unroll 4
-            for (int k = 0; k < K_COLUMNS / 16; k++) {
-                uint32_t high[4], low[4];
-                load_a(high, q_high + top * K_STRIDE + 32 * k, K_STRIDE);
-                load_a(low, q_low + top * K_STRIDE + 32 * k, K_STRIDE);
+            for (int first = 0; first < K_COLUMNS / 16; first += SUMMED / 16) {
+                float sums[S_TILES][4] = {};
+                const int last = min(first + SUMMED / 16, K_COLUMNS / 16);
+#pragma unroll 2
+                for (int k = first; k < last; k++) {
+                    uint32_t high[4], low[4];
+                    load_a(high, q_high + top * K_STRIDE + 32 * k, K_STRIDE);
+                    load_a(low, q_low + top * K_STRIDE + 32 * k, K_STRIDE);
 #pragma unroll
-                for (int i = 0; i < S_TILES; i += 2) {
-                    uint32_t b[4];
-                    const uint8_t* from = here + 8 * (column * S_TILES + i) * K_STRIDE + 32 * k;
-                    if (S_TILES > 1) {
-                        load_b_twice(b, from, K_STRIDE, 8 * K_STRIDE);
-                    } else {
-                        load_b(b, from, K_STRIDE);
-                    }
+                    for (int i = 0; i < S_TILES; i += 2) {
+                        uint32_t b[4];
+                        const uint8_t* from = here + 8 * (column * S_TILES + i) * K_STRIDE + 32 * k;
+                        if (S_TILES > 1) {
+                            load_b_twice(b, from, K_STRIDE, 8 * K_STRIDE);
+                        } else {
+                            load_b(b, from, K_STRIDE);
+                        }
 #pragma unroll
-                    for (int j = 0; j < 2 && i + j < S_TILES; j++) {
-                        mma_f16(s[i + j], high, b + 2 * j);
-                        mma_f16(s[i + j], low, b + 2 * j);
+                        for (int j = 0; j < 2 && i + j < S_TILES; j++) {
+                            mma_f16(sums[i + j], high, b + 2 * j);
+                            mma_f16(sums[i + j], low, b + 2 * j);
+                        }
                     }
                 }
+#pragma unroll
+                for (int i = 0; i < 4 * S_TILES; i++) s[i / 4][i % 4] += sums[i / 4][i % 4];
             }
 
             float largest[2] = {m[0], m[1]}, f[2];
@@ -180,7 +189,7 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
             const uint8_t* from = (LATENT ? here : values) + 16 * column * O_TILES;
 #pragma unroll
             for (int i = 0; i < O_TILES; i += 2) {
-                float sums[2][4] = {};  // of one block by themselves: tensor cores round sums down
+                float sums[2][4] = {};
 #pragma unroll
                 for (int k = 0; k < KEYS / 16; k++) {
                     uint32_t b[4];
@@ -213,7 +222,7 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const int64_t number = rows[r].number;
+        const int64_t number = row_of(a, kv_head, first_row + top + g + 8 * r).number;  // again: registers are few
         if (number < 0) continue;
         const bool whole = a.splits == 1;
         const float by = (whole ? last_factor(a.sinks, number % a.n_head, m[r], l[r]) : 1.0f) / LARGEST;
