@@ -2,9 +2,9 @@
 
 ``attention`` says which way a layer's attention goes with so many tokens::
 
-    few      up to 8 rows (tokens x heads of a group) a block, straight from the cache: generation
+    few      up to 8 rows (tokens x heads of a group) a block, straight from the cache to registers: generation
     tile     tiles of rows x 64 keys in f32: prompts
-    tensor   the same on tensor cores, from a cache of f16: prompts, and generation where many heads share their keys
+    tensor   the same on tensor cores, from a cache of f16: prompts, and generation where heads share their keys
 
 All take the same slots. With more than one part of the keys their results go to scratch and ``attention_combine``
 follows.
@@ -21,8 +21,10 @@ from quantkit.kernels.cuda.operation import Operation, Shape
 MASKS = {"causal": 0, "sliding": 1, "chunked": 2}
 FEW, TILE, TENSOR = range(3)
 
-#: Parts of the keys at most, and about how many blocks of threads a launch should have.
-SPLITS, BLOCKS = 64, 512
+#: Parts of the keys at most (attention_combine takes no more), and about how many blocks of 128 threads a launch has.
+SPLITS, BLOCKS = 128, 512
+#: Up to how many rows (tokens x heads of a group) ``few`` is the way: it is bound by memory, beyond by its products.
+FEW_ROWS, FEW_ROWS_F32 = 4, 16
 #: Shared memory that a block of threads may have, by compute capability; others have 99 KiB.
 SHARED = {75: 64 << 10, 80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
 
@@ -70,19 +72,20 @@ def attention(
     chosen = _choose(kind, head_k, head_v, rows * group, mla, SHARED.get(capability, 99 << 10), way)
     tiles = -(-rows * group // chosen.rows) * n_head_kv
     if splits is None:
-        splits = max(1, min(SPLITS, BLOCKS // tiles, -(-n_ctx // 64)))
+        blocks = BLOCKS // max(1, chosen.operation.threads // 128)
+        splits = max(1, min(SPLITS, blocks // tiles, -(-n_ctx // 64)))
     bound = chosen.operation.bind(CACHE=TYPES.index(kind), HEAD_K=head_k, HEAD_V=head_v)
     attend = Shape(bound, (tiles, splits, 1), chosen.shared)
     if splits == 1:
         return Attention(attend, 1, 0, None)
-    combine = Shape(Operation(bound.file, "attention_combine", bound.defines), (rows * n_head, 1, 1))
+    combine = Shape(Operation(bound.file, "attention_combine", bound.defines), (rows * n_head, -(-head_v // 128), 1))
     return Attention(attend, splits, 4 * rows * n_head * splits * (head_v + 2), combine)
 
 
 def _choose(kind: str, head_k: int, head_v: int, rows: int, mla: bool, limit: int, way: int | None) -> _Way:
     tensor = _tensor(rows, head_k, head_v, mla, limit) if kind == "f16" and way in (None, TENSOR) else None
     if way is None:
-        way = FEW if rows <= 8 else TENSOR if tensor else FEW if rows <= 16 else TILE
+        way = FEW if rows <= (FEW_ROWS if tensor else FEW_ROWS_F32) else TENSOR if tensor else TILE
     if way == TENSOR:
         assert tensor is not None
         return tensor
