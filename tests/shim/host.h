@@ -227,6 +227,16 @@ static inline void ldmatrix4(uint32_t r[4], const void* row) {
         r[i] = *(const uint32_t*)(from + 4 * (l % 4));
     }
 }
+static inline void ldmatrix4_transposed(uint32_t r[4], const void* row) {
+    const int l = host_lane_id();
+    const void* table = host_exchange(25, &row, sizeof row);
+    for (int i = 0; i < 4; i++) {
+        const uint16_t *even = host_lane<const uint16_t*>(table, 8 * i + 2 * (l % 4)),
+                       *odd = host_lane<const uint16_t*>(table, 8 * i + 2 * (l % 4) + 1);
+        if ((uintptr_t)even % 16 || (uintptr_t)odd % 16) host_fail("ldmatrix: rows are 16-byte aligned");
+        r[i] = even[l / 4] | (uint32_t)odd[l / 4] << 16;
+    }
+}
 static inline void ldmatrix2(uint32_t r[2], const void* row) {
     const int l = host_lane_id();
     const void* table = host_exchange(17, &row, sizeof row);
