@@ -41,7 +41,11 @@ def blocks(t: TensorType, count: int, seed: int) -> npt.NDArray[np.uint8]:
     rng = np.random.default_rng([seed, t.id])
     if not t.is_quantized:
         values = rng.standard_normal(count * t.block).astype(np.float32)
-        raw = {"F32": values, "F16": values.astype(np.float16), "BF16": (values.view(np.uint32) >> 16).astype(np.uint16)}
+        raw = {
+            "F32": values,
+            "F16": values.astype(np.float16),
+            "BF16": (values.view(np.uint32) >> 16).astype(np.uint16),
+        }
         return raw[t.name].view(np.uint8).reshape(count, t.block_bytes)
     decode = reference_decoder(t)
     found: list[npt.NDArray[np.uint8]] = []
@@ -66,7 +70,11 @@ def write_products(path: Path) -> Path:
     tensors = []
     for name in TYPES:
         t = BY_NAME[name]
-        for part, shape in (("dense", (N_IN, N_OUT)), ("up", (N_IN, N_OUT, N_EXPERT)), ("gate", (N_IN, N_OUT, N_EXPERT))):
+        for part, shape in (
+            ("dense", (N_IN, N_OUT)),
+            ("up", (N_IN, N_OUT, N_EXPERT)),
+            ("gate", (N_IN, N_OUT, N_EXPERT)),
+        ):
             seed = ("dense", "up", "gate").index(part)
             tensors.append((f"{name}.{part}", shape, t, tensor(t, shape, seed)))
     write_gguf(path, [Field.of("general.architecture", "none")], tensors)

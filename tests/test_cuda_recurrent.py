@@ -131,9 +131,7 @@ def step(s: Any, x: dict[str, Any], t: int, heads: tuple[int, int], tiled: bool)
         ((2, 2), 16, 8, False),
     ],
 )
-def test_delta_net(
-    memory: Memory, heads: tuple[int, int], head_k: int, head_v: int, tiled: bool, batches: Any
-) -> None:
+def test_delta_net(memory: Memory, heads: tuple[int, int], head_k: int, head_v: int, tiled: bool, batches: Any) -> None:
     layer = delta_layer(memory, heads, head_k, head_v, tiled)
     rng, states = np.random.default_rng(head_v), dict[int, Any]()
     for tokens in batches:

@@ -82,7 +82,7 @@ def _tile(head_k: int, head_v: int) -> tuple[Operation, int, int]:
     columns = -(-head_v // 64) * 64
     values = {1: 32, 2: 16, 3: 8, 4: 8}.get(columns // 64, 4) * columns
     shared = 4 * (size * (q + 68) + max(64 * 36, values))
-    return Operation("attention.cu", "attention").bind(WAY=TILE, ROWS=size, THREADS=4 * size), size, shared
+    return Operation("attention.cu", "attention").bind(WAY=TILE, ROWS=size, THREADS=4 * size, BLOCKS_AT_ONCE=2), size, shared
 
 
 def operations() -> Iterator[Operation]:

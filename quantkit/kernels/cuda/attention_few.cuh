@@ -29,18 +29,15 @@ template <int HEAD, int N, int T> INLINE void read_lane(const uint8_t* row, floa
     }
 }
 
-// Sums of 32 values over the warp: lane i gets that of value i.
-INLINE float sum32(float* v) {
-    const int lane = threadIdx.x & 31;
+// Sums of 2 D values over the warp: lane i gets that of value i. (A recursion: a loop's indices would not be constant.)
+template <int D> INLINE float sum_lanes(float* v) {
+    const bool upper = threadIdx.x & D;
 #pragma unroll
-    for (int d = 16; d; d >>= 1) {
-        const bool upper = lane & d;
-#pragma unroll
-        for (int i = 0; i < d; i++) {
-            const float other = __shfl_xor_sync(FULL, upper ? v[i] : v[i + d], d);
-            v[i] = (upper ? v[i + d] : v[i]) + other;
-        }
+    for (int i = 0; i < D; i++) {
+        const float other = __shfl_xor_sync(FULL, upper ? v[i] : v[i + D], D);
+        v[i] = (upper ? v[i + D] : v[i]) + other;
     }
+    if constexpr (D > 1) return sum_lanes<D / 2>(v);
     return v[0];
 }
 
@@ -91,7 +88,7 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
                         products[SPAN * r + i] = sum;
                     }
                 }
-                s[j] = score_of(a, mine, range, start + SPAN * j + lane % SPAN, sum32(products));
+                s[j] = score_of(a, mine, range, start + SPAN * j + lane % SPAN, sum_lanes<16>(products));
             }
             float largest = m;
 #pragma unroll

@@ -18,6 +18,7 @@
 template <int N, int COLUMNS, int HEAD, bool OF_K>
 INLINE void stage(const attention_args& a, int kv_head, const Range& range, int start, int from, int stride, float* to) {
     const int numbers = NUMBERS_OF(HEAD);
+#pragma unroll 2
     for (int i = threadIdx.x; i < N * COLUMNS / numbers; i += THREADS) {
         const int key = start + i / (COLUMNS / numbers), column = i % (COLUMNS / numbers) * numbers;
         float v[numbers];
@@ -54,6 +55,7 @@ INLINE float sum16(float v) {
 
 INLINE void attend(const attention_args& a, int kv_head, int first_row, int split) {
     DYNAMIC_SHARED(memory);
+    __shared__ Row rows[ROWS];
     float* q = (float*)memory;                 // [ROWS][Q_STRIDE]
     float* p = q + ROWS * Q_STRIDE;            // [ROWS][P_STRIDE]
     float* staged = p + ROWS * P_STRIDE;       // [KEYS][STRIDE] keys, [V_KEYS][V_COLUMNS] values
@@ -65,11 +67,10 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
         const float* from = a.q + (token * a.n_head + kv_head * group + row % group) * HEAD_K;
         q[i / (Q_STRIDE - 4) * Q_STRIDE + column] = token < a.rows && column < HEAD_K ? from[column] : 0.0f;
     }
-    Row rows[4];
+    for (int i = threadIdx.x; i < ROWS; i += THREADS) rows[i] = row_of(a, kv_head, first_row + i);
     float m[4], l[4], o[4][4 * V_PARTS];
 #pragma unroll
     for (int r = 0; r < 4; r++) {
-        rows[r] = row_of(a, kv_head, first_row + 4 * y + r);
         m[r] = NONE, l[r] = 0;
 #pragma unroll
         for (int c = 0; c < 4 * V_PARTS; c++) o[r][c] = 0;
@@ -84,22 +85,23 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
         for (int block = blocks.begin; block < blocks.end; block++) {
             const int start = KEYS * block;
             float s[4][4] = {};
+#pragma unroll 1
             for (int from = 0; from < HEAD_K; from += SLICE) {
                 __syncthreads();
                 stage<KEYS, SLICE, HEAD_K, true>(a, kv_head, range, start, from, STRIDE, staged);
                 __syncthreads();
                 float part[4][4] = {};  // summed by themselves: errors do not grow with the head's length
-#pragma unroll
+#pragma unroll 1
                 for (int c = 0; c < SLICE; c += 4) {
-                    float4 left[4], right[4];
-#pragma unroll
-                    for (int r = 0; r < 4; r++) left[r] = *(const float4*)(q + r * Q_STRIDE + from + c);
+                    float4 right[4];
 #pragma unroll
                     for (int k = 0; k < 4; k++) right[k] = *(const float4*)(staged + (x + 16 * k) * STRIDE + c);
 #pragma unroll
-                    for (int r = 0; r < 4; r++)
+                    for (int r = 0; r < 4; r++) {
+                        const float4 left = *(const float4*)(q + r * Q_STRIDE + from + c);
 #pragma unroll
-                        for (int k = 0; k < 4; k++) part[r][k] = dot4(left[r], right[k], part[r][k]);
+                        for (int k = 0; k < 4; k++) part[r][k] = dot4(left, right[k], part[r][k]);
+                    }
                 }
 #pragma unroll
                 for (int r = 0; r < 4; r++)
@@ -108,10 +110,11 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
             }
 #pragma unroll
             for (int r = 0; r < 4; r++) {
+                const Row row = rows[4 * y + r];
                 float largest = m[r], sum = 0;
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
-                    s[r][k] = score_of(a, rows[r], range, start + x + 16 * k, s[r][k]);
+                    s[r][k] = score_of(a, row, range, start + x + 16 * k, s[r][k]);
                     largest = fmaxf(largest, s[r][k]);
                 }
                 largest = max16(largest);
@@ -127,11 +130,12 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
 #pragma unroll
                 for (int c = 0; c < 4 * V_PARTS; c++) o[r][c] *= factor;
             }
+#pragma unroll 1
             for (int from = 0; from < KEYS; from += V_KEYS) {
                 __syncthreads();  // weights are there, keys have been read
                 stage<V_KEYS, V_COLUMNS, HEAD_V, false>(a, kv_head, range, start + from, 0, V_COLUMNS, staged);
                 __syncthreads();
-#pragma unroll
+#pragma unroll 1
                 for (int k = 0; k < V_KEYS; k += 4) {
                     float4 weights[4];
 #pragma unroll
@@ -157,17 +161,18 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
     }
 #pragma unroll
     for (int r = 0; r < 4; r++) {
-        if (rows[r].number < 0) continue;
+        const int64_t number = rows[4 * y + r].number;
+        if (number < 0) continue;
         const bool whole = a.splits == 1;
-        const float by = whole ? last_factor(a.sinks, rows[r].number % a.n_head, m[r], l[r]) : 1.0f;
-        float* out = whole ? a.out + rows[r].number * HEAD_V : part_values(a, rows[r].number, split);
+        const float by = whole ? last_factor(a.sinks, number % a.n_head, m[r], l[r]) : 1.0f;
+        float* out = whole ? a.out + number * HEAD_V : part_values(a, number, split);
 #pragma unroll
         for (int c = 0; c < 4 * V_PARTS; c++) {
             const int column = 4 * x + c / 4 * 64 + c % 4;
             if (column < HEAD_V) out[column] = o[r][c] * by;
         }
         if (!whole && x == 0) {
-            float* sums = part_sums(a, rows[r].number, split);
+            float* sums = part_sums(a, number, split);
             sums[0] = m[r], sums[1] = l[r];
         }
     }

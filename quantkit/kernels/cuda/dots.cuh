@@ -11,24 +11,35 @@
 #include "team.cuh"
 #include "unpack/all.cuh"
 
-// Values of a row of activations: int8 levels[n_pad] | float d[n_pad / 32] | float sums[n_pad / 16].
+// 32 values of a row of activations.
 struct Activations {
     int4 low, high;
-    float d, sum0, sum1;
+    float d;
+    float2 sums;
 };
 
-INLINE Activations load_activations(const uint8_t* x, int n_pad, int part) {
-    Activations v;
-    v.low = *(const int4*)(x + 32 * part);
-    v.high = *(const int4*)(x + 32 * part + 16);
-    v.d = *(const float*)(x + n_pad + 4 * part);
-    if (TYPE::MINS) {
-        const float2 sums = *(const float2*)(x + n_pad + n_pad / 8 + 8 * part);
-        v.sum0 = sums.x;
-        v.sum1 = sums.y;
+// Where a lane finds its values in a row: int8 levels[n_pad] | float d[n_pad / 32] | float sums[n_pad / 16].
+struct ActivationRow {
+    const uint8_t *levels, *d, *sums;
+
+    INLINE_METHOD ActivationRow(const uint8_t* x, int n_pad, int part)
+        : levels(x + 32 * part), d(x + n_pad + 4 * part), sums(x + n_pad + n_pad / 8 + 8 * part) {}
+
+    INLINE_METHOD Activations load(int64_t by) const {
+        Activations v;
+        v.low = *(const int4*)(levels + by);
+        v.high = *(const int4*)(levels + by + 16);
+        v.d = *(const float*)(d + by);
+        if (TYPE::MINS) v.sums = *(const float2*)(sums + by);
+        return v;
     }
-    return v;
-}
+
+    INLINE_METHOD void advance(int parts) {
+        levels += 32 * parts;
+        d += 4 * parts;
+        sums += 8 * parts;
+    }
+};
 
 // sum + the product of 32 values.
 INLINE float add_product(float sum, const Levels& l, const Activations& x) {
@@ -43,7 +54,7 @@ INLINE float add_product(float sum, const Levels& l, const Activations& x) {
     float products = l.d[1] * (float)second;
     if (TYPE::HALVES) products = fmaf(l.d[0], (float)first, products);
     sum = fmaf(x.d, products, sum);
-    if (TYPE::MINS) sum = fmaf(-l.m[1], x.sum1, fmaf(-l.m[0], x.sum0, sum));
+    if (TYPE::MINS) sum = fmaf(-l.m[1], x.sums.y, fmaf(-l.m[0], x.sums.x, sum));
     return sum;
 }
 
@@ -53,79 +64,99 @@ const int WORDS = (SEGMENT + 30) / 16;                       // of 16 bytes, tha
 // Copies the segments of a warp: those of one step, one after the other, WORDS each.
 template <int SEGMENTS> struct Copier {
     static const int BYTES = 16 * WORDS * SEGMENTS, ROUNDS = (WORDS * SEGMENTS + 31) / 32;
-    const uint8_t* from[ROUNDS];  // where this lane's words would be in a row that begins at a boundary
-    int limit[ROUNDS];            // bytes from there to the end of the row
+    static const bool STEADY = SLICES * SEGMENT % 16 == 0;  // segments of a row begin alike
+    const uint8_t* from[ROUNDS];                            // this lane's words in the first step
+    int limit[ROUNDS];                                      // how far it may go from there
 
-    // row_of(s): the address of the row that segment s is of.
-    template <typename F> INLINE_METHOD void start(int row_bytes, F row_of) {
+    // first: where the first step's segment begins in a row; row_of(s): the address of the row of segment s.
+    template <typename F> INLINE_METHOD void start(int lane, int row_bytes, int first, F row_of) {
+#pragma unroll
         for (int i = 0; i < ROUNDS; i++) {
-            const int word = lane_id() + 32 * i, segment = min(word / WORDS, SEGMENTS - 1), offset = 16 * (word % WORDS);
-            from[i] = row_of(segment) + offset;
-            limit[i] = word < WORDS * SEGMENTS ? row_bytes - offset : -(1 << 30);
+            const int word = lane + 32 * i, at = first + 16 * (word % WORDS);
+            from[i] = row_of(min(word / WORDS, SEGMENTS - 1)) + at;
+            if (STEADY) from[i] = boundary(from[i]);
+            limit[i] = word < WORDS * SEGMENTS ? row_bytes + 15 - at : -(1 << 30);
         }
     }
 
-    // Fetch what begins `at` bytes from the start of every row. Nothing beyond the word in which a row ends is read.
-    INLINE_METHOD void copy(uint8_t* stage, int at) const {
+    // Fetch what lies `by` bytes further. Of what follows a row no more than 30 bytes are read.
+    INLINE_METHOD void copy(SharedAddress to, int by) const {
+#pragma unroll
         for (int i = 0; i < ROUNDS; i++) {
-            const uint64_t p = (uint64_t)(from[i] + at);
-            if (at - (int)(p & 15) < limit[i]) copy16(stage + 16 * (lane_id() + 32 * i), (const uint8_t*)(p & ~15ull));
+            const uint8_t* p = from[i] + by;
+            if (by < limit[i]) copy16(to + 512 * i, STEADY ? p : boundary(p));
         }
     }
+
+    INLINE_METHOD static const uint8_t* boundary(const uint8_t* p) { return (const uint8_t*)((uint64_t)p & ~15ull); }
 };
 
-// sums[m][r][c] = this lane's share of row team.row(r) of matrix m times row c of x.
+// sums[m][r][c] = this lane's share of the team's row r of matrix m times row c of x.
 template <int M, int R, int C>
-INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int64_t row_bytes, const uint8_t* x,
+INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_bytes, const uint8_t* x,
                      int64_t x_stride, int n_in, float (&sums)[M][R][C]) {
-    const int SEGMENTS = M * R * TEAMS, STAGES = Copier<SEGMENTS>::BYTES > 1500 ? 2 : 4;
+    const int SEGMENTS = M * R * TEAMS, STAGE = Copier<SEGMENTS>::BYTES, STAGES = STAGE > 1500 ? 2 : 4;
     const bool EARLY = C <= 2;  // activations fit the registers while one waits for weights
-    const int STAGE = Copier<SEGMENTS>::BYTES;
-    __shared__ __align__(16) uint8_t stages[WARPS * STAGES * STAGE + 16];  // unpackers read some bytes beyond
-    const int parts = n_in / 32, n_pad = (n_in + 255) / 256 * 256, steps = (parts + LANES - 1) / LANES;
-    const int lane = lane_id() % GROUP, PARTS = TYPE::BLOCK / 32;
+    // Unpackers may read some bytes before and after a block.
+    __shared__ __align__(16) uint8_t stages[16 + WARPS * STAGES * STAGE + 16];
+    const int lane = team.lane % GROUP, parts = n_in / 32, n_pad = (n_in + 255) / 256 * 256;
+    const int steps = (parts + LANES - 1) / LANES, PARTS = TYPE::BLOCK / 32;
+    uint8_t* const mine = stages + 16 + team.warp * (STAGES * STAGE);
+    const SharedAddress to = shared_address(mine + 16 * team.lane);
+    const int first = team.slice * SEGMENT, stride = SLICES * SEGMENT;  // of a row: the first step, from step to step
 
     Copier<SEGMENTS> copier;
     const uint8_t *first_matrix = w[0], *last_matrix = w[M - 1];
-    copier.start((int)row_bytes, [=](int s) {
-        return (s < R * TEAMS ? first_matrix : last_matrix) + team.row(s / TEAMS % R, s % TEAMS) * row_bytes;
+    copier.start(team.lane, row_bytes, first, [=](int s) {
+        return (s < R * TEAMS ? first_matrix : last_matrix) + team.offset(s / TEAMS % R, s % TEAMS, row_bytes);
     });
-    uint32_t head[M][R];  // where rows begin: only the last four bits matter
-    for (int m = 0; m < M; m++)
-        for (int r = 0; r < R; r++) head[m][r] = (uint32_t)(uint64_t)w[m] + (uint32_t)team.row(r) * (uint32_t)row_bytes;
-    for (int m = 0; m < M; m++)
-        for (int r = 0; r < R; r++)
-            for (int c = 0; c < C; c++) sums[m][r][c] = 0;
-
-    // Step s is segment `slice + SLICES * s` of the row.
-    uint8_t* const mine = stages + (threadIdx.x >> 5) * STAGES * STAGE;
-    const int first = team.slice * SEGMENT, stride = SLICES * SEGMENT;
+#pragma unroll
     for (int s = 0; s < STAGES; s++) {
-        if (s < steps) copier.copy(mine + s * STAGE, first + s * stride);
+        if (s < steps) copier.copy(to + s * STAGE, s * stride);
         end_group();
     }
-    for (int s = 0, stage = 0; s < steps; s++, stage = stage == (STAGES - 1) * STAGE ? 0 : stage + STAGE) {
-        const int part = (SLICES * s + team.slice) * GROUP + lane, at = first + s * stride;
+    uint32_t head[M][R];  // where the first segments begin: only the last four bits matter
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            head[m][r] = (uint32_t)(uint64_t)w[m] + (uint32_t)team.offset(r, row_bytes) + first;
+#pragma unroll
+            for (int c = 0; c < C; c++) sums[m][r][c] = 0;
+        }
+    const uint8_t* const block = mine + 16 * WORDS * team.number + lane / PARTS * TYPE::BYTES;
+    int part = team.slice * GROUP + lane;
+    ActivationRow row(x, n_pad, part);
+#pragma unroll 1
+    for (int s = 0, stage = 0; s < steps; s++) {
         Activations early[EARLY ? C : 1];
-        if (EARLY)
-            for (int c = 0; c < C; c++) early[c] = load_activations(x + c * x_stride, n_pad, min(part, parts - 1));
+        if (EARLY && part < parts)
+#pragma unroll
+            for (int c = 0; c < C; c++) early[c] = row.load(c * x_stride);
         wait_groups<STAGES - 1>();
         __syncwarp();
         if (part < parts) {
-            const uint8_t* block = mine + stage + 16 * WORDS * team.number + lane / PARTS * TYPE::BYTES;
             Levels levels[M][R];
+#pragma unroll
             for (int m = 0; m < M; m++)
+#pragma unroll
                 for (int r = 0; r < R; r++)
-                    TYPE::unpack(block + 16 * WORDS * TEAMS * (m * R + r) + (head[m][r] + at & 15), lane % PARTS,
-                                 levels[m][r]);
+                    TYPE::unpack(block + stage + 16 * WORDS * TEAMS * (m * R + r) + (head[m][r] + s * stride & 15),
+                                 lane % PARTS, levels[m][r]);
+#pragma unroll
             for (int c = 0; c < C; c++) {
-                const Activations v = EARLY ? early[EARLY ? c : 0] : load_activations(x + c * x_stride, n_pad, part);
+                const Activations v = EARLY ? early[EARLY ? c : 0] : row.load(c * x_stride);
+#pragma unroll
                 for (int m = 0; m < M; m++)
+#pragma unroll
                     for (int r = 0; r < R; r++) sums[m][r][c] = add_product(sums[m][r][c], levels[m][r], v);
             }
         }
         __syncwarp();
-        if (s + STAGES < steps) copier.copy(mine + stage, at + STAGES * stride);
+        if (s + STAGES < steps) copier.copy(to + stage, (s + STAGES) * stride);
         end_group();
+        part += LANES;
+        row.advance(LANES);
+        stage = stage == (STAGES - 1) * STAGE ? 0 : stage + STAGE;
     }
 }

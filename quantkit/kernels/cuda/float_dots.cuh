@@ -35,7 +35,9 @@ const int VALUES = 16 / FLOAT::BYTES;  // of 16 bytes
 template <int M, int R, int C>
 INLINE void add_products(const uint4 (&words)[M][R], const uint8_t* x, int64_t x_stride, float (&sums)[M][R][C]) {
     float weights[M][R][VALUES];
+#pragma unroll
     for (int m = 0; m < M; m++)
+#pragma unroll
         for (int r = 0; r < R; r++) {
             float* v = weights[m][r];
             FLOAT::unpack(words[m][r].x, v);
@@ -43,10 +45,14 @@ INLINE void add_products(const uint4 (&words)[M][R], const uint8_t* x, int64_t x
             FLOAT::unpack(words[m][r].z, v + VALUES / 2);
             FLOAT::unpack(words[m][r].w, v + VALUES / 4 * 3);
         }
+#pragma unroll
     for (int c = 0; c < C; c++)
+#pragma unroll
         for (int i = 0; i < VALUES; i += 4) {
             const float4 v = *(const float4*)(x + c * x_stride + 4 * i);
+#pragma unroll
             for (int m = 0; m < M; m++)
+#pragma unroll
                 for (int r = 0; r < R; r++) {
                     float sum = fmaf(weights[m][r][i], v.x, sums[m][r][c]);
                     sum = fmaf(weights[m][r][i + 1], v.y, sum);
@@ -56,26 +62,34 @@ INLINE void add_products(const uint4 (&words)[M][R], const uint8_t* x, int64_t x
         }
 }
 
-// sums[m][r][c] = this lane's share of row team.row(r) of matrix m times row c of x.
+// sums[m][r][c] = this lane's share of the team's row r of matrix m times row c of x.
 template <int M, int R, int C>
-INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int64_t row_bytes, const uint8_t* x,
+INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_bytes, const uint8_t* x,
                      int64_t x_stride, int n_in, float (&sums)[M][R][C]) {
     const int AT_ONCE = 4;  // loads of a row
     const uint8_t* rows[M][R];
     int64_t bits = row_bytes | x_stride | (int64_t)x;
+#pragma unroll
     for (int m = 0; m < M; m++) {
         bits |= (int64_t)w[m];
-        for (int r = 0; r < R; r++) rows[m][r] = w[m] + team.row(r) * row_bytes;
+#pragma unroll
+        for (int r = 0; r < R; r++) rows[m][r] = w[m] + team.offset(r, row_bytes);
     }
+#pragma unroll
     for (int m = 0; m < M; m++)
+#pragma unroll
         for (int r = 0; r < R; r++)
+#pragma unroll
             for (int c = 0; c < C; c++) sums[m][r][c] = 0;
-    const int begin = team.slice * 32 + lane_id();
+    const int begin = team.slice * 32 + team.lane;
     if ((bits & 15) || n_in % VALUES) {
         for (int i = begin; i < n_in; i += LANES)
+#pragma unroll
             for (int c = 0; c < C; c++) {
                 const float v = *(const float*)(x + c * x_stride + 4 * (int64_t)i);
+#pragma unroll
                 for (int m = 0; m < M; m++)
+#pragma unroll
                     for (int r = 0; r < R; r++)
                         sums[m][r][c] = fmaf(FLOAT::value(rows[m][r] + (int64_t)FLOAT::BYTES * i), v, sums[m][r][c]);
             }
@@ -85,16 +99,22 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int64_t 
     int part = begin;
     for (; part + (AT_ONCE - 1) * LANES < parts; part += AT_ONCE * LANES) {
         uint4 words[AT_ONCE][M][R];
+#pragma unroll
         for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
             for (int m = 0; m < M; m++)
+#pragma unroll
                 for (int r = 0; r < R; r++)
                     words[i][m][r] = *(const uint4*)(rows[m][r] + 16 * (int64_t)(part + i * LANES));
+#pragma unroll
         for (int i = 0; i < AT_ONCE; i++)
             add_products(words[i], x + 4 * VALUES * (int64_t)(part + i * LANES), x_stride, sums);
     }
     for (; part < parts; part += LANES) {
         uint4 words[M][R];
+#pragma unroll
         for (int m = 0; m < M; m++)
+#pragma unroll
             for (int r = 0; r < R; r++) words[m][r] = *(const uint4*)(rows[m][r] + 16 * (int64_t)part);
         add_products(words, x + 4 * VALUES * (int64_t)part, x_stride, sums);
     }

@@ -9,7 +9,7 @@
 
 INLINE float factor(const float* scale, int64_t i) { return scale ? scale[i] : 1.0f; }
 INLINE float term(const float* bias, int64_t i) { return bias ? bias[i] : 0.0f; }
-INLINE int64_t at_most(int64_t i, int64_t last) { return i < last ? i : last; }
+INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Of the rows of a panel of up and gate: which output, and whether gate's. A warp's first rows are up's.
 INLINE int64_t output_of(int row) {
@@ -51,10 +51,10 @@ INLINE void store_tile(const Sums& sum, uint8_t* out, int64_t out_stride, int co
 KERNEL(mul_mat, THREADS) {
     DYNAMIC_SHARED(shared);
     const int64_t first = (int64_t)blockIdx.x * TOKENS;
-    const int count = (int)at_most(a.rows - first, TOKENS);
-    const uint8_t* w = a.w + at_most((int64_t)blockIdx.y * ROWS + staged_row(), a.n_out - 1) * a.row_bytes;
+    const int count = (int)lesser(a.rows - first, TOKENS);
+    const uint8_t* w = a.w + lesser((int64_t)blockIdx.y * ROWS + staged_row(), a.n_out - 1) * a.row_bytes;
     Sums sum;
-    multiply_tile(shared, w, a.row_bytes, a.x + (first + at_most(staged_token(), count - 1)) * a.x_stride, (int)a.n_in, count, sum);
+    multiply_tile(shared, w, a.row_bytes, a.x + (first + lesser(staged_token(), count - 1)) * a.x_stride, (int)a.n_in, count, sum);
     store_tile(sum, a.out + first * a.out_stride, a.out_stride, count, a.n_out, a.bias, factor(a.scale, 0));
 }
 
@@ -71,9 +71,9 @@ struct mul_mat_heads_args {
 KERNEL(mul_mat_heads, THREADS) {
     DYNAMIC_SHARED(shared);
     const int64_t first = (int64_t)blockIdx.x * TOKENS, head = blockIdx.z;
-    const int count = (int)at_most(a.rows - first, TOKENS);
-    const uint8_t* w = a.w + head * a.head_bytes + at_most((int64_t)blockIdx.y * ROWS + staged_row(), a.n_out - 1) * a.row_bytes;
-    const uint8_t* x = a.x + head * a.x_head_bytes + (first + at_most(staged_token(), count - 1)) * a.x_stride;
+    const int count = (int)lesser(a.rows - first, TOKENS);
+    const uint8_t* w = a.w + head * a.head_bytes + lesser((int64_t)blockIdx.y * ROWS + staged_row(), a.n_out - 1) * a.row_bytes;
+    const uint8_t* x = a.x + head * a.x_head_bytes + (first + lesser(staged_token(), count - 1)) * a.x_stride;
     Sums sum;
     multiply_tile(shared, w, a.row_bytes, x, (int)a.n_in, count, sum);
     store_tile(sum, a.out + first * a.out_stride + 4 * head * a.n_out, a.out_stride, count, a.n_out, 0, 1.0f);
@@ -106,8 +106,8 @@ KERNEL(mul_mat_id, THREADS) {
     const int4 tile = tile_of(a.plan, a.rows * a.n_used, a.n_expert);
     if (tile.z == 0) return;
     const int32_t* pairs = a.plan + PLAN_PAIRS + tile.y;
-    const uint8_t* w = a.w + tile.x * a.expert_bytes + at_most((int64_t)blockIdx.y * ROWS + staged_row(), a.n_out - 1) * a.row_bytes;
-    const uint8_t* x = a.x + pairs[at_most(staged_token(), tile.z - 1)] / (int)a.x_per * a.x_stride;
+    const uint8_t* w = a.w + tile.x * a.expert_bytes + lesser((int64_t)blockIdx.y * ROWS + staged_row(), a.n_out - 1) * a.row_bytes;
+    const uint8_t* x = a.x + pairs[lesser(staged_token(), tile.z - 1)] / (int)a.x_per * a.x_stride;
     Sums sum;
     multiply_tile(shared, w, a.row_bytes, x, (int)a.n_in, tile.z, sum);
     const float scale = factor(a.scale, tile.x);
@@ -163,10 +163,10 @@ struct up_gate_args {
 KERNEL(up_gate, THREADS) {
     DYNAMIC_SHARED(shared);
     const int64_t first = (int64_t)blockIdx.x * TOKENS;
-    const int count = (int)at_most(a.rows - first, TOKENS), row = staged_row();
-    const uint8_t* w = (is_gate(row) ? a.gate : a.up) + at_most(output_of(row), a.n_out - 1) * a.row_bytes;
+    const int count = (int)lesser(a.rows - first, TOKENS), row = staged_row();
+    const uint8_t* w = (is_gate(row) ? a.gate : a.up) + lesser(output_of(row), a.n_out - 1) * a.row_bytes;
     Sums sum;
-    multiply_tile(shared, w, a.row_bytes, a.x + (first + at_most(staged_token(), count - 1)) * a.x_stride, (int)a.n_in, count, sum);
+    multiply_tile(shared, w, a.row_bytes, a.x + (first + lesser(staged_token(), count - 1)) * a.x_stride, (int)a.n_in, count, sum);
     const Limits limits = {(float)a.gate_limit, (float)a.act_limit, (float)a.up_limit, (float)a.alpha};
     const float up_scale = factor(a.up_scale, 0), gate_scale = factor(a.gate_scale, 0);
 #pragma unroll
@@ -202,9 +202,9 @@ KERNEL(up_gate_id, THREADS) {
     const int32_t* pairs = a.plan + PLAN_PAIRS + tile.y;
     const int row = staged_row();
     const uint8_t* w = is_gate(row) ? a.gate + tile.x * a.gate_expert_bytes : a.up + tile.x * a.up_expert_bytes;
-    const uint8_t* x = a.x + pairs[at_most(staged_token(), tile.z - 1)] / (int)a.x_per * a.x_stride;
+    const uint8_t* x = a.x + pairs[lesser(staged_token(), tile.z - 1)] / (int)a.x_per * a.x_stride;
     Sums sum;
-    multiply_tile(shared, w + at_most(output_of(row), a.n_out - 1) * a.row_bytes, a.row_bytes, x, (int)a.n_in, tile.z, sum);
+    multiply_tile(shared, w + lesser(output_of(row), a.n_out - 1) * a.row_bytes, a.row_bytes, x, (int)a.n_in, tile.z, sum);
     const Limits limits = {(float)a.gate_limit, (float)a.act_limit, (float)a.up_limit, (float)a.alpha};
     const float up_scale = factor(a.up_scale, tile.x), gate_scale = factor(a.gate_scale, tile.x);
     const float* up_bias = a.up_bias ? (const float*)((const uint8_t*)a.up_bias + tile.x * a.up_bias_stride) : 0;

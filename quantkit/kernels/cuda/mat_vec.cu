@@ -19,10 +19,10 @@ INLINE void write_products(const uint8_t* w, int64_t row_bytes, const uint8_t* x
     const Team<ROWS> team(n_out);
     const uint8_t* const matrices[1] = {w};
     float sums[1][ROWS][COLUMNS];
-    multiply(team, matrices, row_bytes, x, x_stride, (int)n_in, sums);
-    finish(team, sums, [&](int64_t row, int column, const float* v) {
+    multiply(team, matrices, (int)row_bytes, x, x_stride, (int)n_in, sums);
+    finish(team, sums, [&](int row, int column, const float* v) {
         const float y = v[0] * scale;
-        *(float*)(out + column * out_stride + 4 * row) = bias ? y + bias[row] : y;
+        *(float*)(out + column * out_stride + 4 * (int64_t)row) = bias ? y + bias[row] : y;
     });
 }
 
@@ -96,7 +96,7 @@ struct Side {
     const float* bias;
     float scale;
 
-    INLINE_METHOD float of(float product, int64_t row) const {
+    INLINE_METHOD float of(float product, int row) const {
         const float y = product * scale;
         return bias ? y + bias[row] : y;
     }
@@ -112,10 +112,10 @@ INLINE void write_gated(const Side& up, const Side& gate, int64_t row_bytes, con
     const Team<ROWS> team(n_out);
     const uint8_t* const matrices[2] = {up.w, gate.w};
     float sums[2][ROWS][COLUMNS];
-    multiply(team, matrices, row_bytes, x, x_stride, (int)n_in, sums);
-    finish(team, sums, [&](int64_t row, int column, const float* v) {
+    multiply(team, matrices, (int)row_bytes, x, x_stride, (int)n_in, sums);
+    finish(team, sums, [&](int row, int column, const float* v) {
         const float y = gated(gate.of(v[1], row), up.of(v[0], row), limits.gate, limits.act, limits.up, limits.alpha);
-        *(float*)(out + column * out_stride + 4 * row) = y;
+        *(float*)(out + column * out_stride + 4 * (int64_t)row) = y;
     });
 }
 

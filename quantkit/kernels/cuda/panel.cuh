@@ -95,6 +95,7 @@ const int SUMS_AT = D_AT + 4 * 4 * TOKENS;
 const int X_BYTES = SUMS_AT + (TYPE::MINS ? 4 * 8 * TOKENS : 0);
 const int LEANS_AT = X_AT + 2 * X_BYTES;
 const int RAW_AT = LEANS_AT + 4 * ROWS;
+const int GRID_AT = RAW_AT + ROWS * RAW_STRIDE + 16;         // words are read that end after the bytes
 
 const float MAGIC = 12582912.0f;
 const int MAGIC_BITS = 0x4b400000;
@@ -127,29 +128,28 @@ INLINE void stage_activations(uint8_t* to, const uint8_t* x, int n_pad, int firs
     }
 }
 
-// Unpack 128 values of every row, from the `first`-th on; beyond n_in they count for nothing.
+// Unpack 128 values of every row, from the `first`-th on; beyond n_in they count for nothing. A thread has one part of
+// 32, or two next to each other, of a row.
 INLINE void unpack_chunk(uint8_t* shared, int first, int n_in, int unit_at) {
-    const int part = threadIdx.x & 3, in_unit = (first & 128) + 32 * part;
+    const int EACH = 4 * ROWS / THREADS;
+    const int row = threadIdx.x / (4 / EACH), begin = threadIdx.x % (4 / EACH) * EACH;
+    const int lean = LEAN ? (((const int*)(shared + LEANS_AT))[row] + unit_at) & 15 : 0;
+    const uint8_t* unit = shared + RAW_AT + row * RAW_STRIDE + lean;
+    const int in_warp = row % (16 * MT);
+    const int slot = ((row / (16 * MT)) * 8 + in_warp % 8) * 2 * MT + in_warp / 8;
 #pragma unroll
-    for (int i = 0; i < 4 * ROWS / THREADS; i++) {
-        const int row = (threadIdx.x >> 2) + THREADS / 4 * i;
+    for (int part = begin; part < begin + EACH; part++) {
+        const int at = (first & 128) + 32 * part;
         Levels l = {};
-        if (first + 32 * part < n_in) {
-            const int lean = LEAN ? (((const int*)(shared + LEANS_AT))[row] + unit_at) & 15 : 0;
-            const uint8_t* p = shared + RAW_AT + row * RAW_STRIDE + lean + in_unit / TYPE::BLOCK * TYPE::BYTES;
-            TYPE::unpack(p, in_unit % TYPE::BLOCK / 32, l);
-        }
+        if (first + 32 * part < n_in)
+            unpack_with<TYPE>(unit + at / TYPE::BLOCK * TYPE::BYTES, at % TYPE::BLOCK / 32, l, (const uint32_t*)(shared + GRID_AT));
         int4* levels = (int4*)(shared + LEVELS_AT + row * STRIDE + 32 * part);
         levels[0] = make_int4(l.q[0], l.q[1], l.q[2], l.q[3]);
         levels[1] = make_int4(l.q[4], l.q[5], l.q[6], l.q[7]);
-        const int in_warp = row % (16 * MT);
-        const int slot = ((row / (16 * MT)) * 8 + in_warp % 8) * 2 * MT + in_warp / 8;
-        float* scales = (float*)(shared + SCALES_AT) + slot;
-        float* mins = (float*)(shared + MINS_AT) + slot;
 #pragma unroll
         for (int half = 0; half < STEPS / 4; half++) {
-            scales[(STEPS / 4 * part + half) * ROWS] = l.d[half];
-            if (TYPE::MINS) mins[(STEPS / 4 * part + half) * ROWS] = l.m[half];
+            ((float*)(shared + SCALES_AT))[(STEPS / 4 * part + half) * ROWS + slot] = l.d[half];
+            if (TYPE::MINS) ((float*)(shared + MINS_AT))[(STEPS / 4 * part + half) * ROWS + slot] = l.m[half];
         }
     }
 }
@@ -332,6 +332,7 @@ INLINE void multiply_tile(uint8_t* shared, const uint8_t* w, int64_t row_bytes, 
     const uint8_t* end = w + row_bytes;
     const int n_pad = (n_in + 255) / 256 * 256;
     if (LEAN && threadIdx.x % PER_ROW == 0) ((int*)(shared + LEANS_AT))[staged_row()] = (int)((uint64_t)w & 15);
+    load_grid<TYPE>((uint32_t*)(shared + GRID_AT));
     stage_unit(shared, w, end);
     stage_activations(shared + X_AT, x, n_pad, 0);
 #pragma unroll 1

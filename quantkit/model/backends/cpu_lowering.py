@@ -13,15 +13,18 @@ from quantkit.formats.gguf import GGUFFile
 from quantkit.kernels.cpu import matmul, moe
 from quantkit.kernels.cpu.tape import Operation, address_of
 from quantkit.model.backends import Limits, Observer
-from quantkit.model.backends.accumulators import Report
+from quantkit.model.backends.accumulators import Accumulator, Report, new_accumulator
 from quantkit.model.backends.arena import Buffer, Entry, Slot
 from quantkit.model.backends.lowering import Lowering, row_bytes_of
-from quantkit.model.ops import Cache, Matrix, State, SumColumns, Value
+from quantkit.model.ops import Cache, Covariance, Matrix, Similarity, State, SumColumns, Value
 from quantkit.types import BY_NAME
 
 
 class CPULowering(Lowering):
-    """A lowering whose entries a team of ``threads`` runs; batch: address of the batch block."""
+    """A lowering whose entries a team of ``threads`` runs; batch: address of the batch block.
+
+    report: is told of values that operations which look on find to be no numbers.
+    """
 
     def __init__(
         self,
@@ -33,8 +36,9 @@ class CPULowering(Lowering):
         view: Callable[[Value], Any],
         report: Report,
     ) -> None:
-        super().__init__(source, limits, observer, view, report)
-        self.threads, self.batch = threads, batch
+        super().__init__(source, limits, observer, view)
+        self.threads, self.batch, self.report = threads, batch, report
+        self.accumulators: dict[str, Accumulator] = {}
         self.caches: dict[Cache, tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]] = {}
         self.states: dict[State, npt.NDArray[np.float32]] = {}
         #: Of every SumColumns the rows that threads found not to be finite, and how many rows a token has.
@@ -70,6 +74,12 @@ class CPULowering(Lowering):
         if of not in self.states:
             self.states[of] = np.zeros((self.limits.n_seq, of.width), np.float32)
         return address_of(self.states[of])
+
+    def accumulator(self, op: SumColumns | Covariance | Similarity) -> Accumulator:
+        """Return the accumulator of an operation that looks on; several may share one."""
+        if op.of not in self.accumulators:
+            self.accumulators[op.of] = new_accumulator(op)
+        return self.accumulators[op.of]
 
     # ------------------------------------------------------------ weights
 

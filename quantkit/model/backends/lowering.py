@@ -16,9 +16,8 @@ import numpy.typing as npt
 from quantkit.formats.gguf import GGUFFile
 from quantkit.kernels.reference import reference_decoder
 from quantkit.model.backends import Limits, Observer
-from quantkit.model.backends.accumulators import Accumulator, Report, new_accumulator
 from quantkit.model.backends.arena import Buffer, Entry
-from quantkit.model.ops import Covariance, Matrix, Op, Similarity, SumColumns, Value
+from quantkit.model.ops import Matrix, Op, Value
 
 #: What scratch is aligned to, and each thread's share of it.
 LINE = 64
@@ -27,8 +26,7 @@ LINE = 64
 class Lowering:
     """Collects the entries of one program, and all that their slots name.
 
-    view: returns the rows of a value in the current run; report: is told of values that operations which look on find
-    to be no numbers.
+    view: returns the rows of a value in the current run.
     """
 
     def __init__(
@@ -37,13 +35,11 @@ class Lowering:
         limits: Limits,
         observer: Observer | None,
         view: Callable[[Value], Any],
-        report: Report,
     ) -> None:
         self.source, self.limits = source, limits
-        self.observer, self.view, self.report = observer, view, report
+        self.observer, self.view = observer, view
         self.entries: list[Entry] = []
         self.values: dict[Value, Buffer] = {}
-        self.accumulators: dict[str, Accumulator] = {}
         self.n_vocab = 0  # of the embeddings, 0 if they are not here
         self.op: Op | None = None  # the operation being lowered
         self._scratch = Buffer("scratch", LINE, kept_after=True, set_before=True)
@@ -65,12 +61,6 @@ class Lowering:
         """Return scratch of at least so many bytes; any entry may use it, contents do not last."""
         self._scratch.nbytes = max(self._scratch.nbytes, nbytes)
         return self._scratch
-
-    def accumulator(self, op: SumColumns | Covariance | Similarity) -> Accumulator:
-        """Return the accumulator of an operation that looks on; several may share one."""
-        if op.of not in self.accumulators:
-            self.accumulators[op.of] = new_accumulator(op)
-        return self.accumulators[op.of]
 
     def vector_values(self, matrix: Matrix) -> npt.NDArray[np.float32]:
         """Return a small weight decoded, one after another; a float32 one lies where it does in the file."""

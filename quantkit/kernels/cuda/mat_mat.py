@@ -1,0 +1,136 @@
+"""Products of weights with many rows of activations on the device: mat_mat.cu, panel.cuh.
+
+Slots are those of mat_vec.py's operations of the same names; strides are bytes. x holds rows in the format of the
+weight's type (activations.py): 16-byte aligned if it is quantized. ``plan`` is what moe.bucket makes. A ``Shape``
+belongs to sizes and to a device's ``capability``: small ones share less memory. A row of the result does not depend
+on the other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quantkit.kernels.cuda.glu import ACTIVATIONS, GATES
+from quantkit.kernels.cuda.moe import most_tiles
+from quantkit.kernels.cuda.operation import Operation, Shape
+from quantkit.kernels.parameters import Activation
+from quantkit.types import BY_NAME, TensorType
+
+#: Types that are no blocks of levels, and what panel.cuh calls them.
+FLOATS = {"F16": "HALF", "BF16": "BFLOAT", "F32": "SINGLE"}
+WITH_MINS = frozenset({"Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"})
+#: Types with a scale per 16 values.
+SCALE_PER_16 = frozenset({"Q2_K", "Q3_K", "Q6_K", "IQ2_XS", "IQ2_S", "IQ1_M", "NVFP4"})
+#: Words of the grid of types that have one.
+GRIDS = {"IQ3_XXS": 256, "IQ3_S": 512, "IQ2_XXS": 256, "IQ2_XS": 512, "IQ2_S": 1024, "IQ1_S": 2048, "IQ1_M": 2048}
+QUANTIZED = (
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS",
+    "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "Q2_0", "Q1_0", "MXFP4", "NVFP4",
+)  # fmt: skip
+TYPES = (*QUANTIZED, *FLOATS)
+
+#: From this compute capability on a block may have the memory of a large tile.
+_LARGE_FROM = 80
+#: From one row of a tile in shared memory to the next.
+_STRIDE = 144
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The shape of a block's tile: rows of weights, tokens, threads."""
+
+    rows: int
+    tokens: int
+    threads: int
+
+
+SMALL, LARGE = Tile(32, 32, 128), Tile(128, 128, 256)
+
+
+def tile_for(tokens: float, capability: int = 90) -> Tile:
+    """Return the tile for so many rows of x (of an expert, on average)."""
+    return LARGE if tokens > SMALL.tokens and capability >= _LARGE_FROM else SMALL
+
+
+def shared_bytes(t: TensorType, tile: Tile) -> int:
+    """Return the shared memory of a block: what panel.cuh lays out."""
+    panel, x = tile.rows * _STRIDE, tile.tokens * _STRIDE
+    if t.name in FLOATS:
+        return 2 * panel + (2 * x if t.name == "F32" else x + tile.tokens * (4 * 64 + 16))
+    scales = 4 * tile.rows * (8 if t.name in SCALE_PER_16 else 4)
+    mins = t.name in WITH_MINS
+    unit = 256 // t.block * t.block_bytes
+    pieces = (unit + (15 if t.block_bytes % 16 else 0) + 15) // 16
+    x += 16 * tile.tokens + (32 * tile.tokens if mins else 0)
+    raw = tile.rows * 16 * (pieces | 1) + 16
+    return panel + scales * (2 if mins else 1) + 2 * x + 4 * tile.rows + raw + 4 * GRIDS.get(t.name, 0)
+
+
+def _operation(name: str, t: TensorType, tile: Tile, activation: str = "") -> Operation:
+    weights = FLOATS.get(t.name, "QUANTIZED")
+    operation = Operation("mat_mat.cu", name).bind(
+        TYPE=t.name, WEIGHTS=weights, TOKENS=tile.tokens, THREADS=tile.threads
+    )
+    return operation.bind(ACTIVATION=ACTIVATIONS[activation]) if activation else operation
+
+
+def _shape(operation: Operation, t: TensorType, tile: Tile, n_out: int, tokens: int, heads: int = 1) -> Shape:
+    """tokens: tiles along the tokens, the fastest: those that read the same weights run together."""
+    return Shape(operation, (tokens, -(-n_out // tile.rows), heads), shared_bytes(t, tile))
+
+
+def mul_mat(t: TensorType, n_in: int, n_out: int, rows: int, capability: int = 90) -> Shape:
+    """Return how to multiply a matrix with rows of x."""
+    return mul_mat_heads(t, n_in, n_out, rows, 1, capability, "mul_mat")
+
+
+def mul_mat_heads(
+    t: TensorType, n_in: int, n_out: int, rows: int, heads: int, capability: int = 90, name: str = "mul_mat_heads"
+) -> Shape:
+    """Return how to multiply a matrix a head with the heads of rows of x."""
+    tile = tile_for(rows, capability)
+    return _shape(_operation(name, t, tile), t, tile, n_out, -(-rows // tile.tokens), heads)
+
+
+def up_gate(
+    t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, capability: int = 90
+) -> Shape:
+    """Return how to compute activation(gate x) * (up x) for rows of x."""
+    tile = tile_for(rows, capability)
+    operation = _operation("up_gate", t, tile, activation.kind)
+    return _shape(operation, t, tile, 2 * n_out, -(-rows // tile.tokens))
+
+
+def mul_mat_id(
+    t: TensorType, n_in: int, n_out: int, rows: int, n_used: int, n_expert: int, capability: int = 90
+) -> Shape:
+    """Return how to multiply chosen experts with rows of x."""
+    return _by_expert("mul_mat_id", t, "", n_out, rows * n_used, n_expert, capability)
+
+
+def up_gate_id(
+    t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, n_used: int, n_expert: int,
+    capability: int = 90,
+) -> Shape:  # fmt: skip
+    """Return how to compute activation(gate x) * (up x) with chosen experts."""
+    return _by_expert("up_gate_id", t, activation.kind, 2 * n_out, rows * n_used, n_expert, capability)
+
+
+def _by_expert(
+    name: str, t: TensorType, activation: str, n_out: int, pairs: int, n_expert: int, capability: int
+) -> Shape:
+    tile = tile_for(pairs / n_expert, capability)
+    operation = _operation(name, t, tile, activation)
+    return _shape(operation, t, tile, n_out, most_tiles(pairs, n_expert, tile.tokens))
+
+
+def operations() -> Iterator[Operation]:
+    """Yield every operation of this file."""
+    for name in TYPES:
+        for tile in (SMALL, LARGE):
+            for kernel in ("mul_mat", "mul_mat_heads", "mul_mat_id"):
+                yield _operation(kernel, BY_NAME[name], tile)
+            for kind in GATES:
+                for kernel in ("up_gate", "up_gate_id"):
+                    yield _operation(kernel, BY_NAME[name], tile, kind)

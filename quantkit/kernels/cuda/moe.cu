@@ -1,0 +1,81 @@
+// Which pairs (token, slot) every expert has, and the tiles of products by expert: plan.cuh. A counting sort in one
+// block. Every warp has a run of the pairs and a counter for each expert, so that the order of pairs is kept.
+#include "plan.cuh"
+
+struct bucket_args {
+    int32_t* plan;
+    const int32_t* ids;
+    int64_t rows, n_used, n_expert;
+};
+
+// The sum over the lanes before this one.
+INLINE int before(int v) {
+    const int lane = threadIdx.x & 31;
+    int sum = v;
+    for (int d = 1; d < 32; d *= 2) {
+        const int other = __shfl_up_sync(FULL, sum, d);
+        if (lane >= d) sum += other;
+    }
+    return sum - v;
+}
+
+INLINE int tiles_of(int count, int tokens) { return (count + tokens - 1) / tokens; }
+
+INLINE void write_tiles(int32_t* plan, int64_t at, int tile, int tokens, int expert, int first, int count) {
+    for (int done = 0; done < count; done += tokens, tile++)
+        ((int4*)(plan + at))[tile] = make_int4(expert, first + done, count - done < tokens ? count - done : tokens, 0);
+}
+
+// Shared memory: 4 * 16 * n_expert bytes.
+KERNEL(bucket, 512) {
+    DYNAMIC_SHARED(shared);
+    const int WARPS = 16, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int n_expert = (int)a.n_expert, pairs = (int)(a.rows * a.n_used);
+    int* counts = (int*)shared;  // [warp][expert]: pairs of a warp's run; then where its next one goes
+    for (int i = threadIdx.x; i < WARPS * n_expert; i += 512) counts[i] = 0;
+    __syncthreads();
+
+    const int run = (pairs + 32 * WARPS - 1) / (32 * WARPS) * 32, first = run * warp, last = min(pairs, first + run);
+    int* mine = counts + warp * n_expert;
+    for (int i = first + lane; i < last; i += 32) atomicAdd(mine + a.ids[i], 1);
+    __syncthreads();
+
+    // Experts in order, 32 at a time: where their pairs and their tiles begin.
+    if (warp == 0) {
+        int start = 0, small = 0, large = 0;
+        for (int e = lane; e - lane < n_expert; e += 32) {
+            int count = 0;
+            if (e < n_expert)
+                for (int w = 0; w < WARPS; w++) count += counts[w * n_expert + e];
+            const int at = start + before(count), small_at = small + before(tiles_of(count, 32)), large_at = large + before(tiles_of(count, 128));
+            if (e < n_expert) {
+                write_tiles(a.plan, plan_tiles_at(pairs, n_expert, 32), small_at, 32, e, at, count);
+                write_tiles(a.plan, plan_tiles_at(pairs, n_expert, 128), large_at, 128, e, at, count);
+                for (int w = 0, to = at; w < WARPS; w++) {
+                    const int n = counts[w * n_expert + e];
+                    counts[w * n_expert + e] = to;
+                    to += n;
+                }
+            }
+            start = __shfl_sync(FULL, at + count, 31);
+            small = __shfl_sync(FULL, small_at + tiles_of(count, 32), 31);
+            large = __shfl_sync(FULL, large_at + tiles_of(count, 128), 31);
+        }
+        if (lane == 0) {
+            a.plan[plan_count_at(32)] = small;
+            a.plan[plan_count_at(128)] = large;
+            a.plan[2] = pairs;
+        }
+    }
+    __syncthreads();
+
+    // 32 pairs at a time; those of one expert line up behind each other.
+    for (int base = first; base < last; base += 32) {
+        const int i = base + lane, expert = i < last ? a.ids[i] : -1;
+        const unsigned same = __match_any_sync(FULL, expert);
+        if (expert >= 0) a.plan[PLAN_PAIRS + mine[expert] + __popc(same & ((1u << lane) - 1))] = i;
+        __syncwarp();
+        if (expert >= 0 && (same & ((1u << lane) - 1)) == 0) mine[expert] += __popc(same);
+        __syncwarp();
+    }
+}
