@@ -99,6 +99,7 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
     const bool EARLY = C <= 2;  // activations fit the registers while one waits for weights
     // Unpackers may read some bytes before and after a block.
     __shared__ __align__(16) uint8_t stages[16 + WARPS * STAGES * STAGE + 16];
+    __shared__ uint32_t grid[Grid<TYPE>::WORDS > 0 ? Grid<TYPE>::WORDS : 1];
     const int lane = team.lane % GROUP, parts = n_in / 32, n_pad = (n_in + 255) / 256 * 256;
     const int steps = (parts + LANES - 1) / LANES, PARTS = TYPE::BLOCK / 32;
     uint8_t* const mine = stages + 16 + team.warp * (STAGES * STAGE);
@@ -114,6 +115,10 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
     for (int s = 0; s < STAGES; s++) {
         if (s < steps) copier.copy(to + s * STAGE, s * stride);
         end_group();
+    }
+    if (Grid<TYPE>::WORDS) {
+        load_grid<TYPE>(grid);
+        __syncthreads();
     }
     uint32_t head[M][R];  // where the first segments begin: only the last four bits matter
 #pragma unroll
@@ -141,8 +146,8 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int r = 0; r < R; r++)
-                    TYPE::unpack(block + stage + 16 * WORDS * TEAMS * (m * R + r) + (head[m][r] + s * stride & 15),
-                                 lane % PARTS, levels[m][r]);
+                    unpack_with<TYPE>(block + stage + 16 * WORDS * TEAMS * (m * R + r) + (head[m][r] + s * stride & 15),
+                                      lane % PARTS, levels[m][r], grid);
 #pragma unroll
             for (int c = 0; c < C; c++) {
                 const Activations v = EARLY ? early[EARLY ? c : 0] : row.load(c * x_stride);
