@@ -12,7 +12,6 @@ from device_memory import Memory
 from quantkit.kernels.cuda import mat_vec
 from quantkit.kernels.cuda.glu import GATES, limits
 from quantkit.kernels.parameters import Activation
-from quantkit.kernels.reference import reference_decoder
 from quantkit.model.backends.reference import gate as gated
 from quantkit.types import BY_NAME, TensorType
 
