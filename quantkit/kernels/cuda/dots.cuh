@@ -20,24 +20,26 @@ struct Activations {
 
 // Where a lane finds its values in a row: int8 levels[n_pad] | float d[n_pad / 32] | float sums[n_pad / 16].
 struct ActivationRow {
-    const uint8_t *levels, *d, *sums;
+    const uint8_t* levels;
+    int d, sums;  // from the levels on
 
     INLINE_METHOD ActivationRow(const uint8_t* x, int n_pad, int part)
-        : levels(x + 32 * part), d(x + n_pad + 4 * part), sums(x + n_pad + n_pad / 8 + 8 * part) {}
+        : levels(x + 32 * part), d(n_pad - 28 * part), sums(n_pad + n_pad / 8 - 24 * part) {}
 
-    INLINE_METHOD Activations load(int64_t by) const {
+    INLINE_METHOD Activations load(int by) const {
+        const uint8_t* p = levels + by;
         Activations v;
-        v.low = *(const int4*)(levels + by);
-        v.high = *(const int4*)(levels + by + 16);
-        v.d = *(const float*)(d + by);
-        if (TYPE::MINS) v.sums = *(const float2*)(sums + by);
+        v.low = *(const int4*)p;
+        v.high = *(const int4*)(p + 16);
+        v.d = *(const float*)(p + d);
+        if (TYPE::MINS) v.sums = *(const float2*)(p + sums);
         return v;
     }
 
     INLINE_METHOD void advance(int parts) {
         levels += 32 * parts;
-        d += 4 * parts;
-        sums += 8 * parts;
+        d -= 28 * parts;
+        sums -= 24 * parts;
     }
 };
 
@@ -137,7 +139,7 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
         Activations early[EARLY ? C : 1];
         if (EARLY && part < parts)
 #pragma unroll
-            for (int c = 0; c < C; c++) early[c] = row.load(c * x_stride);
+            for (int c = 0; c < C; c++) early[c] = row.load(c * (int)x_stride);
         wait_groups<STAGES - 1>();
         __syncwarp();
         if (part < parts) {
@@ -150,7 +152,7 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
                                       lane % PARTS, levels[m][r], grid);
 #pragma unroll
             for (int c = 0; c < C; c++) {
-                const Activations v = EARLY ? early[EARLY ? c : 0] : row.load(c * x_stride);
+                const Activations v = EARLY ? early[EARLY ? c : 0] : row.load(c * (int)x_stride);
 #pragma unroll
                 for (int m = 0; m < M; m++)
 #pragma unroll

@@ -41,10 +41,14 @@ def _lanes_of_warp(parts: int) -> int:
     return next((lanes for lanes in busy if busy[lanes] >= 0.85), max(busy, key=busy.__getitem__))
 
 
-def _rows(t: TensorType, lanes: int, n_out: int, matrices: int) -> int:
-    """Return how many rows of each of one or two matrices a team computes at once."""
-    bits = 8 * t.block_bytes / t.block
-    rows = (4 if bits < 4 else 2) // matrices
+def _rows(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) -> int:
+    """Return how many rows of each of one or two matrices a team computes at once, all with the same activations."""
+    if t.name in _FLOATS:
+        rows = 2 // matrices
+    elif columns > 4:
+        rows = 3 // matrices  # more do not fit the registers
+    else:
+        rows = (4 if columns > 2 or 8 * t.block_bytes / t.block < 4 else 2) // matrices
     while rows > 1 and n_out * lanes < 32 * _FEW * rows:
         rows //= 2
     return rows
@@ -57,7 +61,7 @@ def _shape(
     if not 1 <= columns <= MAX_ROWS:
         raise ValueError(f"mat_vec takes 1 to {MAX_ROWS} rows, not {columns}")
     lanes = _lanes(t, n_in, n_out * each)
-    rows = _rows(t, lanes, n_out * each, 2 if kind else 1)
+    rows = _rows(t, lanes, n_out * each, columns, 2 if kind else 1)
     operation = Operation("mat_vec.cu", name).bind(TYPE=supported(t).name, COLUMNS=columns, LANES=lanes, ROWS=rows)
     if t.name in _FLOATS:
         operation = operation.bind(FLOATS=1)
