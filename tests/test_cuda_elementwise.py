@@ -28,7 +28,7 @@ from quantkit.model.ops import (
 )
 
 #: Rows and width: less than four, odd ones, whole vectors, more than one block.
-SHAPES = [(3, 5), (7, 36), (1, 1), (2, 1027), (3, 2060)]
+SHAPES = [(3, 5), (7, 36), (1, 1), (2, 1027), (3, 2060), (2, 6)]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
@@ -105,7 +105,7 @@ def test_scale_by_position(memory: Memory, outputs: bool, per: int) -> None:
     np.testing.assert_allclose(got, want, rtol=3e-7)
 
 
-@pytest.mark.parametrize("repeat", [1, 3])
+@pytest.mark.parametrize("repeat", [1, 2, 3])
 @shapes
 def test_vectors_along_rows(memory: Memory, repeat: int, shape: tuple[int, int]) -> None:
     x, vector = values(shape[0], shape[1] * repeat), values(1, shape[1], seed=3)[0]
@@ -116,7 +116,10 @@ def test_vectors_along_rows(memory: Memory, repeat: int, shape: tuple[int, int])
         np.testing.assert_array_equal(got, meaning(op, {v: x}, rows=len(x), weights={w: vector}))
 
 
-@pytest.mark.parametrize(("groups", "period", "start", "n"), [(1, 41, 8, 33), (4, 24, 0, 16), (17, 200, 72, 128)])
+@pytest.mark.parametrize(
+    ("groups", "period", "start", "n"),
+    [(1, 41, 8, 33), (4, 24, 0, 16), (17, 200, 72, 128), (4, 24, 3, 8), (4, 10, 4, 4)],
+)
 def test_take(memory: Memory, groups: int, period: int, start: int, n: int) -> None:
     x = values(3, groups * period)
     v, to = value(x), out(groups * n)
@@ -126,7 +129,8 @@ def test_take(memory: Memory, groups: int, period: int, start: int, n: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("a_groups", "b_groups", "period_a", "period_b"), [(1, 1, 5, 3), (16, 1, 48, 24), (4, 2, 7, 9), (1, 1, 4, 8)]
+    ("a_groups", "b_groups", "period_a", "period_b"),
+    [(1, 1, 5, 3), (16, 1, 48, 24), (4, 2, 7, 9), (1, 1, 4, 8), (4, 2, 4, 3), (4, 4, 3, 4)],
 )
 def test_join(memory: Memory, a_groups: int, b_groups: int, period_a: int, period_b: int) -> None:
     a, b = values(3, a_groups * period_a), values(3, b_groups * period_b, seed=2)

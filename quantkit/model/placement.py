@@ -3,7 +3,7 @@
 A tensor lies where the first ``-ot`` rule that matches its name says, else where its layer lies: the last ``-ngl``
 layers (the output counts as one) on accelerators, an equal share on each in order, the rest on the CPU. An operation
 runs where its weights lie; one without weights where its first input was made, so that values travel only when they
-must; attention and recurrent layers, which own memory, run where their layer lies.
+must; attention and recurrent layers, which own memory, and the choice of outputs run where their layer lies.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from quantkit.model.ops import (
     Op,
     RopeTable,
     Route,
+    SelectOutputs,
     Value,
 )
 
-#: Operations that own memory of a layer.
-_OWNERS = (Attention, CacheWrite, Convolve, DeltaNet)
+#: Operations that own memory of a layer, and what chooses rows for it.
+_OF_LAYER = (Attention, CacheWrite, Convolve, DeltaNet, SelectOutputs)
 
 #: Operations whose weights are so small that they go with their input.
 _LIGHT = (MultiplyBy, RopeTable, Route)
@@ -113,7 +114,7 @@ def devices_of(graph: Graph, placement: Placement, n_layer: int) -> dict[int, st
     for op in graph.ops:
         matrices = op.matrices()
         inputs = op.inputs()
-        if isinstance(op, _OWNERS):
+        if isinstance(op, _OF_LAYER):
             where = placement.of_layer(op.layer, n_layer)
         elif matrices and not isinstance(op, _LIGHT):
             where = placement.of_tensor(matrices[0].tensor.name, op.layer, n_layer)

@@ -82,13 +82,18 @@ INLINE Blocks blocks_of(const attention_args& a, const Range& range, int size, i
     return Blocks{begin + split * per, min(end, begin + split * per + per)};
 }
 
+// A row while keys of this range come: of another sequence it sees none of them.
+INLINE Row in_range(Row row, const Range& range) {
+    if (row.sequence != range.sequence) row.first = NO_SEQUENCE;
+    return row;
+}
+
 // A score from a product of q and a key: scaled, capped, biased, masked.
-INLINE float score_of(const attention_args& a, const Row& row, const Range& range, int key, float product) {
-    float s = product * (float)a.scale;
+INLINE float score_of(const attention_args& a, const Row& row, float scale, int key, float product) {
+    float s = product * scale;
     if (a.softcap > 0) s = tanhf(s / (float)a.softcap) * (float)a.softcap;
     if (a.alibi > 0) s += row.slope * (float)(key - row.last);
-    const bool seen = row.sequence == range.sequence && key >= row.first && key <= row.last;
-    return seen ? s : __int_as_float(0xff800000);
+    return key >= row.first && key <= row.last ? s : __int_as_float(0xff800000);
 }
 
 INLINE const uint8_t* key_row(const attention_args& a, int kv_head, int sequence, int key) {

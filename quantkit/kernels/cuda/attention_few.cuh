@@ -61,13 +61,14 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
         for (int i = 0; i < V_WIDTH * V_TIMES; i++) o[r][i] = 0;
     }
     // As far as scores go, a lane is a row and one key of each SPAN; l is of its keys only until the end.
-    const Row mine = row_of(a, kv_head, first_row + lane / SPAN);
+    const Row me = row_of(a, kv_head, first_row + lane / SPAN);
     float m = NONE, l = 0;
 
     for (int after = -1;;) {
         const Range range = next_range(a, begin, end, after);
         if (range.sequence == NO_SEQUENCE) break;
         after = range.sequence;
+        const Row mine = in_range(me, range);
         const Blocks blocks = blocks_of(a, range, 32, split);
         for (int block = blocks.begin + warp; block < blocks.end; block += WARPS) {
             const int start = 32 * block;
@@ -88,7 +89,7 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
                         products[SPAN * r + i] = sum;
                     }
                 }
-                s[j] = score_of(a, mine, range, start + SPAN * j + lane % SPAN, sum_lanes<16>(products));
+                s[j] = score_of(a, mine, (float)a.scale, start + SPAN * j + lane % SPAN, sum_lanes<16>(products));
             }
             float largest = m;
 #pragma unroll
