@@ -46,6 +46,18 @@ template <int N> INLINE void load_words(const uint8_t* p, uint32_t (&out)[N]) {
     }
 }
 
+// N words from bit `bit` (-31 to 7) of the byte at any address on; below 0 up to 7 bytes before it are read.
+template <int N> INLINE void load_words_from_bit(const uint8_t* p, int bit, uint32_t (&out)[N]) {
+    const int over = (int)((uint32_t)(uint64_t)p & 3), first = 8 * over + bit;
+    const uint32_t* words = (const uint32_t*)(p - over + (first < 0 ? -4 : 0));
+    uint32_t low = words[0];
+    for (int i = 0; i < N; i++) {
+        const uint32_t high = words[i + 1];
+        out[i] = __funnelshift_r(low, high, (uint32_t)first);  // modulo 32
+        low = high;
+    }
+}
+
 // A half and N words after it, p aligned to 2 bytes.
 template <int N> INLINE float load_half_and_words(const uint8_t* p, uint32_t (&out)[N]) {
     const uint32_t over = (uint32_t)(uint64_t)p & 2;
