@@ -77,7 +77,7 @@ def _embed(b: CUDALowering, op: Embed) -> None:
 def _select_outputs(b: CUDALowering, op: SelectOutputs) -> None:
     width = op.x.width * op.x.per
     out, x = b.buffer(op.out), b.buffer(op.x)
-    b.emit(lambda rows: elementwise.select_outputs(width, rows), op.out, rows_per=1, out=out, x=x, width=width)
+    b.emit(lambda rows: elementwise.select_outputs(width, rows), op.out, 1, out=out, x=x, width=width)
 
 
 def _map(b: CUDALowering, choose: Callable[[int, int], Shape], out: Value, x: Value, **more: Slot | Rows) -> None:
