@@ -117,6 +117,9 @@ class HostDevice:
     def zero(self, address: int, nbytes: int) -> None:
         ctypes.memset(address, 0, nbytes)
 
+    def host_array(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        return np.empty(count, dtype)
+
     def prepare(self, operations: Sequence[Operation]) -> None:
         for operation in operations:
             _module(preamble(operation), 10 * self.capability)
