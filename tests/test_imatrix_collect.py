@@ -576,6 +576,10 @@ def test_the_command_tells_what_there_is(tiny_moe: Path, data: Path, tmp_path: P
     assert (tmp_path / "plot.svg").read_text().startswith("<svg")
     assert "exists" in quantkit(*arguments).output
     assert quantkit(*arguments, "--overwrite", "--no-ppl", "--require-coverage", "1").exit_code in (0, 3)
+    typed = ["-m", tiny_moe, "-p", text.read_text()[:1500], "-o", tmp_path / "typed.gguf", "-c", 64]
+    peers_names = ["--n-gpu-layers", 0, "--cache-type-k", "f32", "--override-tensor", "exps=CPU"]
+    assert quantkit(*typed, *peers_names).exit_code == 0
+    assert read_imatrix(tmp_path / "typed.gguf").datasets == ["prompt"]
     shown = quantkit("--show-statistics", "--in-file", out)
     assert "Statistics of weights" in shown.output
     joined = quantkit("--in-file", f"{out},{out}", "-o", tmp_path / "joined.dat")

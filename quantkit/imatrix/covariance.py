@@ -29,9 +29,9 @@ from quantkit.evaluate.passes import LoadOptions, bos_of, run_windows
 from quantkit.formats.gguf import open_gguf
 from quantkit.helpers import format_size
 from quantkit.imatrix.checkpoint import Checkpoint, Progress, clear, state_of
-from quantkit.imatrix.collect import ImatrixOptions, parts_of
+from quantkit.imatrix.collect import ImatrixOptions, chunks_of
 from quantkit.imatrix.covariance_file import Target, layout
-from quantkit.imatrix.texts import Chunks, cut
+from quantkit.imatrix.texts import Chunks
 from quantkit.model.arch import arch_by_name
 from quantkit.model.engine import Model, load
 from quantkit.model.fusion import Fusion
@@ -82,6 +82,7 @@ def covariance(
     output: str | Path,
     *,
     chat: Sequence[str | Path] = (),
+    prompt: str | None = None,
     tokens: npt.ArrayLike | None = None,
     options: ImatrixOptions | None = None,
     weighting: Weighting = "both",
@@ -92,7 +93,7 @@ def covariance(
     """Record the covariance of every weight's input, per expert, in ``output``.
 
     Args:
-        model, files, chat, tokens, options: as for ``imatrix``; of the options the text's, process_output,
+        model, files, chat, prompt, tokens, options: as for ``imatrix``; of the options the text's, process_output,
             output_frequency, resume and overwrite count.
         without: chunks that are left out, counted from 0: those that an imatrix run dropped; None: those of the run
             that is resumed, or none.
@@ -108,7 +109,7 @@ def covariance(
     check_covariance(model, path, options, weighting, run.get("max_ram"))
     run["fusion"] = Fusion.none()
     with load(model, n_ctx=options.n_ctx, **run) as loaded:
-        text = cut(parts_of(loaded, files, chat, tokens, options), options.n_ctx, options.from_chunk, options.chunks)
+        text = chunks_of(loaded, files, chat, prompt, tokens, options)
         found = _inputs(loaded.graph, loaded.arch, options)
         checkpoint = Checkpoint(path, _identity(loaded, text, options, weighting))
         target = Target(path, loaded.graph, found, loaded.source.tensors, weighting)

@@ -36,6 +36,7 @@ from quantkit.model.ops import (
     MulMatHeads,
     MulMatId,
     MulMats,
+    Observe,
     Op,
     Repeat,
     Route,
@@ -186,6 +187,16 @@ def _place(graph: Graph, item: Input) -> Op:
     if item.at is not _output(graph):
         return item.at
     return next((op for op in graph.ops if isinstance(op, SelectOutputs) and op.out is _output(graph).x), item.at)
+
+
+def observe_hidden(graph: Graph) -> Graph:
+    """Return the graph with Observe of what its output matrix multiplies, of all tokens.
+
+    The graph is one of ``observe``, or of ``every_token``.
+    """
+    found = next(op for op in graph.ops if isinstance(op, SelectOutputs) and op.out is _output(graph).x)
+    look = Observe(layer=found.layer, x=found.x, of=found.x.name)
+    return replace(graph, ops=tuple(each for op in graph.ops for each in ((look, op) if op is found else (op,))))
 
 
 # ---------------------------------------------------------------- latent attention
