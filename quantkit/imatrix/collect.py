@@ -47,7 +47,7 @@ from quantkit.model.backends.accumulators import Accumulator
 from quantkit.model.engine import Model, Session, load
 from quantkit.model.fusion import Fusion
 from quantkit.model.nextn import nextn_layers
-from quantkit.model.observers import ALL_EXPERTS, observe, observe_hidden
+from quantkit.model.observers import ALL_EXPERTS, fewest_rows, observe, observe_hidden
 from quantkit.model.observers import similarity as observe_similarity
 from quantkit.model.ops import Graph, SumColumns
 from quantkit.pipeline.facts import MERGED
@@ -230,7 +230,8 @@ def _rewrite(options: ImatrixOptions, collects: bool, latent: bool, hidden: bool
         if collects:
             graph = _look(options, latent, graph, options.process_output)
         graph = observe_hidden(graph) if hidden else graph
-        return observe_similarity(graph) if options.layer_similarity else graph
+        graph = observe_similarity(graph) if options.layer_similarity else graph
+        return fewest_rows(graph)
 
     return rewrite
 

@@ -36,7 +36,16 @@ from quantkit.model.arch import arch_by_name
 from quantkit.model.engine import Model, load
 from quantkit.model.fusion import Fusion
 from quantkit.model.graph import build_graph
-from quantkit.model.observers import Input, Wanted, covariances, every_token, inputs, up_to_layer, with_latent
+from quantkit.model.observers import (
+    Input,
+    Wanted,
+    covariances,
+    every_token,
+    fewest_rows,
+    inputs,
+    up_to_layer,
+    with_latent,
+)
 from quantkit.model.ops import Covariance, Graph
 from quantkit.pipeline.plan import source_fingerprint
 
@@ -336,7 +345,7 @@ class _Recorder:
                 plain=self.weighting != "router",
                 weighted=self.weighting != "tokens",
             )
-            return up_to_layer(seen, last) if last < graph.ops[-1].layer else seen
+            return fewest_rows(up_to_layer(seen, last) if last < graph.ops[-1].layer else seen)
 
         return rewrite
 

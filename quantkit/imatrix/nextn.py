@@ -20,6 +20,7 @@ from quantkit.formats.gguf import open_gguf
 from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.engine import Model, load
 from quantkit.model.nextn import build_nextn, nextn_layers
+from quantkit.model.observers import fewest_rows
 from quantkit.model.ops import Graph, MulMat
 
 F32 = npt.NDArray[np.float32]
@@ -89,7 +90,9 @@ class Predictor:
         **run: Unpack[LoadOptions],
     ) -> None:
         self.hidden = hidden
-        self.model: Model = load(path, n_ctx=n_ctx, build=build_nextn, rewrite=lambda g: look(g, _own_head(g)), **run)
+        self.model: Model = load(
+            path, n_ctx=n_ctx, build=build_nextn, rewrite=lambda g: fewest_rows(look(g, _own_head(g))), **run
+        )
         self.session = self.model.session(n_ctx, n_seq)
 
     def run(self, windows: I32) -> list[NotFinite]:
