@@ -349,6 +349,50 @@ def test_covariances_that_cannot_be_are_refused_before_the_imatrix(model: Path, 
         assert not list(tmp_path.iterdir())
 
 
+def test_an_interrupted_command_says_how_to_go_on(
+    tiny_moe: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(self: object, chunk: int, *_: object) -> None:
+        if chunk >= 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("quantkit.cli.imatrix_collect._Report.chunk", interrupt)
+    arguments = ["-m", tiny_moe, "-f", data / "tiny-moe-evaluation.txt", "-o", tmp_path / "o.gguf", "-c", 64, "-b", 64]
+    stopped = quantkit(*arguments, "-ofreq", 2)
+    assert stopped.exit_code == 130
+    assert stopped.stderr.endswith("interrupted; go on with the same command and --resume\n")
+    arguments[5] = tmp_path / "other.gguf"
+    assert "--resume" not in quantkit(*arguments, "-ofreq", 0).stderr  # there is nothing to go on from
+
+
+def test_what_is_no_model_and_no_text_is_named(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
+    text, matrix = tmp_path / "text.txt", data / "tiny-moe-imatrix.gguf"
+    text.write_bytes(b"good " * 99 + b"\xf7\xbf\xbf\xbf")
+    for arguments, words in (
+        (["-m", matrix, "-f", data / "tiny-moe-evaluation.txt"], f"{matrix}: this is an imatrix, no model"),
+        (["-m", tiny_moe, "-f", text], f"{text}: the text is not UTF-8"),
+    ):
+        result = quantkit(*arguments, "-o", tmp_path / "o.gguf")
+        assert result.exit_code != 0
+        assert words in result.output
+        assert not (tmp_path / "o.gguf").exists()
+
+
+def test_experts_merged_while_loading_are_those_of_a_merged_file(model: Path, tmp_path: Path) -> None:
+    merge_up_gate(model, tmp_path / "merged.gguf")
+    run(tmp_path / "merged.gguf", tmp_path / "1.gguf")
+    imatrix(model, (), tmp_path / "2.gguf", tokens=TOKENS, options=options(), merge_up_gate=True, **RUN)
+    assert (tmp_path / "1.gguf").read_bytes() == (tmp_path / "2.gguf").read_bytes()
+
+
+def test_chunks_of_files_to_join_are_as_long_as_they_say(model: Path, tmp_path: Path) -> None:
+    run(model, tmp_path / "1.gguf")
+    for more, size in (([], N_CTX), (["-c", 2 * N_CTX], 2 * N_CTX)):
+        quantkit("--in-file", tmp_path / "1.gguf", "-o", tmp_path / f"{size}.gguf", *more)
+        found = read_imatrix(tmp_path / f"{size}.gguf")
+        assert (found.chunk_size, found.chunk_count) == (size, N * N_CTX // size)
+
+
 def test_the_command_resumes_covariances_after_a_complete_imatrix(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from quantkit.cli.evaluation import Bar, load_options, run_options
 from quantkit.cli.imatrix_show import coverage_table, findings, show
@@ -85,7 +86,7 @@ def _chunking() -> tuple[Callable[[F], F], ...]:
     return (
         option("-c", "--ctx-size", "n_ctx", **number, type=click.IntRange(4), default=512, help="Tokens of a chunk."),
         option("--chunks", group=_TEXT, type=int, default=-1, help="Only so many chunks; -1, the default: all."),
-        option("--chunk", "--from-chunk", **number, type=click.IntRange(0), default=0, help="Leave out the first."),
+        option("--chunk", "--from-chunk", **number, type=click.IntRange(0), default=0, help="Leave out so many first."),
         option("--parse-special", group=_TEXT, is_flag=True, help="Texts name special tokens, such as <|im_end|>."),
         option("--ppl/--no-ppl", group=_TEXT, default=True, help="Compute the perplexity on the side, or not."),
     )
@@ -197,7 +198,14 @@ def collect(ctx: click.Context, given: Mapping[str, Any]) -> None:
                 "--plot draws the similarity of layers: give --layer-similarity, or imatrix show --plot"
             )
         check_plot(given["plot"])
-    _collect(output, in_files, given)
+    try:
+        _collect(output, in_files, given)
+    except KeyboardInterrupt:
+        states = [state_of(path) for path in (output, given["covariance"]) if path is not None]
+        if not any(state.exists() for state in states):
+            raise
+        click.echo("\ninterrupted; go on with the same command and --resume", err=True)
+        sys.exit(130)
 
 
 def _collect(output: Path | None, in_files: Sequence[Path], given: Mapping[str, Any]) -> None:
@@ -375,7 +383,9 @@ def _merge_only(output: Path, in_files: Sequence[Path], given: Mapping[str, Any]
     if given["model"] is not None:
         with open_gguf(given["model"]) as file:
             experts = expert_counts({n for i in found for n in i.entries}, file.tensors.values())
-    made = merge(found, chunk_size=given["n_ctx"], experts=experts)
+    # Without -c the files say how long their chunks are.
+    said = click.get_current_context().get_parameter_source("n_ctx") is ParameterSource.COMMANDLINE
+    made = merge(found, chunk_size=given["n_ctx"] if said else None, experts=experts)
     echo_notes(made.notes)
     joined = made.imatrix if given["names"] is None else with_names(made.imatrix, given["names"])
     joined = joined if given["fill"] is None else apply_fill(joined, given["fill"])

@@ -46,6 +46,7 @@ from quantkit.model.arch import arch_by_name
 from quantkit.model.backends.accumulators import Accumulator
 from quantkit.model.engine import Model, Session, load
 from quantkit.model.fusion import Fusion
+from quantkit.model.hparams import HParams
 from quantkit.model.nextn import nextn_layers
 from quantkit.model.observers import ALL_EXPERTS, fewest_rows, observe, observe_hidden
 from quantkit.model.observers import similarity as observe_similarity
@@ -221,8 +222,7 @@ def _everywhere(path: Path) -> Path:
 def _has_latents(model: str | Path) -> bool:
     """Tell whether a file has latent attention of which runtimes know both forms."""
     with open_gguf(model) as source:
-        name = str(source.get("general.architecture", ""))
-    return arch_by_name(name).attention == "mla"
+        return arch_by_name(HParams(source).arch).attention == "mla"
 
 
 def _rewrite(options: ImatrixOptions, collects: bool, latent: bool, hidden: bool = False) -> Callable[[Graph], Graph]:
@@ -333,8 +333,8 @@ class _Collector:
         o = self.options
         digest = hashlib.sha256(self.text.windows.tobytes())
         numbers = (o.n_ctx, o.n_batch, self.session.limits.n_ubatch, self.model.kv_type, self.bos, o.ppl)
-        what = (o.process_output, o.all_experts, o.layer_similarity, source_fingerprint(self.model.source))
-        more = () if self.predictor is None else (source_fingerprint(self.predictor.model.source),)
+        what = (o.process_output, o.all_experts, o.layer_similarity, fingerprint_of(self.model))
+        more = () if self.predictor is None else (fingerprint_of(self.predictor.model),)
         digest.update(repr((numbers, what, *more)).encode())
         return digest.hexdigest()
 
@@ -554,6 +554,12 @@ class _Collector:
 
         layers = sorted(int(of.split()[1]) for of in found if of.startswith("layer "))
         return tuple(Similarity(i, *(mean(kind, i) for kind in ("layer", "attention", "feed-forward"))) for i in layers)
+
+
+def fingerprint_of(model: Model) -> str:
+    """Return the fingerprint of a model's file, as it lies on the disk."""
+    with open_gguf(model.path) as source:
+        return source_fingerprint(source)
 
 
 def _names(graph: Graph) -> dict[str, tuple[int, tuple[str, ...]]]:

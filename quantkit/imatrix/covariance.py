@@ -29,7 +29,7 @@ from quantkit.evaluate.passes import LoadOptions, bos_of, run_windows
 from quantkit.formats.gguf import open_gguf
 from quantkit.helpers import format_size
 from quantkit.imatrix.checkpoint import Checkpoint, Progress, clear, state_of
-from quantkit.imatrix.collect import ImatrixOptions, chunks_of
+from quantkit.imatrix.collect import ImatrixOptions, chunks_of, fingerprint_of
 from quantkit.imatrix.covariance_file import Target, layout
 from quantkit.imatrix.texts import Chunks
 from quantkit.model.arch import arch_by_name
@@ -47,7 +47,6 @@ from quantkit.model.observers import (
     with_latent,
 )
 from quantkit.model.ops import Covariance, Graph
-from quantkit.pipeline.plan import source_fingerprint
 
 #: What a token counts for an expert: 1, its router weight squared, or both are recorded.
 Weighting = Literal["tokens", "router", "both"]
@@ -171,7 +170,7 @@ def _identity(model: Model, text: Chunks, options: ImatrixOptions, weighting: st
     digest = hashlib.sha256(text.windows.tobytes())
     o = options
     what = (o.n_ctx, o.n_batch, model.n_ubatch, model.kv_type, bos_of(model, []), o.process_output, weighting)
-    digest.update(repr((what, source_fingerprint(model.source))).encode())
+    digest.update(repr((what, fingerprint_of(model))).encode())
     return digest.hexdigest()
 
 

@@ -77,8 +77,11 @@ def text_part(path: Path, tokenizer: Tokenizer, parse_special: bool) -> Part:
 
 
 def text_of(name: str, text: bytes, tokenizer: Tokenizer, parse_special: bool) -> Part:
-    """Return a text as it is."""
-    return Part(name, tokenizer.encode(text, parse_special=parse_special), text)
+    """Return a text as it is. Raises RecipeError, with its name, for one that cannot be tokens."""
+    try:
+        return Part(name, tokenizer.encode(text, parse_special=parse_special), text)
+    except RecipeError as e:
+        raise RecipeError(f"{name}: {e.message}") from None
 
 
 def chat_part(path: Path, tokenizer: Tokenizer, source: GGUFFile) -> Part:
