@@ -11,6 +11,7 @@ import types
 from typing import Any
 
 import host_device
+
 from quantkit.kernels.cuda.device import PADDING
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
@@ -151,12 +152,13 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
         assert shared <= kernel.max_dynamic_shared_size_bytes
         assert not extra
         block = ctypes.cast(params, ctypes.POINTER(ctypes.c_void_p))[0]
-        size = ctypes.sizeof(ctypes.c_int64) * 64
-        kept = ctypes.create_string_buffer(ctypes.string_at(block, ARGUMENT_BYTES[name]), size)
+        kept = ctypes.create_string_buffer(ctypes.string_at(block, ARGUMENT_BYTES[name]))
 
         def work() -> None:
             grid, threads = (ctypes.c_uint * 3)(gx, gy, gz), (ctypes.c_uint * 3)(bx, by, bz)
-            shim._runtime.host_launch(ctypes.c_void_p(f), name.encode(), grid, threads, ctypes.c_uint64(shared), kept, 0)
+            shim._runtime.host_launch(
+                ctypes.c_void_p(f), name.encode(), grid, threads, ctypes.c_uint64(shared), kept, 0
+            )
 
         captured = here(stream).captured
         if captured is None:

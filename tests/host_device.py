@@ -87,7 +87,7 @@ def _runtime() -> ctypes.CDLL:
 
 @cache
 def _module(text: str, arch: int) -> ctypes.CDLL:
-    # Never RTLD_GLOBAL: libraries loaded later would take the sanitizer's operator new, and some of them not its delete.
+    # Never RTLD_GLOBAL: libraries loaded later would take the sanitizer's operator new, and some not its delete.
     return ctypes.CDLL(str(build(text, arch, _runtime_path())))
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_cupy
+import host_device
 import numpy as np
 import pytest
 
-import fake_cupy
-import host_device
 from quantkit.errors import ResourceError
 from quantkit.kernels.cuda import device as devices
 from quantkit.kernels.cuda import elementwise, norms
