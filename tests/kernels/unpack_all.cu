@@ -29,7 +29,8 @@ template <typename T> INLINE void unpack_blocks(const unpack_all_args& a, uint32
 
 // Block, bytes, align, minimums, halves, words of the grid.
 template <typename T> INLINE void describe(uint32_t* out) {
-    out[0] = T::BLOCK, out[1] = T::BYTES, out[2] = T::ALIGN, out[3] = T::MINS, out[4] = T::HALVES, out[5] = Grid<T>::WORDS;
+    out[0] = T::BLOCK, out[1] = T::BYTES, out[2] = T::ALIGN;
+    out[3] = T::MINS, out[4] = T::HALVES, out[5] = Grid<T>::WORDS;
 }
 
 #define EACH_TYPE(DO)                                                                                      \

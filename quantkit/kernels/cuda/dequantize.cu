@@ -45,9 +45,11 @@ template <typename A> INLINE Place place_of(const A& a, const int32_t* tokens, i
 
 INLINE uint32_t rounded(float v, int to) { return to == TO_F16 ? float_to_half(v) : float_to_bf16(v); }
 
+INLINE uint32_t two(float a, float b, int to) { return rounded(a, to) | rounded(b, to) << 16; }
+
 INLINE void write_four(uint8_t* out, const float* v, int to) {
     if (to == TO_F32) *(float4*)out = make_float4(v[0], v[1], v[2], v[3]);
-    else *(uint2*)out = make_uint2(rounded(v[0], to) | rounded(v[1], to) << 16, rounded(v[2], to) | rounded(v[3], to) << 16);
+    else *(uint2*)out = make_uint2(two(v[0], v[1], to), two(v[2], v[3], to));
 }
 
 // A part in shared memory; an odd number of words, so that lanes do not meet in a bank.
@@ -59,8 +61,8 @@ struct Staged {
 };
 
 template <typename T> struct Rows {
-    template <typename A> STATIC_INLINE void write_parts(const A& a, const int32_t* tokens, float scale, int to, Staged (*)[32]) {
-        __shared__ Staged shared[WARPS][32];
+    template <typename A>
+    STATIC_INLINE void write_parts(const A& a, const int32_t* tokens, float scale, int to, Staged (*shared)[32]) {
         const int lane = threadIdx.x & 31;
         Staged* staged = shared[threadIdx.x >> 5];
         const int64_t first = ((int64_t)blockIdx.x * WARPS + (threadIdx.x >> 5)) * 32, parts = a.rows * (a.n / 32);
@@ -103,12 +105,15 @@ template <typename T> struct FloatRows {
         if (to == TO_F32) ((float*)out)[i] = v;
         else ((uint16_t*)out)[i] = (uint16_t)rounded(v, to);
     }
-    template <typename A> STATIC_INLINE void write_parts(const A& a, const int32_t* tokens, float scale, int to, Staged (*)[32]) {
+    template <typename A>
+    STATIC_INLINE void write_parts(const A& a, const int32_t* tokens, float scale, int to, Staged (*)[32]) {
         const int lane = threadIdx.x & 31;
-        const int64_t first = ((int64_t)blockIdx.x * WARPS + (threadIdx.x >> 5)) * 32, parts = a.rows * ((a.n + 31) / 32);
+        const int64_t first = ((int64_t)blockIdx.x * WARPS + (threadIdx.x >> 5)) * 32;
+        const int64_t parts = a.rows * ((a.n + 31) / 32);
         for (int64_t index = first; index < parts && index < first + 32; index++) {
             const Place at = place_of(a, tokens, to, index);
-            if (lane < at.n) write(at.to, lane, T::value(at.from + (int64_t)(32 * (int64_t)at.part + lane) * T::BYTES) * scale, to);
+            const uint8_t* from = at.from + (32 * (int64_t)at.part + lane) * T::BYTES;
+            if (lane < at.n) write(at.to, lane, T::value(from) * scale, to);
         }
     }
 };

@@ -441,7 +441,7 @@ def _attention(b: CUDALowering, op: Attention) -> None:
     @kept
     def way(rows: int) -> attention.Attention:
         sizes = op.n_head, op.n_head_kv, op.head_k, op.head_v
-        return attention.attention(kind, *sizes, rows, n_ctx, mla=mla)
+        return attention.attention(kind, *sizes, rows, n_ctx, mla=mla, capability=b.device.capability)
 
     scratch = b.scratch(max(way(rows).scratch for rows in range(1, b.limits.n_ubatch + 1)))
     common: dict[str, Slot] = {"out": b.buffer(op.out), "sinks": b.vector(op.sinks), "scratch": scratch}
