@@ -31,7 +31,6 @@
 #define SINGLE 3
 
 #if WEIGHTS == QUANTIZED
-#include "unpack/all.cuh"
 #include "unpack/folded.cuh"
 #endif
 
@@ -81,8 +80,8 @@ template <int ACTIVE> INLINE void load_tokens(uint32_t b[ACTIVE][2], const uint8
 
 // ---- quantized weights: chunks of 128 values, fetched by 256
 
-const bool HALVES = Folded<TYPE>::HALVES;
-const int STEPS = HALVES ? 8 : 4;                            // scales of a row in a chunk
+const int PLANES = Folded<TYPE>::PLANES;                     // folded types: how many bytes a level has
+const int STEPS = PLANES ? 1 : TYPE::HALVES ? 8 : 4;         // scales of a row in a chunk
 const int MIN_STEPS = !TYPE::MINS ? 0 : TYPE::HALVES ? 8 : 4;
 const int UNIT_BYTES = 256 / TYPE::BLOCK * TYPE::BYTES;      // of 256 values
 const int LEAN = TYPE::BYTES % 16 ? 15 : 0;                  // how far beyond a multiple of 16 bytes a row may begin
@@ -90,7 +89,8 @@ const int PIECES = (UNIT_BYTES + LEAN + 15) / 16;
 const int RAW_STRIDE = 16 * (PIECES | 1);
 
 const int LEVELS_AT = 0;
-const int SCALES_AT = LEVELS_AT + ROWS * STRIDE;
+const int LOW_AT = LEVELS_AT + ROWS * STRIDE;                // the second plane
+const int SCALES_AT = LOW_AT + (PLANES == 2 ? ROWS * STRIDE : 0);
 const int MINS_AT = SCALES_AT + 4 * STEPS * ROWS;
 const int X_AT = MINS_AT + 4 * MIN_STEPS * ROWS;
 const int D_AT = TOKENS * STRIDE;                            // within a buffer of activations
@@ -129,6 +129,11 @@ INLINE void stage_activations(uint8_t* to, const uint8_t* levels, const uint8_t*
     }
 }
 
+INLINE void store_levels(uint8_t* to, const int q[8]) {
+    ((int4*)to)[0] = make_int4(q[0], q[1], q[2], q[3]);
+    ((int4*)to)[1] = make_int4(q[4], q[5], q[6], q[7]);
+}
+
 // Unpack 128 values of every row, from the `first`-th on; beyond n_in they count for nothing. A thread has one part of
 // 32, or two next to each other, of a row.
 INLINE void unpack_chunk(uint8_t* shared, int first, int n_in, int unit_at) {
@@ -141,12 +146,13 @@ INLINE void unpack_chunk(uint8_t* shared, int first, int n_in, int unit_at) {
 #pragma unroll
     for (int part = begin; part < begin + EACH; part++) {
         const int at = (first & 128) + 32 * part;
+        const uint8_t* block = unit + at / TYPE::BLOCK * TYPE::BYTES;
         Levels l = {};
-        if (first + 32 * part < n_in)
-            Folded<TYPE>::unpack(unit + at / TYPE::BLOCK * TYPE::BYTES, at % TYPE::BLOCK / 32, l, (const uint32_t*)(shared + GRID_AT));
-        int4* levels = (int4*)(shared + LEVELS_AT + row * STRIDE + 32 * part);
-        levels[0] = make_int4(l.q[0], l.q[1], l.q[2], l.q[3]);
-        levels[1] = make_int4(l.q[4], l.q[5], l.q[6], l.q[7]);
+        int low[8] = {};
+        if (first + 32 * part < n_in) Folded<TYPE>::unpack(block, at % TYPE::BLOCK / 32, l, low, (const uint32_t*)(shared + GRID_AT));
+        store_levels(shared + LEVELS_AT + row * STRIDE + 32 * part, l.q);
+        if (PLANES == 2) store_levels(shared + LOW_AT + row * STRIDE + 32 * part, low);
+        if (PLANES && part == begin) ((float*)(shared + SCALES_AT))[slot] = l.d[0];
 #pragma unroll
         for (int half = 0; half < STEPS / 4; half++)
             ((float*)(shared + SCALES_AT))[(STEPS / 4 * part + half) * ROWS + slot] = l.d[half];
@@ -201,8 +207,8 @@ template <int ACTIVE> INLINE void subtract_mins(const uint8_t* shared, const uin
 #endif
 }
 
-// Multiply the panel with a buffer of activations.
-template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* shared, const uint8_t* x, Sums& sum) {
+// Multiply the panel with a buffer of activations, a scale for every step.
+template <int ACTIVE> INLINE void multiply_steps(const uint8_t* shared, const uint8_t* x, Sums& sum) {
     const int g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
     const uint8_t* rows = shared + LEVELS_AT + warp_m() * 16 * MT * STRIDE;
     const uint8_t* tokens = x + warp_n() * 8 * STRIDE;
@@ -227,7 +233,7 @@ template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* shared, const ui
                 int dots[ACTIVE][4];
 #pragma unroll
                 for (int j = 0; j < ACTIVE; j++) {
-                    if (HALVES)
+                    if (TYPE::HALVES)
                         mma_s8_half(dots[j], a, b[j], magic, half);
                     else
                         mma_s8(dots[j], a, b[j], magic);
@@ -242,6 +248,51 @@ template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* shared, const ui
             }
         }
     }
+}
+
+// The same of folded types: sums of integers over the chunk, rows by 16 (two planes: by 16, one: by 32).
+template <int ACTIVE> INLINE void multiply_folded(const uint8_t* shared, const uint8_t* x, Sums& sum) {
+    const int AT_ONCE = PLANES == 2 ? 1 : 2, g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
+    const uint8_t* rows = shared + LEVELS_AT + warp_m() * 16 * MT * STRIDE;
+    const uint8_t* tokens = x + warp_n() * 8 * STRIDE;
+    const float* scales = (const float*)(shared + SCALES_AT) + (warp_m() * 8 + g) * 2 * MT;
+    const float* d_of = (const float*)(x + D_AT) + 8 * warp_n() + 2 * t;
+#pragma unroll
+    for (int i = 0; i < MT; i += AT_ONCE) {
+        int dots[2][ACTIVE][4] = {};  // of two planes, or of two times 16 rows
+#pragma unroll 1
+        for (int step = 0; step < 4; step++) {
+            uint32_t b[ACTIVE][2];
+            load_tokens<ACTIVE>(b, tokens + 32 * step);
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                uint32_t a[4];
+                load_a(a, rows + (PLANES == 2 ? k * LOW_AT : 16 * k * STRIDE) + 16 * i * STRIDE + 32 * step, STRIDE);
+#pragma unroll
+                for (int j = 0; j < ACTIVE; j++) mma_s8(dots[k][j], a, b[j], dots[k][j]);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            const float2 scale = *(const float2*)(scales + 2 * (i + k));
+#pragma unroll
+            for (int j = 0; j < ACTIVE; j++) {
+                const float2 d = *(const float2*)(d_of + 8 * WARPS_N * j);
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    const int dot = PLANES == 2 ? dots[0][j][c] * 256 + dots[1][j][c] : dots[k][j][c];
+                    sum[i + k][j][c] = fmaf((float)dot, (c >> 1 ? scale.y : scale.x) * (c & 1 ? d.y : d.x), sum[i + k][j][c]);
+                }
+            }
+        }
+    }
+}
+
+template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* shared, const uint8_t* x, Sums& sum) {
+    if (PLANES)
+        multiply_folded<ACTIVE>(shared, x, sum);
+    else
+        multiply_steps<ACTIVE>(shared, x, sum);
     if (TYPE::MINS) subtract_mins<ACTIVE>(shared, x, sum);
 }
 
