@@ -21,11 +21,16 @@ def test_blocks_fit_the_shared_memory_of_every_device() -> None:
         t = BY_NAME[name]
         assert 2 * (mat_mat.shared_bytes(t, mat_mat.LARGE) + 1024) <= 228 << 10  # two at once on sm_90
         assert mat_mat.shared_bytes(t, mat_mat.SMALL) <= 48 << 10
-        assert mat_mat.tile_for(t, 512, 80) == mat_mat.tile_for(t, 512, 90) == mat_mat.LARGE
-        for capability in (70, 75, 86, 89, 100, 120):
-            assert mat_mat.tile_for(t, 512, capability) in (mat_mat.SMALL, mat_mat.LARGE)
-    assert mat_mat.tile_for(BY_NAME["Q4_K"], 512, 89) == mat_mat.LARGE
-    assert mat_mat.tile_for(BY_NAME["Q6_K"], 512, 89) == mat_mat.tile_for(BY_NAME["Q4_K"], 512, 75) == mat_mat.SMALL
+        assert all(mat_mat.tile_for(t, 4096, 512, 1, c) == mat_mat.LARGE for c in (80, 90, 100))
+    small = [
+        ("Q4_K", 4096, 512, 1, 75),
+        ("Q6_K", 4096, 512, 1, 89),
+        ("Q4_K", 4096, 32, 1, 90),
+        ("Q4_K", 1024, 64, 1, 90),
+    ]
+    large = [("Q4_K", 4096, 512, 1, 89), ("Q4_K", 1024, 64, 8, 90)]
+    for cases, tile in ((small, mat_mat.SMALL), (large, mat_mat.LARGE)):
+        assert {mat_mat.tile_for(BY_NAME[name], *sizes) for name, *sizes in cases} == {tile}
 
 
 @pytest.mark.parametrize("name", ["Q3_K", "Q6_K"])
@@ -47,6 +52,12 @@ def test_levels_at_the_ends_of_their_range(memory: Memory, name: str) -> None:
         out_stride=4 * n_out, bias=0, scale=0,
     )  # fmt: skip
     check(memory.get(out, (rows, n_out)), products(w, t, values, excess))
+
+
+@pytest.fixture(autouse=True)
+def _large_tiles_for_small_matrices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if "memory" in request.fixturenames:
+        monkeypatch.setattr(mat_mat, "_FEW", 1)
 
 
 def on(memory: Memory, capability: int) -> None:
@@ -154,7 +165,10 @@ def test_up_gate_agrees_with_numpy(
     w, x = draw_weights(t, (2, n_out, n_in), rng), rng.standard_normal((rows, n_in)).astype(f32)
     place, values, excess = put_rows(memory, x, t)
     up, gate = (products(w[i], t, values, excess) for i in range(2))
-    scales, biases = np.array([0.5, 1.25], f32) / np.sqrt(up.var()).astype(f32), rng.standard_normal((2, n_out)).astype(f32)
+    scales, biases = (
+        np.array([0.5, 1.25], f32) / np.sqrt(up.var()).astype(f32),
+        rng.standard_normal((2, n_out)).astype(f32),
+    )
     a = Activation(kind, gate_limit=0.8, act_limit=0.6, up_limit=0.7)
     out, s, b = memory.room((rows, n_out)), memory.put(scales), memory.put(biases)
     memory.run(
@@ -186,7 +200,9 @@ def plan_for(memory: Memory, ids: Any, n_expert: int) -> dict[str, int]:
     return {"rows": rows, "ids": at, "plan": plan, "n_expert": n_expert, "n_used": n_used}
 
 
-@pytest.mark.parametrize(("name", "per_token", "capability"), [("Q8_0", True, 90), ("Q8_0", False, 75), ("F16", False, 90)])
+@pytest.mark.parametrize(
+    ("name", "per_token", "capability"), [("Q8_0", True, 90), ("Q8_0", False, 75), ("F16", False, 90)]
+)
 @pytest.mark.parametrize("shape", ROUTED)
 def test_mul_mat_id_agrees_with_numpy(
     memory: Memory, name: str, per_token: bool, capability: int, shape: tuple[int, int, int, int]
@@ -215,7 +231,9 @@ def test_mul_mat_id_agrees_with_numpy(
 
 @pytest.mark.parametrize(("name", "merged"), [("Q4_K", True), ("Q4_K", False)])
 @pytest.mark.parametrize("shape", ROUTED)
-def test_up_gate_id_agrees_with_numpy(memory: Memory, name: str, merged: bool, shape: tuple[int, int, int, int]) -> None:
+def test_up_gate_id_agrees_with_numpy(
+    memory: Memory, name: str, merged: bool, shape: tuple[int, int, int, int]
+) -> None:
     rows, n_used, n_expert, chosen = shape
     t, rng, n_in, n_out = BY_NAME[name], np.random.default_rng(9), 256, 20
     ids = route(rng, rows, n_used, n_expert, chosen)
@@ -226,12 +244,19 @@ def test_up_gate_id_agrees_with_numpy(memory: Memory, name: str, merged: bool, s
     gate, up = (np.einsum("pi,poi->po", values.repeat(n_used, 0), decode(w[:, i], t)[of]) for i in range(2))
     bias, half = rng.standard_normal((n_expert, 2, n_out)).astype(f32), n_out * row_bytes
     a = Activation("silu", up_limit=1.5)
-    scale = np.stack([1 / np.full(n_expert, up.std(), f32), rng.uniform(0.5, 2, n_expert).astype(f32) / gate.std()]).astype(f32)
+    scale = np.stack(
+        [1 / np.full(n_expert, up.std(), f32), rng.uniform(0.5, 2, n_expert).astype(f32) / gate.std()]
+    ).astype(f32)
     if merged:
         at = memory.put(w)
         weights = {"gate": at, "up": at + half, "gate_expert_bytes": 2 * half, "up_expert_bytes": 2 * half}
     else:
-        weights = {"gate": memory.put(w[:, 0]), "up": memory.put(w[:, 1]), "gate_expert_bytes": half, "up_expert_bytes": half}
+        weights = {
+            "gate": memory.put(w[:, 0]),
+            "up": memory.put(w[:, 1]),
+            "gate_expert_bytes": half,
+            "up_expert_bytes": half,
+        }
     b, s, out = memory.put(bias), memory.put(scale), memory.room((rows * n_used, n_out))
     memory.run(
         mat_mat.up_gate_id(t, a, n_in, n_out, rows, n_used, n_expert),

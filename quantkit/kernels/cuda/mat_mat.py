@@ -33,7 +33,18 @@ QUANTIZED = (
 TYPES = (*QUANTIZED, *FLOATS)
 
 #: The shared memory a block may have, by compute capability: of the largest not above.
-_SHARED = {0: 48 << 10, 75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+_SHARED = {
+    0: 48 << 10,
+    75: 64 << 10,
+    80: 163 << 10,
+    86: 99 << 10,
+    87: 163 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    120: 99 << 10,
+}
+#: So few large tiles leave so much of a device idle that small ones, which unpack four times as often, are faster.
+_FEW = 40
 #: From one row of a tile in shared memory to the next.
 _STRIDE = 144
 
@@ -50,10 +61,12 @@ class Tile:
 SMALL, LARGE = Tile(32, 32, 128), Tile(128, 128, 256)
 
 
-def tile_for(t: TensorType, tokens: float, capability: int = 90) -> Tile:
-    """Return the tile for so many rows of x (of an expert, on average)."""
+def tile_for(t: TensorType, n_out: int, tokens: float, groups: int = 1, capability: int = 90) -> Tile:
+    """Return the tile for so many rows of x, and so many groups of them (heads, experts): a large one for many."""
     room = _SHARED[max(c for c in _SHARED if c <= capability)]
-    return LARGE if tokens > SMALL.tokens and shared_bytes(t, LARGE) <= room else SMALL
+    blocks = groups * -(-n_out // LARGE.rows) * -(-tokens // LARGE.tokens)
+    large = tokens > SMALL.tokens and blocks >= _FEW and shared_bytes(t, LARGE) <= room
+    return LARGE if large else SMALL
 
 
 def shared_bytes(t: TensorType, tile: Tile) -> int:
@@ -93,15 +106,13 @@ def mul_mat_heads(
     t: TensorType, n_in: int, n_out: int, rows: int, heads: int, capability: int = 90, name: str = "mul_mat_heads"
 ) -> Shape:
     """Return how to multiply a matrix a head with the heads of rows of x."""
-    tile = tile_for(t, rows, capability)
+    tile = tile_for(t, n_out, rows, heads, capability)
     return _shape(_operation(name, t, tile), t, tile, n_out, -(-rows // tile.tokens), heads)
 
 
-def up_gate(
-    t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, capability: int = 90
-) -> Shape:
+def up_gate(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, capability: int = 90) -> Shape:
     """Return how to compute activation(gate x) * (up x) for rows of x."""
-    tile = tile_for(t, rows, capability)
+    tile = tile_for(t, 2 * n_out, rows, 1, capability)
     operation = _operation("up_gate", t, tile, activation.kind)
     return _shape(operation, t, tile, 2 * n_out, -(-rows // tile.tokens))
 
@@ -124,7 +135,7 @@ def up_gate_id(
 def _by_expert(
     name: str, t: TensorType, activation: str, n_out: int, pairs: int, n_expert: int, capability: int
 ) -> Shape:
-    tile = tile_for(t, pairs / n_expert, capability)
+    tile = tile_for(t, n_out, pairs / n_expert, n_expert, capability)
     operation = _operation(name, t, tile, activation)
     return _shape(operation, t, tile, n_out, most_tiles(pairs, n_expert, tile.tokens))
 
