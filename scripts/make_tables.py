@@ -47,7 +47,7 @@ HEADER_TEXT = """\
 //
 // Codebooks: 16 int8 levels in four words. Grids: an entry is one word. Of 8 values, these are 8 nibbles that select
 // bytes: iq1s 0, 1, 2 for -1, 0, 1; iq2 0, 1, 2 for 8, 25, 43. Of 4 values, these are 4 bytes: iq3xxs the magnitudes,
-// iq3s the magnitudes less one.
+// iq3s the magnitudes less one. They are templates so that a module holds only those it reads: iq1s_grid<0>.
 #pragma once
 #include "device.cuh"
 """
@@ -75,7 +75,7 @@ def header(of: Mapping[str, npt.NDArray[Any]]) -> str:
     for name, words in packed_grids(of).items():
         lines = [", ".join(f"{w:#010x}" for w in words[i : i + 9]) for i in range(0, len(words), 9)]
         body = ",\n    ".join(lines)
-        text.append(f"static __device__ const uint32_t {name}[{len(words)}] = {{\n    {body},\n}};\n")
+        text.append(f"template <int> static __device__ const uint32_t {name}[{len(words)}] = {{\n    {body},\n}};\n")
     return "\n".join(text)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from cuda import Memory
+from device_memory import Memory
 
 from quantkit.kernels.reference import reference_decoder
 from quantkit.types import TensorType

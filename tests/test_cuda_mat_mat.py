@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda import Memory
+from device_memory import Memory
 from cuda_products import check, decode, draw_weights, f32, products, put_rows
 
 from quantkit.kernels.cuda import mat_mat, moe

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +13,24 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from quantkit.calibration import calibration
 from quantkit.cli import cli
 from quantkit.errors import FormatError, QualityGate, QuantkitError, RecipeError, ResourceError
-from quantkit.evaluate import perplexity
+from quantkit.evaluate import SaveLogits, kld, perplexity
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.imatrix import ImatrixOptions, Watcher, difference, filled_experts, imatrix, merge
 from quantkit.imatrix.collect import ALL_EXPERTS_KEY, DROPPED_KEY
-from quantkit.imatrix.covariance import covariance
+from quantkit.imatrix.covariance import CovarianceProgress, covariance
+from quantkit.imatrix.covariance_file import Target
 from quantkit.merge import merge_up_gate
+from quantkit.model.engine import load
 from quantkit.model.fusion import Fusion
-from quantkit.quantize import QuantizeOptions, quantize
+from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
 from zoo import write_zoo
+
+#: The module; quantkit.imatrix, as a name, is the function.
+covariances = sys.modules["quantkit.imatrix.covariance"]
 
 N_CTX, N = 32, 8
 TOKENS = np.random.default_rng(1).integers(0, 100, N_CTX * N).astype(np.int32)
@@ -223,6 +232,22 @@ def test_all_experts_go_to_a_file_of_their_own(model: Path, tmp_path: Path) -> N
         assert entry.sums.shape == plain.imatrix.entries[name].sums.shape
 
 
+@pytest.mark.parametrize("name", ["llama4-moe", "cohere2-dense"])
+def test_all_experts_of_weighted_inputs_and_of_none(name: str, tmp_path: Path) -> None:
+    found = run(write_zoo(name, tmp_path / "model.gguf"), tmp_path / "out.gguf", all_experts=True)
+    if name == "cohere2-dense":
+        assert found.all_experts is None
+        assert any("has no experts" in note for note in found.notes)
+        return
+    assert found.all_experts is not None
+    entries = read_imatrix(found.all_experts).entries
+    assert entries.keys() == read_imatrix(tmp_path / "out.gguf").entries.keys()
+    gate = entries["blk.1.ffn_gate_exps.weight"]
+    assert gate.sums.shape[0] == gate.counts.size > 1
+    assert (gate.counts == N * N_CTX).all()
+    assert not np.array_equal(gate.sums[0], gate.sums[1])  # every expert has its own weight
+
+
 def test_empty_experts_are_reported_and_filled_in_the_file_only(model: Path, tmp_path: Path) -> None:
     few = {"tokens": TOKENS[:N_CTX], "options": options(fill="mean")}
     found = imatrix(model, (), tmp_path / "out.gguf", **few, **RUN)
@@ -248,6 +273,109 @@ def test_covariances_in_many_passes_are_those_of_one(model: Path, tmp_path: Path
             )
     with pytest.raises(ResourceError, match="--max-ram leaves"):
         covariance(model, (), tmp_path / "3.gguf", tokens=TOKENS, options=options(), max_ram=1000, **RUN)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.gguf", "2.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("max_ram", "often", "at"),
+    [
+        (1 << 30, 2, (1, 7)),
+        (1 << 30, 0, (1, 7)),
+        (9_000_000, 2, (1, 7)),
+        (9_000_000, 2, (3, 5)),
+        (9_000_000, 2, (2, 1)),
+    ],
+)
+def test_resumed_covariances_make_the_same_file(
+    max_ram: int, often: int, at: tuple[int, int], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(covariances, "_SAVING", 1e9)  # save whenever it is due, however long it takes
+    out, made = tmp_path / "out.gguf", options(output_frequency=often)
+    run: dict[str, Any] = {"tokens": TOKENS, "max_ram": max_ram, **RUN}
+    covariance(model, (), out, options=made, without=(4,), **run)
+    whole = out.read_bytes()
+    out.unlink()
+
+    def stop(now: CovarianceProgress) -> None:
+        if (now.number, now.chunk) >= at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        covariance(model, (), out, options=made, without=(4,), progress=stop, **run)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.gguf.part", "out.gguf.state"]
+    with pytest.raises(QuantkitError, match="go on with --resume, or start over with --overwrite"):
+        covariance(model, (), out, options=made, **run)
+    seen: list[CovarianceProgress] = []
+    found = covariance(model, (), out, options=replace(made, resume=True), progress=seen.append, **run)
+    assert out.read_bytes() == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
+    # Chunks of a pass are done in twos, and there are 7; what was interrupted was not saved any more.
+    assert found.resumed == (at[0] - 1, (at[1] - 1) // 2 * 2 if often else 0)
+    assert (seen[0].number, seen[0].n_passes) == (at[0], found.n_passes)
+    assert seen[0].chunk == min(7, found.resumed[1] + 2)
+
+
+def test_covariances_go_on_under_another_limit_but_not_with_another_text(model: Path, tmp_path: Path) -> None:
+    out, run = tmp_path / "out.gguf", {"max_ram": 9_000_000, **RUN}
+    covariance(model, (), tmp_path / "whole.gguf", tokens=TOKENS, options=options(), **run)
+
+    def stop(now: CovarianceProgress) -> None:
+        if now.number == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        covariance(model, (), out, tokens=TOKENS, options=options(), progress=stop, **run)
+    with pytest.raises(QuantkitError, match="the state of another run"):
+        covariance(model, (), out, tokens=TOKENS[::-1].copy(), options=options(resume=True), **run)
+    with pytest.raises(QuantkitError, match="left out other chunks"):
+        covariance(model, (), out, tokens=TOKENS, options=options(resume=True), without=(1,), **run)
+    found = covariance(model, (), out, tokens=TOKENS, options=options(resume=True), max_ram=1 << 30, **RUN)
+    assert found.resumed == (2, 0)
+    assert found.n_passes == 3
+    assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+
+
+def test_covariances_that_cannot_be_are_refused_before_the_imatrix(model: Path, tmp_path: Path) -> None:
+    out, cov = tmp_path / "i.gguf", tmp_path / "cov.gguf"
+    arguments = ["-m", model, "--tokens", ",".join(map(str, TOKENS)), "-c", N_CTX, "-o", out, "-t", 2]
+    for more, words in (
+        (["--covariance", cov, "--max-ram", "100"], "--max-ram leaves"),
+        (["--covariance", out], "both name"),
+        (["--covariance", tmp_path / "no" / "cov.gguf"], "its folder does not exist"),
+    ):
+        result = quantkit(*arguments, *more)
+        assert result.exit_code != 0
+        assert words in result.output
+        assert not list(tmp_path.iterdir())
+
+
+def test_the_command_resumes_covariances_after_a_complete_imatrix(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, cov = tmp_path / "i.gguf", tmp_path / "cov.gguf"
+    bad = spoilt(model, tmp_path / "bad.gguf", "token_embd.weight", 120, np.nan)
+    tokens = TOKENS.copy()
+    tokens[3 * N_CTX + 5] = 120
+    ids = ",".join(map(str, tokens))
+    arguments = ["-m", bad, "--tokens", ids, "-c", N_CTX, "-t", 2, "-o", out, "--covariance", cov]
+    assert quantkit(*arguments).exit_code == 0
+    whole = [path.read_bytes() for path in (out, cov)]
+    out.unlink()
+    cov.unlink()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Target, "finish", interrupt)
+        assert quantkit(*arguments).exit_code == 130 or not cov.exists()
+    assert out.exists()
+    assert "go on with --resume" in quantkit(*arguments).output
+    result = quantkit(*arguments, "--resume", "--require-coverage", "10%")
+    assert result.exit_code == 0, result.output
+    assert "is complete; the covariances go on" in result.output
+    assert [path.read_bytes() for path in (out, cov)] == whole
+    assert not list(tmp_path.glob("*.state"))
 
 
 # ---------------------------------------------------------------- refused
@@ -351,18 +479,82 @@ def test_a_model_without_a_template_is_refused(tiny_moe: Path, tmp_path: Path) -
         imatrix(tiny_moe, (), tmp_path / "out.gguf", chat=[chats], threads=2)
 
 
-def test_perplexity_warns_of_text_that_was_calibrated_on(
+def test_evaluations_warn_of_text_that_was_calibrated_on(
     calibrated: Path, tiny_moe: Path, data: Path, tmp_path: Path
 ) -> None:
-    calibration, evaluation = ((data / f"tiny-moe-{name}.txt").read_bytes() for name in ("calibration", "evaluation"))
+    texts = [(data / f"tiny-moe-{name}.txt").read_bytes() for name in ("calibration", "evaluation")]
+    with load(tiny_moe) as model:
+        ids = [model.tokenizer.encode(text)[: 16 * 64] for text in texts]
     for hidden in (False, True):
         out = tmp_path / f"{hidden}.gguf"
         quantize(tiny_moe, out, "Q8_0", QuantizeOptions(imatrix=calibrated, hide_imatrix=hidden), threads=2)
-        seen = perplexity(out, calibration, n_ctx=64, chunks=1, threads=2)
-        assert any("was calibrated on" in note for note in seen.notes) is not hidden
-        assert not any(
-            "calibrated" in note for note in perplexity(out, evaluation, n_ctx=64, chunks=1, threads=2).notes
-        )
+        for text, tokens in zip(texts, ids, strict=True):
+            base = tmp_path / f"{hidden}-{text is texts[0]}.bin"
+            save = SaveLogits(base, "compact", top_k=8)
+            found = [
+                perplexity(out, text, n_ctx=64, chunks=1, threads=2),
+                perplexity(out, tokens=tokens, n_ctx=64, save_logits=save, threads=2),
+                kld(out, base, threads=2),
+            ]
+            warned = [any("was calibrated on" in note for note in each.notes) for each in found]
+            assert warned == 3 * [text is texts[0] and not hidden]
+    shown = quantkit_("kld", "-m", tmp_path / "False.gguf", "--base", tmp_path / "False-True.bin")
+    assert shown.startswith("warning: about ")
+
+
+def quantkit_(*arguments: object) -> str:
+    """Return what a command prints on stderr."""
+    result = CliRunner().invoke(cli, [*map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.stderr
+
+
+def corpus_of(folder: Path, data: Path) -> Path:
+    """Make a corpus of the calibration text, with a held-out part large enough for some chunks."""
+    calibration([data / "tiny-moe-calibration.txt"], folder, size=60_000, heldout=0.2)
+    return folder
+
+
+def test_calibrating_on_what_a_corpus_held_out_is_warned_about(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path / "corpus", data)
+    held_out = corpus / "evaluation.txt"
+    few = {"options": ImatrixOptions(n_ctx=64, chunks=2, ppl=False), "threads": 2}
+    right = imatrix(tiny_moe, [corpus / "calibration.txt"], tmp_path / "right.gguf", **few)
+    wrong = imatrix(tiny_moe, [corpus / "calibration.txt", held_out], tmp_path / "wrong.gguf", **few)
+    copy = tmp_path / "copy.txt"
+    copy.write_bytes(b"Another beginning.\n" + held_out.read_bytes())
+    moved = imatrix(tiny_moe, [copy], tmp_path / "moved.gguf", **few)
+    said = f"was computed on {held_out}, held out by quantkit calibration"
+    assert not any("held out" in note for each in (right, moved) for note in each.notes)
+    assert any(note.startswith("warning: ") and said in note for note in wrong.notes)
+
+    def warned(imatrix: Path) -> list[str]:
+        plan = plan_quantize(tiny_moe, tmp_path / "q.gguf", "Q4_K", QuantizeOptions(imatrix=imatrix))
+        return [note for note in plan.notes if "held out" in note]
+
+    assert not warned(tmp_path / "right.gguf")
+    assert [said in note for note in warned(tmp_path / "wrong.gguf")] == [True]
+    # Nothing tells where the copy is from, until it meets an importance matrix that knows the corpus.
+    assert not warned(tmp_path / "moved.gguf")
+    joined = quantkit("merge", tmp_path / "right.gguf", tmp_path / "moved.gguf", "-o", tmp_path / "joined.gguf")
+    assert "warning: the merged importance matrix was computed on about 100 % of" in joined.stderr
+    assert [f"about 100 % of {held_out}" in note for note in warned(tmp_path / "joined.gguf")] == [True]
+    dry = quantkit_(
+        "quantize", "--dry-run", "--imatrix", tmp_path / "wrong.gguf", tiny_moe, tmp_path / "q.gguf", "Q4_K"
+    )
+    shown = quantkit("show", tmp_path / "wrong.gguf").output
+    assert "held out  " in shown
+    assert f"texts     sha256 {hashlib.sha256((corpus / 'calibration.txt').read_bytes()).hexdigest()[:16]}" in shown
+    assert f"warning: {tmp_path / 'wrong.gguf'} was computed on" in shown
+    assert f"\nwarning: {tmp_path / 'wrong.gguf'} was computed on {held_out}" in f"\n{dry}"
+
+
+def test_the_hash_that_is_recorded_is_that_of_the_file(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
+    text = corpus_of(tmp_path / "corpus", data) / "calibration.txt"
+    options = ImatrixOptions(n_ctx=64, chunks=1, ppl=False)
+    made = imatrix(tiny_moe, [text], tmp_path / "i.gguf", options=options, threads=2).imatrix
+    assert made is not None
+    assert made.extra["quantkit.calibration.sha256"].value == [hashlib.sha256(text.read_bytes()).hexdigest()]
 
 
 # ---------------------------------------------------------------- the command

@@ -9,8 +9,9 @@ import pytest
 from operations import run_operation
 
 from quantkit.kernels.cpu.norms import norm
-from quantkit.kernels.cpu.rope import rope, rope_constants, rope_scalars, rope_table
+from quantkit.kernels.cpu.rope import rope, rope_table
 from quantkit.kernels.cpu.tape import N_TOKENS
+from quantkit.kernels.rope_constants import rope_constants, rope_scalars
 from quantkit.model.backends.reference import rope_angles
 from quantkit.model.ops import RopeConfig
 

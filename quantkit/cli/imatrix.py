@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from quantkit.cli.imatrix_collect import collect, collect_options
 from quantkit.cli.imatrix_diff import diff
 from quantkit.cli.imatrix_show import show
-from quantkit.cli.options import GroupedCommand, option
+from quantkit.cli.options import GroupedCommand, echo_notes, option
 from quantkit.errors import QuantkitError
 from quantkit.formats.gguf import open_gguf
 from quantkit.formats.imatrix import Format, Imatrix, read_imatrix, write_imatrix
@@ -180,8 +180,7 @@ def _finish(
         said += _fill_notes(imatrix)
     made = convert(imatrix, kind, chunk_size=size, experts=experts)
     write_imatrix(output, made.imatrix, kind, chunk_size=size)
-    for note in dict.fromkeys((*said, *made.notes)):
-        click.echo(f"note: {printable(note)}", err=True)
+    echo_notes(dict.fromkeys((*said, *made.notes)))
     written = made.imatrix
     tokens = written.chunk_count * written.chunk_size
     what = f"{len(written.entries)} entries, {written.chunk_count} chunks"

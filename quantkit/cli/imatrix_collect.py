@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from quantkit.cli.evaluation import load_options, run_options
+from quantkit.cli.evaluation import Bar, load_options, run_options
 from quantkit.cli.imatrix_show import coverage_table, findings, show
-from quantkit.cli.options import SHARE, option, table
+from quantkit.cli.options import SHARE, echo_notes, option, table
 from quantkit.cli.plot import Figure, Line, LinePanel, check_plot, save_plot
 from quantkit.errors import QuantkitError
 from quantkit.evaluate import Estimate
@@ -24,15 +24,18 @@ from quantkit.helpers import format_seconds, format_size, printable
 from quantkit.imatrix import (
     FILLS,
     Collected,
+    Coverage,
     ImatrixOptions,
     Similarity,
     Watcher,
     apply_fill,
+    coverage,
     expert_counts,
     imatrix,
     merge,
     with_names,
 )
+from quantkit.imatrix.checkpoint import state_of
 from quantkit.imatrix.coverage import HARDLY
 
 if TYPE_CHECKING:
@@ -191,20 +194,50 @@ def _collect(output: Path | None, in_files: Sequence[Path], given: Mapping[str, 
     if output is not None:
         run["fusion"] = None
         click.echo(FUSION_OFF, err=True)
-    elif not given["layer_similarity"]:
-        raise click.UsageError("nothing to collect")
     tokens = None if given["tokens"] is None else read_token_ids(given["tokens"])
     texts: dict[str, Any] = {"chat": given["chat"], "tokens": tokens}
-    report = _Report(given["ppl"])
     options = _options(given)
-    found = imatrix(
-        given["model"], given["files"], output, **texts, in_files=in_files, options=options, watcher=report, **run
-    )
-    _print(found, given, report)
     if given["covariance"] is not None:
-        _covariance(given, options, texts, run, found)
-    if found.coverage is not None and given["require_coverage"] is not None:
-        found.coverage.check(given["require_coverage"])
+        _check_covariance(given, options, output)
+    covered: Coverage | None
+    without: tuple[int, ...] | None
+    if output is not None and _is_complete(output, given):
+        click.echo(f"{printable(str(output))} is complete; the covariances go on", err=True)
+        covered, without = _coverage_of(output, given), None
+    else:
+        report = _Report(given["ppl"])
+        found = imatrix(
+            given["model"], given["files"], output, **texts, in_files=in_files, options=options, watcher=report, **run
+        )
+        _print(found, given, report)
+        covered, without = found.coverage, tuple(found.dropped)
+    if given["covariance"] is not None:
+        _covariance(given, options, texts, run, without)
+    if covered is not None and given["require_coverage"] is not None:
+        covered.check(given["require_coverage"])
+
+
+def _check_covariance(given: Mapping[str, Any], options: ImatrixOptions, output: Path | None) -> None:
+    """Refuse, before the hours that the importance matrix takes, what cannot be recorded."""
+    from quantkit.imatrix.covariance import check_covariance
+
+    if output is not None and output.resolve() == given["covariance"].resolve():
+        raise click.UsageError(f"-o and --covariance both name {output}")
+    check_covariance(given["model"], given["covariance"], options, given["weighting"], given["max_ram"])
+
+
+def _is_complete(output: Path, given: Mapping[str, Any]) -> bool:
+    """Tell whether an interrupted run had come to the covariances."""
+    if given["covariance"] is None or not given["resume"] or given["overwrite"]:
+        return False
+    return output.exists() and not state_of(output).exists() and state_of(given["covariance"]).exists()
+
+
+def _coverage_of(output: Path, given: Mapping[str, Any]) -> Coverage:
+    with open_gguf(given["model"]) as file:
+        arch = str(file.get("general.architecture", ""))
+        tensors = file.tensors.values()
+        return coverage(read_imatrix(output), tensors, arch=arch, process_output=given["process_output"])
 
 
 def _options(given: Mapping[str, Any]) -> ImatrixOptions:
@@ -251,8 +284,7 @@ class _Report(Watcher):
 
     def tell(self, notes: Sequence[str]) -> None:
         """Print the notes that have not been printed yet."""
-        for note in notes[self.notes :]:
-            click.echo(f"note: {printable(note)}", err=True)
+        echo_notes(notes[self.notes :])
         self.notes = len(notes)
 
     def end_line(self) -> None:
@@ -325,8 +357,7 @@ def _merge_only(output: Path, in_files: Sequence[Path], given: Mapping[str, Any]
         with open_gguf(given["model"]) as file:
             experts = expert_counts({n for i in found for n in i.entries}, file.tensors.values())
     made = merge(found, chunk_size=given["n_ctx"], experts=experts)
-    for note in made.notes:
-        click.echo(f"note: {printable(note)}", err=True)
+    echo_notes(made.notes)
     joined = made.imatrix if given["names"] is None else with_names(made.imatrix, given["names"])
     joined = joined if given["fill"] is None else apply_fill(joined, given["fill"])
     kind: Format = given["output_format"] or ("dat" if output.suffix.lower() == ".dat" else "gguf")
@@ -335,25 +366,32 @@ def _merge_only(output: Path, in_files: Sequence[Path], given: Mapping[str, Any]
 
 
 def _covariance(
-    given: Mapping[str, Any], options: ImatrixOptions, texts: Mapping[str, Any], run: LoadOptions, found: Collected
+    given: Mapping[str, Any],
+    options: ImatrixOptions,
+    texts: Mapping[str, Any],
+    run: LoadOptions,
+    without: tuple[int, ...] | None,
 ) -> None:
-    from quantkit.imatrix.covariance import covariance
+    from quantkit.imatrix.covariance import CovarianceProgress, covariance
 
     weighting: Weighting = given["weighting"]
+    with Bar() as bar:
 
-    def passed(done: int, n_passes: int, what: str) -> None:
-        click.echo(f"covariance: pass {done} of {n_passes}, {what}", err=True)
+        def progress(now: CovarianceProgress) -> None:
+            bar.update(now.chunk, now.n_chunks, f"covariance, pass {now.number} of {now.n_passes}")
+            if now.chunk == now.n_chunks:
+                bar.print(f"covariance: pass {now.number} of {now.n_passes}, {now.what}")
 
-    made = covariance(
-        given["model"],
-        given["files"],
-        given["covariance"],
-        **texts,
-        options=options,
-        weighting=weighting,
-        passed=passed,
-        without=tuple(found.dropped),
-        **run,
-    )
+        made = covariance(
+            given["model"],
+            given["files"],
+            given["covariance"],
+            **texts,
+            options=options,
+            weighting=weighting,
+            progress=progress,
+            without=without,
+            **run,
+        )
     size = format_size(made.path.stat().st_size)
     click.echo(f"{printable(str(made.path))}: {made.n_inputs} covariances, {made.n_passes} passes, {size}")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Unpack
@@ -25,7 +25,7 @@ from typing import NamedTuple, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.calibration.overlap import Sketch
+from quantkit.calibration.heldout import held_out_used
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluate.passes import F32, LoadOptions, bos_of, note_context, run_windows, text_tokens
 from quantkit.evaluate.scores import nll_of, softmax
@@ -264,13 +264,16 @@ class _Collector:
         self.session: Session = model.session(options.n_ctx, self.n_seq)
         self.notes = list(text.notes)
         note_context(model, options.n_ctx, self.notes)
+        warning = None if path is None else held_out_used(path, self._texts())
+        self.notes += [] if warning is None else [warning]
         self.bos = bos_of(model, self.notes)
         self.progress = Progress()
         self.checkpoint = None if path is None else Checkpoint(path, self._identity())
         self.nll: dict[int, npt.NDArray[np.float64]] = {}
         self.names = _names(model.graph)
-        if options.all_experts and not any(of.startswith(ALL_EXPERTS) for of in self.names):
-            raise RecipeError(f"--all-experts: {model.path} has no experts; leave the option away")
+        self.has_all = any(of.startswith(ALL_EXPERTS) for of in self.names)
+        if options.all_experts and not self.has_all:
+            self.notes.append(f"--all-experts: {model.path} has no experts; there is no file of theirs")
         #: The chunk up to which there is a state to go back to.
         self.saved = 0
 
@@ -402,7 +405,7 @@ class _Collector:
             covered = self._coverage(made)
             made = made if self.options.fill is None else apply_fill(made, self.options.fill)
             self._write(self.path, made)
-            if self.options.all_experts:
+            if self.has_all:
                 everywhere = _everywhere(self.path)
                 self._write(everywhere, self._complete(self._all_experts()))
         if self.checkpoint is not None:
@@ -432,11 +435,8 @@ class _Collector:
         for of, (width, names) in self.names.items():
             if of.startswith(prefix or ALL_EXPERTS) is bool(prefix):
                 entries |= dict.fromkeys(names, entry_of(self.session.accumulators[of], width))
-        for missing, same in _SAME_INPUT.items():
-            for name in [n for n in entries if n.endswith(same)]:
-                other = name.replace(same, missing)
-                if other in self.model.source.tensors:
-                    entries.setdefault(other, entries[name])
+        for name in also_read(tuple(entries), self.model.source.tensors)[len(entries) :]:
+            entries[name] = entries[_same(name)]
         return dict(sorted(entries.items()))
 
     def _alone(self) -> Imatrix:
@@ -455,10 +455,13 @@ class _Collector:
         self.notes += [note for note in joined.notes if note not in self.notes]
         return replace(joined.imatrix, path=made.path)
 
+    def _texts(self) -> dict[str, Field]:
+        """Return what is kept of the texts, and of what their corpora held out."""
+        known = (self.text.sketch, self.text.held_out)
+        return {key: field for part in known if part is not None for key, field in part.fields().items()}
+
     def _extra(self) -> dict[str, Field]:
-        extra: dict[str, Field] = {}
-        if isinstance(self.text.sketch, Sketch):
-            extra |= self.text.sketch.fields()
+        extra = self._texts()
         if self.progress.dropped:
             lines = [f"{chunk + 1}: {why}" for chunk, why in sorted(self.progress.dropped.items())]
             extra[DROPPED_KEY] = Field.of(DROPPED_KEY, lines, ValueType.ARRAY, ValueType.STRING)
@@ -498,6 +501,17 @@ class _Collector:
 def _names(graph: Graph) -> dict[str, tuple[int, tuple[str, ...]]]:
     """Return the width and the weights of every accumulator of sums."""
     return {op.of: (op.x.width, op.names) for op in graph.ops if isinstance(op, SumColumns)}
+
+
+def also_read(names: Sequence[str], tensors: Collection[str]) -> tuple[str, ...]:
+    """Return weights' names and those of weights of the model that are never multiplied and have the same input."""
+    others = (name for name in tensors if name.endswith(tuple(_SAME_INPUT)) and _same(name) in names)
+    return (*names, *(name for name in others if name not in names))
+
+
+def _same(name: str) -> str:
+    layer, _, kind = name.partition(".ssm_in")
+    return f"{layer}.{_SAME_INPUT[f'ssm_in{kind}']}"
 
 
 def entry_of(accumulator: Accumulator, width: int) -> ImatrixEntry:

@@ -22,6 +22,7 @@ from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.backends.reference import Reference
 from quantkit.model.batch import Batch, Floats, Ints
 from quantkit.model.cost import KV_BYTES
+from quantkit.model.devices import check_devices
 from quantkit.model.fusion import SWITCHED_OFF, Decision, Fusion, fuse, summary
 from quantkit.model.graph import build_graph
 from quantkit.model.hparams import HParams
@@ -44,6 +45,7 @@ def load(
     merge_up_gate: bool = False,
     placement: Placement | None = None,
     max_ram: int | None = None,
+    max_vram: int | None = None,
     observer: Observer | None = None,
     rewrite: Callable[[Graph], Graph] | None = None,
 ) -> Model:
@@ -59,6 +61,8 @@ def load(
         merge_up_gate: merge up and gate experts in memory while loading.
         placement: which tensors lie on which device; all on the CPU without.
         max_ram: bytes of weights to keep in memory; without, the system decides.
+        max_vram: bytes of weights to keep on each CUDA device; the others are sent for every batch, of experts those
+            that it uses.
         observer: sees the input of every multiplication.
         rewrite: adds operations that look on (observers.py) before any are fused; says nothing about fusion.
 
@@ -77,6 +81,7 @@ def load(
         merge_up_gate=merge_up_gate,
         placement=placement or Placement(),
         max_ram=max_ram,
+        max_vram=max_vram,
         observer=observer,
         rewrite=rewrite,
     )
@@ -97,6 +102,7 @@ class Model:
         merge_up_gate: bool,
         placement: Placement,
         max_ram: int | None,
+        max_vram: int | None,
         observer: Observer | None,
         rewrite: Callable[[Graph], Graph] | None = None,
     ) -> None:
@@ -107,7 +113,8 @@ class Model:
         self.path = Path(path)
         opened = open_gguf(path)
         self.source: GGUFFile = MergedSource(opened) if merge_up_gate else opened  # type: ignore[assignment]
-        self.threads, self.n_ubatch, self.kv_type, self.max_ram = threads, n_ubatch, kv_type, max_ram
+        self.threads, self.n_ubatch, self.kv_type = threads, n_ubatch, kv_type
+        self.max_ram, self.max_vram = max_ram, max_vram
         self.observer = observer
         self.h = HParams(self.source)
         self.arch = self.h.arch
@@ -117,7 +124,7 @@ class Model:
             graph = rewrite(graph)
         self.n_vocab = graph.logits.width
         self._backends: dict[str, Backend] = {}
-        placement.check(available_devices())
+        check_devices(placement)
         before = devices_of(graph, placement, self.n_layer)
         self.graph: Graph
         self.decisions: tuple[Decision, ...]
@@ -131,7 +138,9 @@ class Model:
         self.close()
 
     def close(self) -> None:
-        """Close the file; sessions must not be used after it."""
+        """Close the file and give devices' memory back; sessions must not be used after it."""
+        for backend in self._backends.values():
+            backend.close()
         self.source.close()
 
     @property
@@ -143,6 +152,21 @@ class Model:
         return (*lines, *self._memory_notes())
 
     def _memory_notes(self) -> list[str]:
+        return [*self._ram_notes(), *self._vram_notes()]
+
+    def _vram_notes(self) -> list[str]:
+        lines = []
+        for device in sorted({s.device for s in self.segments if s.device.startswith("CUDA")}):
+            ops = [op for s in self.segments if s.device == device for op in s.ops]
+            total = sum({m.tensor.name: m.tensor.nbytes for op in ops for m in op.matrices()}.values())
+            if self.max_vram is not None and total > self.max_vram:
+                lines.append(
+                    f"the weights on {device} take {format_size(total)}, more than --max-vram "
+                    f"{format_size(self.max_vram)}: what does not fit is sent to it for every batch, which is slow"
+                )
+        return lines
+
+    def _ram_notes(self) -> list[str]:
         if self.max_ram is None:
             return []
         sizes = [sum(m.tensor.nbytes for m in set(op.matrices())) for op in self.graph.ops if not isinstance(op, Embed)]
@@ -193,14 +217,14 @@ class Model:
     def _make_backend(self, device: str) -> Backend:
         if device == "REFERENCE":
             return Reference(self.source, self.observer)
+        if device.startswith("CUDA"):
+            from quantkit.kernels.cuda.device import open_device
+            from quantkit.model.backends.cuda import CUDABackend
+
+            return CUDABackend(self.source, open_device(device), max_vram=self.max_vram, observer=self.observer)
         from quantkit.model.backends.cpu import CPUBackend
 
         return CPUBackend(self.source, self.threads, max_ram=self.max_ram, observer=self.observer)
-
-
-def available_devices() -> tuple[str, ...]:
-    """Return the devices that -ot can name. REFERENCE is the numpy backend: slow, and the measure of the others."""
-    return ("CPU", "REFERENCE")
 
 
 class Session:

@@ -15,7 +15,7 @@
 #define __shared__ static
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
-#define __align__(n) alignas(n)
+#define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __CUDA_ARCH__ QUANTKIT_HOST_ARCH
@@ -225,6 +225,16 @@ static inline void ldmatrix4(uint32_t r[4], const void* row) {
         const uint8_t* from = host_lane<const uint8_t*>(table, 8 * i + l / 4);
         if ((uintptr_t)from % 16) host_fail("ldmatrix: rows are 16-byte aligned");
         r[i] = *(const uint32_t*)(from + 4 * (l % 4));
+    }
+}
+static inline void ldmatrix4_transposed(uint32_t r[4], const void* row) {
+    const int l = host_lane_id();
+    const void* table = host_exchange(25, &row, sizeof row);
+    for (int i = 0; i < 4; i++) {
+        const uint16_t *even = host_lane<const uint16_t*>(table, 8 * i + 2 * (l % 4)),
+                       *odd = host_lane<const uint16_t*>(table, 8 * i + 2 * (l % 4) + 1);
+        if ((uintptr_t)even % 16 || (uintptr_t)odd % 16) host_fail("ldmatrix: rows are 16-byte aligned");
+        r[i] = even[l / 4] | (uint32_t)odd[l / 4] << 16;
     }
 }
 static inline void ldmatrix2(uint32_t r[2], const void* row) {

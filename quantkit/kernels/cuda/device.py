@@ -77,8 +77,12 @@ def preamble(operation: Operation) -> str:
 
 
 def compile_options(capability: int) -> tuple[str, ...]:
-    """Return NVRTC's options for kernels: no contraction of a product and a sum, so that results can be compared."""
-    return (f"-I{SOURCES}", "--std=c++17", "--fmad=false", f"-arch=sm_{capability}")
+    """Return NVRTC's options for kernels: no contraction of a product and a sum, so that results can be compared.
+
+    Lambdas in kernels are the device's by default: otherwise NVRTC takes them for the host's.
+    """
+    common = (f"-I{SOURCES}", "--std=c++17", "--device-as-default-execution-space", "--fmad=false")
+    return (*common, f"-arch=sm_{capability}")
 
 
 def _cupy() -> Any:
@@ -114,6 +118,12 @@ def why_none() -> str:
     return f"there are {n} CUDA devices: CUDA0 to CUDA{n - 1}" if n else "CuPy finds no CUDA device"
 
 
+@cache
+def open_device(name: str) -> Device:
+    """Return the device CUDA0, CUDA1, ...; ResourceError if it is not there."""
+    return CUDADevice(int(name.removeprefix("CUDA")))
+
+
 class CUDADevice:
     """A device of the CUDA driver, through CuPy; one stream, memory from CuPy's pool."""
 
@@ -138,7 +148,7 @@ class CUDADevice:
     # ------------------------------------------------------------ memory
 
     def allocate(self, nbytes: int) -> int:
-        with self._here():
+        with self.here():
             try:
                 memory = self._cupy.cuda.alloc(nbytes + PADDING)
             except self._cupy.cuda.memory.OutOfMemoryError as e:
@@ -152,18 +162,18 @@ class CUDADevice:
     def upload(self, address: int, data: npt.NDArray[Any]) -> None:
         runtime = self._cupy.cuda.runtime
         flat = np.ascontiguousarray(data)
-        with self._here():
+        with self.here():
             # From pageable memory: the call returns when the array has been read.
             runtime.memcpyAsync(address, flat.ctypes.data, flat.nbytes, runtime.memcpyHostToDevice, self.stream.ptr)
 
     def download(self, address: int, out: npt.NDArray[Any]) -> None:
         runtime = self._cupy.cuda.runtime
-        with self._here():
+        with self.here():
             runtime.memcpyAsync(out.ctypes.data, address, out.nbytes, runtime.memcpyDeviceToHost, self.stream.ptr)
             self.synchronize()
 
     def zero(self, address: int, nbytes: int) -> None:
-        with self._here():
+        with self.here():
             self._cupy.cuda.runtime.memsetAsync(address, 0, nbytes, self.stream.ptr)
 
     # ------------------------------------------------------------ kernels
@@ -179,7 +189,7 @@ class CUDADevice:
     def _compile(self, operation: Operation) -> Any:
         # CuPy adds -arch by itself.
         options = tuple(o for o in compile_options(self.capability) if not o.startswith("-arch"))
-        with self._here():
+        with self.here():
             module = self._cupy.RawModule(code=preamble(operation), options=options, backend="nvrtc")
             module.compile()
         return module
@@ -187,7 +197,7 @@ class CUDADevice:
     def _function(self, operation: Operation) -> int:
         if operation not in self._functions:
             self.prepare([operation])
-            with self._here():
+            with self.here():
                 kernel = self._modules[operation.file, operation.defines].get_function(f"quantkit_{operation.name}")
                 self._functions[operation] = int(kernel.kernel.ptr)
                 self._kernels = {**getattr(self, "_kernels", {}), operation: kernel}
@@ -202,7 +212,7 @@ class CUDADevice:
 
     def run(self, launches: Sequence[Launch]) -> None:
         driver = self._cupy.cuda.driver
-        with self._here():
+        with self.here():
             for launch in launches:
                 self._allow_shared(launch)
                 function, pointers = self._function(launch.operation), _pointers(launch.arguments)
@@ -215,7 +225,7 @@ class CUDADevice:
         for launch in launches:
             self._function(launch.operation)  # nothing may be loaded while the stream is captured
             self._allow_shared(launch)
-        with self._here():
+        with self.here():
             self.stream.begin_capture()
             try:
                 self.run(launches)
@@ -223,7 +233,7 @@ class CUDADevice:
                 graph = self.stream.end_capture()
 
         def replay() -> None:
-            with self._here():
+            with self.here():
                 graph.launch(self.stream)
 
         return replay

@@ -32,6 +32,14 @@ INLINE void ldmatrix4(uint32_t r[4], const void* row) {
                  : "memory");
 }
 
+// The same of 8 x 8 halves, each matrix transposed.
+INLINE void ldmatrix4_transposed(uint32_t r[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
 // Two of them; the addresses of lanes 0 to 15 count.
 INLINE void ldmatrix2(uint32_t r[2], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
@@ -138,6 +146,12 @@ INLINE void load_b(uint32_t b[2], const uint8_t* p, int stride) {
 INLINE void load_b_twice(uint32_t b[4], const uint8_t* p, int stride, int apart) {
     const int l = threadIdx.x & 31;
     ldmatrix4(b, p + (l & 7) * stride + (l >> 3 & 1) * 16 + (l >> 4) * apart);
+}
+
+// Two times 8 columns of halves that lie across: value i of them is in row i from p on. b as of load_b_twice.
+INLINE void load_b_across(uint32_t b[4], const uint8_t* p, int stride) {
+    const int l = threadIdx.x & 31;
+    ldmatrix4_transposed(b, p + (l & 15) * stride + (l >> 4) * 16);
 }
 
 // ---- products

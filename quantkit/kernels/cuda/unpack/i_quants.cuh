@@ -79,7 +79,7 @@ INLINE uint32_t byte_of(uint32_t x, int j) { return x >> 8 * j & 255; }
 struct IQ3_XXS {
     static const int BLOCK = 256, BYTES = 98, ALIGN = 2, GRID = 256;
     static const bool MINS = false, HALVES = false;
-    STATIC_INLINE const uint32_t* table() { return iq3xxs_grid; }
+    template <int N = 0> STATIC_INLINE const uint32_t* table() { return iq3xxs_grid<N>; }
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
         uint32_t x[2], w[1];
         load_words(p + 2 + 8 * part, x);
@@ -96,7 +96,7 @@ struct IQ3_XXS {
 struct IQ3_S {
     static const int BLOCK = 256, BYTES = 110, ALIGN = 2, GRID = 512;
     static const bool MINS = false, HALVES = false;
-    STATIC_INLINE const uint32_t* table() { return iq3s_grid; }
+    template <int N = 0> STATIC_INLINE const uint32_t* table() { return iq3s_grid<N>; }
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
         uint32_t x[2], signs[1];
         load_words(p + 2 + 8 * part, x);
@@ -129,7 +129,7 @@ INLINE void set_half_scales(Levels& l, uint32_t s, float d) {
 struct IQ2_XXS {
     static const int BLOCK = 256, BYTES = 66, ALIGN = 2, GRID = 256;
     static const bool MINS = false, HALVES = false;
-    STATIC_INLINE const uint32_t* table() { return iq2xxs_grid; }
+    template <int N = 0> STATIC_INLINE const uint32_t* table() { return iq2xxs_grid<N>; }
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
         uint32_t x[2];
         load_words(p + 2 + 8 * part, x);
@@ -142,7 +142,7 @@ struct IQ2_XXS {
 struct IQ2_XS {
     static const int BLOCK = 256, BYTES = 74, ALIGN = 2, GRID = 512;
     static const bool MINS = false, HALVES = true;
-    STATIC_INLINE const uint32_t* table() { return iq2xs_grid; }
+    template <int N = 0> STATIC_INLINE const uint32_t* table() { return iq2xs_grid<N>; }
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
         uint32_t x[2];
         load_words(p + 2 + 8 * part, x);
@@ -155,7 +155,7 @@ struct IQ2_XS {
 struct IQ2_S {
     static const int BLOCK = 256, BYTES = 82, ALIGN = 2, GRID = 1024;
     static const bool MINS = false, HALVES = true;
-    STATIC_INLINE const uint32_t* table() { return iq2s_grid; }
+    template <int N = 0> STATIC_INLINE const uint32_t* table() { return iq2s_grid<N>; }
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
         uint32_t x[1], signs[1];
         load_words(p + 2 + 4 * part, x);
@@ -178,7 +178,7 @@ INLINE void set_eight_shifted(Levels& l, int j, uint32_t entry, uint32_t minus) 
 struct IQ1_S {
     static const int BLOCK = 256, BYTES = 50, ALIGN = 2, GRID = 2048;
     static const bool MINS = false, HALVES = false;
-    STATIC_INLINE const uint32_t* table() { return iq1s_grid; }
+    template <int N = 0> STATIC_INLINE const uint32_t* table() { return iq1s_grid<N>; }
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
         uint32_t x[1];
         load_words(p + 2 + 4 * part, x);
@@ -192,7 +192,7 @@ struct IQ1_S {
 struct IQ1_M {
     static const int BLOCK = 256, BYTES = 56, ALIGN = 8, GRID = 2048;
     static const bool MINS = false, HALVES = true;
-    STATIC_INLINE const uint32_t* table() { return iq1s_grid; }
+    template <int N = 0> STATIC_INLINE const uint32_t* table() { return iq1s_grid<N>; }
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
         const uint32_t x = load4(p + 4 * part), h = load2(p + 32 + 2 * part);
         for (int j = 0; j < 4; j++)

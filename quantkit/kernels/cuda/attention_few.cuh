@@ -1,0 +1,170 @@
+// Up to 8 rows: keys and values go from the cache to registers, no shared memory between. A warp takes 32 keys at a
+// time: lanes are columns, products are summed over the warp, as many as it has lanes at once; then lanes are keys.
+#pragma once
+#include "attention.cuh"
+
+#define WARPS (THREADS / 32)
+#define SPAN (32 / ROWS)  // keys whose products with all rows are summed at once
+
+// Values of a row that a lane loads at once, and how often.
+#define WIDTH_OF(head) ((head) % 4 == 0 && (head) > 64 ? 4 : (head) % 2 == 0 ? 2 : 1)
+#define TIMES_OF(head) (((head) + 32 * WIDTH_OF(head) - 1) / (32 * WIDTH_OF(head)))
+#define K_WIDTH WIDTH_OF(HEAD_K)
+#define K_TIMES TIMES_OF(HEAD_K)
+#define V_WIDTH WIDTH_OF(HEAD_V)
+#define V_TIMES TIMES_OF(HEAD_V)
+
+// The columns of a row that are this lane's, zeros behind the last.
+template <int HEAD, int N, int T> INLINE void read_lane(const uint8_t* row, float* out) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int t = 0; t < T; t++) {
+        const int column = N * (lane + 32 * t);
+        if (column < HEAD) {
+            read_cache<N>(row, column, out + N * t);
+        } else {
+#pragma unroll
+            for (int j = 0; j < N; j++) out[N * t + j] = 0;
+        }
+    }
+}
+
+// Sums of 2 D values over the warp: lane i gets that of value i. (A recursion: a loop's indices would not be constant.)
+template <int D> INLINE float sum_lanes(float* v) {
+    const bool upper = threadIdx.x & D;
+#pragma unroll
+    for (int i = 0; i < D; i++) {
+        const float other = __shfl_xor_sync(FULL, upper ? v[i] : v[i + D], D);
+        v[i] = (upper ? v[i + D] : v[i]) + other;
+    }
+    if constexpr (D > 1) return sum_lanes<D / 2>(v);
+    return v[0];
+}
+
+INLINE void attend(const attention_args& a, int kv_head, int first_row, int split) {
+    __shared__ float weights[WARPS][32][ROWS];
+    __shared__ float kept[WARPS][ROWS][HEAD_V], kept_m[WARPS][ROWS], kept_l[WARPS][ROWS];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = (int)(a.n_head / a.n_head_kv);
+    const int begin = first_row / group, end = min((int)a.rows, (first_row + ROWS - 1) / group + 1);
+
+    float q[ROWS][K_WIDTH * K_TIMES], o[ROWS][V_WIDTH * V_TIMES];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        const int row = first_row + r, token = row / group;
+        const float* from = a.q + (token * a.n_head + kv_head * group + row % group) * HEAD_K;
+#pragma unroll
+        for (int i = 0; i < K_WIDTH * K_TIMES; i++) {
+            const int column = K_WIDTH * (lane + i / K_WIDTH * 32) + i % K_WIDTH;
+            q[r][i] = token < a.rows && column < HEAD_K ? from[column] : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < V_WIDTH * V_TIMES; i++) o[r][i] = 0;
+    }
+    // As far as scores go, a lane is a row and one key of each SPAN; l is of its keys only until the end.
+    const Row me = row_of(a, kv_head, first_row + lane / SPAN);
+    float m = NONE, l = 0;
+
+    for (int after = -1;;) {
+        const Range range = next_range(a, begin, end, after);
+        if (range.sequence == NO_SEQUENCE) break;
+        after = range.sequence;
+        const Row mine = in_range(me, range);
+        const Blocks blocks = blocks_of(a, range, 32, split);
+        for (int block = blocks.begin + warp; block < blocks.end; block += WARPS) {
+            const int start = 32 * block;
+            float s[ROWS];
+#pragma unroll
+            for (int j = 0; j < ROWS; j++) {
+                float products[32];
+#pragma unroll
+                for (int i = 0; i < SPAN; i++) {
+                    float k[K_WIDTH * K_TIMES];
+                    const int key = min(max(start + SPAN * j + i, range.first), range.last);
+                    read_lane<HEAD_K, K_WIDTH, K_TIMES>(key_row(a, kv_head, range.sequence, key), k);
+#pragma unroll
+                    for (int r = 0; r < ROWS; r++) {
+                        float sum = 0;
+#pragma unroll
+                        for (int c = 0; c < K_WIDTH * K_TIMES; c++) sum = fmaf(q[r][c], k[c], sum);
+                        products[SPAN * r + i] = sum;
+                    }
+                }
+                s[j] = score_of(a, mine, (float)a.scale, start + SPAN * j + lane % SPAN, sum_lanes<16>(products));
+            }
+            float largest = m;
+#pragma unroll
+            for (int j = 0; j < ROWS; j++) largest = fmaxf(largest, s[j]);
+#pragma unroll
+            for (int d = SPAN / 2; d; d >>= 1) largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, d));
+            const float factor = expf(m - largest);
+            m = largest;
+            l *= factor;
+            __syncwarp();  // weights of the keys before have been read
+#pragma unroll
+            for (int j = 0; j < ROWS; j++) {
+                const float p = expf(s[j] - m);
+                l += p;
+                weights[warp][SPAN * j + lane % SPAN][lane / SPAN] = p;
+            }
+            __syncwarp();
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                const float f = __shfl_sync(FULL, factor, SPAN * r);
+#pragma unroll
+                for (int c = 0; c < V_WIDTH * V_TIMES; c++) o[r][c] *= f;
+            }
+#pragma unroll 8
+            for (int i = 0; i < 32; i++) {
+                float v[V_WIDTH * V_TIMES];
+                const int key = min(max(start + i, range.first), range.last);  // another's weight is 0
+                read_lane<HEAD_V, V_WIDTH, V_TIMES>(value_row(a, kv_head, range.sequence, key), v);
+#pragma unroll
+                for (int r = 0; r < ROWS; r++) {
+                    const float p = weights[warp][i][r];
+#pragma unroll
+                    for (int c = 0; c < V_WIDTH * V_TIMES; c++) o[r][c] = fmaf(p, v[c], o[r][c]);
+                }
+            }
+        }
+    }
+
+    // What the warps have, put together.
+#pragma unroll
+    for (int d = SPAN / 2; d; d >>= 1) l += __shfl_xor_sync(FULL, l, d);
+    if (lane % SPAN == 0) kept_m[warp][lane / SPAN] = m, kept_l[warp][lane / SPAN] = l;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+        for (int i = 0; i < V_WIDTH * V_TIMES; i++) {
+            const int column = V_WIDTH * (lane + i / V_WIDTH * 32) + i % V_WIDTH;
+            if (column < HEAD_V) kept[warp][r][column] = o[r][i];
+        }
+    }
+    __syncthreads();
+    for (int r = 0; r < ROWS; r++) {
+        const int row = first_row + r, token = row / group, head = kv_head * group + row % group;
+        if (token >= a.rows) break;
+        const int64_t number = token * a.n_head + head;
+        float largest = NONE, sum = 0, factors[WARPS];
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, kept_m[w][r]);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            factors[w] = expf(kept_m[w][r] - largest);
+            sum += factors[w] * kept_l[w][r];
+        }
+        const bool whole = a.splits == 1;
+        const float by = whole ? last_factor(a.sinks, head, largest, sum) : 1.0f;
+        float* out = whole ? a.out + number * HEAD_V : part_values(a, number, split);
+        for (int i = threadIdx.x; i < HEAD_V; i += THREADS) {
+            float value = 0;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) value = fmaf(factors[w], kept[w][r][i], value);
+            out[i] = value * by;
+        }
+        if (!whole && threadIdx.x == 0) {
+            float* sums = part_sums(a, number, split);
+            sums[0] = largest, sums[1] = sum;
+        }
+    }
+}

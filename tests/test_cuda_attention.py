@@ -1,0 +1,304 @@
+"""Attention and the cache on the device: against float64 written from the operations' docstrings (model/ops.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from device_memory import Memory
+from test_attention import nmse, slope
+
+from quantkit.kernels import dequantize, quantize
+from quantkit.kernels.cuda import cache
+from quantkit.kernels.cuda.attention import FEW, MASKS, TENSOR, TILE, attention
+from quantkit.types import BY_NAME
+
+
+@pytest.mark.parametrize("kind", cache.TYPES)
+def test_cache_bytes_are_ggmls(memory: Memory, kind: str) -> None:
+    n_ctx, n, widths = 16, 12, (288, 64)
+    rng = np.random.default_rng(3)
+    k, v = (rng.normal(0, 1.5, (n, w)).astype(np.float32) for w in widths)
+    k[3], k[4], k[5, :32], k[6] = 0, -7, 1e-42, k[6] * 1e4
+    k[7], v[8, 5], v[9] = -0.0, 6e4, np.round(v[9]) / 2
+    positions, sequences = rng.permutation(n_ctx)[:n], rng.integers(0, 3, n)
+    caches = [memory.room((3 * n_ctx, cache.row_bytes(kind, w)), np.uint8) for w in widths]
+    memory.run(
+        cache.cache_write(kind, n, *widths),
+        batch=memory.batch(np.zeros(n), positions, sequences, n_ctx=n_ctx),
+        **dict(zip(("k", "v", "k_cache", "v_cache"), (memory.put(k), memory.put(v), *caches), strict=True)),
+        k_width=widths[0],
+        v_width=widths[1],
+    )
+    cells = sequences * n_ctx + positions
+    for address, x in zip(caches, (k, v), strict=True):
+        got = memory.get(address, (3 * n_ctx, cache.row_bytes(kind, x.shape[1])), np.uint8)
+        np.testing.assert_array_equal(got[cells], encode(x, kind)[0])
+        assert (np.delete(got, cells, axis=0) == 255).all()
+
+
+def test_rows_of_odd_widths_and_without_values(memory: Memory) -> None:
+    x = np.random.default_rng(1).normal(0, 1, (3, 60)).astype(np.float32)
+    address = memory.room((8, 60), np.float16)
+    memory.run(
+        cache.cache_write("f16", 3, 60, 0),
+        batch=memory.batch(np.zeros(3), [5, 0, 2], n_ctx=8),
+        k=memory.put(x),
+        v=0,
+        k_cache=address,
+        v_cache=0,
+        k_width=60,
+        v_width=0,
+    )
+    got = memory.get(address, (8, 60), np.float16)
+    np.testing.assert_array_equal(got[[5, 0, 2]], x.astype(np.float16))
+    assert np.isnan(got[[1, 3, 4, 6, 7]]).all()
+
+
+def encode(x: Any, kind: str) -> tuple[Any, Any]:
+    """Return rows as a cache keeps them, and the values they stand for."""
+    if kind == "f32":
+        return x.view(np.uint8), x
+    data = quantize(x, BY_NAME[kind.upper()])
+    return data, dequantize(data, BY_NAME[kind.upper()], x.shape[1])
+
+
+# ---------------------------------------------------------------- attention
+
+
+@dataclass(frozen=True)
+class Case:
+    """An attention operation; ``mla``: the cache has no values."""
+
+    n_head: int = 4
+    n_head_kv: int = 2
+    head_k: int = 64
+    head_v: int = 64
+    mask: str = "causal"
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    alibi: float = 0.0
+    mla: bool = False
+    kind: str = "f32"
+    grows: float = 0.0  # how much larger keys get from position to position
+
+
+class Model:
+    """A cache whose sequences have so many tokens; what was never written is NaN."""
+
+    def __init__(self, memory: Memory, case: Case, lengths: Sequence[int], n_ctx: int) -> None:
+        self.memory, self.case, self.n_ctx = memory, case, n_ctx
+        rng = np.random.default_rng(len(lengths) + n_ctx)
+        self.kept, self.caches = [], []
+        for head in (case.head_k, case.head_v):
+            x = rng.normal(0, 1.5, (len(lengths) * n_ctx, case.n_head_kv * head)).astype(np.float32)
+            x[:, : case.head_k // 2] += np.float32(case.grows) * np.tile(np.arange(n_ctx), len(lengths))[:, None]
+            data, values = encode(x, case.kind)
+            data = data.copy()
+            for s, n in enumerate(lengths):
+                data[s * n_ctx + n : (s + 1) * n_ctx] = 255
+            self.kept.append(values.reshape(len(values), case.n_head_kv, head).astype(np.float64))
+            self.caches.append(memory.put(data))
+        self.sinks = rng.normal(0, 2, case.n_head).astype(np.float32)
+        if case.mla:
+            self.caches[1], self.kept[1] = 0, self.kept[0][:, :, : case.head_v]
+
+    def run(self, q: Any, positions: Any, sequences: Any, way: int | None = None, splits: int | None = None) -> Any:
+        case, n, memory = self.case, len(q), self.memory
+        sizes = (case.n_head, case.n_head_kv, case.head_k, case.head_v)
+        chosen = attention(case.kind, *sizes, n, self.n_ctx, mla=case.mla, way=way, splits=splits)
+        out = memory.room((n, case.n_head * case.head_v))
+        sinks = memory.put(self.sinks) if case.sinks else 0
+        scratch = memory.room((chosen.scratch,), np.uint8) if chosen.scratch else 0
+        shared = {"out": out, "sinks": sinks, "splits": chosen.splits, "scratch": scratch}
+        memory.run(
+            chosen.attend,
+            batch=memory.batch(np.zeros(n), positions, sequences, n_ctx=self.n_ctx),
+            rows=n,
+            q=memory.put(q),
+            k_cache=self.caches[0],
+            v_cache=self.caches[1],
+            n_head=case.n_head,
+            n_head_kv=case.n_head_kv,
+            scale=case.head_k**-0.5,
+            softcap=case.softcap,
+            mask=MASKS[case.mask],
+            window=case.window,
+            alibi=case.alibi,
+            **shared,
+        )
+        if chosen.combine is not None:
+            memory.run(chosen.combine, rows=n * case.n_head, n_head=case.n_head, head_v=case.head_v, **shared)
+        return memory.get(out, (n, case.n_head * case.head_v))
+
+    def expected(self, q: Any, positions: Any, sequences: Any) -> Any:
+        rows = zip(q, positions, np.broadcast_to(sequences, len(q)), strict=True)
+        return np.array([self._row(x, int(p), int(s)) for x, p, s in rows])
+
+    def _row(self, q: Any, position: int, sequence: int) -> Any:
+        case, first = self.case, 0
+        if case.mask == "sliding":
+            first = max(0, position - case.window + 1)
+        elif case.mask == "chunked":
+            first = position // case.window * case.window
+        seen = np.arange(first, position + 1)
+        k, v = (kept[sequence * self.n_ctx + seen] for kept in self.kept)
+        out = []
+        for h, x in enumerate(q.reshape(case.n_head, case.head_k).astype(np.float64)):
+            kv = h // (case.n_head // case.n_head_kv)
+            s = k[:, kv] @ x * np.float32(case.head_k**-0.5)
+            if case.softcap:
+                s = case.softcap * np.tanh(s / case.softcap)
+            if case.alibi:
+                s = s + slope(case.alibi, h, case.n_head) * (seen - position)
+            largest = max(s.max(), self.sinks[h]) if case.sinks else s.max()
+            p = np.exp(s - largest)
+            total = p.sum() + (np.exp(self.sinks[h] - largest) if case.sinks else 0.0)
+            out.append(p @ v[:, kv] / total)
+        return np.concatenate(out)
+
+    def check(self, positions: Any, sequences: Any = 0, error: float = 1e-12, **choice: int | None) -> None:
+        rng = np.random.default_rng(len(positions))
+        q = rng.normal(0, 1.5, (len(positions), self.case.n_head * self.case.head_k)).astype(np.float32)
+        got, want = self.run(q, positions, sequences, **choice), self.expected(q, positions, sequences)
+        assert np.isfinite(got).all(), (self.case, choice)
+        assert nmse(got, want) < error, (self.case, choice, nmse(got, want))
+
+
+BASE = Case()
+FEATURES = {
+    "plain": BASE,
+    "sliding": replace(BASE, mask="sliding", window=50),
+    "one": replace(BASE, mask="sliding", window=1),
+    "chunked": replace(BASE, mask="chunked", window=48),
+    "softcap": replace(BASE, softcap=3.0),
+    "sinks": replace(BASE, sinks=True),
+    "alibi": replace(BASE, alibi=8.0, n_head=6, n_head_kv=3),
+    "all": replace(BASE, mask="sliding", window=70, softcap=5.0, sinks=True, alibi=8.0, n_head=12, n_head_kv=6),
+    "chunked_all": replace(BASE, mask="chunked", window=100, softcap=20.0, sinks=True, alibi=4.0),
+}
+WAYS = pytest.mark.parametrize(("way", "kind"), [(FEW, "f32"), (TILE, "f32"), (TENSOR, "f16")])
+
+
+@WAYS
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(memory: Memory, name: str, way: int, kind: str) -> None:
+    model = Model(memory, replace(FEATURES[name], kind=kind), (5, 130), 140)
+    model.check([129], 1, way=way, splits=1)
+    model.check([63, 64, 65, 127, 128], 1, way=way, splits=3)
+    if way != FEW:
+        model.check(np.arange(95, 130), 1, way=way, splits=1)
+
+
+SHAPES = {
+    "80": (Case(4, 4, 80, 80), (FEW, TENSOR)),
+    "128": (Case(8, 1, 128, 128), (TILE, TENSOR)),
+    "192_128": (Case(2, 2, 192, 128), (TENSOR,)),
+    "256": (Case(4, 2, 256, 256), (TENSOR,)),
+    "group_of_17": (Case(17, 1, 64, 64), (FEW, TILE, TENSOR)),
+    "40_24": (Case(4, 2, 40, 24), (TILE, TENSOR)),
+    "6_3": (Case(2, 1, 6, 3), (FEW, TILE)),
+    "mla": (Case(16, 1, 576, 512, mla=True, sinks=True), (FEW, TILE, TENSOR)),
+    "mla_72": (Case(70, 1, 72, 64, mla=True), (TENSOR,)),
+}
+
+
+@pytest.mark.parametrize(("name", "way"), [(name, way) for name, (_, ways) in SHAPES.items() for way in ways])
+def test_shapes(memory: Memory, name: str, way: int) -> None:
+    model = Model(memory, replace(SHAPES[name][0], kind="f16" if way == TENSOR else "f32"), (70,), 70)
+    model.check([68, 3, 40], way=way, splits=2)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("latent", [False, True])
+def test_arrangements_of_warps(memory: Memory, rows: int, latent: bool) -> None:
+    """Rows of 16, 32 and 64, with the columns of the values shared by 4, 2 and 1 warps."""
+    model = Model(memory, Case(8, 1, 96 if latent else 64, 64, mla=latent, kind="f16"), (150,), 150)
+    model.check(np.arange(149, 149 - rows, -1), way=TENSOR, splits=1)
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("way", [FEW, TILE])
+def test_cache_types(memory: Memory, kind: str, way: int) -> None:
+    """Compared with what the cache holds: its rounding is no error of attention."""
+    Model(memory, replace(FEATURES["all"], kind=kind), (100,), 100).check([70, 71, 72, 99], way=way)
+
+
+@pytest.mark.parametrize(("kind", "way"), [("f16", FEW), ("q8_0", TILE)])
+def test_values_within_the_keys(memory: Memory, kind: str, way: int) -> None:
+    Model(memory, Case(12, 1, 96, 64, mla=True, kind=kind), (100,), 100).check([70, 99], way=way)
+
+
+@WAYS
+def test_sequences_in_one_batch(memory: Memory, way: int, kind: str) -> None:
+    """Interleaved, in runs, in any order, and many of one token each; none sees another."""
+    lengths = (90, 40, 1, 90)
+    model = Model(memory, Case(4, 2, kind=kind, mask="sliding", window=40, sinks=True), lengths, 96)
+    every = [(p, s) for s in range(4) for p in range(lengths[s])]
+    shuffled = [every[i] for i in np.random.default_rng(3).permutation(len(every))[:40]]
+    runs = [(p, s) for s in (3, 0, 1) for p in range(20, 34)]
+    for rows in (shuffled, runs, [(89, 0), (39, 1), (0, 2), (89, 3)], [(5, 1), (4, 1), (0, 2), (80, 0)]):
+        positions, sequences = np.array(rows).T
+        model.check(positions, sequences, way=way, splits=1 + len(rows) % 3)
+
+
+@WAYS
+@pytest.mark.parametrize("splits", [1, 5, 128])
+def test_long_contexts_in_parts(memory: Memory, way: int, kind: str, splits: int) -> None:
+    """The same number of parts at any depth: most are empty at the beginning."""
+    model = Model(memory, Case(4, 2, sinks=True, kind=kind), (1500,), 1500)
+    for position in (0, 31, 64, 1499):
+        model.check([position], way=way, splits=splits)
+    windowed = Model(memory, Case(4, 2, mask="sliding", window=1000, kind=kind), (1500,), 1500)
+    windowed.check([1400, 1401], way=way, splits=splits)
+
+
+@WAYS
+@pytest.mark.parametrize("grows", [0.05, -0.05])
+def test_parts_of_very_different_scores(memory: Memory, way: int, kind: str, grows: float) -> None:
+    """Parts are merged relative to the largest score of all, first part or last: no overflow, nothing lost."""
+    model = Model(memory, Case(2, 1, sinks=True, kind=kind, grows=grows), (600,), 600)
+    q = np.ones((1, 128), np.float32)
+    want = model.expected(q, [599], [0])
+    for splits in (1, 6):
+        assert nmse(model.run(q, [599], 0, way=way, splits=splits), want) < 1e-9  # scores of 100 and more as float32
+
+
+@WAYS
+def test_rows_of_any_size(memory: Memory, way: int, kind: str) -> None:
+    """Scores of 1e4, rows of nothing, and so small that halves would not hold them."""
+    model = Model(memory, Case(2, 1, sinks=True, kind=kind), (90,), 90)
+    q = np.random.default_rng(5).normal(0, 1.5, (6, 128)).astype(np.float32)
+    q *= np.array([[1000], [0], [1e-30], [1e-42], [1], [30]], np.float32)
+    q[4, ::2] *= 1e-6
+    positions = np.arange(80, 86)
+    got, want = model.run(q, positions, 0, way=way, splits=1), model.expected(q, positions, 0)
+    assert np.isfinite(got).all()
+    for i in range(6):
+        assert nmse(got[i], want[i]) < (1e-7 if i == 0 else 1e-11), i
+
+
+def test_the_way_follows_from_the_rows() -> None:
+    def way(kind: str, rows: int, group: int = 8, head: int = 128, **more: int) -> int:
+        chosen = attention(kind, 4 * group, 4, head, head, rows, 4096, **more)
+        assert (chosen.combine is None) == (chosen.splits == 1)
+        return int(dict(chosen.attend.operation.defines)["WAY"])
+
+    assert [way("f16", rows, 4) for rows in (1, 2, 512)] == [FEW, TENSOR, TENSOR]
+    assert [way("q8_0", rows) for rows in (1, 2, 3, 512)] == [FEW, FEW, TILE, TILE]
+    assert way("f16", 512, head=20) == TILE
+    assert [way("f16", 512, head=256, capability=c) for c in (75, 80, 86, 90)] == [TENSOR, TENSOR, TENSOR, TENSOR]
+    assert attention("f16", 128, 1, 576, 512, 512, 4096, mla=True, capability=75).attend.shared <= 64 << 10
+
+
+def test_turing_has_smaller_instructions(device: Any) -> None:
+    if device.name != "CUDA0" or not hasattr(device, "order"):
+        pytest.skip("the host runs any capability")
+    device.capability = 75
+    memory = Memory(device)
+    Model(memory, Case(4, 2, kind="f16"), (70,), 70).check([69, 3, 40], way=TENSOR, splits=1)
+    memory.close()

@@ -1,0 +1,288 @@
+"""Products of few rows on the device against numpy, activations quantized by numpy to the device's layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from device_memory import Memory
+
+from quantkit.kernels.cuda import mat_vec
+from quantkit.kernels.cuda.glu import GATES, limits
+from quantkit.kernels.parameters import Activation
+from quantkit.kernels.reference import reference_decoder
+from quantkit.model.backends.reference import gate as gated
+from quantkit.types import BY_NAME, TensorType
+
+f32, f64 = np.float32, np.float64
+FORMATS = dict.fromkeys(("Q1_0", "Q2_0", "Q4_0", "Q5_0", "Q8_0", "MXFP4", "NVFP4", "IQ4_NL"), "q8_0")
+FORMATS |= {"Q4_1": "q8_1", "Q5_1": "q8_1", "F32": "f32", "F16": "f16", "BF16": "bf16"}
+
+
+def draw_weights(t: TensorType, shape: tuple[int, ...], rng: Any) -> Any:
+    """Return random rows, uint8 [..., row_bytes]: all bytes are drawn, then scales that are sensible numbers."""
+    *outer, n = shape
+    if t.block == 1:
+        values = rng.standard_normal(shape).astype(f32)
+        bits = (values.view(np.uint32) >> 16).astype(np.uint16) if t.name == "BF16" else values
+        return (values.astype(np.float16) if t.name == "F16" else bits).view(np.uint8)
+    blocks = rng.integers(0, 256, (*outer, n // t.block, t.block_bytes), np.uint8)
+    for kind, at in (field.split("@") for field in t.scales.split()):
+        first = int(at)
+        drawn = rng.uniform(0.001, 0.02, blocks.shape[:-1])
+        if kind == "f16":
+            blocks[..., first : first + 2] = drawn.astype(np.float16)[..., None].view(np.uint8)
+        elif kind == "nibbles":  # the four top nibbles of four words are a half
+            words = drawn.astype(np.float16).view(np.uint16)
+            for i in range(4):
+                high = (words >> 4 * i & 15).astype(np.uint8) << 4
+                blocks[..., first + 2 * i + 1] = blocks[..., first + 2 * i + 1] & 15 | high
+        else:
+            low, high = {"e8m0": (118, 124), "ue4m3": (0x18, 0x38)}[kind]
+            blocks[..., first] = rng.integers(low, high, blocks.shape[:-1])
+    return blocks.reshape(*outer, -1)
+
+
+def quantize(x: Any, kind: str) -> tuple[Any, Any, Any]:
+    """Return levels [rows, n_pad], d [rows, n_pad / 32] and sums [rows, n_pad / 16] as the contract has them."""
+    x = np.pad(x, ((0, 0), (0, -x.shape[1] % 256)))
+    blocks = x.reshape(len(x), -1, 256 if kind == "q8_k" else 32)
+    amax = np.abs(blocks).max(-1)
+    if kind == "q8_k":
+        largest = np.take_along_axis(blocks, np.abs(blocks).argmax(-1)[..., None], -1)[..., 0]
+        factor = np.divide(f32(-127), largest, where=largest != 0, out=np.zeros_like(largest))
+        d = np.divide(f32(1), factor, where=factor != 0, out=np.zeros_like(factor))
+    else:
+        factor = np.divide(f32(127), amax, where=amax > 2.0**-120, out=np.zeros_like(amax))
+        d = (amax / f32(127)).astype(np.float16).astype(f32)
+    levels = np.minimum(np.rint(blocks * factor[..., None]), 127).reshape(x.shape).astype(np.int8)
+    of16 = levels.reshape(len(x), -1, 16).sum(-1, dtype=f32)
+    if kind == "q8_k":
+        return levels, d.repeat(8, 1), of16 * d.repeat(16, 1)
+    sums = np.zeros_like(of16)
+    if kind == "q8_1":
+        sums[:, ::2] = (of16.reshape(len(x), -1, 2).sum(-1) * (amax / f32(127))).astype(np.float16)
+    return levels, d, sums
+
+
+def rows_of(x: Any, t: TensorType) -> tuple[Any, Any, Any]:
+    """Return rows for the device (uint8), the values that weights multiply, and what minimums multiply besides.
+
+    The value of a minimum's product is its own number (sums), not the sum of the values.
+    """
+    kind = FORMATS.get(t.name, "q8_k")
+    if t.block == 1:
+        rounded = x
+        if kind == "f16":
+            rounded = x.astype(np.float16).astype(f32)
+        elif kind == "bf16":
+            u = x.view(np.uint32)
+            rounded = ((u + 0x7FFF + (u >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(f32)
+        return rounded.view(np.uint8), rounded.astype(f64), None
+    levels, d, sums = quantize(x, kind)
+    n = x.shape[1]
+    values = levels.astype(f64) * d.astype(f64).repeat(32, 1)
+    excess = values.reshape(len(x), -1, 32).sum(-1) - sums.astype(f64).reshape(len(x), -1, 2).sum(-1)
+    rows = np.concatenate([a.view(np.uint8) for a in (levels, d, sums)], 1)
+    return rows, values[:, :n], excess[:, : n // 32]
+
+
+def decode(w: Any, t: TensorType) -> Any:
+    return reference_decoder(t)(w.reshape(-1, t.block_bytes)).reshape(*w.shape[:-1], -1).astype(f64)
+
+
+def products(w: Any, t: TensorType, values: Any, excess: Any) -> Any:
+    """Return x w^T for w [n_out, row_bytes], float64 [rows, n_out]."""
+    y = values @ decode(w, t).T
+    if t.name in ("Q4_1", "Q5_1"):  # s of q8_1 is rounded by itself
+        m = np.ascontiguousarray(w.reshape(len(w), -1, t.block_bytes)[..., 2:4]).view(np.float16)[..., 0]
+        y -= excess @ m.astype(f64).T
+    return y
+
+
+def check(got: Any, want: Any) -> None:
+    error = np.square(got - want).sum() / np.square(want).sum()
+    assert error < 1e-12, error
+
+
+def put_rows(memory: Memory, x: Any, t: TensorType) -> tuple[dict[str, int], Any, Any]:
+    rows, values, excess = rows_of(x, t)
+    return {"x": memory.put(rows), "x_stride": rows.shape[1]}, values, excess
+
+
+#: One type of each way to unpack, with row lengths that leave lanes idle, use fewer lanes, or more warps.
+MATRICES = [
+    ("Q8_0", 2048, 37, 1),
+    ("Q8_0", 96, 21, 5),
+    ("Q4_1", 1056, 19, 8),
+    ("Q4_K", 768, 70, 2),
+    ("Q6_K", 2304, 18, 3),
+    ("Q2_K", 1024, 9, 1),
+    ("F32", 100, 13, 3),
+    ("F16", 2064, 11, 2),
+    ("BF16", 49, 9, 8),
+]
+
+
+@pytest.mark.parametrize(("name", "n_in", "n_out", "rows"), MATRICES)
+def test_mul_mat_agrees_with_numpy(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> None:
+    t, rng = BY_NAME[name], np.random.default_rng(3)
+    w, x = draw_weights(t, (n_out, n_in), rng), rng.standard_normal((rows, n_in)).astype(f32)
+    place, values, excess = put_rows(memory, x, t)
+    bias, scale = rng.standard_normal(n_out).astype(f32), np.array([0.75], f32)
+    y = products(w, t, values, excess)
+    stride = n_out + 3
+    out, weights = memory.room((rows, stride)), memory.put(w)
+    for b, s, want in ((0, 0, y), (memory.put(bias), memory.put(scale), y * 0.75 + bias)):
+        memory.run(
+            mat_vec.mul_mat(t, n_in, n_out, rows),
+            **place, rows=rows, w=weights, row_bytes=w.shape[1], n_in=n_in, n_out=n_out, out=out,
+            out_stride=4 * stride, bias=b, scale=s,
+        )  # fmt: skip
+        got = memory.get(out, (rows, stride))
+        check(got[:, :n_out], want)
+        assert np.isnan(got[:, n_out:]).all()
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q6_K", "F16"])
+def test_a_row_does_not_depend_on_its_companions(memory: Memory, name: str) -> None:
+    t, rng, n_in, n_out = BY_NAME[name], np.random.default_rng(4), 2048, 6
+    w, x = draw_weights(t, (n_out, n_in), rng), rng.standard_normal((8, n_in)).astype(f32)
+    place, _, _ = put_rows(memory, x, t)
+    weights, alone, out = memory.put(w), memory.room((8, n_out)), memory.room((8, n_out))
+    common = {"x_stride": place["x_stride"], "w": weights, "row_bytes": w.shape[1], "n_in": n_in, "n_out": n_out}
+    common |= {"out_stride": 4 * n_out, "bias": 0, "scale": 0}
+    for i in range(8):
+        at = {"x": place["x"] + i * place["x_stride"], "out": alone + 4 * n_out * i}
+        memory.run(mat_vec.mul_mat(t, n_in, n_out, 1), rows=1, **at, **common)
+    want = memory.get(alone, (8, n_out))
+    for rows in (2, 7, 8):
+        memory.run(mat_vec.mul_mat(t, n_in, n_out, rows), rows=rows, x=place["x"], out=out, **common)
+        np.testing.assert_array_equal(memory.get(out, (rows, n_out)), want[:rows])
+
+
+@pytest.mark.parametrize(("name", "n_in", "n_out"), [("Q8_0", 64, 7), ("Q4_K", 256, 70), ("F32", 64, 5)])
+def test_mul_mat_heads_agrees_with_numpy(memory: Memory, name: str, n_in: int, n_out: int) -> None:
+    t, rng, heads, rows = BY_NAME[name], np.random.default_rng(5), 3, 2
+    w, x = draw_weights(t, (heads, n_out, n_in), rng), rng.standard_normal((rows * heads, n_in)).astype(f32)
+    place, values, excess = put_rows(memory, x, t)
+    out = memory.room((rows, heads * n_out))
+    memory.run(
+        mat_vec.mul_mat_heads(t, n_in, n_out, rows, heads),
+        rows=rows, x=place["x"], x_stride=heads * place["x_stride"], x_head_bytes=place["x_stride"],
+        w=memory.put(w), row_bytes=w.shape[2], head_bytes=w[0].nbytes, heads=heads, n_in=n_in, n_out=n_out,
+        out=out, out_stride=4 * heads * n_out,
+    )  # fmt: skip
+    want = [products(w[i % heads], t, values[[i]], None if excess is None else excess[[i]]) for i in range(rows * heads)]
+    check(memory.get(out, (rows, heads * n_out)), np.reshape(want, (rows, heads * n_out)))
+
+
+@pytest.mark.parametrize(("name", "n_in", "n_out"), [("Q4_0", 768, 41), ("Q3_K", 512, 18), ("BF16", 64, 10)])
+@pytest.mark.parametrize("x_per", [1, 2])
+def test_mul_mat_id_agrees_with_numpy(memory: Memory, name: str, n_in: int, n_out: int, x_per: int) -> None:
+    t, rng, n_expert, tokens, n_used = BY_NAME[name], np.random.default_rng(6), 5, 3, 2
+    w = draw_weights(t, (n_expert, n_out, n_in), rng)
+    x = rng.standard_normal((tokens * n_used // x_per, n_in)).astype(f32)
+    ids = np.array([[4, 0], [2, 1], [0, 3]], np.int32)
+    bias, scale = rng.standard_normal((n_expert, n_out + 4)).astype(f32), rng.uniform(0.5, 2, n_expert).astype(f32)
+    place, values, excess = put_rows(memory, x, t)
+    out, pairs = memory.room((tokens * n_used, n_out)), list(enumerate(ids.reshape(-1)))
+    y = np.stack([products(w[e], t, values[p // x_per], None if excess is None else excess[p // x_per]) for p, e in pairs])
+    experts, flat = memory.put(w), ids.reshape(-1)
+    for b, s, want in (
+        (0, 0, y),
+        (memory.put(bias), memory.put(scale), y * scale[flat, None] + bias[flat, :n_out]),
+    ):
+        memory.run(
+            mat_vec.mul_mat_id(t, n_in, n_out, tokens, n_used),
+            **place, rows=tokens, x_per=x_per, ids=memory.put(ids), plan=0, n_expert=n_expert, n_used=n_used,
+            w=experts, row_bytes=w.shape[2], expert_bytes=w[0].nbytes, n_in=n_in, n_out=n_out, out=out,
+            bias=b, bias_stride=bias[0].nbytes, scale=s,
+        )  # fmt: skip
+        check(memory.get(out, y.shape), want)
+
+
+def activations() -> list[Activation]:
+    plain = [Activation(kind) for kind in GATES]
+    return [*plain, Activation("silu", act_limit=0.4, up_limit=0.5), Activation("swiglu_oai", 1.3, 0.3, 0.0, 0.6)]
+
+
+@pytest.mark.parametrize("activation", activations(), ids=lambda a: f"{a.kind}{a.up_limit or ''}")
+def test_up_gate_agrees_with_numpy(memory: Memory, activation: Activation) -> None:
+    t, rng, n_in, n_out, rows = BY_NAME["Q5_1"], np.random.default_rng(7), 96, 19, 3
+    up, gate = draw_weights(t, (2, n_out, n_in), rng)
+    check_up_gate(memory, t, activation, up, gate, rng.standard_normal((rows, n_in)).astype(f32))
+
+
+@pytest.mark.parametrize(
+    ("name", "n_in", "n_out", "rows"), [("Q4_K", 1536, 9, 8), ("Q2_K", 2048, 5, 1), ("F16", 1024, 7, 1), ("F32", 70, 5, 4)]
+)
+def test_up_gate_of_types_and_shapes(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> None:
+    t, rng = BY_NAME[name], np.random.default_rng(8)
+    up, gate = draw_weights(t, (2, n_out, n_in), rng)
+    check_up_gate(memory, t, Activation("silu"), up, gate, rng.standard_normal((rows, n_in)).astype(f32))
+
+
+def check_up_gate(memory: Memory, t: TensorType, a: Activation, up: Any, gate: Any, x: Any) -> None:
+    rows, n_in, n_out = *x.shape, len(up)
+    rng = np.random.default_rng(9)
+    biases, scales = rng.standard_normal((2, n_out)).astype(f32), np.array([[0.5], [0.75]], f32)
+    place, values, excess = put_rows(memory, x, t)
+    u, g = products(up, t, values, excess), products(gate, t, values, excess)
+    out, weights = memory.room(u.shape), {"up": memory.put(up), "gate": memory.put(gate)}
+    for with_both in (False, True):
+        extra = dict.fromkeys(("up_bias", "gate_bias", "up_scale", "gate_scale"), 0)
+        if with_both:
+            u, g = u * 0.5 + biases[0], g * 0.75 + biases[1]
+            extra = {name: memory.put(v) for name, v in zip(extra, (*biases, *scales), strict=True)}
+        memory.run(
+            mat_vec.up_gate(t, a, n_in, n_out, rows),
+            **place, **weights, **extra, **limits(a), rows=rows, row_bytes=up.shape[1], n_in=n_in, n_out=n_out,
+            out=out, out_stride=4 * n_out,
+        )  # fmt: skip
+        check_gated(memory.get(out, u.shape), a, g, u)
+
+
+def check_gated(got: Any, a: Activation, g: Any, u: Any) -> None:
+    want = gated(a, g.astype(f32), u.astype(f32))
+    if a.kind in ("gelu", "gelu_quick"):  # through half precision: a last bit of the product is one of a half
+        np.testing.assert_allclose(got, want, rtol=1.1e-3, atol=1e-4)
+        assert np.mean(np.abs(got - want) > 1e-5 * np.abs(want)) < 0.1
+    else:
+        check(got, want)
+
+
+@pytest.mark.parametrize(("name", "n_in", "n_out"), [("Q4_0", 64, 11), ("Q6_K", 768, 37), ("F16", 64, 5)])
+def test_up_gate_id_of_merged_halves(memory: Memory, name: str, n_in: int, n_out: int) -> None:
+    t, rng, n_expert, tokens, n_used = BY_NAME[name], np.random.default_rng(10), 4, 2, 2
+    merged = draw_weights(t, (n_expert, 2 * n_out, n_in), rng)  # the gate's rows come first
+    x, ids = rng.standard_normal((tokens, n_in)).astype(f32), np.array([[3, 1], [0, 3]], np.int32)
+    bias, scales = rng.standard_normal((n_expert, 2 * n_out)).astype(f32), rng.uniform(0.5, 2, (2, n_expert)).astype(f32)
+    place, values, excess = put_rows(memory, x, t)
+    w, b, flat, a = memory.put(merged), memory.put(bias), ids.reshape(-1), Activation("swiglu_oai", 1.702, 7.0, 0.0, 7.0)
+    y = np.concatenate(
+        [products(merged[e], t, values[[i // 2]], None if excess is None else excess[[i // 2]]) for i, e in enumerate(flat)]
+    )
+    g, u = y[:, :n_out] * scales[1, flat, None] + bias[flat, :n_out], y[:, n_out:] * scales[0, flat, None] + bias[flat, n_out:]
+    out = memory.room(u.shape)
+    memory.run(
+        mat_vec.up_gate_id(t, a, n_in, n_out, tokens, n_used),
+        **place, **limits(a), rows=tokens, x_per=n_used, ids=memory.put(ids), plan=0, n_expert=n_expert, n_used=n_used,
+        up=w + n_out * merged.shape[2], gate=w, up_expert_bytes=merged[0].nbytes, gate_expert_bytes=merged[0].nbytes,
+        row_bytes=merged.shape[2], n_in=n_in, n_out=n_out, out=out, up_bias=b + 4 * n_out, gate_bias=b,
+        up_bias_stride=8 * n_out, gate_bias_stride=8 * n_out, up_scale=memory.put(scales[0]),
+        gate_scale=memory.put(scales[1]),
+    )  # fmt: skip
+    check_gated(memory.get(out, u.shape), a, g, u)
+
+
+def test_long_matrices_and_many_experts_fit_the_grid() -> None:
+    t = BY_NAME["Q8_0"]
+    for n_in, n_out in ((768, 2048), (2048, 768), (4096, 151936)):
+        shape = mat_vec.mul_mat(t, n_in, n_out)
+        lanes, rows = (int(dict(shape.operation.defines)[name]) for name in ("LANES", "ROWS"))
+        assert shape.grid[0] * rows * 128 // lanes >= n_out
+        assert mat_vec.mul_mat(t, n_in, n_out, 8).operation.defines[1] == ("LANES", str(lanes))
+    with pytest.raises(ValueError, match="1 to 8 rows"):
+        mat_vec.mul_mat(t, 768, 768, 9)
