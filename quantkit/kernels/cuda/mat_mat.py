@@ -141,11 +141,12 @@ def _by_expert(
 
 
 def operations() -> Iterator[Operation]:
-    """Yield every operation of this file."""
-    for name in TYPES:
-        for tile in (SMALL, LARGE):
-            for kernel in ("mul_mat", "mul_mat_heads", "mul_mat_id"):
-                yield _operation(kernel, BY_NAME[name], tile)
-            for kind in GATES:
-                for kernel in ("up_gate", "up_gate_id"):
-                    yield _operation(kernel, BY_NAME[name], tile, kind)
+    """Yield every kernel of this file, for a type of every way to multiply; other types differ in their unpacker."""
+    kernels = ("mul_mat", "mul_mat_heads", "mul_mat_id", "up_gate", "up_gate_id")
+    small = ("Q8_0", "Q4_K", "Q2_K", "Q6_K", "NVFP4", "IQ1_S", *FLOATS)
+    for tile, names in ((SMALL, small), (LARGE, ("Q8_0", "Q4_K", "Q2_K", "Q6_K", "F16", "F32"))):
+        for name in names:
+            for kernel in kernels:
+                yield _operation(kernel, BY_NAME[name], tile, "silu")
+    for kind in GATES:
+        yield _operation("up_gate", BY_NAME["Q8_0"], SMALL, kind)
