@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from quantkit.formats.gguf import open_gguf  # noqa: E402
 from quantkit.kernels.cuda.device import count_devices, why_none  # noqa: E402
 from quantkit.model.engine import load  # noqa: E402
 from quantkit.model.fusion import Fusion  # noqa: E402
-from quantkit.model.placement import Placement  # noqa: E402
 from zoo import NAMES, expected, write_zoo  # noqa: E402
 
 EXPECTED = ROOT / "tests/data/gpu-expected.npz"
@@ -43,10 +42,11 @@ EXPECTED = ROOT / "tests/data/gpu-expected.npz"
 class Run:
     """A run of all steps: where results go, what failed, when time is up."""
 
-    def __init__(self, out: Path, minutes: float) -> None:
+    def __init__(self, out: Path, minutes: float, types: Sequence[str]) -> None:
         self.file = out.open("w", encoding="utf-8")
         self.deadline = time.monotonic() + 60 * minutes
         self.failed: list[str] = []
+        self.types = types
         self.folder = Path(tempfile.mkdtemp(prefix="gpu_check-"))
         self.expected: Any = np.load(EXPECTED) if EXPECTED.exists() else {}
 
@@ -81,7 +81,7 @@ def products(run: Run) -> None:
     worst: list[tuple[float, str]] = []
     with open_gguf(path) as source:
         backend = CUDABackend(source, open_device("CUDA0"))
-        for name in TYPES:
+        for name in run.types:
             largest = 0.0
             for case, found in gpu_cases.run_products(backend, source, name):
                 error = nmse(found, run.expected[case])
@@ -210,6 +210,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=STEPS, metavar="STEP", help=f"some of: {' '.join(STEPS)}")
     parser.add_argument("--minutes", type=float, default=8.0, help="when to stop beginning steps (default: 8)")
     parser.add_argument("--out", type=Path, help="where results go")
+    parser.add_argument("--types", nargs="+", choices=TYPES, default=TYPES, metavar="TYPE", help="of products")
     parser.add_argument("--shim", action="store_true", help="checks only, on the host shim")
     parser.add_argument("--record", type=Path, metavar="FILE", help="append results to BENCHMARKS.md, run nothing")
     options = parser.parse_args()
@@ -221,7 +222,7 @@ def main() -> None:
     elif not count_devices():
         sys.exit(f"gpu_check: no CUDA device: {why_none()}")
     out = options.out or Path(os.environ.get("OUT", ".")) / "gpu_check.md"
-    run = Run(out, options.minutes)
+    run = Run(out, options.minutes, options.types)
     try:
         carry_out(run, options.only or list(CHECKS if options.shim else STEPS))
     except QuantkitError as e:

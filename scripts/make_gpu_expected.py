@@ -48,9 +48,8 @@ def main() -> None:
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "tests/data/gpu-expected.npz"
     arrays = expected()
     np.savez_compressed(out, **arrays)
-    print(
-        f"{out}: {len(arrays)} arrays, {out.stat().st_size / 1e6:.1f} MB; perplexity {arrays['tiny-moe perplexity']:.4f}"
-    )
+    size, ppl = out.stat().st_size / 1e6, arrays["tiny-moe perplexity"]
+    print(f"{out}: {len(arrays)} arrays, {size:.1f} MB; perplexity of tiny-moe {ppl:.4f}")
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ KERNEL(attention_combine, 256) {
         const float* values = a.scratch + (row * a.splits + p) * a.head_v + column;
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            if (column + 32 * i < head_v) total[i] = fmaf(factors[p], values[32 * i], total[i]);
+            if (column + 32 * i < head_v && factors[p] > 0) total[i] = fmaf(factors[p], values[32 * i], total[i]);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) sums[warp][lane + 32 * i] = total[i];

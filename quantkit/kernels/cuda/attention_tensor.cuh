@@ -68,7 +68,12 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, top = warp / COLUMNS * 16, column = warp % COLUMNS;
     const int g = lane >> 2, t = lane & 3, group = (int)(a.n_head / a.n_head_kv);
     const int begin = first_row / group, end = min((int)a.rows, (first_row + ROWS - 1) / group + 1);
+    Range range = next_range(a, begin, end, -1);
+    Blocks blocks = blocks_of(a, range, KEYS, part);
+    if (nothing_to_do(a, range, blocks, begin, end)) return leave(a, kv_head, first_row, part);
 
+    bool fetched = blocks.begin < blocks.end;
+    if (fetched) fetch<HEAD_K, true>(a, kv_head, range, KEYS * blocks.begin, keys);
     keep_q(a, kv_head, first_row, q_high, q_low, factors);
     if (K_COLUMNS > HEAD_K) {  // what q is zero for must be a number
         for (int i = threadIdx.x; i < (1 + LATENT) * KEYS; i += THREADS)
@@ -83,14 +88,12 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
     for (int i = 0; i < O_TILES; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0;
 
     int buffer = 0;
-    for (int after = -1;;) {
-        const Range range = next_range(a, begin, end, after);
-        if (range.sequence == NO_SEQUENCE) break;
-        after = range.sequence;
+    for (; range.sequence != NO_SEQUENCE; range = next_range(a, begin, end, range.sequence)) {
         const Row seeing[2] = {in_range(rows[0], range), in_range(rows[1], range)};
-        const Blocks blocks = blocks_of(a, range, KEYS, part);
-        if (blocks.begin < blocks.end)
+        blocks = blocks_of(a, range, KEYS, part);
+        if (blocks.begin < blocks.end && !fetched)
             fetch<HEAD_K, true>(a, kv_head, range, KEYS * blocks.begin, keys + buffer * KEYS * K_STRIDE);
+        fetched = false;
         for (int block = blocks.begin; block < blocks.end; block++) {
             const int start = KEYS * block;
             const uint8_t* here = keys + buffer * KEYS * K_STRIDE;
