@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_memory import Memory
 from cuda_products import check, decode, draw_weights, f32, products, put_rows
+from device_memory import Memory
 
 from quantkit.kernels.cuda import mat_mat, moe
 from quantkit.kernels.cuda.glu import limits
