@@ -2,8 +2,8 @@
 
 A test is a prompt of n tokens (pp), n tokens one by one (tg), or both (pg), at a depth of the context; every one is
 repeated, after a warm-up that is not counted. Beside tokens a second stands what they mean: bytes of weights and cache
-read a second, as a share of this machine's measured read bandwidth, and multiplications as a share of its measured
-integer peak. Tokens are drawn at random, since the choice of experts is a part of the work.
+read a second, as a share of the device's measured bandwidth, and multiplications as a share of its measured peak.
+Tokens are drawn at random, since the choice of experts is a part of the work.
 """
 
 from __future__ import annotations
@@ -61,15 +61,20 @@ class Setting:
     merge_up_gate: bool = False
     placement: Placement = Placement()
     max_ram: int | None = None
+    max_vram: int | None = None
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine can do at most with so many threads, measured."""
+    """What computes and what it can do at most, measured: of the CPU with so many threads reading, and 8-bit integers;
+    of a card copying (bytes read and written), and a bf16 GEMM. 0 where several devices share the work.
+    """
 
+    backends: str
     threads: int
     read_gb_s: float
-    int8_gops: float
+    peak_gops: float
+    peak: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,9 +114,9 @@ class Result:
         return self.gb_s / self.machine.read_gb_s if self.machine.read_gb_s else 0.0
 
     @property
-    def int8_share(self) -> float:
-        """Share of the integer peak, two operations a multiply-add."""
-        return self.avg_ts * 2 * self.cost.mul_adds / 1e9 / self.machine.int8_gops if self.machine.int8_gops else 0.0
+    def peak_share(self) -> float:
+        """Share of the arithmetic peak, two operations a multiply-add."""
+        return self.avg_ts * 2 * self.cost.mul_adds / 1e9 / self.machine.peak_gops if self.machine.peak_gops else 0.0
 
     def row(self) -> dict[str, Any]:
         """Return llama-bench's fields, where they mean something here, and ours."""
@@ -119,7 +124,7 @@ class Result:
         return {
             "build_commit": __version__,
             "cpu_info": cpu_name(),
-            "backends": "CPU",
+            "backends": self.machine.backends,
             "model_filename": self.model,
             "model_type": self.model_type,
             "model_size": self.model_size,
@@ -145,9 +150,10 @@ class Result:
             "stddev_ts": self.stddev_ts,
             "gb_s": self.gb_s,
             "bandwidth_share": self.bandwidth_share,
-            "int8_share": self.int8_share,
+            "peak_share": self.peak_share,
             "read_gb_s_of_machine": self.machine.read_gb_s,
-            "int8_gops_of_machine": self.machine.int8_gops,
+            "peak_gops_of_machine": self.machine.peak_gops,
+            "peak_of_machine": self.machine.peak,
         }
 
 
@@ -264,6 +270,7 @@ def _load(model: str | Path, s: Setting) -> Model:
         merge_up_gate=s.merge_up_gate,
         placement=s.placement,
         max_ram=s.max_ram,
+        max_vram=s.max_vram,
     )
 
 
@@ -293,7 +300,7 @@ def _measure(session: Session, test: Test, s: Setting, repetitions: int, progres
         began,
         tuple(samples),
         cost,
-        machine(s.threads or available_cpus()),
+        machine_of(model, s.threads or available_cpus()),
     )
 
 
@@ -344,12 +351,23 @@ def _timed(work: Callable[[], None]) -> float:
 # ---------------------------------------------------------------- the machine
 
 
-@cache
-def machine(threads: int) -> Machine:
-    """Measure read bandwidth and the integer peak with so many threads; a second or so."""
-    from quantkit.kernels.cpu.peak import int8_gops, read_gb_s
+def machine_of(model: Model, threads: int) -> Machine:
+    """Measure what a model's devices can do; a second or so, once."""
+    return machine(tuple(dict.fromkeys(segment.device for segment in model.segments)), threads)
 
-    return Machine(threads, read_gb_s(threads), int8_gops(threads))
+
+@cache
+def machine(devices: tuple[str, ...], threads: int) -> Machine:
+    """Measure what one device, the CPU with so many threads or a card, can do at most; several are only named."""
+    if devices == ("CPU",):
+        from quantkit.kernels.cpu.peak import int8_gops, read_gb_s
+
+        return Machine("CPU", threads, read_gb_s(threads), int8_gops(threads), "8-bit integers")
+    if len(devices) == 1 and devices[0].startswith("CUDA"):
+        from quantkit.kernels.cuda.peak import peaks
+
+        return Machine(devices[0], threads, *peaks(devices[0]), "bf16 GEMM")
+    return Machine(",".join(devices), threads, 0.0, 0.0)
 
 
 @cache

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import __version__
+from quantkit.calibration.heldout import held_out_used
 from quantkit.errors import FormatError, RecipeError, TypeNotSupported
 from quantkit.formats.gguf import Field, GGUFFile, open_gguf
 from quantkit.formats.imatrix import Imatrix, read_imatrix
@@ -264,6 +265,8 @@ def _load_importance(draft: _Draft) -> None:
             raise RecipeError("--include-weights and --exclude-weights choose entries of an --imatrix; none was given")
         return
     draft.imatrix = read_imatrix(options.imatrix)
+    warning = held_out_used(Path(options.imatrix), draft.imatrix.extra)
+    draft.notes += [] if warning is None else [warning]
     original = {new: old for old, new in draft.renamed.items()}
     draft.importance = Importance(
         draft.imatrix, include=options.include_weights, exclude=options.exclude_weights, original_names=original

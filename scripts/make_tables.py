@@ -41,25 +41,30 @@ def tables() -> dict[str, npt.NDArray[Any]]:
     }
 
 
+#: The value of each nibble of an entry of iq2xxs and iq2xs.
+SHUFFLED = [0, 4, 1, 5, 2, 6, 3, 7]
+
 HEADER_TEXT = """\
 // Codebooks and grids of the types that store an index instead of a number. Written by scripts/make_tables.py from
 // quantkit/kernels/tables.npz: not to be edited.
 //
 // Codebooks: 16 int8 levels in four words. Grids: an entry is one word. Of 8 values, these are 8 nibbles that select
-// bytes: iq1s 0, 1, 2 for -1, 0, 1; iq2 0, 1, 2 for 8, 25, 43. Of 4 values, these are 4 bytes: iq3xxs the magnitudes,
-// iq3s the magnitudes less one.
+// bytes: iq1s 0, 1, 2 for -1, 0, 1; iq2 0, 1, 2 for 8, 25, 43, in iq2xxs and iq2xs in the order 0 4 1 5 2 6 3 7 of the
+// values, as seven_signs (i_quants.cuh) has the signs. Of 4 values, these are 4 bytes: iq3xxs the magnitudes,
+// iq3s the magnitudes less one. They are templates so that a module holds only those it reads: iq1s_grid<0>.
 #pragma once
 #include "device.cuh"
 """
 
 
 def packed_grids(of: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np.uint32]]:
-    """Return the grids as words: 8 values of three as nibbles 0, 1, 2; 4 values as bytes, iq3s less one."""
+    """Return the grids as words: 8 values of three as nibbles 0, 1, 2, some shuffled; 4 as bytes, iq3s less one."""
     grids = {}
     for name in ("iq1s_grid", "iq2xxs_grid", "iq2xs_grid", "iq2s_grid"):
         levels, rank = np.unique(of[name], return_inverse=True)
         assert len(levels) == 3, name
-        nibbles = rank.reshape(of[name].shape).astype(np.uint32) << np.arange(0, 32, 4, dtype=np.uint32)
+        order = SHUFFLED if name in ("iq2xxs_grid", "iq2xs_grid") else range(8)
+        nibbles = rank.reshape(of[name].shape)[:, order].astype(np.uint32) << np.arange(0, 32, 4, dtype=np.uint32)
         grids[name] = np.bitwise_or.reduce(nibbles, axis=1)
     grids["iq3xxs_grid"] = of["iq3xxs_grid"].view("<u4")[:, 0]
     grids["iq3s_grid"] = (of["iq3s_grid"] - np.uint8(1)).view("<u4")[:, 0]
@@ -72,10 +77,10 @@ def header(of: Mapping[str, npt.NDArray[Any]]) -> str:
     for name in ("kvalues_iq4nl", "kvalues_fp4"):
         words = ", ".join(f"{n} = {w:#010x}u" for n, w in zip("ABCD", of[name].view("<u4"), strict=True))
         text.append(f"struct {name} {{\n    static const uint32_t {words};\n}};\n")
-    for name, words in packed_grids(of).items():
-        lines = [", ".join(f"{w:#010x}" for w in words[i : i + 9]) for i in range(0, len(words), 9)]
+    for name, entries in packed_grids(of).items():
+        lines = [", ".join(f"{w:#010x}" for w in entries[i : i + 9]) for i in range(0, len(entries), 9)]
         body = ",\n    ".join(lines)
-        text.append(f"static __device__ const uint32_t {name}[{len(words)}] = {{\n    {body},\n}};\n")
+        text.append(f"template <int> static __device__ const uint32_t {name}[{len(entries)}] = {{\n    {body},\n}};\n")
     return "\n".join(text)
 
 

@@ -105,8 +105,27 @@ def device(request: pytest.FixtureRequest) -> object:
 @pytest.fixture
 def memory(device: object) -> Iterator[object]:
     """Arrays on the device."""
-    from cuda import Memory
+    from device_memory import Memory
 
     held = Memory(device)
     yield held
     held.close()
+
+
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def cuda_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """The names of the machine's CUDA devices: two of the host shim, or those there are."""
+    import host_device
+
+    from quantkit.kernels.cuda.device import count_devices, why_none
+
+    if request.param == "cuda":
+        if not count_devices():
+            pytest.skip(f"needs a CUDA device: {why_none()}")
+        return tuple(f"CUDA{i}" for i in range(count_devices()))
+    if host_device.compiler() is None:
+        pytest.skip("no C++ compiler: kernels for the GPU are not tested; install g++")
+    made = {name: host_device.HostDevice(name=name) for name in ("CUDA0", "CUDA1")}
+    monkeypatch.setattr("quantkit.kernels.cuda.device.open_device", made.__getitem__)
+    monkeypatch.setattr("quantkit.model.devices.cuda_devices", lambda: tuple(made))
+    return tuple(made)

@@ -21,15 +21,27 @@ from quantkit.kernels.cuda.operation import SOURCES, Operation
 
 SHIM = Path(__file__).parent / "shim"
 CACHE = Path(os.environ.get("QUANTKIT_CACHE", Path.home() / ".cache/quantkit")) / "cuda-host"
-FLAGS = (
-    "-std=c++17 -O1 -g1 -fPIC -shared -w -ffp-contract=off -fno-strict-aliasing "
-    "-fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -DQUANTKIT_HOST"
-).split()
+FLAGS = [
+    "-std=c++17",
+    "-O1",
+    "-g1",
+    "-fPIC",
+    "-shared",
+    "-w",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize=vptr",
+    "-fno-sanitize-recover=all",
+    "-DQUANTKIT_HOST",
+]
 
 
 def compiler() -> str | None:
     """Return the C++ compiler, or None."""
-    return next((path for name in (os.environ.get("CXX", ""), "g++", "clang++") if name and (path := shutil.which(name))), None)
+    return next(
+        (path for name in (os.environ.get("CXX", ""), "g++", "clang++") if name and (path := shutil.which(name))), None
+    )
 
 
 @cache
@@ -38,9 +50,9 @@ def _sources_hash() -> str:
     return hashlib.sha256(b"".join(f.read_bytes() for f in files) + " ".join(FLAGS).encode()).hexdigest()
 
 
-def build(text: str, arch: int = 900) -> Path:
-    """Compile C++ text to a library, once for each version of the sources."""
-    name = hashlib.sha256(f"{_sources_hash()} {arch} {text}".encode()).hexdigest()[:32]
+def build(text: str, arch: int = 900, *libraries: Path) -> Path:
+    """Compile C++ text to a library, linked to others, once for each version of the sources."""
+    name = hashlib.sha256(f"{_sources_hash()} {arch} {libraries} {text}".encode()).hexdigest()[:32]
     library = CACHE / f"{name}.so"
     if library.exists():
         return library
@@ -51,15 +63,22 @@ def build(text: str, arch: int = 900) -> Path:
         unit, made = Path(folder) / "unit.cpp", Path(folder) / "unit.so"
         unit.write_text(text)
         flags = [*FLAGS, f"-DQUANTKIT_HOST_ARCH={arch}", f"-I{SOURCES}", f"-I{SHIM}"]
-        done = subprocess.run([command, *flags, str(unit), "-o", str(made)], capture_output=True, text=True)
+        done = subprocess.run(
+            [command, *flags, str(unit), *map(str, libraries), "-o", str(made)], capture_output=True, text=True
+        )
         assert done.returncode == 0, f"{done.stderr[-6000:]}\n{text[:300]}"
         made.rename(library)
     return library
 
 
 @cache
+def _runtime_path() -> Path:
+    return build((SHIM / "runtime.cpp").read_text())
+
+
+@cache
 def _runtime() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(build((SHIM / "runtime.cpp").read_text())), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(_runtime_path()))
     library.host_allocate.restype = ctypes.c_void_p
     library.host_allocate.argtypes = [ctypes.c_uint64]
     library.host_free.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
@@ -68,8 +87,8 @@ def _runtime() -> ctypes.CDLL:
 
 @cache
 def _module(text: str, arch: int) -> ctypes.CDLL:
-    _runtime()
-    return ctypes.CDLL(str(build(text, arch)))
+    # Never RTLD_GLOBAL: libraries loaded later would take the sanitizer's operator new, and some not its delete.
+    return ctypes.CDLL(str(build(text, arch, _runtime_path())))
 
 
 class HostDevice:
@@ -97,6 +116,9 @@ class HostDevice:
 
     def zero(self, address: int, nbytes: int) -> None:
         ctypes.memset(address, 0, nbytes)
+
+    def host_array(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        return np.empty(count, dtype)
 
     def prepare(self, operations: Sequence[Operation]) -> None:
         for operation in operations:

@@ -30,7 +30,8 @@ def test_json_has_llama_benchs_fields_and_ours(tiny_moe: Path) -> None:
         assert row["avg_ts"] == pytest.approx(sum(row["samples_ts"]) / 2)
         assert row["model_type"] == "qwen3moe"
         assert (row["gb_s"] > 0) == (row["n_prompt"] == 0)
-        assert row["int8_share"] > 0
+        assert row["peak_share"] > 0
+        assert row["backends"] == "CPU"
 
 
 def test_switches_are_combined_and_shown(tiny_moe: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from quantkit.calibration import Corpus, Sketch, calibration, merge_sketches, overlap, sketch, sketch_file, sketch_of
 from quantkit.calibration.documents import read_inputs, record_text
+from quantkit.calibration.heldout import HeldOut, held_out_beside, held_out_of, held_out_used, merge_held_out
 from quantkit.calibration.overlap import MAX_HASHES, SCALE, WORDS, shingles
 from quantkit.calibration.passages import Seen, cut, passage_hash
 from quantkit.cli import cli
@@ -326,6 +327,58 @@ def test_a_false_sketch(key: str) -> None:
     fields[f"quantkit.calibration.{key}"] = Field.of(f"quantkit.calibration.{key}", -1)
     with pytest.raises(FormatError, match="are not as quantkit writes them"):
         sketch_of(imatrix_with(fields))
+
+
+# --- what was held out ---
+
+
+def test_a_text_knows_what_its_corpus_held_out(tmp_path: Path, texts: Path) -> None:
+    out = tmp_path / "out"
+    corpus = calibration([texts], out, size=60_000, heldout=0.2)
+    of = {
+        name: held_out_beside(out / name, (out / name).read_bytes()) for name in ("calibration.txt", "evaluation.txt")
+    }
+    for found in of.values():
+        assert found is not None
+        assert found.files == (str(out / "evaluation.txt"),)
+        assert found.sketch.sha256 == (corpus.evaluation.sha256,)
+        assert np.array_equal(found.sketch.hashes, sketch(corpus.evaluation.text).hashes)
+    assert held_out_beside(out / "calibration.txt", b"another text") is None
+    assert held_out_beside(texts / "00.txt", (texts / "00.txt").read_bytes()) is None
+    raw = (out / "calibration.txt").read_bytes()
+    (out / "evaluation.txt").write_text("changed")  # its hash is known all the same
+    gone = held_out_beside(out / "calibration.txt", raw)
+    assert gone is not None
+    assert (gone.sketch.sha256, gone.sketch.hashes.size) == ((corpus.evaluation.sha256,), 0)
+    for other in ("{", "[]", json.dumps({"made_by": "others"}), json.dumps({"made_by": "quantkit calibration"})):
+        (out / "manifest.json").write_text(other)
+        assert held_out_beside(out / "calibration.txt", raw) is None
+
+
+def test_nothing_held_out_is_nothing_to_warn_about(tmp_path: Path, texts: Path) -> None:
+    calibration([texts], tmp_path / "out", size=60_000, heldout=0)
+    path = tmp_path / "out" / "calibration.txt"
+    assert held_out_beside(path, path.read_bytes()) is None
+
+
+def test_what_was_held_out_is_kept_in_metadata() -> None:
+    one, two = (HeldOut((name,), sketch(prose(seed, 3000))) for name, seed in (("a", 1), ("b", 2)))
+    both = merge_held_out([one, two, one])
+    assert both is not None
+    found = held_out_of(Path("x"), both.fields())
+    assert found is not None
+    assert found.files == ("a", "b")
+    assert found.sketch.sha256 == both.sketch.sha256
+    used = held_out_used(Path("x"), {**both.fields(), **two.sketch.fields()})
+    assert used is not None
+    assert used.startswith("warning: x was computed on b, held out")
+    assert held_out_used(Path("x"), {**both.fields(), **sketch(prose(3, 3000)).fields()}) is None
+    for broken in (
+        Field.of("quantkit.calibration.heldout.files", 1),
+        one.fields()["quantkit.calibration.heldout.files"],
+    ):
+        with pytest.raises(FormatError, match=r"heldout\.\* are not as quantkit writes them"):
+            held_out_of(Path("x"), both.fields() | {"quantkit.calibration.heldout.files": broken})
 
 
 # --- files and the command ---

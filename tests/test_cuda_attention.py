@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda import Memory
+from device_memory import Memory
 from test_attention import nmse, slope
 
 from quantkit.kernels import dequantize, quantize

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda import Memory
+from device_memory import Memory
 from test_norms_rope import CONFIGS
 
 from quantkit.kernels.cuda import rope

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from blocks import random_blocks
 from operations import run_operation
-from test_dequantize import DECODED, random_blocks
+from test_dequantize import DECODED
 
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels import dequantize

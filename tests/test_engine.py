@@ -194,7 +194,7 @@ def test_up_and_gate_apart_are_not_fused_and_it_is_said(zoo: Callable[[str], Pat
 
 
 def test_layers_go_to_the_accelerator_from_the_last_on() -> None:
-    p = Placement(gpu_layers=3, accelerator="CUDA0")
+    p = Placement(gpu_layers=3, accelerators=("CUDA0",))
     assert [p.of_layer(i, 4) for i in range(-1, 5)] == ["CPU", "CPU", "CPU", "CUDA0", "CUDA0", "CUDA0"]
 
 

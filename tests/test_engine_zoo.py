@@ -46,7 +46,7 @@ def expected(name: str) -> Floats:
 
 
 def placed(device: str) -> Placement:
-    return Placement(gpu_layers=99, rules=((".*", device),), accelerator=device)
+    return Placement(gpu_layers=99, rules=((".*", device),), accelerators=(device,))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -526,8 +526,9 @@ def test_options_reach_the_engine(tmp_path: Path, loads: list[dict[str, Any]]) -
     for command in (("perplexity", "-c", 4), ("logits", "-c", 4, "-o", tmp_path / "o.npy")):
         result = run(*command, "-m", tmp_path / "a.gguf", "--tokens", "1,2,3,4,5,6,7,8,9", *options)
         assert result.exit_code == 0, result.output
-    expected = {"n_ctx": 4, "threads": 3, "n_ubatch": 64, "kv_type": "q8_0", "max_ram": 10**9, "merge_up_gate": True}
-    assert loads == [{**expected, "fusion": Fusion(moe=False), "placement": Placement(0, (("exps", "CPU"),))}] * 2
+    expected = {"n_ctx": 4, "threads": 3, "n_ubatch": 64, "kv_type": "q8_0", "max_ram": 10**9, "max_vram": None}
+    rest = {"merge_up_gate": True, "fusion": Fusion(moe=False), "placement": Placement(0, (("exps", "CPU"),))}
+    assert loads == [{**expected, **rest}] * 2
 
 
 @pytest.mark.usefixtures("loads")
@@ -629,7 +630,7 @@ def test_help_has_examples(command: str) -> None:
 
 
 def test_the_engine_keeps_the_contract(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
-    numpy_backend = Placement(99, ((".*", "REFERENCE"),), "REFERENCE")
+    numpy_backend = Placement(99, ((".*", "REFERENCE"),), ("REFERENCE",))
     text = (data / "tiny-moe-evaluation.txt").read_bytes()
     with load(tiny_moe, kv_type="f32", placement=numpy_backend) as model:
         found = perplexity(model, text, n_ctx=32, n_batch=64, chunks=3, save_logits=SaveLogits(tmp_path / "base"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,18 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from quantkit.calibration import calibration
 from quantkit.cli import cli
-from quantkit.errors import FormatError, QualityGate, QuantkitError, RecipeError, ResourceError
-from quantkit.evaluate import perplexity
+from quantkit.errors import FormatError, QualityGate, QuantkitError, RecipeError
+from quantkit.evaluate import SaveLogits, kld, perplexity
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.imatrix import ImatrixOptions, Watcher, difference, filled_experts, imatrix, merge
 from quantkit.imatrix.collect import ALL_EXPERTS_KEY, DROPPED_KEY
-from quantkit.imatrix.covariance import covariance
 from quantkit.merge import merge_up_gate
+from quantkit.model.engine import load
 from quantkit.model.fusion import Fusion
-from quantkit.quantize import QuantizeOptions, quantize
+from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
 from zoo import write_zoo
 
 N_CTX, N = 32, 8
@@ -223,6 +225,22 @@ def test_all_experts_go_to_a_file_of_their_own(model: Path, tmp_path: Path) -> N
         assert entry.sums.shape == plain.imatrix.entries[name].sums.shape
 
 
+@pytest.mark.parametrize("name", ["llama4-moe", "cohere2-dense"])
+def test_all_experts_of_weighted_inputs_and_of_none(name: str, tmp_path: Path) -> None:
+    found = run(write_zoo(name, tmp_path / "model.gguf"), tmp_path / "out.gguf", all_experts=True)
+    if name == "cohere2-dense":
+        assert found.all_experts is None
+        assert any("has no experts" in note for note in found.notes)
+        return
+    assert found.all_experts is not None
+    entries = read_imatrix(found.all_experts).entries
+    assert entries.keys() == read_imatrix(tmp_path / "out.gguf").entries.keys()
+    gate = entries["blk.1.ffn_gate_exps.weight"]
+    assert gate.sums.shape[0] == gate.counts.size > 1
+    assert (gate.counts == N * N_CTX).all()
+    assert not np.array_equal(gate.sums[0], gate.sums[1])  # every expert has its own weight
+
+
 def test_empty_experts_are_reported_and_filled_in_the_file_only(model: Path, tmp_path: Path) -> None:
     few = {"tokens": TOKENS[:N_CTX], "options": options(fill="mean")}
     found = imatrix(model, (), tmp_path / "out.gguf", **few, **RUN)
@@ -234,20 +252,48 @@ def test_empty_experts_are_reported_and_filled_in_the_file_only(model: Path, tmp
         found.coverage.check(1.0 if never else 1.1)
 
 
-def test_covariances_in_many_passes_are_those_of_one(model: Path, tmp_path: Path) -> None:
-    one = covariance(model, (), tmp_path / "1.gguf", tokens=TOKENS, options=options(), max_ram=1 << 30, **RUN)
-    many = covariance(model, (), tmp_path / "2.gguf", tokens=TOKENS, options=options(), max_ram=9_000_000, **RUN)
-    assert one.n_passes == 1
-    assert many.n_passes > 3
-    with open_gguf(tmp_path / "1.gguf") as a, open_gguf(tmp_path / "2.gguf") as b:
-        assert a.tensors.keys() == b.tensors.keys()
-        assert any(name.endswith(".cov_router") for name in a.tensors)
-        for name in a.tensors:
-            np.testing.assert_allclose(
-                a.data(name).view(np.float32), b.data(name).view(np.float32), rtol=1e-5, atol=1e-5
-            )
-    with pytest.raises(ResourceError, match="--max-ram leaves"):
-        covariance(model, (), tmp_path / "3.gguf", tokens=TOKENS, options=options(), max_ram=1000, **RUN)
+def test_an_interrupted_command_says_how_to_go_on(
+    tiny_moe: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(self: object, chunk: int, *_: object) -> None:
+        if chunk >= 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("quantkit.cli.imatrix_collect._Report.chunk", interrupt)
+    arguments = ["-m", tiny_moe, "-f", data / "tiny-moe-evaluation.txt", "-o", tmp_path / "o.gguf", "-c", 64, "-b", 64]
+    stopped = quantkit(*arguments, "-ofreq", 2)
+    assert stopped.exit_code == 130
+    assert stopped.stderr.endswith("interrupted; go on with the same command and --resume\n")
+    arguments[5] = tmp_path / "other.gguf"
+    assert "--resume" not in quantkit(*arguments, "-ofreq", 0).stderr  # there is nothing to go on from
+
+
+def test_what_is_no_model_and_no_text_is_named(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
+    text, matrix = tmp_path / "text.txt", data / "tiny-moe-imatrix.gguf"
+    text.write_bytes(b"good " * 99 + b"\xf7\xbf\xbf\xbf")
+    for arguments, words in (
+        (["-m", matrix, "-f", data / "tiny-moe-evaluation.txt"], f"{matrix}: this is an imatrix, no model"),
+        (["-m", tiny_moe, "-f", text], f"{text}: the text is not UTF-8"),
+    ):
+        result = quantkit(*arguments, "-o", tmp_path / "o.gguf")
+        assert result.exit_code != 0
+        assert words in result.output
+        assert not (tmp_path / "o.gguf").exists()
+
+
+def test_experts_merged_while_loading_are_those_of_a_merged_file(model: Path, tmp_path: Path) -> None:
+    merge_up_gate(model, tmp_path / "merged.gguf")
+    run(tmp_path / "merged.gguf", tmp_path / "1.gguf")
+    imatrix(model, (), tmp_path / "2.gguf", tokens=TOKENS, options=options(), merge_up_gate=True, **RUN)
+    assert (tmp_path / "1.gguf").read_bytes() == (tmp_path / "2.gguf").read_bytes()
+
+
+def test_chunks_of_files_to_join_are_as_long_as_they_say(model: Path, tmp_path: Path) -> None:
+    run(model, tmp_path / "1.gguf")
+    for more, size in (([], N_CTX), (["-c", 2 * N_CTX], 2 * N_CTX)):
+        quantkit("--in-file", tmp_path / "1.gguf", "-o", tmp_path / f"{size}.gguf", *more)
+        found = read_imatrix(tmp_path / f"{size}.gguf")
+        assert (found.chunk_size, found.chunk_count) == (size, N * N_CTX // size)
 
 
 # ---------------------------------------------------------------- refused
@@ -351,18 +397,82 @@ def test_a_model_without_a_template_is_refused(tiny_moe: Path, tmp_path: Path) -
         imatrix(tiny_moe, (), tmp_path / "out.gguf", chat=[chats], threads=2)
 
 
-def test_perplexity_warns_of_text_that_was_calibrated_on(
+def test_evaluations_warn_of_text_that_was_calibrated_on(
     calibrated: Path, tiny_moe: Path, data: Path, tmp_path: Path
 ) -> None:
-    calibration, evaluation = ((data / f"tiny-moe-{name}.txt").read_bytes() for name in ("calibration", "evaluation"))
+    texts = [(data / f"tiny-moe-{name}.txt").read_bytes() for name in ("calibration", "evaluation")]
+    with load(tiny_moe) as model:
+        ids = [model.tokenizer.encode(text)[: 16 * 64] for text in texts]
     for hidden in (False, True):
         out = tmp_path / f"{hidden}.gguf"
         quantize(tiny_moe, out, "Q8_0", QuantizeOptions(imatrix=calibrated, hide_imatrix=hidden), threads=2)
-        seen = perplexity(out, calibration, n_ctx=64, chunks=1, threads=2)
-        assert any("was calibrated on" in note for note in seen.notes) is not hidden
-        assert not any(
-            "calibrated" in note for note in perplexity(out, evaluation, n_ctx=64, chunks=1, threads=2).notes
-        )
+        for text, tokens in zip(texts, ids, strict=True):
+            base = tmp_path / f"{hidden}-{text is texts[0]}.bin"
+            save = SaveLogits(base, "compact", top_k=8)
+            found = [
+                perplexity(out, text, n_ctx=64, chunks=1, threads=2),
+                perplexity(out, tokens=tokens, n_ctx=64, save_logits=save, threads=2),
+                kld(out, base, threads=2),
+            ]
+            warned = [any("was calibrated on" in note for note in each.notes) for each in found]
+            assert warned == 3 * [text is texts[0] and not hidden]
+    shown = quantkit_("kld", "-m", tmp_path / "False.gguf", "--base", tmp_path / "False-True.bin")
+    assert shown.startswith("warning: about ")
+
+
+def quantkit_(*arguments: object) -> str:
+    """Return what a command prints on stderr."""
+    result = CliRunner().invoke(cli, [*map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.stderr
+
+
+def corpus_of(folder: Path, data: Path) -> Path:
+    """Make a corpus of the calibration text, with a held-out part large enough for some chunks."""
+    calibration([data / "tiny-moe-calibration.txt"], folder, size=60_000, heldout=0.2)
+    return folder
+
+
+def test_calibrating_on_what_a_corpus_held_out_is_warned_about(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path / "corpus", data)
+    held_out = corpus / "evaluation.txt"
+    few = {"options": ImatrixOptions(n_ctx=64, chunks=2, ppl=False), "threads": 2}
+    right = imatrix(tiny_moe, [corpus / "calibration.txt"], tmp_path / "right.gguf", **few)
+    wrong = imatrix(tiny_moe, [corpus / "calibration.txt", held_out], tmp_path / "wrong.gguf", **few)
+    copy = tmp_path / "copy.txt"
+    copy.write_bytes(b"Another beginning.\n" + held_out.read_bytes())
+    moved = imatrix(tiny_moe, [copy], tmp_path / "moved.gguf", **few)
+    said = f"was computed on {held_out}, held out by quantkit calibration"
+    assert not any("held out" in note for each in (right, moved) for note in each.notes)
+    assert any(note.startswith("warning: ") and said in note for note in wrong.notes)
+
+    def warned(imatrix: Path) -> list[str]:
+        plan = plan_quantize(tiny_moe, tmp_path / "q.gguf", "Q4_K", QuantizeOptions(imatrix=imatrix))
+        return [note for note in plan.notes if "held out" in note]
+
+    assert not warned(tmp_path / "right.gguf")
+    assert [said in note for note in warned(tmp_path / "wrong.gguf")] == [True]
+    # Nothing tells where the copy is from, until it meets an importance matrix that knows the corpus.
+    assert not warned(tmp_path / "moved.gguf")
+    joined = quantkit("merge", tmp_path / "right.gguf", tmp_path / "moved.gguf", "-o", tmp_path / "joined.gguf")
+    assert "warning: the merged importance matrix was computed on about 100 % of" in joined.stderr
+    assert [f"about 100 % of {held_out}" in note for note in warned(tmp_path / "joined.gguf")] == [True]
+    dry = quantkit_(
+        "quantize", "--dry-run", "--imatrix", tmp_path / "wrong.gguf", tiny_moe, tmp_path / "q.gguf", "Q4_K"
+    )
+    shown = quantkit("show", tmp_path / "wrong.gguf").output
+    assert "held out  " in shown
+    assert f"texts     sha256 {hashlib.sha256((corpus / 'calibration.txt').read_bytes()).hexdigest()[:16]}" in shown
+    assert f"warning: {tmp_path / 'wrong.gguf'} was computed on" in shown
+    assert f"\nwarning: {tmp_path / 'wrong.gguf'} was computed on {held_out}" in f"\n{dry}"
+
+
+def test_the_hash_that_is_recorded_is_that_of_the_file(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
+    text = corpus_of(tmp_path / "corpus", data) / "calibration.txt"
+    options = ImatrixOptions(n_ctx=64, chunks=1, ppl=False)
+    made = imatrix(tiny_moe, [text], tmp_path / "i.gguf", options=options, threads=2).imatrix
+    assert made is not None
+    assert made.extra["quantkit.calibration.sha256"].value == [hashlib.sha256(text.read_bytes()).hexdigest()]
 
 
 # ---------------------------------------------------------------- the command
@@ -384,6 +494,10 @@ def test_the_command_tells_what_there_is(tiny_moe: Path, data: Path, tmp_path: P
     assert (tmp_path / "plot.svg").read_text().startswith("<svg")
     assert "exists" in quantkit(*arguments).output
     assert quantkit(*arguments, "--overwrite", "--no-ppl", "--require-coverage", "1").exit_code in (0, 3)
+    typed = ["-m", tiny_moe, "-p", text.read_text()[:1500], "-o", tmp_path / "typed.gguf", "-c", 64]
+    peers_names = ["--n-gpu-layers", 0, "--cache-type-k", "f32", "--override-tensor", "exps=CPU"]
+    assert quantkit(*typed, *peers_names).exit_code == 0
+    assert read_imatrix(tmp_path / "typed.gguf").datasets == ["prompt"]
     shown = quantkit("--show-statistics", "--in-file", out)
     assert "Statistics of weights" in shown.output
     joined = quantkit("--in-file", f"{out},{out}", "-o", tmp_path / "joined.dat")

@@ -9,7 +9,8 @@ import numpy.typing as npt
 import pytest
 
 from quantkit.kernels import dequantize, quantize
-from quantkit.kernels.cpu.activations import ROW_GAP, SCALES, UNIT_BYTES, activation_format, row_bytes
+from quantkit.kernels.activation_formats import activation_format
+from quantkit.kernels.cpu.activations import ROW_GAP, SCALES, UNIT_BYTES, row_bytes
 from quantkit.kernels.cpu.activations import quantize as quantize_activations
 from quantkit.kernels.cpu.glu import glu, limits
 from quantkit.kernels.cpu.moe import (

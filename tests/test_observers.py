@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from drawn import ids as token_ids
 
 from libllama import nmse
 from quantkit.errors import RecipeError
-from quantkit.formats.gguf import open_gguf
+from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.kernels.cpu import moe, observers
 from quantkit.kernels.cpu.tape import Batch, Tape, address_of
 from quantkit.kernels.cpu.team import Team
@@ -25,12 +27,13 @@ from quantkit.model.observers import (
     Wanted,
     covariances,
     every_token,
+    fewest_rows,
     inputs,
     observe,
     similarity,
     up_to_layer,
 )
-from quantkit.model.ops import SelectOutputs
+from quantkit.model.ops import MulMat, MulMatId, Route, SelectOutputs, SumColumns
 from quantkit.model.placement import Placement
 from zoo import expected, write_zoo
 
@@ -119,7 +122,9 @@ def everything(graph):
     return similarity(observe(graph, process_output=True, all_experts=True))
 
 
-@pytest.mark.parametrize("name", ["qwen3moe-moe", "deepseek2-moe", "cohere2-dense", "qwen3next-moe", "gpt-oss-moe"])
+@pytest.mark.parametrize(
+    "name", ["qwen3moe-moe", "deepseek2-moe", "cohere2-dense", "qwen3next-moe", "gpt-oss-moe", "llama4-moe"]
+)
 def test_backends_agree_and_logits_stay(name: str, tmp_path: Path) -> None:
     tokens, logits = expected(name)
     found = {}
@@ -156,9 +161,47 @@ def test_all_experts_holds_what_the_chosen_ones_saw(name: str, tmp_path: Path) -
             assert (accumulator["sums"][:, 0] >= chosen["sums"][:, 0] * (1 - 1e-6) - 1e-9).all()
 
 
-def test_all_experts_is_refused_where_inputs_are_weighted(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="weighted by the router"):
-        open_zoo(tmp_path, "llama4-moe", everything)
+def choosing(name: str, n_used: int | None, path: Path) -> Path:
+    """Write a zoo model whose router chooses so many experts, or all of them."""
+    with open_gguf(write_zoo(name, path.with_suffix(".zoo"))) as source:
+        arch = source.get("general.architecture")
+        used, n = f"{arch}.expert_used_count", n_used or source.get(f"{arch}.expert_count")
+        fields = [Field.of(key, n, f.type) if key == used else f for key, f in source.fields.items()]
+        data = [(t.name, t.shape, t.type, source.data(t).tobytes()) for t in source.tensors.values()]
+    write_gguf(path, fields, data)
+    return path
+
+
+@pytest.mark.parametrize("n_used", [1, 3])
+@pytest.mark.parametrize("name", ["qwen3moe-moe", "llama4-moe", "gpt-oss-moe"])
+def test_all_experts_is_a_model_that_chooses_all(name: str, n_used: int, tmp_path: Path) -> None:
+    """In its first layer with experts; what comes after sees another model's results."""
+    tokens, found, seen = expected(name)[0], [], {}
+    for path in (choosing(name, n_used, tmp_path / "some.gguf"), choosing(name, None, tmp_path / "all.gguf")):
+        with load(path, kv_type="f32", threads=2, fusion=Fusion.none(), rewrite=everything) as model:
+            session = model.session(64)
+            session.decode(tokens)
+            found.append({of: {k: v.copy() for k, v in a.items()} for of, a in session.accumulators.items()})
+            sums = [op for op in model.graph.ops if isinstance(op, SumColumns) and not op.of.startswith(ALL_EXPERTS)]
+            seen = {name: op.of for op in sums for name in op.names}
+    every, chosen = found
+    layer = min(int(of.split(".")[1]) for of in chosen if of.startswith("blk.") and "down_exps" in of)
+    compared = [of for of in every if of.startswith(f"{ALL_EXPERTS}blk.{layer}.")]
+    assert len(compared) == 2
+    for of in compared:
+        a, b = every[of], chosen[seen[of.removeprefix(ALL_EXPERTS)]]
+        assert (a["counts"] == 64).all()
+        assert (b["counts"] == 64).all()
+        np.testing.assert_allclose(np.broadcast_to(a["sums"], b["sums"].shape)[:, 0], b["sums"][:, 0], rtol=1e-6)
+
+
+def test_all_experts_is_refused_where_weights_are_shares_of_the_chosen(tmp_path: Path) -> None:
+    def share(graph):
+        ops = [replace(op, routing=replace(op.routing, norm=True)) if isinstance(op, Route) else op for op in graph.ops]
+        return everything(replace(graph, ops=tuple(ops)))
+
+    with pytest.raises(RecipeError, match="a share among the experts that are chosen"):
+        open_zoo(tmp_path, "llama4-moe", share)
 
 
 def test_both_forms_of_latent_attention_record_the_same(tmp_path: Path) -> None:
@@ -183,6 +226,25 @@ def test_both_forms_of_latent_attention_record_the_same(tmp_path: Path) -> None:
         for layer in range(2):
             of = f"blk.{layer}.{name}.weight"
             assert nmse(found[0][of], found[1][of]) < 1e-9, of
+    of_heads = {"attn_k_b": (heads, k - rot), "attn_v_b": (heads, rank), "attn_kv_b": (1, rank)}
+    sums = found[0]
+    wanted = [Wanted(f"blk.{i}.{name}.weight", (0, n)) for name, (n, _) in of_heads.items() for i in range(2)]
+    found = []
+    for path in paths:
+        see = partial(covariances, wanted=wanted)
+        with load(path, kv_type="f32", threads=2, fusion=Fusion.none(), rewrite=see) as model:
+            session = model.session(40)
+            session.decode(token_ids(40))
+            found.append({of: a["sums"].copy() for of, a in session.accumulators.items()})
+            assert all((a["counts"] == 40).all() for a in session.accumulators.values())
+    for name, (n, columns) in of_heads.items():
+        for layer in range(2):
+            of = f"blk.{layer}.{name}.weight"
+            a, b = (each[f"{of} 0"] for each in found)
+            assert a.shape == b.shape == (n, columns, columns)
+            assert nmse(a, b) < 1e-9, of
+            # The diagonal is what an importance matrix has, head by head side by side.
+            np.testing.assert_allclose(np.diagonal(a, axis1=1, axis2=2).ravel(), sums[of][0, : n * columns], rtol=1e-6)
 
 
 def test_a_fused_graph_shows_no_inputs(tmp_path: Path) -> None:
@@ -211,6 +273,27 @@ def test_outputs_are_chosen_just_before_the_output_matrix(tmp_path: Path) -> Non
     ops = every_token(graph).ops
     at = [i for i, op in enumerate(ops) if isinstance(op, SelectOutputs)]
     assert at == [len(ops) - 2]
+
+
+@pytest.mark.parametrize("name", ["qwen3moe-moe", "deepseek2-moe", "cohere2-dense", "qwen3next-moe", "llama4-moe"])
+@pytest.mark.parametrize("look", [observe, everything])
+def test_rows_that_nobody_looks_at_are_left_out_and_nothing_changes(name: str, look, tmp_path: Path) -> None:
+    tokens, logits = expected(name)
+    wanted, found = np.arange(64) % 5 == 2, []
+    for rewrite in (look, lambda graph: fewest_rows(look(graph))):
+        with open_zoo(tmp_path, name, rewrite) as model:
+            session = model.session(64)
+            assert nmse(session.decode(tokens, outputs=wanted), logits[wanted]) < 1e-8  # type: ignore[arg-type]
+            found.append({of: {k: v.copy() for k, v in a.items()} for of, a in session.accumulators.items()})
+            down = [op for op in model.graph.ops if isinstance(op, MulMat | MulMatId) and "ffn_down" in str(op.weight)]
+            last = max(op.layer for op in down)
+            of_all = {op.x.outputs for op in down if op.layer < last}, {op.x.outputs for op in down if op.layer == last}
+    # The similarity of layers looks at what comes out of the last one, too.
+    assert of_all == ({False}, {look is observe})
+    assert found[0].keys() == found[1].keys()
+    for of, arrays in found[0].items():
+        for what, array in arrays.items():
+            assert np.array_equal(array, found[1][of][what]), (of, what)
 
 
 def test_covariances_have_the_sums_of_squares_on_their_diagonal(tmp_path: Path) -> None:

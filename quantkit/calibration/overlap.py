@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -36,10 +37,16 @@ MAX_HASHES = 1 << 16
 #: Below this share, or with fewer hashes than this in both, it is phrases that many texts have, or chance.
 NOTABLE, NOTABLE_HASHES = 0.02, 4
 
-SCALE_KEY = "quantkit.calibration.scale"
-SHINGLES_KEY = "quantkit.calibration.shingles"
-SHA256_KEY = "quantkit.calibration.sha256"
-SKETCH_KEYS = (SCALE_KEY, SHINGLES_KEY, SHA256_KEY)
+#: Before the names of a sketch's keys.
+CALIBRATION = "quantkit.calibration."
+
+
+def sketch_keys(prefix: str = CALIBRATION) -> tuple[str, str, str]:
+    """Return the keys of a sketch: scale, shingles, sha256."""
+    return f"{prefix}scale", f"{prefix}shingles", f"{prefix}sha256"
+
+
+SKETCH_KEYS = sketch_keys()
 
 _CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
@@ -55,15 +62,16 @@ class Sketch:
     scale: int
     #: uint64, sorted, each once.
     hashes: U64Array
-    #: SHA-256 of each text, hex.
+    #: SHA-256 of each text, hex: of a file that of all its bytes, as sha256sum and a corpus's manifest have it.
     sha256: tuple[str, ...]
 
-    def fields(self) -> dict[str, Field]:
+    def fields(self, prefix: str = CALIBRATION) -> dict[str, Field]:
         """Return the sketch as metadata of a GGUF, for Imatrix.extra."""
+        scale, shingles, sha256 = sketch_keys(prefix)
         items = (
-            Field.of(SCALE_KEY, self.scale, ValueType.UINT32),
-            Field.of(SHINGLES_KEY, self.hashes, ValueType.ARRAY, ValueType.UINT64),
-            Field.of(SHA256_KEY, list(self.sha256), ValueType.ARRAY, ValueType.STRING),
+            Field.of(scale, self.scale, ValueType.UINT32),
+            Field.of(shingles, self.hashes, ValueType.ARRAY, ValueType.UINT64),
+            Field.of(sha256, list(self.sha256), ValueType.ARRAY, ValueType.STRING),
         )
         return {item.key: item for item in items}
 
@@ -119,9 +127,21 @@ def _word_hash(word: str, cache: dict[str, int]) -> int:
 
 def sketch(text: str | bytes) -> Sketch:
     """Return the sketch of one text; bytes are read as UTF-8."""
-    raw = text if isinstance(text, bytes) else text.encode(errors="surrogateescape")
+    raw = _bytes(text)
     digest = hashlib.sha256(raw).hexdigest()
     return _thinned(SCALE, np.unique(shingles(raw.decode(errors="replace"))), (digest,))
+
+
+def _bytes(text: str | bytes) -> bytes:
+    return text if isinstance(text, bytes) else text.encode(errors="surrogateescape")
+
+
+def _evaluated(text: str | bytes) -> Sketch:
+    """Return the sketch of a text with the digests of both files it may come from: evaluations drop a last newline."""
+    raw = _bytes(text)
+    bare = raw.removesuffix(b"\n")
+    digests = (hashlib.sha256(x).hexdigest() for x in (raw, bare, bare + b"\n"))
+    return replace(sketch(raw), sha256=tuple(dict.fromkeys(digests)))
 
 
 def merge_sketches(sketches: Sequence[Sketch]) -> Sketch:
@@ -145,9 +165,9 @@ def _below(hashes: U64Array, scale: int) -> U64Array:
 
 def overlap(evaluation: str | bytes | Sketch, calibration: str | bytes | Sketch | Iterable[Sketch]) -> Overlap:
     """Estimate how much of ``evaluation`` is in ``calibration``: texts, or sketches of them (sketch_of, manifests)."""
-    one = _as_sketch(evaluation)
+    one = evaluation if isinstance(evaluation, Sketch) else _evaluated(evaluation)
     if isinstance(calibration, (str, bytes, Sketch)):
-        two = _as_sketch(calibration)
+        two = calibration if isinstance(calibration, Sketch) else sketch(calibration)
     else:
         two = merge_sketches(tuple(calibration))
     scale = max(one.scale, two.scale)
@@ -157,16 +177,20 @@ def overlap(evaluation: str | bytes | Sketch, calibration: str | bytes | Sketch 
     return Overlap(share, bool(set(one.sha256) & set(two.sha256)), kept.size, both)
 
 
-def _as_sketch(text: str | bytes | Sketch) -> Sketch:
-    return text if isinstance(text, Sketch) else sketch(text)
-
-
 def sketch_of(imatrix: Imatrix) -> Sketch | None:
     """Return the sketch of the texts that an importance matrix was computed on; None where it does not say.
 
     Raises FormatError where the keys are not what Sketch.fields writes.
     """
-    fields = [imatrix.extra.get(key) for key in SKETCH_KEYS]
+    return read_sketch(imatrix.path, imatrix.extra)
+
+
+def read_sketch(path: Path, metadata: Mapping[str, Field], prefix: str = CALIBRATION) -> Sketch | None:
+    """Return a sketch from the metadata of ``path``, an importance matrix or a model made with one; None without.
+
+    Raises FormatError where the keys are not what Sketch.fields writes.
+    """
+    fields = [metadata.get(key) for key in sketch_keys(prefix)]
     if not all(fields):
         return None
     scale, hashes, sha256 = (field for field in fields if field is not None)
@@ -176,5 +200,5 @@ def sketch_of(imatrix: Imatrix) -> Sketch | None:
         or sha256.item_type is not ValueType.STRING
         or scale.value < 1
     ):
-        raise FormatError(f"{imatrix.path}: the keys quantkit.calibration.* are not as quantkit writes them")
+        raise FormatError(f"{path}: the keys {prefix}* are not as quantkit writes them")
     return Sketch(int(scale.value), np.unique(hashes.array.astype(np.uint64)), tuple(sha256.value))

@@ -13,10 +13,9 @@ from typing import Any
 import click
 
 from quantkit.bench import Result, Setting, Test, bench, combinations
-from quantkit.cli.evaluation import FILE, KV_TYPES, MODEL
+from quantkit.cli.evaluation import FILE, KV_TYPES, MODEL, placement_given, placement_options
 from quantkit.cli.options import NUMBERS, GroupedCommand, option
 from quantkit.helpers import format_count, format_size
-from quantkit.model.placement import Placement, parse_rules
 
 _TESTS, _SETTINGS, _OUT = "Tests", "How the model runs (several values: all combinations)", "Output"
 FORMATS = ("md", "csv", "json", "jsonl")
@@ -47,8 +46,7 @@ def flags(*names: str, help: str, default: str) -> Any:  # noqa: A002
 @flags("-fmoe", "--fused-moe", default="1", help="Fused up+gate of experts.")
 @flags("-fqkv", "--fused-qkv", default="1", help="q, k and v in one pass.")
 @flags("-muge", "--merge-up-gate-experts", default="0", help="Merge up and gate experts while loading.")
-@option("-ngl", "gpu_layers", group=_SETTINGS, type=int, default=0, show_default=True, help="Layers on an accelerator.")
-@option("-ot", "rules", group=_SETTINGS, multiple=True, metavar="RE=DEVICE", help="Place matching tensors on a device.")
+@placement_options
 @option(
     "-o", "--output", "form", group=_OUT, type=click.Choice(FORMATS), default="md", show_default=True, help="Format."
 )
@@ -69,15 +67,15 @@ def command(
     fused_moe: Sequence[int],
     fused_qkv: Sequence[int],
     merge_up_gate_experts: Sequence[int],
-    gpu_layers: int,
-    rules: Sequence[str],
     form: str,
     progress: bool,
+    **run: Any,
 ) -> None:
-    """Measure how fast a model runs, as llama-bench does, on this machine's CPUs.
+    """Measure how fast a model runs, as llama-bench does.
 
     ppN is a prompt of N tokens, tgN are N tokens one by one. GB/s are the weights and caches that generating reads,
-    `of read` is that as a share of what this machine can read, `of int8` the multiplications as a share of its peak.
+    `of read` is that as a share of what the device can read (a card: copy), `of peak` the multiplications as a share of
+    its arithmetic peak (a CPU's 8-bit integers, a card's bf16 GEMM).
 
     \b
     quantkit bench -m model.gguf
@@ -94,7 +92,8 @@ def command(
         fused_moe=[bool(x) for x in fused_moe],
         fused_qkv=[bool(x) for x in fused_qkv],
         merge_up_gate=[bool(x) for x in merge_up_gate_experts],
-        placement=[Placement(gpu_layers, parse_rules(rules))],
+        placement=[placement_given(run)],
+        max_vram=[run["max_vram"]],
     )
 
     def say(line: str) -> None:
@@ -148,7 +147,7 @@ def _print_md(results: Iterable[Result]) -> None:
     """Print a table row by row, as results come: whoever waits sees something."""
     columns = [column for column in _OPTIONAL if _given(column[1])]
     names = ["model", "size", "params", "backend", "threads", *(name for name, _, _ in columns), "test", "t/s"]
-    names += ["GB/s", "of read", "of int8"]
+    names += ["GB/s", "of read", "of peak"]
     machine = None
     for r in results:
         if machine is None:
@@ -159,20 +158,21 @@ def _print_md(results: Iterable[Result]) -> None:
             r.model,
             format_size(r.model_size),
             format_count(r.model_n_params),
-            "CPU",
+            machine.backends,
             str(machine.threads),
             *(str(value(r.setting)) for _, _, value in columns),
             str(r.test),
             f"{r.avg_ts:.2f} ± {r.stddev_ts:.2f}",
             f"{r.gb_s:.1f}" if r.gb_s else "",
-            f"{r.bandwidth_share:.0%}" if r.gb_s else "",
-            f"{r.int8_share:.0%}",
+            f"{r.bandwidth_share:.0%}" if r.gb_s and machine.read_gb_s else "",
+            f"{r.peak_share:.0%}" if machine.peak_gops else "",
         ]
         click.echo("| " + " | ".join(cells) + " |")
-    if machine is not None:
+    if machine is not None and machine.peak:
+        of = f"with {machine.threads} threads" if machine.backends == "CPU" else f"of {machine.backends}"
         click.echo(
-            f"\nthis machine, measured: {machine.read_gb_s:.1f} GB/s read, {machine.int8_gops:.0f} GOPS of 8-bit "
-            f"integers with {machine.threads} threads"
+            f"\nthis machine, measured: {machine.read_gb_s:.1f} GB/s read, {machine.peak_gops:.0f} GOPS of "
+            f"{machine.peak} {of}"
         )
 
 

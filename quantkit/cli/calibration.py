@@ -10,7 +10,7 @@ import click
 
 from quantkit.calibration import Corpus, calibration
 from quantkit.calibration.corpus import MANIFEST
-from quantkit.cli.options import SHARE, SIZE, GroupedCommand, option
+from quantkit.cli.options import SHARE, SIZE, GroupedCommand, echo_notes, option
 from quantkit.helpers import format_size, printable
 
 _TEXT, _OUT = "The text", "Output"
@@ -75,8 +75,7 @@ def command(
         include=include,
         overwrite=overwrite,
     )
-    for note in corpus.notes:
-        click.echo(f"note: {printable(note)}", err=True)
+    echo_notes(corpus.notes)
     if as_json:
         click.echo(json.dumps(corpus.manifest(), indent=2))
     else:

@@ -12,7 +12,7 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from quantkit.cli.options import GroupedCommand, json_value, one_line, option, table
+from quantkit.cli.options import GroupedCommand, echo_notes, json_value, one_line, option, table
 from quantkit.compare import (
     ClassComparison,
     Comparison,
@@ -81,8 +81,7 @@ def command(
             )
     except QuantkitError as e:
         raise _Trouble(e.message) from e
-    for note in found.notes:
-        click.echo(f"note: {printable(note)}", err=True)
+    echo_notes(found.notes)
     if as_json:
         click.echo(json.dumps(_as_dict(found), indent=2, allow_nan=False))
     else:

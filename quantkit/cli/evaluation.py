@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import numpy as np
@@ -21,6 +21,9 @@ from quantkit.errors import QuantkitError
 from quantkit.evaluate import Estimate
 from quantkit.evaluate.passes import LoadOptions
 from quantkit.formats.tokenizer import read_token_ids
+
+if TYPE_CHECKING:
+    from quantkit.model.placement import Placement
 
 F = TypeVar("F", bound=Callable[..., Any])
 I32 = npt.NDArray[np.int32]
@@ -37,6 +40,46 @@ def model_option(function: F) -> F:
     )(function)
 
 
+#: On which devices a model runs.
+_PLACEMENT = (
+    option(
+        "--backend",
+        group=RUN,
+        type=click.Choice(["cpu", "cuda"], case_sensitive=False),
+        default="cpu",
+        show_default=True,
+        help="What computes; cuda takes the whole model, unless -ngl and -ot say otherwise.",
+    ),
+    option(
+        "-ngl",
+        "--gpu-layers",
+        "--n-gpu-layers",
+        "gpu_layers",
+        group=RUN,
+        type=click.IntRange(0),
+        help="Only the last layers on CUDA devices.",
+    ),
+    option("-ot", "rules", group=RUN, multiple=True, metavar="RE=DEVICE", help="Place matching tensors on a device."),
+    option("--max-vram", group=RUN, type=SIZE, metavar="SIZE", help="Weights on each GPU; the rest is sent each time."),
+)
+
+
+def placement_options(function: F) -> F:
+    """Declare on which devices a model runs; ``placement_given`` takes the values."""
+    for each in reversed(_PLACEMENT):
+        function = each(function)
+    return function
+
+
+def placement_given(run: Mapping[str, Any]) -> Placement:
+    """Return the placement, from the values of ``placement_options``."""
+    from quantkit.model.devices import cuda_devices
+    from quantkit.model.placement import placement_of
+
+    backend, layers = run["backend"].lower(), run["gpu_layers"]
+    return placement_of(backend, layers, run["rules"], cuda_devices() if backend == "cuda" or layers else ())
+
+
 def run_options(function: F) -> F:
     """Declare how the model runs; ``load_options`` takes the values."""
     counts = click.IntRange(1)
@@ -47,14 +90,20 @@ def run_options(function: F) -> F:
         option("-b", "--batch-size", "n_batch", **usual, type=counts, default=2048, help="Tokens of a pass."),
         option("-ub", "--ubatch-size", "n_ubatch", **usual, type=counts, default=512, help="Tokens at once within it."),
         option("-t", "--threads", group=RUN, type=click.IntRange(0), help="Threads; 0 or nothing: all CPUs."),
-        option("-ctk", "--kv-type", **usual, type=kv_types, default="f16", help="Type of the K and V caches."),
+        option(
+            "-ctk",
+            "--cache-type-k",
+            "--kv-type",
+            "kv_type",
+            **usual,
+            type=kv_types,
+            default="f16",
+            help="Type of the K and V caches.",
+        ),
         option("-no-fug", "--no-fused-up-gate", **flag, help="Do not fuse up+gate of dense layers."),
         option("-no-fmoe", "--no-fused-moe", **flag, help="Do not fuse up+gate of experts."),
         option("-muge", "--merge-up-gate-experts", **flag, help="Merge up and gate experts while loading."),
-        option("-ngl", "gpu_layers", **usual, type=int, default=0, help="Layers on an accelerator."),
-        option(
-            "-ot", "rules", group=RUN, multiple=True, metavar="RE=DEVICE", help="Place matching tensors on a device."
-        ),
+        placement_options,
         option("--max-ram", group=RUN, type=SIZE, metavar="SIZE", help="Weights in memory; the rest is streamed."),
     )
     for each in reversed(declared):
@@ -65,16 +114,16 @@ def run_options(function: F) -> F:
 def load_options(run: Mapping[str, Any]) -> LoadOptions:
     """Return what quantkit.load takes, from the values of ``run_options``."""
     from quantkit.model.fusion import Fusion
-    from quantkit.model.placement import Placement, parse_rules
 
     return {
         "threads": run["threads"] or None,
         "n_ubatch": run["n_ubatch"],
         "kv_type": run["kv_type"].lower(),
         "max_ram": run["max_ram"],
+        "max_vram": run["max_vram"],
         "fusion": Fusion(up_gate=not run["no_fused_up_gate"], moe=not run["no_fused_moe"]),
         "merge_up_gate": run["merge_up_gate_experts"],
-        "placement": Placement(run["gpu_layers"], parse_rules(run["rules"])),
+        "placement": placement_given(run),
     }
 
 

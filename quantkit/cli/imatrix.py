@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from quantkit.cli.imatrix_collect import collect, collect_options
 from quantkit.cli.imatrix_diff import diff
 from quantkit.cli.imatrix_show import show
-from quantkit.cli.options import GroupedCommand, option
+from quantkit.cli.options import GroupedCommand, echo_notes, option
 from quantkit.errors import QuantkitError
 from quantkit.formats.gguf import open_gguf
 from quantkit.formats.imatrix import Format, Imatrix, read_imatrix, write_imatrix
@@ -41,7 +41,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     """Importance matrices: collect them; read, compare, merge and convert them.
 
     Without a command, texts go through a model and what comes into every weight is added up, as llama-imatrix does,
-    with all its options. Fused operations are off by themselves, and what an importance matrix lacks is always shown.
+    with its options. Fused operations are off by themselves, and what an importance matrix lacks is always shown.
 
     Files of llama.cpp (GGUF and .dat) and ik_llama.cpp (.dat) are read, both formats are written, and both trees'
     llama-quantize take what is written.
@@ -180,8 +180,7 @@ def _finish(
         said += _fill_notes(imatrix)
     made = convert(imatrix, kind, chunk_size=size, experts=experts)
     write_imatrix(output, made.imatrix, kind, chunk_size=size)
-    for note in dict.fromkeys((*said, *made.notes)):
-        click.echo(f"note: {printable(note)}", err=True)
+    echo_notes(dict.fromkeys((*said, *made.notes)))
     written = made.imatrix
     tokens = written.chunk_count * written.chunk_size
     what = f"{len(written.entries)} entries, {written.chunk_count} chunks"

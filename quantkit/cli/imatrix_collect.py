@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
-from quantkit.cli.evaluation import load_options, run_options
+from quantkit.cli.evaluation import Bar, load_options, run_options
 from quantkit.cli.imatrix_show import coverage_table, findings, show
-from quantkit.cli.options import SHARE, option, table
+from quantkit.cli.options import SHARE, echo_notes, option, table
 from quantkit.cli.plot import Figure, Line, LinePanel, check_plot, save_plot
 from quantkit.errors import QuantkitError
 from quantkit.evaluate import Estimate
@@ -24,15 +25,18 @@ from quantkit.helpers import format_seconds, format_size, printable
 from quantkit.imatrix import (
     FILLS,
     Collected,
+    Coverage,
     ImatrixOptions,
     Similarity,
     Watcher,
     apply_fill,
+    coverage,
     expert_counts,
     imatrix,
     merge,
     with_names,
 )
+from quantkit.imatrix.checkpoint import state_of
 from quantkit.imatrix.coverage import HARDLY
 
 if TYPE_CHECKING:
@@ -72,6 +76,7 @@ def _texts() -> tuple[Callable[[F], F], ...]:
             metavar="JSONL",
             help="Conversations, put through the model's chat template.",
         ),
+        option("-p", "--prompt", group=_WHAT, metavar="TEXT", help="A text itself."),
         option("--tokens", group=_WHAT, metavar="IDS", help="Token ids: 1,2,3, or @FILE.i32, raw int32."),
     )
 
@@ -81,7 +86,7 @@ def _chunking() -> tuple[Callable[[F], F], ...]:
     return (
         option("-c", "--ctx-size", "n_ctx", **number, type=click.IntRange(4), default=512, help="Tokens of a chunk."),
         option("--chunks", group=_TEXT, type=int, default=-1, help="Only so many chunks; -1, the default: all."),
-        option("--chunk", "--from-chunk", **number, type=click.IntRange(0), default=0, help="Leave out the first."),
+        option("--chunk", "--from-chunk", **number, type=click.IntRange(0), default=0, help="Leave out so many first."),
         option("--parse-special", group=_TEXT, is_flag=True, help="Texts name special tokens, such as <|im_end|>."),
         option("--ppl/--no-ppl", group=_TEXT, default=True, help="Compute the perplexity on the side, or not."),
     )
@@ -123,6 +128,16 @@ def _outputs() -> tuple[Callable[[F], F], ...]:
 def _more() -> tuple[Callable[[F], F], ...]:
     return (
         option("--process-output", group=_MORE, is_flag=True, help="The output matrix, too."),
+        option("--nextn", group=_MORE, is_flag=True, help="The prediction layer (NextN, MTP), too."),
+        option(
+            "-md",
+            "--model-draft",
+            "draft",
+            group=_MORE,
+            type=_TEXT_FILE,
+            metavar="FILE",
+            help="The prediction layer, of a file of its own.",
+        ),
         option(
             "--all-experts", group=_MORE, is_flag=True, help="Also OUT.all-experts: every token through every expert."
         ),
@@ -166,7 +181,7 @@ def collect(ctx: click.Context, given: Mapping[str, Any]) -> None:
     if given["show_statistics"]:
         _show(ctx, in_files)
         return
-    has_text = given["files"] or given["chat"] or given["tokens"]
+    has_text = any(given[name] for name in ("files", "chat", "prompt", "tokens"))
     output = given["output"]
     if output is None and not given["layer_similarity"]:
         output = Path("imatrix.gguf")
@@ -174,7 +189,7 @@ def collect(ctx: click.Context, given: Mapping[str, Any]) -> None:
         _merge_only(output or Path("imatrix.gguf"), in_files, given)
         return
     if given["model"] is None or not has_text:
-        raise click.UsageError("give a model (-m) and a text (-f, --chat or --tokens); or a command, such as show")
+        raise click.UsageError("give a model (-m) and a text (-f, -p, --chat or --tokens); or a command, such as show")
     if given["asked_up_gate"] or given["asked_moe"]:
         raise click.UsageError(f"{FUSION_OFF}; leave -fug and -fmoe away")
     if given["plot"] is not None:
@@ -183,7 +198,14 @@ def collect(ctx: click.Context, given: Mapping[str, Any]) -> None:
                 "--plot draws the similarity of layers: give --layer-similarity, or imatrix show --plot"
             )
         check_plot(given["plot"])
-    _collect(output, in_files, given)
+    try:
+        _collect(output, in_files, given)
+    except KeyboardInterrupt:
+        states = [state_of(path) for path in (output, given["covariance"]) if path is not None]
+        if not any(state.exists() for state in states):
+            raise
+        click.echo("\ninterrupted; go on with the same command and --resume", err=True)
+        sys.exit(130)
 
 
 def _collect(output: Path | None, in_files: Sequence[Path], given: Mapping[str, Any]) -> None:
@@ -191,27 +213,65 @@ def _collect(output: Path | None, in_files: Sequence[Path], given: Mapping[str, 
     if output is not None:
         run["fusion"] = None
         click.echo(FUSION_OFF, err=True)
-    elif not given["layer_similarity"]:
-        raise click.UsageError("nothing to collect")
     tokens = None if given["tokens"] is None else read_token_ids(given["tokens"])
-    texts: dict[str, Any] = {"chat": given["chat"], "tokens": tokens}
-    report = _Report(given["ppl"])
+    texts: dict[str, Any] = {"chat": given["chat"], "prompt": given["prompt"], "tokens": tokens}
     options = _options(given)
-    found = imatrix(
-        given["model"], given["files"], output, **texts, in_files=in_files, options=options, watcher=report, **run
-    )
-    _print(found, given, report)
     if given["covariance"] is not None:
-        _covariance(given, options, texts, run, found)
-    if found.coverage is not None and given["require_coverage"] is not None:
-        found.coverage.check(given["require_coverage"])
+        _check_covariance(given, options, output)
+    covered: Coverage | None
+    without: tuple[int, ...] | None
+    if output is not None and _is_complete(output, given):
+        click.echo(f"{printable(str(output))} is complete; the covariances go on", err=True)
+        covered, without = _coverage_of(output, given), None
+    else:
+        report = _Report(given["ppl"])
+        found = imatrix(
+            given["model"],
+            given["files"],
+            output,
+            **texts,
+            in_files=in_files,
+            draft=given["draft"],
+            options=options,
+            watcher=report,
+            **run,
+        )
+        _print(found, given, report)
+        covered, without = found.coverage, tuple(found.dropped)
+    if given["covariance"] is not None:
+        _covariance(given, options, texts, run, without)
+    if covered is not None and given["require_coverage"] is not None:
+        covered.check(given["require_coverage"])
+
+
+def _check_covariance(given: Mapping[str, Any], options: ImatrixOptions, output: Path | None) -> None:
+    """Refuse, before the hours that the importance matrix takes, what cannot be recorded."""
+    from quantkit.imatrix.covariance import check_covariance
+
+    if output is not None and output.resolve() == given["covariance"].resolve():
+        raise click.UsageError(f"-o and --covariance both name {output}")
+    check_covariance(given["model"], given["covariance"], options, given["weighting"], given["max_ram"])
+
+
+def _is_complete(output: Path, given: Mapping[str, Any]) -> bool:
+    """Tell whether an interrupted run had come to the covariances."""
+    if given["covariance"] is None or not given["resume"] or given["overwrite"]:
+        return False
+    return output.exists() and not state_of(output).exists() and state_of(given["covariance"]).exists()
+
+
+def _coverage_of(output: Path, given: Mapping[str, Any]) -> Coverage:
+    with open_gguf(given["model"]) as file:
+        arch = str(file.get("general.architecture", ""))
+        tensors = file.tensors.values()
+        return coverage(read_imatrix(output), tensors, arch=arch, process_output=given["process_output"])
 
 
 def _options(given: Mapping[str, Any]) -> ImatrixOptions:
     if given["chunks"] == 0 or given["chunks"] < -1:
         raise click.BadParameter("a number above 0, or -1 for all", param_hint="--chunks")
     same = (
-        "n_ctx n_batch output_format output_frequency save_frequency process_output parse_special ppl all_experts"
+        "n_ctx n_batch output_format output_frequency save_frequency process_output nextn parse_special ppl all_experts"
         " layer_similarity names fill resume overwrite"
     )
     chunks = given["chunks"] if given["chunks"] > 0 else None
@@ -251,8 +311,7 @@ class _Report(Watcher):
 
     def tell(self, notes: Sequence[str]) -> None:
         """Print the notes that have not been printed yet."""
-        for note in notes[self.notes :]:
-            click.echo(f"note: {printable(note)}", err=True)
+        echo_notes(notes[self.notes :])
         self.notes = len(notes)
 
     def end_line(self) -> None:
@@ -324,9 +383,10 @@ def _merge_only(output: Path, in_files: Sequence[Path], given: Mapping[str, Any]
     if given["model"] is not None:
         with open_gguf(given["model"]) as file:
             experts = expert_counts({n for i in found for n in i.entries}, file.tensors.values())
-    made = merge(found, chunk_size=given["n_ctx"], experts=experts)
-    for note in made.notes:
-        click.echo(f"note: {printable(note)}", err=True)
+    # Without -c the files say how long their chunks are.
+    said = click.get_current_context().get_parameter_source("n_ctx") is ParameterSource.COMMANDLINE
+    made = merge(found, chunk_size=given["n_ctx"] if said else None, experts=experts)
+    echo_notes(made.notes)
     joined = made.imatrix if given["names"] is None else with_names(made.imatrix, given["names"])
     joined = joined if given["fill"] is None else apply_fill(joined, given["fill"])
     kind: Format = given["output_format"] or ("dat" if output.suffix.lower() == ".dat" else "gguf")
@@ -335,25 +395,35 @@ def _merge_only(output: Path, in_files: Sequence[Path], given: Mapping[str, Any]
 
 
 def _covariance(
-    given: Mapping[str, Any], options: ImatrixOptions, texts: Mapping[str, Any], run: LoadOptions, found: Collected
+    given: Mapping[str, Any],
+    options: ImatrixOptions,
+    texts: Mapping[str, Any],
+    run: LoadOptions,
+    without: tuple[int, ...] | None,
 ) -> None:
-    from quantkit.imatrix.covariance import covariance
+    from quantkit.imatrix.covariance import CovarianceProgress, covariance
 
     weighting: Weighting = given["weighting"]
+    if given["nextn"] or given["draft"] is not None:
+        echo_notes(["--covariance: what the prediction layer multiplies is not in it"])
+    with Bar() as bar:
 
-    def passed(done: int, n_passes: int, what: str) -> None:
-        click.echo(f"covariance: pass {done} of {n_passes}, {what}", err=True)
+        def progress(now: CovarianceProgress) -> None:
+            bar.update(now.chunk, now.n_chunks, f"covariance, pass {now.number} of {now.n_passes}")
+            if now.chunk == now.n_chunks:
+                bar.print(f"covariance: pass {now.number} of {now.n_passes}, {now.what}")
 
-    made = covariance(
-        given["model"],
-        given["files"],
-        given["covariance"],
-        **texts,
-        options=options,
-        weighting=weighting,
-        passed=passed,
-        without=tuple(found.dropped),
-        **run,
-    )
+        made = covariance(
+            given["model"],
+            given["files"],
+            given["covariance"],
+            **texts,
+            options=options,
+            weighting=weighting,
+            progress=progress,
+            without=without,
+            **run,
+        )
+    passes = f"{made.n_passes} pass{'' if made.n_passes == 1 else 'es'}"
     size = format_size(made.path.stat().st_size)
-    click.echo(f"{printable(str(made.path))}: {made.n_inputs} covariances, {made.n_passes} passes, {size}")
+    click.echo(f"{printable(str(made.path))}: {made.n_inputs} covariances, {passes}, {size}")

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from quantkit.calibration import held_out_of, held_out_used, sketch_of
 from quantkit.cli.imatrix_plot import figure_of
 from quantkit.cli.options import SHARE, GroupedCommand, json_value, one_line, option, table
 from quantkit.cli.plot import check_plot, save_plot
@@ -113,7 +114,9 @@ def _text(imatrix: Imatrix, covered: Coverage, found: Statistics, *, per_tensor:
         parts.append("Statistics of weights\n" + _tensor_table(found))
     if found.layers:
         parts.append("Statistics of layers\n" + _layer_table(found))
-    notes = _cut([f"note: {printable(note)}" for note in found.notes], full=per_tensor)
+    warning = held_out_used(imatrix.path, imatrix.extra)
+    notes = [] if warning is None else [printable(warning)]
+    notes += _cut([f"note: {printable(note)}" for note in found.notes], full=per_tensor)
     return "\n\n".join([*parts, *(["\n".join(notes)] if notes else [])])
 
 
@@ -121,6 +124,7 @@ def _summary(imatrix: Imatrix, covered: Coverage) -> Iterator[str]:
     experts = sum(t.experts for t in covered.tensors)
     yield f"file      {printable(str(imatrix.path))} ({'GGUF' if imatrix.format == 'gguf' else '.dat'})"
     yield f"datasets  {shorten(printable(', '.join(imatrix.datasets)), 100) or '-'}"
+    yield from _texts(imatrix)
     size = f" of {imatrix.chunk_size} tokens" if imatrix.chunk_size else ""
     yield f"chunks    {imatrix.chunk_count}{size}"
     yield f"entries   {len(imatrix.entries)}" + (f", with {experts} experts" if experts else "")
@@ -130,6 +134,15 @@ def _summary(imatrix: Imatrix, covered: Coverage) -> Iterator[str]:
         yield f"fill      {one_line(imatrix.extra[FILL_KEY].value)}: {n} experts, counted as without tokens here"
     of = "of what the model needs" if covered.of_model else "of the entries there are (-m MODEL tells what is missing)"
     yield f"coverage  {100 * covered.share:.2f} % {of}"
+
+
+def _texts(imatrix: Imatrix) -> Iterator[str]:
+    """Yield what is known of the texts, and what their corpora held out."""
+    known, held_out = sketch_of(imatrix), held_out_of(imatrix.path, imatrix.extra)
+    if known is not None:
+        yield f"texts     sha256 {', '.join(digest[:16] for digest in known.sha256)}"
+    if held_out is not None:
+        yield f"held out  {shorten(printable(', '.join(held_out.files)), 100)}"
 
 
 # --- coverage; imatrix_collect prints the same ---

@@ -19,7 +19,7 @@ from quantkit.cli.evaluation import (
     run_options,
     write_json,
 )
-from quantkit.cli.options import GroupedCommand, option
+from quantkit.cli.options import GroupedCommand, echo_notes, option
 from quantkit.errors import QualityGate
 from quantkit.evaluate import Estimate, Kld, KldProgress, KldSums, kld
 from quantkit.evaluate.statistics import ENOUGH
@@ -94,8 +94,7 @@ def command(
             progress=progress,
             **load_options(run),
         )
-    for note in found.notes:
-        click.echo(f"note: {note}", err=True)
+    echo_notes(found.notes)
     if json_to != "-":
         click.echo("\n" + _text(found))
     if json_to is not None:

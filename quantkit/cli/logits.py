@@ -19,7 +19,7 @@ from quantkit.cli.evaluation import (
     text_options,
     write_json,
 )
-from quantkit.cli.options import GroupedCommand, option
+from quantkit.cli.options import GroupedCommand, echo_notes, option
 from quantkit.evaluate import logits
 from quantkit.evaluate.passes import opened
 from quantkit.helpers import format_size
@@ -64,8 +64,7 @@ def command(
     text, ids = given_text(file, prompt, tokens)
     check_json_target(json_to)
     with opened(model, n_ctx, load_options(run)) as loaded:
-        for note in loaded.notes:
-            click.echo(f"note: {note}", err=True)
+        echo_notes(loaded.notes)
         found = logits(loaded, text, tokens=ids, output=output, overwrite=overwrite, n_batch=run["n_batch"])
     n_tokens, n_vocab = found.shape
     if json_to != "-":

@@ -10,11 +10,11 @@ from typing import Any
 
 import click
 
-from quantkit.cli.options import SIZE, option
+from quantkit.cli.options import SIZE, echo_notes, option
 from quantkit.cli.summary import RunReport
 from quantkit.errors import QuantkitError
 from quantkit.formats.imatrix import Imatrix, write_imatrix
-from quantkit.helpers import format_seconds, format_size, printable
+from quantkit.helpers import format_seconds, format_size
 from quantkit.merge import MergePlan, run_merge
 from quantkit.pipeline.regroup import layer_names
 from quantkit.pipeline.run import RunResult
@@ -64,8 +64,7 @@ def carry_out(
     if imatrix_out is not None and imatrix_out.exists() and not overwrite:
         raise QuantkitError(f"{imatrix_out} exists; give another name, or --overwrite to replace it")
     converted = convert_imatrix(imatrix) if imatrix is not None else None
-    for note in merge.plan.notes:
-        click.echo(f"note: {printable(note)}", err=True)
+    echo_notes(merge.plan.notes)
     result = None if dry_run else _run(merge, threads, max_ram, resume, overwrite, as_json)
     if converted is not None and imatrix_out is not None and not dry_run:
         write_imatrix(imatrix_out, converted, converted.format)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -119,6 +119,12 @@ class GroupedCommand(click.Command):
 def option(*names: str, group: str, **kwargs: Any) -> Callable[[F], F]:
     """Declare a grouped option."""
     return click.option(*names, cls=GroupedOption, group=group, **kwargs)
+
+
+def echo_notes(notes: Iterable[str]) -> None:
+    """Print notes on stderr, a line each; those that are warnings say so themselves."""
+    for note in notes:
+        click.echo(f"{'' if note.startswith('warning: ') else 'note: '}{printable(note)}", err=True)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, left: int | Collection[int] = 1) -> str:

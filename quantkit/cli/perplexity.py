@@ -22,7 +22,7 @@ from quantkit.cli.evaluation import (
     text_options,
     write_json,
 )
-from quantkit.cli.options import GroupedCommand, option
+from quantkit.cli.options import GroupedCommand, echo_notes, option
 from quantkit.evaluate import Perplexity, PerplexityProgress, SaveLogits, perplexity
 from quantkit.formats.logits import CLIPS, CODECS
 from quantkit.helpers import format_seconds, format_size
@@ -166,8 +166,7 @@ def command(
             progress=progress,
             **load_options(run),
         )
-    for note in found.notes:
-        click.echo(f"note: {note}", err=True)
+    echo_notes(found.notes)
     if json_to != "-":
         click.echo(_final(found))
     if json_to is not None:

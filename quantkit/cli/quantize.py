@@ -12,10 +12,10 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from quantkit.cli.options import SIZE, GroupedCommand, option
+from quantkit.cli.options import SIZE, GroupedCommand, echo_notes, option
 from quantkit.cli.summary import DryRunReport, RunReport
 from quantkit.errors import QuantkitError, TypeNotSupported
-from quantkit.helpers import available_cpus, format_size, printable
+from quantkit.helpers import available_cpus, format_size
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.work import least_ram
 
@@ -154,8 +154,7 @@ def command(
         prune_layers=_layers(prune_layers), **{name: value for name, value in given.items() if name in names}
     )
     plan = plan_quantize(source, output, type_name, options)
-    for note in plan.notes:
-        click.echo(f"note: {printable(note)}", err=True)
+    echo_notes(plan.notes)
     if dry_run:
         report = DryRunReport(plan)
         click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())

@@ -9,9 +9,8 @@ from typing import Any
 import click
 
 from quantkit.bench import Setting, SweepRow, sweep_bench
-from quantkit.cli.evaluation import OUT, model_option, run_options
+from quantkit.cli.evaluation import OUT, model_option, placement_given, run_options
 from quantkit.cli.options import GroupedCommand, option
-from quantkit.model.placement import Placement, parse_rules
 
 _SWEEP = "The sweep"
 
@@ -46,8 +45,9 @@ def command(model: Path, n_ctx: int, n_gen: int | None, repetitions: int, output
         fused_up_gate=not run["no_fused_up_gate"],
         fused_moe=not run["no_fused_moe"],
         merge_up_gate=run["merge_up_gate_experts"],
-        placement=Placement(run["gpu_layers"], parse_rules(run["rules"])),
+        placement=placement_given(run),
         max_ram=run["max_ram"],
+        max_vram=run["max_vram"],
     )
     rows = sweep_bench(model, n_ctx, setting, n_gen=n_gen, repetitions=repetitions)
     show = _md if output_format == "md" else _jsonl

@@ -19,7 +19,17 @@ from typing import NamedTuple, Unpack
 import numpy as np
 
 from quantkit.errors import FormatError, QuantkitError, RecipeError
-from quantkit.evaluate.passes import F32, I32, LoadOptions, Model, bos_of, note_context, opened, run_windows
+from quantkit.evaluate.passes import (
+    F32,
+    I32,
+    LoadOptions,
+    Model,
+    bos_of,
+    note_calibration,
+    note_context,
+    opened,
+    run_windows,
+)
 from quantkit.evaluate.scores import compare_with_compact, compare_with_llama
 from quantkit.evaluate.statistics import KldSums, Scores
 from quantkit.formats.logits import CompactLogits, LogitsFile, open_logits
@@ -88,6 +98,7 @@ def kld(
             )
         notes: list[str] = list(loaded.notes)
         note_context(loaded, text.n_ctx, notes)
+        note_calibration(loaded, None, text.tokens[:n].reshape(-1), notes)
         bos = bos_of(loaded, notes)
         run = _Run(file, n, progress)
         threads = load.get("threads")

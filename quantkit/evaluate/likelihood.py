@@ -129,7 +129,7 @@ def perplexity(
             stack.enter_context(sink)
         notes: list[str] = list(loaded.notes)
         note_context(loaded, n_ctx, notes)
-        note_calibration(loaded, text, notes)
+        note_calibration(loaded, text, ids, notes)
         bos = bos_of(loaded, notes)
         run = _Run(windows, first, sink, progress)
         run_windows(loaded, windows, first, run.score, run.done, n_batch=n_batch, bos=bos, threads=load.get("threads"))

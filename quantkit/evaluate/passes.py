@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Protocol, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.calibration.overlap import SKETCH_KEYS, overlap, sketch_of
+from quantkit.calibration.heldout import calibrated_on
+from quantkit.calibration.overlap import SKETCH_KEYS
 from quantkit.errors import FormatError, QuantkitError
 from quantkit.evaluate.scores import TILE
-from quantkit.formats.imatrix import Imatrix
 from quantkit.helpers import available_cpus
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class Tokenizer(Protocol):
     add_bos: bool
 
     def encode(self, text: str | bytes) -> I32: ...
+
+    def decode(self, ids: I32) -> str: ...
 
 
 class Session(Protocol):
@@ -82,6 +84,7 @@ class LoadOptions(TypedDict, total=False):
     n_ubatch: int
     kv_type: str
     max_ram: int | None
+    max_vram: int | None
     fusion: Fusion | None
     merge_up_gate: bool
     placement: Placement | None
@@ -118,16 +121,22 @@ def note_context(model: Model, n_ctx: int, notes: list[str]) -> None:
         notes.append(f"the model was trained on {model.n_ctx_train} tokens of context, {n_ctx} are used")
 
 
-def note_calibration(model: Model, text: str | bytes | None, notes: list[str]) -> None:
-    """Note a text that the model's importance matrix was computed on, as far as the file tells."""
+def note_calibration(model: Model, text: str | bytes | None, tokens: I32, notes: list[str]) -> None:
+    """Note a text that the model's importance matrix was computed on, as far as the file tells.
+
+    Without a text (ids, base logits) it is made of the tokens.
+    """
     source: GGUFFile | None = getattr(model, "source", None)
-    if text is None or source is None:
+    if source is None or not any(key in source.fields for key in SKETCH_KEYS):
         return
-    known = {key: source.fields[key] for key in SKETCH_KEYS if key in source.fields}
-    found = sketch_of(Imatrix(Path(model.path), {}, extra=known))
-    warning = overlap(text, found).warning if found is not None else None
-    if warning is not None:
-        notes.append(f"warning: {warning}")
+    if text is None:
+        try:
+            text = model.tokenizer.decode(tokens)
+        except FormatError as e:
+            notes.append(f"whether this text was calibrated on cannot be told without a tokenizer: {e.message}")
+            return
+    warning = calibrated_on(Path(model.path), source.fields, text)
+    notes += [] if warning is None else [warning]
 
 
 def text_tokens(model: Model, text: str | bytes | None, tokens: npt.ArrayLike | None) -> I32:

@@ -45,9 +45,9 @@ class Checkpoint:
     def __init__(self, output: Path, identity: str) -> None:
         self.path, self.identity = state_of(output), identity
 
-    def save(self, accumulators: Accumulators, progress: Progress) -> None:
-        """Write the state; the file appears whole or not at all."""
-        head = json.dumps({"identity": self.identity, "progress": asdict(progress)})
+    def save(self, accumulators: Accumulators, progress: Progress, about: Mapping[str, Any] | None = None) -> None:
+        """Write the state, and ``about`` what else of JSON is to be known; the file appears whole or not at all."""
+        head = json.dumps({"identity": self.identity, "progress": asdict(progress), "about": about or {}})
         arrays = {f"{of}\n{name}": array for of, parts in accumulators.items() for name, array in parts.items()}
         part = self.path.with_name(self.path.name + ".part")
         try:
@@ -74,6 +74,15 @@ class Checkpoint:
         made = Progress(**head["progress"])
         made.dropped = {int(chunk): why for chunk, why in made.dropped.items()}
         return made
+
+    def about(self) -> dict[str, Any] | None:
+        """Return what ``save`` was told to keep beside the sums; None if there is no state, or another run's."""
+        try:
+            with np.load(self.path, allow_pickle=False) as saved:
+                head = json.loads(str(saved["\n"]))
+                return dict(head["about"]) if head["identity"] == self.identity else None
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+            return None
 
     def remove(self) -> None:
         """Forget the state."""

@@ -1,64 +1,87 @@
 """Full covariances of what weights multiply: sums of x x^T, for encoders that feed rounding errors forward.
 
-A file is a GGUF of general.type "covariance"; W is the first of the weights that share an input, the others are
-listed in quantkit.covariance.inputs ("W: W2 W3"). All tensors are F32, raw sums, accumulated in float64::
+Of every input of weights, per expert, or per head of weights by head (latent attention's k_b and v_b, in whichever form
+the file has them), as ``covariance_file.py`` says. The output of a layer has an expert's result times its router
+weight w, so that an error of its down projection counts with w^2: experts' tokens are added up so, too.
 
-    W.cov         [n, n, n_mat]   sum of x x^T; n_mat: experts, else 1       W.counts  [n_mat]  tokens
-    W.cov_router  [n, n, n_mat]   of experts: sum of w^2 x x^T, w the        W.weight  [n_mat]  sum of w^2
-                                  token's router weight for the expert
-
-The output of a layer has an expert's result times w, so that an error of its down projection counts with w^2. n^2
-float64 an input and expert do not fit into memory at once: as many of them as ``max_ram`` allows make a pass over the
-text, which runs the layers up to the last one wanted.
+n^2 float64 an input and expert do not fit into memory at once: as many of them as ``max_ram`` allows make a pass over
+the text, which runs the layers up to the last one wanted. What a pass has recorded lies in OUT.part when it ends;
+OUT.state tells which passes that are, and holds the sums of the one under way, so that an interrupted run goes on and
+makes the file that an uninterrupted one makes. These sums are large: they are saved when ``output_frequency`` says so,
+but not so often that it takes more than a twentieth of the time.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable, Collection, Sequence
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Unpack, get_args
+from typing import Any, Literal, NamedTuple, Unpack, get_args
 
-import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import QuantkitError, RecipeError, ResourceError
 from quantkit.evaluate.passes import LoadOptions, bos_of, run_windows
-from quantkit.formats.gguf import Field, ValueType, layout_gguf
-from quantkit.formats.ranges import sync
+from quantkit.formats.gguf import open_gguf
 from quantkit.helpers import format_size
-from quantkit.imatrix.collect import ImatrixOptions, parts_of
-from quantkit.imatrix.texts import Chunks, cut
+from quantkit.imatrix.checkpoint import Checkpoint, Progress, clear, state_of
+from quantkit.imatrix.collect import ImatrixOptions, chunks_of, fingerprint_of
+from quantkit.imatrix.covariance_file import Target, layout
+from quantkit.imatrix.texts import Chunks
+from quantkit.model.arch import arch_by_name
 from quantkit.model.engine import Model, load
 from quantkit.model.fusion import Fusion
-from quantkit.model.observers import Input, Wanted, covariances, every_token, inputs, up_to_layer
+from quantkit.model.graph import build_graph
+from quantkit.model.observers import (
+    Input,
+    Wanted,
+    covariances,
+    every_token,
+    fewest_rows,
+    inputs,
+    up_to_layer,
+    with_latent,
+)
 from quantkit.model.ops import Covariance, Graph
-from quantkit.types import BY_NAME
 
 #: What a token counts for an expert: 1, its router weight squared, or both are recorded.
 Weighting = Literal["tokens", "router", "both"]
 
-INPUTS_KEY = "quantkit.covariance.inputs"
+#: Saving sums may take this share of the time.
+_SAVING = 0.05
 
 
 @dataclass(frozen=True)
 class CovarianceFile:
-    """A file of covariances that was written."""
+    """A file of covariances that was written; passes and chunks of it that an earlier run had done."""
 
     path: Path
     n_inputs: int
     n_passes: int
     n_chunks: int
+    resumed: tuple[int, int] = (0, 0)
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """Some experts of an input: what a pass takes or leaves."""
+class CovarianceProgress(NamedTuple):
+    """Chunks of a pass that are done, of how many; the pass, counted from 1, of how many; what it records."""
 
-    of: Input
-    experts: tuple[int, int]
-    nbytes: int
+    chunk: int
+    n_chunks: int
+    number: int
+    n_passes: int
+    what: str
+
+
+class _Unit(NamedTuple):
+    """Some experts, or heads, of the input of a weight: what a pass takes or leaves."""
+
+    name: str
+    first: int
+    end: int
 
 
 def covariance(
@@ -67,184 +90,311 @@ def covariance(
     output: str | Path,
     *,
     chat: Sequence[str | Path] = (),
+    prompt: str | None = None,
     tokens: npt.ArrayLike | None = None,
     options: ImatrixOptions | None = None,
     weighting: Weighting = "both",
-    without: Collection[int] = (),
-    passed: Callable[[int, int, str], None] | None = None,
+    without: Collection[int] | None = None,
+    progress: Callable[[CovarianceProgress], None] | None = None,
     **run: Unpack[LoadOptions],
 ) -> CovarianceFile:
     """Record the covariance of every weight's input, per expert, in ``output``.
 
     Args:
-        model, files, chat, tokens, options: as for ``imatrix``; of the options the text's and process_output count.
-        without: chunks that are left out, counted from 0: those that an imatrix run dropped.
-        passed: is told of every pass, of how many, and what it recorded.
+        model, files, chat, prompt, tokens, options: as for ``imatrix``; of the options the text's, process_output,
+            output_frequency, resume and overwrite count.
+        without: chunks that are left out, counted from 0: those that an imatrix run dropped; None: those of the run
+            that is resumed, or none.
+        progress: is told of every chunk of every pass.
         run: as quantkit.load takes it; ``max_ram`` also limits the sums (without it: half of the free memory).
 
     Raises:
-        ResourceError: one matrix alone does not fit max_ram.
+        ResourceError: one matrix alone does not fit max_ram, or the file the disk.
         QuantkitError: the output exists, or a chunk brings values that are no numbers.
     """
     options = options or ImatrixOptions()
     path = Path(output)
+    check_covariance(model, path, options, weighting, run.get("max_ram"))
+    run["fusion"] = Fusion.none()
+    with load(model, n_ctx=options.n_ctx, **run) as loaded:
+        text = chunks_of(loaded, files, chat, prompt, tokens, options)
+        found = _inputs(loaded.graph, loaded.arch, options)
+        checkpoint = Checkpoint(path, _identity(loaded, text, options, weighting))
+        target = Target(path, loaded.graph, found, loaded.source.tensors, weighting)
+    recorder = _Recorder(model, text, options, weighting, found, target, checkpoint, run)
+    recorder.begin(without)
+    with target:
+        return recorder.record(progress)
+
+
+def check_covariance(
+    model: str | Path, path: Path, options: ImatrixOptions, weighting: str, max_ram: int | None
+) -> None:
+    """Raise, before any work, what ``covariance`` would raise for want of memory, of disk, or for files in its way."""
     if weighting not in get_args(Weighting):
         raise RecipeError(f"no weighting {weighting!r}; there are {', '.join(get_args(Weighting))}")
     if path.exists() and not options.overwrite:
         raise QuantkitError(f"{path} exists; give another name, or --overwrite to replace it")
-    run["fusion"] = Fusion.none()
-    budget = run.get("max_ram") or _free_memory() // 2
-    with load(model, n_ctx=options.n_ctx, **run) as loaded:
-        text = cut(parts_of(loaded, files, chat, tokens, options), options.n_ctx, options.from_chunk, options.chunks)
-        found = inputs(every_token(loaded.graph), process_output=options.process_output)
-        passes = _passes(found, weighting, budget)
-        target = _Target(path, loaded, found, weighting)
+    if not path.resolve().parent.is_dir():
+        raise QuantkitError(f"{path}: its folder does not exist")
+    state = state_of(path)
+    if state.exists() and not (options.resume or options.overwrite):
+        raise QuantkitError(
+            f"{state} is the state of an interrupted run: go on with --resume, or start over with --overwrite"
+        )
+    with open_gguf(model) as source:
+        graph, arch = build_graph(source), str(source.get("general.architecture", ""))
+        found = _inputs(graph, arch, options)
+        nbytes = layout(graph, found, source.tensors, weighting).nbytes
+    _passes(_sizes(found, weighting), _budget(max_ram))
+    part = path.with_name(path.name + ".part")
+    free = shutil.disk_usage(path.resolve().parent).free + (part.stat().st_blocks * 512 if part.exists() else 0)
+    if nbytes > free:
+        raise ResourceError(
+            f"{path} would take {format_size(nbytes)}, there are {format_size(free)} left: choose another disk, or "
+            "record less (--covariance-of tokens)"
+        )
+
+
+def _inputs(graph: Graph, arch: str, options: ImatrixOptions) -> list[Input]:
+    """Return all inputs that are recorded, in order of layers."""
+    graph = every_token(graph)
+    found = inputs(graph, process_output=options.process_output)
+    if arch_by_name(arch).attention == "mla":
+        found += with_latent(graph)[1]
+    return sorted(found, key=lambda item: item.at.layer)
+
+
+def _identity(model: Model, text: Chunks, options: ImatrixOptions, weighting: str) -> str:
+    """Return what must agree for a state to be gone on from."""
+    digest = hashlib.sha256(text.windows.tobytes())
+    o = options
+    what = (o.n_ctx, o.n_batch, model.n_ubatch, model.kv_type, bos_of(model, []), o.process_output, weighting)
+    digest.update(repr((what, fingerprint_of(model))).encode())
+    return digest.hexdigest()
+
+
+def _budget(max_ram: int | None) -> int:
+    """Return the bytes that sums may take: ``max_ram``, or half of the memory that is there to be had."""
+    if max_ram is not None:
+        return max_ram
     try:
-        for number, units in enumerate(passes, 1):
-            _run(model, text, options, weighting, without, units, target, run)
-            if passed is not None:
-                names = (units[0].of.names[0], units[-1].of.names[0])
-                passed(number, len(passes), f"{names[0]} to {names[1]}")
-        target.finish()
-    finally:
-        target.close()
-    return CovarianceFile(path, len(found), len(passes), len(text.windows) - len(set(without)))
+        # What is free alone leaves out what the system's cache of files would give back.
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024 // 2
+    except (OSError, KeyError):
+        return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) // 2
 
 
-def _free_memory() -> int:
-    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+def _sizes(found: Iterable[Input], weighting: str) -> dict[_Unit, int]:
+    """Return what is to be recorded, in order, and the bytes of the sums of one expert of each."""
+    return {
+        _Unit(item.names[0], 0, item.n_mat): 8 * item.n**2 * (2 if weighting == "both" and item.ids is not None else 1)
+        for item in found
+    }
 
 
-def _passes(found: Sequence[Input], weighting: Weighting, budget: int) -> list[list[_Unit]]:
-    """Cut the inputs, in order, into passes whose sums fit the budget."""
+def _passes(units: Mapping[_Unit, int], budget: int) -> list[list[_Unit]]:
+    """Cut units, in order, into passes whose sums fit the budget."""
     passes: list[list[_Unit]] = [[]]
     left = budget
-    for item in found:
-        each = 8 * item.x.width**2 * (2 if weighting == "both" and item.ids is not None else 1)
-        first = 0
-        while first < item.n_mat:
-            fits = min(left // each, item.n_mat - first)
+    for (name, first, end), each in units.items():
+        while first < end:
+            fits = min(left // each, end - first)
             if fits == 0:
                 if not passes[-1]:
                     raise ResourceError(
-                        f"the covariance of the input of {item.names[0]} takes {format_size(each)}, --max-ram leaves "
+                        f"the covariance of the input of {name} takes {format_size(each)}, --max-ram leaves "
                         f"{format_size(budget)}"
                     )
                 passes.append([])
                 left = budget
                 continue
-            passes[-1].append(_Unit(item, (first, first + fits), fits * each))
+            passes[-1].append(_Unit(name, first, first + fits))
             left -= fits * each
             first += fits
     return passes
 
 
-def _run(
-    model: str | Path,
-    text: Chunks,
-    options: ImatrixOptions,
-    weighting: Weighting,
-    without: Collection[int],
-    units: Sequence[_Unit],
-    target: _Target,
-    run: LoadOptions,
-) -> None:
-    """Run the text once for some units, and write what comes of it."""
-    wanted = [Wanted(unit.of.names[0], unit.experts) for unit in units]
-    last = max(unit.of.at.layer for unit in units)
+class _Recorder:
+    """A run over passes: what is done, what is left, and the state that tells it."""
 
-    def rewrite(graph: Graph) -> Graph:
-        seen = covariances(
-            graph,
-            wanted,
-            process_output=options.process_output,
-            plain=weighting != "router",
-            weighted=weighting != "tokens",
-        )
-        return up_to_layer(seen, last) if last < graph.ops[-1].layer else seen
+    def __init__(
+        self,
+        model: str | Path,
+        text: Chunks,
+        options: ImatrixOptions,
+        weighting: Weighting,
+        found: Sequence[Input],
+        target: Target,
+        checkpoint: Checkpoint,
+        run: LoadOptions,
+    ) -> None:
+        self.model, self.text, self.options, self.weighting = model, text, options, weighting
+        self.target, self.checkpoint, self.run = target, checkpoint, run
+        self.sizes = _sizes(found, weighting)
+        self.layers = {item.names[0]: item.at.layer for item in found}
+        #: Units that are in the file; those of the pass that a state has sums of; chunks left out.
+        self.written: list[_Unit] = []
+        self.current: list[_Unit] = []
+        self.without: list[int] = []
+        self.n_written = self.n_resumed = 0
 
-    chosen = [c for c in range(len(text.windows)) if c not in without]
-    with load(model, n_ctx=options.n_ctx, rewrite=rewrite, **run) as loaded:
-        session = loaded.session(options.n_ctx, min(len(chosen), max(1, options.n_batch // options.n_ctx)))
-
-        def done(begin: int, end: int) -> None:
-            for where in session.take_not_finite():
+    def begin(self, without: Collection[int] | None) -> None:
+        """Find out what an earlier run has done. QuantkitError if its state is another's, and not to be replaced."""
+        state = self.checkpoint.about() if self.options.resume else None
+        if state is None or not self.target.part.exists():
+            if self.options.resume and self.checkpoint.path.exists() and not self.options.overwrite:
                 raise QuantkitError(
-                    f"chunk {chosen[begin + where.sequence] + 1}, position {where.position}: the input of "
-                    f"{where.of.split()[0]} is NaN or infinite; leave the chunk out (quantkit imatrix does by itself)"
+                    f"{self.checkpoint.path} is the state of another run: model, text or options differ; start over "
+                    "with --overwrite, without --resume"
                 )
+            self.without = sorted(set(without or ()))
+            self.target.begin()
+            self._save({}, Progress())
+            return
+        self.without = list(state["without"])
+        if without is not None and sorted(set(without)) != self.without:
+            raise QuantkitError(f"{self.checkpoint.path} is the state of a run that left out other chunks")
+        self.written = [_Unit(*unit) for unit in state["written"]]
+        self.current = [_Unit(*unit) for unit in state["current"]]
+        self.n_written = state["n_written"]
 
+    def _save(self, sums: Any, progress: Progress) -> None:
+        about = {"n_written": self.n_written, "written": self.written, "current": self.current}
+        self.checkpoint.save(sums, progress, {**about, "without": self.without})
+
+    def record(self, progress: Callable[[CovarianceProgress], None] | None) -> CovarianceFile:
+        """Do the passes that are left, and finish the file."""
+        earlier, self.n_resumed = self.n_written, 0
+        try:
+            passes = self._left()
+            total = earlier + len(passes)
+            for units in passes:
+                self._pass(units, total, progress)
+            self.target.finish()
+            self.checkpoint.remove()
+        except QuantkitError:
+            self.target.discard()  # another attempt would end so, too
+            self.checkpoint.remove()
+            raise
+        n = len(self.text.windows) - len(self.without)
+        return CovarianceFile(self.target.path, len(self.sizes), total, n, (earlier, self.n_resumed))
+
+    def _left(self) -> list[list[_Unit]]:
+        """Return the passes to do: the one that there are sums of, if these fit the memory, then the others."""
+        budget = _budget(self.run.get("max_ram"))
+        each = {unit.name: size for unit, size in self.sizes.items()}
+        if sum(each[name] * (end - first) for name, first, end in self.current) > budget:
+            self.current = []
+        done: dict[str, list[tuple[int, int]]] = {}
+        for name, first, end in (*self.written, *self.current):
+            done.setdefault(name, []).append((first, end))
+        left = {
+            _Unit(unit.name, first, end): size
+            for unit, size in self.sizes.items()
+            for first, end in _gaps(unit.end, done.get(unit.name, ()))
+        }
+        return [units for units in (self.current, *_passes(left, budget)) if units]
+
+    def _pass(self, units: list[_Unit], total: int, progress: Callable[[CovarianceProgress], None] | None) -> None:
+        """Run the text once for some units, and write what comes of it."""
+        names = (units[0].name, units[-1].name)
+        what = " to ".join(dict.fromkeys(names))
+        chosen = [c for c in range(len(self.text.windows)) if c not in self.without]
+        n_ctx = self.options.n_ctx
+        with load(self.model, n_ctx=n_ctx, rewrite=self._rewrite(units), **self.run) as loaded:
+            session = loaded.session(n_ctx, min(len(chosen), max(1, self.options.n_batch // n_ctx)))
+            begun = self._resumed(units, session.accumulators)
+            saver = _Saver(self.options.output_frequency)
+
+            def done(begin: int, end: int) -> None:
+                for where in session.take_not_finite():
+                    raise QuantkitError(
+                        f"chunk {left[begin + where.sequence] + 1}, position {where.position}: the input of "
+                        f"{where.of.split()[0]} is NaN or infinite; leave the chunk out (quantkit imatrix does so)"
+                    )
+                if progress is not None:
+                    n = self.n_written + 1
+                    progress(CovarianceProgress(begun + end, len(chosen), n, total, what))
+                if end < len(left):
+                    saver.save(begin, end, lambda: self._save(session.accumulators, Progress(begun + end)))
+
+            left = chosen[begun:]
+            if left:
+                self._run_windows(loaded, left, done, session)
+            for op in loaded.graph.ops:
+                if isinstance(op, Covariance):
+                    self.target.write(op, session.accumulators[op.of])
+        self.target.sync()
+        self.written += units
+        self.current = []
+        self.n_written += 1
+        self._save({}, Progress())
+
+    def _rewrite(self, units: Sequence[_Unit]) -> Callable[[Graph], Graph]:
+        wanted = [Wanted(unit.name, (unit.first, unit.end)) for unit in units]
+        last = max(self.layers[unit.name] for unit in units)
+
+        def rewrite(graph: Graph) -> Graph:
+            seen = covariances(
+                graph,
+                wanted,
+                process_output=self.options.process_output,
+                plain=self.weighting != "router",
+                weighted=self.weighting != "tokens",
+            )
+            return fewest_rows(up_to_layer(seen, last) if last < graph.ops[-1].layer else seen)
+
+        return rewrite
+
+    def _resumed(self, units: list[_Unit], sums: Any) -> int:
+        """Take up the sums of a state, if they are of these units; return the chunks that are in them."""
+        if units != self.current:
+            self.current = units
+            return 0
+        found = self.checkpoint.load(sums)
+        if found is None:
+            clear(sums)
+        self.n_resumed = 0 if found is None else found.done
+        return self.n_resumed
+
+    def _run_windows(self, model: Model, chosen: list[int], done: Callable[[int, int], None], session: Any) -> None:
         run_windows(
-            loaded,
-            text.windows[chosen],
-            options.n_ctx - 1,
+            model,
+            self.text.windows[chosen],
+            self.options.n_ctx - 1,
             lambda *_: None,
             done,
-            n_batch=options.n_batch,
-            bos=bos_of(loaded, []),
-            threads=run.get("threads"),
+            n_batch=self.options.n_batch,
+            bos=bos_of(model, []),
+            threads=self.run.get("threads"),
             session=session,
         )
-        for op in loaded.graph.ops:
-            if isinstance(op, Covariance):
-                target.write(op, session.accumulators[op.of])
 
 
-class _Target:
-    """The file in the making: all offsets are known before the first pass."""
+class _Saver:
+    """Saves every ``often`` chunks, unless that would take more than a share of the time."""
 
-    def __init__(self, path: Path, model: Model, found: Sequence[Input], weighting: Weighting) -> None:
-        self.path, self.part = path, path.with_name(path.name + ".part")
-        weighted = set(_weighted(model.graph, found)) if weighting != "tokens" else set()
-        tensors: list[tuple[str, tuple[int, ...]]] = []
-        for item in found:
-            name, n, n_mat = item.names[0], item.x.width, item.n_mat
-            routed = name in weighted
-            if weighting != "router" or not routed:
-                tensors.append((f"{name}.cov", (n, n, n_mat)))
-            if routed:
-                tensors += [(f"{name}.cov_router", (n, n, n_mat)), (f"{name}.weight", (n_mat,))]
-            tensors.append((f"{name}.counts", (n_mat,)))
-        lines = [f"{item.names[0]}: {' '.join(item.names[1:])}".rstrip() for item in found]
-        fields = [
-            Field.of("general.type", "covariance"),
-            Field.of(INPUTS_KEY, lines, ValueType.ARRAY, ValueType.STRING),
-        ]
-        f32 = BY_NAME["F32"]
-        layout = layout_gguf(fields, [(name, shape, f32) for name, shape in tensors])
-        self.offsets = {name: offset for (name, _), offset in zip(tensors, layout.offsets, strict=True)}
-        self.file = self.part.open("wb")
-        self.file.write(layout.header)
-        self.file.truncate(layout.nbytes)
+    def __init__(self, often: int) -> None:
+        self.often, self.due, self.last = often, False, time.perf_counter()
+        self.took = 0.0
 
-    def write(self, op: Covariance, found: dict[str, npt.NDArray[Any]]) -> None:
-        """Write the sums of some experts."""
-        name, first, n = op.names[0], op.experts[0], op.x.width
-        for suffix, array, size in (
-            ("cov", found.get("sums"), n * n),
-            ("cov_router", found.get("weighted"), n * n),
-            ("weight", found.get("weight"), 1),
-            ("counts", found["counts"], 1),
-        ):
-            if array is not None:
-                self.file.seek(self.offsets[f"{name}.{suffix}"] + 4 * size * first)
-                for row in array:
-                    self.file.write(np.asarray(row, "<f4").tobytes())
-
-    def finish(self) -> None:
-        """Let the file appear."""
-        self.file.flush()
-        sync(self.part)
-        os.replace(self.part, self.path)
-        sync(self.path.parent)
-
-    def close(self) -> None:
-        self.file.close()
-        self.part.unlink(missing_ok=True)
+    def save(self, before: int, now: int, save: Callable[[], None]) -> None:
+        """Save if it is due after chunks ``before`` to ``now``."""
+        self.due |= bool(self.often) and now // self.often > before // self.often
+        start = time.perf_counter()
+        if not self.due or start - self.last < self.took / _SAVING:
+            return
+        save()
+        self.due, self.last = False, time.perf_counter()
+        self.took = self.last - start
 
 
-def _weighted(graph: Graph, found: Sequence[Input]) -> list[str]:
-    """Return the inputs that have router weights to count by."""
-    wanted = [Wanted(item.names[0], (0, item.n_mat)) for item in found if item.ids is not None]
-    seen = covariances(graph, wanted, process_output=True)
-    return [op.names[0] for op in seen.ops if isinstance(op, Covariance) and op.weights is not None]
+def _gaps(n: int, done: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return what of 0..n is not in any of ``done``, which do not overlap."""
+    edges = [0, *(edge for part in sorted(done) for edge in part), n]
+    return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+
+
+__all__ = ["CovarianceFile", "CovarianceProgress", "Weighting", "check_covariance", "covariance"]

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from quantkit.calibration.heldout import HELD_OUT_KEYS, held_out_of, held_out_used, merge_held_out
 from quantkit.calibration.overlap import SKETCH_KEYS, Sketch, merge_sketches, sketch_of
 from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.gguf import Field
@@ -24,6 +26,8 @@ from quantkit.imatrix.statistics import with_stats
 from quantkit.pipeline.facts import GATE, MERGED, UP
 
 Names = Literal["merged", "separate", "both"]
+#: Keys that are joined, not compared.
+_OF_TEXTS = (*SKETCH_KEYS, *HELD_OUT_KEYS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,17 +160,22 @@ def _extra(parts: Sequence[Imatrix]) -> tuple[dict[str, Field], list[str]]:
         for key, value in parts[0].extra.items()
         if all((p.extra.get(key) and bytes(p.extra[key].raw)) == bytes(value.raw) for p in parts)
     }
-    lost = sorted({key for p in parts for key in p.extra} - extra.keys() - set(SKETCH_KEYS))
+    lost = sorted({key for p in parts for key in p.extra} - extra.keys() - set(_OF_TEXTS))
     if lost:
         notes.append(f"keys that differ between the files are dropped: {', '.join(lost)}")
     sketches = [sketch_of(part) for part in parts]
     known = [sketch for sketch in sketches if isinstance(sketch, Sketch)]
-    extra = {key: value for key, value in extra.items() if key not in SKETCH_KEYS}
+    extra = {key: value for key, value in extra.items() if key not in _OF_TEXTS}
     if known:
         # Of the texts known: a warning about one of them is right whatever the others were.
         extra |= merge_sketches(known).fields()
         if len(known) < len(parts):
             notes.append(f"the text of {len(parts) - len(known)} of {len(parts)} files is not known to overlap checks")
+    held_out = merge_held_out([found for part in parts if (found := held_out_of(part.path, part.extra)) is not None])
+    if held_out is not None:
+        extra |= held_out.fields()
+        warning = held_out_used(Path("the merged importance matrix"), extra)
+        notes += [] if warning is None else [warning]
     return extra, notes
 
 

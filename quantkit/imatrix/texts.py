@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.calibration.heldout import HeldOut, held_out_beside, merge_held_out
 from quantkit.calibration.overlap import Sketch, merge_sketches, sketch
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError
 from quantkit.formats.gguf import GGUFFile
@@ -46,27 +47,41 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Chunks int32 [n, n_ctx], the names of what they come from, and a sketch of the texts, if there are any."""
+    """Chunks int32 [n, n_ctx], the names of what they come from, a sketch of the texts, if there are any, and what
+    the corpora they come from held out.
+    """
 
     windows: I32
     datasets: tuple[str, ...]
     sketch: Sketch | None
     notes: tuple[str, ...]
+    held_out: HeldOut | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The tokens of one text, and the text itself if they come from one."""
+    """The tokens of one text, the text itself if they come from one, and what its corpus held out."""
 
     name: str
     tokens: I32
     text: bytes | None
+    held_out: HeldOut | None = None
 
 
 def text_part(path: Path, tokenizer: Tokenizer, parse_special: bool) -> Part:
     """Read a text as llama-imatrix does: its bytes as they are, without one newline at the end."""
-    raw = _read(path).removesuffix(b"\n")
-    return Part(str(path), tokenizer.encode(raw, parse_special=parse_special), raw)
+    raw = _read(path)
+    part = text_of(str(path), raw.removesuffix(b"\n"), tokenizer, parse_special)
+    # The hash that is recorded is that of the file.
+    return replace(part, text=raw, held_out=held_out_beside(path, raw))
+
+
+def text_of(name: str, text: bytes, tokenizer: Tokenizer, parse_special: bool) -> Part:
+    """Return a text as it is. Raises RecipeError, with its name, for one that cannot be tokens."""
+    try:
+        return Part(name, tokenizer.encode(text, parse_special=parse_special), text)
+    except RecipeError as e:
+        raise RecipeError(f"{name}: {e.message}") from None
 
 
 def chat_part(path: Path, tokenizer: Tokenizer, source: GGUFFile) -> Part:
@@ -92,6 +107,7 @@ def cut(parts: Iterable[Part], n_ctx: int, from_chunk: int = 0, chunks: int | No
     if n_ctx < 4:
         raise RecipeError(f"-c {n_ctx}: a chunk has at least 4 tokens")
     windows, names, texts, notes = [np.empty((0, n_ctx), np.int32)], [], [], []
+    held_out = []
     total = 0
     for part in parts:
         n = len(part.tokens) // n_ctx
@@ -103,12 +119,15 @@ def cut(parts: Iterable[Part], n_ctx: int, from_chunk: int = 0, chunks: int | No
         windows.append(part.tokens[: n * n_ctx].reshape(n, n_ctx))
         if part.text is not None:
             texts.append(sketch(part.text))
+        if part.held_out is not None:
+            held_out.append(part.held_out)
     every = np.concatenate(windows)
     left = every[from_chunk:][:chunks]
     if not len(left):
         what = f"; --chunk {from_chunk} leaves none of its {len(every)} chunks" if len(every) else ""
         raise QuantkitError(f"{total} tokens are not one chunk of {n_ctx}{what}: use more text, or a smaller -c")
-    return Chunks(left, tuple(names), merge_sketches(texts) if texts else None, tuple(notes))
+    merged = merge_sketches(texts) if texts else None
+    return Chunks(left, tuple(names), merged, tuple(notes), merge_held_out(held_out))
 
 
 def _read(path: Path) -> bytes:

@@ -26,3 +26,16 @@ class Batch:
     def rows(self, outputs: bool) -> int:
         """Return the number of rows of a value: one a token, or one an output."""
         return len(self.outputs) if outputs else len(self.tokens)
+
+    def check(self, n_ctx: int, n_seq: int, n_vocab: int) -> None:
+        """Raise ValueError unless every number is below its bound (n_vocab 0: none): kernels trust them."""
+        n = len(self.tokens)
+        if not (n == len(self.positions) == len(self.sequences)):
+            raise ValueError(f"{n} tokens, {len(self.positions)} positions and {len(self.sequences)} sequences")
+        for name, numbers, end in (
+            ("token", self.tokens, n_vocab or 1 << 31),
+            ("position", self.positions, n_ctx),
+            ("sequence", self.sequences, n_seq),
+        ):
+            if n and (numbers.min() < 0 or numbers.max() >= end):
+                raise ValueError(f"a {name} of this program is 0 to {end - 1}; got {numbers.min()} to {numbers.max()}")

@@ -5,7 +5,7 @@ load -> graph (graph.py) -> fused (fusion.py) -> placed and cut (placement.py) -
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -22,11 +22,12 @@ from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.backends.reference import Reference
 from quantkit.model.batch import Batch, Floats, Ints
 from quantkit.model.cost import KV_BYTES
+from quantkit.model.devices import check_devices
 from quantkit.model.fusion import SWITCHED_OFF, Decision, Fusion, fuse, summary
 from quantkit.model.graph import build_graph
 from quantkit.model.hparams import HParams
 from quantkit.model.merged import MergedSource
-from quantkit.model.ops import Attention, Embed, Graph
+from quantkit.model.ops import Attention, Embed, Graph, Value
 from quantkit.model.placement import Placement, Segment, cut, devices_of
 
 #: Is called with the index of a block's first output and its logits [k, n_vocab], valid during the call.
@@ -44,8 +45,10 @@ def load(
     merge_up_gate: bool = False,
     placement: Placement | None = None,
     max_ram: int | None = None,
+    max_vram: int | None = None,
     observer: Observer | None = None,
     rewrite: Callable[[Graph], Graph] | None = None,
+    build: Callable[[GGUFFile, int], Graph] = build_graph,
 ) -> Model:
     """Open a model to run it; its weights stay in the mapped file.
 
@@ -59,8 +62,11 @@ def load(
         merge_up_gate: merge up and gate experts in memory while loading.
         placement: which tensors lie on which device; all on the CPU without.
         max_ram: bytes of weights to keep in memory; without, the system decides.
-        observer: sees the input of every multiplication.
+        max_vram: bytes of weights to keep on each CUDA device; the others are sent for every batch, of experts those
+            that it uses.
+        observer: is shown what Observe operations look at.
         rewrite: adds operations that look on (observers.py) before any are fused; says nothing about fusion.
+        build: makes the graph of an opened file; another one than the model's own is nextn.build_nextn.
 
     Raises:
         FormatError: the file is broken, or lacks what its architecture needs.
@@ -77,8 +83,10 @@ def load(
         merge_up_gate=merge_up_gate,
         placement=placement or Placement(),
         max_ram=max_ram,
+        max_vram=max_vram,
         observer=observer,
         rewrite=rewrite,
+        build=build,
     )
 
 
@@ -97,8 +105,10 @@ class Model:
         merge_up_gate: bool,
         placement: Placement,
         max_ram: int | None,
+        max_vram: int | None,
         observer: Observer | None,
         rewrite: Callable[[Graph], Graph] | None = None,
+        build: Callable[[GGUFFile, int], Graph] = build_graph,
     ) -> None:
         if observer is not None and fusion != Fusion.none():
             raise RecipeError("a run that observes activations has no fused operations: leave the fusion switches away")
@@ -107,17 +117,18 @@ class Model:
         self.path = Path(path)
         opened = open_gguf(path)
         self.source: GGUFFile = MergedSource(opened) if merge_up_gate else opened  # type: ignore[assignment]
-        self.threads, self.n_ubatch, self.kv_type, self.max_ram = threads, n_ubatch, kv_type, max_ram
+        self.threads, self.n_ubatch, self.kv_type = threads, n_ubatch, kv_type
+        self.max_ram, self.max_vram = max_ram, max_vram
         self.observer = observer
         self.h = HParams(self.source)
         self.arch = self.h.arch
         self.n_embd, self.n_layer, self.n_ctx_train = self.h.n_embd, self.h.n_layer, self.h.n_ctx_train
-        graph = build_graph(self.source, n_ctx)
+        graph = build(self.source, n_ctx)
         if rewrite is not None:
             graph = rewrite(graph)
         self.n_vocab = graph.logits.width
         self._backends: dict[str, Backend] = {}
-        placement.check(available_devices())
+        check_devices(placement)
         before = devices_of(graph, placement, self.n_layer)
         self.graph: Graph
         self.decisions: tuple[Decision, ...]
@@ -131,7 +142,9 @@ class Model:
         self.close()
 
     def close(self) -> None:
-        """Close the file; sessions must not be used after it."""
+        """Close the file and give devices' memory back; sessions must not be used after it."""
+        for backend in self._backends.values():
+            backend.close()
         self.source.close()
 
     @property
@@ -143,6 +156,21 @@ class Model:
         return (*lines, *self._memory_notes())
 
     def _memory_notes(self) -> list[str]:
+        return [*self._ram_notes(), *self._vram_notes()]
+
+    def _vram_notes(self) -> list[str]:
+        lines = []
+        for device in sorted({s.device for s in self.segments if s.device.startswith("CUDA")}):
+            ops = [op for s in self.segments if s.device == device for op in s.ops]
+            total = sum({m.tensor.name: m.tensor.nbytes for op in ops for m in op.matrices()}.values())
+            if self.max_vram is not None and total > self.max_vram:
+                lines.append(
+                    f"the weights on {device} take {format_size(total)}, more than --max-vram "
+                    f"{format_size(self.max_vram)}: what does not fit is sent to it for every batch, which is slow"
+                )
+        return lines
+
+    def _ram_notes(self) -> list[str]:
         if self.max_ram is None:
             return []
         sizes = [sum(m.tensor.nbytes for m in set(op.matrices())) for op in self.graph.ops if not isinstance(op, Embed)]
@@ -193,14 +221,14 @@ class Model:
     def _make_backend(self, device: str) -> Backend:
         if device == "REFERENCE":
             return Reference(self.source, self.observer)
+        if device.startswith("CUDA"):
+            from quantkit.kernels.cuda.device import open_device
+            from quantkit.model.backends.cuda import CUDABackend
+
+            return CUDABackend(self.source, open_device(device), max_vram=self.max_vram, observer=self.observer)
         from quantkit.model.backends.cpu import CPUBackend
 
         return CPUBackend(self.source, self.threads, max_ram=self.max_ram, observer=self.observer)
-
-
-def available_devices() -> tuple[str, ...]:
-    """Return the devices that -ot can name. REFERENCE is the numpy backend: slow, and the measure of the others."""
-    return ("CPU", "REFERENCE")
 
 
 class Session:
@@ -251,6 +279,7 @@ class Session:
         sequences: int | Ints = 0,
         outputs: npt.NDArray[np.bool_] | None = None,
         each: Each | None = None,
+        given: Mapping[Value, Floats] | None = None,
     ) -> Floats | None:
         """Append tokens to their sequences and return logits.
 
@@ -259,6 +288,7 @@ class Session:
             sequences: int32 [n], which sequence each token belongs to, or one for all.
             outputs: bool [n], after which tokens logits are wanted; all without.
             each: gets the logits in blocks, in order, and nothing is kept.
+            given: float32 [n, width] of each of the graph's ``given`` values.
 
         Returns:
             float32 [n_out, n_vocab] in the order of the outputs; None with ``each``.
@@ -275,7 +305,8 @@ class Session:
         for start in range(0, len(ids), self.limits.n_ubatch):
             part = slice(start, start + self.limits.n_ubatch)
             rows = np.flatnonzero(wanted[part]).astype(np.int32)
-            logits = self._step(Batch(ids[part], positions[part], of[part], rows))
+            taken = {value: rows_of[part] for value, rows_of in (given or {}).items()}
+            logits = self._step(Batch(ids[part], positions[part], of[part], rows), taken)
             if kept is not None:
                 kept[done : done + len(rows)] = logits
             elif each is not None and len(rows):
@@ -303,10 +334,10 @@ class Session:
             self.lengths[sequence] += len(rows)
         return positions
 
-    def _step(self, batch: Batch) -> Floats:
+    def _step(self, batch: Batch, given: Mapping[Value, Floats]) -> Floats:
         for segment, program in zip(self.model.segments, self._programs, strict=True):
             for value in segment.takes:
-                program.write(value, self._maker[value].read(value))
+                program.write(value, given[value] if value in given else self._maker[value].read(value))
             program.run(batch)
         logits = self.model.graph.logits
         result: Floats = self._maker[logits].read(logits)

@@ -107,11 +107,12 @@ def _hindrance(glu: Glu, parts: Sequence[Op | None], readers: Mapping[Value, int
     if any(readers[part.out] > 1 for part in made):
         return "gate or up is read elsewhere, too"
     types = [part.weight.tensor.type.name for part in made]
-    if len(set(types)) > 1 and isinstance(made[0], MulMatId):
+    devices = {device_of(part) for part in made} | {device_of(glu)}
+    # Dense ones of two types only the CPU multiplies in one operation.
+    if len(set(types)) > 1 and (isinstance(made[0], MulMatId) or any(d.startswith("CUDA") for d in devices)):
         return f"gate is {types[0]}, up {types[1]}"
     if len(made) == 2 and made[0].weight.n_out != made[1].weight.n_out:
         return "gate and up differ in size"
-    devices = {device_of(part) for part in made} | {device_of(glu)}
     if len(devices) > 1:
         return f"gate and up lie on {' and '.join(sorted(devices))}"
     return ""

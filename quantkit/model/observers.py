@@ -1,6 +1,7 @@
 """Operations that look on, put into a graph: what an importance matrix, a covariance, a similarity are made of.
 
     every_token     the last layer goes on with all tokens, as the others do, and not only with those whose logits count
+    fewest_rows     but with no more of them than somebody looks at
     observe         the sums of squares of every weight's input; what reads one value shares one accumulator
     similarity      the cosine of what goes into and comes out of every layer, its attention, its feed-forward part
     covariances     x x^T of the inputs that are asked for
@@ -16,7 +17,7 @@ a token and layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -27,6 +28,8 @@ from quantkit.model.ops import (
     Attention,
     Cache,
     CacheWrite,
+    Clamp,
+    Combine,
     CountUp,
     Covariance,
     Glu,
@@ -36,11 +39,16 @@ from quantkit.model.ops import (
     MulMatHeads,
     MulMatId,
     MulMats,
+    MultiplyBy,
+    Norm,
+    Observe,
     Op,
     Repeat,
     Route,
+    Scale,
     SelectOutputs,
     Similarity,
+    Softcap,
     SumColumns,
     Take,
     UpGate,
@@ -52,19 +60,33 @@ from quantkit.model.ops import (
 ALL_EXPERTS = "all experts: "
 #: Experts that are computed together for these.
 _GROUP = 8
+#: Operations that compute a row of a row: not by position, nor from row to row, nor into something that is kept.
+_BY_ROW = (
+    *(Activate, Add, Clamp, Combine, Glu, Join, MulMat, MulMatHeads, MulMatId),
+    *(MultiplyBy, Norm, Repeat, Route, Scale, Softcap, Take),
+)
 
 _KV_B, _K_B, _V_B = "attn_kv_b.weight", "attn_k_b.weight", "attn_v_b.weight"
 
 
 @dataclass(frozen=True)
 class Input:
-    """A value that weights multiply: by expert if there are ids; ``at`` is the operation that first reads it."""
+    """A value that weights multiply: by expert if there are ids, by head if ``heads`` stand side by side in a row.
+
+    n_mat: experts or heads, else 1. ``at`` is the operation before which it is there: the first that reads it.
+    """
 
     x: Value
     ids: Value | None
     names: tuple[str, ...]
     n_mat: int
     at: Op
+    heads: int = 1
+
+    @property
+    def n(self) -> int:
+        """The columns that one matrix multiplies."""
+        return self.x.width // self.heads
 
 
 # ---------------------------------------------------------------- all tokens
@@ -112,6 +134,46 @@ def _mapped(op: Op, new: Callable[[Value], Value]) -> Op:
     return replace(op, **changed) if changed else op
 
 
+def fewest_rows(graph: Graph) -> Graph:
+    """Return a graph of ``every_token`` in which what nobody looks at is computed of outputs only, as far as it goes.
+
+    It does the least work that shows everything: of the last layer's down projections, for one, only the inputs are
+    of all tokens. Apply it when all operations that look on are there.
+    """
+    all_rows = _of_all_rows(graph)
+    ops: list[Op] = []
+    chosen: dict[Value, Value] = {}
+
+    def of_outputs(value: Value, layer: int) -> Value:
+        if value.outputs:
+            return chosen.get(value, value)
+        if value not in chosen:
+            chosen[value] = replace(value, name=f"{value.name}_out", outputs=True)
+            ops.append(SelectOutputs(layer=layer, out=chosen[value], x=value))
+        return chosen[value]
+
+    for op in graph.ops:
+        if isinstance(op, SelectOutputs):
+            chosen[op.out] = of_outputs(op.x, op.layer)
+        elif not isinstance(op, _BY_ROW) or not all_rows.isdisjoint(op.outputs()):
+            ops.append(op)
+        else:
+            chosen.update({v: v if v.outputs else replace(v, outputs=True) for v in op.outputs()})
+            ops.append(_mapped(op, lambda v, op=op: of_outputs(v, op.layer)))  # type: ignore[misc]
+    return replace(graph, ops=tuple(ops))
+
+
+def _of_all_rows(graph: Graph) -> set[Value]:
+    """Return the values whose rows of all tokens somebody looks at, or keeps, or that these are made of."""
+    found: set[Value] = set()
+    for op in reversed(graph.ops):
+        if isinstance(op, SelectOutputs):
+            continue
+        if not isinstance(op, _BY_ROW) or not found.isdisjoint(op.outputs()):
+            found.update(op.inputs())
+    return found
+
+
 def up_to_layer(graph: Graph, last: int) -> Graph:
     """Return the graph without the layers after ``last``; its logits are no longer the model's."""
     end = _output(graph).layer
@@ -139,10 +201,11 @@ def inputs(graph: Graph, *, process_output: bool = False) -> list[Input]:
             continue
         x = chosen if op is output and chosen is not None else op.x
         ids = op.ids if isinstance(op, MulMatId) else None
-        n_mat = op.weight.n_matrices if ids is not None else 1
+        heads = op.weight.n_matrices if isinstance(op, MulMatHeads) else 1
+        n_mat = op.weight.n_matrices if ids is not None else heads
         known = found.get((x, ids))
         names = (*(known.names if known else ()), op.weight.tensor.name)
-        found[x, ids] = Input(x, ids, tuple(dict.fromkeys(names)), n_mat, known.at if known else op)
+        found[x, ids] = Input(x, ids, tuple(dict.fromkeys(names)), n_mat, known.at if known else op, heads)
     return list(found.values())
 
 
@@ -155,13 +218,15 @@ def observe(graph: Graph, *, process_output: bool = False, all_experts: bool = F
         latent: also the other form's inputs of latent attention.
     """
     graph = every_token(graph)
+    found = inputs(graph, process_output=process_output)
     if latent:
-        graph = _with_latent(graph)
+        graph, more = with_latent(graph)
+        found += more
     before: dict[int, list[Op]] = {}
-    for item in inputs(graph, process_output=process_output):
-        op = SumColumns(
-            layer=item.at.layer, x=item.x, of=item.names[0], names=item.names, ids=item.ids, n_mat=item.n_mat
-        )
+    for item in found:
+        # The heads of a weight have one count, as llama-imatrix has it.
+        n_mat = 1 if item.ids is None else item.n_mat
+        op = SumColumns(layer=item.at.layer, x=item.x, of=item.names[0], names=item.names, ids=item.ids, n_mat=n_mat)
         before.setdefault(id(_place(graph, item)), []).append(op)
     ops = [each for op in graph.ops for each in (*before.get(id(op), ()), op)]
     if all_experts:
@@ -176,30 +241,46 @@ def _place(graph: Graph, item: Input) -> Op:
     return next((op for op in graph.ops if isinstance(op, SelectOutputs) and op.out is _output(graph).x), item.at)
 
 
+def observe_hidden(graph: Graph) -> Graph:
+    """Return the graph with Observe of what its output matrix multiplies, of all tokens.
+
+    The graph is one of ``observe``, or of ``every_token``.
+    """
+    found = next(op for op in graph.ops if isinstance(op, SelectOutputs) and op.out is _output(graph).x)
+    look = Observe(layer=found.layer, x=found.x, of=found.x.name)
+    return replace(graph, ops=tuple(each for op in graph.ops for each in ((look, op) if op is found else (op,))))
+
+
 # ---------------------------------------------------------------- latent attention
 
 
-def _with_latent(graph: Graph) -> Graph:
-    """Add the inputs of the weights of latent attention's other form."""
+def with_latent(graph: Graph, layers: Collection[int] | None = None) -> tuple[Graph, list[Input]]:
+    """Return the graph with the inputs of the weights of latent attention's other form, and these inputs.
+
+    layers: only of these; None: of all.
+    """
     ops: list[Op] = []
+    found: list[Input] = []
     caches = list(graph.caches)
     latents = {op.layer: op.x for op in graph.ops if isinstance(op, MulMat) and _KV_B in op.weight.tensor.name}
     keys: dict[int, Join] = {}
     for op in graph.ops:
-        ops.append(op)
+        wanted = layers is None or op.layer in layers
         if isinstance(op, Join) and op.out.name.endswith((".k", ".k_latent")):
             keys[op.layer] = op
-        if isinstance(op, Join) and op.out.name.endswith(".k_latent"):
-            ops.append(_sum(op.layer, op.a, _KV_B))
-        if isinstance(op, Attention) and op.layer in latents and op.layer in keys:
-            more, cache = _expanded(op, keys[op.layer], latents[op.layer])
+            if wanted and op.out.name.endswith(".k_latent"):
+                found.append(_other(op, op.a, _KV_B, 1))
+        if wanted and isinstance(op, Attention) and op.layer in latents and op.layer in keys:
+            more, cache, seen = _expanded(op, keys[op.layer], latents[op.layer])
             ops += more
+            found += seen
             caches.append(cache)
-    return replace(graph, ops=tuple(ops), caches=tuple(caches))
+        ops.append(op)
+    return replace(graph, ops=tuple(ops), caches=tuple(caches)), found
 
 
-def _expanded(op: Attention, keys: Join, latent: Value) -> tuple[list[Op], Cache]:
-    """Return what makes, and looks at, the inputs of k_b and v_b where kv_b expands the latent rows."""
+def _expanded(op: Attention, keys: Join, latent: Value) -> tuple[list[Op], Cache, list[Input]]:
+    """Return what makes the inputs of k_b and v_b where kv_b expands the latent rows, and these inputs."""
     layer, n, nope = op.layer, op.n_head, keys.period_a
     rank = latent.width
     q_nope = Value(f"{layer}.q_nope_seen", n * nope)
@@ -208,20 +289,18 @@ def _expanded(op: Attention, keys: Join, latent: Value) -> tuple[list[Op], Cache
     mixed = Value(f"{layer}.latent_attended", n * rank)
     cache = Cache(f"cache_{layer}_latent", n * op.head_k, n * rank)
     attention = replace(op, out=mixed, cache=cache, n_head_kv=n, head_v=rank)
-    return [
+    made = [
         Take(layer=layer, out=q_nope, x=op.q, start=0, period=op.head_k),
-        _sum(layer, q_nope, _K_B),
         Join(layer=layer, out=both, a=keys.out, b=latent, period_a=op.head_k, period_b=rank),
         Take(layer=layer, out=rows, x=both, start=op.head_k, period=op.head_k + rank),
         CacheWrite(layer=layer, cache=cache, k=keys.out, v=rows),
         attention,
-        _sum(layer, mixed, _V_B),
-    ], cache
+    ]
+    return made, cache, [_other(op, q_nope, _K_B, n), _other(op, mixed, _V_B, n)]
 
 
-def _sum(layer: int, x: Value, name: str) -> SumColumns:
-    full = f"blk.{layer}.{name}"
-    return SumColumns(layer=layer, x=x, of=full, names=(full,))
+def _other(at: Op, x: Value, name: str, heads: int) -> Input:
+    return Input(x, None, (f"blk.{at.layer}.{name}",), heads, at, heads)
 
 
 # ---------------------------------------------------------------- all experts
@@ -230,48 +309,77 @@ def _sum(layer: int, x: Value, name: str) -> SumColumns:
 def _with_all_experts(ops: Sequence[Op]) -> Iterator[Op]:
     """Add, after every layer's down projection, that of all experts for every token, for the statistics alone."""
     made_by = {value: op for op in ops for value in op.outputs()}
-    routed = {op.ids for op in ops if isinstance(op, Route)}
     for op in ops:
         yield op
-        if isinstance(op, MulMatId) and op.ids in routed and isinstance(made_by.get(op.x), Glu | Activate):
-            yield from _down_of_all(op, made_by)
+        if isinstance(op, MulMatId) and isinstance(made_by.get(op.x), Glu | Activate):
+            route = made_by.get(op.ids)
+            if isinstance(route, Route):
+                yield from _down_of_all(op, route, made_by)
 
 
-def _down_of_all(down: MulMatId, made_by: Mapping[Value, Op]) -> Iterator[Op]:
+def _down_of_all(down: MulMatId, route: Route, made_by: Mapping[Value, Op]) -> Iterator[Op]:
     chain = _between(down.x, down.ids, made_by)
     n_expert, name = down.weight.n_matrices, down.weight.tensor.name
     first = next(op for op in chain if isinstance(op, MulMatId))
-    if first.x.per != 1:
-        raise RecipeError(
-            f"--all-experts: {first.weight.tensor.name} multiplies inputs weighted by the router, which an expert that "
-            "is not chosen does not have; leave the option away for this model"
-        )
     names = tuple(op.weight.tensor.name for op in chain if isinstance(op, MulMatId))
-    yield SumColumns(layer=down.layer, x=first.x, of=ALL_EXPERTS + names[0], names=names)
+    repeat = made_by.get(first.x)
+    weighted = repeat if isinstance(repeat, Repeat) else None
+    if weighted is None:
+        yield SumColumns(layer=down.layer, x=first.x, of=ALL_EXPERTS + names[0], names=names)
+        every = None
+    else:
+        every = _route_to_all(route, first)
+        yield every
+    own = {value for op in chain for value in op.outputs()} | ({first.x} if weighted else set())
     for start in range(0, n_expert, _GROUP):
-        width = min(_GROUP, n_expert - start)
-        new = _in_group(down, start, width)
-        yield CountUp(layer=down.layer, out=new(down.ids), like=first.x, first=start)
+        new = _in_group(down.ids, own, start, min(_GROUP, n_expert - start))
+        if weighted is not None and every is not None:
+            yield from _weighted_group(every, weighted, new(down.ids), new(first.x), start)
+            yield _sum_of_all(down, new(first.x), new(down.ids), names)
+        else:
+            yield CountUp(layer=down.layer, out=new(down.ids), like=first.x, first=start)
         for op in chain:
             yield _mapped(op, new)
-        hidden = new(down.x)
-        yield SumColumns(
-            layer=down.layer, x=hidden, of=ALL_EXPERTS + name, names=(name,), ids=new(down.ids), n_mat=n_expert
+        yield _sum_of_all(down, new(down.x), new(down.ids), (name,))
+
+
+def _sum_of_all(down: MulMatId, x: Value, ids: Value, names: tuple[str, ...]) -> SumColumns:
+    n_mat = down.weight.n_matrices
+    return SumColumns(layer=down.layer, x=x, of=ALL_EXPERTS + names[0], names=names, ids=ids, n_mat=n_mat)
+
+
+def _route_to_all(route: Route, first: MulMatId) -> Route:
+    """Return the router's weights for all experts, where they weigh the inputs (Llama 4).
+
+    Each has one of its own, the sigmoid of its logit, chosen or not; where those of the chosen ones are made to add up
+    to 1, an expert that is not chosen has none, which is a RecipeError.
+    """
+    r = route.routing
+    if r.norm or r.gating == "softmax_weight":
+        raise RecipeError(
+            f"--all-experts: {first.weight.tensor.name} multiplies inputs weighted by the router, by a share among the "
+            "experts that are chosen, which one that is not chosen does not have; leave the option away for this model"
         )
+    ids, weights = (replace(v, name=f"{v.name}_all", width=r.n_expert) for v in (route.ids, route.weights))
+    return replace(route, ids=ids, weights=weights, routing=replace(r, n_used=r.n_expert, n_group=1, n_group_used=1))
 
 
-def _in_group(down: MulMatId, start: int, width: int) -> Callable[[Value], Value]:
-    """Return what renames the values of a layer's experts to those of a group of them."""
-    renamed: dict[Value, Value] = {}
+def _weighted_group(every: Route, repeat: Repeat, ids: Value, x: Value, start: int) -> list[Op]:
+    """Return what makes the inputs x of some experts ids: of every token the start-th best and those after it."""
+    n, layer = every.ids.width, repeat.layer
+    weights = Value(f"{every.weights.name}_{start}", ids.width, 1, ids.outputs)
+    return [
+        Take(layer=layer, out=ids, x=every.ids, start=start, period=n),
+        Take(layer=layer, out=weights, x=every.weights, start=start, period=n),
+        Repeat(layer=layer, out=x, x=repeat.x, weights=weights),
+    ]
 
-    def new(value: Value) -> Value:
-        if value is down.ids:
-            return renamed.setdefault(value, Value(f"{value.name}_{start}", width, 1, value.outputs, True))
-        if value.per != down.ids.width:
-            return value
-        return renamed.setdefault(value, Value(f"{value.name}_{start}", value.width, width, value.outputs))
 
-    return new
+def _in_group(ids: Value, own: Collection[Value], start: int, width: int) -> Callable[[Value], Value]:
+    """Return what renames a layer's ids and the values ``own`` of its experts to those of a group of experts."""
+    renamed = {ids: Value(f"{ids.name}_{start}", width, 1, ids.outputs, True)}
+    renamed |= {value: Value(f"{value.name}_{start}", value.width, width, value.outputs) for value in own}
+    return lambda value: renamed.get(value, value)
 
 
 def _between(value: Value, ids: Value, made_by: Mapping[Value, Op]) -> list[Op]:
@@ -326,16 +434,23 @@ def similarity(graph: Graph) -> Graph:
 
 @dataclass(frozen=True)
 class Wanted:
-    """An input whose covariance is to be recorded, of experts first ... end if it has any."""
+    """An input whose covariance is to be recorded, of experts or heads first ... end if it has any."""
 
     of: str
     experts: tuple[int, int]
 
 
 def covariances(
-    graph: Graph, wanted: Iterable[Wanted], *, process_output: bool = False, plain: bool = True, weighted: bool = True
+    graph: Graph,
+    wanted: Iterable[Wanted],
+    *,
+    process_output: bool = False,
+    plain: bool = True,
+    weighted: bool = True,
 ) -> Graph:
     """Return the graph with Covariance for the inputs ``wanted`` (by the first of their weights' names), all tokens.
+
+    They may be those of latent attention's other form, too (with_latent).
 
     Args:
         plain: of experts, record what every token counts once; weighted: what it counts by its router weight squared.
@@ -344,25 +459,32 @@ def covariances(
     chosen: dict[str, list[Wanted]] = {}
     for each in wanted:
         chosen.setdefault(each.of, []).append(each)
+    found = inputs(graph, process_output=process_output)
+    if others := {int(of.split(".")[1]) for of in chosen.keys() - {item.names[0] for item in found}}:
+        graph, more = with_latent(graph, others)
+        found += more
     weights = {op.ids: op.weights for op in graph.ops if isinstance(op, Route)}
     # Where inputs are weighted (Llama 4), they are so already.
     repeated = {op.weights for op in graph.ops if isinstance(op, Repeat)}
     before: dict[int, list[Op]] = {}
-    for item in inputs(graph, process_output=process_output):
-        at = before.setdefault(id(_place(graph, item)), [])
-        for each in chosen.get(item.names[0], ()):
-            routed = weights.get(item.ids) if item.ids is not None and weighted else None
-            routed = None if routed in repeated else routed
-            at.append(
-                Covariance(
-                    layer=item.at.layer,
-                    x=item.x,
-                    of=f"{each.of} {each.experts[0]}",
-                    names=item.names,
-                    ids=item.ids,
-                    weights=routed,
-                    experts=each.experts,
-                    plain=plain or routed is None,
-                )
-            )
+    for item in found:
+        routed = weights.get(item.ids) if item.ids is not None and weighted else None
+        routed = None if routed in repeated else routed
+        before.setdefault(id(_place(graph, item)), []).extend(
+            _covariance(item, each, routed, plain) for each in chosen.get(item.names[0], ())
+        )
     return replace(graph, ops=tuple(each for op in graph.ops for each in (*before.get(id(op), ()), op)))
+
+
+def _covariance(item: Input, wanted: Wanted, routed: Value | None, plain: bool) -> Covariance:
+    return Covariance(
+        layer=item.at.layer,
+        x=item.x,
+        of=f"{wanted.of} {wanted.experts[0]}",
+        names=item.names,
+        ids=item.ids,
+        weights=routed,
+        experts=wanted.experts,
+        plain=plain or routed is None,
+        heads=item.heads,
+    )

@@ -501,6 +501,7 @@ class Covariance(Op):
     """Add up x x^T of all rows into the accumulator ``of``; by expert, of ``experts`` first ... end, if there are ids.
 
     weights, one value per (t, j): every row also counts with its square (``weighted``), or only so (not ``plain``).
+    heads: as many inputs stand side by side in a row of x (MulMatHeads); ``experts`` then counts these.
     """
 
     WRITES: ClassVar[tuple[str, ...]] = ()
@@ -512,6 +513,7 @@ class Covariance(Op):
     weights: Value | None = None
     experts: tuple[int, int] = (0, 1)
     plain: bool = True
+    heads: int = 1
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -536,9 +538,13 @@ class CountUp(Op):
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A forward pass: operations in order, and the value that holds the logits."""
+    """A forward pass: operations in order, and the value that holds the logits.
+
+    given: values of tokens that no operation makes; Session.decode takes them.
+    """
 
     ops: tuple[Op, ...]
     logits: Value
     caches: tuple[Cache, ...] = ()
     states: tuple[State, ...] = ()
+    given: tuple[Value, ...] = ()

@@ -1,9 +1,9 @@
-"""Where every operation runs: ``-ngl`` and ``-ot`` become a device for each, and the list is cut into segments.
+"""Where every operation runs: ``--backend``, ``-ngl`` and ``-ot`` give each a device; the list is cut into segments.
 
 A tensor lies where the first ``-ot`` rule that matches its name says, else where its layer lies: the last ``-ngl``
-layers (the output counts as one) on the first accelerator, the rest on the CPU. An operation runs where its weights
-lie; one without weights where its first input was made, so that values travel only when they must; attention and
-recurrent layers, which own memory, run where their layer lies.
+layers (the output counts as one) on accelerators, an equal share on each in order, the rest on the CPU. An operation
+runs where its weights lie; one without weights where its first input was made, so that values travel only when they
+must; attention and recurrent layers, which own memory, and the choice of outputs run where their layer lies.
 """
 
 from __future__ import annotations
@@ -23,32 +23,44 @@ from quantkit.model.ops import (
     Op,
     RopeTable,
     Route,
+    SelectOutputs,
     Value,
 )
 
-#: Operations that own memory of a layer.
-_OWNERS = (Attention, CacheWrite, Convolve, DeltaNet)
+#: Operations that own memory of a layer, and what chooses rows for it.
+_OF_LAYER = (Attention, CacheWrite, Convolve, DeltaNet, SelectOutputs)
 
 #: Operations whose weights are so small that they go with their input.
 _LIGHT = (MultiplyBy, RopeTable, Route)
 
 
+#: More layers than any model has.
+ALL_LAYERS = 1 << 20
+
+
 @dataclass(frozen=True)
 class Placement:
-    """``gpu_layers`` of the model on ``accelerator``; ``rules``: (regular expression, device), first match."""
+    """``gpu_layers`` of the model on ``accelerators``; ``rules``: (regular expression, device), first match.
+
+    embeddings: the token embeddings lie on the first accelerator, too.
+    """
 
     gpu_layers: int = 0
     rules: tuple[tuple[str, str], ...] = ()
-    accelerator: str = "CUDA0"
+    accelerators: tuple[str, ...] = ("CUDA0",)
+    embeddings: bool = False
 
-    def check(self, available: Sequence[str]) -> None:
-        """Raise ResourceError if a device is asked for that is not there."""
-        wanted = {device for _, device in self.rules} | ({self.accelerator} if self.gpu_layers else set())
-        missing = sorted(wanted - set(available))
+    def wanted(self) -> set[str]:
+        """Return the devices that are asked for."""
+        return {device for _, device in self.rules} | (set(self.accelerators) if self.gpu_layers else set())
+
+    def check(self, available: Sequence[str], why: str = "") -> None:
+        """Raise ResourceError if a device is asked for that is not there; why: what is known about the reason."""
+        missing = sorted(self.wanted() - set(available))
         if missing:
             raise ResourceError(
-                f"there is no device {', '.join(missing)} here; there are: {', '.join(available)}. Leave -ngl and -ot "
-                "away, or name one of these"
+                f"there is no device {', '.join(missing)} here; there are: {', '.join(available)}. "
+                f"{f'{why}. ' if why else ''}Leave --backend cuda, -ngl and -ot away, or name one of these"
             )
 
     def of_tensor(self, name: str, layer: int, n_layer: int) -> str:
@@ -60,7 +72,23 @@ class Placement:
 
     def of_layer(self, layer: int, n_layer: int) -> str:
         """Return the device of a layer; n_layer is the output, -1 the embeddings."""
-        return self.accelerator if layer >= 0 and layer >= n_layer + 1 - self.gpu_layers else "CPU"
+        if layer < 0:
+            return self.accelerators[0] if self.embeddings else "CPU"
+        n = min(self.gpu_layers, n_layer + 1)
+        nth = layer - (n_layer + 1 - n)
+        return self.accelerators[nth * len(self.accelerators) // n] if nth >= 0 and n else "CPU"
+
+
+def placement_of(backend: str, gpu_layers: int | None, rules: Sequence[str], cuda_devices: Sequence[str]) -> Placement:
+    """Return the placement that --backend, -ngl and -ot ask for.
+
+    ``cuda`` takes the whole model, embeddings included, unless -ngl says how many layers; without devices its first
+    one is named all the same, and ``check`` will say what is missing.
+    """
+    cuda = backend == "cuda"
+    layers = gpu_layers if gpu_layers is not None else ALL_LAYERS if cuda else 0
+    whole = cuda and gpu_layers is None
+    return Placement(layers, parse_rules(rules), tuple(cuda_devices) or ("CUDA0",), embeddings=whole)
 
 
 def parse_rules(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -86,7 +114,7 @@ def devices_of(graph: Graph, placement: Placement, n_layer: int) -> dict[int, st
     for op in graph.ops:
         matrices = op.matrices()
         inputs = op.inputs()
-        if isinstance(op, _OWNERS):
+        if isinstance(op, _OF_LAYER):
             where = placement.of_layer(op.layer, n_layer)
         elif matrices and not isinstance(op, _LIGHT):
             where = placement.of_tensor(matrices[0].tensor.name, op.layer, n_layer)
@@ -120,11 +148,11 @@ def cut(graph: Graph, device: dict[int, str]) -> list[Segment]:
         here = segments[-1]
         here.ops.append(op)
         for value in op.inputs():
-            maker = made_in[value]
+            maker = None if value in graph.given else made_in[value]
             if maker is not here:
                 if value not in here.takes:
                     here.takes.append(value)
-                if value not in maker.leaves:
+                if maker is not None and value not in maker.leaves:
                     maker.leaves.append(value)
         made_in.update(dict.fromkeys(op.outputs(), here))
     if graph.logits not in made_in[graph.logits].leaves:

@@ -15,7 +15,7 @@
 #define __shared__ static
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
-#define __align__(n) alignas(n)
+#define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __CUDA_ARCH__ QUANTKIT_HOST_ARCH
@@ -217,6 +217,9 @@ static inline uint16_t float_to_half(float f) {
 
 // ---- tensor cores (mma.cuh): every lane gives its registers, and picks what its results are made of
 
+template <typename T> static inline T* fixed(T* p) { return p; }
+static inline unsigned thread_here() { return threadIdx.x; }
+static inline unsigned block_here() { return blockIdx.x; }
 static inline void ldmatrix4(uint32_t r[4], const void* row) {
     const int l = host_lane_id();
     const void* table = host_exchange(16, &row, sizeof row);
@@ -296,6 +299,23 @@ static inline void mma_m16n8k8_f16(float c[4], uint32_t a0, uint32_t a1, uint32_
 }
 static inline void mma_m16n8k16_bf16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
     host_mma_16(23, c, {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}}, 2, host_bf16_to_float);
+}
+// tf32: the low 13 bits of an operand do not count.
+static inline float host_tf32(uint32_t u) { return __uint_as_float(u & 0xffffe000u); }
+static inline void mma_m16n8k8_tf32(float c[4], const uint32_t a[4], const uint32_t b[2]) {
+    const HostOperands mine = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+    const void* table = host_exchange(25, &mine, sizeof mine);
+    const int g = host_lane_id() / 4, t = host_lane_id() % 4;
+    for (int i = 0; i < 4; i++)
+        for (int k = 0; k < 8; k++) {
+            const HostOperands *x = (const HostOperands*)((const char*)table + 64 * (4 * g + k % 4)),
+                               *y = (const HostOperands*)((const char*)table + 64 * (4 * (2 * t + i % 2) + k % 4));
+            c[i] += host_tf32(x->a[i / 2 + 2 * (k / 4)]) * host_tf32(y->b[k / 4]);
+        }
+}
+static inline void mma_m16n8k4_tf32(float c[4], uint32_t a0, uint32_t a1, uint32_t b) {
+    const uint32_t a[4] = {a0, a1, 0, 0}, both[2] = {b, 0};
+    mma_m16n8k8_tf32(c, a, both);
 }
 
 // ---- copies that do not wait: the target is spoilt at once and filled by copy_wait, so that neither a use of it too

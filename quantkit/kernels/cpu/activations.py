@@ -68,25 +68,12 @@ from quantkit.kernels.cpu.simd import (
     vmin,
 )
 from quantkit.kernels.cpu.tape import N_OUTPUTS, N_TOKENS, Operation, arg, batch_word, first_of, operation
-from quantkit.types import TensorType
 
 #: Bytes of a unit of 256 values, and where its parts begin.
 UNIT_BYTES = 832
 SCALES, SUMS, OFFSETS, OFFSETS32, SUMS32, TOTALS, TOTALS32, BY_PIECES = 256, 320, 384, 448, 480, 512, 544, 576
 #: Bytes after the units of a row.
 ROW_GAP = 64
-
-#: The format of a weight's activations by the weight's type; all others are q8_k.
-FORMATS = {
-    **dict.fromkeys(("F32", "F16", "BF16"), ""),
-    **dict.fromkeys(("Q1_0", "Q2_0", "Q4_0", "Q5_0", "Q8_0", "MXFP4", "NVFP4", "IQ4_NL"), "q8_0"),
-    **dict.fromkeys(("Q4_1", "Q5_1"), "q8_1"),
-}
-
-
-def activation_format(t: TensorType) -> str:
-    """Return the format that activations are brought to before a weight of type ``t`` multiplies them."""
-    return FORMATS.get(t.name, "q8_k") or t.name.lower()
 
 
 def row_bytes(kind: str, n: int) -> int:

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from numba.core import types
 
-from quantkit.kernels.cpu.activations import activation_format, quantize, row_bytes, rows_word
+from quantkit.kernels.activation_formats import activation_format
+from quantkit.kernels.cpu.activations import quantize, row_bytes, rows_word
 from quantkit.kernels.cpu.functions import load_part, store_part
 from quantkit.kernels.cpu.glu import gated
 from quantkit.kernels.cpu.jit import inline

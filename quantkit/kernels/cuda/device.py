@@ -57,6 +57,9 @@ class Device(Protocol):
     def zero(self, address: int, nbytes: int) -> None:
         """Set memory to zero."""
 
+    def host_array(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Return an array [count] on the host that downloads fill at full speed."""
+
     def prepare(self, operations: Sequence[Operation]) -> None:
         """Compile what will be launched, several at once."""
 
@@ -77,8 +80,12 @@ def preamble(operation: Operation) -> str:
 
 
 def compile_options(capability: int) -> tuple[str, ...]:
-    """Return NVRTC's options for kernels: no contraction of a product and a sum, so that results can be compared."""
-    return (f"-I{SOURCES}", "--std=c++17", "--fmad=false", f"-arch=sm_{capability}")
+    """Return NVRTC's options for kernels: no contraction of a product and a sum, so that results can be compared.
+
+    Lambdas in kernels are the device's by default: otherwise NVRTC takes them for the host's.
+    """
+    common = (f"-I{SOURCES}", "--std=c++17", "--device-as-default-execution-space", "--fmad=false")
+    return (*common, f"-arch=sm_{capability}")
 
 
 def _cupy() -> Any:
@@ -114,6 +121,12 @@ def why_none() -> str:
     return f"there are {n} CUDA devices: CUDA0 to CUDA{n - 1}" if n else "CuPy finds no CUDA device"
 
 
+@cache
+def open_device(name: str) -> Device:
+    """Return the device CUDA0, CUDA1, ...; ResourceError if it is not there."""
+    return CUDADevice(int(name.removeprefix("CUDA")))
+
+
 class CUDADevice:
     """A device of the CUDA driver, through CuPy; one stream, memory from CuPy's pool."""
 
@@ -138,7 +151,7 @@ class CUDADevice:
     # ------------------------------------------------------------ memory
 
     def allocate(self, nbytes: int) -> int:
-        with self._here():
+        with self.here():
             try:
                 memory = self._cupy.cuda.alloc(nbytes + PADDING)
             except self._cupy.cuda.memory.OutOfMemoryError as e:
@@ -152,19 +165,24 @@ class CUDADevice:
     def upload(self, address: int, data: npt.NDArray[Any]) -> None:
         runtime = self._cupy.cuda.runtime
         flat = np.ascontiguousarray(data)
-        with self._here():
+        with self.here():
             # From pageable memory: the call returns when the array has been read.
             runtime.memcpyAsync(address, flat.ctypes.data, flat.nbytes, runtime.memcpyHostToDevice, self.stream.ptr)
 
     def download(self, address: int, out: npt.NDArray[Any]) -> None:
         runtime = self._cupy.cuda.runtime
-        with self._here():
+        with self.here():
             runtime.memcpyAsync(out.ctypes.data, address, out.nbytes, runtime.memcpyDeviceToHost, self.stream.ptr)
             self.synchronize()
 
     def zero(self, address: int, nbytes: int) -> None:
-        with self._here():
+        with self.here():
             self._cupy.cuda.runtime.memsetAsync(address, 0, nbytes, self.stream.ptr)
+
+    def host_array(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        with self.here():  # pages that the system may not move
+            memory = self._cupy.cuda.alloc_pinned_memory(max(1, count) * np.dtype(dtype).itemsize)
+        return np.frombuffer(memory, dtype, count)
 
     # ------------------------------------------------------------ kernels
 
@@ -179,7 +197,7 @@ class CUDADevice:
     def _compile(self, operation: Operation) -> Any:
         # CuPy adds -arch by itself.
         options = tuple(o for o in compile_options(self.capability) if not o.startswith("-arch"))
-        with self._here():
+        with self.here():
             module = self._cupy.RawModule(code=preamble(operation), options=options, backend="nvrtc")
             module.compile()
         return module
@@ -187,7 +205,7 @@ class CUDADevice:
     def _function(self, operation: Operation) -> int:
         if operation not in self._functions:
             self.prepare([operation])
-            with self._here():
+            with self.here():
                 kernel = self._modules[operation.file, operation.defines].get_function(f"quantkit_{operation.name}")
                 self._functions[operation] = int(kernel.kernel.ptr)
                 self._kernels = {**getattr(self, "_kernels", {}), operation: kernel}
@@ -202,20 +220,20 @@ class CUDADevice:
 
     def run(self, launches: Sequence[Launch]) -> None:
         driver = self._cupy.cuda.driver
-        with self._here():
+        with self.here():
             for launch in launches:
                 self._allow_shared(launch)
-                function, pointers = self._function(launch.operation), _pointers(launch.arguments)
+                function, arguments = self._function(launch.operation), _Arguments(launch.arguments)
                 driver.launchKernel(
                     function, *launch.grid, launch.operation.threads, 1, 1, launch.shared, self.stream.ptr,
-                    ctypes.addressof(pointers), 0,
+                    arguments.address, 0,
                 )  # fmt: skip
 
     def record(self, launches: Sequence[Launch]) -> Callable[[], None]:
         for launch in launches:
             self._function(launch.operation)  # nothing may be loaded while the stream is captured
             self._allow_shared(launch)
-        with self._here():
+        with self.here():
             self.stream.begin_capture()
             try:
                 self.run(launches)
@@ -223,7 +241,7 @@ class CUDADevice:
                 graph = self.stream.end_capture()
 
         def replay() -> None:
-            with self._here():
+            with self.here():
                 graph.launch(self.stream)
 
         return replay
@@ -234,15 +252,45 @@ class CUDADevice:
         except self._cupy.cuda.runtime.CUDARuntimeError as e:
             raise ResourceError(f"{self.name} failed: {e}") from None
 
+    # ------------------------------------------------------------ for measurements (peak.py, scripts/gpu_check)
+
+    @property
+    def cupy(self) -> Any:
+        """CuPy itself."""
+        return self._cupy
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        """Copy within the device's memory."""
+        runtime = self._cupy.cuda.runtime
+        with self.here():
+            runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDeviceToDevice, self.stream.ptr)
+
+    def cublas(self) -> int:
+        """Return cuBLAS's handle."""
+        return int(self._device.cublas_handle)
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        """Return how long the device is busy with what ``work`` asks of it."""
+        cuda = self._cupy.cuda
+        with self.here():
+            began, ended = cuda.Event(), cuda.Event()
+            began.record(self.stream)
+            work()
+            ended.record(self.stream)
+            ended.synchronize()
+            return float(cuda.get_elapsed_time(began, ended)) / 1e3
+
     @contextmanager
-    def _here(self) -> Iterator[None]:
+    def here(self) -> Iterator[None]:
+        """Make this device and its stream CuPy's current ones."""
         with self._device, self.stream:
             yield
 
 
-def _pointers(arguments: bytes) -> Any:
-    """Return the array of pointers to arguments that a launch wants: one, to the struct; it keeps both alive."""
-    block = ctypes.create_string_buffer(arguments, len(arguments))
-    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(block))
-    pointers.block = block
-    return pointers
+class _Arguments:
+    """The array of pointers to arguments that a launch wants: one, to the struct. Keeps both alive."""
+
+    def __init__(self, block: bytes) -> None:
+        self._block = ctypes.create_string_buffer(block, len(block))
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._block))
+        self.address = ctypes.addressof(self._pointers)

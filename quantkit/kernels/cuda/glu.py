@@ -1,7 +1,18 @@
-"""Activation functions and gated linear units on the device: functions.cuh (what fused products include), glu.cu."""
+"""Activation functions and gated linear units on the device: functions.cuh (what fused products include), glu.cu.
+
+    glu(activation, ...)       gate up out width gate_width rows alpha gate_limit act_limit up_limit
+                               up 0: gate's rows hold both halves, 2 * width columns, the gate first (gate_width: width)
+    activate(activation, ...)  x out width rows alpha gate_limit act_limit; softplus too
+
+A limit of 0 is off, as in an Activation. Values begin at multiples of 16 bytes; out may be up, or x.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from quantkit.kernels.cuda.elementwise import over_all, over_rows
+from quantkit.kernels.cuda.operation import Operation, Shape
 from quantkit.kernels.parameters import Activation
 
 #: The numbers of functions.cuh, for the macro ACTIVATION.
@@ -18,3 +29,24 @@ GATES = tuple(kind for kind in ACTIVATIONS if kind != "softplus")
 def limits(activation: Activation) -> dict[str, float]:
     """Return the slots alpha, gate_limit, act_limit and up_limit of an activation; a limit of 0 is off."""
     return {name: getattr(activation, name) for name in ("alpha", "gate_limit", "act_limit", "up_limit")}
+
+
+def _operation(name: str, kind: str) -> Operation:
+    return Operation("glu.cu", name).bind(ACTIVATION=ACTIVATIONS[kind])
+
+
+def glu(activation: Activation, width: int, rows: int) -> Shape:
+    """Return how to gate so many rows of ``width`` columns of out."""
+    return over_rows(_operation("glu", activation.kind), width, rows)
+
+
+def activate(activation: Activation, width: int, rows: int) -> Shape:
+    """Return how to apply an activation to so many rows."""
+    return over_all(_operation("activate", activation.kind), width, rows)
+
+
+def operations() -> Iterator[Operation]:
+    """Yield every operation of this file."""
+    for kind in ACTIVATIONS:
+        for name in ("glu", "activate"):
+            yield _operation(name, kind)

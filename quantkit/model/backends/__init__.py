@@ -1,7 +1,7 @@
 """What a backend is: it takes any part of a graph and runs it, batch after batch.
 
-``reference`` (numpy, the specification) and ``cpu`` (numba) stand; another one implements these two protocols and is
-entered in ``backend_of``. Values cross between backends, or between two segments of one, as numpy arrays.
+``reference`` (numpy, the specification), ``cpu`` (numba) and ``cuda`` stand; another one implements these two protocols
+and is entered in ``Model.backend``. Values cross between backends, or between two segments of one, as numpy arrays.
 """
 
 from __future__ import annotations
@@ -61,3 +61,6 @@ class Backend(Protocol):
 
     def compile(self, ops: Sequence[Op], limits: Limits, leaves: Sequence[Value]) -> Program:
         """Return a program of ``ops``; ``leaves`` are the values that others read after a run."""
+
+    def close(self) -> None:
+        """Give back what the backend holds."""

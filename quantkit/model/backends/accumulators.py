@@ -52,7 +52,7 @@ def new_accumulator(op: Op) -> Accumulator:
     if isinstance(op, Similarity):
         return {"total": np.zeros(1), "counts": np.zeros(1, np.int64)}
     assert isinstance(op, Covariance)
-    n_mat, n = op.experts[1] - op.experts[0], op.x.width
+    n_mat, n = op.experts[1] - op.experts[0], op.x.width // op.heads
     made: Accumulator = {"counts": np.zeros(n_mat, np.int64)}
     if op.plain:
         made["sums"] = np.zeros((n_mat, n, n))
@@ -97,6 +97,9 @@ def covariance(
     """Add x x^T, float64 products by BLAS."""
     wide = x.astype(np.float64)
     _check(op.of, wide, x.shape[0] if ids is None else ids.shape[0], report)
+    if op.heads > 1:
+        _by_head(op, to, wide)
+        return
     squares = None if weights is None else np.square(weights.astype(np.float64)).reshape(-1)
     first = op.experts[0]
     for e, chosen in _pairs(len(x), ids, op.experts):
@@ -107,6 +110,14 @@ def covariance(
         if squares is not None:
             to["weighted"][e - first] += (rows * squares[chosen, None]).T @ rows
             to["weight"][e - first] += squares[chosen].sum()
+
+
+def _by_head(op: Covariance, to: Accumulator, x: Any) -> None:
+    first, end = op.experts
+    heads = x.reshape(len(x), op.heads, -1)
+    for h in range(first, end):
+        to["sums"][h - first] += heads[:, h].T @ heads[:, h]
+    to["counts"] += len(x)
 
 
 def _pairs(n: int, ids: Ints | None, experts: tuple[int, int]) -> list[tuple[int, Any]]:

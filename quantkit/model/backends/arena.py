@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.kernels.cpu.tape import Operation, address_of
 from quantkit.model.ops import Matrix, Op
 
 ALIGNMENT = 128
@@ -52,7 +52,7 @@ class Entry:
     """
 
     op: Op | None
-    operation: Operation | None = None
+    operation: Any = None
     slots: dict[str, Slot] = field(default_factory=dict)
     independent: bool = False
     in_place: tuple[Buffer, Buffer] | None = None
@@ -171,8 +171,8 @@ class Memory:
 
     def __init__(self, nbytes: int) -> None:
         self._bytes: npt.NDArray[np.uint8] = np.zeros(nbytes + ALIGNMENT, np.uint8)
-        self._shift = -address_of(self._bytes) % ALIGNMENT
-        self.start = address_of(self._bytes) + self._shift
+        self._shift = -self._bytes.ctypes.data % ALIGNMENT
+        self.start = self._bytes.ctypes.data + self._shift
 
     def view(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         """Return some of its bytes."""

@@ -23,8 +23,8 @@ from quantkit.kernels.cpu.team import Team
 from quantkit.model.backends import Limits, Observer
 from quantkit.model.backends.accumulators import Accumulator, NotFinite, not_finite
 from quantkit.model.backends.arena import Entry, Memory, place
+from quantkit.model.backends.cpu_lowering import CPULowering
 from quantkit.model.backends.cpu_ops import lower
-from quantkit.model.backends.lowering import Lowering
 from quantkit.model.backends.streaming import Stage, pages, stages, streamed
 from quantkit.model.batch import Batch
 from quantkit.model.ops import Op, Value
@@ -63,6 +63,9 @@ class CPUBackend:
         """
         return CPUProgram(self, ops, limits, leaves)
 
+    def close(self) -> None:
+        """Nothing to give back: weights are the file's, threads end with the team."""
+
 
 class CPUProgram:
     """Tapes, the memory their blocks point into, and the caches and states of the sequences."""
@@ -73,7 +76,7 @@ class CPUProgram:
         self._batch: Batch | None = None
         weak = weakref.WeakMethod(self._view)  # or a program, with its caches, would live until Python looks for cycles
         report = weakref.WeakMethod(self._report)
-        self._low = Lowering(
+        self._low = CPULowering(
             backend.source,
             limits,
             backend.team.threads,
@@ -182,22 +185,9 @@ class CPUProgram:
         return timings
 
     def _begin(self, batch: Batch) -> None:
-        self._check(batch)
+        batch.check(self.limits.n_ctx, self.limits.n_seq, self._low.n_vocab)
         self._block.set(batch.tokens, batch.positions, batch.sequences, batch.outputs)
         self._batch = batch
-
-    def _check(self, batch: Batch) -> None:
-        """Kernels trust these numbers."""
-        n, limits, n_vocab = len(batch.tokens), self.limits, self._low.n_vocab
-        if not (n == len(batch.positions) == len(batch.sequences)):
-            raise ValueError(f"{n} tokens, {len(batch.positions)} positions and {len(batch.sequences)} sequences")
-        for name, numbers, end in (
-            ("token", batch.tokens, n_vocab or 1 << 31),
-            ("position", batch.positions, limits.n_ctx),
-            ("sequence", batch.sequences, limits.n_seq),
-        ):
-            if n and (numbers.min() < 0 or numbers.max() >= end):
-                raise ValueError(f"a {name} of this program is 0 to {end - 1}; got {numbers.min()} to {numbers.max()}")
 
     def _view(self, value: Value) -> Any:
         buffer = self._low.values[value]

@@ -17,7 +17,8 @@ from quantkit.kernels.cpu.tape import Operation
 from quantkit.kernels.rope_constants import rope_constants, rope_scalars
 from quantkit.model.backends import looking_on
 from quantkit.model.backends.arena import Slot, Within
-from quantkit.model.backends.lowering import LINE, Lowering, expert_bytes_of, row_bytes_of, rows
+from quantkit.model.backends.cpu_lowering import CPULowering, rows
+from quantkit.model.backends.lowering import LINE, expert_bytes_of, row_bytes_of
 from quantkit.model.ops import (
     Activate,
     Add,
@@ -55,7 +56,7 @@ from quantkit.model.ops import (
 # ---------------------------------------------------------------- element by element
 
 
-def _embed(b: Lowering, op: Embed) -> None:
+def _embed(b: CPULowering, op: Embed) -> None:
     t, width = op.weight.tensor.type, op.out.width
     each = elementwise.embed_scratch_bytes(t, width)
     b.n_vocab = op.weight.n_out
@@ -71,46 +72,46 @@ def _embed(b: Lowering, op: Embed) -> None:
     )
 
 
-def _select_outputs(b: Lowering, op: SelectOutputs) -> None:
+def _select_outputs(b: CPULowering, op: SelectOutputs) -> None:
     b.emit(elementwise.select_outputs, out=b.buffer(op.out), x=b.buffer(op.x), width=op.x.width * op.x.per)
 
 
-def _add(b: Lowering, op: Add) -> None:
+def _add(b: CPULowering, op: Add) -> None:
     shared = op.a if b.buffer(op.a).nbytes == b.buffer(op.out).nbytes else op.b
     slots = {"out": b.buffer(op.out), "a": b.buffer(op.a), "b": b.buffer(op.b)}
     entry = b.emit(elementwise.add, width=op.out.width, **slots, **rows(op.out))
     b.may_overwrite(entry, op.out, shared)
 
 
-def _map(b: Lowering, operation: Operation, out: Value, x: Value, **more: Slot) -> None:
+def _map(b: CPULowering, operation: Operation, out: Value, x: Value, **more: Slot) -> None:
     entry = b.emit(operation, out=b.buffer(out), x=b.buffer(x), width=out.width, **rows(out), **more)
     b.may_overwrite(entry, out, x)
 
 
-def _scale(b: Lowering, op: Scale) -> None:
+def _scale(b: CPULowering, op: Scale) -> None:
     _map(b, elementwise.scale, op.out, op.x, by=op.factor)
 
 
-def _scale_by_position(b: Lowering, op: ScaleByPosition) -> None:
+def _scale_by_position(b: CPULowering, op: ScaleByPosition) -> None:
     numbers = {"floor_scale": float(op.floor_scale), "alpha": op.alpha, "offset": op.offset}
     _map(b, elementwise.scale_by_position, op.out, op.x, **numbers)
 
 
-def _multiply_by(b: Lowering, op: MultiplyBy) -> None:
+def _multiply_by(b: CPULowering, op: MultiplyBy) -> None:
     vector = b.vector_values(op.vector)
     operation = elementwise.plus_vector if op.add else elementwise.multiply_by
     _map(b, operation, op.out, op.x, vector=b.array(vector), n=len(vector))
 
 
-def _softcap(b: Lowering, op: Softcap) -> None:
+def _softcap(b: CPULowering, op: Softcap) -> None:
     _map(b, elementwise.softcap, op.out, op.x, by=op.cap)
 
 
-def _clamp(b: Lowering, op: Clamp) -> None:
+def _clamp(b: CPULowering, op: Clamp) -> None:
     _map(b, elementwise.clamp, op.out, op.x, by=op.limit)
 
 
-def _norm(b: Lowering, op: Norm) -> None:
+def _norm(b: CPULowering, op: Norm) -> None:
     parts = {name: b.vector_values(m) for name, m in (("weight", op.weight), ("bias", op.bias)) if m is not None}
     n_weight = max([op.group, *(len(v) for v in parts.values())]) if parts else 0
     # One that is shorter, than a group or than the other, is written out: np.resize repeats.
@@ -119,7 +120,7 @@ def _norm(b: Lowering, op: Norm) -> None:
     _map(b, norms.norm(op.kind), op.out, op.x, eps=op.eps, **more)
 
 
-def _glu(b: Lowering, op: Glu) -> None:
+def _glu(b: CPULowering, op: Glu) -> None:
     both = op.up is None
     entry = b.emit(
         glu.glu(op.activation),
@@ -135,7 +136,7 @@ def _glu(b: Lowering, op: Glu) -> None:
         b.may_overwrite(entry, op.out, op.up)
 
 
-def _activate(b: Lowering, op: Activate) -> None:
+def _activate(b: CPULowering, op: Activate) -> None:
     if op.activation.kind == "softplus":
         _map(b, elementwise.softplus, op.out, op.x)
         return
@@ -144,12 +145,12 @@ def _activate(b: Lowering, op: Activate) -> None:
     _map(b, operation, op.out, op.x, **limits)
 
 
-def _take(b: Lowering, op: Take) -> None:
+def _take(b: CPULowering, op: Take) -> None:
     slots: dict[str, Slot] = {"out": b.buffer(op.out), "x": b.buffer(op.x), "width": op.out.width}
     b.emit(elementwise.take, x_width=op.x.width, start=op.start, period=op.period, **slots, **rows(op.out))
 
 
-def _join(b: Lowering, op: Join) -> None:
+def _join(b: CPULowering, op: Join) -> None:
     b.emit(
         elementwise.join,
         out=b.buffer(op.out),
@@ -167,7 +168,7 @@ def _join(b: Lowering, op: Join) -> None:
 
 
 def _multiply(
-    b: Lowering,
+    b: CPULowering,
     out: Value,
     x: Value,
     weight: Matrix,
@@ -203,11 +204,11 @@ def _scratch_of(weights: Iterable[Matrix]) -> int:
     return -(-most // LINE) * LINE
 
 
-def _mul_mat(b: Lowering, op: MulMat) -> None:
+def _mul_mat(b: CPULowering, op: MulMat) -> None:
     _multiply(b, op.out, op.x, op.weight, op.bias, op.scale, _scratch_of([op.weight]))
 
 
-def _mul_mats(b: Lowering, op: MulMats) -> None:
+def _mul_mats(b: CPULowering, op: MulMats) -> None:
     for weight in op.weights:
         b.activations(op.x, weight)  # all before the first product: those do not wait for each other
     each = _scratch_of(op.weights)
@@ -215,7 +216,7 @@ def _mul_mats(b: Lowering, op: MulMats) -> None:
         _multiply(b, out, op.x, weight, bias, scale, each, independent=out is not op.outs[-1])
 
 
-def _up_gate(b: Lowering, op: UpGate) -> None:
+def _up_gate(b: CPULowering, op: UpGate) -> None:
     slots: dict[str, Slot] = {}
     parts = (("up", op.up, op.up_bias, op.up_scale), ("gate", op.gate, op.gate_bias, op.gate_scale))
     for name, weight, bias, scale in parts:
@@ -246,7 +247,7 @@ def _up_gate(b: Lowering, op: UpGate) -> None:
     entry.weights = (op.up, op.gate)
 
 
-def _mul_mat_heads(b: Lowering, op: MulMatHeads) -> None:
+def _mul_mat_heads(b: CPULowering, op: MulMatHeads) -> None:
     """An entry for each head: they do not wait for each other."""
     weight, heads = op.weight, op.x.width // op.weight.n_in
     t, start = weight.tensor.type, b.weight(op.weight)
@@ -277,7 +278,7 @@ def _mul_mat_heads(b: Lowering, op: MulMatHeads) -> None:
 # ---------------------------------------------------------------- experts
 
 
-def _by_expert(b: Lowering, out: Value, x: Value, ids: Value, weight: Matrix) -> dict[str, Slot]:
+def _by_expert(b: CPULowering, out: Value, x: Value, ids: Value, weight: Matrix) -> dict[str, Slot]:
     """Return the slots that both kinds of products by expert have."""
     t = weight.tensor.type
     activations, stride = b.activations(x, weight)
@@ -299,7 +300,7 @@ def _by_expert(b: Lowering, out: Value, x: Value, ids: Value, weight: Matrix) ->
     }
 
 
-def _mul_mat_id(b: Lowering, op: MulMatId) -> None:
+def _mul_mat_id(b: CPULowering, op: MulMatId) -> None:
     slots = _by_expert(b, op.out, op.x, op.ids, op.weight)
     entry = b.emit(
         moe.mul_mat_id,
@@ -313,7 +314,7 @@ def _mul_mat_id(b: Lowering, op: MulMatId) -> None:
     entry.weights = (op.weight,)
 
 
-def _up_gate_id(b: Lowering, op: UpGateId) -> None:
+def _up_gate_id(b: CPULowering, op: UpGateId) -> None:
     slots = _by_expert(b, op.out, op.x, op.ids, op.up)
     entry = b.emit(
         moe.up_gate_id(op.activation),
@@ -333,7 +334,7 @@ def _up_gate_id(b: Lowering, op: UpGateId) -> None:
     entry.weights = (op.up, op.gate)
 
 
-def _route(b: Lowering, op: Route) -> None:
+def _route(b: CPULowering, op: Route) -> None:
     b.emit(
         route.route,
         ids=b.buffer(op.ids),
@@ -345,12 +346,12 @@ def _route(b: Lowering, op: Route) -> None:
     )
 
 
-def _repeat(b: Lowering, op: Repeat) -> None:
+def _repeat(b: CPULowering, op: Repeat) -> None:
     slots: dict[str, Slot] = {"out": b.buffer(op.out), "x": b.buffer(op.x), "weights": b.buffer(op.weights)}
     b.emit(route.repeat, width=op.x.width, n_used=op.out.per, rows_of=int(op.x.outputs), **slots)
 
 
-def _combine(b: Lowering, op: Combine) -> None:
+def _combine(b: CPULowering, op: Combine) -> None:
     weights: Slot = 0 if op.weights is None else b.buffer(op.weights)
     slots: dict[str, Slot] = {"out": b.buffer(op.out), "x": b.buffer(op.x), "weights": weights}
     b.emit(route.combine, width=op.x.width, n_used=op.x.per, rows_of=int(op.x.outputs), **slots)
@@ -359,19 +360,19 @@ def _combine(b: Lowering, op: Combine) -> None:
 # ---------------------------------------------------------------- attention
 
 
-def _rope_table(b: Lowering, op: RopeTable) -> None:
+def _rope_table(b: CPULowering, op: RopeTable) -> None:
     factors = None if op.factors is None else b.vector_values(op.factors)
     constants = rope_constants(op.config, factors)
     slots = rope_scalars(op.config)
     b.emit(rope.rope_table, out=b.buffer(op.out), pairs=op.config.n_rot // 2, constants=b.array(constants), **slots)
 
 
-def _rope(b: Lowering, op: Rope) -> None:
+def _rope(b: CPULowering, op: Rope) -> None:
     part = {"head": op.head, "start": op.start, "n_rot": op.config.n_rot}
     _map(b, rope.rope(op.config.kind), op.out, op.x, table=b.buffer(op.table), **part)
 
 
-def _cache_write(b: Lowering, op: CacheWrite) -> None:
+def _cache_write(b: CPULowering, op: CacheWrite) -> None:
     keys, values, kind = b.cache(op.cache)
     b.emit(
         cache.cache_write,
@@ -386,7 +387,7 @@ def _cache_write(b: Lowering, op: CacheWrite) -> None:
     )
 
 
-def _attention(b: Lowering, op: Attention) -> None:
+def _attention(b: CPULowering, op: Attention) -> None:
     keys, values, kind = b.cache(op.cache)
     numbers = {name: getattr(op, name) for name in ("n_head", "n_head_kv", "head_k", "head_v", "window")}
     floats = {name: getattr(op, name) for name in ("scale", "softcap", "alibi")}
@@ -409,12 +410,12 @@ def _attention(b: Lowering, op: Attention) -> None:
 # ---------------------------------------------------------------- recurrent layers
 
 
-def _convolve(b: Lowering, op: Convolve) -> None:
+def _convolve(b: CPULowering, op: Convolve) -> None:
     slots: dict[str, Slot] = {"x": b.buffer(op.x), "out": b.buffer(op.out), "taps": op.weight.n_in}
     b.emit(recurrent.convolve, weight=b.vector(op.weight), state=b.state(op.state), width=op.x.width, **slots)
 
 
-def _delta_net(b: Lowering, op: DeltaNet) -> None:
+def _delta_net(b: CPULowering, op: DeltaNet) -> None:
     values: dict[str, Slot] = {name: b.buffer(getattr(op, name)) for name in ("q", "k", "v", "g", "beta", "out")}
     b.emit(
         recurrent.delta_net,
@@ -429,7 +430,7 @@ def _delta_net(b: Lowering, op: DeltaNet) -> None:
     )
 
 
-LOWER: Mapping[type[Op], Callable[[Lowering, Any], None]] = {
+LOWER: Mapping[type[Op], Callable[[CPULowering, Any], None]] = {
     Embed: _embed,
     SelectOutputs: _select_outputs,
     Add: _add,
@@ -462,7 +463,7 @@ LOWER: Mapping[type[Op], Callable[[Lowering, Any], None]] = {
 }
 
 
-def lower(b: Lowering, op: Op) -> None:
+def lower(b: CPULowering, op: Op) -> None:
     """Append the entries of an operation; TypeNotSupported if this backend has none for it."""
     if type(op) not in LOWER:
         raise TypeNotSupported(f"the cpu backend has no {type(op).__name__}")

@@ -14,10 +14,10 @@ from quantkit.model.backends.arena import Entry, Slot
 from quantkit.model.ops import CountUp, Covariance, Observe, Op, Similarity, SumColumns
 
 if TYPE_CHECKING:
-    from quantkit.model.backends.lowering import Lowering
+    from quantkit.model.backends.cpu_lowering import CPULowering
 
 
-def _observe(b: Lowering, op: Observe) -> None:
+def _observe(b: CPULowering, op: Observe) -> None:
     observer, view = b.observer, b.view
     if observer is None:
         return
@@ -29,7 +29,7 @@ def _observe(b: Lowering, op: Observe) -> None:
     b.entries.append(Entry(op, call=look, uses=tuple(b.buffer(value) for value in seen)))
 
 
-def _sum_columns(b: Lowering, op: SumColumns) -> None:
+def _sum_columns(b: CPULowering, op: SumColumns) -> None:
     to, bad = b.accumulator(op), np.zeros(b.threads, np.int64)
     common: dict[str, Slot] = {"x": b.buffer(op.x), "width": op.x.width, "sums": address_of(to["sums"])}
     common |= {"bad": b.array(bad)}
@@ -52,12 +52,12 @@ def _sum_columns(b: Lowering, op: SumColumns) -> None:
     b.watched.append((op, bad, op.ids.width))
 
 
-def _count_up(b: Lowering, op: CountUp) -> None:
+def _count_up(b: CPULowering, op: CountUp) -> None:
     out = b.buffer(op.out)
     b.emit(observers.count_up, out=out, first=op.first, n_used=op.out.width, rows_of=int(op.out.outputs))
 
 
-def _covariance(b: Lowering, op: Covariance) -> None:
+def _covariance(b: CPULowering, op: Covariance) -> None:
     to, view, report = b.accumulator(op), b.view, b.report
 
     def look() -> None:
@@ -67,7 +67,7 @@ def _covariance(b: Lowering, op: Covariance) -> None:
     b.entries.append(Entry(op, call=look, uses=tuple(b.buffer(value) for value in op.inputs())))
 
 
-def _similarity(b: Lowering, op: Similarity) -> None:
+def _similarity(b: CPULowering, op: Similarity) -> None:
     to, view, report = b.accumulator(op), b.view, b.report
 
     def look() -> None:
@@ -76,7 +76,7 @@ def _similarity(b: Lowering, op: Similarity) -> None:
     b.entries.append(Entry(op, call=look, uses=tuple(b.buffer(value) for value in op.inputs())))
 
 
-LOWER: Mapping[type[Op], Callable[[Lowering, Any], None]] = {
+LOWER: Mapping[type[Op], Callable[[CPULowering, Any], None]] = {
     Observe: _observe,
     SumColumns: _sum_columns,
     Covariance: _covariance,

@@ -85,6 +85,10 @@ class Reference:
         """Return a program of these operations; caches are float32 whatever the limits say."""
         return ReferenceProgram(self, ops, limits.n_ctx, limits.n_seq)
 
+    def close(self) -> None:
+        """Forget the decoded weights."""
+        self._weights.clear()
+
     def weight(self, matrix: Matrix) -> Floats:
         """Return a weight decoded: [n_matrices,] [n_out,] n_in."""
         if matrix not in self._weights:

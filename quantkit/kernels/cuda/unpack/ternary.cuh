@@ -17,7 +17,8 @@ INLINE uint32_t power_of_three(int n) { return (n & 1 ? 3u : 1u) * (n & 2 ? 9u :
 
 // The digit of four bytes that a power of three brings to the front, less one.
 INLINE int digits(uint32_t x, uint32_t power) {
-    const uint32_t even = (x & 0x00ff00ffu) * power & 0x00ff00ffu, odd = (x >> 8 & 0x00ff00ffu) * power & 0x00ff00ffu;
+    const uint32_t even = (x & 0x00ff00ffu) * power & 0x00ff00ffu;
+    const uint32_t odd = pick_bytes(x, 0, 0x4341) * power & 0x00ff00ffu;
     return less_one(pick_bytes(even * 3, odd * 3, 0x7351));
 }
 
@@ -45,9 +46,8 @@ struct TQ2_0 {
     static const bool MINS = false, HALVES = false;
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l) {
         uint32_t x[8];
-        load_words(p + 32 * (part >> 2), x);
-        const int shift = 2 * (part & 3);
-        for (int i = 0; i < 8; i++) l.q[i] = less_one(x[i] >> shift & 0x03030303u);
+        load_words_from_bit(p + 32 * (part >> 2), 2 * (part & 3), x);
+        for (int i = 0; i < 8; i++) l.q[i] = less_one(x[i] & 0x03030303u);
         set_scales(l, load_half(p + 64));
     }
 };

@@ -1,0 +1,131 @@
+"""The file of covariances: a GGUF of general.type "covariance", whose offsets are known before the first pass.
+
+W is the first of the weights that share an input, the others are listed in quantkit.covariance.inputs ("W: W2 W3"). All
+tensors are F32, raw sums, accumulated in float64::
+
+    W.cov         [n, n, n_mat]   sum of x x^T; n_mat: experts, or heads      W.counts  [n_mat]  tokens
+                                  of a weight by head, else 1
+    W.cov_router  [n, n, n_mat]   of experts: sum of w^2 x x^T, w the         W.weight  [n_mat]  sum of w^2
+                                  token's router weight for the expert
+
+It grows in OUT.part, and appears under its name when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.formats.gguf import Field, ValueType, layout_gguf
+from quantkit.formats.ranges import sync
+from quantkit.imatrix.collect import also_read
+from quantkit.model.observers import Input, Wanted, covariances
+from quantkit.model.ops import Covariance, Graph
+from quantkit.types import BY_NAME
+
+INPUTS_KEY = "quantkit.covariance.inputs"
+
+
+@dataclass(frozen=True)
+class CovarianceLayout:
+    """The header, where every tensor begins, and the bytes of the whole file."""
+
+    header: bytes
+    offsets: dict[str, int]
+    nbytes: int
+
+
+def layout(graph: Graph, found: Sequence[Input], names: Collection[str], weighting: str) -> CovarianceLayout:
+    """Lay out the file of some inputs.
+
+    Args:
+        graph: a model's; names: of all its tensors; weighting: tokens, router or both.
+    """
+    weighted = set(_weighted(graph, found)) if weighting != "tokens" else set()
+    tensors: list[tuple[str, tuple[int, ...]]] = []
+    for item in found:
+        name, n, n_mat = item.names[0], item.n, item.n_mat
+        routed = name in weighted
+        if weighting != "router" or not routed:
+            tensors.append((f"{name}.cov", (n, n, n_mat)))
+        if routed:
+            tensors += [(f"{name}.cov_router", (n, n, n_mat)), (f"{name}.weight", (n_mat,))]
+        tensors.append((f"{name}.counts", (n_mat,)))
+    lines = [f"{item.names[0]}: {' '.join(also_read(item.names, names)[1:])}".rstrip() for item in found]
+    fields = [
+        Field.of("general.type", "covariance"),
+        Field.of(INPUTS_KEY, lines, ValueType.ARRAY, ValueType.STRING),
+    ]
+    f32 = BY_NAME["F32"]
+    made = layout_gguf(fields, [(name, shape, f32) for name, shape in tensors])
+    return CovarianceLayout(made.header, {n: at for (n, _), at in zip(tensors, made.offsets, strict=True)}, made.nbytes)
+
+
+def _weighted(graph: Graph, found: Sequence[Input]) -> list[str]:
+    """Return the inputs that have router weights to count by."""
+    wanted = [Wanted(item.names[0], (0, item.n_mat)) for item in found if item.ids is not None]
+    seen = covariances(graph, wanted, process_output=True)
+    return [op.names[0] for op in seen.ops if isinstance(op, Covariance) and op.weights is not None]
+
+
+class Target:
+    """The file in the making; a context in which it is open."""
+
+    def __init__(
+        self, path: Path, graph: Graph, found: Sequence[Input], names: Collection[str], weighting: str
+    ) -> None:
+        self.path, self.part = path, path.with_name(path.name + ".part")
+        self.layout = layout(graph, found, names, weighting)
+        self.file: BinaryIO
+
+    def begin(self) -> None:
+        """Make the file anew: its header, and room for everything."""
+        with self.part.open("wb") as file:
+            file.write(self.layout.header)
+            file.truncate(self.layout.nbytes)
+        sync(self.part)
+
+    def write(self, op: Covariance, found: dict[str, npt.NDArray[Any]]) -> None:
+        """Write the sums of some experts."""
+        name, first, n = op.names[0], op.experts[0], op.x.width // op.heads
+        for suffix, array, size in (
+            ("cov", found.get("sums"), n * n),
+            ("cov_router", found.get("weighted"), n * n),
+            ("weight", found.get("weight"), 1),
+            ("counts", found["counts"], 1),
+        ):
+            if array is not None:
+                self.file.seek(self.layout.offsets[f"{name}.{suffix}"] + 4 * size * first)
+                for row in array:
+                    self.file.write(np.asarray(row, "<f4").tobytes())
+
+    def sync(self) -> None:
+        """Have on the disk what has been written."""
+        self.file.flush()
+        sync(self.part)
+
+    def finish(self) -> None:
+        """Let the file appear."""
+        self.sync()
+        os.replace(self.part, self.path)
+        sync(self.path.parent)
+
+    def discard(self) -> None:
+        """Forget what has been written."""
+        self.part.unlink(missing_ok=True)
+
+    def __enter__(self) -> Target:
+        self.file = self.part.open("r+b")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.file.close()

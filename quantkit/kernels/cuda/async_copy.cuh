@@ -1,0 +1,43 @@
+// Copies from global to shared memory that do not go through registers and are waited for in groups: cp.async of sm_80
+// and later. Elsewhere the copy is made at once, and there is nothing to wait for. A thread waits for its own copies;
+// what other threads copied is seen after a barrier that follows.
+#pragma once
+#include "device.cuh"
+
+#ifdef QUANTKIT_HOST
+typedef uint8_t* SharedAddress;
+INLINE SharedAddress shared_address(uint8_t* p) { return p; }
+#else
+typedef uint32_t SharedAddress;
+INLINE SharedAddress shared_address(uint8_t* p) {
+    SharedAddress address;  // volatile: it is to stay in a register, not to be computed again wherever it is used
+    asm volatile("mov.u32 %0, %1;" : "=r"(address) : "r"((uint32_t)__cvta_generic_to_shared(p)));
+    return address;
+}
+#endif
+
+// 16 bytes, both addresses aligned to 16.
+INLINE void copy16(SharedAddress to, const uint8_t* from) {
+#if defined(QUANTKIT_HOST)
+    *(uint4*)to = *(const uint4*)from;
+#elif __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+#else
+    const uint4 v = *(const uint4*)from;
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+#endif
+}
+
+// What this thread has copied since the last call is a group, be it empty.
+INLINE void end_group() {
+#if !defined(QUANTKIT_HOST) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Wait until all but the last N groups are there.
+template <int N> INLINE void wait_groups() {
+#if !defined(QUANTKIT_HOST) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+#endif
+}

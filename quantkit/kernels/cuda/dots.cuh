@@ -1,0 +1,169 @@
+// Rows of quantized weights times a few rows of activations: what every warp of mat_vec.cu does.
+//
+// LANES lanes share a row of weights: a part of a warp, a warp, or several warps of a block. In a step each takes one
+// part of 32 values, so that a step is a segment of the row. Segments are copied to shared memory 16 bytes at a time,
+// from the 16-byte boundary before them on (rows begin anywhere): memory is read in whole lines whatever the type, and
+// the next steps are on their way while one is computed. No barrier but the warp's own is needed.
+//
+// The sum of a row depends on LANES only, not on how many rows or columns are computed together.
+#pragma once
+#include "async_copy.cuh"
+#include "team.cuh"
+#include "unpack/all.cuh"
+
+// 32 values of a row of activations.
+struct Activations {
+    int4 low, high;
+    float d;
+    float2 sums;
+};
+
+// Where a lane finds its values in a row: int8 levels[n_pad] | float d[n_pad / 32] | float sums[n_pad / 16].
+struct ActivationRow {
+    const uint8_t* levels;
+    int d, sums;  // from the levels on
+
+    INLINE_METHOD ActivationRow(const uint8_t* x, int n_pad, int part)
+        : levels(x + 32 * part), d(n_pad - 28 * part), sums(n_pad + n_pad / 8 - 24 * part) {}
+
+    INLINE_METHOD Activations load(int by) const {
+        const uint8_t* p = levels + by;
+        Activations v;
+        v.low = *(const int4*)p;
+        v.high = *(const int4*)(p + 16);
+        v.d = *(const float*)(p + d);
+        if (TYPE::MINS) v.sums = *(const float2*)(p + sums);
+        return v;
+    }
+
+    INLINE_METHOD void advance(int parts) {
+        levels += 32 * parts;
+        d -= 28 * parts;
+        sums -= 24 * parts;
+    }
+};
+
+// sum + the product of 32 values.
+INLINE float add_product(float sum, const Levels& l, const Activations& x) {
+    int first = __dp4a(l.q[0], x.low.x, 0);
+    first = __dp4a(l.q[1], x.low.y, first);
+    first = __dp4a(l.q[2], x.low.z, first);
+    first = __dp4a(l.q[3], x.low.w, first);
+    int second = __dp4a(l.q[4], x.high.x, TYPE::HALVES ? 0 : first);
+    second = __dp4a(l.q[5], x.high.y, second);
+    second = __dp4a(l.q[6], x.high.z, second);
+    second = __dp4a(l.q[7], x.high.w, second);
+    float products = l.d[1] * (float)second;
+    if (TYPE::HALVES) products = fmaf(l.d[0], (float)first, products);
+    sum = fmaf(x.d, products, sum);
+    if (TYPE::MINS) sum = fmaf(-l.m[1], x.sums.y, fmaf(-l.m[0], x.sums.x, sum));
+    return sum;
+}
+
+const int SEGMENT = GROUP * 32 / TYPE::BLOCK * TYPE::BYTES;  // bytes of a row in a step
+const int WORDS = (SEGMENT + 30) / 16;                       // of 16 bytes, that they may lie in
+
+// Copies the segments of a warp: those of one step, one after the other, WORDS each.
+template <int SEGMENTS> struct Copier {
+    static const int BYTES = 16 * WORDS * SEGMENTS, ROUNDS = (WORDS * SEGMENTS + 31) / 32;
+    static const bool STEADY = SLICES * SEGMENT % 16 == 0;  // segments of a row begin alike
+    const uint8_t* from[ROUNDS];                            // this lane's words in the first step
+    int limit[ROUNDS];                                      // how far it may go from there
+
+    // first: where the first step's segment begins in a row; row_of(s): the address of the row of segment s.
+    template <typename F> INLINE_METHOD void start(int lane, int row_bytes, int first, F row_of) {
+#pragma unroll
+        for (int i = 0; i < ROUNDS; i++) {
+            const int word = lane + 32 * i, at = first + 16 * (word % WORDS);
+            from[i] = row_of(min(word / WORDS, SEGMENTS - 1)) + at;
+            if (STEADY) from[i] = boundary(from[i]);
+            limit[i] = word < WORDS * SEGMENTS ? row_bytes + 15 - at : -(1 << 30);
+        }
+    }
+
+    // Fetch what lies `by` bytes further. Of what follows a row no more than 30 bytes are read.
+    INLINE_METHOD void copy(SharedAddress to, int by) const {
+#pragma unroll
+        for (int i = 0; i < ROUNDS; i++) {
+            const uint8_t* p = from[i] + by;
+            if (by < limit[i]) copy16(to + 512 * i, STEADY ? p : boundary(p));
+        }
+    }
+
+    INLINE_METHOD static const uint8_t* boundary(const uint8_t* p) { return (const uint8_t*)((uint64_t)p & ~15ull); }
+};
+
+// sums[m][r][c] = this lane's share of the team's row r of matrix m times row c of x.
+template <int M, int R, int C>
+INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_bytes, const uint8_t* x,
+                     int64_t x_stride, int n_in, float (&sums)[M][R][C]) {
+    const int SEGMENTS = M * R * TEAMS, STAGE = Copier<SEGMENTS>::BYTES, STAGES = STAGE > 1500 ? 2 : 4;
+    const bool EARLY = C <= 2;  // activations fit the registers while one waits for weights
+    // Unpackers may read some bytes before and after a block.
+    __shared__ __align__(16) uint8_t stages[16 + WARPS * STAGES * STAGE + 16];
+    __shared__ uint32_t grid[Grid<TYPE>::WORDS > 0 ? Grid<TYPE>::WORDS : 1];
+    const int lane = team.lane % GROUP, parts = n_in / 32, n_pad = (n_in + 255) / 256 * 256;
+    const int steps = (parts + LANES - 1) / LANES, PARTS = TYPE::BLOCK / 32;
+    uint8_t* const mine = stages + 16 + team.warp * (STAGES * STAGE);
+    const SharedAddress to = shared_address(mine + 16 * team.lane);
+    const int first = team.slice * SEGMENT, stride = SLICES * SEGMENT;  // of a row: the first step, from step to step
+
+    Copier<SEGMENTS> copier;
+    const uint8_t *first_matrix = w[0], *last_matrix = w[M - 1];
+    copier.start(team.lane, row_bytes, first, [=](int s) {
+        return (s < R * TEAMS ? first_matrix : last_matrix) + team.offset(s / TEAMS % R, s % TEAMS, row_bytes);
+    });
+#pragma unroll
+    for (int s = 0; s < STAGES; s++) {
+        if (s < steps) copier.copy(to + s * STAGE, s * stride);
+        end_group();
+    }
+    if (Grid<TYPE>::WORDS) {
+        load_grid<TYPE>(grid);
+        __syncthreads();
+    }
+    uint32_t head[M][R];  // where the first segments begin: only the last four bits matter
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            head[m][r] = (uint32_t)(uint64_t)w[m] + (uint32_t)team.offset(r, row_bytes) + first;
+#pragma unroll
+            for (int c = 0; c < C; c++) sums[m][r][c] = 0;
+        }
+    const uint8_t* const block = mine + 16 * WORDS * team.number + lane / PARTS * TYPE::BYTES;
+    int part = team.slice * GROUP + lane;
+    ActivationRow row(x, n_pad, part);
+#pragma unroll 1
+    for (int s = 0, stage = 0; s < steps; s++) {
+        Activations early[EARLY ? C : 1];
+        if (EARLY && part < parts)
+#pragma unroll
+            for (int c = 0; c < C; c++) early[c] = row.load(c * (int)x_stride);
+        wait_groups<STAGES - 1>();
+        __syncwarp();
+        if (part < parts) {
+            Levels levels[M][R];
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int r = 0; r < R; r++)
+                    unpack_with<TYPE>(block + stage + 16 * WORDS * TEAMS * (m * R + r) + (head[m][r] + s * stride & 15),
+                                      lane % PARTS, levels[m][r], grid);
+#pragma unroll
+            for (int c = 0; c < C; c++) {
+                const Activations v = EARLY ? early[EARLY ? c : 0] : row.load(c * (int)x_stride);
+#pragma unroll
+                for (int m = 0; m < M; m++)
+#pragma unroll
+                    for (int r = 0; r < R; r++) sums[m][r][c] = add_product(sums[m][r][c], levels[m][r], v);
+            }
+        }
+        __syncwarp();
+        if (s + STAGES < steps) copier.copy(to + stage, (s + STAGES) * stride);
+        end_group();
+        part += LANES;
+        row.advance(LANES);
+        stage = stage == (STAGES - 1) * STAGE ? 0 : stage + STAGE;
+    }
+}

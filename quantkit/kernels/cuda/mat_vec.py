@@ -1,0 +1,114 @@
+"""Products of weights with 1 to 8 rows of activations on the device: mat_vec.cu.
+
+Slots are in mat_vec.cu; x holds rows in the format of the weight's type (activations.py), strides are bytes. A
+``Shape`` belongs to sizes: ``rows`` of x, or tokens, ``n_used`` experts each. A row of the result does not depend on
+how many rows are computed together: LANES, which decides the order of a sum, comes from the matrix alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quantkit.kernels.cuda.dequantize import TYPES, supported
+from quantkit.kernels.cuda.glu import ACTIVATIONS, GATES
+from quantkit.kernels.cuda.operation import Operation, Shape
+from quantkit.kernels.parameters import Activation
+from quantkit.types import BY_NAME, TensorType
+
+#: Most rows of x.
+MAX_ROWS = 8
+_FLOATS = ("F32", "F16", "BF16")
+_WARPS = 4
+#: Warps that keep a large device busy, and those below which they get less to do each.
+_MANY, _FEW = 2112, 1056
+
+
+def _lanes(t: TensorType, n_in: int, n_out: int) -> int:
+    """Return how many lanes share a row of weights."""
+    if t.name in _FLOATS:
+        lanes, steps = 32, n_in * t.block_bytes // 16 / 64  # a lane is to have two loads of 16 bytes at least
+    else:
+        lanes, steps = _lanes_of_warp(n_in // 32), n_in / 1024
+    # Few rows, but long ones: warps share them.
+    while 32 <= lanes < 128 and n_out * lanes < 64 * _MANY and steps >= lanes // 16:
+        lanes *= 2
+    return lanes
+
+
+def _lanes_of_warp(parts: int) -> int:
+    """Return 32, or 16 or 8 where many of 32 had nothing to do in the last step."""
+    busy = {lanes: parts / (-(-parts // lanes) * lanes) for lanes in (32, 16, 8)}
+    return next((lanes for lanes in busy if busy[lanes] >= 0.85), max(busy, key=busy.__getitem__))
+
+
+def _rows(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) -> int:
+    """Return how many rows of each of one or two matrices a team computes at once, all with the same activations."""
+    if t.name in _FLOATS:
+        rows = 2 // matrices
+    elif columns > 4:
+        rows = 3 // matrices  # more do not fit the registers
+    else:
+        rows = (4 if columns > 2 or 8 * t.block_bytes / t.block < 4 else 2) // matrices
+    while rows > 1 and n_out * lanes < 32 * _FEW * rows:
+        rows //= 2
+    return rows
+
+
+def _shape(
+    name: str, t: TensorType, n_in: int, n_out: int, columns: int, matrices: int, each: int, kind: str = ""
+) -> Shape:
+    """Return the shape of a kernel on so many matrices (heads, or pairs); ``each``: those that surely run at once."""
+    if not 1 <= columns <= MAX_ROWS:
+        raise ValueError(f"mat_vec takes 1 to {MAX_ROWS} rows, not {columns}")
+    lanes = _lanes(t, n_in, n_out * each)
+    rows = _rows(t, lanes, n_out * each, columns, 2 if kind else 1)
+    operation = Operation("mat_vec.cu", name).bind(TYPE=supported(t).name, COLUMNS=columns, LANES=lanes, ROWS=rows)
+    if t.name in _FLOATS:
+        operation = operation.bind(FLOATS=1)
+    if kind:
+        operation = operation.bind(ACTIVATION=ACTIVATIONS[kind])
+    of_block = rows * _WARPS * 32 // lanes
+    return Shape(operation, (-(-n_out // of_block), matrices, 1))
+
+
+def mul_mat(t: TensorType, n_in: int, n_out: int, rows: int = 1) -> Shape:
+    """Return how to multiply a matrix with up to 8 rows of x."""
+    return _shape("mul_mat", t, n_in, n_out, rows, 1, 1)
+
+
+def mul_mat_heads(t: TensorType, n_in: int, n_out: int, rows: int, heads: int) -> Shape:
+    """Return how to multiply a matrix a head with the heads of up to 8 rows of x."""
+    return _shape("mul_mat_heads", t, n_in, n_out, rows, heads, heads)
+
+
+def mul_mat_id(t: TensorType, n_in: int, n_out: int, rows: int, n_used: int) -> Shape:
+    """Return how to multiply chosen experts with rows of x: each pair by itself, so rows * n_used had better be few."""
+    return _shape("mul_mat_id", t, n_in, n_out, 1, rows * n_used, n_used)
+
+
+def up_gate(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int = 1) -> Shape:
+    """Return how to compute activation(gate x) * (up x) for up to 8 rows of x."""
+    return _shape("up_gate", t, n_in, n_out, rows, 1, 1, activation.kind)
+
+
+def up_gate_id(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, n_used: int) -> Shape:
+    """Return how to compute activation(gate x) * (up x) with chosen experts, each pair by itself."""
+    return _shape("up_gate_id", t, n_in, n_out, 1, rows * n_used, n_used, activation.kind)
+
+
+def operations() -> Iterator[Operation]:
+    """Yield an operation of every type, and of some types those that differ in anything else."""
+    silu = Activation("silu")
+    for t in TYPES:
+        yield mul_mat(t, 4096, 16384).operation
+        yield mul_mat_id(t, 4096, 16384, 1, 1).operation
+    for name in ("Q8_0", "Q6_K", "TQ1_0", "IQ2_S", "F32"):
+        yield up_gate(BY_NAME[name], silu, 4096, 16384, MAX_ROWS).operation
+    for t in (BY_NAME["Q4_K"], BY_NAME["F16"]):
+        for n_in, n_out in ((768, 16384), (1536, 16384), (2048, 768), (4096, 256)):
+            yield mul_mat(t, n_in, n_out).operation
+            yield up_gate_id(t, silu, n_in, n_out, 1, 1).operation
+        for rows in (2, 3, 5, MAX_ROWS):
+            yield mul_mat_heads(t, 4096, 16384, rows, 1).operation
+    for kind in GATES:
+        yield up_gate(BY_NAME["Q4_K"], Activation(kind), 4096, 16384).operation

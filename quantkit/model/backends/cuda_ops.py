@@ -1,0 +1,540 @@
+"""Every operation of the graph as launches of a CUDA device; the twin of cpu_ops.py, in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache as kept
+from typing import Any
+
+import numpy as np
+
+from quantkit.errors import TypeNotSupported
+from quantkit.kernels.cuda import (
+    attention,
+    cache,
+    dequantize,
+    elementwise,
+    glu,
+    mat_mat,
+    mat_vec,
+    norms,
+    recurrent,
+    rope,
+    route,
+)
+from quantkit.kernels.cuda.operation import Shape
+from quantkit.kernels.parameters import Activation
+from quantkit.kernels.rope_constants import rope_constants, rope_scalars
+from quantkit.model.backends import cuda_looking_on
+from quantkit.model.backends.arena import Buffer, Slot
+from quantkit.model.backends.cuda_lowering import FEW_ROWS, CUDALowering, KernelEntry, Rows
+from quantkit.model.backends.lowering import expert_bytes_of, row_bytes_of
+from quantkit.model.ops import (
+    Activate,
+    Add,
+    Attention,
+    CacheWrite,
+    Clamp,
+    Combine,
+    Convolve,
+    DeltaNet,
+    Embed,
+    Glu,
+    Join,
+    Matrix,
+    MulMat,
+    MulMatHeads,
+    MulMatId,
+    MulMats,
+    MultiplyBy,
+    Norm,
+    Op,
+    Repeat,
+    Rope,
+    RopeTable,
+    Route,
+    Scale,
+    ScaleByPosition,
+    SelectOutputs,
+    Softcap,
+    Take,
+    UpGate,
+    UpGateId,
+    Value,
+)
+
+# ---------------------------------------------------------------- element by element
+
+
+def _embed(b: CUDALowering, op: Embed) -> None:
+    t, width = op.weight.tensor.type, op.out.width
+    b.n_vocab = op.weight.n_out
+    slots: dict[str, Slot] = {"w": b.weight(op.weight), "row_bytes": row_bytes_of(op.weight), "scale": op.scale}
+    out = b.buffer(op.out)
+    b.emit(lambda rows: dequantize.embed(t, width, rows), op.out, out=out, n=width, out_stride=4 * width, **slots)
+
+
+def _select_outputs(b: CUDALowering, op: SelectOutputs) -> None:
+    width = op.x.width * op.x.per
+    out, x = b.buffer(op.out), b.buffer(op.x)
+    b.emit(lambda rows: elementwise.select_outputs(width, rows), op.out, 1, out=out, x=x, width=width)
+
+
+def _map(b: CUDALowering, choose: Callable[[int, int], Shape], out: Value, x: Value, **more: Slot | Rows) -> None:
+    """out = f(x), element by element: the output may lie where the input does."""
+    width = out.width
+    entry = b.emit(lambda rows: choose(width, rows), out, out=b.buffer(out), x=b.buffer(x), width=width, **more)
+    b.may_overwrite(entry, out, x)
+
+
+def _add(b: CUDALowering, op: Add) -> None:
+    width = op.out.width
+    slots = {"out": b.buffer(op.out), "a": b.buffer(op.a), "b": b.buffer(op.b)}
+    entry = b.emit(lambda rows: elementwise.add(width, rows), op.out, width=width, **slots)
+    b.may_overwrite(entry, op.out, op.a)
+
+
+def _scale(b: CUDALowering, op: Scale) -> None:
+    _map(b, elementwise.scale, op.out, op.x, by=op.factor)
+
+
+def _scale_by_position(b: CUDALowering, op: ScaleByPosition) -> None:
+    numbers = {"floor_scale": float(op.floor_scale), "alpha": op.alpha, "offset": op.offset}
+    of = {"rows_of": int(op.out.outputs), "per": op.out.per}
+    _map(b, elementwise.scale_by_position, op.out, op.x, **numbers, **of)
+
+
+def _multiply_by(b: CUDALowering, op: MultiplyBy) -> None:
+    vector = b.vector_values(op.vector)
+    choose = elementwise.plus_vector if op.add else elementwise.multiply_by
+    _map(b, choose, op.out, op.x, vector=b.array(vector), n=len(vector))
+
+
+def _softcap(b: CUDALowering, op: Softcap) -> None:
+    _map(b, elementwise.softcap, op.out, op.x, by=op.cap)
+
+
+def _clamp(b: CUDALowering, op: Clamp) -> None:
+    _map(b, elementwise.clamp, op.out, op.x, by=op.limit)
+
+
+def _norm(b: CUDALowering, op: Norm) -> None:
+    parts = {name: b.vector_values(m) for name, m in (("weight", op.weight), ("bias", op.bias)) if m is not None}
+    n_weight = max([op.group, *(len(v) for v in parts.values())]) if parts else op.group
+    # One that is shorter, than a group or than the other, is written out: np.resize repeats.
+    addresses = {name: b.array(v if len(v) == n_weight else np.resize(v, n_weight)) for name, v in parts.items()}
+    per_row, kind = op.out.width // op.group, op.kind
+    entry = b.emit(
+        lambda rows: norms.norm(kind, rows * per_row),
+        op.out,
+        x=b.buffer(op.x),
+        out=b.buffer(op.out),
+        **{"weight": 0, "bias": 0, **addresses},
+        groups=Rows(per_row),
+        group=op.group,
+        per_row=per_row,
+        n_weight=n_weight,
+        eps=op.eps,
+    )
+    b.may_overwrite(entry, op.out, op.x)
+
+
+def _gate(b: CUDALowering, activation: Activation, out: Value, gate: Buffer, gate_width: int, up: Slot) -> KernelEntry:
+    width = out.width
+    return b.emit(
+        lambda rows: glu.glu(activation, width, rows),
+        out,
+        out=b.buffer(out),
+        gate=gate,
+        up=up,
+        width=width,
+        gate_width=gate_width,
+        **glu.limits(activation),
+    )
+
+
+def _glu(b: CUDALowering, op: Glu) -> None:
+    if op.up is None:
+        _gate(b, op.activation, op.out, b.buffer(op.gate), op.out.width, 0)
+    else:
+        entry = _gate(b, op.activation, op.out, b.buffer(op.gate), op.gate.width, b.buffer(op.up))
+        b.may_overwrite(entry, op.out, op.up)
+
+
+def _activate(b: CUDALowering, op: Activate) -> None:
+    activation = op.activation
+    constants = {name: value for name, value in glu.limits(activation).items() if name != "up_limit"}
+    _map(b, lambda width, rows: glu.activate(activation, width, rows), op.out, op.x, **constants)
+
+
+def _take(b: CUDALowering, op: Take) -> None:
+    width = op.out.width
+    slots: dict[str, Slot] = {"out": b.buffer(op.out), "x": b.buffer(op.x), "x_width": op.x.width}
+    choose = elementwise.take
+    b.emit(lambda rows: choose(width, rows), op.out, width=width, start=op.start, period=op.period, **slots)
+
+
+def _join(b: CUDALowering, op: Join) -> None:
+    width = op.out.width
+    b.emit(
+        lambda rows: elementwise.join(width, rows),
+        op.out,
+        out=b.buffer(op.out),
+        a=b.buffer(op.a),
+        b=b.buffer(op.b),
+        a_width=op.a.width,
+        b_width=op.b.width,
+        period_a=op.period_a,
+        period_b=op.period_b,
+    )
+
+
+# ---------------------------------------------------------------- matrices
+
+
+def _multiply(b: CUDALowering, out: Value, x: Value, weight: Matrix, bias: Matrix | None, scale: Matrix | None) -> None:
+    """out = scale * (weight x) + bias"""
+    activations, stride = b.activations(x, weight)
+    t, n_in, n_out, card = weight.tensor.type, weight.n_in, weight.n_out, b.device.capability
+    w = b.weight(weight)
+    entry = b.emit(
+        lambda rows: (
+            mat_vec.mul_mat(t, n_in, n_out, rows) if rows <= FEW_ROWS else mat_mat.mul_mat(t, n_in, n_out, rows, card)
+        ),
+        x,
+        x=activations,
+        x_stride=stride,
+        w=w,
+        row_bytes=row_bytes_of(weight),
+        n_in=n_in,
+        n_out=n_out,
+        out=b.buffer(out),
+        out_stride=4 * out.width,
+        bias=b.vector(bias),
+        scale=b.vector(scale),
+    )
+    entry.weights = (weight,)
+
+
+def _mul_mat(b: CUDALowering, op: MulMat) -> None:
+    _multiply(b, op.out, op.x, op.weight, op.bias, op.scale)
+
+
+def _mul_mats(b: CUDALowering, op: MulMats) -> None:
+    for out, weight, bias, scale in zip(op.outs, op.weights, op.biases, op.scales, strict=True):
+        _multiply(b, out, op.x, weight, bias, scale)
+
+
+def _up_gate(b: CUDALowering, op: UpGate) -> None:
+    activations, stride = b.activations(op.x, op.up)
+    t, n_in, n_out, activation = op.up.tensor.type, op.up.n_in, op.up.n_out, op.activation
+    up, gate = b.weight(op.up), b.weight(op.gate)
+
+    def choose(rows: int) -> Shape:
+        if rows <= FEW_ROWS:
+            return mat_vec.up_gate(t, activation, n_in, n_out, rows)
+        return mat_mat.up_gate(t, activation, n_in, n_out, rows, b.device.capability)
+
+    entry = b.emit(
+        choose,
+        op.x,
+        x=activations,
+        x_stride=stride,
+        up=up,
+        gate=gate,
+        row_bytes=row_bytes_of(op.up),
+        n_in=n_in,
+        n_out=n_out,
+        out=b.buffer(op.out),
+        out_stride=4 * op.out.width,
+        up_bias=b.vector(op.up_bias),
+        gate_bias=b.vector(op.gate_bias),
+        up_scale=b.vector(op.up_scale),
+        gate_scale=b.vector(op.gate_scale),
+        **glu.limits(activation),
+    )
+    entry.weights = (op.up, op.gate)
+
+
+def _mul_mat_heads(b: CUDALowering, op: MulMatHeads) -> None:
+    weight, heads = op.weight, op.x.width // op.weight.n_in
+    t, n_in, n_out = weight.tensor.type, weight.n_in, weight.n_out
+    activations, stride = b.activations(op.x, weight)
+
+    def choose(rows: int) -> Shape:
+        if rows <= FEW_ROWS:
+            return mat_vec.mul_mat_heads(t, n_in, n_out, rows, heads)
+        return mat_mat.mul_mat_heads(t, n_in, n_out, rows, heads, b.device.capability)
+
+    entry = b.emit(
+        choose,
+        op.x,
+        x=activations,
+        x_stride=stride * heads,
+        x_head_bytes=stride,
+        w=b.weight(weight),
+        row_bytes=row_bytes_of(weight),
+        head_bytes=expert_bytes_of(weight),
+        heads=heads,
+        n_in=n_in,
+        n_out=n_out,
+        out=b.buffer(op.out),
+        out_stride=4 * op.out.width,
+    )
+    entry.weights = (weight,)
+
+
+# ---------------------------------------------------------------- experts
+
+
+def _by_expert(b: CUDALowering, out: Value, x: Value, ids: Value, weight: Matrix) -> dict[str, Slot]:
+    """Return the slots that both kinds of products by expert have."""
+    activations, stride = b.activations(x, weight)
+    return {
+        "out": b.buffer(out),
+        "x": activations,
+        "x_stride": stride,
+        "x_per": ids.width if x.per == 1 else 1,
+        "ids": b.buffer(ids),
+        "plan": b.plan(ids, weight.n_matrices),
+        "n_expert": weight.n_matrices,
+        "n_used": ids.width,
+        "row_bytes": row_bytes_of(weight),
+        "n_in": weight.n_in,
+        "n_out": weight.n_out,
+    }
+
+
+def _mul_mat_id(b: CUDALowering, op: MulMatId) -> None:
+    w, slots = b.weight(op.weight, op.ids), _by_expert(b, op.out, op.x, op.ids, op.weight)
+    t, n_in, n_out, n_expert, n_used = (
+        op.weight.tensor.type,
+        op.weight.n_in,
+        op.weight.n_out,
+        op.weight.n_matrices,
+        op.ids.width,
+    )
+
+    def choose(rows: int) -> Shape:
+        if rows <= FEW_ROWS:
+            return mat_vec.mul_mat_id(t, n_in, n_out, rows, n_used)
+        return mat_mat.mul_mat_id(t, n_in, n_out, rows, n_used, n_expert, b.device.capability)
+
+    entry = b.emit(
+        choose,
+        op.ids,
+        w=w,
+        expert_bytes=expert_bytes_of(op.weight),
+        bias=b.vector(op.bias),
+        bias_stride=4 * n_out,
+        scale=b.vector(op.scale),
+        **slots,
+    )
+    entry.weights = (op.weight,)
+
+
+def _up_gate_id(b: CUDALowering, op: UpGateId) -> None:
+    up, gate = b.weight(op.up, op.ids), b.weight(op.gate, op.ids)
+    slots = _by_expert(b, op.out, op.x, op.ids, op.up)
+    t, n_in, n_out, n_expert, n_used = op.up.tensor.type, op.up.n_in, op.up.n_out, op.up.n_matrices, op.ids.width
+    activation = op.activation
+
+    def choose(rows: int) -> Shape:
+        if rows <= FEW_ROWS:
+            return mat_vec.up_gate_id(t, activation, n_in, n_out, rows, n_used)
+        return mat_mat.up_gate_id(t, activation, n_in, n_out, rows, n_used, n_expert, b.device.capability)
+
+    entry = b.emit(
+        choose,
+        op.ids,
+        up=up,
+        gate=gate,
+        up_expert_bytes=expert_bytes_of(op.up),
+        gate_expert_bytes=expert_bytes_of(op.gate),
+        up_bias=b.vector(op.up_bias),
+        gate_bias=b.vector(op.gate_bias),
+        up_bias_stride=4 * op.up.n_out,
+        gate_bias_stride=4 * op.gate.n_out,
+        up_scale=b.vector(op.up_scale),
+        gate_scale=b.vector(op.gate_scale),
+        **slots,
+        **glu.limits(activation),
+    )
+    entry.weights = (op.up, op.gate)
+
+
+def _route(b: CUDALowering, op: Route) -> None:
+    routing = op.routing
+    b.emit(
+        lambda rows: route.route(routing, rows),
+        op.logits,
+        ids=b.buffer(op.ids),
+        weights=b.buffer(op.weights),
+        logits=b.buffer(op.logits),
+        bias=b.vector(op.bias),
+        **route.route_block(routing),
+    )
+
+
+def _repeat(b: CUDALowering, op: Repeat) -> None:
+    slots: dict[str, Slot] = {"out": b.buffer(op.out), "x": b.buffer(op.x), "weights": b.buffer(op.weights)}
+    width, n_used = op.x.width, op.out.per
+    b.emit(lambda rows: route.repeat(width, n_used, rows), op.x, width=width, n_used=n_used, **slots)
+
+
+def _combine(b: CUDALowering, op: Combine) -> None:
+    weights: Slot = 0 if op.weights is None else b.buffer(op.weights)
+    slots: dict[str, Slot] = {"out": b.buffer(op.out), "x": b.buffer(op.x), "weights": weights}
+    width, n_used = op.x.width, op.x.per
+    b.emit(lambda rows: route.combine(width, rows), op.out, width=width, n_used=n_used, **slots)
+
+
+# ---------------------------------------------------------------- attention
+
+
+def _rope_table(b: CUDALowering, op: RopeTable) -> None:
+    factors = None if op.factors is None else b.vector_values(op.factors)
+    constants, pairs = rope_constants(op.config, factors), op.config.n_rot // 2
+    b.emit(
+        lambda rows: rope.rope_table(rows, pairs),
+        op.out,
+        out=b.buffer(op.out),
+        pairs=pairs,
+        constants=b.array(constants),
+        **rope_scalars(op.config),
+    )
+
+
+def _rope(b: CUDALowering, op: Rope) -> None:
+    kind, head, start, n_rot = op.config.kind, op.head, op.start, op.config.n_rot
+    _map(
+        b,
+        lambda width, rows: rope.rope(kind, rows, width, head, n_rot),
+        op.out,
+        op.x,
+        table=b.buffer(op.table),
+        head=head,
+        start=start,
+        n_rot=n_rot,
+    )
+
+
+def _cache_write(b: CUDALowering, op: CacheWrite) -> None:
+    keys, values, kind = b.cache(op.cache)
+    widths = op.cache.k_width, op.cache.v_width
+    b.emit(
+        lambda rows: cache.cache_write(kind, rows, *widths),
+        op.k,
+        k=b.buffer(op.k),
+        v=0 if op.v is None else b.buffer(op.v),
+        k_cache=keys,
+        v_cache=values,
+        k_width=widths[0],
+        v_width=widths[1],
+    )
+
+
+def _attention(b: CUDALowering, op: Attention) -> None:
+    keys, values, kind = b.cache(op.cache)
+    n_ctx, mla = b.limits.n_ctx, not op.cache.v_width
+
+    @kept
+    def way(rows: int) -> attention.Attention:
+        sizes = op.n_head, op.n_head_kv, op.head_k, op.head_v
+        return attention.attention(kind, *sizes, rows, n_ctx, mla=mla, capability=b.device.capability)
+
+    scratch = b.scratch(max(way(rows).scratch for rows in range(1, b.limits.n_ubatch + 1)))
+    common: dict[str, Slot] = {"out": b.buffer(op.out), "sinks": b.vector(op.sinks), "scratch": scratch}
+    common |= {"n_head": op.n_head}
+    entry = b.emit(
+        lambda rows: way(rows).attend,
+        op.out,
+        q=b.buffer(op.q),
+        k_cache=keys,
+        v_cache=values,
+        n_head_kv=op.n_head_kv,
+        scale=op.scale,
+        softcap=op.softcap,
+        mask=attention.MASKS[op.mask],
+        window=op.window,
+        alibi=op.alibi,
+        **common,
+    )
+    entry.by_rows = lambda rows: {"splits": way(rows).splits}
+    combine = b.emit(lambda rows: way(rows).combine, op.out, head_v=op.head_v, **common)
+    combine.by_rows = entry.by_rows
+
+
+# ---------------------------------------------------------------- recurrent layers
+
+
+def _convolve(b: CUDALowering, op: Convolve) -> None:
+    width, taps = op.x.width, op.weight.n_in
+    b.emit(
+        lambda rows: recurrent.convolve(taps, width),
+        op.out,
+        x=b.buffer(op.x),
+        out=b.buffer(op.out),
+        taps=taps,
+        weight=b.vector(op.weight),
+        state=b.state(op.state),
+        width=width,
+    )
+
+
+def _delta_net(b: CUDALowering, op: DeltaNet) -> None:
+    values: dict[str, Slot] = {name: b.buffer(getattr(op, name)) for name in ("q", "k", "v", "g", "beta", "out")}
+    head_k, head_v = op.k.width // op.n_k_head, op.v.width // op.n_v_head
+    b.emit(
+        lambda rows: recurrent.delta_net(op.n_v_head, head_k, head_v),
+        op.out,
+        state=b.state(op.state),
+        n_k_head=op.n_k_head,
+        n_v_head=op.n_v_head,
+        head_k=head_k,
+        head_v=head_v,
+        scale=op.scale,
+        tiled=int(op.tiled),
+        **values,
+    )
+
+
+LOWER: Mapping[type[Op], Callable[[CUDALowering, Any], None]] = {
+    Embed: _embed,
+    SelectOutputs: _select_outputs,
+    Add: _add,
+    Scale: _scale,
+    ScaleByPosition: _scale_by_position,
+    MultiplyBy: _multiply_by,
+    Softcap: _softcap,
+    Clamp: _clamp,
+    Norm: _norm,
+    Glu: _glu,
+    Activate: _activate,
+    Take: _take,
+    Join: _join,
+    MulMat: _mul_mat,
+    MulMats: _mul_mats,
+    UpGate: _up_gate,
+    MulMatHeads: _mul_mat_heads,
+    MulMatId: _mul_mat_id,
+    UpGateId: _up_gate_id,
+    Route: _route,
+    Repeat: _repeat,
+    Combine: _combine,
+    RopeTable: _rope_table,
+    Rope: _rope,
+    CacheWrite: _cache_write,
+    Attention: _attention,
+    Convolve: _convolve,
+    DeltaNet: _delta_net,
+    **cuda_looking_on.LOWER,
+}
+
+
+def lower(b: CUDALowering, op: Op) -> None:
+    """Append the launches of an operation; TypeNotSupported if this backend has none for it."""
+    if type(op) not in LOWER:
+        raise TypeNotSupported(f"the cuda backend has no {type(op).__name__}")
+    b.op = op
+    LOWER[type(op)](b, op)

@@ -1,0 +1,58 @@
+"""What an operation of the graph means: carried out by the reference backend on arrays that a test brings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+
+from quantkit.formats.gguf import TensorInfo
+from quantkit.model.backends.reference import Reference, ReferenceProgram
+from quantkit.model.batch import Batch
+from quantkit.model.ops import Matrix, Op, Value
+from quantkit.types import BY_NAME
+
+
+def matrix(array: Any, name: str = "w") -> Matrix:
+    """Return a weight of an array's shape; its values are given to ``meaning``."""
+    return Matrix(TensorInfo(name, tuple(array.shape[::-1]), BY_NAME["F32"], array.nbytes, 0, 0))
+
+
+def batch_of(positions: Any, sequences: Any = 0, outputs: Any = ()) -> Batch:
+    """Return a batch whose tokens are all 0."""
+    at = np.asarray(positions, np.int32)
+    return Batch(
+        np.zeros_like(at), at, np.broadcast_to(np.asarray(sequences, np.int32), at.shape), np.asarray(outputs, np.int32)
+    )
+
+
+class _Backend:
+    name, observer = "reference", None
+
+    def __init__(self, weights: Mapping[Matrix, Any]) -> None:
+        self.weights = weights
+
+    def weight(self, wanted: Matrix) -> Any:
+        return self.weights[wanted]
+
+
+def program(op: Op, weights: Mapping[Matrix, Any] | None = None) -> ReferenceProgram:
+    """Return the reference's program of one operation."""
+    return ReferenceProgram(cast(Reference, _Backend(weights or {})), [op], 64, 8)
+
+
+def meaning(
+    op: Op,
+    values: Mapping[Value, Any],
+    *,
+    batch: Batch | None = None,
+    rows: int = 1,
+    weights: Mapping[Matrix, Any] | None = None,
+) -> Any:
+    """Return what an operation writes: one array, or a tuple of them; without a batch of ``rows`` tokens."""
+    made = program(op, weights)
+    made.values.update(values)
+    made.run(batch or batch_of(np.arange(rows)))
+    outs = tuple(made.values[out] for out in op.outputs())
+    return outs[0] if len(outs) == 1 else outs

@@ -1,0 +1,73 @@
+"""Activations on the device are those of the CPU: the same integers, scales and sums, to the bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from device_memory import Memory
+from test_matmul import Rows
+
+from quantkit.kernels.activation_formats import activation_format
+from quantkit.kernels.cpu.activations import SCALES, SUMS
+from quantkit.kernels.cuda import activations
+from quantkit.types import BY_NAME
+
+#: A type that wants activations in each format.
+OF_FORMAT = {"q8_0": "Q4_0", "q8_1": "Q4_1", "q8_k": "Q4_K", "f16": "F16", "bf16": "BF16"}
+ROWS = 10
+
+
+def awkward_rows(n: int) -> npt.NDArray[np.float32]:
+    """Return rows of very different sizes: zeros, ties of both signs, halves to round, denormals, single spikes."""
+    rng = np.random.default_rng(n)
+    x = rng.standard_normal((ROWS, n)).astype(np.float32)
+    x[1] *= np.float32(1e-3) * np.exp2(np.arange(n) // 32 % 7).astype(np.float32)
+    x[2] = np.round(x[2] * 127) / 2  # many ties of magnitude, and halves
+    x[3] *= np.float32(1e-39)
+    x[4] = 0
+    x[5] = np.where(np.arange(n) % 300 == 17, x[5] * np.float32(1e6), np.float32(0))
+    x[6, : n // 2] = np.float32(-2.5)
+    x[6, n // 2 :] = np.float32(2.5)
+    x[9] = np.where((np.arange(n) + np.arange(n) // 256) % 2, np.float32(2.5), np.float32(-2.5))
+    x[7] *= np.float32(5e-37)
+    x[8] *= np.float32(3e35)
+    return x
+
+
+def wanted(kind: str, x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """Return the rows the device should make, from those of the CPU: bytes [rows, row_bytes]."""
+    with np.errstate(all="ignore"):
+        rows = Rows(BY_NAME[OF_FORMAT[kind]], x)
+    assert rows.kind == kind
+    if not kind.startswith("q8"):
+        return rows.bytes.reshape(len(x), -1)
+    d, sums = rows.part(SCALES, 16, np.float32), rows.part(SUMS, 16, np.float32)
+    if kind == "q8_0":
+        sums = np.zeros_like(sums)
+    np.testing.assert_array_equal(d[:, ::2], d[:, 1::2])
+    parts = (rows.part(0, 256, np.uint8), d[:, ::2], sums)
+    return np.concatenate([np.ascontiguousarray(p).view(np.uint8) for p in parts], axis=1)
+
+
+@pytest.mark.parametrize("kind", activations.KINDS)
+@pytest.mark.parametrize(("n", "gap", "lead"), [(512, 0, 0), (256, 3, 0), (1376, 4, 1), (80, 0, 0), (33, 1, 2)])
+def test_rows_equal_the_cpus(memory: Memory, kind: str, n: int, gap: int, lead: int) -> None:
+    """Rows ``gap`` values apart, the first one ``lead`` values after an aligned address; nothing after the last."""
+    x = awkward_rows(n)
+    row_bytes = activations.row_bytes(kind, n)
+    spread = np.full(lead + ROWS * (n + gap), np.nan, np.float32)
+    spread[lead:].reshape(ROWS, n + gap)[:, :n] = x
+    out = memory.room((ROWS + 1, row_bytes), np.uint8)
+    slots = {"rows": ROWS, "x": memory.put(spread) + 4 * lead, "x_stride": 4 * (n + gap), "n": n, "out": out}
+    memory.run(activations.quantize(kind, n, ROWS), **slots)
+    got = memory.get(out, (ROWS + 1, row_bytes), np.uint8)
+    np.testing.assert_array_equal(got[:ROWS], wanted(kind, x))
+    assert (got[ROWS] == 255).all()
+
+
+def test_every_format_is_known() -> None:
+    kinds = {activation_format(BY_NAME[name]) for name in ("F32", "Q8_0", "Q5_1", "IQ2_S", *OF_FORMAT.values())}
+    assert kinds == {"f32", *activations.KINDS}
+    with pytest.raises(ValueError, match="not to f32"):
+        activations.quantize("f32", 32, 1)

@@ -1,0 +1,139 @@
+"""Routing, repeating and combining on the device, against the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from device_memory import Memory
+from meaning import matrix, meaning
+
+from quantkit.kernels.cuda.route import MAX_EXPERTS, combine, repeat, route, route_block
+from quantkit.model.ops import Combine, Repeat, Route, Routing, Value
+
+
+def routed(memory: Memory, r: Routing, logits: Any, bias: Any = None) -> tuple[Any, Any]:
+    n = len(logits)
+    ids, weights = memory.room((n + 1, r.n_used), np.int32), memory.room((n + 1, r.n_used))
+    memory.run(
+        route(r, n),
+        ids=ids,
+        weights=weights,
+        logits=memory.put(logits),
+        bias=0 if bias is None else memory.put(bias),
+        rows=n,
+        **route_block(r),
+    )
+    got = memory.get(ids, (n + 1, r.n_used), np.int32), memory.get(weights, (n + 1, r.n_used))
+    assert (got[0][-1] == -1).all()
+    assert np.isnan(got[1][-1]).all()
+    return got[0][:-1], got[1][:-1]
+
+
+def expected(r: Routing, logits: Any, bias: Any = None) -> Any:
+    v = Value("logits", r.n_expert)
+    m = None if bias is None else matrix(bias)
+    ids, weights = Value("ids", r.n_used, integer=True), Value("weights", r.n_used)
+    op = Route(ids=ids, weights=weights, logits=v, bias=m, routing=r)
+    return meaning(op, {v: logits}, rows=len(logits), weights={} if m is None else {m: bias})
+
+
+CASES = [
+    Routing(128, 8, norm=True),
+    Routing(8, 2),
+    Routing(60, 4, norm=False, scale=2.5),
+    Routing(5, 5, "sigmoid", norm=True),
+    Routing(16, 1, "sigmoid"),
+    Routing(256, 8, "sigmoid", norm=True, scale=2.5, n_group=8, n_group_used=4),
+    Routing(64, 6, "softmax", n_group=8, n_group_used=3, scale=0),
+    Routing(12, 3, "sigmoid", n_group=12, n_group_used=5),
+    Routing(80, 6, "sigmoid", n_group=40, n_group_used=7),
+    Routing(32, 4, "softmax_weight"),
+    Routing(1000, 37, "softmax_weight", norm=True),
+    Routing(1024, 8, "sigmoid"),
+    Routing(1500, 4, norm=True),
+]
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("r", CASES, ids=str)
+def test_route(memory: Memory, r: Routing, with_bias: bool) -> None:
+    rng = np.random.default_rng(r.n_expert)
+    logits = rng.standard_normal((7, r.n_expert)).astype(np.float32) * 2
+    bias = rng.standard_normal(r.n_expert).astype(np.float32) * 0.1 if with_bias else None
+    ids, weights = routed(memory, r, logits, bias)
+    want_ids, want_weights = expected(r, logits, bias)
+    np.testing.assert_array_equal(ids, want_ids)
+    np.testing.assert_allclose(weights, want_weights, rtol=2e-6)
+
+
+@pytest.mark.parametrize("gating", ["softmax", "sigmoid", "softmax_weight"])
+def test_the_lower_number_wins_a_tie(memory: Memory, gating: str) -> None:
+    logits = np.zeros((3, 80), np.float32)
+    logits[0, ::2] = -0.0
+    logits[1, [39, 71, 33]] = 1
+    logits[2, 40:] = -np.inf if gating != "softmax_weight" else -1
+    r = Routing(80, 5, gating, norm=True)
+    ids, weights = routed(memory, r, logits)
+    assert ids.tolist() == [[0, 1, 2, 3, 4], [33, 39, 71, 0, 1], [0, 1, 2, 3, 4]]
+    want_ids, want_weights = expected(r, logits)
+    np.testing.assert_array_equal(ids, want_ids)
+    np.testing.assert_allclose(weights, want_weights, rtol=2e-6)
+
+
+def test_the_first_of_equal_groups(memory: Memory) -> None:
+    r = Routing(48, 6, "sigmoid", n_group=6, n_group_used=3)
+    logits = np.zeros((2, 48), np.float32)
+    logits[1, 40:42] = logits[1, 17:19] = 2
+    ids, _ = routed(memory, r, logits)
+    np.testing.assert_array_equal(ids, expected(r, logits)[0])
+    assert ids.tolist() == [[0, 1, 2, 3, 4, 5], [17, 18, 40, 41, 0, 1]]
+
+
+def test_a_nan_never_makes_an_expert_come_twice(memory: Memory) -> None:
+    logits = np.full((3, 24), np.nan, np.float32)
+    logits[1, 5] = 3
+    logits[2] = -np.inf
+    logits[2, 3] = np.nan
+    ids, _ = routed(memory, Routing(24, 6, "sigmoid"), logits)
+    assert ids.tolist() == [[0, 1, 2, 3, 4, 5], [5, 0, 1, 2, 3, 4], [0, 1, 2, 4, 5, 6]]
+
+
+def test_weights_that_vanish_are_divided_by_the_floor(memory: Memory) -> None:
+    r = Routing(8, 2, "sigmoid", norm=True)
+    _, weights = routed(memory, r, np.full((1, 8), -30, np.float32))
+    np.testing.assert_allclose(weights, 1 / (1 + np.exp(30)) / r.sum_floor, rtol=3e-6)
+
+
+def test_more_experts_than_there_is_room_for() -> None:
+    with pytest.raises(ValueError, match=f"1 to {MAX_EXPERTS}"):
+        route_block(Routing(MAX_EXPERTS + 1, 2))
+    assert route(Routing(MAX_EXPERTS, MAX_EXPERTS), 3).shared <= 48 << 10
+    assert route(Routing(1024, 1024), 3).shared <= 48 << 10
+
+
+@pytest.mark.parametrize("width", [1, 16, 1025, 1100])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_repeat_and_combine(memory: Memory, width: int, weighted: bool) -> None:
+    rng = np.random.default_rng(width)
+    n, n_used = 3, 4
+    x = rng.standard_normal((n, width)).astype(np.float32)
+    parts = rng.standard_normal((n * n_used, width)).astype(np.float32)
+    weights = rng.standard_normal((n, n_used)).astype(np.float32)
+    v, p, w = Value("x", width), Value("parts", width, per=n_used), Value("w", n_used)
+    values = {v: x, p: parts, w: weights}
+    slots = {"weights": memory.put(weights) if weighted else 0, "width": width, "n_used": n_used, "rows": n}
+    out = memory.room((n + 1, width))
+    memory.run(combine(width, n), x=memory.put(parts), out=out, **slots)
+    want = meaning(Combine(out=Value("out", width), x=p, weights=w if weighted else None), values, rows=n)
+    got = memory.get(out, (n + 1, width))
+    np.testing.assert_array_equal(got[:-1], want)
+    assert np.isnan(got[-1]).all()
+    if weighted:
+        out = memory.room((n * n_used + 1, width))
+        memory.run(repeat(width, n_used, n), x=memory.put(x), out=out, **slots)
+        want = meaning(Repeat(out=Value("out", width, per=n_used), x=v, weights=w), values, rows=n)
+        got = memory.get(out, (n * n_used + 1, width))
+        np.testing.assert_array_equal(got[:-1], want)
+        assert np.isnan(got[-1]).all()

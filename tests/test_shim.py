@@ -1,0 +1,72 @@
+"""The shim finds what it is there for: each of these kernels has one mistake that a GPU might let pass."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import host_device
+import pytest
+
+pytestmark = pytest.mark.skipif(host_device.compiler() is None, reason="no C++ compiler: install g++")
+
+HEAD = '#include "device.cuh"\nstruct broken_args { float* x; int64_t n; };\nKERNEL(broken, 64) {\n'
+
+MISTAKES = {
+    "past the end": ("a.x[a.n + 64 + threadIdx.x] = 1;", "use-after-poison|heap-buffer-overflow"),
+    "past shared memory": (
+        "__shared__ float s[64]; s[threadIdx.x + 1] = 1; __syncthreads(); a.x[0] = s[0];",
+        "global-buffer-overflow|index 64 out of bounds",
+    ),
+    "past dynamic shared memory": (
+        "DYNAMIC_SHARED(s); s[a.n + threadIdx.x] = 1; a.x[0] = s[0];",
+        "use-after-poison|heap-buffer-overflow",
+    ),
+    "misaligned": ("a.x[0] = *(const float*)((const char*)a.x + 2);", "misaligned"),
+    "a barrier not for all": (
+        "if (threadIdx.x < 40) __syncthreads(); else __syncwarp();",
+        "wait for others|at different",
+    ),
+    "lanes apart": ("if (threadIdx.x & 1) a.x[0] = __shfl_xor_sync(FULL, a.x[1], 1);", "wait for others"),
+    "a shift too far": ("a.x[0] = 1 << (threadIdx.x + a.n);", "shift exponent"),
+}
+
+RUN = """
+import sys, ctypes, numpy as np
+sys.path.insert(0, {tests!r})
+import host_device
+device = host_device.HostDevice(order={order})
+module = host_device._module(open({text!r}).read(), 900)
+x = np.arange(64, dtype=np.float32)
+address = device.allocate(x.nbytes)
+device.upload(address, x)
+grid, block = (ctypes.c_uint * 3)(1, 1, 1), (ctypes.c_uint * 3)(64, 1, 1)
+arguments = (ctypes.c_int64 * 2)(address, 64)
+device._runtime.host_launch(module.quantkit_broken, b"broken", grid, block, ctypes.c_uint64(64), arguments, {order})
+device.download(address, x)
+print(x.tobytes().hex())
+"""
+
+
+def run(tmp_path: Path, body: str, order: int = 0) -> subprocess.CompletedProcess[str]:
+    text = tmp_path / "broken.cu"
+    text.write_text(HEAD + body + "\n}\n")
+    code = RUN.format(tests=str(Path(__file__).parent), text=str(text), order=order)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_end_the_process_with_a_reason(tmp_path: Path, mistake: str) -> None:
+    body, message = MISTAKES[mistake]
+    done = run(tmp_path, body)
+    assert done.returncode != 0
+    assert any(part in done.stderr for part in message.split("|")), done.stderr[-3000:]
+
+
+def test_a_missing_barrier_gives_another_result_backwards(tmp_path: Path) -> None:
+    body = "__shared__ float s[64]; s[threadIdx.x] = a.x[threadIdx.x];{}a.x[threadIdx.x] = s[63 - threadIdx.x];"
+    right = {run(tmp_path, body.format("__syncthreads();"), order).stdout for order in (0, 1)}
+    wrong = {run(tmp_path, body.format(""), order).stdout for order in (0, 1)}
+    assert len(right) == 1
+    assert len(wrong) == 2
