@@ -137,6 +137,7 @@ def _tensor(rows: int, head_k: int, head_v: int, mla: bool, limit: int) -> _Way 
 
 def operations() -> Iterator[Operation]:
     """Yield operations of this file: every way and type, for some of the sizes that models have."""
+    sizes: dict[str, tuple[tuple[int, int, int, int], ...]]
     sizes = {"f32": ((32, 4, 128, 1), (32, 4, 128, 512)), "q8_0": ((32, 4, 128, 1), (32, 4, 128, 512))}
     sizes["f16"] = (*sizes["f32"], (32, 8, 64, 1), (32, 8, 64, 512), (8, 4, 256, 512), (128, 1, 576, 1))
     for kind, some in sizes.items():
