@@ -461,7 +461,8 @@ def _attention(b: CUDALowering, op: Attention) -> None:
         **common,
     )
     entry.by_rows = lambda rows: {"splits": way(rows).splits}
-    combine = b.emit(lambda rows: way(rows).combine, op.out, head_v=op.head_v, **common)
+    heads = Rows(op.n_head)
+    combine = b.emit(lambda rows: way(rows).combine, op.out, rows=heads, head_v=op.head_v, **common)
     combine.by_rows = entry.by_rows
 
 
