@@ -60,6 +60,9 @@ class Sizes:
 
 SIZES = Sizes()
 
+#: Types that fused and unfused products are timed for.
+GATED_TYPES = ("Q4_K", "Q8_0", "IQ4_XS", "Q6_K")
+
 #: ik_llama.cpp's gains (pull requests 229, 741, 864, 1139, 896; facts of several cards and models).
 IKS = {
     "MoE up+gate, prompt": "+26 %",
@@ -311,7 +314,7 @@ def fused_speed(run: Run) -> None:
     """Fused up+gate+activation beside two products and a gate, dense and by expert, few tokens and many."""
     run.say("\nfused up+gate beside up, gate and activation: unfused time / fused time\n")
     run.say(f"| what, by tokens | {' | '.join(map(str, SIZES.gates))} |\n|---|{'---|' * len(SIZES.gates)}")
-    for name in ("Q4_K", "Q8_0", "IQ4_XS", "Q6_K"):
+    for name in GATED_TYPES:
         t = BY_NAME[name]
         for what, make in (("dense", _dense_gate), ("experts", _expert_launches)):
             cells = []

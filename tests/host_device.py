@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -45,14 +46,15 @@ def compiler() -> str | None:
 
 
 @cache
-def _sources_hash() -> str:
+def sources_hash() -> str:
+    """Return a hash of all CUDA sources, the shim and the compiler's flags."""
     files = [*sorted(SOURCES.rglob("*.cu*")), *sorted(SHIM.iterdir())]
     return hashlib.sha256(b"".join(f.read_bytes() for f in files) + " ".join(FLAGS).encode()).hexdigest()
 
 
 def build(text: str, arch: int = 900, *libraries: Path) -> Path:
     """Compile C++ text to a library, linked to others, once for each version of the sources."""
-    name = hashlib.sha256(f"{_sources_hash()} {arch} {libraries} {text}".encode()).hexdigest()[:32]
+    name = hashlib.sha256(f"{sources_hash()} {arch} {libraries} {text}".encode()).hexdigest()[:32]
     library = CACHE / f"{name}.so"
     if library.exists():
         return library
@@ -142,3 +144,8 @@ class HostDevice:
 
     def synchronize(self) -> None:
         pass
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began

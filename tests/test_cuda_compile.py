@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import os
 import re
 import warnings
 from collections.abc import Iterator
 from itertools import groupby
 
 import pytest
+from host_device import CACHE, sources_hash
 
 from quantkit.kernels.cuda.device import compile_options, preamble
 from quantkit.kernels.cuda.operation import SOURCES, Operation
@@ -22,7 +25,7 @@ CAPABILITIES = (75, 80, 90)
 
 #: Bytes of registers that a family's kernels may put aside. mat_mat: 128 registers, so that two blocks run at once;
 #: a few values that do not change are put aside over its loop, and none within the inner ones.
-PUT_ASIDE = {"mat_mat": 128}
+PUT_ASIDE = {"mat_mat": 128, "attention": 96}
 
 
 def operations(family: str) -> list[Operation]:
@@ -40,6 +43,19 @@ def modules(family: str) -> Iterator[tuple[Operation, list[str]]]:
 
 
 def compiled(operation: Operation, capability: int) -> str:
+    """Return the compiler's report of a module, compiled to a cubin once for each version of the sources."""
+    sources = sources_hash() + preamble(operation) + str(compile_options(capability)[1:])
+    kept = CACHE.parent / "nvrtc" / hashlib.sha256(sources.encode()).hexdigest()[:32]
+    if not kept.exists():
+        log = compile_anew(operation, capability)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        part = kept.with_suffix(f".{os.getpid()}")
+        part.write_text(log)
+        part.rename(kept)
+    return kept.read_text()
+
+
+def compile_anew(operation: Operation, capability: int) -> str:
     """Compile a module to a cubin; return the compiler's report."""
     try:
         with warnings.catch_warnings(action="ignore"):  # CuPy looks for a toolkit, which is not needed

@@ -1,0 +1,132 @@
+"""scripts/gpu_check without a card: its checks on the shim, its measurements in small, and what it must do without."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import host_device
+
+ROOT = Path(__file__).parents[1]
+needs_compiler = pytest.mark.skipif(host_device.compiler() is None, reason="no C++ compiler: install g++")
+
+#: Nothing but numpy and the standard library, as where the card is; CuPy is found missing.
+BLOCK = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"numba", "llvmlite", "click", "tqdm", "gguf", "ml_dtypes", "zstandard", "jinja2"}:
+            raise ImportError(f"{name} is not here")
+sys.meta_path.insert(0, Blocked())
+"""
+
+SMALL = """
+import sys
+sys.path[:0] = ["scripts", "tests"]
+import gpu_check, gpu_speed, gpu_cases
+gpu_check.use_shim()
+from quantkit.kernels.cuda.device import open_device
+gpu_speed._CARD.append(gpu_speed.Card(open_device("CUDA0"), 1.0, 1.0))
+gpu_speed.SIZES = gpu_speed.Sizes(
+    matrix_bytes=1 << 15, in_turn=2, few=(1, 4), n_in=512, dense=256, wide=288, tokens=40, experts=4, used=2,
+    expert_in=256, expert_out=256, gates=(1, 40), depths=(100,), layers=1, single=2, repetitions=1,
+    types=("Q8_0", "F16"),
+)
+class Run:
+    left = 1e9
+    def __init__(self, folder): self.folder, self.lines = folder, []
+    def say(self, line=""): print(line)
+from pathlib import Path
+run = Run(Path(sys.argv[1]))
+gpu_speed.GATED_TYPES = ("Q4_K",)
+for step in sys.argv[2:]:
+    gpu_speed.STEPS[step](run)
+"""
+
+
+def python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+def gpu_check(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "scripts/gpu_check.py", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_it_needs_numpy_and_cupy_only() -> None:
+    done = python(BLOCK + 'sys.path[:0] = ["scripts"]\nimport gpu_check\nprint(len(gpu_check.STEPS))')
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 10
+
+
+def test_without_a_card_it_says_so() -> None:
+    from quantkit.kernels.cuda.device import count_devices
+
+    if count_devices():
+        pytest.skip("there is a CUDA device")
+    done = gpu_check()
+    assert done.returncode == 1
+    assert done.stderr.startswith("gpu_check: no CUDA device: ")
+    assert "Traceback" not in done.stderr
+
+
+@needs_compiler
+def test_checks_pass_on_the_shim_and_are_recorded(tmp_path: Path) -> None:
+    out = tmp_path / "results.md"
+    done = gpu_check("--shim", "--out", out, "--types", "Q8_0", "--only", "products", "placements")
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = out.read_text()
+    assert "products of 1 types beside the CPU backend: worst NMSE" in text
+    assert text.rstrip().endswith("all checks passed")
+
+
+@needs_compiler
+def test_a_wrong_result_fails(tmp_path: Path) -> None:
+    """A scale off by one part in ten thousand is found."""
+    code = SMALL.partition("gpu_speed._CARD")[0] + (
+        "gpu_cases.blocks_right = gpu_cases.blocks\n"
+        "def off(t, count, seed, largest=64):\n"
+        "    data = gpu_cases.blocks_right(t, count, seed, largest).copy()\n"
+        "    data[0, 5] ^= 1\n"
+        "    return data\n"
+        "gpu_cases.blocks = off\n"
+        "from pathlib import Path\n"
+        "run = gpu_check.Run(Path(sys.argv[1]), 9, ['Q8_0'])\n"
+        "gpu_check.carry_out(run, ['products'])\n"
+        "print(len(run.failed))\n"
+    )
+    done = python(code, tmp_path / "out.md")
+    assert done.returncode == 0, done.stderr
+    assert "FAILED products: Q8_0, dense, 1" in done.stdout
+    assert int(done.stdout.split()[-1]) >= 3
+
+
+@needs_compiler
+@pytest.mark.parametrize("step", ["mat-vec", "mat-mat", "fused", "attention", "model"])
+def test_measurements_run(tmp_path: Path, step: str) -> None:
+    done = python(SMALL, tmp_path, step)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("\n") >= 4
+    assert "nan" not in done.stdout
+
+
+def test_expected_values_are_the_cpu_backends(tmp_path: Path) -> None:
+    sys.path[:0] = [str(ROOT / "scripts")]
+    import gpu_cases
+
+    from quantkit.formats.gguf import open_gguf
+    from quantkit.model.backends.cpu import CPUBackend
+
+    path = gpu_cases.write_products(tmp_path / "products.gguf")
+    with np.load(ROOT / "tests/data/gpu-expected.npz") as kept, open_gguf(path) as source:
+        for name in ("F32", "Q8_0", "Q4_K"):
+            for case, found in gpu_cases.run_products(CPUBackend(source, 1), source, name):
+                assert gpu_cases.nmse(found, kept[case]) <= 1e-12
+        wanted = {f"{name}, dense, {rows}" for name in gpu_cases.TYPES for rows in gpu_cases.ROWS}
+        assert wanted <= set(kept.files)
+    assert (ROOT / "tests/data/gpu-expected.npz").stat().st_size < 10_000_000
