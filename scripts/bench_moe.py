@@ -24,8 +24,8 @@ from bench_quantize import llama_bin
 
 from quantkit.kernels import quantize
 from quantkit.kernels.activation_formats import activation_format
-from quantkit.kernels.cpu.activations import row_bytes
 from quantkit.kernels.cpu.activations import quantize as quantize_activations
+from quantkit.kernels.cpu.activations import row_bytes
 from quantkit.kernels.cpu.glu import glu, limits
 from quantkit.kernels.cpu.moe import bucket, mul_mat_id, plan_bytes, products_of, scratch_bytes, up_gate_id
 from quantkit.kernels.cpu.route import combine

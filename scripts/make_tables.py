@@ -41,12 +41,16 @@ def tables() -> dict[str, npt.NDArray[Any]]:
     }
 
 
+#: The value of each nibble of an entry of iq2xxs and iq2xs.
+SHUFFLED = [0, 4, 1, 5, 2, 6, 3, 7]
+
 HEADER_TEXT = """\
 // Codebooks and grids of the types that store an index instead of a number. Written by scripts/make_tables.py from
 // quantkit/kernels/tables.npz: not to be edited.
 //
 // Codebooks: 16 int8 levels in four words. Grids: an entry is one word. Of 8 values, these are 8 nibbles that select
-// bytes: iq1s 0, 1, 2 for -1, 0, 1; iq2 0, 1, 2 for 8, 25, 43. Of 4 values, these are 4 bytes: iq3xxs the magnitudes,
+// bytes: iq1s 0, 1, 2 for -1, 0, 1; iq2 0, 1, 2 for 8, 25, 43, in iq2xxs and iq2xs in the order 0 4 1 5 2 6 3 7 of the
+// values, as seven_signs (i_quants.cuh) has the signs. Of 4 values, these are 4 bytes: iq3xxs the magnitudes,
 // iq3s the magnitudes less one. They are templates so that a module holds only those it reads: iq1s_grid<0>.
 #pragma once
 #include "device.cuh"
@@ -54,12 +58,13 @@ HEADER_TEXT = """\
 
 
 def packed_grids(of: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np.uint32]]:
-    """Return the grids as words: 8 values of three as nibbles 0, 1, 2; 4 values as bytes, iq3s less one."""
+    """Return the grids as words: 8 values of three as nibbles 0, 1, 2, some shuffled; 4 as bytes, iq3s less one."""
     grids = {}
     for name in ("iq1s_grid", "iq2xxs_grid", "iq2xs_grid", "iq2s_grid"):
         levels, rank = np.unique(of[name], return_inverse=True)
         assert len(levels) == 3, name
-        nibbles = rank.reshape(of[name].shape).astype(np.uint32) << np.arange(0, 32, 4, dtype=np.uint32)
+        order = SHUFFLED if name in ("iq2xxs_grid", "iq2xs_grid") else range(8)
+        nibbles = rank.reshape(of[name].shape)[:, order].astype(np.uint32) << np.arange(0, 32, 4, dtype=np.uint32)
         grids[name] = np.bitwise_or.reduce(nibbles, axis=1)
     grids["iq3xxs_grid"] = of["iq3xxs_grid"].view("<u4")[:, 0]
     grids["iq3s_grid"] = (of["iq3s_grid"] - np.uint8(1)).view("<u4")[:, 0]

@@ -98,7 +98,7 @@ def products(w: Any, t: TensorType, values: Any, excess: Any) -> Any:
 
 def check(got: Any, want: Any) -> None:
     error = np.square(got - want).sum() / np.square(want).sum()
-    assert error < 2e-13, error
+    assert error < 1e-12, error
 
 
 def put_rows(memory: Memory, x: Any, t: TensorType) -> tuple[dict[str, int], Any, Any]:

@@ -131,7 +131,10 @@ def test_up_gate_agrees_with_numpy(
     w, x = draw_weights(t, (2, n_out, n_in), rng), rng.standard_normal((rows, n_in)).astype(f32)
     place, values, excess = put_rows(memory, x, t)
     up, gate = (products(w[i], t, values, excess) for i in range(2))
-    scales, biases = np.array([0.5, 1.25], f32) / np.sqrt(up.var()).astype(f32), rng.standard_normal((2, n_out)).astype(f32)
+    scales, biases = (
+        np.array([0.5, 1.25], f32) / np.sqrt(up.var()).astype(f32),
+        rng.standard_normal((2, n_out)).astype(f32),
+    )
     a = Activation(kind, gate_limit=0.8, act_limit=0.6, up_limit=0.7)
     out, s, b = memory.room((rows, n_out)), memory.put(scales), memory.put(biases)
     memory.run(
@@ -163,7 +166,9 @@ def plan_for(memory: Memory, ids: Any, n_expert: int) -> dict[str, int]:
     return {"rows": rows, "ids": at, "plan": plan, "n_expert": n_expert, "n_used": n_used}
 
 
-@pytest.mark.parametrize(("name", "per_token", "capability"), [("Q8_0", True, 90), ("Q8_0", False, 75), ("F16", False, 90)])
+@pytest.mark.parametrize(
+    ("name", "per_token", "capability"), [("Q8_0", True, 90), ("Q8_0", False, 75), ("F16", False, 90)]
+)
 @pytest.mark.parametrize("shape", ROUTED)
 def test_mul_mat_id_agrees_with_numpy(
     memory: Memory, name: str, per_token: bool, capability: int, shape: tuple[int, int, int, int]
@@ -192,7 +197,9 @@ def test_mul_mat_id_agrees_with_numpy(
 
 @pytest.mark.parametrize(("name", "merged"), [("Q4_K", True), ("Q4_K", False)])
 @pytest.mark.parametrize("shape", ROUTED)
-def test_up_gate_id_agrees_with_numpy(memory: Memory, name: str, merged: bool, shape: tuple[int, int, int, int]) -> None:
+def test_up_gate_id_agrees_with_numpy(
+    memory: Memory, name: str, merged: bool, shape: tuple[int, int, int, int]
+) -> None:
     rows, n_used, n_expert, chosen = shape
     t, rng, n_in, n_out = BY_NAME[name], np.random.default_rng(9), 256, 20
     ids = route(rng, rows, n_used, n_expert, chosen)
@@ -203,12 +210,19 @@ def test_up_gate_id_agrees_with_numpy(memory: Memory, name: str, merged: bool, s
     gate, up = (np.einsum("pi,poi->po", values.repeat(n_used, 0), decode(w[:, i], t)[of]) for i in range(2))
     bias, half = rng.standard_normal((n_expert, 2, n_out)).astype(f32), n_out * row_bytes
     a = Activation("silu", up_limit=1.5)
-    scale = np.stack([1 / np.full(n_expert, up.std(), f32), rng.uniform(0.5, 2, n_expert).astype(f32) / gate.std()]).astype(f32)
+    scale = np.stack(
+        [1 / np.full(n_expert, up.std(), f32), rng.uniform(0.5, 2, n_expert).astype(f32) / gate.std()]
+    ).astype(f32)
     if merged:
         at = memory.put(w)
         weights = {"gate": at, "up": at + half, "gate_expert_bytes": 2 * half, "up_expert_bytes": 2 * half}
     else:
-        weights = {"gate": memory.put(w[:, 0]), "up": memory.put(w[:, 1]), "gate_expert_bytes": half, "up_expert_bytes": half}
+        weights = {
+            "gate": memory.put(w[:, 0]),
+            "up": memory.put(w[:, 1]),
+            "gate_expert_bytes": half,
+            "up_expert_bytes": half,
+        }
     b, s, out = memory.put(bias), memory.put(scale), memory.room((rows * n_used, n_out))
     memory.run(
         mat_mat.up_gate_id(t, a, n_in, n_out, rows, n_used, n_expert),

@@ -6,110 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuda_products import check, draw_weights, products, put_rows
 from device_memory import Memory
 
 from quantkit.kernels.cuda import mat_vec
 from quantkit.kernels.cuda.glu import GATES, limits
 from quantkit.kernels.parameters import Activation
-from quantkit.kernels.reference import reference_decoder
 from quantkit.model.backends.reference import gate as gated
 from quantkit.types import BY_NAME, TensorType
 
-f32, f64 = np.float32, np.float64
-FORMATS = dict.fromkeys(("Q1_0", "Q2_0", "Q4_0", "Q5_0", "Q8_0", "MXFP4", "NVFP4", "IQ4_NL"), "q8_0")
-FORMATS |= {"Q4_1": "q8_1", "Q5_1": "q8_1", "F32": "f32", "F16": "f16", "BF16": "bf16"}
-
-
-def draw_weights(t: TensorType, shape: tuple[int, ...], rng: Any) -> Any:
-    """Return random rows, uint8 [..., row_bytes]: all bytes are drawn, then scales that are sensible numbers."""
-    *outer, n = shape
-    if t.block == 1:
-        values = rng.standard_normal(shape).astype(f32)
-        bits = (values.view(np.uint32) >> 16).astype(np.uint16) if t.name == "BF16" else values
-        return (values.astype(np.float16) if t.name == "F16" else bits).view(np.uint8)
-    blocks = rng.integers(0, 256, (*outer, n // t.block, t.block_bytes), np.uint8)
-    for kind, at in (field.split("@") for field in t.scales.split()):
-        first = int(at)
-        drawn = rng.uniform(0.001, 0.02, blocks.shape[:-1])
-        if kind == "f16":
-            blocks[..., first : first + 2] = drawn.astype(np.float16)[..., None].view(np.uint8)
-        elif kind == "nibbles":  # the four top nibbles of four words are a half
-            words = drawn.astype(np.float16).view(np.uint16)
-            for i in range(4):
-                high = (words >> 4 * i & 15).astype(np.uint8) << 4
-                blocks[..., first + 2 * i + 1] = blocks[..., first + 2 * i + 1] & 15 | high
-        else:
-            low, high = {"e8m0": (118, 124), "ue4m3": (0x18, 0x38)}[kind]
-            blocks[..., first] = rng.integers(low, high, blocks.shape[:-1])
-    return blocks.reshape(*outer, -1)
-
-
-def quantize(x: Any, kind: str) -> tuple[Any, Any, Any]:
-    """Return levels [rows, n_pad], d [rows, n_pad / 32] and sums [rows, n_pad / 16] as the contract has them."""
-    x = np.pad(x, ((0, 0), (0, -x.shape[1] % 256)))
-    blocks = x.reshape(len(x), -1, 256 if kind == "q8_k" else 32)
-    amax = np.abs(blocks).max(-1)
-    if kind == "q8_k":
-        largest = np.take_along_axis(blocks, np.abs(blocks).argmax(-1)[..., None], -1)[..., 0]
-        factor = np.divide(f32(-127), largest, where=largest != 0, out=np.zeros_like(largest))
-        d = np.divide(f32(1), factor, where=factor != 0, out=np.zeros_like(factor))
-    else:
-        factor = np.divide(f32(127), amax, where=amax > 2.0**-120, out=np.zeros_like(amax))
-        d = (amax / f32(127)).astype(np.float16).astype(f32)
-    levels = np.minimum(np.rint(blocks * factor[..., None]), 127).reshape(x.shape).astype(np.int8)
-    of16 = levels.reshape(len(x), -1, 16).sum(-1, dtype=f32)
-    if kind == "q8_k":
-        return levels, d.repeat(8, 1), of16 * d.repeat(16, 1)
-    sums = np.zeros_like(of16)
-    if kind == "q8_1":
-        sums[:, ::2] = (of16.reshape(len(x), -1, 2).sum(-1) * (amax / f32(127))).astype(np.float16)
-    return levels, d, sums
-
-
-def rows_of(x: Any, t: TensorType) -> tuple[Any, Any, Any]:
-    """Return rows for the device (uint8), the values that weights multiply, and what minimums multiply besides.
-
-    The value of a minimum's product is its own number (sums), not the sum of the values.
-    """
-    kind = FORMATS.get(t.name, "q8_k")
-    if t.block == 1:
-        rounded = x
-        if kind == "f16":
-            rounded = x.astype(np.float16).astype(f32)
-        elif kind == "bf16":
-            u = x.view(np.uint32)
-            rounded = ((u + 0x7FFF + (u >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(f32)
-        return rounded.view(np.uint8), rounded.astype(f64), None
-    levels, d, sums = quantize(x, kind)
-    n = x.shape[1]
-    values = levels.astype(f64) * d.astype(f64).repeat(32, 1)
-    excess = values.reshape(len(x), -1, 32).sum(-1) - sums.astype(f64).reshape(len(x), -1, 2).sum(-1)
-    rows = np.concatenate([a.view(np.uint8) for a in (levels, d, sums)], 1)
-    return rows, values[:, :n], excess[:, : n // 32]
-
-
-def decode(w: Any, t: TensorType) -> Any:
-    return reference_decoder(t)(w.reshape(-1, t.block_bytes)).reshape(*w.shape[:-1], -1).astype(f64)
-
-
-def products(w: Any, t: TensorType, values: Any, excess: Any) -> Any:
-    """Return x w^T for w [n_out, row_bytes], float64 [rows, n_out]."""
-    y = values @ decode(w, t).T
-    if t.name in ("Q4_1", "Q5_1"):  # s of q8_1 is rounded by itself
-        m = np.ascontiguousarray(w.reshape(len(w), -1, t.block_bytes)[..., 2:4]).view(np.float16)[..., 0]
-        y -= excess @ m.astype(f64).T
-    return y
-
-
-def check(got: Any, want: Any) -> None:
-    error = np.square(got - want).sum() / np.square(want).sum()
-    assert error < 1e-12, error
-
-
-def put_rows(memory: Memory, x: Any, t: TensorType) -> tuple[dict[str, int], Any, Any]:
-    rows, values, excess = rows_of(x, t)
-    return {"x": memory.put(rows), "x_stride": rows.shape[1]}, values, excess
-
+f32 = np.float32
 
 #: One type of each way to unpack, with row lengths that leave lanes idle, use fewer lanes, or more warps.
 MATRICES = [
@@ -119,6 +25,12 @@ MATRICES = [
     ("Q4_K", 768, 70, 2),
     ("Q6_K", 2304, 18, 3),
     ("Q2_K", 1024, 9, 1),
+    ("IQ3_XXS", 512, 9, 1),
+    ("IQ1_M", 2048, 5, 4),
+    ("MXFP4", 160, 21, 1),
+    ("NVFP4", 128, 17, 6),
+    ("TQ1_0", 256, 9, 1),
+    ("Q1_0", 384, 17, 1),
     ("F32", 100, 13, 3),
     ("F16", 2064, 11, 2),
     ("BF16", 49, 9, 8),
@@ -174,7 +86,9 @@ def test_mul_mat_heads_agrees_with_numpy(memory: Memory, name: str, n_in: int, n
         w=memory.put(w), row_bytes=w.shape[2], head_bytes=w[0].nbytes, heads=heads, n_in=n_in, n_out=n_out,
         out=out, out_stride=4 * heads * n_out,
     )  # fmt: skip
-    want = [products(w[i % heads], t, values[[i]], None if excess is None else excess[[i]]) for i in range(rows * heads)]
+    want = [
+        products(w[i % heads], t, values[[i]], None if excess is None else excess[[i]]) for i in range(rows * heads)
+    ]
     check(memory.get(out, (rows, heads * n_out)), np.reshape(want, (rows, heads * n_out)))
 
 
@@ -188,7 +102,9 @@ def test_mul_mat_id_agrees_with_numpy(memory: Memory, name: str, n_in: int, n_ou
     bias, scale = rng.standard_normal((n_expert, n_out + 4)).astype(f32), rng.uniform(0.5, 2, n_expert).astype(f32)
     place, values, excess = put_rows(memory, x, t)
     out, pairs = memory.room((tokens * n_used, n_out)), list(enumerate(ids.reshape(-1)))
-    y = np.stack([products(w[e], t, values[p // x_per], None if excess is None else excess[p // x_per]) for p, e in pairs])
+    y = np.stack(
+        [products(w[e], t, values[p // x_per], None if excess is None else excess[p // x_per]) for p, e in pairs]
+    )
     experts, flat = memory.put(w), ids.reshape(-1)
     for b, s, want in (
         (0, 0, y),
@@ -216,7 +132,8 @@ def test_up_gate_agrees_with_numpy(memory: Memory, activation: Activation) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "n_in", "n_out", "rows"), [("Q4_K", 1536, 9, 8), ("Q2_K", 2048, 5, 1), ("F16", 1024, 7, 1), ("F32", 70, 5, 4)]
+    ("name", "n_in", "n_out", "rows"),
+    [("Q4_K", 1536, 9, 8), ("Q2_K", 2048, 5, 1), ("F16", 1024, 7, 1), ("F32", 70, 5, 4)],
 )
 def test_up_gate_of_types_and_shapes(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> None:
     t, rng = BY_NAME[name], np.random.default_rng(8)
@@ -258,13 +175,27 @@ def test_up_gate_id_of_merged_halves(memory: Memory, name: str, n_in: int, n_out
     t, rng, n_expert, tokens, n_used = BY_NAME[name], np.random.default_rng(10), 4, 2, 2
     merged = draw_weights(t, (n_expert, 2 * n_out, n_in), rng)  # the gate's rows come first
     x, ids = rng.standard_normal((tokens, n_in)).astype(f32), np.array([[3, 1], [0, 3]], np.int32)
-    bias, scales = rng.standard_normal((n_expert, 2 * n_out)).astype(f32), rng.uniform(0.5, 2, (2, n_expert)).astype(f32)
-    place, values, excess = put_rows(memory, x, t)
-    w, b, flat, a = memory.put(merged), memory.put(bias), ids.reshape(-1), Activation("swiglu_oai", 1.702, 7.0, 0.0, 7.0)
-    y = np.concatenate(
-        [products(merged[e], t, values[[i // 2]], None if excess is None else excess[[i // 2]]) for i, e in enumerate(flat)]
+    bias, scales = (
+        rng.standard_normal((n_expert, 2 * n_out)).astype(f32),
+        rng.uniform(0.5, 2, (2, n_expert)).astype(f32),
     )
-    g, u = y[:, :n_out] * scales[1, flat, None] + bias[flat, :n_out], y[:, n_out:] * scales[0, flat, None] + bias[flat, n_out:]
+    place, values, excess = put_rows(memory, x, t)
+    w, b, flat, a = (
+        memory.put(merged),
+        memory.put(bias),
+        ids.reshape(-1),
+        Activation("swiglu_oai", 1.702, 7.0, 0.0, 7.0),
+    )
+    y = np.concatenate(
+        [
+            products(merged[e], t, values[[i // 2]], None if excess is None else excess[[i // 2]])
+            for i, e in enumerate(flat)
+        ]
+    )
+    g, u = (
+        y[:, :n_out] * scales[1, flat, None] + bias[flat, :n_out],
+        y[:, n_out:] * scales[0, flat, None] + bias[flat, n_out:],
+    )
     out = memory.room(u.shape)
     memory.run(
         mat_vec.up_gate_id(t, a, n_in, n_out, tokens, n_used),

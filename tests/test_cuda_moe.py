@@ -24,7 +24,9 @@ def read_plan(plan: Any, pairs: int, n_expert: int, tokens: int) -> tuple[Any, A
     ("rows", "n_used", "n_expert", "chosen"),
     [(9, 2, 8, 8), (150, 3, 40, 33), (333, 1, 3, 1), (1, 4, 70, 70), (70, 8, 128, 128)],
 )
-def test_a_plan_has_every_pair_once_by_expert(memory: Memory, rows: int, n_used: int, n_expert: int, chosen: int) -> None:
+def test_a_plan_has_every_pair_once_by_expert(
+    memory: Memory, rows: int, n_used: int, n_expert: int, chosen: int
+) -> None:
     rng = np.random.default_rng(5)
     # Some experts have no pair; of one alone, it is the last.
     of = rng.permutation(n_expert)[:chosen] if chosen > 1 else np.array([n_expert - 1])

@@ -17,8 +17,8 @@ import pytest
 from test_cpu_names import CPUS
 
 from quantkit.kernels import dequantize, quantize
-from quantkit.kernels.cpu import activations
 from quantkit.kernels.activation_formats import activation_format
+from quantkit.kernels.cpu import activations
 from quantkit.kernels.cpu.activations import ROW_GAP, SCALES, SUMS, UNIT_BYTES, row_bytes
 from quantkit.kernels.cpu.glu import limits
 from quantkit.kernels.cpu.matmul import mul_mat, products_of, scratch_bytes, up_gate, up_gate_scratch_bytes

@@ -63,7 +63,10 @@ def words_of(name: str) -> npt.NDArray[np.uint32]:
 )
 def test_the_header_holds_grids_of_8_values_as_nibbles(name, levels):
     nibbles = words_of(name)[:, None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
-    np.testing.assert_array_equal(np.array(levels)[nibbles], tables.table(name))
+    values = np.array(levels)[nibbles]
+    if name in ("iq2xxs_grid", "iq2xs_grid"):
+        values = np.stack([values[:, ::2], values[:, 1::2]], axis=1).reshape(-1, 8)
+    np.testing.assert_array_equal(values, tables.table(name))
 
 
 def test_the_header_holds_codebooks_and_grids_of_4_values_as_bytes():

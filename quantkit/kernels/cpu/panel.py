@@ -22,8 +22,8 @@ from typing import Any
 
 from numba.core import types
 
-from quantkit.kernels.cpu import floats
 from quantkit.kernels.activation_formats import activation_format
+from quantkit.kernels.cpu import floats
 from quantkit.kernels.cpu.activations import OFFSETS, OFFSETS32, SCALES, SUMS, SUMS32, UNIT_BYTES
 from quantkit.kernels.cpu.dots import copy_tail, operand_functions
 from quantkit.kernels.cpu.jit import helper, inline, specialize

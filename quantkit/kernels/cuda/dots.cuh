@@ -20,24 +20,26 @@ struct Activations {
 
 // Where a lane finds its values in a row: int8 levels[n_pad] | float d[n_pad / 32] | float sums[n_pad / 16].
 struct ActivationRow {
-    const uint8_t *levels, *d, *sums;
+    const uint8_t* levels;
+    int d, sums;  // from the levels on
 
     INLINE_METHOD ActivationRow(const uint8_t* x, int n_pad, int part)
-        : levels(x + 32 * part), d(x + n_pad + 4 * part), sums(x + n_pad + n_pad / 8 + 8 * part) {}
+        : levels(x + 32 * part), d(n_pad - 28 * part), sums(n_pad + n_pad / 8 - 24 * part) {}
 
-    INLINE_METHOD Activations load(int64_t by) const {
+    INLINE_METHOD Activations load(int by) const {
+        const uint8_t* p = levels + by;
         Activations v;
-        v.low = *(const int4*)(levels + by);
-        v.high = *(const int4*)(levels + by + 16);
-        v.d = *(const float*)(d + by);
-        if (TYPE::MINS) v.sums = *(const float2*)(sums + by);
+        v.low = *(const int4*)p;
+        v.high = *(const int4*)(p + 16);
+        v.d = *(const float*)(p + d);
+        if (TYPE::MINS) v.sums = *(const float2*)(p + sums);
         return v;
     }
 
     INLINE_METHOD void advance(int parts) {
         levels += 32 * parts;
-        d += 4 * parts;
-        sums += 8 * parts;
+        d -= 28 * parts;
+        sums -= 24 * parts;
     }
 };
 
@@ -99,6 +101,7 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
     const bool EARLY = C <= 2;  // activations fit the registers while one waits for weights
     // Unpackers may read some bytes before and after a block.
     __shared__ __align__(16) uint8_t stages[16 + WARPS * STAGES * STAGE + 16];
+    __shared__ uint32_t grid[Grid<TYPE>::WORDS > 0 ? Grid<TYPE>::WORDS : 1];
     const int lane = team.lane % GROUP, parts = n_in / 32, n_pad = (n_in + 255) / 256 * 256;
     const int steps = (parts + LANES - 1) / LANES, PARTS = TYPE::BLOCK / 32;
     uint8_t* const mine = stages + 16 + team.warp * (STAGES * STAGE);
@@ -114,6 +117,10 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
     for (int s = 0; s < STAGES; s++) {
         if (s < steps) copier.copy(to + s * STAGE, s * stride);
         end_group();
+    }
+    if (Grid<TYPE>::WORDS) {
+        load_grid<TYPE>(grid);
+        __syncthreads();
     }
     uint32_t head[M][R];  // where the first segments begin: only the last four bits matter
 #pragma unroll
@@ -132,7 +139,7 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
         Activations early[EARLY ? C : 1];
         if (EARLY && part < parts)
 #pragma unroll
-            for (int c = 0; c < C; c++) early[c] = row.load(c * x_stride);
+            for (int c = 0; c < C; c++) early[c] = row.load(c * (int)x_stride);
         wait_groups<STAGES - 1>();
         __syncwarp();
         if (part < parts) {
@@ -141,11 +148,11 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int r = 0; r < R; r++)
-                    TYPE::unpack(block + stage + 16 * WORDS * TEAMS * (m * R + r) + (head[m][r] + s * stride & 15),
-                                 lane % PARTS, levels[m][r]);
+                    unpack_with<TYPE>(block + stage + 16 * WORDS * TEAMS * (m * R + r) + (head[m][r] + s * stride & 15),
+                                      lane % PARTS, levels[m][r], grid);
 #pragma unroll
             for (int c = 0; c < C; c++) {
-                const Activations v = EARLY ? early[EARLY ? c : 0] : row.load(c * x_stride);
+                const Activations v = EARLY ? early[EARLY ? c : 0] : row.load(c * (int)x_stride);
 #pragma unroll
                 for (int m = 0; m < M; m++)
 #pragma unroll

@@ -1,35 +1,23 @@
-// Rows of F32, F16 or BF16 weights times a few rows of f32 activations. Macros: FLOAT, LANES (32 and more).
+// Rows of F32, F16 or BF16 weights times a few rows of f32 activations. Macros: TYPE, LANES (32 and more).
 //
 // Lanes read 16 bytes side by side, several loads at once; rows that begin elsewhere than at multiples of 16 bytes, or
 // end within 16 bytes, go value by value.
 #pragma once
 #include "team.cuh"
+#include "unpack/floats.cuh"
 
-struct F32 {
-    static const int BYTES = 4;
-    INLINE_METHOD static float value(const uint8_t* p) { return *(const float*)p; }
-    INLINE_METHOD static void unpack(uint32_t word, float* v) { v[0] = __uint_as_float(word); }
-};
+// The values of four bytes.
+INLINE void unpack_word(F32, uint32_t word, float* v) { v[0] = __uint_as_float(word); }
+INLINE void unpack_word(F16, uint32_t word, float* v) {
+    v[0] = half_to_float((uint16_t)word);
+    v[1] = half_to_float((uint16_t)(word >> 16));
+}
+INLINE void unpack_word(BF16, uint32_t word, float* v) {
+    v[0] = __uint_as_float(word << 16);
+    v[1] = __uint_as_float(word & 0xffff0000u);
+}
 
-struct F16 {
-    static const int BYTES = 2;
-    INLINE_METHOD static float value(const uint8_t* p) { return half_to_float(load2(p)); }
-    INLINE_METHOD static void unpack(uint32_t word, float* v) {
-        v[0] = half_to_float((uint16_t)word);
-        v[1] = half_to_float((uint16_t)(word >> 16));
-    }
-};
-
-struct BF16 {
-    static const int BYTES = 2;
-    INLINE_METHOD static float value(const uint8_t* p) { return bf16_to_float(load2(p)); }
-    INLINE_METHOD static void unpack(uint32_t word, float* v) {
-        v[0] = __uint_as_float(word << 16);
-        v[1] = __uint_as_float(word & 0xffff0000u);
-    }
-};
-
-const int VALUES = 16 / FLOAT::BYTES;  // of 16 bytes
+const int VALUES = 16 / TYPE::BYTES;  // of 16 bytes
 
 // sums += the products of 16 bytes of every row with their activations.
 template <int M, int R, int C>
@@ -40,10 +28,10 @@ INLINE void add_products(const uint4 (&words)[M][R], const uint8_t* x, int64_t x
 #pragma unroll
         for (int r = 0; r < R; r++) {
             float* v = weights[m][r];
-            FLOAT::unpack(words[m][r].x, v);
-            FLOAT::unpack(words[m][r].y, v + VALUES / 4);
-            FLOAT::unpack(words[m][r].z, v + VALUES / 2);
-            FLOAT::unpack(words[m][r].w, v + VALUES / 4 * 3);
+            unpack_word(TYPE(), words[m][r].x, v);
+            unpack_word(TYPE(), words[m][r].y, v + VALUES / 4);
+            unpack_word(TYPE(), words[m][r].z, v + VALUES / 2);
+            unpack_word(TYPE(), words[m][r].w, v + VALUES / 4 * 3);
         }
 #pragma unroll
     for (int c = 0; c < C; c++)
@@ -66,7 +54,7 @@ INLINE void add_products(const uint4 (&words)[M][R], const uint8_t* x, int64_t x
 template <int M, int R, int C>
 INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_bytes, const uint8_t* x,
                      int64_t x_stride, int n_in, float (&sums)[M][R][C]) {
-    const int AT_ONCE = 4;  // loads of a row
+    const int AT_ONCE = C <= 2 ? 4 : 2;  // loads of a row
     const uint8_t* rows[M][R];
     int64_t bits = row_bytes | x_stride | (int64_t)x;
 #pragma unroll
@@ -91,7 +79,7 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
                 for (int m = 0; m < M; m++)
 #pragma unroll
                     for (int r = 0; r < R; r++)
-                        sums[m][r][c] = fmaf(FLOAT::value(rows[m][r] + (int64_t)FLOAT::BYTES * i), v, sums[m][r][c]);
+                        sums[m][r][c] = fmaf(TYPE::value(rows[m][r] + (int64_t)TYPE::BYTES * i), v, sums[m][r][c]);
             }
         return;
     }

@@ -1,8 +1,9 @@
 // Products of matrices with 1 to 8 rows of activations: every weight is read once, and reading them is all the time.
 //
-// Macros: TYPE, or FLOAT (F32, F16, BF16), of the weights; COLUMNS, rows of x; LANES that share a row of weights, ROWS
-// that they compute at once; with ACTIVATION, its number, the file has the fused products of up and gate instead.
-#ifdef FLOAT
+// Macros: TYPE of the weights, FLOATS if it is F32, F16 or BF16; COLUMNS, rows of x; LANES that share a row of weights,
+// ROWS that they compute at once. With ACTIVATION, its number, the file has the fused products of up and gate instead.
+#define BLOCKS_AT_ONCE (COLUMNS == 1 ? 5 : COLUMNS == 2 ? 5 : 3)
+#ifdef FLOATS
 #include "float_dots.cuh"
 #else
 #include "dots.cuh"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quantkit.kernels.cuda.dequantize import TYPES, supported
 from quantkit.kernels.cuda.glu import ACTIVATIONS, GATES
 from quantkit.kernels.cuda.operation import Operation, Shape
 from quantkit.kernels.parameters import Activation
@@ -40,10 +41,14 @@ def _lanes_of_warp(parts: int) -> int:
     return next((lanes for lanes in busy if busy[lanes] >= 0.85), max(busy, key=busy.__getitem__))
 
 
-def _rows(t: TensorType, lanes: int, n_out: int, matrices: int) -> int:
-    """Return how many rows of each of one or two matrices a team computes at once."""
-    bits = 8 * t.block_bytes / t.block
-    rows = (4 if bits < 4 else 2) // matrices
+def _rows(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) -> int:
+    """Return how many rows of each of one or two matrices a team computes at once, all with the same activations."""
+    if t.name in _FLOATS:
+        rows = 2 // matrices
+    elif columns > 4:
+        rows = 3 // matrices  # more do not fit the registers
+    else:
+        rows = (4 if columns > 2 or 8 * t.block_bytes / t.block < 4 else 2) // matrices
     while rows > 1 and n_out * lanes < 32 * _FEW * rows:
         rows //= 2
     return rows
@@ -56,9 +61,10 @@ def _shape(
     if not 1 <= columns <= MAX_ROWS:
         raise ValueError(f"mat_vec takes 1 to {MAX_ROWS} rows, not {columns}")
     lanes = _lanes(t, n_in, n_out * each)
-    rows = _rows(t, lanes, n_out * each, 2 if kind else 1)
-    operation = Operation("mat_vec.cu", name).bind(COLUMNS=columns, LANES=lanes, ROWS=rows)
-    operation = operation.bind(FLOAT=t.name) if t.name in _FLOATS else operation.bind(TYPE=t.name)
+    rows = _rows(t, lanes, n_out * each, columns, 2 if kind else 1)
+    operation = Operation("mat_vec.cu", name).bind(TYPE=supported(t).name, COLUMNS=columns, LANES=lanes, ROWS=rows)
+    if t.name in _FLOATS:
+        operation = operation.bind(FLOATS=1)
     if kind:
         operation = operation.bind(ACTIVATION=ACTIVATIONS[kind])
     of_block = rows * _WARPS * 32 // lanes
@@ -88,3 +94,21 @@ def up_gate(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: 
 def up_gate_id(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, n_used: int) -> Shape:
     """Return how to compute activation(gate x) * (up x) with chosen experts, each pair by itself."""
     return _shape("up_gate_id", t, n_in, n_out, 1, rows * n_used, n_used, activation.kind)
+
+
+def operations() -> Iterator[Operation]:
+    """Yield an operation of every type, and of some types those that differ in anything else."""
+    silu = Activation("silu")
+    for t in TYPES:
+        yield mul_mat(t, 4096, 16384).operation
+        yield mul_mat_id(t, 4096, 16384, 1, 1).operation
+    for name in ("Q8_0", "Q6_K", "TQ1_0", "IQ2_S", "F32"):
+        yield up_gate(BY_NAME[name], silu, 4096, 16384, MAX_ROWS).operation
+    for t in (BY_NAME["Q4_K"], BY_NAME["F16"]):
+        for n_in, n_out in ((768, 16384), (1536, 16384), (2048, 768), (4096, 256)):
+            yield mul_mat(t, n_in, n_out).operation
+            yield up_gate_id(t, silu, n_in, n_out, 1, 1).operation
+        for rows in (2, 3, 5, MAX_ROWS):
+            yield mul_mat_heads(t, 4096, 16384, rows, 1).operation
+    for kind in GATES:
+        yield up_gate(BY_NAME["Q4_K"], Activation(kind), 4096, 16384).operation

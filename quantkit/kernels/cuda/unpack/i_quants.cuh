@@ -13,7 +13,8 @@
 //
 // Seven signs stand for eight: the eighth makes the number of minuses even. IQ1's eighths become integers: levels are
 // 8 * grid +- 1 and the scale an eighth. Grids of 8 values are nibbles (tables.cuh): a byte permutation turns four of
-// them into levels, its table the magnitudes and their negatives (IQ2), or the three levels with the shift (IQ1).
+// them into levels, its table the magnitudes and their negatives (IQ2), or the three levels with the shift (IQ1). Signs
+// are spread to nibbles or bytes by multiplications, whose copies of the bits do not meet.
 #pragma once
 #include "unpack/levels.cuh"
 #include "unpack/tables.cuh"
@@ -45,17 +46,11 @@ struct IQ4_XS {
 
 // ---------------------------------------------------------------- signs of IQ2 and IQ3
 
-// Bit 7 of four bytes, the parity of the other bits.
-INLINE uint32_t all_signs(uint32_t sevens) {
-    uint32_t x = sevens ^ sevens >> 4;
-    x ^= x >> 2;
-    x ^= x >> 1;
-    return sevens | (x & ONES) << 7;
-}
-
-// 32 signs from a word of 4 x 7.
-INLINE uint32_t word_signs(uint32_t w) {
-    return all_signs((w & 0x7fu) | (w << 1 & 0x7f00u) | (w << 2 & 0x7f0000u) | (w << 3 & 0x7f000000u));
+// Seven signs at the bottoms of nibbles, in the order 0 4 1 5 2 6 3, and in the eighth nibble their parity: the low
+// nibbles of four bytes are those of values 0..3, the high ones those of values 4..7.
+INLINE uint32_t seven_signs(uint32_t seven) {
+    const uint32_t x = seven * 0x00204081u & 0x01111111u;
+    return x | (x * 0x11111111u & 0x10000000u);  // the sum of all nibbles, below 8
 }
 
 // Byte j of a word of signs, a bit as bit 2 of each of 8 nibbles.
@@ -84,10 +79,11 @@ struct IQ3_XXS {
         uint32_t x[2], w[1];
         load_words(p + 2 + 8 * part, x);
         load_words(p + 66 + 4 * part, w);
-        const uint32_t signs = word_signs(w[0]);
-        for (int i = 0; i < 8; i++) {
-            const uint32_t minus = negative(signs, i);
-            l.q[i] = (int)((grid[byte_of(x[i >> 2], i & 3)] ^ minus) + (minus & ONES));
+        for (int i = 0; i < 8; i += 2) {
+            const uint32_t signs = seven_signs(w[0] >> 7 * (i / 2) & 127), low = signs & ONES, high = signs >> 4 & ONES;
+            // -m is ~m + 1; no byte of a grid is 0, so none carries.
+            l.q[i] = (int)((grid[byte_of(x[i >> 2], i & 3)] ^ low * 255) + low);
+            l.q[i + 1] = (int)((grid[byte_of(x[i >> 2], (i & 3) + 1)] ^ high * 255) + high);
         }
         set_scales(l, half_scale(w[0] >> 28, load_half(p), 0.5f));
     }
@@ -113,11 +109,15 @@ struct IQ3_S {
 
 // ---------------------------------------------------------------- IQ2
 
-// 8 levels of magnitudes 8, 25, 43.
-INLINE void set_eight(Levels& l, int j, uint32_t entry, uint32_t signs) {
-    const uint32_t s = entry | nibble_signs(signs, j);
-    l.q[2 * j] = (int)pick_bytes(0x002b1908u, 0x00d5e7f8u, s);
-    l.q[2 * j + 1] = (int)pick_bytes(0x002b1908u, 0x00d5e7f8u, s >> 16);
+// 8 levels by nibbles: magnitudes 8, 25, 43, and 4 more for their negatives.
+INLINE uint32_t four_signed(uint32_t nibbles) { return pick_bytes(0x002b1908u, 0x00d5e7f8u, nibbles); }
+
+// The entry's nibbles are in the order of seven_signs.
+INLINE void set_eight(Levels& l, int j, uint32_t entry, uint32_t seven) {
+    const uint32_t s = seven_signs(seven) * 4 + entry;
+    const uint32_t a = four_signed(s), b = four_signed(s >> 16);
+    l.q[2 * j] = (int)pick_bytes(a, b, 0x6420);
+    l.q[2 * j + 1] = (int)pick_bytes(a, b, 0x7531);
 }
 
 // A scale for each 16 values, in the halves of a byte.
@@ -133,8 +133,7 @@ struct IQ2_XXS {
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
         uint32_t x[2];
         load_words(p + 2 + 8 * part, x);
-        const uint32_t signs = word_signs(x[1]);
-        for (int j = 0; j < 4; j++) set_eight(l, j, grid[byte_of(x[0], j)], signs);
+        for (int j = 0; j < 4; j++) set_eight(l, j, grid[byte_of(x[0], j)], x[1] >> 7 * j & 127);
         set_scales(l, half_scale(x[1] >> 28, load_half(p), 0.25f));
     }
 };
@@ -146,8 +145,10 @@ struct IQ2_XS {
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
         uint32_t x[2];
         load_words(p + 2 + 8 * part, x);
-        const uint32_t signs = all_signs(pick_bytes(x[0] >> 1, x[1] >> 1, 0x7531) & 0x7f7f7f7fu);
-        for (int j = 0; j < 4; j++) set_eight(l, j, grid[x[j >> 1] >> 16 * (j & 1) & 511], signs);
+        for (int j = 0; j < 4; j++) {
+            const uint32_t both = x[j >> 1] >> 16 * (j & 1);
+            set_eight(l, j, grid[both & 511], both >> 9 & 127);
+        }
         set_half_scales(l, p[66 + part], load_half(p));
     }
 };
@@ -161,7 +162,11 @@ struct IQ2_S {
         load_words(p + 2 + 4 * part, x);
         load_words(p + 34 + 4 * part, signs);
         const uint32_t h = p[66 + part];
-        for (int j = 0; j < 4; j++) set_eight(l, j, grid[byte_of(x[0], j) | (h << (8 - 2 * j) & 768)], signs[0]);
+        for (int j = 0; j < 4; j++) {
+            const uint32_t s = grid[byte_of(x[0], j) | (h << (8 - 2 * j) & 768)] | nibble_signs(signs[0], j);
+            l.q[2 * j] = (int)four_signed(s);
+            l.q[2 * j + 1] = (int)four_signed(s >> 16);
+        }
         set_half_scales(l, p[74 + part], load_half(p));
     }
 };

@@ -17,7 +17,8 @@ INLINE uint32_t power_of_three(int n) { return (n & 1 ? 3u : 1u) * (n & 2 ? 9u :
 
 // The digit of four bytes that a power of three brings to the front, less one.
 INLINE int digits(uint32_t x, uint32_t power) {
-    const uint32_t even = (x & 0x00ff00ffu) * power & 0x00ff00ffu, odd = (x >> 8 & 0x00ff00ffu) * power & 0x00ff00ffu;
+    const uint32_t even = (x & 0x00ff00ffu) * power & 0x00ff00ffu;
+    const uint32_t odd = pick_bytes(x, 0, 0x4341) * power & 0x00ff00ffu;
     return less_one(pick_bytes(even * 3, odd * 3, 0x7351));
 }
 
