@@ -65,7 +65,14 @@ def test_all_at_once(
     slots = {**heads.NOTHING, "batch": batch, "rows": ROWS, "table": table, "start": start, "n_rot": n_rot}
     slots |= {"neox": rope.KINDS.index(kind), "kind": norms.KINDS.index("layer"), "eps": 1e-5}
     slots |= {"head": head, "v_head": v_head, "q_norm": when, "k_norm": when, "q_turn": 1, "k_turn": 1}
-    slots |= {"q": x, "q_heads": n_head, "q_stride": stride, "q_step": 2 * head, "q_weight": w_q, "q_n_weight": widths[0]}
+    slots |= {
+        "q": x,
+        "q_heads": n_head,
+        "q_stride": stride,
+        "q_step": 2 * head,
+        "q_weight": w_q,
+        "q_n_weight": widths[0],
+    }
     slots |= {"k": k_at, "k_heads": n_kv, "k_stride": stride, "k_step": head, "k_weight": w_k, "k_n_weight": head}
     slots |= {"v": v_at, "v_heads": n_kv, "v_stride": stride, "v_step": v_head}
     slots |= {"q_out": out_q, "k_out": out_k, "k_cache": found[0], "v_cache": found[1]}

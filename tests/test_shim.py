@@ -25,7 +25,10 @@ MISTAKES = {
         "use-after-poison|heap-buffer-overflow",
     ),
     "misaligned": ("a.x[0] = *(const float*)((const char*)a.x + 2);", "misaligned"),
-    "a barrier not for all": ("if (threadIdx.x < 40) __syncthreads(); else __syncwarp();", "wait for others|at different"),
+    "a barrier not for all": (
+        "if (threadIdx.x < 40) __syncthreads(); else __syncwarp();",
+        "wait for others|at different",
+    ),
     "lanes apart": ("if (threadIdx.x & 1) a.x[0] = __shfl_xor_sync(FULL, a.x[1], 1);", "wait for others"),
     "a shift too far": ("a.x[0] = 1 << (threadIdx.x + a.n);", "shift exponent"),
 }

@@ -82,13 +82,22 @@ def _tile(head_k: int, head_v: int) -> tuple[Operation, int, int]:
     columns = -(-head_v // 64) * 64
     values = {1: 32, 2: 16, 3: 8, 4: 8}.get(columns // 64, 4) * columns
     shared = 4 * (size * (q + 68) + max(64 * 36, values))
-    return Operation("attention.cu", "attention").bind(WAY=TILE, ROWS=size, THREADS=4 * size, BLOCKS_AT_ONCE=2), size, shared
+    return (
+        Operation("attention.cu", "attention").bind(WAY=TILE, ROWS=size, THREADS=4 * size, BLOCKS_AT_ONCE=2),
+        size,
+        shared,
+    )
 
 
 def operations() -> Iterator[Operation]:
     """Yield every operation of this file, for some sizes of heads."""
     for kind in TYPES:
-        for n_head, n_head_kv, head_k, head_v in ((32, 4, 128, 128), (32, 8, 64, 64), (8, 4, 256, 256), (128, 1, 576, 512)):
+        for n_head, n_head_kv, head_k, head_v in (
+            (32, 4, 128, 128),
+            (32, 8, 64, 64),
+            (8, 4, 256, 256),
+            (128, 1, 576, 512),
+        ):
             for rows in (1, 512):
                 chosen = attention(kind, n_head, n_head_kv, head_k, head_v, rows, 4096)
                 yield chosen.attend.operation

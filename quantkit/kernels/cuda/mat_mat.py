@@ -93,9 +93,7 @@ def mul_mat_heads(
     return _shape(_operation(name, t, tile), t, tile, n_out, -(-rows // tile.tokens), heads)
 
 
-def up_gate(
-    t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, capability: int = 90
-) -> Shape:
+def up_gate(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, capability: int = 90) -> Shape:
     """Return how to compute activation(gate x) * (up x) for rows of x."""
     tile = tile_for(rows, capability)
     operation = _operation("up_gate", t, tile, activation.kind)

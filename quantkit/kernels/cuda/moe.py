@@ -1,6 +1,6 @@
 """Which pairs every expert has, on the device: moe.cu, plan.cuh.
 
-    bucket    plan ids rows n_used n_expert      ids int32 [rows, n_used]; plan: plan_bytes, read by products by expert
+bucket    plan ids rows n_used n_expert      ids int32 [rows, n_used]; plan: plan_bytes, read by products by expert
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from quantkit.kernels.cuda import activations, norms
 from quantkit.kernels.cuda.operation import Operation, Shape
 
 #: Columns of a row at most: what the registers of a block hold.
-MAX_WIDTH = 16384
+MAX_WIDTH = 12288
 
 #: Slots of a stage that only copies x: others are given instead of some.
 NOTHING = {
@@ -31,6 +31,8 @@ def stage(width: int, rows: int) -> Shape:
     units, warps = -(-width // 256), 1
     while warps < min(units, 32):
         warps *= 2
+    if units > 32:
+        warps = 16  # or registers would not do
     operation = Operation("stage.cu", "stage").bind(THREADS=32 * warps, UNITS=-(-units // warps))
     return Shape(operation, (max(1, rows), 1, 1))
 
@@ -47,5 +49,5 @@ def format_of(kind: str) -> int:
 
 def operations() -> Iterator[Operation]:
     """Yield every operation of this file."""
-    for width in (256, 512, 1024, 2048, 4096, 8192, 16384):
+    for width in (256, 512, 1024, 2048, 4096, 8192, 12288):
         yield stage(width, 1).operation

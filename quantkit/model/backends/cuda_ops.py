@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache as kept
 from typing import Any
-
-import numpy as np
 
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cuda import (
@@ -17,6 +16,7 @@ from quantkit.kernels.cuda import (
     glu,
     mat_mat,
     mat_vec,
+    mat_vec_several,
     norms,
     recurrent,
     rope,
@@ -25,7 +25,7 @@ from quantkit.kernels.cuda import (
 from quantkit.kernels.cuda.operation import Shape
 from quantkit.kernels.parameters import Activation
 from quantkit.kernels.rope_constants import rope_constants, rope_scalars
-from quantkit.model.backends import cuda_looking_on
+from quantkit.model.backends import cuda_joined, cuda_looking_on
 from quantkit.model.backends.arena import Buffer, Slot
 from quantkit.model.backends.cuda_lowering import FEW_ROWS, CUDALowering, KernelEntry, Rows
 from quantkit.model.backends.lowering import expert_bytes_of, row_bytes_of
@@ -119,21 +119,16 @@ def _clamp(b: CUDALowering, op: Clamp) -> None:
 
 
 def _norm(b: CUDALowering, op: Norm) -> None:
-    parts = {name: b.vector_values(m) for name, m in (("weight", op.weight), ("bias", op.bias)) if m is not None}
-    n_weight = max([op.group, *(len(v) for v in parts.values())]) if parts else op.group
-    # One that is shorter, than a group or than the other, is written out: np.resize repeats.
-    addresses = {name: b.array(v if len(v) == n_weight else np.resize(v, n_weight)) for name, v in parts.items()}
     per_row, kind = op.out.width // op.group, op.kind
     entry = b.emit(
         lambda rows: norms.norm(kind, rows * per_row),
         op.out,
         x=b.buffer(op.x),
         out=b.buffer(op.out),
-        **{"weight": 0, "bias": 0, **addresses},
+        **b.norm_vectors(op),
         groups=Rows(per_row),
         group=op.group,
         per_row=per_row,
-        n_weight=n_weight,
         eps=op.eps,
     )
     b.may_overwrite(entry, op.out, op.x)
@@ -192,37 +187,60 @@ def _join(b: CUDALowering, op: Join) -> None:
 # ---------------------------------------------------------------- matrices
 
 
-def _multiply(b: CUDALowering, out: Value, x: Value, weight: Matrix, bias: Matrix | None, scale: Matrix | None) -> None:
+@dataclass(frozen=True)
+class _Product:
     """out = scale * (weight x) + bias"""
-    activations, stride = b.activations(x, weight)
-    t, n_in, n_out, card = weight.tensor.type, weight.n_in, weight.n_out, b.device.capability
-    w = b.weight(weight)
-    entry = b.emit(
-        lambda rows: (
-            mat_vec.mul_mat(t, n_in, n_out, rows) if rows <= FEW_ROWS else mat_mat.mul_mat(t, n_in, n_out, rows, card)
-        ),
-        x,
-        x=activations,
-        x_stride=stride,
-        w=w,
-        row_bytes=row_bytes_of(weight),
-        n_in=n_in,
-        n_out=n_out,
-        out=b.buffer(out),
-        out_stride=4 * out.width,
-        bias=b.vector(bias),
-        scale=b.vector(scale),
-    )
-    entry.weights = (weight,)
+
+    out: Value
+    weight: Matrix
+    bias: Matrix | None
+    scale: Matrix | None
+
+    def slots(self, b: CUDALowering) -> dict[str, Slot]:
+        return {
+            "w": b.weight(self.weight),
+            "n_out": self.weight.n_out,
+            "out": b.buffer(self.out),
+            "bias": b.vector(self.bias),
+            "scale": b.vector(self.scale),
+        }
+
+
+def _multiply(b: CUDALowering, x: Value, products: Sequence[_Product]) -> None:
+    """Multiply weights of one type: in one launch, if rows are few."""
+    first = products[0].weight
+    activations, stride = b.activations(x, first)
+    t, n_in, card, together = first.tensor.type, first.n_in, b.device.capability, len(products) > 1
+    common: dict[str, Slot] = {"x": activations, "x_stride": stride, "row_bytes": row_bytes_of(first), "n_in": n_in}
+    each = [product.slots(b) for product in products]
+    if together:
+        n_outs = [product.weight.n_out for product in products]
+
+        def several(rows: int) -> Shape | None:
+            return mat_vec_several.mul_mats(t, n_in, n_outs, rows) if rows <= FEW_ROWS else None
+
+        b.emit(several, x, **common, **mat_vec_several.slots(each)).weights = tuple(p.weight for p in products)
+    for product, slots in zip(products, each, strict=True):
+
+        def choose(rows: int, n_out: int = product.weight.n_out) -> Shape | None:
+            if rows > FEW_ROWS:
+                return mat_mat.mul_mat(t, n_in, n_out, rows, card)
+            return None if together else mat_vec.mul_mat(t, n_in, n_out, rows)
+
+        b.emit(choose, x, out_stride=4 * product.out.width, **common, **slots).weights = (product.weight,)
 
 
 def _mul_mat(b: CUDALowering, op: MulMat) -> None:
-    _multiply(b, op.out, op.x, op.weight, op.bias, op.scale)
+    _multiply(b, op.x, [_Product(op.out, op.weight, op.bias, op.scale)])
 
 
 def _mul_mats(b: CUDALowering, op: MulMats) -> None:
-    for out, weight, bias, scale in zip(op.outs, op.weights, op.biases, op.scales, strict=True):
-        _multiply(b, out, op.x, weight, bias, scale)
+    groups: dict[str, list[_Product]] = {}
+    for product in map(_Product, op.outs, op.weights, op.biases, op.scales):
+        groups.setdefault(product.weight.tensor.type.name, []).append(product)
+    for group in groups.values():
+        for first in range(0, len(group), mat_vec_several.MAX_MATRICES):
+            _multiply(b, op.x, group[first : first + mat_vec_several.MAX_MATRICES])
 
 
 def _up_gate(b: CUDALowering, op: UpGate) -> None:
@@ -528,6 +546,7 @@ LOWER: Mapping[type[Op], Callable[[CUDALowering, Any], None]] = {
     Attention: _attention,
     Convolve: _convolve,
     DeltaNet: _delta_net,
+    **cuda_joined.LOWER,
     **cuda_looking_on.LOWER,
 }
 
