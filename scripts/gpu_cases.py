@@ -19,7 +19,9 @@ from quantkit.kernels.reference import reference_decoder
 from quantkit.model.backends import Backend, Limits
 from quantkit.model.batch import Batch
 from quantkit.model.ops import Activation, Matrix, MulMat, MulMatId, Op, UpGate, UpGateId, Value
+from quantkit.model.placement import ALL_LAYERS, Placement, parse_rules
 from quantkit.types import BY_NAME, TensorType
+from zoo import expected, write_zoo
 
 Floats = npt.NDArray[np.float32]
 
@@ -36,8 +38,8 @@ N_IN, N_OUT, N_EXPERT, N_USED = 768, 72, 6, 2
 ROWS = (1, 5, 40)
 
 
-def blocks(t: TensorType, count: int, seed: int) -> npt.NDArray[np.uint8]:
-    """Draw ``count`` blocks of a type, uint8 [count, block_bytes], whose values are finite and below 64."""
+def blocks(t: TensorType, count: int, seed: int, largest: float = 64) -> npt.NDArray[np.uint8]:
+    """Draw ``count`` blocks of a type, uint8 [count, block_bytes], whose values are finite and below ``largest``."""
     rng = np.random.default_rng([seed, t.id])
     if not t.is_quantized:
         values = rng.standard_normal(count * t.block).astype(np.float32)
@@ -53,16 +55,16 @@ def blocks(t: TensorType, count: int, seed: int) -> npt.NDArray[np.uint8]:
     while have < count:
         drawn = rng.integers(0, 256, (4 * count, t.block_bytes), np.uint8)
         with np.errstate(all="ignore"):
-            largest = np.abs(decode(drawn)).max(axis=1)
-            good = drawn[np.isfinite(largest) & (largest < 64) & (largest > 1e-3)]
+            most = np.abs(decode(drawn)).max(axis=1)
+            good = drawn[np.isfinite(most) & (most < largest) & (most > 1e-3)]
         found.append(good)
         have += len(good)
     return np.concatenate(found)[:count]
 
 
-def tensor(t: TensorType, shape: Sequence[int], seed: int) -> bytes:
+def tensor(t: TensorType, shape: Sequence[int], seed: int, largest: float = 64) -> bytes:
     """Draw a tensor's data."""
-    return blocks(t, int(np.prod(shape)) // t.block, seed).tobytes()
+    return blocks(t, int(np.prod(shape)) // t.block, seed, largest).tobytes()
 
 
 def write_products(path: Path) -> Path:
@@ -147,22 +149,72 @@ def run_products(backend: Backend, source: GGUFFile, name: str) -> Iterator[tupl
             yield f"{name}, {out.name}, {rows}", np.array(program.read(out))
 
 
-# ---------------------------------------------------------------- whole models of quantized weights
+#: Between the CPU backend and the card: sums in another order, in f32.
+BOUND = 1e-10
+
+#: The same over whole models: a rounded activation may fall to the other side, and keys and values are f16.
+BOUND_MODEL = 1e-5
+
+
+def nmse(found: Any, wanted: Any) -> float:
+    """Return the mean squared error, divided by the mean square of what is wanted."""
+    a, b = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    return float(np.square(a - b).mean() / np.square(b).mean())
+
+
+# ---------------------------------------------------------------- whole models
+
+
+def on_card(rules: Sequence[str] = ()) -> Placement:
+    """Return the placement of everything on the first card, but for what rules say."""
+    return Placement(ALL_LAYERS, parse_rules(rules), ("CUDA0",), embeddings=True)
+
+
+#: Tensors on the host, by numpy's backend, which needs no compiler.
+PLACEMENTS = {
+    "#861: up and gate on the card, down on the host": ["ffn_down_exps=REFERENCE"],
+    "#861: up on the host, gate on the card": ["ffn_up_exps=REFERENCE"],
+    "experts on the host": ["_exps=REFERENCE"],
+    "a layer on the host": [r"blk\.1\.=REFERENCE"],
+    "attention's matrices on the host": [r"attn_(q|k|v|output)\.=REFERENCE"],
+    "output and embeddings on the host": ["output=REFERENCE,token_embd=REFERENCE"],
+}
 
 #: A zoo model, and the types its matrices are drawn in.
 RETYPED = ("qwen3moe-moe", ("Q8_0", "Q4_K", "IQ4_XS", "Q6_K", "IQ3_S"))
 
 
-def write_retyped(source: Path, name: str, path: Path) -> Path:
-    """Write a model like another one whose matrices are of a type, drawn from a seed and scaled down to behave."""
-    with open_gguf(source) as file:
+def retyped(folder: Path, name: str) -> Path:
+    """Write the zoo model whose matrices are of a type, drawn from a seed."""
+    plain = write_zoo(RETYPED[0], folder / "plain.gguf")
+    path = folder / f"retyped-{name}.gguf"
+    t = BY_NAME[name]
+    with open_gguf(plain) as file:
         tensors: list[tuple[str, Sequence[int], TensorType, Any]] = []
         for i, (key, info) in enumerate(file.tensors.items()):
-            t = BY_NAME[name]
-            matrix = len(info.shape) > 1 and ".ffn_gate_inp." not in key and not key.startswith("token_embd")
-            if not matrix or info.shape[0] % t.block:
+            kept = len(info.shape) < 2 or ".ffn_gate_inp." in key or key.startswith("token_embd")
+            if kept or info.shape[0] % t.block:
                 tensors.append((key, info.shape, info.type, file.data(info).tobytes()))
-                continue
-            tensors.append((key, info.shape, t, tensor(t, info.shape, 100 + i)))
+            else:
+                tensors.append((key, info.shape, t, tensor(t, info.shape, 100 + i, largest=0.25)))
         write_gguf(path, list(file.fields.values()), tensors)
     return path
+
+
+def retyped_tokens() -> npt.NDArray[np.int32]:
+    """Return the tokens of the retyped models: few enough that the logits can be kept."""
+    return expected(RETYPED[0])[0][:24]
+
+
+def perplexity(model: Any, tokens: npt.NDArray[np.int32]) -> float:
+    """Return the perplexity of chunks of tokens, int32 [chunks, n]: of the second half of each, as llama.cpp's."""
+    total, count = 0.0, 0
+    session = model.session(tokens.shape[1])
+    for chunk in tokens:
+        session.clear()
+        logits = session.decode(chunk).astype(np.float64)
+        first = len(chunk) // 2
+        rows = logits[first:-1] - logits[first:-1].max(axis=1, keepdims=True)
+        scores = np.log(np.exp(rows).sum(axis=1)) - rows[np.arange(len(rows)), chunk[first + 1 :]]
+        total, count = total + float(scores.sum()), count + len(scores)
+    return float(np.exp(total / count))

@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -36,12 +35,8 @@ from quantkit.types import BY_NAME, TensorType
 #: Weights made at once by a thread: 8 MiB of float32, which stays in a cache.
 CHUNK = 1 << 21
 
-#: Option -> the dtype of the matrices, and llama.cpp's number for such a file (general.file_type).
-DTYPES: dict[str, tuple[Any, int]] = {
-    "f32": (np.float32, 0),
-    "f16": (np.float16, 1),
-    "bf16": (ml_dtypes.bfloat16, 32),
-}
+#: Option -> llama.cpp's number for such a file (general.file_type).
+FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32}
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "tests/data/tiny-moe-bf16.gguf"
 
@@ -128,6 +123,15 @@ class Model:
         ]
 
 
+def dtype_of(type_name: str) -> Any:
+    """Return the dtype of the matrices."""
+    if type_name == "bf16":
+        import ml_dtypes
+
+        return ml_dtypes.bfloat16
+    return {"f32": np.float32, "f16": np.float16}[type_name]
+
+
 def stored_as(name: str, shape: Sequence[int], matrix: TensorType) -> TensorType:
     """Return the type of a tensor: norms and the router are F32 in every converted model."""
     return BY_NAME["F32"] if len(shape) == 1 or ".ffn_gate_inp." in name else matrix
@@ -187,7 +191,7 @@ def weights(chunk: Chunk, seed: int) -> npt.NDArray[Any]:
 
 def write_model(path: Path, model: Model, type_name: str, tokenizer: Sequence[Field], seed: int, threads: int) -> int:
     """Write the model and return its size; the file appears under its name when it is whole."""
-    dtype, file_type = DTYPES[type_name]
+    dtype, file_type = dtype_of(type_name), FILE_TYPES[type_name]
     matrix = BY_NAME[type_name.upper()]
     shapes = [(name, shape, stored_as(name, shape, matrix)) for name, shape in model.tensors().items()]
     layout = layout_gguf([*model.fields(file_type), *tokenizer], shapes)
@@ -245,7 +249,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=lines)
     p.add_argument("out", type=Path, metavar="OUT.gguf")
     p.add_argument("--size", metavar="SIZE", help="take as many layers as make the file this large (2G, 1.1G)")
-    p.add_argument("--type", choices=DTYPES, default="f16", help="of the matrices (default: f16)")
+    p.add_argument("--type", choices=FILE_TYPES, default="f16", help="of the matrices (default: f16)")
     for name in ("layers", "experts", "used", "embd", "ff", "heads", "kv", "head-dim"):
         default = getattr(Model, name.replace("-", "_"))
         p.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"(default: {default})")

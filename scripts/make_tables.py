@@ -77,10 +77,10 @@ def header(of: Mapping[str, npt.NDArray[Any]]) -> str:
     for name in ("kvalues_iq4nl", "kvalues_fp4"):
         words = ", ".join(f"{n} = {w:#010x}u" for n, w in zip("ABCD", of[name].view("<u4"), strict=True))
         text.append(f"struct {name} {{\n    static const uint32_t {words};\n}};\n")
-    for name, words in packed_grids(of).items():
-        lines = [", ".join(f"{w:#010x}" for w in words[i : i + 9]) for i in range(0, len(words), 9)]
+    for name, entries in packed_grids(of).items():
+        lines = [", ".join(f"{w:#010x}" for w in entries[i : i + 9]) for i in range(0, len(entries), 9)]
         body = ",\n    ".join(lines)
-        text.append(f"template <int> static __device__ const uint32_t {name}[{len(words)}] = {{\n    {body},\n}};\n")
+        text.append(f"template <int> static __device__ const uint32_t {name}[{len(entries)}] = {{\n    {body},\n}};\n")
     return "\n".join(text)
 
 

@@ -15,21 +15,23 @@ from quantkit.types import BY_NAME
 
 #: A type that wants activations in each format.
 OF_FORMAT = {"q8_0": "Q4_0", "q8_1": "Q4_1", "q8_k": "Q4_K", "f16": "F16", "bf16": "BF16"}
+ROWS = 10
 
 
-def awkward_rows(rows: int, n: int) -> npt.NDArray[np.float32]:
+def awkward_rows(n: int) -> npt.NDArray[np.float32]:
     """Return rows of very different sizes: zeros, ties of both signs, halves to round, denormals, single spikes."""
     rng = np.random.default_rng(n)
-    x = rng.standard_normal((rows, n)).astype(np.float32)
-    x[1 % rows] *= np.float32(1e-3) * np.exp2(np.arange(n) // 32 % 7).astype(np.float32)
-    x[2 % rows] = np.round(x[2 % rows] * 127) / 2  # many ties of magnitude, and halves
-    x[3 % rows] *= np.float32(1e-39)
-    x[4 % rows] = 0
-    x[5 % rows] = np.where(np.arange(n) % 300 == 17, x[5 % rows] * np.float32(1e6), np.float32(0))
-    x[6 % rows, : n // 2] = np.float32(-2.5)
-    x[6 % rows, n // 2 :] = np.float32(2.5)
-    x[7 % rows] *= np.float32(5e-37)
-    x[8 % rows] *= np.float32(3e35)
+    x = rng.standard_normal((ROWS, n)).astype(np.float32)
+    x[1] *= np.float32(1e-3) * np.exp2(np.arange(n) // 32 % 7).astype(np.float32)
+    x[2] = np.round(x[2] * 127) / 2  # many ties of magnitude, and halves
+    x[3] *= np.float32(1e-39)
+    x[4] = 0
+    x[5] = np.where(np.arange(n) % 300 == 17, x[5] * np.float32(1e6), np.float32(0))
+    x[6, : n // 2] = np.float32(-2.5)
+    x[6, n // 2 :] = np.float32(2.5)
+    x[9] = np.where((np.arange(n) + np.arange(n) // 256) % 2, np.float32(2.5), np.float32(-2.5))
+    x[7] *= np.float32(5e-37)
+    x[8] *= np.float32(3e35)
     return x
 
 
@@ -52,16 +54,16 @@ def wanted(kind: str, x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
 @pytest.mark.parametrize(("n", "gap", "lead"), [(512, 0, 0), (256, 3, 0), (1376, 4, 1), (80, 0, 0), (33, 1, 2)])
 def test_rows_equal_the_cpus(memory: Memory, kind: str, n: int, gap: int, lead: int) -> None:
     """Rows ``gap`` values apart, the first one ``lead`` values after an aligned address; nothing after the last."""
-    x = awkward_rows(9, n)
+    x = awkward_rows(n)
     row_bytes = activations.row_bytes(kind, n)
-    spread = np.full(lead + 9 * (n + gap), np.nan, np.float32)
-    spread[lead:].reshape(9, n + gap)[:, :n] = x
-    out = memory.room((10, row_bytes), np.uint8)
-    slots = {"rows": 9, "x": memory.put(spread) + 4 * lead, "x_stride": 4 * (n + gap), "n": n, "out": out}
-    memory.run(activations.quantize(kind, n, 9), **slots)
-    got = memory.get(out, (10, row_bytes), np.uint8)
-    np.testing.assert_array_equal(got[:9], wanted(kind, x))
-    assert (got[9] == 255).all()
+    spread = np.full(lead + ROWS * (n + gap), np.nan, np.float32)
+    spread[lead:].reshape(ROWS, n + gap)[:, :n] = x
+    out = memory.room((ROWS + 1, row_bytes), np.uint8)
+    slots = {"rows": ROWS, "x": memory.put(spread) + 4 * lead, "x_stride": 4 * (n + gap), "n": n, "out": out}
+    memory.run(activations.quantize(kind, n, ROWS), **slots)
+    got = memory.get(out, (ROWS + 1, row_bytes), np.uint8)
+    np.testing.assert_array_equal(got[:ROWS], wanted(kind, x))
+    assert (got[ROWS] == 255).all()
 
 
 def test_every_format_is_known() -> None:

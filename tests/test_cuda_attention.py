@@ -181,7 +181,7 @@ FEATURES = {
     "all": replace(BASE, mask="sliding", window=70, softcap=5.0, sinks=True, alibi=8.0, n_head=12, n_head_kv=6),
     "chunked_all": replace(BASE, mask="chunked", window=100, softcap=20.0, sinks=True, alibi=4.0),
 }
-WAYS = pytest.mark.parametrize(("way", "kind"), [(FEW, "f32"), (TILE, "f32")])
+WAYS = pytest.mark.parametrize(("way", "kind"), [(FEW, "f32"), (TILE, "f32"), (TENSOR, "f16")])
 
 
 @WAYS
@@ -191,4 +191,114 @@ def test_features(memory: Memory, name: str, way: int, kind: str) -> None:
     model.check([129], 1, way=way, splits=1)
     model.check([63, 64, 65, 127, 128], 1, way=way, splits=3)
     if way != FEW:
-        model.check(np.arange(90, 130), 1, way=way, splits=1)
+        model.check(np.arange(95, 130), 1, way=way, splits=1)
+
+
+SHAPES = {
+    "80": (Case(4, 4, 80, 80), (FEW, TENSOR)),
+    "128": (Case(8, 1, 128, 128), (TILE, TENSOR)),
+    "192_128": (Case(2, 2, 192, 128), (TENSOR,)),
+    "256": (Case(4, 2, 256, 256), (TENSOR,)),
+    "group_of_17": (Case(17, 1, 64, 64), (FEW, TILE, TENSOR)),
+    "40_24": (Case(4, 2, 40, 24), (TILE, TENSOR)),
+    "6_3": (Case(2, 1, 6, 3), (FEW, TILE)),
+    "mla": (Case(16, 1, 576, 512, mla=True, sinks=True), (FEW, TILE, TENSOR)),
+    "mla_72": (Case(70, 1, 72, 64, mla=True), (TENSOR,)),
+}
+
+
+@pytest.mark.parametrize(("name", "way"), [(name, way) for name, (_, ways) in SHAPES.items() for way in ways])
+def test_shapes(memory: Memory, name: str, way: int) -> None:
+    model = Model(memory, replace(SHAPES[name][0], kind="f16" if way == TENSOR else "f32"), (70,), 70)
+    model.check([68, 3, 40], way=way, splits=2)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("latent", [False, True])
+def test_arrangements_of_warps(memory: Memory, rows: int, latent: bool) -> None:
+    """Rows of 16, 32 and 64, with the columns of the values shared by 4, 2 and 1 warps."""
+    model = Model(memory, Case(8, 1, 96 if latent else 64, 64, mla=latent, kind="f16"), (150,), 150)
+    model.check(np.arange(149, 149 - rows, -1), way=TENSOR, splits=1)
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("way", [FEW, TILE])
+def test_cache_types(memory: Memory, kind: str, way: int) -> None:
+    """Compared with what the cache holds: its rounding is no error of attention."""
+    Model(memory, replace(FEATURES["all"], kind=kind), (100,), 100).check([70, 71, 72, 99], way=way)
+
+
+@pytest.mark.parametrize(("kind", "way"), [("f16", FEW), ("q8_0", TILE)])
+def test_values_within_the_keys(memory: Memory, kind: str, way: int) -> None:
+    Model(memory, Case(12, 1, 96, 64, mla=True, kind=kind), (100,), 100).check([70, 99], way=way)
+
+
+@WAYS
+def test_sequences_in_one_batch(memory: Memory, way: int, kind: str) -> None:
+    """Interleaved, in runs, in any order, and many of one token each; none sees another."""
+    lengths = (90, 40, 1, 90)
+    model = Model(memory, Case(4, 2, kind=kind, mask="sliding", window=40, sinks=True), lengths, 96)
+    every = [(p, s) for s in range(4) for p in range(lengths[s])]
+    shuffled = [every[i] for i in np.random.default_rng(3).permutation(len(every))[:40]]
+    runs = [(p, s) for s in (3, 0, 1) for p in range(20, 34)]
+    for rows in (shuffled, runs, [(89, 0), (39, 1), (0, 2), (89, 3)], [(5, 1), (4, 1), (0, 2), (80, 0)]):
+        positions, sequences = np.array(rows).T
+        model.check(positions, sequences, way=way, splits=1 + len(rows) % 3)
+
+
+@WAYS
+@pytest.mark.parametrize("splits", [1, 5, 128])
+def test_long_contexts_in_parts(memory: Memory, way: int, kind: str, splits: int) -> None:
+    """The same number of parts at any depth: most are empty at the beginning."""
+    model = Model(memory, Case(4, 2, sinks=True, kind=kind), (1500,), 1500)
+    for position in (0, 31, 64, 1499):
+        model.check([position], way=way, splits=splits)
+    windowed = Model(memory, Case(4, 2, mask="sliding", window=1000, kind=kind), (1500,), 1500)
+    windowed.check([1400, 1401], way=way, splits=splits)
+
+
+@WAYS
+@pytest.mark.parametrize("grows", [0.05, -0.05])
+def test_parts_of_very_different_scores(memory: Memory, way: int, kind: str, grows: float) -> None:
+    """Parts are merged relative to the largest score of all, first part or last: no overflow, nothing lost."""
+    model = Model(memory, Case(2, 1, sinks=True, kind=kind, grows=grows), (600,), 600)
+    q = np.ones((1, 128), np.float32)
+    want = model.expected(q, [599], [0])
+    for splits in (1, 6):
+        assert nmse(model.run(q, [599], 0, way=way, splits=splits), want) < 1e-9  # scores of 100 and more as float32
+
+
+@WAYS
+def test_rows_of_any_size(memory: Memory, way: int, kind: str) -> None:
+    """Scores of 1e4, rows of nothing, and so small that halves would not hold them."""
+    model = Model(memory, Case(2, 1, sinks=True, kind=kind), (90,), 90)
+    q = np.random.default_rng(5).normal(0, 1.5, (6, 128)).astype(np.float32)
+    q *= np.array([[1000], [0], [1e-30], [1e-42], [1], [30]], np.float32)
+    q[4, ::2] *= 1e-6
+    positions = np.arange(80, 86)
+    got, want = model.run(q, positions, 0, way=way, splits=1), model.expected(q, positions, 0)
+    assert np.isfinite(got).all()
+    for i in range(6):
+        assert nmse(got[i], want[i]) < (1e-7 if i == 0 else 1e-11), i
+
+
+def test_the_way_follows_from_the_rows() -> None:
+    def way(kind: str, rows: int, group: int = 8, head: int = 128, **more: int) -> int:
+        chosen = attention(kind, 4 * group, 4, head, head, rows, 4096, **more)
+        assert (chosen.combine is None) == (chosen.splits == 1)
+        return int(dict(chosen.attend.operation.defines)["WAY"])
+
+    assert [way("f16", rows, 4) for rows in (1, 2, 512)] == [FEW, TENSOR, TENSOR]
+    assert [way("q8_0", rows) for rows in (1, 2, 3, 512)] == [FEW, FEW, TILE, TILE]
+    assert way("f16", 512, head=20) == TILE
+    assert [way("f16", 512, head=256, capability=c) for c in (75, 80, 86, 90)] == [TENSOR, TENSOR, TENSOR, TENSOR]
+    assert attention("f16", 128, 1, 576, 512, 512, 4096, mla=True, capability=75).attend.shared <= 64 << 10
+
+
+def test_turing_has_smaller_instructions(device: Any) -> None:
+    if device.name != "CUDA0" or not hasattr(device, "order"):
+        pytest.skip("the host runs any capability")
+    device.capability = 75
+    memory = Memory(device)
+    Model(memory, Case(4, 2, kind="f16"), (70,), 70).check([69, 3, 40], way=TENSOR, splits=1)
+    memory.close()

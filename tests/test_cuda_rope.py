@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 from device_memory import Memory
+from test_norms_rope import CONFIGS
 
 from quantkit.kernels.cuda import rope
 from quantkit.kernels.rope_constants import rope_constants, rope_scalars
 from quantkit.model.backends.reference import rope_angles
-from test_norms_rope import CONFIGS
 
 f32 = np.float32
 

@@ -35,7 +35,7 @@ class _Shown(click.ClickException):
 
     def __init__(self, error: QuantkitError) -> None:
         super().__init__(error.message)
-        self.exit_code = error.exit_code
+        self.exit_code = error.exit_code  # type: ignore[misc]
 
 
 class LazyGroup(click.Group):

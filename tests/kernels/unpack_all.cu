@@ -1,6 +1,5 @@
 // Every unpacker in one module: what tests/test_cuda_unpack.py compares with the reference.
 #define TYPE Q4_K
-#define OUT 0
 #include "dequantize.cu"
 
 // type: an index of the list below. out: of each part 8 ints, 2 scales, 2 minimums (NaN without).
@@ -30,7 +29,8 @@ template <typename T> INLINE void unpack_blocks(const unpack_all_args& a, uint32
 
 // Block, bytes, align, minimums, halves, words of the grid.
 template <typename T> INLINE void describe(uint32_t* out) {
-    out[0] = T::BLOCK, out[1] = T::BYTES, out[2] = T::ALIGN, out[3] = T::MINS, out[4] = T::HALVES, out[5] = Grid<T>::WORDS;
+    out[0] = T::BLOCK, out[1] = T::BYTES, out[2] = T::ALIGN;
+    out[3] = T::MINS, out[4] = T::HALVES, out[5] = Grid<T>::WORDS;
 }
 
 #define EACH_TYPE(DO)                                                                                      \
@@ -69,7 +69,7 @@ struct write_all_args {
 KERNEL(write_all, 256) {
     __shared__ Staged shared[WARPS][32];
     switch (a.type) {
-#define WRITE(i, T) case i: Rows<T>::write_parts(a, a.tokens, (float)a.scale, shared); break;
+#define WRITE(i, T) case i: Rows<T>::write_parts(a, a.tokens, (float)a.scale, TO_F32, shared); break;
         EACH_TYPE(WRITE)
         WRITE(25, F32) WRITE(26, F16) WRITE(27, BF16)
     }

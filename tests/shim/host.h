@@ -217,6 +217,7 @@ static inline uint16_t float_to_half(float f) {
 
 // ---- tensor cores (mma.cuh): every lane gives its registers, and picks what its results are made of
 
+template <typename T> static inline T* fixed(T* p) { return p; }
 static inline void ldmatrix4(uint32_t r[4], const void* row) {
     const int l = host_lane_id();
     const void* table = host_exchange(16, &row, sizeof row);
@@ -224,6 +225,16 @@ static inline void ldmatrix4(uint32_t r[4], const void* row) {
         const uint8_t* from = host_lane<const uint8_t*>(table, 8 * i + l / 4);
         if ((uintptr_t)from % 16) host_fail("ldmatrix: rows are 16-byte aligned");
         r[i] = *(const uint32_t*)(from + 4 * (l % 4));
+    }
+}
+static inline void ldmatrix4_transposed(uint32_t r[4], const void* row) {
+    const int l = host_lane_id();
+    const void* table = host_exchange(25, &row, sizeof row);
+    for (int i = 0; i < 4; i++) {
+        const uint16_t *even = host_lane<const uint16_t*>(table, 8 * i + 2 * (l % 4)),
+                       *odd = host_lane<const uint16_t*>(table, 8 * i + 2 * (l % 4) + 1);
+        if ((uintptr_t)even % 16 || (uintptr_t)odd % 16) host_fail("ldmatrix: rows are 16-byte aligned");
+        r[i] = even[l / 4] | (uint32_t)odd[l / 4] << 16;
     }
 }
 static inline void ldmatrix2(uint32_t r[2], const void* row) {
@@ -286,6 +297,23 @@ static inline void mma_m16n8k8_f16(float c[4], uint32_t a0, uint32_t a1, uint32_
 }
 static inline void mma_m16n8k16_bf16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
     host_mma_16(23, c, {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}}, 2, host_bf16_to_float);
+}
+// tf32: the low 13 bits of an operand do not count.
+static inline float host_tf32(uint32_t u) { return __uint_as_float(u & 0xffffe000u); }
+static inline void mma_m16n8k8_tf32(float c[4], const uint32_t a[4], const uint32_t b[2]) {
+    const HostOperands mine = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+    const void* table = host_exchange(25, &mine, sizeof mine);
+    const int g = host_lane_id() / 4, t = host_lane_id() % 4;
+    for (int i = 0; i < 4; i++)
+        for (int k = 0; k < 8; k++) {
+            const HostOperands *x = (const HostOperands*)((const char*)table + 64 * (4 * g + k % 4)),
+                               *y = (const HostOperands*)((const char*)table + 64 * (4 * (2 * t + i % 2) + k % 4));
+            c[i] += host_tf32(x->a[i / 2 + 2 * (k / 4)]) * host_tf32(y->b[k / 4]);
+        }
+}
+static inline void mma_m16n8k4_tf32(float c[4], uint32_t a0, uint32_t a1, uint32_t b) {
+    const uint32_t a[4] = {a0, a1, 0, 0}, both[2] = {b, 0};
+    mma_m16n8k8_tf32(c, a, both);
 }
 
 // ---- copies that do not wait: the target is spoilt at once and filled by copy_wait, so that neither a use of it too

@@ -59,28 +59,40 @@ struct attention_combine_args {
     const float* scratch;
 };
 
-// A block to a row of a head: at most 128 parts.
-KERNEL(attention_combine, 128) {
-    __shared__ float factors[128];
-    __shared__ float shared[32];
+// Block x: a row of a head; y: 128 of its columns. At most 128 parts; a warp takes every eighth.
+KERNEL(attention_combine, 256) {
+    __shared__ float factors[128], sums[8][128], shared[32];
+    __shared__ int used;
     const int64_t row = blockIdx.x;
-    const int splits = (int)a.splits, part = threadIdx.x;
-    const float* sums = a.scratch + a.rows * a.splits * a.head_v + 2 * row * a.splits;
-    const float m = part < splits ? sums[2 * part] : NONE, l = part < splits ? sums[2 * part + 1] : 0.0f;
-    const float warp = warp_max(m);
-    if ((part & 31) == 0) shared[part >> 5] = warp;
+    const int splits = (int)a.splits, part = threadIdx.x, lane = part & 31, warp = part >> 5;
+    const float* kept = a.scratch + a.rows * a.splits * a.head_v + 2 * row * a.splits;
+    const float m = part < splits ? kept[2 * part] : NONE, l = part < splits ? kept[2 * part + 1] : 0.0f;
+    const float best = warp_max(m);
+    if (part == 0) used = 0;
+    if (lane == 0) shared[warp] = best;
     __syncthreads();
-    const float largest = fmaxf(fmaxf(shared[0], shared[1]), fmaxf(shared[2], shared[3]));
-    factors[part] = l > 0 ? expf(m - largest) : 0.0f;
-    const float by = last_factor(a.sinks, row % a.n_head, largest, block_sum(factors[part] * l, shared));
-    const float* values = a.scratch + row * a.splits * a.head_v;
-    for (int64_t i = threadIdx.x; i < a.head_v; i += 128) {
+    float largest = shared[0];
+    for (int w = 1; w < 4; w++) largest = fmaxf(largest, shared[w]);
+    const float factor = l > 0 ? expf(m - largest) : 0.0f;
+    if (part < 128) factors[part] = factor;
+    if (l > 0) atomicMax(&used, part + 1);
+    const float by = last_factor(a.sinks, row % a.n_head, largest, block_sum(factor * l, shared));
+
+    const int column = (int)blockIdx.y * 128 + lane, head_v = (int)a.head_v;
+    float total[4] = {0, 0, 0, 0};
+#pragma unroll 4
+    for (int p = warp; p < used; p += 8) {
+        const float* values = a.scratch + (row * a.splits + p) * a.head_v + column;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (column + 32 * i < head_v && factors[p] > 0) total[i] = fmaf(factors[p], values[32 * i], total[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) sums[warp][lane + 32 * i] = total[i];
+    __syncthreads();
+    if (part < 128 && (int)blockIdx.y * 128 + part < head_v) {
         float sum = 0;
-#pragma unroll 8
-        for (int p = 0; p < splits; p++) {
-            const float value = values[p * a.head_v + i];  // of a part without keys: anything
-            sum = factors[p] > 0 ? fmaf(factors[p], value, sum) : sum;
-        }
-        a.out[row * a.head_v + i] = sum * by;
+        for (int w = 0; w < 8; w++) sum += sums[w][part];
+        a.out[row * a.head_v + blockIdx.y * 128 + part] = sum * by;
     }
 }

@@ -59,6 +59,10 @@ struct Range {
 INLINE Range next_range(const attention_args& a, int begin, int end, int after) {
     const int lane = threadIdx.x & 31;
     const int32_t *sequences = a.batch->sequences, *positions = a.batch->positions;
+    if (end - begin == 1) {
+        const int position = positions[begin];
+        return Range{sequences[begin] > after ? sequences[begin] : NO_SEQUENCE, first_seen(a, position), position};
+    }
     int sequence = NO_SEQUENCE, first = NO_SEQUENCE, last = -1;
     for (int t = begin + lane; t < end; t += 32)
         if (sequences[t] > after) sequence = min(sequence, sequences[t]);
@@ -82,13 +86,23 @@ INLINE Blocks blocks_of(const attention_args& a, const Range& range, int size, i
     return Blocks{begin + split * per, min(end, begin + split * per + per)};
 }
 
+// Whether this part has no keys: none of its first range, and there is no other.
+INLINE bool nothing_to_do(const attention_args& a, const Range& range, const Blocks& blocks, int begin, int end) {
+    return blocks.begin >= blocks.end && next_range(a, begin, end, range.sequence).sequence == NO_SEQUENCE;
+}
+
+// A row while keys of this range come: of another sequence it sees none of them.
+INLINE Row in_range(Row row, const Range& range) {
+    if (row.sequence != range.sequence) row.first = NO_SEQUENCE;
+    return row;
+}
+
 // A score from a product of q and a key: scaled, capped, biased, masked.
-INLINE float score_of(const attention_args& a, const Row& row, const Range& range, int key, float product) {
-    float s = product * (float)a.scale;
+INLINE float score_of(const attention_args& a, const Row& row, float scale, int key, float product) {
+    float s = product * scale;
     if (a.softcap > 0) s = tanhf(s / (float)a.softcap) * (float)a.softcap;
     if (a.alibi > 0) s += row.slope * (float)(key - row.last);
-    const bool seen = row.sequence == range.sequence && key >= row.first && key <= row.last;
-    return seen ? s : __int_as_float(0xff800000);
+    return key >= row.first && key <= row.last ? s : __int_as_float(0xff800000);
 }
 
 INLINE const uint8_t* key_row(const attention_args& a, int kv_head, int sequence, int key) {
@@ -110,6 +124,16 @@ INLINE float* part_values(const attention_args& a, int64_t number, int split) {
 
 INLINE float* part_sums(const attention_args& a, int64_t number, int split) {
     return a.scratch + a.rows * a.n_head * a.splits * HEAD_V + 2 * (number * a.splits + split);
+}
+
+// The sums of a part that has no keys, with which its values do not count.
+INLINE void leave(const attention_args& a, int kv_head, int first_row, int split) {
+    for (int r = threadIdx.x; r < ROWS; r += THREADS) {
+        const int64_t number = row_of(a, kv_head, first_row + r).number;
+        if (number < 0) continue;
+        float* sums = part_sums(a, number, split);
+        sums[0] = NONE, sums[1] = 0;
+    }
 }
 
 // What a row's weighted values are multiplied by at the end: a sink is one more score, without a value.

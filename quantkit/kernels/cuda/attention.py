@@ -2,9 +2,9 @@
 
 ``attention`` says which way a layer's attention goes with so many tokens::
 
-    few      up to 8 rows (tokens x heads of a group) a block, straight from the cache: generation
+    few      up to 8 rows (tokens x heads of a group) a block, straight from the cache to registers: generation
     tile     tiles of rows x 64 keys in f32: prompts
-    tensor   the same on tensor cores, from a cache of f16: prompts, and generation where many heads share their keys
+    tensor   the same on tensor cores, from a cache of f16: prompts, and generation where heads share their keys
 
 All take the same slots. With more than one part of the keys their results go to scratch and ``attention_combine``
 follows.
@@ -21,10 +21,14 @@ from quantkit.kernels.cuda.operation import Operation, Shape
 MASKS = {"causal": 0, "sliding": 1, "chunked": 2}
 FEW, TILE, TENSOR = range(3)
 
-#: Parts of the keys at most, and about how many blocks of threads a launch should have.
-SPLITS, BLOCKS = 64, 512
-#: Up to how many tokens the way is ``few``.
-FEW_TOKENS = 8
+#: Parts of the keys at most (attention_combine takes no more), and about how many blocks of 128 threads a launch has.
+SPLITS, BLOCKS = 128, 512
+#: Up to how many rows (tokens x heads of a group) ``few`` is the way: it is bound by memory, beyond by its products.
+FEW_ROWS, FEW_ROWS_F32 = 4, 16
+#: Shared memory that a block of threads may have, by compute capability; others have 99 KiB.
+SHARED = {75: 64 << 10, 80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
+
+_ATTENTION = Operation("attention.cu", "attention")
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,15 @@ class Attention:
     combine: Shape | None
 
 
+@dataclass(frozen=True)
+class _Way:
+    """What a block of threads does: an operation, how many rows, bytes of shared memory."""
+
+    operation: Operation
+    rows: int
+    shared: int = 0
+
+
 def attention(
     kind: str,
     n_head: int,
@@ -47,50 +60,82 @@ def attention(
     n_ctx: int,
     *,
     mla: bool = False,
+    capability: int = 90,
     way: int | None = None,
     splits: int | None = None,
 ) -> Attention:
-    """Return how ``rows`` tokens attend to a cache of type ``kind``; way and splits: for tests, chosen without."""
+    """Return how ``rows`` tokens attend to a cache of type ``kind`` (f32, f16, q8_0) with n_ctx cells a sequence.
+
+    mla: the cache has no values. way and splits are chosen without; tests choose them.
+    """
     group = n_head // n_head_kv
-    if way is None:
-        way = FEW if rows <= FEW_TOKENS else TILE
-    operation, size, shared = _few(rows * group, head_k, head_v) if way == FEW else _tile(head_k, head_v)
-    tiles = -(-rows * group // size) * n_head_kv
+    chosen = _choose(kind, head_k, head_v, rows * group, mla, SHARED.get(capability, 99 << 10), way)
+    tiles = -(-rows * group // chosen.rows) * n_head_kv
     if splits is None:
-        splits = max(1, min(SPLITS, BLOCKS // tiles, -(-n_ctx // 64)))
-    bound = operation.bind(CACHE=TYPES.index(kind), HEAD_K=head_k, HEAD_V=head_v)
-    attend = Shape(bound, (tiles, splits, 1), shared)
+        blocks = BLOCKS // max(1, chosen.operation.threads // 128)
+        splits = max(1, min(SPLITS, blocks // tiles, -(-n_ctx // 64)))
+    bound = chosen.operation.bind(CACHE=TYPES.index(kind), HEAD_K=head_k, HEAD_V=head_v)
+    attend = Shape(bound, (tiles, splits, 1), chosen.shared)
     if splits == 1:
         return Attention(attend, 1, 0, None)
-    combine = Shape(Operation(bound.file, "attention_combine", bound.defines), (rows * n_head, 1, 1))
+    combine = Shape(Operation(bound.file, "attention_combine", bound.defines), (rows * n_head, -(-head_v // 128), 1))
     return Attention(attend, splits, 4 * rows * n_head * splits * (head_v + 2), combine)
 
 
-def _few(rows: int, head_k: int, head_v: int) -> tuple[Operation, int, int]:
-    """Return the operation, rows of a block, bytes of shared memory."""
+def _choose(kind: str, head_k: int, head_v: int, rows: int, mla: bool, limit: int, way: int | None) -> _Way:
+    tensor = _tensor(rows, head_k, head_v, mla, limit) if kind == "f16" and way in (None, TENSOR) else None
+    if way is None:
+        way = FEW if rows <= (FEW_ROWS if tensor else FEW_ROWS_F32) else TENSOR if tensor else TILE
+    if way == TENSOR:
+        assert tensor is not None
+        return tensor
+    return _few(rows, head_k, head_v) if way == FEW else _tile(head_k, head_v)
+
+
+def _few(rows: int, head_k: int, head_v: int) -> _Way:
     size = 1
     while size < min(rows, 8 if max(head_k, head_v) <= 256 else 4):
         size *= 2
-    return Operation("attention.cu", "attention").bind(WAY=FEW, ROWS=size, THREADS=128), size, 0
+    return _Way(_ATTENTION.bind(WAY=FEW, ROWS=size, THREADS=128), size)
 
 
-def _tile(head_k: int, head_v: int) -> tuple[Operation, int, int]:
-    """Return the operation, rows of a block, bytes of shared memory: below 64 KiB, which every device has."""
+def _tile(head_k: int, head_v: int) -> _Way:
+    """Shared memory stays below 64 KiB, which every device has."""
     longest = max(head_k, head_v)
     size = 64 if longest <= 128 else 32 if longest <= 256 else 16
     q = -(-head_k // 32) * 32 + 4
     columns = -(-head_v // 64) * 64
     values = {1: 32, 2: 16, 3: 8, 4: 8}.get(columns // 64, 4) * columns
     shared = 4 * (size * (q + 68) + max(64 * 36, values))
-    return (
-        Operation("attention.cu", "attention").bind(WAY=TILE, ROWS=size, THREADS=4 * size, BLOCKS_AT_ONCE=2),
-        size,
-        shared,
-    )
+    return _Way(_ATTENTION.bind(WAY=TILE, ROWS=size, THREADS=4 * size, BLOCKS_AT_ONCE=2), size, shared)
+
+
+def _tensor(rows: int, head_k: int, head_v: int, mla: bool, limit: int) -> _Way | None:
+    """None: heads that are not made of 16 bytes, or too long for this device's shared memory."""
+    if head_k % 8 or head_v % 8:
+        return None
+    warps = 1 if rows <= 16 else 2 if rows <= 32 else 4  # of 16 rows each
+    while warps:
+        columns = max(4 // warps, 1 if head_v <= 128 else 2 if head_v <= 256 else 4)
+        k_stride = 2 * (-(-head_k // 16) * 16) + 16
+        v_columns = -(-head_v // (16 * columns)) * 16 * columns
+        if mla and 2 * v_columns > k_stride - 16:
+            return None
+        for keys in (64, 32):
+            caches = keys * (2 * k_stride if mla else k_stride + 2 * v_columns + 16)
+            weights = 0 if columns == 1 else 2 * 16 * warps * (2 * keys + 16)
+            shared = 2 * 16 * warps * k_stride + caches + weights
+            if shared <= limit - 4096:  # some is declared in the source
+                size = {"ROWS": 16 * warps, "COLUMNS": columns, "THREADS": 32 * warps * columns, "KEYS": keys}
+                resident = 2 if warps * columns == 4 else 1
+                bound = _ATTENTION.bind(WAY=TENSOR, LATENT=int(mla), BLOCKS_AT_ONCE=resident, **size)
+                return _Way(bound, 16 * warps, shared)
+        warps //= 2
+    return None
 
 
 def operations() -> Iterator[Operation]:
-    """Yield every operation of this file, for some sizes of heads."""
+    """Yield operations of this file: every way and type, for sizes of heads that models have."""
     for kind in TYPES:
         for n_head, n_head_kv, head_k, head_v in (
             (32, 4, 128, 128),
@@ -98,8 +143,8 @@ def operations() -> Iterator[Operation]:
             (8, 4, 256, 256),
             (128, 1, 576, 512),
         ):
-            for rows in (1, 512):
-                chosen = attention(kind, n_head, n_head_kv, head_k, head_v, rows, 4096)
+            for rows in (1, 4, 512):
+                chosen = attention(kind, n_head, n_head_kv, head_k, head_v, rows, 4096, mla=head_k == 576)
                 yield chosen.attend.operation
                 if chosen.combine is not None:
                     yield chosen.combine.operation

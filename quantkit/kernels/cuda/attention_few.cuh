@@ -46,6 +46,9 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
     __shared__ float kept[WARPS][ROWS][HEAD_V], kept_m[WARPS][ROWS], kept_l[WARPS][ROWS];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = (int)(a.n_head / a.n_head_kv);
     const int begin = first_row / group, end = min((int)a.rows, (first_row + ROWS - 1) / group + 1);
+    Range range = next_range(a, begin, end, -1);
+    Blocks blocks = blocks_of(a, range, 32, split);
+    if (nothing_to_do(a, range, blocks, begin, end)) return leave(a, kv_head, first_row, split);
 
     float q[ROWS][K_WIDTH * K_TIMES], o[ROWS][V_WIDTH * V_TIMES];
 #pragma unroll
@@ -61,14 +64,12 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
         for (int i = 0; i < V_WIDTH * V_TIMES; i++) o[r][i] = 0;
     }
     // As far as scores go, a lane is a row and one key of each SPAN; l is of its keys only until the end.
-    const Row mine = row_of(a, kv_head, first_row + lane / SPAN);
+    const Row me = row_of(a, kv_head, first_row + lane / SPAN);
     float m = NONE, l = 0;
 
-    for (int after = -1;;) {
-        const Range range = next_range(a, begin, end, after);
-        if (range.sequence == NO_SEQUENCE) break;
-        after = range.sequence;
-        const Blocks blocks = blocks_of(a, range, 32, split);
+    for (; range.sequence != NO_SEQUENCE; range = next_range(a, begin, end, range.sequence)) {
+        const Row mine = in_range(me, range);
+        blocks = blocks_of(a, range, 32, split);
         for (int block = blocks.begin + warp; block < blocks.end; block += WARPS) {
             const int start = 32 * block;
             float s[ROWS];
@@ -88,7 +89,7 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
                         products[SPAN * r + i] = sum;
                     }
                 }
-                s[j] = score_of(a, mine, range, start + SPAN * j + lane % SPAN, sum_lanes<16>(products));
+                s[j] = score_of(a, mine, (float)a.scale, start + SPAN * j + lane % SPAN, sum_lanes<16>(products));
             }
             float largest = m;
 #pragma unroll

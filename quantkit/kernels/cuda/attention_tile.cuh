@@ -61,6 +61,9 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
     float* staged = p + ROWS * P_STRIDE;       // [KEYS][STRIDE] keys, [V_KEYS][V_COLUMNS] values
     const int x = threadIdx.x & 15, y = threadIdx.x >> 4, group = (int)(a.n_head / a.n_head_kv);
     const int begin = first_row / group, end = min((int)a.rows, (first_row + ROWS - 1) / group + 1);
+    Range range = next_range(a, begin, end, -1);
+    Blocks blocks = blocks_of(a, range, KEYS, split);
+    if (nothing_to_do(a, range, blocks, begin, end)) return leave(a, kv_head, first_row, split);
 
     for (int i = threadIdx.x; i < ROWS * (Q_STRIDE - 4); i += THREADS) {
         const int row = first_row + i / (Q_STRIDE - 4), column = i % (Q_STRIDE - 4), token = row / group;
@@ -77,11 +80,8 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
     }
     q += 4 * y * Q_STRIDE, p += 4 * y * P_STRIDE;  // of this thread's rows
 
-    for (int after = -1;;) {
-        const Range range = next_range(a, begin, end, after);
-        if (range.sequence == NO_SEQUENCE) break;
-        after = range.sequence;
-        const Blocks blocks = blocks_of(a, range, KEYS, split);
+    for (; range.sequence != NO_SEQUENCE; range = next_range(a, begin, end, range.sequence)) {
+        blocks = blocks_of(a, range, KEYS, split);
         for (int block = blocks.begin; block < blocks.end; block++) {
             const int start = KEYS * block;
             float s[4][4] = {};
@@ -110,11 +110,11 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
             }
 #pragma unroll
             for (int r = 0; r < 4; r++) {
-                const Row row = rows[4 * y + r];
+                const Row row = in_range(rows[4 * y + r], range);
                 float largest = m[r], sum = 0;
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
-                    s[r][k] = score_of(a, row, range, start + x + 16 * k, s[r][k]);
+                    s[r][k] = score_of(a, row, (float)a.scale, start + x + 16 * k, s[r][k]);
                     largest = fmaxf(largest, s[r][k]);
                 }
                 largest = max16(largest);

@@ -13,8 +13,12 @@ INLINE int64_t cache_bytes(int64_t values) {
 
 INLINE float2 halves(uint32_t two) { return make_float2(half_to_float((uint16_t)two), half_to_float((uint16_t)(two >> 16))); }
 
+// Two levels times d. A level + 128 is the low byte of a float of 2^23 and more: conversions of integers are slow.
 INLINE float2 levels(uint16_t two, float d) {
-    return make_float2((float)(int8_t)(two & 255) * d, (float)(int8_t)(two >> 8) * d);
+    const uint32_t bytes = two ^ 0x8080u;
+    const float x = __uint_as_float(__byte_perm(bytes, 0x4b000000u, 0x7650)) - 8388736.0f;
+    const float y = __uint_as_float(__byte_perm(bytes, 0x4b000000u, 0x7651)) - 8388736.0f;
+    return make_float2(x * d, y * d);
 }
 
 // Values i, i + 1, ... of a head's row: N of them, 1, 2 or 4; i and the head's length are multiples of N (and of 2 for

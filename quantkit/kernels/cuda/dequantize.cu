@@ -1,21 +1,20 @@
-// Rows of a type to f32, f16 or bf16: all of them, or those that the tokens of a batch name. Compiled with TYPE, and
-// OUT: what is written.
+// Rows of a type to f32, f16 or bf16: all of them, or those that the tokens of a batch name. Compiled with TYPE.
 //
 // A warp takes 32 parts of 32 values, a part to a lane; then all lanes write one part after another, so that stores
 // lie side by side.
 #include "device.cuh"
 #include "unpack/all.cuh"
 
-#define OUT_F32 0
-#define OUT_F16 1
-#define OUT_BF16 2
+#define TO_F32 0
+#define TO_F16 1
+#define TO_BF16 2
 
 #define WARPS 8
 
 struct dequantize_args {
     const uint8_t* w;
     uint8_t* out;
-    int64_t row_bytes, rows, n, out_stride;  // strides in bytes
+    int64_t row_bytes, rows, n, out_stride, to;  // strides in bytes; to: TO_F32 ...
 };
 
 // out = scale * the rows of w that the batch's tokens name.
@@ -27,7 +26,7 @@ struct embed_args {
     double scale;
 };
 
-const int VALUE_BYTES = OUT == OUT_F32 ? 4 : 2;
+INLINE int value_bytes(int to) { return to == TO_F32 ? 4 : 2; }
 
 // Where a part's values come from and go to; n: how many of 32 there are.
 struct Place {
@@ -37,18 +36,20 @@ struct Place {
 };
 
 // The place of part `index` of all rows; tokens: the row that each one is read from, or null.
-template <typename A> INLINE Place place_of(const A& a, const int32_t* tokens, int64_t index) {
+template <typename A> INLINE Place place_of(const A& a, const int32_t* tokens, int to, int64_t index) {
     const int64_t per_row = (a.n + 31) / 32, row = index / per_row, part = index - row * per_row;
     const uint8_t* from = a.w + (tokens ? (int64_t)tokens[row] : row) * a.row_bytes;
     const int64_t left = a.n - 32 * part;
-    return {from, a.out + row * a.out_stride + 32 * VALUE_BYTES * part, (int)part, left < 32 ? (int)left : 32};
+    return {from, a.out + row * a.out_stride + 32 * value_bytes(to) * part, (int)part, left < 32 ? (int)left : 32};
 }
 
-INLINE uint32_t rounded(float v) { return OUT == OUT_F16 ? float_to_half(v) : float_to_bf16(v); }
+INLINE uint32_t rounded(float v, int to) { return to == TO_F16 ? float_to_half(v) : float_to_bf16(v); }
 
-INLINE void write_four(uint8_t* out, const float* v) {
-    if (OUT == OUT_F32) *(float4*)out = make_float4(v[0], v[1], v[2], v[3]);
-    else *(uint2*)out = make_uint2(rounded(v[0]) | rounded(v[1]) << 16, rounded(v[2]) | rounded(v[3]) << 16);
+INLINE uint32_t two(float a, float b, int to) { return rounded(a, to) | rounded(b, to) << 16; }
+
+INLINE void write_four(uint8_t* out, const float* v, int to) {
+    if (to == TO_F32) *(float4*)out = make_float4(v[0], v[1], v[2], v[3]);
+    else *(uint2*)out = make_uint2(two(v[0], v[1], to), two(v[2], v[3], to));
 }
 
 // A part in shared memory; an odd number of words, so that lanes do not meet in a bank.
@@ -60,8 +61,8 @@ struct Staged {
 };
 
 template <typename T> struct Rows {
-    template <typename A> STATIC_INLINE void write_parts(const A& a, const int32_t* tokens, float scale, Staged (*)[32]) {
-        __shared__ Staged shared[WARPS][32];
+    template <typename A>
+    STATIC_INLINE void write_parts(const A& a, const int32_t* tokens, float scale, int to, Staged (*shared)[32]) {
         const int lane = threadIdx.x & 31;
         Staged* staged = shared[threadIdx.x >> 5];
         const int64_t first = ((int64_t)blockIdx.x * WARPS + (threadIdx.x >> 5)) * 32, parts = a.rows * (a.n / 32);
@@ -69,7 +70,7 @@ template <typename T> struct Rows {
         const int64_t left = parts - first;
         const int count = left < 32 ? (int)left : 32;
         if (lane < count) {
-            const Place at = place_of(a, tokens, first + lane);
+            const Place at = place_of(a, tokens, to, first + lane);
             const int per_block = T::BLOCK / 32;
             Levels l;
             T::unpack(at.from + (int64_t)(at.part / per_block) * T::BYTES, at.part % per_block, l);
@@ -93,23 +94,26 @@ template <typename T> struct Rows {
                 if (T::MINS) v[j] -= m;
                 v[j] *= scale;
             }
-            write_four((uint8_t*)((uint64_t)s.to[0] | (uint64_t)s.to[1] << 32) + 4 * VALUE_BYTES * i, v);
+            write_four((uint8_t*)((uint64_t)s.to[0] | (uint64_t)s.to[1] << 32) + 4 * value_bytes(to) * i, v, to);
         }
     }
 };
 
 // Of floats, every lane reads one value of a part.
 template <typename T> struct FloatRows {
-    STATIC_INLINE void write(uint8_t* out, int64_t i, float v) {
-        if (OUT == OUT_F32) ((float*)out)[i] = v;
-        else ((uint16_t*)out)[i] = (uint16_t)rounded(v);
+    STATIC_INLINE void write(uint8_t* out, int i, float v, int to) {
+        if (to == TO_F32) ((float*)out)[i] = v;
+        else ((uint16_t*)out)[i] = (uint16_t)rounded(v, to);
     }
-    template <typename A> STATIC_INLINE void write_parts(const A& a, const int32_t* tokens, float scale, Staged (*)[32]) {
+    template <typename A>
+    STATIC_INLINE void write_parts(const A& a, const int32_t* tokens, float scale, int to, Staged (*)[32]) {
         const int lane = threadIdx.x & 31;
-        const int64_t first = ((int64_t)blockIdx.x * WARPS + (threadIdx.x >> 5)) * 32, parts = a.rows * ((a.n + 31) / 32);
+        const int64_t first = ((int64_t)blockIdx.x * WARPS + (threadIdx.x >> 5)) * 32;
+        const int64_t parts = a.rows * ((a.n + 31) / 32);
         for (int64_t index = first; index < parts && index < first + 32; index++) {
-            const Place at = place_of(a, tokens, index);
-            if (lane < at.n) write(at.to, lane, T::value(at.from + (int64_t)(32 * (int64_t)at.part + lane) * T::BYTES) * scale);
+            const Place at = place_of(a, tokens, to, index);
+            const uint8_t* from = at.from + (32 * (int64_t)at.part + lane) * T::BYTES;
+            if (lane < at.n) write(at.to, lane, T::value(from) * scale, to);
         }
     }
 };
@@ -119,10 +123,10 @@ template <> struct Rows<BF16> : FloatRows<BF16> {};
 
 KERNEL(dequantize, 256) {
     __shared__ Staged shared[WARPS][32];
-    Rows<TYPE>::write_parts(a, nullptr, 1.0f, shared);
+    Rows<TYPE>::write_parts(a, nullptr, 1.0f, (int)a.to, shared);
 }
 
 KERNEL(embed, 256) {
     __shared__ Staged shared[WARPS][32];
-    Rows<TYPE>::write_parts(a, a.batch->tokens, (float)a.scale, shared);
+    Rows<TYPE>::write_parts(a, a.batch->tokens, (float)a.scale, TO_F32, shared);
 }

@@ -37,27 +37,27 @@ def supported(t: TensorType) -> TensorType:
     return t
 
 
-def _shape(name: str, t: TensorType, n: int, rows: int, out: str) -> Shape:
-    operation = Operation("dequantize.cu", name).bind(TYPE=supported(t).name, OUT=OUTPUTS.index(out))
+def _shape(name: str, t: TensorType, n: int, rows: int) -> Shape:
+    operation = Operation("dequantize.cu", name).bind(TYPE=supported(t).name)
     return Shape(operation, (max(1, -(-rows * -(-n // 32) // _PARTS)), 1, 1))
 
 
-def dequantize(t: TensorType, n: int, rows: int, out: str = "f32") -> Shape:
-    """Return how to decode rows of n values: slots w, row_bytes, rows, n, out, out_stride; out: f32, f16, bf16.
+def dequantize(t: TensorType, n: int, rows: int) -> Shape:
+    """Return how to decode rows of n values: slots w, row_bytes, rows, n, out, out_stride, to.
 
-    Values are those of quantkit.kernels.dequantize to the bit, then rounded. Rows of out are aligned to 16 bytes
-    (16-bit ones to 8), as far as the type is no plain float.
+    to: what is written, its index in OUTPUTS. Values are those of quantkit.kernels.dequantize to the bit, then
+    rounded. Rows of out are aligned to 16 bytes (16-bit ones to 8), as far as the type is no plain float.
     """
-    return _shape("dequantize", t, n, rows, out)
+    return _shape("dequantize", t, n, rows)
 
 
 def embed(t: TensorType, n: int, rows: int) -> Shape:
     """Return how to write scale * the row of each token: slots batch, w, row_bytes, rows, n, out, out_stride, scale."""
-    return _shape("embed", t, n, rows, "f32")
+    return _shape("embed", t, n, rows)
 
 
 def operations() -> Iterator[Operation]:
     """Yield every operation of this file."""
     for t in TYPES:
-        yield from (dequantize(t, 256, 1, out).operation for out in OUTPUTS)
+        yield dequantize(t, 256, 1).operation
         yield embed(t, 256, 1).operation

@@ -215,10 +215,10 @@ class CUDADevice:
         with self.here():
             for launch in launches:
                 self._allow_shared(launch)
-                function, pointers = self._function(launch.operation), _pointers(launch.arguments)
+                function, arguments = self._function(launch.operation), _Arguments(launch.arguments)
                 driver.launchKernel(
                     function, *launch.grid, launch.operation.threads, 1, 1, launch.shared, self.stream.ptr,
-                    ctypes.addressof(pointers), 0,
+                    arguments.address, 0,
                 )  # fmt: skip
 
     def record(self, launches: Sequence[Launch]) -> Callable[[], None]:
@@ -244,15 +244,45 @@ class CUDADevice:
         except self._cupy.cuda.runtime.CUDARuntimeError as e:
             raise ResourceError(f"{self.name} failed: {e}") from None
 
+    # ------------------------------------------------------------ for measurements (peak.py, scripts/gpu_check)
+
+    @property
+    def cupy(self) -> Any:
+        """CuPy itself."""
+        return self._cupy
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        """Copy within the device's memory."""
+        runtime = self._cupy.cuda.runtime
+        with self.here():
+            runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDeviceToDevice, self.stream.ptr)
+
+    def cublas(self) -> int:
+        """Return cuBLAS's handle."""
+        return int(self._device.cublas_handle)
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        """Return how long the device is busy with what ``work`` asks of it."""
+        cuda = self._cupy.cuda
+        with self.here():
+            began, ended = cuda.Event(), cuda.Event()
+            began.record(self.stream)
+            work()
+            ended.record(self.stream)
+            ended.synchronize()
+            return float(cuda.get_elapsed_time(began, ended)) / 1e3
+
     @contextmanager
-    def _here(self) -> Iterator[None]:
+    def here(self) -> Iterator[None]:
+        """Make this device and its stream CuPy's current ones."""
         with self._device, self.stream:
             yield
 
 
-def _pointers(arguments: bytes) -> Any:
-    """Return the array of pointers to arguments that a launch wants: one, to the struct; it keeps both alive."""
-    block = ctypes.create_string_buffer(arguments, len(arguments))
-    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(block))
-    pointers.block = block
-    return pointers
+class _Arguments:
+    """The array of pointers to arguments that a launch wants: one, to the struct. Keeps both alive."""
+
+    def __init__(self, block: bytes) -> None:
+        self._block = ctypes.create_string_buffer(block, len(block))
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._block))
+        self.address = ctypes.addressof(self._pointers)

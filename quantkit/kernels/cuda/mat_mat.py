@@ -20,8 +20,9 @@ from quantkit.types import BY_NAME, TensorType
 #: Types that are no blocks of levels, and what panel.cuh calls them.
 FLOATS = {"F16": "HALF", "BF16": "BFLOAT", "F32": "SINGLE"}
 WITH_MINS = frozenset({"Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"})
-#: Types with a scale per 16 values.
-SCALE_PER_16 = frozenset({"Q2_K", "Q3_K", "Q6_K", "IQ2_XS", "IQ2_S", "IQ1_M", "NVFP4"})
+#: Types that are unpacked to a scale per 16 values (Q2_K and Q3_K are not: folded.cuh), and to a minimum per 16.
+SCALE_PER_16 = frozenset({"Q6_K", "IQ2_XS", "IQ2_S", "IQ1_M", "NVFP4"})
+MIN_PER_16 = frozenset({"Q2_K"})
 #: Words of the grid of types that have one.
 GRIDS = {"IQ3_XXS": 256, "IQ3_S": 512, "IQ2_XXS": 256, "IQ2_XS": 512, "IQ2_S": 1024, "IQ1_S": 2048, "IQ1_M": 2048}
 QUANTIZED = (
@@ -59,12 +60,12 @@ def shared_bytes(t: TensorType, tile: Tile) -> int:
     if t.name in FLOATS:
         return 2 * panel + (2 * x if t.name == "F32" else x + tile.tokens * (4 * 64 + 16))
     scales = 4 * tile.rows * (8 if t.name in SCALE_PER_16 else 4)
-    mins = t.name in WITH_MINS
+    mins = 4 * tile.rows * (8 if t.name in MIN_PER_16 else 4) if t.name in WITH_MINS else 0
     unit = 256 // t.block * t.block_bytes
     pieces = (unit + (15 if t.block_bytes % 16 else 0) + 15) // 16
     x += 16 * tile.tokens + (32 * tile.tokens if mins else 0)
     raw = tile.rows * 16 * (pieces | 1) + 16
-    return panel + scales * (2 if mins else 1) + 2 * x + 4 * tile.rows + raw + 4 * GRIDS.get(t.name, 0)
+    return panel + scales + mins + 2 * x + 4 * tile.rows + raw + 4 * GRIDS.get(t.name, 0)
 
 
 def _operation(name: str, t: TensorType, tile: Tile, activation: str = "") -> Operation:

@@ -14,6 +14,12 @@
 
 #ifndef QUANTKIT_HOST
 
+// The same address, but the compiler may not take it apart again: what follows is at constant distances from it.
+template <typename T> INLINE T* fixed(T* p) {
+    asm("" : "+l"(p));
+    return p;
+}
+
 // ---- primitives
 
 INLINE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
@@ -21,6 +27,14 @@ INLINE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_
 // Four 8 x 16-byte matrices; lane l gives the address of row l % 8 of matrix l / 8.
 INLINE void ldmatrix4(uint32_t r[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// The same of 8 x 8 halves, each matrix transposed.
+INLINE void ldmatrix4_transposed(uint32_t r[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(shared_address(row))
                  : "memory");
@@ -57,6 +71,21 @@ INLINE void mma_m16n8k16_f16(float c[4], const uint32_t a[4], const uint32_t b[2
 
 INLINE void mma_m16n8k16_bf16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// c += a b in tf32, 4 values along (one of each lane: a0 of row g, a1 of row g + 8, b of column g, value t).
+INLINE void mma_m16n8k4_tf32(float c[4], uint32_t a0, uint32_t a1, uint32_t b) {
+    asm("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(b));
+}
+
+// The same, 8 values along: a[0], a[1], b[0] as above, the others of value t + 4.
+INLINE void mma_m16n8k8_tf32(float c[4], const uint32_t a[4], const uint32_t b[2]) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
@@ -119,7 +148,16 @@ INLINE void load_b_twice(uint32_t b[4], const uint8_t* p, int stride, int apart)
     ldmatrix4(b, p + (l & 7) * stride + (l >> 3 & 1) * 16 + (l >> 4) * apart);
 }
 
+// Two times 8 columns of halves that lie across: value i of them is in row i from p on. b as of load_b_twice.
+INLINE void load_b_across(uint32_t b[4], const uint8_t* p, int stride) {
+    const int l = threadIdx.x & 31;
+    ldmatrix4_transposed(b, p + (l & 15) * stride + (l >> 4) * 16);
+}
+
 // ---- products
+
+// The bits of a float that tf32 has.
+INLINE uint32_t tf32_of(float v) { return __float_as_uint(v) & 0xffffe000u; }
 
 // d = a b + c in int8 over 32 values.
 INLINE void mma_s8(int d[4], const uint32_t a[4], const uint32_t b[2], const int c[4]) {
@@ -142,6 +180,27 @@ INLINE void mma_s8_half(int d[4], const uint32_t a[4], const uint32_t b[2], cons
     mma_m8n8k16_s8(d + 2, a[2 * half + 1], b[half], c + 2);
 #endif
 }
+
+#if __CUDA_ARCH__ >= 800
+// c += a b in f32 over 4 N values (N 1 or 2; a[2 n], a[2 n + 1], b[n] of value t + 4 n), by tf32: both are split in two
+// parts of 11 bits, whose products are exact. What is left out is 2^-22 of a product.
+template <int N> INLINE void mma_f32(float c[4], const float a[2 * N], const uint32_t b[2][N]) {
+    uint32_t parts[2][2 * N];
+#pragma unroll
+    for (int i = 0; i < 2 * N; i++) {
+        parts[0][i] = tf32_of(a[i]);
+        parts[1][i] = __float_as_uint(a[i] - __uint_as_float(parts[0][i]));
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const uint32_t *u = parts[1 - i / 2], *v = b[1 - i % 2];  // the smallest first
+        if (N == 1)
+            mma_m16n8k4_tf32(c, u[0], u[1], v[0]);
+        else
+            mma_m16n8k8_tf32(c, u, v);
+    }
+}
+#endif
 
 // c += a b over 16 halves.
 INLINE void mma_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {

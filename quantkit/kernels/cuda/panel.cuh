@@ -32,6 +32,7 @@
 
 #if WEIGHTS == QUANTIZED
 #include "unpack/all.cuh"
+#include "unpack/folded.cuh"
 #endif
 
 #if TOKENS == 128
@@ -80,7 +81,9 @@ template <int ACTIVE> INLINE void load_tokens(uint32_t b[ACTIVE][2], const uint8
 
 // ---- quantized weights: chunks of 128 values, fetched by 256
 
-const int STEPS = TYPE::HALVES ? 8 : 4;                      // scales of a row in a chunk
+const bool HALVES = Folded<TYPE>::HALVES;
+const int STEPS = HALVES ? 8 : 4;                            // scales of a row in a chunk
+const int MIN_STEPS = !TYPE::MINS ? 0 : TYPE::HALVES ? 8 : 4;
 const int UNIT_BYTES = 256 / TYPE::BLOCK * TYPE::BYTES;      // of 256 values
 const int LEAN = TYPE::BYTES % 16 ? 15 : 0;                  // how far beyond a multiple of 16 bytes a row may begin
 const int PIECES = (UNIT_BYTES + LEAN + 15) / 16;
@@ -89,7 +92,7 @@ const int RAW_STRIDE = 16 * (PIECES | 1);
 const int LEVELS_AT = 0;
 const int SCALES_AT = LEVELS_AT + ROWS * STRIDE;
 const int MINS_AT = SCALES_AT + 4 * STEPS * ROWS;
-const int X_AT = MINS_AT + (TYPE::MINS ? 4 * STEPS * ROWS : 0);
+const int X_AT = MINS_AT + 4 * MIN_STEPS * ROWS;
 const int D_AT = TOKENS * STRIDE;                            // within a buffer of activations
 const int SUMS_AT = D_AT + 4 * 4 * TOKENS;
 const int X_BYTES = SUMS_AT + (TYPE::MINS ? 4 * 8 * TOKENS : 0);
@@ -100,31 +103,29 @@ const int GRID_AT = RAW_AT + ROWS * RAW_STRIDE + 16;         // words are read t
 const float MAGIC = 12582912.0f;
 const int MAGIC_BITS = 0x4b400000;
 
-// Ask for 256 values of a row of weights, `end` being the end of the row. Up to 15 bytes on either side come along.
-INLINE void stage_unit(uint8_t* shared, const uint8_t* from, const uint8_t* end) {
-    const uint8_t* stop = from + UNIT_BYTES < end ? from + UNIT_BYTES : end;
-    const uint8_t* piece = from - ((uint64_t)from & LEAN) + 16 * (threadIdx.x % PER_ROW);
-    uint8_t* to = shared + RAW_AT + staged_row() * RAW_STRIDE + 16 * (threadIdx.x % PER_ROW);
+// Ask for up to 256 values of a row of weights, `left` bytes to its end. Up to 15 bytes on either side come along.
+INLINE void stage_unit(uint8_t* shared, const uint8_t* from, int left) {
+    const int lean = (int)(uint64_t)from & LEAN, k = 16 * (threadIdx.x % PER_ROW);
+    const int last = lean + (left < UNIT_BYTES ? left : UNIT_BYTES) - k;
+    const uint8_t* piece = fixed(from - lean + k);
+    uint8_t* to = fixed(shared + RAW_AT + k + staged_row() * RAW_STRIDE);
 #pragma unroll
     for (int i = 0; i < (PIECES + PER_ROW - 1) / PER_ROW; i++)
-        if (piece + 16 * PER_ROW * i < stop) copy_async<16>(to + 16 * PER_ROW * i, piece + 16 * PER_ROW * i);
+        if (16 * PER_ROW * i < last) copy_async<16>(to + 16 * PER_ROW * i, piece + 16 * PER_ROW * i);
 }
 
-// Ask for 128 values of a row of activations, from the `first`-th on.
-INLINE void stage_activations(uint8_t* to, const uint8_t* x, int n_pad, int first) {
+// Ask for 128 values of a row of activations: levels, d, sums.
+INLINE void stage_activations(uint8_t* to, const uint8_t* levels, const uint8_t* d, const uint8_t* sums) {
     const int token = staged_token(), k = threadIdx.x % PER_TOKEN;
+    uint8_t* to_levels = fixed(to + token * STRIDE + 16 * k);
+    levels = fixed(levels + 16 * k);
 #pragma unroll
-    for (int i = 0; i < 8 / PER_TOKEN; i++) {
-        const int at = 16 * (PER_TOKEN * i + k);
-        copy_async<16>(to + token * STRIDE + at, x + first + at);
-    }
-    const uint8_t* d = x + n_pad + first / 8;
-    const uint8_t* sums = x + n_pad + n_pad / 8 + first / 4;
+    for (int i = 0; i < 8 / PER_TOKEN; i++) copy_async<16>(to_levels + 16 * PER_TOKEN * i, levels + 16 * PER_TOKEN * i);
+    uint8_t *to_d = to + D_AT + 4 * (TOKENS * k + token), *to_sums = to + SUMS_AT + 8 * (TOKENS * k + token);
 #pragma unroll
     for (int i = 0; i < 4 / PER_TOKEN; i++) {
-        const int step = PER_TOKEN * i + k;
-        copy_async<4>(to + D_AT + 4 * (TOKENS * step + token), d + 4 * step);
-        if (TYPE::MINS) copy_async<8>(to + SUMS_AT + 8 * (TOKENS * step + token), sums + 8 * step);
+        copy_async<4>(to_d + 4 * TOKENS * PER_TOKEN * i, d + 4 * k + 4 * PER_TOKEN * i);
+        if (TYPE::MINS) copy_async<8>(to_sums + 8 * TOKENS * PER_TOKEN * i, sums + 8 * k + 8 * PER_TOKEN * i);
     }
 }
 
@@ -142,16 +143,62 @@ INLINE void unpack_chunk(uint8_t* shared, int first, int n_in, int unit_at) {
         const int at = (first & 128) + 32 * part;
         Levels l = {};
         if (first + 32 * part < n_in)
-            unpack_with<TYPE>(unit + at / TYPE::BLOCK * TYPE::BYTES, at % TYPE::BLOCK / 32, l, (const uint32_t*)(shared + GRID_AT));
+            Folded<TYPE>::unpack(unit + at / TYPE::BLOCK * TYPE::BYTES, at % TYPE::BLOCK / 32, l, (const uint32_t*)(shared + GRID_AT));
         int4* levels = (int4*)(shared + LEVELS_AT + row * STRIDE + 32 * part);
         levels[0] = make_int4(l.q[0], l.q[1], l.q[2], l.q[3]);
         levels[1] = make_int4(l.q[4], l.q[5], l.q[6], l.q[7]);
 #pragma unroll
-        for (int half = 0; half < STEPS / 4; half++) {
+        for (int half = 0; half < STEPS / 4; half++)
             ((float*)(shared + SCALES_AT))[(STEPS / 4 * part + half) * ROWS + slot] = l.d[half];
-            if (TYPE::MINS) ((float*)(shared + MINS_AT))[(STEPS / 4 * part + half) * ROWS + slot] = l.m[half];
+#pragma unroll
+        for (int half = 0; half < MIN_STEPS / 4; half++)
+            ((float*)(shared + MINS_AT))[(MIN_STEPS / 4 * part + half) * ROWS + slot] = l.m[half];
+    }
+}
+
+// Minimums times sums of a chunk: 4 or 8 products of each element, on tensor cores in two parts each.
+template <int ACTIVE> INLINE void subtract_mins(const uint8_t* shared, const uint8_t* x, Sums& sum) {
+    const int N = TYPE::HALVES ? 2 : 1, g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
+    const float* mins = (const float*)(shared + MINS_AT) + (warp_m() * 8 + g) * 2 * MT + N * t * ROWS;
+    const float2* sums = (const float2*)(x + SUMS_AT) + 8 * warp_n();
+#if __CUDA_ARCH__ >= 800
+    uint32_t b[ACTIVE][2][N];
+#pragma unroll
+    for (int j = 0; j < ACTIVE; j++) {
+        const float2 s = sums[TOKENS * t + 8 * WARPS_N * j + g];
+        const float v[2] = {TYPE::HALVES ? s.x : s.x + s.y, s.y};
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            b[j][0][n] = tf32_of(v[n]);
+            b[j][1][n] = __float_as_uint(v[n] - __uint_as_float(b[j][0][n]));
         }
     }
+#pragma unroll
+    for (int i = 0; i < MT; i++) {
+        float a[2 * N];
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            const float2 m = *(const float2*)(mins + n * ROWS + 2 * i);
+            a[2 * n] = -m.x;
+            a[2 * n + 1] = -m.y;
+        }
+#pragma unroll
+        for (int j = 0; j < ACTIVE; j++) mma_f32<N>(sum[i][j], a, b[j]);
+    }
+#else
+    for (int k = 0; k < MIN_STEPS; k++)
+#pragma unroll
+        for (int j = 0; j < ACTIVE; j++) {
+            const float4 two = *(const float4*)(sums + TOKENS * (k / N) + 8 * WARPS_N * j + 2 * t);
+            const float s[2] = {N == 1 ? two.x + two.y : k % 2 ? two.y : two.x, N == 1 ? two.z + two.w : k % 2 ? two.w : two.z};
+#pragma unroll
+            for (int i = 0; i < MT; i++) {
+                const float2 m = *(const float2*)(mins + (k - N * t) * ROWS + 2 * i);
+#pragma unroll
+                for (int c = 0; c < 4; c++) sum[i][j][c] = fmaf(c >> 1 ? -m.y : -m.x, s[c & 1], sum[i][j][c]);
+            }
+        }
+#endif
 }
 
 // Multiply the panel with a buffer of activations.
@@ -160,28 +207,15 @@ template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* shared, const ui
     const uint8_t* rows = shared + LEVELS_AT + warp_m() * 16 * MT * STRIDE;
     const uint8_t* tokens = x + warp_n() * 8 * STRIDE;
     const float* scales = (const float*)(shared + SCALES_AT) + (warp_m() * 8 + g) * 2 * MT;
-    const float* mins = (const float*)(shared + MINS_AT) + (warp_m() * 8 + g) * 2 * MT;
     const float* d_of = (const float*)(x + D_AT) + 8 * warp_n() + 2 * t;
-    const float* sums_of = (const float*)(x + SUMS_AT) + 2 * (8 * warp_n() + 2 * t);
     const int magic[4] = {MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS};
 #pragma unroll 1
     for (int step = 0; step < 4; step++) {
         uint32_t b[ACTIVE][2];
         load_tokens<ACTIVE>(b, tokens + 32 * step);
-        float d[ACTIVE][2], s[ACTIVE][2][2];
+        float2 d[ACTIVE];
 #pragma unroll
-        for (int j = 0; j < ACTIVE; j++) {
-            const float2 both = *(const float2*)(d_of + TOKENS * step + 8 * WARPS_N * j);
-            d[j][0] = both.x;
-            d[j][1] = both.y;
-            if (TYPE::MINS) {
-                const float4 four = *(const float4*)(sums_of + 2 * (TOKENS * step + 8 * WARPS_N * j));
-                s[j][0][0] = TYPE::HALVES ? four.x : four.x + four.y;
-                s[j][0][1] = four.y;
-                s[j][1][0] = TYPE::HALVES ? four.z : four.z + four.w;
-                s[j][1][1] = four.w;
-            }
-        }
+        for (int j = 0; j < ACTIVE; j++) d[j] = *(const float2*)(d_of + TOKENS * step + 8 * WARPS_N * j);
 #pragma unroll
         for (int i = 0; i < MT; i++) {
             uint32_t a[4];
@@ -193,7 +227,7 @@ template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* shared, const ui
                 int dots[ACTIVE][4];
 #pragma unroll
                 for (int j = 0; j < ACTIVE; j++) {
-                    if (TYPE::HALVES)
+                    if (HALVES)
                         mma_s8_half(dots[j], a, b[j], magic, half);
                     else
                         mma_s8(dots[j], a, b[j], magic);
@@ -203,19 +237,12 @@ template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* shared, const ui
 #pragma unroll
                     for (int c = 0; c < 4; c++) {
                         const float product = fmaf(__int_as_float(dots[j][c]), of_row[c >> 1], back[c >> 1]);
-                        sum[i][j][c] = fmaf(product, d[j][c & 1], sum[i][j][c]);
+                        sum[i][j][c] = fmaf(product, c & 1 ? d[j].y : d[j].x, sum[i][j][c]);
                     }
-                if (TYPE::MINS) {
-                    const float2 min = *(const float2*)(mins + (STEPS / 4 * step + half) * ROWS + 2 * i);
-#pragma unroll
-                    for (int j = 0; j < ACTIVE; j++)
-#pragma unroll
-                        for (int c = 0; c < 4; c++)
-                            sum[i][j][c] = fmaf(c >> 1 ? -min.y : -min.x, s[j][c & 1][half], sum[i][j][c]);
-                }
             }
         }
     }
+    if (TYPE::MINS) subtract_mins<ACTIVE>(shared, x, sum);
 }
 
 #else
@@ -230,15 +257,16 @@ const int W_BYTES = ROWS * STRIDE, X_BYTES = TOKENS * STRIDE;
 const int X_AT = 2 * W_BYTES;
 const int RAW_AT = X_AT + X_BYTES;                           // F32: the second buffer of activations instead
 
-// Ask for the 16-byte pieces k, k + by, ... of `bytes` of a row, zeros after its last `left`.
-INLINE void stage_pieces(uint8_t* to, const uint8_t* from, int64_t left, int bytes, int k, int by) {
-    const bool whole = ((uint64_t)from & 15) == 0 && left >= bytes;
-    for (int at = 16 * k; at < bytes; at += 16 * by) {
-        if (whole) {
-            copy_async<16>(to + at, from + at);
-        } else {
+// Ask for the 16-byte pieces k, k + BY, ... of BYTES of a row, zeros after its last `left`.
+template <int BYTES, int BY> INLINE void stage_pieces(uint8_t* to, const uint8_t* from, int64_t left, int k) {
+    if (((uint64_t)from & 15) == 0 && left >= BYTES) {
+        to = fixed(to + 16 * k);
+        from = fixed(from + 16 * k);
+#pragma unroll
+        for (int i = 0; i < BYTES / (16 * BY); i++) copy_async<16>(to + 16 * BY * i, from + 16 * BY * i);
+    } else {
+        for (int at = 16 * k; at < BYTES; at += 16 * BY)
             for (int i = at; i < at + 16; i += 2) *(uint16_t*)(to + i) = i < left ? load2(from + i) : (uint16_t)0;
-        }
     }
 }
 
@@ -329,32 +357,40 @@ INLINE void multiply_tile(uint8_t* shared, const uint8_t* w, int64_t row_bytes, 
     const int active = (count + 8 * WARPS_N - 1) / (8 * WARPS_N);
     clear(sum);
 #if WEIGHTS == QUANTIZED
-    const uint8_t* end = w + row_bytes;
     const int n_pad = (n_in + 255) / 256 * 256;
+    const uint8_t *d = x + n_pad, *sums = d + n_pad / 8;
+    int left = (int)row_bytes, unit_at = 0;
     if (LEAN && threadIdx.x % PER_ROW == 0) ((int*)(shared + LEANS_AT))[staged_row()] = (int)((uint64_t)w & 15);
     load_grid<TYPE>((uint32_t*)(shared + GRID_AT));
-    stage_unit(shared, w, end);
-    stage_activations(shared + X_AT, x, n_pad, 0);
+    stage_unit(shared, w, left);
+    stage_activations(shared + X_AT, x, d, sums);
 #pragma unroll 1
     for (int first = 0; first < n_in; first += 128) {
-        const int unit_at = first / 256 * UNIT_BYTES, buffer = first >> 7 & 1;
+        const int buffer = first & 128 ? X_BYTES : 0;
         copy_wait();
         __syncthreads();  // the bytes are here, and the last chunk is multiplied
         unpack_chunk(shared, first, n_in, unit_at);
         __syncthreads();
         if (first + 128 < n_in) {
-            if (buffer) stage_unit(shared, w + unit_at + UNIT_BYTES, end);
-            stage_activations(shared + X_AT + (1 - buffer) * X_BYTES, x, n_pad, first + 128);
+            if (buffer) {
+                left -= UNIT_BYTES;
+                unit_at += UNIT_BYTES;
+                stage_unit(shared, w + unit_at, left);
+            }
+            x += 128;
+            d += 16;
+            sums += 32;
+            stage_activations(shared + X_AT + X_BYTES - buffer, x, d, sums);
         }
-        multiply_active(shared, shared + X_AT + buffer * X_BYTES, active, sum);
+        multiply_active(shared, shared + X_AT + buffer, active, sum);
     }
 #else
     const int64_t w_bytes = (int64_t)n_in * SIZE, x_bytes = (int64_t)n_in * 4;
     uint8_t *w_to = shared + staged_row() * STRIDE, *x_to;
     const int k = threadIdx.x % PER_ROW, l = threadIdx.x % PER_TOKEN;
     x_to = WEIGHTS == SINGLE ? shared + X_AT + staged_token() * STRIDE : shared + RAW_AT + staged_token() * RAW_STRIDE;
-    stage_pieces(w_to, w, w_bytes, 128, k, PER_ROW);
-    stage_pieces(x_to, x, x_bytes, 4 * CHUNK, l, PER_TOKEN);
+    stage_pieces<128, PER_ROW>(w_to, w, w_bytes, k);
+    stage_pieces<4 * CHUNK, PER_TOKEN>(x_to, x, x_bytes, l);
 #pragma unroll 1
     for (int first = 0; first < n_in; first += CHUNK) {
         const int buffer = first / CHUNK & 1, next = first + CHUNK;
@@ -366,8 +402,8 @@ INLINE void multiply_tile(uint8_t* shared, const uint8_t* w, int64_t row_bytes, 
 #endif
         if (next < n_in) {
             uint8_t* to = WEIGHTS == SINGLE ? x_to + (1 - buffer) * X_BYTES : x_to;
-            stage_pieces(w_to + (1 - buffer) * W_BYTES, w + SIZE * next, w_bytes - SIZE * next, 128, k, PER_ROW);
-            stage_pieces(to, x + 4 * next, x_bytes - 4 * next, 4 * CHUNK, l, PER_TOKEN);
+            stage_pieces<128, PER_ROW>(w_to + (1 - buffer) * W_BYTES, w + SIZE * next, w_bytes - SIZE * next, k);
+            stage_pieces<4 * CHUNK, PER_TOKEN>(to, x + 4 * next, x_bytes - 4 * next, l);
         }
         multiply_active(shared + buffer * W_BYTES, shared + X_AT + (WEIGHTS == SINGLE ? buffer * X_BYTES : 0), active, sum);
     }

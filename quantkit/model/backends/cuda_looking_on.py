@@ -46,7 +46,7 @@ def _covariance(b: CUDALowering, op: Covariance) -> None:
     n_mat = op.experts[1] - first
     over = op.x if op.ids is None else op.ids
     slots: dict[str, Slot] = {"x": b.buffer(op.x), "width": width, "first": first, **_rows_of(b, op.x, op.ids)}
-    kinds = []
+    kinds: list[dict[str, Slot]] = []
     if op.plain:
         kinds.append({"weights": 0, "sums": to["sums"], "weight": 0})
     if op.weights is not None:

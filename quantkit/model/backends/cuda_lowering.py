@@ -75,9 +75,8 @@ class CUDALowering(Lowering):
         self,
         choose: Callable[[int], Shape | None],
         of: Value,
-        /,
-        *,
         rows_per: int | None = None,
+        /,
         **slots: Slot | Rows,
     ) -> KernelEntry:
         """Append a launch over the rows of a value (its own ``per``, unless told otherwise) and return it.
@@ -206,7 +205,7 @@ class CUDALowering(Lowering):
             made = Buffer(f"{x.name} ({kind})", stride * self.limits.n_ubatch * per)
             self._activations[x, kind, n] = made
             slots: dict[str, Slot] = {"x": self.buffer(x), "x_stride": 4 * n, "n": n, "out": made}
-            self.emit(lambda rows: activations.quantize(kind, n, rows), x, rows_per=per, **slots)
+            self.emit(lambda rows: activations.quantize(kind, n, rows), x, per, **slots)
         return self._activations[x, kind, n], stride
 
     def plan(self, ids: Value, n_expert: int) -> Buffer:

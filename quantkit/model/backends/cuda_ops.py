@@ -77,7 +77,7 @@ def _embed(b: CUDALowering, op: Embed) -> None:
 def _select_outputs(b: CUDALowering, op: SelectOutputs) -> None:
     width = op.x.width * op.x.per
     out, x = b.buffer(op.out), b.buffer(op.x)
-    b.emit(lambda rows: elementwise.select_outputs(width, rows), op.out, rows_per=1, out=out, x=x, width=width)
+    b.emit(lambda rows: elementwise.select_outputs(width, rows), op.out, 1, out=out, x=x, width=width)
 
 
 def _map(b: CUDALowering, choose: Callable[[int, int], Shape], out: Value, x: Value, **more: Slot | Rows) -> None:
@@ -459,7 +459,7 @@ def _attention(b: CUDALowering, op: Attention) -> None:
     @kept
     def way(rows: int) -> attention.Attention:
         sizes = op.n_head, op.n_head_kv, op.head_k, op.head_v
-        return attention.attention(kind, *sizes, rows, n_ctx, mla=mla)
+        return attention.attention(kind, *sizes, rows, n_ctx, mla=mla, capability=b.device.capability)
 
     scratch = b.scratch(max(way(rows).scratch for rows in range(1, b.limits.n_ubatch + 1)))
     common: dict[str, Slot] = {"out": b.buffer(op.out), "sinks": b.vector(op.sinks), "scratch": scratch}

@@ -18,7 +18,9 @@ template <typename T, typename = void> struct Grid {
 template <typename T> struct Grid<T, decltype((void)T::GRID)> {
     static const int WORDS = T::GRID;
     STATIC_INLINE const uint32_t* table() { return T::table(); }
-    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid) { T::unpack(p, part, l, grid); }
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid) {
+        T::unpack(p, part, l, grid);
+    }
 };
 
 // Copy the grid to shared memory, all threads of a block; a barrier must follow before it is read.

@@ -203,7 +203,8 @@ struct IQ1_M {
         for (int j = 0; j < 4; j++)
             set_eight_shifted(l, j, grid[byte_of(x, j) | (h >> 4 * j & 7) << 8], h >> 4 * j & 8);
         const uint2 w = *(const uint2*)(p + 48);  // the top digits of its four halves are d
-        const float d = half_to_float((uint16_t)((w.x >> 12 & 15) | (w.x >> 24 & 0xf0) | (w.y >> 4 & 0xf00) | (w.y >> 16 & 0xf000)));
+        const uint32_t low = (w.x >> 12 & 0xf) | (w.x >> 24 & 0xf0), high = (w.y >> 4 & 0xf00) | (w.y >> 16 & 0xf000);
+        const float d = half_to_float((uint16_t)(low | high));
         const uint32_t s = (part & 4 ? w.y : w.x) >> (16 * (part >> 1 & 1) + 6 * (part & 1));
         l.d[0] = (float)(int)(2 * (s & 7) + 1) * d * 0.125f;
         l.d[1] = (float)(int)(2 * (s >> 3 & 7) + 1) * d * 0.125f;

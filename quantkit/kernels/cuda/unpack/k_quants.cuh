@@ -35,11 +35,9 @@ struct Q3_K {
     static const bool MINS = false, HALVES = true;
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l) {  // levels 32 * (q - 4)
         uint32_t x[8], h[8];
-        load_words(p, h);
-        load_words(p + 32 + 32 * (part >> 2), x);
-        const int left = 5 - 2 * (part & 3);
-        for (int i = 0; i < 8; i++)
-            l.q[i] = (int)((rotate(x[i], left) & 0x60606060u) ^ SIGNS ^ (rotate(h[i], 7 - part) & SIGNS));
+        load_words_from_bit(p, part, h);
+        load_words_from_bit(p + 32 + 32 * (part >> 2), 2 * (part & 3) - 5, x);
+        for (int i = 0; i < 8; i++) l.q[i] = (int)((x[i] & 0x60606060u) | (~h[i] & ONES) * 128);
         const uint32_t low = (uint32_t)load2(p + 96 + 2 * (part & 3)) >> (part & 4) & 0x0f0f;
         const uint32_t high = (uint32_t)load2(p + 104 + 2 * (part & 1)) >> (part & 6) & 0x0303;
         const uint32_t s = low | high << 4;

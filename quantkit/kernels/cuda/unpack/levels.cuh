@@ -46,6 +46,18 @@ template <int N> INLINE void load_words(const uint8_t* p, uint32_t (&out)[N]) {
     }
 }
 
+// N words from bit `bit` (-31 to 7) of the byte at any address on; below 0 up to 7 bytes before it are read.
+template <int N> INLINE void load_words_from_bit(const uint8_t* p, int bit, uint32_t (&out)[N]) {
+    const int over = (int)((uint32_t)(uint64_t)p & 3), first = 8 * over + bit;
+    const uint32_t* words = (const uint32_t*)(p - over + (first < 0 ? -4 : 0));
+    uint32_t low = words[0];
+    for (int i = 0; i < N; i++) {
+        const uint32_t high = words[i + 1];
+        out[i] = __funnelshift_r(low, high, (uint32_t)first);  // modulo 32
+        low = high;
+    }
+}
+
 // A half and N words after it, p aligned to 2 bytes.
 template <int N> INLINE float load_half_and_words(const uint8_t* p, uint32_t (&out)[N]) {
     const uint32_t over = (uint32_t)(uint64_t)p & 2;
@@ -108,12 +120,15 @@ INLINE uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t s) {
 // 255 where the top bit of a byte is set, else 0.
 INLINE uint32_t sign_masks(uint32_t x) { return pick_bytes(x, 0, 0xba98); }
 
-// Levels of 8 nibbles by a codebook of 16: of the low ones of x's bytes, and of the high ones.
+// Levels of four nibbles, bits 0..2 in `three` and the fourth one's choice in `fourth`, by a codebook of 16.
+template <typename Codebook> INLINE uint32_t look_up_four(uint32_t three, uint32_t fourth) {
+    return pick_bytes(pick_bytes(Codebook::A, Codebook::B, three), pick_bytes(Codebook::C, Codebook::D, three), fourth);
+}
+
+// Levels of 8 nibbles: of the low ones of x's bytes, and of the high ones.
 template <typename Codebook> INLINE void look_up(uint32_t x, int& low, int& high) {
     const uint32_t three = x & 0x77777777u, fourth = 0x32103210u | (x >> 1 & 0x44444444u);
-    const uint32_t a = pick_bytes(pick_bytes(Codebook::A, Codebook::B, three), pick_bytes(Codebook::C, Codebook::D, three), fourth);
-    const uint32_t b = pick_bytes(
-        pick_bytes(Codebook::A, Codebook::B, three >> 16), pick_bytes(Codebook::C, Codebook::D, three >> 16), fourth >> 16);
+    const uint32_t a = look_up_four<Codebook>(three, fourth), b = look_up_four<Codebook>(three >> 16, fourth >> 16);
     low = (int)pick_bytes(a, b, 0x6420);
     high = (int)pick_bytes(a, b, 0x7531);
 }

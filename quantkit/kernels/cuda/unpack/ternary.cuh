@@ -46,9 +46,8 @@ struct TQ2_0 {
     static const bool MINS = false, HALVES = false;
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l) {
         uint32_t x[8];
-        load_words(p + 32 * (part >> 2), x);
-        const int shift = 2 * (part & 3);
-        for (int i = 0; i < 8; i++) l.q[i] = less_one(x[i] >> shift & 0x03030303u);
+        load_words_from_bit(p + 32 * (part >> 2), 2 * (part & 3), x);
+        for (int i = 0; i < 8; i++) l.q[i] = less_one(x[i] & 0x03030303u);
         set_scales(l, load_half(p + 64));
     }
 };

@@ -1,0 +1,460 @@
+"""What scripts/gpu_check times on a card: kernels as shares of what the card does at most, then a whole MoE."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gpu_cases
+import numpy as np
+from make_moe import Model as Shapes
+
+from quantkit.formats.gguf import Field, write_gguf
+from quantkit.helpers import format_size
+from quantkit.kernels.activation_formats import activation_format
+from quantkit.kernels.cuda import activations, attention, glu, mat_mat, mat_vec, moe, peak
+from quantkit.kernels.cuda.attention import MASKS
+from quantkit.kernels.cuda.device import Launch, open_device
+from quantkit.kernels.cuda.operation import Shape
+from quantkit.kernels.parameters import Activation
+from quantkit.model.cost import token_cost
+from quantkit.model.engine import Session, load
+from quantkit.model.fusion import Fusion
+from quantkit.types import BY_NAME, TensorType
+
+if TYPE_CHECKING:
+    from gpu_check import Run
+
+SILU = Activation("silu")
+
+
+@dataclass
+class Sizes:
+    """What is measured; tests of this script make it small.
+
+    matrix_bytes: of a matrix, several of which are read in turns: far more than caches hold.
+    """
+
+    matrix_bytes: int = 64 << 20
+    in_turn: int = 4
+    few: tuple[int, ...] = (1, 2, 4, 8)
+    n_in: int = 4096
+    dense: int = 4096
+    wide: int = 11008
+    tokens: int = 2048
+    experts: int = 128
+    used: int = 8
+    expert_in: int = 2048
+    expert_out: int = 768
+    gates: tuple[int, ...] = (1, 4, 64, 512, 2048)
+    depths: tuple[int, ...] = (4096, 32768)
+    layers: int = 8
+    single: int = 128
+    repetitions: int = 15
+    types: tuple[str, ...] = gpu_cases.TYPES
+
+
+SIZES = Sizes()
+
+#: ik_llama.cpp's gains (pull requests 229, 741, 864, 1139, 896; facts of several cards and models).
+IKS = {
+    "MoE up+gate, prompt": "+26 %",
+    "MoE up+gate, 1 token": "+7 %",
+    "up+gate, 1 token": "+1 % to +3 %",
+    "merged, prompt": "+7 % to +10 %",
+    "router Q8_0, 1 token": "+1 %",
+}
+
+
+@dataclass
+class Card:
+    """The card, and what it does at most a second."""
+
+    device: Any
+    copy_gb_s: float
+    gemm_tflops: float
+
+
+_CARD: list[Card] = []
+
+
+def the_card() -> Card:
+    """Return the card, measured once."""
+    if not _CARD:
+        device: Any = open_device("CUDA0")
+        _CARD.append(Card(device, peak.copy_gb_s(device), peak.gemm_gops(device) / 1e3))
+    return _CARD[0]
+
+
+def card(run: Run) -> None:
+    """The card's name, and its copy bandwidth and bf16 GEMM rate."""
+    c = the_card()
+    cupy = c.device.cupy
+    versions = f"CuPy {cupy.__version__}, CUDA driver {cupy.cuda.runtime.driverGetVersion()}"
+    run.say(f"card: {c.device.card}, {c.device.multiprocessors} multiprocessors, sm_{c.device.capability}, {versions}")
+    run.say(f"copy {c.copy_gb_s:.0f} GB/s (read and written), bf16 GEMM {c.gemm_tflops:.0f} TFLOP/s; measured now")
+
+
+class Bench:
+    """Device memory for a measurement, given back at its end."""
+
+    def __init__(self) -> None:
+        self.device = the_card().device
+        self._held: list[int] = []
+
+    def room(self, nbytes: int, fill: np.ndarray[Any, Any] | None = None) -> int:
+        """Return new memory, filled with a pattern repeated, or zeros."""
+        address = self.device.allocate(nbytes)
+        self._held.append(address)
+        if fill is None:
+            self.device.zero(address, nbytes)
+        else:
+            data = np.resize(fill.view(np.uint8).reshape(-1), nbytes)
+            self.device.upload(address, data)
+        return address
+
+    def weights(self, t: TensorType, nbytes: int) -> int:
+        """Return a matrix of reasonable blocks."""
+        return self.room(nbytes, gpu_cases.blocks(t, max(1, (1 << 20) // t.block_bytes), 1))
+
+    def activations(self, t: TensorType, n_in: int, rows: int) -> tuple[int, int]:
+        """Return rows of activations in the format of a type, and their stride."""
+        x = self.room(4 * n_in * rows, np.random.default_rng(1).standard_normal(1 << 16).astype(np.float32))
+        kind = activation_format(t)
+        if kind == "f32":
+            return x, 4 * n_in
+        stride = activations.row_bytes(kind, n_in)
+        out = self.room(stride * rows)
+        self.device.run(
+            [launch(activations.quantize(kind, n_in, rows), rows=rows, x=x, x_stride=4 * n_in, n=n_in, out=out)]
+        )
+        return out, stride
+
+    def seconds(self, *lists: Sequence[Launch], repetitions: int = 7) -> float:
+        """Return the median time of a list of launches; of several lists in turns, of one."""
+        replays = [self.device.record(launches) for launches in lists]
+
+        def all_of_them() -> None:
+            for replay in replays:
+                replay()
+
+        return peak.timed(self.device, all_of_them, repetitions) / len(lists)
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.device.synchronize()
+        for address in self._held:
+            self.device.free(address)
+
+
+def launch(shape: Shape, **slots: int | float) -> Launch:
+    """Return a launch with its slots packed; those the kernel does not have are left out."""
+    wanted = shape.operation.slots
+    given = {name: value for name, value in slots.items() if name in wanted}
+    return Launch(shape.operation, shape.grid, shape.operation.block(**given), shape.shared)
+
+
+LIMITS = {"alpha": 1.702, "gate_limit": 0.0, "act_limit": 0.0, "up_limit": 0.0}
+NO_BIAS = {
+    **dict.fromkeys(("bias", "scale", "bias_stride", "up_bias", "up_scale", "up_bias_stride"), 0),
+    **dict.fromkeys(("gate_bias", "gate_scale", "gate_bias_stride"), 0),
+}
+
+
+# ---------------------------------------------------------------- products
+
+
+def mat_vec_speed(run: Run) -> None:
+    """Every type: one token (and a few) times matrices of 64 MB, as a share of copying."""
+    c = the_card()
+    n_in, few = SIZES.n_in, SIZES.few
+    size = format_size(SIZES.matrix_bytes)
+    run.say(f"\nmat-vec: GB/s of weights read (share of copy), {n_in} columns, {size}, by tokens\n")
+    run.say(f"| type | {' | '.join(map(str, few))} |\n|---|{'---|' * len(few)}")
+    for name in SIZES.types:
+        if run.left < 60:
+            run.say(f"(stopped before {name}: no time)")
+            return
+        t = BY_NAME[name]
+        row_bytes = t.row_bytes(n_in)
+        n_out = SIZES.matrix_bytes // row_bytes
+        cells = []
+        with Bench() as b:
+            matrices = [b.weights(t, n_out * row_bytes) for _ in range(SIZES.in_turn)]
+            for rows in few:
+                x, stride = b.activations(t, n_in, rows)
+                out = b.room(4 * rows * n_out)
+                lists = [
+                    [
+                        launch(
+                            mat_vec.mul_mat(t, n_in, n_out, rows), rows=rows, x=x, x_stride=stride, w=w,
+                            row_bytes=row_bytes, n_in=n_in, n_out=n_out, out=out, out_stride=4 * n_out, **NO_BIAS,
+                        )
+                    ]
+                    for w in matrices
+                ]  # fmt: skip
+                gb_s = n_out * row_bytes / b.seconds(*lists) / 1e9
+                cells.append(f"{gb_s:.0f} ({gb_s / c.copy_gb_s:.0%})")
+        run.say(f"| {name} | {' | '.join(cells)} |")
+
+
+def mat_mat_speed(run: Run) -> None:
+    """Every type: 2048 tokens times 4096 x 4096, and by expert, as a share of the bf16 GEMM."""
+    c = the_card()
+    s = SIZES
+    run.say(
+        f"\nmat-mat: TFLOP/s (share of the bf16 GEMM), {s.tokens} tokens; experts: {s.experts} of {s.expert_in} x "
+        f"{s.expert_out}, {s.used} used\n"
+    )
+    run.say(f"| type | {s.dense} x {s.dense} | experts | experts up+gate |\n|---|---|---|---|")
+    for name in s.types:
+        if run.left < 60:
+            run.say(f"(stopped before {name}: no time)")
+            return
+        t = BY_NAME[name]
+        found = [_dense(t, s.tokens, s.dense, s.dense), *(_experts(t, s.tokens, fused) for fused in (False, True))]
+        run.say(f"| {name} | {' | '.join(f'{x:.0f} ({x / c.gemm_tflops:.0%})' for x in found)} |")
+
+
+def _dense(t: TensorType, rows: int, n_in: int, n_out: int) -> float:
+    with Bench() as b:
+        x, stride = b.activations(t, n_in, rows)
+        w, out = b.weights(t, n_out * t.row_bytes(n_in)), b.room(4 * rows * n_out)
+        one = launch(
+            mat_mat.mul_mat(t, n_in, n_out, rows, b.device.capability), rows=rows, x=x, x_stride=stride, w=w,
+            row_bytes=t.row_bytes(n_in), n_in=n_in, n_out=n_out, out=out, out_stride=4 * n_out, **NO_BIAS,
+        )  # fmt: skip
+        return 2 * rows * n_in * n_out / b.seconds([one]) / 1e12
+
+
+def _expert_launches(b: Bench, t: TensorType, rows: int, fused: bool, gated: bool = True) -> list[Launch]:
+    """Return up and gate of all experts (or up alone) for so many tokens."""
+    n_in, n_out, n_expert, n_used = 2048, 768, 128, 8
+    rng = np.random.default_rng(1)
+    ids = b.room(
+        4 * rows * n_used, np.stack([rng.permutation(n_expert)[:n_used] for _ in range(rows)]).astype(np.int32)
+    )
+    x, stride = b.activations(t, n_in, rows)
+    each = n_out * t.row_bytes(n_in)
+    up, gate = (b.weights(t, n_expert * each) for _ in range(2))
+    outs = [b.room(4 * rows * n_used * n_out) for _ in range(3)]
+    plan = b.room(moe.plan_bytes(n_expert, n_used, rows))
+    common = {
+        "rows": rows, "x": x, "x_stride": stride, "x_per": n_used, "ids": ids, "plan": plan, "n_expert": n_expert,
+        "n_used": n_used, "row_bytes": t.row_bytes(n_in), "n_in": n_in, "n_out": n_out, **LIMITS, **NO_BIAS,
+    }  # fmt: skip
+    few = rows <= 8
+    first = [] if few else [launch(moe.bucket(n_expert), **common)]
+    if fused:
+        shape = (
+            mat_vec.up_gate_id(t, SILU, n_in, n_out, rows, n_used)
+            if few
+            else mat_mat.up_gate_id(t, SILU, n_in, n_out, rows, n_used, n_expert, b.device.capability)
+        )
+        both = {"up": up, "gate": gate, "up_expert_bytes": each, "gate_expert_bytes": each, "out": outs[0]}
+        return [*first, launch(shape, **common, **both)]
+    shape = (
+        mat_vec.mul_mat_id(t, n_in, n_out, rows, n_used)
+        if few
+        else mat_mat.mul_mat_id(t, n_in, n_out, rows, n_used, n_expert, b.device.capability)
+    )
+    products = [
+        launch(shape, **common, w=w, expert_bytes=each, out=out) for w, out in zip((up, gate), outs[:2], strict=True)
+    ]
+    if not gated:
+        return [*first, products[0]]
+    act = launch(
+        glu.glu(SILU, n_out, rows * n_used), rows=rows * n_used, gate=outs[1], up=outs[0], out=outs[2], width=n_out,
+        gate_width=n_out, **LIMITS,
+    )  # fmt: skip
+    return [*first, *products, act]
+
+
+def _experts(t: TensorType, rows: int, fused: bool) -> float:
+    with Bench() as b:
+        launches = _expert_launches(b, t, rows, fused, gated=fused)
+        flops = 2 * rows * SIZES.used * SIZES.expert_in * SIZES.expert_out * (2 if fused else 1)
+        return flops / b.seconds(launches) / 1e12
+
+
+def _dense_gate(b: Bench, t: TensorType, rows: int, fused: bool) -> list[Launch]:
+    n_in, n_out = SIZES.n_in, SIZES.wide
+    x, stride = b.activations(t, n_in, rows)
+    up, gate = (b.weights(t, n_out * t.row_bytes(n_in)) for _ in range(2))
+    outs = [b.room(4 * rows * n_out) for _ in range(3)]
+    common = {
+        "rows": rows, "x": x, "x_stride": stride, "row_bytes": t.row_bytes(n_in), "n_in": n_in, "n_out": n_out,
+        "out_stride": 4 * n_out, **LIMITS, **NO_BIAS,
+    }  # fmt: skip
+    few, card_is = rows <= 8, b.device.capability
+    if fused:
+        shape = (
+            mat_vec.up_gate(t, SILU, n_in, n_out, rows) if few else mat_mat.up_gate(t, SILU, n_in, n_out, rows, card_is)
+        )
+        return [launch(shape, **common, up=up, gate=gate, out=outs[0])]
+    shape = mat_vec.mul_mat(t, n_in, n_out, rows) if few else mat_mat.mul_mat(t, n_in, n_out, rows, card_is)
+    products = [launch(shape, **common, w=w, out=out) for w, out in zip((up, gate), outs[:2], strict=True)]
+    act = launch(
+        glu.glu(SILU, n_out, rows), rows=rows, gate=outs[1], up=outs[0], out=outs[2], width=n_out, gate_width=n_out,
+        **LIMITS,
+    )  # fmt: skip
+    return [*products, act]
+
+
+def fused_speed(run: Run) -> None:
+    """Fused up+gate+activation beside two products and a gate, dense and by expert, few tokens and many."""
+    run.say("\nfused up+gate beside up, gate and activation: unfused time / fused time\n")
+    run.say(f"| what, by tokens | {' | '.join(map(str, SIZES.gates))} |\n|---|{'---|' * len(SIZES.gates)}")
+    for name in ("Q4_K", "Q8_0", "IQ4_XS", "Q6_K"):
+        t = BY_NAME[name]
+        for what, make in (("dense", _dense_gate), ("experts", _expert_launches)):
+            cells = []
+            for rows in SIZES.gates:
+                times = []
+                for fused in (False, True):
+                    with Bench() as b:
+                        times.append(b.seconds(make(b, t, rows, fused), repetitions=SIZES.repetitions))
+                cells.append(f"{times[0] / times[1]:.2f}")
+            run.say(f"| {name}, {what} | {' | '.join(cells)} |")
+
+
+def attention_speed(run: Run) -> None:
+    """Decoding at depth as a share of copying; prompts of 2048 tokens as a rate."""
+    c = the_card()
+    run.say("\nattention, 32 heads of 128 over 4 key-value heads\n")
+    for kind in ("f16", "q8_0", "f32"):
+        for depth in SIZES.depths:
+            seconds = _attend(kind, 1, depth)
+            size = 2 * depth * 512 * {"f16": 2, "q8_0": 34 / 32, "f32": 4}[kind]
+            gb_s = size / seconds / 1e9
+            share = f"{gb_s:.0f} GB/s ({gb_s / c.copy_gb_s:.0%} of copy)"
+            run.say(f"- {kind}, 1 token at {depth}: {1e6 * seconds:.1f} us, {share}")
+        seconds = _attend(kind, SIZES.tokens, SIZES.tokens)
+        rate = 2 * SIZES.tokens**2 * 32 * 128 / seconds / 1e12
+        run.say(f"- {kind}, prompt of {SIZES.tokens}: {1e3 * seconds:.2f} ms, {rate:.0f} TFLOP/s")
+
+
+def _attend(kind: str, rows: int, n_ctx: int) -> float:
+    way = attention.attention(kind, 32, 4, 128, 128, rows, n_ctx, capability=the_card().device.capability)
+    with Bench() as b:
+        positions = np.arange(n_ctx - rows, n_ctx, dtype=np.int32)
+        arrays = [b.room(4 * rows, positions * 0), b.room(4 * rows, positions), b.room(4 * rows, positions * 0)]
+        batch = b.room(56, np.array([rows, 0, *arrays, 0, n_ctx], np.int64))
+        noise = np.random.default_rng(1).standard_normal(1 << 16)
+        stored = {"f16": noise.astype(np.float16), "f32": noise.astype(np.float32)}
+        fill = stored.get(kind, gpu_cases.blocks(BY_NAME["Q8_0"], 4096, 1, largest=4) if kind == "q8_0" else None)
+        size = n_ctx * BY_NAME[kind.upper()].row_bytes(512)
+        slots = {
+            "batch": batch, "rows": rows, "q": b.room(4 * rows * 4096, noise.astype(np.float32)),
+            "out": b.room(4 * rows * 4096), "k_cache": b.room(size, fill), "v_cache": b.room(size, fill), "n_head": 32,
+            "n_head_kv": 4, "head_v": 128, "scale": 128**-0.5, "softcap": 0.0, "sinks": 0, "mask": MASKS["causal"],
+            "window": 0, "alibi": 0.0, "splits": way.splits, "scratch": b.room(max(256, way.scratch)),
+        }  # fmt: skip
+        launches = [launch(way.attend, **slots)]
+        if way.combine is not None:
+            launches.append(launch(way.combine, **slots))
+        return b.seconds(launches, repetitions=SIZES.repetitions)
+
+
+# ---------------------------------------------------------------- a whole model
+
+
+def write_moe(path: Path, matrix: str, router: str) -> Path:
+    """Write a MoE with the shapes of Qwen3-30B-A3B and random blocks, the same ones again and again."""
+    s = SIZES
+    shapes = Shapes(layers=s.layers, experts=s.experts, used=s.used, embd=s.expert_in, ff=s.expert_out)
+    t, r, f32 = BY_NAME[matrix], BY_NAME[router], BY_NAME["F32"]
+    tensors = []
+    for name, shape in shapes.tensors().items():
+        kind = f32 if len(shape) == 1 else r if ".ffn_gate_inp." in name else t
+        size = int(np.prod(shape))
+        if len(shape) == 1:
+            data = np.ones(size, np.float32).tobytes()
+        else:
+            blocks = gpu_cases.blocks(kind, min(size // kind.block, 4096), len(name), 0.1)
+            if kind is f32:
+                blocks = (blocks.view(np.float32) * 0.02).view(np.uint8)
+            data = np.resize(blocks.reshape(-1), kind.tensor_bytes(shape)).tobytes()
+        tensors.append((name, shape, kind, data))
+    write_gguf(path, [*shapes.fields(15), Field.of("tokenizer.ggml.model", "no_vocab")], tensors)
+    return path
+
+
+def _rate(session: Session, n: int, one_by_one: bool, repetitions: int = 5) -> float:
+    """Return the tokens a second of a prompt, or of single tokens after it; the median."""
+    tokens = np.random.default_rng(1).integers(0, session.model.n_vocab, n).astype(np.int32)
+    last = np.arange(n) == n - 1
+    rates = []
+    for _ in range(repetitions + 1):
+        session.clear()
+        if one_by_one:
+            session.decode(tokens[:16], outputs=last[:16])
+        began = time.perf_counter()
+        if one_by_one:
+            for token in tokens:
+                session.decode(token[None])
+        else:
+            session.decode(tokens, outputs=last)
+        rates.append(n / (time.perf_counter() - began))
+    return statistics.median(rates[1:])
+
+
+def model_speed(run: Run) -> None:
+    """A MoE of Qwen3-30B-A3B's shapes, 8 layers: prompts and generation with every switch on and off."""
+    c = the_card()
+    path = write_moe(run.folder / "moe.gguf", "Q4_K", "F32")
+    size, n = format_size(path.stat().st_size), SIZES.tokens
+    run.say(f"\nMoE, shapes of Qwen3-30B-A3B, {SIZES.layers} layers, Q4_K, router F32, {size}\n")
+    run.say(f"| switches | prompt {n} t/s | of the GEMM rate | generation t/s | of copy |\n|---|---|---|---|---|")
+    rates: dict[str, tuple[float, float]] = {}
+    settings: dict[str, dict[str, Any]] = {
+        "all fused": {},
+        "no fused MoE": {"fusion": Fusion(moe=False)},
+        "nothing fused": {"fusion": Fusion.none()},
+        "merged": {"merge_up_gate": True},
+        "router Q8_0": {},
+    }
+    for what, options in settings.items():
+        if run.left < 40:
+            run.say(f"(stopped before {what}: no time)")
+            break
+        if what == "router Q8_0":
+            path = write_moe(run.folder / "moe-q8.gguf", "Q4_K", "Q8_0")
+        with load(path, n_ubatch=n, placement=gpu_cases.on_card(), **options) as model:
+            session = model.session(n + SIZES.single + 16)
+            rates[what] = _rate(session, n, False), _rate(session, SIZES.single, True)
+            cost = token_cost(model.graph, "f16", 80)
+            prompt, single = rates[what]
+            of_gemm = 2 * cost.mul_adds * prompt / 1e12 / c.gemm_tflops
+            of_copy = cost.bytes * single / 1e9 / c.copy_gb_s
+            run.say(f"| {what} | {prompt:.0f} | {of_gemm:.1%} | {single:.0f} | {of_copy:.1%} |")
+    _gains(run, rates)
+
+
+def _gains(run: Run, rates: dict[str, tuple[float, float]]) -> None:
+    """Print ratios beside those that ik_llama.cpp's changes brought there."""
+    run.say()
+    for title, with_it, without, which in (
+        ("MoE up+gate, prompt", "all fused", "no fused MoE", 0),
+        ("MoE up+gate, 1 token", "all fused", "no fused MoE", 1),
+        ("merged, prompt", "merged", "all fused", 0),
+        ("router Q8_0, 1 token", "router Q8_0", "all fused", 1),
+    ):
+        if with_it in rates and without in rates:
+            gain = rates[with_it][which] / rates[without][which] - 1
+            run.say(f"- {title}: {gain:+.1%} (ik_llama.cpp: {IKS[title]})")
+
+
+STEPS: dict[str, Callable[[Run], None]] = {
+    "model": model_speed,
+    "fused": fused_speed,
+    "attention": attention_speed,
+    "mat-vec": mat_vec_speed,
+    "mat-mat": mat_mat_speed,
+}
