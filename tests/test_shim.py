@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import host_device
+import pytest
 
 pytestmark = pytest.mark.skipif(host_device.compiler() is None, reason="no C++ compiler: install g++")
 

@@ -25,7 +25,8 @@ NOTHING = {
     "q": 0, "q_heads": 0, "q_stride": 0, "q_step": 0, "q_norm": NEVER, "q_turn": 0, "q_weight": 0, "q_bias": 0,
     "q_n_weight": 1, "q_out": 0, "k": 0, "k_heads": 0, "k_stride": 0, "k_step": 0, "k_norm": NEVER, "k_turn": 0,
     "k_weight": 0, "k_bias": 0, "k_n_weight": 1, "k_out": 0, "k_cache": 0, "v": 0, "v_heads": 0, "v_stride": 0,
-    "v_step": 0, "v_cache": 0, "head": 0, "v_head": 0, "table": 0, "neox": 0, "start": 0, "n_rot": 0, "kind": 0, "eps": 0,
+    "v_step": 0, "v_cache": 0, "head": 0, "v_head": 0, "table": 0, "neox": 0, "start": 0, "n_rot": 0,
+    "kind": 0, "eps": 0,
 }  # fmt: skip
 
 

@@ -1,10 +1,10 @@
 """The backend ``cuda``: a graph, or any part of it, becomes launches on a device, recorded as one CUDA graph.
 
-compile: join neighbours (cuda_joins.py), lower every operation to entries (cuda_lowering.py, cuda_ops.py), place their buffers in one block of device
-memory (arena.py). run: send the batch block; for a number of tokens seen before replay its recorded launches, so that
-Python costs the same however many layers there are. What changes from token to token (positions, sequences) is in the
-batch block on the device, not in the launches. Python is between launches only where an observer looks on, or where
-weights that do not fit are uploaded.
+compile: join neighbours (cuda_joins.py), lower every operation to entries (cuda_lowering.py, cuda_ops.py), place their
+buffers in one block of device memory (arena.py). run: send the batch block; for a number of tokens seen before replay
+its recorded launches, so that Python costs the same however many layers there are. What changes from token to token
+(positions, sequences) is in the batch block on the device, not in the launches. Python is between launches only where
+an observer looks on, or where weights that do not fit are uploaded.
 """
 
 from __future__ import annotations

@@ -153,10 +153,14 @@ def _heads(uses: _Uses, i: int, op: CacheWrite, kv_type: str) -> Heads | None:
     attention = next(after, None)
     if attention is None or op.v is None or not _fits(attention, op, kv_type):
         return None
-    k, v = _part(uses, op.k, attention.head_k), _part(uses, op.v, attention.head_v, bare=True)
+
+    def early(value: Value) -> bool:  # read before it would be made
+        return min(uses.read[value]) < i
+
+    k = Part(op.k, 0, attention.head_k) if early(op.k) else _part(uses, op.k, attention.head_k)
+    v = _part(uses, op.v, attention.head_v, bare=True)
     q: Part | None = _part(uses, attention.q, attention.head_k)
-    early = [reader for reader in uses.read[attention.q] if reader < i]
-    if q is not None and (not q.of or early or max(q.of) > i or not _alike(q, k)):
+    if q is not None and (not q.of or early(attention.q) or max(q.of) > i or not _alike(q, k)):
         q = None
     if not (k.of or v.of or q is not None):
         return None
@@ -198,7 +202,7 @@ def _part(uses: _Uses, value: Value, head: int, *, bare: bool = False) -> Part:
             norm, when = op, heads.AFTER if rope is None else heads.BEFORE
         elif isinstance(op, Rope) and op.head == head and rope is None and when != heads.BEFORE and not bare:
             rope = op
-        elif isinstance(op, Take) and (bare is False or uses.only_reader(x) is not None):
+        elif isinstance(op, Take) and (not bare or uses.only_reader(x) is not None):
             each = op.out.width // (op.x.width // op.period)
             step = op.period if each == head else head if op.x.width == op.period else 0
             if not step:
@@ -287,7 +291,8 @@ class _Chain:
         return None if at is None or at in self._gone else self._uses.ops[at]
 
     def take(self) -> None:
-        assert self.op is not None and self._at is not None
+        assert self.op is not None
+        assert self._at is not None
         self.of.append(self._at)
         follower = self._uses.only_reader(self.op.outputs()[0])
         self._at = None if follower in self._gone else follower
@@ -355,7 +360,7 @@ def _stage(uses: _Uses, i: int, gone: Collection[int]) -> tuple[int, Stage, set[
 
 
 def _format(uses: _Uses, value: Value) -> tuple[str, bool]:
-    """Return the format of activations that products take this value in ("": none), and whether nobody reads it itself."""
+    """Return the format that products take a value in ("": none), and whether nobody reads the value itself."""
     kinds, others = list[str](), value in uses.leaves
     for at in uses.read.get(value, []):
         weights = _weights_of(uses.ops[at], value)
