@@ -1,10 +1,19 @@
-"""Measure what observing costs: prompt speed without fusion, plain and while an importance matrix is collected.
+"""Measure what observing costs: speed without fusion, plain and while an importance matrix is collected.
 
-    scripts/bench_imatrix.py MODEL [--text FILE] [--ctx 512] [--chunks 8] [--threads 2] [--rounds 5]
+    scripts/bench_imatrix.py MODEL [--text FILE] [--ctx 512] [--chunks 8] [--threads 2] [--rounds 5] [--cpu]
 
-Both runs take turns, a chunk at a time, and the medians count. ``plain`` is the prompt as ``quantkit bench`` measures
-it, whose last layer goes on with the last token only; ``every token`` is the same graph with all tokens in all layers,
-which a collection needs. llama-imatrix (--no-ppl) stands beside them, if it is there, its time of loading taken off.
+All runs take turns, a chunk at a time; the medians count, and the ratios. Two comparisons, and what lies between::
+
+    prompt        as ``quantkit bench -no-fug -no-fmoe`` measures it: one output, so that the last layer's feed-forward
+                  part has one token. A collection needs all of them, so of two layers a quarter to a half of the
+                  work is missing from this: it is a comparison of speeds, not of work
+    every token   the same with all tokens in all layers: the work of a collection, without its sums
+    observed      a collection with --no-ppl
+
+    perplexity    as ``quantkit perplexity -no-fug -no-fmoe``: the logits of the second half of a chunk
+    observed+ppl  a collection, which has these logits, too
+
+llama-imatrix (--no-ppl) stands beside them, if it is there, its time of loading taken off.
 """
 
 from __future__ import annotations
@@ -23,35 +32,46 @@ from bench_quantize import llama_bin
 
 from quantkit.model.engine import Model, Session, load
 from quantkit.model.fusion import Fusion
-from quantkit.model.observers import every_token, observe
+from quantkit.model.observers import every_token, fewest_rows, observe
 from quantkit.model.ops import Graph
 
-REWRITES: dict[str, Callable[[Graph], Graph] | None] = {"plain": None, "every token": every_token, "observed": observe}
+#: What is put into the graph, and which of n tokens' logits are wanted.
+KINDS: dict[str, tuple[Callable[[Graph], Graph] | None, Callable[[int], slice]]] = {
+    "prompt": (None, lambda n: slice(n - 1, n)),
+    "every token": (every_token, lambda n: slice(0)),
+    "observed": (lambda graph: fewest_rows(observe(graph)), lambda n: slice(0)),
+    "perplexity": (None, lambda n: slice(n // 2, n - 1)),
+    "observed+ppl": (lambda graph: fewest_rows(observe(graph)), lambda n: slice(n // 2, n - 1)),
+}
+#: What measures our runs.
+CLOCK: list[Callable[[], float]] = [time.perf_counter]
+#: What is compared with what.
+RATIOS = (("observed", "prompt"), ("observed", "every token"), ("observed+ppl", "perplexity"))
 
 
-def prompt(session: Session, chunk: npt.NDArray[np.int32], last: bool) -> float:
-    """Return the seconds of a chunk; its last token's logits are wanted, or none."""
+def seconds_of(session: Session, chunk: npt.NDArray[np.int32], outputs: slice) -> float:
+    """Return the seconds of a chunk of which some tokens' logits are wanted."""
     wanted = np.zeros(len(chunk), bool)
-    wanted[-1] = last
+    wanted[outputs] = True
     session.clear()
-    start = time.perf_counter()
-    session.decode(chunk, outputs=wanted)
-    return time.perf_counter() - start
+    start = CLOCK[0]()
+    session.decode(chunk, outputs=wanted, each=lambda *_: None)
+    return CLOCK[0]() - start
 
 
-def ours(models: dict[str, Model], chunks: npt.NDArray[np.int32], rounds: int) -> dict[str, float]:
-    """Return tokens per second of every kind of run."""
+def ours(models: dict[str, Model], chunks: npt.NDArray[np.int32], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of every chunk, in the same order, of every kind of run."""
     sessions = {name: model.session(chunks.shape[1]) for name, model in models.items()}
     seconds: dict[str, list[float]] = {name: [] for name in sessions}
     for turn in range(rounds + 1):  # the first compiles
         for chunk in chunks:
             for name, session in sessions.items():
-                took = prompt(session, chunk, name == "plain")
+                took = seconds_of(session, chunk, KINDS[name][1](len(chunk)))
                 if turn:
                     seconds[name].append(took)
     held = sum(a.nbytes for parts in sessions["observed"].accumulators.values() for a in parts.values())
     print(f"sums: {held / 2**20:.1f} MiB")
-    return {name: chunks.shape[1] / statistics.median(times) for name, times in seconds.items()}
+    return seconds
 
 
 def theirs(program: Path, model: Path, text: Path, n_ctx: int, chunks: int, threads: int) -> float:
@@ -75,19 +95,27 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cpu", action="store_true", help="seconds of one thread's CPU: for a machine that is busy")
     given = parser.parse_args()
+    if given.cpu:
+        given.threads, CLOCK[0] = 1, time.process_time
     models = {
         name: load(given.model, n_ctx=given.ctx, threads=given.threads, fusion=Fusion.none(), rewrite=rewrite)
-        for name, rewrite in REWRITES.items()
+        for name, (rewrite, _) in KINDS.items()
     }
     n = given.ctx * given.chunks
     if given.text is not None:
-        ids = models["plain"].tokenizer.encode(given.text.read_bytes())[:n]
+        ids = models["prompt"].tokenizer.encode(given.text.read_bytes())[:n]
     else:
-        ids = np.random.default_rng(1).integers(0, models["plain"].n_vocab, n).astype(np.int32)
-    speed = ours(models, ids[: len(ids) // given.ctx * given.ctx].reshape(-1, given.ctx), given.rounds)
+        ids = np.random.default_rng(1).integers(0, models["prompt"].n_vocab, n).astype(np.int32)
+    took = ours(models, ids[: len(ids) // given.ctx * given.ctx].reshape(-1, given.ctx), given.rounds)
+    speed = {name: given.ctx / statistics.median(times) for name, times in took.items()}
     for name, tokens in speed.items():
-        print(f"{name:<12} {tokens:9.1f} t/s   {tokens / speed['plain']:.3f} of plain")
+        print(f"{name:<12} {tokens:9.1f} t/s")
+    for name, other in RATIOS:
+        # Neighbours in time, so that what else the machine does takes from both.
+        ratios = [b / a for a, b in zip(took[name], took[other], strict=True)]
+        print(f"{name:<12} {statistics.median(ratios):6.3f}x of {other}")
     program = llama_bin()
     if given.text is not None and program is not None and (program / "llama-imatrix").exists():
         other = theirs(program / "llama-imatrix", given.model, given.text, given.ctx, given.chunks, given.threads)

@@ -87,7 +87,7 @@ def _runtime() -> ctypes.CDLL:
 
 @cache
 def _module(text: str, arch: int) -> ctypes.CDLL:
-    # Never RTLD_GLOBAL: libraries loaded later would take the sanitizer's operator new, and some of them not its delete.
+    # Never RTLD_GLOBAL: libraries loaded later would take the sanitizer's operator new, and some not its delete.
     return ctypes.CDLL(str(build(text, arch, _runtime_path())))
 
 
@@ -116,6 +116,9 @@ class HostDevice:
 
     def zero(self, address: int, nbytes: int) -> None:
         ctypes.memset(address, 0, nbytes)
+
+    def host_array(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        return np.empty(count, dtype)
 
     def prepare(self, operations: Sequence[Operation]) -> None:
         for operation in operations:

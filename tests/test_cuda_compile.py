@@ -20,6 +20,10 @@ FAMILIES = sorted(
 
 CAPABILITIES = (75, 80, 90)
 
+#: Bytes of registers that a family's kernels may put aside. mat_mat: 128 registers, so that two blocks run at once;
+#: a few values that do not change are put aside over its loop, and none within the inner ones.
+PUT_ASIDE = {"mat_mat": 128}
+
 
 def operations(family: str) -> list[Operation]:
     """Return all operations of a family, those of one module side by side."""
@@ -63,4 +67,5 @@ def test_kernels_compile_and_do_not_spill(family: str, capability: int) -> None:
         for name in names:
             assert f"'quantkit_{name}'" in log, f"{operation}: no {name}"
         spilled = re.findall(r"for quantkit_(\w+)\n.*?(\d+) bytes spill stores", log)
-        assert not [s for s in spilled if s[0] in names and int(s[1])], f"{operation}: {spilled}"
+        too_much = [s for s in spilled if s[0] in names and int(s[1]) > PUT_ASIDE.get(family, 0)]
+        assert not too_much, f"{operation}: {too_much}"

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_memory import Memory
 from cuda_products import check, decode, draw_weights, f32, products, put_rows
+from device_memory import Memory
 
 from quantkit.kernels.cuda import mat_mat, moe
 from quantkit.kernels.cuda.glu import limits
@@ -16,13 +16,48 @@ from quantkit.model.backends.reference import gate as gated
 from quantkit.types import BY_NAME
 
 
-def test_what_python_knows_of_types_is_what_the_table_says() -> None:
-    assert {n for n in mat_mat.TYPES if BY_NAME[n].trees in ("both", "mainline")} == set(mat_mat.TYPES)
-    assert mat_mat.shared_bytes(BY_NAME["Q8_0"], mat_mat.LARGE) * 2 <= 226 << 10
+def test_blocks_fit_the_shared_memory_of_every_device() -> None:
     for name in mat_mat.TYPES:
-        # Two blocks at once on sm_80 and sm_90, one on sm_86 and sm_89; a small tile on sm_75.
-        assert mat_mat.shared_bytes(BY_NAME[name], mat_mat.LARGE) <= 99 << 10 if name != "Q8_0" else True
-        assert mat_mat.shared_bytes(BY_NAME[name], mat_mat.SMALL) <= 48 << 10
+        t = BY_NAME[name]
+        assert 2 * (mat_mat.shared_bytes(t, mat_mat.LARGE) + 1024) <= 228 << 10  # two at once on sm_90
+        assert mat_mat.shared_bytes(t, mat_mat.SMALL) <= 48 << 10
+        assert all(mat_mat.tile_for(t, 4096, 512, 1, c) == mat_mat.LARGE for c in (80, 90, 100))
+    small = [
+        ("Q4_K", 4096, 512, 1, 75),
+        ("Q6_K", 4096, 512, 1, 89),
+        ("Q4_K", 4096, 32, 1, 90),
+        ("Q4_K", 1024, 64, 1, 90),
+    ]
+    large = [("Q4_K", 4096, 512, 1, 89), ("Q4_K", 1024, 64, 8, 90)]
+    for cases, tile in ((small, mat_mat.SMALL), (large, mat_mat.LARGE)):
+        assert {mat_mat.tile_for(BY_NAME[name], *sizes) for name, *sizes in cases} == {tile}
+
+
+@pytest.mark.parametrize("name", ["Q3_K", "Q6_K"])
+def test_levels_at_the_ends_of_their_range(memory: Memory, name: str) -> None:
+    """Folded levels: the largest products of a level and a scale, which need all their bits."""
+    t, n_in, n_out, rows = BY_NAME[name], 256, 32, 9
+    w = np.zeros((n_out, t.block_bytes), np.uint8)  # q: the least
+    if name == "Q6_K":
+        w[:, 192:208], w[:, 208:210] = 128, np.array([0.01], np.float16).view(np.uint8)  # s = -128, d
+    else:
+        w[:, 108:110] = np.array([0.01], np.float16).view(np.uint8)  # s = -32
+    x = np.full((rows, n_in), -1, f32)
+    x[:, 0] = 1
+    place, values, excess = put_rows(memory, x, t)
+    out = memory.room((rows, n_out))
+    memory.run(
+        mat_mat.mul_mat(t, n_in, n_out, rows),
+        **place, rows=rows, w=memory.put(w), row_bytes=t.block_bytes, n_in=n_in, n_out=n_out, out=out,
+        out_stride=4 * n_out, bias=0, scale=0,
+    )  # fmt: skip
+    check(memory.get(out, (rows, n_out)), products(w, t, values, excess))
+
+
+@pytest.fixture(autouse=True)
+def _large_tiles_for_small_matrices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if "memory" in request.fixturenames:
+        monkeypatch.setattr(mat_mat, "_FEW", 1)
 
 
 def on(memory: Memory, capability: int) -> None:
@@ -37,19 +72,18 @@ def on(memory: Memory, capability: int) -> None:
 MATRICES = [
     ("Q8_0", 96, 21, 9, 90),
     ("Q8_0", 544, 150, 150, 90),
-    ("Q4_0", 288, 33, 97, 90),
-    ("Q4_1", 416, 37, 33, 90),
+    ("Q4_1", 288, 37, 20, 90),
     ("Q4_K", 768, 130, 64, 90),
     ("Q6_K", 512, 40, 70, 90),
-    ("Q2_K", 256, 35, 130, 90),
-    ("Q2_K", 512, 35, 31, 90),
+    ("IQ2_S", 256, 35, 17, 90),
+    ("Q2_K", 512, 135, 97, 90),
+    ("NVFP4", 192, 33, 12, 90),
     ("F32", 100, 130, 40, 90),
     ("F32", 77, 13, 11, 90),
-    ("F16", 200, 70, 40, 90),
-    ("F16", 49, 70, 10, 90),
+    ("F16", 49, 33, 10, 90),
     ("BF16", 136, 11, 129, 90),
     ("Q8_0", 160, 40, 40, 75),
-    ("Q6_K", 512, 31, 12, 75),
+    ("Q2_K", 512, 31, 12, 75),
     ("F16", 96, 40, 20, 75),
     ("BF16", 72, 20, 35, 75),
 ]

@@ -9,7 +9,7 @@ import pytest
 from cuda_products import check, draw_weights, products, put_rows
 from device_memory import Memory
 
-from quantkit.kernels.cuda import mat_vec, mat_vec_several
+from quantkit.kernels.cuda import mat_vec
 from quantkit.kernels.cuda.glu import GATES, limits
 from quantkit.kernels.parameters import Activation
 from quantkit.model.backends.reference import gate as gated
@@ -17,28 +17,54 @@ from quantkit.types import BY_NAME, TensorType
 
 f32 = np.float32
 
+
+@pytest.fixture
+def as_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small matrices are computed as large ones are: several rows at once, by a warp."""
+    monkeypatch.setattr(mat_vec, "_FEW", 0)
+    monkeypatch.setattr(mat_vec, "_MANY", 0)
+
+
 #: One type of each way to unpack, with row lengths that leave lanes idle, use fewer lanes, or more warps.
-MATRICES = [
+SMALL = [
     ("Q8_0", 2048, 37, 1),
-    ("Q8_0", 96, 21, 5),
     ("Q4_1", 1056, 19, 8),
-    ("Q4_K", 768, 70, 2),
-    ("Q6_K", 2304, 18, 3),
     ("Q2_K", 1024, 9, 1),
-    ("IQ3_XXS", 512, 9, 1),
     ("IQ1_M", 2048, 5, 4),
-    ("MXFP4", 160, 21, 1),
-    ("NVFP4", 128, 17, 6),
-    ("TQ1_0", 256, 9, 1),
-    ("Q1_0", 384, 17, 1),
-    ("F32", 100, 13, 3),
     ("F16", 2064, 11, 2),
     ("BF16", 49, 9, 8),
 ]
+LARGE = [
+    ("Q8_0", 96, 21, 5),
+    ("Q4_K", 768, 70, 2),
+    ("Q6_K", 2304, 19, 3),
+    ("Q3_K", 2048, 21, 1),
+    ("IQ3_XXS", 512, 41, 1),
+    ("MXFP4", 160, 21, 1),
+    ("NVFP4", 128, 17, 7),
+    ("TQ1_0", 256, 70, 4),
+    ("Q1_0", 1536, 35, 1),
+    ("F32", 100, 13, 3),
+]
 
 
-@pytest.mark.parametrize(("name", "n_in", "n_out", "rows"), MATRICES)
+@pytest.mark.parametrize(("name", "n_in", "n_out", "rows"), SMALL)
 def test_mul_mat_agrees_with_numpy(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> None:
+    check_mul_mat(memory, name, n_in, n_out, rows)
+
+
+@pytest.mark.usefixtures("as_large")
+@pytest.mark.parametrize(("name", "n_in", "n_out", "rows"), LARGE)
+def test_mul_mat_of_several_rows_at_once(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> None:
+    check_mul_mat(memory, name, n_in, n_out, rows)
+
+
+def test_mul_mat_of_several_rows_by_several_warps(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mat_vec, "_FEW", 0)
+    check_mul_mat(memory, "Q5_0", 4128, 13, 3)
+
+
+def check_mul_mat(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> None:
     t, rng = BY_NAME[name], np.random.default_rng(3)
     w, x = draw_weights(t, (n_out, n_in), rng), rng.standard_normal((rows, n_in)).astype(f32)
     place, values, excess = put_rows(memory, x, t)
@@ -57,32 +83,10 @@ def test_mul_mat_agrees_with_numpy(memory: Memory, name: str, n_in: int, n_out: 
         assert np.isnan(got[:, n_out:]).all()
 
 
-@pytest.mark.parametrize(("name", "n_in", "rows"), [("Q6_K", 512, 2), ("Q8_0", 2048, 1), ("F32", 100, 3)])
-def test_several_matrices_at_once(memory: Memory, name: str, n_in: int, rows: int) -> None:
-    t, rng, n_outs = BY_NAME[name], np.random.default_rng(8), (70, 6, 33, 1)
-    x = rng.standard_normal((rows, n_in)).astype(f32)
-    place, values, excess = put_rows(memory, x, t)
-    for count in (2, 3, 4):
-        matrices, want = list[dict[str, int]](), list[Any]()
-        for i, n_out in enumerate(n_outs[:count]):
-            w, bias = draw_weights(t, (n_out, n_in), rng), rng.standard_normal(n_out).astype(f32)
-            slots = {"w": memory.put(w), "n_out": n_out, "out": memory.room((rows, n_out)), "bias": 0, "scale": 0}
-            y = products(w, t, values, excess)
-            if i == 1:
-                slots |= {"bias": memory.put(bias), "scale": memory.put(np.array([0.75], f32))}
-                y = y * 0.75 + bias
-            matrices.append(slots)
-            want.append(y)
-        common = {"rows": rows, "n_in": n_in, "row_bytes": w.shape[1], **place}
-        shape = mat_vec_several.mul_mats(t, n_in, n_outs[:count], rows)
-        memory.run(shape, **common, **mat_vec_several.slots(matrices))
-        for slots, y in zip(matrices, want, strict=True):
-            check(memory.get(slots["out"], y.shape), y)
-
-
-@pytest.mark.parametrize("name", ["Q8_0", "Q6_K", "F16"])
+@pytest.mark.usefixtures("as_large")
+@pytest.mark.parametrize("name", ["Q4_0", "Q6_K", "F16"])
 def test_a_row_does_not_depend_on_its_companions(memory: Memory, name: str) -> None:
-    t, rng, n_in, n_out = BY_NAME[name], np.random.default_rng(4), 2048, 6
+    t, rng, n_in, n_out = BY_NAME[name], np.random.default_rng(4), 2048, 11
     w, x = draw_weights(t, (n_out, n_in), rng), rng.standard_normal((8, n_in)).astype(f32)
     place, _, _ = put_rows(memory, x, t)
     weights, alone, out = memory.put(w), memory.room((8, n_out)), memory.room((8, n_out))
@@ -92,7 +96,7 @@ def test_a_row_does_not_depend_on_its_companions(memory: Memory, name: str) -> N
         at = {"x": place["x"] + i * place["x_stride"], "out": alone + 4 * n_out * i}
         memory.run(mat_vec.mul_mat(t, n_in, n_out, 1), rows=1, **at, **common)
     want = memory.get(alone, (8, n_out))
-    for rows in (2, 7, 8):
+    for rows in (3, 8):
         memory.run(mat_vec.mul_mat(t, n_in, n_out, rows), rows=rows, x=place["x"], out=out, **common)
         np.testing.assert_array_equal(memory.get(out, (rows, n_out)), want[:rows])
 
@@ -115,6 +119,7 @@ def test_mul_mat_heads_agrees_with_numpy(memory: Memory, name: str, n_in: int, n
     check(memory.get(out, (rows, heads * n_out)), np.reshape(want, (rows, heads * n_out)))
 
 
+@pytest.mark.usefixtures("as_large")
 @pytest.mark.parametrize(("name", "n_in", "n_out"), [("Q4_0", 768, 41), ("Q3_K", 512, 18), ("BF16", 64, 10)])
 @pytest.mark.parametrize("x_per", [1, 2])
 def test_mul_mat_id_agrees_with_numpy(memory: Memory, name: str, n_in: int, n_out: int, x_per: int) -> None:
@@ -154,6 +159,7 @@ def test_up_gate_agrees_with_numpy(memory: Memory, activation: Activation) -> No
     check_up_gate(memory, t, activation, up, gate, rng.standard_normal((rows, n_in)).astype(f32))
 
 
+@pytest.mark.usefixtures("as_large")
 @pytest.mark.parametrize(
     ("name", "n_in", "n_out", "rows"),
     [("Q4_K", 1536, 9, 8), ("Q2_K", 2048, 5, 1), ("F16", 1024, 7, 1), ("F32", 70, 5, 4)],

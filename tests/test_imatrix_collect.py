@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +13,17 @@ from click.testing import CliRunner
 
 from quantkit.calibration import calibration
 from quantkit.cli import cli
-from quantkit.errors import FormatError, QualityGate, QuantkitError, RecipeError, ResourceError
+from quantkit.errors import FormatError, QualityGate, QuantkitError, RecipeError
 from quantkit.evaluate import SaveLogits, kld, perplexity
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.imatrix import ImatrixOptions, Watcher, difference, filled_experts, imatrix, merge
 from quantkit.imatrix.collect import ALL_EXPERTS_KEY, DROPPED_KEY
-from quantkit.imatrix.covariance import CovarianceProgress, covariance
-from quantkit.imatrix.covariance_file import Target
 from quantkit.merge import merge_up_gate
 from quantkit.model.engine import load
 from quantkit.model.fusion import Fusion
 from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
 from zoo import write_zoo
-
-#: The module; quantkit.imatrix, as a name, is the function.
-covariances = sys.modules["quantkit.imatrix.covariance"]
 
 N_CTX, N = 32, 8
 TOKENS = np.random.default_rng(1).integers(0, 100, N_CTX * N).astype(np.int32)
@@ -259,123 +252,48 @@ def test_empty_experts_are_reported_and_filled_in_the_file_only(model: Path, tmp
         found.coverage.check(1.0 if never else 1.1)
 
 
-def test_covariances_in_many_passes_are_those_of_one(model: Path, tmp_path: Path) -> None:
-    one = covariance(model, (), tmp_path / "1.gguf", tokens=TOKENS, options=options(), max_ram=1 << 30, **RUN)
-    many = covariance(model, (), tmp_path / "2.gguf", tokens=TOKENS, options=options(), max_ram=9_000_000, **RUN)
-    assert one.n_passes == 1
-    assert many.n_passes > 3
-    with open_gguf(tmp_path / "1.gguf") as a, open_gguf(tmp_path / "2.gguf") as b:
-        assert a.tensors.keys() == b.tensors.keys()
-        assert any(name.endswith(".cov_router") for name in a.tensors)
-        for name in a.tensors:
-            np.testing.assert_allclose(
-                a.data(name).view(np.float32), b.data(name).view(np.float32), rtol=1e-5, atol=1e-5
-            )
-    with pytest.raises(ResourceError, match="--max-ram leaves"):
-        covariance(model, (), tmp_path / "3.gguf", tokens=TOKENS, options=options(), max_ram=1000, **RUN)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.gguf", "2.gguf"]
-
-
-@pytest.mark.parametrize(
-    ("max_ram", "often", "at"),
-    [
-        (1 << 30, 2, (1, 7)),
-        (1 << 30, 0, (1, 7)),
-        (9_000_000, 2, (1, 7)),
-        (9_000_000, 2, (3, 5)),
-        (9_000_000, 2, (2, 1)),
-    ],
-)
-def test_resumed_covariances_make_the_same_file(
-    max_ram: int, often: int, at: tuple[int, int], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_command_says_how_to_go_on(
+    tiny_moe: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(covariances, "_SAVING", 1e9)  # save whenever it is due, however long it takes
-    out, made = tmp_path / "out.gguf", options(output_frequency=often)
-    run: dict[str, Any] = {"tokens": TOKENS, "max_ram": max_ram, **RUN}
-    covariance(model, (), out, options=made, without=(4,), **run)
-    whole = out.read_bytes()
-    out.unlink()
-
-    def stop(now: CovarianceProgress) -> None:
-        if (now.number, now.chunk) >= at:
+    def interrupt(self: object, chunk: int, *_: object) -> None:
+        if chunk >= 5:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        covariance(model, (), out, options=made, without=(4,), progress=stop, **run)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.gguf.part", "out.gguf.state"]
-    with pytest.raises(QuantkitError, match="go on with --resume, or start over with --overwrite"):
-        covariance(model, (), out, options=made, **run)
-    seen: list[CovarianceProgress] = []
-    found = covariance(model, (), out, options=replace(made, resume=True), progress=seen.append, **run)
-    assert out.read_bytes() == whole
-    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
-    # Chunks of a pass are done in twos, and there are 7; what was interrupted was not saved any more.
-    assert found.resumed == (at[0] - 1, (at[1] - 1) // 2 * 2 if often else 0)
-    assert (seen[0].number, seen[0].n_passes) == (at[0], found.n_passes)
-    assert seen[0].chunk == min(7, found.resumed[1] + 2)
+    monkeypatch.setattr("quantkit.cli.imatrix_collect._Report.chunk", interrupt)
+    arguments = ["-m", tiny_moe, "-f", data / "tiny-moe-evaluation.txt", "-o", tmp_path / "o.gguf", "-c", 64, "-b", 64]
+    stopped = quantkit(*arguments, "-ofreq", 2)
+    assert stopped.exit_code == 130
+    assert stopped.stderr.endswith("interrupted; go on with the same command and --resume\n")
+    arguments[5] = tmp_path / "other.gguf"
+    assert "--resume" not in quantkit(*arguments, "-ofreq", 0).stderr  # there is nothing to go on from
 
 
-def test_covariances_go_on_under_another_limit_but_not_with_another_text(model: Path, tmp_path: Path) -> None:
-    out, run = tmp_path / "out.gguf", {"max_ram": 9_000_000, **RUN}
-    covariance(model, (), tmp_path / "whole.gguf", tokens=TOKENS, options=options(), **run)
-
-    def stop(now: CovarianceProgress) -> None:
-        if now.number == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        covariance(model, (), out, tokens=TOKENS, options=options(), progress=stop, **run)
-    with pytest.raises(QuantkitError, match="the state of another run"):
-        covariance(model, (), out, tokens=TOKENS[::-1].copy(), options=options(resume=True), **run)
-    with pytest.raises(QuantkitError, match="left out other chunks"):
-        covariance(model, (), out, tokens=TOKENS, options=options(resume=True), without=(1,), **run)
-    found = covariance(model, (), out, tokens=TOKENS, options=options(resume=True), max_ram=1 << 30, **RUN)
-    assert found.resumed == (2, 0)
-    assert found.n_passes == 3
-    assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
-
-
-def test_covariances_that_cannot_be_are_refused_before_the_imatrix(model: Path, tmp_path: Path) -> None:
-    out, cov = tmp_path / "i.gguf", tmp_path / "cov.gguf"
-    arguments = ["-m", model, "--tokens", ",".join(map(str, TOKENS)), "-c", N_CTX, "-o", out, "-t", 2]
-    for more, words in (
-        (["--covariance", cov, "--max-ram", "100"], "--max-ram leaves"),
-        (["--covariance", out], "both name"),
-        (["--covariance", tmp_path / "no" / "cov.gguf"], "its folder does not exist"),
+def test_what_is_no_model_and_no_text_is_named(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
+    text, matrix = tmp_path / "text.txt", data / "tiny-moe-imatrix.gguf"
+    text.write_bytes(b"good " * 99 + b"\xf7\xbf\xbf\xbf")
+    for arguments, words in (
+        (["-m", matrix, "-f", data / "tiny-moe-evaluation.txt"], f"{matrix}: this is an imatrix, no model"),
+        (["-m", tiny_moe, "-f", text], f"{text}: the text is not UTF-8"),
     ):
-        result = quantkit(*arguments, *more)
+        result = quantkit(*arguments, "-o", tmp_path / "o.gguf")
         assert result.exit_code != 0
         assert words in result.output
-        assert not list(tmp_path.iterdir())
+        assert not (tmp_path / "o.gguf").exists()
 
 
-def test_the_command_resumes_covariances_after_a_complete_imatrix(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, cov = tmp_path / "i.gguf", tmp_path / "cov.gguf"
-    bad = spoilt(model, tmp_path / "bad.gguf", "token_embd.weight", 120, np.nan)
-    tokens = TOKENS.copy()
-    tokens[3 * N_CTX + 5] = 120
-    ids = ",".join(map(str, tokens))
-    arguments = ["-m", bad, "--tokens", ids, "-c", N_CTX, "-t", 2, "-o", out, "--covariance", cov]
-    assert quantkit(*arguments).exit_code == 0
-    whole = [path.read_bytes() for path in (out, cov)]
-    out.unlink()
-    cov.unlink()
+def test_experts_merged_while_loading_are_those_of_a_merged_file(model: Path, tmp_path: Path) -> None:
+    merge_up_gate(model, tmp_path / "merged.gguf")
+    run(tmp_path / "merged.gguf", tmp_path / "1.gguf")
+    imatrix(model, (), tmp_path / "2.gguf", tokens=TOKENS, options=options(), merge_up_gate=True, **RUN)
+    assert (tmp_path / "1.gguf").read_bytes() == (tmp_path / "2.gguf").read_bytes()
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Target, "finish", interrupt)
-        assert quantkit(*arguments).exit_code == 130 or not cov.exists()
-    assert out.exists()
-    assert "go on with --resume" in quantkit(*arguments).output
-    result = quantkit(*arguments, "--resume", "--require-coverage", "10%")
-    assert result.exit_code == 0, result.output
-    assert "is complete; the covariances go on" in result.output
-    assert [path.read_bytes() for path in (out, cov)] == whole
-    assert not list(tmp_path.glob("*.state"))
+def test_chunks_of_files_to_join_are_as_long_as_they_say(model: Path, tmp_path: Path) -> None:
+    run(model, tmp_path / "1.gguf")
+    for more, size in (([], N_CTX), (["-c", 2 * N_CTX], 2 * N_CTX)):
+        quantkit("--in-file", tmp_path / "1.gguf", "-o", tmp_path / f"{size}.gguf", *more)
+        found = read_imatrix(tmp_path / f"{size}.gguf")
+        assert (found.chunk_size, found.chunk_count) == (size, N * N_CTX // size)
 
 
 # ---------------------------------------------------------------- refused
@@ -576,6 +494,10 @@ def test_the_command_tells_what_there_is(tiny_moe: Path, data: Path, tmp_path: P
     assert (tmp_path / "plot.svg").read_text().startswith("<svg")
     assert "exists" in quantkit(*arguments).output
     assert quantkit(*arguments, "--overwrite", "--no-ppl", "--require-coverage", "1").exit_code in (0, 3)
+    typed = ["-m", tiny_moe, "-p", text.read_text()[:1500], "-o", tmp_path / "typed.gguf", "-c", 64]
+    peers_names = ["--n-gpu-layers", 0, "--cache-type-k", "f32", "--override-tensor", "exps=CPU"]
+    assert quantkit(*typed, *peers_names).exit_code == 0
+    assert read_imatrix(tmp_path / "typed.gguf").datasets == ["prompt"]
     shown = quantkit("--show-statistics", "--in-file", out)
     assert "Statistics of weights" in shown.output
     joined = quantkit("--in-file", f"{out},{out}", "-o", tmp_path / "joined.dat")

@@ -27,12 +27,13 @@ from quantkit.model.observers import (
     Wanted,
     covariances,
     every_token,
+    fewest_rows,
     inputs,
     observe,
     similarity,
     up_to_layer,
 )
-from quantkit.model.ops import Route, SelectOutputs, SumColumns
+from quantkit.model.ops import MulMat, MulMatId, Route, SelectOutputs, SumColumns
 from quantkit.model.placement import Placement
 from zoo import expected, write_zoo
 
@@ -272,6 +273,27 @@ def test_outputs_are_chosen_just_before_the_output_matrix(tmp_path: Path) -> Non
     ops = every_token(graph).ops
     at = [i for i, op in enumerate(ops) if isinstance(op, SelectOutputs)]
     assert at == [len(ops) - 2]
+
+
+@pytest.mark.parametrize("name", ["qwen3moe-moe", "deepseek2-moe", "cohere2-dense", "qwen3next-moe", "llama4-moe"])
+@pytest.mark.parametrize("look", [observe, everything])
+def test_rows_that_nobody_looks_at_are_left_out_and_nothing_changes(name: str, look, tmp_path: Path) -> None:
+    tokens, logits = expected(name)
+    wanted, found = np.arange(64) % 5 == 2, []
+    for rewrite in (look, lambda graph: fewest_rows(look(graph))):
+        with open_zoo(tmp_path, name, rewrite) as model:
+            session = model.session(64)
+            assert nmse(session.decode(tokens, outputs=wanted), logits[wanted]) < 1e-8  # type: ignore[arg-type]
+            found.append({of: {k: v.copy() for k, v in a.items()} for of, a in session.accumulators.items()})
+            down = [op for op in model.graph.ops if isinstance(op, MulMat | MulMatId) and "ffn_down" in str(op.weight)]
+            last = max(op.layer for op in down)
+            of_all = {op.x.outputs for op in down if op.layer < last}, {op.x.outputs for op in down if op.layer == last}
+    # The similarity of layers looks at what comes out of the last one, too.
+    assert of_all == ({False}, {look is observe})
+    assert found[0].keys() == found[1].keys()
+    for of, arrays in found[0].items():
+        for what, array in arrays.items():
+            assert np.array_equal(array, found[1][of][what]), (of, what)
 
 
 def test_covariances_have_the_sums_of_squares_on_their_diagonal(tmp_path: Path) -> None:

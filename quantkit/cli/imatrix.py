@@ -41,7 +41,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     """Importance matrices: collect them; read, compare, merge and convert them.
 
     Without a command, texts go through a model and what comes into every weight is added up, as llama-imatrix does,
-    with all its options. Fused operations are off by themselves, and what an importance matrix lacks is always shown.
+    with its options. Fused operations are off by themselves, and what an importance matrix lacks is always shown.
 
     Files of llama.cpp (GGUF and .dat) and ik_llama.cpp (.dat) are read, both formats are written, and both trees'
     llama-quantize take what is written.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from quantkit.cli.evaluation import Bar, load_options, run_options
 from quantkit.cli.imatrix_show import coverage_table, findings, show
@@ -75,6 +76,7 @@ def _texts() -> tuple[Callable[[F], F], ...]:
             metavar="JSONL",
             help="Conversations, put through the model's chat template.",
         ),
+        option("-p", "--prompt", group=_WHAT, metavar="TEXT", help="A text itself."),
         option("--tokens", group=_WHAT, metavar="IDS", help="Token ids: 1,2,3, or @FILE.i32, raw int32."),
     )
 
@@ -84,7 +86,7 @@ def _chunking() -> tuple[Callable[[F], F], ...]:
     return (
         option("-c", "--ctx-size", "n_ctx", **number, type=click.IntRange(4), default=512, help="Tokens of a chunk."),
         option("--chunks", group=_TEXT, type=int, default=-1, help="Only so many chunks; -1, the default: all."),
-        option("--chunk", "--from-chunk", **number, type=click.IntRange(0), default=0, help="Leave out the first."),
+        option("--chunk", "--from-chunk", **number, type=click.IntRange(0), default=0, help="Leave out so many first."),
         option("--parse-special", group=_TEXT, is_flag=True, help="Texts name special tokens, such as <|im_end|>."),
         option("--ppl/--no-ppl", group=_TEXT, default=True, help="Compute the perplexity on the side, or not."),
     )
@@ -126,6 +128,16 @@ def _outputs() -> tuple[Callable[[F], F], ...]:
 def _more() -> tuple[Callable[[F], F], ...]:
     return (
         option("--process-output", group=_MORE, is_flag=True, help="The output matrix, too."),
+        option("--nextn", group=_MORE, is_flag=True, help="The prediction layer (NextN, MTP), too."),
+        option(
+            "-md",
+            "--model-draft",
+            "draft",
+            group=_MORE,
+            type=_TEXT_FILE,
+            metavar="FILE",
+            help="The prediction layer, of a file of its own.",
+        ),
         option(
             "--all-experts", group=_MORE, is_flag=True, help="Also OUT.all-experts: every token through every expert."
         ),
@@ -169,7 +181,7 @@ def collect(ctx: click.Context, given: Mapping[str, Any]) -> None:
     if given["show_statistics"]:
         _show(ctx, in_files)
         return
-    has_text = given["files"] or given["chat"] or given["tokens"]
+    has_text = any(given[name] for name in ("files", "chat", "prompt", "tokens"))
     output = given["output"]
     if output is None and not given["layer_similarity"]:
         output = Path("imatrix.gguf")
@@ -177,7 +189,7 @@ def collect(ctx: click.Context, given: Mapping[str, Any]) -> None:
         _merge_only(output or Path("imatrix.gguf"), in_files, given)
         return
     if given["model"] is None or not has_text:
-        raise click.UsageError("give a model (-m) and a text (-f, --chat or --tokens); or a command, such as show")
+        raise click.UsageError("give a model (-m) and a text (-f, -p, --chat or --tokens); or a command, such as show")
     if given["asked_up_gate"] or given["asked_moe"]:
         raise click.UsageError(f"{FUSION_OFF}; leave -fug and -fmoe away")
     if given["plot"] is not None:
@@ -186,7 +198,14 @@ def collect(ctx: click.Context, given: Mapping[str, Any]) -> None:
                 "--plot draws the similarity of layers: give --layer-similarity, or imatrix show --plot"
             )
         check_plot(given["plot"])
-    _collect(output, in_files, given)
+    try:
+        _collect(output, in_files, given)
+    except KeyboardInterrupt:
+        states = [state_of(path) for path in (output, given["covariance"]) if path is not None]
+        if not any(state.exists() for state in states):
+            raise
+        click.echo("\ninterrupted; go on with the same command and --resume", err=True)
+        sys.exit(130)
 
 
 def _collect(output: Path | None, in_files: Sequence[Path], given: Mapping[str, Any]) -> None:
@@ -195,7 +214,7 @@ def _collect(output: Path | None, in_files: Sequence[Path], given: Mapping[str, 
         run["fusion"] = None
         click.echo(FUSION_OFF, err=True)
     tokens = None if given["tokens"] is None else read_token_ids(given["tokens"])
-    texts: dict[str, Any] = {"chat": given["chat"], "tokens": tokens}
+    texts: dict[str, Any] = {"chat": given["chat"], "prompt": given["prompt"], "tokens": tokens}
     options = _options(given)
     if given["covariance"] is not None:
         _check_covariance(given, options, output)
@@ -207,7 +226,15 @@ def _collect(output: Path | None, in_files: Sequence[Path], given: Mapping[str, 
     else:
         report = _Report(given["ppl"])
         found = imatrix(
-            given["model"], given["files"], output, **texts, in_files=in_files, options=options, watcher=report, **run
+            given["model"],
+            given["files"],
+            output,
+            **texts,
+            in_files=in_files,
+            draft=given["draft"],
+            options=options,
+            watcher=report,
+            **run,
         )
         _print(found, given, report)
         covered, without = found.coverage, tuple(found.dropped)
@@ -244,7 +271,7 @@ def _options(given: Mapping[str, Any]) -> ImatrixOptions:
     if given["chunks"] == 0 or given["chunks"] < -1:
         raise click.BadParameter("a number above 0, or -1 for all", param_hint="--chunks")
     same = (
-        "n_ctx n_batch output_format output_frequency save_frequency process_output parse_special ppl all_experts"
+        "n_ctx n_batch output_format output_frequency save_frequency process_output nextn parse_special ppl all_experts"
         " layer_similarity names fill resume overwrite"
     )
     chunks = given["chunks"] if given["chunks"] > 0 else None
@@ -356,7 +383,9 @@ def _merge_only(output: Path, in_files: Sequence[Path], given: Mapping[str, Any]
     if given["model"] is not None:
         with open_gguf(given["model"]) as file:
             experts = expert_counts({n for i in found for n in i.entries}, file.tensors.values())
-    made = merge(found, chunk_size=given["n_ctx"], experts=experts)
+    # Without -c the files say how long their chunks are.
+    said = click.get_current_context().get_parameter_source("n_ctx") is ParameterSource.COMMANDLINE
+    made = merge(found, chunk_size=given["n_ctx"] if said else None, experts=experts)
     echo_notes(made.notes)
     joined = made.imatrix if given["names"] is None else with_names(made.imatrix, given["names"])
     joined = joined if given["fill"] is None else apply_fill(joined, given["fill"])
@@ -375,6 +404,8 @@ def _covariance(
     from quantkit.imatrix.covariance import CovarianceProgress, covariance
 
     weighting: Weighting = given["weighting"]
+    if given["nextn"] or given["draft"] is not None:
+        echo_notes(["--covariance: what the prediction layer multiplies is not in it"])
     with Bar() as bar:
 
         def progress(now: CovarianceProgress) -> None:
@@ -393,5 +424,6 @@ def _covariance(
             without=without,
             **run,
         )
+    passes = f"{made.n_passes} pass{'' if made.n_passes == 1 else 'es'}"
     size = format_size(made.path.stat().st_size)
-    click.echo(f"{printable(str(made.path))}: {made.n_inputs} covariances, {made.n_passes} passes, {size}")
+    click.echo(f"{printable(str(made.path))}: {made.n_inputs} covariances, {passes}, {size}")

@@ -18,7 +18,9 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Unpack
 
@@ -30,20 +32,23 @@ from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluate.passes import F32, LoadOptions, bos_of, note_context, run_windows, text_tokens
 from quantkit.evaluate.scores import nll_of, softmax
 from quantkit.evaluate.statistics import Estimate, NllSums
-from quantkit.formats.gguf import Field, ValueType, open_gguf
+from quantkit.formats.gguf import Field, TensorInfo, ValueType, open_gguf
 from quantkit.formats.imatrix import Format, Imatrix, ImatrixEntry, read_imatrix, write_imatrix
 from quantkit.imatrix.checkpoint import Checkpoint, Progress, clear, state_of
 from quantkit.imatrix.coverage import Coverage, coverage
 from quantkit.imatrix.files import merge, with_names
 from quantkit.imatrix.fill import FILLS, apply_fill
+from quantkit.imatrix.nextn import Hidden, Predictor, nextn_file
 from quantkit.imatrix.rows import expert_counts
 from quantkit.imatrix.statistics import with_stats
-from quantkit.imatrix.texts import Chunks, Part, chat_part, cut, text_part
+from quantkit.imatrix.texts import Chunks, Part, chat_part, cut, text_of, text_part
 from quantkit.model.arch import arch_by_name
 from quantkit.model.backends.accumulators import Accumulator
 from quantkit.model.engine import Model, Session, load
 from quantkit.model.fusion import Fusion
-from quantkit.model.observers import ALL_EXPERTS, observe
+from quantkit.model.hparams import HParams
+from quantkit.model.nextn import nextn_layers
+from quantkit.model.observers import ALL_EXPERTS, fewest_rows, observe, observe_hidden
 from quantkit.model.observers import similarity as observe_similarity
 from quantkit.model.ops import Graph, SumColumns
 from quantkit.pipeline.facts import MERGED
@@ -72,6 +77,7 @@ class ImatrixOptions:
         names: of up and gate experts: merged, separate, both; None: both for a merged file, else as in the file.
         fill: what experts without tokens get in the files (fill.py).
         all_experts: also OUT.all-experts, in which every token went through every expert.
+        nextn: also the model's prediction layer (nextn.py).
     """
 
     n_ctx: int = 512
@@ -82,6 +88,7 @@ class ImatrixOptions:
     output_frequency: int = 10
     save_frequency: int = 0
     process_output: bool = False
+    nextn: bool = False
     parse_special: bool = False
     ppl: bool = True
     all_experts: bool = False
@@ -136,8 +143,10 @@ def imatrix(
     output: str | Path | None = "imatrix.gguf",
     *,
     chat: Sequence[str | Path] = (),
+    prompt: str | None = None,
     tokens: npt.ArrayLike | None = None,
     in_files: Sequence[str | Path] = (),
+    draft: str | Path | None = None,
     options: ImatrixOptions | None = None,
     watcher: Watcher | None = None,
     **run: Unpack[LoadOptions],
@@ -145,9 +154,11 @@ def imatrix(
     """Collect an importance matrix, written to ``output`` as llama-imatrix writes it.
 
     Args:
-        model: a GGUF file; files: texts; chat: conversations, JSON lines (texts.py); tokens: ids, int32 [n].
+        model: a GGUF file; files: texts; chat: conversations, JSON lines (texts.py); prompt: a text itself;
+            tokens: ids, int32 [n].
         output: None collects none: then there is only ``options.layer_similarity``, and fusion may be on.
         in_files: importance matrices that this one is added to.
+        draft: a file that holds the model's prediction layer alone, which is recorded, too.
         run: how the model runs, as quantkit.load takes it; fusion must be off or unsaid.
 
     Raises:
@@ -160,10 +171,18 @@ def imatrix(
     _check(options, path, run)
     earlier = [read_imatrix(each) for each in in_files]
     run["fusion"] = run.get("fusion") or (Fusion() if path is None else Fusion.none())
-    rewrite = _rewrite(options, path is not None, _has_latents(model))
-    with load(model, n_ctx=options.n_ctx, rewrite=rewrite, **run) as loaded:
-        text = cut(parts_of(loaded, files, chat, tokens, options), options.n_ctx, options.from_chunk, options.chunks)
-        collector = _Collector(loaded, text, options, path, watcher or Watcher(), earlier)
+    collects, latent = path is not None, _has_latents(model)
+    predicting = nextn_file(model, draft) if collects and (options.nextn or draft is not None) else None
+    hidden = None if predicting is None else Hidden()
+    rewrite = _rewrite(options, collects, latent, hidden is not None)
+    with load(model, n_ctx=options.n_ctx, rewrite=rewrite, observer=hidden, **run) as loaded, ExitStack() as stack:
+        text = chunks_of(loaded, files, chat, prompt, tokens, options)
+        n_seq = min(len(text.windows), max(1, options.n_batch // options.n_ctx))
+        predictor = None
+        if predicting is not None and hidden is not None:
+            predictor = Predictor(predicting, hidden, options.n_ctx, n_seq, partial(_look, options, latent), **run)
+            stack.enter_context(predictor.model)
+        collector = _Collector(loaded, text, options, path, watcher or Watcher(), earlier, predictor)
         collector.run(run.get("threads"))
         return collector.finish(started)
 
@@ -203,36 +222,42 @@ def _everywhere(path: Path) -> Path:
 def _has_latents(model: str | Path) -> bool:
     """Tell whether a file has latent attention of which runtimes know both forms."""
     with open_gguf(model) as source:
-        name = str(source.get("general.architecture", ""))
-    return arch_by_name(name).attention == "mla"
+        return arch_by_name(HParams(source).arch).attention == "mla"
 
 
-def _rewrite(options: ImatrixOptions, collects: bool, latent: bool) -> Callable[[Graph], Graph]:
+def _rewrite(options: ImatrixOptions, collects: bool, latent: bool, hidden: bool = False) -> Callable[[Graph], Graph]:
     def rewrite(graph: Graph) -> Graph:
         if collects:
-            graph = observe(
-                graph, process_output=options.process_output, all_experts=options.all_experts, latent=latent
-            )
-        return observe_similarity(graph) if options.layer_similarity else graph
+            graph = _look(options, latent, graph, options.process_output)
+        graph = observe_hidden(graph) if hidden else graph
+        graph = observe_similarity(graph) if options.layer_similarity else graph
+        return fewest_rows(graph)
 
     return rewrite
 
 
-def parts_of(
+def _look(options: ImatrixOptions, latent: bool, graph: Graph, output: bool) -> Graph:
+    return observe(graph, process_output=output, all_experts=options.all_experts, latent=latent)
+
+
+def chunks_of(
     model: Model,
     files: Sequence[str | Path],
     chat: Sequence[str | Path],
+    prompt: str | None,
     tokens: npt.ArrayLike | None,
     options: ImatrixOptions,
-) -> list[Part]:
-    """Return the tokens of all texts, conversations and ids that are given. RecipeError if there are none."""
-    if not files and not chat and tokens is None:
-        raise RecipeError("there is nothing to calibrate on: give a text (-f), conversations (--chat) or tokens")
+) -> Chunks:
+    """Return the chunks of all texts, conversations and ids that are given. RecipeError if there are none."""
+    if not files and not chat and prompt is None and tokens is None:
+        raise RecipeError("there is nothing to calibrate on: give a text (-f, -p), conversations (--chat) or tokens")
     parts = [text_part(Path(file), model.tokenizer, options.parse_special) for file in files]
     parts += [chat_part(Path(file), model.tokenizer, model.source) for file in chat]
+    if prompt is not None:
+        parts.append(text_of("prompt", prompt.encode(errors="surrogateescape"), model.tokenizer, options.parse_special))
     if tokens is not None:
         parts.append(Part("tokens", text_tokens(model, None, tokens), None))
-    return parts
+    return cut(parts, options.n_ctx, options.from_chunk, options.chunks)
 
 
 # ---------------------------------------------------------------- the run
@@ -256,9 +281,10 @@ class _Collector:
         path: Path | None,
         watcher: Watcher,
         earlier: Sequence[Imatrix],
+        predictor: Predictor | None = None,
     ) -> None:
         self.model, self.text, self.options, self.path, self.watcher = model, text, options, path, watcher
-        self.earlier = earlier
+        self.earlier, self.predictor = earlier, predictor
         self.n = len(text.windows)
         self.n_seq = min(self.n, max(1, options.n_batch // options.n_ctx))
         self.session: Session = model.session(options.n_ctx, self.n_seq)
@@ -270,20 +296,46 @@ class _Collector:
         self.progress = Progress()
         self.checkpoint = None if path is None else Checkpoint(path, self._identity())
         self.nll: dict[int, npt.NDArray[np.float64]] = {}
-        self.names = _names(model.graph)
+        self.names = _names(model.graph) | ({} if predictor is None else _names(predictor.model.graph))
+        self._note_nextn()
         self.has_all = any(of.startswith(ALL_EXPERTS) for of in self.names)
         if options.all_experts and not self.has_all:
             self.notes.append(f"--all-experts: {model.path} has no experts; there is no file of theirs")
         #: The chunk up to which there is a state to go back to.
         self.saved = 0
 
+    def _note_nextn(self) -> None:
+        """Note a prediction layer that nobody asked for, or that was asked for and is not there."""
+        layers = nextn_layers(self.model.source)
+        if self.path is None or self.predictor is not None:
+            return
+        if self.options.nextn:
+            self.notes.append(f"--nextn: {self.model.path} has no prediction layer")
+        elif layers:
+            self.notes.append(f"blk.{layers[0]} predicts a token more and is not run: --nextn records it, too")
+
+    @property
+    def accumulators(self) -> dict[str, Accumulator]:
+        """All sums, those of the prediction layer included."""
+        return self.session.accumulators | ({} if self.predictor is None else self.predictor.accumulators)
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """The model's tensors, and those of a prediction layer in a file of its own."""
+        found = dict(self.model.source.tensors)
+        if self.predictor is not None:
+            prefix = f"blk.{nextn_layers(self.predictor.model.source)[0]}."
+            found |= {name: t for name, t in self.predictor.model.source.tensors.items() if name.startswith(prefix)}
+        return found
+
     def _identity(self) -> str:
         """Return what must agree for a state to be gone on from."""
         o = self.options
         digest = hashlib.sha256(self.text.windows.tobytes())
         numbers = (o.n_ctx, o.n_batch, self.session.limits.n_ubatch, self.model.kv_type, self.bos, o.ppl)
-        what = (o.process_output, o.all_experts, o.layer_similarity, source_fingerprint(self.model.source))
-        digest.update(repr((numbers, what)).encode())
+        what = (o.process_output, o.all_experts, o.layer_similarity, fingerprint_of(self.model))
+        more = () if self.predictor is None else (fingerprint_of(self.predictor.model),)
+        digest.update(repr((numbers, what, *more)).encode())
         return digest.hexdigest()
 
     # ------------------------------------------------ chunks
@@ -336,7 +388,11 @@ class _Collector:
     def _done(self, chunks: Sequence[int]) -> None:
         """Take a pass in; _Bad if it must be undone."""
         bad: dict[int, str] = {}
-        for where in self.session.take_not_finite():
+        found = self.session.take_not_finite()
+        if self.predictor is not None:
+            seen = self.predictor.run(self.text.windows[chunks])
+            found += [replace(where, position=where.position + 1) for where in seen]
+        for where in found:
             bad.setdefault(chunks[where.sequence], f"{self._called(where.of)} at position {where.position}")
         for chunk in chunks:
             if self.options.ppl and not np.isfinite(self.nll[chunk]).all():
@@ -375,7 +431,7 @@ class _Collector:
             return
         done, often, copies = self.progress.done, self.options.output_frequency, self.options.save_frequency
         if often and done // often > before // often:
-            self.checkpoint.save(self.session.accumulators, self.progress)
+            self.checkpoint.save(self.accumulators, self.progress)
             self.saved = done
             self._write(self.path, self._imatrix())
         if copies and done // copies > before // copies:
@@ -385,9 +441,9 @@ class _Collector:
         """Return to the last state, without the chunks ``bad``."""
         found = None
         if self.checkpoint is not None and (self.saved or self.options.resume):
-            found = self.checkpoint.load(self.session.accumulators)
+            found = self.checkpoint.load(self.accumulators)
         if found is None:
-            clear(self.session.accumulators)
+            clear(self.accumulators)
         dropped = {**self.progress.dropped, **bad}
         self.progress = found or Progress()
         self.progress.dropped |= dropped
@@ -425,17 +481,18 @@ class _Collector:
 
     def _complete(self, made: Imatrix) -> Imatrix:
         """Add names and statistics."""
-        merged = any(MERGED in name for name in self.model.source.tensors)
+        merged = any(MERGED in name for name in self.tensors)
         names = self.options.names or ("both" if merged else None)
         return with_stats(made if names is None else with_names(made, names))
 
     def _sums(self, prefix: str = "") -> dict[str, ImatrixEntry]:
         """Return the entries of accumulators whose names begin with ``prefix``; without one those of real counts."""
         entries: dict[str, ImatrixEntry] = {}
+        accumulators = self.accumulators
         for of, (width, names) in self.names.items():
             if of.startswith(prefix or ALL_EXPERTS) is bool(prefix):
-                entries |= dict.fromkeys(names, entry_of(self.session.accumulators[of], width))
-        for name in also_read(tuple(entries), self.model.source.tensors)[len(entries) :]:
+                entries |= dict.fromkeys(names, entry_of(accumulators[of], width))
+        for name in also_read(tuple(entries), self.tensors)[len(entries) :]:
             entries[name] = entries[_same(name)]
         return dict(sorted(entries.items()))
 
@@ -443,14 +500,15 @@ class _Collector:
         """Return what this run has recorded so far."""
         done = self.progress.done - sum(chunk < self.progress.done for chunk in self.progress.dropped)
         path, datasets = self.path or Path("imatrix.gguf"), list(self.text.datasets)
-        return Imatrix(path, self._sums(), datasets, done, self.options.n_ctx, "gguf", extra=self._extra())
+        n_nextn = 0 if self.predictor is None else 1
+        return Imatrix(path, self._sums(), datasets, done, self.options.n_ctx, "gguf", n_nextn, extra=self._extra())
 
     def _imatrix(self) -> Imatrix:
         """Return what this run has recorded so far, added to the files that it was told to add to."""
         made = self._alone()
         if not self.earlier:
             return made
-        experts = expert_counts({n for i in self.earlier for n in i.entries}, self.model.source.tensors.values())
+        experts = expert_counts({n for i in self.earlier for n in i.entries}, self.tensors.values())
         joined = merge([*self.earlier, made], chunk_size=self.options.n_ctx, experts=experts)
         self.notes += [note for note in joined.notes if note not in self.notes]
         return replace(joined.imatrix, path=made.path)
@@ -484,7 +542,7 @@ class _Collector:
         write_imatrix(path, made, kind)
 
     def _coverage(self, made: Imatrix) -> Coverage:
-        tensors = self.model.source.tensors.values()
+        tensors = self.tensors.values()
         return coverage(made, tensors, arch=self.model.arch, process_output=self.options.process_output)
 
     def _similarity(self) -> tuple[Similarity, ...]:
@@ -496,6 +554,12 @@ class _Collector:
 
         layers = sorted(int(of.split()[1]) for of in found if of.startswith("layer "))
         return tuple(Similarity(i, *(mean(kind, i) for kind in ("layer", "attention", "feed-forward"))) for i in layers)
+
+
+def fingerprint_of(model: Model) -> str:
+    """Return the fingerprint of a model's file, as it lies on the disk."""
+    with open_gguf(model.path) as source:
+        return source_fingerprint(source)
 
 
 def _names(graph: Graph) -> dict[str, tuple[int, tuple[str, ...]]]:

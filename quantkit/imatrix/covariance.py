@@ -29,16 +29,24 @@ from quantkit.evaluate.passes import LoadOptions, bos_of, run_windows
 from quantkit.formats.gguf import open_gguf
 from quantkit.helpers import format_size
 from quantkit.imatrix.checkpoint import Checkpoint, Progress, clear, state_of
-from quantkit.imatrix.collect import ImatrixOptions, parts_of
+from quantkit.imatrix.collect import ImatrixOptions, chunks_of, fingerprint_of
 from quantkit.imatrix.covariance_file import Target, layout
-from quantkit.imatrix.texts import Chunks, cut
+from quantkit.imatrix.texts import Chunks
 from quantkit.model.arch import arch_by_name
 from quantkit.model.engine import Model, load
 from quantkit.model.fusion import Fusion
 from quantkit.model.graph import build_graph
-from quantkit.model.observers import Input, Wanted, covariances, every_token, inputs, up_to_layer, with_latent
+from quantkit.model.observers import (
+    Input,
+    Wanted,
+    covariances,
+    every_token,
+    fewest_rows,
+    inputs,
+    up_to_layer,
+    with_latent,
+)
 from quantkit.model.ops import Covariance, Graph
-from quantkit.pipeline.plan import source_fingerprint
 
 #: What a token counts for an expert: 1, its router weight squared, or both are recorded.
 Weighting = Literal["tokens", "router", "both"]
@@ -82,6 +90,7 @@ def covariance(
     output: str | Path,
     *,
     chat: Sequence[str | Path] = (),
+    prompt: str | None = None,
     tokens: npt.ArrayLike | None = None,
     options: ImatrixOptions | None = None,
     weighting: Weighting = "both",
@@ -92,7 +101,7 @@ def covariance(
     """Record the covariance of every weight's input, per expert, in ``output``.
 
     Args:
-        model, files, chat, tokens, options: as for ``imatrix``; of the options the text's, process_output,
+        model, files, chat, prompt, tokens, options: as for ``imatrix``; of the options the text's, process_output,
             output_frequency, resume and overwrite count.
         without: chunks that are left out, counted from 0: those that an imatrix run dropped; None: those of the run
             that is resumed, or none.
@@ -108,7 +117,7 @@ def covariance(
     check_covariance(model, path, options, weighting, run.get("max_ram"))
     run["fusion"] = Fusion.none()
     with load(model, n_ctx=options.n_ctx, **run) as loaded:
-        text = cut(parts_of(loaded, files, chat, tokens, options), options.n_ctx, options.from_chunk, options.chunks)
+        text = chunks_of(loaded, files, chat, prompt, tokens, options)
         found = _inputs(loaded.graph, loaded.arch, options)
         checkpoint = Checkpoint(path, _identity(loaded, text, options, weighting))
         target = Target(path, loaded.graph, found, loaded.source.tensors, weighting)
@@ -161,7 +170,7 @@ def _identity(model: Model, text: Chunks, options: ImatrixOptions, weighting: st
     digest = hashlib.sha256(text.windows.tobytes())
     o = options
     what = (o.n_ctx, o.n_batch, model.n_ubatch, model.kv_type, bos_of(model, []), o.process_output, weighting)
-    digest.update(repr((what, source_fingerprint(model.source))).encode())
+    digest.update(repr((what, fingerprint_of(model))).encode())
     return digest.hexdigest()
 
 
@@ -335,7 +344,7 @@ class _Recorder:
                 plain=self.weighting != "router",
                 weighted=self.weighting != "tokens",
             )
-            return up_to_layer(seen, last) if last < graph.ops[-1].layer else seen
+            return fewest_rows(up_to_layer(seen, last) if last < graph.ops[-1].layer else seen)
 
         return rewrite
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,9 +71,17 @@ class Part:
 def text_part(path: Path, tokenizer: Tokenizer, parse_special: bool) -> Part:
     """Read a text as llama-imatrix does: its bytes as they are, without one newline at the end."""
     raw = _read(path)
-    tokens = tokenizer.encode(raw.removesuffix(b"\n"), parse_special=parse_special)
+    part = text_of(str(path), raw.removesuffix(b"\n"), tokenizer, parse_special)
     # The hash that is recorded is that of the file.
-    return Part(str(path), tokens, raw, held_out_beside(path, raw))
+    return replace(part, text=raw, held_out=held_out_beside(path, raw))
+
+
+def text_of(name: str, text: bytes, tokenizer: Tokenizer, parse_special: bool) -> Part:
+    """Return a text as it is. Raises RecipeError, with its name, for one that cannot be tokens."""
+    try:
+        return Part(name, tokenizer.encode(text, parse_special=parse_special), text)
+    except RecipeError as e:
+        raise RecipeError(f"{name}: {e.message}") from None
 
 
 def chat_part(path: Path, tokenizer: Tokenizer, source: GGUFFile) -> Part:

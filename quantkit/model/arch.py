@@ -117,6 +117,8 @@ class Arch:
     yarn_cancels: bool = False
     #: Value head h of a delta net has key head h % n (Qwen3.5), and not h // (heads of a key head) (Qwen3-Next).
     tiled_heads: bool = False
+    #: Its prediction layer is one like the others (nextn.py).
+    nextn: bool = False
 
 
 _ROWS = (
@@ -149,6 +151,7 @@ _ROWS = (
     Arch(name="qwen3moe", rope="neox", tensor_scales=frozenset({"exps"}), moe=Moe(gating="softmax", norm=True)),
     Arch(
         name="qwen3next",
+        nextn=True,
         rope="neox",
         attention="delta_nets",
         ffn_norm_is_post_attention=True,
@@ -158,6 +161,7 @@ _ROWS = (
     ),
     Arch(
         name="qwen35",
+        nextn=True,
         rope="imrope",
         attention="delta_nets",
         tiled_heads=True,
@@ -167,6 +171,7 @@ _ROWS = (
     ),
     Arch(
         name="qwen35moe",
+        nextn=True,
         rope="imrope",
         attention="delta_nets",
         tiled_heads=True,
@@ -187,6 +192,7 @@ _ROWS = (
     Arch(name="deepseek", rope="normal", moe=Moe(gating="softmax", norm=False, scaled=True)),
     Arch(
         name="deepseek2",
+        nextn=True,
         rope="normal",
         attention="mla",
         yarn_cancels=True,
@@ -220,6 +226,7 @@ _ROWS = (
     Arch(name="glm4", rope="glm", glu_in_up=True, output_bias=False),
     Arch(
         name="glm4moe",
+        nextn=True,
         rope="glm_moe",
         ffn_norm_is_post_attention=True,
         output_bias=False,

@@ -36,6 +36,8 @@ class Builder:
         self.caches: list[Cache] = []
         self.states: list[State] = []
         self.layer = -1
+        #: Layers below this have names "blk.N."; a prediction layer comes after those of the model.
+        self.n_blocks = self.h.n_layer
         self.used: set[str] = set()
         self._tables: dict[tuple[RopeConfig, Matrix | None], Value] = {}
 
@@ -43,7 +45,15 @@ class Builder:
 
     def full_name(self, name: str) -> str:
         """Return a tensor's name in the file: within a layer ``blk.N.`` comes first."""
-        return f"blk.{self.layer}.{name}" if 0 <= self.layer < self.h.n_layer else name
+        return f"blk.{self.layer}.{name}" if 0 <= self.layer < self.n_blocks else name
+
+    def outside(self, name: str) -> Matrix:
+        """Return a tensor that belongs to no layer; FormatError if there is none."""
+        layer, self.layer = self.layer, -1
+        try:
+            return self.matrix(name)
+        finally:
+            self.layer = layer
 
     def has(self, name: str) -> bool:
         """Tell whether the file has this tensor (of the current layer)."""
@@ -92,7 +102,7 @@ class Builder:
 
     def value(self, name: str, width: int, like: Value | None = None, per: int = 1) -> Value:
         """Return a new value; its rows are those of ``like``."""
-        full = f"{self.layer}.{name}" if 0 <= self.layer < self.h.n_layer else name
+        full = f"{self.layer}.{name}" if 0 <= self.layer < self.n_blocks else name
         return Value(full, width, per, like is not None and like.outputs)
 
     def norm(self, x: Value, name: str, *, group: int = 0, kind: str = "", out: str = "") -> Value:

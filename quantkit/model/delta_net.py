@@ -53,7 +53,12 @@ def gated_attention(b: Builder, x: Value) -> Value:
 
 
 def is_recurrent(b: Builder) -> bool:
-    """Tell whether the current layer is a delta net: by a list in the metadata, or all but every n-th."""
+    """Tell whether the current layer is a delta net: by a list in the metadata, or all but every n-th.
+
+    A prediction layer attends.
+    """
+    if b.layer >= b.h.n_layer:
+        return False
     if b.h.get("attention.recurrent_layers", None) is not None:
         return b.h.layer_int("attention.recurrent_layers", b.layer) != 0
     interval = b.h.int("full_attention_interval", 4)

@@ -5,7 +5,7 @@ load -> graph (graph.py) -> fused (fusion.py) -> placed and cut (placement.py) -
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +27,7 @@ from quantkit.model.fusion import SWITCHED_OFF, Decision, Fusion, fuse, summary
 from quantkit.model.graph import build_graph
 from quantkit.model.hparams import HParams
 from quantkit.model.merged import MergedSource
-from quantkit.model.ops import Attention, Embed, Graph
+from quantkit.model.ops import Attention, Embed, Graph, Value
 from quantkit.model.placement import Placement, Segment, cut, devices_of
 
 #: Is called with the index of a block's first output and its logits [k, n_vocab], valid during the call.
@@ -48,6 +48,7 @@ def load(
     max_vram: int | None = None,
     observer: Observer | None = None,
     rewrite: Callable[[Graph], Graph] | None = None,
+    build: Callable[[GGUFFile, int], Graph] = build_graph,
 ) -> Model:
     """Open a model to run it; its weights stay in the mapped file.
 
@@ -63,8 +64,9 @@ def load(
         max_ram: bytes of weights to keep in memory; without, the system decides.
         max_vram: bytes of weights to keep on each CUDA device; the others are sent for every batch, of experts those
             that it uses.
-        observer: sees the input of every multiplication.
+        observer: is shown what Observe operations look at.
         rewrite: adds operations that look on (observers.py) before any are fused; says nothing about fusion.
+        build: makes the graph of an opened file; another one than the model's own is nextn.build_nextn.
 
     Raises:
         FormatError: the file is broken, or lacks what its architecture needs.
@@ -84,6 +86,7 @@ def load(
         max_vram=max_vram,
         observer=observer,
         rewrite=rewrite,
+        build=build,
     )
 
 
@@ -105,6 +108,7 @@ class Model:
         max_vram: int | None,
         observer: Observer | None,
         rewrite: Callable[[Graph], Graph] | None = None,
+        build: Callable[[GGUFFile, int], Graph] = build_graph,
     ) -> None:
         if observer is not None and fusion != Fusion.none():
             raise RecipeError("a run that observes activations has no fused operations: leave the fusion switches away")
@@ -119,7 +123,7 @@ class Model:
         self.h = HParams(self.source)
         self.arch = self.h.arch
         self.n_embd, self.n_layer, self.n_ctx_train = self.h.n_embd, self.h.n_layer, self.h.n_ctx_train
-        graph = build_graph(self.source, n_ctx)
+        graph = build(self.source, n_ctx)
         if rewrite is not None:
             graph = rewrite(graph)
         self.n_vocab = graph.logits.width
@@ -275,6 +279,7 @@ class Session:
         sequences: int | Ints = 0,
         outputs: npt.NDArray[np.bool_] | None = None,
         each: Each | None = None,
+        given: Mapping[Value, Floats] | None = None,
     ) -> Floats | None:
         """Append tokens to their sequences and return logits.
 
@@ -283,6 +288,7 @@ class Session:
             sequences: int32 [n], which sequence each token belongs to, or one for all.
             outputs: bool [n], after which tokens logits are wanted; all without.
             each: gets the logits in blocks, in order, and nothing is kept.
+            given: float32 [n, width] of each of the graph's ``given`` values.
 
         Returns:
             float32 [n_out, n_vocab] in the order of the outputs; None with ``each``.
@@ -299,7 +305,8 @@ class Session:
         for start in range(0, len(ids), self.limits.n_ubatch):
             part = slice(start, start + self.limits.n_ubatch)
             rows = np.flatnonzero(wanted[part]).astype(np.int32)
-            logits = self._step(Batch(ids[part], positions[part], of[part], rows))
+            taken = {value: rows_of[part] for value, rows_of in (given or {}).items()}
+            logits = self._step(Batch(ids[part], positions[part], of[part], rows), taken)
             if kept is not None:
                 kept[done : done + len(rows)] = logits
             elif each is not None and len(rows):
@@ -327,10 +334,10 @@ class Session:
             self.lengths[sequence] += len(rows)
         return positions
 
-    def _step(self, batch: Batch) -> Floats:
+    def _step(self, batch: Batch, given: Mapping[Value, Floats]) -> Floats:
         for segment, program in zip(self.model.segments, self._programs, strict=True):
             for value in segment.takes:
-                program.write(value, self._maker[value].read(value))
+                program.write(value, given[value] if value in given else self._maker[value].read(value))
             program.run(batch)
         logits = self.model.graph.logits
         result: Floats = self._maker[logits].read(logits)

@@ -51,7 +51,7 @@ def build_graph(source: GGUFFile, n_ctx: int = 0) -> Graph:
     b.add(Embed(out=x, weight=b.matrix("token_embd.weight"), scale=_embed_scale(b)))
     for layer in range(b.h.n_layer):
         b.layer = layer
-        x = _layer(b, x)
+        x = add_layer(b, x)
     b.layer = b.h.n_layer
     x = b.norm(x, "output_norm")
     logits = b.mul_mat(x, "output" if b.has("output.weight") else "token_embd", out="logits", of="output")
@@ -92,7 +92,8 @@ def _logits(b: Builder, logits: Value) -> Value:
 # ---------------------------------------------------------------- a layer
 
 
-def _layer(b: Builder, x: Value) -> Value:
+def add_layer(b: Builder, x: Value) -> Value:
+    """Add the operations of the current layer and return its output."""
     normed = b.norm(x, "attn_norm") if b.has("attn_norm.weight") else x
     attended = ATTENTION[b.arch.attention](b, normed)
     if b.layer == b.h.n_layer - 1:

@@ -25,6 +25,10 @@ class HParams:
     def __init__(self, source: GGUFFile) -> None:
         self.source = source
         self.arch = str(source.get("general.architecture", ""))
+        if not self.arch:
+            kind = source.get("general.type")
+            what = f"this is an {kind}, no model" if kind == "imatrix" else "this is no model"
+            raise FormatError(f"{source.paths[0]}: {what}: it has no general.architecture")
         self.n_layer = self.int("block_count") - self.int("nextn_predict_layers", 0)
         self.n_embd = self.int("embedding_length")
         self.n_ctx_train = self.int("context_length")

@@ -1,6 +1,7 @@
 """Operations that look on, put into a graph: what an importance matrix, a covariance, a similarity are made of.
 
     every_token     the last layer goes on with all tokens, as the others do, and not only with those whose logits count
+    fewest_rows     but with no more of them than somebody looks at
     observe         the sums of squares of every weight's input; what reads one value shares one accumulator
     similarity      the cosine of what goes into and comes out of every layer, its attention, its feed-forward part
     covariances     x x^T of the inputs that are asked for
@@ -27,6 +28,8 @@ from quantkit.model.ops import (
     Attention,
     Cache,
     CacheWrite,
+    Clamp,
+    Combine,
     CountUp,
     Covariance,
     Glu,
@@ -36,11 +39,16 @@ from quantkit.model.ops import (
     MulMatHeads,
     MulMatId,
     MulMats,
+    MultiplyBy,
+    Norm,
+    Observe,
     Op,
     Repeat,
     Route,
+    Scale,
     SelectOutputs,
     Similarity,
+    Softcap,
     SumColumns,
     Take,
     UpGate,
@@ -52,6 +60,11 @@ from quantkit.model.ops import (
 ALL_EXPERTS = "all experts: "
 #: Experts that are computed together for these.
 _GROUP = 8
+#: Operations that compute a row of a row: not by position, nor from row to row, nor into something that is kept.
+_BY_ROW = (
+    *(Activate, Add, Clamp, Combine, Glu, Join, MulMat, MulMatHeads, MulMatId),
+    *(MultiplyBy, Norm, Repeat, Route, Scale, Softcap, Take),
+)
 
 _KV_B, _K_B, _V_B = "attn_kv_b.weight", "attn_k_b.weight", "attn_v_b.weight"
 
@@ -121,6 +134,46 @@ def _mapped(op: Op, new: Callable[[Value], Value]) -> Op:
     return replace(op, **changed) if changed else op
 
 
+def fewest_rows(graph: Graph) -> Graph:
+    """Return a graph of ``every_token`` in which what nobody looks at is computed of outputs only, as far as it goes.
+
+    It does the least work that shows everything: of the last layer's down projections, for one, only the inputs are
+    of all tokens. Apply it when all operations that look on are there.
+    """
+    all_rows = _of_all_rows(graph)
+    ops: list[Op] = []
+    chosen: dict[Value, Value] = {}
+
+    def of_outputs(value: Value, layer: int) -> Value:
+        if value.outputs:
+            return chosen.get(value, value)
+        if value not in chosen:
+            chosen[value] = replace(value, name=f"{value.name}_out", outputs=True)
+            ops.append(SelectOutputs(layer=layer, out=chosen[value], x=value))
+        return chosen[value]
+
+    for op in graph.ops:
+        if isinstance(op, SelectOutputs):
+            chosen[op.out] = of_outputs(op.x, op.layer)
+        elif not isinstance(op, _BY_ROW) or not all_rows.isdisjoint(op.outputs()):
+            ops.append(op)
+        else:
+            chosen.update({v: v if v.outputs else replace(v, outputs=True) for v in op.outputs()})
+            ops.append(_mapped(op, lambda v, op=op: of_outputs(v, op.layer)))  # type: ignore[misc]
+    return replace(graph, ops=tuple(ops))
+
+
+def _of_all_rows(graph: Graph) -> set[Value]:
+    """Return the values whose rows of all tokens somebody looks at, or keeps, or that these are made of."""
+    found: set[Value] = set()
+    for op in reversed(graph.ops):
+        if isinstance(op, SelectOutputs):
+            continue
+        if not isinstance(op, _BY_ROW) or not found.isdisjoint(op.outputs()):
+            found.update(op.inputs())
+    return found
+
+
 def up_to_layer(graph: Graph, last: int) -> Graph:
     """Return the graph without the layers after ``last``; its logits are no longer the model's."""
     end = _output(graph).layer
@@ -186,6 +239,16 @@ def _place(graph: Graph, item: Input) -> Op:
     if item.at is not _output(graph):
         return item.at
     return next((op for op in graph.ops if isinstance(op, SelectOutputs) and op.out is _output(graph).x), item.at)
+
+
+def observe_hidden(graph: Graph) -> Graph:
+    """Return the graph with Observe of what its output matrix multiplies, of all tokens.
+
+    The graph is one of ``observe``, or of ``every_token``.
+    """
+    found = next(op for op in graph.ops if isinstance(op, SelectOutputs) and op.out is _output(graph).x)
+    look = Observe(layer=found.layer, x=found.x, of=found.x.name)
+    return replace(graph, ops=tuple(each for op in graph.ops for each in ((look, op) if op is found else (op,))))
 
 
 # ---------------------------------------------------------------- latent attention

@@ -538,9 +538,13 @@ class CountUp(Op):
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A forward pass: operations in order, and the value that holds the logits."""
+    """A forward pass: operations in order, and the value that holds the logits.
+
+    given: values of tokens that no operation makes; Session.decode takes them.
+    """
 
     ops: tuple[Op, ...]
     logits: Value
     caches: tuple[Cache, ...] = ()
     states: tuple[State, ...] = ()
+    given: tuple[Value, ...] = ()

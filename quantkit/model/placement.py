@@ -148,11 +148,11 @@ def cut(graph: Graph, device: dict[int, str]) -> list[Segment]:
         here = segments[-1]
         here.ops.append(op)
         for value in op.inputs():
-            maker = made_in[value]
+            maker = None if value in graph.given else made_in[value]
             if maker is not here:
                 if value not in here.takes:
                     here.takes.append(value)
-                if value not in maker.leaves:
+                if maker is not None and value not in maker.leaves:
                     maker.leaves.append(value)
         made_in.update(dict.fromkeys(op.outputs(), here))
     if graph.logits not in made_in[graph.logits].leaves:

@@ -218,6 +218,8 @@ static inline uint16_t float_to_half(float f) {
 // ---- tensor cores (mma.cuh): every lane gives its registers, and picks what its results are made of
 
 template <typename T> static inline T* fixed(T* p) { return p; }
+static inline unsigned thread_here() { return threadIdx.x; }
+static inline unsigned block_here() { return blockIdx.x; }
 static inline void ldmatrix4(uint32_t r[4], const void* row) {
     const int l = host_lane_id();
     const void* table = host_exchange(16, &row, sizeof row);

@@ -57,6 +57,9 @@ class Device(Protocol):
     def zero(self, address: int, nbytes: int) -> None:
         """Set memory to zero."""
 
+    def host_array(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Return an array [count] on the host that downloads fill at full speed."""
+
     def prepare(self, operations: Sequence[Operation]) -> None:
         """Compile what will be launched, several at once."""
 
@@ -175,6 +178,11 @@ class CUDADevice:
     def zero(self, address: int, nbytes: int) -> None:
         with self.here():
             self._cupy.cuda.runtime.memsetAsync(address, 0, nbytes, self.stream.ptr)
+
+    def host_array(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        with self.here():  # pages that the system may not move
+            memory = self._cupy.cuda.alloc_pinned_memory(max(1, count) * np.dtype(dtype).itemsize)
+        return np.frombuffer(memory, dtype, count)
 
     # ------------------------------------------------------------ kernels
 

@@ -20,6 +20,14 @@ INLINE bool is_gate(int row) { return row % (16 * MT) >= 8 * MT; }
 
 // ---- dense
 
+// The first token of this block's tile, and how many there are.
+INLINE int64_t first_token() { return (int64_t)block_here() * TOKENS; }
+INLINE int tokens_here(int64_t rows) { return (int)lesser(rows - first_token(), TOKENS); }
+
+// The row of x that this thread fetches; beyond the last one that again.
+INLINE int64_t fetched_token(int64_t rows) { return lesser(first_token() + staged_token(), rows - 1); }
+INLINE int64_t fetched_row(int64_t n_out) { return lesser((int64_t)blockIdx.y * ROWS + staged_row(), n_out - 1); }
+
 struct mul_mat_args {
     int64_t rows;
     const uint8_t* x;
@@ -50,12 +58,11 @@ INLINE void store_tile(const Sums& sum, uint8_t* out, int64_t out_stride, int co
 
 KERNEL(mul_mat, THREADS) {
     DYNAMIC_SHARED(shared);
-    const int64_t first = (int64_t)blockIdx.x * TOKENS;
-    const int count = (int)lesser(a.rows - first, TOKENS);
-    const uint8_t* w = a.w + lesser((int64_t)blockIdx.y * ROWS + staged_row(), a.n_out - 1) * a.row_bytes;
+    const uint8_t *w = a.w + fetched_row(a.n_out) * a.row_bytes, *x = a.x + fetched_token(a.rows) * a.x_stride;
     Sums sum;
-    multiply_tile(shared, w, a.row_bytes, a.x + (first + lesser(staged_token(), count - 1)) * a.x_stride, (int)a.n_in, count, sum);
-    store_tile(sum, a.out + first * a.out_stride, a.out_stride, count, a.n_out, a.bias, factor(a.scale, 0));
+    multiply_tile(shared, w, a.row_bytes, x, (int)a.n_in, tokens_here(a.rows), sum);
+    uint8_t* out = a.out + first_token() * a.out_stride;
+    store_tile(sum, out, a.out_stride, tokens_here(a.rows), a.n_out, a.bias, factor(a.scale, 0));
 }
 
 struct mul_mat_heads_args {
@@ -70,21 +77,20 @@ struct mul_mat_heads_args {
 
 KERNEL(mul_mat_heads, THREADS) {
     DYNAMIC_SHARED(shared);
-    const int64_t first = (int64_t)blockIdx.x * TOKENS, head = blockIdx.z;
-    const int count = (int)lesser(a.rows - first, TOKENS);
-    const uint8_t* w = a.w + head * a.head_bytes + lesser((int64_t)blockIdx.y * ROWS + staged_row(), a.n_out - 1) * a.row_bytes;
-    const uint8_t* x = a.x + head * a.x_head_bytes + (first + lesser(staged_token(), count - 1)) * a.x_stride;
+    const uint8_t* w = a.w + blockIdx.z * a.head_bytes + fetched_row(a.n_out) * a.row_bytes;
+    const uint8_t* x = a.x + blockIdx.z * a.x_head_bytes + fetched_token(a.rows) * a.x_stride;
     Sums sum;
-    multiply_tile(shared, w, a.row_bytes, x, (int)a.n_in, count, sum);
-    store_tile(sum, a.out + first * a.out_stride + 4 * head * a.n_out, a.out_stride, count, a.n_out, 0, 1.0f);
+    multiply_tile(shared, w, a.row_bytes, x, (int)a.n_in, tokens_here(a.rows), sum);
+    uint8_t* out = a.out + first_token() * a.out_stride + 4 * blockIdx.z * a.n_out;
+    store_tile(sum, out, a.out_stride, tokens_here(a.rows), a.n_out, 0, 1.0f);
 }
 
 // ---- by expert
 
 // The tile of this block: x expert, y its first pair's place in the list, z how many; z = 0: none.
 INLINE int4 tile_of(const int32_t* plan, int64_t pairs, int64_t n_expert) {
-    if ((int)blockIdx.x >= plan[plan_count_at(TOKENS)]) return make_int4(0, 0, 0, 0);
-    return ((const int4*)(plan + plan_tiles_at(pairs, n_expert, TOKENS)))[blockIdx.x];
+    if ((int)block_here() >= plan[plan_count_at(TOKENS)]) return make_int4(0, 0, 0, 0);
+    return ((const int4*)(plan + plan_tiles_at(pairs, n_expert, TOKENS)))[block_here()];
 }
 
 struct mul_mat_id_args {
@@ -103,13 +109,15 @@ struct mul_mat_id_args {
 
 KERNEL(mul_mat_id, THREADS) {
     DYNAMIC_SHARED(shared);
-    const int4 tile = tile_of(a.plan, a.rows * a.n_used, a.n_expert);
+    int4 tile = tile_of(a.plan, a.rows * a.n_used, a.n_expert);
     if (tile.z == 0) return;
     const int32_t* pairs = a.plan + PLAN_PAIRS + tile.y;
-    const uint8_t* w = a.w + tile.x * a.expert_bytes + lesser((int64_t)blockIdx.y * ROWS + staged_row(), a.n_out - 1) * a.row_bytes;
+    const uint8_t* w = a.w + tile.x * a.expert_bytes + fetched_row(a.n_out) * a.row_bytes;
     const uint8_t* x = a.x + pairs[lesser(staged_token(), tile.z - 1)] / (int)a.x_per * a.x_stride;
     Sums sum;
     multiply_tile(shared, w, a.row_bytes, x, (int)a.n_in, tile.z, sum);
+    tile = tile_of(a.plan, a.rows * a.n_used, a.n_expert);  // again: registers are few meanwhile
+    pairs = a.plan + PLAN_PAIRS + tile.y;
     const float scale = factor(a.scale, tile.x);
     const float* bias = a.bias ? (const float*)((const uint8_t*)a.bias + tile.x * a.bias_stride) : 0;
 #pragma unroll
@@ -162,11 +170,11 @@ struct up_gate_args {
 
 KERNEL(up_gate, THREADS) {
     DYNAMIC_SHARED(shared);
-    const int64_t first = (int64_t)blockIdx.x * TOKENS;
-    const int count = (int)lesser(a.rows - first, TOKENS), row = staged_row();
+    const int row = staged_row();
     const uint8_t* w = (is_gate(row) ? a.gate : a.up) + lesser(output_of(row), a.n_out - 1) * a.row_bytes;
+    const uint8_t* x = a.x + fetched_token(a.rows) * a.x_stride;
     Sums sum;
-    multiply_tile(shared, w, a.row_bytes, a.x + (first + lesser(staged_token(), count - 1)) * a.x_stride, (int)a.n_in, count, sum);
+    multiply_tile(shared, w, a.row_bytes, x, (int)a.n_in, tokens_here(a.rows), sum);
     const Limits limits = {(float)a.gate_limit, (float)a.act_limit, (float)a.up_limit, (float)a.alpha};
     const float up_scale = factor(a.up_scale, 0), gate_scale = factor(a.gate_scale, 0);
 #pragma unroll
@@ -174,8 +182,8 @@ KERNEL(up_gate, THREADS) {
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
             const int token = token_of(j, odd);
-            if (token >= count) continue;
-            float* out = (float*)(a.out + (first + token) * a.out_stride);
+            if (token >= tokens_here(a.rows)) continue;
+            float* out = (float*)(a.out + (first_token() + token) * a.out_stride);
             store_gated(sum, j, odd, out, a.n_out, a.up_bias, a.gate_bias, up_scale, gate_scale, limits);
         }
 }
@@ -197,14 +205,17 @@ struct up_gate_id_args {
 
 KERNEL(up_gate_id, THREADS) {
     DYNAMIC_SHARED(shared);
-    const int4 tile = tile_of(a.plan, a.rows * a.n_used, a.n_expert);
+    int4 tile = tile_of(a.plan, a.rows * a.n_used, a.n_expert);
     if (tile.z == 0) return;
     const int32_t* pairs = a.plan + PLAN_PAIRS + tile.y;
     const int row = staged_row();
     const uint8_t* w = is_gate(row) ? a.gate + tile.x * a.gate_expert_bytes : a.up + tile.x * a.up_expert_bytes;
     const uint8_t* x = a.x + pairs[lesser(staged_token(), tile.z - 1)] / (int)a.x_per * a.x_stride;
     Sums sum;
-    multiply_tile(shared, w + lesser(output_of(row), a.n_out - 1) * a.row_bytes, a.row_bytes, x, (int)a.n_in, tile.z, sum);
+    w += lesser(output_of(row), a.n_out - 1) * a.row_bytes;
+    multiply_tile(shared, w, a.row_bytes, x, (int)a.n_in, tile.z, sum);
+    tile = tile_of(a.plan, a.rows * a.n_used, a.n_expert);
+    pairs = a.plan + PLAN_PAIRS + tile.y;
     const Limits limits = {(float)a.gate_limit, (float)a.act_limit, (float)a.up_limit, (float)a.alpha};
     const float up_scale = factor(a.up_scale, tile.x), gate_scale = factor(a.gate_scale, tile.x);
     const float* up_bias = a.up_bias ? (const float*)((const uint8_t*)a.up_bias + tile.x * a.up_bias_stride) : 0;

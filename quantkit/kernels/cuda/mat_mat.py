@@ -20,9 +20,10 @@ from quantkit.types import BY_NAME, TensorType
 #: Types that are no blocks of levels, and what panel.cuh calls them.
 FLOATS = {"F16": "HALF", "BF16": "BFLOAT", "F32": "SINGLE"}
 WITH_MINS = frozenset({"Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"})
-#: Types that are unpacked to a scale per 16 values (Q2_K and Q3_K are not: folded.cuh), and to a minimum per 16.
-SCALE_PER_16 = frozenset({"Q6_K", "IQ2_XS", "IQ2_S", "IQ1_M", "NVFP4"})
-MIN_PER_16 = frozenset({"Q2_K"})
+#: Types with a scale, or a minimum, per 16 values.
+SCALE_PER_16, MIN_PER_16 = frozenset({"NVFP4"}), frozenset({"Q2_K"})
+#: Types whose levels are multiplied with their scales (folded.cuh), by the bytes that takes.
+FOLDED = {"Q2_K": 1, "Q3_K": 1, "TQ1_0": 1, "TQ2_0": 1, "Q6_K": 2, "IQ2_XS": 2, "IQ2_S": 2, "IQ1_M": 2}
 #: Words of the grid of types that have one.
 GRIDS = {"IQ3_XXS": 256, "IQ3_S": 512, "IQ2_XXS": 256, "IQ2_XS": 512, "IQ2_S": 1024, "IQ1_S": 2048, "IQ1_M": 2048}
 QUANTIZED = (
@@ -31,8 +32,19 @@ QUANTIZED = (
 )  # fmt: skip
 TYPES = (*QUANTIZED, *FLOATS)
 
-#: From this compute capability on a block may have the memory of a large tile.
-_LARGE_FROM = 80
+#: The shared memory a block may have, by compute capability: of the largest not above.
+_SHARED = {
+    0: 48 << 10,
+    75: 64 << 10,
+    80: 163 << 10,
+    86: 99 << 10,
+    87: 163 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    120: 99 << 10,
+}
+#: So few large tiles leave so much of a device idle that small ones, which unpack four times as often, are faster.
+_FEW = 40
 #: From one row of a tile in shared memory to the next.
 _STRIDE = 144
 
@@ -49,9 +61,12 @@ class Tile:
 SMALL, LARGE = Tile(32, 32, 128), Tile(128, 128, 256)
 
 
-def tile_for(tokens: float, capability: int = 90) -> Tile:
-    """Return the tile for so many rows of x (of an expert, on average)."""
-    return LARGE if tokens > SMALL.tokens and capability >= _LARGE_FROM else SMALL
+def tile_for(t: TensorType, n_out: int, tokens: float, groups: int = 1, capability: int = 90) -> Tile:
+    """Return the tile for so many rows of x, and so many groups of them (heads, experts): a large one for many."""
+    room = _SHARED[max(c for c in _SHARED if c <= capability)]
+    blocks = groups * -(-n_out // LARGE.rows) * -(-tokens // LARGE.tokens)
+    large = tokens > SMALL.tokens and blocks >= _FEW and shared_bytes(t, LARGE) <= room
+    return LARGE if large else SMALL
 
 
 def shared_bytes(t: TensorType, tile: Tile) -> int:
@@ -59,13 +74,14 @@ def shared_bytes(t: TensorType, tile: Tile) -> int:
     panel, x = tile.rows * _STRIDE, tile.tokens * _STRIDE
     if t.name in FLOATS:
         return 2 * panel + (2 * x if t.name == "F32" else x + tile.tokens * (4 * 64 + 16))
-    scales = 4 * tile.rows * (8 if t.name in SCALE_PER_16 else 4)
+    planes = FOLDED.get(t.name, 0)
+    scales = 4 * tile.rows * (1 if planes else 8 if t.name in SCALE_PER_16 else 4)
     mins = 4 * tile.rows * (8 if t.name in MIN_PER_16 else 4) if t.name in WITH_MINS else 0
     unit = 256 // t.block * t.block_bytes
     pieces = (unit + (15 if t.block_bytes % 16 else 0) + 15) // 16
     x += 16 * tile.tokens + (32 * tile.tokens if mins else 0)
     raw = tile.rows * 16 * (pieces | 1) + 16
-    return panel + scales + mins + 2 * x + 4 * tile.rows + raw + 4 * GRIDS.get(t.name, 0)
+    return max(planes, 1) * panel + scales + mins + 2 * x + 4 * tile.rows + raw + 4 * GRIDS.get(t.name, 0)
 
 
 def _operation(name: str, t: TensorType, tile: Tile, activation: str = "") -> Operation:
@@ -90,13 +106,13 @@ def mul_mat_heads(
     t: TensorType, n_in: int, n_out: int, rows: int, heads: int, capability: int = 90, name: str = "mul_mat_heads"
 ) -> Shape:
     """Return how to multiply a matrix a head with the heads of rows of x."""
-    tile = tile_for(rows, capability)
+    tile = tile_for(t, n_out, rows, heads, capability)
     return _shape(_operation(name, t, tile), t, tile, n_out, -(-rows // tile.tokens), heads)
 
 
 def up_gate(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, capability: int = 90) -> Shape:
     """Return how to compute activation(gate x) * (up x) for rows of x."""
-    tile = tile_for(rows, capability)
+    tile = tile_for(t, 2 * n_out, rows, 1, capability)
     operation = _operation("up_gate", t, tile, activation.kind)
     return _shape(operation, t, tile, 2 * n_out, -(-rows // tile.tokens))
 
@@ -119,17 +135,18 @@ def up_gate_id(
 def _by_expert(
     name: str, t: TensorType, activation: str, n_out: int, pairs: int, n_expert: int, capability: int
 ) -> Shape:
-    tile = tile_for(pairs / n_expert, capability)
+    tile = tile_for(t, n_out, pairs / n_expert, n_expert, capability)
     operation = _operation(name, t, tile, activation)
     return _shape(operation, t, tile, n_out, most_tiles(pairs, n_expert, tile.tokens))
 
 
 def operations() -> Iterator[Operation]:
-    """Yield every operation of this file."""
-    for name in TYPES:
-        for tile in (SMALL, LARGE):
-            for kernel in ("mul_mat", "mul_mat_heads", "mul_mat_id"):
-                yield _operation(kernel, BY_NAME[name], tile)
-            for kind in GATES:
-                for kernel in ("up_gate", "up_gate_id"):
-                    yield _operation(kernel, BY_NAME[name], tile, kind)
+    """Yield every kernel of this file, for a type of every way to multiply; other types differ in their unpacker."""
+    kernels = ("mul_mat", "mul_mat_heads", "mul_mat_id", "up_gate", "up_gate_id")
+    small = ("Q8_0", "Q4_K", "Q2_K", "Q6_K", "NVFP4", "IQ1_S", *FLOATS)
+    for tile, names in ((SMALL, small), (LARGE, ("Q8_0", "Q4_K", "Q2_K", "Q6_K", "F16", "F32"))):
+        for name in names:
+            for kernel in kernels:
+                yield _operation(kernel, BY_NAME[name], tile, "silu")
+    for kind in GATES:
+        yield _operation("up_gate", BY_NAME["Q8_0"], SMALL, kind)

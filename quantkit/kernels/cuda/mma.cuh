@@ -20,6 +20,20 @@ template <typename T> INLINE T* fixed(T* p) {
     return p;
 }
 
+// threadIdx.x and blockIdx.x, read where they stand: what is made of them in a loop, or before and after it, is made
+// there, and not kept in registers meanwhile.
+INLINE unsigned thread_here() {
+    unsigned t;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
+    return t;
+}
+
+INLINE unsigned block_here() {
+    unsigned t;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(t));
+    return t;
+}
+
 // ---- primitives
 
 INLINE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
@@ -132,25 +146,25 @@ INLINE void copy_wait() {}
 
 // Rows 0 to 15 of a tile whose rows are `stride` bytes apart, 32 bytes from p on.
 INLINE void load_a(uint32_t a[4], const uint8_t* p, int stride) {
-    const int l = threadIdx.x & 31;
+    const int l = thread_here() & 31;
     ldmatrix4(a, p + (l & 15) * stride + (l >> 4) * 16);
 }
 
 // Columns 0 to 7 from p on.
 INLINE void load_b(uint32_t b[2], const uint8_t* p, int stride) {
-    const int l = threadIdx.x & 15;
+    const int l = thread_here() & 15;
     ldmatrix2(b, p + (l & 7) * stride + (l >> 3) * 16);
 }
 
 // Two times 8 columns, `apart` bytes between them: b[0], b[1] and b[2], b[3].
 INLINE void load_b_twice(uint32_t b[4], const uint8_t* p, int stride, int apart) {
-    const int l = threadIdx.x & 31;
+    const int l = thread_here() & 31;
     ldmatrix4(b, p + (l & 7) * stride + (l >> 3 & 1) * 16 + (l >> 4) * apart);
 }
 
 // Two times 8 columns of halves that lie across: value i of them is in row i from p on. b as of load_b_twice.
 INLINE void load_b_across(uint32_t b[4], const uint8_t* p, int stride) {
-    const int l = threadIdx.x & 31;
+    const int l = thread_here() & 31;
     ldmatrix4_transposed(b, p + (l & 15) * stride + (l >> 4) * 16);
 }
 

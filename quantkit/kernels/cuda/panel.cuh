@@ -15,7 +15,9 @@
 //
 // From int32 to f32 without a conversion: sums start from the bits of 1.5 * 2^23, so the integer i is the float
 // 1.5 * 2^23 + i. One fma with -1.5 * 2^23 * d makes it d * i, rounded once, because that product is exact: no type's
-// scales have more than 22 significant bits.
+// scales have more than 22 significant bits. So a product costs two fma per element and 32 values; what more there is to
+// do for a type goes to tensor cores too: folded types (folded.cuh), whose levels contain their scales, are summed as
+// integers over a whole chunk, and minimums times sums are products of f32 in two parts of 11 bits each.
 //
 // The order of summation of one product is the same whatever else is in the tile. Threads hand in the addresses of the
 // row of weights (staged_row) and of activations (staged_token) that they fetch, so both may be gathered. Floats:
@@ -31,7 +33,6 @@
 #define SINGLE 3
 
 #if WEIGHTS == QUANTIZED
-#include "unpack/all.cuh"
 #include "unpack/folded.cuh"
 #endif
 
@@ -50,13 +51,13 @@ typedef float Sums[MT][NT][4];
 
 const int PER_ROW = THREADS / ROWS, PER_TOKEN = THREADS / TOKENS;  // threads that fetch a row of weights, of activations
 
-INLINE int staged_row() { return threadIdx.x / PER_ROW; }
-INLINE int staged_token() { return threadIdx.x / PER_TOKEN; }
-INLINE int warp_m() { return (threadIdx.x >> 5) / WARPS_N; }
-INLINE int warp_n() { return (threadIdx.x >> 5) % WARPS_N; }
+INLINE int staged_row() { return thread_here() / PER_ROW; }
+INLINE int staged_token() { return thread_here() / PER_TOKEN; }
+INLINE int warp_m() { return (thread_here() >> 5) / WARPS_N; }
+INLINE int warp_n() { return (thread_here() >> 5) % WARPS_N; }
 // The row of the panel, and the token of the tile, that an element of the lane's sums belongs to.
-INLINE int row_of(int i, int c) { return 16 * (MT * warp_m() + i) + (threadIdx.x >> 2 & 7) + 8 * (c >> 1); }
-INLINE int token_of(int j, int c) { return 8 * (WARPS_N * j + warp_n()) + 2 * (threadIdx.x & 3) + (c & 1); }
+INLINE int row_of(int i, int c) { return 16 * (MT * warp_m() + i) + (thread_here() >> 2 & 7) + 8 * (c >> 1); }
+INLINE int token_of(int j, int c) { return 8 * (WARPS_N * j + warp_n()) + 2 * (thread_here() & 3) + (c & 1); }
 
 INLINE void clear(Sums& sum) {
 #pragma unroll
@@ -81,8 +82,8 @@ template <int ACTIVE> INLINE void load_tokens(uint32_t b[ACTIVE][2], const uint8
 
 // ---- quantized weights: chunks of 128 values, fetched by 256
 
-const bool HALVES = Folded<TYPE>::HALVES;
-const int STEPS = HALVES ? 8 : 4;                            // scales of a row in a chunk
+const int PLANES = Folded<TYPE>::PLANES;                     // folded types: how many bytes a level has
+const int STEPS = PLANES ? 1 : TYPE::HALVES ? 8 : 4;         // scales of a row in a chunk
 const int MIN_STEPS = !TYPE::MINS ? 0 : TYPE::HALVES ? 8 : 4;
 const int UNIT_BYTES = 256 / TYPE::BLOCK * TYPE::BYTES;      // of 256 values
 const int LEAN = TYPE::BYTES % 16 ? 15 : 0;                  // how far beyond a multiple of 16 bytes a row may begin
@@ -90,7 +91,8 @@ const int PIECES = (UNIT_BYTES + LEAN + 15) / 16;
 const int RAW_STRIDE = 16 * (PIECES | 1);
 
 const int LEVELS_AT = 0;
-const int SCALES_AT = LEVELS_AT + ROWS * STRIDE;
+const int LOW_AT = LEVELS_AT + ROWS * STRIDE;                // the second plane
+const int SCALES_AT = LOW_AT + (PLANES == 2 ? ROWS * STRIDE : 0);
 const int MINS_AT = SCALES_AT + 4 * STEPS * ROWS;
 const int X_AT = MINS_AT + 4 * MIN_STEPS * ROWS;
 const int D_AT = TOKENS * STRIDE;                            // within a buffer of activations
@@ -105,7 +107,7 @@ const int MAGIC_BITS = 0x4b400000;
 
 // Ask for up to 256 values of a row of weights, `left` bytes to its end. Up to 15 bytes on either side come along.
 INLINE void stage_unit(uint8_t* shared, const uint8_t* from, int left) {
-    const int lean = (int)(uint64_t)from & LEAN, k = 16 * (threadIdx.x % PER_ROW);
+    const int lean = (int)(uint64_t)from & LEAN, k = 16 * (thread_here() % PER_ROW);
     const int last = lean + (left < UNIT_BYTES ? left : UNIT_BYTES) - k;
     const uint8_t* piece = fixed(from - lean + k);
     uint8_t* to = fixed(shared + RAW_AT + k + staged_row() * RAW_STRIDE);
@@ -114,26 +116,35 @@ INLINE void stage_unit(uint8_t* shared, const uint8_t* from, int left) {
         if (16 * PER_ROW * i < last) copy_async<16>(to + 16 * PER_ROW * i, piece + 16 * PER_ROW * i);
 }
 
-// Ask for 128 values of a row of activations: levels, d, sums.
-INLINE void stage_activations(uint8_t* to, const uint8_t* levels, const uint8_t* d, const uint8_t* sums) {
-    const int token = staged_token(), k = threadIdx.x % PER_TOKEN;
+// Ask for 128 values of a row of activations, from the `first`-th on: levels, d, sums.
+INLINE void stage_activations(uint8_t* to, const uint8_t* x, int n_in, int first) {
+    const int token = staged_token(), k = thread_here() % PER_TOKEN, n_pad = (n_in + 255) & ~255;
     uint8_t* to_levels = fixed(to + token * STRIDE + 16 * k);
-    levels = fixed(levels + 16 * k);
+    const uint8_t* levels = fixed(x + first + 16 * k);
 #pragma unroll
     for (int i = 0; i < 8 / PER_TOKEN; i++) copy_async<16>(to_levels + 16 * PER_TOKEN * i, levels + 16 * PER_TOKEN * i);
-    uint8_t *to_d = to + D_AT + 4 * (TOKENS * k + token), *to_sums = to + SUMS_AT + 8 * (TOKENS * k + token);
+    uint8_t* to_d = fixed(to + D_AT + 4 * (TOKENS * k + token));
+    const uint8_t* d = fixed(x + n_pad + (first >> 3) + 4 * k);
 #pragma unroll
-    for (int i = 0; i < 4 / PER_TOKEN; i++) {
-        copy_async<4>(to_d + 4 * TOKENS * PER_TOKEN * i, d + 4 * k + 4 * PER_TOKEN * i);
-        if (TYPE::MINS) copy_async<8>(to_sums + 8 * TOKENS * PER_TOKEN * i, sums + 8 * k + 8 * PER_TOKEN * i);
+    for (int i = 0; i < 4 / PER_TOKEN; i++) copy_async<4>(to_d + 4 * TOKENS * PER_TOKEN * i, d + 4 * PER_TOKEN * i);
+    if (TYPE::MINS) {
+        uint8_t* to_sums = fixed(to + SUMS_AT + 8 * (TOKENS * k + token));
+        const uint8_t* sums = fixed(x + n_pad + (n_pad >> 3) + (first >> 2) + 8 * k);
+#pragma unroll
+        for (int i = 0; i < 4 / PER_TOKEN; i++) copy_async<8>(to_sums + 8 * TOKENS * PER_TOKEN * i, sums + 8 * PER_TOKEN * i);
     }
+}
+
+INLINE void store_levels(uint8_t* to, const int q[8]) {
+    ((int4*)to)[0] = make_int4(q[0], q[1], q[2], q[3]);
+    ((int4*)to)[1] = make_int4(q[4], q[5], q[6], q[7]);
 }
 
 // Unpack 128 values of every row, from the `first`-th on; beyond n_in they count for nothing. A thread has one part of
 // 32, or two next to each other, of a row.
 INLINE void unpack_chunk(uint8_t* shared, int first, int n_in, int unit_at) {
     const int EACH = 4 * ROWS / THREADS;
-    const int row = threadIdx.x / (4 / EACH), begin = threadIdx.x % (4 / EACH) * EACH;
+    const int row = thread_here() / (4 / EACH), begin = thread_here() % (4 / EACH) * EACH;
     const int lean = LEAN ? (((const int*)(shared + LEANS_AT))[row] + unit_at) & 15 : 0;
     const uint8_t* unit = shared + RAW_AT + row * RAW_STRIDE + lean;
     const int in_warp = row % (16 * MT);
@@ -141,12 +152,13 @@ INLINE void unpack_chunk(uint8_t* shared, int first, int n_in, int unit_at) {
 #pragma unroll
     for (int part = begin; part < begin + EACH; part++) {
         const int at = (first & 128) + 32 * part;
+        const uint8_t* block = unit + at / TYPE::BLOCK * TYPE::BYTES;
         Levels l = {};
-        if (first + 32 * part < n_in)
-            Folded<TYPE>::unpack(unit + at / TYPE::BLOCK * TYPE::BYTES, at % TYPE::BLOCK / 32, l, (const uint32_t*)(shared + GRID_AT));
-        int4* levels = (int4*)(shared + LEVELS_AT + row * STRIDE + 32 * part);
-        levels[0] = make_int4(l.q[0], l.q[1], l.q[2], l.q[3]);
-        levels[1] = make_int4(l.q[4], l.q[5], l.q[6], l.q[7]);
+        int low[8] = {};
+        if (first + 32 * part < n_in) Folded<TYPE>::unpack(block, at % TYPE::BLOCK / 32, l, low, (const uint32_t*)(shared + GRID_AT));
+        store_levels(shared + LEVELS_AT + row * STRIDE + 32 * part, l.q);
+        if (PLANES == 2) store_levels(shared + LOW_AT + row * STRIDE + 32 * part, low);
+        if (PLANES && part == begin) ((float*)(shared + SCALES_AT))[slot] = l.d[0];
 #pragma unroll
         for (int half = 0; half < STEPS / 4; half++)
             ((float*)(shared + SCALES_AT))[(STEPS / 4 * part + half) * ROWS + slot] = l.d[half];
@@ -158,7 +170,7 @@ INLINE void unpack_chunk(uint8_t* shared, int first, int n_in, int unit_at) {
 
 // Minimums times sums of a chunk: 4 or 8 products of each element, on tensor cores in two parts each.
 template <int ACTIVE> INLINE void subtract_mins(const uint8_t* shared, const uint8_t* x, Sums& sum) {
-    const int N = TYPE::HALVES ? 2 : 1, g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
+    const int N = TYPE::HALVES ? 2 : 1, g = thread_here() >> 2 & 7, t = thread_here() & 3;
     const float* mins = (const float*)(shared + MINS_AT) + (warp_m() * 8 + g) * 2 * MT + N * t * ROWS;
     const float2* sums = (const float2*)(x + SUMS_AT) + 8 * warp_n();
 #if __CUDA_ARCH__ >= 800
@@ -201,9 +213,9 @@ template <int ACTIVE> INLINE void subtract_mins(const uint8_t* shared, const uin
 #endif
 }
 
-// Multiply the panel with a buffer of activations.
-template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* shared, const uint8_t* x, Sums& sum) {
-    const int g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
+// Multiply the panel with a buffer of activations, a scale for every step.
+template <int ACTIVE> INLINE void multiply_steps(const uint8_t* shared, const uint8_t* x, Sums& sum) {
+    const int g = thread_here() >> 2 & 7, t = thread_here() & 3;
     const uint8_t* rows = shared + LEVELS_AT + warp_m() * 16 * MT * STRIDE;
     const uint8_t* tokens = x + warp_n() * 8 * STRIDE;
     const float* scales = (const float*)(shared + SCALES_AT) + (warp_m() * 8 + g) * 2 * MT;
@@ -227,7 +239,7 @@ template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* shared, const ui
                 int dots[ACTIVE][4];
 #pragma unroll
                 for (int j = 0; j < ACTIVE; j++) {
-                    if (HALVES)
+                    if (TYPE::HALVES)
                         mma_s8_half(dots[j], a, b[j], magic, half);
                     else
                         mma_s8(dots[j], a, b[j], magic);
@@ -242,6 +254,51 @@ template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* shared, const ui
             }
         }
     }
+}
+
+// The same of folded types: sums of integers over the chunk, rows by 16 (two planes: by 16, one: by 32).
+template <int ACTIVE> INLINE void multiply_folded(const uint8_t* shared, const uint8_t* x, Sums& sum) {
+    const int AT_ONCE = PLANES == 2 ? 1 : 2, g = thread_here() >> 2 & 7, t = thread_here() & 3;
+    const uint8_t* rows = shared + LEVELS_AT + warp_m() * 16 * MT * STRIDE;
+    const uint8_t* tokens = x + warp_n() * 8 * STRIDE;
+    const float* scales = (const float*)(shared + SCALES_AT) + (warp_m() * 8 + g) * 2 * MT;
+    const float* d_of = (const float*)(x + D_AT) + 8 * warp_n() + 2 * t;
+#pragma unroll
+    for (int i = 0; i < MT; i += AT_ONCE) {
+        int dots[2][ACTIVE][4] = {};  // of two planes, or of two times 16 rows
+#pragma unroll 1
+        for (int step = 0; step < 4; step++) {
+            uint32_t b[ACTIVE][2];
+            load_tokens<ACTIVE>(b, tokens + 32 * step);
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                uint32_t a[4];
+                load_a(a, rows + (PLANES == 2 ? k * LOW_AT : 16 * k * STRIDE) + 16 * i * STRIDE + 32 * step, STRIDE);
+#pragma unroll
+                for (int j = 0; j < ACTIVE; j++) mma_s8(dots[k][j], a, b[j], dots[k][j]);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            const float2 scale = *(const float2*)(scales + 2 * (i + k));
+#pragma unroll
+            for (int j = 0; j < ACTIVE; j++) {
+                const float2 d = *(const float2*)(d_of + 8 * WARPS_N * j);
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    const int dot = PLANES == 2 ? dots[0][j][c] * 256 + dots[1][j][c] : dots[k][j][c];
+                    sum[i + k][j][c] = fmaf((float)dot, (c >> 1 ? scale.y : scale.x) * (c & 1 ? d.y : d.x), sum[i + k][j][c]);
+                }
+            }
+        }
+    }
+}
+
+template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* shared, const uint8_t* x, Sums& sum) {
+    if (PLANES)
+        multiply_folded<ACTIVE>(shared, x, sum);
+    else
+        multiply_steps<ACTIVE>(shared, x, sum);
     if (TYPE::MINS) subtract_mins<ACTIVE>(shared, x, sum);
 }
 
@@ -273,7 +330,7 @@ template <int BYTES, int BY> INLINE void stage_pieces(uint8_t* to, const uint8_t
 #if WEIGHTS == SINGLE
 
 template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* w, const uint8_t* x, Sums& sum) {
-    const int g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
+    const int g = thread_here() >> 2 & 7, t = thread_here() & 3;
     const uint8_t* rows = w + (warp_m() * 16 * MT + g) * STRIDE;
     const uint8_t* tokens = x + (warp_n() * 8 + 2 * t) * STRIDE;
 #pragma unroll 1
@@ -308,7 +365,7 @@ INLINE uint32_t narrow(const float2 v) {
 INLINE void narrow_chunk(uint8_t* shared) {
 #pragma unroll
     for (int i = 0; i < 8 * TOKENS / THREADS; i++) {
-        const int item = threadIdx.x + THREADS * i, token = item >> 3, k = item & 7;
+        const int item = thread_here() + THREADS * i, token = item >> 3, k = item & 7;
         const float2* from = (const float2*)(shared + RAW_AT + token * RAW_STRIDE + 32 * k);
         *(int4*)(shared + X_AT + token * STRIDE + 16 * k) =
             make_int4((int)narrow(from[0]), (int)narrow(from[1]), (int)narrow(from[2]), (int)narrow(from[3]));
@@ -356,38 +413,30 @@ INLINE void multiply_active(const uint8_t* w, const uint8_t* x, int active, Sums
 INLINE void multiply_tile(uint8_t* shared, const uint8_t* w, int64_t row_bytes, const uint8_t* x, int n_in, int count, Sums& sum) {
     const int active = (count + 8 * WARPS_N - 1) / (8 * WARPS_N);
     clear(sum);
+    w = fixed(w);
+    x = fixed(x);
 #if WEIGHTS == QUANTIZED
-    const int n_pad = (n_in + 255) / 256 * 256;
-    const uint8_t *d = x + n_pad, *sums = d + n_pad / 8;
-    int left = (int)row_bytes, unit_at = 0;
-    if (LEAN && threadIdx.x % PER_ROW == 0) ((int*)(shared + LEANS_AT))[staged_row()] = (int)((uint64_t)w & 15);
+    if (LEAN && thread_here() % PER_ROW == 0) ((int*)(shared + LEANS_AT))[staged_row()] = (int)((uint64_t)w & 15);
     load_grid<TYPE>((uint32_t*)(shared + GRID_AT));
-    stage_unit(shared, w, left);
-    stage_activations(shared + X_AT, x, d, sums);
+    stage_unit(shared, w, (int)row_bytes);
+    stage_activations(shared + X_AT, x, n_in, 0);
 #pragma unroll 1
     for (int first = 0; first < n_in; first += 128) {
-        const int buffer = first & 128 ? X_BYTES : 0;
+        const int buffer = first & 128 ? X_BYTES : 0, unit_at = (first >> 8) * UNIT_BYTES;
         copy_wait();
         __syncthreads();  // the bytes are here, and the last chunk is multiplied
         unpack_chunk(shared, first, n_in, unit_at);
         __syncthreads();
         if (first + 128 < n_in) {
-            if (buffer) {
-                left -= UNIT_BYTES;
-                unit_at += UNIT_BYTES;
-                stage_unit(shared, w + unit_at, left);
-            }
-            x += 128;
-            d += 16;
-            sums += 32;
-            stage_activations(shared + X_AT + X_BYTES - buffer, x, d, sums);
+            if (buffer) stage_unit(shared, w + unit_at + UNIT_BYTES, (int)row_bytes - unit_at - UNIT_BYTES);
+            stage_activations(shared + X_AT + X_BYTES - buffer, x, n_in, first + 128);
         }
         multiply_active(shared, shared + X_AT + buffer, active, sum);
     }
 #else
     const int64_t w_bytes = (int64_t)n_in * SIZE, x_bytes = (int64_t)n_in * 4;
     uint8_t *w_to = shared + staged_row() * STRIDE, *x_to;
-    const int k = threadIdx.x % PER_ROW, l = threadIdx.x % PER_TOKEN;
+    const int k = thread_here() % PER_ROW, l = thread_here() % PER_TOKEN;
     x_to = WEIGHTS == SINGLE ? shared + X_AT + staged_token() * STRIDE : shared + RAW_AT + staged_token() * RAW_STRIDE;
     stage_pieces<128, PER_ROW>(w_to, w, w_bytes, k);
     stage_pieces<4 * CHUNK, PER_TOKEN>(x_to, x, x_bytes, l);

@@ -81,6 +81,7 @@ class CUDAProgram:
         self._backend, self.device, self.limits = backend, backend.device, limits
         self._batch: Batch | None = None
         self.not_finite: list[NotFinite] = []
+        self._host: dict[Value, npt.NDArray[Any]] = {}  # copies of values, each good until the next run
         self._plans: OrderedDict[tuple[int, int], Plan] = OrderedDict()
         n = limits.n_ubatch
         self._staging: npt.NDArray[np.uint8] = np.zeros(_WORDS + 16 * n, np.uint8)
@@ -213,13 +214,16 @@ class CUDAProgram:
         if self._batch is None:
             raise ValueError(f"{value}: nothing has been run yet")
         rows = self._batch.rows(value.outputs) * value.per
-        out = np.empty((rows, value.width), np.int32 if value.integer else np.float32)
+        if value not in self._host:
+            most = buffer.nbytes // 4
+            self._host[value] = self.device.host_array(most, np.int32 if value.integer else np.float32)
+        out = self._host[value][: rows * value.width]
         if out.size:
             self.device.download(self._start + buffer.offset, out)
-        return out
+        return out.reshape(rows, value.width)
 
     def read(self, value: Value) -> Any:
-        """Return a value that leaves the program, [rows, width]; KeyError for others."""
+        """Return a value that leaves the program, [rows, width], valid until the next run; KeyError for others."""
         if value not in self._leaves:
             raise KeyError(f"{value} does not leave this program: name it in leaves")
         return self._view(value)

@@ -1,19 +1,36 @@
-// Second unpackers for many rows, of types whose levels times their scales are bytes still: one scale is left for all
-// 256 values, and a product over 32 of them is one sum of integers. Folded<T> is T itself for all others.
+// Second unpackers for many rows, of types whose scales within 256 values are small integers times one number: levels
+// are multiplied by them, and a product over 256 values is one sum of integers. Folded<T>::PLANES:
 //
-//     Q2_K   levels q * s: 0 .. 45                          d; the minimums as they are, one per 16 values
-//     Q3_K   levels (4 - q) * (s - 32): -128 .. 124         -d
+//     0  T as it is: a scale per 32 or 16 values
+//     1  one scale d per 256 values, and levels that are bytes still
+//     2  the same, and levels of two bytes: 256 * high (q) + low, both signed
+//
+//     Q2_K      q * s: 0 .. 45; the minimums as they are, one per 16 values
+//     Q3_K      (4 - q) * (s - 32): -128 .. 124, and -d
+//     TQ1_0, TQ2_0 have one scale anyway
+//     Q6_K      4 (q - 32) * s, and d / 4: 16384 at most
+//     IQ2_XS, IQ2_S, IQ1_M    levels times 2 s + 1, and d / 8
 #pragma once
-#include "unpack/k_quants.cuh"
+#include "unpack/all.cuh"
 
 template <typename T> struct Folded {
-    static const bool HALVES = T::HALVES;
-    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid) { unpack_with<T>(p, part, l, grid); }
+    static const int PLANES = 0;
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int*, const uint32_t* grid) { unpack_with<T>(p, part, l, grid); }
+};
+
+template <> struct Folded<TQ1_0> {
+    static const int PLANES = 1;
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int*, const uint32_t*) { TQ1_0::unpack(p, part, l); }
+};
+
+template <> struct Folded<TQ2_0> {
+    static const int PLANES = 1;
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int*, const uint32_t*) { TQ2_0::unpack(p, part, l); }
 };
 
 template <> struct Folded<Q2_K> {
-    static const bool HALVES = false;
-    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t*) {
+    static const int PLANES = 1;
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int*, const uint32_t*) {
         Q2_K::unpack(p, part, l);
         const uint32_t s = load2(p + 2 * part);
         for (int i = 0; i < 8; i++) l.q[i] *= (int)(i < 4 ? s & 15 : s >> 8 & 15);
@@ -21,23 +38,80 @@ template <> struct Folded<Q2_K> {
     }
 };
 
+// Bytes 0 and 2, and bytes 1 and 3, of x times s, each plus a number so large that neither borrows from the other.
+INLINE void times(uint32_t x, int s, int plus, uint32_t& even, uint32_t& odd) {
+    even = (x & 0x00ff00ffu) * (uint32_t)s + (uint32_t)plus * 0x00010001u;
+    odd = (x >> 8 & 0x00ff00ffu) * (uint32_t)s + (uint32_t)plus * 0x00010001u;
+}
+
 template <> struct Folded<Q3_K> {
-    static const bool HALVES = false;
-    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t*) {
-        uint32_t x[8], h[8];
+    static const int PLANES = 1;
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int*, const uint32_t*) {
+        uint32_t x[8], h[8], even, odd;
         load_words(p, h);
         load_words(p + 32 + 32 * (part >> 2), x);
         const uint32_t low = (uint32_t)load2(p + 96 + 2 * (part & 3)) >> (part & 4) & 0x0f0f;
         const uint32_t high = (uint32_t)load2(p + 104 + 2 * (part & 1)) >> (part & 6) & 0x0303;
-        const uint32_t s = low | high << 4;
+        const uint32_t scales = low | high << 4;
         for (int i = 0; i < 8; i++) {
-            // 7 - q, then two products in 16 bits each; 3 s less, and 16384 more lest they borrow from each other.
-            const uint32_t u = ((x[i] >> 2 * (part & 3) & 0x03030303u) | (rotate(h[i], 2 - part) & 0x04040404u)) ^ 0x07070707u;
-            const int by = (int)(i < 4 ? s & 255 : s >> 8) - 32;
-            const uint32_t bias = (uint32_t)(16384 - 3 * by) * 0x00010001u;
-            const uint32_t even = (u & 0x00ff00ffu) * (uint32_t)by + bias, odd = (u >> 8 & 0x00ff00ffu) * (uint32_t)by + bias;
+            const uint32_t q = (x[i] >> 2 * (part & 3) & 0x03030303u) | (rotate(h[i], 2 - part) & 0x04040404u);
+            const int s = (int)(i < 4 ? scales & 255 : scales >> 8) - 32;
+            times(q ^ 0x07070707u, s, 16384 - 3 * s, even, odd);  // 7 - q, and 3 s less
             l.q[i] = (int)pick_bytes(even, odd, 0x6240);
         }
         set_scales(l, -load_half(p + 108));
+    }
+};
+
+// Levels times s0 (the first 16) and s1, at most 16384 in magnitude, in two bytes.
+INLINE void split(Levels& l, int* low, int s0, int s1) {
+    for (int i = 0; i < 8; i++) {
+        const int s = i < 4 ? s0 : s1;
+        uint32_t even, odd;
+        times((uint32_t)l.q[i] ^ SIGNS, s, 32768 + 128 - 128 * s, even, odd);  // each 32768 + 128 + level * s
+        l.q[i] = (int)(pick_bytes(even, odd, 0x7351) ^ SIGNS);
+        low[i] = (int)(pick_bytes(even, odd, 0x6240) ^ SIGNS);
+    }
+}
+
+template <> struct Folded<Q6_K> {
+    static const int PLANES = 2;
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int* low, const uint32_t*) {
+        Q6_K::unpack(p, part, l);
+        const uint32_t s = load2(p + 192 + 2 * part);
+        split(l, low, (int8_t)s, (int8_t)(s >> 8));
+        set_scales(l, load_half(p + 208) * 0.25f);
+    }
+};
+
+template <> struct Folded<IQ2_XS> {
+    static const int PLANES = 2;
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int* low, const uint32_t* grid) {
+        IQ2_XS::unpack(p, part, l, grid);
+        const int s = p[66 + part];
+        split(l, low, 2 * (s & 15) + 1, 2 * (s >> 4) + 1);
+        set_scales(l, load_half(p) * 0.125f);
+    }
+};
+
+template <> struct Folded<IQ2_S> {
+    static const int PLANES = 2;
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int* low, const uint32_t* grid) {
+        IQ2_S::unpack(p, part, l, grid);
+        const int s = p[74 + part];
+        split(l, low, 2 * (s & 15) + 1, 2 * (s >> 4) + 1);
+        set_scales(l, load_half(p) * 0.125f);
+    }
+};
+
+template <> struct Folded<IQ1_M> {
+    static const int PLANES = 2;
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int* low, const uint32_t* grid) {
+        IQ1_M::unpack(p, part, l, grid);
+        const uint2 w = *(const uint2*)(p + 48);
+        const uint32_t s = (part & 4 ? w.y : w.x) >> (16 * (part >> 1 & 1) + 6 * (part & 1));
+        split(l, low, 2 * (int)(s & 7) + 1, 2 * (int)(s >> 3 & 7) + 1);
+        const uint32_t d = (w.x >> 12 & 15) | (w.x >> 24 & 0xf0) | (w.y >> 4 & 0xf00) | (w.y >> 16 & 0xf000);
+        set_scales(l, half_to_float((uint16_t)d) * 0.125f);
     }
 };

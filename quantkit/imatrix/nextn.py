@@ -1,0 +1,111 @@
+"""The prediction layer in a collection: run after the model, on the rows that it made of the same chunks.
+
+Of a chunk of n tokens the layer sees n - 1: the rows of tokens 0 ... n - 2 with the tokens that follow them, as
+llama-imatrix --nextn has it. They stand at positions 0 ... n - 2 here and at 1 ... n - 1 there, which makes no
+difference to attention by rotation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import QuantkitError, RecipeError
+from quantkit.evaluate.passes import LoadOptions
+from quantkit.formats.gguf import open_gguf
+from quantkit.model.backends.accumulators import Accumulator, NotFinite
+from quantkit.model.engine import Model, load
+from quantkit.model.nextn import build_nextn, nextn_layers
+from quantkit.model.observers import fewest_rows
+from quantkit.model.ops import Graph, MulMat
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+
+
+def nextn_file(model: str | Path, draft: str | Path | None) -> Path | None:
+    """Return the file with the prediction layer: ``draft``, or the model's own; None if the model has none.
+
+    Raises QuantkitError for a draft that is not one, not the model's, or beside a layer of the model's own.
+    """
+    with open_gguf(model) as source:
+        own, arch, n_embd = nextn_layers(source), source.get("general.architecture"), _n_embd(source)
+        is_draft = "blk.0.attn_norm.weight" not in source.tensors and bool(own)
+    if is_draft:
+        raise QuantkitError(f"{model} holds a prediction layer alone: give its model with -m, and it with -md")
+    if draft is None:
+        return Path(model) if own else None
+    if own:
+        raise RecipeError(f"{model} has a prediction layer of its own, blk.{own[0]}: --nextn records it, without -md")
+    with open_gguf(draft) as source:
+        if not nextn_layers(source) or "blk.0.attn_norm.weight" in source.tensors:
+            raise QuantkitError(f"{draft} is no file with a prediction layer alone, as -md takes it")
+        other = (source.get("general.architecture"), _n_embd(source))
+    if other != (arch, n_embd):
+        raise QuantkitError(f"{draft} is {other[0]} with rows of {other[1]}, {model} {arch} with {n_embd}")
+    return Path(draft)
+
+
+def _n_embd(source: object) -> object:
+    get = source.get  # type: ignore[attr-defined]
+    return get(f"{get('general.architecture')}.embedding_length")
+
+
+def _own_head(graph: Graph) -> bool:
+    head = next(op for op in reversed(graph.ops) if isinstance(op, MulMat))
+    return ".nextn." in head.weight.tensor.name
+
+
+class Hidden:
+    """The rows that a model makes during a pass; called as its observer."""
+
+    def __init__(self) -> None:
+        self._rows: list[F32] = []
+
+    def __call__(self, of: str, x: F32, ids: object) -> None:
+        """Keep the rows of some tokens."""
+        self._rows.append(x.copy())
+
+    def take(self) -> F32:
+        """Return the rows of the pass, float32 [tokens, n_embd], and forget them."""
+        rows = np.concatenate(self._rows)
+        self._rows.clear()
+        return rows
+
+
+class Predictor:
+    """A prediction layer that looks on: ``look`` makes it, and is told whether the output matrix is the layer's."""
+
+    def __init__(
+        self,
+        path: Path,
+        hidden: Hidden,
+        n_ctx: int,
+        n_seq: int,
+        look: Callable[[Graph, bool], Graph],
+        **run: Unpack[LoadOptions],
+    ) -> None:
+        self.hidden = hidden
+        self.model: Model = load(
+            path, n_ctx=n_ctx, build=build_nextn, rewrite=lambda g: fewest_rows(look(g, _own_head(g))), **run
+        )
+        self.session = self.model.session(n_ctx, n_seq)
+
+    def run(self, windows: I32) -> list[NotFinite]:
+        """Run over the chunks, int32 [n, n_ctx], whose rows were seen; return where values are no numbers."""
+        n, n_ctx = windows.shape
+        rows = self.hidden.take().reshape(n, n_ctx, -1)[:, :-1]
+        self.session.clear()
+        tokens = windows[:, 1:]
+        given = {self.model.graph.given[0]: rows.reshape(tokens.size, -1)}
+        sequences = np.repeat(np.arange(n, dtype=np.int32), n_ctx - 1)
+        self.session.decode(tokens.reshape(-1), sequences, np.zeros(tokens.size, bool), given=given)
+        return self.session.take_not_finite()
+
+    @property
+    def accumulators(self) -> dict[str, Accumulator]:
+        return self.session.accumulators

@@ -1,0 +1,185 @@
+"""The part of CuPy that quantkit uses, over the host shim: so that the code which talks to CuPy runs without a card.
+
+Names and signatures are CuPy 14's (looked up in the real package by test_cuda_device.py where it is installed).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+import types
+from typing import Any
+
+import host_device
+
+from quantkit.kernels.cuda.device import PADDING
+
+HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
+
+
+class Memory:
+    """What alloc returns; given back when nobody holds it."""
+
+    def __init__(self, shim: host_device.HostDevice, nbytes: int) -> None:
+        self._shim = shim
+        self.ptr = shim.allocate(nbytes - PADDING)
+
+    def __del__(self) -> None:
+        self._shim.free(self.ptr)
+
+
+class Stream:
+    current: Stream | None = None
+
+    def __init__(self, non_blocking: bool = False) -> None:
+        assert non_blocking
+        self.ptr, self.captured = 7, None
+
+    def __enter__(self) -> Stream:
+        self.before, Stream.current = Stream.current, self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        Stream.current = self.before
+
+    def begin_capture(self, mode: int | None = None) -> None:
+        assert self.captured is None
+        self.captured: list[Any] | None = []
+
+    def end_capture(self) -> Any:
+        work, self.captured = self.captured, None
+        assert work is not None
+
+        def launch(stream: Stream) -> None:
+            for launch in work:
+                launch()
+
+        return types.SimpleNamespace(launch=launch)
+
+    def synchronize(self) -> None:
+        assert self.captured is None
+
+
+class Kernel:
+    """A RawKernel of a module."""
+
+    def __init__(self, function: Any, name: str) -> None:
+        self.kernel = types.SimpleNamespace(ptr=ctypes.cast(function, ctypes.c_void_p).value)
+        self.max_dynamic_shared_size_bytes = 48 << 10
+        KERNELS[self.kernel.ptr] = (self, name)
+
+
+KERNELS: dict[int, tuple[Kernel, str]] = {}
+
+
+class RawModule:
+    def __init__(self, code: str, options: tuple[str, ...], backend: str) -> None:
+        assert backend == "nvrtc"
+        assert not any(o.startswith("-arch") for o in options)
+        self.code = code
+
+    def compile(self) -> None:
+        self.library = host_device._module(self.code, 900)
+
+    def get_function(self, name: str) -> Kernel:
+        return Kernel(getattr(self.library, name), name)
+
+
+class Context:
+    """cupy.cuda.Device."""
+
+    def __init__(self, index: int) -> None:
+        self.compute_capability = "90"
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class Event:
+    def record(self, stream: Stream) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+class OutOfMemoryError(MemoryError):
+    pass
+
+
+def module(devices: int = 1, room: int = 1 << 30) -> Any:
+    """Return a module that can stand for cupy; room: bytes that may be had at once."""
+    shim = host_device.HostDevice()
+    runtime = types.SimpleNamespace(
+        getDeviceCount=lambda: devices,
+        getDeviceProperties=lambda index: {"multiProcessorCount": 4, "name": b"shim"},
+        driverGetVersion=lambda: 12000,
+        memcpyHostToDevice=HOST_TO_DEVICE,
+        memcpyDeviceToHost=DEVICE_TO_HOST,
+        memcpyDeviceToDevice=DEVICE_TO_DEVICE,
+        CUDARuntimeError=CUDARuntimeError,
+    )
+
+    def here(stream: int) -> Stream:
+        assert Stream.current is not None
+        assert stream == Stream.current.ptr
+        return Stream.current
+
+    def memcpy(to: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+        assert here(stream).captured is None
+        ctypes.memmove(to, source, nbytes)
+
+    def memset(to: int, value: int, nbytes: int, stream: int) -> None:
+        assert here(stream).captured is None
+        ctypes.memset(to, value, nbytes)
+
+    def alloc(nbytes: int) -> Memory:
+        if nbytes > room:
+            raise OutOfMemoryError(f"{nbytes} bytes")
+        return Memory(shim, nbytes)
+
+    def launch_kernel(
+        f: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, shared: int, stream: int, params: int, extra: int
+    ) -> None:
+        kernel, name = KERNELS[f]
+        assert shared <= kernel.max_dynamic_shared_size_bytes
+        assert not extra
+        block = ctypes.cast(params, ctypes.POINTER(ctypes.c_void_p))[0]
+        kept = ctypes.create_string_buffer(ctypes.string_at(block, ARGUMENT_BYTES[name]))
+
+        def work() -> None:
+            grid, threads = (ctypes.c_uint * 3)(gx, gy, gz), (ctypes.c_uint * 3)(bx, by, bz)
+            shim._runtime.host_launch(
+                ctypes.c_void_p(f), name.encode(), grid, threads, ctypes.c_uint64(shared), kept, 0
+            )
+
+        captured = here(stream).captured
+        if captured is None:
+            work()
+        else:
+            captured.append(work)
+
+    runtime.memcpyAsync, runtime.memsetAsync = memcpy, memset
+    cuda = types.SimpleNamespace(
+        runtime=runtime,
+        driver=types.SimpleNamespace(launchKernel=launch_kernel),
+        Device=Context,
+        Stream=Stream,
+        alloc=alloc,
+        alloc_pinned_memory=bytearray,
+        memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+        Event=Event,
+        get_elapsed_time=lambda a, b: 1e3 * (b.at - a.at),
+    )
+    return types.SimpleNamespace(cuda=cuda, RawModule=RawModule, __version__="14")
+
+
+#: Bytes of the arguments of kernels that tests launch, by name.
+ARGUMENT_BYTES: dict[str, int] = {}

@@ -1,0 +1,137 @@
+"""The code that talks to CuPy, with the shim in CuPy's place; and that CuPy has what it asks for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_cupy
+import host_device
+import numpy as np
+import pytest
+
+from quantkit.errors import ResourceError
+from quantkit.kernels.cuda import device as devices
+from quantkit.kernels.cuda import elementwise, norms
+from quantkit.kernels.cuda.device import CUDADevice, Launch
+from quantkit.kernels.cuda.operation import Operation, Shape
+from zoo import expected, write_zoo
+
+pytestmark = pytest.mark.skipif(host_device.compiler() is None, reason="no C++ compiler: install g++")
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made = fake_cupy.module()
+    monkeypatch.setattr(devices, "_cupy", lambda: made)
+    block = Operation.block
+
+    def noted(operation: Operation, **values: int | float) -> bytes:
+        packed = block(operation, **values)
+        fake_cupy.ARGUMENT_BYTES[f"quantkit_{operation.name}"] = len(packed)
+        return packed
+
+    monkeypatch.setattr(Operation, "block", noted)
+    devices.count_devices.cache_clear()
+    devices.open_device.cache_clear()
+    yield made
+    devices.count_devices.cache_clear()
+    devices.open_device.cache_clear()
+
+
+def launch(shape: Shape, **slots: int | float) -> Launch:
+    return Launch(shape.operation, shape.grid, shape.operation.block(**slots), shape.shared)
+
+
+def test_arrays_go_there_and_back(cupy: Any) -> None:
+    device = CUDADevice(0)
+    assert (device.name, device.capability, device.multiprocessors) == ("CUDA0", 90, 4)
+    x = np.arange(100, dtype=np.float32)
+    a, b = device.allocate(x.nbytes), device.allocate(x.nbytes)
+    device.upload(a, x)
+    device.copy(b, a, x.nbytes)
+    found = np.empty_like(x)
+    device.download(b, found)
+    assert np.array_equal(found, x)
+    device.zero(b, x.nbytes)
+    device.download(b, found)
+    assert not found.any()
+    device.free(a)
+    device.free(b)
+
+
+def test_kernels_run_now_or_recorded(cupy: Any) -> None:
+    device = CUDADevice(0)
+    x = np.arange(64, dtype=np.float32)
+    a = device.allocate(x.nbytes)
+    device.upload(a, x)
+    doubled = launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)
+    normed = launch(
+        norms.norm("rms", 1), x=a, out=a, weight=0, bias=0, groups=1, group=64, per_row=1, n_weight=64, eps=0.0
+    )
+    device.prepare([doubled.operation, normed.operation])
+    device.run([doubled])
+    replay = device.record([doubled, doubled])
+    found = np.empty_like(x)
+    device.download(a, found)
+    assert np.array_equal(found, 2 * x), "recording runs nothing"
+    replay()
+    replay()
+    device.download(a, found)
+    assert np.array_equal(found, 32 * x)
+    device.run([normed])
+    device.download(a, found)
+    np.testing.assert_allclose(found, x / np.sqrt(np.square(x).mean()), rtol=1e-6)
+    assert device.seconds(lambda: device.run([doubled])) > 0
+
+
+def test_a_device_that_is_full_says_so(cupy: Any) -> None:
+    with pytest.raises(ResourceError, match="CUDA0 has no room for 4294967296 bytes"):
+        CUDADevice(0).allocate(1 << 32)
+
+
+def test_devices_that_are_not_there(cupy: Any) -> None:
+    assert devices.count_devices() == 1
+    with pytest.raises(ResourceError, match="no device CUDA1: there are 1 CUDA devices"):
+        devices.open_device("CUDA1")
+
+
+def test_a_whole_model_through_cupy(cupy: Any, tmp_path: Path) -> None:
+    from libllama import nmse
+    from quantkit.model.engine import load
+    from quantkit.model.placement import placement_of
+
+    tokens, logits = expected("qwen3moe-moe")
+    path = write_zoo("qwen3moe-moe", tmp_path / "model.gguf")
+    from quantkit.model.devices import cuda_devices
+
+    assert cuda_devices() == ("CUDA0",)
+    with load(path, kv_type="f32", placement=placement_of("cuda", None, (), cuda_devices())) as model:
+        session = model.session(64)
+        found = np.concatenate([session.decode(part) for part in (tokens[:20], *tokens[20:25, None])])
+        assert nmse(found, logits[:25]) <= 1e-8
+
+
+def test_cupy_has_what_is_asked_of_it() -> None:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            import cupy
+            from cupy.cuda import driver, function
+    except ImportError:
+        pytest.skip("no CuPy: pip install cupy-cuda12x")
+    assert "extra)" in driver.launchKernel.__doc__
+    assert driver.launchKernel.__doc__.count(",") == 10
+    assert hasattr(function.Function, "ptr")
+    assert {"kernel", "max_dynamic_shared_size_bytes"} <= set(dir(cupy.RawKernel))
+    assert {"compile", "get_function"} <= set(dir(cupy.RawModule))
+    runtime = {"memcpyAsync", "memsetAsync", "getDeviceCount", "getDeviceProperties", "driverGetVersion"}
+    constants = {"memcpyHostToDevice", "memcpyDeviceToHost", "memcpyDeviceToDevice", "CUDARuntimeError"}
+    assert runtime | constants <= set(dir(cupy.cuda.runtime))
+    assert {"begin_capture", "end_capture", "synchronize", "ptr"} <= set(dir(cupy.cuda.Stream)) | {"ptr"}
+    assert {"compute_capability", "cublas_handle"} <= set(dir(cupy.cuda.Device))
+    assert hasattr(cupy.cuda.graph.Graph, "launch")
+    for name in ("alloc", "alloc_pinned_memory", "Event", "get_elapsed_time"):
+        assert hasattr(cupy.cuda, name)
+    assert issubclass(cupy.cuda.memory.OutOfMemoryError, Exception)
