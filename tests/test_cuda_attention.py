@@ -288,7 +288,7 @@ def test_the_way_follows_from_the_rows() -> None:
         assert (chosen.combine is None) == (chosen.splits == 1)
         return int(dict(chosen.attend.operation.defines)["WAY"])
 
-    assert [way("f16", rows, 4) for rows in (1, 2, 512)] == [FEW, TENSOR, TENSOR]
+    assert [way("f16", rows, 2) for rows in (1, 2, 512)] == [FEW, TENSOR, TENSOR]
     assert [way("q8_0", rows) for rows in (1, 2, 3, 512)] == [FEW, FEW, TILE, TILE]
     assert way("f16", 512, head=20) == TILE
     assert [way("f16", 512, head=256, capability=c) for c in (75, 80, 86, 90)] == [TENSOR, TENSOR, TENSOR, TENSOR]

@@ -30,6 +30,10 @@ extern HostThread* host_thread;                                             // o
 void host_sync_threads(int kind);                                           // __syncthreads
 const void* host_exchange(int kind, const void* mine, unsigned nbytes);     // [32][64]: what each lane gave
 uint8_t* host_dynamic_shared();
+// cp.async: nothing is copied before it is waited for, so that a missing wait shows.
+void host_copy_async(void* to, const void* from, unsigned nbytes);
+void host_end_group();
+void host_wait_groups(unsigned pending);  // all but the last so many groups are there after it
 [[noreturn]] void host_fail(const char* what);
 }
 #define threadIdx (host_thread->thread)

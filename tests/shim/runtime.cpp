@@ -46,12 +46,19 @@ namespace {
 const size_t STACK = 256 << 10;
 enum State { READY, AT_BARRIER, IN_WARP, DONE };
 
+struct Copy {
+    void* to;
+    const void* from;
+    unsigned nbytes;
+};
+
 struct Fiber {
     HostThread where;
     uint8_t* stack;
     void* sp;
     void* fake;  // ASan's fake stack
     State state;
+    std::vector<std::vector<Copy>> copies;  // groups, the last one open
 };
 
 struct Warp {
@@ -121,6 +128,7 @@ void prepare(Fiber& f) {
 #endif
     f.fake = nullptr;
     f.state = READY;
+    f.copies.assign(1, {});
 }
 
 void resume(int i) {
@@ -208,6 +216,21 @@ const void* host_exchange(int kind, const void* mine, unsigned nbytes) {
 }
 
 uint8_t* host_dynamic_shared() { return dynamic_shared; }
+
+void host_copy_async(void* to, const void* from, unsigned nbytes) {
+    if ((uintptr_t)to % nbytes || (uintptr_t)from % nbytes) host_fail("an asynchronous copy of unaligned addresses");
+    fibers[current].copies.back().push_back({to, from, nbytes});
+}
+
+void host_end_group() { fibers[current].copies.emplace_back(); }
+
+void host_wait_groups(unsigned pending) {
+    auto& groups = fibers[current].copies;
+    while (groups.size() > pending + 1) {
+        for (const Copy& c : groups.front()) memcpy(c.to, c.from, c.nbytes);
+        groups.erase(groups.begin());
+    }
+}
 
 // function: a KERNEL's address; args: its arguments.
 void host_launch(void* function, const char* name, const unsigned* grid, const unsigned* block, uint64_t shared,

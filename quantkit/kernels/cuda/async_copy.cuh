@@ -19,7 +19,7 @@ INLINE SharedAddress shared_address(uint8_t* p) {
 // 16 bytes, both addresses aligned to 16.
 INLINE void copy16(SharedAddress to, const uint8_t* from) {
 #if defined(QUANTKIT_HOST)
-    *(uint4*)to = *(const uint4*)from;
+    host_copy_async(to, from, 16);
 #elif __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 #else
@@ -30,14 +30,18 @@ INLINE void copy16(SharedAddress to, const uint8_t* from) {
 
 // What this thread has copied since the last call is a group, be it empty.
 INLINE void end_group() {
-#if !defined(QUANTKIT_HOST) && __CUDA_ARCH__ >= 800
+#if defined(QUANTKIT_HOST)
+    host_end_group();
+#elif __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 
 // Wait until all but the last N groups are there.
 template <int N> INLINE void wait_groups() {
-#if !defined(QUANTKIT_HOST) && __CUDA_ARCH__ >= 800
+#if defined(QUANTKIT_HOST)
+    host_wait_groups(N);
+#elif __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 #endif
 }

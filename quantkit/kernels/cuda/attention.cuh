@@ -97,11 +97,15 @@ INLINE Row in_range(Row row, const Range& range) {
     return row;
 }
 
-// A score from a product of q and a key: scaled, capped, biased, masked.
-INLINE float score_of(const attention_args& a, const Row& row, float scale, int key, float product) {
-    float s = product * scale;
+// Scores that are more than products: capped, and biased by the distance.
+INLINE bool is_bent(const attention_args& a) { return a.softcap > 0 || a.alibi > 0; }
+
+INLINE float bend(const attention_args& a, const Row& row, int key, float s) {
     if (a.softcap > 0) s = tanhf(s / (float)a.softcap) * (float)a.softcap;
-    if (a.alibi > 0) s += row.slope * (float)(key - row.last);
+    return s + row.slope * (float)(key - row.last);
+}
+
+INLINE float mask(const Row& row, int key, float s) {
     return key >= row.first && key <= row.last ? s : __int_as_float(0xff800000);
 }
 

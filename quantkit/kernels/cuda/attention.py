@@ -23,8 +23,8 @@ FEW, TILE, TENSOR = range(3)
 
 #: Parts of the keys at most (attention_combine takes no more), and about how many blocks of 128 threads a launch has.
 SPLITS, BLOCKS = 128, 512
-#: Up to how many rows (tokens x heads of a group) ``few`` is the way: it is bound by memory, beyond by its products.
-FEW_ROWS, FEW_ROWS_F32 = 4, 16
+#: Up to how many rows (tokens x heads of a group) ``few`` is the way: where tensor cores could, and where not.
+FEW_ROWS, FEW_ROWS_F32 = 2, 16
 #: Shared memory that a block of threads may have, by compute capability; others have 99 KiB.
 SHARED = {75: 64 << 10, 80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
 
@@ -96,7 +96,8 @@ def _few(rows: int, head_k: int, head_v: int) -> _Way:
     size = 1
     while size < min(rows, 8 if max(head_k, head_v) <= 256 else 4):
         size *= 2
-    return _Way(_ATTENTION.bind(WAY=FEW, ROWS=size, THREADS=128), size)
+    resident = 1 if max(head_k, head_v) > 128 else 4 if size <= 2 else 3
+    return _Way(_ATTENTION.bind(WAY=FEW, ROWS=size, THREADS=128, BLOCKS_AT_ONCE=resident), size)
 
 
 def _tile(head_k: int, head_v: int) -> _Way:
@@ -135,16 +136,14 @@ def _tensor(rows: int, head_k: int, head_v: int, mla: bool, limit: int) -> _Way 
 
 
 def operations() -> Iterator[Operation]:
-    """Yield operations of this file: every way and type, for sizes of heads that models have."""
-    for kind in TYPES:
-        for n_head, n_head_kv, head_k, head_v in (
-            (32, 4, 128, 128),
-            (32, 8, 64, 64),
-            (8, 4, 256, 256),
-            (128, 1, 576, 512),
-        ):
-            for rows in (1, 4, 512):
-                chosen = attention(kind, n_head, n_head_kv, head_k, head_v, rows, 4096, mla=head_k == 576)
-                yield chosen.attend.operation
-                if chosen.combine is not None:
-                    yield chosen.combine.operation
+    """Yield operations of this file: every way and type, for some of the sizes that models have."""
+    sizes: dict[str, tuple[tuple[int, int, int, int], ...]]
+    sizes = {"f32": ((32, 4, 128, 1), (32, 4, 128, 512)), "q8_0": ((32, 4, 128, 1), (32, 4, 128, 512))}
+    sizes["f16"] = (*sizes["f32"], (32, 8, 64, 1), (32, 8, 64, 512), (8, 4, 256, 512), (128, 1, 576, 1))
+    for kind, some in sizes.items():
+        for n_head, n_head_kv, head, rows in some:
+            mla = head == 576
+            chosen = attention(kind, n_head, n_head_kv, head, 512 if mla else head, rows, 4096, mla=mla)
+            yield chosen.attend.operation
+            if chosen.combine is not None:
+                yield chosen.combine.operation

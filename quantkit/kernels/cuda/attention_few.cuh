@@ -64,11 +64,10 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
         for (int i = 0; i < V_WIDTH * V_TIMES; i++) o[r][i] = 0;
     }
     // As far as scores go, a lane is a row and one key of each SPAN; l is of its keys only until the end.
-    const Row me = row_of(a, kv_head, first_row + lane / SPAN);
     float m = NONE, l = 0;
 
     for (; range.sequence != NO_SEQUENCE; range = next_range(a, begin, end, range.sequence)) {
-        const Row mine = in_range(me, range);
+        const Row mine = in_range(row_of(a, kv_head, first_row + lane / SPAN), range);
         blocks = blocks_of(a, range, 32, split);
         for (int block = blocks.begin + warp; block < blocks.end; block += WARPS) {
             const int start = 32 * block;
@@ -89,11 +88,18 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
                         products[SPAN * r + i] = sum;
                     }
                 }
-                s[j] = score_of(a, mine, (float)a.scale, start + SPAN * j + lane % SPAN, sum_lanes<16>(products));
+                s[j] = sum_lanes<16>(products) * (float)a.scale;
+            }
+            if (is_bent(a)) {
+#pragma unroll
+                for (int j = 0; j < ROWS; j++) s[j] = bend(a, mine, start + SPAN * j + lane % SPAN, s[j]);
             }
             float largest = m;
 #pragma unroll
-            for (int j = 0; j < ROWS; j++) largest = fmaxf(largest, s[j]);
+            for (int j = 0; j < ROWS; j++) {
+                s[j] = mask(mine, start + SPAN * j + lane % SPAN, s[j]);
+                largest = fmaxf(largest, s[j]);
+            }
 #pragma unroll
             for (int d = SPAN / 2; d; d >>= 1) largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, d));
             const float factor = expf(m - largest);

@@ -81,7 +81,6 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
     }
     __syncthreads();
     // This lane's rows: top + g and top + g + 8. l is of its own columns until the end.
-    const Row rows[2] = {row_of(a, kv_head, first_row + top + g), row_of(a, kv_head, first_row + top + g + 8)};
     const float scales[2] = {(float)a.scale * factors[top + g], (float)a.scale * factors[top + g + 8]};
     float m[2] = {NONE, NONE}, l[2] = {0, 0}, o[O_TILES][4];
 #pragma unroll
@@ -89,7 +88,8 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
 
     int buffer = 0;
     for (; range.sequence != NO_SEQUENCE; range = next_range(a, begin, end, range.sequence)) {
-        const Row seeing[2] = {in_range(rows[0], range), in_range(rows[1], range)};
+        const Row seeing[2] = {in_range(row_of(a, kv_head, first_row + top + g), range),
+                               in_range(row_of(a, kv_head, first_row + top + g + 8), range)};
         blocks = blocks_of(a, range, KEYS, part);
         if (blocks.begin < blocks.end && !fetched)
             fetch<HEAD_K, true>(a, kv_head, range, KEYS * blocks.begin, keys + buffer * KEYS * K_STRIDE);
@@ -137,14 +137,18 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
             }
 
             float largest[2] = {m[0], m[1]}, f[2];
+            const int key = start + 8 * column * S_TILES + 2 * t;
 #pragma unroll
-            for (int i = 0; i < S_TILES; i++) {
+            for (int i = 0; i < 4 * S_TILES; i++) s[i / 4][i % 4] *= scales[i % 4 / 2];
+            if (is_bent(a)) {
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    const int key = start + 8 * (column * S_TILES + i) + 2 * t + j % 2;
-                    s[i][j] = score_of(a, seeing[j / 2], scales[j / 2], key, s[i][j]);
-                    largest[j / 2] = fmaxf(largest[j / 2], s[i][j]);
-                }
+                for (int i = 0; i < 4 * S_TILES; i++)
+                    s[i / 4][i % 4] = bend(a, seeing[i % 4 / 2], key + i / 4 * 8 + i % 2, s[i / 4][i % 4]);
+            }
+#pragma unroll
+            for (int i = 0; i < 4 * S_TILES; i++) {
+                s[i / 4][i % 4] = mask(seeing[i % 4 / 2], key + i / 4 * 8 + i % 2, s[i / 4][i % 4]);
+                largest[i % 4 / 2] = fmaxf(largest[i % 4 / 2], s[i / 4][i % 4]);
             }
 #pragma unroll
             for (int r = 0; r < 2; r++) {
@@ -225,7 +229,7 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const int64_t number = row_of(a, kv_head, first_row + top + g + 8 * r).number;  // again: registers are few
+        const int64_t number = row_of(a, kv_head, first_row + top + g + 8 * r).number;
         if (number < 0) continue;
         const bool whole = a.splits == 1;
         const float by = (whole ? last_factor(a.sinks, number % a.n_head, m[r], l[r]) : 1.0f) / LARGEST;

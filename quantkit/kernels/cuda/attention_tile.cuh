@@ -113,8 +113,14 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
                 const Row row = in_range(rows[4 * y + r], range);
                 float largest = m[r], sum = 0;
 #pragma unroll
+                for (int k = 0; k < 4; k++) s[r][k] *= (float)a.scale;
+                if (is_bent(a)) {
+#pragma unroll
+                    for (int k = 0; k < 4; k++) s[r][k] = bend(a, row, start + x + 16 * k, s[r][k]);
+                }
+#pragma unroll
                 for (int k = 0; k < 4; k++) {
-                    s[r][k] = score_of(a, row, (float)a.scale, start + x + 16 * k, s[r][k]);
+                    s[r][k] = mask(row, start + x + 16 * k, s[r][k]);
                     largest = fmaxf(largest, s[r][k]);
                 }
                 largest = max16(largest);
