@@ -16,16 +16,18 @@ from quantkit.kernels.cuda import device
 from quantkit.kernels.cuda.device import Launch
 from quantkit.model.engine import Model, load
 from quantkit.model.ops import Graph, Observe, Op, Value
-from quantkit.model.placement import ALL_LAYERS, Placement, parse_rules
+from quantkit.model.placement import ALL_LAYERS, Placement
 from zoo import expected
 
 Zoo = Callable[[str], Path]
 Devices = tuple[str, ...]
 
 
+EVERYTHING = Placement(ALL_LAYERS, (), ("CUDA0",), embeddings=True)
+
+
 def opened(path: Path, **options: Any) -> Model:
-    placement = Placement(ALL_LAYERS, parse_rules([]), ("CUDA0",), embeddings=True)
-    return load(path, kv_type=options.pop("kv_type", "f32"), placement=placement, **options)
+    return load(path, kv_type=options.pop("kv_type", "f32"), placement=EVERYTHING, **options)
 
 
 def apart(ops: Sequence[Op], *_: Any) -> list[Op]:
@@ -36,7 +38,7 @@ def apart(ops: Sequence[Op], *_: Any) -> list[Op]:
 # ---------------------------------------------------------------- how many launches
 
 
-def names_of_a_token(monkeypatch: pytest.MonkeyPatch, path: Path) -> list[str]:
+def names_of_a_token(monkeypatch: pytest.MonkeyPatch, path: Path, n_ctx: int = 16) -> list[str]:
     """Return the kernels that a batch of one token launches."""
     names, kept = list[str](), device.open_device("CUDA0")
 
@@ -46,7 +48,7 @@ def names_of_a_token(monkeypatch: pytest.MonkeyPatch, path: Path) -> list[str]:
 
     monkeypatch.setattr(kept, "run", run)
     with opened(path) as model:
-        session = model.session(16)
+        session = model.session(n_ctx)
         names.clear()
         session.decode(np.array([1], np.int32))
     return names
@@ -75,8 +77,10 @@ def test_a_layer_of_quantized_experts(
 ) -> None:
     path = tmp_path / "q8.gguf"
     quantkit.quantize(zoo("qwen3moe-moe"), path, "Q8_0")
-    names = names_of_a_token(monkeypatch, path)
-    layer = "mul_mats heads attention quantize mul_mat stage mul_mat route up_gate_id quantize mul_mat_id stage"
+    names = names_of_a_token(monkeypatch, path, 256)
+    layer = (
+        "mul_mats heads attention attention_combine_to mul_mat stage mul_mat route up_gate_id quantize mul_mat_id stage"
+    )
     assert [n for n in names if n != "rope_table"][2:-1][:12] == layer.split()
 
 
@@ -117,6 +121,20 @@ def test_quantized_weights_find_their_activations(
             session = model.session(16)
             found.append(np.concatenate([session.decode(part) for part in (tokens[:12], tokens[12:13], tokens[13:])]))
     assert nmse(found[0], found[1]) <= 1e-5
+
+
+@pytest.mark.parametrize("preset", ["F32", "Q8_0"])
+def test_a_cache_in_several_parts(zoo: Zoo, tmp_path: Path, preset: str, cuda_devices: Devices) -> None:
+    """Attention's parts are put together by another launch, which also makes the format of the next weights."""
+    path = tmp_path / "model.gguf"
+    quantkit.quantize(zoo("qwen3moe-moe"), path, preset)
+    tokens = np.tile(expected("qwen3moe-moe")[0], 4)[:90]
+    found = []
+    for placement in (EVERYTHING, Placement()):
+        with load(path, kv_type="f32", placement=placement) as model:
+            session = model.session(256)
+            found.append(np.concatenate([session.decode(part) for part in (tokens[:87], *tokens[87:, None])]))
+    assert nmse(found[0], found[1]) <= (1e-10 if preset == "F32" else 1e-5)
 
 
 # ---------------------------------------------------------------- who looks on

@@ -6,6 +6,8 @@ A launch costs about as much as reading 10 MB of weights, and a layer has two do
     Heads    norms of heads, rotary positions, keys and values into the cache
     MulMats  products of one x
 
+Attention, whose parts a second launch puts together, leaves its result in the format of the next weights.
+
 Nothing that somebody else reads is left out: a value that leaves the program, that an observer sees or that a second
 operation takes is written as before.
 """
@@ -13,7 +15,7 @@ operation takes is written as before.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import cast
 
 from quantkit.kernels.activation_formats import activation_format
@@ -70,6 +72,13 @@ class Stage(Op):
         return cast(Value, self.z or self.y)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AttentionTo(Attention):
+    """Attention whose result is also made in a format that products take."""
+
+    format: str
+
+
 @dataclass(frozen=True)
 class Part:
     """Heads of q, k or v on their way from a product: where they are in its rows, and what happens to them."""
@@ -105,7 +114,7 @@ class Heads(Op):
 
 def join(ops: Sequence[Op], leaves: Collection[Value], kv_type: str) -> list[Op]:
     """Return operations that give the same values; ``leaves`` are those that leave the program."""
-    return _with_stages(_with_products(_with_heads(ops, leaves, kv_type)), leaves)
+    return _with_formats(_with_stages(_with_products(_with_heads(ops, leaves, kv_type)), leaves), leaves)
 
 
 class _Uses:
@@ -357,6 +366,17 @@ def _stage(uses: _Uses, i: int, gone: Collection[int]) -> tuple[int, Stage, set[
         format=form,
     )
     return anchor, made, of | ({norm_at} if norm_at is not None else set())
+
+
+def _with_formats(ops: Sequence[Op], leaves: Collection[Value]) -> list[Op]:
+    """Let attention make the format of the product after it."""
+    uses, new = _Uses(ops, leaves), dict[int, Op]()
+    for i, op in enumerate(ops):
+        if isinstance(op, Attention):
+            form, _ = _format(uses, op.out)
+            if form.startswith("q8"):
+                new[i] = AttentionTo(**{f.name: getattr(op, f.name) for f in fields(op)}, format=form)
+    return _replaced(ops, new, ())
 
 
 def _format(uses: _Uses, value: Value) -> tuple[str, bool]:

@@ -69,6 +69,7 @@ class CUDALowering(Lowering):
         self.owned: list[tuple[int, int]] = []
         self.caches: dict[Cache, tuple[int, int]] = {}
         self.states: dict[State, tuple[int, int]] = {}
+        self._counters = self._n_counters = 0
         self.looking_on = Sums(self.device, self.owned)
 
     def emit(
@@ -108,6 +109,12 @@ class CUDALowering(Lowering):
         self.device.zero(address, nbytes)
         self.owned.append((address, nbytes))
         return address
+
+    def counters(self, count: int) -> int:
+        """Return the address of so many counters: 0, as every launch leaves them."""
+        if count > self._n_counters:
+            self._counters, self._n_counters = self.room(4 * count), count
+        return self._counters
 
     def cache(self, of: Cache) -> tuple[int, int, str]:
         """Return the addresses of a layer's keys and values (0: no values), and their type.

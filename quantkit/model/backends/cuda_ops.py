@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache as kept
+from functools import partial
 from typing import Any
 
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cuda import (
+    activations,
     attention,
     cache,
     dequantize,
@@ -27,6 +29,7 @@ from quantkit.kernels.parameters import Activation
 from quantkit.kernels.rope_constants import rope_constants, rope_scalars
 from quantkit.model.backends import cuda_joined, cuda_looking_on
 from quantkit.model.backends.arena import Buffer, Slot
+from quantkit.model.backends.cuda_joins import AttentionTo
 from quantkit.model.backends.cuda_lowering import FEW_ROWS, CUDALowering, KernelEntry, Rows
 from quantkit.model.backends.lowering import expert_bytes_of, row_bytes_of
 from quantkit.model.ops import (
@@ -452,7 +455,8 @@ def _cache_write(b: CUDALowering, op: CacheWrite) -> None:
     )
 
 
-def _attention(b: CUDALowering, op: Attention) -> None:
+def _attention(b: CUDALowering, op: Attention, form: str = "") -> None:
+    """form: a format of activations that the result is made in, too."""
     keys, values, kind = b.cache(op.cache)
     n_ctx, mla = b.limits.n_ctx, not op.cache.v_width
 
@@ -479,8 +483,32 @@ def _attention(b: CUDALowering, op: Attention) -> None:
         **common,
     )
     entry.by_rows = lambda rows: {"splits": way(rows).splits}
-    combine = b.emit(lambda rows: way(rows).combine, op.out, head_v=op.head_v, **common)
-    combine.by_rows = entry.by_rows
+    common |= {"head_v": op.head_v}
+    joined = partial(attention.combine_to, head_v=op.head_v)
+
+    def combine(rows: int) -> Shape | None:
+        return None if form and joined(way(rows)) else way(rows).combine
+
+    b.emit(combine, op.out, rows=Rows(op.n_head), **common).by_rows = entry.by_rows
+    if not form:
+        return
+    width = op.out.width
+    made = b.made_activations(op.out, form)
+    to: dict[str, Slot] = {"format": activations.KINDS.index(form), "quantized": made}
+    to |= {"counters": b.counters(b.limits.n_ubatch * -(-width // 256)), **common}
+    b.emit(lambda rows: joined(way(rows)), op.out, rows=Rows(op.n_head), **to).by_rows = entry.by_rows
+    b.emit(
+        lambda rows: None if joined(way(rows)) else activations.quantize(form, width, rows),
+        op.out,
+        x=b.buffer(op.out),
+        x_stride=4 * width,
+        n=width,
+        out=made,
+    )
+
+
+def _attention_to(b: CUDALowering, op: AttentionTo) -> None:
+    _attention(b, op, op.format)
 
 
 # ---------------------------------------------------------------- recurrent layers
@@ -544,6 +572,7 @@ LOWER: Mapping[type[Op], Callable[[CUDALowering, Any], None]] = {
     Rope: _rope,
     CacheWrite: _cache_write,
     Attention: _attention,
+    AttentionTo: _attention_to,
     Convolve: _convolve,
     DeltaNet: _delta_net,
     **cuda_joined.LOWER,
