@@ -322,24 +322,6 @@ static inline void mma_m16n8k4_tf32(float c[4], uint32_t a0, uint32_t a1, uint32
     mma_m16n8k8_tf32(c, a, both);
 }
 
-// ---- copies that do not wait: the target is spoilt at once and filled by copy_wait, so that neither a use of it too
-// early nor a copy too early goes unseen
-
-struct HostCopy { void* to; const void* from; int bytes; };
-static HostCopy host_copies[1024][256];
-static int host_copy_count[1024];
-template <int BYTES> static inline void copy_async(void* to, const void* from) {
-    if ((uintptr_t)to % BYTES || (uintptr_t)from % BYTES) host_fail("cp.async: an address is not aligned");
-    int& n = host_copy_count[threadIdx.x];
-    if (n == 256) host_fail("cp.async: more copies than the shim keeps");
-    memset(to, 0xa5, BYTES);
-    host_copies[threadIdx.x][n++] = {to, from, BYTES};
-}
-static inline void copy_wait() {
-    int& n = host_copy_count[threadIdx.x];
-    for (int i = 0; i < n; i++) memcpy(host_copies[threadIdx.x][i].to, host_copies[threadIdx.x][i].from, (size_t)host_copies[threadIdx.x][i].bytes);
-    n = 0;
-}
 // Which of the lanes have the same value.
 static inline unsigned __match_any_sync(unsigned mask, int v) {
     if (mask != 0xffffffffu) host_fail("a match of a part of a warp");

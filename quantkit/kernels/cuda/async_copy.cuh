@@ -28,6 +28,26 @@ INLINE void copy16(SharedAddress to, const uint8_t* from) {
 #endif
 }
 
+// BYTES (4, 8 or 16, both addresses aligned to them) by generic addresses.
+template <int BYTES> INLINE void copy_async(void* to, const void* from) {
+#if defined(QUANTKIT_HOST)
+    host_copy_async(to, from, BYTES);
+#elif __CUDA_ARCH__ >= 800
+    const uint32_t address = (uint32_t)__cvta_generic_to_shared(to);
+    if (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(BYTES) : "memory");
+#else
+    if (BYTES == 16)
+        *(int4*)to = *(const int4*)from;
+    else if (BYTES == 8)
+        *(int2*)to = *(const int2*)from;
+    else
+        *(int*)to = *(const int*)from;
+#endif
+}
+
 // What this thread has copied since the last call is a group, be it empty.
 INLINE void end_group() {
 #if defined(QUANTKIT_HOST)
@@ -43,5 +63,15 @@ template <int N> INLINE void wait_groups() {
     host_wait_groups(N);
 #elif __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+#endif
+}
+
+// Wait for all of this thread's copies.
+INLINE void copy_wait() {
+#if defined(QUANTKIT_HOST)
+    host_end_group();
+    host_wait_groups(0);
+#elif __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }

@@ -6,6 +6,7 @@
 // first columns of the keys, which come into two buffers by turns.
 #pragma once
 #include "attention.cuh"
+#include "async_copy.cuh"
 #include "mma.cuh"
 
 #define K_COLUMNS ((HEAD_K + 15) / 16 * 16)

@@ -1,4 +1,4 @@
-// Tensor cores, and copies into shared memory that do not wait: thin names for the instructions of mma.sync.
+// Tensor cores: thin names for the instructions of mma.sync.
 //
 // A warp multiplies a (16 rows) with b (8 columns) over 32 bytes of both, rows and columns 32 bytes long: 32 int8, or
 // 16 values of 16 bits. For all of them lane l holds, with g = l / 4 and t = l % 4,
@@ -36,13 +36,11 @@ INLINE unsigned block_here() {
 
 // ---- primitives
 
-INLINE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-
 // Four 8 x 16-byte matrices; lane l gives the address of row l % 8 of matrix l / 8.
 INLINE void ldmatrix4(uint32_t r[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
+                 : "r"((uint32_t)__cvta_generic_to_shared(row))
                  : "memory");
 }
 
@@ -50,7 +48,7 @@ INLINE void ldmatrix4(uint32_t r[4], const void* row) {
 INLINE void ldmatrix4_transposed(uint32_t r[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
+                 : "r"((uint32_t)__cvta_generic_to_shared(row))
                  : "memory");
 }
 
@@ -58,7 +56,7 @@ INLINE void ldmatrix4_transposed(uint32_t r[4], const void* row) {
 INLINE void ldmatrix2(uint32_t r[2], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                  : "=r"(r[0]), "=r"(r[1])
-                 : "r"(shared_address(row))
+                 : "r"((uint32_t)__cvta_generic_to_shared(row))
                  : "memory");
 }
 
@@ -104,18 +102,6 @@ INLINE void mma_m16n8k8_tf32(float c[4], const uint32_t a[4], const uint32_t b[2
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-
-// `BYTES` (4, 8 or 16, both addresses aligned to them) from global to shared memory, there after copy_wait.
-template <int BYTES> INLINE void copy_async(void* to, const void* from) {
-    if (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-    else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES)
-                     : "memory");
-}
-
-// Wait for this thread's copies; other threads' follow after a barrier.
-INLINE void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 #else
 INLINE void mma_m8n8k16_s8(int d[2], uint32_t a, uint32_t b, const int c[2]) {
     asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%4, %5};"
@@ -128,17 +114,6 @@ INLINE void mma_m16n8k8_f16(float c[4], uint32_t a0, uint32_t a1, uint32_t b) {
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(b));
 }
-
-template <int BYTES> INLINE void copy_async(void* to, const void* from) {
-    if (BYTES == 16)
-        *(int4*)to = *(const int4*)from;
-    else if (BYTES == 8)
-        *(int2*)to = *(const int2*)from;
-    else
-        *(int*)to = *(const int*)from;
-}
-
-INLINE void copy_wait() {}
 #endif
 #endif
 

@@ -25,6 +25,7 @@
 //
 // Macros: TYPE, WEIGHTS (below), TOKENS (32 or 128), THREADS.
 #pragma once
+#include "async_copy.cuh"
 #include "mma.cuh"
 
 #define QUANTIZED 0
