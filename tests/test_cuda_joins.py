@@ -84,6 +84,24 @@ def test_a_layer_of_quantized_experts(
     assert [n for n in names if n != "rope_table"][2:-1][:12] == layer.split()
 
 
+def test_q_k_and_v_may_be_of_two_types(
+    zoo: Zoo, tmp_path: Path, cuda_devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "q4.gguf"
+    quantkit.quantize(zoo("qwen2-dense"), path, "Q4_K_S")
+    with opened(path) as model:
+        types = {
+            m.tensor.type.name
+            for op in model.graph.ops
+            if op.layer == 0
+            for m in op.matrices()
+            if "attn_" in m.tensor.name
+        }
+        assert {"Q4_K", "Q5_K"} <= types
+    names = names_of_a_token(monkeypatch, path)
+    assert [names.count(name) for name in ("mul_mats", "mul_mat")] == [2, 2 * 2 + 1]
+
+
 # ---------------------------------------------------------------- the same values
 
 
@@ -105,14 +123,16 @@ def test_joined_and_apart_agree(
     assert nmse(found[0], found[1]) <= 1e-12
 
 
-@pytest.mark.parametrize("preset", ["Q8_0", "Q4_K_S", "Q5_1"])
+@pytest.mark.parametrize(
+    ("name", "preset"), [("qwen3moe-moe", "Q8_0"), ("qwen3moe-moe", "Q5_1"), ("qwen2-dense", "Q4_K_S")]
+)
 def test_quantized_weights_find_their_activations(
-    zoo: Zoo, tmp_path: Path, preset: str, cuda_devices: Devices, monkeypatch: pytest.MonkeyPatch
+    zoo: Zoo, tmp_path: Path, name: str, preset: str, cuda_devices: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A last bit of a norm may make a level another; such a step is small."""
     path = tmp_path / "quantized.gguf"
-    quantkit.quantize(zoo("qwen3moe-moe"), path, preset)
-    tokens = expected("qwen3moe-moe")[0][:14]
+    quantkit.quantize(zoo(name), path, preset)
+    tokens = expected(name)[0][:14]
     found = []
     for joined in (True, False):
         if not joined:

@@ -1,16 +1,31 @@
-// Products of several matrices of one type with the same 1 to 8 rows of activations, in one launch: q, k and v.
-// Macros as in mat_vec.cu.
+// Products of several matrices with the same 1 to 8 rows of activations, in one launch: q, k and v. Macros as in
+// mat_vec.cu; OTHER: the type of the matrices from n_first on, if it is another.
 #ifdef FLOATS
 #include "float_dots.cuh"
+namespace first {
+using ::multiply;
+}
 #else
+#include "async_copy.cuh"
+#include "team.cuh"
+#include "unpack/all.cuh"
+namespace first {
 #include "dots.cuh"
+}
+#ifdef OTHER
+#undef TYPE
+#define TYPE OTHER
+namespace second {
+#include "dots.cuh"
+}
+#endif
 #endif
 
 // As mul_mat's, by matrix: up to four. Rows of out_i are n_out_i values.
 struct mul_mats_args {
     int64_t rows;
     const uint8_t* x;
-    int64_t x_stride, row_bytes, n_in;
+    int64_t x_stride, n_in, row_bytes, other_row_bytes, n_first;
     const uint8_t *w_0, *w_1, *w_2, *w_3;
     int64_t n_out_0, n_out_1, n_out_2, n_out_3;
     uint8_t *out_0, *out_1, *out_2, *out_3;
@@ -33,7 +48,11 @@ KERNEL(mul_mats, 128) {
     const Team<ROWS> team(n_out);
     const uint8_t* const matrices[1] = {of_four(which, a.w_0, a.w_1, a.w_2, a.w_3)};
     float sums[1][ROWS][COLUMNS];
-    multiply(team, matrices, (int)a.row_bytes, a.x, a.x_stride, (int)a.n_in, sums);
+#ifdef OTHER
+    if (which >= a.n_first) second::multiply(team, matrices, (int)a.other_row_bytes, a.x, a.x_stride, (int)a.n_in, sums);
+    else
+#endif
+        first::multiply(team, matrices, (int)a.row_bytes, a.x, a.x_stride, (int)a.n_in, sums);
     finish(team, sums, [&](int row, int column, const float* v) {
         const float y = v[0] * scale;
         *(float*)(out + 4 * (column * n_out + row)) = bias ? y + bias[row] : y;

@@ -20,7 +20,7 @@ from typing import cast
 
 from quantkit.kernels.activation_formats import activation_format
 from quantkit.kernels.cuda import heads, stage
-from quantkit.kernels.cuda.mat_vec_several import MAX_MATRICES
+from quantkit.kernels.cuda.mat_vec_several import MAX_MATRICES, family
 from quantkit.model.ops import (
     Add,
     Attention,
@@ -238,11 +238,11 @@ def _alike(a: Part, b: Part) -> bool:
 
 
 def _with_products(ops: Sequence[Op]) -> list[Op]:
-    """Bring products of one x with weights of one type together, where the first of them is."""
+    """Bring products of one x with weights of types that go together to where the first of them is."""
     groups: dict[tuple[Value, str], list[int]] = {}
     for i, op in enumerate(ops):
         if isinstance(op, MulMat):
-            groups.setdefault((op.x, op.weight.tensor.type.name), []).append(i)
+            groups.setdefault((op.x, family(op.weight.tensor.type)), []).append(i)
     new, gone = dict[int, Op](), set[int]()
     for group in groups.values():
         for first in range(0, len(group), MAX_MATRICES):

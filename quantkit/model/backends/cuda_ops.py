@@ -65,6 +65,7 @@ from quantkit.model.ops import (
     UpGateId,
     Value,
 )
+from quantkit.types import TensorType
 
 # ---------------------------------------------------------------- element by element
 
@@ -199,6 +200,9 @@ class _Product:
     bias: Matrix | None
     scale: Matrix | None
 
+    def type_name(self) -> str:
+        return self.weight.tensor.type.name
+
     def slots(self, b: CUDALowering) -> dict[str, Slot]:
         return {
             "w": b.weight(self.weight),
@@ -210,27 +214,30 @@ class _Product:
 
 
 def _multiply(b: CUDALowering, x: Value, products: Sequence[_Product]) -> None:
-    """Multiply weights of one type: in one launch, if rows are few."""
-    first = products[0].weight
-    activations, stride = b.activations(x, first)
-    t, n_in, card, together = first.tensor.type, first.n_in, b.device.capability, len(products) > 1
-    common: dict[str, Slot] = {"x": activations, "x_stride": stride, "row_bytes": row_bytes_of(first), "n_in": n_in}
-    each = [product.slots(b) for product in products]
+    """Multiply weights whose types go together: in one launch, if rows are few."""
+    together, card, n_in = len(products) > 1, b.device.capability, products[0].weight.n_in
+    activations, stride = b.activations(x, products[0].weight)
+    common: dict[str, Slot] = {"x": activations, "x_stride": stride, "n_in": n_in}
+    each, weights = [product.slots(b) for product in products], tuple(product.weight for product in products)
+    types = [weight.tensor.type for weight in weights]
     if together:
-        n_outs = [product.weight.n_out for product in products]
+        n_outs = [weight.n_out for weight in weights]
 
         def several(rows: int) -> Shape | None:
-            return mat_vec_several.mul_mats(t, n_in, n_outs, rows) if rows <= FEW_ROWS else None
+            return mat_vec_several.mul_mats(types, n_in, n_outs, rows) if rows <= FEW_ROWS else None
 
-        b.emit(several, x, **common, **mat_vec_several.slots(each)).weights = tuple(p.weight for p in products)
-    for product, slots in zip(products, each, strict=True):
+        slots = {**common, **mat_vec_several.slots(each), "n_first": types.count(types[0])}
+        slots |= {"row_bytes": row_bytes_of(weights[0]), "other_row_bytes": row_bytes_of(weights[-1])}
+        b.emit(several, x, **slots).weights = weights
+    for product, t, slots in zip(products, types, each, strict=True):
 
-        def choose(rows: int, n_out: int = product.weight.n_out) -> Shape | None:
+        def choose(rows: int, t: TensorType = t, n_out: int = product.weight.n_out) -> Shape | None:
             if rows > FEW_ROWS:
                 return mat_mat.mul_mat(t, n_in, n_out, rows, card)
             return None if together else mat_vec.mul_mat(t, n_in, n_out, rows)
 
-        b.emit(choose, x, out_stride=4 * product.out.width, **common, **slots).weights = (product.weight,)
+        slots |= {"row_bytes": row_bytes_of(product.weight), "out_stride": 4 * product.out.width, **common}
+        b.emit(choose, x, **slots).weights = (product.weight,)
 
 
 def _mul_mat(b: CUDALowering, op: MulMat) -> None:
@@ -238,12 +245,17 @@ def _mul_mat(b: CUDALowering, op: MulMat) -> None:
 
 
 def _mul_mats(b: CUDALowering, op: MulMats) -> None:
+    """Of a family as many go together as a launch takes, and of no more than two types."""
     groups: dict[str, list[_Product]] = {}
-    for product in map(_Product, op.outs, op.weights, op.biases, op.scales):
-        groups.setdefault(product.weight.tensor.type.name, []).append(product)
+    for product in sorted(map(_Product, op.outs, op.weights, op.biases, op.scales), key=_Product.type_name):
+        group = groups.setdefault(mat_vec_several.family(product.weight.tensor.type), [])
+        types = {other.type_name() for other in (*group, product)}
+        if len(group) == mat_vec_several.MAX_MATRICES or len(types) > 2:
+            _multiply(b, op.x, group)
+            group.clear()
+        group.append(product)
     for group in groups.values():
-        for first in range(0, len(group), mat_vec_several.MAX_MATRICES):
-            _multiply(b, op.x, group[first : first + mat_vec_several.MAX_MATRICES])
+        _multiply(b, op.x, group)
 
 
 def _up_gate(b: CUDALowering, op: UpGate) -> None:
