@@ -12,8 +12,9 @@ from device_memory import Memory
 from test_attention import nmse, slope
 
 from quantkit.kernels import dequantize, quantize
-from quantkit.kernels.cuda import cache
-from quantkit.kernels.cuda.attention import FEW, MASKS, TENSOR, TILE, attention
+from quantkit.kernels.cuda import activations, cache
+from quantkit.kernels.cuda.attention import FEW, MASKS, TENSOR, TILE, attention, combine_to
+from quantkit.kernels.cuda.operation import Shape
 from quantkit.types import BY_NAME
 
 
@@ -132,8 +133,25 @@ class Model:
             **shared,
         )
         if chosen.combine is not None:
-            memory.run(chosen.combine, rows=n * case.n_head, n_head=case.n_head, head_v=case.head_v, **shared)
+            shared |= {"rows": n * case.n_head, "n_head": case.n_head, "head_v": case.head_v}
+            memory.run(chosen.combine, **shared)
+            joined = combine_to(chosen, case.head_v)
+            if joined is not None:
+                self.check_format(joined, out, n, shared)
         return memory.get(out, (n, case.n_head * case.head_v))
+
+    def check_format(self, joined: Shape, out: int, n: int, slots: dict[str, Any]) -> None:
+        """What brings its result to a format gives the bits that two kernels give."""
+        memory, width = self.memory, self.case.n_head * self.case.head_v
+        size, units = (n, activations.row_bytes("q8_k", width)), -(-width // 256)
+        want, found, again = memory.room(size, np.uint8), memory.room(size, np.uint8), memory.room((n, width))
+        counters = memory.put(np.zeros(n * units, np.int32))
+        memory.run(activations.quantize("q8_k", width, n), rows=n, x=out, x_stride=4 * width, n=width, out=want)
+        to = {"format": activations.KINDS.index("q8_k"), "quantized": found, "counters": counters}
+        memory.run(joined, **{**slots, **to, "out": again})
+        assert np.array_equal(memory.get(found, size, np.uint8), memory.get(want, size, np.uint8))
+        assert np.array_equal(memory.get(again, (n, width)), memory.get(out, (n, width)))
+        assert not memory.get(counters, (n * units,), np.int32).any()
 
     def expected(self, q: Any, positions: Any, sequences: Any) -> Any:
         rows = zip(q, positions, np.broadcast_to(sequences, len(q)), strict=True)

@@ -12,7 +12,8 @@
 //
 // WAY: FEW rows (attention_few.cuh), TILE of rows in f32 (attention_tile.cuh), TENSOR cores (attention_tensor.cuh).
 // HEAD_K, HEAD_V: columns of a head's key and value; CACHE: type of the cache; ROWS of q and THREADS of a block.
-#include "device.cuh"
+#include "activations.cuh"
+#include "last_block.cuh"
 
 // q: [rows][n_head][HEAD_K], out: [rows][n_head][HEAD_V]; v_cache 0: values are the first columns of the keys;
 // sinks: [n_head] or 0; mask CAUSAL, SLIDING, CHUNKED with window; scratch: of splits > 1, see attention.py.
@@ -60,7 +61,7 @@ struct attention_combine_args {
 };
 
 // Block x: a row of a head; y: 128 of its columns. At most 128 parts; a warp takes every eighth.
-KERNEL(attention_combine, 256) {
+template <typename A> INLINE void combine(const A& a) {
     __shared__ float factors[128], sums[8][128], shared[32];
     __shared__ int used;
     const int64_t row = blockIdx.x;
@@ -95,4 +96,28 @@ KERNEL(attention_combine, 256) {
         for (int w = 0; w < 8; w++) sum += sums[w][part];
         a.out[row * a.head_v + blockIdx.y * 128 + part] = sum * by;
     }
+}
+
+KERNEL(attention_combine, 256) { combine(a); }
+
+// As attention_combine's; a token's heads are then brought to an int8 format, 256 columns by the last of their blocks:
+// head_v, or 128, divides 256. counters: 0, one for every 256 columns of a token.
+struct attention_combine_to_args {
+    int64_t rows, n_head, head_v;
+    float* out;
+    const float* sinks;
+    int64_t splits;
+    const float* scratch;
+    int64_t format;
+    uint8_t* quantized;
+    int* counters;
+};
+
+KERNEL(attention_combine_to, 256) {
+    combine(a);
+    const int64_t width = a.n_head * a.head_v, units = (width + 255) / 256, each = min(a.head_v, (int64_t)128);
+    const int64_t token = blockIdx.x / a.n_head, first = blockIdx.x % a.n_head * a.head_v + 128 * (int64_t)blockIdx.y;
+    const int64_t unit = first / 256, blocks = min((int64_t)256, width - 256 * unit) / each;
+    if (is_last_of(a.counters + token * units + unit, (int)blocks) && threadIdx.x < 32)
+        quantize_unit_of(a.format, a.out + token * width, width, a.quantized + token * 352 * units, unit);
 }

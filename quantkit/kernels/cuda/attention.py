@@ -82,6 +82,18 @@ def attention(
     return Attention(attend, splits, 4 * rows * n_head * splits * (head_v + 2), combine)
 
 
+def combine_to(chosen: Attention, head_v: int) -> Shape | None:
+    """Return what combines the parts and brings a token's heads to an int8 format (activations.py).
+
+    None: there is one part, or heads do not make up 256 columns.
+    """
+    each = min(head_v, 128)
+    if chosen.combine is None or 256 % each or head_v % each:
+        return None
+    operation, grid = chosen.combine.operation, chosen.combine.grid
+    return Shape(Operation(operation.file, "attention_combine_to", operation.defines), grid)
+
+
 def _choose(kind: str, head_k: int, head_v: int, rows: int, mla: bool, limit: int, way: int | None) -> _Way:
     tensor = _tensor(rows, head_k, head_v, mla, limit) if kind == "f16" and way in (None, TENSOR) else None
     if way is None:
@@ -145,5 +157,6 @@ def operations() -> Iterator[Operation]:
             mla = head == 576
             chosen = attention(kind, n_head, n_head_kv, head, 512 if mla else head, rows, 4096, mla=mla)
             yield chosen.attend.operation
-            if chosen.combine is not None:
-                yield chosen.combine.operation
+            for shape in (chosen.combine, combine_to(chosen, head)):
+                if shape is not None:
+                    yield shape.operation

@@ -20,15 +20,5 @@ KERNEL(cache_write, 256) {
     const int64_t width = of_k ? a.k_width : a.v_width, column = 32 * part + lane;
     const float x = column < width ? (of_k ? a.k : a.v)[token * width + column] : 0;
     uint8_t* row = (of_k ? a.k_cache : a.v_cache) + cell_of(a.batch, token) * cache_bytes(width);
-    if (CACHE == CACHE_Q8_0) {  // as quantize_row_q8_0_ref; a scale too small to invert gives levels of 0
-        const float d = warp_max(fabsf(x)) / 127.0f;
-        float inverse = 1.0f / d;
-        if (!(inverse < 3.4028235e38f)) inverse = 0;
-        uint8_t* block = row + 34 * part;
-        if (lane == 0) *(uint16_t*)block = float_to_half(d);
-        block[2 + lane] = (uint8_t)(int8_t)(int)roundf(x * inverse);
-    } else if (column < width) {
-        if (CACHE == CACHE_F16) ((uint16_t*)row)[column] = float_to_half(x);
-        if (CACHE == CACHE_F32) ((float*)row)[column] = x;
-    }
+    keep_column(x, row, column, column < width);
 }

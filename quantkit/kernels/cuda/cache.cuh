@@ -49,3 +49,19 @@ template <int N> INLINE void read_cache(const uint8_t* row, int i, float* out) {
         }
     }
 }
+
+// A value into its column of a row; a warp's lanes hold 32 columns side by side, from a multiple of 32 on. What is not
+// `inside` counts as 0.
+INLINE void keep_column(float x, uint8_t* row, int64_t column, bool inside) {
+    if (CACHE == CACHE_Q8_0) {  // as quantize_row_q8_0_ref; a scale too small to invert gives levels of 0
+        const float d = warp_max(fabsf(x)) / 127.0f;
+        float inverse = 1.0f / d;
+        if (!(inverse < 3.4028235e38f)) inverse = 0;
+        uint8_t* block = row + column / 32 * 34;
+        if (column % 32 == 0) *(uint16_t*)block = float_to_half(d);
+        block[2 + column % 32] = (uint8_t)(int8_t)(int)roundf(x * inverse);
+    } else if (inside) {
+        if (CACHE == CACHE_F16) ((uint16_t*)row)[column] = float_to_half(x);
+        if (CACHE == CACHE_F32) ((float*)row)[column] = x;
+    }
+}

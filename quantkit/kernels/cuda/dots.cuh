@@ -5,8 +5,8 @@
 // from the 16-byte boundary before them on (rows begin anywhere): memory is read in whole lines whatever the type, and
 // the next steps are on their way while one is computed. No barrier but the warp's own is needed.
 //
-// The sum of a row depends on LANES only, not on how many rows or columns are computed together.
-#pragma once
+// The sum of a row depends on LANES only, not on how many rows or columns are computed together. (Included once for each
+// type that a file multiplies: mat_vec_several.cu.)
 #include "async_copy.cuh"
 #include "team.cuh"
 #include "unpack/all.cuh"

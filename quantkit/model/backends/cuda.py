@@ -1,10 +1,10 @@
 """The backend ``cuda``: a graph, or any part of it, becomes launches on a device, recorded as one CUDA graph.
 
-compile: lower every operation to entries (cuda_lowering.py, cuda_ops.py), place their buffers in one block of device
-memory (arena.py). run: send the batch block; for a number of tokens seen before replay its recorded launches, so that
-Python costs the same however many layers there are. What changes from token to token (positions, sequences) is in the
-batch block on the device, not in the launches. Python is between launches only where an observer looks on, or where
-weights that do not fit are uploaded.
+compile: join neighbours (cuda_joins.py), lower every operation to entries (cuda_lowering.py, cuda_ops.py), place their
+buffers in one block of device memory (arena.py). run: send the batch block; for a number of tokens seen before replay
+its recorded launches, so that Python costs the same however many layers there are. What changes from token to token
+(positions, sequences) is in the batch block on the device, not in the launches. Python is between launches only where
+an observer looks on, or where weights that do not fit are uploaded.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from quantkit.kernels.cuda.device import Device, Launch
 from quantkit.model.backends import Limits, Observer
 from quantkit.model.backends.accumulators import Accumulator, NotFinite, not_finite
 from quantkit.model.backends.arena import Buffer, place
+from quantkit.model.backends.cuda_joins import join
 from quantkit.model.backends.cuda_lowering import CUDALowering, KernelEntry
 from quantkit.model.backends.cuda_ops import lower
 from quantkit.model.backends.cuda_weights import Weights
@@ -101,7 +102,7 @@ class CUDAProgram:
         self._leaves = set(leaves) | (made - {value for op in ops for value in op.inputs()})
         for value in self._leaves & made:
             self._low.buffer(value).kept_after = True
-        for op in ops:
+        for op in join(ops, self._leaves, limits.kv_type):
             lower(self._low, op)
         nbytes = place(self._low.entries)
         self._start = self._low.room(nbytes)

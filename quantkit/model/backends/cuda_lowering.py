@@ -21,7 +21,7 @@ from quantkit.model.backends import Limits
 from quantkit.model.backends.arena import Buffer, Entry, Slot, Within
 from quantkit.model.backends.cuda_sums import Sums
 from quantkit.model.backends.lowering import Lowering, expert_bytes_of, row_bytes_of
-from quantkit.model.ops import Cache, Covariance, Matrix, Similarity, State, SumColumns, Value
+from quantkit.model.ops import Cache, Covariance, Matrix, Norm, Similarity, State, SumColumns, Value
 from quantkit.types import BY_NAME
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class CUDALowering(Lowering):
         self.owned: list[tuple[int, int]] = []
         self.caches: dict[Cache, tuple[int, int]] = {}
         self.states: dict[State, tuple[int, int]] = {}
+        self._counters = self._n_counters = 0
         self.looking_on = Sums(self.device, self.owned)
 
     def emit(
@@ -108,6 +109,12 @@ class CUDALowering(Lowering):
         self.device.zero(address, nbytes)
         self.owned.append((address, nbytes))
         return address
+
+    def counters(self, count: int) -> int:
+        """Return the address of so many counters: 0, as every launch leaves them."""
+        if count > self._n_counters:
+            self._counters, self._n_counters = self.room(4 * count), count
+        return self._counters
 
     def cache(self, of: Cache) -> tuple[int, int, str]:
         """Return the addresses of a layer's keys and values (0: no values), and their type.
@@ -175,7 +182,22 @@ class CUDALowering(Lowering):
         self.owned.append((address, flat.nbytes))
         return address
 
+    def norm_vectors(self, op: Norm) -> dict[str, int]:
+        """Return the slots of a norm's weight and bias, and how many values they repeat after."""
+        parts = {name: self.vector_values(m) for name, m in (("weight", op.weight), ("bias", op.bias)) if m is not None}
+        n_weight = max([op.group, *(len(v) for v in parts.values())])
+        # One that is shorter, than a group or than the other, is written out: np.resize repeats.
+        addresses = {name: self.array(v if len(v) == n_weight else np.resize(v, n_weight)) for name, v in parts.items()}
+        return {"weight": 0, "bias": 0, **addresses, "n_weight": n_weight}
+
     # ------------------------------------------------------------ activations
+
+    def made_activations(self, x: Value, kind: str) -> Buffer:
+        """Return where another operation writes x in a format, from now on."""
+        stride = activations.row_bytes(kind, x.width)
+        made = Buffer(f"{x.name} ({kind})", stride * self.limits.n_ubatch * x.per)
+        self._activations[x, kind, x.width] = made
+        return made
 
     def activations(self, x: Value, weight: Matrix) -> tuple[Buffer, int]:
         """Return x in the format that a weight multiplies, and the bytes from row to row; made once for each.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache as kept
+from functools import partial
 from typing import Any
-
-import numpy as np
 
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cuda import (
+    activations,
     attention,
     cache,
     dequantize,
@@ -17,6 +18,7 @@ from quantkit.kernels.cuda import (
     glu,
     mat_mat,
     mat_vec,
+    mat_vec_several,
     norms,
     recurrent,
     rope,
@@ -25,8 +27,9 @@ from quantkit.kernels.cuda import (
 from quantkit.kernels.cuda.operation import Shape
 from quantkit.kernels.parameters import Activation
 from quantkit.kernels.rope_constants import rope_constants, rope_scalars
-from quantkit.model.backends import cuda_looking_on
+from quantkit.model.backends import cuda_joined, cuda_looking_on
 from quantkit.model.backends.arena import Buffer, Slot
+from quantkit.model.backends.cuda_joins import AttentionTo
 from quantkit.model.backends.cuda_lowering import FEW_ROWS, CUDALowering, KernelEntry, Rows
 from quantkit.model.backends.lowering import expert_bytes_of, row_bytes_of
 from quantkit.model.ops import (
@@ -62,6 +65,7 @@ from quantkit.model.ops import (
     UpGateId,
     Value,
 )
+from quantkit.types import TensorType
 
 # ---------------------------------------------------------------- element by element
 
@@ -119,21 +123,16 @@ def _clamp(b: CUDALowering, op: Clamp) -> None:
 
 
 def _norm(b: CUDALowering, op: Norm) -> None:
-    parts = {name: b.vector_values(m) for name, m in (("weight", op.weight), ("bias", op.bias)) if m is not None}
-    n_weight = max([op.group, *(len(v) for v in parts.values())]) if parts else op.group
-    # One that is shorter, than a group or than the other, is written out: np.resize repeats.
-    addresses = {name: b.array(v if len(v) == n_weight else np.resize(v, n_weight)) for name, v in parts.items()}
     per_row, kind = op.out.width // op.group, op.kind
     entry = b.emit(
         lambda rows: norms.norm(kind, rows * per_row),
         op.out,
         x=b.buffer(op.x),
         out=b.buffer(op.out),
-        **{"weight": 0, "bias": 0, **addresses},
+        **b.norm_vectors(op),
         groups=Rows(per_row),
         group=op.group,
         per_row=per_row,
-        n_weight=n_weight,
         eps=op.eps,
     )
     b.may_overwrite(entry, op.out, op.x)
@@ -192,37 +191,71 @@ def _join(b: CUDALowering, op: Join) -> None:
 # ---------------------------------------------------------------- matrices
 
 
-def _multiply(b: CUDALowering, out: Value, x: Value, weight: Matrix, bias: Matrix | None, scale: Matrix | None) -> None:
+@dataclass(frozen=True)
+class _Product:
     """out = scale * (weight x) + bias"""
-    activations, stride = b.activations(x, weight)
-    t, n_in, n_out, card = weight.tensor.type, weight.n_in, weight.n_out, b.device.capability
-    w = b.weight(weight)
-    entry = b.emit(
-        lambda rows: (
-            mat_vec.mul_mat(t, n_in, n_out, rows) if rows <= FEW_ROWS else mat_mat.mul_mat(t, n_in, n_out, rows, card)
-        ),
-        x,
-        x=activations,
-        x_stride=stride,
-        w=w,
-        row_bytes=row_bytes_of(weight),
-        n_in=n_in,
-        n_out=n_out,
-        out=b.buffer(out),
-        out_stride=4 * out.width,
-        bias=b.vector(bias),
-        scale=b.vector(scale),
-    )
-    entry.weights = (weight,)
+
+    out: Value
+    weight: Matrix
+    bias: Matrix | None
+    scale: Matrix | None
+
+    def type_name(self) -> str:
+        return self.weight.tensor.type.name
+
+    def slots(self, b: CUDALowering) -> dict[str, Slot]:
+        return {
+            "w": b.weight(self.weight),
+            "n_out": self.weight.n_out,
+            "out": b.buffer(self.out),
+            "bias": b.vector(self.bias),
+            "scale": b.vector(self.scale),
+        }
+
+
+def _multiply(b: CUDALowering, x: Value, products: Sequence[_Product]) -> None:
+    """Multiply weights whose types go together: in one launch, if rows are few."""
+    together, card, n_in = len(products) > 1, b.device.capability, products[0].weight.n_in
+    activations, stride = b.activations(x, products[0].weight)
+    common: dict[str, Slot] = {"x": activations, "x_stride": stride, "n_in": n_in}
+    each, weights = [product.slots(b) for product in products], tuple(product.weight for product in products)
+    types = [weight.tensor.type for weight in weights]
+    if together:
+        n_outs = [weight.n_out for weight in weights]
+
+        def several(rows: int) -> Shape | None:
+            return mat_vec_several.mul_mats(types, n_in, n_outs, rows) if rows <= FEW_ROWS else None
+
+        slots = {**common, **mat_vec_several.slots(each), "n_first": types.count(types[0])}
+        slots |= {"row_bytes": row_bytes_of(weights[0]), "other_row_bytes": row_bytes_of(weights[-1])}
+        b.emit(several, x, **slots).weights = weights
+    for product, t, slots in zip(products, types, each, strict=True):
+
+        def choose(rows: int, t: TensorType = t, n_out: int = product.weight.n_out) -> Shape | None:
+            if rows > FEW_ROWS:
+                return mat_mat.mul_mat(t, n_in, n_out, rows, card)
+            return None if together else mat_vec.mul_mat(t, n_in, n_out, rows)
+
+        slots |= {"row_bytes": row_bytes_of(product.weight), "out_stride": 4 * product.out.width, **common}
+        b.emit(choose, x, **slots).weights = (product.weight,)
 
 
 def _mul_mat(b: CUDALowering, op: MulMat) -> None:
-    _multiply(b, op.out, op.x, op.weight, op.bias, op.scale)
+    _multiply(b, op.x, [_Product(op.out, op.weight, op.bias, op.scale)])
 
 
 def _mul_mats(b: CUDALowering, op: MulMats) -> None:
-    for out, weight, bias, scale in zip(op.outs, op.weights, op.biases, op.scales, strict=True):
-        _multiply(b, out, op.x, weight, bias, scale)
+    """Of a family as many go together as a launch takes, and of no more than two types."""
+    groups: dict[str, list[_Product]] = {}
+    for product in sorted(map(_Product, op.outs, op.weights, op.biases, op.scales), key=_Product.type_name):
+        group = groups.setdefault(mat_vec_several.family(product.weight.tensor.type), [])
+        types = {other.type_name() for other in (*group, product)}
+        if len(group) == mat_vec_several.MAX_MATRICES or len(types) > 2:
+            _multiply(b, op.x, group)
+            group.clear()
+        group.append(product)
+    for group in groups.values():
+        _multiply(b, op.x, group)
 
 
 def _up_gate(b: CUDALowering, op: UpGate) -> None:
@@ -434,7 +467,8 @@ def _cache_write(b: CUDALowering, op: CacheWrite) -> None:
     )
 
 
-def _attention(b: CUDALowering, op: Attention) -> None:
+def _attention(b: CUDALowering, op: Attention, form: str = "") -> None:
+    """form: a format of activations that the result is made in, too."""
     keys, values, kind = b.cache(op.cache)
     n_ctx, mla = b.limits.n_ctx, not op.cache.v_width
 
@@ -461,9 +495,32 @@ def _attention(b: CUDALowering, op: Attention) -> None:
         **common,
     )
     entry.by_rows = lambda rows: {"splits": way(rows).splits}
-    heads = Rows(op.n_head)
-    combine = b.emit(lambda rows: way(rows).combine, op.out, rows=heads, head_v=op.head_v, **common)
-    combine.by_rows = entry.by_rows
+    common |= {"head_v": op.head_v}
+    joined = partial(attention.combine_to, head_v=op.head_v)
+
+    def combine(rows: int) -> Shape | None:
+        return None if form and joined(way(rows)) else way(rows).combine
+
+    b.emit(combine, op.out, rows=Rows(op.n_head), **common).by_rows = entry.by_rows
+    if not form:
+        return
+    width = op.out.width
+    made = b.made_activations(op.out, form)
+    to: dict[str, Slot] = {"format": activations.KINDS.index(form), "quantized": made}
+    to |= {"counters": b.counters(b.limits.n_ubatch * -(-width // 256)), **common}
+    b.emit(lambda rows: joined(way(rows)), op.out, rows=Rows(op.n_head), **to).by_rows = entry.by_rows
+    b.emit(
+        lambda rows: None if joined(way(rows)) else activations.quantize(form, width, rows),
+        op.out,
+        x=b.buffer(op.out),
+        x_stride=4 * width,
+        n=width,
+        out=made,
+    )
+
+
+def _attention_to(b: CUDALowering, op: AttentionTo) -> None:
+    _attention(b, op, op.format)
 
 
 # ---------------------------------------------------------------- recurrent layers
@@ -527,8 +584,10 @@ LOWER: Mapping[type[Op], Callable[[CUDALowering, Any], None]] = {
     Rope: _rope,
     CacheWrite: _cache_write,
     Attention: _attention,
+    AttentionTo: _attention_to,
     Convolve: _convolve,
     DeltaNet: _delta_net,
+    **cuda_joined.LOWER,
     **cuda_looking_on.LOWER,
 }
 

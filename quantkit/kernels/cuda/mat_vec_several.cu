@@ -1,0 +1,60 @@
+// Products of several matrices with the same 1 to 8 rows of activations, in one launch: q, k and v. Macros as in
+// mat_vec.cu; OTHER: the type of the matrices from n_first on, if it is another.
+#ifdef FLOATS
+#include "float_dots.cuh"
+namespace first {
+using ::multiply;
+}
+#else
+#include "async_copy.cuh"
+#include "team.cuh"
+#include "unpack/all.cuh"
+namespace first {
+#include "dots.cuh"
+}
+#ifdef OTHER
+#undef TYPE
+#define TYPE OTHER
+namespace second {
+#include "dots.cuh"
+}
+#endif
+#endif
+
+// As mul_mat's, by matrix: up to four. Rows of out_i are n_out_i values.
+struct mul_mats_args {
+    int64_t rows;
+    const uint8_t* x;
+    int64_t x_stride, n_in, row_bytes, other_row_bytes, n_first;
+    const uint8_t *w_0, *w_1, *w_2, *w_3;
+    int64_t n_out_0, n_out_1, n_out_2, n_out_3;
+    uint8_t *out_0, *out_1, *out_2, *out_3;
+    const float *bias_0, *bias_1, *bias_2, *bias_3, *scale_0, *scale_1, *scale_2, *scale_3;
+};
+
+template <typename T> INLINE T of_four(int which, T a, T b, T c, T d) {
+    return which < 2 ? which ? b : a : which < 3 ? c : d;
+}
+
+// Block x: rows of a matrix, as many as the longest has; y: which matrix.
+KERNEL(mul_mats, 128) {
+    const int which = blockIdx.y;
+    const int64_t n_out = of_four(which, a.n_out_0, a.n_out_1, a.n_out_2, a.n_out_3);
+    if ((int64_t)blockIdx.x * (WARPS / SLICES * ROWS * TEAMS) >= n_out) return;
+    uint8_t* out = of_four(which, a.out_0, a.out_1, a.out_2, a.out_3);
+    const float* bias = of_four(which, a.bias_0, a.bias_1, a.bias_2, a.bias_3);
+    const float* scales = of_four(which, a.scale_0, a.scale_1, a.scale_2, a.scale_3);
+    const float scale = scales ? *scales : 1.0f;
+    const Team<ROWS> team(n_out);
+    const uint8_t* const matrices[1] = {of_four(which, a.w_0, a.w_1, a.w_2, a.w_3)};
+    float sums[1][ROWS][COLUMNS];
+#ifdef OTHER
+    if (which >= a.n_first) second::multiply(team, matrices, (int)a.other_row_bytes, a.x, a.x_stride, (int)a.n_in, sums);
+    else
+#endif
+        first::multiply(team, matrices, (int)a.row_bytes, a.x, a.x_stride, (int)a.n_in, sums);
+    finish(team, sums, [&](int row, int column, const float* v) {
+        const float y = v[0] * scale;
+        *(float*)(out + 4 * (column * n_out + row)) = bias ? y + bias[row] : y;
+    });
+}

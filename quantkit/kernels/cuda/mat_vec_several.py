@@ -1,0 +1,57 @@
+"""Products of several matrices with the same 1 to 8 rows of activations, in one launch: mat_vec_several.cu.
+
+    mul_mats    rows x x_stride n_in row_bytes other_row_bytes n_first
+                w_0 ... n_out_0 ... out_0 ... bias_0 ... scale_0 ...
+
+All of one type, or the first n_first of one and the others of another: types of one ``family``. How a row is shared by
+lanes, and so the order of its sum, is that of one matrix with all the rows together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from quantkit.kernels.cuda import mat_vec
+from quantkit.kernels.cuda.operation import Operation, Shape
+from quantkit.types import BY_NAME, TensorType
+
+#: Matrices of a launch.
+MAX_MATRICES = 4
+
+_TOGETHER = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+
+
+def family(t: TensorType) -> str:
+    """Return a name that types share of which any two go together: the same activations, little shared memory."""
+    return "K" if t.name in _TOGETHER else t.name
+
+
+def mul_mats(types: Sequence[TensorType], n_in: int, n_outs: Sequence[int], rows: int = 1) -> Shape:
+    """Return how to multiply up to four matrices with up to 8 rows of x; those of a type are side by side."""
+    names = list(dict.fromkeys(t.name for t in types))
+    largest = max(types, key=lambda t: t.block_bytes / t.block)
+    like = mat_vec.mul_mat(largest, n_in, sum(n_outs), rows).operation
+    macros = dict(like.defines)
+    of_block = int(macros["ROWS"]) * like.threads // int(macros["LANES"])
+    operation = Operation("mat_vec_several.cu", "mul_mats", like.defines).bind(TYPE=names[0])
+    if len(names) > 1:
+        operation = operation.bind(OTHER=names[1])
+    return Shape(operation, (-(-max(n_outs) // of_block), len(n_outs), 1))
+
+
+def slots(matrices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the slots of matrices, each with its w, n_out, out, bias and scale."""
+    missing = [dict.fromkeys(matrices[0], 0)] * (MAX_MATRICES - len(matrices))
+    return {f"{name}_{i}": slot for i, matrix in enumerate([*matrices, *missing]) for name, slot in matrix.items()}
+
+
+def operations() -> Iterator[Operation]:
+    """Yield operations of every kind of type, for some sizes."""
+    kinds = [(name, name) for name in ("F32", "BF16", "Q8_0", "Q4_K", "IQ3_S")]
+    kinds += [("Q4_K", "Q6_K"), ("IQ4_XS", "Q5_K"), ("Q2_K", "Q3_K"), ("Q6_K", "Q5_K")]
+    for first, other in kinds:
+        types = BY_NAME[first], BY_NAME[first], BY_NAME[other]
+        for rows in (1, 8):
+            for n_outs in ((4096, 512, 512), (512, 256, 256)):
+                yield mul_mats(types, 4096, n_outs, rows).operation

@@ -1,0 +1,53 @@
+"""What lies between two products, in one launch: stage.cu.
+
+    stage    rows width x weights n_used post_kind post_weight post_bias post_eps plus plus_too by sum
+             kind weight bias eps normed format quantized
+
+rows: of the result. ``parts`` gives the slots of what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quantkit.kernels.cuda import activations, norms
+from quantkit.kernels.cuda.operation import Operation, Shape
+
+#: Columns of a row at most: what the registers of a block hold.
+MAX_WIDTH = 12288
+
+#: Slots of a stage that only copies x: others are given instead of some.
+NOTHING = {
+    "weights": 0, "n_used": 0, "post_kind": -1, "post_weight": 0, "post_bias": 0, "post_eps": 0, "plus": 0,
+    "plus_too": 0, "by": 1, "sum": 0, "kind": -1, "weight": 0, "bias": 0, "eps": 0, "normed": 0, "format": -1,
+    "quantized": 0,
+}  # fmt: skip
+
+
+def stage(width: int, rows: int) -> Shape:
+    """Return how to launch a stage on so many rows of at most MAX_WIDTH columns."""
+    if width > MAX_WIDTH:
+        raise ValueError(f"a stage takes rows of up to {MAX_WIDTH} columns, not {width}")
+    units, warps = -(-width // 256), 1
+    while warps < min(units, 32):
+        warps *= 2
+    if units > 32:
+        warps = 16  # or registers would not do
+    operation = Operation("stage.cu", "stage").bind(THREADS=32 * warps, UNITS=-(-units // warps))
+    return Shape(operation, (max(1, rows), 1, 1))
+
+
+def norm_kind(kind: str) -> int:
+    """Return the slot for a kind of norm."""
+    return norms.KINDS.index(kind)
+
+
+def format_of(kind: str) -> int:
+    """Return the slot for a format of activations."""
+    return activations.KINDS.index(kind)
+
+
+def operations() -> Iterator[Operation]:
+    """Yield every operation of this file."""
+    for width in (256, 512, 1024, 2048, 4096, 8192, 12288):
+        yield stage(width, 1).operation
