@@ -6,10 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import host_device
 import numpy as np
 import pytest
-
-import host_device
 
 ROOT = Path(__file__).parents[1]
 needs_compiler = pytest.mark.skipif(host_device.compiler() is None, reason="no C++ compiler: install g++")
