@@ -118,8 +118,8 @@ def main() -> None:
         print(f"{name:<12} {statistics.median(ratios):6.3f}x of {other}")
     program = llama_bin()
     if given.text is not None and program is not None and (program / "llama-imatrix").exists():
-        other = theirs(program / "llama-imatrix", given.model, given.text, given.ctx, given.chunks, given.threads)
-        print(f"llama-imatrix {other:8.1f} t/s   observed is {speed['observed'] / other:.2f}x")
+        peer = theirs(program / "llama-imatrix", given.model, given.text, given.ctx, given.chunks, given.threads)
+        print(f"llama-imatrix {peer:8.1f} t/s   observed is {speed['observed'] / peer:.2f}x")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def blocks(t: TensorType, count: int, seed: int, largest: float = 64) -> npt.NDA
     rng = np.random.default_rng([seed, t.id])
     if not t.is_quantized:
         values = rng.standard_normal(count * t.block).astype(np.float32)
-        raw = {
+        raw: dict[str, npt.NDArray[Any]] = {
             "F32": values,
             "F16": values.astype(np.float16),
             "BF16": (values.view(np.uint32) >> 16).astype(np.uint16),
@@ -191,7 +191,7 @@ def retyped(folder: Path, name: str) -> Path:
     path = folder / f"retyped-{name}.gguf"
     t = BY_NAME[name]
     with open_gguf(plain) as file:
-        tensors: list[tuple[str, Sequence[int], TensorType, Any]] = []
+        tensors: list[tuple[str, tuple[int, ...], TensorType, Any]] = []
         for i, (key, info) in enumerate(file.tensors.items()):
             kept = len(info.shape) < 2 or ".ffn_gate_inp." in key or key.startswith("token_embd")
             if kept or info.shape[0] % t.block:

@@ -102,7 +102,7 @@ def zoo(run: Run) -> None:
             with load(path, kv_type="f32", fusion=fusion, placement=on_card()) as model:
                 session = model.session(64)
                 parts = (tokens[:40], tokens[40:41], tokens[41:42], tokens[42:43], tokens[43:])
-                found = np.concatenate([session.decode(part) for part in parts])  # type: ignore[misc]
+                found = np.concatenate([session.decode(part) for part in parts])
                 error = nmse(found, logits)
                 worst.append((error if np.isfinite(error) else np.inf, name))
                 run.check(f"zoo: {name}, {'fused' if fusion.moe else 'unfused'}", error, 1e-8)
@@ -144,7 +144,7 @@ def placements(run: Run) -> None:
     for what, rules in gpu_cases.PLACEMENTS.items():
         with load(path, kv_type="f32", placement=on_card(rules)) as model:
             session = model.session(64)
-            found = np.concatenate([session.decode(part) for part in (tokens[:12], tokens[12:13])])  # type: ignore[misc]
+            found = np.concatenate([session.decode(part) for part in (tokens[:12], tokens[12:13])])
             run.check(f"placements: {what}", nmse(found, logits[:13]), 1e-8)
     with load(path, kv_type="f32", placement=on_card(), max_vram=2_000_000) as model:
         run.check("placements: --max-vram", nmse(model.forward(tokens[:20]), logits[:20]), 1e-8)

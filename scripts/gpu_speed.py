@@ -111,7 +111,7 @@ class Bench:
 
     def room(self, nbytes: int, fill: np.ndarray[Any, Any] | None = None) -> int:
         """Return new memory, filled with a pattern repeated, or zeros."""
-        address = self.device.allocate(nbytes)
+        address = int(self.device.allocate(nbytes))
         self._held.append(address)
         if fill is None:
             self.device.zero(address, nbytes)
@@ -208,7 +208,7 @@ def mat_vec_speed(run: Run) -> None:
 
 
 def mat_mat_speed(run: Run) -> None:
-    """Every type: 2048 tokens times 4096 x 4096, and by expert, as a share of the bf16 GEMM."""
+    """Every type: a prompt times a square matrix, and by expert, as a share of the bf16 GEMM."""
     c = the_card()
     s = SIZES
     run.say(
@@ -238,11 +238,10 @@ def _dense(t: TensorType, rows: int, n_in: int, n_out: int) -> float:
 
 def _expert_launches(b: Bench, t: TensorType, rows: int, fused: bool, gated: bool = True) -> list[Launch]:
     """Return up and gate of all experts (or up alone) for so many tokens."""
-    n_in, n_out, n_expert, n_used = 2048, 768, 128, 8
+    n_in, n_out, n_expert, n_used = SIZES.expert_in, SIZES.expert_out, SIZES.experts, SIZES.used
     rng = np.random.default_rng(1)
-    ids = b.room(
-        4 * rows * n_used, np.stack([rng.permutation(n_expert)[:n_used] for _ in range(rows)]).astype(np.int32)
-    )
+    chosen = np.stack([rng.permutation(n_expert)[:n_used] for _ in range(rows)]).astype(np.int32)
+    ids = b.room(4 * rows * n_used, chosen)
     x, stride = b.activations(t, n_in, rows)
     each = n_out * t.row_bytes(n_in)
     up, gate = (b.weights(t, n_expert * each) for _ in range(2))
@@ -328,7 +327,7 @@ def fused_speed(run: Run) -> None:
 
 
 def attention_speed(run: Run) -> None:
-    """Decoding at depth as a share of copying; prompts of 2048 tokens as a rate."""
+    """Decoding at depth as a share of copying; a prompt as a rate."""
     c = the_card()
     run.say("\nattention, 32 heads of 128 over 4 key-value heads\n")
     for kind in ("f16", "q8_0", "f32"):
@@ -350,8 +349,12 @@ def _attend(kind: str, rows: int, n_ctx: int) -> float:
         arrays = [b.room(4 * rows, positions * 0), b.room(4 * rows, positions), b.room(4 * rows, positions * 0)]
         batch = b.room(56, np.array([rows, 0, *arrays, 0, n_ctx], np.int64))
         noise = np.random.default_rng(1).standard_normal(1 << 16)
-        stored = {"f16": noise.astype(np.float16), "f32": noise.astype(np.float32)}
-        fill = stored.get(kind, gpu_cases.blocks(BY_NAME["Q8_0"], 4096, 1, largest=4) if kind == "q8_0" else None)
+        stored: dict[str, np.ndarray[Any, Any]] = {
+            "f16": noise.astype(np.float16),
+            "f32": noise.astype(np.float32),
+            "q8_0": gpu_cases.blocks(BY_NAME["Q8_0"], 4096, 1, largest=4),
+        }
+        fill = stored[kind]
         size = n_ctx * BY_NAME[kind.upper()].row_bytes(512)
         slots = {
             "batch": batch, "rows": rows, "q": b.room(4 * rows * 4096, noise.astype(np.float32)),
