@@ -52,7 +52,7 @@ class Sizes:
     expert_out: int = 768
     gates: tuple[int, ...] = (1, 4, 64, 512, 2048)
     depths: tuple[int, ...] = (4096, 32768)
-    layers: int = 8
+    layers: int = 16
     single: int = 128
     repetitions: int = 15
     types: tuple[str, ...] = gpu_cases.TYPES
@@ -412,7 +412,7 @@ def _rate(session: Session, n: int, one_by_one: bool, repetitions: int = 5) -> f
 
 
 def model_speed(run: Run) -> None:
-    """A MoE of Qwen3-30B-A3B's shapes, 8 layers: prompts and generation with every switch on and off."""
+    """A MoE of Qwen3-30B-A3B's shapes: prompts and generation with every switch on and off."""
     c = the_card()
     path = write_moe(run.folder / "moe.gguf", "Q4_K", "F32")
     size, n = format_size(path.stat().st_size), SIZES.tokens

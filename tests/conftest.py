@@ -86,6 +86,14 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say loudly, last, when kernels for the GPU were not run or not compiled."""
+    reasons = {report.longrepr[2] for report in terminalreporter.stats.get("skipped", []) if report.longrepr}
+    for reason in sorted(r.removeprefix("Skipped: ") for r in reasons):
+        if "C++ compiler" in reason or "NVRTC" in reason:
+            terminalreporter.write_line(f"KERNELS FOR THE GPU WERE NOT TESTED: {reason}", red=True, bold=True)
+
+
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> object:
     """A device for CUDA kernels: the host shim, and a GPU where there is one."""

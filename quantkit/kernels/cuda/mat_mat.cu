@@ -3,6 +3,7 @@
 // scale, bias and gate follow in registers. up_gate: half of the tile's rows are up's, half gate's, and a lane has both
 // of an output. By expert: tiles and their pairs from the plan (plan.cuh); blocks without a tile leave at once.
 #define BLOCKS_AT_ONCE 2
+#include "products.cuh"
 #include "panel.cuh"
 #include "plan.cuh"
 #include "functions.cuh"
@@ -27,17 +28,6 @@ INLINE int tokens_here(int64_t rows) { return (int)lesser(rows - first_token(), 
 // The row of x that this thread fetches; beyond the last one that again.
 INLINE int64_t fetched_token(int64_t rows) { return lesser(first_token() + staged_token(), rows - 1); }
 INLINE int64_t fetched_row(int64_t n_out) { return lesser((int64_t)blockIdx.y * ROWS + staged_row(), n_out - 1); }
-
-struct mul_mat_args {
-    int64_t rows;
-    const uint8_t* x;
-    int64_t x_stride;
-    const uint8_t* w;
-    int64_t row_bytes, n_in, n_out;
-    uint8_t* out;
-    int64_t out_stride;
-    const float *bias, *scale;
-};
 
 // Scale, bias and store a tile: out, the tile's first row of it; count tokens.
 INLINE void store_tile(const Sums& sum, uint8_t* out, int64_t out_stride, int count, int64_t n_out, const float* bias, float scale) {
@@ -65,16 +55,6 @@ KERNEL(mul_mat, THREADS) {
     store_tile(sum, out, a.out_stride, tokens_here(a.rows), a.n_out, a.bias, factor(a.scale, 0));
 }
 
-struct mul_mat_heads_args {
-    int64_t rows;
-    const uint8_t* x;
-    int64_t x_stride, x_head_bytes;
-    const uint8_t* w;
-    int64_t row_bytes, head_bytes, heads, n_in, n_out;
-    uint8_t* out;
-    int64_t out_stride;
-};
-
 KERNEL(mul_mat_heads, THREADS) {
     DYNAMIC_SHARED(shared);
     const uint8_t* w = a.w + blockIdx.z * a.head_bytes + fetched_row(a.n_out) * a.row_bytes;
@@ -93,20 +73,6 @@ INLINE int4 tile_of(const int32_t* plan, int64_t pairs, int64_t n_expert) {
     return ((const int4*)(plan + plan_tiles_at(pairs, n_expert, TOKENS)))[block_here()];
 }
 
-struct mul_mat_id_args {
-    int64_t rows;
-    const uint8_t* x;
-    int64_t x_stride, x_per;
-    const int32_t *ids, *plan;
-    int64_t n_expert, n_used;
-    const uint8_t* w;
-    int64_t row_bytes, expert_bytes, n_in, n_out;
-    float* out;
-    const float* bias;
-    int64_t bias_stride;
-    const float* scale;
-};
-
 KERNEL(mul_mat_id, THREADS) {
     DYNAMIC_SHARED(shared);
     int4 tile = tile_of(a.plan, a.rows * a.n_used, a.n_expert);
@@ -119,14 +85,14 @@ KERNEL(mul_mat_id, THREADS) {
     tile = tile_of(a.plan, a.rows * a.n_used, a.n_expert);  // again: registers are few meanwhile
     pairs = a.plan + PLAN_PAIRS + tile.y;
     const float scale = factor(a.scale, tile.x);
-    const float* bias = a.bias ? (const float*)((const uint8_t*)a.bias + tile.x * a.bias_stride) : 0;
+    const float* bias = a.bias ? (const float*)(a.bias + tile.x * a.bias_stride) : 0;
 #pragma unroll
     for (int j = 0; j < NT; j++)
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
             const int token = token_of(j, odd);
             if (token >= tile.z) continue;
-            float* out = a.out + pairs[token] * a.n_out;
+            float* out = (float*)a.out + pairs[token] * a.n_out;
 #pragma unroll
             for (int i = 0; i < 2 * MT; i++) {
                 const int64_t o = (int64_t)blockIdx.y * ROWS + row_of(i / 2, 2 * (i % 2));
@@ -156,18 +122,6 @@ INLINE void store_gated(const Sums& sum, int j, int odd, float* out, int64_t n_o
     }
 }
 
-struct up_gate_args {
-    int64_t rows;
-    const uint8_t* x;
-    int64_t x_stride;
-    const uint8_t *up, *gate;
-    int64_t row_bytes, n_in, n_out;
-    uint8_t* out;
-    int64_t out_stride;
-    const float *up_bias, *gate_bias, *up_scale, *gate_scale;
-    double gate_limit, act_limit, up_limit, alpha;
-};
-
 KERNEL(up_gate, THREADS) {
     DYNAMIC_SHARED(shared);
     const int row = staged_row();
@@ -188,21 +142,6 @@ KERNEL(up_gate, THREADS) {
         }
 }
 
-struct up_gate_id_args {
-    int64_t rows;
-    const uint8_t* x;
-    int64_t x_stride, x_per;
-    const int32_t *ids, *plan;
-    int64_t n_expert, n_used;
-    const uint8_t *up, *gate;
-    int64_t up_expert_bytes, gate_expert_bytes, row_bytes, n_in, n_out;
-    float* out;
-    const float *up_bias, *gate_bias;
-    int64_t up_bias_stride, gate_bias_stride;
-    const float *up_scale, *gate_scale;
-    double gate_limit, act_limit, up_limit, alpha;
-};
-
 KERNEL(up_gate_id, THREADS) {
     DYNAMIC_SHARED(shared);
     int4 tile = tile_of(a.plan, a.rows * a.n_used, a.n_expert);
@@ -218,15 +157,15 @@ KERNEL(up_gate_id, THREADS) {
     pairs = a.plan + PLAN_PAIRS + tile.y;
     const Limits limits = {(float)a.gate_limit, (float)a.act_limit, (float)a.up_limit, (float)a.alpha};
     const float up_scale = factor(a.up_scale, tile.x), gate_scale = factor(a.gate_scale, tile.x);
-    const float* up_bias = a.up_bias ? (const float*)((const uint8_t*)a.up_bias + tile.x * a.up_bias_stride) : 0;
-    const float* gate_bias = a.gate_bias ? (const float*)((const uint8_t*)a.gate_bias + tile.x * a.gate_bias_stride) : 0;
+    const float* up_bias = a.up_bias ? (const float*)(a.up_bias + tile.x * a.up_bias_stride) : 0;
+    const float* gate_bias = a.gate_bias ? (const float*)(a.gate_bias + tile.x * a.gate_bias_stride) : 0;
 #pragma unroll
     for (int j = 0; j < NT; j++)
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
             const int token = token_of(j, odd);
             if (token >= tile.z) continue;
-            float* out = a.out + pairs[token] * a.n_out;
+            float* out = (float*)a.out + pairs[token] * a.n_out;
             store_gated(sum, j, odd, out, a.n_out, up_bias, gate_bias, up_scale, gate_scale, limits);
         }
 }

@@ -3,6 +3,7 @@
 // Macros: TYPE of the weights, FLOATS if it is F32, F16 or BF16; COLUMNS, rows of x; LANES that share a row of weights,
 // ROWS that they compute at once. With ACTIVATION, its number, the file has the fused products of up and gate instead.
 #define BLOCKS_AT_ONCE (COLUMNS <= 2 ? 5 : __CUDA_ARCH__ < 800 ? 2 : 3)
+#include "products.cuh"
 #ifdef FLOATS
 #include "float_dots.cuh"
 #else
@@ -27,33 +28,10 @@ INLINE void write_products(const uint8_t* w, int64_t row_bytes, const uint8_t* x
     });
 }
 
-// rows: COLUMNS of them. Strides in bytes. bias, one value a row of w, and scale, one value: may be 0.
-struct mul_mat_args {
-    int64_t rows;
-    const uint8_t* x;
-    int64_t x_stride;
-    const uint8_t* w;
-    int64_t row_bytes, n_in, n_out;
-    uint8_t* out;
-    int64_t out_stride;
-    const float *bias, *scale;
-};
-
 KERNEL(mul_mat, 128) {
     const float scale = at_or(a.scale, 0, 1);
     write_products(a.w, a.row_bytes, a.x, a.x_stride, a.n_in, a.n_out, a.out, a.out_stride, a.bias, scale);
 }
-
-// A matrix a head, head_bytes apart, times the head's part of x, x_head_bytes apart: columns h * n_out .. of out.
-struct mul_mat_heads_args {
-    int64_t rows;
-    const uint8_t* x;
-    int64_t x_stride, x_head_bytes;
-    const uint8_t* w;
-    int64_t row_bytes, head_bytes, heads, n_in, n_out;
-    uint8_t* out;
-    int64_t out_stride;
-};
 
 KERNEL(mul_mat_heads, 128) {
     const int64_t h = blockIdx.y;
@@ -63,22 +41,6 @@ KERNEL(mul_mat_heads, 128) {
 }
 
 #if COLUMNS == 1
-
-// Pair p of token and expert, p = token * n_used + j, is row p of out and of ids; its row of x is p / x_per.
-struct mul_mat_id_args {
-    int64_t rows;
-    const uint8_t* x;
-    int64_t x_stride, x_per;
-    const int32_t* ids;
-    const uint8_t* plan;  // for many rows (mat_mat.cu)
-    int64_t n_expert, n_used;
-    const uint8_t* w;
-    int64_t row_bytes, expert_bytes, n_in, n_out;
-    uint8_t* out;
-    const uint8_t* bias;  // of an expert bias_stride bytes after another's
-    int64_t bias_stride;
-    const float* scale;  // one an expert
-};
 
 KERNEL(mul_mat_id, 128) {
     const int64_t p = blockIdx.y, expert = a.ids[p];
@@ -120,19 +82,6 @@ INLINE void write_gated(const Side& up, const Side& gate, int64_t row_bytes, con
     });
 }
 
-// Both matrices have one type and one row_bytes. Limits that are 0 are off.
-struct up_gate_args {
-    int64_t rows;
-    const uint8_t* x;
-    int64_t x_stride;
-    const uint8_t *up, *gate;
-    int64_t row_bytes, n_in, n_out;
-    uint8_t* out;
-    int64_t out_stride;
-    const float *up_bias, *gate_bias, *up_scale, *gate_scale;
-    double gate_limit, act_limit, up_limit, alpha;
-};
-
 KERNEL(up_gate, 128) {
     const Side up = {a.up, a.up_bias, at_or(a.up_scale, 0, 1)};
     const Side gate = {a.gate, a.gate_bias, at_or(a.gate_scale, 0, 1)};
@@ -141,23 +90,6 @@ KERNEL(up_gate, 128) {
 }
 
 #if COLUMNS == 1
-
-// As mul_mat_id; up and gate may be halves of a merged tensor: two addresses, the same bytes an expert.
-struct up_gate_id_args {
-    int64_t rows;
-    const uint8_t* x;
-    int64_t x_stride, x_per;
-    const int32_t* ids;
-    const uint8_t* plan;  // for many rows (mat_mat.cu)
-    int64_t n_expert, n_used;
-    const uint8_t *up, *gate;
-    int64_t up_expert_bytes, gate_expert_bytes, row_bytes, n_in, n_out;
-    uint8_t* out;
-    const uint8_t *up_bias, *gate_bias;
-    int64_t up_bias_stride, gate_bias_stride;
-    const float *up_scale, *gate_scale;
-    double gate_limit, act_limit, up_limit, alpha;
-};
 
 INLINE Side side_of(const uint8_t* w, int64_t expert_bytes, const uint8_t* bias, int64_t bias_stride,
                     const float* scale, int64_t expert) {

@@ -80,9 +80,11 @@ def source(file: str) -> str:
 
 @cache
 def _slots(file: str, name: str) -> dict[str, str]:
-    found = re.search(rf"struct {name}_args \{{(.*?)\}};", source(file), re.DOTALL)
+    included = re.findall(r'^#include "(.*)"', source(file), re.MULTILINE)
+    texts = "".join([source(file), *map(source, included)])
+    found = re.search(rf"struct {name}_args \{{(.*?)\}};", texts, re.DOTALL)
     if found is None:
-        raise ValueError(f"{file} has no struct {name}_args")
+        raise ValueError(f"{file}, and what it includes, has no struct {name}_args")
     slots: dict[str, str] = {}
     for member in re.sub(r"//[^\n]*", "", found[1]).split(";"):
         words = member.strip()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from quantkit.formats.gguf import GGUFFile
 from quantkit.kernels.cpu.tape import Batch as BatchBlock
@@ -22,7 +23,8 @@ from quantkit.kernels.cpu.tape import Tape
 from quantkit.kernels.cpu.team import Team
 from quantkit.model.backends import Limits, Observer
 from quantkit.model.backends.accumulators import Accumulator, NotFinite, not_finite
-from quantkit.model.backends.arena import Entry, Memory, place
+from quantkit.model.backends.arena import Buffer, Entry, Memory, place
+from quantkit.model.backends.boundary import Boundary
 from quantkit.model.backends.cpu_lowering import CPULowering
 from quantkit.model.backends.cpu_ops import lower
 from quantkit.model.backends.streaming import Stage, pages, stages, streamed
@@ -67,10 +69,11 @@ class CPUBackend:
         """Nothing to give back: weights are the file's, threads end with the team."""
 
 
-class CPUProgram:
+class CPUProgram(Boundary):
     """Tapes, the memory their blocks point into, and the caches and states of the sequences."""
 
     def __init__(self, backend: CPUBackend, ops: Sequence[Op], limits: Limits, leaves: Sequence[Value]) -> None:
+        super().__init__(ops, leaves)
         self._backend, self.limits = backend, limits
         self._block = BatchBlock(backend.team, limits.n_ubatch, limits.n_ctx)
         self._batch: Batch | None = None
@@ -86,13 +89,7 @@ class CPUProgram:
             lambda of, row: cast(Callable[[str, int], None], report())(of, row),
         )
         self.not_finite: list[NotFinite] = []
-        made = {value for op in ops for value in op.outputs()}
-        self._takes = {value for op in ops for value in op.inputs()} - made
-        for value in self._takes:
-            self._low.buffer(value).set_before = True
-        self._leaves = set(leaves) | (made - {value for op in ops for value in op.inputs()})
-        for value in self._leaves & made:
-            self._low.buffer(value).kept_after = True
+        self._settle(self._low)
         self._lower(ops)
         self._memory = Memory(place(self._low.entries))
         self._steps = self._make_steps()
@@ -197,20 +194,7 @@ class CPUProgram:
         data = self._memory.view(buffer.offset, 4 * rows * value.width)
         return data.view(np.int32 if value.integer else np.float32).reshape(rows, value.width)
 
-    def read(self, value: Value) -> Any:
-        """Return a value that leaves the program, [rows, width], valid until the next run; KeyError for others."""
-        if value not in self._leaves:
-            raise KeyError(f"{value} does not leave this program: name it in leaves")
-        return self._view(value)
-
-    def write(self, value: Value, array: Any) -> None:
-        """Set a value that another program made, for the next run."""
-        if value not in self._takes:
-            raise KeyError(f"{value} is not taken by this program")
-        data = np.ascontiguousarray(array, np.int32 if value.integer else np.float32).reshape(-1)
-        buffer = self._low.values[value]
-        if data.nbytes > buffer.nbytes:
-            raise ValueError(f"{value}: {data.nbytes} bytes, and there is room for {buffer.nbytes}")
+    def _store(self, buffer: Buffer, data: npt.NDArray[Any]) -> None:
         self._memory.view(buffer.offset, data.nbytes)[:] = data.view(np.uint8)
 
     def clear(self, sequence: int | None = None) -> None:

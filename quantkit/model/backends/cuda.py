@@ -23,6 +23,7 @@ from quantkit.kernels.cuda.device import Device, Launch
 from quantkit.model.backends import Limits, Observer
 from quantkit.model.backends.accumulators import Accumulator, NotFinite, not_finite
 from quantkit.model.backends.arena import Buffer, place
+from quantkit.model.backends.boundary import Boundary
 from quantkit.model.backends.cuda_joins import join
 from quantkit.model.backends.cuda_lowering import CUDALowering, KernelEntry
 from quantkit.model.backends.cuda_ops import lower
@@ -74,10 +75,11 @@ class Plan:
     replay: Callable[[], None] | None = None
 
 
-class CUDAProgram:
+class CUDAProgram(Boundary):
     """Launches, the device memory they name, and the caches and states of the sequences."""
 
     def __init__(self, backend: CUDABackend, ops: Sequence[Op], limits: Limits, leaves: Sequence[Value]) -> None:
+        super().__init__(ops, leaves)
         self._backend, self.device, self.limits = backend, backend.device, limits
         self._batch: Batch | None = None
         self.not_finite: list[NotFinite] = []
@@ -95,13 +97,7 @@ class CUDAProgram:
             lambda value: cast(Callable[[Value], Any], view())(value),
             lambda buffer, at, data: cast(Callable[..., None], upload())(buffer, at, data),
         )
-        made = {value for op in ops for value in op.outputs()}
-        self._takes = {value for op in ops for value in op.inputs()} - made
-        for value in self._takes:
-            self._low.buffer(value).set_before = True
-        self._leaves = set(leaves) | (made - {value for op in ops for value in op.inputs()})
-        for value in self._leaves & made:
-            self._low.buffer(value).kept_after = True
+        self._settle(self._low)
         for op in join(ops, self._leaves, limits.kv_type):
             lower(self._low, op)
         nbytes = place(self._low.entries)
@@ -222,20 +218,7 @@ class CUDAProgram:
             self.device.download(self._start + buffer.offset, out)
         return out.reshape(rows, value.width)
 
-    def read(self, value: Value) -> Any:
-        """Return a value that leaves the program, [rows, width], valid until the next run; KeyError for others."""
-        if value not in self._leaves:
-            raise KeyError(f"{value} does not leave this program: name it in leaves")
-        return self._view(value)
-
-    def write(self, value: Value, array: Any) -> None:
-        """Set a value that another program made, for the next run."""
-        if value not in self._takes:
-            raise KeyError(f"{value} is not taken by this program")
-        data = np.ascontiguousarray(array, np.int32 if value.integer else np.float32).reshape(-1)
-        buffer = self._low.values[value]
-        if data.nbytes > buffer.nbytes:
-            raise ValueError(f"{value}: {data.nbytes} bytes, and there is room for {buffer.nbytes}")
+    def _store(self, buffer: Buffer, data: npt.NDArray[Any]) -> None:
         self.device.upload(self._start + buffer.offset, data)
 
     def clear(self, sequence: int | None = None) -> None:

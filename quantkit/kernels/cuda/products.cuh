@@ -1,0 +1,70 @@
+// What products take, the same for few rows (mat_vec.cu) and many (mat_mat.cu): the caller chooses by their number.
+#pragma once
+#include "device.cuh"
+
+// rows of x; strides in bytes. bias, one value a row of w, and scale, one value: may be 0.
+struct mul_mat_args {
+    int64_t rows;
+    const uint8_t* x;
+    int64_t x_stride;
+    const uint8_t* w;
+    int64_t row_bytes, n_in, n_out;
+    uint8_t* out;
+    int64_t out_stride;
+    const float *bias, *scale;
+};
+
+// A matrix a head, head_bytes apart, times the head's part of x, x_head_bytes apart: columns h * n_out .. of out.
+struct mul_mat_heads_args {
+    int64_t rows;
+    const uint8_t* x;
+    int64_t x_stride, x_head_bytes;
+    const uint8_t* w;
+    int64_t row_bytes, head_bytes, heads, n_in, n_out;
+    uint8_t* out;
+    int64_t out_stride;
+};
+
+// Pair p of token and expert, p = token * n_used + j, is row p of out and of ids; its row of x is p / x_per.
+struct mul_mat_id_args {
+    int64_t rows;
+    const uint8_t* x;
+    int64_t x_stride, x_per;
+    const int32_t *ids, *plan;  // plan: of moe.cu, for many rows
+    int64_t n_expert, n_used;
+    const uint8_t* w;
+    int64_t row_bytes, expert_bytes, n_in, n_out;
+    uint8_t* out;
+    const uint8_t* bias;  // of an expert bias_stride bytes after another's
+    int64_t bias_stride;
+    const float* scale;  // one an expert
+};
+
+// Both matrices have one type and one row_bytes. Limits that are 0 are off.
+struct up_gate_args {
+    int64_t rows;
+    const uint8_t* x;
+    int64_t x_stride;
+    const uint8_t *up, *gate;
+    int64_t row_bytes, n_in, n_out;
+    uint8_t* out;
+    int64_t out_stride;
+    const float *up_bias, *gate_bias, *up_scale, *gate_scale;
+    double gate_limit, act_limit, up_limit, alpha;
+};
+
+// As mul_mat_id; up and gate may be halves of a merged tensor: two addresses, the same bytes an expert.
+struct up_gate_id_args {
+    int64_t rows;
+    const uint8_t* x;
+    int64_t x_stride, x_per;
+    const int32_t *ids, *plan;  // plan: of moe.cu, for many rows
+    int64_t n_expert, n_used;
+    const uint8_t *up, *gate;
+    int64_t up_expert_bytes, gate_expert_bytes, row_bytes, n_in, n_out;
+    uint8_t* out;
+    const uint8_t *up_bias, *gate_bias;
+    int64_t up_bias_stride, gate_bias_stride;
+    const float *up_scale, *gate_scale;
+    double gate_limit, act_limit, up_limit, alpha;
+};
