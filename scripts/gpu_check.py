@@ -232,6 +232,8 @@ def main() -> None:
         carry_out(run, options.only or list(CHECKS if options.shim else STEPS))
     except QuantkitError as e:
         sys.exit(f"gpu_check: {e}")
+    finally:
+        shutil.rmtree(run.folder, ignore_errors=True)
     sys.exit(1 if run.failed else 0)
 
 
