@@ -61,25 +61,24 @@ class Stream:
 
 
 class Kernel:
-    """A RawKernel of a module."""
+    """cupy.cuda.function.Function."""
 
     def __init__(self, function: Any, name: str) -> None:
-        self.kernel = types.SimpleNamespace(ptr=ctypes.cast(function, ctypes.c_void_p).value)
-        self.max_dynamic_shared_size_bytes = 48 << 10
-        KERNELS[self.kernel.ptr] = (self, name)
+        self.ptr = ctypes.cast(function, ctypes.c_void_p).value
+        KERNELS[self.ptr] = name
+        SHARED.setdefault(self.ptr, 48 << 10)
 
 
-KERNELS: dict[int, tuple[Kernel, str]] = {}
+#: Kernels' names, and the shared memory they may have, by handle.
+KERNELS: dict[int, str] = {}
+SHARED: dict[int, int] = {}
 
 
-class RawModule:
-    def __init__(self, code: str, options: tuple[str, ...], backend: str) -> None:
-        assert backend == "nvrtc"
-        assert not any(o.startswith("-arch") for o in options)
-        self.code = code
+class Module:
+    """cupy.cuda.function.Module; its machine code is the source text."""
 
-    def compile(self) -> None:
-        self.library = host_device._module(self.code, 900)
+    def load(self, cubin: bytes) -> None:
+        self.library = host_device._module(cubin.decode(), 900)
 
     def get_function(self, name: str) -> Kernel:
         return Kernel(getattr(self.library, name), name)
@@ -148,8 +147,8 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
     def launch_kernel(
         f: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, shared: int, stream: int, params: int, extra: int
     ) -> None:
-        kernel, name = KERNELS[f]
-        assert shared <= kernel.max_dynamic_shared_size_bytes
+        name = KERNELS[f]
+        assert shared <= SHARED[f]
         assert not extra
         block = ctypes.cast(params, ctypes.POINTER(ctypes.c_void_p))[0]
         kept = ctypes.create_string_buffer(ctypes.string_at(block, ARGUMENT_BYTES[name]))
@@ -166,10 +165,22 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
         else:
             captured.append(work)
 
+    def set_attribute(f: int, attribute: int, value: int) -> None:
+        if attribute == 8:
+            SHARED[f] = value
+        else:
+            assert (attribute, value) == (9, 100)
+
     runtime.memcpyAsync, runtime.memsetAsync = memcpy, memset
     cuda = types.SimpleNamespace(
         runtime=runtime,
-        driver=types.SimpleNamespace(launchKernel=launch_kernel),
+        driver=types.SimpleNamespace(
+            launchKernel=launch_kernel,
+            funcSetAttribute=set_attribute,
+            CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8,
+            CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT=9,
+        ),
+        function=types.SimpleNamespace(Module=Module),
         Device=Context,
         Stream=Stream,
         alloc=alloc,
@@ -178,7 +189,7 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
         Event=Event,
         get_elapsed_time=lambda a, b: 1e3 * (b.at - a.at),
     )
-    return types.SimpleNamespace(cuda=cuda, RawModule=RawModule, __version__="14")
+    return types.SimpleNamespace(cuda=cuda, __version__="14")
 
 
 #: Bytes of the arguments of kernels that tests launch, by name.

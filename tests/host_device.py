@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.kernels.cuda.device import PADDING, Launch, preamble
+from quantkit.kernels.cuda.compile import preamble
+from quantkit.kernels.cuda.device import PADDING, Launch
 from quantkit.kernels.cuda.operation import SOURCES, Operation
 
 SHIM = Path(__file__).parent / "shim"

@@ -9,16 +9,19 @@ import re
 import warnings
 from collections.abc import Iterator
 from itertools import groupby
+from pathlib import Path
 
 import pytest
 from host_device import CACHE, sources_hash
 
-from quantkit.kernels.cuda.device import compile_options, preamble
+from quantkit.kernels.cuda.compile import compile_module, compile_options, cubin, preamble
 from quantkit.kernels.cuda.operation import SOURCES, Operation
 
 #: Every family of kernels; a .cu file without one here is found out below.
 FAMILIES = sorted(
-    path.stem for path in SOURCES.glob("*.py") if path.stem not in ("__init__", "operation", "device", "peak")
+    path.stem
+    for path in SOURCES.glob("*.py")
+    if path.stem not in ("__init__", "operation", "compile", "device", "peak")
 )
 
 CAPABILITIES = (75, 80, 90)
@@ -55,20 +58,20 @@ def compiled(operation: Operation, capability: int) -> str:
     return kept.read_text()
 
 
-def compile_anew(operation: Operation, capability: int) -> str:
-    """Compile a module to a cubin; return the compiler's report."""
+def nvrtc_or_skip() -> None:
     try:
         with warnings.catch_warnings(action="ignore"):  # CuPy looks for a toolkit, which is not needed
-            from cupy.cuda import nvrtc
+            from cupy.cuda import nvrtc  # noqa: F401
     except ImportError:
         pytest.skip("no NVRTC: pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12")
-    program = nvrtc.createProgram(preamble(operation), operation.file, (), ())
-    try:
-        nvrtc.compileProgram(program, (*compile_options(capability), "--ptxas-options=-v"))
-        assert len(nvrtc.getCUBIN(program)) > 0
-    except nvrtc.NVRTCError as e:
-        raise AssertionError(nvrtc.getProgramLog(program)) from e
-    return str(nvrtc.getProgramLog(program))
+
+
+def compile_anew(operation: Operation, capability: int) -> str:
+    """Compile a module to a cubin; return the compiler's report."""
+    nvrtc_or_skip()
+    code, log = compile_module(operation, capability, "--ptxas-options=-v")
+    assert code.startswith(b"\x7fELF")
+    return log
 
 
 def test_every_source_has_its_family() -> None:
@@ -85,3 +88,26 @@ def test_kernels_compile_and_do_not_spill(family: str, capability: int) -> None:
         spilled = re.findall(r"for quantkit_(\w+)\n.*?(\d+) bytes spill stores", log)
         too_much = [s for s in spilled if s[0] in names and int(s[1]) > PUT_ASIDE.get(family, 0)]
         assert not too_much, f"{operation}: {too_much}"
+
+
+def test_machine_code_is_kept_until_a_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quantkit.kernels.cuda import compile as compiling
+    from quantkit.kernels.cuda.norms import norm
+
+    nvrtc_or_skip()
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+    operation = norm("rms").operation
+    code = cubin(operation, 90)
+    assert code.startswith(b"\x7fELF")
+    (kept,) = (tmp_path / "cuda").iterdir()
+    monkeypatch.setattr(compiling, "compile_module", lambda *arguments: (b"another", ""))
+    assert cubin(operation, 90) == code
+    monkeypatch.setattr(compiling, "sources_hash", lambda: "of other sources")
+    assert cubin(operation, 90) == b"another"
+    assert len(list((tmp_path / "cuda").iterdir())) == 2
+
+
+def test_a_source_that_does_not_compile_says_where() -> None:
+    nvrtc_or_skip()
+    with pytest.raises(RuntimeError, match=r"NO_SUCH_KIND.*undefined"):
+        compile_module(Operation("norms.cu", "norm").bind(KIND="NO_SUCH_KIND"), 90)

@@ -15,6 +15,7 @@ import pytest
 from quantkit.errors import ResourceError
 from quantkit.kernels.cuda import device as devices
 from quantkit.kernels.cuda import elementwise, norms
+from quantkit.kernels.cuda.compile import preamble
 from quantkit.kernels.cuda.device import CUDADevice, Launch
 from quantkit.kernels.cuda.operation import Operation, Shape
 from zoo import expected, write_zoo
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.skipif(host_device.compiler() is None, reason="no C++ c
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made = fake_cupy.module()
     monkeypatch.setattr(devices, "_cupy", lambda: made)
+    monkeypatch.setattr(devices, "cubin", lambda operation, capability: preamble(operation).encode())
     block = Operation.block
 
     def noted(operation: Operation, **values: int | float) -> bytes:
@@ -124,8 +126,11 @@ def test_cupy_has_what_is_asked_of_it() -> None:
     assert "extra)" in driver.launchKernel.__doc__
     assert driver.launchKernel.__doc__.count(",") == 10
     assert hasattr(function.Function, "ptr")
-    assert {"kernel", "max_dynamic_shared_size_bytes"} <= set(dir(cupy.RawKernel))
-    assert {"compile", "get_function"} <= set(dir(cupy.RawModule))
+    assert "bytes cubin" in function.Module.load.__doc__
+    assert "int attribute, int value" in driver.funcSetAttribute.__doc__
+    assert {"load", "get_function"} <= set(dir(function.Module))
+    assert driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES == 8
+    assert driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT == 9
     runtime = {"memcpyAsync", "memsetAsync", "getDeviceCount", "getDeviceProperties", "driverGetVersion"}
     constants = {"memcpyHostToDevice", "memcpyDeviceToHost", "memcpyDeviceToDevice", "CUDARuntimeError"}
     assert runtime | constants <= set(dir(cupy.cuda.runtime))

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import ResourceError
-from quantkit.kernels.cuda.operation import SOURCES, Operation, source
+from quantkit.kernels.cuda.compile import cubin
+from quantkit.kernels.cuda.operation import Operation
 
 #: Readable bytes after the end of every allocation: kernels read 16 bytes at a time.
 PADDING = 256
@@ -71,21 +72,6 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Wait until everything is done; ResourceError if a kernel failed."""
-
-
-def preamble(operation: Operation) -> str:
-    """Return the source text of an operation's module: its macros, then its file."""
-    lines = [f"#define {name} {value}" for name, value in operation.defines]
-    return "\n".join([*lines, source(operation.file)])
-
-
-def compile_options(capability: int) -> tuple[str, ...]:
-    """Return NVRTC's options for kernels: no contraction of a product and a sum, so that results can be compared.
-
-    Lambdas in kernels are the device's by default: otherwise NVRTC takes them for the host's.
-    """
-    common = (f"-I{SOURCES}", "--std=c++17", "--device-as-default-execution-space", "--fmad=false")
-    return (*common, f"-arch=sm_{capability}")
 
 
 def _cupy() -> Any:
@@ -146,6 +132,7 @@ class CUDADevice:
         self._memory: dict[int, Any] = {}
         self._modules: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
         self._functions: dict[Operation, int] = {}
+        self._kernels: list[Any] = []
         self._shared: dict[Operation, int] = {}
 
     # ------------------------------------------------------------ memory
@@ -191,31 +178,31 @@ class CUDADevice:
 
         wanted = {(op.file, op.defines): op for op in operations if (op.file, op.defines) not in self._modules}
         with ThreadPoolExecutor() as pool:  # NVRTC lets go of Python's lock
-            for key, module in zip(wanted, pool.map(self._compile, wanted.values()), strict=True):
-                self._modules[key] = module
-
-    def _compile(self, operation: Operation) -> Any:
-        # CuPy adds -arch by itself.
-        options = tuple(o for o in compile_options(self.capability) if not o.startswith("-arch"))
+            codes = list(pool.map(lambda op: cubin(op, self.capability), wanted.values()))
         with self.here():
-            module = self._cupy.RawModule(code=preamble(operation), options=options, backend="nvrtc")
-            module.compile()
-        return module
+            for key, code in zip(wanted, codes, strict=True):
+                self._modules[key] = self._cupy.cuda.function.Module()
+                self._modules[key].load(code)
 
     def _function(self, operation: Operation) -> int:
+        """Return a kernel's handle."""
         if operation not in self._functions:
             self.prepare([operation])
             with self.here():
                 kernel = self._modules[operation.file, operation.defines].get_function(f"quantkit_{operation.name}")
-                self._functions[operation] = int(kernel.kernel.ptr)
-                self._kernels = {**getattr(self, "_kernels", {}), operation: kernel}
+            self._kernels.append(kernel)
+            self._functions[operation] = int(kernel.ptr)
         return self._functions[operation]
 
     def _allow_shared(self, launch: Launch) -> None:
-        """Above 48 KiB of shared memory a kernel must ask first; what its source declares counts too."""
+        """Above 48 KiB of shared memory, what the source declares included, a kernel must ask first."""
+        driver = self._cupy.cuda.driver
         if launch.shared > max(40 << 10, self._shared.get(launch.operation, 0)):
-            self._function(launch.operation)
-            self._kernels[launch.operation].max_dynamic_shared_size_bytes = launch.shared
+            function = self._function(launch.operation)
+            with self.here():
+                driver.funcSetAttribute(function, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared)
+                # All that a multiprocessor has, so that two blocks of 100 KiB fit at once.
+                driver.funcSetAttribute(function, driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
             self._shared[launch.operation] = launch.shared
 
     def run(self, launches: Sequence[Launch]) -> None:
