@@ -16,9 +16,9 @@ from make_moe import Model as Shapes
 from quantkit.formats.gguf import Field, write_gguf
 from quantkit.helpers import format_size
 from quantkit.kernels.activation_formats import activation_format
-from quantkit.kernels.cuda import activations, attention, glu, mat_mat, mat_vec, moe, peak
+from quantkit.kernels.cuda import activations, attention, dequantize, glu, mat_mat, mat_vec, moe, peak
 from quantkit.kernels.cuda.attention import MASKS
-from quantkit.kernels.cuda.device import Launch, open_device
+from quantkit.kernels.cuda.device import CUDADevice, Launch, open_device
 from quantkit.kernels.cuda.operation import Shape
 from quantkit.kernels.parameters import Activation
 from quantkit.model.cost import token_cost
@@ -177,6 +177,8 @@ def mat_vec_speed(run: Run) -> None:
     """Every type: one token (and a few) times matrices of 64 MB, as a share of copying."""
     c = the_card()
     n_in, few = SIZES.n_in, SIZES.few
+    sizes = [(t, SIZES.matrix_bytes // t.row_bytes(n_in)) for t in map(BY_NAME.__getitem__, SIZES.types)]
+    c.device.prepare([mat_vec.mul_mat(t, n_in, n_out, rows).operation for t, n_out in sizes for rows in few])
     size = format_size(SIZES.matrix_bytes)
     run.say(f"\nmat-vec: GB/s of weights read (share of copy), {n_in} columns, {size}, by tokens\n")
     run.say(f"| type | {' | '.join(map(str, few))} |\n|---|{'---|' * len(few)}")
@@ -215,17 +217,31 @@ def mat_mat_speed(run: Run) -> None:
         f"\nmat-mat: TFLOP/s (share of the bf16 GEMM), {s.tokens} tokens; experts: {s.experts} of {s.expert_in} x "
         f"{s.expert_out}, {s.used} used\n"
     )
-    run.say(f"| type | {s.dense} x {s.dense} | experts | experts up+gate |\n|---|---|---|---|")
+    run.say(f"| type | {s.dense} x {s.dense} | the same by bf16 and cuBLAS | experts | experts up+gate |")
+    run.say("|---|---|---|---|---|")
+    by_expert = s.expert_in, s.expert_out, s.tokens, s.used, s.experts, c.device.capability
+    c.device.prepare(
+        [
+            shape.operation
+            for t in map(BY_NAME.__getitem__, s.types)
+            for shape in (
+                mat_mat.mul_mat(t, s.dense, s.dense, s.tokens, c.device.capability),
+                mat_mat.mul_mat_id(t, *by_expert),
+                mat_mat.up_gate_id(t, SILU, *by_expert),
+            )
+        ]
+    )
     for name in s.types:
         if run.left < 60:
             run.say(f"(stopped before {name}: no time)")
             return
         t = BY_NAME[name]
-        found = [_dense(t, s.tokens, s.dense, s.dense), *(_experts(t, s.tokens, fused) for fused in (False, True))]
+        found = [*_dense(run, t, s.tokens, s.dense, s.dense), *(_experts(t, s.tokens, x) for x in (False, True))]
         run.say(f"| {name} | {' | '.join(f'{x:.0f} ({x / c.gemm_tflops:.0%})' for x in found)} |")
 
 
-def _dense(t: TensorType, rows: int, n_in: int, n_out: int) -> float:
+def _dense(run: Run, t: TensorType, rows: int, n_in: int, n_out: int) -> tuple[float, float]:
+    """Return the rate of the product, and of unpacking to bf16 and cuBLAS instead, which it is held to, too."""
     with Bench() as b:
         x, stride = b.activations(t, n_in, rows)
         w, out = b.weights(t, n_out * t.row_bytes(n_in)), b.room(4 * rows * n_out)
@@ -233,7 +249,38 @@ def _dense(t: TensorType, rows: int, n_in: int, n_out: int) -> float:
             mat_mat.mul_mat(t, n_in, n_out, rows, b.device.capability), rows=rows, x=x, x_stride=stride, w=w,
             row_bytes=t.row_bytes(n_in), n_in=n_in, n_out=n_out, out=out, out_stride=4 * n_out, **NO_BIAS,
         )  # fmt: skip
-        return 2 * rows * n_in * n_out / b.seconds([one]) / 1e12
+        flops = 2 * rows * n_in * n_out
+        rate = flops / b.seconds([one]) / 1e12
+        if not isinstance(b.device, CUDADevice):
+            return rate, 0.0  # cuBLAS is where a card is
+        other = _by_cublas(b, t, w, rows, n_in, n_out)
+        found, wanted = np.empty((rows, n_out), np.float32), np.empty((rows, n_out), np.uint16)
+        b.device.download(out, found)
+        b.device.download(other[0], wanted)
+        error = gpu_cases.nmse(found, (wanted.astype(np.uint32) << 16).view(np.float32))
+        run.check(f"mat-mat: {t.name} beside bf16 and cuBLAS", error, 1e-3)
+        return rate, flops / other[1] / 1e12
+
+
+def _by_cublas(b: Bench, t: TensorType, w: int, rows: int, n_in: int, n_out: int) -> tuple[int, float]:
+    """Unpack weights to bf16 and multiply; return where the result is, bf16, and the seconds of both."""
+    plain = b.activations(BY_NAME["F32"], n_in, rows)[0]  # the same values, not quantized
+    x, unpacked, out = (b.room(2 * size) for size in (rows * n_in, n_out * n_in, rows * n_out))
+    to = dequantize.OUTPUTS.index("bf16")
+
+    def unpacking(kind: TensorType, source: int, target: int, count: int) -> Launch:
+        return launch(
+            dequantize.dequantize(kind, n_in, count), w=source, out=target, row_bytes=kind.row_bytes(n_in),
+            rows=count, n=n_in, out_stride=2 * n_in, to=to,
+        )  # fmt: skip
+
+    b.device.run([unpacking(BY_NAME["F32"], plain, x, rows)])
+
+    def work() -> None:
+        b.device.run([unpacking(t, w, unpacked, n_out)])
+        peak.gemm_bf16(b.device, rows, n_out, n_in, x, unpacked, out)
+
+    return out, peak.timed(b.device, work, 7)
 
 
 def _expert_launches(b: Bench, t: TensorType, rows: int, fused: bool, gated: bool = True) -> list[Launch]:

@@ -39,6 +39,7 @@ class Run:
     left = 1e9
     def __init__(self, folder): self.folder, self.lines = folder, []
     def say(self, line=""): print(line)
+    def check(self, what, value, bound): assert value <= bound, (what, value)
 from pathlib import Path
 run = Run(Path(sys.argv[1]))
 gpu_speed.GATED_TYPES = ("Q4_K",)
