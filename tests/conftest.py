@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
@@ -86,6 +87,23 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
+def has_driver() -> bool:
+    """Tell whether there is a CUDA driver, without waiting for CuPy."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+#: Kernels for the GPU run on the host shim, and on a card where there may be one.
+DEVICES = ["host", *([pytest.param("cuda", marks=pytest.mark.gpu)] if has_driver() else [])]
+
+
+def pytest_report_header() -> str:
+    return "CUDA kernels: on the host shim" + (" and on a card" if has_driver() else ", no driver for a card is here")
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
     """Say loudly, last, when kernels for the GPU were not run or not compiled."""
@@ -96,7 +114,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
             terminalreporter.write_line(f"KERNELS FOR THE GPU WERE NOT TESTED: {reason}", red=True, bold=True)
 
 
-@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> object:
     """A device for CUDA kernels: the host shim, and a GPU where there is one."""
     import host_device
@@ -122,7 +140,7 @@ def memory(device: object) -> Iterator[object]:
     held.close()
 
 
-@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=DEVICES)
 def cuda_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """The names of the machine's CUDA devices: two of the host shim, or those there are."""
     import host_device

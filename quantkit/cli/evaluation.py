@@ -59,7 +59,15 @@ _PLACEMENT = (
         type=click.IntRange(0),
         help="Only the last layers on CUDA devices.",
     ),
-    option("-ot", "rules", group=RUN, multiple=True, metavar="RE=DEVICE", help="Place matching tensors on a device."),
+    option(
+        "-ot",
+        "--override-tensor",
+        "rules",
+        group=RUN,
+        multiple=True,
+        metavar="RE=DEVICE",
+        help="Place matching tensors on a device.",
+    ),
     option("--max-vram", group=RUN, type=SIZE, metavar="SIZE", help="Weights on each GPU; the rest is sent each time."),
 )
 
