@@ -62,6 +62,7 @@ class Setting:
     placement: Placement = Placement()
     max_ram: int | None = None
     max_vram: int | None = None
+    cublas: bool = False
 
 
 @dataclass(frozen=True)
@@ -271,6 +272,7 @@ def _load(model: str | Path, s: Setting) -> Model:
         placement=s.placement,
         max_ram=s.max_ram,
         max_vram=s.max_vram,
+        cublas=s.cublas,
     )
 
 

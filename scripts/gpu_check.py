@@ -130,14 +130,13 @@ def quantized(run: Run) -> None:
 
 def tiny_moe(run: Run) -> None:
     """Perplexity of a trained MoE beside the CPU backend's."""
-    tokens = run.expected["tiny-moe tokens"]
-    with load(ROOT / "tests/data/tiny-moe-bf16.gguf", placement=on_card()) as model:
-        ppl = gpu_cases.perplexity(model, tokens)
-    cpu = float(run.expected["tiny-moe perplexity"])
-    run.check("tiny-moe: perplexity away from the CPU's", abs(ppl / cpu - 1), 1e-3)
-    run.say(
-        f"tiny-moe BF16, perplexity of {tokens.size} tokens: {ppl:.4f}, CPU backend {cpu:.4f} ({ppl / cpu - 1:+.3%})"
-    )
+    tokens, cpu = run.expected["tiny-moe tokens"], float(run.expected["tiny-moe perplexity"])
+    for what, cublas in (("own products", False), ("cuBLAS", True)):
+        with load(ROOT / "tests/data/tiny-moe-bf16.gguf", placement=on_card(), cublas=cublas) as model:
+            ppl = gpu_cases.perplexity(model, tokens)
+        run.check(f"tiny-moe, {what}: perplexity away from the CPU's", abs(ppl / cpu - 1), 1e-3)
+        away = f"{ppl / cpu - 1:+.3%}"
+        run.say(f"tiny-moe BF16, {what}, perplexity of {tokens.size} tokens: {ppl:.4f}, CPU {cpu:.4f} ({away})")
 
 
 def placements(run: Run) -> None:

@@ -123,6 +123,14 @@ class HostDevice:
     def host_array(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         return np.empty(count, dtype)
 
+    def gemm_bf16(self, rows: int, n_out: int, n_in: int, x: int, w: int, out: int) -> None:
+        def matrix(address: int, n: int) -> npt.NDArray[Any]:
+            bits = np.empty((n, n_in), np.uint16)
+            self.download(address, bits)
+            return (bits.astype(np.uint32) << 16).view(np.float32)
+
+        self.upload(out, matrix(x, rows) @ matrix(w, n_out).T)
+
     def prepare(self, operations: Sequence[Operation]) -> None:
         for operation in operations:
             _module(preamble(operation), 10 * self.capability)

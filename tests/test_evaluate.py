@@ -526,7 +526,15 @@ def test_options_reach_the_engine(tmp_path: Path, loads: list[dict[str, Any]]) -
     for command in (("perplexity", "-c", 4), ("logits", "-c", 4, "-o", tmp_path / "o.npy")):
         result = run(*command, "-m", tmp_path / "a.gguf", "--tokens", "1,2,3,4,5,6,7,8,9", *options)
         assert result.exit_code == 0, result.output
-    expected = {"n_ctx": 4, "threads": 3, "n_ubatch": 64, "kv_type": "q8_0", "max_ram": 10**9, "max_vram": None}
+    expected = {
+        "n_ctx": 4,
+        "threads": 3,
+        "n_ubatch": 64,
+        "kv_type": "q8_0",
+        "max_ram": 10**9,
+        "max_vram": None,
+        "cublas": False,
+    }
     rest = {"merge_up_gate": True, "fusion": Fusion(moe=False), "placement": Placement(0, (("exps", "CPU"),))}
     assert loads == [{**expected, **rest}] * 2
 

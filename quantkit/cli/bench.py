@@ -94,6 +94,7 @@ def command(
         merge_up_gate=[bool(x) for x in merge_up_gate_experts],
         placement=[placement_given(run)],
         max_vram=[run["max_vram"]],
+        cublas=[run["cublas"]],
     )
 
     def say(line: str) -> None:

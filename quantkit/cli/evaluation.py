@@ -69,6 +69,7 @@ _PLACEMENT = (
         help="Place matching tensors on a device.",
     ),
     option("--max-vram", group=RUN, type=SIZE, metavar="SIZE", help="Weights on each GPU; the rest is sent each time."),
+    option("--cublas", group=RUN, is_flag=True, help="On GPUs, prompts by bf16 and cuBLAS: less exact; to compare."),
 )
 
 
@@ -129,6 +130,7 @@ def load_options(run: Mapping[str, Any]) -> LoadOptions:
         "kv_type": run["kv_type"].lower(),
         "max_ram": run["max_ram"],
         "max_vram": run["max_vram"],
+        "cublas": run["cublas"],
         "fusion": Fusion(up_gate=not run["no_fused_up_gate"], moe=not run["no_fused_moe"]),
         "merge_up_gate": run["merge_up_gate_experts"],
         "placement": placement_given(run),

@@ -48,6 +48,7 @@ def command(model: Path, n_ctx: int, n_gen: int | None, repetitions: int, output
         placement=placement_given(run),
         max_ram=run["max_ram"],
         max_vram=run["max_vram"],
+        cublas=run["cublas"],
     )
     rows = sweep_bench(model, n_ctx, setting, n_gen=n_gen, repetitions=repetitions)
     show = _md if output_format == "md" else _jsonl

@@ -85,6 +85,7 @@ class LoadOptions(TypedDict, total=False):
     kv_type: str
     max_ram: int | None
     max_vram: int | None
+    cublas: bool
     fusion: Fusion | None
     merge_up_gate: bool
     placement: Placement | None

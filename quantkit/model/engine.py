@@ -46,6 +46,7 @@ def load(
     placement: Placement | None = None,
     max_ram: int | None = None,
     max_vram: int | None = None,
+    cublas: bool = False,
     observer: Observer | None = None,
     rewrite: Callable[[Graph], Graph] | None = None,
     build: Callable[[GGUFFile, int], Graph] = build_graph,
@@ -64,6 +65,8 @@ def load(
         max_ram: bytes of weights to keep in memory; without, the system decides.
         max_vram: bytes of weights to keep on each CUDA device; the others are sent for every batch, of experts those
             that it uses.
+        cublas: on CUDA devices prompts go through dense matrices unpacked to bf16 and cuBLAS: less exact, to compare
+            with.
         observer: is shown what Observe operations look at.
         rewrite: adds operations that look on (observers.py) before any are fused; says nothing about fusion.
         build: makes the graph of an opened file; another one than the model's own is nextn.build_nextn.
@@ -84,6 +87,7 @@ def load(
         placement=placement or Placement(),
         max_ram=max_ram,
         max_vram=max_vram,
+        cublas=cublas,
         observer=observer,
         rewrite=rewrite,
         build=build,
@@ -106,6 +110,7 @@ class Model:
         placement: Placement,
         max_ram: int | None,
         max_vram: int | None,
+        cublas: bool,
         observer: Observer | None,
         rewrite: Callable[[Graph], Graph] | None = None,
         build: Callable[[GGUFFile, int], Graph] = build_graph,
@@ -118,7 +123,7 @@ class Model:
         opened = open_gguf(path)
         self.source: GGUFFile = MergedSource(opened) if merge_up_gate else opened  # type: ignore[assignment]
         self.threads, self.n_ubatch, self.kv_type = threads, n_ubatch, kv_type
-        self.max_ram, self.max_vram = max_ram, max_vram
+        self.max_ram, self.max_vram, self.cublas = max_ram, max_vram, cublas
         self.observer = observer
         self.h = HParams(self.source)
         self.arch = self.h.arch
@@ -225,7 +230,8 @@ class Model:
             from quantkit.kernels.cuda.device import open_device
             from quantkit.model.backends.cuda import CUDABackend
 
-            return CUDABackend(self.source, open_device(device), max_vram=self.max_vram, observer=self.observer)
+            options = {"max_vram": self.max_vram, "cublas": self.cublas, "observer": self.observer}
+            return CUDABackend(self.source, open_device(device), **options)  # type: ignore[arg-type]
         from quantkit.model.backends.cpu import CPUBackend
 
         return CPUBackend(self.source, self.threads, max_ram=self.max_ram, observer=self.observer)

@@ -23,6 +23,10 @@ from quantkit.kernels.cuda.operation import Operation
 PADDING = 256
 
 
+#: cuBLAS's numbers: types of matrices, sums in f32, its own choice of algorithm.
+_BF16, _F32, _COMPUTE_F32, _DEFAULT_ALGORITHM, _TRANSPOSED, _AS_IS = 14, 0, 68, -1, 1, 0
+
+
 @dataclass(frozen=True)
 class Launch:
     """A kernel with its arguments packed: ready to run, again and again."""
@@ -60,6 +64,9 @@ class Device(Protocol):
 
     def host_array(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Return an array [count] on the host that downloads fill at full speed."""
+
+    def gemm_bf16(self, rows: int, n_out: int, n_in: int, x: int, w: int, out: int) -> None:
+        """out [rows, n_out] f32 = x [rows, n_in] w^T, w [n_out, n_in], both bf16, at these addresses; by cuBLAS."""
 
     def prepare(self, operations: Sequence[Operation]) -> None:
         """Compile what will be launched, several at once."""
@@ -239,6 +246,18 @@ class CUDADevice:
         except self._cupy.cuda.runtime.CUDARuntimeError as e:
             raise ResourceError(f"{self.name} failed: {e}") from None
 
+    def gemm_bf16(self, rows: int, n_out: int, n_in: int, x: int, w: int, out: int) -> None:
+        from cupy_backends.cuda.libs import cublas
+
+        one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+        with self.here():
+            handle = int(self._device.cublas_handle)
+            cublas.setStream(handle, self.stream.ptr)
+            cublas.gemmEx(
+                handle, _TRANSPOSED, _AS_IS, n_out, rows, n_in, one.ctypes.data, w, _BF16, n_in, x, _BF16, n_in,
+                zero.ctypes.data, out, _F32, n_out, _COMPUTE_F32, _DEFAULT_ALGORITHM,
+            )  # fmt: skip
+
     # ------------------------------------------------------------ for measurements (peak.py, scripts/gpu_check)
 
     @property
@@ -251,10 +270,6 @@ class CUDADevice:
         runtime = self._cupy.cuda.runtime
         with self.here():
             runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDeviceToDevice, self.stream.ptr)
-
-    def cublas(self) -> int:
-        """Return cuBLAS's handle."""
-        return int(self._device.cublas_handle)
 
     def seconds(self, work: Callable[[], None]) -> float:
         """Return how long the device is busy with what ``work`` asks of it."""

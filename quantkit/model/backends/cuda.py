@@ -13,6 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -25,7 +26,7 @@ from quantkit.model.backends.accumulators import Accumulator, NotFinite, not_fin
 from quantkit.model.backends.arena import Buffer, place
 from quantkit.model.backends.boundary import Boundary
 from quantkit.model.backends.cuda_joins import join
-from quantkit.model.backends.cuda_lowering import CUDALowering, KernelEntry
+from quantkit.model.backends.cuda_lowering import FEW_ROWS, CUDALowering, GemmEntry, KernelEntry
 from quantkit.model.backends.cuda_ops import lower
 from quantkit.model.backends.cuda_weights import Weights
 from quantkit.model.batch import Batch
@@ -42,14 +43,23 @@ Step = list[Launch] | Callable[[], None]
 
 
 class CUDABackend:
-    """Makes programs for one device; they share its weights. max_vram: bytes of weights on it."""
+    """Makes programs for one device; they share its weights. max_vram: bytes of weights on it.
+
+    cublas: prompts go through dense matrices unpacked to bf16 and cuBLAS, the reference for our own products.
+    """
 
     name = "cuda"
 
     def __init__(
-        self, source: GGUFFile, device: Device, *, max_vram: int | None = None, observer: Observer | None = None
+        self,
+        source: GGUFFile,
+        device: Device,
+        *,
+        max_vram: int | None = None,
+        cublas: bool = False,
+        observer: Observer | None = None,
     ) -> None:
-        self.source, self.device, self.observer = source, device, observer
+        self.source, self.device, self.observer, self.cublas = source, device, observer, cublas
         self.weights = Weights(device, source, max_vram)
 
     def compile(self, ops: Sequence[Op], limits: Limits, leaves: Sequence[Value] = ()) -> CUDAProgram:
@@ -98,7 +108,8 @@ class CUDAProgram(Boundary):
             lambda buffer, at, data: cast(Callable[..., None], upload())(buffer, at, data),
         )
         self._settle(self._low)
-        for op in join(ops, self._leaves, limits.kv_type):
+        # Joined operations leave activations in the format of our products only.
+        for op in ops if backend.cublas else join(ops, self._leaves, limits.kv_type):
             lower(self._low, op)
         nbytes = place(self._low.entries)
         self._start = self._low.room(nbytes)
@@ -133,6 +144,10 @@ class CUDAProgram(Boundary):
         for entry in self._low.entries:
             if entry.call is not None:
                 steps.append(entry.call)
+            elif isinstance(entry, GemmEntry):
+                rows = (n_outputs if entry.outputs else n_tokens) * entry.per
+                if rows > FEW_ROWS:
+                    steps.append(partial(self._multiply, entry, rows))
             elif isinstance(entry, KernelEntry):
                 launch = self._launch(entry, n_outputs if entry.outputs else n_tokens)
                 if launch is None:
@@ -141,6 +156,10 @@ class CUDAProgram(Boundary):
                     steps.append([])
                 cast(list[Launch], steps[-1]).append(launch)
         return steps
+
+    def _multiply(self, entry: GemmEntry, rows: int) -> None:
+        at = entry.resolved(self._start)
+        self.device.gemm_bf16(rows, entry.n_out, entry.n_in, int(at["x"]), int(at["w"]), int(at["out"]))
 
     def _launch(self, entry: KernelEntry, rows: int) -> Launch | None:
         count = rows * entry.per

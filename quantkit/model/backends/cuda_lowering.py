@@ -53,6 +53,16 @@ class KernelEntry(Entry):
     by_rows: Callable[[int], Mapping[str, int]] = lambda rows: {}
 
 
+@dataclass(eq=False)
+class GemmEntry(Entry):
+    """A product of more than FEW_ROWS rows by cuBLAS: slots x and w (bf16), out (f32)."""
+
+    outputs: bool = False
+    per: int = 1
+    n_out: int = 0
+    n_in: int = 0
+
+
 class CUDALowering(Lowering):
     """A lowering for one program of a backend; upload: copies bytes into a buffer, at a byte, during a run."""
 

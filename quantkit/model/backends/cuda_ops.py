@@ -30,7 +30,7 @@ from quantkit.kernels.rope_constants import rope_constants, rope_scalars
 from quantkit.model.backends import cuda_joined, cuda_looking_on
 from quantkit.model.backends.arena import Buffer, Slot
 from quantkit.model.backends.cuda_joins import AttentionTo
-from quantkit.model.backends.cuda_lowering import FEW_ROWS, CUDALowering, KernelEntry, Rows
+from quantkit.model.backends.cuda_lowering import FEW_ROWS, CUDALowering, GemmEntry, KernelEntry, Rows
 from quantkit.model.backends.lowering import expert_bytes_of, row_bytes_of
 from quantkit.model.ops import (
     Activate,
@@ -65,7 +65,7 @@ from quantkit.model.ops import (
     UpGateId,
     Value,
 )
-from quantkit.types import TensorType
+from quantkit.types import BY_NAME, TensorType
 
 # ---------------------------------------------------------------- element by element
 
@@ -230,14 +230,45 @@ def _multiply(b: CUDALowering, x: Value, products: Sequence[_Product]) -> None:
         slots |= {"row_bytes": row_bytes_of(weights[0]), "other_row_bytes": row_bytes_of(weights[-1])}
         b.emit(several, x, **slots).weights = weights
     for product, t, slots in zip(products, types, each, strict=True):
+        cublas = b.backend.cublas and t.name != "F32"  # those are strict
 
-        def choose(rows: int, t: TensorType = t, n_out: int = product.weight.n_out) -> Shape | None:
+        def choose(
+            rows: int, t: TensorType = t, n_out: int = product.weight.n_out, cublas: bool = cublas
+        ) -> Shape | None:
             if rows > FEW_ROWS:
+                if cublas:
+                    return None
                 return mat_mat.mul_mat(t, n_in, n_out, rows, card)
             return None if together else mat_vec.mul_mat(t, n_in, n_out, rows)
 
         slots |= {"row_bytes": row_bytes_of(product.weight), "out_stride": 4 * product.out.width, **common}
         b.emit(choose, x, **slots).weights = (product.weight,)
+        if cublas:
+            _by_cublas(b, x, product)
+
+
+def _by_cublas(b: CUDALowering, x: Value, product: _Product) -> None:
+    """Round x, and unpack the weight, to bf16; multiply; scale and bias by themselves."""
+    weight, out = product.weight, b.buffer(product.out)
+    t, n_in, n_out = weight.tensor.type, weight.n_in, weight.n_out
+    to: dict[str, Slot] = {"out_stride": 2 * n_in, "n": n_in, "to": dequantize.OUTPUTS.index("bf16")}
+    rounded = Buffer(f"{x.name} (bf16)", 2 * b.limits.n_ubatch * x.per * n_in)
+    unpacked = Buffer(f"{weight} (bf16)", 2 * n_out * n_in)
+
+    def many(shape: Callable[[int], Shape], **slots: Slot) -> None:
+        b.emit(lambda rows: shape(rows) if rows > FEW_ROWS else None, x, **slots)
+
+    floats = BY_NAME["F32"]
+    many(lambda rows: dequantize.dequantize(floats, n_in, rows), w=b.buffer(x), row_bytes=4 * n_in, out=rounded, **to)
+    unpacking: dict[str, Slot] = {"w": b.weight(weight), "row_bytes": row_bytes_of(weight), "rows": n_out, **to}
+    many(lambda rows: dequantize.dequantize(t, n_in, n_out), out=unpacked, **unpacking)
+    slots: dict[str, Slot] = {"x": rounded, "w": unpacked, "out": out}
+    b.entries.append(GemmEntry(b.op, slots=slots, outputs=x.outputs, per=x.per, n_out=n_out, n_in=n_in))
+    then: dict[str, Slot] = {"x": out, "out": out, "width": n_out}
+    if product.scale is not None:
+        many(lambda rows: elementwise.multiply_by(n_out, rows), vector=b.vector(product.scale), n=1, **then)
+    if product.bias is not None:
+        many(lambda rows: elementwise.plus_vector(n_out, rows), vector=b.vector(product.bias), n=n_out, **then)
 
 
 def _mul_mat(b: CUDALowering, op: MulMat) -> None:
@@ -259,9 +290,15 @@ def _mul_mats(b: CUDALowering, op: MulMats) -> None:
 
 
 def _up_gate(b: CUDALowering, op: UpGate) -> None:
+    if b.backend.cublas:  # its products end in memory: three steps
+        up, gate = (Value(f"{op.out.name} {part}", op.up.n_out, op.x.per, op.x.outputs) for part in ("up", "gate"))
+        _multiply(b, op.x, [_Product(up, op.up, op.up_bias, op.up_scale)])
+        _multiply(b, op.x, [_Product(gate, op.gate, op.gate_bias, op.gate_scale)])
+        _gate(b, op.activation, op.out, b.buffer(gate), gate.width, b.buffer(up))
+        return
     activations, stride = b.activations(op.x, op.up)
     t, n_in, n_out, activation = op.up.tensor.type, op.up.n_in, op.up.n_out, op.activation
-    up, gate = b.weight(op.up), b.weight(op.gate)
+    weights = b.weight(op.up), b.weight(op.gate)
 
     def choose(rows: int) -> Shape:
         if rows <= FEW_ROWS:
@@ -273,8 +310,8 @@ def _up_gate(b: CUDALowering, op: UpGate) -> None:
         op.x,
         x=activations,
         x_stride=stride,
-        up=up,
-        gate=gate,
+        up=weights[0],
+        gate=weights[1],
         row_bytes=row_bytes_of(op.up),
         n_in=n_in,
         n_out=n_out,
