@@ -114,20 +114,27 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
             terminalreporter.write_line(f"KERNELS FOR THE GPU WERE NOT TESTED: {reason}", red=True, bold=True)
 
 
+def skip_unless_there(device: str) -> None:
+    """Skip a test whose device, the host shim or a card, cannot be had."""
+    import host_device
+
+    from quantkit.kernels.cuda.device import count_devices, why_none
+
+    if device == "host" and host_device.compiler() is None:
+        pytest.skip("no C++ compiler: kernels for the GPU are not tested; install g++")
+    if device == "cuda" and not count_devices():
+        pytest.skip(f"needs a CUDA device: {why_none()}")
+
+
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> object:
     """A device for CUDA kernels: the host shim, and a GPU where there is one."""
     import host_device
 
-    from quantkit.kernels.cuda.device import CUDADevice, count_devices, why_none
+    from quantkit.kernels.cuda.device import CUDADevice
 
-    if request.param == "host":
-        if host_device.compiler() is None:
-            pytest.skip("no C++ compiler: kernels for the GPU are not tested; install g++")
-        return host_device.HostDevice()
-    if not count_devices():
-        pytest.skip(f"needs a CUDA device: {why_none()}")
-    return CUDADevice()
+    skip_unless_there(request.param)
+    return host_device.HostDevice() if request.param == "host" else CUDADevice()
 
 
 @pytest.fixture
@@ -145,14 +152,11 @@ def cuda_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """The names of the machine's CUDA devices: two of the host shim, or those there are."""
     import host_device
 
-    from quantkit.kernels.cuda.device import count_devices, why_none
+    from quantkit.kernels.cuda.device import count_devices
 
+    skip_unless_there(request.param)
     if request.param == "cuda":
-        if not count_devices():
-            pytest.skip(f"needs a CUDA device: {why_none()}")
         return tuple(f"CUDA{i}" for i in range(count_devices()))
-    if host_device.compiler() is None:
-        pytest.skip("no C++ compiler: kernels for the GPU are not tested; install g++")
     made = {name: host_device.HostDevice(name=name) for name in ("CUDA0", "CUDA1")}
     monkeypatch.setattr("quantkit.kernels.cuda.device.open_device", made.__getitem__)
     monkeypatch.setattr("quantkit.model.devices.cuda_devices", lambda: tuple(made))

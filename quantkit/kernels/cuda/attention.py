@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from quantkit.kernels.cuda.cache import TYPES
 from quantkit.kernels.cuda.operation import Operation, Shape
@@ -50,6 +51,7 @@ class _Way:
     shared: int = 0
 
 
+@cache
 def attention(
     kind: str,
     n_head: int,
@@ -80,6 +82,25 @@ def attention(
         return Attention(attend, 1, 0, None)
     combine = Shape(Operation(bound.file, "attention_combine", bound.defines), (rows * n_head, -(-head_v // 128), 1))
     return Attention(attend, splits, 4 * rows * n_head * splits * (head_v + 2), combine)
+
+
+@cache
+def most_scratch(
+    kind: str,
+    n_head: int,
+    n_head_kv: int,
+    head_k: int,
+    head_v: int,
+    rows: int,
+    n_ctx: int,
+    *,
+    mla: bool = False,
+    capability: int = 90,
+) -> int:
+    """Return the bytes of scratch that up to ``rows`` tokens take, as ``attention`` says for each number of them."""
+    sizes = n_head, n_head_kv, head_k, head_v
+    each = (attention(kind, *sizes, n, n_ctx, mla=mla, capability=capability) for n in range(1, rows + 1))
+    return max(way.scratch for way in each)
 
 
 def combine_to(chosen: Attention, head_v: int) -> Shape | None:

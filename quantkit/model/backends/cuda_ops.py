@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache as kept
 from functools import partial
 from typing import Any
 
@@ -507,14 +506,13 @@ def _cache_write(b: CUDALowering, op: CacheWrite) -> None:
 def _attention(b: CUDALowering, op: Attention, form: str = "") -> None:
     """form: a format of activations that the result is made in, too."""
     keys, values, kind = b.cache(op.cache)
-    n_ctx, mla = b.limits.n_ctx, not op.cache.v_width
+    n_ctx, mla, card = b.limits.n_ctx, not op.cache.v_width, b.device.capability
+    sizes = kind, op.n_head, op.n_head_kv, op.head_k, op.head_v
 
-    @kept
     def way(rows: int) -> attention.Attention:
-        sizes = op.n_head, op.n_head_kv, op.head_k, op.head_v
-        return attention.attention(kind, *sizes, rows, n_ctx, mla=mla, capability=b.device.capability)
+        return attention.attention(*sizes, rows, n_ctx, mla=mla, capability=card)
 
-    scratch = b.scratch(max(way(rows).scratch for rows in range(1, b.limits.n_ubatch + 1)))
+    scratch = b.scratch(attention.most_scratch(*sizes, b.limits.n_ubatch, n_ctx, mla=mla, capability=card))
     common: dict[str, Slot] = {"out": b.buffer(op.out), "sinks": b.vector(op.sinks), "scratch": scratch}
     common |= {"n_head": op.n_head}
     entry = b.emit(
