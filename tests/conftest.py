@@ -97,7 +97,7 @@ def has_driver() -> bool:
 
 
 #: Kernels for the GPU run on the host shim, and on a card where there may be one.
-DEVICES = ["host", *([pytest.param("cuda", marks=pytest.mark.gpu)] if has_driver() else [])]
+DEVICES = ["host", "ptx", *([pytest.param("cuda", marks=pytest.mark.gpu)] if has_driver() else [])]
 
 
 def pytest_report_header() -> str:
@@ -134,6 +134,10 @@ def device(request: pytest.FixtureRequest) -> object:
     from quantkit.kernels.cuda.device import CUDADevice
 
     skip_unless_there(request.param)
+    if request.param == "ptx":
+        from ptx.device import PTXDevice
+
+        return PTXDevice()
     return host_device.HostDevice() if request.param == "host" else CUDADevice()
 
 
