@@ -53,6 +53,7 @@ VALUES: dict[str, tuple[str, ...]] = {
             "and": "b16 b32 b64 pred",
             "or": "b16 b32 b64 pred",
             "xor": "b32 pred",
+            "copysign": "f32",
         },
         "T T T",
     ),

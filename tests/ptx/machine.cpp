@@ -192,7 +192,7 @@ int bits_of(Type type) { return type == S8 ? 8 : type == TF32 ? 32 : 16; }
 
 // Which element of which lane an element of a matrix is: a layout read backwards.
 struct Where { uint8_t lane[32][32], element[32][32]; };
-Where backwards(Layout layout, int elements) {
+Where backwards(Layout layout, int elements, int rows, int columns) {
     Where where;
     memset(&where, 255, sizeof where);
     for (int l = 0; l < 32; l++)
@@ -202,6 +202,7 @@ Where backwards(Layout layout, int elements) {
             where.lane[p.row][p.column] = (uint8_t)l;
             where.element[p.row][p.column] = (uint8_t)i;
         }
+    if (32 * elements != rows * columns) host_fail("the elements of a matrix are more or less than the lanes hold");
     return where;
 }
 
@@ -212,8 +213,8 @@ struct Shape {
     Where a, b;
     Shape(Type type, int m, int k, int a_registers, int b_registers, Layout layout_a, Layout layout_b, Layout c)
         : type(type), m(m), k(k), a_registers(a_registers), b_registers(b_registers), c(c),
-          a(backwards(layout_a, a_registers * 32 / bits_of(type))),
-          b(backwards(layout_b, b_registers * 32 / bits_of(type))) {}
+          a(backwards(layout_a, a_registers * 32 / bits_of(type), m, k)),
+          b(backwards(layout_b, b_registers * 32 / bits_of(type), k, 8)) {}
 };
 
 struct Fragments { uint32_t a[4], b[2]; };

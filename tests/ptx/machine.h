@@ -216,6 +216,7 @@ static inline float one_nan(float x) { return x == x ? x : as_f32(0x7fffffffu); 
 #define fma_rn_f64(a, b, c) fma(a, b, c)
 #define abs_f32(a) as_f32(as_b32(a) & 0x7fffffffu)
 #define abs_f64(a) as_f64(as_b64(a) & 0x7fffffffffffffffull)
+#define copysign_f32(a, b) as_f32((as_b32(a) & 0x80000000u) | (as_b32(b) & 0x7fffffffu))  // b with the sign of a
 #define neg_f32(a) as_f32(as_b32(a) ^ 0x80000000u)
 #define neg_f64(a) as_f64(as_b64(a) ^ 0x8000000000000000ull)
 
