@@ -103,6 +103,8 @@ CARDS = [pytest.param("cuda", marks=pytest.mark.gpu)] if has_driver() else []
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "run whole models, and the kernels of sm_75, as PTX on the CPU as well; compare each launch with the shim's"
     parser.addoption("--all-ptx", action="store_true", help=text)
+    text = "count what kernels run as PTX ask of memory: bank conflicts, sectors (tests/ptx/count.py)"
+    parser.addoption("--ptx-counts", action="store_true", help=text)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -122,6 +124,10 @@ def pytest_report_header() -> str:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
     """Say loudly, last, when kernels for the GPU were not run or not compiled."""
     yield
+    if terminalreporter.config.getoption("--ptx-counts"):
+        from ptx.count import report
+
+        terminalreporter.write_line(report())
     reasons = {report.longrepr[2] for report in terminalreporter.stats.get("skipped", []) if report.longrepr}
     for reason in sorted(r.removeprefix("Skipped: ") for r in reasons):
         if "C++ compiler" in reason or "NVRTC" in reason:
@@ -156,10 +162,12 @@ def device(request: pytest.FixtureRequest) -> Iterator[object]:
     if not request.param.startswith("ptx"):
         yield host_device.HostDevice() if request.param == "host" else CUDADevice()
         return
+    from ptx.count import CountingDevice
     from ptx.device import PTXDevice
     from ptx.twin import TwinDevice
 
-    made = TwinDevice if request.config.getoption("--all-ptx") else PTXDevice
+    option = request.config.getoption
+    made = CountingDevice if option("--ptx-counts") else TwinDevice if option("--all-ptx") else PTXDevice
     yield (found := made(75 if request.param == "ptx75" else 90))
     if isinstance(found, TwinDevice):
         found.check()

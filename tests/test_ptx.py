@@ -21,7 +21,7 @@ from ptx.twin import TwinDevice
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=str(why_not()))
 
-f32, f64 = np.float32, np.float64
+f32 = np.float32
 
 MODULE = """
 .version 8.8
@@ -115,8 +115,8 @@ def s(x: int, bits: int = 32) -> int:
     return (x & ((1 << bits) - 1)) - ((x >> (bits - 1) & 1) << bits)
 
 
-def single(x: int) -> f32:
-    return np.uint32(x & M32).view(f32)  # type: ignore[no-any-return]
+def single(x: int) -> Any:
+    return np.uint32(x & M32).view(f32)
 
 
 def bits(x: Any) -> int:
@@ -126,19 +126,16 @@ def bits(x: Any) -> int:
     return int(x.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[x.dtype.itemsize]))
 
 
-def towards(x: Fraction, direction: int) -> f32:
-    """Return the f32 nearest to x that is not beyond it: 0 towards zero, -1 below; ties of 1 to even."""
-    if direction == 1:
-        return f32(float(x)) if Fraction(float(x)) == x else nearest(x)
+def towards(x: Fraction, direction: int) -> Any:
+    """Return the f32 nearest to x (direction 1); the nearest not beyond it (0), or not above it (-1)."""
     near = nearest(x)
-    if not np.isfinite(near) or Fraction(float(near)) != x:
-        above = not np.isfinite(near) or (abs(Fraction(float(near))) > abs(x) if direction == 0 else Fraction(float(near)) > x)
-        if above:
-            return f32(np.nextafter(near, f32(0) if direction == 0 else f32(-np.inf)))
-    return near
+    got = Fraction(float(near))
+    if direction == 0 and abs(got) > abs(x):
+        return np.nextafter(near, f32(0))
+    return np.nextafter(near, f32(-np.inf)) if direction == -1 and got > x else near
 
 
-def nearest(x: Fraction) -> f32:
+def nearest(x: Fraction) -> Any:
     """Return x rounded once to f32, ties to even."""
     if x == 0:
         return f32(0)
@@ -148,11 +145,10 @@ def nearest(x: Fraction) -> f32:
     while exponent > -126 and abs(x) < Fraction(2) ** exponent:
         exponent -= 1
     unit = Fraction(2) ** (exponent - 23)
-    with np.errstate(over="ignore"):
-        return f32(float(round(x / unit) * unit))
+    return f32(float(round(x / unit) * unit))
 
 
-def exact(f: Callable[..., Fraction], direction: int) -> Callable[..., int]:
+def exact(f: Callable[..., Fraction], direction: int) -> Callable[..., int | None]:
     def meaning(*words: int) -> int | None:
         values = [single(w) for w in words]
         if not all(np.isfinite(v) for v in values):
@@ -232,15 +228,15 @@ MEANINGS: dict[str, Callable[[int, int, int], int | None]] = {
     "add.cc.u32 %r5, %r1, %r2; addc.u32 %r4, %r3, 0;": lambda a, b, c: (c + (a + b >> 32)) & M32,
     "sub.cc.u32 %r5, %r1, %r2; subc.u32 %r4, %r3, 0;": lambda a, b, c: (c - (a < b)) & M32,
     "mad.lo.cc.u32 %r5, %r1, %r2, %r3; madc.hi.u32 %r4, %r1, %r2, 0;": lambda a, b, c: a * b + c >> 32,
-    "cvt.u16.u32 %rs1, %r1; cvt.s16.s8 %rs2, %rs1; mul.wide.u16 %r4, %rs2, 3;": lambda a, b, c: (
-        s(a, 8) % 2**16 * 3
-    ),
+    "cvt.u16.u32 %rs1, %r1; cvt.s16.s8 %rs2, %rs1; mul.wide.u16 %r4, %rs2, 3;": lambda a, b, c: s(a, 8) % 2**16 * 3,
     "mov.b32 {%rs1, %rs2}, %r1; mov.b32 %r4, {%rs2, %rs1};": lambda a, b, c: (a << 16 | a >> 16) & M32,
     "setp.lt.s32 %p1, %r1, %r2; selp.b32 %r4, %r3, 5, %p1;": lambda a, b, c: c if s(a) < s(b) else 5,
     "setp.ltu.f32 %p1, %f1, %f2; selp.b32 %r4, 1, 0, %p1;": lambda a, b, c: not single(a) >= single(b),
     "setp.neu.f32 %p1, %f1, %f2; selp.b32 %r4, 1, 0, %p1;": lambda a, b, c: single(a) != single(b),
     "setp.leu.f32 %p1, %f1, %f2; @!%p1 mov.u32 %r4, 9;": lambda a, b, c: 9 if single(a) > single(b) else 0,
-    "setp.nan.f32 %p1, %f1, %f2; selp.b32 %r4, 1, 0, %p1;": lambda a, b, c: math.isnan(single(a)) or math.isnan(single(b)),
+    "setp.nan.f32 %p1, %f1, %f2; selp.b32 %r4, 1, 0, %p1;": lambda a, b, c: (
+        math.isnan(single(a)) or math.isnan(single(b))
+    ),
     "add.rn.f32 %f4, %f1, %f2; mov.b32 %r4, %f4;": exact(lambda a, b, c: a + b, 1),
     "add.rz.f32 %f4, %f1, %f2; mov.b32 %r4, %f4;": exact(lambda a, b, c: a + b, 0),
     "fma.rn.f32 %f4, %f1, %f2, %f3; mov.b32 %r4, %f4;": exact(lambda a, b, c: a * b + c, 1),
@@ -269,7 +265,21 @@ def operands() -> Any:
     words = rng.integers(0, 2**32, (512, 4), np.uint64)
     floats = rng.standard_normal((256, 4)).astype(f32) * f32(2) ** rng.integers(-20, 20, (256, 4))
     words[:256] = floats.astype(f32).view(np.uint32)
-    special = [0, 1, 31, 32, 33, 0x7F800000, 0xFF800000, 0x7FC00000, 0x80000000, 0x7FFFFFFF, M32, 0x3F800000, 0x477FF000]
+    special = [
+        0,
+        1,
+        31,
+        32,
+        33,
+        0x7F800000,
+        0xFF800000,
+        0x7FC00000,
+        0x80000000,
+        0x7FFFFFFF,
+        M32,
+        0x3F800000,
+        0x477FF000,
+    ]
     words[384:] = rng.choice(np.array(special, np.uint64), (128, 4))
     words[256:320, 2] %= 80
     return words

@@ -1,7 +1,7 @@
 """A device that runs the PTX that NVRTC makes of our sources, on the fibers of tests/shim.
 
-PTX and the libraries made of it are kept, by a hash of all that they are made of. sm_80 and sm_90 have the same PTX, but
-for the line that names the target, and so the same libraries.
+PTX and the libraries made of it are kept, by a hash of all that they are made of. sm_80 and sm_90 have the same PTX,
+but for the line that names the target, and so the same libraries.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def ptx_of(file: str, defines: tuple[tuple[str, str], ...], capability: int) -> 
     compiler = nvrtc()
     *options, _ = compile_options(capability)
     options.append(f"-arch=compute_{capability}")
-    kept = CACHE.parent / "ptx" / f"{digest(sources_hash(), preamble(operation), options[1:], compiler.getVersion())}.ptx"
+    kept = (
+        CACHE.parent / "ptx" / f"{digest(sources_hash(), preamble(operation), options[1:], compiler.getVersion())}.ptx"
+    )
     if not kept.exists():
         program = compiler.createProgram(preamble(operation), file, (), ())
         try:

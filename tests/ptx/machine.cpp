@@ -6,9 +6,13 @@
 // double and rounded once (PTX leaves their order and precision open).
 #include "machine.h"
 
+#include <algorithm>
 #include <cfenv>
 #include <cstddef>
 #include <cstdio>
+#include <map>
+#include <set>
+#include <tuple>
 
 extern "C" {
 void host_sync_threads(int kind);
@@ -38,6 +42,9 @@ template <typename T> T given(const void* table, unsigned from) {
 
 template <typename T> __attribute__((noinline)) void try_load(const uint8_t* p) { (void)*(volatile const T*)p; }
 
+void seen(uint64_t a, unsigned n, int line);
+bool is_counting();
+
 // Aligned, and every eight bytes of it may be read: UBSan and ASan end the process otherwise.
 uint8_t* tried(uint64_t a, unsigned n, int line) {
     if (a % n) {
@@ -45,6 +52,7 @@ uint8_t* tried(uint64_t a, unsigned n, int line) {
         snprintf(text, sizeof text, "line %d of the PTX: %u bytes at an unaligned address", line, n);
         host_fail(text);
     }
+    if (is_counting()) seen(a, n, line);
     const uint8_t* p = (const uint8_t*)a;
     if (n == 1) try_load<uint8_t>(p);
     if (n == 2) try_load<uint16_t>(p);
@@ -52,6 +60,72 @@ uint8_t* tried(uint64_t a, unsigned n, int line) {
     if (n >= 8) try_load<uint64_t>(p);
     if (n == 16) try_load<uint64_t>(p + 8);
     return (uint8_t*)a;
+}
+
+// Counting (count.py): the k-th time that a thread comes to a line is one request of its warp.
+struct Request {
+    uint64_t at[32];
+    uint32_t lanes, bytes;
+    bool shared;
+};
+struct Count {
+    uint64_t requests, parts, least;
+};
+bool counting;
+std::map<std::tuple<unsigned, int, unsigned>, Request> requests;  // warp, line, k
+std::map<std::pair<unsigned, int>, unsigned> visits;              // thread, line
+std::map<std::pair<int, bool>, Count> counts;  // line, shared
+Dim3 counted_block;
+
+// Shared memory: wavefronts. 32 lanes go at once, of 8 bytes 16 lanes, of 16 bytes 8; words in one bank one by one.
+void count_shared(const Request& r, Count& count) {
+    const unsigned together = r.bytes <= 4 ? 32 : 128 / r.bytes;
+    for (unsigned first = 0; first < 32; first += together) {
+        std::set<uint64_t> words;
+        for (unsigned l = first; l < first + together; l++)
+            if (r.lanes >> l & 1)
+                for (unsigned i = 0; i < r.bytes; i += 4) words.insert((r.at[l] + i) / 4);
+        unsigned of_bank[32] = {}, most = 0;
+        for (uint64_t word : words) most = std::max(most, ++of_bank[word % 32]);
+        count.parts += most;
+        count.least += (words.size() + 31) / 32;
+    }
+}
+
+// Global memory: sectors of 32 bytes, and how many there would be if the bytes lay together.
+void count_global(const Request& r, Count& count) {
+    std::set<uint64_t> sectors, bytes;
+    for (unsigned l = 0; l < 32; l++)
+        if (r.lanes >> l & 1)
+            for (unsigned i = 0; i < r.bytes; i++) sectors.insert((r.at[l] + i) / 32), bytes.insert(r.at[l] + i);
+    count.parts += sectors.size();
+    count.least += (bytes.size() + 31) / 32;
+}
+
+void finish_block() {
+    for (const auto& entry : requests) {
+        const Request& r = entry.second;
+        Count& count = counts[{std::get<1>(entry.first), r.shared}];
+        count.requests++;
+        r.shared ? count_shared(r, count) : count_global(r, count);
+    }
+    requests.clear();
+    visits.clear();
+}
+
+bool is_counting() { return counting; }
+
+void seen(uint64_t a, unsigned n, int line) {
+    const Dim3 b = host_thread->block;
+    if (b.x != counted_block.x || b.y != counted_block.y || b.z != counted_block.z) finish_block();
+    counted_block = b;
+    const unsigned t = host_thread->thread.x;
+    Request& r = requests[{t / 32, line, visits[{t, line}]++}];
+    const uint64_t shared = (uint64_t)host_dynamic_shared();
+    r.at[t % 32] = a;
+    r.lanes |= 1u << t % 32;
+    r.bytes = n;
+    r.shared = a >= shared && a - shared < WINDOW;
 }
 
 uint8_t* in_shared(uint64_t a, unsigned n, int line) {
@@ -78,6 +152,24 @@ uint8_t* at_shared_ld(uint64_t a, unsigned n, int line) { return in_shared(a, n,
 uint8_t* at_shared_st(uint64_t a, unsigned n, int line) { return in_shared(a, n, line); }
 uint64_t generic_of_shared(uint64_t a) { return a - BASE + (uint64_t)host_dynamic_shared(); }
 uint64_t shared_of_generic(uint64_t a) { return a - (uint64_t)host_dynamic_shared() + BASE; }
+
+// Begin to count; end it, and hand over what was counted: line, shared or not, requests, parts of them, the least there
+// could be.
+void ptx_begin_count() {
+    counts.clear();
+    counting = true;
+}
+uint64_t ptx_end_count(uint64_t* rows, uint64_t room) {
+    finish_block();
+    counting = false;
+    uint64_t n = 0;
+    for (const auto& [place, c] : counts) {
+        if (n == room) break;
+        const uint64_t row[5] = {(uint64_t)place.first, place.second, c.requests, c.parts, c.least};
+        memcpy(rows + 5 * n++, row, sizeof row);
+    }
+    return n;
+}
 
 // ---- where lanes meet
 
@@ -137,7 +229,10 @@ uint32_t match_any_sync_b32(uint32_t a, uint32_t mask) {
 // values 2 (l % 4) and the next one of row l / 4; transposed: of column l / 4. What lanes beyond the matrices give is
 // looked at on sm_75 as well, so it must be an address everywhere.
 static void load_matrices(uint32_t* d, uint64_t p, int line, unsigned count, bool transposed) {
+    const bool before = counting;
+    counting &= lane() < 8 * count;  // the addresses of other lanes are not used
     const uint64_t mine = (uint64_t)in_shared(p, 16, line);
+    counting = before;
     const void* table = host_exchange(ALIGNED + line, &mine, sizeof mine);
     const unsigned l = lane();
     for (unsigned i = 0; i < count; i++) {

@@ -13,7 +13,7 @@ from collections import ChainMap
 from dataclasses import dataclass, field
 
 from ptx.instructions import ATOMICS, COPIES, LDMATRIX, MMA, NOTHING, SHUFFLES, SPECIAL, VALUES, VOTES, memory_access
-from ptx.parse import Function, Module, PTXError, Statement, Variable, variable
+from ptx.parse import Function, Module, PTXError, Variable, variable
 
 C_TYPES = {"b8": "uint8_t", "b16": "uint16_t", "b32": "uint32_t", "b64": "uint64_t", "f32": "float", "f64": "double"}
 
@@ -41,7 +41,7 @@ def immediate(text: str, kind: str) -> str:
         bits, wide = int(found[2], 16), found[1] == "d"
         if kind != ("f64" if wide else "f32"):
             raise PTXError(f"{text} as {kind}")
-        value = struct.unpack("<d" if wide else "<f", bits.to_bytes(8 if wide else 4, "little"))[0]
+        value: float = struct.unpack("<d" if wide else "<f", bits.to_bytes(8 if wide else 4, "little"))[0]
         if value - value == 0:
             return value.hex() + ("" if wide else "f")
         return f"as_f64({bits}ull)" if wide else f"as_f32({bits}u)"
@@ -259,21 +259,21 @@ class Translator:
             return self.mma(opcode, operands)
         if opcode in LDMATRIX:
             count = LDMATRIX[opcode]
-            to = vector(operands[0])
-            if len(to) != count:
+            registers = vector(operands[0])
+            if len(registers) != count:
                 raise PTXError(f"{opcode} of {operands[0]}")
-            stores = " ".join(self.store(r, f"x[{i}]", "b32") for i, r in enumerate(to))
+            stores = " ".join(self.store(r, f"x[{i}]", "b32") for i, r in enumerate(registers))
             return f"{{ uint32_t x[4]; {name}(x, {self.address(operands[1])}, {self.line}); {stores} }}"
         if opcode in VOTES:
             result, kind = VOTES[opcode]
-            to, value, mask = operands
-            return self.store(to, f"{name}({self.source(value, kind)}, {self.source(mask, 'b32')})", result)
+            given = f"{self.source(operands[1], kind)}, {self.source(operands[2], 'b32')}"
+            return self.store(operands[0], f"{name}({given})", result)
         to, *sources = operands
-        value, there = to.split("|") if "|" in to else (to, "_")
+        lane, there = to.split("|") if "|" in to else (to, "_")
         given = ", ".join(self.source(s, "b32") for s in sources)
         if len(sources) != 4:
             raise PTXError(f"{opcode} with {len(sources)} sources")
-        stores = f"{self.store(value, 'x', 'b32')} {self.store(there, 'there', 'pred')}"
+        stores = f"{self.store(lane, 'x', 'b32')} {self.store(there, 'there', 'pred')}"
         return f"{{ bool there; const uint32_t x = {name}({given}, there); {stores} }}"
 
     def mma(self, opcode: str, operands: list[str]) -> str:
@@ -375,18 +375,20 @@ def translate(module: Module, name: str) -> str:
     shared = main.lay_out_shared()
     (parameters,) = main.function.parameters
     body = f'extern "C" void {name}(uint8_t* V_{parameters.name}) {{\n{main.body()}}}\n'
-    used, functions = dict(main.used), ""
+    used, functions, threads = dict(main.used), "", main.function.threads
     for callee in sorted(main.called):
         translator = Translator(module, module.functions[callee])
         v = [*translator.function.returned, *translator.function.parameters]
-        functions += f"static void F_{callee}({', '.join(f'uint8_t* V_{p.name}' for p in v)}) {{\n{translator.body()}}}\n"
+        functions += (
+            f"static void F_{callee}({', '.join(f'uint8_t* V_{p.name}' for p in v)}) {{\n{translator.body()}}}\n"
+        )
         used |= translator.used
         if translator.called or translator.shared:
             raise PTXError(f"{callee} calls others")
     return "\n".join(
         [
             '#include "machine.h"',
-            f'extern "C" {{ extern const unsigned shared_bytes = {shared}, threads_at_most = {main.function.threads}; }}',
+            f'extern "C" {{ extern const unsigned shared_bytes = {shared}, threads_at_most = {threads}; }}',
             *map(define, used.values()),
             functions + body,
         ]
@@ -397,6 +399,3 @@ def define(v: Variable) -> str:
     """Return the definition of a variable of global or constant memory."""
     values = ", ".join(immediate(x, v.type) for x in v.values)
     return f"alignas({max(16, v.align)}) static {c_type(v.type)} V_{v.name}[{v.count}] = {{{values}}};"
-
-
-__all__ = ["BASE", "Statement", "Translator", "translate"]

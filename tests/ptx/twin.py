@@ -1,7 +1,7 @@
-"""A device that runs each kernel twice, by the shim and as PTX, on the same memory, and compares every byte they leave.
+"""A device that runs each kernel twice, by the shim and as PTX, on the same memory, and compares all that they leave.
 
-They must be the same, but for kernels that compute what PTX leaves open: exponentials and sines, which are the C library's
-on one side and CUDA's own on the other, and sums within an mma in f32.
+They must be the same, but for kernels that compute what PTX leaves open: exponentials and sines, which are the C
+library's on one side and CUDA's own on the other, and sums within an mma in f32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from host_device import HostDevice
 from ptx.device import PTXDevice, module_of
 from quantkit.kernels.cuda.device import Launch
 from quantkit.kernels.cuda.operation import Operation
-
 
 #: What tells a kernel that does not give the same bits, and how far it may be from them.
 OPEN, NEAR = re.compile(r"(ex2|rcp)\.approx|mma\.sync\S+\.f32$|__cudart_sin_cos_coeffs"), 2e-6
