@@ -145,7 +145,7 @@ def nearest(x: Fraction) -> Any:
     while exponent > -126 and abs(x) < Fraction(2) ** exponent:
         exponent -= 1
     unit = Fraction(2) ** (exponent - 23)
-    return f32(float(round(x / unit) * unit))
+    return np.copysign(f32(float(round(x / unit) * unit)), f32(1 if x > 0 else -1))
 
 
 def exact(f: Callable[..., Fraction], direction: int) -> Callable[..., int | None]:
