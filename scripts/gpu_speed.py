@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -416,24 +417,31 @@ def _attend(kind: str, rows: int, n_ctx: int) -> float:
 
 
 def write_moe(path: Path, matrix: str, router: str) -> Path:
-    """Write a MoE with the shapes of Qwen3-30B-A3B and random blocks, the same ones again and again."""
+    """Write a MoE with the shapes of Qwen3-30B-A3B and random blocks; tensors of one type and size are the same."""
     s = SIZES
     shapes = Shapes(layers=s.layers, experts=s.experts, used=s.used, embd=s.expert_in, ff=s.expert_out)
     t, r, f32 = BY_NAME[matrix], BY_NAME[router], BY_NAME["F32"]
     tensors = []
     for name, shape in shapes.tensors().items():
         kind = f32 if len(shape) == 1 else r if ".ffn_gate_inp." in name else t
-        size = int(np.prod(shape))
-        if len(shape) == 1:
-            data = np.ones(size, np.float32).tobytes()
-        else:
-            blocks = gpu_cases.blocks(kind, min(size // kind.block, 4096), len(name), 0.1)
-            if kind is f32:
-                blocks = (blocks.view(np.float32) * 0.02).view(np.uint8)
-            data = np.resize(blocks.reshape(-1), kind.tensor_bytes(shape)).tobytes()
+        data = _ones(shape[0]) if len(shape) == 1 else _random_weights(kind, int(np.prod(shape)))
         tensors.append((name, shape, kind, data))
     write_gguf(path, [*shapes.fields(15), Field.of("tokenizer.ggml.model", "no_vocab")], tensors)
     return path
+
+
+@cache
+def _ones(count: int) -> np.ndarray[Any, Any]:
+    return np.ones(count, np.float32)
+
+
+@cache
+def _random_weights(t: TensorType, count: int) -> np.ndarray[Any, Any]:
+    """Return the data of a tensor with so many small values, a few blocks again and again."""
+    blocks = gpu_cases.blocks(t, min(count // t.block, 4096), 1, 0.1)
+    if not t.is_quantized:
+        blocks = (blocks.view(np.float32) * 0.02).view(np.uint8)
+    return np.resize(blocks.reshape(-1), count // t.block * t.block_bytes)
 
 
 def _rate(session: Session, n: int, one_by_one: bool, repetitions: int = 5) -> float:
