@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_products import check, decode, draw_weights, f32, products, put_rows
+from cuda_products import check, decode, draw_weights, f32, on, products, put_rows
 from device_memory import Memory
 
 from quantkit.kernels.cuda import mat_mat, moe
@@ -58,15 +58,6 @@ def test_levels_at_the_ends_of_their_range(memory: Memory, name: str) -> None:
 def _large_tiles_for_small_matrices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "memory" in request.fixturenames:
         monkeypatch.setattr(mat_mat, "_FEW", 1)
-
-
-def on(memory: Memory, capability: int) -> int:
-    """Let the device be of some capability, if it is not of a lower one; a GPU is what it is. Return its capability."""
-    if memory.device.capability > capability:
-        if type(memory.device).__name__ == "CUDADevice":
-            pytest.skip(f"this device is no sm_{capability}")
-        memory.device.capability = capability
-    return int(memory.device.capability)
 
 
 #: One type of each way to multiply; both tiles, with tails of rows, outputs and inputs; capability.

@@ -130,7 +130,7 @@ ATOMICS = {
 }
 
 #: Where threads and kernels run one after another these change nothing.
-NOTHING = ("membar.gl", "griddepcontrol.wait", "griddepcontrol.launch_dependents")
+NOTHING = ("membar.gl", "griddepcontrol.launch_dependents")
 
 #: cp.async: the sizes that may be copied.
 COPIES = {"cp.async.ca.shared.global": (4, 8, 16), "cp.async.cg.shared.global": (16,)}

@@ -12,6 +12,7 @@ extern HostThread* host_thread;
 void host_copy_async(void* to, const void* from, unsigned nbytes);
 void host_end_group();
 void host_wait_groups(unsigned pending);
+void host_wait_for_previous(), host_check_waited();
 
 // Addresses, checked: aligned to the access, within what was allocated. line: of the PTX, for messages.
 uint8_t *at_global_ld(uint64_t, unsigned nbytes, int line), *at_global_st(uint64_t, unsigned nbytes, int line);

@@ -11,6 +11,7 @@ import re
 import struct
 from collections import ChainMap
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ptx.instructions import ATOMICS, COPIES, LDMATRIX, MMA, NOTHING, SHUFFLES, SPECIAL, VALUES, VOTES, memory_access
 from ptx.parse import Function, Module, PTXError, Variable, variable
@@ -78,6 +79,11 @@ class Translator:
     shared: dict[str, int] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
     line: int = 0
+
+    @property
+    def early(self) -> bool:
+        """Whether the next launch may begin before this one is done: all threads must wait for the one before, then."""
+        return any("griddepcontrol.launch_dependents" in s.text for s in self.function.body)
 
     # ------------------------------------------------------------ operands
 
@@ -317,13 +323,15 @@ class Translator:
         if opcode in ("bra", "bra.uni") and len(operands) == 1:
             return f"goto {operands[0].lstrip('$')};"
         if opcode == "ret" and not operands:
-            return "return;"
+            return "host_check_waited(); return;" if self.early else "return;"
         if opcode == "trap" and not operands:
             return f"ptx_trap({self.line});"
         if opcode == "bar.sync" and operands == ["0"]:
             return f"bar_sync({self.line});"
         if opcode == "bar.warp.sync" and len(operands) == 1:
             return f"bar_warp_sync({self.source(operands[0], 'b32')});"
+        if opcode == "griddepcontrol.wait" and not operands:
+            return "host_wait_for_previous();"
         if opcode in NOTHING and not operands:
             return ""
         if opcode == "call.uni" and len(operands) == 3:
