@@ -101,7 +101,7 @@ CARDS = [pytest.param("cuda", marks=pytest.mark.gpu)] if has_driver() else []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "run whole models, and the kernels of sm_75, as PTX on the CPU as well; compare each launch with the shim's"
+    text = "run all kernels, of sm_75 and sm_80, too, and whole models as PTX on the CPU; compare each with the shim's"
     parser.addoption("--all-ptx", action="store_true", help=text)
     text = "count what kernels run as PTX ask of memory: bank conflicts, sectors (tests/ptx/count.py)"
     parser.addoption("--ptx-counts", action="store_true", help=text)
@@ -110,10 +110,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run kernels for the GPU on the host shim, as PTX (tests/ptx), and on a card where there may be one."""
     everything = metafunc.config.getoption("--all-ptx")
-    ways = {"device": ["ptx", "ptx75"] if everything else ["ptx"], "cuda_devices": ["ptx"] if everything else []}
+    ways = {"device": ["ptx"], "cuda_devices": list[str]()}
+    if everything:
+        ways = {"device": ["ptx", "ptx75", "ptx80"], "cuda_devices": ["ptx"]}
     for fixture, ptx in ways.items():
         if fixture in metafunc.fixturenames:
             metafunc.parametrize(fixture, ["host", *ptx, *CARDS], indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep one test of three of attention as PTX, which takes long to compile; --all-ptx keeps all."""
+    if config.getoption("--all-ptx"):
+        return
+    found = [i for i in items if i.path.stem == "test_cuda_attention" and "[ptx" in i.name]
+    left_out = {i for n, i in enumerate(found) if n % 3}
+    config.hook.pytest_deselected(items=[i for i in items if i in left_out])
+    items[:] = [i for i in items if i not in left_out]
 
 
 def pytest_report_header() -> str:
@@ -168,7 +180,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[object]:
 
     option = request.config.getoption
     made = CountingDevice if option("--ptx-counts") else TwinDevice if option("--all-ptx") else PTXDevice
-    yield (found := made(75 if request.param == "ptx75" else 90))
+    yield (found := made(int(request.param[3:] or 90)))
     if isinstance(found, TwinDevice):
         found.check()
 

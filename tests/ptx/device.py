@@ -1,7 +1,6 @@
 """A device that runs the PTX that NVRTC makes of our sources, on the fibers of tests/shim.
 
-PTX and the libraries made of it are kept, by a hash of all that they are made of. sm_80 and sm_90 have the same PTX,
-but for the line that names the target, and so the same libraries.
+PTX and the libraries made of it are kept, by a hash of all that they are made of.
 """
 
 from __future__ import annotations
@@ -119,8 +118,7 @@ def translator_hash() -> str:
 
 def build(text: str, entry: str, module: Module | None = None) -> Path:
     """Return the library of one entry of a module of PTX."""
-    body = text.replace(f".target {parse_target(text)}", "", 1)
-    library = CACHE.parent / "ptx" / f"{digest(translator_hash(), machine(), entry, body)}.so"
+    library = CACHE.parent / "ptx" / f"{digest(translator_hash(), machine(), entry, text)}.so"
     if library.exists():
         return library
     command = host_device.compiler()
@@ -136,10 +134,6 @@ def build(text: str, entry: str, module: Module | None = None) -> Path:
         assert done.returncode == 0, f"{entry}: {done.stderr[-6000:]}"
         made.rename(library)
     return library
-
-
-def parse_target(text: str) -> str:
-    return text.split(".target ", 1)[1].split(None, 1)[0]
 
 
 @cache

@@ -80,7 +80,7 @@ class Translator:
     called: set[str] = field(default_factory=set)
     line: int = 0
 
-    @property
+    @cached_property
     def early(self) -> bool:
         """Whether the next launch may begin before this one is done: all threads must wait for the one before, then."""
         return any("griddepcontrol.launch_dependents" in s.text for s in self.function.body)
