@@ -107,14 +107,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--ptx-counts", action="store_true", help=text)
 
 
+def names_of(mark: pytest.Mark) -> list[str]:
+    """Return the arguments that a test parametrizes by itself."""
+    names = mark.args[0]
+    return [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run kernels for the GPU on the host shim, as PTX (tests/ptx), and on a card where there may be one."""
     everything = metafunc.config.getoption("--all-ptx")
     ways = {"device": ["ptx"], "cuda_devices": list[str]()}
     if everything:
         ways = {"device": ["ptx", "ptx75", "ptx80"], "cuda_devices": ["ptx"]}
+    own = {name for mark in metafunc.definition.iter_markers("parametrize") for name in names_of(mark)}
     for fixture, ptx in ways.items():
-        if fixture in metafunc.fixturenames:
+        if fixture in metafunc.fixturenames and fixture not in own:
             metafunc.parametrize(fixture, ["host", *ptx, *CARDS], indirect=True)
 
 
