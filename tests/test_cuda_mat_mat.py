@@ -54,6 +54,24 @@ def test_levels_at_the_ends_of_their_range(memory: Memory, name: str) -> None:
     check(memory.get(out, (rows, n_out)), products(w, t, values, excess))
 
 
+def test_every_scale_of_nvfp4(memory: Memory) -> None:
+    """Products of an E2M1 and an E4M3 are multiplied as halves: the least and the largest must be exact in them."""
+    t, n_in, n_out, rows, rng = BY_NAME["NVFP4"], 256, 128, 40, np.random.default_rng(3)
+    w = draw_weights(t, (n_out, n_in), rng).reshape(n_out, -1, t.block_bytes)
+    w[..., :4] = np.arange(n_out, dtype=np.uint8)[:, None, None] + rng.integers(0, 2, (n_out, 4, 4), np.uint8) * 128
+    x = rng.standard_normal((rows, n_in)).astype(f32)
+    place, values, excess = put_rows(memory, x, t)
+    out = memory.room((rows, n_out))
+    memory.run(
+        mat_mat.mul_mat(t, n_in, n_out, rows),
+        **place, rows=rows, w=memory.put(w), row_bytes=t.row_bytes(n_in), n_in=n_in, n_out=n_out, out=out,
+        out_stride=4 * n_out, bias=0, scale=0,
+    )  # fmt: skip
+    got, want = memory.get(out, (rows, n_out)), products(w.reshape(n_out, -1), t, values, excess)
+    for row in range(n_out):  # each by itself: scales differ by 2^17
+        assert not want[:, row].any() or np.abs(got[:, row] - want[:, row]).max() < 1e-5 * np.abs(want[:, row]).max()
+
+
 @pytest.fixture(autouse=True)
 def _large_tiles_for_small_matrices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "memory" in request.fixturenames:
@@ -78,6 +96,8 @@ MATRICES = [
     ("IQ2_S", 256, 35, 17, 90),
     ("Q2_K", 512, 135, 97, 90),
     ("NVFP4", 192, 33, 12, 90),
+    ("NVFP4", 320, 140, 110, 90),
+    ("NVFP4", 64, 33, 12, 75),
     ("F32", 100, 130, 40, 90),
     ("F32", 77, 13, 11, 90),
     ("F16", 49, 33, 10, 90),

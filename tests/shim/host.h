@@ -219,6 +219,11 @@ static inline uint16_t float_to_half(float f) {
     return (uint16_t)(sign | ((rounded - 0x38000000u) >> 13));
 }
 
+template <typename F> static inline uint32_t host_halves(uint32_t a, uint32_t b, F f) {
+    const uint32_t low = float_to_half(f(half_to_float((uint16_t)a), half_to_float((uint16_t)b)));
+    return low | (uint32_t)float_to_half(f(half_to_float((uint16_t)(a >> 16)), half_to_float((uint16_t)(b >> 16)))) << 16;
+}
+
 // ---- tensor cores (mma.cuh): every lane gives its registers, and picks what its results are made of
 
 template <typename T> static inline T* fixed(T* p) { return p; }
@@ -270,12 +275,6 @@ static inline void mma_m16n8k32_s8(int d[4], const uint32_t a[4], const uint32_t
     const void* table = host_exchange(18, &mine, sizeof mine);
     const int g = host_lane_id() / 4, t = host_lane_id() % 4;
     for (int i = 0; i < 4; i++) d[i] = c[i] + host_dot_s8(table, g, 2 * t + i % 2, i / 2, 2, 2);
-}
-static inline void mma_m16n8k16_s8(int d[4], uint32_t a0, uint32_t a1, uint32_t b, const int c[4]) {
-    const HostOperands mine = {{a0, a1, 0, 0}, {b, 0}};
-    const void* table = host_exchange(19, &mine, sizeof mine);
-    const int g = host_lane_id() / 4, t = host_lane_id() % 4;
-    for (int i = 0; i < 4; i++) d[i] = c[i] + host_dot_s8(table, g, 2 * t + i % 2, i / 2, 0, 1);
 }
 static inline void mma_m8n8k16_s8(int d[2], uint32_t a, uint32_t b, const int c[2]) {
     const HostOperands mine = {{a, 0, 0, 0}, {b, 0}};
