@@ -1,5 +1,6 @@
 // Which pairs (token, slot) every expert has, and the tiles of products by expert: plan.cuh. A counting sort in one
 // block. Every warp has a run of the pairs and a counter for each expert, so that the order of pairs is kept.
+// gather and scatter: rows into that order and back, for products that want an expert's rows side by side (cuBLAS).
 #include "plan.cuh"
 
 struct bucket_args {
@@ -78,4 +79,38 @@ KERNEL(bucket, 512) {
         if (expert >= 0 && (same & ((1u << lane) - 1)) == 0) mine[expert] += __popc(same);
         __syncwarp();
     }
+}
+
+// Row i of out: the row of x of the plan's i-th pair, in bf16. A row of x belongs to x_per pairs. rows: pairs.
+struct gather_args {
+    const int32_t* plan;
+    const float* x;
+    uint16_t* out;
+    int64_t rows, x_per, width;
+};
+
+KERNEL(gather, 256) {
+    const int64_t row = blockIdx.x, width = a.width;
+    const float* x = a.x + a.plan[PLAN_PAIRS + row] / (int)a.x_per * width;
+    for (int64_t i = threadIdx.x; i < width; i += 256) a.out[row * width + i] = float_to_bf16(x[i]);
+}
+
+// Row i of x to the row of out that is the plan's i-th pair, by its expert's scale and bias (0: none).
+struct scatter_args {
+    const int32_t *plan, *ids;
+    const float* x;
+    float* out;
+    int64_t rows, width;
+    const uint8_t* bias;
+    int64_t bias_stride;
+    const float* scale;
+};
+
+KERNEL(scatter, 256) {
+    const int64_t row = blockIdx.x, width = a.width;
+    const int pair = a.plan[PLAN_PAIRS + row], expert = a.ids[pair];
+    const float* bias = a.bias ? (const float*)(a.bias + expert * a.bias_stride) : 0;
+    const float scale = a.scale ? a.scale[expert] : 1.0f;
+    for (int64_t i = threadIdx.x; i < width; i += 256)
+        a.out[pair * width + i] = a.x[row * width + i] * scale + (bias ? bias[i] : 0.0f);
 }

@@ -26,10 +26,10 @@ from quantkit.kernels.cuda import (
 from quantkit.kernels.cuda.operation import Shape
 from quantkit.kernels.parameters import Activation
 from quantkit.kernels.rope_constants import rope_constants, rope_scalars
-from quantkit.model.backends import cuda_joined, cuda_looking_on
+from quantkit.model.backends import cuda_cublas, cuda_joined, cuda_looking_on
 from quantkit.model.backends.arena import Buffer, Slot
 from quantkit.model.backends.cuda_joins import AttentionTo
-from quantkit.model.backends.cuda_lowering import FEW_ROWS, CUDALowering, GemmEntry, KernelEntry, Rows
+from quantkit.model.backends.cuda_lowering import FEW_ROWS, CUDALowering, KernelEntry, Rows
 from quantkit.model.backends.lowering import expert_bytes_of, row_bytes_of
 from quantkit.model.ops import (
     Activate,
@@ -64,7 +64,7 @@ from quantkit.model.ops import (
     UpGateId,
     Value,
 )
-from quantkit.types import BY_NAME, TensorType
+from quantkit.types import TensorType
 
 # ---------------------------------------------------------------- element by element
 
@@ -229,7 +229,7 @@ def _multiply(b: CUDALowering, x: Value, products: Sequence[_Product]) -> None:
         slots |= {"row_bytes": row_bytes_of(weights[0]), "other_row_bytes": row_bytes_of(weights[-1])}
         b.emit(several, x, **slots).weights = weights
     for product, t, slots in zip(products, types, each, strict=True):
-        cublas = b.backend.cublas and t.name != "F32"  # those are strict
+        cublas = cuda_cublas.by_cublas(b, product.weight)
 
         def choose(
             rows: int, t: TensorType = t, n_out: int = product.weight.n_out, cublas: bool = cublas
@@ -243,31 +243,7 @@ def _multiply(b: CUDALowering, x: Value, products: Sequence[_Product]) -> None:
         slots |= {"row_bytes": row_bytes_of(product.weight), "out_stride": 4 * product.out.width, **common}
         b.emit(choose, x, **slots).weights = (product.weight,)
         if cublas:
-            _by_cublas(b, x, product)
-
-
-def _by_cublas(b: CUDALowering, x: Value, product: _Product) -> None:
-    """Round x, and unpack the weight, to bf16; multiply; scale and bias by themselves."""
-    weight, out = product.weight, b.buffer(product.out)
-    t, n_in, n_out = weight.tensor.type, weight.n_in, weight.n_out
-    to: dict[str, Slot] = {"out_stride": 2 * n_in, "n": n_in, "to": dequantize.OUTPUTS.index("bf16")}
-    rounded = Buffer(f"{x.name} (bf16)", 2 * b.limits.n_ubatch * x.per * n_in)
-    unpacked = Buffer(f"{weight} (bf16)", 2 * n_out * n_in)
-
-    def many(shape: Callable[[int], Shape], **slots: Slot) -> None:
-        b.emit(lambda rows: shape(rows) if rows > FEW_ROWS else None, x, **slots)
-
-    floats = BY_NAME["F32"]
-    many(lambda rows: dequantize.dequantize(floats, n_in, rows), w=b.buffer(x), row_bytes=4 * n_in, out=rounded, **to)
-    unpacking: dict[str, Slot] = {"w": b.weight(weight), "row_bytes": row_bytes_of(weight), "rows": n_out, **to}
-    many(lambda rows: dequantize.dequantize(t, n_in, n_out), out=unpacked, **unpacking)
-    slots: dict[str, Slot] = {"x": rounded, "w": unpacked, "out": out}
-    b.entries.append(GemmEntry(b.op, slots=slots, outputs=x.outputs, per=x.per, n_out=n_out, n_in=n_in))
-    then: dict[str, Slot] = {"x": out, "out": out, "width": n_out}
-    if product.scale is not None:
-        many(lambda rows: elementwise.multiply_by(n_out, rows), vector=b.vector(product.scale), n=1, **then)
-    if product.bias is not None:
-        many(lambda rows: elementwise.plus_vector(n_out, rows), vector=b.vector(product.bias), n=n_out, **then)
+            cuda_cublas.multiply(b, x, product.out, product.weight, slots["w"], product.bias, product.scale)
 
 
 def _mul_mat(b: CUDALowering, op: MulMat) -> None:
@@ -375,34 +351,33 @@ def _by_expert(b: CUDALowering, out: Value, x: Value, ids: Value, weight: Matrix
 
 
 def _mul_mat_id(b: CUDALowering, op: MulMatId) -> None:
-    w, slots = b.weight(op.weight, op.ids), _by_expert(b, op.out, op.x, op.ids, op.weight)
-    t, n_in, n_out, n_expert, n_used = (
-        op.weight.tensor.type,
-        op.weight.n_in,
-        op.weight.n_out,
-        op.weight.n_matrices,
-        op.ids.width,
-    )
+    _multiply_by_expert(b, op.x, op.ids, _Product(op.out, op.weight, op.bias, op.scale))
 
-    def choose(rows: int) -> Shape:
+
+def _multiply_by_expert(b: CUDALowering, x: Value, ids: Value, product: _Product) -> None:
+    weight, n_used, cublas = product.weight, ids.width, cuda_cublas.by_cublas(b, product.weight)
+    w, slots = b.weight(weight, ids), _by_expert(b, product.out, x, ids, weight)
+    t, n_in, n_out, n_expert = weight.tensor.type, weight.n_in, weight.n_out, weight.n_matrices
+
+    def choose(rows: int) -> Shape | None:
         if rows <= FEW_ROWS:
             return mat_vec.mul_mat_id(t, n_in, n_out, rows, n_used)
-        return mat_mat.mul_mat_id(t, n_in, n_out, rows, n_used, n_expert, b.device.capability)
+        return None if cublas else mat_mat.mul_mat_id(t, n_in, n_out, rows, n_used, n_expert, b.device.capability)
 
-    entry = b.emit(
-        choose,
-        op.ids,
-        w=w,
-        expert_bytes=expert_bytes_of(op.weight),
-        bias=b.vector(op.bias),
-        bias_stride=4 * n_out,
-        scale=b.vector(op.scale),
-        **slots,
-    )
-    entry.weights = (op.weight,)
+    slots |= {"w": w, "expert_bytes": expert_bytes_of(weight), "bias_stride": 4 * n_out}
+    slots |= {"bias": b.vector(product.bias), "scale": b.vector(product.scale)}
+    b.emit(choose, ids, **slots).weights = (weight,)
+    if cublas:
+        cuda_cublas.multiply_by_expert(b, x, ids, product.out, weight, w, product.bias, product.scale)
 
 
 def _up_gate_id(b: CUDALowering, op: UpGateId) -> None:
+    if b.backend.cublas:
+        u, g = (Value(f"{op.out.name} {part}", op.up.n_out, op.out.per, op.out.outputs) for part in ("up", "gate"))
+        _multiply_by_expert(b, op.x, op.ids, _Product(u, op.up, op.up_bias, op.up_scale))
+        _multiply_by_expert(b, op.x, op.ids, _Product(g, op.gate, op.gate_bias, op.gate_scale))
+        _gate(b, op.activation, op.out, b.buffer(g), g.width, b.buffer(u))
+        return
     up, gate = b.weight(op.up, op.ids), b.weight(op.gate, op.ids)
     slots = _by_expert(b, op.out, op.x, op.ids, op.up)
     t, n_in, n_out, n_expert, n_used = op.up.tensor.type, op.up.n_in, op.up.n_out, op.up.n_matrices, op.ids.width
