@@ -27,8 +27,9 @@ def test_blocks_fit_the_shared_memory_of_every_device() -> None:
         ("Q6_K", 4096, 512, 1, 89),
         ("Q4_K", 4096, 32, 1, 90),
         ("Q4_K", 1024, 64, 1, 90),
+        ("Q4_K", 1536, 4, 26, 90),
     ]
-    large = [("Q4_K", 4096, 512, 1, 89), ("Q4_K", 1024, 64, 8, 90)]
+    large = [("Q4_K", 4096, 512, 1, 89), ("Q4_K", 1024, 64, 8, 90), ("Q4_K", 1536, 4, 27, 90)]
     for cases, tile in ((small, mat_mat.SMALL), (large, mat_mat.LARGE)):
         assert {mat_mat.tile_for(BY_NAME[name], *sizes) for name, *sizes in cases} == {tile}
 

@@ -31,7 +31,7 @@ def plan_bytes(n_expert: int, n_used: int, rows: int) -> int:
 
 def bucket(n_expert: int) -> Shape:
     """Return how to make a plan."""
-    return Shape(_OPERATION, (1, 1, 1), 4 * _WARPS * n_expert)
+    return Shape(_OPERATION, (1, 1, 1), 4 * (_WARPS + 1) * n_expert)
 
 
 def gather(pairs: int) -> Shape:
