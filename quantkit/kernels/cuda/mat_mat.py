@@ -77,7 +77,7 @@ def shared_bytes(t: TensorType, tile: Tile) -> int:
     """Return the shared memory of a block: what panel.cuh lays out."""
     panel, x = tile.rows * _STRIDE, tile.tokens * _STRIDE
     if t.name in FLOATS:
-        return 2 * panel + (2 * x if t.name == "F32" else x + tile.tokens * (4 * 64 + 16))
+        return 2 * panel + 2 * x
     planes = FOLDED.get(t.name, 0)
     if t.name in IN_F16:
         panel, scales = tile.rows * (2 * 128 + 16), 0

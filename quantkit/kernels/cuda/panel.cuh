@@ -3,7 +3,7 @@
 //
 //     raw bytes of weights  --cp.async-->  shared  --TYPE::unpack-->  panel: int8 levels, scales, minimums
 //     rows of activations   --cp.async-->  shared: int8 levels, d, sums                (double: one chunk ahead)
-//     panel x activations   --mma-->  int32 per 32 (or 16) values  --fma-->  f32 sums in registers
+//     panel x activations   --mma-->  int32 per 32 values  --fma-->  f32 sums in registers
 //
 // While a chunk is multiplied, the bytes of the next one are on their way. Tiles in shared memory have rows of 128
 // bytes, STRIDE apart, so that ldmatrix meets no bank twice. Scales lie as lanes want them: [step of 32
@@ -17,12 +17,13 @@
 // 1.5 * 2^23 + i. One fma with -1.5 * 2^23 * d makes it d * i, rounded once, because that product is exact: no type's
 // scales have more than 22 significant bits. So a product costs two fma per element and 32 values; what more there is to
 // do for a type goes to tensor cores too: folded types (folded.cuh), whose levels contain their scales, are summed as
-// integers over a whole chunk, or as halves over 32 values (exact as well: what f32 sums round is all there is), and
-// minimums times sums are products of f32 in two parts of 11 bits each.
+// integers over a whole chunk, or as halves over 32 values (exact products, summed in f32), and minimums times sums are
+// products of f32 in two parts of 11 bits each.
 //
 // The order of summation of one product is the same whatever else is in the tile. Threads hand in the addresses of the
 // row of weights (staged_row) and of activations (staged_token) that they fetch, so both may be gathered. Floats:
-// F16 and BF16 are multiplied as 16 bits (activations have been rounded to them: exact), F32 by fma in order of i.
+// F16 and BF16 are multiplied as 16 bits (activations have been rounded to them: exact; they go through registers, where
+// they are narrowed), F32 by fma in order of i.
 //
 // Macros: TYPE, WEIGHTS (below), TOKENS (32 or 128), THREADS.
 #pragma once
@@ -400,11 +401,9 @@ template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* shared, const ui
 
 const int SIZE = WEIGHTS == SINGLE ? 4 : 2;
 const int CHUNK = 128 / SIZE;                                // values of a chunk
-const int RAW_STRIDE = 4 * 64 + 16;                          // activations to be made 16 bits
 
 const int W_BYTES = ROWS * STRIDE, X_BYTES = TOKENS * STRIDE;
 const int X_AT = 2 * W_BYTES;
-const int RAW_AT = X_AT + X_BYTES;                           // F32: the second buffer of activations instead
 
 // Ask for the 16-byte pieces k, k + BY, ... of BYTES of a row, zeros after its last `left`.
 template <int BYTES, int BY> INLINE void stage_pieces(uint8_t* to, const uint8_t* from, int64_t left, int k) {
@@ -454,14 +453,31 @@ INLINE uint32_t narrow(const float2 v) {
     return __float_as_uint(v.x) >> 16 | (__float_as_uint(v.y) & 0xffff0000u);
 }
 
-INLINE void narrow_chunk(uint8_t* shared) {
+// A thread's part of a chunk of activations, on its way through registers: pieces of four values.
+struct Fetched {
+    float4 v[CHUNK / 4 / PER_TOKEN];
+};
+
+// Load the pieces k, k + PER_TOKEN, ... of a chunk of a row, zeros after its last `left` bytes.
+INLINE void fetch(Fetched& f, const uint8_t* from, int64_t left, int k) {
+    const bool whole = ((uint64_t)from & 15) == 0 && left >= 4 * CHUNK;
 #pragma unroll
-    for (int i = 0; i < 8 * TOKENS / THREADS; i++) {
-        const int item = thread_here() + THREADS * i, token = item >> 3, k = item & 7;
-        const float2* from = (const float2*)(shared + RAW_AT + token * RAW_STRIDE + 32 * k);
-        *(int4*)(shared + X_AT + token * STRIDE + 16 * k) =
-            make_int4((int)narrow(from[0]), (int)narrow(from[1]), (int)narrow(from[2]), (int)narrow(from[3]));
+    for (int i = 0; i < CHUNK / 4 / PER_TOKEN; i++) {
+        const int at = 16 * (k + PER_TOKEN * i);
+        if (whole) {
+            f.v[i] = *(const float4*)(from + at);
+        } else {
+            const float* v = (const float*)(from + at);
+            f.v[i] = make_float4(at < left ? v[0] : 0, at + 4 < left ? v[1] : 0, at + 8 < left ? v[2] : 0, at + 12 < left ? v[3] : 0);
+        }
     }
+}
+
+INLINE void store_narrow(uint8_t* row, const Fetched& f, int k) {
+#pragma unroll
+    for (int i = 0; i < CHUNK / 4 / PER_TOKEN; i++)
+        *(uint2*)(row + 8 * (k + PER_TOKEN * i)) =
+            make_uint2(narrow(make_float2(f.v[i].x, f.v[i].y)), narrow(make_float2(f.v[i].z, f.v[i].w)));
 }
 
 template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* w, const uint8_t* x, Sums& sum) {
@@ -527,26 +543,32 @@ INLINE void multiply_tile(uint8_t* shared, const uint8_t* w, int64_t row_bytes, 
     if (IN_F16) scale_all(sum, F16_TIMES);
 #else
     const int64_t w_bytes = (int64_t)n_in * SIZE, x_bytes = (int64_t)n_in * 4;
-    uint8_t *w_to = shared + staged_row() * STRIDE, *x_to;
+    uint8_t *w_to = shared + staged_row() * STRIDE, *x_to = shared + X_AT + staged_token() * STRIDE;
     const int k = thread_here() % PER_ROW, l = thread_here() % PER_TOKEN;
-    x_to = WEIGHTS == SINGLE ? shared + X_AT + staged_token() * STRIDE : shared + RAW_AT + staged_token() * RAW_STRIDE;
     stage_pieces<128, PER_ROW>(w_to, w, w_bytes, k);
-    stage_pieces<4 * CHUNK, PER_TOKEN>(x_to, x, x_bytes, l);
+#if WEIGHTS == SINGLE
+    stage_pieces<128, PER_TOKEN>(x_to, x, x_bytes, l);
+#else
+    Fetched fetched;
+    fetch(fetched, x, x_bytes, l);
+#endif
 #pragma unroll 1
     for (int first = 0; first < n_in; first += CHUNK) {
         const int buffer = first / CHUNK & 1, next = first + CHUNK;
+#if WEIGHTS != SINGLE
+        store_narrow(x_to + buffer * X_BYTES, fetched, l);
+#endif
         copy_wait();
         __syncthreads();
-#if WEIGHTS != SINGLE
-        narrow_chunk(shared);
-        __syncthreads();
-#endif
         if (next < n_in) {
-            uint8_t* to = WEIGHTS == SINGLE ? x_to + (1 - buffer) * X_BYTES : x_to;
             stage_pieces<128, PER_ROW>(w_to + (1 - buffer) * W_BYTES, w + SIZE * next, w_bytes - SIZE * next, k);
-            stage_pieces<4 * CHUNK, PER_TOKEN>(to, x + 4 * next, x_bytes - 4 * next, l);
+#if WEIGHTS == SINGLE
+            stage_pieces<128, PER_TOKEN>(x_to + (1 - buffer) * X_BYTES, x + 4 * next, x_bytes - 4 * next, l);
+#else
+            fetch(fetched, x + 4 * next, x_bytes - 4 * next, l);
+#endif
         }
-        multiply_active(shared + buffer * W_BYTES, shared + X_AT + (WEIGHTS == SINGLE ? buffer * X_BYTES : 0), active, sum);
+        multiply_active(shared + buffer * W_BYTES, shared + X_AT + buffer * X_BYTES, active, sum);
     }
 #endif
 }
