@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import types
 import warnings
@@ -16,7 +17,7 @@ import pytest
 
 from quantkit.errors import ResourceError
 from quantkit.kernels.cuda import device as devices
-from quantkit.kernels.cuda import elementwise, norms
+from quantkit.kernels.cuda import early, elementwise, norms
 from quantkit.kernels.cuda.compile import preamble
 from quantkit.kernels.cuda.device import CUDADevice, Launch
 from quantkit.kernels.cuda.operation import Operation, Shape
@@ -107,6 +108,24 @@ def test_products_by_cublas(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     device.gemm_bf16(5, 7, 16, *at)
     device.download(at[2], found)
     np.testing.assert_array_equal(found, x @ w.T)
+
+
+def test_launches_may_be_early(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # include/cuda.h of CUDA 13: CUlaunchConfig, CUlaunchAttribute
+    assert (ctypes.sizeof(early.LaunchConfig), early.LaunchConfig.stream.offset) == (56, 32)
+    assert (ctypes.sizeof(early.Attribute), early.Attribute.value.offset) == (72, 8)
+    monkeypatch.setattr(early, "driver", lambda: cupy.libcuda)
+    device = CUDADevice(0)
+    device.early = True
+    x = np.arange(64, dtype=np.float32)
+    a = device.allocate(x.nbytes)
+    device.upload(a, x)
+    doubled = launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)
+    device.run([doubled, doubled])
+    device.record([doubled])()
+    found = np.empty_like(x)
+    device.download(a, found)
+    assert np.array_equal(found, 8 * x)
 
 
 def test_a_device_that_is_full_says_so(cupy: Any) -> None:
