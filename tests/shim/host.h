@@ -219,6 +219,12 @@ static inline uint16_t float_to_half(float f) {
     return (uint16_t)(sign | ((rounded - 0x38000000u) >> 13));
 }
 
+static inline uint32_t to_halves(float x, float y) { return float_to_half(x) | (uint32_t)float_to_half(y) << 16; }
+static inline uint32_t sub_halves(uint32_t x, uint32_t y) {  // the difference is exact in f32
+    return to_halves(half_to_float((uint16_t)x) - half_to_float((uint16_t)y),
+                     half_to_float((uint16_t)(x >> 16)) - half_to_float((uint16_t)(y >> 16)));
+}
+
 // ---- tensor cores (mma.cuh): every lane gives its registers, and picks what its results are made of
 
 template <typename T> static inline T* fixed(T* p) { return p; }

@@ -116,7 +116,7 @@ def combine_to(chosen: Attention, head_v: int) -> Shape | None:
 
 
 def _choose(kind: str, head_k: int, head_v: int, rows: int, mla: bool, limit: int, way: int | None) -> _Way:
-    tensor = _tensor(rows, head_k, head_v, mla, limit) if kind == "f16" and way in (None, TENSOR) else None
+    tensor = _tensor(kind, rows, head_k, head_v, mla, limit) if kind != "f32" and way in (None, TENSOR) else None
     if way is None:
         way = FEW if rows <= (FEW_ROWS if tensor else FEW_ROWS_F32) else TENSOR if tensor else TILE
     if way == TENSOR:
@@ -144,28 +144,41 @@ def _tile(head_k: int, head_v: int) -> _Way:
     return _Way(_ATTENTION.bind(WAY=TILE, ROWS=size, THREADS=4 * size, BLOCKS_AT_ONCE=2), size, shared)
 
 
-def _tensor(rows: int, head_k: int, head_v: int, mla: bool, limit: int) -> _Way | None:
+def _tensor(kind: str, rows: int, head_k: int, head_v: int, mla: bool, limit: int) -> _Way | None:
     """None: heads that are not made of 16 bytes, or too long for this device's shared memory."""
     if head_k % 8 or head_v % 8:
         return None
     warps = 1 if rows <= 16 else 2 if rows <= 32 else 4  # of 16 rows each
     while warps:
         columns = max(4 // warps, 1 if head_v <= 128 else 2 if head_v <= 256 else 4)
-        k_stride = 2 * (-(-head_k // 16) * 16) + 16
-        v_columns = -(-head_v // (16 * columns)) * 16 * columns
-        if mla and 2 * v_columns > k_stride - 16:
-            return None
-        for keys in (64, 32):
-            caches = keys * (2 * k_stride if mla else k_stride + 2 * v_columns + 16)
-            weights = 0 if columns == 1 else 2 * 16 * warps * (2 * keys + 16)
-            shared = 2 * 16 * warps * k_stride + caches + weights
-            if shared <= limit - 4096:  # some is declared in the source
+        for keys in (64, 32) if warps * columns <= 8 else ():  # more leave too few registers
+            shared = _tensor_shared(kind == "q8_0", head_k, head_v, mla, 16 * warps, columns, keys)
+            if shared is not None and shared <= limit - 4096:  # some is declared in the source
                 size = {"ROWS": 16 * warps, "COLUMNS": columns, "THREADS": 32 * warps * columns, "KEYS": keys}
                 resident = 2 if warps * columns == 4 else 1
                 bound = _ATTENTION.bind(WAY=TENSOR, LATENT=int(mla), BLOCKS_AT_ONCE=resident, **size)
                 return _Way(bound, 16 * warps, shared)
         warps //= 2
     return None
+
+
+def _tensor_shared(levels: bool, head_k: int, head_v: int, mla: bool, rows: int, columns: int, keys: int) -> int | None:
+    """Return the bytes of shared memory that attention_tensor.cuh lays out. None: values do not fit into a row of keys."""
+    k_stride = 2 * (-(-head_k // 16) * 16) + 16
+    v_columns = -(-head_v // (16 * columns)) * 16 * columns
+    v_stride = k_stride if mla else 2 * v_columns + 16
+    if mla and 2 * v_columns > k_stride - 16:
+        return None
+    raw_k, raw_v = (16 * ((head // 32 * 34 + 29) // 16 | 1) for head in (head_k, head_v))
+    if levels:
+        incoming, later = keys * raw_k, keys * (max(k_stride, v_stride) + head_k // 32 * 4)
+        later += 0 if mla else keys * (raw_v + -(-v_columns // 32) * 4)
+    else:
+        incoming, later = keys * k_stride, keys * v_stride
+    q = 2 * rows * k_stride
+    if columns == 1:
+        return incoming + q + later
+    return incoming + max(q, later + 4 * columns * rows * (keys + 8))
 
 
 def operations() -> Iterator[Operation]:
