@@ -172,7 +172,7 @@ def _tensor_shared(levels: bool, head_k: int, head_v: int, mla: bool, rows: int,
     raw_k, raw_v = (16 * ((head // 32 * 34 + 29) // 16 | 1) for head in (head_k, head_v))
     if levels:
         incoming, later = keys * raw_k, keys * (max(k_stride, v_stride) + head_k // 32 * 4)
-        later += 0 if mla else keys * (raw_v + -(-v_columns // 32) * 4)
+        later += keys * (head_k // 32 * 4 if mla else raw_v + -(-v_columns // 32) * 4)
     else:
         incoming, later = keys * k_stride, keys * v_stride
     q = 2 * rows * k_stride

@@ -26,31 +26,45 @@ struct Cells {
     __device__ __forceinline__ int begin(int i) const { return ((uint32_t)(uint64_t)row0 + (uint32_t)key(i) * (uint32_t)row_bytes) & 15; }
 };
 
-// Levels of rows start ... start + KEYS, from what was copied to the halves of a tile.
+// Levels of rows start ... start + KEYS, from what was copied to the halves of a tile; 16 at a time.
 template <int HEAD, int STRIDE> INLINE void unpack_levels(const Cells& cells, int start, const uint8_t* raw, uint8_t* tile) {
-    const int UNITS = HEAD / 8;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < KEYS * UNITS; i += THREADS) {
-        const int key = i / UNITS, u = i % UNITS;
-        const uint8_t* from = raw + key * RAW_OF(HEAD) + cells.begin(start + key) + u / 4 * 34 + 2 + u % 4 * 8;
-        *(uint4*)(tile + key * STRIDE + 16 * u) = make_uint4(two_levels(load2(from)), two_levels(load2(from + 2)),
-                                                             two_levels(load2(from + 4)), two_levels(load2(from + 6)));
+    const int UNITS = HEAD / 16, ALL = KEYS * UNITS;
+    const bool EVEN = THREADS % UNITS == 0;  // a thread has the same unit of every key
+    const int key0 = threadIdx.x / UNITS, unit0 = threadIdx.x % UNITS;
+#pragma unroll
+    for (int i = 0; i < ALL; i += THREADS) {
+        if (ALL % THREADS && i + (int)threadIdx.x >= ALL) break;
+        const int key = EVEN ? key0 + i / UNITS : (i + (int)threadIdx.x) / UNITS;
+        const int unit = EVEN ? unit0 : (i + (int)threadIdx.x) % UNITS;
+        const uint8_t* from = raw + key * RAW_OF(HEAD) + cells.begin(start + key) + (unit / 2 * 34 + unit % 2 * 16 + 2);
+        uint4* to = (uint4*)(tile + key * STRIDE + 32 * unit);
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+            to[j] = make_uint4(two_levels(load2(from + 8 * j)), two_levels(load2(from + 8 * j + 2)),
+                               two_levels(load2(from + 8 * j + 4)), two_levels(load2(from + 8 * j + 6)));
     }
 }
 
-// Their scales: [HEAD / 32][KEYS]; factors, if any: powers of two that bring the largest of each KEYS to 2^14 ... 2^15.
-template <int HEAD> INLINE void unpack_scales(const Cells& cells, int start, const uint8_t* raw, float* scales, float* factors) {
+// Their scales, [HEAD / 32][KEYS], as they are (0: not wanted), and times a power of two that makes the largest of each
+// KEYS 2^14 ... 2^15 (0: not wanted), whose inverse goes to undo[HEAD / 32].
+template <int HEAD> INLINE void unpack_scales(const Cells& cells, int start, const uint8_t* raw, float* scales, float* large, float* undo) {
     const int lane = threadIdx.x & 31;
-    for (int block = threadIdx.x >> 5; block < HEAD / 32; block += THREADS / 32) {
-        float largest = 0;
 #pragma unroll
-        for (int key = lane; key < KEYS; key += 32) {
-            const float d = half_to_float(load2(raw + key * RAW_OF(HEAD) + cells.begin(start + key) + 34 * block));
-            scales[block * KEYS + key] = d;
-            largest = fmaxf(largest, fabsf(d));
+    for (int first = 0; first < HEAD / 32; first += THREADS / 32) {
+        const int block = first + (threadIdx.x >> 5);
+        if (HEAD / 32 % (THREADS / 32) && block >= HEAD / 32) break;
+        float d[KEYS / 32], largest = 0;
+#pragma unroll
+        for (int i = 0; i < KEYS / 32; i++) {
+            const int key = lane + 32 * i;
+            d[i] = half_to_float(load2(raw + key * RAW_OF(HEAD) + cells.begin(start + key) + 34 * block));
+            if (scales) scales[block * KEYS + key] = d[i];
+            largest = fmaxf(largest, fabsf(d[i]));
         }
-        if (!factors) continue;
-        largest = warp_max(largest);
-        if (lane == 0) factors[block] = __uint_as_float((268 - max(__float_as_uint(largest) >> 23, 15u)) << 23);
+        if (!large) continue;
+        const uint32_t exponent = max(__float_as_uint(warp_max(largest)) >> 23, 15u);
+        if (lane == 0) undo[block] = __uint_as_float((exponent - 14) << 23);
+#pragma unroll
+        for (int i = 0; i < KEYS / 32; i++) large[block * KEYS + lane + 32 * i] = d[i] * __uint_as_float((268 - exponent) << 23);
     }
 }

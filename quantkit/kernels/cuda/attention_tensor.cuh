@@ -25,6 +25,8 @@
 #define S_TILES (KEYS / COLUMNS / 8)   // tiles of 8 keys, of 8 columns that a warp has
 #define O_TILES (V_COLUMNS / COLUMNS / 8)
 
+#define V_SCALES ((LATENT ? HEAD_K : V_COLUMNS + 31) / 32)
+
 // Products of a score, values of a block's keys, are summed by themselves: tensor cores round sums down.
 #define SUMMED (LEVELS ? 32 : 128)
 #define LARGEST 16384.0f  // what weights are multiplied by, q up to: the low half of a small value is still exact
@@ -135,11 +137,11 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
     next += LEVELS && !LATENT ? KEYS * RAW_OF(HEAD_V) : 0;
     float* k_scales = (float*)next;                                                   // [HEAD_K / 32][KEYS], of levels
     next += LEVELS ? 4 * KEYS * (HEAD_K / 32) : 0;
-    float* v_scales = LATENT ? k_scales : (float*)next;
-    next += LEVELS && !LATENT ? 4 * KEYS * ((V_COLUMNS + 31) / 32) : 0;
+    float* v_scales = (float*)next;                                                   // [V_SCALES][KEYS], times factors
+    next += LEVELS ? 4 * KEYS * V_SCALES : 0;
     float* exchanged = (float*)next;                                                  // [COLUMNS][ROWS][S_STRIDE]
     uint8_t *p_high = next, *p_low = p_high + ROWS * P_STRIDE;                        // [ROWS][P_STRIDE], later
-    __shared__ float factors[ROWS], shared[COLUMNS][ROWS], v_factors[(LATENT ? K_COLUMNS : V_COLUMNS + 31) / 32];
+    __shared__ float factors[ROWS], shared[COLUMNS][ROWS], undo[V_SCALES];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, top = warp / COLUMNS * 16, column = warp % COLUMNS;
     const int g = lane >> 2, t = lane & 3, group = (int)(a.n_head / a.n_head_kv);
     const int begin = first_row / group, end = min((int)a.rows, (first_row + ROWS - 1) / group + 1);
@@ -190,7 +192,7 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
                 if (!LATENT) fetch_values(values, start, raw_values);
                 end_group();
                 unpack_levels<HEAD_K, K_STRIDE>(keys, start, incoming, tile);
-                unpack_scales<HEAD_K>(keys, start, incoming, k_scales, LATENT ? v_factors : nullptr);
+                unpack_scales<HEAD_K>(keys, start, incoming, k_scales, LATENT ? v_scales : nullptr, undo);
                 __syncthreads();
                 if (block + 1 < blocks.end) fetch_keys(keys, start + KEYS, incoming);
                 end_group();
@@ -272,7 +274,7 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
             if (!LATENT && !LEVELS && block + 1 < blocks.end) fetch_keys(keys, start + KEYS, incoming);
             if (!LATENT && LEVELS) {
                 unpack_levels<HEAD_V, V_STRIDE>(values, start, raw_values, tile);
-                unpack_scales<HEAD_V>(values, start, raw_values, v_scales, v_factors);
+                unpack_scales<HEAD_V>(values, start, raw_values, nullptr, v_scales, undo);
             }
 #pragma unroll
             for (int r = 0; r < 2; r++) {
@@ -303,7 +305,6 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
 #pragma unroll
                 for (int i = 0; i < O_TILES; i += SOME) {
                     const int scale = (column * O_TILES + i) / 4;
-                    const float factor = v_factors[scale];
                     float sums[SOME][4] = {};
 #pragma unroll
                     for (int k = 0; k < KEYS / 16; k++) {
@@ -319,7 +320,7 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
                                 } else {
                                     p = *(const float2*)(exchanged + (top + g + 8 * r) * S_STRIDE + 16 * k + 8 * j + 2 * t);
                                 }
-                                split(p.x * (d.x * factor), p.y * (d.y * factor), &high[2 * j + r], &low[2 * j + r]);
+                                split(p.x * d.x, p.y * d.y, &high[2 * j + r], &low[2 * j + r]);
                             }
                         }
 #pragma unroll
@@ -332,10 +333,10 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
                             mma_f16(sums[j + 1], low, b + 2);
                         }
                     }
-                    const float undo = __uint_as_float((254u << 23) - __float_as_uint(factor));  // 1 / factor
+                    const float by = undo[scale];
 #pragma unroll
                     for (int j = 0; j < 4 * SOME; j++)
-                        o[i + j / 4][j % 4] = fmaf(sums[j / 4][j % 4], undo, o[i + j / 4][j % 4] * f[j % 4 / 2]);
+                        o[i + j / 4][j % 4] = fmaf(sums[j / 4][j % 4], by, o[i + j / 4][j % 4] * f[j % 4 / 2]);
                 }
             } else {
                 uint32_t high[KEYS / 16][4], low[KEYS / 16][4];  // weights, as the left factor of the products with values
