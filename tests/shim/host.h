@@ -228,6 +228,7 @@ static inline uint32_t sub_halves(uint32_t x, uint32_t y) {  // the difference i
 // ---- tensor cores (mma.cuh): every lane gives its registers, and picks what its results are made of
 
 template <typename T> static inline T* fixed(T* p) { return p; }
+static inline uint32_t fixed(uint32_t v) { return v; }
 static inline unsigned thread_here() { return threadIdx.x; }
 static inline unsigned block_here() { return blockIdx.x; }
 static inline void ldmatrix4(uint32_t r[4], const void* row) {

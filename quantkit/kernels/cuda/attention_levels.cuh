@@ -5,31 +5,41 @@
 // apart in shared memory.
 #pragma once
 #include "attention.cuh"
+#include "mma.cuh"
 
 // Pieces of 16 bytes that a head's row lies in, wherever it begins; bytes of them, an odd number of pieces.
 #define PIECES_OF(head) (((head) / 32 * 34 + 14 + 15) / 16)
 #define RAW_OF(head) (16 * (PIECES_OF(head) | 1))
 
-// Two levels as halves: a level + 128 is the low byte of 1024 and more.
-INLINE uint32_t two_levels(uint16_t two) {
-    return sub_halves(__byte_perm(two ^ 0x8080u, 0x64646464u, 0x4140), 0x64806480u);
+// Two levels as halves: a level + 128 is the low byte of 1024 and more. tops: 0x64646464, in a register.
+INLINE uint32_t two_levels(uint16_t two, uint32_t tops) {
+    return sub_halves(__byte_perm(two ^ 0x8080u, tops, 0x4140), 0x64806480u);
 }
 
 // A head's rows in one sequence's cells, of which those of a range count: beyond it others stand for them, with weight 0.
 struct Cells {
-    const uint8_t* row0;
-    int row_bytes, first, last;
+    const uint8_t* base;     // a multiple of 16
+    uint32_t begin0, bytes;  // where row 0 begins behind it, from row to row
+    int first, last;
 
-    __device__ __forceinline__ int key(int i) const { return min(max(i, first), last); }
-    __device__ __forceinline__ const uint8_t* row(int i) const { return row0 + (int64_t)key(i) * row_bytes; }
-    // Where a row begins in its first piece.
-    __device__ __forceinline__ int begin(int i) const { return ((uint32_t)(uint64_t)row0 + (uint32_t)key(i) * (uint32_t)row_bytes) & 15; }
+    __device__ __forceinline__ uint64_t at(int i) const {
+        return (uint64_t)(uint32_t)min(max(i, first), last) * bytes + begin0;
+    }
+    // The piece of 16 bytes that a row begins in, and where in it.
+    __device__ __forceinline__ const uint8_t* piece(int i) const { return base + (at(i) & ~(uint64_t)15); }
+    __device__ __forceinline__ int begin(int i) const { return (int)((uint32_t)at(i) & 15); }
 };
+
+INLINE Cells cells_of(const uint8_t* row0, int64_t values, const Range& range) {
+    const uint32_t begin0 = (uint32_t)((uint64_t)row0 & 15);
+    return Cells{row0 - begin0, begin0, (uint32_t)cache_bytes(values), range.first, range.last};
+}
 
 // Levels of rows start ... start + KEYS, from what was copied to the halves of a tile; 16 at a time.
 template <int HEAD, int STRIDE> INLINE void unpack_levels(const Cells& cells, int start, const uint8_t* raw, uint8_t* tile) {
     const int UNITS = HEAD / 16, ALL = KEYS * UNITS;
     const bool EVEN = THREADS % UNITS == 0;  // a thread has the same unit of every key
+    const uint32_t tops = fixed(0x64646464u);
     const int key0 = threadIdx.x / UNITS, unit0 = threadIdx.x % UNITS;
 #pragma unroll
     for (int i = 0; i < ALL; i += THREADS) {
@@ -40,8 +50,8 @@ template <int HEAD, int STRIDE> INLINE void unpack_levels(const Cells& cells, in
         uint4* to = (uint4*)(tile + key * STRIDE + 32 * unit);
 #pragma unroll
         for (int j = 0; j < 2; j++)
-            to[j] = make_uint4(two_levels(load2(from + 8 * j)), two_levels(load2(from + 8 * j + 2)),
-                               two_levels(load2(from + 8 * j + 4)), two_levels(load2(from + 8 * j + 6)));
+            to[j] = make_uint4(two_levels(load2(from + 8 * j), tops), two_levels(load2(from + 8 * j + 2), tops),
+                               two_levels(load2(from + 8 * j + 4), tops), two_levels(load2(from + 8 * j + 6), tops));
     }
 }
 

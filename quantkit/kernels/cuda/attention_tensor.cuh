@@ -58,8 +58,7 @@ template <int PIECES, int STRIDE> INLINE void fetch(const Cells& cells, int star
 #pragma unroll
     for (int r = 0; r < KEYS; r += ROWS_AT_ONCE) {
         if (KEYS % ROWS_AT_ONCE && first + r >= KEYS) break;
-        const uint8_t* row = cells.row(start + first + r);
-        if (LEVELS) row -= (uint64_t)row & 15;
+        const uint8_t* row = cells.piece(start + first + r);
 #pragma unroll
         for (int i = 0; i < TIMES; i++)
             if (PIECES % LANES == 0 || lane + i * LANES < PIECES)
@@ -149,10 +148,9 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
     Blocks blocks = blocks_of(a, range, KEYS, part);
     if (nothing_to_do(a, range, blocks, begin, end)) return leave(a, kv_head, first_row, part);
 
-    const int k_bytes = (int)cache_bytes(a.n_head_kv * HEAD_K), v_bytes = LATENT ? k_bytes : (int)cache_bytes(a.n_head_kv * HEAD_V);
     bool fetched = blocks.begin < blocks.end;
     if (fetched)
-        fetch_keys(Cells{key_row(a, kv_head, range.sequence, 0), k_bytes, range.first, range.last}, KEYS * blocks.begin, incoming);
+        fetch_keys(cells_of(key_row(a, kv_head, range.sequence, 0), a.n_head_kv * HEAD_K, range), KEYS * blocks.begin, incoming);
     keep_q(a, kv_head, first_row, q_high, q_low, factors);
     __syncthreads();
     uint32_t high_q[COLUMNS > 1 ? STEPS : 1][4], low_q[COLUMNS > 1 ? STEPS : 1][4];
@@ -180,8 +178,8 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
         const Row seeing[2] = {in_range(row_of(a, kv_head, first_row + top + g), range),
                                in_range(row_of(a, kv_head, first_row + top + g + 8), range)};
         blocks = blocks_of(a, range, KEYS, part);
-        const Cells keys = {key_row(a, kv_head, range.sequence, 0), k_bytes, range.first, range.last};
-        const Cells values = {LATENT ? keys.row0 : value_row(a, kv_head, range.sequence, 0), v_bytes, range.first, range.last};
+        const Cells keys = cells_of(key_row(a, kv_head, range.sequence, 0), a.n_head_kv * HEAD_K, range);
+        const Cells values = cells_of(value_row(a, kv_head, range.sequence, 0), a.n_head_kv * HEAD_V, range);
         if (blocks.begin < blocks.end && !fetched) fetch_keys(keys, KEYS * blocks.begin, LEVELS ? incoming : here);
         fetched = false;
         for (int block = blocks.begin; block < blocks.end; block++) {
