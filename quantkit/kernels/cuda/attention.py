@@ -3,8 +3,8 @@
 ``attention`` says which way a layer's attention goes with so many tokens::
 
     few      up to 8 rows (tokens x heads of a group) a block, straight from the cache to registers: generation
-    tile     tiles of rows x 64 keys in f32: prompts
-    tensor   the same on tensor cores, from a cache of f16: prompts, and generation where heads share their keys
+    tile     tiles of rows x 64 keys in f32: prompts with a cache of f32, or heads of odd lengths
+    tensor   the same on tensor cores, from f16 or q8_0: prompts, and generation where heads share their keys
 
 All take the same slots. With more than one part of the keys their results go to scratch and ``attention_combine``
 follows.
@@ -155,7 +155,7 @@ def _tensor(kind: str, rows: int, head_k: int, head_v: int, mla: bool, limit: in
             shared = _tensor_shared(kind == "q8_0", head_k, head_v, mla, 16 * warps, columns, keys)
             if shared is not None and shared <= limit - 4096:  # some is declared in the source
                 size = {"ROWS": 16 * warps, "COLUMNS": columns, "THREADS": 32 * warps * columns, "KEYS": keys}
-                resident = 2 if warps * columns == 4 else 1
+                resident = 1 if warps * columns > 4 else 4 if warps == 1 and head_k <= 128 else 2
                 bound = _ATTENTION.bind(WAY=TENSOR, LATENT=int(mla), BLOCKS_AT_ONCE=resident, **size)
                 return _Way(bound, 16 * warps, shared)
         warps //= 2
@@ -175,17 +175,18 @@ def _tensor_shared(levels: bool, head_k: int, head_v: int, mla: bool, rows: int,
         later += keys * (head_k // 32 * 4 if mla else raw_v + -(-v_columns // 32) * 4)
     else:
         incoming, later = keys * k_stride, keys * v_stride
-    q = 2 * rows * k_stride
-    if columns == 1:
-        return incoming + q + later
-    return incoming + max(q, later + 4 * columns * rows * (keys + 8))
+    q, weights = 2 * rows * k_stride, 4 * rows * (keys + 8)
+    if columns > 1 and (head_k > 128 or keys // columns < 16):  # sliced
+        return incoming + max(q, later + columns * weights)
+    return incoming + q + later + (weights if columns > 1 else 0)
 
 
 def operations() -> Iterator[Operation]:
     """Yield operations of this file: every way and type, for some of the sizes that models have."""
     sizes: dict[str, tuple[tuple[int, int, int, int], ...]]
-    sizes = {"f32": ((32, 4, 128, 1), (32, 4, 128, 512)), "q8_0": ((32, 4, 128, 1), (32, 4, 128, 512))}
-    sizes["f16"] = (*sizes["f32"], (32, 8, 64, 1), (32, 8, 64, 512), (8, 4, 256, 512), (128, 1, 576, 1))
+    sizes = {"f32": ((32, 4, 128, 1), (32, 4, 128, 512))}
+    sizes["q8_0"] = (*sizes["f32"], (32, 32, 128, 1), (8, 4, 256, 512), (128, 1, 576, 1))
+    sizes["f16"] = (*sizes["q8_0"], (32, 8, 64, 1), (32, 8, 64, 512))
     for kind, some in sizes.items():
         for n_head, n_head_kv, head, rows in some:
             mla = head == 576

@@ -2,9 +2,9 @@
 // half (22 bits of them count), keys and values are halves as they are, or levels (attention_levels.cuh); sums are f32:
 // as exact as f32 products, nearly.
 //
-// ROWS / 16 warps by COLUMNS. With one column a warp has 16 rows and all KEYS of a block. With more, warps share them:
-// each takes part of the columns of q, which it keeps in registers, and of the keys: sums of all are exchanged, and each
-// goes on with 1 / COLUMNS of the scores, then of the values' columns.
+// ROWS / 16 warps by COLUMNS: a warp has 16 rows, scores of 1 / COLUMNS of the KEYS, 1 / COLUMNS of the values' columns.
+// Of long heads (SLICED) it first takes 1 / COLUMNS of the columns of q, which it keeps in registers, and all keys: then
+// sums are exchanged. Otherwise each would read all of q again and again.
 //
 // Keys of the next block come while this one's values are used, values while its scores are made. With LATENT values
 // are the first columns of the keys; halves of them come into two buffers by turns.
@@ -31,7 +31,8 @@
 #define SUMMED (LEVELS ? 32 : 128)
 #define LARGEST 16384.0f  // what weights are multiplied by, q up to: the low half of a small value is still exact
 
-// Steps of 16 columns of q that a warp has of COLUMNS > 1, those of one scale, keys at a time.
+// Steps of 16 columns of q; those that a warp has if SLICED, and of how many keys at a time.
+#define SLICED (COLUMNS > 1 && (HEAD_K > 128 || S_TILES < 2))
 #define ALL_STEPS (K_COLUMNS / 16)
 #define STEPS (LEVELS ? 2 * ((ALL_STEPS / 2 + COLUMNS - 1) / COLUMNS) : (ALL_STEPS + COLUMNS - 1) / COLUMNS)
 #define SPAN (LEVELS || STEPS + O_TILES / 2 > 12 ? 32 : KEYS)
@@ -124,12 +125,12 @@ template <int N> INLINE void add_sums(float (&s)[N][4], const float (&sums)[N][4
 }
 
 INLINE void attend(const attention_args& a, int kv_head, int first_row, int part) {
-    // Where q lies until registers have it, if they do, other things lie later.
+    // Where q lies until registers have it (SLICED), other things lie later.
     DYNAMIC_SHARED(memory);
     uint8_t* incoming = memory;                                                       // [KEYS] keys, raw if levels
     uint8_t* q_high = incoming + KEYS * (LEVELS ? RAW_OF(HEAD_K) : K_STRIDE);         // [ROWS][K_STRIDE]
     uint8_t* q_low = q_high + ROWS * K_STRIDE;
-    uint8_t* next = COLUMNS > 1 ? q_high : q_low + ROWS * K_STRIDE;
+    uint8_t* next = SLICED ? q_high : q_low + ROWS * K_STRIDE;
     uint8_t* tile = next;                                                             // [KEYS] second keys, values, levels
     next += KEYS * (LATENT ? K_STRIDE : LEVELS ? max(K_STRIDE, V_STRIDE) : V_STRIDE);
     uint8_t* raw_values = next;                                                       // [KEYS], of levels
@@ -138,7 +139,7 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
     next += LEVELS ? 4 * KEYS * (HEAD_K / 32) : 0;
     float* v_scales = (float*)next;                                                   // [V_SCALES][KEYS], times factors
     next += LEVELS ? 4 * KEYS * V_SCALES : 0;
-    float* exchanged = (float*)next;                                                  // [COLUMNS][ROWS][S_STRIDE]
+    float* exchanged = (float*)next;                                                  // [SLICED ? COLUMNS : 1][ROWS][S_STRIDE]
     uint8_t *p_high = next, *p_low = p_high + ROWS * P_STRIDE;                        // [ROWS][P_STRIDE], later
     __shared__ float factors[ROWS], shared[COLUMNS][ROWS], undo[V_SCALES];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, top = warp / COLUMNS * 16, column = warp % COLUMNS;
@@ -153,8 +154,8 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
         fetch_keys(cells_of(key_row(a, kv_head, range.sequence, 0), a.n_head_kv * HEAD_K, range), KEYS * blocks.begin, incoming);
     keep_q(a, kv_head, first_row, q_high, q_low, factors);
     __syncthreads();
-    uint32_t high_q[COLUMNS > 1 ? STEPS : 1][4], low_q[COLUMNS > 1 ? STEPS : 1][4];
-    if (COLUMNS > 1) {
+    uint32_t high_q[SLICED ? STEPS : 1][4], low_q[SLICED ? STEPS : 1][4];
+    if constexpr (SLICED) {
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
             const int step = min(column * STEPS + k, ALL_STEPS - 1);
@@ -201,7 +202,8 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
             }
 
             float s[S_TILES][4] = {};
-            if constexpr (COLUMNS == 1) {
+            if constexpr (!SLICED) {
+                const int mine = 8 * column * S_TILES;
                 for (int first = 0; first < ALL_STEPS; first += SUMMED / 16) {
                     float sums[S_TILES][4] = {};
                     const int last = min(first + SUMMED / 16, ALL_STEPS);
@@ -210,9 +212,9 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
                         uint32_t high[4], low[4];
                         load_a(high, q_high + top * K_STRIDE + 32 * k, K_STRIDE);
                         load_a(low, q_low + top * K_STRIDE + 32 * k, K_STRIDE);
-                        add_products(sums, high, low, here + 32 * k);
+                        add_products(sums, high, low, here + mine * K_STRIDE + 32 * k);
                     }
-                    add_sums(s, sums, k_scales + first / 2 * KEYS + 2 * t);
+                    add_sums(s, sums, k_scales + first / 2 * KEYS + mine + 2 * t);
                 }
             } else {
 #pragma unroll
@@ -226,7 +228,7 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
                         for (int k = 0; k < (LEVELS ? 2 : STEPS); k++)
                             if (STEPS * COLUMNS == ALL_STEPS || step + k < ALL_STEPS)
                                 add_products(sums, high_q[first + k], low_q[first + k], here + from * K_STRIDE + 32 * (step + k));
-                        if (!LEVELS || STEPS * COLUMNS == ALL_STEPS || step < ALL_STEPS)
+                        if (!LEVELS || STEPS * COLUMNS == ALL_STEPS || step < ALL_STEPS)  // else scales are no numbers
                             add_sums(mine, sums, k_scales + step / 2 * KEYS + from + 2 * t);
                     }
                     float* to = exchanged + (column * ROWS + top + g) * S_STRIDE + from + 2 * t;
