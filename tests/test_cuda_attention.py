@@ -263,7 +263,9 @@ def test_scales_of_any_size(memory: Memory) -> None:
         model.caches[side] = memory.put(data)
         model.kept[side] = values.reshape(90, 2, head).astype(np.float64)
     q = rng.normal(0, 1.5, (5, 256)).astype(np.float32)
-    got, want = (f(q, [85, 20, 6, 89, 2], [0] * 5) for f in (lambda *x: model.run(*x, way=TENSOR, splits=1), model.expected))
+    got, want = (
+        f(q, [85, 20, 6, 89, 2], [0] * 5) for f in (lambda *x: model.run(*x, way=TENSOR, splits=1), model.expected)
+    )
     for block in range(8):
         assert nmse(got[:, 32 * block :][:, :32], want[:, 32 * block :][:, :32]) < 1e-11
 

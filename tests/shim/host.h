@@ -220,6 +220,7 @@ static inline uint16_t float_to_half(float f) {
 }
 
 static inline uint32_t to_halves(float x, float y) { return float_to_half(x) | (uint32_t)float_to_half(y) << 16; }
+static inline float exp2_near(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
 static inline uint32_t sub_halves(uint32_t x, uint32_t y) {  // the difference is exact in f32
     return to_halves(half_to_float((uint16_t)x) - half_to_float((uint16_t)y),
                      half_to_float((uint16_t)(x >> 16)) - half_to_float((uint16_t)(y >> 16)));

@@ -89,6 +89,7 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
 #pragma unroll
         for (int i = 0; i < V_WIDTH * V_TIMES; i++) o[r][i] = 0;
     }
+    const float scale = scale_of(a);
     // As far as scores go, a lane is a row and one key of each SPAN; l is of its keys only until the end.
     float m = NONE, l = 0;
 
@@ -120,7 +121,7 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
                         products[SPAN * r + i] = sum;
                     }
                 }
-                s[j] = sum_lanes<16>(products) * (float)a.scale;
+                s[j] = sum_lanes<16>(products) * scale;
             }
             if (is_bent(a)) {
 #pragma unroll
@@ -134,13 +135,13 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
             }
 #pragma unroll
             for (int d = SPAN / 2; d; d >>= 1) largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, d));
-            const float factor = expf(m - largest);
+            const float factor = exp2_near(m - largest);
             m = largest;
             l *= factor;
             __syncwarp();  // weights of the keys before have been read
 #pragma unroll
             for (int j = 0; j < ROWS; j++) {
-                const float p = expf(s[j] - m);
+                const float p = exp2_near(s[j] - m);
                 l += p;
                 weights[warp][SPAN * j + lane % SPAN][lane / SPAN] = p;
             }
@@ -191,7 +192,7 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
         for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, kept_m[w][r]);
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
-            factors[w] = expf(kept_m[w][r] - largest);
+            factors[w] = exp2_near(kept_m[w][r] - largest);
             sum += factors[w] * kept_l[w][r];
         }
         const bool whole = a.splits == 1;

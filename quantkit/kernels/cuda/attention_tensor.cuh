@@ -75,22 +75,38 @@ INLINE void fetch_values(const Cells& cells, int start, uint8_t* to) {
     fetch<LEVELS ? PIECES_OF(HEAD_V) : HEAD_V / 8, LEVELS ? RAW_OF(HEAD_V) : V_STRIDE>(cells, start, to);
 }
 
-// Rows of q, each times a power of two that makes its largest value 2^14 ... 2^15; factors: what undoes that.
+// Rows of q, each times a power of two that makes its largest value 2^14 ... 2^15; factors: what undoes that. A warp
+// asks for several at once: a block has nothing else to do until they are there.
 INLINE void keep_q(const attention_args& a, int kv_head, int first_row, uint8_t* high, uint8_t* low, float* factors) {
+    const int PAIRS = (HEAD_K / 2 + 31) / 32, AT_ONCE = ROWS / WARPS < 4 ? ROWS / WARPS : 4;
     const int lane = threadIdx.x & 31, group = (int)(a.n_head / a.n_head_kv);
-    for (int r = threadIdx.x >> 5; r < ROWS; r += WARPS) {
-        const int row = first_row + r, token = row / group;
-        const float* q = a.q + (token * a.n_head + kv_head * group + row % group) * HEAD_K;
-        const int n = token < a.rows ? HEAD_K : 0;
-        float largest = 0;
-        for (int i = lane; i < n; i += 32) largest = fmaxf(largest, fabsf(q[i]));
-        const int exponent = max((int)(__float_as_uint(warp_max(largest)) >> 23), 15);
-        const float factor = __uint_as_float((uint32_t)(268 - exponent) << 23);  // 2^(14 - (exponent - 127))
-        if (lane == 0) factors[r] = __uint_as_float((uint32_t)(exponent - 14) << 23);
-        for (int i = lane; i < K_COLUMNS / 2; i += 32) {
-            const bool there = 2 * i < n;
-            split(there ? q[2 * i] * factor : 0.0f, there ? q[2 * i + 1] * factor : 0.0f,
-                  (uint32_t*)(high + r * K_STRIDE) + i, (uint32_t*)(low + r * K_STRIDE) + i);
+    for (int first = AT_ONCE * (threadIdx.x >> 5); first < ROWS; first += AT_ONCE * WARPS) {
+        float2 v[AT_ONCE][PAIRS];
+#pragma unroll
+        for (int r = 0; r < AT_ONCE; r++) {
+            const int row = first_row + first + r, token = row / group;
+            const float* q = a.q + (token * a.n_head + kv_head * group + row % group) * HEAD_K;
+#pragma unroll
+            for (int i = 0; i < PAIRS; i++) {
+                const int column = 2 * (lane + 32 * i);
+                v[r][i] = token < a.rows && column < HEAD_K ? *(const float2*)(q + column) : make_float2(0, 0);
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < AT_ONCE; r++) {
+            float largest = 0;
+#pragma unroll
+            for (int i = 0; i < PAIRS; i++) largest = fmaxf(largest, fmaxf(fabsf(v[r][i].x), fabsf(v[r][i].y)));
+            const int exponent = max((int)(__float_as_uint(warp_max(largest)) >> 23), 15);
+            const float factor = __uint_as_float((uint32_t)(268 - exponent) << 23);  // 2^(14 - (exponent - 127))
+            if (lane == 0) factors[first + r] = __uint_as_float((uint32_t)(exponent - 14) << 23);
+#pragma unroll
+            for (int i = 0; i < (K_COLUMNS / 2 + 31) / 32; i++) {
+                uint32_t two[2] = {0, 0};
+                if (i < PAIRS) split(v[r][i].x * factor, v[r][i].y * factor, &two[0], &two[1]);
+                const int at = (first + r) * K_STRIDE + 4 * (lane + 32 * i);
+                if (lane + 32 * i < K_COLUMNS / 2) *(uint32_t*)(high + at) = two[0], *(uint32_t*)(low + at) = two[1];
+            }
         }
     }
 }
@@ -169,7 +185,7 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
             *(uint4*)((i < KEYS ? incoming : tile) + i % KEYS * K_STRIDE + 2 * HEAD_K) = make_uint4(0, 0, 0, 0);
     }
     // This lane's rows: top + g and top + g + 8. l is of its own columns until the end.
-    const float scales[2] = {(float)a.scale * factors[top + g], (float)a.scale * factors[top + g + 8]};
+    const float scales[2] = {scale_of(a) * factors[top + g], scale_of(a) * factors[top + g + 8]};
     float m[2] = {NONE, NONE}, l[2] = {0, 0}, o[O_TILES][4];
 #pragma unroll
     for (int i = 0; i < O_TILES; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0;
@@ -257,11 +273,13 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
                 for (int i = 0; i < 4 * S_TILES; i++)
                     s[i / 4][i % 4] = bend(a, seeing[i % 4 / 2], key + i / 4 * 8 + i % 2, s[i / 4][i % 4]);
             }
+            if (start < max(seeing[0].first, seeing[1].first) || start + KEYS - 1 > min(seeing[0].last, seeing[1].last)) {
 #pragma unroll
-            for (int i = 0; i < 4 * S_TILES; i++) {
-                s[i / 4][i % 4] = mask(seeing[i % 4 / 2], key + i / 4 * 8 + i % 2, s[i / 4][i % 4]);
-                largest[i % 4 / 2] = fmaxf(largest[i % 4 / 2], s[i / 4][i % 4]);
+                for (int i = 0; i < 4 * S_TILES; i++)
+                    s[i / 4][i % 4] = mask(seeing[i % 4 / 2], key + i / 4 * 8 + i % 2, s[i / 4][i % 4]);
             }
+#pragma unroll
+            for (int i = 0; i < 4 * S_TILES; i++) largest[i % 4 / 2] = fmaxf(largest[i % 4 / 2], s[i / 4][i % 4]);
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 largest[r] = fmaxf(largest[r], __shfl_xor_sync(FULL, largest[r], 1));
@@ -282,13 +300,13 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
 #pragma unroll
                     for (int c = 0; c < COLUMNS; c++) largest[r] = fmaxf(largest[r], shared[c][top + g + 8 * r]);
                 }
-                f[r] = expf(m[r] - largest[r]);
+                f[r] = exp2_near(m[r] - largest[r]);
                 m[r] = largest[r];
                 l[r] *= f[r];
             }
 #pragma unroll
             for (int i = 0; i < 4 * S_TILES; i++) {
-                s[i / 4][i % 4] = expf(s[i / 4][i % 4] - m[i % 4 / 2]);
+                s[i / 4][i % 4] = exp2_near(s[i / 4][i % 4] - m[i % 4 / 2]);
                 l[i % 4 / 2] += s[i / 4][i % 4];
             }
             const uint8_t* from = (LATENT ? here : tile) + 16 * column * O_TILES;

@@ -52,6 +52,13 @@ __device__ __forceinline__ uint32_t to_halves(float x, float y) {
 #endif
 }
 
+// 2^x to 2 units in the last place; 0 below 2^-126.
+__device__ __forceinline__ float exp2_near(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // x - y, of both halves.
 __device__ __forceinline__ uint32_t sub_halves(uint32_t x, uint32_t y) {
     uint32_t two;
