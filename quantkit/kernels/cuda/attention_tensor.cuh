@@ -78,7 +78,8 @@ INLINE void fetch_values(const Cells& cells, int start, uint8_t* to) {
 // Rows of q, each times a power of two that makes its largest value 2^14 ... 2^15; factors: what undoes that. A warp
 // asks for several at once: a block has nothing else to do until they are there.
 INLINE void keep_q(const attention_args& a, int kv_head, int first_row, uint8_t* high, uint8_t* low, float* factors) {
-    const int PAIRS = (HEAD_K / 2 + 31) / 32, AT_ONCE = ROWS / WARPS < 4 ? ROWS / WARPS : 4;
+    const int PAIRS = (HEAD_K / 2 + 31) / 32, MOST = PAIRS <= 2 ? 8 : 4;
+    const int AT_ONCE = ROWS / WARPS < MOST ? ROWS / WARPS : MOST;
     const int lane = threadIdx.x & 31, group = (int)(a.n_head / a.n_head_kv);
     for (int first = AT_ONCE * (threadIdx.x >> 5); first < ROWS; first += AT_ONCE * WARPS) {
         float2 v[AT_ONCE][PAIRS];
