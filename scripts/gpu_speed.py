@@ -56,6 +56,7 @@ class Sizes:
     expert_out: int = 768
     gates: tuple[int, ...] = (1, 4, 64, 512, 2048)
     depths: tuple[int, ...] = (4096, 32768)
+    latent_heads: int = 128
     layers: int = 16
     single: int = 128
     repetitions: int = 15
@@ -416,27 +417,45 @@ def fused_speed(run: Run) -> None:
     run.each("fused", [f"{name}, {kind}" for name in GATED_TYPES for kind in makers], of_type, needs=20)
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Query heads, those of keys and values, their lengths; latent: values are the first columns of the keys."""
+
+    n: int
+    kv: int
+    k: int
+    v: int
+    latent: bool = False
+
+
 def attention_speed(run: Run) -> None:
-    """Decoding at depth as a share of copying; a prompt as a rate."""
+    """Decoding at depth as a share of copying (what the L2 cache holds comes faster); a prompt as a rate."""
+    _attention_speed(run, Heads(32, 4, 128, 128), ("f16", "q8_0", "f32"))
+    _attention_speed(run, Heads(32, 32, 128, 128), ("f16", "q8_0"))
+    _attention_speed(run, Heads(SIZES.latent_heads, 1, 576, 512, latent=True), ("f16", "q8_0"))
+
+
+def _attention_speed(run: Run, h: Heads, kinds: tuple[str, ...]) -> None:
     c = the_card()
-    run.say("\nattention, 32 heads of 128 over 4 key-value heads\n")
+    run.say(f"\nattention, {h.n} heads of {h.k} over {h.kv} key-value heads\n")
 
     def of_kind(kind: str) -> None:
+        row_bytes = h.kv * (BY_NAME[kind.upper()].row_bytes(h.k + (0 if h.latent else h.v)))
         for depth in SIZES.depths:
-            seconds = _attend(kind, 1, depth)
-            size = 2 * depth * 512 * {"f16": 2, "q8_0": 34 / 32, "f32": 4}[kind]
-            gb_s = size / seconds / 1e9
+            seconds = _attend(kind, h, 1, depth)
+            gb_s = depth * row_bytes / seconds / 1e9
             share = f"{gb_s:.0f} GB/s ({gb_s / c.copy_gb_s:.0%} of copy)"
             run.say(f"- {kind}, 1 token at {depth}: {1e6 * seconds:.1f} us, {share}")
-        seconds = _attend(kind, SIZES.tokens, SIZES.tokens)
-        rate = 2 * SIZES.tokens**2 * 32 * 128 / seconds / 1e12
+        seconds = _attend(kind, h, SIZES.tokens, SIZES.tokens)
+        rate = SIZES.tokens**2 * h.n * (h.k + h.v) / seconds / 1e12
         run.say(f"- {kind}, prompt of {SIZES.tokens}: {1e3 * seconds:.2f} ms, {rate:.0f} TFLOP/s")
 
-    run.each("attention", ("f16", "q8_0", "f32"), of_kind, needs=20)
+    run.each(f"attention, {h.n} heads over {h.kv}", kinds, of_kind, needs=20)
 
 
-def _attend(kind: str, rows: int, n_ctx: int) -> float:
-    way = attention.attention(kind, 32, 4, 128, 128, rows, n_ctx, capability=the_card().device.capability)
+def _attend(kind: str, h: Heads, rows: int, n_ctx: int) -> float:
+    sizes = h.n, h.kv, h.k, h.v
+    way = attention.attention(kind, *sizes, rows, n_ctx, mla=h.latent, capability=the_card().device.capability)
     with Bench() as b:
         positions = np.arange(n_ctx - rows, n_ctx, dtype=np.int32)
         arrays = [b.room(4 * rows, positions * 0), b.room(4 * rows, positions), b.room(4 * rows, positions * 0)]
@@ -448,16 +467,18 @@ def _attend(kind: str, rows: int, n_ctx: int) -> float:
             "q8_0": gpu_cases.blocks(BY_NAME["Q8_0"], 4096, 1, largest=4),
         }
         fill = stored[kind]
-        size = n_ctx * BY_NAME[kind.upper()].row_bytes(512)
+        t = BY_NAME[kind.upper()]
+        keys = b.room(n_ctx * t.row_bytes(h.kv * h.k), fill)
+        values = 0 if h.latent else b.room(n_ctx * t.row_bytes(h.kv * h.v), fill)
         slots = {
-            "batch": batch, "rows": rows, "q": b.room(4 * rows * 4096, noise.astype(np.float32)),
-            "out": b.room(4 * rows * 4096), "k_cache": b.room(size, fill), "v_cache": b.room(size, fill), "n_head": 32,
-            "n_head_kv": 4, "head_v": 128, "scale": 128**-0.5, "softcap": 0.0, "sinks": 0, "mask": MASKS["causal"],
+            "batch": batch, "rows": rows, "q": b.room(4 * rows * h.n * h.k, noise.astype(np.float32)),
+            "out": b.room(4 * rows * h.n * h.v), "k_cache": keys, "v_cache": values, "n_head": h.n,
+            "n_head_kv": h.kv, "head_v": h.v, "scale": h.k**-0.5, "softcap": 0.0, "sinks": 0, "mask": MASKS["causal"],
             "window": 0, "alibi": 0.0, "splits": way.splits, "scratch": b.room(max(256, way.scratch)),
         }  # fmt: skip
         launches = [launch(way.attend, **slots)]
         if way.combine is not None:
-            launches.append(launch(way.combine, **slots))
+            launches.append(launch(way.combine, **{**slots, "rows": rows * h.n}))
         return b.seconds(launches, repetitions=SIZES.repetitions)
 
 

@@ -199,7 +199,7 @@ FEATURES = {
     "all": replace(BASE, mask="sliding", window=70, softcap=5.0, sinks=True, alibi=8.0, n_head=12, n_head_kv=6),
     "chunked_all": replace(BASE, mask="chunked", window=100, softcap=20.0, sinks=True, alibi=4.0),
 }
-WAYS = pytest.mark.parametrize(("way", "kind"), [(FEW, "f32"), (TILE, "f32"), (TENSOR, "f16")])
+WAYS = pytest.mark.parametrize(("way", "kind"), [(FEW, "f32"), (TILE, "f32"), (TENSOR, "f16"), (TENSOR, "q8_0")])
 
 
 @WAYS
@@ -231,12 +231,43 @@ def test_shapes(memory: Memory, name: str, way: int) -> None:
     model.check([68, 3, 40], way=way, splits=2)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [Case(17, 1, 96, 96), Case(4, 2, 192, 128), Case(4, 2, 256, 256), Case(16, 1, 576, 512, mla=True, sinks=True)],
+    ids=lambda case: f"{case.head_k}_{case.head_v}",
+)
+def test_shapes_of_levels(memory: Memory, case: Case) -> None:
+    """Heads of an odd number of blocks begin anywhere in pieces of 16 bytes."""
+    Model(memory, replace(case, kind="q8_0"), (70,), 70).check([68, 3, 40], way=TENSOR, splits=2)
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
 @pytest.mark.parametrize("rows", [1, 3, 9])
 @pytest.mark.parametrize("latent", [False, True])
-def test_arrangements_of_warps(memory: Memory, rows: int, latent: bool) -> None:
+def test_arrangements_of_warps(memory: Memory, rows: int, latent: bool, kind: str) -> None:
     """Rows of 16, 32 and 64, with the columns of the values shared by 4, 2 and 1 warps."""
-    model = Model(memory, Case(8, 1, 96 if latent else 64, 64, mla=latent, kind="f16"), (150,), 150)
+    model = Model(memory, Case(8, 1, 96 if latent else 64, 64, mla=latent, kind=kind), (150,), 150)
     model.check(np.arange(149, 149 - rows, -1), way=TENSOR, splits=1)
+
+
+def test_scales_of_any_size(memory: Memory) -> None:
+    """Scales of keys and values from the smallest half to large ones, side by side; and one that is 0."""
+    model = Model(memory, Case(4, 2, 64, 64, kind="q8_0"), (90,), 90)
+    rng = np.random.default_rng(1)
+    for side, head in enumerate((64, 64)):
+        x = rng.normal(0, 1, (90, 2, head // 32, 32))
+        x[:, :, 1] *= 1e-5 if side else 1e-3
+        x[3, 0, 0], x[7] = 0, x[7] * (1e5 if side else 3)
+        x[rng.permutation(90)[:30], 1] *= 1e-4
+        data, values = encode(x.reshape(90, 2 * head).astype(np.float32), "q8_0")
+        model.caches[side] = memory.put(data)
+        model.kept[side] = values.reshape(90, 2, head).astype(np.float64)
+    q = rng.normal(0, 1.5, (5, 256)).astype(np.float32)
+    got, want = (
+        f(q, [85, 20, 6, 89, 2], [0] * 5) for f in (lambda *x: model.run(*x, way=TENSOR, splits=1), model.expected)
+    )
+    for block in range(8):
+        assert nmse(got[:, 32 * block :][:, :32], want[:, 32 * block :][:, :32]) < 1e-11
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
@@ -307,7 +338,8 @@ def test_the_way_follows_from_the_rows() -> None:
         return int(dict(chosen.attend.operation.defines)["WAY"])
 
     assert [way("f16", rows, 2) for rows in (1, 2, 512)] == [FEW, TENSOR, TENSOR]
-    assert [way("q8_0", rows) for rows in (1, 2, 3, 512)] == [FEW, FEW, TILE, TILE]
+    assert [way("q8_0", rows, 2) for rows in (1, 2, 512)] == [FEW, TENSOR, TENSOR]
+    assert [way("f32", rows) for rows in (1, 2, 3, 512)] == [FEW, FEW, TILE, TILE]
     assert way("f16", 512, head=20) == TILE
     assert [way("f16", 512, head=256, capability=c) for c in (75, 80, 86, 90)] == [TENSOR, TENSOR, TENSOR, TENSOR]
     assert attention("f16", 128, 1, 576, 512, 512, 4096, mla=True, capability=75).attend.shared <= 64 << 10

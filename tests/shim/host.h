@@ -235,9 +235,17 @@ template <typename F> static inline uint32_t host_halves(uint32_t a, uint32_t b,
     return low | (uint32_t)float_to_half(f(half_to_float((uint16_t)(a >> 16)), half_to_float((uint16_t)(b >> 16)))) << 16;
 }
 
+static inline uint32_t to_halves(float x, float y) { return float_to_half(x) | (uint32_t)float_to_half(y) << 16; }
+static inline float exp2_near(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
+static inline uint32_t sub_halves(uint32_t x, uint32_t y) {  // the difference is exact in f32
+    return to_halves(half_to_float((uint16_t)x) - half_to_float((uint16_t)y),
+                     half_to_float((uint16_t)(x >> 16)) - half_to_float((uint16_t)(y >> 16)));
+}
+
 // ---- tensor cores (mma.cuh): every lane gives its registers, and picks what its results are made of
 
 template <typename T> static inline T* fixed(T* p) { return p; }
+static inline uint32_t fixed(uint32_t v) { return v; }
 static inline unsigned thread_here() { return threadIdx.x; }
 static inline unsigned block_here() { return blockIdx.x; }
 static inline void ldmatrix4(uint32_t r[4], const void* row) {

@@ -3,7 +3,7 @@
 // Block by block, with m the largest score so far, l the sum and o the weighted values:
 //
 //     s = scale * q K^T       capped, biased, masked
-//     m' = max(m, max s)      p = exp(s - m')      f = exp(m - m')
+//     m' = max(m, max s)      p = exp(s - m')      f = exp(m - m')      (in powers of 2: attention.cuh)
 //     l = f l + sum p         o = f o + p V        at the end out = o / l
 //
 // (Milakov & Gimelshein 2018; Dao et al. 2022, FlashAttention.) The keys may be split over blocks of threads: then each
@@ -74,14 +74,14 @@ template <typename A> INLINE void combine(const A& a) {
     __syncthreads();
     float largest = shared[0];
     for (int w = 1; w < 4; w++) largest = fmaxf(largest, shared[w]);
-    const float factor = l > 0 ? expf(m - largest) : 0.0f;
+    const float factor = l > 0 ? exp2_near(m - largest) : 0.0f;
     if (part < 128) factors[part] = factor;
     if (l > 0) atomicMax(&used, part + 1);
     const float by = last_factor(a.sinks, row % a.n_head, largest, block_sum(factor * l, shared));
 
     const int column = (int)blockIdx.y * 128 + lane, head_v = (int)a.head_v;
     float total[4] = {0, 0, 0, 0};
-#pragma unroll 4
+#pragma unroll 8
     for (int p = warp; p < used; p += 8) {
         const float* values = a.scratch + (row * a.splits + p) * a.head_v + column;
 #pragma unroll

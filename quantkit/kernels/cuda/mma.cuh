@@ -23,6 +23,12 @@ template <typename T> INLINE T* fixed(T* p) {
     return p;
 }
 
+// The same value, in a register: not known to the compiler as a constant.
+INLINE uint32_t fixed(uint32_t v) {
+    asm("" : "+r"(v));
+    return v;
+}
+
 // threadIdx.x and blockIdx.x, read where they stand: what is made of them in a loop, or before and after it, is made
 // there, and not kept in registers meanwhile.
 INLINE unsigned thread_here() {
