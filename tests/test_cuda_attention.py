@@ -111,7 +111,8 @@ class Model:
     def run(self, q: Any, positions: Any, sequences: Any, way: int | None = None, splits: int | None = None) -> Any:
         case, n, memory = self.case, len(q), self.memory
         sizes = (case.n_head, case.n_head_kv, case.head_k, case.head_v)
-        chosen = attention(case.kind, *sizes, n, self.n_ctx, mla=case.mla, way=way, splits=splits)
+        of = memory.device.capability
+        chosen = attention(case.kind, *sizes, n, self.n_ctx, mla=case.mla, way=way, splits=splits, capability=of)
         out = memory.room((n, case.n_head * case.head_v))
         sinks = memory.put(self.sinks) if case.sinks else 0
         scratch = memory.room((chosen.scratch,), np.uint8) if chosen.scratch else 0

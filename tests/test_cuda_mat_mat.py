@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_products import check, decode, draw_weights, f32, products, put_rows
+from cuda_products import check, decode, draw_weights, f32, on, products, put_rows
 from device_memory import Memory
 
 from quantkit.kernels.cuda import mat_mat, moe
@@ -48,7 +48,7 @@ def test_levels_at_the_ends_of_their_range(memory: Memory, name: str) -> None:
     place, values, excess = put_rows(memory, x, t)
     out = memory.room((rows, n_out))
     memory.run(
-        mat_mat.mul_mat(t, n_in, n_out, rows),
+        mat_mat.mul_mat(t, n_in, n_out, rows, memory.device.capability),
         **place, rows=rows, w=memory.put(w), row_bytes=t.block_bytes, n_in=n_in, n_out=n_out, out=out,
         out_stride=4 * n_out, bias=0, scale=0,
     )  # fmt: skip
@@ -79,14 +79,6 @@ def _large_tiles_for_small_matrices(monkeypatch: pytest.MonkeyPatch, request: py
         monkeypatch.setattr(mat_mat, "_FEW", 1)
 
 
-def on(memory: Memory, capability: int) -> None:
-    """Let the shim be a device of some capability; a GPU is what it is."""
-    if memory.device.capability > capability:
-        if type(memory.device).__name__ != "HostDevice":
-            pytest.skip(f"this device is no sm_{capability}")
-        memory.device.capability = capability
-
-
 #: One type of each way to multiply; both tiles, with tails of rows, outputs and inputs; capability.
 MATRICES = [
     ("Q8_0", 96, 21, 9, 90),
@@ -114,7 +106,7 @@ MATRICES = [
 def test_mul_mat_agrees_with_numpy(
     memory: Memory, name: str, n_in: int, n_out: int, rows: int, capability: int
 ) -> None:
-    on(memory, capability)
+    capability = on(memory, capability)
     t, rng = BY_NAME[name], np.random.default_rng(3)
     w, x = draw_weights(t, (n_out, n_in), rng), rng.standard_normal((rows, n_in)).astype(f32)
     place, values, excess = put_rows(memory, x, t)
@@ -141,7 +133,7 @@ def test_a_row_does_not_depend_on_the_others(memory: Memory) -> None:
         place, _, _ = put_rows(memory, x[:rows], t)
         out = memory.room((rows, n_out))
         memory.run(
-            mat_mat.mul_mat(t, n_in, n_out, rows),
+            mat_mat.mul_mat(t, n_in, n_out, rows, memory.device.capability),
             **place, rows=rows, w=w, row_bytes=t.row_bytes(n_in), n_in=n_in, n_out=n_out, out=out,
             out_stride=4 * n_out, bias=0, scale=0,
         )  # fmt: skip
@@ -159,7 +151,7 @@ def test_mul_mat_heads_agrees_with_numpy(memory: Memory, name: str, rows: int) -
     head_bytes = place["x_stride"]
     out = memory.room((rows, heads * n_out))
     memory.run(
-        mat_mat.mul_mat_heads(t, n_in, n_out, rows, heads),
+        mat_mat.mul_mat_heads(t, n_in, n_out, rows, heads, memory.device.capability),
         rows=rows, x=place["x"], x_stride=heads * head_bytes, x_head_bytes=head_bytes, w=memory.put(w),
         row_bytes=w.shape[-1], head_bytes=n_out * w.shape[-1], heads=heads, n_in=n_in, n_out=n_out, out=out,
         out_stride=4 * heads * n_out,
@@ -181,7 +173,7 @@ def test_mul_mat_heads_agrees_with_numpy(memory: Memory, name: str, rows: int) -
 def test_up_gate_agrees_with_numpy(
     memory: Memory, name: str, kind: str, n_in: int, n_out: int, rows: int, capability: int
 ) -> None:
-    on(memory, capability)
+    capability = on(memory, capability)
     t, rng = BY_NAME[name], np.random.default_rng(6)
     w, x = draw_weights(t, (2, n_out, n_in), rng), rng.standard_normal((rows, n_in)).astype(f32)
     place, values, excess = put_rows(memory, x, t)
@@ -228,7 +220,7 @@ def plan_for(memory: Memory, ids: Any, n_expert: int) -> dict[str, int]:
 def test_mul_mat_id_agrees_with_numpy(
     memory: Memory, name: str, per_token: bool, capability: int, shape: tuple[int, int, int, int]
 ) -> None:
-    on(memory, capability)
+    capability = on(memory, capability)
     rows, n_used, n_expert, chosen = shape
     t, rng, n_in, n_out = BY_NAME[name], np.random.default_rng(8), 96, 37
     ids = route(rng, rows, n_used, n_expert, chosen)
@@ -280,7 +272,7 @@ def test_up_gate_id_agrees_with_numpy(
         }
     b, s, out = memory.put(bias), memory.put(scale), memory.room((rows * n_used, n_out))
     memory.run(
-        mat_mat.up_gate_id(t, a, n_in, n_out, rows, n_used, n_expert),
+        mat_mat.up_gate_id(t, a, n_in, n_out, rows, n_used, n_expert, memory.device.capability),
         **place, **plan_for(memory, ids, n_expert), **weights, x_per=n_used, row_bytes=row_bytes, n_in=n_in,
         n_out=n_out, out=out, up_bias=b + 4 * n_out, gate_bias=b, up_bias_stride=8 * n_out, gate_bias_stride=8 * n_out,
         up_scale=s, gate_scale=s + 4 * n_expert, **limits(a),

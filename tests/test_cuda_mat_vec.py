@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_products import check, draw_weights, products, put_rows
+from cuda_products import check, draw_weights, on, products, put_rows
 from device_memory import Memory
 
 from quantkit.kernels.cuda import mat_vec
@@ -62,6 +62,13 @@ def test_mul_mat_of_several_rows_at_once(memory: Memory, name: str, n_in: int, n
 def test_mul_mat_of_several_rows_by_several_warps(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mat_vec, "_FEW", 0)
     check_mul_mat(memory, "Q5_0", 4128, 13, 3)
+
+
+@pytest.mark.usefixtures("as_large")
+@pytest.mark.parametrize(("name", "n_in", "n_out", "rows"), [SMALL[0], LARGE[1], SMALL[5]])
+def test_turing_copies_through_registers(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> None:
+    on(memory, 75)
+    check_mul_mat(memory, name, n_in, n_out, rows)
 
 
 def check_mul_mat(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> None:
