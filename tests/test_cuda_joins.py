@@ -79,7 +79,7 @@ def test_a_layer_of_quantized_experts(
     quantkit.quantize(zoo("qwen3moe-moe"), path, "Q8_0")
     names = names_of_a_token(monkeypatch, path, 256)
     layer = (
-        "mul_mats heads attention attention_combine_to mul_mat stage mul_mat route up_gate_id quantize mul_mat_id stage"
+        "mul_mats parts attention attention_combine_to mul_mat stage mul_mat route up_gate_id quantize mul_mat_id stage"
     )
     assert [n for n in names if n != "rope_table"][2:-1][:12] == layer.split()
 

@@ -35,9 +35,8 @@ KERNEL(mul_mat, 128) {
 
 KERNEL(mul_mat_heads, 128) {
     const int64_t h = blockIdx.y;
-    uint8_t* out = a.out + 4 * h * a.n_out;
-    write_products(a.w + h * a.head_bytes, a.row_bytes, a.x + h * a.x_head_bytes, a.x_stride, a.n_in, a.n_out, out,
-                   a.out_stride, 0, 1);
+    write_products(a.w + h * a.head_bytes, a.row_bytes, a.x + h * a.x_head_bytes, a.x_stride, a.n_in, a.n_out,
+                   a.out + h * a.out_head_bytes, a.out_stride, 0, 1);
 }
 
 #if COLUMNS == 1

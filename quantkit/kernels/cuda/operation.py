@@ -2,7 +2,7 @@
 
 The source says which arguments a kernel takes and how many threads a block has (device.cuh shows the form); they are
 read from there, so nothing is said twice. Arguments are one struct, passed by value, of 8-byte members: pointers,
-int64_t, double.
+int64_t, double, or arrays of them, whose elements are arguments of their own: x[2] is x_0 and x_1.
 """
 
 from __future__ import annotations
@@ -96,12 +96,18 @@ def _slots(file: str, name: str) -> dict[str, str]:
 
 
 def _split_member(text: str) -> tuple[str, list[str]]:
-    """Take ``const float *a, *b``, ``int64_t rows, width`` or ``double eps`` apart."""
+    """Take ``const float *a, *b``, ``int64_t rows, width[2]`` or ``double eps`` apart."""
     found = re.fullmatch(r"(?:const )?(\w+)\s*(.*)", text, re.DOTALL)
     assert found is not None, text
-    names = [n.strip() for n in found[2].split(",")]
+    names = [name for n in found[2].split(",") for name in _elements(n.strip())]
     if all(n.startswith("*") for n in names):
         return "pointer", [n.lstrip("* ") for n in names]
     if found[1] not in ("int64_t", "double") or any("*" in n for n in names):
         raise ValueError(f"a member of a kernel's arguments is a pointer, int64_t or double: {text}")
     return found[1], names
+
+
+def _elements(name: str) -> list[str]:
+    """Return the names of an array's elements, or the name itself."""
+    array = re.fullmatch(r"(.*)\[(\d+)\]", name)
+    return [name] if array is None else [f"{array[1]}_{i}" for i in range(int(array[2]))]

@@ -202,11 +202,12 @@ class CUDALowering(Lowering):
 
     # ------------------------------------------------------------ activations
 
-    def made_activations(self, x: Value, kind: str) -> Buffer:
-        """Return where another operation writes x in a format, from now on."""
-        stride = activations.row_bytes(kind, x.width)
-        made = Buffer(f"{x.name} ({kind})", stride * self.limits.n_ubatch * x.per)
-        self._activations[x, kind, x.width] = made
+    def made_activations(self, x: Value, kind: str, n: int = 0) -> Buffer:
+        """Return where another operation writes x in a format, from now on; n: columns of its rows there, if fewer."""
+        n = n or x.width
+        rows = self.limits.n_ubatch * x.per * (x.width // n)
+        made = Buffer(f"{x.name} ({kind})", activations.row_bytes(kind, n) * rows)
+        self._activations[x, kind, n] = made
         return made
 
     def activations(self, x: Value, weight: Matrix) -> tuple[Buffer, int]:

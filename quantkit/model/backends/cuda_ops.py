@@ -27,9 +27,10 @@ from quantkit.kernels.cuda.operation import Shape
 from quantkit.kernels.parameters import Activation
 from quantkit.kernels.rope_constants import rope_constants, rope_scalars
 from quantkit.model.backends import cuda_joined, cuda_looking_on
-from quantkit.model.backends.arena import Buffer, Slot
+from quantkit.model.backends.arena import Buffer, Slot, Within
 from quantkit.model.backends.cuda_joins import AttentionTo
 from quantkit.model.backends.cuda_lowering import FEW_ROWS, CUDALowering, GemmEntry, KernelEntry, Rows
+from quantkit.model.backends.cuda_parts import MulMatHeadsInto
 from quantkit.model.backends.lowering import expert_bytes_of, row_bytes_of
 from quantkit.model.ops import (
     Activate,
@@ -326,6 +327,8 @@ def _up_gate(b: CUDALowering, op: UpGate) -> None:
 
 
 def _mul_mat_heads(b: CUDALowering, op: MulMatHeads) -> None:
+    """What a head gives lies beside the next one's, unless told otherwise."""
+    start, step = (op.start, op.step) if isinstance(op, MulMatHeadsInto) else (0, op.weight.n_out)
     weight, heads = op.weight, op.x.width // op.weight.n_in
     t, n_in, n_out = weight.tensor.type, weight.n_in, weight.n_out
     activations, stride = b.activations(op.x, weight)
@@ -347,8 +350,9 @@ def _mul_mat_heads(b: CUDALowering, op: MulMatHeads) -> None:
         heads=heads,
         n_in=n_in,
         n_out=n_out,
-        out=b.buffer(op.out),
+        out=Within(b.buffer(op.out), 4 * start),
         out_stride=4 * op.out.width,
+        out_head_bytes=4 * step,
     )
     entry.weights = (weight,)
 
@@ -503,8 +507,8 @@ def _cache_write(b: CUDALowering, op: CacheWrite) -> None:
     )
 
 
-def _attention(b: CUDALowering, op: Attention, form: str = "") -> None:
-    """form: a format of activations that the result is made in, too."""
+def _attention(b: CUDALowering, op: Attention, form: str = "", q_width: int = 0) -> None:
+    """form: a format of activations that the result is made in, too, rows of q_width."""
     keys, values, kind = b.cache(op.cache)
     n_ctx, mla, card = b.limits.n_ctx, not op.cache.v_width, b.device.capability
     sizes = kind, op.n_head, op.n_head_kv, op.head_k, op.head_v
@@ -532,6 +536,7 @@ def _attention(b: CUDALowering, op: Attention, form: str = "") -> None:
     entry.by_rows = lambda rows: {"splits": way(rows).splits}
     common |= {"head_v": op.head_v}
     joined = partial(attention.combine_to, head_v=op.head_v)
+    rows_of_token = op.out.width // q_width if q_width else 1
 
     def combine(rows: int) -> Shape | None:
         return None if form and joined(way(rows)) else way(rows).combine
@@ -539,23 +544,23 @@ def _attention(b: CUDALowering, op: Attention, form: str = "") -> None:
     b.emit(combine, op.out, rows=Rows(op.n_head), **common).by_rows = entry.by_rows
     if not form:
         return
-    width = op.out.width
-    made = b.made_activations(op.out, form)
-    to: dict[str, Slot] = {"format": activations.KINDS.index(form), "quantized": made}
-    to |= {"counters": b.counters(b.limits.n_ubatch * -(-width // 256)), **common}
+    made = b.made_activations(op.out, form, q_width)
+    to: dict[str, Slot] = {"format": activations.KINDS.index(form), "quantized": made, "q_width": q_width}
+    to |= {"counters": b.counters(b.limits.n_ubatch * rows_of_token * -(-q_width // 256)), **common}
     b.emit(lambda rows: joined(way(rows)), op.out, rows=Rows(op.n_head), **to).by_rows = entry.by_rows
     b.emit(
-        lambda rows: None if joined(way(rows)) else activations.quantize(form, width, rows),
+        lambda rows: None if joined(way(rows // rows_of_token)) else activations.quantize(form, q_width, rows),
         op.out,
+        op.out.per * rows_of_token,
         x=b.buffer(op.out),
-        x_stride=4 * width,
-        n=width,
+        x_stride=4 * q_width,
+        n=q_width,
         out=made,
     )
 
 
 def _attention_to(b: CUDALowering, op: AttentionTo) -> None:
-    _attention(b, op, op.format)
+    _attention(b, op, op.format, op.q_width)
 
 
 # ---------------------------------------------------------------- recurrent layers
@@ -610,6 +615,7 @@ LOWER: Mapping[type[Op], Callable[[CUDALowering, Any], None]] = {
     MulMats: _mul_mats,
     UpGate: _up_gate,
     MulMatHeads: _mul_mat_heads,
+    MulMatHeadsInto: _mul_mat_heads,
     MulMatId: _mul_mat_id,
     UpGateId: _up_gate_id,
     Route: _route,
