@@ -1,25 +1,6 @@
 // Products of several matrices with the same 1 to 8 rows of activations, in one launch: q, k and v. Macros as in
 // mat_vec.cu; OTHER: the type of the matrices from n_first on, if it is another.
-#ifdef FLOATS
-#include "float_dots.cuh"
-namespace first {
-using ::multiply;
-}
-#else
-#include "async_copy.cuh"
-#include "team.cuh"
-#include "unpack/all.cuh"
-namespace first {
-#include "dots.cuh"
-}
-#ifdef OTHER
-#undef TYPE
-#define TYPE OTHER
-namespace second {
-#include "dots.cuh"
-}
-#endif
-#endif
+#include "two_types.cuh"
 
 // As mul_mat's, by matrix: up to four. Rows of out_i are n_out_i values.
 struct mul_mats_args {
@@ -48,11 +29,8 @@ KERNEL(mul_mats, 128) {
     const Team<ROWS> team(n_out);
     const uint8_t* const matrices[1] = {of_four(which, a.w_0, a.w_1, a.w_2, a.w_3)};
     float sums[1][ROWS][COLUMNS];
-#ifdef OTHER
-    if (which >= a.n_first) second::multiply(team, matrices, (int)a.other_row_bytes, a.x, a.x_stride, (int)a.n_in, sums);
-    else
-#endif
-        first::multiply(team, matrices, (int)a.row_bytes, a.x, a.x_stride, (int)a.n_in, sums);
+    const bool other = which >= a.n_first;
+    multiply_either(other, team, matrices, other ? a.other_row_bytes : a.row_bytes, a.x, a.x_stride, a.n_in, sums);
     finish(team, sums, [&](int row, int column, const float* v) {
         const float y = v[0] * scale;
         *(float*)(out + 4 * (column * n_out + row)) = bias ? y + bias[row] : y;

@@ -3,6 +3,7 @@
 The source says which arguments a kernel takes and how many threads a block has (device.cuh shows the form); they are
 read from there, so nothing is said twice. Arguments are one struct, passed by value, of 8-byte members: pointers,
 int64_t, double, or arrays of them, whose elements are arguments of their own: x[2] is x_0 and x_1.
+A struct may go on where another one, its base, ends.
 """
 
 from __future__ import annotations
@@ -82,11 +83,11 @@ def source(file: str) -> str:
 def _slots(file: str, name: str) -> dict[str, str]:
     included = re.findall(r'^#include "(.*)"', source(file), re.MULTILINE)
     texts = "".join([source(file), *map(source, included)])
-    found = re.search(rf"struct {name}_args \{{(.*?)\}};", texts, re.DOTALL)
+    found = re.search(rf"struct {name}_args (?:: (\w+)_args )?\{{(.*?)\}};", texts, re.DOTALL)
     if found is None:
         raise ValueError(f"{file}, and what it includes, has no struct {name}_args")
-    slots: dict[str, str] = {}
-    for member in re.sub(r"//[^\n]*", "", found[1]).split(";"):
+    slots = dict(_slots(file, found[1])) if found[1] else {}
+    for member in re.sub(r"//[^\n]*", "", found[2]).split(";"):
         words = member.strip()
         if not words:
             continue

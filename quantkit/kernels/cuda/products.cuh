@@ -68,3 +68,22 @@ struct up_gate_id_args {
     const float *up_scale, *gate_scale;
     double gate_limit, act_limit, up_limit, alpha;
 };
+
+// The same with rows of out that are brought to an int8 format, too (to_format.cuh): of one token, or of pairs.
+struct mul_mat_heads_to_args : mul_mat_heads_args {
+    int64_t format;
+    uint8_t* quantized;
+    int* counters;
+};
+
+struct up_gate_to_args : up_gate_args {
+    int64_t format;
+    uint8_t* quantized;
+    int* counters;
+};
+
+struct up_gate_id_to_args : up_gate_id_args {
+    int64_t format;
+    uint8_t* quantized;
+    int* counters;
+};

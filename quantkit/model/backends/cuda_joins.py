@@ -7,8 +7,9 @@ A launch costs about as much as reading 10 MB of weights, and a layer has two do
              and values into the cache (cuda_parts.py)
     Stage    what is done to whole rows: experts summed, norm, sums, norm, and the format of the next weights
              (cuda_stages.py)
+    Beside   products of a token's experts and of a shared one (cuda_formats.py)
 
-Attention, whose parts a second launch puts together, leaves its result in the format of the next weights.
+Attention and products that are made for other products leave their results in the format of the next weights.
 
 Nothing that somebody else reads is left out: a value that leaves the program, that an observer sees or that a second
 operation takes is written as before.
@@ -17,28 +18,20 @@ operation takes is written as before.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
 from typing import cast
 
 from quantkit.kernels.cuda.mat_vec_several import MAX_MATRICES, family
+from quantkit.model.backends.cuda_formats import with_beside, with_formats
 from quantkit.model.backends.cuda_parts import with_parts
 from quantkit.model.backends.cuda_stages import with_stages
-from quantkit.model.backends.cuda_uses import Uses, replaced
-from quantkit.model.ops import Attention, MulMat, MulMats, Op, Value
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class AttentionTo(Attention):
-    """Attention whose result is also made in a format that products take, rows of q_width."""
-
-    format: str
-    q_width: int
+from quantkit.model.backends.cuda_uses import replaced
+from quantkit.model.ops import MulMat, MulMats, Op, Value
 
 
 def join(ops: Sequence[Op], leaves: Collection[Value], kv_type: str) -> list[Op]:
     """Return operations that give the same values; ``leaves`` are those that leave the program."""
-    joined = with_parts(_with_products(ops), leaves, kv_type)
-    return _with_formats(with_stages(joined, leaves), leaves)
+    joined = with_stages(with_parts(_with_products(ops), leaves, kv_type), leaves)
+    return with_beside(with_formats(joined, leaves), leaves)
 
 
 def _with_products(ops: Sequence[Op]) -> list[Op]:
@@ -63,15 +56,3 @@ def _with_products(ops: Sequence[Op]) -> list[Op]:
                 )
                 gone |= set(some)
     return replaced(ops, new, gone)
-
-
-def _with_formats(ops: Sequence[Op], leaves: Collection[Value]) -> list[Op]:
-    """Let attention make the format of the product after it."""
-    uses, new = Uses(ops, leaves), dict[int, Op]()
-    for i, op in enumerate(ops):
-        if isinstance(op, Attention):
-            form, q_width, _ = uses.format(op.out)
-            if form.startswith("q8"):
-                given = {f.name: getattr(op, f.name) for f in fields(op)}
-                new[i] = AttentionTo(**given, format=form, q_width=q_width)
-    return replaced(ops, new, ())

@@ -226,6 +226,14 @@ class CUDALowering(Lowering):
             self.emit(lambda rows: activations.quantize(kind, n, rows), x, per, **slots)
         return self._activations[x, kind, n], stride
 
+    def remade(self, x: Value, kind: str, n: int, made: Buffer, by: Callable[[int], bool]) -> None:
+        """Bring x to a format, rows of n, where its own launch, of so many tokens' rows, has not (``by``)."""
+        per = x.width // n
+        slots: dict[str, Slot] = {"x": self.buffer(x), "x_stride": 4 * n, "n": n, "out": made}
+        self.emit(
+            lambda rows: None if by(rows // per) else activations.quantize(kind, n, rows), x, x.per * per, **slots
+        )
+
     def plan(self, ids: Value, n_expert: int) -> Buffer:
         """Return which pairs of token and expert each expert has; made once for each ids."""
         if ids not in self._plans:

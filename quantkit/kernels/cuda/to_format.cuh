@@ -1,0 +1,21 @@
+// Products whose result the next weights read in an int8 format: the last of the blocks of 256 columns makes it.
+#pragma once
+#include "activations.cuh"
+#include "last_block.cuh"
+#include "team.cuh"
+
+// A row of `width` values at `row`, of which this block has written those from `at` on: as many as there are rows of
+// weights in a block, a power of two. counters: 0, one for every 256 columns. All threads of the block, none alone.
+INLINE void bring_to_format(int64_t format, const uint8_t* row, int64_t width, int64_t at, uint8_t* quantized,
+                            int* counters) {
+    const int of_block = WARPS / SLICES * ROWS * TEAMS;
+    const int64_t unit = at / 256;
+    const int blocks = (int)((min((int64_t)256, width - 256 * unit) + of_block - 1) / of_block);
+    if (is_last_of(counters + unit, blocks) && threadIdx.x < 32)
+        quantize_unit_of(format, (const float*)row, width, quantized, unit);
+}
+
+// The first row of weights of this block.
+INLINE int64_t first_of_block() { return (int64_t)blockIdx.x * (WARPS / SLICES * ROWS * TEAMS); }
+
+INLINE int64_t format_bytes(int64_t width) { return 352 * ((width + 255) / 256); }
