@@ -36,6 +36,8 @@ def _stage(b: CUDALowering, op: Stage) -> None:
         "n_used": op.n_used,
         "plus": place(op.plus),
         "plus_too": place(op.plus_too),
+        "gate": place(op.gate),
+        "selected": int(op.selected),
         "by": op.by,
         "sum": place(op.y, written=op.y in op.plain),
         "normed": place(op.z, written=op.z in op.plain),
@@ -49,7 +51,7 @@ def _stage(b: CUDALowering, op: Stage) -> None:
     # A lane reads all of its columns before it writes them.
     first = next((value for value in (op.y, op.z) if value in op.plain), None)
     source = op.plus_too or op.plus or (op.x if not op.n_used else None)
-    if first is not None and source is not None:
+    if first is not None and source is not None and not op.selected:
         b.may_overwrite(entry, first, source)
 
 

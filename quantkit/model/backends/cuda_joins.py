@@ -2,7 +2,7 @@
 
 A launch costs about as much as reading 10 MB of weights, and a layer has two dozen operations:
 
-    MulMats  products of one x
+    MulMats  products of one x; MulMatsRoute: and what a router's choose
     Parts    what is done to each column or head by itself: rotary positions, norms of heads, activations, gates, keys
              and values into the cache (cuda_parts.py)
     Stage    what is done to whole rows: experts summed, norm, sums, norm, and the format of the next weights
@@ -18,19 +18,30 @@ operation takes is written as before.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 from quantkit.kernels.cuda.mat_vec_several import MAX_MATRICES, family
 from quantkit.model.backends.cuda_formats import with_beside, with_formats
 from quantkit.model.backends.cuda_parts import with_parts
 from quantkit.model.backends.cuda_stages import with_stages
-from quantkit.model.backends.cuda_uses import replaced
-from quantkit.model.ops import MulMat, MulMats, Op, Value
+from quantkit.model.backends.cuda_uses import Uses, replaced
+from quantkit.model.ops import MulMat, MulMats, Op, Route, Value
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MulMatsRoute(MulMats):
+    """Products one of which is a router's, and its choice: route's ids and weights."""
+
+    WRITES = ("outs", "chosen")
+
+    chosen: tuple[Value, ...]
+    route: Route
 
 
 def join(ops: Sequence[Op], leaves: Collection[Value], kv_type: str) -> list[Op]:
     """Return operations that give the same values; ``leaves`` are those that leave the program."""
-    joined = with_stages(with_parts(_with_products(ops), leaves, kv_type), leaves)
+    joined = with_stages(with_parts(_with_routes(_with_products(ops)), leaves, kv_type), leaves)
     return with_beside(with_formats(joined, leaves), leaves)
 
 
@@ -46,13 +57,26 @@ def _with_products(ops: Sequence[Op]) -> list[Op]:
             some = group[first : first + MAX_MATRICES]
             if len(some) > 1:
                 members = [cast(MulMat, ops[i]) for i in some]
-                new[some[0]] = MulMats(
-                    layer=members[0].layer,
-                    outs=tuple(op.out for op in members),
-                    x=members[0].x,
-                    weights=tuple(op.weight for op in members),
-                    biases=tuple(op.bias for op in members),
-                    scales=tuple(op.scale for op in members),
-                )
+                new[some[0]] = MulMats(layer=members[0].layer, x=members[0].x, **_columns(members))
                 gone |= set(some)
+    return replaced(ops, new, gone)
+
+
+def _columns(members: Sequence[MulMat]) -> dict[str, tuple[Any, ...]]:
+    of = {"outs": "out", "weights": "weight", "biases": "bias", "scales": "scale"}
+    return {several: tuple(getattr(op, one) for op in members) for several, one in of.items()}
+
+
+def _with_routes(ops: Sequence[Op]) -> list[Op]:
+    """Let the product with a router choose the experts, too."""
+    uses, new, gone = Uses(ops, ()), dict[int, Op](), set[int]()
+    for i, op in enumerate(ops):
+        at = uses.made.get(op.logits) if isinstance(op, Route) else None
+        if at is None or at in new or not isinstance(product := ops[at], MulMat | MulMats):
+            continue
+        assert isinstance(op, Route)
+        given = _columns([product]) if isinstance(product, MulMat) else {f: getattr(product, f) for f in _columns([])}
+        chosen = op.ids, op.weights
+        new[at] = MulMatsRoute(layer=op.layer, x=product.x, chosen=chosen, route=op, **given)
+        gone |= {i}
     return replaced(ops, new, gone)

@@ -45,7 +45,6 @@ from quantkit.model.ops import (
     Repeat,
     Rope,
     RopeTable,
-    Route,
     Scale,
     ScaleByPosition,
     SelectOutputs,
@@ -162,19 +161,6 @@ def _join(b: CUDALowering, op: Join) -> None:
 
 
 # ---------------------------------------------------------------- experts
-
-
-def _route(b: CUDALowering, op: Route) -> None:
-    routing = op.routing
-    b.emit(
-        lambda rows: route.route(routing, rows),
-        op.logits,
-        ids=b.buffer(op.ids),
-        weights=b.buffer(op.weights),
-        logits=b.buffer(op.logits),
-        bias=b.vector(op.bias),
-        **route.route_block(routing),
-    )
 
 
 def _repeat(b: CUDALowering, op: Repeat) -> None:
@@ -331,7 +317,6 @@ LOWER: Mapping[type[Op], Callable[[CUDALowering, Any], None]] = {
     Activate: _activate,
     Take: _take,
     Join: _join,
-    Route: _route,
     Repeat: _repeat,
     Combine: _combine,
     RopeTable: _rope_table,

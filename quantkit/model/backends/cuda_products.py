@@ -18,15 +18,17 @@ from quantkit.kernels.cuda import (
     mat_vec,
     mat_vec_beside,
     mat_vec_several,
+    route,
 )
 from quantkit.kernels.cuda.operation import Shape
 from quantkit.kernels.parameters import Activation
 from quantkit.model.backends.arena import Buffer, Slot, Within
 from quantkit.model.backends.cuda_formats import Beside, MulMatHeadsTo, UpGateIdTo, UpGateTo
+from quantkit.model.backends.cuda_joins import MulMatsRoute
 from quantkit.model.backends.cuda_lowering import FEW_ROWS, CUDALowering, GemmEntry, KernelEntry
 from quantkit.model.backends.cuda_parts import MulMatHeadsInto
 from quantkit.model.backends.lowering import expert_bytes_of, row_bytes_of
-from quantkit.model.ops import Matrix, MulMat, MulMatHeads, MulMatId, MulMats, Op, UpGate, UpGateId, Value
+from quantkit.model.ops import Matrix, MulMat, MulMatHeads, MulMatId, MulMats, Op, Route, UpGate, UpGateId, Value
 from quantkit.types import BY_NAME, TensorType
 
 
@@ -67,9 +69,14 @@ class _Product:
         }
 
 
-def _multiply(b: CUDALowering, x: Value, products: Sequence[_Product], first: int = 1) -> None:
-    """Multiply ``first`` rows or more by weights whose types go together: in one launch, if rows are few."""
-    together, card, n_in = len(products) > 1, b.device.capability, products[0].weight.n_in
+def _multiply(
+    b: CUDALowering, x: Value, products: Sequence[_Product], first: int = 1, router: Route | None = None
+) -> None:
+    """Multiply ``first`` rows or more by weights whose types go together: in one launch, if rows are few.
+
+    router: chooses experts by what one of the products gives, in the same launch then.
+    """
+    together, card, n_in = len(products) > 1 or router is not None, b.device.capability, products[0].weight.n_in
     activations, stride = b.activations(x, products[0].weight)
     common: dict[str, Slot] = {"x": activations, "x_stride": stride, "n_in": n_in}
     each, weights = [product.slots(b) for product in products], tuple(product.weight for product in products)
@@ -78,10 +85,16 @@ def _multiply(b: CUDALowering, x: Value, products: Sequence[_Product], first: in
         n_outs = [weight.n_out for weight in weights]
 
         def several(rows: int) -> Shape | None:
-            return mat_vec_several.mul_mats(types, n_in, n_outs, rows) if rows <= FEW_ROWS else None
+            if rows > FEW_ROWS:
+                return None
+            if router is None:
+                return mat_vec_several.mul_mats(types, n_in, n_outs, rows)
+            return mat_vec_several.mul_mats_route(types, n_in, n_outs, router.routing, rows)
 
         slots = {**common, **mat_vec_several.slots(each), "n_first": types.count(types[0])}
         slots |= {"row_bytes": row_bytes_of(weights[0]), "other_row_bytes": row_bytes_of(weights[-1])}
+        if router is not None:
+            slots |= {**_route_slots(b, router), "counter": b.counters(1)}
         b.emit(several, x, **slots).weights = weights
     for product, t, slots in zip(products, types, each, strict=True):
         cublas = b.backend.cublas and t.name != "F32"  # those are strict
@@ -131,16 +144,22 @@ def _mul_mat(b: CUDALowering, op: MulMat) -> None:
 
 def _mul_mats(b: CUDALowering, op: MulMats) -> None:
     """Of a family as many go together as a launch takes, and of no more than two types."""
-    groups: dict[str, list[_Product]] = {}
+    router = op.route if isinstance(op, MulMatsRoute) else None
+    groups: list[list[_Product]] = []
+    open_ones: dict[str, list[_Product]] = {}
     for product in sorted(map(_Product, op.outs, op.weights, op.biases, op.scales), key=_Product.type_name):
-        group = groups.setdefault(mat_vec_several.family(product.weight.tensor.type), [])
+        family = mat_vec_several.family(product.weight.tensor.type)
+        group = open_ones.get(family, [])
         types = {other.type_name() for other in (*group, product)}
-        if len(group) == mat_vec_several.MAX_MATRICES or len(types) > 2:
-            _multiply(b, op.x, group)
-            group.clear()
+        if not group or len(group) == mat_vec_several.MAX_MATRICES or len(types) > 2:
+            group = open_ones[family] = []
+            groups.append(group)
         group.append(product)
-    for group in groups.values():
-        _multiply(b, op.x, group)
+    for group in groups:
+        routes = router is not None and any(product.out is router.logits for product in group)
+        _multiply(b, op.x, group, router=router if routes else None)
+    if router is not None:
+        _launch_route(b, router, FEW_ROWS + 1)
 
 
 def _to(b: CUDALowering, op: Op, out: Value, rows: int) -> dict[str, Slot]:
@@ -340,6 +359,17 @@ def _launch_up_gate_id(
     b.emit(many, op.ids, **slots).weights = (op.up, op.gate)
 
 
+def _route_slots(b: CUDALowering, op: Route) -> dict[str, Slot]:
+    slots: dict[str, Slot] = {"ids": b.buffer(op.ids), "weights": b.buffer(op.weights), "logits": b.buffer(op.logits)}
+    return {**slots, "bias": b.vector(op.bias), **route.route_block(op.routing)}
+
+
+def _launch_route(b: CUDALowering, op: Route, first: int = 1) -> None:
+    """Choose the experts of ``first`` tokens or more."""
+    routing = op.routing
+    b.emit(lambda rows: route.route(routing, rows) if rows >= first else None, op.logits, **_route_slots(b, op))
+
+
 def _beside(b: CUDALowering, op: Beside) -> None:
     """Of one token together, of more by themselves."""
     if isinstance(op.by_expert, UpGateId) and isinstance(op.dense, UpGate):
@@ -382,6 +412,8 @@ def _mul_mats_beside(b: CUDALowering, op: MulMatId, dense: MulMat) -> None:
 LOWER: Mapping[type[Op], Callable[[CUDALowering, Any], None]] = {
     MulMat: _mul_mat,
     MulMats: _mul_mats,
+    MulMatsRoute: _mul_mats,
+    Route: _launch_route,
     UpGate: _up_gate,
     UpGateTo: _up_gate,
     MulMatHeads: _mul_mat_heads,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from quantkit.kernels.cuda import stage
 from quantkit.model.backends.cuda_uses import Uses, replaced
-from quantkit.model.ops import Add, Combine, Norm, Op, Scale, Value
+from quantkit.model.ops import Activation, Add, Combine, Glu, Norm, Op, Scale, SelectOutputs, Value
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Stage(Op):
     """t = post of x (or of the sum of a token's experts); y = plus_too + by * (plus + t); z = norm of y.
 
+    gate: plus times its sigmoid, one value a row. selected: of the rows of x, plus and plus_too those that are outputs.
     post and norm are operations whose values are these. What is read as float32 is in ``plain``; the last value (z, or
     y without a norm) is also made in the format that the products reading it take.
     """
@@ -28,6 +29,8 @@ class Stage(Op):
     plus: Value | None = None
     by: float = 1.0
     plus_too: Value | None = None
+    gate: Value | None = None
+    selected: bool = False
     norm: Norm | None = None
     y: Value | None = None
     z: Value | None = None
@@ -48,9 +51,32 @@ def with_stages(ops: Sequence[Op], leaves: Collection[Value]) -> list[Op]:
             found = _stage(uses, i, gone)
             if found is not None:
                 anchor, made, of = found
+                for further in (_gated, _selected):
+                    made, more = further(uses, made)
+                    of |= more
                 new[anchor] = made
                 gone |= of
     return replaced(ops, new, gone)
+
+
+def _gated(uses: Uses, op: Stage) -> tuple[Stage, set[int]]:
+    """Return a stage that does what makes ``plus`` and nobody else reads: a shared expert's gate."""
+    glu = None if op.plus is None or uses.only_reader(op.plus) is None else uses.maker(op.plus)
+    if not isinstance(glu, Glu) or glu.up is None or glu.gate.width != 1 or glu.activation != Activation("sigmoid"):
+        return op, set()
+    return replace(op, plus=glu.up, gate=glu.gate), {uses.made[glu.out]}
+
+
+def _selected(uses: Uses, op: Stage) -> tuple[Stage, set[int]]:
+    """Return a stage that takes the rows of outputs from those of tokens by itself."""
+    wanted = [value for value in (op.x, op.plus, op.plus_too) if value is not None]
+    of = {maker.out: maker.x for value in wanted if isinstance(maker := uses.maker(value), SelectOutputs)}
+    alone = all(value in of and uses.only_reader(value) is not None for value in wanted)
+    if op.n_used or op.gate is not None or not alone or len(of) < len(wanted):
+        return op, set()
+    plus, plus_too = (None if value is None else of[value] for value in (op.plus, op.plus_too))
+    made = replace(op, selected=True, x=of[op.x], plus=plus, plus_too=plus_too)
+    return made, {uses.made[value] for value in wanted}
 
 
 def _of_rows(op: Op | None) -> bool:
