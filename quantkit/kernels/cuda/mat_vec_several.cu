@@ -56,9 +56,10 @@ KERNEL(mul_mats_route, 128) {
     DYNAMIC_SHARED(shared);
     write_one(a);
     if (!is_last_of(a.counter, (int)(gridDim.x * gridDim.y))) return;
-    const int warp = threadIdx.x >> 5;
-    float* mine = (float*)shared + warp * (2 * a.n_expert + max(a.n_used, a.n_group));
-    for (int64_t row = warp; row < a.rows; row += WARPS) route_token(a, row, mine);
+    for (int64_t row = 0; threadIdx.x < 32 && row < a.rows; row++) {
+        route_token(a, row, (float*)shared);
+        __syncwarp();
+    }
 }
 #else
 KERNEL(mul_mats, 128) { write_one(a); }

@@ -48,8 +48,7 @@ def mul_mats_route(
     """As ``mul_mats``, one of whose matrices gives the logits that experts are chosen by."""
     shape = mul_mats(types, n_in, n_outs, rows)
     operation = Operation(shape.operation.file, "mul_mats_route", shape.operation.defines).bind(ROUTE=1)
-    warps = min(rows, operation.threads // 32)
-    return Shape(operation, shape.grid, warps * route.shared_of_token(routing))
+    return Shape(operation, shape.grid, route.shared_of_token(routing))
 
 
 def slots(matrices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

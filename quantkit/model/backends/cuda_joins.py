@@ -28,6 +28,9 @@ from quantkit.model.backends.cuda_stages import with_stages
 from quantkit.model.backends.cuda_uses import Uses, replaced
 from quantkit.model.ops import MulMat, MulMats, Op, Route, Value
 
+#: Experts at most that a router's product chooses from: shared memory is the product's, too.
+MAX_ROUTED = 1024
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MulMatsRoute(MulMats):
@@ -72,7 +75,12 @@ def _with_routes(ops: Sequence[Op]) -> list[Op]:
     uses, new, gone = Uses(ops, ()), dict[int, Op](), set[int]()
     for i, op in enumerate(ops):
         at = uses.made.get(op.logits) if isinstance(op, Route) else None
-        if at is None or at in new or not isinstance(product := ops[at], MulMat | MulMats):
+        if (
+            at is None
+            or at in new
+            or op.logits.width > MAX_ROUTED
+            or not isinstance(product := ops[at], MulMat | MulMats)
+        ):
             continue
         assert isinstance(op, Route)
         given = _columns([product]) if isinstance(product, MulMat) else {f: getattr(product, f) for f in _columns([])}
