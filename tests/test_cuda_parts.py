@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from device_memory import Memory
 
-from quantkit.kernels.cuda import activations, cache, elementwise, glu, norms, parts, rope
+from quantkit.kernels.cuda import activations, cache, elementwise, glu, norms, parts, rope, route
 from quantkit.kernels.parameters import Activation
 
 ROWS, N_CTX, N_SEQ = 3, 8, 2
@@ -193,6 +193,22 @@ def test_columns_that_repeat(memory: Memory) -> None:
     run(memory, "f32", batch, some)
     want = np.concatenate([own.reshape(ROWS, 3, 20), np.tile(shared[:, None, 7:17], (1, 3, 1))], 2)
     assert np.array_equal(memory.get(to, (N_CTX, 90))[[5, 0, 6]], want.reshape(ROWS, 90))
+
+
+def test_rows_that_are_repeated(memory: Memory) -> None:
+    """The input of experts that is weighted before them (Llama 4), and its format."""
+    width, n_used, at, rng = 300, ROWS, OneByOne(memory), np.random.default_rng(8)
+    x, weights = rng.standard_normal((1, width)).astype(f32), rng.random(n_used).astype(f32)
+    here, w, out = memory.put(x), memory.put(weights), memory.room((n_used, width))
+    slots = {"x": here, "weights": w, "width": width, "n_used": n_used, "rows": 1}
+    memory.run(route.repeat(width, n_used, 1), out=out, **slots)
+    size = ROWS, activations.row_bytes("q8_0", width)
+    mine, found = memory.room((ROWS, width)), memory.room(size, np.uint8)
+    part = {"width": width, "n": 256, "x": here, "stride": width, "repeat": n_used, "by": w, "out": mine}
+    part |= {"out_stride": width, "quantized": found, "format": activations.KINDS.index("q8_0"), "q_width": width}
+    run(memory, "f32", memory.batch([1], [0]), [part])
+    assert np.array_equal(memory.get(mine, (ROWS, width)), memory.get(out, (ROWS, width)))
+    assert np.array_equal(memory.get(found, size, np.uint8), at.quantize(out, width, ROWS, "q8_0"))
 
 
 def test_pieces_that_are_too_long_are_refused() -> None:

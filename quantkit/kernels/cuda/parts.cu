@@ -4,7 +4,8 @@
 // A part is a row of `width` columns a token, cut into pieces of n (the last may be shorter); TEAM threads, a warp or a
 // block of 256, have a piece. Its values go, in shared memory, through the steps that there are, in this order:
 //
-//     x + plus              a vector                        norm      AFTER
+//     x * by                one value a row                 norm      AFTER
+//     x + plus              a vector
 //     activation(x)                                         x * (1 + alpha * log(1 + floor((position + offset) / floor_scale)))
 //     x * times             a vector                        activation(gate) * x
 //     norm                  BEFORE
@@ -21,14 +22,15 @@
 #define BEFORE 1
 #define AFTER 2
 
-// rows: tokens. plus, times, weight and bias repeat every n_... columns; addresses that are 0, kinds below 0: no such
+// rows: tokens, or pairs of a token and an expert: `repeat` of them read a row of x. plus, times, weight and bias repeat every n_... columns; addresses that are 0, kinds below 0: no such
 // step. table: of rotary positions, head: columns of which n_rot from `start` on turn. quantized: rows of q_width.
 struct parts_args {
     const Batch* batch;
     int64_t rows;
     int64_t width[6], n[6];
     const float* x[6];
-    int64_t stride[6], each[6], step[6];
+    int64_t stride[6], each[6], step[6], repeat[6];
+    const float* by[6];
     const float* plus[6];
     int64_t n_plus[6], activation[6];
     const float* times[6];
@@ -180,10 +182,11 @@ KERNEL(parts, THREADS) {
     if (p == 6) return;
     const int first = piece * (int)a.n[p], n = min((int)a.n[p], (int)a.width[p] - first);
     float* x = (float*)shared + (TEAM == 32 ? (int)threadIdx.x / 32 * ((longest + 3) / 4 * 4) : 0);
-    const float* from = a.x[p] + token * a.stride[p];
+    const float* from = a.x[p] + token / a.repeat[p] * a.stride[p];
+    const float by = a.by[p] ? a.by[p][token] : 1.0f;
     const float *plus = a.plus[p], *times = a.times[p];
     each_of_piece(n, [&](int i) {
-        float v = from[place_of(first + i, a.each[p], a.step[p])];
+        float v = from[place_of(first + i, a.each[p], a.step[p])] * by;
         if (plus) v = v + plus[(uint32_t)(first + i) % (uint32_t)a.n_plus[p]];
         if (a.activation[p] >= 0) v = activation_of(a.activation[p], v);
         if (times) v = v * times[(uint32_t)(first + i) % (uint32_t)a.n_times[p]];

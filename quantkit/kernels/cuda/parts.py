@@ -1,12 +1,12 @@
 """What lies between products and their readers and is done to every head, or column, by itself: parts.cu.
 
     parts    batch rows, and of each of up to six parts, with _0 ... _5 after the name:
-             width n x stride each step plus n_plus activation times n_times norm kind group weight bias n_weight eps
-             table head start n_rot neox floor_scale alpha offset gating gate gate_stride gate_each gate_step
-             out out_stride out_each out_step cache cache_width cache_start cache_each cache_step
+             width n x stride each step repeat by plus n_plus activation times n_times norm kind group weight bias
+             n_weight eps table head start n_rot neox floor_scale alpha offset gating gate gate_stride gate_each
+             gate_step out out_stride out_each out_step cache cache_width cache_start cache_each cache_step
              quantized format q_width
 
-rows: tokens. Strides in values. ``slots`` fills in what a part has not.
+rows: tokens, or pairs of a token and an expert. Strides in values. ``slots`` fills in what a part has not.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ MAX_OF_WARP, MAX_OF_BLOCK = 512, 8192
 
 #: Slots of a part that is not there: others are given instead of some.
 NOTHING = {
-    "width": 0, "n": 1, "x": 0, "stride": 0, "each": 1 << 30, "step": 0, "plus": 0, "n_plus": 1, "activation": -1,
-    "times": 0, "n_times": 1, "norm": NEVER, "kind": 0, "group": 1, "weight": 0, "bias": 0, "n_weight": 1, "eps": 0,
-    "table": 0, "head": 1, "start": 0, "n_rot": 0, "neox": 0, "floor_scale": 0, "alpha": 0, "offset": 0, "gating": -1,
-    "gate": 0, "gate_stride": 0, "gate_each": 1 << 30, "gate_step": 0, "out": 0, "out_stride": 0, "out_each": 1 << 30,
-    "out_step": 0, "cache": 0, "cache_width": 0, "cache_start": 0, "cache_each": 1 << 30, "cache_step": 0,
-    "quantized": 0, "format": 0, "q_width": 1,
+    "width": 0, "n": 1, "x": 0, "stride": 0, "each": 1 << 30, "step": 0, "repeat": 1, "by": 0, "plus": 0, "n_plus": 1,
+    "activation": -1, "times": 0, "n_times": 1, "norm": NEVER, "kind": 0, "group": 1, "weight": 0, "bias": 0,
+    "n_weight": 1, "eps": 0, "table": 0, "head": 1, "start": 0, "n_rot": 0, "neox": 0, "floor_scale": 0, "alpha": 0,
+    "offset": 0, "gating": -1, "gate": 0, "gate_stride": 0, "gate_each": 1 << 30, "gate_step": 0, "out": 0,
+    "out_stride": 0, "out_each": 1 << 30, "out_step": 0, "cache": 0, "cache_width": 0, "cache_start": 0,
+    "cache_each": 1 << 30, "cache_step": 0, "quantized": 0, "format": 0, "q_width": 1,
 }  # fmt: skip
 
 

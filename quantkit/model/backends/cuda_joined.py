@@ -66,6 +66,8 @@ def _at(b: CUDALowering, value: Value, start: int) -> Slot:
 def _steps(b: CUDALowering, part: Part) -> dict[str, Slot]:
     """Return the slots of what happens to a part."""
     slots: dict[str, Slot] = {}
+    if part.by is not None:
+        slots |= {"by": b.buffer(part.by), "repeat": part.by.width}
     for name, matrix in (("plus", part.plus), ("times", part.times)):
         if matrix is not None:
             slots |= {name: b.vector(matrix), f"n_{name}": len(b.vector_values(matrix))}

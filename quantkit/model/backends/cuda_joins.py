@@ -74,15 +74,12 @@ def _with_routes(ops: Sequence[Op]) -> list[Op]:
     """Let the product with a router choose the experts, too."""
     uses, new, gone = Uses(ops, ()), dict[int, Op](), set[int]()
     for i, op in enumerate(ops):
-        at = uses.made.get(op.logits) if isinstance(op, Route) else None
-        if (
-            at is None
-            or at in new
-            or op.logits.width > MAX_ROUTED
-            or not isinstance(product := ops[at], MulMat | MulMats)
-        ):
+        if not isinstance(op, Route) or op.logits.width > MAX_ROUTED:
             continue
-        assert isinstance(op, Route)
+        at = uses.made.get(op.logits, -1)
+        product = ops[at]
+        if at < 0 or at in new or not isinstance(product, MulMat | MulMats):
+            continue
         given = _columns([product]) if isinstance(product, MulMat) else {f: getattr(product, f) for f in _columns([])}
         chosen = op.ids, op.weights
         new[at] = MulMatsRoute(layer=op.layer, x=product.x, chosen=chosen, route=op, **given)

@@ -14,10 +14,23 @@ from typing import Any
 from quantkit.kernels.cuda import parts
 from quantkit.kernels.parameters import Activation
 from quantkit.model.backends.cuda_uses import Uses
-from quantkit.model.ops import Activate, Glu, Join, Matrix, MultiplyBy, Norm, Op, Rope, ScaleByPosition, Take, Value
+from quantkit.model.ops import (
+    Activate,
+    Glu,
+    Join,
+    Matrix,
+    MultiplyBy,
+    Norm,
+    Op,
+    Repeat,
+    Rope,
+    ScaleByPosition,
+    Take,
+    Value,
+)
 
 #: What a trace goes through.
-PIECEWISE = (Activate, Glu, Join, MultiplyBy, Norm, Rope, ScaleByPosition, Take)
+PIECEWISE = (Activate, Glu, Join, MultiplyBy, Norm, Repeat, Rope, ScaleByPosition, Take)
 
 #: The order in which a part takes its steps.
 _PLUS, _ACTIVATION, _TIMES, _BEFORE, _ROPE, _AFTER, _POSITION, _GATE, _END = range(9)
@@ -62,6 +75,7 @@ class Part:
     x: Value
     columns: Columns
     to: Columns
+    by: Value | None = None
     plus: Matrix | None = None
     activation: Activation | None = None
     times: Matrix | None = None
@@ -87,7 +101,7 @@ class Part:
     def inputs(self) -> tuple[Value, ...]:
         """Return the values it reads."""
         table = None if self.rope is None else self.rope.table
-        return tuple(value for value in (self.x, self.gate, table) if value is not None)
+        return tuple(value for value in (self.x, self.by, self.gate, table) if value is not None)
 
 
 def trace(uses: Uses, value: Value) -> list[Part]:
@@ -102,6 +116,8 @@ def _followed(uses: Uses, part: Part) -> list[Part]:
         if isinstance(op, Join):
             split = _join(op, part)
             return [part] if split is None else [found for half in split for found in _followed(uses, half)]
+        if isinstance(op, Repeat):  # its input has other rows: a part begins there
+            return [replace(part, x=op.x, by=op.weights, of=(*part.of, op))]
         step = None if op is None else _STEPS.get(type(op))
         # Rows of another kind are not followed.
         if op is None or step is None or any(_rows(v) != _rows(part.x) for v in op.inputs()):
