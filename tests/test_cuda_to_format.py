@@ -45,7 +45,9 @@ class Format:
         assert not self.memory.get(self.counters, (self.rows * -(-self.n // 256),), np.int32).any()
 
 
-@pytest.mark.parametrize(("name", "n_in", "n_out", "kind"), [("Q8_0", 64, 300, "q8_0"), ("Q4_K", 768, 520, "q8_k")])
+@pytest.mark.parametrize(
+    ("name", "n_in", "n_out", "kind"), [("Q8_0", 64, 300, "q8_0"), ("Q4_K", 768, 520, "q8_k"), ("BF16", 64, 75, "bf16")]
+)
 def test_up_gate(memory: Memory, name: str, n_in: int, n_out: int, kind: str) -> None:
     t, rng = BY_NAME[name], np.random.default_rng(1)
     up, gate = draw_weights(t, (2, n_out, n_in), rng)
@@ -77,15 +79,17 @@ def test_up_gate_of_experts(memory: Memory) -> None:
     to.check(plain)
 
 
-@pytest.mark.parametrize(("n_in", "n_out", "heads"), [(64, 128, 5), (32, 512, 3), (96, 64, 2)])
-def test_mul_mat_heads(memory: Memory, n_in: int, n_out: int, heads: int) -> None:
+@pytest.mark.parametrize(
+    ("n_in", "n_out", "heads", "kind"), [(64, 128, 5, "q8_0"), (32, 512, 3, "q8_k"), (96, 64, 2, "f16")]
+)
+def test_mul_mat_heads(memory: Memory, n_in: int, n_out: int, heads: int, kind: str) -> None:
     t, rng, width = BY_NAME["Q8_0"], np.random.default_rng(3), heads * n_out
     w = draw_weights(t, (heads, n_out, n_in), rng)
     place, _, _ = put_rows(memory, rng.standard_normal((heads, n_in)).astype(f32), t)
     slots = {"rows": 1, "x": place["x"], "x_stride": heads * place["x_stride"], "x_head_bytes": place["x_stride"]}
     slots |= {"w": memory.put(w), "row_bytes": w.shape[2], "head_bytes": w[0].nbytes, "heads": heads, "n_in": n_in}
     slots |= {"n_out": n_out, "out_stride": 4 * width, "out_head_bytes": 4 * n_out}
-    plain, out, to = memory.room((1, width)), memory.room((1, width)), Format(memory, "q8_0", width, 1)
+    plain, out, to = memory.room((1, width)), memory.room((1, width)), Format(memory, kind, width, 1)
     memory.run(mat_vec.mul_mat_heads(t, n_in, n_out, 1, heads), **slots, out=plain)
     shape = mat_vec.mul_mat_heads_to(t, n_in, n_out, heads)
     assert shape is not None
@@ -122,9 +126,9 @@ def test_up_gate_beside(memory: Memory, name: str, other: str, n_in: int, n_out:
     slots |= {"dense_row_bytes": dense_up.shape[1], "dense_up_scale": 0, "dense_gate_scale": 0}
     slots |= {"dense_up_bias": memory.put(biases[0]), "dense_gate_bias": memory.put(biases[1])}
     units = -(-n_out // 256), -(-dense_n_out // 256)
-    to = Format(memory, "q8_0", n_out, n_used), Format(memory, "q8_k", dense_n_out, 1)
+    to = Format(memory, "f16", n_out, n_used), Format(memory, "q8_k", dense_n_out, 1)
     counters = memory.put(np.zeros(n_used * units[0] + units[1], np.int32))
-    slots |= {"format": 0, "dense_format": 2, "quantized": to[0].quantized, "dense_quantized": to[1].quantized}
+    slots |= {"format": 3, "dense_format": 2, "quantized": to[0].quantized, "dense_quantized": to[1].quantized}
     shape = mat_vec_beside.up_gate(t, dense, SILU, n_in, n_out, n_used, dense_n_out)
     memory.run(shape, **slots, counters=counters)
 

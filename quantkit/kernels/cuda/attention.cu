@@ -100,8 +100,8 @@ template <typename A> INLINE void combine(const A& a) {
 
 KERNEL(attention_combine, 256) { combine(a); }
 
-// As attention_combine's; heads are then brought to an int8 format, rows of q_width, 256 columns by the last of their
-// blocks: head_v, or 128, divides 256. counters: 0, one for every 256 columns of a row.
+// As attention_combine's; heads are then brought to a format, rows of q_width: to an int8 one 256 columns by the last of their
+// blocks; head_v, or 128, divides 256. counters: 0, one for every 256 columns of a row.
 struct attention_combine_to_args {
     int64_t rows, n_head, head_v;
     float* out;
@@ -115,6 +115,13 @@ struct attention_combine_to_args {
 
 KERNEL(attention_combine_to, 256) {
     combine(a);
+    if (a.format > Q8_K) {
+        const int64_t i = blockIdx.x * a.head_v + 128 * (int64_t)blockIdx.y + threadIdx.x;
+        __syncthreads();
+        if (threadIdx.x >= min(a.head_v, (int64_t)128)) return;
+        ((float*)a.quantized)[i] = a.format == ROUND_F16 ? rounded<ROUND_F16>(a.out[i]) : rounded<ROUND_BF16>(a.out[i]);
+        return;
+    }
     const int64_t width = a.q_width, units = (width + 255) / 256, each = min(a.head_v, (int64_t)128);
     const int64_t at = blockIdx.x * a.head_v + 128 * (int64_t)blockIdx.y, row = at / width, unit = at % width / 256;
     const int64_t blocks = min((int64_t)256, width - 256 * unit) / each;

@@ -101,7 +101,7 @@ KERNEL(up_gate_id_to, 128) {
     const int64_t p = blockIdx.y;
     write_up_gate_id(a, p);
     bring_to_format(a.format, a.out + 4 * p * a.n_out, a.n_out, first_of_block(),
-                    a.quantized + p * format_bytes(a.n_out), a.counters + p * ((a.n_out + 255) / 256));
+                    a.quantized + p * format_bytes(a.format, a.n_out), a.counters + p * ((a.n_out + 255) / 256));
 }
 #else
 KERNEL(up_gate_id, 128) { write_up_gate_id(a, blockIdx.y); }

@@ -98,7 +98,7 @@ def up_gate_id(t: TensorType, activation: Activation, n_in: int, n_out: int, row
 
 
 def mul_mat_heads_to(t: TensorType, n_in: int, n_out: int, heads: int) -> Shape | None:
-    """Return how to multiply a matrix a head with the heads of one row, whose result is brought to an int8 format.
+    """Return how to multiply a matrix a head with the heads of one row, whose result is brought to a format.
 
     None: 256 columns are not made of heads, or of blocks' parts of them.
     """
@@ -107,12 +107,12 @@ def mul_mat_heads_to(t: TensorType, n_in: int, n_out: int, heads: int) -> Shape 
 
 
 def up_gate_to(t: TensorType, activation: Activation, n_in: int, n_out: int) -> Shape:
-    """As ``up_gate`` for one row, which is brought to an int8 format."""
+    """As ``up_gate`` for one row, which is brought to a format."""
     return _shape("up_gate_to", t, n_in, n_out, 1, 1, 1, activation.kind)
 
 
 def up_gate_id_to(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, n_used: int) -> Shape:
-    """As ``up_gate_id``, and every pair's row is brought to an int8 format."""
+    """As ``up_gate_id``, and every pair's row is brought to a format."""
     return _shape("up_gate_id_to", t, n_in, n_out, 1, rows * n_used, n_used, activation.kind)
 
 

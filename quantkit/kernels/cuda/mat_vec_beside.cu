@@ -40,7 +40,7 @@ KERNEL(mul_mat_beside, 128) {
 
 #else
 
-// The same input for all, or rows of it for pairs and one for the dense matrices. Formats: -1, or an int8 one.
+// The same input for all, or rows of it for pairs and one for the dense matrices. Formats: -1, or one.
 struct up_gate_beside_args : up_gate_id_args {
     const uint8_t *dense_x, *dense_up, *dense_gate;
     int64_t dense_row_bytes, dense_n_out;
@@ -71,7 +71,7 @@ KERNEL(up_gate_beside, 128) {
     finish_gated(team, sums, up, gate, out, 0, limits_of(a));
     const int64_t format = dense ? a.dense_format : a.format;
     if (format < 0) return;
-    uint8_t* quantized = dense ? a.dense_quantized : a.quantized + p * format_bytes(a.n_out);
+    uint8_t* quantized = dense ? a.dense_quantized : a.quantized + p * format_bytes(format, a.n_out);
     bring_to_format(format, out, n_out, first_of_block(), quantized, a.counters + (dense ? a.n_used : p) * units);
 }
 

@@ -69,7 +69,7 @@ struct up_gate_id_args {
     double gate_limit, act_limit, up_limit, alpha;
 };
 
-// The same with rows of out that are brought to an int8 format, too (to_format.cuh): of one token, or of pairs.
+// The same with rows of out that are brought to a format, too (to_format.cuh): of one token, or of pairs.
 struct mul_mat_heads_to_args : mul_mat_heads_args {
     int64_t format;
     uint8_t* quantized;

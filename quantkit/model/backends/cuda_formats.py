@@ -63,7 +63,7 @@ def with_formats(ops: Sequence[Op], leaves: Collection[Value]) -> list[Op]:
         given = {f.name: getattr(op, f.name) for f in fields(op)}
         if isinstance(op, Attention | UpGate | UpGateId | MulMatHeads) and not isinstance(op, MulMatHeadsInto):
             form, q_width, _ = uses.format(op.out)
-            if not form.startswith("q8"):
+            if not form:
                 continue
             if isinstance(op, Attention):
                 new[i] = AttentionTo(**given, format=form, q_width=q_width)
