@@ -11,6 +11,7 @@ import test_mla
 from null_device import launches_of
 
 import quantkit
+from quantkit.formats.gguf import open_gguf
 from zoo import NAMES
 
 Zoo = Callable[[str], Path]
