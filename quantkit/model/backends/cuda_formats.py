@@ -94,8 +94,11 @@ def with_beside(ops: Sequence[Op], leaves: Collection[Value]) -> list[Op]:
 
 def _shared(uses: Uses, i: int) -> int | None:
     """Return the first dense up and gate of the same layer and token whose input is there when experts' are wanted."""
-    for at, op in enumerate(uses.ops[i:], i):
-        if isinstance(op, UpGate) and op.layer == uses.ops[i].layer and uses.made.get(op.x, -1) < i:
+    for at in range(i, len(uses.ops)):
+        op = uses.ops[at]
+        if op.layer > uses.ops[i].layer:
+            return None
+        if isinstance(op, UpGate) and uses.made.get(op.x, -1) < i:
             return at if _go_together(uses.ops[i], op) else None
     return None
 

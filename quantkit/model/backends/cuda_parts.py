@@ -70,11 +70,11 @@ def with_parts(ops: Sequence[Op], leaves: Collection[Value], kv_type: str) -> li
     uses = Uses(ops, leaves)
     wanted = _settled(uses, [w for goal in _goals(uses) if (w := _wanted(uses, goal, kv_type)) is not None])
     while True:
-        groups = _groups(wanted)
-        idle = next((group for group in groups if not _saves(uses, group, groups)), None)
-        if idle is None:
+        groups, left = _groups(wanted), {uses.ops[i] for i in _left(uses, wanted)}
+        kept = [group for group in groups if _saves(group, left)]
+        if len(kept) == len(groups):
             return _rewritten(uses, groups, kv_type)
-        wanted = _settled(uses, [w for group in groups if group is not idle for w in group])
+        wanted = _settled(uses, [w for group in kept for w in group])
 
 
 # ---------------------------------------------------------------- what is wanted
@@ -158,9 +158,9 @@ def cut(goal: Goal, part: Part, kv_type: str) -> int | None:
 def _settled(uses: Uses, wanted: list[_Wanted]) -> list[_Wanted]:
     """Return those goals that no operation needs which goes on to be there by itself, nor another part."""
     while True:
-        left = [uses.ops[i] for i in _left(uses, wanted)]
-        needed = {v for op in left for v in op.inputs()} | {v for w in wanted for p in w.parts for v in p.inputs()}
-        caches = {op.cache for op in left if isinstance(op, CacheWrite)}
+        left = _left(uses, wanted)
+        needed = {v for i in left for v in uses.inputs[i]} | {v for w in wanted for p in w.parts for v in p.inputs()}
+        caches = {op.cache for i in left if isinstance(op := uses.ops[i], CacheWrite)}
         kept = [w for w in wanted if w.goal.cache not in caches and (w.goal.cache or w.goal.value not in needed)]
         if len(kept) == len(wanted):
             return kept
@@ -180,10 +180,10 @@ def _left(uses: Uses, wanted: Sequence[_Wanted]) -> set[int]:
                 continue
             left.add(i)
         elif isinstance(op, PIECEWISE):
-            if not needed.intersection(op.outputs()):
+            if needed.isdisjoint(uses.outputs[i]):
                 continue
             left.add(i)
-        needed |= set(op.inputs()) - made
+        needed.update(v for v in uses.inputs[i] if v not in made)
     return left
 
 
@@ -204,11 +204,11 @@ def _groups(wanted: Sequence[_Wanted]) -> list[list[_Wanted]]:
     return groups
 
 
-def _saves(uses: Uses, group: list[_Wanted], groups: list[list[_Wanted]]) -> bool:
-    """Tell whether there are fewer launches with a group than without; what makes a format is one, too."""
-    others = [w for other in groups if other is not group for w in other]
-    saved = len(_left(uses, others)) - len(_left(uses, [*others, *group]))
-    return saved + sum(bool(w.goal.format) for w in group) > 1
+def _saves(group: list[_Wanted], left: set[Op]) -> bool:
+    """Tell whether a group is worth its launch: what it stands for, and what would make a format, are at least two."""
+    of = {op for w in group for part in w.parts for op in part.of} - left
+    caches = {w.goal.cache for w in group} - {None}
+    return len(of) + len(caches) + sum(bool(w.goal.format) for w in group) > 1
 
 
 def _rewritten(uses: Uses, groups: list[list[_Wanted]], kv_type: str) -> list[Op]:

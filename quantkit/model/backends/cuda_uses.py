@@ -13,10 +13,11 @@ class Uses:
 
     def __init__(self, ops: Sequence[Op], leaves: Collection[Value]) -> None:
         self.ops, self.leaves = ops, leaves
-        self.made = {value: i for i, op in enumerate(ops) for value in op.outputs()}
+        self.inputs, self.outputs = [op.inputs() for op in ops], [op.outputs() for op in ops]
+        self.made = {value: i for i, outputs in enumerate(self.outputs) for value in outputs}
         self.read: dict[Value, list[int]] = {}
-        for i, op in enumerate(ops):
-            for value in op.inputs():
+        for i, inputs in enumerate(self.inputs):
+            for value in inputs:
                 self.read.setdefault(value, []).append(i)
 
     def only_reader(self, value: Value) -> int | None:
