@@ -26,8 +26,8 @@
 // step. table: of rotary positions, head: columns of which n_rot from `start` on turn. quantized: rows of q_width.
 struct parts_args {
     const Batch* batch;
-    int64_t rows;
-    int64_t width[6], n[6];
+    int64_t rows, room;  // of a piece in shared memory, in values
+    int64_t width[6], n[6], pieces[6];
     const float* x[6];
     int64_t stride[6], each[6], step[6], repeat[6];
     const float* by[6];
@@ -59,10 +59,21 @@ INLINE void team_sync() {
     else __syncthreads();
 }
 
-INLINE int place_of(int column, int64_t each, int64_t step) {
-    const int run = (uint32_t)column / (uint32_t)each;
-    return run * (int)step + column - run * (int)each;
-}
+// Where the columns of a piece lie, the first of which is column `first` of its part.
+struct Places {
+    int first, each, step, begin;
+    bool together;
+
+    __device__ __forceinline__ Places(int first, int n, int64_t each, int64_t step)
+        : first(first), each((int)each), step((int)step), begin(of(first)), together(first % this->each + n <= this->each) {}
+
+    __device__ __forceinline__ int of(int column) const {
+        const int run = (uint32_t)column / (uint32_t)each;
+        return run * step + column - run * each;
+    }
+
+    __device__ __forceinline__ int operator[](int i) const { return together ? begin + i : of(first + i); }
+};
 
 // f(column of the piece) of each.
 template <typename F> INLINE void each_of_piece(int n, F f) {
@@ -103,18 +114,17 @@ INLINE Moments moments_of_block(int kind, const float* x, int n, double eps, dou
 INLINE void norm_piece(const parts_args& a, int p, float* x, int n, int first, double* part) {
     const int group = (int)a.group[p], kind = (int)a.kind[p];
     const float *weight = a.weight[p], *bias = a.bias[p];
-    const uint32_t n_weight = (uint32_t)a.n_weight[p];
     const bool by_block = TEAM > 32 && group == n;
     const int lane = by_block ? threadIdx.x : threadIdx.x & 31, lanes = by_block ? TEAM : 32;
     for (int g = by_block ? 0 : threadIdx.x % TEAM / 32 * group; g < n; g += by_block ? n : TEAM / 32 * group) {
         float* y = x + g;
+        const uint32_t at = (uint32_t)(first + g) % (uint32_t)a.n_weight[p];  // n_weight: whole groups
         const Moments moments =
             by_block ? moments_of_block(kind, y, group, a.eps[p], part) : moments_of(kind, y, group, a.eps[p]);
         for (int i = lane; i < group; i += lanes) {
             float v = moments.of(y[i]);
-            const uint32_t w = (uint32_t)(first + g + i) % n_weight;
-            if (weight) v *= weight[w];
-            if (bias) v += bias[w];
+            if (weight) v *= weight[at + i];
+            if (bias) v += bias[at + i];
             y[i] = v;
         }
     }
@@ -142,9 +152,9 @@ INLINE float factor_at(const parts_args& a, int p, int64_t token) {
 // Columns `first` ... of the part into their places of a row of the cache, 32 side by side at a time.
 INLINE void keep_piece(const parts_args& a, int p, const float* x, int n, int first, int64_t token) {
     uint8_t* row = a.cache[p] + cell_of(a.batch, token) * cache_bytes(a.cache_width[p]);
+    const Places to(first, n, a.cache_each[p], a.cache_step[p]);
     each_of_piece((n + 31) / 32 * 32, [&](int i) {
-        const int column = (int)a.cache_start[p] + place_of(first + i, a.cache_each[p], a.cache_step[p]);
-        keep_column(i < n ? x[i] : 0.0f, row, column, i < n);
+        keep_column(i < n ? x[i] : 0.0f, row, (int)a.cache_start[p] + to[i], i < n);
     });
 }
 
@@ -172,21 +182,17 @@ KERNEL(parts, THREADS) {
     DYNAMIC_SHARED(shared);
     __shared__ double sums[32];
     const int64_t token = blockIdx.x;
-    int p = 0, piece = (int)blockIdx.y * TEAMS + (int)threadIdx.x / TEAM, longest = 0;
-    for (int i = 0; i < 6; i++) longest = max(longest, (int)a.n[i]);
-    for (; p < 6; p++) {
-        const int pieces = ((int)a.width[p] + (int)a.n[p] - 1) / (int)a.n[p];
-        if (piece < pieces) break;
-        piece -= pieces;
-    }
+    int p = 0, piece = (int)blockIdx.y * TEAMS + (int)threadIdx.x / TEAM;
+    for (; p < 6 && piece >= (int)a.pieces[p]; p++) piece -= (int)a.pieces[p];
     if (p == 6) return;
     const int first = piece * (int)a.n[p], n = min((int)a.n[p], (int)a.width[p] - first);
-    float* x = (float*)shared + (TEAM == 32 ? (int)threadIdx.x / 32 * ((longest + 3) / 4 * 4) : 0);
+    float* x = (float*)shared + (int)threadIdx.x / TEAM * (int)a.room;
     const float* from = a.x[p] + token / a.repeat[p] * a.stride[p];
     const float by = a.by[p] ? a.by[p][token] : 1.0f;
     const float *plus = a.plus[p], *times = a.times[p];
+    const Places at(first, n, a.each[p], a.step[p]);
     each_of_piece(n, [&](int i) {
-        float v = from[place_of(first + i, a.each[p], a.step[p])] * by;
+        float v = from[at[i]] * by;
         if (plus) v = v + plus[(uint32_t)(first + i) % (uint32_t)a.n_plus[p]];
         if (a.activation[p] >= 0) v = activation_of(a.activation[p], v);
         if (times) v = v * times[(uint32_t)(first + i) % (uint32_t)a.n_times[p]];
@@ -211,13 +217,13 @@ KERNEL(parts, THREADS) {
     }
     if (a.gate[p]) {
         const float* gate = a.gate[p] + token * a.gate_stride[p];
-        each_of_piece(n, [&](int i) {
-            x[i] = activation_of(a.gating[p], gate[place_of(first + i, a.gate_each[p], a.gate_step[p])]) * x[i];
-        });
+        const Places of_gate(first, n, a.gate_each[p], a.gate_step[p]);
+        each_of_piece(n, [&](int i) { x[i] = activation_of(a.gating[p], gate[of_gate[i]]) * x[i]; });
     }
     if (a.out[p]) {
         float* out = a.out[p] + token * a.out_stride[p];
-        each_of_piece(n, [&](int i) { out[place_of(first + i, a.out_each[p], a.out_step[p])] = x[i]; });
+        const Places to(first, n, a.out_each[p], a.out_step[p]);
+        each_of_piece(n, [&](int i) { out[to[i]] = x[i]; });
     }
     if (a.cache[p]) keep_piece(a, p, x, n, first, token);
     if (a.quantized[p]) {

@@ -1,8 +1,8 @@
 """What lies between products and their readers and is done to every head, or column, by itself: parts.cu.
 
-    parts    batch rows, and of each of up to six parts, with _0 ... _5 after the name:
-             width n x stride each step repeat by plus n_plus activation times n_times norm kind group weight bias
-             n_weight eps table head start n_rot neox floor_scale alpha offset gating gate gate_stride gate_each
+    parts    batch rows room, and of each of up to six parts, with _0 ... _5 after the name:
+             width n pieces x stride each step repeat by plus n_plus activation times n_times norm kind group weight
+             bias n_weight eps table head start n_rot neox floor_scale alpha offset gating gate gate_stride gate_each
              gate_step out out_stride out_each out_step cache cache_width cache_start cache_each cache_step
              quantized format q_width
 
@@ -44,16 +44,21 @@ def parts(kind: str, rows: int, sizes: Sequence[tuple[int, int]]) -> Shape:
         raise ValueError(f"a piece of a part has up to {MAX_OF_BLOCK} columns, not {longest}")
     team, teams = (32, 4) if longest <= MAX_OF_WARP else (256, 1)
     pieces = sum(-(-width // n) for width, n in sizes)
-    shared = 4 * teams * (-(-longest // 4) * 4)
-    return Shape(_parts(kind, team), (rows, -(-pieces // teams), 1), shared)
+    return Shape(_parts(kind, team), (rows, -(-pieces // teams), 1), 4 * teams * _room(longest))
+
+
+def _room(longest: int) -> int:
+    """Return the values of shared memory that a piece takes: whole 16 bytes."""
+    return -(-longest // 4) * 4
 
 
 def slots(some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the slots of parts, each with those that are not as in NOTHING."""
-    missing: list[Mapping[str, Any]] = [{}] * (MAX_PARTS - len(some))
-    return {
-        f"{name}_{i}": slot for i, part in enumerate([*some, *missing]) for name, slot in {**NOTHING, **part}.items()
-    }
+    found: dict[str, Any] = {"room": _room(max(part["n"] for part in some))}
+    for i, part in enumerate([*some, *[NOTHING] * (MAX_PARTS - len(some))]):
+        given = {**NOTHING, **part, "pieces": -(-part["width"] // part["n"])}
+        found |= {f"{name}_{i}": slot for name, slot in given.items()}
+    return found
 
 
 def _parts(kind: str, team: int) -> Operation:
