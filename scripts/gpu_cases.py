@@ -7,6 +7,7 @@ drawn again, so that no encoder is needed where the card is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,19 @@ def nmse(found: Any, wanted: Any) -> float:
 def on_card(rules: Sequence[str] = ()) -> Placement:
     """Return the placement of everything on the first card, but for what rules say."""
     return Placement(ALL_LAYERS, parse_rules(rules), ("CUDA0",), embeddings=True)
+
+
+@contextmanager
+def launched_early() -> Iterator[None]:
+    """Let launches on the first card begin before the one before them is done, where the card can."""
+    from quantkit.kernels.cuda import device
+
+    card: Any = device.open_device("CUDA0")
+    card.early = True
+    try:
+        yield
+    finally:
+        card.early = False
 
 
 #: Tensors on the host, by numpy's backend, which needs no compiler.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,7 @@ from quantkit.model.fusion import Fusion
 from quantkit.types import BY_NAME, TensorType
 
 if TYPE_CHECKING:
-    from gpu_check import Run
+    from gpu_run import Run
 
 SILU = Activation("silu")
 
@@ -70,6 +72,7 @@ IKS = {
     "up+gate, 1 token": "+1 % to +3 %",
     "merged, prompt": "+7 % to +10 %",
     "router Q8_0, 1 token": "+1 %",
+    "early launches, 1 token": "has none",
 }
 
 
@@ -182,10 +185,8 @@ def mat_vec_speed(run: Run) -> None:
     size = format_size(SIZES.matrix_bytes)
     run.say(f"\nmat-vec: GB/s of weights read (share of copy), {n_in} columns, {size}, by tokens\n")
     run.say(f"| type | {' | '.join(map(str, few))} |\n|---|{'---|' * len(few)}")
-    for name in SIZES.types:
-        if run.left < 60:
-            run.say(f"(stopped before {name}: no time)")
-            return
+
+    def of_type(name: str) -> None:
         t = BY_NAME[name]
         row_bytes = t.row_bytes(n_in)
         n_out = SIZES.matrix_bytes // row_bytes
@@ -207,6 +208,8 @@ def mat_vec_speed(run: Run) -> None:
                 gb_s = n_out * row_bytes / b.seconds(*lists) / 1e9
                 cells.append(f"{gb_s:.0f} ({gb_s / c.copy_gb_s:.0%})")
         run.say(f"| {name} | {' | '.join(cells)} |")
+
+    run.each("mat-vec", SIZES.types, of_type, needs=20)
 
 
 def mat_mat_speed(run: Run) -> None:
@@ -231,13 +234,13 @@ def mat_mat_speed(run: Run) -> None:
             )
         ]
     )
-    for name in s.types:
-        if run.left < 60:
-            run.say(f"(stopped before {name}: no time)")
-            return
+
+    def of_type(name: str) -> None:
         t = BY_NAME[name]
         found = [*_dense(run, t, s.tokens, s.dense, s.dense), *(_experts(t, s.tokens, x) for x in (False, True))]
         run.say(f"| {name} | {' | '.join(f'{x:.0f} ({x / c.gemm_tflops:.0%})' for x in found)} |")
+
+    run.each("mat-mat", s.types, of_type, needs=20)
 
 
 def _dense(run: Run, t: TensorType, rows: int, n_in: int, n_out: int) -> tuple[float, float]:
@@ -357,24 +360,29 @@ def fused_speed(run: Run) -> None:
     """Fused up+gate+activation beside two products and a gate, dense and by expert, few tokens and many."""
     run.say("\nfused up+gate beside up, gate and activation: unfused time / fused time\n")
     run.say(f"| what, by tokens | {' | '.join(map(str, SIZES.gates))} |\n|---|{'---|' * len(SIZES.gates)}")
-    for name in GATED_TYPES:
-        t = BY_NAME[name]
-        for what, make in (("dense", _dense_gate), ("experts", _expert_launches)):
-            cells = []
-            for rows in SIZES.gates:
-                times = []
-                for fused in (False, True):
-                    with Bench() as b:
-                        times.append(b.seconds(make(b, t, rows, fused), repetitions=SIZES.repetitions))
-                cells.append(f"{times[0] / times[1]:.2f}")
-            run.say(f"| {name}, {what} | {' | '.join(cells)} |")
+    makers = {"dense": _dense_gate, "experts": _expert_launches}
+
+    def of_type(what: str) -> None:
+        name, _, kind = what.partition(", ")
+        cells = []
+        for rows in SIZES.gates:
+            times = []
+            for fused in (False, True):
+                with Bench() as b:
+                    launches = makers[kind](b, BY_NAME[name], rows, fused)
+                    times.append(b.seconds(launches, repetitions=SIZES.repetitions))
+            cells.append(f"{times[0] / times[1]:.2f}")
+        run.say(f"| {what} | {' | '.join(cells)} |")
+
+    run.each("fused", [f"{name}, {kind}" for name in GATED_TYPES for kind in makers], of_type, needs=20)
 
 
 def attention_speed(run: Run) -> None:
     """Decoding at depth as a share of copying; a prompt as a rate."""
     c = the_card()
     run.say("\nattention, 32 heads of 128 over 4 key-value heads\n")
-    for kind in ("f16", "q8_0", "f32"):
+
+    def of_kind(kind: str) -> None:
         for depth in SIZES.depths:
             seconds = _attend(kind, 1, depth)
             size = 2 * depth * 512 * {"f16": 2, "q8_0": 34 / 32, "f32": 4}[kind]
@@ -384,6 +392,8 @@ def attention_speed(run: Run) -> None:
         seconds = _attend(kind, SIZES.tokens, SIZES.tokens)
         rate = 2 * SIZES.tokens**2 * 32 * 128 / seconds / 1e12
         run.say(f"- {kind}, prompt of {SIZES.tokens}: {1e3 * seconds:.2f} ms, {rate:.0f} TFLOP/s")
+
+    run.each("attention", ("f16", "q8_0", "f32"), of_kind, needs=20)
 
 
 def _attend(kind: str, rows: int, n_ctx: int) -> float:
@@ -416,24 +426,31 @@ def _attend(kind: str, rows: int, n_ctx: int) -> float:
 
 
 def write_moe(path: Path, matrix: str, router: str) -> Path:
-    """Write a MoE with the shapes of Qwen3-30B-A3B and random blocks, the same ones again and again."""
+    """Write a MoE with the shapes of Qwen3-30B-A3B and random blocks; tensors of one type and size are the same."""
     s = SIZES
     shapes = Shapes(layers=s.layers, experts=s.experts, used=s.used, embd=s.expert_in, ff=s.expert_out)
     t, r, f32 = BY_NAME[matrix], BY_NAME[router], BY_NAME["F32"]
     tensors = []
     for name, shape in shapes.tensors().items():
         kind = f32 if len(shape) == 1 else r if ".ffn_gate_inp." in name else t
-        size = int(np.prod(shape))
-        if len(shape) == 1:
-            data = np.ones(size, np.float32).tobytes()
-        else:
-            blocks = gpu_cases.blocks(kind, min(size // kind.block, 4096), len(name), 0.1)
-            if kind is f32:
-                blocks = (blocks.view(np.float32) * 0.02).view(np.uint8)
-            data = np.resize(blocks.reshape(-1), kind.tensor_bytes(shape)).tobytes()
+        data = _ones(shape[0]) if len(shape) == 1 else _random_weights(kind, int(np.prod(shape)))
         tensors.append((name, shape, kind, data))
     write_gguf(path, [*shapes.fields(15), Field.of("tokenizer.ggml.model", "no_vocab")], tensors)
     return path
+
+
+@cache
+def _ones(count: int) -> np.ndarray[Any, Any]:
+    return np.ones(count, np.float32)
+
+
+@cache
+def _random_weights(t: TensorType, count: int) -> np.ndarray[Any, Any]:
+    """Return the data of a tensor with so many small values, a few blocks again and again."""
+    blocks = gpu_cases.blocks(t, min(count // t.block, 4096), 1, 0.1)
+    if not t.is_quantized:
+        blocks = (blocks.view(np.float32) * 0.02).view(np.uint8)
+    return np.resize(blocks.reshape(-1), count // t.block * t.block_bytes)
 
 
 def _rate(session: Session, n: int, one_by_one: bool, repetitions: int = 5) -> float:
@@ -455,11 +472,18 @@ def _rate(session: Session, n: int, one_by_one: bool, repetitions: int = 5) -> f
     return statistics.median(rates[1:])
 
 
+def _written(run: Run, router: str) -> Path:
+    """Return the model with a router of this type, written once."""
+    path = run.folder / f"moe-{router}.gguf"
+    if not path.exists():
+        write_moe(path.with_suffix(".part"), "Q4_K", router).rename(path)
+    return path
+
+
 def model_speed(run: Run) -> None:
     """A MoE of Qwen3-30B-A3B's shapes: prompts and generation with every switch on and off."""
     c = the_card()
-    path = write_moe(run.folder / "moe.gguf", "Q4_K", "F32")
-    size, n = format_size(path.stat().st_size), SIZES.tokens
+    size, n = format_size(_written(run, "F32").stat().st_size), SIZES.tokens
     run.say(f"\nMoE, shapes of Qwen3-30B-A3B, {SIZES.layers} layers, Q4_K, router F32, {size}\n")
     run.say(f"| switches | prompt {n} t/s | of the GEMM rate | generation t/s | of copy |\n|---|---|---|---|---|")
     rates: dict[str, tuple[float, float]] = {}
@@ -468,22 +492,23 @@ def model_speed(run: Run) -> None:
         "no fused MoE": {"fusion": Fusion(moe=False)},
         "nothing fused": {"fusion": Fusion.none()},
         "merged": {"merge_up_gate": True},
+        "all fused, early launches": {},
         "router Q8_0": {},
     }
-    for what, options in settings.items():
-        if run.left < 40:
-            run.say(f"(stopped before {what}: no time)")
-            break
-        if what == "router Q8_0":
-            path = write_moe(run.folder / "moe-q8.gguf", "Q4_K", "Q8_0")
-        with load(path, n_ubatch=n, placement=gpu_cases.on_card(), **options) as model:
+
+    def with_setting(what: str) -> None:
+        router = "Q8_0" if what == "router Q8_0" else "F32"
+        with load(_written(run, router), n_ubatch=n, placement=gpu_cases.on_card(), **settings[what]) as model:
             session = model.session(n + SIZES.single + 16)
-            rates[what] = _rate(session, n, False), _rate(session, SIZES.single, True)
+            with gpu_cases.launched_early() if "early" in what else nullcontext():
+                rates[what] = _rate(session, n, False), _rate(session, SIZES.single, True)
             cost = token_cost(model.graph, "f16", 80)
             prompt, single = rates[what]
             of_gemm = 2 * cost.mul_adds * prompt / 1e12 / c.gemm_tflops
             of_copy = cost.bytes * single / 1e9 / c.copy_gb_s
             run.say(f"| {what} | {prompt:.0f} | {of_gemm:.1%} | {single:.0f} | {of_copy:.1%} |")
+
+    run.each("model", settings, with_setting, needs=40)
     _gains(run, rates)
 
 
@@ -495,6 +520,7 @@ def _gains(run: Run, rates: dict[str, tuple[float, float]]) -> None:
         ("MoE up+gate, 1 token", "all fused", "no fused MoE", 1),
         ("merged, prompt", "merged", "all fused", 0),
         ("router Q8_0, 1 token", "router Q8_0", "all fused", 1),
+        ("early launches, 1 token", "all fused, early launches", "all fused", 1),
     ):
         if with_it in rates and without in rates:
             gain = rates[with_it][which] / rates[without][which] - 1

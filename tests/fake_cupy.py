@@ -165,6 +165,13 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
         else:
             captured.append(work)
 
+    def launch_kernel_ex(config: Any, f: int, params: int, extra: None) -> int:
+        c = config._obj
+        assert (c.n_attributes, c.attributes[0].id, list(c.attributes[0].value)) == (1, 6, [1] + [0] * 15)
+        grid, threads = (c.grid_x, c.grid_y, c.grid_z), (c.block_x, c.block_y, c.block_z)
+        launch_kernel(f, *grid, *threads, c.shared, c.stream, params, 0)
+        return 0
+
     def set_attribute(f: int, attribute: int, value: int) -> None:
         if attribute == 8:
             SHARED[f] = value
@@ -189,7 +196,8 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
         Event=Event,
         get_elapsed_time=lambda a, b: 1e3 * (b.at - a.at),
     )
-    return types.SimpleNamespace(cuda=cuda, __version__="14")
+    libcuda = types.SimpleNamespace(cuLaunchKernelEx=launch_kernel_ex)
+    return types.SimpleNamespace(cuda=cuda, libcuda=libcuda, __version__="14")
 
 
 #: Bytes of the arguments of kernels that tests launch, by name.

@@ -21,7 +21,7 @@ from quantkit.kernels.cuda.operation import SOURCES, Operation
 FAMILIES = sorted(
     path.stem
     for path in SOURCES.glob("*.py")
-    if path.stem not in ("__init__", "operation", "compile", "device", "peak")
+    if path.stem not in ("__init__", "operation", "compile", "device", "early", "peak")
 )
 
 CAPABILITIES = (75, 80, 90)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from quantkit.errors import ResourceError
 from quantkit.kernels.cuda import device as devices
-from quantkit.kernels.cuda import elementwise, norms
+from quantkit.kernels.cuda import early, elementwise, norms
 from quantkit.kernels.cuda.compile import preamble
 from quantkit.kernels.cuda.device import CUDADevice, Launch
 from quantkit.kernels.cuda.operation import Operation, Shape
@@ -87,6 +88,24 @@ def test_kernels_run_now_or_recorded(cupy: Any) -> None:
     device.download(a, found)
     np.testing.assert_allclose(found, x / np.sqrt(np.square(x).mean()), rtol=1e-6)
     assert device.seconds(lambda: device.run([doubled])) > 0
+
+
+def test_launches_may_be_early(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # include/cuda.h of CUDA 13: CUlaunchConfig, CUlaunchAttribute
+    assert (ctypes.sizeof(early.LaunchConfig), early.LaunchConfig.stream.offset) == (56, 32)
+    assert (ctypes.sizeof(early.Attribute), early.Attribute.value.offset) == (72, 8)
+    monkeypatch.setattr(early, "driver", lambda: cupy.libcuda)
+    device = CUDADevice(0)
+    device.early = True
+    x = np.arange(64, dtype=np.float32)
+    a = device.allocate(x.nbytes)
+    device.upload(a, x)
+    doubled = launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)
+    device.run([doubled, doubled])
+    device.record([doubled])()
+    found = np.empty_like(x)
+    device.download(a, found)
+    assert np.array_equal(found, 8 * x)
 
 
 def test_a_device_that_is_full_says_so(cupy: Any) -> None:

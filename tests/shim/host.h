@@ -34,6 +34,9 @@ uint8_t* host_dynamic_shared();
 void host_copy_async(void* to, const void* from, unsigned nbytes);
 void host_end_group();
 void host_wait_groups(unsigned pending);  // all but the last so many groups are there after it
+// What the launch before writes is forbidden memory, where a test says what that is, until a thread waits for it.
+void host_wait_for_previous();
+void host_check_waited();
 [[noreturn]] void host_fail(const char* what);
 }
 #define threadIdx (host_thread->thread)
@@ -44,8 +47,16 @@ const int warpSize = 32;
 
 #define KERNEL(name, count)                                                          \
     static void name##_body(const name##_args& a);                                   \
-    extern "C" void quantkit_##name(const void* p) { name##_body(*(const name##_args*)p); } \
+    extern "C" void quantkit_##name(const void* p) { wait_for_previous(); name##_body(*(const name##_args*)p); } \
     static void name##_body(const name##_args& a)
+#define KERNEL_THAT_WAITS(name, count)                                               \
+    static void name##_body(const name##_args& a);                                   \
+    extern "C" void quantkit_##name(const void* p) {                                 \
+        name##_body(*(const name##_args*)p);                                         \
+        host_check_waited();                                                         \
+    }                                                                                \
+    static void name##_body(const name##_args& a)
+static inline void wait_for_previous() { host_wait_for_previous(); }
 #define DYNAMIC_SHARED(name) uint8_t* const name = host_dynamic_shared()
 
 // ---- vectors

@@ -24,8 +24,36 @@ typedef unsigned long long uint64_t;
 #ifndef BLOCKS_AT_ONCE
 #define BLOCKS_AT_ONCE 1
 #endif
-#define KERNEL(name, threads) \
-    extern "C" __global__ void __launch_bounds__(threads, BLOCKS_AT_ONCE) quantkit_##name(const name##_args a)
+#define DECLARED(name, threads) extern "C" __global__ void __launch_bounds__(threads, BLOCKS_AT_ONCE) quantkit_##name
+#if __CUDA_ARCH__ < 900
+#define KERNEL(name, threads) DECLARED(name, threads)(const name##_args a)
+#define KERNEL_THAT_WAITS(name, threads) KERNEL(name, threads)
+__device__ __forceinline__ void wait_for_previous() {}
+#else
+// Where launches are early (device.py), a kernel's blocks may be on the device before the launch before it is done: they
+// wait for its results, every thread of every kernel, so that a launch that is done says that all before it are, too.
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The next launch may begin, as soon as all blocks of this one have come so far.
+__device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+#define KERNEL(name, threads)                                              \
+    static __device__ __forceinline__ void body_##name(const name##_args& a); \
+    DECLARED(name, threads)(const __grid_constant__ name##_args a) {       \
+        let_next_begin();                                                  \
+        wait_for_previous();                                               \
+        body_##name(a);                                                    \
+    }                                                                      \
+    static __device__ __forceinline__ void body_##name(const name##_args& a)
+// One whose body waits itself, having first asked for what no launch writes: weights.
+#define KERNEL_THAT_WAITS(name, threads)                                   \
+    static __device__ __forceinline__ void body_##name(const name##_args& a); \
+    DECLARED(name, threads)(const __grid_constant__ name##_args a) {       \
+        let_next_begin();                                                  \
+        body_##name(a);                                                    \
+    }                                                                      \
+    static __device__ __forceinline__ void body_##name(const name##_args& a)
+#endif
+
 // Shared memory whose size is given at the launch, 16-byte aligned.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) uint8_t name[]
 

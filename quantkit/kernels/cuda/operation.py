@@ -17,7 +17,7 @@ from pathlib import Path
 #: Where the sources are: every #include is relative to it.
 SOURCES = Path(__file__).parent
 
-_KERNEL = re.compile(r"^KERNEL\((\w+),\s*(\w+)\)", re.MULTILINE)
+_KERNEL = re.compile(r"^KERNEL(?:_THAT_WAITS)?\((\w+),\s*(\w+)\)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
