@@ -142,17 +142,20 @@ class Model:
         return memory.get(out, (n, case.n_head * case.head_v))
 
     def check_format(self, joined: Shape, out: int, n: int, slots: dict[str, Any]) -> None:
-        """What brings its result to a format gives the bits that two kernels give."""
+        """What brings its result to a format, rows of all heads or of one, gives the bits that two kernels give."""
         memory, width = self.memory, self.case.n_head * self.case.head_v
-        size, units = (n, activations.row_bytes("q8_k", width)), -(-width // 256)
-        want, found, again = memory.room(size, np.uint8), memory.room(size, np.uint8), memory.room((n, width))
-        counters = memory.put(np.zeros(n * units, np.int32))
-        memory.run(activations.quantize("q8_k", width, n), rows=n, x=out, x_stride=4 * width, n=width, out=want)
-        to = {"format": activations.KINDS.index("q8_k"), "quantized": found, "counters": counters}
-        memory.run(joined, **{**slots, **to, "out": again})
-        assert np.array_equal(memory.get(found, size, np.uint8), memory.get(want, size, np.uint8))
-        assert np.array_equal(memory.get(again, (n, width)), memory.get(out, (n, width)))
-        assert not memory.get(counters, (n * units,), np.int32).any()
+        for q_width, form in ((width, "q8_k"), (self.case.head_v, "q8_0"), (width, "f16")):
+            rows, units = n * width // q_width, -(-q_width // 256)
+            size = rows, activations.row_bytes(form, q_width)
+            want, found, again = memory.room(size, np.uint8), memory.room(size, np.uint8), memory.room((n, width))
+            counters = memory.put(np.zeros(rows * units, np.int32))
+            of_rows = {"rows": rows, "x": out, "x_stride": 4 * q_width, "n": q_width, "out": want}
+            memory.run(activations.quantize(form, q_width, rows), **of_rows)
+            to = {"format": activations.KINDS.index(form), "quantized": found, "counters": counters}
+            memory.run(joined, **{**slots, **to, "q_width": q_width, "out": again})
+            assert np.array_equal(memory.get(found, size, np.uint8), memory.get(want, size, np.uint8))
+            assert np.array_equal(memory.get(again, (n, width)), memory.get(out, (n, width)))
+            assert not memory.get(counters, (rows * units,), np.int32).any()
 
     def expected(self, q: Any, positions: Any, sequences: Any) -> Any:
         rows = zip(q, positions, np.broadcast_to(sequences, len(q)), strict=True)

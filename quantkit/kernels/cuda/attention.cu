@@ -100,24 +100,31 @@ template <typename A> INLINE void combine(const A& a) {
 
 KERNEL(attention_combine, 256) { combine(a); }
 
-// As attention_combine's; a token's heads are then brought to an int8 format, 256 columns by the last of their blocks:
-// head_v, or 128, divides 256. counters: 0, one for every 256 columns of a token.
+// As attention_combine's; heads are then brought to a format, rows of q_width: to an int8 one 256 columns by the last of their
+// blocks; head_v, or 128, divides 256. counters: 0, one for every 256 columns of a row.
 struct attention_combine_to_args {
     int64_t rows, n_head, head_v;
     float* out;
     const float* sinks;
     int64_t splits;
     const float* scratch;
-    int64_t format;
+    int64_t format, q_width;
     uint8_t* quantized;
     int* counters;
 };
 
 KERNEL(attention_combine_to, 256) {
     combine(a);
-    const int64_t width = a.n_head * a.head_v, units = (width + 255) / 256, each = min(a.head_v, (int64_t)128);
-    const int64_t token = blockIdx.x / a.n_head, first = blockIdx.x % a.n_head * a.head_v + 128 * (int64_t)blockIdx.y;
-    const int64_t unit = first / 256, blocks = min((int64_t)256, width - 256 * unit) / each;
-    if (is_last_of(a.counters + token * units + unit, (int)blocks) && threadIdx.x < 32)
-        quantize_unit_of(a.format, a.out + token * width, width, a.quantized + token * 352 * units, unit);
+    if (a.format > Q8_K) {
+        const int64_t i = blockIdx.x * a.head_v + 128 * (int64_t)blockIdx.y + threadIdx.x;
+        __syncthreads();
+        if (threadIdx.x >= min(a.head_v, (int64_t)128)) return;
+        ((float*)a.quantized)[i] = a.format == ROUND_F16 ? rounded<ROUND_F16>(a.out[i]) : rounded<ROUND_BF16>(a.out[i]);
+        return;
+    }
+    const int64_t width = a.q_width, units = (width + 255) / 256, each = min(a.head_v, (int64_t)128);
+    const int64_t at = blockIdx.x * a.head_v + 128 * (int64_t)blockIdx.y, row = at / width, unit = at % width / 256;
+    const int64_t blocks = min((int64_t)256, width - 256 * unit) / each;
+    if (is_last_of(a.counters + row * units + unit, (int)blocks) && threadIdx.x < 32)
+        quantize_unit_of(a.format, a.out + row * width, width, a.quantized + row * 352 * units, unit);
 }

@@ -105,7 +105,7 @@ def most_scratch(
 
 
 def combine_to(chosen: Attention, head_v: int) -> Shape | None:
-    """Return what combines the parts and brings a token's heads to an int8 format (activations.py).
+    """Return what combines the parts and brings a token's heads to a format (activations.py).
 
     None: there is one part, or heads do not make up 256 columns.
     """

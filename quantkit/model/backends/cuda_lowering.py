@@ -203,11 +203,12 @@ class CUDALowering(Lowering):
 
     # ------------------------------------------------------------ activations
 
-    def made_activations(self, x: Value, kind: str) -> Buffer:
-        """Return where another operation writes x in a format, from now on."""
-        stride = activations.row_bytes(kind, x.width)
-        made = Buffer(f"{x.name} ({kind})", stride * self.limits.n_ubatch * x.per)
-        self._activations[x, kind, x.width] = made
+    def made_activations(self, x: Value, kind: str, n: int = 0) -> Buffer:
+        """Return where another operation writes x in a format, from now on; n: columns of its rows there, if fewer."""
+        n = n or x.width
+        rows = self.limits.n_ubatch * x.per * (x.width // n)
+        made = Buffer(f"{x.name} ({kind})", activations.row_bytes(kind, n) * rows)
+        self._activations[x, kind, n] = made
         return made
 
     def activations(self, x: Value, weight: Matrix) -> tuple[Buffer, int]:
@@ -236,6 +237,14 @@ class CUDALowering(Lowering):
         if new:
             self._activations[x, kind, n] = Buffer(f"{x.name} ({kind})", 2 * n * per * self.limits.n_ubatch)
         return self._activations[x, kind, n], new
+
+    def remade(self, x: Value, kind: str, n: int, made: Buffer, by: Callable[[int], bool]) -> None:
+        """Bring x to a format, rows of n, where its own launch, of so many tokens' rows, has not (``by``)."""
+        per = x.width // n
+        slots: dict[str, Slot] = {"x": self.buffer(x), "x_stride": 4 * n, "n": n, "out": made}
+        self.emit(
+            lambda rows: None if by(rows // per) else activations.quantize(kind, n, rows), x, x.per * per, **slots
+        )
 
     def plan(self, ids: Value, n_expert: int) -> Buffer:
         """Return which pairs of token and expert each expert has; made once for each ids."""
