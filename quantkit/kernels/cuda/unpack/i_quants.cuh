@@ -53,13 +53,8 @@ INLINE uint32_t seven_signs(uint32_t seven) {
     return x | (x * 0x11111111u & 0x10000000u);  // the sum of all nibbles, below 8
 }
 
-// Byte j of a word of signs, a bit as bit 2 of each of 8 nibbles.
-INLINE uint32_t nibble_signs(uint32_t signs, int j) {
-    uint32_t x = (j ? signs >> (8 * j - 2) : signs << 2) & 0x3fcu;
-    x = x * 0x1001u & 0x003c003cu;
-    x = x * 65 & 0x0c0c0c0cu;
-    return x * 9 & 0x44444444u;
-}
+// Eight signs at the tops of nibbles, in the order 3 7 2 6 1 5 0 4.
+INLINE uint32_t reversed_signs(uint32_t eight) { return eight * 0x08040201u & 0x88888888u; }
 
 // 255 in each of four bytes where the sign is set: nibble k of a word of signs.
 INLINE uint32_t negative(uint32_t signs, int k) { return sign_masks(spread_bits(signs >> 4 * k & 15, 7)); }
@@ -163,9 +158,10 @@ struct IQ2_S {
         load_words(p + 34 + 4 * part, signs);
         const uint32_t h = p[66 + part];
         for (int j = 0; j < 4; j++) {
-            const uint32_t s = grid[byte_of(x[0], j) | (h << (8 - 2 * j) & 768)] | nibble_signs(signs[0], j);
-            l.q[2 * j] = (int)four_signed(s);
-            l.q[2 * j + 1] = (int)four_signed(s >> 16);
+            const uint32_t entry = grid[byte_of(x[0], j) | (h << (8 - 2 * j) & 768)];
+            const uint32_t s = reversed_signs(byte_of(signs[0], j)) | entry, a = four_signed(s >> 1), b = four_signed(s >> 17);
+            l.q[2 * j] = (int)pick_bytes(a, b, 0x0246);
+            l.q[2 * j + 1] = (int)pick_bytes(a, b, 0x1357);
         }
         set_half_scales(l, p[74 + part], load_half(p));
     }
