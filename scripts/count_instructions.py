@@ -134,11 +134,12 @@ def wavefronts(instruction: str) -> float:
     return 4 if "128" in name else 2 if "64" in name else 1
 
 
-def of_random_words(words: int) -> float:
-    """Return the mean number of wavefronts of 32 lanes that want any of so many words."""
+def of_random_words(words: int, capability: int) -> float:
+    """Return the mean number of wavefronts of 32 lanes that want any of so many words, of which there are copies."""
     rng = np.random.default_rng(0)
-    draws = [np.bincount(np.unique(rng.integers(0, words, 32)) % 32, minlength=32).max() for _ in range(2000)]
-    return float(np.mean(draws))
+    copies = 4096 // words if words <= 512 and capability in (80, 90, 100) else 1  # Copies of forms.cuh
+    draws = rng.integers(0, words, (2000, 32)) * copies + np.arange(32) % copies
+    return float(np.mean([np.bincount(np.unique(draw) % 32, minlength=32).max() for draw in draws]))
 
 
 def lookups(t: TensorType) -> tuple[int, int]:
@@ -162,7 +163,7 @@ def count(operation: Operation, t: TensorType, capability: int, nvdisasm: str) -
 
     by_pipe = {"issue": len(loop) / rows, "ALU": total(ALU), "IMAD": total(IMAD), "FMA": total([*IMAD, *FLOAT])}
     by_pipe |= {"XU": total(XU), "LSU": sum(map(wavefronts, loop)) / rows}
-    by_pipe["LSU"] += wanted * (of_random_words(words) - 1) if wanted else 0
+    by_pipe["LSU"] += wanted * (of_random_words(words, capability) - 1) if wanted else 0
     return Counts(int(found[1]) if found else 0, rows, by_pipe, opcodes)
 
 

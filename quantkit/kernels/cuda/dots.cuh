@@ -91,8 +91,8 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
     __shared__ uint32_t copies[Copies<TYPE>::WORDS > 0 ? Copies<TYPE>::WORDS : 1];
     const int lane = team.lane % GROUP, parts = n_in / VALUES, n_pad = (n_in + 255) / 256 * 256;
     const int steps = (parts + LANES - 1) / LANES, PARTS = TYPE::BLOCK / VALUES;
-    uint8_t* const mine = stages + 16 + team.warp * (STAGES * STAGE);
-    const SharedAddress to = shared_address(mine + 16 * team.lane);
+    const int mine = 16 + team.warp * (STAGES * STAGE);
+    const SharedAddress to = shared_address(stages + mine + 16 * team.lane);
     const int first = team.slice * SEGMENT, stride = SLICES * SEGMENT;  // of a row: the first step, from step to step
 
     Copier<SEGMENTS> copier;
@@ -109,7 +109,7 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
         load_copies<TYPE>(copies);
         __syncthreads();
     }
-    const uint32_t* const grid = copies + team.lane % Copies<TYPE>::N;
+    const Lookup grid(copies, team.lane, Copies<TYPE>::N);
     uint32_t head[M][R];  // where the first segments begin: only the last four bits matter
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -119,7 +119,7 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
 #pragma unroll
             for (int c = 0; c < C; c++) sums[m][r][c] = 0;
         }
-    const uint8_t* const block = mine + 16 * WORDS * team.number + lane / PARTS * TYPE::BYTES;
+    const int block = mine + 16 * WORDS * team.number + lane / PARTS * TYPE::BYTES;
     int part = team.slice * GROUP + lane;
     ActivationRow row(x, n_pad, part);
 #pragma unroll 1
@@ -135,9 +135,10 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
-                for (int r = 0; r < R; r++)
-                    FORM::unpack(block + stage + 16 * WORDS * TEAMS * (m * R + r) + (head[m][r] + s * stride & 15),
-                                 lane % PARTS, weights[m][r], grid);
+                for (int r = 0; r < R; r++) {
+                    const int at = block + stage + 16 * WORDS * TEAMS * (m * R + r) + (int)(head[m][r] + s * stride & 15);
+                    FORM::unpack(Place{stages, (uint32_t)at}, lane % PARTS, weights[m][r], grid);
+                }
 #pragma unroll
             for (int c = 0; c < C; c++) {
                 Activations v = EARLY ? early[EARLY ? c : 0] : row.load(c * (int)x_stride, lane % PARTS);

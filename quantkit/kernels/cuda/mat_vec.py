@@ -51,7 +51,11 @@ def _rows(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) ->
     elif columns > 4:
         rows = 3 // matrices  # more do not fit the registers
     else:
-        rows = (4 if columns > 2 or 8 * t.block_bytes / t.block < 4 else 2) // matrices
+        bits = 8 * t.block_bytes / t.block
+        rows = 4 if columns > 2 or bits < 4 else 2
+        if columns == 1 and bits < 3 and n_out * lanes >= 32 * _MANY * 6 // matrices:
+            rows = 6  # the fewer the bits, the more it matters that x is loaded and prepared for all of them
+        rows //= matrices
     while rows > 1 and n_out * lanes < 32 * _FEW * rows:
         rows //= 2
     return rows

@@ -14,13 +14,14 @@
 //     template <> struct Form<T> : InOrder<PARTS> {
 //         struct Weights { ... };                                       // of one row
 //         STATIC_INLINE void prepare(Activations& x);                   // after loading x, once
-//         STATIC_INLINE void unpack(const uint8_t* p, int part, Weights& w, const uint32_t* grid);
+//         STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup& grid);
 //         STATIC_INLINE float product(const Weights& w, const Activations& x);    // but for x.d
 //     };
 //
 // `part`: which of the block's, in units of PARTS. Types not named here are unpacked to levels in order. SEVERAL: there
 // are more than two columns, for which a permutation of x costs more than one of the weights.
 #pragma once
+#include "async_copy.cuh"
 #include "unpack/all.cuh"
 
 // What a lane multiplies weights with: values in the form's order, and what else it prepares.
@@ -61,9 +62,14 @@ template <int N> INLINE int sum_of(const int* x) {
 }
 
 // Copies of a grid in shared memory, side by side: lanes that want different entries of one copy may want the same bank,
-// and each lane has its own of 16 copies (8), so that no more than 2 (4) meet.
+// and each lane has its own of 16 copies (8), so that no more than 2 (4) meet. For multiprocessors with room for that.
+#if __CUDA_ARCH__ >= 1200 || __CUDA_ARCH__ < 900 && __CUDA_ARCH__ != 800
+#define COPIED_WORDS 0
+#else
+#define COPIED_WORDS 4096
+#endif
 template <typename T> struct Copies {
-    static const int N = Grid<T>::WORDS > 0 && Grid<T>::WORDS <= 512 ? 4096 / Grid<T>::WORDS : 1;
+    static const int N = Grid<T>::WORDS > 0 && 8 * Grid<T>::WORDS <= COPIED_WORDS ? COPIED_WORDS / Grid<T>::WORDS : 1;
     static const int WORDS = N * Grid<T>::WORDS;
 };
 
@@ -72,13 +78,57 @@ template <typename T> INLINE void load_copies(uint32_t* shared) {
     for (int i = threadIdx.x; i < Copies<T>::WORDS; i += blockDim.x) shared[i] = Grid<T>::table()[i / Copies<T>::N];
 }
 
-// An entry of the lane's copy.
-template <typename T> INLINE uint32_t entry(const uint32_t* copy, uint32_t index) { return copy[index * Copies<T>::N]; }
+// What levels are looked up in: the lane's copy of a grid; and the magnitudes of IQ2.
+struct Lookup {
+    SharedAddress mine;
+    uint32_t magnitudes;
+
+    // magnitudes: a constant that the compiler cannot know, so that it is kept in a register.
+    __device__ __forceinline__ Lookup(uint32_t* copies, int lane, int number)
+        : mine(shared_address((uint8_t*)(copies + lane % number))), magnitudes(IQ2_MAGNITUDES + (uint32_t)(lane >> 5)) {}
+};
+
+// An entry, by an address of 32 bits: a multiplication makes it.
+template <typename T> INLINE uint32_t entry(const Lookup& grid, uint32_t index) {
+    const SharedAddress at = grid.mine + index * (4 * Copies<T>::N);
+#ifdef QUANTKIT_HOST
+    return *(const uint32_t*)at;
+#else
+    uint32_t v;
+    asm("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+#endif
+}
+
+// Byte j of a word: one permutation, and not a shift and a mask.
+INLINE uint32_t picked(uint32_t x, int j) { return pick_bytes(x, 0, 0x4440 + (uint32_t)j); }
+
+// Where a block lies in shared memory: `at` bytes after an address that is a multiple of 4.
+struct Place {
+    const uint8_t* base;
+    uint32_t at;
+
+    __device__ __forceinline__ const uint8_t* plus(int bytes) const { return base + (at + (uint32_t)bytes); }
+    __device__ __forceinline__ float half(int bytes) const { return load_half(plus(bytes)); }
+
+    // N words from `bytes` on, a multiple of 2 like `at`, `more` words further.
+    template <int N> __device__ __forceinline__ void words(int bytes, int more, uint32_t (&out)[N]) const {
+        const uint32_t first = at + (uint32_t)bytes % 4;
+        const uint32_t* words = (const uint32_t*)(base + ((first & ~3u) + 4 * (uint32_t)(bytes / 4 + more)));
+        uint32_t low = words[0];
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const uint32_t high = words[i + 1];
+            out[i] = __funnelshift_r(low, high, 8 * first);  // modulo 32
+            low = high;
+        }
+    }
+};
 
 template <typename T, bool SEVERAL> struct Form : InOrder<1> {
     typedef Levels Weights;
-    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid) {
-        unpack_with<T>(p, part, l, grid);
+    STATIC_INLINE void unpack(const Place& p, int part, Levels& l, const Lookup&) {
+        T::unpack(p.plus(0), part, l);
     }
     STATIC_INLINE float product(const Levels& l, const Activations& x) {
         const int first = add_dots<4>(l.q, x.q, 0), second = add_dots<4>(l.q + 4, x.q + 4, T::HALVES ? 0 : first);
@@ -88,28 +138,6 @@ template <typename T, bool SEVERAL> struct Form : InOrder<1> {
 };
 
 // ---------------------------------------------------------------- words and permutations
-
-// Words from the address on, aligned to 2 bytes, with one shift for all.
-struct Words {
-    const uint32_t* words;
-    uint32_t shift;
-
-    __device__ __forceinline__ explicit Words(const uint8_t* p) {
-        const uint32_t over = (uint32_t)(uint64_t)p & 3;
-        words = (const uint32_t*)(p - over);
-        shift = 8 * over;
-    }
-    // N words from the i-th one on.
-    template <int N> __device__ __forceinline__ void load(int i, uint32_t (&out)[N]) const {
-        uint32_t low = words[i];
-#pragma unroll
-        for (int k = 0; k < N; k++) {
-            const uint32_t high = words[i + k + 1];
-            out[k] = __funnelshift_r(low, high, shift);
-            low = high;
-        }
-    }
-};
 
 // Two words by two selections of their bytes.
 INLINE void permute(int& a, int& b, uint32_t first, uint32_t second) {
@@ -153,10 +181,10 @@ template <> struct Form<Q1_0, false> : InOrder<1> {
         transpose(x.q[1], x.q[3], x.q[5], x.q[7]);
         x.d *= 0.25f;
     }
-    STATIC_INLINE void unpack(const uint8_t* p, int part, Weights& w, const uint32_t*) {
-        w.q[0] = load4_by2(p + 2 + 4 * part);
+    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup&) {
+        w.q[0] = load4_by2(p.plus(2 + 4 * part));
         w.q[1] = w.q[0] >> 4;
-        w.d = load_half(p);
+        w.d = p.half(0);
     }
     STATIC_INLINE float product(const Weights& w, const Activations& x) {  // 8 * bits - 4
         int sum = 0;
@@ -199,9 +227,9 @@ template <bool SEVERAL> struct Form<TQ2_0, SEVERAL> : InOrder<2> {
         x.more[0] = -sum_of<16>(x.q);
         x.d *= 0.015625f;
     }
-    STATIC_INLINE void unpack(const uint8_t* p, int part, Weights& w, const uint32_t*) {
-        Words(p).load(4 * part, w.q);
-        w.d = load_half(p + 64);
+    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup&) {
+        p.words(0, 4 * part, w.q);
+        w.d = p.half(64);
     }
     STATIC_INLINE float product(const Weights& w, const Activations& x) {
         return w.d * (float)add_fields<4>(w.q, x.q, x.more[0]);
@@ -224,9 +252,9 @@ template <> struct Form<Q2_0, false> : InOrder<1> {
         v.q[0] = low.x, v.q[2] = low.y, v.q[4] = low.z, v.q[6] = low.w;
         v.q[1] = high.x, v.q[3] = high.y, v.q[5] = high.z, v.q[7] = high.w;
     }
-    STATIC_INLINE void unpack(const uint8_t* p, int part, Weights& w, const uint32_t*) {
-        Words(p + 2).load(2 * part, w.q);
-        w.d = load_half(p);
+    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup&) {
+        p.words(2, 2 * part, w.q);
+        w.d = p.half(0);
     }
     STATIC_INLINE float product(const Weights& w, const Activations& x) {
         return w.d * (float)add_fields<2>(w.q, x.q, x.more[0]);
@@ -278,19 +306,18 @@ template <bool SEVERAL> struct Form<TQ1_0, SEVERAL> : InOrder<2> {
         f.advance(9);
         q[4] = f.times(3);
     }
-    STATIC_INLINE void unpack(const uint8_t* p, int part, Weights& w, const uint32_t*) {
-        const Words words(p);
+    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup&) {
         uint32_t x[2], y[1], last[1];
-        words.load(2 * part, x);
-        words.load(8 + part, y);
-        words.load(12, last);
+        p.words(0, 2 * part, x);
+        p.words(32, part, y);
+        p.words(48, 0, last);
         five(x[0], w.q);
         five(x[1], w.q + 5);
         five(y[0], w.q + 10);
         Fractions f(last[0]);
         f.advance(power_of_three(part));
         w.q[15] = f.times(3);
-        w.d = load_half(p + 52);
+        w.d = p.half(52);
     }
     STATIC_INLINE float product(const Weights& w, const Activations& x) {
         int seconds = 0;
@@ -310,10 +337,10 @@ template <bool SEVERAL> struct Form<Q3_K, SEVERAL> : InOrder<1> {
         float d;
     };
     STATIC_INLINE void prepare(Activations& x) { x.d *= 0.03125f; }
-    STATIC_INLINE void unpack(const uint8_t* p, int part, Weights& w, const uint32_t*) {
-        Q3_K::levels(p, part, w.q);
-        Q3_K::scales(p, part, w.s);
-        w.d = load_half(p + 108);
+    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup&) {
+        Q3_K::levels(p.plus(0), part, w.q);
+        Q3_K::scales(p.plus(0), part, w.s);
+        w.d = p.half(108);
     }
     STATIC_INLINE float product(const Weights& w, const Activations& x) {
         const int first = add_dots<4>(w.q, x.q, 0), second = add_dots<4>(w.q + 4, x.q + 4, 0);
@@ -341,9 +368,10 @@ template <int SCALES> INLINE float scaled_product(const Scaled64<SCALES>& w, con
 INLINE int odd_nibble(uint32_t s, int i) { return (int)((i ? s >> (4 * i - 1) : s << 1) & 30 | 1); }
 
 // The levels of 8 nibbles of a grid with signs: in their order, or with SEVERAL that of values.
-template <bool SEVERAL> INLINE void set_levels(int* q, uint32_t nibbles, uint32_t upper, uint32_t a, uint32_t b) {
-    q[0] = (int)four_signed(nibbles);
-    q[1] = (int)four_signed(upper);
+template <bool SEVERAL>
+INLINE void set_levels(int* q, const Lookup& grid, uint32_t nibbles, uint32_t upper, uint32_t a, uint32_t b) {
+    q[0] = (int)pick_bytes(grid.magnitudes, IQ2_NEGATIVES, nibbles);
+    q[1] = (int)pick_bytes(grid.magnitudes, IQ2_NEGATIVES, upper);
     if (SEVERAL) permute(q[0], q[1], a, b);
 }
 
@@ -355,27 +383,27 @@ template <bool SEVERAL> INLINE void prepare_shuffled(Activations& x) {
     x.d *= 0.125f;
 }
 
-template <bool SEVERAL> INLINE void set_shuffled(int* q, uint32_t entry, uint32_t seven) {
+template <bool SEVERAL> INLINE void set_shuffled(int* q, const Lookup& grid, uint32_t entry, uint32_t seven) {
     const uint32_t s = seven_signs(seven) * 4 + entry;
-    set_levels<SEVERAL>(q, s, s >> 16, 0x6420, 0x7531);
+    set_levels<SEVERAL>(q, grid, s, s >> 16, 0x6420, 0x7531);
 }
 
 template <bool SEVERAL> struct Form<IQ2_XXS, SEVERAL> : InOrder<2> {
     typedef Scaled64<2> Weights;
     STATIC_INLINE void prepare(Activations& x) { prepare_shuffled<SEVERAL>(x); }
-    STATIC_INLINE void unpack(const uint8_t* p, int part, Weights& w, const uint32_t* grid) {
+    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup& grid) {
         uint32_t x[4];
-        Words(p + 2).load(4 * part, x);
+        p.words(2, 4 * part, x);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const uint32_t signs = x[2 * i + 1];
 #pragma unroll
             for (int j = 0; j < 4; j++)
-                set_shuffled<SEVERAL>(w.q + 8 * i + 2 * j, entry<IQ2_XXS>(grid, byte_of(x[2 * i], j)),
+                set_shuffled<SEVERAL>(w.q + 8 * i + 2 * j, grid, entry<IQ2_XXS>(grid, picked(x[2 * i], j)),
                                       signs >> 7 * j & 127);
             w.s[i] = (int)(signs >> 27 | 1);
         }
-        w.d = load_half(p);
+        w.d = p.half(0);
     }
     STATIC_INLINE float product(const Weights& w, const Activations& x) { return scaled_product(w, x); }
 };
@@ -383,18 +411,18 @@ template <bool SEVERAL> struct Form<IQ2_XXS, SEVERAL> : InOrder<2> {
 template <bool SEVERAL> struct Form<IQ2_XS, SEVERAL> : InOrder<2> {
     typedef Scaled64<4> Weights;
     STATIC_INLINE void prepare(Activations& x) { prepare_shuffled<SEVERAL>(x); }
-    STATIC_INLINE void unpack(const uint8_t* p, int part, Weights& w, const uint32_t* grid) {
+    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup& grid) {
         uint32_t x[4];
-        Words(p + 2).load(4 * part, x);
-        const uint32_t s = load2(p + 66 + 2 * part);
+        p.words(2, 4 * part, x);
+        const uint32_t s = load2(p.plus(66 + 2 * part));
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const uint32_t both = x[j / 2] >> 16 * (j % 2);
-            set_shuffled<SEVERAL>(w.q + 2 * j, entry<IQ2_XS>(grid, both & 511), both >> 9 & 127);
+            set_shuffled<SEVERAL>(w.q + 2 * j, grid, entry<IQ2_XS>(grid, both & 511), both >> 9 & 127);
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) w.s[i] = odd_nibble(s, i);
-        w.d = load_half(p);
+        w.d = p.half(0);
     }
     STATIC_INLINE float product(const Weights& w, const Activations& x) { return scaled_product(w, x); }
 };
@@ -407,78 +435,143 @@ template <bool SEVERAL> struct Form<IQ2_S, SEVERAL> : InOrder<2> {
             if (!SEVERAL) permute(x.q[i], x.q[i + 1], 0x6273, 0x4051);
         x.d *= 0.125f;
     }
-    STATIC_INLINE void unpack(const uint8_t* p, int part, Weights& w, const uint32_t* grid) {
-        const Words words(p + 2);
+    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup& grid) {
         uint32_t x[2], signs[2];
-        words.load(2 * part, x);
-        words.load(8 + 2 * part, signs);
-        const uint32_t h = load2(p + 66 + 2 * part), s = load2(p + 74 + 2 * part);
+        p.words(2, 2 * part, x);
+        p.words(34, 2 * part, signs);
+        const uint32_t h = load2(p.plus(66 + 2 * part)), s = load2(p.plus(74 + 2 * part));
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const uint32_t high = (j < 4 ? h << (8 - 2 * j) : h >> (2 * j - 8)) & 768;
-            const uint32_t e = entry<IQ2_S>(grid, byte_of(x[j / 4], j % 4) | high);
-            const uint32_t n = reversed_signs(byte_of(signs[j / 4], j % 4)) | e;
-            set_levels<SEVERAL>(w.q + 2 * j, n >> 1, n >> 17, 0x0246, 0x1357);
+            const uint32_t e = entry<IQ2_S>(grid, picked(x[j / 4], j % 4) | high);
+            const uint32_t n = reversed_signs(picked(signs[j / 4], j % 4)) | e;
+            set_levels<SEVERAL>(w.q + 2 * j, grid, n >> 1, n >> 17, 0x0246, 0x1357);
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) w.s[i] = odd_nibble(s, i);
-        w.d = load_half(p);
+        w.d = p.half(0);
     }
     STATIC_INLINE float product(const Weights& w, const Activations& x) { return scaled_product(w, x); }
 };
 
+// A negative level is the complement of its magnitude and one more: the mask of negative ones is -1 times that.
 template <bool SEVERAL> struct Form<IQ3_XXS, SEVERAL> : InOrder<2> {
-    typedef Scaled64<2> Weights;
+    struct Weights : Scaled64<2> {
+        int negative[16];
+    };
     STATIC_INLINE void prepare(Activations& x) { x.d *= 0.25f; }
-    STATIC_INLINE void unpack(const uint8_t* p, int part, Weights& w, const uint32_t* grid) {
-        const Words words(p + 2);
+    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup& grid) {
         uint32_t x[4], signs[2];
-        words.load(4 * part, x);
-        words.load(16 + 2 * part, signs);
+        p.words(2, 4 * part, x);
+        p.words(66, 2 * part, signs);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            const uint32_t s = seven_signs(signs[j / 4] >> 7 * (j % 4) & 127), low = s & ONES, high = s >> 4 & ONES;
-            const uint32_t a = entry<IQ3_XXS>(grid, byte_of(x[j / 2], 2 * j % 4));
-            const uint32_t b = entry<IQ3_XXS>(grid, byte_of(x[j / 2], 2 * j % 4 + 1));
-            w.q[2 * j] = (int)((a ^ low * 255) + low);
-            w.q[2 * j + 1] = (int)((b ^ high * 255) + high);
+            const uint32_t s = seven_signs(signs[j / 4] >> 7 * (j % 4) & 127, 3);
+#pragma unroll
+            for (int i = 2 * j; i < 2 * j + 2; i++) {
+                const uint32_t mask = sign_masks(i % 2 ? s : s << 4);
+                const uint32_t level = entry<IQ3_XXS>(grid, picked(x[i / 4], i % 4)) ^ mask;
+                w.negative[i] = (int)mask;
+                w.q[i] = (int)(SEVERAL ? level + (mask & ONES) : level);
+            }
         }
 #pragma unroll
         for (int i = 0; i < 2; i++) w.s[i] = (int)(signs[i] >> 27 | 1);
-        w.d = load_half(p);
+        w.d = p.half(0);
     }
-    STATIC_INLINE float product(const Weights& w, const Activations& x) { return scaled_product(w, x); }
+    STATIC_INLINE float with_ones(const Weights& w, const Activations& x) {
+        int sum = 0;
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            sum += w.s[i] * (add_dots<8>(w.q + 8 * i, x.q + 8 * i, 0) - add_dots<8>(w.negative + 8 * i, x.q + 8 * i, 0));
+        return w.d * (float)sum;
+    }
+    STATIC_INLINE float product(const Weights& w, const Activations& x) { return SEVERAL ? scaled_product(w, x) : with_ones(w, x); }
 };
 
 template <bool SEVERAL> struct Form<IQ3_S, SEVERAL> : InOrder<2> {
     typedef Scaled64<2> Weights;
-    STATIC_INLINE void unpack(const uint8_t* p, int part, Weights& w, const uint32_t* grid) {
-        const Words words(p + 2);
+    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup& grid) {
         uint32_t x[4], signs[2];
-        words.load(4 * part, x);
-        words.load(18 + 2 * part, signs);
-        const uint32_t h = load2(p + 66 + 2 * part);
+        p.words(2, 4 * part, x);
+        p.words(74, 2 * part, signs);
+        const uint32_t h = load2(p.plus(66 + 2 * part));
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             // The top bits of bytes are those of values 7 6 5 4, and 4 below them 3 2 1 0.
-            const uint32_t s = byte_of(signs[j / 4], j % 4) * 0x08040201u;
+            const uint32_t s = picked(signs[j / 4], j % 4) * 0x08040201u;
 #pragma unroll
             for (int i = 2 * j; i < 2 * j + 2; i++) {
                 const uint32_t high = (i < 8 ? h << (8 - i) : h >> (i - 8)) & 256;
-                const uint32_t less_one = entry<IQ3_S>(grid, byte_of(x[i / 4], i % 4) | high);
+                const uint32_t less_one = entry<IQ3_S>(grid, picked(x[i / 4], i % 4) | high);
                 const uint32_t mask = pick_bytes(i % 2 ? s : s << 4, 0, 0x89ab);
                 w.q[i] = (int)((less_one ^ mask) | ONES);
             }
         }
-        const uint32_t s = p[106 + part];
+        const uint32_t s = *p.plus(106 + part);
         w.s[0] = odd_nibble(s, 0), w.s[1] = odd_nibble(s, 1);
-        w.d = load_half(p);
+        w.d = p.half(0);
     }
     STATIC_INLINE float product(const Weights& w, const Activations& x) { return scaled_product(w, x); }
 };
 
-// IQ1: levels g + 1 of 0, 1, 2, even and odd ones in the halves of a byte; d (2 s + 1) (g +- 1/8). Sums are 16 times
-// those of g + 1, from -14 or, with a minus, -18 times the sum of x on.
+// IQ1: d (2 s + 1) (g +- 1/8). f(i, entry, minus) for each 8 of 64 values, minus not 0 for -1/8; sets 2 s + 1, returns d.
+template <typename F>
+INLINE float each_eight(IQ1_S, const Place& p, int part, const Lookup& grid, int (&s)[2], F f) {
+    uint32_t x[2];
+    p.words(2, 2 * part, x);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const uint32_t h = load2(p.plus(34 + 4 * part + 2 * i));
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const uint32_t high = (j < 3 ? h << (8 - 3 * j) : h >> 1) & 0x700;
+            f(4 * i + j, entry<IQ1_S>(grid, picked(x[i], j) | high), h & 0x8000);
+        }
+        s[i] = (int)(h >> 11 & 14 | 1);
+    }
+    return p.half(0);
+}
+
+template <typename F>
+INLINE float each_eight(IQ1_M, const Place& p, int part, const Lookup& grid, int (&s)[4], F f) {
+    const uint2 x = *(const uint2*)p.plus(8 * part), scales = *(const uint2*)p.plus(48);
+    const uint32_t both = load4(p.plus(32 + 4 * part));
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const uint32_t q = i ? x.y : x.x, h = i ? both >> 16 : both;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const uint32_t high = (j < 2 ? h << (8 - 4 * j) : h >> (4 * j - 8)) & 0x700;
+            f(4 * i + j, entry<IQ1_M>(grid, picked(q, j) | high), h & 8 << 4 * j);
+        }
+    }
+    const uint32_t four = (part & 2 ? scales.y : scales.x) >> 16 * (part & 1);
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[i] = (int)((i ? four >> (3 * i - 1) : four << 1) & 14 | 1);
+    // The top digits of the halves of scales, brought to the top half.
+    const uint32_t high = (scales.y & 0xf0000000u) | (scales.y << 12 & 0x0f000000u);
+    const uint32_t low = (scales.x >> 8 & 0x00f00000u) | (scales.x << 4 & 0x000f0000u);
+    return half_to_float((uint16_t)((high | low) >> 16));
+}
+
+// Of several columns: 8 g +- 1.
+template <typename T, int SCALES> struct ShiftedLevels : InOrder<2> {
+    typedef Scaled64<SCALES> Weights;
+    STATIC_INLINE void prepare(Activations& x) { x.d *= 0.125f; }
+    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup& grid) {
+        w.d = each_eight(T(), p, part, grid, w.s, [&](int i, uint32_t entry, uint32_t minus) {
+            set_eight_shifted(w.q + 2 * i, entry, minus);
+        });
+    }
+    STATIC_INLINE float product(const Weights& w, const Activations& x) { return scaled_product(w, x); }
+};
+
+template <> struct Form<IQ1_S, true> : ShiftedLevels<IQ1_S, 2> {};
+template <> struct Form<IQ1_M, true> : ShiftedLevels<IQ1_M, 4> {};
+
+// Of few: g + 1, even and odd ones in the halves of a byte. Sums are 16 times that, from -14 times the sum of x on, or
+// -18 times with a minus.
 INLINE void prepare_evens(Activations& x) {
 #pragma unroll
     for (int i = 0; i < 16; i += 2) permute(x.q[i], x.q[i + 1], 0x6420, 0x7531);
@@ -490,7 +583,7 @@ INLINE void set_halves(int* q, uint32_t entry) {
     q[1] = (int)(entry & 0xf0f0f0f0u);
 }
 
-// sum + 16 times that of N words' 2 N levels.
+// sum + 16 times that of 8 N levels.
 template <int N> INLINE int add_halves(const int* q, const int* x, int sum) {
     int low = 0;
 #pragma unroll
@@ -501,11 +594,9 @@ template <int N> INLINE int add_halves(const int* q, const int* x, int sum) {
     return low * 16 + sum;
 }
 
-template <bool SEVERAL> struct Form<IQ1_S, SEVERAL> : InOrder<2> {
-    struct Weights {
-        int q[16], s[2];
-        bool minus[2];
-        float d;
+template <> struct Form<IQ1_S, false> : InOrder<2> {
+    struct Weights : Scaled64<2> {
+        uint32_t minus[2];
     };
     STATIC_INLINE void prepare(Activations& x) {
 #pragma unroll
@@ -516,20 +607,11 @@ template <bool SEVERAL> struct Form<IQ1_S, SEVERAL> : InOrder<2> {
         }
         prepare_evens(x);
     }
-    STATIC_INLINE void unpack(const uint8_t* p, int part, Weights& w, const uint32_t* grid) {
-        uint32_t x[2];
-        Words(p + 2).load(2 * part, x);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const uint32_t h = load2(p + 34 + 4 * part + 2 * i);
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                set_halves(w.q + 8 * i + 2 * j,
-                           entry<IQ1_S>(grid, byte_of(x[i], j) | ((j < 3 ? h << (8 - 3 * j) : h >> 1) & 0x700)));
-            w.s[i] = (int)(h >> 11 & 14 | 1);
-            w.minus[i] = h > 0x7fff;
-        }
-        w.d = load_half(p);
+    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup& grid) {
+        w.d = each_eight(IQ1_S(), p, part, grid, w.s, [&](int i, uint32_t entry, uint32_t minus) {
+            set_halves(w.q + 2 * i, entry);
+            w.minus[i / 4] = minus;
+        });
     }
     STATIC_INLINE float product(const Weights& w, const Activations& x) {
         int sum = 0;
@@ -540,11 +622,10 @@ template <bool SEVERAL> struct Form<IQ1_S, SEVERAL> : InOrder<2> {
     }
 };
 
-// A minus for each 8 values: four times their sum less.
-template <bool SEVERAL> struct Form<IQ1_M, SEVERAL> : InOrder<2> {
-    struct Weights {
-        int q[16], minus[2], s[4];
-        float d;
+// A minus for each 8 values: 4 times their sum less.
+template <> struct Form<IQ1_M, false> : InOrder<2> {
+    struct Weights : Scaled64<4> {
+        int minus[2];  // -1 or 0 in a byte for each 8 values
     };
     STATIC_INLINE void prepare(Activations& x) {
 #pragma unroll
@@ -555,25 +636,12 @@ template <bool SEVERAL> struct Form<IQ1_M, SEVERAL> : InOrder<2> {
         }
         prepare_evens(x);
     }
-    STATIC_INLINE void unpack(const uint8_t* p, int part, Weights& w, const uint32_t* grid) {
-        const uint2 x = *(const uint2*)(p + 8 * part), scales = *(const uint2*)(p + 48);
-        const uint32_t both = load4(p + 32 + 4 * part);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const uint32_t q = i ? x.y : x.x, h = i ? both >> 16 : both, h4 = h << 4;
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                set_halves(w.q + 8 * i + 2 * j,
-                           entry<IQ1_M>(grid, byte_of(q, j) | ((j < 2 ? h << (8 - 4 * j) : h >> (4 * j - 8)) & 0x700)));
-            w.minus[i] = (int)pick_bytes(h, h4, 0x9d8c);  // the signs of nibbles 0 to 3
-        }
-        const uint32_t s = (part & 2 ? scales.y : scales.x) >> 16 * (part & 1);
-#pragma unroll
-        for (int i = 0; i < 4; i++) w.s[i] = (int)((i ? s >> (3 * i - 1) : s << 1) & 14 | 1);
-        // The top digits of the halves of scales, brought to the top half.
-        const uint32_t high = (scales.y & 0xf0000000u) | (scales.y << 12 & 0x0f000000u);
-        const uint32_t low = (scales.x >> 8 & 0x00f00000u) | (scales.x << 4 & 0x000f0000u);
-        w.d = half_to_float((uint16_t)((high | low) >> 16));
+    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup& grid) {
+        w.d = each_eight(IQ1_M(), p, part, grid, w.s,
+                         [&](int i, uint32_t entry, uint32_t) { set_halves(w.q + 2 * i, entry); });
+        const uint32_t both = load4(p.plus(32 + 4 * part)), left = both << 4;
+        w.minus[0] = (int)pick_bytes(both, left, 0x9d8c);  // the signs of the nibbles
+        w.minus[1] = (int)pick_bytes(both, left, 0xbfae);
     }
     STATIC_INLINE float product(const Weights& w, const Activations& x) {
         int sum = 0;
