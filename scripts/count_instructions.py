@@ -3,22 +3,24 @@
     scripts/count_instructions.py                        # every type, one column, an H200
     scripts/count_instructions.py --types Q4_K IQ1_S --columns 8 --kernel up_gate --show
 
-Where no GPU is at hand, this is the evidence: mat_vec is compiled (NVRTC) and disassembled (nvdisasm: of a CUDA toolkit,
-or `pip install nvidia-cuda-nvdisasm`), the instructions of its main loop are sorted by the pipe they take, and divided by
-the parts of 32 weights that a lane computes in a turn. What a multiprocessor can start in a clock:
+Where no GPU is at hand, this is the evidence: mat_vec is compiled (NVRTC) and disassembled (nvdisasm: of a CUDA
+toolkit, or pip install nvidia-cuda-nvdisasm), the instructions of its main loop are sorted by the pipe they take, and
+divided by the parts of 32 weights that a lane computes in a turn. What a multiprocessor can start in a clock:
 
     issue   4 instructions of any kind
     ALU     2: logic, shifts, additions and comparisons of integers, permutations of bytes
-    IMAD    2: multiplications of integers and products of bytes (IDP); additions of f32 take the same and another pipe
+    IMAD    2: multiplications of integers and products of bytes (IDP)
+    FMA     4: these and what is done with f32
     XU      half a one: conversions that are not the ALU's, counts of bits
     LSU     1 wavefront of 128 bytes, of loads from shared or global memory or copies between them
 
-A wavefront is what shared memory gives at once: at best 32 lanes' words. Words of a grid lie at random in its 32 banks,
-and of 32 lanes some want the same bank: their mean number of wavefronts is drawn. All else is taken to have no conflict.
+A wavefront is what shared memory gives at once: at best 32 lanes' words. Words of a grid lie at random in its 32
+banks, and of 32 lanes some want the same bank: their mean number of wavefronts is drawn. All else is taken to have no
+conflict. Percentages are shares of what may be used up if weights are to be read at --least of a copy's bandwidth.
 
 The bound is the share of a copy's bandwidth (counting what is read and what is written) that packed weights could be
-read with if the busiest of these were all there is: an upper bound, with the caches' delays, the beginnings and the ends
-of rows left out.
+read with if the busiest of these were all there is: an upper bound, with the caches' delays, the beginnings and the
+ends of rows left out.
 """
 
 from __future__ import annotations
@@ -32,7 +34,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -43,11 +44,13 @@ from quantkit.kernels.parameters import Activation
 from quantkit.types import BY_NAME, TensorType
 
 #: Opcodes by pipe; what is in none takes a turn to issue and no more.
-ALU = """BMSK FMNMX FSEL FSETP I2FP IABS IADD IADD3 IMNMX ISETP LEA LOP3 MOV P2R PLOP3 PRMT R2P SEL SGXT SHF VIADD
-VIADDMNMX VIMNMX VABSDIFF""".split()
-IMAD = "IMAD IDP".split()
-FLOAT = "FADD FFMA FMUL HADD2 HFMA2 HMUL2".split()
-XU = "BREV F2F F2I FLO FRND I2F MUFU POPC".split()
+PIPES = {
+    "ALU": "BMSK FMNMX FSEL FSETP I2FP IABS IADD IADD3 IMNMX ISETP LEA LOP3 MOV P2R PLOP3 PRMT R2P SEL SGXT SHF VIADD "
+    "VIADDMNMX VIMNMX VABSDIFF",
+    "IMAD": "IMAD IDP",
+    "FMA": "IMAD IDP FADD FFMA FMUL HADD2 HFMA2 HMUL2",
+    "XU": "BREV F2F F2I FLO FRND I2F MUFU POPC",
+}
 #: Instructions of a warp that a multiprocessor starts in a clock, by pipe.
 RATES = {"issue": 4.0, "ALU": 2.0, "IMAD": 2.0, "FMA": 4.0, "XU": 0.5, "LSU": 1.0}
 
@@ -158,12 +161,9 @@ def count(operation: Operation, t: TensorType, capability: int, nvdisasm: str) -
     found = re.search(rf"quantkit_{operation.name}'.*?Used (\d+) registers", log, re.S)
     wanted, words = lookups(t)
 
-    def total(names: list[str]) -> float:
-        return sum(opcodes[name] for name in names) / rows
-
-    by_pipe = {"issue": len(loop) / rows, "ALU": total(ALU), "IMAD": total(IMAD), "FMA": total([*IMAD, *FLOAT])}
-    by_pipe |= {"XU": total(XU), "LSU": sum(map(wavefronts, loop)) / rows}
-    by_pipe["LSU"] += wanted * (of_random_words(words, capability) - 1) if wanted else 0
+    by_pipe = {pipe: sum(opcodes[name] for name in names.split()) / rows for pipe, names in PIPES.items()}
+    more = wanted * (of_random_words(words, capability) - 1) if wanted else 0
+    by_pipe |= {"issue": len(loop) / rows, "LSU": sum(map(wavefronts, loop)) / rows + more}
     return Counts(int(found[1]) if found else 0, rows, by_pipe, opcodes)
 
 

@@ -42,7 +42,8 @@ def tables() -> dict[str, npt.NDArray[Any]]:
 
 
 #: The value of each nibble of an entry, where that is another order.
-ORDERS = dict.fromkeys(("iq2xxs_grid", "iq2xs_grid"), [0, 4, 1, 5, 2, 6, 3, 7]) | {"iq2s_grid": [3, 7, 2, 6, 1, 5, 0, 4]}
+ORDERS = {name: [0, 4, 1, 5, 2, 6, 3, 7] for name in ("iq2xxs_grid", "iq2xs_grid")}
+ORDERS["iq2s_grid"] = [3, 7, 2, 6, 1, 5, 0, 4]
 
 HEADER_TEXT = """\
 // Codebooks and grids of the types that store an index instead of a number. Written by scripts/make_tables.py from

@@ -1,4 +1,4 @@
-"""The forms in which few rows are multiplied: sums of integers equal to numpy's, every type, for few columns or several."""
+"""The forms in which few rows are multiplied: equal to numpy, every type, for few columns and for several."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from quantkit.types import BY_NAME
 
 ALL = str(Path(__file__).parent / "kernels/forms_all.cu")
 #: As in forms_all.cu; Q5_0 for all types without a form of their own.
-NAMES = "Q3_K IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S TQ1_0 TQ2_0 Q2_0 Q1_0 Q5_0".split()
+NAMES = ["Q3_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"]
+NAMES += ["TQ1_0", "TQ2_0", "Q2_0", "Q1_0", "Q5_0"]
 
 
 @pytest.mark.parametrize("several", [0, 1])

@@ -2,7 +2,7 @@
 //
 // Macros: TYPE of the weights, FLOATS if it is F32, F16 or BF16; COLUMNS, rows of x; LANES that share a row of weights,
 // ROWS that they compute at once. With ACTIVATION, its number, the file has the fused products of up and gate instead.
-#define BLOCKS_AT_ONCE (COLUMNS <= 2 ? 5 : __CUDA_ARCH__ < 800 ? 2 : 3)
+#define BLOCKS_AT_ONCE (COLUMNS == 1 ? 5 : COLUMNS == 2 ? 4 : __CUDA_ARCH__ < 800 ? 2 : 3)
 #include "products.cuh"
 #ifdef FLOATS
 #include "float_dots.cuh"

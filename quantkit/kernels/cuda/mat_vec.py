@@ -46,16 +46,17 @@ def _lanes_of_warp(parts: int) -> int:
 
 def _rows(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) -> int:
     """Return how many rows of each of one or two matrices a team computes at once, all with the same activations."""
+    # As many as fit the registers; the fewer the bits, the more it matters that rows share what is done for x.
+    bits = 8 * t.block_bytes / t.block
     if t.name in _FLOATS:
-        rows = 2 // matrices
-    elif columns > 4:
-        rows = 3 // matrices  # more do not fit the registers
+        rows = 2
+    elif columns == 1 and bits < 1.75 and n_out * lanes >= 32 * _MANY * 6 // matrices:
+        rows = 6
+    elif t.name in _TWO_PARTS and columns > 1:
+        rows = 3 if matrices == 1 else 4 if columns <= 4 or bits < 2 else 2
     else:
-        bits = 8 * t.block_bytes / t.block
-        rows = 4 if columns > 2 or bits < 4 else 2
-        if columns == 1 and bits < 3 and n_out * lanes >= 32 * _MANY * 6 // matrices:
-            rows = 6  # the fewer the bits, the more it matters that x is loaded and prepared for all of them
-        rows //= matrices
+        rows = 3 if columns > 4 else 4 if columns > 2 or bits < 4 else 2
+    rows //= matrices
     while rows > 1 and n_out * lanes < 32 * _FEW * rows:
         rows //= 2
     return rows
@@ -111,6 +112,10 @@ def operations() -> Iterator[Operation]:
         yield mul_mat_id(t, 4096, 16384, 1, 1).operation
     for name in ("Q8_0", "Q6_K", "TQ1_0", "IQ2_S", "F32"):
         yield up_gate(BY_NAME[name], silu, 4096, 16384, MAX_ROWS).operation
+    for name in ("IQ1_S", "IQ3_XXS", "TQ1_0", "Q1_0"):
+        yield up_gate(BY_NAME[name], silu, 4096, 16384).operation
+        yield mul_mat(BY_NAME[name], 4096, 16384, 2).operation
+        yield mul_mat(BY_NAME[name], 4096, 16384, 4).operation
     for t in (BY_NAME["Q4_K"], BY_NAME["F16"]):
         for n_in, n_out in ((768, 16384), (1536, 16384), (2048, 768), (4096, 256)):
             yield mul_mat(t, n_in, n_out).operation

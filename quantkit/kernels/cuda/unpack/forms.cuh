@@ -83,9 +83,12 @@ struct Lookup {
     SharedAddress mine;
     uint32_t magnitudes;
 
-    // magnitudes: a constant that the compiler cannot know, so that it is kept in a register.
+    // A constant, or what is the same in all lanes, the compiler would take from a uniform register, and copy it each
+    // time that an instruction wants another. So the byte of magnitudes that is not selected is the lane, and one copy's
+    // address has lane / 32 added, which is 0.
     __device__ __forceinline__ Lookup(uint32_t* copies, int lane, int number)
-        : mine(shared_address((uint8_t*)(copies + lane % number))), magnitudes(IQ2_MAGNITUDES + (uint32_t)(lane >> 5)) {}
+        : mine(shared_address((uint8_t*)copies) + (uint32_t)(number > 1 ? lane % number * 4 : lane / 32)),
+          magnitudes(IQ2_MAGNITUDES | (uint32_t)lane << 24) {}
 };
 
 // An entry, by an address of 32 bits: a multiplication makes it.
@@ -265,7 +268,7 @@ template <> struct Form<Q2_0, false> : InOrder<1> {
 //
 // With b a byte and n digits: 3^n b / 256, rounded down, is digit n plus three times the number that digits 1 to n - 1
 // make. So of two digits, the first one's number is right, and the second one's 3 (first digit) too much: a product
-// more, and what is left of b is needed for every other digit only.
+// more, and what is left of b is needed for every other digit only. With SEVERAL, products are what counts.
 template <bool SEVERAL> struct Form<TQ1_0, SEVERAL> : InOrder<2> {
     struct Weights {
         int q[16];
@@ -300,11 +303,12 @@ template <bool SEVERAL> struct Form<TQ1_0, SEVERAL> : InOrder<2> {
     };
     STATIC_INLINE void five(uint32_t x, int* q) {
         Fractions f(x);
-        q[0] = f.times(3), q[1] = f.times(9);
-        f.advance(9);
-        q[2] = f.times(3), q[3] = f.times(9);
-        f.advance(9);
-        q[4] = f.times(3);
+#pragma unroll
+        for (int n = 0; n < 5; n++) {
+            const uint32_t by = !SEVERAL && n % 2 ? 9 : 3;
+            q[n] = f.times(by);
+            if (SEVERAL || n % 2) f.advance(by);
+        }
     }
     STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup&) {
         uint32_t x[2], y[1], last[1];
@@ -320,12 +324,13 @@ template <bool SEVERAL> struct Form<TQ1_0, SEVERAL> : InOrder<2> {
         w.d = p.half(52);
     }
     STATIC_INLINE float product(const Weights& w, const Activations& x) {
-        int seconds = 0;
+        int sum = add_dots<16>(w.q, x.q, x.more[0]), too_much = 0;
 #pragma unroll
         for (int i = 0; i < 15; i += 5)
 #pragma unroll
-            for (int n = 0; n < 4; n += 2) seconds = __dp4a(w.q[i + n], x.q[i + n + 1], seconds);
-        return w.d * (float)(add_dots<16>(w.q, x.q, x.more[0]) - 3 * seconds);
+            for (int n = 0; n < 4; n += 2) too_much = __dp4a(w.q[i + n], x.q[i + n + 1], too_much);
+        if (!SEVERAL) sum -= 3 * too_much;
+        return w.d * (float)sum;
     }
 };
 
@@ -622,17 +627,16 @@ template <> struct Form<IQ1_S, false> : InOrder<2> {
     }
 };
 
-// A minus for each 8 values: 4 times their sum less.
+// A minus for each 8 values: twice their sum is taken 7 or 9 times.
 template <> struct Form<IQ1_M, false> : InOrder<2> {
     struct Weights : Scaled64<4> {
-        int minus[2];  // -1 or 0 in a byte for each 8 values
+        int times[2];  // -7 or -9 in a byte for each 8 values
     };
     STATIC_INLINE void prepare(Activations& x) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int a = sum_of<2>(x.q + 4 * i), b = sum_of<2>(x.q + 4 * i + 2);
-            x.more[i] = -14 * (a + b);
-            x.more[4 + i] = (int)pick_bytes((uint32_t)a * 4, (uint32_t)b * 4, 0x5410);
+            x.more[i] = (int)pick_bytes((uint32_t)a * 2, (uint32_t)b * 2, 0x5410);
         }
         prepare_evens(x);
     }
@@ -640,15 +644,14 @@ template <> struct Form<IQ1_M, false> : InOrder<2> {
         w.d = each_eight(IQ1_M(), p, part, grid, w.s,
                          [&](int i, uint32_t entry, uint32_t) { set_halves(w.q + 2 * i, entry); });
         const uint32_t both = load4(p.plus(32 + 4 * part)), left = both << 4;
-        w.minus[0] = (int)pick_bytes(both, left, 0x9d8c);  // the signs of the nibbles
-        w.minus[1] = (int)pick_bytes(both, left, 0xbfae);
+        w.times[0] = (int)(pick_bytes(both, left, 0x9d8c) & 0x0e0e0e0eu ^ 0xf9f9f9f9u);  // by the top bits of nibbles
+        w.times[1] = (int)(pick_bytes(both, left, 0xbfae) & 0x0e0e0e0eu ^ 0xf9f9f9f9u);
     }
     STATIC_INLINE float product(const Weights& w, const Activations& x) {
         int sum = 0;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int start = i % 2 ? __dp2a_hi(x.more[4 + i], w.minus[i / 2], x.more[i])
-                                    : __dp2a_lo(x.more[4 + i], w.minus[i / 2], x.more[i]);
+            const int start = i % 2 ? __dp2a_hi(x.more[i], w.times[i / 2], 0) : __dp2a_lo(x.more[i], w.times[i / 2], 0);
             sum += w.s[i] * add_halves<2>(w.q + 4 * i, x.q + 4 * i, start);
         }
         return w.d * (float)sum;
