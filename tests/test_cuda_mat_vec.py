@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cuda_products import check, draw_weights, on, products, put_rows
 from device_memory import Memory
+from host_device import HostDevice, compiler
 
 from quantkit.kernels.cuda import mat_vec
 from quantkit.kernels.cuda.glu import GATES, limits
@@ -43,6 +44,7 @@ LARGE = [
     ("MXFP4", 160, 21, 1),
     ("NVFP4", 128, 17, 7),
     ("TQ1_0", 256, 70, 4),
+    ("IQ1_S", 2560, 13, 1),
     ("Q1_0", 1536, 35, 1),
     ("F32", 100, 13, 3),
 ]
@@ -106,6 +108,26 @@ def test_a_row_does_not_depend_on_its_companions(memory: Memory, name: str) -> N
     for rows in (3, 8):
         memory.run(mat_vec.mul_mat(t, n_in, n_out, rows), rows=rows, x=place["x"], out=out, **common)
         np.testing.assert_array_equal(memory.get(out, (rows, n_out)), want[:rows])
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler: install g++")
+@pytest.mark.parametrize("name", ["Q8_0", "IQ1_S", "F16"])
+def test_an_early_launch_asks_for_weights_only_before_it_waits(name: str) -> None:
+    """x, what the launch before writes, is forbidden memory until then (and not for the test's own copy)."""
+    device = HostDevice()
+    memory = Memory(device)
+    t, rng, n_in, n_out = BY_NAME[name], np.random.default_rng(4), 1024, 11
+    w, x = draw_weights(t, (n_out, n_in), rng), rng.standard_normal((1, n_in)).astype(f32)
+    place, values, excess = put_rows(memory, x, t)
+    out = memory.room((1, n_out))
+    slots = {**place, "w": memory.put(w), "row_bytes": w.shape[1], "n_in": n_in, "n_out": n_out, "out": out}
+    try:
+        device.not_ready(place["x"], place["x_stride"])
+        memory.run(mat_vec.mul_mat(t, n_in, n_out, 1), rows=1, out_stride=4 * n_out, bias=0, scale=0, **slots)
+    finally:
+        device.not_ready(0, 0)
+    check(memory.get(out, (1, n_out)), products(w, t, values, excess))
+    memory.close()
 
 
 @pytest.mark.parametrize(("name", "n_in", "n_out"), [("Q8_0", 64, 7), ("Q4_K", 256, 70), ("F32", 64, 5)])

@@ -141,6 +141,17 @@ static inline int __dp4a(int a, int b, int c) {
     for (int i = 0; i < 4; i++) sum += (uint32_t)((int8_t)((uint32_t)a >> 8 * i) * (int8_t)((uint32_t)b >> 8 * i));
     return (int)sum;
 }
+static inline int host_dp4a_us(uint32_t a, int b, int c) {  // PTX dp4a.u32.s32
+    uint32_t sum = (uint32_t)c;
+    for (int i = 0; i < 4; i++) sum += (uint32_t)((uint8_t)(a >> 8 * i) * (int8_t)((uint32_t)b >> 8 * i));
+    return (int)sum;
+}
+static inline int host_dp2a(int a, int b, int c) {
+    const int low = (int16_t)(uint32_t)a * (int8_t)(uint32_t)b;
+    return (int)((uint32_t)c + (uint32_t)low + (uint32_t)((a >> 16) * (int8_t)((uint32_t)b >> 8)));
+}
+static inline int __dp2a_lo(int a, int b, int c) { return host_dp2a(a, b, c); }
+static inline int __dp2a_hi(int a, int b, int c) { return host_dp2a(a, (int)((uint32_t)b >> 16), c); }
 static inline float __uint_as_float(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
 static inline float __int_as_float(int u) { float f; memcpy(&f, &u, 4); return f; }
 static inline uint32_t __float_as_uint(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }

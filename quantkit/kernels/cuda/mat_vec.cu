@@ -3,7 +3,7 @@
 // Macros: TYPE of the weights, FLOATS if it is F32, F16 or BF16; COLUMNS, rows of x; LANES that share a row of weights,
 // ROWS that they compute at once. With ACTIVATION, its number, the file has the fused products of up and gate instead;
 // with TO those of one row whose result is brought to a format.
-#define BLOCKS_AT_ONCE (COLUMNS <= 2 ? 5 : __CUDA_ARCH__ < 800 ? 2 : 3)
+#define BLOCKS_AT_ONCE (COLUMNS == 1 ? 5 : COLUMNS == 2 ? 4 : __CUDA_ARCH__ < 800 ? 2 : 3)
 #include "products.cuh"
 #ifdef FLOATS
 #include "float_dots.cuh"
@@ -31,7 +31,7 @@ INLINE void write_products(const uint8_t* w, int64_t row_bytes, const uint8_t* x
 }
 
 #ifndef TO
-KERNEL(mul_mat, 128) {
+KERNEL_THAT_WAITS(mul_mat, 128) {
     const float scale = at_or(a.scale, 0, 1);
     write_products(a.w, a.row_bytes, a.x, a.x_stride, a.n_in, a.n_out, a.out, a.out_stride, a.bias, scale);
 }
@@ -43,13 +43,13 @@ INLINE void write_head(const mul_mat_heads_args& a, int64_t h) {
 }
 
 #ifdef TO
-KERNEL(mul_mat_heads_to, 128) {
+KERNEL_THAT_WAITS(mul_mat_heads_to, 128) {
     const int64_t h = blockIdx.y;
     write_head(a, h);
     bring_to_format(a.format, a.out, a.heads * a.n_out, h * a.n_out + first_of_block(), a.quantized, a.counters);
 }
 #else
-KERNEL(mul_mat_heads, 128) { write_head(a, blockIdx.y); }
+KERNEL_THAT_WAITS(mul_mat_heads, 128) { write_head(a, blockIdx.y); }
 #endif
 
 #if COLUMNS == 1 && !defined(TO)
@@ -80,12 +80,12 @@ INLINE void write_up_gate(const up_gate_args& a) {
 }
 
 #ifdef TO
-KERNEL(up_gate_to, 128) {
+KERNEL_THAT_WAITS(up_gate_to, 128) {
     write_up_gate(a);
     bring_to_format(a.format, a.out, a.n_out, first_of_block(), a.quantized, a.counters);
 }
 #else
-KERNEL(up_gate, 128) { write_up_gate(a); }
+KERNEL_THAT_WAITS(up_gate, 128) { write_up_gate(a); }
 #endif
 
 #if COLUMNS == 1

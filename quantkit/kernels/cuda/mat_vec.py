@@ -19,6 +19,8 @@ from quantkit.types import BY_NAME, TensorType
 MAX_ROWS = 8
 _FLOATS = ("F32", "F16", "BF16")
 _WARPS = 4
+#: Types of which a lane takes 64 values at a time (unpack/forms.cuh), not 32.
+_TWO_PARTS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")
 #: Warps that keep a large device busy, and those below which they get less to do each.
 _MANY, _FEW = 2112, 1056
 
@@ -28,7 +30,8 @@ def _lanes(t: TensorType, n_in: int, n_out: int) -> int:
     if t.name in _FLOATS:
         lanes, steps = 32, n_in * t.block_bytes // 16 / 64  # a lane is to have two loads of 16 bytes at least
     else:
-        lanes, steps = _lanes_of_warp(n_in // 32), n_in / 1024
+        parts = n_in // (64 if t.name in _TWO_PARTS else 32)
+        lanes, steps = _lanes_of_warp(parts), parts / 32
     # Few rows, but long ones: warps share them.
     while 32 <= lanes < 128 and n_out * lanes < 64 * _MANY and steps >= lanes // 16:
         lanes *= 2
@@ -43,12 +46,17 @@ def _lanes_of_warp(parts: int) -> int:
 
 def _rows(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) -> int:
     """Return how many rows of each of one or two matrices a team computes at once, all with the same activations."""
+    # As many as fit the registers; the fewer the bits, the more it matters that rows share what is done for x.
+    bits = 8 * t.block_bytes / t.block
     if t.name in _FLOATS:
-        rows = 2 // matrices
-    elif columns > 4:
-        rows = 3 // matrices  # more do not fit the registers
+        rows = 2
+    elif columns == 1 and bits < 1.75 and n_out * lanes >= 32 * _MANY * 6 // matrices:
+        rows = 6
+    elif t.name in _TWO_PARTS and columns > 1:
+        rows = 3 if matrices == 1 else 4 if columns <= 4 or bits < 2 else 2
     else:
-        rows = (4 if columns > 2 or 8 * t.block_bytes / t.block < 4 else 2) // matrices
+        rows = 3 if columns > 4 else 4 if columns > 2 or bits < 4 else 2
+    rows //= matrices
     while rows > 1 and n_out * lanes < 32 * _FEW * rows:
         rows //= 2
     return rows
@@ -130,6 +138,10 @@ def operations() -> Iterator[Operation]:
         yield mul_mat_id(t, 4096, 16384, 1, 1).operation
     for name in ("Q8_0", "Q6_K", "TQ1_0", "IQ2_S", "F32"):
         yield up_gate(BY_NAME[name], silu, 4096, 16384, MAX_ROWS).operation
+    for name in ("IQ1_S", "IQ3_XXS", "TQ1_0", "Q1_0"):
+        yield up_gate(BY_NAME[name], silu, 4096, 16384).operation
+        yield mul_mat(BY_NAME[name], 4096, 16384, 2).operation
+        yield mul_mat(BY_NAME[name], 4096, 16384, 4).operation
     for t in (BY_NAME["Q4_K"], BY_NAME["F16"]):
         for n_in, n_out in ((768, 16384), (1536, 16384), (2048, 768), (4096, 256)):
             yield mul_mat(t, n_in, n_out).operation

@@ -22,7 +22,10 @@ template <typename T> INLINE T of_four(int which, T a, T b, T c, T d) {
 INLINE void write_one(const mul_mats_args& a) {
     const int which = blockIdx.y;
     const int64_t n_out = of_four(which, a.n_out_0, a.n_out_1, a.n_out_2, a.n_out_3);
-    if ((int64_t)blockIdx.x * (WARPS / SLICES * ROWS * TEAMS) >= n_out) return;
+    if ((int64_t)blockIdx.x * (WARPS / SLICES * ROWS * TEAMS) >= n_out) {
+        wait_for_previous();
+        return;
+    }
     uint8_t* out = of_four(which, a.out_0, a.out_1, a.out_2, a.out_3);
     const float* bias = of_four(which, a.bias_0, a.bias_1, a.bias_2, a.bias_3);
     const float* scales = of_four(which, a.scale_0, a.scale_1, a.scale_2, a.scale_3);
@@ -52,7 +55,7 @@ struct mul_mats_route_args : mul_mats_args {
     int* counter;
 };
 
-KERNEL(mul_mats_route, 128) {
+KERNEL_THAT_WAITS(mul_mats_route, 128) {
     DYNAMIC_SHARED(shared);
     write_one(a);
     if (!is_last_of(a.counter, (int)(gridDim.x * gridDim.y))) return;
@@ -62,5 +65,5 @@ KERNEL(mul_mats_route, 128) {
     }
 }
 #else
-KERNEL(mul_mats, 128) { write_one(a); }
+KERNEL_THAT_WAITS(mul_mats, 128) { write_one(a); }
 #endif

@@ -8,7 +8,7 @@ using ::multiply;
 #else
 #include "async_copy.cuh"
 #include "team.cuh"
-#include "unpack/all.cuh"
+#include "unpack/forms.cuh"
 namespace first {
 #include "dots.cuh"
 }
