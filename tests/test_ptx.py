@@ -224,6 +224,7 @@ MEANINGS: dict[str, Callable[[int, int, int], int | None]] = {
     "or.b32 %r5, %r2, 1; div.s32 %r4, %r1, %r5;": lambda a, b, c: int(Fraction(s(a), s(b | 1))) & M32,
     "or.b32 %r5, %r2, 1; rem.s32 %r4, %r1, %r5;": lambda a, b, c: int(math.fmod(s(a), s(b | 1))) & M32,
     "min.s32 %r4, %r1, %r2;": lambda a, b, c: min(s(a), s(b)) & M32,
+    "min.u32 %r4, %r1, %r2;": lambda a, b, c: min(a, b),
     "max.u32 %r4, %r1, %r2;": lambda a, b, c: max(a, b),
     "add.cc.u32 %r5, %r1, %r2; addc.u32 %r4, %r3, 0;": lambda a, b, c: (c + (a + b >> 32)) & M32,
     "sub.cc.u32 %r5, %r1, %r2; subc.u32 %r4, %r3, 0;": lambda a, b, c: (c - (a < b)) & M32,

@@ -29,6 +29,7 @@ ROOM = 100_000
 @cache
 def _machine() -> ctypes.CDLL:
     library = ctypes.CDLL(str(machine()))
+    library.ptx_begin_count.argtypes = [ctypes.c_uint64]
     library.ptx_end_count.restype = ctypes.c_uint64
     library.ptx_end_count.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
     return library
@@ -39,7 +40,7 @@ class CountingDevice(PTXDevice):
 
     def launch(self, launch: Launch, order: int) -> None:
         rows = np.empty((ROOM, 5), np.uint64)
-        _machine().ptx_begin_count()
+        _machine().ptx_begin_count(self.shared_of(launch))
         super().launch(launch, order)
         n = _machine().ptx_end_count(rows.ctypes.data, ROOM)
         for line, shared, *numbers in rows[:n].tolist():

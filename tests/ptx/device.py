@@ -160,14 +160,18 @@ class PTXDevice(HostDevice):
             self._count += 1
             self.launch(launch, self._count % 2 if self.order == 2 else self.order)
 
+    def shared_of(self, launch: Launch) -> int:
+        """Return the shared memory of a block: what the source declares, and behind it what the launch asks for."""
+        library = library_of(launch.operation, self.capability)
+        declared = ctypes.c_uint.in_dll(library, "shared_bytes").value
+        assert declared <= 48 << 10, f"{launch.operation} declares {declared} bytes of shared memory"
+        return -(-declared // 16) * 16 + launch.shared if launch.shared else declared
+
     def launch(self, launch: Launch, order: int) -> None:
         """Run one kernel, its threads forwards (order 0) or backwards."""
-        operation = launch.operation
+        operation, shared = launch.operation, self.shared_of(launch)
         library = library_of(operation, self.capability)
-        declared = ctypes.c_uint.in_dll(library, "shared_bytes").value
         at_most = ctypes.c_uint.in_dll(library, "threads_at_most").value
-        shared = -(-declared // 16) * 16 + launch.shared if launch.shared else declared
-        assert declared <= 48 << 10, f"{operation} declares {declared} bytes of shared memory"
         assert shared <= SHARED_KIB[self.capability] << 10, f"{operation}: {shared} bytes of shared memory"
         assert operation.threads <= at_most, f"{operation}: {operation.threads} threads of {at_most}"
         grid, block = (ctypes.c_uint * 3)(*launch.grid), (ctypes.c_uint * 3)(operation.threads, 1, 1)

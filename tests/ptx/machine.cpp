@@ -72,6 +72,7 @@ struct Count {
     uint64_t requests, parts, least;
 };
 bool counting;
+uint64_t shared_bytes;  // of a block
 std::map<std::tuple<unsigned, int, unsigned>, Request> requests;  // warp, line, k
 std::map<std::pair<unsigned, int>, unsigned> visits;              // thread, line
 std::map<std::pair<int, bool>, Count> counts;  // line, shared
@@ -125,7 +126,7 @@ void seen(uint64_t a, unsigned n, int line) {
     r.at[t % 32] = a;
     r.lanes |= 1u << t % 32;
     r.bytes = n;
-    r.shared = a >= shared && a - shared < WINDOW;
+    r.shared = a >= shared && a - shared < shared_bytes;
 }
 
 uint8_t* in_shared(uint64_t a, unsigned n, int line) {
@@ -153,9 +154,10 @@ uint8_t* at_shared_st(uint64_t a, unsigned n, int line) { return in_shared(a, n,
 uint64_t generic_of_shared(uint64_t a) { return a - BASE + (uint64_t)host_dynamic_shared(); }
 uint64_t shared_of_generic(uint64_t a) { return a - (uint64_t)host_dynamic_shared() + BASE; }
 
-// Begin to count; end it, and hand over what was counted: line, shared or not, requests, parts of them, the least there
+// Begin to count, of blocks with so much shared memory; end it, and hand over what was counted: line, shared or not, requests, parts of them, the least there
 // could be.
-void ptx_begin_count() {
+void ptx_begin_count(uint64_t nbytes) {
+    shared_bytes = nbytes;
     counts.clear();
     counting = true;
 }
