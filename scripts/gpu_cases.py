@@ -7,6 +7,7 @@ drawn again, so that no encoder is needed where the card is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,19 @@ def on_card(rules: Sequence[str] = ()) -> Placement:
     return Placement(ALL_LAYERS, parse_rules(rules), ("CUDA0",), embeddings=True)
 
 
+@contextmanager
+def launched_early() -> Iterator[None]:
+    """Let launches on the first card begin before the one before them is done, where the card can."""
+    from quantkit.kernels.cuda import device
+
+    card: Any = device.open_device("CUDA0")
+    card.early = True
+    try:
+        yield
+    finally:
+        card.early = False
+
+
 #: Tensors on the host, by numpy's backend, which needs no compiler.
 PLACEMENTS = {
     "#861: up and gate on the card, down on the host": ["ffn_down_exps=REFERENCE"],
@@ -185,9 +199,9 @@ PLACEMENTS = {
 RETYPED = ("qwen3moe-moe", ("Q8_0", "Q4_K", "IQ4_XS", "Q6_K", "IQ3_S"))
 
 
-def retyped(folder: Path, name: str) -> Path:
-    """Write the zoo model whose matrices are of a type, drawn from a seed."""
-    plain = write_zoo(RETYPED[0], folder / "plain.gguf")
+def retyped(folder: Path, name: str, model: str = RETYPED[0]) -> Path:
+    """Write a zoo model whose matrices are of a type, drawn from a seed."""
+    plain = write_zoo(model, folder / "plain.gguf")
     path = folder / f"retyped-{name}.gguf"
     t = BY_NAME[name]
     with open_gguf(plain) as file:

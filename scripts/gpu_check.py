@@ -5,8 +5,9 @@
     scripts/gpu_check --shim               the checks without a card, by the shim of the tests (needs g++)
     scripts/gpu_check --record gpu_check.md    append such results to BENCHMARKS.md
 
-Every result is written as soon as it is there; steps that --minutes leave no time for are named at the end. Expected
-values: tests/data/gpu-expected.npz (scripts/make_gpu_expected.py: our CPU backend) and tests/data/zoo (llama.cpp).
+Every result is written as soon as it is there; what --minutes leave no time for is named. A part that breaks the card,
+or hangs, costs itself only (gpu_run.py). Expected values: tests/data/gpu-expected.npz (scripts/make_gpu_expected.py:
+our CPU backend) and tests/data/zoo (llama.cpp).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 import gpu_cases  # noqa: E402
 import gpu_speed  # noqa: E402
 import numpy as np  # noqa: E402
-from gpu_cases import TYPES, nmse, on_card  # noqa: E402
+from gpu_cases import TYPES, launched_early, nmse, on_card  # noqa: E402
+from gpu_run import Run, watch  # noqa: E402
 
 from quantkit.errors import QuantkitError  # noqa: E402
 from quantkit.formats.gguf import open_gguf  # noqa: E402
@@ -36,41 +38,6 @@ from quantkit.kernels.cuda.device import count_devices, why_none  # noqa: E402
 from quantkit.model.engine import load  # noqa: E402
 from quantkit.model.fusion import Fusion  # noqa: E402
 from zoo import NAMES, expected, write_zoo  # noqa: E402
-
-EXPECTED = ROOT / "tests/data/gpu-expected.npz"
-
-
-class Run:
-    """A run of all steps: where results go, what failed, when time is up."""
-
-    def __init__(self, out: Path, minutes: float, types: Sequence[str]) -> None:
-        self.file = out.open("w", encoding="utf-8")
-        self.deadline = time.monotonic() + 60 * minutes
-        self.failed: list[str] = []
-        self.types = types
-        shared = Path("/dev/shm")  # models of gigabytes are quicker in memory
-        roomy = shared.is_dir() and shutil.disk_usage(shared).free > 24 << 30
-        self.folder = Path(tempfile.mkdtemp(prefix="gpu_check-", dir=shared if roomy else None))
-        self.expected: Any = np.load(EXPECTED) if EXPECTED.exists() else {}
-
-    @property
-    def left(self) -> float:
-        """Seconds until time is up."""
-        return self.deadline - time.monotonic()
-
-    def say(self, line: str = "") -> None:
-        """Write a line to the screen and to the file, now."""
-        print(line, flush=True)
-        self.file.write(line + "\n")
-        self.file.flush()
-
-    def check(self, what: str, value: float, bound: float) -> bool:
-        """Note a failure if a value is beyond its bound, or no number."""
-        good = value <= bound
-        if not good:
-            self.failed.append(f"{what}: {value:.3g}, bound {bound:g}")
-        return good
-
 
 # ---------------------------------------------------------------- checks
 
@@ -84,40 +51,59 @@ def products(run: Run) -> None:
     worst: list[tuple[float, str]] = []
     with open_gguf(path) as source:
         backend = CUDABackend(source, open_device("CUDA0"))
-        for name in run.types:
-            largest = 0.0
+
+        def of_type(name: str) -> None:
             for case, found in gpu_cases.run_products(backend, source, name):
                 error = nmse(found, run.expected[case])
-                largest = max(largest, error if np.isfinite(error) else np.inf)
+                worst.append((error if np.isfinite(error) else np.inf, name))
                 run.check(f"products: {case}", error, gpu_cases.BOUND)
-            worst.append((largest, name))
+
+        run.each("products", run.types, of_type)
         backend.close()
-    run.say(f"products of {len(worst)} types beside the CPU backend: worst NMSE {max(worst)[0]:.2g} ({max(worst)[1]})")
+    _say_worst(run, "products beside the CPU backend", worst)
+
+
+def _say_worst(run: Run, what: str, errors: list[tuple[float, str]]) -> None:
+    if errors:
+        value, name = max(errors)
+        run.say(f"{what}: {len({name for _, name in errors})} done, worst NMSE {value:.2g} ({name})")
 
 
 def zoo(run: Run) -> None:
     """Logits of all zoo models in F32, fused and not, beside llama.cpp's."""
+    _zoo(run, "zoo", {"fused": Fusion(), "unfused": Fusion.none()})
+
+
+def early(run: Run) -> None:
+    """The same once more, with launches that begin before the one before them is done."""
+    with launched_early():
+        _zoo(run, "early", {"early launches": Fusion()})
+
+
+def _zoo(run: Run, step: str, ways: dict[str, Fusion]) -> None:
     worst: list[tuple[float, str]] = []
-    for name in NAMES:
+
+    def of_model(name: str) -> None:
         tokens, logits = expected(name)
         path = write_zoo(name, run.folder / f"{name}.gguf")
-        for fusion in (Fusion(), Fusion.none()):
+        for what, fusion in ways.items():
             with load(path, kv_type="f32", fusion=fusion, placement=on_card()) as model:
                 session = model.session(64)
                 parts = (tokens[:40], tokens[40:41], tokens[41:42], tokens[42:43], tokens[43:])
                 found = np.concatenate([session.decode(part) for part in parts])
                 error = nmse(found, logits)
                 worst.append((error if np.isfinite(error) else np.inf, name))
-                run.check(f"zoo: {name}, {'fused' if fusion.moe else 'unfused'}", error, 1e-8)
+                run.check(f"{step}: {name}, {what}", error, 1e-8)
         path.unlink()
-    run.say(
-        f"zoo, {len(NAMES)} models fused and not, beside llama.cpp: worst NMSE {max(worst)[0]:.2g} ({max(worst)[1]})"
-    )
+
+    run.each(step, NAMES, of_model)
+    _say_worst(run, f"zoo models in F32 beside llama.cpp, {' and '.join(ways)}", worst)
 
 
 def quantized(run: Run) -> None:
     """Logits of a zoo model drawn in several types beside the CPU backend's."""
-    for name in gpu_cases.RETYPED[1]:
+
+    def of_type(name: str) -> None:
         path = gpu_cases.retyped(run.folder, name)
         with load(path, kv_type="f16", placement=on_card()) as model:
             found = model.forward(gpu_cases.retyped_tokens())
@@ -127,30 +113,41 @@ def quantized(run: Run) -> None:
         run.check(f"quantized: {name}, the closest token", best, gpu_cases.BOUND)
         run.say(f"{gpu_cases.RETYPED[0]} in {name} beside the CPU backend: NMSE {error:.2g}, closest token {best:.2g}")
 
+    run.each("quantized", gpu_cases.RETYPED[1], of_type)
+
 
 def tiny_moe(run: Run) -> None:
     """Perplexity of a trained MoE beside the CPU backend's."""
     tokens, cpu = run.expected["tiny-moe tokens"], float(run.expected["tiny-moe perplexity"])
-    for what, cublas in (("own products", False), ("cuBLAS", True)):
-        with load(ROOT / "tests/data/tiny-moe-bf16.gguf", placement=on_card(), cublas=cublas) as model:
+
+    def perplexity(what: str) -> None:
+        file = ROOT / "tests/data/tiny-moe-bf16.gguf"
+        with load(file, placement=on_card(), cublas=what == "cuBLAS") as model:
             ppl = gpu_cases.perplexity(model, tokens)
         run.check(f"tiny-moe, {what}: perplexity away from the CPU's", abs(ppl / cpu - 1), 1e-3)
         away = f"{ppl / cpu - 1:+.3%}"
         run.say(f"tiny-moe BF16, {what}, perplexity of {tokens.size} tokens: {ppl:.4f}, CPU {cpu:.4f} ({away})")
+
+    run.each("tiny-moe", ("own products", "cuBLAS"), perplexity)
 
 
 def placements(run: Run) -> None:
     """Tensors on the card and on the host in every mixture, #861 among them; the host is numpy's backend."""
     tokens, logits = expected("qwen3moe-moe")
     path = write_zoo("qwen3moe-moe", run.folder / "placed.gguf")
-    for what, rules in gpu_cases.PLACEMENTS.items():
-        with load(path, kv_type="f32", placement=on_card(rules)) as model:
+    done = []
+
+    def placed(what: str) -> None:
+        vram = 2_000_000 if what == "--max-vram" else None
+        rules = gpu_cases.PLACEMENTS.get(what, ())
+        with load(path, kv_type="f32", placement=on_card(rules), max_vram=vram) as model:
             session = model.session(64)
             found = np.concatenate([session.decode(part) for part in (tokens[:12], tokens[12:13])])
-            run.check(f"placements: {what}", nmse(found, logits[:13]), 1e-8)
-    with load(path, kv_type="f32", placement=on_card(), max_vram=2_000_000) as model:
-        run.check("placements: --max-vram", nmse(model.forward(tokens[:20]), logits[:20]), 1e-8)
-    run.say(f"placements: {len(gpu_cases.PLACEMENTS)} mixtures of card and host, and weights sent for every batch")
+        if run.check(f"placements: {what}", nmse(found, logits[:13]), 1e-8):
+            done.append(what)
+
+    run.each("placements", [*gpu_cases.PLACEMENTS, "--max-vram"], placed)
+    run.say(f"placements: {len(done)} mixtures of card and host right, weights sent for every batch among them")
 
 
 CHECKS: dict[str, Callable[[Run], None]] = {
@@ -159,6 +156,7 @@ CHECKS: dict[str, Callable[[Run], None]] = {
     "quantized": quantized,
     "tiny-moe": tiny_moe,
     "placements": placements,
+    "early": early,
 }
 
 STEPS: dict[str, Callable[[Run], None]] = {"card": gpu_speed.card, **CHECKS, **gpu_speed.STEPS}
@@ -167,25 +165,38 @@ STEPS: dict[str, Callable[[Run], None]] = {"card": gpu_speed.card, **CHECKS, **g
 # ---------------------------------------------------------------- all of it
 
 
-def carry_out(run: Run, names: list[str]) -> None:
-    """Run steps; a step that breaks is a failure, and the next one runs."""
-    late = []
+def carry_out(run: Run, names: Sequence[str]) -> None:
+    """Do steps, all of whose parts are begun once; one that breaks between its parts is a failure."""
     for name in names:
-        if run.left < 10:
-            late.append(name)
-            continue
         began = time.monotonic()
         try:
             STEPS[name](run)
-        except Exception as e:  # whatever it is, the rest is to be measured
-            run.failed.append(f"{name} broke: {type(e).__name__}: {e}")
+        except Exception as e:
+            run.fail(f"{name} broke: {type(e).__name__}: {e}")
             run.say(traceback.format_exc(limit=8))
         print(f"[{name}: {time.monotonic() - began:.1f} s]", flush=True)
-    if late:
-        run.say(f"NOT RUN, no time left: {', '.join(late)}")
-    for line in run.failed:
-        run.say(f"FAILED {line}")
-    run.say("all checks passed" if not run.failed else f"{len(run.failed)} FAILED")
+
+
+def look_on(options: argparse.Namespace, out: Path) -> int:
+    """Let other processes do it all; return the exit code."""
+    out.write_text("")
+    shared = Path("/dev/shm")  # models of gigabytes are quicker in memory
+    roomy = shared.is_dir() and shutil.disk_usage(shared).free > 24 << 30
+    work = Path(tempfile.mkdtemp(prefix="gpu_check-", dir=shared if roomy else None))
+    until = time.time() + 60 * options.minutes
+    steps = options.only or list(CHECKS if options.shim else STEPS)
+    command = [sys.executable, __file__, "--out", str(out), "--work", str(work), "--until", str(until)]
+    command += ["--types", *options.types, "--only", *steps, *(["--shim"] if options.shim else [])]
+    try:
+        watch(command, out, work, until)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    failed = sum(line.startswith("FAILED") for line in out.read_text().splitlines())
+    last = f"{failed} FAILED" if failed else "all checks passed"
+    print(last)
+    with out.open("a") as file:
+        file.write(last + "\n")
+    return 1 if failed else 0
 
 
 def record(results: Path) -> None:
@@ -217,6 +228,9 @@ def main() -> None:
     parser.add_argument("--types", nargs="+", choices=TYPES, default=TYPES, metavar="TYPE", help="of products")
     parser.add_argument("--shim", action="store_true", help="checks only, on the host shim")
     parser.add_argument("--record", type=Path, metavar="FILE", help="append results to BENCHMARKS.md, run nothing")
+    # Of the processes that do the work (gpu_run.py).
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.record:
         record(options.record)
@@ -226,13 +240,13 @@ def main() -> None:
     elif not count_devices():
         sys.exit(f"gpu_check: no CUDA device: {why_none()}")
     out = options.out or Path(os.environ.get("OUT", ".")) / "gpu_check.md"
-    run = Run(out, options.minutes, options.types)
+    if options.work is None:
+        sys.exit(look_on(options, out))
+    run = Run(out, options.work, options.until, options.types)
     try:
-        carry_out(run, options.only or list(CHECKS if options.shim else STEPS))
+        carry_out(run, options.only)
     except QuantkitError as e:
         sys.exit(f"gpu_check: {e}")
-    finally:
-        shutil.rmtree(run.folder, ignore_errors=True)
     sys.exit(1 if run.failed else 0)
 
 

@@ -96,18 +96,50 @@ def has_driver() -> bool:
     return True
 
 
-#: Kernels for the GPU run on the host shim, and on a card where there may be one.
-DEVICES = ["host", *([pytest.param("cuda", marks=pytest.mark.gpu)] if has_driver() else [])]
+#: On a card, where there may be one.
+CARDS = [pytest.param("cuda", marks=pytest.mark.gpu)] if has_driver() else []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "run all kernels, of sm_75 and sm_80, too, and whole models as PTX on the CPU; compare each with the shim's"
+    parser.addoption("--all-ptx", action="store_true", help=text)
+    text = "count what kernels run as PTX ask of memory: bank conflicts, sectors (tests/ptx/count.py)"
+    parser.addoption("--ptx-counts", action="store_true", help=text)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run kernels for the GPU on the host shim, as PTX (tests/ptx), and on a card where there may be one."""
+    everything = metafunc.config.getoption("--all-ptx")
+    ways = {"device": ["ptx"], "cuda_devices": list[str]()}
+    if everything:
+        ways = {"device": ["ptx", "ptx75", "ptx80"], "cuda_devices": ["ptx"]}
+    for fixture, ptx in ways.items():
+        if fixture in metafunc.fixturenames:
+            metafunc.parametrize(fixture, ["host", *ptx, *CARDS], indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep one test of three of attention as PTX, which takes long to compile; --all-ptx keeps all."""
+    if config.getoption("--all-ptx"):
+        return
+    found = [i for i in items if i.path.stem == "test_cuda_attention" and "[ptx" in i.name]
+    left_out = {i for n, i in enumerate(found) if n % 3}
+    config.hook.pytest_deselected(items=[i for i in items if i in left_out])
+    items[:] = [i for i in items if i not in left_out]
 
 
 def pytest_report_header() -> str:
-    return "CUDA kernels: on the host shim" + (" and on a card" if has_driver() else ", no driver for a card is here")
+    return "CUDA kernels: on the host shim, as PTX" + (", on a card" if CARDS else "; no driver for a card is here")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
     """Say loudly, last, when kernels for the GPU were not run or not compiled."""
     yield
+    if terminalreporter.config.getoption("--ptx-counts"):
+        from ptx.count import report
+
+        terminalreporter.write_line(report())
     reasons = {report.longrepr[2] for report in terminalreporter.stats.get("skipped", []) if report.longrepr}
     for reason in sorted(r.removeprefix("Skipped: ") for r in reasons):
         if "C++ compiler" in reason or "NVRTC" in reason:
@@ -122,19 +154,35 @@ def skip_unless_there(device: str) -> None:
 
     if device == "host" and host_device.compiler() is None:
         pytest.skip("no C++ compiler: kernels for the GPU are not tested; install g++")
+    if device.startswith("ptx"):
+        from ptx.device import why_not
+
+        if reason := why_not():
+            pytest.skip(reason)
     if device == "cuda" and not count_devices():
         pytest.skip(f"needs a CUDA device: {why_none()}")
 
 
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> object:
-    """A device for CUDA kernels: the host shim, and a GPU where there is one."""
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[object]:
+    """A device for CUDA kernels: the host shim, PTX on the CPU, and a GPU where there is one."""
     import host_device
 
     from quantkit.kernels.cuda.device import CUDADevice
 
     skip_unless_there(request.param)
-    return host_device.HostDevice() if request.param == "host" else CUDADevice()
+    if not request.param.startswith("ptx"):
+        yield host_device.HostDevice() if request.param == "host" else CUDADevice()
+        return
+    from ptx.count import CountingDevice
+    from ptx.device import PTXDevice
+    from ptx.twin import TwinDevice
+
+    option = request.config.getoption
+    made = CountingDevice if option("--ptx-counts") else TwinDevice if option("--all-ptx") else PTXDevice
+    yield (found := made(int(request.param[3:] or 90)))
+    if isinstance(found, TwinDevice):
+        found.check()
 
 
 @pytest.fixture
@@ -147,17 +195,20 @@ def memory(device: object) -> Iterator[object]:
     held.close()
 
 
-@pytest.fixture(params=DEVICES)
+@pytest.fixture
 def cuda_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """The names of the machine's CUDA devices: two of the host shim, or those there are."""
-    import host_device
+    """The names of the machine's CUDA devices: two of the host shim, or of PTX, or those there are."""
+    from host_device import HostDevice
 
     from quantkit.kernels.cuda.device import count_devices
 
     skip_unless_there(request.param)
     if request.param == "cuda":
         return tuple(f"CUDA{i}" for i in range(count_devices()))
-    made = {name: host_device.HostDevice(name=name) for name in ("CUDA0", "CUDA1")}
+    kind = HostDevice
+    if request.param == "ptx":
+        from ptx.device import PTXDevice as kind
+    made = {name: kind(name=name) for name in ("CUDA0", "CUDA1")}
     monkeypatch.setattr("quantkit.kernels.cuda.device.open_device", made.__getitem__)
     monkeypatch.setattr("quantkit.model.devices.cuda_devices", lambda: tuple(made))
     return tuple(made)

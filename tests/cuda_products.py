@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from device_memory import Memory
 
 from quantkit.kernels.reference import reference_decoder
@@ -104,3 +105,12 @@ def check(got: Any, want: Any) -> None:
 def put_rows(memory: Memory, x: Any, t: TensorType) -> tuple[dict[str, int], Any, Any]:
     rows, values, excess = rows_of(x, t)
     return {"x": memory.put(rows), "x_stride": rows.shape[1]}, values, excess
+
+
+def on(memory: Memory, capability: int) -> int:
+    """Let the device be of some capability, if it is not of a lower one; a GPU is what it is. Return its capability."""
+    if memory.device.capability > capability:
+        if type(memory.device).__name__ == "CUDADevice":
+            pytest.skip(f"this device is no sm_{capability}")
+        memory.device.capability = capability
+    return int(memory.device.capability)

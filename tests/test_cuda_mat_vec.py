@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_products import check, draw_weights, products, put_rows
+from cuda_products import check, draw_weights, on, products, put_rows
 from device_memory import Memory
 
 from quantkit.kernels.cuda import mat_vec
@@ -65,6 +65,13 @@ def test_mul_mat_of_several_rows_by_several_warps(memory: Memory, monkeypatch: p
     check_mul_mat(memory, "Q5_0", 4128, 13, 3)
 
 
+@pytest.mark.usefixtures("as_large")
+@pytest.mark.parametrize(("name", "n_in", "n_out", "rows"), [SMALL[0], LARGE[1], SMALL[5]])
+def test_turing_copies_through_registers(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> None:
+    on(memory, 75)
+    check_mul_mat(memory, name, n_in, n_out, rows)
+
+
 def check_mul_mat(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> None:
     t, rng = BY_NAME[name], np.random.default_rng(3)
     w, x = draw_weights(t, (n_out, n_in), rng), rng.standard_normal((rows, n_in)).astype(f32)
@@ -107,17 +114,20 @@ def test_mul_mat_heads_agrees_with_numpy(memory: Memory, name: str, n_in: int, n
     t, rng, heads, rows = BY_NAME[name], np.random.default_rng(5), 3, 2
     w, x = draw_weights(t, (heads, n_out, n_in), rng), rng.standard_normal((rows * heads, n_in)).astype(f32)
     place, values, excess = put_rows(memory, x, t)
-    out = memory.room((rows, heads * n_out))
+    room = n_out + 3  # what a head gives is not beside the next one's
+    out = memory.room((rows, heads, room))
     memory.run(
         mat_vec.mul_mat_heads(t, n_in, n_out, rows, heads),
         rows=rows, x=place["x"], x_stride=heads * place["x_stride"], x_head_bytes=place["x_stride"],
         w=memory.put(w), row_bytes=w.shape[2], head_bytes=w[0].nbytes, heads=heads, n_in=n_in, n_out=n_out,
-        out=out, out_stride=4 * heads * n_out,
+        out=out, out_stride=4 * heads * room, out_head_bytes=4 * room,
     )  # fmt: skip
     want = [
         products(w[i % heads], t, values[[i]], None if excess is None else excess[[i]]) for i in range(rows * heads)
     ]
-    check(memory.get(out, (rows, heads * n_out)), np.reshape(want, (rows, heads * n_out)))
+    found = memory.get(out, (rows, heads, room))
+    check(found[..., :n_out], np.reshape(want, (rows, heads, n_out)))
+    assert np.isnan(found[..., n_out:]).all()
 
 
 @pytest.mark.usefixtures("as_large")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import host_device
@@ -32,19 +33,17 @@ from quantkit.kernels.cuda.device import open_device
 gpu_speed._CARD.append(gpu_speed.Card(open_device("CUDA0"), 1.0, 1.0))
 gpu_speed.SIZES = gpu_speed.Sizes(
     matrix_bytes=1 << 15, in_turn=2, few=(1, 4), n_in=512, dense=256, wide=288, tokens=40, experts=4, used=2,
-    expert_in=256, expert_out=256, gates=(1, 40), depths=(100,), layers=1, single=2, repetitions=1,
+    expert_in=256, expert_out=256, gates=(1, 40), depths=(100,), latent_heads=2, layers=1, single=2, repetitions=1,
     types=("Q8_0", "F16"),
 )
-class Run:
-    left = 1e9
-    def __init__(self, folder): self.folder, self.lines = folder, []
-    def say(self, line=""): print(line)
-    def check(self, what, value, bound): assert value <= bound, (what, value)
 from pathlib import Path
-run = Run(Path(sys.argv[1]))
+import time
+folder = Path(sys.argv[1])
+run = gpu_check.Run(folder / "out.md", folder, time.time() + 1e6, ())
 gpu_speed.GATED_TYPES = ("Q4_K",)
 for step in sys.argv[2:]:
     gpu_speed.STEPS[step](run)
+sys.exit(run.failed)
 """
 
 
@@ -81,7 +80,8 @@ def test_checks_pass_on_the_shim_and_are_recorded(tmp_path: Path) -> None:
     done = gpu_check("--shim", "--out", out, "--types", "Q8_0", "--only", "products", "placements")
     assert done.returncode == 0, done.stdout + done.stderr
     text = out.read_text()
-    assert "products of 1 types beside the CPU backend: worst NMSE" in text
+    assert "products beside the CPU backend: 1 done, worst NMSE" in text
+    assert "placements: 7 mixtures" in text
     assert text.rstrip().endswith("all checks passed")
 
 
@@ -96,14 +96,65 @@ def test_a_wrong_result_fails(tmp_path: Path) -> None:
         "    return data\n"
         "gpu_cases.blocks = off\n"
         "from pathlib import Path\n"
-        "run = gpu_check.Run(Path(sys.argv[1]), 9, ['Q8_0'])\n"
+        "import time\n"
+        "run = gpu_check.Run(Path(sys.argv[1]) / 'out.md', Path(sys.argv[1]), time.time() + 600, ['Q8_0'])\n"
         "gpu_check.carry_out(run, ['products'])\n"
-        "print(len(run.failed))\n"
+        "print(run.failed)\n"
     )
-    done = python(code, tmp_path / "out.md")
+    done = python(code, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "FAILED products: Q8_0, dense, 1" in done.stdout
     assert int(done.stdout.split()[-1]) >= 3
+
+
+CHILD = """
+import os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import gpu_run
+gpu_run.card_answers = lambda: False
+run = gpu_run.Run(Path(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4]), ())
+def part(name):
+    run.say(f"{name} begins")
+    if name == "crash": os.kill(os.getpid(), signal.SIGSEGV)
+    if name == "hang": time.sleep(600)
+    if name == "lose": raise RuntimeError("an illegal address")
+    run.check(name, 2.0 if name == "wrong" else 0.5, 1)
+run.each("step", ["good", "crash", "wrong", "hang", "lose", "last"], part)
+run.each("later", ["good"], part)
+"""
+
+
+def test_what_breaks_or_hangs_costs_itself_only(tmp_path: Path) -> None:
+    sys.path[:0] = [str(ROOT / "scripts")]
+    import gpu_run
+
+    out, work = tmp_path / "out.md", tmp_path / "work"
+    work.mkdir()
+    out.touch()
+    until = time.time() + 600
+    command = [sys.executable, "-c", CHILD, *map(str, (ROOT / "scripts", out, work, until))]
+    gpu_run.watch(command, out, work, until, patience=3)
+    text = out.read_text()
+    assert [line for line in text.splitlines() if line.endswith(" begins")] == [
+        f"{name} begins" for name in ("good", "crash", "wrong", "hang", "lose", "last", "good")
+    ]
+    assert [line for line in text.splitlines() if line.startswith("FAILED")] == [
+        "FAILED step: crash: the process was ended by signal 11",
+        "FAILED wrong: 2, bound 1",
+        "FAILED step: hang: the process had not moved for 3 s",
+        "FAILED step: lose broke: RuntimeError: an illegal address",
+    ]
+
+
+def test_a_process_that_never_begins_is_not_started_for_ever(tmp_path: Path) -> None:
+    sys.path[:0] = [str(ROOT / "scripts")]
+    import gpu_run
+
+    out = tmp_path / "out.md"
+    out.touch()
+    gpu_run.watch([sys.executable, "-c", "raise SystemExit(7)"], out, tmp_path, time.time() + 60)
+    assert out.read_text() == "FAILED the beginning: the process ended with 7\n"
 
 
 @needs_compiler

@@ -41,6 +41,8 @@ module = host_device._module(open({text!r}).read(), 900)
 x = np.arange(64, dtype=np.float32)
 address = device.allocate(x.nbytes)
 device.upload(address, x)
+if {early}:
+    device._runtime.host_not_ready(ctypes.c_void_p(address), ctypes.c_uint64(x.nbytes))
 grid, block = (ctypes.c_uint * 3)(1, 1, 1), (ctypes.c_uint * 3)(64, 1, 1)
 arguments = (ctypes.c_int64 * 2)(address, 64)
 device._runtime.host_launch(module.quantkit_broken, b"broken", grid, block, ctypes.c_uint64(64), arguments, {order})
@@ -49,10 +51,11 @@ print(x.tobytes().hex())
 """
 
 
-def run(tmp_path: Path, body: str, order: int = 0) -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, body: str, order: int = 0, early: bool = False) -> subprocess.CompletedProcess[str]:
     text = tmp_path / "broken.cu"
-    text.write_text(HEAD + body + "\n}\n")
-    code = RUN.format(tests=str(Path(__file__).parent), text=str(text), order=order)
+    head = HEAD.replace("KERNEL", "KERNEL_THAT_WAITS") if early else HEAD
+    text.write_text(head + body + "\n}\n")
+    code = RUN.format(tests=str(Path(__file__).parent), text=str(text), order=order, early=early)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
@@ -70,3 +73,11 @@ def test_a_missing_barrier_gives_another_result_backwards(tmp_path: Path) -> Non
     wrong = {run(tmp_path, body.format(""), order).stdout for order in (0, 1)}
     assert len(right) == 1
     assert len(wrong) == 2
+
+
+def test_an_early_launch_waits_for_the_one_before(tmp_path: Path) -> None:
+    uses = "a.x[threadIdx.x] += 1;"
+    assert run(tmp_path, f"wait_for_previous(); {uses}", early=True).returncode == 0
+    assert "use-after-poison" in run(tmp_path, f"{uses} wait_for_previous();", early=True).stderr
+    forgets = run(tmp_path, "if (threadIdx.x == 40) return; wait_for_previous();", early=True)
+    assert "has not waited" in forgets.stderr

@@ -34,6 +34,9 @@ uint8_t* host_dynamic_shared();
 void host_copy_async(void* to, const void* from, unsigned nbytes);
 void host_end_group();
 void host_wait_groups(unsigned pending);  // all but the last so many groups are there after it
+// What the launch before writes is forbidden memory, where a test says what that is, until a thread waits for it.
+void host_wait_for_previous();
+void host_check_waited();
 [[noreturn]] void host_fail(const char* what);
 }
 #define threadIdx (host_thread->thread)
@@ -44,8 +47,16 @@ const int warpSize = 32;
 
 #define KERNEL(name, count)                                                          \
     static void name##_body(const name##_args& a);                                   \
-    extern "C" void quantkit_##name(const void* p) { name##_body(*(const name##_args*)p); } \
+    extern "C" void quantkit_##name(const void* p) { wait_for_previous(); name##_body(*(const name##_args*)p); } \
     static void name##_body(const name##_args& a)
+#define KERNEL_THAT_WAITS(name, count)                                               \
+    static void name##_body(const name##_args& a);                                   \
+    extern "C" void quantkit_##name(const void* p) {                                 \
+        name##_body(*(const name##_args*)p);                                         \
+        host_check_waited();                                                         \
+    }                                                                                \
+    static void name##_body(const name##_args& a)
+static inline void wait_for_previous() { host_wait_for_previous(); }
 #define DYNAMIC_SHARED(name) uint8_t* const name = host_dynamic_shared()
 
 // ---- vectors
@@ -230,9 +241,22 @@ static inline uint16_t float_to_half(float f) {
     return (uint16_t)(sign | ((rounded - 0x38000000u) >> 13));
 }
 
+template <typename F> static inline uint32_t host_halves(uint32_t a, uint32_t b, F f) {
+    const uint32_t low = float_to_half(f(half_to_float((uint16_t)a), half_to_float((uint16_t)b)));
+    return low | (uint32_t)float_to_half(f(half_to_float((uint16_t)(a >> 16)), half_to_float((uint16_t)(b >> 16)))) << 16;
+}
+
+static inline uint32_t to_halves(float x, float y) { return float_to_half(x) | (uint32_t)float_to_half(y) << 16; }
+static inline float exp2_near(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
+static inline uint32_t sub_halves(uint32_t x, uint32_t y) {  // the difference is exact in f32
+    return to_halves(half_to_float((uint16_t)x) - half_to_float((uint16_t)y),
+                     half_to_float((uint16_t)(x >> 16)) - half_to_float((uint16_t)(y >> 16)));
+}
+
 // ---- tensor cores (mma.cuh): every lane gives its registers, and picks what its results are made of
 
 template <typename T> static inline T* fixed(T* p) { return p; }
+static inline uint32_t fixed(uint32_t v) { return v; }
 static inline unsigned thread_here() { return threadIdx.x; }
 static inline unsigned block_here() { return blockIdx.x; }
 static inline void ldmatrix4(uint32_t r[4], const void* row) {
@@ -281,12 +305,6 @@ static inline void mma_m16n8k32_s8(int d[4], const uint32_t a[4], const uint32_t
     const void* table = host_exchange(18, &mine, sizeof mine);
     const int g = host_lane_id() / 4, t = host_lane_id() % 4;
     for (int i = 0; i < 4; i++) d[i] = c[i] + host_dot_s8(table, g, 2 * t + i % 2, i / 2, 2, 2);
-}
-static inline void mma_m16n8k16_s8(int d[4], uint32_t a0, uint32_t a1, uint32_t b, const int c[4]) {
-    const HostOperands mine = {{a0, a1, 0, 0}, {b, 0}};
-    const void* table = host_exchange(19, &mine, sizeof mine);
-    const int g = host_lane_id() / 4, t = host_lane_id() % 4;
-    for (int i = 0; i < 4; i++) d[i] = c[i] + host_dot_s8(table, g, 2 * t + i % 2, i / 2, 0, 1);
 }
 static inline void mma_m8n8k16_s8(int d[2], uint32_t a, uint32_t b, const int c[2]) {
     const HostOperands mine = {{a, 0, 0, 0}, {b, 0}};

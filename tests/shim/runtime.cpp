@@ -58,6 +58,7 @@ struct Fiber {
     void* sp;
     void* fake;  // ASan's fake stack
     State state;
+    bool waited;                            // for the launch before
     std::vector<std::vector<Copy>> copies;  // groups, the last one open
 };
 
@@ -78,6 +79,8 @@ const char* kernel_name = "?";
 std::vector<uint8_t*> stacks;
 uint8_t* dynamic_shared;
 size_t dynamic_capacity;
+void* unready;  // memory that the launch before writes, and its bytes
+uint64_t unready_nbytes;
 
 void to_scheduler(bool last) {
     Fiber& f = fibers[current];
@@ -128,6 +131,7 @@ void prepare(Fiber& f) {
 #endif
     f.fake = nullptr;
     f.state = READY;
+    f.waited = false;
     f.copies.assign(1, {});
 }
 
@@ -154,6 +158,9 @@ void run_block(Dim3 block, Dim3 threads, Dim3 blocks, int order) {
         prepare(f);
     }
     for (Warp& w : warps) w.count = w.parity = 0;
+#if defined(__SANITIZE_ADDRESS__)
+    if (unready_nbytes) __asan_poison_memory_region(unready, unready_nbytes);
+#endif
     live = n;
     at_barrier = 0;
     while (live) {
@@ -231,6 +238,20 @@ void host_wait_groups(unsigned pending) {
         for (const Copy& c : groups.front()) memcpy(c.to, c.from, c.nbytes);
         groups.erase(groups.begin());
     }
+}
+
+// From now on the launches are early ones, and what came before them writes this.
+void host_not_ready(void* p, uint64_t nbytes) { unready = p, unready_nbytes = nbytes; }
+
+void host_wait_for_previous() {
+#if defined(__SANITIZE_ADDRESS__)
+    if (unready_nbytes) __asan_unpoison_memory_region(unready, unready_nbytes);
+#endif
+    fibers[current].waited = true;
+}
+
+void host_check_waited() {
+    if (!fibers[current].waited) host_fail("a thread ends that has not waited for the launch before");
 }
 
 // function: a KERNEL's address; args: its arguments.

@@ -24,8 +24,36 @@ typedef unsigned long long uint64_t;
 #ifndef BLOCKS_AT_ONCE
 #define BLOCKS_AT_ONCE 1
 #endif
-#define KERNEL(name, threads) \
-    extern "C" __global__ void __launch_bounds__(threads, BLOCKS_AT_ONCE) quantkit_##name(const name##_args a)
+#define DECLARED(name, threads) extern "C" __global__ void __launch_bounds__(threads, BLOCKS_AT_ONCE) quantkit_##name
+#if __CUDA_ARCH__ < 900
+#define KERNEL(name, threads) DECLARED(name, threads)(const name##_args a)
+#define KERNEL_THAT_WAITS(name, threads) KERNEL(name, threads)
+__device__ __forceinline__ void wait_for_previous() {}
+#else
+// Where launches are early (device.py), a kernel's blocks may be on the device before the launch before it is done: they
+// wait for its results, every thread of every kernel, so that a launch that is done says that all before it are, too.
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The next launch may begin, as soon as all blocks of this one have come so far.
+__device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+#define KERNEL(name, threads)                                              \
+    static __device__ __forceinline__ void body_##name(const name##_args& a); \
+    DECLARED(name, threads)(const __grid_constant__ name##_args a) {       \
+        let_next_begin();                                                  \
+        wait_for_previous();                                               \
+        body_##name(a);                                                    \
+    }                                                                      \
+    static __device__ __forceinline__ void body_##name(const name##_args& a)
+// One whose body waits itself, having first asked for what no launch writes: weights.
+#define KERNEL_THAT_WAITS(name, threads)                                   \
+    static __device__ __forceinline__ void body_##name(const name##_args& a); \
+    DECLARED(name, threads)(const __grid_constant__ name##_args a) {       \
+        let_next_begin();                                                  \
+        body_##name(a);                                                    \
+    }                                                                      \
+    static __device__ __forceinline__ void body_##name(const name##_args& a)
+#endif
+
 // Shared memory whose size is given at the launch, 16-byte aligned.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) uint8_t name[]
 
@@ -39,6 +67,31 @@ __device__ __forceinline__ uint16_t float_to_half(float f) {
     uint16_t h;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
     return h;
+}
+
+// Two of them, x in the low half.
+__device__ __forceinline__ uint32_t to_halves(float x, float y) {
+#if __CUDA_ARCH__ >= 800
+    uint32_t two;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(y), "f"(x));
+    return two;
+#else
+    return float_to_half(x) | (uint32_t)float_to_half(y) << 16;
+#endif
+}
+
+// 2^x to 2 units in the last place; 0 below 2^-126.
+__device__ __forceinline__ float exp2_near(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// x - y, of both halves.
+__device__ __forceinline__ uint32_t sub_halves(uint32_t x, uint32_t y) {
+    uint32_t two;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(two) : "r"(x), "r"(y));
+    return two;
 }
 #endif
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from quantkit.errors import ResourceError
 from quantkit.kernels.cuda.compile import cubin
+from quantkit.kernels.cuda.early import launch_early
 from quantkit.kernels.cuda.operation import Operation
 
 #: Readable bytes after the end of every allocation: kernels read 16 bytes at a time.
@@ -141,6 +142,8 @@ class CUDADevice:
         self._functions: dict[Operation, int] = {}
         self._kernels: list[Any] = []
         self._shared: dict[Operation, int] = {}
+        #: Launches may begin before the one before them is done, and wait where they need it (device.cuh).
+        self.early = False
 
     # ------------------------------------------------------------ memory
 
@@ -213,15 +216,16 @@ class CUDADevice:
             self._shared[launch.operation] = launch.shared
 
     def run(self, launches: Sequence[Launch]) -> None:
-        driver = self._cupy.cuda.driver
+        driver, stream, early = self._cupy.cuda.driver, self.stream.ptr, self.early and self.capability >= 90
         with self.here():
             for launch in launches:
                 self._allow_shared(launch)
                 function, arguments = self._function(launch.operation), _Arguments(launch.arguments)
-                driver.launchKernel(
-                    function, *launch.grid, launch.operation.threads, 1, 1, launch.shared, self.stream.ptr,
-                    arguments.address, 0,
-                )  # fmt: skip
+                threads, shared = launch.operation.threads, launch.shared
+                if early:
+                    launch_early(function, launch.grid, threads, shared, stream, arguments.address)
+                else:
+                    driver.launchKernel(function, *launch.grid, threads, 1, 1, shared, stream, arguments.address, 0)
 
     def record(self, launches: Sequence[Launch]) -> Callable[[], None]:
         for launch in launches:
@@ -247,8 +251,10 @@ class CUDADevice:
             raise ResourceError(f"{self.name} failed: {e}") from None
 
     def gemm_bf16(self, rows: int, n_out: int, n_in: int, x: int, w: int, out: int) -> None:
-        from cupy_backends.cuda.libs import cublas
-
+        try:
+            from cupy_backends.cuda.libs import cublas
+        except ImportError as e:
+            raise ResourceError(f"--cublas needs cuBLAS, which CuPy does not find: {e}") from None
         one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
         with self.here():
             handle = int(self._device.cublas_handle)

@@ -50,7 +50,7 @@ def _rows(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) ->
     bits = 8 * t.block_bytes / t.block
     if t.name in _FLOATS:
         rows = 2
-    elif columns == 1 and bits < 1.75 and n_out * lanes >= 32 * _MANY * 6 // matrices:
+    elif columns == matrices == 1 and bits < 1.75 and n_out * lanes >= 32 * _MANY * 6:
         rows = 6
     elif t.name in TWO_PARTS and columns > 1:
         rows = 3 if matrices == 1 else 4 if columns <= 4 or bits < 2 else 2
@@ -71,12 +71,13 @@ def _shape(
     lanes = _lanes(t, n_in, n_out * each)
     rows = _rows(t, lanes, n_out * each, columns, 2 if kind else 1)
     operation = Operation("mat_vec.cu", name).bind(TYPE=supported(t).name, COLUMNS=columns, LANES=lanes, ROWS=rows)
+    if name.endswith("_to"):
+        operation = operation.bind(TO=1, ROWS=1 << rows.bit_length() - 1)
     if t.name in _FLOATS:
         operation = operation.bind(FLOATS=1)
     if kind:
         operation = operation.bind(ACTIVATION=ACTIVATIONS[kind])
-    of_block = rows * _WARPS * 32 // lanes
-    return Shape(operation, (-(-n_out // of_block), matrices, 1))
+    return Shape(operation, (-(-n_out // rows_of_block(operation)), matrices, 1))
 
 
 def mul_mat(t: TensorType, n_in: int, n_out: int, rows: int = 1) -> Shape:
@@ -104,6 +105,31 @@ def up_gate_id(t: TensorType, activation: Activation, n_in: int, n_out: int, row
     return _shape("up_gate_id", t, n_in, n_out, 1, rows * n_used, n_used, activation.kind)
 
 
+def mul_mat_heads_to(t: TensorType, n_in: int, n_out: int, heads: int) -> Shape | None:
+    """Return how to multiply a matrix a head with the heads of one row, whose result is brought to a format.
+
+    None: 256 columns are not made of heads, or of blocks' parts of them.
+    """
+    shape = _shape("mul_mat_heads_to", t, n_in, n_out, 1, heads, heads)
+    return shape if (256 % n_out == 0 or n_out % 256 == 0) and n_out % rows_of_block(shape.operation) == 0 else None
+
+
+def up_gate_to(t: TensorType, activation: Activation, n_in: int, n_out: int) -> Shape:
+    """As ``up_gate`` for one row, which is brought to a format."""
+    return _shape("up_gate_to", t, n_in, n_out, 1, 1, 1, activation.kind)
+
+
+def up_gate_id_to(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, n_used: int) -> Shape:
+    """As ``up_gate_id``, and every pair's row is brought to a format."""
+    return _shape("up_gate_id_to", t, n_in, n_out, 1, rows * n_used, n_used, activation.kind)
+
+
+def rows_of_block(operation: Operation) -> int:
+    """Return how many rows of weights a block of threads has."""
+    macros = dict(operation.defines)
+    return int(macros["ROWS"]) * 32 * _WARPS // int(macros["LANES"])
+
+
 def operations() -> Iterator[Operation]:
     """Yield an operation of every type, and of some types those that differ in anything else."""
     silu = Activation("silu")
@@ -120,6 +146,9 @@ def operations() -> Iterator[Operation]:
         for n_in, n_out in ((768, 16384), (1536, 16384), (2048, 768), (4096, 256)):
             yield mul_mat(t, n_in, n_out).operation
             yield up_gate_id(t, silu, n_in, n_out, 1, 1).operation
+            yield up_gate_id_to(t, silu, n_in, n_out, 1, 1).operation
+        yield up_gate_to(t, silu, 4096, 16384).operation
+        yield _shape("mul_mat_heads_to", t, 512, 128, 1, 128, 128).operation
         for rows in (2, 3, 5, MAX_ROWS):
             yield mul_mat_heads(t, 4096, 16384, rows, 1).operation
     for kind in GATES:

@@ -1,0 +1,86 @@
+"""A device that runs each kernel twice, by the shim and as PTX, on the same memory, and compares all that they leave.
+
+They must be the same, but for kernels that compute what PTX leaves open: exponentials and sines, which are the C
+library's on one side and CUDA's own on the other, and sums within an mma in f32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from host_device import HostDevice
+
+from ptx.device import PTXDevice, module_of
+from quantkit.kernels.cuda.device import Launch
+from quantkit.kernels.cuda.operation import Operation
+
+#: What tells a kernel that does not give the same bits, and how far it may be from them.
+OPEN, NEAR = re.compile(r"(ex2|rcp)\.approx|mma\.sync\S+\.f32$|__cudart_sin_cos_coeffs"), 2e-6
+
+
+def is_exact(operation: Operation, capability: int) -> bool:
+    """Tell whether an operation is made of instructions with one result."""
+    body = module_of(operation.file, operation.defines, capability).functions[f"quantkit_{operation.name}"].body
+    return not any(OPEN.search(statement.text.split(" {")[0]) for statement in body)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a launch left otherwise: 32-bit words, and as floats the largest distance over the largest value."""
+
+    operation: Operation
+    words: int
+    relative: float
+    exact: bool  # it had to be the same
+
+
+class TwinDevice(PTXDevice):
+    """Keeps what PTX leaves. differences: of all launches so far that were not the same."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.differences: list[Difference] = []
+
+    def check(self) -> None:
+        """Fail if a launch was not what it had to be."""
+        wrong = [d for d in self.differences if d.exact or d.relative > NEAR]
+        assert not wrong, wrong
+
+    def launch(self, launch: Launch, order: int) -> None:
+        before = self._copies()
+        self._by_shim(launch, order)
+        by_shim = self._copies()
+        for address, data in before.items():
+            ctypes.memmove(address, data.ctypes.data, data.nbytes)
+        super().launch(launch, order)
+        for address, data in self._copies().items():
+            if not np.array_equal(data, by_shim[address]):
+                self._differ(launch.operation, by_shim[address], data)
+
+    def _by_shim(self, launch: Launch, order: int) -> None:
+        shim = HostDevice(self.capability, order)
+        HostDevice.run(shim, [launch])
+
+    def _copies(self) -> dict[int, npt.NDArray[np.uint8]]:
+        return {
+            address: np.frombuffer(ctypes.string_at(address, nbytes), np.uint8).copy()
+            for address, nbytes in self._sizes.items()
+        }
+
+    def _differ(self, operation: Operation, shim: npt.NDArray[np.uint8], ptx: npt.NDArray[np.uint8]) -> None:
+        n = len(shim) // 4 * 4
+        words = [a[:n].view(np.uint32) for a in (shim, ptx)]
+        other = words[0] != words[1]
+        a, b = (w[other].view(np.float32).astype(np.float64) for w in words)
+        with np.errstate(all="ignore"):
+            nan = np.isnan(a) & np.isnan(b)
+            largest = np.abs(words[0].view(np.float32)[np.isfinite(words[0].view(np.float32))]).max(initial=0.0)
+            relative = np.where(nan, 0.0, np.abs(a - b)).max(initial=0.0) / (float(largest) or 1.0)
+        exact = is_exact(operation, self.capability)
+        if not nan.all():
+            self.differences.append(Difference(operation, int(other.sum() - nan.sum()), float(relative), exact))
