@@ -157,7 +157,7 @@ def count(operation: Operation, t: TensorType, capability: int, nvdisasm: str) -
     opcodes = Counter(line.split()[0].split(".")[0] for line in loop)
     macros = dict(operation.defines)
     rows = int(macros["ROWS"]) * (2 if "ACTIVATION" in macros else 1)
-    rows *= 2 if t.name in mat_vec._TWO_PARTS else 1
+    rows *= 2 if t.name in mat_vec.TWO_PARTS else 1
     found = re.search(rf"quantkit_{operation.name}'.*?Used (\d+) registers", log, re.S)
     wanted, words = lookups(t)
 

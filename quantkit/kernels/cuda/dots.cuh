@@ -89,7 +89,7 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
     const bool EARLY = C <= 2;  // activations fit the registers while one waits for weights
     // Unpackers may read some bytes before and after a block.
     __shared__ __align__(16) uint8_t stages[16 + WARPS * STAGES * STAGE + 16];
-    __shared__ uint32_t copies[Copies<TYPE>::WORDS > 0 ? Copies<TYPE>::WORDS : 1];
+    __shared__ __align__(16) uint32_t copies[Copies<TYPE>::WORDS > 0 ? Copies<TYPE>::WORDS : 1];
     const int lane = team.lane % GROUP, parts = n_in / VALUES, n_pad = (n_in + 255) / 256 * 256;
     const int steps = (parts + LANES - 1) / LANES, PARTS = TYPE::BLOCK / VALUES;
     const int mine = 16 + team.warp * (STAGES * STAGE);

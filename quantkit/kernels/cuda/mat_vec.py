@@ -20,7 +20,7 @@ MAX_ROWS = 8
 _FLOATS = ("F32", "F16", "BF16")
 _WARPS = 4
 #: Types of which a lane takes 64 values at a time (unpack/forms.cuh), not 32.
-_TWO_PARTS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")
+TWO_PARTS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")
 #: Warps that keep a large device busy, and those below which they get less to do each.
 _MANY, _FEW = 2112, 1056
 
@@ -30,7 +30,7 @@ def _lanes(t: TensorType, n_in: int, n_out: int) -> int:
     if t.name in _FLOATS:
         lanes, steps = 32, n_in * t.block_bytes // 16 / 64  # a lane is to have two loads of 16 bytes at least
     else:
-        parts = n_in // (64 if t.name in _TWO_PARTS else 32)
+        parts = n_in // (64 if t.name in TWO_PARTS else 32)
         lanes, steps = _lanes_of_warp(parts), parts / 32
     # Few rows, but long ones: warps share them.
     while 32 <= lanes < 128 and n_out * lanes < 64 * _MANY and steps >= lanes // 16:
@@ -50,9 +50,9 @@ def _rows(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) ->
     bits = 8 * t.block_bytes / t.block
     if t.name in _FLOATS:
         rows = 2
-    elif columns == 1 and bits < 1.75 and n_out * lanes >= 32 * _MANY * 6 // matrices:
+    elif columns == matrices == 1 and bits < 1.75 and n_out * lanes >= 32 * _MANY * 6:
         rows = 6
-    elif t.name in _TWO_PARTS and columns > 1:
+    elif t.name in TWO_PARTS and columns > 1:
         rows = 3 if matrices == 1 else 4 if columns <= 4 or bits < 2 else 2
     else:
         rows = 3 if columns > 4 else 4 if columns > 2 or bits < 4 else 2
@@ -72,7 +72,7 @@ def _shape(
     rows = _rows(t, lanes, n_out * each, columns, 2 if kind else 1)
     operation = Operation("mat_vec.cu", name).bind(TYPE=supported(t).name, COLUMNS=columns, LANES=lanes, ROWS=rows)
     if name.endswith("_to"):
-        operation = operation.bind(TO=1)
+        operation = operation.bind(TO=1, ROWS=1 << rows.bit_length() - 1)
     if t.name in _FLOATS:
         operation = operation.bind(FLOATS=1)
     if kind:

@@ -73,9 +73,18 @@ template <typename T> struct Copies {
     static const int WORDS = N * Grid<T>::WORDS;
 };
 
-// Fill them, all threads of a block; a barrier must follow before they are read.
+// Fill them, aligned to 16 bytes, all threads of a block; a barrier must follow before they are read.
 template <typename T> INLINE void load_copies(uint32_t* shared) {
-    for (int i = threadIdx.x; i < Copies<T>::WORDS; i += blockDim.x) shared[i] = Grid<T>::table()[i / Copies<T>::N];
+    if constexpr (Copies<T>::N > 1) {
+#pragma unroll 4
+        for (int i = threadIdx.x; i < Copies<T>::WORDS / 4; i += blockDim.x) {
+            const uint32_t v = Grid<T>::table()[i / (Copies<T>::N / 4)];
+            ((uint4*)shared)[i] = make_uint4(v, v, v, v);
+        }
+    } else {
+#pragma unroll 4
+        for (int i = threadIdx.x; i < Copies<T>::WORDS; i += blockDim.x) shared[i] = Grid<T>::table()[i];
+    }
 }
 
 // What levels are looked up in: the lane's copy of a grid; and the magnitudes of IQ2.
