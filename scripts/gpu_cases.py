@@ -199,9 +199,9 @@ PLACEMENTS = {
 RETYPED = ("qwen3moe-moe", ("Q8_0", "Q4_K", "IQ4_XS", "Q6_K", "IQ3_S"))
 
 
-def retyped(folder: Path, name: str) -> Path:
-    """Write the zoo model whose matrices are of a type, drawn from a seed."""
-    plain = write_zoo(RETYPED[0], folder / "plain.gguf")
+def retyped(folder: Path, name: str, model: str = RETYPED[0]) -> Path:
+    """Write a zoo model whose matrices are of a type, drawn from a seed."""
+    plain = write_zoo(model, folder / "plain.gguf")
     path = folder / f"retyped-{name}.gguf"
     t = BY_NAME[name]
     with open_gguf(plain) as file:

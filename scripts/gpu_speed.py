@@ -15,7 +15,7 @@ import gpu_cases
 import numpy as np
 from make_moe import Model as Shapes
 
-from quantkit.formats.gguf import Field, write_gguf
+from quantkit.formats.gguf import Field, TensorInfo, write_gguf
 from quantkit.helpers import format_size
 from quantkit.kernels.activation_formats import activation_format
 from quantkit.kernels.cuda import activations, attention, dequantize, glu, mat_mat, mat_vec, moe, peak
@@ -23,9 +23,11 @@ from quantkit.kernels.cuda.attention import MASKS
 from quantkit.kernels.cuda.device import Launch, open_device
 from quantkit.kernels.cuda.operation import Shape
 from quantkit.kernels.parameters import Activation
+from quantkit.model.backends.cuda_cublas import Counts, Experts
 from quantkit.model.cost import token_cost
 from quantkit.model.engine import Session, load
 from quantkit.model.fusion import Fusion
+from quantkit.model.ops import Matrix
 from quantkit.types import BY_NAME, TensorType
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class Sizes:
     expert_out: int = 768
     gates: tuple[int, ...] = (1, 4, 64, 512, 2048)
     depths: tuple[int, ...] = (4096, 32768)
+    latent_heads: int = 128
     layers: int = 16
     single: int = 128
     repetitions: int = 15
@@ -220,8 +223,9 @@ def mat_mat_speed(run: Run) -> None:
         f"\nmat-mat: TFLOP/s (share of the bf16 GEMM), {s.tokens} tokens; experts: {s.experts} of {s.expert_in} x "
         f"{s.expert_out}, {s.used} used\n"
     )
-    run.say(f"| type | {s.dense} x {s.dense} | the same by bf16 and cuBLAS | experts | experts up+gate |")
-    run.say("|---|---|---|---|---|")
+    cublas = "the same by bf16 and cuBLAS"
+    run.say(f"| type | {s.dense} x {s.dense} | {cublas} | experts | {cublas} | experts up+gate |")
+    run.say("|---|---|---|---|---|---|")
     by_expert = s.expert_in, s.expert_out, s.tokens, s.used, s.experts, c.device.capability
     c.device.prepare(
         [
@@ -237,7 +241,7 @@ def mat_mat_speed(run: Run) -> None:
 
     def of_type(name: str) -> None:
         t = BY_NAME[name]
-        found = [*_dense(run, t, s.tokens, s.dense, s.dense), *(_experts(t, s.tokens, x) for x in (False, True))]
+        found = [*_dense(run, t, s.tokens, s.dense, s.dense), *_experts(run, t, s.tokens), _gated_experts(t, s.tokens)]
         run.say(f"| {name} | {' | '.join(f'{x:.0f} ({x / c.gemm_tflops:.0%})' for x in found)} |")
 
     run.each("mat-mat", s.types, of_type, needs=20)
@@ -283,53 +287,89 @@ def _by_cublas(b: Bench, t: TensorType, w: int, rows: int, n_in: int, n_out: int
     return out, peak.timed(b.device, work, 7)
 
 
-def _expert_launches(b: Bench, t: TensorType, rows: int, fused: bool, gated: bool = True) -> list[Launch]:
-    """Return up and gate of all experts (or up alone) for so many tokens."""
+def _expert_slots(b: Bench, t: TensorType, rows: int) -> dict[str, int]:
+    """Return the slots of products by expert of so many tokens: up and gate, and their results (out and other)."""
     n_in, n_out, n_expert, n_used = SIZES.expert_in, SIZES.expert_out, SIZES.experts, SIZES.used
-    rng = np.random.default_rng(1)
-    chosen = np.stack([rng.permutation(n_expert)[:n_used] for _ in range(rows)]).astype(np.int32)
-    ids = b.room(4 * rows * n_used, chosen)
-    x, stride = b.activations(t, n_in, rows)
     each = n_out * t.row_bytes(n_in)
-    up, gate = (b.weights(t, n_expert * each) for _ in range(2))
-    outs = [b.room(4 * rows * n_used * n_out) for _ in range(3)]
-    plan = b.room(moe.plan_bytes(n_expert, n_used, rows))
-    common = {
-        "rows": rows, "x": x, "x_stride": stride, "x_per": n_used, "ids": ids, "plan": plan, "n_expert": n_expert,
-        "n_used": n_used, "row_bytes": t.row_bytes(n_in), "n_in": n_in, "n_out": n_out, **LIMITS, **NO_BIAS,
+    x, stride = b.activations(t, n_in, rows)
+    plan, up, gate = b.room(moe.plan_bytes(n_expert, n_used, rows)), *(b.weights(t, n_expert * each) for _ in range(2))
+    slots = {
+        "rows": rows, "x": x, "x_stride": stride, "x_per": n_used, "ids": b.room(4 * rows * n_used, _chosen(rows)),
+        "plan": plan, "n_expert": n_expert, "n_used": n_used, "row_bytes": t.row_bytes(n_in), "n_in": n_in,
+        "n_out": n_out, "up": up, "gate": gate, "w": up, "expert_bytes": each, "up_expert_bytes": each,
+        "gate_expert_bytes": each,
     }  # fmt: skip
-    few = rows <= 8
-    first = [] if few else [launch(moe.bucket(n_expert), **common)]
+    return {**slots, **{name: b.room(4 * rows * n_used * n_out) for name in ("out", "other")}}
+
+
+def _chosen(rows: int) -> np.ndarray[Any, Any]:
+    """Draw the experts of each token."""
+    rng = np.random.default_rng(1)
+    return np.stack([rng.permutation(SIZES.experts)[: SIZES.used] for _ in range(rows)]).astype(np.int32)
+
+
+def _expert_launches(b: Bench, t: TensorType, rows: int, fused: bool) -> list[Launch]:
+    """Return up and gate of all experts for so many tokens."""
+    n_in, n_out, n_expert, n_used = SIZES.expert_in, SIZES.expert_out, SIZES.experts, SIZES.used
+    slots, few = {**_expert_slots(b, t, rows), **LIMITS, **NO_BIAS}, rows <= 8
+    first = [] if few else [launch(moe.bucket(n_expert), **slots)]
     if fused:
         shape = (
             mat_vec.up_gate_id(t, SILU, n_in, n_out, rows, n_used)
             if few
             else mat_mat.up_gate_id(t, SILU, n_in, n_out, rows, n_used, n_expert, b.device.capability)
         )
-        both = {"up": up, "gate": gate, "up_expert_bytes": each, "gate_expert_bytes": each, "out": outs[0]}
-        return [*first, launch(shape, **common, **both)]
+        return [*first, launch(shape, **slots)]
     shape = (
         mat_vec.mul_mat_id(t, n_in, n_out, rows, n_used)
         if few
         else mat_mat.mul_mat_id(t, n_in, n_out, rows, n_used, n_expert, b.device.capability)
     )
-    products = [
-        launch(shape, **common, w=w, expert_bytes=each, out=out) for w, out in zip((up, gate), outs[:2], strict=True)
-    ]
-    if not gated:
-        return [*first, products[0]]
-    act = launch(
-        glu.glu(SILU, n_out, rows * n_used), rows=rows * n_used, gate=outs[1], up=outs[0], out=outs[2], width=n_out,
-        gate_width=n_out, **LIMITS,
-    )  # fmt: skip
+    products = [launch(shape, **slots), launch(shape, **{**slots, "w": slots["gate"], "out": slots["other"]})]
+    pairs = {"rows": rows * n_used, "gate": slots["other"], "up": slots["out"], "out": slots["out"]}
+    act = launch(glu.glu(SILU, n_out, rows * n_used), width=n_out, gate_width=n_out, **pairs, **LIMITS)
     return [*first, *products, act]
 
 
-def _experts(t: TensorType, rows: int, fused: bool) -> float:
+def _gated_experts(t: TensorType, rows: int) -> float:
     with Bench() as b:
-        launches = _expert_launches(b, t, rows, fused, gated=fused)
-        flops = 2 * rows * SIZES.used * SIZES.expert_in * SIZES.expert_out * (2 if fused else 1)
-        return flops / b.seconds(launches) / 1e12
+        flops = 4 * rows * SIZES.used * SIZES.expert_in * SIZES.expert_out
+        return flops / b.seconds(_expert_launches(b, t, rows, True)) / 1e12
+
+
+def _experts(run: Run, t: TensorType, rows: int) -> tuple[float, float]:
+    """Return the rate of a product by expert, and of every expert unpacked to bf16 and cuBLAS instead."""
+    s, sizes = SIZES, (SIZES.expert_in, SIZES.expert_out)
+    pairs, flops = rows * s.used, 2 * rows * s.used * s.expert_in * s.expert_out
+    with Bench() as b:
+        slots = {**_expert_slots(b, t, rows), **NO_BIAS}
+        shape = mat_mat.mul_mat_id(t, *sizes, rows, s.used, s.experts, b.device.capability)
+        launches = [launch(moe.bucket(s.experts), **slots), launch(shape, **slots)]
+        rate = flops / b.seconds(launches) / 1e12
+        info = TensorInfo("experts", (*sizes, s.experts), t, t.tensor_bytes((*sizes, s.experts)), 0, 0)
+        counts = Counts()
+        counts.of = np.bincount(_chosen(rows).ravel(), minlength=s.experts).tolist()
+        at = {
+            "x": b.room(2 * pairs * s.expert_in), "w": slots["w"], "out": b.room(4 * pairs * s.expert_out),
+            "unpacked": b.room(2 * s.expert_in * s.expert_out),
+        }  # fmt: skip
+        x = {"x": b.activations(BY_NAME["F32"], s.expert_in, rows)[0], "x_per": s.used, "width": s.expert_in}
+        gather = launch(moe.gather(pairs), **{**slots, **x, "rows": pairs, "out": at["x"]})
+        ending = {"x": at["out"], "out": slots["other"], "rows": pairs, "width": s.expert_out}
+        scatter = launch(moe.scatter(pairs), **{**slots, **ending})
+        experts = Experts(b.device, Matrix(info), counts)
+
+        def work() -> None:
+            b.device.run([launches[0], gather])
+            experts(rows, at)
+            b.device.run([scatter])
+
+        other = flops / peak.timed(b.device, work, 7) / 1e12
+        found, wanted = (np.empty((pairs, s.expert_out), np.float32) for _ in range(2))
+        b.device.download(slots["out"], found)
+        b.device.download(slots["other"], wanted)
+        run.check(f"mat-mat: {t.name} by expert beside bf16 and cuBLAS", gpu_cases.nmse(found, wanted), 1e-3)
+        return rate, other
 
 
 def _dense_gate(b: Bench, t: TensorType, rows: int, fused: bool) -> list[Launch]:
@@ -377,27 +417,45 @@ def fused_speed(run: Run) -> None:
     run.each("fused", [f"{name}, {kind}" for name in GATED_TYPES for kind in makers], of_type, needs=20)
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Query heads, those of keys and values, their lengths; latent: values are the first columns of the keys."""
+
+    n: int
+    kv: int
+    k: int
+    v: int
+    latent: bool = False
+
+
 def attention_speed(run: Run) -> None:
-    """Decoding at depth as a share of copying; a prompt as a rate."""
+    """Decoding at depth as a share of copying (what the L2 cache holds comes faster); a prompt as a rate."""
+    _attention_speed(run, Heads(32, 4, 128, 128), ("f16", "q8_0", "f32"))
+    _attention_speed(run, Heads(32, 32, 128, 128), ("f16", "q8_0"))
+    _attention_speed(run, Heads(SIZES.latent_heads, 1, 576, 512, latent=True), ("f16", "q8_0"))
+
+
+def _attention_speed(run: Run, h: Heads, kinds: tuple[str, ...]) -> None:
     c = the_card()
-    run.say("\nattention, 32 heads of 128 over 4 key-value heads\n")
+    run.say(f"\nattention, {h.n} heads of {h.k} over {h.kv} key-value heads\n")
 
     def of_kind(kind: str) -> None:
+        row_bytes = h.kv * (BY_NAME[kind.upper()].row_bytes(h.k + (0 if h.latent else h.v)))
         for depth in SIZES.depths:
-            seconds = _attend(kind, 1, depth)
-            size = 2 * depth * 512 * {"f16": 2, "q8_0": 34 / 32, "f32": 4}[kind]
-            gb_s = size / seconds / 1e9
+            seconds = _attend(kind, h, 1, depth)
+            gb_s = depth * row_bytes / seconds / 1e9
             share = f"{gb_s:.0f} GB/s ({gb_s / c.copy_gb_s:.0%} of copy)"
             run.say(f"- {kind}, 1 token at {depth}: {1e6 * seconds:.1f} us, {share}")
-        seconds = _attend(kind, SIZES.tokens, SIZES.tokens)
-        rate = 2 * SIZES.tokens**2 * 32 * 128 / seconds / 1e12
+        seconds = _attend(kind, h, SIZES.tokens, SIZES.tokens)
+        rate = SIZES.tokens**2 * h.n * (h.k + h.v) / seconds / 1e12
         run.say(f"- {kind}, prompt of {SIZES.tokens}: {1e3 * seconds:.2f} ms, {rate:.0f} TFLOP/s")
 
-    run.each("attention", ("f16", "q8_0", "f32"), of_kind, needs=20)
+    run.each(f"attention, {h.n} heads over {h.kv}", kinds, of_kind, needs=20)
 
 
-def _attend(kind: str, rows: int, n_ctx: int) -> float:
-    way = attention.attention(kind, 32, 4, 128, 128, rows, n_ctx, capability=the_card().device.capability)
+def _attend(kind: str, h: Heads, rows: int, n_ctx: int) -> float:
+    sizes = h.n, h.kv, h.k, h.v
+    way = attention.attention(kind, *sizes, rows, n_ctx, mla=h.latent, capability=the_card().device.capability)
     with Bench() as b:
         positions = np.arange(n_ctx - rows, n_ctx, dtype=np.int32)
         arrays = [b.room(4 * rows, positions * 0), b.room(4 * rows, positions), b.room(4 * rows, positions * 0)]
@@ -409,16 +467,18 @@ def _attend(kind: str, rows: int, n_ctx: int) -> float:
             "q8_0": gpu_cases.blocks(BY_NAME["Q8_0"], 4096, 1, largest=4),
         }
         fill = stored[kind]
-        size = n_ctx * BY_NAME[kind.upper()].row_bytes(512)
+        t = BY_NAME[kind.upper()]
+        keys = b.room(n_ctx * t.row_bytes(h.kv * h.k), fill)
+        values = 0 if h.latent else b.room(n_ctx * t.row_bytes(h.kv * h.v), fill)
         slots = {
-            "batch": batch, "rows": rows, "q": b.room(4 * rows * 4096, noise.astype(np.float32)),
-            "out": b.room(4 * rows * 4096), "k_cache": b.room(size, fill), "v_cache": b.room(size, fill), "n_head": 32,
-            "n_head_kv": 4, "head_v": 128, "scale": 128**-0.5, "softcap": 0.0, "sinks": 0, "mask": MASKS["causal"],
+            "batch": batch, "rows": rows, "q": b.room(4 * rows * h.n * h.k, noise.astype(np.float32)),
+            "out": b.room(4 * rows * h.n * h.v), "k_cache": keys, "v_cache": values, "n_head": h.n,
+            "n_head_kv": h.kv, "head_v": h.v, "scale": h.k**-0.5, "softcap": 0.0, "sinks": 0, "mask": MASKS["causal"],
             "window": 0, "alibi": 0.0, "splits": way.splits, "scratch": b.room(max(256, way.scratch)),
         }  # fmt: skip
         launches = [launch(way.attend, **slots)]
         if way.combine is not None:
-            launches.append(launch(way.combine, **slots))
+            launches.append(launch(way.combine, **{**slots, "rows": rows * h.n}))
         return b.seconds(launches, repetitions=SIZES.repetitions)
 
 

@@ -41,17 +41,19 @@ def tables() -> dict[str, npt.NDArray[Any]]:
     }
 
 
-#: The value of each nibble of an entry of iq2xxs and iq2xs.
-SHUFFLED = [0, 4, 1, 5, 2, 6, 3, 7]
+#: The value of each nibble of an entry, where that is another order.
+ORDERS = {name: [0, 4, 1, 5, 2, 6, 3, 7] for name in ("iq2xxs_grid", "iq2xs_grid")}
+ORDERS["iq2s_grid"] = [3, 7, 2, 6, 1, 5, 0, 4]
 
 HEADER_TEXT = """\
 // Codebooks and grids of the types that store an index instead of a number. Written by scripts/make_tables.py from
 // quantkit/kernels/tables.npz: not to be edited.
 //
 // Codebooks: 16 int8 levels in four words. Grids: an entry is one word. Of 8 values, these are 8 nibbles that select
-// bytes: iq1s 0, 1, 2 for -1, 0, 1; iq2 0, 1, 2 for 8, 25, 43, in iq2xxs and iq2xs in the order 0 4 1 5 2 6 3 7 of the
-// values, as seven_signs (i_quants.cuh) has the signs. Of 4 values, these are 4 bytes: iq3xxs the magnitudes,
-// iq3s the magnitudes less one. They are templates so that a module holds only those it reads: iq1s_grid<0>.
+// bytes: iq1s 0, 1, 2 for -1, 0, 1; iq2 0, 1, 2 for 8, 25, 43, in the order of values that signs are spread in
+// (i_quants.cuh): 0 4 1 5 2 6 3 7 of iq2xxs and iq2xs, 3 7 2 6 1 5 0 4 of iq2s, whose entries are one bit to the left.
+// Of 4 values, these are 4 bytes: iq3xxs the magnitudes, iq3s the magnitudes less one. They are templates so that a
+// module holds only those it reads: iq1s_grid<0>.
 #pragma once
 #include "device.cuh"
 """
@@ -63,9 +65,9 @@ def packed_grids(of: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np
     for name in ("iq1s_grid", "iq2xxs_grid", "iq2xs_grid", "iq2s_grid"):
         levels, rank = np.unique(of[name], return_inverse=True)
         assert len(levels) == 3, name
-        order = SHUFFLED if name in ("iq2xxs_grid", "iq2xs_grid") else range(8)
-        nibbles = rank.reshape(of[name].shape)[:, order].astype(np.uint32) << np.arange(0, 32, 4, dtype=np.uint32)
-        grids[name] = np.bitwise_or.reduce(nibbles, axis=1)
+        ranks = rank.reshape(of[name].shape)[:, ORDERS.get(name, range(8))].astype(np.uint32)
+        grids[name] = np.bitwise_or.reduce(ranks << np.arange(0, 32, 4, dtype=np.uint32), axis=1)
+    grids["iq2s_grid"] <<= np.uint32(1)
     grids["iq3xxs_grid"] = of["iq3xxs_grid"].view("<u4")[:, 0]
     grids["iq3s_grid"] = (of["iq3s_grid"] - np.uint8(1)).view("<u4")[:, 0]
     return grids

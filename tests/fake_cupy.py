@@ -11,6 +11,7 @@ import types
 from typing import Any
 
 import host_device
+import numpy as np
 
 from quantkit.kernels.cuda.device import PADDING
 
@@ -86,6 +87,8 @@ class Module:
 
 class Context:
     """cupy.cuda.Device."""
+
+    cublas_handle = 11
 
     def __init__(self, index: int) -> None:
         self.compute_capability = "90"
@@ -198,6 +201,32 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
     )
     libcuda = types.SimpleNamespace(cuLaunchKernelEx=launch_kernel_ex)
     return types.SimpleNamespace(cuda=cuda, libcuda=libcuda, __version__="14")
+
+
+def cublas() -> Any:
+    """Return a module that can stand for cupy_backends.cuda.libs.cublas: gemmEx of bf16 matrices, by numpy."""
+
+    def gemm(
+        handle: int, transa: int, transb: int, m: int, n: int, k: int, alpha: int, a: int, a_type: int, lda: int,
+        b: int, b_type: int, ldb: int, beta: int, c: int, c_type: int, ldc: int, compute_type: int, algorithm: int,
+    ) -> None:  # fmt: skip
+        assert (handle, transa, transb, lda, ldb, ldc) == (Context.cublas_handle, 1, 0, k, k, m)
+        assert (a_type, b_type, c_type, compute_type, algorithm) == (14, 14, 0, 68, -1)
+        assert [ctypes.cast(p, ctypes.POINTER(ctypes.c_float))[0] for p in (alpha, beta)] == [1, 0]
+        assert Stream.current is not None
+        assert Stream.current.captured is None
+
+        def matrix(address: int, rows: int) -> Any:
+            bits = np.frombuffer(ctypes.string_at(address, 2 * rows * k), np.uint16).astype(np.uint32)
+            return (bits << 16).view(np.float32).reshape(rows, k)
+
+        out = np.ascontiguousarray(matrix(b, n) @ matrix(a, m).T)  # columns of cuBLAS are our rows
+        ctypes.memmove(c, out.ctypes.data, out.nbytes)
+
+    def set_stream(handle: int, stream: int) -> None:
+        assert (handle, stream) == (Context.cublas_handle, 7)
+
+    return types.SimpleNamespace(gemmEx=gemm, setStream=set_stream)
 
 
 #: Bytes of the arguments of kernels that tests launch, by name.

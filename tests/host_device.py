@@ -154,6 +154,10 @@ class HostDevice:
     def synchronize(self) -> None:
         pass
 
+    def not_ready(self, address: int, nbytes: int) -> None:
+        """Let launches be early ones: memory that the one before writes is forbidden until a thread waits for it."""
+        self._runtime.host_not_ready(ctypes.c_void_p(address), ctypes.c_uint64(nbytes))
+
     def seconds(self, work: Callable[[], None]) -> float:
         began = time.perf_counter()
         work()

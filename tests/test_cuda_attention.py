@@ -142,17 +142,20 @@ class Model:
         return memory.get(out, (n, case.n_head * case.head_v))
 
     def check_format(self, joined: Shape, out: int, n: int, slots: dict[str, Any]) -> None:
-        """What brings its result to a format gives the bits that two kernels give."""
+        """What brings its result to a format, rows of all heads or of one, gives the bits that two kernels give."""
         memory, width = self.memory, self.case.n_head * self.case.head_v
-        size, units = (n, activations.row_bytes("q8_k", width)), -(-width // 256)
-        want, found, again = memory.room(size, np.uint8), memory.room(size, np.uint8), memory.room((n, width))
-        counters = memory.put(np.zeros(n * units, np.int32))
-        memory.run(activations.quantize("q8_k", width, n), rows=n, x=out, x_stride=4 * width, n=width, out=want)
-        to = {"format": activations.KINDS.index("q8_k"), "quantized": found, "counters": counters}
-        memory.run(joined, **{**slots, **to, "out": again})
-        assert np.array_equal(memory.get(found, size, np.uint8), memory.get(want, size, np.uint8))
-        assert np.array_equal(memory.get(again, (n, width)), memory.get(out, (n, width)))
-        assert not memory.get(counters, (n * units,), np.int32).any()
+        for q_width, form in ((width, "q8_k"), (self.case.head_v, "q8_0"), (width, "f16")):
+            rows, units = n * width // q_width, -(-q_width // 256)
+            size = rows, activations.row_bytes(form, q_width)
+            want, found, again = memory.room(size, np.uint8), memory.room(size, np.uint8), memory.room((n, width))
+            counters = memory.put(np.zeros(rows * units, np.int32))
+            of_rows = {"rows": rows, "x": out, "x_stride": 4 * q_width, "n": q_width, "out": want}
+            memory.run(activations.quantize(form, q_width, rows), **of_rows)
+            to = {"format": activations.KINDS.index(form), "quantized": found, "counters": counters}
+            memory.run(joined, **{**slots, **to, "q_width": q_width, "out": again})
+            assert np.array_equal(memory.get(found, size, np.uint8), memory.get(want, size, np.uint8))
+            assert np.array_equal(memory.get(again, (n, width)), memory.get(out, (n, width)))
+            assert not memory.get(counters, (rows * units,), np.int32).any()
 
     def expected(self, q: Any, positions: Any, sequences: Any) -> Any:
         rows = zip(q, positions, np.broadcast_to(sequences, len(q)), strict=True)
@@ -200,7 +203,7 @@ FEATURES = {
     "all": replace(BASE, mask="sliding", window=70, softcap=5.0, sinks=True, alibi=8.0, n_head=12, n_head_kv=6),
     "chunked_all": replace(BASE, mask="chunked", window=100, softcap=20.0, sinks=True, alibi=4.0),
 }
-WAYS = pytest.mark.parametrize(("way", "kind"), [(FEW, "f32"), (TILE, "f32"), (TENSOR, "f16")])
+WAYS = pytest.mark.parametrize(("way", "kind"), [(FEW, "f32"), (TILE, "f32"), (TENSOR, "f16"), (TENSOR, "q8_0")])
 
 
 @WAYS
@@ -234,12 +237,43 @@ def test_shapes(memory: Memory, name: str, way: int) -> None:
     model.check([68, 3, 40], way=way, splits=2)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [Case(17, 1, 96, 96), Case(4, 2, 192, 128), Case(4, 2, 256, 256), Case(16, 1, 576, 512, mla=True, sinks=True)],
+    ids=lambda case: f"{case.head_k}_{case.head_v}",
+)
+def test_shapes_of_levels(memory: Memory, case: Case) -> None:
+    """Heads of an odd number of blocks begin anywhere in pieces of 16 bytes."""
+    Model(memory, replace(case, kind="q8_0"), (70,), 70).check([68, 3, 40], way=TENSOR, splits=2)
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
 @pytest.mark.parametrize("rows", [1, 3, 9])
 @pytest.mark.parametrize("latent", [False, True])
-def test_arrangements_of_warps(memory: Memory, rows: int, latent: bool) -> None:
+def test_arrangements_of_warps(memory: Memory, rows: int, latent: bool, kind: str) -> None:
     """Rows of 16, 32 and 64, with the columns of the values shared by 4, 2 and 1 warps."""
-    model = Model(memory, Case(8, 1, 96 if latent else 64, 64, mla=latent, kind="f16"), (150,), 150)
+    model = Model(memory, Case(8, 1, 96 if latent else 64, 64, mla=latent, kind=kind), (150,), 150)
     model.check(np.arange(149, 149 - rows, -1), way=TENSOR, splits=1)
+
+
+def test_scales_of_any_size(memory: Memory) -> None:
+    """Scales of keys and values from the smallest half to large ones, side by side; and one that is 0."""
+    model = Model(memory, Case(4, 2, 64, 64, kind="q8_0"), (90,), 90)
+    rng = np.random.default_rng(1)
+    for side, head in enumerate((64, 64)):
+        x = rng.normal(0, 1, (90, 2, head // 32, 32))
+        x[:, :, 1] *= 1e-5 if side else 1e-3
+        x[3, 0, 0], x[7] = 0, x[7] * (1e5 if side else 3)
+        x[rng.permutation(90)[:30], 1] *= 1e-4
+        data, values = encode(x.reshape(90, 2 * head).astype(np.float32), "q8_0")
+        model.caches[side] = memory.put(data)
+        model.kept[side] = values.reshape(90, 2, head).astype(np.float64)
+    q = rng.normal(0, 1.5, (5, 256)).astype(np.float32)
+    got, want = (
+        f(q, [85, 20, 6, 89, 2], [0] * 5) for f in (lambda *x: model.run(*x, way=TENSOR, splits=1), model.expected)
+    )
+    for block in range(8):
+        assert nmse(got[:, 32 * block :][:, :32], want[:, 32 * block :][:, :32]) < 1e-11
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
@@ -310,7 +344,8 @@ def test_the_way_follows_from_the_rows() -> None:
         return int(dict(chosen.attend.operation.defines)["WAY"])
 
     assert [way("f16", rows, 2) for rows in (1, 2, 512)] == [FEW, TENSOR, TENSOR]
-    assert [way("q8_0", rows) for rows in (1, 2, 3, 512)] == [FEW, FEW, TILE, TILE]
+    assert [way("q8_0", rows, 2) for rows in (1, 2, 512)] == [FEW, TENSOR, TENSOR]
+    assert [way("f32", rows) for rows in (1, 2, 3, 512)] == [FEW, FEW, TILE, TILE]
     assert way("f16", 512, head=20) == TILE
     assert [way("f16", 512, head=256, capability=c) for c in (75, 80, 86, 90)] == [TENSOR, TENSOR, TENSOR, TENSOR]
     assert attention("f16", 128, 1, 576, 512, 512, 4096, mla=True, capability=75).attend.shared <= 64 << 10

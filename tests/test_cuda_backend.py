@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -102,21 +101,6 @@ def test_caches_of_other_types_agree_with_the_cpus(zoo: Zoo, name: str, kv_type:
             session = model.session(200)
             found.append(np.concatenate([session.decode(part) for part in (tokens[:30], tokens[30:31], tokens[31:])]))
     assert nmse(found[0], found[1]) <= 1e-7
-
-
-def test_prompts_by_cublas_agree_as_far_as_bf16_goes(tmp_path: Path, cuda_devices: Devices) -> None:
-    sys.path[:0] = [str(Path(__file__).parents[1] / "scripts")]
-    import gpu_cases
-
-    path, tokens = gpu_cases.retyped(tmp_path, "Q8_0"), gpu_cases.retyped_tokens()
-    found = []
-    for cublas in (False, True):
-        with load(path, placement=everywhere("CUDA0"), cublas=cublas) as model:
-            session = model.session(64)
-            found.append(np.concatenate([session.decode(part) for part in (tokens[:20], tokens[20:21], tokens[21:])]))
-    # On the shim numpy stands for cuBLAS; bf16 has 8 bits, and a rounded router may choose another expert.
-    errors = [nmse(a, b) for a, b in zip(*found, strict=True)]
-    assert 1e-9 < float(np.median(errors)) < 1e-2
 
 
 # ---------------------------------------------------------------- placements

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +90,24 @@ def test_kernels_run_now_or_recorded(cupy: Any) -> None:
     device.download(a, found)
     np.testing.assert_allclose(found, x / np.sqrt(np.square(x).mean()), rtol=1e-6)
     assert device.seconds(lambda: device.run([doubled])) > 0
+
+
+def test_products_by_cublas(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    libs = types.ModuleType("cupy_backends.cuda.libs")
+    for name in ("cupy_backends", "cupy_backends.cuda"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", libs)
+    device, rng = CUDADevice(0), np.random.default_rng(1)
+    x, w, found = (rng.integers(-8, 8, shape).astype(np.float32) for shape in ((5, 16), (7, 16), (5, 7)))
+    at = [device.allocate(a.nbytes) for a in (x, w, found)]
+    for address, a in zip(at, (x, w), strict=False):
+        device.upload(address, (a.view(np.uint32) >> 16).astype(np.uint16))
+    with pytest.raises(ResourceError, match="needs cuBLAS"):
+        device.gemm_bf16(5, 7, 16, *at)
+    libs.cublas = fake_cupy.cublas()  # type: ignore[attr-defined]
+    device.gemm_bf16(5, 7, 16, *at)
+    device.download(at[2], found)
+    np.testing.assert_array_equal(found, x @ w.T)
 
 
 def test_launches_may_be_early(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Neighbours in one launch: fewer launches, the same values, and everything that somebody looks at is still there."""
+"""Neighbours in one launch: the same values, and everything that somebody looks at is still there."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import drawn
 import numpy as np
 import pytest
+import test_delta_net
+import test_mla
 
 import quantkit
 from libllama import nmse
-from quantkit.kernels.cuda import device
-from quantkit.kernels.cuda.device import Launch
 from quantkit.model.engine import Model, load
 from quantkit.model.ops import Graph, Observe, Op, Value
 from quantkit.model.placement import ALL_LAYERS, Placement
@@ -33,73 +34,6 @@ def opened(path: Path, **options: Any) -> Model:
 def apart(ops: Sequence[Op], *_: Any) -> list[Op]:
     """Join nothing."""
     return list(ops)
-
-
-# ---------------------------------------------------------------- how many launches
-
-
-def names_of_a_token(monkeypatch: pytest.MonkeyPatch, path: Path, n_ctx: int = 16) -> list[str]:
-    """Return the kernels that a batch of one token launches."""
-    names, kept = list[str](), device.open_device("CUDA0")
-
-    def run(launches: Sequence[Launch], real: Any = kept.run) -> None:
-        names.extend(launch.operation.name for launch in launches)
-        real(launches)
-
-    monkeypatch.setattr(kept, "run", run)
-    with opened(path) as model:
-        session = model.session(n_ctx)
-        names.clear()
-        session.decode(np.array([1], np.int32))
-    return names
-
-
-#: Of models of two layers, the embeddings, the selection of outputs and the logits included.
-MOST = {
-    "qwen3moe-moe": 27,
-    "llama-dense": 31,
-    "qwen2-dense": 23,
-    "gemma3-dense": 23,
-    "granitemoe-moe": 31,
-    "bailingmoe2-moe": 27,
-}
-
-
-@pytest.mark.parametrize("name", MOST)
-def test_a_token_takes_few_launches(
-    zoo: Zoo, name: str, cuda_devices: Devices, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert len(names_of_a_token(monkeypatch, zoo(name))) <= MOST[name]
-
-
-def test_a_layer_of_quantized_experts(
-    zoo: Zoo, tmp_path: Path, cuda_devices: Devices, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "q8.gguf"
-    quantkit.quantize(zoo("qwen3moe-moe"), path, "Q8_0")
-    names = names_of_a_token(monkeypatch, path, 256)
-    layer = (
-        "mul_mats heads attention attention_combine_to mul_mat stage mul_mat route up_gate_id quantize mul_mat_id stage"
-    )
-    assert [n for n in names if n != "rope_table"][2:-1][:12] == layer.split()
-
-
-def test_q_k_and_v_may_be_of_two_types(
-    zoo: Zoo, tmp_path: Path, cuda_devices: Devices, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "q4.gguf"
-    quantkit.quantize(zoo("qwen2-dense"), path, "Q4_K_S")
-    with opened(path) as model:
-        types = {
-            m.tensor.type.name
-            for op in model.graph.ops
-            if op.layer == 0
-            for m in op.matrices()
-            if "attn_" in m.tensor.name
-        }
-        assert {"Q4_K", "Q5_K"} <= types
-    names = names_of_a_token(monkeypatch, path)
-    assert [names.count(name) for name in ("mul_mats", "mul_mat")] == [2, 2 * 2 + 1]
 
 
 # ---------------------------------------------------------------- the same values
@@ -123,9 +57,39 @@ def test_joined_and_apart_agree(
     assert nmse(found[0], found[1]) <= 1e-12
 
 
-@pytest.mark.parametrize(
-    ("name", "preset"), [("qwen3moe-moe", "Q8_0"), ("qwen3moe-moe", "Q5_1"), ("qwen2-dense", "Q4_K_S")]
-)
+LATENT = ("expanded", "lite", "temperature")
+DELTA = ("next-ssm-in", "next-fused-qkv")
+
+
+@pytest.mark.parametrize("variant", [*LATENT, "minicpm3", *DELTA])
+def test_other_forms_joined_and_apart_agree(
+    variant: str, tmp_path: Path, cuda_devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Latent attention whose keys are expanded, or without latent queries; delta nets of old files."""
+    path = tmp_path / "model.gguf"
+    if variant in DELTA:
+        arch, changes, tensors = test_delta_net.VARIANTS[variant]
+        test_delta_net.qwen(path, arch, changes, **tensors)
+    elif variant in LATENT:
+        changes, tensors = test_mla.VARIANTS[variant]
+        test_mla.deepseek2(path, changes, **tensors)
+    else:
+        test_mla.plain(path, variant)
+    tokens, found = drawn.ids(12), list[Any]()
+    for joined in (True, False):
+        if not joined:
+            monkeypatch.setattr("quantkit.model.backends.cuda.join", apart)
+        with opened(path) as model:
+            session = model.session(16)
+            found.append(np.concatenate([session.decode(part) for part in (tokens[:10], tokens[10:11], tokens[11:])]))
+    assert nmse(found[0], found[1]) <= 1e-12
+
+
+QUANTIZED = [("qwen3moe-moe", "Q8_0"), ("qwen3moe-moe", "Q5_1"), ("qwen2-dense", "Q4_K_S"), ("llama4-moe", "Q8_0")]
+QUANTIZED += [("deepseek2-moe", "Q8_0"), ("qwen3next-moe", "Q4_0"), ("qwen35moe-moe", "BF16"), ("glm4moe-moe", "F16")]
+
+
+@pytest.mark.parametrize(("name", "preset"), QUANTIZED)
 def test_quantized_weights_find_their_activations(
     zoo: Zoo, tmp_path: Path, name: str, preset: str, cuda_devices: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,7 +133,7 @@ def watched(graph: Graph, values: set[str]) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
-@pytest.mark.parametrize("name", ["qwen3moe-moe", "gemma3-dense", "bailingmoe2-moe"])
+@pytest.mark.parametrize("name", ["qwen3moe-moe", "gemma3-dense", "bailingmoe2-moe", "deepseek2-moe", "qwen3next-moe"])
 def test_what_is_looked_at_is_there(zoo: Zoo, name: str, cuda_devices: Devices) -> None:
     """Whatever part of the values somebody sees, they and the logits are those of a run in which all are seen."""
     tokens, every = expected(name)[0][:4], list[Value]()

@@ -27,8 +27,9 @@ def test_blocks_fit_the_shared_memory_of_every_device() -> None:
         ("Q6_K", 4096, 512, 1, 89),
         ("Q4_K", 4096, 32, 1, 90),
         ("Q4_K", 1024, 64, 1, 90),
+        ("Q4_K", 1536, 4, 26, 90),
     ]
-    large = [("Q4_K", 4096, 512, 1, 89), ("Q4_K", 1024, 64, 8, 90)]
+    large = [("Q4_K", 4096, 512, 1, 89), ("Q4_K", 1024, 64, 8, 90), ("Q4_K", 1536, 4, 27, 90)]
     for cases, tile in ((small, mat_mat.SMALL), (large, mat_mat.LARGE)):
         assert {mat_mat.tile_for(BY_NAME[name], *sizes) for name, *sizes in cases} == {tile}
 
@@ -54,6 +55,24 @@ def test_levels_at_the_ends_of_their_range(memory: Memory, name: str) -> None:
     check(memory.get(out, (rows, n_out)), products(w, t, values, excess))
 
 
+def test_every_scale_of_nvfp4(memory: Memory) -> None:
+    """Products of an E2M1 and an E4M3 are multiplied as halves: the least and the largest must be exact in them."""
+    t, n_in, n_out, rows, rng = BY_NAME["NVFP4"], 256, 128, 40, np.random.default_rng(3)
+    w = draw_weights(t, (n_out, n_in), rng).reshape(n_out, -1, t.block_bytes)
+    w[..., :4] = np.arange(n_out, dtype=np.uint8)[:, None, None] + rng.integers(0, 2, (n_out, 4, 4), np.uint8) * 128
+    x = rng.standard_normal((rows, n_in)).astype(f32)
+    place, values, excess = put_rows(memory, x, t)
+    out = memory.room((rows, n_out))
+    memory.run(
+        mat_mat.mul_mat(t, n_in, n_out, rows),
+        **place, rows=rows, w=memory.put(w), row_bytes=t.row_bytes(n_in), n_in=n_in, n_out=n_out, out=out,
+        out_stride=4 * n_out, bias=0, scale=0,
+    )  # fmt: skip
+    got, want = memory.get(out, (rows, n_out)), products(w.reshape(n_out, -1), t, values, excess)
+    for row in range(n_out):  # each by itself: scales differ by 2^17
+        assert not want[:, row].any() or np.abs(got[:, row] - want[:, row]).max() < 1e-5 * np.abs(want[:, row]).max()
+
+
 @pytest.fixture(autouse=True)
 def _large_tiles_for_small_matrices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "memory" in request.fixturenames:
@@ -70,6 +89,8 @@ MATRICES = [
     ("IQ2_S", 256, 35, 17, 90),
     ("Q2_K", 512, 135, 97, 90),
     ("NVFP4", 192, 33, 12, 90),
+    ("NVFP4", 320, 140, 110, 90),
+    ("NVFP4", 64, 33, 12, 75),
     ("F32", 100, 130, 40, 90),
     ("F32", 77, 13, 11, 90),
     ("F16", 49, 33, 10, 90),
@@ -128,15 +149,18 @@ def test_mul_mat_heads_agrees_with_numpy(memory: Memory, name: str, rows: int) -
     w, x = draw_weights(t, (heads, n_out, n_in), rng), rng.standard_normal((rows * heads, n_in)).astype(f32)
     place, values, excess = put_rows(memory, x, t)
     head_bytes = place["x_stride"]
-    out = memory.room((rows, heads * n_out))
+    room = n_out + 7  # what a head gives is not beside the next one's
+    out = memory.room((rows, heads, room))
     memory.run(
         mat_mat.mul_mat_heads(t, n_in, n_out, rows, heads, memory.device.capability),
         rows=rows, x=place["x"], x_stride=heads * head_bytes, x_head_bytes=head_bytes, w=memory.put(w),
         row_bytes=w.shape[-1], head_bytes=n_out * w.shape[-1], heads=heads, n_in=n_in, n_out=n_out, out=out,
-        out_stride=4 * heads * n_out,
+        out_stride=4 * heads * room, out_head_bytes=4 * room,
     )  # fmt: skip
     y = [products(w[h], t, values[h::heads], None if excess is None else excess[h::heads]) for h in range(heads)]
-    check(memory.get(out, (rows, heads * n_out)), np.concatenate(y, 1))
+    found = memory.get(out, (rows, heads, room))
+    check(found[..., :n_out], np.stack(y, 1))
+    assert np.isnan(found[..., n_out:]).all()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cuda_products import check, draw_weights, on, products, put_rows
 from device_memory import Memory
+from host_device import HostDevice, compiler
 
 from quantkit.kernels.cuda import mat_vec
 from quantkit.kernels.cuda.glu import GATES, limits
@@ -43,6 +44,7 @@ LARGE = [
     ("MXFP4", 160, 21, 1),
     ("NVFP4", 128, 17, 7),
     ("TQ1_0", 256, 70, 4),
+    ("IQ1_S", 2560, 13, 1),
     ("Q1_0", 1536, 35, 1),
     ("F32", 100, 13, 3),
 ]
@@ -108,22 +110,45 @@ def test_a_row_does_not_depend_on_its_companions(memory: Memory, name: str) -> N
         np.testing.assert_array_equal(memory.get(out, (rows, n_out)), want[:rows])
 
 
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler: install g++")
+@pytest.mark.parametrize("name", ["Q8_0", "IQ1_S", "F16"])
+def test_an_early_launch_asks_for_weights_only_before_it_waits(name: str) -> None:
+    """x, what the launch before writes, is forbidden memory until then (and not for the test's own copy)."""
+    device = HostDevice()
+    memory = Memory(device)
+    t, rng, n_in, n_out = BY_NAME[name], np.random.default_rng(4), 1024, 11
+    w, x = draw_weights(t, (n_out, n_in), rng), rng.standard_normal((1, n_in)).astype(f32)
+    place, values, excess = put_rows(memory, x, t)
+    out = memory.room((1, n_out))
+    slots = {**place, "w": memory.put(w), "row_bytes": w.shape[1], "n_in": n_in, "n_out": n_out, "out": out}
+    try:
+        device.not_ready(place["x"], place["x_stride"])
+        memory.run(mat_vec.mul_mat(t, n_in, n_out, 1), rows=1, out_stride=4 * n_out, bias=0, scale=0, **slots)
+    finally:
+        device.not_ready(0, 0)
+    check(memory.get(out, (1, n_out)), products(w, t, values, excess))
+    memory.close()
+
+
 @pytest.mark.parametrize(("name", "n_in", "n_out"), [("Q8_0", 64, 7), ("Q4_K", 256, 70), ("F32", 64, 5)])
 def test_mul_mat_heads_agrees_with_numpy(memory: Memory, name: str, n_in: int, n_out: int) -> None:
     t, rng, heads, rows = BY_NAME[name], np.random.default_rng(5), 3, 2
     w, x = draw_weights(t, (heads, n_out, n_in), rng), rng.standard_normal((rows * heads, n_in)).astype(f32)
     place, values, excess = put_rows(memory, x, t)
-    out = memory.room((rows, heads * n_out))
+    room = n_out + 3  # what a head gives is not beside the next one's
+    out = memory.room((rows, heads, room))
     memory.run(
         mat_vec.mul_mat_heads(t, n_in, n_out, rows, heads),
         rows=rows, x=place["x"], x_stride=heads * place["x_stride"], x_head_bytes=place["x_stride"],
         w=memory.put(w), row_bytes=w.shape[2], head_bytes=w[0].nbytes, heads=heads, n_in=n_in, n_out=n_out,
-        out=out, out_stride=4 * heads * n_out,
+        out=out, out_stride=4 * heads * room, out_head_bytes=4 * room,
     )  # fmt: skip
     want = [
         products(w[i % heads], t, values[[i]], None if excess is None else excess[[i]]) for i in range(rows * heads)
     ]
-    check(memory.get(out, (rows, heads * n_out)), np.reshape(want, (rows, heads * n_out)))
+    found = memory.get(out, (rows, heads, room))
+    check(found[..., :n_out], np.reshape(want, (rows, heads, n_out)))
+    assert np.isnan(found[..., n_out:]).all()
 
 
 @pytest.mark.usefixtures("as_large")

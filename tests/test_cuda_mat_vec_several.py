@@ -9,7 +9,8 @@ import pytest
 from cuda_products import check, draw_weights, products, put_rows
 from device_memory import Memory
 
-from quantkit.kernels.cuda import mat_vec_several
+from quantkit.kernels.cuda import mat_vec_several, route
+from quantkit.kernels.parameters import Routing
 from quantkit.types import BY_NAME
 
 f32 = np.float32
@@ -42,3 +43,26 @@ def test_several_matrices_at_once(memory: Memory, name: str, n_in: int, rows: in
         memory.run(shape, **common, **mat_vec_several.slots(matrices))
         for slots, y in zip(matrices, want, strict=True):
             check(memory.get(slots["out"], y.shape), y)
+
+
+@pytest.mark.parametrize(("name", "rows", "groups"), [("F32", 1, 1), ("F32", 3, 4), ("Q8_0", 1, 1)])
+def test_a_router_chooses(memory: Memory, name: str, rows: int, groups: int) -> None:
+    """The second matrix is the router; its choice is that of the kernel that does nothing else."""
+    t, rng, n_in, n_outs = BY_NAME[name], np.random.default_rng(9), 96, (1, 40)
+    routing = Routing(40, 6, "sigmoid", norm=True, scale=2.5, n_group=groups, n_group_used=max(1, groups // 2))
+    place, _, _ = put_rows(memory, rng.standard_normal((rows, n_in)).astype(f32), t)
+    bias, counter = memory.put(rng.standard_normal(40).astype(f32)), memory.put(np.zeros(1, np.int32))
+    matrices = [
+        {"w": memory.put(draw_weights(t, (n, n_in), rng)), "n_out": n, "out": memory.room((rows, n))} for n in n_outs
+    ]
+    both = mat_vec_several.slots([{**matrix, "bias": 0, "scale": 0} for matrix in matrices])
+    common = {"rows": rows, "n_in": n_in, "n_first": 2, **place, "row_bytes": t.row_bytes(n_in), "other_row_bytes": 0}
+    chosen = {"logits": matrices[1]["out"], "bias": bias, **route.route_block(routing)}
+    found, want = ([memory.room((rows, 6), np.int32), memory.room((rows, 6))] for _ in range(2))
+    shape = mat_vec_several.mul_mats_route([t, t], n_in, n_outs, routing, rows)
+    for _ in range(2):
+        memory.run(shape, **common, **both, **chosen, ids=found[0], weights=found[1], counter=counter)
+        memory.run(route.route(routing, rows), **chosen, rows=rows, ids=want[0], weights=want[1])
+        for ours, theirs in zip(found, want, strict=True):
+            assert np.array_equal(memory.get(ours, (rows, 6), np.uint32), memory.get(theirs, (rows, 6), np.uint32))
+        assert memory.get(counter, (1,), np.int32)[0] == 0

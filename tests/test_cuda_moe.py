@@ -45,4 +45,31 @@ def test_a_plan_has_every_pair_once_by_expert(
             for pairs in [np.flatnonzero(flat == e)]
             for i in range(0, len(pairs), tokens)
         ]
-        assert tiles == want
+        assert tiles == sorted(want, key=lambda tile: len(tile[1]) < tokens)  # stable: by expert
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_rows_go_into_the_order_of_a_plan_and_back(memory: Memory, per_token: bool) -> None:
+    rows, n_used, n_expert, width, rng = 21, 3, 5, 70, np.random.default_rng(6)
+    ids = np.stack([rng.permutation(n_expert)[:n_used] for _ in range(rows)]).astype(np.int32)
+    pairs, order = rows * n_used, np.argsort(ids.ravel(), kind="stable")
+    plan, at = memory.room((moe.plan_bytes(n_expert, n_used, rows),), np.uint8), memory.put(ids)
+    memory.run(moe.bucket(n_expert), plan=plan, ids=at, rows=rows, n_used=n_used, n_expert=n_expert)
+    x = rng.standard_normal((rows if per_token else pairs, width)).astype(np.float32)
+    x_per, gathered = n_used if per_token else 1, memory.room((pairs, width), np.uint16)
+    memory.run(moe.gather(pairs), plan=plan, x=memory.put(x), out=gathered, rows=pairs, x_per=x_per, width=width)
+    bits = x.view(np.uint32)[order // x_per]
+    np.testing.assert_array_equal(
+        memory.get(gathered, (pairs, width), np.uint16), (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    )
+
+    y, out = rng.standard_normal((pairs, width)).astype(np.float32), memory.room((pairs, width))
+    bias = rng.standard_normal((n_expert, width + 1)).astype(np.float32)
+    scale = rng.standard_normal(n_expert).astype(np.float32)
+    b, s, of = memory.put(bias), memory.put(scale), ids.ravel()[order]
+    for given, want in (((0, 0), y), ((b, s), y * scale[of, None] + bias[of, :width])):
+        memory.run(
+            moe.scatter(pairs), plan=plan, ids=at, x=memory.put(y), out=out, rows=pairs, width=width, bias=given[0],
+            bias_stride=4 * (width + 1), scale=given[1],
+        )  # fmt: skip
+        np.testing.assert_array_equal(memory.get(out, (pairs, width))[order], want)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from device_memory import Memory
 
-from quantkit.kernels.cuda import activations, elementwise, route, stage
+from quantkit.kernels.cuda import activations, elementwise, glu, route, stage
+from quantkit.kernels.parameters import Activation
 
 
 class OneByOne:
@@ -50,7 +51,7 @@ class OneByOne:
         return out
 
     def stage(self, x: int, **slots: Any) -> None:
-        given = {**stage.NOTHING, "rows": self.rows, "width": self.width, "x": x, **slots}
+        given = {**stage.NOTHING, "batch": 0, "rows": self.rows, "width": self.width, "x": x, **slots}
         self.memory.run(stage.stage(self.width, self.rows), **given)
 
     def get(self, address: int) -> Any:
@@ -112,6 +113,23 @@ def test_a_plain_sum_of_experts(memory: Memory, plain: bool) -> None:
     out = at.room()
     at.stage(x, weights=weights, n_used=n_used, sum=out)
     assert np.array_equal(at.get(out), at.get(at.combine(x, weights, n_used)))
+
+
+def test_a_gate_and_rows_that_are_outputs(memory: Memory) -> None:
+    rng, rows, width = np.random.default_rng(5), 3, 300
+    at = OneByOne(memory, rows, width)
+    x, plus = (rng.standard_normal((7, width)).astype(np.float32) for _ in range(2))
+    gate, outputs = rng.standard_normal((rows, 1)).astype(np.float32), np.array([1, 2, 6])
+    limits, gated = glu.limits(Activation("sigmoid")), at.room()
+    slots = {"gate": memory.put(gate), "up": memory.put(plus[:rows]), "width": width, "gate_width": 1, "rows": rows}
+    memory.run(glu.glu(Activation("sigmoid"), width, rows), out=gated, **slots, **limits)
+    out = at.room()
+    at.stage(memory.put(x[:rows]), plus=slots["up"], gate=slots["gate"], sum=out)
+    assert np.array_equal(at.get(out), at.get(at.add(memory.put(x[:rows]), gated)))
+    batch = memory.batch(range(7), range(7), outputs=outputs)
+    at.stage(memory.put(x), plus_too=memory.put(plus), selected=1, batch=batch, sum=out)
+    want = at.add(memory.put(x[outputs]), memory.put(plus[outputs]))
+    assert np.array_equal(at.get(out), at.get(want))
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer", "l2"])

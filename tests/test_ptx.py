@@ -200,10 +200,21 @@ def dot4(a: int, b: int, c: int) -> int:
     return (c + sum(s(a >> 8 * i, 8) * s(b >> 8 * i, 8) for i in range(4))) & M32
 
 
+def dot4_unsigned(a: int, b: int, c: int) -> int:
+    return (c + sum((a >> 8 * i & 255) * s(b >> 8 * i, 8) for i in range(4))) & M32
+
+
+def dot2(a: int, b: int, c: int) -> int:
+    return (c + sum(s(a >> 16 * i, 16) * s(b >> 8 * i, 8) for i in range(2))) & M32
+
+
 #: Instructions of 32-bit registers a, b, c (%r1 to %r3, of which d is %r4) and what they make of them; None: anything.
 MEANINGS: dict[str, Callable[[int, int, int], int | None]] = {
     "prmt.b32 %r4, %r1, %r2, %r3;": prmt,
     "dp4a.s32.s32 %r4, %r1, %r2, %r3;": dot4,
+    "dp4a.u32.s32 %r4, %r1, %r2, %r3;": dot4_unsigned,
+    "dp2a.lo.s32.s32 %r4, %r1, %r2, %r3;": dot2,
+    "dp2a.hi.s32.s32 %r4, %r1, %r2, %r3;": lambda a, b, c: dot2(a, b >> 16, c),
     "shf.l.wrap.b32 %r4, %r1, %r2, %r3;": lambda a, b, c: ((b << 32 | a) << (c & 31) >> 32) & M32,
     "shf.r.wrap.b32 %r4, %r1, %r2, %r3;": lambda a, b, c: (b << 32 | a) >> (c & 31) & M32,
     "shf.r.clamp.b32 %r4, %r1, %r2, %r3;": lambda a, b, c: (b << 32 | a) >> min(c, 32) & M32,

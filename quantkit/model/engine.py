@@ -65,8 +65,8 @@ def load(
         max_ram: bytes of weights to keep in memory; without, the system decides.
         max_vram: bytes of weights to keep on each CUDA device; the others are sent for every batch, of experts those
             that it uses.
-        cublas: on CUDA devices prompts go through dense matrices unpacked to bf16 and cuBLAS: less exact, to compare
-            with.
+        cublas: on CUDA devices prompts go through matrices, experts' too, unpacked to bf16 and cuBLAS: less exact, to
+            compare with.
         observer: is shown what Observe operations look at.
         rewrite: adds operations that look on (observers.py) before any are fused; says nothing about fusion.
         build: makes the graph of an opened file; another one than the model's own is nextn.build_nextn.

@@ -94,15 +94,17 @@ def _logits(b: Builder, logits: Value) -> Value:
 
 def add_layer(b: Builder, x: Value) -> Value:
     """Add the operations of the current layer and return its output."""
+    own_ffn_norm = b.has("ffn_norm.weight")
+    with_attention = b.arch.parallel and not own_ffn_norm  # the same input for both
     normed = b.norm(x, "attn_norm") if b.has("attn_norm.weight") else x
     attended = ATTENTION[b.arch.attention](b, normed)
     if b.layer == b.h.n_layer - 1:
-        attended, x, normed = b.selected(attended), b.selected(x), b.selected(normed)
-    own_ffn_norm = b.has("ffn_norm.weight")
+        attended, x = b.selected(attended), b.selected(x)
+        normed = b.selected(normed) if with_attention else normed
     if not b.arch.ffn_norm_is_post_attention:
         attended = _post_norm(b, attended, "post_attention_norm")
     attended = b.scaled(attended, _residual_scale(b))
-    if b.arch.parallel and not own_ffn_norm:
+    if with_attention:
         fed = feed_forward(b, normed)
         return b.sum(b.sum(fed, x, "ffn_residual"), attended, "layer_out")
     middle = b.sum(attended, x, "attn_residual")

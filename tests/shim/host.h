@@ -141,6 +141,17 @@ static inline int __dp4a(int a, int b, int c) {
     for (int i = 0; i < 4; i++) sum += (uint32_t)((int8_t)((uint32_t)a >> 8 * i) * (int8_t)((uint32_t)b >> 8 * i));
     return (int)sum;
 }
+static inline int host_dp4a_us(uint32_t a, int b, int c) {  // PTX dp4a.u32.s32
+    uint32_t sum = (uint32_t)c;
+    for (int i = 0; i < 4; i++) sum += (uint32_t)((uint8_t)(a >> 8 * i) * (int8_t)((uint32_t)b >> 8 * i));
+    return (int)sum;
+}
+static inline int host_dp2a(int a, int b, int c) {
+    const int low = (int16_t)(uint32_t)a * (int8_t)(uint32_t)b;
+    return (int)((uint32_t)c + (uint32_t)low + (uint32_t)((a >> 16) * (int8_t)((uint32_t)b >> 8)));
+}
+static inline int __dp2a_lo(int a, int b, int c) { return host_dp2a(a, b, c); }
+static inline int __dp2a_hi(int a, int b, int c) { return host_dp2a(a, (int)((uint32_t)b >> 16), c); }
 static inline float __uint_as_float(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
 static inline float __int_as_float(int u) { float f; memcpy(&f, &u, 4); return f; }
 static inline uint32_t __float_as_uint(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
@@ -230,9 +241,22 @@ static inline uint16_t float_to_half(float f) {
     return (uint16_t)(sign | ((rounded - 0x38000000u) >> 13));
 }
 
+template <typename F> static inline uint32_t host_halves(uint32_t a, uint32_t b, F f) {
+    const uint32_t low = float_to_half(f(half_to_float((uint16_t)a), half_to_float((uint16_t)b)));
+    return low | (uint32_t)float_to_half(f(half_to_float((uint16_t)(a >> 16)), half_to_float((uint16_t)(b >> 16)))) << 16;
+}
+
+static inline uint32_t to_halves(float x, float y) { return float_to_half(x) | (uint32_t)float_to_half(y) << 16; }
+static inline float exp2_near(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
+static inline uint32_t sub_halves(uint32_t x, uint32_t y) {  // the difference is exact in f32
+    return to_halves(half_to_float((uint16_t)x) - half_to_float((uint16_t)y),
+                     half_to_float((uint16_t)(x >> 16)) - half_to_float((uint16_t)(y >> 16)));
+}
+
 // ---- tensor cores (mma.cuh): every lane gives its registers, and picks what its results are made of
 
 template <typename T> static inline T* fixed(T* p) { return p; }
+static inline uint32_t fixed(uint32_t v) { return v; }
 static inline unsigned thread_here() { return threadIdx.x; }
 static inline unsigned block_here() { return blockIdx.x; }
 static inline void ldmatrix4(uint32_t r[4], const void* row) {
@@ -281,12 +305,6 @@ static inline void mma_m16n8k32_s8(int d[4], const uint32_t a[4], const uint32_t
     const void* table = host_exchange(18, &mine, sizeof mine);
     const int g = host_lane_id() / 4, t = host_lane_id() % 4;
     for (int i = 0; i < 4; i++) d[i] = c[i] + host_dot_s8(table, g, 2 * t + i % 2, i / 2, 2, 2);
-}
-static inline void mma_m16n8k16_s8(int d[4], uint32_t a0, uint32_t a1, uint32_t b, const int c[4]) {
-    const HostOperands mine = {{a0, a1, 0, 0}, {b, 0}};
-    const void* table = host_exchange(19, &mine, sizeof mine);
-    const int g = host_lane_id() / 4, t = host_lane_id() % 4;
-    for (int i = 0; i < 4; i++) d[i] = c[i] + host_dot_s8(table, g, 2 * t + i % 2, i / 2, 0, 1);
 }
 static inline void mma_m8n8k16_s8(int d[2], uint32_t a, uint32_t b, const int c[2]) {
     const HostOperands mine = {{a, 0, 0, 0}, {b, 0}};

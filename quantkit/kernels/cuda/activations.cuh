@@ -98,16 +98,20 @@ template <int FORM> INLINE void quantize_unit(const float (&v)[8], uint8_t* out,
     if (lane % 2 == 0) sums[lane / 2] = of_minimum;
 }
 
-// The same of a row of n values, x, by a warp; format: one of the int8 formats.
-INLINE void quantize_unit_of(int64_t format, const float* x, int64_t n, uint8_t* out, int64_t unit) {
-    float v[8];
-    load_eight(x, 256 * unit + 8 * (threadIdx.x & 31), n, v);
-    const int64_t units = (n + 255) / 256;
+// The same in a format that is known at run time: one of the int8 formats.
+INLINE void quantize_unit_in(int64_t format, const float (&v)[8], uint8_t* out, int64_t unit, int64_t units) {
     switch (format) {
         case Q8_0: quantize_unit<Q8_0>(v, out, unit, units); break;
         case Q8_1: quantize_unit<Q8_1>(v, out, unit, units); break;
         case Q8_K: quantize_unit<Q8_K>(v, out, unit, units); break;
     }
+}
+
+// A unit of a row of n values, x, by a warp.
+INLINE void quantize_unit_of(int64_t format, const float* x, int64_t n, uint8_t* out, int64_t unit) {
+    float v[8];
+    load_eight(x, 256 * unit + 8 * (threadIdx.x & 31), n, v);
+    quantize_unit_in(format, v, out, unit, (n + 255) / 256);
 }
 
 template <int FORM> INLINE float rounded(float v) {

@@ -3,7 +3,7 @@
 // Block by block, with m the largest score so far, l the sum and o the weighted values:
 //
 //     s = scale * q K^T       capped, biased, masked
-//     m' = max(m, max s)      p = exp(s - m')      f = exp(m - m')
+//     m' = max(m, max s)      p = exp(s - m')      f = exp(m - m')      (in powers of 2: attention.cuh)
 //     l = f l + sum p         o = f o + p V        at the end out = o / l
 //
 // (Milakov & Gimelshein 2018; Dao et al. 2022, FlashAttention.) The keys may be split over blocks of threads: then each
@@ -74,14 +74,14 @@ template <typename A> INLINE void combine(const A& a) {
     __syncthreads();
     float largest = shared[0];
     for (int w = 1; w < 4; w++) largest = fmaxf(largest, shared[w]);
-    const float factor = l > 0 ? expf(m - largest) : 0.0f;
+    const float factor = l > 0 ? exp2_near(m - largest) : 0.0f;
     if (part < 128) factors[part] = factor;
     if (l > 0) atomicMax(&used, part + 1);
     const float by = last_factor(a.sinks, row % a.n_head, largest, block_sum(factor * l, shared));
 
     const int column = (int)blockIdx.y * 128 + lane, head_v = (int)a.head_v;
     float total[4] = {0, 0, 0, 0};
-#pragma unroll 4
+#pragma unroll 8
     for (int p = warp; p < used; p += 8) {
         const float* values = a.scratch + (row * a.splits + p) * a.head_v + column;
 #pragma unroll
@@ -100,24 +100,31 @@ template <typename A> INLINE void combine(const A& a) {
 
 KERNEL(attention_combine, 256) { combine(a); }
 
-// As attention_combine's; a token's heads are then brought to an int8 format, 256 columns by the last of their blocks:
-// head_v, or 128, divides 256. counters: 0, one for every 256 columns of a token.
+// As attention_combine's; heads are then brought to a format, rows of q_width: to an int8 one 256 columns by the last of their
+// blocks; head_v, or 128, divides 256. counters: 0, one for every 256 columns of a row.
 struct attention_combine_to_args {
     int64_t rows, n_head, head_v;
     float* out;
     const float* sinks;
     int64_t splits;
     const float* scratch;
-    int64_t format;
+    int64_t format, q_width;
     uint8_t* quantized;
     int* counters;
 };
 
 KERNEL(attention_combine_to, 256) {
     combine(a);
-    const int64_t width = a.n_head * a.head_v, units = (width + 255) / 256, each = min(a.head_v, (int64_t)128);
-    const int64_t token = blockIdx.x / a.n_head, first = blockIdx.x % a.n_head * a.head_v + 128 * (int64_t)blockIdx.y;
-    const int64_t unit = first / 256, blocks = min((int64_t)256, width - 256 * unit) / each;
-    if (is_last_of(a.counters + token * units + unit, (int)blocks) && threadIdx.x < 32)
-        quantize_unit_of(a.format, a.out + token * width, width, a.quantized + token * 352 * units, unit);
+    if (a.format > Q8_K) {
+        const int64_t i = blockIdx.x * a.head_v + 128 * (int64_t)blockIdx.y + threadIdx.x;
+        __syncthreads();
+        if (threadIdx.x >= min(a.head_v, (int64_t)128)) return;
+        ((float*)a.quantized)[i] = a.format == ROUND_F16 ? rounded<ROUND_F16>(a.out[i]) : rounded<ROUND_BF16>(a.out[i]);
+        return;
+    }
+    const int64_t width = a.q_width, units = (width + 255) / 256, each = min(a.head_v, (int64_t)128);
+    const int64_t at = blockIdx.x * a.head_v + 128 * (int64_t)blockIdx.y, row = at / width, unit = at % width / 256;
+    const int64_t blocks = min((int64_t)256, width - 256 * unit) / each;
+    if (is_last_of(a.counters + row * units + unit, (int)blocks) && threadIdx.x < 32)
+        quantize_unit_of(a.format, a.out + row * width, width, a.quantized + row * 352 * units, unit);
 }

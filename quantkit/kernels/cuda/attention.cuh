@@ -100,9 +100,14 @@ INLINE Row in_range(Row row, const Range& range) {
 // Scores that are more than products: capped, and biased by the distance.
 INLINE bool is_bent(const attention_args& a) { return a.softcap > 0 || a.alibi > 0; }
 
+// Scores count as exponents of 2, in which a weight is one instruction: e^s = 2^(s log2 e). What products are
+// multiplied by, if nothing bends them before:
+#define LOG2_E 1.4426950408889634
+INLINE float scale_of(const attention_args& a) { return (float)(is_bent(a) ? a.scale : a.scale * LOG2_E); }
+
 INLINE float bend(const attention_args& a, const Row& row, int key, float s) {
-    if (a.softcap > 0) s = tanhf(s / (float)a.softcap) * (float)a.softcap;
-    return s + row.slope * (float)(key - row.last);
+    if (a.softcap > 0) s = tanhf(s * (1.0f / (float)a.softcap)) * (float)a.softcap;
+    return (s + row.slope * (float)(key - row.last)) * (float)LOG2_E;
 }
 
 INLINE float mask(const Row& row, int key, float s) {
@@ -143,6 +148,6 @@ INLINE void leave(const attention_args& a, int kv_head, int first_row, int split
 // What a row's weighted values are multiplied by at the end: a sink is one more score, without a value.
 INLINE float last_factor(const float* sinks, int64_t head, float m, float l) {
     if (!sinks) return 1.0f / l;
-    const float largest = fmaxf(m, sinks[head]), f = expf(m - largest);
-    return f / (l * f + expf(sinks[head] - largest));
+    const float sink = sinks[head] * (float)LOG2_E, largest = fmaxf(m, sink), f = exp2_near(m - largest);
+    return f / (l * f + exp2_near(sink - largest));
 }

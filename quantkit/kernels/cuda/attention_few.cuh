@@ -14,20 +14,46 @@
 #define V_WIDTH WIDTH_OF(HEAD_V)
 #define V_TIMES TIMES_OF(HEAD_V)
 
-// The columns of a row that are this lane's, zeros behind the last.
-template <int HEAD, int N, int T> INLINE void read_lane(const uint8_t* row, float* out) {
-    const int lane = threadIdx.x & 31;
+#define LEVELS (CACHE == CACHE_Q8_0)
+
+// The columns of rows that are this lane's: N side by side, T times, of levels each time with one scale.
+template <int HEAD, int N, int T> struct Lane {
+    const uint8_t *values, *scales;  // of row 0
+    uint32_t bytes;                  // from row to row
+
+    __device__ __forceinline__ Lane(const uint8_t* row0, int64_t width) {
+        const int column = N * (int)(threadIdx.x & 31);
+        scales = row0 + column / 32 * 34;
+        values = LEVELS ? scales + 2 + column % 32 : row0 + column * (CACHE == CACHE_F32 ? 4 : 2);
+        bytes = (uint32_t)cache_bytes(width);
+    }
+
+    // Zeros behind the last column. d: 1 if these are no levels.
+    __device__ __forceinline__ void read(int row, float (&out)[N * T], float (&d)[T]) const {
+        const uint8_t* from = values + (uint64_t)(uint32_t)row * bytes;
+        const uint8_t* scale = scales + (uint64_t)(uint32_t)row * bytes;
 #pragma unroll
-    for (int t = 0; t < T; t++) {
-        const int column = N * (lane + 32 * t);
-        if (column < HEAD) {
-            read_cache<N>(row, column, out + N * t);
-        } else {
+        for (int t = 0; t < T; t++) {
+            d[t] = 1;
+            if (32 * N * (t + 1) <= HEAD || N * (int)(threadIdx.x & 31) + 32 * N * t < HEAD) {
+                if (LEVELS) {
+                    d[t] = half_to_float(load2(scale + N * 34 * t));
 #pragma unroll
-            for (int j = 0; j < N; j++) out[N * t + j] = 0;
+                    for (int j = 0; j < N; j += 2) {
+                        const float2 v = levels(load2(from + N * 34 * t + j));
+                        out[N * t + j] = v.x;
+                        if (j + 1 < N) out[N * t + j + 1] = v.y;
+                    }
+                } else {
+                    read_cache<N>(from, 32 * N * t, out + N * t);
+                }
+            } else {
+#pragma unroll
+                for (int j = 0; j < N; j++) out[N * t + j] = 0;
+            }
         }
     }
-}
+};
 
 // Sums of 2 D values over the warp: lane i gets that of value i. (A recursion: a loop's indices would not be constant.)
 template <int D> INLINE float sum_lanes(float* v) {
@@ -63,11 +89,14 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
 #pragma unroll
         for (int i = 0; i < V_WIDTH * V_TIMES; i++) o[r][i] = 0;
     }
+    const float scale = scale_of(a);
     // As far as scores go, a lane is a row and one key of each SPAN; l is of its keys only until the end.
     float m = NONE, l = 0;
 
     for (; range.sequence != NO_SEQUENCE; range = next_range(a, begin, end, range.sequence)) {
         const Row mine = in_range(row_of(a, kv_head, first_row + lane / SPAN), range);
+        const Lane<HEAD_K, K_WIDTH, K_TIMES> keys(key_row(a, kv_head, range.sequence, 0), a.n_head_kv * HEAD_K);
+        const Lane<HEAD_V, V_WIDTH, V_TIMES> values(value_row(a, kv_head, range.sequence, 0), a.n_head_kv * (a.v_cache ? HEAD_V : HEAD_K));
         blocks = blocks_of(a, range, 32, split);
         for (int block = blocks.begin + warp; block < blocks.end; block += WARPS) {
             const int start = 32 * block;
@@ -77,18 +106,22 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
                 float products[32];
 #pragma unroll
                 for (int i = 0; i < SPAN; i++) {
-                    float k[K_WIDTH * K_TIMES];
-                    const int key = min(max(start + SPAN * j + i, range.first), range.last);
-                    read_lane<HEAD_K, K_WIDTH, K_TIMES>(key_row(a, kv_head, range.sequence, key), k);
+                    float k[K_WIDTH * K_TIMES], d[K_TIMES];
+                    keys.read(min(max(start + SPAN * j + i, range.first), range.last), k, d);
 #pragma unroll
                     for (int r = 0; r < ROWS; r++) {
                         float sum = 0;
 #pragma unroll
-                        for (int c = 0; c < K_WIDTH * K_TIMES; c++) sum = fmaf(q[r][c], k[c], sum);
+                        for (int t = 0; t < K_TIMES; t++) {
+                            float part = LEVELS ? 0 : sum;
+#pragma unroll
+                            for (int c = K_WIDTH * t; c < K_WIDTH * (t + 1); c++) part = fmaf(q[r][c], k[c], part);
+                            sum = LEVELS ? fmaf(part, d[t], sum) : part;
+                        }
                         products[SPAN * r + i] = sum;
                     }
                 }
-                s[j] = sum_lanes<16>(products) * (float)a.scale;
+                s[j] = sum_lanes<16>(products) * scale;
             }
             if (is_bent(a)) {
 #pragma unroll
@@ -102,13 +135,13 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
             }
 #pragma unroll
             for (int d = SPAN / 2; d; d >>= 1) largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, d));
-            const float factor = expf(m - largest);
+            const float factor = exp2_near(m - largest);
             m = largest;
             l *= factor;
             __syncwarp();  // weights of the keys before have been read
 #pragma unroll
             for (int j = 0; j < ROWS; j++) {
-                const float p = expf(s[j] - m);
+                const float p = exp2_near(s[j] - m);
                 l += p;
                 weights[warp][SPAN * j + lane % SPAN][lane / SPAN] = p;
             }
@@ -119,16 +152,19 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
 #pragma unroll
                 for (int c = 0; c < V_WIDTH * V_TIMES; c++) o[r][c] *= f;
             }
-#pragma unroll 8
+#pragma unroll (ROWS <= 2 ? 16 : 8)
             for (int i = 0; i < 32; i++) {
-                float v[V_WIDTH * V_TIMES];
-                const int key = min(max(start + i, range.first), range.last);  // another's weight is 0
-                read_lane<HEAD_V, V_WIDTH, V_TIMES>(value_row(a, kv_head, range.sequence, key), v);
+                float v[V_WIDTH * V_TIMES], d[V_TIMES];
+                values.read(min(max(start + i, range.first), range.last), v, d);  // another's weight is 0
 #pragma unroll
                 for (int r = 0; r < ROWS; r++) {
                     const float p = weights[warp][i][r];
 #pragma unroll
-                    for (int c = 0; c < V_WIDTH * V_TIMES; c++) o[r][c] = fmaf(p, v[c], o[r][c]);
+                    for (int t = 0; t < V_TIMES; t++) {
+                        const float by = LEVELS ? p * d[t] : p;
+#pragma unroll
+                        for (int c = V_WIDTH * t; c < V_WIDTH * (t + 1); c++) o[r][c] = fmaf(by, v[c], o[r][c]);
+                    }
                 }
             }
         }
@@ -156,7 +192,7 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
         for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, kept_m[w][r]);
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
-            factors[w] = expf(kept_m[w][r] - largest);
+            factors[w] = exp2_near(kept_m[w][r] - largest);
             sum += factors[w] * kept_l[w][r];
         }
         const bool whole = a.splits == 1;

@@ -113,7 +113,7 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
                 const Row row = in_range(rows[4 * y + r], range);
                 float largest = m[r], sum = 0;
 #pragma unroll
-                for (int k = 0; k < 4; k++) s[r][k] *= (float)a.scale;
+                for (int k = 0; k < 4; k++) s[r][k] *= scale_of(a);
                 if (is_bent(a)) {
 #pragma unroll
                     for (int k = 0; k < 4; k++) s[r][k] = bend(a, row, start + x + 16 * k, s[r][k]);
@@ -124,11 +124,11 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
                     largest = fmaxf(largest, s[r][k]);
                 }
                 largest = max16(largest);
-                const float factor = expf(m[r] - largest);
+                const float factor = exp2_near(m[r] - largest);
                 m[r] = largest;
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
-                    const float weight = expf(s[r][k] - largest);
+                    const float weight = exp2_near(s[r][k] - largest);
                     sum += weight;
                     p[r * P_STRIDE + x + 16 * k] = weight;
                 }

@@ -13,12 +13,11 @@ INLINE int64_t cache_bytes(int64_t values) {
 
 INLINE float2 halves(uint32_t two) { return make_float2(half_to_float((uint16_t)two), half_to_float((uint16_t)(two >> 16))); }
 
-// Two levels times d. A level + 128 is the low byte of a float of 2^23 and more: conversions of integers are slow.
-INLINE float2 levels(uint16_t two, float d) {
+// Two levels. A level + 128 is the low byte of a float of 2^23 and more: conversions of integers are slow.
+INLINE float2 levels(uint16_t two) {
     const uint32_t bytes = two ^ 0x8080u;
-    const float x = __uint_as_float(__byte_perm(bytes, 0x4b000000u, 0x7650)) - 8388736.0f;
-    const float y = __uint_as_float(__byte_perm(bytes, 0x4b000000u, 0x7651)) - 8388736.0f;
-    return make_float2(x * d, y * d);
+    return make_float2(__uint_as_float(__byte_perm(bytes, 0x4b000000u, 0x7650)) - 8388736.0f,
+                       __uint_as_float(__byte_perm(bytes, 0x4b000000u, 0x7651)) - 8388736.0f);
 }
 
 // Values i, i + 1, ... of a head's row: N of them, 1, 2 or 4; i and the head's length are multiples of N (and of 2 for
@@ -36,6 +35,9 @@ template <int N> INLINE void read_cache(const uint8_t* row, int i, float* out) {
             const uint2 v = *(const uint2*)(row + 2 * i);
             const float2 low = halves(v.x), high = halves(v.y);
             out[0] = low.x, out[1] = low.y, out[2] = high.x, out[3] = high.y;
+        } else if (N == 2) {
+            const float2 v = halves(load4(row + 2 * i));
+            out[0] = v.x, out[1] = v.y;
         } else {
             for (int j = 0; j < N; j++) out[j] = half_to_float(load2(row + 2 * (i + j)));
         }
@@ -43,9 +45,9 @@ template <int N> INLINE void read_cache(const uint8_t* row, int i, float* out) {
         const uint8_t* block = row + i / 32 * 34;
         const float d = half_to_float(load2(block));
         for (int j = 0; j < N; j += 2) {
-            const float2 v = levels(load2(block + 2 + i % 32 + j), d);
-            out[j] = v.x;
-            if (j + 1 < N) out[j + 1] = v.y;
+            const float2 v = levels(load2(block + 2 + i % 32 + j));
+            out[j] = v.x * d;
+            if (j + 1 < N) out[j + 1] = v.y * d;
         }
     }
 }

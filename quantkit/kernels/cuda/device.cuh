@@ -68,6 +68,31 @@ __device__ __forceinline__ uint16_t float_to_half(float f) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
     return h;
 }
+
+// Two of them, x in the low half.
+__device__ __forceinline__ uint32_t to_halves(float x, float y) {
+#if __CUDA_ARCH__ >= 800
+    uint32_t two;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(y), "f"(x));
+    return two;
+#else
+    return float_to_half(x) | (uint32_t)float_to_half(y) << 16;
+#endif
+}
+
+// 2^x to 2 units in the last place; 0 below 2^-126.
+__device__ __forceinline__ float exp2_near(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// x - y, of both halves.
+__device__ __forceinline__ uint32_t sub_halves(uint32_t x, uint32_t y) {
+    uint32_t two;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(two) : "r"(x), "r"(y));
+    return two;
+}
 #endif
 
 #define INLINE static __device__ __forceinline__

@@ -251,8 +251,10 @@ class CUDADevice:
             raise ResourceError(f"{self.name} failed: {e}") from None
 
     def gemm_bf16(self, rows: int, n_out: int, n_in: int, x: int, w: int, out: int) -> None:
-        from cupy_backends.cuda.libs import cublas
-
+        try:
+            from cupy_backends.cuda.libs import cublas
+        except ImportError as e:
+            raise ResourceError(f"--cublas needs cuBLAS, which CuPy does not find: {e}") from None
         one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
         with self.here():
             handle = int(self._device.cublas_handle)

@@ -1,67 +1,55 @@
 // Rows of quantized weights times a few rows of activations: what every warp of mat_vec.cu does.
 //
 // LANES lanes share a row of weights: a part of a warp, a warp, or several warps of a block. In a step each takes one
-// part of 32 values, so that a step is a segment of the row. Segments are copied to shared memory 16 bytes at a time,
-// from the 16-byte boundary before them on (rows begin anywhere): memory is read in whole lines whatever the type, and
-// the next steps are on their way while one is computed. No barrier but the warp's own is needed.
+// part of 32 values, or two (forms.cuh), so that a step is a segment of the row. Segments are copied to shared memory 16
+// bytes at a time, from the 16-byte boundary before them on (rows begin anywhere): memory is read in whole lines whatever
+// the type, and the next steps are on their way while one is computed; the first ones, where no earlier launch decides
+// which weights they are, while that launch still runs. No barrier but the warp's own is needed.
 //
 // The sum of a row depends on LANES only, not on how many rows or columns are computed together. (Included once for each
 // type that a file multiplies: mat_vec_several.cu.)
 #include "async_copy.cuh"
 #include "team.cuh"
-#include "unpack/all.cuh"
+#include "unpack/forms.cuh"
 
-// 32 values of a row of activations.
-struct Activations {
-    int4 low, high;
-    float d;
-    float2 sums;
-};
+typedef Form<TYPE, (COLUMNS > 2)> FORM;
+const int VALUES = 32 * FORM::PARTS;                             // of a lane in a step
+const int SEGMENT = GROUP * VALUES / TYPE::BLOCK * TYPE::BYTES;  // bytes of a row in a step
+const int WORDS = (SEGMENT + 30) / 16;                           // of 16 bytes, that they may lie in
 
 // Where a lane finds its values in a row: int8 levels[n_pad] | float d[n_pad / 32] | float sums[n_pad / 16].
 struct ActivationRow {
     const uint8_t* levels;
     int d, sums;  // from the levels on
 
+    // part: in units of VALUES.
     INLINE_METHOD ActivationRow(const uint8_t* x, int n_pad, int part)
-        : levels(x + 32 * part), d(n_pad - 28 * part), sums(n_pad + n_pad / 8 - 24 * part) {}
+        : levels(x + FORM::first(part)),
+          d(n_pad + VALUES / 8 * part - FORM::first(part)),
+          sums(n_pad + n_pad / 8 + VALUES / 4 * part - FORM::first(part)) {}
 
-    INLINE_METHOD Activations load(int by) const {
+    INLINE_METHOD Activations load(int by, int part_of_block) const {
         const uint8_t* p = levels + by;
         Activations v;
-        v.low = *(const int4*)p;
-        v.high = *(const int4*)(p + 16);
+        FORM::load(p, part_of_block, v);
         v.d = *(const float*)(p + d);
         if (TYPE::MINS) v.sums = *(const float2*)(p + sums);
         return v;
     }
 
     INLINE_METHOD void advance(int parts) {
-        levels += 32 * parts;
-        d -= 28 * parts;
-        sums -= 24 * parts;
+        levels += VALUES * parts;
+        d -= VALUES / 8 * 7 * parts;
+        sums -= VALUES / 4 * 3 * parts;
     }
 };
 
-// sum + the product of 32 values.
-INLINE float add_product(float sum, const Levels& l, const Activations& x) {
-    int first = __dp4a(l.q[0], x.low.x, 0);
-    first = __dp4a(l.q[1], x.low.y, first);
-    first = __dp4a(l.q[2], x.low.z, first);
-    first = __dp4a(l.q[3], x.low.w, first);
-    int second = __dp4a(l.q[4], x.high.x, TYPE::HALVES ? 0 : first);
-    second = __dp4a(l.q[5], x.high.y, second);
-    second = __dp4a(l.q[6], x.high.z, second);
-    second = __dp4a(l.q[7], x.high.w, second);
-    float products = l.d[1] * (float)second;
-    if (TYPE::HALVES) products = fmaf(l.d[0], (float)first, products);
-    sum = fmaf(x.d, products, sum);
-    if (TYPE::MINS) sum = fmaf(-l.m[1], x.sums.y, fmaf(-l.m[0], x.sums.x, sum));
+// sum + the product of a lane's values.
+template <typename W> INLINE float add_product(float sum, const W& w, const Activations& x) {
+    sum = fmaf(x.d, FORM::product(w, x), sum);
+    if constexpr (TYPE::MINS) sum = fmaf(-w.m[1], x.sums.y, fmaf(-w.m[0], x.sums.x, sum));
     return sum;
 }
-
-const int SEGMENT = GROUP * 32 / TYPE::BLOCK * TYPE::BYTES;  // bytes of a row in a step
-const int WORDS = (SEGMENT + 30) / 16;                       // of 16 bytes, that they may lie in
 
 // Copies the segments of a warp: those of one step, one after the other, WORDS each.
 template <int SEGMENTS> struct Copier {
@@ -101,11 +89,11 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
     const bool EARLY = C <= 2;  // activations fit the registers while one waits for weights
     // Unpackers may read some bytes before and after a block.
     __shared__ __align__(16) uint8_t stages[16 + WARPS * STAGES * STAGE + 16];
-    __shared__ uint32_t grid[Grid<TYPE>::WORDS > 0 ? Grid<TYPE>::WORDS : 1];
-    const int lane = team.lane % GROUP, parts = n_in / 32, n_pad = (n_in + 255) / 256 * 256;
-    const int steps = (parts + LANES - 1) / LANES, PARTS = TYPE::BLOCK / 32;
-    uint8_t* const mine = stages + 16 + team.warp * (STAGES * STAGE);
-    const SharedAddress to = shared_address(mine + 16 * team.lane);
+    __shared__ __align__(16) uint32_t copies[Copies<TYPE>::WORDS > 0 ? Copies<TYPE>::WORDS : 1];
+    const int lane = team.lane % GROUP, parts = n_in / VALUES, n_pad = (n_in + 255) / 256 * 256;
+    const int steps = (parts + LANES - 1) / LANES, PARTS = TYPE::BLOCK / VALUES;
+    const int mine = 16 + team.warp * (STAGES * STAGE);
+    const SharedAddress to = shared_address(stages + mine + 16 * team.lane);
     const int first = team.slice * SEGMENT, stride = SLICES * SEGMENT;  // of a row: the first step, from step to step
 
     Copier<SEGMENTS> copier;
@@ -118,10 +106,12 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
         if (s < steps) copier.copy(to + s * STAGE, s * stride);
         end_group();
     }
-    if (Grid<TYPE>::WORDS) {
-        load_grid<TYPE>(grid);
+    if (Copies<TYPE>::WORDS) {
+        load_copies<TYPE>(copies);
         __syncthreads();
     }
+    wait_for_previous();
+    const Lookup grid(copies, team.lane, Copies<TYPE>::N);
     uint32_t head[M][R];  // where the first segments begin: only the last four bits matter
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -131,7 +121,7 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
 #pragma unroll
             for (int c = 0; c < C; c++) sums[m][r][c] = 0;
         }
-    const uint8_t* const block = mine + 16 * WORDS * team.number + lane / PARTS * TYPE::BYTES;
+    const int block = mine + 16 * WORDS * team.number + lane / PARTS * TYPE::BYTES;
     int part = team.slice * GROUP + lane;
     ActivationRow row(x, n_pad, part);
 #pragma unroll 1
@@ -139,24 +129,26 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
         Activations early[EARLY ? C : 1];
         if (EARLY && part < parts)
 #pragma unroll
-            for (int c = 0; c < C; c++) early[c] = row.load(c * (int)x_stride);
+            for (int c = 0; c < C; c++) early[c] = row.load(c * (int)x_stride, lane % PARTS);
         wait_groups<STAGES - 1>();
         __syncwarp();
         if (part < parts) {
-            Levels levels[M][R];
+            FORM::Weights weights[M][R];
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
-                for (int r = 0; r < R; r++)
-                    unpack_with<TYPE>(block + stage + 16 * WORDS * TEAMS * (m * R + r) + (head[m][r] + s * stride & 15),
-                                      lane % PARTS, levels[m][r], grid);
+                for (int r = 0; r < R; r++) {
+                    const int at = block + stage + 16 * WORDS * TEAMS * (m * R + r) + (int)(head[m][r] + s * stride & 15);
+                    FORM::unpack(Place{stages, (uint32_t)at}, lane % PARTS, weights[m][r], grid);
+                }
 #pragma unroll
             for (int c = 0; c < C; c++) {
-                const Activations v = EARLY ? early[EARLY ? c : 0] : row.load(c * (int)x_stride);
+                Activations v = EARLY ? early[EARLY ? c : 0] : row.load(c * (int)x_stride, lane % PARTS);
+                FORM::prepare(v);
 #pragma unroll
                 for (int m = 0; m < M; m++)
 #pragma unroll
-                    for (int r = 0; r < R; r++) sums[m][r][c] = add_product(sums[m][r][c], levels[m][r], v);
+                    for (int r = 0; r < R; r++) sums[m][r][c] = add_product(sums[m][r][c], weights[m][r], v);
             }
         }
         __syncwarp();

@@ -54,6 +54,7 @@ INLINE void add_products(const uint4 (&words)[M][R], const uint8_t* x, int64_t x
 template <int M, int R, int C>
 INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_bytes, const uint8_t* x,
                      int64_t x_stride, int n_in, float (&sums)[M][R][C]) {
+    wait_for_previous();
     const int AT_ONCE = C <= 2 ? 4 : 2;  // loads of a row
     const uint8_t* rows[M][R];
     int64_t bits = row_bytes | x_stride | (int64_t)x;

@@ -61,7 +61,7 @@ KERNEL(mul_mat_heads, THREADS) {
     const uint8_t* x = a.x + blockIdx.z * a.x_head_bytes + fetched_token(a.rows) * a.x_stride;
     Sums sum;
     multiply_tile(shared, w, a.row_bytes, x, (int)a.n_in, tokens_here(a.rows), sum);
-    uint8_t* out = a.out + first_token() * a.out_stride + 4 * blockIdx.z * a.n_out;
+    uint8_t* out = a.out + first_token() * a.out_stride + blockIdx.z * a.out_head_bytes;
     store_tile(sum, out, a.out_stride, tokens_here(a.rows), a.n_out, 0, 1.0f);
 }
 

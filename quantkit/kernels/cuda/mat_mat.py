@@ -20,9 +20,11 @@ from quantkit.types import BY_NAME, TensorType
 #: Types that are no blocks of levels, and what panel.cuh calls them.
 FLOATS = {"F16": "HALF", "BF16": "BFLOAT", "F32": "SINGLE"}
 WITH_MINS = frozenset({"Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"})
-#: Types with a scale, or a minimum, per 16 values.
-SCALE_PER_16, MIN_PER_16 = frozenset({"NVFP4"}), frozenset({"Q2_K"})
-#: Types whose levels are multiplied with their scales (folded.cuh), by the bytes that takes.
+#: Types with a minimum per 16 values.
+MIN_PER_16 = frozenset({"Q2_K"})
+#: Types that are multiplied as halves, which contain their scales (folded.cuh).
+IN_F16 = frozenset({"NVFP4"})
+#: Types whose levels are multiplied with their scales, by the bytes that takes.
 FOLDED = {"Q2_K": 1, "Q3_K": 1, "TQ1_0": 1, "TQ2_0": 1, "Q6_K": 2, "IQ2_XS": 2, "IQ2_S": 2, "IQ1_M": 2}
 #: Words of the grid of types that have one.
 GRIDS = {"IQ3_XXS": 256, "IQ3_S": 512, "IQ2_XXS": 256, "IQ2_XS": 512, "IQ2_S": 1024, "IQ1_S": 2048, "IQ1_M": 2048}
@@ -43,8 +45,10 @@ _SHARED = {
     90: 227 << 10,
     120: 99 << 10,
 }
-#: So few large tiles leave so much of a device idle that small ones, which unpack four times as often, are faster.
+#: So few large tiles leave so much of a device idle that small ones, which unpack four times as often, are faster. Of
+#: up to 32 tokens a large tile has 0.76 of the instructions of its four small ones (Q4_K, sm_90), if there are many.
 _FEW = 40
+_FEW_OF_32 = 8
 #: From one row of a tile in shared memory to the next.
 _STRIDE = 144
 
@@ -65,23 +69,26 @@ def tile_for(t: TensorType, n_out: int, tokens: float, groups: int = 1, capabili
     """Return the tile for so many rows of x, and so many groups of them (heads, experts): a large one for many."""
     room = _SHARED[max(c for c in _SHARED if c <= capability)]
     blocks = groups * -(-n_out // LARGE.rows) * -(-tokens // LARGE.tokens)
-    large = tokens > SMALL.tokens and blocks >= _FEW and shared_bytes(t, LARGE) <= room
-    return LARGE if large else SMALL
+    enough = _FEW if tokens > SMALL.tokens else _FEW * _FEW_OF_32
+    return LARGE if blocks >= enough and shared_bytes(t, LARGE) <= room else SMALL
 
 
 def shared_bytes(t: TensorType, tile: Tile) -> int:
     """Return the shared memory of a block: what panel.cuh lays out."""
     panel, x = tile.rows * _STRIDE, tile.tokens * _STRIDE
     if t.name in FLOATS:
-        return 2 * panel + (2 * x if t.name == "F32" else x + tile.tokens * (4 * 64 + 16))
+        return 2 * panel + 2 * x
     planes = FOLDED.get(t.name, 0)
-    scales = 4 * tile.rows * (1 if planes else 8 if t.name in SCALE_PER_16 else 4)
+    if t.name in IN_F16:
+        panel, scales = tile.rows * (2 * 128 + 16), 0
+    else:
+        panel, scales = max(planes, 1) * panel, 4 * tile.rows * (1 if planes else 4)
     mins = 4 * tile.rows * (8 if t.name in MIN_PER_16 else 4) if t.name in WITH_MINS else 0
     unit = 256 // t.block * t.block_bytes
     pieces = (unit + (15 if t.block_bytes % 16 else 0) + 15) // 16
     x += 16 * tile.tokens + (32 * tile.tokens if mins else 0)
     raw = tile.rows * 16 * (pieces | 1) + 16
-    return max(planes, 1) * panel + scales + mins + 2 * x + 4 * tile.rows + raw + 4 * GRIDS.get(t.name, 0)
+    return panel + scales + mins + 2 * x + 4 * tile.rows + raw + 4 * GRIDS.get(t.name, 0)
 
 
 def _operation(name: str, t: TensorType, tile: Tile, activation: str = "") -> Operation:
@@ -135,7 +142,8 @@ def up_gate_id(
 def _by_expert(
     name: str, t: TensorType, activation: str, n_out: int, pairs: int, n_expert: int, capability: int
 ) -> Shape:
-    tile = tile_for(t, n_out, pairs / n_expert, n_expert, capability)
+    used = min(pairs, n_expert)
+    tile = tile_for(t, n_out, pairs / used, used, capability)
     operation = _operation(name, t, tile, activation)
     return _shape(operation, t, tile, n_out, most_tiles(pairs, n_expert, tile.tokens))
 
@@ -144,7 +152,7 @@ def operations() -> Iterator[Operation]:
     """Yield every kernel of this file, for a type of every way to multiply; other types differ in their unpacker."""
     kernels = ("mul_mat", "mul_mat_heads", "mul_mat_id", "up_gate", "up_gate_id")
     small = ("Q8_0", "Q4_K", "Q2_K", "Q6_K", "NVFP4", "IQ1_S", *FLOATS)
-    for tile, names in ((SMALL, small), (LARGE, ("Q8_0", "Q4_K", "Q2_K", "Q6_K", "F16", "F32"))):
+    for tile, names in ((SMALL, small), (LARGE, ("Q8_0", "Q4_K", "Q2_K", "Q6_K", "NVFP4", "F16", "F32"))):
         for name in names:
             for kernel in kernels:
                 yield _operation(kernel, BY_NAME[name], tile, "silu")

@@ -19,6 +19,8 @@ from quantkit.types import BY_NAME, TensorType
 MAX_ROWS = 8
 _FLOATS = ("F32", "F16", "BF16")
 _WARPS = 4
+#: Types of which a lane takes 64 values at a time (unpack/forms.cuh), not 32.
+TWO_PARTS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")
 #: Warps that keep a large device busy, and those below which they get less to do each.
 _MANY, _FEW = 2112, 1056
 
@@ -28,7 +30,8 @@ def _lanes(t: TensorType, n_in: int, n_out: int) -> int:
     if t.name in _FLOATS:
         lanes, steps = 32, n_in * t.block_bytes // 16 / 64  # a lane is to have two loads of 16 bytes at least
     else:
-        lanes, steps = _lanes_of_warp(n_in // 32), n_in / 1024
+        parts = n_in // (64 if t.name in TWO_PARTS else 32)
+        lanes, steps = _lanes_of_warp(parts), parts / 32
     # Few rows, but long ones: warps share them.
     while 32 <= lanes < 128 and n_out * lanes < 64 * _MANY and steps >= lanes // 16:
         lanes *= 2
@@ -43,12 +46,17 @@ def _lanes_of_warp(parts: int) -> int:
 
 def _rows(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) -> int:
     """Return how many rows of each of one or two matrices a team computes at once, all with the same activations."""
+    # As many as fit the registers; the fewer the bits, the more it matters that rows share what is done for x.
+    bits = 8 * t.block_bytes / t.block
     if t.name in _FLOATS:
-        rows = 2 // matrices
-    elif columns > 4:
-        rows = 3 // matrices  # more do not fit the registers
+        rows = 2
+    elif columns == matrices == 1 and bits < 1.75 and n_out * lanes >= 32 * _MANY * 6:
+        rows = 6
+    elif t.name in TWO_PARTS and columns > 1:
+        rows = 3 if matrices == 1 else 4 if columns <= 4 or bits < 2 else 2
     else:
-        rows = (4 if columns > 2 or 8 * t.block_bytes / t.block < 4 else 2) // matrices
+        rows = 3 if columns > 4 else 4 if columns > 2 or bits < 4 else 2
+    rows //= matrices
     while rows > 1 and n_out * lanes < 32 * _FEW * rows:
         rows //= 2
     return rows
@@ -63,12 +71,13 @@ def _shape(
     lanes = _lanes(t, n_in, n_out * each)
     rows = _rows(t, lanes, n_out * each, columns, 2 if kind else 1)
     operation = Operation("mat_vec.cu", name).bind(TYPE=supported(t).name, COLUMNS=columns, LANES=lanes, ROWS=rows)
+    if name.endswith("_to"):
+        operation = operation.bind(TO=1, ROWS=1 << rows.bit_length() - 1)
     if t.name in _FLOATS:
         operation = operation.bind(FLOATS=1)
     if kind:
         operation = operation.bind(ACTIVATION=ACTIVATIONS[kind])
-    of_block = rows * _WARPS * 32 // lanes
-    return Shape(operation, (-(-n_out // of_block), matrices, 1))
+    return Shape(operation, (-(-n_out // rows_of_block(operation)), matrices, 1))
 
 
 def mul_mat(t: TensorType, n_in: int, n_out: int, rows: int = 1) -> Shape:
@@ -96,6 +105,31 @@ def up_gate_id(t: TensorType, activation: Activation, n_in: int, n_out: int, row
     return _shape("up_gate_id", t, n_in, n_out, 1, rows * n_used, n_used, activation.kind)
 
 
+def mul_mat_heads_to(t: TensorType, n_in: int, n_out: int, heads: int) -> Shape | None:
+    """Return how to multiply a matrix a head with the heads of one row, whose result is brought to a format.
+
+    None: 256 columns are not made of heads, or of blocks' parts of them.
+    """
+    shape = _shape("mul_mat_heads_to", t, n_in, n_out, 1, heads, heads)
+    return shape if (256 % n_out == 0 or n_out % 256 == 0) and n_out % rows_of_block(shape.operation) == 0 else None
+
+
+def up_gate_to(t: TensorType, activation: Activation, n_in: int, n_out: int) -> Shape:
+    """As ``up_gate`` for one row, which is brought to a format."""
+    return _shape("up_gate_to", t, n_in, n_out, 1, 1, 1, activation.kind)
+
+
+def up_gate_id_to(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, n_used: int) -> Shape:
+    """As ``up_gate_id``, and every pair's row is brought to a format."""
+    return _shape("up_gate_id_to", t, n_in, n_out, 1, rows * n_used, n_used, activation.kind)
+
+
+def rows_of_block(operation: Operation) -> int:
+    """Return how many rows of weights a block of threads has."""
+    macros = dict(operation.defines)
+    return int(macros["ROWS"]) * 32 * _WARPS // int(macros["LANES"])
+
+
 def operations() -> Iterator[Operation]:
     """Yield an operation of every type, and of some types those that differ in anything else."""
     silu = Activation("silu")
@@ -104,10 +138,17 @@ def operations() -> Iterator[Operation]:
         yield mul_mat_id(t, 4096, 16384, 1, 1).operation
     for name in ("Q8_0", "Q6_K", "TQ1_0", "IQ2_S", "F32"):
         yield up_gate(BY_NAME[name], silu, 4096, 16384, MAX_ROWS).operation
+    for name in ("IQ1_S", "IQ3_XXS", "TQ1_0", "Q1_0"):
+        yield up_gate(BY_NAME[name], silu, 4096, 16384).operation
+        yield mul_mat(BY_NAME[name], 4096, 16384, 2).operation
+        yield mul_mat(BY_NAME[name], 4096, 16384, 4).operation
     for t in (BY_NAME["Q4_K"], BY_NAME["F16"]):
         for n_in, n_out in ((768, 16384), (1536, 16384), (2048, 768), (4096, 256)):
             yield mul_mat(t, n_in, n_out).operation
             yield up_gate_id(t, silu, n_in, n_out, 1, 1).operation
+            yield up_gate_id_to(t, silu, n_in, n_out, 1, 1).operation
+        yield up_gate_to(t, silu, 4096, 16384).operation
+        yield _shape("mul_mat_heads_to", t, 512, 128, 1, 128, 128).operation
         for rows in (2, 3, 5, MAX_ROWS):
             yield mul_mat_heads(t, 4096, 16384, rows, 1).operation
     for kind in GATES:

@@ -1,25 +1,7 @@
 // Products of several matrices with the same 1 to 8 rows of activations, in one launch: q, k and v. Macros as in
-// mat_vec.cu; OTHER: the type of the matrices from n_first on, if it is another.
-#ifdef FLOATS
-#include "float_dots.cuh"
-namespace first {
-using ::multiply;
-}
-#else
-#include "async_copy.cuh"
-#include "team.cuh"
-#include "unpack/all.cuh"
-namespace first {
-#include "dots.cuh"
-}
-#ifdef OTHER
-#undef TYPE
-#define TYPE OTHER
-namespace second {
-#include "dots.cuh"
-}
-#endif
-#endif
+// mat_vec.cu; OTHER: the type of the matrices from n_first on, if it is another. With ROUTE one of them is a router: the
+// block that comes last chooses the experts.
+#include "two_types.cuh"
 
 // As mul_mat's, by matrix: up to four. Rows of out_i are n_out_i values.
 struct mul_mats_args {
@@ -37,10 +19,13 @@ template <typename T> INLINE T of_four(int which, T a, T b, T c, T d) {
 }
 
 // Block x: rows of a matrix, as many as the longest has; y: which matrix.
-KERNEL(mul_mats, 128) {
+INLINE void write_one(const mul_mats_args& a) {
     const int which = blockIdx.y;
     const int64_t n_out = of_four(which, a.n_out_0, a.n_out_1, a.n_out_2, a.n_out_3);
-    if ((int64_t)blockIdx.x * (WARPS / SLICES * ROWS * TEAMS) >= n_out) return;
+    if ((int64_t)blockIdx.x * (WARPS / SLICES * ROWS * TEAMS) >= n_out) {
+        wait_for_previous();
+        return;
+    }
     uint8_t* out = of_four(which, a.out_0, a.out_1, a.out_2, a.out_3);
     const float* bias = of_four(which, a.bias_0, a.bias_1, a.bias_2, a.bias_3);
     const float* scales = of_four(which, a.scale_0, a.scale_1, a.scale_2, a.scale_3);
@@ -48,13 +33,37 @@ KERNEL(mul_mats, 128) {
     const Team<ROWS> team(n_out);
     const uint8_t* const matrices[1] = {of_four(which, a.w_0, a.w_1, a.w_2, a.w_3)};
     float sums[1][ROWS][COLUMNS];
-#ifdef OTHER
-    if (which >= a.n_first) second::multiply(team, matrices, (int)a.other_row_bytes, a.x, a.x_stride, (int)a.n_in, sums);
-    else
-#endif
-        first::multiply(team, matrices, (int)a.row_bytes, a.x, a.x_stride, (int)a.n_in, sums);
+    const bool other = which >= a.n_first;
+    multiply_either(other, team, matrices, other ? a.other_row_bytes : a.row_bytes, a.x, a.x_stride, a.n_in, sums);
     finish(team, sums, [&](int row, int column, const float* v) {
         const float y = v[0] * scale;
         *(float*)(out + 4 * (column * n_out + row)) = bias ? y + bias[row] : y;
     });
 }
+
+#ifdef ROUTE
+#include "last_block.cuh"
+#include "route.cuh"
+
+// And as route's; counter: 0. logits is what one of the matrices gives.
+struct mul_mats_route_args : mul_mats_args {
+    int32_t* ids;
+    float* weights;
+    const float *logits, *bias;
+    int64_t n_expert, n_used, n_group, n_group_used, gating, norm;
+    double scale, sum_floor;
+    int* counter;
+};
+
+KERNEL_THAT_WAITS(mul_mats_route, 128) {
+    DYNAMIC_SHARED(shared);
+    write_one(a);
+    if (!is_last_of(a.counter, (int)(gridDim.x * gridDim.y))) return;
+    for (int64_t row = 0; threadIdx.x < 32 && row < a.rows; row++) {
+        route_token(a, row, (float*)shared);
+        __syncwarp();
+    }
+}
+#else
+KERNEL_THAT_WAITS(mul_mats, 128) { write_one(a); }
+#endif

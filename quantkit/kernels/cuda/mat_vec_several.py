@@ -2,6 +2,7 @@
 
     mul_mats    rows x x_stride n_in row_bytes other_row_bytes n_first
                 w_0 ... n_out_0 ... out_0 ... bias_0 ... scale_0 ...
+    mul_mats_route    the same, and ids weights logits bias counter and route.route_block's: one of them is a router
 
 All of one type, or the first n_first of one and the others of another: types of one ``family``. How a row is shared by
 lanes, and so the order of its sum, is that of one matrix with all the rows together.
@@ -12,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from quantkit.kernels.cuda import mat_vec
+from quantkit.kernels.cuda import mat_vec, route
 from quantkit.kernels.cuda.operation import Operation, Shape
+from quantkit.kernels.parameters import Routing
 from quantkit.types import BY_NAME, TensorType
 
 #: Matrices of a launch.
@@ -40,6 +42,15 @@ def mul_mats(types: Sequence[TensorType], n_in: int, n_outs: Sequence[int], rows
     return Shape(operation, (-(-max(n_outs) // of_block), len(n_outs), 1))
 
 
+def mul_mats_route(
+    types: Sequence[TensorType], n_in: int, n_outs: Sequence[int], routing: Routing, rows: int = 1
+) -> Shape:
+    """As ``mul_mats``, one of whose matrices gives the logits that experts are chosen by."""
+    shape = mul_mats(types, n_in, n_outs, rows)
+    operation = Operation(shape.operation.file, "mul_mats_route", shape.operation.defines).bind(ROUTE=1)
+    return Shape(operation, shape.grid, route.shared_of_token(routing))
+
+
 def slots(matrices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the slots of matrices, each with its w, n_out, out, bias and scale."""
     missing = [dict.fromkeys(matrices[0], 0)] * (MAX_MATRICES - len(matrices))
@@ -55,3 +66,4 @@ def operations() -> Iterator[Operation]:
         for rows in (1, 8):
             for n_outs in ((4096, 512, 512), (512, 256, 256)):
                 yield mul_mats(types, 4096, n_outs, rows).operation
+        yield mul_mats_route(types[:1], 4096, (128,), Routing(n_expert=128, n_used=8)).operation

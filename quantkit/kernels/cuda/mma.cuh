@@ -10,14 +10,23 @@
 // which is how load_a and load_b (ldmatrix) give them. sm_75 has smaller instructions: two or four of them make one.
 // On the host (tests/shim/host.h) the primitives are emulated, what is made of them here is the same.
 #pragma once
-#include "device.cuh"
+#include "async_copy.cuh"
 
-#ifndef QUANTKIT_HOST
+#ifdef QUANTKIT_HOST
+INLINE void ldmatrix4_at(uint32_t r[4], SharedAddress row) { ldmatrix4(r, row); }
+INLINE void ldmatrix2_at(uint32_t r[2], SharedAddress row) { ldmatrix2(r, row); }
+#else
 
 // The same address, but the compiler may not take it apart again: what follows is at constant distances from it.
 template <typename T> INLINE T* fixed(T* p) {
     asm("" : "+l"(p));
     return p;
+}
+
+// The same value, in a register: not known to the compiler as a constant.
+INLINE uint32_t fixed(uint32_t v) {
+    asm("" : "+r"(v));
+    return v;
 }
 
 // threadIdx.x and blockIdx.x, read where they stand: what is made of them in a loop, or before and after it, is made
@@ -37,12 +46,13 @@ INLINE unsigned block_here() {
 // ---- primitives
 
 // Four 8 x 16-byte matrices; lane l gives the address of row l % 8 of matrix l / 8.
-INLINE void ldmatrix4(uint32_t r[4], const void* row) {
+INLINE void ldmatrix4_at(uint32_t r[4], SharedAddress row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"((uint32_t)__cvta_generic_to_shared(row))
+                 : "r"(row)
                  : "memory");
 }
+INLINE void ldmatrix4(uint32_t r[4], const void* row) { ldmatrix4_at(r, (uint32_t)__cvta_generic_to_shared(row)); }
 
 // The same of 8 x 8 halves, each matrix transposed.
 INLINE void ldmatrix4_transposed(uint32_t r[4], const void* row) {
@@ -53,12 +63,10 @@ INLINE void ldmatrix4_transposed(uint32_t r[4], const void* row) {
 }
 
 // Two of them; the addresses of lanes 0 to 15 count.
-INLINE void ldmatrix2(uint32_t r[2], const void* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(r[0]), "=r"(r[1])
-                 : "r"((uint32_t)__cvta_generic_to_shared(row))
-                 : "memory");
+INLINE void ldmatrix2_at(uint32_t r[2], SharedAddress row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(row) : "memory");
 }
+INLINE void ldmatrix2(uint32_t r[2], const void* row) { ldmatrix2_at(r, (uint32_t)__cvta_generic_to_shared(row)); }
 
 #if __CUDA_ARCH__ >= 800
 INLINE void mma_m16n8k32_s8(int d[4], const uint32_t a[4], const uint32_t b[2], const int c[4]) {
@@ -66,12 +74,6 @@ INLINE void mma_m16n8k32_s8(int d[4], const uint32_t a[4], const uint32_t b[2], 
         "{%10, %11, %12, %13};"
         : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
-}
-
-INLINE void mma_m16n8k16_s8(int d[4], uint32_t a0, uint32_t a1, uint32_t b, const int c[4]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %8, %9, %10};"
-        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-        : "r"(a0), "r"(a1), "r"(b), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 }
 
 INLINE void mma_m16n8k16_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
@@ -119,22 +121,28 @@ INLINE void mma_m16n8k8_f16(float c[4], uint32_t a0, uint32_t a1, uint32_t b) {
 
 // ---- fragments
 
-// Rows 0 to 15 of a tile whose rows are `stride` bytes apart, 32 bytes from p on.
-INLINE void load_a(uint32_t a[4], const uint8_t* p, int stride) {
+// The address that this lane gives for rows 0 to 15 of a tile whose rows are `stride` bytes apart, 32 bytes from p on:
+// loops make it once, what they load is at distances from it.
+INLINE SharedAddress place_of_a(const uint8_t* p, int stride) {
     const int l = thread_here() & 31;
-    ldmatrix4(a, p + (l & 15) * stride + (l >> 4) * 16);
+    return shared_address((uint8_t*)p + (l & 15) * stride + (l >> 4) * 16);
 }
+INLINE void load_a(uint32_t a[4], const uint8_t* p, int stride) { ldmatrix4_at(a, place_of_a(p, stride)); }
 
-// Columns 0 to 7 from p on.
-INLINE void load_b(uint32_t b[2], const uint8_t* p, int stride) {
+// The same of columns 0 to 7.
+INLINE SharedAddress place_of_b(const uint8_t* p, int stride) {
     const int l = thread_here() & 15;
-    ldmatrix2(b, p + (l & 7) * stride + (l >> 3) * 16);
+    return shared_address((uint8_t*)p + (l & 7) * stride + (l >> 3) * 16);
 }
+INLINE void load_b(uint32_t b[2], const uint8_t* p, int stride) { ldmatrix2_at(b, place_of_b(p, stride)); }
 
-// Two times 8 columns, `apart` bytes between them: b[0], b[1] and b[2], b[3].
-INLINE void load_b_twice(uint32_t b[4], const uint8_t* p, int stride, int apart) {
+// The same of two times 8 columns, `apart` bytes between them: b[0], b[1] and b[2], b[3].
+INLINE SharedAddress place_of_b_twice(const uint8_t* p, int stride, int apart) {
     const int l = thread_here() & 31;
-    ldmatrix4(b, p + (l & 7) * stride + (l >> 3 & 1) * 16 + (l >> 4) * apart);
+    return shared_address((uint8_t*)p + (l & 7) * stride + (l >> 3 & 1) * 16 + (l >> 4) * apart);
+}
+INLINE void load_b_twice(uint32_t b[4], const uint8_t* p, int stride, int apart) {
+    ldmatrix4_at(b, place_of_b_twice(p, stride, apart));
 }
 
 // Two times 8 columns of halves that lie across: value i of them is in row i from p on. b as of load_b_twice.
@@ -157,16 +165,6 @@ INLINE void mma_s8(int d[4], const uint32_t a[4], const uint32_t b[2], const int
     mma_m8n8k16_s8(d, a[2], b[1], d);
     mma_m8n8k16_s8(d + 2, a[1], b[0], c + 2);
     mma_m8n8k16_s8(d + 2, a[3], b[1], d + 2);
-#endif
-}
-
-// The same over the first (half 0) or the last 16 of them.
-INLINE void mma_s8_half(int d[4], const uint32_t a[4], const uint32_t b[2], const int c[4], int half) {
-#if __CUDA_ARCH__ >= 800
-    mma_m16n8k16_s8(d, a[2 * half], a[2 * half + 1], b[half], c);
-#else
-    mma_m8n8k16_s8(d, a[2 * half], b[half], c);
-    mma_m8n8k16_s8(d + 2, a[2 * half + 1], b[half], c + 2);
 #endif
 }
 

@@ -1,6 +1,9 @@
 // Which pairs (token, slot) every expert has, and the tiles of products by expert: plan.cuh. A counting sort in one
 // block. Every warp has a run of the pairs and a counter for each expert, so that the order of pairs is kept.
+// gather and scatter: rows into that order and back, for products that want an expert's rows side by side (cuBLAS).
 #include "plan.cuh"
+
+#define INLINE_METHOD __device__ __forceinline__
 
 struct bucket_args {
     int32_t* plan;
@@ -19,14 +22,22 @@ INLINE int before(int v) {
     return sum - v;
 }
 
-INLINE int tiles_of(int count, int tokens) { return (count + tokens - 1) / tokens; }
+// The tiles of one size of a list: full ones by expert, then by expert those that are not, which end a launch more
+// evenly. A warp, an expert to a lane, 32 at a time.
+struct Tiles {
+    int tokens, full, rest;  // full ones of the experts before these; the others' places, too
 
-INLINE void write_tiles(int32_t* plan, int64_t at, int tile, int tokens, int expert, int first, int count) {
-    for (int done = 0; done < count; done += tokens, tile++)
-        ((int4*)(plan + at))[tile] = make_int4(expert, first + done, count - done < tokens ? count - done : tokens, 0);
-}
+    INLINE_METHOD void write(int4* tiles, int expert, int first, int count) {
+        const int mine = count / tokens, left = count % tokens;
+        const int at = full + before(mine), last = rest + before(left > 0);
+        for (int i = 0; i < mine; i++) tiles[at + i] = make_int4(expert, first + i * tokens, tokens, 0);
+        if (left) tiles[last] = make_int4(expert, first + mine * tokens, left, 0);
+        full = __shfl_sync(FULL, at + mine, 31);
+        rest = __shfl_sync(FULL, last + (left > 0), 31);
+    }
+};
 
-// Shared memory: 4 * 16 * n_expert bytes.
+// Shared memory: 4 * 17 * n_expert bytes.
 KERNEL(bucket, 512) {
     DYNAMIC_SHARED(shared);
     const int WARPS = 16, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -40,30 +51,34 @@ KERNEL(bucket, 512) {
     for (int i = first + lane; i < last; i += 32) atomicAdd(mine + a.ids[i], 1);
     __syncthreads();
 
+    int* totals = counts + WARPS * n_expert;
+    for (int e = threadIdx.x; e < n_expert; e += 512) {
+        int count = 0;
+        for (int w = 0; w < WARPS; w++) count += counts[w * n_expert + e];
+        totals[e] = count;
+    }
+    __syncthreads();
+
     // Experts in order, 32 at a time: where their pairs and their tiles begin.
     if (warp == 0) {
-        int start = 0, small = 0, large = 0;
+        int start = 0, full32 = 0, full128 = 0;
+        for (int e = lane; e < n_expert; e += 32) full32 += totals[e] / 32, full128 += totals[e] / 128;
+        Tiles small = {32, 0, warp_sum(full32)}, large = {128, 0, warp_sum(full128)};
         for (int e = lane; e - lane < n_expert; e += 32) {
-            int count = 0;
+            const int count = e < n_expert ? totals[e] : 0, at = start + before(count);
+            small.write((int4*)(a.plan + plan_tiles_at(pairs, n_expert, 32)), e, at, count);
+            large.write((int4*)(a.plan + plan_tiles_at(pairs, n_expert, 128)), e, at, count);
             if (e < n_expert)
-                for (int w = 0; w < WARPS; w++) count += counts[w * n_expert + e];
-            const int at = start + before(count), small_at = small + before(tiles_of(count, 32)), large_at = large + before(tiles_of(count, 128));
-            if (e < n_expert) {
-                write_tiles(a.plan, plan_tiles_at(pairs, n_expert, 32), small_at, 32, e, at, count);
-                write_tiles(a.plan, plan_tiles_at(pairs, n_expert, 128), large_at, 128, e, at, count);
                 for (int w = 0, to = at; w < WARPS; w++) {
                     const int n = counts[w * n_expert + e];
                     counts[w * n_expert + e] = to;
                     to += n;
                 }
-            }
             start = __shfl_sync(FULL, at + count, 31);
-            small = __shfl_sync(FULL, small_at + tiles_of(count, 32), 31);
-            large = __shfl_sync(FULL, large_at + tiles_of(count, 128), 31);
         }
         if (lane == 0) {
-            a.plan[plan_count_at(32)] = small;
-            a.plan[plan_count_at(128)] = large;
+            a.plan[plan_count_at(32)] = small.rest;
+            a.plan[plan_count_at(128)] = large.rest;
             a.plan[2] = pairs;
         }
     }
@@ -78,4 +93,38 @@ KERNEL(bucket, 512) {
         if (expert >= 0 && (same & ((1u << lane) - 1)) == 0) mine[expert] += __popc(same);
         __syncwarp();
     }
+}
+
+// Row i of out: the row of x of the plan's i-th pair, in bf16. A row of x belongs to x_per pairs. rows: pairs.
+struct gather_args {
+    const int32_t* plan;
+    const float* x;
+    uint16_t* out;
+    int64_t rows, x_per, width;
+};
+
+KERNEL(gather, 256) {
+    const int64_t row = blockIdx.x, width = a.width;
+    const float* x = a.x + a.plan[PLAN_PAIRS + row] / (int)a.x_per * width;
+    for (int64_t i = threadIdx.x; i < width; i += 256) a.out[row * width + i] = float_to_bf16(x[i]);
+}
+
+// Row i of x to the row of out that is the plan's i-th pair, by its expert's scale and bias (0: none).
+struct scatter_args {
+    const int32_t *plan, *ids;
+    const float* x;
+    float* out;
+    int64_t rows, width;
+    const uint8_t* bias;
+    int64_t bias_stride;
+    const float* scale;
+};
+
+KERNEL(scatter, 256) {
+    const int64_t row = blockIdx.x, width = a.width;
+    const int pair = a.plan[PLAN_PAIRS + row], expert = a.ids[pair];
+    const float* bias = a.bias ? (const float*)(a.bias + expert * a.bias_stride) : 0;
+    const float scale = a.scale ? a.scale[expert] : 1.0f;
+    for (int64_t i = threadIdx.x; i < width; i += 256)
+        a.out[pair * width + i] = a.x[row * width + i] * scale + (bias ? bias[i] : 0.0f);
 }

@@ -1,6 +1,8 @@
 """Which pairs every expert has, on the device: moe.cu, plan.cuh.
 
 bucket    plan ids rows n_used n_expert      ids int32 [rows, n_used]; plan: plan_bytes, read by products by expert
+gather    plan x out rows x_per width        rows: pairs; x f32, a row for x_per pairs; out bf16, in the plan's order
+scatter   plan ids x out rows width bias bias_stride scale      x f32 rows in the plan's order, out f32 rows by pair
 """
 
 from __future__ import annotations
@@ -29,7 +31,17 @@ def plan_bytes(n_expert: int, n_used: int, rows: int) -> int:
 
 def bucket(n_expert: int) -> Shape:
     """Return how to make a plan."""
-    return Shape(_OPERATION, (1, 1, 1), 4 * _WARPS * n_expert)
+    return Shape(_OPERATION, (1, 1, 1), 4 * (_WARPS + 1) * n_expert)
+
+
+def gather(pairs: int) -> Shape:
+    """Return how to bring rows of x, as bf16, into a plan's order."""
+    return Shape(Operation("moe.cu", "gather"), (max(1, pairs), 1, 1))
+
+
+def scatter(pairs: int) -> Shape:
+    """Return how to bring rows out of a plan's order, with an expert's scale and bias."""
+    return Shape(Operation("moe.cu", "scatter"), (max(1, pairs), 1, 1))
 
 
 _OPERATION = Operation("moe.cu", "bucket")
@@ -37,4 +49,5 @@ _OPERATION = Operation("moe.cu", "bucket")
 
 def operations() -> Iterator[Operation]:
     """Yield every operation of this file."""
-    yield _OPERATION
+    for shape in (bucket(1), gather(1), scatter(1)):
+        yield shape.operation

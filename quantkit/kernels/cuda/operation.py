@@ -2,7 +2,8 @@
 
 The source says which arguments a kernel takes and how many threads a block has (device.cuh shows the form); they are
 read from there, so nothing is said twice. Arguments are one struct, passed by value, of 8-byte members: pointers,
-int64_t, double.
+int64_t, double, or arrays of them, whose elements are arguments of their own: x[2] is x_0 and x_1.
+A struct may go on where another one, its base, ends.
 """
 
 from __future__ import annotations
@@ -82,11 +83,11 @@ def source(file: str) -> str:
 def _slots(file: str, name: str) -> dict[str, str]:
     included = re.findall(r'^#include "(.*)"', source(file), re.MULTILINE)
     texts = "".join([source(file), *map(source, included)])
-    found = re.search(rf"struct {name}_args \{{(.*?)\}};", texts, re.DOTALL)
+    found = re.search(rf"struct {name}_args (?:: (\w+)_args )?\{{(.*?)\}};", texts, re.DOTALL)
     if found is None:
         raise ValueError(f"{file}, and what it includes, has no struct {name}_args")
-    slots: dict[str, str] = {}
-    for member in re.sub(r"//[^\n]*", "", found[1]).split(";"):
+    slots = dict(_slots(file, found[1])) if found[1] else {}
+    for member in re.sub(r"//[^\n]*", "", found[2]).split(";"):
         words = member.strip()
         if not words:
             continue
@@ -96,12 +97,18 @@ def _slots(file: str, name: str) -> dict[str, str]:
 
 
 def _split_member(text: str) -> tuple[str, list[str]]:
-    """Take ``const float *a, *b``, ``int64_t rows, width`` or ``double eps`` apart."""
+    """Take ``const float *a, *b``, ``int64_t rows, width[2]`` or ``double eps`` apart."""
     found = re.fullmatch(r"(?:const )?(\w+)\s*(.*)", text, re.DOTALL)
     assert found is not None, text
-    names = [n.strip() for n in found[2].split(",")]
+    names = [name for n in found[2].split(",") for name in _elements(n.strip())]
     if all(n.startswith("*") for n in names):
         return "pointer", [n.lstrip("* ") for n in names]
     if found[1] not in ("int64_t", "double") or any("*" in n for n in names):
         raise ValueError(f"a member of a kernel's arguments is a pointer, int64_t or double: {text}")
     return found[1], names
+
+
+def _elements(name: str) -> list[str]:
+    """Return the names of an array's elements, or the name itself."""
+    array = re.fullmatch(r"(.*)\[(\d+)\]", name)
+    return [name] if array is None else [f"{array[1]}_{i}" for i in range(int(array[2]))]

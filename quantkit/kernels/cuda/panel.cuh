@@ -3,10 +3,10 @@
 //
 //     raw bytes of weights  --cp.async-->  shared  --TYPE::unpack-->  panel: int8 levels, scales, minimums
 //     rows of activations   --cp.async-->  shared: int8 levels, d, sums                (double: one chunk ahead)
-//     panel x activations   --mma-->  int32 per 32 (or 16) values  --fma-->  f32 sums in registers
+//     panel x activations   --mma-->  int32 per 32 values  --fma-->  f32 sums in registers
 //
 // While a chunk is multiplied, the bytes of the next one are on their way. Tiles in shared memory have rows of 128
-// bytes, STRIDE apart, so that ldmatrix meets no bank twice. Scales lie as lanes want them: [step of 32 or 16
+// bytes, STRIDE apart, so that ldmatrix meets no bank twice. Scales lie as lanes want them: [step of 32
 // values][warp][g][of the lane's 2 MT rows]; d and sums as [step of 32][token].
 //
 // Of the panel, warp (m, n) of WARPS_M x WARPS_N has the 16 MT rows from 16 MT m on, and of the tokens each WARPS_N-th
@@ -17,11 +17,13 @@
 // 1.5 * 2^23 + i. One fma with -1.5 * 2^23 * d makes it d * i, rounded once, because that product is exact: no type's
 // scales have more than 22 significant bits. So a product costs two fma per element and 32 values; what more there is to
 // do for a type goes to tensor cores too: folded types (folded.cuh), whose levels contain their scales, are summed as
-// integers over a whole chunk, and minimums times sums are products of f32 in two parts of 11 bits each.
+// integers over a whole chunk, or as halves over 32 values (exact products, summed in f32), and minimums times sums are
+// products of f32 in two parts of 11 bits each.
 //
 // The order of summation of one product is the same whatever else is in the tile. Threads hand in the addresses of the
 // row of weights (staged_row) and of activations (staged_token) that they fetch, so both may be gathered. Floats:
-// F16 and BF16 are multiplied as 16 bits (activations have been rounded to them: exact), F32 by fma in order of i.
+// F16 and BF16 are multiplied as 16 bits (activations have been rounded to them: exact; they go through registers, where
+// they are narrowed), F32 by fma in order of i.
 //
 // Macros: TYPE, WEIGHTS (below), TOKENS (32 or 128), THREADS.
 #pragma once
@@ -69,13 +71,31 @@ INLINE void clear(Sums& sum) {
             for (int c = 0; c < 4; c++) sum[i][j][c] = 0;
 }
 
-// Eight tokens each of the warp's first ACTIVE groups, 32 bytes from p on.
-template <int ACTIVE> INLINE void load_tokens(uint32_t b[ACTIVE][2], const uint8_t* p) {
+INLINE void scale_all(Sums& sum, float by) {
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int j = 0; j < NT; j++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) sum[i][j][c] *= by;
+}
+
+// Where a lane's part of the warp's rows, and of its tokens, begins in a tile.
+INLINE SharedAddress place_of_rows(const uint8_t* tile, int stride) {
+    return place_of_a(tile + warp_m() * 16 * MT * stride, stride);
+}
+template <int ACTIVE> INLINE SharedAddress place_of_tokens(const uint8_t* tile) {
+    const uint8_t* first = tile + warp_n() * 8 * STRIDE;
+    return ACTIVE == 1 ? place_of_b(first, STRIDE) : place_of_b_twice(first, STRIDE, 8 * WARPS_N * STRIDE);
+}
+
+// Eight tokens each of the warp's first ACTIVE groups, 32 bytes of them.
+template <int ACTIVE> INLINE void load_tokens(uint32_t b[ACTIVE][2], SharedAddress from) {
     if (ACTIVE == 1) {
-        load_b(b[0], p, STRIDE);
+        ldmatrix2_at(b[0], from);
     } else {
 #pragma unroll
-        for (int j = 0; j < ACTIVE; j += 2) load_b_twice(b[j], p + 8 * WARPS_N * j * STRIDE, STRIDE, 8 * WARPS_N * STRIDE);
+        for (int j = 0; j < ACTIVE; j += 2) ldmatrix4_at(b[j], from + 8 * WARPS_N * j * STRIDE);
     }
 }
 
@@ -84,7 +104,10 @@ template <int ACTIVE> INLINE void load_tokens(uint32_t b[ACTIVE][2], const uint8
 // ---- quantized weights: chunks of 128 values, fetched by 256
 
 const int PLANES = Folded<TYPE>::PLANES;                     // folded types: how many bytes a level has
-const int STEPS = PLANES ? 1 : TYPE::HALVES ? 8 : 4;         // scales of a row in a chunk
+const bool IN_F16 = PLANES == AS_F16;
+const int ROW_STRIDE = IN_F16 ? 2 * 128 + 16 : STRIDE;       // of the panel
+const int STEPS = IN_F16 ? 0 : PLANES ? 1 : 4;               // scales of a row in a chunk
+static_assert(PLANES || !TYPE::HALVES, "a type with a scale per 16 values is folded");
 const int MIN_STEPS = !TYPE::MINS ? 0 : TYPE::HALVES ? 8 : 4;
 const int UNIT_BYTES = 256 / TYPE::BLOCK * TYPE::BYTES;      // of 256 values
 const int LEAN = TYPE::BYTES % 16 ? 15 : 0;                  // how far beyond a multiple of 16 bytes a row may begin
@@ -92,7 +115,7 @@ const int PIECES = (UNIT_BYTES + LEAN + 15) / 16;
 const int RAW_STRIDE = 16 * (PIECES | 1);
 
 const int LEVELS_AT = 0;
-const int LOW_AT = LEVELS_AT + ROWS * STRIDE;                // the second plane
+const int LOW_AT = LEVELS_AT + ROWS * ROW_STRIDE;            // the second plane
 const int SCALES_AT = LOW_AT + (PLANES == 2 ? ROWS * STRIDE : 0);
 const int MINS_AT = SCALES_AT + 4 * STEPS * ROWS;
 const int X_AT = MINS_AT + 4 * MIN_STEPS * ROWS;
@@ -151,18 +174,22 @@ INLINE void unpack_chunk(uint8_t* shared, int first, int n_in, int unit_at) {
     const int in_warp = row % (16 * MT);
     const int slot = ((row / (16 * MT)) * 8 + in_warp % 8) * 2 * MT + in_warp / 8;
 #pragma unroll
-    for (int part = begin; part < begin + EACH; part++) {
+    for (int i = 0; i < EACH; i++) {
+        const int part = begin + (IN_F16 && begin ? EACH - 1 - i : i);  // of two lanes, not in the same banks
         const int at = (first & 128) + 32 * part;
         const uint8_t* block = unit + at / TYPE::BLOCK * TYPE::BYTES;
         Levels l = {};
         int low[8] = {};
         if (first + 32 * part < n_in) Folded<TYPE>::unpack(block, at % TYPE::BLOCK / 32, l, low, (const uint32_t*)(shared + GRID_AT));
+        if (IN_F16) {
+            store_levels(shared + LEVELS_AT + row * ROW_STRIDE + 64 * part, l.q);
+            store_levels(shared + LEVELS_AT + row * ROW_STRIDE + 64 * part + 32, low);
+            continue;
+        }
         store_levels(shared + LEVELS_AT + row * STRIDE + 32 * part, l.q);
         if (PLANES == 2) store_levels(shared + LOW_AT + row * STRIDE + 32 * part, low);
         if (PLANES && part == begin) ((float*)(shared + SCALES_AT))[slot] = l.d[0];
-#pragma unroll
-        for (int half = 0; half < STEPS / 4; half++)
-            ((float*)(shared + SCALES_AT))[(STEPS / 4 * part + half) * ROWS + slot] = l.d[half];
+        if (STEPS == 4) ((float*)(shared + SCALES_AT))[part * ROWS + slot] = l.d[0];
 #pragma unroll
         for (int half = 0; half < MIN_STEPS / 4; half++)
             ((float*)(shared + MINS_AT))[(MIN_STEPS / 4 * part + half) * ROWS + slot] = l.m[half];
@@ -217,8 +244,7 @@ template <int ACTIVE> INLINE void subtract_mins(const uint8_t* shared, const uin
 // Multiply the panel with a buffer of activations, a scale for every step.
 template <int ACTIVE> INLINE void multiply_steps(const uint8_t* shared, const uint8_t* x, Sums& sum) {
     const int g = thread_here() >> 2 & 7, t = thread_here() & 3;
-    const uint8_t* rows = shared + LEVELS_AT + warp_m() * 16 * MT * STRIDE;
-    const uint8_t* tokens = x + warp_n() * 8 * STRIDE;
+    const SharedAddress rows = place_of_rows(shared + LEVELS_AT, STRIDE), tokens = place_of_tokens<ACTIVE>(x);
     const float* scales = (const float*)(shared + SCALES_AT) + (warp_m() * 8 + g) * 2 * MT;
     const float* d_of = (const float*)(x + D_AT) + 8 * warp_n() + 2 * t;
     const int magic[4] = {MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS};
@@ -232,41 +258,83 @@ template <int ACTIVE> INLINE void multiply_steps(const uint8_t* shared, const ui
 #pragma unroll
         for (int i = 0; i < MT; i++) {
             uint32_t a[4];
-            load_a(a, rows + 16 * i * STRIDE + 32 * step, STRIDE);
+            ldmatrix4_at(a, rows + 16 * i * STRIDE + 32 * step);
+            const float2 scale = *(const float2*)(scales + step * ROWS + 2 * i);
+            const float of_row[2] = {scale.x, scale.y}, back[2] = {scale.x * -MAGIC, scale.y * -MAGIC};
+            int dots[ACTIVE][4];
 #pragma unroll
-            for (int half = 0; half < STEPS / 4; half++) {
-                const float2 scale = *(const float2*)(scales + (STEPS / 4 * step + half) * ROWS + 2 * i);
-                const float of_row[2] = {scale.x, scale.y}, back[2] = {scale.x * -MAGIC, scale.y * -MAGIC};
-                int dots[ACTIVE][4];
+            for (int j = 0; j < ACTIVE; j++) mma_s8(dots[j], a, b[j], magic);
 #pragma unroll
-                for (int j = 0; j < ACTIVE; j++) {
-                    if (TYPE::HALVES)
-                        mma_s8_half(dots[j], a, b[j], magic, half);
-                    else
-                        mma_s8(dots[j], a, b[j], magic);
+            for (int j = 0; j < ACTIVE; j++)
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    const float product = fmaf(__int_as_float(dots[j][c]), of_row[c >> 1], back[c >> 1]);
+                    sum[i][j][c] = fmaf(product, c & 1 ? d[j].y : d[j].x, sum[i][j][c]);
                 }
-#pragma unroll
-                for (int j = 0; j < ACTIVE; j++)
-#pragma unroll
-                    for (int c = 0; c < 4; c++) {
-                        const float product = fmaf(__int_as_float(dots[j][c]), of_row[c >> 1], back[c >> 1]);
-                        sum[i][j][c] = fmaf(product, c & 1 ? d[j].y : d[j].x, sum[i][j][c]);
-                    }
-            }
         }
     }
 }
 
-// The same of folded types: sums of integers over the chunk, rows by 16 (two planes: by 16, one: by 32).
+// Four int8 as two words of two halves: 1024 + 128 + v is a half whose low byte is v, its top bit flipped.
+INLINE void halves_of(uint32_t four, uint32_t two[2]) {
+    two[0] = minus_halves(pick_bytes(four ^ SIGNS, 0x64646464u, 0x4140), 0x64806480u);
+    two[1] = minus_halves(pick_bytes(four ^ SIGNS, 0x64646464u, 0x4342), 0x64806480u);
+}
+
+// The same of halves that contain their scales: sums of f16 products over 32 values, whose order lets bytes become
+// halves where they are: values 4 t to 4 t + 3 of 16 are a lane's, and so are 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of mma.
+template <int ACTIVE> INLINE void multiply_f16(const uint8_t* shared, const uint8_t* x, Sums& sum) {
+    const SharedAddress rows = place_of_rows(shared + LEVELS_AT, ROW_STRIDE), tokens = place_of_tokens<ACTIVE>(x);
+    const float* d_of = (const float*)(x + D_AT) + 8 * warp_n() + 2 * (thread_here() & 3);
+#pragma unroll 1
+    for (int step = 0; step < 4; step++) {
+        uint32_t levels[ACTIVE][2], b[ACTIVE][2][2];
+        load_tokens<ACTIVE>(levels, tokens + 32 * step);
+        float2 d[ACTIVE];
+#pragma unroll
+        for (int j = 0; j < ACTIVE; j++) {
+            d[j] = *(const float2*)(d_of + TOKENS * step + 8 * WARPS_N * j);
+            halves_of(levels[j][0], b[j][0]);
+            halves_of(levels[j][1], b[j][1]);
+        }
+#pragma unroll
+        for (int i = 0; i < MT; i++) {
+            float dots[ACTIVE][4] = {};
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                uint32_t a[4];
+                ldmatrix4_at(a, rows + 16 * i * ROW_STRIDE + 64 * step + 32 * half);
+#pragma unroll
+                for (int j = 0; j < ACTIVE; j++) mma_f16(dots[j], a, b[j][half]);
+            }
+#pragma unroll
+            for (int j = 0; j < ACTIVE; j++)
+#pragma unroll
+                for (int c = 0; c < 4; c++) sum[i][j][c] = fmaf(dots[j][c], c & 1 ? d[j].y : d[j].x, sum[i][j][c]);
+        }
+    }
+}
+
+// Sums of integers over a chunk, of 16 rows, times the scales of both.
+template <int ACTIVE> INLINE void add_dots(const int dots[ACTIVE][4], float2 scale, const float* d_of, float sum[NT][4]) {
+#pragma unroll
+    for (int j = 0; j < ACTIVE; j++) {
+        const float2 d = *(const float2*)(d_of + 8 * WARPS_N * j);
+#pragma unroll
+        for (int c = 0; c < 4; c++)
+            sum[j][c] = fmaf((float)dots[j][c], (c >> 1 ? scale.y : scale.x) * (c & 1 ? d.y : d.x), sum[j][c]);
+    }
+}
+
+// The same of folded types: sums of integers over the chunk, of two times 16 rows.
 template <int ACTIVE> INLINE void multiply_folded(const uint8_t* shared, const uint8_t* x, Sums& sum) {
-    const int AT_ONCE = PLANES == 2 ? 1 : 2, g = thread_here() >> 2 & 7, t = thread_here() & 3;
-    const uint8_t* rows = shared + LEVELS_AT + warp_m() * 16 * MT * STRIDE;
-    const uint8_t* tokens = x + warp_n() * 8 * STRIDE;
+    const int g = thread_here() >> 2 & 7, t = thread_here() & 3;
+    const SharedAddress rows = place_of_rows(shared + LEVELS_AT, STRIDE), tokens = place_of_tokens<ACTIVE>(x);
     const float* scales = (const float*)(shared + SCALES_AT) + (warp_m() * 8 + g) * 2 * MT;
     const float* d_of = (const float*)(x + D_AT) + 8 * warp_n() + 2 * t;
 #pragma unroll
-    for (int i = 0; i < MT; i += AT_ONCE) {
-        int dots[2][ACTIVE][4] = {};  // of two planes, or of two times 16 rows
+    for (int i = 0; i < MT; i += 2) {
+        int dots[2][ACTIVE][4] = {};
 #pragma unroll 1
         for (int step = 0; step < 4; step++) {
             uint32_t b[ACTIVE][2];
@@ -274,29 +342,53 @@ template <int ACTIVE> INLINE void multiply_folded(const uint8_t* shared, const u
 #pragma unroll
             for (int k = 0; k < 2; k++) {
                 uint32_t a[4];
-                load_a(a, rows + (PLANES == 2 ? k * LOW_AT : 16 * k * STRIDE) + 16 * i * STRIDE + 32 * step, STRIDE);
+                ldmatrix4_at(a, rows + 16 * (i + k) * STRIDE + 32 * step);
 #pragma unroll
                 for (int j = 0; j < ACTIVE; j++) mma_s8(dots[k][j], a, b[j], dots[k][j]);
             }
         }
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) {
-            const float2 scale = *(const float2*)(scales + 2 * (i + k));
+        for (int k = 0; k < 2; k++) add_dots<ACTIVE>(dots[k], *(const float2*)(scales + 2 * (i + k)), d_of, sum[i + k]);
+    }
+}
+
+// The same of two planes: the upper ones' sums times 256, then the lower ones' onto them; the tokens stay in registers.
+template <int ACTIVE> INLINE void multiply_planes(const uint8_t* shared, const uint8_t* x, Sums& sum) {
+    const int g = thread_here() >> 2 & 7, t = thread_here() & 3;
+    const SharedAddress rows = place_of_rows(shared + LEVELS_AT, STRIDE), tokens = place_of_tokens<ACTIVE>(x);
+    const float* scales = (const float*)(shared + SCALES_AT) + (warp_m() * 8 + g) * 2 * MT;
+    const float* d_of = (const float*)(x + D_AT) + 8 * warp_n() + 2 * t;
+    uint32_t b[4][ACTIVE][2];
 #pragma unroll
-            for (int j = 0; j < ACTIVE; j++) {
-                const float2 d = *(const float2*)(d_of + 8 * WARPS_N * j);
+    for (int step = 0; step < 4; step++) load_tokens<ACTIVE>(b[step], tokens + 32 * step);
 #pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    const int dot = PLANES == 2 ? dots[0][j][c] * 256 + dots[1][j][c] : dots[k][j][c];
-                    sum[i + k][j][c] = fmaf((float)dot, (c >> 1 ? scale.y : scale.x) * (c & 1 ? d.y : d.x), sum[i + k][j][c]);
-                }
+    for (int i = 0; i < MT; i++) {
+        int dots[ACTIVE][4] = {};
+#pragma unroll 1
+        for (int plane = 0; plane < 2; plane++) {
+            if (plane)
+#pragma unroll
+                for (int j = 0; j < ACTIVE; j++)
+#pragma unroll
+                    for (int c = 0; c < 4; c++) dots[j][c] *= 256;
+#pragma unroll
+            for (int step = 0; step < 4; step++) {
+                uint32_t a[4];
+                ldmatrix4_at(a, rows + plane * LOW_AT + 16 * i * STRIDE + 32 * step);
+#pragma unroll
+                for (int j = 0; j < ACTIVE; j++) mma_s8(dots[j], a, b[step][j], dots[j]);
             }
         }
+        add_dots<ACTIVE>(dots, *(const float2*)(scales + 2 * i), d_of, sum[i]);
     }
 }
 
 template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* shared, const uint8_t* x, Sums& sum) {
-    if (PLANES)
+    if (IN_F16)
+        multiply_f16<ACTIVE>(shared, x, sum);
+    else if (PLANES == 2)
+        multiply_planes<ACTIVE>(shared, x, sum);
+    else if (PLANES)
         multiply_folded<ACTIVE>(shared, x, sum);
     else
         multiply_steps<ACTIVE>(shared, x, sum);
@@ -309,11 +401,9 @@ template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* shared, const ui
 
 const int SIZE = WEIGHTS == SINGLE ? 4 : 2;
 const int CHUNK = 128 / SIZE;                                // values of a chunk
-const int RAW_STRIDE = 4 * 64 + 16;                          // activations to be made 16 bits
 
 const int W_BYTES = ROWS * STRIDE, X_BYTES = TOKENS * STRIDE;
 const int X_AT = 2 * W_BYTES;
-const int RAW_AT = X_AT + X_BYTES;                           // F32: the second buffer of activations instead
 
 // Ask for the 16-byte pieces k, k + BY, ... of BYTES of a row, zeros after its last `left`.
 template <int BYTES, int BY> INLINE void stage_pieces(uint8_t* to, const uint8_t* from, int64_t left, int k) {
@@ -363,19 +453,35 @@ INLINE uint32_t narrow(const float2 v) {
     return __float_as_uint(v.x) >> 16 | (__float_as_uint(v.y) & 0xffff0000u);
 }
 
-INLINE void narrow_chunk(uint8_t* shared) {
+// A thread's part of a chunk of activations, on its way through registers: pieces of four values.
+struct Fetched {
+    float4 v[CHUNK / 4 / PER_TOKEN];
+};
+
+// Load the pieces k, k + PER_TOKEN, ... of a chunk of a row, zeros after its last `left` bytes.
+INLINE void fetch(Fetched& f, const uint8_t* from, int64_t left, int k) {
+    const bool whole = ((uint64_t)from & 15) == 0 && left >= 4 * CHUNK;
 #pragma unroll
-    for (int i = 0; i < 8 * TOKENS / THREADS; i++) {
-        const int item = thread_here() + THREADS * i, token = item >> 3, k = item & 7;
-        const float2* from = (const float2*)(shared + RAW_AT + token * RAW_STRIDE + 32 * k);
-        *(int4*)(shared + X_AT + token * STRIDE + 16 * k) =
-            make_int4((int)narrow(from[0]), (int)narrow(from[1]), (int)narrow(from[2]), (int)narrow(from[3]));
+    for (int i = 0; i < CHUNK / 4 / PER_TOKEN; i++) {
+        const int at = 16 * (k + PER_TOKEN * i);
+        if (whole) {
+            f.v[i] = *(const float4*)(from + at);
+        } else {
+            const float* v = (const float*)(from + at);
+            f.v[i] = make_float4(at < left ? v[0] : 0, at + 4 < left ? v[1] : 0, at + 8 < left ? v[2] : 0, at + 12 < left ? v[3] : 0);
+        }
     }
 }
 
+INLINE void store_narrow(uint8_t* row, const Fetched& f, int k) {
+#pragma unroll
+    for (int i = 0; i < CHUNK / 4 / PER_TOKEN; i++)
+        *(uint2*)(row + 8 * (k + PER_TOKEN * i)) =
+            make_uint2(narrow(make_float2(f.v[i].x, f.v[i].y)), narrow(make_float2(f.v[i].z, f.v[i].w)));
+}
+
 template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* w, const uint8_t* x, Sums& sum) {
-    const uint8_t* rows = w + warp_m() * 16 * MT * STRIDE;
-    const uint8_t* tokens = x + warp_n() * 8 * STRIDE;
+    const SharedAddress rows = place_of_rows(w, STRIDE), tokens = place_of_tokens<ACTIVE>(x);
 #pragma unroll
     for (int step = 0; step < 4; step++) {
         uint32_t b[ACTIVE][2];
@@ -383,7 +489,7 @@ template <int ACTIVE> INLINE void multiply_chunk(const uint8_t* w, const uint8_t
 #pragma unroll
         for (int i = 0; i < MT; i++) {
             uint32_t a[4];
-            load_a(a, rows + 16 * i * STRIDE + 32 * step, STRIDE);
+            ldmatrix4_at(a, rows + 16 * i * STRIDE + 32 * step);
 #pragma unroll
             for (int j = 0; j < ACTIVE; j++) {
                 if (WEIGHTS == HALF)
@@ -434,28 +540,35 @@ INLINE void multiply_tile(uint8_t* shared, const uint8_t* w, int64_t row_bytes, 
         }
         multiply_active(shared, shared + X_AT + buffer, active, sum);
     }
+    if (IN_F16) scale_all(sum, F16_TIMES);
 #else
     const int64_t w_bytes = (int64_t)n_in * SIZE, x_bytes = (int64_t)n_in * 4;
-    uint8_t *w_to = shared + staged_row() * STRIDE, *x_to;
+    uint8_t *w_to = shared + staged_row() * STRIDE, *x_to = shared + X_AT + staged_token() * STRIDE;
     const int k = thread_here() % PER_ROW, l = thread_here() % PER_TOKEN;
-    x_to = WEIGHTS == SINGLE ? shared + X_AT + staged_token() * STRIDE : shared + RAW_AT + staged_token() * RAW_STRIDE;
     stage_pieces<128, PER_ROW>(w_to, w, w_bytes, k);
-    stage_pieces<4 * CHUNK, PER_TOKEN>(x_to, x, x_bytes, l);
+#if WEIGHTS == SINGLE
+    stage_pieces<128, PER_TOKEN>(x_to, x, x_bytes, l);
+#else
+    Fetched fetched;
+    fetch(fetched, x, x_bytes, l);
+#endif
 #pragma unroll 1
     for (int first = 0; first < n_in; first += CHUNK) {
         const int buffer = first / CHUNK & 1, next = first + CHUNK;
+#if WEIGHTS != SINGLE
+        store_narrow(x_to + buffer * X_BYTES, fetched, l);
+#endif
         copy_wait();
         __syncthreads();
-#if WEIGHTS != SINGLE
-        narrow_chunk(shared);
-        __syncthreads();
-#endif
         if (next < n_in) {
-            uint8_t* to = WEIGHTS == SINGLE ? x_to + (1 - buffer) * X_BYTES : x_to;
             stage_pieces<128, PER_ROW>(w_to + (1 - buffer) * W_BYTES, w + SIZE * next, w_bytes - SIZE * next, k);
-            stage_pieces<4 * CHUNK, PER_TOKEN>(to, x + 4 * next, x_bytes - 4 * next, l);
+#if WEIGHTS == SINGLE
+            stage_pieces<128, PER_TOKEN>(x_to + (1 - buffer) * X_BYTES, x + 4 * next, x_bytes - 4 * next, l);
+#else
+            fetch(fetched, x + 4 * next, x_bytes - 4 * next, l);
+#endif
         }
-        multiply_active(shared + buffer * W_BYTES, shared + X_AT + (WEIGHTS == SINGLE ? buffer * X_BYTES : 0), active, sum);
+        multiply_active(shared + buffer * W_BYTES, shared + X_AT + buffer * X_BYTES, active, sum);
     }
 #endif
 }

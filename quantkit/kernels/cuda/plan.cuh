@@ -3,7 +3,8 @@
 //
 //     0  tiles of up to 32 tokens   1  tiles of up to 128   2  pairs
 //     16                   the pairs p = token * n_used + slot, by expert, those of an expert in order; padded to 4
-//     then, 16-byte aligned, tiles of 32, then tiles of 128: expert, first (where in the list), count, 0
+//     then, 16-byte aligned, tiles of 32, then tiles of 128: expert, first (where in the list), count, 0; of both, full
+//     ones by expert, then the others by expert
 #pragma once
 #include "device.cuh"
 

@@ -14,7 +14,7 @@ struct mul_mat_args {
     const float *bias, *scale;
 };
 
-// A matrix a head, head_bytes apart, times the head's part of x, x_head_bytes apart: columns h * n_out .. of out.
+// A matrix a head, head_bytes apart, times the head's part of x, x_head_bytes apart; its part of out, out_head_bytes apart.
 struct mul_mat_heads_args {
     int64_t rows;
     const uint8_t* x;
@@ -22,7 +22,7 @@ struct mul_mat_heads_args {
     const uint8_t* w;
     int64_t row_bytes, head_bytes, heads, n_in, n_out;
     uint8_t* out;
-    int64_t out_stride;
+    int64_t out_stride, out_head_bytes;
 };
 
 // Pair p of token and expert, p = token * n_used + j, is row p of out and of ids; its row of x is p / x_per.
@@ -67,4 +67,23 @@ struct up_gate_id_args {
     int64_t up_bias_stride, gate_bias_stride;
     const float *up_scale, *gate_scale;
     double gate_limit, act_limit, up_limit, alpha;
+};
+
+// The same with rows of out that are brought to a format, too (to_format.cuh): of one token, or of pairs.
+struct mul_mat_heads_to_args : mul_mat_heads_args {
+    int64_t format;
+    uint8_t* quantized;
+    int* counters;
+};
+
+struct up_gate_to_args : up_gate_args {
+    int64_t format;
+    uint8_t* quantized;
+    int* counters;
+};
+
+struct up_gate_id_to_args : up_gate_id_args {
+    int64_t format;
+    uint8_t* quantized;
+    int* counters;
 };

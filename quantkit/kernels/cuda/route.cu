@@ -1,91 +1,7 @@
-// Routing: which experts a token goes to and how much each counts, a warp to a token; rows before and after the experts.
-//
-//     probs      softmax(logits), sigmoid(logits), or the logits themselves (softmax_weight)
-//     choice     probs + bias; with groups, minus infinity outside the n_group_used whose two best add up to most
-//     ids        the n_used largest of choice, descending; of equal ones the lower number first
-//     weights    probs[ids]; softmax of them (softmax_weight); / max(sum, sum_floor) (norm); * scale (unless 0)
-//
-// Comparisons are of integers that sort as the floats do, so that a NaN loses to everything and no expert comes twice.
-#include "functions.cuh"
+// Routing: which experts a token goes to and how much each counts, a warp to a token (route.cuh); rows before and after
+// the experts.
 #include "each.cuh"
-
-#define SOFTMAX 0
-#define SIGMOID 1
-#define SOFTMAX_WEIGHT 2
-
-#define LOWEST __uint_as_float(0xff800000u)  // minus infinity
-
-// A number that sorts as the float does, -0 as 0; NaN lowest, but above 0, which is what was taken already.
-INLINE uint32_t sort_key(float v) {
-    const uint32_t bits = __float_as_uint(v + 0.0f);
-    if (v != v) return 1;
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-// x[i] = e^(x[i] - max) / sum of n values in shared memory, by a warp.
-INLINE void softmax(float* x, int n, int lane) {
-    float largest = LOWEST, total = 0;
-    for (int i = lane; i < n; i += 32) largest = fmaxf(largest, x[i]);
-    largest = warp_max(largest);
-    for (int i = lane; i < n; i += 32) {
-        x[i] = expf(x[i] - largest);
-        total += x[i];
-    }
-    total = warp_sum(total);
-    for (int i = lane; i < n; i += 32) x[i] = x[i] / total;
-}
-
-// The largest of this lane's keys (lane, lane + 32, ...) with its number, as one number: of equal ones the first wins.
-INLINE uint64_t best_of_lane(const uint32_t* keys, int n, int lane) {
-    uint64_t best = 0;
-    for (int i = lane; i < n; i += 32) {
-        const uint64_t candidate = (uint64_t)keys[i] << 32 | (0xffffffffu - (uint32_t)i);
-        if (candidate > best) best = candidate;
-    }
-    return best;
-}
-
-// Where the largest of n keys is; it is struck out. mine: best_of_lane, kept from call to call.
-INLINE int take_largest(uint32_t* keys, int n, int lane, uint64_t& mine) {
-    uint64_t best = mine;
-    for (int d = 16; d; d >>= 1) {
-        const uint64_t other = __shfl_xor_sync(FULL, best, d);
-        if (other > best) best = other;
-    }
-    const int where = (int)(0xffffffffu - (uint32_t)best);
-    if (best == mine) {  // numbers are unique, so this is the lane that has it
-        keys[where] = 0;
-        mine = best_of_lane(keys, n, lane);
-    }
-    return where;
-}
-
-// Sort keys of choice in `keys`: those outside the best groups are minus infinity's. scores: room for n_group keys.
-INLINE void keep_groups(uint32_t* keys, const float* probs, const float* bias, int n, int n_group, int n_group_used,
-                        uint32_t* scores, int lane) {
-    const int size = n / n_group;
-    for (int g = lane; g < n_group; g += 32) {
-        float best = LOWEST, second = LOWEST;
-        for (int k = 0; k < size; k++) {
-            const int i = g * size + (k + lane) % size;  // lanes begin at different banks
-            const float v = bias ? probs[i] + bias[i] : probs[i];
-            if (v > best) {
-                second = best;
-                best = v;
-            } else if (v > second) {
-                second = v;
-            }
-        }
-        scores[g] = sort_key(size > 1 ? best + second : best);
-    }
-    __syncwarp();
-    uint64_t mine = best_of_lane(scores, n_group, lane);
-    for (int j = 0; j < n_group_used; j++) take_largest(scores, n_group, lane, mine);
-    __syncwarp();
-    for (int i = lane; i < n; i += 32)
-        if (scores[i / size]) keys[i] = sort_key(LOWEST);
-    __syncwarp();
-}
+#include "route.cuh"
 
 struct route_args {
     int32_t* ids;
@@ -95,41 +11,12 @@ struct route_args {
     double scale, sum_floor;
 };
 
-// Shared memory of a warp: probs [n_expert], keys [n_expert], and chosen weights [n_used] or scores [n_group].
 KERNEL(route, THREADS) {
     DYNAMIC_SHARED(shared);
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int n = (int)a.n_expert, n_used = (int)a.n_used, n_group = (int)a.n_group;
+    const int warp = threadIdx.x >> 5;
     const int64_t row = (int64_t)blockIdx.x * (THREADS / 32) + warp;
     if (row >= a.rows) return;
-    float* probs = (float*)shared + (int64_t)warp * (2 * n + max(n_used, n_group));
-    uint32_t* keys = (uint32_t*)(probs + n);
-    float* chosen = probs + 2 * n;
-    for (int i = lane; i < n; i += 32) {
-        const float x = a.logits[row * n + i];
-        probs[i] = a.gating == SIGMOID ? sigmoid(x) : x;
-    }
-    if (a.gating == SOFTMAX) softmax(probs, n, lane);
-    for (int i = lane; i < n; i += 32) keys[i] = sort_key(a.bias ? probs[i] + a.bias[i] : probs[i]);
-    __syncwarp();
-    if (n_group > 1) keep_groups(keys, probs, a.bias, n, n_group, (int)a.n_group_used, (uint32_t*)chosen, lane);
-    uint64_t mine = best_of_lane(keys, n, lane);
-    for (int j = 0; j < n_used; j++) {
-        const int e = take_largest(keys, n, lane, mine);
-        if (lane == j % 32) {  // the lane that reads it below
-            a.ids[row * n_used + j] = e;
-            chosen[j] = probs[e];
-        }
-    }
-    if (a.gating == SOFTMAX_WEIGHT) softmax(chosen, n_used, lane);
-    double total = 0;
-    for (int j = lane; j < n_used; j += 32) total += chosen[j];
-    total = warp_sum(total);
-    const float factor = a.norm ? at_least((float)total, (float)a.sum_floor) : 1.0f;
-    for (int j = lane; j < n_used; j += 32) {
-        const float w = chosen[j] / factor;
-        a.weights[row * n_used + j] = a.scale != 0 ? w * (float)a.scale : w;
-    }
+    route_token(a, row, (float*)shared + warp * (2 * a.n_expert + max(a.n_used, a.n_group)));
 }
 
 // ---- rows before and after the experts; rows: of tokens

@@ -32,10 +32,14 @@ def _route(threads: int) -> Operation:
 
 def route(routing: Routing, rows: int) -> Shape:
     """Return how to route so many tokens."""
-    n, used = routing.n_expert, max(routing.n_used, routing.n_group)
-    threads = _THREADS if n <= MAX_EXPERTS // 4 else _FEW
+    threads = _THREADS if routing.n_expert <= MAX_EXPERTS // 4 else _FEW
     warps = threads // 32
-    return Shape(_route(threads), (max(1, -(-rows // warps)), 1, 1), 4 * warps * (2 * n + used))
+    return Shape(_route(threads), (max(1, -(-rows // warps)), 1, 1), warps * shared_of_token(routing))
+
+
+def shared_of_token(routing: Routing) -> int:
+    """Return the bytes of shared memory that a token takes."""
+    return 4 * (2 * routing.n_expert + max(routing.n_used, routing.n_group))
 
 
 def route_block(routing: Routing) -> dict[str, float]:

@@ -2,24 +2,27 @@
 //
 //     t = x, or the sum of a token's experts       (combine of route.cu: the same order)
 //     t = norm of t                                (after a layer's part: Gemma 2, OLMo 2)
-//     y = plus_too + by * (plus + t)               -> sum
+//     y = plus_too + by * (plus + t)               -> sum; plus times sigmoid(gate), one value a row, if there is one
 //     z = norm of y                                -> normed
 //     z in the format of a weight's activations    -> quantized
 //
 // Each may be missing: a pointer is 0, a kind NONE, by 1, format -1. THREADS: of a block; UNITS: of 256 columns, a warp's.
 #include "activations.cuh"
+#include "functions.cuh"
 #include "norms.cuh"
 
 #define NONE -1
 
 // x: [rows * n_used, width] with weights [rows, n_used] or 0; n_used 0: [rows, width]. sum may be x, plus or plus_too.
+// selected: rows are outputs, those of x, plus and plus_too tokens: then it may not, and n_used is 0.
 struct stage_args {
-    int64_t rows, width;
+    const Batch* batch;
+    int64_t rows, width, selected;
     const float *x, *weights;
     int64_t n_used, post_kind;
     const float *post_weight, *post_bias;
     double post_eps;
-    const float *plus, *plus_too;
+    const float *plus, *plus_too, *gate;
     double by;
     float* sum;
     int64_t kind;
@@ -66,10 +69,12 @@ struct Columns {
             for (int i = 0; i < 8; i++) f(v[u][i], u, i);
     }
 
-    __device__ __forceinline__ void add(const float* row, int64_t width) {
+    __device__ __forceinline__ void add(const float* row, int64_t width) { add(row, width, [](float v) { return v; }); }
+
+    template <typename F> __device__ __forceinline__ void add(const float* row, int64_t width, F f) {
         Columns other;
         other.load(row, width);
-        each([&](float& v, int u, int i) { v = v + other.v[u][i]; });
+        each([&](float& v, int u, int i) { v = v + f(other.v[u][i]); });
     }
 };
 
@@ -109,6 +114,7 @@ template <int FORM> INLINE void round_row(Columns& y, float* out, int64_t width)
 KERNEL(stage, THREADS) {
     __shared__ double part[32];
     const int64_t row = blockIdx.x, width = a.width, units = (width + 255) / 256;
+    const int64_t from = a.selected ? a.batch->outputs[row] : row;
     Columns y;
     if (a.n_used) {
         const float* x = a.x + row * a.n_used * width;
@@ -123,13 +129,18 @@ KERNEL(stage, THREADS) {
             y.each([&](float& v, int u, int i) { v = v + term.v[u][i] * weight; });
         }
     } else {
-        y.load(a.x + row * width, width);
+        y.load(a.x + from * width, width);
     }
     if (a.post_kind != NONE) normalize(y, width, (int)a.post_kind, a.post_weight, a.post_bias, a.post_eps, part);
-    if (a.plus) y.add(a.plus + row * width, width);
+    if (a.plus && a.gate) {
+        const float gate = sigmoid(a.gate[from]);
+        y.add(a.plus + from * width, width, [&](float v) { return gate * v; });
+    } else if (a.plus) {
+        y.add(a.plus + from * width, width);
+    }
     const float by = (float)a.by;
     y.each([&](float& v, int u, int i) { v = v * by; });
-    if (a.plus_too) y.add(a.plus_too + row * width, width);
+    if (a.plus_too) y.add(a.plus_too + from * width, width);
     if (a.sum) y.store(a.sum + row * width, width);
     if (a.kind != NONE) normalize(y, width, (int)a.kind, a.weight, a.bias, a.eps, part);
     if (a.normed) y.store(a.normed + row * width, width);

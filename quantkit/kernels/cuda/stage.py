@@ -1,7 +1,7 @@
 """What lies between two products, in one launch: stage.cu.
 
-    stage    rows width x weights n_used post_kind post_weight post_bias post_eps plus plus_too by sum
-             kind weight bias eps normed format quantized
+    stage    batch rows width selected x weights n_used post_kind post_weight post_bias post_eps plus plus_too gate by
+             sum kind weight bias eps normed format quantized
 
 rows: of the result. ``parts`` gives the slots of what is missing.
 """
@@ -18,9 +18,9 @@ MAX_WIDTH = 12288
 
 #: Slots of a stage that only copies x: others are given instead of some.
 NOTHING = {
-    "weights": 0, "n_used": 0, "post_kind": -1, "post_weight": 0, "post_bias": 0, "post_eps": 0, "plus": 0,
-    "plus_too": 0, "by": 1, "sum": 0, "kind": -1, "weight": 0, "bias": 0, "eps": 0, "normed": 0, "format": -1,
-    "quantized": 0,
+    "selected": 0, "weights": 0, "n_used": 0, "post_kind": -1, "post_weight": 0, "post_bias": 0, "post_eps": 0,
+    "plus": 0, "plus_too": 0, "gate": 0, "by": 1, "sum": 0, "kind": -1, "weight": 0, "bias": 0, "eps": 0, "normed": 0,
+    "format": -1, "quantized": 0,
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from quantkit.model.backends.accumulators import Accumulator, NotFinite, not_fin
 from quantkit.model.backends.arena import Buffer, place
 from quantkit.model.backends.boundary import Boundary
 from quantkit.model.backends.cuda_joins import join
-from quantkit.model.backends.cuda_lowering import FEW_ROWS, CUDALowering, GemmEntry, KernelEntry
+from quantkit.model.backends.cuda_lowering import FEW_ROWS, CUDALowering, KernelEntry, WorkEntry
 from quantkit.model.backends.cuda_ops import lower
 from quantkit.model.backends.cuda_weights import Weights
 from quantkit.model.batch import Batch
@@ -45,7 +45,7 @@ Step = list[Launch] | Callable[[], None]
 class CUDABackend:
     """Makes programs for one device; they share its weights. max_vram: bytes of weights on it.
 
-    cublas: prompts go through dense matrices unpacked to bf16 and cuBLAS, the reference for our own products.
+    cublas: prompts go through matrices unpacked to bf16 and cuBLAS (cuda_cublas.py), the reference for our products.
     """
 
     name = "cuda"
@@ -144,10 +144,10 @@ class CUDAProgram(Boundary):
         for entry in self._low.entries:
             if entry.call is not None:
                 steps.append(entry.call)
-            elif isinstance(entry, GemmEntry):
+            elif isinstance(entry, WorkEntry):
                 rows = (n_outputs if entry.outputs else n_tokens) * entry.per
                 if rows > FEW_ROWS:
-                    steps.append(partial(self._multiply, entry, rows))
+                    steps.append(partial(self._work, entry, rows))
             elif isinstance(entry, KernelEntry):
                 launch = self._launch(entry, n_outputs if entry.outputs else n_tokens)
                 if launch is None:
@@ -157,9 +157,8 @@ class CUDAProgram(Boundary):
                 cast(list[Launch], steps[-1]).append(launch)
         return steps
 
-    def _multiply(self, entry: GemmEntry, rows: int) -> None:
-        at = entry.resolved(self._start)
-        self.device.gemm_bf16(rows, entry.n_out, entry.n_in, int(at["x"]), int(at["w"]), int(at["out"]))
+    def _work(self, entry: WorkEntry, rows: int) -> None:
+        entry.work(rows, entry.resolved(self._start))
 
     def _launch(self, entry: KernelEntry, rows: int) -> Launch | None:
         count = rows * entry.per

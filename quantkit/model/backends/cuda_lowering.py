@@ -54,13 +54,12 @@ class KernelEntry(Entry):
 
 
 @dataclass(eq=False)
-class GemmEntry(Entry):
-    """A product of more than FEW_ROWS rows by cuBLAS: slots x and w (bf16), out (f32)."""
+class WorkEntry(Entry):
+    """A step of Python's for more than FEW_ROWS rows, counted as those of a launch; it gets how many, and its slots."""
 
+    work: Callable[[int, Mapping[str, int | float]], None] = lambda rows, slots: None
     outputs: bool = False
     per: int = 1
-    n_out: int = 0
-    n_in: int = 0
 
 
 class CUDALowering(Lowering):
@@ -80,6 +79,8 @@ class CUDALowering(Lowering):
         self.caches: dict[Cache, tuple[int, int]] = {}
         self.states: dict[State, tuple[int, int]] = {}
         self._counters = self._n_counters = 0
+        #: Of ids: how many pairs each expert has, where the host must know (cuda_cublas.py).
+        self.counts: dict[Value, object] = {}
         self.looking_on = Sums(self.device, self.owned)
 
     def emit(
@@ -202,11 +203,12 @@ class CUDALowering(Lowering):
 
     # ------------------------------------------------------------ activations
 
-    def made_activations(self, x: Value, kind: str) -> Buffer:
-        """Return where another operation writes x in a format, from now on."""
-        stride = activations.row_bytes(kind, x.width)
-        made = Buffer(f"{x.name} ({kind})", stride * self.limits.n_ubatch * x.per)
-        self._activations[x, kind, x.width] = made
+    def made_activations(self, x: Value, kind: str, n: int = 0) -> Buffer:
+        """Return where another operation writes x in a format, from now on; n: columns of its rows there, if fewer."""
+        n = n or x.width
+        rows = self.limits.n_ubatch * x.per * (x.width // n)
+        made = Buffer(f"{x.name} ({kind})", activations.row_bytes(kind, n) * rows)
+        self._activations[x, kind, n] = made
         return made
 
     def activations(self, x: Value, weight: Matrix) -> tuple[Buffer, int]:
@@ -224,6 +226,25 @@ class CUDALowering(Lowering):
             slots: dict[str, Slot] = {"x": self.buffer(x), "x_stride": 4 * n, "n": n, "out": made}
             self.emit(lambda rows: activations.quantize(kind, n, rows), x, per, **slots)
         return self._activations[x, kind, n], stride
+
+    def rows_for_cublas(self, x: Value, n: int, per: int, ids: Value | None = None) -> tuple[Buffer, bool]:
+        """Return where rows of n bf16 values of x are, ``per`` of a token, and whether they are still to be made.
+
+        ids: they are gathered by these experts.
+        """
+        kind = "bf16 rows" if ids is None else f"bf16 rows by {ids.name}"
+        new = (x, kind, n) not in self._activations
+        if new:
+            self._activations[x, kind, n] = Buffer(f"{x.name} ({kind})", 2 * n * per * self.limits.n_ubatch)
+        return self._activations[x, kind, n], new
+
+    def remade(self, x: Value, kind: str, n: int, made: Buffer, by: Callable[[int], bool]) -> None:
+        """Bring x to a format, rows of n, where its own launch, of so many tokens' rows, has not (``by``)."""
+        per = x.width // n
+        slots: dict[str, Slot] = {"x": self.buffer(x), "x_stride": 4 * n, "n": n, "out": made}
+        self.emit(
+            lambda rows: None if by(rows // per) else activations.quantize(kind, n, rows), x, x.per * per, **slots
+        )
 
     def plan(self, ids: Value, n_expert: int) -> Buffer:
         """Return which pairs of token and expert each expert has; made once for each ids."""

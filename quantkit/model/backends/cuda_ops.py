@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,22 +14,19 @@ from quantkit.kernels.cuda import (
     dequantize,
     elementwise,
     glu,
-    mat_mat,
-    mat_vec,
-    mat_vec_several,
     norms,
     recurrent,
     rope,
     route,
 )
 from quantkit.kernels.cuda.operation import Shape
-from quantkit.kernels.parameters import Activation
 from quantkit.kernels.rope_constants import rope_constants, rope_scalars
-from quantkit.model.backends import cuda_joined, cuda_looking_on
-from quantkit.model.backends.arena import Buffer, Slot
-from quantkit.model.backends.cuda_joins import AttentionTo
-from quantkit.model.backends.cuda_lowering import FEW_ROWS, CUDALowering, GemmEntry, KernelEntry, Rows
-from quantkit.model.backends.lowering import expert_bytes_of, row_bytes_of
+from quantkit.model.backends import cuda_joined, cuda_looking_on, cuda_products
+from quantkit.model.backends.arena import Slot
+from quantkit.model.backends.cuda_formats import AttentionTo
+from quantkit.model.backends.cuda_lowering import CUDALowering, Rows
+from quantkit.model.backends.cuda_products import gated
+from quantkit.model.backends.lowering import row_bytes_of
 from quantkit.model.ops import (
     Activate,
     Add,
@@ -43,28 +39,19 @@ from quantkit.model.ops import (
     Embed,
     Glu,
     Join,
-    Matrix,
-    MulMat,
-    MulMatHeads,
-    MulMatId,
-    MulMats,
     MultiplyBy,
     Norm,
     Op,
     Repeat,
     Rope,
     RopeTable,
-    Route,
     Scale,
     ScaleByPosition,
     SelectOutputs,
     Softcap,
     Take,
-    UpGate,
-    UpGateId,
     Value,
 )
-from quantkit.types import BY_NAME, TensorType
 
 # ---------------------------------------------------------------- element by element
 
@@ -137,25 +124,11 @@ def _norm(b: CUDALowering, op: Norm) -> None:
     b.may_overwrite(entry, op.out, op.x)
 
 
-def _gate(b: CUDALowering, activation: Activation, out: Value, gate: Buffer, gate_width: int, up: Slot) -> KernelEntry:
-    width = out.width
-    return b.emit(
-        lambda rows: glu.glu(activation, width, rows),
-        out,
-        out=b.buffer(out),
-        gate=gate,
-        up=up,
-        width=width,
-        gate_width=gate_width,
-        **glu.limits(activation),
-    )
-
-
 def _glu(b: CUDALowering, op: Glu) -> None:
     if op.up is None:
-        _gate(b, op.activation, op.out, b.buffer(op.gate), op.out.width, 0)
+        gated(b, op.activation, op.out, b.buffer(op.gate), op.out.width, 0)
     else:
-        entry = _gate(b, op.activation, op.out, b.buffer(op.gate), op.gate.width, b.buffer(op.up))
+        entry = gated(b, op.activation, op.out, b.buffer(op.gate), op.gate.width, b.buffer(op.up))
         b.may_overwrite(entry, op.out, op.up)
 
 
@@ -187,262 +160,7 @@ def _join(b: CUDALowering, op: Join) -> None:
     )
 
 
-# ---------------------------------------------------------------- matrices
-
-
-@dataclass(frozen=True)
-class _Product:
-    """out = scale * (weight x) + bias"""
-
-    out: Value
-    weight: Matrix
-    bias: Matrix | None
-    scale: Matrix | None
-
-    def type_name(self) -> str:
-        return self.weight.tensor.type.name
-
-    def slots(self, b: CUDALowering) -> dict[str, Slot]:
-        return {
-            "w": b.weight(self.weight),
-            "n_out": self.weight.n_out,
-            "out": b.buffer(self.out),
-            "bias": b.vector(self.bias),
-            "scale": b.vector(self.scale),
-        }
-
-
-def _multiply(b: CUDALowering, x: Value, products: Sequence[_Product]) -> None:
-    """Multiply weights whose types go together: in one launch, if rows are few."""
-    together, card, n_in = len(products) > 1, b.device.capability, products[0].weight.n_in
-    activations, stride = b.activations(x, products[0].weight)
-    common: dict[str, Slot] = {"x": activations, "x_stride": stride, "n_in": n_in}
-    each, weights = [product.slots(b) for product in products], tuple(product.weight for product in products)
-    types = [weight.tensor.type for weight in weights]
-    if together:
-        n_outs = [weight.n_out for weight in weights]
-
-        def several(rows: int) -> Shape | None:
-            return mat_vec_several.mul_mats(types, n_in, n_outs, rows) if rows <= FEW_ROWS else None
-
-        slots = {**common, **mat_vec_several.slots(each), "n_first": types.count(types[0])}
-        slots |= {"row_bytes": row_bytes_of(weights[0]), "other_row_bytes": row_bytes_of(weights[-1])}
-        b.emit(several, x, **slots).weights = weights
-    for product, t, slots in zip(products, types, each, strict=True):
-        cublas = b.backend.cublas and t.name != "F32"  # those are strict
-
-        def choose(
-            rows: int, t: TensorType = t, n_out: int = product.weight.n_out, cublas: bool = cublas
-        ) -> Shape | None:
-            if rows > FEW_ROWS:
-                if cublas:
-                    return None
-                return mat_mat.mul_mat(t, n_in, n_out, rows, card)
-            return None if together else mat_vec.mul_mat(t, n_in, n_out, rows)
-
-        slots |= {"row_bytes": row_bytes_of(product.weight), "out_stride": 4 * product.out.width, **common}
-        b.emit(choose, x, **slots).weights = (product.weight,)
-        if cublas:
-            _by_cublas(b, x, product)
-
-
-def _by_cublas(b: CUDALowering, x: Value, product: _Product) -> None:
-    """Round x, and unpack the weight, to bf16; multiply; scale and bias by themselves."""
-    weight, out = product.weight, b.buffer(product.out)
-    t, n_in, n_out = weight.tensor.type, weight.n_in, weight.n_out
-    to: dict[str, Slot] = {"out_stride": 2 * n_in, "n": n_in, "to": dequantize.OUTPUTS.index("bf16")}
-    rounded = Buffer(f"{x.name} (bf16)", 2 * b.limits.n_ubatch * x.per * n_in)
-    unpacked = Buffer(f"{weight} (bf16)", 2 * n_out * n_in)
-
-    def many(shape: Callable[[int], Shape], **slots: Slot) -> None:
-        b.emit(lambda rows: shape(rows) if rows > FEW_ROWS else None, x, **slots)
-
-    floats = BY_NAME["F32"]
-    many(lambda rows: dequantize.dequantize(floats, n_in, rows), w=b.buffer(x), row_bytes=4 * n_in, out=rounded, **to)
-    unpacking: dict[str, Slot] = {"w": b.weight(weight), "row_bytes": row_bytes_of(weight), "rows": n_out, **to}
-    many(lambda rows: dequantize.dequantize(t, n_in, n_out), out=unpacked, **unpacking)
-    slots: dict[str, Slot] = {"x": rounded, "w": unpacked, "out": out}
-    b.entries.append(GemmEntry(b.op, slots=slots, outputs=x.outputs, per=x.per, n_out=n_out, n_in=n_in))
-    then: dict[str, Slot] = {"x": out, "out": out, "width": n_out}
-    if product.scale is not None:
-        many(lambda rows: elementwise.multiply_by(n_out, rows), vector=b.vector(product.scale), n=1, **then)
-    if product.bias is not None:
-        many(lambda rows: elementwise.plus_vector(n_out, rows), vector=b.vector(product.bias), n=n_out, **then)
-
-
-def _mul_mat(b: CUDALowering, op: MulMat) -> None:
-    _multiply(b, op.x, [_Product(op.out, op.weight, op.bias, op.scale)])
-
-
-def _mul_mats(b: CUDALowering, op: MulMats) -> None:
-    """Of a family as many go together as a launch takes, and of no more than two types."""
-    groups: dict[str, list[_Product]] = {}
-    for product in sorted(map(_Product, op.outs, op.weights, op.biases, op.scales), key=_Product.type_name):
-        group = groups.setdefault(mat_vec_several.family(product.weight.tensor.type), [])
-        types = {other.type_name() for other in (*group, product)}
-        if len(group) == mat_vec_several.MAX_MATRICES or len(types) > 2:
-            _multiply(b, op.x, group)
-            group.clear()
-        group.append(product)
-    for group in groups.values():
-        _multiply(b, op.x, group)
-
-
-def _up_gate(b: CUDALowering, op: UpGate) -> None:
-    if b.backend.cublas:  # its products end in memory: three steps
-        up, gate = (Value(f"{op.out.name} {part}", op.up.n_out, op.x.per, op.x.outputs) for part in ("up", "gate"))
-        _multiply(b, op.x, [_Product(up, op.up, op.up_bias, op.up_scale)])
-        _multiply(b, op.x, [_Product(gate, op.gate, op.gate_bias, op.gate_scale)])
-        _gate(b, op.activation, op.out, b.buffer(gate), gate.width, b.buffer(up))
-        return
-    activations, stride = b.activations(op.x, op.up)
-    t, n_in, n_out, activation = op.up.tensor.type, op.up.n_in, op.up.n_out, op.activation
-    weights = b.weight(op.up), b.weight(op.gate)
-
-    def choose(rows: int) -> Shape:
-        if rows <= FEW_ROWS:
-            return mat_vec.up_gate(t, activation, n_in, n_out, rows)
-        return mat_mat.up_gate(t, activation, n_in, n_out, rows, b.device.capability)
-
-    entry = b.emit(
-        choose,
-        op.x,
-        x=activations,
-        x_stride=stride,
-        up=weights[0],
-        gate=weights[1],
-        row_bytes=row_bytes_of(op.up),
-        n_in=n_in,
-        n_out=n_out,
-        out=b.buffer(op.out),
-        out_stride=4 * op.out.width,
-        up_bias=b.vector(op.up_bias),
-        gate_bias=b.vector(op.gate_bias),
-        up_scale=b.vector(op.up_scale),
-        gate_scale=b.vector(op.gate_scale),
-        **glu.limits(activation),
-    )
-    entry.weights = (op.up, op.gate)
-
-
-def _mul_mat_heads(b: CUDALowering, op: MulMatHeads) -> None:
-    weight, heads = op.weight, op.x.width // op.weight.n_in
-    t, n_in, n_out = weight.tensor.type, weight.n_in, weight.n_out
-    activations, stride = b.activations(op.x, weight)
-
-    def choose(rows: int) -> Shape:
-        if rows <= FEW_ROWS:
-            return mat_vec.mul_mat_heads(t, n_in, n_out, rows, heads)
-        return mat_mat.mul_mat_heads(t, n_in, n_out, rows, heads, b.device.capability)
-
-    entry = b.emit(
-        choose,
-        op.x,
-        x=activations,
-        x_stride=stride * heads,
-        x_head_bytes=stride,
-        w=b.weight(weight),
-        row_bytes=row_bytes_of(weight),
-        head_bytes=expert_bytes_of(weight),
-        heads=heads,
-        n_in=n_in,
-        n_out=n_out,
-        out=b.buffer(op.out),
-        out_stride=4 * op.out.width,
-    )
-    entry.weights = (weight,)
-
-
 # ---------------------------------------------------------------- experts
-
-
-def _by_expert(b: CUDALowering, out: Value, x: Value, ids: Value, weight: Matrix) -> dict[str, Slot]:
-    """Return the slots that both kinds of products by expert have."""
-    activations, stride = b.activations(x, weight)
-    return {
-        "out": b.buffer(out),
-        "x": activations,
-        "x_stride": stride,
-        "x_per": ids.width if x.per == 1 else 1,
-        "ids": b.buffer(ids),
-        "plan": b.plan(ids, weight.n_matrices),
-        "n_expert": weight.n_matrices,
-        "n_used": ids.width,
-        "row_bytes": row_bytes_of(weight),
-        "n_in": weight.n_in,
-        "n_out": weight.n_out,
-    }
-
-
-def _mul_mat_id(b: CUDALowering, op: MulMatId) -> None:
-    w, slots = b.weight(op.weight, op.ids), _by_expert(b, op.out, op.x, op.ids, op.weight)
-    t, n_in, n_out, n_expert, n_used = (
-        op.weight.tensor.type,
-        op.weight.n_in,
-        op.weight.n_out,
-        op.weight.n_matrices,
-        op.ids.width,
-    )
-
-    def choose(rows: int) -> Shape:
-        if rows <= FEW_ROWS:
-            return mat_vec.mul_mat_id(t, n_in, n_out, rows, n_used)
-        return mat_mat.mul_mat_id(t, n_in, n_out, rows, n_used, n_expert, b.device.capability)
-
-    entry = b.emit(
-        choose,
-        op.ids,
-        w=w,
-        expert_bytes=expert_bytes_of(op.weight),
-        bias=b.vector(op.bias),
-        bias_stride=4 * n_out,
-        scale=b.vector(op.scale),
-        **slots,
-    )
-    entry.weights = (op.weight,)
-
-
-def _up_gate_id(b: CUDALowering, op: UpGateId) -> None:
-    up, gate = b.weight(op.up, op.ids), b.weight(op.gate, op.ids)
-    slots = _by_expert(b, op.out, op.x, op.ids, op.up)
-    t, n_in, n_out, n_expert, n_used = op.up.tensor.type, op.up.n_in, op.up.n_out, op.up.n_matrices, op.ids.width
-    activation = op.activation
-
-    def choose(rows: int) -> Shape:
-        if rows <= FEW_ROWS:
-            return mat_vec.up_gate_id(t, activation, n_in, n_out, rows, n_used)
-        return mat_mat.up_gate_id(t, activation, n_in, n_out, rows, n_used, n_expert, b.device.capability)
-
-    entry = b.emit(
-        choose,
-        op.ids,
-        up=up,
-        gate=gate,
-        up_expert_bytes=expert_bytes_of(op.up),
-        gate_expert_bytes=expert_bytes_of(op.gate),
-        up_bias=b.vector(op.up_bias),
-        gate_bias=b.vector(op.gate_bias),
-        up_bias_stride=4 * op.up.n_out,
-        gate_bias_stride=4 * op.gate.n_out,
-        up_scale=b.vector(op.up_scale),
-        gate_scale=b.vector(op.gate_scale),
-        **slots,
-        **glu.limits(activation),
-    )
-    entry.weights = (op.up, op.gate)
-
-
-def _route(b: CUDALowering, op: Route) -> None:
-    routing = op.routing
-    b.emit(
-        lambda rows: route.route(routing, rows),
-        op.logits,
-        ids=b.buffer(op.ids),
-        weights=b.buffer(op.weights),
-        logits=b.buffer(op.logits),
-        bias=b.vector(op.bias),
-        **route.route_block(routing),
-    )
 
 
 def _repeat(b: CUDALowering, op: Repeat) -> None:
@@ -503,8 +221,8 @@ def _cache_write(b: CUDALowering, op: CacheWrite) -> None:
     )
 
 
-def _attention(b: CUDALowering, op: Attention, form: str = "") -> None:
-    """form: a format of activations that the result is made in, too."""
+def _attention(b: CUDALowering, op: Attention, form: str = "", q_width: int = 0) -> None:
+    """form: a format of activations that the result is made in, too, rows of q_width."""
     keys, values, kind = b.cache(op.cache)
     n_ctx, mla, card = b.limits.n_ctx, not op.cache.v_width, b.device.capability
     sizes = kind, op.n_head, op.n_head_kv, op.head_k, op.head_v
@@ -532,6 +250,7 @@ def _attention(b: CUDALowering, op: Attention, form: str = "") -> None:
     entry.by_rows = lambda rows: {"splits": way(rows).splits}
     common |= {"head_v": op.head_v}
     joined = partial(attention.combine_to, head_v=op.head_v)
+    rows_of_token = op.out.width // q_width if q_width else 1
 
     def combine(rows: int) -> Shape | None:
         return None if form and joined(way(rows)) else way(rows).combine
@@ -539,23 +258,15 @@ def _attention(b: CUDALowering, op: Attention, form: str = "") -> None:
     b.emit(combine, op.out, rows=Rows(op.n_head), **common).by_rows = entry.by_rows
     if not form:
         return
-    width = op.out.width
-    made = b.made_activations(op.out, form)
-    to: dict[str, Slot] = {"format": activations.KINDS.index(form), "quantized": made}
-    to |= {"counters": b.counters(b.limits.n_ubatch * -(-width // 256)), **common}
+    made = b.made_activations(op.out, form, q_width)
+    to: dict[str, Slot] = {"format": activations.KINDS.index(form), "quantized": made, "q_width": q_width}
+    to |= {"counters": b.counters(b.limits.n_ubatch * rows_of_token * -(-q_width // 256)), **common}
     b.emit(lambda rows: joined(way(rows)), op.out, rows=Rows(op.n_head), **to).by_rows = entry.by_rows
-    b.emit(
-        lambda rows: None if joined(way(rows)) else activations.quantize(form, width, rows),
-        op.out,
-        x=b.buffer(op.out),
-        x_stride=4 * width,
-        n=width,
-        out=made,
-    )
+    b.remade(op.out, form, q_width, made, lambda rows: joined(way(rows)) is not None)
 
 
 def _attention_to(b: CUDALowering, op: AttentionTo) -> None:
-    _attention(b, op, op.format)
+    _attention(b, op, op.format, op.q_width)
 
 
 # ---------------------------------------------------------------- recurrent layers
@@ -606,13 +317,6 @@ LOWER: Mapping[type[Op], Callable[[CUDALowering, Any], None]] = {
     Activate: _activate,
     Take: _take,
     Join: _join,
-    MulMat: _mul_mat,
-    MulMats: _mul_mats,
-    UpGate: _up_gate,
-    MulMatHeads: _mul_mat_heads,
-    MulMatId: _mul_mat_id,
-    UpGateId: _up_gate_id,
-    Route: _route,
     Repeat: _repeat,
     Combine: _combine,
     RopeTable: _rope_table,
@@ -622,6 +326,7 @@ LOWER: Mapping[type[Op], Callable[[CUDALowering, Any], None]] = {
     AttentionTo: _attention_to,
     Convolve: _convolve,
     DeltaNet: _delta_net,
+    **cuda_products.LOWER,
     **cuda_joined.LOWER,
     **cuda_looking_on.LOWER,
 }

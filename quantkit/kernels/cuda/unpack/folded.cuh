@@ -4,14 +4,22 @@
 //     0  T as it is: a scale per 32 or 16 values
 //     1  one scale d per 256 values, and levels that are bytes still
 //     2  the same, and levels of two bytes: 256 * high (q) + low, both signed
+//     AS_F16  no levels: halves (f16) that are exactly the weights over F16_TIMES, two in a word, in the order that
+//        panel.cuh multiplies them in: of 16 values 0 1, 4 5, 8 9, 12 13, 2 3, 6 7, 10 11, 14 15; q the first 16 of
+//        32, low the last
 //
 //     Q2_K      q * s: 0 .. 45; the minimums as they are, one per 16 values
 //     Q3_K      (4 - q) * (s - 32): -128 .. 124, and -d
 //     TQ1_0, TQ2_0 have one scale anyway
 //     Q6_K      4 (q - 32) * s, and d / 4: 16384 at most
 //     IQ2_XS, IQ2_S, IQ1_M    levels times 2 s + 1, and d / 8
+//     NVFP4     E2M1 times E4M3 has 6 significant bits, and over 128 lies between 2^-17 and 22.5
 #pragma once
+#include "halves.cuh"
 #include "unpack/all.cuh"
+
+const int AS_F16 = 16;
+const float F16_TIMES = 128;
 
 template <typename T> struct Folded {
     static const int PLANES = 0;
@@ -113,5 +121,32 @@ template <> struct Folded<IQ1_M> {
         split(l, low, 2 * (int)(s & 7) + 1, 2 * (int)(s >> 3 & 7) + 1);
         const uint32_t d = (w.x >> 12 & 15) | (w.x >> 24 & 0xf0) | (w.y >> 4 & 0xf00) | (w.y >> 16 & 0xf000);
         set_scales(l, half_to_float((uint16_t)d) * 0.125f);
+    }
+};
+
+// Four E2M1 times `by`: two words of two halves. Of every byte, the sign is the top bit of `signs`, the rest bits 1 to 3
+// of `three`: so moved they are the upper byte of a half, E2M1 over 2^14.
+INLINE void scale_fp4(uint32_t signs, uint32_t three, uint32_t by, int& first, int& second) {
+    const uint32_t tops = (signs & SIGNS) | (three & 0x0e0e0e0eu);
+    first = (int)times_halves(pick_bytes(tops, 0, 0x1404), by);
+    second = (int)times_halves(pick_bytes(tops, 0, 0x3424), by);
+}
+
+template <> struct Folded<NVFP4> {
+    static const int PLANES = AS_F16;
+    // 16 values: 8 words of halves.
+    STATIC_INLINE void scaled(const uint8_t* qs, uint32_t code, int* out) {
+        // An unsigned E4M3 is a half over 2^8, moved up by 7; times 2^15, so that all is over 128.
+        const uint32_t d = code == 127 ? 0 : (code & 127) << 7, by = times_halves(d * 0x00010001u, 0x78007800u);
+        for (int i = 0; i < 2; i++) {
+            const uint32_t x = load4(qs + 4 * i);
+            scale_fp4(x << 4, x << 1, by, out[i], out[4 + i]);
+            scale_fp4(x, x >> 3, by, out[2 + i], out[6 + i]);
+        }
+    }
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int* low, const uint32_t*) {
+        const uint32_t codes = load4(p) >> 16 * part;
+        scaled(p + 4 + 16 * part, codes & 255, l.q);
+        scaled(p + 12 + 16 * part, codes >> 8 & 255, low);
     }
 };

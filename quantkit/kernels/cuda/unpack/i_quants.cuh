@@ -46,20 +46,15 @@ struct IQ4_XS {
 
 // ---------------------------------------------------------------- signs of IQ2 and IQ3
 
-// Seven signs at the bottoms of nibbles, in the order 0 4 1 5 2 6 3, and in the eighth nibble their parity: the low
+// Seven signs as bit `at` of nibbles, in the order 0 4 1 5 2 6 3, and in the eighth nibble their parity: the low
 // nibbles of four bytes are those of values 0..3, the high ones those of values 4..7.
-INLINE uint32_t seven_signs(uint32_t seven) {
-    const uint32_t x = seven * 0x00204081u & 0x01111111u;
-    return x | (x * 0x11111111u & 0x10000000u);  // the sum of all nibbles, below 8
+INLINE uint32_t seven_signs(uint32_t seven, int at = 0) {
+    const uint32_t x = seven * (0x00204081u << at) & 0x01111111u << at;
+    return x | (x * 0x11111111u & 0x10000000u << at);  // the last bit of the sum of all nibbles
 }
 
-// Byte j of a word of signs, a bit as bit 2 of each of 8 nibbles.
-INLINE uint32_t nibble_signs(uint32_t signs, int j) {
-    uint32_t x = (j ? signs >> (8 * j - 2) : signs << 2) & 0x3fcu;
-    x = x * 0x1001u & 0x003c003cu;
-    x = x * 65 & 0x0c0c0c0cu;
-    return x * 9 & 0x44444444u;
-}
+// Eight signs at the tops of nibbles, in the order 3 7 2 6 1 5 0 4.
+INLINE uint32_t reversed_signs(uint32_t eight) { return eight * 0x08040201u & 0x88888888u; }
 
 // 255 in each of four bytes where the sign is set: nibble k of a word of signs.
 INLINE uint32_t negative(uint32_t signs, int k) { return sign_masks(spread_bits(signs >> 4 * k & 15, 7)); }
@@ -110,7 +105,9 @@ struct IQ3_S {
 // ---------------------------------------------------------------- IQ2
 
 // 8 levels by nibbles: magnitudes 8, 25, 43, and 4 more for their negatives.
-INLINE uint32_t four_signed(uint32_t nibbles) { return pick_bytes(0x002b1908u, 0x00d5e7f8u, nibbles); }
+#define IQ2_MAGNITUDES 0x002b1908u
+#define IQ2_NEGATIVES 0x00d5e7f8u
+INLINE uint32_t four_signed(uint32_t nibbles) { return pick_bytes(IQ2_MAGNITUDES, IQ2_NEGATIVES, nibbles); }
 
 // The entry's nibbles are in the order of seven_signs.
 INLINE void set_eight(Levels& l, int j, uint32_t entry, uint32_t seven) {
@@ -163,9 +160,10 @@ struct IQ2_S {
         load_words(p + 34 + 4 * part, signs);
         const uint32_t h = p[66 + part];
         for (int j = 0; j < 4; j++) {
-            const uint32_t s = grid[byte_of(x[0], j) | (h << (8 - 2 * j) & 768)] | nibble_signs(signs[0], j);
-            l.q[2 * j] = (int)four_signed(s);
-            l.q[2 * j + 1] = (int)four_signed(s >> 16);
+            const uint32_t entry = grid[byte_of(x[0], j) | (h << (8 - 2 * j) & 768)];
+            const uint32_t s = reversed_signs(byte_of(signs[0], j)) | entry, a = four_signed(s >> 1), b = four_signed(s >> 17);
+            l.q[2 * j] = (int)pick_bytes(a, b, 0x0246);
+            l.q[2 * j + 1] = (int)pick_bytes(a, b, 0x1357);
         }
         set_half_scales(l, p[74 + part], load_half(p));
     }
@@ -174,10 +172,10 @@ struct IQ2_S {
 // ---------------------------------------------------------------- IQ1
 
 // 8 levels 8 * (-1, 0, 1) and a shift of 1, or -1 where minus is not 0.
-INLINE void set_eight_shifted(Levels& l, int j, uint32_t entry, uint32_t minus) {
+INLINE void set_eight_shifted(int* q, uint32_t entry, uint32_t minus) {
     const uint32_t levels = minus ? 0x0007fff7u : 0x000901f9u;
-    l.q[2 * j] = (int)pick_bytes(levels, 0, entry);
-    l.q[2 * j + 1] = (int)pick_bytes(levels, 0, entry >> 16);
+    q[0] = (int)pick_bytes(levels, 0, entry);
+    q[1] = (int)pick_bytes(levels, 0, entry >> 16);
 }
 
 struct IQ1_S {
@@ -189,7 +187,7 @@ struct IQ1_S {
         load_words(p + 2 + 4 * part, x);
         const uint32_t h = load2(p + 34 + 2 * part);
         for (int j = 0; j < 4; j++)
-            set_eight_shifted(l, j, grid[byte_of(x[0], j) | (h >> 3 * j & 7) << 8], h >> 15);
+            set_eight_shifted(l.q + 2 * j, grid[byte_of(x[0], j) | (h >> 3 * j & 7) << 8], h >> 15);
         set_scales(l, (float)(int)(2 * (h >> 12 & 7) + 1) * load_half(p) * 0.125f);
     }
 };
@@ -201,7 +199,7 @@ struct IQ1_M {
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
         const uint32_t x = load4(p + 4 * part), h = load2(p + 32 + 2 * part);
         for (int j = 0; j < 4; j++)
-            set_eight_shifted(l, j, grid[byte_of(x, j) | (h >> 4 * j & 7) << 8], h >> 4 * j & 8);
+            set_eight_shifted(l.q + 2 * j, grid[byte_of(x, j) | (h >> 4 * j & 7) << 8], h >> 4 * j & 8);
         const uint2 w = *(const uint2*)(p + 48);  // the top digits of its four halves are d
         const uint32_t low = (w.x >> 12 & 0xf) | (w.x >> 24 & 0xf0), high = (w.y >> 4 & 0xf00) | (w.y >> 16 & 0xf000);
         const float d = half_to_float((uint16_t)(low | high));

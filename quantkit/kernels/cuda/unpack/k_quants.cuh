@@ -33,17 +33,25 @@ struct Q2_K {
 struct Q3_K {
     static const int BLOCK = 256, BYTES = 110, ALIGN = 2;
     static const bool MINS = false, HALVES = true;
-    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l) {  // levels 32 * (q - 4)
+    STATIC_INLINE void levels(const uint8_t* p, int part, int (&q)[8]) {  // 32 * (q - 4)
         uint32_t x[8], h[8];
         load_words_from_bit(p, part, h);
         load_words_from_bit(p + 32 + 32 * (part >> 2), 2 * (part & 3) - 5, x);
-        for (int i = 0; i < 8; i++) l.q[i] = (int)((x[i] & 0x60606060u) | (~h[i] & ONES) * 128);
+        for (int i = 0; i < 8; i++) q[i] = (int)((x[i] & 0x60606060u) | (~h[i] & ONES) * 128);
+    }
+    STATIC_INLINE void scales(const uint8_t* p, int part, int (&s)[2]) {
         const uint32_t low = (uint32_t)load2(p + 96 + 2 * (part & 3)) >> (part & 4) & 0x0f0f;
         const uint32_t high = (uint32_t)load2(p + 104 + 2 * (part & 1)) >> (part & 6) & 0x0303;
-        const uint32_t s = low | high << 4;
+        const uint32_t both = low | high << 4;
+        s[0] = (int)(both & 255) - 32;
+        s[1] = (int)(both >> 8) - 32;
+    }
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l) {
+        int s[2];
+        levels(p, part, l.q);
+        scales(p, part, s);
         const float d = load_half(p + 108) * 0.03125f;
-        l.d[0] = d * (float)((int)(s & 255) - 32);
-        l.d[1] = d * (float)((int)(s >> 8) - 32);
+        for (int i = 0; i < 2; i++) l.d[i] = d * (float)s[i];
     }
 };
 

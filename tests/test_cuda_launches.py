@@ -1,0 +1,146 @@
+"""How many launches generating a token takes: a join that is lost is seen. Nothing is run, or compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import test_delta_net
+import test_mla
+from null_device import launches_of
+
+import quantkit
+from quantkit.formats.gguf import open_gguf
+from zoo import NAMES
+
+Zoo = Callable[[str], Path]
+
+#: Kernels of parts of layers, weights Q8_0.
+ATTENTION = "mul_mats parts attention attention_combine_to mul_mat stage "
+LATENT = "mul_mats stage mul_mat parts mul_mat_heads attention attention_combine_to mul_mat_heads_to mul_mat stage "
+GATED = "mul_mats parts attention attention_combine parts mul_mat stage "
+DELTA = "mul_mats convolve parts delta_net parts mul_mat stage "
+UP_GATE = "up_gate_to mul_mat stage"
+#: One matrix for gate and up, or no gate.
+UP = "mul_mat parts mul_mat stage"
+EXPERTS = "mul_mats_route up_gate_id_to mul_mat_id stage"
+SHARED = "mul_mats_route up_gate_beside mul_mat_beside stage"
+
+#: The last layer of each architecture, and how many launches a token takes: with embeddings, angles and logits.
+LAYERS = {
+    "bailingmoe2-moe": (ATTENTION.replace("mul_mats", "mul_mat") + SHARED, 23),
+    # The last layer's normed input goes to both of its parts.
+    "cohere2-dense": ("select_outputs select_outputs select_outputs quantize up_gate_to mul_mat stage", 24),
+    "deepseek-moe": (ATTENTION + SHARED, 23),
+    "deepseek2-moe": (LATENT + SHARED, 31),
+    "dots1-moe": (ATTENTION + SHARED, 23),
+    "ernie4_5-moe-moe": (ATTENTION + SHARED, 23),
+    "exaone4-dense": (ATTENTION + UP_GATE, 22),
+    "gemma2-dense": (ATTENTION + UP_GATE + " mul_mat", 23),
+    "gemma3-dense": (ATTENTION + UP_GATE, 22),
+    "glm4-dense": (ATTENTION + UP, 24),
+    "glm4moe-moe": (ATTENTION + SHARED, 23),
+    "gpt-oss-moe": (ATTENTION + EXPERTS, 24),
+    "granite-dense": (ATTENTION + UP_GATE, 22),
+    "granitemoe-moe": (ATTENTION + SHARED, 24),
+    "hunyuan-moe-moe": (ATTENTION + SHARED, 24),
+    # Biases and scales of its tensors: products, scaled with their biases.
+    "llama-dense": (ATTENTION + "mul_mats multiply_by parts mul_mat multiply_by stage", 28),
+    "llama-moe": (ATTENTION + EXPERTS, 24),
+    "llama4-moe": (ATTENTION + SHARED.replace("route", "route parts"), 44),
+    "minimax-m2-moe": (ATTENTION + EXPERTS, 24),
+    "mistral3-dense": (ATTENTION + UP_GATE, 22),
+    "olmo2-dense": (ATTENTION + UP_GATE, 22),
+    "olmoe-moe": (ATTENTION + EXPERTS, 24),
+    "phi3-dense": (ATTENTION + UP, 24),
+    "phimoe-moe": (ATTENTION + EXPERTS, 24),
+    "qwen2-dense": (ATTENTION + UP_GATE, 22),
+    "qwen2moe-moe": (ATTENTION + SHARED, 24),
+    "qwen3-dense": (ATTENTION + UP_GATE, 22),
+    "qwen35moe-moe": (GATED + SHARED, 26),
+    "qwen3moe-moe": (ATTENTION + EXPERTS, 24),
+    "qwen3next-moe": (GATED + SHARED, 26),
+    "qwen3vlmoe-moe": (ATTENTION + EXPERTS, 24),
+    "seed_oss-dense": (ATTENTION + UP_GATE, 22),
+    "smollm3-dense": (ATTENTION + UP_GATE, 22),
+    "stablelm-dense": (ATTENTION + UP_GATE, 22),
+    "starcoder2-dense": (ATTENTION + UP, 24),
+}
+
+
+def of_a_token(monkeypatch: pytest.MonkeyPatch, path: Path, n_tokens: int = 1) -> list[str]:
+    """Return the kernels of a batch, weights Q8_0; the angles of rotary positions, once for all layers, left out."""
+    to = path.with_suffix(".q8.gguf")
+    quantkit.quantize(path, to, "Q8_0")
+    names = launches_of(monkeypatch, to, n_tokens)
+    to.unlink()
+    return names
+
+
+def without_angles(names: list[str]) -> list[str]:
+    return [name for name in names if name != "rope_table"]
+
+
+def test_every_model_of_the_zoo_is_counted() -> None:
+    assert set(LAYERS) == set(NAMES)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_token_of_every_architecture(zoo: Zoo, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, total = LAYERS[name]
+    names = of_a_token(monkeypatch, zoo(name))
+    assert without_angles(names)[-len(layer.split()) - 1 : -1] == layer.split()
+    assert len(names) == total
+
+
+@pytest.mark.parametrize(
+    ("variant", "first"),
+    [
+        (
+            "lite",
+            LATENT.replace("mul_mats stage mul_mat", "mul_mats").replace("mul_mat_heads_to", "mul_mat_heads quantize"),
+        ),
+        ("expanded", "mul_mats stage mul_mat parts mul_mat parts attention attention_combine quantize mul_mat stage"),
+    ],
+)
+def test_latent_attention(variant: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 24 columns do not make up the 256 of a format."""
+    changes, tensors = test_mla.VARIANTS[variant]
+    path = test_mla.deepseek2(tmp_path / "model.gguf", changes, **tensors)
+    names = without_angles(of_a_token(monkeypatch, path))
+    assert names[2 : 2 + len(first.split())] == first.split()
+
+
+@pytest.mark.parametrize(("variant", "more"), [("next", ""), ("next-ssm-in", "parts "), ("35", "")])
+def test_delta_nets(variant: str, more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old files have q, k, v and z of each key head side by side."""
+    arch, changes, tensors = test_delta_net.VARIANTS[variant]
+    path = test_delta_net.qwen(tmp_path / "model.gguf", arch, changes, **tensors)
+    names, first = of_a_token(monkeypatch, path), DELTA.replace("convolve", f"{more}convolve").split()
+    assert names[2 : 2 + len(first)] == first
+
+
+def test_q_k_and_v_may_be_of_two_types(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "q4.gguf"
+    quantkit.quantize(zoo("qwen2-dense"), path, "Q4_K_S")
+    with open_gguf(path) as file:
+        assert {"Q4_K", "Q5_K"} <= {t.type.name for name, t in file.tensors.items() if name.startswith("blk.0.attn_")}
+    names = launches_of(monkeypatch, path)
+    assert [names.count(name) for name in ("mul_mats", "mul_mat")] == [2, 2 * 2 + 1]
+
+
+@pytest.mark.parametrize("name", ["qwen3moe-moe", "deepseek2-moe", "qwen3next-moe", "llama4-moe"])
+def test_many_tokens_take_kernels_for_many(zoo: Zoo, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done for one token in one launch is not left out for more, nor done twice."""
+    few, many = (of_a_token(monkeypatch, zoo(name), n) for n in (8, 9))
+    for names in (few, many):
+        assert not {"up_gate_beside", "mul_mat_beside"}.intersection(names)
+        assert names.count("delta_net") == ("next" in name)
+    assert "mul_mats_route" in few
+    assert "route" not in few
+    assert "mul_mats_route" not in many
+    assert "route" in many
+    for kind in ("up_gate_id", "mul_mat_id"):
+        of_few, of_many = ([n for n in names if n.removesuffix("_to") == kind] for names in (few, many))
+        assert len(of_few) == len(of_many) > 0
