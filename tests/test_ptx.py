@@ -187,6 +187,14 @@ def half(x: int) -> int:
         return 0x7FFF if np.isnan(value) else bits(value.astype(np.float16))
 
 
+def halves(x: int, y: int, operation: Any) -> int:
+    """Return the bits of an operation on two times two halves."""
+    a, b = (np.array([w & 0xFFFF, w >> 16], np.uint16).view(np.float16) for w in (x, y))
+    result = operation(a, b)
+    low, high = np.where(np.isnan(result), 0x7FFF, result.view(np.uint16)).tolist()
+    return int(high << 16 | low)
+
+
 def maximum(x: int, y: int) -> int:
     a, b = single(x), single(y)
     if np.isnan(a) or np.isnan(b):
@@ -196,8 +204,8 @@ def maximum(x: int, y: int) -> int:
     return bits(max(a, b))
 
 
-def dot4(a: int, b: int, c: int) -> int:
-    return (c + sum(s(a >> 8 * i, 8) * s(b >> 8 * i, 8) for i in range(4))) & M32
+def dot4(a: int, b: int, c: int, signed: bool = True) -> int:
+    return (c + sum((s(a >> 8 * i, 8) if signed else a >> 8 * i & 255) * s(b >> 8 * i, 8) for i in range(4))) & M32
 
 
 def dot4_unsigned(a: int, b: int, c: int) -> int:
@@ -215,6 +223,7 @@ MEANINGS: dict[str, Callable[[int, int, int], int | None]] = {
     "dp4a.u32.s32 %r4, %r1, %r2, %r3;": dot4_unsigned,
     "dp2a.lo.s32.s32 %r4, %r1, %r2, %r3;": dot2,
     "dp2a.hi.s32.s32 %r4, %r1, %r2, %r3;": lambda a, b, c: dot2(a, b >> 16, c),
+    "dp4a.u32.s32 %r4, %r1, %r2, %r3;": lambda a, b, c: dot4(a, b, c, signed=False),
     "shf.l.wrap.b32 %r4, %r1, %r2, %r3;": lambda a, b, c: ((b << 32 | a) << (c & 31) >> 32) & M32,
     "shf.r.wrap.b32 %r4, %r1, %r2, %r3;": lambda a, b, c: (b << 32 | a) >> (c & 31) & M32,
     "shf.r.clamp.b32 %r4, %r1, %r2, %r3;": lambda a, b, c: (b << 32 | a) >> min(c, 32) & M32,
@@ -259,6 +268,9 @@ MEANINGS: dict[str, Callable[[int, int, int], int | None]] = {
     "abs.f32 %f4, %f1; mov.b32 %r4, %f4;": lambda a, b, c: a & 0x7FFFFFFF,
     "copysign.f32 %f4, %f1, %f2; mov.b32 %r4, %f4;": lambda a, b, c: a & 0x80000000 | b & 0x7FFFFFFF,
     "cvt.rn.f16.f32 %rs1, %f1; cvt.u32.u16 %r4, %rs1;": lambda a, b, c: half(a),
+    "cvt.rn.f16x2.f32 %r4, %f1, %f2;": lambda a, b, c: half(a) << 16 | half(b),
+    "sub.rn.f16x2 %r4, %r1, %r2;": lambda a, b, c: halves(a, b, np.subtract),
+    "mul.rn.f16x2 %r4, %r1, %r2;": lambda a, b, c: halves(a, b, np.multiply),
     "cvt.u16.u32 %rs1, %r1; cvt.f32.f16 %f4, %rs1; mov.b32 %r4, %f4;": lambda a, b, c: bits(
         np.uint16(a & 0xFFFF).view(np.float16).astype(f32)
     ),

@@ -75,7 +75,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     **_all({"selp": "b16 u16 b32 u32 b64 u64 f32 f64"}, "T T T pred"),
     **_all(
         {
-            "setp.eq": "s16 b32 s32 s64 f32 f64",
+            "setp.eq": "s16 b32 b64 s32 s64 f32 f64",
             "setp.ne": "s16 s32 s64",
             "setp.lt": "s32 u32 s64 u64 f32",
             "setp.le": "s32 s64 u64 f32 f64",
@@ -90,6 +90,10 @@ VALUES: dict[str, tuple[str, ...]] = {
         },
         "pred T T",
     ),
+    "cvt.rn.f16x2.f32": ("b32", "f32", "f32"),
+    "sub.rn.f16x2": ("b32", "b32", "b32"),
+    "mul.rn.f16x2": ("b32", "b32", "b32"),
+    "dp4a.u32.s32": ("s32", "u32", "s32", "s32"),
     **{f"cvt.{form}": tuple(form.split(".")[-2:]) for form in CONVERSIONS.split()},
 }
 

@@ -414,6 +414,25 @@ uint16_t cvt_rn_f16_f32(float f) {
     return sign | (uint16_t)(((long)(exponent + 13) << 10) + steps);  // the leading bit, 1024, counts up the exponent
 }
 
+// The first operand becomes the upper half.
+uint32_t cvt_rn_f16x2_f32(float a, float b) { return (uint32_t)cvt_rn_f16_f32(a) << 16 | cvt_rn_f16_f32(b); }
+
+// Two halves less two: the difference is exact in f32, or rounded twice to no harm (24 bits are more than 2 x 11 + 1).
+static uint16_t half_difference(uint32_t a, uint32_t b) {
+    return cvt_rn_f16_f32(cvt_f32_f16((uint16_t)a) - cvt_f32_f16((uint16_t)b));
+}
+uint32_t sub_rn_f16x2(uint32_t a, uint32_t b) {
+    return (uint32_t)half_difference(a >> 16, b >> 16) << 16 | half_difference(a, b);
+}
+
+// The product of two halves has 22 bits: exact in f32.
+static uint16_t half_product(uint32_t a, uint32_t b) {
+    return cvt_rn_f16_f32(cvt_f32_f16((uint16_t)a) * cvt_f32_f16((uint16_t)b));
+}
+uint32_t mul_rn_f16x2(uint32_t a, uint32_t b) {
+    return (uint32_t)half_product(a >> 16, b >> 16) << 16 | half_product(a, b);
+}
+
 static float rounded(int direction, float (*f)(float, float, float), float a, float b, float c) {
     const int before = fegetround();
     fesetround(direction);
@@ -485,6 +504,12 @@ uint32_t dp2a_lo_s32_s32(uint32_t a, uint32_t b, uint32_t c) {
     return d;
 }
 uint32_t dp2a_hi_s32_s32(uint32_t a, uint32_t b, uint32_t c) { return dp2a_lo_s32_s32(a, b >> 16, c); }
+// Bytes of a without sign, of b with it.
+uint32_t dp4a_u32_s32(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d = c;
+    for (int i = 0; i < 4; i++) d += (uint32_t)((int32_t)(a >> 8 * i & 255) * (int8_t)(b >> 8 * i & 255));
+    return d;
+}
 uint32_t brev_b32(uint32_t a) {
     uint32_t d = 0;
     for (int i = 0; i < 32; i++) d |= (a >> i & 1) << (31 - i);
