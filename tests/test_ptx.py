@@ -204,8 +204,8 @@ def maximum(x: int, y: int) -> int:
     return bits(max(a, b))
 
 
-def dot4(a: int, b: int, c: int, signed: bool = True) -> int:
-    return (c + sum((s(a >> 8 * i, 8) if signed else a >> 8 * i & 255) * s(b >> 8 * i, 8) for i in range(4))) & M32
+def dot4(a: int, b: int, c: int) -> int:
+    return (c + sum(s(a >> 8 * i, 8) * s(b >> 8 * i, 8) for i in range(4))) & M32
 
 
 def dot4_unsigned(a: int, b: int, c: int) -> int:
@@ -223,7 +223,6 @@ MEANINGS: dict[str, Callable[[int, int, int], int | None]] = {
     "dp4a.u32.s32 %r4, %r1, %r2, %r3;": dot4_unsigned,
     "dp2a.lo.s32.s32 %r4, %r1, %r2, %r3;": dot2,
     "dp2a.hi.s32.s32 %r4, %r1, %r2, %r3;": lambda a, b, c: dot2(a, b >> 16, c),
-    "dp4a.u32.s32 %r4, %r1, %r2, %r3;": lambda a, b, c: dot4(a, b, c, signed=False),
     "shf.l.wrap.b32 %r4, %r1, %r2, %r3;": lambda a, b, c: ((b << 32 | a) << (c & 31) >> 32) & M32,
     "shf.r.wrap.b32 %r4, %r1, %r2, %r3;": lambda a, b, c: (b << 32 | a) >> (c & 31) & M32,
     "shf.r.clamp.b32 %r4, %r1, %r2, %r3;": lambda a, b, c: (b << 32 | a) >> min(c, 32) & M32,

@@ -93,7 +93,6 @@ VALUES: dict[str, tuple[str, ...]] = {
     "cvt.rn.f16x2.f32": ("b32", "f32", "f32"),
     "sub.rn.f16x2": ("b32", "b32", "b32"),
     "mul.rn.f16x2": ("b32", "b32", "b32"),
-    "dp4a.u32.s32": ("s32", "u32", "s32", "s32"),
     **{f"cvt.{form}": tuple(form.split(".")[-2:]) for form in CONVERSIONS.split()},
 }
 

@@ -504,12 +504,6 @@ uint32_t dp2a_lo_s32_s32(uint32_t a, uint32_t b, uint32_t c) {
     return d;
 }
 uint32_t dp2a_hi_s32_s32(uint32_t a, uint32_t b, uint32_t c) { return dp2a_lo_s32_s32(a, b >> 16, c); }
-// Bytes of a without sign, of b with it.
-uint32_t dp4a_u32_s32(uint32_t a, uint32_t b, uint32_t c) {
-    uint32_t d = c;
-    for (int i = 0; i < 4; i++) d += (uint32_t)((int32_t)(a >> 8 * i & 255) * (int8_t)(b >> 8 * i & 255));
-    return d;
-}
 uint32_t brev_b32(uint32_t a) {
     uint32_t d = 0;
     for (int i = 0; i < 32; i++) d |= (a >> i & 1) << (31 - i);

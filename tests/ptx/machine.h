@@ -54,7 +54,7 @@ uint64_t atom_cas_b64(uint8_t*, uint64_t a, uint64_t b);
 float cvt_f32_f16(uint16_t), add_rz_f32(float, float), fma_rm_f32(float, float, float);
 uint16_t cvt_rn_f16_f32(float);
 uint32_t cvt_rn_f16x2_f32(float a, float b), sub_rn_f16x2(uint32_t a, uint32_t b);
-uint32_t mul_rn_f16x2(uint32_t a, uint32_t b), dp4a_u32_s32(uint32_t a, uint32_t b, uint32_t c);
+uint32_t mul_rn_f16x2(uint32_t a, uint32_t b);
 uint32_t cvt_rni_s32_f32(float), cvt_rzi_s32_f32(float), cvt_rni_s32_f64(double);
 float ex2_approx_ftz_f32(float), rcp_approx_ftz_f32(float), max_f32(float, float);
 uint32_t prmt_b32(uint32_t a, uint32_t b, uint32_t c), dp4a_s32_s32(uint32_t a, uint32_t b, uint32_t c);
