@@ -28,8 +28,8 @@ CAPABILITIES = (75, 80, 90)
 
 #: Bytes of registers that a family's kernels may put aside. mat_mat: 128 registers, so that two blocks run at once;
 #: a few values that do not change are put aside over its loop, and none within the inner ones. attention: q of long
-#: heads lies in registers, too; next to nothing is put aside in the loop over keys.
-PUT_ASIDE = {"mat_mat": 128, "attention": 256}
+#: heads lies in registers, too; next to nothing is put aside in the loop over keys. mat_vec: a word, for 8 columns.
+PUT_ASIDE = {"mat_mat": 128, "attention": 256, "mat_vec": 4}
 
 
 def operations(family: str) -> list[Operation]:
