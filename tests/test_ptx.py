@@ -1,6 +1,9 @@
 """PTX on the CPU (tests/ptx): instructions mean what the PTX ISA says, and what is not known is an error.
 
-The families' own tests run on it as well: `device` of conftest.py. See there for what `--all-ptx` adds.
+The families' own tests run on it as well, for sm_90 (`device` of conftest.py), and what sm_75 has of its own: smaller
+mma, copies without cp.async. Every opcode and every statement of inline assembly is run so. Left to `--all-ptx`: two of
+three tests of attention, all else for sm_75 and sm_80, whole models, translating every kernel there is, and comparing
+each launch with the shim's (twin.py).
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 from device_memory import Memory
-from ptx.device import PTXDevice, build, load, why_not
+from ptx.device import PTXDevice, build, load, module_of, why_not
 from ptx.parse import PTXError, parse
 from ptx.translate import translate
 from ptx.twin import TwinDevice
+from test_cuda_compile import CAPABILITIES, FAMILIES, modules
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=str(why_not()))
 
@@ -104,6 +108,16 @@ def test_an_unknown_directive_is_an_error() -> None:
         parse(module("").replace(".maxntid 32, 1, 1", ".maxntid 32, 1, 1\n.maxnreg 32"))
     with pytest.raises(PTXError, match="not a declaration"):
         parse(module("") + ".global .texref t;")
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_kernel_is_understood(family: str, capability: int) -> None:
+    """Of all families: --all-ptx."""
+    for operation, names in modules(family):
+        found = module_of(operation.file, operation.defines, capability)
+        for name in names:
+            assert "quantkit_" in translate(found, f"quantkit_{name}")
 
 
 # ---------------------------------------------------------------- instructions

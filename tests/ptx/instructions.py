@@ -72,7 +72,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     **_all({"mul.wide": "u16"}, "u32 T T"),
     **_all({"mul.wide": "s32"}, "s64 T T"),
     **_all({"mul.wide": "u32"}, "u64 T T"),
-    **_all({"selp": "b16 u16 b32 u32 b64 u64 f32 f64"}, "T T T pred"),
+    **_all({"selp": "b16 u16 b32 u32 s32 b64 u64 f32 f64"}, "T T T pred"),
     **_all(
         {
             "setp.eq": "s16 b32 b64 s32 s64 f32 f64",

@@ -197,6 +197,7 @@ static inline uint64_t as_b64(double f) { uint64_t u; memcpy(&u, &f, 8); return 
 #define selp_b16(a, b, p) ((p) ? (a) : (b))
 #define selp_u16(a, b, p) ((p) ? (a) : (b))
 #define selp_b32(a, b, p) ((p) ? (a) : (b))
+#define selp_s32(a, b, p) ((p) ? (a) : (b))
 #define selp_u32(a, b, p) ((p) ? (a) : (b))
 #define selp_b64(a, b, p) ((p) ? (a) : (b))
 #define selp_u64(a, b, p) ((p) ? (a) : (b))
