@@ -39,6 +39,7 @@ import numpy as np
 
 from quantkit.kernels.cuda import mat_vec
 from quantkit.kernels.cuda.compile import compile_module
+from quantkit.kernels.cuda.dequantize import TYPES
 from quantkit.kernels.cuda.operation import Operation
 from quantkit.kernels.parameters import Activation
 from quantkit.types import BY_NAME, TensorType
@@ -82,7 +83,7 @@ class Counts:
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--types", nargs="+", default=[t.name for t in mat_vec.TYPES if t.block > 1], metavar="TYPE")
+    p.add_argument("--types", nargs="+", default=[t.name for t in TYPES if t.block > 1], metavar="TYPE")
     p.add_argument("--columns", type=int, default=1, help="rows of activations (default: 1)")
     p.add_argument("--kernel", choices=("mul_mat", "up_gate"), default="mul_mat")
     p.add_argument("--shape", type=int, nargs=2, default=(4096, 1 << 18), metavar=("IN", "OUT"), help="of the matrix")
@@ -126,7 +127,8 @@ def main_loop(text: str, operation: Operation) -> list[str]:
     """Return the longest of the loops with products of bytes, or of floats where there are none."""
     found = list(loops(text, operation.name))
     products = [loop for loop in found if any(line.startswith("IDP") for line in loop)]
-    return list(max(products or [loop for loop in found if any(line.startswith("FFMA") for line in loop)], key=len))
+    wanted = products or [loop for loop in found if any(line.startswith("FFMA") for line in loop)]
+    return max(wanted, key=lambda loop: len(loop))
 
 
 def wavefronts(instruction: str) -> float:
@@ -177,7 +179,8 @@ def main() -> None:
     for name in options.types:
         t = BY_NAME[name]
         part_bytes = t.block_bytes * 32 / t.block
-        operation = operation_of(options.kernel, t, *options.shape, options.columns)
+        n_in, n_out = options.shape
+        operation = operation_of(options.kernel, t, n_in, n_out, options.columns)
         counts = count(operation, t, options.capability, options.nvdisasm)
         busiest = max(counts.clocks, key=counts.clocks.__getitem__)
         bound = 100 * card.share(part_bytes, counts.clocks[busiest])
