@@ -185,6 +185,20 @@ def launched_early() -> Iterator[None]:
         card.early = False
 
 
+@contextmanager
+def nothing_joined() -> Iterator[None]:
+    """Let every operation have a launch of its own, in what is compiled meanwhile."""
+    import quantkit.model.backends.cuda
+
+    cuda: Any = quantkit.model.backends.cuda
+    join = cuda.join
+    cuda.join = lambda ops, leaves, kv_type: list(ops)
+    try:
+        yield
+    finally:
+        cuda.join = join
+
+
 #: Tensors on the host, by numpy's backend, which needs no compiler.
 PLACEMENTS = {
     "#861: up and gate on the card, down on the host": ["ffn_down_exps=REFERENCE"],

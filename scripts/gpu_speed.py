@@ -76,6 +76,7 @@ IKS = {
     "merged, prompt": "+7 % to +10 %",
     "router Q8_0, 1 token": "+1 %",
     "early launches, 1 token": "has none",
+    "joined launches, 1 token": "by pairs: norms, sums",
 }
 
 
@@ -553,13 +554,15 @@ def model_speed(run: Run) -> None:
         "nothing fused": {"fusion": Fusion.none()},
         "merged": {"merge_up_gate": True},
         "all fused, early launches": {},
+        "all fused, nothing joined": {},
         "router Q8_0": {},
     }
 
     def with_setting(what: str) -> None:
         router = "Q8_0" if what == "router Q8_0" else "F32"
         with load(_written(run, router), n_ubatch=n, placement=gpu_cases.on_card(), **settings[what]) as model:
-            session = model.session(n + SIZES.single + 16)
+            with gpu_cases.nothing_joined() if "joined" in what else nullcontext():
+                session = model.session(n + SIZES.single + 16)
             with gpu_cases.launched_early() if "early" in what else nullcontext():
                 rates[what] = _rate(session, n, False), _rate(session, SIZES.single, True)
             cost = token_cost(model.graph, "f16", 80)
@@ -581,6 +584,7 @@ def _gains(run: Run, rates: dict[str, tuple[float, float]]) -> None:
         ("merged, prompt", "merged", "all fused", 0),
         ("router Q8_0, 1 token", "router Q8_0", "all fused", 1),
         ("early launches, 1 token", "all fused, early launches", "all fused", 1),
+        ("joined launches, 1 token", "all fused", "all fused, nothing joined", 1),
     ):
         if with_it in rates and without in rates:
             gain = rates[with_it][which] / rates[without][which] - 1
