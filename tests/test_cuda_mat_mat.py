@@ -64,7 +64,7 @@ def test_every_scale_of_nvfp4(memory: Memory) -> None:
     place, values, excess = put_rows(memory, x, t)
     out = memory.room((rows, n_out))
     memory.run(
-        mat_mat.mul_mat(t, n_in, n_out, rows),
+        mat_mat.mul_mat(t, n_in, n_out, rows, memory.device.capability),
         **place, rows=rows, w=memory.put(w), row_bytes=t.row_bytes(n_in), n_in=n_in, n_out=n_out, out=out,
         out_stride=4 * n_out, bias=0, scale=0,
     )  # fmt: skip

@@ -57,7 +57,7 @@ VALUES: dict[str, tuple[str, ...]] = {
             "max": "s32 u32 s64 u64 f32",
             "and": "b16 b32 b64 pred",
             "or": "b16 b32 b64 pred",
-            "xor": "b32 pred",
+            "xor": "b16 b32 pred",
             "copysign": "f32",
         },
         "T T T",

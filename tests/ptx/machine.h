@@ -134,6 +134,7 @@ static inline uint64_t as_b64(double f) { uint64_t u; memcpy(&u, &f, 8); return 
 #define or_b32(a, b) ((a) | (b))
 #define or_b64(a, b) ((a) | (b))
 #define or_pred(a, b) ((a) | (b))
+#define xor_b16(a, b) ((uint16_t)((a) ^ (b)))
 #define xor_b32(a, b) ((a) ^ (b))
 #define xor_pred(a, b) ((a) != (b))
 #define not_b32(a) (~(a))
