@@ -30,9 +30,8 @@ import gpu_cases  # noqa: E402
 import gpu_speed  # noqa: E402
 import numpy as np  # noqa: E402
 from gpu_cases import TYPES, launched_early, nmse, on_card  # noqa: E402
-from gpu_run import Run, watch  # noqa: E402
+from gpu_run import PATIENCE, Run, verdict, watch  # noqa: E402
 
-from quantkit.errors import QuantkitError  # noqa: E402
 from quantkit.formats.gguf import open_gguf  # noqa: E402
 from quantkit.kernels.cuda.device import count_devices, why_none  # noqa: E402
 from quantkit.model.engine import load  # noqa: E402
@@ -188,15 +187,14 @@ def look_on(options: argparse.Namespace, out: Path) -> int:
     command = [sys.executable, __file__, "--out", str(out), "--work", str(work), "--until", str(until)]
     command += ["--types", *options.types, "--only", *steps, *(["--shim"] if options.shim else [])]
     try:
-        watch(command, out, work, until)
+        watch(command, out, work, until, 1800 if options.shim else PATIENCE)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    failed = sum(line.startswith("FAILED") for line in out.read_text().splitlines())
-    last = f"{failed} FAILED" if failed else "all checks passed"
+    last = verdict(out.read_text(encoding="utf-8"))
     print(last)
-    with out.open("a") as file:
+    with out.open("a", encoding="utf-8") as file:
         file.write(last + "\n")
-    return 1 if failed else 0
+    return 0 if last == "all checks passed" else 1
 
 
 def record(results: Path) -> None:
@@ -242,12 +240,7 @@ def main() -> None:
     out = options.out or Path(os.environ.get("OUT", ".")) / "gpu_check.md"
     if options.work is None:
         sys.exit(look_on(options, out))
-    run = Run(out, options.work, options.until, options.types)
-    try:
-        carry_out(run, options.only)
-    except QuantkitError as e:
-        sys.exit(f"gpu_check: {e}")
-    sys.exit(1 if run.failed else 0)
+    carry_out(Run(out, options.work, options.until, options.types), options.only)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,13 @@ import numpy as np
 
 EXPECTED = Path(__file__).resolve().parents[1] / "tests/data/gpu-expected.npz"
 
-#: The exit code of a process whose card no longer answers.
+#: The exit code of a process whose card no longer answers. One that came to the end has 0, whatever it found.
 LOST = 3
 
-#: Parts that time out are those begun last; seconds without a new part or line.
+#: Seconds without a new part or line after which a process hangs.
 PATIENCE = 120.0
+
+FAILED, NOT_RUN = "FAILED", "NOT RUN"
 
 
 class Run:
@@ -53,7 +55,7 @@ class Run:
     def fail(self, what: str) -> None:
         """Say that something is wrong."""
         self.failed += 1
-        self.say(f"FAILED {what}")
+        self.say(f"{FAILED} {what}")
 
     def check(self, what: str, value: float, bound: float) -> bool:
         """Note a failure if a value is beyond its bound, or no number."""
@@ -87,7 +89,7 @@ class Run:
                     self.say("the card no longer answers: a new process goes on")
                     raise SystemExit(LOST) from None
         if late:
-            self.say(f"NOT RUN, no time left: {step}: {', '.join(late)}")
+            self.say(f"{NOT_RUN}, no time left: {step}: {', '.join(late)}")
 
 
 def card_answers() -> bool:
@@ -105,19 +107,32 @@ def watch(command: Sequence[str], out: Path, work: Path, until: float, patience:
     """Start a process that does the work, again after each one that was lost, until one comes to the end."""
     begun = work / "begun"
     begun.touch()
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        with out.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
     while True:
         before = begun.read_text()
         ended = _watched(command, (out, begun), until + 60, patience)
-        if ended in ("ended with 0", "ended with 1"):
+        if ended == "ended with 0":
             return
-        key = begun.read_text().splitlines()[-1:] if begun.read_text() != before else []
-        with out.open("a", encoding="utf-8") as file:
-            if ended != f"ended with {LOST}":
-                line = f"FAILED {key[0] if key else 'the beginning'}: the process {ended}"
-                print(line, flush=True)
-                file.write(line + "\n")
+        key = begun.read_text().splitlines()[-1] if begun.read_text() != before else ""
+        if ended != f"ended with {LOST}":
+            say(f"{FAILED} {key or 'before any new part'}: the process {ended}")
         if not key or time.time() > until:
+            say(f"{NOT_RUN}: what comes after it")
             return
+
+
+def verdict(text: str) -> str:
+    """Return the last line of results: what failed, and whether anything was left out."""
+    lines = text.splitlines()
+    failed, left_out = (sum(line.startswith(mark) for line in lines) for mark in (FAILED, NOT_RUN))
+    if failed:
+        return f"{failed} FAILED"
+    return "what was run passed, NOT everything was run" if left_out else "all checks passed"
 
 
 def _watched(command: Sequence[str], files: Sequence[Path], until: float, patience: float) -> str:

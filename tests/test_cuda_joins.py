@@ -36,6 +36,18 @@ def apart(ops: Sequence[Op], *_: Any) -> list[Op]:
     return list(ops)
 
 
+def joined_and_apart(path: Path, tokens: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the logits of a batch and two tokens after it, launches joined, and not."""
+    found, parts = list[Any](), (tokens[:-2], tokens[-2:-1], tokens[-1:])
+    for joined in (True, False):
+        if not joined:
+            monkeypatch.setattr("quantkit.model.backends.cuda.join", apart)
+        with opened(path) as model:
+            session = model.session(16)
+            found.append(np.concatenate([session.decode(part) for part in parts]))
+    return found
+
+
 # ---------------------------------------------------------------- the same values
 
 
@@ -75,14 +87,7 @@ def test_other_forms_joined_and_apart_agree(
         test_mla.deepseek2(path, changes, **tensors)
     else:
         test_mla.plain(path, variant)
-    tokens, found = drawn.ids(12), list[Any]()
-    for joined in (True, False):
-        if not joined:
-            monkeypatch.setattr("quantkit.model.backends.cuda.join", apart)
-        with opened(path) as model:
-            session = model.session(16)
-            found.append(np.concatenate([session.decode(part) for part in (tokens[:10], tokens[10:11], tokens[11:])]))
-    assert nmse(found[0], found[1]) <= 1e-12
+    assert nmse(*joined_and_apart(path, drawn.ids(12), monkeypatch)) <= 1e-12
 
 
 QUANTIZED = [("qwen3moe-moe", "Q8_0"), ("qwen3moe-moe", "Q5_1"), ("qwen2-dense", "Q4_K_S"), ("llama4-moe", "Q8_0")]
@@ -96,15 +101,7 @@ def test_quantized_weights_find_their_activations(
     """A last bit of a norm may make a level another; such a step is small."""
     path = tmp_path / "quantized.gguf"
     quantkit.quantize(zoo(name), path, preset)
-    tokens = expected(name)[0][:14]
-    found = []
-    for joined in (True, False):
-        if not joined:
-            monkeypatch.setattr("quantkit.model.backends.cuda.join", apart)
-        with opened(path) as model:
-            session = model.session(16)
-            found.append(np.concatenate([session.decode(part) for part in (tokens[:12], tokens[12:13], tokens[13:])]))
-    assert nmse(found[0], found[1]) <= 1e-5
+    assert nmse(*joined_and_apart(path, expected(name)[0][:14], monkeypatch)) <= 1e-5
 
 
 @pytest.mark.parametrize("preset", ["F32", "Q8_0"])

@@ -147,14 +147,28 @@ def test_what_breaks_or_hangs_costs_itself_only(tmp_path: Path) -> None:
     ]
 
 
-def test_a_process_that_never_begins_is_not_started_for_ever(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [1, 7])
+def test_a_process_that_never_begins_is_no_success(tmp_path: Path, code: int) -> None:
+    """Nor started for ever; 1 is what Python ends with after a traceback."""
     sys.path[:0] = [str(ROOT / "scripts")]
     import gpu_run
 
     out = tmp_path / "out.md"
     out.touch()
-    gpu_run.watch([sys.executable, "-c", "raise SystemExit(7)"], out, tmp_path, time.time() + 60)
-    assert out.read_text() == "FAILED the beginning: the process ended with 7\n"
+    gpu_run.watch([sys.executable, "-c", f"raise SystemExit({code})"], out, tmp_path, time.time() + 60)
+    assert out.read_text() == (
+        f"FAILED before any new part: the process ended with {code}\nNOT RUN: what comes after it\n"
+    )
+    assert gpu_run.verdict(out.read_text()) == "1 FAILED"
+
+
+def test_what_was_left_out_is_no_success() -> None:
+    sys.path[:0] = [str(ROOT / "scripts")]
+    import gpu_run
+
+    assert gpu_run.verdict("zoo: 35 done\n") == "all checks passed"
+    assert gpu_run.verdict("NOT RUN, no time left: zoo: llama\n") == "what was run passed, NOT everything was run"
+    assert gpu_run.verdict("FAILED a\nNOT RUN: b\nFAILED c\n") == "2 FAILED"
 
 
 @needs_compiler
