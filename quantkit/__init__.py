@@ -11,6 +11,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from quantkit.version import __version__
+
 if TYPE_CHECKING:
     from quantkit.bench import bench, sweep_bench
     from quantkit.calibration import calibration
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from quantkit.merge import merge_up_gate, split_up_gate
     from quantkit.model.engine import load
     from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ImatrixOptions",

@@ -1,9 +1,9 @@
 """How fast a model runs: ``quantkit bench`` (llama-bench's tests) and ``quantkit sweep-bench`` (ik_llama.cpp's).
 
-A test is a prompt of n tokens (pp), n tokens one by one (tg), or both (pg), at a depth of the context; every one is
-repeated, after a warm-up that is not counted. Beside tokens a second stands what they mean: bytes of weights and cache
-read a second, as a share of the device's measured bandwidth, and multiplications as a share of its measured peak.
-Tokens are drawn at random, since the choice of experts is a part of the work.
+A test is a prompt of n tokens (pp), n tokens one by one (tg), or both (pg), at some depth of the context. Each is
+repeated after an untimed warm-up. Beside tokens per second, a result has the bandwidth of reading weights and cache and
+the rate of multiplications, both also as shares of what the device is measured to do. Tokens are random, because
+choosing experts is part of the work.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import platform
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -21,18 +20,19 @@ from typing import Any
 
 import numpy as np
 
-from quantkit import __version__
 from quantkit.errors import RecipeError
 from quantkit.helpers import available_cpus
+from quantkit.kernels.first_run import working_seconds
 from quantkit.model.cost import Cost, token_cost
 from quantkit.model.engine import Model, Session, load
 from quantkit.model.fusion import Fusion
 from quantkit.model.placement import Placement
+from quantkit.version import __version__
 
 
 @dataclass(frozen=True)
 class Test:
-    """``n_prompt`` tokens together, then ``n_gen`` one by one, after ``n_depth`` tokens that are not timed."""
+    """``n_prompt`` tokens at once, then ``n_gen`` one by one, after ``n_depth`` untimed tokens."""
 
     n_prompt: int
     n_gen: int
@@ -49,7 +49,7 @@ class Test:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How the model runs in a test; every combination of given values is one."""
+    """How the model runs in a test."""
 
     n_batch: int = 2048
     n_ubatch: int = 512
@@ -58,6 +58,7 @@ class Setting:
     fused_up_gate: bool = True
     fused_moe: bool = True
     fused_qkv: bool = True
+    fused_launches: bool = True
     merge_up_gate: bool = False
     placement: Placement = Placement()
     max_ram: int | None = None
@@ -65,10 +66,14 @@ class Setting:
     cublas: bool = False
 
 
+#: The settings that are on or off.
+SWITCHES = ("fused_up_gate", "fused_moe", "fused_qkv", "fused_launches", "merge_up_gate")
+
+
 @dataclass(frozen=True)
 class Machine:
-    """What computes and what it can do at most, measured: of the CPU with so many threads reading, and 8-bit integers;
-    of a card copying (bytes read and written), and a bf16 GEMM. 0 where several devices share the work.
+    """What computes, and its measured peaks: a CPU's reading with these threads and 8-bit integers, a card's copying
+    (bytes read and written) and bf16 GEMM; 0 where several devices share the work.
     """
 
     backends: str
@@ -80,7 +85,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Result:
-    """One test: the times of its repetitions, and what a token costs."""
+    """The result of one test: the times of its repetitions, and the cost of a token."""
 
     model: str
     model_type: str
@@ -107,7 +112,7 @@ class Result:
 
     @property
     def gb_s(self) -> float:
-        """Gigabytes read a second while generating; 0 for a prompt, which reads weights once for many tokens."""
+        """Gigabytes read per second while generating; 0 for prompts, which read weights once for many tokens."""
         return self.avg_ts * self.cost.bytes / 1e9 if not self.test.n_prompt else 0.0
 
     @property
@@ -116,11 +121,11 @@ class Result:
 
     @property
     def peak_share(self) -> float:
-        """Share of the arithmetic peak, two operations a multiply-add."""
+        """Share of the arithmetic peak; a multiply-add is two operations."""
         return self.avg_ts * 2 * self.cost.mul_adds / 1e9 / self.machine.peak_gops if self.machine.peak_gops else 0.0
 
     def row(self) -> dict[str, Any]:
-        """Return llama-bench's fields, where they mean something here, and ours."""
+        """Return the fields of llama-bench that apply here, and ours."""
         s = self.setting
         return {
             "build_commit": __version__,
@@ -137,10 +142,7 @@ class Result:
             "type_v": s.kv_type,
             "n_gpu_layers": s.placement.gpu_layers,
             "tensor_buft_overrides": ",".join(f"{p}={d}" for p, d in s.placement.rules) or "none",
-            "fused_up_gate": int(s.fused_up_gate),
-            "fused_moe": int(s.fused_moe),
-            "fused_qkv": int(s.fused_qkv),
-            "merge_up_gate": int(s.merge_up_gate),
+            **{name: int(getattr(s, name)) for name in SWITCHES},
             "n_prompt": self.test.n_prompt,
             "n_gen": self.test.n_gen,
             "n_depth": self.test.n_depth,
@@ -190,15 +192,15 @@ def bench(
     warmup: bool = True,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Result]:
-    """Run tests with every setting and yield a result each.
+    """Run every test with every setting and yield the results.
 
     Args:
         model: a GGUF file.
-        tests: what is timed.
-        settings: how.
-        repetitions: of every test.
-        warmup: run every test's kind once before it counts.
-        progress: is told what is done.
+        tests: what to time.
+        settings: how the model runs.
+        repetitions: of each test.
+        warmup: run each kind of test once, untimed.
+        progress: called with a line about each step.
 
     Raises:
         QuantkitError: as ``quantkit.load``.
@@ -231,14 +233,14 @@ def sweep_bench(
     n_gen: int | None = None,
     repetitions: int = 1,
 ) -> Iterator[SweepRow]:
-    """Fill a context step by step and time a batch and some single tokens at each.
+    """Fill a context step by step, timing a batch and single tokens at each step.
 
     Args:
         model: a GGUF file.
         n_ctx: tokens of the context.
         setting: how the model runs; ``n_ubatch`` is the step.
-        n_gen: single tokens a step; a quarter of the step without.
-        repetitions: of the first step, whose median counts.
+        n_gen: single tokens per step; None: a quarter of the step.
+        repetitions: of the first step; the median counts.
     """
     step = setting.n_ubatch
     single = step // 4 if n_gen is None else n_gen
@@ -267,7 +269,7 @@ def _load(model: str | Path, s: Setting) -> Model:
         threads=s.threads or None,
         n_ubatch=s.n_ubatch,
         kv_type=s.kv_type,
-        fusion=Fusion(s.fused_up_gate, s.fused_moe, s.fused_qkv),
+        fusion=Fusion(s.fused_up_gate, s.fused_moe, s.fused_qkv, s.fused_launches),
         merge_up_gate=s.merge_up_gate,
         placement=s.placement,
         max_ram=s.max_ram,
@@ -313,7 +315,7 @@ def _run(session: Session, tokens: Any, test: Test, s: Setting) -> None:
 
 
 def _warm(session: Session, test: Test, s: Setting) -> None:
-    """Compile kernels and read weights before anything counts."""
+    """Compile kernels and read weights before timing starts."""
     tokens = _tokens(session.model, min(test.n_prompt, s.n_ubatch) + 1)
     session.clear()
     if test.n_prompt:
@@ -325,7 +327,7 @@ def _warm(session: Session, test: Test, s: Setting) -> None:
 
 
 def _to_depth(session: Session, tokens: Any, depth: int, s: Setting) -> None:
-    """Take the sequence to ``depth`` tokens: back if it is longer and can go back, else anew."""
+    """Bring the sequence to ``depth`` tokens: truncate it if possible, else start over."""
     if session.lengths[0] < depth or not session.rewind(0, depth):
         session.clear()
         if depth:
@@ -345,28 +347,28 @@ def _generate(session: Session, tokens: Any) -> None:
 
 
 def _timed(work: Callable[[], None]) -> float:
-    began = time.perf_counter()
+    began = working_seconds()
     work()
-    return time.perf_counter() - began
+    return working_seconds() - began
 
 
 # ---------------------------------------------------------------- the machine
 
 
 def machine_of(model: Model, threads: int) -> Machine:
-    """Measure what a model's devices can do; a second or so, once."""
+    """Measure the peaks of a model's devices, once; takes about a second."""
     return machine(tuple(dict.fromkeys(segment.device for segment in model.segments)), threads)
 
 
 @cache
 def machine(devices: tuple[str, ...], threads: int) -> Machine:
-    """Measure what one device, the CPU with so many threads or a card, can do at most; several are only named."""
+    """Measure the peaks of one device, a card or the CPU with these threads; several devices are only named."""
     if devices == ("CPU",):
-        from quantkit.kernels.cpu.peak import int8_gops, read_gb_s
+        from quantkit.kernels.cpu.core.peak import int8_gops, read_gb_s
 
         return Machine("CPU", threads, read_gb_s(threads), int8_gops(threads), "8-bit integers")
     if len(devices) == 1 and devices[0].startswith("CUDA"):
-        from quantkit.kernels.cuda.peak import peaks
+        from quantkit.kernels.cuda.core.peak import peaks
 
         return Machine(devices[0], threads, *peaks(devices[0]), "bf16 GEMM")
     return Machine(",".join(devices), threads, 0.0, 0.0)

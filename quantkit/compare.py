@@ -1,18 +1,17 @@
 """Compare two GGUF models: ``quantkit compare``. Metadata, shapes, types, bytes, and the error of B against A.
 
 A split model and a single file compare as whole models: shards, order, padding, GGUF version and the split.* keys
-are packing, not content. Tensors are streamed with pread into a few buffers per thread, so memory depends neither on
-the models' sizes nor on the tensors'. Of tensors that differ in bytes, with values x in A and y in B,
+are packing, not content. Tensors are streamed with pread into a few buffers per thread, so memory use is independent
+of model and tensor sizes. For tensors that differ in bytes, with values x in A and y in B,
 
     relative error = sqrt(sum (x - y)^2 / sum x^2)    weighted: w (x - y)^2 and w x^2, w the importance of the column
 
-Sums are made job by job and added in order, so they do not depend on the number of threads.
+Each job has its own sums, which are added in order, so the result does not depend on the number of threads.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +29,8 @@ from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, open_gguf
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.formats.ranges import Buffers, read_range
 from quantkit.helpers import available_cpus, tensor_class
+from quantkit.kernels.formats import has_decoder
+from quantkit.patterns import Pattern
 from quantkit.pipeline.importance import Found, Importance
 from quantkit.pipeline.work import ErrorSums
 
@@ -38,12 +39,12 @@ U8 = npt.NDArray[np.uint8]
 J = TypeVar("J")
 R = TypeVar("R")
 
-#: Called with the bytes (of A) that are done and those there are in all.
+#: Called with bytes done and bytes in total, both of A.
 Progress = Callable[[int, int], None]
 
 #: Keys that say how a model is packed into files.
 PACKING = ("split.no", "split.count", "split.tensors.count")
-#: Bytes compared, and values decoded, at a time.
+#: Bytes compared at a time, and values decoded at a time.
 _CHUNK = 1 << 20
 _PIECE = 1 << 17
 
@@ -68,12 +69,12 @@ class ErrorOfB:
 
     sums: ErrorSums
     largest: float
-    #: The sums are weighted by an importance matrix, too.
+    #: Whether the sums include ones weighted by an importance matrix.
     weighted: bool
 
     @property
     def relative(self) -> float:
-        """Root of the sum of squared errors over that of A's squares."""
+        """Root of the summed squared error over the summed squares of A."""
         return _ratio(self.sums.error, self.sums.square)
 
     @property
@@ -89,7 +90,7 @@ class TensorComparison:
     b: TensorInfo
     same: bool
     error: ErrorOfB | None = None
-    #: Why there is no error although the bytes differ.
+    #: Why the error is missing although the bytes differ.
     note: str = ""
 
     @property
@@ -98,7 +99,7 @@ class TensorComparison:
 
     @property
     def difference(self) -> str:
-        """What differs first: "shape", "type" or "bytes"; "" where nothing does."""
+        """The first difference: "shape", "type" or "bytes"; "" if there is none."""
         if self.same:
             return ""
         if _shape(self.a) != _shape(self.b):
@@ -120,7 +121,7 @@ class ClassComparison:
     same: int
     a_bytes: int
     b_bytes: int
-    #: Over the tensors that differ and could be decoded; None where there are none.
+    #: Over the tensors that differ and can be decoded; None if there are none.
     error: ErrorOfB | None
 
 
@@ -130,7 +131,7 @@ class Comparison:
 
     a: tuple[Path, ...]
     b: tuple[Path, ...]
-    #: None where metadata, or tensors, were not compared.
+    #: None if metadata, or tensors, are not compared.
     metadata: tuple[MetadataDifference, ...] | None
     metadata_same: int
     metadata_ignored: int
@@ -143,7 +144,7 @@ class Comparison:
 
     @property
     def identical(self) -> bool:
-        """True when nothing that was compared differs."""
+        """Whether everything compared is equal."""
         return not (self.metadata or self.only_a or self.only_b or any(not t.same for t in self.tensors or ()))
 
 
@@ -164,22 +165,22 @@ def compare(
     Args:
         a, b: GGUF files, or any shards of split models.
         metadata: compare the metadata.
-        tensors: compare tensors: all, none, or those with this regular expression found in their names.
-        error: decode tensors whose bytes differ, and measure the error of B.
-        ignore_metadata: regular expressions; keys in which one is found do not count.
-        imatrix: weigh the error by this importance matrix, too.
-        threads: how many; None for all CPUs.
-        progress: called now and then from one thread.
+        tensors: compare all tensors, none, or those whose names match this regular expression.
+        error: decode tensors that differ in bytes and measure the error of B.
+        ignore_metadata: regular expressions; keys that match one are ignored.
+        imatrix: also weight the error by this importance matrix.
+        threads: None for all CPUs.
+        progress: called from one thread.
 
     Raises:
         ResourceError: a file cannot be read.
         FormatError: a file is broken, or the importance matrix does not fit the model.
-        RecipeError: a regular expression is none, or matches no tensor; nothing is left to compare.
+        RecipeError: a regular expression is invalid or matches no tensor, or nothing is left to compare.
     """
     if not metadata and tensors is False:
-        raise RecipeError("neither metadata nor tensors are to be compared: nothing is left")
-    ignored = [_regex(text) for text in ignore_metadata]
-    names = _regex(tensors) if isinstance(tensors, str) else None
+        raise RecipeError("nothing to compare: neither metadata nor tensors")
+    ignored = [Pattern(text, "--ignore-metadata") for text in ignore_metadata]
+    names = Pattern(tensors, "--tensors") if isinstance(tensors, str) else None
     with open_gguf(a) as file_a, open_gguf(b) as file_b:
         keys = _Keys(file_a, file_b, ignored) if metadata else None
         pairs = _Pairs(file_a, file_b, names) if tensors is not False else None
@@ -205,22 +206,15 @@ def compare(
         )
 
 
-def _regex(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as e:
-        raise RecipeError(f"{text!r} is no regular expression: {e}") from None
-
-
 def _ratio(error: float, square: float) -> float:
-    """Return sqrt(error / square): 0 for no error at all, infinity for an error against nothing but zeros."""
+    """Return sqrt(error / square); 0 without error, infinity for an error against zeros."""
     if error == 0:
         return 0.0
     return math.sqrt(error / square) if square != 0 else math.inf
 
 
 def _shape(tensor: TensorInfo) -> tuple[int, ...]:
-    """Return the shape without trailing ones, which say nothing."""
+    """Return the shape without trailing ones."""
     shape = tensor.shape
     while len(shape) > 1 and shape[-1] == 1:
         shape = shape[:-1]
@@ -233,7 +227,7 @@ def _shape(tensor: TensorInfo) -> tuple[int, ...]:
 class _Keys:
     """The metadata of both files, compared."""
 
-    def __init__(self, a: GGUFFile, b: GGUFFile, ignore: Sequence[re.Pattern[str]]) -> None:
+    def __init__(self, a: GGUFFile, b: GGUFFile, ignore: Sequence[Pattern]) -> None:
         found, self.same, self.ignored = [], 0, 0
         for key in {**a.fields, **b.fields}:
             have, other = a.fields.get(key), b.fields.get(key)
@@ -251,17 +245,17 @@ class _Keys:
 class _Pairs:
     """The tensors of both models, paired by name."""
 
-    def __init__(self, a: GGUFFile, b: GGUFFile, names: re.Pattern[str] | None) -> None:
+    def __init__(self, a: GGUFFile, b: GGUFFile, names: Pattern | None) -> None:
         chosen = {n: None for n in {**a.tensors, **b.tensors} if names is None or names.search(n)}
         if names is not None and not chosen:
-            raise RecipeError(f"{names.pattern!r} is found in the name of no tensor of either file")
+            raise RecipeError(f"{names.text!r} is found in the name of no tensor of either file")
         self.both = tuple((a.tensors[n], b.tensors[n]) for n in chosen if n in a.tensors and n in b.tensors)
         self.only_a = tuple(a.tensors[n] for n in chosen if n not in b.tensors)
         self.only_b = tuple(b.tensors[n] for n in chosen if n not in a.tensors)
 
 
 def _importance(path: str | Path, a: GGUFFile, pairs: _Pairs) -> dict[str, Found]:
-    """Return what the importance matrix has for the tensors that may be decoded: those with two dimensions or more."""
+    """Look up the importance of the tensors that may be decoded: those with two or more dimensions."""
     importance = Importance(read_imatrix(path))
     wanted = [x for x, y in pairs.both if _shape(x) == _shape(y) and len(_shape(x)) > 1]
     finds = {x.name: importance.lookup(x.name, x.shape) for x in wanted}
@@ -273,7 +267,7 @@ def _importance(path: str | Path, a: GGUFFile, pairs: _Pairs) -> dict[str, Found
 
 
 class _Part(NamedTuple):
-    """A piece of a tensor pair to decode: whole rows of one matrix, or a part of one row."""
+    """A piece of a tensor pair to decode: whole rows of one matrix, or part of one row."""
 
     a_offset: int
     b_offset: int
@@ -285,7 +279,7 @@ class _Part(NamedTuple):
 
 
 class _Buffers(Buffers, threading.local):
-    """Buffers of every thread."""
+    """Per-thread buffers."""
 
 
 class _Run:
@@ -299,9 +293,9 @@ class _Run:
     def all(
         self, pairs: Sequence[tuple[TensorInfo, TensorInfo]], importance: dict[str, Found], error: bool
     ) -> Iterator[TensorComparison]:
-        """Yield the comparisons in order: bytes where shape and type agree, then errors where they differ."""
+        """Yield comparisons in order: bytes if shape and type agree, then the error if they differ."""
         with ThreadPoolExecutor(self.threads) as self.pool:
-            # As if every byte had to be read once; what has to be decoded besides comes on top.
+            # Every byte is read once; what is decoded as well is added later.
             self.todo = sum(x.nbytes for x, y in pairs if _alike(x, y) or (error and _undecodable(x, y) is None))
             for x, y in pairs:
                 result = TensorComparison(x, y, _alike(x, y) and self._same_bytes(x, y))
@@ -316,7 +310,7 @@ class _Run:
                 yield replace(result, error=self._error(x, y, importance.get(x.name)))
 
     def _in_order(self, work: Callable[[J], R], jobs: Iterable[J]) -> Iterator[R]:
-        """Run jobs on the pool and yield their results in order, a few jobs ahead."""
+        """Yield the results of jobs in order, with a few jobs in flight."""
         pending: deque[Future[R]] = deque()
         jobs = iter(jobs)
         try:
@@ -371,14 +365,14 @@ class _Run:
 
         for more, top in self._in_order(measure, counted()):
             sums += more
-            # A NaN, once there, stays.
+            # NaN sticks.
             largest = top if top > largest or math.isnan(top) else largest
             self._step(sizes.popleft())
         return ErrorOfB(sums, largest, weights is not None)
 
     def _decoded(self, side: str, path: Path, tensor: TensorInfo, offset: int, part: _Part) -> F32:
-        """Read a part of a tensor and decode it, float32 [rows, columns]."""
-        from quantkit.kernels.cpu.dequantize import dequantize_rows
+        """Read and decode part of a tensor, float32 [rows, columns]."""
+        from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 
         raw = self.buffers.get(side, part.rows * tensor.type.row_bytes(part.columns))
         _read(path, raw, offset)
@@ -400,8 +394,7 @@ def _alike(x: TensorInfo, y: TensorInfo) -> bool:
 
 
 def _undecodable(x: TensorInfo, y: TensorInfo) -> str | None:
-    """Return why the error of a pair cannot be measured, or None when it can."""
-    from quantkit.kernels.cpu.dequantize import has_decoder
+    """Return why the error of a pair cannot be measured, None if it can."""
 
     if _shape(x) != _shape(y):
         return "the shapes differ"
@@ -414,11 +407,11 @@ def _undecodable(x: TensorInfo, y: TensorInfo) -> str | None:
 
 
 def _parts(x: TensorInfo, y: TensorInfo, matrices: int) -> Iterator[_Part]:
-    """Cut a pair into parts of about _PIECE values; a row that is longer is cut, too, where its types allow it."""
+    """Cut a pair into parts of about _PIECE values; longer rows are cut as well if their types allow it."""
     n = x.shape[0]
     rows = math.prod(x.shape[1:]) // matrices
     a_row, b_row = x.type.row_bytes(n), y.type.row_bytes(n)
-    # _PIECE is a multiple of every block; a row with a header is one piece.
+    # _PIECE is a multiple of every block; a row with a header stays whole.
     columns = n if n <= _PIECE or x.type.row_header or y.type.row_header else _PIECE
     step = max(1, _PIECE // n)
     for matrix in range(matrices):
@@ -440,7 +433,7 @@ def _weights(weights: F32 | None, part: _Part) -> F32:
 
 def _measure(x: F32, y: F32, weights: F32) -> tuple[ErrorSums, float]:
     """Return the sums and the largest absolute error; ``y`` is overwritten."""
-    from quantkit.kernels.cpu.error import error_sums
+    from quantkit.kernels.cpu.encode.error import error_sums
 
     sums = ErrorSums(*error_sums(x, y, weights))
     with np.errstate(all="ignore"):
@@ -453,7 +446,7 @@ def _measure(x: F32, y: F32, weights: F32) -> tuple[ErrorSums, float]:
 
 
 def _classes(tensors: Iterable[TensorComparison]) -> tuple[ClassComparison, ...]:
-    """Group tensors by class and types, the group with most bytes first."""
+    """Group tensors by class and types, largest group first."""
     members: dict[tuple[str, str], list[TensorComparison]] = {}
     for tensor in tensors:
         members.setdefault((tensor_class(tensor.name), tensor.types), []).append(tensor)

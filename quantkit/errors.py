@@ -1,23 +1,23 @@
-"""The errors a user can meet, and the exit codes they end a command with.
+"""Errors shown to users, and the exit codes of a command that ends with them.
 
 ::
 
-    QuantkitError            1   something a user can act on: what, where, how to fix it
+    QuantkitError            1   something the user can act on: what, where, how to fix it
     ├── FormatError          1   a file is not what it claims to be
     ├── TypeNotSupported     1   no such type, or no encoder or decoder for it
-    ├── RecipeError          2   a rule, preset or option that makes no sense
+    ├── RecipeError          2   a rule, preset or option that cannot be followed
     ├── ResourceError        1   disk, memory, an optional package or a device is missing
-    └── QualityGate          3   the result exists but misses what was demanded of it
+    └── QualityGate          3   the result exists but misses a required quality
 
-click.UsageError (exit code 2) stays what it is. Anything else that escapes is a bug of ours. The command line shows
-them (cli/); the library needs no click.
+click.UsageError keeps exit code 2. Any other exception that escapes is a bug. The command line (cli/) prints these;
+the library itself does not need click.
 """
 
 from __future__ import annotations
 
 
 class QuantkitError(Exception):
-    """Base of all errors shown to users without a traceback. ``exit_code`` is what a command ends with."""
+    """Base of all errors shown without a traceback. ``exit_code`` is that of the command."""
 
     exit_code = 1
 
@@ -27,7 +27,7 @@ class QuantkitError(Exception):
 
 
 class FormatError(QuantkitError):
-    """A file is broken, hostile or of another kind."""
+    """A file is broken, hostile or not of the expected kind."""
 
 
 class TypeNotSupported(QuantkitError):
@@ -45,6 +45,6 @@ class ResourceError(QuantkitError):
 
 
 class QualityGate(QuantkitError):
-    """The work was done, but its result misses a demanded quality."""
+    """The work is done, but its result misses a required quality."""
 
     exit_code = 3

@@ -1,4 +1,4 @@
-"""Small things everything may use and that use nothing of ours: sizes, time, names, checksums, CPUs."""
+"""Helpers without dependencies of their own: sizes, durations, names, checksums, CPUs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def round_up(n: int, multiple: int) -> int:
+    """Return the next multiple, or n if it is one."""
+    return -(-n // multiple) * multiple
+
+
 def format_size(n: float) -> str:
-    """Return a number of bytes as people read it: 17.35 MiB."""
+    """Return a number of bytes for people: 17.35 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(n) < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
@@ -30,7 +35,7 @@ def format_size(n: float) -> str:
 
 
 def format_count(n: float) -> str:
-    """Return a number of weights as people read it: 9.19 M."""
+    """Return a number of weights for people: 9.19 M."""
     for unit in ("", " K", " M", " B"):
         if abs(n) < 1000:
             return f"{n:.0f}{unit}" if unit == "" else f"{n:.2f}{unit}"
@@ -39,7 +44,7 @@ def format_count(n: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration as people read it: 3.2 s, 4 min 05 s, 2 h 03 min."""
+    """Return a duration for people: 3.2 s, 4 min 05 s, 2 h 03 min."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -54,15 +59,16 @@ def tensor_class(name: str) -> str:
     return ".".join(parts[:-1]) if len(parts) > 1 and parts[-1] in ("weight", "bias") else ".".join(parts)
 
 
-def printable(text: str) -> str:
-    """Return ``text`` on one line, whatever a file held: control characters and bytes that are no UTF-8 escaped."""
+def printable(text: object) -> str:
+    """Return a text or path on one line, control characters and invalid UTF-8 escaped: it may come from any file."""
+    text = str(text)
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 def shorten(text: str, width: int) -> str:
-    """Return ``text`` cut to ``width`` characters, the last one "…" where something is missing."""
+    """Return ``text`` cut to ``width`` characters, ending in "…" if anything is missing."""
     return text if len(text) <= width else text[: width - 1] + "…"
 
 

@@ -1,12 +1,11 @@
-"""What is in a GGUF file: ``quantkit inspect``. Facts only, read from the headers; no tensor data is touched.
+"""What a GGUF file contains: ``quantkit inspect``. Reads headers only, never tensor data.
 
-The same sums are made for every grouping: of n values in b bytes, bits per weight are 8 b / n.
+Every group has the same totals; n values in b bytes have 8 b / n bits per weight.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,10 +17,11 @@ from typing import Any
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_gguf
 from quantkit.helpers import tensor_class
+from quantkit.patterns import Pattern
 from quantkit.pipeline.presets import FTYPE_UNKNOWN, PRESETS, is_target, preset_by_name
 from quantkit.types import TYPES
 
-#: What is told about a model first: a label, and the key below that of its architecture.
+#: Facts about a model, in order: label, and key without the architecture.
 MODEL_FACTS: tuple[tuple[str, str], ...] = (
     ("layers", "block_count"),
     ("context length", "context_length"),
@@ -40,7 +40,7 @@ MODEL_FACTS: tuple[tuple[str, str], ...] = (
     ("prediction layers", "nextn_predict_layers"),
     ("RoPE base", "rope.freq_base"),
 )
-#: The same for files of any kind: whole keys.
+#: Facts about any file: label and whole key.
 OTHER_FACTS: tuple[tuple[str, str], ...] = (
     ("tokenizer", "tokenizer.ggml.model"),
     ("pre-tokenizer", "tokenizer.ggml.pre"),
@@ -48,14 +48,14 @@ OTHER_FACTS: tuple[tuple[str, str], ...] = (
     ("chunks", "imatrix.chunk_count"),
     ("chunk size", "imatrix.chunk_size"),
 )
-#: Keys that say where a file came from.
+#: Prefixes of keys that record where a file comes from.
 PROVENANCE = ("quantkit.", "quantize.", "general.quantized_by", "general.source.", "general.base_model.")
 
-#: Per-layer arrays are summed up as values and how often each occurs; longer arrays are something else.
+#: Arrays up to this length are per-layer values, shown as distinct values with counts.
 _MAX_PER_LAYER = 4096
-#: ggml keeps a tensor's name in 64 bytes, the last one zero.
+#: ggml stores a tensor name in 64 bytes, the last one zero.
 _MAX_TENSOR_NAME = 63
-#: llama.cpp sets this bit in a file type that it guessed; alone it is FTYPE_UNKNOWN, no number for the mixture.
+#: The bit llama.cpp sets in a guessed file type; on its own it is FTYPE_UNKNOWN.
 _GUESSED = 1024
 
 
@@ -70,7 +70,7 @@ class ShardFacts:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Something about the model: a scalar, or of an array the distinct values, each with its count."""
+    """A fact about the model: a scalar, or an array's distinct values with their counts."""
 
     label: str
     key: str
@@ -80,10 +80,10 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Tensors that are counted together."""
+    """Tensors counted together."""
 
     name: str
-    #: Names of their types, the one with most bytes first.
+    #: Names of their types, largest first.
     types: tuple[str, ...]
     tensors: int
     values: int
@@ -97,7 +97,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """What a runtime would stumble over in the tensors of a file; whether it knows the architecture is not asked."""
+    """What keeps a runtime from reading the tensors; whether it knows the architecture is not checked."""
 
     name: str
     unknown_types: tuple[str, ...]
@@ -111,28 +111,28 @@ class Runtime:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is in a file, or in all shards of a split one. ``tensors`` are those asked for, and so are all sums."""
+    """The contents of a file, or of all shards of a split one; ``tensors`` and totals cover the selected tensors."""
 
     path: Path
     shards: tuple[ShardFacts, ...]
     version: int
     alignment: int
-    #: general.type ("model", "imatrix", ...), or "" where the file does not say.
+    #: general.type ("model", "imatrix", ...), "" if missing.
     kind: str
     architecture: str
     name: str
-    #: general.file_type; None without one.
+    #: general.file_type, None if missing.
     file_type: int | None
     file_type_name: str
     facts: tuple[Fact, ...]
     provenance: tuple[tuple[str, Any], ...]
     fields: tuple[Field, ...] = field(repr=False)
     tensors: tuple[TensorInfo, ...] = field(repr=False)
-    #: Tensors of the whole model; more than ``tensors`` where only some were asked for.
+    #: Tensors of the whole model, selected or not.
     n_tensors: int
-    #: Weights of the whole model that one token meets: experts count by the share of them that is used.
+    #: Weights of the whole model that are active per token; experts count by the share in use.
     active_values: int | None
-    #: Layers whose up and gate experts are one tensor, and layers where they are two.
+    #: Layers whose up and gate experts are merged, and layers where they are separate.
     merged_layers: int
     unmerged_layers: int
     by_type: tuple[Group, ...]
@@ -151,15 +151,15 @@ class Inspection:
 
 
 def inspect(path: str | Path, *, tensors: str | None = None, header_only: bool = False) -> Inspection:
-    """Read what is in a GGUF file, without its tensor data.
+    """Read the contents of a GGUF file, without its tensor data.
 
     Args:
         path: a file, or any shard of a split model.
-        tensors: a regular expression; only tensors whose names it is found in are listed and summed up.
+        tensors: a regular expression; only tensors whose names it matches are listed and counted.
         header_only: accept a file whose tensor data is missing or cut off.
 
     Raises:
-        FormatError: what is wrong with which file, and at which byte.
+        FormatError: the file is broken; the message names file and byte.
         RecipeError: ``tensors`` is no regular expression, or no name matches it.
     """
     with open_gguf(path, header_only=header_only) as file:
@@ -193,7 +193,7 @@ def inspect(path: str | Path, *, tensors: str | None = None, header_only: bool =
 
 
 def file_type_name(ftype: int) -> str:
-    """Return what general.file_type's number stands for in llama.cpp and ik_llama.cpp; "unknown" for no preset's."""
+    """Return the name of a general.file_type in llama.cpp and ik_llama.cpp, or "unknown"."""
     if ftype == FTYPE_UNKNOWN:
         return "a mixture without a number"
     names = " or ".join(_file_type_names().get(ftype & ~_GUESSED, ("unknown",)))
@@ -202,7 +202,7 @@ def file_type_name(ftype: int) -> str:
 
 @cache
 def _file_type_names() -> dict[int, tuple[str, ...]]:
-    """Number -> names: presets, then types that have a number and are no preset."""
+    """Number -> names: presets, then types with a number but no preset."""
     names: dict[int, tuple[str, ...]] = {}
     for preset in PRESETS:
         if preset.base is not None:
@@ -214,7 +214,7 @@ def _file_type_names() -> dict[int, tuple[str, ...]]:
 
 
 def first_items(item: Field, count: int) -> list[Any]:
-    """Return the first ``count`` items of an array, without decoding the others."""
+    """Return the first ``count`` items of an array without decoding the rest."""
     if item.item_type is not ValueType.STRING:
         values: list[Any] = item.array[:count].tolist()
         return values
@@ -232,10 +232,7 @@ def _text(file: GGUFFile, key: str) -> str:
 
 
 def _matching(pattern: str, tensors: Sequence[TensorInfo], path: Path) -> tuple[TensorInfo, ...]:
-    try:
-        regex = re.compile(pattern)
-    except re.error as e:
-        raise RecipeError(f"{pattern!r} is no regular expression: {e}") from None
+    regex = Pattern(pattern, "--tensors")
     found = tuple(t for t in tensors if regex.search(t.name))
     if not found:
         raise RecipeError(f"{path}: {pattern!r} is found in the name of none of the {len(tensors)} tensors")
@@ -275,7 +272,7 @@ def _up_gate_layers(tensors: Sequence[TensorInfo]) -> tuple[int, int]:
 
 
 def _active_values(file: GGUFFile, architecture: str, tensors: Sequence[TensorInfo]) -> int | None:
-    """Return the weights one token meets; None for a model without experts, or whose metadata does not say."""
+    """Return the weights active per token; None without experts, or if the metadata does not say."""
     n, used = file.get(f"{architecture}.expert_count"), file.get(f"{architecture}.expert_used_count")
     if not isinstance(n, int) or not isinstance(used, int) or not 0 < used <= n:
         return None
@@ -295,7 +292,7 @@ def _n_values(tensor: TensorInfo) -> int:
 
 
 def _grouped(tensors: Iterable[TensorInfo], key: Callable[[TensorInfo], str]) -> tuple[Group, ...]:
-    """Group tensors, the group with most bytes first."""
+    """Group tensors, largest group first."""
     members: dict[str, list[TensorInfo]] = {}
     for tensor in tensors:
         members.setdefault(key(tensor), []).append(tensor)

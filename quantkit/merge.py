@@ -5,24 +5,24 @@ Each undoes the other exactly. `quantkit quantize --merge-up-gate` and `--split-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from quantkit import __version__
 from quantkit.errors import RecipeError
-from quantkit.formats.gguf import open_gguf
+from quantkit.formats.experts import GATE, MERGED, UP
+from quantkit.formats.gguf import open_model
 from quantkit.formats.imatrix import Imatrix, ImatrixEntry, read_imatrix
-from quantkit.helpers import available_cpus
+from quantkit.formats.outputs import end_of_links
 from quantkit.imatrix.fill import with_entries
 from quantkit.pipeline.experts import Layer, merge_layer, split_layer
-from quantkit.pipeline.facts import GATE, MERGED, UP
 from quantkit.pipeline.importance import check_importance
 from quantkit.pipeline.plan import Plan, check_kernels, plan_output, source_fingerprint
 from quantkit.pipeline.regroup import Decide, regroup
-from quantkit.pipeline.run import DEFAULT_MAX_RAM, Observer, RunResult, run_plan
+from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, run_plan
 from quantkit.types import type_by_name
+from quantkit.version import __version__
 
 _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 
@@ -54,12 +54,7 @@ def merge_up_gate(
 
 
 def split_up_gate(
-    source: str | Path,
-    output: str | Path,
-    *,
-    keep_split: bool = False,
-    split_max_size: int | None = None,
-    **run: Any,
+    source: str | Path, output: str | Path, *, keep_split: bool = False, split_max_size: int | None = None, **run: Any
 ) -> MergePlan:
     """Take merged experts of ``source`` apart into ``output``: ``plan_split_up_gate``, then ``run_merge``."""
     plan = plan_split_up_gate(source, output, keep_split=keep_split, split_max_size=split_max_size)
@@ -67,24 +62,9 @@ def split_up_gate(
     return plan
 
 
-def run_merge(
-    merge: MergePlan,
-    *,
-    threads: int | None = None,
-    max_ram: int = DEFAULT_MAX_RAM,
-    resume: bool = False,
-    overwrite: bool = False,
-    observer: Observer | None = None,
-) -> RunResult:
+def run_merge(merge: MergePlan, *, max_ram: int = DEFAULT_MAX_RAM, **run: Unpack[RunOptions]) -> RunResult:
     """Carry out a plan: streamed, journaled, renamed at the end; arguments and errors as for ``run_plan``."""
-    return run_plan(
-        merge.plan,
-        threads=threads or available_cpus(),
-        max_ram=max_ram,
-        resume=resume,
-        overwrite=overwrite,
-        observer=observer,
-    )
+    return run_plan(merge.plan, max_ram=max_ram, **run)
 
 
 def plan_merge_up_gate(
@@ -125,7 +105,7 @@ def _plan(
 ) -> MergePlan:
     if keep_split and split_max_size is not None:
         raise RecipeError("--keep-split and --split-max-size exclude each other: give only one of them")
-    with open_gguf(source) as opened:
+    with open_model(source) as opened:
         found = regroup(opened, decide, verb, keep_split=keep_split)
         shards = found.shards if split_max_size is None else None
         if shards is None:
@@ -134,10 +114,9 @@ def _plan(
             if any(part.source.type is not tensor.type for part in tensor.parts):
                 check_importance(None, tensor.name, tensor.type)
         check_kernels(found.tensors)
-        path = Path(output)
         plan = plan_output(
             opened,
-            path.resolve() if path.is_symlink() else path,
+            end_of_links(output),
             found.metadata.fields(),
             found.tensors,
             title=f"{verb}-up-gate",
@@ -157,16 +136,12 @@ def merge_imatrix(path: str | Path) -> Imatrix:
 
     Both see the same input, so either entry is the merged one; the gate's is taken. Raises FormatError.
     """
-    return _rename(read_imatrix(path), _merged_entries)
+    return with_entries(read_imatrix(path), _merged_entries)
 
 
 def split_imatrix(path: str | Path) -> Imatrix:
     """Return an importance matrix with every merged entry under both separate names. Raises FormatError."""
-    return _rename(read_imatrix(path), _separate_entries)
-
-
-def _rename(imatrix: Imatrix, change: Callable[[dict[str, ImatrixEntry]], dict[str, ImatrixEntry]]) -> Imatrix:
-    return with_entries(imatrix, change)
+    return with_entries(read_imatrix(path), _separate_entries)
 
 
 def _merged_entries(entries: dict[str, ImatrixEntry]) -> dict[str, ImatrixEntry]:

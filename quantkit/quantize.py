@@ -12,17 +12,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from quantkit import __version__
 from quantkit.calibration.heldout import held_out_used
 from quantkit.errors import FormatError, RecipeError, TypeNotSupported
-from quantkit.formats.gguf import Field, GGUFFile, open_gguf
+from quantkit.formats.experts import MERGED
+from quantkit.formats.gguf import Field, GGUFFile, open_model
 from quantkit.formats.imatrix import Imatrix, read_imatrix
+from quantkit.formats.outputs import end_of_links
 from quantkit.helpers import available_cpus, parse_size
 from quantkit.pipeline.choose import TORN, Choice, ModelFacts, Request, choose_types, iteration_order, lint_request
 from quantkit.pipeline.experts import merge_layer, split_layer
-from quantkit.pipeline.facts import MERGED
 from quantkit.pipeline.importance import Found, Importance, check_importance
 from quantkit.pipeline.metadata import (
     Metadata,
@@ -36,17 +36,12 @@ from quantkit.pipeline.metadata import (
 )
 from quantkit.pipeline.plan import Chosen, Plan, check_kernels, plan_output, source_fingerprint
 from quantkit.pipeline.presets import FTYPE_UNKNOWN, Preset, preset_by_name
-from quantkit.pipeline.recipe import (
-    Rule,
-    parse_custom_q,
-    parse_tensor_type,
-    read_recipe,
-    read_tensor_type_file,
-)
+from quantkit.pipeline.recipe import Rule, parse_custom_q, parse_tensor_type, read_recipe, read_tensor_type_file
 from quantkit.pipeline.regroup import Regrouped, as_it_is, prune_record, regroup
-from quantkit.pipeline.run import DEFAULT_MAX_RAM, Observer, RunResult, run_plan
+from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, run_plan
 from quantkit.pipeline.work import whole
 from quantkit.types import TensorType, type_by_name
+from quantkit.version import __version__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,12 +134,8 @@ def quantize(
     type: str,  # noqa: A002 - the word of the command line
     options: QuantizeOptions | None = None,
     *,
-    threads: int | None = None,
     max_ram: int | str = DEFAULT_MAX_RAM,
-    resume: bool = False,
-    overwrite: bool = False,
-    measure_error: bool = False,
-    observer: Observer | None = None,
+    **run: Unpack[RunOptions],
 ) -> QuantizeResult:
     """Quantize ``source`` to ``output``.
 
@@ -153,50 +144,20 @@ def quantize(
         output: the file to write; None for ggml-model-TYPE.gguf beside the source, as llama-quantize.
         type: a preset, its number, or a tensor type, in any case.
         options: everything else that decides what is written.
-        threads: worker threads; all available CPUs without.
         max_ram: bytes (or "2G") that the workers' buffers may take together.
-        resume: go on with an interrupted run of the same work.
-        overwrite: replace an existing output.
-        measure_error: also decode everything again and sum up the error.
-        observer: is told of progress.
+        run: threads, resume, overwrite, measure_error, observer: see ``RunOptions``.
 
     Raises:
         QuantkitError: see quantkit.errors; nothing stands under the final name then.
     """
-    plan = plan_quantize(source, output, type, options)
-    return run_quantize(
-        plan,
-        threads=threads,
-        max_ram=max_ram,
-        resume=resume,
-        overwrite=overwrite,
-        measure_error=measure_error,
-        observer=observer,
-    )
+    return run_quantize(plan_quantize(source, output, type, options), max_ram=max_ram, **run)
 
 
-def run_quantize(
-    plan: Plan,
-    *,
-    threads: int | None = None,
-    max_ram: int | str = DEFAULT_MAX_RAM,
-    resume: bool = False,
-    overwrite: bool = False,
-    measure_error: bool = False,
-    observer: Observer | None = None,
-) -> QuantizeResult:
+def run_quantize(plan: Plan, *, max_ram: int | str = DEFAULT_MAX_RAM, **run: Unpack[RunOptions]) -> QuantizeResult:
     """Carry out a plan of ``plan_quantize``; arguments and errors as for ``quantize``."""
-    n = threads if threads and threads > 0 else available_cpus()
-    run = run_plan(
-        plan,
-        threads=n,
-        max_ram=_size(max_ram),
-        resume=resume,
-        overwrite=overwrite,
-        measure=measure_error,
-        observer=observer,
-    )
-    return QuantizeResult(plan, run, n)
+    given = run.get("threads") or 0
+    run["threads"] = threads = given if given > 0 else available_cpus()
+    return QuantizeResult(plan, run_plan(plan, max_ram=_size(max_ram), **run), threads)
 
 
 def plan_quantize(
@@ -211,7 +172,7 @@ def plan_quantize(
         if all(getattr(options, name) not in (None, False) for name in pair):
             first, second = (f"--{name.replace('_', '-')}" for name in pair)
             raise RecipeError(f"{first} and {second} exclude each other: give only one of them")
-    with open_gguf(source) as opened:
+    with open_model(source) as opened:
         draft = _Draft(opened, preset_by_name(type), options)
         _check_source(draft)
         draft.taken = _taken(opened, options)
@@ -219,8 +180,8 @@ def plan_quantize(
         request = _request(draft)
         tensors, choices = _choose(draft, request)
         _lint(draft, request, tensors, choices)
+        check_kernels([replace(t, type=c.type, reason=c.reason) for t, c in zip(tensors, choices, strict=True)])
         chosen = _with_importance(draft, tensors, choices)
-        check_kernels(chosen)
         return plan_output(
             opened,
             _output_path(source, output, type, options),
@@ -230,6 +191,7 @@ def plan_quantize(
             notes=draft.notes,
             shard_of=_shards(draft),
             split_max_size=None if options.split_max_size is None else _size(options.split_max_size),
+            reads=[Path(p) for p in (*options.recipe, *options.tensor_type_file, options.imatrix) if p is not None],
             identity=f"{__version__} {draft.fingerprint} {draft.imatrix.sha256 if draft.imatrix else None}",
         )
 
@@ -248,10 +210,10 @@ def _check_source(draft: _Draft) -> None:
     arch = draft.key("general.architecture")
     if isinstance(arch, str) and arch:
         return
-    kind = draft.source.get("general.type")
+    what = "an imatrix, not a model" if draft.source.get("general.type") == "imatrix" else "not a model"
     raise FormatError(
-        f"{draft.source.paths[0]}: {f'this is an {kind}, no model' if kind == 'imatrix' else 'this is no model'}: it "
-        "has no general.architecture; if it is one after all, give --override-kv general.architecture=str:NAME"
+        f"{draft.source.paths[0]}: this is {what}: it has no general.architecture; if it is a model after all, give "
+        "--override-kv general.architecture=str:NAME"
     )
 
 
@@ -262,7 +224,9 @@ def _load_importance(draft: _Draft) -> None:
     draft.renamed = prune_names(names, options.prune_layers)
     if options.imatrix is None:
         if options.include_weights or options.exclude_weights:
-            raise RecipeError("--include-weights and --exclude-weights choose entries of an --imatrix; none was given")
+            raise RecipeError(
+                "--include-weights and --exclude-weights choose entries of an --imatrix, but none was given"
+            )
         return
     draft.imatrix = read_imatrix(options.imatrix)
     warning = held_out_used(Path(options.imatrix), draft.imatrix.extra)
@@ -315,8 +279,7 @@ def _choose(draft: _Draft, request: Request) -> tuple[list[Chosen], list[Choice]
             if undecided.intersection(layer.tensors):
                 gate, up = (part.source.type for part in layer.made[0].parts)
                 left[layer.prefix] = (
-                    f"gate is {gate}, up {up}, and with {draft.preset} both stay what they are; a rule for {MERGED} "
-                    "gives them one type"
+                    f"gate is {gate}, up is {up}, and {draft.preset} keeps both; a rule for {MERGED} can change that"
                 )
         draft.taken = _taken(draft.source, draft.options, left)
 
@@ -332,7 +295,7 @@ def _lint(draft: _Draft, request: Request, tensors: Sequence[Chosen], choices: S
     draft.notes += draft.taken.report(verb)
     for lint in lint_request(request, tensors, choices):
         if draft.options.merge_up_gate and lint.code in TORN:
-            raise RecipeError(f"--merge-up-gate: {lint.message}, or leave --merge-up-gate out")
+            raise RecipeError(f"--merge-up-gate: {lint.message}, or omit --merge-up-gate")
         draft.notes.append(str(lint))
 
 
@@ -434,7 +397,7 @@ def _source_ftype(draft: _Draft) -> int:
     if said is not None:
         if not isinstance(said, int):
             raise FormatError(
-                f"{source.paths[0]}: general.file_type is {said!r}, no number; correct it, or do not COPY"
+                f"{source.paths[0]}: general.file_type is {said!r}, not a number; correct it, or do not COPY"
             )
         return said
     types = Counter(tensors[name].type.name for name in iteration_order(tensors))
@@ -474,7 +437,5 @@ def _shown(value: object) -> str:
 def _output_path(source: str | Path, output: str | Path | None, type_text: str, options: QuantizeOptions) -> Path:
     """Return the output's path; without one, ggml-model-TYPE.gguf beside the source."""
     if output is not None:
-        path = Path(output)
-        # A link says where the output is to lie, so that is where it grows, too.
-        return path.resolve() if path.is_symlink() else path
+        return end_of_links(output)
     return Path(source).with_name(f"ggml-model-{type_text.strip().upper()}.gguf")

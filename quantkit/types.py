@@ -4,8 +4,8 @@ Two runtimes read GGUF files: llama.cpp (*mainline*, b11434) and ik_llama.cpp (*
 ``TYPES`` describes one of their types; enums, help texts, size estimates and tests all follow from it.
 
 A tensor of type t with n values per row takes ``t.row_header + n / t.block * t.block_bytes`` bytes per row.
-In an *interleaved* type the bytes of 4, 8 or 16 rows are woven together, their headers first, so only whole
-groups of rows can be addressed.
+An *interleaved* type weaves the bytes of 4, 8 or 16 rows together, their headers first, so only whole groups
+of rows can be addressed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class TensorType:
 
     ``imatrix`` is what the encoder does with an importance matrix: "ignored", "used" (when there is one) or
     "required" (ggml aborts without). ``needs_imatrix`` names the trees ("mainline+ik") whose llama-quantize
-    refuses the type without one. ``scales`` lists the float fields of a block as kind@offset: they must be finite.
+    refuses the type without one. ``scales`` lists a block's float fields as kind@offset, those of a row's header as
+    row:kind@offset; they must be finite.
     """
 
     id: int
@@ -48,7 +49,7 @@ class TensorType:
 
     @property
     def bpw(self) -> float:
-        """Bits per weight, row headers not counted (as both trees print it)."""
+        """Bits per weight without row headers, as both trees print it."""
         return 8 * self.block_bytes / self.block
 
     @property
@@ -60,6 +61,17 @@ class TensorType:
     def in_files(self) -> bool:
         """False for Q8_K alone: its size differs between the trees, and no file holds it."""
         return self.id != 15
+
+    @property
+    def fields(self) -> tuple[tuple[bool, str, int], ...]:
+        """The fields of ``scales``: whether it is the row's, its kind, its byte in the row's header or the block."""
+        split = [field.partition("@") for field in self.scales.split()]
+        return tuple((kind.startswith("row:"), kind.removeprefix("row:"), int(at)) for kind, _, at in split)
+
+    @property
+    def row_scale(self) -> str:
+        """The kind, f32 or f16, of the scale at the head of each row that multiplies all of it; "" if there is none."""
+        return next((kind for of_row, kind, _ in self.fields if of_row), "")
 
     def row_bytes(self, n: int) -> int:
         """Return the bytes of one row of ``n`` values; ``n`` must be a multiple of the block."""
@@ -127,29 +139,29 @@ TYPES: tuple[TensorType, ...] = (
     T(98,  "Q8_1_X4",    "q8_1_x4",    32,  36,  0,  1,  "activation",  "ik",       "ignored",  "", ""),
     T(99,  "Q8_2_X4",    "q8_2_x4",    32,  36,  0,  1,  "activation",  "ik",       "ignored",  "", ""),
     T(133, "Q6_0",       "q6_0",       32,  26,  0,  1,  "legacy",      "ik",       "used",     "", ""),
-    T(134, "IQ1_BN",     "iq1_bn",     64,  13,  2,  1,  "bitnet",      "ik",       "ignored",  "", ""),
-    T(135, "IQ2_BN",     "iq2_bn",     64,  16,  4,  1,  "bitnet",      "ik",       "ignored",  "", ""),
+    T(134, "IQ1_BN",     "iq1_bn",     64,  13,  2,  1,  "bitnet",      "ik",       "ignored",  "", "row:f16@0"),
+    T(135, "IQ2_BN",     "iq2_bn",     64,  16,  4,  1,  "bitnet",      "ik",       "ignored",  "", "row:f32@0"),
     T(136, "Q8_K64",     "q8_K64",     64,  68,  0,  1,  "activation",  "ik",       "ignored",  "", ""),
     T(137, "IQ2_K",      "iq2_k",      256, 76,  0,  1,  "ik_quant",    "ik",       "used",     "", ""),
     T(138, "IQ3_K",      "iq3_k",      256, 110, 0,  1,  "ik_quant",    "ik",       "used",     "", ""),
     T(139, "IQ4_K",      "iq4_k",      256, 144, 0,  1,  "ik_quant",    "ik",       "used",     "", ""),
     T(140, "IQ5_K",      "iq5_k",      256, 176, 0,  1,  "ik_quant",    "ik",       "used",     "", ""),
     T(141, "IQ6_K",      "iq6_k",      256, 212, 0,  1,  "ik_quant",    "ik",       "used",     "", ""),
-    T(144, "IQ4_KS",     "iq4_ks",     256, 136, 4,  1,  "ik_quant",    "ik",       "used",     "", ""),
-    T(145, "IQ2_KS",     "iq2_ks",     256, 70,  2,  1,  "ik_quant",    "ik",       "used",     "", ""),
-    T(146, "IQ4_KSS",    "iq4_kss",    256, 128, 4,  1,  "ik_quant",    "ik",       "used",     "", ""),
+    T(144, "IQ4_KS",     "iq4_ks",     256, 136, 4,  1,  "ik_quant",    "ik",       "used",     "", "row:f32@0"),
+    T(145, "IQ2_KS",     "iq2_ks",     256, 70,  2,  1,  "ik_quant",    "ik",       "used",     "", "row:f16@0"),
+    T(146, "IQ4_KSS",    "iq4_kss",    256, 128, 4,  1,  "ik_quant",    "ik",       "used",     "", "row:f32@0"),
     T(147, "Q8_K16",     "q8_K16",     64,  64,  20, 1,  "activation",  "ik",       "ignored",  "", ""),
     T(148, "Q8_K32",     "q8_K32",     256, 296, 0,  1,  "activation",  "ik",       "ignored",  "", ""),
     T(149, "Q8_KR8",     "q8_KR8",     256, 296, 0,  1,  "activation",  "ik",       "ignored",  "", ""),
     T(150, "Q8_K128",    "q8_K128",    128, 140, 0,  1,  "activation",  "ik",       "ignored",  "", ""),
-    T(151, "Q8_KV",      "q8_KV",      32,  32,  8,  1,  "legacy",      "ik",       "ignored",  "", ""),
-    T(152, "IQ5_KS",     "iq5_ks",     256, 168, 4,  1,  "ik_quant",    "ik",       "used",     "", ""),
-    T(153, "IQ2_KT",     "iq2_kt",     256, 68,  4,  1,  "trellis",     "ik",       "used",     "ik", ""),
-    T(154, "IQ3_KT",     "iq3_kt",     256, 100, 4,  1,  "trellis",     "ik",       "used",     "", ""),
-    T(155, "IQ4_KT",     "iq4_kt",     256, 128, 4,  1,  "trellis",     "ik",       "used",     "", ""),
-    T(156, "IQ3_KS",     "iq3_ks",     256, 102, 2,  1,  "ik_quant",    "ik",       "used",     "", ""),
-    T(157, "IQ2_KL",     "iq2_kl",     256, 86,  2,  1,  "ik_quant",    "ik",       "used",     "", ""),
-    T(158, "IQ1_KT",     "iq1_kt",     256, 56,  4,  1,  "trellis",     "ik",       "used",     "ik", ""),
+    T(151, "Q8_KV",      "q8_KV",      32,  32,  8,  1,  "legacy",      "ik",       "ignored",  "", "row:f32@0"),
+    T(152, "IQ5_KS",     "iq5_ks",     256, 168, 4,  1,  "ik_quant",    "ik",       "used",     "", "row:f32@0"),
+    T(153, "IQ2_KT",     "iq2_kt",     256, 68,  4,  1,  "trellis",     "ik",       "used",     "ik", "row:f32@0"),
+    T(154, "IQ3_KT",     "iq3_kt",     256, 100, 4,  1,  "trellis",     "ik",       "used",     "", "row:f32@0"),
+    T(155, "IQ4_KT",     "iq4_kt",     256, 128, 4,  1,  "trellis",     "ik",       "used",     "", "row:f32@0"),
+    T(156, "IQ3_KS",     "iq3_ks",     256, 102, 2,  1,  "ik_quant",    "ik",       "used",     "", "row:f16@0"),
+    T(157, "IQ2_KL",     "iq2_kl",     256, 86,  2,  1,  "ik_quant",    "ik",       "used",     "", "row:f16@0"),
+    T(158, "IQ1_KT",     "iq1_kt",     256, 56,  4,  1,  "trellis",     "ik",       "used",     "ik", "row:f32@0"),
     T(202, "Q4_0_R8",    "q4_0_r8",    32,  18,  0,  8,  "interleaved", "ik",       "used",     "", ""),
     T(206, "Q5_0_R4",    "q5_0_r4",    32,  22,  0,  4,  "interleaved", "ik",       "used",     "", ""),
     T(208, "Q8_0_R8",    "q8_0_r8",    32,  34,  0,  8,  "interleaved", "ik",       "ignored",  "", ""),
@@ -183,7 +195,7 @@ TYPES: tuple[TensorType, ...] = (
 )
 # fmt: on
 
-#: Ids that once had a meaning; a reader must refuse them.
+#: Ids that once had a meaning; readers must refuse them.
 REMOVED_IDS = {4: "Q4_2", 5: "Q4_3", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 142: "IQ2_TN", 143: "IQ1_TN"}
 
 #: Other spellings of a name.

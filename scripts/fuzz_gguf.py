@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Throw broken GGUF files at quantkit's reader: no crash, no hang, no allocation beyond the file.
+"""Fuzz quantkit's GGUF reader: no crash, no hang, no allocation beyond the file.
 
-    scripts/fuzz_gguf.py --mutations 1000000        seeded mutations of small files; needs nothing
-    scripts/fuzz_gguf.py [libFuzzer options]        coverage-guided, until it is stopped; needs atheris
+    scripts/fuzz_gguf.py --mutations 1000000        seeded mutations of small files; needs nothing else
+    scripts/fuzz_gguf.py [libFuzzer options]        coverage-guided, until stopped; needs atheris
 
-Each case is opened; when the reader accepts it, all of it is used: every field decoded, every tensor viewed, the
-header laid out again. Only FormatError may come out. A case that exceeds the time limit, or one that pushes
-the process past its memory cap (or, sampled, allocates more than a small multiple of its size), is a failure;
-failures are written to the folder --keep.
+Each case is opened; if the reader accepts it, every field is decoded, every tensor viewed and the header laid out
+again. Only FormatError may be raised. A case fails if it exceeds the time limit, pushes the process past its memory cap
+or, for a sample of cases, allocates more than a small multiple of its size. Failures are written to the folder --keep.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ EDGES += [(1 << b) + d for b in (31, 32, 40, 59, 60, 61, 62, 63) for d in (-1, 0
     (1 << 64) - d for d in (1, 8, 31, 32)
 ]
 
-#: Every so many cases tracemalloc watches one; its peak may be this much plus a multiple of the file.
+#: tracemalloc watches one case in SAMPLE; its peak may reach SLACK plus FACTOR times the file.
 SAMPLE, SLACK, FACTOR = 64, 1 << 17, 64
 
 
@@ -43,7 +42,7 @@ class Hang(Exception):
 
 
 def exercise(path: Path) -> str:
-    """Open a file and use all of it; return "opened" or "refused"."""
+    """Open a file and use all of it; return ``opened`` or ``refused``."""
     from quantkit.errors import FormatError
     from quantkit.formats.gguf import layout_gguf, open_gguf
 
@@ -65,7 +64,7 @@ def exercise(path: Path) -> str:
 
 
 def seeds() -> list[bytes]:
-    """Return the files to start from: valid ones, the attacks, and a real header with its vocabulary cut short."""
+    """Return the seeds: valid files, the attacks, and a real header with a shortened vocabulary."""
     from attacks import ARR, ATTACKS, I32, STR, U32, Tiny, array, kv, string, tensor, u32
 
     tokens = b"".join(string(f"token{i}".encode()) for i in range(40))
@@ -84,13 +83,13 @@ def seeds() -> list[bytes]:
         alignment=64,
         data=bytes(4096),
     )
-    # Valid files come often: mutations of what is already broken rarely get deep.
+    # Valid files come often: mutations of broken ones rarely get far.
     valid = [Tiny().bytes(), Tiny(version=u32(2)).bytes(), model.bytes()]
     return valid * 40 + [data for data, _ in ATTACKS.values() if len(data) < 10_000]
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
-    """Return ``data`` changed in one to four places."""
+    """Return ``data`` with one to four changes."""
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         n = len(out)
@@ -122,7 +121,7 @@ def on_alarm(signum: int, frame: FrameType | None) -> None:
 
 
 def run_one(path: Path, data: bytes, limit: float, watch: bool) -> tuple[str, str]:
-    """Run one case; return its outcome and, for a failure, why."""
+    """Run one case; return its outcome and the reason of a failure."""
     path.write_bytes(data)
     signal.signal(signal.SIGALRM, on_alarm)
     signal.setitimer(signal.ITIMER_REAL, limit)
@@ -141,14 +140,14 @@ def run_one(path: Path, data: bytes, limit: float, watch: bool) -> tuple[str, st
 
 
 def cap_memory(memory_mb: int) -> None:
-    """Let the address space grow by ``memory_mb`` from here; beyond it Python raises MemoryError."""
+    """Limit the growth of the address space to ``memory_mb``; beyond it Python raises MemoryError."""
     with open("/proc/self/statm") as f:
         now = int(f.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + (memory_mb << 20),) * 2)
 
 
 def mutations(count: int, seed: int, limit: float, memory_mb: int, keep: Path) -> int:
-    """Run ``count`` mutated files, or as many as until Ctrl-C; print totals; return the number of failures."""
+    """Run ``count`` mutated files, or fewer after Ctrl-C; print totals; return the number of failures."""
     rng, starts, totals, slowest = random.Random(seed), seeds(), Counter[str](), 0.0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "case.gguf"
@@ -177,7 +176,7 @@ def mutations(count: int, seed: int, limit: float, memory_mb: int, keep: Path) -
 
 
 def with_atheris(argv: list[str]) -> None:
-    """Fuzz guided by coverage; libFuzzer stops and keeps the input at the first failure."""
+    """Fuzz by coverage; libFuzzer stops at the first failure and keeps its input."""
     try:
         import atheris  # type: ignore[import-untyped,import-not-found,unused-ignore]
     except ImportError:
@@ -203,8 +202,8 @@ def main() -> None:
     parser.add_argument("--mutations", type=int, metavar="N", help="run N seeded mutations instead of atheris")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=5.0, metavar="SECONDS", help="time limit of one case")
-    parser.add_argument("--memory", type=int, default=64, metavar="MIB", help="address space beyond the start's")
-    parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"), help="folder for the failures' files")
+    parser.add_argument("--memory", type=int, default=64, metavar="MIB", help="address space beyond that at the start")
+    parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"), help="folder for failing files")
     options, rest = parser.parse_known_args()
     if options.mutations is None:
         with_atheris(rest)

@@ -1,6 +1,6 @@
-"""Write tests/data/llama-quantize.json: what llama-quantize b11434 makes of tiny-moe, as hashes of tensor data.
+"""Write tests/data/llama-quantize.json: hashes of the tensor data that llama-quantize b11434 writes for tiny-moe.
 
-With it the tests hold whole files to the reference on machines that have no llama.cpp.
+With it the tests compare whole files with the reference on machines without llama.cpp.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TYPES = [
 
 
 def data_sha256(path: Path) -> str:
-    """Return a SHA-256 over names, types and bytes of all tensors, in the order of the file."""
+    """Return a SHA-256 over names, types and bytes of all tensors, in file order."""
     digest = hashlib.sha256()
     with open_gguf(path) as file:
         for name, tensor in file.tensors.items():

@@ -1,8 +1,8 @@
-"""Write tests/data/gpu-expected.npz: what the CPU backend computes of the cases of scripts/gpu_check.
+"""Write tests/data/gpu-expected.npz: the CPU backend's results for the cases of scripts/gpu_check.
 
     scripts/make_gpu_expected.py [OUT.npz]
 
-A card's machine may have neither numba nor a compiler, so what it is to find is computed here and committed.
+A machine with a GPU may have neither numba nor a compiler, so expected results are computed here and committed.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
 
-import gpu_cases  # noqa: E402
 import numpy as np  # noqa: E402
 
+from gpu import cases  # noqa: E402
 from quantkit.formats.gguf import open_gguf  # noqa: E402
-from quantkit.model.backends.cpu import CPUBackend  # noqa: E402
+from quantkit.model.backends.cpu.backend import CPUBackend  # noqa: E402
 from quantkit.model.engine import load  # noqa: E402
 
-#: Tokens of a chunk of tiny-moe's text, and chunks.
+#: Tokens per chunk of tiny-moe's text, and chunks.
 N_CTX, CHUNKS = 256, 12
 
 
 def expected() -> dict[str, Any]:
-    """Return all arrays by name."""
+    """Return the expected arrays by name."""
     arrays: dict[str, Any] = {}
     folder = Path(tempfile.mkdtemp())
-    with open_gguf(gpu_cases.write_products(folder / "products.gguf")) as source:
+    with open_gguf(cases.write_products(folder / "products.gguf")) as source:
         backend = CPUBackend(source, 2)
-        for name in gpu_cases.TYPES:
-            arrays |= dict(gpu_cases.run_products(backend, source, name))
-    for name in gpu_cases.RETYPED[1]:
-        with load(gpu_cases.retyped(folder, name), kv_type="f16") as model:
-            arrays[f"retyped {name}"] = model.forward(gpu_cases.retyped_tokens())
+        for name in cases.TYPES:
+            arrays |= dict(cases.run_products(backend, source, name))
+    for name in cases.RETYPED[1]:
+        with load(cases.retyped(folder, name), kv_type="f16") as model:
+            arrays[f"retyped {name}"] = model.forward(cases.retyped_tokens())
     with load(ROOT / "tests/data/tiny-moe-bf16.gguf") as model:
         ids = model.tokenizer.encode((ROOT / "tests/data/tiny-moe-evaluation.txt").read_text())
         tokens = np.asarray(ids[: CHUNKS * N_CTX], np.int32).reshape(CHUNKS, N_CTX)
-        arrays |= {"tiny-moe tokens": tokens, "tiny-moe perplexity": gpu_cases.perplexity(model, tokens)}
+        arrays |= {"tiny-moe tokens": tokens, "tiny-moe perplexity": cases.perplexity(model, tokens)}
     return arrays
 
 

@@ -1,14 +1,14 @@
-"""Write a mixture of experts with random weights and the shapes of a real model, as large as wanted.
+"""Write a mixture of experts with random weights and the shapes of a real model, of any size.
 
     scripts/make_moe.py OUT.gguf --size 2G --imatrix OUT-imatrix.gguf
 
-Architecture qwen3moe; without options a layer has the shapes of Qwen3-30B-A3B (623 M weights, 128 experts). A weight
-is normal with a deviation of 0.02 times a lognormal factor of its column, so that an importance matrix matters.
-Every chunk of a tensor has a generator of its own, seeded by seed, tensor and chunk: the file depends on the options
-alone, not on threads, and memory stays at a few chunks however large the file.
+Architecture qwen3moe; by default a layer has the shapes of Qwen3-30B-A3B (623 M weights, 128 experts). Weights are
+normal with a deviation of 0.02 times a lognormal factor per column, so that an importance matrix matters. Every chunk
+of a tensor has its own generator, seeded by seed, tensor and chunk: the file depends on the options only, not on
+threads, and memory stays at a few chunks whatever the size of the file.
 
-The importance matrix says of each column how strongly it is driven: lognormal too, with a token count per expert.
-It covers what llama-imatrix covers by default: every matrix of the layers, not the embeddings and the output.
+The importance of a column is lognormal, too, with a token count per expert. The matrix covers what llama-imatrix covers
+by default: every matrix of the layers, not the embeddings and the output.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from quantkit.formats.imatrix import Imatrix, ImatrixEntry, write_imatrix
 from quantkit.helpers import available_cpus, format_count, format_size, parse_size
 from quantkit.types import BY_NAME, TensorType
 
-#: Weights made at once by a thread: 8 MiB of float32, which stays in a cache.
+#: Weights that a thread generates at once: 8 MiB of float32, which fits a cache.
 CHUNK = 1 << 21
 
-#: Option -> llama.cpp's number for such a file (general.file_type).
+#: Option -> llama.cpp's general.file_type.
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32}
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "tests/data/tiny-moe-bf16.gguf"
@@ -43,7 +43,7 @@ TOKENIZER = Path(__file__).resolve().parents[1] / "tests/data/tiny-moe-bf16.gguf
 
 @dataclass(frozen=True)
 class Model:
-    """The shapes of a model; names and defaults as the options."""
+    """The shapes of a model; names and defaults as in the options."""
 
     layers: int = 2
     experts: int = 128
@@ -56,7 +56,7 @@ class Model:
     vocab: int = 4096
 
     def ends(self) -> dict[str, tuple[int, ...]]:
-        """Return what lies around the layers, shapes innermost first."""
+        """Return the tensors outside the layers, shapes innermost first."""
         return {
             "token_embd.weight": (self.embd, self.vocab),
             "output_norm.weight": (self.embd,),
@@ -90,7 +90,7 @@ class Model:
         return merged
 
     def layers_for(self, nbytes: int, matrix: TensorType) -> int:
-        """Return the number of layers that makes a file of at least ``nbytes``."""
+        """Return the number of layers for a file of at least ``nbytes``."""
 
         def total(shapes: dict[str, tuple[int, ...]]) -> int:
             return sum(stored_as(name, shape, matrix).tensor_bytes(shape) for name, shape in shapes.items())
@@ -98,7 +98,7 @@ class Model:
         return max(1, math.ceil((nbytes - total(self.ends())) / total(self.layer(0))))
 
     def fields(self, file_type: int) -> list[Field]:
-        """Return the metadata a runtime needs."""
+        """Return the metadata that a runtime needs."""
         numbers = {
             "block_count": self.layers,
             "context_length": 32768,
@@ -133,17 +133,17 @@ def dtype_of(type_name: str) -> Any:
 
 
 def stored_as(name: str, shape: Sequence[int], matrix: TensorType) -> TensorType:
-    """Return the type of a tensor: norms and the router are F32 in every converted model."""
+    """Return the type of a tensor; norms and the router are F32, as in every converted model."""
     return BY_NAME["F32"] if len(shape) == 1 or ".ffn_gate_inp." in name else matrix
 
 
 def generator(*key: int) -> np.random.Generator:
-    """Return the generator of one purpose; equal keys give equal numbers."""
+    """Return the generator of a key; equal keys give equal numbers."""
     return np.random.Generator(np.random.SFC64(np.random.SeedSequence(key)))
 
 
 def tokenizer_fields(path: Path | None) -> list[Field]:
-    """Return the tokenizer of another model, or the mark of a model without one."""
+    """Return the tokenizer of another model, or the metadata of a model without one."""
     if path is None:
         return [Field.of("tokenizer.ggml.model", "no_vocab")]
     with open_gguf(path) as file:
@@ -157,7 +157,7 @@ def vocabulary(fields: Sequence[Field]) -> int:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of a tensor, and where their bytes go."""
+    """Rows of a tensor, and the offset of their bytes."""
 
     tensor: int
     number: int
@@ -180,7 +180,7 @@ def chunks(model: Model, matrix: TensorType, dtype: Any, offsets: Sequence[int])
 
 
 def weights(chunk: Chunk, seed: int) -> npt.NDArray[Any]:
-    """Make the weights of a chunk."""
+    """Return the weights of a chunk."""
     if chunk.is_norm:
         return np.ones((chunk.rows, chunk.columns), chunk.dtype)
     scale = 0.02 * np.exp(generator(seed, chunk.tensor).normal(0, 0.3, chunk.columns))
@@ -190,7 +190,7 @@ def weights(chunk: Chunk, seed: int) -> npt.NDArray[Any]:
 
 
 def write_model(path: Path, model: Model, type_name: str, tokenizer: Sequence[Field], seed: int, threads: int) -> int:
-    """Write the model and return its size; the file appears under its name when it is whole."""
+    """Write the model and return its size; the file gets its name when complete."""
     dtype, file_type = dtype_of(type_name), FILE_TYPES[type_name]
     matrix = BY_NAME[type_name.upper()]
     shapes = [(name, shape, stored_as(name, shape, matrix)) for name, shape in model.tensors().items()]
@@ -206,7 +206,7 @@ def write_model(path: Path, model: Model, type_name: str, tokenizer: Sequence[Fi
 
 
 def fill(fd: int, work: Iterator[Chunk], seed: int, threads: int) -> None:
-    """Make and write all chunks; numpy lets go of the GIL for both."""
+    """Generate and write all chunks; numpy releases the GIL for both."""
     pending = list(work)[::-1]
 
     def worker() -> None:
@@ -226,7 +226,7 @@ def fill(fd: int, work: Iterator[Chunk], seed: int, threads: int) -> None:
 
 
 def random_imatrix(path: Path, model: Model, seed: int, n_chunks: int = 100, chunk_size: int = 512) -> Imatrix:
-    """Return an importance matrix as calibration on ``n_chunks`` chunks of tokens might give."""
+    """Return an importance matrix such as calibration on ``n_chunks`` chunks might give."""
     entries = {}
     for at, (name, shape) in enumerate(model.tensors().items()):
         if len(shape) == 1 or not name.startswith("blk."):
@@ -238,7 +238,7 @@ def random_imatrix(path: Path, model: Model, seed: int, n_chunks: int = 100, chu
             popularity = np.exp(rng.normal(0, 0.7, n_mat))
             share = np.minimum(1, model.used * popularity / popularity.sum())
             counts = rng.binomial(n_chunks * chunk_size, share).astype(np.int64)
-        # What drives a column is mostly common to all experts; the mean square of a normed activation is about 1.
+        # Importance is mostly common to all experts; the mean square of a normed activation is about 1.
         square = np.exp(rng.normal(0, 1, shape[0])) * np.exp(rng.normal(0, 0.3, (n_mat, shape[0])))
         entries[name] = ImatrixEntry((square * counts[:, None]).astype(np.float32), counts)
     return Imatrix(path, entries, ["random"], n_chunks, chunk_size)
@@ -248,15 +248,15 @@ def parser() -> argparse.ArgumentParser:
     lines = argparse.RawDescriptionHelpFormatter
     p = argparse.ArgumentParser(description=__doc__, formatter_class=lines)
     p.add_argument("out", type=Path, metavar="OUT.gguf")
-    p.add_argument("--size", metavar="SIZE", help="take as many layers as make the file this large (2G, 1.1G)")
-    p.add_argument("--type", choices=FILE_TYPES, default="f16", help="of the matrices (default: f16)")
+    p.add_argument("--size", metavar="SIZE", help="choose the number of layers for this file size (2G, 1.1G)")
+    p.add_argument("--type", choices=FILE_TYPES, default="f16", help="type of the matrices (default: f16)")
     for name in ("layers", "experts", "used", "embd", "ff", "heads", "kv", "head-dim"):
         default = getattr(Model, name.replace("-", "_"))
         p.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"(default: {default})")
     p.add_argument(
-        "--tokenizer", type=Path, default=TOKENIZER, metavar="GGUF", help="copy this one (default: tiny-moe's)"
+        "--tokenizer", type=Path, default=TOKENIZER, metavar="GGUF", help="file to copy it from (default: tiny-moe's)"
     )
-    p.add_argument("--vocab", type=int, metavar="N", help="no tokenizer, and embeddings of N tokens")
+    p.add_argument("--vocab", type=int, metavar="N", help="no tokenizer; embeddings of N tokens")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--threads", type=int, default=available_cpus())
     p.add_argument("--imatrix", type=Path, metavar="OUT", help="also write an importance matrix (.gguf or .dat)")
@@ -264,7 +264,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def model_of(options: argparse.Namespace, vocab: int) -> Model:
-    """Return the model the options ask for."""
+    """Return the model of the options."""
     names = ("layers", "experts", "used", "embd", "ff", "heads", "kv", "head_dim")
     sizes = {name: getattr(options, name) for name in names}
     for name, value in sizes.items():

@@ -1,7 +1,7 @@
-"""Write quantkit/formats/tokenizer/unicode.npz from Unicode 15.1: the same bytes on every run.
+"""Write quantkit/formats/tokenizer/unicode.npz from Unicode 15.1, reproducibly.
 
-Needs ``pip install unicodedata2==15.1.0``: Python's own tables change with its version, ids must not. Names, shapes
-and meaning are listed in quantkit/formats/tokenizer/unicode.py.
+Needs ``pip install unicodedata2==15.1.0``: Python's own tables change with its version, token ids must not. Names,
+shapes and meaning are listed in quantkit/formats/tokenizer/unicode.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COUNT = 0x110000
 
 
 def runs(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the positions where a run of equal values begins."""
+    """Return the positions where runs of equal values begin."""
     return np.flatnonzero(np.diff(values, prepend=values[0] - 1))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ def _kinds(n: int, rng: np.random.Generator, huge: float) -> dict[str, Any]:
     spike = np.zeros(n)
     spike[rng.integers(n, size=1 + n // 97)] = -3.0
     zeros = np.where(rng.random(n) < 0.5, -0.0, 0.0)
+    by_16 = rng.standard_normal(-(-n // 16)).repeat(16)[:n]
     step = (n // 7 + 1) * 2.0**-149
     return {
         "gauss": gauss,
@@ -48,11 +50,23 @@ def _kinds(n: int, rng: np.random.Generator, huge: float) -> dict[str, Any]:
         "f16 denormal": gauss * 1e-6,
         "big": gauss * 1e4,
         "huge": np.clip(gauss, -3, 3) * huge,
+        "1e7, beyond f16": gauss * 1e7,
+        "1e18": gauss * 1e18,
+        "heavy tails": rng.standard_cauchy(n),
+        "two values": np.where(rng.random(n) < 0.5, -3.0, 1.0),
+        "constant sub-blocks": by_16,
+        "denormal sub-blocks": gauss * np.where(by_16 > 0, 1e-39, 1),
+        "sub-blocks of all sizes": gauss * np.exp(3 * by_16),
+        "sub-blocks of absurd sizes": gauss * np.exp(12 * np.clip(by_16, -3, 3)),
+        "few sub-blocks": gauss * (by_16 > 1.3),
         "spike": spike,
+        "single spike": np.where(np.arange(n) == rng.integers(n), 1.0, 0),
         "outlier": np.where(rng.random(n) < 0.01, gauss * 1e5, gauss),
         "positive": abs(gauss),
         "negative": -abs(gauss),
         "offset": 100 + gauss * 1e-4,
+        "negative offset": -1 + gauss * 1e-6,
+        "narrow, far from 0": -5 + gauss * 1e-2,
         "narrow": 1 + rng.integers(0, 3, n) * 2.0**-23,
         "sparse": np.where(rng.random(n) < 0.9, 0, gauss),
         "ternary": rng.integers(-1, 2, n) * 0.02,
@@ -68,9 +82,24 @@ def awkward_imatrix(n: int, seed: int) -> np.ndarray:
     weights[rng.random(n) < 0.1] = 0
     weights[rng.random(n) < 0.02] = 1e-30
     weights[rng.random(n) < 0.02] = 1e12
-    blocks = weights.reshape(-1, 32)
-    blocks[rng.random(len(blocks)) < 0.15] = 0
+    blocks = rng.random(-(-n // 32)) < 0.15
+    weights[blocks.repeat(32)[:n]] = 0
     return weights.astype(np.float32)
+
+
+#: Kinds of importance: a function of a generator and the columns each.
+IMPORTANCE: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "ones": lambda r, n: np.ones(n),
+    "lognormal": lambda r, n: np.exp(r.standard_normal(n)),
+    "wild": lambda r, n: np.exp(6 * r.standard_normal(n)),
+    "zero entries": lambda r, n: np.exp(r.standard_normal(n)) * (r.random(n) < 0.7),
+    "zero sub-blocks": lambda r, n: np.exp(r.standard_normal(n)) * (r.standard_normal(n // 16).repeat(16) > 0),
+    "zero super-blocks": lambda r, n: np.exp(r.standard_normal(n)) * (np.arange(n) >= n // 2),
+    "zeros": lambda r, n: np.zeros(n),
+    "tiny": lambda r, n: 1e-30 * np.exp(r.standard_normal(n)),
+    "denormal": lambda r, n: 1e-41 * np.exp(r.standard_normal(n)),
+    "huge": lambda r, n: 1e30 * np.exp(r.standard_normal(n)),
+}
 
 
 @cache

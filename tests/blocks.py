@@ -1,7 +1,8 @@
-"""Random bytes as blocks of any tensor type, their scales finite, awkward ones among them."""
+"""Random bytes as rows of any tensor type, their scales finite: awkward ones among them, or sensible ones only."""
 
 from __future__ import annotations
 
+from math import floor, log2
 from typing import Any
 
 import numpy as np
@@ -9,17 +10,59 @@ import numpy.typing as npt
 
 from quantkit.types import TensorType
 
-
-def random_blocks(t: TensorType, count: int, seed: int = 0) -> npt.NDArray[np.uint8]:
-    """Return random bytes as blocks of type ``t`` whose scales are finite, zeros and denormals among them."""
-    rng = np.random.default_rng(seed)
-    blocks = rng.integers(0, 256, (count, t.block_bytes), dtype=np.uint8)
-    for kind, at in (field.split("@") for field in t.scales.split()):
-        _finite(blocks, kind, int(at), rng)
-    return blocks
+U8 = npt.NDArray[np.uint8]
 
 
-def _finite(blocks: npt.NDArray[np.uint8], kind: str, at: int, rng: Any) -> None:
+def random_rows(
+    t: TensorType, *shape: int, seed: Any = 0, scale: tuple[float, float] | None = None
+) -> npt.NDArray[np.uint8]:
+    """Return random bytes as rows of type ``t``, uint8 [..., row_bytes], for values of ``shape`` [..., n].
+
+    All scales lie in the range ``scale``; without one they are any finite numbers, zeros and denormals among them.
+    ``seed``: a seed, or a generator.
+    """
+    rng, (*outer, n) = np.random.default_rng(seed), shape
+    rows = rng.integers(0, 256, (*outer, t.row_bytes(n)), dtype=np.uint8)
+    blocks = rows[..., t.row_header :].reshape(-1, t.block_bytes)
+    heads = rows[..., : t.row_header].reshape(-1, max(1, t.row_header))
+    for of_row, kind, at in t.fields:
+        of = heads if of_row else blocks
+        _finite(of, kind, at, rng) if scale is None else _sensible(of, kind, at, rng, scale)
+    rows[..., : t.row_header] = heads.reshape(*outer, t.row_header)
+    rows[..., t.row_header :] = blocks.reshape(*outer, -1)
+    return rows
+
+
+def blocks_of(t: TensorType, rows: U8) -> U8:
+    """Return the blocks of rows, uint8 [blocks, block_bytes]."""
+    return np.ascontiguousarray(rows[..., t.row_header :]).reshape(-1, t.block_bytes)
+
+
+def row_scales(t: TensorType, rows: U8) -> npt.NDArray[np.float32]:
+    """Return the scale at the head of each row, float32 [rows, 1]: ones if there is none."""
+    if not t.row_scale:
+        return np.ones((len(rows), 1), np.float32)
+    dtype = {"f32": np.float32, "f16": np.float16}[t.row_scale]
+    return np.ascontiguousarray(rows[:, : np.dtype(dtype).itemsize]).view(dtype).astype(np.float32)
+
+
+def _sensible(of: U8, kind: str, at: int, rng: Any, scale: tuple[float, float]) -> None:
+    drawn = rng.uniform(*scale, len(of))
+    low, high = floor(log2(scale[0])), floor(log2(scale[1]))
+    if kind == "nibbles":  # IQ1_M: the four digits of a half float lie at the top of four words
+        words, halves = of[:, at : at + 8].view("<u2"), drawn.astype(np.float16).view(np.uint16)
+        words[:] = (words & 0x0FFF) | ((halves[:, None] >> np.array([0, 4, 8, 12], np.uint16) & 15) << 12)
+    elif kind == "e8m0":
+        of[:, at] = rng.integers(128 + low, 129 + high, len(of))
+    elif kind == "ue4m3":
+        of[:, at] = rng.integers(max(8, 64 + 8 * low), max(32, 72 + 8 * high), len(of))
+    else:
+        dtype = {"f16": np.float16, "f32": np.float32, "bf16": None}[kind]
+        bits = drawn.astype(dtype) if dtype else (drawn.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        of[:, at : at + bits.itemsize] = bits[:, None].view(np.uint8)
+
+
+def _finite(blocks: U8, kind: str, at: int, rng: Any) -> None:
     special = rng.random(len(blocks)) < 0.1
     if kind == "nibbles":  # IQ1_M: the top digits of four words
         words = blocks[:, at : at + 8].view("<u2")
@@ -31,7 +74,7 @@ def _finite(blocks: npt.NDArray[np.uint8], kind: str, at: int, rng: Any) -> None
         blocks[special, at] = rng.choice([0, 1, 7, 8, 0x7E, 0x7F, 0x80, 0x88, 0xFF], special.sum())
     elif kind == "f32":
         bits = blocks[:, at : at + 4].view("<u4")[:, 0]
-        bits[...] = np.where((bits & 0x7F800000) == 0x7F800000, bits & 0xBFFFFFFF, bits)
+        bits[...] = np.where((bits & 0x78000000) == 0x78000000, bits & 0xBFFFFFFF, bits)  # times a level, too
     else:
         inf = {"f16": 0x7C00, "bf16": 0x7F80}[kind]
         bits = blocks[:, at : at + 2].view("<u2")[:, 0]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import itertools
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,10 +42,9 @@ def tiny_moe() -> Path:
 
 
 @pytest.fixture(scope="session")
-def golden() -> Iterator[np.lib.npyio.NpzFile]:
-    """llama.cpp's own bytes for awkward rows: x, imatrix, NAME, NAME+imatrix."""
-    with np.load(DATA / "golden-mainline.npz") as npz:
-        yield npz
+def golden() -> dict[str, np.ndarray]:
+    """llama.cpp's own bytes for awkward rows, ik_llama.cpp's for its types: x, imatrix, NAME, NAME+imatrix."""
+    return {**np.load(DATA / "golden-mainline.npz"), **np.load(DATA / "golden-ik.npz")}
 
 
 def llama_programs() -> Path | None:
@@ -101,7 +103,7 @@ CARDS = [pytest.param("cuda", marks=pytest.mark.gpu)] if has_driver() else []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "run all kernels, of sm_75 and sm_80, too, and whole models as PTX on the CPU; compare each with the shim's"
+    text = "run all cases, of sm_75 and sm_80, too, and whole models as PTX on the CPU; compare each with the shim's"
     parser.addoption("--all-ptx", action="store_true", help=text)
     text = "count what kernels run as PTX ask of memory: bank conflicts, sectors (tests/ptx/count.py)"
     parser.addoption("--ptx-counts", action="store_true", help=text)
@@ -126,14 +128,38 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what takes long, two of three tests of attention as PTX and all kernels at once, unless --all-ptx."""
+    """Leave out all kernels at once, unless --all-ptx; for several workers, put the files that take longest first."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        known = known_seconds(config)
+        items.sort(key=lambda item: -known.get(item.path.name, math.inf))
     if config.getoption("--all-ptx"):
         return
-    found = [i for i in items if i.path.stem == "test_cuda_attention" and "[ptx" in i.name]
-    left_out = {i for n, i in enumerate(found) if n % 3 and "turing" not in i.name}
-    left_out |= {i for i in items if i.name.startswith("test_every_kernel_is_understood")}
+    left_out = {i for i in items if i.name.startswith("test_every_kernel_is_understood")}
     config.hook.pytest_deselected(items=[i for i in items if i in left_out])
     items[:] = [i for i in items if i not in left_out]
+
+
+#: Where the seconds that each file took in the last run of all tests are kept.
+SECONDS = "quantkit/seconds"
+
+
+def known_seconds(config: pytest.Config) -> dict[str, float]:
+    """Return the seconds of files of tests, by name, from the last run of all."""
+    return config.cache.get(SECONDS, {}) if config.pluginmanager.has_plugin("cacheprovider") else {}
+
+
+def keep_seconds(reporter: pytest.TerminalReporter) -> None:
+    """Remember how long each file took, if all tests were run."""
+    config = reporter.config
+    if config.args_source != pytest.Config.ArgsSource.TESTPATHS or config.getoption("keyword"):
+        return
+    seconds: dict[str, float] = {}
+    for report in itertools.chain(*reporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            name = Path(report.location[0]).name
+            seconds[name] = seconds.get(name, 0) + report.duration
+    if config.pluginmanager.has_plugin("cacheprovider"):
+        config.cache.set(SECONDS, seconds)
 
 
 def pytest_report_header() -> str:
@@ -143,6 +169,7 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
     """Say loudly, last, when kernels for the GPU were not run or not compiled."""
+    keep_seconds(terminalreporter)
     yield
     if terminalreporter.config.getoption("--ptx-counts"):
         from ptx.count import report
@@ -158,7 +185,7 @@ def skip_unless_there(device: str) -> None:
     """Skip a test whose device, the host shim or a card, cannot be had."""
     import host_device
 
-    from quantkit.kernels.cuda.device import count_devices, why_none
+    from quantkit.kernels.cuda.core.device import count_devices, why_none
 
     if device == "host" and host_device.compiler() is None:
         pytest.skip("no C++ compiler: kernels for the GPU are not tested; install g++")
@@ -171,24 +198,47 @@ def skip_unless_there(device: str) -> None:
         pytest.skip(f"needs a CUDA device: {why_none()}")
 
 
+@pytest.fixture(scope="session")
+def chosen() -> object:
+    """What is run as PTX, too."""
+    from ptx.chosen import Chosen
+
+    return Chosen()
+
+
 @pytest.fixture
-def device(request: pytest.FixtureRequest) -> Iterator[object]:
+def device(request: pytest.FixtureRequest, chosen: Any) -> Iterator[object]:
     """A device for CUDA kernels: the host shim, PTX on the CPU, and a GPU where there is one."""
-    import host_device
-
-    from quantkit.kernels.cuda.device import CUDADevice
-
     skip_unless_there(request.param)
-    if not request.param.startswith("ptx"):
-        yield host_device.HostDevice() if request.param == "host" else CUDADevice()
-        return
+    if request.param == "cuda":
+        from quantkit.kernels.cuda.core.device import CUDADevice
+
+        yield CUDADevice()
+    elif request.param == "host":
+        from host_device import HostDevice
+
+        yield (shim := HostDevice())
+        chosen.ran_on_shim(request.node, shim.launched)
+    else:
+        yield from as_ptx(request, chosen)
+
+
+#: Why a case is skipped; .ci/run knows the words.
+ONE_CASE = "as PTX one case of each kernel is enough, unless --all-ptx"
+
+
+def as_ptx(request: pytest.FixtureRequest, chosen: Any) -> Iterator[object]:
+    """Yield a device that runs PTX, unless the kernels of a test ran so in one before."""
     from ptx.count import CountingDevice
     from ptx.device import PTXDevice
     from ptx.twin import TwinDevice
 
     option = request.config.getoption
+    if not option("--all-ptx") and not chosen.wants(request.node):
+        pytest.skip(ONE_CASE)
     made = CountingDevice if option("--ptx-counts") else TwinDevice if option("--all-ptx") else PTXDevice
     yield (found := made(int(request.param[3:] or 90)))
+    chosen.ran_as_ptx(request.node, found.launched)
     if isinstance(found, TwinDevice):
         found.check()
 
@@ -208,7 +258,7 @@ def cuda_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """The names of the machine's CUDA devices: two of the host shim, or of PTX, or those there are."""
     from host_device import HostDevice
 
-    from quantkit.kernels.cuda.device import count_devices
+    from quantkit.kernels.cuda.core.device import count_devices
 
     skip_unless_there(request.param)
     if request.param == "cuda":
@@ -217,6 +267,6 @@ def cuda_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if request.param == "ptx":
         from ptx.device import PTXDevice as kind
     made = {name: kind(name=name) for name in ("CUDA0", "CUDA1")}
-    monkeypatch.setattr("quantkit.kernels.cuda.device.open_device", made.__getitem__)
+    monkeypatch.setattr("quantkit.kernels.cuda.core.device.open_device", made.__getitem__)
     monkeypatch.setattr("quantkit.model.devices.cuda_devices", lambda: tuple(made))
     return tuple(made)

@@ -6,38 +6,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from blocks import random_rows
 from device_memory import Memory
 
-from quantkit.kernels.reference import reference_decoder
+from quantkit.kernels.formats import activation_format
+from quantkit.kernels.reference import decode_rows
 from quantkit.types import TensorType
 
 f32, f64 = np.float32, np.float64
-FORMATS = dict.fromkeys(("Q1_0", "Q2_0", "Q4_0", "Q5_0", "Q8_0", "MXFP4", "NVFP4", "IQ4_NL"), "q8_0")
-FORMATS |= {"Q4_1": "q8_1", "Q5_1": "q8_1", "F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
 def draw_weights(t: TensorType, shape: tuple[int, ...], rng: Any) -> Any:
-    """Return random rows, uint8 [..., row_bytes]: all bytes are drawn, then scales that are sensible numbers."""
-    *outer, n = shape
+    """Return random rows, uint8 [..., row_bytes], whose scales are sensible numbers."""
     if t.block == 1:
         values = rng.standard_normal(shape).astype(f32)
         bits = (values.view(np.uint32) >> 16).astype(np.uint16) if t.name == "BF16" else values
         return (values.astype(np.float16) if t.name == "F16" else bits).view(np.uint8)
-    blocks = rng.integers(0, 256, (*outer, n // t.block, t.block_bytes), np.uint8)
-    for kind, at in (field.split("@") for field in t.scales.split()):
-        first = int(at)
-        drawn = rng.uniform(0.001, 0.02, blocks.shape[:-1])
-        if kind == "f16":
-            blocks[..., first : first + 2] = drawn.astype(np.float16)[..., None].view(np.uint8)
-        elif kind == "nibbles":  # the four top nibbles of four words are a half
-            words = drawn.astype(np.float16).view(np.uint16)
-            for i in range(4):
-                high = (words >> 4 * i & 15).astype(np.uint8) << 4
-                blocks[..., first + 2 * i + 1] = blocks[..., first + 2 * i + 1] & 15 | high
-        else:
-            low, high = {"e8m0": (118, 124), "ue4m3": (0x18, 0x38)}[kind]
-            blocks[..., first] = rng.integers(low, high, blocks.shape[:-1])
-    return blocks.reshape(*outer, -1)
+    return random_rows(t, *shape, seed=rng, scale=(0.001, 0.02))
 
 
 def quantize(x: Any, kind: str) -> tuple[Any, Any, Any]:
@@ -67,7 +52,7 @@ def rows_of(x: Any, t: TensorType) -> tuple[Any, Any, Any]:
 
     The value of a minimum's product is its own number (sums), not the sum of the values.
     """
-    kind = FORMATS.get(t.name, "q8_k")
+    kind = activation_format(t)
     if t.block == 1:
         rounded = x
         if kind == "f16":
@@ -85,7 +70,7 @@ def rows_of(x: Any, t: TensorType) -> tuple[Any, Any, Any]:
 
 
 def decode(w: Any, t: TensorType) -> Any:
-    return reference_decoder(t)(w.reshape(-1, t.block_bytes)).reshape(*w.shape[:-1], -1).astype(f64)
+    return decode_rows(t, w).astype(f64)
 
 
 def products(w: Any, t: TensorType, values: Any, excess: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What tests of CUDA kernels share: run an operation on arrays, on the host shim and, where there is one, on a GPU."""
+"""What tests of CUDA kernels share: run a kernel on arrays, on the host shim and, where there is one, on a GPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.kernels.cuda.device import Launch
-from quantkit.kernels.cuda.operation import Shape
+from quantkit.kernels.cuda.core.device import Launch
+from quantkit.kernels.cuda.core.kernel import Shape
 
 
 class Memory:
@@ -45,9 +45,9 @@ class Memory:
         return self.put(np.array([len(ids), len(rows), *parts, n_ctx], np.int64))
 
     def run(self, shape: Shape, **slots: int | float) -> None:
-        """Launch an operation and wait."""
-        operation = shape.operation
-        self.device.run([Launch(operation, shape.grid, operation.block(**slots), shape.shared)])
+        """Launch a kernel and wait."""
+        kernel = shape.kernel
+        self.device.run([Launch(kernel, shape.grid, kernel.block(**slots), shape.shared)])
         self.device.synchronize()
 
     def close(self) -> None:

@@ -23,7 +23,6 @@ from zoo import draw
 
 N_EMBD = 64
 Shapes = dict[str, tuple[int, ...]]
-Fields = dict[str, Any]
 Logits = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int32]
 

@@ -13,7 +13,7 @@ from typing import Any
 import host_device
 import numpy as np
 
-from quantkit.kernels.cuda.device import PADDING
+from quantkit.kernels.cuda.core.device import PADDING
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
 

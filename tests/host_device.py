@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -17,9 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.kernels.cuda.compile import preamble
-from quantkit.kernels.cuda.device import PADDING, Launch
-from quantkit.kernels.cuda.operation import SOURCES, Operation
+from quantkit.kernels.cuda.core.compile import preamble
+from quantkit.kernels.cuda.core.device import PADDING, Launch
+from quantkit.kernels.cuda.core.generated import headers
+from quantkit.kernels.cuda.core.kernel import SOURCES, Kernel
 
 SHIM = Path(__file__).parent / "shim"
 CACHE = Path(os.environ.get("QUANTKIT_CACHE", Path.home() / ".cache/quantkit")) / "cuda-host"
@@ -47,28 +49,52 @@ def compiler() -> str | None:
 
 
 @cache
-def sources_hash() -> str:
-    """Return a hash of all CUDA sources, the shim and the compiler's flags."""
-    files = [*sorted(SOURCES.rglob("*.cu*")), *sorted(SHIM.iterdir())]
-    return hashlib.sha256(b"".join(f.read_bytes() for f in files) + " ".join(FLAGS).encode()).hexdigest()
+@cache
+def version() -> str:
+    """Return what the C++ compiler says of itself."""
+    return subprocess.run([str(compiler()), "--version"], capture_output=True, text=True, check=True).stdout
+
+
+@cache
+def _included(text: str) -> dict[str, str]:
+    """Return all files that a text includes, CUDA's sources, the generated ones and the shim's, each with its text."""
+    found: dict[str, str] = {}
+    for name in re.findall(r'^ *# *include "(.*)"', text, re.MULTILINE):
+        places = [folder / name for folder in (SOURCES, SHIM) if (folder / name).exists()]
+        body = places[0].read_text() if places else headers()[name]
+        found |= {name: body, **_included(body)}
+    return found
+
+
+def digest(text: str, *more: object) -> str:
+    """Return a name for what is made of a text, of all that it includes, and of more."""
+    parts = [text, *(body for _, body in sorted(_included(text).items())), *map(str, more)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def build(text: str, arch: int = 900, *libraries: Path) -> Path:
-    """Compile C++ text to a library, linked to others, once for each version of the sources."""
-    name = hashlib.sha256(f"{sources_hash()} {arch} {libraries} {text}".encode()).hexdigest()[:32]
-    library = CACHE / f"{name}.so"
+    """Compile C++ text to a library, linked to others, once for each version of what it is made of."""
+    library = CACHE / f"{digest(text, version(), FLAGS, arch, *(path.name for path in libraries))}.so"
     if library.exists():
         return library
-    CACHE.mkdir(parents=True, exist_ok=True)
+    flags = [*FLAGS, f"-DQUANTKIT_HOST_ARCH={arch}", f"-I{SOURCES}", f"-I{SHIM}"]
+    return make_library(library, text, flags, libraries)
+
+
+def make_library(library: Path, text: str, flags: Sequence[str], libraries: Sequence[Path]) -> Path:
+    """Compile C++ text, whole or not at all."""
     command = compiler()
     assert command is not None, "no C++ compiler"
-    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         unit, made = Path(folder) / "unit.cpp", Path(folder) / "unit.so"
         unit.write_text(text)
-        flags = [*FLAGS, f"-DQUANTKIT_HOST_ARCH={arch}", f"-I{SOURCES}", f"-I{SHIM}"]
-        done = subprocess.run(
-            [command, *flags, str(unit), *map(str, libraries), "-o", str(made)], capture_output=True, text=True
-        )
+        for name, generated in headers().items():
+            header = Path(folder) / name
+            header.parent.mkdir(exist_ok=True)
+            header.write_text(generated)
+        arguments = [command, *flags, f"-I{folder}", str(unit), *map(str, libraries), "-o", str(made)]
+        done = subprocess.run(arguments, capture_output=True, text=True)
         assert done.returncode == 0, f"{done.stderr[-6000:]}\n{text[:300]}"
         made.rename(library)
     return library
@@ -100,6 +126,7 @@ class HostDevice:
     def __init__(self, capability: int = 90, order: int = 2, name: str = "CUDA0") -> None:
         self.capability, self.order, self.name, self.multiprocessors = capability, order, name, 4
         self._runtime, self._sizes, self._count = _runtime(), dict[int, int](), 0
+        self.launched = set[tuple[Kernel, int]]()  # kernels, each with a capability
 
     def allocate(self, nbytes: int) -> int:
         address = int(self._runtime.host_allocate(nbytes + PADDING))
@@ -131,20 +158,21 @@ class HostDevice:
 
         self.upload(out, matrix(x, rows) @ matrix(w, n_out).T)
 
-    def prepare(self, operations: Sequence[Operation]) -> None:
-        for operation in operations:
-            _module(preamble(operation), 10 * self.capability)
+    def prepare(self, kernels: Sequence[Kernel]) -> None:
+        for kernel in kernels:
+            _module(preamble(kernel), 10 * self.capability)
 
     def run(self, launches: Sequence[Launch]) -> None:
         for launch in launches:
-            operation = launch.operation
-            function = getattr(_module(preamble(operation), 10 * self.capability), f"quantkit_{operation.name}")
-            grid, block = (ctypes.c_uint * 3)(*launch.grid), (ctypes.c_uint * 3)(operation.threads, 1, 1)
+            kernel = launch.kernel
+            function = getattr(_module(preamble(kernel), 10 * self.capability), f"quantkit_{kernel.name}")
+            grid, block = (ctypes.c_uint * 3)(*launch.grid), (ctypes.c_uint * 3)(kernel.threads, 1, 1)
             arguments = ctypes.create_string_buffer(launch.arguments, len(launch.arguments))
             self._count += 1
+            self.launched.add((kernel, self.capability))
             order = self._count % 2 if self.order == 2 else self.order
             self._runtime.host_launch(
-                function, operation.name.encode(), grid, block, ctypes.c_uint64(launch.shared), arguments, order
+                function, kernel.name.encode(), grid, block, ctypes.c_uint64(launch.shared), arguments, order
             )
 
     def record(self, launches: Sequence[Launch]) -> Callable[[], None]:

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from quantkit.kernels.cuda.device import Launch
-from quantkit.kernels.cuda.operation import Operation
+from quantkit.kernels.cuda.core.device import Launch
+from quantkit.kernels.cuda.core.kernel import Kernel
 from quantkit.model.engine import load
 from quantkit.model.placement import ALL_LAYERS, Placement
 
@@ -46,7 +46,7 @@ class NullDevice:
     def gemm_bf16(self, rows: int, n_out: int, n_in: int, x: int, w: int, out: int) -> None:
         pass
 
-    def prepare(self, operations: Sequence[Operation]) -> None:
+    def prepare(self, kernels: Sequence[Kernel]) -> None:
         pass
 
     def run(self, launches: Sequence[Launch]) -> None:
@@ -59,13 +59,15 @@ class NullDevice:
         pass
 
 
-def launches_of(monkeypatch: pytest.MonkeyPatch, path: Path, n_tokens: int = 1, n_ctx: int = 4096) -> list[str]:
+def launches_of(
+    monkeypatch: pytest.MonkeyPatch, path: Path, n_tokens: int = 1, n_ctx: int = 4096, **options: Any
+) -> list[str]:
     """Return the kernels that a batch of so many tokens launches, all on one device."""
     device = NullDevice()
-    monkeypatch.setattr("quantkit.kernels.cuda.device.open_device", {"CUDA0": device}.__getitem__)
+    monkeypatch.setattr("quantkit.kernels.cuda.core.device.open_device", {"CUDA0": device}.__getitem__)
     monkeypatch.setattr("quantkit.model.devices.cuda_devices", lambda: ("CUDA0",))
-    with load(path, placement=Placement(ALL_LAYERS, (), ("CUDA0",), embeddings=True)) as model:
+    with load(path, placement=Placement(ALL_LAYERS, (), ("CUDA0",), embeddings=True), **options) as model:
         session = model.session(n_ctx)
         device.launches.clear()
         session.decode(np.ones(n_tokens, np.int32))
-    return [launch.operation.name for launch in device.launches]
+    return [launch.kernel.name for launch in device.launches]

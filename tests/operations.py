@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.kernels.cpu.tape import Batch, Tape, address_of
-from quantkit.kernels.cpu.team import Team
+from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
+from quantkit.kernels.cpu.core.team import Team
 
 GUARD = np.float32(-12345.0)
 

@@ -4,40 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import attention_cases
 import numpy as np
 import numpy.typing as npt
 import pytest
+from attention_cases import nmse
 
 from quantkit.kernels import dequantize, quantize
-from quantkit.kernels.cpu.attention import MASKS, attention, scratch_bytes
-from quantkit.kernels.cpu.cache import cache_write
-from quantkit.kernels.cpu.tape import Batch, Tape, address_of
-from quantkit.kernels.cpu.team import Team
+from quantkit.kernels.cpu.attention.attention import attention, scratch_bytes
+from quantkit.kernels.cpu.attention.cache import cache_write
+from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
+from quantkit.kernels.cpu.core.team import Team
+from quantkit.kernels.parameters import MASKS
 from quantkit.types import BY_NAME
 
 Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Case:
-    """An attention operation; ``mla``: the cache has no values."""
+class Case(attention_cases.Case):
+    """An attention operation over a cache of two types."""
 
-    n_head: int = 4
-    n_head_kv: int = 2
-    head_k: int = 64
-    head_v: int = 64
-    mask: str = "causal"
-    window: int = 0
-    softcap: float = 0.0
-    sinks: bool = False
-    alibi: float = 0.0
-    mla: bool = False
     k_type: str = "F32"
     v_type: str = "F32"
-
-    @property
-    def scale(self) -> float:
-        return self.head_k**-0.5
 
 
 class Model:
@@ -78,7 +67,7 @@ class Model:
             scale=case.scale,
             softcap=case.softcap,
             sinks=address_of(self.sinks) if case.sinks else 0,
-            mask=MASKS[case.mask],
+            mask=MASKS.index(case.mask),
             window=case.window,
             alibi=case.alibi,
             scratch=-(-address_of(self.scratch) // 64) * 64,
@@ -119,36 +108,10 @@ class Model:
         return np.array(rows)
 
     def _row(self, q: Array, position: int, sequence: int) -> npt.NDArray[np.float64]:
-        case = self.case
-        first = 0
-        if case.mask == "sliding":
-            first = max(0, position - case.window + 1)
-        elif case.mask == "chunked":
-            first = position // case.window * case.window
-        seen = np.arange(first, position + 1)
-        k = self.kept("k", sequence * self.n_ctx + seen)
-        v = k[:, :, : case.head_v] if case.mla else self.kept("v", sequence * self.n_ctx + seen)
-        heads = q.reshape(case.n_head, case.head_k).astype(np.float64)
-        out = []
-        for h in range(case.n_head):
-            kv = h // (case.n_head // case.n_head_kv)
-            s = k[:, kv] @ heads[h] * np.float32(case.scale)
-            if case.softcap:
-                s = case.softcap * np.tanh(s / case.softcap)
-            if case.alibi:
-                s = s + slope(case.alibi, h, case.n_head) * (seen - position)
-            largest = max(s.max(), self.sinks[h]) if case.sinks else s.max()
-            p = np.exp(s - largest)
-            total = p.sum() + (np.exp(self.sinks[h] - largest) if case.sinks else 0.0)
-            out.append(p @ v[:, kv] / total)
-        return np.concatenate(out)
-
-
-def slope(largest: float, head: int, n_head: int) -> float:
-    n = 1 << (n_head.bit_length() - 1)
-    if head < n:
-        return float((2.0 ** (-largest / n)) ** (head + 1))
-    return float((2.0 ** (-largest / 2 / n)) ** (2 * (head - n) + 1))
+        cells = sequence * self.n_ctx + self.case.seen(position)
+        k = self.kept("k", cells)
+        v = k[:, :, : self.case.head_v] if self.case.mla else self.kept("v", cells)
+        return self.case.attend(q, position, k, v, self.sinks)
 
 
 def draw(case: Case, n: int, seed: int) -> tuple[Array, Array, Array]:
@@ -156,10 +119,6 @@ def draw(case: Case, n: int, seed: int) -> tuple[Array, Array, Array]:
     widths = (case.n_head * case.head_k, case.n_head_kv * case.head_k, case.n_head_kv * case.head_v)
     q, k, v = (rng.normal(0, 1.5, (n, w)).astype(np.float32) for w in widths)
     return q, k, v
-
-
-def nmse(got: npt.NDArray[np.floating], want: npt.NDArray[np.float64]) -> float:
-    return float(((got - want) ** 2).sum() / (want**2).sum())
 
 
 def check(case: Case, batches: tuple[int, ...], n_ctx: int = 512, threads: int = 2) -> None:
@@ -173,18 +132,7 @@ def check(case: Case, batches: tuple[int, ...], n_ctx: int = 512, threads: int =
         done += n
 
 
-BASE = Case()
-FEATURES = {
-    "plain": BASE,
-    "sliding": replace(BASE, mask="sliding", window=50),
-    "one": replace(BASE, mask="sliding", window=1),
-    "chunked": replace(BASE, mask="chunked", window=48),
-    "softcap": replace(BASE, softcap=3.0),
-    "sinks": replace(BASE, sinks=True),
-    "alibi": replace(BASE, alibi=8.0, n_head=6),
-    "all": replace(BASE, mask="sliding", window=70, softcap=5.0, sinks=True, alibi=8.0, n_head=12, n_head_kv=4),
-    "chunked_all": replace(BASE, mask="chunked", window=100, softcap=20.0, sinks=True, alibi=4.0),
-}
+FEATURES = {name: Case(**of) for name, of in attention_cases.FEATURES.items()}
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -328,7 +276,7 @@ def test_batches_of_one_and_of_many_agree(name: str) -> None:
 
 
 def test_large_scores_do_not_overflow() -> None:
-    case = replace(BASE, sinks=True)
+    case = Case(sinks=True)
     model = Model(case, 1, 128)
     q, k, v = draw(case, 100, 2)
     q *= 100
@@ -354,8 +302,8 @@ def test_parts_of_very_different_scores(grows: int) -> None:
 
 
 def test_tokens_of_a_batch_may_come_in_any_order() -> None:
-    model = Model(BASE, 1, 128)
-    q, k, v = draw(BASE, 90, 2)
+    model = Model(Case(), 1, 128)
+    q, k, v = draw(Case(), 90, 2)
     positions = np.random.default_rng(0).permutation(90)
     got = model.run(q, k, v, positions)
     assert nmse(got, model.expected(q, positions)) < 1e-12

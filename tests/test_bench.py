@@ -41,7 +41,7 @@ def test_switches_are_combined_and_shown(tiny_moe: Path) -> None:
     assert "| fmoe | muge | test |" in result.stdout
     assert [line.split("|")[6].strip() + line.split("|")[7].strip() for line in lines[::2]] == ["00", "01", "10", "11"]
     assert [line.split("|")[8].strip() for line in lines[:2]] == ["pp4", "pp4+tg1"]
-    assert "this machine, measured" in result.stdout
+    assert "measured here" in result.stdout
 
 
 @pytest.mark.parametrize("form", ["csv", "jsonl"])
@@ -91,3 +91,12 @@ def test_the_functions_refuse_what_makes_no_sense(tiny_moe: Path) -> None:
     with pytest.raises(RecipeError, match="no room"):
         next(sweep_bench(tiny_moe, 16, Setting(n_ubatch=16)))
     assert str(Timed(8, 2, 4)) == "pp8+tg2 @ d4"
+
+
+def test_a_narrow_terminal_gets_a_narrow_table(tiny_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / f"{'long-name' * 9}\n.gguf").symlink_to(tiny_moe)
+    result = run("bench", "-m", next(tmp_path.iterdir()), "-p", "0", "-n", "2", "-r", "1", "-fqkv", "0,1")
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "| long-namelong-namel… | CPU |" in result.stdout

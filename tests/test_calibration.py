@@ -399,7 +399,7 @@ def test_files_and_manifest(tmp_path: Path, texts: Path) -> None:
     assert not set(manifest["calibration"]["passages"]) & set(manifest["evaluation"]["passages"])
     assert [i["documents"] for i in manifest["inputs"]] == [1] * 12
     assert "read: 12 files, 12 documents" in output
-    assert "exists; give another folder, or --overwrite" in run("-o", out, texts, code=1).output
+    assert "exists; give another name, or --overwrite" in run("-o", out, texts, code=1).output
     run("-o", out, "--overwrite", texts)
     assert json.loads((out / "manifest.json").read_text())["seed"] == 0
 

@@ -9,11 +9,11 @@ import pytest
 
 from awkward import ggml
 from quantkit.errors import FormatError
-from quantkit.kernels.cpu.check import MASKS, first_nonfinite_row, validate_rows
+from quantkit.kernels.cpu.encode.check import MASKS, first_nonfinite_row, validate_rows
 from quantkit.types import BY_NAME, TYPES, TensorType
 
 MAINLINE = [t for t in TYPES if t.trees in ("both", "mainline") and t.family != "activation"]
-CHECKED = [(t, field) for t in TYPES for field in t.scales.split() if MASKS[field.partition("@")[0]] is not None]
+CHECKED = [(t, field) for t in TYPES for field in t.fields if MASKS[field[1]] is not None]
 
 
 @pytest.mark.parametrize("n", [1, 15, 16, 63, 64, 65, 100, 256])
@@ -32,17 +32,17 @@ def test_first_nonfinite_row(n: int, bad: float) -> None:
         assert first_nonfinite_row(y, 7, 9) == -1
 
 
-def field_at(t: TensorType, data: np.ndarray, row: int, block: int, field: str) -> np.ndarray:
-    """Return a view of one field of one block."""
-    kind, _, offset = field.partition("@")
-    start = t.row_header + block * t.block_bytes + int(offset)
+def field_at(t: TensorType, data: np.ndarray, row: int, block: int, field: tuple[bool, str, int]) -> np.ndarray:
+    """Return a view of one field of one block, or of the row."""
+    of_row, kind, offset = field
+    start = offset if of_row else t.row_header + block * t.block_bytes + offset
     width = MASKS[kind].itemsize
     return data[row, start : start + width].view(MASKS[kind].dtype)
 
 
 @pytest.mark.parametrize(("t", "field"), CHECKED, ids=lambda v: getattr(v, "name", v))
-def test_every_checked_field(t: TensorType, field: str) -> None:
-    mask = MASKS[field.partition("@")[0]]
+def test_every_checked_field(t: TensorType, field: tuple[bool, str, int]) -> None:
+    mask = MASKS[field[1]]
     blocks = 300 if t.block == 1 else 5
     for block in (0, blocks // 2, blocks - 1):
         data = np.zeros((4, t.row_bytes(blocks * t.block)), np.uint8)

@@ -81,10 +81,10 @@ def test_error_is_measured_on_request(llama: Path, tmp_path: Path) -> None:
         (["IN", "OUT", "Q8_0", "many"], 2, "THREADS must be a number"),
         (["IN", "OUT", "Q8_0", "2", "3"], 2, "expected IN.gguf"),
         (["none.gguf", "OUT", "Q8_0"], 1, "none.gguf"),
-        (["--prune-layers", "x", "IN", "OUT", "Q8_0"], 2, "no layer number"),
+        (["--prune-layers", "x", "IN", "OUT", "Q8_0"], 2, "neither a layer number nor a range"),
         (["--prune-layers", "9", "IN", "OUT", "Q8_0"], 2, "there is no layer 9"),
-        (["--prune-layers", "1-99999999999", "IN", "OUT", "Q8_0"], 2, "no range of layers"),
-        (["--prune-layers", "1-0", "IN", "OUT", "Q8_0"], 2, "no range of layers"),
+        (["--prune-layers", "1-99999999999", "IN", "OUT", "Q8_0"], 2, "not a range of layers"),
+        (["--prune-layers", "1-0", "IN", "OUT", "Q8_0"], 2, "not a range of layers"),
         (["--keep-split", "--split-max-size", "1M", "IN", "OUT", "Q8_0"], 2, "exclude each other"),
         (["--max-buffer-size", "0", "IN", "OUT", "Q8_0"], 2, "--max-buffer-size"),
         (["--max-buffer-size", "8", "--max-ram", "1G", "IN", "OUT", "Q8_0"], 2, "give one of them"),
@@ -110,7 +110,7 @@ def test_wrong_input_gets_one_clear_line(llama: Path, tmp_path: Path, args: list
 def test_a_buffer_size_that_llama_quantize_takes_is_taken(llama: Path, tmp_path: Path) -> None:
     small = run("--max-buffer-size", 1, llama, tmp_path / "a.gguf", "Q8_0", 3)
     assert small.exit_code == 0, small.output
-    assert "note: --max-buffer-size 1: 3 threads take 3.02 MiB at least" in small.stderr
+    assert "note: --max-buffer-size 1: 3 threads need at least 3.02 MiB" in small.stderr
     large = run("--max-buffer-size", 64, llama, tmp_path / "b.gguf", "Q8_0", 3)
     assert "note" not in large.stderr
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
@@ -127,15 +127,15 @@ def test_fallback_is_read_in_any_case(tmp_path: Path, fallback: str) -> None:
 
 def test_shards_of_an_earlier_run_are_mentioned(llama: Path, tmp_path: Path) -> None:
     first = run("--split-max-size", 300_000, llama, tmp_path / "o.gguf", "Q8_0")
-    assert "beside the output" not in first.stderr
+    assert "next to the output" not in first.stderr
     old = sorted(p.name for p in tmp_path.iterdir())
     again = run("--overwrite", "--split-max-size", 300_000, llama, tmp_path / "o.gguf", "Q8_0")
-    assert "beside the output" not in again.stderr
+    assert "next to the output" not in again.stderr
     (tmp_path / "o-2.gguf").touch()
     other = run("--split-max-size", 150_000, llama, tmp_path / "o.gguf", "Q8_0")
-    assert f"beside the output lies {old[0]} .. {old[-1]} ({len(old)} files): of its name, but no part" in other.stderr
+    assert f"next to the output, but not part of it: {old[0]} .. {old[-1]} ({len(old)} files), perhaps" in other.stderr
     one = run(llama, tmp_path / "o.gguf", "Q8_0")
-    assert f"beside the output lies {old[0]} .. " in one.stderr
+    assert f"not part of it: {old[0]} .. " in one.stderr
     assert {p.name for p in tmp_path.iterdir()} > {*old, "o.gguf"}
 
 

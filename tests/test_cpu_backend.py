@@ -14,7 +14,7 @@ from quantkit.formats.gguf import open_gguf, write_gguf
 from quantkit.kernels import quantize
 from quantkit.model.backends import Limits
 from quantkit.model.backends.arena import Buffer, Entry, place
-from quantkit.model.backends.cpu import CPUBackend
+from quantkit.model.backends.cpu.backend import CPUBackend
 from quantkit.model.backends.reference import Reference
 from quantkit.model.batch import Batch
 from quantkit.model.ops import (

@@ -8,9 +8,9 @@ import pytest
 from device_memory import Memory
 from test_matmul import Rows
 
-from quantkit.kernels.activation_formats import activation_format
-from quantkit.kernels.cpu.activations import SCALES, SUMS
-from quantkit.kernels.cuda import activations
+from quantkit.kernels.cpu.matmul.activations import SCALES, SUMS
+from quantkit.kernels.cuda.matmul import activations
+from quantkit.kernels.formats import activation_format
 from quantkit.types import BY_NAME
 
 #: A type that wants activations in each format.

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from gpu import cases
 from libllama import nmse
 from quantkit.formats.gguf import open_gguf
-from quantkit.kernels.cuda import device as devices
-from quantkit.model.backends.cuda import CUDABackend
+from quantkit.kernels.cuda.core import device as devices
+from quantkit.model.backends.cuda.backend import CUDABackend
 from quantkit.model.engine import load
 from quantkit.model.placement import ALL_LAYERS, Placement
-
-sys.path[:0] = [str(Path(__file__).parents[1] / "scripts")]
-import gpu_cases  # noqa: E402
 
 Devices = tuple[str, ...]
 
@@ -38,7 +35,7 @@ def gemms(monkeypatch: pytest.MonkeyPatch, cuda_devices: Devices) -> list[int]:
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return gpu_cases.write_products(tmp_path_factory.mktemp("cublas") / "products.gguf")
+    return cases.write_products(tmp_path_factory.mktemp("cublas") / "products.gguf")
 
 
 @pytest.mark.parametrize(
@@ -51,14 +48,14 @@ def test_products_of_every_kind(weights: Path, gemms: list[int], name: str, boun
         found = []
         for cublas in (False, True):
             backend = CUDABackend(source, devices.open_device("CUDA0"), cublas=cublas, max_vram=max_vram)
-            found.append(dict(gpu_cases.run_products(backend, source, name)))
+            found.append(dict(cases.run_products(backend, source, name)))
             backend.close()
             assert bool(gemms) == (cublas and name != "F32")
     for case, own in found[0].items():
         few = int(case.split()[-1]) <= 8
         assert nmse(found[1][case], own) <= (1e-13 if few else bound), case
     if gemms:
-        _, ids = gpu_cases.inputs(40)
+        _, ids = cases.inputs(40)
         by_expert = [n for n in np.bincount(ids.ravel()) if n]
         assert gemms == [40, 40, 40, *5 * by_expert]
 
@@ -66,7 +63,7 @@ def test_products_of_every_kind(weights: Path, gemms: list[int], name: str, boun
 @pytest.mark.parametrize("model", ["qwen3moe-moe", "gpt-oss-moe"])
 def test_models(tmp_path: Path, model: str, gemms: list[int]) -> None:
     """Biases, gates with limits, batches of several sizes; bf16 has 8 bits, a rounded router may choose otherwise."""
-    path, tokens = gpu_cases.retyped(tmp_path, "Q8_0", model), gpu_cases.retyped_tokens()
+    path, tokens = cases.retyped(tmp_path, "Q8_0", model), cases.retyped_tokens()
     found = []
     for cublas in (False, True):
         with load(path, placement=Placement(ALL_LAYERS, (), ("CUDA0",), embeddings=True), cublas=cublas) as opened:

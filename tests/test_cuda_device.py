@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 
 from quantkit.errors import ResourceError
-from quantkit.kernels.cuda import device as devices
-from quantkit.kernels.cuda import early, elementwise, norms
-from quantkit.kernels.cuda.compile import preamble
-from quantkit.kernels.cuda.device import CUDADevice, Launch
-from quantkit.kernels.cuda.operation import Operation, Shape
+from quantkit.kernels.cuda.core import device as devices
+from quantkit.kernels.cuda.core import early
+from quantkit.kernels.cuda.core.compile import preamble
+from quantkit.kernels.cuda.core.device import CUDADevice, Launch
+from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+from quantkit.kernels.cuda.layer import elementwise, norms
 from zoo import expected, write_zoo
 
 pytestmark = pytest.mark.skipif(host_device.compiler() is None, reason="no C++ compiler: install g++")
@@ -30,15 +31,15 @@ pytestmark = pytest.mark.skipif(host_device.compiler() is None, reason="no C++ c
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made = fake_cupy.module()
     monkeypatch.setattr(devices, "_cupy", lambda: made)
-    monkeypatch.setattr(devices, "cubin", lambda operation, capability: preamble(operation).encode())
-    block = Operation.block
+    monkeypatch.setattr(devices, "cubin", lambda kernel, capability: preamble(kernel).encode())
+    block = Kernel.block
 
-    def noted(operation: Operation, **values: int | float) -> bytes:
-        packed = block(operation, **values)
-        fake_cupy.ARGUMENT_BYTES[f"quantkit_{operation.name}"] = len(packed)
+    def noted(kernel: Kernel, **values: int | float) -> bytes:
+        packed = block(kernel, **values)
+        fake_cupy.ARGUMENT_BYTES[f"quantkit_{kernel.name}"] = len(packed)
         return packed
 
-    monkeypatch.setattr(Operation, "block", noted)
+    monkeypatch.setattr(Kernel, "block", noted)
     devices.count_devices.cache_clear()
     devices.open_device.cache_clear()
     yield made
@@ -47,7 +48,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def launch(shape: Shape, **slots: int | float) -> Launch:
-    return Launch(shape.operation, shape.grid, shape.operation.block(**slots), shape.shared)
+    return Launch(shape.kernel, shape.grid, shape.kernel.block(**slots), shape.shared)
 
 
 def test_arrays_go_there_and_back(cupy: Any) -> None:
@@ -76,7 +77,7 @@ def test_kernels_run_now_or_recorded(cupy: Any) -> None:
     normed = launch(
         norms.norm("rms", 1), x=a, out=a, weight=0, bias=0, groups=1, group=64, per_row=1, n_weight=64, eps=0.0
     )
-    device.prepare([doubled.operation, normed.operation])
+    device.prepare([doubled.kernel, normed.kernel])
     device.run([doubled])
     replay = device.record([doubled, doubled])
     found = np.empty_like(x)

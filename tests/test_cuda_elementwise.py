@@ -9,7 +9,7 @@ import pytest
 from device_memory import Memory
 from meaning import batch_of, matrix, meaning
 
-from quantkit.kernels.cuda import elementwise, glu
+from quantkit.kernels.cuda.layer import elementwise, glu
 from quantkit.model.ops import (
     Activate,
     Activation,
@@ -49,7 +49,7 @@ def launched(memory: Memory, shape: Any, size: tuple[int, int], **slots: Any) ->
     at = {k: memory.put(v) if isinstance(v, np.ndarray) else v for k, v in slots.items()}
     to = memory.room((size[0] + 1, size[1]))
     at = {"out": to, "width": size[1], "rows": size[0], **at}
-    memory.run(shape, **{k: v for k, v in at.items() if k in shape.operation.slots})
+    memory.run(shape, **{k: v for k, v in at.items() if k in shape.kernel.slots})
     got = memory.get(to, (size[0] + 1, size[1]))
     assert np.isnan(got[-1]).all(), "a row behind the value was written"
     return got[:-1]

@@ -1,4 +1,4 @@
-"""How many launches generating a token takes: a join that is lost is seen. Nothing is run, or compiled."""
+"""How many launches generating a token takes: a fusion that is lost shows. Nothing is run, or compiled."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from null_device import launches_of
 
 import quantkit
 from quantkit.formats.gguf import open_gguf
+from quantkit.model.fusion import Fusion
 from zoo import NAMES
 
 Zoo = Callable[[str], Path]
 
 #: Kernels of parts of layers, weights Q8_0.
-ATTENTION = "mul_mats parts attention attention_combine_to mul_mat stage "
-LATENT = "mul_mats stage mul_mat parts mul_mat_heads attention attention_combine_to mul_mat_heads_to mul_mat stage "
-GATED = "mul_mats parts attention attention_combine parts mul_mat stage "
-DELTA = "mul_mats convolve parts delta_net parts mul_mat stage "
-UP_GATE = "up_gate_to mul_mat stage"
+ATTENTION = "mul_mats per_head attention attention_combine_to mul_mat row_epilogue "
+LATENT = "mul_mats row_epilogue mul_mat per_head mul_mat_heads attention attention_combine_to mul_mat_heads_to mul_mat "
+LATENT += "row_epilogue "
+GATED = "mul_mats per_head attention attention_combine per_head mul_mat row_epilogue "
+DELTA = "mul_mats convolve per_head delta_net per_head mul_mat row_epilogue "
+UP_GATE = "up_gate_to mul_mat row_epilogue"
 #: One matrix for gate and up, or no gate.
-UP = "mul_mat parts mul_mat stage"
-EXPERTS = "mul_mats_route up_gate_id_to mul_mat_id stage"
-SHARED = "mul_mats_route up_gate_beside mul_mat_beside stage"
+UP = "mul_mat per_head mul_mat row_epilogue"
+EXPERTS = "mul_mats_route up_gate_id_to mul_mat_id row_epilogue"
+SHARED = "mul_mats_route up_gate_shared_expert mul_mat_shared_expert row_epilogue"
 
 #: The last layer of each architecture, and how many launches a token takes: with embeddings, angles and logits.
 LAYERS = {
     "bailingmoe2-moe": (ATTENTION.replace("mul_mats", "mul_mat") + SHARED, 23),
     # The last layer's normed input goes to both of its parts.
-    "cohere2-dense": ("select_outputs select_outputs select_outputs quantize up_gate_to mul_mat stage", 24),
+    "cohere2-dense": ("select_outputs select_outputs select_outputs quantize up_gate_to mul_mat row_epilogue", 24),
     "deepseek-moe": (ATTENTION + SHARED, 23),
     "deepseek2-moe": (LATENT + SHARED, 31),
     "dots1-moe": (ATTENTION + SHARED, 23),
@@ -46,9 +48,9 @@ LAYERS = {
     "granitemoe-moe": (ATTENTION + SHARED, 24),
     "hunyuan-moe-moe": (ATTENTION + SHARED, 24),
     # Biases and scales of its tensors: products, scaled with their biases.
-    "llama-dense": (ATTENTION + "mul_mats multiply_by parts mul_mat multiply_by stage", 28),
+    "llama-dense": (ATTENTION + "mul_mats multiply_by per_head mul_mat multiply_by row_epilogue", 28),
     "llama-moe": (ATTENTION + EXPERTS, 24),
-    "llama4-moe": (ATTENTION + SHARED.replace("route", "route parts"), 44),
+    "llama4-moe": (ATTENTION + SHARED.replace("route", "route per_head"), 44),
     "minimax-m2-moe": (ATTENTION + EXPERTS, 24),
     "mistral3-dense": (ATTENTION + UP_GATE, 22),
     "olmo2-dense": (ATTENTION + UP_GATE, 22),
@@ -99,9 +101,15 @@ def test_a_token_of_every_architecture(zoo: Zoo, name: str, monkeypatch: pytest.
     [
         (
             "lite",
-            LATENT.replace("mul_mats stage mul_mat", "mul_mats").replace("mul_mat_heads_to", "mul_mat_heads quantize"),
+            LATENT.replace("mul_mats row_epilogue mul_mat", "mul_mats").replace(
+                "mul_mat_heads_to", "mul_mat_heads quantize"
+            ),
         ),
-        ("expanded", "mul_mats stage mul_mat parts mul_mat parts attention attention_combine quantize mul_mat stage"),
+        (
+            "expanded",
+            "mul_mats row_epilogue mul_mat per_head mul_mat per_head attention attention_combine quantize mul_mat "
+            "row_epilogue",
+        ),
     ],
 )
 def test_latent_attention(variant: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +120,7 @@ def test_latent_attention(variant: str, first: str, tmp_path: Path, monkeypatch:
     assert names[2 : 2 + len(first.split())] == first.split()
 
 
-@pytest.mark.parametrize(("variant", "more"), [("next", ""), ("next-ssm-in", "parts "), ("35", "")])
+@pytest.mark.parametrize(("variant", "more"), [("next", ""), ("next-ssm-in", "per_head "), ("35", "")])
 def test_delta_nets(variant: str, more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Old files have q, k, v and z of each key head side by side."""
     arch, changes, tensors = test_delta_net.VARIANTS[variant]
@@ -135,7 +143,7 @@ def test_many_tokens_take_kernels_for_many(zoo: Zoo, name: str, monkeypatch: pyt
     """What is done for one token in one launch is not left out for more, nor done twice."""
     few, many = (of_a_token(monkeypatch, zoo(name), n) for n in (8, 9))
     for names in (few, many):
-        assert not {"up_gate_beside", "mul_mat_beside"}.intersection(names)
+        assert not {"up_gate_shared_expert", "mul_mat_shared_expert"}.intersection(names)
         assert names.count("delta_net") == ("next" in name)
     assert "mul_mats_route" in few
     assert "route" not in few
@@ -144,3 +152,17 @@ def test_many_tokens_take_kernels_for_many(zoo: Zoo, name: str, monkeypatch: pyt
     for kind in ("up_gate_id", "mul_mat_id"):
         of_few, of_many = ([n for n in names if n.removesuffix("_to") == kind] for names in (few, many))
         assert len(of_few) == len(of_many) > 0
+
+
+def test_every_switch_shows_in_the_launches(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without qkv nothing multiplies by several matrices; without launches every operation has its own."""
+    path = zoo("qwen2moe-moe")
+    plain, no_qkv = (launches_of(monkeypatch, path, fusion=Fusion(qkv=on)) for on in (True, False))
+    assert plain.count("mul_mats") > 0 == no_qkv.count("mul_mats")
+    assert len(no_qkv) > len(plain)
+    own = launches_of(monkeypatch, path, fusion=Fusion(launches=False))
+    assert {"mul_mats", "up_gate", "up_gate_id", "norm", "rope", "cache_write", "route", "add"} <= set(own)
+    assert not {"per_head", "row_epilogue", "mul_mats_route", "up_gate_shared_expert"}.intersection(own)
+    nothing = launches_of(monkeypatch, path, fusion=Fusion.none())
+    assert not {"mul_mats", "up_gate", "up_gate_id"}.intersection(nothing)
+    assert len(nothing) > len(own) > len(no_qkv)

@@ -9,16 +9,16 @@ import pytest
 from cuda_products import check, decode, draw_weights, f32, on, products, put_rows
 from device_memory import Memory
 
-from quantkit.kernels.cuda import mat_mat, moe
-from quantkit.kernels.cuda.glu import limits
+from quantkit.kernels.cuda.layer.glu import limits
+from quantkit.kernels.cuda.matmul import mat_mat, moe
+from quantkit.kernels.formats import FORMATS
 from quantkit.kernels.parameters import Activation
 from quantkit.model.backends.reference import gate as gated
 from quantkit.types import BY_NAME
 
 
 def test_blocks_fit_the_shared_memory_of_every_device() -> None:
-    for name in mat_mat.TYPES:
-        t = BY_NAME[name]
+    for t in (of.type for of in FORMATS.values()):
         assert 2 * (mat_mat.shared_bytes(t, mat_mat.LARGE) + 1024) <= 228 << 10  # two at once on sm_90
         assert mat_mat.shared_bytes(t, mat_mat.SMALL) <= 48 << 10
         assert all(mat_mat.tile_for(t, 4096, 512, 1, c) == mat_mat.LARGE for c in (80, 90, 100))
@@ -32,6 +32,60 @@ def test_blocks_fit_the_shared_memory_of_every_device() -> None:
     large = [("Q4_K", 4096, 512, 1, 89), ("Q4_K", 1024, 64, 8, 90), ("Q4_K", 1536, 4, 27, 90)]
     for cases, tile in ((small, mat_mat.SMALL), (large, mat_mat.LARGE)):
         assert {mat_mat.tile_for(BY_NAME[name], *sizes) for name, *sizes in cases} == {tile}
+
+
+@pytest.fixture(autouse=True)
+def _large_tiles_for_small_matrices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if "memory" in request.fixturenames:
+        monkeypatch.setattr(mat_mat, "_FEW", 1)
+
+
+#: One type of each way to multiply; both tiles, with tails of rows, outputs and inputs; capability.
+MATRICES = [
+    ("Q8_0", 96, 21, 9, 90),
+    ("Q8_0", 544, 150, 150, 90),
+    ("Q4_1", 288, 37, 20, 90),
+    ("Q4_K", 512, 130, 40, 90),
+    ("Q6_K", 512, 40, 35, 90),
+    ("IQ2_S", 256, 35, 17, 90),
+    ("Q2_K", 256, 135, 40, 90),
+    ("NVFP4", 192, 33, 12, 90),
+    ("NVFP4", 320, 140, 40, 90),
+    ("IQ4_KS", 512, 130, 40, 90),
+    ("IQ2_KS", 768, 35, 17, 75),
+    ("NVFP4", 64, 33, 12, 75),
+    ("F32", 100, 130, 40, 90),
+    ("F32", 77, 13, 11, 90),
+    ("F16", 49, 33, 10, 90),
+    ("BF16", 136, 11, 129, 90),
+    ("Q8_0", 160, 40, 40, 75),
+    ("Q2_K", 512, 31, 12, 75),
+    ("F16", 96, 40, 20, 75),
+    ("BF16", 72, 20, 35, 75),
+]
+
+
+@pytest.mark.parametrize(("name", "n_in", "n_out", "rows", "capability"), MATRICES)
+def test_mul_mat_agrees_with_numpy(
+    memory: Memory, name: str, n_in: int, n_out: int, rows: int, capability: int
+) -> None:
+    capability = on(memory, capability)
+    t, rng = BY_NAME[name], np.random.default_rng(3)
+    w, x = draw_weights(t, (n_out, n_in), rng), rng.standard_normal((rows, n_in)).astype(f32)
+    place, values, excess = put_rows(memory, x, t)
+    y = products(w, t, values, excess)
+    bias, scale = rng.standard_normal(n_out).astype(f32), np.array([0.75], f32)
+    stride = n_out + 3
+    out, weights = memory.room((rows, stride)), memory.put(w)
+    for b, s, want in ((0, 0, y), (memory.put(bias), memory.put(scale), y * 0.75 + bias)):
+        memory.run(
+            mat_mat.mul_mat(t, n_in, n_out, rows, capability),
+            **place, rows=rows, w=weights, row_bytes=w.shape[1], n_in=n_in, n_out=n_out, out=out,
+            out_stride=4 * stride, bias=b, scale=s,
+        )  # fmt: skip
+        got = memory.get(out, (rows, stride))
+        check(got[:, :n_out], want)
+        assert np.isnan(got[:, n_out:]).all()
 
 
 @pytest.mark.parametrize("name", ["Q3_K", "Q6_K"])
@@ -71,58 +125,6 @@ def test_every_scale_of_nvfp4(memory: Memory) -> None:
     got, want = memory.get(out, (rows, n_out)), products(w.reshape(n_out, -1), t, values, excess)
     for row in range(n_out):  # each by itself: scales differ by 2^17
         assert not want[:, row].any() or np.abs(got[:, row] - want[:, row]).max() < 1e-5 * np.abs(want[:, row]).max()
-
-
-@pytest.fixture(autouse=True)
-def _large_tiles_for_small_matrices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    if "memory" in request.fixturenames:
-        monkeypatch.setattr(mat_mat, "_FEW", 1)
-
-
-#: One type of each way to multiply; both tiles, with tails of rows, outputs and inputs; capability.
-MATRICES = [
-    ("Q8_0", 96, 21, 9, 90),
-    ("Q8_0", 544, 150, 150, 90),
-    ("Q4_1", 288, 37, 20, 90),
-    ("Q4_K", 768, 130, 64, 90),
-    ("Q6_K", 512, 40, 70, 90),
-    ("IQ2_S", 256, 35, 17, 90),
-    ("Q2_K", 512, 135, 97, 90),
-    ("NVFP4", 192, 33, 12, 90),
-    ("NVFP4", 320, 140, 110, 90),
-    ("NVFP4", 64, 33, 12, 75),
-    ("F32", 100, 130, 40, 90),
-    ("F32", 77, 13, 11, 90),
-    ("F16", 49, 33, 10, 90),
-    ("BF16", 136, 11, 129, 90),
-    ("Q8_0", 160, 40, 40, 75),
-    ("Q2_K", 512, 31, 12, 75),
-    ("F16", 96, 40, 20, 75),
-    ("BF16", 72, 20, 35, 75),
-]
-
-
-@pytest.mark.parametrize(("name", "n_in", "n_out", "rows", "capability"), MATRICES)
-def test_mul_mat_agrees_with_numpy(
-    memory: Memory, name: str, n_in: int, n_out: int, rows: int, capability: int
-) -> None:
-    capability = on(memory, capability)
-    t, rng = BY_NAME[name], np.random.default_rng(3)
-    w, x = draw_weights(t, (n_out, n_in), rng), rng.standard_normal((rows, n_in)).astype(f32)
-    place, values, excess = put_rows(memory, x, t)
-    y = products(w, t, values, excess)
-    bias, scale = rng.standard_normal(n_out).astype(f32), np.array([0.75], f32)
-    stride = n_out + 3
-    out, weights = memory.room((rows, stride)), memory.put(w)
-    for b, s, want in ((0, 0, y), (memory.put(bias), memory.put(scale), y * 0.75 + bias)):
-        memory.run(
-            mat_mat.mul_mat(t, n_in, n_out, rows, capability),
-            **place, rows=rows, w=weights, row_bytes=w.shape[1], n_in=n_in, n_out=n_out, out=out,
-            out_stride=4 * stride, bias=b, scale=s,
-        )  # fmt: skip
-        got = memory.get(out, (rows, stride))
-        check(got[:, :n_out], want)
-        assert np.isnan(got[:, n_out:]).all()
 
 
 def test_a_row_does_not_depend_on_the_others(memory: Memory) -> None:
@@ -245,7 +247,7 @@ def test_mul_mat_id_agrees_with_numpy(
         check(memory.get(out, (rows * n_used, n_out)), want)
 
 
-@pytest.mark.parametrize(("name", "merged"), [("Q4_K", True), ("Q4_K", False)])
+@pytest.mark.parametrize(("name", "merged"), [("Q4_K", True), ("IQ4_KS", False)])
 @pytest.mark.parametrize("shape", ROUTED)
 def test_up_gate_id_agrees_with_numpy(
     memory: Memory, name: str, merged: bool, shape: tuple[int, int, int, int]

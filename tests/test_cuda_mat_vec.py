@@ -10,8 +10,8 @@ from cuda_products import check, draw_weights, on, products, put_rows
 from device_memory import Memory
 from host_device import HostDevice, compiler
 
-from quantkit.kernels.cuda import mat_vec
-from quantkit.kernels.cuda.glu import GATES, limits
+from quantkit.kernels.cuda.layer.glu import GATES, limits
+from quantkit.kernels.cuda.matmul import mat_vec
 from quantkit.kernels.parameters import Activation
 from quantkit.model.backends.reference import gate as gated
 from quantkit.types import BY_NAME, TensorType
@@ -32,6 +32,7 @@ SMALL = [
     ("Q4_1", 1056, 19, 8),
     ("Q2_K", 1024, 9, 1),
     ("IQ1_M", 2048, 5, 4),
+    ("IQ4_KS", 2304, 19, 1),
     ("F16", 2064, 11, 2),
     ("BF16", 49, 9, 8),
 ]
@@ -41,6 +42,8 @@ LARGE = [
     ("Q6_K", 2304, 19, 3),
     ("Q3_K", 2048, 21, 1),
     ("IQ3_XXS", 512, 41, 1),
+    ("IQ4_KS", 768, 41, 8),
+    ("IQ2_KS", 1024, 21, 5),
     ("MXFP4", 160, 21, 1),
     ("NVFP4", 128, 17, 7),
     ("TQ1_0", 256, 70, 4),
@@ -152,7 +155,7 @@ def test_mul_mat_heads_agrees_with_numpy(memory: Memory, name: str, n_in: int, n
 
 
 @pytest.mark.usefixtures("as_large")
-@pytest.mark.parametrize(("name", "n_in", "n_out"), [("Q4_0", 768, 41), ("Q3_K", 512, 18), ("BF16", 64, 10)])
+@pytest.mark.parametrize(("name", "n_in", "n_out"), [("Q4_0", 768, 41), ("IQ4_KS", 512, 18), ("BF16", 64, 10)])
 @pytest.mark.parametrize("x_per", [1, 2])
 def test_mul_mat_id_agrees_with_numpy(memory: Memory, name: str, n_in: int, n_out: int, x_per: int) -> None:
     t, rng, n_expert, tokens, n_used = BY_NAME[name], np.random.default_rng(6), 5, 3, 2
@@ -273,8 +276,8 @@ def test_long_matrices_and_many_experts_fit_the_grid() -> None:
     t = BY_NAME["Q8_0"]
     for n_in, n_out in ((768, 2048), (2048, 768), (4096, 151936)):
         shape = mat_vec.mul_mat(t, n_in, n_out)
-        lanes, rows = (int(dict(shape.operation.defines)[name]) for name in ("LANES", "ROWS"))
+        lanes, rows = (int(dict(shape.kernel.defines)[name]) for name in ("LANES", "ROWS"))
         assert shape.grid[0] * rows * 128 // lanes >= n_out
-        assert mat_vec.mul_mat(t, n_in, n_out, 8).operation.defines[1] == ("LANES", str(lanes))
+        assert mat_vec.mul_mat(t, n_in, n_out, 8).kernel.defines[1] == ("LANES", str(lanes))
     with pytest.raises(ValueError, match="1 to 8 rows"):
         mat_vec.mul_mat(t, 768, 768, 9)

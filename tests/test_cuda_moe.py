@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from device_memory import Memory
 
-from quantkit.kernels.cuda import moe
+from quantkit.kernels.cuda.matmul import moe
 
 
 def read_plan(plan: Any, pairs: int, n_expert: int, tokens: int) -> tuple[Any, Any]:

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from device_memory import Memory
+from layer_cases import normed
 
-from quantkit.kernels.cuda import norms
-
-
-def expected(x: Any, kind: str, group: int, weight: Any, bias: Any, eps: float) -> Any:
-    g = x.reshape(len(x), -1, group).astype(np.float64)
-    if kind == "layer":
-        g = g - g.mean(-1, keepdims=True)
-    square = np.square(g).sum(-1, keepdims=True) / (1 if kind == "l2" else group)
-    y = (g / np.sqrt(square + eps)).reshape(x.shape)
-    for vector, combine in ((weight, np.multiply), (bias, np.add)):
-        if vector is not None:
-            y = combine(y, np.tile(vector, x.shape[1] // len(vector)))
-    return y
+from quantkit.kernels.cuda.layer import norms
 
 
 @pytest.mark.parametrize("kind", norms.KINDS)
@@ -44,5 +31,5 @@ def test_norms_agree_with_numpy(memory: Memory, kind: str, rows: int, width: int
             n_weight=n_weight,
             eps=1e-5,
         )
-        want = expected(x, kind, group, w, b, 1e-5)
+        want = normed(x, kind, group, w, b)
         np.testing.assert_allclose(memory.get(out, x.shape), want, rtol=2e-6, atol=2e-6)

@@ -1,4 +1,4 @@
-"""Operations that look on, on the device: sums that lose nothing, as the reference's, and rows that are bad."""
+"""Observing operations on the device: sums that lose nothing, as the reference's, and rows that are bad."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from device_memory import Memory
 from meaning import batch_of, meaning, program
 
-from quantkit.kernels.cuda import observers
+from quantkit.kernels.cuda import observe
 from quantkit.model.backends.accumulators import padded
 from quantkit.model.ops import CountUp, Covariance, Similarity, SumColumns, Value
 
@@ -43,7 +43,7 @@ def test_sums_of_columns_are_exact(memory: Memory, width: int) -> None:
     to = {"sums": sums, "count": count, "bad": bad, "width": width}
     parts = np.split(x, [1, 40])
     for part in parts:
-        memory.run(observers.sum_columns(width), x=memory.put(part), rows=len(part), **to)
+        memory.run(observe.sum_columns(width), x=memory.put(part), rows=len(part), **to)
     got = memory.get(sums, (4, padded(width)), np.float64)
     assert np.array_equal(got[0, :width] + got[1, :width], exact(x, 2))
     assert np.array_equal(got[2, :width] + got[3, :width], exact(x, 1))
@@ -52,7 +52,7 @@ def test_sums_of_columns_are_exact(memory: Memory, width: int) -> None:
     assert memory.get(bad, (1,), np.int64)[0] == 0
     x[41, width - 1] = np.nan
     x[50, 0] = np.inf
-    memory.run(observers.sum_columns(width), x=memory.put(x), rows=ROWS, **to)
+    memory.run(observe.sum_columns(width), x=memory.put(x), rows=ROWS, **to)
     assert memory.get(bad, (1,), np.int64)[0] == 42
 
 
@@ -60,7 +60,7 @@ def test_what_cancels_is_kept(memory: Memory) -> None:
     x = np.array([[1e30], [1.0], [-1e30], [2.0**-40]] * 9, np.float32)
     sums = zeros(memory, 4, 8)
     slots = {"count": zeros(memory, 1), "bad": zeros(memory, 1), "width": 1}
-    memory.run(observers.sum_columns(1), x=memory.put(x), rows=len(x), sums=sums, **slots)
+    memory.run(observe.sum_columns(1), x=memory.put(x), rows=len(x), sums=sums, **slots)
     got = memory.get(sums, (4, 8), np.float64)
     assert got[2, 0] + got[3, 0] == 9 + 9 * 2.0**-40
 
@@ -80,7 +80,7 @@ def test_sums_by_expert_are_exact(memory: Memory, width: int, one_row_a_token: b
     bad = zeros(memory, 1)
     slots = {"ids": memory.put(ids), "width": width, "rows": ROWS, "n_used": N_USED}
     slots |= {"x_per": N_USED if one_row_a_token else 1, "sums": sums, "counts": counts, "bad": bad}
-    shape = observers.sum_columns_id(width, N_EXPERT)
+    shape = observe.sum_columns_id(width, N_EXPERT)
     memory.run(shape, x=memory.put(x), **slots)
     got = memory.get(sums, (N_EXPERT, 4, padded(width)), np.float64)
     assert memory.get(bad, (1,), np.int64)[0] == 0
@@ -117,7 +117,7 @@ def test_covariance(memory: Memory, width: int, case: str) -> None:
     slots = {"x": memory.put(x), "width": width, "rows": ROWS, "n_used": 1 if dense else N_USED}
     slots |= {"ids": 0 if dense else memory.put(ids), "first": 0 if dense else first}
     slots["x_per"] = N_USED if case == "one row a token" else 1
-    shape = observers.covariance(width, n)
+    shape = observe.covariance(width, n)
     for _ in range(2):  # sums are added to
         memory.run(shape, sums=to["sums"], counts=counts, weights=0, weight=0, **slots)
         if not dense:
@@ -142,8 +142,8 @@ def test_similarity(memory: Memory, width: int) -> None:
     slots = {"width": width, "rows": 9, "cosines": cosines, "bad": bad}
 
     def launch() -> None:
-        memory.run(observers.similarity(9), a=memory.put(a), b=memory.put(b), **slots)
-        memory.run(observers.add_cosines(), cosines=cosines, rows=9, total=total, count=count)
+        memory.run(observe.similarity(9), a=memory.put(a), b=memory.put(b), **slots)
+        memory.run(observe.add_cosines(), cosines=cosines, rows=9, total=total, count=count)
 
     launch()
     want = reference(Similarity(a=va, b=vb, of="s"), {va: a, vb: b})
@@ -159,17 +159,17 @@ def test_similarity(memory: Memory, width: int) -> None:
 def test_rows_that_are_not_finite(memory: Memory, wrong: float) -> None:
     x, bad = drawn(67, 21), zeros(memory, 1)
     x[0, 0] = 3e38
-    memory.run(observers.not_finite(21), x=memory.put(x), width=67, rows=21, bad=bad)
+    memory.run(observe.not_finite(21), x=memory.put(x), width=67, rows=21, bad=bad)
     assert memory.get(bad, (1,), np.int64)[0] == 0
     x[20, 66] = x[13, 1] = x[19, 3] = wrong
-    memory.run(observers.not_finite(21), x=memory.put(x), width=67, rows=21, bad=bad)
+    memory.run(observe.not_finite(21), x=memory.put(x), width=67, rows=21, bad=bad)
     assert memory.get(bad, (1,), np.int64)[0] == 14
 
 
 def test_count_up(memory: Memory) -> None:
     like, out = Value("x", 4), Value("ids", 7, integer=True)
     at = memory.room((41, 7), np.int32)
-    memory.run(observers.count_up(7, 40), out=at, first=5, n_used=7, rows=40)
+    memory.run(observe.count_up(7, 40), out=at, first=5, n_used=7, rows=40)
     got = memory.get(at, (41, 7), np.int32)
     np.testing.assert_array_equal(got[:-1], meaning(CountUp(out=out, like=like, first=5), {}, rows=40))
     assert (got[-1] == -1).all()

@@ -9,7 +9,7 @@ import pytest
 from device_memory import Memory
 from meaning import batch_of, matrix, program
 
-from quantkit.kernels.cuda.recurrent import HEADS, TAPS, convolve, delta_net
+from quantkit.kernels.cuda.layer.recurrent import HEADS, TAPS, convolve, delta_net
 from quantkit.model.ops import Convolve, DeltaNet, State, Value
 
 #: Batches of (sequence, position): one sequence in pieces;

@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 from device_memory import Memory
+from layer_cases import ROUTINGS, route_inputs
 from meaning import matrix, meaning
 
-from quantkit.kernels.cuda.route import MAX_EXPERTS, combine, repeat, route, route_block
+from quantkit.kernels.cuda.layer.route import combine, repeat, route
+from quantkit.kernels.parameters import MAX_EXPERTS
 from quantkit.model.ops import Combine, Repeat, Route, Routing, Value
 
 
@@ -23,7 +25,7 @@ def routed(memory: Memory, r: Routing, logits: Any, bias: Any = None) -> tuple[A
         logits=memory.put(logits),
         bias=0 if bias is None else memory.put(bias),
         rows=n,
-        **route_block(r),
+        **r.slots(),
     )
     got = memory.get(ids, (n + 1, r.n_used), np.int32), memory.get(weights, (n + 1, r.n_used))
     assert (got[0][-1] == -1).all()
@@ -39,29 +41,10 @@ def expected(r: Routing, logits: Any, bias: Any = None) -> Any:
     return meaning(op, {v: logits}, rows=len(logits), weights={} if m is None else {m: bias})
 
 
-CASES = [
-    Routing(128, 8, norm=True),
-    Routing(8, 2),
-    Routing(60, 4, norm=False, scale=2.5),
-    Routing(5, 5, "sigmoid", norm=True),
-    Routing(16, 1, "sigmoid"),
-    Routing(256, 8, "sigmoid", norm=True, scale=2.5, n_group=8, n_group_used=4),
-    Routing(64, 6, "softmax", n_group=8, n_group_used=3, scale=0),
-    Routing(12, 3, "sigmoid", n_group=12, n_group_used=5),
-    Routing(80, 6, "sigmoid", n_group=40, n_group_used=7),
-    Routing(32, 4, "softmax_weight"),
-    Routing(1000, 37, "softmax_weight", norm=True),
-    Routing(1024, 8, "sigmoid"),
-    Routing(1500, 4, norm=True),
-]
-
-
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("r", CASES, ids=str)
+@pytest.mark.parametrize("r", [*ROUTINGS, Routing(1500, 4, norm=True)], ids=str)
 def test_route(memory: Memory, r: Routing, with_bias: bool) -> None:
-    rng = np.random.default_rng(r.n_expert)
-    logits = rng.standard_normal((7, r.n_expert)).astype(np.float32) * 2
-    bias = rng.standard_normal(r.n_expert).astype(np.float32) * 0.1 if with_bias else None
+    logits, bias = route_inputs(r, 7, with_bias)
     ids, weights = routed(memory, r, logits, bias)
     want_ids, want_weights = expected(r, logits, bias)
     np.testing.assert_array_equal(ids, want_ids)
@@ -108,7 +91,7 @@ def test_weights_that_vanish_are_divided_by_the_floor(memory: Memory) -> None:
 
 def test_more_experts_than_there_is_room_for() -> None:
     with pytest.raises(ValueError, match=f"1 to {MAX_EXPERTS}"):
-        route_block(Routing(MAX_EXPERTS + 1, 2))
+        Routing(MAX_EXPERTS + 1, 2).slots()
     assert route(Routing(MAX_EXPERTS, MAX_EXPERTS), 3).shared <= 48 << 10
     assert route(Routing(1024, 1024), 3).shared <= 48 << 10
 

@@ -9,8 +9,8 @@ import pytest
 from cuda_products import check, draw_weights, products, put_rows
 from device_memory import Memory
 
-from quantkit.kernels.cuda import activations, mat_vec, mat_vec_beside
-from quantkit.kernels.cuda.glu import limits
+from quantkit.kernels.cuda.layer.glu import limits
+from quantkit.kernels.cuda.matmul import activations, mat_vec, mat_vec_shared_expert
 from quantkit.kernels.parameters import Activation
 from quantkit.types import BY_NAME
 
@@ -129,7 +129,7 @@ def test_up_gate_beside(memory: Memory, name: str, other: str, n_in: int, n_out:
     to = Format(memory, "f16", n_out, n_used), Format(memory, "q8_k", dense_n_out, 1)
     counters = memory.put(np.zeros(n_used * units[0] + units[1], np.int32))
     slots |= {"format": 3, "dense_format": 2, "quantized": to[0].quantized, "dense_quantized": to[1].quantized}
-    shape = mat_vec_beside.up_gate(t, dense, SILU, n_in, n_out, n_used, dense_n_out)
+    shape = mat_vec_shared_expert.up_gate(t, dense, SILU, n_in, n_out, n_used, dense_n_out)
     memory.run(shape, **slots, counters=counters)
 
     def product(w: Any, of: Any) -> Any:
@@ -163,7 +163,7 @@ def test_mul_mat_beside(memory: Memory, name: str, other: str, n_in: int, n_out:
     slots |= {"dense_x": other_place["x"], "dense_w": memory.put(dense_w), "dense_row_bytes": dense_w.shape[1]}
     slots |= {"dense_n_in": dense_n_in, "dense_n_out": dense_n_out, "dense_out": outs[1], "dense_bias": 0}
     slots |= {"dense_scale": memory.put(np.array([0.75], f32))}
-    memory.run(mat_vec_beside.mul_mat(t, dense, n_in, n_out, n_used, dense_n_out), **slots)
+    memory.run(mat_vec_shared_expert.mul_mat(t, dense, n_in, n_out, n_used, dense_n_out), **slots)
     for p, e in enumerate(ids):
         row = products(w[e], t, values[[p]], None if excess is None else excess[[p]])[0] + bias[e]
         check(memory.get(outs[0], (n_used, n_out))[p], row)

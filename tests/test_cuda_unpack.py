@@ -8,27 +8,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from blocks import random_blocks
+from blocks import blocks_of, random_rows, row_scales
 from device_memory import Memory
 
-from quantkit.errors import TypeNotSupported
-from quantkit.kernels.cpu.unpack import FAMILY_FILES, SCALE_PER_16, WITH_MINS
-from quantkit.kernels.cuda import dequantize
-from quantkit.kernels.cuda.operation import Operation, Shape
-from quantkit.kernels.reference import reference_decoder
+from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+from quantkit.kernels.cuda.unpack import dequantize
+from quantkit.kernels.formats import FORMATS, UNPACKED
+from quantkit.kernels.reference import decode_rows as reference
 from quantkit.types import BY_NAME, TensorType
 
 #: All types in one module; the product compiles one for each type.
 ALL = str(Path(__file__).parent / "kernels/unpack_all.cu")
-UNPACKED = [BY_NAME[name] for name in FAMILY_FILES]
-FLOATS = [BY_NAME[name] for name in ("F32", "F16", "BF16")]
-INDEX = {t: i for i, t in enumerate(UNPACKED + FLOATS)}
+FLOATS = [of.type for of in FORMATS.values() if of.is_float]
+INDEX = {t: i for i, t in enumerate([*UNPACKED, *FLOATS])}
+EACH = {
+    f"{name}(DO)": " ".join(f"DO({INDEX[t]}, {t})" for t in types)
+    for name, types in (("EACH_TYPE", UNPACKED), ("EACH_FLOAT", FLOATS))
+}
 
 by_name = pytest.mark.parametrize("t", UNPACKED, ids=str)
-
-
-def reference(t: TensorType, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    return reference_decoder(t)(np.ascontiguousarray(data).reshape(-1, t.block_bytes)).reshape(len(data), -1)
 
 
 def assert_same_bits(got: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> None:
@@ -42,64 +40,39 @@ def unpack(memory: Memory, t: TensorType, blocks: npt.NDArray[np.uint8], shared_
     parts = len(blocks) * t.block // 32
     out = memory.room((parts, 12))
     slots = {"w": memory.put(blocks), "out": out, "blocks": len(blocks), "type": INDEX[t], "shared_grid": shared_grid}
-    memory.run(Shape(Operation(ALL, "unpack_all"), (1, 1, 1)), **slots)
+    memory.run(Shape(Kernel(ALL, "unpack_all").bind(**EACH), (1, 1, 1)), **slots)
     words = memory.get(out, (parts, 12))
     return np.ascontiguousarray(words[:, :8]).view(np.int8).reshape(parts, 2, 16), words[:, 8:10], words[:, 10:]
 
 
 @by_name
 def test_levels_scales_and_minimums_make_the_values(memory: Memory, t: TensorType, golden: Any) -> None:
-    key = t.name if t.name in golden.files else f"{t.name}+imatrix"
-    stored = golden[key].reshape(-1, t.block_bytes)[: 512 // t.block]
-    blocks = np.concatenate([random_blocks(t, 8192 // t.block, seed=1), stored])
+    key = t.name if t.name in golden else f"{t.name}+imatrix"
+    rows, of = np.concatenate([random_rows(t, 8, 1024, seed=1), golden[key][:2]]), FORMATS[t.name]
     for shared_grid in (False, True):
-        levels, scales, mins = unpack(memory, t, blocks, shared_grid)
-        assert np.isnan(mins).all() == (t.name not in WITH_MINS)
-        if t.name not in SCALE_PER_16:
+        levels, scales, mins = unpack(memory, t, blocks_of(t, rows), shared_grid)
+        assert np.isnan(mins).all() == (not of.mins)
+        if of.span > 16:
             assert_same_bits(scales[:, 0].copy(), scales[:, 1])
-        values = scales[:, :, None] * levels.astype(np.float32)
-        if t.name in WITH_MINS:
+        values = (row_scales(t, rows).repeat(32, 0) * scales)[:, :, None] * levels.astype(np.float32)
+        if of.mins:
             values = values - mins[:, :, None]
-        assert_same_bits(values.reshape(len(blocks), -1), reference(t, blocks))
-
-
-def test_unpackers_say_what_the_table_of_types_says(memory: Memory) -> None:
-    out = memory.room((len(UNPACKED), 6))
-    memory.run(Shape(Operation(ALL, "describe_all"), (1, 1, 1)), out=out)
-    for t, row in zip(UNPACKED, memory.get(out, (len(UNPACKED), 6), np.uint32).tolist(), strict=True):
-        block, nbytes, align, mins, halves, grid = row
-        assert (block, nbytes) == (t.block, t.block_bytes), t.name
-        assert nbytes % align == 0, t.name
-        assert (bool(mins), bool(halves)) == (t.name in WITH_MINS, t.name in SCALE_PER_16), t.name
-        assert bool(grid) == t.name.startswith(("IQ1", "IQ2", "IQ3")), t.name
-
-
-def test_the_types_are_those_of_the_cpu() -> None:
-    assert dequantize.FAMILY_FILES == FAMILY_FILES
-    folder = Path(dequantize.__file__).parent / "unpack"
-    for name, family in FAMILY_FILES.items():
-        assert f"struct {name} {{" in (folder / f"{family}.cuh").read_text()
-    with pytest.raises(TypeNotSupported, match="IQ4_K"):
-        dequantize.dequantize(BY_NAME["IQ4_K"], 256, 1)
+        assert_same_bits(values.reshape(len(rows), -1), reference(t, rows))
 
 
 # ---------------------------------------------------------------- rows
 
 
-def rows_of(t: TensorType, rows: int, n: int, seed: int = 3) -> npt.NDArray[np.uint8]:
-    return random_blocks(t, rows * n // t.block, seed).reshape(rows, -1)
-
-
-@pytest.mark.parametrize("t", UNPACKED + FLOATS, ids=str)
+@pytest.mark.parametrize("t", [*UNPACKED, *FLOATS], ids=str)
 def test_rows_of_every_type(memory: Memory, t: TensorType) -> None:
     """Rows and tokens' rows; from an address that is aligned to no more than the type's blocks are."""
     n = {1: 77, 32: 96, 64: 192, 128: 384, 256: 768}[t.block]
-    data = rows_of(t, 11, n)
+    data = random_rows(t, 11, n, seed=3)
     want = reference(t, data)
     tokens, scale = np.array([10, 0, 3, 3, 7], np.int32), np.float32(0.7)
     w, ids = memory.put(data), memory.put(tokens)
     common = {"row_bytes": data.shape[1], "n": n, "out_stride": 4 * n, "type": INDEX[t]}
-    run = Shape(Operation(ALL, "write_all"), (11 * -(-n // 32) // 256 + 1, 1, 1))
+    run = Shape(Kernel(ALL, "write_all").bind(**EACH), (11 * -(-n // 32) // 256 + 1, 1, 1))
     out = memory.room((12, n))
     memory.run(run, w=w, out=out, rows=11, tokens=0, scale=1, **common)
     got = memory.get(out, (12, n))
@@ -119,7 +92,7 @@ def bf16(x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 def test_kernels_of_one_type(memory: Memory, name: str) -> None:
     """As the product compiles them: f32, f16 and bf16, and the rows of tokens."""
     t, rows, n = BY_NAME[name], 37, 256
-    data = rows_of(t, rows, n)
+    data = random_rows(t, rows, n, seed=3)
     if name == "F32":  # what halves can hold, and beyond
         values = np.random.default_rng(1).standard_normal((rows, n)) * np.exp2(np.arange(n) % 40 - 22)
         data = values.astype(np.float32).view(np.uint8)

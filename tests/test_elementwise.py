@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from blocks import random_blocks
+from blocks import random_rows
 from operations import run_operation
 from test_dequantize import DECODED
 
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels import dequantize
-from quantkit.kernels.cpu import elementwise
-from quantkit.kernels.cpu.elementwise import embed, embed_scratch_bytes
-from quantkit.kernels.cpu.tape import N_OUTPUTS, N_TOKENS
+from quantkit.kernels.cpu.core.tape import N_OUTPUTS, N_TOKENS
+from quantkit.kernels.cpu.layer import elementwise
+from quantkit.kernels.cpu.layer.elementwise import embed, embed_scratch_bytes
 from quantkit.types import TYPES
 
 f32 = np.float32
@@ -177,7 +177,7 @@ def test_select_outputs(threads):
 @pytest.mark.parametrize("t", DECODED, ids=str)
 def test_embeddings_of_every_type(t):
     width, n_vocab = (512 if t.block == 256 else 384 if t.block > 64 else 320), 20
-    weight = random_blocks(t, n_vocab * width // t.block).reshape(n_vocab, -1)
+    weight = random_rows(t, n_vocab, width)
     tokens = np.array([0, 19, 7, 7, *range(20)] * 2)
     rows = dequantize(weight, t, width)
     for threads, scale in ((1, 1.0), (3, 0.5)):

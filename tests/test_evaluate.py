@@ -17,7 +17,7 @@ from fake_engine import FakeModel, install
 
 from models import llama_fields, llama_tensors, write_model
 from quantkit.cli import cli
-from quantkit.cli.kld import chunk_line, statistics_text
+from quantkit.cli.kld import chunk_line, narrow_line, statistics_text
 from quantkit.errors import FormatError, QuantkitError, RecipeError
 from quantkit.evaluate import KldProgress, SaveLogits, kld, logits, perplexity
 from quantkit.evaluate.passes import Session
@@ -445,6 +445,7 @@ def test_a_model_compared_with_itself_has_no_nan() -> None:
     sums.add(Scores(x, x, x * 0.0, x * 0, x > 0, x * 0.0))
     assert (sums.correlation, sums.ln_ratio, sums.rms_p_diff) == (1, (0, 0), (0, 0))
     assert "nan" not in statistics_text(sums) + chunk_line(1, sums)
+    assert len(narrow_line(1, sums)) <= 80
 
 
 @pytest.mark.parametrize("n", [0, 5, 10, 11])
@@ -490,8 +491,8 @@ def test_logits_appear_whole_or_not_at_all(gguf: Path, tmp_path: Path) -> None:
 # --- the command line ---
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, list(map(str, arguments)))
+def run(*arguments: object, input: bytes | None = None) -> Result:  # noqa: A002 - click's word
+    return CliRunner().invoke(cli, list(map(str, arguments)), input=input)
 
 
 @pytest.fixture
@@ -522,7 +523,22 @@ def test_perplexity_prints_as_llama_perplexity(tmp_path: Path) -> None:
 
 
 def test_options_reach_the_engine(tmp_path: Path, loads: list[dict[str, Any]]) -> None:
-    options = ("-t", 3, "-ub", 64, "--kv-type", "Q8_0", "--max-ram", "1G", "-no-fmoe", "-muge", "-ot", "exps=CPU")
+    options = (
+        "-t",
+        3,
+        "-ub",
+        64,
+        "--kv-type",
+        "Q8_0",
+        "--max-ram",
+        "1G",
+        "-no-fmoe",
+        "-no-fqkv",
+        "-no-flaunch",
+        "-muge",
+        "-ot",
+        "exps=CPU",
+    )
     for command in (("perplexity", "-c", 4), ("logits", "-c", 4, "-o", tmp_path / "o.npy")):
         result = run(*command, "-m", tmp_path / "a.gguf", "--tokens", "1,2,3,4,5,6,7,8,9", *options)
         assert result.exit_code == 0, result.output
@@ -535,8 +551,64 @@ def test_options_reach_the_engine(tmp_path: Path, loads: list[dict[str, Any]]) -
         "max_vram": None,
         "cublas": False,
     }
-    rest = {"merge_up_gate": True, "fusion": Fusion(moe=False), "placement": Placement(0, (("exps", "CPU"),))}
+    rest = {
+        "merge_up_gate": True,
+        "fusion": Fusion(True, False, False, False),
+        "placement": Placement(0, (("exps", "CPU"),)),
+    }
     assert loads == [{**expected, **rest}] * 2
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "says"),
+    [
+        (("-fa",), (), "note: -fa changes nothing: attention is always computed in blocks"),
+        (("-fa", "1", "-mmp", "0"), (), "note: -mmp changes nothing: weights are mapped"),
+        (
+            ("--flash-attn=on", "-mla", 3, "-amb", 512, "-rtr", "--no-mmap", "-np", 4, "-tb", 8),
+            (),
+            "-mla changes nothing",
+        ),
+        (("--seed", 0, "-fit", "off", "-nr", "-lm", "none", "-fmoe", "-fug"), (), "no result depends on a seed"),
+        (("-ctk", "q8_0", "-ctv", "Q8_0"), ("--kv-type", "q8_0"), ""),
+        (("-ctk", "q8_0", "-ctv", "f16"), None, "K and V caches have one type here, not f16 and q8_0"),
+        (("-t2", "-ub64"), None, "No such option '-ub64'"),
+        (("-t2", "-b512", "-ub=64"), ("-t", 2, "-b", 512, "-ub", 64), ""),
+        (("-ngl", 99), (), "note: -ngl: all layers run on the CPU; "),
+        (("-ngl", "all"), (), "note: -ngl: all layers run on the CPU; "),
+        (("-ngl", "some"), None, "'some' is not a valid int"),
+        (("-cmoe",), ("-ot", r"blk\.(\d+)\.ffn_\w+_(ch)?exps=CPU"), ""),
+        (("-ncmoe", 2), ("-ot", r"blk\.(0|1)\.ffn_\w+_(ch)?exps=CPU"), ""),
+        (("-fmo",), None, "No such option '-fmo'"),
+    ],
+)
+def test_options_as_the_peers_spell_them(
+    tmp_path: Path, loads: list[dict[str, Any]], theirs: tuple[Any, ...], ours: tuple[Any, ...] | None, says: str
+) -> None:
+    common = ("perplexity", "-c", 4, "-m", tmp_path / "a.gguf", "--tokens", "1,2,3,4,5,6,7,8,9")
+    result = run(*common, *theirs)
+    assert says in result.stderr
+    if ours is None:
+        assert result.exit_code in (1, 2), result.output
+        assert "Traceback" not in result.output
+        return
+    assert result.exit_code == 0, result.output
+    assert run(*common, *ours).exit_code == 0
+    assert loads[0] == loads[1]
+
+
+@pytest.mark.usefixtures("loads")
+def test_perplexity_takes_its_text_from_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = b"some words, and some more words\n"
+    (tmp_path / "text").write_bytes(text)
+    common = ("perplexity", "-m", tmp_path / "a.gguf", "-c", 8, "--json", "-", "-f")
+    piped, read = (json.loads(run(*common, f, input=text).stdout) for f in ("-", tmp_path / "text"))
+    assert {**piped, "seconds": 0} == {**read, "seconds": 0}
+    monkeypatch.setattr("quantkit.formats.outputs.MAX_TEXT", 16)
+    for file, why in (("-", "standard input: more than 16 B"), ("/dev/zero", "/dev/zero: a device")):
+        refused = run(*common, file, input=text)
+        assert refused.exit_code == 1
+        assert why in refused.output
 
 
 @pytest.mark.usefixtures("loads")
@@ -568,6 +640,11 @@ def test_kld_prints_all_statistics(tmp_path: Path, form: tuple[object, ...]) -> 
     assert statistics_text(found.sums) in result.stdout
     assert chunk_line(20, found.sums) in result.stdout
     assert ("The base keeps a part of the vocabulary" in result.stdout) == (form[0] != "--clip")
+    spelled = ("perplexity", "-m", tmp_path / "b.gguf", "--kl-divergence", "--tokens", "1,2")
+    theirs = run(*spelled, "--kl-divergence-base", base)
+    assert statistics_text(found.sums) in theirs.stdout
+    assert f"note: -f, -p and --tokens are ignored: {base} contains its text" in theirs.stderr
+    assert "--kl-divergence needs --kl-divergence-base FILE" in run(*spelled).stderr
     written = json.loads((tmp_path / "o.json").read_text())
     assert written["kld"] == {"value": found.sums.kld.mean.value, "error": found.sums.kld.mean.error}
     assert written["kld_percentiles"]["Maximum"] == found.sums.kld_distribution()["Maximum"]
@@ -579,7 +656,7 @@ def test_kld_prints_all_statistics(tmp_path: Path, form: tuple[object, ...]) -> 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("kld", "-m", "b.gguf", "--base", "base", "--max-kld", "1e-9"), 3, "more than --max-kld"),
+        (("kld", "-m", "b.gguf", "--base", "base", "--max-kld", "1e-9"), 3, "above --max-kld"),
         (("kld", "-m", "b.gguf", "--base", "base", "--max-kld", "10"), 0, "Mean    KLD"),
         (("kld", "-m", "b.gguf", "--base", "base", "-c", "16"), 2, "chunks of 32 tokens, not 16"),
         (("kld", "-m", "c.gguf", "--base", "base"), 1, "not the same model"),

@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from quantkit.kernels.cpu.functions import erf, exp, sigmoid, tanh
-from quantkit.kernels.cpu.glu import FUNCTIONS, activate, glu, limits
-from quantkit.kernels.cpu.jit import kernel
-from quantkit.kernels.cpu.simd import f32x16, load, store
-from quantkit.kernels.cpu.tape import Batch, Tape, address_of
-from quantkit.kernels.cpu.team import Team
+from quantkit.kernels.cpu.core.functions import erf, exp, sigmoid, tanh
+from quantkit.kernels.cpu.core.jit import kernel
+from quantkit.kernels.cpu.core.simd import f32x16, load, store
+from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
+from quantkit.kernels.cpu.core.team import Team
+from quantkit.kernels.cpu.layer.glu import FUNCTIONS, activate, glu, limits
 from quantkit.model.ops import Activation
 
 F32 = npt.NDArray[np.float32]

@@ -27,11 +27,11 @@ sys.meta_path.insert(0, Blocked())
 SMALL = """
 import sys
 sys.path[:0] = ["scripts", "tests"]
-import gpu_check, gpu_speed, gpu_cases
-gpu_check.use_shim()
-from quantkit.kernels.cuda.device import open_device
-gpu_speed._CARD.append(gpu_speed.Card(open_device("CUDA0"), 1.0, 1.0))
-gpu_speed.SIZES = gpu_speed.Sizes(
+from gpu import cases, check, speed
+check.use_shim()
+from quantkit.kernels.cuda.core.device import open_device
+speed._CARD.append(speed.Card(open_device("CUDA0"), 1.0, 1.0))
+speed.SIZES = speed.Sizes(
     matrix_bytes=1 << 15, in_turn=2, few=(1, 4), n_in=512, dense=256, wide=288, tokens=40, experts=4, used=2,
     expert_in=256, expert_out=256, gates=(1, 40), depths=(100,), latent_heads=2, layers=1, single=2, repetitions=1,
     types=("Q8_0", "F16"),
@@ -39,10 +39,10 @@ gpu_speed.SIZES = gpu_speed.Sizes(
 from pathlib import Path
 import time
 folder = Path(sys.argv[1])
-run = gpu_check.Run(folder / "out.md", folder, time.time() + 1e6, ())
-gpu_speed.GATED_TYPES = ("Q4_K",)
+run = check.Run(folder / "out.md", folder, time.time() + 1e6, ())
+speed.GATED_TYPES = ("Q4_K",)
 for step in sys.argv[2:]:
-    gpu_speed.STEPS[step](run)
+    speed.STEPS[step](run)
 sys.exit(run.failed)
 """
 
@@ -53,18 +53,18 @@ def python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def gpu_check(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "scripts/gpu_check.py", *map(str, arguments)]
+    command = [sys.executable, ROOT / "tests/gpu/check.py", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
 
 
 def test_it_needs_numpy_and_cupy_only() -> None:
-    done = python(BLOCK + 'sys.path[:0] = ["scripts"]\nimport gpu_check\nprint(len(gpu_check.STEPS))')
+    done = python(BLOCK + 'sys.path[:0] = ["tests"]\nfrom gpu import check\nprint(len(check.STEPS))')
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 10
 
 
 def test_without_a_card_it_says_so() -> None:
-    from quantkit.kernels.cuda.device import count_devices
+    from quantkit.kernels.cuda.core.device import count_devices
 
     if count_devices():
         pytest.skip("there is a CUDA device")
@@ -88,17 +88,17 @@ def test_checks_pass_on_the_shim_and_are_recorded(tmp_path: Path) -> None:
 @needs_compiler
 def test_a_wrong_result_fails(tmp_path: Path) -> None:
     """The lowest bit of one level in 32 is found."""
-    code = SMALL.partition("gpu_speed._CARD")[0] + (
-        "gpu_cases.blocks_right = gpu_cases.blocks\n"
+    code = SMALL.partition("speed._CARD")[0] + (
+        "cases.blocks_right = cases.blocks\n"
         "def off(t, count, seed, largest=64):\n"
-        "    data = gpu_cases.blocks_right(t, count, seed, largest).copy()\n"
+        "    data = cases.blocks_right(t, count, seed, largest).copy()\n"
         "    data[:, -1] ^= 1\n"
         "    return data\n"
-        "gpu_cases.blocks = off\n"
+        "cases.blocks = off\n"
         "from pathlib import Path\n"
         "import time\n"
-        "run = gpu_check.Run(Path(sys.argv[1]) / 'out.md', Path(sys.argv[1]), time.time() + 600, ['Q8_0'])\n"
-        "gpu_check.carry_out(run, ['products'])\n"
+        "run = check.Run(Path(sys.argv[1]) / 'out.md', Path(sys.argv[1]), time.time() + 600, ['Q8_0'])\n"
+        "check.carry_out(run, ['products'])\n"
         "print(run.failed)\n"
     )
     done = python(code, tmp_path)
@@ -111,7 +111,7 @@ CHILD = """
 import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-import gpu_run
+from gpu import run as gpu_run
 gpu_run.card_answers = lambda: False
 run = gpu_run.Run(Path(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4]), ())
 def part(name):
@@ -126,14 +126,13 @@ run.each("later", ["good"], part)
 
 
 def test_what_breaks_or_hangs_costs_itself_only(tmp_path: Path) -> None:
-    sys.path[:0] = [str(ROOT / "scripts")]
-    import gpu_run
+    from gpu import run as gpu_run
 
     out, work = tmp_path / "out.md", tmp_path / "work"
     work.mkdir()
     out.touch()
     until = time.time() + 600
-    command = [sys.executable, "-c", CHILD, *map(str, (ROOT / "scripts", out, work, until))]
+    command = [sys.executable, "-c", CHILD, *map(str, (ROOT / "tests", out, work, until))]
     gpu_run.watch(command, out, work, until, patience=3)
     text = out.read_text()
     assert [line for line in text.splitlines() if line.endswith(" begins")] == [
@@ -150,8 +149,7 @@ def test_what_breaks_or_hangs_costs_itself_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", [1, 7])
 def test_a_process_that_never_begins_is_no_success(tmp_path: Path, code: int) -> None:
     """Nor started for ever; 1 is what Python ends with after a traceback."""
-    sys.path[:0] = [str(ROOT / "scripts")]
-    import gpu_run
+    from gpu import run as gpu_run
 
     out = tmp_path / "out.md"
     out.touch()
@@ -163,8 +161,7 @@ def test_a_process_that_never_begins_is_no_success(tmp_path: Path, code: int) ->
 
 
 def test_what_was_left_out_is_no_success() -> None:
-    sys.path[:0] = [str(ROOT / "scripts")]
-    import gpu_run
+    from gpu import run as gpu_run
 
     assert gpu_run.verdict("zoo: 35 done\n") == "all checks passed"
     assert gpu_run.verdict("NOT RUN, no time left: zoo: llama\n") == "what was run passed, NOT everything was run"
@@ -181,17 +178,15 @@ def test_measurements_run(tmp_path: Path, step: str) -> None:
 
 
 def test_expected_values_are_the_cpu_backends(tmp_path: Path) -> None:
-    sys.path[:0] = [str(ROOT / "scripts")]
-    import gpu_cases
-
+    from gpu import cases
     from quantkit.formats.gguf import open_gguf
-    from quantkit.model.backends.cpu import CPUBackend
+    from quantkit.model.backends.cpu.backend import CPUBackend
 
-    path = gpu_cases.write_products(tmp_path / "products.gguf")
+    path = cases.write_products(tmp_path / "products.gguf")
     with np.load(ROOT / "tests/data/gpu-expected.npz") as kept, open_gguf(path) as source:
         for name in ("F32", "Q8_0", "Q4_K"):
-            for case, found in gpu_cases.run_products(CPUBackend(source, 1), source, name):
-                assert gpu_cases.nmse(found, kept[case]) <= 1e-12
-        wanted = {f"{name}, dense, {rows}" for name in gpu_cases.TYPES for rows in gpu_cases.ROWS}
+            for case, found in cases.run_products(CPUBackend(source, 1), source, name):
+                assert cases.nmse(found, kept[case]) <= 1e-12
+        wanted = {f"{name}, dense, {rows}" for name in cases.TYPES for rows in cases.ROWS}
         assert wanted <= set(kept.files)
     assert (ROOT / "tests/data/gpu-expected.npz").stat().st_size < 10_000_000

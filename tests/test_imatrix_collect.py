@@ -101,8 +101,12 @@ def test_a_state_of_another_run_is_not_gone_on_from(model: Path, tmp_path: Path)
     again = StopAfter(0)
     run(model, out, other, watcher=again, resume=True, overwrite=True)
     assert again.first == 0
+    before = out.read_bytes()
+    there = run(model, out, other, resume=True)
+    assert (there.finished, there.n_chunks) == (True, N)
     with pytest.raises(QuantkitError, match="no state beside it"):
-        run(model, out, other, resume=True)
+        run(model, out, other, resume=True, n_ctx=2 * N_CTX, n_batch=4 * N_CTX)
+    assert out.read_bytes() == before
 
 
 def test_an_intermediate_file_is_that_of_fewer_chunks(model: Path, tmp_path: Path) -> None:
@@ -263,7 +267,7 @@ def test_an_interrupted_command_says_how_to_go_on(
     arguments = ["-m", tiny_moe, "-f", data / "tiny-moe-evaluation.txt", "-o", tmp_path / "o.gguf", "-c", 64, "-b", 64]
     stopped = quantkit(*arguments, "-ofreq", 2)
     assert stopped.exit_code == 130
-    assert stopped.stderr.endswith("interrupted; go on with the same command and --resume\n")
+    assert stopped.stderr.endswith("interrupted; continue with the same command and --resume\n")
     arguments[5] = tmp_path / "other.gguf"
     assert "--resume" not in quantkit(*arguments, "-ofreq", 0).stderr  # there is nothing to go on from
 
@@ -272,7 +276,7 @@ def test_what_is_no_model_and_no_text_is_named(tiny_moe: Path, data: Path, tmp_p
     text, matrix = tmp_path / "text.txt", data / "tiny-moe-imatrix.gguf"
     text.write_bytes(b"good " * 99 + b"\xf7\xbf\xbf\xbf")
     for arguments, words in (
-        (["-m", matrix, "-f", data / "tiny-moe-evaluation.txt"], f"{matrix}: this is an imatrix, no model"),
+        (["-m", matrix, "-f", data / "tiny-moe-evaluation.txt"], f"{matrix}: this is an imatrix, not a model"),
         (["-m", tiny_moe, "-f", text], f"{text}: the text is not UTF-8"),
     ):
         result = quantkit(*arguments, "-o", tmp_path / "o.gguf")
@@ -487,12 +491,14 @@ def test_the_command_tells_what_there_is(tiny_moe: Path, data: Path, tmp_path: P
     arguments = ["-m", tiny_moe, "-f", text, "-o", out, "-c", 128, "--chunks", 5, "-t", 2, "-no-fug", "-no-fmoe"]
     result = quantkit(*arguments, "-lsim", "--plot", tmp_path / "plot.svg", "--require-coverage", "99%")
     assert result.exit_code == 0, result.output
-    assert result.stderr.startswith("fusion is off (up+gate of dense layers")
+    assert result.stderr.startswith("fusion is off (up and gate of dense layers")
     assert result.stdout.count("],") == 0
     for words in ("[1]", "[5]", "Final estimate: PPL =", "By class", "ffn_down_exps", "By layer", "Similarity of"):
         assert words in result.stdout
-    assert (tmp_path / "plot.svg").read_text().startswith("<svg")
+    assert (tmp_path / "plot.svg").read_text().startswith("<?xml")
     assert "exists" in quantkit(*arguments).output
+    finished = quantkit(*arguments, "--resume")
+    assert (finished.exit_code, finished.output) == (0, f"{out} is complete; nothing to resume after 5 chunks\n")
     assert quantkit(*arguments, "--overwrite", "--no-ppl", "--require-coverage", "1").exit_code in (0, 3)
     typed = ["-m", tiny_moe, "-p", text.read_text()[:1500], "-o", tmp_path / "typed.gguf", "-c", 64]
     peers_names = ["--n-gpu-layers", 0, "--cache-type-k", "f32", "--override-tensor", "exps=CPU"]
@@ -511,10 +517,10 @@ def test_the_command_tells_what_there_is(tiny_moe: Path, data: Path, tmp_path: P
         (["-m", "MODEL"], "give a model (-m) and a text"),
         (["-m", "MODEL", "-f", "MODEL", "-fug"], "fusion is off"),
         (["-m", "MODEL", "-f", "MODEL", "--fused-moe"], "fusion is off"),
-        (["-m", "MODEL", "-f", "MODEL", "--plot", "a.svg"], "give --layer-similarity"),
+        (["-m", "MODEL", "-f", "MODEL", "--plot", "a.svg"], "add --layer-similarity"),
         (["-m", "MODEL", "-f", "MODEL", "--chunks", "0"], "a number above 0"),
-        (["-m", "MODEL", "show", "x"], "--model belongs to a collection"),
-        (["--show-statistics"], "none was given"),
+        (["-m", "MODEL", "show", "x"], "--model is an option of collecting"),
+        (["--show-statistics"], "--show-statistics needs an --in-file"),
     ],
 )
 def test_the_command_refuses(arguments: list[str], words: str, tiny_moe: Path) -> None:

@@ -106,7 +106,7 @@ def test_covariances_that_cannot_be_are_refused_before_the_imatrix(model: Path, 
     arguments = ["-m", model, "--tokens", ",".join(map(str, TOKENS)), "-c", N_CTX, "-o", out, "-t", 2]
     for more, words in (
         (["--covariance", cov, "--max-ram", "100"], "--max-ram leaves"),
-        (["--covariance", out], "both name"),
+        (["--covariance", out], "are one file"),
         (["--covariance", tmp_path / "no" / "cov.gguf"], "its folder does not exist"),
     ):
         result = quantkit(*arguments, *more)
@@ -139,6 +139,7 @@ def test_the_command_resumes_covariances_after_a_complete_imatrix(
     assert "go on with --resume" in quantkit(*arguments).output
     result = quantkit(*arguments, "--resume", "--require-coverage", "10%")
     assert result.exit_code == 0, result.output
-    assert "is complete; the covariances go on" in result.output
+    assert "is complete; continuing with the covariances" in result.output
+    assert f"{cov} is complete; nothing to resume" in quantkit(*arguments, "--resume").output
     assert [path.read_bytes() for path in (out, cov)] == whole
     assert not list(tmp_path.glob("*.state"))

@@ -281,6 +281,20 @@ def test_experts_never_and_hardly_hit() -> None:
     assert found.share == 1 - 6 / 28
 
 
+def test_zeros_are_shown(tmp_path: Path) -> None:
+    made = Run(1).imatrix()
+    for name, rows in (("blk.1.ffn_up_exps.weight", [2]), ("blk.0.attn_q.weight", [0])):
+        sums = made.entries[name].sums.copy()
+        sums[rows] = 1e-40
+        made.entries[name] = replace(made.entries[name], sums=sums)
+    write_imatrix(tmp_path / "x.gguf", made)
+    out = run("show", tmp_path / "x.gguf").output
+    assert (
+        "entries of zeros only, which ruin a quantization: 2\n"
+        "  blk.0.attn_q.weight\n  blk.1.ffn_up_exps.weight: 1 of 4 experts\n"
+    ) in out
+
+
 def test_bad_values_are_found_and_located() -> None:
     made = Run(1).imatrix()
     sums = made.entries["blk.1.ffn_up_exps.weight"].sums.copy()
@@ -646,7 +660,7 @@ def test_show(data: Path, tiny_moe: Path) -> None:
     out = run("show", "-m", tiny_moe, data / "tiny-moe-imatrix.gguf").output
     assert "coverage  100.00 % of what the model needs" in out
     assert "chunks    343 of 256 tokens" in out
-    assert re.search(r"^ffn_down_exps +4 +4 +0 +32 +0 +0 +11150 +20865 +0$", out, re.MULTILINE)
+    assert re.search(r"^ffn_down_exps +4 of 4 +32 +0 +0 +11150 +20865 +0$", out, re.MULTILINE)
     assert re.search(r"^ +3 +6120.4326 +1.08 +22.5226 +0.3834 +0.3827 +0.0211$", out, re.MULTILINE)
     assert "Statistics of weights" not in out
     assert max(map(len, run("show", "--per-tensor", data / "tiny-moe-imatrix.gguf").output.splitlines())) <= 130
@@ -658,7 +672,9 @@ def test_show_tells_what_is_missing(data: Path, tmp_path: Path, tiny_moe: Path) 
     write_imatrix(tmp_path / "x.gguf", replace(imatrix, entries=entries))
     result = run("show", "-m", tiny_moe, "--require-coverage", "100%", tmp_path / "x.gguf", code=3)
     assert "weights without an entry: 1\n  blk.2.attn_v.weight" in result.output
-    assert "weights served by another entry: 4\n  blk.0.ffn_gate_exps.weight: takes the importance of" in result.output
+    assert (
+        "weights served by another entry: 4\n  blk.0.ffn_gate_exps.weight: has no entry of its own and" in result.output
+    )
     assert "Error: coverage is 99.14 %, 100 % was demanded: blk.2.attn_v.weight has no entry" in result.output
 
 

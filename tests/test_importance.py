@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,7 @@ def test_exact_names_of_a_real_model(data: Path, tiny_moe: Path, kind: str) -> N
         assert np.array_equal(weights.reshape(-1), imatrix.values(found.tensor))
     coverage = importance.coverage(model.tensors, finds)
     assert (len(coverage.used), coverage.unused, coverage.matched) == (32, (), 32)
-    assert "32 of 32 entries used, 0 name no tensor of the model" in coverage.lines()[0]
+    assert coverage.lines()[0].endswith(": 32 of 32 entries used, 2 tensors quantized without importance")
     coverage.check()
 
 
@@ -67,12 +68,27 @@ def test_experts_are_rows() -> None:
     assert found.notes == ("1 of 3 experts saw no calibration token: all their columns weigh the same",)
 
 
+@pytest.mark.parametrize("value", [0, 1e-39])
+def test_zeros_are_named(value: float) -> None:
+    """An encoder to which no weight counts writes zeros; the bytes stay the reference's, but a note says so."""
+    zeros = replace(made := entry(3, 4), sums=made.sums * np.array([[1], [value / 5], [1]], np.float32))
+    dense = ImatrixEntry(np.full((1, 4), value, np.float32), np.array([1]))
+    importance = Importance(matrix(ffn_down_exps=zeros, attn_q=dense))
+    finds = [importance.lookup(blk("ffn_down_exps"), (4, 9, 3)), importance.lookup(blk("attn_q"), (4, 9))]
+    coverage = importance.coverage([found.tensor for found in finds], finds)
+    assert coverage.odd == tuple(finds)
+    experts, whole = coverage.lines()[1:]
+    assert "entry blk.0.ffn_down_exps.weight is zero throughout for 1 of 3 experts" in experts
+    assert "entry blk.0.attn_q.weight is zero throughout: " in whole
+    assert whole.endswith("--exclude-weights blk.0.attn_q.weight")
+
+
 def test_experts_without_tokens_are_seen_in_a_dat_too(tmp_path: Path) -> None:
     write_imatrix(tmp_path / "x.dat", matrix(ffn_down_exps=entry(3, 4, counts=[0, 7, 0])), "dat")
     importance = Importance(read_imatrix(tmp_path / "x.dat"))
     found = importance.lookup(blk("ffn_down_exps"), (4, 9, 3))
     assert found.ones == 2
-    assert importance.coverage([found.tensor], [found]).ones == (found,)
+    assert importance.coverage([found.tensor], [found]).odd == (found,)
 
 
 def test_heads_of_mla_and_a_fourth_dimension() -> None:
@@ -141,9 +157,8 @@ def test_every_alias(alias: object) -> None:
     assert found.weights is not None
     assert found.weights.tolist() == entry(experts, 4).sums.tolist()
     quality = "exact" if alias.exact else "approximate"  # type: ignore[attr-defined]
-    assert found.notes[0].startswith(f"takes the importance of {blk(source)} ({quality}: ")
+    assert found.notes[0].startswith(f"has no entry of its own and uses that of {blk(source)} ({quality}: ")
     assert found in importance.coverage([blk(kind)], [found]).aliased
-    assert Importance(importance.imatrix, use_aliases=False).lookup(blk(kind), shape).entry is None
 
 
 def test_only_attention_over_the_compressed_cache_is_approximate() -> None:
@@ -162,7 +177,7 @@ def test_an_alias_of_another_size_is_passed_over_and_reported() -> None:
     # attn_v_b of 3 heads; the entry of attn_kv_b has one row: ik_llama.cpp stops here, broadcasting would be a guess
     found = Importance(matrix(attn_kv_b=entry(1, 4))).lookup(blk("attn_v_b"), (4, 9, 3))
     assert found.entry is None
-    assert "blk.0.attn_kv_b.weight could serve" in found.notes[0]
+    assert "cannot use blk.0.attn_kv_b.weight" in found.notes[0]
     assert "has 4 values, not 4 x 3 = 12" in found.notes[0]
     both = matrix(ffn_gate_up_exps=entry(1, 4), ffn_up_exps=entry(2, 4))
     assert Importance(both).lookup(blk("ffn_gate_exps"), (4, 9, 2)).entry == blk("ffn_up_exps")
@@ -198,7 +213,7 @@ def test_filters_take_substrings_and_repeat() -> None:
     assert Importance(imatrix, exclude=["ffn_up", "attn"]).names == (blk("ffn_down"),)
     assert Importance(imatrix).n_entries == 3
     found = Importance(imatrix, exclude=["attn"]).lookup(blk("attn_q"), (4, 9))
-    assert found.notes == ("its entry blk.0.attn_q.weight is left out by --exclude-weights",)
+    assert found.notes == ("its entry is excluded by --exclude-weights",)
 
 
 def test_filters_exclude_each_other() -> None:
@@ -210,7 +225,7 @@ def test_filters_that_match_nothing_are_reported() -> None:
     imatrix = matrix(ffn_up=entry(1, 4))
     assert Importance(imatrix, exclude=["ffn", "nope"]).notes == (
         "--exclude-weights 'nope' matches none of the 1 entries of calib.gguf",
-        "the filters leave no entry: this is a quantization without an importance matrix",
+        "the filters exclude every entry: the model is quantized without an importance matrix",
     )
     importance = Importance(imatrix, include=["nope"])
     assert importance.notes[0] == "--include-weights 'nope' matches none of the 1 entries of calib.gguf"
@@ -256,11 +271,13 @@ def test_q2_k_in_a_q2_k_s_file() -> None:
 def test_the_refusal_says_what_is_missing_and_who_demands_it() -> None:
     found = Importance(matrix(ffn_down=entry(1, 4))).lookup(blk("ffn_up"), (4, 9))
     iq2_s, iq2_xxs = type_by_name("IQ2_S"), type_by_name("IQ2_XXS")
-    with pytest.raises(RecipeError, match=r"'blk.0.ffn_up.weight' cannot become IQ2_S: .*no entry for it; .*lifts it"):
+    with pytest.raises(
+        RecipeError, match=r"'blk.0.ffn_up.weight' cannot be quantized to IQ2_S: .*no entry for it; .*allows it"
+    ):
         check_importance(found, found.tensor, iq2_s)
     check_importance(found, found.tensor, iq2_s, ignore_rules=True)
     with pytest.raises(
-        RecipeError, match=r"no --imatrix was given; the IQ2_XXS encoder.*--ignore-imatrix-rules or not"
+        RecipeError, match=r"no --imatrix was given; the IQ2_XXS encoder.*even with --ignore-imatrix-rules"
     ):
         check_importance(None, found.tensor, iq2_xxs, ignore_rules=True)
     there = Importance(matrix(ffn_up=entry(1, 4))).lookup(blk("ffn_up"), (4, 9))
@@ -282,10 +299,11 @@ def test_coverage_names_strangers_gaps_and_loans() -> None:
     assert [found.tensor for found in coverage.aliased] == [blk("ffn_gate")]
     coverage.check()
     assert coverage.lines() == [
-        "importance matrix calib.gguf: 1 of 4 entries used, 1 name no tensor of the model, 1 tensors go without",
-        "blk.0.ssm_in.weight: entry without a tensor in this model",
+        "importance matrix calib.gguf: 1 of 4 entries used, 2 not needed, 1 of tensors this model does not have, "
+        "1 tensors quantized without importance",
+        "blk.0.ssm_in.weight: the importance matrix has this entry, the model no such tensor",
         "blk.0.ffn_down.weight: the importance matrix has no entry for it",
-        "blk.0.ffn_gate.weight: takes the importance of blk.0.ffn_up.weight (exact: the same input)",
+        "blk.0.ffn_gate.weight: has no entry of its own and uses that of blk.0.ffn_up.weight (exact: the same input)",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Every type with an encoder or a decoder: golden bytes both ways, row ranges, round trips, and refusals."""
+"""Every type with an encoder or a decoder: golden bytes both ways, round trips, and refusals."""
 
 from __future__ import annotations
 
@@ -9,19 +9,13 @@ import sys
 import gguf
 import numpy as np
 import pytest
+from encoded import DECODED, ENCODED, GOLDEN, WEIGHTED
 
-from awkward import NO_WEIGHTS, assert_same_bytes, awkward_imatrix, awkward_rows, encode
+from awkward import assert_same_bytes
 from quantkit.errors import FormatError, RecipeError, TypeNotSupported
 from quantkit.kernels import dequantize, quantize
-from quantkit.kernels.cpu.dequantize import has_decoder
-from quantkit.kernels.cpu.encode import encoder, has_encoder
-from quantkit.types import BY_NAME, TYPES, TensorType
+from quantkit.types import BY_NAME, TensorType
 
-ENCODED = [t for t in TYPES if has_encoder(t)]
-WEIGHTED = [t for t in ENCODED if t.imatrix != "ignored"]
-#: The floats are their own specification: test_encode_floats.py.
-GOLDEN = [t for t in ENCODED if t.family != "float"]
-DECODED = [t for t in TYPES if has_decoder(t)]
 #: What PyPI gguf decodes too.
 KINDS = {kind.name: kind for kind in [*gguf.quants._type_traits, gguf.GGMLQuantizationType.F32]}
 SHARED = [t for t in DECODED if t.name in KINDS]
@@ -47,23 +41,8 @@ def test_golden_decoding(golden: Golden, t: TensorType) -> None:
 
 
 def test_golden_file_has_an_encoder_or_decoder_for_each_entry(golden: Golden) -> None:
-    names = {key.partition("+")[0] for key in golden.files} - {"x", "imatrix"}
+    names = {key.partition("+")[0] for key in golden} - {"x", "imatrix"}
     assert {t.name for t in GOLDEN} <= names <= {t.name for t in DECODED}
-
-
-@pytest.mark.parametrize("t", ENCODED, ids=str)
-def test_every_row_range_gives_the_same_bytes(t: TensorType) -> None:
-    n = 3 * t.block if t.block > 1 else 37
-    x = np.tile(awkward_rows(n, 5, 1e3), (2, 1))[:41]
-    weights = awkward_imatrix(n, 5) if t.imatrix != "ignored" else NO_WEIGHTS
-    for w in (NO_WEIGHTS, weights)[: 1 + (weights.size > 0)]:
-        whole = encode(t, x, w)
-        for row0, row1 in ((0, 1), (3, 20), (7, 40), (40, 41), (5, 5)):
-            out = np.full_like(whole, 0x5A)
-            encoder(t)(x, w, out, row0, row1)
-            assert_same_bytes(out[row0:row1], whole[row0:row1], t)
-            assert (out[:row0] == 0x5A).all()
-            assert (out[row1:] == 0x5A).all()
 
 
 @pytest.mark.parametrize("t", WEIGHTED, ids=str)

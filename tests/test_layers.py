@@ -1,4 +1,4 @@
-"""Imports flow one way, down the list in the design; two wings do not know each other."""
+"""Imports flow one way, down the list in the design; two wings do not know each other; there are no circles."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import pytest
 ROOT = Path(__file__).parent.parent / "quantkit"
 
 #: What each part may import, besides itself.
-FLOOR = {"quantkit", "types", "errors", "helpers"}
+FLOOR = {"version", "types", "errors", "helpers", "patterns"}
 ALLOWED = {
+    "quantkit": {"version", "verbs", "errors", "model"},
+    "version": set(),
     "types": {"errors"},
     "errors": set(),
     "helpers": set(),
+    "patterns": {"errors"},
     "formats": FLOOR,
     "kernels": FLOOR,
     "pipeline": FLOOR | {"formats", "kernels"},
@@ -24,6 +27,55 @@ ALLOWED = {
 }
 PACKAGES = ("formats", "kernels", "pipeline", "model", "cli")
 
+_BLOCK = {"builder", "ops"}
+
+#: What each module or package within a package may import of the same package, besides itself and the package.
+WITHIN: dict[str, dict[str, set[str]]] = {
+    "quantkit": {
+        "bench": set(),
+        "calibration": set(),
+        "compare": set(),
+        "inspect": set(),
+        "quantize": {"calibration"},
+        "evaluate": {"calibration"},
+        "imatrix": {"calibration", "evaluate"},
+        "merge": {"imatrix"},
+    },
+    "quantkit.model": {
+        **dict.fromkeys(("ops", "batch", "arch", "hparams", "merged"), set()),
+        **dict.fromkeys(("op_table", "fusion", "placement", "cost", "observers"), {"ops"}),
+        "devices": {"placement"},
+        "check": {"op_table", "ops"},
+        "builder": {"arch", "hparams", "ops"},
+        **dict.fromkeys(("attention", "feed_forward"), _BLOCK),
+        **dict.fromkeys(("mla", "delta_net"), _BLOCK | {"attention"}),
+        "graph": _BLOCK | {"attention", "check", "delta_net", "feed_forward", "mla"},
+        "nextn": _BLOCK | {"check", "graph", "hparams"},
+        # Backends know operations, not architectures.
+        "backends": {"batch", "check", "fusion", "op_table", "ops"},
+        "engine": {"backends", "batch", "check", "cost", "devices", "fusion", "graph", "hparams", "merged", "ops"}
+        | {"placement"},
+    },
+    "quantkit.model.backends": {
+        "accumulators": set(),
+        "arena": set(),
+        "reference": {"accumulators"},
+        "lowering": {"arena"},
+        **dict.fromkeys(("boundary", "slots"), {"arena", "lowering"}),
+        **dict.fromkeys(("cpu", "cuda"), {"accumulators", "arena", "boundary", "lowering", "slots"}),
+        "registry": {"cpu", "cuda", "reference"},
+    },
+    "quantkit.model.backends.cuda": {
+        **dict.fromkeys(("fuse", "sums", "weights"), set()),
+        "lowering": {"sums", "weights"},
+        **dict.fromkeys(("cublas", "observe"), {"lowering"}),
+        "lower_fused": {"fuse", "lowering"},
+        "products": {"cublas", "fuse", "lowering"},
+        "ops": {"fuse", "lower_fused", "lowering", "observe", "products"},
+        "backend": {"lowering", "ops", "sums", "weights"},
+    },
+}
+
 
 def part_of(module: str) -> str:
     """Return the part a dotted name below quantkit belongs to."""
@@ -31,7 +83,7 @@ def part_of(module: str) -> str:
     if len(names) == 1:
         return "quantkit"
     first = names[1]
-    if first in PACKAGES or first in ("types", "errors", "helpers"):
+    if first in PACKAGES or first in FLOOR:
         return first
     verb = (ROOT / f"{first}.py").exists() or (ROOT / first / "__init__.py").exists()
     return "verbs" if verb else "quantkit"
@@ -41,18 +93,50 @@ def imports(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
+            found.update({node.module} | {f"{node.module}.{alias.name}" for alias in node.names})
         elif isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
     return {m for m in found if m.split(".")[0] == "quantkit"}
 
 
-MODULES = sorted(p for p in ROOT.rglob("*.py") if p not in (ROOT / "__init__.py", ROOT / "__main__.py"))
+def dotted(path: Path) -> str:
+    return ".".join(("quantkit", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_imports_flow_one_way(path: Path) -> None:
-    dotted = ".".join(("quantkit", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
-    part = part_of(dotted)
-    used = {part_of(module) for module in imports(path)} - {part}
-    assert used <= ALLOWED[part], f"{dotted} imports {used - ALLOWED[part]}"
+MODULES = {dotted(p): p for p in sorted(ROOT.rglob("*.py"))}
+
+#: What each module imports of ours: modules, the longest names that are some.
+IMPORTS = {name: {m for m in imports(path) if m in MODULES} - {name} for name, path in MODULES.items()}
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "quantkit.__main__"])
+def test_imports_flow_one_way(name: str) -> None:
+    part = part_of(name)
+    used = {part_of(module) for module in IMPORTS[name] if module != "quantkit"} - {part}
+    assert used <= ALLOWED[part], f"{name} imports {used - ALLOWED[part]}"
+
+
+@pytest.mark.parametrize("package", WITHIN)
+def test_imports_within_a_package(package: str) -> None:
+    """Every module has a row, and imports no more than it says."""
+
+    def child(module: str) -> str:
+        return module.removeprefix(f"{package}.").partition(".")[0] if module.startswith(f"{package}.") else ""
+
+    rows = WITHIN[package]
+    within = {child(name) for name in MODULES} - {""}
+    assert package == "quantkit" or rows.keys() == within
+    for name in MODULES:
+        own = child(name)
+        used = {child(module) for module in IMPORTS[name]} & rows.keys() - {own}
+        assert own not in rows or used <= rows[own], f"{name} imports {used - rows[own]}"
+
+
+def test_there_are_no_import_circles() -> None:
+    left = {
+        name: {m for m in found if m != "quantkit" and not name.startswith(f"{m}.")} for name, found in IMPORTS.items()
+    }
+    while free := [name for name, found in left.items() if not found & left.keys()]:
+        for name in free:
+            del left[name]
+    assert not left

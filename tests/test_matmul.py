@@ -7,29 +7,23 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from test_cpu_names import CPUS
+from blocks import random_rows
 
 from quantkit.kernels import dequantize, quantize
-from quantkit.kernels.activation_formats import activation_format
-from quantkit.kernels.cpu import activations
-from quantkit.kernels.cpu.activations import ROW_GAP, SCALES, SUMS, UNIT_BYTES, row_bytes
-from quantkit.kernels.cpu.glu import limits
-from quantkit.kernels.cpu.matmul import mul_mat, products_of, scratch_bytes, up_gate, up_gate_scratch_bytes
-from quantkit.kernels.cpu.tape import Batch, Tape, address_of
-from quantkit.kernels.cpu.team import Team
-from quantkit.kernels.cpu.unpack import FAMILY_FILES
+from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
+from quantkit.kernels.cpu.core.team import Team
+from quantkit.kernels.cpu.layer.glu import limits
+from quantkit.kernels.cpu.matmul import activations
+from quantkit.kernels.cpu.matmul.activations import ROW_GAP, SCALES, SUMS, UNIT_BYTES, row_bytes
+from quantkit.kernels.cpu.matmul.matmul import mul_mat, products_of, scratch_bytes, up_gate, up_gate_scratch_bytes
+from quantkit.kernels.formats import FORMATS, activation_format
 from quantkit.model.ops import Activation
 from quantkit.types import BY_NAME
 
-HERE = Path(__file__).parent
-TYPES = ["F32", "F16", "BF16", *FAMILY_FILES]
+TYPES = list(FORMATS)
 TEAMS = {n: Team(n) for n in (1, 2, 3)}
 MOST = 70
 
@@ -59,19 +53,7 @@ def weights(t, n_out, n_in, seed=0):
     if t.block == 1:
         data = quantize(rng.standard_normal((n_out, n_in)).astype(np.float32), t)
     else:
-        blocks = rng.integers(0, 256, (n_out * n_in // t.block, t.block_bytes), dtype=np.uint8)
-        for kind, at in (field.split("@") for field in t.scales.split()):
-            if kind == "f16":
-                scale = rng.uniform(0.25, 1, (len(blocks), 1)).astype("<f2").view(np.uint8)
-                blocks[:, int(at) : int(at) + 2] = scale
-            elif kind == "e8m0":
-                blocks[:, int(at)] = rng.integers(120, 128, len(blocks))
-            elif kind == "ue4m3":
-                blocks[:, int(at)] = rng.integers(0x28, 0x48, len(blocks))
-            else:  # IQ1_M: the four digits of a half float lie at the top of four words
-                words = blocks[:, int(at) : int(at) + 8].view("<u2")
-                words[:] = (words & 0x0FFF) | (np.array([0, 0, 8, 3], "<u2") << 12)
-        data = blocks.reshape(n_out, -1)
+        data = random_rows(t, n_out, n_in, seed=rng, scale=(0.25, 1))
     return before_a_forbidden_page(data), dequantize(data, t, n_in).astype(np.float64)
 
 
@@ -242,7 +224,7 @@ def test_up_gate(kind, count, up_name, gate_name):
     assert np.allclose(out, gated, rtol=2e-5, atol=1e-5)
 
 
-# ---------------------------------------------------------------- the peer, and other CPUs
+# ---------------------------------------------------------------- the peer
 
 
 def awkward_rows(n):
@@ -288,15 +270,3 @@ def test_quantized_activations_are_ggmls(kind, name, size, field, n, llama_bin):
         else:
             assert np.array_equal(rows.part(SUMS, 16, np.float32)[i, : n // 16], d * totals.astype(np.float32))
         assert np.array_equal(rows.part(activations.TOTALS, 16, np.int16)[i, : n // 16], totals)
-
-
-@pytest.mark.parametrize("cpu", CPUS)
-def test_other_cpus(cpu):
-    """AVX2 multiplies magnitudes and signs, SSE2 widens; F16 without conversion instructions."""
-    name, features = CPUS[cpu]
-    environment = os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
-    wanted = "test_products and (Q4_K or Q8_0 or IQ4_XS or F16) and not BF16"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", wanted, __file__]
-    run = subprocess.run(command, env=environment, cwd=HERE.parent, capture_output=True, text=True)
-    assert run.returncode == 0, f"{cpu}: {run.stdout[-6000:]}\n{run.stderr[-2000:]}"
-    assert "4 passed" in run.stdout

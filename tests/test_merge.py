@@ -163,9 +163,9 @@ def test_halves_of_different_types_are_left_alone_or_encoded_again(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: [x for x in t if "ffn_up" not in x[0]], "no ffn_up_exps.weight to go with"),
+        (lambda t: [x for x in t if "ffn_up" not in x[0]], "it has no ffn_up_exps.weight"),
         (lambda t: [x for x in t if "gate_exps.bias" not in x[0]], "only one half has a bias"),
-        (lambda t: [x for x in t if "_exps" not in x[0]], "there are no tensors"),
+        (lambda t: [x for x in t if "_exps" not in x[0]], "it has no "),
         (lambda t: [*t, some("blk.0.ffn_gate_exps.scale", (2,), BY_NAME["F32"], 1)], "no runtime has a name"),
         (lambda t: [*t, some("blk.0.ffn_gate_exps.zero", (2,), BY_NAME["F32"], 1)], "have no such tensor"),
         (lambda t: [*t, some("blk.0.ffn_gate_up_exps.weight", (1, 4, 2), BY_NAME["F32"], 1)], "beside the halves"),
@@ -195,9 +195,9 @@ def test_woven_rows_must_divide(tmp_path: Path) -> None:
 
 def test_merged_twice_is_said(tmp_path: Path, tiny_moe: Path) -> None:
     merged = carry_out(plan_merge_up_gate(tiny_moe, tmp_path / "m.gguf"))
-    with pytest.raises(RecipeError, match="merged already"):
+    with pytest.raises(RecipeError, match="already merged"):
         plan_merge_up_gate(merged, tmp_path / "o.gguf")
-    with pytest.raises(RecipeError, match="no tensors ffn_gate_up_exps"):
+    with pytest.raises(RecipeError, match="no ffn_gate_up_exps tensors"):
         plan_split_up_gate(tiny_moe, tmp_path / "o.gguf")
 
 
@@ -276,9 +276,9 @@ def test_a_dry_run_and_refusals_write_nothing(tmp_path: Path, tiny_moe: Path) ->
     assert "dry run" in dry.stdout
     wrong = run("split-up-gate", tiny_moe, tmp_path / "o.gguf")
     assert wrong.exit_code == 2
-    assert "there are no tensors ffn_gate_up_exps" in wrong.stderr
+    assert "it has no ffn_gate_up_exps tensors" in wrong.stderr
     alone = run("merge-up-gate", "--imatrix", tiny_moe, tiny_moe, tmp_path / "o.gguf")
-    assert "go together" in alone.stderr
+    assert "give both --imatrix and --imatrix-out" in alone.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import pytest
+from blocks import random_rows
 
 from quantkit.kernels import dequantize, quantize
-from quantkit.kernels.activation_formats import activation_format
-from quantkit.kernels.cpu.activations import ROW_GAP, SCALES, UNIT_BYTES, row_bytes
-from quantkit.kernels.cpu.activations import quantize as quantize_activations
-from quantkit.kernels.cpu.glu import glu, limits
-from quantkit.kernels.cpu.moe import (
+from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
+from quantkit.kernels.cpu.core.team import Team
+from quantkit.kernels.cpu.layer.glu import glu, limits
+from quantkit.kernels.cpu.matmul.activations import ROW_GAP, SCALES, UNIT_BYTES, row_bytes
+from quantkit.kernels.cpu.matmul.activations import quantize as quantize_activations
+from quantkit.kernels.cpu.matmul.moe import (
     MIN_PANEL,
     bucket,
     mul_mat_id,
@@ -23,9 +25,7 @@ from quantkit.kernels.cpu.moe import (
     share,
     up_gate_id,
 )
-from quantkit.kernels.cpu.tape import Batch, Tape, address_of
-from quantkit.kernels.cpu.team import Team
-from quantkit.kernels.cpu.unpack import FAMILY_FILES
+from quantkit.kernels.formats import FORMATS, activation_format, has_encoder
 from quantkit.model.ops import Activation
 from quantkit.types import BY_NAME, TensorType
 
@@ -42,20 +42,6 @@ def aligned(n: int) -> U8:
     return space[start : start + n]
 
 
-def random_blocks(t: TensorType, count: int, seed: int) -> U8:
-    """Random levels under scales near 0.03."""
-    rng = np.random.default_rng(seed)
-    blocks = rng.integers(0, 256, (count, t.block_bytes), dtype=np.uint8)
-    for kind, at in (field.split("@") for field in t.scales.split()):
-        start = int(at)
-        if kind == "nibbles":  # IQ1_M: the four digits of a half float lie at the top of four words
-            words = blocks[:, start : start + 8].view("<u2")
-            words[:] = (words & 0x0FFF) | (np.array([0, 0, 8, 2], "<u2") << 12)
-        else:
-            blocks[:, start : start + 2] = rng.uniform(0.02, 0.04, (count, 1)).astype("<f2").view(np.uint8)
-    return blocks
-
-
 @dataclass
 class Experts:
     """Weights uint8 [n_expert, n_out, row_bytes] of a type, and the same as f32."""
@@ -67,8 +53,8 @@ class Experts:
     @classmethod
     def of(cls, name: str, n_expert: int, n_out: int, n_in: int, seed: int = 1) -> Experts:
         t = BY_NAME[name]
-        if name.startswith(("IQ1", "IQ2", "IQ3")):  # no encoder yet
-            return cls(t, n_in, random_blocks(t, n_expert * n_out * n_in // 256, seed).reshape(n_expert, n_out, -1))
+        if not has_encoder(t):
+            return cls(t, n_in, random_rows(t, n_expert, n_out, n_in, seed=seed, scale=(0.02, 0.04)))
         w = np.random.default_rng(seed).standard_normal((n_expert * n_out, n_in)).astype(np.float32)
         data = quantize(w, t, np.ones(n_in, np.float32))
         return cls(t, n_in, np.ascontiguousarray(data).reshape(n_expert, n_out, -1))
@@ -194,7 +180,7 @@ def assert_close(got: F32, want: npt.NDArray[np.float64], tolerance: float = 2e-
 TOLERANCE = {"Q4_1": 3e-3, "Q5_1": 3e-3}
 
 
-@pytest.mark.parametrize("name", ["F32", "F16", "BF16", *FAMILY_FILES])
+@pytest.mark.parametrize("name", FORMATS)
 def test_every_type_both_paths(name: str) -> None:
     n_in = 512 if BY_NAME[name].block == 256 else 384
     w = Experts.of(name, 3, 40, n_in)
@@ -331,8 +317,8 @@ def test_bucket(tokens: int) -> None:
 @pytest.mark.parametrize("nth", [1, 2, 7])
 @pytest.mark.parametrize("n", [0, 1, 5, 192, 1000])
 def test_shares_cover_everything_once(n: int, nth: int, long_runs: bool) -> None:
-    tickets = share(0, n, nth, long_runs)[2]
-    shares = [share(k, n, nth, long_runs) for k in range(tickets + nth)]
+    tickets = share.py_func(0, n, nth, long_runs)[2]
+    shares = [share.py_func(k, n, nth, long_runs) for k in range(tickets + nth)]
     assert {s[2] for s in shares} == {tickets}
     covered = [unit for first, last, _ in shares for unit in range(first, last)]
     assert covered == list(range(n))

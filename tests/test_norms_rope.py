@@ -6,26 +6,17 @@ import math
 
 import numpy as np
 import pytest
+from layer_cases import ROPES, TURNS, normed, turn
 from operations import run_operation
 
-from quantkit.kernels.cpu.norms import norm
-from quantkit.kernels.cpu.rope import rope, rope_table
-from quantkit.kernels.cpu.tape import N_TOKENS
+from quantkit.kernels.cpu.core.tape import N_TOKENS
+from quantkit.kernels.cpu.layer.norms import norm
+from quantkit.kernels.cpu.layer.rope import rope, rope_table
 from quantkit.kernels.rope_constants import rope_constants, rope_scalars
 from quantkit.model.backends.reference import rope_angles
-from quantkit.model.ops import RopeConfig
 
 f32 = np.float32
 threads = pytest.mark.parametrize("threads", [1, 2, 3])
-
-
-def exact_norm(kind, g, eps):
-    g = g.astype(np.float64)
-    if kind == "layer":
-        g = g - g.mean(-1, keepdims=True)
-    if kind == "l2":
-        return g / np.sqrt(np.square(g).sum(-1, keepdims=True) + eps)
-    return g / np.sqrt(np.square(g).mean(-1, keepdims=True) + eps)
 
 
 @threads
@@ -39,10 +30,7 @@ def test_norms(kind, rows, group, groups, n_weight, threads):
     x = (rng.normal(0.5, 3, (rows, groups * group)) * rng.lognormal(0, 3, (rows, 1))).astype(f32)
     weight, bias = rng.normal(1, 0.2, (2, n_weight)).astype(f32)
     with_bias = kind == "layer" and n_weight > 0
-    want = exact_norm(kind, x.reshape(rows, groups, group), 1e-5).reshape(x.shape)
-    if n_weight:
-        want = want * np.tile(weight, x.shape[1] // n_weight)
-        want = want + np.tile(bias, x.shape[1] // n_weight) * with_bias
+    want = normed(x, kind, group, weight if n_weight else None, bias if with_bias else None)
     for slots in ({"x": x}, {"x": "out", "start_with": x}):
         out = run_operation(
             norm(kind),
@@ -71,24 +59,6 @@ def test_zeros_and_tiny_rows_are_normal_numbers():
         assert (out[0] == 0).all()
 
 
-CONFIGS = {
-    "plain": RopeConfig(n_rot=128, kind="neox", freq_base=1e6),
-    "odd": RopeConfig(n_rot=20, kind="normal", freq_base=1e4, freq_scale=0.25),
-    "yarn": RopeConfig(
-        n_rot=64,
-        kind="neox",
-        freq_base=150000.0,
-        freq_scale=1 / 32,
-        ext_factor=1.0,
-        attn_factor=0.9,
-        n_ctx_orig=4096,
-    ),
-    "mrope": RopeConfig(n_rot=64, kind="neox", freq_base=1e6, sections=(8, 8, 8, 8)),
-    "imrope": RopeConfig(n_rot=128, kind="neox", freq_base=5e6, sections=(24, 20, 20, 0), interleaved=True),
-    "imrope4": RopeConfig(n_rot=64, kind="neox", freq_base=1e7, sections=(10, 8, 6, 8), interleaved=True),
-}
-
-
 def table_of(config, positions, factors=None, threads=1):
     pairs = config.n_rot // 2
     return run_operation(
@@ -103,10 +73,10 @@ def table_of(config, positions, factors=None, threads=1):
 
 
 @threads
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ROPES)
 @pytest.mark.parametrize("with_factors", [False, True])
 def test_angles(name, with_factors, threads):
-    config = CONFIGS[name]
+    config = ROPES[name]
     factors = np.linspace(1, 8, config.n_rot // 2).astype(f32) if with_factors else None
     positions = np.array([0, 1, 2, 77, 1000, 4095], np.int32)
     table = table_of(config, positions, factors, threads)
@@ -117,7 +87,7 @@ def test_angles(name, with_factors, threads):
 
 def test_yarn_by_its_formula():
     """The paper's three ranges, in double: fast pairs keep their angle, slow ones are interpolated, a ramp between."""
-    config = CONFIGS["yarn"]
+    config = ROPES["yarn"]
     table = table_of(config, np.array([5], np.int32))[0]
     mscale = 0.9 * (1 + 0.1 * math.log(32))
     low, high = (
@@ -134,10 +104,10 @@ def test_yarn_by_its_formula():
 
 
 def test_pairs_of_the_fourth_section_stay():
-    table = table_of(CONFIGS["mrope"], np.array([33], np.int32))[0]
+    table = table_of(ROPES["mrope"], np.array([33], np.int32))[0]
     np.testing.assert_array_equal(table[24:], np.tile([f32(1), f32(0)], (8, 1)))
     assert (table[:24, 1] != 0).all()
-    table = table_of(CONFIGS["imrope4"], np.array([33], np.int32))[0]
+    table = table_of(ROPES["imrope4"], np.array([33], np.int32))[0]
     stay = table[:, 1] == 0
     sector = np.arange(32)
     assert stay.tolist() == (sector >= 3 * np.array([10, 8, 6])[sector % 3]).tolist()
@@ -146,23 +116,10 @@ def test_pairs_of_the_fourth_section_stay():
 
 @threads
 @pytest.mark.parametrize("kind", ["normal", "neox"])
-@pytest.mark.parametrize(
-    ("rows", "heads", "head", "start", "n_rot"),
-    [(1, 32, 128, 0, 128), (40, 4, 96, 0, 32), (3, 3, 24, 4, 20), (9, 2, 192, 128, 64), (2, 1, 6, 0, 6)],
-)
+@pytest.mark.parametrize(("rows", "heads", "head", "start", "n_rot"), TURNS)
 def test_turning(kind, rows, heads, head, start, n_rot, threads):
-    rng = np.random.default_rng(6)
-    x = rng.normal(0, 1, (rows, heads * head)).astype(f32)
-    angles = rng.uniform(-3, 3, (rows, n_rot // 2))
-    table = np.stack([np.cos(angles), np.sin(angles)], -1).astype(f32)
-    want = x.reshape(rows, heads, head).astype(np.complex128)
-    part = want[..., start : start + n_rot].real.copy()
-    a, b = (part[..., 0::2], part[..., 1::2]) if kind == "normal" else np.split(part, 2, -1)
-    turned = (a + 1j * b) * np.exp(1j * angles)[:, None, :]
-    pair = np.stack([turned.real, turned.imag], -1) if kind == "normal" else np.stack([turned.real, turned.imag], -2)
-    want = want.real.copy()
-    want[..., start : start + n_rot] = pair.reshape(rows, heads, n_rot)
+    x, table, want = turn(kind, rows, heads, head, start, n_rot)
     slots = {"width": x.shape[1], "head": head, "start": start, "n_rot": n_rot, "rows_of": N_TOKENS, "per": 1}
     for more in ({"x": x}, {"x": "out", "start_with": x}):
         out = run_operation(rope(kind), x.shape, threads=threads, table=table.copy(), **slots, **more)
-        np.testing.assert_allclose(out, want.reshape(x.shape), atol=1e-6)
+        np.testing.assert_allclose(out, want, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Operations that look on: sums that lose nothing, the same on both backends; the graph stays what it was."""
+"""Observing operations: sums that lose nothing, the same on both backends; the graph stays what it was."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from drawn import ids as token_ids
 from libllama import nmse
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
-from quantkit.kernels.cpu import moe, observers
-from quantkit.kernels.cpu.tape import Batch, Tape, address_of
-from quantkit.kernels.cpu.team import Team
+from quantkit.kernels.cpu import observe as observe_kernels
+from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
+from quantkit.kernels.cpu.core.team import Team
+from quantkit.kernels.cpu.matmul import moe
 from quantkit.model.backends.accumulators import padded
 from quantkit.model.engine import Model, load
 from quantkit.model.fusion import Fusion, fuse
@@ -62,8 +63,10 @@ def test_sums_of_columns_are_exact(width: int, threads: int) -> None:
     sums, count, bad = np.zeros((1, 4, padded(width))), np.zeros(1, np.int64), np.zeros(threads, np.int64)
     batch = batch_of(team)
     slots = {"sums": address_of(sums), "count": address_of(count), "bad": address_of(bad)}
-    block = observers.sum_columns.block(batch=batch.address, x=address_of(x), width=width, rows_of=0, per=1, **slots)
-    tape = Tape(team, batch, [(observers.sum_columns, block)])
+    block = observe_kernels.sum_columns.block(
+        batch=batch.address, x=address_of(x), width=width, rows_of=0, per=1, **slots
+    )
+    tape = Tape(team, batch, [(observe_kernels.sum_columns, block)])
     tape.run()
     assert np.array_equal(sums[0, 0, :width] + sums[0, 1, :width], exact(x, 2))
     assert np.array_equal(sums[0, 2, :width] + sums[0, 3, :width], exact(x, 1))
@@ -85,7 +88,7 @@ def test_sums_by_expert_are_exact(one_row_a_token: bool, threads: int) -> None:
     bad, batch = np.zeros(threads, np.int64), batch_of(team)
     slots = {"plan": address_of(plan), "n_expert": N_EXPERT}
     sort = moe.bucket.block(batch=batch.address, ids=address_of(ids), n_used=N_USED, rows_of=0, **slots)
-    add = observers.sum_columns_id.block(
+    add = observe_kernels.sum_columns_id.block(
         batch=batch.address,
         x=address_of(x),
         width=width,
@@ -95,7 +98,7 @@ def test_sums_by_expert_are_exact(one_row_a_token: bool, threads: int) -> None:
         bad=address_of(bad),
         **slots,
     )
-    tape = Tape(team, batch, [(moe.bucket, sort), (observers.sum_columns_id, add)])
+    tape = Tape(team, batch, [(moe.bucket, sort), (observe_kernels.sum_columns_id, add)])
     tape.run()
     pairs = np.repeat(x, N_USED, 0) if one_row_a_token else x
     for e in range(N_EXPERT):

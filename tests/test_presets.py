@@ -106,8 +106,8 @@ def test_shared_numbers_mean_llama_cpps_preset() -> None:
         ("8bit", "no preset and no tensor type"),
         ("999", "no preset and no tensor type"),
         ("", "no preset and no tensor type"),
-        ("I32", "no type for weights"),
-        ("Q8_K", "no type for weights"),
+        ("I32", "not a type for weights"),
+        ("Q8_K", "not a type for weights"),
         ("-1", "no preset and no tensor type"),
     ],
 )

@@ -223,11 +223,11 @@ def test_halves_that_stay_different_are_left_alone(tmp_path: Path) -> None:
         f"blk.1.ffn_{part}_exps.weight" for part in ("gate", "up", "down")
     }
     [note] = [note for note in plan.notes if "left alone" in note]
-    assert "blk.1, blk.2: left alone: gate is F16, up F32, and with COPY both stay" in note
+    assert "blk.1, blk.2: left alone: gate is F16, up is F32, and COPY keeps both" in note
     ruled = plan_quantize(source, tmp_path / "o.gguf", "COPY", replace(options, tensor_type=("gate_up=bf16",)))
     assert [t.type.name for t in ruled.tensors if "gate_up" in t.name] == ["BF16"] * 3
     alone = model(tmp_path / "t.gguf", "F16", "F32")
-    with pytest.raises(RecipeError, match="--merge-up-gate: .*no layer can be merged: .*with COPY both stay"):
+    with pytest.raises(RecipeError, match="--merge-up-gate: .*no layer can be merged: .*COPY keeps both"):
         plan_quantize(alone, tmp_path / "o.gguf", "COPY", options)
 
 
@@ -249,10 +249,10 @@ def refused(match: str, source: Path, type_name: str = "Q8_0", **options: object
 
 def test_what_cannot_be_is_refused(tmp_path: Path, tiny_moe: Path, data: Path) -> None:
     merged = merge_up_gate(tiny_moe, tmp_path / "m.gguf").plan.shards[0].path
-    refused("--merge-up-gate: .*are merged already", merged, merge_up_gate=True)
-    refused("--split-up-gate: .*no tensors ffn_gate_up_exps", tiny_moe, split_up_gate=True)
+    refused("--merge-up-gate: .*are already merged", merged, merge_up_gate=True)
+    refused("--split-up-gate: .*no ffn_gate_up_exps tensors", tiny_moe, split_up_gate=True)
     refused("--merge-up-gate and --split-up-gate exclude", tiny_moe, merge_up_gate=True, split_up_gate=True)
-    refused("this is an imatrix, no model", data / "tiny-moe-imatrix.gguf", merge_up_gate=True)
+    refused("this is an imatrix, not a model", data / "tiny-moe-imatrix.gguf", merge_up_gate=True)
 
 
 def test_layers_that_cannot_be_merged_are_named(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_layers_that_cannot_be_merged_are_named(tmp_path: Path) -> None:
 )
 def test_halves_that_are_to_have_two_types_are_not_merged(tmp_path: Path, options: dict[str, object]) -> None:
     source = model(tmp_path / "s.gguf")
-    refused("--merge-up-gate: .*or leave --merge-up-gate out", source, merge_up_gate=True, **options)
+    refused("--merge-up-gate: .*or omit --merge-up-gate", source, merge_up_gate=True, **options)
     merged = merge_up_gate(source, tmp_path / "m.gguf").plan.shards[0].path
     plan = plan_quantize(merged, tmp_path / "o.gguf", "Q8_0", QuantizeOptions(**options))  # type: ignore[arg-type]
     assert any(note.startswith(("QK-W012", "QK-W013")) for note in plan.notes)

@@ -74,12 +74,13 @@ def test_unreadable_files(tmp_path: Path) -> None:
     [
         ("attn_q", "write regex = type"),
         ("=q4_K", "no regex before"),
-        ("attn_q=", "no type behind"),
+        ("attn_q=", "no type after"),
         ("attn_q=q4_KM", "did you mean"),
         ("attn_q=q9_K,attn_k=q4_K", "'q9_K' in"),
-        ("attn_q=i32", "no type for weights"),
-        ("attn_(q=q4_K", "no regular expression"),
-        ("attn_q*{=q4_K,(=q8_0", "no regular expression"),
+        ("attn_q=i32", "not a type for weights"),
+        ("attn_(q=q4_K", "not a regular expression"),
+        ("attn_q*{=q4_K,(=q8_0", "not a regular expression"),
+        ("(?R)=q4_K", "recursion is not supported"),
     ],
 )
 def test_errors_name_the_place(text: str, says: str) -> None:
@@ -99,6 +100,9 @@ def test_errors_name_the_place(text: str, says: str) -> None:
         ("blk.[[:alpha:]]+.attn", "blk.21.attn_q.weight", False),
         ("^output", "blk.0.attn_output.weight", False),
         (r"\Dttn", "blk.0.attn_output.weight", True),
+        ("^(?!.*attn).*blk", "blk.0.attn_output.weight", False),
+        (r"blk\.(\d)\1\.", "blk.22.attn_q.weight", True),
+        ("[[:s:][:D:]]", "blk.a", False),
     ],
 )
 def test_matching(pattern: str, name: str, found: bool) -> None:
@@ -203,24 +207,24 @@ def test_merged_experts_get_what_their_name_or_both_halves_say(pairs: list[tuple
 def test_what_decides_about_merged_experts_is_said() -> None:
     [lint] = lint_rules(recipe.parse_recipe("ffn_up_exps=q6_K\nffn_gate_exps=q6_K", "r"), MERGED)
     assert str(lint) == (
-        "QK-W014: ffn_gate_exps = Q6_K (r:2) and ffn_up_exps = Q6_K (r:1) decide about the merged "
-        "blk.0.ffn_gate_up_exps.weight and 2 more, by the names of both halves; llama-quantize would not"
+        "QK-W014: ffn_gate_exps = Q6_K (r:2) and ffn_up_exps = Q6_K (r:1) apply to merged "
+        "blk.0.ffn_gate_up_exps.weight and 2 more, since both halves match; in llama-quantize they would not"
     )
     [lint] = lint_rules(recipe.parse_recipe("ffn_up_exps=q6_K\nffn_gate_exps=q5_K", "r"), MERGED)
     assert "give gate and up different types" in lint.message
-    assert lint.message.endswith("has one: neither counts; write a rule for ffn_gate_up_exps")
+    assert lint.message.endswith("can have only one: neither has an effect; write a rule for ffn_gate_up_exps")
     [lint] = lint_rules(recipe.parse_recipe("ffn_up_exps=q6_K", "r"), MERGED)
-    assert lint.message.endswith("no rule the gate half: it does not count; write a rule for ffn_gate_up_exps")
+    assert lint.message.endswith("no rule matches the gate half: it has no effect; write a rule for ffn_gate_up_exps")
     [lint] = lint_rules(recipe.parse_recipe("up_exps=q6_K", "r"), MERGED)
-    assert "up_exps = Q6_K (r:1) decides about both halves; write" in lint.message
+    assert "up_exps = Q6_K (r:1) applies to both halves; write" in lint.message
     [lint] = lint_rules(
         recipe.parse_recipe("ffn_gate_up_exps=q5_K", "r"), ["blk.0.ffn_up_exps.weight", "blk.0.ffn_gate_exps.weight"]
     )
-    assert "separate in this file" in lint.message
+    assert "this model has separate up and gate experts" in lint.message
 
 
 def test_a_class_that_llama_quantize_would_lower_is_told() -> None:
     [lint] = lint_rules(recipe.parse_tensor_type(r"blk\.\d+\.\Sttn=q4_K"), DENSE)
     assert lint.code == "QK-W005"
-    assert r"reads \S as \s" in lint.message
+    assert r"lower-cases \S to \s" in lint.message
     assert lint_rules(recipe.parse_tensor_type(r"blk\\.Dttn|attn=q4_K"), DENSE) == []

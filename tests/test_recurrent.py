@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from quantkit.kernels.cpu.recurrent import convolve, delta_net
-from quantkit.kernels.cpu.tape import Batch, Operation, Tape, address_of
-from quantkit.kernels.cpu.team import Team
+from quantkit.kernels.cpu.core.tape import Batch, Tape, TapeOp, address_of
+from quantkit.kernels.cpu.core.team import Team
+from quantkit.kernels.cpu.layer.recurrent import convolve, delta_net
 
 Array = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
@@ -32,7 +32,7 @@ class Layer:
     """An operation with its inputs, output and state; the state begins as NaN, which position 0 must not see."""
 
     def __init__(
-        self, operation: Operation, inputs: dict[str, int], outs: int, states: int, threads: int, **slots: float
+        self, operation: TapeOp, inputs: dict[str, int], outs: int, states: int, threads: int, **slots: float
     ) -> None:
         self.team = Team(threads)
         self.batch = Batch(self.team, N_MAX)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
+from layer_cases import ROUTINGS, route_inputs
 
-from quantkit.kernels.cpu.route import MAX_EXPERTS, combine, repeat, route, route_block
-from quantkit.kernels.cpu.tape import Batch, Tape, address_of
-from quantkit.kernels.cpu.team import Team
+from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
+from quantkit.kernels.cpu.core.team import Team
+from quantkit.kernels.cpu.layer.route import combine, repeat, route
+from quantkit.kernels.parameters import MAX_EXPERTS
 from quantkit.model.ops import Routing
 
 F32 = npt.NDArray[np.float32]
@@ -28,7 +30,7 @@ def routed(r: Routing, logits: F32, bias: F32 | None = None, threads: int = 2) -
     weights = np.full((tokens + 1, r.n_used), -7, np.float32)
     run(
         route, tokens, threads, ids=address_of(ids), weights=address_of(weights), logits=address_of(logits),
-        bias=0 if bias is None else address_of(bias), **route_block(r),
+        bias=0 if bias is None else address_of(bias), **r.slots(),
     )  # fmt: skip
     assert (ids[tokens] == -7).all()
     assert (weights[tokens] == -7).all()
@@ -59,25 +61,10 @@ def expected(r: Routing, logits: F32, bias: F32 | None = None) -> tuple[I32, npt
     return ids.astype(np.int32), weights * (r.scale or 1)
 
 
-CASES = [
-    Routing(128, 8, norm=True),
-    Routing(8, 2),
-    Routing(60, 4, norm=False, scale=2.5),
-    Routing(5, 5, "sigmoid", norm=True),
-    Routing(16, 1, "sigmoid"),
-    Routing(256, 8, "sigmoid", norm=True, scale=2.5, n_group=8, n_group_used=4),
-    Routing(64, 6, "softmax", n_group=8, n_group_used=3, scale=0),
-    Routing(32, 4, "softmax_weight"),
-    Routing(1000, 17, "softmax_weight", norm=True),
-]
-
-
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("r", CASES, ids=str)
+@pytest.mark.parametrize("r", ROUTINGS, ids=str)
 def test_route(r: Routing, with_bias: bool) -> None:
-    rng = np.random.default_rng(r.n_expert)
-    logits = rng.standard_normal((37, r.n_expert)).astype(np.float32) * 2
-    bias = rng.standard_normal(r.n_expert).astype(np.float32) * 0.1 if with_bias else None
+    logits, bias = route_inputs(r, 37, with_bias)
     ids, weights = routed(r, logits, bias)
     want_ids, want_weights = expected(r, logits, bias)
     np.testing.assert_array_equal(ids, want_ids)
@@ -114,7 +101,7 @@ def test_weights_that_vanish_are_divided_by_the_floor() -> None:
 
 def test_more_experts_than_there_is_room_for() -> None:
     with pytest.raises(ValueError, match=f"1 to {MAX_EXPERTS}"):
-        route_block(Routing(MAX_EXPERTS + 1, 2))
+        Routing(MAX_EXPERTS + 1, 2).slots()
 
 
 @pytest.mark.parametrize("width", [1, 16, 40, 1025])

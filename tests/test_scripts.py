@@ -17,7 +17,7 @@ from quantkit.formats.imatrix import read_imatrix
 
 ROOT = Path(__file__).resolve().parents[1]
 SHELL = [*sorted(p for p in (ROOT / "scripts").iterdir() if p.suffix == "" and p.is_file()), ROOT / ".ci/run"]
-PYTHON = sorted((ROOT / "scripts").glob("*.py"))
+PYTHON = sorted([*(ROOT / "scripts").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")])
 COMMANDS = [p for p in PYTHON if "import argparse" in p.read_text()]
 SIZES = {"layers": 2, "experts": 4, "used": 2, "embd": 256, "ff": 256, "heads": 4, "kv": 2, "head-dim": 64}
 SMALL = [f"--{name}={n}" for name, n in SIZES.items()]
@@ -25,8 +25,9 @@ SMALL = [f"--{name}={n}" for name, n in SIZES.items()]
 
 def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Import a script as a module."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    spec = importlib.util.spec_from_file_location(f"scripts_{name}", ROOT / f"scripts/{name}.py")
+    path = next(p for p in PYTHON if p.stem == name)
+    monkeypatch.syspath_prepend(str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"scripts_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -138,7 +139,7 @@ print(outcome.returncode, outcome.stdout.strip(), outcome.seconds, outcome.peak_
 """
     # In a process of its own, for a child's memory begins with its parent's, and pytest has grown.
     command = [sys.executable, "-c", code]
-    result = subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True, check=True, timeout=60)
     returncode, stdout, seconds, peak_rss = result.stdout.split()
     assert (returncode, stdout) == ("0", "done")
     assert float(seconds) >= 0.1

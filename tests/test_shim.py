@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(host_device.compiler() is None, reason="no C++ compiler: install g++")
 
-HEAD = '#include "device.cuh"\nstruct broken_args { float* x; int64_t n; };\nKERNEL(broken, 64) {\n'
+HEAD = '#include "core/device.cuh"\nstruct broken_args { float* x; int64_t n; };\nKERNEL(broken, 64) {\n'
 
 MISTAKES = {
     "past the end": ("a.x[a.n + 64 + threadIdx.x] = 1;", "use-after-poison|heap-buffer-overflow"),

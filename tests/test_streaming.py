@@ -15,8 +15,8 @@ import pytest
 from quantkit.formats.gguf import open_gguf, write_gguf
 from quantkit.kernels import quantize
 from quantkit.model.backends import Limits
-from quantkit.model.backends.cpu import CPUBackend
-from quantkit.model.backends.streaming import stages, streamed
+from quantkit.model.backends.cpu.backend import CPUBackend
+from quantkit.model.backends.cpu.streaming import stages, streamed
 from quantkit.model.batch import Batch
 from quantkit.model.engine import load
 from quantkit.model.ops import Embed, Matrix, MulMat, Norm, Observe, Value
@@ -83,7 +83,7 @@ def run(source, max_ram):
         program.run(Batch(ids, ids, 0 * ids, ids))
         results.append(program.read(last).copy())
     np.testing.assert_array_equal(results[0], results[1])
-    return results[0], max(most) - before, program.streams
+    return results[0], max(most) - before, max_ram is not None and any(streamed(stages(ops, max_ram), max_ram))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident pages are read from Linux's /proc")

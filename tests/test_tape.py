@@ -12,9 +12,19 @@ import numpy as np
 import pytest
 from numba.core import types
 
-from quantkit.kernels.cpu.simd import load, store
-from quantkit.kernels.cpu.tape import Batch, Operation, Tape, address_of, arg, batch_word, farg, first_of, operation
-from quantkit.kernels.cpu.team import Team, atomic_add, barrier
+from quantkit.kernels.cpu.core.simd import load, store
+from quantkit.kernels.cpu.core.tape import (
+    Batch,
+    Tape,
+    TapeOp,
+    address_of,
+    arg,
+    batch_word,
+    farg,
+    first_of,
+    operation,
+)
+from quantkit.kernels.cpu.core.team import Team, atomic_add, barrier
 
 step = 1.0
 
@@ -56,7 +66,7 @@ def test_blocks_name_every_slot():
     with pytest.raises(TypeError, match="slot n holds an integer"):
         add_scaled.block(batch=1, x=2, n=3.0, factor=0.5)
     with pytest.raises(ValueError, match="begin with batch"):
-        Operation(lambda args, tid, nth: None, "x batch")
+        TapeOp(lambda args, tid, nth: None, "x batch")
 
 
 def test_binding_other_globals_makes_another_operation():
@@ -212,14 +222,14 @@ def test_batches_are_checked():
 
 
 SCRIPT = """
-from quantkit.kernels.cpu.tape import operation, run_tape
+from quantkit.kernels.cpu.core.tape import operation, run_tape
 import example
 print(example.double.address != 0, example.double.bind("b", step=2).address != 0, run_tape.address != 0)
 print(example.double.from_cache, example.double.bind("b", step=2).from_cache, run_tape.from_cache)
 """
 EXAMPLE = """
-from quantkit.kernels.cpu.tape import operation, arg
-from quantkit.kernels.cpu.simd import store
+from quantkit.kernels.cpu.core.tape import operation, arg
+from quantkit.kernels.cpu.core.simd import store
 step = 1
 @operation("batch x")
 def double(args, tid, nth):
@@ -231,7 +241,9 @@ def test_a_second_process_finds_compiled_operations_on_disk(tmp_path):
     (tmp_path / "example.py").write_text(EXAMPLE)
     env = {**os.environ, "QUANTKIT_CACHE": str(tmp_path / "cache"), "PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
     runs = [
-        subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=True).stdout
+        subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=True)
         for _ in range(2)
     ]
-    assert runs == ["True True True\nFalse False False\n", "True True True\nTrue True True\n"]
+    outputs = [run.stdout for run in runs]
+    assert outputs == ["True True True\nFalse False False\n", "True True True\nTrue True True\n"]
+    assert [run.stderr for run in runs] == ["compiling kernels, once\n", ""]

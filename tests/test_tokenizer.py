@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import vocabs
 from conftest import llama_programs, package_dir
 from llama_tokenize import ask
-from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError
+from quantkit.errors import FormatError, QuantkitError, RecipeError
 from quantkit.formats.gguf import Field, open_gguf
 from quantkit.formats.tokenizer import Tokenizer, read_token_ids, unicode
 from quantkit.formats.tokenizer.merge import Seams, _merge_long, _merge_short, inner_pairs
@@ -365,7 +365,7 @@ def test_ids_are_read(tmp_path: Path) -> None:
         ("2147483648", RecipeError, "too large for an int32"),
         ("9" * 5000, RecipeError, "too large for an int32"),
         ("@", RecipeError, "no file behind the @"),
-        ("@/nowhere/x.i32", ResourceError, "/nowhere/x.i32: No such file"),
+        ("@/nowhere/x.i32", FormatError, "/nowhere/x.i32: cannot be read: No such file"),
     ],
 )
 def test_ids_that_make_no_sense(spec: str, kind: type[QuantkitError], message: str) -> None:

@@ -1,9 +1,9 @@
 """Calibration text: built from local files, with a held-out part, and recognized when it turns up in evaluation.
 
 calibration   builds calibration.txt, evaluation.txt and manifest.json
-sketch        what an importance matrix keeps of the text it was computed on
+sketch        what an importance matrix records of the text it was computed on
 overlap       how much of an evaluation text was calibrated on
-heldout.py    the warnings of that, and of calibrating on what a corpus held out
+heldout.py    warnings about that, and about calibrating on held-out text
 """
 
 from __future__ import annotations

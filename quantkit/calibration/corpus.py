@@ -1,11 +1,11 @@
 """``quantkit calibration``: a corpus to calibrate on, and one to evaluate on that shares nothing with it.
 
-Documents are cut into passages, runs of passages of one document are *sections*. Sections are put in an order drawn
-from the seed; the first of them are held out for evaluation, whole and in reading order, until --heldout of the size
-is reached; of the others the passages, in an order drawn from the seed, are the calibration text until the rest of the
-size is full. Repetitions are dropped on the way, and so are passages that share too much with the held-out part.
+Documents are cut into passages; a run of passages of one document is a *section*. Sections are shuffled by the seed.
+The first of them, whole and in reading order, are held out for evaluation until --heldout of the size is reached. The
+passages of the others, shuffled by the seed, make the calibration text until the size is full. Repetitions are dropped,
+and so are passages that share too much with the held-out part.
 
-The order is that of BLAKE2b(seed, text): it depends on what is said, not on names of files or their order, and not on
+The order is that of BLAKE2b(seed, text): it depends on the content, not on file names, their order or
 Python's random numbers. The same texts and the same seed give the same bytes everywhere.
 """
 
@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,11 @@ from typing import Any
 from quantkit.calibration.documents import Inputs, read_inputs
 from quantkit.calibration.overlap import Sketch, sketch
 from quantkit.calibration.passages import Seen, cut, passage_hash
-from quantkit.errors import FormatError, QuantkitError, RecipeError
+from quantkit.errors import FormatError, RecipeError, ResourceError
+from quantkit.formats.outputs import Output, check_apart, check_free, read_whole, written
 
 CALIBRATION, EVALUATION, MANIFEST = "calibration.txt", "evaluation.txt", "manifest.json"
-#: What is between two passages.
+#: Separates passages.
 GAP = "\n\n"
 #: A section is at most this share of the held-out part, so that no document can fill it alone.
 _SECTIONS = 4
@@ -52,7 +54,7 @@ class Part:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what the manifest says of it."""
+        """Return its entry in the manifest."""
         return {
             "file": self.file,
             "sha256": self.sha256,
@@ -63,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Both texts, and how they came to be."""
+    """Both texts, and how they were made."""
 
     calibration: Part
     evaluation: Part
@@ -73,7 +75,7 @@ class Corpus:
     notes: tuple[str, ...] = ()
 
     def manifest(self) -> dict[str, Any]:
-        """Return the manifest: options, inputs, hashes; no time and no host, for it is reproducible."""
+        """Return the manifest: options, inputs, hashes; reproducible, hence without time or host."""
         return {
             "made_by": "quantkit calibration",
             **self.options,
@@ -102,28 +104,31 @@ def calibration(
     include: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Corpus:
-    """Build a corpus of local texts.
+    """Build a corpus from local texts.
 
     Args:
         inputs: files and folders.
         output: a folder for calibration.txt, evaluation.txt and manifest.json; None writes nothing.
         size: bytes of both texts together, at most.
-        heldout: the share of them that is for evaluation, 0 to 0.5.
+        heldout: the share kept for evaluation, 0 to 0.5.
         seed: draws the order.
         passage: bytes of a passage, at most.
-        include: patterns of file names for what is in folders.
+        include: name patterns for files in folders.
         overwrite: replace files of an earlier run.
 
-    Raises RecipeError for options that make no sense, FormatError for unusable inputs, QuantkitError for an output
+    Raises RecipeError for options that make no sense, FormatError for unusable inputs, ResourceError for an output
     that exists. All inputs are held in memory.
     """
     _check(size, heldout, passage)
     folder = None if output is None else Path(output)
-    if folder is not None and not overwrite:
-        _check_output(folder)
+    outputs = [] if folder is None else [folder / name for name in (MANIFEST, CALIBRATION, EVALUATION)]
+    if folder is not None and folder.exists():
+        for output in outputs:
+            check_free(output, overwrite=overwrite)
     found = read_inputs([Path(path) for path in inputs], include=include)
+    check_apart(outputs, [file.path for file in found.files])
     seen, key = Seen(), _order(seed)
-    # Of less text than asked for the same share is held out.
+    # The share is that of the text there is, even if it is less than --size.
     evaluation_size = int(min(size, sum(file.nbytes for file in found.files)) * heldout)
     sections = _sections(found, passage, max(passage, evaluation_size // _SECTIONS))
     if not sections:
@@ -142,7 +147,7 @@ def calibration(
     if not corpus.calibration.passages:
         raise FormatError(f"nothing is left to calibrate on: no passage fits {size} bytes; raise --size")
     if folder is not None:
-        _write(folder, corpus)
+        _write(folder, corpus, overwrite)
     return corpus
 
 
@@ -153,12 +158,6 @@ def _check(size: int, heldout: float, passage: int) -> None:
         raise RecipeError(f"passages of {passage} bytes are too short to tell repetitions: at least 64")
     if size < passage:
         raise RecipeError(f"a size of {size} bytes holds no passage of {passage} bytes")
-
-
-def _check_output(folder: Path) -> None:
-    for name in (CALIBRATION, EVALUATION, MANIFEST):
-        if (folder / name).exists():
-            raise QuantkitError(f"{folder / name} exists; give another folder, or --overwrite to replace it")
 
 
 def _order(seed: int) -> Callable[[str], bytes]:
@@ -186,7 +185,7 @@ def _sections(inputs: Inputs, passage: int, most: int) -> list[list[str]]:
 
 
 def _hold_out(sections: list[list[str]], nbytes: int, seen: Seen) -> tuple[list[str], list[str]]:
-    """Take passages in the order of sections until ``nbytes`` are full; return them, and all the others."""
+    """Take passages in section order until ``nbytes`` are full; return them and the rest."""
     pieces = [piece for section in sections for piece in section]
     taken: list[str] = []
     for i, piece in enumerate(pieces):
@@ -231,18 +230,21 @@ def _notes(corpus: Corpus) -> Iterator[str]:
         yield "the held-out part is too small for a single passage: no evaluation text"
 
 
-def _write(folder: Path, corpus: Corpus) -> None:
-    """Write the texts, then the manifest, which thus vouches for both."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MANIFEST).unlink(missing_ok=True)
-    for part in (corpus.calibration, corpus.evaluation):
-        (folder / part.file).write_bytes(part.text.encode())
-    (folder / MANIFEST).write_text(json.dumps(corpus.manifest(), indent=1, ensure_ascii=False) + "\n", "utf-8")
+def _write(folder: Path, corpus: Corpus, overwrite: bool) -> None:
+    """Write all three files; they appear together, the manifest last: if it exists, both texts are complete."""
+    manifest = json.dumps(corpus.manifest(), indent=1, ensure_ascii=False) + "\n"
+    texts = {MANIFEST: manifest, CALIBRATION: corpus.calibration.text, EVALUATION: corpus.evaluation.text}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ResourceError(f"{folder}: cannot be made: {e.strerror or e}; name another folder") from None
+    with ExitStack() as stack:
+        for name, text in texts.items():
+            path = stack.enter_context(Output(folder / name, overwrite=overwrite)).path
+            stack.enter_context(written(path)).write_bytes(text.encode())
+        (folder / MANIFEST).unlink(missing_ok=True)
 
 
 def sketch_file(path: str | os.PathLike[str]) -> Sketch:
-    """Return the sketch of a text file, to be recorded (Sketch.fields) or compared (overlap). Raises FormatError."""
-    try:
-        return sketch(Path(path).read_bytes())
-    except OSError as e:
-        raise FormatError(f"{path}: cannot be read: {e.strerror}") from e
+    """Return the sketch of a text file, to record (Sketch.fields) or compare (overlap). Raises FormatError."""
+    return sketch(read_whole(os.fspath(path)))

@@ -1,15 +1,15 @@
 """Text out of local files: plain text and code as they are, JSON Lines record by record.
 
-A file that is named is read, or an error. In a folder every file that is UTF-8 text is read; hidden ones, and what is
-no text, are passed over and counted. A few bytes 0 in a text are dropped, many mean that it is none. Of a JSON Lines
-record one of these is the text, the first that is there::
+A named file that cannot be read is an error. In folders, all UTF-8 text files are read; hidden files are skipped, and
+files that are not text are skipped and counted. Stray zero bytes are dropped; many mean that a file is not text.
+The text of a JSON Lines record is the first of these that exists::
 
     {"messages": [{"role": ..., "content": ...}, ...]}      contents, a blank line between; also "conversation(s)"
     {"conversations": [{"from": ..., "value": ...}, ...]}
     {"text": ...} or {"content": ...}
     {"instruction": ..., "input": ..., "output": ...}, {"prompt": ..., "completion": ...}, {"question": ..., ...} etc.
 
-Roles are not written: how they look is up to a model's chat template (quantkit imatrix --chat applies it).
+Roles are left out: their form is up to a model's chat template (quantkit imatrix --chat applies it).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import FormatError
+from quantkit.formats.outputs import read_whole
 
 JSON_LINES = (".jsonl", ".ndjson")
 _TURNS = ("messages", "conversations", "conversation")
@@ -31,19 +32,19 @@ _PARTS = (
 )  # fmt: skip
 
 
-#: A text may have a byte 0 by accident; more than one in so many bytes, and it is no text.
+#: A text may have stray zero bytes, up to one in this many.
 _ZERO_SHARE = 1000
 
 
 @dataclass
 class Input:
-    """What was found in one file."""
+    """The documents of one file."""
 
     path: Path
-    #: Bytes 0 that were dropped.
+    #: Zero bytes dropped.
     zeros: int = 0
     documents: list[str] = field(default_factory=list, repr=False)
-    #: Records of JSON Lines without a text, and the first of them.
+    #: JSON Lines records without a text, and the line of the first.
     skipped: int = 0
     first_skipped: int = 0
 
@@ -55,28 +56,28 @@ class Input:
 
 @dataclass
 class Inputs:
-    """All that was read."""
+    """All documents read."""
 
     files: list[Input]
-    #: Files in folders that are no text, and files that --include leaves out.
+    #: Files in folders that are not text, and files that --include leaves out.
     not_text: int = 0
     left_out: int = 0
 
 
 def read_inputs(paths: Sequence[Path], *, include: Sequence[str] = ()) -> Inputs:
-    """Read files and folders; ``include`` are patterns of names (*.md) for what is in folders.
+    """Read files and folders; ``include`` are name patterns (*.md) for files in folders.
 
-    Raises FormatError for a path that is missing, a named file that is no UTF-8 text, JSON Lines that are not.
+    Raises FormatError for a path that is missing, a named file that is not UTF-8 text, or invalid JSON Lines.
     """
     found = Inputs([])
     for path in paths:
         if not path.is_dir():
-            found.files.append(_input(path, _read(path)))
+            found.files.append(_input(path, read_whole(path)))
             continue
         for file in _walk(path):
             if include and not any(fnmatch(file.name, pattern) for pattern in include):
                 found.left_out += 1
-            elif _why_no_text(raw := _read(file)):
+            elif _why_no_text(raw := read_whole(file)):
                 found.not_text += 1
             else:
                 found.files.append(_input(file, raw))
@@ -84,7 +85,7 @@ def read_inputs(paths: Sequence[Path], *, include: Sequence[str] = ()) -> Inputs
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder, sorted, without hidden ones; links to folders are not followed."""
+    """Yield the files below a folder, sorted, without hidden ones or links to folders."""
     for path in sorted(folder.iterdir()):
         if path.name.startswith("."):
             continue
@@ -92,13 +93,6 @@ def _walk(folder: Path) -> Iterator[Path]:
             yield from _walk(path)
         elif path.is_file():
             yield path
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as e:
-        raise FormatError(f"{path}: cannot be read: {e.strerror}") from e
 
 
 def _why_no_text(raw: bytes) -> str | None:
@@ -129,7 +123,7 @@ def _input(path: Path, raw: bytes) -> Input:
             raise FormatError(f"{path}: line {number} is not JSON: {e}") from None
         document = record_text(record)
         if document is not None:
-            # Half a surrogate pair, which JSON can name and UTF-8 cannot hold, becomes "?".
+            # A lone surrogate, which JSON allows and UTF-8 does not, becomes "?".
             found.documents.append(document.encode(errors="replace").decode())
         else:
             found.skipped += 1
@@ -141,7 +135,7 @@ def _input(path: Path, raw: bytes) -> Input:
 
 
 def record_text(record: Any) -> str | None:
-    """Return the text of a JSON Lines record (the module says which); None where there is none."""
+    """Return the text of a JSON Lines record (see the module), None without one."""
     if isinstance(record, str):
         return record if record.strip() else None
     if not isinstance(record, dict):
@@ -156,7 +150,7 @@ def record_text(record: Any) -> str | None:
 
 
 def _turn(turn: Any) -> str:
-    """Return what is said in a turn; of a list of parts, the text parts."""
+    """Return the text of a turn; of a list of parts, the text parts."""
     if isinstance(turn, str):
         return turn
     if not isinstance(turn, dict):

@@ -1,13 +1,13 @@
-"""The held-out part of a corpus, and warnings: of an evaluation on calibrated text, of a calibration on held-out text.
+"""The held-out part of a corpus, and warnings about evaluating on calibration text or calibrating on held-out text.
 
-``quantkit calibration`` writes manifest.json beside its two texts. An importance matrix that is computed on either of
-them keeps a sketch of the part that was held out, quantkit.calibration.heldout.*, and the names of these files, so
-that every later step can tell whether that part was calibrated on after all: by name, in a copy, or through a merge.
+``quantkit calibration`` writes manifest.json beside its two texts. An importance matrix computed on either keeps
+a sketch of the held-out part, quantkit.calibration.heldout.*, and the names of its files, so that every later step can
+tell whether that part was calibrated on after all: by name, in a copy, or through a merge.
 
     calibrated_on      this evaluation text was calibrated on       quantkit perplexity, quantkit kld
     held_out_used      the held-out part was calibrated on          quantkit imatrix, imatrix merge, quantize
 
-Both take the metadata of an importance matrix, or of a model that was quantized with one, which keeps these keys.
+Both take the metadata of an importance matrix, or of a model quantized with one, which keeps these keys.
 """
 
 from __future__ import annotations
@@ -20,28 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.calibration.corpus import MANIFEST
-from quantkit.calibration.overlap import (
-    CALIBRATION,
-    Sketch,
-    merge_sketches,
-    overlap,
-    read_sketch,
-    sketch,
-    sketch_keys,
-)
+from quantkit.calibration.overlap import CALIBRATION, Sketch, merge_sketches, overlap, read_sketch, sketch, sketch_keys
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import Field, ValueType
 
 _PREFIX = f"{CALIBRATION}heldout."
 FILES_KEY = f"{_PREFIX}files"
 HELD_OUT_KEYS = (*sketch_keys(_PREFIX), FILES_KEY)
-#: Notes that begin so are shown as warnings.
+#: Notes with this prefix are shown as warnings.
 WARNING = "warning: "
 
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """Texts that were held out: their names, in the order of ``sketch.sha256``, and what they say."""
+    """Held-out texts: names, in the order of ``sketch.sha256``, and a sketch of their content."""
 
     files: tuple[str, ...]
     sketch: Sketch
@@ -53,10 +45,10 @@ class HeldOut:
 
 
 def held_out_beside(path: Path, raw: bytes) -> HeldOut | None:
-    """Return what was held out of the corpus that a text, file ``path`` of bytes ``raw``, is a part of.
+    """Return what was held out of the corpus that a text, file ``path`` with bytes ``raw``, belongs to.
 
-    None where there is no corpus's manifest beside the text, or none with its hash. The held-out text itself need not
-    be there any more: its hash stands in the manifest.
+    None unless the manifest beside the text lists its hash. The held-out text itself need not exist any more: the
+    manifest has its hash.
     """
     manifest = _manifest(path.parent / MANIFEST)
     parts = [manifest.get(part) for part in ("calibration", "evaluation")]
@@ -68,7 +60,7 @@ def held_out_beside(path: Path, raw: bytes) -> HeldOut | None:
     digest = hashlib.sha256(raw).hexdigest()
     if digest not in (chosen["sha256"], held_out["sha256"]) or not held_out.get("bytes"):
         return None
-    # Only a name: the file is looked for in this very folder.
+    # Only the name: the file must be in this folder.
     file = path.parent / Path(str(held_out.get("file"))).name
     text = raw if digest == held_out["sha256"] else _bytes(file)
     made = None if text is None else sketch(text)
@@ -88,13 +80,13 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 def _bytes(path: Path) -> bytes | None:
     try:
-        return path.read_bytes()
+        return path.read_bytes() if path.is_file() else None
     except OSError:
         return None
 
 
 def held_out_of(path: Path, metadata: Mapping[str, Field]) -> HeldOut | None:
-    """Return what the metadata of ``path`` say was held out; None where they do not. Raises FormatError."""
+    """Return what the metadata of ``path`` record as held out, None without a record. Raises FormatError."""
     found, files = read_sketch(path, metadata, _PREFIX), metadata.get(FILES_KEY)
     if found is None or files is None:
         return None
@@ -104,7 +96,7 @@ def held_out_of(path: Path, metadata: Mapping[str, Field]) -> HeldOut | None:
 
 
 def merge_held_out(parts: Sequence[HeldOut]) -> HeldOut | None:
-    """Return what several corpora held out, together; None of none."""
+    """Return what several corpora held out together, None if nothing."""
     if not parts:
         return None
     names = {digest: file for part in parts for digest, file in zip(part.sketch.sha256, part.files, strict=True)}
@@ -116,14 +108,14 @@ def merge_held_out(parts: Sequence[HeldOut]) -> HeldOut | None:
 
 
 def calibrated_on(path: Path, metadata: Mapping[str, Field], text: str | bytes) -> str | None:
-    """Return the warning that ``text`` was calibrated on, by the metadata of a model; None if there is none."""
+    """Return the warning that a model's metadata show ``text`` as calibrated on, or None."""
     known = read_sketch(path, metadata)
     found = overlap(text, known).warning if known is not None else None
     return None if found is None else WARNING + found
 
 
 def held_out_used(path: Path, metadata: Mapping[str, Field]) -> str | None:
-    """Return the warning that text was calibrated on which a corpus had held out, and which; None if none was."""
+    """Return the warning that held-out text was calibrated on, naming it, or None."""
     held_out, known = held_out_of(path, metadata), read_sketch(path, metadata)
     if held_out is None or known is None:
         return None

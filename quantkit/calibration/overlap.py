@@ -1,14 +1,14 @@
-"""Was this text calibrated on? A sketch of a text answers that later, without the text.
+"""Was this text calibrated on? A sketch of the calibration text answers that later, without the text.
 
 A *shingle* is eight words in a row (case and punctuation do not count; a Chinese, Japanese or Korean character is a
-word). A text's sketch keeps the hashes below 2^64 / scale of all its shingles, about one in ``scale``: the same
-shingle is kept in every sketch or in none, so of two sketches
+word). A text's sketch keeps those hashes of its shingles that are below 2^64 / scale, about one in ``scale``: a
+shingle is in every sketch or in none, so for two sketches
 
     overlap(evaluation, calibration) = | kept in both | / | kept of the evaluation |
 
 estimates the share of the evaluation's shingles that the calibration text has (FracMinHash). A sketch of a megabyte is
 10 000 hashes, 80 KB: small enough for the metadata of an importance matrix, quantkit.calibration.*, where quantize and
-perplexity find it. What it tells are shared passages, not shared sentences.
+perplexity find it. It detects shared passages, not shared sentences.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ U64Array = npt.NDArray[np.uint64]
 
 #: Words of a shingle.
 WORDS = 8
-#: One shingle in so many is kept.
+#: One shingle in this many is kept.
 SCALE = 16
-#: A sketch is thinned out, by a larger scale, until it is no longer than this.
+#: Longest sketch; longer ones are thinned out by a larger scale.
 MAX_HASHES = 1 << 16
-#: Below this share, or with fewer hashes than this in both, it is phrases that many texts have, or chance.
+#: Below this share, or with fewer common hashes than this, an overlap is chance or common phrases.
 NOTABLE, NOTABLE_HASHES = 0.02, 4
 
-#: Before the names of a sketch's keys.
+#: Prefix of a sketch's keys.
 CALIBRATION = "quantkit.calibration."
 
 
@@ -57,12 +57,12 @@ _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 @dataclass(frozen=True, eq=False)
 class Sketch:
-    """What is kept of a text, or of several."""
+    """A sketch of one text, or of several."""
 
     scale: int
-    #: uint64, sorted, each once.
+    #: uint64, sorted, unique.
     hashes: U64Array
-    #: SHA-256 of each text, hex: of a file that of all its bytes, as sha256sum and a corpus's manifest have it.
+    #: SHA-256 of each text, hex; of a whole file, as sha256sum prints it and a manifest has it.
     sha256: tuple[str, ...]
 
     def fields(self, prefix: str = CALIBRATION) -> dict[str, Field]:
@@ -82,15 +82,15 @@ class Overlap:
 
     #: Estimated share of the evaluation's shingles, 0 to 1.
     share: float
-    #: The very file, byte for byte.
+    #: The same file, byte for byte.
     same_text: bool
-    #: Hashes that the estimate rests on, and how many of them are in both.
+    #: Hashes the estimate rests on, and how many of them both sketches have.
     sampled: int
     shared: int
 
     @property
     def warning(self) -> str | None:
-        """A sentence for a user, or None when there is nothing to warn about."""
+        """A warning for the user, or None."""
         if self.same_text:
             return "this very text was calibrated on: it says nothing about other texts; evaluate on held-out text"
         if self.share < NOTABLE or self.shared < NOTABLE_HASHES:
@@ -102,7 +102,7 @@ class Overlap:
 
 
 def shingles(text: str) -> U64Array:
-    """Return the hash of every shingle of ``text``, uint64, in order; a shorter text is one shingle, none is none."""
+    """Return the hash of every shingle of ``text``, uint64, in order; a shorter text is one shingle, no text none."""
     cache: dict[str, int] = {}
     words = [_word_hash(word, cache) for word in _WORD.findall(text.casefold())]
     if not words:
@@ -137,7 +137,7 @@ def _bytes(text: str | bytes) -> bytes:
 
 
 def _evaluated(text: str | bytes) -> Sketch:
-    """Return the sketch of a text with the digests of both files it may come from: evaluations drop a last newline."""
+    """Return the sketch of a text with the digests of both possible files: evaluations drop a final newline."""
     raw = _bytes(text)
     bare = raw.removesuffix(b"\n")
     digests = (hashlib.sha256(x).hexdigest() for x in (raw, bare, bare + b"\n"))
@@ -145,7 +145,7 @@ def _evaluated(text: str | bytes) -> Sketch:
 
 
 def merge_sketches(sketches: Sequence[Sketch]) -> Sketch:
-    """Return the sketch of several texts together."""
+    """Return the common sketch of several texts."""
     scale = max((s.scale for s in sketches), default=SCALE)
     hashes = np.unique(np.concatenate([np.empty(0, np.uint64), *(s.hashes for s in sketches)]))
     return _thinned(scale, hashes, tuple(dict.fromkeys(digest for s in sketches for digest in s.sha256)))
@@ -178,7 +178,7 @@ def overlap(evaluation: str | bytes | Sketch, calibration: str | bytes | Sketch 
 
 
 def sketch_of(imatrix: Imatrix) -> Sketch | None:
-    """Return the sketch of the texts that an importance matrix was computed on; None where it does not say.
+    """Return the sketch of the texts an importance matrix was computed on, None if it has none.
 
     Raises FormatError where the keys are not what Sketch.fields writes.
     """
@@ -186,7 +186,7 @@ def sketch_of(imatrix: Imatrix) -> Sketch | None:
 
 
 def read_sketch(path: Path, metadata: Mapping[str, Field], prefix: str = CALIBRATION) -> Sketch | None:
-    """Return a sketch from the metadata of ``path``, an importance matrix or a model made with one; None without.
+    """Return a sketch from the metadata of ``path``, an importance matrix or a model made with one, or None.
 
     Raises FormatError where the keys are not what Sketch.fields writes.
     """

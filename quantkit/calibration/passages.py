@@ -1,9 +1,9 @@
-"""Documents cut into passages, and which passages say nothing new.
+"""Cutting documents into passages, and dropping those that say nothing new.
 
 A passage ends at a blank line, else at the end of a line, else between words, and is at most ``size`` bytes long (the
 last resort, between characters, is for text without spaces). It is dropped when
 
-    its text, white space and case aside, was there before                          (exact duplicate)
+    its text, ignoring white space and case, was seen before                        (exact duplicate)
     at least NEAR of its shingles were in passages kept before                      (near duplicate)
     more than LEAK of its shingles are in the held-out part, or all passages        (would be calibrated on)
     together would share more than LEAK_ALL of the held-out part's
@@ -45,7 +45,7 @@ def _end(text: str, size: int) -> int:
         limit = max(1, len(text[:limit].encode()[:size].decode(errors="ignore")))
     if limit == len(text):
         return limit
-    # Not so early that passages get tiny.
+    # Not so early that passages become tiny.
     least = limit // 2
     for mark in ("\n\n", "\n", " "):
         at = text.rfind(mark, least, limit)
@@ -55,25 +55,25 @@ def _end(text: str, size: int) -> int:
 
 
 def passage_hash(passage: str) -> str:
-    """Return a hash of what a passage says, white space and case aside: 32 hex digits of a SHA-256."""
+    """Return a hash of a passage, ignoring white space and case: 32 hex digits of a SHA-256."""
     return hashlib.sha256(" ".join(passage.casefold().split()).encode()).hexdigest()[:32]
 
 
 @dataclass
 class Seen:
-    """What was kept so far, and what was dropped why."""
+    """The shingles kept so far, and counts of what was dropped, by reason."""
 
     exact: set[str] = field(default_factory=set, repr=False)
     kept: set[int] = field(default_factory=set, repr=False)
     held_out: set[int] = field(default_factory=set, repr=False)
-    #: Shingles of the held-out part that are in the calibration text nevertheless.
+    #: Shingles of the held-out part that the calibration text still has.
     leaked: set[int] = field(default_factory=set, repr=False)
     exact_dropped: int = 0
     near_dropped: int = 0
     leak_dropped: int = 0
 
     def take(self, passage: str, *, held_out: bool = False) -> bool:
-        """Say whether ``passage`` is to be kept; if so, remember it."""
+        """Return whether to keep ``passage``; if so, remember it."""
         digest = passage_hash(passage)
         if digest in self.exact:
             self.exact_dropped += 1

@@ -1,4 +1,4 @@
-"""The command line: one file per command, loaded only when it is the one that runs."""
+"""The command line: one file per command, imported only when that command runs."""
 
 from __future__ import annotations
 
@@ -9,37 +9,39 @@ from typing import Any
 
 import click
 
-from quantkit import __version__
+from quantkit.cli.options import WholeNames
 from quantkit.errors import QuantkitError
+from quantkit.helpers import printable
+from quantkit.version import __version__
 
-#: Command -> one line of help; the module of the same name in this package holds a click command ``command``.
+#: Command -> one line of help; the module of that name in this package holds the click command, ``command``.
 COMMANDS = {
-    "quantize": "Quantize a GGUF model, byte for byte as llama-quantize, several times faster.",
-    "merge-up-gate": "Merge the up and gate experts of a MoE into one tensor, byte for byte, offline.",
-    "split-up-gate": "Take merged up and gate experts apart; undoes merge-up-gate exactly.",
+    "quantize": "Quantize a GGUF model: the bytes of llama-quantize, several times faster.",
+    "merge-up-gate": "Merge the up and gate experts of a MoE model into one tensor, byte for byte.",
+    "split-up-gate": "Split merged up and gate experts; undoes merge-up-gate exactly.",
     "inspect": "Show what is in a GGUF file: tensors, types, sizes, metadata, shards.",
-    "compare": "Compare two GGUF files: metadata, types, bytes, and the error after decoding.",
-    "perplexity": "Measure the perplexity of a text; keep the logits as a base for kld.",
-    "kld": "Measure the KL divergence of a model from base logits.",
-    "logits": "Write the logits that a model computes for some tokens.",
-    "imatrix": "Importance matrices: collect, show, compare, merge and convert them.",
-    "calibration": "Build a text to calibrate on, and one to evaluate on, from local files.",
-    "bench": "Measure how fast a model runs: prompts and generation, fused and not.",
-    "sweep-bench": "Measure speed step by step while a context fills.",
-    "types": "List all tensor types and presets of llama.cpp and ik_llama.cpp.",
+    "compare": "Compare two GGUF files: metadata, types, bytes, and error after decoding.",
+    "perplexity": "Measure perplexity on a text; save logits as a base for kld.",
+    "kld": "Measure the KL divergence of a model from saved logits.",
+    "logits": "Write the logits a model computes for given tokens.",
+    "imatrix": "Collect, show, compare, merge and convert importance matrices.",
+    "calibration": "Build a calibration text and a disjoint evaluation text from local files.",
+    "bench": "Measure prompt and generation speed, with and without fusion.",
+    "sweep-bench": "Measure speed as the context fills.",
+    "types": "List the tensor types and presets of llama.cpp and ik_llama.cpp.",
 }
 
 
 class _Shown(click.ClickException):
-    """An error of the library, as click shows it: one line, and the error's exit code."""
+    """An error of the library as click shows it: one line, with the error's exit code."""
 
     def __init__(self, error: QuantkitError) -> None:
-        super().__init__(error.message)
+        super().__init__(printable(error.message))
         self.exit_code = error.exit_code  # type: ignore[misc]
 
 
-class LazyGroup(click.Group):
-    """A group that knows its commands by name and imports one when asked for it."""
+class LazyGroup(WholeNames, click.Group):
+    """A group that knows its commands by name and imports them on demand."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -72,13 +74,14 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line; what ends it early (Ctrl-C, `quantkit types | head`, a full disk) takes one line at most.
+    """Run the command line; an early end (Ctrl-C, `quantkit types | head`, a full disk) prints one line at most.
 
-    click's own way out would call Ctrl-C "Aborted!" and end with 1; shells expect 130.
+    By itself click prints "Aborted!" on Ctrl-C and exits with 1; shells expect 130.
     """
     try:
         sys.exit(cli.main(prog_name="quantkit", standalone_mode=False))
     except click.ClickException as e:
+        e.message = printable(e.message)  # type: ignore[misc]  # names stand in click's own messages, too
         e.show()
         sys.exit(e.exit_code)
     except click.Abort:
@@ -89,10 +92,10 @@ def main() -> None:
         sys.exit(1)
     except OSError as e:  # a device that fails, a full disk behind stdout
         _drop_output()
-        click.echo(f"Error: {f'{e.filename}: ' if e.filename else ''}{e.strerror or e}", err=True)
+        click.echo(f"Error: {printable(f'{e.filename}: ' if e.filename else '')}{e.strerror or e}", err=True)
         sys.exit(1)
 
 
 def _drop_output() -> None:
-    """Let Python's last flush of stdout go nowhere, since it cannot go where it should."""
+    """Point stdout at /dev/null, so that Python's last flush does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -12,86 +12,73 @@ from typing import Any
 
 import click
 
-from quantkit.bench import Result, Setting, Test, bench, combinations
-from quantkit.cli.evaluation import FILE, KV_TYPES, MODEL, placement_given, placement_options
-from quantkit.cli.options import NUMBERS, GroupedCommand, option
-from quantkit.helpers import format_count, format_size
+from quantkit.bench import SWITCHES, Result, Setting, Test, bench, combinations
+from quantkit.cli.complete import MODEL_FILE
+from quantkit.cli.evaluation import KV_NAMES, KV_TYPES, MODEL, one_kv_type, placement_given, placement_options
+from quantkit.cli.ignored import ignored_options
+from quantkit.cli.options import NUMBERS, GroupedCommand, on_command_line, option, setting
+from quantkit.cli.table import columns
+from quantkit.helpers import format_count, format_size, printable, shorten
 
-_TESTS, _SETTINGS, _OUT = "Tests", "How the model runs (several values: all combinations)", "Output"
+_TESTS, _SETTINGS, _OUT = "Tests", "How the model runs (several values, as 0,1: every combination)", "Output"
 FORMATS = ("md", "csv", "json", "jsonl")
 
 
 def flags(*names: str, help: str, default: str) -> Any:  # noqa: A002
-    """Declare a switch that takes 0, 1 or 0,1."""
-    return option(*names, group=_SETTINGS, type=NUMBERS, default=default, show_default=True, metavar="0,1", help=help)
+    """Declare a switch whose value is 0, 1 or 0,1."""
+    return setting(*names, group=_SETTINGS, type=NUMBERS, default=default, metavar="0,1", help=help)
 
 
 @click.command("bench", cls=GroupedCommand)
 @option(
-    "-m", "--model", "models", group=MODEL, type=FILE, required=True, multiple=True, help="A GGUF file; repeatable."
+    "-m", "--model", "models", group=MODEL, type=MODEL_FILE, required=True, multiple=True, help="A model; repeatable."
 )
-@option("-p", "--n-prompt", group=_TESTS, type=NUMBERS, default="512", show_default=True, help="Prompts of n tokens.")
-@option("-n", "--n-gen", group=_TESTS, type=NUMBERS, default="128", show_default=True, help="n tokens one by one.")
-@option("-pg", "both", group=_TESTS, multiple=True, metavar="PP,TG", help="A prompt, then tokens one by one.")
-@option("-d", "--n-depth", group=_TESTS, type=NUMBERS, default="0", show_default=True, help="After n tokens.")
-@option("-r", "--repetitions", group=_TESTS, type=click.IntRange(1), default=5, show_default=True, help="Of each test.")
-@option("--no-warmup", group=_TESTS, is_flag=True, help="Count the first run, too.")
-@option("-t", "--threads", group=_SETTINGS, type=NUMBERS, default="0", help="Threads; 0, the default: all CPUs.")
-@option(
-    "-b", "--batch-size", group=_SETTINGS, type=NUMBERS, default="2048", show_default=True, help="Tokens of a pass."
+@setting("-p", "--n-prompt", group=_TESTS, type=NUMBERS, default="512", help="Prompts of N tokens.")
+@setting("-n", "--n-gen", group=_TESTS, type=NUMBERS, default="128", help="N tokens, one by one.")
+@option("-pg", "both", group=_TESTS, multiple=True, metavar="PP,TG", help="A prompt of PP, then TG tokens one by one.")
+@setting("-d", "--n-depth", group=_TESTS, type=NUMBERS, default="0", help="Tokens before each test.")
+@setting("-r", "--repetitions", group=_TESTS, type=click.IntRange(1), default=5, help="Runs of each test.")
+@option("--no-warmup", group=_TESTS, is_flag=True, help="No untimed first run.")
+@option("-t", "--threads", group=_SETTINGS, type=NUMBERS, default="0", help="Threads; 0, the default, for all CPUs.")
+@setting("-b", "--batch-size", group=_SETTINGS, type=NUMBERS, default="2048", help="Tokens per pass.")
+@setting("-ub", "--ubatch-size", group=_SETTINGS, type=NUMBERS, default="512", help="Tokens at once.")
+@setting(
+    *KV_NAMES,
+    group=_SETTINGS,
+    multiple=True,
+    default=["f16"],
+    callback=one_kv_type,
+    help=f"Type of both K and V cache: {', '.join(KV_TYPES)}.",
 )
-@option("-ub", "--ubatch-size", group=_SETTINGS, type=NUMBERS, default="512", show_default=True, help="At once in it.")
-@option("-ctk", "--kv-type", group=_SETTINGS, default="f16", show_default=True, help=f"Caches: {', '.join(KV_TYPES)}.")
-@flags("-fug", "--fused-up-gate", default="1", help="Fused up+gate of dense layers and shared experts.")
-@flags("-fmoe", "--fused-moe", default="1", help="Fused up+gate of experts.")
-@flags("-fqkv", "--fused-qkv", default="1", help="q, k and v in one pass.")
+@flags("-fug", "--fused-up-gate", default="1", help="Fuse up and gate of dense layers and shared experts.")
+@flags("-fmoe", "--fused-moe", default="1", help="Fuse up and gate of experts.")
+@flags("-fqkv", "--fused-qkv", default="1", help="Fuse q, k and v.")
+@flags("-flaunch", "--fused-launches", default="1", help="On GPUs, fuse neighbouring operations into one launch.")
 @flags("-muge", "--merge-up-gate-experts", default="0", help="Merge up and gate experts while loading.")
 @placement_options
-@option(
-    "-o", "--output", "form", group=_OUT, type=click.Choice(FORMATS), default="md", show_default=True, help="Format."
-)
-@option("--progress", group=_OUT, is_flag=True, help="Say on stderr what runs.")
-def command(
-    models: Sequence[Path],
-    n_prompt: Sequence[int],
-    n_gen: Sequence[int],
-    both: Sequence[str],
-    n_depth: Sequence[int],
-    repetitions: int,
-    no_warmup: bool,
-    threads: Sequence[int],
-    batch_size: Sequence[int],
-    ubatch_size: Sequence[int],
-    kv_type: str,
-    fused_up_gate: Sequence[int],
-    fused_moe: Sequence[int],
-    fused_qkv: Sequence[int],
-    merge_up_gate_experts: Sequence[int],
-    form: str,
-    progress: bool,
-    **run: Any,
-) -> None:
+@ignored_options
+@setting("-o", "--output", "form", group=_OUT, type=click.Choice(FORMATS), default="md", help="Format.")
+@option("--progress", group=_OUT, is_flag=True, help="Print on stderr what is running.")
+def command(models: Sequence[Path], repetitions: int, no_warmup: bool, form: str, progress: bool, **run: Any) -> None:
     """Measure how fast a model runs, as llama-bench does.
 
-    ppN is a prompt of N tokens, tgN are N tokens one by one. GB/s are the weights and caches that generating reads,
-    `of read` is that as a share of what the device can read (a card: copy), `of peak` the multiplications as a share of
-    its arithmetic peak (a CPU's 8-bit integers, a card's bf16 GEMM).
+    ppN is a prompt of N tokens, tgN generates N tokens one by one. GB/s counts the weights and caches that generation
+    reads; `read` is its share of the measured bandwidth (on a GPU: of a copy), `peak` the share of the measured
+    arithmetic peak (8-bit integers on a CPU, a bf16 GEMM on a GPU).
 
     \b
     quantkit bench -m model.gguf
     quantkit bench -m model.gguf -p 512,2048 -n 64 -d 0,4096 -o json
     quantkit bench -m moe.gguf -fmoe 0,1 -muge 0,1
     """
-    tests = _tests(n_prompt, n_gen, both, n_depth)
+    tests = _tests(run["n_prompt"], run["n_gen"], run["both"], run["n_depth"])
+    run["merge_up_gate"] = run.pop("merge_up_gate_experts")
     settings = combinations(
-        n_batch=batch_size,
-        n_ubatch=ubatch_size,
-        kv_type=_kv_types(kv_type),
-        threads=threads,
-        fused_up_gate=[bool(x) for x in fused_up_gate],
-        fused_moe=[bool(x) for x in fused_moe],
-        fused_qkv=[bool(x) for x in fused_qkv],
-        merge_up_gate=[bool(x) for x in merge_up_gate_experts],
+        n_batch=run["batch_size"],
+        n_ubatch=run["ubatch_size"],
+        kv_type=_kv_types(run["kv_type"]),
+        threads=run["threads"],
+        **{name: [bool(x) for x in run[name]] for name in SWITCHES},
         placement=[placement_given(run)],
         max_vram=[run["max_vram"]],
         cublas=[run["cublas"]],
@@ -110,7 +97,7 @@ def command(
 
 
 def _kv_types(text: str) -> list[str]:
-    found = [t.strip().lower() for t in text.split(",")]
+    found = [t.strip() for t in text.split(",")]
     for t in found:
         if t not in KV_TYPES:
             raise click.BadParameter(f"{t!r} is none of {', '.join(KV_TYPES)}", param_hint="-ctk")
@@ -126,11 +113,14 @@ def _tests(n_prompt: Sequence[int], n_gen: Sequence[int], both: Sequence[str], d
             raise click.BadParameter(f"{text!r}: write PP,TG such as 512,128", param_hint="-pg") from None
         pairs.append((p, g))
     if any(p < 0 or g < 0 for p, g in pairs) or any(d < 0 for d in depths):
-        raise click.BadParameter("tokens are counted from 0", param_hint="-p, -n, -pg, -d")
+        raise click.BadParameter("give 0 or more tokens", param_hint="-p, -n, -pg, -d")
     return [Test(p, g, d) for d in depths for p, g in pairs]
 
 
 # ---------------------------------------------------------------- formats
+
+#: Columns of a terminal for the whole table, and a model's longest name in a narrower one.
+_WIDE, _NAME = 110, 20
 
 #: Columns that stand in the table if the command line sets their option: header, option, value.
 _OPTIONAL: tuple[tuple[str, str, Callable[[Setting], object]], ...] = (
@@ -140,53 +130,52 @@ _OPTIONAL: tuple[tuple[str, str, Callable[[Setting], object]], ...] = (
     ("fug", "fused_up_gate", lambda s: int(s.fused_up_gate)),
     ("fmoe", "fused_moe", lambda s: int(s.fused_moe)),
     ("fqkv", "fused_qkv", lambda s: int(s.fused_qkv)),
+    ("flaunch", "fused_launches", lambda s: int(s.fused_launches)),
     ("muge", "merge_up_gate_experts", lambda s: int(s.merge_up_gate)),
 )
 
 
 def _print_md(results: Iterable[Result]) -> None:
-    """Print a table row by row, as results come: whoever waits sees something."""
-    columns = [column for column in _OPTIONAL if _given(column[1])]
-    names = ["model", "size", "params", "backend", "threads", *(name for name, _, _ in columns), "test", "t/s"]
-    names += ["GB/s", "of read", "of peak"]
+    """Print a table row by row, as results come; a narrow terminal gets shorter names, no size and no params."""
+    narrow = (columns() or _WIDE) < _WIDE
+    given = [column for column in _OPTIONAL if on_command_line(column[1])]
+    names = ["model", "size", "params", "backend", "threads", *(name for name, _, _ in given), "test", "t/s"]
+    names += ["GB/s", "read", "peak"]
     machine = None
     for r in results:
         if machine is None:
-            click.echo("| " + " | ".join(names) + " |")
-            click.echo("| " + " | ".join("---" if i < 4 else "---:" for i in range(len(names))) + " |")
+            click.echo(_md_row(names, narrow))
+            click.echo(_md_row(["---" if i < 4 else "---:" for i in range(len(names))], narrow))
         machine = r.machine
         cells = [
-            r.model,
+            printable(r.model),
             format_size(r.model_size),
             format_count(r.model_n_params),
             machine.backends,
             str(machine.threads),
-            *(str(value(r.setting)) for _, _, value in columns),
+            *(str(value(r.setting)) for _, _, value in given),
             str(r.test),
             f"{r.avg_ts:.2f} ± {r.stddev_ts:.2f}",
             f"{r.gb_s:.1f}" if r.gb_s else "",
             f"{r.bandwidth_share:.0%}" if r.gb_s and machine.read_gb_s else "",
             f"{r.peak_share:.0%}" if machine.peak_gops else "",
         ]
-        click.echo("| " + " | ".join(cells) + " |")
+        click.echo(_md_row(cells, narrow))
     if machine is not None and machine.peak:
         of = f"with {machine.threads} threads" if machine.backends == "CPU" else f"of {machine.backends}"
         click.echo(
-            f"\nthis machine, measured: {machine.read_gb_s:.1f} GB/s read, {machine.peak_gops:.0f} GOPS of "
-            f"{machine.peak} {of}"
+            f"\nmeasured here: {machine.read_gb_s:.1f} GB/s read, {machine.peak_gops:.0f} GOPS of {machine.peak} {of}"
         )
 
 
-def _given(name: str) -> bool:
-    """Tell whether the command line set this option."""
-    source = click.get_current_context().get_parameter_source(name)
-    return source is click.core.ParameterSource.COMMANDLINE
+def _md_row(cells: Sequence[str], narrow: bool) -> str:
+    return f"| {' | '.join([shorten(cells[0], _NAME), *cells[3:]] if narrow else cells)} |"
 
 
 def _print_csv(results: Iterable[Result]) -> None:
     first = True
     for r in results:
-        row = r.row()
+        row = {name: printable(value) if isinstance(value, str) else value for name, value in r.row().items()}
         buffer = io.StringIO()
         writer = csv.DictWriter(buffer, row.keys(), lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
         if first:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import click
 
 from quantkit.calibration import Corpus, calibration
 from quantkit.calibration.corpus import MANIFEST
-from quantkit.cli.options import SHARE, SIZE, GroupedCommand, echo_notes, option
+from quantkit.cli.options import SHARE, SIZE, GroupedCommand, echo_notes, option, setting, to_json
 from quantkit.helpers import format_size, printable
 
 _TEXT, _OUT = "The text", "Output"
@@ -18,19 +17,11 @@ _TEXT, _OUT = "The text", "Output"
 
 @click.command("calibration", cls=GroupedCommand)
 @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@option("--size", group=_TEXT, type=SIZE, default="1M", show_default=True, help="Bytes of both texts together.")
-@option(
-    "--heldout",
-    group=_TEXT,
-    type=SHARE,
-    default="5%",
-    show_default=True,
-    metavar="SHARE",
-    help="Share of it that is for evaluation only.",
-)
-@option("--seed", group=_TEXT, type=int, default=0, show_default=True, help="Draws what is taken, in which order.")
-@option("--passage", group=_TEXT, type=SIZE, default="2000", show_default=True, help="Bytes of a passage, at most.")
-@option("--include", group=_TEXT, multiple=True, metavar="GLOB", help="Of folders only such files; may be repeated.")
+@setting("--size", group=_TEXT, type=SIZE, default="1M", help="Bytes of both texts together.")
+@setting("--heldout", group=_TEXT, type=SHARE, default="5%", metavar="SHARE", help="Share held out.")
+@setting("--seed", group=_TEXT, type=int, default=0, help="Seed of the selection and its order.")
+@setting("--passage", group=_TEXT, type=SIZE, default="2000", help="Most bytes of a passage.")
+@option("--include", group=_TEXT, multiple=True, metavar="GLOB", help="Only these files of folders; may be repeated.")
 @option(
     "-o",
     "--output",
@@ -40,7 +31,7 @@ _TEXT, _OUT = "The text", "Output"
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder for calibration.txt, evaluation.txt, manifest.json.",
 )
-@option("--overwrite", group=_OUT, is_flag=True, help="Replace files of an earlier run.")
+@option("--overwrite", group=_OUT, is_flag=True, help="Replace the files of an earlier run.")
 @option("--json", "as_json", group=_OUT, is_flag=True, help="Print the manifest.")
 def command(
     inputs: tuple[Path, ...],
@@ -53,11 +44,11 @@ def command(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Build a text to calibrate on, and one to evaluate on that shares nothing with it.
+    """Build a calibration text and an evaluation text that share no passage.
 
     INPUT are files and folders: text, code, Markdown, JSON Lines (.jsonl, .ndjson) of chats or texts. They are cut
-    into passages, repetitions are dropped, exact ones and near ones, and passages are drawn by the seed. The same
-    texts and seed give the same bytes.
+    into passages, exact and near repetitions are dropped, and the seed selects passages. The same texts and seed give
+    the same bytes.
 
     \b
     quantkit calibration -o corpus wiki.txt chats.jsonl ~/src/project
@@ -66,20 +57,10 @@ def command(
     quantkit perplexity -m model-Q4_K_M.gguf -f corpus/evaluation.txt
     """
     corpus = calibration(
-        inputs,
-        output,
-        size=size,
-        heldout=heldout,
-        seed=seed,
-        passage=passage,
-        include=include,
-        overwrite=overwrite,
+        inputs, output, size=size, heldout=heldout, seed=seed, passage=passage, include=include, overwrite=overwrite
     )
     echo_notes(corpus.notes)
-    if as_json:
-        click.echo(json.dumps(corpus.manifest(), indent=2))
-    else:
-        click.echo("\n".join(_lines(corpus, output)))
+    click.echo(to_json(corpus.manifest()) if as_json else "\n".join(_lines(corpus, output)))
 
 
 def _lines(corpus: Corpus, output: Path) -> Iterator[str]:

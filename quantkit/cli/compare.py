@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import click
 from tqdm import tqdm
 
-from quantkit.cli.options import GroupedCommand, echo_notes, json_value, one_line, option, table
+from quantkit.cli.complete import IMATRIX, MODEL
+from quantkit.cli.options import (
+    DiffTrouble,
+    GroupedCommand,
+    echo_notes,
+    json_value,
+    one_line,
+    option,
+    threads_option,
+    to_json,
+)
+from quantkit.cli.table import folded, listed, table
 from quantkit.compare import (
     ClassComparison,
     Comparison,
@@ -26,23 +37,22 @@ from quantkit.errors import QuantkitError
 from quantkit.formats.gguf import Field, TensorInfo
 from quantkit.helpers import format_size, printable, shorten
 
-_WHAT, _RUN, _OUT = "What is compared", "The run", "Output"
-_FILE = click.Path(path_type=Path)
-#: Characters of a value, and of a name; lines of a list that --per-tensor does not shorten.
-_WIDTH, _NAME, _LINES = 40, 64, 12
+_WHAT, _OUT = "What to compare", "Output"
+#: Widest value, and widest name.
+_WIDTH, _NAME = 40, 64
 
 
 @click.command("compare", cls=GroupedCommand)
-@click.argument("a", metavar="A", type=_FILE)
-@click.argument("b", metavar="B", type=_FILE)
-@option("--metadata-only", group=_WHAT, is_flag=True, help="Leave the tensors alone.")
-@option("--tensors-only", group=_WHAT, is_flag=True, help="Leave the metadata alone.")
-@option("--ignore-metadata", group=_WHAT, multiple=True, metavar="REGEX", help="Keys not to count; may be repeated.")
-@option("--tensors", group=_WHAT, metavar="REGEX", help="Only tensors with REGEX in their names.")
-@option("--no-error", group=_WHAT, is_flag=True, help="Compare bytes only: decode nothing.")
-@option("--imatrix", group=_WHAT, type=_FILE, help="Weigh the error by this importance matrix, too.")
-@option("-j", "--threads", group=_RUN, type=click.IntRange(0), help="Worker threads; 0 or nothing: all CPUs.")
-@option("--per-tensor", group=_OUT, is_flag=True, help="List every tensor, not only classes of them.")
+@click.argument("a", metavar="A", type=MODEL)
+@click.argument("b", metavar="B", type=MODEL)
+@option("--metadata-only", group=_WHAT, is_flag=True, help="Skip the tensors.")
+@option("--tensors-only", group=_WHAT, is_flag=True, help="Skip the metadata.")
+@option("--ignore-metadata", group=_WHAT, multiple=True, metavar="REGEX", help="Metadata keys to ignore; repeatable.")
+@option("--tensors", group=_WHAT, metavar="REGEX", help="Only tensors whose names match REGEX.")
+@option("--no-error", group=_WHAT, is_flag=True, help="Compare bytes only, without decoding.")
+@option("--imatrix", group=_WHAT, type=IMATRIX, help="Also report the error weighted by this importance matrix.")
+@threads_option
+@option("--per-tensor", group=_OUT, is_flag=True, help="List every tensor, not only classes.")
 @option("--json", "as_json", group=_OUT, is_flag=True, help="Print everything as JSON.")
 def command(
     a: Path,
@@ -57,17 +67,17 @@ def command(
     per_tensor: bool,
     as_json: bool,
 ) -> None:
-    """Compare two GGUF models: metadata, shapes, types, bytes, and the error of B with A as the reference.
+    """Compare two GGUF models: metadata, shapes, types, bytes, and the error of B against A.
 
-    Split models compare as wholes; shards, order, padding and GGUF version do not count. The relative error is
-    sqrt(sum (A - B)^2 / sum A^2) over the tensors that differ, "max error" the largest |A - B|.
+    Split models are compared as a whole; shards, tensor order, padding and GGUF version are ignored. The relative error
+    is sqrt(sum (A - B)^2 / sum A^2) over the tensors that differ, "max error" the largest |A - B|.
 
-    Exit code as of diff: 0 nothing differs, 1 something does, 2 wrong usage or a file that cannot be read.
+    Exit code as with diff: 0 nothing differs, 1 something does, 2 wrong usage or a file that cannot be read.
     """
     if metadata_only and (tensors_only or tensors is not None):
         raise click.UsageError("--metadata-only excludes --tensors-only and --tensors")
     try:
-        with _Bar(quiet=as_json) as bar:
+        with closing(_Bar(quiet=as_json)) as bar:
             found = compare(
                 a,
                 b,
@@ -80,23 +90,14 @@ def command(
                 progress=bar.progress,
             )
     except QuantkitError as e:
-        raise _Trouble(e.message) from e
+        raise DiffTrouble(e.message) from e
     echo_notes(found.notes)
-    if as_json:
-        click.echo(json.dumps(_as_dict(found), indent=2, allow_nan=False))
-    else:
-        click.echo(_text(found, per_tensor=per_tensor))
+    click.echo(to_json(_as_dict(found)) if as_json else _text(found, per_tensor=per_tensor))
     sys.exit(0 if found.identical else 1)
 
 
-class _Trouble(click.ClickException):
-    """An error, told apart from a difference by its exit code, as diff does."""
-
-    exit_code = 2
-
-
 class _Bar:
-    """A progress bar on a terminal, nothing elsewhere."""
+    """A progress bar, if stderr is a terminal."""
 
     def __init__(self, *, quiet: bool) -> None:
         shown = not quiet and sys.stderr.isatty()
@@ -108,10 +109,7 @@ class _Bar:
             self.bar.total = todo
             self.bar.update(done - self.bar.n)
 
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
 
@@ -147,7 +145,7 @@ def _metadata_lines(found: Comparison) -> Iterator[str]:
     ignored = f", {found.metadata_ignored} ignored" if found.metadata_ignored else ""
     yield f"metadata: {', '.join(counts)}{ignored}"
     for difference in sorted(differences, key=lambda d: ("changed", "added", "removed").index(d.kind)):
-        yield f"  {difference.kind:<7}  {shorten(printable(difference.key), _NAME)}: {_change(difference)}"
+        yield folded(f"  {difference.kind:<7}  {_name(difference.key)}: {_change(difference)}", 11)
 
 
 def _change(difference: MetadataDifference) -> str:
@@ -159,7 +157,7 @@ def _change(difference: MetadataDifference) -> str:
     if a.type == b.type and isinstance(a.value, str):
         return _string_change(a.value, b.value)
     if a.type == b.type:
-        # %.9g tells any two float32 apart; what looks alike even so (NaN, -0) differs in bits.
+        # %.9g is unique for every float32; values that still look equal (NaN, -0) differ in bits.
         return " -> ".join(f"{v:.9g}" if isinstance(v, float) else one_line(v) for v in (a.value, b.value))
     return f"{a.describe()} {_value(a)} -> {b.describe()} {_value(b)}"
 
@@ -173,7 +171,7 @@ def _value(item: Field | None) -> str:
 
 
 def _string_change(a: str, b: str) -> str:
-    """Show two strings from shortly before their first difference."""
+    """Show two strings around their first difference."""
     if max(len(a), len(b)) <= _WIDTH:
         return f'"{printable(a)}" -> "{printable(b)}"'
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -199,24 +197,18 @@ def _tensor_lines(found: Comparison, tensors: Sequence[TensorComparison], *, ful
     for side, only in (("A", found.only_a), ("B", found.only_b)):
         if only:
             yield f"  only in {side}: {len(only)}"
-            yield from _cut([f"    {_tensor(t)}" for t in only], full=full)
+            yield from listed(map(_tensor, only), 4, full=full)
     shapes = [t for t in tensors if t.difference == "shape"]
     if shapes:
         yield "  of different shape:"
-        lines = [f"    {_name(t.name)}: {_dims(t.a)} {t.a.type} -> {_dims(t.b)} {t.b.type}" for t in shapes]
-        yield from _cut(lines, full=full)
+        lines = [f"{_name(t.name)}: {_dims(t.a)} {t.a.type} -> {_dims(t.b)} {t.b.type}" for t in shapes]
+        yield from listed(lines, 4, full=full)
     weighted = [t.error.weighted for t in tensors if t.error is not None]
     if any(weighted) and not all(weighted):
         yield f"  the importance matrix has entries for {sum(weighted)} of the {len(weighted)} tensors with an error"
     unmeasured = Counter(t.note for t in tensors if t.note and t.difference != "shape")
     for note, n in unmeasured.items():
         yield f"  no error for {n}: {note}"
-
-
-def _cut(lines: list[str], *, full: bool) -> list[str]:
-    if full or len(lines) <= _LINES:
-        return lines
-    return [*lines[: _LINES - 1], f"    and {len(lines) - _LINES + 1} more (--per-tensor lists all)"]
 
 
 def _name(name: str) -> str:
@@ -232,63 +224,38 @@ def _tensor(tensor: TensorInfo) -> str:
 
 
 def _percent(value: float) -> str:
-    """Return a share in percent; shares too small for three decimals with an exponent."""
+    """Return a share in percent, with an exponent if it is too small for three decimals."""
     return f"{100 * value:.3f} %" if value == 0 or not abs(value) < 5e-5 else f"{100 * value:.2e} %"
 
 
-def _error_cells(error: ErrorOfB | None, *, weighted: bool) -> list[str]:
+_ERRORS = "rel. error", "max error", "weighted"
+
+
+def _errors(error: ErrorOfB | None) -> tuple[str, str, str]:
     if error is None:
-        return [""] * (3 if weighted else 2)
-    cells = [_percent(error.relative), f"{error.largest:.3g}"]
-    if weighted:
-        cells.append("" if error.weighted_relative is None else _percent(error.weighted_relative))
-    return cells
-
-
-def _error_header(tensors: Sequence[TensorComparison | ClassComparison]) -> tuple[list[str], bool]:
-    """Return the headings of the error columns there are, and whether one is the weighted error."""
-    weighted = any(t.error is not None and t.error.weighted for t in tensors)
-    if not any(t.error is not None for t in tensors):
-        return [], False
-    return ["rel. error", "max error", *(["weighted"] if weighted else [])], weighted
+        return "", "", ""
+    weighted = error.weighted_relative
+    return _percent(error.relative), f"{error.largest:.3g}", "" if weighted is None else _percent(weighted)
 
 
 def _tensor_table(tensors: Sequence[TensorComparison]) -> str:
-    header, weighted = _error_header(tensors)
-    rows = [
-        (
-            _name(t.name),
-            t.types,
-            t.difference or "identical",
-            *(_error_cells(t.error, weighted=weighted) if header else ()),
-        )
-        for t in tensors
-    ]
-    return table(["tensor", "types", "differs in", *header], rows, left=3)
+    rows = [(_name(t.name), t.types, t.difference or "identical", *_errors(t.error)) for t in tensors]
+    return table(["tensor", "types", "differs in", *_ERRORS], rows, left=3)
 
 
 def _class_table(classes: Sequence[ClassComparison], total: ClassComparison) -> str:
-    header, weighted = _error_header([total])
     rows = [
-        (
-            _name(c.name),
-            c.types,
-            c.tensors,
-            c.same,
-            format_size(c.a_bytes),
-            format_size(c.b_bytes),
-            *(_error_cells(c.error, weighted=weighted) if header else ()),
-        )
+        (_name(c.name), c.types, c.tensors, c.same, *_errors(c.error), format_size(c.a_bytes), format_size(c.b_bytes))
         for c in (*classes, *([total] if len(classes) > 1 else ()))
     ]
-    return table(["class", "types", "tensors", "identical", "size A", "size B", *header], rows, left=2)
+    return table(["class", "types", "tensors", "identical", *_ERRORS, "size A", "size B"], rows, left=2)
 
 
 # --- JSON ---
 
 
 def _as_dict(found: Comparison) -> dict[str, Any]:
-    """Return everything for programs."""
+    """Return everything, for JSON."""
     result: dict[str, Any] = {
         "a": [str(p) for p in found.a],
         "b": [str(p) for p in found.b],

@@ -1,14 +1,11 @@
-"""What perplexity, kld and logits share: the model and how it runs, a text or token ids, progress, results."""
+"""Options, progress and results that the commands which run a model share."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -16,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from quantkit.cli.options import SIZE, option
-from quantkit.errors import QuantkitError
+from quantkit.cli.complete import MODEL_FILE
+from quantkit.cli.ignored import ignored_options
+from quantkit.cli.options import SIZE, GPULayers, claim, echo_notes, option, options, setting, to_json
 from quantkit.evaluate import Estimate
 from quantkit.evaluate.passes import LoadOptions
+from quantkit.formats.outputs import check_apart, read_text, written
 from quantkit.formats.tokenizer import read_token_ids
 
 if TYPE_CHECKING:
@@ -29,26 +28,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 I32 = npt.NDArray[np.int32]
 
 MODEL, TEXT, RUN, OUT = "The model", "What is evaluated", "The run", "Output"
-FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+TEXT_FILE = click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path)
 KV_TYPES = ("f32", "f16", "q8_0")
 
 
-def model_option(function: F) -> F:
-    """Declare -m."""
-    return option(
-        "-m", "--model", group=MODEL, type=FILE, required=True, help="The GGUF file; any shard of a split one."
-    )(function)
+model_option = option(
+    "-m", "--model", group=MODEL, type=MODEL_FILE, required=True, help="The GGUF file; any shard of a split one."
+)
 
-
-#: On which devices a model runs.
-_PLACEMENT = (
-    option(
+#: Where a model runs; ``placement_given`` takes the values.
+placement_options = options(
+    setting(
         "--backend",
         group=RUN,
         type=click.Choice(["cpu", "cuda"], case_sensitive=False),
         default="cpu",
-        show_default=True,
-        help="What computes; cuda takes the whole model, unless -ngl and -ot say otherwise.",
+        help="Where to compute; cuda takes the whole model unless -ngl or -ot say otherwise.",
     ),
     option(
         "-ngl",
@@ -56,8 +51,8 @@ _PLACEMENT = (
         "--n-gpu-layers",
         "gpu_layers",
         group=RUN,
-        type=click.IntRange(0),
-        help="Only the last layers on CUDA devices.",
+        type=GPULayers(),
+        help="Put the last N layers, or all, on CUDA devices.",
     ),
     option(
         "-ot",
@@ -66,18 +61,27 @@ _PLACEMENT = (
         group=RUN,
         multiple=True,
         metavar="RE=DEVICE",
-        help="Place matching tensors on a device.",
+        help="Put matching tensors on a device; repeatable.",
     ),
-    option("--max-vram", group=RUN, type=SIZE, metavar="SIZE", help="Weights on each GPU; the rest is sent each time."),
-    option("--cublas", group=RUN, is_flag=True, help="On GPUs, prompts by bf16 and cuBLAS: less exact; to compare."),
+    option("-cmoe", "--cpu-moe", group=RUN, is_flag=True, help="Keep all experts on the CPU."),
+    option(
+        "-ncmoe",
+        "--n-cpu-moe",
+        group=RUN,
+        type=click.IntRange(0),
+        help="Keep experts of the first N layers on the CPU.",
+    ),
+    option(
+        "--max-vram",
+        group=RUN,
+        type=SIZE,
+        metavar="SIZE",
+        help="Memory for weights per GPU; the rest is sent for each batch.",
+    ),
+    option(
+        "--cublas", group=RUN, is_flag=True, help="On GPUs, run prompts in bf16 by cuBLAS: less exact, for comparison."
+    ),
 )
-
-
-def placement_options(function: F) -> F:
-    """Declare on which devices a model runs; ``placement_given`` takes the values."""
-    for each in reversed(_PLACEMENT):
-        function = each(function)
-    return function
 
 
 def placement_given(run: Mapping[str, Any]) -> Placement:
@@ -86,38 +90,60 @@ def placement_given(run: Mapping[str, Any]) -> Placement:
     from quantkit.model.placement import placement_of
 
     backend, layers = run["backend"].lower(), run["gpu_layers"]
-    return placement_of(backend, layers, run["rules"], cuda_devices() if backend == "cuda" or layers else ())
+    devices = cuda_devices() if backend == "cuda" or layers else ()
+    if layers and not devices and backend != "cuda":
+        from quantkit.kernels.cuda.core.device import why_none
+
+        echo_notes([f"-ngl: all layers run on the CPU; {why_none()}"])
+        layers = 0
+    return placement_of(backend, layers, [*run["rules"], *_experts_on_cpu(run["cpu_moe"], run["n_cpu_moe"])], devices)
 
 
-def run_options(function: F) -> F:
-    """Declare how the model runs; ``load_options`` takes the values."""
-    counts = click.IntRange(1)
-    flag: dict[str, Any] = {"group": RUN, "is_flag": True}
-    usual: dict[str, Any] = {"group": RUN, "show_default": True}
-    kv_types = click.Choice(KV_TYPES, case_sensitive=False)
-    declared = (
-        option("-b", "--batch-size", "n_batch", **usual, type=counts, default=2048, help="Tokens of a pass."),
-        option("-ub", "--ubatch-size", "n_ubatch", **usual, type=counts, default=512, help="Tokens at once within it."),
-        option("-t", "--threads", group=RUN, type=click.IntRange(0), help="Threads; 0 or nothing: all CPUs."),
-        option(
-            "-ctk",
-            "--cache-type-k",
-            "--kv-type",
-            "kv_type",
-            **usual,
-            type=kv_types,
-            default="f16",
-            help="Type of the K and V caches.",
-        ),
-        option("-no-fug", "--no-fused-up-gate", **flag, help="Do not fuse up+gate of dense layers."),
-        option("-no-fmoe", "--no-fused-moe", **flag, help="Do not fuse up+gate of experts."),
-        option("-muge", "--merge-up-gate-experts", **flag, help="Merge up and gate experts while loading."),
-        placement_options,
-        option("--max-ram", group=RUN, type=SIZE, metavar="SIZE", help="Weights in memory; the rest is streamed."),
-    )
-    for each in reversed(declared):
-        function = each(function)
-    return function
+def _experts_on_cpu(every: bool, first: int | None) -> list[str]:
+    """Return the -ot rules that -cmoe and -ncmoe stand for."""
+    layers = r"\d+" if every else "|".join(map(str, range(first or 0)))
+    return [rf"blk\.({layers})\.ffn_\w+_(ch)?exps=CPU"] if layers else []
+
+
+#: -ctk and -ctv are one option, as both caches have the same type.
+KV_NAMES = ("-ctk", "-ctv", "--cache-type-k", "--cache-type-v", "--kv-type", "kv_type")
+
+
+def one_kv_type(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> str:
+    """Return the type that -ctk and -ctv give; click.BadParameter if they differ."""
+    types = {value.lower() for value in values}
+    if len(types) > 1:
+        raise click.BadParameter(f"K and V caches have one type here, not {' and '.join(sorted(types))}", ctx, param)
+    return types.pop()
+
+
+_COUNT = click.IntRange(1)
+_ON: dict[str, Any] = {"group": RUN, "default": True}
+#: How a model runs; ``load_options`` takes the values.
+run_options = options(
+    setting("-b", "--batch-size", "n_batch", group=RUN, type=_COUNT, default=2048, help="Tokens per pass."),
+    setting("-ub", "--ubatch-size", "n_ubatch", group=RUN, type=_COUNT, default=512, help="Tokens at once."),
+    option("-t", "--threads", group=RUN, type=click.IntRange(0), help="Threads; by default, and with 0, all CPUs."),
+    setting(
+        *KV_NAMES,
+        group=RUN,
+        multiple=True,
+        type=click.Choice(KV_TYPES, case_sensitive=False),
+        default=["f16"],
+        callback=one_kv_type,
+        help="Type of both K and V cache.",
+    ),
+    option("-fug/-no-fug", "--fused-up-gate/--no-fused-up-gate", **_ON, help="Fuse dense up+gate (default)."),
+    option("-fmoe/-no-fmoe", "--fused-moe/--no-fused-moe", **_ON, help="Fuse up+gate of experts (default)."),
+    option("-fqkv/-no-fqkv", "--fused-qkv/--no-fused-qkv", **_ON, help="Fuse q, k and v (default)."),
+    option("-flaunch/-no-flaunch", "--fused-launches/--no-fused-launches", **_ON, help="Fuse GPU launches (default)."),
+    option(
+        "-muge", "--merge-up-gate-experts", group=RUN, is_flag=True, help="Merge up and gate experts while loading."
+    ),
+    placement_options,
+    ignored_options,
+    option("--max-ram", group=RUN, type=SIZE, metavar="SIZE", help="Memory for weights; the rest is streamed."),
+)
 
 
 def load_options(run: Mapping[str, Any]) -> LoadOptions:
@@ -127,106 +153,107 @@ def load_options(run: Mapping[str, Any]) -> LoadOptions:
     return {
         "threads": run["threads"] or None,
         "n_ubatch": run["n_ubatch"],
-        "kv_type": run["kv_type"].lower(),
+        "kv_type": run["kv_type"],
         "max_ram": run["max_ram"],
         "max_vram": run["max_vram"],
         "cublas": run["cublas"],
-        "fusion": Fusion(up_gate=not run["no_fused_up_gate"], moe=not run["no_fused_moe"]),
+        "fusion": Fusion(*(run[f"fused_{name}"] for name in ("up_gate", "moe", "qkv", "launches"))),
         "merge_up_gate": run["merge_up_gate_experts"],
         "placement": placement_given(run),
     }
 
 
-def text_options(function: F) -> F:
-    """Declare -f, -p and --tokens."""
-    declared = (
-        option("-f", "--file", group=TEXT, type=FILE, help="A text; a newline at its very end is dropped."),
-        option("-p", "--prompt", group=TEXT, metavar="TEXT", help="The text itself."),
-        option("--tokens", group=TEXT, metavar="IDS", help="Token ids: 1,2,3, or @FILE.i32, raw int32."),
-    )
-    for each in reversed(declared):
-        function = each(function)
-    return function
+#: The text, as ``given_text`` takes it.
+text_options = options(
+    option("-f", "--file", group=TEXT, type=TEXT_FILE, help="A text file, - for stdin; one final newline is dropped."),
+    option("-p", "--prompt", group=TEXT, metavar="TEXT", help="The text itself."),
+    option("--tokens", group=TEXT, metavar="IDS", help="Token ids: 1,2,3, or @FILE.i32, raw int32."),
+)
 
-
-def json_option(function: F) -> F:
-    """Declare --json."""
-    return option(
-        "--json",
-        "json_to",
-        group=OUT,
-        metavar="FILE|-",
-        help="Write the result as JSON; - prints it, and nothing else.",
-    )(function)
+json_option = options(
+    option(
+        "--json", "json_to", group=OUT, metavar="FILE|-", help="Write the result as JSON; - prints it and nothing else."
+    ),
+    option("--overwrite", group=OUT, is_flag=True, help="Replace existing outputs."),
+)
 
 
 def given_text(file: Path | None, prompt: str | None, tokens: str | None) -> tuple[str | bytes | None, I32 | None]:
-    """Return the text, or None, and the token ids, or None. Raises click.UsageError unless one of three is given.
+    """Return the text or None, and the token ids or None. Raises click.UsageError unless exactly one is given.
 
-    A file is read as llama.cpp reads it: its bytes as they are, without one newline at the end.
+    A file is read as llama.cpp reads it: as bytes, without one newline at the end.
     """
     if sum(x is not None for x in (file, prompt, tokens)) != 1:
         raise click.UsageError("give one of -f FILE, -p TEXT and --tokens IDS")
     if tokens is not None:
         return None, read_token_ids(tokens)
-    return (prompt if file is None else file.read_bytes().removesuffix(b"\n")), None
+    return (prompt if file is None else read_text(file).removesuffix(b"\n")), None
 
 
 class Bar:
-    """Chunks done, the value so far and the time left, on stderr if that is a terminal."""
+    """A bar with chunks, the value so far and the time left, if stderr is a terminal."""
 
     def __init__(self) -> None:
-        # Passes bring several chunks, so the speed is the mean from the start; what is done is known after the first.
+        # A pass completes several chunks at once, so the speed is the mean since the start.
         shown = sys.stderr.isatty()
         self.bar: tqdm[Any] | None = (
             tqdm(unit="chunk", desc="first pass", leave=False, dynamic_ncols=True, smoothing=0) if shown else None
         )
 
     def update(self, done: int, todo: int, value: str) -> None:
-        """Show a value after ``done`` of ``todo`` chunks."""
+        """Show the value after ``done`` of ``todo`` chunks."""
         if self.bar is not None:
             self.bar.total = todo
             self.bar.set_description_str(value, refresh=False)
             self.bar.update(done - self.bar.n)
 
     def print(self, line: str) -> None:
-        """Print a line on stdout; the bar makes room."""
+        """Print a line on stdout, above the bar."""
         with tqdm.external_write_mode(file=sys.stdout):
             click.echo(line)
 
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Remove the bar."""
         if self.bar is not None:
             self.bar.close()
 
 
 def estimate(e: Estimate) -> dict[str, Any]:
-    """Return an estimate as JSON has it."""
+    """Return an estimate for JSON."""
     return {"value": finite(e.value), "error": finite(e.error)}
 
 
 def finite(x: float) -> float | str:
-    """Return a float as JSON can hold it."""
+    """Return a float, or its name if JSON cannot hold it."""
     return x if math.isfinite(x) else str(x)
 
 
-def check_json_target(json_to: str | None) -> None:
-    """Raise QuantkitError when the folder of --json is not there: before the work, not after it."""
-    if json_to not in (None, "-") and not Path(str(json_to)).parent.is_dir():
-        raise QuantkitError(f"{json_to}: its folder does not exist")
+def ids_file(tokens: str | None) -> str | None:
+    """Return the file that --tokens names, if it names one."""
+    return tokens[1:] or None if tokens is not None and tokens.startswith("@") else None
 
 
-def write_json(json_to: str, result: Mapping[str, Any]) -> None:
-    """Print a result as JSON, or write it to a file, which appears when it is complete."""
-    text = json.dumps(result, indent=2, allow_nan=False)
-    if json_to == "-":
+def claim_json(
+    json_to: str | None, outputs: Iterable[Path | None], inputs: Iterable[str | Path | None], *, overwrite: bool
+) -> Path | None:
+    """Return the file of --json, held until the command ends; None if there is none.
+
+    Raises ResourceError, before any work, if it or another of the command's ``outputs`` is an input or another output.
+    """
+    path = None if json_to in (None, "-") else Path(str(json_to))
+    check_apart([path, *outputs], inputs)
+    return None if path is None else claim(path, overwrite=overwrite)
+
+
+def report(json_to: str | None, path: Path | None, text: str, result: Mapping[str, Any]) -> None:
+    """Print a result, and write it as JSON to the file of --json; with --json - print the JSON alone."""
+    if json_to != "-":
         click.echo(text)
+    if json_to is None:
         return
-    path = Path(json_to)
-    part = path.with_name(path.name + ".part")
-    part.write_text(text + "\n")
-    os.replace(part, path)
+    made = to_json(result)
+    if path is None:
+        click.echo(made)
+        return
+    with written(path) as part:
+        part.write_text(made + "\n")

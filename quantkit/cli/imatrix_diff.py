@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -11,45 +10,44 @@ from typing import Any
 
 import click
 
-from quantkit.cli.options import GroupedCommand, json_value, option, table
+from quantkit.cli.complete import IMATRIX, MODEL
+from quantkit.cli.imatrix_show import experts_of
+from quantkit.cli.options import DiffTrouble, GroupedCommand, json_value, option, setting, to_json
+from quantkit.cli.table import listed, table
 from quantkit.errors import QuantkitError
-from quantkit.formats.gguf import open_gguf
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.helpers import printable, shorten
-from quantkit.imatrix import Difference, TensorDifference, difference, expert_counts
+from quantkit.imatrix import Difference, TensorDifference, difference
 
 _WHAT, _OUT = "What is compared", "Output"
-_FILE = click.Path(path_type=Path)
-#: Rows of the table that --per-tensor does not shorten; widest name.
+#: Rows of the table without --per-tensor; widest name.
 _ROWS, _NAME = 12, 48
 
 
-@click.command("diff", cls=GroupedCommand, short_help="Compare two, weight by weight.")
-@click.argument("a", metavar="A", type=_FILE)
-@click.argument("b", metavar="B", type=_FILE)
-@option("-m", "--model", group=_WHAT, type=_FILE, help="The model: tells a .dat's numbers of experts.")
-@option(
+@click.command("diff", cls=GroupedCommand, short_help="Compare two files, weight by weight.")
+@click.argument("a", metavar="A", type=IMATRIX)
+@click.argument("b", metavar="B", type=IMATRIX)
+@option("-m", "--model", group=_WHAT, type=MODEL, help="The model, for the numbers of experts of a .dat.")
+@setting(
     "--min-tokens",
     group=_WHAT,
     type=click.IntRange(1),
     default=1,
-    show_default=True,
-    metavar="N",
-    help="Leave out experts with fewer tokens in either file.",
+    help="Skip experts with fewer tokens in either file.",
 )
-@option("--fail-above", group=_OUT, type=float, metavar="X", help="Exit code 1 beyond this relative difference.")
-@option("--per-tensor", group=_OUT, is_flag=True, help="List every weight, not only those that differ most.")
+@option("--fail-above", group=_OUT, type=float, metavar="X", help="Exit with 1 above this relative difference.")
+@option("--per-tensor", group=_OUT, is_flag=True, help="List every weight, not only the most different.")
 @option("--json", "as_json", group=_OUT, is_flag=True, help="Print everything as JSON.")
 def diff(
     a: Path, b: Path, model: Path | None, min_tokens: int, fail_above: float | None, per_tensor: bool, as_json: bool
 ) -> None:
-    """Compare two importance matrices, of any format, by what an encoder sees: means of squares.
+    """Compare two importance matrices of either format as an encoder sees them: by means of squares.
 
-    The relative difference is |A - B| / |A| over the experts with tokens in both; "worst expert" is the expert whose
-    own is the largest. Counts are compared where both files have them.
+    The relative difference is |A - B| / |A| over the experts that have tokens in both files; "worst expert" is the one
+    that differs most. Counts are compared if both files have them.
 
-    Exit code: 0, or with --fail-above 1 when a weight or an expert differs by more than that, or only one file has
-    it; 2 wrong usage or a file that cannot be read.
+    Exit code: 0; with --fail-above 1 if a weight or an expert differs by more than that, or is in one file only; 2 for
+    wrong usage or a file that cannot be read. `imatrix compare` is the same command.
 
     \b
     quantkit imatrix diff llama.cpp.gguf ours.gguf
@@ -57,34 +55,25 @@ def diff(
     """
     try:
         one, two = read_imatrix(a), read_imatrix(b)
-        experts = {}
-        if model is not None:
-            with open_gguf(model) as file:
-                experts = expert_counts(one.entries.keys() | two.entries.keys(), file.tensors.values())
+        experts = experts_of(model, one.entries.keys() | two.entries.keys())
         found = difference(one, two, min_tokens=min_tokens, experts=experts)
     except QuantkitError as e:
-        raise _Trouble(e.message) from e
+        raise DiffTrouble(e.message) from e
     beyond = [] if fail_above is None else found.beyond(fail_above)
-    if as_json:
-        click.echo(json.dumps(_as_dict(a, b, found, beyond), indent=2, allow_nan=False))
-    else:
-        click.echo(_text(a, b, found, beyond, fail_above, per_tensor=per_tensor))
+    click.echo(
+        to_json(_as_dict(a, b, found, beyond))
+        if as_json
+        else _text(a, b, found, beyond, fail_above, per_tensor=per_tensor)
+    )
     sys.exit(1 if beyond else 0)
-
-
-class _Trouble(click.ClickException):
-    """An error, told apart from a difference by its exit code, as diff does."""
-
-    exit_code = 2
 
 
 def _text(a: Path, b: Path, found: Difference, beyond: Sequence[str], limit: float | None, *, per_tensor: bool) -> str:
     parts = [f"A  {printable(str(a))}\nB  {printable(str(b))}"]
     for side, only in (("A", found.only_a), ("B", found.only_b)):
         if only:
-            shown = only if per_tensor else only[:_ROWS]
-            more = [f"  and {len(only) - len(shown)} more"] if len(only) > len(shown) else []
-            parts.append("\n".join([f"only in {side}: {len(only)}", *(f"  {printable(n)}" for n in shown), *more]))
+            names = listed(map(printable, only), 2, full=per_tensor)
+            parts.append("\n".join([f"only in {side}: {len(only)}", *names]))
     tensors = found.tensors if per_tensor else sorted(found.tensors, key=_badness)[:_ROWS]
     if tensors:
         parts.append(_table(tensors))
@@ -92,7 +81,7 @@ def _text(a: Path, b: Path, found: Difference, beyond: Sequence[str], limit: flo
         parts.append(
             f"{len(tensors)} of {len(found.tensors)} weights, the most different ones (--per-tensor lists all)"
         )
-    parts.append(_verdict(found, beyond, limit))
+    parts.append(_verdict(found, beyond, limit, full=per_tensor))
     return "\n\n".join(parts)
 
 
@@ -131,15 +120,14 @@ def _remarks(t: TensorDifference) -> str:
     return "; ".join(remarks)
 
 
-def _verdict(found: Difference, beyond: Sequence[str], limit: float | None) -> str:
+def _verdict(found: Difference, beyond: Sequence[str], limit: float | None, *, full: bool) -> str:
     figures = [t.figure for t in found.tensors if not math.isnan(t.figure)]
-    largest = f"largest relative difference {_figure(max(figures))}" if figures else "nothing could be compared"
+    largest = f"largest relative difference {_figure(max(figures))}" if figures else "nothing to compare"
     if limit is None:
         return f"{len(found.tensors)} weights in both files; {largest}"
     if not beyond:
         return f"{len(found.tensors)} weights in both files, all within {limit:g}; {largest}"
-    more = f"\n  and {len(beyond) - _ROWS} more" if len(beyond) > _ROWS else ""
-    return "\n  ".join([f"beyond {limit:g}: {len(beyond)}", *map(printable, beyond[:_ROWS])]) + more
+    return "\n".join([f"beyond {limit:g}: {len(beyond)}", *listed(map(printable, beyond), 2, full=full)])
 
 
 def _as_dict(a: Path, b: Path, found: Difference, beyond: Sequence[str]) -> dict[str, Any]:

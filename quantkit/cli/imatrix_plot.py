@@ -1,4 +1,4 @@
-"""The picture of an importance matrix: what comes in, how it changes from layer to layer, which experts see it."""
+"""The plot of an importance matrix: inputs of weights by layer, their similarity, tokens of experts."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import numpy as np
 
 from quantkit.cli.plot import Figure, Line, LinePanel, MapPanel
 from quantkit.formats.imatrix import Imatrix
-from quantkit.helpers import printable, tensor_class
+from quantkit.helpers import tensor_class
 from quantkit.imatrix import Coverage, Statistics, TensorCoverage, TensorStatistics
 from quantkit.imatrix.rows import DOWN
 from quantkit.pipeline.facts import layer_of
 
 
 def figure_of(imatrix: Imatrix, covered: Coverage, found: Statistics) -> Figure:
-    """Return the panels that the file has data for."""
+    """Return the panels for which the file has data."""
     panels: list[LinePanel | MapPanel] = [
-        LinePanel("Mean square of the input, E[x²]", _lines(found, "mean_square"), log=True),
+        LinePanel("Mean square of the input", "E[x²]", _lines(found, "mean_square"), log=True)
     ]
     similar = _lines(found, "cossim")
     if similar:
-        panels.append(LinePanel("Cosine similarity of the input with that of the layer before", similar))
+        panels.append(LinePanel("Similarity of the input to that of the previous layer", "cosine", similar))
     experts = _experts(covered.tensors)
     if experts is not None:
         panels.append(experts)
-    return Figure(f"Importance matrix {printable(imatrix.path.name)}", "layer", panels)
+    return Figure(f"Importance matrix {imatrix.path.name}", panels)
 
 
 def _lines(found: Statistics, what: str) -> list[Line]:
@@ -36,7 +36,7 @@ def _lines(found: Statistics, what: str) -> list[Line]:
             classes.setdefault(tensor_class(t.name), {})[t.layer] = _figure(t, what)
     same: dict[tuple[tuple[int, float], ...], list[str]] = {}
     for name, points in sorted(classes.items()):
-        # As strings of few digits: rounding must not tell inputs apart that are one.
+        # Few digits, so that rounding does not separate equal inputs.
         key = tuple((layer, float(f"{value:.5g}")) for layer, value in sorted(points.items()) if value == value)
         if key:
             same.setdefault(key, []).append(name)
@@ -48,16 +48,16 @@ def _figure(t: TensorStatistics, what: str) -> float:
 
 
 def _experts(tensors: Iterable[TensorCoverage]) -> MapPanel | None:
-    """Return the share of tokens of every expert of every layer, 1 being even; one weight stands for its layer."""
+    """Return each expert's share of tokens in every layer, 1 being even; one weight stands for its layer."""
     chosen: dict[int, TensorCoverage] = {}
     for t in tensors:
         if t.experts and t.counts.size > 1 and not t.estimated and (layer_of(t.name) not in chosen or DOWN in t.name):
             chosen[layer_of(t.name)] = t
     if not chosen:
         return None
-    layers = sorted(chosen)
-    shares = np.full((max(t.counts.size for t in chosen.values()), len(layers)), np.nan)
-    for column, layer in enumerate(layers):
-        counts = chosen[layer].counts.astype(np.float64)
-        shares[: counts.size, column] = counts / counts.mean() if counts.any() else counts
-    return MapPanel("Tokens of each expert", "tokens, 1 = even share", layers, shares)
+    first = min(chosen)
+    shares = np.full((max(t.counts.size for t in chosen.values()), max(chosen) - first + 1), np.nan)
+    for layer, t in chosen.items():
+        counts = t.counts.astype(np.float64)
+        shares[: counts.size, layer - first] = counts / counts.mean() if counts.any() else counts
+    return MapPanel("Tokens of each expert", "expert", "tokens / even share", first, shares)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,14 @@ from typing import Any
 import click
 
 from quantkit.calibration import held_out_of, held_out_used, sketch_of
+from quantkit.cli.complete import IMATRIX, MODEL
 from quantkit.cli.imatrix_plot import figure_of
-from quantkit.cli.options import SHARE, GroupedCommand, json_value, one_line, option, table
-from quantkit.cli.plot import check_plot, save_plot
-from quantkit.formats.gguf import open_gguf
+from quantkit.cli.options import SHARE, GroupedCommand, claim, json_value, one_line, option, setting, to_json
+from quantkit.cli.plot import check_plot, draw
+from quantkit.cli.table import listed, table
+from quantkit.formats.gguf import open_model
 from quantkit.formats.imatrix import Imatrix, read_imatrix
+from quantkit.formats.outputs import written
 from quantkit.helpers import printable, shorten
 from quantkit.imatrix import (
     Coverage,
@@ -25,40 +27,40 @@ from quantkit.imatrix import (
     Statistics,
     TensorStatistics,
     coverage,
+    expert_counts,
     filled_experts,
     statistics,
 )
 from quantkit.imatrix.coverage import HARDLY
 from quantkit.imatrix.fill import FILL_KEY
 
-_WHAT, _OUT = "What is shown", "Output"
+_WHAT, _OUT = "What to show", "Output"
 _FILE = click.Path(path_type=Path)
-#: Lines of a list that --per-tensor does not shorten; widest name, as llama-imatrix's.
-_LINES, _NAME = 12, 40
+#: The widest name, as in llama-imatrix.
+_NAME = 40
 
 
-@click.command("show", cls=GroupedCommand, short_help="Show what one has and lacks, and its statistics.")
-@click.argument("path", metavar="FILE", type=_FILE)
-@option("-m", "--model", group=_WHAT, type=_FILE, help="The model: which of its weights have no entry.")
-@option("--process-output", group=_WHAT, is_flag=True, help="With -m: the output should have an entry, too.")
-@option(
+@click.command("show", cls=GroupedCommand, short_help="Show contents, gaps and statistics.")
+@click.argument("path", metavar="FILE", type=IMATRIX)
+@option("-m", "--model", group=_WHAT, type=MODEL, help="The model: which of its weights have no entry.")
+@option("--process-output", group=_WHAT, is_flag=True, help="With -m: also expect an entry for the output.")
+@setting(
     "--hardly",
     group=_WHAT,
     type=click.IntRange(1),
     default=HARDLY,
-    show_default=True,
-    metavar="N",
-    help="Experts with fewer tokens are hardly hit.",
+    help="Experts with fewer tokens count as hardly hit.",
 )
-@option("--per-tensor", group=_WHAT, is_flag=True, help="Statistics of every weight, and lists in full.")
+@option("--per-tensor", group=_WHAT, is_flag=True, help="Statistics of every weight, and complete lists.")
 @option(
     "--require-coverage",
     group=_OUT,
     type=SHARE,
     metavar="SHARE",
-    help="Exit code 3 when fewer of the weights (experts count one by one) have data.",
+    help="Exit with 3 if fewer weights have data; each expert counts as one.",
 )
-@option("--plot", group=_OUT, type=_FILE, metavar="FILE", help="Draw it by layer, as .svg or .png.")
+@option("--plot", group=_OUT, type=_FILE, metavar="FILE", help="Plot by layer: .svg, .png or .pdf.")
+@option("--overwrite", group=_OUT, is_flag=True, help="Replace an existing plot.")
 @option("--json", "as_json", group=_OUT, is_flag=True, help="Print everything as JSON.")
 def show(
     path: Path,
@@ -68,14 +70,15 @@ def show(
     per_tensor: bool,
     require_coverage: float | None,
     plot: Path | None,
+    overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Show what an importance matrix has, what it lacks, and llama-imatrix's statistics.
+    """Show what an importance matrix contains, what it lacks, and llama-imatrix's statistics.
 
-    Mean, StdDev, Skew and Kurt are those of the mean activations; of files without them (.dat) of their mean squares.
-    H Norm is the entropy of the mean squares, 100 % when all columns are alike. Gain, L2 Dist, CosSim, PCC (Pearson)
-    and Cov compare with the layer before. An expert is hardly hit below --hardly tokens: from n tokens a mean square
-    is known to about sqrt(2 / n).
+    Mean, StdDev, Skew and Kurt describe the mean activations or, in files without them (.dat), the mean squares. H Norm
+    is the entropy of the mean squares, 100 % if all columns are equal. Gain, L2 Dist, CosSim, PCC (Pearson) and Cov
+    compare with the previous layer. From n tokens a mean square is known to about sqrt(2 / n), so experts with fewer
+    than --hardly tokens are listed as hardly hit.
 
     \b
     quantkit imatrix show imatrix.gguf
@@ -83,26 +86,36 @@ def show(
     quantkit imatrix show --per-tensor --plot layers.svg imatrix.gguf
     """
     if plot is not None:
-        check_plot(plot)
+        kind = check_plot(plot)
+        plot = claim(plot, path, model, overwrite=overwrite)
     imatrix = read_imatrix(path)
-    covered = _coverage(imatrix, model, process_output, hardly)
+    covered = coverage_of(imatrix, model, process_output, hardly)
     found = statistics(imatrix)
     if plot is not None:
-        save_plot(plot, figure_of(imatrix, covered, found))
-    if as_json:
-        click.echo(json.dumps(_as_dict(imatrix, covered, found), indent=2, allow_nan=False))
-    else:
-        click.echo(_text(imatrix, covered, found, per_tensor=per_tensor))
+        with written(plot) as part:
+            part.write_bytes(draw(figure_of(imatrix, covered, found), kind))
+    click.echo(
+        to_json(_as_dict(imatrix, covered, found)) if as_json else _text(imatrix, covered, found, per_tensor=per_tensor)
+    )
     if require_coverage is not None:
         covered.check(require_coverage)
 
 
-def _coverage(imatrix: Imatrix, model: Path | None, process_output: bool, hardly: int) -> Coverage:
+def coverage_of(imatrix: Imatrix, model: Path | None, process_output: bool, hardly: int = HARDLY) -> Coverage:
+    """Return the coverage of a model by an importance matrix, or without one of its own entries."""
     if model is None:
         return coverage(imatrix, hardly=hardly)
-    with open_gguf(model) as file:
+    with open_model(model) as file:
         arch = str(file.get("general.architecture", ""))
         return coverage(imatrix, file.tensors.values(), arch=arch, process_output=process_output, hardly=hardly)
+
+
+def experts_of(model: Path | None, entries: Iterable[str]) -> dict[str, int]:
+    """Return how many experts each entry has, according to a model's file."""
+    if model is None:
+        return {}
+    with open_model(model) as file:
+        return expert_counts(entries, file.tensors.values())
 
 
 def _text(imatrix: Imatrix, covered: Coverage, found: Statistics, *, per_tensor: bool) -> str:
@@ -116,7 +129,7 @@ def _text(imatrix: Imatrix, covered: Coverage, found: Statistics, *, per_tensor:
         parts.append("Statistics of layers\n" + _layer_table(found))
     warning = held_out_used(imatrix.path, imatrix.extra)
     notes = [] if warning is None else [printable(warning)]
-    notes += _cut([f"note: {printable(note)}" for note in found.notes], full=per_tensor)
+    notes += listed([f"note: {printable(note)}" for note in found.notes], 0, full=per_tensor)
     return "\n\n".join([*parts, *(["\n".join(notes)] if notes else [])])
 
 
@@ -132,12 +145,12 @@ def _summary(imatrix: Imatrix, covered: Coverage) -> Iterator[str]:
     if FILL_KEY in imatrix.extra:
         n = sum(map(len, filled.values()))
         yield f"fill      {one_line(imatrix.extra[FILL_KEY].value)}: {n} experts, counted as without tokens here"
-    of = "of what the model needs" if covered.of_model else "of the entries there are (-m MODEL tells what is missing)"
+    of = "of what the model needs" if covered.of_model else "of its own entries (-m MODEL shows what is missing)"
     yield f"coverage  {100 * covered.share:.2f} % {of}"
 
 
 def _texts(imatrix: Imatrix) -> Iterator[str]:
-    """Yield what is known of the texts, and what their corpora held out."""
+    """Yield what is known of the texts, and what was held out of their corpora."""
     known, held_out = sketch_of(imatrix), held_out_of(imatrix.path, imatrix.extra)
     if known is not None:
         yield f"texts     sha256 {', '.join(digest[:16] for digest in known.sha256)}"
@@ -149,37 +162,38 @@ def _texts(imatrix: Imatrix) -> Iterator[str]:
 
 
 def coverage_table(kind: str, groups: Sequence[CoverageGroup]) -> str:
-    """Return the table of coverage by ``kind``; columns that say nothing of these groups are left out."""
-    of_model = any(g.expected is not None for g in groups)
-    experts = any(g.experts for g in groups)
-    header = [kind, *(["expected"] if of_model else []), "present", *(["missing"] if of_model else [])]
-    header += ["experts", "never hit", "hardly hit"] if experts else []
-    header += ["tokens min", "tokens median", "bad values"]
-    rows = []
-    for g in groups:
-        row: list[object] = [shorten(printable(g.name), _NAME)]
-        row += [g.expected, g.present, g.missing] if of_model else [g.present]
-        if experts:
-            row += [g.experts, g.never, g.hardly] if g.experts else ["", "", ""]
-        row += ["-" if g.tokens_min is None else g.tokens_min]
-        row += ["-" if g.tokens_median is None else f"{g.tokens_median:.0f}", g.bad_values]
-        rows.append(row)
+    """Return the table of coverage by ``kind``: class or layer."""
+    rows = [
+        (
+            shorten(printable(g.name), _NAME),
+            g.present if g.expected is None else f"{g.present} of {g.expected}",
+            *((g.experts, g.never, g.hardly) if g.experts else ("", "", "")),
+            "-" if g.tokens_min is None else g.tokens_min,
+            "-" if g.tokens_median is None else f"{g.tokens_median:.0f}",
+            g.bad_values,
+        )
+        for g in groups
+    ]
+    header = [kind, "present", "experts", "never hit", "hardly hit", "tokens min", "tokens median", "bad values"]
     return table(header, rows)
 
 
 def findings(covered: Coverage, *, full: bool = False) -> list[str]:
-    """Return what is wrong, a paragraph each, nothing when all is well."""
+    """Return what is wrong, a paragraph each."""
     paragraphs = {
         "weights without an entry": [t.name for t in covered.missing],
         "weights served by another entry": [f"{t.name}: {t.notes[0]}" for t in covered.aliased],
         "entries that serve no weight of the model": [t.name for t in covered.strangers],
         "experts without tokens": [f"{t.name}: {_experts(t.counts == 0)}" for t in covered.tensors if t.never],
-        "values that are no mean of squares (NaN, Inf, negative)": [
+        "entries of zeros only, which ruin a quantization": [
+            f"{t.name}: {t.zeros} of {t.experts} experts" if t.experts else t.name for t in covered.tensors if t.zeros
+        ],
+        "values that cannot be means of squares (NaN, Inf, negative)": [
             f"{t.name}: {t.bad_values}, first in matrix {t.bad_expert}" for t in covered.tensors if t.bad_values
         ],
     }
     return [
-        "\n".join([f"{title}: {len(lines)}", *_cut([f"  {printable(line)}" for line in lines], full=full)])
+        "\n".join([f"{title}: {len(lines)}", *listed(map(printable, lines), 2, full=full)])
         for title, lines in paragraphs.items()
         if lines
     ]
@@ -193,12 +207,6 @@ def _experts(chosen: Any) -> str:
     return f"{len(numbers)} of {len(chosen)} ({', '.join(map(str, numbers[:16]))}{more})"
 
 
-def _cut(lines: list[str], *, full: bool) -> list[str]:
-    if full or len(lines) <= _LINES:
-        return lines
-    return [*lines[: _LINES - 1], f"  and {len(lines) - _LINES + 1} more (--per-tensor lists all)"]
-
-
 # --- statistics ---
 
 
@@ -208,9 +216,8 @@ def _number(value: float, digits: int = 4) -> str:
 
 def _tensor_table(found: Statistics) -> str:
     l2 = found.of_activations
-    header = ["Layer", "Tensor", "Mean", "StdDev", "Skew", "Kurt", "H Norm", "∑ E[A²]", "Gain"]
-    rows = [_tensor_row(t, l2) for t in found.tensors]
-    return table([*header, *(["L2 Dist"] if l2 else []), "PCC", "Cov"], rows, left=(1,))
+    header = ["Layer", "Tensor", "Mean", "StdDev", "Skew", "Kurt", "H Norm", "∑ E[A²]", "Gain", "L2 Dist", "PCC", "Cov"]
+    return table(header, [_tensor_row(t, l2) for t in found.tensors], left=(1,))
 
 
 def _tensor_row(t: TensorStatistics, l2: bool) -> list[str]:
@@ -222,7 +229,7 @@ def _tensor_row(t: TensorStatistics, l2: bool) -> list[str]:
         f"{_number(t.h_norm, 2)}%",
         _number(t.sum_sq),
         _number(t.gain, 2),
-        *([_number(t.l2_dist)] if l2 else []),
+        _number(t.l2_dist) if l2 else "",
         _number(t.pearson),
         _number(t.covariance),
     ]
@@ -230,8 +237,8 @@ def _tensor_row(t: TensorStatistics, l2: bool) -> list[str]:
 
 def _layer_table(found: Statistics) -> str:
     l2 = found.of_activations
-    rows = [_layer_row(layer, l2) for layer in found.layers]
-    return table(["Layer", "∑ E[A²]", "Gain", *(["L2 Dist"] if l2 else []), "CosSim", "PCC", "Cov"], rows, left=())
+    header = ["Layer", "∑ E[A²]", "Gain", "L2 Dist", "CosSim", "PCC", "Cov"]
+    return table(header, [_layer_row(layer, l2) for layer in found.layers], left=())
 
 
 def _layer_row(layer: LayerStatistics, l2: bool) -> list[str]:
@@ -239,7 +246,7 @@ def _layer_row(layer: LayerStatistics, l2: bool) -> list[str]:
         layer.label,
         _number(layer.sum_sq),
         _number(layer.gain, 2),
-        *([_number(layer.l2_dist)] if l2 else []),
+        _number(layer.l2_dist) if l2 else "",
         *map(_number, (layer.cossim, layer.pearson, layer.covariance)),
     ]
 
@@ -274,6 +281,7 @@ def _as_dict(imatrix: Imatrix, covered: Coverage, found: Statistics) -> dict[str
                     "experts_never_hit": t.never if t.experts else 0,
                     "experts_hardly_hit": t.hardly if t.experts else 0,
                     "bad_values": t.bad_values,
+                    "zeros": t.zeros,
                     "notes": list(t.notes),
                 }
                 for t in covered.tensors

@@ -9,41 +9,41 @@ from typing import Any
 
 import click
 
-from quantkit.cli.options import GroupedCommand, json_value, one_line, option, table
+from quantkit.cli.complete import MODEL
+from quantkit.cli.options import GroupedCommand, json_value, one_line, option, setting, to_json
+from quantkit.cli.table import folded, table
 from quantkit.formats.gguf import Field
 from quantkit.helpers import format_count, format_size, printable, shorten
 from quantkit.inspect import Fact, Group, Inspection, Runtime, first_items, inspect
 
-_WHAT, _OUT = "What is shown", "Output"
-#: With --metadata short: characters of a string, items of an array.
+_WHAT, _OUT = "What to show", "Output"
+#: With --metadata short: characters shown of a string, items of an array.
 _WIDTH, _ITEMS = 72, 8
-#: Widest name in a table.
+#: The widest name in a table.
 _NAME = 64
 
 
 @click.command("inspect", cls=GroupedCommand)
-@click.argument("path", metavar="FILE", type=click.Path(path_type=Path))
-@option(
+@click.argument("path", metavar="FILE", type=MODEL)
+@setting(
     "--metadata",
     group=_WHAT,
     type=click.Choice(["short", "full", "none"]),
     default="short",
-    show_default=True,
-    help="Metadata with long strings and arrays cut, in full, or none of it.",
+    help="Metadata with long strings and arrays cut, in full, or not at all.",
 )
-@option("--tensors", group=_WHAT, metavar="REGEX", help="Only tensors with REGEX in their names, in sums too.")
-@option("--no-tensors", group=_WHAT, is_flag=True, help="No list of tensors; the sums stay.")
-@option("--header-only", group=_WHAT, is_flag=True, help="Accept a file whose tensor data is missing or cut off.")
+@option("--tensors", group=_WHAT, metavar="REGEX", help="Only tensors whose names match REGEX, in the sums too.")
+@option("--no-tensors", group=_WHAT, is_flag=True, help="No list of tensors, only the sums.")
+@option("--header-only", group=_WHAT, is_flag=True, help="Accept a file whose tensor data is missing or truncated.")
 @option("--json", "as_json", group=_OUT, is_flag=True, help="Print everything as JSON.")
 def command(path: Path, metadata: str, tensors: str | None, no_tensors: bool, header_only: bool, as_json: bool) -> None:
-    """Show what is in a GGUF file: a model, one shard of it (all are read), an importance matrix.
+    """Show what is in a GGUF file: a model (give any shard of a split one) or an importance matrix.
 
-    Offsets count from the beginning of the tensor's shard. Bits per weight are those of the data, row headers
-    included.
+    Offsets are from the start of the tensor's shard. Bits per weight include row headers.
     """
     found = inspect(path, tensors=tensors, header_only=header_only)
     if as_json:
-        click.echo(json.dumps(_as_dict(found, metadata, no_tensors), indent=2, allow_nan=False))
+        click.echo(to_json(_as_dict(found, metadata, no_tensors)))
         return
     parts = [_summary(found)]
     if metadata != "none":
@@ -57,11 +57,11 @@ def command(path: Path, metadata: str, tensors: str | None, no_tensors: bool, he
 def _summary(found: Inspection) -> str:
     lines = list(_lines(found))
     width = max(len(label) for label, _ in lines)
-    return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
+    return "\n".join(folded(f"{label:<{width}}  {text}", width + 2) for label, text in lines)
 
 
 def _lines(found: Inspection) -> Iterator[tuple[str, str]]:
-    """Yield what is told first, as label and text."""
+    """Yield the summary as labels and texts."""
     yield "file", printable(str(found.path))
     size = f"{format_size(found.file_bytes)} ({found.file_bytes} bytes)"
     shards = f", {len(found.shards)} shards" if len(found.shards) > 1 else ""
@@ -79,11 +79,11 @@ def _lines(found: Inspection) -> Iterator[tuple[str, str]]:
     if found.file_type is not None:
         yield "file type", f"{found.file_type} ({found.file_type_name})"
     for fact in found.facts:
-        # Converters write 0 for what a model does not have.
+        # Converters write 0 for what a model lacks.
         if fact.counts or fact.value != 0:
             yield fact.label, _fact(fact)
     if found.merged_layers:
-        others = f", apart in {found.unmerged_layers}" if found.unmerged_layers else ""
+        others = f", separate in {found.unmerged_layers}" if found.unmerged_layers else ""
         yield "up and gate experts", f"merged in {found.merged_layers} layers{others}"
     total = found.total
     some = "" if total.tensors == found.n_tensors else f" of {found.n_tensors}"
@@ -140,7 +140,6 @@ def _shown(item: Field, *, full: bool) -> str:
 
 def _tensor_table(found: Inspection) -> str:
     several = len(found.shards) > 1
-    header = ["tensor", "shape", "type", "size", "offset", *(["shard"] if several else [])]
     rows = [
         (
             shorten(printable(t.name), _NAME),
@@ -148,24 +147,23 @@ def _tensor_table(found: Inspection) -> str:
             t.type,
             format_size(t.nbytes),
             t.offset,
-            *((t.shard + 1,) if several else ()),
+            t.shard + 1 if several else "",
         )
         for t in found.tensors
     ]
-    return table(header, rows, left=(0, 2))
+    return table(["tensor", "shape", "type", "size", "offset", "shard"], rows, left=(0, 2))
 
 
 def _group_table(kind: str, groups: Sequence[Group], total: Group) -> str:
     rows = [(g, shorten(printable(g.name), _NAME)) for g in groups]
     if len(groups) > 1:
         rows.append((total, "total"))
-    types = kind != "type"
     return table(
-        [kind, *(["types"] if types else []), "tensors", "weights", "size", "bits per weight"],
+        [kind, "types", "tensors", "weights", "size", "bits per weight"],
         [
             (
                 name,
-                *([shorten(", ".join(g.types), 40)] if types else []),
+                "" if kind == "type" else shorten(", ".join(g.types), 40),
                 g.tensors,
                 format_count(g.values),
                 format_size(g.nbytes),
@@ -173,12 +171,12 @@ def _group_table(kind: str, groups: Sequence[Group], total: Group) -> str:
             )
             for g, name in rows
         ],
-        left=2 if types else 1,
+        left=2,
     )
 
 
 def _as_dict(found: Inspection, metadata: str, no_tensors: bool) -> dict[str, Any]:
-    """Return everything for programs."""
+    """Return everything, for programs."""
     result: dict[str, Any] = {
         "path": str(found.path),
         "shards": [{"path": str(s.path), "bytes": s.nbytes, "tensors": s.tensors} for s in found.shards],

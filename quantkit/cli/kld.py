@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +12,29 @@ import click
 from quantkit.cli.evaluation import (
     RUN,
     Bar,
-    check_json_target,
+    claim_json,
     estimate,
     finite,
     json_option,
     load_options,
     model_option,
+    report,
     run_options,
-    write_json,
 )
-from quantkit.cli.options import GroupedCommand, echo_notes, option
+from quantkit.cli.options import CHUNKS, GroupedCommand, echo_notes, option
+from quantkit.cli.table import columns
 from quantkit.errors import QualityGate
 from quantkit.evaluate import Estimate, Kld, KldProgress, KldSums, kld
 from quantkit.evaluate.statistics import ENOUGH
 from quantkit.helpers import format_seconds
 
-_BASE = "The base"
+_BASE = "The base logits"
+#: llama-perplexity's headings; a narrow terminal shows one statistic less.
 _HEADER = (
     "chunk             PPL               ln(PPL(Q)/PPL(base))          KL Divergence              Δp RMS"
     "            Same top p"
 )
+_WIDE, _NARROW = 125, "chunk         PPL             KL Divergence        Δp RMS (%)     Same top p (%)"
 
 
 @click.command("kld", cls=GroupedCommand)
@@ -42,75 +47,68 @@ _HEADER = (
     type=click.Path(path_type=Path),
     required=True,
     metavar="FILE",
-    help="Base logits and their text, by --save-all-logits of quantkit or llama-perplexity.",
+    help="Saved by --save-all-logits of quantkit or llama-perplexity; includes the text.",
 )
-@option("-c", "--ctx-size", "n_ctx", group=_BASE, type=click.IntRange(1), help="Only checked: the base has its own.")
-@option(
-    "--chunks", group=_BASE, type=int, default=-1, help="Only the first so many chunks of it; -1, the default: all."
-)
+@option("-c", "--ctx-size", "n_ctx", group=_BASE, type=click.IntRange(1), help="Checked against the base's own.")
+@option("--chunks", group=_BASE, type=CHUNKS, default=-1, help="Only the first N chunks; -1, the default, for all.")
 @run_options
-@option(
-    "--max-kld", group=RUN, type=click.FloatRange(0), help="End with exit code 3 when the mean divergence is above."
-)
+@option("--max-kld", group=RUN, type=click.FloatRange(0), help="Exit with 3 if the mean divergence is larger.")
 @json_option
 def command(
     model: Path,
     base: Path,
     n_ctx: int | None,
-    chunks: int,
+    chunks: int | None,
     max_kld: float | None,
     json_to: str | None,
+    overwrite: bool,
     **run: Any,
 ) -> None:
-    """Measure how far a model's predictions are from those of a base, as llama-perplexity --kl-divergence does.
+    """Measure how far a model's predictions are from those of a base model, as llama-perplexity --kl-divergence.
 
-    Text and context come from the base file. The mean KL divergence says how many nats of log-perplexity a
-    quantization costs on the base's own text; it is far less noisy than a difference of perplexities.
+    Text and context length come from the base file. The mean KL divergence estimates how many nats of log-perplexity
+    a quantization costs; it is far less noisy than a difference of perplexities.
 
     \b
     quantkit perplexity -m model-bf16.gguf -f text.txt --save-all-logits base.bin
     quantkit kld -m model-Q4_K_M.gguf --base base.bin
     quantkit kld -m model-Q4_K_M.gguf --base base.bin --chunks 20 --max-kld 0.02 --json kld.json
     """
-    if chunks == 0 or chunks < -1:
-        raise click.BadParameter("a number above 0, or -1 for all", param_hint="--chunks")
-    check_json_target(json_to)
-    with Bar() as bar:
+    json_file = claim_json(json_to, (), [model, base], overwrite=overwrite)
+    narrow = (columns() or sys.maxsize) < _WIDE
+    with closing(Bar()) as bar:
 
         def progress(now: KldProgress) -> None:
             if json_to != "-":
                 if now.chunk == 1:
-                    bar.print(_HEADER)
-                bar.print(chunk_line(now.chunk, now.sums))
+                    bar.print(_NARROW if narrow else _HEADER)
+                bar.print((narrow_line if narrow else chunk_line)(now.chunk, now.sums))
             mean = now.sums.kld.mean
             bar.update(now.chunk, now.n_chunks, f"KLD {mean.value:.5f} +/- {mean.error:.5f}")
 
         found = kld(
-            model,
-            base,
-            n_ctx=n_ctx,
-            n_batch=run["n_batch"],
-            chunks=chunks if chunks > 0 else None,
-            progress=progress,
-            **load_options(run),
+            model, base, n_ctx=n_ctx, n_batch=run["n_batch"], chunks=chunks, progress=progress, **load_options(run)
         )
     echo_notes(found.notes)
-    if json_to != "-":
-        click.echo("\n" + _text(found))
-    if json_to is not None:
-        write_json(json_to, _as_dict(found))
+    report(json_to, json_file, "\n" + _text(found), _as_dict(found))
     mean = found.sums.kld.mean.value
     if max_kld is not None and not mean <= max_kld:
-        raise QualityGate(f"{model}: the mean KL divergence is {mean:.6f}, more than --max-kld {max_kld:g}")
+        raise QualityGate(f"{model}: the mean KL divergence is {mean:.6f}, above --max-kld {max_kld:g}")
 
 
 def chunk_line(chunk: int, sums: KldSums) -> str:
-    """Return the line of a chunk: the statistics up to it, as llama-perplexity prints them."""
+    """Return a chunk's line: the statistics so far, as llama-perplexity prints them."""
     rms, top = sums.rms_p_diff, sums.same_top_p
     return (
         f"{chunk:4d}    {_pair(sums.nll.ppl, 9, 4)}    {_pair(sums.ln_ratio, 10, 5)}    {_pair(sums.kld.mean, 10, 5)}"
         f"    {_percent(rms, 6)}    {_percent(top, 6)}"
     )
+
+
+def narrow_line(chunk: int, sums: KldSums) -> str:
+    """Return the line of a chunk for a narrow terminal."""
+    shares = (f"{100 * e.value:6.3f} ± {100 * e.error:5.3f}" for e in (sums.rms_p_diff, sums.same_top_p))
+    return "  ".join([f"{chunk:5d}", _pair(sums.nll.ppl, 8, 4), _pair(sums.kld.mean, 8, 5), *shares])
 
 
 def _pair(e: Estimate, width: int, digits: int) -> str:
@@ -154,14 +152,14 @@ def _text(found: Kld) -> str:
     if found.sums.n >= ENOUGH:
         lines.append(statistics_text(found.sums))
     else:
-        lines.append(f"{found.sums.n} tokens were scored: too few for statistics, {ENOUGH} are needed")
+        lines.append(f"{found.sums.n} tokens were scored, too few for statistics: {ENOUGH} are needed")
     if found.bound:
         lines.append(
-            f"\nThe base keeps a part of the vocabulary, the rest is estimated: at the very worst the mean KLD is off"
-            f" by {found.bound:.6f}."
+            f"\nThe base keeps a part of the vocabulary, the rest is estimated:\n"
+            f"at worst the mean KLD is off by {found.bound:.6f}."
         )
     chunks = f"{found.n_chunks} of {found.chunks_in_base} chunks of {found.n_ctx} tokens"
-    lines.append(f"\n{found.sums.n} tokens scored in {chunks}, {format_seconds(found.seconds)}; {found.base_kind}")
+    lines.append(f"\n{found.sums.n} tokens scored in {chunks}, {format_seconds(found.seconds)}\n{found.base_kind}")
     return "\n".join(lines)
 
 

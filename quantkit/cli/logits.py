@@ -10,25 +10,29 @@ import click
 from quantkit.cli.evaluation import (
     OUT,
     TEXT,
-    check_json_target,
+    claim_json,
     given_text,
+    ids_file,
     json_option,
     load_options,
     model_option,
+    report,
     run_options,
     text_options,
-    write_json,
 )
 from quantkit.cli.options import GroupedCommand, echo_notes, option
 from quantkit.evaluate import logits
 from quantkit.evaluate.passes import opened
-from quantkit.helpers import format_size
+from quantkit.formats.outputs import check_free
+from quantkit.helpers import format_size, printable
 
 
 @click.command("logits", cls=GroupedCommand)
 @model_option
 @text_options
-@option("-c", "--ctx-size", "n_ctx", group=TEXT, type=click.IntRange(1), help="Set up for this context; of training.")
+@option(
+    "-c", "--ctx-size", "n_ctx", group=TEXT, type=click.IntRange(1), help="Context length; by default that of training."
+)
 @run_options
 @option(
     "-o",
@@ -37,9 +41,8 @@ from quantkit.helpers import format_size
     type=click.Path(path_type=Path),
     required=True,
     metavar="OUT.npy",
-    help="float32 [tokens, vocabulary].",
+    help="The .npy to write: float32 [tokens, vocabulary].",
 )
-@option("--overwrite", group=OUT, is_flag=True, help="Replace it if it exists.")
 @json_option
 def command(
     model: Path,
@@ -52,9 +55,9 @@ def command(
     json_to: str | None,
     **run: Any,
 ) -> None:
-    """Write the logits after each token of a text, positions from 0, as a .npy.
+    """Write the logits after each token of a text as a .npy file; positions start at 0.
 
-    Of a text the tokenizer's special tokens are part (BOS where the model wants one); ids are taken as they are.
+    A text is tokenized with special tokens (BOS if the model wants one); token ids are used as given.
 
     \b
     quantkit logits -m model.gguf --tokens 1,2,3 -o logits.npy
@@ -62,12 +65,12 @@ def command(
     quantkit logits -m model.gguf -p "The capital of France is" -o logits.npy
     """
     text, ids = given_text(file, prompt, tokens)
-    check_json_target(json_to)
+    json_file = claim_json(json_to, [output], [model, file, ids_file(tokens)], overwrite=overwrite)
+    check_free(output, overwrite=overwrite)
     with opened(model, n_ctx, load_options(run)) as loaded:
         echo_notes(loaded.notes)
         found = logits(loaded, text, tokens=ids, output=output, overwrite=overwrite, n_batch=run["n_batch"])
     n_tokens, n_vocab = found.shape
-    if json_to != "-":
-        click.echo(f"{output}: float32 [{n_tokens}, {n_vocab}], {format_size(output.stat().st_size)}")
-    if json_to is not None:
-        write_json(json_to, {"model": str(model), "output": str(output), "n_tokens": n_tokens, "n_vocab": n_vocab})
+    made = f"{printable(output)}: float32 [{n_tokens}, {n_vocab}], {format_size(output.stat().st_size)}"
+    result = {"model": str(model), "output": str(output), "n_tokens": n_tokens, "n_vocab": n_vocab}
+    report(json_to, json_file, made, result)

@@ -1,13 +1,18 @@
-"""What several commands share: parameter types, grouped help, plain tables."""
+"""Parameter types, grouped help and values as text, which several commands share."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
+from quantkit.cli.table import folded
 from quantkit.helpers import parse_size, printable
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -17,7 +22,7 @@ if TYPE_CHECKING:
     _Int = click.ParamType[int]
     _Float = click.ParamType[float]
     _Ints = click.ParamType[tuple[int, ...]]
-else:  # click before 8.5 has it plain
+else:  # before click 8.5 it is not generic
     _Int = _Float = _Ints = click.ParamType
 
 
@@ -59,8 +64,19 @@ class Share(_Float):
 SHARE = Share()
 
 
+class GPULayers(_Int):
+    """A number of layers, or ``all``, as llama.cpp takes them."""
+
+    name = "n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from quantkit.model.placement import ALL_LAYERS
+
+        return ALL_LAYERS if value == "all" else click.IntRange(0).convert(value, param, ctx)
+
+
 class Numbers(_Ints):
-    """Numbers: ``512``, ``128,512``, ``1-4``, ``64-512*2``, as llama-bench takes them."""
+    """Numbers as llama-bench takes them: ``512``, ``128,512``, ``1-4``, ``64-512*2``."""
 
     name = "n"
 
@@ -94,16 +110,66 @@ def _range(text: str) -> list[int]:
 NUMBERS = Numbers()
 
 
+class Chunks(_Int):
+    """A number of chunks; -1 becomes None, all."""
+
+    name = "n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            found = int(value)
+        except ValueError:
+            found = 0
+        if found == 0 or found < -1:
+            self.fail("give a number above 0, or -1 for all", param, ctx)
+        return found if found > 0 else None
+
+
+CHUNKS = Chunks()
+
+
 class GroupedOption(click.Option):
-    """An option that is listed in --help under a heading of its group."""
+    """An option that --help lists under its group's heading."""
 
     def __init__(self, *args: Any, group: str = "Options", **kwargs: Any) -> None:
         self.group = group
+        #: The value may be omitted.
+        self.may_be_bare = kwargs.get("is_flag") is False
         super().__init__(*args, **kwargs)
+        if self.metavar is None and isinstance(self.type, (click.IntRange, click.types.IntParamType)):
+            self.metavar = "N"
 
 
-class GroupedCommand(click.Command):
-    """A command whose help lists options by group, in the order they were declared."""
+class WholeNames(click.Command):
+    """A command to which -xyz is always one name; click reads an unknown one as -x -y -z, or -x with value yz."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        named = {
+            n: o for o in self.get_params(ctx) if isinstance(o, click.Option) for n in (*o.opts, *o.secondary_opts)
+        }
+        left = args[::-1]
+        while left and left[-1] != "--":
+            arg = left.pop()
+            found = named.get(arg)
+            if found is None and not arg.startswith("-") and not ctx.allow_interspersed_args:
+                break  # a command of this group, and its arguments
+            if found is not None and not found.is_flag and not getattr(found, "may_be_bare", False):
+                del left[len(left) - found.nargs :]
+            elif found is None and _is_unknown(arg, named):
+                raise click.NoSuchOption(arg, possibilities=get_close_matches(arg, named), ctx=ctx)
+        return super().parse_args(ctx, args)
+
+
+def _is_unknown(arg: str, named: Mapping[str, click.Option]) -> bool:
+    """Tell whether ``arg`` is like -xyz, but neither an option, with =VALUE or not, nor one with a number, as -j4."""
+    if len(arg) < 3 or arg[0] != "-" or arg[1] == "-" or arg.partition("=")[0] in named:
+        return False
+    first = named.get(arg[:2])
+    return first is None or first.is_flag or not arg[2].isdecimal()
+
+
+class GroupedCommand(WholeNames):
+    """A command whose help lists options by group in the order of declaration, and last those that change nothing."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -114,6 +180,15 @@ class GroupedCommand(click.Command):
         for title, records in groups.items():
             with formatter.section(title):
                 formatter.write_dl(records, col_max=34)
+        if without_effect := [o.opts[0] for o in self.get_params(ctx) if hasattr(o, "note")]:
+            with formatter.section("Taken as llama.cpp and ik_llama.cpp spell them, with no effect here"):
+                formatter.write_text(", ".join(without_effect))
+
+
+class DiffTrouble(click.ClickException):
+    """An error of a command that compares; its exit code, like diff's, tells it from a difference."""
+
+    exit_code = 2
 
 
 def option(*names: str, group: str, **kwargs: Any) -> Callable[[F], F]:
@@ -121,32 +196,62 @@ def option(*names: str, group: str, **kwargs: Any) -> Callable[[F], F]:
     return click.option(*names, cls=GroupedOption, group=group, **kwargs)
 
 
+def setting(*names: str, group: str, **kwargs: Any) -> Callable[[F], F]:
+    """Declare a grouped option whose help shows its default."""
+    return option(*names, group=group, show_default=True, **kwargs)
+
+
+def options(*declared: Callable[[F], F]) -> Callable[[F], F]:
+    """Return one decorator that declares several options; --help lists them in this order."""
+
+    def declare(function: F) -> F:
+        for each in reversed(declared):
+            function = each(function)
+        return function
+
+    return declare
+
+
+#: -j, for commands that work tensor by tensor.
+threads_option = option(
+    *("-j", "-t", "--threads"),
+    group="The run",
+    type=click.IntRange(0),
+    help="Worker threads; by default, and with 0, all CPUs.",
+)
+
+
+def on_command_line(name: str) -> bool:
+    """Tell whether the command line, not a default, gives the current command's parameter ``name``."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def claim(path: Path, *inputs: Path | None, overwrite: bool) -> Path:
+    """Return where an output that is none of the ``inputs`` is to be ``written``; it is held until the command ends."""
+    from quantkit.formats.outputs import Output, check_apart
+
+    check_apart([path], inputs)
+    return click.get_current_context().with_resource(Output(path, overwrite=overwrite)).path
+
+
 def echo_notes(notes: Iterable[str]) -> None:
-    """Print notes on stderr, a line each; those that are warnings say so themselves."""
+    """Print notes on stderr, folded to the terminal; warnings already say that they are."""
     for note in notes:
-        click.echo(f"{'' if note.startswith('warning: ') else 'note: '}{printable(note)}", err=True)
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, left: int | Collection[int] = 1) -> str:
-    """Return a plain-text table; ``left`` columns, the first so many or these, are aligned left, the others right."""
-    cells = [[str(c) for c in row] for row in (header, *rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    columns = range(left) if isinstance(left, int) else left
-    lines = [
-        "  ".join(c.ljust(w) if i in columns else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        for row in cells
-    ]
-    lines.insert(1, "  ".join("-" * w for w in widths))
-    return "\n".join(line.rstrip() for line in lines)
+        click.echo(folded(f"{'' if note.startswith('warning: ') else 'note: '}{printable(note)}", 2), err=True)
 
 
 def json_value(value: Any) -> Any:
-    """Return ``value`` as JSON can hold it: NaN and infinities, which it cannot, become the strings "nan", "inf"."""
+    """Return ``value`` for JSON, which has no NaN or infinity: they become the strings "nan" and "inf"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, (list, tuple)):
         return [json_value(v) for v in value]
     return value
+
+
+def to_json(value: Any) -> str:
+    """Return a result as --json prints it. ValueError for NaN and infinity."""
+    return json.dumps(value, indent=2, allow_nan=False)
 
 
 def one_line(value: Any) -> str:

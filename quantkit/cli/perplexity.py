@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,46 +13,35 @@ from quantkit.cli.evaluation import (
     OUT,
     TEXT,
     Bar,
-    check_json_target,
+    claim_json,
     estimate,
     finite,
     given_text,
+    ids_file,
     json_option,
     load_options,
     model_option,
+    report,
     run_options,
     text_options,
-    write_json,
 )
-from quantkit.cli.options import GroupedCommand, echo_notes, option
+from quantkit.cli.options import CHUNKS, GroupedCommand, echo_notes, on_command_line, option, setting
 from quantkit.evaluate import Perplexity, PerplexityProgress, SaveLogits, perplexity
 from quantkit.formats.logits import CLIPS, CODECS
-from quantkit.helpers import format_seconds, format_size
+from quantkit.helpers import format_seconds, format_size, printable
 
-_BASE = "Base logits, for quantkit kld"
+_BASE = "Base logits for quantkit kld"
 
 
 @click.command("perplexity", cls=GroupedCommand)
 @model_option
 @text_options
+@setting("-c", "--ctx-size", "n_ctx", group=TEXT, type=click.IntRange(4), default=512, help="Tokens per chunk.")
 @option(
-    "-c",
-    "--ctx-size",
-    "n_ctx",
-    group=TEXT,
-    type=click.IntRange(4),
-    default=512,
-    show_default=True,
-    help="Tokens of a chunk.",
+    "--chunks", group=TEXT, type=CHUNKS, default=-1, help="Evaluate only the first N chunks; -1, the default, for all."
 )
-@option("--chunks", group=TEXT, type=int, default=-1, help="Evaluate only so many chunks; -1, the default: all.")
 @option(
-    "--ppl-stride",
-    "stride",
-    group=TEXT,
-    type=click.IntRange(0),
-    default=0,
-    help="A window every so many tokens, instead of chunks.",
+    "--ppl-stride", "stride", group=TEXT, type=click.IntRange(0), default=0, help="Windows every N tokens, not chunks."
 )
 @run_options
 @option(
@@ -60,57 +51,51 @@ _BASE = "Base logits, for quantkit kld"
     group=_BASE,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Keep the logits of all scored positions in FILE.",
+    help="Save the logits of all scored positions to FILE.",
 )
-@option(
+@setting(
     "--logits-format",
     group=_BASE,
     type=click.Choice(["llama.cpp", "compact"]),
     default="llama.cpp",
-    show_default=True,
-    help="All of the vocabulary in 16 bits a token; or the most probable tokens, exact, and the mass of the rest.",
+    help="The whole vocabulary in 16 bits per token, or the most probable tokens exactly and the mass of the rest.",
 )
-@option(
+@setting(
     "--clip",
     group=_BASE,
     type=click.Choice([str(c) for c in CLIPS.values()]),
     default="16",
-    show_default=True,
-    help="llama.cpp format: nats below the top token that are told apart; 24 is ik_llama.cpp's.",
+    help="llama.cpp format: range in nats below the top token; 24 as in ik_llama.cpp.",
 )
-@option(
-    "--top-k",
-    group=_BASE,
-    type=click.IntRange(1),
-    default=1024,
-    show_default=True,
-    help="compact: most tokens kept of a position.",
-)
-@option(
+@setting("--top-k", group=_BASE, type=click.IntRange(1), default=1024, help="compact: most tokens per position.")
+@setting(
     "--residual",
     group=_BASE,
     type=click.FloatRange(0, 1, max_open=True),
     default=1e-5,
-    show_default=True,
-    help="compact: keep fewer once no more mass than this is left.",
+    help="compact: stop once no more than this mass is left.",
 )
-@option(
+@setting(
     "--codec",
     group=_BASE,
     type=click.Choice(list(CODECS)),
     default="zlib",
-    show_default=True,
-    help="compact: how it is packed; zstd unpacks faster, but is not always installed.",
+    help="compact: compression; zstd unpacks faster, but is an extra.",
 )
-@option("--overwrite", group=_BASE, is_flag=True, help="Replace FILE if it exists.")
 @option(
+    "--kl-divergence",
+    "divergence",
+    group=_BASE,
+    is_flag=True,
+    help="Read FILE instead and measure the divergence from it, as quantkit kld.",
+)
+@setting(
     "--ppl-output-type",
     "output_type",
     group=OUT,
     type=click.Choice(["0", "1"]),
     default="0",
-    show_default=True,
-    help="1: a table of token, PPL, ln(PPL) and its error per chunk.",
+    help="1: per chunk, a row of token, PPL, ln(PPL) and its error.",
 )
 @json_option
 def command(
@@ -119,7 +104,7 @@ def command(
     prompt: str | None,
     tokens: str | None,
     n_ctx: int,
-    chunks: int,
+    chunks: int | None,
     stride: int,
     save: Path | None,
     logits_format: str,
@@ -127,27 +112,29 @@ def command(
     top_k: int,
     residual: float,
     codec: str,
+    divergence: bool,
     overwrite: bool,
     output_type: str,
     json_to: str | None,
     **run: Any,
 ) -> None:
-    """Measure the perplexity of a text, as llama-perplexity does: the lower, the better the model predicts it.
+    """Measure perplexity on a text, as llama-perplexity does; lower is better.
 
-    The text is cut into chunks of -c tokens, BOS takes the place of the first of each where the model wants one, and
-    the second half of each is scored. Compare only values of the same text, -c and tokenizer.
+    The text is cut into chunks of -c tokens. BOS replaces the first token of each if the model wants one, and the
+    second half of each chunk is scored. Values compare only for the same text, -c and tokenizer.
 
     \b
     quantkit perplexity -m model-Q4_K_M.gguf -f wiki.test.raw
     quantkit perplexity -m model-bf16.gguf -f text.txt --save-all-logits base.bin    # then: quantkit kld
     quantkit perplexity -m model.gguf --tokens @ids.i32 -c 2048 --chunks 10 --json -
     """
+    if divergence:
+        _divergence(model, save, n_ctx, chunks, json_to, run)
+        return
     text, ids = given_text(file, prompt, tokens)
-    if chunks == 0 or chunks < -1:
-        raise click.BadParameter("a number above 0, or -1 for all", param_hint="--chunks")
-    check_json_target(json_to)
+    json_file = claim_json(json_to, [save], [model, file, ids_file(tokens)], overwrite=overwrite)
     kept = SaveLogits(save, logits_format, float(clip), top_k, residual, codec, overwrite) if save is not None else None
-    with Bar() as bar:
+    with closing(Bar()) as bar:
 
         def progress(now: PerplexityProgress) -> None:
             if json_to != "-":
@@ -160,17 +147,37 @@ def command(
             tokens=ids,
             n_ctx=n_ctx,
             n_batch=run["n_batch"],
-            chunks=chunks if chunks > 0 else None,
+            chunks=chunks,
             stride=stride,
             save_logits=kept,
             progress=progress,
             **load_options(run),
         )
     echo_notes(found.notes)
-    if json_to != "-":
-        click.echo(_final(found))
-    if json_to is not None:
-        write_json(json_to, _as_dict(found))
+    report(json_to, json_file, _final(found), _as_dict(found))
+
+
+def _divergence(
+    model: Path, base: Path | None, n_ctx: int, chunks: int | None, json_to: str | None, run: Mapping[str, Any]
+) -> None:
+    """Run quantkit kld, whose text is that of the base."""
+    from quantkit.cli.kld import command as kld
+
+    ctx = click.get_current_context()
+    if base is None:
+        raise click.UsageError("--kl-divergence needs --kl-divergence-base FILE")
+    if any(ctx.params[name] is not None for name in ("file", "prompt", "tokens")):
+        echo_notes([f"-f, -p and --tokens are ignored: {base} contains its text"])
+    ctx.invoke(
+        kld,
+        model=model,
+        base=base,
+        n_ctx=n_ctx if on_command_line("n_ctx") else None,
+        chunks=chunks,
+        json_to=json_to,
+        overwrite=ctx.params["overwrite"],
+        **run,
+    )
 
 
 def _running(now: PerplexityProgress) -> str:
@@ -187,7 +194,7 @@ def _final(found: Perplexity) -> str:
     lines = [f"Final estimate: PPL = {found.ppl.value:.4f} +/- {found.ppl.error:.5f}"]
     lines.append(f"{found.n_scored} tokens scored in {chunks}, {format_seconds(found.seconds)}")
     if found.saved is not None:
-        lines.append(f"{found.saved}: {format_size(found.saved.stat().st_size)}")
+        lines.append(f"{printable(found.saved)}: {format_size(found.saved.stat().st_size)}")
     return "\n".join(lines)
 
 

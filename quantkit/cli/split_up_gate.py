@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -12,7 +13,7 @@ from quantkit.cli.options import GroupedCommand
 
 @click.command("split-up-gate", cls=GroupedCommand)
 @shared_options
-def command(source: str, output: str, keep_split: bool, split_max_size: int | None, **run: Any) -> None:
+def command(source: Path, output: Path, keep_split: bool, split_max_size: int | None, **run: Any) -> None:
     """Take ffn_gate_up_exps apart into ffn_gate_exps and ffn_up_exps.
 
     Undoes `quantkit merge-up-gate` exactly: bytes, order of tensors, shards, metadata. On files that were merged

@@ -1,19 +1,21 @@
-"""What a quantization prints: the plan, the progress, and the summary."""
+"""What a quantization prints: plan, progress and summary."""
 
 from __future__ import annotations
 
 import math
 import sys
-import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import click
 from tqdm import tqdm
 
-from quantkit.cli.options import table
+from quantkit.cli.table import folded, table
+from quantkit.errors import QuantkitError
+from quantkit.formats.outputs import part_path
 from quantkit.helpers import format_count, format_seconds, format_size, printable, tensor_class
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.work import ErrorSums, PlannedTensor
@@ -25,10 +27,11 @@ def _source_type(tensor: PlannedTensor) -> str:
     return "+".join(dict.fromkeys(str(part.source.type) for part in tensor.parts))
 
 
-def _line(tensor: PlannedTensor) -> str:
+def _row(tensor: PlannedTensor) -> tuple[str, str, str, str, str]:
+    """Return name, shape, type, size and reason."""
     change = str(tensor.type) if tensor.is_copy else f"{_source_type(tensor)} -> {tensor.type}"
     shape = " x ".join(map(str, tensor.shape))
-    return f"{printable(tensor.name):<36} {shape:>22}  {change:<18} {format_size(tensor.nbytes):>11}  {tensor.reason}"
+    return printable(tensor.name), shape, change, format_size(tensor.nbytes), tensor.reason
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class _Group:
         return 8 * self.nbytes / max(1, self.values)
 
     def errors(self) -> tuple[float, float] | None:
-        """Return the relative RMS error, plain and weighted by importance; None where none was measured."""
+        """Return the relative RMS error, plain and weighted by importance; None if it was not measured."""
         if self.sums is None or self.sums.square <= 0:
             return None
         plain = math.sqrt(self.sums.error / self.sums.square)
@@ -81,30 +84,37 @@ def _totals(plan: Plan) -> str:
     types = Counter(str(t.type) for t in plan.tensors)
     mix = ", ".join(f"{n} {name}" for name, n in types.most_common())
     before = 8 * source / max(1, plan.n_values)
+    what = f"{format_count(plan.n_values)} weights in {len(plan.tensors)} tensors: {mix}"
     return (
-        f"{format_count(plan.n_values)} weights in {len(plan.tensors)} tensors: {mix}\n"
+        f"{folded(what, 2)}\n"
         f"{format_size(source)} ({before:.2f} bits per weight) -> {format_size(target)} ({plan.bpw:.2f})"
     )
 
 
 def _total_error(groups: list[_Group]) -> str:
-    """Return the relative error of everything that was encoded, as the end of a line."""
+    """Return the relative error of all encoded tensors, as the end of a line."""
     sums = [g.sums for g in groups if g.sums is not None]
     square = sum(s.square for s in sums)
     return f", relative error {100 * math.sqrt(sum(s.error for s in sums) / square):.3f} %" if square else ""
 
 
+def dry_run_line(refused: str | None) -> str:
+    """Return the last line of a dry run; ``refused``: why the run itself would not begin."""
+    would = f"; the run itself would refuse: {printable(refused)}" if refused is not None else ""
+    return f"dry run: nothing was written{would}"
+
+
 class DryRunReport:
     """The plan, for people and programs."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, refused: str | None = None) -> None:
+        self.plan, self.refused = plan, refused
 
     def text(self) -> str:
         files = [f"{printable(str(shard.path))}: {shard.layout.nbytes} bytes" for shard in self.plan.shards]
-        return "\n".join(
-            [*map(_line, self.plan.tensors), "", _totals(self.plan), *files, "dry run: nothing was written"]
-        )
+        tensors = map(_row, self.plan.tensors)
+        plan = table(["tensor", "shape", "type", "size", "why"], list(tensors), left=(0, 2, 4), spare=(1,))
+        return "\n".join([plan, "", _totals(self.plan), *files, dry_run_line(self.refused)])
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -113,6 +123,7 @@ class DryRunReport:
             "weights": self.plan.n_values,
             "bits_per_weight": self.plan.bpw,
             "notes": list(self.plan.notes),
+            "refused": self.refused,
             "tensors": [
                 {
                     "name": t.name,
@@ -133,31 +144,36 @@ class DryRunReport:
 
 
 class RunReport:
-    """Progress while a run goes on (a bar on a terminal, else a line per tensor), and its summary."""
+    """The progress of a run (a bar on a terminal, otherwise a line per tensor), and its summary."""
 
     def __init__(self, plan: Plan, *, quiet: bool) -> None:
         self.plan, self.quiet = plan, quiet
         self._bar: tqdm | None = None
         self._count = 0
-        self._began = time.monotonic()
 
-    def __enter__(self) -> RunReport:
+    @contextmanager
+    def shown(self, failed: str) -> Iterator[None]:
+        """Show the bar during the run; one that ends early says how to continue, ``failed`` after an OSError."""
+        part = part_path(self.plan.shards[0].path)
         total = sum(t.nbytes for t in self.plan.tensors)
         if not self.quiet and sys.stderr.isatty():
             self._bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc=self.plan.title)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        try:
+            with nullcontext() if self._bar is None else closing(self._bar):
+                yield
+        except KeyboardInterrupt:
+            click.echo(f"\ninterrupted; continue with the same command and --resume ({printable(part)})", err=True)
+            sys.exit(130)
+        except OSError as e:
+            raise QuantkitError(f"{e.filename or part}: {e.strerror or e}; {failed}") from e
 
     def resumed(self, tensors: int, nbytes: int) -> None:
-        """Say how much an earlier run did."""
+        """Print how much an earlier run did."""
         self._count += tensors
         if self._bar is not None:
             self._bar.update(nbytes)
         if not self.quiet:
-            click.echo(f"resumed: {tensors} tensors ({format_size(nbytes)}) were there already", err=True)
+            click.echo(f"resumed: {tensors} tensors ({format_size(nbytes)}) were already done", err=True)
 
     def wrote(self, nbytes: int) -> None:
         """Move the bar."""
@@ -165,26 +181,26 @@ class RunReport:
             self._bar.update(nbytes)
 
     def finished(self, tensor: PlannedTensor) -> None:
-        """Print the tensor's line, or name it beside the bar."""
+        """Print the tensor's line, or its name beside the bar."""
         self._count += 1
         if self._bar is not None:
             self._bar.set_postfix_str(printable(tensor.name), refresh=False)
         elif not self.quiet:
-            click.echo(f"[{self._count:4d}/{len(self.plan.tensors)}] {_line(tensor)}", err=True)
+            name, _, change, size, reason = _row(tensor)
+            done = f"[{self._count:4d}/{len(self.plan.tensors)}]"
+            click.echo(f"{done} {name:<30} {change:<14} {size:>10}  {reason}", err=True)
 
     def text(self, result: QuantizeResult) -> str:
         """Return the summary: a table of classes, totals, time, files."""
         groups = _groups(self.plan, result.run.sums)
         measured = any(g.errors() for g in groups)
         weighted = measured and any(t.found is not None for t in self.plan.tensors)
-        header = ["class", "type", "tensors", "weights", "size", "bpw"]
-        header += ["rel. error"] * measured + ["weighted"] * weighted
+        header = ["class", "type", "tensors", "weights", "size", "bpw", "rel. error", "weighted"]
         rows = []
         for g in groups:
             size, bpw, errors = format_size(g.nbytes), f"{g.bpw:.2f}", g.errors()
-            row: list[object] = [g.name, g.type, g.tensors, format_count(g.values), size, bpw]
-            shown = [f"{100 * v:.3f} %" for v in errors] if errors else ["copied" if g.copied else "", ""]
-            rows.append(row + shown[: measured + weighted])
+            shown = [f"{100 * v:.3f} %" for v in errors] if errors else ["copied" if measured and g.copied else "", ""]
+            rows.append([g.name, g.type, g.tensors, format_count(g.values), size, bpw, shown[0], shown[1] * weighted])
         seconds = result.run.seconds
         rate = self.plan.n_values / max(seconds, 1e-9)
         return "\n".join(

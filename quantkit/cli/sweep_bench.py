@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,47 +11,36 @@ import click
 
 from quantkit.bench import Setting, SweepRow, sweep_bench
 from quantkit.cli.evaluation import OUT, model_option, placement_given, run_options
-from quantkit.cli.options import GroupedCommand, option
+from quantkit.cli.options import GroupedCommand, option, setting
 
 _SWEEP = "The sweep"
 
 
 @click.command("sweep-bench", cls=GroupedCommand)
 @model_option
-@option(
-    "-c", "--ctx-size", "n_ctx", group=_SWEEP, type=click.IntRange(2), default=2048, show_default=True, help="Tokens."
+@setting(
+    "-c", "--ctx-size", "n_ctx", group=_SWEEP, type=click.IntRange(2), default=2048, help="Tokens the context grows to."
 )
-@option("-n", "--n-gen", group=_SWEEP, type=click.IntRange(0), help="Single tokens at each step; a quarter of it.")
 @option(
-    "-nrep", "repetitions", group=_SWEEP, type=click.IntRange(1), default=1, help="Repeat the first step; the median."
+    "-n", "--n-gen", group=_SWEEP, type=click.IntRange(0), help="Single tokens per step; by default a quarter of -ub."
+)
+@option(
+    "-nrep", "repetitions", group=_SWEEP, type=click.IntRange(1), default=1, help="Take the median of N first steps."
 )
 @run_options
-@option(
-    "--output-format", group=OUT, type=click.Choice(["md", "jsonl"]), default="md", show_default=True, help="Format."
-)
+@setting("--output-format", group=OUT, type=click.Choice(["md", "jsonl"]), default="md", help="Format.")
 def command(model: Path, n_ctx: int, n_gen: int | None, repetitions: int, output_format: str, **run: Any) -> None:
-    """Fill a context step by step and measure a batch and single tokens at each, as ik_llama.cpp's llama-sweep-bench.
+    """Measure speed as the context fills, as ik_llama.cpp's llama-sweep-bench does.
 
-    The step, and the batch, is -ub tokens.
+    Each step runs a batch of -ub tokens, then single tokens, and advances the context by -ub.
 
     \b
     quantkit sweep-bench -m model.gguf -c 8192
     quantkit sweep-bench -m moe.gguf -c 4096 -ub 1024 -no-fmoe --output-format jsonl
     """
-    setting = Setting(
-        n_batch=run["n_batch"],
-        n_ubatch=run["n_ubatch"],
-        kv_type=run["kv_type"].lower(),
-        threads=run["threads"] or 0,
-        fused_up_gate=not run["no_fused_up_gate"],
-        fused_moe=not run["no_fused_moe"],
-        merge_up_gate=run["merge_up_gate_experts"],
-        placement=placement_given(run),
-        max_ram=run["max_ram"],
-        max_vram=run["max_vram"],
-        cublas=run["cublas"],
-    )
-    rows = sweep_bench(model, n_ctx, setting, n_gen=n_gen, repetitions=repetitions)
+    given = {f.name: run[f.name] for f in fields(Setting) if f.name in run} | {"threads": run["threads"] or 0}
+    how = Setting(**given, merge_up_gate=run["merge_up_gate_experts"], placement=placement_given(run))
+    rows = sweep_bench(model, n_ctx, how, n_gen=n_gen, repetitions=repetitions)
     show = _md if output_format == "md" else _jsonl
     for i, row in enumerate(rows):
         show(row, i == 0)

@@ -8,31 +8,41 @@ from typing import Any
 
 import click
 
-from quantkit.cli.options import GroupedCommand, option, table
+from quantkit.cli.options import GroupedCommand, option
+from quantkit.cli.table import table
 from quantkit.errors import TypeNotSupported
+from quantkit.kernels.formats import has_decoder, has_encoder
 from quantkit.pipeline.presets import PRESET_ALIASES, PRESETS, Preset, preset_by_name
 from quantkit.types import TYPES, TensorType
 
-_WHAT, _OUT = "What is listed", "Output"
+_WHAT, _OUT = "What to list", "Output"
 
 _TYPES_LEGEND = """\
-bpw: bits per weight without row headers. block: weights in a block, bytes: of a block, header: bytes at the head of
-each row, weave: rows whose bytes are woven together. runtimes: mainline is llama.cpp, ik is ik_llama.cpp.
-imatrix: what the encoder does with one; refused by: whose llama-quantize demands one (ours too, but for
---ignore-imatrix-rules). encoder, decoder: whether this version of quantkit has one."""
+bpw       bits per weight without row headers
+block     weights per block, and its bytes
+header    bytes at the head of each row
+weave     rows interleaved with each other
+runtimes  mainline is llama.cpp, ik is ik_llama.cpp
+imatrix   what the encoder does with an importance matrix
+refused   whose llama-quantize refuses the type without one (so does quantkit,
+          except with --ignore-imatrix-rules)
+codec     what this version of quantkit does: "full" encodes and decodes
+
+Below 100 columns, header, weave and refused are omitted; --json has everything."""
 
 _PRESETS_LEGEND = """\
-number: general.file_type, which TYPE may be too. use: "mixture" applies llama.cpp's mixing rules; "plain" gives every
-tensor the base type; "-": not in this version (no mixing rules or no encoder). Every name of `quantkit types` that is
-a type for weights can be TYPE as well, without a mixture."""
+number  general.file_type; TYPE may be this number, too
+use     "mixture": llama.cpp's mixing rules; "plain": the base type everywhere;
+        "-": not in this version (no mixing rules or no encoder)
+TYPE may also be any weight type that `quantkit types` lists, without a mixture."""
 
 
 @click.command("types", cls=GroupedCommand)
-@option("--presets", group=_WHAT, is_flag=True, help="Also list the presets: names TYPE may be, with their mixtures.")
-@option("--tree", group=_WHAT, type=click.Choice(["mainline", "ik"]), help="Only what this tree knows.")
+@option("--presets", group=_WHAT, is_flag=True, help="Also list the presets that TYPE may name.")
+@option("--tree", group=_WHAT, type=click.Choice(["mainline", "ik"]), help="Only what this tree supports.")
 @option("--json", "as_json", group=_OUT, is_flag=True, help="Print the tables as JSON.")
 def command(presets: bool, tree: str | None, as_json: bool) -> None:
-    """List all tensor types of llama.cpp and ik_llama.cpp, and with --presets all presets."""
+    """List the tensor types of llama.cpp and ik_llama.cpp, with --presets also their presets."""
     types = [t for t in TYPES if tree in (None, t.trees) or t.trees == "both"]
     chosen = [p for p in PRESETS if tree in (None, p.trees) or p.trees == "both"]
     if as_json:
@@ -46,32 +56,20 @@ def command(presets: bool, tree: str | None, as_json: bool) -> None:
         click.echo("\n" + _preset_table(chosen))
 
 
-def _encodes(t: TensorType) -> bool:
-    from quantkit.kernels.cpu.encode import has_encoder
-
-    return has_encoder(t)
-
-
-def _decodes(t: TensorType) -> bool:
-    from quantkit.kernels.cpu.dequantize import has_decoder
-
-    return has_decoder(t)
-
-
-def _use(preset: Preset) -> str | None:
-    """Return how `quantkit quantize` takes the preset: as a mixture, as a plain type, or not at all (None)."""
+def use_of(preset: Preset) -> str | None:
+    """Return how `quantkit quantize` treats the preset: as a mixture, as a plain type, or not at all (None)."""
     try:
         taken = preset_by_name(preset.name)
     except TypeNotSupported:
         return None
-    if taken.base is not None and not _encodes(taken.base):
+    if taken.base is not None and not has_encoder(taken.base):
         return None
-    # MXFP4 is a preset of ik's and a type of both trees: as TYPE it is the type.
+    # MXFP4 is a preset of ik_llama.cpp and a type of both trees; as TYPE it is the type.
     return "mixture" if taken.mixes and taken.base is not None else "plain" if taken.base else "copy"
 
 
 def _type_table(types: list[TensorType]) -> str:
-    header = ["id", "name", "bpw", "block", "bytes", "header", "weave", "family", "runtimes", "imatrix", "refused by"]
+    header = ["id", "name", "bpw", "block", "bytes", "header", "weave", "family", "runtimes", "imatrix", "refused"]
     rows = [
         (
             t.id,
@@ -85,27 +83,26 @@ def _type_table(types: list[TensorType]) -> str:
             t.trees,
             t.imatrix,
             t.needs_imatrix,
-            "yes" if _encodes(t) else "-",
-            "yes" if _decodes(t) else "-",
+            "full" if has_encoder(t) else "decode" if has_decoder(t) else "-",
         )
         for t in types
     ]
-    text = table([*header, "encoder", "decoder"], rows, left=(1, 7, 8, 9, 10, 11, 12))
+    text = table([*header, "codec"], rows, left=(1, 7, 8, 9, 10, 11), spare=(5, 6, 10))
     return f"{text}\n\n{len(types)} types.\n{_TYPES_LEGEND}"
 
 
 def _preset_table(presets: list[Preset]) -> str:
     header = ["number", "name", "base type", "runtimes", "use", "description"]
-    rows = [(p.ftype, p.name, p.base or "", p.trees, _use(p) or "-", p.description) for p in presets]
+    rows = [(p.ftype, p.name, p.base or "", p.trees, use_of(p) or "-", p.description) for p in presets]
     aliases = ", ".join(f"{alias} is {name}" for alias, name in PRESET_ALIASES.items())
     return (
         f"{table(header, rows, left=(1, 2, 3, 4, 5))}\n\n"
-        f"{len(presets)} presets. As in llama-quantize, {aliases}.\n{_PRESETS_LEGEND}"
+        f"{len(presets)} presets; as in llama-quantize {aliases}.\n{_PRESETS_LEGEND}"
     )
 
 
 def _type_dict(t: TensorType) -> dict[str, Any]:
-    return {**asdict(t), "bits_per_weight": t.bpw, "encoder": _encodes(t), "decoder": _decodes(t)}
+    return {**asdict(t), "bits_per_weight": t.bpw, "encoder": has_encoder(t), "decoder": has_decoder(t)}
 
 
 def _preset_dict(p: Preset) -> dict[str, Any]:
@@ -114,6 +111,6 @@ def _preset_dict(p: Preset) -> dict[str, Any]:
         "name": p.name,
         "base": p.base.name if p.base else None,
         "trees": p.trees,
-        "use": _use(p),
+        "use": use_of(p),
         "description": p.description,
     }

@@ -1,8 +1,8 @@
 """How good a file is: perplexity, KL divergence from a base model, logits.
 
 The methods are llama-perplexity's (llama.cpp b11434 tools/perplexity): chunks of n_ctx tokens, BOS in place of the
-first token of each, the second half scored, so that every scored token has at least n_ctx / 2 before it. Given equal
-logits the figures are equal, too. What differs is said where it does.
+first token of each, the second half scored, so that every scored token has a context of at least n_ctx / 2. Equal
+logits give equal figures; deviations are documented where they occur.
 
     perplexity  exp(mean negative log-likelihood) of a text; may keep all logits as a base
     kld         how far a model is from the base: all of llama-perplexity --kl-divergence's statistics

@@ -1,16 +1,14 @@
 """KL divergence of a model from a base: llama-perplexity --kl-divergence, on base logits of either kind.
 
-The tokens come from the base file. Per scored position the divergence sum(p log(p / q)) of the model's prediction q
-from the base's p is one figure; what is kept of a position are five scalars. Against llama.cpp's base its sum leaves
-out tokens with log p <= -16, as llama.cpp does; against ours the tokens that the file has not are estimated, with a
-bound on the error.
+The tokens come from the base file. Each scored position has one divergence sum(p log(p / q)) of the model's
+prediction q from the base's p; five scalars are kept per position. With llama.cpp's base the sum leaves out tokens with
+log p <= -16, as llama.cpp does; with ours, tokens missing from the file are estimated, with a bound on the error.
 
-Where llama.cpp goes on with nonsense (another vocabulary, a file cut short), this is an error.
+Another vocabulary or a truncated file, which llama.cpp accepts, is an error.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,24 +17,15 @@ from typing import NamedTuple, Unpack
 import numpy as np
 
 from quantkit.errors import FormatError, QuantkitError, RecipeError
-from quantkit.evaluate.passes import (
-    F32,
-    I32,
-    LoadOptions,
-    Model,
-    bos_of,
-    note_calibration,
-    note_context,
-    opened,
-    run_windows,
-)
+from quantkit.evaluate.passes import F32, I32, LoadOptions, Model, opened, score_text
 from quantkit.evaluate.scores import compare_with_compact, compare_with_llama
 from quantkit.evaluate.statistics import KldSums, Scores
 from quantkit.formats.logits import CompactLogits, LogitsFile, open_logits
+from quantkit.kernels.first_run import working_seconds
 
 
 class KldProgress(NamedTuple):
-    """After a chunk: how many are done, of how many, and the statistics so far."""
+    """Progress after a chunk: chunks done, chunks in total, statistics so far."""
 
     chunk: int
     n_chunks: int
@@ -79,12 +68,12 @@ def kld(
 
     Args:
         model: path of a GGUF file, loaded with the options ``load`` (those of quantkit.load), or a loaded model.
-        n_ctx: only checked against the base, which has one; ``chunks``: only the first so many of it.
+        n_ctx: only checked against that of the base; ``chunks``: how many of its chunks to use.
 
     Raises:
         FormatError: the base is broken or cut short. QuantkitError: it belongs to another vocabulary or context.
     """
-    started = time.perf_counter()
+    started = working_seconds()
     file = base if not isinstance(base, (str, Path)) else open_logits(base)
     text = file.chunks
     n = _chunks_to_do(file, chunks)
@@ -96,28 +85,14 @@ def kld(
                 f"{file.path} was computed with a vocabulary of {text.n_vocab} tokens, {loaded.path} has"
                 f" {loaded.n_vocab}: these are not the same model"
             )
-        notes: list[str] = list(loaded.notes)
-        note_context(loaded, text.n_ctx, notes)
-        note_calibration(loaded, None, text.tokens[:n].reshape(-1), notes)
-        bos = bos_of(loaded, notes)
-        run = _Run(file, n, progress)
-        threads = load.get("threads")
-        run_windows(loaded, text.tokens[:n], text.first, run.score, run.done, n_batch=n_batch, bos=bos, threads=threads)
+        run, windows = _Run(file, n, progress), text.tokens[:n]
+        n_seq, bos, notes = score_text(
+            loaded, None, windows.reshape(-1), windows, text.first, run, n_batch=n_batch, threads=load.get("threads")
+        )
         path = Path(loaded.path)
-    return Kld(
-        path,
-        file.path,
-        file.description,
-        file.model if isinstance(file, CompactLogits) else "",
-        text.n_ctx,
-        n,
-        text.n_chunks,
-        min(n, max(1, n_batch // text.n_ctx)),
-        bos,
-        run.sums,
-        time.perf_counter() - started,
-        tuple(notes),
-    )
+    of = file.model if isinstance(file, CompactLogits) else ""
+    took = working_seconds() - started
+    return Kld(path, file.path, file.description, of, text.n_ctx, n, text.n_chunks, n_seq, bos, run.sums, took, notes)
 
 
 def _chunks_to_do(file: LogitsFile, chunks: int | None) -> int:
@@ -131,7 +106,7 @@ def _chunks_to_do(file: LogitsFile, chunks: int | None) -> int:
 
 
 class _Run:
-    """Scores rows against the base, and puts chunks together in order."""
+    """Scores rows against the base and collects chunks in order."""
 
     def __init__(self, base: LogitsFile, n: int, progress: Callable[[KldProgress], None] | None) -> None:
         self.base, self.n, self.progress = base, n, progress

@@ -1,19 +1,17 @@
 """Perplexity: exp of the mean negative log-likelihood of a text's tokens.
 
 By chunks (llama.cpp b11434 perplexity.cpp perplexity): the text is cut into contexts, and the second half of each is
-scored; llama.cpp demands two chunks of text, here one is enough. With a stride (perplexity_v2): windows of n_ctx tokens
-begin every ``stride`` tokens, and the last ``stride`` tokens of each are scored, so that each is scored once, with
-more before it.
+scored; one chunk of text is enough here, llama.cpp requires two. With a stride (perplexity_v2), windows of n_ctx tokens
+begin every ``stride`` tokens, and the last ``stride`` tokens of each are scored: every token once, with more context.
 
-llama.cpp's stride mode has two quirks that are repaired here: it evaluates every window before it puts BOS at its
-begin, so BOS has no effect; and its windows are not -c tokens long but -c (times n_batch / n_ctx) plus half a stride,
+Two quirks of llama.cpp's stride mode are fixed here: it evaluates a window before placing BOS at its start, so BOS has
+no effect; and its windows are not -c tokens long but -c (times n_batch / n_ctx) plus half a stride,
 rounded up to 256. It also rounds each probability to float32. For a model without BOS and the same window the
 values agree.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,22 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import QuantkitError, RecipeError
-from quantkit.evaluate.passes import (
-    F32,
-    I32,
-    LoadOptions,
-    Model,
-    bos_of,
-    note_calibration,
-    note_context,
-    opened,
-    run_windows,
-    text_tokens,
-)
+from quantkit.evaluate.passes import F32, I32, LoadOptions, Model, opened, path_of, score_text, text_tokens
 from quantkit.evaluate.scores import Softmax, most_probable, nll_of, softmax
 from quantkit.evaluate.statistics import Estimate, NllSums
 from quantkit.formats.gguf import open_gguf
 from quantkit.formats.logits import Chunks, CompactRows, CompactWriter, LlamaWriter, join_rows
+from quantkit.formats.outputs import Output, check_apart, written
+from quantkit.kernels.first_run import working_seconds
 
 
 @dataclass(frozen=True)
@@ -60,7 +49,7 @@ class SaveLogits:
 
 
 class PerplexityProgress(NamedTuple):
-    """After a chunk: how many are done, of how many, and the perplexity so far."""
+    """Progress after a chunk: chunks done, chunks in total, perplexity so far."""
 
     chunk: int
     n_chunks: int
@@ -70,7 +59,7 @@ class PerplexityProgress(NamedTuple):
 
 @dataclass(frozen=True)
 class Perplexity:
-    """What ``perplexity`` found: the running value after each chunk is in ``running``."""
+    """What ``perplexity`` found; ``running`` has the value after each chunk."""
 
     model: Path
     n_tokens: int
@@ -106,50 +95,34 @@ def perplexity(
     Args:
         model: path of a GGUF file, loaded with the options ``load`` (those of quantkit.load), or a loaded model.
         n_ctx: tokens of a chunk; ``n_batch``: tokens of a pass, so max(1, n_batch // n_ctx) chunks run at once.
-        chunks: evaluate only so many; ``stride``: windows every so many tokens instead of chunks.
+        chunks: how many to evaluate; ``stride``: tokens between windows, instead of chunks.
 
     Raises:
         QuantkitError: too few tokens, or a window or stride that makes no sense.
     """
-    started = time.perf_counter()
+    started = working_seconds()
     if stride and save_logits is not None:
         raise RecipeError("a base of logits has chunks: --save-all-logits excludes --ppl-stride")
-    if save_logits is not None and Path(save_logits.path).exists() and not save_logits.overwrite:
-        raise QuantkitError(f"{save_logits.path} exists; give another name, or --overwrite to replace it")
-    with (
-        opened(model, n_ctx, load) as loaded,
-        ExitStack() as stack,
-    ):
+    with ExitStack() as stack:
+        part = None
+        if save_logits is not None:
+            check_apart([save_logits.path], [path_of(model)])
+            part = written(stack.enter_context(Output(save_logits.path, overwrite=save_logits.overwrite)).path)
+        loaded = stack.enter_context(opened(model, n_ctx, load))
         ids = text_tokens(loaded, text, tokens)
         windows = _strided(ids, n_ctx, stride, chunks) if stride else _chunked(ids, n_ctx, chunks)
         first = n_ctx - stride - 1 if stride else n_ctx // 2
         sink: _Sink | None = None
-        if save_logits is not None:
-            sink = _sink(loaded, windows, save_logits)
-            stack.enter_context(sink)
-        notes: list[str] = list(loaded.notes)
-        note_context(loaded, n_ctx, notes)
-        note_calibration(loaded, text, ids, notes)
-        bos = bos_of(loaded, notes)
+        if save_logits is not None and part is not None:
+            sink = _sink(loaded, windows, save_logits, stack.enter_context(part), stack)
         run = _Run(windows, first, sink, progress)
-        run_windows(loaded, windows, first, run.score, run.done, n_batch=n_batch, bos=bos, threads=load.get("threads"))
-        path = Path(loaded.path)
-    return Perplexity(
-        path,
-        len(ids),
-        run.sums.n,
-        n_ctx,
-        len(windows),
-        stride,
-        min(len(windows), max(1, n_batch // n_ctx)),
-        bos,
-        run.sums.ppl,
-        run.sums.mean,
-        tuple(run.running),
-        time.perf_counter() - started,
-        Path(save_logits.path) if save_logits is not None else None,
-        tuple(notes),
-    )
+        n_seq, bos, notes = score_text(
+            loaded, text, ids, windows, first, run, n_batch=n_batch, threads=load.get("threads")
+        )
+        path, n, sums, running = Path(loaded.path), len(windows), run.sums, tuple(run.running)
+    saved, took = Path(save_logits.path) if save_logits is not None else None, working_seconds() - started
+    scored = (len(ids), sums.n, n_ctx, n, stride, n_seq, bos)
+    return Perplexity(path, *scored, sums.ppl, sums.mean, running, took, saved, notes)
 
 
 def _chunked(ids: I32, n_ctx: int, chunks: int | None) -> I32:
@@ -175,7 +148,7 @@ def _strided(ids: I32, n_ctx: int, stride: int, chunks: int | None) -> I32:
 
 
 class _Run:
-    """Collects the scores of windows and puts them together in order."""
+    """Collects the scores of windows in order."""
 
     def __init__(
         self, windows: I32, first: int, sink: _Sink | None, progress: Callable[[PerplexityProgress], None] | None
@@ -186,7 +159,7 @@ class _Run:
 
     def score(self, window: int, row: int, logits: F32, following: I32) -> None:
         parts = softmax(logits)
-        # Of two threads that come first to a window, one makes the array: setdefault is one step.
+        # If two threads reach a window first, only one array counts: setdefault is atomic.
         nll = self.nll.setdefault(window, np.empty(self.rows))
         nll[row : row + len(logits)] = nll_of(logits, parts, following)
         if self.sink is not None:
@@ -206,28 +179,21 @@ class _Run:
 
 
 class _LlamaSink:
-    """Rows go to the file as they come."""
+    """Writes rows as they come."""
 
     def __init__(self, writer: LlamaWriter) -> None:
         self.writer = writer
 
     def write(self, window: int, row: int, logits: F32, parts: Softmax, following: I32) -> None:
-        # The exponentials have done their work.
+        # The exponentials are no longer needed.
         self.writer.write(window, row, logits, parts.log_total, scratch=parts.exps)
 
     def finish(self, window: int) -> None:
-        """Do nothing: all is written."""
-
-    def __enter__(self) -> _LlamaSink:
-        self.writer.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.writer.__exit__(*exception)  # type: ignore[arg-type]
+        """Do nothing: everything is written."""
 
 
 class _CompactSink:
-    """Rows are kept until their chunk is whole."""
+    """Keeps rows until their chunk is complete."""
 
     def __init__(self, writer: CompactWriter, residual: float) -> None:
         self.writer, self.residual = writer, residual
@@ -241,23 +207,16 @@ class _CompactSink:
         parts = self.parts.pop(window)
         self.writer.write(join_rows([parts[row] for row in sorted(parts)]))
 
-    def __enter__(self) -> _CompactSink:
-        self.writer.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.writer.__exit__(*exception)  # type: ignore[arg-type]
-
 
 _Sink = _LlamaSink | _CompactSink
 
 
-def _sink(model: Model, windows: I32, save: SaveLogits) -> _Sink:
+def _sink(model: Model, windows: I32, save: SaveLogits, path: Path, stack: ExitStack) -> _Sink:
     from quantkit.pipeline.plan import source_fingerprint
 
     chunks = Chunks(model.n_vocab, windows)
     if save.format == "llama.cpp":
-        return _LlamaSink(LlamaWriter(save.path, chunks, save.clip))
+        return _LlamaSink(LlamaWriter(path, chunks, save.clip))
     if save.format != "compact":
         raise RecipeError(f"no format {save.format!r} of base logits; there are llama.cpp and compact")
     if save.top_k < 1 or not 0 <= save.residual < 1:
@@ -266,5 +225,5 @@ def _sink(model: Model, windows: I32, save: SaveLogits) -> _Sink:
         fingerprint = source_fingerprint(source)
     name = Path(model.path).name
     kept = min(save.top_k, model.n_vocab)
-    writer = CompactWriter(save.path, chunks, top_k=kept, codec=save.codec, model=name, fingerprint=fingerprint)
-    return _CompactSink(writer, save.residual)
+    writer = CompactWriter(path, chunks, top_k=kept, codec=save.codec, model=name, fingerprint=fingerprint)
+    return _CompactSink(stack.enter_context(writer), save.residual)

@@ -1,8 +1,8 @@
-"""The logits themselves: for other programs to compare with, and for looking at."""
+"""The logits themselves, for other programs to compare."""
 
 from __future__ import annotations
 
-import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Unpack
 
@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import QuantkitError
-from quantkit.evaluate.passes import F32, LoadOptions, Model, opened, text_tokens
-from quantkit.formats.ranges import sync
+from quantkit.evaluate.passes import F32, LoadOptions, Model, opened, path_of, text_tokens
+from quantkit.formats.outputs import Output, check_apart, written
+from quantkit.formats.ranges import reserve
 
 
 def logits(
@@ -27,21 +28,23 @@ def logits(
 ) -> F32:
     """Return the logits after each of the tokens of a text, or of tokens [n]: float32 [n, n_vocab], from position 0.
 
-    With ``output`` they go to that .npy, which appears when it is complete, and what is returned maps it: then
-    memory does not grow with the number of tokens.
+    With ``output`` they go to that .npy, which appears when complete; the result maps it, so memory does not grow
+    with the number of tokens.
 
     Args:
         model: path of a GGUF file, loaded with the options ``load`` (those of quantkit.load), or a loaded model.
-        n_ctx: the context that the model is set up for, which matters where rope factors depend on it; without, the
-            one it was trained on.
+        n_ctx: the context to set the model up for, which matters where rope factors depend on it; None: the context
+            it was trained on.
 
     Raises:
         QuantkitError: no tokens, tokens outside the vocabulary, or an output that exists.
     """
-    path = Path(output) if output is not None else None
-    if path is not None and path.exists() and not overwrite:
-        raise QuantkitError(f"{path} exists; give another name, or --overwrite to replace it")
-    with opened(model, n_ctx, load) as loaded:
+    with ExitStack() as stack:
+        path = None
+        if output is not None:
+            check_apart([output], [path_of(model)])
+            path = stack.enter_context(Output(output, overwrite=overwrite)).path
+        loaded = stack.enter_context(opened(model, n_ctx, load))
         ids = text_tokens(loaded, text, tokens)
         if ids.size == 0:
             raise QuantkitError("the text has no tokens")
@@ -50,17 +53,13 @@ def logits(
             out = np.empty(shape, np.float32)
             _compute(loaded, ids, out, n_batch)
             return out
-        part = path.with_name(path.name + ".part")
-        try:
+        with written(path) as part:
             into = np.lib.format.open_memmap(part, "w+", np.float32, shape)
+            reserve(part, part.stat().st_size)  # a full disk is an error here, and kills whoever writes to the mapping
             _compute(loaded, ids, into, n_batch)
             into.flush()
-            sync(part)
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
-    mapped: F32 = np.load(path, mmap_mode="r")
-    return mapped
+        mapped: F32 = np.load(path, mmap_mode="r")
+        return mapped
 
 
 def _compute(model: Model, ids: npt.NDArray[np.int32], out: F32, n_batch: int) -> None:

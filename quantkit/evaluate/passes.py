@@ -1,8 +1,8 @@
 """Windows of a text through a model: several sequences a pass, logits consumed as they come.
 
-A window is one context of tokens; BOS takes the place of its first token where the model wants one. Of every window
-the predictions from position ``first`` to the last but one are wanted. Nothing of the size of context times
-vocabulary is ever kept: the engine hands logits over in blocks, which are cut into tiles and scored by threads.
+A window is one context of tokens; BOS takes the place of its first token where the model wants one. The predictions
+from position ``first`` to the last but one of each window are scored. Nothing of size context times vocabulary is ever
+held: the engine hands over logits in blocks, which are cut into tiles and scored by threads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Score = Callable[[int, int, F32, I32], None]
 
 
 class Tokenizer(Protocol):
-    """What is asked of a model's tokenizer."""
+    """What evaluation needs of a tokenizer."""
 
     bos: int | None
     add_bos: bool
@@ -60,7 +60,7 @@ class Session(Protocol):
 
 
 class Model(Protocol):
-    """What is asked of a model: quantkit.load returns one."""
+    """What evaluation needs of a model; quantkit.load returns one."""
 
     path: Path
     n_vocab: int
@@ -78,7 +78,7 @@ class Model(Protocol):
 
 
 class LoadOptions(TypedDict, total=False):
-    """How a model is opened: what quantkit.load takes. They do not count for one that is loaded already."""
+    """The options of quantkit.load; ignored for a model that is already loaded."""
 
     threads: int | None
     n_ubatch: int
@@ -86,14 +86,14 @@ class LoadOptions(TypedDict, total=False):
     max_ram: int | None
     max_vram: int | None
     cublas: bool
-    fusion: Fusion | None
+    fusion: Fusion
     merge_up_gate: bool
     placement: Placement | None
 
 
 @contextmanager
 def opened(model: str | Path | Model, n_ctx: int | None, options: LoadOptions) -> Iterator[Model]:
-    """Load a model from its path, to be run with contexts of ``n_ctx``, or take one that is loaded as it is."""
+    """Load a model from its path for contexts of ``n_ctx``; a loaded model is taken as it is."""
     if not isinstance(model, (str, Path)):
         yield model
         return
@@ -106,26 +106,31 @@ def opened(model: str | Path | Model, n_ctx: int | None, options: LoadOptions) -
         loaded.close()
 
 
+def path_of(model: str | Path | Model) -> Path:
+    """Return the path of a model's file."""
+    return Path(model) if isinstance(model, (str, Path)) else model.path
+
+
 def bos_of(model: Model, notes: list[str]) -> int | None:
-    """Return the token that begins every window, or None; ``notes`` gets a line if the file does not say."""
+    """Return the token that begins every window, or None; adds a note if the file does not say."""
     try:
         tokenizer = model.tokenizer
     except FormatError as e:
-        notes.append(f"no BOS begins a window, for there is no tokenizer: {e.message}")
+        notes.append(f"windows begin without BOS, as there is no tokenizer: {e.message}")
         return None
     return tokenizer.bos if tokenizer.add_bos else None
 
 
 def note_context(model: Model, n_ctx: int, notes: list[str]) -> None:
-    """Note a context that is longer than the model's."""
+    """Note a context longer than the model's."""
     if n_ctx > model.n_ctx_train:
         notes.append(f"the model was trained on {model.n_ctx_train} tokens of context, {n_ctx} are used")
 
 
 def note_calibration(model: Model, text: str | bytes | None, tokens: I32, notes: list[str]) -> None:
-    """Note a text that the model's importance matrix was computed on, as far as the file tells.
+    """Note that the model's importance matrix was computed on this text, as far as the file tells.
 
-    Without a text (ids, base logits) it is made of the tokens.
+    Without a text (ids, base logits) the tokens are decoded.
     """
     source: GGUFFile | None = getattr(model, "source", None)
     if source is None or not any(key in source.fields for key in SKETCH_KEYS):
@@ -141,7 +146,7 @@ def note_calibration(model: Model, text: str | bytes | None, tokens: I32, notes:
 
 
 def text_tokens(model: Model, text: str | bytes | None, tokens: npt.ArrayLike | None) -> I32:
-    """Return the tokens to evaluate, int32 [n]: given ones as they are, or those of a text, special ones added."""
+    """Return the tokens to evaluate, int32 [n]: given ones unchanged, or those of a text with special tokens added."""
     if (text is None) == (tokens is None):
         raise QuantkitError("either a text or tokens must be given")
     if text is not None:
@@ -172,7 +177,7 @@ def run_windows(
     """Evaluate windows, int32 [n, n_ctx], and score positions ``first`` to n_ctx - 2 of each.
 
     max(1, n_batch // n_ctx) windows make a pass. ``done(begin, end)`` is called after each, from this thread.
-    ``session``, if given, has room for a pass.
+    ``session``, if given, must have room for a pass.
     """
     n, n_ctx = windows.shape
     n_seq = min(n, max(1, n_batch // n_ctx))
@@ -186,7 +191,7 @@ def run_windows(
                 batch[:, 0] = bos
             tiles = _Tiles(pool, windows[begin : begin + n_seq], begin, first, score)
             session.clear()
-            # Below one context, a batch is a part of a window; above, it is whole windows.
+            # A batch smaller than a context is part of a window, else it is whole windows.
             step = n_batch if n_batch < n_ctx else batch.size
             sequences = np.repeat(np.arange(len(batch), dtype=np.int32), n_ctx)
             outputs = np.tile(wanted, len(batch))
@@ -200,14 +205,43 @@ def run_windows(
             done(begin, begin + len(batch))
 
 
+class Scorer(Protocol):
+    """Scores the predictions of windows, see ``run_windows``."""
+
+    def score(self, window: int, row: int, logits: F32, following: I32) -> None: ...
+
+    def done(self, begin: int, end: int) -> None: ...
+
+
+def score_text(
+    model: Model,
+    text: str | bytes | None,
+    tokens: I32,
+    windows: I32,
+    first: int,
+    by: Scorer,
+    *,
+    n_batch: int,
+    threads: int | None,
+) -> tuple[int, int | None, tuple[str, ...]]:
+    """Score windows of a text, of these ``tokens``; return the windows of a pass, BOS, and notes on model and text."""
+    notes = list(model.notes)
+    n, n_ctx = windows.shape
+    note_context(model, n_ctx, notes)
+    note_calibration(model, text, tokens, notes)
+    bos = bos_of(model, notes)
+    run_windows(model, windows, first, by.score, by.done, n_batch=n_batch, bos=bos, threads=threads)
+    return min(n, max(1, n_batch // n_ctx)), bos, tuple(notes)
+
+
 class _Tiles:
-    """Cuts blocks of logits of one pass into tiles that do not cross windows, and has them scored."""
+    """Cuts the logits of one pass into tiles within windows, and has them scored."""
 
     def __init__(self, pool: ThreadPoolExecutor, windows: I32, begin: int, first: int, score: Score) -> None:
         self.pool, self.windows, self.begin, self.first, self.score = pool, windows, begin, first, score
 
     def consumer(self, seen: int) -> Callable[[int, F32], None]:
-        """Return what takes the blocks of a call that comes after ``seen`` outputs of this pass."""
+        """Return a consumer of the blocks of a call after ``seen`` outputs of this pass."""
         return lambda index, block: self._consume(seen + index, block)
 
     def _consume(self, at: int, block: F32) -> None:
@@ -222,7 +256,7 @@ class _Tiles:
             following = self.windows[window, position : position + count]
             jobs.append(self.pool.submit(self.score, self.begin + window, row, block[done : done + count], following))
             done += count
-        # The block is the engine's again when this returns, so all jobs must have ended, failed or not.
+        # The engine reuses the block when this returns, so all jobs must have ended, failed or not.
         wait(jobs)
         for job in jobs:
             job.result()

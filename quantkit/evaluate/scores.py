@@ -1,8 +1,8 @@
 """From logits to scores of tokens: log-softmax, divergence from a base, the most probable tokens.
 
-Everything works on tiles: some rows of logits, f32 [rows, n_vocab], small enough for a CPU's cache, one thread each.
-numpy lets go of the GIL in all of this. Large temporaries are kept from tile to tile, a set for each thread: fresh
-pages would cost more than the arithmetic. Exponentials are float32, sums of them float64, as in llama.cpp b11434
+Everything works on tiles: a few rows of logits, f32 [rows, n_vocab], that fit a core's cache, one thread each; numpy
+releases the GIL throughout. Large temporaries are reused from tile to tile, one set per thread: fresh pages would cost
+more than the arithmetic. Exponentials are float32, sums of them float64, as in llama.cpp b11434
 perplexity.cpp; its float32 roundings are kept in what goes into a base file or a comparison.
 """
 
@@ -27,15 +27,15 @@ I64 = npt.NDArray[np.int64]
 #: Values of a tile, or one row: with its temporaries it stays within a core's cache.
 TILE = 1 << 17
 
-#: llama.cpp leaves out of the divergence what the base holds for less probable than this.
+#: llama.cpp leaves tokens less probable than this, by the base, out of the divergence.
 _LEAST_LOG_P = np.float32(-16)
 
 
 class _Scratch(Buffers, threading.local):
-    """Temporaries of the size of a tile, by name, of every thread."""
+    """Per-thread temporaries of the size of a tile, by name."""
 
     def like(self, logits: F32, name: str, dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
-        """Return an array of the shape of ``logits``, holding anything."""
+        """Return an uninitialized array of the shape of ``logits``."""
         kind = np.dtype(dtype)
         return self.get(name, kind.itemsize * logits.size).view(kind).reshape(logits.shape)
 
@@ -60,7 +60,7 @@ class Softmax(NamedTuple):
 
 
 def softmax(logits: F32) -> Softmax:
-    """Return the parts of the softmax of every row. Raises QuantkitError on NaN and +Inf."""
+    """Return the terms of each row's softmax. Raises QuantkitError on NaN and +Inf."""
     top = logits.max(axis=1)
     if not np.isfinite(top).all():
         raise QuantkitError(
@@ -90,8 +90,8 @@ def compare_with_llama(logits: F32, base: LlamaRows, following: I32) -> Scores:
     log_p = base.log_probs(_scratch.like(logits, "log_p"))
     nll_base = -chosen(log_p, following)
     same_top = logits.argmax(axis=1) == log_p.argmax(axis=1)
-    # p * (log p - logit + log-sum-exp), each step in float32. What does not count gets p = 0: to assign through a mask
-    # takes twenty times as long.
+    # p * (log p - logit + log-sum-exp), each step in float32. Tokens left out get p = 0: assigning through a mask
+    # would take twenty times as long.
     counts = np.greater(log_p, _LEAST_LOG_P, out=_scratch.like(logits, "counts", np.bool_))
     terms = np.subtract(log_p, logits, out=_scratch.like(logits, "terms"))
     terms += (parts.top + log_total)[:, None]
@@ -116,7 +116,7 @@ def compare_with_compact(logits: F32, base: CompactRows, following: I32) -> Scor
     log_q = logits.ravel()[flat] - shift[row_of]
     p, least_p = np.exp(log_p), np.minimum.reduceat(log_p, begin)
     terms = p * (log_p - log_q)
-    # The model's mass of the others: both sums have the same exponentials, their difference is exact to 1e-16.
+    # The model's mass of the other tokens: both sums have the same exponentials, so the difference is exact to 1e-16.
     q = parts.exps.ravel()[flat] / parts.total[row_of]
     least_q = logits.min(axis=1) - shift
     model_rest = np.maximum(1 - np.add.reduceat(q, begin), (n_vocab - counts) * np.exp(least_q))
@@ -141,7 +141,7 @@ def _divergence_at_edge(edge: npt.NDArray[np.bool_], p: F64, q: F64, terms: F64,
 
 
 def _first_top(log_probs: F32, starts: I64) -> I64:
-    """Return where the largest value of every row is, the first of equals."""
+    """Return the index of each row's largest value, the first of equals."""
     counts = np.diff(starts)
     is_top = log_probs == np.repeat(np.maximum.reduceat(log_probs, starts[:-1]), counts)
     found = np.flatnonzero(is_top)
@@ -176,7 +176,7 @@ def most_probable(logits: F32, parts: Softmax, following: I32, top_k: int, resid
 
 
 def largest(x: F32, k: int) -> I64:
-    """Return where the ``k`` largest values of x, f32 [n], are, ascending; of equal ones at the edge the first."""
+    """Return the indices of the ``k`` largest values of x, f32 [n], ascending; the first of equals at the edge."""
     if k >= x.size:
         return np.arange(x.size)
     # Partitioning 150000 values takes a millisecond; a sample tells which few thousand are worth it.

@@ -1,8 +1,8 @@
 """Statistics over scored tokens: llama-perplexity's, with its names, definitions, errors and roundings.
 
-Of each scored token these are known: nll and nll_base, the negative log-probability that the compared and the base
-model gave it; kld, the divergence of the whole predictions there; p_diff, the difference of the probabilities of the
-token; whether both models have the same top token. Definitions from llama.cpp b11434 perplexity.cpp kl_divergence:
+Each scored token has: nll and nll_base, its negative log-probability under the compared and the base model; kld, the
+divergence of the whole predictions there; p_diff, the difference of the token's probabilities; and whether both models
+have the same top token. Definitions from llama.cpp b11434 perplexity.cpp kl_divergence:
 
     mean +- error              sum / n +- sqrt((sum2 / n - mean^2) / (n - 1)), the error 0 up to 10 tokens
     PPL +- error               exp(mean nll) +- PPL * its error
@@ -11,7 +11,7 @@ token; whether both models have the same top token. Definitions from llama.cpp b
     percentiles                linear between sorted values, in float32
 
 It squares in float32 where llama.cpp does. Where llama.cpp prints nan (0 / 0, the root of -1e-20: a model compared
-with itself), there is 0, and 1 for a correlation.
+with itself), the result here is 0, and 1 for a correlation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy.typing as npt
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 
-#: Statistics over fewer tokens are not printed.
+#: Fewest tokens that statistics are printed for.
 ENOUGH = 100
 
 _KLD_FRACTIONS = (0.999, 0.99, 0.95, 0.9, 0.5, 0.1, 0.05, 0.01, 0.001)
@@ -42,7 +42,7 @@ class Estimate(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What is known of some scored tokens, arrays [n].
+    """Scores of some tokens, arrays [n].
 
     ``nll``, ``nll_base``, ``p_diff`` f32; ``kld`` f64; ``same_top`` bool; ``bound`` f64: how far from ``kld`` the
     divergence can be, 0 where the base has every token.
@@ -57,7 +57,7 @@ class Scores(NamedTuple):
 
 
 class Distribution(NamedTuple):
-    """Values sorted into percentiles: label ("99.9%", "Median", ...) and value, the largest first."""
+    """Percentiles, largest first: label ("99.9%", "Median", ...) and value."""
 
     rows: tuple[tuple[str, float], ...]
 
@@ -121,7 +121,7 @@ class NllSums:
 
 @dataclass
 class KldSums:
-    """The comparison so far; scalars of every token are kept, for the percentiles: 9 bytes each."""
+    """The comparison so far; for percentiles, 9 bytes of scalars are kept per token."""
 
     nll: NllSums = field(default_factory=NllSums)
     nll_base: NllSums = field(default_factory=NllSums)
@@ -153,7 +153,7 @@ class KldSums:
 
     @property
     def covariance(self) -> float:
-        """Of the means of nll and nll_base; 0 below 10 tokens."""
+        """Covariance of the means of nll and nll_base; 0 below 10 tokens."""
         if self.n < 10:
             return 0.0
         a, b = self.nll.total / self.n, self.nll_base.total / self.n

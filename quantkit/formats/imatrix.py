@@ -1,7 +1,7 @@
-"""Importance matrices: how strongly each input column of each weight was driven during calibration.
+"""Importance matrices: how strongly calibration drives each input column of each weight.
 
-For a weight W the quantity is the sum of x^2 per input column x over all calibration tokens, for a tensor of
-experts one row per expert, each with its own token count. Two files hold it, and one function reads both.
+For a weight W this is the sum of x^2 per input column x over all calibration tokens; a tensor of experts has one
+row per expert, each with its own token count. There are two formats, and one function reads both.
 
 GGUF (llama.cpp), all F32, n_mat = number of counts (1 for dense weights, also 3-D MLA ones; n_expert for experts)::
 
@@ -14,8 +14,8 @@ GGUF (llama.cpp), all F32, n_mat = number of counts (1 for dense weights, also 3
     n_entries, then per entry: name_len, name, ncall, nval, float[nval]     value = sum / count * ncall
     last_chunk, dataset_len, dataset                                        optional trailer
 
-What an encoder sees is sums / counts, in float32, each operation rounded once: the bytes of a quantized file
-depend on it. An expert without tokens gets ones. llama.cpp and ik_llama.cpp divide a .dat the same way.
+An encoder sees sums / counts in float32, each operation rounded once: the bytes of a quantized file depend on it.
+An expert without tokens gets ones. llama.cpp and ik_llama.cpp divide a .dat the same way.
 """
 
 from __future__ import annotations
@@ -36,20 +36,25 @@ import numpy.typing as npt
 
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_gguf, write_gguf
-from quantkit.formats.ranges import sync
+from quantkit.formats.outputs import written
 from quantkit.types import BY_NAME, TensorType
 
 F32Array = npt.NDArray[np.float32]
 Format = Literal["gguf", "dat"]
 
-#: What a .dat is taken to have had as chunk size, for it does not say: llama-imatrix's default context.
+#: Assumed chunk size of a .dat, which does not record it: llama-imatrix's default context.
 DEFAULT_CHUNK_SIZE = 512
 
-#: ggml keeps tensor names in 64 bytes, the last one zero.
+#: ggml stores a tensor name in 64 bytes, the last one zero.
 MAX_GGUF_NAME = 63
 
-#: name_len, one byte of name, ncall, nval, one float: no entry of a .dat is smaller.
+#: Smallest entry of a .dat: name_len, one byte of name, ncall, nval, one float.
 _MIN_DAT_ENTRY = 17
+
+
+def format_of(path: Path) -> Format:
+    """Return the format that a name asks for: .dat, or else GGUF."""
+    return "dat" if path.suffix.lower() == ".dat" else "gguf"
 
 
 @dataclass(eq=False)
@@ -69,18 +74,18 @@ class ImatrixEntry:
 
 @dataclass(eq=False)
 class Imatrix:
-    """An importance matrix: entries by name, and what it was computed on."""
+    """An importance matrix: entries by name, and what it is computed on."""
 
     path: Path
     entries: dict[str, ImatrixEntry]
     datasets: list[str] = field(default_factory=list)
     chunk_count: int = 0
-    #: Tokens per chunk; 0 where a .dat does not say.
+    #: Tokens per chunk; 0 for a .dat, which does not record it.
     chunk_size: int = 0
     format: Format = "gguf"
     n_layer_nextn: int = 0
     stats_schema: list[str] = field(default_factory=list)
-    #: Our own keys, all that begin with "quantkit.": fill policy, calibration text. A .dat has no place for them.
+    #: Our own keys ("quantkit."): fill policy, calibration text. A .dat has no place for them.
     extra: dict[str, Field] = field(default_factory=dict)
 
     @cached_property
@@ -90,7 +95,7 @@ class Imatrix:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def values(self, name: str) -> F32Array:
-        """Return what an encoder sees of entry ``name``: float32, flat [nval], fresh.
+        """Return what an encoder sees of entry ``name``: a new float32 array, flat [nval].
 
         The arithmetic is that of llama.cpp b11434 tools/quantize/quantize.cpp load_imatrix (for a .dat also
         ik_llama.cpp's): one float32 division by the count as float32; ones where a GGUF has no tokens; a .dat
@@ -112,9 +117,9 @@ def read_imatrix(path: str | os.PathLike[str]) -> Imatrix:
     """Read the importance matrix ``path``, GGUF or .dat, told apart by the first four bytes.
 
     Sums are read-only views of the mapped file. Raises FormatError for anything llama.cpp's loader refuses, and
-    for what it trusts: truncated or trailing data, negative or non-finite counts, contradicting shapes, two
-    entries of one name. Whether the sums make sense is checked where they are used (pipeline.importance), so
-    that a spoilt entry can be excluded.
+    for what it fails to check: truncated or trailing data, negative or non-finite counts, contradicting shapes,
+    duplicate entries. The sums themselves are checked where they are used (pipeline.importance), so that a bad
+    entry can be excluded.
     """
     path = Path(path)
     with _opened(path) as file:
@@ -137,7 +142,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 class _Cursor:
-    """Reads a .dat front to back and says, when it cannot, at which byte of which entry."""
+    """Reads a .dat front to back; errors name byte and entry."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.at, self.where = path, data, 0, "the header"
@@ -236,7 +241,7 @@ def _read_gguf(path: Path) -> Imatrix:
         if kind in ("in_sum2", "counts", "in_sum", "stats"):
             parts.setdefault(name, {})[kind] = tensor
     for name in sorted(parts):
-        # Statistics alone say nothing about importance; llama.cpp writes them for weights that were never driven.
+        # Statistics alone carry no importance; llama.cpp writes them for weights that are never driven.
         if parts[name].keys() != {"stats"}:
             imatrix.entries[name] = _gguf_entry(file, path, name, parts[name])
     if not imatrix.entries:
@@ -325,22 +330,22 @@ def write_imatrix(
     two it changes no value. Raises FormatError for names or counts the format cannot hold.
     """
     path = Path(path)
+    if format not in ("gguf", "dat"):
+        raise ValueError(f"format must be 'gguf' or 'dat', not {format!r}")
     if not imatrix.entries:
         raise FormatError(f"{path}: an importance matrix without entries would be refused by llama.cpp")
     size = chunk_size or imatrix.chunk_size or DEFAULT_CHUNK_SIZE
     for name, entry in imatrix.entries.items():
         _check_shapes(name, entry)
-    if format == "gguf":
-        fields, tensors = list(_gguf_fields(imatrix, size)), list(_gguf_tensors(path, imatrix, size))
-        _write_whole(path, lambda temporary: write_gguf(temporary, fields, tensors))
-    elif format == "dat":
-        _write_whole(path, lambda temporary: _write_dat(temporary, path, imatrix, size))
-    else:
-        raise ValueError(f"format must be 'gguf' or 'dat', not {format!r}")
+    with written(path) as part:
+        if format == "gguf":
+            write_gguf(part, _gguf_fields(imatrix, size), _gguf_tensors(path, imatrix, size))
+        else:
+            _write_dat(part, path, imatrix, size)
 
 
 def _check_shapes(name: str, entry: ImatrixEntry) -> None:
-    """Raise ValueError for an entry that no reader could have produced."""
+    """Raise ValueError for an entry that no reader can produce."""
     if entry.sums.dtype != np.float32 or entry.sums.ndim != 2 or entry.sums.size == 0:
         raise ValueError(f"{name}: sums must be float32 [n_mat, n], not {entry.sums.dtype} {list(entry.sums.shape)}")
     if entry.counts.shape != entry.sums.shape[:1] or (entry.counts < 0).any():
@@ -349,21 +354,9 @@ def _check_shapes(name: str, entry: ImatrixEntry) -> None:
         raise ValueError(f"{name}: in_sum must have the shape of sums, {list(entry.sums.shape)}")
 
 
-def _write_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Write under a temporary name in the same folder, sync, rename, sync the folder."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        sync(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync(path.parent)
-
-
 def _gguf_fields(imatrix: Imatrix, chunk_size: int) -> Iterator[Field]:
     yield Field.of("general.type", "imatrix")
-    # llama-quantize insists on the key, and tools that write GGUF tend to drop empty arrays: never empty.
+    # Never empty: llama-quantize requires the key, and GGUF writers tend to drop empty arrays.
     datasets = imatrix.datasets or ["unknown"]
     yield Field.of("imatrix.datasets", datasets, ValueType.ARRAY, ValueType.STRING)
     size = chunk_size if imatrix.format == "dat" else imatrix.chunk_size
@@ -407,7 +400,7 @@ def _gguf_tensors(
 
 
 def _as_gguf(path: Path, name: str, entry: ImatrixEntry, chunk_size: int) -> ImatrixEntry:
-    """Turn means times calls into raw sums and tokens; ncall 0, "as it is", becomes one call."""
+    """Turn means times calls into raw sums and tokens; ncall 0 counts as one call."""
     with np.errstate(over="ignore"):
         sums = entry.sums * np.float32(chunk_size)
     if np.isfinite(entry.sums).all() and not np.isfinite(sums).all():

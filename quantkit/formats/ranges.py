@@ -1,7 +1,7 @@
-"""Byte ranges of files, read and written where they lie, and put safely on the disk.
+"""Byte ranges of files: read, written in place and synced.
 
-Tensors are read with pread into a thread's own buffers: mapped pages would count as this process's memory, and a
-file that shrinks under a mapping kills it. Files are opened for each call, so thousands of shards need no
+Tensors are read with pread into per-thread buffers: mapped pages would count as this process's memory, and a file
+that shrinks under a mapping kills it. Files are opened for each call, so that thousands of shards do not need
 thousands of descriptors.
 """
 
@@ -21,7 +21,7 @@ U8 = npt.NDArray[np.uint8]
 
 
 class Buffers:
-    """Buffers of one thread, by name, kept from use to use."""
+    """Reusable buffers of one thread, by name."""
 
     def __init__(self) -> None:
         self._kept: dict[str, U8] = {}
@@ -68,8 +68,24 @@ def write_range(path: Path, data: U8, offset: int) -> None:
         os.close(fd)
 
 
+def reserve(path: Path, nbytes: int) -> None:
+    """Make a file ``nbytes`` long, new or not, with room on the disk for all of it. Raises OSError."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as e:
+            if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # a file system without it
+                raise
+        os.ftruncate(fd, nbytes)
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, str(path)) from None
+    finally:
+        os.close(fd)
+
+
 def copy_range(source: Path, target: Path, source_offset: int, target_offset: int, nbytes: int) -> bool:
-    """Let the kernel copy bytes from file to file (copy_file_range); False where it cannot, and nothing is sure then.
+    """Let the kernel copy bytes from file to file (copy_file_range); False if it cannot: the target is then undefined.
 
     Raises FormatError when the source ends before, OSError from the disk.
     """
@@ -89,7 +105,7 @@ def copy_range(source: Path, target: Path, source_offset: int, target_offset: in
         finally:
             os.close(write_fd)
     except OSError as e:
-        # Two file systems, or one that does not know the call: the caller has the bytes and can write them.
+        # Two file systems, or one without the call: the caller has the bytes and can write them.
         if e.errno in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
             return False
         raise OSError(e.errno, e.strerror, str(target)) from None
@@ -113,7 +129,7 @@ def crc32_range(path: Path, offset: int, nbytes: int) -> int:
 
 
 def sync(path: Path) -> None:
-    """Put a file, or the names in a directory, on the disk (fsync). Raises OSError."""
+    """Sync a file, or the names in a directory, to disk (fsync). Raises OSError."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,12 +1,12 @@
-"""Importance matrices: collected from texts; as files, what they say, lack, how they differ, how several become one.
+"""Importance matrices: collect them from texts, inspect, compare, merge, convert and fill them.
 
-    imatrix      runs texts through a model and adds up what comes into every weight (collect.py)
-    statistics   llama-imatrix's --show-statistics: moments of each weight's input, and what changes between layers
-    coverage     what a matrix lacks for a model: entries, experts without tokens, values that are no numbers
+    imatrix      runs texts through a model and sums up the input of every weight (collect.py)
+    statistics   llama-imatrix's --show-statistics: moments of each weight's input, and changes between layers
+    coverage     what a matrix lacks for a model: entries, experts without tokens, invalid values
     difference   how two matrices differ, weight by weight
     merge        several calibrations as one run over all their texts
-    convert      GGUF <-> .dat, merged experts <-> separate, and what is lost on the way
-    apply_fill   something for experts that saw no token, marked in the file so that it is never taken for data
+    convert      GGUF <-> .dat, merged experts <-> separate, and what each conversion loses
+    apply_fill   values for experts that saw no token, marked in the file so that they are never taken for data
 
 Raw data are sums of x^2 and token counts (quantkit.formats.imatrix); everything here is arithmetic on them, in f64.
 """

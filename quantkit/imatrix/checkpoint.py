@@ -1,14 +1,13 @@
-"""A run's state: sums in full precision and how far it has come, so that it goes on as if it had never stopped.
+"""The state of a run: sums in full precision and progress, so that it resumes as if it had never stopped.
 
-Beside OUT lies OUT.state while a run lasts (a .npz: every accumulator's arrays, and one line of JSON). It is what an
-interrupted run resumes from, and what a run goes back to when a chunk brings values that are no numbers. An imatrix
-itself could not serve: it has sums in float32.
+OUT.state exists beside OUT during a run (a .npz: every accumulator's arrays, and one line of JSON). An interrupted run
+resumes from it, and a run returns to it when a chunk yields NaN or Inf. The imatrix itself will not do: its sums are
+float32.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -18,14 +17,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.formats.ranges import sync
+from quantkit.formats.outputs import written
 
 Accumulators = Mapping[str, Mapping[str, npt.NDArray[Any]]]
 
 
 @dataclass
 class Progress:
-    """How far a run has come: chunks looked at (dropped ones included), those dropped and why, the likelihood."""
+    """Progress of a run: chunks done (dropped ones included), those dropped and why, the likelihood."""
 
     done: int = 0
     dropped: dict[int, str] = field(default_factory=dict)
@@ -46,18 +45,11 @@ class Checkpoint:
         self.path, self.identity = state_of(output), identity
 
     def save(self, accumulators: Accumulators, progress: Progress, about: Mapping[str, Any] | None = None) -> None:
-        """Write the state, and ``about`` what else of JSON is to be known; the file appears whole or not at all."""
+        """Write the state and ``about``, further JSON; the file appears whole or not at all."""
         head = json.dumps({"identity": self.identity, "progress": asdict(progress), "about": about or {}})
         arrays = {f"{of}\n{name}": array for of, parts in accumulators.items() for name, array in parts.items()}
-        part = self.path.with_name(self.path.name + ".part")
-        try:
-            with part.open("wb") as file:
-                np.savez(file, allow_pickle=False, **{"\n": np.array(head), **arrays})
-            sync(part)
-            os.replace(part, self.path)
-        finally:
-            part.unlink(missing_ok=True)
-        sync(self.path.parent)
+        with written(self.path) as part, part.open("wb") as file:
+            np.savez(file, allow_pickle=False, **{"\n": np.array(head), **arrays})
 
     def load(self, accumulators: Accumulators) -> Progress | None:
         """Fill the accumulators from the file and return the progress; None, and nothing done, if it does not fit."""
@@ -76,7 +68,7 @@ class Checkpoint:
         return made
 
     def about(self) -> dict[str, Any] | None:
-        """Return what ``save`` was told to keep beside the sums; None if there is no state, or another run's."""
+        """Return the ``about`` of ``save``; None if there is no state, or another run's."""
         try:
             with np.load(self.path, allow_pickle=False) as saved:
                 head = json.loads(str(saved["\n"]))
@@ -85,7 +77,7 @@ class Checkpoint:
             return None
 
     def remove(self) -> None:
-        """Forget the state."""
+        """Remove the state."""
         self.path.unlink(missing_ok=True)
 
 

@@ -1,13 +1,12 @@
-"""Collect an importance matrix: run texts through a model and add up what comes into every weight.
+"""Collect an importance matrix: run texts through a model and sum up the input of every weight.
 
 As llama-imatrix (llama.cpp b11434 tools/imatrix): chunks of n_ctx tokens, BOS in place of the first where the model
-wants one, several chunks a pass, all tokens in every layer, perplexity on the side over the second half of each. What
-is better: sums do not lose digits (kernels/cpu/observers.py) and do not depend on the order of chunks; no fused
-operation can hide a weight's input; a chunk that brings NaN or infinities is found and left out, and the run goes on;
-a run that was stopped resumes to the very file it would have made.
+wants one, several chunks a pass, all tokens in every layer, perplexity over the second half of each. Unlike there, sums
+are exact (kernels/cpu/observe.py) and independent of the order of chunks; no fused operation can hide a weight's
+input; a chunk that yields NaN or Inf is dropped and the run goes on; a stopped run resumes to the same file.
 
-A chunk is left out by going back to the last state that was saved (every ``output_frequency`` chunks), so that
-nothing of it stays in any sum.
+To drop a chunk, the run returns to the last saved state (every ``output_frequency`` chunks), so that nothing of the
+chunk remains in any sum.
 
 Memory: 32 bytes for every column of every distinct input, times the experts where they route. Inputs that several
 weights share (q, k, v; gate and up) count once: Qwen3-30B-A3B, 128 experts, 48 layers: 0.55 GB.
@@ -15,8 +14,8 @@ weights share (q, k, v; gate and up) count once: Qwen3-30B-A3B, 128 experts, 48 
 
 from __future__ import annotations
 
+import glob
 import hashlib
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -28,12 +27,15 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.calibration.heldout import held_out_used
+from quantkit.calibration.overlap import sketch_of
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluate.passes import F32, LoadOptions, bos_of, note_context, run_windows, text_tokens
 from quantkit.evaluate.scores import nll_of, softmax
 from quantkit.evaluate.statistics import Estimate, NllSums
-from quantkit.formats.gguf import Field, TensorInfo, ValueType, open_gguf
-from quantkit.formats.imatrix import Format, Imatrix, ImatrixEntry, read_imatrix, write_imatrix
+from quantkit.formats.experts import MERGED
+from quantkit.formats.gguf import Field, TensorInfo, ValueType, open_model
+from quantkit.formats.imatrix import Format, Imatrix, ImatrixEntry, format_of, read_imatrix, write_imatrix
+from quantkit.formats.outputs import Output, check_apart, check_free, end_of_links, read_text
 from quantkit.imatrix.checkpoint import Checkpoint, Progress, clear, state_of
 from quantkit.imatrix.coverage import Coverage, coverage
 from quantkit.imatrix.files import merge, with_names
@@ -41,7 +43,8 @@ from quantkit.imatrix.fill import FILLS, apply_fill
 from quantkit.imatrix.nextn import Hidden, Predictor, nextn_file
 from quantkit.imatrix.rows import expert_counts
 from quantkit.imatrix.statistics import with_stats
-from quantkit.imatrix.texts import Chunks, Part, chat_part, cut, text_of, text_part
+from quantkit.imatrix.texts import Chunks, TokenizedText, chat_part, cut, text_of, text_part
+from quantkit.kernels.first_run import working_seconds
 from quantkit.model.arch import arch_by_name
 from quantkit.model.backends.accumulators import Accumulator
 from quantkit.model.engine import Model, Session, load
@@ -51,15 +54,14 @@ from quantkit.model.nextn import nextn_layers
 from quantkit.model.observers import ALL_EXPERTS, fewest_rows, observe, observe_hidden
 from quantkit.model.observers import similarity as observe_similarity
 from quantkit.model.ops import Graph, SumColumns
-from quantkit.pipeline.facts import MERGED
 from quantkit.pipeline.plan import source_fingerprint
 
-#: Chunks that were left out, and why: "17: blk.3.ffn_down.weight at position 5".
+#: Dropped chunks, and why: "17: blk.3.ffn_down.weight at position 5".
 DROPPED_KEY = "quantkit.imatrix.dropped"
 #: Whether every token went through every expert.
 ALL_EXPERTS_KEY = "quantkit.imatrix.all_experts"
 
-#: Weights that llama.cpp loads without ever multiplying by them, and the weight that has their input.
+#: Weights that llama.cpp loads but never multiplies by, and the weight with the same input.
 _SAME_INPUT = {"ssm_in.weight": "attn_qkv.weight"}
 
 I32 = npt.NDArray[np.int32]
@@ -67,13 +69,13 @@ I32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class ImatrixOptions:
-    """What is collected, and how it is written.
+    """What to collect, and how to write it.
 
     Args:
         n_ctx: tokens of a chunk; n_batch: of a pass, so max(1, n_batch // n_ctx) chunks run at once.
-        chunks: only so many (None: all), after leaving out the first ``from_chunk``.
-        output_frequency: write the output and a state to resume from every so many chunks; 0: only at the end.
-        save_frequency: keep a copy, OUT.at_N, every so many chunks; 0: none.
+        chunks: how many (None: all), after skipping the first ``from_chunk``.
+        output_frequency: chunks between writes of the output and of a state to resume from; 0: only at the end.
+        save_frequency: chunks between copies, OUT.at_N; 0: none.
         names: of up and gate experts: merged, separate, both; None: both for a merged file, else as in the file.
         fill: what experts without tokens get in the files (fill.py).
         all_experts: also OUT.all-experts, in which every token went through every expert.
@@ -100,7 +102,7 @@ class ImatrixOptions:
 
 
 class Similarity(NamedTuple):
-    """Mean cosine of what goes into and comes out of a layer, its attention and its feed-forward part."""
+    """Mean cosine of input and output of a layer, its attention and its feed-forward part."""
 
     layer: int
     whole: float
@@ -110,7 +112,10 @@ class Similarity(NamedTuple):
 
 @dataclass(frozen=True)
 class Collected:
-    """What a run made: the importance matrix as it was written (None if none was asked for), and what to know of it."""
+    """The result of a run: the importance matrix as written (None if not requested), and facts about it.
+
+    ``finished``: it was complete already when the run was resumed.
+    """
 
     imatrix: Imatrix | None
     path: Path | None
@@ -122,19 +127,20 @@ class Collected:
     all_experts: Path | None
     seconds: float
     notes: tuple[str, ...]
+    finished: bool = False
 
 
 class Watcher:
-    """Is told how a run goes; does nothing by itself."""
+    """Receives the progress of a run; does nothing by itself."""
 
     def started(self, first: int, n_chunks: int, n_seq: int, notes: Sequence[str]) -> None:
-        """Chunks ``first`` ... of n_chunks are to be done, n_seq at a time."""
+        """The run starts with chunk ``first`` of n_chunks, n_seq at a time."""
 
     def chunk(self, chunk: int, n_chunks: int, ppl: Estimate | None) -> None:
         """A chunk, counted from 1, is done; the perplexity so far."""
 
     def dropped(self, chunk: int, why: str, back_to: int) -> None:
-        """A chunk is left out; the run goes back to an earlier one."""
+        """A chunk is dropped; the run returns to an earlier one."""
 
 
 def imatrix(
@@ -156,26 +162,34 @@ def imatrix(
     Args:
         model: a GGUF file; files: texts; chat: conversations, JSON lines (texts.py); prompt: a text itself;
             tokens: ids, int32 [n].
-        output: None collects none: then there is only ``options.layer_similarity``, and fusion may be on.
-        in_files: importance matrices that this one is added to.
-        draft: a file that holds the model's prediction layer alone, which is recorded, too.
-        run: how the model runs, as quantkit.load takes it; fusion must be off or unsaid.
+        output: None collects no matrix, only ``options.layer_similarity``; fusion may then be on.
+        in_files: importance matrices to add this one to.
+        draft: a file with the model's prediction layer alone, which is recorded as well.
+        run: options of quantkit.load; fusion must be off or unspecified.
 
     Raises:
         RecipeError: options that contradict each other, such as fusion.
         QuantkitError: too little text, an output that exists, or no chunk without NaN.
     """
-    started = time.perf_counter()
+    started = working_seconds()
     options = options or ImatrixOptions()
-    path = None if output is None else Path(output)
+    path = None if output is None else end_of_links(output)
     _check(options, path, run)
-    earlier = [read_imatrix(each) for each in in_files]
-    run["fusion"] = run.get("fusion") or (Fusion() if path is None else Fusion.none())
-    collects, latent = path is not None, _has_latents(model)
-    predicting = nextn_file(model, draft) if collects and (options.nextn or draft is not None) else None
-    hidden = None if predicting is None else Hidden()
-    rewrite = _rewrite(options, collects, latent, hidden is not None)
-    with load(model, n_ctx=options.n_ctx, rewrite=rewrite, observer=hidden, **run) as loaded, ExitStack() as stack:
+    names = [*map(str, (*files, *chat)), *["prompt"] * (prompt is not None), *["tokens"] * (tokens is not None)]
+    if path is not None:
+        check_apart(_written(path, options), [model, *files, *chat, *in_files, draft])
+        if (there := _finished(path, options, model, files, names)) is not None:
+            return there
+    with ExitStack() as stack:
+        if path is not None:
+            stack.enter_context(_claimed(path, options))
+        earlier = [read_imatrix(each) for each in in_files]
+        run["fusion"] = run.get("fusion") or (Fusion() if path is None else Fusion().observed())
+        collects, latent = path is not None, _has_latents(model)
+        predicting = nextn_file(model, draft) if collects and (options.nextn or draft is not None) else None
+        hidden = None if predicting is None else Hidden()
+        rewrite = _rewrite(options, collects, latent, hidden is not None)
+        loaded = stack.enter_context(load(model, n_ctx=options.n_ctx, rewrite=rewrite, observer=hidden, **run))
         text = chunks_of(loaded, files, chat, prompt, tokens, options)
         n_seq = min(len(text.windows), max(1, options.n_batch // options.n_ctx))
         predictor = None
@@ -189,7 +203,7 @@ def imatrix(
 
 def _check(options: ImatrixOptions, path: Path | None, run: LoadOptions) -> None:
     fusion = run.get("fusion")
-    if path is not None and fusion is not None and fusion != Fusion.none():
+    if path is not None and fusion is not None and fusion != fusion.observed():
         raise RecipeError(
             "an importance matrix needs every weight's own input, which fused operations do not show: fusion is off by "
             "itself; leave the switch away"
@@ -200,19 +214,43 @@ def _check(options: ImatrixOptions, path: Path | None, run: LoadOptions) -> None
         raise RecipeError(f"no fill policy {options.fill!r}; there are {', '.join(FILLS)}")
     if options.n_batch > options.n_ctx and options.n_batch % options.n_ctx:
         raise RecipeError(f"-b {options.n_batch} is no multiple of -c {options.n_ctx}: a pass takes whole chunks")
-    if path is not None and not options.overwrite:
-        _check_new(path, options)
-    if path is not None and not path.resolve().parent.is_dir():
-        raise QuantkitError(f"{path}: its folder does not exist")
 
 
-def _check_new(path: Path, options: ImatrixOptions) -> None:
-    """Raise QuantkitError if something is there already that is not an interrupted run's."""
+def _written(path: Path, options: ImatrixOptions) -> list[Path]:
+    """Return everything a run writes; of the copies, OUT.at_N, those that exist."""
+    everywhere = [_everywhere(path)] if options.all_experts else []
+    copies = path.parent.glob(f"{glob.escape(path.name)}.at_*") if options.save_frequency else ()
+    return [path, state_of(path), *everywhere, *(copy for copy in copies if copy.suffix[4:].isdecimal())]
+
+
+def _claimed(path: Path, options: ImatrixOptions) -> Output:
+    """Return the output, to be held. ResourceError if a file exists and does not belong to an interrupted run."""
     resumes = options.resume and state_of(path).exists()
-    for each in (path, *([_everywhere(path)] if options.all_experts else [])):
-        if each.exists() and not (resumes and each == path):
-            what = "; there is no state beside it to resume from" if options.resume and each == path else ""
-            raise QuantkitError(f"{each} exists{what}; give another name, or --overwrite to replace it")
+    for each in set(_written(path, options)) - {path, state_of(path)}:
+        check_free(each, overwrite=options.overwrite or resumes and each != _everywhere(path))
+    return Output(path, overwrite=options.overwrite or resumes)
+
+
+def _finished(
+    path: Path, options: ImatrixOptions, model: str | Path, files: Sequence[str | Path], names: Sequence[str]
+) -> Collected | None:
+    """Return what is at ``path`` already, if it is what the run to be resumed came to, as far as the file tells."""
+    if not options.resume or options.overwrite or state_of(path).exists() or not path.is_file():
+        return None
+    found, n = read_imatrix(path), len(names)
+    known = sketch_of(found)
+    same = found.chunk_size in (0, options.n_ctx) and found.datasets[-n:] in (names, names[-1:])
+    if known is not None:
+        same = same and {hashlib.sha256(read_text(file)).hexdigest() for file in files} <= set(known.sha256)
+    with open_model(model) as source:
+        arch, tensors = str(source.get("general.architecture", "")), source.tensors
+        if not same or tensors.keys().isdisjoint(found.entries):
+            raise QuantkitError(
+                f"{path} exists, and is not what this run would make; there is no state beside it to resume from: "
+                "give another name, or --overwrite to replace it"
+            )
+        covered = coverage(found, tensors.values(), arch=arch, process_output=options.process_output)
+    return Collected(found, path, covered, None, found.chunk_count, {}, (), None, 0.0, (), finished=True)
 
 
 def _everywhere(path: Path) -> Path:
@@ -220,8 +258,8 @@ def _everywhere(path: Path) -> Path:
 
 
 def _has_latents(model: str | Path) -> bool:
-    """Tell whether a file has latent attention of which runtimes know both forms."""
-    with open_gguf(model) as source:
+    """Return whether a file has latent attention in a form that runtimes convert to the other."""
+    with open_model(model) as source:
         return arch_by_name(HParams(source).arch).attention == "mla"
 
 
@@ -248,7 +286,7 @@ def chunks_of(
     tokens: npt.ArrayLike | None,
     options: ImatrixOptions,
 ) -> Chunks:
-    """Return the chunks of all texts, conversations and ids that are given. RecipeError if there are none."""
+    """Return the chunks of all given texts, conversations and ids. Raises RecipeError if there are none."""
     if not files and not chat and prompt is None and tokens is None:
         raise RecipeError("there is nothing to calibrate on: give a text (-f, -p), conversations (--chat) or tokens")
     parts = [text_part(Path(file), model.tokenizer, options.parse_special) for file in files]
@@ -256,7 +294,7 @@ def chunks_of(
     if prompt is not None:
         parts.append(text_of("prompt", prompt.encode(errors="surrogateescape"), model.tokenizer, options.parse_special))
     if tokens is not None:
-        parts.append(Part("tokens", text_tokens(model, None, tokens), None))
+        parts.append(TokenizedText("tokens", text_tokens(model, None, tokens), None))
     return cut(parts, options.n_ctx, options.from_chunk, options.chunks)
 
 
@@ -264,14 +302,14 @@ def chunks_of(
 
 
 class _Bad(Exception):
-    """A pass brought values that are no numbers: chunk -> where."""
+    """A pass yields NaN or Inf: chunk -> where."""
 
     def __init__(self, chunks: dict[int, str]) -> None:
         self.chunks = chunks
 
 
 class _Collector:
-    """A run over chunks: passes, states, chunks that are left out, and what comes of it."""
+    """A run over chunks: passes, states, dropped chunks, results."""
 
     def __init__(
         self,
@@ -301,11 +339,11 @@ class _Collector:
         self.has_all = any(of.startswith(ALL_EXPERTS) for of in self.names)
         if options.all_experts and not self.has_all:
             self.notes.append(f"--all-experts: {model.path} has no experts; there is no file of theirs")
-        #: The chunk up to which there is a state to go back to.
+        #: The chunk up to which a state is saved.
         self.saved = 0
 
     def _note_nextn(self) -> None:
-        """Note a prediction layer that nobody asked for, or that was asked for and is not there."""
+        """Note a prediction layer that is not requested, or requested but missing."""
         layers = nextn_layers(self.model.source)
         if self.path is None or self.predictor is not None:
             return
@@ -329,7 +367,7 @@ class _Collector:
         return found
 
     def _identity(self) -> str:
-        """Return what must agree for a state to be gone on from."""
+        """Return what must agree to resume from a state."""
         o = self.options
         digest = hashlib.sha256(self.text.windows.tobytes())
         numbers = (o.n_ctx, o.n_batch, self.session.limits.n_ubatch, self.model.kv_type, self.bos, o.ppl)
@@ -341,7 +379,7 @@ class _Collector:
     # ------------------------------------------------ chunks
 
     def run(self, threads: int | None) -> None:
-        """Run all chunks; those with values that are no numbers are left out."""
+        """Run all chunks; those that yield NaN or Inf are dropped."""
         if self.options.resume and self.checkpoint is not None:
             self._go_back({})
             if self.checkpoint.path.exists() and not self.saved and not self.options.overwrite:
@@ -350,7 +388,7 @@ class _Collector:
                     "with --overwrite, without --resume"
                 )
         self.watcher.started(self.saved, self.n, self.n_seq, self.notes)
-        # Without a likelihood no position is wanted.
+        # Without a likelihood, no position is needed.
         first = self.options.n_ctx // 2 if self.options.ppl else self.options.n_ctx - 1
         while left := [c for c in range(self.progress.done, self.n) if c not in self.progress.dropped]:
             try:
@@ -359,7 +397,7 @@ class _Collector:
                 self._go_back(bad.chunks)
         if len(self.progress.dropped) == self.n:
             raise QuantkitError(
-                f"{self.model.path}: every chunk brings values that are no numbers, the first at "
+                f"{self.model.path}: every chunk yields NaN or infinite values, the first at "
                 f"{self.progress.dropped[0]}: a broken file, or numbers too large for --kv-type f16"
             )
 
@@ -386,7 +424,7 @@ class _Collector:
             nll[row : row + len(logits)] = nll_of(logits, softmax(logits), following)
 
     def _done(self, chunks: Sequence[int]) -> None:
-        """Take a pass in; _Bad if it must be undone."""
+        """Add a pass; raises _Bad if it must be undone."""
         bad: dict[int, str] = {}
         found = self.session.take_not_finite()
         if self.predictor is not None:
@@ -403,7 +441,7 @@ class _Collector:
         before = self.progress.done
         for chunk in chunks:
             self._count(chunk)
-        # Chunks that are left out come with the next one that is not.
+        # Dropped chunks count with the next one kept.
         self.progress.done = chunks[-1] + 1
         self._save(before)
 
@@ -419,14 +457,14 @@ class _Collector:
 
     @property
     def ppl(self) -> Estimate | None:
-        """The perplexity so far; None if it is not asked for, or there is none yet."""
+        """The perplexity so far; None if not requested, or not known yet."""
         p = self.progress
         return NllSums(p.n, p.total, p.squares).ppl if p.n else None
 
     # ------------------------------------------------ states
 
     def _save(self, before: int) -> None:
-        """Save what is due since ``before`` chunks were done."""
+        """Save whatever is due since chunk ``before``."""
         if self.path is None or self.checkpoint is None or self.progress.done == self.n:
             return
         done, often, copies = self.progress.done, self.options.output_frequency, self.options.save_frequency
@@ -454,7 +492,7 @@ class _Collector:
     # ------------------------------------------------ results
 
     def finish(self, started: float) -> Collected:
-        """Write the files and return what is to be known."""
+        """Write the files and return the result."""
         made, covered, everywhere = None, None, None
         if self.path is not None:
             made = self._complete(self._imatrix())
@@ -475,7 +513,7 @@ class _Collector:
             self.progress.dropped,
             self._similarity(),
             everywhere,
-            time.perf_counter() - started,
+            working_seconds() - started,
             tuple(self.notes),
         )
 
@@ -486,7 +524,7 @@ class _Collector:
         return with_stats(made if names is None else with_names(made, names))
 
     def _sums(self, prefix: str = "") -> dict[str, ImatrixEntry]:
-        """Return the entries of accumulators whose names begin with ``prefix``; without one those of real counts."""
+        """Return the entries of accumulators whose names begin with ``prefix``; without it, those of real counts."""
         entries: dict[str, ImatrixEntry] = {}
         accumulators = self.accumulators
         for of, (width, names) in self.names.items():
@@ -504,7 +542,7 @@ class _Collector:
         return Imatrix(path, self._sums(), datasets, done, self.options.n_ctx, "gguf", n_nextn, extra=self._extra())
 
     def _imatrix(self) -> Imatrix:
-        """Return what this run has recorded so far, added to the files that it was told to add to."""
+        """Return what this run has recorded so far, added to ``in_files``."""
         made = self._alone()
         if not self.earlier:
             return made
@@ -514,7 +552,7 @@ class _Collector:
         return replace(joined.imatrix, path=made.path)
 
     def _texts(self) -> dict[str, Field]:
-        """Return what is kept of the texts, and of what their corpora held out."""
+        """Return the sketches of the texts and of what their corpora held out."""
         known = (self.text.sketch, self.text.held_out)
         return {key: field for part in known if part is not None for key, field in part.fields().items()}
 
@@ -526,7 +564,7 @@ class _Collector:
         return extra
 
     def _all_experts(self) -> Imatrix:
-        """Return what every expert would have seen of every token, beside the entries of other weights."""
+        """Return what every expert sees when every token goes through it, beside the entries of other weights."""
         made = self._alone()
         for name, entry in self._sums(ALL_EXPERTS).items():
             n_mat = made.entries[name].counts.size
@@ -538,8 +576,7 @@ class _Collector:
         return made
 
     def _write(self, path: Path, made: Imatrix) -> None:
-        kind: Format = self.options.output_format or ("dat" if path.suffix.lower() == ".dat" else "gguf")
-        write_imatrix(path, made, kind)
+        write_imatrix(path, made, self.options.output_format or format_of(path))
 
     def _coverage(self, made: Imatrix) -> Coverage:
         tensors = self.tensors.values()
@@ -557,8 +594,8 @@ class _Collector:
 
 
 def fingerprint_of(model: Model) -> str:
-    """Return the fingerprint of a model's file, as it lies on the disk."""
-    with open_gguf(model.path) as source:
+    """Return the fingerprint of a model's file on disk."""
+    with open_model(model.path) as source:
         return source_fingerprint(source)
 
 
@@ -568,7 +605,7 @@ def _names(graph: Graph) -> dict[str, tuple[int, tuple[str, ...]]]:
 
 
 def also_read(names: Sequence[str], tensors: Collection[str]) -> tuple[str, ...]:
-    """Return weights' names and those of weights of the model that are never multiplied and have the same input."""
+    """Return the names, and those of the model's weights with the same input that are never multiplied by."""
     others = (name for name in tensors if name.endswith(tuple(_SAME_INPUT)) and _same(name) in names)
     return (*names, *(name for name in others if name not in names))
 

@@ -1,14 +1,13 @@
 """Full covariances of what weights multiply: sums of x x^T, for encoders that feed rounding errors forward.
 
-Of every input of weights, per expert, or per head of weights by head (latent attention's k_b and v_b, in whichever form
-the file has them), as ``covariance_file.py`` says. The output of a layer has an expert's result times its router
-weight w, so that an error of its down projection counts with w^2: experts' tokens are added up so, too.
+One covariance per input of weights, per expert, or per head for weights by head (latent attention's k_b and v_b, in the
+form the file has), as described in ``covariance_file.py``. A layer's output has an expert's result times its router
+weight w, so an error of its down projection counts with w^2: experts' tokens are also summed with that weight.
 
-n^2 float64 an input and expert do not fit into memory at once: as many of them as ``max_ram`` allows make a pass over
-the text, which runs the layers up to the last one wanted. What a pass has recorded lies in OUT.part when it ends;
-OUT.state tells which passes that are, and holds the sums of the one under way, so that an interrupted run goes on and
-makes the file that an uninterrupted one makes. These sums are large: they are saved when ``output_frequency`` says so,
-but not so often that it takes more than a twentieth of the time.
+n^2 float64 per input and expert do not all fit into memory: a pass over the text takes as many as ``max_ram`` allows
+and runs the layers up to the last one needed. A finished pass is in OUT.part; OUT.state lists the finished passes and
+holds the sums of the current one, so that an interrupted run resumes to the file of an uninterrupted one. These sums
+are large: they are saved every ``output_frequency`` chunks, unless that takes more than a twentieth of the time.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ import numpy.typing as npt
 
 from quantkit.errors import QuantkitError, RecipeError, ResourceError
 from quantkit.evaluate.passes import LoadOptions, bos_of, run_windows
-from quantkit.formats.gguf import open_gguf
+from quantkit.formats.gguf import open_model
+from quantkit.formats.outputs import Output, check_apart, check_free, end_of_links, part_path
 from quantkit.helpers import format_size
 from quantkit.imatrix.checkpoint import Checkpoint, Progress, clear, state_of
 from quantkit.imatrix.collect import ImatrixOptions, chunks_of, fingerprint_of
@@ -57,7 +57,7 @@ _SAVING = 0.05
 
 @dataclass(frozen=True)
 class CovarianceFile:
-    """A file of covariances that was written; passes and chunks of it that an earlier run had done."""
+    """A finished file of covariances; passes and chunks that an earlier run did."""
 
     path: Path
     n_inputs: int
@@ -67,7 +67,7 @@ class CovarianceFile:
 
 
 class CovarianceProgress(NamedTuple):
-    """Chunks of a pass that are done, of how many; the pass, counted from 1, of how many; what it records."""
+    """Chunks done and in total; number of the pass, from 1, and passes in total; what it records."""
 
     chunk: int
     n_chunks: int
@@ -77,7 +77,7 @@ class CovarianceProgress(NamedTuple):
 
 
 class _Unit(NamedTuple):
-    """Some experts, or heads, of the input of a weight: what a pass takes or leaves."""
+    """Some experts, or heads, of a weight's input: the unit that passes are made of."""
 
     name: str
     first: int
@@ -101,63 +101,73 @@ def covariance(
     """Record the covariance of every weight's input, per expert, in ``output``.
 
     Args:
-        model, files, chat, prompt, tokens, options: as for ``imatrix``; of the options the text's, process_output,
-            output_frequency, resume and overwrite count.
-        without: chunks that are left out, counted from 0: those that an imatrix run dropped; None: those of the run
-            that is resumed, or none.
-        progress: is told of every chunk of every pass.
-        run: as quantkit.load takes it; ``max_ram`` also limits the sums (without it: half of the free memory).
+        model, files, chat, prompt, tokens, options: as for ``imatrix``; the options used are the text's,
+            process_output, output_frequency, resume and overwrite.
+        without: chunks to leave out, counted from 0, as dropped by an imatrix run; None: those of the resumed run,
+            or none.
+        progress: called after every chunk of every pass.
+        run: options of quantkit.load; ``max_ram`` also limits the sums (None: half of the free memory).
 
     Raises:
         ResourceError: one matrix alone does not fit max_ram, or the file the disk.
-        QuantkitError: the output exists, or a chunk brings values that are no numbers.
+        QuantkitError: the output exists, or a chunk yields NaN or Inf.
     """
     options = options or ImatrixOptions()
-    path = Path(output)
-    check_covariance(model, path, options, weighting, run.get("max_ram"))
-    run["fusion"] = Fusion.none()
-    with load(model, n_ctx=options.n_ctx, **run) as loaded:
-        text = chunks_of(loaded, files, chat, prompt, tokens, options)
-        found = _inputs(loaded.graph, loaded.arch, options)
-        checkpoint = Checkpoint(path, _identity(loaded, text, options, weighting))
-        target = Target(path, loaded.graph, found, loaded.source.tensors, weighting)
-    recorder = _Recorder(model, text, options, weighting, found, target, checkpoint, run)
-    recorder.begin(without)
-    with target:
-        return recorder.record(progress)
+    path = end_of_links(output)
+    check_apart([path, state_of(path)], [model, *files, *chat])
+    with Output(path, overwrite=True):
+        there = check_covariance(model, path, options, weighting, run.get("max_ram"))
+        if there is not None:
+            return there
+        run["fusion"] = (run.get("fusion") or Fusion()).observed()
+        with load(model, n_ctx=options.n_ctx, **run) as loaded:
+            text = chunks_of(loaded, files, chat, prompt, tokens, options)
+            found = _inputs(loaded.graph, loaded.arch, options)
+            checkpoint = Checkpoint(path, _identity(loaded, text, options, weighting))
+            target = Target(path, loaded.graph, found, loaded.source.tensors, weighting)
+        recorder = _Recorder(model, text, options, weighting, found, target, checkpoint, run)
+        recorder.begin(without)
+        with target.opened():
+            return recorder.record(progress)
 
 
 def check_covariance(
     model: str | Path, path: Path, options: ImatrixOptions, weighting: str, max_ram: int | None
-) -> None:
-    """Raise, before any work, what ``covariance`` would raise for want of memory, of disk, or for files in its way."""
+) -> CovarianceFile | None:
+    """Raise, before any work, what ``covariance`` raises for lack of memory or disk, or for existing files.
+
+    Returns the existing file if a run is to be resumed and this is its result.
+    """
     if weighting not in get_args(Weighting):
         raise RecipeError(f"no weighting {weighting!r}; there are {', '.join(get_args(Weighting))}")
-    if path.exists() and not options.overwrite:
-        raise QuantkitError(f"{path} exists; give another name, or --overwrite to replace it")
-    if not path.resolve().parent.is_dir():
-        raise QuantkitError(f"{path}: its folder does not exist")
+    path = end_of_links(path)
     state = state_of(path)
     if state.exists() and not (options.resume or options.overwrite):
         raise QuantkitError(
             f"{state} is the state of an interrupted run: go on with --resume, or start over with --overwrite"
         )
-    with open_gguf(model) as source:
+    with open_model(model) as source:
         graph, arch = build_graph(source), str(source.get("general.architecture", ""))
         found = _inputs(graph, arch, options)
-        nbytes = layout(graph, found, source.tensors, weighting).nbytes
+        made = layout(graph, found, source.tensors, weighting)
+    resumes = options.resume and not options.overwrite and not state.exists()
+    if resumes and path.is_file() and made.is_of(path):
+        return CovarianceFile(path, len(found), 0, 0)
+    check_free(path, overwrite=options.overwrite)
+    nbytes = made.nbytes
     _passes(_sizes(found, weighting), _budget(max_ram))
-    part = path.with_name(path.name + ".part")
-    free = shutil.disk_usage(path.resolve().parent).free + (part.stat().st_blocks * 512 if part.exists() else 0)
+    part = part_path(path)
+    free = shutil.disk_usage(path.parent).free + (part.stat().st_blocks * 512 if part.exists() else 0)
     if nbytes > free:
         raise ResourceError(
             f"{path} would take {format_size(nbytes)}, there are {format_size(free)} left: choose another disk, or "
             "record less (--covariance-of tokens)"
         )
+    return None
 
 
 def _inputs(graph: Graph, arch: str, options: ImatrixOptions) -> list[Input]:
-    """Return all inputs that are recorded, in order of layers."""
+    """Return all inputs to record, in order of layers."""
     graph = every_token(graph)
     found = inputs(graph, process_output=options.process_output)
     if arch_by_name(arch).attention == "mla":
@@ -166,7 +176,7 @@ def _inputs(graph: Graph, arch: str, options: ImatrixOptions) -> list[Input]:
 
 
 def _identity(model: Model, text: Chunks, options: ImatrixOptions, weighting: str) -> str:
-    """Return what must agree for a state to be gone on from."""
+    """Return what must agree to resume from a state."""
     digest = hashlib.sha256(text.windows.tobytes())
     o = options
     what = (o.n_ctx, o.n_batch, model.n_ubatch, model.kv_type, bos_of(model, []), o.process_output, weighting)
@@ -175,11 +185,11 @@ def _identity(model: Model, text: Chunks, options: ImatrixOptions, weighting: st
 
 
 def _budget(max_ram: int | None) -> int:
-    """Return the bytes that sums may take: ``max_ram``, or half of the memory that is there to be had."""
+    """Return the bytes that sums may take: ``max_ram``, or half of the available memory."""
     if max_ram is not None:
         return max_ram
     try:
-        # What is free alone leaves out what the system's cache of files would give back.
+        # Free memory alone would leave out the reclaimable page cache.
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024 // 2
     except (OSError, KeyError):
@@ -187,7 +197,7 @@ def _budget(max_ram: int | None) -> int:
 
 
 def _sizes(found: Iterable[Input], weighting: str) -> dict[_Unit, int]:
-    """Return what is to be recorded, in order, and the bytes of the sums of one expert of each."""
+    """Return the inputs to record, in order, and the bytes of the sums of one expert of each."""
     return {
         _Unit(item.names[0], 0, item.n_mat): 8 * item.n**2 * (2 if weighting == "both" and item.ids is not None else 1)
         for item in found
@@ -217,7 +227,7 @@ def _passes(units: Mapping[_Unit, int], budget: int) -> list[list[_Unit]]:
 
 
 class _Recorder:
-    """A run over passes: what is done, what is left, and the state that tells it."""
+    """A run over passes: what is done, what is left, and the state that records it."""
 
     def __init__(
         self,
@@ -234,14 +244,14 @@ class _Recorder:
         self.target, self.checkpoint, self.run = target, checkpoint, run
         self.sizes = _sizes(found, weighting)
         self.layers = {item.names[0]: item.at.layer for item in found}
-        #: Units that are in the file; those of the pass that a state has sums of; chunks left out.
+        #: Units in the file; units of the pass whose sums the state has; chunks left out.
         self.written: list[_Unit] = []
         self.current: list[_Unit] = []
         self.without: list[int] = []
         self.n_written = self.n_resumed = 0
 
     def begin(self, without: Collection[int] | None) -> None:
-        """Find out what an earlier run has done. QuantkitError if its state is another's, and not to be replaced."""
+        """Read what an earlier run has done. Raises QuantkitError if the state is of another run and must be kept."""
         state = self.checkpoint.about() if self.options.resume else None
         if state is None or not self.target.part.exists():
             if self.options.resume and self.checkpoint.path.exists() and not self.options.overwrite:
@@ -265,7 +275,7 @@ class _Recorder:
         self.checkpoint.save(sums, progress, {**about, "without": self.without})
 
     def record(self, progress: Callable[[CovarianceProgress], None] | None) -> CovarianceFile:
-        """Do the passes that are left, and finish the file."""
+        """Run the remaining passes and finish the file."""
         earlier, self.n_resumed = self.n_written, 0
         try:
             passes = self._left()
@@ -275,14 +285,14 @@ class _Recorder:
             self.target.finish()
             self.checkpoint.remove()
         except QuantkitError:
-            self.target.discard()  # another attempt would end so, too
+            self.target.discard()  # another attempt would end the same way
             self.checkpoint.remove()
             raise
         n = len(self.text.windows) - len(self.without)
         return CovarianceFile(self.target.path, len(self.sizes), total, n, (earlier, self.n_resumed))
 
     def _left(self) -> list[list[_Unit]]:
-        """Return the passes to do: the one that there are sums of, if these fit the memory, then the others."""
+        """Return the passes to run: first the one with saved sums, if they fit the memory."""
         budget = _budget(self.run.get("max_ram"))
         each = {unit.name: size for unit, size in self.sizes.items()}
         if sum(each[name] * (end - first) for name, first, end in self.current) > budget:
@@ -298,7 +308,7 @@ class _Recorder:
         return [units for units in (self.current, *_passes(left, budget)) if units]
 
     def _pass(self, units: list[_Unit], total: int, progress: Callable[[CovarianceProgress], None] | None) -> None:
-        """Run the text once for some units, and write what comes of it."""
+        """Run the text once for some units, and write the results."""
         names = (units[0].name, units[-1].name)
         what = " to ".join(dict.fromkeys(names))
         chosen = [c for c in range(len(self.text.windows)) if c not in self.without]
@@ -349,7 +359,7 @@ class _Recorder:
         return rewrite
 
     def _resumed(self, units: list[_Unit], sums: Any) -> int:
-        """Take up the sums of a state, if they are of these units; return the chunks that are in them."""
+        """Restore the sums of a state, if they are of these units; return the chunks they include."""
         if units != self.current:
             self.current = units
             return 0
@@ -374,7 +384,7 @@ class _Recorder:
 
 
 class _Saver:
-    """Saves every ``often`` chunks, unless that would take more than a share of the time."""
+    """Saves every ``often`` chunks, unless that takes more than a share of the time."""
 
     def __init__(self, often: int) -> None:
         self.often, self.due, self.last = often, False, time.perf_counter()
@@ -392,7 +402,7 @@ class _Saver:
 
 
 def _gaps(n: int, done: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return what of 0..n is not in any of ``done``, which do not overlap."""
+    """Return the parts of 0..n outside the disjoint ranges ``done``."""
     edges = [0, *(edge for part in sorted(done) for edge in part), n]
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
 

@@ -1,30 +1,31 @@
-"""The file of covariances: a GGUF of general.type "covariance", whose offsets are known before the first pass.
+"""The file of covariances: a GGUF of general.type "covariance" whose offsets are known before the first pass.
 
-W is the first of the weights that share an input, the others are listed in quantkit.covariance.inputs ("W: W2 W3"). All
-tensors are F32, raw sums, accumulated in float64::
+W is the first of the weights that share an input; quantkit.covariance.inputs lists the others ("W: W2 W3"). All
+tensors are F32, raw sums accumulated in float64::
 
     W.cov         [n, n, n_mat]   sum of x x^T; n_mat: experts, or heads      W.counts  [n_mat]  tokens
                                   of a weight by head, else 1
     W.cov_router  [n, n, n_mat]   of experts: sum of w^2 x x^T, w the         W.weight  [n_mat]  sum of w^2
                                   token's router weight for the expert
 
-It grows in OUT.part, and appears under its name when it is whole.
+It grows as OUT.part and is renamed when complete.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from quantkit.formats.gguf import Field, ValueType, layout_gguf
-from quantkit.formats.ranges import sync
+from quantkit.formats.outputs import part_path
+from quantkit.formats.ranges import reserve, sync, write_range
 from quantkit.imatrix.collect import also_read
 from quantkit.model.observers import Input, Wanted, covariances
 from quantkit.model.ops import Covariance, Graph
@@ -35,18 +36,23 @@ INPUTS_KEY = "quantkit.covariance.inputs"
 
 @dataclass(frozen=True)
 class CovarianceLayout:
-    """The header, where every tensor begins, and the bytes of the whole file."""
+    """The header, the offset of every tensor, and the size of the file."""
 
     header: bytes
     offsets: dict[str, int]
     nbytes: int
+
+    def is_of(self, path: Path) -> bool:
+        """Tell whether a file has this header, and this size."""
+        with path.open("rb") as file:
+            return path.stat().st_size == self.nbytes and file.read(len(self.header)) == self.header
 
 
 def layout(graph: Graph, found: Sequence[Input], names: Collection[str], weighting: str) -> CovarianceLayout:
     """Lay out the file of some inputs.
 
     Args:
-        graph: a model's; names: of all its tensors; weighting: tokens, router or both.
+        graph: of the model; names: of all its tensors; weighting: tokens, router or both.
     """
     weighted = set(_weighted(graph, found)) if weighting != "tokens" else set()
     tensors: list[tuple[str, tuple[int, ...]]] = []
@@ -59,37 +65,34 @@ def layout(graph: Graph, found: Sequence[Input], names: Collection[str], weighti
             tensors += [(f"{name}.cov_router", (n, n, n_mat)), (f"{name}.weight", (n_mat,))]
         tensors.append((f"{name}.counts", (n_mat,)))
     lines = [f"{item.names[0]}: {' '.join(also_read(item.names, names)[1:])}".rstrip() for item in found]
-    fields = [
-        Field.of("general.type", "covariance"),
-        Field.of(INPUTS_KEY, lines, ValueType.ARRAY, ValueType.STRING),
-    ]
+    fields = [Field.of("general.type", "covariance"), Field.of(INPUTS_KEY, lines, ValueType.ARRAY, ValueType.STRING)]
     f32 = BY_NAME["F32"]
     made = layout_gguf(fields, [(name, shape, f32) for name, shape in tensors])
     return CovarianceLayout(made.header, {n: at for (n, _), at in zip(tensors, made.offsets, strict=True)}, made.nbytes)
 
 
 def _weighted(graph: Graph, found: Sequence[Input]) -> list[str]:
-    """Return the inputs that have router weights to count by."""
+    """Return the inputs that are also weighted by the router."""
     wanted = [Wanted(item.names[0], (0, item.n_mat)) for item in found if item.ids is not None]
     seen = covariances(graph, wanted, process_output=True)
     return [op.names[0] for op in seen.ops if isinstance(op, Covariance) and op.weights is not None]
 
 
 class Target:
-    """The file in the making; a context in which it is open."""
+    """The file being written; a context manager that keeps it open."""
 
     def __init__(
         self, path: Path, graph: Graph, found: Sequence[Input], names: Collection[str], weighting: str
     ) -> None:
-        self.path, self.part = path, path.with_name(path.name + ".part")
+        self.path, self.part = path, part_path(path)
         self.layout = layout(graph, found, names, weighting)
         self.file: BinaryIO
 
     def begin(self) -> None:
-        """Make the file anew: its header, and room for everything."""
-        with self.part.open("wb") as file:
-            file.write(self.layout.header)
-            file.truncate(self.layout.nbytes)
+        """Create the file: header, and space for everything."""
+        self.part.unlink(missing_ok=True)
+        reserve(self.part, self.layout.nbytes)
+        write_range(self.part, np.frombuffer(self.layout.header, np.uint8), 0)
         sync(self.part)
 
     def write(self, op: Covariance, found: dict[str, npt.NDArray[Any]]) -> None:
@@ -107,25 +110,22 @@ class Target:
                     self.file.write(np.asarray(row, "<f4").tobytes())
 
     def sync(self) -> None:
-        """Have on the disk what has been written."""
+        """Sync what has been written."""
         self.file.flush()
         sync(self.part)
 
     def finish(self) -> None:
-        """Let the file appear."""
+        """Give the file its final name."""
         self.sync()
         os.replace(self.part, self.path)
         sync(self.path.parent)
 
     def discard(self) -> None:
-        """Forget what has been written."""
+        """Remove the unfinished file."""
         self.part.unlink(missing_ok=True)
 
-    def __enter__(self) -> Target:
-        self.file = self.part.open("r+b")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.file.close()
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Hold the unfinished file open."""
+        with self.part.open("r+b") as self.file:
+            yield

@@ -1,11 +1,11 @@
-"""What an importance matrix lacks for a model, so that nothing is ever missing without a word.
+"""What an importance matrix lacks for a model, so that nothing is missing silently.
 
-Of every weight that could be quantized: is there an entry, under its own name or another that saw the same input; has
-every expert seen tokens, and enough; is every value a number. An estimate of E[x^2] from n tokens has a relative
+For every weight that can be quantized: is there an entry, under its own name or that of a weight with the same input;
+has every expert seen enough tokens; is every value finite. An estimate of E[x^2] from n tokens has a relative
 standard error of about sqrt(2 / n), 14 % at 100: below ``hardly`` tokens an expert counts as hardly hit.
 
-The table by class of tensors shows what a calibration run never recorded (ik_llama.cpp's fused operations lose
-ffn_gate), that by layer which layers it did not reach.
+The table by tensor class shows what a calibration run never recorded (ik_llama.cpp's fused operations lose ffn_gate),
+the table by layer which layers it did not reach.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from quantkit.helpers import tensor_class
 from quantkit.imatrix.fill import without_fill
 from quantkit.imatrix.rows import EXPERTS, expert_counts, raw, split_experts
 from quantkit.pipeline.facts import TOKEN_EMBD_NAMES, TensorLike, layer_of, n_dims, why_never
-from quantkit.pipeline.importance import Importance
+from quantkit.pipeline.importance import TINY, Importance
 
-#: Fewer tokens are few: E[x^2] is then known to 14 % at best.
+#: With fewer tokens, E[x^2] is known to 14 % at best.
 HARDLY = 100
-#: Embeddings are looked up, not multiplied; the second is a prediction layer's.
+#: Embeddings are looked up, not multiplied; the second is that of a prediction layer.
 _EMBEDDINGS = (*TOKEN_EMBD_NAMES, "nextn.embed_tokens.weight")
 
 
 @dataclass(frozen=True)
 class TensorCoverage:
-    """What there is for one weight."""
+    """The coverage of one weight."""
 
     name: str
-    #: The model wants it; None without a model, False for an entry that names no weight of it.
+    #: Whether the model needs it: None without a model, False for an entry that is not one of its weights.
     expected: bool | None
-    #: The entry that serves it, under whatever name; None where none does.
+    #: The entry that serves it, under any name, or None.
     entry: str | None
-    #: Tokens per matrix: one per expert, else one; empty without an entry.
+    #: Tokens per matrix, that is per expert; empty without an entry.
     counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64), repr=False)
-    #: The counts are what a .dat has instead of counts: 0 is sure, others are upper bounds.
+    #: Counts from a .dat: 0 is certain, others are upper bounds.
     estimated: bool = False
     n_mat: int = 1
     never: int = 0
@@ -50,6 +50,8 @@ class TensorCoverage:
     #: NaN, Inf and negative sums of squares, and the first expert that has one.
     bad_values: int = 0
     bad_expert: int | None = None
+    #: Matrices with tokens, but nothing but zeros (or subnormal numbers).
+    zeros: int = 0
     notes: tuple[str, ...] = ()
 
     @property
@@ -59,7 +61,7 @@ class TensorCoverage:
 
     @property
     def experts(self) -> int:
-        """How many experts it has; 0 for other weights."""
+        """Number of experts; 0 for other weights."""
         return self.n_mat if EXPERTS in self.name else 0
 
 
@@ -68,14 +70,14 @@ class CoverageGroup:
     """The weights of a class, or of a layer, together."""
 
     name: str
-    #: None without a model; missing are those expected without an entry.
+    #: Both None without a model; missing: expected but without an entry.
     expected: int | None
     present: int
     missing: int
     experts: int
     never: int
     hardly: int
-    #: Tokens per expert (per weight where there are none), the least and the median; None where a .dat has no counts.
+    #: Least and median tokens per expert, or per weight without experts; None if a .dat has no counts.
     tokens_min: int | None
     tokens_median: float | None
     bad_values: int
@@ -86,7 +88,7 @@ class Coverage:
     """What an importance matrix has, and what it lacks."""
 
     tensors: tuple[TensorCoverage, ...]
-    #: Whether a model said what is expected.
+    #: Whether a model tells what is expected.
     of_model: bool
     hardly: int = HARDLY
 
@@ -97,7 +99,7 @@ class Coverage:
 
     @property
     def strangers(self) -> tuple[TensorCoverage, ...]:
-        """Entries that serve no weight of the model that is expected."""
+        """Entries that serve no expected weight of the model."""
         return tuple(t for t in self.tensors if t.expected is False)
 
     @property
@@ -107,18 +109,18 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """The share of matrices, an expert being one, that have tokens and no bad value, of those expected."""
+        """Share of the expected matrices, each expert being one, that have tokens and no bad value."""
         wanted = [t for t in self.tensors if t.expected or not self.of_model]
         total = sum(t.n_mat for t in wanted)
         good = sum(int((t.counts > 0).sum()) for t in wanted if not t.bad_values)
         return good / total if total else 0.0
 
     def by_class(self) -> tuple[CoverageGroup, ...]:
-        """Return the table by class of tensors, in order of names."""
+        """Return the table by tensor class, sorted by name."""
         return self._groups(lambda t: t.kind)
 
     def by_layer(self) -> tuple[CoverageGroup, ...]:
-        """Return the table by layer; "-" is what is outside layers."""
+        """Return the table by layer; "-" stands for tensors outside layers."""
         return self._groups(lambda t: "-" if layer_of(t.name) < 0 else str(layer_of(t.name)))
 
     def _groups(self, key: Callable[[TensorCoverage], str]) -> tuple[CoverageGroup, ...]:
@@ -147,9 +149,8 @@ def expected_tensors(
 ) -> tuple[TensorLike, ...]:
     """Return the weights of a model that an importance matrix should have an entry for.
 
-    All matrices that any quantization may touch, the router included (--ffn-gate-inp-type), without embeddings, which
-    no activation meets; the output only with ``process_output``, as in llama-imatrix (tied embeddings then serve as
-    the output).
+    These are all matrices that can be quantized, including the router (--ffn-gate-inp-type), except embeddings, which
+    see no activations; the output only with ``process_output``, as in llama-imatrix (tied embeddings are the output).
     """
     tensors = tuple(tensors)
     output = {"output.weight"} & {t.name for t in tensors} or {"token_embd.weight"}
@@ -174,13 +175,13 @@ def coverage(
     process_output: bool = False,
     hardly: int = HARDLY,
 ) -> Coverage:
-    """Say what ``imatrix`` has for a model, or, without one, what its own entries are like.
+    """Return what ``imatrix`` has for a model, or without one, for its own entries.
 
     Args:
         imatrix: of either format; filled experts count as empty.
         tensors: all tensors of the model; arch: general.architecture.
-        process_output: an entry for the output is expected.
-        hardly: experts with fewer tokens are counted as hardly hit.
+        process_output: expect an entry for the output.
+        hardly: experts with fewer tokens count as hardly hit.
     """
     model = None if tensors is None else tuple(tensors)
     known = {} if model is None else expert_counts(imatrix.entries, model)
@@ -197,8 +198,9 @@ def coverage(
 def _of_model(
     imatrix: Imatrix, model: Sequence[TensorLike], wanted: Sequence[TensorLike], estimated: bool, hardly: int
 ) -> list[TensorCoverage]:
-    # Importance refuses values that are no numbers; here they are a finding, and the names are what is asked.
-    names = {n: ImatrixEntry(np.zeros(e.sums.shape, np.float32), e.counts) for n, e in imatrix.entries.items()}
+    # Importance refuses NaN and Inf; here they are a finding, and only names matter. 0.5 is neither the 1 of an expert
+    # without tokens nor the 0 of a ruined entry.
+    names = {n: ImatrixEntry(np.full_like(e.sums, 0.5), e.counts) for n, e in imatrix.entries.items()}
     importance = Importance(replace(imatrix, entries=names))
     found, used = [], set()
     for t in wanted:
@@ -215,7 +217,7 @@ def _of_model(
         used.add(lookup.entry)
         made = _entry(t.name, imatrix.entries[lookup.entry], True, n_mat, estimated, hardly)
         found.append(replace(made, entry=lookup.entry, notes=(*lookup.notes, *made.notes)))
-    # An entry of the model's that is merely not asked for (the output) is no stranger, nor is an alias not needed.
+    # An entry that the model has but does not need (the output, an unused alias) is no stranger.
     strangers = set(importance.coverage((t.name for t in model), ()).unused)
     for name in imatrix.entries.keys() - used:
         expected = False if name in strangers else None
@@ -228,15 +230,16 @@ def _entry(
 ) -> TensorCoverage:
     notes: tuple[str, ...] = ()
     if n_mat > 1 and entry.counts.size == 1:
-        # One count for all experts: a GGUF made of a .dat.
+        # One count for all experts: a GGUF made from a .dat.
         entry, estimated = split_experts(entry, n_mat), True
     counts = entry.counts
     bad = ~((entry.sums >= 0) & (entry.sums < np.inf))
     first = int(np.flatnonzero(bad.any(axis=1))[0]) if bad.any() else None
     never = int((counts == 0).sum())
     few = 0 if estimated else int(((counts > 0) & (counts < hardly)).sum())
+    zeros = int(((counts > 0) & (entry.sums.max(axis=1, initial=0) < TINY * np.maximum(counts, 1))).sum())
     return TensorCoverage(
-        name, expected, name, counts, estimated, counts.size, never, few, int(bad.sum()), first, notes
+        name, expected, name, counts, estimated, counts.size, never, few, int(bad.sum()), first, zeros, notes
     )
 
 

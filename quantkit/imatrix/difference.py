@@ -1,11 +1,11 @@
-"""How two importance matrices differ, weight by weight, in what an encoder would see of them.
+"""How two importance matrices differ, weight by weight, as an encoder sees them.
 
-Of a and b, the E[x^2] of the experts that have enough tokens in both files::
+With a and b the E[x^2] of the experts with enough tokens in both files::
 
     relative   |a - b| / |a|           cosine   a b / (|a| |b|)
     worst      the expert with the largest relative difference, and that difference
 
-Token counts are compared, too, where both files have them; experts that only one file has tokens for are counted.
+Token counts are compared as well where both files have them, and experts with tokens in only one file are counted.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from quantkit.imatrix.rows import EXPERTS, means, raw, split_experts
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """One weight in both files; NaN where there is nothing to compare."""
+    """One weight in both files; NaN if there is nothing to compare."""
 
     name: str
     relative: float
     cosine: float
-    #: The expert that differs most, and how much; None for weights without experts.
+    #: The expert that differs most, and by how much; None for weights without experts.
     worst: int | None
     worst_relative: float
-    #: Tokens, all experts together, and the largest difference of a count to its larger one; None: a .dat has none.
+    #: Tokens of all experts, and the largest relative difference of a count; None for a .dat.
     tokens_a: int | None
     tokens_b: int | None
     counts: float | None
     #: Experts with too few tokens in either file, and experts empty in just one of them.
     skipped: int = 0
     one_sided: int = 0
-    #: Why there is nothing to compare.
+    #: Why nothing can be compared.
     note: str = ""
 
     @property
     def figure(self) -> float:
-        """What a limit is held against: the relative difference, of experts the worst one's; NaN is never within."""
+        """The figure a limit applies to: the relative difference, or the worst expert's; NaN exceeds any limit."""
         return max(self.relative, self.worst_relative) if self.worst is not None else self.relative
 
 
@@ -57,7 +57,7 @@ class Difference:
     only_b: tuple[str, ...]
 
     def beyond(self, limit: float) -> list[str]:
-        """Return why the two are not within ``limit``, a relative difference; nothing when they are."""
+        """Return the reasons why the two differ by more than ``limit``, a relative difference."""
         reasons = [f"{name}: only in A" for name in self.only_a] + [f"{name}: only in B" for name in self.only_b]
         for t in self.tensors:
             if t.note:
@@ -126,7 +126,7 @@ def _compare(name: str, a: ImatrixEntry, b: ImatrixEntry, min_tokens: int, count
 
 
 def _relative(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return |a - b| / |a| of every row; 0 for two null rows, infinity where only a is one."""
+    """Return |a - b| / |a| of every row; 0 for two null rows, infinity if only a is null."""
     with np.errstate(all="ignore"):
         error, square = np.square(a - b).sum(axis=1), np.square(a).sum(axis=1)
         found: npt.NDArray[np.float64] = np.where(error == 0, 0.0, np.sqrt(error / square))

@@ -1,9 +1,9 @@
-"""Several importance matrices as one, and one in the other format: sums and counts add up, nothing else would be right.
+"""Merging importance matrices, and converting one to the other format.
 
-E[x^2] over two texts is (sum_a + sum_b) / (count_a + count_b), expert by expert: the file of one run over both texts.
-(llama-imatrix adds so, in float32; ik_llama.cpp weighs whole entries by calls.) A .dat knows neither the counts of
-experts nor tokens: every expert gets ncall * chunk_size, and those marked as empty get none. Experts that a file says
-were filled are empty again before anything is added.
+E[x^2] over two texts is (sum_a + sum_b) / (count_a + count_b), expert by expert, as in the file of one run over both.
+(llama-imatrix adds the same way, in float32; ik_llama.cpp weights whole entries by calls.) A .dat has no tokens and
+no counts of experts: every expert gets ncall * chunk_size, those marked as empty none. Fills that a file records are
+undone before adding.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import numpy as np
 from quantkit.calibration.heldout import HELD_OUT_KEYS, held_out_of, held_out_used, merge_held_out
 from quantkit.calibration.overlap import SKETCH_KEYS, Sketch, merge_sketches, sketch_of
 from quantkit.errors import FormatError, RecipeError
+from quantkit.formats.experts import GATE, MERGED, UP
 from quantkit.formats.gguf import Field
 from quantkit.formats.imatrix import DEFAULT_CHUNK_SIZE, Format, Imatrix, ImatrixEntry
 from quantkit.imatrix.fill import FILL_KEY, filled_experts, with_entries, without_fill
 from quantkit.imatrix.rows import EXPERTS, inferred_experts, raw, split_experts
 from quantkit.imatrix.statistics import with_stats
-from quantkit.pipeline.facts import GATE, MERGED, UP
 
 Names = Literal["merged", "separate", "both"]
-#: Keys that are joined, not compared.
+#: Keys whose values are joined, not compared.
 _OF_TEXTS = (*SKETCH_KEYS, *HELD_OUT_KEYS)
 
 
 @dataclass(frozen=True, eq=False)
 class Merged:
-    """A new importance matrix, and what a user should know about how it came to be."""
+    """A new importance matrix, and notes for the user on how it was made."""
 
     imatrix: Imatrix
     notes: tuple[str, ...] = field(default=())
@@ -44,9 +44,9 @@ def merge(
     """Add up importance matrices of one model, of either format.
 
     Args:
-        imatrices: one or more; the first names the sizes that the others must have.
-        chunk_size: tokens of one call of a .dat, and imatrix.chunk_size of the result; without it that of the first
-            GGUF, else 512.
+        imatrices: one or more, of the same sizes as the first.
+        chunk_size: tokens per call of a .dat, and imatrix.chunk_size of the result; None: that of the first GGUF,
+            or 512.
         experts: numbers of experts known from a model (rows.expert_counts), for .dat files without a router's entry.
 
     Returns the sum in raw form, with statistics as llama-imatrix writes them. Entries that only some files have are
@@ -81,17 +81,17 @@ def merge(
 
 
 def _notes(imatrices: Sequence[Imatrix], size: int, experts: Mapping[str, int]) -> Iterator[str]:
-    """Say what merging takes for granted."""
+    """Yield notes on what merging assumes."""
     for imatrix in imatrices:
         if imatrix.format == "dat":
-            yield f"{imatrix.path}: {_dat_weights(imatrix, size)}"
+            yield f"{imatrix.path}: {_dat_weights(size)}"
             yield from _unknown_experts(imatrix, experts)
         elif imatrix.chunk_size not in (0, size):
             yield f"{imatrix.path}: chunks of {imatrix.chunk_size} tokens are counted as chunks of {size}"
         if filled := filled_experts(imatrix):
             n = sum(map(len, filled.values()))
             yield f"{imatrix.path}: {n} experts filled by {imatrix.extra[FILL_KEY].value!r} are empty again"
-    # One that was never a file is only the same as itself.
+    # One that was never a file equals only itself.
     digests = [imatrix.sha256 if imatrix.path.is_file() else str(id(imatrix)) for imatrix in imatrices]
     for i, imatrix in enumerate(imatrices):
         if digests[i] in digests[:i]:
@@ -105,7 +105,7 @@ def _notes(imatrices: Sequence[Imatrix], size: int, experts: Mapping[str, int]) 
             yield f"{name}: no entry in {', '.join(missing)}"
 
 
-def _dat_weights(imatrix: Imatrix, size: int) -> str:
+def _dat_weights(size: int) -> str:
     return f"a .dat has no token counts: one call weighs {size} tokens (--chunk-size), every expert as the busiest"
 
 
@@ -140,7 +140,7 @@ def _sum(name: str, parts: Sequence[Imatrix]) -> ImatrixEntry:
 
 
 def _one_count(entry: ImatrixEntry, n_mat: int) -> ImatrixEntry:
-    """Give every matrix of a 3-D weight the one count there is."""
+    """Give every matrix of a 3-D weight the entry's only count."""
     if entry.counts.size == n_mat:
         return entry
     in_sum = None if entry.in_sum is None else entry.in_sum.reshape(n_mat, -1)
@@ -153,7 +153,7 @@ def _shape(entry: ImatrixEntry) -> str:
 
 
 def _extra(parts: Sequence[Imatrix]) -> tuple[dict[str, Field], list[str]]:
-    """Keep our own keys where all files agree; what is known of the texts is joined."""
+    """Keep our own keys on which all files agree, and join the sketches of the texts."""
     notes = []
     extra = {
         key: value
@@ -167,7 +167,7 @@ def _extra(parts: Sequence[Imatrix]) -> tuple[dict[str, Field], list[str]]:
     known = [sketch for sketch in sketches if isinstance(sketch, Sketch)]
     extra = {key: value for key, value in extra.items() if key not in _OF_TEXTS}
     if known:
-        # Of the texts known: a warning about one of them is right whatever the others were.
+        # Of the known texts: a warning about one is right whatever the others are.
         extra |= merge_sketches(known).fields()
         if len(known) < len(parts):
             notes.append(f"the text of {len(parts) - len(known)} of {len(parts)} files is not known to overlap checks")
@@ -189,7 +189,7 @@ def convert(
     chunk_size: int | None = None,
     experts: Mapping[str, int] | None = None,
 ) -> Merged:
-    """Return ``imatrix`` ready for write_imatrix in ``format``, and what the other format cannot keep.
+    """Return ``imatrix`` ready for write_imatrix in ``format``, and notes on what is lost.
 
     To GGUF: counts per expert, statistics. To .dat: write_imatrix does the arithmetic (mean times ncall).
     """
@@ -198,7 +198,7 @@ def convert(
     size = chunk_size or imatrix.chunk_size or DEFAULT_CHUNK_SIZE
     if format == "dat":
         return Merged(replace(imatrix, chunk_size=size), tuple(_lost_in_dat(imatrix)))
-    notes = [_dat_weights(imatrix, size), *_unknown_experts(imatrix, experts or {})]
+    notes = [_dat_weights(size), *_unknown_experts(imatrix, experts or {})]
     return Merged(with_stats(raw(imatrix, chunk_size=size, experts=experts)), tuple(notes))
 
 
@@ -228,8 +228,8 @@ def _lost_in_dat(imatrix: Imatrix) -> Iterator[str]:
 def with_names(imatrix: Imatrix, names: str) -> Imatrix:
     """Return ``imatrix`` with up and gate experts named "merged" (ffn_gate_up_exps), "separate", or "both".
 
-    Both halves see the same input and the same routing, so one's data are the other's, exactly; where the two differ
-    (they cannot, but by rounding), the merged name gets the gate's. Statistics of renamed entries are computed anew.
+    Both halves see the same input and routing, so their data are equal; should they differ by rounding, the merged
+    name gets the gate's. Statistics of renamed entries are recomputed.
     """
     if names not in ("merged", "separate", "both"):
         raise RecipeError(f"names must be merged, separate or both, not {names!r}")
@@ -243,7 +243,7 @@ def _renamed(entries: Mapping[str, ImatrixEntry], names: str) -> dict[str, Imatr
         stem = next((half for half in (MERGED, GATE, UP) if f".{half}." in f".{name}"), None)
         for other in _other_names(stem, names):
             target = name if stem is None else name.replace(stem, other)
-            # An own name beats a derived one; of two derived ones the gate's, which sorts first.
+            # An existing name beats a derived one; of two derived ones the gate's, which sorts first, wins.
             if target == name or target not in entries and target not in found:
                 found[target] = replace(entry, stats=entry.stats if target == name else None)
     return found

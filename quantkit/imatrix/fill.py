@@ -1,16 +1,16 @@
-"""Something for experts that saw no token, and the record that keeps it apart from data.
+"""Values for experts that saw no token, and the record that tells them from data.
 
-An encoder gives an expert without tokens ones: all its columns weigh the same. A fill is another guess:
+An encoder uses ones for an expert without tokens: all columns weigh the same. A fill is another guess:
 
     none       nothing: the count stays 0 and both trees' llama-quantize read ones
-    ones       x^2 = 1 in every column; what "none" comes to in the end, but explicit
-    mean       the mean over the tensor's experts that have tokens, every token with the same weight
-    neighbour  the nearest expert, by number, that has tokens; the lower one of two
+    ones       x^2 = 1 in every column; the effect of "none", made explicit
+    mean       the mean over the tensor's experts with tokens, every token weighing the same
+    neighbour  the nearest expert by number that has tokens; the lower of two
 
-A filled expert has a count of 1, the least a file can say, and the file lists it: quantkit.imatrix.fill is the
-policy, quantkit.imatrix.filled names "tensor: experts". Whatever reads the file as data (merge, coverage, diff,
-another collection) takes the list and puts the zeros back. ik_llama.cpp writes its fill into the live statistics
-instead, so that every later token is added to invented ones.
+A filled expert has a count of 1, the least a file can hold, and the file lists it: quantkit.imatrix.fill is the
+policy, quantkit.imatrix.filled lists "tensor: experts". Whatever reads the file as data (merge, coverage, diff,
+another collection) restores the zeros. ik_llama.cpp instead fills the live statistics, so that later tokens are added
+to invented ones.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ FILLED_KEY = "quantkit.imatrix.filled"
 
 
 def apply_fill(imatrix: Imatrix, policy: str) -> Imatrix:
-    """Return ``imatrix`` with its empty experts filled by ``policy``, and the fill recorded; the given one is kept.
+    """Return ``imatrix`` with its empty experts filled by ``policy`` and the fill recorded; the argument is unchanged.
 
-    An earlier fill is taken back first. A .dat is made raw (quantkit.imatrix.raw). A tensor in which no expert has
-    a token has nothing to be filled from: "mean" and "neighbour" leave it. Raises RecipeError for an unknown policy.
+    An earlier fill is undone first. A .dat is made raw (quantkit.imatrix.raw). "mean" and "neighbour" leave a tensor
+    in which no expert has tokens. Raises RecipeError for an unknown policy.
     """
     if policy not in FILLS:
         raise RecipeError(f"no fill policy {policy!r}; there are {', '.join(FILLS)}")
@@ -79,7 +79,7 @@ def _mean(sums: F32Array, counts: npt.NDArray[np.int64], experts: npt.NDArray[np
 
 
 def filled_experts(imatrix: Imatrix) -> dict[str, tuple[int, ...]]:
-    """Return which experts of which entries are filled, by the file's own record. Raises FormatError."""
+    """Return the filled experts of each entry, as the file records them. Raises FormatError."""
     record = imatrix.extra.get(FILLED_KEY)
     if record is None:
         return {}
@@ -98,7 +98,7 @@ def _parsed(imatrix: Imatrix, line: str) -> tuple[str, tuple[int, ...]]:
 
 
 def without_fill(imatrix: Imatrix) -> Imatrix:
-    """Return ``imatrix`` as it was before apply_fill: no tokens where there were none."""
+    """Return ``imatrix`` as before apply_fill, without tokens for filled experts."""
     filled = filled_experts(imatrix)
     if not filled and FILL_KEY not in imatrix.extra:
         return imatrix
@@ -120,7 +120,7 @@ def _emptied(entry: ImatrixEntry, experts: Iterable[int]) -> ImatrixEntry:
 
 
 def with_entries(imatrix: Imatrix, change: Callable[[dict[str, ImatrixEntry]], dict[str, ImatrixEntry]]) -> Imatrix:
-    """Return ``imatrix`` with its entries changed (renamed, dropped) by ``change``, an earlier fill made anew."""
+    """Return ``imatrix`` with its entries changed (renamed, dropped) by ``change``; an earlier fill is redone."""
     policy = imatrix.extra.get(FILL_KEY)
     bare = without_fill(imatrix)
     changed = replace(bare, entries=change(bare.entries))

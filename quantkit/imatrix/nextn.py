@@ -1,8 +1,8 @@
-"""The prediction layer in a collection: run after the model, on the rows that it made of the same chunks.
+"""The prediction layer in a collection: it runs after the model, on the model's rows for the same chunks.
 
-Of a chunk of n tokens the layer sees n - 1: the rows of tokens 0 ... n - 2 with the tokens that follow them, as
-llama-imatrix --nextn has it. They stand at positions 0 ... n - 2 here and at 1 ... n - 1 there, which makes no
-difference to attention by rotation.
+The layer sees n - 1 of a chunk's n tokens: the rows of tokens 0 ... n - 2 with the tokens that follow them, as in
+llama-imatrix --nextn. Their positions are 0 ... n - 2 here and 1 ... n - 1 there, which makes no difference with rotary
+embeddings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluate.passes import LoadOptions
-from quantkit.formats.gguf import open_gguf
+from quantkit.formats.gguf import open_model
 from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.engine import Model, load
 from quantkit.model.nextn import build_nextn, nextn_layers
@@ -32,7 +32,7 @@ def nextn_file(model: str | Path, draft: str | Path | None) -> Path | None:
 
     Raises QuantkitError for a draft that is not one, not the model's, or beside a layer of the model's own.
     """
-    with open_gguf(model) as source:
+    with open_model(model) as source:
         own, arch, n_embd = nextn_layers(source), source.get("general.architecture"), _n_embd(source)
         is_draft = "blk.0.attn_norm.weight" not in source.tensors and bool(own)
     if is_draft:
@@ -41,7 +41,7 @@ def nextn_file(model: str | Path, draft: str | Path | None) -> Path | None:
         return Path(model) if own else None
     if own:
         raise RecipeError(f"{model} has a prediction layer of its own, blk.{own[0]}: --nextn records it, without -md")
-    with open_gguf(draft) as source:
+    with open_model(draft) as source:
         if not nextn_layers(source) or "blk.0.attn_norm.weight" in source.tensors:
             raise QuantkitError(f"{draft} is no file with a prediction layer alone, as -md takes it")
         other = (source.get("general.architecture"), _n_embd(source))
@@ -61,7 +61,7 @@ def _own_head(graph: Graph) -> bool:
 
 
 class Hidden:
-    """The rows that a model makes during a pass; called as its observer."""
+    """The rows a model computes during a pass; called as its observer."""
 
     def __init__(self) -> None:
         self._rows: list[F32] = []
@@ -78,7 +78,7 @@ class Hidden:
 
 
 class Predictor:
-    """A prediction layer that looks on: ``look`` makes it, and is told whether the output matrix is the layer's."""
+    """A prediction layer to record: ``look`` makes its observer, told whether the output matrix is the layer's."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Predictor:
         self.session = self.model.session(n_ctx, n_seq)
 
     def run(self, windows: I32) -> list[NotFinite]:
-        """Run over the chunks, int32 [n, n_ctx], whose rows were seen; return where values are no numbers."""
+        """Run over the chunks, int32 [n, n_ctx], whose rows were kept; return where values are NaN or Inf."""
         n, n_ctx = windows.shape
         rows = self.hidden.take().reshape(n, n_ctx, -1)[:, :-1]
         self.session.clear()

@@ -1,13 +1,13 @@
-"""Experts inside entries: a .dat does not say where one ends, and neither format says what an estimate is.
+"""The experts inside an entry: a .dat does not say where one ends, and neither format marks estimates.
 
-A .dat entry of n_expert experts is one array of n_expert * n_in means times ncall. n_in follows from the entries of
-the same layer that see the same activations: the router and the up and gate experts have one input, so
+A .dat entry of n_expert experts is one array of n_expert * n_in means times ncall. n_in follows from other entries of
+the layer: the router and the up and gate experts have the same input, so
 
     n_expert = values(ffn_up_exps) / values(ffn_gate_inp),   and of ffn_down_exps it is that of its up or gate.
 
 Without a router's entry the attention's serves (q, k, v or qkv: also n_embd wide), or the shapes of a model. An
-expert that saw no token stands there as ones (llama.cpp, ik_llama.cpp) or zeros (ik's conversion script): no
-activations look like that, so either means "no tokens" here.
+expert without tokens is written as ones (llama.cpp, ik_llama.cpp) or zeros (ik's conversion script): no activations
+look like that, so both mean "no tokens" here.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import FormatError
+from quantkit.formats.experts import GATE, MERGED, UP
 from quantkit.formats.imatrix import DEFAULT_CHUNK_SIZE, Imatrix, ImatrixEntry
-from quantkit.pipeline.facts import GATE, MERGED, UP, TensorLike
+from quantkit.pipeline.facts import TensorLike
 
 F64Array = npt.NDArray[np.float64]
 
 #: A tensor with this in its name holds experts; other 3-D weights (MLA's heads) have one count for all.
 EXPERTS = "_exps."
 DOWN = "ffn_down_exps"
-#: Weights whose input is n_embd wide, in the order they are asked.
+#: Weights whose input is n_embd wide, in the order they are tried.
 _N_EMBD_WIDE = ("ffn_gate_inp", "attn_q", "attn_qkv", "attn_q_a", "attn_k", "ssm_in")
 
 
@@ -46,7 +47,7 @@ def expert_counts(entries: Iterable[str], tensors: Iterable[TensorLike]) -> dict
 
 
 def inferred_experts(imatrix: Imatrix, name: str) -> int | None:
-    """Return how many experts entry ``name`` of a .dat holds, from the other entries of its layer; None: not told."""
+    """Return how many experts entry ``name`` of a .dat holds, by the other entries of its layer; None if unknown."""
     if EXPERTS not in name:
         return 1
     prefix, _, kind = name.removesuffix(".weight").rpartition(".")
@@ -62,7 +63,7 @@ def inferred_experts(imatrix: Imatrix, name: str) -> int | None:
 def split_experts(entry: ImatrixEntry, n_mat: int) -> ImatrixEntry:
     """Return raw data of one count as ``n_mat`` experts: each gets that count, those without tokens none.
 
-    The count is then an upper bound: a .dat keeps that of the busiest expert only. Raises ValueError where the
+    The count is an upper bound: a .dat only has that of the busiest expert. Raises ValueError where the
     values do not divide.
     """
     if entry.counts.size == n_mat:
@@ -78,11 +79,11 @@ def split_experts(entry: ImatrixEntry, n_mat: int) -> ImatrixEntry:
 
 
 def raw(imatrix: Imatrix, *, chunk_size: int | None = None, experts: Mapping[str, int] | None = None) -> Imatrix:
-    """Return ``imatrix`` as raw sums and tokens, whatever format it came in; one from a GGUF as it is.
+    """Return ``imatrix`` as raw sums and tokens, from either format; one from a GGUF is returned as it is.
 
     Args:
-        chunk_size: tokens that one call of a .dat stands for (default 512, llama-imatrix's).
-        experts: experts of entries that are known better than by inference (expert_counts).
+        chunk_size: tokens per call of a .dat (default 512, as llama-imatrix).
+        experts: known numbers of experts, which need no inference (expert_counts).
 
     Raises FormatError where sums times chunk_size leave float32 or experts do not divide an entry. Entries of a
     .dat whose experts are unknown keep one count.

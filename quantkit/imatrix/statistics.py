@@ -1,14 +1,14 @@
-"""What the activations of a model are like: llama-imatrix's --show-statistics, figure by figure.
+"""Statistics of a model's activations: llama-imatrix's --show-statistics, figure by figure.
 
-Per weight, over the columns j of all experts e that saw tokens, with a = E[x] (of a file without sums of x: E[x^2])::
+Per weight, over the columns j of all experts e with tokens, with a = E[x] (E[x^2] for a file without sums of x)::
 
     sum_sq    sum of E[x^2]                    mean, std_deviation, skewness, kurtosis   moments of a
     h_norm    entropy of E[x^2] as shares, in percent of log2(columns): 100 is even, 0 all in one column
     gain      sqrt(mean E[x^2] / that of the same weight in the layer before)
     l2_dist, cossim, pearson, covariance       of a and that of the layer before
 
-Per layer the same over all its weights together. The layer before is the nearest one that has the weight; prediction
-layers (NextN, MTP) are compared among themselves.
+Per layer, the same over all its weights. The layer before is the nearest one that has the weight; prediction layers
+(NextN, MTP) are compared among themselves.
 
 Source: llama.cpp b11434 tools/imatrix/imatrix.cpp (compute_vector_statistics, compute_tensor_statistics,
 compute_layer_statistics); f64 inside, f32 where it has f32.
@@ -39,7 +39,7 @@ _LAYER = re.compile(r"(?:^|\.)blk\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Pair:
-    """Sums over the columns that a weight and that of the layer before have in common."""
+    """Sums over the columns a weight shares with that of the layer before."""
 
     n: int = 0
     dot: float = 0.0
@@ -49,7 +49,7 @@ class Pair:
     covariance: float = 0.0
     variance1: float = 0.0
     variance2: float = 0.0
-    #: Sum and elements of the layer before; 0 elements where its sum is nothing.
+    #: Sum and elements of the layer before; 0 elements if its sum is 0.
     sum_before: float = 0.0
     elements_before: int = 0
 
@@ -64,10 +64,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """The figures of one weight; NaN for what has no layer before."""
+    """The figures of one weight; NaN without a layer before."""
 
     name: str
-    #: Its layer, None outside layers; and how llama-imatrix labels it: a number, mtpN, or "-".
+    #: Its layer, None outside layers; and llama-imatrix's label: a number, mtpN, or "-".
     layer: int | None
     label: str
     sum_sq: float
@@ -82,7 +82,7 @@ class TensorStatistics:
     cossim: float = _NAN
     pearson: float = _NAN
     covariance: float = _NAN
-    #: The moments are those of E[x]; False: of E[x^2], for the file has no sums of x.
+    #: True: moments of E[x]; False: of E[x^2], as the file has no sums of x.
     of_activations: bool = True
     pair: Pair = field(default=Pair(), repr=False)
 
@@ -126,7 +126,7 @@ def layer_of(name: str) -> int | None:
 
 
 def statistics(imatrix: Imatrix) -> Statistics:
-    """Compute the statistics of all entries that have tokens; the others are named in the notes."""
+    """Compute the statistics of all entries with tokens; notes name the others."""
     entries = {name: _as_loaded(imatrix, entry) for name, entry in imatrix.entries.items()}
     found = {name: made for name, entry in entries.items() if (made := _vector_statistics(name, entry)) is not None}
     first_nextn = _first_nextn(found, imatrix.n_layer_nextn)
@@ -161,7 +161,7 @@ def _as_loaded(imatrix: Imatrix, entry: ImatrixEntry) -> ImatrixEntry:
 
 
 def _order(t: TensorStatistics) -> tuple[float, str]:
-    """Layers by number, then what is outside, the output last; within one by name."""
+    """Sort key: layers by number, then other weights, the output last; within a layer by name."""
     outside = math.inf if "output" in t.name else 1e9
     parts = t.name.split(".")
     short = ".".join(parts[2:-1]) if len(parts) > 4 and parts[0] == "blk" else t.name
@@ -238,10 +238,7 @@ def _has_before(t: TensorStatistics, first_nextn: float) -> bool:
 
 
 def _with_pair(
-    found: Mapping[str, TensorStatistics],
-    entries: Mapping[str, ImatrixEntry],
-    t: TensorStatistics,
-    first_nextn: float,
+    found: Mapping[str, TensorStatistics], entries: Mapping[str, ImatrixEntry], t: TensorStatistics, first_nextn: float
 ) -> TensorStatistics:
     if t.layer is None or not _has_before(t, first_nextn):
         return t
@@ -267,7 +264,7 @@ def _with_pair(
 
 
 def _averages(entry: ImatrixEntry, activations: bool) -> F64Array:
-    """Return the averages llama.cpp compares, products in float32; NaN for experts without tokens."""
+    """Return the averages that llama.cpp compares, products in float32; NaN for experts without tokens."""
     sums = entry.in_sum if activations and entry.in_sum is not None else entry.sums
     counts = np.where(entry.counts > 0, entry.counts, np.nan).astype(np.float32)
     scale = (np.float32(1) / counts)[:, None]
@@ -300,7 +297,7 @@ def _gain(t: TensorStatistics, before: TensorStatistics) -> float:
 
 
 def _cosine(dot: float, square1: float, square2: float) -> float:
-    """Return dot / sqrt(square1 square2), in -1..1; 0 where one is a null vector, NaN where both are."""
+    """Return dot / sqrt(square1 square2), in -1..1; 0 if one vector is null, NaN if both are."""
     if square1 > 0 and square2 > 0:
         return min(1.0, max(-1.0, _f32(dot / (math.sqrt(square1) * math.sqrt(square2)))))
     return _NAN if square1 == square2 == 0 else 0.0

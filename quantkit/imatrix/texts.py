@@ -1,13 +1,13 @@
-"""What a calibration runs over: texts, conversations and token ids, cut into chunks of one context.
+"""The input of a calibration: texts, conversations and token ids, cut into chunks of one context.
 
-Chunks are cut text by text, the rest of each is left over, so that one run over several texts is exactly what merging
-a run over each gives. A conversation is a line of JSON, in one of three forms::
+Each text is cut into chunks by itself and its rest is dropped, so one run over several texts equals the merge of a
+run over each. A conversation is a line of JSON, in one of three forms::
 
     {"messages": [{"role": "user", "content": "..."}, ...]}         or only the list
     {"conversations": [{"from": "human", "value": "..."}, ...]}     ShareGPT's
 
-The model's own chat template makes a text of each, in jinja2's sandbox, which names special tokens; the texts of a
-file stand one after another.
+The model's own chat template, in jinja2's sandbox, makes a text of each, with special tokens; the texts of a file are
+concatenated.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from quantkit.calibration.heldout import HeldOut, held_out_beside, merge_held_ou
 from quantkit.calibration.overlap import Sketch, merge_sketches, sketch
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError
 from quantkit.formats.gguf import GGUFFile
+from quantkit.formats.outputs import read_text
 
 I32 = npt.NDArray[np.int32]
 
@@ -35,7 +36,7 @@ _ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "
 
 
 class Tokenizer(Protocol):
-    """What is asked of a model's tokenizer."""
+    """What a calibration needs of a tokenizer."""
 
     bos: int | None
     eos: int | None
@@ -47,8 +48,8 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Chunks int32 [n, n_ctx], the names of what they come from, a sketch of the texts, if there are any, and what
-    the corpora they come from held out.
+    """Chunks int32 [n, n_ctx], the names of their sources, a sketch of the texts, if any, and what their corpora
+    held out.
     """
 
     windows: I32
@@ -59,8 +60,8 @@ class Chunks:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """The tokens of one text, the text itself if they come from one, and what its corpus held out."""
+class TokenizedText:
+    """The tokens of one source, its text if there is one, and what its corpus held out."""
 
     name: str
     tokens: I32
@@ -68,24 +69,24 @@ class Part:
     held_out: HeldOut | None = None
 
 
-def text_part(path: Path, tokenizer: Tokenizer, parse_special: bool) -> Part:
+def text_part(path: Path, tokenizer: Tokenizer, parse_special: bool) -> TokenizedText:
     """Read a text as llama-imatrix does: its bytes as they are, without one newline at the end."""
-    raw = _read(path)
+    raw = read_text(path)
     part = text_of(str(path), raw.removesuffix(b"\n"), tokenizer, parse_special)
-    # The hash that is recorded is that of the file.
+    # The recorded hash is that of the file.
     return replace(part, text=raw, held_out=held_out_beside(path, raw))
 
 
-def text_of(name: str, text: bytes, tokenizer: Tokenizer, parse_special: bool) -> Part:
-    """Return a text as it is. Raises RecipeError, with its name, for one that cannot be tokens."""
+def text_of(name: str, text: bytes, tokenizer: Tokenizer, parse_special: bool) -> TokenizedText:
+    """Return a text unchanged. Raises RecipeError, naming it, if it cannot be tokenized."""
     try:
-        return Part(name, tokenizer.encode(text, parse_special=parse_special), text)
+        return TokenizedText(name, tokenizer.encode(text, parse_special=parse_special), text)
     except RecipeError as e:
         raise RecipeError(f"{name}: {e.message}") from None
 
 
-def chat_part(path: Path, tokenizer: Tokenizer, source: GGUFFile) -> Part:
-    """Read conversations, and make a text of them by the model's template.
+def chat_part(path: Path, tokenizer: Tokenizer, source: GGUFFile) -> TokenizedText:
+    """Read conversations and make a text of them by the model's template.
 
     Raises:
         FormatError: a line is no conversation, or the model has no template.
@@ -96,13 +97,13 @@ def chat_part(path: Path, tokenizer: Tokenizer, source: GGUFFile) -> Part:
     if not rendered:
         raise FormatError(f"{path}: there is no conversation in it")
     ids = [tokenizer.encode(text, add_special=False, parse_special=True) for text in rendered]
-    return Part(str(path), np.concatenate(ids), "".join(rendered).encode("utf-8", "surrogateescape"))
+    return TokenizedText(str(path), np.concatenate(ids), "".join(rendered).encode("utf-8", "surrogateescape"))
 
 
-def cut(parts: Iterable[Part], n_ctx: int, from_chunk: int = 0, chunks: int | None = None) -> Chunks:
-    """Cut texts into chunks; the first ``from_chunk`` of them are left out, and only ``chunks`` taken.
+def cut(parts: Iterable[TokenizedText], n_ctx: int, from_chunk: int = 0, chunks: int | None = None) -> Chunks:
+    """Cut texts into chunks; skip the first ``from_chunk`` of them and take ``chunks``.
 
-    Raises QuantkitError if there is not a single one.
+    Raises QuantkitError if none is left.
     """
     if n_ctx < 4:
         raise RecipeError(f"-c {n_ctx}: a chunk has at least 4 tokens")
@@ -130,21 +131,14 @@ def cut(parts: Iterable[Part], n_ctx: int, from_chunk: int = 0, chunks: int | No
     return Chunks(left, tuple(names), merged, tuple(notes), merge_held_out(held_out))
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as e:
-        raise ResourceError(f"{path}: {e.strerror}") from None
-
-
 # ---------------------------------------------------------------- conversations
 
 Message = dict[str, Any]
 
 
 def conversations(path: Path) -> Iterator[list[Message]]:
-    """Yield the conversations of a file of JSON lines. Raises FormatError naming the line."""
-    for number, line in enumerate(_read(path).splitlines(), 1):
+    """Yield the conversations of a JSON Lines file. Raises FormatError naming the line."""
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         if line.strip():
             yield _conversation(path, number, line)
 
@@ -178,15 +172,15 @@ def _message(item: Any) -> Message | None:
 
 
 class Render(Protocol):
-    """Makes a text of messages."""
+    """Makes a text from messages."""
 
     def __call__(self, messages: Sequence[Message]) -> str: ...
 
 
 def chat_template(source: GGUFFile, tokenizer: Tokenizer) -> Render:
-    """Return what makes a text of a conversation, by the template in the file.
+    """Return a function that makes a text from a conversation, by the template in the file.
 
-    Raises FormatError if it has none or it cannot be read, ResourceError without jinja2.
+    Raises FormatError if the template is missing or invalid, ResourceError without jinja2.
     """
     where = source.paths[0]
     template = source.get(_TEMPLATE)
@@ -205,7 +199,7 @@ def chat_template(source: GGUFFile, tokenizer: Tokenizer) -> Render:
         raise jinja2.TemplateError(message)
 
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime(2025, 1, 1).strftime(form)  # the same file every day
+    environment.globals["strftime_now"] = lambda form: datetime(2025, 1, 1).strftime(form)  # reproducible
     environment.filters["tojson"] = lambda x, indent=None: json.dumps(x, ensure_ascii=False, indent=indent)
     try:
         compiled = environment.from_string(template)

@@ -1,6 +1,6 @@
 """Compute: rows of float32 to the bytes of a type, and back.
 
-Whatever compiles is imported when it is first used, so that importing quantkit stays quick.
+Modules that compile are imported at first use, to keep ``import quantkit`` fast.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.errors import FormatError, RecipeError, TypeNotSupported
+from quantkit.errors import FormatError, RecipeError
+from quantkit.kernels.formats import format_of
 from quantkit.types import TensorType, type_by_name
 
 __all__ = ["dequantize", "quantize"]
@@ -21,27 +22,27 @@ def quantize(
     type: TensorType | str,  # noqa: A002
     imatrix: npt.NDArray[np.float32] | None = None,
 ) -> npt.NDArray[np.uint8]:
-    """Encode rows as a tensor type, byte for byte as llama.cpp b11434's ggml_quantize_chunk.
+    """Encode rows as a tensor type, byte for byte as ggml_quantize_chunk of llama.cpp b11434.
 
     Args:
-        x: float32 [..., n]; n a multiple of the type's block.
-        type: a row of the table of types, or its name.
-        imatrix: float32 [n], the importance of each column; types that make no use of one ignore it.
+        x: float32 [..., n]; n is a multiple of the type's block.
+        type: a tensor type or its name.
+        imatrix: float32 [n], the importance of each column; ignored by types that do not use one.
 
     Returns:
-        uint8 [rows, row_bytes], a row for each row of x.
+        uint8 [rows, row_bytes], one row per row of x.
 
     Raises:
-        TypeNotSupported: there is no such type, no encoder for it, or n is no multiple of its block.
-        RecipeError: the type cannot be encoded without an imatrix.
-        FormatError: another dtype or shape, a row with NaN or Inf, or a block whose scale the type cannot hold.
+        TypeNotSupported: unknown type, no encoder for it, or n is not a multiple of its block.
+        RecipeError: the type requires an imatrix.
+        FormatError: wrong dtype or shape, a row with NaN or Inf, or a scale that the type cannot hold.
     """
-    from quantkit.kernels.cpu.check import first_nonfinite_row, validate_rows
     from quantkit.kernels.cpu.encode import encoder
+    from quantkit.kernels.cpu.encode.check import first_nonfinite_row, validate_rows
 
     t = type_by_name(type) if isinstance(type, str) else type
     encode = encoder(t)
-    # Read-only arrays are another type to numba: a copy is cheaper than a second compilation.
+    # To numba a read-only array is another type: a copy is cheaper than a second compilation.
     rows = np.require(_rows(x, np.float32, "x"), requirements=["A", "W"])
     out = np.empty((len(rows), _row_bytes(t, rows.shape[1])), np.uint8)
     weights = _weights(t, imatrix, rows.shape[1])
@@ -57,25 +58,24 @@ def quantize(
 
 
 def dequantize(data: npt.NDArray[np.uint8], type: TensorType | str, n: int) -> npt.NDArray[np.float32]:  # noqa: A002
-    """Decode rows of a tensor type, to the bit as ggml's dequantize_row functions.
+    """Decode rows of a tensor type, bit for bit as ggml's dequantize_row functions.
 
     Args:
         data: uint8 [..., row_bytes].
-        type: a row of the table of types, or its name.
+        type: a tensor type or its name.
         n: values per row.
 
     Returns:
         float32 [rows, n].
 
     Raises:
-        TypeNotSupported: there is no such type, no decoder for it, or n is no multiple of its block.
-        FormatError: rows of another dtype or length.
+        TypeNotSupported: unknown type, no decoder for it, or n is not a multiple of its block.
+        FormatError: wrong dtype or row length.
     """
-    from quantkit.kernels.cpu.dequantize import dequantize_rows, has_decoder
+    from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 
     t = type_by_name(type) if isinstance(type, str) else type
-    if not has_decoder(t):
-        raise TypeNotSupported(f"there is no decoder for {t.name} in this version; `quantkit types` shows which exist")
+    format_of(t)
     row_bytes = _row_bytes(t, n)
     rows = _rows(data, np.uint8, "data")
     if rows.shape[1] != row_bytes:
@@ -100,7 +100,7 @@ def _row_bytes(t: TensorType, n: int) -> int:
 
 
 def _weights(t: TensorType, imatrix: npt.NDArray[np.float32] | None, n: int) -> npt.NDArray[np.float32]:
-    """Return the weights an encoder takes: float32 [n], or empty where there are none."""
+    """Return the weights an encoder takes: float32 [n], or empty for none."""
     if imatrix is None and t.imatrix == "required":
         raise RecipeError(f"{t.name} cannot be encoded without an importance matrix: pass one, a value per column")
     if imatrix is None or t.imatrix == "ignored":

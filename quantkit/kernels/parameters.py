@@ -1,17 +1,24 @@
-"""What kernels are told of a layer: its activation, its rotary positions, its router. Plain values, no tensors."""
+"""Parameters of a layer that kernels take: activation, rotary positions, routing. Plain values, no tensors."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+
+#: Most experts, and groups of experts: what a CPU kernel has on its stack, and a CUDA kernel in shared memory.
+MAX_EXPERTS = 4096
+#: Kinds of gating by their numbers in a slot.
+GATINGS = ("softmax", "sigmoid", "softmax_weight")
+#: Masks of attention by their numbers in a slot.
+MASKS = ("causal", "sliding", "chunked")
 
 
 @dataclass(frozen=True)
 class Activation:
-    """What a feed-forward layer does to its gate: ``silu gelu gelu_erf gelu_quick relu relu_sqr sigmoid swiglu_oai``;
-    softplus (log(1 + e^x), above 20 x itself) stands in Activate only.
+    """Activation of a gate: ``silu gelu gelu_erf gelu_quick relu relu_sqr sigmoid swiglu_oai``; in ops.Activate also
+    ``softplus``, log(1 + e^x), which is x above 20.
 
-    Clamps, 0 for none: the gate from above before (gate_limit) or after (act_limit) its activation, up to +- up_limit.
-    swiglu_oai is g / (1 + exp(-alpha g)) * (up + 1). As in ggml, gelu and gelu_quick go through half precision.
+    Limits, 0 for none: the gate is clamped from above before (gate_limit) or after (act_limit) its activation, ``up``
+    to +- up_limit. swiglu_oai is g / (1 + exp(-alpha g)) * (up + 1). As in ggml, gelu and gelu_quick round through f16.
     """
 
     kind: str
@@ -23,10 +30,10 @@ class Activation:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Everything about rotary positions but the head: two equal ones share one table. ggml's names.
+    """Rotary positions, except for the head's layout; equal configs share one table. ggml's names.
 
-    kind: ``normal`` turns neighbours (2i, 2i+1), ``neox`` turns (i, i + n_rot/2). sections: of M-RoPE (interleaved:
-    as in Qwen3-VL); text has one position, so they only say which pairs do not turn.
+    kind: ``normal`` rotates pairs (2i, 2i + 1), ``neox`` (i, i + n_rot / 2). sections: of M-RoPE (interleaved: as in
+    Qwen3-VL); text has one position, so they only determine which pairs do not rotate.
     """
 
     n_rot: int
@@ -44,11 +51,11 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class Routing:
-    """How tokens choose experts.
+    """How a token chooses its experts.
 
-    gating: ``softmax``, ``sigmoid``, ``softmax_weight`` (softmax over the chosen ones only, as in gpt-oss).
-    n_group, n_group_used: choose groups first (DeepSeek V3, Bailing). norm: weights are divided by their sum,
-    not below sum_floor; scale: then multiplied (0 or 1: not).
+    gating: ``softmax``, ``sigmoid``, ``softmax_weight`` (softmax over the chosen experts only, as in gpt-oss).
+    n_group, n_group_used: groups are chosen first (DeepSeek V3, Bailing). norm: divide the weights by their sum, at
+    least sum_floor; then multiply by scale (unless 0 or 1).
     """
 
     n_expert: int
@@ -59,3 +66,9 @@ class Routing:
     n_group: int = 1
     n_group_used: int = 1
     sum_floor: float = 6.103515625e-5
+
+    def slots(self) -> dict[str, float]:
+        """Return these as slots of a kernel; ValueError above MAX_EXPERTS experts."""
+        if not 0 < self.n_used <= self.n_expert <= MAX_EXPERTS:
+            raise ValueError(f"{self.n_used} of {self.n_expert} experts: 1 to {MAX_EXPERTS} can be routed to")
+        return {**asdict(self), "gating": GATINGS.index(self.gating), "norm": int(self.norm)}

@@ -1,11 +1,12 @@
 """The specification: every decoder in plain numpy, one short function per type.
 
-``decode_<type>(blocks)`` takes uint8 [n, block_bytes] and returns float32 [n, block], bit for bit what llama.cpp
-b11434 (ggml-quants.c dequantize_row_*) computes. Docstrings give the bytes of a block: ``name`` of so many bytes, in
-order, then the formula. Nothing here is fast; the kernels are in quantkit/kernels/cpu, and tests hold them to this.
+``decode_<type>(blocks)`` takes uint8 [n, block_bytes] and returns float32 [n, block], bit for bit as llama.cpp b11434
+(ggml-quants.c dequantize_row_*); where the header of a row holds a scale, it also takes that of each block's row,
+float32 [n, 1]. ``decode_rows`` takes whole rows of any type. Docstrings list the fields of a block in order with their
+bytes, then the formula. Nothing here is fast; the kernels in quantkit/kernels/cpu are tested against it.
 
-*Planes*: a byte holds k fields of 8 / k bits. Plane 0 of m bytes is the lowest field of each, plane 1 the next; values
-come plane after plane, so byte b holds values b, b + m, b + 2 m ...
+*Planes*: a byte holds k fields of 8 / k bits. Plane 0 of m bytes is the lowest field of each, plane 1 the next. Values
+are stored plane after plane: byte b holds values b, b + m, b + 2 m ...
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def _bits(x: Bytes) -> Bytes:
 
 
 def _values(levels: Ints, scales: Floats, mins: Floats | None = None) -> Floats:
-    """Return scale * level (- min) for levels [n, ...] and scales [n, k], each of which serves 1/k of the block."""
+    """Return scale * level (- min) for levels [n, ...] and scales [n, k], each for 1/k of the block."""
     n, k = scales.shape
     out = scales[:, :, None] * levels.reshape(n, k, -1).astype(np.float32)
     if mins is not None:
@@ -59,12 +60,12 @@ def _values(levels: Ints, scales: Floats, mins: Floats | None = None) -> Floats:
 
 
 def decode_f32(blocks: Bytes) -> Floats:
-    """f32 4."""
+    """One f32."""
     return _words(blocks, 0, 1, "<f4")
 
 
 def decode_f16(blocks: Bytes) -> Floats:
-    """f16 2."""
+    """One f16."""
     return _f16(blocks, 0)
 
 
@@ -119,7 +120,7 @@ def decode_q2_k(blocks: Bytes) -> Floats:
 def decode_q3_k(blocks: Bytes) -> Floats:
     """hmask 32 (eight planes), qs 64 (2 x 32 in four planes), scales 12, d f16: d * (s - 32) * (q - 4).
 
-    q has its third bit in hmask. The 16 scales: low halves in 8 bytes of two planes, 2 high bits in 4 of four planes.
+    hmask: the third bit of q. The 16 scales: low nibbles in 8 bytes of two planes, 2 high bits in 4 of four planes.
     """
     low, high = _planes(blocks[:, 32:96].reshape(-1, 2, 32), 2), _planes(blocks[:, :32], 1)
     q = low.reshape(-1, 256) | (high.reshape(-1, 256) << 2)
@@ -130,8 +131,8 @@ def decode_q3_k(blocks: Bytes) -> Floats:
 def _sub_scales(blocks: Bytes) -> tuple[Floats, Floats]:
     """d f16, dmin f16, scales 12: 8 scales d * s and 8 minimums dmin * m.
 
-    Bytes 0-3: s of 0-3 in 6 bits, above them the top 2 bits of s of 4-7; bytes 4-7: the same of m; bytes 8-11: low
-    halves of s, high halves of m, of 4-7.
+    Bytes 0-3: 6 bits of s 0-3, and above them the top 2 bits of s 4-7; bytes 4-7: the same for m; bytes 8-11: low 4
+    bits of s 4-7 in the low nibble, of m 4-7 in the high one.
     """
     a, b, c = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     s = np.concatenate([a & 63, (c & 15) | (a >> 6 << 4)], axis=1).astype(np.float32)
@@ -162,14 +163,14 @@ def decode_q6_k(blocks: Bytes) -> Floats:
 
 
 def _seven_signs(words: Ints) -> Bytes:
-    """Return 32 sign bytes from 8 words [n, 8], each of 4 x 7 signs from the low bits up; ksigns adds the eighth."""
+    """Return 32 sign bytes from words [n, 8] of 4 x 7 signs, lowest bits first; ksigns adds the eighth sign."""
     sevens = (words[:, :, None] >> np.array([0, 7, 14, 21], np.uint32)) & np.uint32(127)
     signs: Bytes = table("ksigns")[sevens].reshape(-1, 32)
     return signs
 
 
 def _signed(magnitudes: Ints, signs: Bytes) -> Ints:
-    """Return 256 magnitudes with a minus where a bit of 32 sign bytes is set."""
+    """Return 256 magnitudes, negated where the bit of the 32 sign bytes is set."""
     return magnitudes.reshape(-1, 256).astype(np.int8) * (1 - 2 * _bits(signs).astype(np.int8))
 
 
@@ -178,7 +179,7 @@ def _halves(d: Floats, s: Ints, factor: float) -> Floats:
 
 
 def _in_turn(x: Bytes) -> Bytes:
-    """Return the halves of bytes [n, m] as [n, 2 m]: low of the first, high of the first, low of the second ..."""
+    """Return the nibbles of bytes [n, m] as [n, 2 m]: low, then high, of each byte."""
     return np.stack([x & 15, x >> 4], axis=-1).reshape(len(x), -1)
 
 
@@ -190,7 +191,7 @@ def decode_iq4_nl(blocks: Bytes) -> Floats:
 def decode_iq4_xs(blocks: Bytes) -> Floats:
     """d f16, scales_h u16, scales_l 4, qs 128 (8 x 16 in two planes): d * (s - 32) * codebook[q], s per 32.
 
-    Sub-block i: 4 low bits of s are half i of scales_l, 2 high bits are bits 2 i and 2 i + 1 of scales_h.
+    Sub-block i: the 4 low bits of s are nibble i of scales_l, the 2 high bits are bits 2 i and 2 i + 1 of scales_h.
     """
     high = (_words(blocks, 2, 1, "<u2") >> np.arange(0, 16, 2, dtype=np.uint16)) & np.uint16(3)
     s = (_in_turn(blocks[:, 4:8]) | (high << 4)).astype(np.float32) - 32
@@ -237,7 +238,7 @@ def decode_iq2_s(blocks: Bytes) -> Floats:
 def decode_iq1_s(blocks: Bytes) -> Floats:
     """d f16, qs 32, 8 u16 h: d * (2 s + 1) * (grid[q] + shift), s and shift per 32.
 
-    h: 3 high bits for each of 4 q, then 3 bits of s, then a bit that makes the shift -1/8 instead of 1/8.
+    h: 3 high bits for each of 4 q, then 3 bits of s, then the sign of the shift, 1/8 or -1/8.
     """
     h = _words(blocks, 34, 8, "<u2")
     high = (h[:, :, None] >> np.array([0, 3, 6, 9], np.uint16)) & np.uint16(7)
@@ -250,7 +251,7 @@ def decode_iq1_s(blocks: Bytes) -> Floats:
 def decode_iq1_m(blocks: Bytes) -> Floats:
     """qs 32, qh 16, 4 u16 w: d * (2 s + 1) * (grid[q] + shift), s per 16, shift per 8.
 
-    Half a byte of qh for each q: 3 high bits and the shift's sign. w: 4 x 3 bits of s, then 4 bits of the f16 d.
+    A nibble of qh for each q: 3 high bits and the sign of the shift. w: 4 x 3 bits of s, then 4 bits of the f16 d.
     """
     half = _in_turn(blocks[:, 32:48])
     grid = table("iq1s_grid")[blocks[:, :32].astype(np.uint16) | ((half & 7).astype(np.uint16) << 8)]
@@ -267,8 +268,8 @@ def decode_iq1_m(blocks: Bytes) -> Floats:
 def decode_tq1_0(blocks: Bytes) -> Floats:
     """256 values: qs 48, qh 4, d f16: d * (digit - 1).
 
-    A byte is a fraction of 256 in base 3: digit n is (byte * 3^n mod 256) * 3 >> 8. Digits 0-4 of the first 32 bytes,
-    then 0-4 of the next 16, then 0-3 of qh, each digit of all bytes before the next digit.
+    A byte is a base-3 fraction of 256: digit n is (byte * 3^n mod 256) * 3 >> 8. Digits 0-4 of the first 32 bytes, then
+    0-4 of the next 16, then 0-3 of qh; digit n of all bytes comes before digit n + 1.
     """
     powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
     parts = (blocks[:, :32], powers), (blocks[:, 32:48], powers), (blocks[:, 48:52], powers[:4])
@@ -304,7 +305,7 @@ def decode_mxfp4(blocks: Bytes) -> Floats:
 def decode_nvfp4(blocks: Bytes) -> Floats:
     """64 values: scales 4 (unsigned E4M3), qs 32 (4 x 8 in two planes): scale / 2 * twice_e2m1[q], scale per 16.
 
-    E4M3: 4 bits of exponent, bias 7, 3 of mantissa; the top bit is not looked at; 0x7F is 0.
+    E4M3: 4 bits of exponent, bias 7, 3 of mantissa; the top bit is ignored; 0x7F is 0.
     """
     code = blocks[:, :4]
     exponent, mantissa = (code >> 3 & 15).astype(np.int32), (code & 7).astype(np.float32)
@@ -313,9 +314,40 @@ def decode_nvfp4(blocks: Bytes) -> Floats:
     return _values(table("kvalues_fp4")[_planes(blocks[:, 4:].reshape(-1, 4, 8), 4)], half)
 
 
-def reference_decoder(t: TensorType) -> Callable[[Bytes], Floats]:
-    """Return the decoder of type ``t``; raise TypeNotSupported if there is none."""
-    found: Callable[[Bytes], Floats] | None = globals().get(f"decode_{t.name.lower()}")
-    if found is None:
+# ---------------------------------------------------------------- ik_llama.cpp's own
+
+
+def decode_iq4_ks(blocks: Bytes, d: Floats) -> Floats:
+    """scales 8, qs 128 (8 x 16 in two planes): d * ((s & 254) - 127) * (codebook[q] + 4 * (s & 1)), s per 32."""
+    s = blocks[:, :8]
+    levels = table("kvalues_iq4nl")[_planes(blocks[:, 8:].reshape(-1, 8, 16), 4)].reshape(-1, 8, 32)
+    return _values(levels + 4 * (s & 1).astype(np.int8)[:, :, None], d * ((s & 254).astype(np.float32) - 127))
+
+
+def decode_iq2_ks(blocks: Bytes, d: Floats) -> Floats:
+    """extra u16, scales 4, qs 64 (2 x 32 in four planes): d * (s - 16) * (codebook[q] + 5 * shift), s per 32.
+
+    Bits 0-7 of extra are the shifts, bits 8-15 the fifth bits of the scales; their low halves are those of scales.
+    """
+    s = _in_turn(blocks[:, 2:6]) | (_bits(blocks[:, 1:2]) << 4)
+    levels = table("kvalues_iq2nl")[_planes(blocks[:, 6:].reshape(-1, 2, 32), 2)].reshape(-1, 8, 32)
+    return _values(levels + 5 * _bits(blocks[:, :1]).astype(np.int8)[:, :, None], d * (s.astype(np.float32) - 16))
+
+
+# ---------------------------------------------------------------- rows
+
+
+def decode_rows(t: TensorType, rows: Bytes) -> Floats:
+    """Return the values, float32 [..., n], of rows of type ``t``, uint8 [..., row_bytes].
+
+    Raises TypeNotSupported if there is no decoder.
+    """
+    decode: Callable[..., Floats] | None = globals().get(f"decode_{t.name.lower()}")
+    if decode is None:
         raise TypeNotSupported(f"there is no reference decoder for {t.name}")
-    return found
+    blocks = np.ascontiguousarray(rows[..., t.row_header :]).reshape(-1, t.block_bytes)
+    if not t.row_scale:
+        return decode(blocks).reshape(*rows.shape[:-1], -1)
+    heads = np.ascontiguousarray(rows[..., : t.row_header]).reshape(-1, t.row_header)
+    d = _words(heads, 0, 1, {"f32": "<f4", "f16": "<f2"}[t.row_scale]).astype(np.float32)
+    return decode(blocks, d.repeat(len(blocks) // len(heads), 0)).reshape(*rows.shape[:-1], -1)

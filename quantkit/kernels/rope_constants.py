@@ -1,14 +1,14 @@
-"""What the table of rotary positions needs of a RopeConfig: constants of every pair, and three numbers.
+"""Inputs of the rope table from a RopeConfig: constants of every pair, and three scalars.
 
-Pair i of n_rot / 2 turns by theta_i = position * freq_base^(-2i / n_rot). As in ggml (llama.cpp b11434
-ggml-cpu/ops.cpp ggml_compute_forward_rope, ggml.c ggml_rope_yarn_corr_dims) theta is a running product in f32, divided
-by the pair's factor (long contexts, by tensor) and interpolated (YaRN)::
+Pair i of n_rot / 2 rotates by theta_i = position * freq_base^(-2i / n_rot). As in ggml (llama.cpp b11434
+ggml-cpu/ops.cpp ggml_compute_forward_rope, ggml.c ggml_rope_yarn_corr_dims), theta is a running product in f32, divided
+by the pair's factor (a tensor, for long contexts) and interpolated (YaRN)::
 
     theta' = freq_scale * theta * (1 - mix_i) + theta * mix_i     mix_i = ext_factor * (1 - ramp(i)), 0 without YaRN
-    ramp(i) = clamp((i - low) / max(0.001, high - low), 0, 1)     low, high: pairs that turn beta_fast, beta_slow times
+    ramp(i) = clamp((i - low) / max(0.001, high - low), 0, 1)     low, high: pairs with beta_fast, beta_slow rotations
     cos, sin = mscale * (cos theta', sin theta')                  mscale = attn_factor [* 1 + 0.1 ln(1 / freq_scale)]
 
-M-RoPE: of a text the positions in time, height and width are all the token's; the fourth is 0, its pairs stay.
+M-RoPE: in text, time, height and width positions all equal the token's; the fourth is 0, so its pairs do not rotate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ f32 = np.float32
 
 
 def rope_constants(config: RopeConfig, factors: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32]:
-    """Return what the table needs of each pair, float32 [3, n_rot / 2]: 1 if it turns, its factor, its YaRN mix."""
+    """Return the constants of each pair, float32 [3, n_rot / 2]: 1 if it rotates, its factor, its YaRN mix."""
     pairs = config.n_rot // 2
     made = np.zeros((3, pairs), f32)
     made[0] = 1 if not config.sections else _turns(config, pairs)
@@ -46,7 +46,7 @@ def rope_scalars(config: RopeConfig) -> dict[str, float]:
 
 
 def _turns(config: RopeConfig, pairs: int) -> npt.NDArray[np.bool_]:
-    """M-RoPE: which pairs take one of the first three positions."""
+    """Return which pairs use one of M-RoPE's first three positions."""
     t, h, w = config.sections[:3]
     sector = np.arange(pairs) % sum(config.sections)
     last = 3 * np.array([t, h, w])[sector % 3] if config.interleaved else t + h + w
@@ -54,7 +54,7 @@ def _turns(config: RopeConfig, pairs: int) -> npt.NDArray[np.bool_]:
 
 
 def _yarn_range(config: RopeConfig) -> tuple[np.float32, np.float32]:
-    """Return the pairs between which YaRN goes over from extrapolation to interpolation."""
+    """Return the pairs between which YaRN blends extrapolation into interpolation."""
 
     def pair(turns: float) -> float:
         length = f32(config.n_ctx_orig) / (f32(turns) * 2 * f32(math.pi))

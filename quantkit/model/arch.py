@@ -1,11 +1,11 @@
 """THE table of architectures: what each does that its tensors do not say.
 
-A layer is: norm, attention, (norm,) add; norm, feed-forward, (norm,) add. Which norms, biases, q/k norms, sinks and
-experts there are is seen from the tensors (graph.py); a row says the rest. The authority is llama.cpp b11434's
+A layer is: norm, attention, (norm,) add; norm, feed-forward, (norm,) add. Its tensors say which norms, biases,
+q/k norms, sinks and experts it has (graph.py); a row says the rest. The authority is llama.cpp b11434's
 src/models/*.cpp: where that ignores a key of the metadata, the row must, too.
 
-To add an architecture: write its row; run tests/test_zoo_logits.py with a model of it (tests/zoo.py draws one from a
-header) against llama.cpp's logits; only what no field can say becomes a block of its own (graph.attention_blocks).
+To add an architecture: write its row; run tests/test_engine_zoo.py with a model of it (tests/zoo.py draws one from a
+header) against llama.cpp's logits; only what no field can say becomes a block of its own (graph.ATTENTION).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from quantkit.errors import TypeNotSupported
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Which layers look at a window of positions only.
+    """Which layers attend to a window of positions only.
 
-    period: of every ``period`` layers the last (dense_first: the first) looks at all; a pattern in the metadata comes
+    period: of every ``period`` layers the last (dense_first: the first) attends to all; a pattern in the metadata comes
     first. default: the window where the metadata has none (0: then there is no window at all).
     """
 
@@ -45,7 +45,7 @@ class Moe:
     scaled: bool = False
     #: Where ``expert_gating_func`` is missing or 0.
     default_gating: str | None = None
-    #: Numbers of layers and tokens of those models that lack it and are sigmoid all the same.
+    #: Numbers of layers and tokens of those models that lack it and use sigmoid anyway.
     sigmoid_sizes: tuple[tuple[int, int], ...] = ()
     #: The inputs of the experts are weighted, not their outputs; the choice falls on the logits (Llama 4).
     weight_before: bool = False
@@ -53,7 +53,7 @@ class Moe:
 
 @dataclass(frozen=True, kw_only=True)
 class Scales:
-    """Factors that stand in no metadata (MiniCPM 3).
+    """Factors that no metadata holds (MiniCPM 3).
 
     Embeddings are multiplied by ``embed``, what a layer adds by depth / sqrt(n_layer), logits by width / n_embd.
     """
@@ -71,7 +71,7 @@ class Arch:
     #: ``normal``, ``neox``, ``imrope`` (neox with interleaved sections), ``none``; ``glm`` and ``glm_moe`` are normal
     #: and neox unless the metadata has sections.
     rope: str
-    #: The block of an attention layer, see graph.attention_blocks.
+    #: The block of an attention layer, see graph.ATTENTION.
     attention: str = "gqa"
     norm: str = "rms"
     activation: str = "silu"
@@ -121,176 +121,70 @@ class Arch:
     nextn: bool = False
 
 
+#: The usual routers: weights of the chosen experts made to add up to 1, and as the softmax over all gives them.
+_NORMED, _PLAIN = Moe(gating="softmax", norm=True), Moe(gating="softmax", norm=False)
+#: Without the key: DeepSeek 2 and 2.5, and GLM 4.7 Lite.
+_DEEPSEEK = Moe(scaled=True, default_gating="softmax", sigmoid_sizes=((47, 154880), (48, 154880)))
+
+# fmt: off
 _ROWS = (
-    Arch(
-        name="llama",
-        rope="normal",
-        tensor_scales=frozenset({"ffn", "exps"}),
-        moe=Moe(gating="softmax", norm=True),
-    ),
-    Arch(
-        name="llama4",
-        rope="normal",
-        window=Window(period=4, fixed=8192, mask="chunked"),
-        temperature="llama4",
-        plain_qk_norm=True,
-        no_rope_step=4,
-        moe=Moe(gating="sigmoid", norm=False, weight_before=True),
-    ),
-    Arch(
-        name="mistral3",
-        rope="normal",
-        temperature="mistral3",
-        yarn_keys=True,
-        tensor_scales=frozenset({"ffn", "exps"}),
-        moe=Moe(gating="softmax", norm=True),
-    ),
+    Arch(name="llama", rope="normal", tensor_scales=frozenset({"ffn", "exps"}), moe=_NORMED),
+    Arch(name="llama4", rope="normal", window=Window(period=4, fixed=8192, mask="chunked"), temperature="llama4",
+         plain_qk_norm=True, no_rope_step=4, moe=Moe(gating="sigmoid", norm=False, weight_before=True)),
+    Arch(name="mistral3", rope="normal", temperature="mistral3", yarn_keys=True,
+         tensor_scales=frozenset({"ffn", "exps"}), moe=_NORMED),
     Arch(name="qwen2", rope="neox"),
-    Arch(name="qwen2moe", rope="neox", moe=Moe(gating="softmax", norm=False)),
+    Arch(name="qwen2moe", rope="neox", moe=_PLAIN),
     Arch(name="qwen3", rope="neox", tensor_scales=frozenset({"ffn"})),
-    Arch(name="qwen3moe", rope="neox", tensor_scales=frozenset({"exps"}), moe=Moe(gating="softmax", norm=True)),
-    Arch(
-        name="qwen3next",
-        nextn=True,
-        rope="neox",
-        attention="delta_nets",
-        ffn_norm_is_post_attention=True,
-        output_bias=False,
-        tensor_scales=frozenset({"exps", "shexp"}),
-        moe=Moe(gating="softmax", norm=True),
-    ),
-    Arch(
-        name="qwen35",
-        nextn=True,
-        rope="imrope",
-        attention="delta_nets",
-        tiled_heads=True,
-        ffn_norm_is_post_attention=True,
-        output_bias=False,
-        tensor_scales=frozenset({"ffn", "ssm"}),
-    ),
-    Arch(
-        name="qwen35moe",
-        nextn=True,
-        rope="imrope",
-        attention="delta_nets",
-        tiled_heads=True,
-        ffn_norm_is_post_attention=True,
-        output_bias=False,
-        tensor_scales=frozenset({"exps", "shexp", "ssm"}),
-        moe=Moe(gating="softmax", norm=True),
-    ),
-    Arch(name="qwen3vlmoe", rope="imrope", moe=Moe(gating="softmax", norm=True)),
-    Arch(
-        name="gpt-oss",
-        rope="neox",
-        activation="swiglu_oai",
-        window=Window(period=2),
-        ffn_norm_is_post_attention=True,
-        moe=Moe(gating="softmax_weight", norm=False),
-    ),
+    Arch(name="qwen3moe", rope="neox", tensor_scales=frozenset({"exps"}), moe=_NORMED),
+    Arch(name="qwen3next", nextn=True, rope="neox", attention="delta_nets", ffn_norm_is_post_attention=True,
+         output_bias=False, tensor_scales=frozenset({"exps", "shexp"}), moe=_NORMED),
+    Arch(name="qwen35", nextn=True, rope="imrope", attention="delta_nets", tiled_heads=True,
+         ffn_norm_is_post_attention=True, output_bias=False, tensor_scales=frozenset({"ffn", "ssm"})),
+    Arch(name="qwen35moe", nextn=True, rope="imrope", attention="delta_nets", tiled_heads=True,
+         ffn_norm_is_post_attention=True, output_bias=False, tensor_scales=frozenset({"exps", "shexp", "ssm"}),
+         moe=_NORMED),
+    Arch(name="qwen3vlmoe", rope="imrope", moe=_NORMED),
+    Arch(name="gpt-oss", rope="neox", activation="swiglu_oai", window=Window(period=2), ffn_norm_is_post_attention=True,
+         moe=Moe(gating="softmax_weight", norm=False)),
     Arch(name="deepseek", rope="normal", moe=Moe(gating="softmax", norm=False, scaled=True)),
-    Arch(
-        name="deepseek2",
-        nextn=True,
-        rope="normal",
-        attention="mla",
-        yarn_cancels=True,
-        output_bias=False,
-        # without the key: DeepSeek 2 and 2.5, and GLM 4.7 Lite
-        moe=Moe(scaled=True, default_gating="softmax", sigmoid_sizes=((47, 154880), (48, 154880))),
-    ),
-    Arch(
-        name="mistral4",
-        rope="normal",
-        attention="mla",
-        output_bias=False,
-        moe=Moe(scaled=True, default_gating="softmax", sigmoid_sizes=((47, 154880), (48, 154880))),
-    ),
-    Arch(
-        name="deepseek2-ocr",
-        rope="neox",
-        attention="unscaled",
-        output_bias=False,
-        moe=Moe(scaled=True, default_gating="softmax"),
-    ),
-    Arch(
-        name="minicpm3",
-        rope="neox",
-        attention="mla_plain",
-        output_bias=False,
-        fixed_scales=Scales(embed=12.0, depth=1.4, width=256.0),
-    ),
+    Arch(name="deepseek2", nextn=True, rope="normal", attention="mla", yarn_cancels=True, output_bias=False,
+         moe=_DEEPSEEK),
+    Arch(name="mistral4", rope="normal", attention="mla", output_bias=False, moe=_DEEPSEEK),
+    Arch(name="deepseek2-ocr", rope="neox", attention="unscaled", output_bias=False,
+         moe=Moe(scaled=True, default_gating="softmax")),
+    Arch(name="minicpm3", rope="neox", attention="mla_plain", output_bias=False,
+         fixed_scales=Scales(embed=12.0, depth=1.4, width=256.0)),
     Arch(name="plm", rope="normal", attention="mla_plain", activation="relu_sqr", output_bias=False),
     Arch(name="dots1", rope="neox", moe=Moe(scaled=True)),
     Arch(name="glm4", rope="glm", glu_in_up=True, output_bias=False),
-    Arch(
-        name="glm4moe",
-        nextn=True,
-        rope="glm_moe",
-        ffn_norm_is_post_attention=True,
-        output_bias=False,
-        moe=Moe(scaled=True, default_gating="sigmoid"),
-    ),
-    Arch(
-        name="gemma2",
-        rope="neox",
-        output_bias=False,
-        activation="gelu",
-        embed_sqrt=True,
-        attn_softcap=True,
-        final_softcap=30.0,
-        window=Window(period=2, default=4096),
-    ),
-    Arch(
-        name="gemma3",
-        rope="neox",
-        output_bias=False,
-        activation="gelu",
-        embed_sqrt=True,
-        final_softcap=0.0,
-        window=Window(period=6, freq_base=10000.0, scaled=False),
-    ),
-    Arch(name="phi3", rope="neox", glu_in_up=True, moe=Moe(gating="softmax", norm=True)),
-    Arch(name="phimoe", rope="neox", glu_in_up=True, moe=Moe(gating="softmax", norm=True)),
-    Arch(name="olmoe", rope="neox", output_bias=False, moe=Moe(gating="softmax", norm=False)),
+    Arch(name="glm4moe", nextn=True, rope="glm_moe", ffn_norm_is_post_attention=True, output_bias=False,
+         moe=Moe(scaled=True, default_gating="sigmoid")),
+    Arch(name="gemma2", rope="neox", output_bias=False, activation="gelu", embed_sqrt=True, attn_softcap=True,
+         final_softcap=30.0, window=Window(period=2, default=4096)),
+    Arch(name="gemma3", rope="neox", output_bias=False, activation="gelu", embed_sqrt=True, final_softcap=0.0,
+         window=Window(period=6, freq_base=10000.0, scaled=False)),
+    Arch(name="phi3", rope="neox", glu_in_up=True, moe=_NORMED),
+    Arch(name="phimoe", rope="neox", glu_in_up=True, moe=_NORMED),
+    Arch(name="olmoe", rope="neox", output_bias=False, moe=_PLAIN),
     Arch(name="olmo2", rope="neox", output_bias=False, window=Window(period=4, scaled=False)),
-    Arch(
-        name="granite", rope="normal", rope_if_finetuned=True, scales=True, attention_scale=True, logit_scale="divide"
-    ),
-    Arch(
-        name="granitemoe",
-        rope="normal",
-        scales=True,
-        attention_scale=True,
-        logit_scale="divide",
-        moe=Moe(gating="softmax", norm=True),
-    ),
-    Arch(name="ernie4_5-moe", rope="normal", output_bias=False, moe=Moe(gating="softmax", norm=True)),
-    Arch(name="hunyuan-moe", rope="neox", norm_after_rope=True, moe=Moe(gating="softmax", norm=True)),
+    Arch(name="granite", rope="normal", rope_if_finetuned=True, scales=True, attention_scale=True,
+         logit_scale="divide"),
+    Arch(name="granitemoe", rope="normal", scales=True, attention_scale=True, logit_scale="divide", moe=_NORMED),
+    Arch(name="ernie4_5-moe", rope="normal", output_bias=False, moe=_NORMED),
+    Arch(name="hunyuan-moe", rope="neox", norm_after_rope=True, moe=_NORMED),
     Arch(name="minimax-m2", rope="neox", output_bias=False, moe=Moe(norm=True)),
     Arch(name="bailingmoe2", rope="neox", moe=Moe(scaled=True)),
-    Arch(
-        name="cohere2",
-        rope="normal",
-        norm="layer",
-        parallel=True,
-        logit_scale="multiply",
-        rope_only_windowed=True,
-        window=Window(period=4),
-    ),
+    Arch(name="cohere2", rope="normal", norm="layer", parallel=True, logit_scale="multiply", rope_only_windowed=True,
+         window=Window(period=4)),
     Arch(name="smollm3", rope="normal", no_rope_step=4),
     Arch(name="seed_oss", rope="neox", ffn_norm_is_post_attention=True),
-    Arch(
-        name="exaone4",
-        rope="neox",
-        rope_only_windowed=True,
-        output_bias=False,
-        window=Window(period=4, default=4096, only_if_layers=64),
-    ),
+    Arch(name="exaone4", rope="neox", rope_only_windowed=True, output_bias=False,
+         window=Window(period=4, default=4096, only_if_layers=64)),
     Arch(name="starcoder2", rope="neox", norm="layer", activation="gelu"),
     Arch(name="stablelm", rope="neox", norm="layer", parallel=True, output_bias=False),
 )
+# fmt: on
 
 ARCHS: dict[str, Arch] = {row.name: row for row in _ROWS}
 

@@ -6,29 +6,20 @@ import math
 
 from quantkit.errors import FormatError
 from quantkit.model.builder import Builder
-from quantkit.model.ops import (
-    Attention,
-    Cache,
-    CacheWrite,
-    Matrix,
-    MultiplyBy,
-    RopeConfig,
-    ScaleByPosition,
-    Value,
-)
+from quantkit.model.ops import Attention, Cache, CacheWrite, Matrix, MultiplyBy, RopeConfig, ScaleByPosition, Value
 
 #: Kinds of rope that read ``rope.dimension_sections``.
 _SECTIONED = ("imrope", "glm", "glm_moe")
 
 
 def has_windows(b: Builder) -> bool:
-    """Tell whether any layer of the model may look at a window only."""
+    """Tell whether any layer of the model may attend to a window only."""
     w = b.arch.window
     return w is not None and window_size(b) > 0 and w.only_if_layers in (0, b.h.n_layer)
 
 
 def is_windowed(b: Builder) -> bool:
-    """Tell whether the current layer looks at a window only."""
+    """Tell whether the current layer attends to a window only."""
     w = b.arch.window
     if w is None or not has_windows(b):
         return False
@@ -124,15 +115,7 @@ def gqa(b: Builder, x: Value) -> Value:
 
 
 def attend(
-    b: Builder,
-    q: Value,
-    k: Value,
-    v: Value | None,
-    n_head: int,
-    n_kv: int,
-    head_k: int,
-    head_v: int,
-    scale: float,
+    b: Builder, q: Value, k: Value, v: Value | None, n_head: int, n_kv: int, head_k: int, head_v: int, scale: float
 ) -> Value:
     """Keep keys and values and attend: the part that all kinds of attention share."""
     cache = Cache(f"cache_{b.layer}", k.width, 0 if v is None else v.width)

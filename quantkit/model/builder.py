@@ -1,4 +1,4 @@
-"""A graph in the making: tensors by name, new values, and one method for every common pattern."""
+"""Builds a graph: tensors by name, new values, and a method for every common pattern."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from quantkit.model.ops import (
 
 
 class Builder:
-    """Operations in the making: tensors by name, new values, and one method for every common pattern."""
+    """The operations of a graph being built: tensors by name, new values, and a method for every common pattern."""
 
     def __init__(self, source: GGUFFile, n_ctx: int) -> None:
         self.source = source
@@ -159,7 +159,7 @@ class Builder:
         return y
 
     def selected(self, x: Value) -> Value:
-        """Return the rows of x whose logits are wanted; from the last layer's attention on, only they matter."""
+        """Return the rows of x whose logits are wanted: after the last layer's attention nothing needs the others."""
         y = Value(f"{x.name}_out", x.width, x.per, True)
         self.add(SelectOutputs(out=y, x=x))
         return y

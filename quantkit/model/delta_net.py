@@ -18,21 +18,11 @@ import math
 from quantkit.errors import FormatError
 from quantkit.model.attention import attend, qkv, rope_config
 from quantkit.model.builder import Builder
-from quantkit.model.ops import (
-    Activate,
-    Activation,
-    Convolve,
-    DeltaNet,
-    Glu,
-    Join,
-    MultiplyBy,
-    State,
-    Value,
-)
+from quantkit.model.ops import Activate, Activation, Convolve, DeltaNet, Glu, Join, MultiplyBy, State, Value
 
 
 def delta_nets(b: Builder, x: Value) -> Value:
-    """A delta net, or attention with a gate, as the current layer wants it."""
+    """Add a delta net or gated attention, whichever the current layer is."""
     return delta_net(b, x) if is_recurrent(b) else gated_attention(b, x)
 
 

@@ -1,11 +1,13 @@
 """A model that can be run: ``load`` opens it, ``Model.forward`` gives logits, ``Session`` keeps sequences going.
 
-load -> graph (graph.py) -> fused (fusion.py) -> placed and cut (placement.py) -> one program a segment (backends/).
+load -> graph (graph.py) -> fused (fusion.py) -> placed and cut (placement.py) -> fused for its device (fusion of a
+backend), checked (check.py) -> one program a segment (backends/).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -15,15 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import FormatError, RecipeError
-from quantkit.formats.gguf import GGUFFile, open_gguf
+from quantkit.formats.gguf import GGUFFile, open_model
 from quantkit.helpers import available_cpus, format_size
-from quantkit.model.backends import Backend, Limits, Observer, Program
+from quantkit.model.backends import Backend, Limits, Observer, Options, Program
 from quantkit.model.backends.accumulators import Accumulator, NotFinite
-from quantkit.model.backends.reference import Reference
+from quantkit.model.backends.registry import backend_of
 from quantkit.model.batch import Batch, Floats, Ints
+from quantkit.model.check import check_ops
 from quantkit.model.cost import KV_BYTES
 from quantkit.model.devices import check_devices
-from quantkit.model.fusion import SWITCHED_OFF, Decision, Fusion, fuse, summary
+from quantkit.model.fusion import Decision, Fusion, fuse, summary
 from quantkit.model.graph import build_graph
 from quantkit.model.hparams import HParams
 from quantkit.model.merged import MergedSource
@@ -59,92 +62,78 @@ def load(
         n_ctx: the context that rope factors are chosen for (some models have two sets); that of training without.
         n_ubatch: tokens that go through the layers together.
         kv_type: of keys and values in the cache: f32, f16 or q8_0.
-        fusion: which operations are fused; all without, none with an observer.
+        fusion: which operations are fused; all without, with an observer those that hide nothing from it.
         merge_up_gate: merge up and gate experts in memory while loading.
         placement: which tensors lie on which device; all on the CPU without.
         max_ram: bytes of weights to keep in memory; without, the system decides.
-        max_vram: bytes of weights to keep on each CUDA device; the others are sent for every batch, of experts those
-            that it uses.
+        max_vram: bytes of weights to keep on each CUDA device; the others are sent for every batch, of experts only
+            those in use.
         cublas: on CUDA devices prompts go through matrices, experts' too, unpacked to bf16 and cuBLAS: less exact, to
             compare with.
-        observer: is shown what Observe operations look at.
-        rewrite: adds operations that look on (observers.py) before any are fused; says nothing about fusion.
+        observer: is shown the inputs of Observe operations.
+        rewrite: adds observing operations (observers.py) before any are fused; says nothing about fusion.
         build: makes the graph of an opened file; another one than the model's own is nextn.build_nextn.
 
     Raises:
         FormatError: the file is broken, or lacks what its architecture needs.
         TypeNotSupported: the architecture or a tensor's type cannot be run.
-        ResourceError: a device is not there.
+        ResourceError: a device does not exist here.
     """
-    return Model(
-        path,
-        threads=threads or available_cpus(),
-        n_ctx=n_ctx or 0,
-        n_ubatch=n_ubatch,
-        kv_type=kv_type,
-        fusion=fusion or (Fusion() if observer is None else Fusion.none()),
-        merge_up_gate=merge_up_gate,
-        placement=placement or Placement(),
-        max_ram=max_ram,
-        max_vram=max_vram,
-        cublas=cublas,
-        observer=observer,
-        rewrite=rewrite,
-        build=build,
-    )
+    if n_ubatch < 1:
+        raise RecipeError(f"a batch of {n_ubatch} tokens: give at least 1")
+    fusion = fusion or (Fusion() if observer is None else Fusion().observed())
+    if observer is not None and fusion != fusion.observed():
+        raise RecipeError("a run that observes activations has no fused operations: leave the fusion switches away")
+    options = Options(threads or available_cpus(), fusion, max_ram, max_vram, cublas, observer)
+    model = Model(path, options, n_ubatch, kv_type, merge_up_gate)
+    graph = build(model.source, n_ctx or 0)
+    model.prepare(graph if rewrite is None else rewrite(graph), placement or Placement())
+    return model
 
 
 class Model:
     """An open model. Made by ``load``; closes its file as a context manager."""
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        threads: int,
-        n_ctx: int,
-        n_ubatch: int,
-        kv_type: str,
-        fusion: Fusion,
-        merge_up_gate: bool,
-        placement: Placement,
-        max_ram: int | None,
-        max_vram: int | None,
-        cublas: bool,
-        observer: Observer | None,
-        rewrite: Callable[[Graph], Graph] | None = None,
-        build: Callable[[GGUFFile, int], Graph] = build_graph,
-    ) -> None:
-        if observer is not None and fusion != Fusion.none():
-            raise RecipeError("a run that observes activations has no fused operations: leave the fusion switches away")
-        if n_ubatch < 1:
-            raise RecipeError(f"a batch of {n_ubatch} tokens: give at least 1")
-        self.path = Path(path)
-        opened = open_gguf(path)
+    graph: Graph
+    decisions: tuple[Decision, ...]
+    segments: list[Segment]
+
+    def __init__(self, path: str | Path, options: Options, n_ubatch: int, kv_type: str, merge_up_gate: bool) -> None:
+        self.path, self.threads, self.n_ubatch, self.kv_type = Path(path), options.threads, n_ubatch, kv_type
+        self._options = options
+        opened = open_model(path)
         self.source: GGUFFile = MergedSource(opened) if merge_up_gate else opened  # type: ignore[assignment]
-        self.threads, self.n_ubatch, self.kv_type = threads, n_ubatch, kv_type
-        self.max_ram, self.max_vram, self.cublas = max_ram, max_vram, cublas
-        self.observer = observer
         self.h = HParams(self.source)
         self.arch = self.h.arch
         self.n_embd, self.n_layer, self.n_ctx_train = self.h.n_embd, self.h.n_layer, self.h.n_ctx_train
-        graph = build(self.source, n_ctx)
-        if rewrite is not None:
-            graph = rewrite(graph)
-        self.n_vocab = graph.logits.width
         self._backends: dict[str, Backend] = {}
+
+    def prepare(self, graph: Graph, placement: Placement) -> None:
+        """Fuse a graph, cut it into segments, and fuse and check these."""
+        self.n_vocab = graph.logits.width
         check_devices(placement)
         before = devices_of(graph, placement, self.n_layer)
-        self.graph: Graph
-        self.decisions: tuple[Decision, ...]
-        self.graph, self.decisions = fuse(graph, fusion, lambda op: before[id(op)])
-        self.segments: list[Segment] = cut(self.graph, devices_of(self.graph, placement, self.n_layer))
+        self.graph, decisions = fuse(graph, self._options.fusion, lambda op: before[id(op)])
+        self._placed = cut(self.graph, devices_of(self.graph, placement, self.n_layer))
+        self.segments, of_devices = self._fused(self.kv_type)
+        self.decisions = (*decisions, *of_devices)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def _fused(self, kv_type: str) -> tuple[list[Segment], list[Decision]]:
+        """Return the segments as they run with caches of a type, every operation checked."""
+        segments, decisions = list[Segment](), list[Decision]()
+        for segment in self._placed:
+            row = backend_of(segment.device)
+            ops, decided = row.fuse(segment.ops, segment.leaves, self._options, kv_type)
+            segments.append(replace(segment, ops=list(ops)))
+            decisions += decided
+        check_ops(op for segment in segments for op in segment.ops)
+        return segments, decisions
 
     def close(self) -> None:
         """Close the file and give devices' memory back; sessions must not be used after it."""
@@ -154,8 +143,8 @@ class Model:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of how this model runs: what is not fused or merged, what exceeds memory."""
-        lines = [line for line in summary([d for d in self.decisions if d.reason != SWITCHED_OFF]) if " not: " in line]
+        """What a user should know: what is not fused or merged, what exceeds memory."""
+        lines = [line for line in summary([d for d in self.decisions if not d.by_user]) if " not: " in line]
         if isinstance(self.source, MergedSource):
             lines += [f"{name} is not merged: {reason}" for name, reason in self.source.refused.items()]
         return (*lines, *self._memory_notes())
@@ -164,27 +153,28 @@ class Model:
         return [*self._ram_notes(), *self._vram_notes()]
 
     def _vram_notes(self) -> list[str]:
-        lines = []
+        lines, max_vram = [], self._options.max_vram
         for device in sorted({s.device for s in self.segments if s.device.startswith("CUDA")}):
             ops = [op for s in self.segments if s.device == device for op in s.ops]
             total = sum({m.tensor.name: m.tensor.nbytes for op in ops for m in op.matrices()}.values())
-            if self.max_vram is not None and total > self.max_vram:
+            if max_vram is not None and total > max_vram:
                 lines.append(
                     f"the weights on {device} take {format_size(total)}, more than --max-vram "
-                    f"{format_size(self.max_vram)}: what does not fit is sent to it for every batch, which is slow"
+                    f"{format_size(max_vram)}: what does not fit is sent to it for every batch, which is slow"
                 )
         return lines
 
     def _ram_notes(self) -> list[str]:
-        if self.max_ram is None:
+        max_ram = self._options.max_ram
+        if max_ram is None:
             return []
         sizes = [sum(m.tensor.nbytes for m in set(op.matrices())) for op in self.graph.ops if not isinstance(op, Embed)]
         total, largest = sum(sizes), max(sizes, default=0)
-        if total <= self.max_ram:
+        if total <= max_ram:
             return []
-        budget = format_size(self.max_ram)
+        budget = format_size(max_ram)
         lines = [f"the weights take {format_size(total)}, more than --max-ram {budget}: every pass reads them anew"]
-        if largest > self.max_ram:
+        if largest > max_ram:
             lines.append(f"one operation reads {format_size(largest)} of weights: there memory exceeds {budget}")
         return lines
 
@@ -215,50 +205,38 @@ class Model:
                     f"a cache of Q8_0 has blocks of 32 values, this model has heads of {op.head_k} and {op.head_v}: "
                     "choose f16"
                 )
-        return Session(self, Limits(n_ctx, n_seq, min(self.n_ubatch, n_ctx * n_seq), kv))
+        segments = self.segments if kv == self.kv_type else self._fused(kv)[0]
+        return Session(self, Limits(n_ctx, n_seq, min(self.n_ubatch, n_ctx * n_seq), kv), segments)
 
     def backend(self, device: str) -> Backend:
         """Return the backend of a device."""
         if device not in self._backends:
-            self._backends[device] = self._make_backend(device)
+            self._backends[device] = backend_of(device).make(self.source, device, self._options)
         return self._backends[device]
-
-    def _make_backend(self, device: str) -> Backend:
-        if device == "REFERENCE":
-            return Reference(self.source, self.observer)
-        if device.startswith("CUDA"):
-            from quantkit.kernels.cuda.device import open_device
-            from quantkit.model.backends.cuda import CUDABackend
-
-            options = {"max_vram": self.max_vram, "cublas": self.cublas, "observer": self.observer}
-            return CUDABackend(self.source, open_device(device), **options)  # type: ignore[arg-type]
-        from quantkit.model.backends.cpu import CPUBackend
-
-        return CPUBackend(self.source, self.threads, max_ram=self.max_ram, observer=self.observer)
 
 
 class Session:
-    """Sequences in the making: every ``decode`` goes on where the last one ended."""
+    """Sequences being decoded: every ``decode`` continues where the last one ended."""
 
-    def __init__(self, model: Model, limits: Limits) -> None:
-        self.model, self.limits = model, limits
+    def __init__(self, model: Model, limits: Limits, segments: Sequence[Segment]) -> None:
+        self.model, self.limits, self._segments = model, limits, segments
         self.lengths = np.zeros(limits.n_seq, np.int64)
         self._programs: list[Program] = [
-            model.backend(segment.device).compile(segment.ops, limits, segment.leaves) for segment in model.segments
+            model.backend(segment.device).compile(segment.ops, limits, segment.leaves) for segment in segments
         ]
         self._maker = {
             value: program
-            for segment, program in zip(model.segments, self._programs, strict=True)
+            for segment, program in zip(segments, self._programs, strict=True)
             for value in segment.leaves
         }
 
     @property
     def accumulators(self) -> dict[str, Accumulator]:
-        """What operations that look on have added up in all runs so far, live; observers.py says what they hold."""
+        """The sums of observing operations over all runs so far, live; observers.py says what they hold."""
         return {of: found for program in self._programs for of, found in program.accumulators.items()}
 
     def take_not_finite(self) -> list[NotFinite]:
-        """Return where values were no numbers since the last call, in the order of the layers."""
+        """Return where values were not finite since the last call, in the order of the layers."""
         found = [where for program in self._programs for where in program.not_finite]
         for program in self._programs:
             program.not_finite.clear()
@@ -300,7 +278,7 @@ class Session:
             float32 [n_out, n_vocab] in the order of the outputs; None with ``each``.
 
         Raises:
-            FormatError: a token or sequence that does not exist, or a sequence beyond n_ctx.
+            FormatError: a token or sequence does not exist, or a sequence grows beyond n_ctx.
         """
         ids = np.asarray(tokens, np.int32).reshape(-1)
         of = np.broadcast_to(np.asarray(sequences, np.int32), ids.shape).astype(np.int32)
@@ -321,7 +299,7 @@ class Session:
         return kept
 
     def _positions(self, ids: Ints, of: Ints) -> Ints:
-        """Return every token's position, and count it in."""
+        """Return every token's position, and advance the sequences."""
         limits = self.limits
         if len(ids) and (ids.min() < 0 or ids.max() >= self.model.n_vocab):
             bad = int(ids[(ids < 0) | (ids >= self.model.n_vocab)][0])
@@ -341,7 +319,7 @@ class Session:
         return positions
 
     def _step(self, batch: Batch, given: Mapping[Value, Floats]) -> Floats:
-        for segment, program in zip(self.model.segments, self._programs, strict=True):
+        for segment, program in zip(self._segments, self._programs, strict=True):
             for value in segment.takes:
                 program.write(value, given[value] if value in given else self._maker[value].read(value))
             program.run(batch)

@@ -6,18 +6,7 @@ from collections.abc import Mapping
 
 from quantkit.errors import FormatError
 from quantkit.model.builder import Builder
-from quantkit.model.ops import (
-    Activate,
-    Activation,
-    Combine,
-    Glu,
-    MulMatId,
-    MultiplyBy,
-    Repeat,
-    Route,
-    Routing,
-    Value,
-)
+from quantkit.model.ops import Activate, Activation, Combine, Glu, MulMatId, MultiplyBy, Repeat, Route, Routing, Value
 
 #: expert_gating_func of the metadata.
 GATING: Mapping[int, str] = {1: "softmax", 2: "sigmoid", 3: "softmax_weight"}

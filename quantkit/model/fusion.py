@@ -1,8 +1,8 @@
-"""Which operations are fused, decided in one place, with a reason for each.
+"""Which operations are fused: the switches, and every decision with its reason.
 
 ``fuse`` rewrites a graph's list: gate, up and activation become one operation (dense layers, shared experts, experts,
-merged or not), and matrices that read the same value become one pass (q, k and v). A run that observes activations has
-none: fused operations do not show what they would have to show. Nothing else in the engine decides about fusion.
+merged or not), and matrices that read the same value become one pass (q, k and v). A backend then fuses the operations
+of its devices into launches (backends/registry.py); it has the same switches and reports its decisions here, too.
 """
 
 from __future__ import annotations
@@ -12,41 +12,72 @@ from dataclasses import dataclass, replace
 
 from quantkit.model.ops import Glu, Graph, Matrix, MulMat, MulMatId, MulMats, Op, UpGate, UpGateId, Value
 
-#: The reason of what the user did not want.
-SWITCHED_OFF = "switched off"
+#: Reasons that the user gave.
+SWITCHED_OFF, CUBLAS = "switched off", "--cublas takes rows of bf16"
+
+#: The kinds of fusion: of graphs, then of launches.
+KINDS = {
+    "up_gate": "up+gate",
+    "moe": "MoE up+gate",
+    "qkv": "q/k/v",
+    "route": "router and choice",
+    "per_head": "per-head operations",
+    "row_epilogue": "row epilogues",
+    "format": "activation formats",
+    "shared_expert": "shared experts",
+}
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """The switches: ``up_gate`` of dense layers, ``moe``, ``qkv``."""
+    """The switches: ``up_gate`` of dense layers, ``moe``, ``qkv``, and ``launches``: whatever a launch can hold."""
 
     up_gate: bool = True
     moe: bool = True
     qkv: bool = True
+    launches: bool = True
 
     @staticmethod
     def none() -> Fusion:
         """Return all switches off."""
-        return Fusion(False, False, False)
+        return Fusion(False, False, False, False)
+
+    def observed(self) -> Fusion:
+        """Return the switches of a run that observes activations: off where a fused operation would hide some."""
+        return replace(self, up_gate=False, moe=False, qkv=False)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided about one place: kind (``up_gate``, ``moe``, ``qkv``), its layer, and why not if not."""
+    """What was decided about one place: kind (of KINDS), its layer, and why not if not."""
 
     kind: str
     layer: int
     fused: bool
     reason: str = ""
 
+    @property
+    def by_user(self) -> bool:
+        """Whether the user asked for it."""
+        return self.reason in (SWITCHED_OFF, CUBLAS)
 
-#: Tells on which device an operation runs; only operations of one device are fused.
+
+class Decisions(list[Decision]):
+    """Collects decisions."""
+
+    def decide(self, kind: str, layer: int, reason: str = "") -> bool:
+        """Note a decision, with the reason against it; return whether there is none."""
+        self.append(Decision(kind, layer, not reason, reason))
+        return not reason
+
+
+#: Returns the device of an operation; only operations of one device are fused.
 DeviceOf = Callable[[Op], str]
 
 
 def fuse(graph: Graph, fusion: Fusion, device_of: DeviceOf = lambda op: "CPU") -> tuple[Graph, tuple[Decision, ...]]:
     """Return the graph with all fusions that the switches, types and devices allow, and every decision."""
-    decisions: list[Decision] = []
+    decisions = Decisions()
     ops = _fuse_gates(list(graph.ops), fusion, device_of, decisions)
     ops = _fuse_same_input(ops, fusion, device_of, decisions)
     return replace(graph, ops=tuple(ops)), tuple(decisions)
@@ -55,7 +86,7 @@ def fuse(graph: Graph, fusion: Fusion, device_of: DeviceOf = lambda op: "CPU") -
 def summary(decisions: Sequence[Decision]) -> list[str]:
     """Return a line for each kind: how many layers are fused, and why the others are not."""
     lines = []
-    for kind, name in (("up_gate", "up+gate"), ("moe", "MoE up+gate"), ("qkv", "q/k/v")):
+    for kind, name in KINDS.items():
         of = [d for d in decisions if d.kind == kind]
         if not of:
             continue
@@ -68,7 +99,7 @@ def summary(decisions: Sequence[Decision]) -> list[str]:
     return lines
 
 
-def _fuse_gates(ops: list[Op], fusion: Fusion, device_of: DeviceOf, decisions: list[Decision]) -> list[Op]:
+def _fuse_gates(ops: list[Op], fusion: Fusion, device_of: DeviceOf, decisions: Decisions) -> list[Op]:
     made_by = {value: op for op in ops for value in op.outputs()}
     readers: dict[Value, int] = {}
     for op in ops:
@@ -77,7 +108,7 @@ def _fuse_gates(ops: list[Op], fusion: Fusion, device_of: DeviceOf, decisions: l
     gone: set[int] = set()
     fused: dict[int, Op] = {}
     for op in ops:
-        if not isinstance(op, Glu):
+        if not isinstance(op, Glu) or (op.up is not None and op.gate.width < op.up.width):
             continue
         parts = [made_by.get(v) for v in (op.gate, op.up) if v is not None]
         kind = _kind(parts)
@@ -85,8 +116,7 @@ def _fuse_gates(ops: list[Op], fusion: Fusion, device_of: DeviceOf, decisions: l
             continue
         on = fusion.moe if kind == "moe" else fusion.up_gate
         reason = SWITCHED_OFF if not on else _hindrance(op, parts, readers, device_of)
-        decisions.append(Decision(kind, op.layer, not reason, reason))
-        if not reason:
+        if decisions.decide(kind, op.layer, reason):
             fused[id(op)] = _one(op, parts)
             gone.update(id(part) for part in parts)
     return [fused.get(id(op), op) for op in ops if id(op) not in gone]
@@ -108,7 +138,7 @@ def _hindrance(glu: Glu, parts: Sequence[Op | None], readers: Mapping[Value, int
         return "gate or up is read elsewhere, too"
     types = [part.weight.tensor.type.name for part in made]
     devices = {device_of(part) for part in made} | {device_of(glu)}
-    # Dense ones of two types only the CPU multiplies in one operation.
+    # Only the CPU fuses dense matrices of two types.
     if len(set(types)) > 1 and (isinstance(made[0], MulMatId) or any(d.startswith("CUDA") for d in devices)):
         return f"gate is {types[0]}, up {types[1]}"
     if len(made) == 2 and made[0].weight.n_out != made[1].weight.n_out:
@@ -147,8 +177,8 @@ def _one(glu: Glu, parts: Sequence[Op | None]) -> Op:
     return UpGate(**common)  # type: ignore[arg-type]
 
 
-def _fuse_same_input(ops: list[Op], fusion: Fusion, device_of: DeviceOf, decisions: list[Decision]) -> list[Op]:
-    """Join neighbouring multiplications of one value into one operation."""
+def _fuse_same_input(ops: list[Op], fusion: Fusion, device_of: DeviceOf, decisions: Decisions) -> list[Op]:
+    """Make neighbouring multiplications of one value one operation."""
     out: list[Op] = []
     at = 0
     while at < len(ops):
@@ -161,8 +191,7 @@ def _fuse_same_input(ops: list[Op], fusion: Fusion, device_of: DeviceOf, decisio
         reason = "" if fusion.qkv else SWITCHED_OFF
         if not reason and len(devices) > 1:
             reason = f"its matrices lie on {' and '.join(sorted(devices))}"
-        decisions.append(Decision("qkv", run[0].layer, not reason, reason))
-        out += run if reason else [_together(run)]
+        out += [together(run)] if decisions.decide("qkv", run[0].layer, reason) else run
         at += len(run)
     return out
 
@@ -176,7 +205,8 @@ def _run_of_one_input(ops: Sequence[Op], at: int) -> list[MulMat]:
     return run
 
 
-def _together(run: Sequence[MulMat]) -> MulMats:
+def together(run: Sequence[MulMat]) -> MulMats:
+    """Return multiplications of one value as one operation."""
     return MulMats(
         layer=run[0].layer,
         outs=tuple(op.out for op in run),

@@ -11,19 +11,14 @@ import math
 from collections.abc import Callable, Mapping
 
 from quantkit.formats.gguf import GGUFFile
-from quantkit.kernels.cpu.unpack import has_unpacker
+from quantkit.kernels.formats import has_decoder
 from quantkit.model.attention import gqa
 from quantkit.model.builder import Builder
 from quantkit.model.check import check_graph
 from quantkit.model.delta_net import delta_nets
 from quantkit.model.feed_forward import feed_forward
 from quantkit.model.mla import mla, mla_plain, unscaled
-from quantkit.model.ops import (
-    Embed,
-    Graph,
-    Softcap,
-    Value,
-)
+from quantkit.model.ops import Embed, Graph, Softcap, Value
 
 #: The blocks an attention layer can be.
 ATTENTION: Mapping[str, Callable[[Builder, Value], Value]] = {
@@ -58,7 +53,7 @@ def build_graph(source: GGUFFile, n_ctx: int = 0) -> Graph:
     logits = _logits(b, logits)
     b.check_all_used()
     graph = Graph(tuple(b.ops), logits, tuple(b.caches), tuple(b.states))
-    check_graph(graph, has_unpacker)
+    check_graph(graph, has_decoder)
     return graph
 
 

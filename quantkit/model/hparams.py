@@ -1,7 +1,7 @@
 """A model's hyperparameters, read from its metadata under the names they have there.
 
-Keys are given without the architecture's prefix: ``h.int("block_count")``. A default stands only where llama.cpp has
-one; a key that is needed and missing is an error that names it.
+Keys are given without the architecture's prefix: ``h.int("block_count")``. There is a default only where llama.cpp has
+one; a missing key without a default is an error that names it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quantkit.formats.gguf import GGUFFile
 
 _NEEDED = object()
 
-#: The methods below are called like these types.
+#: The methods below have the names of these types.
 Integer: TypeAlias = int
 Real: TypeAlias = float
 
@@ -27,7 +27,7 @@ class HParams:
         self.arch = str(source.get("general.architecture", ""))
         if not self.arch:
             kind = source.get("general.type")
-            what = f"this is an {kind}, no model" if kind == "imatrix" else "this is no model"
+            what = "this is an imatrix, not a model" if kind == "imatrix" else "this is not a model"
             raise FormatError(f"{source.paths[0]}: {what}: it has no general.architecture")
         self.n_layer = self.int("block_count") - self.int("nextn_predict_layers", 0)
         self.n_embd = self.int("embedding_length")
@@ -60,16 +60,12 @@ class HParams:
         return self._real(key, self.get(key, default))
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return a truth value."""
+        """Return a boolean."""
         return bool(self.get(key, default))
 
     def layer_int(self, key: str, layer: Integer, default: Any = _NEEDED) -> Integer:
         """Return an integer that may be an array with one element a layer."""
         return self._integer(key, self._of_layer(key, layer, self.get(key, default)))
-
-    def layer_float(self, key: str, layer: Integer, default: Any = _NEEDED) -> Real:
-        """Return a float that may be an array with one element a layer."""
-        return self._real(key, self._of_layer(key, layer, self.get(key, default)))
 
     def _of_layer(self, key: str, layer: Integer, value: Any) -> Any:
         if not isinstance(value, list):

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.formats.experts import GATE, MERGED, UP, find_layers, why_not_merged
 from quantkit.formats.gguf import GGUFFile, TensorInfo
-
-_GATE, _UP, _MERGED = "ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps"
 
 
 class MergedSource:
@@ -32,8 +31,8 @@ class MergedSource:
         for name, info in source.tensors.items():
             if name not in gone:
                 self.tensors[name] = info
-            elif _GATE in name:
-                merged = name.replace(_GATE, _MERGED)
+            elif GATE in name:
+                merged = name.replace(GATE, MERGED)
                 self.tensors[merged] = self._info(merged)
 
     def __getattr__(self, name: str) -> Any:
@@ -41,33 +40,19 @@ class MergedSource:
 
     def _plan(self) -> set[str]:
         gone: set[str] = set()
-        for name, gate in self.source.tensors.items():
-            if _GATE not in name or not name.endswith(".weight"):
+        for prefix, has in find_layers(self.source.tensors).items():
+            if f"{GATE}.weight" not in has:
                 continue
-            prefix = name.removesuffix(".weight")
-            up = self.source.tensors.get(name.replace(_GATE, _UP))
-            reason = self._hindrance(prefix, gate, up)
-            if reason or up is None:
-                self.refused[prefix] = reason
+            reason = why_not_merged(has)
+            if reason:
+                self.refused[f"{prefix}{GATE}"] = reason
                 continue
             for suffix in ("weight", "bias"):
-                pair = [self.source.tensors.get(f"{p}.{suffix}") for p in (prefix, prefix.replace(_GATE, _UP))]
-                if pair[0] is not None and pair[1] is not None:
-                    self._halves[f"{prefix.replace(_GATE, _MERGED)}.{suffix}"] = (pair[0], pair[1])
-                    gone |= {pair[0].name, pair[1].name}
+                if f"{GATE}.{suffix}" in has:
+                    pair = has[f"{GATE}.{suffix}"], has[f"{UP}.{suffix}"]
+                    self._halves[f"{prefix}{MERGED}.{suffix}"] = pair
+                    gone |= {half.name for half in pair}
         return gone
-
-    def _hindrance(self, prefix: str, gate: TensorInfo, up: TensorInfo | None) -> str:
-        if up is None:
-            return "there is no ffn_up_exps"
-        if (gate.type, gate.shape) != (up.type, up.shape):
-            return f"gate is {gate.type.name} {list(gate.shape)}, up {up.type.name} {list(up.shape)}"
-        has = self.source.tensors
-        if any(f"{p}.scale" in has for p in (prefix, prefix.replace(_GATE, _UP))):
-            return "its halves have a .scale"
-        if (f"{prefix}.bias" in has) != (f"{prefix.replace(_GATE, _UP)}.bias" in has):
-            return "only one of gate and up has a bias"
-        return ""
 
     def _info(self, merged: str) -> TensorInfo:
         gate, up = self._halves[merged]

@@ -8,7 +8,7 @@ numbers:
     absorbed   q . K_h c = K_h^T q . c, so k_b (K_h^T) multiplies the query and the cache holds [c, p] alone, once for
                all heads; attention's result is a mixture of latent rows, and v_b makes values of it.
 
-Which one a model has, its metadata say (``key_length_mla``), as in llama.cpp b11434 src/models/deepseek2.cpp.
+The metadata say which form a model has (``key_length_mla``), as in llama.cpp b11434 src/models/deepseek2.cpp.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def latents(
 
 
 def absorbed(b: Builder, heads: Heads, q: Value, latent: Value, k_rope: Value, scale: float) -> Value:
-    """Queries go to the latent rows: one key-value head, whose values are the first columns of its keys."""
+    """Attend to the latent rows: one key-value head, whose values are the first columns of its keys."""
     plain = per_head(b, b.take(q, "q_nope", heads.n * heads.nope, 0, heads.k), "attn_k_b", heads.n, heads.rank)
     rotated = b.take(q, "q_rope", heads.n * heads.n_rot, heads.nope, heads.k)
     width = heads.rank + heads.n_rot
@@ -126,7 +126,7 @@ def absorbed(b: Builder, heads: Heads, q: Value, latent: Value, k_rope: Value, s
 
 
 def expanded(b: Builder, heads: Heads, q: Value, latent: Value, k_rope: Value, scale: float) -> Value:
-    """Every head gets its key and value out of the latent row; then it is attention as usual."""
+    """Expand the latent row to a key and a value for every head; then attend as usual."""
     period = heads.nope + heads.v
     kv = fitting(b, project(b, latent, "attn_kv_b"), heads.n * period)
     k_nope = b.take(kv, "k_nope", heads.n * heads.nope, 0, period)
@@ -137,7 +137,7 @@ def expanded(b: Builder, heads: Heads, q: Value, latent: Value, k_rope: Value, s
 
 
 def by_position(b: Builder, q: Value) -> Value:
-    """Let queries grow with the position, where the metadata has ``attention.temperature_scale`` (Mistral)."""
+    """Scale queries by the position, where the metadata has ``attention.temperature_scale`` (Mistral)."""
     alpha = b.h.float("attention.temperature_scale", 0.0)
     if not alpha:
         return q
@@ -182,7 +182,7 @@ def join(b: Builder, name: str, first: Value, second: Value, period_a: int, peri
 
 
 def fitting(b: Builder, x: Value, width: int) -> Value:
-    """Return x; FormatError if it has not the width that the metadata promise."""
+    """Return x; FormatError if its width is not that of the metadata."""
     if x.width != width:
         raise FormatError(
             f"{b.source.paths[0]}: {x.name} has {x.width} columns, by the metadata {width}: the shapes of this model "

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.formats.gguf import GGUFFile
-from quantkit.kernels.cpu.unpack import has_unpacker
+from quantkit.kernels.formats import has_decoder
 from quantkit.model.builder import Builder
 from quantkit.model.check import check_graph
 from quantkit.model.graph import add_layer
@@ -67,7 +67,7 @@ def build_nextn(source: GGUFFile, n_ctx: int = 0) -> Graph:
     logits = b.mul_mat(head, "nextn.shared_head_head" if own_head else tied, out="nextn_logits")
     _check_all_used(b, f"blk.{layers[0]}.")
     graph = Graph(tuple(b.ops), logits, tuple(b.caches), tuple(b.states), (h,))
-    check_graph(graph, has_unpacker)
+    check_graph(graph, has_decoder)
     return graph
 
 

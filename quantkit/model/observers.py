@@ -1,16 +1,16 @@
-"""Operations that look on, put into a graph: what an importance matrix, a covariance, a similarity are made of.
+"""Adds observing operations to a graph: the statistics of importance matrices, covariances and similarities.
 
-    every_token     the last layer goes on with all tokens, as the others do, and not only with those whose logits count
-    fewest_rows     but with no more of them than somebody looks at
-    observe         the sums of squares of every weight's input; what reads one value shares one accumulator
-    similarity      the cosine of what goes into and comes out of every layer, its attention, its feed-forward part
-    covariances     x x^T of the inputs that are asked for
+    every_token     the last layer keeps all tokens, as the others do, not only those whose logits are wanted
+    fewest_rows     and drops those that no operation observes
+    observe         the sums of squares of every weight's input; weights of one input share an accumulator
+    similarity      the cosine of input and output of every layer, its attention, its feed-forward part
+    covariances     x x^T of chosen inputs
 
-They add operations and change none, so that the logits stay what they are.
+They add operations and change none, so the logits stay the same.
 
 Latent attention (MLA) has two forms, and a file's weights may be quantized for either, so the inputs of attn_kv_b (the
 latent row), attn_k_b (the queries' columns that do not rotate, by head) and attn_v_b (the mixture of latent rows that
-a head attends to) are recorded whichever of them the file has. In the expanded form that mixture is computed for the
+a head attends to) are recorded whichever form the file has. In the expanded form that mixture is computed for the
 statistics alone, by a second attention whose values are the latent rows; its cache takes n_head * kv_lora_rank values
 a token and layer.
 """
@@ -22,48 +22,17 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from quantkit.errors import RecipeError
-from quantkit.model.ops import (
-    Activate,
-    Add,
-    Attention,
-    Cache,
-    CacheWrite,
-    Clamp,
-    Combine,
-    CountUp,
-    Covariance,
-    Glu,
-    Graph,
-    Join,
-    MulMat,
-    MulMatHeads,
-    MulMatId,
-    MulMats,
-    MultiplyBy,
-    Norm,
-    Observe,
-    Op,
-    Repeat,
-    Route,
-    Scale,
-    SelectOutputs,
-    Similarity,
-    Softcap,
-    SumColumns,
-    Take,
-    UpGate,
-    UpGateId,
-    Value,
-)
+from quantkit.model import ops
+from quantkit.model.ops import Cache, Graph, Op, Value
 
 #: Prefix of accumulators of --all-experts: every token through every expert.
 ALL_EXPERTS = "all experts: "
-#: Experts that are computed together for these.
+#: Experts computed together for these.
 _GROUP = 8
-#: Operations that compute a row of a row: not by position, nor from row to row, nor into something that is kept.
+#: Operations that compute each row from one row: no positions, no other rows, no caches or states.
 _BY_ROW = (
-    *(Activate, Add, Clamp, Combine, Glu, Join, MulMat, MulMatHeads, MulMatId),
-    *(MultiplyBy, Norm, Repeat, Route, Scale, Softcap, Take),
+    *(ops.Activate, ops.Add, ops.Clamp, ops.Combine, ops.Glu, ops.Join, ops.MulMat, ops.MulMatHeads, ops.MulMatId),
+    *(ops.MultiplyBy, ops.Norm, ops.Repeat, ops.Route, ops.Scale, ops.Softcap, ops.Take),
 )
 
 _KV_B, _K_B, _V_B = "attn_kv_b.weight", "attn_k_b.weight", "attn_v_b.weight"
@@ -73,7 +42,7 @@ _KV_B, _K_B, _V_B = "attn_kv_b.weight", "attn_k_b.weight", "attn_v_b.weight"
 class Input:
     """A value that weights multiply: by expert if there are ids, by head if ``heads`` stand side by side in a row.
 
-    n_mat: experts or heads, else 1. ``at`` is the operation before which it is there: the first that reads it.
+    n_mat: experts or heads, else 1. ``at`` is the first operation that reads it.
     """
 
     x: Value
@@ -101,26 +70,26 @@ def every_token(graph: Graph) -> Graph:
             renamed[value] = replace(value, outputs=False) if value.outputs else value
         return renamed[value]
 
-    ops: list[Op] = []
+    listed: list[Op] = []
     last = _output(graph)
     for op in graph.ops:
-        if isinstance(op, SelectOutputs):
+        if isinstance(op, ops.SelectOutputs):
             renamed[op.out] = of_all(op.x)
         elif op is last:
             chosen = Value(f"{last.x.name}_out", last.x.width, last.x.per, True)
-            ops += [SelectOutputs(layer=op.layer, out=chosen, x=of_all(last.x)), replace(last, x=chosen)]
+            listed += [ops.SelectOutputs(layer=op.layer, out=chosen, x=of_all(last.x)), replace(last, x=chosen)]
             # What follows reads logits, which are of outputs only.
             renamed[last.out] = last.out
         elif last.out in renamed:
-            ops.append(op)
+            listed.append(op)
         else:
-            ops.append(_mapped(op, of_all))
-    return replace(graph, ops=tuple(ops))
+            listed.append(_mapped(op, of_all))
+    return replace(graph, ops=tuple(listed))
 
 
-def _output(graph: Graph) -> MulMat:
+def _output(graph: Graph) -> ops.MulMat:
     """Return the multiplication that makes the logits."""
-    return next(op for op in reversed(graph.ops) if isinstance(op, MulMat))
+    return next(op for op in reversed(graph.ops) if isinstance(op, ops.MulMat))
 
 
 def _mapped(op: Op, new: Callable[[Value], Value]) -> Op:
@@ -135,13 +104,13 @@ def _mapped(op: Op, new: Callable[[Value], Value]) -> Op:
 
 
 def fewest_rows(graph: Graph) -> Graph:
-    """Return a graph of ``every_token`` in which what nobody looks at is computed of outputs only, as far as it goes.
+    """Return a graph of ``every_token`` that computes what no operation observes for outputs only, as far as possible.
 
-    It does the least work that shows everything: of the last layer's down projections, for one, only the inputs are
-    of all tokens. Apply it when all operations that look on are there.
+    The last layer's down projections, for one, compute rows of outputs only; their inputs have all tokens. Apply it
+    after all observing operations.
     """
     all_rows = _of_all_rows(graph)
-    ops: list[Op] = []
+    listed: list[Op] = []
     chosen: dict[Value, Value] = {}
 
     def of_outputs(value: Value, layer: int) -> Value:
@@ -149,25 +118,25 @@ def fewest_rows(graph: Graph) -> Graph:
             return chosen.get(value, value)
         if value not in chosen:
             chosen[value] = replace(value, name=f"{value.name}_out", outputs=True)
-            ops.append(SelectOutputs(layer=layer, out=chosen[value], x=value))
+            listed.append(ops.SelectOutputs(layer=layer, out=chosen[value], x=value))
         return chosen[value]
 
     for op in graph.ops:
-        if isinstance(op, SelectOutputs):
+        if isinstance(op, ops.SelectOutputs):
             chosen[op.out] = of_outputs(op.x, op.layer)
         elif not isinstance(op, _BY_ROW) or not all_rows.isdisjoint(op.outputs()):
-            ops.append(op)
+            listed.append(op)
         else:
             chosen.update({v: v if v.outputs else replace(v, outputs=True) for v in op.outputs()})
-            ops.append(_mapped(op, lambda v, op=op: of_outputs(v, op.layer)))  # type: ignore[misc]
-    return replace(graph, ops=tuple(ops))
+            listed.append(_mapped(op, lambda v, op=op: of_outputs(v, op.layer)))  # type: ignore[misc]
+    return replace(graph, ops=tuple(listed))
 
 
 def _of_all_rows(graph: Graph) -> set[Value]:
-    """Return the values whose rows of all tokens somebody looks at, or keeps, or that these are made of."""
+    """Return the values needed for all tokens: observed, kept in a cache or state, or inputs of such values."""
     found: set[Value] = set()
     for op in reversed(graph.ops):
-        if isinstance(op, SelectOutputs):
+        if isinstance(op, ops.SelectOutputs):
             continue
         if not isinstance(op, _BY_ROW) or not found.isdisjoint(op.outputs()):
             found.update(op.inputs())
@@ -177,7 +146,7 @@ def _of_all_rows(graph: Graph) -> set[Value]:
 def up_to_layer(graph: Graph, last: int) -> Graph:
     """Return the graph without the layers after ``last``; its logits are no longer the model's."""
     end = _output(graph).layer
-    outs = {op.layer: op.out for op in graph.ops if isinstance(op, Add) and op.out.name.endswith(".layer_out")}
+    outs = {op.layer: op.out for op in graph.ops if isinstance(op, ops.Add) and op.out.name.endswith(".layer_out")}
     whole, cut_off = outs[max(outs)], outs[last]
     kept = [op for op in graph.ops if op.layer <= last or op.layer >= end]
     return replace(graph, ops=tuple(_mapped(op, lambda v: cut_off if v is whole else v) for op in kept))
@@ -193,15 +162,15 @@ def inputs(graph: Graph, *, process_output: bool = False) -> list[Input]:
     """
     found: dict[tuple[Value, Value | None], Input] = {}
     output = _output(graph)
-    chosen = next((op.x for op in graph.ops if isinstance(op, SelectOutputs) and op.out is output.x), None)
+    chosen = next((op.x for op in graph.ops if isinstance(op, ops.SelectOutputs) and op.out is output.x), None)
     for op in graph.ops:
-        if isinstance(op, MulMats | UpGate | UpGateId):
+        if isinstance(op, ops.MulMats | ops.UpGate | ops.UpGateId):
             raise RecipeError("fused operations do not show what every weight multiplies: observe before fusing")
-        if not isinstance(op, MulMat | MulMatHeads | MulMatId) or (op is output and not process_output):
+        if not isinstance(op, ops.MulMat | ops.MulMatHeads | ops.MulMatId) or (op is output and not process_output):
             continue
         x = chosen if op is output and chosen is not None else op.x
-        ids = op.ids if isinstance(op, MulMatId) else None
-        heads = op.weight.n_matrices if isinstance(op, MulMatHeads) else 1
+        ids = op.ids if isinstance(op, ops.MulMatId) else None
+        heads = op.weight.n_matrices if isinstance(op, ops.MulMatHeads) else 1
         n_mat = op.weight.n_matrices if ids is not None else heads
         known = found.get((x, ids))
         names = (*(known.names if known else ()), op.weight.tensor.name)
@@ -214,7 +183,7 @@ def observe(graph: Graph, *, process_output: bool = False, all_experts: bool = F
 
     Args:
         process_output: also for the output matrix.
-        all_experts: also what every expert would see of every token, in accumulators of their own.
+        all_experts: also the inputs that every expert would have for every token, in accumulators of their own.
         latent: also the other form's inputs of latent attention.
     """
     graph = every_token(graph)
@@ -226,28 +195,30 @@ def observe(graph: Graph, *, process_output: bool = False, all_experts: bool = F
     for item in found:
         # The heads of a weight have one count, as llama-imatrix has it.
         n_mat = 1 if item.ids is None else item.n_mat
-        op = SumColumns(layer=item.at.layer, x=item.x, of=item.names[0], names=item.names, ids=item.ids, n_mat=n_mat)
+        op = ops.SumColumns(
+            layer=item.at.layer, x=item.x, of=item.names[0], names=item.names, ids=item.ids, n_mat=n_mat
+        )
         before.setdefault(id(_place(graph, item)), []).append(op)
-    ops = [each for op in graph.ops for each in (*before.get(id(op), ()), op)]
+    listed = [each for op in graph.ops for each in (*before.get(id(op), ()), op)]
     if all_experts:
-        ops = list(_with_all_experts(ops))
-    return replace(graph, ops=tuple(ops))
+        listed = list(_with_all_experts(listed))
+    return replace(graph, ops=tuple(listed))
 
 
 def _place(graph: Graph, item: Input) -> Op:
-    """Return the operation before which to look: of the output matrix the choice of outputs."""
+    """Return the operation to observe before: for the output matrix the choice of outputs."""
     if item.at is not _output(graph):
         return item.at
-    return next((op for op in graph.ops if isinstance(op, SelectOutputs) and op.out is _output(graph).x), item.at)
+    return next((op for op in graph.ops if isinstance(op, ops.SelectOutputs) and op.out is _output(graph).x), item.at)
 
 
 def observe_hidden(graph: Graph) -> Graph:
-    """Return the graph with Observe of what its output matrix multiplies, of all tokens.
+    """Return the graph with Observe of the input of its output matrix, for all tokens.
 
     The graph is one of ``observe``, or of ``every_token``.
     """
-    found = next(op for op in graph.ops if isinstance(op, SelectOutputs) and op.out is _output(graph).x)
-    look = Observe(layer=found.layer, x=found.x, of=found.x.name)
+    found = next(op for op in graph.ops if isinstance(op, ops.SelectOutputs) and op.out is _output(graph).x)
+    look = ops.Observe(layer=found.layer, x=found.x, of=found.x.name)
     return replace(graph, ops=tuple(each for op in graph.ops for each in ((look, op) if op is found else (op,))))
 
 
@@ -259,28 +230,28 @@ def with_latent(graph: Graph, layers: Collection[int] | None = None) -> tuple[Gr
 
     layers: only of these; None: of all.
     """
-    ops: list[Op] = []
+    listed: list[Op] = []
     found: list[Input] = []
     caches = list(graph.caches)
-    latents = {op.layer: op.x for op in graph.ops if isinstance(op, MulMat) and _KV_B in op.weight.tensor.name}
-    keys: dict[int, Join] = {}
+    latents = {op.layer: op.x for op in graph.ops if isinstance(op, ops.MulMat) and _KV_B in op.weight.tensor.name}
+    keys: dict[int, ops.Join] = {}
     for op in graph.ops:
         wanted = layers is None or op.layer in layers
-        if isinstance(op, Join) and op.out.name.endswith((".k", ".k_latent")):
+        if isinstance(op, ops.Join) and op.out.name.endswith((".k", ".k_latent")):
             keys[op.layer] = op
             if wanted and op.out.name.endswith(".k_latent"):
                 found.append(_other(op, op.a, _KV_B, 1))
-        if wanted and isinstance(op, Attention) and op.layer in latents and op.layer in keys:
+        if wanted and isinstance(op, ops.Attention) and op.layer in latents and op.layer in keys:
             more, cache, seen = _expanded(op, keys[op.layer], latents[op.layer])
-            ops += more
+            listed += more
             found += seen
             caches.append(cache)
-        ops.append(op)
-    return replace(graph, ops=tuple(ops), caches=tuple(caches)), found
+        listed.append(op)
+    return replace(graph, ops=tuple(listed), caches=tuple(caches)), found
 
 
-def _expanded(op: Attention, keys: Join, latent: Value) -> tuple[list[Op], Cache, list[Input]]:
-    """Return what makes the inputs of k_b and v_b where kv_b expands the latent rows, and these inputs."""
+def _expanded(op: ops.Attention, keys: ops.Join, latent: Value) -> tuple[list[Op], Cache, list[Input]]:
+    """Return operations that make the inputs of k_b and v_b where kv_b expands the latent rows, and these inputs."""
     layer, n, nope = op.layer, op.n_head, keys.period_a
     rank = latent.width
     q_nope = Value(f"{layer}.q_nope_seen", n * nope)
@@ -290,10 +261,10 @@ def _expanded(op: Attention, keys: Join, latent: Value) -> tuple[list[Op], Cache
     cache = Cache(f"cache_{layer}_latent", n * op.head_k, n * rank)
     attention = replace(op, out=mixed, cache=cache, n_head_kv=n, head_v=rank)
     made = [
-        Take(layer=layer, out=q_nope, x=op.q, start=0, period=op.head_k),
-        Join(layer=layer, out=both, a=keys.out, b=latent, period_a=op.head_k, period_b=rank),
-        Take(layer=layer, out=rows, x=both, start=op.head_k, period=op.head_k + rank),
-        CacheWrite(layer=layer, cache=cache, k=keys.out, v=rows),
+        ops.Take(layer=layer, out=q_nope, x=op.q, start=0, period=op.head_k),
+        ops.Join(layer=layer, out=both, a=keys.out, b=latent, period_a=op.head_k, period_b=rank),
+        ops.Take(layer=layer, out=rows, x=both, start=op.head_k, period=op.head_k + rank),
+        ops.CacheWrite(layer=layer, cache=cache, k=keys.out, v=rows),
         attention,
     ]
     return made, cache, [_other(op, q_nope, _K_B, n), _other(op, mixed, _V_B, n)]
@@ -306,26 +277,26 @@ def _other(at: Op, x: Value, name: str, heads: int) -> Input:
 # ---------------------------------------------------------------- all experts
 
 
-def _with_all_experts(ops: Sequence[Op]) -> Iterator[Op]:
+def _with_all_experts(listed: Sequence[Op]) -> Iterator[Op]:
     """Add, after every layer's down projection, that of all experts for every token, for the statistics alone."""
-    made_by = {value: op for op in ops for value in op.outputs()}
-    for op in ops:
+    made_by = {value: op for op in listed for value in op.outputs()}
+    for op in listed:
         yield op
-        if isinstance(op, MulMatId) and isinstance(made_by.get(op.x), Glu | Activate):
+        if isinstance(op, ops.MulMatId) and isinstance(made_by.get(op.x), ops.Glu | ops.Activate):
             route = made_by.get(op.ids)
-            if isinstance(route, Route):
+            if isinstance(route, ops.Route):
                 yield from _down_of_all(op, route, made_by)
 
 
-def _down_of_all(down: MulMatId, route: Route, made_by: Mapping[Value, Op]) -> Iterator[Op]:
+def _down_of_all(down: ops.MulMatId, route: ops.Route, made_by: Mapping[Value, Op]) -> Iterator[Op]:
     chain = _between(down.x, down.ids, made_by)
     n_expert, name = down.weight.n_matrices, down.weight.tensor.name
-    first = next(op for op in chain if isinstance(op, MulMatId))
-    names = tuple(op.weight.tensor.name for op in chain if isinstance(op, MulMatId))
+    first = next(op for op in chain if isinstance(op, ops.MulMatId))
+    names = tuple(op.weight.tensor.name for op in chain if isinstance(op, ops.MulMatId))
     repeat = made_by.get(first.x)
-    weighted = repeat if isinstance(repeat, Repeat) else None
+    weighted = repeat if isinstance(repeat, ops.Repeat) else None
     if weighted is None:
-        yield SumColumns(layer=down.layer, x=first.x, of=ALL_EXPERTS + names[0], names=names)
+        yield ops.SumColumns(layer=down.layer, x=first.x, of=ALL_EXPERTS + names[0], names=names)
         every = None
     else:
         every = _route_to_all(route, first)
@@ -337,18 +308,18 @@ def _down_of_all(down: MulMatId, route: Route, made_by: Mapping[Value, Op]) -> I
             yield from _weighted_group(every, weighted, new(down.ids), new(first.x), start)
             yield _sum_of_all(down, new(first.x), new(down.ids), names)
         else:
-            yield CountUp(layer=down.layer, out=new(down.ids), like=first.x, first=start)
+            yield ops.CountUp(layer=down.layer, out=new(down.ids), like=first.x, first=start)
         for op in chain:
             yield _mapped(op, new)
         yield _sum_of_all(down, new(down.x), new(down.ids), (name,))
 
 
-def _sum_of_all(down: MulMatId, x: Value, ids: Value, names: tuple[str, ...]) -> SumColumns:
+def _sum_of_all(down: ops.MulMatId, x: Value, ids: Value, names: tuple[str, ...]) -> ops.SumColumns:
     n_mat = down.weight.n_matrices
-    return SumColumns(layer=down.layer, x=x, of=ALL_EXPERTS + names[0], names=names, ids=ids, n_mat=n_mat)
+    return ops.SumColumns(layer=down.layer, x=x, of=ALL_EXPERTS + names[0], names=names, ids=ids, n_mat=n_mat)
 
 
-def _route_to_all(route: Route, first: MulMatId) -> Route:
+def _route_to_all(route: ops.Route, first: ops.MulMatId) -> ops.Route:
     """Return the router's weights for all experts, where they weigh the inputs (Llama 4).
 
     Each has one of its own, the sigmoid of its logit, chosen or not; where those of the chosen ones are made to add up
@@ -364,14 +335,14 @@ def _route_to_all(route: Route, first: MulMatId) -> Route:
     return replace(route, ids=ids, weights=weights, routing=replace(r, n_used=r.n_expert, n_group=1, n_group_used=1))
 
 
-def _weighted_group(every: Route, repeat: Repeat, ids: Value, x: Value, start: int) -> list[Op]:
+def _weighted_group(every: ops.Route, repeat: ops.Repeat, ids: Value, x: Value, start: int) -> list[Op]:
     """Return what makes the inputs x of some experts ids: of every token the start-th best and those after it."""
     n, layer = every.ids.width, repeat.layer
     weights = Value(f"{every.weights.name}_{start}", ids.width, 1, ids.outputs)
     return [
-        Take(layer=layer, out=ids, x=every.ids, start=start, period=n),
-        Take(layer=layer, out=weights, x=every.weights, start=start, period=n),
-        Repeat(layer=layer, out=x, x=repeat.x, weights=weights),
+        ops.Take(layer=layer, out=ids, x=every.ids, start=start, period=n),
+        ops.Take(layer=layer, out=weights, x=every.weights, start=start, period=n),
+        ops.Repeat(layer=layer, out=x, x=repeat.x, weights=weights),
     ]
 
 
@@ -385,9 +356,9 @@ def _in_group(ids: Value, own: Collection[Value], start: int, width: int) -> Cal
 def _between(value: Value, ids: Value, made_by: Mapping[Value, Op]) -> list[Op]:
     """Return the operations of experts that make ``value``, in order."""
     op = made_by.get(value)
-    if isinstance(op, MulMatId) and op.ids is ids:
+    if isinstance(op, ops.MulMatId) and op.ids is ids:
         return [op]
-    if not isinstance(op, Glu | Activate):
+    if not isinstance(op, ops.Glu | ops.Activate):
         return []
     chain: list[Op] = []
     for part in op.inputs():
@@ -401,32 +372,32 @@ def _between(value: Value, ids: Value, made_by: Mapping[Value, Op]) -> list[Op]:
 def similarity(graph: Graph) -> Graph:
     """Return the graph with a Similarity for every layer ("layer N"), its attention and its feed-forward part."""
     graph = every_token(graph)
-    ops: list[Op] = []
-    x: Value | None = None  # what the current layer takes
+    listed: list[Op] = []
+    x: Value | None = None  # the input of the current layer
     middle: Value | None = None
     attended: dict[int, Value] = {}
     for op in graph.ops:
-        ops.append(op)
-        if not isinstance(op, Add):
+        listed.append(op)
+        if not isinstance(op, ops.Add):
             x = op.outputs()[0] if x is None and op.outputs() else x
             continue
         assert x is not None
         kind = op.out.name.partition(".")[2]
         if kind == "attn_residual":
             middle = op.out
-            ops.append(Similarity(layer=op.layer, a=x, b=middle, of=f"attention {op.layer}"))
+            listed.append(ops.Similarity(layer=op.layer, a=x, b=middle, of=f"attention {op.layer}"))
         elif kind == "ffn_residual":  # attention and feed-forward part side by side
-            ops.append(Similarity(layer=op.layer, a=x, b=op.out, of=f"feed-forward {op.layer}"))
+            listed.append(ops.Similarity(layer=op.layer, a=x, b=op.out, of=f"feed-forward {op.layer}"))
         elif kind == "layer_out":
             if middle is not None:
-                ops.append(Similarity(layer=op.layer, a=middle, b=op.out, of=f"feed-forward {op.layer}"))
+                listed.append(ops.Similarity(layer=op.layer, a=middle, b=op.out, of=f"feed-forward {op.layer}"))
             else:
                 attended[op.layer] = Value(f"{op.layer}.attn_residual", op.out.width)
-                ops.append(Add(layer=op.layer, out=attended[op.layer], a=x, b=op.b))
-                ops.append(Similarity(layer=op.layer, a=x, b=attended[op.layer], of=f"attention {op.layer}"))
-            ops.append(Similarity(layer=op.layer, a=x, b=op.out, of=f"layer {op.layer}"))
+                listed.append(ops.Add(layer=op.layer, out=attended[op.layer], a=x, b=op.b))
+                listed.append(ops.Similarity(layer=op.layer, a=x, b=attended[op.layer], of=f"attention {op.layer}"))
+            listed.append(ops.Similarity(layer=op.layer, a=x, b=op.out, of=f"layer {op.layer}"))
             x, middle = op.out, None
-    return replace(graph, ops=tuple(ops))
+    return replace(graph, ops=tuple(listed))
 
 
 # ---------------------------------------------------------------- covariances
@@ -434,19 +405,14 @@ def similarity(graph: Graph) -> Graph:
 
 @dataclass(frozen=True)
 class Wanted:
-    """An input whose covariance is to be recorded, of experts or heads first ... end if it has any."""
+    """An input whose covariance is recorded, of experts or heads first ... end if it has any."""
 
     of: str
     experts: tuple[int, int]
 
 
 def covariances(
-    graph: Graph,
-    wanted: Iterable[Wanted],
-    *,
-    process_output: bool = False,
-    plain: bool = True,
-    weighted: bool = True,
+    graph: Graph, wanted: Iterable[Wanted], *, process_output: bool = False, plain: bool = True, weighted: bool = True
 ) -> Graph:
     """Return the graph with Covariance for the inputs ``wanted`` (by the first of their weights' names), all tokens.
 
@@ -463,9 +429,9 @@ def covariances(
     if others := {int(of.split(".")[1]) for of in chosen.keys() - {item.names[0] for item in found}}:
         graph, more = with_latent(graph, others)
         found += more
-    weights = {op.ids: op.weights for op in graph.ops if isinstance(op, Route)}
-    # Where inputs are weighted (Llama 4), they are so already.
-    repeated = {op.weights for op in graph.ops if isinstance(op, Repeat)}
+    weights = {op.ids: op.weights for op in graph.ops if isinstance(op, ops.Route)}
+    # Inputs that are weighted (Llama 4) already include the weights.
+    repeated = {op.weights for op in graph.ops if isinstance(op, ops.Repeat)}
     before: dict[int, list[Op]] = {}
     for item in found:
         routed = weights.get(item.ids) if item.ids is not None and weighted else None
@@ -476,8 +442,8 @@ def covariances(
     return replace(graph, ops=tuple(each for op in graph.ops for each in (*before.get(id(op), ()), op)))
 
 
-def _covariance(item: Input, wanted: Wanted, routed: Value | None, plain: bool) -> Covariance:
-    return Covariance(
+def _covariance(item: Input, wanted: Wanted, routed: Value | None, plain: bool) -> ops.Covariance:
+    return ops.Covariance(
         layer=item.at.layer,
         x=item.x,
         of=f"{wanted.of} {wanted.experts[0]}",

@@ -1,4 +1,4 @@
-"""The operations of a forward pass: what graph.py says and every backend understands.
+"""The operations of a forward pass: graph.py lists them, every backend runs them.
 
 A forward pass is a flat list of these. Values are float32 [rows, width], one row per token; after SelectOutputs one row
 per token whose logits are wanted; rows of expert work are [tokens * n_used, width], the experts of a token side by
@@ -6,14 +6,14 @@ side. A value is written by exactly one operation. What each computes is written
 
     weights      Matrix    a GGUF tensor, or some of its rows (a half of merged gate and up)
     activations  Value     width, rows per token
-    memory       Cache     keys and values of one layer; State: what a recurrent layer remembers of a sequence
+    memory       Cache     keys and values of one layer; State: what a recurrent layer keeps of a sequence
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, dataclass_transform
 
 from quantkit.formats.gguf import TensorInfo
 from quantkit.kernels.parameters import Activation, RopeConfig, Routing
@@ -87,8 +87,15 @@ class State:
     width: int
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Op:
+@dataclass_transform(kw_only_default=True, frozen_default=True, eq_default=False)
+class _Frozen:
+    """What makes every class of operations a dataclass: frozen, by keywords only, equal to nothing but itself."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, eq=False, kw_only=True)(cls)
+
+
+class Op(_Frozen):
     """An operation. ``layer`` is for placement and streaming: -1 before the first, n_layer after the last."""
 
     #: The fields whose values it writes; it reads all others.
@@ -105,8 +112,13 @@ class Op:
         return tuple(part for name, part in self._parts() if name not in self.WRITES and isinstance(part, Value))
 
     def matrices(self) -> tuple[Matrix, ...]:
-        """Return the weights it reads, biases and scales included."""
-        return tuple(part for _, part in self._parts() if isinstance(part, Matrix))
+        """Return the weights it reads, biases and scales included, and those of operations it is fused from."""
+        return tuple(
+            matrix
+            for _, part in self._parts()
+            if isinstance(part, Matrix | Op)
+            for matrix in ((part,) if isinstance(part, Matrix) else part.matrices())
+        )
 
     def _parts(self) -> Iterator[tuple[str, object]]:
         for f in fields(self):
@@ -115,10 +127,22 @@ class Op:
                 yield f.name, item
 
 
+class _Map(Op):
+    """What an operation of one value has."""
+
+    out: Value
+    x: Value
+
+
+class _Sink(Op):
+    """What writes no value."""
+
+    WRITES: ClassVar[tuple[str, ...]] = ()
+
+
 # ---------------------------------------------------------------- embeddings and element by element
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class Embed(Op):
     """out = scale * the rows of ``weight`` that the tokens name."""
 
@@ -127,15 +151,10 @@ class Embed(Op):
     scale: float = 1.0
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class SelectOutputs(Op):
+class SelectOutputs(_Map):
     """out = the rows of x whose logits are wanted."""
 
-    out: Value
-    x: Value
 
-
-@dataclass(frozen=True, eq=False, kw_only=True)
 class Add(Op):
     """out = a + b"""
 
@@ -144,64 +163,46 @@ class Add(Op):
     b: Value
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Scale(Op):
+class Scale(_Map):
     """out = factor * x"""
 
-    out: Value
-    x: Value
     factor: float
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ScaleByPosition(Op):
+class ScaleByPosition(_Map):
     """out = x * (1 + alpha * log(1 + floor((position + offset) / floor_scale))): Llama 4, Mistral 3."""
 
-    out: Value
-    x: Value
     floor_scale: int
     alpha: float
     offset: float = 0.0
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class MultiplyBy(Op):
+class MultiplyBy(_Map):
     """out = x * vector (or x + vector): an f32 vector of x's width, or whose length divides it."""
 
-    out: Value
-    x: Value
     vector: Matrix
     add: bool = False
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Softcap(Op):
+class Softcap(_Map):
     """out = cap * tanh(x / cap)"""
 
-    out: Value
-    x: Value
     cap: float
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Clamp(Op):
+class Clamp(_Map):
     """out = x clamped to +- limit"""
 
-    out: Value
-    x: Value
     limit: float
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Norm(Op):
+class Norm(_Map):
     """Normalize every group of columns by itself (a head, or the row); kind ``rms``, ``layer`` or ``l2``, which is
     x / sqrt(sum of squares + eps).
 
     weight and bias repeat if they are shorter than a row.
     """
 
-    out: Value
-    x: Value
     weight: Matrix | None
     bias: Matrix | None = None
     eps: float
@@ -209,7 +210,6 @@ class Norm(Op):
     group: int
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class Glu(Op):
     """out = activation(gate) * up. Without up, gate's row holds both: the gate first. A narrower gate repeats:
     every element of it gates up.width / gate.width columns side by side."""
@@ -220,26 +220,19 @@ class Glu(Op):
     activation: Activation
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Activate(Op):
+class Activate(_Map):
     """out = activation(x)"""
 
-    out: Value
-    x: Value
     activation: Activation
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Take(Op):
+class Take(_Map):
     """Of every ``period`` columns of x, those from ``start``; as many as make up out's width."""
 
-    out: Value
-    x: Value
     start: int
     period: int
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class Join(Op):
     """Columns of a and b by turns, period_a of a, then period_b of b; a narrower b repeats from its beginning."""
 
@@ -253,23 +246,17 @@ class Join(Op):
 # ---------------------------------------------------------------- matrices
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Product(Op):
+class _Product(_Map):
     """What multiplying by a weight takes, dense or by expert."""
 
-    out: Value
-    x: Value
     weight: Matrix
     bias: Matrix | None = None
     scale: Matrix | None = None
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Gated(Op):
+class _Gated(_Map):
     """What fused gate, up and activation take, dense or by expert."""
 
-    out: Value
-    x: Value
     up: Matrix
     gate: Matrix
     up_bias: Matrix | None = None
@@ -279,12 +266,10 @@ class _Gated(Op):
     activation: Activation
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class MulMat(_Product):
     """out = scale * (weight x) + bias; scale is a tensor of one value (the ``.scale`` tensors)."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class MulMats(Op):
     """Several MulMats of one x in one pass: q, k and v."""
 
@@ -297,19 +282,15 @@ class MulMats(Op):
     scales: tuple[Matrix | None, ...]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class MulMatHeads(Op):
+class MulMatHeads(_Map):
     """Every head by its own matrix: columns h * n_in ... of x to columns h * n_out ... of out (MLA: k_b, v_b).
 
     weight: [n_in, n_out, heads]; of one head in two dimensions.
     """
 
-    out: Value
-    x: Value
     weight: Matrix
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class UpGate(_Gated):
     """out = activation(gate x) * (up x), fused: x is quantized once, gate and up never reach memory."""
 
@@ -317,7 +298,6 @@ class UpGate(_Gated):
 # ---------------------------------------------------------------- experts
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class Route(Op):
     """Choose experts: ids int32 [tokens, n_used] and their weights [tokens, n_used], from the router's logits.
 
@@ -333,14 +313,12 @@ class Route(Op):
     routing: Routing
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class MulMatId(_Product):
     """out row (t, j) = scale[e] * (weight[e] x) + bias[e], e = ids[t, j]; x has one row a token, or one per (t, j)."""
 
     ids: Value
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class UpGateId(_Gated):
     """out row (t, j) = activation(gate[e] x) * (up[e] x), fused: experts looked up once, x quantized once.
 
@@ -350,28 +328,21 @@ class UpGateId(_Gated):
     ids: Value
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Repeat(Op):
+class Repeat(_Map):
     """out row (t, j) = x row t * weights[t, j]: experts whose input is weighted (Llama 4)."""
 
-    out: Value
-    x: Value
     weights: Value
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Combine(Op):
+class Combine(_Map):
     """out row t = sum over j of weights[t, j] * x row (t, j), in the order of j; without weights the plain sum."""
 
-    out: Value
-    x: Value
     weights: Value | None
 
 
 # ---------------------------------------------------------------- attention
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class RopeTable(Op):
     """out[t] = cos, sin, cos, sin, ... of n_rot / 2 angles at the token's position, attn_factor included."""
 
@@ -380,30 +351,23 @@ class RopeTable(Op):
     factors: Matrix | None = None
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Rope(Op):
+class Rope(_Map):
     """Turn columns start ... start + n_rot of every head (``head`` columns each) by the angles of the table."""
 
-    out: Value
-    x: Value
     table: Value
     config: RopeConfig
     head: int
     start: int = 0
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class CacheWrite(Op):
+class CacheWrite(_Sink):
     """Keep the keys and values of these tokens, at their positions, in the cache's type."""
-
-    WRITES: ClassVar[tuple[str, ...]] = ()
 
     cache: Cache
     k: Value
     v: Value | None
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class Attention(Op):
     """Causal attention of q over the cache, as far as this token's sequence goes, its own position included.
 
@@ -432,20 +396,16 @@ class Attention(Op):
 # ---------------------------------------------------------------- recurrent layers
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Convolve(Op):
+class Convolve(_Map):
     """Causal convolution along the sequence, every column by itself: out[t] = sum over i of w[i] x[t - n + 1 + i].
 
     weight: [n, width], f32; the state holds the last n - 1 rows of the sequence.
     """
 
-    out: Value
-    x: Value
     weight: Matrix
     state: State
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class DeltaNet(Op):
     """Gated delta rule, token by token: S = exp(g) S; S += k (beta (v - S^T k))^T; out = S^T (q * scale).
 
@@ -466,68 +426,53 @@ class DeltaNet(Op):
     tiled: bool = False
 
 
-# ---------------------------------------------------------------- looking on
+# ---------------------------------------------------------------- observers
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Observe(Op):
-    """Show x to the run's observer of that name (a tensor's name, for the input of its mat-mul), ids with it."""
-
-    WRITES: ClassVar[tuple[str, ...]] = ()
+class _Observer(_Sink):
+    """What looks at one value: ``of`` names who wants it, ``ids`` the experts of its rows."""
 
     x: Value
     of: str
     ids: Value | None = None
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class SumColumns(Op):
+class Observe(_Observer):
+    """Show x to the run's observer of that name (a tensor's name, for the input of its mat-mul), ids with it."""
+
+
+class SumColumns(_Observer):
     """Add up x^2 and x of every column, by expert if there are ids, into the accumulator ``of``, run after run.
 
     names: the weights whose input this is. x has one row a token, or one per (t, j), as in MulMatId.
     """
 
-    WRITES: ClassVar[tuple[str, ...]] = ()
-
-    x: Value
-    of: str
     names: tuple[str, ...]
-    ids: Value | None = None
     n_mat: int = 1
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Covariance(Op):
+class Covariance(_Observer):
     """Add up x x^T of all rows into the accumulator ``of``; by expert, of ``experts`` first ... end, if there are ids.
 
     weights, one value per (t, j): every row also counts with its square (``weighted``), or only so (not ``plain``).
     heads: as many inputs stand side by side in a row of x (MulMatHeads); ``experts`` then counts these.
     """
 
-    WRITES: ClassVar[tuple[str, ...]] = ()
-
-    x: Value
-    of: str
     names: tuple[str, ...]
-    ids: Value | None = None
     weights: Value | None = None
     experts: tuple[int, int] = (0, 1)
     plain: bool = True
     heads: int = 1
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Similarity(Op):
+class Similarity(_Sink):
     """Add up the cosine of a's and b's row of every token into the accumulator ``of``."""
-
-    WRITES: ClassVar[tuple[str, ...]] = ()
 
     a: Value
     b: Value
     of: str
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class CountUp(Op):
     """out, integer: first, first + 1, ... in every row: every token goes through these experts (statistics only)."""
 

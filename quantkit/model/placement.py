@@ -1,37 +1,27 @@
 """Where every operation runs: ``--backend``, ``-ngl`` and ``-ot`` give each a device; the list is cut into segments.
 
 A tensor lies where the first ``-ot`` rule that matches its name says, else where its layer lies: the last ``-ngl``
-layers (the output counts as one) on accelerators, an equal share on each in order, the rest on the CPU. An operation
+layers (the output counts as one) on accelerators, split evenly in order, the rest on the CPU. An operation
 runs where its weights lie; one without weights where its first input was made, so that values travel only when they
 must; attention and recurrent layers, which own memory, and the choice of outputs run where their layer lies.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from quantkit.errors import RecipeError, ResourceError
-from quantkit.model.ops import (
-    Attention,
-    CacheWrite,
-    Convolve,
-    DeltaNet,
-    Graph,
-    MultiplyBy,
-    Op,
-    RopeTable,
-    Route,
-    SelectOutputs,
-    Value,
-)
+from quantkit.model import ops
+from quantkit.model.ops import Graph, Op, Value
+from quantkit.patterns import Pattern
 
-#: Operations that own memory of a layer, and what chooses rows for it.
-_OF_LAYER = (Attention, CacheWrite, Convolve, DeltaNet, SelectOutputs)
+#: Operations that own memory of a layer, and the choice of its rows.
+_OF_LAYER = (ops.Attention, ops.CacheWrite, ops.Convolve, ops.DeltaNet, ops.SelectOutputs)
 
 #: Operations whose weights are so small that they go with their input.
-_LIGHT = (MultiplyBy, RopeTable, Route)
+_LIGHT = (ops.MultiplyBy, ops.RopeTable, ops.Route)
 
 
 #: More layers than any model has.
@@ -51,11 +41,11 @@ class Placement:
     embeddings: bool = False
 
     def wanted(self) -> set[str]:
-        """Return the devices that are asked for."""
+        """Return the devices asked for."""
         return {device for _, device in self.rules} | (set(self.accelerators) if self.gpu_layers else set())
 
     def check(self, available: Sequence[str], why: str = "") -> None:
-        """Raise ResourceError if a device is asked for that is not there; why: what is known about the reason."""
+        """Raise ResourceError for a device that does not exist here; why: the reason, if known."""
         missing = sorted(self.wanted() - set(available))
         if missing:
             raise ResourceError(
@@ -65,10 +55,12 @@ class Placement:
 
     def of_tensor(self, name: str, layer: int, n_layer: int) -> str:
         """Return the device of a tensor of a layer."""
-        for pattern, device in self.rules:
-            if re.search(pattern, name):
-                return device
-        return self.of_layer(layer, n_layer)
+        found = (device for pattern, device in self._patterns if pattern.search(name))
+        return next(found, None) or self.of_layer(layer, n_layer)
+
+    @cached_property
+    def _patterns(self) -> tuple[tuple[Pattern, str], ...]:
+        return tuple((Pattern(text, f"-ot {text}={device}"), device) for text, device in self.rules)
 
     def of_layer(self, layer: int, n_layer: int) -> str:
         """Return the device of a layer; n_layer is the output, -1 the embeddings."""
@@ -82,8 +74,8 @@ class Placement:
 def placement_of(backend: str, gpu_layers: int | None, rules: Sequence[str], cuda_devices: Sequence[str]) -> Placement:
     """Return the placement that --backend, -ngl and -ot ask for.
 
-    ``cuda`` takes the whole model, embeddings included, unless -ngl says how many layers; without devices its first
-    one is named all the same, and ``check`` will say what is missing.
+    ``cuda`` takes the whole model, embeddings included, unless -ngl says how many layers; without devices it
+    names the first one anyway, and ``check`` says what is missing.
     """
     cuda = backend == "cuda"
     layers = gpu_layers if gpu_layers is not None else ALL_LAYERS if cuda else 0
@@ -99,10 +91,7 @@ def parse_rules(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
             pattern, equals, device = part.rpartition("=")
             if not equals or not pattern or not device:
                 raise RecipeError(f"-ot {part}: give REGEX=DEVICE, such as '_exps=CPU'")
-            try:
-                re.compile(pattern)
-            except re.error as e:
-                raise RecipeError(f"-ot {part}: {pattern} is no regular expression: {e}") from None
+            Pattern(pattern, f"-ot {part}")  # an error now, not when a tensor is placed
             rules.append((pattern, device.upper()))
     return tuple(rules)
 

@@ -1,28 +1,27 @@
 """Which type each tensor gets, and why.
 
-Every tensor goes through the same questions; the first that answers decides:
+The first of these steps that applies to a tensor decides its type:
 
-    1. kept        integers, vectors, norms, the router, small odd tensors: they stay as they are. Nothing below
-                   reaches them, but for --ffn-gate-inp-type, which opens the router.
-    2. own option  --token-embedding-type, --output-tensor-type, --ffn-gate-inp-type. (One exception, llama.cpp's:
-                   a rule that takes per_layer_token_embd.weight beats --token-embedding-type there.)
-    3. rules       -r/--recipe, --tensor-type, --tensor-type-file, --custom-q, in the order given; first match.
+    1. kept        integers, vectors, norms, the router and some small tensors stay as they are. Nothing below
+                   changes them, except --ffn-gate-inp-type for the router.
+    2. own option  --token-embedding-type, --output-tensor-type, --ffn-gate-inp-type. (One exception, as in
+                   llama.cpp: a rule for per_layer_token_embd.weight beats --token-embedding-type.)
+    3. rules       -r/--recipe, --tensor-type, --tensor-type-file, --custom-q, in the order given; the first match.
     4. class       --attn-{q,k,v,qkv,output}-type, --ffn-{gate,up,down}-type.
-    5. preset      COPY keeps; --pure, a plain type or a float base gives the base type; else the mixture.
+    5. preset      COPY keeps the type; --pure, a plain type or a float gives the base type; else the mixture.
 
-Then, whoever decided, rows that do not divide into blocks get the fallback (--fallback), and interleaved types
-become their plain ones in embeddings and where the rows do not make whole groups.
+Afterwards, in any case, rows that do not divide into blocks get the fallback (--fallback), and interleaved types
+become plain ones in embeddings and where the rows do not divide into groups.
 
-For llama.cpp's presets the result equals llama-quantize b11434's for every tensor, counters and oddities
-included; src/llama-quant.cpp (tensor_allows_quantization, llama_tensor_get_type, tensor_type_fallback) is the
-source of the rules. Where an option has no effect there
-(rules with COPY or a float preset, the class options of ik_llama.cpp), it has one here.
+For llama.cpp's presets the result equals llama-quantize b11434's for every tensor, including counters and oddities;
+the rules are from src/llama-quant.cpp (tensor_allows_quantization, llama_tensor_get_type, tensor_type_fallback).
+Options that have no effect there (rules with COPY or a float preset, the class options of ik_llama.cpp) have one here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from quantkit.errors import TypeNotSupported
@@ -40,12 +39,12 @@ from quantkit.pipeline.facts import (
     why_never,
 )
 from quantkit.pipeline.presets import Place, Preset, Table
-from quantkit.pipeline.recipe import Lint, Rule, decide, lint_rules
+from quantkit.pipeline.recipe import Lint, Rule, and_more, decide, lint_rules
 from quantkit.types import BY_NAME, TensorType, type_by_name
 
 __all__ = [
     "Choice", "Lint", "ModelFacts", "Request", "Rule", "category", "choose_types", "iteration_order", "lint_request",
-    "missing_imatrix", "option_classes",
+    "option_classes",
 ]  # fmt: skip
 
 
@@ -54,7 +53,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asked for: TYPE and the options that bear on types. ``fallback``: "next", "error" or a type."""
+    """What the user asks for: TYPE and the options about types. ``fallback``: "next", "error" or a type."""
 
     preset: Preset
     rules: tuple[Rule, ...] = ()
@@ -77,7 +76,7 @@ class Request:
 
     @property
     def copy(self) -> bool:
-        """True for COPY: tensors that nothing names stay as they are."""
+        """True for COPY: tensors stay as they are, except those that an option or rule names."""
         return self.preset.base is None
 
 
@@ -85,9 +84,9 @@ class Request:
 class Choice:
     """The type one tensor gets, and why.
 
-    ``by`` is who decided: "kept", "option", "rule", "class", "COPY" or "preset". ``fallback_from`` is the type
-    that rows or shape did not allow. ``rule`` is the one that the rules say, whether it decided or not. ``mixed`` are
-    the types of the parts of a tensor that is made of parts of several types; ``source_type`` is then the first.
+    ``by`` is what decided: "kept", "option", "rule", "class", "COPY" or "preset". ``fallback_from`` is the type that
+    the rows or the shape do not allow. ``rule`` is the matching rule, whether it decided or not. ``mixed`` are the
+    types of a tensor's parts if they differ; ``source_type`` is then the first.
     """
 
     name: str
@@ -106,12 +105,12 @@ class Choice:
 
     @property
     def undecided(self) -> bool:
-        """True if everything stays as it is in a tensor of several types, which therefore cannot be one."""
+        """True if parts of different types keep them, so that they cannot become one tensor."""
         return bool(self.mixed) and self.by in ("kept", "COPY")
 
     @property
     def requantized(self) -> bool:
-        """True if values that are quantized already are encoded anew."""
+        """True if quantized values are encoded again."""
         types = self.mixed or (self.source_type,)
         return not self.undecided and any(t.is_quantized and t != self.type for t in types)
 
@@ -121,7 +120,7 @@ class Choice:
         return " and ".join(map(str, self.mixed or (self.source_type,)))
 
 
-#: Fields that a class option reaches, of names like blk.0.FIELD.weight.
+#: FIELD, in names like blk.0.FIELD.weight, and the class options that apply to it.
 _CLASS_OF_FIELD = {
     **{f"attn_{part}": (f"attn_{part}",) for part in ("q", "k", "v", "qkv", "output")},
     **{
@@ -136,7 +135,7 @@ OWN_OPTIONS = ("output_tensor_type", "token_embedding_type", "ffn_gate_inp_type"
 CLASS_OPTIONS = tuple(f"{name}_type" for name in dict.fromkeys(n for names in _CLASS_OF_FIELD.values() for n in names))
 
 
-_BOTH_HALVES = "which takes both halves of the merged tensor"
+_BOTH_HALVES = "which applies to both halves of the merged tensor"
 
 
 def option_name(attribute: str) -> str:
@@ -145,17 +144,17 @@ def option_name(attribute: str) -> str:
 
 
 def option_classes(name: str) -> tuple[str, ...]:
-    """Return the Request options, such as ("attn_q_type",), whose class the tensor ``name`` is of."""
+    """Return the class options of Request, such as ("attn_q_type",), that apply to the tensor ``name``."""
     found = _FIELD.search(name)
     return tuple(f"{c}_type" for c in _CLASS_OF_FIELD.get(found[1], ())) if found else ()
 
 
 def _by_class(request: Request, name: str) -> tuple[TensorType | None, str]:
-    """Return what the class options say: a type and its reason, or None and a remark (mostly empty)."""
+    """Return a type and its reason from the class options, or None and a remark, which is mostly empty."""
     given = {option_name(o): getattr(request, o) for o in option_classes(name) if getattr(request, o) is not None}
     types = set(given.values())
     if len(types) > 1:
-        return None, f"{' and '.join(given)} differ and this tensor holds both, so neither counts; "
+        return None, f"{' and '.join(given)} differ, so neither applies to this merged tensor; "
     half = "" if len(given) == len(option_classes(name)) else f", {_BOTH_HALVES}"
     return (types.pop(), " and ".join(given) + half) if types else (None, "")
 
@@ -169,7 +168,7 @@ _Q8_0_GLM5_NEXT = ("attn_q_a", "attn_q_b", "nextn.eh_proj")
 
 @dataclass(slots=True)
 class _Mixture:
-    """llama.cpp's mixture of one preset, walking through one model: its layer counters are all its state."""
+    """llama.cpp's mixture of one preset, applied tensor by tensor; the layer counters are its only state."""
 
     facts: ModelFacts
     request: Request
@@ -177,7 +176,7 @@ class _Mixture:
     counters: dict[str, int] = field(default_factory=lambda: {"attn_v": 0, "ffn_down": 0, "ffn_gate": 0, "ffn_up": 0})
 
     def choose(self, t: TensorLike) -> tuple[TensorType, str]:
-        """Return the type of the next tensor, and why. Tensors that others decide about must not pass here."""
+        """Return the type of the next tensor, and why; only for tensors that the mixture decides."""
         preset, cat = self.request.preset.name, category(t.name)
         if self.facts.arch == "glm5-next" and any(text in t.name for text in _Q8_0_GLM5_NEXT):
             return BY_NAME["Q8_0"], f"{preset}: never less in glm5-next"
@@ -194,8 +193,8 @@ class _Mixture:
 
     def _output(self, t: TensorLike) -> tuple[TensorType, str]:
         preset = self.request.preset.name
-        what = "output" if self.facts.has_output else "embeddings that are the output, too"
-        if self.request.output_tensor_type is not None:  # only tied embeddings come here with this option
+        what = "output" if self.facts.has_output else "embeddings, which are also the output"
+        if self.request.output_tensor_type is not None:  # only tied embeddings get here with this option
             return self.request.output_tensor_type, "--output-tensor-type, for the tied embeddings"
         if self.facts.arch == "falcon" or preset == "MXFP4_MOE" or t.shape[0] % self.base.block:
             return BY_NAME["Q8_0"], f"{preset}: {what}"
@@ -206,7 +205,7 @@ class _Mixture:
         return BY_NAME["Q6_K"], f"{preset}: {what}"
 
     def _mxfp4_moe(self, t: TensorLike, cat: str) -> tuple[TensorType, str]:
-        # MLA projections have three dimensions too, so bailingmoe3's experts are told by their names.
+        # MLA projections also have three dimensions, so bailingmoe3's experts are recognized by name.
         many = len(t.shape) > 2 and t.shape[2] > 1
         if many and (self.facts.arch != "bailingmoe3" or cat.startswith("ffn_")):
             return BY_NAME["MXFP4"], "MXFP4_MOE: experts"
@@ -215,7 +214,7 @@ class _Mixture:
     def _low_bit(self, t: TensorLike, cat: str) -> tuple[TensorType, str]:
         cat = "attn_v" if cat in ATTN_V_LIKE else cat
         place = self._place(cat)
-        # ffn_down counts tensors here, even where experts make that something else than layers.
+        # ffn_down counts tensors here, even if experts make that differ from layers.
         if cat in ("attn_v", "ffn_down"):
             self.counters[cat] += 1
         return self._from_table(presets.LOW_BIT.get(cat, {}), cat, place)
@@ -258,7 +257,7 @@ class _Mixture:
         return self.base, f"base of {self.request.preset}"
 
     def _place(self, cat: str, name: str | None = None) -> Place:
-        """Return where the next tensor of a category is; with experts the ``name`` tells the layer of an FFN."""
+        """Return the place of the next tensor of a category; with experts, an FFN's layer comes from its ``name``."""
         f = self.facts
         i = self.counters.get(cat, 0)
         if name is not None and f.n_expert > 1 and layer_of(name) >= 0:
@@ -279,13 +278,13 @@ def choose_types(
     """Return the type of every tensor, in the order given, which must be that of iteration_order().
 
     (With --keep-split llama-quantize goes by shard and offset instead: give the tensors in that order.)
-    ``mixed`` names the types of tensors that are made of parts of several types; of those that nothing gives a type,
-    the choice is ``undecided``.
-    Raises TypeNotSupported for sources that may not be requantized, for rows that do not divide under
-    ``fallback="error"``, and for a preset whose mixture is not known here.
+    ``mixed`` are the types of tensors whose parts differ in type; if nothing gives such a tensor a type, its choice is
+    ``undecided``.
+    Raises TypeNotSupported for sources that may not be re-quantized, for rows that do not divide into blocks with
+    ``fallback="error"``, and for a preset whose mixture is unknown.
     """
     if request.preset.mixes and request.preset.trees == "ik":
-        raise TypeNotSupported(f"the mixture of ik_llama.cpp's {request.preset} is not in this version; "
+        raise TypeNotSupported(f"this version lacks the mixture of ik_llama.cpp's {request.preset}; "
                                f"take the preset from preset_by_name()")  # fmt: skip
     base = request.preset.base
     mixture = _Mixture(facts, request, base) if base is not None else None
@@ -312,7 +311,7 @@ def _refuse(what: str, choices: list[Choice], remedy: str) -> None:
 def _choose(
     facts: ModelFacts, t: TensorLike, request: Request, mixture: _Mixture | None, mixed: tuple[TensorType, ...]
 ) -> Choice:
-    """Answer the five questions for one tensor; rows and shapes are _fit()'s."""
+    """Take the five steps for one tensor; _fit() checks rows and shapes."""
     verdict = decide(request.rules, t.name)
     rule = verdict.rule
 
@@ -320,7 +319,7 @@ def _choose(
         return Choice(t.name, t.type, found, reason, by, rule=rule, mixed=mixed)
 
     if (kept := _why_kept(facts, t, request)) is not None:
-        beaten = f"; {rule} does not reach it" if rule is not None and rule.type != t.type else ""
+        beaten = f"; {rule} does not apply" if rule is not None and rule.type != t.type else ""
         return choice(t.type, "kept", f"kept: {kept}{beaten}")
     if (own := _own_option(request, t.name, rule is not None)) is not None:
         return choice(getattr(request, own), "option", option_name(own))
@@ -345,14 +344,14 @@ def _why_kept(facts: ModelFacts, t: TensorLike, request: Request) -> str | None:
     if n_dims(t.shape) < 2:
         return "a vector"
     if ROUTER in t.name and t.name.endswith("weight"):
-        return None if request.ffn_gate_inp_type else "the router (--ffn-gate-inp-type gives it a type)"
+        return None if request.ffn_gate_inp_type else "the router (--ffn-gate-inp-type changes it)"
     if t.name == "output.weight" and request.leave_output_tensor:
         return "--leave-output-tensor"
     return why_never(t.name, facts.arch, request.preset.trees == "ik")
 
 
 def _own_option(request: Request, name: str, has_rule: bool) -> str | None:
-    """Return the option that names this very tensor, if it is given."""
+    """Return the option for this particular tensor, if given."""
     if ROUTER in name:
         return "ffn_gate_inp_type"
     if name == "output.weight" and request.output_tensor_type is not None:
@@ -368,12 +367,12 @@ def _fallback_of(fallback: str) -> TensorType | None:
         return None
     found = type_by_name(fallback)
     if not presets.is_target(found):
-        raise TypeNotSupported(f"--fallback {found}: that is no type for weights")
+        raise TypeNotSupported(f"--fallback {found}: not a type for weights")
     return found
 
 
 def _fit(choice: Choice, t: TensorLike, fallback: TensorType | None) -> Choice:
-    """Replace a type that the tensor's rows or shape do not allow."""
+    """Replace a type that does not fit the tensor's rows or shape."""
     wanted, n = choice.type, t.shape[0]
     if choice.copied:
         return choice
@@ -382,7 +381,7 @@ def _fit(choice: Choice, t: TensorLike, fallback: TensorType | None) -> Choice:
         if n % found.block:
             found = presets.next_dividing(found, n)
         note = ", where llama-quantize would stop" if wanted.name in presets.FALLBACK_OURS and fallback is None else ""
-        reason = f"{choice.reason}; rows of {n} are no multiple of {wanted}'s {wanted.block}: {found}{note}"
+        reason = f"{choice.reason}; rows of {n} do not divide into {wanted}'s blocks of {wanted.block}: {found}{note}"
         choice = replace(choice, type=found, reason=reason, fallback_from=wanted)
     return _unweave(choice, t)
 
@@ -392,10 +391,10 @@ def _unweave(choice: Choice, t: TensorLike) -> Choice:
     if plain == choice.type:
         return choice
     if t.name in TOKEN_EMBD_NAMES:
-        return replace(choice, type=plain, reason=f"{choice.reason}; embeddings are read by single rows: {plain}")
+        return replace(choice, type=plain, reason=f"{choice.reason}; embeddings are read row by row: {plain}")
     if t.shape[1] % choice.type.interleave == 0:
         return choice
-    why = f"{t.shape[1]} rows make no groups of {choice.type.interleave}: {plain}"
+    why = f"{t.shape[1]} rows do not divide into groups of {choice.type.interleave}: {plain}"
     first = choice.fallback_from or choice.type
     return replace(choice, type=plain, reason=f"{choice.reason}; {why}", fallback_from=first)
 
@@ -403,37 +402,17 @@ def _unweave(choice: Choice, t: TensorLike) -> Choice:
 # --- checks --------------------------------------------------------------------------------------------------
 
 
-def missing_imatrix(choices: Iterable[Choice], preset: Preset, has_entry: Callable[[str], bool]) -> list[str]:
-    """Return the names of tensors that the reference refuses to quantize without an imatrix entry.
-
-    The tree that owns the type decides; Q2_K needs one in a Q2_K_S file alone. Embeddings and output are
-    exempt, and tensors that are copied need none.
-    """
-    return [
-        c.name
-        for c in choices
-        if not c.copied and c.name not in (*TOKEN_EMBD_NAMES, "output.weight") and _needs_imatrix(c.type, preset)
-        and not has_entry(c.name)
-    ]  # fmt: skip
-
-
-def _needs_imatrix(t: TensorType, preset: Preset) -> bool:
-    if t.name == "Q2_K":
-        return preset.name == "Q2_K_S"
-    return ("ik" if t.trees == "ik" else "mainline") in t.needs_imatrix.split("+")
-
-
-#: Lints that say that merged experts cannot have the types that were asked for.
+#: Lints about merged experts that cannot have the types asked for.
 TORN = ("QK-W012", "QK-W013")
 
 
 def lint_request(request: Request, tensors: Sequence[TensorLike], choices: Sequence[Choice]) -> list[Lint]:
-    """Return what the user should know before any work starts; recipe.lint_rules' findings come first.
+    """Return what the user should know before any work, starting with the findings of recipe.lint_rules.
 
-    QK-W006 a rule decides nothing, options or never-quantized tensors stand before it; QK-W007 an option
-    decides nothing; QK-W008 NVFP4 without its tensor-wide scales; QK-W009 an ik preset without its mixture;
+    QK-W006 a rule has no effect, because options or never-quantized tensors come first; QK-W007 an option has no
+    effect; QK-W008 NVFP4 without its tensor-wide scales; QK-W009 an ik preset without its mixture;
     QK-W010 llama-quantize would ignore the rules; QK-W011 no runtime has all the types; QK-W012 --ffn-gate-type
-    and --ffn-up-type disagree over merged experts; QK-W015 one of them alone takes merged experts.
+    and --ffn-up-type differ, but experts are merged; QK-W015 one of them alone applies to merged experts.
     """
     lints = lint_rules(request.rules, [t.name for t in tensors])
     lints += _lint_beaten(request, choices)
@@ -452,7 +431,7 @@ def _lint_beaten(request: Request, choices: Sequence[Choice]) -> list[Lint]:
     for rule in request.rules:
         if lost := beaten.get(id(rule)):
             why = lost[0].reason.split(";")[0]
-            lints.append(Lint("QK-W006", f"{rule} decides nothing: {lost[0].name} and {len(lost) - 1} more: {why}"))
+            lints.append(Lint("QK-W006", f"{rule} has no effect: {and_more([c.name for c in lost])}: {why}"))
     return lints
 
 
@@ -464,8 +443,8 @@ def _lint_idle_options(request: Request, choices: Sequence[Choice]) -> list[Lint
         if any(re.search(rf"{option}(?![-\w])", c.reason) for c in choices):
             continue
         tied = "output" in option and option.startswith(("--output", "--leave")) and _is_tied(choices)
-        why = "there is no output.weight: the token embeddings serve as output" if tied else "no tensor takes it"
-        lints.append(Lint("QK-W007", f"{option} decides nothing: {why}"))
+        why = "there is no output.weight, the token embeddings are the output" if tied else "it applies to no tensor"
+        lints.append(Lint("QK-W007", f"{option} has no effect: {why}"))
     return lints
 
 
@@ -478,20 +457,20 @@ def _lint_types(request: Request, choices: Sequence[Choice]) -> list[Lint]:
     made = {c.type.name for c in choices if not c.copied}
     found: list[tuple[str, str]] = []
     if "NVFP4" in made:
-        found.append(("QK-W008", "NVFP4 is written without the scale per tensor that NVIDIA's checkpoints have; "
-                                 "llama.cpp loads it, with a larger error"))  # fmt: skip
+        found.append(("QK-W008", "NVFP4 is written without the per-tensor scale of NVIDIA's checkpoints; llama.cpp "
+                                 "loads it, but the error is larger"))  # fmt: skip
     if preset.trees == "ik" and not preset.mixes and any(p.name == preset.name for p in presets.PRESETS):
         found.append(("QK-W009", f"ik_llama.cpp has a mixture for {preset}; here every tensor gets {preset.base}"))
     if any(c.by == "rule" for c in choices) and (preset.base is None or not preset.base.is_quantized):
-        found.append(("QK-W010", f"llama-quantize ignores rules when TYPE is {preset}; here they count"))
+        found.append(("QK-W010", f"llama-quantize ignores rules when TYPE is {preset}; here they apply"))
     ik, mainline = (sorted({c.type.name for c in choices if c.type.trees == tree}) for tree in ("ik", "mainline"))
     if ik and mainline:
         found.append(("QK-W011", f"no runtime loads both {', '.join(ik)} (ik_llama.cpp) and {', '.join(mainline)} "
                                  f"(llama.cpp)"))  # fmt: skip
-    if torn := [c.name for c in choices if "differ and this tensor holds both" in c.reason]:
-        found.append(("QK-W012", f"--ffn-gate-type and --ffn-up-type differ, so neither reaches the merged {torn[0]} "
-                                 f"and {len(torn) - 1} more; give both one type"))  # fmt: skip
+    if torn := [c.name for c in choices if "neither applies to this merged tensor" in c.reason]:
+        found.append(("QK-W012", f"--ffn-gate-type and --ffn-up-type differ, so neither applies to merged "
+                                 f"{and_more(torn)}; give both the same type"))  # fmt: skip
     if both := [c for c in choices if c.by == "class" and _BOTH_HALVES in c.reason]:
         option = both[0].reason.split(",")[0]
-        found.append(("QK-W015", f"{option} takes both halves of the merged {both[0].name} and {len(both) - 1} more"))
+        found.append(("QK-W015", f"{option} applies to both halves of merged {and_more([c.name for c in both])}"))
     return [Lint(code, message) for code, message in found]

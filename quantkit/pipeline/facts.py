@@ -1,4 +1,4 @@
-"""What a model is like, as far as the choice of types asks: names, categories, layers, heads, experts.
+"""Facts about a model that the choice of types depends on: names, categories, layers, heads, experts.
 
 Sources: llama.cpp b11434, src/llama-quant.cpp (tensor_get_category, tensor_allows_quantization),
 src/llama-model-loader.h (weight_name_comparer) and src/llama-model.cpp (load_hparams) with src/models/*.cpp.
@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from quantkit.errors import FormatError
+from quantkit.formats.experts import GATE, MERGED, UP
 from quantkit.types import TensorType
 
-#: Gives a GGUF key's value, or None.
+#: Returns the value of a GGUF key, or None.
 Metadata = Mapping[str, Any] | Callable[[str], Any]
 
 
 class TensorLike(Protocol):
-    """What is asked of a tensor: quantkit.formats.gguf.TensorInfo has it."""
+    """What is needed of a tensor; quantkit.formats.gguf.TensorInfo has it."""
 
     @property
     def name(self) -> str: ...
@@ -31,7 +32,7 @@ class TensorLike(Protocol):
 
 # --- names ---------------------------------------------------------------------------------------------------
 
-#: llama.cpp's categories: the first of these texts in a name decides (output and token_embd: whole names).
+#: llama.cpp's categories, by the first of these texts in a name; output and token_embd go by the whole name.
 _CATEGORIES = {
     **{f"{field}.weight": field for field in ("attn_qkv", "attn_kv_b", "attn_v", "attn_k", "attn_q", "attn_output")},
     **{"ffn_up": "ffn_up", "ffn_gate": "ffn_gate", "ffn_down": "ffn_down"},
@@ -43,7 +44,7 @@ _LAYER = re.compile(r"blk\.\s*([+-]?\d+)")
 
 
 def category(name: str) -> str:
-    """Return llama.cpp's category of the tensor ``name``; "other" for most."""
+    """Return llama.cpp's category for the tensor ``name``; "other" for most."""
     if name == "output.weight":
         return "output"
     if name in TOKEN_EMBD_NAMES:
@@ -51,13 +52,11 @@ def category(name: str) -> str:
     return next((found for text, found in _CATEGORIES.items() if text in name), "other")
 
 
-#: Experts, separate and merged (see quantkit.pipeline.experts).
-GATE, UP, MERGED = "ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps"
 _MERGED = re.compile(rf"(.*\.|){MERGED}(\.\w+)")
 
 
 def half_names(name: str) -> tuple[str, str] | None:
-    """Return the names of gate and up where the merged experts ``name`` are separate; None for any other name."""
+    """Return the names of the gate and up halves of the merged experts ``name``; None for any other name."""
     found = _MERGED.fullmatch(name)
     return (found[1] + GATE + found[2], found[1] + UP + found[2]) if found else None
 
@@ -76,7 +75,7 @@ def iteration_order(names: Iterable[str]) -> list[str]:
 _TIME_MIX = (
     "first", "w0", "w1", "w2", "v0", "v1", "v2", "a0", "a1", "a2", "g1", "g2", "decay_w1", "decay_w2", "lerp_fused",
 )  # fmt: skip
-#: Texts in names of tensors that are never quantized, and what they are.
+#: Texts in the names of tensors that are never quantized, and what those are.
 _NEVER = {
     "_norm.weight": "norm",
     "ffn_gate_tid2eid.weight": "routing table",
@@ -100,22 +99,22 @@ _NEVER_GLM5_NEXT = (
     "attn_k_b.weight", "attn_v_b.weight",
 )  # fmt: skip
 
-#: ik_llama.cpp keeps these too; they count when TYPE is one of its own.
+#: ik_llama.cpp also keeps these, so they stay when TYPE is one of its own.
 _NEVER_IK = ("ssm_x.weight", "ssm_dt.weight")
 
 
 def n_dims(shape: Sequence[int]) -> int:
-    """ggml_n_dims: trailing ones do not count."""
+    """Return the number of dimensions without trailing ones, as ggml_n_dims."""
     return max((i + 1 for i, n in enumerate(shape) if n > 1), default=1)
 
 
 def _is_weight(name: str) -> bool:
-    # llama.cpp compares rfind("weight") with size - 6: not found and a name of 5 characters wrap to the same value.
+    # llama.cpp compares rfind("weight") with size - 6, which is npos for a name of 5 characters.
     return name.endswith("weight") or (len(name.encode()) == 5 and "weight" not in name)
 
 
 def why_never(name: str, arch: str, ik: bool = False) -> str | None:
-    """Return what makes the tensor ``name`` one that is never quantized, the router aside; None if it may be."""
+    """Return why the tensor ``name`` is never quantized, or None if it may be (or is the router)."""
     if not _is_weight(name):
         return "no weight"
     if name in _NEVER_EXACT:
@@ -132,23 +131,23 @@ def why_never(name: str, arch: str, ik: bool = False) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the mixtures ask about a model. ``n_layer`` counts the MTP layers too; heads are those of layer 0."""
+    """What the mixtures depend on. ``n_layer`` includes the MTP layers; heads are those of layer 0."""
 
     arch: str
     n_layer: int
     n_expert: int = 0
     n_head: int = 0
     n_head_kv: int = 0
-    #: llama.cpp calls the model 70B.
+    #: llama.cpp takes the model for a 70B.
     is_70b: bool = False
-    #: There is an output.weight; else token_embd.weight serves as both (tied).
+    #: There is an output.weight; otherwise token_embd.weight is also the output (tied).
     has_output: bool = True
-    #: Tensors that are attn_v, attn_qkv or attn_kv_b.
+    #: How many tensors are attn_v, attn_qkv or attn_kv_b.
     n_attention_wv: int = 0
 
     @property
     def n_gqa(self) -> int:
-        """Heads that share a kv head in layer 0; 0 where that has none."""
+        """Heads per KV head in layer 0; 0 if it has none."""
         return self.n_head // self.n_head_kv if self.n_head_kv else 0
 
     @classmethod
@@ -165,7 +164,7 @@ class ModelFacts:
         def number(key: str, default: int = 0) -> int:
             return _scalar(f"{arch}.{key}", get(f"{arch}.{key}"), default)
 
-        # llama-quantize reads no such facts from multimodal projectors.
+        # llama-quantize does not read these facts from multimodal projectors.
         is_clip = arch == "clip"
         n_layer = 0 if is_clip else number("block_count", 1 + max(map(layer_of, names), default=-1))
         n_head = 0 if is_clip else number("attention.head_count")
@@ -185,7 +184,7 @@ class ModelFacts:
 
 
 def _scalar(key: str, value: Any, default: int) -> int:
-    """Return a GGUF value as a number: of an array per layer the first element, which is what n_gqa() reads."""
+    """Return a GGUF value as a number; for an array per layer its first element, as n_gqa() does."""
     if hasattr(value, "__len__") and not isinstance(value, str | bytes):
         value = value[0] if len(value) else None
     if value is None:
@@ -193,11 +192,11 @@ def _scalar(key: str, value: Any, default: int) -> int:
     try:
         return int(value)
     except (ValueError, OverflowError):
-        raise FormatError(f"metadata key {key} is {value!r}, no number; correct it with --override-kv") from None
+        raise FormatError(f"metadata key {key} is {value!r}, not a number; correct it with --override-kv") from None
 
 
 def _n_layer_all(arch: str, n_layer: int, n_body: int, n_loops: int) -> int:
-    """Two architectures count more layers than block_count says: one more for a router, or every loop's."""
+    """Return the layers; two architectures have more than block_count: one for a router, or one set per loop."""
     if arch == "graniteswitch":
         return n_body + 1
     if arch == "nanbeige" and n_loops > 1:

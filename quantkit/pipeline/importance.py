@@ -1,9 +1,9 @@
-"""Which importance a tensor is quantized with: one row of weights per matrix of the tensor, and how it was found.
+"""The importance a tensor is quantized with: a row of weights per matrix of the tensor, and where it was found.
 
-A tensor of ggml shape [n_in, n_out, n_expert] wants n_in * n_expert values, expert by expert. They stand in the
-importance matrix under the tensor's own name, or, where calibration saw the same activations under another
-name (merged or fused tensors), under that one: such an *alias* is used only when the file lacks the tensor's own
-name, and is always reported. llama-quantize knows no aliases; with exact names both see the same weights.
+A tensor of ggml shape [n_in, n_out, n_expert] needs n_in * n_expert values, expert by expert. The importance matrix has
+them under the tensor's own name or, if calibration saw the same activations under another name (merged or fused
+tensors), under that one. Such an *alias* is used only if the file lacks the tensor's own name, and is always reported.
+llama-quantize has no aliases; with exact names both use the same weights.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from quantkit.types import TensorType
 
 F32Array = npt.NDArray[np.float32]
 
-#: Tensors that llama-quantize encodes without importance rather than refuse.
+#: Tensors that llama-quantize encodes even without importance.
 EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
 EXEMPT = (*EMBEDDINGS, "output.weight")
+#: Below it a float32 is subnormal, and its products with squares of weights are zero.
+TINY = float(np.finfo(np.float32).tiny)
+_TREES = {"mainline": "llama.cpp", "ik": "ik_llama.cpp"}
 
 
 @dataclass(frozen=True)
 class Alias:
-    """``kind`` may take the data of ``source``; ``exact`` when both are fed the very same activations."""
+    """``kind`` may use the data of ``source``; ``exact`` if both have exactly the same inputs."""
 
     kind: str
     source: str
@@ -54,52 +57,52 @@ def _aliases() -> Iterator[Alias]:
         yield Alias(part, "attn_qkv", True, same)
     for part in ("attn_q", "attn_k", "attn_v"):
         yield Alias("attn_qkv", part, True, same)
-    # v_b sees the compressed cache after attention has averaged it, kv_b before: alike, not equal.
+    # v_b sees the compressed cache after attention averages it, kv_b before: similar, not equal.
     averaged = "the same compressed cache, before or after attention averages it"
     yield Alias("attn_v_b", "attn_kv_b", False, averaged)
     yield Alias("attn_kv_b", "attn_v_b", False, averaged)
 
 
-#: Every alias, in the order they are tried.
+#: All aliases, in the order in which they are tried.
 ALIASES: tuple[Alias, ...] = tuple(_aliases())
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """The outcome of one lookup; ``weights`` are computed when asked for, so that a plan of finds weighs nothing."""
+    """The result of one lookup; ``weights`` are computed on demand, so that a plan takes no memory."""
 
     tensor: str
-    #: Importance rows the tensor needs, and their length.
+    #: How many importance rows the tensor needs, and their length.
     n_mat: int
     n_in: int
-    #: The entry that serves the tensor; None when none does.
+    #: The entry used for the tensor, or None.
     entry: str | None
     alias: Alias | None = None
-    #: What a user should know: the alias used, candidates passed over, or why there is nothing.
+    #: What the user should know: the alias used, rejected candidates, or why there is no entry.
     notes: tuple[str, ...] = ()
-    #: Rows that are ones because their expert saw no token.
+    #: Rows of ones, whose experts saw no token; rows of zeros.
     ones: int = 0
+    zeros: int = 0
     imatrix: Imatrix | None = field(default=None, repr=False)
 
     @property
     def weights(self) -> F32Array | None:
-        """float32 [n_mat, n_in], contiguous and the caller's own; None without an entry."""
+        """A new, contiguous float32 [n_mat, n_in]; None without an entry."""
         if self.entry is None or self.imatrix is None:
             return None
         return self.imatrix.values(self.entry).reshape(self.n_mat, self.n_in)
 
 
 class Importance:
-    """An importance matrix as a quantization uses it: filtered, checked, and asked tensor by tensor.
+    """An importance matrix as quantization uses it: filtered, checked, and looked up tensor by tensor.
 
     Args:
         imatrix: what read_imatrix returned.
-        include, exclude: substrings of entry names (--include-weights, --exclude-weights); one kind at a time.
-        original_names: names in the output -> names in the source, where layers were pruned and renumbered.
-        use_aliases: False finds exact names only, as llama-quantize does.
+        include, exclude: substrings of entry names (--include-weights, --exclude-weights); not both.
+        original_names: names in the output -> names in the source, if layers are pruned and renumbered.
 
-    Raises RecipeError when both filters are given, FormatError when an entry that is kept holds NaN, Inf or a
-    negative value (llama-quantize refuses the first two, src/llama-quant.cpp).
+    Raises RecipeError if both filters are given, FormatError if an entry that passes them holds NaN, Inf or a negative
+    value (llama-quantize refuses the first two, src/llama-quant.cpp).
     """
 
     def __init__(
@@ -109,23 +112,21 @@ class Importance:
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
         original_names: Mapping[str, str] | None = None,
-        use_aliases: bool = True,
     ) -> None:
         if include and exclude:
             raise RecipeError("--include-weights and --exclude-weights exclude each other: give only one of them")
         self.imatrix = imatrix
         self.include, self.exclude = tuple(include), tuple(exclude)
         self.original_names = original_names or {}
-        self.use_aliases = use_aliases
-        #: Names of the entries that the filters keep; quantize.imatrix.entries_count is their number.
+        #: Names of the entries that pass the filters; quantize.imatrix.entries_count is their number.
         self.names = tuple(name for name in imatrix.entries if self._keeps(name))
         #: Sentences about the filters, for the report before any work.
         self.notes = tuple(self._filter_notes())
-        self._ones = {name: _check_values(imatrix, name) for name in self.names}
+        self._odd = {name: _check_values(imatrix, name) for name in self.names}
 
     @property
     def n_entries(self) -> int:
-        """How many entries are left; with 0, llama-quantize goes on as without an importance matrix."""
+        """How many entries pass the filters; with 0, llama-quantize works as without an importance matrix."""
         return len(self.names)
 
     def _keeps(self, name: str) -> bool:
@@ -140,13 +141,13 @@ class Importance:
             if not any(part in name for name in entries):
                 yield f"{option} {part!r} matches none of the {len(entries)} entries of {self.imatrix.path}"
         if not self.names:
-            yield "the filters leave no entry: this is a quantization without an importance matrix"
+            yield "the filters exclude every entry: the model is quantized without an importance matrix"
 
     def lookup(self, name: str, shape: Sequence[int]) -> Found:
         """Find the importance of tensor ``name`` of ggml shape ``shape`` (innermost first).
 
-        Raises FormatError when the tensor's own entry has another size, as llama-quantize does; token embeddings
-        then go without, with a note. An alias of another size is passed over, with a note.
+        Raises FormatError if the tensor's own entry has the wrong size, as llama-quantize does; token embeddings then
+        have no importance, with a note. An alias of the wrong size is skipped, with a note.
         """
         original = self.original_names.get(name, name)
         n_in, n_mat = shape[0], math.prod(shape[2:])
@@ -157,33 +158,33 @@ class Importance:
             size = self.imatrix.entries[entry].sums.size
             if size == n_mat * n_in:
                 quality = "exact" if alias.exact else "approximate"
-                notes.append(f"takes the importance of {entry} ({quality}: {alias.why})")
+                notes.append(f"has no entry of its own and uses that of {entry} ({quality}: {alias.why})")
                 return self._found(name, n_mat, n_in, entry, alias, notes)
-            notes.append(f"{entry} could serve ({alias.why}), but has {size} values, not {_product(n_in, n_mat)}")
+            notes.append(f"cannot use {entry} ({alias.why}): it has {size} values, not {_product(n_in, n_mat)}")
         return Found(name, n_mat, n_in, None, None, (*notes, "the importance matrix has no entry for it"))
 
     def _exact(self, name: str, entry: str, n_mat: int, n_in: int) -> Found:
         if not self._keeps(entry):
             option = "--include-weights" if self.include else "--exclude-weights"
-            return Found(name, n_mat, n_in, None, None, (f"its entry {entry} is left out by {option}",))
+            return Found(name, n_mat, n_in, None, None, (f"its entry is excluded by {option}",))
         size = self.imatrix.entries[entry].sums.size
         if size == n_mat * n_in:
             return self._found(name, n_mat, n_in, entry, None, [])
         problem = f"entry {entry!r} has {size} values, tensor {name!r} needs {_product(n_in, n_mat)}"
         if entry in EMBEDDINGS:
             return Found(
-                name, n_mat, n_in, None, None, (f"{problem}; token embeddings then go without, as in llama-quantize",)
+                name, n_mat, n_in, None, None, (f"{problem}; it is quantized without importance, as by llama-quantize",)
             )
         raise FormatError(
             f"{self.imatrix.path}: {problem}: it was computed on another model, or on a file with merged or split"
-            f" experts; give the right importance matrix, or drop the entry with --exclude-weights {entry}"
+            f" experts; give the right importance matrix, or exclude the entry with --exclude-weights {entry}"
         )
 
     def _candidates(self, original: str) -> Iterator[tuple[Alias, str]]:
-        """Yield the aliases of a name that the file has and the filters keep, under both names."""
+        """Yield the aliases of a name that the file has and that, like the name itself, pass the filters."""
         stem, _, suffix = original.rpartition(".")
         prefix, dot, kind = stem.rpartition(".")
-        if not self.use_aliases or suffix != "weight" or not self._keeps(original):
+        if suffix != "weight" or not self._keeps(original):
             return
         for alias in ALIASES:
             entry = f"{prefix}{dot}{alias.source}.weight"
@@ -191,17 +192,21 @@ class Importance:
                 yield alias, entry
 
     def _found(self, name: str, n_mat: int, n_in: int, entry: str, alias: Alias | None, notes: list[str]) -> Found:
-        ones = self._ones_rows(entry, n_mat)
+        ones, zeros = self._odd_rows(entry, n_mat)
         if ones:
             notes = [*notes, f"{ones} of {n_mat} experts saw no calibration token: all their columns weigh the same"]
-        return Found(name, n_mat, n_in, entry, alias, tuple(notes), ones, self.imatrix)
+        if zeros:
+            of = f" for {zeros} of {n_mat} experts" if n_mat > 1 else ""
+            notes = [*notes, f"entry {entry} is zero throughout{of}: types that weigh by importance ruin such weights; "
+                             f"calibrate again, or exclude it with --exclude-weights {entry}"]  # fmt: skip
+        return Found(name, n_mat, n_in, entry, alias, tuple(notes), ones, zeros, self.imatrix)
 
-    def _ones_rows(self, entry: str, n_mat: int) -> int:
-        """Count rows of nothing but ones: what both formats say of an expert without tokens."""
-        if not self._ones[entry]:
-            return 0
+    def _odd_rows(self, entry: str, n_mat: int) -> tuple[int, int]:
+        """Count rows of ones, which both formats have for an expert without tokens, and rows of zeros."""
+        if not self._odd[entry]:
+            return 0, 0
         rows = self.imatrix.values(entry).reshape(n_mat, -1)
-        return int((rows == 1).all(axis=1).sum())
+        return int((rows == 1).all(axis=1).sum()), int((rows < TINY).all(axis=1).sum())
 
     def coverage(self, model: Iterable[str], finds: Iterable[Found]) -> Coverage:
         """Compare the matrix with a model.
@@ -210,7 +215,7 @@ class Importance:
         """
         finds, model = tuple(finds), set(model)
         served = {found.entry for found in finds if found.entry is not None}
-        # An entry that could have served under another name is no stranger either.
+        # An entry that could have been used as an alias also belongs to the model.
         names = model | served | {entry for name in model for _, entry in self._candidates(name)}
         return Coverage(
             self,
@@ -218,44 +223,48 @@ class Importance:
             unused=tuple(name for name in self.names if name not in names),
             without=tuple(found for found in finds if found.entry is None),
             aliased=tuple(found for found in finds if found.alias is not None),
-            ones=tuple(found for found in finds if found.ones),
+            odd=tuple(found for found in finds if found.ones or found.zeros),
             matched=sum(name in names for name in self.names),
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Coverage:
-    """What an importance matrix and a model have to do with each other."""
+    """How an importance matrix fits a model."""
 
     importance: Importance = field(repr=False)
-    #: Entries that serve a tensor; entries that name no tensor of the model.
+    #: Entries used for a tensor; entries that belong to no tensor of the model.
     used: tuple[str, ...]
     unused: tuple[str, ...]
-    #: Tensors to be quantized that have none, that have another's, that have experts without tokens.
+    #: Quantized tensors without an entry, with an alias, with rows of ones or zeros.
     without: tuple[Found, ...]
     aliased: tuple[Found, ...]
-    ones: tuple[Found, ...]
-    #: Entries that name a tensor of the model, or serve one.
+    odd: tuple[Found, ...]
+    #: How many entries belong to a tensor of the model, as its own or as an alias.
     matched: int
 
     def check(self) -> None:
-        """Raise FormatError when the matrix is of another model altogether."""
+        """Raise FormatError if the matrix is of a different model."""
         if self.importance.names and not self.matched:
             path, first = self.importance.imatrix.path, self.importance.names[0]
             raise FormatError(
-                f"{path}: none of its {len(self.importance.names)} entries (the first is {first!r}) names a tensor of"
-                f" this model: it was computed on another one"
+                f"{path}: none of its {len(self.importance.names)} entries (the first is {first!r}) belongs to a tensor"
+                f" of this model: it was computed on another one"
             )
 
     def lines(self) -> list[str]:
-        """Return the report, one finding a line: a summary, then whatever is not plain."""
-        lines = [
-            f"importance matrix {self.importance.imatrix.path}: {len(self.used)} of {self.importance.n_entries} entries"
-            f" used, {len(self.unused)} name no tensor of the model, {len(self.without)} tensors go without"
-        ]
+        """Return the report, a line per finding: a summary, then whatever is unusual."""
+        idle = self.importance.n_entries - len(self.used) - len(self.unused)
+        counts = {
+            "not needed": idle,
+            "of tensors this model does not have": len(self.unused),
+            "tensors quantized without importance": len(self.without),
+        }
+        summary = f"importance matrix {self.importance.imatrix.path}: {len(self.used)} of {self.importance.n_entries}"
+        lines = [", ".join([f"{summary} entries used", *(f"{n} {what}" for what, n in counts.items() if n)])]
         lines += self.importance.notes
-        lines += [f"{name}: entry without a tensor in this model" for name in self.unused]
-        shown: dict[str, Found] = {found.tensor: found for found in (*self.without, *self.aliased, *self.ones)}
+        lines += [f"{name}: the importance matrix has this entry, the model no such tensor" for name in self.unused]
+        shown: dict[str, Found] = {found.tensor: found for found in (*self.without, *self.aliased, *self.odd)}
         lines += [f"{found.tensor}: {note}" for found in shown.values() for note in found.notes]
         return lines
 
@@ -265,45 +274,43 @@ def _product(n_in: int, n_mat: int) -> str:
 
 
 def _check_values(imatrix: Imatrix, name: str) -> bool:
-    """Refuse values no sum of squares can have; return whether a row of ones is possible."""
+    """Refuse values that no sum of squares has; return whether a row of ones or zeros is possible."""
     values = imatrix.values(name)
     bad = np.flatnonzero(~((values >= 0) & (values < np.inf)))
     if bad.size:
         raise FormatError(
             f"{imatrix.path}: entry {name!r}: value {bad[0]} of {values.size} is {values[bad[0]]}, not a mean of"
-            f" squares ({bad.size} such values); calibrate again, or drop the entry with --exclude-weights {name}"
+            f" squares ({bad.size} such values); calibrate again, or exclude the entry with --exclude-weights {name}"
         )
-    return bool((values == 1).any())
+    return bool(((values == 1) | (values < TINY)).any())
 
 
 def must_have_importance(
     tensor: str, target: TensorType, *, preset: str | None = None, ignore_rules: bool = False
 ) -> str | None:
-    """Return why ``tensor`` may not become ``target`` without importance, or None when it may.
+    """Return why ``tensor`` cannot become ``target`` without importance, or None if it can.
 
-    ``preset`` is the canonical name of the file type. An encoder that needs importance (TensorType.imatrix is
-    "required": ggml aborts) needs it always; types that only llama-quantize's rule forbids are allowed with
-    ``ignore_rules`` (--ignore-imatrix-rules). Rule: llama.cpp b11434 src/llama-quant.cpp tensor_requires_imatrix,
+    ``preset`` is the canonical name of the file type. An encoder that requires importance (TensorType.imatrix is
+    "required": ggml aborts) always needs it; types that only llama-quantize refuses are allowed with ``ignore_rules``
+    (--ignore-imatrix-rules). Rule: llama.cpp b11434 src/llama-quant.cpp tensor_requires_imatrix,
     ik_llama.cpp src/llama-quantize.cpp is_very_low_bpw_quant.
     """
     if target.imatrix == "required":
-        return f"the {target} encoder does not work without importance, --ignore-imatrix-rules or not"
+        return f"the {target} encoder cannot work without importance, even with --ignore-imatrix-rules"
     if ignore_rules or tensor in EXEMPT:
         return None
     if target.needs_imatrix:
-        trees = " and ".join(f"{tree}'s" for tree in target.needs_imatrix.split("+"))
-        return (
-            f"{target} without importance is garbage by {trees} llama-quantize's rule (--ignore-imatrix-rules lifts it)"
-        )
+        trees = " and ".join(f"{_TREES[tree]}'s" for tree in target.needs_imatrix.split("+"))
+        return f"{trees} llama-quantize refuses {target} without importance (--ignore-imatrix-rules allows it)"
     if target.name == "Q2_K" and preset == "Q2_K_S":
-        return "Q2_K in a Q2_K_S file needs importance by llama-quantize's rule (--ignore-imatrix-rules lifts it)"
+        return "llama-quantize refuses Q2_K in a Q2_K_S file without importance (--ignore-imatrix-rules allows it)"
     return None
 
 
 def check_importance(
     found: Found | None, tensor: str, target: TensorType, *, preset: str | None = None, ignore_rules: bool = False
 ) -> None:
-    """Raise RecipeError when ``tensor`` lacks the importance ``target`` demands; ``found`` is None without a matrix."""
+    """Raise RecipeError if ``tensor`` lacks the importance ``target`` needs; ``found`` is None without a matrix."""
     if found is not None and found.entry is not None:
         return
     why = must_have_importance(tensor, target, preset=preset, ignore_rules=ignore_rules)
@@ -311,5 +318,5 @@ def check_importance(
         return
     cause = "no --imatrix was given" if found is None else "; ".join(found.notes)
     raise RecipeError(
-        f"tensor {tensor!r} cannot become {target}: {cause}; {why}; give --imatrix FILE, or choose another type"
+        f"tensor {tensor!r} cannot be quantized to {target}: {cause}; {why}; give --imatrix FILE or choose another type"
     )

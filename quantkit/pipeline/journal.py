@@ -7,7 +7,6 @@ cut off by a crash is ignored, and what follows from it is done again.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from pathlib import Path
@@ -18,7 +17,7 @@ from quantkit.errors import ResourceError
 
 
 class Journal:
-    """An open, locked journal. ``done`` maps the names of finished tensors to the CRC-32 of their bytes."""
+    """The open journal of an output that is held. ``done``: CRC-32 of the bytes of finished tensors, by name."""
 
     def __init__(self, path: Path, fingerprint: str) -> None:
         self.path, self.fingerprint = path, fingerprint
@@ -29,11 +28,6 @@ class Journal:
             self._file = open(path, "a+b")  # noqa: SIM115 - held until close()
         except OSError as e:
             raise ResourceError(f"{path}: {e.strerror}; nothing was written") from e
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._file.close()
-            raise ResourceError(f"{path}: another run is writing this output; wait for it or stop it") from None
 
     def start(self) -> None:
         """Begin anew: forget what was there and write the first line."""

@@ -1,7 +1,7 @@
-"""The metadata of an output: the source's, edited as llama-quantize edits it, plus where the file came from.
+"""The metadata of an output: the source's, edited as llama-quantize does, plus provenance.
 
-A key that is set moves to the end of the list, as in llama.cpp's gguf_set_val_*, so that headers can be compared
-byte for byte. ``quantkit.*`` keys record what made a file; no runtime reads them.
+Setting a key moves it to the end of the list, as llama.cpp's gguf_set_val_* do, so that headers are equal byte for
+byte. ``quantkit.*`` keys record how a file was made; no runtime reads them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _OVERRIDE_TYPES = {
     "bool": ValueType.BOOL,
     "str": ValueType.STRING,
 }
-#: Other value types by their GGUF names, for keys that need one exactly.
+#: Other value types by their GGUF names, for keys that need a certain one.
 _OVERRIDE_TYPES |= {t.name.lower().replace("uint", "u").replace("int", "i"): t for t in ValueType if "INT" in t.name}
 _OVERRIDE_TYPES |= {"f32": ValueType.FLOAT32, "f64": ValueType.FLOAT64, "string": ValueType.STRING}
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 #: Keys of a sketch of the calibration text (quantkit.calibration.overlap).
 _CALIBRATION = "quantkit.calibration."
-#: llama-quantize keeps this many bytes of a file or dataset name (char val_str[128]).
+#: Bytes of a file or dataset name that llama-quantize keeps (char val_str[128]).
 _NAME_BYTES = 127
 
 
@@ -36,12 +36,12 @@ class Metadata:
         self._fields = {field.key: field for field in fields}
 
     def set(self, field: Field) -> None:
-        """Set a field; a key that is there already moves to the end."""
+        """Set a field; an existing key moves to the end."""
         self._fields.pop(field.key, None)
         self._fields[field.key] = field
 
     def replace(self, field: Field) -> None:
-        """Set a field where it stands."""
+        """Set a field in its place."""
         self._fields[field.key] = field
 
     def remove(self, *keys: str) -> None:
@@ -59,7 +59,7 @@ def parse_override(text: str) -> Field:
     """Return the field of ``--override-kv KEY=TYPE:VALUE``.
 
     TYPE is int (stored as UINT32, INT32 when negative, 64 bits when larger), float (FLOAT32), bool or str, or a
-    GGUF type (u8 .. i64, f32, f64). llama-quantize stores abs(VALUE) of a negative int; here the sign stays.
+    GGUF type (u8 .. i64, f32, f64). llama-quantize stores abs(VALUE) of a negative int; here it keeps its sign.
     """
     match = re.fullmatch(r"([^=]+)=([a-z0-9]+):(.*)", text, re.DOTALL)
     if match is None:
@@ -69,11 +69,11 @@ def parse_override(text: str) -> Field:
     if wanted is None:
         raise RecipeError(f"--override-kv {key}: there is no type {kind!r}; use int, float, bool, str or u8 .. f64")
     if key.startswith("split."):
-        raise RecipeError(f"--override-kv {key}: split.* keys follow from --keep-split and --split-max-size")
+        raise RecipeError(f"--override-kv {key}: set split.* keys with --keep-split or --split-max-size")
     try:
         return _override(key, kind, wanted, value)
     except ValueError:
-        raise RecipeError(f"--override-kv {key}: {value!r} is no {kind}") from None
+        raise RecipeError(f"--override-kv {key}: {value!r} is not of type {kind}") from None
 
 
 def _override(key: str, kind: str, wanted: ValueType, value: str) -> Field:
@@ -89,9 +89,9 @@ def _override(key: str, kind: str, wanted: ValueType, value: str) -> Field:
 
 
 def prune_names(names: Iterable[str], prune: Sequence[int]) -> dict[str, str]:
-    """Return source name -> output name of the tensors that stay when layers are dropped and renumbered.
+    """Return source name -> output name of the tensors that remain when layers are dropped and the rest renumbered.
 
-    Raises RecipeError for layers that do not exist, or when none is left.
+    Raises RecipeError for layers that do not exist, or if none remains.
     """
     names = list(names)
     if not prune:
@@ -103,7 +103,7 @@ def prune_names(names: Iterable[str], prune: Sequence[int]) -> dict[str, str]:
         raise RecipeError(f"--prune-layers: there is no layer {unknown[0]}; {there}")
     kept = [layer for layer in layers if layer not in set(prune)]
     if not kept:
-        raise RecipeError("--prune-layers leaves no layer at all")
+        raise RecipeError("--prune-layers leaves no layer")
     number = {layer: i for i, layer in enumerate(kept)}
     renamed = {}
     for name in names:
@@ -116,10 +116,10 @@ def prune_names(names: Iterable[str], prune: Sequence[int]) -> dict[str, str]:
 
 
 def prune_metadata(metadata: Metadata, arch: str, prune: Sequence[int]) -> list[str]:
-    """Make the metadata fit a model without the layers ``prune``; return notes for the user.
+    """Adapt the metadata to a model without the layers ``prune``; return notes for the user.
 
-    The layer count goes down, arrays with one entry per layer lose those of the dropped layers (llama-quantize
-    keeps them, and the file then does not load), and counts of leading or trailing layers shrink with them.
+    The layer count and the counts of leading or trailing layers go down, and arrays with an entry per layer lose those
+    of the dropped layers (llama-quantize keeps them, and the file does not load).
     """
     key = f"{arch}.block_count"
     count = metadata.get(key)
@@ -147,7 +147,7 @@ def prune_metadata(metadata: Metadata, arch: str, prune: Sequence[int]) -> list[
 
 
 def set_quantization(metadata: Metadata, ftype: int) -> None:
-    """Set what llama-quantize sets for every file, and drop split keys."""
+    """Set the keys that llama-quantize sets in every file, and drop split keys."""
     metadata.set(Field.of("general.quantization_version", 2, ValueType.UINT32))
     metadata.set(Field.of("general.file_type", ftype, ValueType.UINT32))
     metadata.remove("split.no", "split.count", "split.tensors.count")
@@ -171,7 +171,7 @@ def _cut(text: str) -> str:
 
 
 def set_calibration(metadata: Metadata, imatrix: Imatrix | None) -> None:
-    """Keep what an importance matrix tells of its text (quantkit.calibration.*), so that evaluations can warn."""
+    """Copy what an importance matrix says of its text (quantkit.calibration.*), so that evaluations can warn."""
     metadata.remove(*(f.key for f in metadata.fields() if f.key.startswith(_CALIBRATION)))
     for field in imatrix.extra.values() if imatrix is not None else ():
         if field.key.startswith(_CALIBRATION):
@@ -179,7 +179,7 @@ def set_calibration(metadata: Metadata, imatrix: Imatrix | None) -> None:
 
 
 def set_provenance(metadata: Metadata, facts: Mapping[str, str]) -> None:
-    """Record what made the file, under ``quantkit.`` keys; those of an earlier run go."""
+    """Record how the file was made in ``quantkit.`` keys; those of an earlier run are removed."""
     metadata.remove(*(f.key for f in metadata.fields() if f.key.startswith("quantkit.quantize.")))
     for key, value in facts.items():
         metadata.set(Field.of(f"quantkit.quantize.{key}", value, ValueType.STRING))

@@ -1,7 +1,7 @@
-"""The plan: everything about an output before its first byte.
+"""The plan: everything about an output, decided before its first byte is written.
 
-Which type each tensor gets and why, the header, every offset, the exact size of every shard. A dry run prints the
-plan and stops; a run carries it out and may decide nothing more.
+The type of each tensor and why, the header, every offset, the exact size of every shard. A dry run only prints the
+plan; a run carries it out and decides nothing more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 
 from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf import Field, GGUFFile, Layout, layout_gguf, parse_split_path, split_fields, split_path
-from quantkit.pipeline.work import Part, PlannedTensor
+from quantkit.kernels.formats import has_decoder, has_encoder
+from quantkit.pipeline.work import PlannedTensor, RowSlice
 from quantkit.types import TensorType
 
 #: Bytes hashed at each end of every tensor for the fingerprint of a source.
@@ -23,13 +24,13 @@ _SAMPLE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A tensor of the output before it has a place: what it is made of, what it becomes and why."""
+    """A tensor of the output, not yet placed: what it is made of, its type and why."""
 
     name: str
     shape: tuple[int, ...]
     type: TensorType
     reason: str
-    parts: tuple[Part, ...]
+    parts: tuple[RowSlice, ...]
     fallback_from: TensorType | None = None
 
     @property
@@ -38,7 +39,7 @@ class Chosen:
 
     @property
     def is_whole(self) -> bool:
-        """True when it is one tensor of the source, row by row."""
+        """True if it is one whole tensor of the source."""
         return len(self.parts) == 1 and self.parts[0].is_whole
 
 
@@ -52,19 +53,21 @@ class PlannedShard:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole output: ``tensors`` in the order in which they are written, ``notes`` for the user."""
+    """A whole output: ``tensors`` in the order of writing, ``notes`` for the user."""
 
     source: GGUFFile
     title: str
     shards: tuple[PlannedShard, ...]
     tensors: tuple[PlannedTensor, ...]
     notes: tuple[str, ...]
-    #: Identifies source, output and everything that decides the bytes: an interrupted run resumes only its own.
+    #: Identifies source, output and everything that decides the bytes; --resume requires the same one.
     fingerprint: str
+    #: Files beside the source that the plan was made from: importance matrix, rules.
+    reads: tuple[Path, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all shards together."""
+        """Bytes of all shards."""
         return sum(shard.layout.nbytes for shard in self.shards)
 
     @property
@@ -78,10 +81,10 @@ class Plan:
 
 
 def source_fingerprint(source: GGUFFile) -> str:
-    """Return a SHA-256 that names a source: all headers, and both ends of every tensor.
+    """Return a SHA-256 that identifies a source, over all headers and both ends of every tensor.
 
-    Hashing all of a 500 GB model would take longer than quantizing it; the first and last 4 KiB of every tensor
-    tell any two trained models apart.
+    Hashing all of a 500 GB model would take longer than quantizing it; the first and last 4 KiB of every tensor are
+    enough to distinguish trained models.
     """
     digest = hashlib.sha256()
     for field in source.fields.values():
@@ -107,25 +110,27 @@ def plan_output(
     shard_of: Sequence[int] | None = None,
     split_max_size: int | None = None,
     identity: str,
+    reads: Sequence[Path] = (),
 ) -> Plan:
     """Place the chosen tensors in one file, or in shards.
 
     Args:
         source: where the data comes from.
-        output: the final path; with several shards their common prefix plus ``.gguf``.
-        fields: the metadata of the output; all of it goes to the first shard. split.* keys are set where needed.
-        chosen: the tensors in their order.
-        title: a word for what is made, for people ("Q4_K_M").
+        output: the final path; for several shards their common prefix plus ``.gguf``.
+        fields: the metadata of the output, all in the first shard. split.* keys are set where needed.
+        chosen: the tensors in order.
+        title: a name for the result, for people ("Q4_K_M").
         notes: sentences for the user.
-        shard_of: the shard of each chosen tensor, in ascending order; without, all go to one (or see below).
-        split_max_size: begin a new shard where this many bytes of tensors would be exceeded.
-        identity: what decides the bytes beside the headers (hashes of source and imatrix), for the fingerprint.
+        shard_of: the shard of each chosen tensor, ascending; by default one shard (but see below).
+        split_max_size: start a new shard before this many bytes of tensors are exceeded.
+        identity: what else decides the bytes (hashes of source and imatrix), for the fingerprint.
+        reads: the other files that were read, none of which may be replaced.
     """
     groups = _groups(chosen, shard_of, split_max_size)
     n = len(chosen)
     shards, tensors = [], []
     for no, group in enumerate(groups):
-        # Of split keys that are there already, the place is kept.
+        # Existing split keys keep their place.
         entries = {field.key: field for field in (fields if no == 0 else ())}
         entries |= {field.key: field for field in (split_fields(no, len(groups), n) if len(groups) > 1 else ())}
         layout = layout_gguf(entries.values(), [(c.name, c.shape, c.type) for c in group])
@@ -135,11 +140,11 @@ def plan_output(
     for shard in shards:
         digest.update(os.fsencode(shard.path.name) + shard.layout.header)
     notes = [*notes, *_leftovers(source, [shard.path for shard in shards])]
-    return Plan(source, title, tuple(shards), tuple(tensors), tuple(notes), digest.hexdigest())
+    return Plan(source, title, tuple(shards), tuple(tensors), tuple(notes), digest.hexdigest(), tuple(reads))
 
 
 def _leftovers(source: GGUFFile, paths: Sequence[Path]) -> list[str]:
-    """Return a note if files of the output's name in other shards lie beside it: of an earlier run, most likely."""
+    """Return a note if other files named like the output's shards lie next to it, probably from an earlier run."""
 
     def prefix(path: Path) -> str:
         named = parse_split_path(path)
@@ -148,29 +153,27 @@ def _leftovers(source: GGUFFile, paths: Sequence[Path]) -> list[str]:
     known = {os.path.realpath(path) for path in (*source.paths, *paths)}
     try:
         files = sorted(path for path in paths[0].parent.glob("*.gguf") if prefix(path) == prefix(paths[0]))
-    except OSError:  # no such folder, or not ours to read: the run will say so
+    except OSError:  # no such folder, or no permission: the run will report it
         return []
     others = [path.name for path in files if os.path.realpath(path) not in known]
     if not others:
         return []
     names = others[0] if len(others) == 1 else f"{others[0]} .. {others[-1]} ({len(others)} files)"
-    return [f"beside the output lies {names}: of its name, but no part of it, perhaps of an earlier run; it will stay"]
+    return [f"next to the output, but not part of it: {names}, perhaps from an earlier run"]
 
 
 def check_kernels(chosen: Sequence[Chosen]) -> None:
-    """Raise TypeNotSupported, before any work starts, for what can be neither copied nor encoded and decoded."""
-    from quantkit.kernels.cpu.dequantize import has_decoder
-    from quantkit.kernels.cpu.encode import has_encoder
+    """Raise TypeNotSupported, before any work, for tensors that can be neither copied nor decoded and encoded."""
 
     for c in chosen:
         for have in {part.source.type for part in c.parts} - {c.type}:
             if not has_encoder(c.type):
                 raise TypeNotSupported(
-                    f"tensor {c.name}: there is no encoder for {c.type} in this version ({c.reason}); "
-                    "`quantkit types` shows which exist"
+                    f"tensor {c.name}: this version has no encoder for {c.type} ({c.reason}); "
+                    "`quantkit types` lists those there are"
                 )
             if not has_decoder(have):
-                raise TypeNotSupported(f"tensor {c.name} is {have}, and there is no decoder for it in this version")
+                raise TypeNotSupported(f"tensor {c.name} is {have}, for which this version has no decoder")
 
 
 def _place(c: Chosen, shard: int, offset: int) -> PlannedTensor:

@@ -1,18 +1,18 @@
-"""Presets: the names a user may give as TYPE, and the mixtures that llama.cpp's names stand for.
+"""Presets: the names TYPE may have, and the mixtures behind llama.cpp's names.
 
-A *preset* (llama.cpp calls it ftype) is a base type and a mixture: rules that give more bits to the tensors
-that hurt most (``attn_v``, ``ffn_down`` of some layers, ``output``) and sometimes fewer to others. Q4_K_M is
-"Q4_K, but Q6_K for half of attn_v and ffn_down".
+A *preset* (llama.cpp's ftype) is a base type and a mixture: rules that give more bits to the most sensitive tensors
+(``attn_v``, ``ffn_down`` of some layers, ``output``) and sometimes fewer to others. Q4_K_M is "Q4_K, but Q6_K for half
+of attn_v and ffn_down".
 
-The mixtures stand below as tables, one per category of tensor::
+The mixtures are tables, one per category of tensor::
 
-    table[preset] = ((condition, type), ...)        the first row whose condition holds wins; none: the base type
+    table[preset] = ((condition, type), ...)        the first condition that holds; else the base type
 
-A condition is one of the names in CONDITIONS: a question about a ``Place`` (layer i of n, heads per kv head,
-number of experts, imatrix or not). Its name is also what the user reads as the reason. Rules and order are
-those of llama.cpp b11434, src/llama-quant.cpp llama_tensor_get_type_impl, read, not copied.
+A condition is a name in CONDITIONS: a question about a ``Place`` (layer i of n, heads per KV head, number of experts,
+imatrix or not). The name is also the reason shown to the user. Rules and order are those of llama.cpp b11434,
+src/llama-quant.cpp llama_tensor_get_type_impl, read, not copied.
 
-Presets of ik_llama.cpp 8337e4cd3 are listed with their numbers and base types; their mixtures are not here.
+Presets of ik_llama.cpp 8337e4cd3 have their numbers and base types here, but not their mixtures.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from quantkit.errors import TypeNotSupported
 from quantkit.types import ALIASES as TYPE_ALIASES
 from quantkit.types import BY_NAME, TYPES, TensorType
 
-#: What general.file_type says when no number stands for the mixture (LLAMA_FTYPE_GUESSED).
+#: general.file_type of a mixture without a number (LLAMA_FTYPE_GUESSED).
 FTYPE_UNKNOWN = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One name that TYPE may be.
+    """One name that TYPE may have.
 
-    ``ftype`` goes into general.file_type. ``base`` is None for COPY alone. ``trees`` is "mainline", "ik" or
-    "both". ``mixes`` is false when the name is a plain tensor type: then every tensor gets that type.
+    ``ftype`` goes into general.file_type. ``base`` is None only for COPY. ``trees`` is "mainline", "ik" or "both".
+    ``mixes`` is False for a plain tensor type, which every tensor gets.
     """
 
     name: str
@@ -61,7 +61,7 @@ PRESETS: tuple[Preset, ...] = (
     _p("Q8_0",         7,   "Q8_0",     "both",     "8.5 bpw, practically lossless"),
     _p("Q6_K",         18,  "Q6_K",     "both",     "6.6 bpw, very close to the original"),
     _p("Q5_K_M",       17,  "Q5_K",     "both",     "5.7 bpw, half of attn_v and ffn_down in Q6_K"),
-    _p("Q5_K_S",       16,  "Q5_K",     "both",     "5.5 bpw, Q5_K but for the output"),
+    _p("Q5_K_S",       16,  "Q5_K",     "both",     "5.5 bpw, Q5_K except the output"),
     _p("Q5_1",         9,   "Q5_1",     "both",     "6 bpw, legacy format with a minimum per block"),
     _p("Q5_0",         8,   "Q5_0",     "both",     "5.5 bpw, legacy format"),
     _p("Q4_K_M",       15,  "Q4_K",     "both",     "4.8 bpw, half of attn_v and ffn_down in Q6_K; the usual choice"),
@@ -72,7 +72,7 @@ PRESETS: tuple[Preset, ...] = (
     _p("IQ4_XS",       30,  "IQ4_XS",   "both",     "4.25 bpw, non-linear levels"),
     _p("Q3_K_L",       13,  "Q3_K",     "both",     "4.3 bpw, Q5_K in attn_v, attn_output and ffn_down"),
     _p("Q3_K_M",       12,  "Q3_K",     "both",     "3.9 bpw, Q4_K and Q5_K in attn_v, attn_output and ffn_down"),
-    _p("Q3_K_S",       11,  "Q3_K",     "both",     "3.4 bpw, Q3_K but for the output"),
+    _p("Q3_K_S",       11,  "Q3_K",     "both",     "3.4 bpw, Q3_K except the output"),
     _p("IQ3_M",        27,  "IQ3_S",    "both",     "3.7 bpw, IQ3_S with Q4_K in attention and first ffn_down"),
     _p("IQ3_S",        26,  "IQ3_S",    "both",     "3.4 bpw grid quant"),
     _p("IQ3_XS",       22,  "IQ3_S",    "both",     "3.3 bpw, IQ3_S and IQ3_XXS by turns"),
@@ -85,17 +85,17 @@ PRESETS: tuple[Preset, ...] = (
     _p("IQ2_XXS",      19,  "IQ2_XXS",  "both",     "2.1 bpw grid quant; needs an imatrix"),
     _p("IQ1_M",        31,  "IQ1_M",    "both",     "1.75 bpw; wants an imatrix"),
     _p("IQ1_S",        24,  "IQ1_S",    "both",     "1.56 bpw; needs an imatrix"),
-    _p("COPY",         0,   None,       "both",     "every tensor stays as it is, but for those that an option names"),
+    _p("COPY",         0,   None,       "both",     "every tensor as it is, except those that an option or rule names"),
     _p("MXFP4_MOE",    38,  "MXFP4",    "mainline", "experts in MXFP4, all else Q8_0"),
     _p("TQ1_0",        36,  "TQ1_0",    "mainline", "1.7 bpw, for models trained ternary"),
     _p("TQ2_0",        37,  "TQ2_0",    "mainline", "2.1 bpw, for models trained ternary"),
-    _p("Q1_0",         40,  "Q1_0",     "mainline", "1.1 bpw, one sign bit a weight"),
+    _p("Q1_0",         40,  "Q1_0",     "mainline", "1.1 bpw, one sign bit per weight"),
     _p("Q2_0",         41,  "Q2_0",     "mainline", "2.25 bpw, levels -1, 0, 1"),
     # ik_llama.cpp only
     _p("MXFP4",        38,  "MXFP4",    "ik",       "4.25 bpw, 4-bit floats"),
-    _p("MXFP4_R8",     351, "MXFP4_R8", "ik",       "MXFP4, 8 rows woven"),
+    _p("MXFP4_R8",     351, "MXFP4_R8", "ik",       "MXFP4, 8 rows interleaved"),
     _p("Q6_0",         135, "Q6_0",     "ik",       "6.5 bpw, legacy format"),
-    _p("Q8_KV",        149, "Q8_KV",    "ik",       "8 bpw, one scale a row"),
+    _p("Q8_KV",        149, "Q8_KV",    "ik",       "8 bpw, a scale per row"),
     _p("IQ1_BN",       136, "IQ1_BN",   "ik",       "1.6 bpw, for BitNet"),
     _p("IQ2_BN",       137, "IQ2_BN",   "ik",       "2 bpw, for BitNet"),
     _p("IQ1_KT",       156, "IQ1_KT",   "ik",       "1.75 bpw trellis"),
@@ -114,62 +114,62 @@ PRESETS: tuple[Preset, ...] = (
     _p("IQ5_K",        141, "IQ5_K",    "ik",       "5.5 bpw, non-linear levels"),
     _p("IQ5_KS",       150, "IQ5_KS",   "ik",       "5.25 bpw, non-linear levels, a scale per row"),
     _p("IQ6_K",        142, "IQ6_K",    "ik",       "6.6 bpw, non-linear levels"),
-    _p("Q4_0_4_4",     33,  "Q4_0_4X4", "ik",       "Q4_0, 4 rows woven by 4 (ARM)"),
-    _p("Q4_0_4_8",     34,  "Q4_0_4X8", "ik",       "Q4_0, 4 rows woven by 8 (ARM)"),
-    _p("Q4_0_8_8",     35,  "Q4_0_8X8", "ik",       "Q4_0, 8 rows woven by 8 (ARM)"),
-    _p("Q4_0_R8",      202, "Q4_0_R8",  "ik",       "Q4_0, 8 rows woven"),
-    _p("Q5_0_R4",      208, "Q5_0_R4",  "ik",       "Q5_0, 4 rows woven"),
-    _p("Q6_0_R4",      335, "Q6_0_R4",  "ik",       "Q6_0, 4 rows woven"),
-    _p("Q8_0_R8",      207, "Q8_0_R8",  "ik",       "Q8_0, 8 rows woven"),
-    _p("Q2_K_R4",      210, "Q2_K_R4",  "ik",       "Q2_K, 4 rows woven"),
-    _p("Q3_K_R4",      211, "Q3_K_R4",  "ik",       "Q3_K, 4 rows woven"),
-    _p("Q4_K_R4",      214, "Q4_K_R4",  "ik",       "Q4_K, 4 rows woven"),
-    _p("Q5_K_R4",      216, "Q5_K_R4",  "ik",       "Q5_K, 4 rows woven"),
-    _p("Q6_K_R4",      218, "Q6_K_R4",  "ik",       "Q6_K, 4 rows woven"),
-    _p("Q8_K_R8",      399, "Q8_K_R8",  "ik",       "8 bpw, super-blocks of 256, 8 rows woven"),
-    _p("Q8_KV_R8",     398, "Q8_KV_R8", "ik",       "Q8_KV, 8 rows woven"),
-    _p("IQ1_S_R4",     224, "IQ1_S_R4", "ik",       "1.5 bpw, 4 rows woven"),
-    _p("IQ1_M_R4",     231, "IQ1_M_R4", "ik",       "1.75 bpw, 4 rows woven"),
-    _p("IQ2_XXS_R4",   219, "IQ2_XXS_R4", "ik",     "IQ2_XXS, 4 rows woven"),
-    _p("IQ2_XS_R4",    220, "IQ2_XS_R4", "ik",      "IQ2_XS, 4 rows woven"),
-    _p("IQ2_M_R4",     229, "IQ2_S_R4", "ik",       "IQ2_M, 4 rows woven"),
-    _p("IQ3_XXS_R4",   223, "IQ3_XXS_R4", "ik",     "IQ3_XXS, 4 rows woven"),
-    _p("IQ3_S_R4",     226, "IQ3_S_R4", "ik",       "IQ3_S, 4 rows woven"),
-    _p("IQ4_NL_R4",    225, "IQ4_NL_R4", "ik",      "IQ4_NL, 4 rows woven"),
-    _p("IQ4_XS_R8",    230, "IQ4_XS_R8", "ik",      "IQ4_XS, 8 rows woven"),
-    _p("IQ2_BN_R4",    337, "IQ2_BN_R4", "ik",      "IQ2_BN, 4 rows woven"),
-    _p("IQ2_K_R4",     338, "IQ2_K_R4", "ik",       "IQ2_K, 4 rows woven"),
-    _p("IQ3_K_R4",     339, "IQ3_K_R4", "ik",       "IQ3_K, 4 rows woven"),
-    _p("IQ4_K_R4",     340, "IQ4_K_R4", "ik",       "IQ4_K, 4 rows woven"),
-    _p("IQ5_K_R4",     341, "IQ5_K_R4", "ik",       "IQ5_K, 4 rows woven"),
-    _p("IQ4_KS_R4",    345, "IQ4_KS_R4", "ik",      "IQ4_KS, 4 rows woven"),
-    _p("IQ5_KS_R4",    350, "IQ5_KS_R4", "ik",      "IQ5_KS, 4 rows woven"),
-    _p("BF16_R16",     232, "BF16_R16", "ik",       "BF16, 16 rows woven"),
+    _p("Q4_0_4_4",     33,  "Q4_0_4X4", "ik",       "Q4_0, 4 rows interleaved by 4 (ARM)"),
+    _p("Q4_0_4_8",     34,  "Q4_0_4X8", "ik",       "Q4_0, 4 rows interleaved by 8 (ARM)"),
+    _p("Q4_0_8_8",     35,  "Q4_0_8X8", "ik",       "Q4_0, 8 rows interleaved by 8 (ARM)"),
+    _p("Q4_0_R8",      202, "Q4_0_R8",  "ik",       "Q4_0, 8 rows interleaved"),
+    _p("Q5_0_R4",      208, "Q5_0_R4",  "ik",       "Q5_0, 4 rows interleaved"),
+    _p("Q6_0_R4",      335, "Q6_0_R4",  "ik",       "Q6_0, 4 rows interleaved"),
+    _p("Q8_0_R8",      207, "Q8_0_R8",  "ik",       "Q8_0, 8 rows interleaved"),
+    _p("Q2_K_R4",      210, "Q2_K_R4",  "ik",       "Q2_K, 4 rows interleaved"),
+    _p("Q3_K_R4",      211, "Q3_K_R4",  "ik",       "Q3_K, 4 rows interleaved"),
+    _p("Q4_K_R4",      214, "Q4_K_R4",  "ik",       "Q4_K, 4 rows interleaved"),
+    _p("Q5_K_R4",      216, "Q5_K_R4",  "ik",       "Q5_K, 4 rows interleaved"),
+    _p("Q6_K_R4",      218, "Q6_K_R4",  "ik",       "Q6_K, 4 rows interleaved"),
+    _p("Q8_K_R8",      399, "Q8_K_R8",  "ik",       "8 bpw, super-blocks of 256, 8 rows interleaved"),
+    _p("Q8_KV_R8",     398, "Q8_KV_R8", "ik",       "Q8_KV, 8 rows interleaved"),
+    _p("IQ1_S_R4",     224, "IQ1_S_R4", "ik",       "1.5 bpw, 4 rows interleaved"),
+    _p("IQ1_M_R4",     231, "IQ1_M_R4", "ik",       "1.75 bpw, 4 rows interleaved"),
+    _p("IQ2_XXS_R4",   219, "IQ2_XXS_R4", "ik",     "IQ2_XXS, 4 rows interleaved"),
+    _p("IQ2_XS_R4",    220, "IQ2_XS_R4", "ik",      "IQ2_XS, 4 rows interleaved"),
+    _p("IQ2_M_R4",     229, "IQ2_S_R4", "ik",       "IQ2_M, 4 rows interleaved"),
+    _p("IQ3_XXS_R4",   223, "IQ3_XXS_R4", "ik",     "IQ3_XXS, 4 rows interleaved"),
+    _p("IQ3_S_R4",     226, "IQ3_S_R4", "ik",       "IQ3_S, 4 rows interleaved"),
+    _p("IQ4_NL_R4",    225, "IQ4_NL_R4", "ik",      "IQ4_NL, 4 rows interleaved"),
+    _p("IQ4_XS_R8",    230, "IQ4_XS_R8", "ik",      "IQ4_XS, 8 rows interleaved"),
+    _p("IQ2_BN_R4",    337, "IQ2_BN_R4", "ik",      "IQ2_BN, 4 rows interleaved"),
+    _p("IQ2_K_R4",     338, "IQ2_K_R4", "ik",       "IQ2_K, 4 rows interleaved"),
+    _p("IQ3_K_R4",     339, "IQ3_K_R4", "ik",       "IQ3_K, 4 rows interleaved"),
+    _p("IQ4_K_R4",     340, "IQ4_K_R4", "ik",       "IQ4_K, 4 rows interleaved"),
+    _p("IQ5_K_R4",     341, "IQ5_K_R4", "ik",       "IQ5_K, 4 rows interleaved"),
+    _p("IQ4_KS_R4",    345, "IQ4_KS_R4", "ik",      "IQ4_KS, 4 rows interleaved"),
+    _p("IQ5_KS_R4",    350, "IQ5_KS_R4", "ik",      "IQ5_KS, 4 rows interleaved"),
+    _p("BF16_R16",     232, "BF16_R16", "ik",       "BF16, 16 rows interleaved"),
 )
 # fmt: on
 
-#: Names that both trees read as another preset. They hide the tensor types of the same name: Q4_K is Q4_K_M.
+#: Names that both trees read as another preset; they hide the tensor types of that name: Q4_K is Q4_K_M.
 PRESET_ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
-#: general.file_type of types that are no preset's name.
+#: general.file_type of types that do not name a preset.
 _FTYPE_OF_TYPE = {"NVFP4": 39, "IQ2_S_R4": 229, "Q4_0_4X4": 33, "Q4_0_4X8": 34, "Q4_0_8X8": 35}
 
 _BY_PRESET_NAME: dict[str, Preset] = {p.name: p for p in PRESETS}
-#: llama.cpp's own meaning of a number comes first (38 is MXFP4_MOE, 0 is F32).
+#: A number means what it means in llama.cpp, if anything (38 is MXFP4_MOE, 0 is F32).
 _BY_FTYPE: dict[int, Preset] = {p.ftype: p for p in sorted(PRESETS, key=lambda p: (p.trees != "ik", p.name != "COPY"))}
 
 
 def is_target(t: TensorType) -> bool:
-    """True if a weight may become type ``t``: integers, f64 and activation formats may not."""
+    """True if weights may have type ``t``, which excludes integers, f64 and activation formats."""
     return t.family not in ("integer", "activation") and t.name != "F64"
 
 
 def preset_by_name(text: str) -> Preset:
-    """Return what TYPE stands for: a preset's name, alias or number, or any tensor type's name, in any case.
+    """Return the preset for TYPE: a preset's name, alias or number, or any tensor type's name, in any case.
 
-    Presets win over tensor types (Q4_K is Q4_K_M, as in llama-quantize), llama.cpp's over ik's. A name that is
-    only a tensor type, or an ik preset named after its type (IQ4_KS), gives that type to every tensor without
-    a mixture. Raises TypeNotSupported for ik's presets that are only mixtures, and for names that do not exist.
+    Presets win over tensor types (Q4_K is Q4_K_M, as in llama-quantize), llama.cpp's over ik_llama.cpp's. The name of
+    a tensor type, or of an ik_llama.cpp preset named after its type (IQ4_KS), gives every tensor that type without a
+    mixture. Raises TypeNotSupported for ik_llama.cpp presets that are only mixtures, and for unknown names.
     """
     key = text.strip().upper()
     found = _BY_PRESET_NAME.get(PRESET_ALIASES.get(key, key))
@@ -182,8 +182,8 @@ def preset_by_name(text: str) -> Preset:
     plain = TYPE_ALIASES.get(found.name, found.name)
     if plain not in BY_NAME:
         raise TypeNotSupported(
-            f"{found.name} is a mixture of ik_llama.cpp, and its mixing rules are not in this version; "
-            f"give a type (such as {found.base}) as TYPE and the exceptions with --custom-q or --recipe"
+            f"{found.name} is a mixture of ik_llama.cpp, whose mixing rules are not in this version; "
+            f"give a type, such as {found.base}, and the exceptions with --custom-q or --recipe"
         )
     return Preset(found.name, found.ftype, found.base, "ik", found.description, mixes=False)
 
@@ -193,7 +193,7 @@ def _plain_type(key: str, text: str) -> Preset:
     if t is None:
         raise TypeNotSupported(f"there is no preset and no tensor type {text!r}{_did_you_mean(key)}")
     if not is_target(t):
-        raise TypeNotSupported(f"{t.name} is no type for weights; `quantkit types` lists those that are")
+        raise TypeNotSupported(f"{t.name} is not a type for weights; `quantkit types` lists those that are")
     ftype = _FTYPE_OF_TYPE.get(t.name, FTYPE_UNKNOWN)
     if t.name in _BY_PRESET_NAME:  # an alias of a type, Q1_0_G128, whose name is a preset
         ftype = _BY_PRESET_NAME[t.name].ftype
@@ -213,7 +213,7 @@ def _did_you_mean(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in the model a tensor sits: the facts that conditions ask about.
+    """Where in the model a tensor is: the facts that conditions depend on.
 
     ``i`` of ``n`` is the layer: a running count of tensors of the category, or the number in the name.
     """

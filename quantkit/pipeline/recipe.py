@@ -1,71 +1,70 @@
-"""Recipes: rules of a user's own that give tensors their types by name.
+"""Recipes: a user's own rules that give tensors their types by name.
 
-A rule is ``regex = type``. All four dialects below become the same ordered list of ``Rule``:
+A rule is ``regex = type``. Four dialects become the same ordered list of ``Rule``:
 
-    -r/--recipe FILE          one rule a line (several with commas), ``#`` comments
+    -r/--recipe FILE          one rule per line (several with commas), ``#`` comments
     --tensor-type RE=T        llama.cpp, one rule
     --tensor-type-file FILE   llama.cpp, ``RE=T`` words; our recipe lines are understood too
     --custom-q RE=T,RE=T      ik_llama.cpp, rules separated by commas
 
-A rule takes a tensor if its regex is found anywhere in the name (``attn_q`` takes blk.0.attn_q.weight; anchor
-with ^ and $ for less), in any case. The first rule that takes a tensor decides, so exceptions come first.
+A rule matches a tensor if its regex matches anywhere in the name, in any case (``attn_q`` matches blk.0.attn_q.weight;
+anchor it with ^ and $). The first rule that matches a tensor decides, so exceptions come first.
 
-Rules for separate experts (``ffn_(up|gate)_exps``) hold for merged ones, ffn_gate_up_exps, too: what they say of both
-halves, if it is one type, they say of the whole. llama-quantize would pass such a rule over, so a lint says so. A rule
-for ffn_gate_up_exps itself comes before them, wherever it stands.
+Rules for separate experts (``ffn_(up|gate)_exps``) also apply to merged ones, ffn_gate_up_exps, if they give both
+halves the same type. llama-quantize would not apply them, so a lint says so. A rule for ffn_gate_up_exps itself takes
+precedence, wherever it is.
 
-Regexes are Python's, plus the classes [:alpha:] and so on that C++ knows; for the tensor names of GGUF that is
-a superset of what the peers accept, with one deliberate difference: llama-quantize lower-cases the pattern, so
-its ``\\S`` means ``\\s``. Here it keeps its meaning, and a lint says so. The type stands behind the *last* ``=``, and a
-comma separates rules only behind a type: regexes may contain both, which ik's parser cannot take.
+For the tensor names of GGUF, regexes (patterns.py) are a superset of what the peers accept, with one deliberate
+difference: llama-quantize lower-cases the pattern, so its ``\\S`` means ``\\s``. Here it keeps its meaning, and a lint
+says so. The type is after the *last* ``=``, and a comma separates rules only after a type: regexes may contain both,
+unlike in ik_llama.cpp.
 """
 
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quantkit.errors import RecipeError, TypeNotSupported
-from quantkit.pipeline.facts import GATE, MERGED, half_names
+from quantkit.errors import FormatError, RecipeError, TypeNotSupported
+from quantkit.formats.experts import GATE, MERGED
+from quantkit.formats.outputs import read_whole
+from quantkit.patterns import Pattern
+from quantkit.pipeline.facts import half_names
 from quantkit.pipeline.presets import is_target
 from quantkit.types import TensorType, type_by_name
 
-_POSIX_CLASSES = {
-    "alpha": "a-zA-Z", "digit": "0-9", "alnum": "a-zA-Z0-9", "upper": "A-Z", "lower": "a-z", "space": r"\s",
-    "punct": r"!-/:-@\[-`{-~", "xdigit": "0-9a-fA-F", "blank": " \t", "w": r"\w", "d": r"\d", "s": r"\s",
-}  # fmt: skip
-
-#: An equal sign that a regex may hold: that of (?=...) or (?<=...).
+#: An equal sign that a regex may contain: that of (?=...) or (?<=...).
 _LOOKAROUND = re.compile(r"\(\?<?=")
 _COMMENT = re.compile(r"(^|\s)#.*$")
+#: The largest file of rules; a model has some thousand tensors.
+_MOST = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule; ``origin`` says where it stands, for messages. Raises RecipeError for a broken regex."""
+    """One rule; ``origin`` says where it is, for messages. Raises RecipeError for a broken regex."""
 
     pattern: str
     type: TensorType
     origin: str
-    regex: re.Pattern[str] = field(init=False, repr=False, compare=False)
+    regex: Pattern = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "regex", _compile(self.pattern, self.origin))
+        object.__setattr__(self, "regex", Pattern(self.pattern, self.origin, ignore_case=True))
 
     def __str__(self) -> str:
         return f"{self.pattern} = {self.type} ({self.origin})"
 
     def matches(self, name: str) -> bool:
-        """True if the rule takes the tensor ``name``, were it the only one."""
+        """True if the rule matches the tensor ``name``."""
         return self.regex.search(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Lint:
-    """Something in a request that works, but hardly as it was meant."""
+    """Something in a request that works, but probably not as intended."""
 
     code: str
     message: str
@@ -74,42 +73,32 @@ class Lint:
         return f"{self.code}: {self.message}"
 
 
-def _compile(pattern: str, origin: str) -> re.Pattern[str]:
-    python = re.sub(r"\[:(\w+):\]", lambda m: _POSIX_CLASSES.get(m[1].lower(), m[0]), pattern)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            return re.compile(python, re.IGNORECASE)
-    except (re.error, RecursionError, OverflowError) as e:
-        raise RecipeError(f"{origin}: {pattern!r} is no regular expression: {e}") from None
-
-
 # --- reading the dialects ------------------------------------------------------------------------------------
 
 
 def parse_rule(text: str, origin: str) -> Rule:
-    """Return the rule ``regex = type``; spaces around both parts are dropped. Raises RecipeError."""
+    """Return the rule ``regex = type``, without the spaces around both parts. Raises RecipeError."""
     pattern, equals, type_name = text.rpartition("=")
     pattern = pattern.strip()
     if not equals:
-        raise RecipeError(f"{origin}: {text.strip()!r} is no rule; write regex = type")
+        raise RecipeError(f"{origin}: {text.strip()!r} is not a rule; write regex = type")
     if not pattern:
         raise RecipeError(f"{origin}: {text.strip()!r} has no regex before the =; use .* for all tensors")
     if "=" in _LOOKAROUND.sub("", pattern):
         wrong = pattern.rpartition("=")[2].split(",")[0].strip()
-        raise RecipeError(f"{origin}: {wrong!r} in {text.strip()!r} is no tensor type (no tensor's name holds a =)")
+        raise RecipeError(f"{origin}: {wrong!r} in {text.strip()!r} is not a tensor type (no tensor name contains a =)")
     return Rule(pattern, _rule_type(type_name, origin), origin)
 
 
 def _rule_type(name: str, origin: str) -> TensorType:
     if not name.strip():
-        raise RecipeError(f"{origin}: there is no type behind the =")
+        raise RecipeError(f"{origin}: there is no type after the =")
     try:
         t = type_by_name(name)
     except TypeNotSupported as e:
         raise RecipeError(f"{origin}: {e.message}") from None
     if not is_target(t):
-        raise RecipeError(f"{origin}: {t.name} is no type for weights; `quantkit types` lists those that are")
+        raise RecipeError(f"{origin}: {t.name} is not a type for weights; `quantkit types` lists those that are")
     return t
 
 
@@ -122,7 +111,7 @@ def _ends_with_type(item: str) -> bool:
 
 
 def split_items(text: str) -> list[str]:
-    """Split ``re=type,re=type`` at the commas that stand behind a type; the last item may be broken."""
+    """Split ``re=type,re=type`` at the commas that follow a type; the last item may be broken."""
     items: list[str] = []
     held = ""
     for piece in text.split(","):
@@ -144,7 +133,7 @@ def parse_custom_q(text: str, number: int = 1) -> list[Rule]:
 
 
 def parse_recipe(text: str, name: str) -> list[Rule]:
-    """Return the rules of a recipe's ``text``; ``name`` is the file's, for messages."""
+    """Return the rules in the ``text`` of a recipe; ``name`` is the file's, for messages."""
     return [rule for no, line in _lines(text) for rule in _line_rules(line, f"{name}:{no}")]
 
 
@@ -184,11 +173,11 @@ def _line_rules(line: str, origin: str) -> list[Rule]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as e:
-        raise RecipeError(f"cannot read the rules in {path}: {e.strerror}") from None
+        return read_whole(path, _MOST).decode()
+    except FormatError as e:
+        raise RecipeError(e.message) from None
     except UnicodeDecodeError as e:
-        raise RecipeError(f"{path} is no text file (byte {e.start} is not UTF-8)") from None
+        raise RecipeError(f"{path} is not a text file (byte {e.start} is not UTF-8)") from None
 
 
 # --- applying and checking -----------------------------------------------------------------------------------
@@ -196,10 +185,10 @@ def _read(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a list of rules says of one tensor.
+    """What a list of rules says about one tensor.
 
-    ``rule`` decides and ``direct`` takes the name; None if none does. Of merged experts ``gate`` and ``up`` would
-    decide about the separate halves, unless ``direct`` speaks of merged experts alone.
+    ``rule`` decides and ``direct`` is the first to match the name, or None. For merged experts, ``gate`` and ``up`` are
+    the rules for the separate halves, unless ``direct`` is for merged experts only.
     """
 
     rule: Rule | None
@@ -209,12 +198,12 @@ class Verdict:
 
     @property
     def through(self) -> bool:
-        """True if the rules of both halves decide about the whole."""
+        """True if the rules for both halves decide about the whole."""
         return self.rule is not self.direct
 
     @property
     def halves(self) -> tuple[Rule, ...]:
-        """The rules of the halves, without None and without doubles."""
+        """The rules for the halves, without None and duplicates."""
         rules = {id(rule): rule for rule in (self.gate, self.up) if rule is not None}
         return tuple(rules.values())
 
@@ -223,19 +212,24 @@ class Verdict:
         """Why the tensor has its type."""
         if not self.through:
             return f"rule {self.rule}"
-        return f"rule {' and '.join(map(str, self.halves))}, by the names of both halves"
+        return f"rule {' and '.join(map(str, self.halves))}, which covers both halves"
+
+
+def and_more(names: Sequence[str]) -> str:
+    """Return the first name and how many more there are."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def first_match(rules: Sequence[Rule], name: str) -> Rule | None:
-    """Return the first rule that takes the tensor ``name``, or None."""
+    """Return the first rule that matches the tensor ``name``, or None."""
     return next((rule for rule in rules if rule.matches(name)), None)
 
 
 def decide(rules: Sequence[Rule], name: str) -> Verdict:
-    """Return what ``rules`` say of the tensor ``name``: the first that takes it decides.
+    """Return what ``rules`` say about the tensor ``name``: the first that matches decides.
 
-    Of merged experts, the rules that would take gate and up were they separate decide instead where both give one
-    type, unless a rule takes the merged name and neither of theirs.
+    For merged experts, the rules that would match separate gate and up tensors decide instead if both give the same
+    type, unless a rule matches the merged name and neither of the separate ones.
     """
     direct, halves = first_match(rules, name), half_names(name)
     if halves is None or (direct is not None and not any(map(direct.matches, halves))):
@@ -247,12 +241,12 @@ def decide(rules: Sequence[Rule], name: str) -> Verdict:
 
 
 def lint_rules(rules: Sequence[Rule], names: Sequence[str]) -> list[Lint]:
-    """Return what looks wrong with ``rules`` for a model whose tensors are ``names``, in the order of the rules.
+    """Return what looks wrong with ``rules`` for a model with tensors ``names``, in the order of the rules.
 
-    QK-W001 matches nothing; QK-W002 every tensor it matches is taken by earlier rules; QK-W003 meant for
-    output.weight, hits attn_output.weight too; QK-W004 takes one half of merged experts only; QK-W005 llama-quantize
-    would read the pattern differently; QK-W013 the halves of merged experts would get different types; QK-W014 rules
-    for the halves decide about merged experts.
+    QK-W001 matches nothing; QK-W002 other rules decide every tensor it matches; QK-W003 meant for output.weight, but
+    also matches attn_output.weight; QK-W004 matches only one half of merged experts; QK-W005 llama-quantize reads the
+    pattern differently; QK-W013 the halves of merged experts would get different types; QK-W014 rules for the halves
+    apply to merged experts.
     """
     verdicts = {name: decide(rules, name) for name in names}
     owners = _owners(verdicts)
@@ -267,7 +261,7 @@ def lint_rules(rules: Sequence[Rule], names: Sequence[str]) -> list[Lint]:
 
 
 def _owners(verdicts: Mapping[str, Verdict]) -> dict[str, tuple[Rule, ...]]:
-    """Return by name which rules decide; the halves of merged experts, where rules speak of them, are names too."""
+    """Return which rules decide, by name; halves of merged experts that rules match have their own names here."""
     owners: dict[str, tuple[Rule, ...]] = {}
     for name, verdict in verdicts.items():
         owners[name] = verdict.halves if verdict.through else () if verdict.rule is None else (verdict.rule,)
@@ -280,27 +274,27 @@ def _owners(verdicts: Mapping[str, Verdict]) -> dict[str, tuple[Rule, ...]]:
 def _lint_hits(rule: Rule, hits: list[str], owners: Mapping[str, tuple[Rule, ...]]) -> list[Lint]:
     if not hits:
         separate = any(rule.matches(name.replace(GATE, MERGED)) for name in owners if GATE in name)
-        hint = "; up and gate experts are separate in this file: ffn_(gate|up)_exps" if separate else ""
+        hint = "; this model has separate up and gate experts: write ffn_(gate|up)_exps" if separate else ""
         return [Lint("QK-W001", f"{rule} matches no tensor{hint}")]
     others = [owner for name in hits for owner in owners[name]]
     if all(owner is not rule for owner in others):
         by = "; ".join(dict.fromkeys(map(str, others)))
-        return [Lint("QK-W002", f"{rule} decides nothing: other rules take all it matches: {by}")]
+        return [Lint("QK-W002", f"{rule} has no effect: other rules decide all tensors it matches: {by}")]
     attn = [name for name in hits if _only_by_its_end(rule, name)]
     if "output.weight" in hits and attn:
-        return [Lint("QK-W003", f"{rule} takes output.weight and also {len(attn)} attn_output.weight; "
-                                f"write ^output\\.weight$ for the first alone")]  # fmt: skip
+        return [Lint("QK-W003", f"{rule} matches output.weight, but also {len(attn)} attn_output.weight; "
+                                f"write ^output\\.weight$ to match only the former")]  # fmt: skip
     return []
 
 
 def _only_by_its_end(rule: Rule, name: str) -> bool:
-    """True if ``name`` is an attn_output.weight of which the rule sees no more than output.weight."""
+    """True if ``name`` is an attn_output.weight in which the rule matches no more than output.weight."""
     found = rule.regex.search(name)
     return found is not None and name.endswith("attn_output.weight") and found.start() >= name.index("output.weight")
 
 
 def _lint_merged(verdicts: Mapping[str, Verdict]) -> dict[int, list[Lint]]:
-    """Return by the first rule's id what is to be said of merged experts whose halves rules speak of."""
+    """Return, by the id of the first rule, the lints about merged experts whose halves rules match."""
     groups: dict[tuple[int, int, int], list[str]] = {}
     for name, v in verdicts.items():
         if v.through or len({half and half.type for half in (v.gate, v.up)}) > 1:
@@ -308,26 +302,25 @@ def _lint_merged(verdicts: Mapping[str, Verdict]) -> dict[int, list[Lint]]:
     lints: dict[int, list[Lint]] = {}
     for names in groups.values():
         verdict = verdicts[names[0]]
-        what = f"the merged {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-        lints.setdefault(id(verdict.halves[0]), []).append(_merged_lint(verdict, what))
+        lints.setdefault(id(verdict.halves[0]), []).append(_merged_lint(verdict, f"merged {and_more(names)}"))
     return lints
 
 
 def _merged_lint(verdict: Verdict, what: str) -> Lint:
-    """Say what becomes of one kind of merged experts."""
+    """Return the lint about one kind of merged experts."""
     both = " and ".join(map(str, verdict.halves))
     if verdict.through:
-        verb = "decide" if len(verdict.halves) > 1 else "decides"
-        return Lint("QK-W014", f"{both} {verb} about {what}, by the names of both halves; llama-quantize would not")
+        verb = "apply" if len(verdict.halves) > 1 else "applies"
+        return Lint("QK-W014", f"{both} {verb} to {what}, since both halves match; in llama-quantize they would not")
     one = len(verdict.halves) == 1
-    instead = "it does not count" if one else "neither counts"
+    instead = "it has no effect" if one else "neither has an effect"
     if verdict.rule is not None:
-        instead = f"{verdict.rule} decides about both halves"
+        instead = f"{verdict.rule} applies to both halves"
     remedy = f"{instead}; write a rule for ffn_gate_up_exps"
     if not one:
-        return Lint("QK-W013", f"{both} give gate and up different types, but {what} has one: {remedy}")
+        return Lint("QK-W013", f"{both} give gate and up different types, but {what} can have only one: {remedy}")
     half, other = ("gate", "up") if verdict.up is None else ("up", "gate")
-    return Lint("QK-W004", f"{both} takes the {half} half of {what}, but no rule the {other} half: {remedy}")
+    return Lint("QK-W004", f"{both} matches the {half} half of {what}, but no rule matches the {other} half: {remedy}")
 
 
 def _lint_case(rule: Rule) -> list[Lint]:
@@ -336,4 +329,4 @@ def _lint_case(rule: Rule) -> list[Lint]:
     found = re.findall(r"(?<!\\)(?:\\\\)*(\\[SDWB])", rule.pattern)
     if not found:
         return []
-    return [Lint("QK-W005", f"{rule}: llama-quantize reads {found[0]} as {found[0].lower()}; here it is {found[0]}")]
+    return [Lint("QK-W005", f"{rule}: llama-quantize lower-cases {found[0]} to {found[0].lower()}; here it stays")]

@@ -1,10 +1,10 @@
-"""A source whose up and gate experts are merged or taken apart: what merge-up-gate writes, and quantize reads.
+"""A source with its up and gate experts merged or split: what merge-up-gate writes, and what quantize reads.
 
-Nothing is moved yet: every tensor of the result names the rows of the source that it is made of, so that the verb
-copies them, and ``quantize --merge-up-gate`` encodes them, each from where it lies.
+Nothing is moved yet: every tensor of the result refers to the rows of the source it is made of. merge-up-gate copies
+them, ``quantize --merge-up-gate`` encodes them.
 
-What undoing needs, the order of the source's tensors and their shards, is kept under ``quantkit.merge.*`` keys, which
-the inverse removes.
+The order of the source's tensors and their shards, which undoing needs, is kept in ``quantkit.merge.*`` keys; the
+inverse removes them.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from quantkit.errors import RecipeError
+from quantkit.formats.experts import GATE, MERGED, UP, find_layers
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType
-from quantkit.pipeline.experts import Joined, Layer, find_layers, runtimes
-from quantkit.pipeline.facts import GATE, MERGED, UP
+from quantkit.pipeline.experts import Joined, Layer, runtimes
 from quantkit.pipeline.metadata import Metadata, prune_names
 from quantkit.pipeline.plan import Chosen
 from quantkit.pipeline.work import whole
 
 ORDER_KEY, SHARDS_KEY = "quantkit.merge.tensors", "quantkit.merge.shards"
 
-#: Decides about one layer, given its prefix and its tensors: experts.merge_layer or experts.split_layer.
+#: Decides about one layer by its prefix and tensors: experts.merge_layer or experts.split_layer.
 Decide = Callable[[str, Mapping[str, TensorInfo]], Layer | None]
 
 
 @dataclass(frozen=True)
 class Regrouped:
-    """The tensors of a source as they go into an output, in their order.
+    """The tensors of a source as they go into an output, in order.
 
-    ``shards`` are theirs, ascending; None where all go to one file. ``changed`` are the layers whose experts were
-    merged or taken apart, ``refused`` those that were left alone, with the reason.
+    ``shards`` are their shards, ascending; None if all go to one file. ``changed`` are the layers whose experts are
+    merged or split, ``refused`` those left alone, with the reason.
     """
 
     tensors: tuple[Chosen, ...]
@@ -52,17 +52,17 @@ class Regrouped:
         return ", ".join(f"{name}: {'yes' if loads else 'no'}" for name, loads in self.loads_merged.items())
 
     def report(self, verb: str) -> list[str]:
-        """Return sentences about what is "merge"d or "split" on the way; none where nothing is."""
+        """Return sentences about what is merged or split (``verb``: "merge" or "split"), if anything."""
         if not self.changed:
             return []
         layers = f"{len(self.changed)} layers ({layer_names(self.changed)})"
         if verb == "split":
-            return [f"--split-up-gate takes up and gate experts of {layers} apart", *self.refusals()]
+            return [f"--split-up-gate splits up and gate experts of {layers}", *self.refusals()]
         who = f"merged experts of {self.arch} load in: {self.loads}"
         return [f"--merge-up-gate merges up and gate experts of {layers}", who, *self.refusals()]
 
     def refusals(self) -> list[str]:
-        """Return a sentence for every reason why layers are left alone."""
+        """Return a sentence for each reason why layers are left alone."""
         by_reason: dict[str, list[Layer]] = {}
         for layer in self.refused:
             by_reason.setdefault(layer.refusal, []).append(layer)
@@ -70,7 +70,7 @@ class Regrouped:
 
 
 def as_it_is(source: GGUFFile, *, keep_split: bool) -> Regrouped:
-    """Return a source as it stands; with ``keep_split`` by shard and offset, as llama-quantize goes then."""
+    """Return a source unchanged; with ``keep_split`` ordered by shard and offset, as in llama-quantize."""
     tensors = list(source.tensors.values())
     keeps = keep_split and len(source.paths) > 1
     if keeps:
@@ -87,17 +87,17 @@ def regroup(
     keep_split: bool,
     leave: Mapping[str, str] | None = None,
 ) -> Regrouped:
-    """Merge the experts of a source or take them apart, as ``decide`` says layer by layer.
+    """Merge or split the experts of a source, as ``decide`` says layer by layer.
 
     Args:
         source: the model.
-        decide: says what is to become of a layer.
+        decide: decides about a layer.
         verb: "merge" or "split".
         keep_split: keep the shards of a source that has several.
         leave: layers to leave alone, by prefix, and why.
 
-    A file that was merged here gets its order of tensors and its shards back when it is split; then only what was
-    merged here is taken apart. Raises RecipeError when no layer changes, with the reasons.
+    Splitting a file that quantkit merged restores its order of tensors and its shards, and splits only what quantkit
+    merged. Raises RecipeError, with the reasons, if no layer changes.
     """
     layers = [layer for p, has in find_layers(source.tensors).items() if (layer := decide(p, has)) is not None]
     layers = [replace(y, made=(), refusal=leave[y.prefix]) if leave and y.prefix in leave else y for y in layers]
@@ -122,7 +122,7 @@ def regroup(
 
 
 def layer_names(layers: Sequence[Layer]) -> str:
-    """Return the names of layers in a few words: blk.0 .. blk.46, blk.48."""
+    """Return the names of layers in short: blk.0 .. blk.46, blk.48."""
     runs: list[list[str]] = []
     last: tuple[str, int] | None = None
     for layer in layers:
@@ -138,13 +138,13 @@ def layer_names(layers: Sequence[Layer]) -> str:
 
 
 def prune_record(metadata: Metadata, prune: Sequence[int]) -> None:
-    """Make the record of a merge fit a model without the layers ``prune``, or drop it if it does not know them."""
+    """Remove the layers ``prune`` from the record of a merge; drop the record if it does not have them."""
     order, shards = metadata.get(ORDER_KEY), metadata.get(SHARDS_KEY)
     if order is None:
         return
     try:
         renamed = prune_names(order.value, prune)
-    except (RecipeError, TypeError):  # of another model, or no list of names
+    except (RecipeError, TypeError):  # of another model, or not a list of names
         metadata.remove(ORDER_KEY, SHARDS_KEY)
         return
     kept = [i for i, name in enumerate(order.value) if name in renamed]
@@ -162,11 +162,11 @@ def _nothing_to_do(source: GGUFFile, verb: str, refused: Sequence[Layer]) -> str
     if refused:
         reasons = "; ".join(f"{layer.prefix}*: {layer.refusal}" for layer in refused[:4])
         more = f"; and {len(refused) - 4} layers more" if len(refused) > 4 else ""
-        return f"{source.paths[0]}: no layer can be {'merged' if verb == 'merge' else 'taken apart'}: {reasons}{more}"
+        return f"{source.paths[0]}: no layer can be {'merged' if verb == 'merge' else 'split'}: {reasons}{more}"
     if verb == "merge" and any(MERGED in name for name in source.tensors):
-        return f"{source.paths[0]}: its up and gate experts are merged already"
+        return f"{source.paths[0]}: its up and gate experts are already merged"
     what = f"{GATE} and {UP}" if verb == "merge" else MERGED
-    return f"{source.paths[0]}: there are no tensors {what} in it"
+    return f"{source.paths[0]}: it has no {what} tensors"
 
 
 def _recorded(source: GGUFFile) -> list[str]:
@@ -175,14 +175,14 @@ def _recorded(source: GGUFFile) -> list[str]:
 
 
 def _only_recorded(source: GGUFFile, layers: list[Layer]) -> list[Layer]:
-    """Keep to the layers that an earlier run here changed, if any of them was: the others came as they are."""
+    """Return the layers that quantkit itself changed earlier, or all if it changed none."""
     recorded = set(_recorded(source))
     ours = [layer for layer in layers if all(joined.name in recorded for joined in layer.made)]
     return ours or layers
 
 
 def _replace(source: GGUFFile, changed: Iterable[Layer]) -> list[Chosen]:
-    """Return all tensors of the output; what is made stands where the first tensor it is made of stood."""
+    """Return all tensors of the output; a new one takes the place of the first tensor it is made of."""
     made: dict[str, list[Joined]] = {}
     gone: set[str] = set()
     position = {name: i for i, name in enumerate(source.tensors)}
@@ -200,12 +200,12 @@ def _replace(source: GGUFFile, changed: Iterable[Layer]) -> list[Chosen]:
 
 
 def _first_shard(tensor: Chosen) -> int:
-    """Return the shard in which the first of a tensor's halves lies."""
+    """Return the shard of the first of a tensor's halves."""
     return min(part.source.shard for part in tensor.parts)
 
 
 def _restore(source: GGUFFile, tensors: list[Chosen]) -> tuple[list[Chosen], list[int] | None, bool]:
-    """Return the tensors in the recorded order with their shards, and True, if they are the recorded ones."""
+    """Return the tensors in the recorded order, their shards, and True, if they are the recorded ones."""
     order = _recorded(source)
     by_name = {tensor.name: tensor for tensor in tensors}
     if not order or set(order) != set(by_name) or len(order) != len(tensors):
@@ -216,7 +216,7 @@ def _restore(source: GGUFFile, tensors: list[Chosen]) -> tuple[list[Chosen], lis
 
 
 def _record(metadata: Metadata, source: GGUFFile) -> None:
-    """Keep the order and the shards of the source's tensors for the inverse."""
+    """Record the order and the shards of the source's tensors for the inverse."""
     metadata.set(Field.of(ORDER_KEY, list(source.tensors), ValueType.ARRAY, ValueType.STRING))
     metadata.remove(SHARDS_KEY)
     if len(source.paths) > 1:

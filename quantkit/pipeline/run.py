@@ -11,25 +11,29 @@ import os
 import queue
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypedDict, Unpack
+
+import numpy as np
 
 from quantkit.errors import QuantkitError, ResourceError
-from quantkit.formats.ranges import crc32_range, sync
-from quantkit.helpers import crc32_combine, format_size
+from quantkit.formats.outputs import Output, check_apart, check_free, part_path
+from quantkit.formats.ranges import crc32_range, reserve, sync, write_range
+from quantkit.helpers import available_cpus, crc32_combine, format_size
+from quantkit.kernels.first_run import compile_together, working_seconds
 from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.plan import Plan
+from quantkit.pipeline.warm import kernel_calls
 from quantkit.pipeline.work import JOB, NO_CRC, ErrorSums, Job, JobResult, PlannedTensor, Worker, cut_jobs, job_values
 
 #: Bytes that all buffers together may take, unless told otherwise.
 DEFAULT_MAX_RAM = 512 << 20
 
 
-class Observer(Protocol):
+class Progress(Protocol):
     """What a run tells while it runs; called from worker threads, one call at a time."""
 
     def resumed(self, tensors: int, nbytes: int) -> None:
@@ -40,6 +44,21 @@ class Observer(Protocol):
 
     def finished(self, tensor: PlannedTensor) -> None:
         """Report that a tensor is complete."""
+
+
+class RunOptions(TypedDict, total=False):
+    """How a plan is carried out.
+
+    threads: worker threads; all available CPUs without. resume: go on with an interrupted run of the same plan, if
+    there is one. overwrite: replace an existing output, and throw an interrupted run away. measure_error: also decode
+    what was encoded, and sum up the error. observer: is told of progress.
+    """
+
+    threads: int | None
+    resume: bool
+    overwrite: bool
+    measure_error: bool
+    observer: Progress | None
 
 
 @dataclass
@@ -68,51 +87,39 @@ class RunResult:
     sums: dict[str, ErrorSums]
 
 
-def part_path(path: Path) -> Path:
-    """Return the name under which an output grows."""
-    return path.with_name(path.name + ".part")
-
-
 def journal_path(path: Path) -> Path:
     """Return the name of an output's journal."""
     return path.with_name(path.name + ".journal")
 
 
-def run_plan(
-    plan: Plan,
-    *,
-    threads: int,
-    max_ram: int,
-    resume: bool = False,
-    overwrite: bool = False,
-    measure: bool = False,
-    observer: Observer | None = None,
-) -> RunResult:
+def run_plan(plan: Plan, *, max_ram: int = DEFAULT_MAX_RAM, **options: Unpack[RunOptions]) -> RunResult:
     """Write the plan's output; on return it lies complete and synced under its final name.
 
     Args:
         plan: what to write.
-        threads: worker threads.
         max_ram: bytes that all workers' buffers may take together.
-        resume: go on with an interrupted run of the same plan, if there is one.
-        overwrite: replace an existing output, and throw an interrupted run away.
-        measure: also decode what was encoded, and sum up the error.
-        observer: is told of progress.
 
     Raises:
         ResourceError: no room on the disk or in memory, the output exists, or another run writes it.
         FormatError: the source holds values or blocks that no file should; the partial output is removed.
     """
-    began = time.monotonic()
-    _check_targets(plan, resume=resume, overwrite=overwrite)
+    began = working_seconds()
+    threads, observer = options.get("threads") or available_cpus(), options.get("observer")
+    resume, overwrite = options.get("resume", False), options.get("overwrite", False)
+    measure = options.get("measure_error", False)
+    first = plan.shards[0].path
+    check_targets(plan, resume=resume, overwrite=True)
     values = job_values(list(plan.tensors), threads, max_ram)
     with ExitStack() as stack:
-        journal = stack.enter_context(Journal(journal_path(plan.shards[0].path), plan.fingerprint))
+        stack.enter_context(Output(first, overwrite=True))
+        check_targets(plan, resume=resume, overwrite=overwrite)
+        journal = stack.enter_context(Journal(journal_path(first), plan.fingerprint))
         resumed = _prepare(plan, journal, resume=resume, overwrite=overwrite)
         if observer is not None and resumed:
             observer.resumed(len(resumed), sum(t.nbytes for t in plan.tensors if t.name in resumed))
         if not journal.sealed:
             try:
+                compile_together(kernel_calls(plan.tensors, measure))
                 _Executor(plan, journal, threads, values, measure, observer).run(resumed)
             except QuantkitError:
                 _discard(plan, journal)
@@ -121,34 +128,31 @@ def run_plan(
         _publish(plan)
         journal.remove()
     sums = {name: ErrorSums(*s) for name, s in journal.sums.items()}
-    return RunResult(time.monotonic() - began, len(resumed), sums)
+    return RunResult(working_seconds() - began, len(resumed), sums)
 
 
-def _check_targets(plan: Plan, *, resume: bool, overwrite: bool) -> None:
-    """Refuse outputs that would destroy something, before anything is touched."""
-    sources = {os.path.realpath(p) for p in plan.source.paths}
+def check_targets(plan: Plan, *, resume: bool = False, overwrite: bool = False) -> None:
+    """Refuse outputs that would destroy something, before anything is touched; ResourceError says which."""
+    check_apart([*(s.path for s in plan.shards), journal_path(plan.shards[0].path)], (*plan.source.paths, *plan.reads))
+    started = os.path.exists(journal_path(plan.shards[0].path))
     for shard in plan.shards:
-        if os.path.realpath(shard.path) in sources or _same_file(shard.path, plan.source.paths):
-            raise ResourceError(f"{shard.path} is the input itself; write the output under another name")
-        if not shard.path.parent.is_dir():
-            raise ResourceError(f"{shard.path.parent} is no directory; make it first")
-        if shard.path.is_dir():
-            raise ResourceError(f"{shard.path} is a directory; name a file")
-        if shard.path.exists() and not shard.path.is_file():
-            raise ResourceError(f"{shard.path} is no regular file, and would be replaced by one; name another")
-    started = journal_path(plan.shards[0].path).exists()
-    existing = [s.path for s in plan.shards if s.path.exists()]
-    if existing and not overwrite and not (resume and started):
-        raise ResourceError(f"{existing[0]} exists; give another name, or --overwrite to replace it")
+        check_free(shard.path, overwrite=overwrite or resume and started)
     if started and not resume and not overwrite:
         raise ResourceError(
-            f"{journal_path(plan.shards[0].path)} is there: an earlier run was interrupted, or still runs; "
+            f"{journal_path(plan.shards[0].path)} is there: an earlier run was interrupted; "
             "--resume goes on with it, --overwrite starts anew"
         )
 
 
-def _same_file(path: Path, others: tuple[Path, ...]) -> bool:
-    return path.exists() and any(os.path.samefile(path, other) for other in others)
+def refusal(plan: Plan, beside: Path | None = None, *, resume: bool = False, overwrite: bool = False) -> str | None:
+    """Return why a run that writes a plan, and ``beside``, would refuse, for a dry run; None if it would not."""
+    try:
+        if beside is not None:
+            check_free(beside, overwrite=overwrite)
+        check_targets(plan, resume=resume, overwrite=overwrite)
+    except ResourceError as e:
+        return e.message
+    return None
 
 
 def _prepare(plan: Plan, journal: Journal, *, resume: bool, overwrite: bool) -> set[str]:
@@ -173,7 +177,7 @@ def _prepare(plan: Plan, journal: Journal, *, resume: bool, overwrite: bool) -> 
     except OSError as e:
         _discard(plan, journal)
         where = e.filename or plan.shards[0].path.parent
-        raise ResourceError(f"{where}: {e.strerror or e}; nothing was written") from e
+        raise ResourceError(f"{where}: {e.strerror or e}; nothing was written: make room, or write elsewhere") from e
     except BaseException:
         _discard(plan, journal)
         raise
@@ -195,19 +199,8 @@ def _reserve(plan: Plan) -> None:
     if need > free:
         raise ResourceError(f"{folder}: {format_size(need)} are needed and {format_size(free)} are free")
     for shard in plan.shards:
-        path = part_path(shard.path)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            try:
-                os.posix_fallocate(fd, 0, shard.layout.nbytes)
-            except OSError as e:
-                if e.errno == 28:
-                    raise ResourceError(f"{path}: the disk is full ({format_size(shard.layout.nbytes)} needed)") from e
-                os.ftruncate(fd, shard.layout.nbytes)
-            os.ftruncate(fd, shard.layout.nbytes)
-            os.pwrite(fd, shard.layout.header, 0)
-        finally:
-            os.close(fd)
+        reserve(part_path(shard.path), shard.layout.nbytes)
+        write_range(part_path(shard.path), np.frombuffer(shard.layout.header, np.uint8), 0)
 
 
 def _allocated(path: Path) -> int:
@@ -255,7 +248,7 @@ class _Executor:
     """Threads that take jobs from one list, and a thread that flushes and journals finished tensors."""
 
     def __init__(
-        self, plan: Plan, journal: Journal, threads: int, values: int, measure: bool, observer: Observer | None
+        self, plan: Plan, journal: Journal, threads: int, values: int, measure: bool, observer: Progress | None
     ) -> None:
         self.plan, self.journal, self.threads, self.values = plan, journal, threads, values
         self.measure, self.observer = measure, observer

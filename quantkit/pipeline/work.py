@@ -1,8 +1,8 @@
-"""One job: some rows of one tensor, read, encoded, checked and written. Any executor runs the same jobs.
+"""Jobs: some rows of one tensor, read, encoded, checked and written. Any executor runs the same jobs.
 
-A job needs nothing but its own bytes of the source and writes nothing but its own bytes of the output, so jobs may
-run in any order, on any number of threads, to the same file. Rows are read with pread into a worker's own buffers
-(mapped pages would count as this process's memory), decoded and encoded in pieces that stay in the L2 cache.
+A job reads only its own bytes of the source and writes only its own bytes of the output, so jobs may run in any order
+and on any number of threads, on the same file. Rows are read with pread into the worker's own buffers (mapped pages
+would count as this process's memory) and decoded and encoded in pieces that fit the L2 cache.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from quantkit.types import TensorType
 
 F32 = npt.NDArray[np.float32]
 
-#: Values decoded and encoded at a time: 512 KiB of float32, half of a usual L2 cache.
+#: Values decoded and encoded at a time: 512 KiB of float32, half of a typical L2 cache.
 PIECE = 1 << 17
-#: Values of a job, when memory allows.
+#: Values per job, if memory allows.
 JOB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowSlice:
     """Rows of one source tensor that become rows of an output tensor.
 
-    Of each of ``matrices`` matrices, ``rows`` rows of ``values`` values from ``source_row`` on (the source has
-    ``source_rows``) become those from ``target_row`` on (the output has ``target_rows``). A tensor that is taken over
-    or encoded as it stands is one part; merged experts are two.
+    In each of ``matrices`` matrices, ``rows`` rows of ``values`` values, from ``source_row`` of ``source_rows`` on,
+    become rows from ``target_row`` of ``target_rows`` on. A tensor that is copied or encoded whole has one part, merged
+    experts have two.
     """
 
     source: TensorInfo
-    #: Its importance, which encoders of types that use none ignore; None when there is none.
+    #: Its importance, which some encoders ignore; None if there is none.
     found: Found | None
     values: int
     matrices: int
@@ -53,29 +53,29 @@ class Part:
 
     @property
     def is_whole(self) -> bool:
-        """True when every row of the source becomes the same row of the output."""
+        """True if every row of the source becomes the same row of the output."""
         return self.rows == self.source_rows == self.target_rows
 
 
-def whole(source: TensorInfo, found: Found | None = None) -> Part:
+def whole(source: TensorInfo, found: Found | None = None) -> RowSlice:
     """Return the one part of a tensor whose rows stay where they are."""
     matrices = found.n_mat if found is not None else 1
     rows = math.prod(source.shape[1:]) // matrices
-    return Part(source, found, source.shape[0], matrices, rows, rows, rows)
+    return RowSlice(source, found, source.shape[0], matrices, rows, rows, rows)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """A tensor of the output: where it comes from, what it becomes and why, and where it goes."""
+    """A tensor of the output: its source, its type and why, and its place."""
 
     name: str
     #: In ggml's order, innermost first.
     shape: tuple[int, ...]
     type: TensorType
     reason: str
-    #: The type that the rules chose, where rows do not divide and another had to be taken.
+    #: The type that was chosen, if its blocks do not divide the rows and another took its place.
     fallback_from: TensorType | None
-    parts: tuple[Part, ...]
+    parts: tuple[RowSlice, ...]
     shard: int
     #: Absolute byte offset in its shard's file.
     offset: int
@@ -83,7 +83,7 @@ class PlannedTensor:
 
     @property
     def source(self) -> TensorInfo:
-        """The source tensor; of several, the first."""
+        """The first source tensor."""
         return self.parts[0].source
 
     @property
@@ -102,13 +102,13 @@ class PlannedTensor:
 
     @property
     def is_copy(self) -> bool:
-        """True when the bytes are taken over as they are."""
+        """True if the bytes are copied."""
         return all(part.source.type is self.type for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Rows ``row`` .. ``row + rows`` of one matrix of a part; for a copy a row may be any piece of bytes."""
+    """Rows ``row`` .. ``row + rows`` of one matrix of a part; in a copy a row may be any run of bytes."""
 
     tensor: int
     part: int
@@ -126,7 +126,7 @@ class Job:
 
 
 class ErrorSums(NamedTuple):
-    """Sums over encoded values x and their decoded values y, in f64: x^2, (x-y)^2, w x^2, w (x-y)^2."""
+    """Sums in f64 over values x and their decoded encodings y: x^2, (x-y)^2, w x^2, w (x-y)^2."""
 
     square: float = 0.0
     error: float = 0.0
@@ -137,19 +137,19 @@ class ErrorSums(NamedTuple):
         return ErrorSums(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-#: In place of the CRC-32 of a tensor that is a copy: the source tells what its bytes must be.
+#: Instead of the CRC-32 of a copied tensor, whose bytes are compared with the source.
 NO_CRC = -1
 
 
 class JobResult(NamedTuple):
-    """What a job leaves behind: the CRC-32 of its bytes (or NO_CRC), and its error where that is measured."""
+    """The CRC-32 of a job's bytes (or NO_CRC), and its error sums if measured."""
 
     crc: int
     sums: ErrorSums
 
 
 def cut_jobs(at: int, tensor: PlannedTensor, values: int) -> Iterator[Job]:
-    """Yield the jobs of the tensor at position ``at``, each of about ``values`` values and within one matrix."""
+    """Yield the jobs of the tensor at position ``at``: about ``values`` values each, within one matrix."""
     for number, part in enumerate(tensor.parts):
         source_row = part.source.type.row_bytes(part.values)
         if part.source.type is not tensor.type:
@@ -162,14 +162,14 @@ def cut_jobs(at: int, tensor: PlannedTensor, values: int) -> Iterator[Job]:
             yield from _cut(at, number, tensor, part, source_row, source_row, values)
 
 
-def _has_plain_rows(part: Part) -> bool:
+def _has_plain_rows(part: RowSlice) -> bool:
     """Tell whether a tensor is nothing but its rows, one behind the other; I2_S has a tail, woven types have groups."""
     t = part.source.type
     return t.interleave == 1 and t.tensor_bytes(part.source.shape) == part.source.nbytes and t.name != "I2_S"
 
 
 def _cut(
-    at: int, number: int, tensor: PlannedTensor, part: Part, source_row: int, target_row: int, values: int
+    at: int, number: int, tensor: PlannedTensor, part: RowSlice, source_row: int, target_row: int, values: int
 ) -> Iterator[Job]:
     copied = part.source.type is tensor.type
     step = max(1, values * 4 // source_row if copied else values // part.values)
@@ -195,28 +195,28 @@ def _longest(tensors: list[PlannedTensor]) -> int:
 
 
 def least_ram(tensors: list[PlannedTensor], threads: int) -> int:
-    """Return the bytes that ``threads`` workers take at least: a row each."""
+    """Return the bytes that ``threads`` workers need at least, for a row each."""
     longest = _longest(tensors)
-    # Source and target bytes of a value (at most 8 + 4), and the piece in float32, decoded twice when measured.
+    # Source and target bytes of a value (at most 8 + 4), and a piece in float32, twice if the error is measured.
     return threads * (12 * longest + 8 * max(PIECE, longest))
 
 
 def job_values(tensors: list[PlannedTensor], threads: int, max_ram: int) -> int:
-    """Return how many values a job may have so that ``threads`` workers stay within ``max_ram`` bytes.
+    """Return how many values a job may have for ``threads`` workers to stay within ``max_ram`` bytes.
 
-    Raises ResourceError when not even one row each fits.
+    Raises ResourceError if not even a row each fits.
     """
     longest, need = _longest(tensors), least_ram(tensors, threads)
     if max_ram < need:
         raise ResourceError(
             f"--max-ram {max_ram} is too small for {threads} threads with rows of {longest} values: "
-            f"{need} bytes are needed; raise --max-ram or take fewer threads"
+            f"{need} bytes are needed; raise --max-ram or use fewer threads"
         )
     return min(JOB, (max_ram // threads - 2 * 4 * max(PIECE, longest)) // 12)
 
 
 class Worker:
-    """Runs jobs one after another with buffers of its own."""
+    """Runs jobs one after another, with its own buffers."""
 
     def __init__(self, sources: tuple[Path, ...], targets: tuple[Path, ...], *, measure: bool, ahead: int) -> None:
         self.sources, self.targets, self.measure, self.ahead = sources, targets, measure, ahead
@@ -232,7 +232,7 @@ class Worker:
         part = tensor.parts[job.part]
         nbytes = job.rows * job.source_row
         source = self._buffers.get("source", nbytes)
-        # While this job computes, the kernel reads what the next ones will.
+        # While this job computes, the kernel reads ahead for the next ones.
         read_range(self.sources[part.source.shard], source, job.source_offset, self.ahead * nbytes)
         copied = part.source.type is tensor.type
         if copied:
@@ -244,7 +244,7 @@ class Worker:
         self._write(job, tensor, part, target, copied)
         return JobResult(NO_CRC if tensor.is_copy else zlib.crc32(target.data), sums)
 
-    def _write(self, job: Job, tensor: PlannedTensor, part: Part, data: U8, copied: bool) -> None:
+    def _write(self, job: Job, tensor: PlannedTensor, part: RowSlice, data: U8, copied: bool) -> None:
         """Put the bytes where they go; those that are taken over need not pass through this process a second time."""
         path = self.targets[tensor.shard]
         if copied and self._kernel_copies:
@@ -254,9 +254,9 @@ class Worker:
                 return
         write_range(path, data, job.target_offset)
 
-    def _encode(self, job: Job, tensor: PlannedTensor, part: Part, source: U8, target: U8) -> ErrorSums:
-        from quantkit.kernels.cpu.check import first_nonfinite_row
+    def _encode(self, job: Job, tensor: PlannedTensor, part: RowSlice, source: U8, target: U8) -> ErrorSums:
         from quantkit.kernels.cpu.encode import encoder
+        from quantkit.kernels.cpu.encode.check import first_nonfinite_row
 
         n, encode = part.values, encoder(tensor.type)
         rows_in, rows_out = source.reshape(job.rows, -1), target.reshape(job.rows, -1)
@@ -273,9 +273,9 @@ class Worker:
                 sums += self._error(tensor, x, rows_out[row:stop], weights)
         return sums
 
-    def _decoded(self, part: Part, rows: U8) -> F32:
+    def _decoded(self, part: RowSlice, rows: U8) -> F32:
         """Return source rows as float32, decoded into a buffer; float32 itself is only viewed."""
-        from quantkit.kernels.cpu.dequantize import dequantize_rows
+        from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 
         if part.source.type.name == "F32":
             floats: F32 = rows.view(np.float32)
@@ -284,7 +284,7 @@ class Worker:
         dequantize_rows(part.source.type, rows, x)
         return x
 
-    def _weights_of(self, job: Job, part: Part) -> F32:
+    def _weights_of(self, job: Job, part: RowSlice) -> F32:
         """Return the importance of the job's matrix, float32 [n], or an empty array."""
         row: F32
         if part.found is None:
@@ -292,28 +292,28 @@ class Worker:
         if self._weights[0] != (job.tensor, job.part):
             weights = part.found.weights
             if weights is None:
-                raise QuantkitError(f"tensor {part.source.name}: its importance is gone")
+                raise QuantkitError(f"tensor {part.source.name}: its importance is missing")
             self._weights = ((job.tensor, job.part), weights)
         row = self._weights[1][job.matrix]
         return row
 
     def _error(self, tensor: PlannedTensor, x: F32, encoded: U8, weights: F32) -> ErrorSums:
-        from quantkit.kernels.cpu.dequantize import dequantize_rows
-        from quantkit.kernels.cpu.error import error_sums
+        from quantkit.kernels.cpu.encode.error import error_sums
+        from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 
         y = self._buffers.get("y", x.nbytes).view(np.float32).reshape(x.shape)
         dequantize_rows(tensor.type, encoded, y)
         return ErrorSums(*error_sums(x, y, weights))
 
-    def _non_finite(self, part: Part, job: Job, row: int, x: F32) -> FormatError:
+    def _non_finite(self, part: RowSlice, job: Job, row: int, x: F32) -> FormatError:
         column = int(np.flatnonzero(~np.isfinite(x))[0])
         return FormatError(
             f"{self._where(part, job, row)}, column {column} is {x[column]}: the source is broken (a bad conversion or "
-            f"download); no output was made"
+            f"download); no output was written"
         )
 
-    def _check(self, job: Job, tensor: PlannedTensor, part: Part, target: U8) -> None:
-        from quantkit.kernels.cpu.check import validate_rows
+    def _check(self, job: Job, tensor: PlannedTensor, part: RowSlice, target: U8) -> None:
+        from quantkit.kernels.cpu.encode.check import validate_rows
 
         if not tensor.type.scales or job.target_row != tensor.type.row_bytes(part.values):
             return
@@ -323,10 +323,10 @@ class Worker:
             what = "value" if tensor.type.block == 1 else "block with a scale"
             raise FormatError(
                 f"{self._where(part, job, bad)} {holds} a {tensor.type} {what} that is not finite; a runtime would "
-                f"compute NaN with it"
+                f"compute NaN from it"
             )
 
-    def _where(self, part: Part, job: Job, row: int) -> str:
+    def _where(self, part: RowSlice, job: Job, row: int) -> str:
         """Return the place of a job's row in the source, for messages."""
         matrix = f" of matrix {job.matrix}" if part.matrices > 1 else ""
         path = self.sources[part.source.shard]

@@ -17,11 +17,11 @@ from functools import cache
 import numpy as np
 
 from ptx.device import PTXDevice, machine, ptx_of
-from quantkit.kernels.cuda.device import Launch
-from quantkit.kernels.cuda.operation import Operation
+from quantkit.kernels.cuda.core.device import Launch
+from quantkit.kernels.cuda.core.kernel import Kernel
 
-#: (operation, capability, line of the PTX, shared) -> requests, parts, least.
-COUNTS: dict[tuple[Operation, int, int, bool], Counter[str]] = {}
+#: (kernel, capability, line of the PTX, shared) -> requests, parts, least.
+COUNTS: dict[tuple[Kernel, int, int, bool], Counter[str]] = {}
 NAMES = ("requests", "parts", "least")
 ROOM = 100_000
 
@@ -44,25 +44,25 @@ class CountingDevice(PTXDevice):
         super().launch(launch, order)
         n = _machine().ptx_end_count(rows.ctypes.data, ROOM)
         for line, shared, *numbers in rows[:n].tolist():
-            at = (launch.operation, self.capability, line, bool(shared))
+            at = (launch.kernel, self.capability, line, bool(shared))
             COUNTS.setdefault(at, Counter()).update(dict(zip(NAMES, numbers, strict=True)))
 
 
-def instructions(operation: Operation, capability: int) -> dict[int, str]:
+def instructions(kernel: Kernel, capability: int) -> dict[int, str]:
     """Return the lines of a module's PTX by number, without guards."""
-    lines = ptx_of(operation.file, operation.defines, capability).split("\n")
+    lines = ptx_of(kernel.file, kernel.defines, capability).split("\n")
     return {i: re.sub(r"^@!?%p\d+\s+", "", line.strip()).rstrip(";") for i, line in enumerate(lines, 1)}
 
 
 def report() -> str:
     """Return a table of all that was counted, by kernel, the costliest lines first."""
     lines = []
-    kernels = dict.fromkeys((operation, capability) for operation, capability, *_ in COUNTS)
-    for operation, capability in kernels:
-        text = instructions(operation, capability)
-        found = [(k[2], k[3], c) for k, c in COUNTS.items() if k[:2] == (operation, capability)]
-        defines = " ".join(f"{k}={v}" for k, v in operation.defines)
-        lines.append(f"\n{operation.file} {operation.name} {defines} sm_{capability}")
+    kernels = dict.fromkeys((kernel, capability) for kernel, capability, *_ in COUNTS)
+    for kernel, capability in kernels:
+        text = instructions(kernel, capability)
+        found = [(k[2], k[3], c) for k, c in COUNTS.items() if k[:2] == (kernel, capability)]
+        defines = " ".join(f"{k}={v}" for k, v in kernel.defines)
+        lines.append(f"\n{kernel.file} {kernel.name} {defines} sm_{capability}")
         for shared in (True, False):
             of = [(line, c) for line, s, c in found if s == shared]
             total: Counter[str] = sum((c for _, c in of), Counter())

@@ -6,10 +6,7 @@ PTX and the libraries made of it are kept, by a hash of all that they are made o
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import subprocess
-import tempfile
 import warnings
 from collections.abc import Sequence
 from functools import cache
@@ -17,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import host_device
-from host_device import CACHE, HostDevice
+from host_device import CACHE, HostDevice, digest
 
 from ptx.parse import Module, parse
 from ptx.translate import translate
-from quantkit.kernels.cuda.compile import compile_options, preamble, sources_hash
-from quantkit.kernels.cuda.device import Launch
-from quantkit.kernels.cuda.operation import Operation
+from quantkit.kernels.cuda.core.compile import compile_options, create_program, preamble
+from quantkit.kernels.cuda.core.device import Launch
+from quantkit.kernels.cuda.core.kernel import Kernel
 
 HERE = Path(__file__).parent
 
@@ -62,10 +59,6 @@ def why_not() -> str | None:
     return None
 
 
-def digest(*parts: object) -> str:
-    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
-
-
 def keep(path: Path, data: bytes) -> None:
     """Write a file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,28 +70,30 @@ def keep(path: Path, data: bytes) -> None:
 @cache
 def ptx_of(file: str, defines: tuple[tuple[str, str], ...], capability: int) -> str:
     """Return the PTX of a module, made with the options of a real device."""
-    operation = Operation(file, "", defines)
+    kernel = Kernel(file, "", defines)
     compiler = nvrtc()
     *options, _ = compile_options(capability)
     options.append(f"-arch=compute_{capability}")
-    kept = (
-        CACHE.parent / "ptx" / f"{digest(sources_hash(), preamble(operation), options[1:], compiler.getVersion())}.ptx"
-    )
+    kept = CACHE.parent / "ptx" / f"{digest(preamble(kernel), options[1:], compiler.getVersion())}.ptx"
     if not kept.exists():
-        program = compiler.createProgram(preamble(operation), file, (), ())
+        program = create_program(compiler, kernel)
         try:
             compiler.compileProgram(program, tuple(options))
             keep(kept, bytes(compiler.getPTX(program)))
         except compiler.NVRTCError as e:
-            raise RuntimeError(f"{operation}: {compiler.getProgramLog(program)}") from e
+            raise RuntimeError(f"{kernel}: {compiler.getProgramLog(program)}") from e
         finally:
             compiler.destroyProgram(program)
     return kept.read_text().rstrip("\0")
 
 
 @cache
+def parsed(text: str) -> Module:
+    return parse(text)
+
+
 def module_of(file: str, defines: tuple[tuple[str, str], ...], capability: int) -> Module:
-    return parse(ptx_of(file, defines, capability))
+    return parsed(ptx_of(file, defines, capability))
 
 
 @cache
@@ -110,30 +105,20 @@ def machine() -> Path:
 
 
 @cache
-def translator_hash() -> str:
-    """Return a hash of what a library depends on besides its PTX."""
+def translator() -> str:
+    """Return the text of what makes a library of PTX."""
     files = [HERE / name for name in ("machine.h", "parse.py", "instructions.py", "translate.py")]
-    return digest(*(f.read_text() for f in files), *FLAGS)
+    return "".join(f.read_text() for f in files)
 
 
-def build(text: str, entry: str, module: Module | None = None) -> Path:
+def build(text: str, entry: str) -> Path:
     """Return the library of one entry of a module of PTX."""
-    library = CACHE.parent / "ptx" / f"{digest(translator_hash(), machine(), entry, text)}.so"
+    name = digest(text, entry, translator(), machine().name, host_device.version(), FLAGS)
+    library = CACHE.parent / "ptx" / f"{name}.so"
     if library.exists():
         return library
-    command = host_device.compiler()
-    assert command is not None, "no C++ compiler"
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        unit, made = Path(folder) / "unit.cpp", Path(folder) / "unit.so"
-        unit.write_text(translate(module or parse(text), entry))
-        libraries = [str(machine()), str(host_device._runtime_path())]
-        done = subprocess.run(
-            [command, *FLAGS, f"-I{HERE}", str(unit), *libraries, "-o", str(made)], capture_output=True, text=True
-        )
-        assert done.returncode == 0, f"{entry}: {done.stderr[-6000:]}"
-        made.rename(library)
-    return library
+    libraries = [machine(), host_device._runtime_path()]
+    return host_device.make_library(library, translate(parsed(text), entry), [*FLAGS, f"-I{HERE}"], libraries)
 
 
 @cache
@@ -142,41 +127,41 @@ def load(library: Path) -> ctypes.CDLL:
 
 
 @cache
-def library_of(operation: Operation, capability: int) -> ctypes.CDLL:
-    """Return the library of an operation's kernel."""
-    at = (operation.file, operation.defines, capability)
-    return load(build(ptx_of(*at), f"quantkit_{operation.name}", module_of(*at)))
+def library_of(kernel: Kernel, capability: int) -> ctypes.CDLL:
+    """Return a kernel's library."""
+    return load(build(ptx_of(kernel.file, kernel.defines, capability), f"quantkit_{kernel.name}"))
 
 
 class PTXDevice(HostDevice):
     """HostDevice, but a kernel is what NVRTC makes of it for a compute capability."""
 
-    def prepare(self, operations: Sequence[Operation]) -> None:
-        for operation in operations:
-            library_of(operation, self.capability)
+    def prepare(self, kernels: Sequence[Kernel]) -> None:
+        for kernel in kernels:
+            library_of(kernel, self.capability)
 
     def run(self, launches: Sequence[Launch]) -> None:
         for launch in launches:
             self._count += 1
+            self.launched.add((launch.kernel, self.capability))
             self.launch(launch, self._count % 2 if self.order == 2 else self.order)
 
     def shared_of(self, launch: Launch) -> int:
         """Return the shared memory of a block: what the source declares, and behind it what the launch asks for."""
-        library = library_of(launch.operation, self.capability)
+        library = library_of(launch.kernel, self.capability)
         declared = ctypes.c_uint.in_dll(library, "shared_bytes").value
-        assert declared <= 48 << 10, f"{launch.operation} declares {declared} bytes of shared memory"
+        assert declared <= 48 << 10, f"{launch.kernel} declares {declared} bytes of shared memory"
         return -(-declared // 16) * 16 + launch.shared if launch.shared else declared
 
     def launch(self, launch: Launch, order: int) -> None:
         """Run one kernel, its threads forwards (order 0) or backwards."""
-        operation, shared = launch.operation, self.shared_of(launch)
-        library = library_of(operation, self.capability)
+        kernel, shared = launch.kernel, self.shared_of(launch)
+        library = library_of(kernel, self.capability)
         at_most = ctypes.c_uint.in_dll(library, "threads_at_most").value
-        assert shared <= SHARED_KIB[self.capability] << 10, f"{operation}: {shared} bytes of shared memory"
-        assert operation.threads <= at_most, f"{operation}: {operation.threads} threads of {at_most}"
-        grid, block = (ctypes.c_uint * 3)(*launch.grid), (ctypes.c_uint * 3)(operation.threads, 1, 1)
+        assert shared <= SHARED_KIB[self.capability] << 10, f"{kernel}: {shared} bytes of shared memory"
+        assert kernel.threads <= at_most, f"{kernel}: {kernel.threads} threads of {at_most}"
+        grid, block = (ctypes.c_uint * 3)(*launch.grid), (ctypes.c_uint * 3)(kernel.threads, 1, 1)
         arguments = ctypes.create_string_buffer(launch.arguments, len(launch.arguments))
         self._runtime.host_launch(
-            library[f"quantkit_{operation.name}"], operation.name.encode(), grid, block, ctypes.c_uint64(shared),
+            library[f"quantkit_{kernel.name}"], kernel.name.encode(), grid, block, ctypes.c_uint64(shared),
             arguments, order,
         )  # fmt: skip

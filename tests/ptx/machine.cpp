@@ -72,10 +72,10 @@ struct Count {
     uint64_t requests, parts, least;
 };
 bool counting;
-uint64_t shared_bytes;  // of a block
+uint64_t shared_bytes;                                            // of a block
 std::map<std::tuple<unsigned, int, unsigned>, Request> requests;  // warp, line, k
 std::map<std::pair<unsigned, int>, unsigned> visits;              // thread, line
-std::map<std::pair<int, bool>, Count> counts;  // line, shared
+std::map<std::pair<int, bool>, Count> counts;                     // line, shared
 Dim3 counted_block;
 
 // Shared memory: wavefronts. 32 lanes go at once, of 8 bytes 16 lanes, of 16 bytes 8; words in one bank one by one.
@@ -154,8 +154,8 @@ uint8_t* at_shared_st(uint64_t a, unsigned n, int line) { return in_shared(a, n,
 uint64_t generic_of_shared(uint64_t a) { return a - BASE + (uint64_t)host_dynamic_shared(); }
 uint64_t shared_of_generic(uint64_t a) { return a - (uint64_t)host_dynamic_shared() + BASE; }
 
-// Begin to count, of blocks with so much shared memory; end it, and hand over what was counted: line, shared or not, requests, parts of them, the least there
-// could be.
+// Begin to count, of blocks with so much shared memory; end it, and hand over what was counted: line, shared or not, requests,
+// parts of them, the least there could be.
 void ptx_begin_count(uint64_t nbytes) {
     shared_bytes = nbytes;
     counts.clear();
@@ -196,9 +196,18 @@ static uint32_t shuffle(int mode, uint32_t a, uint32_t b, uint32_t c, uint32_t m
     const int last = (me & segment) | (clamp & ~segment), first = me & segment;
     int from;
     switch (mode) {
-        case UP: from = me - by; there = from >= last; break;
-        case DOWN: from = me + by; there = from <= last; break;
-        case BUTTERFLY: from = me ^ by; there = from <= last; break;
+        case UP:
+            from = me - by;
+            there = from >= last;
+            break;
+        case DOWN:
+            from = me + by;
+            there = from <= last;
+            break;
+        case BUTTERFLY:
+            from = me ^ by;
+            there = from <= last;
+            break;
         default: from = first | (by & ~segment); there = from <= last;
     }
     return given<uint32_t>(table, (unsigned)(there ? from : me));
@@ -257,7 +266,9 @@ void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(uint32_t* d, uint64_t p, int
 // tables of 9.7.14.5 say, with group = lane / 4 and thread = lane % 4.
 
 namespace {
-struct Place { int row, column; };
+struct Place {
+    int row, column;
+};
 typedef Place (*Layout)(int group, int thread, int i);
 
 // Integers of 8 bits. m8n8k16, m16n8k16 and m16n8k32:
@@ -288,7 +299,9 @@ enum Type { S8, F16, BF16, TF32 };
 int bits_of(Type type) { return type == S8 ? 8 : type == TF32 ? 32 : 16; }
 
 // Which element of which lane an element of a matrix is: a layout read backwards.
-struct Where { uint8_t lane[32][32], element[32][32]; };
+struct Where {
+    uint8_t lane[32][32], element[32][32];
+};
 Where backwards(Layout layout, int elements, int rows, int columns) {
     Where where;
     memset(&where, 255, sizeof where);
@@ -309,12 +322,19 @@ struct Shape {
     Layout c;
     Where a, b;
     Shape(Type type, int m, int k, int a_registers, int b_registers, Layout layout_a, Layout layout_b, Layout c)
-        : type(type), m(m), k(k), a_registers(a_registers), b_registers(b_registers), c(c),
+        : type(type),
+          m(m),
+          k(k),
+          a_registers(a_registers),
+          b_registers(b_registers),
+          c(c),
           a(backwards(layout_a, a_registers * 32 / bits_of(type), m, k)),
           b(backwards(layout_b, b_registers * 32 / bits_of(type), k, 8)) {}
 };
 
-struct Fragments { uint32_t a[4], b[2]; };
+struct Fragments {
+    uint32_t a[4], b[2];
+};
 
 uint32_t element(const void* table, const Where& where, int row, int column, size_t offset, int bits) {
     const unsigned l = where.lane[row][column], i = where.element[row][column], per = 32 / (unsigned)bits;
@@ -345,10 +365,8 @@ void mma(const Shape& s, uint32_t* d, const uint32_t* a, const uint32_t* b, cons
         for (int k = 0; k < s.k; k++) {
             const uint32_t x = element(table, s.a, p.row, k, offsetof(Fragments, a), bits);
             const uint32_t y = element(table, s.b, k, p.column, offsetof(Fragments, b), bits);
-            if (s.type == S8)
-                whole_sum += (uint32_t)((int8_t)x * (int8_t)y);
-            else
-                sum += value_of(x, s.type) * value_of(y, s.type);
+            if (s.type == S8) whole_sum += (uint32_t)((int8_t)x * (int8_t)y);
+            else sum += value_of(x, s.type) * value_of(y, s.type);
         }
         result[i] = s.type == S8 ? whole_sum : as_b32(one_nan((float)sum));
     }
@@ -356,10 +374,10 @@ void mma(const Shape& s, uint32_t* d, const uint32_t* a, const uint32_t* b, cons
 }
 }  // namespace
 
-#define MMA(name, type, m, k, a_registers, b_registers, a, b, c)                                                      \
+#define MMA(name, type, m, k, a_registers, b_registers, a, b, c)                                                               \
     extern "C" void mma_sync_aligned_##name(uint32_t* to, const uint32_t* x, const uint32_t* y, const uint32_t* z, int line) { \
-        static const Shape shape(type, m, k, a_registers, b_registers, a, b, c);                                      \
-        mma(shape, to, x, y, z, line);                                                                                \
+        static const Shape shape(type, m, k, a_registers, b_registers, a, b, c);                                               \
+        mma(shape, to, x, y, z, line);                                                                                         \
     }
 MMA(m8n8k16_row_col_s32_s8_s8_s32, S8, 8, 16, 1, 1, a_k16_m8_s8, b_k16_s8, c_m8)
 MMA(m16n8k16_row_col_s32_s8_s8_s32, S8, 16, 16, 2, 1, a_k16_s8, b_k16_s8, c_m16)
@@ -392,12 +410,9 @@ uint64_t atom_cas_b64(uint8_t* p, uint64_t a, uint64_t b) {
 float cvt_f32_f16(uint16_t h) {
     const int exponent = h >> 10 & 31, fraction = h & 1023;
     float f;
-    if (exponent == 31)
-        f = fraction ? as_f32(0x7fffffffu) : INFINITY;
-    else if (exponent)
-        f = ldexpf((float)(1024 + fraction), exponent - 25);
-    else
-        f = ldexpf((float)fraction, -24);
+    if (exponent == 31) f = fraction ? as_f32(0x7fffffffu) : INFINITY;
+    else if (exponent) f = ldexpf((float)(1024 + fraction), exponent - 25);
+    else f = ldexpf((float)fraction, -24);
     return f != f ? f : h >> 15 ? -f : f;
 }
 
@@ -410,7 +425,7 @@ uint16_t cvt_rn_f16_f32(float f) {
     int exponent;
     frexp(x, &exponent);  // x in [1/2, 1) 2^exponent
     if (exponent < -13 || x == 0) exponent = -13;
-    const long steps = (long)nearbyint(ldexp(x, 11 - exponent));  // in units of the last place: 2^(exponent - 11)
+    const long steps = (long)nearbyint(ldexp(x, 11 - exponent));      // in units of the last place: 2^(exponent - 11)
     return sign | (uint16_t)(((long)(exponent + 13) << 10) + steps);  // the leading bit, 1024, counts up the exponent
 }
 
@@ -421,17 +436,11 @@ uint32_t cvt_rn_f16x2_f32(float a, float b) { return (uint32_t)cvt_rn_f16_f32(a)
 static uint16_t half_difference(uint32_t a, uint32_t b) {
     return cvt_rn_f16_f32(cvt_f32_f16((uint16_t)a) - cvt_f32_f16((uint16_t)b));
 }
-uint32_t sub_rn_f16x2(uint32_t a, uint32_t b) {
-    return (uint32_t)half_difference(a >> 16, b >> 16) << 16 | half_difference(a, b);
-}
+uint32_t sub_rn_f16x2(uint32_t a, uint32_t b) { return (uint32_t)half_difference(a >> 16, b >> 16) << 16 | half_difference(a, b); }
 
 // The product of two halves has 22 bits: exact in f32.
-static uint16_t half_product(uint32_t a, uint32_t b) {
-    return cvt_rn_f16_f32(cvt_f32_f16((uint16_t)a) * cvt_f32_f16((uint16_t)b));
-}
-uint32_t mul_rn_f16x2(uint32_t a, uint32_t b) {
-    return (uint32_t)half_product(a >> 16, b >> 16) << 16 | half_product(a, b);
-}
+static uint16_t half_product(uint32_t a, uint32_t b) { return cvt_rn_f16_f32(cvt_f32_f16((uint16_t)a) * cvt_f32_f16((uint16_t)b)); }
+uint32_t mul_rn_f16x2(uint32_t a, uint32_t b) { return (uint32_t)half_product(a >> 16, b >> 16) << 16 | half_product(a, b); }
 
 static float rounded(int direction, float (*f)(float, float, float), float a, float b, float c) {
     const int before = fegetround();
@@ -534,8 +543,7 @@ uint64_t bfi_b64(uint64_t a, uint64_t b, uint32_t c, uint32_t d) {
 uint32_t bfi_b32(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     const unsigned position = c & 255, length = d & 255;
     uint32_t f = b;
-    for (unsigned i = 0; i < length && position + i <= 31; i++)
-        f = (f & ~(1u << (position + i))) | (a >> i & 1) << (position + i);
+    for (unsigned i = 0; i < length && position + i <= 31; i++) f = (f & ~(1u << (position + i))) | (a >> i & 1) << (position + i);
     return f;
 }
 // [b, a] as one number of 64 bits: the upper half of it shifted left, the lower half of it shifted right.
@@ -543,7 +551,6 @@ static uint64_t joined(uint32_t a, uint32_t b) { return (uint64_t)b << 32 | a; }
 uint32_t shf_l_wrap_b32(uint32_t a, uint32_t b, uint32_t c) { return (uint32_t)(joined(a, b) << (c & 31) >> 32); }
 uint32_t shf_r_wrap_b32(uint32_t a, uint32_t b, uint32_t c) { return (uint32_t)(joined(a, b) >> (c & 31)); }
 uint32_t shf_r_clamp_b32(uint32_t a, uint32_t b, uint32_t c) { return (uint32_t)(joined(a, b) >> (c < 32 ? c : 32)); }
-
 }
 
 // Division by zero gives a value that PTX does not tell: a kernel that meets it is wrong.

@@ -5,8 +5,12 @@
 #include <cstdint>
 #include <cstring>
 
-struct Dim3 { unsigned x, y, z; };
-struct HostThread { Dim3 thread, block, threads, blocks; };
+struct Dim3 {
+    unsigned x, y, z;
+};
+struct HostThread {
+    Dim3 thread, block, threads, blocks;
+};
 extern "C" {
 extern HostThread* host_thread;
 void host_copy_async(void* to, const void* from, unsigned nbytes);
@@ -77,10 +81,26 @@ uint32_t madc_hi_cc_u32(uint32_t, uint32_t, uint32_t), madc_hi_u32(uint32_t, uin
 
 // ---- bits
 
-static inline float as_f32(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
-static inline double as_f64(uint64_t u) { double f; memcpy(&f, &u, 8); return f; }
-static inline uint32_t as_b32(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
-static inline uint64_t as_b64(double f) { uint64_t u; memcpy(&u, &f, 8); return u; }
+static inline float as_f32(uint32_t u) {
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+static inline double as_f64(uint64_t u) {
+    double f;
+    memcpy(&f, &u, 8);
+    return f;
+}
+static inline uint32_t as_b32(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    return u;
+}
+static inline uint64_t as_b64(double f) {
+    uint64_t u;
+    memcpy(&u, &f, 8);
+    return u;
+}
 #define GET(type, q, i) (((const type*)(q))[i])
 #define PUT(type, q, i, value) ((type*)(q))[i] = (value)
 

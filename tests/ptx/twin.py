@@ -16,16 +16,16 @@ import numpy.typing as npt
 from host_device import HostDevice
 
 from ptx.device import PTXDevice, module_of
-from quantkit.kernels.cuda.device import Launch
-from quantkit.kernels.cuda.operation import Operation
+from quantkit.kernels.cuda.core.device import Launch
+from quantkit.kernels.cuda.core.kernel import Kernel
 
 #: What tells a kernel that does not give the same bits, and how far it may be from them.
 OPEN, NEAR = re.compile(r"(ex2|rcp)\.approx|mma\.sync\S+\.f32$|__cudart_sin_cos_coeffs"), 2e-6
 
 
-def is_exact(operation: Operation, capability: int) -> bool:
-    """Tell whether an operation is made of instructions with one result."""
-    body = module_of(operation.file, operation.defines, capability).functions[f"quantkit_{operation.name}"].body
+def is_exact(kernel: Kernel, capability: int) -> bool:
+    """Tell whether a kernel is made of instructions with one result."""
+    body = module_of(kernel.file, kernel.defines, capability).functions[f"quantkit_{kernel.name}"].body
     return not any(OPEN.search(statement.text.split(" {")[0]) for statement in body)
 
 
@@ -33,7 +33,7 @@ def is_exact(operation: Operation, capability: int) -> bool:
 class Difference:
     """What a launch left otherwise: 32-bit words, and as floats the largest distance over the largest value."""
 
-    operation: Operation
+    kernel: Kernel
     words: int
     relative: float
     exact: bool  # it had to be the same
@@ -60,7 +60,7 @@ class TwinDevice(PTXDevice):
         super().launch(launch, order)
         for address, data in self._copies().items():
             if not np.array_equal(data, by_shim[address]):
-                self._differ(launch.operation, by_shim[address], data)
+                self._differ(launch.kernel, by_shim[address], data)
 
     def _by_shim(self, launch: Launch, order: int) -> None:
         shim = HostDevice(self.capability, order)
@@ -72,7 +72,7 @@ class TwinDevice(PTXDevice):
             for address, nbytes in self._sizes.items()
         }
 
-    def _differ(self, operation: Operation, shim: npt.NDArray[np.uint8], ptx: npt.NDArray[np.uint8]) -> None:
+    def _differ(self, kernel: Kernel, shim: npt.NDArray[np.uint8], ptx: npt.NDArray[np.uint8]) -> None:
         n = len(shim) // 4 * 4
         words = [a[:n].view(np.uint32) for a in (shim, ptx)]
         other = words[0] != words[1]
@@ -81,6 +81,6 @@ class TwinDevice(PTXDevice):
             nan = np.isnan(a) & np.isnan(b)
             largest = np.abs(words[0].view(np.float32)[np.isfinite(words[0].view(np.float32))]).max(initial=0.0)
             relative = np.where(nan, 0.0, np.abs(a - b)).max(initial=0.0) / (float(largest) or 1.0)
-        exact = is_exact(operation, self.capability)
+        exact = is_exact(kernel, self.capability)
         if not nan.all():
-            self.differences.append(Difference(operation, int(other.sum() - nan.sum()), float(relative), exact))
+            self.differences.append(Difference(kernel, int(other.sum() - nan.sum()), float(relative), exact))

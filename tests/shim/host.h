@@ -23,12 +23,16 @@
 #define QUANTKIT_HOST_ARCH 900
 #endif
 
-struct Dim3 { unsigned x, y, z; };
-struct HostThread { Dim3 thread, block, threads, blocks; };
+struct Dim3 {
+    unsigned x, y, z;
+};
+struct HostThread {
+    Dim3 thread, block, threads, blocks;
+};
 extern "C" {
-extern HostThread* host_thread;                                             // of the running fiber
-void host_sync_threads(int kind);                                           // __syncthreads
-const void* host_exchange(int kind, const void* mine, unsigned nbytes);     // [32][64]: what each lane gave
+extern HostThread* host_thread;                                          // of the running fiber
+void host_sync_threads(int kind);                                        // __syncthreads
+const void* host_exchange(int kind, const void* mine, unsigned nbytes);  // [32][64]: what each lane gave
 uint8_t* host_dynamic_shared();
 // cp.async: nothing is copied before it is waited for, so that a missing wait shows.
 void host_copy_async(void* to, const void* from, unsigned nbytes);
@@ -45,28 +49,31 @@ void host_check_waited();
 #define gridDim (host_thread->blocks)
 const int warpSize = 32;
 
-#define KERNEL(name, count)                                                          \
-    static void name##_body(const name##_args& a);                                   \
-    extern "C" void quantkit_##name(const void* p) { wait_for_previous(); name##_body(*(const name##_args*)p); } \
+#define KERNEL(name, count)                          \
+    static void name##_body(const name##_args& a);   \
+    extern "C" void quantkit_##name(const void* p) { \
+        wait_for_previous();                         \
+        name##_body(*(const name##_args*)p);         \
+    }                                                \
     static void name##_body(const name##_args& a)
-#define KERNEL_THAT_WAITS(name, count)                                               \
-    static void name##_body(const name##_args& a);                                   \
-    extern "C" void quantkit_##name(const void* p) {                                 \
-        name##_body(*(const name##_args*)p);                                         \
-        host_check_waited();                                                         \
-    }                                                                                \
+#define KERNEL_THAT_WAITS(name, count)               \
+    static void name##_body(const name##_args& a);   \
+    extern "C" void quantkit_##name(const void* p) { \
+        name##_body(*(const name##_args*)p);         \
+        host_check_waited();                         \
+    }                                                \
     static void name##_body(const name##_args& a)
 static inline void wait_for_previous() { host_wait_for_previous(); }
 #define DYNAMIC_SHARED(name) uint8_t* const name = host_dynamic_shared()
 
 // ---- vectors
 
-#define HOST_VECTORS(T, name, bytes)                                                            \
-    struct alignas(2 * bytes) name##2 { T x, y; };                                              \
-    struct name##3 { T x, y, z; };                                                              \
-    struct alignas(4 * bytes > 16 ? 16 : 4 * bytes) name##4 { T x, y, z, w; };                  \
-    static inline name##2 make_##name##2(T x, T y) { return {x, y}; }                           \
-    static inline name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; }                   \
+#define HOST_VECTORS(T, name, bytes)                                           \
+    struct alignas(2 * bytes) name##2 { T x, y; };                             \
+    struct name##3 { T x, y, z; };                                             \
+    struct alignas(4 * bytes > 16 ? 16 : 4 * bytes) name##4 { T x, y, z, w; }; \
+    static inline name##2 make_##name##2(T x, T y) { return {x, y}; }          \
+    static inline name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; }  \
     static inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 HOST_VECTORS(int, int, 4)
 HOST_VECTORS(unsigned, uint, 4)
@@ -124,12 +131,36 @@ static inline int __all_sync(unsigned mask, int p) { return __ballot_sync(mask, 
 
 // ---- atomics: fibers change at collectives only
 
-template <typename T, typename U> static inline T atomicAdd(T* p, U v) { T old = *p; *p = old + (T)v; return old; }
-template <typename T, typename U> static inline T atomicMax(T* p, U v) { T old = *p; if ((T)v > old) *p = (T)v; return old; }
-template <typename T, typename U> static inline T atomicMin(T* p, U v) { T old = *p; if ((T)v < old) *p = (T)v; return old; }
-template <typename T, typename U> static inline T atomicExch(T* p, U v) { T old = *p; *p = (T)v; return old; }
-template <typename T, typename U> static inline T atomicOr(T* p, U v) { T old = *p; *p = old | (T)v; return old; }
-template <typename T> static inline T atomicCAS(T* p, T c, T v) { T old = *p; if (old == c) *p = v; return old; }
+template <typename T, typename U> static inline T atomicAdd(T* p, U v) {
+    T old = *p;
+    *p = old + (T)v;
+    return old;
+}
+template <typename T, typename U> static inline T atomicMax(T* p, U v) {
+    T old = *p;
+    if ((T)v > old) *p = (T)v;
+    return old;
+}
+template <typename T, typename U> static inline T atomicMin(T* p, U v) {
+    T old = *p;
+    if ((T)v < old) *p = (T)v;
+    return old;
+}
+template <typename T, typename U> static inline T atomicExch(T* p, U v) {
+    T old = *p;
+    *p = (T)v;
+    return old;
+}
+template <typename T, typename U> static inline T atomicOr(T* p, U v) {
+    T old = *p;
+    *p = old | (T)v;
+    return old;
+}
+template <typename T> static inline T atomicCAS(T* p, T c, T v) {
+    T old = *p;
+    if (old == c) *p = v;
+    return old;
+}
 static inline void __threadfence() {}
 static inline void __threadfence_block() {}
 
@@ -152,10 +183,26 @@ static inline int host_dp2a(int a, int b, int c) {
 }
 static inline int __dp2a_lo(int a, int b, int c) { return host_dp2a(a, b, c); }
 static inline int __dp2a_hi(int a, int b, int c) { return host_dp2a(a, (int)((uint32_t)b >> 16), c); }
-static inline float __uint_as_float(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
-static inline float __int_as_float(int u) { float f; memcpy(&f, &u, 4); return f; }
-static inline uint32_t __float_as_uint(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
-static inline int __float_as_int(float f) { int u; memcpy(&u, &f, 4); return u; }
+static inline float __uint_as_float(uint32_t u) {
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+static inline float __int_as_float(int u) {
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+static inline uint32_t __float_as_uint(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    return u;
+}
+static inline int __float_as_int(float f) {
+    int u;
+    memcpy(&u, &f, 4);
+    return u;
+}
 static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fmul_rn(float a, float b) { return a * b; }
@@ -206,16 +253,24 @@ static inline unsigned host_bytes(unsigned a, unsigned b, int (*f)(int, int)) {
     for (int i = 0; i < 4; i++) out |= ((unsigned)f((int)(a >> 8 * i & 255), (int)(b >> 8 * i & 255)) & 255) << 8 * i;
     return out;
 }
-static inline unsigned __vadd4(unsigned a, unsigned b) { return host_bytes(a, b, [](int x, int y) { return x + y; }); }
-static inline unsigned __vsub4(unsigned a, unsigned b) { return host_bytes(a, b, [](int x, int y) { return x - y; }); }
+static inline unsigned __vadd4(unsigned a, unsigned b) {
+    return host_bytes(a, b, [](int x, int y) { return x + y; });
+}
+static inline unsigned __vsub4(unsigned a, unsigned b) {
+    return host_bytes(a, b, [](int x, int y) { return x - y; });
+}
 static inline unsigned __vsubss4(unsigned a, unsigned b) {
     return host_bytes(a, b, [](int x, int y) {
         const int d = (int8_t)x - (int8_t)y;
         return d > 127 ? 127 : d < -128 ? -128 : d;
     });
 }
-static inline unsigned __vcmpeq4(unsigned a, unsigned b) { return host_bytes(a, b, [](int x, int y) { return x == y ? 255 : 0; }); }
-static inline unsigned __vcmpne4(unsigned a, unsigned b) { return host_bytes(a, b, [](int x, int y) { return x != y ? 255 : 0; }); }
+static inline unsigned __vcmpeq4(unsigned a, unsigned b) {
+    return host_bytes(a, b, [](int x, int y) { return x == y ? 255 : 0; });
+}
+static inline unsigned __vcmpne4(unsigned a, unsigned b) {
+    return host_bytes(a, b, [](int x, int y) { return x != y ? 255 : 0; });
+}
 template <typename T> static inline T min(T a, T b) { return b < a ? b : a; }
 template <typename T> static inline T max(T a, T b) { return a < b ? b : a; }
 
@@ -248,10 +303,6 @@ template <typename F> static inline uint32_t host_halves(uint32_t a, uint32_t b,
 
 static inline uint32_t to_halves(float x, float y) { return float_to_half(x) | (uint32_t)float_to_half(y) << 16; }
 static inline float exp2_near(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
-static inline uint32_t sub_halves(uint32_t x, uint32_t y) {  // the difference is exact in f32
-    return to_halves(half_to_float((uint16_t)x) - half_to_float((uint16_t)y),
-                     half_to_float((uint16_t)(x >> 16)) - half_to_float((uint16_t)(y >> 16)));
-}
 
 // ---- tensor cores (mma.cuh): every lane gives its registers, and picks what its results are made of
 
@@ -289,7 +340,9 @@ static inline void ldmatrix2(uint32_t r[2], const void* row) {
 }
 
 // Row g of a, of `parts` pieces of 16 bytes, times column c of b, as int8; a's pieces are registers `step` apart.
-struct HostOperands { uint32_t a[4], b[2]; };
+struct HostOperands {
+    uint32_t a[4], b[2];
+};
 static inline int host_dot_s8(const void* table, int g, int column, int a0, int step, int parts) {
     int sum = 0;
     for (int part = 0; part < parts; part++)

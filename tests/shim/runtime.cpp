@@ -182,10 +182,9 @@ HostThread* host_thread;
 void host_fail(const char* what) {
     fprintf(stderr, "shim: %s: %s", kernel_name, what);
     if (host_thread)
-        fprintf(stderr, " (block %u %u %u, thread %u)", host_thread->block.x, host_thread->block.y,
-                host_thread->block.z, host_thread->thread.x);
-    for (size_t i = 0; i < fibers.size() && i < 64; i++)
-        fprintf(stderr, "%s%d", i ? "" : "; states ", (int)fibers[i].state);
+        fprintf(stderr, " (block %u %u %u, thread %u)", host_thread->block.x, host_thread->block.y, host_thread->block.z,
+                host_thread->thread.x);
+    for (size_t i = 0; i < fibers.size() && i < 64; i++) fprintf(stderr, "%s%d", i ? "" : "; states ", (int)fibers[i].state);
     fprintf(stderr, "\n");
     fflush(stderr);
     abort();
@@ -255,8 +254,8 @@ void host_check_waited() {
 }
 
 // function: a KERNEL's address; args: its arguments.
-void host_launch(void* function, const char* name, const unsigned* grid, const unsigned* block, uint64_t shared,
-                 const void* args, int order) {
+void host_launch(void* function, const char* name, const unsigned* grid, const unsigned* block, uint64_t shared, const void* args,
+                 int order) {
     const unsigned n = block[0] * block[1] * block[2];
     kernel = (void (*)(const void*))function;
     kernel_name = name;

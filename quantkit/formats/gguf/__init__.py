@@ -14,9 +14,9 @@ A model may be split into shards named PREFIX-00001-of-00003.gguf, each a GGUF f
 split.count and split.tensors.count; the other metadata is in the first one. ``open_gguf`` opens any shard as
 the whole model.
 
-The reader trusts nothing: every length and count is compared with the bytes that are left before anything is
-looped over or allocated, and what is wrong ends in one FormatError with the file, the item and the byte offset.
-It refuses what llama.cpp b11434's gguf.cpp refuses, and besides: overlapping tensors, tensors past the end of
+The reader trusts nothing: every length and count is checked against the remaining bytes before any loop or
+allocation, and any violation is one FormatError with the file, the item and the byte offset.
+It refuses what llama.cpp b11434's gguf.cpp refuses, and also: overlapping tensors, tensors past the end of
 the file, dimensions of zero, booleans other than 0 and 1, keys and names that are empty, not UTF-8 or hold a
 NUL. It accepts what gguf.cpp refuses but does not misread: names of 64 bytes and more (up to ``MAX_NAME``;
 diffusion models have them), gaps between tensors, tensors in any order. Arrays of arrays, which the
@@ -27,7 +27,7 @@ they are decoded with "surrogateescape", which ``Field.of`` turns back into the 
 from __future__ import annotations
 
 from quantkit.formats.gguf.fields import Field, ValueType
-from quantkit.formats.gguf.model import GGUFFile, open_gguf, parse_split_path, split_fields, split_path
+from quantkit.formats.gguf.model import GGUFFile, open_gguf, open_model, parse_split_path, split_fields, split_path
 from quantkit.formats.gguf.reader import TensorInfo
 from quantkit.formats.gguf.writer import Layout, layout_gguf, write_gguf
 
@@ -39,6 +39,7 @@ __all__ = [
     "ValueType",
     "layout_gguf",
     "open_gguf",
+    "open_model",
     "parse_split_path",
     "split_fields",
     "split_path",

@@ -1,4 +1,4 @@
-"""A metadata field: its value's bytes as they stand in the file, decoded on first use, or made of Python values."""
+"""A metadata field: the bytes of its value as in the file, decoded on first use, or made from Python values."""
 
 from __future__ import annotations
 
@@ -20,38 +20,15 @@ _u64 = struct.Struct("<Q").unpack_from
 class ValueType(IntEnum):
     """The types of metadata values, by their ids in the file."""
 
-    UINT8 = 0
-    INT8 = 1
-    UINT16 = 2
-    INT16 = 3
-    UINT32 = 4
-    INT32 = 5
-    FLOAT32 = 6
-    BOOL = 7
-    STRING = 8
-    ARRAY = 9
-    UINT64 = 10
-    INT64 = 11
-    FLOAT64 = 12
+    UINT8, INT8, UINT16, INT16, UINT32, INT32 = range(6)
+    FLOAT32, BOOL, STRING, ARRAY, UINT64, INT64, FLOAT64 = range(6, 13)
 
 
 #: struct's letter for each type of fixed size; numpy's dtype is "<" + the letter.
-_LETTERS: dict[ValueType, str] = {
-    ValueType.UINT8: "B",
-    ValueType.INT8: "b",
-    ValueType.UINT16: "H",
-    ValueType.INT16: "h",
-    ValueType.UINT32: "I",
-    ValueType.INT32: "i",
-    ValueType.FLOAT32: "f",
-    ValueType.BOOL: "?",
-    ValueType.UINT64: "Q",
-    ValueType.INT64: "q",
-    ValueType.FLOAT64: "d",
-}
+_LETTERS = {t: letter for t, letter in zip(ValueType, "BbHhIif?--Qqd", strict=True) if letter != "-"}
 SIZES: dict[ValueType, int] = {t: struct.calcsize("<" + letter) for t, letter in _LETTERS.items()}
 _BY_DTYPE: dict[np.dtype[Any], ValueType] = {np.dtype(letter): t for t, letter in _LETTERS.items()}
-#: Types that an int gets by its range, the first that holds it.
+#: Types for an int, the first that holds it.
 _INT_RANGES: tuple[tuple[ValueType, int, int], ...] = (
     (ValueType.UINT32, 0, 2**32),
     (ValueType.INT32, -(2**31), 2**31),
@@ -81,7 +58,7 @@ class Field:
         type: ValueType | None = None,  # noqa: A002
         item_type: ValueType | None = None,
     ) -> Field:
-        """Make a field of a Python value.
+        """Make a field from a Python value.
 
         Args:
             key: the key, 1 to 65535 bytes of UTF-8.
@@ -91,7 +68,7 @@ class Field:
             item_type: the type of an array's items, inferred in the same way; an empty list needs it.
 
         Raises:
-            RecipeError: the key or the value cannot be written so; the message names the key.
+            RecipeError: the key or value cannot be written like this; the message names the key.
         """
         check_key(key)
         if isinstance(value, np.ndarray) and value.ndim != 1:
@@ -142,7 +119,7 @@ class Field:
         return self.type.name if self.item_type is None else f"ARRAY of {self.count} {self.item_type.name}"
 
     def encode(self) -> bytes:
-        """Return the whole entry as it stands in a file: key, type, value."""
+        """Return the whole entry as in a file: key, type, value."""
         key = check_key(self.key)
         return b"".join((struct.pack("<Q", len(key)), key, struct.pack("<I", self.type), self.raw))
 
@@ -202,7 +179,7 @@ def _decode_strings(raw: bytes | memoryview, count: int) -> list[str]:
 
 
 def checked_alignment(alignment: Field | None) -> int:
-    """Return the alignment; raise ValueError if the field is not a fit power of two in a UINT32."""
+    """Return the alignment; raise ValueError unless the field is a UINT32 power of two within bounds."""
     if alignment is None:
         return DEFAULT_ALIGNMENT
     if alignment.type is not ValueType.UINT32:

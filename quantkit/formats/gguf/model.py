@@ -1,4 +1,4 @@
-"""Open a model: one file, or all shards of a split one as if they were one file."""
+"""Open a model: one file, or all shards of a split one as one."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class GGUFFile:
         fields: the first shard's metadata in file order, split.* included.
         tensors: by name, in the order of shards and, within one, of their infos.
 
-    Closing is safe while views and fields are alive: each keeps its mapping until it is garbage itself. The
-    files must not be truncated meanwhile: reading a mapping beyond its file's end kills a process (SIGBUS).
+    Closing is safe while views and fields are alive: each keeps its mapping. The files must not be truncated
+    meanwhile: reading a mapping beyond the end of its file kills the process (SIGBUS).
     """
 
     def __init__(self, shards: Sequence[Shard], header_only: bool) -> None:
@@ -99,7 +99,7 @@ class GGUFFile:
             return self._maps[shard]
 
     def close(self) -> None:
-        """Let go of the files; views that are still alive stay valid."""
+        """Close the files; existing views stay valid."""
         with self._lock:
             self._closed = True
             self._maps.clear()
@@ -116,10 +116,10 @@ def open_gguf(path: str | os.PathLike[str], *, header_only: bool = False) -> GGU
 
     Args:
         path: the file; shards are looked for beside it under the names of ``split_path``.
-        header_only: accept files whose tensor data is missing or cut off; ``data`` is then refused.
+        header_only: accept files whose tensor data is missing or cut off; ``data`` then raises.
 
     Raises:
-        FormatError: what is wrong with which file, and at which byte.
+        FormatError: a file is broken; the message names file and byte.
     """
     named = Path(path)
     shard = read_shard(named, 0, header_only)
@@ -134,8 +134,16 @@ def open_gguf(path: str | os.PathLike[str], *, header_only: bool = False) -> GGU
     return GGUFFile(shards, header_only)
 
 
+def open_model(path: str | os.PathLike[str]) -> GGUFFile:
+    """Open a model as ``open_gguf`` does; FormatError, too, for a file without a single tensor."""
+    file = open_gguf(path)
+    if not file.tensors:
+        raise FormatError(f"{path}: there is no tensor in it, so this is no model: convert or download it again")
+    return file
+
+
 def _without_map(shard: Shard) -> Shard:
-    """Keep a later shard's split keys only, copied: thousands of shards must not hold a mapping each."""
+    """Copy only the split keys of a later shard, so that thousands of shards do not hold a mapping each."""
     kept = {key: replace(f, raw=bytes(f.raw)) for key, f in shard.fields.items() if key.startswith("split.")}
     return replace(shard, fields=kept)
 

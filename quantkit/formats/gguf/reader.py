@@ -1,4 +1,4 @@
-"""Read the header of one file: a cursor that never leaves the file, and the checks of everything it meets."""
+"""Read the header of one file: a cursor that never leaves the file and checks everything it reads."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from quantkit.formats.gguf.rules import (
     MAX_STRINGS,
     MAX_TENSORS,
     checked_bytes,
-    pad,
     short,
 )
+from quantkit.helpers import round_up
 from quantkit.types import TensorType, type_by_id
 
-#: The least bytes a field and a tensor info can take: bounds for the two counts in the header.
+#: Fewest bytes of a field and a tensor info: bounds for the two counts in the header.
 _MIN_FIELD, _MIN_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 8 + 4 + 8
 
-#: What a file that is not GGUF may be instead.
+#: What a file that is not GGUF may be.
 _OTHER_MAGICS = {
     b"vers": "a Git LFS pointer: fetch the file itself (git lfs pull)",
     b"<!DO": "an HTML page: the download went wrong",
@@ -58,7 +58,7 @@ class TensorInfo:
 
 
 class _Cursor:
-    """Reads from one file's bytes, never past their end; ``fail`` words every refusal."""
+    """Reads one file's bytes, never past their end; ``fail`` raises every error."""
 
     def __init__(self, path: Path, buf: memoryview) -> None:
         self.path, self.buf, self.pos = path, buf, 0
@@ -170,7 +170,7 @@ def _skip_array(cur: _Cursor, what: str) -> ValueType:
 
 
 def _skip_strings(cur: _Cursor, count: int, what: str) -> None:
-    """Step over ``count`` strings: the one loop that a big vocabulary feels, hence bare of calls."""
+    """Step over ``count`` strings; without calls in the loop, for large vocabularies."""
     buf, pos, last = cur.buf, cur.pos, len(cur.buf) - 8
     at = pos
     for _ in range(count):
@@ -219,7 +219,7 @@ class Shard:
 
 
 def map_file(path: Path) -> memoryview:
-    """Map a file read-only; raise FormatError if there is none that could be mapped."""
+    """Map a file read-only; raise FormatError if that is not possible."""
     try:
         mode = os.stat(path).st_mode
         if not stat.S_ISREG(mode):
@@ -267,7 +267,7 @@ def read_shard(path: Path, shard: int, header_only: bool) -> Shard:
 
 def _place(cur: _Cursor, tensors: list[TensorInfo], alignment: int, header_only: bool) -> list[TensorInfo]:
     """Make offsets absolute; refuse overlaps and, unless ``header_only``, data beyond the file."""
-    start = pad(cur.pos, alignment)
+    start = round_up(cur.pos, alignment)
     placed = [replace(t, offset=start + t.offset) for t in tensors]
     for tensor in placed:
         end = tensor.offset + tensor.nbytes

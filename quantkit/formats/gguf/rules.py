@@ -1,4 +1,4 @@
-"""What every GGUF file must obey: limits, names, shapes, sizes. Reader and writer share these rules."""
+"""Rules for every GGUF file, shared by reader and writer: limits, names, shapes, sizes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
 ALIGNMENT_KEY = "general.alignment"
 
-#: Longest key and tensor name in bytes: the specification's bound for keys.
+#: Longest key or tensor name in bytes: the specification's bound for keys.
 MAX_NAME = 65535
-#: Largest alignment: padding must stay small beside a model.
+#: Largest alignment: padding must stay small compared with a model.
 MAX_ALIGNMENT = 1 << 24
-#: Most strings in one array (vocabularies have up to a few 100k): bounds the time to walk over them.
+#: Most strings in one array (vocabularies have up to a few 100k): bounds the time to walk them.
 MAX_STRINGS = 1 << 26
 MAX_DIMS = 4
 
-#: Most keys and tensors in one file (models have up to some thousands): objects take more room than their bytes.
+#: Most keys and tensors in one file (models have up to some thousands): bounds the memory for objects.
 MAX_FIELDS = 1 << 16
 MAX_TENSORS = 1 << 18
 
@@ -56,7 +56,3 @@ def checked_bytes(tensor_type: TensorType, shape: Sequence[int]) -> int:
     if nbytes >= 1 << 63:
         raise ValueError(f"shape {list(shape)} takes more bytes than 63 bits count")
     return nbytes
-
-
-def pad(n: int, alignment: int) -> int:
-    return -(-n // alignment) * alignment

@@ -1,4 +1,4 @@
-"""Write GGUF as pure layout: the header and every offset stand before the first byte of data is made."""
+"""Write GGUF as pure layout: header and offsets are fixed before any data exists."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from quantkit.formats.gguf.rules import (
     MAX_TENSORS,
     check_key,
     checked_bytes,
-    pad,
     short,
 )
+from quantkit.helpers import round_up
 from quantkit.types import TensorType, type_by_id
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A file before it is written: all of its header, and where each tensor goes.
+    """A file before it is written: its whole header, and the place of each tensor.
 
     Zeros fill the gaps between tensors, and after the last one up to ``nbytes``.
     """
@@ -75,7 +75,7 @@ def layout_gguf(
     infos, relative, size = _layout_tensors(tensors, of_field)
     head = struct.pack("<4sIQQ", MAGIC, version, len(tensors), len(entries))
     header = b"".join((head, *(e.encode() for e in entries.values()), infos))
-    start = pad(len(header), of_field)
+    start = round_up(len(header), of_field)
     return Layout(header.ljust(start, b"\0"), tuple(start + r for r in relative), start + size)
 
 
@@ -99,7 +99,7 @@ def _layout_tensors(
         dims = struct.pack(f"<I{n_dims}Q", n_dims, *shape[:n_dims])
         parts.append(b"".join((struct.pack("<Q", len(data)), data, dims, struct.pack("<IQ", tensor_type.id, size))))
         offsets.append(size)
-        size += pad(nbytes, alignment)
+        size += round_up(nbytes, alignment)
         if size >= 1 << 63:
             raise FormatError(f"tensor {short(name)}: the file would be larger than 63 bits count")
     return b"".join(parts), offsets, size
@@ -115,7 +115,7 @@ def write_gguf(
     """Write a whole file at once; for small files. Each tensor is name, shape, type and its bytes-like data.
 
     Raises:
-        FormatError, TypeNotSupported: as ``layout_gguf``, or the data has another size than the tensor.
+        FormatError, TypeNotSupported: as ``layout_gguf``, or the size of the data is not that of the tensor.
     """
     given = list(tensors)
     layout = layout_gguf(fields, [(name, shape, kind) for name, shape, kind, _ in given], version=version)

@@ -1,11 +1,11 @@
-"""Base logits: what a reference model predicted for a text, kept so that quantized files can be compared with it.
+"""Base logits: a reference model's predictions for a text, kept to compare quantized files with.
 
-Two files hold that. llama.cpp's (``llama.py``) has a 16-bit code for every token of the vocabulary, 300 KB a
-position for a large one; every runtime reads it. Ours (``compact.py``) has the most probable tokens only, exactly, and
-the mass of the rest: a few KB a position, with a bound on what that costs.
+There are two formats. llama.cpp's (``llama.py``) has a 16-bit code for every token of the vocabulary, 300 KB per
+position for a large one; every runtime reads it. Ours (``compact.py``) has only the most probable tokens, exactly, and
+the mass of the rest: a few KB per position, with a bound on the error.
 
-Both carry the tokens of the evaluated text, in chunks of ``n_ctx``; of each chunk the predictions made at positions
-n_ctx // 2 to n_ctx - 2 are scored, as llama-perplexity does. ``open_logits`` opens either and trusts nothing in it.
+Both hold the tokens of the evaluated text in chunks of ``n_ctx``; the predictions at positions n_ctx // 2 to n_ctx - 2
+of each chunk are scored, as in llama-perplexity. ``open_logits`` opens either and trusts nothing in it.
 """
 
 from __future__ import annotations

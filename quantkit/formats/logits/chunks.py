@@ -16,7 +16,7 @@ I32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """The tokens, int32 [n_chunks, n_ctx], as the text has them, and the size of the vocabulary.
+    """The tokens, int32 [n_chunks, n_ctx], as in the text, and the size of the vocabulary.
 
     No BOS is substituted here: llama-perplexity puts it in position 0 when it evaluates a chunk.
     """
@@ -39,7 +39,7 @@ class Chunks:
 
     @property
     def rows(self) -> int:
-        """Scored positions of a chunk: the last token of it predicts nothing that is known."""
+        """Scored positions of a chunk; what its last token predicts is unknown."""
         return scored_rows(self.n_ctx)
 
     def sha256(self) -> bytes:
@@ -53,7 +53,7 @@ def scored_rows(n_ctx: int) -> int:
 
 
 def check_header(path: Path, n_ctx: int, n_vocab: int, n_chunks: int) -> None:
-    """Raise FormatError unless these can be the header of base logits."""
+    """Raise FormatError unless these are valid in a header of base logits."""
     for name, value, least in (("n_ctx", n_ctx, 3), ("n_vocab", n_vocab, 1), ("n_chunk", n_chunks, 1)):
         if value < least:
             raise FormatError(

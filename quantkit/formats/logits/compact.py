@@ -17,25 +17,24 @@ which compress better. R positions (rows), N tokens kept in all of them::
     u32 ids[N]           ascending within a row, each the difference to the one before (the first: to 0)
     f32 log_p[N]         their log-probabilities
 
-What that costs. Let S be the kept tokens, r the residual, s the mass the compared model gives to the others, a the
+The error. Let S be the kept tokens, r the residual, s the mass the compared model gives to the others, a the
 smallest kept p and b the smallest q of the compared model. Then
 
     least = sum over S of p log(p / q)  +  r log(r / s)   <=   KLD   <=   least + r log(a / b) - r log(r / s) = most
 
 The left holds because merging outcomes cannot raise a divergence (log-sum inequality), the right because no token
 that was left out is more probable than a, nor less than b in the other model. What is missing on the left is exactly
-r times the divergence among the tokens that were left out. Quantization blurs logits of improbable tokens alike, so
-that is taken to be the divergence E among the kept tokens with p < a e^2, which can be computed::
+r times the divergence among the tokens that were left out. Quantization blurs the logits of improbable
+tokens alike, so E, the divergence among the kept tokens with p < a e^2, serves as its estimate::
 
     value = min(least + r E, most)                      |value - KLD| <= max(value - least, most - value) + 1e-6
 
-The 1e-6 are for float32. The bound is a worst case, in which all that was left out falls on the model's least
-probable tokens; the estimate is far closer (a test holds it to 1 % of the divergence on a real model).
+The 1e-6 covers float32. The bound is the worst case, in which everything left out falls on the model's least probable
+tokens; the estimate is far closer (a test holds it to 1 % of the divergence on a real model).
 """
 
 from __future__ import annotations
 
-import os
 import struct
 import threading
 import zlib
@@ -50,7 +49,7 @@ import numpy.typing as npt
 
 from quantkit.errors import FormatError, ResourceError
 from quantkit.formats.logits.chunks import Chunks, check_header, read_tokens
-from quantkit.formats.ranges import read_range, sync
+from quantkit.formats.ranges import read_range
 from quantkit.helpers import printable
 
 F32 = npt.NDArray[np.float32]
@@ -59,7 +58,7 @@ I64 = npt.NDArray[np.int64]
 #: Name -> number in the header.
 CODECS = {"zlib": 0, "zstd": 1}
 VERSION = 1
-#: Longest name of a model; longer ones are cut.
+#: Longest name of a model; longer names are cut.
 MAX_NAME = 1024
 
 _HEADER = struct.Struct("<8sIIiiiI32s32sI")
@@ -160,7 +159,7 @@ def _zstd() -> tuple[Callable[[bytes, int], bytes], Callable[[bytes, int], bytes
         ) from e
 
     def unpack(data: bytes, size: int) -> bytes:
-        # A frame's own claim decides what is allocated, so it is compared first.
+        # A frame's claimed size decides the allocation, so it is checked first.
         claimed = zstandard.get_frame_parameters(data).content_size
         if claimed != size:
             raise ValueError(f"the frame claims {claimed} bytes")
@@ -175,11 +174,11 @@ def compress(data: bytes, codec: str) -> bytes:
 
 
 def decompress(data: bytes, size: int, codec: str, where: str) -> bytes:
-    """Return exactly ``size`` bytes; FormatError, beginning with ``where``, when that is not what is in ``data``."""
+    """Return exactly ``size`` bytes; FormatError, beginning with ``where``, if ``data`` holds anything else."""
     unpack = _zstd()[1] if codec == "zstd" else lambda data, size: zlib.decompressobj().decompress(data, size + 1)
     try:
         raw = unpack(data, size)
-    except Exception as e:  # each library has errors of its own
+    except Exception as e:  # each library has its own errors
         raise FormatError(f"{where}: {codec} cannot unpack it: {e}") from None
     if len(raw) != size:
         raise FormatError(f"{where}: it unpacks to other than the {size} bytes it should have")
@@ -252,7 +251,7 @@ class CompactLogits:
 
     @property
     def n_whole(self) -> int:
-        """Chunks that are in the file whole: all of them, unless it was cut off."""
+        """Complete chunks in the file: all, unless it is truncated."""
         return len(self._frames)
 
     @property
@@ -290,10 +289,7 @@ class CompactLogits:
 
 
 class CompactWriter:
-    """Writes quantkit's base logits; chunks must come in order.
-
-    A context manager: FILE appears, atomically, when all went well; FILE.part is removed otherwise.
-    """
+    """Writes quantkit's base logits to ``path``; chunks must come in order. A context manager."""
 
     def __init__(
         self,
@@ -305,13 +301,12 @@ class CompactWriter:
         model: str = "",
         fingerprint: str = "00" * 32,
     ) -> None:
-        compress(b"", codec)  # a missing zstd is found out before the work
+        compress(b"", codec)  # find a missing zstd before the work
         self.path, self.chunks, self.top_k, self.codec = Path(path), chunks, top_k, codec
-        self._part = self.path.with_name(self.path.name + ".part")
         name = model.encode(errors="replace")[:MAX_NAME]
         numbers = (VERSION, CODECS[codec], chunks.n_ctx, chunks.n_vocab, chunks.n_chunks, top_k)
         header = _HEADER.pack(CompactLogits.magic, *numbers, chunks.sha256(), bytes.fromhex(fingerprint), len(name))
-        self._file = self._part.open("wb")
+        self._file = self.path.open("wb")
         self._file.write(header + name + chunks.tokens.astype("<i4").tobytes())
         self._next = 0
 
@@ -329,8 +324,3 @@ class CompactWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
-        if kind is None:
-            sync(self._part)
-            os.replace(self._part, self.path)
-        else:
-            self._part.unlink(missing_ok=True)

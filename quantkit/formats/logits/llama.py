@@ -15,11 +15,9 @@ collapses to code 0. A file does not say which it was written with, and no reade
 
 from __future__ import annotations
 
-import os
 import shutil
 import struct
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -27,19 +25,17 @@ import numpy.typing as npt
 
 from quantkit.errors import FormatError, ResourceError
 from quantkit.formats.logits.chunks import Chunks, check_header, read_tokens, scored_rows
-from quantkit.formats.ranges import read_range, sync, write_range
+from quantkit.formats.ranges import read_range, write_range
 from quantkit.helpers import format_size
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 U16 = npt.NDArray[np.uint16]
 
-#: Who clips where, in nats below the most probable token.
+#: Each runtime's clip, in nats below the most probable token.
 CLIPS = {"llama.cpp": 16, "ik_llama.cpp": 24}
 
 _HEADER = struct.Struct("<8siii")
-#: The tail of a file name while it is written.
-_PART = ".part"
 
 
 def row_codes(n_vocab: int) -> int:
@@ -78,7 +74,7 @@ def encode_rows(logits: F32, log_sum_exp: F32, clip: float = 16, scratch: F32 | 
     header[:, 0] = scale
     header[:, 1] = bottom - top - log_sum_exp
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
-    # Clipping first changes nothing: all that is not above the bottom gets code 0, which is what the bottom gets.
+    # Clipping first changes nothing: everything at or below the bottom gets code 0.
     x = np.maximum(logits, bottom[:, None], out=scratch)
     x -= bottom[:, None]
     x *= inverse[:, None]
@@ -90,7 +86,7 @@ def encode_rows(logits: F32, log_sum_exp: F32, clip: float = 16, scratch: F32 | 
 class LlamaLogits:
     """A file of llama.cpp's base logits, open for reading by rows.
 
-    ``chunks`` has the tokens of all chunks; logits lie in the file for the first ``n_whole`` of them, which is all
+    ``chunks`` has the tokens of all chunks; the file has logits for the first ``n_whole``, which is all of them
     unless the writer was killed.
     """
 
@@ -154,16 +150,12 @@ class LlamaLogits:
 
 
 class LlamaWriter:
-    """Writes llama.cpp's base logits; rows may come in any order, from any thread.
-
-    A context manager: FILE appears, atomically, when all went well; FILE.part is removed otherwise.
-    """
+    """Writes llama.cpp's base logits to ``path``; rows may come in any order, from any thread."""
 
     def __init__(self, path: str | Path, chunks: Chunks, clip: float = 16) -> None:
         if clip not in CLIPS.values():
             raise ValueError(f"clip {clip}: files have {sorted(CLIPS.values())}")
         self.path, self.chunks, self.clip = Path(path), chunks, clip
-        self._part = self.path.with_name(self.path.name + _PART)
         self._row_bytes = 2 * row_codes(chunks.n_vocab)
         header = _HEADER.pack(LlamaLogits.magic, chunks.n_ctx, chunks.n_vocab, chunks.n_chunks)
         header += chunks.tokens.astype("<i4").tobytes()
@@ -172,25 +164,13 @@ class LlamaWriter:
         free = shutil.disk_usage(self.path.parent).free if self.path.parent.is_dir() else self.nbytes
         if free < self.nbytes:
             raise ResourceError(
-                f"{self.path}: {format_size(self.nbytes)} are needed, {format_size(free)} are free; fewer --chunks, or"
-                " --logits-format compact"
+                f"{self.path.parent}: {format_size(self.nbytes)} are needed, {format_size(free)} are free; fewer"
+                " --chunks, or --logits-format compact"
             )
-        self._part.write_bytes(header)
+        self.path.write_bytes(header)
 
     def write(self, chunk: int, first: int, logits: F32, log_sum_exp: F64, scratch: F32 | None = None) -> None:
         """Encode and write rows from ``first`` on; the arguments are those of ``encode_rows``."""
         rows = encode_rows(logits, log_sum_exp.astype(np.float32), self.clip, scratch)
         at = self._start + (chunk * self.chunks.rows + first) * self._row_bytes
-        write_range(self._part, rows.reshape(-1).view(np.uint8), at)
-
-    def __enter__(self) -> LlamaWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            sync(self._part)
-            os.replace(self._part, self.path)
-        else:
-            self._part.unlink(missing_ok=True)
+        write_range(self.path, rows.reshape(-1).view(np.uint8), at)

@@ -5,9 +5,9 @@ every byte is a symbol that a vocabulary holds. The *raw* kind (Gemma 4) merges 
 writes what is not in the vocabulary as tokens <0xXX>. A symbol that is no token and has no such bytes is dropped, as
 llama.cpp b11434 does (llm_tokenizer_bpe_session).
 
-The merge loop is ours, not that of the ``tokenizers`` library: that one drops a character that it does not know
-*before* merging, so its neighbours may join; lets the last of two equal merges win, where llama.cpp takes the first;
-and refuses merges whose parts or result are no tokens, which llama.cpp allows.
+The merge loop is ours because the ``tokenizers`` library drops unknown characters *before* merging, so that their
+neighbours may join; lets the last of two equal merges win, where llama.cpp takes the first; and refuses merges whose
+parts or result are not tokens, which llama.cpp allows.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from collections.abc import Iterator
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import ValueType
 from quantkit.formats.tokenizer import unicode
-from quantkit.formats.tokenizer.merge import Seams, merge
+from quantkit.formats.tokenizer.merge import Seams, ids_of, merge
 from quantkit.formats.tokenizer.pre import PRE, Pre
 from quantkit.formats.tokenizer.split import Splitter
-from quantkit.formats.tokenizer.vocab import KEY, Attr, Vocab, c_strings
+from quantkit.formats.tokenizer.vocab import KEY, SPACE, Attr, Vocab, c_strings
 from quantkit.formats.tokenizer.words import WordCache
-
-SPACE = "\u2581"
 
 
 def _byte_letters() -> list[str]:
@@ -38,7 +36,7 @@ LETTER_BYTES = {letter: byte for byte, letter in BYTE_LETTERS.items()}
 
 
 def pre_of(vocab: Vocab) -> Pre:
-    """Return how the file's text is split; FormatError for a name that is not known."""
+    """Return how to split text for this file; FormatError for an unknown name."""
     name = "gemma4" if vocab.model == "gemma4" else vocab.source.get(KEY + "pre", "")
     if not isinstance(name, str) or name not in PRE:
         raise FormatError(
@@ -67,11 +65,9 @@ class Bpe:
     def piece(self, token: int) -> bytes:
         """Return the bytes that a normal or byte token stands for."""
         text = self._vocab.tokens[token]
-        if self._vocab.attrs[token] & Attr.NORMAL:
-            if self._pre.escape_spaces:
-                return text.replace(SPACE, " ").encode("utf-8", "surrogateescape")
+        if self._vocab.attrs[token] & Attr.NORMAL and not self._pre.escape_spaces:
             return b"".join(_letter_bytes(letter, text) for letter in text)
-        return bytes([int(text[3:5], 16)])
+        return self._vocab.piece(token)
 
     def _parts(self, text: str) -> Iterator[str]:
         """The model ``whitespace`` drops white space; the others take the text as it is."""
@@ -91,7 +87,7 @@ class Bpe:
             yield "".join(part)
 
     def _words(self, text: str) -> Iterator[str]:
-        """Split a text into pieces that are merged by themselves."""
+        """Split a text into pieces that are merged separately."""
         for word in self._splitter.words(text):
             if not self._pre.raw or (self._pre.newline_words and not word.strip("\n")):
                 yield word
@@ -113,17 +109,10 @@ class Bpe:
         whole = ids.get(symbols)
         if whole is not None and (self._pre.ignore_merges or (self._pre.newline_words and not word.strip("\n"))):
             return [whole]
-        out: list[int] = []
-        for symbol in merge(list(symbols), self._ranks, " "):
-            found = ids.get(symbol)
-            if found is not None:
-                out.append(found)
-            else:
-                out += self._bytes(symbol)
-        return out
+        return ids_of(merge(list(symbols), self._ranks, " "), ids, self._bytes)
 
     def _bytes(self, symbol: str) -> Iterator[int]:
-        """What stands for a symbol that is no token: its bytes, as far as they are tokens."""
+        """The ids of a symbol that is not a token: its bytes, as far as they are tokens."""
         for byte in unicode.to_utf8(symbol):
             text = f"<0x{byte:02X}>" if self._pre.raw else bytes([byte]).decode("utf-8", "surrogateescape")
             if text in self._vocab.ids:

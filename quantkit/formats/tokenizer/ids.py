@@ -1,6 +1,6 @@
-"""Token ids given as such, for files without a tokenizer and for exact comparisons: "1,2,3" or "@FILE.i32".
+"""Explicit token ids, for files without a tokenizer and for exact comparisons: "1,2,3" or "@FILE.i32".
 
-FILE.i32 is nothing but little-endian int32 values.
+FILE.i32 holds raw little-endian int32 values.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import re
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.errors import FormatError, RecipeError, ResourceError
+from quantkit.errors import FormatError, RecipeError
+from quantkit.formats.outputs import read_whole
 
 _FORMS = 'token ids are given as "1,2,3" or "@FILE.i32" (raw little-endian int32)'
 
 
 def read_token_ids(spec: str) -> npt.NDArray[np.int32]:
-    """Return the ids, int32 [n], that "1,2,3" or "@FILE.i32" stands for; all are >= 0, and there is at least one.
+    """Return the ids, int32 [n], given as "1,2,3" or "@FILE.i32"; there is at least one, and all are >= 0.
 
     Raises:
         RecipeError: the specification cannot be understood; the message names the part.
-        ResourceError: the file cannot be read.
-        FormatError: the file is not an array of ids; the message names the byte.
+        FormatError: the file cannot be read, or is not an array of ids; the message names the byte.
     """
     return _from_file(spec[1:]) if spec.startswith("@") else _from_list(spec)
 
@@ -40,11 +40,7 @@ def _from_list(spec: str) -> npt.NDArray[np.int32]:
 def _from_file(name: str) -> npt.NDArray[np.int32]:
     if not name:
         raise RecipeError(f"no file behind the @; {_FORMS}")
-    try:
-        with open(name, "rb") as file:
-            data = file.read()
-    except OSError as e:
-        raise ResourceError(f"{name}: {e.strerror or e}; {_FORMS}") from None
+    data = read_whole(name)
     if len(data) % 4 or not data:
         raise FormatError(f"{name}: its {len(data)} bytes are not one or more int32 ids; {_FORMS}")
     ids = np.frombuffer(data, "<i4").astype(np.int32)

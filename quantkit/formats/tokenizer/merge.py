@@ -3,14 +3,14 @@
 BPE ranks a pair by the position of "left right" among the merges, SentencePiece (SPM) by the score of the joined
 token, highest first. Nothing else differs, so there is one loop: ``order`` maps left + between + right to a rank.
 
-A vocabulary without words, as SPM's, merges over a whole text. Two neighbours that no merge can ever join cut it all
-the same (``Seams``), into pieces that are words in practice, so that each is merged once and then looked up.
+A vocabulary without words, such as SPM's, merges over a whole text. Neighbours that no merge can join still cut it
+(``Seams``) into pieces, words in practice, so that each is merged once and then looked up.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -74,13 +74,25 @@ def _merge_long(symbols: list[str], order: Mapping[str, float], between: str) ->
     return [symbol for symbol in symbols if symbol]
 
 
+def ids_of(symbols: Iterable[str], ids: Mapping[str, int], parts: Callable[[str], Iterable[int]]) -> list[int]:
+    """Return the ids of symbols; of one that is no token, those of its parts."""
+    out: list[int] = []
+    for symbol in symbols:
+        found = ids.get(symbol)
+        if found is not None:
+            out.append(found)
+        else:
+            out += parts(symbol)
+    return out
+
+
 class Seams:
-    """Cuts a text between neighbours that no merge joins."""
+    """Cuts a text between neighbours that no merge can join."""
 
     def __init__(self, pairs: Iterable[str]) -> None:
         """``pairs``: the two characters at every place where a merge may join."""
         points = code_points("".join(pairs)).astype(np.uint64)
-        # One more than any pair, so that every place of insertion is a place in the array.
+        # One more than any pair, so that every insertion point is an index.
         self._pairs = np.append(np.unique(points[::2] << np.uint64(32) | points[1::2]), np.uint64(1 << 63))
 
     def pieces(self, text: str) -> list[str]:

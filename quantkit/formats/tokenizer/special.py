@@ -1,4 +1,4 @@
-"""Finding special tokens in a text, before anything else is tokenized.
+"""Find special tokens in a text, before anything else.
 
 User-defined tokens are always found, control and unknown ones only where a text may hold special tokens
 (``parse_special``). The longest token goes first, through the whole text, and what it leaves is searched for the
@@ -28,7 +28,7 @@ class SpecialTokens:
         self._ids = sorted(ids, key=lambda i: -len(texts[i]))
         self._texts = [texts[i] for i in self._ids]
         self._attrs = [Attr(int(vocab.attrs[i])) for i in self._ids]
-        # Neighbouring bytes of all texts (of a single byte, itself twice), to rule most tokens out at once.
+        # Adjacent bytes of all texts (a single byte twice), to rule out most tokens at once.
         pairs = [_pairs(text if len(text) > 1 else text * 2) for text in self._texts]
         self._pairs = np.concatenate(pairs) if pairs else np.zeros(0, np.uint16)
         self._starts = np.cumsum([0, *map(len, pairs)])[:-1]
@@ -48,13 +48,13 @@ class SpecialTokens:
         return fragments
 
     def _candidates(self, text: bytes) -> list[int]:
-        """Return the tokens all of whose neighbouring bytes are neighbours in the text."""
+        """Return the tokens all of whose adjacent bytes are adjacent in the text."""
         if not self._texts or not text:
             return []
         present = np.zeros(1 << 16, bool)
         present[_pairs(text)] = True
         singles = np.frombuffer(text, np.uint8).astype(np.uint16)
-        present[singles << 8 | singles] = True  # more than is there, so that tokens of one byte are found
+        present[singles << 8 | singles] = True  # longer than the text, so that tokens of one byte are found
         return np.flatnonzero(np.logical_and.reduceat(present[self._pairs], self._starts)).tolist()
 
     def _cut(self, text: bytes, at: int) -> Iterator[Fragment]:

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from quantkit.errors import FormatError
-from quantkit.formats.tokenizer.bpe import SPACE
-from quantkit.formats.tokenizer.merge import Seams, inner_pairs, merge
-from quantkit.formats.tokenizer.vocab import Attr, Vocab
+from quantkit.formats.tokenizer.merge import Seams, ids_of, inner_pairs, merge
+from quantkit.formats.tokenizer.vocab import SPACE, Vocab
 from quantkit.formats.tokenizer.words import WordCache
 
 #: A character by its first byte alone, whatever follows; fewer bytes at the end.
@@ -23,7 +22,7 @@ class Spm:
     """Ids of a text by the scores of tokens."""
 
     def __init__(self, vocab: Vocab) -> None:
-        self._vocab = vocab
+        self._vocab, self.piece = vocab, vocab.piece
         self._space_prefix = vocab.flag("add_space_prefix", True)
         self._order = dict(zip(vocab.tokens, (-vocab.scores).tolist(), strict=True))
         self._cache = WordCache(lambda word: self._merged(list(word)))
@@ -59,22 +58,8 @@ class Spm:
     def _tokens_are_valid(self) -> bool:
         return not any("\udc80" <= character <= "\udcff" for character in set("".join(self._vocab.tokens)))
 
-    def piece(self, token: int) -> bytes:
-        """Return the bytes that a normal or byte token stands for."""
-        text = self._vocab.tokens[token]
-        if self._vocab.attrs[token] & Attr.NORMAL:
-            return text.replace(SPACE, " ").encode("utf-8", "surrogateescape")
-        return bytes([int(text[3:5], 16)])
-
     def _merged(self, symbols: list[str]) -> list[int]:
-        ids, out = self._vocab.ids, []
-        for symbol in merge(symbols, self._order, ""):
-            found = ids.get(symbol)
-            if found is not None:
-                out.append(found)
-            else:
-                out += self._bytes(symbol)
-        return out
+        return ids_of(merge(symbols, self._order, ""), self._vocab.ids, self._bytes)
 
     def _bytes(self, symbol: str) -> Iterator[int]:
         ids = self._vocab.ids

@@ -20,7 +20,7 @@ from quantkit.formats.tokenizer.wordpiece import WordPiece
 
 
 class Model(Protocol):
-    """What each tokenizer.ggml.model does with text between special tokens."""
+    """The model (tokenizer.ggml.model) that encodes text between special tokens."""
 
     def encode(self, text: bytes, first: bool) -> list[int]: ...
 
@@ -40,10 +40,10 @@ class Tokenizer:
     """Text to token ids and back, as llama.cpp b11434's llama_tokenize does it. Made by ``from_gguf``.
 
     Attributes:
-        n_vocab: how many tokens there are.
+        n_vocab: number of tokens.
         bos, eos, eot: the ids that begin and end a sequence and a turn, or None.
         add_bos, add_eos: whether ``encode`` adds them.
-        notes: what a user should know of the vocabulary, one sentence each.
+        notes: facts about the vocabulary for the user, one sentence each.
     """
 
     def __init__(self, vocab: Vocab, model: Model) -> None:
@@ -67,14 +67,14 @@ class Tokenizer:
         self.add_bos = vocab.flag("add_bos_token", default_bos)
         self.add_eos = vocab.flag("add_eos_token", t5)
         if isinstance(model, Bpe):
-            # llama.cpp adds it for Gemma 4 whatever the file says.
+            # llama.cpp always adds it for Gemma 4.
             self.add_bos |= pre.add_bos and pre.newline_words
 
     @classmethod
     def from_gguf(cls, source: GGUFFile) -> Tokenizer:
-        """Make the tokenizer of an open file; its header is enough.
+        """Make the tokenizer of an open file; the header is enough.
 
-        Raises FormatError: the file has none, or one that is not known here; the message names model and pre.
+        Raises FormatError: the file has none, or an unknown one; the message names model and pre.
         """
         vocab = read_vocab(source)
         return cls(vocab, _MODELS[vocab.model](vocab))

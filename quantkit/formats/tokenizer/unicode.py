@@ -1,6 +1,6 @@
 """Code points as llama.cpp sees them: lenient UTF-8, general categories, and a text collapsed to them.
 
-Splitting a text into words needs to know of each character only whether it is a letter, a number, a mark,
+To split a text into words, all that matters about a character is whether it is a letter, a number, a mark,
 punctuation, a symbol or white space. So a text is *collapsed*: ASCII stays, any other character becomes one byte that
 stands for its category, and Python's ``re`` runs over the result with re.ASCII. That is also what llama.cpp b11434
 does (unicode.cpp, unicode_regex_split), so ids depend neither on Python's version nor on another regex library.

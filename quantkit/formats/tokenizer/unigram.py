@@ -6,8 +6,8 @@ The text is normalized first, by a map of prefixes that the file carries (precom
     double array: children of a node at (node ^ base(node)) ^ byte, where the low byte, or bit 31, must equal it;
     bit 8: the node ends a prefix, and its base leads to the offset of the text that replaces it
 
-Sums are float64 and run over the whole text, as in llama.cpp b11434 (llm_tokenizer_ugm_session): where two ways are
-nearly equal, rounding decides, so each piece goes on from the sum before it.
+Sums are float64 over the whole text, as in llama.cpp b11434 (llm_tokenizer_ugm_session): rounding decides between
+nearly equal paths, so each piece continues from the sum before it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import numpy.typing as npt
 
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import ValueType
-from quantkit.formats.tokenizer.bpe import SPACE
 from quantkit.formats.tokenizer.merge import Seams, inner_pairs
-from quantkit.formats.tokenizer.vocab import KEY, Attr, Vocab
+from quantkit.formats.tokenizer.vocab import KEY, SPACE, Attr, Vocab
 from quantkit.formats.tokenizer.words import longest_by_start
 
 _MAX_WORDS = 1 << 16
@@ -30,7 +29,7 @@ _UNKNOWN_PENALTY = np.float32(10)
 _LEAST = -float(np.finfo(np.float64).max)
 #: How long a character is, by the high half of its first byte.
 _LENGTHS = (1,) * 12 + (2, 2, 3, 4)
-#: One way over a part of a piece: where it starts, where it ends, score, id.
+#: A step over part of a piece: start, end, score, id.
 Edge = tuple[int, int, float, int]
 
 
@@ -98,7 +97,7 @@ class Unigram:
 
     def __init__(self, vocab: Vocab) -> None:
         """Raises FormatError: a broken charsmap, or no unknown token."""
-        self._vocab = vocab
+        self._vocab, self.piece = vocab, vocab.piece
         self._prefix = vocab.flag("add_space_prefix", False)
         self._merge_spaces = vocab.flag("remove_extra_whitespaces", False)
         self._charsmap = _charsmap(vocab)
@@ -134,15 +133,8 @@ class Unigram:
         return self._merge_unknown(out)
 
     def _merge_unknown(self, ids: list[int]) -> list[int]:
-        """Neighbouring unknown tokens are one."""
+        """Merge adjacent unknown tokens into one."""
         return [i for before, i in zip([None, *ids], ids, strict=False) if i != self._unknown or before != i]
-
-    def piece(self, token: int) -> bytes:
-        """Return the bytes that a normal or byte token stands for."""
-        text = self._vocab.tokens[token]
-        if self._vocab.attrs[token] & Attr.NORMAL:
-            return text.replace(SPACE, " ").encode("utf-8", "surrogateescape")
-        return bytes([int(text[3:5], 16)])
 
     def _normalize(self, text: bytes) -> bytes:
         """Replace prefixes; word by word where that is the same."""

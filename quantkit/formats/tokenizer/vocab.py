@@ -20,10 +20,12 @@ from quantkit.errors import FormatError
 from quantkit.formats.gguf import Field, GGUFFile, ValueType
 
 KEY = "tokenizer.ggml."
+#: How many models write a space.
+SPACE = "\u2581"
 
 
 class Attr(IntFlag):
-    """What a token is; more than one may hold."""
+    """Attributes of a token."""
 
     NONE = 0
     UNKNOWN = 1
@@ -37,7 +39,7 @@ class Attr(IntFlag):
 
 
 _BY_TYPE = (Attr.NONE, Attr.NORMAL, Attr.UNKNOWN, Attr.CONTROL, Attr.USER_DEFINED, Attr.UNUSED, Attr.BYTE)
-#: The special ids that a model has without saying so, by tokenizer.ggml.model.
+#: Default special ids, by tokenizer.ggml.model.
 _DEFAULT_IDS: dict[str, dict[str, int]] = {
     "llama": {"bos": 1, "eos": 2, "unknown": 0},
     "gpt2": {"bos": 11, "eos": 11},
@@ -54,7 +56,7 @@ _TURN_ENDS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>"),
     *("[EOT]", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<end_of_utterance>"),
 )
-#: Texts that are control tokens, whatever their type says.
+#: Texts of control tokens, whatever their type.
 _CONTROL = (
     *_TURN_ENDS,
     *("<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "</s>", "<|eom_id|>", "[EOS]", "<eos>", "<turn|>"),
@@ -82,7 +84,7 @@ _FIM: dict[tuple[str, ...], tuple[str, ...]] = {
 
 @dataclass
 class Vocab:
-    """The tokens of a file and what is known of them."""
+    """The tokens of a file and their properties."""
 
     path: str
     model: str
@@ -107,6 +109,13 @@ class Vocab:
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise FormatError(f"{self.path}: {KEY}{name}_token_id is {value!r}, not an id")
         return value if value is not None and 0 <= value < len(self.tokens) else None
+
+    def piece(self, token: int) -> bytes:
+        """Return the bytes that a normal token, with U+2581 for a space, or a byte token, <0xXX>, stands for."""
+        text = self.tokens[token]
+        if self.attrs[token] & Attr.NORMAL:
+            return text.replace(SPACE, " ").encode("utf-8", "surrogateescape")
+        return bytes([int(text[3:5], 16)])
 
     def having(self, attr: Attr) -> list[int]:
         """Return the ids of tokens that have any of the attributes."""
@@ -138,17 +147,9 @@ def read_vocab(source: GGUFFile) -> Vocab:
     else:
         in_range = np.where((kinds < 0) | (kinds >= len(_BY_TYPE)), 0, kinds).astype(np.intp)
         types = np.array(_BY_TYPE, np.uint8)[in_range]
-    vocab = Vocab(
-        path=path,
-        model=model,
-        tokens=tokens,
-        ids=ids,
-        attrs=types.copy(),
-        types=types,
-        scores=np.zeros(len(tokens), np.float32) if scores is None else scores.astype(np.float32),
-        special={},
-        source=source,
-    )
+    zeros = np.zeros(len(tokens), np.float32)
+    scores = zeros if scores is None else scores.astype(np.float32)
+    vocab = Vocab(path, model, tokens, ids, types.copy(), types, scores, {}, source)
     _find_special(vocab)
     _correct(vocab)
     _strip(vocab)
@@ -163,7 +164,7 @@ def _texts(source: GGUFFile, path: str) -> list[str]:
 
 
 def c_strings(texts: list[str]) -> list[str]:
-    """Return texts up to a NUL in them: llama.cpp reads arrays of strings so."""
+    """Return texts up to their first NUL, as llama.cpp reads arrays of strings."""
     return [text.partition("\0")[0] if "\0" in text else text for text in texts]
 
 
@@ -199,50 +200,42 @@ def _find_special(vocab: Vocab) -> None:
 
 
 def _first(vocab: Vocab, texts: Iterable[str]) -> int | None:
-    return next((vocab.ids[text] for text in texts if text in vocab.ids), None)
+    return next(iter(_known(vocab, *texts)), None)
 
 
 def _correct(vocab: Vocab) -> None:
     """Change attributes by the texts of tokens, in llama.cpp's order."""
-    has, attrs = vocab.ids.get, vocab.attrs
+    ids, attrs = vocab.ids, vocab.attrs
     for keys, texts in _FIM.items():
         found = _first(vocab, texts)
         if found is not None and all(vocab.given(key) is None for key in keys):
             attrs[found] |= Attr.CONTROL
-    for text in _CONTROL:
-        if text in vocab.ids:
-            attrs[vocab.ids[text]] |= Attr.CONTROL
-    for text in ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"):
-        if text in vocab.ids:
-            attrs[vocab.ids[text]] = Attr.USER_DEFINED
-    calls = "<|call|>" in vocab.ids or "<|calls|>" in vocab.ids
-    end = has("<|end|>")
-    if end is not None and calls and ("<|return|>" in vocab.ids or "<|flush|>" in vocab.ids):
-        attrs[end] = Attr.USER_DEFINED
-    plamo = has("<|plamo:eos|>")
-    plain = "<|tool_response>" in vocab.ids or (
-        plamo is not None and plamo in (vocab.special.get("eos"), vocab.special.get("eot"))
-    )
-    if plain and "</s>" in vocab.ids:
-        attrs[vocab.ids["</s>"]] = Attr.NORMAL
+    attrs[_known(vocab, *_CONTROL)] |= np.uint8(Attr.CONTROL)
+    attrs[_known(vocab, "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")] = Attr.USER_DEFINED
+    if ids.keys() & {"<|call|>", "<|calls|>"} and ids.keys() & {"<|return|>", "<|flush|>"}:
+        attrs[_known(vocab, "<|end|>")] = Attr.USER_DEFINED
+    plamo = _known(vocab, "<|plamo:eos|>")
+    if "<|tool_response>" in ids or {*plamo} & {vocab.special.get("eos"), vocab.special.get("eot")}:
+        attrs[_known(vocab, "</s>")] = Attr.NORMAL
+
+
+def _known(vocab: Vocab, *texts: str) -> list[int]:
+    """Return the ids of the texts that are tokens."""
+    return [vocab.ids[text] for text in texts if text in vocab.ids]
 
 
 def _strip(vocab: Vocab) -> None:
-    """Mark the tokens that swallow white space before or behind them; no file says so, names of models do."""
+    """Mark the tokens that swallow adjacent white space; only the model's name tells."""
     get, attrs = vocab.source.get, vocab.attrs
     pre, arch, name = (str(get(key, "")) for key in (KEY + "pre", "general.architecture", "general.name"))
     name = name.lower()
     if any(x in pre for x in ("jina-v2-de", "jina-v2-es", "jina-v2-code", "mmbert")) or any(
         x in arch for x in ("nomic-bert-moe", "jina-bert-v3")
     ):
-        if "<mask>" in vocab.ids:
-            attrs[vocab.ids["<mask>"]] |= Attr.LSTRIP
+        attrs[_known(vocab, "<mask>")] |= np.uint8(Attr.LSTRIP)
     elif "phi-3" in name or "phi3" in name:
         attrs[vocab.having(Attr.CONTROL | Attr.USER_DEFINED | Attr.UNKNOWN)] |= np.uint8(Attr.RSTRIP)
-        if "</s>" in vocab.ids:
-            attrs[vocab.ids["</s>"]] |= Attr.RSTRIP
-        for text in ("<unk>", "<s>", "<|endoftext|>"):
-            if text in vocab.ids:
-                attrs[vocab.ids[text]] &= 0xFF ^ Attr.RSTRIP
-    elif "modern-bert" in name and "[MASK]" in vocab.ids:
-        attrs[vocab.ids["[MASK]"]] |= Attr.LSTRIP
+        attrs[_known(vocab, "</s>")] |= np.uint8(Attr.RSTRIP)
+        attrs[_known(vocab, "<unk>", "<s>", "<|endoftext|>")] &= np.uint8(0xFF ^ Attr.RSTRIP)
+    elif "modern-bert" in name:
+        attrs[_known(vocab, "[MASK]")] |= np.uint8(Attr.LSTRIP)

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 from quantkit.errors import FormatError
 from quantkit.formats.tokenizer import unicode
-from quantkit.formats.tokenizer.bpe import SPACE
-from quantkit.formats.tokenizer.vocab import Attr, Vocab
+from quantkit.formats.tokenizer.vocab import SPACE, Attr, Vocab
 from quantkit.formats.tokenizer.words import WordCache
 
 _CHINESE = (
@@ -41,9 +40,9 @@ class WordPiece:
 
     def piece(self, token: int) -> bytes:
         """Return the bytes that a normal token stands for."""
-        text = self._vocab.tokens[token]
         if self._vocab.attrs[token] & Attr.NORMAL:
-            return text.replace(SPACE, " ").encode("utf-8", "surrogateescape")
+            return self._vocab.piece(token)
+        text = self._vocab.tokens[token]
         raise FormatError(f"{self._vocab.path}: token {token} ({text!r}) is a byte token, in a WordPiece vocabulary")
 
     def _words(self, text: str) -> Iterator[str]:

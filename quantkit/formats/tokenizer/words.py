@@ -1,16 +1,16 @@
-"""Words seen before, and how long a token may get: what keeps tokenizing in Python fast."""
+"""A cache of words and bounds on token lengths, which make tokenizing in Python fast."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import AnyStr
 
-#: Words kept, and the longest kept: together some 20 MB at most.
+#: Most words kept, and the longest: some 20 MB at most.
 _MAX_WORDS, _MAX_LENGTH = 1 << 16, 64
 
 
 class WordCache:
-    """Calls ``encode`` for each word, once for a word that is kept: natural text repeats itself."""
+    """Calls ``encode`` once per distinct word: natural text repeats itself."""
 
     def __init__(self, encode: Callable[[str], list[int]]) -> None:
         self._encode = encode

@@ -1,7 +1,7 @@
-"""What a backend is: it takes any part of a graph and runs it, batch after batch.
+"""What a backend is: it compiles any part of a graph and runs it, batch after batch.
 
-``reference`` (numpy, the specification), ``cpu`` (numba) and ``cuda`` stand; another one implements these two protocols
-and is entered in ``Model.backend``. Values cross between backends, or between two segments of one, as numpy arrays.
+``reference`` (numpy, the specification), ``cpu`` (numba) and ``cuda`` exist; another one implements these two protocols
+and gets a row in registry.py. Values cross between backends, or between two segments of one, as numpy arrays.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from typing import Any, Protocol
 
 from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.batch import Batch, Floats, Ints
+from quantkit.model.fusion import Fusion
 from quantkit.model.ops import Op, Value
 
-#: Is called with a tensor's name, the input of its multiplication [rows, n_in] and, for experts, their ids.
+#: Called with a tensor's name, the input of its multiplication [rows, n_in] and, for experts, their ids.
 Observer = Callable[[str, Floats, Ints | None], None]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program is made for: sequences of ``n_ctx`` cells each, ``n_ubatch`` tokens a run at most.
+    """The limits of a program: sequences of ``n_ctx`` cells each, ``n_ubatch`` tokens a run at most.
 
     kv_type: ``f32``, ``f16`` or ``q8_0``, the type of keys and values in caches.
     """
@@ -31,11 +32,23 @@ class Limits:
     kv_type: str = "f16"
 
 
-class Program(Protocol):
-    """Operations made ready to run, with the caches and states they own.
+@dataclass(frozen=True)
+class Options:
+    """How a model runs on its devices: what a backend is made with; ``quantkit.model.engine.load`` explains each."""
 
-    accumulators: what operations that look on have added up so far, by ``of``. not_finite: values among what they saw
-    that are no numbers, by run; emptied by whoever acts upon it.
+    threads: int
+    fusion: Fusion
+    max_ram: int | None = None
+    max_vram: int | None = None
+    cublas: bool = False
+    observer: Observer | None = None
+
+
+class Program(Protocol):
+    """Compiled operations, with the caches and states they own.
+
+    accumulators: the sums of observing operations so far, by ``of``. not_finite: values they saw that are not finite,
+    run by run; the caller empties it.
     """
 
     not_finite: list[NotFinite]
@@ -60,7 +73,7 @@ class Backend(Protocol):
     """Makes programs."""
 
     def compile(self, ops: Sequence[Op], limits: Limits, leaves: Sequence[Value]) -> Program:
-        """Return a program of ``ops``; ``leaves`` are the values that others read after a run."""
+        """Return a program of ``ops``; ``leaves`` are the values read after a run."""
 
     def close(self) -> None:
         """Give back what the backend holds."""

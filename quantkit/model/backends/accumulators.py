@@ -1,11 +1,11 @@
-"""What operations that look on keep from run to run: arrays by name, in an accumulator for each ``of``.
+"""What observing operations keep from run to run: arrays by name, an accumulator for each ``of``.
 
     SumColumns   sums f64 [n_mat, 4, columns]: sum of squares, what it lacks, sum, what it lacks; counts i64 [n_mat]
     Covariance   sums, weighted f64 [experts, n, n]; counts i64 [experts], weight f64 [experts] (sum of weights^2)
     Similarity   total f64 [1], counts i64 [1]
 
-The arrays are live: whoever copies them away and back (a checkpoint) continues from there. A row that is not finite
-spoils what it was added to; it is reported, and the run is to go back to a checkpoint.
+The arrays are live: restoring copies of them (a checkpoint) continues from there. A row that is not finite spoils its
+sums; it is reported, and the caller goes back to a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,35 +17,36 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.helpers import round_up
 from quantkit.model.batch import Batch, Floats, Ints
 from quantkit.model.ops import Covariance, Op, Similarity, SumColumns
 
 Accumulator = dict[str, npt.NDArray[Any]]
 
-#: Columns of sums are a multiple of this (kernels/cpu/observers.py).
+#: Columns of sums are a multiple of this (kernels/cpu/observe.py).
 COLUMNS = 8
 
 
 @dataclass(frozen=True)
 class NotFinite:
-    """A value that is no number: where it came in, and at which position of which sequence."""
+    """A value that is not finite: of which accumulator, at which position of which sequence."""
 
     of: str
     sequence: int
     position: int
 
 
-#: Is told of which accumulator, and which row among the tokens, is not finite.
+#: Called with the accumulator and the row among the tokens that is not finite.
 Report = Callable[[str, int], None]
 
 
 def padded(width: int) -> int:
     """Return the columns that sums have room for."""
-    return -(-width // COLUMNS) * COLUMNS
+    return round_up(width, COLUMNS)
 
 
 def new_accumulator(op: Op) -> Accumulator:
-    """Return the empty accumulator of an operation that looks on."""
+    """Return the empty accumulator of an observing operation."""
     if isinstance(op, SumColumns):
         sums = np.zeros((op.n_mat, 4, padded(op.x.width)), np.float64)
         return {"sums": sums, "counts": np.zeros(op.n_mat, np.int64)}

@@ -1,4 +1,4 @@
-"""Where values lie: one block of memory in which each buffer has its place for as long as entries of the tape name it.
+"""Places values: one block of memory in which each buffer has its place as long as entries of the tape name it.
 
 Entries come in groups: within one, threads do not wait for each other, so nothing a group reads may be written by
 it, and a place is free again only after the group of its last reader. An entry that works element by element may
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.helpers import round_up
 from quantkit.model.ops import Matrix, Op
 
 ALIGNMENT = 128
@@ -21,7 +22,7 @@ ALIGNMENT = 128
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory that entries name in their slots. ``kept``: from the first entry to the end of the run, or before it."""
+    """Memory that entries name in their slots. kept_after: to the end of the run; set_before: from its beginning."""
 
     name: str
     nbytes: int
@@ -45,14 +46,14 @@ Slot = int | float | Buffer | Within
 
 @dataclass(eq=False)
 class Entry:
-    """A step of a program: an operation with its slots, or something for Python to do (``call``) between two tapes.
+    """A step of a program: an operation with its slots, or a Python function (``call``) between two tapes.
 
-    independent: the next entry need not wait for this one. uses: buffers a call looks at. weights: what the operation
-    multiplies by, for reports.
+    independent: the next entry need not wait for this one. uses: buffers that a call reads. weights: those the
+    operation multiplies by, for reports.
     """
 
     op: Op | None
-    operation: Any = None
+    tape_op: Any = None
     slots: dict[str, Slot] = field(default_factory=dict)
     independent: bool = False
     in_place: tuple[Buffer, Buffer] | None = None
@@ -136,7 +137,7 @@ class _Space:
         self._free: list[tuple[int, int]] = []  # offset, size; sorted, never touching
 
     def take(self, nbytes: int) -> int:
-        size = _padded(nbytes)
+        size = round_up(max(1, nbytes), ALIGNMENT)
         fitting = [(length, offset) for offset, length in self._free if length >= size]
         if fitting:
             length, offset = min(fitting)
@@ -150,7 +151,7 @@ class _Space:
         return offset
 
     def give(self, offset: int, nbytes: int) -> None:
-        self._insert(offset, _padded(nbytes))
+        self._insert(offset, round_up(max(1, nbytes), ALIGNMENT))
 
     def _insert(self, offset: int, size: int) -> None:
         merged: list[tuple[int, int]] = []
@@ -160,10 +161,6 @@ class _Space:
             else:
                 merged.append((start, length))
         self._free = merged
-
-
-def _padded(nbytes: int) -> int:
-    return max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
 
 
 class Memory:

@@ -1,4 +1,4 @@
-"""What values come into a program and leave it, for backends that keep values in buffers."""
+"""Values that enter and leave a program, for backends that keep values in buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quantkit.model.ops import Op, Value
 class Boundary(ABC):
     """The part of a program that ``read`` and ``write`` are; a subclass has ``_view`` and ``_store``.
 
-    takes: values that other programs make. leaves: those asked for, and those that nobody in the program reads.
+    takes: values that other programs make. leaves: those asked for, and those that nothing in the program reads.
     """
 
     def __init__(self, ops: Sequence[Op], leaves: Sequence[Value]) -> None:
@@ -27,7 +27,7 @@ class Boundary(ABC):
         self._made = made
 
     def _settle(self, low: Lowering) -> None:
-        """Let what comes in keep its place from the beginning, and what leaves to the end."""
+        """Keep the place of what enters from the beginning, and of what leaves to the end."""
         self._values = low.values
         for value in self._takes:
             low.buffer(value).set_before = True

@@ -1,40 +1,39 @@
-"""What every lowering keeps while it turns operations of the graph into entries of a program, on whatever device.
+"""Lowers operations of the graph to entries of a program: the part that all devices share.
 
-Entries name slots: numbers, addresses of weights, and buffers, which get their places when all is known (arena.py).
+Entries name slots: numbers, addresses of weights, and buffers, which get their places at the end (arena.py).
 What several operations need is made once: activations in the format of a weight's type, which expert has which
 tokens, scratch, vectors as float32.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from quantkit.formats.gguf import GGUFFile
-from quantkit.kernels.reference import reference_decoder
+from quantkit.kernels.reference import decode_rows
 from quantkit.model.backends import Limits, Observer
 from quantkit.model.backends.arena import Buffer, Entry
-from quantkit.model.ops import Matrix, Op, Value
+from quantkit.model.ops import Matrix, Norm, Op, State, Value
+
+T = TypeVar("T")
 
 #: What scratch is aligned to, and each thread's share of it.
 LINE = 64
 
 
-class Lowering:
-    """Collects the entries of one program, and all that their slots name.
+class Lowering(ABC):
+    """Collects the entries of one program and everything their slots name.
 
     view: returns the rows of a value in the current run.
     """
 
     def __init__(
-        self,
-        source: GGUFFile,
-        limits: Limits,
-        observer: Observer | None,
-        view: Callable[[Value], Any],
+        self, source: GGUFFile, limits: Limits, observer: Observer | None, view: Callable[[Value], Any]
     ) -> None:
         self.source, self.limits = source, limits
         self.observer, self.view = observer, view
@@ -44,8 +43,15 @@ class Lowering:
         self.op: Op | None = None  # the operation being lowered
         self._scratch = Buffer("scratch", LINE, kept_after=True, set_before=True)
         self._activations: dict[tuple[Value, str, int], Buffer] = {}
-        self._plans: dict[Value, Buffer] = {}
+        self._once: dict[tuple[object, ...], Any] = {}
         self._vectors: dict[Matrix, npt.NDArray[np.float32]] = {}
+
+    def once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
+        """Return what ``make`` gives, made the first time that a key is asked for."""
+        if key not in self._once:
+            self._once[key] = make()
+        made: T = self._once[key]
+        return made
 
     def may_overwrite(self, entry: Entry, out: Value, x: Value) -> None:
         """Let an entry's output lie where its input does: it works element by element."""
@@ -58,7 +64,7 @@ class Lowering:
         return self.values[value]
 
     def scratch(self, nbytes: int) -> Buffer:
-        """Return scratch of at least so many bytes; any entry may use it, contents do not last."""
+        """Return scratch of at least so many bytes; any entry may use it, and its contents do not last."""
         self._scratch.nbytes = max(self._scratch.nbytes, nbytes)
         return self._scratch
 
@@ -70,12 +76,43 @@ class Lowering:
             if t.type.name == "F32" and matrix.rows is None and matrix.columns is None:
                 self._vectors[matrix] = data.view(np.float32)
             else:
-                values = reference_decoder(t.type)(data.reshape(-1, t.type.block_bytes))
+                values = decode_rows(t.type, data.reshape(-1, row_bytes_of(matrix)))
                 part = slice(None) if matrix.rows is None else slice(*matrix.rows)
                 columns = slice(None) if matrix.columns is None else slice(*matrix.columns)
                 chosen = values.reshape(matrix.n_matrices, -1, matrix.n_in)[:, part, columns]
                 self._vectors[matrix] = np.ascontiguousarray(chosen).reshape(-1)
         return self._vectors[matrix]
+
+    @abstractmethod
+    def array(self, array: npt.NDArray[Any]) -> int:
+        """Return the address where the program has an array, kept as long as itself."""
+
+    @abstractmethod
+    def state(self, of: State) -> int:
+        """Return the address of a recurrent layer's state, float32 [n_seq, width]."""
+
+    @abstractmethod
+    def activations(self, x: Value, weight: Matrix) -> tuple[Buffer, int]:
+        """Return x in the format that a weight multiplies, and the bytes from row to row; made once for each.
+
+        A row of x may be several of the weight's, side by side: heads.
+        """
+
+    @abstractmethod
+    def plan(self, ids: Value, n_expert: int) -> Buffer:
+        """Return which pairs of token and expert each expert has; made once for each ids."""
+
+    def vector(self, matrix: Matrix | None) -> int:
+        """Return the address of a bias, a norm's weight, ... as float32; 0 for None."""
+        return 0 if matrix is None else self.array(self.vector_values(matrix))
+
+    def norm_vectors(self, op: Norm) -> dict[str, int]:
+        """Return the slots of a norm's weight and bias, and how many values they repeat after."""
+        parts = {name: self.vector_values(m) for name, m in (("weight", op.weight), ("bias", op.bias)) if m is not None}
+        n_weight = max([op.group, *(len(v) for v in parts.values())])
+        # One that is shorter, than a group or than the other, is written out: np.resize repeats.
+        addresses = {name: self.array(v if len(v) == n_weight else np.resize(v, n_weight)) for name, v in parts.items()}
+        return {"weight": 0, "bias": 0, **addresses, "n_weight": n_weight}
 
 
 def row_bytes_of(matrix: Matrix) -> int:

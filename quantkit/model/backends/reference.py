@@ -1,7 +1,7 @@
 """What every operation means, in numpy: the specification, and a backend that runs it.
 
-Weights are decoded to float32 and activations are never quantized, so on float weights it is the measure for the fast
-backends, and on quantized ones it says what the weights alone cost. Sources: llama.cpp b11434 ggml-cpu/ops.cpp and
+Weights are decoded to float32 and activations are never quantized, so on float weights the fast backends are measured
+against it, and on quantized ones it shows what the weights alone cost. Sources: llama.cpp b11434 ggml-cpu/ops.cpp and
 llama-graph.cpp, for what is computed; none of its code.
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from quantkit.formats.gguf import GGUFFile
 from quantkit.kernels import dequantize
+from quantkit.model import ops
 from quantkit.model.backends import Limits, Observer
 from quantkit.model.backends.accumulators import (
     Accumulator,
@@ -26,48 +27,10 @@ from quantkit.model.backends.accumulators import (
     sum_columns,
 )
 from quantkit.model.batch import Batch, Floats, Ints
-from quantkit.model.ops import (
-    Activate,
-    Activation,
-    Add,
-    Attention,
-    Cache,
-    CacheWrite,
-    Clamp,
-    Combine,
-    Convolve,
-    CountUp,
-    Covariance,
-    DeltaNet,
-    Embed,
-    Glu,
-    Join,
-    Matrix,
-    MulMat,
-    MulMatHeads,
-    MulMatId,
-    MulMats,
-    MultiplyBy,
-    Norm,
-    Observe,
-    Op,
-    Repeat,
-    Rope,
-    RopeConfig,
-    RopeTable,
-    Route,
-    Scale,
-    ScaleByPosition,
-    SelectOutputs,
-    Similarity,
-    Softcap,
-    State,
-    SumColumns,
-    Take,
-    UpGate,
-    UpGateId,
-    Value,
-)
+from quantkit.model.op_table import OpTable
+from quantkit.model.ops import Activation, Cache, Matrix, Op, RopeConfig, State, Value
+
+RUN = OpTable("the reference backend")
 
 f32 = np.float32
 
@@ -104,17 +67,17 @@ class Reference:
 
 
 class ReferenceProgram:
-    """Operations with the values they have written and the memory they keep."""
+    """Operations, the values they write and the memory they keep."""
 
-    def __init__(self, backend: Reference, ops: Sequence[Op], n_ctx: int, n_seq: int) -> None:
-        self.backend, self.ops, self.n_ctx, self.n_seq = backend, ops, n_ctx, n_seq
+    def __init__(self, backend: Reference, sequence: Sequence[Op], n_ctx: int, n_seq: int) -> None:
+        self.backend, self.ops, self.n_ctx, self.n_seq = backend, sequence, n_ctx, n_seq
         self.values: dict[Value, Any] = {}
         self.caches: dict[Cache, tuple[Floats, Floats]] = {}
         self.states: dict[tuple[State, int], Floats] = {}
         self.accumulators: dict[str, Accumulator] = {}
         self.not_finite: list[NotFinite] = []
-        for op in ops:
-            if isinstance(op, SumColumns | Covariance | Similarity) and op.of not in self.accumulators:
+        for op in sequence:
+            if isinstance(op, ops.SumColumns | ops.Covariance | ops.Similarity) and op.of not in self.accumulators:
                 self.accumulators[op.of] = new_accumulator(op)
 
     def run(self, batch: Batch) -> None:
@@ -160,44 +123,53 @@ class ReferenceProgram:
 # ---------------------------------------------------------------- element by element
 
 
-def _embed(p: ReferenceProgram, op: Embed) -> None:
+@RUN.of(ops.Embed)
+def _embed(p: ReferenceProgram, op: ops.Embed) -> None:
     rows = p.weight(op.weight)[p.batch.tokens]
     p.values[op.out] = rows * f32(op.scale) if op.scale != 1 else rows
 
 
-def _select_outputs(p: ReferenceProgram, op: SelectOutputs) -> None:
+@RUN.of(ops.SelectOutputs)
+def _select_outputs(p: ReferenceProgram, op: ops.SelectOutputs) -> None:
     x = p.values[op.x]
     p.values[op.out] = x.reshape(len(p.batch.tokens), -1)[p.batch.outputs].reshape(-1, op.out.width)
 
 
-def _add(p: ReferenceProgram, op: Add) -> None:
+@RUN.of(ops.Add)
+def _add(p: ReferenceProgram, op: ops.Add) -> None:
     p.values[op.out] = p.values[op.a] + p.values[op.b]
 
 
-def _scale(p: ReferenceProgram, op: Scale) -> None:
+@RUN.of(ops.Scale)
+def _scale(p: ReferenceProgram, op: ops.Scale) -> None:
     p.values[op.out] = p.values[op.x] * f32(op.factor)
 
 
-def _scale_by_position(p: ReferenceProgram, op: ScaleByPosition) -> None:
+@RUN.of(ops.ScaleByPosition)
+def _scale_by_position(p: ReferenceProgram, op: ops.ScaleByPosition) -> None:
     steps = np.floor((p.batch.positions.astype(f32) + f32(op.offset)) / f32(op.floor_scale))
     p.values[op.out] = p.values[op.x] * (np.log(steps + f32(1)) * f32(op.alpha) + f32(1))[:, None]
 
 
-def _multiply_by(p: ReferenceProgram, op: MultiplyBy) -> None:
+@RUN.of(ops.MultiplyBy)
+def _multiply_by(p: ReferenceProgram, op: ops.MultiplyBy) -> None:
     x, vector = p.values[op.x], p.weight(op.vector).reshape(-1)
     vector = np.tile(vector, x.shape[1] // len(vector))
     p.values[op.out] = x + vector if op.add else x * vector
 
 
-def _softcap(p: ReferenceProgram, op: Softcap) -> None:
+@RUN.of(ops.Softcap)
+def _softcap(p: ReferenceProgram, op: ops.Softcap) -> None:
     p.values[op.out] = f32(op.cap) * np.tanh(p.values[op.x] / f32(op.cap))
 
 
-def _clamp(p: ReferenceProgram, op: Clamp) -> None:
+@RUN.of(ops.Clamp)
+def _clamp(p: ReferenceProgram, op: ops.Clamp) -> None:
     p.values[op.out] = np.clip(p.values[op.x], f32(-op.limit), f32(op.limit))
 
 
-def _norm(p: ReferenceProgram, op: Norm) -> None:
+@RUN.of(ops.Norm)
+def _norm(p: ReferenceProgram, op: ops.Norm) -> None:
     x = p.values[op.x]
     g = x.reshape(len(x), x.shape[1] // op.group, op.group)
     if op.kind == "layer":
@@ -272,7 +244,8 @@ def gate(a: Activation, g: Floats, up: Floats) -> Floats:
     return np.repeat(y, up.shape[1] // y.shape[1], axis=1) * up
 
 
-def _glu(p: ReferenceProgram, op: Glu) -> None:
+@RUN.of(ops.Glu)
+def _glu(p: ReferenceProgram, op: ops.Glu) -> None:
     g = p.values[op.gate]
     if op.up is None:
         half = g.shape[1] // 2
@@ -281,17 +254,20 @@ def _glu(p: ReferenceProgram, op: Glu) -> None:
         p.values[op.out] = gate(op.activation, g, p.values[op.up])
 
 
-def _activate(p: ReferenceProgram, op: Activate) -> None:
+@RUN.of(ops.Activate)
+def _activate(p: ReferenceProgram, op: ops.Activate) -> None:
     p.values[op.out] = activate(op.activation, p.values[op.x])
 
 
-def _take(p: ReferenceProgram, op: Take) -> None:
+@RUN.of(ops.Take)
+def _take(p: ReferenceProgram, op: ops.Take) -> None:
     x = p.values[op.x]
     width = op.out.width * op.period // x.shape[1]
     p.values[op.out] = x.reshape(len(x), -1, op.period)[:, :, op.start : op.start + width].reshape(len(x), -1)
 
 
-def _join(p: ReferenceProgram, op: Join) -> None:
+@RUN.of(ops.Join)
+def _join(p: ReferenceProgram, op: ops.Join) -> None:
     a, b = p.values[op.a], p.values[op.b]
     a, b = a.reshape(len(a), -1, op.period_a), b.reshape(len(b), -1, op.period_b)
     b = np.tile(b, (1, a.shape[1] // b.shape[1], 1))
@@ -310,23 +286,27 @@ def _times(p: ReferenceProgram, x: Floats, weight: Matrix, bias: Matrix | None, 
     return y
 
 
-def _mul_mat(p: ReferenceProgram, op: MulMat) -> None:
+@RUN.of(ops.MulMat)
+def _mul_mat(p: ReferenceProgram, op: ops.MulMat) -> None:
     p.values[op.out] = _times(p, p.values[op.x], op.weight, op.bias, op.scale)
 
 
-def _mul_mats(p: ReferenceProgram, op: MulMats) -> None:
+@RUN.of(ops.MulMats)
+def _mul_mats(p: ReferenceProgram, op: ops.MulMats) -> None:
     for out, weight, bias, scale in zip(op.outs, op.weights, op.biases, op.scales, strict=True):
         p.values[out] = _times(p, p.values[op.x], weight, bias, scale)
 
 
-def _mul_mat_heads(p: ReferenceProgram, op: MulMatHeads) -> None:
+@RUN.of(ops.MulMatHeads)
+def _mul_mat_heads(p: ReferenceProgram, op: ops.MulMatHeads) -> None:
     x = p.values[op.x]
     w = p.weight(op.weight).reshape(-1, op.weight.n_out, op.weight.n_in)
     heads = x.reshape(len(x), len(w), op.weight.n_in)
     p.values[op.out] = np.einsum("thi,hoi->tho", heads, w).reshape(len(x), -1)
 
 
-def _up_gate(p: ReferenceProgram, op: UpGate) -> None:
+@RUN.of(ops.UpGate)
+def _up_gate(p: ReferenceProgram, op: ops.UpGate) -> None:
     x = p.values[op.x]
     g, up = _times(p, x, op.gate, op.gate_bias, op.gate_scale), _times(p, x, op.up, op.up_bias, op.up_scale)
     p.values[op.out] = gate(op.activation, g, up)
@@ -347,7 +327,8 @@ def top(scores: Floats, n: int) -> Ints:
     return ids
 
 
-def _route(p: ReferenceProgram, op: Route) -> None:
+@RUN.of(ops.Route)
+def _route(p: ReferenceProgram, op: ops.Route) -> None:
     r, logits = op.routing, p.values[op.logits]
     probs = logits if r.gating == "softmax_weight" else (_sigmoid if r.gating == "sigmoid" else _softmax)(logits)
     choice = probs if op.bias is None else probs + p.weight(op.bias).reshape(-1)
@@ -385,22 +366,26 @@ def _times_id(
     return out
 
 
-def _mul_mat_id(p: ReferenceProgram, op: MulMatId) -> None:
+@RUN.of(ops.MulMatId)
+def _mul_mat_id(p: ReferenceProgram, op: ops.MulMatId) -> None:
     p.values[op.out] = _times_id(p, p.values[op.x], p.values[op.ids], op.weight, op.bias, op.scale)
 
 
-def _up_gate_id(p: ReferenceProgram, op: UpGateId) -> None:
+@RUN.of(ops.UpGateId)
+def _up_gate_id(p: ReferenceProgram, op: ops.UpGateId) -> None:
     x, ids = p.values[op.x], p.values[op.ids]
     g = _times_id(p, x, ids, op.gate, op.gate_bias, op.gate_scale)
     p.values[op.out] = gate(op.activation, g, _times_id(p, x, ids, op.up, op.up_bias, op.up_scale))
 
 
-def _repeat(p: ReferenceProgram, op: Repeat) -> None:
+@RUN.of(ops.Repeat)
+def _repeat(p: ReferenceProgram, op: ops.Repeat) -> None:
     x, weights = p.values[op.x], p.values[op.weights]
     p.values[op.out] = (x[:, None, :] * weights[:, :, None]).reshape(-1, x.shape[1])
 
 
-def _combine(p: ReferenceProgram, op: Combine) -> None:
+@RUN.of(ops.Combine)
+def _combine(p: ReferenceProgram, op: ops.Combine) -> None:
     x = p.values[op.x].reshape(-1, op.x.per, op.x.width)
     if op.weights is not None:
         x = x * p.values[op.weights][:, :, None]
@@ -454,13 +439,15 @@ def _yarn_range(c: RopeConfig) -> tuple[float, float]:
     return max(0.0, math.floor(at(c.beta_fast))), min(c.n_rot - 1.0, math.ceil(at(c.beta_slow)))
 
 
-def _rope_table(p: ReferenceProgram, op: RopeTable) -> None:
+@RUN.of(ops.RopeTable)
+def _rope_table(p: ReferenceProgram, op: ops.RopeTable) -> None:
     factors = None if op.factors is None else p.weight(op.factors).reshape(-1)
     cos, sin = rope_angles(op.config, p.batch.positions, factors)
     p.values[op.out] = np.stack([cos, sin], -1).reshape(len(cos), -1)
 
 
-def _rope(p: ReferenceProgram, op: Rope) -> None:
+@RUN.of(ops.Rope)
+def _rope(p: ReferenceProgram, op: ops.Rope) -> None:
     x = p.values[op.x]
     y = x.reshape(len(x), -1, op.head).copy()
     table = p.values[op.table].reshape(len(x), 1, -1, 2)
@@ -473,14 +460,16 @@ def _rope(p: ReferenceProgram, op: Rope) -> None:
     p.values[op.out] = y.reshape(x.shape)
 
 
-def _cache_write(p: ReferenceProgram, op: CacheWrite) -> None:
+@RUN.of(ops.CacheWrite)
+def _cache_write(p: ReferenceProgram, op: ops.CacheWrite) -> None:
     k, v = p.cache(op.cache)
     k[p.cells()] = p.values[op.k]
     if op.v is not None:
         v[p.cells()] = p.values[op.v]
 
 
-def _attention(p: ReferenceProgram, op: Attention) -> None:
+@RUN.of(ops.Attention)
+def _attention(p: ReferenceProgram, op: ops.Attention) -> None:
     keys, values = p.cache(op.cache)
     if not op.cache.v_width:
         values = keys[:, : op.head_v]
@@ -506,7 +495,7 @@ def _attention(p: ReferenceProgram, op: Attention) -> None:
     p.values[op.out] = out.reshape(len(q), -1)
 
 
-def _first_position(op: Attention, position: int) -> int:
+def _first_position(op: ops.Attention, position: int) -> int:
     if op.mask == "sliding":
         return max(0, position - op.window + 1)
     if op.mask == "chunked":
@@ -514,7 +503,7 @@ def _first_position(op: Attention, position: int) -> int:
     return 0
 
 
-def alibi_slope(op: Attention, head: int) -> Any:
+def alibi_slope(op: ops.Attention, head: int) -> Any:
     """Return the slope of a head: a geometric series over the largest power of two of heads, then between them."""
     n = 1 << math.floor(math.log2(op.n_head))
     if head < n:
@@ -525,7 +514,8 @@ def alibi_slope(op: Attention, head: int) -> Any:
 # ---------------------------------------------------------------- recurrent layers
 
 
-def _convolve(p: ReferenceProgram, op: Convolve) -> None:
+@RUN.of(ops.Convolve)
+def _convolve(p: ReferenceProgram, op: ops.Convolve) -> None:
     x, w = p.values[op.x], p.weight(op.weight)
     n = w.shape[1]
     out = np.empty_like(x)
@@ -538,7 +528,8 @@ def _convolve(p: ReferenceProgram, op: Convolve) -> None:
     p.values[op.out] = out
 
 
-def _delta_net(p: ReferenceProgram, op: DeltaNet) -> None:
+@RUN.of(ops.DeltaNet)
+def _delta_net(p: ReferenceProgram, op: ops.DeltaNet) -> None:
     n = len(p.batch.tokens)
     q, k = (p.values[x].reshape(n, op.n_k_head, -1) for x in (op.q, op.k))
     v = p.values[op.v].reshape(n, op.n_v_head, -1)
@@ -556,61 +547,29 @@ def _delta_net(p: ReferenceProgram, op: DeltaNet) -> None:
     p.values[op.out] = out.reshape(n, -1)
 
 
-def _observe(p: ReferenceProgram, op: Observe) -> None:
+@RUN.of(ops.Observe)
+def _observe(p: ReferenceProgram, op: ops.Observe) -> None:
     if p.backend.observer is not None:
         p.backend.observer(op.of, p.values[op.x], None if op.ids is None else p.values[op.ids])
 
 
-def _sum_columns(p: ReferenceProgram, op: SumColumns) -> None:
+@RUN.of(ops.SumColumns)
+def _sum_columns(p: ReferenceProgram, op: ops.SumColumns) -> None:
     sum_columns(op, p.accumulators[op.of], p.values[op.x], None if op.ids is None else p.values[op.ids], p.report)
 
 
-def _covariance(p: ReferenceProgram, op: Covariance) -> None:
+@RUN.of(ops.Covariance)
+def _covariance(p: ReferenceProgram, op: ops.Covariance) -> None:
     ids, weights = (None if value is None else p.values[value] for value in (op.ids, op.weights))
     covariance(op, p.accumulators[op.of], p.values[op.x], ids, weights, p.report)
 
 
-def _similarity(p: ReferenceProgram, op: Similarity) -> None:
+@RUN.of(ops.Similarity)
+def _similarity(p: ReferenceProgram, op: ops.Similarity) -> None:
     similarity(op, p.accumulators[op.of], p.values[op.a], p.values[op.b], p.report)
 
 
-def _count_up(p: ReferenceProgram, op: CountUp) -> None:
+@RUN.of(ops.CountUp)
+def _count_up(p: ReferenceProgram, op: ops.CountUp) -> None:
     row = np.arange(op.first, op.first + op.out.width, dtype=np.int32)
     p.values[op.out] = np.tile(row, (p.batch.rows(op.out.outputs), 1))
-
-
-RUN: dict[type[Op], Callable[[ReferenceProgram, Any], None]] = {
-    Embed: _embed,
-    SelectOutputs: _select_outputs,
-    Add: _add,
-    Scale: _scale,
-    ScaleByPosition: _scale_by_position,
-    MultiplyBy: _multiply_by,
-    Softcap: _softcap,
-    Clamp: _clamp,
-    Norm: _norm,
-    Glu: _glu,
-    Activate: _activate,
-    Take: _take,
-    Join: _join,
-    MulMat: _mul_mat,
-    MulMats: _mul_mats,
-    MulMatHeads: _mul_mat_heads,
-    UpGate: _up_gate,
-    Route: _route,
-    MulMatId: _mul_mat_id,
-    UpGateId: _up_gate_id,
-    Repeat: _repeat,
-    Combine: _combine,
-    RopeTable: _rope_table,
-    Rope: _rope,
-    CacheWrite: _cache_write,
-    Attention: _attention,
-    Convolve: _convolve,
-    DeltaNet: _delta_net,
-    Observe: _observe,
-    SumColumns: _sum_columns,
-    Covariance: _covariance,
-    Similarity: _similarity,
-    CountUp: _count_up,
-}

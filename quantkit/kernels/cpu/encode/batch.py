@@ -1,8 +1,8 @@
-"""Super-blocks in batches of ``LANES``: how their values come into lanes, and what stands in for those that lack.
+"""Batches of blocks: the loop shared by encoders, and loading values into lanes.
 
-Rows lie one behind the other, so the super-blocks of a range of rows are one sequence, and a batch is a piece of it
-that may span rows. Only the importance row begins anew with every row: it is repeated beforehand, so that the weights
-of any batch are one piece as well. The last batch is padded with zeros.
+Rows are contiguous, so the blocks of a range of rows form one sequence, and a batch is a slice of it that may span
+rows. The importance row restarts with every row: it is repeated beforehand, so that the weights of any batch are also
+contiguous. The last batch is padded with arbitrary values, whose lanes are computed and dropped.
 """
 
 from __future__ import annotations
@@ -11,29 +11,27 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.kernels.cpu.encode.search import LANES, STEP, F
-from quantkit.kernels.cpu.jit import inline
-from quantkit.kernels.cpu.simd import f32x16, load, splat, store, transpose16_apart
+from quantkit.kernels.cpu.core.jit import inline, kernel, specialize
+from quantkit.kernels.cpu.core.simd import transpose16_apart
+from quantkit.kernels.cpu.encode import Encoder
+from quantkit.kernels.cpu.encode.groups import address, copy
+from quantkit.kernels.cpu.encode.search import LANES, STEP
+from quantkit.types import BY_NAME
 
 #: Bytes of the 256 f32 of a super-block.
 BLOCK_BYTES = 1024
 
 
 @inline
-def address(array: Any) -> Any:
-    return np.intp(array.ctypes.data)
-
-
-@inline
 def aligned_scratch(size: Any) -> Any:
-    """Return ``size`` bytes of float32 that begin at a cache line."""
+    """Return ``size`` bytes of float32 aligned to a cache line."""
     whole = np.empty(size // 4 + 16, np.float32)
     return whole[(-address(whole) & 63) // 4 :]
 
 
 @inline
 def periodic(weights: Any) -> Any:
-    """Return the importance row repeated: wherever a batch begins in it, LANES super-blocks follow."""
+    """Repeat the importance row so that LANES super-blocks follow any start of a batch; empty if it is empty."""
     n = weights.size
     out = np.empty(n + LANES * 256 if n else 0, np.float32)
     k = 0
@@ -41,17 +39,6 @@ def periodic(weights: Any) -> Any:
         out[i] = weights[k]
         k = k + 1 if k + 1 < n else 0
     return out
-
-
-@inline
-def whole_batch(s: Any, tail: Any, x: Any, count: Any) -> Any:
-    """Return the address of LANES super-blocks: x itself, or a copy of its ``count`` with zeros behind, in s."""
-    if count == LANES:
-        return x
-    for at in range(0, LANES * BLOCK_BYTES, 64):
-        inside = at < count * BLOCK_BYTES
-        store(s, tail + at, load(f32x16, x, at) if inside else splat(f32x16, F(0)))
-    return address(s) + tail
 
 
 @inline
@@ -65,6 +52,41 @@ def load_group(x: Any, group: Any, n: Any, s: Any, to: Any) -> Any:
 
 @inline
 def turn(s: Any, flat: Any, turned: Any, subs: Any) -> Any:
-    """Transpose one number per sub-block from memory order to [sub-block][super-block]."""
+    """Transpose a number per sub-block from memory order to [sub-block][super-block]."""
     for half in range(LANES // 16):
         transpose16_apart(s, flat + half * 16 * subs * 4, subs * 4, s, turned + half * 64, STEP)
+
+
+# ---------------------------------------------------------------- the loop
+
+#: Bindings of ``encode_blocks``: encode_batch(s, x, weights, out, count), s: float32 scratch, x, weights and out:
+#: addresses for the first block, weights 0 without an importance matrix; the values and bytes of a block, and more.
+encode_batch: Any = None
+block = block_bytes = batch = scratch_bytes = 0
+gathered = False
+
+
+def encode_blocks(x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
+    """Encode rows row0..row1 of x, float32 [rows, n], to uint8 [rows, row_bytes]; weights: float32 [n], or empty."""
+    per_row = x.shape[1] // block
+    scratch, group, repeated = aligned_scratch(scratch_bytes), np.zeros(block * batch, np.float32), periodic(weights)
+    end = row1 * per_row
+    for first in range(row0 * per_row, end, batch):
+        count = min(batch, end - first)
+        source = address(x) + 4 * block * first
+        if gathered or count < batch:
+            copy(source, address(group), 4 * block * count)
+            source = address(group)
+        w = address(repeated) + 4 * block * (first % per_row) if repeated.size else 0
+        encode_batch(scratch, source, w, address(out) + block_bytes * first, count)
+
+
+def blocks_encoder(name: str, encode_batch: Any, batch: int, scratch_bytes: int, gathered: bool = False) -> Encoder:
+    """Return the encoder of a type that encodes ``batch`` blocks at a time.
+
+    gathered: copy the values into L1 first, because strided reads defeat the prefetcher.
+    """
+    t = BY_NAME[name]
+    bound = {"encode_batch": encode_batch, "batch": batch, "scratch_bytes": scratch_bytes, "gathered": gathered}
+    sizes = {"block": t.block, "block_bytes": t.block_bytes}
+    return specialize(encode_blocks, name.lower(), kernel, **bound, **sizes)  # type: ignore[no-any-return]

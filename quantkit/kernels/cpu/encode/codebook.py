@@ -1,10 +1,9 @@
-"""Rounding to a codebook by table lookup: levels that are not evenly spaced.
+"""Rounding to a codebook of unevenly spaced levels by table lookup.
 
-The boundaries between neighbouring levels cut the line; buckets of equal width are so narrow that each holds one
-boundary at most. So the bucket of v, which is v / width rounded, gives the boundary within it and the level on either
-side, and one comparison with v does the rest. The bucket may be off by one near its edges, as long as no boundary is
-near: v / width need not be exact. 32 buckets, numbered -16..15, are two vectors: the low 5 bits of
-``v / width + MAGIC`` are the index.
+Boundaries between adjacent levels divide the line; buckets of equal width each hold at most one boundary. So the bucket
+of v, v / width rounded, gives a boundary and the levels on either side, and one comparison with v decides. The bucket
+may be off by one near its edges if no boundary is near, so v / width need not be exact. 32 buckets, numbered -16..15,
+are two vectors: the low 5 bits of ``v / width + MAGIC`` are the index.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-#: Added to an f32 below 2^22, it leaves the nearest integer in the low bits.
+#: Adding it to an f32 below 2^22 leaves the nearest integer in the low bits.
 MAGIC = np.float32(12582912.0)
 
 
 def bucket_tables(boundaries: Sequence[float], width: float) -> tuple[list[float], list[int], list[int]]:
-    """Return, at n mod 32 for each bucket n, its boundary and the levels below and from there on.
+    """Return, at n mod 32 for each bucket n, its boundary and the levels below and above it.
 
-    A level is the number of boundaries <= v. A bucket without a boundary has an infinite one. Raises ValueError if a
-    bucket holds two boundaries, or one lies within 1 % of a bucket's edge or beyond the buckets.
+    A level is the number of boundaries <= v. Empty buckets have an infinite boundary. Raises ValueError if a bucket
+    holds two boundaries, or if one is within 1 % of a bucket's edge or beyond the buckets.
     """
     boundary, below, above = [float("inf")] * 32, [0] * 32, [0] * 32
     for n in range(-16, 16):

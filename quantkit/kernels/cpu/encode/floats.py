@@ -1,8 +1,8 @@
-"""F32, F16 and BF16: plain floats, one value a block.
+"""F32, F16 and BF16: plain floats, one value per block.
 
 F16 is IEEE half precision (1 sign, 5 exponent, 10 mantissa bits), BF16 the upper 16 bits of an f32 (1, 8, 7).
-Both round to nearest, ties to even, denormals kept; F16 overflows to infinity from 65520 on. A NaN becomes ggml's:
-0x7E00 with the sign in F16, the quieted upper half in BF16. An importance matrix changes nothing.
+Both round to nearest, ties to even, and keep denormals; F16 overflows to infinity from 65520 on. A NaN becomes ggml's:
+0x7E00 with the sign in F16, the quieted upper half in BF16. The importance matrix is ignored.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from quantkit.kernels.cpu.jit import kernel
-from quantkit.kernels.cpu.simd import (
+from quantkit.kernels.cpu.core.jit import kernel
+from quantkit.kernels.cpu.core.simd import (
     cast,
     convert,
     f32_to_f16,

@@ -1,4 +1,4 @@
-"""MXFP4 and NVFP4: 4-bit floats (E2M1) under a scale that is itself a small float.
+"""MXFP4 and NVFP4: 4-bit floats (E2M1) with a scale that is a small float.
 
 A level is a sign (bit 3) and one of eight magnitudes; ggml keeps them doubled, and the scale halved::
 
@@ -6,18 +6,18 @@ A level is a sign (bit 3) and one of eight magnitudes; ggml keeps them doubled, 
     MXFP4  u8 e, u8 qs[16]       32 values, d = 2^(e - 128)          value j low, j + 16 high nibble of byte j
     NVFP4  u8 d[4], u8 qs[4][8]  4 x 16 values, d = ue4m3 / 2 each   value j low, j + 8 high nibble of byte j
 
-MXFP4's e is floor(log2(largest magnitude)) - 2, biased by 127. log2f rounds: just below 2^k it gives k itself, for
-as many floats as lie within half an ulp of k (none for small |k|, 44 and 88 for the largest); their number is
-added to the bits before the exponent is read. Below 2^-125 the reference's e is negative and wraps around to 232..255.
+MXFP4's e is floor(log2(largest magnitude)) - 2, biased by 127. log2f rounds: just below 2^k it returns k for the floats
+within half an ulp of k (none for small |k|, 44 and 88 for the largest); their number is added to the bits before the
+exponent is read. Below 2^-125 the reference's e is negative and wraps around to 232..255.
 
-NVFP4's scale is largest magnitude / 6 as unsigned float of 4 exponent and 3 mantissa bits, bias 7, at most 448.
+NVFP4's scale is largest magnitude / 6 as an unsigned float of 4 exponent and 3 mantissa bits, bias 7, at most 448.
 
-The level is the nearest, the lower magnitude (and 0, not -0) at a tie: |x| is compared with the middles between
-magnitudes times d. They are exact, and so are the reference's two differences when it compares them. Three exceptions:
-where 8 d overflows, it is never the nearest; d = 0 gives level 0; an NVFP4 value so far beyond 448 * 6 that its
-differences round to equals takes the first of them, and is compared one by one.
+The level is the nearest, the lower magnitude (and 0, not -0) at a tie: |x| is compared with the midpoints between
+magnitudes times d. They are exact, and so are the differences that the reference compares. Three exceptions: 8 d, if it
+overflows, is never the nearest; d = 0 gives level 0; an NVFP4 value so far beyond 448 * 6 that its differences round to
+equal numbers takes the first, by comparing one by one.
 
-One lane holds one (sub-)block, 16 at a time.
+One lane per (sub-)block, 16 at a time.
 
 Source: llama.cpp b11434 ggml-quants.c quantize_row_mxfp4_ref, quantize_row_nvfp4_ref, best_index_mxfp4;
 ggml-impl.h ggml_e8m0_to_fp32_half, ggml_fp32_to_ue4m3, ggml_ue4m3_to_fp32.
@@ -26,12 +26,10 @@ ggml-impl.h ggml_e8m0_to_fp32_half, ggml_fp32_to_ue4m3, ggml_ue4m3_to_fp32.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 from numba import types
 
-from quantkit.kernels.cpu.encode.groups import address, copy
-from quantkit.kernels.cpu.jit import helper, inline, kernel
-from quantkit.kernels.cpu.simd import (
+from quantkit.kernels.cpu.core.jit import helper, inline
+from quantkit.kernels.cpu.core.simd import (
     any_lane,
     cast,
     convert,
@@ -49,6 +47,7 @@ from quantkit.kernels.cpu.simd import (
     vmax,
     vmin,
 )
+from quantkit.kernels.cpu.encode.batch import blocks_encoder
 
 F, I32 = np.float32, np.int32
 
@@ -63,14 +62,14 @@ _zip2_high = make_shuffle2([8 + i // 4 * 2 + i % 2 + 16 * (i // 2 % 2) for i in 
 
 @inline
 def _middles(d):
-    """Return the seven middles between magnitudes times d; infinite where the larger magnitude overflows."""
+    """Return the seven midpoints between magnitudes times d; infinite where the larger magnitude overflows."""
     m8, m12 = d * F(8) * F(0.5), d * F(12) * F(0.5)
     return d * F(0.5), d * F(1.5), d * F(2.5), d * F(3.5), d * F(5), d * F(3) + m8, m8 + m12
 
 
 @inline
 def _level(x, middles):
-    """Return the level nearest to x, as i32: bits 2, 1, 0 by halving, bit 3 the sign of all but level 0."""
+    """Return the level nearest to x, as i32: bits 2, 1, 0 by bisection, bit 3 the sign of all but level 0."""
     m0, m1, m2, m3, m4, m5, m6 = middles
     a, zero = vabs(x), splat(i32x16, I32(0))
     bit2 = a > m3
@@ -82,7 +81,7 @@ def _level(x, middles):
 
 @inline
 def _nibbles(xt, j, half, middles):
-    """Return four bytes of levels per lane: rows j .. j + 3 of [row][16], rows j + half .. in the high nibbles."""
+    """Return four bytes of levels per lane: rows j .. j + 3 of [row][16], rows from j + half in the high nibbles."""
     word = splat(i32x16, I32(0))
     for i in range(4):
         low = _level(load(f32x16, xt, 64 * (j + i)), middles)
@@ -93,7 +92,7 @@ def _nibbles(xt, j, half, middles):
 
 @inline
 def _largest_magnitudes(xt, rows):
-    """Return the largest |x| of every lane."""
+    """Return the largest |x| of each lane."""
     amax = splat(f32x16, F(0))
     for j in range(rows):
         amax = vmax(amax, vabs(load(f32x16, xt, 64 * j)))
@@ -105,9 +104,9 @@ def _largest_magnitudes(xt, rows):
 
 @inline
 def _floats_that_round_up(k):
-    """Return how many floats just below 2^k have log2f equal to k: floor(ln 2 * 2^p), 2^p the power of two in |k|.
+    """Return how many floats below 2^k have log2f equal to k: floor(ln 2 * 2^p), 2^p the power of two in |k|.
 
-    The j-th float below 2^k is 2^k (1 - j 2^-24), its logarithm k - j 2^-24 / ln 2; and ulp(k) / 2 is 2^(p - 24).
+    The j-th float below 2^k is 2^k (1 - j 2^-24), its logarithm k - j 2^-24 / ln 2; ulp(k) / 2 is 2^(p - 24).
     For k > 0 the spacing of floats below k counts, hence k - 1.
     """
     m = select(k > I32(0), k - I32(1), -k)
@@ -136,8 +135,9 @@ def _e8m0_half(e):
 
 
 @inline
-def _encode_16_mx(x, out, xt, words, count):
-    """Encode 16 blocks at address x; store ``count`` of them."""
+def _encode_16_mx(s, x, weights, out, count):
+    """Encode 16 blocks at address x; store ``count`` of them. Source: quantize_row_mxfp4_ref."""
+    xt, words = s[:512], s[512:].view(np.uint32)
     transpose16(x, 0, 128, xt, 0)
     transpose16(x, 64, 128, xt, 1024)
     e = _e8m0(_largest_magnitudes(xt, 32))
@@ -157,23 +157,7 @@ def _encode_16_mx(x, out, xt, words, count):
         store(out, 17 * block + 1, load(u8x16, words, 16 * block))
 
 
-@kernel
-def encode_mxfp4(
-    x: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], out: npt.NDArray[np.uint8], row0: int, row1: int
-) -> None:
-    """Encode rows row0..row1 of x [rows, n], n a multiple of 32, as MXFP4; weights are ignored.
-
-    Source: llama.cpp b11434 ggml-quants.c quantize_row_mxfp4_ref.
-    """
-    per_row = x.shape[1] // 32
-    xt, words, group = np.empty(512, np.float32), np.empty(68, np.uint32), np.zeros(512, np.float32)
-    last = row1 * per_row
-    for first in range(row0 * per_row, last, 16):
-        count = min(16, last - first)
-        # Streamed into L1 first: strided reads hide the stream from the prefetcher.
-        source = address(group)  # taken here: numba frees an array after its last use
-        copy(address(x) + 128 * first, source, 128 * count)
-        _encode_16_mx(source, address(out) + 17 * first, xt, words, count)
+encode_mxfp4 = blocks_encoder("MXFP4", _encode_16_mx, 16, 4 * 580, gathered=True)
 
 
 # ---------------------------------------------------------------- NVFP4
@@ -181,7 +165,7 @@ def encode_mxfp4(
 
 @inline
 def _ue4m3(v):
-    """Return 16 floats >= 0 as bytes of 4 exponent and 3 mantissa bits, in i32: halves round up, from 248 on to 448."""
+    """Return 16 floats >= 0 as bytes of 4 exponent and 3 mantissa bits, in i32: ties round up, from 248 on to 448."""
     bits = cast(i32x16, vmin(v, F(448)))
     exponent = (bits >> I32(23)) - I32(120)
     normal = (exponent << I32(3) | (bits >> I32(20)) & I32(7)) + ((bits >> I32(19)) & I32(1))
@@ -191,14 +175,14 @@ def _ue4m3(v):
 
 @inline
 def _ue4m3_half(u):
-    """Return half the value of such bytes."""
+    """Return half the value of unsigned E4M3 bytes."""
     normal = cast(f32x16, (u << I32(20)) + I32(119 << 23))
     return select(u < I32(8), convert(f32x16, u) * F(2.0**-10), normal)
 
 
 @helper
 def _search_one_by_one(xt, d, words):
-    """Encode 16 sub-blocks as the reference does, for values whose differences to several magnitudes are equal."""
+    """Encode 16 sub-blocks like the reference, for values whose differences to several magnitudes are equal."""
     for lane in range(16):
         for j in range(16):
             x, best = xt[16 * j + lane], 0
@@ -213,8 +197,9 @@ def _search_one_by_one(xt, d, words):
 
 
 @inline
-def _encode_16_nv(x, out, xt, d, words, count):
-    """Encode 16 sub-blocks (4 blocks) at address x; store ``count`` blocks."""
+def _encode_4_nv(s, x, weights, out, count):
+    """Encode 4 blocks, 16 sub-blocks, at address x; store ``count`` of them. Source: quantize_row_nvfp4_ref."""
+    xt, d, words = s[:256], s[256:272], s[272:].view(np.uint8)
     transpose16(x, 0, 64, xt, 0)
     amax = _largest_magnitudes(xt, 16)
     scale = _ue4m3(amax / F(6))
@@ -235,22 +220,4 @@ def _encode_16_nv(x, out, xt, d, words, count):
         store(out, 36 * block + 4, load(u8x32, words, 32 * block))
 
 
-@kernel
-def encode_nvfp4(
-    x: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], out: npt.NDArray[np.uint8], row0: int, row1: int
-) -> None:
-    """Encode rows row0..row1 of x [rows, n], n a multiple of 64, as NVFP4; weights are ignored.
-
-    Source: llama.cpp b11434 ggml-quants.c quantize_row_nvfp4_ref.
-    """
-    per_row = x.shape[1] // 64
-    xt, d, tail = np.empty(256, np.float32), np.empty(16, np.float32), np.zeros(256, np.float32)
-    words = np.empty(144, np.uint8)
-    last = row1 * per_row
-    for first in range(row0 * per_row, last, 4):
-        count = min(4, last - first)
-        source = address(x) + 256 * first
-        if count < 4:
-            copy(source, address(tail), 256 * count)
-            source = address(tail)
-        _encode_16_nv(source, address(out) + 36 * first, xt, d, words, count)
+encode_nvfp4 = blocks_encoder("NVFP4", _encode_4_nv, 4, 4 * 308)

@@ -1,20 +1,20 @@
-"""Sixteen blocks at a time: what encoders with one lane per block share.
+"""Sixteen blocks at a time: shared by encoders with one lane per block.
 
-Rows of a C-contiguous matrix are one run of blocks, so 16 blocks may cross from row to row; what remains at the end
-is copied into a buffer of 16 whose rest is zeros. Addresses are plain integers: one body serves both.
+Rows of a C-contiguous matrix form one run of blocks, so 16 blocks may span rows; the remainder at the end is copied
+into a zero-padded buffer of 16. Addresses are plain integers: one body serves both.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from quantkit.kernels.cpu.jit import inline
-from quantkit.kernels.cpu.simd import load, store, u8x64
+from quantkit.kernels.cpu.core.jit import inline
+from quantkit.kernels.cpu.core.simd import load, store, u8x64
 
 
 @inline
 def address(a):
-    """Return where an array's data lie, as a signed integer: plus an index, it stays an integer."""
+    """Return an array's address as a signed integer: adding an index keeps it an integer."""
     return np.intp(a.ctypes.data)
 
 

@@ -26,31 +26,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from quantkit.kernels.cpu.encode.batch import (
-    BLOCK_BYTES,
-    address,
-    aligned_scratch,
-    load_group,
-    periodic,
-    turn,
-    whole_batch,
-)
-from quantkit.kernels.cpu.encode.search import (
-    EPSILON,
-    LANES,
-    STEP,
-    WIDE,
-    WIDE_INT,
-    F,
-    fit_by_descent,
-    fit_by_largest,
-    fit_positive,
-    fit_signed,
-    fit_with_min,
-    search_levels,
-)
-from quantkit.kernels.cpu.jit import inline, kernel
-from quantkit.kernels.cpu.simd import (
+from quantkit.kernels.cpu.core.jit import inline
+from quantkit.kernels.cpu.core.simd import (
     convert,
     f32x16,
     i32x16,
@@ -68,7 +45,23 @@ from quantkit.kernels.cpu.simd import (
     vmin,
     vsqrt,
 )
-from quantkit.kernels.cpu.simd import select as choose
+from quantkit.kernels.cpu.core.simd import select as choose
+from quantkit.kernels.cpu.encode.batch import BLOCK_BYTES, blocks_encoder, load_group, turn
+from quantkit.kernels.cpu.encode.groups import address
+from quantkit.kernels.cpu.encode.search import (
+    EPSILON,
+    LANES,
+    STEP,
+    WIDE,
+    WIDE_INT,
+    F,
+    fit_by_descent,
+    fit_by_largest,
+    fit_positive,
+    fit_signed,
+    fit_with_min,
+    search_levels,
+)
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -86,24 +79,16 @@ _FLAT, _TURNED = 64 * LANES + 64, 16 * STEP
     _X, _W, _L,
     _SIGMA, _SCALE, _LOW, _SUM_W, _ISCALE, _BEST_LOW, _SLOT, _QUEUE,
     _SCALE_T, _LOW_T, _SUM_W_T, _CODE_T, _LOW_CODE_T, _D_T, _DMIN_T,
-    _WORDS, _HALF, _HALF_MIN, _TAIL, _END,
+    _WORDS, _HALF, _HALF_MIN, _END,
 ) = _places(
     32 * STEP, 32 * STEP, LANES * 1024,
     *[_FLAT] * 8,
     *[_TURNED] * 7,
-    4 * STEP, 2 * LANES, 2 * LANES, LANES * 1024,
+    4 * STEP, 2 * LANES, 2 * LANES,
 )  # fmt: skip
 
 
 # ---------------------------------------------------------------- batches and weights
-
-
-@inline
-def _extent(x: Any, out: Any, row0: Any, row1: Any) -> Any:
-    """Return super-blocks per row, super-blocks of the rows, and the addresses of the first of x and of out."""
-    blocks = x.shape[1] // 256
-    source = address(x) + row0 * blocks * BLOCK_BYTES
-    return blocks, (row1 - row0) * blocks, source, address(out) + row0 * out.shape[1]
 
 
 @inline
@@ -317,53 +302,47 @@ def _clamp_codes(s: Any) -> Any:
         store(s, _LOW_CODE_T + j * STEP, vmin(_code(s, _LOW_CODE_T, j), 63))
 
 
-@kernel
-def encode_q2_k(x: Floats, weights: Floats, out: Bytes, row0: int, row1: int) -> None:
-    """Encode rows row0..row1 as Q2_K. Source: quantize_row_q2_K_ref, quantize_row_q2_K_impl."""
-    weighted, s, repeated = weights.size > 0, aligned_scratch(_END), periodic(weights)
-    blocks, total, source, target = _extent(x, out, row0, row1)
-    for first in range(0, total, LANES):
-        count = min(LANES, total - first)
-        v = whole_batch(s, _TAIL, source + first * BLOCK_BYTES, count)
-        w = address(repeated) + first % blocks * BLOCK_BYTES
-        _fit_with_min(s, v, w, weighted, count, 16, 3, F(-0.5), 15)
-        _quantize_scales(s, weighted, 16, 15)
-        _pack_scales_q2(s)
-        for b in range(count):
-            _write_q2(s, v + b * BLOCK_BYTES, target + (first + b) * 84, b, weighted)
+@inline
+def _encode_q2_k(s: Any, x: Any, w: Any, out: Any, count: Any) -> None:
+    """Encode super-blocks as Q2_K. Source: quantize_row_q2_K_ref, quantize_row_q2_K_impl."""
+    weighted = w != 0
+    _fit_with_min(s, x, w, weighted, count, 16, 3, F(-0.5), 15)
+    _quantize_scales(s, weighted, 16, 15)
+    _pack_scales_q2(s)
+    for b in range(count):
+        _write_q2(s, x + b * BLOCK_BYTES, out + b * 84, b, weighted)
 
 
-@kernel
-def encode_q4_k(x: Floats, weights: Floats, out: Bytes, row0: int, row1: int) -> None:
-    """Encode rows row0..row1 as Q4_K. Source: quantize_row_q4_K_ref, quantize_row_q4_K_impl."""
-    weighted, s, repeated = weights.size > 0, aligned_scratch(_END), periodic(weights)
-    blocks, total, source, target = _extent(x, out, row0, row1)
-    for first in range(0, total, LANES):
-        count = min(LANES, total - first)
-        v = whole_batch(s, _TAIL, source + first * BLOCK_BYTES, count)
-        w = address(repeated) + first % blocks * BLOCK_BYTES
-        _fit_with_min(s, v, w, weighted, count, 32, 15, F(-1), 20)
-        _quantize_scales(s, weighted, 8, 63)
-        _pack_scales_q4(s)
-        for b in range(count):
-            _write_q45(s, v + b * BLOCK_BYTES, target + (first + b) * 144, b, 15, weighted)
+encode_q2_k = blocks_encoder("Q2_K", _encode_q2_k, LANES, _END)
 
 
-@kernel
-def encode_q5_k(x: Floats, weights: Floats, out: Bytes, row0: int, row1: int) -> None:
-    """Encode rows row0..row1 as Q5_K. Source: quantize_row_q5_K_ref, quantize_row_q5_K_impl."""
-    weighted, s, repeated = weights.size > 0, aligned_scratch(_END), periodic(weights)
-    blocks, total, source, target = _extent(x, out, row0, row1)
-    for first in range(0, total, LANES):
-        count = min(LANES, total - first)
-        v = whole_batch(s, _TAIL, source + first * BLOCK_BYTES, count)
-        w = address(repeated) + first % blocks * BLOCK_BYTES
-        _fit_with_min(s, v, w, weighted, count, 32, 31, F(-0.5), 15)
-        _quantize_scales(s, weighted, 8, 63)
-        _clamp_codes(s)
-        _pack_scales_q4(s)
-        for b in range(count):
-            _write_q45(s, v + b * BLOCK_BYTES, target + (first + b) * 176, b, 31, weighted)
+@inline
+def _encode_q4_k(s: Any, x: Any, w: Any, out: Any, count: Any) -> None:
+    """Encode super-blocks as Q4_K. Source: quantize_row_q4_K_ref, quantize_row_q4_K_impl."""
+    weighted = w != 0
+    _fit_with_min(s, x, w, weighted, count, 32, 15, F(-1), 20)
+    _quantize_scales(s, weighted, 8, 63)
+    _pack_scales_q4(s)
+    for b in range(count):
+        _write_q45(s, x + b * BLOCK_BYTES, out + b * 144, b, 15, weighted)
+
+
+encode_q4_k = blocks_encoder("Q4_K", _encode_q4_k, LANES, _END)
+
+
+@inline
+def _encode_q5_k(s: Any, x: Any, w: Any, out: Any, count: Any) -> None:
+    """Encode super-blocks as Q5_K. Source: quantize_row_q5_K_ref, quantize_row_q5_K_impl."""
+    weighted = w != 0
+    _fit_with_min(s, x, w, weighted, count, 32, 31, F(-0.5), 15)
+    _quantize_scales(s, weighted, 8, 63)
+    _clamp_codes(s)
+    _pack_scales_q4(s)
+    for b in range(count):
+        _write_q45(s, x + b * BLOCK_BYTES, out + b * 176, b, 31, weighted)
+
+
+encode_q5_k = blocks_encoder("Q5_K", _encode_q5_k, LANES, _END)
 
 
 # ---------------------------------------------------------------- types without a minimum: Q3_K, Q6_K
@@ -528,23 +507,22 @@ def _write_q3(s: Any, x: Any, out: Any, lane: Any, descent: Any) -> Any:
     _write_half(s, _HALF, out + 108, lane)
 
 
-@kernel
-def encode_q3_k(x: Floats, weights: Floats, out: Bytes, row0: int, row1: int) -> None:
-    """Encode rows row0..row1 as Q3_K. Source: quantize_row_q3_K_ref, quantize_row_q3_K_impl."""
-    weighted, s, repeated = weights.size > 0, aligned_scratch(_END), periodic(weights)
-    blocks, total, source, target = _extent(x, out, row0, row1)
-    for first in range(0, total, LANES):
-        count = min(LANES, total - first)
-        v = whole_batch(s, _TAIL, source + first * BLOCK_BYTES, count)
-        if weighted:
-            _fit_signed(s, v, address(repeated) + first % blocks * BLOCK_BYTES, True, count, 4)
-            _scales_q3_by_fit(s)
-        else:
-            _fit_by_descent(s, v, count)
-            _scales_q3_by_largest(s)
-        _pack_scales_q3(s)
-        for b in range(count):
-            _write_q3(s, v + b * BLOCK_BYTES, target + (first + b) * 110, b, not weighted)
+@inline
+def _encode_q3_k(s: Any, x: Any, w: Any, out: Any, count: Any) -> None:
+    """Encode super-blocks as Q3_K. Source: quantize_row_q3_K_ref, quantize_row_q3_K_impl."""
+    weighted = w != 0
+    if weighted:
+        _fit_signed(s, x, w, True, count, 4)
+        _scales_q3_by_fit(s)
+    else:
+        _fit_by_descent(s, x, count)
+        _scales_q3_by_largest(s)
+    _pack_scales_q3(s)
+    for b in range(count):
+        _write_q3(s, x + b * BLOCK_BYTES, out + b * 110, b, not weighted)
+
+
+encode_q3_k = blocks_encoder("Q3_K", _encode_q3_k, LANES, _END)
 
 
 @inline
@@ -592,15 +570,14 @@ def _forget_levels(s: Any, dead: Any) -> Any:
             store(s, _ISCALE + b * 64, splat(f32x16, F(0)))
 
 
-@kernel
-def encode_q6_k(x: Floats, weights: Floats, out: Bytes, row0: int, row1: int) -> None:
-    """Encode rows row0..row1 as Q6_K. Source: quantize_row_q6_K_ref, quantize_row_q6_K_impl."""
-    weighted, s, repeated = weights.size > 0, aligned_scratch(_END), periodic(weights)
-    blocks, total, source, target = _extent(x, out, row0, row1)
-    for first in range(0, total, LANES):
-        count = min(LANES, total - first)
-        v = whole_batch(s, _TAIL, source + first * BLOCK_BYTES, count)
-        _fit_signed(s, v, address(repeated) + first % blocks * BLOCK_BYTES, weighted, count, 32)
-        _forget_levels(s, _scales_q6(s))
-        for b in range(count):
-            _write_q6(s, v + b * BLOCK_BYTES, target + (first + b) * 210, b)
+@inline
+def _encode_q6_k(s: Any, x: Any, w: Any, out: Any, count: Any) -> None:
+    """Encode super-blocks as Q6_K. Source: quantize_row_q6_K_ref, quantize_row_q6_K_impl."""
+    weighted = w != 0
+    _fit_signed(s, x, w, weighted, count, 32)
+    _forget_levels(s, _scales_q6(s))
+    for b in range(count):
+        _write_q6(s, x + b * BLOCK_BYTES, out + b * 210, b)
+
+
+encode_q6_k = blocks_encoder("Q6_K", _encode_q6_k, LANES, _END)

@@ -23,9 +23,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from quantkit.kernels.cpu.encode.search import LANES, STEP, fit_signed, fit_with_min, search_levels
-from quantkit.kernels.cpu.jit import helper, inline, kernel
-from quantkit.kernels.cpu.simd import (
+from quantkit.kernels.cpu.core.jit import helper, inline, kernel
+from quantkit.kernels.cpu.core.simd import (
     any_lane,
     cast,
     convert,
@@ -50,6 +49,7 @@ from quantkit.kernels.cpu.simd import (
     vmin,
     vsqrt,
 )
+from quantkit.kernels.cpu.encode.search import LANES, STEP, fit_signed, fit_with_min, search_levels
 
 F, I32, U64 = np.float32, np.int32, np.uint64
 Rows = npt.NDArray[np.float32]

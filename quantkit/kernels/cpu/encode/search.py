@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from quantkit.kernels.cpu.jit import inline
-from quantkit.kernels.cpu.simd import (
+from quantkit.kernels.cpu.core.jit import inline
+from quantkit.kernels.cpu.core.simd import (
     FEATURES,
     VecType,
     any_lane,
@@ -41,7 +41,7 @@ from quantkit.kernels.cpu.simd import (
     vmax,
     vmin,
 )
-from quantkit.kernels.cpu.simd import select as choose
+from quantkit.kernels.cpu.core.simd import select as choose
 
 F = np.float32
 

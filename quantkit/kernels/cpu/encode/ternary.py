@@ -20,11 +20,10 @@ Source: llama.cpp b11434 ggml-quants.c, quantize_row_tq1_0_ref, quantize_row_tq2
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 from numba import types
 
-from quantkit.kernels.cpu.jit import inline, kernel
-from quantkit.kernels.cpu.simd import (
+from quantkit.kernels.cpu.core.jit import inline
+from quantkit.kernels.cpu.core.simd import (
     VecType,
     cast,
     convert,
@@ -42,6 +41,7 @@ from quantkit.kernels.cpu.simd import (
     vabs,
     vmax,
 )
+from quantkit.kernels.cpu.encode.batch import blocks_encoder
 
 F, U8, U32 = np.float32, np.uint8, np.uint32
 
@@ -92,24 +92,19 @@ def _trits(x, at, inverse):
 # ---------------------------------------------------------------- TQ2_0
 
 
-@kernel
-def encode_tq2_0(
-    x: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], out: npt.NDArray[np.uint8], row0: int, row1: int
-) -> None:
-    """Encode rows row0..row1 of x [rows, n], n a multiple of 256, as TQ2_0; weights are ignored.
+@inline
+def _encode_tq2_0(s, x, weights, out, count):
+    """Encode a block at address x. Source: llama.cpp b11434 ggml-quants.c quantize_row_tq2_0_ref."""
+    d = _largest_magnitude(x, 0, 256)
+    inverse = _inverse(d)
+    for h in range(2):
+        low, high = _trits(x, 512 * h, inverse), _trits(x, 512 * h + 256, inverse)
+        pairs = low | (high << U8(4))
+        store(out, 32 * h, _half0(pairs) | (_half1(pairs) << U8(2)))
+    store(out, 64, f32_to_f16(d))
 
-    Source: llama.cpp b11434 ggml-quants.c quantize_row_tq2_0_ref.
-    """
-    per_row = x.shape[1] // 256
-    for block in range(row0 * per_row, row1 * per_row):
-        at, o = 1024 * block, 66 * block
-        d = _largest_magnitude(x, at, 256)
-        inverse = _inverse(d)
-        for h in range(2):
-            low, high = _trits(x, at + 512 * h, inverse), _trits(x, at + 512 * h + 256, inverse)
-            pairs = low | (high << U8(4))
-            store(out, o + 32 * h, _half0(pairs) | (_half1(pairs) << U8(2)))
-        store(out, o + 64, f32_to_f16(d))
+
+encode_tq2_0 = blocks_encoder("TQ2_0", _encode_tq2_0, 1, 0)
 
 
 # ---------------------------------------------------------------- TQ1_0
@@ -130,50 +125,41 @@ def _fraction(q):
     return (q * U32(69041) + U32(65535)) >> U32(16)
 
 
-@kernel
-def encode_tq1_0(
-    x: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], out: npt.NDArray[np.uint8], row0: int, row1: int
-) -> None:
-    """Encode rows row0..row1 of x [rows, n], n a multiple of 256, as TQ1_0; weights are ignored.
+@inline
+def _encode_tq1_0(s, x, weights, out, count):
+    """Encode a block at address x. Source: llama.cpp b11434 ggml-quants.c quantize_row_tq1_0_ref."""
+    d = _largest_magnitude(x, 0, 256)
+    inverse = _inverse(d)
+    t0, t1 = _trits(x, 0, inverse), _trits(x, 256, inverse)
+    t2, t3 = _trits(x, 512, inverse), _trits(x, 768, inverse)
+    q = _digits(_half0(t0), _half1(t0), _half0(t1), _half1(t1), _half0(t2))
+    store(out, 0, convert(u8x16, _fraction(convert(u32x16, _quarter0(q)))))
+    store(out, 16, convert(u8x16, _fraction(convert(u32x16, _quarter1(q)))))
+    q = _digits(_quarter2(t2), _quarter3(t2), _quarter0(t3), _quarter1(t3), _quarter2(t3))
+    store(out, 32, convert(u8x16, _fraction(convert(u32x16, q))))
+    t = _quarter3(t3)
+    q = _digits(_four0(t), _four1(t), _four2(t), _four3(t), splat(_u8x4, U8(0)))
+    store(out, 48, convert(_u8x4, _fraction(convert(_u32x4, q))))
+    store(out, 52, f32_to_f16(d))
 
-    Source: llama.cpp b11434 ggml-quants.c quantize_row_tq1_0_ref.
-    """
-    per_row = x.shape[1] // 256
-    for block in range(row0 * per_row, row1 * per_row):
-        at, o = 1024 * block, 54 * block
-        d = _largest_magnitude(x, at, 256)
-        inverse = _inverse(d)
-        t0, t1 = _trits(x, at, inverse), _trits(x, at + 256, inverse)
-        t2, t3 = _trits(x, at + 512, inverse), _trits(x, at + 768, inverse)
-        q = _digits(_half0(t0), _half1(t0), _half0(t1), _half1(t1), _half0(t2))
-        store(out, o, convert(u8x16, _fraction(convert(u32x16, _quarter0(q)))))
-        store(out, o + 16, convert(u8x16, _fraction(convert(u32x16, _quarter1(q)))))
-        q = _digits(_quarter2(t2), _quarter3(t2), _quarter0(t3), _quarter1(t3), _quarter2(t3))
-        store(out, o + 32, convert(u8x16, _fraction(convert(u32x16, q))))
-        t = _quarter3(t3)
-        q = _digits(_four0(t), _four1(t), _four2(t), _four3(t), splat(_u8x4, U8(0)))
-        store(out, o + 48, convert(_u8x4, _fraction(convert(_u32x4, q))))
-        store(out, o + 52, f32_to_f16(d))
+
+encode_tq1_0 = blocks_encoder("TQ1_0", _encode_tq1_0, 1, 0)
 
 
 # ---------------------------------------------------------------- Q2_0
 
 
-@kernel
-def encode_q2_0(
-    x: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], out: npt.NDArray[np.uint8], row0: int, row1: int
-) -> None:
-    """Encode rows row0..row1 of x [rows, n], n a multiple of 64, as Q2_0; weights are ignored.
+@inline
+def _encode_q2_0(s, x, weights, out, count):
+    """Encode a block at address x. Source: llama.cpp b11434 ggml-quants.c quantize_row_q2_0_ref."""
+    d = _largest_magnitude(x, 0, 64)
+    inverse = _inverse(d)
+    four = cast(u32x16, _trits(x, 0, inverse))
+    if d > F(0) and inverse == F(0):
+        four = splat(u32x16, U32(0))
+    byte = four | four >> U32(6) | four >> U32(12) | four >> U32(18)
+    store(out, 0, f32_to_f16(d))
+    store(out, 2, convert(u8x16, byte))
 
-    Source: llama.cpp b11434 ggml-quants.c quantize_row_q2_0_ref.
-    """
-    per_row = x.shape[1] // 64
-    for block in range(row0 * per_row, row1 * per_row):
-        d = _largest_magnitude(x, 256 * block, 64)
-        inverse = _inverse(d)
-        four = cast(u32x16, _trits(x, 256 * block, inverse))
-        if d > F(0) and inverse == F(0):
-            four = splat(u32x16, U32(0))
-        byte = four | four >> U32(6) | four >> U32(12) | four >> U32(18)
-        store(out, 18 * block, f32_to_f16(d))
-        store(out, 18 * block + 2, convert(u8x16, byte))
+
+encode_q2_0 = blocks_encoder("Q2_0", _encode_q2_0, 1, 0)

@@ -1,4 +1,4 @@
-"""Unpacker of Q1_0: one bit a value, d or -d.
+"""Unpacker of Q1_0: one bit per value, d or -d.
 
 Bytes of a block of 128 values (llama.cpp b11434 ggml-common.h): d f16 | qs 16, bit i set: value i is d. ik_llama.cpp
 calls the same layout q1_0_g128.
@@ -10,14 +10,14 @@ from typing import Any
 
 from numba.core import types
 
-from quantkit.kernels.cpu.jit import inline
-from quantkit.kernels.cpu.simd import i8x64, load, select, splat
+from quantkit.kernels.cpu.core.jit import inline
+from quantkit.kernels.cpu.core.simd import i8x64, load, select, splat
 from quantkit.kernels.cpu.unpack.lanes import each_8_times, load_pieces, mask_of_bits, u16x2, widen_f16
 
 
 @inline
 def signs64(data: int, offset: int) -> Any:
-    """Return 1 where a bit of 8 bytes is set, else -1."""
+    """Expand the bits of 8 bytes: 1 where set, else -1."""
     return select(mask_of_bits(load(types.uint64, data, offset)), splat(i8x64, 1), -1)
 
 

@@ -1,4 +1,4 @@
-"""Unpackers of MXFP4 and NVFP4: 4-bit floats E2M1 under a power of two, or under an 8-bit float.
+"""Unpackers of MXFP4 and NVFP4: 4-bit floats (E2M1) scaled by a power of two, or by an 8-bit float.
 
 Bytes of a block (llama.cpp b11434 ggml-common.h)::
 
@@ -6,7 +6,7 @@ Bytes of a block (llama.cpp b11434 ggml-common.h)::
     NVFP4  64: 4 scales u8 | qs 32      E2M1[q] * scale; 16 values per scale, value i and i + 8 in one of 8 bytes
 
 E2M1 is 0, 0.5, 1, 1.5, 2, 3, 4, 6 with a sign; levels are twice that, scales half (ggml_e8m0_to_fp32_half,
-ggml_ue4m3_to_fp32). NVFP4's scale is an unsigned E4M3 whose top bit is not looked at; 0x7F, its NaN, counts as 0.
+ggml_ue4m3_to_fp32). NVFP4's scale is an unsigned E4M3 whose top bit is ignored; 0x7F, its NaN, counts as 0.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from numba.core import types
 
-from quantkit.kernels.cpu.jit import inline
-from quantkit.kernels.cpu.simd import (
+from quantkit.kernels.cpu.core.jit import inline
+from quantkit.kernels.cpu.core.simd import (
     cast,
     convert,
     f32x8,
@@ -49,7 +49,7 @@ codebook = make_constant(i8x16, table("kvalues_fp4").tolist(), "fp4.codebook")
 
 @inline
 def half_e8m0(e: Any) -> Any:
-    """Return 2^(e - 128) of 8 bytes, denormal below 2; 255, a NaN by the standard, is 2^127 as in ggml."""
+    """Return 2^(e - 128) of 8 bytes, denormal below 2; 255, NaN in the standard, is 2^127 as in ggml."""
     x = convert(u32x8, e)
     small = splat(u32x8, 0x00200000) << (x & 1)
     return cast(f32x8, select(x < 2, small, (x - 1) << 23))

@@ -12,8 +12,8 @@ Bytes of a block (llama.cpp b11434 ggml-common.h); grids and codebooks: quantkit
     IQ1_S    256: d f16 | qs 32 | 8 u16: 4 x 3 bits of q, s, sign   d * (2 s + 1) * (grid[q] +- 1/8), s, sign per 32
     IQ1_M    256: qs 32 | qh 16 | 4 u16: 4 x 3-bit s, 4 bits of d   the same, s per 16, sign per 8 values
 
-Seven signs stand for eight: the eighth makes the number of minuses even. IQ1's eighths become integers: levels are
-8 * grid +- 1 and the scale an eighth (exact: d is an f16, so nothing underflows).
+Seven signs encode eight: the eighth makes the number of negative values even. IQ1's eighths become integers: levels
+are 8 * grid +- 1, the scale an eighth (exact: d is an f16, so nothing underflows).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from numba.core import types
 
-from quantkit.kernels.cpu.jit import inline
-from quantkit.kernels.cpu.simd import (
+from quantkit.kernels.cpu.core.jit import inline
+from quantkit.kernels.cpu.core.simd import (
     cast,
     convert,
     extract,
@@ -86,14 +86,14 @@ second16 = make_shuffle(range(16, 32), "i_quants.second16")
 third16 = make_shuffle(range(32, 48), "i_quants.third16")
 fourth16 = make_shuffle(range(48, 64), "i_quants.fourth16")
 
-#: IQ2_XXS: the even words are indices, the odd ones hold signs and scale.
+#: IQ2_XXS: even words are indices, odd words hold signs and scale.
 even_words = make_shuffle(range(0, 16, 2), "i_quants.even_words")
 odd_words = make_shuffle(range(1, 16, 2), "i_quants.odd_words")
-#: Each of the lower, and of the upper, 4 of 8 lanes 4 times; each of 8 lanes 4 times.
+#: The lower, and the upper, 4 of 8 lanes repeated 4 times; each of 8 lanes 4 times.
 low_4_times = make_shuffle([i // 4 for i in range(16)], "i_quants.low_4_times")
 high_4_times = make_shuffle([4 + i // 4 for i in range(16)], "i_quants.high_4_times")
 eight_4_times = make_shuffle([i // 4 for i in range(32)], "i_quants.eight_4_times")
-#: Halves of 4 bytes, low before high, every one twice: a scale of 32 values as two of 16.
+#: Nibbles of 4 bytes, low before high, each twice: a scale of 32 values as two of 16.
 halves_twice = make_shuffle2([4 * (i // 2 % 2) + i // 4 for i in range(16)], "i_quants.halves_twice")
 
 shifts7 = make_constant(u32x16, [0, 7, 14, 21] * 4, "i_quants.shifts7")
@@ -146,7 +146,7 @@ def unpack_iq4_xs(data: int, offset: int) -> Any:
 
 @inline
 def all_signs(seven: Any) -> Any:
-    """Return 8 sign bits for each 7: bit 7 is the parity of the others."""
+    """Complete each 7 sign bits to 8: bit 7 is the parity of the others."""
     x = seven ^ (seven << 1)
     x = x ^ (x << 2)
     x = x ^ (x << 4)
@@ -163,7 +163,7 @@ def word_signs(words: Any) -> Any:
 
 @inline
 def negated(g0: Any, g1: Any, g2: Any, g3: Any, signs: Any) -> Any:
-    """Return levels of 256 magnitudes and sign bits, 32 bytes of them."""
+    """Apply 32 bytes of sign bits to 256 magnitudes."""
     bits = cast(u64x4, signs)
     return (
         select(mask_of_bits(extract(bits, 0)), -g0, g0),
@@ -194,7 +194,7 @@ def unpack_iq3_xxs(data: int, offset: int) -> Any:
 
 @inline
 def ninth_bits(q: Any, high: Any) -> Any:
-    """Return 9-bit indices of 16 bytes and 16 bytes of 0 or 1."""
+    """Return 9-bit indices: 16 bytes, and their high bits as 16 bytes of 0 or 1."""
     return convert(u16x16, q) | (convert(u16x16, high) << 8)
 
 
@@ -237,7 +237,7 @@ def unpack_iq2_xs(data: int, offset: int) -> Any:
 
 @inline
 def unpack_iq2_s(data: int, offset: int) -> Any:
-    """82 bytes; two bits of qh belong to each index."""
+    """82 bytes; each index has two bits of qh."""
     high = (eight_4_times(convert(u16x8, load(u8x8, data, offset + 66))) >> shifts2_16()) & 3
     q = convert(u16x32, load(u8x32, data, offset + 2)) | (high << 8)
     g0, g1, g2, g3 = iq2s(first(q)), iq2s(second(q)), iq2s(third(q)), iq2s(fourth(q))
@@ -264,7 +264,7 @@ def unpack_iq1_s(data: int, offset: int) -> Any:
 
 @inline
 def scattered_f16(words: Any) -> Any:
-    """Return IQ1_M's d, whose four hex digits are the top digits of the four scale words."""
+    """Return IQ1_M's d, whose four hex digits are the top digits of the four scale words, as f32."""
     w = types.uint64(words)
     low = ((w >> types.uint64(12)) & types.uint64(0xF)) | ((w >> types.uint64(24)) & types.uint64(0xF0))
     high = ((w >> types.uint64(36)) & types.uint64(0xF00)) | ((w >> types.uint64(48)) & types.uint64(0xF000))
@@ -273,7 +273,7 @@ def scattered_f16(words: Any) -> Any:
 
 @inline
 def unpack_iq1_m(data: int, offset: int) -> Any:
-    """56 bytes; half a byte of qh belongs to each index: 3 bits, and the sign of the shift."""
+    """56 bytes; each index has a nibble of qh: 3 bits, and the sign of the shift."""
     h = load(u8x16, data, offset + 32)
     digits = in_turn16(h & 15, h >> 4)
     q = convert(u16x32, load(u8x32, data, offset)) | (convert(u16x32, digits & 7) << 8)

@@ -1,4 +1,4 @@
-"""Unpackers of Q2_K, Q3_K, Q4_K, Q5_K, Q6_K: super-blocks of 256 values, scales that are themselves quantized.
+"""Unpackers of Q2_K, Q3_K, Q4_K, Q5_K, Q6_K: super-blocks of 256 values with quantized scales.
 
 Bytes of a super-block (llama.cpp b11434 ggml-common.h)::
 
@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.kernels.cpu.jit import inline
-from quantkit.kernels.cpu.simd import (
+from quantkit.kernels.cpu.core.jit import inline
+from quantkit.kernels.cpu.core.simd import (
     cast,
     convert,
     f32x16,
@@ -36,19 +36,19 @@ from quantkit.kernels.cpu.simd import (
 )
 from quantkit.kernels.cpu.unpack.lanes import below, crumbs, half_at, high_halves, low_halves, twice32
 
-#: Bits 0 and 1, 2 and 3, 4 and 5, 6 and 7 of a byte, for 32 lanes each.
+#: Masks of bits 0 and 1, 2 and 3, 4 and 5, 6 and 7 of a byte, 32 lanes each.
 bits01 = make_constant(u8x64, [1] * 32 + [2] * 32, "k_quants.bits01")
 bits23 = make_constant(u8x64, [4] * 32 + [8] * 32, "k_quants.bits23")
 bits45 = make_constant(u8x64, [16] * 32 + [32] * 32, "k_quants.bits45")
 bits67 = make_constant(u8x64, [64] * 32 + [128] * 32, "k_quants.bits67")
 
-#: Q3_K: the 16 low halves from bytes 2..9 of x and of x >> 4, and bytes 10..13 four times, shifted 0, 2, 4, 6.
+#: Q3_K: the 16 low nibbles from bytes 2..9 of x and of x >> 4, and bytes 10..13 four times, shifted 0, 2, 4, 6.
 q3_low = make_shuffle2([*range(2, 10), *range(18, 26)], "k_quants.q3_low")
 q3_high = make_shuffle([10, 11, 12, 13] * 4, "k_quants.q3_high")
 q3_shifts = make_constant(u32x4, [0, 2, 4, 6], "k_quants.q3_shifts")
 
-#: Q4_K, Q5_K: bytes 4..7 hold 6 bits of scales 0..3 and the top bits of scales 4..7; 8..11 the same of the minimums;
-#: 12..15 the low halves of scales 4..7, and shifted by 4 those of minimums 4..7. Every lane twice.
+#: Q4_K, Q5_K: bytes 4..7 hold 6 bits of scales 0..3 and the top bits of scales 4..7; 8..11 the same for minimums;
+#: 12..15 the low nibbles of scales 4..7, and shifted by 4 those of minimums 4..7. Every lane twice.
 sub_scale_low = make_shuffle([4, 4, 5, 5, 6, 6, 7, 7, 12, 12, 13, 13, 14, 14, 15, 15], "k_quants.scale_low")
 sub_scale_top = make_shuffle([4, 4, 5, 5, 6, 6, 7, 7] * 2, "k_quants.scale_top")
 sub_min_low = make_shuffle2([8, 8, 9, 9, 10, 10, 11, 11, *(16 + i // 2 for i in range(24, 32))], "k_quants.min_low")
@@ -67,7 +67,7 @@ def nibbles32(data: int, offset: int) -> Any:
 
 @inline
 def sub_scales(data: int, offset: int) -> Any:
-    """Return scales d * s and minimums dmin * m of Q4_K and Q5_K, whose first 16 bytes are alike."""
+    """Return scales d * s and minimums dmin * m of Q4_K and Q5_K, whose first 16 bytes have one layout."""
     head = load(u8x16, data, offset)
     top = (head >> 2) & 48
     s = (sub_scale_low(head) & sub_mask_low()) | (sub_scale_top(top) & sub_mask_top())
@@ -87,7 +87,7 @@ def unpack_q2_k(data: int, offset: int) -> Any:
 
 @inline
 def unpack_q3_k(data: int, offset: int) -> Any:
-    """110 bytes; a set bit in hmask stands for 4."""
+    """110 bytes; a bit of hmask adds 4."""
     l0, l1, l2, l3 = crumbs(data, offset + 32)
     h = twice32(load(u8x32, data, offset))
     four = splat(u8x64, 4)
@@ -113,7 +113,7 @@ def unpack_q4_k(data: int, offset: int) -> Any:
 
 @inline
 def unpack_q5_k(data: int, offset: int) -> Any:
-    """176 bytes; a set bit in qh stands for 16."""
+    """176 bytes; a bit of qh adds 16."""
     l0, l1, l2, l3 = nibbles32(data, offset + 48)
     h = twice32(load(u8x32, data, offset + 16))
     sixteen = splat(u8x64, 16)

@@ -1,7 +1,7 @@
-"""What unpackers share: gathering pieces of blocks into vectors, and rearranging lanes.
+"""Shared by unpackers: gathering pieces of blocks into vectors, and rearranging lanes.
 
-Most formats store value i and value i + 16 (or i + 32) of a block in one byte, so unpacking is: shift and mask 64
-bytes at once, then put halves, quarters or eighths of the results side by side in the order of the values.
+Most formats store values i and i + 16 (or i + 32) of a block in one byte, so unpacking shifts and masks 64 bytes at
+once, then arranges halves, quarters or eighths of the results in the order of the values.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.extending import intrinsic
 
-from quantkit.kernels.cpu.jit import inline
-from quantkit.kernels.cpu.simd import (
+from quantkit.kernels.cpu.core.jit import inline
+from quantkit.kernels.cpu.core.simd import (
     _LL,
     VecType,
     _address,
     _from_half,
-    _named,
     _shuffle,
     cast,
+    emits,
     f16_to_f32,
     i8x64,
     load,
@@ -49,95 +48,92 @@ def _join(b: ir.IRBuilder, parts: Sequence[ir.Value]) -> ir.Value:
     return parts[0]
 
 
-@intrinsic
-def load_pieces(tyctx: Any, vt: Any, piece: Any, buffer: Any, offset: Any, stride: Any) -> Any:
-    """load_pieces(u8x64, u8x16, buffer, byte, stride): a vector made of pieces that lie ``stride`` bytes apart.
+def _of_pieces(vt: Any, piece: Any, buffer: Any, offset: Any, stride: Any) -> Any:
+    return vt.instance_type(vt, piece, buffer, types.intp, types.intp)
+
+
+@emits(_of_pieces)
+def load_pieces(b, sig, vt, piece, buffer, offset, stride):
+    """load_pieces(u8x64, u8x16, buffer, byte, stride): a vector of pieces ``stride`` bytes apart.
 
     A piece is a vector type or a scalar type (types.uint16).
     """
-    rt, pt = vt.instance_type, piece.instance_type
-
-    def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        start = _address(cgctx, b, sig.args[2], args[2], args[3])
-        ll = pt.ll if isinstance(pt, VecType) else _LL[pt]
-        count = rt.lanes // (pt.lanes if isinstance(pt, VecType) else 1)
-        at = [b.gep(start, [b.mul(args[4], ir.IntType(64)(k))]) for k in range(count)]
-        parts = [b.load(b.bitcast(p, ll.as_pointer()), align=1) for p in at]
-        if isinstance(pt, VecType):
-            return _join(b, parts)
-        out = ir.Constant(rt.ll, ir.Undefined)
-        for k, part in enumerate(parts):
-            out = b.insert_element(out, part, ir.IntType(32)(k))
-        return out
-
-    return rt(vt, piece, buffer, types.intp, types.intp), cg
+    rt, pt = sig.return_type, sig.args[1].instance_type
+    start = _address(b, buffer, offset)
+    ll = pt.ll if isinstance(pt, VecType) else _LL[pt]
+    count = rt.lanes // (pt.lanes if isinstance(pt, VecType) else 1)
+    at = [b.gep(start, [b.mul(stride, ir.IntType(64)(k))]) for k in range(count)]
+    parts = [b.load(b.bitcast(p, ll.as_pointer()), align=1) for p in at]
+    if isinstance(pt, VecType):
+        return _join(b, parts)
+    out = ir.Constant(rt.ll, ir.Undefined)
+    for k, part in enumerate(parts):
+        out = b.insert_element(out, part, ir.IntType(32)(k))
+    return out
 
 
 def make_grid(entries: npt.NDArray[Any], name: str) -> Any:
-    """Return an intrinsic ``pick(index)`` that lays entries of a grid side by side as i8x64.
+    """Return an intrinsic ``pick(index)`` that concatenates entries of a grid as i8x64.
 
     ``entries`` are bytes [n, 8] or [n, 4]; ``index`` has 8 or 16 integer lanes, all below n. The grid is a constant
-    of the kernel. One scalar load per entry: gather instructions took 18 to 28 % longer (EPYC, AVX-512).
+    in the kernel. One scalar load per entry: gather instructions take 18 to 28 % longer (EPYC, AVX-512).
     """
     raw, width = np.ascontiguousarray(entries).tobytes(), entries.shape[1]
 
-    @intrinsic
-    def pick(tyctx: Any, index: Any) -> Any:
-        def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
-            i32, i64, word = ir.IntType(32), ir.IntType(64), ir.IntType(8 * width)
-            constant = ir.Constant(ir.ArrayType(ir.IntType(8), len(raw)), bytearray(raw))
-            table = cgutils.global_constant(b.module, f"quantkit.{name}", constant)
-            table.align = 64
-            start, lanes = b.bitcast(table, ir.IntType(8).as_pointer()), 64 // width
-            out = ir.Constant(ir.VectorType(word, lanes), ir.Undefined)
-            bits = args[0].type.element.width
-            words = b.bitcast(args[0], ir.VectorType(i64, lanes * bits // 64))
-            for k in range(lanes):
-                # Indices by shifts of whole words: the scalar units idle, the vector units do not.
-                word64 = b.extract_element(words, i32(k * bits // 64))
-                entry_at = b.and_(b.lshr(word64, i64(k * bits % 64)), i64(2**bits - 1))
-                at = b.mul(entry_at, i64(width))
-                entry = b.load(b.bitcast(b.gep(start, [at]), word.as_pointer()), align=width)
-                out = b.insert_element(out, entry, i32(k))
-            return b.bitcast(out, i8x64.ll)
+    @emits(lambda index: i8x64(index), name)
+    def pick(b, sig, index):
+        i32, i64, word = ir.IntType(32), ir.IntType(64), ir.IntType(8 * width)
+        constant = ir.Constant(ir.ArrayType(ir.IntType(8), len(raw)), bytearray(raw))
+        table = cgutils.global_constant(b.module, f"quantkit.{name}", constant)
+        table.align = 64
+        start, lanes = b.bitcast(table, ir.IntType(8).as_pointer()), 64 // width
+        out = ir.Constant(ir.VectorType(word, lanes), ir.Undefined)
+        bits = index.type.element.width
+        words = b.bitcast(index, ir.VectorType(i64, lanes * bits // 64))
+        for k in range(lanes):
+            # Indices come from shifts of whole words: the scalar units are idle, the vector units are not.
+            word64 = b.extract_element(words, i32(k * bits // 64))
+            entry_at = b.and_(b.lshr(word64, i64(k * bits % 64)), i64(2**bits - 1))
+            at = b.mul(entry_at, i64(width))
+            entry = b.load(b.bitcast(b.gep(start, [at]), word.as_pointer()), align=width)
+            out = b.insert_element(out, entry, i32(k))
+        return b.bitcast(out, i8x64.ll)
 
-        return i8x64(index), cg
-
-    return _named(pick, name)
+    return pick
 
 
 # ---------------------------------------------------------------- bits and halves
 
 
-@intrinsic
-def mask_of_bits(tyctx: Any, bits: Any) -> Any:
+@emits(lambda bits: mask64(types.uint64))
+def mask_of_bits(b, sig, bits):
     """Return the mask of 64 lanes whose lane i is bit i of an integer (the inverse of mask_bits)."""
-    return mask64(types.uint64), lambda cgctx, b, sig, args: b.bitcast(args[0], mask64.ll)
+    return b.bitcast(bits, mask64.ll)
 
 
-@intrinsic
-def widen_f16(tyctx: Any, bits: Any) -> Any:
+@emits(lambda bits: VecType(types.float32, bits.lanes)(bits))
+def widen_f16(b, sig, bits):
     """Return the f32 lanes of half floats given as u16 lanes."""
-    return VecType(types.float32, bits.lanes)(bits), lambda cgctx, b, sig, args: _from_half(b, args[0])
+    return _from_half(b, bits)
 
 
-# ---------------------------------------------------------------- lanes side by side
+# ---------------------------------------------------------------- arranging lanes
 
 
 def _runs(*starts: int, length: int) -> list[int]:
     return [s + i for s in starts for i in range(length)]
 
 
-#: Two vectors of equal length, one after the other.
+#: Two vectors of equal length, concatenated.
 join16 = make_shuffle2(range(32), "unpack.join16")
 join32 = make_shuffle2(range(64), "unpack.join32")
-#: The lower, and the upper, halves of two vectors of 64 side by side.
+#: The lower, and the upper, halves of two vectors of 64, concatenated.
 low_halves = make_shuffle2(_runs(0, 64, length=32), "unpack.low_halves")
 high_halves = make_shuffle2(_runs(32, 96, length=32), "unpack.high_halves")
-#: Quarters of two vectors of 64 in turn: x0 y0 x1 y1, and x2 y2 x3 y3.
+#: Quarters of two vectors of 64, interleaved: x0 y0 x1 y1, and x2 y2 x3 y3.
 low_quarters = make_shuffle2(_runs(0, 64, 16, 80, length=16), "unpack.low_quarters")
 high_quarters = make_shuffle2(_runs(32, 96, 48, 112, length=16), "unpack.high_quarters")
-#: Eighths of two vectors of 64 in turn.
+#: Eighths of two vectors of 64, interleaved.
 low_eighths = make_shuffle2(_runs(0, 64, 8, 72, 16, 80, 24, 88, length=8), "unpack.low_eighths")
 high_eighths = make_shuffle2(_runs(32, 96, 40, 104, 48, 112, 56, 120, length=8), "unpack.high_eighths")
 #: A vector of 32 twice.
@@ -146,7 +142,7 @@ twice32 = make_shuffle([*range(32), *range(32)], "unpack.twice32")
 each_twice = make_shuffle([i // 2 for i in range(16)], "unpack.each_twice")
 each_4_times = make_shuffle([i // 4 for i in range(16)], "unpack.each_4_times")
 each_8_times = make_shuffle([i // 8 for i in range(16)], "unpack.each_8_times")
-#: Lanes of two vectors in turn: x0 y0 x1 y1 ...
+#: Lanes of two vectors, interleaved: x0 y0 x1 y1 ...
 in_turn8 = make_shuffle2([8 * (i % 2) + i // 2 for i in range(16)], "unpack.in_turn8")
 in_turn16 = make_shuffle2([16 * (i % 2) + i // 2 for i in range(32)], "unpack.in_turn16")
 
@@ -176,13 +172,13 @@ def crumbs(data: int, offset: int) -> Any:
 
 @inline
 def lookup_all(codebook: Any, q0: Any, q1: Any, q2: Any, q3: Any) -> Any:
-    """Return the levels of 256 indices into a codebook of 16."""
+    """Look up 256 indices in a codebook of 16."""
     return lookup16(codebook, q0), lookup16(codebook, q1), lookup16(codebook, q2), lookup16(codebook, q3)
 
 
 @inline
 def block_scales(data: int, offset: int, stride: int) -> Any:
-    """Return the f16 of 8 blocks of 32 values, two lanes per block: one per 16 values."""
+    """Return the f16 scales of 8 blocks of 32 values, two lanes per block: one per 16 values."""
     return each_twice(widen_f16(load_pieces(u16x8, types.uint16, data, offset, stride)))
 
 

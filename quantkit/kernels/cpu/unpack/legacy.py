@@ -1,4 +1,4 @@
-"""Unpackers of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0: blocks of 32 values with one f16 scale (and one f16 minimum).
+"""Unpackers of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0: blocks of 32 values with an f16 scale (and an f16 minimum).
 
 Bytes of a block (llama.cpp b11434 ggml-common.h); 256 values are 8 blocks::
 
@@ -15,14 +15,14 @@ from typing import Any
 
 from numba.core import types
 
-from quantkit.kernels.cpu.jit import inline
-from quantkit.kernels.cpu.simd import cast, i8x32, i8x64, load, select, splat, u8x64
+from quantkit.kernels.cpu.core.jit import inline
+from quantkit.kernels.cpu.core.simd import cast, i8x32, i8x64, load, select, splat, u8x64
 from quantkit.kernels.cpu.unpack.lanes import below, block_scales, load_pieces, mask_of_bits, nibbles16
 
 
 @inline
 def fifth_bits(data: int, offset: int, stride: int) -> Any:
-    """Return 16 where the bit of a value is set in the 4-byte masks of two blocks, else 0."""
+    """Return 16 where a value's bit is set in the 4-byte masks of two blocks, else 0."""
     low = types.uint64(load(types.uint32, data, offset))
     high = types.uint64(load(types.uint32, data, offset + stride))
     return select(mask_of_bits(low | (high << types.uint64(32))), splat(u8x64, 16), 0)

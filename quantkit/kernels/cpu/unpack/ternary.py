@@ -2,12 +2,12 @@
 
 Bytes of a block (llama.cpp b11434 ggml-common.h)::
 
-    TQ1_0  256: qs 48 | qh 4 | d f16     five base-3 digits a byte, as a fraction of 256: first digit = byte * 3 >> 8
-    TQ2_0  256: qs 64 | d f16            2 bits a value, as in Q2_K; value = d * (q - 1)
-    Q2_0    64: d f16 | qs 16            2 bits a value, values 4 i ... 4 i + 3 in byte i; value = d * (q - 1)
+    TQ1_0  256: qs 48 | qh 4 | d f16     five base-3 digits per byte, a fraction of 256: first digit = byte * 3 >> 8
+    TQ2_0  256: qs 64 | d f16            2 bits per value, as in Q2_K; value = d * (q - 1)
+    Q2_0    64: d f16 | qs 16            2 bits per value, values 4 i ... 4 i + 3 in byte i; value = d * (q - 1)
 
-TQ1_0: digit n of byte b of the first 32 bytes is value 32 n + b, of the next 16 bytes value 160 + 16 n + b; qh holds
-four digits a byte, values 240 + 4 n + b. Multiplying a byte by 3, modulo 256, brings its next digit to the front.
+TQ1_0: digit n of byte b is value 32 n + b in the first 32 bytes, value 160 + 16 n + b in the next 16; qh holds four
+digits per byte, values 240 + 4 n + b. Multiplying a byte by 3 modulo 256 brings its next digit to the front.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 from numba.core import types
 
-from quantkit.kernels.cpu.jit import inline
-from quantkit.kernels.cpu.simd import (
+from quantkit.kernels.cpu.core.jit import inline
+from quantkit.kernels.cpu.core.simd import (
     cast,
     convert,
     f32x16,
@@ -50,7 +50,7 @@ powers = make_constant(u16x16, [1] * 4 + [3] * 4 + [9] * 4 + [27] * 4, "ternary.
 
 @inline
 def first_digits(x: Any) -> Any:
-    """Return the first base-3 digit of 64 bytes, less one: byte * 3 >> 8 is 1 from 86 and 2 from 171 on."""
+    """Return the first base-3 digit of 64 bytes minus one: byte * 3 >> 8 is 1 from 86 and 2 from 171 on."""
     one, two = select(x >= 86, splat(i8x64, 1), 0), select(x >= 171, splat(i8x64, 1), 0)
     return one + two - 1
 
@@ -80,7 +80,7 @@ def unpack_tq2_0(data: int, offset: int) -> Any:
 
 @inline
 def spread_crumbs(data: int, offset: int) -> Any:
-    """Return 64 values of 2 bits from 16 bytes, four in a row from each."""
+    """Return 64 2-bit values from 16 bytes, four consecutive ones from each."""
     x = convert(u32x16, load(u8x16, data, offset))
     x = x | (x << 12)
     x = x | (x << 6)

@@ -1,12 +1,10 @@
-// Q1_0: one bit a value, d or -d; the twin of quantkit/kernels/cpu/unpack/binary.py.
+// Q1_0: one bit per value, d or -d; the twin of quantkit/kernels/cpu/unpack/binary.py.
 //
 //     Q1_0  128: d f16 | qs 16     bit i set: value i is d
 #pragma once
 #include "unpack/levels.cuh"
 
-struct Q1_0 {
-    static const int BLOCK = 128, BYTES = 18, ALIGN = 2;
-    static const bool MINS = false, HALVES = false;
+struct Q1_0 : traits::Q1_0 {
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l) {
         uint32_t x[1];
         load_words(p + 2 + 4 * part, x);

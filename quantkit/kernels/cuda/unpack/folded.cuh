@@ -1,43 +1,40 @@
-// Second unpackers for many rows, of types whose scales within 256 values are small integers times one number: levels
-// are multiplied by them, and a product over 256 values is one sum of integers. Folded<T>::PLANES:
+// Unpackers for many rows, for types whose scales within 256 values are small integers times one number: these multiply
+// the levels, and a product over 256 values is one sum of integers. T::PLANES (formats.py):
 //
-//     0  T as it is: a scale per 32 or 16 values
-//     1  one scale d per 256 values, and levels that are bytes still
-//     2  the same, and levels of two bytes: 256 * high (q) + low, both signed
-//     AS_F16  no levels: halves (f16) that are exactly the weights over F16_TIMES, two in a word, in the order that
-//        panel.cuh multiplies them in: of 16 values 0 1, 4 5, 8 9, 12 13, 2 3, 6 7, 10 11, 14 15; q the first 16 of
-//        32, low the last
+//     0  T unchanged: a scale per 32 or 16 values
+//     1  one scale d per 256 values, levels that still fit a byte
+//     2  the same with levels of two bytes: 256 * high (q) + low, both signed
+//     AS_F16  no levels: f16 equal to the weights over F16_TIMES, two per word, in the order panel.cuh multiplies them:
+//        of 16 values 0 1, 4 5, 8 9, 12 13, 2 3, 6 7, 10 11, 14 15; q: the first 16 of 32, low: the last
 //
-//     Q2_K      q * s: 0 .. 45; the minimums as they are, one per 16 values
+//     Q2_K      q * s: 0 .. 45; the minimums unchanged, one per 16 values
 //     Q3_K      (4 - q) * (s - 32): -128 .. 124, and -d
-//     TQ1_0, TQ2_0 have one scale anyway
-//     Q6_K      4 (q - 32) * s, and d / 4: 16384 at most
+//     TQ1_0, TQ2_0 have one scale already
+//     Q6_K      4 (q - 32) * s, and d / 4: at most 16384
 //     IQ2_XS, IQ2_S, IQ1_M    levels times 2 s + 1, and d / 8
-//     NVFP4     E2M1 times E4M3 has 6 significant bits, and over 128 lies between 2^-17 and 22.5
+//     NVFP4     E2M1 times E4M3 has 6 significant bits; divided by 128 it lies between 2^-17 and 22.5
 #pragma once
-#include "halves.cuh"
+#include "core/halves.cuh"
 #include "unpack/all.cuh"
 
-const int AS_F16 = 16;
 const float F16_TIMES = 128;
 
 template <typename T> struct Folded {
-    static const int PLANES = 0;
-    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int*, const uint32_t* grid) { unpack_with<T>(p, part, l, grid); }
+    static_assert(T::PLANES == 0, "a folded type has a Folded of its own");
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int*, const uint32_t* grid) {
+        unpack_with<T>(p, part, l, grid);
+    }
 };
 
 template <> struct Folded<TQ1_0> {
-    static const int PLANES = 1;
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int*, const uint32_t*) { TQ1_0::unpack(p, part, l); }
 };
 
 template <> struct Folded<TQ2_0> {
-    static const int PLANES = 1;
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int*, const uint32_t*) { TQ2_0::unpack(p, part, l); }
 };
 
 template <> struct Folded<Q2_K> {
-    static const int PLANES = 1;
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int*, const uint32_t*) {
         Q2_K::unpack(p, part, l);
         const uint32_t s = load2(p + 2 * part);
@@ -46,14 +43,13 @@ template <> struct Folded<Q2_K> {
     }
 };
 
-// Bytes 0 and 2, and bytes 1 and 3, of x times s, each plus a number so large that neither borrows from the other.
+// Bytes 0 and 2, and bytes 1 and 3, of x times s, each plus a number large enough that neither borrows from the other.
 INLINE void times(uint32_t x, int s, int plus, uint32_t& even, uint32_t& odd) {
     even = (x & 0x00ff00ffu) * (uint32_t)s + (uint32_t)plus * 0x00010001u;
     odd = (x >> 8 & 0x00ff00ffu) * (uint32_t)s + (uint32_t)plus * 0x00010001u;
 }
 
 template <> struct Folded<Q3_K> {
-    static const int PLANES = 1;
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int*, const uint32_t*) {
         uint32_t x[8], h[8], even, odd;
         load_words(p, h);
@@ -64,14 +60,14 @@ template <> struct Folded<Q3_K> {
         for (int i = 0; i < 8; i++) {
             const uint32_t q = (x[i] >> 2 * (part & 3) & 0x03030303u) | (rotate(h[i], 2 - part) & 0x04040404u);
             const int s = (int)(i < 4 ? scales & 255 : scales >> 8) - 32;
-            times(q ^ 0x07070707u, s, 16384 - 3 * s, even, odd);  // 7 - q, and 3 s less
+            times(q ^ 0x07070707u, s, 16384 - 3 * s, even, odd);  // 7 - q, minus 3 s
             l.q[i] = (int)pick_bytes(even, odd, 0x6240);
         }
         set_scales(l, -load_half(p + 108));
     }
 };
 
-// Levels times s0 (the first 16) and s1, at most 16384 in magnitude, in two bytes.
+// Levels times s0 (the first 16) and s1, at most 16384 in magnitude, as two bytes.
 INLINE void split(Levels& l, int* low, int s0, int s1) {
     for (int i = 0; i < 8; i++) {
         const int s = i < 4 ? s0 : s1;
@@ -83,7 +79,6 @@ INLINE void split(Levels& l, int* low, int s0, int s1) {
 }
 
 template <> struct Folded<Q6_K> {
-    static const int PLANES = 2;
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int* low, const uint32_t*) {
         Q6_K::unpack(p, part, l);
         const uint32_t s = load2(p + 192 + 2 * part);
@@ -93,7 +88,6 @@ template <> struct Folded<Q6_K> {
 };
 
 template <> struct Folded<IQ2_XS> {
-    static const int PLANES = 2;
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int* low, const uint32_t* grid) {
         IQ2_XS::unpack(p, part, l, grid);
         const int s = p[66 + part];
@@ -103,7 +97,6 @@ template <> struct Folded<IQ2_XS> {
 };
 
 template <> struct Folded<IQ2_S> {
-    static const int PLANES = 2;
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int* low, const uint32_t* grid) {
         IQ2_S::unpack(p, part, l, grid);
         const int s = p[74 + part];
@@ -113,7 +106,6 @@ template <> struct Folded<IQ2_S> {
 };
 
 template <> struct Folded<IQ1_M> {
-    static const int PLANES = 2;
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int* low, const uint32_t* grid) {
         IQ1_M::unpack(p, part, l, grid);
         const uint2 w = *(const uint2*)(p + 48);
@@ -124,8 +116,8 @@ template <> struct Folded<IQ1_M> {
     }
 };
 
-// Four E2M1 times `by`: two words of two halves. Of every byte, the sign is the top bit of `signs`, the rest bits 1 to 3
-// of `three`: so moved they are the upper byte of a half, E2M1 over 2^14.
+// Four E2M1 times `by`: two words of two f16. In every byte, the sign is the top bit of `signs`, the rest bits 1 to 3
+// of `three`: together, shifted, they form the upper byte of an f16, E2M1 over 2^14.
 INLINE void scale_fp4(uint32_t signs, uint32_t three, uint32_t by, int& first, int& second) {
     const uint32_t tops = (signs & SIGNS) | (three & 0x0e0e0e0eu);
     first = (int)times_halves(pick_bytes(tops, 0, 0x1404), by);
@@ -133,10 +125,9 @@ INLINE void scale_fp4(uint32_t signs, uint32_t three, uint32_t by, int& first, i
 }
 
 template <> struct Folded<NVFP4> {
-    static const int PLANES = AS_F16;
-    // 16 values: 8 words of halves.
+    // 16 values: 8 words of two f16.
     STATIC_INLINE void scaled(const uint8_t* qs, uint32_t code, int* out) {
-        // An unsigned E4M3 is a half over 2^8, moved up by 7; times 2^15, so that all is over 128.
+        // An unsigned E4M3 shifted left by 7 is an f16 over 2^8; times 2^15, so that all is over 128.
         const uint32_t d = code == 127 ? 0 : (code & 127) << 7, by = times_halves(d * 0x00010001u, 0x78007800u);
         for (int i = 0; i < 2; i++) {
             const uint32_t x = load4(qs + 4 * i);

@@ -1,5 +1,5 @@
-// The i-quants: levels looked up in a codebook (IQ4), or 4 or 8 at a time in a grid (IQ1, IQ2, IQ3); the types of
-// quantkit/kernels/cpu/unpack/i_quants.py, in its order.
+// The i-quants: levels looked up in a codebook (IQ4), or 4 or 8 at a time in a grid (IQ1, IQ2, IQ3); the twin of
+// quantkit/kernels/cpu/unpack/i_quants.py.
 //
 //     IQ4_NL   32:  d f16 | qs 16                                     d * codebook[q], halves of bytes as in Q4_0
 //     IQ4_XS   256: d f16 | scales_h u16 | scales_l 4 | qs 128        d * (s - 32) * codebook[q], 6-bit s per 32 values
@@ -11,19 +11,17 @@
 //     IQ1_S    256: d f16 | qs 32 | 8 u16: 4 x 3 bits of q, s, sign   d * (2 s + 1) * (grid[q] +- 1/8), s, sign per 32
 //     IQ1_M    256: qs 32 | qh 16 | 4 u16: 4 x 3-bit s, 4 bits of d   the same, s per 16, sign per 8 values
 //
-// Seven signs stand for eight: the eighth makes the number of minuses even. IQ1's eighths become integers: levels are
-// 8 * grid +- 1 and the scale an eighth. Grids of 8 values are nibbles (tables.cuh): a byte permutation turns four of
-// them into levels, its table the magnitudes and their negatives (IQ2), or the three levels with the shift (IQ1). Signs
-// are spread to nibbles or bytes by multiplications, whose copies of the bits do not meet.
+// Seven signs encode eight: the eighth makes the number of negative values even. IQ1's eighths become integers: levels
+// are 8 * grid +- 1, the scale an eighth. Grids of 8 values are nibbles (tables.cuh): a byte permutation turns four of
+// them into levels, with a table of the magnitudes and their negatives (IQ2), or of the three shifted levels (IQ1).
+// Multiplications spread the signs to nibbles or bytes; their copies of the bits do not overlap.
 #pragma once
 #include "unpack/levels.cuh"
 #include "unpack/tables.cuh"
 
 // ---------------------------------------------------------------- IQ4
 
-struct IQ4_NL {
-    static const int BLOCK = 32, BYTES = 18, ALIGN = 2;
-    static const bool MINS = false, HALVES = false;
+struct IQ4_NL : traits::IQ4_NL {
     STATIC_INLINE void unpack(const uint8_t* p, int, Levels& l) {
         uint32_t x[4];
         set_scales(l, load_half_and_words(p, x));
@@ -31,9 +29,7 @@ struct IQ4_NL {
     }
 };
 
-struct IQ4_XS {
-    static const int BLOCK = 256, BYTES = 136, ALIGN = 8;
-    static const bool MINS = false, HALVES = false;
+struct IQ4_XS : traits::IQ4_XS {
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l) {
         uint32_t x[4];
         load_words_by8(p + 8 + 16 * part, x);
@@ -46,14 +42,14 @@ struct IQ4_XS {
 
 // ---------------------------------------------------------------- signs of IQ2 and IQ3
 
-// Seven signs as bit `at` of nibbles, in the order 0 4 1 5 2 6 3, and in the eighth nibble their parity: the low
-// nibbles of four bytes are those of values 0..3, the high ones those of values 4..7.
+// Seven signs as bit `at` of nibbles, in the order 0 4 1 5 2 6 3, with their parity in the eighth: the low nibbles of
+// four bytes are those of values 0..3, the high nibbles those of values 4..7.
 INLINE uint32_t seven_signs(uint32_t seven, int at = 0) {
     const uint32_t x = seven * (0x00204081u << at) & 0x01111111u << at;
     return x | (x * 0x11111111u & 0x10000000u << at);  // the last bit of the sum of all nibbles
 }
 
-// Eight signs at the tops of nibbles, in the order 3 7 2 6 1 5 0 4.
+// Eight signs as the top bits of nibbles, in the order 3 7 2 6 1 5 0 4.
 INLINE uint32_t reversed_signs(uint32_t eight) { return eight * 0x08040201u & 0x88888888u; }
 
 // 255 in each of four bytes where the sign is set: nibble k of a word of signs.
@@ -66,9 +62,7 @@ INLINE uint32_t byte_of(uint32_t x, int j) { return x >> 8 * j & 255; }
 
 // ---------------------------------------------------------------- IQ3
 
-struct IQ3_XXS {
-    static const int BLOCK = 256, BYTES = 98, ALIGN = 2, GRID = 256;
-    static const bool MINS = false, HALVES = false;
+struct IQ3_XXS : traits::IQ3_XXS {
     template <int N = 0> STATIC_INLINE const uint32_t* table() { return iq3xxs_grid<N>; }
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
         uint32_t x[2], w[1];
@@ -84,9 +78,7 @@ struct IQ3_XXS {
     }
 };
 
-struct IQ3_S {
-    static const int BLOCK = 256, BYTES = 110, ALIGN = 2, GRID = 512;
-    static const bool MINS = false, HALVES = false;
+struct IQ3_S : traits::IQ3_S {
     template <int N = 0> STATIC_INLINE const uint32_t* table() { return iq3s_grid<N>; }
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
         uint32_t x[2], signs[1];
@@ -104,7 +96,7 @@ struct IQ3_S {
 
 // ---------------------------------------------------------------- IQ2
 
-// 8 levels by nibbles: magnitudes 8, 25, 43, and 4 more for their negatives.
+// 8 levels by nibbles: magnitudes 8, 25, 43; nibbles plus 4 give their negatives.
 #define IQ2_MAGNITUDES 0x002b1908u
 #define IQ2_NEGATIVES 0x00d5e7f8u
 INLINE uint32_t four_signed(uint32_t nibbles) { return pick_bytes(IQ2_MAGNITUDES, IQ2_NEGATIVES, nibbles); }
@@ -117,15 +109,13 @@ INLINE void set_eight(Levels& l, int j, uint32_t entry, uint32_t seven) {
     l.q[2 * j + 1] = (int)pick_bytes(a, b, 0x7531);
 }
 
-// A scale for each 16 values, in the halves of a byte.
+// A scale for each 16 values, in the nibbles of a byte.
 INLINE void set_half_scales(Levels& l, uint32_t s, float d) {
     l.d[0] = half_scale(s & 15, d, 0.25f);
     l.d[1] = half_scale(s >> 4, d, 0.25f);
 }
 
-struct IQ2_XXS {
-    static const int BLOCK = 256, BYTES = 66, ALIGN = 2, GRID = 256;
-    static const bool MINS = false, HALVES = false;
+struct IQ2_XXS : traits::IQ2_XXS {
     template <int N = 0> STATIC_INLINE const uint32_t* table() { return iq2xxs_grid<N>; }
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
         uint32_t x[2];
@@ -135,9 +125,7 @@ struct IQ2_XXS {
     }
 };
 
-struct IQ2_XS {
-    static const int BLOCK = 256, BYTES = 74, ALIGN = 2, GRID = 512;
-    static const bool MINS = false, HALVES = true;
+struct IQ2_XS : traits::IQ2_XS {
     template <int N = 0> STATIC_INLINE const uint32_t* table() { return iq2xs_grid<N>; }
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
         uint32_t x[2];
@@ -150,9 +138,7 @@ struct IQ2_XS {
     }
 };
 
-struct IQ2_S {
-    static const int BLOCK = 256, BYTES = 82, ALIGN = 2, GRID = 1024;
-    static const bool MINS = false, HALVES = true;
+struct IQ2_S : traits::IQ2_S {
     template <int N = 0> STATIC_INLINE const uint32_t* table() { return iq2s_grid<N>; }
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
         uint32_t x[1], signs[1];
@@ -171,35 +157,29 @@ struct IQ2_S {
 
 // ---------------------------------------------------------------- IQ1
 
-// 8 levels 8 * (-1, 0, 1) and a shift of 1, or -1 where minus is not 0.
+// 8 levels 8 * (-1, 0, 1), shifted by 1, or by -1 if minus is not 0.
 INLINE void set_eight_shifted(int* q, uint32_t entry, uint32_t minus) {
     const uint32_t levels = minus ? 0x0007fff7u : 0x000901f9u;
     q[0] = (int)pick_bytes(levels, 0, entry);
     q[1] = (int)pick_bytes(levels, 0, entry >> 16);
 }
 
-struct IQ1_S {
-    static const int BLOCK = 256, BYTES = 50, ALIGN = 2, GRID = 2048;
-    static const bool MINS = false, HALVES = false;
+struct IQ1_S : traits::IQ1_S {
     template <int N = 0> STATIC_INLINE const uint32_t* table() { return iq1s_grid<N>; }
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
         uint32_t x[1];
         load_words(p + 2 + 4 * part, x);
         const uint32_t h = load2(p + 34 + 2 * part);
-        for (int j = 0; j < 4; j++)
-            set_eight_shifted(l.q + 2 * j, grid[byte_of(x[0], j) | (h >> 3 * j & 7) << 8], h >> 15);
+        for (int j = 0; j < 4; j++) set_eight_shifted(l.q + 2 * j, grid[byte_of(x[0], j) | (h >> 3 * j & 7) << 8], h >> 15);
         set_scales(l, (float)(int)(2 * (h >> 12 & 7) + 1) * load_half(p) * 0.125f);
     }
 };
 
-struct IQ1_M {
-    static const int BLOCK = 256, BYTES = 56, ALIGN = 8, GRID = 2048;
-    static const bool MINS = false, HALVES = true;
+struct IQ1_M : traits::IQ1_M {
     template <int N = 0> STATIC_INLINE const uint32_t* table() { return iq1s_grid<N>; }
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
         const uint32_t x = load4(p + 4 * part), h = load2(p + 32 + 2 * part);
-        for (int j = 0; j < 4; j++)
-            set_eight_shifted(l.q + 2 * j, grid[byte_of(x, j) | (h >> 4 * j & 7) << 8], h >> 4 * j & 8);
+        for (int j = 0; j < 4; j++) set_eight_shifted(l.q + 2 * j, grid[byte_of(x, j) | (h >> 4 * j & 7) << 8], h >> 4 * j & 8);
         const uint2 w = *(const uint2*)(p + 48);  // the top digits of its four halves are d
         const uint32_t low = (w.x >> 12 & 0xf) | (w.x >> 24 & 0xf0), high = (w.y >> 4 & 0xf00) | (w.y >> 16 & 0xf000);
         const float d = half_to_float((uint16_t)(low | high));

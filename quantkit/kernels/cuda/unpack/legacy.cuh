@@ -1,4 +1,4 @@
-// Q4_0, Q4_1, Q5_0, Q5_1, Q8_0: blocks of 32 values; the file and the order of quantkit/kernels/cpu/unpack/legacy.py.
+// Q4_0, Q4_1, Q5_0, Q5_1, Q8_0: blocks of 32 values; the twin of quantkit/kernels/cpu/unpack/legacy.py.
 //
 //     Q4_0  d f16 | qs 16                 d * (q - 8)
 //     Q4_1  d f16 | m f16 | qs 16         d * q + m
@@ -10,9 +10,7 @@
 #pragma once
 #include "unpack/levels.cuh"
 
-struct Q4_0 {
-    static const int BLOCK = 32, BYTES = 18, ALIGN = 2;
-    static const bool MINS = false, HALVES = false;
+struct Q4_0 : traits::Q4_0 {
     STATIC_INLINE void unpack(const uint8_t* p, int, Levels& l) {  // levels 16 * (q - 8)
         uint32_t x[4];
         set_scales(l, load_half_and_words(p, x) * 0.0625f);
@@ -23,9 +21,7 @@ struct Q4_0 {
     }
 };
 
-struct Q4_1 {
-    static const int BLOCK = 32, BYTES = 20, ALIGN = 4;
-    static const bool MINS = true, HALVES = false;
+struct Q4_1 : traits::Q4_1 {
     STATIC_INLINE void unpack(const uint8_t* p, int, Levels& l) {
         const uint32_t both = load4(p);
         for (int i = 0; i < 4; i++) {
@@ -38,9 +34,7 @@ struct Q4_1 {
     }
 };
 
-struct Q5_0 {
-    static const int BLOCK = 32, BYTES = 22, ALIGN = 2;
-    static const bool MINS = false, HALVES = false;
+struct Q5_0 : traits::Q5_0 {
     STATIC_INLINE void unpack(const uint8_t* p, int, Levels& l) {  // levels 8 * (q - 16)
         uint32_t x[5];
         set_scales(l, load_half_and_words(p, x) * 0.125f);
@@ -52,9 +46,7 @@ struct Q5_0 {
     }
 };
 
-struct Q5_1 {
-    static const int BLOCK = 32, BYTES = 24, ALIGN = 4;
-    static const bool MINS = true, HALVES = false;
+struct Q5_1 : traits::Q5_1 {
     STATIC_INLINE void unpack(const uint8_t* p, int, Levels& l) {
         const uint32_t both = load4(p), h = load4(p + 4);
         for (int i = 0; i < 4; i++) {
@@ -67,9 +59,7 @@ struct Q5_1 {
     }
 };
 
-struct Q8_0 {
-    static const int BLOCK = 32, BYTES = 34, ALIGN = 2;
-    static const bool MINS = false, HALVES = false;
+struct Q8_0 : traits::Q8_0 {
     STATIC_INLINE void unpack(const uint8_t* p, int, Levels& l) {
         uint32_t x[8];
         set_scales(l, load_half_and_words(p, x));

@@ -1,29 +1,30 @@
-// What an unpacker gives: 32 values as int8 levels, four to an int, with a scale and a minimum for each 16 of them.
+// The result of an unpacker: 32 values as int8 levels, four per int, with a scale and a minimum for each 16 of them.
 //
-//     value i = d[i / 16] * level i - m[i / 16]       (types without minimums: m is never set nor read)
+//     value i = d[i / 16] * level i - m[i / 16]       (types without minimums neither set nor read m)
 //
-// with exactly the roundings of the reference (llama.cpp b11434 ggml-quants.c dequantize_row_*, strict f32). Levels
-// may be a power of two times those of the CPU's unpackers, with scales divided by it: nothing is rounded by that, and
-// a field moved to the top of its byte becomes signed by flipping one bit. An unpacker is a struct of this form; `part`
-// is which 32 values of the block at p, p is aligned to ALIGN bytes:
+// with exactly the rounding of the reference (llama.cpp b11434 ggml-quants.c dequantize_row_*, strict f32). Levels may
+// be those of the CPU's unpackers times a power of two, with scales divided by it: that is exact, and a field at the
+// top of its byte becomes signed by flipping one bit. An unpacker is a struct of this form; `part` selects 32 values of
+// the block at p, which is aligned to ALIGN bytes:
 //
-//     struct Q8_0 {
-//         static const int BLOCK = 32, BYTES = 34, ALIGN = 2;      // values and bytes of a block
-//         static const bool MINS = false, HALVES = false;          // minimums; the two halves differ in scale
-//         INLINE void unpack(const uint8_t* p, int part, Levels& l);
+//     struct Q8_0 : traits::Q8_0 {
+//         STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l);
 //     };
 //
-// (inside a struct: STATIC_INLINE). A block of fewer than 32 values (NVFP4's has 64, none has fewer) does not exist.
-// Types that look levels up in a grid have GRID, its words, and take the grid's address as one more argument: where
-// the same entries are at hand in shared memory, those are read instead of the table (all.cuh: load_grid, unpack_with).
+// Its base holds the type's record in quantkit/kernels/formats.py (core/generated.py): values and BYTES of a BLOCK,
+// bytes of a row HEADER, the bytes of a scale in it (ROW_SCALE, 0 if none), ALIGN, minimums (MINS), whether the two
+// halves differ in scale (HALVES), and more. d and m exclude the row's scale (all.cuh: row_scale). No block has fewer
+// than 32 values. Types with a grid of levels (GRID: its words) take its address as one more argument, so that a copy
+// in shared memory can replace the table (all.cuh: load_grid, unpack_with).
 //
-// Blocks not aligned to 4 bytes are read in aligned words: up to 3 bytes before the block and 4 after it are read, not
-// used. Where p lies in shared memory, leave so much room around.
+// Blocks not aligned to 4 bytes are read in aligned words, with up to 3 bytes before and 4 after the block. In shared
+// memory, leave that much room around it.
 //
-// Parts that call for the same bytes: Q4_K, Q5_K 2 k and 2 k + 1; Q2_K, Q3_K, Q6_K, TQ2_0 4 k to 4 k + 3. A thread that
-// unpacks them one after another, k known to be the same, loads these once.
+// Parts that share bytes: Q4_K, Q5_K 2 k and 2 k + 1; Q2_K, Q3_K, Q6_K, TQ2_0 4 k to 4 k + 3. A thread that unpacks
+// them in sequence, for a k known to be the same, loads these once.
 #pragma once
-#include "device.cuh"
+#include "core/device.cuh"
+#include "unpack/traits.cuh"
 
 #define STATIC_INLINE static __device__ __forceinline__
 
@@ -32,7 +33,7 @@ struct Levels {
     float d[2], m[2];
 };
 
-// ---- words out of memory
+// ---- loading words
 
 // N words from any address.
 template <int N> INLINE void load_words(const uint8_t* p, uint32_t (&out)[N]) {
@@ -46,7 +47,7 @@ template <int N> INLINE void load_words(const uint8_t* p, uint32_t (&out)[N]) {
     }
 }
 
-// N words from bit `bit` (-31 to 7) of the byte at any address on; below 0 up to 7 bytes before it are read.
+// N words from bit `bit` (-31 to 7) of the byte at any address; below 0, up to 7 bytes before it are read.
 template <int N> INLINE void load_words_from_bit(const uint8_t* p, int bit, uint32_t (&out)[N]) {
     const int over = (int)((uint32_t)(uint64_t)p & 3), first = 8 * over + bit;
     const uint32_t* words = (const uint32_t*)(p - over + (first < 0 ? -4 : 0));
@@ -95,18 +96,18 @@ INLINE void set_mins(Levels& l, float m) { l.m[0] = l.m[1] = m; }
 // ---- four bytes at a time
 
 #define ONES 0x01010101u
-#define SIGNS 0x80808080u  // flipping these makes fields at the top of their bytes signed
+#define SIGNS 0x80808080u  // flipping these makes fields at the top of bytes signed
 
 // Subtract the same small number from four bytes below 128: levels of signed types.
 INLINE int below(uint32_t four, uint32_t by) { return (int)(((four | SIGNS) - by * ONES) ^ SIGNS); }
 
-// Bits to the left, around: what leaves the top comes in below. by may be negative.
+// Rotate left; by may be negative.
 INLINE uint32_t rotate(uint32_t x, int by) { return __funnelshift_l(x, x, (uint32_t)by); }
 
 // Four bits as bit `to` of four bytes; the other bits are not zero.
 INLINE uint32_t spread_bits(uint32_t four, int to) { return four * (0x00204081u << to); }
 
-// Bytes of a and b by the nibbles of s: 0..3 of a, 4..7 of b; 8 more: the sign of it in all bits. PTX prmt.
+// Select bytes of a and b by the nibbles of s: 0..3 of a, 4..7 of b; plus 8: the byte's sign in all bits. PTX prmt.
 INLINE uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t s) {
 #ifdef QUANTKIT_HOST
     return host_prmt(a, b, s);
@@ -120,12 +121,12 @@ INLINE uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t s) {
 // 255 where the top bit of a byte is set, else 0.
 INLINE uint32_t sign_masks(uint32_t x) { return pick_bytes(x, 0, 0xba98); }
 
-// Levels of four nibbles, bits 0..2 in `three` and the fourth one's choice in `fourth`, by a codebook of 16.
+// Levels of four nibbles from a codebook of 16: bits 0..2 in `three`, the selection by bit 3 in `fourth`.
 template <typename Codebook> INLINE uint32_t look_up_four(uint32_t three, uint32_t fourth) {
     return pick_bytes(pick_bytes(Codebook::A, Codebook::B, three), pick_bytes(Codebook::C, Codebook::D, three), fourth);
 }
 
-// Levels of 8 nibbles: of the low ones of x's bytes, and of the high ones.
+// Levels of the low, and of the high, nibbles of x's bytes.
 template <typename Codebook> INLINE void look_up(uint32_t x, int& low, int& high) {
     const uint32_t three = x & 0x77777777u, fourth = 0x32103210u | (x >> 1 & 0x44444444u);
     const uint32_t a = look_up_four<Codebook>(three, fourth), b = look_up_four<Codebook>(three >> 16, fourth >> 16);

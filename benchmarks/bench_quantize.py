@@ -1,0 +1,456 @@
+"""Measure encoders against ggml, libgguf and ik_llama.cpp, in one run on the same CPUs.
+
+    benchmarks/bench_quantize.py                       Mweights/s of every type, with and without importance
+    benchmarks/bench_quantize.py --whole-file          a model of 2 GB: `quantkit quantize` against llama-quantize
+
+Encoders: a matrix of normal weights with lognormal column scales, in memory. Each encoder takes enough rows for a call
+of about --seconds; all take turns, --rounds times, and the median counts. One thread is pinned to one CPU; several
+threads take slabs of rows, for quantkit and the peers alike. quantkit's bytes are compared with ggml's before anything
+is timed. The last row is numpy's copy of the matrix, the bound set by memory.
+
+Whole file: both programs as processes, from start to exit, in turns; the median counts. Both run once before, so that
+the input is in the page cache and quantkit's kernels are compiled. quantkit also flushes its output to disk (fsync).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import importlib.util
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from processes import Outcome, machine, make_moe, quantkit, run, work_folder
+
+from quantkit.formats.gguf import GGUFFile, open_gguf
+from quantkit.helpers import available_cpus, format_size
+from quantkit.types import BY_NAME, TensorType
+
+#: encode(x [rows, n], weights [n] or empty, out [rows, row_bytes], first row, end row)
+Encode = Callable[[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.uint8], int, int], None]
+
+PEERS = ("ggml", "libgguf", "ik")
+
+
+class Output:
+    """Prints, and keeps the text for --append."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def __call__(self, text: str, end: str = "\n") -> None:
+        print(text, end=end, flush=True)
+        self.text += text + end
+
+
+# --- libraries ---
+
+
+@dataclass
+class Library:
+    """An implementation: its description, and its encoder of a type (None if it has none)."""
+
+    name: str
+    what: str
+    encoder: Callable[[TensorType], Encode | None]
+
+
+def package_folder(name: str) -> Path | None:
+    """Return the folder of an installed package without importing it."""
+    spec = importlib.util.find_spec(name)
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def llama_bin() -> Path | None:
+    """Return the folder of llama.cpp's programs and libraries, built by scripts/peers."""
+    default = Path.home() / ".cache/quantkit/peers/llama-b11434/bin"
+    folder = Path(os.environ.get("QUANTKIT_LLAMA_BIN") or default)
+    return folder if (folder / "llama-quantize").exists() else None
+
+
+def ours() -> Library:
+    """quantkit's kernels."""
+    from quantkit.kernels.cpu.encode import encoder
+
+    return Library("quantkit", "our kernels", encoder)
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
+
+
+def through_ctypes(name: str, what: str, path: Path, trees: tuple[str, ...]) -> Library:
+    """Return ggml_quantize_chunk of a libggml; ctypes releases the GIL while it runs."""
+    library = ctypes.CDLL(str(path))
+    # Fills the f16 tables of trees that still have them.
+    library.ggml_init.argtypes, library.ggml_init.restype = [_InitParams], ctypes.c_void_p
+    library.ggml_init(_InitParams(1 << 20, None, False))
+    chunk = library.ggml_quantize_chunk
+    chunk.restype = ctypes.c_size_t
+    chunk.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+
+    def encoder(t: TensorType) -> Encode | None:
+        if t.trees not in trees:
+            return None
+
+        def encode(x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
+            n = x.shape[1]
+            importance = weights.ctypes.data if weights.size else None
+            chunk(t.id, x.ctypes.data, out.ctypes.data, row0 * n, row1 - row0, n, importance)
+
+        return encode
+
+    return Library(name, what, encoder)
+
+
+def libgguf() -> Library:
+    """libgguf's encoders on the CPU."""
+    module = importlib.import_module("libgguf")
+
+    def encoder(t: TensorType) -> Encode | None:
+        if not t.is_quantized or module.row_size(t.id, t.block) <= 0:
+            return None
+
+        def encode(x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
+            importance = weights if weights.size else None
+            module.quantize_rows_into_raw(t.id, x[row0:row1], out[row0:row1], row1 - row0, x.shape[1], importance)
+
+        return encode
+
+    return Library("libgguf", "libgguf 0.2.2, its C++ encoders on the CPU", encoder)
+
+
+def libraries() -> tuple[dict[str, Library], dict[str, str]]:
+    """Return the available libraries by name, and why the others are missing."""
+    found, missing = {"quantkit": ours()}, {}
+    folder = llama_bin()
+    if folder is not None:
+        what = "llama.cpp b11434, ggml_quantize_chunk of libggml-base.so"
+        found["ggml"] = through_ctypes("ggml", what, folder / "libggml-base.so", ("both", "mainline"))
+    else:
+        missing["ggml"] = "llama.cpp is not here: run scripts/peers, or set QUANTKIT_LLAMA_BIN"
+    if package_folder("libgguf") is not None:
+        found["libgguf"] = libgguf()
+    else:
+        missing["libgguf"] = "the wheel libgguf is not installed: run scripts/test once"
+    ik = package_folder("ik_llama_cpp")
+    if ik is not None:
+        what = "ik_llama.cpp, ggml_quantize_chunk of libggml.so in the wheel ik-llama-cpp-python 0.1.5"
+        found["ik"] = through_ctypes("ik", what, ik / "lib" / "libggml.so", ("both", "ik"))
+    else:
+        missing["ik"] = "the wheel ik-llama-cpp-python is not installed: run scripts/test once"
+    return found, missing
+
+
+# --- one encoder ---
+
+
+@dataclass
+class Contestant:
+    """One library's encoder of one type, and its measured rates in weights per second."""
+
+    name: str
+    encode: Encode
+    rows: int = 0
+    rates: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rates)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The input of the encoders and how they are measured."""
+
+    x: npt.NDArray[np.float32]
+    weights: npt.NDArray[np.float32]
+    rounds: int
+    #: Duration of one call.
+    seconds: float
+
+    @property
+    def total_rows(self) -> int:
+        return len(self.x)
+
+
+def matrix(rows: int, n: int, seed: int = 1) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Return weights [rows, n] similar to those of models, and the importance [n] of their columns."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rows, n), np.float32)
+    x *= (0.02 * np.exp(rng.normal(0, 0.3, n))).astype(np.float32)
+    return x, np.exp(rng.normal(0, 1, n)).astype(np.float32)
+
+
+@contextmanager
+def pinned(threads: int) -> Iterator[ThreadPoolExecutor | None]:
+    """Pin the process to one CPU for one thread, or yield a pool for more."""
+    before = os.sched_getaffinity(0)
+    if threads > 1:
+        with ThreadPoolExecutor(threads) as pool:
+            yield pool
+        return
+    try:
+        os.sched_setaffinity(0, {max(before)})
+        yield None
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def timed(c: Contestant, bench: Bench, weights: Any, out: Any, pool: ThreadPoolExecutor | None, threads: int) -> float:
+    """Encode the contestant's rows once; return the seconds."""
+    edges = [c.rows * i // threads for i in range(threads + 1)]
+    began = time.perf_counter()
+    if pool is None:
+        c.encode(bench.x, weights, out, 0, c.rows)
+    else:
+        slabs = zip(edges, edges[1:], strict=False)
+        for future in [pool.submit(c.encode, bench.x, weights, out, a, b) for a, b in slabs]:
+            future.result()
+    return time.perf_counter() - began
+
+
+def fit_rows(c: Contestant, bench: Bench, weights: Any, out: Any) -> None:
+    """Choose the rows of a call so that it lasts about bench.seconds; warms up, too."""
+    c.rows = min(32, bench.total_rows)
+    timed(c, bench, weights, out, None, 1)
+    while c.rows < bench.total_rows:
+        seconds = timed(c, bench, weights, out, None, 1)
+        if seconds >= bench.seconds / 2:
+            break
+        factor = min(16.0, bench.seconds / max(seconds, 1e-6))
+        c.rows = min(bench.total_rows, max(c.rows + 1, int(c.rows * factor)))
+
+
+def differing_rows(t: TensorType, bench: Bench, weights: Any, a: Encode, b: Encode, rows: int = 64) -> int:
+    """Return how many of the first rows differ between two encoders."""
+    rows = min(rows, bench.total_rows)
+    outs = [np.zeros((rows, t.row_bytes(bench.x.shape[1])), np.uint8) for _ in range(2)]
+    for encode, out in zip((a, b), outs, strict=True):
+        encode(bench.x[:rows], weights, out, 0, rows)
+    return int((outs[0] != outs[1]).any(axis=1).sum())
+
+
+def contest(
+    t: TensorType, bench: Bench, weights: Any, found: dict[str, Library], threads: int
+) -> dict[str, Contestant]:
+    """Run all encoders of type ``t`` in turns."""
+    everybody = {name: library.encoder(t) for name, library in found.items()}
+    contestants = {name: Contestant(name, encode) for name, encode in everybody.items() if encode is not None}
+    out = np.empty((bench.total_rows, t.row_bytes(bench.x.shape[1])), np.uint8)
+    out.fill(0)  # touches the pages, or the first encoder would pay for them
+    with pinned(threads) as pool:
+        for c in contestants.values():
+            fit_rows(c, bench, weights, out)
+        for _ in range(bench.rounds):
+            for c in contestants.values():
+                seconds = timed(c, bench, weights, out, pool, threads)
+                c.rates.append(c.rows * bench.x.shape[1] / seconds)
+    return contestants
+
+
+def copy_rate(bench: Bench, threads: int) -> float:
+    """Return the weights per second of a plain copy of the matrix."""
+    target = bench.x.copy()
+
+    def copy(x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
+        np.copyto(target[row0:row1], x[row0:row1])
+
+    c = Contestant("copy", copy, bench.total_rows)
+    with pinned(threads) as pool:
+        for _ in range(bench.rounds + 1):
+            c.rates.append(bench.x.size / timed(c, bench, None, None, pool, threads))
+    return statistics.median(c.rates[1:])
+
+
+# --- the table of types ---
+
+
+def ratio(c: dict[str, Contestant], peer: str) -> str:
+    return f"{c['quantkit'].median / c[peer].median:.1f}x" if peer in c else "-"
+
+
+def row(t: TensorType, with_imatrix: bool, threads: int, c: dict[str, Contestant]) -> str:
+    """Return one line of the table."""
+    rates = [f"{c[name].median / 1e6:.1f}" if name in c else "-" for name in ("quantkit", *PEERS)]
+    ratios = [ratio(c, peer) for peer in PEERS]
+    return "| " + " | ".join([t.name, "yes" if with_imatrix else "no", str(threads), *rates, *ratios]) + " |"
+
+
+def bench_types(options: argparse.Namespace, write: Output) -> None:
+    """Print the table; exit with 1 if quantkit's bytes differ from ggml's."""
+    found, missing = libraries()
+    x, weights = matrix(options.rows, options.columns)
+    bench, none = Bench(x, weights, options.rounds, options.seconds), np.empty(0, np.float32)
+    write(f"Mweights/s, median of {options.rounds} rounds; {options.rows} x {options.columns} float32; {machine()}\n")
+    for library in found.values():
+        write(f"- {library.name}: {library.what}")
+    for name, why in missing.items():
+        write(f"- {name}: MISSING, its columns are empty ({why})")
+    write("\n| type | imatrix | threads | quantkit | ggml | libgguf | ik | / ggml | / libgguf | / ik |")
+    write("|---|---|---|---|---|---|---|---|---|---|")
+    problems = []
+    for t in options.types:
+        for with_imatrix in (False, True)[: 1 if t.imatrix == "ignored" else 2]:
+            importance = weights if with_imatrix else none
+            label = t.name + (" with imatrix" if with_imatrix else "")
+            try:
+                problems += compare_bytes(t, label, bench, importance, found)
+                for threads in options.threads:
+                    write(row(t, with_imatrix, threads, contest(t, bench, importance, found, threads)))
+            except (ImportError, AttributeError) as e:
+                problems.append(f"{label}: our encoder cannot be loaded: {e}")
+    for threads in options.threads:
+        write(f"| copy of the float32 matrix | - | {threads} | {copy_rate(bench, threads) / 1e6:.1f} | | | | | | |")
+    if problems:
+        sys.exit("\n".join(problems))
+
+
+def compare_bytes(t: TensorType, label: str, bench: Bench, weights: Any, found: dict[str, Library]) -> list[str]:
+    """Return the differences of quantkit's bytes from ggml's."""
+    theirs = found["ggml"].encoder(t) if "ggml" in found else None
+    own = found["quantkit"].encoder(t)
+    if theirs is None or own is None:
+        return []
+    wrong = differing_rows(t, bench, weights, own, theirs)
+    return [f"{label}: {wrong} of 64 rows differ from ggml's"] if wrong else []
+
+
+def type_list(text: str) -> list[TensorType]:
+    """Parse --types."""
+    try:
+        return [BY_NAME[name.strip().upper()] for name in text.split(",")]
+    except KeyError as e:
+        raise argparse.ArgumentTypeError(f"there is no tensor type {e}") from None
+
+
+def all_types() -> list[TensorType]:
+    """Return every type with an encoder, except floats that are a plain copy."""
+    from quantkit.kernels.formats import has_encoder
+
+    return [t for t in BY_NAME.values() if has_encoder(t) and t.name != "F32"]
+
+
+# --- whole files ---
+
+
+def same_tensors(a: GGUFFile, b: GGUFFile) -> str:
+    """Return how the tensors of two files differ, or ""; reads in pieces, to bound memory."""
+    if list(a.tensors) != list(b.tensors):
+        return "other tensors, or another order"
+    for name, tensor in a.tensors.items():
+        other = b.tensors[name]
+        if (tensor.type, tensor.shape) != (other.type, other.shape):
+            return f"{name}: {tensor.type} {tensor.shape} against {other.type} {other.shape}"
+        if not np.array_equal(a.data(tensor), b.data(other)):
+            return f"{name}: other bytes"
+        a.forget(tensor)
+        b.forget(other)
+    return ""
+
+
+def whole_file(options: argparse.Namespace, write: Output) -> None:
+    """Print the comparison of both programs; exit with 1 if their tensors differ."""
+    folder = llama_bin()
+    with work_folder(options.work) as work:
+        source, imatrix = work / "model.gguf", work / "imatrix.gguf"
+        if options.model:
+            source, given = options.model, ["--imatrix", str(options.imatrix)] if options.imatrix else []
+        else:
+            make_moe(source, "--size", options.size, "--imatrix", str(imatrix))
+            given = ["--imatrix", str(imatrix)] if options.with_imatrix else []
+        threads = str(max(options.threads))
+        outputs = {"quantkit": work / "ours.gguf", "llama-quantize": work / "theirs.gguf"}
+        commands = {"quantkit": quantkit("quantize", *given, "-j", threads, source, outputs["quantkit"], options.to)}
+        if folder is not None:
+            theirs = [folder / "llama-quantize", *given, source, outputs["llama-quantize"], options.to, threads]
+            commands["llama-quantize"] = [str(a) for a in theirs]
+        results = race(commands, outputs, options.rounds)
+        write(f"\n{source.name}, {format_size(source.stat().st_size)}, to {options.to}, {threads} threads, ", end="")
+        write(f"{'with' if given else 'no'} imatrix, median of {options.rounds} runs in turns; {machine()}\n")
+        report(results, write)
+        if folder is None:
+            write("\nllama-quantize: MISSING, so nothing is compared: run scripts/peers, or set QUANTKIT_LLAMA_BIN")
+            return
+        with open_gguf(outputs["quantkit"]) as a, open_gguf(outputs["llama-quantize"]) as b:
+            difference = same_tensors(a, b)
+        for output in outputs.values():
+            output.unlink()
+    write(f"\ntensor data: {difference or 'identical, every byte of every tensor'}")
+    if difference:
+        sys.exit(1)
+
+
+def race(commands: dict[str, list[str]], outputs: dict[str, Path], rounds: int) -> dict[str, list[Outcome]]:
+    """Run the programs in turns; the first turn warms up."""
+    results: dict[str, list[Outcome]] = {name: [] for name in commands}
+    for turn in range(rounds + 1):
+        for name, command in commands.items():
+            outputs[name].unlink(missing_ok=True)
+            os.sync()  # dirty pages of the previous program do not count
+            outcome = run(command).checked(name)
+            if turn:
+                results[name].append(outcome)
+    return results
+
+
+def report(results: dict[str, list[Outcome]], write: Output) -> None:
+    """Print the table of a race."""
+    seconds = {name: statistics.median(o.seconds for o in outcomes) for name, outcomes in results.items()}
+    write("| program | wall time | all runs | peak RSS |\n|---|---|---|---|")
+    for name, outcomes in results.items():
+        runs = ", ".join(f"{o.seconds:.2f}" for o in outcomes)
+        peak = max(o.peak_rss for o in outcomes)
+        write(f"| {name} | {seconds[name]:.2f} s | {runs} | {format_size(peak)} |")
+    if len(seconds) == 2:
+        write(f"\nquantkit is {seconds['llama-quantize'] / seconds['quantkit']:.2f} times as fast")
+
+
+# --- the command ---
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--types", type=type_list, metavar="T,T,..", help="default: all with an encoder")
+    p.add_argument("--threads", type=int, nargs="+", default=sorted({1, available_cpus()}), metavar="N")
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--seconds", type=float, default=0.2, help="duration of one call with one thread (default: 0.2)")
+    p.add_argument("--rows", type=int, default=4096)
+    p.add_argument("--columns", type=int, default=4096)
+    p.add_argument("--append", type=Path, metavar="FILE", help="also append the output to this Markdown file")
+    w = p.add_argument_group("whole file")
+    w.add_argument("--whole-file", action="store_true")
+    w.add_argument("--size", default="2G", help="size of the generated model (default: 2G)")
+    w.add_argument("--model", type=Path, metavar="GGUF", help="use this model instead of generating one")
+    w.add_argument("--imatrix", type=Path, metavar="FILE", help="importance matrix for --model")
+    w.add_argument("--with-imatrix", action="store_true", help="use the importance matrix generated with the model")
+    w.add_argument("--to", default="Q4_K_M", metavar="TYPE", help="default: Q4_K_M")
+    w.add_argument("--work", type=Path, metavar="FOLDER", help="folder of the large files (default: a temporary one)")
+    return p
+
+
+def main() -> None:
+    options = parser().parse_args()
+    options.types = options.types or all_types()
+    write = Output()
+    try:
+        (whole_file if options.whole_file else bench_types)(options, write)
+    finally:
+        if options.append and write.text:
+            with open(options.append, "a") as file:
+                file.write(f"\n`benchmarks/bench_quantize.py {' '.join(sys.argv[1:])}`\n\n{write.text}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Kill a quantization at random moments, resume it, and compare: every output must be the same file.
+
+    benchmarks/kill_resume.py --trials 100
+
+A model of 1.1 GB is generated and quantized once undisturbed (the reference), then TRIALS times: the run is killed with
+SIGKILL after a random part of the reference's time, sometimes killed again while resuming, and then resumed to its end.
+A trial fails if a run does not end, its SHA-256 differs, or files are left behind. A run that ends before its kill is
+repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from processes import Outcome, machine, make_moe, quantkit, run, sha256, work_folder
+
+#: Most kills of one trial, including those of resumes.
+MAX_KILLS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is quantized, and the expected result."""
+
+    command: Sequence[str]
+    output: Path
+    sha256: str
+    tensors: int
+    #: Seconds of an undisturbed run.
+    seconds: float
+
+    @property
+    def complete(self) -> bool:
+        """Return whether nothing is left to resume: the output has its name, and the journal is gone."""
+        return self.output.exists() and not self.output.with_name(self.output.name + ".journal").exists()
+
+    def leftovers(self) -> list[str]:
+        """Return the names of the files that belong to this output, other than itself."""
+        return [p.name for p in self.output.parent.glob(self.output.name + ".*")]
+
+    def clear(self) -> None:
+        """Remove the output and the files that belong to it."""
+        for path in self.output.parent.glob(self.output.name + "*"):
+            path.unlink()
+
+
+@dataclass
+class Trial:
+    """One run with its kills and its resume."""
+
+    delays: list[float]
+    reused: int = 0
+    wrong: str = ""
+
+
+def kill_after(delay: float) -> Callable[[subprocess.Popen[bytes]], None]:
+    """Return a watch that kills the process after ``delay`` seconds."""
+
+    def watch(process: subprocess.Popen[bytes]) -> None:
+        time.sleep(delay)
+        # Not process.kill(), which reaps an ended process and so hides its usage from run().
+        os.kill(process.pid, signal.SIGKILL)
+
+    return watch
+
+
+def trial(case: Case, rng: random.Random, again: float) -> Trial:
+    """Kill, resume, compare."""
+    done = Trial([])
+    arguments: list[str] = []
+    case.clear()
+    while not done.delays or (len(done.delays) < MAX_KILLS and not case.complete and rng.random() < again):
+        delay = rng.uniform(0, case.seconds)
+        outcome = run([*case.command, *arguments], watch=kill_after(delay))
+        if outcome.returncode == 0:
+            if done.delays:
+                check(case, done, outcome)
+                return done
+            case.clear()
+            continue
+        if outcome.returncode != -9:
+            done.wrong = f"ended with {outcome.returncode} before its kill: {outcome.stderr.strip()[-500:]}"
+            return done
+        done.delays.append(delay)
+        arguments = ["--resume"]
+    check(case, done, None if case.complete else run([*case.command, "--resume"]))
+    return done
+
+
+def check(case: Case, done: Trial, resume: Outcome | None) -> None:
+    """Compare the result of the last resume with the expected one."""
+    if resume is not None and resume.returncode != 0:
+        done.wrong = f"the resume ended with {resume.returncode}: {resume.stderr.strip()[-500:]}"
+        return
+    done.reused = case.tensors if resume is None else json.loads(resume.stdout)["resumed_tensors"]
+    found = sha256(case.output)
+    if found != case.sha256:
+        done.wrong = f"SHA-256 {found}, not {case.sha256}"
+    elif case.leftovers():
+        done.wrong = f"left behind: {', '.join(case.leftovers())}"
+
+
+def reference(model: Path, output: Path, options: argparse.Namespace) -> Case:
+    """Run once undisturbed, after a run that compiles the kernels."""
+    extra = ["--threads", str(options.threads)] if options.threads else []
+    command = quantkit("quantize", "--json", *extra, model, output, options.to)
+    run([*command, "--overwrite"]).checked("the first run")
+    outcome = run([*command, "--overwrite"]).checked("the reference run")
+    tensors = len(json.loads(outcome.stdout)["tensors"])
+    return Case(command, output, sha256(output), tensors, outcome.seconds)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--trials", type=int, default=100)
+    p.add_argument("--seed", type=int, default=1)
+    p.add_argument("--size", default="1.1G", help="size of the generated model (default: 1.1G)")
+    p.add_argument("--model", type=Path, metavar="GGUF", help="use this model instead of generating one")
+    p.add_argument("--to", default="Q4_K_M", metavar="TYPE", help="default: Q4_K_M")
+    p.add_argument("--again", type=float, default=0.3, metavar="P", help="probability of killing a resume (0.3)")
+    p.add_argument("--threads", type=int)
+    p.add_argument("--work", type=Path, metavar="FOLDER", help="folder of the large files (default: a temporary one)")
+    return p
+
+
+def main() -> None:
+    options = parser().parse_args()
+    rng = random.Random(options.seed)
+    with work_folder(options.work) as folder:
+        # 16 experts, for many tensors of moderate size that a resume may find done or not.
+        model = options.model or make_moe(folder / "model.gguf", "--size", options.size, "--experts", "16")
+        case = reference(model, folder / "killed.gguf", options)
+        print(
+            f"{machine()}\nreference: {case.seconds:.2f} s, {case.tensors} tensors, SHA-256 {case.sha256}", flush=True
+        )
+        trials = []
+        for number in range(1, options.trials + 1):
+            done = trial(case, rng, options.again)
+            trials.append(done)
+            delays = ", ".join(f"{delay:.2f} s" for delay in done.delays)
+            verdict = f"WRONG: {done.wrong}" if done.wrong else "same bytes"
+            print(
+                f"{number:4d}  killed after {delays}; reused {done.reused}/{case.tensors} tensors; {verdict}",
+                flush=True,
+            )
+        case.clear()
+    wrong = sum(bool(t.wrong) for t in trials)
+    kills = sum(len(t.delays) for t in trials)
+    reused = sum(t.reused for t in trials) / max(1, len(trials) * case.tensors)
+    print(f"{len(trials)} trials, {kills} kills: {len(trials) - wrong} identical SHA-256, {wrong} wrong; ", end="")
+    print(f"on average a resume found {100 * reused:.0f} % of the tensors done")
+    sys.exit(1 if wrong or not trials else 0)
+
+
+if __name__ == "__main__":
+    main()

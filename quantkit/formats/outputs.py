@@ -1,0 +1,217 @@
+"""Whole files, read and written so that nothing is lost: what every command's inputs and outputs go through.
+
+Before any work, ``check_apart`` refuses an output that is an input or another output, by whatever name. An ``Output``
+is then held as long as its run lasts, by a lock on OUT.lock, which a killed run leaves behind and nobody holds then.
+What is ``written`` appears whole or not at all: it grows as OUT.part and is renamed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, TextIO
+
+from quantkit.errors import FormatError, ResourceError
+from quantkit.formats.gguf import parse_split_path, split_path
+from quantkit.formats.ranges import sync
+from quantkit.helpers import format_size
+
+#: The most that is read of a text, and of any pipe; a split model has at most 65535 shards.
+MAX_TEXT, _MOST_SHARDS = 1 << 30, (1 << 16) - 1
+
+
+def read_text(path: str | Path) -> bytes:
+    """Return the bytes of a text; ``-`` is standard input. Raises FormatError, also beyond ``MAX_TEXT`` bytes."""
+    return _standard_input(sys.stdin) if str(path) == "-" else read_whole(path, MAX_TEXT)
+
+
+@lru_cache(maxsize=1)
+def _standard_input(stream: TextIO) -> bytes:
+    """Read it once; a text is read again for every pass that needs it."""
+    return _bounded(stream.buffer, "standard input", MAX_TEXT)
+
+
+def _bounded(file: BinaryIO, name: str | Path, most: int) -> bytes:
+    data = bytearray()
+    while piece := file.read(1 << 20):
+        data += piece
+        if len(data) > most:
+            raise FormatError(
+                f"{name}: more than {format_size(most)}, the most that is read here: is it the right file?"
+            )
+    return bytes(data)
+
+
+def read_whole(path: str | Path, most: int | None = None) -> bytes:
+    """Return all bytes of a file, or of a pipe; FormatError beyond ``most`` of them, and for devices, which never end.
+
+    Without ``most``, a regular file may be of any size.
+    """
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+            raise FormatError(f"{path}: a device, neither a file nor a pipe: name a file")
+        with open(path, "rb") as file:
+            if most is None and stat.S_ISREG(mode):
+                return file.read()
+            return _bounded(file, path, MAX_TEXT if most is None else most)
+    except OSError as e:
+        raise FormatError(f"{path}: cannot be read: {e.strerror or e}") from None
+
+
+def part_path(path: Path) -> Path:
+    """Return the name under which an output grows."""
+    return path.with_name(path.name + ".part")
+
+
+def lock_path(path: Path) -> Path:
+    """Return the file whose lock a run holds while it writes ``path``."""
+    return path.with_name(path.name + ".lock")
+
+
+def end_of_links(path: str | Path) -> Path:
+    """Return where an output is to lie, and grow: at the end of links, if ``path`` is one."""
+    return Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
+
+
+# ---------------------------------------------------------------- before any work
+
+
+def check_apart(outputs: Iterable[str | Path | None], inputs: Iterable[str | Path | None] = ()) -> None:
+    """Raise ResourceError if an output, or a name it is written by, is an input or another output.
+
+    None stands for what was not given, - for standard input. Of an input that is a shard, all shards count. Files are
+    told by device and inode, those that are not there yet by folder and name, so links do not matter.
+    """
+    read = (Path("/dev/stdin" if str(each) == "-" else each) for each in inputs if each is not None)
+    taken = {_identity(shard): (shard, True) for each in read for shard in _shards(each)}
+    for output in (end_of_links(each) for each in outputs if each is not None):
+        names = {_identity(name): name for name in (output, part_path(output), lock_path(output))}
+        for identity, name in names.items():
+            if identity in taken:
+                raise ResourceError(_clash(output, name, *taken[identity]))
+        taken |= {identity: (name, False) for identity, name in names.items()}
+
+
+def _clash(output: Path, name: Path, other: Path, is_input: bool) -> str:
+    through = "" if name == output else f", which grows as {name},"
+    if is_input:
+        what = "itself" if other == name else f"{other} itself"
+        return f"{output}{through} is the input {what}; write the output under another name"
+    both = f"two outputs, {output}," if name == other == output else f"{output}{through} and {other}"
+    return f"{both} are one file; give each output a name of its own"
+
+
+def _identity(path: Path) -> tuple[object, ...]:
+    with suppress(OSError):
+        found = os.stat(path)
+        return found.st_dev, found.st_ino
+    real = Path(os.path.realpath(path))
+    with suppress(OSError):
+        folder = os.stat(real.parent)
+        return folder.st_dev, folder.st_ino, real.name
+    return (real,)
+
+
+def _shards(path: Path) -> Iterator[Path]:
+    split = parse_split_path(path)
+    yield path
+    if split is not None and split[2] <= _MOST_SHARDS:
+        yield from (split_path(split[0], no, split[2]) for no in range(split[2]))
+
+
+def check_free(path: str | Path, *, overwrite: bool) -> None:
+    """Raise ResourceError if a file cannot appear at ``path``, or would replace one without ``overwrite``."""
+    if not os.path.isdir(os.path.dirname(end_of_links(path)) or "."):
+        raise ResourceError(f"{path}: its folder does not exist; make it first")
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return
+    except OSError as e:
+        raise ResourceError(f"{path}: {e.strerror or e}; name another file") from None
+    if stat.S_ISDIR(mode):
+        raise ResourceError(f"{path} is a directory; name a file")
+    if not stat.S_ISREG(mode):
+        raise ResourceError(f"{path} is no regular file, and would be replaced by one; name another")
+    if not overwrite:
+        raise ResourceError(f"{path} exists; give another name, or --overwrite to replace it")
+
+
+# ---------------------------------------------------------------- while it is written
+
+
+class Output:
+    """A file to be ``written``, any number of times: a context in which no other run writes it.
+
+    ``overwrite``: replace what is there. Entering raises what ``check_free`` raises, and ResourceError while another
+    run holds it.
+    """
+
+    def __init__(self, path: str | Path, *, overwrite: bool = False) -> None:
+        self.path, self.overwrite = end_of_links(path), overwrite
+        self._lock = -1
+
+    def __enter__(self) -> Output:
+        check_free(self.path, overwrite=True)
+        try:
+            self._lock = self._locked()
+        except OSError as e:
+            beside = f"{lock_path(self.path).name} beside it cannot: {e.strerror or e}"
+            raise ResourceError(f"{self.path} cannot be written, for {beside}") from None
+        try:
+            check_free(self.path, overwrite=self.overwrite)
+        except ResourceError:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _locked(self) -> int:
+        path = lock_path(self.path)
+        while True:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+                raise ResourceError(f"{self.path}: another run is writing it; wait for it or stop it") from None
+            except OSError:  # a file system without locks
+                return lock
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), os.stat(path)):
+                    return lock
+            os.close(lock)  # its run has ended since, and removed it
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        if os.fstat(self._lock).st_size == 0:  # else somebody's own file has the name
+            lock_path(self.path).unlink(missing_ok=True)
+        os.close(self._lock)
+
+
+@contextmanager
+def written(path: Path) -> Iterator[Path]:
+    """Yield where to write ``path``; the file gets its name at the end, and is gone if anything fails.
+
+    Raises ResourceError for what the disk refuses.
+    """
+    part = part_path(path)
+    try:
+        part.unlink(missing_ok=True)
+        yield part
+        sync(part)
+        part.replace(path)
+        sync(path.parent)
+    except OSError as e:
+        if e.filename is not None and Path(os.fsdecode(e.filename)) != part:
+            raise
+        raise ResourceError(f"{path}: {e.strerror or e}; nothing of it is kept: make room, or write elsewhere") from e
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)

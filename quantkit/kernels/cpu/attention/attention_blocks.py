@@ -1,0 +1,328 @@
+"""One block of keys and one tile of rows: scores, the running softmax, weighted values.
+
+``many``: rows of q and the keys are transposed, 16 at a time, and multiplied by ``outer`` tiles; values are copied into
+columns as wide as a tile, so that each stays in the L1 cache. ``few``: nothing is copied; keys and values are read in
+place, and the next ones prefetched.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+
+from quantkit.kernels.cpu.attention.attention_tiles import (
+    COLUMNS,
+    KEYS,
+    ROWS,
+    add_tile,
+    inner,
+    inner_half,
+    load_tile,
+    outer,
+    outer_half,
+    store_sums,
+    store_tile,
+    zero_products,
+    zero_strip,
+    zero_tile,
+)
+from quantkit.kernels.cpu.attention.cache import BLOCK, F16, read_rows
+from quantkit.kernels.cpu.core.functions import exp, load_part, store_part, tanh
+from quantkit.kernels.cpu.core.jit import helper, inline
+from quantkit.kernels.cpu.core.simd import (
+    convert,
+    f32x16,
+    hmax,
+    hsum,
+    i32x16,
+    load,
+    make_constant,
+    prefetch_l2,
+    select,
+    splat,
+    store,
+    transpose16,
+    vmax,
+)
+
+#: Rows of q of a tile.
+TILE = 64
+#: Products of a score that are summed in one accumulator.
+SUMMED = 128
+
+NONE = np.float32(-3.0e38)  # the largest score of no keys: finite, so that differences are never NaN
+
+lanes = make_constant(i32x16, list(range(16)), "attention_lanes")
+
+# ---------------------------------------------------------------- scratch
+# Scratch of each thread, in order; k and v are the vectors of a head's key and value:
+#     rows of the tile      [TILE] of 64 bytes each, see below
+#     factors               [TILE] float32, what a block multiplies o by
+#     scores                [TILE][BLOCK]
+#     sixteen               [16][k] vectors: 16 rows to transpose
+#     q                     [TILE][k] vectors
+#     keys                  [BLOCK][k] vectors
+#     values                [BLOCK][v] vectors
+#     o                     [TILE][v] vectors
+# After all threads: parts [SPLIT_ROWS][SPLITS] of v + 1 vectors, o and then m and l.
+
+FACTORS = 64 * TILE
+SCORES = FACTORS + 4 * TILE
+SIXTEEN = SCORES + 4 * TILE * BLOCK
+#: Fields of a row: first and last visible position, head, token; m, l, slope of the bias, sum of the weights in the
+#: last block.
+FIRST, LAST, HEAD, TOKEN, M, L, SLOPE, SUM = range(0, 32, 4)
+
+
+@inline
+def q_at(k):
+    return SIXTEEN + 1024 * k
+
+
+@inline
+def keys_at(k):
+    return SIXTEEN + 1024 * k + 64 * TILE * k
+
+
+@inline
+def values_at(k):
+    return SIXTEEN + 1024 * k + 64 * (TILE + BLOCK) * k
+
+
+@inline
+def o_at(k, v):
+    return values_at(k) + 64 * BLOCK * v
+
+
+@inline
+def thread_bytes(k, v):
+    return o_at(k, v) + 64 * TILE * v
+
+
+@inline
+def field(row, offset):
+    """Return an integer field of a row."""
+    return types.int64(load(types.int32, row, offset))
+
+
+# ---------------------------------------------------------------- scores
+
+
+@helper
+def transpose_keys(source, row_bytes, kind, keys, n, few, panels):
+    """Read ``keys`` keys and transpose them, 16 at a time: [keys / 16][n][16]."""
+    k = (n + 15) // 16
+    for first in range(0, keys, 16):
+        read_rows(source + first * row_bytes, row_bytes, kind, min(16, keys - first), n, k, few)
+        for j in range(k):
+            transpose16(few, 64 * j, 64 * k, panels, 64 * (first * k + 16 * j))
+
+
+@inline
+def _score(tile, keys, key_stride, q, begin, end, scores):
+    """Multiply columns begin..end of q and the keys of a tile, and add what was stored of the columns before."""
+    for i in range(begin, end):
+        tile = outer(tile, keys + 64 * i, key_stride, q + 64 * i, 4)
+    if begin > 0:
+        tile = add_tile(tile, scores, 4 * BLOCK)
+    store_tile(tile, scores, 4 * BLOCK)
+
+
+@inline
+def _outer_scores(q, keys, k, n, first, last, scores):
+    """Score ROWS rows (of a transposed panel of q) against the keys of vectors first..last.
+
+    Sums cover SUMMED columns and are then added, or rounding errors grow with the square of the head's length.
+    """
+    v = first
+    while v < last:
+        wide = v + COLUMNS <= BLOCK // 16 and last - v > COLUMNS // 2
+        for begin in range(0, n, SUMMED):
+            end = min(n, begin + SUMMED)
+            if wide:
+                _score(zero_tile(), keys + 1024 * k * v, 1024 * k, q, begin, end, scores + 64 * v)
+            else:
+                _score(zero_strip(), keys + 1024 * k * v, 1024 * k, q, begin, end, scores + 64 * v)
+        v += COLUMNS if wide else 1
+
+
+@inline
+def _prefetch_row(address, n):
+    for i in range(0, n, 64):
+        prefetch_l2(address, i)
+
+
+@inline
+def _inner_scores(q, keys, stride, kind, k, first, last, scores, after, n_bytes):
+    """Score ROWS rows (not transposed) against keys first..last, ``stride`` bytes apart.
+
+    Meanwhile prefetches n_bytes of each of the same rows at ``after``.
+    """
+    for key in range(first, last, KEYS):
+        k0 = keys + stride * key
+        k1 = keys + stride * min(key + 1, last - 1)
+        k2, k3 = keys + stride * min(key + 2, last - 1), keys + stride * min(key + 3, last - 1)
+        tile = zero_products()
+        if n_bytes > 0:
+            for c in range(KEYS):
+                _prefetch_row(after + n_bytes * (key + c), n_bytes)
+        if kind == F16:
+            for j in range(k):
+                tile = inner_half(tile, k0 + 32 * j, k1 + 32 * j, k2 + 32 * j, k3 + 32 * j, q + 64 * j, 64 * k)
+        else:
+            for j in range(k):
+                tile = inner(tile, k0 + 64 * j, k1 + 64 * j, k2 + 64 * j, k3 + 64 * j, q + 64 * j, 64 * k)
+        store_sums(tile, scores + 4 * key, 4 * BLOCK)
+
+
+@inline
+def _mask(s, at, first, end):
+    """Set the scores of those of keys at, at + 1, ... outside first..end to minus infinity."""
+    here = lanes() + types.int32(at)
+    return select((here >= types.int32(first)) & (here < types.int32(end)), s, types.float32(-np.inf))
+
+
+@helper
+def _bend(s, n0, n1, row, start, softcap):
+    """Cap scores and add the bias by distance."""
+    slope, last = load(types.float32, row, SLOPE), field(row, LAST)
+    for v in range(n0, n1):
+        x = load(f32x16, s, 64 * v)
+        if softcap > 0:
+            x = tanh(x / softcap) * softcap
+        distance = convert(f32x16, lanes() + types.int32(start + 16 * v - last))
+        store(s, 64 * v, x + distance * slope)
+
+
+@helper
+def _softmax(rows_at, factors, scores, start, n0, n1, scale, softcap, bent):
+    """Turn the scores of ROWS rows for key vectors n0..n1 of a block into weights; update m, l and the factors."""
+    for r in range(ROWS):
+        row, s = rows_at + 64 * r, scores + 4 * BLOCK * r
+        first, end = field(row, FIRST) - start, field(row, LAST) - start + 1
+        if bent:
+            for v in range(n0, n1):
+                store(s, 64 * v, load(f32x16, s, 64 * v) * scale)
+            _bend(s, n0, n1, row, start, softcap)
+        by = types.float32(1) if bent else scale
+        largest = splat(f32x16, load(types.float32, row, M))
+        for v in range(n0, n1):
+            x = load(f32x16, s, 64 * v) * by
+            if first > 16 * v or end < 16 * v + 16:
+                x = _mask(x, 16 * v, first, end)
+            store(s, 64 * v, x)
+            largest = vmax(x, largest)
+        m = hmax(largest)
+        store(factors, 4 * r, types.float32(load(types.float32, row, M) - m))
+        store(row, M, m)
+        total = splat(f32x16, 0.0)
+        for v in range(n0, n1):
+            p = exp(load(f32x16, s, 64 * v) - m)
+            total = total + p
+            store(s, 64 * v, p)
+        store(row, SUM, hsum(total))
+    f = exp(load_part(f32x16, factors, 0, ROWS))
+    store_part(factors, 0, f, ROWS)
+    for r in range(ROWS):
+        row = rows_at + 64 * r
+        before = load(types.float32, row, L) * load(types.float32, factors, 4 * r)
+        store(row, L, types.float32(before + load(types.float32, row, SUM)))
+
+
+@helper
+def _seen(rows_at, start):
+    """Return the first and last + 1 key of a block visible to any of ROWS rows."""
+    first, end = types.int64(BLOCK), types.int64(0)
+    for r in range(ROWS):
+        last = field(rows_at + 64 * r, LAST) - start + 1
+        if last > 0:
+            first = min(first, field(rows_at + 64 * r, FIRST) - start)
+            end = max(end, last)
+    return max(first, 0), min(end, BLOCK)
+
+
+@helper
+def many_scores(me, rows, k, n, start, scale, softcap, bent):
+    """Compute the weights of all rows of a tile for a block of transposed keys."""
+    for r in range(0, rows, ROWS):
+        first, end = _seen(me + 64 * r, start)
+        if first >= end:
+            continue
+        scores, q = me + SCORES + 4 * BLOCK * r, me + q_at(k) + 1024 * k * (r // 16) + 4 * (r % 16)
+        n0, n1 = first // 16, (end + 15) // 16
+        _outer_scores(q, me + keys_at(k), k, n, n0, n1, scores)
+        _softmax(me + 64 * r, me + FACTORS + 4 * r, scores, start, n0, n1, scale, softcap, bent)
+
+
+@helper
+def few_scores(me, begin, rows, k, keys, stride, kind, start, scale, softcap, bent, after, n_bytes):
+    """Compute the weights of rows begin..begin + rows for a block of keys read in place."""
+    for r in range(begin, begin + rows, ROWS):
+        first, end = _seen(me + 64 * r, start)
+        if first >= end:
+            continue
+        scores, q = me + SCORES + 4 * BLOCK * r, me + q_at(k) + 64 * k * r
+        n0, n1 = first // 16, (end + 15) // 16
+        _inner_scores(q, keys, stride, kind, k, 16 * n0, end, scores, after, n_bytes if r == begin else 0)
+        _softmax(me + 64 * r, me + FACTORS + 4 * r, scores, start, n0, n1, scale, softcap, bent)
+
+
+@inline
+def _weigh(tile, o, o_stride, factors, weights, first, end, values, stride, vector, half, ahead, n_bytes):
+    """o = factor * o + weights * values first..end; values: rows ``stride`` bytes apart, of vectors ``vector`` apart.
+
+    Meanwhile prefetches n_bytes of each row at ``ahead``.
+    """
+    tile = load_tile(tile, o, o_stride, factors)
+    for i in range(first, end):
+        _prefetch_row(ahead + n_bytes * i, n_bytes)
+        if half:
+            tile = outer_half(tile, values + stride * i, vector, weights + 4 * i, 4 * BLOCK)
+        else:
+            tile = outer(tile, values + stride * i, vector, weights + 4 * i, 4 * BLOCK)
+    store_tile(tile, o, o_stride)
+
+
+@helper
+def few_values(me, begin, rows, k, v, values, stride, kind, start, after, n_bytes):
+    """o = factor * o + weights * values, for rows begin..begin + rows; values read in place."""
+    size = 32 if kind == F16 else 64
+    for j in range(0, v, COLUMNS):
+        ahead = after + size * BLOCK * j
+        for r in range(begin, begin + rows, ROWS):
+            first, end = _seen(me + 64 * r, start)
+            if first >= end:
+                continue
+            first = first // 16 * 16
+            weights, factors, o = me + SCORES + 4 * BLOCK * r, me + FACTORS + 4 * r, me + o_at(k, v) + 64 * v * r
+            at = size * COLUMNS if r == begin and n_bytes > 0 else 0
+            x, to = values + size * j, o + 64 * j
+            if j + COLUMNS > v:
+                for c in range(v - j):
+                    x, to, half = values + size * (j + c), o + 64 * (j + c), kind == F16
+                    _weigh(zero_strip(), to, 64 * v, factors, weights, first, end, x, stride, size, half, 0, 0)
+            elif kind == F16:
+                _weigh(zero_tile(), to, 64 * v, factors, weights, first, end, x, stride, size, True, ahead, at)
+            else:
+                _weigh(zero_tile(), to, 64 * v, factors, weights, first, end, x, stride, size, False, ahead, at)
+
+
+@helper
+def many_values(me, rows, k, v, start):
+    """o = factor * o + weights * values, for all rows of a tile; values in columns of COLUMNS vectors."""
+    j = 0
+    while j < v:
+        wide = j + COLUMNS <= v
+        values, o = me + values_at(k) + 64 * BLOCK * j, me + o_at(k, v) + 64 * j
+        for r in range(0, rows, ROWS):
+            first, end = _seen(me + 64 * r, start)
+            if first >= end:
+                continue
+            first = first // 16 * 16
+            weights, factors, to = me + SCORES + 4 * BLOCK * r, me + FACTORS + 4 * r, o + 64 * v * r
+            if wide:
+                step = 64 * COLUMNS
+                _weigh(zero_tile(), to, 64 * v, factors, weights, first, end, values, step, 64, False, 0, 0)
+            else:
+                _weigh(zero_strip(), to, 64 * v, factors, weights, first, end, values, 64, 64, False, 0, 0)
+        j += COLUMNS if wide else 1

@@ -1,0 +1,185 @@
+"""The key-value cache: written row by row, read back in float32 blocks.
+
+Each cell is one row of all key-value heads, in F32, F16 or Q8_0 (ggml's bytes: blocks of 32, f16 scale, int8 levels,
+rounded as quantize_row_q8_0_ref does). The cell of a token is sequence * n_ctx + position. Types are ggml ids
+(quantkit.types), dispatched at run time: reading a block is cheap next to using it.
+
+Products are float32. llama.cpp also rounds q to the cache's type (f16 x f16, q8_0 x q8_0 products); results here
+differ from its by that rounding and are closer to the model.
+"""
+
+from __future__ import annotations
+
+from numba import types
+
+from quantkit.kernels.cpu.core.functions import load_part, store_part
+from quantkit.kernels.cpu.core.jit import helper, inline
+from quantkit.kernels.cpu.core.simd import (
+    convert,
+    f16_to_f32,
+    f32_to_f16,
+    f32x16,
+    hmax,
+    i8x16,
+    load,
+    load_f16,
+    prefetch_l2,
+    round_away,
+    splat,
+    store,
+    store_f16,
+    vabs,
+    vmax,
+)
+from quantkit.kernels.cpu.core.tape import N_CTX, N_TOKENS, POSITIONS, SEQUENCES, arg, batch_word, first_of, operation
+from quantkit.types import BY_NAME
+
+#: ggml ids of the types a cache may have: the values of slots k_type and v_type.
+F32, F16, Q8_0 = (BY_NAME[name].id for name in ("F32", "F16", "Q8_0"))
+
+#: Cells read at once; a block begins at a multiple of BLOCK.
+BLOCK = 64
+
+
+@inline
+def bytes_of(kind, n):
+    """Return the bytes of n values of a cache type."""
+    return 4 * n if kind == F32 else 2 * n if kind == F16 else n // 32 * 34
+
+
+# ---------------------------------------------------------------- write
+
+_K, _V, _K_CACHE, _V_CACHE, _K_TYPE, _V_TYPE, _K_WIDTH, _V_WIDTH = range(1, 9)
+
+
+@inline
+def _write_q8_0(x, out):
+    """Write one block as quantize_row_q8_0_ref does; a scale too small to invert gives levels of 0."""
+    x0, x1 = load(f32x16, x, 0), load(f32x16, x, 64)
+    d = hmax(vmax(vabs(x0), vabs(x1))) / types.float32(127)
+    inverse = types.float32(1) / d
+    if not inverse < types.float32(3.4028235e38):
+        inverse = types.float32(0)
+    store(out, 0, f32_to_f16(d))
+    store(out, 2, convert(i8x16, round_away(x0 * inverse)))
+    store(out, 18, convert(i8x16, round_away(x1 * inverse)))
+
+
+@helper
+def _write_part(x, n, kind, out):
+    """Write up to 32 values; exactly 32 for Q8_0."""
+    if kind == Q8_0:
+        _write_q8_0(x, out)
+        return
+    for i in range(0, n, 16):
+        if n - i >= 16:
+            if kind == F16:
+                store_f16(out, 2 * i, load(f32x16, x, 4 * i))
+            else:
+                store(out, 4 * i, load(f32x16, x, 4 * i))
+        elif kind == F32:
+            store_part(out, 4 * i, load_part(f32x16, x, 4 * i, n - i), n - i)
+        else:
+            for j in range(i, n):
+                store(out, 2 * j, f32_to_f16(load(types.float32, x, 4 * j)))
+
+
+@inline
+def _write(args, x, cache, kind, width, tid, nth):
+    """Write all rows of x; threads share blocks of 32 columns."""
+    parts = (width + 31) // 32
+    row_bytes = bytes_of(kind, width)
+    positions, sequences = batch_word(args, POSITIONS), batch_word(args, SEQUENCES)
+    items = batch_word(args, N_TOKENS) * parts
+    for item in range(first_of(items, tid, nth), first_of(items, tid + 1, nth)):
+        token, part = item // parts, item % parts
+        cell = load(types.int32, sequences, 4 * token) * batch_word(args, N_CTX) + load(
+            types.int32, positions, 4 * token
+        )
+        n = min(32, width - 32 * part)
+        _write_part(x + 4 * (token * width + 32 * part), n, kind, cache + cell * row_bytes + bytes_of(kind, 32 * part))
+
+
+@operation("batch k v k_cache v_cache k_type v_type k_width v_width")
+def cache_write(args, tid, nth):
+    """Store k [n_tokens, k_width] and v [n_tokens, v_width] in the cells of the tokens; v_width 0: no v.
+
+    Rows of a Q8_0 cache have a multiple of 32 values.
+    """
+    _write(args, arg(args, _K), arg(args, _K_CACHE), arg(args, _K_TYPE), arg(args, _K_WIDTH), tid, nth)
+    if arg(args, _V_WIDTH) > 0:
+        _write(args, arg(args, _V), arg(args, _V_CACHE), arg(args, _V_TYPE), arg(args, _V_WIDTH), tid, nth)
+
+
+# ---------------------------------------------------------------- read
+
+
+@inline
+def _read16(source, kind, j):
+    """Return values 16 j, ..., 16 j + 15 of a head's row."""
+    if kind == F16:
+        return load_f16(f32x16, source, 32 * j)
+    if kind == F32:
+        return load(f32x16, source, 64 * j)
+    at = source + (j >> 1) * 34
+    d = f16_to_f32(load(types.uint16, at, 0))
+    return convert(f32x16, load(i8x16, at, 2 + 16 * (j & 1))) * d
+
+
+@inline
+def _read_end(source, kind, width, out):
+    """Write the last values of a row whose length is not a multiple of 16, zero-padded."""
+    store(out, 0, splat(f32x16, 0.0))
+    for i in range(width // 16 * 16, width):
+        if kind == F16:
+            store(out, 4 * (i % 16), f16_to_f32(load(types.uint16, source, 2 * i)))
+        else:
+            store(out, 4 * (i % 16), load(types.float32, source, 4 * i))
+
+
+@helper
+def read_rows(source, row_bytes, kind, rows, width, group, out):
+    """Read ``rows`` <= BLOCK rows of ``width`` values, as float32 in columns of ``group`` vectors of 16.
+
+    Vector j of row r, in the group of g vectors that begins with vector j0, goes to byte
+    64 * (BLOCK * j0 + g * r + j - j0); vectors beyond the last whole group form groups of their own (g = 1). A group
+    of all vectors gives plain rows. The same rows of the next block are prefetched.
+    """
+    vectors, full = (width + 15) // 16, width // 16
+    n_bytes = bytes_of(kind, width)
+    for r in range(rows):
+        at = source + r * row_bytes
+        for i in range(0, n_bytes, 64):
+            prefetch_l2(at, BLOCK * row_bytes + i)
+        j = 0
+        while j + group <= full:
+            to = out + 64 * (BLOCK * j + group * r)
+            if kind == F16:
+                for c in range(group):
+                    store(to, 64 * c, load_f16(f32x16, at, 32 * (j + c)))
+            elif kind == F32:
+                for c in range(group):
+                    store(to, 64 * c, load(f32x16, at, 64 * (j + c)))
+            elif group % 2 == 0:
+                for c in range(0, group, 2):
+                    block = at + (j + c) // 2 * 34
+                    d = splat(f32x16, f16_to_f32(load(types.uint16, block, 0)))
+                    store(to, 64 * c, convert(f32x16, load(i8x16, block, 2)) * d)
+                    store(to, 64 * c + 64, convert(f32x16, load(i8x16, block, 18)) * d)
+            else:
+                for c in range(group):
+                    store(to, 64 * c, _read16(at, Q8_0, j + c))
+            j += group
+        while j < vectors:
+            if j + group <= vectors:
+                to = out + 64 * (BLOCK * j + group * r)
+                size = group
+            else:
+                to = out + 64 * (BLOCK * j + r)
+                size = 1
+            for c in range(size):
+                if j + c < full:
+                    store(to, 64 * c, _read16(at, kind, j + c))
+                else:
+                    _read_end(at, kind, width, to + 64 * c)
+            j += size

@@ -1,0 +1,106 @@
+"""Checks on data: no NaN or Inf among the values of a row, no invalid scale among the fields of its blocks.
+
+All rules have one form: a field of 1, 2, 4 or 8 bytes is bad if all bits of a mask are set in it. For floats the mask
+is the exponent. ``TensorType.fields`` lists the fields of a block, or of a row header, by kind and offset::
+
+    f16  0x7C00      bf16  0x7F80      f32  0x7F800000      f64  0x7FF0000000000000
+    e8m0 0xFF        the one exponent without a value (MXFP4)
+    nibbles          IQ1_M: an f16 in the top 4 bits of four u16; its exponent's bits are in the third and fourth
+    ue4m3            NVFP4: always valid, every byte is a value
+
+They reject what llama.cpp b11434's ggml_validate_row_data rejects, except F64 beyond the range of f32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import FormatError
+from quantkit.kernels.cpu.core.jit import inline, kernel
+from quantkit.kernels.cpu.core.simd import any_lane, load, load_line
+from quantkit.types import TensorType
+
+#: The mask of each kind of field; its type is the field's width.
+MASKS: dict[str, Any] = {
+    "f16": np.uint16(0x7C00),
+    "bf16": np.uint16(0x7F80),
+    "f32": np.uint32(0x7F800000),
+    "f64": np.uint64(0x7FF0000000000000),
+    "e8m0": np.uint8(0xFF),
+    "nibbles": np.uint64(0x7000C00000000000),
+    "ue4m3": None,
+}
+EXPONENT = MASKS["f32"]
+
+
+@inline
+def _dense(data: Any, row_bytes: Any, row0: Any, row1: Any, kind: Any, mask: Any, width: Any) -> Any:
+    """Return the first row with a bad number, or -1; rows contain only numbers of type ``kind``."""
+    for row in range(row0, row1):
+        start, end = row * row_bytes, (row + 1) * row_bytes
+        lines = start + (row_bytes & ~255)
+        for at in range(start, lines, 256):
+            bad = (load_line(kind, data, at) & mask) == mask
+            for k in range(64, 256, 64):
+                bad = bad | ((load_line(kind, data, at + k) & mask) == mask)
+            if any_lane(bad):
+                return row
+        for at in range(lines, end, width):
+            if load(kind, data, at) & mask == mask:
+                return row
+    return -1
+
+
+@kernel
+def first_nonfinite_row(x: npt.NDArray[np.float32], row0: int, row1: int) -> int:
+    """Return the first of rows row0..row1 of x, float32 [rows, n] C-contiguous, with a NaN or Inf, or -1."""
+    return _dense(x, 4 * x.shape[1], row0, row1, np.uint32, EXPONENT, 4)  # type: ignore[no-any-return]
+
+
+@kernel
+def _first_dense(address: int, row_bytes: int, rows: int, kind: Any, mask: Any, width: int) -> int:
+    """Return the first row with a bad number, or -1; ``width`` is the size of a number."""
+    return _dense(address, row_bytes, 0, rows, kind, mask, width)  # type: ignore[no-any-return]
+
+
+@kernel
+def _first_strided(address: int, row_bytes: int, rows: int, kind: Any, mask: Any, at: int, step: int) -> int:
+    """Return the first row with a bad field, or -1; fields are at byte ``at`` of a row, then every ``step`` bytes."""
+    for row in range(rows):
+        bad = False
+        for field in range(row * row_bytes + at, (row + 1) * row_bytes, step):
+            bad |= load(kind, address, field) & mask == mask
+        if bad:
+            return row
+    return -1
+
+
+def validate_rows(t: TensorType, data: npt.NDArray[np.uint8]) -> int:
+    """Return the first row with an invalid block, or -1.
+
+    ``data`` is uint8 [rows, row_bytes]. Raises FormatError if it is not, or if a row is not a whole number of blocks.
+    Types without fields to check (``t.scales`` empty) always pass.
+    """
+    if data.dtype != np.uint8 or data.ndim != 2 or (data.shape[1] - t.row_header) % t.block_bytes:
+        raise FormatError(
+            f"{t.name}: rows must be uint8 [rows, {t.row_header} + k * {t.block_bytes} bytes],"
+            f" not {data.dtype} {list(data.shape)}"
+        )
+    data = np.ascontiguousarray(data)
+    # An address, so that writeable and read-only mapped rows run one compiled kernel.
+    address: int = data.__array_interface__["data"][0]
+    first, row_bytes = data.shape
+    for of_row, kind, offset in t.fields:
+        mask = MASKS[kind]
+        if mask is None:
+            continue
+        if mask.itemsize == t.block_bytes:
+            found = _first_dense(address, row_bytes, first, type(mask), mask, t.block_bytes)
+        else:
+            at, step = (offset, row_bytes) if of_row else (t.row_header + offset, t.block_bytes)
+            found = _first_strided(address, row_bytes, first, type(mask), mask, at, step)
+        first = found if found >= 0 else first
+    return first if first < len(data) else -1

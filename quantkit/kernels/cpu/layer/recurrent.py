@@ -1,0 +1,317 @@
+"""Recurrent layers with a state of fixed size per sequence: causal convolution and the gated delta rule.
+
+A state is float32 [sequences, width]; a token at position 0 starts from zeros, whatever the state holds. Tokens are
+processed in batch order; sequences may be mixed. Columns are independent, so threads share columns and no result
+depends on the number of threads.
+
+    convolve     out[t] = sum over i of w[i] x[t - n + 1 + i] for each column; state: rows t - n + 1 ... t - 1
+                 weight: float32 [width, n] (the n taps of a column contiguous, as in the GGUF tensor)
+    delta_net    for each value head, with S [head_k, head_v]:
+                 S = exp(g) S;  d = beta (v - S^T k);  S = S + k d^T;  out = scale S^T q
+
+The delta rule (Yang, Kautz & Hatamizadeh 2024, "Gated Delta Networks") runs on ROWS = 4 tokens of a sequence at a time
+where possible: S is read once for all four, and their effect on each other reduces to dot products. With e_i the
+decays, D_i = e_1 ... e_i, P_ji = e_j+1 ... e_i and S before the four:
+
+    d_i   = beta_i (v_i - D_i S^T k_i - sum over j < i of P_ji (k_j . k_i) d_j)
+    out_i = scale (D_i S^T q_i + sum over j <= i of P_ji (k_j . q_i) d_j)
+    S     = D_4 S + sum over j of P_j4 k_j d_j^T
+
+A single token takes two passes over S: S^T k; then decay, update and S^T q together. A unit of work is 64 columns of
+a head.
+"""
+
+from __future__ import annotations
+
+from numba import types
+
+from quantkit.kernels.cpu.attention.attention_tiles import (
+    COLUMNS,
+    ROWS,
+    inner,
+    load_tile,
+    outer,
+    store_sums,
+    store_tile,
+    zero_products,
+    zero_tile,
+)
+from quantkit.kernels.cpu.core.functions import exp, load_up_to, store_up_to
+from quantkit.kernels.cpu.core.jit import helper, inline
+from quantkit.kernels.cpu.core.simd import extract, f32x16, load, muladd, splat, stack_bytes, store
+from quantkit.kernels.cpu.core.tape import N_TOKENS, POSITIONS, SEQUENCES, arg, batch_word, farg, first_of, operation
+
+_CONVOLVE_X, _CONVOLVE_OUT, _WEIGHT, _CONVOLVE_STATE, _TAPS, _WIDTH = range(1, 7)
+_Q, _K, _V, _G, _BETA, _OUT, _STATE, _N_K_HEAD, _N_V_HEAD, _HEAD_K, _HEAD_V, _SCALE, _TILED = range(1, 14)
+
+#: Columns of a unit of work.
+PART = 64
+#: The same for a convolution, and its largest number of taps (models have 4).
+CONVOLVE_PART, TAPS = 256, 16
+
+
+# ---------------------------------------------------------------- convolution
+
+
+@inline
+def _run_end(positions, sequences, begin, n_tokens):
+    """Return the end of the run of consecutive tokens of one sequence from ``begin``."""
+    end = begin + 1
+    while (
+        end < n_tokens
+        and load(types.int32, sequences, 4 * end) == load(types.int32, sequences, 4 * begin)
+        and load(types.int32, positions, 4 * end) == load(types.int32, positions, 4 * end - 4) + 1
+    ):
+        end += 1
+    return end
+
+
+@inline
+def _row_before(x, state, stride, r, begin, taps, byte, n, begins):
+    """Return 16 columns of row r of a run; r may lie before its beginning."""
+    if r >= begin:
+        return load_up_to(x, stride * r + byte, n)
+    if begins:
+        return splat(f32x16, 0.0)
+    return load_up_to(state, stride * (r - begin + taps - 1) + byte, n)
+
+
+@helper
+def _convolve_run(x, out, state, stride, begin, end, begins, taps, weights, n):
+    """Convolve n columns of rows begin..end of one sequence, then update the state; begins: the sequence starts."""
+    for t in range(begin, end):
+        for c in range(0, n, 16):
+            total = splat(f32x16, 0.0)
+            if t - taps + 1 >= begin and n - c >= 16:
+                for i in range(taps):
+                    before = load(f32x16, x, stride * (t - taps + 1 + i) + 4 * c)
+                    total = muladd(before, load(f32x16, weights, 4 * (CONVOLVE_PART * i + c)), total)
+            else:
+                for i in range(taps):
+                    before = _row_before(x, state, stride, t - taps + 1 + i, begin, taps, 4 * c, n - c, begins)
+                    total = muladd(before, load(f32x16, weights, 4 * (CONVOLVE_PART * i + c)), total)
+            store_up_to(out, stride * t + 4 * c, total, n - c)
+    for i in range(taps - 1):
+        for c in range(0, n, 16):
+            row = _row_before(x, state, stride, end - taps + 1 + i, begin, taps, 4 * c, n - c, begins)
+            store_up_to(state, stride * i + 4 * c, row, n - c)
+
+
+@operation("batch x out weight state taps width")
+def convolve(args, tid, nth):
+    """Causal convolution of every column with 1 <= taps <= TAPS; state: [sequences][taps - 1][width]."""
+    weights = stack_bytes(16384)  # [TAPS][CONVOLVE_PART]
+    width, taps, n_tokens = arg(args, _WIDTH), arg(args, _TAPS), batch_word(args, N_TOKENS)
+    positions, sequences = batch_word(args, POSITIONS), batch_word(args, SEQUENCES)
+    parts = (width + CONVOLVE_PART - 1) // CONVOLVE_PART
+    for part in range(first_of(parts, tid, nth), first_of(parts, tid + 1, nth)):
+        first = part * CONVOLVE_PART
+        n = min(CONVOLVE_PART, width - first)
+        for i in range(taps):
+            for c in range(n):
+                w = load(types.float32, arg(args, _WEIGHT), 4 * ((first + c) * taps + i))
+                store(weights, 4 * (CONVOLVE_PART * i + c), w)
+        begin = 0
+        while begin < n_tokens:
+            end = _run_end(positions, sequences, begin, n_tokens)
+            sequence = types.int64(load(types.int32, sequences, 4 * begin))
+            state = arg(args, _CONVOLVE_STATE) + 4 * (sequence * (taps - 1) * width + first)
+            x, out = arg(args, _CONVOLVE_X) + 4 * first, arg(args, _CONVOLVE_OUT) + 4 * first
+            begins = load(types.int32, positions, 4 * begin) == 0
+            _convolve_run(x, out, state, 4 * width, begin, end, begins, taps, weights, n)
+            begin = end
+
+
+# ---------------------------------------------------------------- the gated delta rule
+
+
+@helper
+def _step(s, stride, k, q, v, out, rows, decay, beta, scale):
+    """Process one token on 64 columns of a head; S is ``rows`` rows, ``stride`` bytes apart."""
+    a0 = a1 = a2 = a3 = splat(f32x16, 0.0)
+    for i in range(rows):
+        at, x = s + stride * i, splat(f32x16, load(types.float32, k, 4 * i))
+        a0, a1 = muladd(load(f32x16, at, 0), x, a0), muladd(load(f32x16, at, 64), x, a1)
+        a2, a3 = muladd(load(f32x16, at, 128), x, a2), muladd(load(f32x16, at, 192), x, a3)
+    d0, d1 = (load(f32x16, v, 0) - a0 * decay) * beta, (load(f32x16, v, 64) - a1 * decay) * beta
+    d2, d3 = (load(f32x16, v, 128) - a2 * decay) * beta, (load(f32x16, v, 192) - a3 * decay) * beta
+    o0 = o1 = o2 = o3 = splat(f32x16, 0.0)
+    for i in range(rows):
+        at = s + stride * i
+        x, y = splat(f32x16, load(types.float32, k, 4 * i)), splat(f32x16, load(types.float32, q, 4 * i))
+        s0 = muladd(d0, x, load(f32x16, at, 0) * decay)
+        s1 = muladd(d1, x, load(f32x16, at, 64) * decay)
+        s2 = muladd(d2, x, load(f32x16, at, 128) * decay)
+        s3 = muladd(d3, x, load(f32x16, at, 192) * decay)
+        store(at, 0, s0)
+        store(at, 64, s1)
+        store(at, 128, s2)
+        store(at, 192, s3)
+        o0, o1, o2, o3 = muladd(s0, y, o0), muladd(s1, y, o1), muladd(s2, y, o2), muladd(s3, y, o3)
+    store(out, 0, o0 * scale)
+    store(out, 64, o1 * scale)
+    store(out, 128, o2 * scale)
+    store(out, 192, o3 * scale)
+
+
+@helper
+def _step_part(s, stride, k, q, v, out, rows, decay, beta, scale, n):
+    """As _step, for n <= 16 columns."""
+    a = splat(f32x16, 0.0)
+    for i in range(rows):
+        a = muladd(load_up_to(s, stride * i, n), splat(f32x16, load(types.float32, k, 4 * i)), a)
+    d = (load_up_to(v, 0, n) - a * decay) * beta
+    o = splat(f32x16, 0.0)
+    for i in range(rows):
+        x = muladd(d, splat(f32x16, load(types.float32, k, 4 * i)), load_up_to(s, stride * i, n) * decay)
+        store_up_to(s, stride * i, x, n)
+        o = muladd(x, splat(f32x16, load(types.float32, q, 4 * i)), o)
+    store_up_to(out, 0, o * scale, n)
+
+
+@helper
+def _zero(s, stride, rows, n):
+    for i in range(rows):
+        for c in range(n):
+            store(s, stride * i + 4 * c, types.float32(0))
+
+
+#: Byte offsets of what ROWS tokens share, ROWS numbers each: decays, their running products, the last product ROWS
+#: times, the decay from each token to the last; then dot products [ROWS][ROWS]; then tiles [ROWS][COLUMNS] of vectors.
+_DECAY, _PRODUCT, _LAST, _TO_LAST, _KK, _QK = (4 * ROWS * i for i in (0, 1, 2, 3, 4, 4 + ROWS))
+_KS, _QS, _D = (1024 + 64 * ROWS * COLUMNS * i for i in range(3))
+
+
+@helper
+def _set_shared(k, q, stride, n, shared):
+    """Fill what the tokens at k and q share after the decays: dot products times the decay between the two."""
+    kk, qk = zero_products(), zero_products()
+    for j in range(0, 4 * n, 64):
+        at = k + j
+        k1, k2, k3 = at + stride, at + 2 * stride, at + 3 * stride
+        kk = inner(kk, at, k1, k2, k3, at, stride)
+        qk = inner(qk, at, k1, k2, k3, q + j, stride)
+    store_sums(kk, shared + _KK, 4 * ROWS)
+    store_sums(qk, shared + _QK, 4 * ROWS)
+    product = types.float32(1)
+    for i in range(ROWS):
+        product *= load(types.float32, shared, _DECAY + 4 * i)
+        store(shared, _PRODUCT + 4 * i, product)
+        between = types.float32(1)
+        for j in range(i, -1, -1):
+            at = 4 * (ROWS * i + j)
+            store(shared, _KK + at, types.float32(load(types.float32, shared, _KK + at) * between))
+            store(shared, _QK + at, types.float32(load(types.float32, shared, _QK + at) * between))
+            store(shared, _TO_LAST + 4 * j, between)  # ends as that of the last i
+            between *= load(types.float32, shared, _DECAY + 4 * j)
+    for i in range(ROWS):
+        store(shared, _LAST + 4 * i, product)
+
+
+@inline
+def _times(s, stride, x, x_stride, rows, out):
+    """Compute S^T x for ROWS vectors x."""
+    tile = zero_tile()
+    for i in range(rows):
+        tile = outer(tile, s + stride * i, 64, x + 4 * i, x_stride)
+    store_tile(tile, out, 64 * COLUMNS)
+
+
+@helper
+def _steps(s, stride, k, q, k_stride, v, out, v_stride, rows, beta, beta_stride, scale, shared):
+    """Process ROWS tokens on COLUMNS vectors of columns of a head."""
+    _times(s, stride, k, k_stride, rows, shared + _KS)
+    _times(s, stride, q, k_stride, rows, shared + _QS)
+    for i in range(ROWS):
+        product = load(types.float32, shared, _PRODUCT + 4 * i)
+        for c in range(COLUMNS):
+            at = 64 * (COLUMNS * i + c)
+            x = load(f32x16, shared, _KS + at) * product
+            y = load(f32x16, shared, _QS + at) * product
+            for j in range(i):
+                d = load(f32x16, shared, _D + 64 * (COLUMNS * j + c))
+                x = muladd(d, load(types.float32, shared, _KK + 4 * (ROWS * i + j)), x)
+                y = muladd(d, load(types.float32, shared, _QK + 4 * (ROWS * i + j)), y)
+            d = (load(f32x16, v, v_stride * i + 64 * c) - x) * load(types.float32, beta, beta_stride * i)
+            store(shared, _D + at, d)
+            y = muladd(d, load(types.float32, shared, _QK + 4 * (ROWS * i + i)), y)
+            store(out, v_stride * i + 64 * c, y * scale)
+    for i in range(ROWS):
+        for c in range(COLUMNS):
+            at = _D + 64 * (COLUMNS * i + c)
+            store(shared, at, load(f32x16, shared, at) * load(types.float32, shared, _TO_LAST + 4 * i))
+    for i in range(0, rows, ROWS):
+        tile = load_tile(zero_tile(), s + stride * i, stride, shared + _LAST)
+        for j in range(ROWS):
+            tile = outer(tile, shared + _D + 64 * COLUMNS * j, 64, k + k_stride * j + 4 * i, 4)
+        store_tile(tile, s + stride * i, stride)
+
+
+@inline
+def _alike(positions, sequences, t, n_tokens):
+    """Return whether tokens t ... t + ROWS - 1 are of one sequence that does not begin among them."""
+    if t + ROWS > n_tokens:
+        return False
+    alike = True
+    for i in range(t + 1, t + ROWS):
+        same = load(types.int32, sequences, 4 * i) == load(types.int32, sequences, 4 * t)
+        alike = alike and same and load(types.int32, positions, 4 * i) != 0
+    return alike
+
+
+@helper
+def _decay(args, i):
+    return extract(exp(splat(f32x16, load(types.float32, arg(args, _G), 4 * i))), 0)
+
+
+@helper
+def _advance(args, t, many, head, from_head, first, n, shared):
+    """Advance n columns of a head, from ``first``, by token t, or by ROWS tokens from t."""
+    n_v_head, head_k, head_v = arg(args, _N_V_HEAD), arg(args, _HEAD_K), arg(args, _HEAD_V)
+    scale, k_stride = farg(args, _SCALE), 4 * arg(args, _N_K_HEAD) * head_k
+    sequence = types.int64(load(types.int32, batch_word(args, SEQUENCES), 4 * t))
+    s = arg(args, _STATE) + 4 * ((sequence * n_v_head + head) * head_k * head_v + first)
+    if load(types.int32, batch_word(args, POSITIONS), 4 * t) == 0:
+        _zero(s, 4 * head_v, head_k, n)
+    at = k_stride * t + 4 * head_k * from_head
+    k, q = arg(args, _K) + at, arg(args, _Q) + at
+    at = 4 * ((t * n_v_head + head) * head_v + first)
+    v, out = arg(args, _V) + at, arg(args, _OUT) + at
+    number = t * n_v_head + head
+    if many:
+        for i in range(ROWS):
+            store(shared, _DECAY + 4 * i, _decay(args, number + n_v_head * i))
+        _set_shared(k, q, k_stride, head_k, shared)
+        beta = arg(args, _BETA) + 4 * number
+        for c in range(0, 4 * n, 64 * COLUMNS):
+            _steps(
+                s + c, 4 * head_v, k, q, k_stride, v + c, out + c, 4 * n_v_head * head_v, head_k, beta, 4 * n_v_head,
+                scale, shared,
+            )  # fmt: skip
+        return
+    beta, decay = load(types.float32, arg(args, _BETA), 4 * number), _decay(args, number)
+    if n == PART:
+        _step(s, 4 * head_v, k, q, v, out, head_k, decay, beta, scale)
+        return
+    for c in range(0, 4 * n, 64):
+        _step_part(s + c, 4 * head_v, k, q, v + c, out + c, head_k, decay, beta, scale, min(16, n - c // 4))
+
+
+@operation("batch q k v g beta out state n_k_head n_v_head head_k head_v scale:f tiled")
+def delta_net(args, tid, nth):
+    """Apply the gated delta rule to all tokens of the batch; state: [sequences][n_v_head][head_k][head_v]."""
+    n_k_head, n_v_head = arg(args, _N_K_HEAD), arg(args, _N_V_HEAD)
+    head_v, n_tokens = arg(args, _HEAD_V), batch_word(args, N_TOKENS)
+    positions, sequences = batch_word(args, POSITIONS), batch_word(args, SEQUENCES)
+    shared = stack_bytes(4096)
+    parts = (head_v + PART - 1) // PART
+    units = n_v_head * parts
+    for unit in range(first_of(units, tid, nth), first_of(units, tid + 1, nth)):
+        head, first = unit // parts, unit % parts * PART
+        from_head = head % n_k_head if arg(args, _TILED) else head // (n_v_head // n_k_head)
+        n = min(PART, head_v - first)
+        t = 0
+        while t < n_tokens:
+            many = n == PART and arg(args, _HEAD_K) % 16 == 0 and _alike(positions, sequences, t, n_tokens)
+            _advance(args, t, many, head, from_head, first, n, shared)
+            t += ROWS if many else 1

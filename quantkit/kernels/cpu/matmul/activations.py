@@ -1,0 +1,355 @@
+"""Activations for matrix products: llama.cpp's integers and scales in the layout of our kernels.
+
+A quantized weight is multiplied by int8 activations, in the format llama.cpp pairs with its type (b11434,
+ggml-cpu.c type_traits_cpu)::
+
+    q8_0   per 32 values: d = f16(amax / 127), q = round(x * 127 / amax)                 Q4_0 Q5_0 Q8_0 IQ4_NL MXFP4 ...
+    q8_1   the same, with s = f16(amax / 127 * sum of q)                                 Q4_1 Q5_1
+    q8_k   per 256 values: d = 1 / iscale, q = round(iscale * x), iscale = -127 / max    K-quants, i-quants, TQ
+    f16    rounded to half precision, kept as f32                                        F16
+    bf16   rounded to bfloat16, kept as f32                                              BF16
+    f32    as they are: products read the value itself                                   F32
+
+(max: the first value of the largest magnitude, with its sign; rounding is to nearest even.) The three int8 formats
+share a layout: *units* of 256 values, 832 bytes each, zero-padded at the end of a row::
+
+    byte   0  int8  levels[256]
+         256  f32   d[16]           per 16 values; repeated where more share one
+         320  f32   sums[16]        the factor of a minimum: q8_k d * sum of q; q8_1 s in even lanes, 0 in odd
+         384  i32   offsets[16]     -128 * sum of q of each 16 values, group g at place 4 * (g % 4) + g // 4
+         448  i32   offsets32[8]    -128 * sum of q of each 32 values
+         480  f32   sums32[8]       sums of adjacent pairs
+         512  i16   totals[16]      sum of q of each 16 values
+         544  i16   totals32[8]     sum of q of each 32 values; then 16 bytes to fill a cache line
+         576  int8  by_pieces[256]  the levels again: the first 16 of each of 4 blocks of 32, then their second 16
+
+The offsets compensate for adding 128 to signed levels: vpdpbusd takes one unsigned operand. A row is its units and 64
+more bytes, so that rows of power-of-two length do not all map to the same cache sets.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba.core import types
+
+from quantkit.kernels.cpu.core.jit import inline, specialize
+from quantkit.kernels.cpu.core.simd import (
+    convert,
+    dot4,
+    extract,
+    f16_to_f32,
+    f32_to_f16,
+    f32x16,
+    hmax,
+    hmin,
+    i8x16,
+    i8x64,
+    i16x8,
+    i16x16,
+    i32x16,
+    load,
+    load_f16,
+    make_shuffle,
+    make_shuffle2,
+    nearest_int,
+    round_even,
+    select,
+    splat,
+    stack_bytes,
+    store,
+    store_f16,
+    u8x64,
+    u32x16,
+    vabs,
+    vmax,
+    vmin,
+)
+from quantkit.kernels.cpu.core.tape import N_OUTPUTS, N_TOKENS, TapeOp, arg, batch_word, first_of, operation
+
+#: Bytes of a unit of 256 values, and the offsets of its parts.
+UNIT_BYTES = 832
+SCALES, SUMS, OFFSETS, OFFSETS32, SUMS32, TOTALS, TOTALS32, BY_PIECES = 256, 320, 384, 448, 480, 512, 544, 576
+#: Bytes after the units of a row.
+ROW_GAP = 64
+
+
+def row_bytes(kind: str, n: int) -> int:
+    """Return the bytes of a row of ``n`` activations in a format; an f32 row is the value's own."""
+    if kind in ("f32", "f16", "bf16"):
+        return 4 * n
+    return -(-n // 256) * UNIT_BYTES + ROW_GAP
+
+
+# ---------------------------------------------------------------- sums of groups of 16
+
+#: Within each 128 bits, dwords (quadwords) of two vectors, interleaved: the lower, and the upper, half of them.
+low_words = make_shuffle2([16 * (i % 2) + i // 4 * 4 + i % 4 // 2 for i in range(16)], "activations.low_words")
+high_words = make_shuffle2([16 * (i % 2) + i // 4 * 4 + 2 + i % 4 // 2 for i in range(16)], "activations.high_words")
+low_pairs = make_shuffle2([16 * (i % 4 // 2) + i // 4 * 4 + i % 2 for i in range(16)], "activations.low_pairs")
+high_pairs = make_shuffle2([16 * (i % 4 // 2) + i // 4 * 4 + 2 + i % 2 for i in range(16)], "activations.high_pairs")
+#: From the order of the values to that of ``sum_fours`` and back: a 4 x 4 transpose is its own inverse.
+by_fours = make_shuffle([i % 4 * 4 + i // 4 for i in range(16)], "activations.by_fours")
+
+
+@inline
+def sum_fours(a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Add groups of four lanes: the sum of lanes 4 g .. 4 g + 3 of a to lane 4 g, of b to 4 g + 1, and so on."""
+    x = low_words(a, b) + high_words(a, b)
+    y = low_words(c, d) + high_words(c, d)
+    return low_pairs(x, y) + high_pairs(x, y)
+
+
+@inline
+def max_fours(a: Any, b: Any, c: Any, d: Any) -> Any:
+    """As sum_fours, with the maximum instead of the sum."""
+    x = vmax(low_words(a, b), high_words(a, b))
+    y = vmax(low_words(c, d), high_words(c, d))
+    return vmax(low_pairs(x, y), high_pairs(x, y))
+
+
+@inline
+def byte_sums(x: Any) -> Any:
+    """Return the sums of each 4 consecutive int8 of 64, as 16 int32."""
+    return dot4(splat(i32x16, 0), splat(u8x64, 1), x)
+
+
+# ---------------------------------------------------------------- a unit
+
+#: The lower halves, and the upper halves, of two vectors; quarters 0, 0, 2, 2 swapped with 1, 1, 3, 3.
+low_halves16 = make_shuffle2([*range(8), *range(16, 24)], "activations.low_halves16")
+high_halves16 = make_shuffle2([*range(8, 16), *range(24, 32)], "activations.high_halves16")
+swap_quarters = make_shuffle([*range(4, 8), *range(4), *range(12, 16), *range(8, 12)], "activations.swap_quarters")
+#: Eight numbers at lanes 0..3 and 8..11, each twice.
+eight_twice = make_shuffle([8 * (i // 8) + i % 8 // 2 for i in range(16)], "activations.eight_twice")
+#: The first, and the second, 16 of each 32 bytes.
+first_pieces = make_shuffle2([32 * (i // 16) + i % 16 for i in range(64)], "activations.first_pieces")
+second_pieces = make_shuffle2([32 * (i // 16) + 16 + i % 16 for i in range(64)], "activations.second_pieces")
+even_lanes = make_shuffle(range(0, 16, 2), "activations.even_lanes")
+odd_lanes = make_shuffle(range(1, 16, 2), "activations.odd_lanes")
+swap_neighbours = make_shuffle([i ^ 1 for i in range(16)], "activations.swap_neighbours")
+on_even_lanes = make_shuffle2([i if i % 2 == 0 else 16 for i in range(16)], "activations.on_even_lanes")
+
+
+@inline
+def block_maxima(x: int) -> Any:
+    """Return the largest magnitude of each 32 of 256 values, each twice."""
+    m0 = vmax(vabs(load(f32x16, x, 0)), vabs(load(f32x16, x, 64)))
+    m1 = vmax(vabs(load(f32x16, x, 128)), vabs(load(f32x16, x, 192)))
+    m2 = vmax(vabs(load(f32x16, x, 256)), vabs(load(f32x16, x, 320)))
+    m3 = vmax(vabs(load(f32x16, x, 384)), vabs(load(f32x16, x, 448)))
+    m4 = vmax(vabs(load(f32x16, x, 512)), vabs(load(f32x16, x, 576)))
+    m5 = vmax(vabs(load(f32x16, x, 640)), vabs(load(f32x16, x, 704)))
+    m6 = vmax(vabs(load(f32x16, x, 768)), vabs(load(f32x16, x, 832)))
+    m7 = vmax(vabs(load(f32x16, x, 896)), vabs(load(f32x16, x, 960)))
+    low, high = max_fours(m0, m1, m2, m3), max_fours(m4, m5, m6, m7)
+    half = vmax(low_halves16(low, high), high_halves16(low, high))
+    return eight_twice(vmax(half, swap_quarters(half)))
+
+
+@inline
+def store_offsets(out: int) -> Any:
+    """Write the offsets of a unit, whose levels are written; return the sums of each 16 levels."""
+    a, b, c, d = load(i8x64, out, 0), load(i8x64, out, 64), load(i8x64, out, 128), load(i8x64, out, 192)
+    store(out, BY_PIECES, first_pieces(a, b))
+    store(out, BY_PIECES + 64, second_pieces(a, b))
+    store(out, BY_PIECES + 128, first_pieces(c, d))
+    store(out, BY_PIECES + 192, second_pieces(c, d))
+    sums = sum_fours(byte_sums(a), byte_sums(b), byte_sums(c), byte_sums(d))
+    store(out, OFFSETS, sums * -128)
+    sums = by_fours(sums)
+    store(out, TOTALS, convert(i16x16, sums))
+    of_32 = even_lanes(sums) + odd_lanes(sums)
+    store(out, OFFSETS32, of_32 * -128)
+    store(out, TOTALS32, convert(i16x8, of_32))
+    return sums
+
+
+@inline
+def rounded_levels(x: int, at: int, factor: Any) -> Any:
+    """Return the 16 values at byte ``at`` times ``factor``, rounded to int8."""
+    return convert(i8x16, convert(i32x16, round_even(load(f32x16, x, at) * factor)))
+
+
+@inline
+def quantize_unit_by_32(x: int, out: int, with_sums: bool) -> None:
+    """256 values to q8_0, or q8_1 if with_sums (llama.cpp arch/x86/quants.c quantize_row_q8_0, quantize_row_q8_1)."""
+    amax = block_maxima(x)
+    d = amax / np.float32(127)
+    # Below, d is 0 in half precision and 127 / amax may overflow: ggml's levels are -128 then, which d = 0 cancels.
+    factors = select(amax > np.float32(2.0**-120), np.float32(127) / amax, 0)
+    for block in range(8):
+        factor = splat(f32x16, extract(factors, 2 * block))
+        store(out, 32 * block, rounded_levels(x, 128 * block, factor))
+        store(out, 32 * block + 16, rounded_levels(x, 128 * block + 64, factor))
+    sums = store_offsets(out)
+    store_f16(out, SUMS, d)
+    store(out, SCALES, load_f16(f32x16, out, SUMS))
+    if with_sums:
+        # One s per 32 values, in the even lanes of the sums of 16.
+        s = convert(f32x16, sums + swap_neighbours(sums)) * d
+        store_f16(out, SUMS, s)
+        s = load_f16(f32x16, out, SUMS)
+        store(out, SUMS, on_even_lanes(s, splat(f32x16, 0)))
+        store(out, SUMS32, even_lanes(s))
+    else:
+        store_scaled_sums(out, sums)
+
+
+@inline
+def store_scaled_sums(out: int, sums: Any) -> None:
+    """Write d * sum of levels for each 16 and each 32 values."""
+    d = load(f32x16, out, SCALES)
+    store(out, SUMS, convert(f32x16, sums) * d)
+    store(out, SUMS32, even_lanes(convert(f32x16, sums + swap_neighbours(sums)) * d))
+
+
+@inline
+def first_largest(x: int) -> Any:
+    """Return the first value of the largest magnitude among 256."""
+    high = low = load(f32x16, x, 0)
+    for i in range(1, 16):
+        v = load(f32x16, x, 64 * i)
+        high, low = vmax(high, v), vmin(low, v)
+    largest, smallest = hmax(high), hmin(low)
+    if largest == -smallest:
+        for i in range(256):
+            v = load(types.float32, x, 4 * i)
+            if abs(v) == largest:
+                return v
+    return largest if largest > -smallest else smallest
+
+
+@inline
+def quantize_unit_q8_k(x: int, out: int) -> None:
+    """256 values to q8_k (llama.cpp ggml-quants.c quantize_row_q8_K_ref)."""
+    largest = first_largest(x)
+    iscale = np.float32(0)
+    d = np.float32(0)
+    if largest != 0:
+        iscale = np.float32(-127) / largest
+        d = np.float32(1) / iscale
+    factor = splat(f32x16, iscale)
+    for i in range(16):
+        q = nearest_int(load(f32x16, x, 64 * i) * factor)
+        store(out, 16 * i, convert(i8x16, vmin(q, splat(i32x16, 127))))
+    store(out, SCALES, splat(f32x16, d))
+    store_scaled_sums(out, store_offsets(out))
+
+
+@inline
+def quantize_unit_q8_0(x: int, out: int) -> None:
+    """256 values to q8_0."""
+    quantize_unit_by_32(x, out, False)
+
+
+@inline
+def quantize_unit_q8_1(x: int, out: int) -> None:
+    """256 values to q8_1."""
+    quantize_unit_by_32(x, out, True)
+
+
+# ---------------------------------------------------------------- rows
+
+#: The unit quantizer, rebound for each format.
+quantize_unit: Any = None
+
+
+def quantize_row(x: int, out: int, n: int, first: int, last: int) -> None:
+    """Quantize units first..last of a row of ``n`` values, zero-padded."""
+    for unit in range(first, last):
+        source = x + 1024 * unit
+        if 256 * unit + 256 > n:
+            padded = stack_bytes(1024)
+            for i in range(256):
+                inside = 256 * unit + i < n
+                store(padded, 4 * i, load(types.float32, source, 4 * i) if inside else types.float32(0))
+            source = padded
+        quantize_unit(source, out + UNIT_BYTES * unit)
+
+
+@inline
+def round_row_f16(x: int, out: int, n: int) -> None:
+    """Round n values to half precision, kept as f32."""
+    for i in range(0, n - 15, 16):
+        store_f16(out, 4 * i, load(f32x16, x, 4 * i))
+        store(out, 4 * i, load_f16(f32x16, out, 4 * i))
+    for i in range(n // 16 * 16, n):
+        store(out, 4 * i, f16_to_f32(f32_to_f16(load(types.float32, x, 4 * i))))
+
+
+@inline
+def round_bf16(bits: Any) -> Any:
+    """Round the bits of f32 to bfloat16, nearest even, NaNs quieted (ggml_compute_fp32_to_bf16)."""
+    rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) & 0xFFFF0000
+    quiet = (bits | 0x400000) & 0xFFFF0000
+    return select((bits & 0x7FFFFFFF) > 0x7F800000, quiet, rounded)
+
+
+@inline
+def round_row_bf16(x: int, out: int, n: int) -> None:
+    """Round n values to bfloat16, kept as f32."""
+    for i in range(0, n - 15, 16):
+        store(out, 4 * i, round_bf16(load(u32x16, x, 4 * i)))
+    for i in range(n // 16 * 16, n):
+        store(out, 4 * i, extract(round_bf16(splat(u32x16, load(types.uint32, x, 4 * i))), 0))
+
+
+ROUNDERS = {"f16": round_row_f16, "bf16": round_row_bf16}
+QUANTIZERS = {"q8_0": quantize_unit_q8_0, "q8_1": quantize_unit_q8_1, "q8_k": quantize_unit_q8_k}
+
+
+# ---------------------------------------------------------------- operations
+
+_X, _OUT, _N, _ROWS_OF, _PER = range(1, 6)
+
+#: ``quantize_row`` of a format.
+quantize_units: Any = None
+round_row: Any = None
+
+
+@operation("batch x out n rows_of per")
+def quantize_rows(args: int, tid: int, nth: int) -> None:
+    """Quantize rows of x, f32 [rows, n], to rows of ``row_bytes(format, n)``; threads share the units."""
+    rows, n = batch_word(args, rows_word(arg(args, _ROWS_OF))) * arg(args, _PER), arg(args, _N)
+    x, out = arg(args, _X), arg(args, _OUT)
+    units = (n + 255) // 256
+    stride = units * UNIT_BYTES + ROW_GAP
+    first, last = first_of(rows * units, tid, nth), first_of(rows * units, tid + 1, nth)
+    while first < last:
+        row, unit = first // units, first % units
+        end = min(units, unit + last - first)
+        quantize_units(x + 4 * n * row, out + stride * row, n, unit, end)
+        first += end - unit
+
+
+@operation("batch x out n rows_of per")
+def round_rows(args: int, tid: int, nth: int) -> None:
+    """Round rows of x, f32 [rows, n], to half precision or bfloat16, kept as f32; threads share runs of 64 values."""
+    rows, n = batch_word(args, rows_word(arg(args, _ROWS_OF))) * arg(args, _PER), arg(args, _N)
+    x, out = arg(args, _X), arg(args, _OUT)
+    runs = (rows * n + 63) // 64
+    first, last = 64 * first_of(runs, tid, nth), min(rows * n, 64 * first_of(runs, tid + 1, nth))
+    if first < last:
+        round_row(x + 4 * first, out + 4 * first, last - first)
+
+
+@inline
+def rows_word(rows_of: int) -> int:
+    """Return the word of the batch block with the number of rows: tokens (0) or outputs (1)."""
+    return N_OUTPUTS if rows_of == 1 else N_TOKENS
+
+
+@cache
+def quantize(kind: str) -> TapeOp:
+    """Return the operation that converts x to a format: slots batch, x, out, n, rows_of, per. f32 needs none.
+
+    x is f32 [rows * per, n]; out has as many rows of ``row_bytes(kind, n)``. Raises ValueError for other formats.
+    """
+    if kind in QUANTIZERS:
+        return quantize_rows.bind(kind, quantize_units=specialize(quantize_row, kind, quantize_unit=QUANTIZERS[kind]))
+    if kind in ROUNDERS:
+        return round_rows.bind(kind, round_row=ROUNDERS[kind])
+    raise ValueError(f"activations are quantized to {', '.join([*QUANTIZERS, *ROUNDERS])}; not to {kind}")

@@ -1,0 +1,137 @@
+"""Products of up to 32 rows of weights with rows of activations: one compiled function per type, called by address.
+
+Only this part of an operation (matmul.py, moe.py) depends on the type of the weights, so operations are not compiled
+for every type: their slot ``products`` holds ``products_of(t)``. Few rows of activations are multiplied one row of
+weights at a time (dots.py), many with a panel (panel.py), which stays in scratch between calls.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from numba.core import types
+
+from quantkit.kernels.cpu.core.jit import inline, specialize
+from quantkit.kernels.cpu.core.simd import store
+from quantkit.kernels.cpu.core.tape import arg, operation
+from quantkit.kernels.cpu.core.team import call_operation
+from quantkit.kernels.cpu.matmul.dots import row_dots
+from quantkit.kernels.cpu.matmul.panel import ROWS, panels, row_address
+from quantkit.types import TensorType
+
+#: The fewest rows of activations for a panel, and the most rows of one call (TOKENS divides it).
+MIN_PANEL = 5
+BLOCK = 60
+#: Bytes of the products of a call, f32 [BLOCK, ROWS], and of the argument block of ``unit_products``.
+PRODUCTS_BYTES, UNIT_BLOCK_BYTES = 4 * ROWS * BLOCK, 128
+
+#: Rebound for each type.
+dot_row: Any = None
+dot_row_by_4: Any = None
+unpack_panel: Any = None
+multiply_tiles: Any = None
+by_rows: Any = None
+by_panel: Any = None
+
+
+def multiply_rows(
+    w: int, row_bytes: int, n_in: int, rows: int, x: int, x_stride: int, numbers: int, count: int, products: int
+) -> None:
+    """products[i, r] = row r of w times the i-th row of x; each row of w is unpacked once for four of x."""
+    for r in range(rows):
+        row, to = w + r * row_bytes, products + 4 * r
+        i = 0
+        while count - i >= 3:
+            # Three rows take less time as four, one of them twice, than one by one.
+            x0, x1 = row_address(x, x_stride, numbers, i, count), row_address(x, x_stride, numbers, i + 1, count)
+            x2, x3 = row_address(x, x_stride, numbers, i + 2, count), row_address(x, x_stride, numbers, i + 3, count)
+            a, b, c, d = dot_row_by_4(row, x0, x1, x2, x3, n_in)
+            at = 4 * ROWS * i
+            store(to, at, a)
+            store(to, at + 4 * ROWS, b)
+            store(to, at + 8 * ROWS, c)
+            if count - i > 3:
+                store(to, at + 12 * ROWS, d)
+            i += 4
+        while i < count:
+            store(to, 4 * ROWS * i, dot_row(row, row_address(x, x_stride, numbers, i, count), n_in))
+            i += 1
+
+
+def multiply_panel(
+    panel: int, n_in: int, x: int, x_stride: int, numbers: int, count: int, products: int, ahead: int, ahead_bytes: int
+) -> None:
+    """products[i, r] = row r of the panel times the i-th row of x; prefetches what is read next."""
+    i, units = 0, (n_in + 255) // 256
+    # Every unit of every tile prefetches its share, in whole cache lines.
+    step = (ahead_bytes // (units * max(1, (count + 3) // 6)) + 63) // 64 * 64
+    while i < count:
+        to = products + 4 * ROWS * i
+        i += multiply_tiles(panel, n_in, x, x_stride, numbers, i, count, to, ahead, min(step, ahead_bytes // units))
+        ahead += step * units
+        ahead_bytes = max(0, ahead_bytes - step * units)
+
+
+_W, _ROW_BYTES, _N_IN, _ROWS, _X, _X_STRIDE, _NUMBERS, _COUNT, _TOTAL, _BEGIN, _PRODUCTS, _PANEL = range(1, 13)
+_AHEAD, _AHEAD_BYTES = 13, 14
+
+
+@operation("batch w row_bytes n_in rows x x_stride numbers count total begin products panel ahead ahead_bytes")
+def unit_products(args: int, tid: int, nth: int) -> None:
+    """products[i, r], f32 [count, ROWS], = row r of w times the i-th of ``count`` rows of x.
+
+    numbers: address of the rows' numbers, int32, or 0: 0, 1, 2 ... Not an entry of a tape: operations call it for each
+    block of rows; total: rows of all blocks; begin: those before this one. The first block unpacks the panel, and
+    prefetches the next rows, ahead_bytes at ahead.
+    """
+    w, row_bytes, n_in, rows = arg(args, _W), arg(args, _ROW_BYTES), arg(args, _N_IN), arg(args, _ROWS)
+    x, x_stride, numbers = arg(args, _X), arg(args, _X_STRIDE), arg(args, _NUMBERS)
+    count, products, panel = arg(args, _COUNT), arg(args, _PRODUCTS), arg(args, _PANEL)
+    if arg(args, _TOTAL) < MIN_PANEL:
+        by_rows(w, row_bytes, n_in, rows, x, x_stride, numbers, count, products)
+        return
+    if arg(args, _BEGIN) == 0:
+        unpack_panel(w, row_bytes, rows, n_in, panel)
+    ahead, ahead_bytes = arg(args, _AHEAD), arg(args, _AHEAD_BYTES)
+    by_panel(panel, n_in, x, x_stride, numbers, count, products, ahead, ahead_bytes)
+
+
+@inline
+def fill_unit(block: int, row_bytes: int, n_in: int, x_stride: int, numbers: int, products: int, panel: int) -> None:
+    """Write the arguments common to all units of an operation into the argument block of unit_products."""
+    store(block, 8 * _ROW_BYTES, types.int64(row_bytes))
+    store(block, 8 * _N_IN, types.int64(n_in))
+    store(block, 8 * _X_STRIDE, types.int64(x_stride))
+    store(block, 8 * _NUMBERS, types.int64(numbers))
+    store(block, 8 * _PRODUCTS, types.int64(products))
+    store(block, 8 * _PANEL, types.int64(panel))
+
+
+@inline
+def call_unit(
+    function: int, block: int, w: int, rows: int, x: int, count: int, total: int, begin: int, ahead: int, n_ahead: int
+) -> None:
+    """Call unit_products of a type by its address."""
+    store(block, 8 * _W, types.int64(w))
+    store(block, 8 * _ROWS, types.int64(rows))
+    store(block, 8 * _X, types.int64(x))
+    store(block, 8 * _COUNT, types.int64(count))
+    store(block, 8 * _TOTAL, types.int64(total))
+    store(block, 8 * _BEGIN, types.int64(begin))
+    store(block, 8 * _AHEAD, types.int64(ahead))
+    store(block, 8 * _AHEAD_BYTES, types.int64(n_ahead if begin == 0 else 0))
+    call_operation(function, block, 0, 1)
+
+
+@cache
+def products_of(t: TensorType) -> Any:
+    """Return the value of slot ``products`` for weights of type ``t``: the address of their unit_products."""
+    one, four = row_dots(t)
+    name, made = t.name.lower(), panels(t)
+    return unit_products.bind(
+        name,
+        by_rows=specialize(multiply_rows, name, dot_row=one, dot_row_by_4=four),
+        by_panel=specialize(multiply_panel, name, multiply_tiles=made.multiply),
+        unpack_panel=made.unpack,
+    )

@@ -1,0 +1,421 @@
+"""Specialized dot products for one token, for types faster without the common form; used by dots.py.
+
+K-quants have integer scales: products of bytes, added in pairs to i16, are multiplied by them as i16 and summed over a
+super-block before conversion to f32 (maddubs, dot2); levels stay in stored order, and the activations are loaded to
+match. Blocks of 32 whose bytes hold values i and i + 16 are multiplied in stored order by the activations "by pieces"
+(activations.py): four lanes then hold one block, low and high nibbles added, and there is half as much to convert and
+scale.
+
+Offsets of levels (q - 8, q - 32, codebooks below zero) are applied through the sums of the activations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba.core import types
+
+from quantkit.kernels.cpu.core.jit import inline, specialize
+from quantkit.kernels.cpu.core.simd import (
+    HAS_DOT4,
+    cast,
+    convert,
+    dot2,
+    dot4,
+    f32x4,
+    f32x8,
+    f32x16,
+    hsum,
+    i8x16,
+    i8x32,
+    i8x64,
+    i16x8,
+    i16x16,
+    i32x4,
+    i32x8,
+    i32x16,
+    load,
+    load_f16,
+    lookup16,
+    maddubs,
+    make_constant,
+    make_shuffle,
+    muladd,
+    opaque,
+    prefetch,
+    select,
+    splat,
+    u8x8,
+    u8x16,
+    u8x32,
+    u8x64,
+    u16x32,
+    u32x4,
+)
+from quantkit.kernels.cpu.matmul.activations import BY_PIECES, SCALES, SUMS, TOTALS, TOTALS32, UNIT_BYTES
+from quantkit.kernels.cpu.unpack import fp4, i_quants, ik_quants, k_quants, ternary
+from quantkit.kernels.cpu.unpack.lanes import block_scales, each_twice, half_at, join32, load_pieces, twice32
+from quantkit.kernels.formats import format_of
+from quantkit.kernels.tables import table
+from quantkit.types import TensorType
+
+# ---------------------------------------------------------------- row sums
+
+
+@inline
+def two_sums() -> Any:
+    """Return zeros: 16 sums of products, and 8 of minimums."""
+    return splat(f32x16, 0), splat(f32x8, 0)
+
+
+@inline
+def minus_second(acc: Any) -> Any:
+    """Return the products minus the minimums."""
+    return hsum(acc[0]) - hsum(acc[1])
+
+
+@inline
+def one_sum() -> Any:
+    """Return 16 sums of zero."""
+    return splat(f32x16, 0)
+
+
+@inline
+def total(acc: Any) -> Any:
+    """Return the sum of all 16."""
+    return hsum(acc)
+
+
+# ---------------------------------------------------------------- K-quants: integer scales
+
+#: For levels of blocks 0 and 2, 1 and 3, 4 and 6, 5 and 7 of 32 values: i16 lanes of 8 scales.
+scales_02 = make_shuffle([0] * 16 + [2] * 16, "direct.scales_02")
+scales_13 = make_shuffle([1] * 16 + [3] * 16, "direct.scales_13")
+scales_46 = make_shuffle([4] * 16 + [6] * 16, "direct.scales_46")
+scales_57 = make_shuffle([5] * 16 + [7] * 16, "direct.scales_57")
+upper_8 = make_shuffle(range(8, 16), "direct.upper_8")
+lane_0, lane_1 = make_shuffle([0] * 16, "direct.lane_0"), make_shuffle([1] * 4, "direct.lane_1")
+_ACBC = [4, 5, 6, 7, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15]
+bytes_acbc = make_shuffle([16 * k + i for k in range(4) for i in _ACBC], "direct.bytes_acbc")
+_AABB = [4, 5, 6, 7] * 2 + [8, 9, 10, 11] * 2
+bytes_aabb = make_shuffle([16 * k + i for k in range(4) for i in _AABB], "direct.bytes_aabb")
+first_16 = make_shuffle(range(16), "direct.first_16")
+second_16 = make_shuffle(range(16, 32), "direct.second_16")
+third_16 = make_shuffle(range(32, 48), "direct.third_16")
+fourth_16 = make_shuffle(range(48, 64), "direct.fourth_16")
+four_times = make_shuffle([*range(16)] * 4, "direct.four_times")
+last_quarters = make_constant(u8x64, ([0] * 12 + [255] * 4) * 4, "direct.last_quarters")
+low_bits_of_scales = make_constant(u8x64, ([63] * 4 + [15] * 4) * 8, "direct.low_bits_of_scales")
+top_bits_of_scales = make_constant(u8x64, ([0] * 4 + [48] * 4) * 8, "direct.top_bits_of_scales")
+#: Groups of 16 values: 0 to 3, 4 to 7, ...; and of blocks 0 and 4, 1 and 5, 2 and 6, 3 and 7 of 32.
+scales_0123 = make_shuffle([i // 8 for i in range(32)], "direct.scales_0123")
+scales_4567 = make_shuffle([4 + i // 8 for i in range(32)], "direct.scales_4567")
+scales_89ab = make_shuffle([8 + i // 8 for i in range(32)], "direct.scales_89ab")
+scales_cdef = make_shuffle([12 + i // 8 for i in range(32)], "direct.scales_cdef")
+scales_0189 = make_shuffle([8 * (i // 16) + i // 8 % 2 for i in range(32)], "direct.scales_0189")
+scales_23ab = make_shuffle([8 * (i // 16) + 2 + i // 8 % 2 for i in range(32)], "direct.scales_23ab")
+scales_45cd = make_shuffle([8 * (i // 16) + 4 + i // 8 % 2 for i in range(32)], "direct.scales_45cd")
+scales_67ef = make_shuffle([8 * (i // 16) + 6 + i // 8 % 2 for i in range(32)], "direct.scales_67ef")
+
+left_4_2 = make_constant(u16x32, [4] * 16 + [2] * 16, "direct.left_4_2")
+left_3_1 = make_constant(u16x32, [3] * 16 + [1] * 16, "direct.left_3_1")
+right_0_2 = make_constant(u16x32, [0] * 16 + [2] * 16, "direct.right_0_2")
+right_1_3 = make_constant(u16x32, [1] * 16 + [3] * 16, "direct.right_1_3")
+left_2_right_2 = make_constant(u16x32, [2] * 16 + [0] * 16, "direct.left_2_right_2")
+first_8 = make_shuffle([*range(8), *[8] * 8], "direct.first_8")
+
+
+@inline
+def halves(act: int, first: int, second: int) -> Any:
+    """Return the levels of two blocks of 32 activations."""
+    return join32(load(i8x32, act, 32 * first), load(i8x32, act, 32 * second))
+
+
+@inline
+def low_bits(x: Any, n: Any) -> Any:
+    """Shift bytes left, each half of the vector by its own count; bits of neighbours shift in."""
+    return cast(u8x64, cast(u16x32, x) << n)
+
+
+@inline
+def high_bits(x: Any, n: Any) -> Any:
+    """Shift bytes right in the same way."""
+    return cast(u8x64, cast(u16x32, x) >> n)
+
+
+@inline
+def nibble_scales(heads: Any) -> Any:
+    """Return the 8 integer scales and 8 minimums of each of four 16-byte heads of Q4_K or Q5_K, as bytes.
+
+    From bytes a (4..7), b (8..11) and c (12..15): a & 63, c & 15 with the top of a, b & 63, c >> 4 with the top of b.
+    """
+    bits = bytes_acbc(heads)
+    low = select(last_quarters() != 0, bits >> 4, bits) & low_bits_of_scales()
+    return low | ((bytes_aabb(heads) >> 2) & top_bits_of_scales())
+
+
+@inline
+def levels_q4_k(at: int) -> Any:
+    """Return levels 0..15 in stored order: low and high nibbles of 64 bytes, twice."""
+    a, b = load(u8x64, at, 16), load(u8x64, at, 80)
+    return a & 15, a >> 4, b & 15, b >> 4
+
+
+@inline
+def levels_q5_k(at: int) -> Any:
+    """Return levels 0..31 in the same order; bit k of byte b of qh belongs to value b + 32 k."""
+    a, b, h = load(u8x64, at, 48), load(u8x64, at, 112), twice32(load(u8x32, at, 16))
+    a0, a1 = (a & 15) | (low_bits(h, left_4_2()) & 16), (a >> 4) | (low_bits(h, left_3_1()) & 16)
+    b0, b1 = (b & 15) | (high_bits(h, right_0_2()) & 16), (b >> 4) | (high_bits(h, right_1_3()) & 16)
+    return a0, a1, b0, b1
+
+
+#: Rebound for Q4_K and Q5_K.
+nibble_levels: Any = None
+add_super_block: Any = None
+unit_bytes = 0
+PREFETCH = 4096
+
+
+def add_nibble_products(at: int, act: int, acc: Any, scales: Any) -> Any:
+    """Add the products of a super-block; a pair of them is at most 2 * 31 * 127. scales: its 16 bytes."""
+    a0, a1, b0, b1 = nibble_levels(at)
+    s = opaque(convert(i16x16, scales))
+    x = dot2(splat(i32x16, 0), maddubs(a0, halves(act, 0, 2)), scales_02(s))
+    y = dot2(splat(i32x16, 0), maddubs(a1, halves(act, 1, 3)), scales_13(s))
+    x = dot2(x, maddubs(b0, halves(act, 4, 6)), scales_46(s))
+    y = dot2(y, maddubs(b1, halves(act, 5, 7)), scales_57(s))
+    mins = dot2(splat(i32x4, 0), upper_8(s), load(i16x8, act, TOTALS32))
+    # d and dmin at once; the other two lanes are unused.
+    d = load_f16(f32x4, at, 0) * load(types.float32, act, SCALES)
+    products, minimums = acc
+    products = muladd(convert(f32x16, x + y), lane_0(d), products)
+    return products, muladd(convert(f32x4, mins), lane_1(d), minimums)
+
+
+def dot_nibble_row(w: int, act: int, n: int) -> Any:
+    """dots.dot_row for Q4_K and Q5_K: unpacks the scales of four super-blocks at once."""
+    acc = splat(f32x16, 0), splat(f32x4, 0)
+    units = n // 256
+    for _ in range(units // 4):
+        for line in range(unit_bytes // 16):
+            prefetch(w, PREFETCH + 64 * line)
+        scales = nibble_scales(load_pieces(u8x64, u8x16, w, 0, unit_bytes))
+        acc = add_super_block(w, act, acc, first_16(scales))
+        acc = add_super_block(w + unit_bytes, act + UNIT_BYTES, acc, second_16(scales))
+        acc = add_super_block(w + 2 * unit_bytes, act + 2 * UNIT_BYTES, acc, third_16(scales))
+        acc = add_super_block(w + 3 * unit_bytes, act + 3 * UNIT_BYTES, acc, fourth_16(scales))
+        w += 4 * unit_bytes
+        act += 4 * UNIT_BYTES
+    for _ in range(units % 4):
+        acc = add_super_block(w, act, acc, first_16(nibble_scales(four_times(load(u8x16, w, 0)))))
+        w += unit_bytes
+        act += UNIT_BYTES
+    return hsum(acc[0]) - hsum(acc[1])
+
+
+@inline
+def dot_q6_k(at: int, act: int, acc: Any) -> Any:
+    """A super-block of Q6_K: levels 0..63, minus 32 times the sums; a pair of products is at most 2 * 63 * 127."""
+    a, b = load(u8x64, at, 0), load(u8x64, at, 64)
+    g, h = twice32(load(u8x32, at, 128)), twice32(load(u8x32, at, 160))
+    s = opaque(convert(i16x16, load(i8x16, at, 192)))
+    a0, a1 = (a & 15) | (low_bits(g, left_4_2()) & 48), (a >> 4) | (high_bits(g, right_0_2()) & 48)
+    b0, b1 = (b & 15) | (low_bits(h, left_4_2()) & 48), (b >> 4) | (high_bits(h, right_0_2()) & 48)
+    x = dot2(splat(i32x16, 0), maddubs(a0, load(i8x64, act, 0)), scales_0123(s))
+    y = dot2(splat(i32x16, 0), maddubs(a1, load(i8x64, act, 64)), scales_4567(s))
+    x = dot2(x, maddubs(b0, load(i8x64, act, 128)), scales_89ab(s))
+    y = dot2(y, maddubs(b1, load(i8x64, act, 192)), scales_cdef(s))
+    d = half_at(at, 208) * load(types.float32, act, SCALES)
+    offset = dot2(splat(i32x8, 0), s, load(i16x16, act, TOTALS)) << 5
+    products, offsets = acc
+    products = muladd(convert(f32x16, x + y), splat(f32x16, d), products)
+    return products, muladd(convert(f32x8, offset), splat(f32x8, d), offsets)
+
+
+@inline
+def crumb_products(act: int, u0: Any, u1: Any, u2: Any, u3: Any, s: Any) -> Any:
+    """Return scaled sums of levels in stored order (2 bits per value, from the low ones up), as i32x16."""
+    x = dot2(splat(i32x16, 0), maddubs(u0, halves(act, 0, 4)), scales_0189(s))
+    y = dot2(splat(i32x16, 0), maddubs(u1, halves(act, 1, 5)), scales_23ab(s))
+    x = dot2(x, maddubs(u2, halves(act, 2, 6)), scales_45cd(s))
+    return x + dot2(y, maddubs(u3, halves(act, 3, 7)), scales_67ef(s))
+
+
+@inline
+def dot_q2_k(at: int, act: int, acc: Any) -> Any:
+    """A super-block of Q2_K."""
+    q, s = load(u8x64, at, 16), load(u8x16, at, 0)
+    x = crumb_products(act, q & 3, (q >> 2) & 3, (q >> 4) & 3, q >> 6, opaque(convert(i16x16, s & 15)))
+    mins = dot2(splat(i32x8, 0), convert(i16x16, s >> 4), load(i16x16, act, TOTALS))
+    d = load(types.float32, act, SCALES)
+    products, minimums = acc
+    products = muladd(convert(f32x16, x), splat(f32x16, half_at(at, 80) * d), products)
+    return products, muladd(convert(f32x8, mins), splat(f32x8, half_at(at, 82) * d), minimums)
+
+
+#: Q3_K: shifts of hmask's bits for blocks 0 and 4, 1 and 5, 2 and 6, 3 and 7 to bit 2.
+hmask_02 = make_constant(u16x32, [2] * 16 + [0] * 16, "direct.hmask_left_2_0")
+hmask_right = make_constant(u16x32, [0] * 16 + [2] * 16, "direct.hmask_right_0_2")
+
+
+@inline
+def dot_q3_k(at: int, act: int, acc: Any) -> Any:
+    """A super-block of Q3_K: levels 0..7, minus 4 times the sums."""
+    q, h = load(u8x64, at, 32), twice32(load(u8x32, at, 0))
+    # Lanes 0..31 need bits 0, 1, 2, 3 of hmask, lanes 32..63 bits 4, 5, 6, 7: first all to bits 2, 3, 4, 5.
+    h = high_bits(low_bits(h, hmask_02()), hmask_right())
+    u0, u1 = (q & 3) | (h & 4), ((q >> 2) & 3) | ((h >> 1) & 4)
+    u2, u3 = ((q >> 4) & 3) | ((h >> 2) & 4), (q >> 6) | ((h >> 3) & 4)
+    tail = load(u8x16, at, 94)
+    high = cast(u8x16, cast(u32x4, k_quants.q3_high(tail)) >> k_quants.q3_shifts()) & 3
+    s = opaque(convert(i16x16, cast(i8x16, ((k_quants.q3_low(tail, tail >> 4) & 15) | (high << 4)) - 32)))
+    x = crumb_products(act, u0, u1, u2, u3, s)
+    d = half_at(at, 108) * load(types.float32, act, SCALES)
+    offset = dot2(splat(i32x8, 0), s, load(i16x16, act, TOTALS)) << 2
+    products, offsets = acc
+    products = muladd(convert(f32x16, x), splat(f32x16, d), products)
+    return products, muladd(convert(f32x8, offset), splat(f32x8, d), offsets)
+
+
+# ---------------------------------------------------------------- blocks of 32 in pieces of 16 bytes
+
+#: Scales of 16 groups to those of blocks 0 to 3, and 4 to 7, four lanes each.
+scales_low = make_shuffle([i // 4 * 2 for i in range(16)], "direct.scales_low")
+scales_high = make_shuffle([8 + i // 4 * 2 for i in range(16)], "direct.scales_high")
+
+
+@inline
+def add_piece_products(act: int, acc: Any, a0: Any, a1: Any, b0: Any, b1: Any, scales: Any, mins: Any) -> Any:
+    """Add the products of 256 levels, low and high nibbles of 4 blocks each, twice, minus mins * sums."""
+    x = dot4(splat(i32x16, 0), a0, load(i8x64, act, BY_PIECES))
+    y = dot4(splat(i32x16, 0), b0, load(i8x64, act, BY_PIECES + 128))
+    x = dot4(x, a1, load(i8x64, act, BY_PIECES + 64))
+    y = dot4(y, b1, load(i8x64, act, BY_PIECES + 192))
+    d = scales * load(f32x16, act, SCALES)
+    acc = muladd(-mins, load(f32x16, act, SUMS), acc)
+    acc = muladd(convert(f32x16, x), scales_low(d), acc)
+    return muladd(convert(f32x16, y), scales_high(d), acc)
+
+
+@inline
+def pieces(at: int, stride: int) -> Any:
+    """Return 16 bytes of each of blocks 0..3, and of 4..7."""
+    return load_pieces(u8x64, u8x16, at, 0, stride), load_pieces(u8x64, u8x16, at + 4 * stride, 0, stride)
+
+
+@inline
+def dot_q4_0(at: int, act: int, acc: Any) -> Any:
+    """8 blocks of Q4_0: levels minus 8."""
+    a, b = pieces(at + 2, 18)
+    scales = block_scales(at, 0, 18)
+    return add_piece_products(act, acc, a & 15, a >> 4, b & 15, b >> 4, scales, scales * np.float32(8))
+
+
+@inline
+def dot_q4_1(at: int, act: int, acc: Any) -> Any:
+    """8 blocks of Q4_1; minimums are stored negated."""
+    a, b = pieces(at + 4, 20)
+    scales, mins = block_scales(at, 0, 20), -block_scales(at, 2, 20)
+    return add_piece_products(act, acc, a & 15, a >> 4, b & 15, b >> 4, scales, mins)
+
+
+raised_codebook = make_constant(u8x16, (table("kvalues_iq4nl").astype(int) + 128).tolist(), "direct.iq4nl_128")
+raised_fp4 = make_constant(u8x16, (table("kvalues_fp4").astype(int) + 16).tolist(), "direct.fp4_16")
+
+
+@inline
+def add_codebook_products(act: int, acc: Any, codes: Any, raised: Any, a: Any, b: Any, scales: Any) -> Any:
+    """Add products of codebook levels raised above zero, all by the same amount or each 16 by their own."""
+    a0, a1, b0, b1 = lookup16(codes, a & 15), lookup16(codes, a >> 4), lookup16(codes, b & 15), lookup16(codes, b >> 4)
+    return add_piece_products(act, acc, a0, a1, b0, b1, scales, scales * raised)
+
+
+@inline
+def dot_iq4_nl(at: int, act: int, acc: Any) -> Any:
+    """8 blocks of IQ4_NL."""
+    a, b = pieces(at + 2, 18)
+    return add_codebook_products(act, acc, raised_codebook(), np.float32(128), a, b, block_scales(at, 0, 18))
+
+
+@inline
+def dot_mxfp4(at: int, act: int, acc: Any) -> Any:
+    """8 blocks of MXFP4."""
+    a, b = pieces(at + 1, 17)
+    return add_codebook_products(act, acc, raised_fp4(), np.float32(16), a, b, fp4.mxfp4_scales(at, 0))
+
+
+@inline
+def dot_iq4_xs(at: int, act: int, acc: Any) -> Any:
+    """A super-block of IQ4_XS."""
+    a, b = load(u8x64, at, 8), load(u8x64, at, 72)
+    return add_codebook_products(act, acc, raised_codebook(), np.float32(128), a, b, i_quants.iq4_xs_scales(at, 0))
+
+
+@inline
+def dot_iq4_ks(at: int, act: int, acc: Any) -> Any:
+    """A super-block of IQ4_KS; the row's scale is applied last (dots.py)."""
+    a, b, s = load(u8x64, at, 8), load(u8x64, at, 72), load(u8x8, at, 0)
+    raised = np.float32(128) - convert(f32x16, each_twice((s & 1) << 2))
+    return add_codebook_products(act, acc, raised_codebook(), raised, a, b, ik_quants.iq4_ks_scales(s))
+
+
+# ---------------------------------------------------------------- ternary: one scale
+
+
+@inline
+def add_ternary_products(act: int, acc: Any, x: Any, y: Any, d: Any) -> Any:
+    """Add sums of levels 0..2 minus the sums of the activations, times d."""
+    less_one = x + y - convert(i32x16, load(i16x16, act, TOTALS))
+    return muladd(convert(f32x16, less_one), splat(f32x16, d * load(types.float32, act, SCALES)), acc)
+
+
+@inline
+def dot_tq2_0(at: int, act: int, acc: Any) -> Any:
+    """256 values of TQ2_0."""
+    q = load(u8x64, at, 0)
+    x, y = dot4(splat(i32x16, 0), q & 3, halves(act, 0, 4)), dot4(splat(i32x16, 0), (q >> 2) & 3, halves(act, 1, 5))
+    x, y = dot4(x, (q >> 4) & 3, halves(act, 2, 6)), dot4(y, q >> 6, halves(act, 3, 7))
+    return add_ternary_products(act, acc, x, y, half_at(at, 64))
+
+
+@inline
+def dot_tq1_0(at: int, act: int, acc: Any) -> Any:
+    """256 values of TQ1_0."""
+    l0, l1, l2, l3, _, _ = ternary.unpack_tq1_0(at, 0)
+    x = dot4(splat(i32x16, 0), cast(u8x64, l0 + 1), load(i8x64, act, 0))
+    y = dot4(splat(i32x16, 0), cast(u8x64, l1 + 1), load(i8x64, act, 64))
+    x = dot4(x, cast(u8x64, l2 + 1), load(i8x64, act, 128))
+    y = dot4(y, cast(u8x64, l3 + 1), load(i8x64, act, 192))
+    return add_ternary_products(act, acc, x, y, half_at(at, 52))
+
+
+_TWO_SUMS = {"q2_k": dot_q2_k, "q3_k": dot_q3_k, "q6_k": dot_q6_k}
+_NIBBLES = {"q4_k": levels_q4_k, "q5_k": levels_q5_k}
+_ONE_SUM = {"q4_0": dot_q4_0, "q4_1": dot_q4_1, "mxfp4": dot_mxfp4, "tq1_0": dot_tq1_0, "tq2_0": dot_tq2_0}
+if HAS_DOT4:  # elsewhere unsigned operands may not exceed 127
+    _ONE_SUM |= {"iq4_nl": dot_iq4_nl, "iq4_xs": dot_iq4_xs, "iq4_ks": dot_iq4_ks}
+
+
+def direct_dot(t: TensorType) -> dict[str, Any] | None:
+    """Return the bindings of ``dots.dot_row`` for a type with its own dot product, else None."""
+    name = t.name.lower()
+    if name in _TWO_SUMS:
+        return {"dot_unit": _TWO_SUMS[name], "start": two_sums, "finish": minus_second}
+    if name in _ONE_SUM:
+        return {"dot_unit": _ONE_SUM[name], "start": one_sum, "finish": total}
+    return None
+
+
+def direct_row(t: TensorType) -> Any:
+    """Return the type's own ``dot_row``, else None."""
+    name = t.name.lower()
+    if name not in _NIBBLES:
+        return None
+    return specialize(
+        dot_nibble_row,
+        name,
+        add_super_block=specialize(add_nibble_products, name, nibble_levels=_NIBBLES[name]),
+        unit_bytes=format_of(t).unit_bytes,
+    )

@@ -1,0 +1,151 @@
+// Shared by all ways of attention: the rows of a block, the keys they see, caps and biases, where results go.
+//
+// Rows of q that share a key-value head are numbered token by token, head by head of the group: row = token * group +
+// head. A block takes ROWS of them and one of `splits` parts of the keys. If its tokens belong to several sequences, it
+// processes one sequence after another, and rows of the others see no keys meanwhile.
+#pragma once
+#include "attention/cache.cuh"
+
+#define CAUSAL 0
+#define SLIDING 1
+#define CHUNKED 2
+
+#define NONE -3.0e38f  // the largest score of no keys: finite, so that differences are never NaN
+#define NO_SEQUENCE 0x7fffffff
+
+INLINE int warp_smallest(int v) {
+    for (int d = 16; d; d >>= 1) v = min(v, __shfl_xor_sync(FULL, v, d));
+    return v;
+}
+
+// The first position visible from `position`.
+INLINE int first_seen(const attention_args& a, int position) {
+    const int window = (int)a.window;
+    if (a.mask == SLIDING) return max(position - window + 1, 0);
+    if (a.mask == CHUNKED) return position / window * window;
+    return 0;
+}
+
+// A row of q: its number (token * n_head + head; -1: none) and what it sees.
+struct Row {
+    int64_t number;
+    int sequence, first, last;
+    float slope;
+};
+
+// ALiBi's slope of a head (Press et al. 2022): powers of 2^-(largest / n), n a power of two.
+INLINE float slope_of(double largest, int head, int n_head) {
+    if (largest <= 0) return 0;
+    int n = 1;
+    while (2 * n <= n_head) n *= 2;
+    const double exponent = head < n ? (double)(head + 1) / n : (double)(2 * (head - n) + 1) / (2 * n);
+    return (float)exp2(-largest * exponent);
+}
+
+INLINE Row row_of(const attention_args& a, int kv_head, int row) {
+    const int group = (int)(a.n_head / a.n_head_kv), token = row / group, head = kv_head * group + row % group;
+    if (token >= a.rows) return Row{-1, -1, 0, -1, 0.0f};
+    const int position = a.batch->positions[token];
+    return Row{token * a.n_head + head, a.batch->sequences[token], first_seen(a, position), position,
+               slope_of(a.alibi, head, (int)a.n_head)};
+}
+
+// The keys visible to a block's rows of one sequence.
+struct Range {
+    int sequence, first, last;
+};
+
+// The range of the lowest sequence above `after` among tokens begin ... end; the same in all lanes of a warp.
+INLINE Range next_range(const attention_args& a, int begin, int end, int after) {
+    const int lane = threadIdx.x & 31;
+    const int32_t *sequences = a.batch->sequences, *positions = a.batch->positions;
+    if (end - begin == 1) {
+        const int position = positions[begin];
+        return Range{sequences[begin] > after ? sequences[begin] : NO_SEQUENCE, first_seen(a, position), position};
+    }
+    int sequence = NO_SEQUENCE, first = NO_SEQUENCE, last = -1;
+    for (int t = begin + lane; t < end; t += 32)
+        if (sequences[t] > after) sequence = min(sequence, sequences[t]);
+    sequence = warp_smallest(sequence);
+    for (int t = begin + lane; t < end; t += 32)
+        if (sequences[t] == sequence) {
+            first = min(first, first_seen(a, positions[t]));
+            last = max(last, positions[t]);
+        }
+    return Range{sequence, warp_smallest(first), -warp_smallest(-last)};
+}
+
+// The blocks of `size` keys, begin ... end, of a range that part `split` takes.
+struct Blocks {
+    int begin, end;
+};
+
+INLINE Blocks blocks_of(const attention_args& a, const Range& range, int size, int split) {
+    const int begin = range.first / size, end = range.last / size + 1;
+    const int per = (end - begin + (int)a.splits - 1) / (int)a.splits;
+    return Blocks{begin + split * per, min(end, begin + split * per + per)};
+}
+
+// Whether this part has no keys: none in its first range, and no other range.
+INLINE bool nothing_to_do(const attention_args& a, const Range& range, const Blocks& blocks, int begin, int end) {
+    return blocks.begin >= blocks.end && next_range(a, begin, end, range.sequence).sequence == NO_SEQUENCE;
+}
+
+// A row limited to a range: if of another sequence, it sees no keys.
+INLINE Row in_range(Row row, const Range& range) {
+    if (row.sequence != range.sequence) row.first = NO_SEQUENCE;
+    return row;
+}
+
+// Whether scores are capped, or biased by distance.
+INLINE bool is_bent(const attention_args& a) { return a.softcap > 0 || a.alibi > 0; }
+
+// Scores are exponents of 2, which makes a weight one instruction: e^s = 2^(s log2 e). Products are multiplied by
+// scale_of; with a cap or bias, `bend` applies log2 e.
+#define LOG2_E 1.4426950408889634
+INLINE float scale_of(const attention_args& a) { return (float)(is_bent(a) ? a.scale : a.scale * LOG2_E); }
+
+INLINE float bend(const attention_args& a, const Row& row, int key, float s) {
+    if (a.softcap > 0) s = tanhf(s * (1.0f / (float)a.softcap)) * (float)a.softcap;
+    return (s + row.slope * (float)(key - row.last)) * (float)LOG2_E;
+}
+
+INLINE float mask(const Row& row, int key, float s) { return key >= row.first && key <= row.last ? s : __int_as_float(0xff800000); }
+
+INLINE const uint8_t* key_row(const attention_args& a, int kv_head, int sequence, int key) {
+    const int64_t cell = sequence * a.batch->n_ctx + key;
+    return a.k_cache + cell * cache_bytes(a.n_head_kv * HEAD_K) + cache_bytes(kv_head * HEAD_K);
+}
+
+// Without a value cache, values are the first columns of the keys.
+INLINE const uint8_t* value_row(const attention_args& a, int kv_head, int sequence, int key) {
+    if (!a.v_cache) return key_row(a, kv_head, sequence, key);
+    const int64_t cell = sequence * a.batch->n_ctx + key;
+    return a.v_cache + cell * cache_bytes(a.n_head_kv * HEAD_V) + cache_bytes(kv_head * HEAD_V);
+}
+
+// Scratch: HEAD_V weighted values for every row and part, then m and l for every row and part.
+INLINE float* part_values(const attention_args& a, int64_t number, int split) {
+    return a.scratch + (number * a.splits + split) * HEAD_V;
+}
+
+INLINE float* part_sums(const attention_args& a, int64_t number, int split) {
+    return a.scratch + a.rows * a.n_head * a.splits * HEAD_V + 2 * (number * a.splits + split);
+}
+
+// Writes the sums of a part without keys, which give its values no weight.
+INLINE void leave(const attention_args& a, int kv_head, int first_row, int split) {
+    for (int r = threadIdx.x; r < ROWS; r += THREADS) {
+        const int64_t number = row_of(a, kv_head, first_row + r).number;
+        if (number < 0) continue;
+        float* sums = part_sums(a, number, split);
+        sums[0] = NONE, sums[1] = 0;
+    }
+}
+
+// The final factor of a row's weighted values; a sink is an extra score without a value.
+INLINE float last_factor(const float* sinks, int64_t head, float m, float l) {
+    if (!sinks) return 1.0f / l;
+    const float sink = sinks[head] * (float)LOG2_E, largest = fmaxf(m, sink), f = exp2_near(m - largest);
+    return f / (l * f + exp2_near(sink - largest));
+}

@@ -1,0 +1,195 @@
+"""Attention over a cache on the device: attention.cu.
+
+``attention`` says which way a layer's attention goes with so many tokens::
+
+    few      up to 8 rows (tokens x heads of a group) a block, straight from the cache to registers: generation
+    tile     tiles of rows x 64 keys in f32: prompts with a cache of f32, or heads of odd lengths
+    tensor   the same on tensor cores, from f16 or q8_0: prompts, and generation where heads share their keys
+
+All take the same slots. With more than one part of the keys their results go to scratch and ``attention_combine``
+follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from quantkit.kernels.cuda.attention.cache import TYPES
+from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+
+FEW, TILE, TENSOR = range(3)
+
+#: Parts of the keys at most (attention_combine takes no more). A launch is about as many blocks as run at once: what
+#: comes after them has a multiprocessor to itself, and every part more is combined.
+SPLITS, MULTIPROCESSORS = 128, 132
+#: Up to how many rows (tokens x heads of a group) ``few`` is the way: where tensor cores could, and where not.
+FEW_ROWS, FEW_ROWS_F32 = 2, 16
+#: Shared memory that a block of threads may have, by compute capability; others have 99 KiB.
+SHARED = {75: 64 << 10, 80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
+
+_ATTENTION = Kernel("attention/attention.cu", "attention")
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A launch, how many parts of the keys it makes, bytes of scratch, and what combines them (None: one part)."""
+
+    attend: Shape
+    splits: int
+    scratch: int
+    combine: Shape | None
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A block of threads: a kernel, its rows of q, how many blocks run at once, bytes of shared memory."""
+
+    kernel: Kernel
+    rows: int
+    at_once: int
+    shared: int = 0
+
+
+@cache
+def attention(
+    kind: str,
+    n_head: int,
+    n_head_kv: int,
+    head_k: int,
+    head_v: int,
+    rows: int,
+    n_ctx: int,
+    *,
+    mla: bool = False,
+    capability: int = 90,
+    way: int | None = None,
+    splits: int | None = None,
+) -> Attention:
+    """Return how ``rows`` tokens attend to a cache of type ``kind`` (f32, f16, q8_0) with n_ctx cells a sequence.
+
+    mla: the cache has no values. way and splits are chosen without; tests choose them.
+    """
+    group = n_head // n_head_kv
+    chosen = _choose(kind, head_k, head_v, rows * group, mla, SHARED.get(capability, 99 << 10), way)
+    tiles = -(-rows * group // chosen.rows) * n_head_kv
+    if splits is None:
+        splits = max(1, min(SPLITS, MULTIPROCESSORS * chosen.at_once // tiles, -(-n_ctx // 64)))
+    bound = chosen.kernel.bind(CACHE=TYPES.index(kind), HEAD_K=head_k, HEAD_V=head_v)
+    attend = Shape(bound, (tiles, splits, 1), chosen.shared)
+    if splits == 1:
+        return Attention(attend, 1, 0, None)
+    combine = Shape(Kernel(bound.file, "attention_combine", bound.defines), (rows * n_head, -(-head_v // 128), 1))
+    return Attention(attend, splits, 4 * rows * n_head * splits * (head_v + 2), combine)
+
+
+@cache
+def most_scratch(kind: str, *sizes: int, rows: int, n_ctx: int, mla: bool = False, capability: int = 90) -> int:
+    """Return the bytes of scratch that up to ``rows`` tokens take, as ``attention`` says for each number of them."""
+    ways = (attention(kind, *sizes, n, n_ctx, mla=mla, capability=capability) for n in range(1, rows + 1))
+    return max(way.scratch for way in ways)
+
+
+def combine_to(chosen: Attention, head_v: int) -> Shape | None:
+    """Return what combines the parts and brings a token's heads to a format (activations.py).
+
+    None: there is one part, or heads do not make up 256 columns.
+    """
+    each = min(head_v, 128)
+    if chosen.combine is None or 256 % each or head_v % each:
+        return None
+    kernel, grid = chosen.combine.kernel, chosen.combine.grid
+    return Shape(Kernel(kernel.file, "attention_combine_to", kernel.defines), grid)
+
+
+def _choose(kind: str, head_k: int, head_v: int, rows: int, mla: bool, limit: int, way: int | None) -> _Way:
+    tensor = _tensor(kind, rows, head_k, head_v, mla, limit) if kind != "f32" and way in (None, TENSOR) else None
+    if way is None:
+        way = FEW if rows <= (FEW_ROWS if tensor else FEW_ROWS_F32) else TENSOR if tensor else TILE
+    if way == TENSOR:
+        assert tensor is not None
+        return tensor
+    return _few(rows, head_k, head_v) if way == FEW else _tile(head_k, head_v)
+
+
+def _few(rows: int, head_k: int, head_v: int) -> _Way:
+    size = 1
+    while size < min(rows, 8 if max(head_k, head_v) <= 256 else 4):
+        size *= 2
+    longest = max(head_k, head_v)
+    resident = 4 - (longest > 128) - (size > 2) if longest <= 256 else 2
+    return _Way(_ATTENTION.bind(WAY=FEW, ROWS=size, THREADS=128, BLOCKS_AT_ONCE=resident), size, resident)
+
+
+def _tile(head_k: int, head_v: int) -> _Way:
+    """Shared memory stays below 64 KiB, which every device has."""
+    longest = max(head_k, head_v)
+    size = 64 if longest <= 128 else 32 if longest <= 256 else 16
+    q = -(-head_k // 32) * 32 + 4
+    columns = -(-head_v // 64) * 64
+    values = {1: 32, 2: 16, 3: 8, 4: 8}.get(columns // 64, 4) * columns
+    shared = 4 * (size * (q + 68) + max(64 * 36, values))
+    return _Way(_ATTENTION.bind(WAY=TILE, ROWS=size, THREADS=4 * size, BLOCKS_AT_ONCE=2), size, 2 * 64 // size, shared)
+
+
+def _tensor(kind: str, rows: int, head_k: int, head_v: int, mla: bool, limit: int) -> _Way | None:
+    """None: heads that are not made of 16 bytes, or too long for this device's shared memory."""
+    if head_k % 8 or head_v % 8:
+        return None
+    warps = 1 if rows <= 16 else 2 if rows <= 32 else 4  # of 16 rows each
+    while warps:
+        columns = max(4 // warps, 1 if head_v <= 128 else 2 if head_v <= 256 else 4)
+        for keys in (64, 32) if warps * columns <= 8 else ():  # more leave too few registers
+            shared = _tensor_shared(kind == "q8_0", head_k, head_v, mla, 16 * warps, columns, keys)
+            if shared is not None and shared <= limit - 4096:  # some is declared in the source
+                size = {"ROWS": 16 * warps, "COLUMNS": columns, "THREADS": 32 * warps * columns, "KEYS": keys}
+                resident = _tensor_resident(warps, columns, max(head_k, head_v))
+                bound = _ATTENTION.bind(WAY=TENSOR, LATENT=int(mla), BLOCKS_AT_ONCE=resident, **size)
+                return _Way(bound, 16 * warps, max(1, min(resident, limit // (shared + 2048))), shared)
+        warps //= 2
+    return None
+
+
+def _tensor_shared(levels: bool, head_k: int, head_v: int, mla: bool, rows: int, columns: int, keys: int) -> int | None:
+    """Return the bytes of shared memory that attention_tensor.cuh lays out. None: values are longer than keys."""
+    k_stride = 2 * (-(-head_k // 16) * 16) + 16
+    v_columns = -(-head_v // (16 * columns)) * 16 * columns
+    v_stride = k_stride if mla else 2 * v_columns + 16
+    if mla and 2 * v_columns > k_stride - 16:
+        return None
+    raw_k, raw_v = (16 * ((head // 32 * 34 + 29) // 16 | 1) for head in (head_k, head_v))
+    if levels:
+        incoming, later = keys * raw_k, keys * (max(k_stride, v_stride) + head_k // 32 * 4)
+        later += keys * (head_k // 32 * 4 if mla else raw_v + -(-v_columns // 32) * 4)
+    else:
+        incoming, later = keys * k_stride, keys * v_stride
+    q, weights = 2 * rows * k_stride, 4 * rows * (keys + 8)
+    if columns > 1 and (head_k > 128 or keys // columns < 16):  # sliced
+        return incoming + max(q, later + columns * weights)
+    return incoming + q + later + (weights if columns > 1 else 0)
+
+
+def _tensor_resident(warps: int, columns: int, longest: int) -> int:
+    """Return how many blocks the registers hold at once, by NVRTC's reports."""
+    if warps * columns > 4:
+        return 1
+    if longest > 128:
+        return 2
+    return 4 if warps == 1 else 3 if warps == 2 or longest <= 64 else 2
+
+
+def kernels() -> Iterator[Kernel]:
+    """Yield kernels of this file: every way and type, for some of the sizes that models have."""
+    sizes: dict[str, tuple[tuple[int, int, int, int], ...]]
+    sizes = {"f32": ((32, 4, 128, 1), (32, 4, 128, 512))}
+    sizes["q8_0"] = (*sizes["f32"], (32, 32, 128, 1), (8, 4, 256, 512), (128, 1, 576, 1))
+    sizes["f16"] = (*sizes["q8_0"], (32, 8, 64, 1), (32, 8, 64, 512))
+    for kind, some in sizes.items():
+        for n_head, n_head_kv, head, rows in some:
+            mla = head == 576
+            chosen = attention(kind, n_head, n_head_kv, head, 512 if mla else head, rows, 4096, mla=mla)
+            yield chosen.attend.kernel
+            for shape in (chosen.combine, combine_to(chosen, head)):
+                if shape is not None:
+                    yield shape.kernel

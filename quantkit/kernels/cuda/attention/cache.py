@@ -1,0 +1,28 @@
+"""Keys and values as a cache keeps them on the device: cache.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+
+#: Types of a cache, in the order of cache.cuh.
+TYPES = ("f32", "f16", "q8_0")
+
+
+def row_bytes(kind: str, width: int) -> int:
+    """Return the bytes of a row of so many values; of q8_0 a multiple of 32."""
+    return {"f32": 4 * width, "f16": 2 * width, "q8_0": width // 32 * 34}[kind]
+
+
+def cache_write(kind: str, rows: int, k_width: int, v_width: int) -> Shape:
+    """Return how to keep the keys and values of so many tokens; v_width 0: keys only."""
+    parts = -(-k_width // 32) + -(-v_width // 32)
+    kernel = Kernel("attention/cache.cu", "cache_write").bind(CACHE=TYPES.index(kind))
+    return Shape(kernel, (rows, -(-parts // 8), 1))
+
+
+def kernels() -> Iterator[Kernel]:
+    """Yield every kernel of this file."""
+    for kind in TYPES:
+        yield cache_write(kind, 1, 32, 32).kernel

@@ -1,0 +1,87 @@
+"""Headers that are no files: what CUDA sources include of the registry of types, and of the tables.
+
+    unpack/traits.cuh    namespace traits: what kernels/formats.py says of each type, a struct a type
+    unpack/tables.cuh    codebooks and grids, from kernels/tables.py
+    matmul/units.cuh     Q8_UNIT, bytes of 256 activations
+
+Codebooks are 16 int8 levels in four words. Of grids an entry is one word. Of 8 values, these are 8 nibbles that select
+bytes: iq1s 0, 1, 2 for -1, 0, 1; iq2 0, 1, 2 for 8, 25, 43, in the order of values that signs are spread in
+(i_quants.cuh): 0 4 1 5 2 6 3 7 of iq2xxs and iq2xs, 3 7 2 6 1 5 0 4 of iq2s, whose entries are one bit to the left.
+Of 4 values, these are 4 bytes: iq3xxs the magnitudes, iq3s the magnitudes less one. They are templates so that a
+module holds only those it reads: iq1s_grid<0>.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.kernels.formats import AS_F16, FORMATS, Format
+from quantkit.kernels.tables import table
+
+#: Bytes of 256 activations in an int8 format: their levels, d of each 32, sums of each 16 (matmul/activations.cuh).
+Q8_UNIT = 256 + 4 * 8 + 4 * 16
+#: The value of each nibble of an entry, where that is another order.
+_ORDERS = {name: [0, 4, 1, 5, 2, 6, 3, 7] for name in ("iq2xxs_grid", "iq2xs_grid")}
+_ORDERS["iq2s_grid"] = [3, 7, 2, 6, 1, 5, 0, 4]
+_CODEBOOKS = ("kvalues_iq4nl", "kvalues_fp4", "kvalues_iq2nl")
+
+
+@cache
+def headers() -> dict[str, str]:
+    """Return the text of every header, by the name that sources include it by."""
+    traits = [f"const int AS_F16 = {AS_F16};", *map(_traits, FORMATS.values())]
+    tables = ['#include "core/device.cuh"', *_codebooks(), *_grids()]
+    units = [f"const int Q8_UNIT = {Q8_UNIT};"]
+    return {
+        f"{name}.cuh": "\n".join([f"#ifndef {guard}", f"#define {guard}", *lines, "#endif\n"])
+        for name, guard, lines in (
+            ("unpack/traits", "GENERATED_TRAITS", traits),
+            ("unpack/tables", "GENERATED_TABLES", tables),
+            ("matmul/units", "GENERATED_UNITS", units),
+        )
+    }
+
+
+def _traits(of: Format) -> str:
+    t = of.type
+    sizes = {
+        "BLOCK": t.block, "BYTES": t.block_bytes, "HEADER": t.row_header, "ALIGN": of.align,
+        "ROW_SCALE": {"": 0, "f16": 2, "f32": 4}[t.row_scale],  # its bytes
+        "PLANES": of.planes, "GRID": of.grid, "PARTS": of.parts,
+    }  # fmt: skip
+    numbers = ", ".join(f"{name} = {value}" for name, value in sizes.items())
+    flags = f"MINS = {int(of.mins)}, HALVES = {int(of.span == 16)}"
+    return f"namespace traits {{ struct {t.name} {{ static const int {numbers}; static const bool {flags}; }}; }}"
+
+
+def _codebooks() -> list[str]:
+    """A codebook of fewer levels is repeated."""
+    made = []
+    for name in _CODEBOOKS:
+        words = np.resize(table(name), 16).view("<u4")
+        values = ", ".join(f"{n} = {w:#010x}u" for n, w in zip("ABCD", words, strict=True))
+        made.append(f"struct {name} {{ static const uint32_t {values}; }};")
+    return made
+
+
+def _grids() -> list[str]:
+    return [
+        f"template <int> static __device__ const uint32_t {name}[{len(words)}] = {{{', '.join(map(hex, words))}}};"
+        for name, words in packed_grids().items()
+    ]
+
+
+def packed_grids() -> dict[str, npt.NDArray[np.uint32]]:
+    """Return the grids as words: 8 values of three as nibbles 0, 1, 2, some shuffled; 4 as bytes, iq3s less one."""
+    grids = {}
+    for name in ("iq1s_grid", "iq2xxs_grid", "iq2xs_grid", "iq2s_grid"):
+        _, rank = np.unique(table(name), return_inverse=True)
+        ranks = rank.reshape(-1, 8)[:, _ORDERS.get(name, range(8))].astype(np.uint32)
+        grids[name] = np.bitwise_or.reduce(ranks << np.arange(0, 32, 4, dtype=np.uint32), axis=1)
+    grids["iq2s_grid"] <<= np.uint32(1)
+    grids["iq3xxs_grid"] = table("iq3xxs_grid").view("<u4")[:, 0]
+    grids["iq3s_grid"] = (table("iq3s_grid") - np.uint8(1)).view("<u4")[:, 0]
+    return grids

@@ -1,0 +1,206 @@
+// Recurrent layers with a state of fixed size per sequence: causal convolution and the gated delta rule.
+// A state is float32 [sequences, width]; a token at position 0 starts from zeros, whatever the state holds. Tokens are
+// processed in batch order; sequences may be mixed. Columns are independent.
+#include "core/device.cuh"
+
+// ---- convolution: a block takes 32 columns, its warps share the tokens
+
+#define WARPS 16
+#define TAPS 16
+#define ZERO_BEFORE -2   // the sequence begins here
+#define STATE_BEFORE -1  // the previous token is in the state
+
+// The token of the batch that precedes token r in its sequence, or ZERO_BEFORE or STATE_BEFORE.
+INLINE int before(const Batch* b, int r) {
+    if (b->positions[r] == 0) return ZERO_BEFORE;
+    const int sequence = b->sequences[r];
+    for (int j = r - 1; j >= 0; j--)
+        if (b->sequences[j] == sequence) return j;
+    return STATE_BEFORE;
+}
+
+INLINE bool last_of_sequence(const Batch* b, int r, int rows) {
+    const int sequence = b->sequences[r];
+    for (int j = r + 1; j < rows; j++)
+        if (b->sequences[j] == sequence) return false;
+    return true;
+}
+
+// A position on the way back along a sequence; missing: steps beyond the batch.
+struct Place {
+    int row, missing;
+};
+
+INLINE Place step_back(const Batch* b, Place p) {
+    const int row = p.row >= 0 ? before(b, p.row) : p.row;
+    return {row, p.missing + (row == STATE_BEFORE)};
+}
+
+// The value there, in one column of x and of the state.
+INLINE float value_at(Place p, const float* x, const float* state, int64_t width, int taps) {
+    if (p.row >= 0) return x[p.row * width];
+    return p.row == ZERO_BEFORE ? 0.0f : state[(taps - 1 - p.missing) * width];
+}
+
+// weight: [width, taps], taps <= TAPS; state: [sequences][taps - 1][width].
+struct convolve_args {
+    const Batch* batch;
+    const float* x;
+    float* out;
+    const float* weight;
+    float* state;
+    int64_t taps, width, rows;
+};
+
+KERNEL(convolve, 512) {
+    __shared__ float weights[TAPS][32];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, taps = (int)a.taps, rows = (int)a.rows;
+    const int64_t first = 32 * (int64_t)blockIdx.x, column = first + lane;
+    const bool here = column < a.width;
+    if (here)
+        for (int i = warp; i < taps; i += WARPS) weights[i][lane] = a.weight[column * taps + i];
+    __syncthreads();
+    if (here) {
+        for (int t = warp; t < rows; t += WARPS) {
+            const float* state = a.state + (int64_t)a.batch->sequences[t] * (taps - 1) * a.width + column;
+            Place place = {t, 0};
+            float sum = a.x[t * a.width + column] * weights[taps - 1][lane];
+            for (int i = taps - 2; i >= 0; i--) {
+                place = step_back(a.batch, place);
+                sum = fmaf(value_at(place, a.x + column, state, a.width, taps), weights[i][lane], sum);
+            }
+            a.out[t * a.width + column] = sum;
+        }
+    }
+    __syncthreads();  // all have read the state
+    for (int t = warp; t < rows; t += WARPS) {
+        if (!last_of_sequence(a.batch, t, rows)) continue;
+        float* state = a.state + (int64_t)a.batch->sequences[t] * (taps - 1) * a.width + column;
+        // Oldest row first, each from a later one: nothing is overwritten before it is read.
+        for (int i = 0; here && i < taps - 1; i++) {
+            Place place = {t, 0};
+            for (int k = taps - 2 - i; k; k--) place = step_back(a.batch, place);
+            state[i * a.width] = value_at(place, a.x + column, state, a.width, taps);
+        }
+    }
+}
+
+// ---- the gated delta rule: S = exp(g) S;  d = beta (v - S^T k);  S = S + k d^T;  out = scale S^T q
+
+// Four lanes hold a column of S in registers, lane l its rows 4 * (l + 4 * i) + 0 ... 3; a warp has 8 columns of one
+// head, a block 32. Tokens come in chunks, whose q, k, v, decays and betas are loaded to shared memory together.
+#define COLUMNS 32
+#define CHUNK (HEAD > 64 ? 4096 / HEAD : 64)
+#define QUADS (HEAD / 16)
+
+INLINE float dot4(float4 a, float4 b, float sum) { return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum)))); }
+
+INLINE float quad_sum(float v) {
+    v += __shfl_xor_sync(FULL, v, 1);
+    return v + __shfl_xor_sync(FULL, v, 2);
+}
+
+// state: [sequences][n_v_head][head_k][head_v]; head_k <= HEAD. Value head h reads key head h % n_k_head if tiled,
+// else h / (n_v_head / n_k_head). Blocks are (value head, 32 of its columns).
+struct delta_net_args {
+    const Batch* batch;
+    const float *q, *k, *v, *g, *beta;
+    float *out, *state;
+    int64_t n_k_head, n_v_head, head_k, head_v, tiled, rows;
+    double scale;
+};
+
+// This lane's part of a state's column, s at its first row.
+INLINE void load_state(float4 (&s)[QUADS], const float* from, int lane_row, int head_k, int head_v, bool zero) {
+#pragma unroll
+    for (int i = 0; i < QUADS; i++) {
+        const int row = lane_row + 16 * i;
+        const float* at = from + (int64_t)row * head_v;
+        s[i].x = !zero && row < head_k ? at[0] : 0.0f;
+        s[i].y = !zero && row + 1 < head_k ? at[head_v] : 0.0f;
+        s[i].z = !zero && row + 2 < head_k ? at[2 * head_v] : 0.0f;
+        s[i].w = !zero && row + 3 < head_k ? at[3 * head_v] : 0.0f;
+    }
+}
+
+INLINE void store_state(const float4 (&s)[QUADS], float* to, int lane_row, int head_k, int head_v) {
+#pragma unroll
+    for (int i = 0; i < QUADS; i++) {
+        const int row = lane_row + 16 * i;
+        float* at = to + (int64_t)row * head_v;
+        if (row < head_k) at[0] = s[i].x;
+        if (row + 1 < head_k) at[head_v] = s[i].y;
+        if (row + 2 < head_k) at[2 * head_v] = s[i].z;
+        if (row + 3 < head_k) at[3 * head_v] = s[i].w;
+    }
+}
+
+KERNEL(delta_net, 128) {
+    __shared__ float4 q[CHUNK][HEAD / 4], k[CHUNK][HEAD / 4];
+    __shared__ float v[CHUNK][COLUMNS];
+    __shared__ float decay[CHUNK], beta[CHUNK];
+    __shared__ int sequences[CHUNK], positions[CHUNK];
+    const int head = blockIdx.x, head_k = (int)a.head_k, head_v = (int)a.head_v;
+    const int from_head = (int)(a.tiled ? head % a.n_k_head : head / (a.n_v_head / a.n_k_head));
+    const int first = COLUMNS * blockIdx.y, column = threadIdx.x >> 2, lane_row = 4 * (threadIdx.x & 3);
+    const bool here = first + column < head_v;
+    const float scale = (float)a.scale;
+    const int64_t size = (int64_t)head_k * head_v;
+    float* const states = a.state + head * size + first + column;
+    float4 s[QUADS];
+    int sequence = -1;
+    for (int begin = 0; begin < a.rows; begin += CHUNK) {
+        const int n = (int)min((int64_t)CHUNK, a.rows - begin);
+        __syncthreads();  // the previous chunk may still be read
+        for (int i = threadIdx.x; i < n * HEAD; i += 128) {
+            const int t = i / HEAD, c = i % HEAD;
+            const int64_t at = ((begin + t) * a.n_k_head + from_head) * head_k + c;
+            ((float*)q[t])[c] = c < head_k ? a.q[at] : 0.0f;
+            ((float*)k[t])[c] = c < head_k ? a.k[at] : 0.0f;
+        }
+        for (int i = threadIdx.x; i < n * COLUMNS; i += 128) {
+            const int t = i / COLUMNS, c = first + i % COLUMNS;
+            v[t][i % COLUMNS] = c < head_v ? a.v[((begin + t) * a.n_v_head + head) * head_v + c] : 0.0f;
+        }
+        for (int t = threadIdx.x; t < n; t += 128) {
+            decay[t] = expf(a.g[(begin + t) * a.n_v_head + head]);
+            beta[t] = a.beta[(begin + t) * a.n_v_head + head];
+            sequences[t] = a.batch->sequences[begin + t];
+            positions[t] = a.batch->positions[begin + t];
+        }
+        __syncthreads();
+        for (int t = 0; t < n; t++) {
+            if (sequences[t] != sequence || positions[t] == 0) {
+                if (here && sequence >= 0 && sequences[t] != sequence)
+                    store_state(s, states + sequence * a.n_v_head * size, lane_row, head_k, head_v);
+                sequence = sequences[t];
+                const float* from = states + sequence * a.n_v_head * size;
+                load_state(s, from, lane_row, head_k, head_v, !here || positions[t] == 0);
+            }
+            const float4 *kt = k[t] + lane_row / 4, *qt = q[t] + lane_row / 4;
+            float part0 = 0, part1 = 0;
+#pragma unroll
+            for (int i = 0; i < QUADS; i++) {
+                s[i].x *= decay[t];
+                s[i].y *= decay[t];
+                s[i].z *= decay[t];
+                s[i].w *= decay[t];
+                (i % 2 ? part1 : part0) = dot4(s[i], kt[4 * i], i % 2 ? part1 : part0);
+            }
+            const float d = (v[t][column] - quad_sum(part0 + part1)) * beta[t];
+            part0 = part1 = 0;
+#pragma unroll
+            for (int i = 0; i < QUADS; i++) {
+                const float4 x = kt[4 * i];
+                s[i].x = fmaf(x.x, d, s[i].x);
+                s[i].y = fmaf(x.y, d, s[i].y);
+                s[i].z = fmaf(x.z, d, s[i].z);
+                s[i].w = fmaf(x.w, d, s[i].w);
+                (i % 2 ? part1 : part0) = dot4(s[i], qt[4 * i], i % 2 ? part1 : part0);
+            }
+            const float o = quad_sum(part0 + part1);
+            if (here && lane_row == 0) a.out[((begin + t) * a.n_v_head + head) * head_v + first + column] = o * scale;
+        }
+    }
+    if (here && sequence >= 0) store_state(s, states + sequence * a.n_v_head * size, lane_row, head_k, head_v);
+}

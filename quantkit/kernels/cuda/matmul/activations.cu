@@ -1,0 +1,26 @@
+// Convert rows of activations to the formats of activations.cuh. Compiled with FORMAT.
+#include "matmul/activations.cuh"
+
+// Rows of x are x_stride bytes apart, rows of out contiguous.
+struct quantize_args {
+    int64_t rows;
+    const uint8_t* x;
+    int64_t x_stride, n;
+    uint8_t* out;
+};
+
+KERNEL(quantize, 128) {
+    if (FORMAT <= Q8_K) {
+        const int64_t index = (int64_t)blockIdx.x * 4 + (threadIdx.x >> 5), units = (a.n + 255) / 256;
+        if (index >= a.rows * units) return;
+        const int64_t row = index / units, unit = index % units;
+        float v[8];
+        load_eight((const float*)(a.x + row * a.x_stride), 256 * unit + 8 * (threadIdx.x & 31), a.n, v);
+        quantize_unit<FORMAT>(v, a.out + row * Q8_UNIT * units, unit, units);
+    } else {
+        const int64_t pieces = (a.n + 511) / 512, row = blockIdx.x / pieces, first = blockIdx.x % pieces * 512;
+        const float* x = (const float*)(a.x + row * a.x_stride);
+        float* out = (float*)(a.out + 4 * row * a.n);
+        for (int64_t i = first + threadIdx.x; i < first + 512 && i < a.n; i += 128) out[i] = rounded<FORMAT>(x[i]);
+    }
+}

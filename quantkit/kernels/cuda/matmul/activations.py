@@ -1,0 +1,36 @@
+"""Activations on the device, in the formats that weights are multiplied by: activations.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quantkit.kernels.cuda.core.generated import Q8_UNIT
+from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+
+#: Formats that rows are brought to; a weight's is kernels/formats.py's. f32 needs none.
+KINDS = ("q8_0", "q8_1", "q8_k", "f16", "bf16")
+
+
+def row_bytes(kind: str, n: int) -> int:
+    """Return the bytes of a row of ``n`` activations in a format; f32 rows are those of the value itself."""
+    if kind in ("f32", "f16", "bf16"):
+        return 4 * n
+    return -(-n // 256) * Q8_UNIT
+
+
+def quantize(kind: str, n: int, rows: int) -> Shape:
+    """Return how to bring rows of n f32 values to a format: slots rows, x, x_stride, n, out.
+
+    x_stride in bytes; rows of out are ``row_bytes(kind, n)`` apart, its start aligned to 32 bytes. Raises ValueError
+    for another format.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"activations are brought to {', '.join(KINDS)}; not to {kind}")
+    blocks = -(-rows * -(-n // 256) // 4) if kind.startswith("q8") else rows * -(-n // 512)
+    return Shape(Kernel("matmul/activations.cu", "quantize").bind(FORMAT=KINDS.index(kind)), (max(1, blocks), 1, 1))
+
+
+def kernels() -> Iterator[Kernel]:
+    """Yield every kernel of this file."""
+    for kind in KINDS:
+        yield quantize(kind, 256, 1).kernel

@@ -1,0 +1,147 @@
+"""Products of weights with many rows of activations on the device: mat_mat.cu, panel.cuh.
+
+Slots are those of mat_vec.py's kernels of the same names; strides are bytes. x holds rows in the format of the
+weight's type (activations.py): 16-byte aligned if it is quantized. ``plan`` is what moe.bucket makes. A ``Shape``
+belongs to sizes and to a device's ``capability``: small ones share less memory. A row of the result does not depend
+on the other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+from quantkit.kernels.cuda.layer.glu import ACTIVATIONS, GATES
+from quantkit.kernels.cuda.matmul.moe import most_tiles
+from quantkit.kernels.formats import AS_F16, format_of
+from quantkit.kernels.parameters import Activation
+from quantkit.types import BY_NAME, TensorType
+
+#: Types that are no blocks of levels, and what panel.cuh calls them.
+FLOATS = {"F16": "HALF", "BF16": "BFLOAT", "F32": "SINGLE"}
+
+#: The shared memory a block may have, by compute capability: of the largest not above.
+_SHARED = {
+    0: 48 << 10,
+    75: 64 << 10,
+    80: 163 << 10,
+    86: 99 << 10,
+    87: 163 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    120: 99 << 10,
+}
+#: So few large tiles leave so much of a device idle that small ones, which unpack four times as often, are faster. Of
+#: up to 32 tokens a large tile has 0.76 of the instructions of its four small ones (Q4_K, sm_90), if there are many.
+_FEW = 40
+_FEW_OF_32 = 8
+#: From one row of a tile in shared memory to the next.
+_STRIDE = 144
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The shape of a block's tile: rows of weights, tokens, threads."""
+
+    rows: int
+    tokens: int
+    threads: int
+
+
+SMALL, LARGE = Tile(32, 32, 128), Tile(128, 128, 256)
+
+
+def tile_for(t: TensorType, n_out: int, tokens: float, groups: int = 1, capability: int = 90) -> Tile:
+    """Return the tile for so many rows of x, and so many groups of them (heads, experts): a large one for many."""
+    room = _SHARED[max(c for c in _SHARED if c <= capability)]
+    blocks = groups * -(-n_out // LARGE.rows) * -(-tokens // LARGE.tokens)
+    enough = _FEW if tokens > SMALL.tokens else _FEW * _FEW_OF_32
+    return LARGE if blocks >= enough and shared_bytes(t, LARGE) <= room else SMALL
+
+
+def shared_bytes(t: TensorType, tile: Tile) -> int:
+    """Return the shared memory of a block: what panel.cuh lays out, and checks."""
+    panel, x = tile.rows * _STRIDE, tile.tokens * _STRIDE
+    if t.name in FLOATS:
+        return 2 * panel + 2 * x
+    of = format_of(t)
+    if of.planes == AS_F16:
+        panel, scales = tile.rows * (2 * 128 + 16), 0
+    else:
+        panel, scales = max(of.planes, 1) * panel, 4 * tile.rows * (1 if of.planes else 4)
+    mins = 4 * tile.rows * (128 // of.span) if of.mins else 0
+    pieces = (of.unit_bytes + (15 if of.align % 16 else 0) + 15) // 16
+    x += 16 * tile.tokens + (32 * tile.tokens if mins else 0)
+    raw = tile.rows * 16 * (pieces | 1) + 16
+    of_rows = 4 * tile.rows * (2 if t.row_scale else 1)
+    return panel + scales + mins + 2 * x + of_rows + raw + 4 * of.grid
+
+
+def _kernel(name: str, t: TensorType, tile: Tile, activation: str = "") -> Kernel:
+    weights = FLOATS.get(t.name, "QUANTIZED")
+    kernel = Kernel("matmul/mat_mat.cu", name).bind(
+        TYPE=t.name, WEIGHTS=weights, TOKENS=tile.tokens, THREADS=tile.threads, SHARED=shared_bytes(t, tile)
+    )
+    return kernel.bind(ACTIVATION=ACTIVATIONS[activation]) if activation else kernel
+
+
+def _shape(kernel: Kernel, t: TensorType, tile: Tile, n_out: int, tokens: int, heads: int = 1) -> Shape:
+    """tokens: tiles along the tokens, the fastest: those that read the same weights run together."""
+    return Shape(kernel, (tokens, -(-n_out // tile.rows), heads), shared_bytes(t, tile))
+
+
+def mul_mat(t: TensorType, n_in: int, n_out: int, rows: int, capability: int = 90) -> Shape:
+    """Return how to multiply a matrix with rows of x."""
+    return mul_mat_heads(t, n_in, n_out, rows, 1, capability, "mul_mat")
+
+
+def mul_mat_heads(
+    t: TensorType, n_in: int, n_out: int, rows: int, heads: int, capability: int = 90, name: str = "mul_mat_heads"
+) -> Shape:
+    """Return how to multiply a matrix a head with the heads of rows of x."""
+    tile = tile_for(t, n_out, rows, heads, capability)
+    return _shape(_kernel(name, t, tile), t, tile, n_out, -(-rows // tile.tokens), heads)
+
+
+def up_gate(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, capability: int = 90) -> Shape:
+    """Return how to compute activation(gate x) * (up x) for rows of x."""
+    tile = tile_for(t, 2 * n_out, rows, 1, capability)
+    kernel = _kernel("up_gate", t, tile, activation.kind)
+    return _shape(kernel, t, tile, 2 * n_out, -(-rows // tile.tokens))
+
+
+def mul_mat_id(
+    t: TensorType, n_in: int, n_out: int, rows: int, n_used: int, n_expert: int, capability: int = 90
+) -> Shape:
+    """Return how to multiply chosen experts with rows of x."""
+    return _by_expert("mul_mat_id", t, "", n_out, rows * n_used, n_expert, capability)
+
+
+def up_gate_id(
+    t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, n_used: int, n_expert: int,
+    capability: int = 90,
+) -> Shape:  # fmt: skip
+    """Return how to compute activation(gate x) * (up x) with chosen experts."""
+    return _by_expert("up_gate_id", t, activation.kind, 2 * n_out, rows * n_used, n_expert, capability)
+
+
+def _by_expert(
+    name: str, t: TensorType, activation: str, n_out: int, pairs: int, n_expert: int, capability: int
+) -> Shape:
+    used = min(pairs, n_expert)
+    tile = tile_for(t, n_out, pairs / used, used, capability)
+    kernel = _kernel(name, t, tile, activation)
+    return _shape(kernel, t, tile, n_out, most_tiles(pairs, n_expert, tile.tokens))
+
+
+def kernels() -> Iterator[Kernel]:
+    """Yield every kernel of this file, for a type of every way to multiply; other types differ in their unpacker."""
+    kernels = ("mul_mat", "mul_mat_heads", "mul_mat_id", "up_gate", "up_gate_id")
+    small = ("Q8_0", "Q4_K", "Q2_K", "Q6_K", "NVFP4", "IQ1_S", *FLOATS)
+    for tile, names in ((SMALL, small), (LARGE, ("Q8_0", "Q4_K", "Q2_K", "Q6_K", "NVFP4", "F16", "F32"))):
+        for name in names:
+            for kernel in kernels:
+                yield _kernel(kernel, BY_NAME[name], tile, "silu")
+    for kind in GATES:
+        yield _kernel("up_gate", BY_NAME["Q8_0"], SMALL, kind)

@@ -1,0 +1,154 @@
+"""Products of weights with 1 to 8 rows of activations on the device: mat_vec.cu.
+
+Slots are in mat_vec.cu; x holds rows in the format of the weight's type (activations.py), strides are bytes. A
+``Shape`` belongs to sizes: ``rows`` of x, or tokens, ``n_used`` experts each. A row of the result does not depend on
+how many rows are computed together: LANES, which decides the order of a sum, comes from the matrix alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+from quantkit.kernels.cuda.layer.glu import ACTIVATIONS, GATES
+from quantkit.kernels.formats import FORMATS, format_of
+from quantkit.kernels.parameters import Activation
+from quantkit.types import BY_NAME, TensorType
+
+#: Most rows of x.
+MAX_ROWS = 8
+_WARPS = 4
+#: Warps that keep a large device busy, and those below which they get less to do each.
+_MANY, _FEW = 2112, 1056
+
+
+def _lanes(t: TensorType, n_in: int, n_out: int) -> int:
+    """Return how many lanes share a row of weights."""
+    if format_of(t).is_float:
+        lanes, steps = 32, n_in * t.block_bytes // 16 / 64  # at least two loads of 16 bytes a lane
+    else:
+        parts = n_in // (32 * format_of(t).parts)
+        lanes, steps = _lanes_of_warp(parts), parts / 32
+    # Few rows, but long ones: warps share them.
+    while 32 <= lanes < 128 and n_out * lanes < 64 * _MANY and steps >= lanes // 16:
+        lanes *= 2
+    return lanes
+
+
+def _lanes_of_warp(parts: int) -> int:
+    """Return 32, or 16 or 8 where many of 32 would idle in the last step."""
+    busy = {lanes: parts / (-(-parts // lanes) * lanes) for lanes in (32, 16, 8)}
+    return next((lanes for lanes in busy if busy[lanes] >= 0.85), max(busy, key=busy.__getitem__))
+
+
+def _rows(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) -> int:
+    """Return how many rows of each of one or two matrices a team computes at once, all with the same activations."""
+    # As many as fit the registers; the fewer the bits, the more it matters that rows share what is done for x.
+    bits = 8 * t.block_bytes / t.block
+    if format_of(t).is_float:
+        rows = 2
+    elif columns == matrices == 1 and bits < 1.75 and n_out * lanes >= 32 * _MANY * 6:
+        rows = 6
+    elif format_of(t).parts > 1 and columns > 1:
+        rows = 3 if matrices == 1 else 4 if columns <= 4 or bits < 2 else 2
+    else:
+        rows = 3 if columns > 4 else 4 if columns > 2 or bits < 4 else 2
+    rows //= matrices
+    while rows > 1 and n_out * lanes < 32 * _FEW * rows:
+        rows //= 2
+    return rows
+
+
+def _shape(
+    name: str, t: TensorType, n_in: int, n_out: int, columns: int, matrices: int, each: int, kind: str = ""
+) -> Shape:
+    """Return the shape of a kernel on so many matrices (heads, or pairs); ``each``: those that surely run at once."""
+    if not 1 <= columns <= MAX_ROWS:
+        raise ValueError(f"mat_vec takes 1 to {MAX_ROWS} rows, not {columns}")
+    lanes = _lanes(t, n_in, n_out * each)
+    rows = _rows(t, lanes, n_out * each, columns, 2 if kind else 1)
+    kernel = Kernel("matmul/mat_vec.cu", name).bind(
+        TYPE=format_of(t).type.name, COLUMNS=columns, LANES=lanes, ROWS=rows
+    )
+    if name.endswith("_to"):
+        kernel = kernel.bind(TO=1, ROWS=1 << rows.bit_length() - 1)
+    if format_of(t).is_float:
+        kernel = kernel.bind(FLOATS=1)
+    if kind:
+        kernel = kernel.bind(ACTIVATION=ACTIVATIONS[kind])
+    return Shape(kernel, (-(-n_out // rows_of_block(kernel)), matrices, 1))
+
+
+def mul_mat(t: TensorType, n_in: int, n_out: int, rows: int = 1) -> Shape:
+    """Return how to multiply a matrix with up to 8 rows of x."""
+    return _shape("mul_mat", t, n_in, n_out, rows, 1, 1)
+
+
+def mul_mat_heads(t: TensorType, n_in: int, n_out: int, rows: int, heads: int) -> Shape:
+    """Return how to multiply a matrix a head with the heads of up to 8 rows of x."""
+    return _shape("mul_mat_heads", t, n_in, n_out, rows, heads, heads)
+
+
+def mul_mat_id(t: TensorType, n_in: int, n_out: int, rows: int, n_used: int) -> Shape:
+    """Return how to multiply chosen experts with rows of x: each pair by itself, so rows * n_used should be small."""
+    return _shape("mul_mat_id", t, n_in, n_out, 1, rows * n_used, n_used)
+
+
+def up_gate(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int = 1) -> Shape:
+    """Return how to compute activation(gate x) * (up x) for up to 8 rows of x."""
+    return _shape("up_gate", t, n_in, n_out, rows, 1, 1, activation.kind)
+
+
+def up_gate_id(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, n_used: int) -> Shape:
+    """Return how to compute activation(gate x) * (up x) with chosen experts, each pair by itself."""
+    return _shape("up_gate_id", t, n_in, n_out, 1, rows * n_used, n_used, activation.kind)
+
+
+def mul_mat_heads_to(t: TensorType, n_in: int, n_out: int, heads: int) -> Shape | None:
+    """Return how to multiply a matrix a head with the heads of one row, whose result is brought to a format.
+
+    None: 256 columns are not made of heads, or of blocks' parts of them.
+    """
+    shape = _shape("mul_mat_heads_to", t, n_in, n_out, 1, heads, heads)
+    return shape if (256 % n_out == 0 or n_out % 256 == 0) and n_out % rows_of_block(shape.kernel) == 0 else None
+
+
+def up_gate_to(t: TensorType, activation: Activation, n_in: int, n_out: int) -> Shape:
+    """As ``up_gate`` for one row, which is brought to a format."""
+    return _shape("up_gate_to", t, n_in, n_out, 1, 1, 1, activation.kind)
+
+
+def up_gate_id_to(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, n_used: int) -> Shape:
+    """As ``up_gate_id``, and every pair's row is brought to a format."""
+    return _shape("up_gate_id_to", t, n_in, n_out, 1, rows * n_used, n_used, activation.kind)
+
+
+def rows_of_block(kernel: Kernel) -> int:
+    """Return how many rows of weights a block of threads has."""
+    macros = dict(kernel.defines)
+    return int(macros["ROWS"]) * 32 * _WARPS // int(macros["LANES"])
+
+
+def kernels() -> Iterator[Kernel]:
+    """Yield a kernel of every type, and of some types those that differ in anything else."""
+    silu = Activation("silu")
+    for t in (of.type for of in FORMATS.values()):
+        yield mul_mat(t, 4096, 16384).kernel
+        yield mul_mat_id(t, 4096, 16384, 1, 1).kernel
+    for name in ("Q8_0", "Q6_K", "TQ1_0", "IQ2_S", "F32"):
+        yield up_gate(BY_NAME[name], silu, 4096, 16384, MAX_ROWS).kernel
+    for name in ("IQ1_S", "IQ3_XXS", "TQ1_0", "Q1_0"):
+        yield up_gate(BY_NAME[name], silu, 4096, 16384).kernel
+        yield mul_mat(BY_NAME[name], 4096, 16384, 2).kernel
+        yield mul_mat(BY_NAME[name], 4096, 16384, 4).kernel
+    for t in (BY_NAME["Q4_K"], BY_NAME["F16"]):
+        for n_in, n_out in ((768, 16384), (1536, 16384), (2048, 768), (4096, 256)):
+            yield mul_mat(t, n_in, n_out).kernel
+            yield up_gate_id(t, silu, n_in, n_out, 1, 1).kernel
+            yield up_gate_id_to(t, silu, n_in, n_out, 1, 1).kernel
+        yield up_gate_to(t, silu, 4096, 16384).kernel
+        yield _shape("mul_mat_heads_to", t, 512, 128, 1, 128, 128).kernel
+        for rows in (2, 3, 5, MAX_ROWS):
+            yield mul_mat_heads(t, 4096, 16384, rows, 1).kernel
+    for kind in GATES:
+        yield up_gate(BY_NAME["Q4_K"], Activation(kind), 4096, 16384).kernel

@@ -1,0 +1,53 @@
+"""Which pairs every expert has, on the device: moe.cu, plan.cuh.
+
+bucket    plan ids rows n_used n_expert      ids int32 [rows, n_used]; plan: plan_bytes, read by products by expert
+gather    plan x out rows x_per width        rows: pairs; x f32, a row for x_per pairs; out bf16, in the plan's order
+scatter   plan ids x out rows width bias bias_stride scale      x f32 rows in the plan's order, out f32 rows by pair
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+
+#: Tokens a tile of a product may have.
+TILES = (32, 128)
+_WARPS = 16
+_HEAD = 16
+
+
+def most_tiles(pairs: int, n_expert: int, tokens: int) -> int:
+    """Return how many tiles of so many tokens pairs can make at most: each expert's last one may be short."""
+    used = min(pairs, n_expert)
+    return (pairs - used) // tokens + used
+
+
+def plan_bytes(n_expert: int, n_used: int, rows: int) -> int:
+    """Return the bytes of a plan for so many tokens; a plan of fewer needs no more."""
+    pairs = rows * n_used
+    return 4 * (_HEAD + -(-pairs // 4) * 4) + 16 * sum(most_tiles(pairs, n_expert, t) for t in TILES)
+
+
+def bucket(n_expert: int) -> Shape:
+    """Return how to make a plan."""
+    return Shape(_KERNEL_OF, (1, 1, 1), 4 * (_WARPS + 1) * n_expert)
+
+
+def gather(pairs: int) -> Shape:
+    """Return how to bring rows of x, as bf16, into a plan's order."""
+    return Shape(Kernel("matmul/moe.cu", "gather"), (max(1, pairs), 1, 1))
+
+
+def scatter(pairs: int) -> Shape:
+    """Return how to bring rows out of a plan's order, with an expert's scale and bias."""
+    return Shape(Kernel("matmul/moe.cu", "scatter"), (max(1, pairs), 1, 1))
+
+
+_KERNEL_OF = Kernel("matmul/moe.cu", "bucket")
+
+
+def kernels() -> Iterator[Kernel]:
+    """Yield every kernel of this file."""
+    for shape in (bucket(1), gather(1), scatter(1)):
+        yield shape.kernel

@@ -1,0 +1,41 @@
+"""Decodes rows of weights to floats on the device: dequantize.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+from quantkit.kernels.formats import FORMATS, format_of
+from quantkit.types import TensorType
+
+#: What rows are written as; f16 and bf16 are rounded to nearest even.
+OUTPUTS = ("f32", "f16", "bf16")
+
+#: Parts of 32 values that a block of threads takes.
+_PARTS = 256
+
+
+def _shape(name: str, t: TensorType, n: int, rows: int) -> Shape:
+    kernel = Kernel("unpack/dequantize.cu", name).bind(TYPE=format_of(t).type.name)
+    return Shape(kernel, (max(1, -(-rows * -(-n // 32) // _PARTS)), 1, 1))
+
+
+def dequantize(t: TensorType, n: int, rows: int) -> Shape:
+    """Return how to decode rows of n values: slots w, row_bytes, rows, n, out, out_stride, to.
+
+    to: what is written, its index in OUTPUTS. Values are those of quantkit.kernels.dequantize to the bit, then
+    rounded. Rows of out are aligned to 16 bytes (16-bit ones to 8), as far as the type is no plain float.
+    """
+    return _shape("dequantize", t, n, rows)
+
+
+def embed(t: TensorType, n: int, rows: int) -> Shape:
+    """Return how to write scale * the row of each token: slots batch, w, row_bytes, rows, n, out, out_stride, scale."""
+    return _shape("embed", t, n, rows)
+
+
+def kernels() -> Iterator[Kernel]:
+    """Yield every kernel of this file."""
+    for of in FORMATS.values():
+        yield dequantize(of.type, 256, 1).kernel
+        yield embed(of.type, 256, 1).kernel

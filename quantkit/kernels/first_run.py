@@ -1,0 +1,149 @@
+"""The first run: compile what is not cached on all CPUs, tell the user, and keep the time out of measurements.
+
+``working_seconds`` is a clock that stops meanwhile, so that no figure depends on the state of the cache.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from quantkit.helpers import available_cpus
+
+Job = Callable[[], object]
+
+#: More processes gain little, and each takes some 200 MB.
+_PROCESSES = 8
+
+
+class NotCached(Exception):
+    """A kernel is not in the cache."""
+
+
+class _Compiling:
+    """How many threads are compiling, since when, and the seconds before."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.depth, self.since, self.seconds = 0, 0.0, 0.0
+        self.forbidden = self.said = False
+
+    def enter(self) -> None:
+        with self.lock:
+            if self.depth == 0:
+                self.since = time.perf_counter()
+                self.say("compiling kernels, once")
+            self.depth += 1
+
+    def leave(self) -> None:
+        with self.lock:
+            self.depth -= 1
+            if self.depth == 0:
+                self.seconds += time.perf_counter() - self.since
+                self.say("")
+
+    def say(self, text: str) -> None:
+        """Show progress where a line can be erased; elsewhere report once."""
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\033[K{text}")
+            sys.stderr.flush()
+        elif not self.said:
+            sys.stderr.write(f"{text}\n")
+        self.said = True
+
+
+_STATE = _Compiling()
+
+
+def working_seconds() -> float:
+    """Return the seconds of a clock that stops while kernels compile."""
+    with _STATE.lock:
+        now = _STATE.since if _STATE.depth else time.perf_counter()
+        return now - _STATE.seconds
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Mark compilation: report it once and stop the clock. Raises NotCached while only the cache may be used."""
+    if _STATE.forbidden:
+        raise NotCached
+    collects = gc.isenabled()
+    gc.disable()  # saves a sixth of the time; there is next to no garbage before the end
+    _STATE.enter()
+    try:
+        yield
+    finally:
+        _STATE.leave()
+        if collects:
+            gc.enable()
+
+
+def compile_together(jobs: Sequence[Job]) -> None:
+    """Run jobs that each load or compile a kernel, those not in the cache in several processes.
+
+    Processes take one job at a time; children only fill the cache. Where fork is not available, this process compiles
+    everything.
+    """
+    missing = [job for job in jobs if not _in_cache(job)]
+    if len(missing) > 1 and hasattr(os, "fork"):
+        with compiling():
+            _share(missing)
+    for job in missing:
+        job()
+
+
+def _in_cache(job: Job) -> bool:
+    _STATE.forbidden = True
+    try:
+        job()
+    except NotCached:
+        return False
+    finally:
+        _STATE.forbidden = False
+    return True
+
+
+def _share(jobs: list[Job]) -> None:
+    """Compile jobs in this process and forked ones, which read the number of the next job from a pipe."""
+    numbers, end = os.pipe()
+    os.write(end, b"".join(i.to_bytes(2, "little") for i in range(len(jobs))))
+    os.close(end)
+    children = [_fork(jobs, numbers) for _ in range(min(available_cpus(), len(jobs), _PROCESSES) - 1)]
+    try:
+        _work(jobs, numbers)
+        while children:
+            os.waitpid(children[-1], 0)
+            children.pop()
+    finally:
+        os.close(numbers)
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _fork(jobs: list[Job], numbers: int) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads hold no lock that compilation takes
+        child = os.fork()
+    if child == 0:
+        try:
+            _STATE.said = True
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+            _work(jobs, numbers)
+        finally:
+            os._exit(0)
+    return child
+
+
+def _work(jobs: list[Job], numbers: int) -> None:
+    while number := os.read(numbers, 2):
+        i = int.from_bytes(number, "little")
+        _STATE.say(f"compiling kernels, once: {i + 1} of {len(jobs)}")
+        jobs[i]()

@@ -1,0 +1,156 @@
+"""THE kernels' registry of types: one record per type that can be decoded.
+
+``quantkit.types`` describes the bytes on disk; a record here, the kernels for them. To add a type:
+
+1. its row in ``types.TYPES`` (all types of both trees have one), with the fields of ``scales``;
+2. its record below;
+3. ``decode_<type>`` in reference.py, the specification;
+4. ``unpack_<type>`` in cpu/unpack/<family>.py, and ``encode_<type>`` in cpu/encode/<family>.py if it has an encoder;
+5. ``struct <TYPE>`` in cuda/unpack/<family>.cuh; all.cuh includes the file of a new family.
+
+Everything else follows: commands, activation formats, products, embeddings, the traits of the CUDA struct
+(generated.py), checks of files, tests, scripts. Optional and by name: a specialized dot product
+(cpu/matmul/type_dots.py, cuda/unpack/dot_forms.cuh).
+
+A *unit* is 256 values, what an unpacker unpacks at once. *Row headers*: rows of a type with ``row:f32@0`` (or f16) in
+``scales`` begin with a scale for the whole row. Unpackers and reference decoders see blocks only: code that walks a
+row reads the scale once and applies it, so types without one pay nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.errors import TypeNotSupported
+from quantkit.types import BY_NAME, TensorType
+
+#: Values unpacked at once.
+UNIT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Properties of a type that kernels depend on."""
+
+    type: TensorType
+    #: The file that implements it in cpu/encode, cpu/unpack and cuda/unpack.
+    family: str
+    #: Whether there is an encoder; every type here has a decoder.
+    encodes: bool
+    #: The format of its activations (cpu/matmul/activations.py), as in llama.cpp.
+    activations: str
+    #: Values that share a scale, and a minimum: 16, 32 or more; 1 for floats.
+    span: int = 32
+    #: Whether it has minimums: value = scale * level - minimum.
+    mins: bool = False
+    #: Whether levels may be negative; products of unsigned levels need no offset.
+    signed: bool = True
+    #: CUDA, many rows: bytes of a level times its scale, 0 if not folded; AS_F16 if it is a half (folded.cuh).
+    planes: int = 0
+    #: CUDA: words of the grid of levels.
+    grid: int = 0
+    #: CUDA, few rows: parts of 32 values per lane and step (dot_forms.cuh).
+    parts: int = 1
+    #: CUDA: two types with the same name here can share a launch: the same activations, little shared memory.
+    together: str = ""
+
+    @property
+    def is_float(self) -> bool:
+        """Whether values are plain numbers that need no unpacking."""
+        return self.type.block == 1
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of 256 values in a row."""
+        return UNIT // self.type.block * self.type.block_bytes
+
+    @property
+    def align(self) -> int:
+        """The alignment of every block, at most 16, if rows are aligned to it."""
+        bits = self.type.block_bytes | self.type.row_header | 16
+        return bits & -bits
+
+
+#: ``planes`` of a type whose levels become half floats.
+AS_F16 = 16
+
+
+def _format(name: str, family: str, encodes: bool, activations: str, **more: Any) -> Format:
+    return Format(BY_NAME[name], family, encodes, activations, **more)
+
+
+_MINS: dict[str, Any] = {"mins": True, "signed": False}
+
+#: Every type that can be decoded, by name; fields not given have ``Format``'s defaults.
+FORMATS: dict[str, Format] = {
+    f.type.name: f
+    for f in (
+        _format("F32", "floats", True, "f32", span=1),
+        _format("F16", "floats", True, "f16", span=1),
+        _format("BF16", "floats", True, "bf16", span=1),
+        _format("Q4_0", "legacy", True, "q8_0"),
+        _format("Q4_1", "legacy", True, "q8_1", **_MINS),
+        _format("Q5_0", "legacy", True, "q8_0"),
+        _format("Q5_1", "legacy", True, "q8_1", **_MINS),
+        _format("Q8_0", "legacy", True, "q8_0"),
+        _format("Q2_K", "k_quants", True, "q8_k", **_MINS, span=16, planes=1, together="K"),
+        _format("Q3_K", "k_quants", True, "q8_k", span=16, planes=1, together="K"),
+        _format("Q4_K", "k_quants", True, "q8_k", **_MINS, together="K"),
+        _format("Q5_K", "k_quants", True, "q8_k", **_MINS, together="K"),
+        _format("Q6_K", "k_quants", True, "q8_k", span=16, planes=2, together="K"),
+        _format("IQ1_S", "i_quants", False, "q8_k", grid=2048, parts=2),
+        _format("IQ1_M", "i_quants", False, "q8_k", span=16, planes=2, grid=2048, parts=2),
+        _format("IQ2_XXS", "i_quants", False, "q8_k", grid=256, parts=2),
+        _format("IQ2_XS", "i_quants", False, "q8_k", span=16, planes=2, grid=512, parts=2),
+        _format("IQ2_S", "i_quants", False, "q8_k", span=16, planes=2, grid=1024, parts=2),
+        _format("IQ3_XXS", "i_quants", False, "q8_k", grid=256, parts=2),
+        _format("IQ3_S", "i_quants", False, "q8_k", grid=512, parts=2),
+        _format("IQ4_NL", "i_quants", True, "q8_0"),
+        _format("IQ4_XS", "i_quants", True, "q8_k", together="K"),
+        _format("TQ1_0", "ternary", True, "q8_k", planes=1, parts=2),
+        _format("TQ2_0", "ternary", True, "q8_k", planes=1, parts=2),
+        _format("Q2_0", "ternary", True, "q8_0"),
+        _format("Q1_0", "binary", True, "q8_0"),
+        _format("MXFP4", "fp4", True, "q8_0"),
+        _format("NVFP4", "fp4", True, "q8_0", span=16, planes=AS_F16),
+        _format("IQ4_KS", "ik_quants", True, "q8_k", together="K"),
+        _format("IQ2_KS", "ik_quants", False, "q8_k", together="K"),
+    )
+}
+
+#: Those with blocks of levels, and so with an unpacker.
+UNPACKED: tuple[TensorType, ...] = tuple(f.type for f in FORMATS.values() if not f.is_float)
+
+
+def has_decoder(t: TensorType) -> bool:
+    """Whether rows of type ``t`` can be decoded and multiplied."""
+    return t.name in FORMATS
+
+
+def has_encoder(t: TensorType) -> bool:
+    """Whether rows can be encoded as type ``t``."""
+    return t.name in FORMATS and FORMATS[t.name].encodes
+
+
+def format_of(t: TensorType, what: str = "decoder") -> Format:
+    """Return the record of type ``t``; raise TypeNotSupported, saying that ``what`` is missing, if there is none."""
+    if t.name not in FORMATS or (what == "encoder" and not FORMATS[t.name].encodes):
+        raise TypeNotSupported(f"there is no {what} for {t.name} in this version; `quantkit types` shows which exist")
+    return FORMATS[t.name]
+
+
+def activation_format(t: TensorType) -> str:
+    """Return the format of activations that weights of type ``t`` multiply."""
+    return format_of(t).activations
+
+
+def cpu_function(verb: str, t: TensorType) -> Callable[..., Any]:
+    """Return ``encode_<type>`` or ``unpack_<type>``; raise TypeNotSupported if there is none."""
+    found = format_of(t, "encoder" if verb == "encode" else "unpacker")
+    if verb == "unpack" and found.is_float:
+        raise TypeNotSupported(f"{t.name} is no type of blocks: there is nothing to unpack")
+    module = importlib.import_module(f"quantkit.kernels.cpu.{verb}.{found.family}")
+    return getattr(module, f"{verb}_{t.name.lower()}")  # type: ignore[no-any-return]

@@ -1,0 +1,368 @@
+"""Lowers operations of the graph to entries of a tape: a small function for each kind, in the table ``LOWER``.
+
+A function names the slots of a compiled operation (kernels/cpu/*.py say what they mean) through a Lowering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from quantkit.helpers import round_up
+from quantkit.kernels.cpu.attention import attention, cache
+from quantkit.kernels.cpu.core.tape import TapeOp
+from quantkit.kernels.cpu.layer import elementwise, glu, norms, recurrent, rope, route
+from quantkit.kernels.cpu.matmul import matmul, moe
+from quantkit.kernels.parameters import MASKS
+from quantkit.model import ops
+from quantkit.model.backends import slots
+from quantkit.model.backends.arena import Slot, Within
+from quantkit.model.backends.cpu import observe
+from quantkit.model.backends.cpu.lowering import CPULowering, rows
+from quantkit.model.backends.lowering import LINE, expert_bytes_of, row_bytes_of
+from quantkit.model.op_table import OpTable
+from quantkit.model.ops import Matrix, Op, Value
+
+LOWER = OpTable("the cpu backend")
+
+# ---------------------------------------------------------------- element by element
+
+
+@LOWER.of(ops.Embed)
+def _embed(b: CPULowering, op: ops.Embed) -> None:
+    t, width = op.weight.tensor.type, op.out.width
+    each = elementwise.embed_scratch_bytes(t, width)
+    b.n_vocab = op.weight.n_out
+    b.emit(
+        elementwise.embed(t),
+        out=b.buffer(op.out),
+        weight=b.weight(op.weight),
+        row_bytes=row_bytes_of(op.weight),
+        width=width,
+        scale=op.scale,
+        scratch=b.array(np.zeros(max(1, each * b.threads), np.uint8)),
+        scratch_bytes=each,
+    )
+
+
+@LOWER.of(ops.SelectOutputs)
+def _select_outputs(b: CPULowering, op: ops.SelectOutputs) -> None:
+    b.emit(elementwise.select_outputs, out=b.buffer(op.out), x=b.buffer(op.x), width=op.x.width * op.x.per)
+
+
+@LOWER.of(ops.Add)
+def _add(b: CPULowering, op: ops.Add) -> None:
+    shared = op.a if b.buffer(op.a).nbytes == b.buffer(op.out).nbytes else op.b
+    slots = {"out": b.buffer(op.out), "a": b.buffer(op.a), "b": b.buffer(op.b)}
+    entry = b.emit(elementwise.add, width=op.out.width, **slots, **rows(op.out))
+    b.may_overwrite(entry, op.out, shared)
+
+
+def _map(b: CPULowering, operation: TapeOp, out: Value, x: Value, **more: Slot) -> None:
+    entry = b.emit(operation, out=b.buffer(out), x=b.buffer(x), width=out.width, **rows(out), **more)
+    b.may_overwrite(entry, out, x)
+
+
+@LOWER.of(ops.Scale)
+def _scale(b: CPULowering, op: ops.Scale) -> None:
+    _map(b, elementwise.scale, op.out, op.x, by=op.factor)
+
+
+@LOWER.of(ops.ScaleByPosition)
+def _scale_by_position(b: CPULowering, op: ops.ScaleByPosition) -> None:
+    numbers = {"floor_scale": float(op.floor_scale), "alpha": op.alpha, "offset": op.offset}
+    _map(b, elementwise.scale_by_position, op.out, op.x, **numbers)
+
+
+@LOWER.of(ops.MultiplyBy)
+def _multiply_by(b: CPULowering, op: ops.MultiplyBy) -> None:
+    vector = b.vector_values(op.vector)
+    operation = elementwise.plus_vector if op.add else elementwise.multiply_by
+    _map(b, operation, op.out, op.x, vector=b.array(vector), n=len(vector))
+
+
+@LOWER.of(ops.Softcap)
+def _softcap(b: CPULowering, op: ops.Softcap) -> None:
+    _map(b, elementwise.softcap, op.out, op.x, by=op.cap)
+
+
+@LOWER.of(ops.Clamp)
+def _clamp(b: CPULowering, op: ops.Clamp) -> None:
+    _map(b, elementwise.clamp, op.out, op.x, by=op.limit)
+
+
+@LOWER.of(ops.Norm)
+def _norm(b: CPULowering, op: ops.Norm) -> None:
+    _map(b, norms.norm(op.kind), op.out, op.x, eps=op.eps, group=op.group, **b.norm_vectors(op))
+
+
+@LOWER.of(ops.Glu)
+def _glu(b: CPULowering, op: ops.Glu) -> None:
+    both = op.up is None
+    entry = b.emit(
+        glu.glu(op.activation),
+        out=b.buffer(op.out),
+        gate=b.buffer(op.gate),
+        up=0 if op.up is None else b.buffer(op.up),
+        width=op.out.width,
+        gate_width=op.out.width if both else op.gate.width,
+        **rows(op.out),
+        **glu.limits(op.activation),
+    )
+    if op.up is not None:
+        b.may_overwrite(entry, op.out, op.up)
+
+
+@LOWER.of(ops.Activate)
+def _activate(b: CPULowering, op: ops.Activate) -> None:
+    if op.activation.kind == "softplus":
+        _map(b, elementwise.softplus, op.out, op.x)
+        return
+    operation = glu.activate(op.activation)
+    limits = {name: value for name, value in glu.limits(op.activation).items() if name in operation.slots}
+    _map(b, operation, op.out, op.x, **limits)
+
+
+@LOWER.of(ops.Take)
+def _take(b: CPULowering, op: ops.Take) -> None:
+    b.emit(elementwise.take, **slots.take(b, op), **rows(op.out))
+
+
+@LOWER.of(ops.Join)
+def _join(b: CPULowering, op: ops.Join) -> None:
+    b.emit(elementwise.join, **slots.join(b, op), **rows(op.out))
+
+
+# ---------------------------------------------------------------- matrices
+
+
+def _multiply(
+    b: CPULowering,
+    out: Value,
+    x: Value,
+    weight: Matrix,
+    bias: Matrix | None,
+    scale: Matrix | None,
+    each: int,
+    independent: bool = False,
+) -> None:
+    """out = scale * (weight x) + bias; each: bytes of scratch of a thread, the same for entries that run together."""
+    activations, stride = b.activations(x, weight)
+    entry = b.emit(
+        matmul.mul_mat,
+        products=matmul.products_of(weight.tensor.type),
+        x=activations,
+        x_stride=stride,
+        w=b.weight(weight),
+        row_bytes=row_bytes_of(weight),
+        n_in=weight.n_in,
+        n_out=weight.n_out,
+        out=b.buffer(out),
+        out_stride=4 * out.width,
+        bias=b.vector(bias),
+        scale=b.vector(scale),
+        scratch=b.scratch(each * b.threads),
+        scratch_bytes=each,
+        **rows(x),
+    )
+    entry.independent, entry.weights = independent, (weight,)
+
+
+def _scratch_of(weights: Iterable[Matrix]) -> int:
+    most = max(matmul.scratch_bytes(w.tensor.type, w.n_in) for w in weights)
+    return round_up(most, LINE)
+
+
+@LOWER.of(ops.MulMat)
+def _mul_mat(b: CPULowering, op: ops.MulMat) -> None:
+    _multiply(b, op.out, op.x, op.weight, op.bias, op.scale, _scratch_of([op.weight]))
+
+
+@LOWER.of(ops.MulMats)
+def _mul_mats(b: CPULowering, op: ops.MulMats) -> None:
+    for weight in op.weights:
+        b.activations(op.x, weight)  # all before the first product: those do not wait for each other
+    each = _scratch_of(op.weights)
+    for out, weight, bias, scale in zip(op.outs, op.weights, op.biases, op.scales, strict=True):
+        _multiply(b, out, op.x, weight, bias, scale, each, independent=out is not op.outs[-1])
+
+
+@LOWER.of(ops.UpGate)
+def _up_gate(b: CPULowering, op: ops.UpGate) -> None:
+    slots: dict[str, Slot] = {}
+    parts = (("up", op.up, op.up_bias, op.up_scale), ("gate", op.gate, op.gate_bias, op.gate_scale))
+    for name, weight, bias, scale in parts:
+        activations, stride = b.activations(op.x, weight)
+        slots |= {
+            name: b.weight(weight),
+            f"{name}_row_bytes": row_bytes_of(weight),
+            f"{name}_products": matmul.products_of(weight.tensor.type),
+            f"{name}_x": activations,
+            f"{name}_x_stride": stride,
+            f"{name}_bias": b.vector(bias),
+            f"{name}_scale": b.vector(scale),
+        }
+    each = round_up(matmul.up_gate_scratch_bytes(op.up.tensor.type, op.gate.tensor.type, op.up.n_in), LINE)
+    entry = b.emit(
+        matmul.up_gate(op.activation),
+        n_in=op.up.n_in,
+        n_out=op.up.n_out,
+        out=b.buffer(op.out),
+        out_stride=4 * op.out.width,
+        scratch=b.scratch(each * b.threads),
+        scratch_bytes=each,
+        **rows(op.x),
+        **slots,
+        **glu.limits(op.activation),
+    )
+    entry.weights = (op.up, op.gate)
+
+
+@LOWER.of(ops.MulMatHeads)
+def _mul_mat_heads(b: CPULowering, op: ops.MulMatHeads) -> None:
+    """An entry for each head: they do not wait for each other."""
+    weight, heads = op.weight, op.x.width // op.weight.n_in
+    t, start = weight.tensor.type, b.weight(op.weight)
+    activations, stride = b.activations(op.x, weight)
+    each = _scratch_of([weight])
+    for head in range(heads):
+        entry = b.emit(
+            matmul.mul_mat,
+            products=matmul.products_of(t),
+            x=Within(activations, stride * head),
+            x_stride=stride * heads,
+            w=start + head * expert_bytes_of(weight),
+            row_bytes=row_bytes_of(weight),
+            n_in=weight.n_in,
+            n_out=weight.n_out,
+            out=Within(b.buffer(op.out), 4 * weight.n_out * head),
+            out_stride=4 * op.out.width,
+            bias=0,
+            scale=0,
+            scratch=b.scratch(each * b.threads),
+            scratch_bytes=each,
+            **rows(op.x),
+        )
+        entry.independent = head + 1 < heads
+        entry.weights = (replace(weight, tensor=replace(weight.tensor, shape=weight.tensor.shape[:2])),)
+
+
+# ---------------------------------------------------------------- experts
+
+
+def _by_expert(b: CPULowering, out: Value, x: Value, ids: Value, weight: Matrix) -> dict[str, Slot]:
+    t = weight.tensor.type
+    each = round_up(moe.scratch_bytes(t, weight.n_in), LINE)
+    own: dict[str, Slot] = {
+        "products": moe.products_of(t),
+        "scratch": b.scratch(each * b.threads),
+        "scratch_bytes": each,
+    }
+    return slots.by_expert(b, out, x, ids, weight) | own
+
+
+@LOWER.of(ops.MulMatId)
+def _mul_mat_id(b: CPULowering, op: ops.MulMatId) -> None:
+    given = _by_expert(b, op.out, op.x, op.ids, op.weight) | slots.vectors_by_expert(b, op.weight, op.bias, op.scale)
+    b.emit(moe.mul_mat_id, w=b.weight(op.weight), **given).weights = (op.weight,)
+
+
+@LOWER.of(ops.UpGateId)
+def _up_gate_id(b: CPULowering, op: ops.UpGateId) -> None:
+    given = _by_expert(b, op.out, op.x, op.ids, op.up) | {"up": b.weight(op.up), "gate": b.weight(op.gate)}
+    given |= slots.vectors_by_expert(b, op.up, op.up_bias, op.up_scale, "up_")
+    given |= slots.vectors_by_expert(b, op.gate, op.gate_bias, op.gate_scale, "gate_")
+    entry = b.emit(moe.up_gate_id(op.activation), **given, **glu.limits(op.activation))
+    entry.weights = (op.up, op.gate)
+
+
+@LOWER.of(ops.Route)
+def _route(b: CPULowering, op: ops.Route) -> None:
+    b.emit(route.route, rows_of=int(op.logits.outputs), **slots.route(b, op))
+
+
+@LOWER.of(ops.Repeat)
+def _repeat(b: CPULowering, op: ops.Repeat) -> None:
+    sizes = {"width": op.x.width, "n_used": op.out.per, "rows_of": int(op.x.outputs)}
+    b.emit(route.repeat, **slots.buffers(b, op, "out", "x", "weights"), **sizes)
+
+
+@LOWER.of(ops.Combine)
+def _combine(b: CPULowering, op: ops.Combine) -> None:
+    sizes = {"width": op.x.width, "n_used": op.x.per, "rows_of": int(op.x.outputs)}
+    b.emit(route.combine, **slots.buffers(b, op, "out", "x", "weights"), **sizes)
+
+
+# ---------------------------------------------------------------- attention
+
+
+@LOWER.of(ops.RopeTable)
+def _rope_table(b: CPULowering, op: ops.RopeTable) -> None:
+    b.emit(rope.rope_table, **slots.rope_table(b, op))
+
+
+@LOWER.of(ops.Rope)
+def _rope(b: CPULowering, op: ops.Rope) -> None:
+    part = {"head": op.head, "start": op.start, "n_rot": op.config.n_rot}
+    _map(b, rope.rope(op.config.kind), op.out, op.x, table=b.buffer(op.table), **part)
+
+
+@LOWER.of(ops.CacheWrite)
+def _cache_write(b: CPULowering, op: ops.CacheWrite) -> None:
+    keys, values, kind = b.cache(op.cache)
+    b.emit(
+        cache.cache_write,
+        k=b.buffer(op.k),
+        v=0 if op.v is None else b.buffer(op.v),
+        k_cache=keys,
+        v_cache=values,
+        k_type=kind,
+        v_type=kind,
+        k_width=op.cache.k_width,
+        v_width=op.cache.v_width,
+    )
+
+
+@LOWER.of(ops.Attention)
+def _attention(b: CPULowering, op: ops.Attention) -> None:
+    keys, values, kind = b.cache(op.cache)
+    numbers = {name: getattr(op, name) for name in ("n_head", "n_head_kv", "head_k", "head_v", "window")}
+    floats = {name: getattr(op, name) for name in ("scale", "softcap", "alibi")}
+    b.emit(
+        attention.attention,
+        q=b.buffer(op.q),
+        out=b.buffer(op.out),
+        k_cache=keys,
+        v_cache=values,
+        k_type=kind,
+        v_type=kind,
+        sinks=b.vector(op.sinks),
+        mask=MASKS.index(op.mask),
+        scratch=b.scratch(attention.scratch_bytes(op.head_k, op.head_v, b.threads)),
+        **numbers,
+        **floats,
+    )
+
+
+# ---------------------------------------------------------------- recurrent layers
+
+
+@LOWER.of(ops.Convolve)
+def _convolve(b: CPULowering, op: ops.Convolve) -> None:
+    b.emit(recurrent.convolve, **slots.convolve(b, op))
+
+
+@LOWER.of(ops.DeltaNet)
+def _delta_net(b: CPULowering, op: ops.DeltaNet) -> None:
+    b.emit(recurrent.delta_net, **slots.delta_net(b, op))
+
+
+LOWER |= observe.LOWER
+
+
+def lower(b: CPULowering, op: Op) -> None:
+    """Append the entries of an operation; TypeNotSupported if this backend has none for it."""
+    b.op = op
+    LOWER[type(op)](b, op)

@@ -1,0 +1,260 @@
+"""Lowers every operation of the graph to launches of a CUDA device; the twin of cpu/ops.py, in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from quantkit.kernels.cuda.attention import attention, cache
+from quantkit.kernels.cuda.core.kernel import Shape
+from quantkit.kernels.cuda.layer import elementwise, glu, norms, recurrent, rope, route
+from quantkit.kernels.cuda.matmul import activations
+from quantkit.kernels.cuda.unpack import dequantize
+from quantkit.kernels.parameters import MASKS
+from quantkit.model import ops
+from quantkit.model.backends import slots
+from quantkit.model.backends.arena import Slot
+from quantkit.model.backends.cuda import lower_fused, observe, products
+from quantkit.model.backends.cuda.fuse.formats import AttentionTo
+from quantkit.model.backends.cuda.lowering import CUDALowering, Rows
+from quantkit.model.backends.cuda.products import gated
+from quantkit.model.backends.lowering import row_bytes_of
+from quantkit.model.op_table import OpTable
+from quantkit.model.ops import Op, Value
+
+LOWER = OpTable("the cuda backend")
+
+# ---------------------------------------------------------------- element by element
+
+
+@LOWER.of(ops.Embed)
+def _embed(b: CUDALowering, op: ops.Embed) -> None:
+    t, width = op.weight.tensor.type, op.out.width
+    b.n_vocab = op.weight.n_out
+    slots: dict[str, Slot] = {"w": b.weight(op.weight), "row_bytes": row_bytes_of(op.weight), "scale": op.scale}
+    out = b.buffer(op.out)
+    b.emit(lambda rows: dequantize.embed(t, width, rows), op.out, out=out, n=width, out_stride=4 * width, **slots)
+
+
+@LOWER.of(ops.SelectOutputs)
+def _select_outputs(b: CUDALowering, op: ops.SelectOutputs) -> None:
+    width = op.x.width * op.x.per
+    out, x = b.buffer(op.out), b.buffer(op.x)
+    b.emit(lambda rows: elementwise.select_outputs(width, rows), op.out, 1, out=out, x=x, width=width)
+
+
+def _map(b: CUDALowering, choose: Callable[[int, int], Shape], out: Value, x: Value, **more: Slot | Rows) -> None:
+    """out = f(x), element by element: the output may lie where the input does."""
+    width = out.width
+    entry = b.emit(lambda rows: choose(width, rows), out, out=b.buffer(out), x=b.buffer(x), width=width, **more)
+    b.may_overwrite(entry, out, x)
+
+
+@LOWER.of(ops.Add)
+def _add(b: CUDALowering, op: ops.Add) -> None:
+    width = op.out.width
+    slots = {"out": b.buffer(op.out), "a": b.buffer(op.a), "b": b.buffer(op.b)}
+    entry = b.emit(lambda rows: elementwise.add(width, rows), op.out, width=width, **slots)
+    b.may_overwrite(entry, op.out, op.a)
+
+
+@LOWER.of(ops.Scale)
+def _scale(b: CUDALowering, op: ops.Scale) -> None:
+    _map(b, elementwise.scale, op.out, op.x, by=op.factor)
+
+
+@LOWER.of(ops.ScaleByPosition)
+def _scale_by_position(b: CUDALowering, op: ops.ScaleByPosition) -> None:
+    numbers = {"floor_scale": float(op.floor_scale), "alpha": op.alpha, "offset": op.offset}
+    of = {"rows_of": int(op.out.outputs), "per": op.out.per}
+    _map(b, elementwise.scale_by_position, op.out, op.x, **numbers, **of)
+
+
+@LOWER.of(ops.MultiplyBy)
+def _multiply_by(b: CUDALowering, op: ops.MultiplyBy) -> None:
+    vector = b.vector_values(op.vector)
+    choose = elementwise.plus_vector if op.add else elementwise.multiply_by
+    _map(b, choose, op.out, op.x, vector=b.array(vector), n=len(vector))
+
+
+@LOWER.of(ops.Softcap)
+def _softcap(b: CUDALowering, op: ops.Softcap) -> None:
+    _map(b, elementwise.softcap, op.out, op.x, by=op.cap)
+
+
+@LOWER.of(ops.Clamp)
+def _clamp(b: CUDALowering, op: ops.Clamp) -> None:
+    _map(b, elementwise.clamp, op.out, op.x, by=op.limit)
+
+
+@LOWER.of(ops.Norm)
+def _norm(b: CUDALowering, op: ops.Norm) -> None:
+    per_row, kind = op.out.width // op.group, op.kind
+    entry = b.emit(
+        lambda rows: norms.norm(kind, rows * per_row),
+        op.out,
+        x=b.buffer(op.x),
+        out=b.buffer(op.out),
+        **b.norm_vectors(op),
+        groups=Rows(per_row),
+        group=op.group,
+        per_row=per_row,
+        eps=op.eps,
+    )
+    b.may_overwrite(entry, op.out, op.x)
+
+
+@LOWER.of(ops.Glu)
+def _glu(b: CUDALowering, op: ops.Glu) -> None:
+    if op.up is None:
+        gated(b, op.activation, op.out, b.buffer(op.gate), op.out.width, 0)
+    else:
+        entry = gated(b, op.activation, op.out, b.buffer(op.gate), op.gate.width, b.buffer(op.up))
+        b.may_overwrite(entry, op.out, op.up)
+
+
+@LOWER.of(ops.Activate)
+def _activate(b: CUDALowering, op: ops.Activate) -> None:
+    activation = op.activation
+    constants = {name: value for name, value in glu.limits(activation).items() if name != "up_limit"}
+    _map(b, lambda width, rows: glu.activate(activation, width, rows), op.out, op.x, **constants)
+
+
+@LOWER.of(ops.Take)
+def _take(b: CUDALowering, op: ops.Take) -> None:
+    b.emit(partial(elementwise.take, op.out.width), op.out, **slots.take(b, op))
+
+
+@LOWER.of(ops.Join)
+def _join(b: CUDALowering, op: ops.Join) -> None:
+    b.emit(partial(elementwise.join, op.out.width), op.out, **slots.join(b, op))
+
+
+# ---------------------------------------------------------------- experts
+
+
+@LOWER.of(ops.Repeat)
+def _repeat(b: CUDALowering, op: ops.Repeat) -> None:
+    width, n_used = op.x.width, op.out.per
+    given = slots.buffers(b, op, "out", "x", "weights")
+    b.emit(partial(route.repeat, width, n_used), op.x, width=width, n_used=n_used, **given)
+
+
+@LOWER.of(ops.Combine)
+def _combine(b: CUDALowering, op: ops.Combine) -> None:
+    width, given = op.x.width, slots.buffers(b, op, "out", "x", "weights")
+    b.emit(partial(route.combine, width), op.out, width=width, n_used=op.x.per, **given)
+
+
+# ---------------------------------------------------------------- attention
+
+
+@LOWER.of(ops.RopeTable)
+def _rope_table(b: CUDALowering, op: ops.RopeTable) -> None:
+    b.emit(lambda rows: rope.rope_table(rows, op.config.n_rot // 2), op.out, **slots.rope_table(b, op))
+
+
+@LOWER.of(ops.Rope)
+def _rope(b: CUDALowering, op: ops.Rope) -> None:
+    kind, head, start, n_rot = op.config.kind, op.head, op.start, op.config.n_rot
+    _map(
+        b,
+        lambda width, rows: rope.rope(kind, rows, width, head, n_rot),
+        op.out,
+        op.x,
+        table=b.buffer(op.table),
+        head=head,
+        start=start,
+        n_rot=n_rot,
+    )
+
+
+@LOWER.of(ops.CacheWrite)
+def _cache_write(b: CUDALowering, op: ops.CacheWrite) -> None:
+    keys, values, kind = b.cache(op.cache)
+    widths = op.cache.k_width, op.cache.v_width
+    b.emit(
+        lambda rows: cache.cache_write(kind, rows, *widths),
+        op.k,
+        k=b.buffer(op.k),
+        v=0 if op.v is None else b.buffer(op.v),
+        k_cache=keys,
+        v_cache=values,
+        k_width=widths[0],
+        v_width=widths[1],
+    )
+
+
+@LOWER.of(ops.Attention)
+def _attention(b: CUDALowering, op: ops.Attention, form: str = "", q_width: int = 0) -> None:
+    """form: a format of activations that the result is made in, too, rows of q_width."""
+    keys, values, kind = b.cache(op.cache)
+    n_ctx, mla, card = b.limits.n_ctx, not op.cache.v_width, b.device.capability
+    sizes = op.n_head, op.n_head_kv, op.head_k, op.head_v
+
+    def way(rows: int) -> attention.Attention:
+        return attention.attention(kind, *sizes, rows, n_ctx, mla=mla, capability=card)
+
+    n_ubatch = b.limits.n_ubatch
+    most = attention.most_scratch(kind, *sizes, rows=n_ubatch, n_ctx=n_ctx, mla=mla, capability=card)
+    scratch = b.scratch(most)
+    common: dict[str, Slot] = {"out": b.buffer(op.out), "sinks": b.vector(op.sinks), "scratch": scratch}
+    common |= {"n_head": op.n_head}
+    entry = b.emit(
+        lambda rows: way(rows).attend,
+        op.out,
+        q=b.buffer(op.q),
+        k_cache=keys,
+        v_cache=values,
+        n_head_kv=op.n_head_kv,
+        scale=op.scale,
+        softcap=op.softcap,
+        mask=MASKS.index(op.mask),
+        window=op.window,
+        alibi=op.alibi,
+        **common,
+    )
+    entry.by_rows = lambda rows: {"splits": way(rows).splits}
+    common |= {"head_v": op.head_v}
+    combine_to = partial(attention.combine_to, head_v=op.head_v)
+    rows_of_token = op.out.width // q_width if q_width else 1
+
+    def combine(rows: int) -> Shape | None:
+        return None if form and combine_to(way(rows)) else way(rows).combine
+
+    b.emit(combine, op.out, rows=Rows(op.n_head), **common).by_rows = entry.by_rows
+    if not form:
+        return
+    made = b.made_activations(op.out, form, q_width)
+    to: dict[str, Slot] = {"format": activations.KINDS.index(form), "quantized": made, "q_width": q_width}
+    to |= {"counters": b.counters(n_ubatch * rows_of_token * -(-q_width // 256)), **common}
+    b.emit(lambda rows: combine_to(way(rows)), op.out, rows=Rows(op.n_head), **to).by_rows = entry.by_rows
+    b.remade(op.out, form, q_width, made, lambda rows: combine_to(way(rows)) is not None)
+
+
+@LOWER.of(AttentionTo)
+def _attention_to(b: CUDALowering, op: AttentionTo) -> None:
+    _attention(b, op, op.format, op.q_width)
+
+
+# ---------------------------------------------------------------- recurrent layers
+
+
+@LOWER.of(ops.Convolve)
+def _convolve(b: CUDALowering, op: ops.Convolve) -> None:
+    b.emit(lambda rows: recurrent.convolve(op.weight.n_in, op.x.width), op.out, **slots.convolve(b, op))
+
+
+@LOWER.of(ops.DeltaNet)
+def _delta_net(b: CUDALowering, op: ops.DeltaNet) -> None:
+    head_k, head_v = op.k.width // op.n_k_head, op.v.width // op.n_v_head
+    b.emit(lambda rows: recurrent.delta_net(op.n_v_head, head_k, head_v), op.out, **slots.delta_net(b, op))
+
+
+LOWER |= {**products.LOWER, **lower_fused.LOWER, **observe.LOWER}
+
+
+def lower(b: CUDALowering, op: Op) -> None:
+    """Append the launches of an operation; TypeNotSupported if this backend has none for it."""
+    b.op = op
+    LOWER[type(op)](b, op)

@@ -1,0 +1,82 @@
+"""The slots that an operation has on every device: kernels of one operation name their arguments alike."""
+
+from __future__ import annotations
+
+from quantkit.kernels.rope_constants import rope_constants, rope_scalars
+from quantkit.model import ops
+from quantkit.model.backends.arena import Slot
+from quantkit.model.backends.lowering import Lowering, expert_bytes_of, row_bytes_of
+from quantkit.model.ops import Matrix, Op, Value
+
+Slots = dict[str, Slot]
+
+
+def buffers(b: Lowering, op: Op, *names: str) -> Slots:
+    """Return the buffers of values by the names they have in an operation; 0 for None."""
+    values = {name: getattr(op, name) for name in names}
+    return {name: 0 if value is None else b.buffer(value) for name, value in values.items()}
+
+
+def take(b: Lowering, op: ops.Take) -> Slots:
+    """Return the slots of ``take``."""
+    sizes: Slots = {"width": op.out.width, "x_width": op.x.width, "start": op.start, "period": op.period}
+    return buffers(b, op, "out", "x") | sizes
+
+
+def join(b: Lowering, op: ops.Join) -> Slots:
+    """Return the slots of ``join``."""
+    sizes: Slots = {"a_width": op.a.width, "b_width": op.b.width, "period_a": op.period_a, "period_b": op.period_b}
+    return buffers(b, op, "out", "a", "b") | sizes
+
+
+def rope_table(b: Lowering, op: ops.RopeTable) -> Slots:
+    """Return the slots of ``rope_table``."""
+    constants = rope_constants(op.config, None if op.factors is None else b.vector_values(op.factors))
+    given: Slots = {"pairs": op.config.n_rot // 2, "constants": b.array(constants), **rope_scalars(op.config)}
+    return buffers(b, op, "out") | given
+
+
+def convolve(b: Lowering, op: ops.Convolve) -> Slots:
+    """Return the slots of ``convolve``."""
+    given: Slots = {"weight": b.vector(op.weight), "state": b.state(op.state)}
+    return buffers(b, op, "x", "out") | given | {"taps": op.weight.n_in, "width": op.x.width}
+
+
+def delta_net(b: Lowering, op: ops.DeltaNet) -> Slots:
+    """Return the slots of ``delta_net``."""
+    heads: Slots = {"n_k_head": op.n_k_head, "n_v_head": op.n_v_head, "scale": op.scale, "tiled": int(op.tiled)}
+    heads |= {"head_k": op.k.width // op.n_k_head, "head_v": op.v.width // op.n_v_head, "state": b.state(op.state)}
+    return buffers(b, op, "q", "k", "v", "g", "beta", "out") | heads
+
+
+# ---------------------------------------------------------------- experts
+
+
+def route(b: Lowering, op: ops.Route) -> Slots:
+    """Return the slots of ``route``."""
+    return buffers(b, op, "ids", "weights", "logits") | {"bias": b.vector(op.bias), **op.routing.slots()}
+
+
+def by_expert(b: Lowering, out: Value, x: Value, ids: Value, weight: Matrix) -> Slots:
+    """Return the slots of every product by expert."""
+    activations, stride = b.activations(x, weight)
+    return {
+        "out": b.buffer(out),
+        "x": activations,
+        "x_stride": stride,
+        "x_per": ids.width if x.per == 1 else 1,
+        "plan": b.plan(ids, weight.n_matrices),
+        "n_expert": weight.n_matrices,
+        "n_used": ids.width,
+        "row_bytes": row_bytes_of(weight),
+        "n_in": weight.n_in,
+        "n_out": weight.n_out,
+    }
+
+
+def vectors_by_expert(
+    b: Lowering, weight: Matrix, bias: Matrix | None, scale: Matrix | None, prefix: str = ""
+) -> Slots:
+    """Return the slots of a weight's bytes an expert, its bias and its scale, their names begun by ``prefix``."""
+    slots: Slots = {"expert_bytes": expert_bytes_of(weight), "bias": b.vector(bias), "bias_stride": 4 * weight.n_out}
+    return {f"{prefix}{name}": slot for name, slot in {**slots, "scale": b.vector(scale)}.items()}

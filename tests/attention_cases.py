@@ -1,0 +1,83 @@
+"""Attention as model/ops.py describes it, in double, and the features it is tested with on every device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Doubles = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An attention operation; ``mla``: the cache has no values."""
+
+    n_head: int = 4
+    n_head_kv: int = 2
+    head_k: int = 64
+    head_v: int = 64
+    mask: str = "causal"
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    alibi: float = 0.0
+    mla: bool = False
+
+    @property
+    def scale(self) -> float:
+        return self.head_k**-0.5
+
+    def seen(self, position: int) -> npt.NDArray[np.int64]:
+        """Return the positions that a token sees."""
+        first = 0
+        if self.mask == "sliding":
+            first = max(0, position - self.window + 1)
+        elif self.mask == "chunked":
+            first = position // self.window * self.window
+        return np.arange(first, position + 1)
+
+    def attend(self, q: Any, position: int, k: Doubles, v: Doubles, sinks: Any) -> Doubles:
+        """Return a token's output; k and v: [seen, n_head_kv, head], what the cache holds of what it sees."""
+        out, before = [], self.seen(position) - position
+        for h, x in enumerate(q.reshape(self.n_head, self.head_k).astype(np.float64)):
+            kv = h // (self.n_head // self.n_head_kv)
+            s = k[:, kv] @ x * np.float32(self.scale)
+            if self.softcap:
+                s = self.softcap * np.tanh(s / self.softcap)
+            if self.alibi:
+                s = s + slope(self.alibi, h, self.n_head) * before
+            largest = max(s.max(), sinks[h]) if self.sinks else s.max()
+            p = np.exp(s - largest)
+            total = p.sum() + (np.exp(sinks[h] - largest) if self.sinks else 0.0)
+            out.append(p @ v[:, kv] / total)
+        return np.concatenate(out)
+
+
+def slope(largest: float, head: int, n_head: int) -> float:
+    n = 1 << (n_head.bit_length() - 1)
+    if head < n:
+        return float((2.0 ** (-largest / n)) ** (head + 1))
+    return float((2.0 ** (-largest / 2 / n)) ** (2 * (head - n) + 1))
+
+
+def nmse(got: npt.NDArray[np.floating], want: Doubles) -> float:
+    return float(((got - want) ** 2).sum() / (want**2).sum())
+
+
+#: Arguments of a case.
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sliding": {"mask": "sliding", "window": 50},
+    "one": {"mask": "sliding", "window": 1},
+    "chunked": {"mask": "chunked", "window": 48},
+    "softcap": {"softcap": 3.0},
+    "sinks": {"sinks": True},
+    "alibi": {"alibi": 8.0, "n_head": 6, "n_head_kv": 3},
+    "all": {
+        "mask": "sliding", "window": 70, "softcap": 5.0, "sinks": True, "alibi": 8.0, "n_head": 12, "n_head_kv": 6,
+    },
+    "chunked_all": {"mask": "chunked", "window": 100, "softcap": 20.0, "sinks": True, "alibi": 4.0},
+}  # fmt: skip

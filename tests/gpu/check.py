@@ -1,0 +1,246 @@
+"""Check the CUDA backend on this machine's card, then time it. Needs numpy and CuPy only, and no network.
+
+    scripts/gpu_check                      everything; results also into $OUT/gpu_check.md or ./gpu_check.md
+    scripts/gpu_check --only products zoo  some steps
+    scripts/gpu_check --shim               the checks without a card, by the shim of the tests (needs g++)
+    scripts/gpu_check --record gpu_check.md    append such results to BENCHMARKS.md
+
+Every result is written as soon as it is there; what --minutes leave no time for is named. A part that breaks the card,
+or hangs, costs itself only (run.py). Expected values: tests/data/gpu-expected.npz (scripts/make_gpu_expected.py:
+our CPU backend) and tests/data/zoo (llama.cpp).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
+
+import numpy as np  # noqa: E402
+
+from gpu import cases, speed  # noqa: E402
+from gpu.cases import TYPES, launched_early, nmse, on_card  # noqa: E402
+from gpu.run import PATIENCE, Run, verdict, watch  # noqa: E402
+from quantkit.formats.gguf import open_gguf  # noqa: E402
+from quantkit.kernels.cuda.core.device import count_devices, why_none  # noqa: E402
+from quantkit.model.engine import load  # noqa: E402
+from quantkit.model.fusion import Fusion  # noqa: E402
+from zoo import NAMES, expected, write_zoo  # noqa: E402
+
+# ---------------------------------------------------------------- checks
+
+
+def products(run: Run) -> None:
+    """Products of every type, 1, 5 and 40 tokens, dense, fused, by expert, beside the CPU backend's."""
+    from quantkit.kernels.cuda.core.device import open_device
+    from quantkit.model.backends.cuda.backend import CUDABackend
+
+    path = cases.write_products(run.folder / "products.gguf")
+    worst: list[tuple[float, str]] = []
+    with open_gguf(path) as source:
+        backend = CUDABackend(source, open_device("CUDA0"))
+
+        def of_type(name: str) -> None:
+            for case, found in cases.run_products(backend, source, name):
+                error = nmse(found, run.expected[case])
+                worst.append((error if np.isfinite(error) else np.inf, name))
+                run.check(f"products: {case}", error, cases.BOUND)
+
+        run.each("products", run.types, of_type)
+        backend.close()
+    _say_worst(run, "products beside the CPU backend", worst)
+
+
+def _say_worst(run: Run, what: str, errors: list[tuple[float, str]]) -> None:
+    if errors:
+        value, name = max(errors)
+        run.say(f"{what}: {len({name for _, name in errors})} done, worst NMSE {value:.2g} ({name})")
+
+
+def zoo(run: Run) -> None:
+    """Logits of all zoo models in F32, fused and not, beside llama.cpp's."""
+    _zoo(run, "zoo", {"fused": Fusion(), "unfused": Fusion.none()})
+
+
+def early(run: Run) -> None:
+    """The same once more, with launches that begin before the one before them is done."""
+    with launched_early():
+        _zoo(run, "early", {"early launches": Fusion()})
+
+
+def _zoo(run: Run, step: str, ways: dict[str, Fusion]) -> None:
+    worst: list[tuple[float, str]] = []
+
+    def of_model(name: str) -> None:
+        tokens, logits = expected(name)
+        path = write_zoo(name, run.folder / f"{name}.gguf")
+        for what, fusion in ways.items():
+            with load(path, kv_type="f32", fusion=fusion, placement=on_card()) as model:
+                session = model.session(64)
+                parts = (tokens[:40], tokens[40:41], tokens[41:42], tokens[42:43], tokens[43:])
+                found = np.concatenate([session.decode(part) for part in parts])
+                error = nmse(found, logits)
+                worst.append((error if np.isfinite(error) else np.inf, name))
+                run.check(f"{step}: {name}, {what}", error, 1e-8)
+        path.unlink()
+
+    run.each(step, NAMES, of_model)
+    _say_worst(run, f"zoo models in F32 beside llama.cpp, {' and '.join(ways)}", worst)
+
+
+def quantized(run: Run) -> None:
+    """Logits of a zoo model drawn in several types beside the CPU backend's."""
+
+    def of_type(name: str) -> None:
+        path = cases.retyped(run.folder, name)
+        with load(path, kv_type="f16", placement=on_card()) as model:
+            found = model.forward(cases.retyped_tokens())
+        wanted = run.expected[f"retyped {name}"]
+        error, best = nmse(found, wanted), min(nmse(a, b) for a, b in zip(found, wanted, strict=True))
+        run.check(f"quantized: {name}", error, cases.BOUND_MODEL)
+        run.check(f"quantized: {name}, the closest token", best, cases.BOUND)
+        run.say(f"{cases.RETYPED[0]} in {name} beside the CPU backend: NMSE {error:.2g}, closest token {best:.2g}")
+
+    run.each("quantized", cases.RETYPED[1], of_type)
+
+
+def tiny_moe(run: Run) -> None:
+    """Perplexity of a trained MoE beside the CPU backend's."""
+    tokens, cpu = run.expected["tiny-moe tokens"], float(run.expected["tiny-moe perplexity"])
+
+    def perplexity(what: str) -> None:
+        file = ROOT / "tests/data/tiny-moe-bf16.gguf"
+        with load(file, placement=on_card(), cublas=what == "cuBLAS") as model:
+            ppl = cases.perplexity(model, tokens)
+        run.check(f"tiny-moe, {what}: perplexity away from the CPU's", abs(ppl / cpu - 1), 1e-3)
+        away = f"{ppl / cpu - 1:+.3%}"
+        run.say(f"tiny-moe BF16, {what}, perplexity of {tokens.size} tokens: {ppl:.4f}, CPU {cpu:.4f} ({away})")
+
+    run.each("tiny-moe", ("own products", "cuBLAS"), perplexity)
+
+
+def placements(run: Run) -> None:
+    """Tensors on the card and on the host in every mixture, #861 among them; the host is numpy's backend."""
+    tokens, logits = expected("qwen3moe-moe")
+    path = write_zoo("qwen3moe-moe", run.folder / "placed.gguf")
+    done = []
+
+    def placed(what: str) -> None:
+        vram = 2_000_000 if what == "--max-vram" else None
+        rules = cases.PLACEMENTS.get(what, ())
+        with load(path, kv_type="f32", placement=on_card(rules), max_vram=vram) as model:
+            session = model.session(64)
+            found = np.concatenate([session.decode(part) for part in (tokens[:12], tokens[12:13])])
+        if run.check(f"placements: {what}", nmse(found, logits[:13]), 1e-8):
+            done.append(what)
+
+    run.each("placements", [*cases.PLACEMENTS, "--max-vram"], placed)
+    run.say(f"placements: {len(done)} mixtures of card and host right, weights sent for every batch among them")
+
+
+CHECKS: dict[str, Callable[[Run], None]] = {
+    "products": products,
+    "zoo": zoo,
+    "quantized": quantized,
+    "tiny-moe": tiny_moe,
+    "placements": placements,
+    "early": early,
+}
+
+STEPS: dict[str, Callable[[Run], None]] = {"card": speed.card, **CHECKS, **speed.STEPS}
+
+
+# ---------------------------------------------------------------- all of it
+
+
+def carry_out(run: Run, names: Sequence[str]) -> None:
+    """Do steps, all of whose parts are begun once; one that breaks between its parts is a failure."""
+    for name in names:
+        began = time.monotonic()
+        try:
+            STEPS[name](run)
+        except Exception as e:
+            run.fail(f"{name} broke: {type(e).__name__}: {e}")
+            run.say(traceback.format_exc(limit=8))
+        print(f"[{name}: {time.monotonic() - began:.1f} s]", flush=True)
+
+
+def supervise(options: argparse.Namespace, out: Path) -> int:
+    """Let other processes do it all; return the exit code."""
+    out.write_text("")
+    shared = Path("/dev/shm")  # models of gigabytes are quicker in memory
+    roomy = shared.is_dir() and shutil.disk_usage(shared).free > 24 << 30
+    work = Path(tempfile.mkdtemp(prefix="gpu_check-", dir=shared if roomy else None))
+    until = time.time() + 60 * options.minutes
+    steps = options.only or list(CHECKS if options.shim else STEPS)
+    command = [sys.executable, __file__, "--out", str(out), "--work", str(work), "--until", str(until)]
+    command += ["--types", *options.types, "--only", *steps, *(["--shim"] if options.shim else [])]
+    try:
+        watch(command, out, work, until, 1800 if options.shim else PATIENCE)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    last = verdict(out.read_text(encoding="utf-8"))
+    print(last)
+    with out.open("a", encoding="utf-8") as file:
+        file.write(last + "\n")
+    return 0 if last == "all checks passed" else 1
+
+
+def record(results: Path) -> None:
+    """Append a file of results to BENCHMARKS.md."""
+    text = results.read_text(encoding="utf-8").strip()
+    first = next(line for line in text.splitlines() if line.startswith("card: "))
+    with (ROOT / "BENCHMARKS.md").open("a", encoding="utf-8") as file:
+        file.write(f"\n## On a GPU: {first.removeprefix('card: ')}\n\n`scripts/gpu_check`\n\n{text}\n")
+    print(f"appended to BENCHMARKS.md: {first}")
+
+
+def use_shim() -> None:
+    """Let CUDA0 and CUDA1 be the host shim's."""
+    import host_device
+
+    import quantkit.kernels.cuda.core.device as device
+    import quantkit.model.devices as devices
+
+    made: dict[str, Any] = {name: host_device.HostDevice(name=name) for name in ("CUDA0", "CUDA1")}
+    device.open_device = made.__getitem__  # type: ignore[assignment]
+    devices.cuda_devices = lambda: tuple(made)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=STEPS, metavar="STEP", help=f"some of: {' '.join(STEPS)}")
+    parser.add_argument("--minutes", type=float, default=8.0, help="when to stop beginning steps (default: 8)")
+    parser.add_argument("--out", type=Path, help="where results go")
+    parser.add_argument("--types", nargs="+", choices=TYPES, default=TYPES, metavar="TYPE", help="of products")
+    parser.add_argument("--shim", action="store_true", help="checks only, on the host shim")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="append results to BENCHMARKS.md, run nothing")
+    # Of the processes that do the work (run.py).
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.record:
+        record(options.record)
+        return
+    if options.shim:
+        use_shim()
+    elif not count_devices():
+        sys.exit(f"gpu_check: no CUDA device: {why_none()}")
+    out = options.out or Path(os.environ.get("OUT", ".")) / "gpu_check.md"
+    if options.work is None:
+        sys.exit(supervise(options, out))
+    carry_out(Run(out, options.work, options.until, options.types), options.only)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""How scripts/gpu_check goes on whatever happens on the card: every part of a step is begun once, by some process.
+
+A kernel that reads where it may not leaves its process without a card, and one that never ends without hope. So one
+process does the work and notes each part as it begins it; another one looks on, ends it when it is lost or has not
+moved for long, says at which part, and starts the next one, which goes on with what has not been begun.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+EXPECTED = Path(__file__).resolve().parents[1] / "data/gpu-expected.npz"
+
+#: The exit code of a process whose card no longer answers. One that came to the end has 0, whatever it found.
+LOST = 3
+
+#: Seconds without a new part or line after which a process hangs.
+PATIENCE = 120.0
+
+FAILED, NOT_RUN = "FAILED", "NOT RUN"
+
+
+class Run:
+    """What a process of the work knows: where results go, what has been begun, when time is up.
+
+    work: a folder for models, and for the list of what has been begun. until: by time.time().
+    """
+
+    def __init__(self, out: Path, work: Path, until: float, types: Sequence[str]) -> None:
+        self.file = out.open("a", encoding="utf-8")
+        self.folder, self.until, self.types = work, until, types
+        self.begun_file = work / "begun"
+        self.begun = set(self.begun_file.read_text().splitlines()) if self.begun_file.exists() else set()
+        self.failed = 0
+        self.expected: Any = np.load(EXPECTED) if EXPECTED.exists() else {}
+
+    @property
+    def left(self) -> float:
+        """Seconds until time is up."""
+        return self.until - time.time()
+
+    def say(self, line: str = "") -> None:
+        """Write a line to the screen and to the file, now."""
+        print(line, flush=True)
+        self.file.write(line + "\n")
+        self.file.flush()
+
+    def fail(self, what: str) -> None:
+        """Say that something is wrong."""
+        self.failed += 1
+        self.say(f"{FAILED} {what}")
+
+    def check(self, what: str, value: float, bound: float) -> bool:
+        """Note a failure if a value is beyond its bound, or no number."""
+        good = bool(value <= bound)
+        if not good:
+            self.fail(f"{what}: {value:.3g}, bound {bound:g}")
+        return good
+
+    def each(self, step: str, names: Iterable[str], work: Callable[[str], None], needs: float = 10) -> None:
+        """Do the parts of a step that have not been begun; ``needs``: seconds that must be left for one.
+
+        A part that breaks is a failure, and the next one follows, if there still is a card.
+        """
+        late = []
+        for name in names:
+            key = f"{step}: {name}"
+            if key in self.begun:
+                continue
+            if self.left < needs:
+                late.append(name)
+                continue
+            self.begun.add(key)
+            with self.begun_file.open("a") as file:
+                file.write(key + "\n")
+            try:
+                work(name)
+            except Exception as e:  # whatever it is, the rest is to be measured
+                self.fail(f"{key} broke: {type(e).__name__}: {e}")
+                self.say(traceback.format_exc(limit=8))
+                if not card_answers():
+                    self.say("the card no longer answers: a new process goes on")
+                    raise SystemExit(LOST) from None
+        if late:
+            self.say(f"{NOT_RUN}, no time left: {step}: {', '.join(late)}")
+
+
+def card_answers() -> bool:
+    """Return whether the first card still does what it is asked."""
+    from quantkit.kernels.cuda.core.device import open_device
+
+    try:
+        open_device("CUDA0").synchronize()
+    except Exception:
+        return False
+    return True
+
+
+def watch(command: Sequence[str], out: Path, work: Path, until: float, patience: float = PATIENCE) -> None:
+    """Start a process that does the work, again after each one that was lost, until one comes to the end."""
+    begun = work / "begun"
+    begun.touch()
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        with out.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    while True:
+        before = begun.read_text()
+        ended = _watched(command, (out, begun), until + 60, patience)
+        if ended == "ended with 0":
+            return
+        key = begun.read_text().splitlines()[-1] if begun.read_text() != before else ""
+        if ended != f"ended with {LOST}":
+            say(f"{FAILED} {key or 'before any new part'}: the process {ended}")
+        if not key or time.time() > until:
+            say(f"{NOT_RUN}: what comes after it")
+            return
+
+
+def verdict(text: str) -> str:
+    """Return the last line of results: what failed, and whether anything was left out."""
+    lines = text.splitlines()
+    failed, left_out = (sum(line.startswith(mark) for line in lines) for mark in (FAILED, NOT_RUN))
+    if failed:
+        return f"{failed} FAILED"
+    return "what was run passed, NOT everything was run" if left_out else "all checks passed"
+
+
+def _watched(command: Sequence[str], files: Sequence[Path], until: float, patience: float) -> str:
+    """Run a process; return its exit code, or why it was ended."""
+    process = subprocess.Popen(command)
+    began = time.time()
+    while True:
+        try:
+            code = process.wait(timeout=0.2)
+            return f"ended with {code}" if code >= 0 else f"was ended by signal {-code}"
+        except subprocess.TimeoutExpired:
+            moved = max(began, *(file.stat().st_mtime for file in files))
+            late = time.time() > until
+            if late or time.time() - moved > patience:
+                process.kill()
+                process.wait()
+                return "was out of time" if late else f"had not moved for {patience:.0f} s"
+        except BaseException:
+            process.kill()
+            raise

@@ -1,0 +1,602 @@
+"""What scripts/gpu_check times on a card: kernels as shares of what the card does at most, then a whole MoE."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from make_moe import Model as Shapes
+
+from gpu import cases
+from quantkit.formats.gguf import Field, TensorInfo, write_gguf
+from quantkit.helpers import format_size
+from quantkit.kernels.cuda.attention import attention
+from quantkit.kernels.cuda.core import peak
+from quantkit.kernels.cuda.core.device import Launch, open_device
+from quantkit.kernels.cuda.core.kernel import Shape
+from quantkit.kernels.cuda.layer import glu
+from quantkit.kernels.cuda.matmul import activations, mat_mat, mat_vec, moe
+from quantkit.kernels.cuda.unpack import dequantize
+from quantkit.kernels.formats import activation_format
+from quantkit.kernels.parameters import Activation
+from quantkit.model.backends.cuda.cublas import Counts, Experts
+from quantkit.model.cost import token_cost
+from quantkit.model.engine import Session, load
+from quantkit.model.fusion import Fusion
+from quantkit.model.ops import Matrix
+from quantkit.types import BY_NAME, TensorType
+
+if TYPE_CHECKING:
+    from gpu.run import Run
+
+SILU = Activation("silu")
+
+
+@dataclass
+class Sizes:
+    """What is measured; tests of this script make it small.
+
+    matrix_bytes: of a matrix, several of which are read in turns: far more than caches hold.
+    """
+
+    matrix_bytes: int = 64 << 20
+    in_turn: int = 4
+    few: tuple[int, ...] = (1, 2, 4, 8)
+    n_in: int = 4096
+    dense: int = 4096
+    wide: int = 11008
+    tokens: int = 2048
+    experts: int = 128
+    used: int = 8
+    expert_in: int = 2048
+    expert_out: int = 768
+    gates: tuple[int, ...] = (1, 4, 64, 512, 2048)
+    depths: tuple[int, ...] = (4096, 32768)
+    latent_heads: int = 128
+    layers: int = 16
+    single: int = 128
+    repetitions: int = 15
+    types: tuple[str, ...] = cases.TYPES
+
+
+SIZES = Sizes()
+
+#: Types that fused and unfused products are timed for.
+GATED_TYPES = ("Q4_K", "Q8_0", "IQ4_XS", "Q6_K")
+
+#: ik_llama.cpp's gains (pull requests 229, 741, 864, 1139, 896; facts of several cards and models).
+IKS = {
+    "MoE up+gate, prompt": "+26 %",
+    "MoE up+gate, 1 token": "+7 %",
+    "up+gate, 1 token": "+1 % to +3 %",
+    "merged, prompt": "+7 % to +10 %",
+    "router Q8_0, 1 token": "+1 %",
+    "early launches, 1 token": "has none",
+    "fused launches, 1 token": "by pairs: norms, sums",
+}
+
+
+@dataclass
+class Card:
+    """The card, and what it does at most a second."""
+
+    device: Any
+    copy_gb_s: float
+    gemm_tflops: float
+
+
+_CARD: list[Card] = []
+
+
+def the_card() -> Card:
+    """Return the card, measured once."""
+    if not _CARD:
+        device: Any = open_device("CUDA0")
+        _CARD.append(Card(device, peak.copy_gb_s(device), peak.gemm_gops(device) / 1e3))
+    return _CARD[0]
+
+
+def card(run: Run) -> None:
+    """The card's name, and its copy bandwidth and bf16 GEMM rate."""
+    c = the_card()
+    cupy = c.device.cupy
+    versions = f"CuPy {cupy.__version__}, CUDA driver {cupy.cuda.runtime.driverGetVersion()}"
+    run.say(f"card: {c.device.card}, {c.device.multiprocessors} multiprocessors, sm_{c.device.capability}, {versions}")
+    run.say(f"copy {c.copy_gb_s:.0f} GB/s (read and written), bf16 GEMM {c.gemm_tflops:.0f} TFLOP/s; measured now")
+
+
+class Bench:
+    """Device memory for a measurement, given back at its end."""
+
+    def __init__(self) -> None:
+        self.device = the_card().device
+        self._held: list[int] = []
+
+    def room(self, nbytes: int, fill: np.ndarray[Any, Any] | None = None) -> int:
+        """Return new memory, filled with a pattern repeated, or zeros."""
+        address = int(self.device.allocate(nbytes))
+        self._held.append(address)
+        if fill is None:
+            self.device.zero(address, nbytes)
+        else:
+            data = np.resize(fill.view(np.uint8).reshape(-1), nbytes)
+            self.device.upload(address, data)
+        return address
+
+    def weights(self, t: TensorType, nbytes: int) -> int:
+        """Return a matrix of reasonable blocks."""
+        return self.room(nbytes, cases.blocks(t, max(1, (1 << 20) // t.block_bytes), 1))
+
+    def activations(self, t: TensorType, n_in: int, rows: int) -> tuple[int, int]:
+        """Return rows of activations in the format of a type, and their stride."""
+        x = self.room(4 * n_in * rows, np.random.default_rng(1).standard_normal(1 << 16).astype(np.float32))
+        kind = activation_format(t)
+        if kind == "f32":
+            return x, 4 * n_in
+        stride = activations.row_bytes(kind, n_in)
+        out = self.room(stride * rows)
+        self.device.run(
+            [launch(activations.quantize(kind, n_in, rows), rows=rows, x=x, x_stride=4 * n_in, n=n_in, out=out)]
+        )
+        return out, stride
+
+    def seconds(self, *lists: Sequence[Launch], repetitions: int = 7) -> float:
+        """Return the median time of a list of launches; of several lists in turns, of one."""
+        replays = [self.device.record(launches) for launches in lists]
+
+        def all_of_them() -> None:
+            for replay in replays:
+                replay()
+
+        return peak.timed(self.device, all_of_them, repetitions) / len(lists)
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.device.synchronize()
+        for address in self._held:
+            self.device.free(address)
+
+
+def launch(shape: Shape, **slots: int | float) -> Launch:
+    """Return a launch with its slots packed; those the kernel does not have are left out."""
+    wanted = shape.kernel.slots
+    given = {name: value for name, value in slots.items() if name in wanted}
+    return Launch(shape.kernel, shape.grid, shape.kernel.block(**given), shape.shared)
+
+
+LIMITS = {"alpha": 1.702, "gate_limit": 0.0, "act_limit": 0.0, "up_limit": 0.0}
+NO_BIAS = {
+    **dict.fromkeys(("bias", "scale", "bias_stride", "up_bias", "up_scale", "up_bias_stride"), 0),
+    **dict.fromkeys(("gate_bias", "gate_scale", "gate_bias_stride"), 0),
+}
+
+
+# ---------------------------------------------------------------- products
+
+
+def mat_vec_speed(run: Run) -> None:
+    """Every type: one token (and a few) times matrices of 64 MB, as a share of copying."""
+    c = the_card()
+    n_in, few = SIZES.n_in, SIZES.few
+    sizes = [(t, SIZES.matrix_bytes // t.row_bytes(n_in)) for t in map(BY_NAME.__getitem__, SIZES.types)]
+    c.device.prepare([mat_vec.mul_mat(t, n_in, n_out, rows).kernel for t, n_out in sizes for rows in few])
+    size = format_size(SIZES.matrix_bytes)
+    run.say(f"\nmat-vec: GB/s of weights read (share of copy), {n_in} columns, {size}, by tokens\n")
+    run.say(f"| type | {' | '.join(map(str, few))} |\n|---|{'---|' * len(few)}")
+
+    def of_type(name: str) -> None:
+        t = BY_NAME[name]
+        row_bytes = t.row_bytes(n_in)
+        n_out = SIZES.matrix_bytes // row_bytes
+        cells = []
+        with Bench() as b:
+            matrices = [b.weights(t, n_out * row_bytes) for _ in range(SIZES.in_turn)]
+            for rows in few:
+                x, stride = b.activations(t, n_in, rows)
+                out = b.room(4 * rows * n_out)
+                lists = [
+                    [
+                        launch(
+                            mat_vec.mul_mat(t, n_in, n_out, rows), rows=rows, x=x, x_stride=stride, w=w,
+                            row_bytes=row_bytes, n_in=n_in, n_out=n_out, out=out, out_stride=4 * n_out, **NO_BIAS,
+                        )
+                    ]
+                    for w in matrices
+                ]  # fmt: skip
+                gb_s = n_out * row_bytes / b.seconds(*lists) / 1e9
+                cells.append(f"{gb_s:.0f} ({gb_s / c.copy_gb_s:.0%})")
+        run.say(f"| {name} | {' | '.join(cells)} |")
+
+    run.each("mat-vec", SIZES.types, of_type, needs=20)
+
+
+def mat_mat_speed(run: Run) -> None:
+    """Every type: a prompt times a square matrix, and by expert, as a share of the bf16 GEMM."""
+    c = the_card()
+    s = SIZES
+    run.say(
+        f"\nmat-mat: TFLOP/s (share of the bf16 GEMM), {s.tokens} tokens; experts: {s.experts} of {s.expert_in} x "
+        f"{s.expert_out}, {s.used} used\n"
+    )
+    cublas = "the same by bf16 and cuBLAS"
+    run.say(f"| type | {s.dense} x {s.dense} | {cublas} | experts | {cublas} | experts up+gate |")
+    run.say("|---|---|---|---|---|---|")
+    by_expert = s.expert_in, s.expert_out, s.tokens, s.used, s.experts, c.device.capability
+    c.device.prepare(
+        [
+            shape.kernel
+            for t in map(BY_NAME.__getitem__, s.types)
+            for shape in (
+                mat_mat.mul_mat(t, s.dense, s.dense, s.tokens, c.device.capability),
+                mat_mat.mul_mat_id(t, *by_expert),
+                mat_mat.up_gate_id(t, SILU, *by_expert),
+            )
+        ]
+    )
+
+    def of_type(name: str) -> None:
+        t = BY_NAME[name]
+        found = [*_dense(run, t, s.tokens, s.dense, s.dense), *_experts(run, t, s.tokens), _gated_experts(t, s.tokens)]
+        run.say(f"| {name} | {' | '.join(f'{x:.0f} ({x / c.gemm_tflops:.0%})' for x in found)} |")
+
+    run.each("mat-mat", s.types, of_type, needs=20)
+
+
+def _dense(run: Run, t: TensorType, rows: int, n_in: int, n_out: int) -> tuple[float, float]:
+    """Return the rate of the product, and of unpacking to bf16 and cuBLAS instead, which it is held to, too."""
+    with Bench() as b:
+        x, stride = b.activations(t, n_in, rows)
+        w, out = b.weights(t, n_out * t.row_bytes(n_in)), b.room(4 * rows * n_out)
+        one = launch(
+            mat_mat.mul_mat(t, n_in, n_out, rows, b.device.capability), rows=rows, x=x, x_stride=stride, w=w,
+            row_bytes=t.row_bytes(n_in), n_in=n_in, n_out=n_out, out=out, out_stride=4 * n_out, **NO_BIAS,
+        )  # fmt: skip
+        flops = 2 * rows * n_in * n_out
+        rate = flops / b.seconds([one]) / 1e12
+        other = _by_cublas(b, t, w, rows, n_in, n_out)
+        found, wanted = (np.empty((rows, n_out), np.float32) for _ in range(2))
+        b.device.download(out, found)
+        b.device.download(other[0], wanted)
+        run.check(f"mat-mat: {t.name} beside bf16 and cuBLAS", cases.nmse(found, wanted), 1e-3)
+        return rate, flops / other[1] / 1e12
+
+
+def _by_cublas(b: Bench, t: TensorType, w: int, rows: int, n_in: int, n_out: int) -> tuple[int, float]:
+    """Unpack weights to bf16 and multiply; return where the result is, and the seconds of both."""
+    plain = b.activations(BY_NAME["F32"], n_in, rows)[0]  # the same values, not quantized
+    x, unpacked, out = (b.room(size) for size in (2 * rows * n_in, 2 * n_out * n_in, 4 * rows * n_out))
+    to = dequantize.OUTPUTS.index("bf16")
+
+    def unpacking(kind: TensorType, source: int, target: int, count: int) -> Launch:
+        return launch(
+            dequantize.dequantize(kind, n_in, count), w=source, out=target, row_bytes=kind.row_bytes(n_in),
+            rows=count, n=n_in, out_stride=2 * n_in, to=to,
+        )  # fmt: skip
+
+    b.device.run([unpacking(BY_NAME["F32"], plain, x, rows)])
+
+    def work() -> None:
+        b.device.run([unpacking(t, w, unpacked, n_out)])
+        b.device.gemm_bf16(rows, n_out, n_in, x, unpacked, out)
+
+    return out, peak.timed(b.device, work, 7)
+
+
+def _expert_slots(b: Bench, t: TensorType, rows: int) -> dict[str, int]:
+    """Return the slots of products by expert of so many tokens: up and gate, and their results (out and other)."""
+    n_in, n_out, n_expert, n_used = SIZES.expert_in, SIZES.expert_out, SIZES.experts, SIZES.used
+    each = n_out * t.row_bytes(n_in)
+    x, stride = b.activations(t, n_in, rows)
+    plan, up, gate = b.room(moe.plan_bytes(n_expert, n_used, rows)), *(b.weights(t, n_expert * each) for _ in range(2))
+    slots = {
+        "rows": rows, "x": x, "x_stride": stride, "x_per": n_used, "ids": b.room(4 * rows * n_used, _chosen(rows)),
+        "plan": plan, "n_expert": n_expert, "n_used": n_used, "row_bytes": t.row_bytes(n_in), "n_in": n_in,
+        "n_out": n_out, "up": up, "gate": gate, "w": up, "expert_bytes": each, "up_expert_bytes": each,
+        "gate_expert_bytes": each,
+    }  # fmt: skip
+    return {**slots, **{name: b.room(4 * rows * n_used * n_out) for name in ("out", "other")}}
+
+
+def _chosen(rows: int) -> np.ndarray[Any, Any]:
+    """Draw the experts of each token."""
+    rng = np.random.default_rng(1)
+    return np.stack([rng.permutation(SIZES.experts)[: SIZES.used] for _ in range(rows)]).astype(np.int32)
+
+
+def _expert_launches(b: Bench, t: TensorType, rows: int, fused: bool) -> list[Launch]:
+    """Return up and gate of all experts for so many tokens."""
+    n_in, n_out, n_expert, n_used = SIZES.expert_in, SIZES.expert_out, SIZES.experts, SIZES.used
+    slots, few = {**_expert_slots(b, t, rows), **LIMITS, **NO_BIAS}, rows <= 8
+    first = [] if few else [launch(moe.bucket(n_expert), **slots)]
+    if fused:
+        shape = (
+            mat_vec.up_gate_id(t, SILU, n_in, n_out, rows, n_used)
+            if few
+            else mat_mat.up_gate_id(t, SILU, n_in, n_out, rows, n_used, n_expert, b.device.capability)
+        )
+        return [*first, launch(shape, **slots)]
+    shape = (
+        mat_vec.mul_mat_id(t, n_in, n_out, rows, n_used)
+        if few
+        else mat_mat.mul_mat_id(t, n_in, n_out, rows, n_used, n_expert, b.device.capability)
+    )
+    products = [launch(shape, **slots), launch(shape, **{**slots, "w": slots["gate"], "out": slots["other"]})]
+    pairs = {"rows": rows * n_used, "gate": slots["other"], "up": slots["out"], "out": slots["out"]}
+    act = launch(glu.glu(SILU, n_out, rows * n_used), width=n_out, gate_width=n_out, **pairs, **LIMITS)
+    return [*first, *products, act]
+
+
+def _gated_experts(t: TensorType, rows: int) -> float:
+    with Bench() as b:
+        flops = 4 * rows * SIZES.used * SIZES.expert_in * SIZES.expert_out
+        return flops / b.seconds(_expert_launches(b, t, rows, True)) / 1e12
+
+
+def _experts(run: Run, t: TensorType, rows: int) -> tuple[float, float]:
+    """Return the rate of a product by expert, and of every expert unpacked to bf16 and cuBLAS instead."""
+    s, sizes = SIZES, (SIZES.expert_in, SIZES.expert_out)
+    pairs, flops = rows * s.used, 2 * rows * s.used * s.expert_in * s.expert_out
+    with Bench() as b:
+        slots = {**_expert_slots(b, t, rows), **NO_BIAS}
+        shape = mat_mat.mul_mat_id(t, *sizes, rows, s.used, s.experts, b.device.capability)
+        launches = [launch(moe.bucket(s.experts), **slots), launch(shape, **slots)]
+        rate = flops / b.seconds(launches) / 1e12
+        info = TensorInfo("experts", (*sizes, s.experts), t, t.tensor_bytes((*sizes, s.experts)), 0, 0)
+        counts = Counts()
+        counts.of = np.bincount(_chosen(rows).ravel(), minlength=s.experts).tolist()
+        at = {
+            "x": b.room(2 * pairs * s.expert_in), "w": slots["w"], "out": b.room(4 * pairs * s.expert_out),
+            "unpacked": b.room(2 * s.expert_in * s.expert_out),
+        }  # fmt: skip
+        x = {"x": b.activations(BY_NAME["F32"], s.expert_in, rows)[0], "x_per": s.used, "width": s.expert_in}
+        gather = launch(moe.gather(pairs), **{**slots, **x, "rows": pairs, "out": at["x"]})
+        ending = {"x": at["out"], "out": slots["other"], "rows": pairs, "width": s.expert_out}
+        scatter = launch(moe.scatter(pairs), **{**slots, **ending})
+        experts = Experts(b.device, Matrix(info), counts)
+
+        def work() -> None:
+            b.device.run([launches[0], gather])
+            experts(rows, at)
+            b.device.run([scatter])
+
+        other = flops / peak.timed(b.device, work, 7) / 1e12
+        found, wanted = (np.empty((pairs, s.expert_out), np.float32) for _ in range(2))
+        b.device.download(slots["out"], found)
+        b.device.download(slots["other"], wanted)
+        run.check(f"mat-mat: {t.name} by expert beside bf16 and cuBLAS", cases.nmse(found, wanted), 1e-3)
+        return rate, other
+
+
+def _dense_gate(b: Bench, t: TensorType, rows: int, fused: bool) -> list[Launch]:
+    n_in, n_out = SIZES.n_in, SIZES.wide
+    x, stride = b.activations(t, n_in, rows)
+    up, gate = (b.weights(t, n_out * t.row_bytes(n_in)) for _ in range(2))
+    outs = [b.room(4 * rows * n_out) for _ in range(3)]
+    common = {
+        "rows": rows, "x": x, "x_stride": stride, "row_bytes": t.row_bytes(n_in), "n_in": n_in, "n_out": n_out,
+        "out_stride": 4 * n_out, **LIMITS, **NO_BIAS,
+    }  # fmt: skip
+    few, card_is = rows <= 8, b.device.capability
+    if fused:
+        shape = (
+            mat_vec.up_gate(t, SILU, n_in, n_out, rows) if few else mat_mat.up_gate(t, SILU, n_in, n_out, rows, card_is)
+        )
+        return [launch(shape, **common, up=up, gate=gate, out=outs[0])]
+    shape = mat_vec.mul_mat(t, n_in, n_out, rows) if few else mat_mat.mul_mat(t, n_in, n_out, rows, card_is)
+    products = [launch(shape, **common, w=w, out=out) for w, out in zip((up, gate), outs[:2], strict=True)]
+    act = launch(
+        glu.glu(SILU, n_out, rows), rows=rows, gate=outs[1], up=outs[0], out=outs[2], width=n_out, gate_width=n_out,
+        **LIMITS,
+    )  # fmt: skip
+    return [*products, act]
+
+
+def fused_speed(run: Run) -> None:
+    """Fused up+gate+activation beside two products and a gate, dense and by expert, few tokens and many."""
+    run.say("\nfused up+gate beside up, gate and activation: unfused time / fused time\n")
+    run.say(f"| what, by tokens | {' | '.join(map(str, SIZES.gates))} |\n|---|{'---|' * len(SIZES.gates)}")
+    makers = {"dense": _dense_gate, "experts": _expert_launches}
+
+    def of_type(what: str) -> None:
+        name, _, kind = what.partition(", ")
+        cells = []
+        for rows in SIZES.gates:
+            times = []
+            for fused in (False, True):
+                with Bench() as b:
+                    launches = makers[kind](b, BY_NAME[name], rows, fused)
+                    times.append(b.seconds(launches, repetitions=SIZES.repetitions))
+            cells.append(f"{times[0] / times[1]:.2f}")
+        run.say(f"| {what} | {' | '.join(cells)} |")
+
+    run.each("fused", [f"{name}, {kind}" for name in GATED_TYPES for kind in makers], of_type, needs=20)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query heads, those of keys and values, their lengths; latent: values are the first columns of the keys."""
+
+    n: int
+    kv: int
+    k: int
+    v: int
+    latent: bool = False
+
+
+def attention_speed(run: Run) -> None:
+    """Decoding at depth as a share of copying (what the L2 cache holds comes faster); a prompt as a rate."""
+    _attention_speed(run, Heads(32, 4, 128, 128), ("f16", "q8_0", "f32"))
+    _attention_speed(run, Heads(32, 32, 128, 128), ("f16", "q8_0"))
+    _attention_speed(run, Heads(SIZES.latent_heads, 1, 576, 512, latent=True), ("f16", "q8_0"))
+
+
+def _attention_speed(run: Run, h: Heads, kinds: tuple[str, ...]) -> None:
+    c = the_card()
+    run.say(f"\nattention, {h.n} heads of {h.k} over {h.kv} key-value heads\n")
+
+    def of_kind(kind: str) -> None:
+        row_bytes = h.kv * (BY_NAME[kind.upper()].row_bytes(h.k + (0 if h.latent else h.v)))
+        for depth in SIZES.depths:
+            seconds = _attend(kind, h, 1, depth)
+            gb_s = depth * row_bytes / seconds / 1e9
+            share = f"{gb_s:.0f} GB/s ({gb_s / c.copy_gb_s:.0%} of copy)"
+            run.say(f"- {kind}, 1 token at {depth}: {1e6 * seconds:.1f} us, {share}")
+        seconds = _attend(kind, h, SIZES.tokens, SIZES.tokens)
+        rate = SIZES.tokens**2 * h.n * (h.k + h.v) / seconds / 1e12
+        run.say(f"- {kind}, prompt of {SIZES.tokens}: {1e3 * seconds:.2f} ms, {rate:.0f} TFLOP/s")
+
+    run.each(f"attention, {h.n} heads over {h.kv}", kinds, of_kind, needs=20)
+
+
+def _attend(kind: str, h: Heads, rows: int, n_ctx: int) -> float:
+    sizes = h.n, h.kv, h.k, h.v
+    way = attention.attention(kind, *sizes, rows, n_ctx, mla=h.latent, capability=the_card().device.capability)
+    with Bench() as b:
+        positions = np.arange(n_ctx - rows, n_ctx, dtype=np.int32)
+        arrays = [b.room(4 * rows, positions * 0), b.room(4 * rows, positions), b.room(4 * rows, positions * 0)]
+        batch = b.room(56, np.array([rows, 0, *arrays, 0, n_ctx], np.int64))
+        noise = np.random.default_rng(1).standard_normal(1 << 16)
+        stored: dict[str, np.ndarray[Any, Any]] = {
+            "f16": noise.astype(np.float16),
+            "f32": noise.astype(np.float32),
+            "q8_0": cases.blocks(BY_NAME["Q8_0"], 4096, 1, largest=4),
+        }
+        fill = stored[kind]
+        t = BY_NAME[kind.upper()]
+        keys = b.room(n_ctx * t.row_bytes(h.kv * h.k), fill)
+        values = 0 if h.latent else b.room(n_ctx * t.row_bytes(h.kv * h.v), fill)
+        slots = {
+            "batch": batch, "rows": rows, "q": b.room(4 * rows * h.n * h.k, noise.astype(np.float32)),
+            "out": b.room(4 * rows * h.n * h.v), "k_cache": keys, "v_cache": values, "n_head": h.n,
+            "n_head_kv": h.kv, "head_v": h.v, "scale": h.k**-0.5, "softcap": 0.0, "sinks": 0, "mask": 0,
+            "window": 0, "alibi": 0.0, "splits": way.splits, "scratch": b.room(max(256, way.scratch)),
+        }  # fmt: skip
+        launches = [launch(way.attend, **slots)]
+        if way.combine is not None:
+            launches.append(launch(way.combine, **{**slots, "rows": rows * h.n}))
+        return b.seconds(launches, repetitions=SIZES.repetitions)
+
+
+# ---------------------------------------------------------------- a whole model
+
+
+def write_moe(path: Path, matrix: str, router: str) -> Path:
+    """Write a MoE with the shapes of Qwen3-30B-A3B and random blocks; tensors of one type and size are the same."""
+    s = SIZES
+    shapes = Shapes(layers=s.layers, experts=s.experts, used=s.used, embd=s.expert_in, ff=s.expert_out)
+    t, r, f32 = BY_NAME[matrix], BY_NAME[router], BY_NAME["F32"]
+    tensors = []
+    for name, shape in shapes.tensors().items():
+        kind = f32 if len(shape) == 1 else r if ".ffn_gate_inp." in name else t
+        data = _ones(shape[0]) if len(shape) == 1 else _random_weights(kind, int(np.prod(shape)))
+        tensors.append((name, shape, kind, data))
+    write_gguf(path, [*shapes.fields(15), Field.of("tokenizer.ggml.model", "no_vocab")], tensors)
+    return path
+
+
+@cache
+def _ones(count: int) -> np.ndarray[Any, Any]:
+    return np.ones(count, np.float32)
+
+
+@cache
+def _random_weights(t: TensorType, count: int) -> np.ndarray[Any, Any]:
+    """Return the data of a tensor with so many small values, a few blocks again and again."""
+    blocks = cases.blocks(t, min(count // t.block, 4096), 1, 0.1)
+    if not t.is_quantized:
+        blocks = (blocks.view(np.float32) * 0.02).view(np.uint8)
+    return np.resize(blocks.reshape(-1), count // t.block * t.block_bytes)
+
+
+def _rate(session: Session, n: int, one_by_one: bool, repetitions: int = 5) -> float:
+    """Return the tokens a second of a prompt, or of single tokens after it; the median."""
+    tokens = np.random.default_rng(1).integers(0, session.model.n_vocab, n).astype(np.int32)
+    last = np.arange(n) == n - 1
+    rates = []
+    for _ in range(repetitions + 1):
+        session.clear()
+        if one_by_one:
+            session.decode(tokens[:16], outputs=last[:16])
+        began = time.perf_counter()
+        if one_by_one:
+            for token in tokens:
+                session.decode(token[None])
+        else:
+            session.decode(tokens, outputs=last)
+        rates.append(n / (time.perf_counter() - began))
+    return statistics.median(rates[1:])
+
+
+def _written(run: Run, router: str) -> Path:
+    """Return the model with a router of this type, written once."""
+    path = run.folder / f"moe-{router}.gguf"
+    if not path.exists():
+        write_moe(path.with_suffix(".part"), "Q4_K", router).rename(path)
+    return path
+
+
+def model_speed(run: Run) -> None:
+    """A MoE of Qwen3-30B-A3B's shapes: prompts and generation with every switch on and off."""
+    c = the_card()
+    size, n = format_size(_written(run, "F32").stat().st_size), SIZES.tokens
+    run.say(f"\nMoE, shapes of Qwen3-30B-A3B, {SIZES.layers} layers, Q4_K, router F32, {size}\n")
+    run.say(f"| switches | prompt {n} t/s | of the GEMM rate | generation t/s | of copy |\n|---|---|---|---|---|")
+    rates: dict[str, tuple[float, float]] = {}
+    settings: dict[str, dict[str, Any]] = {
+        "all fused": {},
+        "no fused MoE": {"fusion": Fusion(moe=False)},
+        "nothing fused": {"fusion": Fusion.none()},
+        "merged": {"merge_up_gate": True},
+        "all fused, early launches": {},
+        "no fused launches": {"fusion": Fusion(launches=False)},
+        "router Q8_0": {},
+    }
+
+    def with_setting(what: str) -> None:
+        router = "Q8_0" if what == "router Q8_0" else "F32"
+        with load(_written(run, router), n_ubatch=n, placement=cases.on_card(), **settings[what]) as model:
+            session = model.session(n + SIZES.single + 16)
+            with cases.launched_early() if "early" in what else nullcontext():
+                rates[what] = _rate(session, n, False), _rate(session, SIZES.single, True)
+            cost = token_cost(model.graph, "f16", 80)
+            prompt, single = rates[what]
+            of_gemm = 2 * cost.mul_adds * prompt / 1e12 / c.gemm_tflops
+            of_copy = cost.bytes * single / 1e9 / c.copy_gb_s
+            run.say(f"| {what} | {prompt:.0f} | {of_gemm:.1%} | {single:.0f} | {of_copy:.1%} |")
+
+    run.each("model", settings, with_setting, needs=40)
+    _gains(run, rates)
+
+
+def _gains(run: Run, rates: dict[str, tuple[float, float]]) -> None:
+    """Print ratios beside those that ik_llama.cpp's changes brought there."""
+    run.say()
+    for title, with_it, without, which in (
+        ("MoE up+gate, prompt", "all fused", "no fused MoE", 0),
+        ("MoE up+gate, 1 token", "all fused", "no fused MoE", 1),
+        ("merged, prompt", "merged", "all fused", 0),
+        ("router Q8_0, 1 token", "router Q8_0", "all fused", 1),
+        ("early launches, 1 token", "all fused, early launches", "all fused", 1),
+        ("fused launches, 1 token", "all fused", "no fused launches", 1),
+    ):
+        if with_it in rates and without in rates:
+            gain = rates[with_it][which] / rates[without][which] - 1
+            run.say(f"- {title}: {gain:+.1%} (ik_llama.cpp: {IKS[title]})")
+
+
+STEPS: dict[str, Callable[[Run], None]] = {
+    "model": model_speed,
+    "fused": fused_speed,
+    "attention": attention_speed,
+    "mat-vec": mat_vec_speed,
+    "mat-mat": mat_mat_speed,
+}

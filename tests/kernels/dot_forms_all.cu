@@ -1,0 +1,45 @@
+// Every form of a type for few rows (unpack/dot_forms.cuh) in one module: what tests/test_cuda_dot_forms.py compares with numpy.
+#include "unpack/dot_forms.cuh"
+
+// w: blocks of a type, `bytes` in all, put `shift` bytes after an address that is a multiple of 16 in shared memory.
+// levels: the activations. type: an index of the list below. out: what each lane has of its values' product.
+struct dot_forms_all_args {
+    const uint8_t *w, *levels;
+    float* out;
+    int64_t bytes, shift, type, several;
+};
+
+template <typename T, bool SEVERAL> INLINE void multiply_blocks(const dot_forms_all_args& a, uint8_t* room, uint32_t* copies) {
+    typedef Form<T, SEVERAL> FORM;
+    const int lane = threadIdx.x, of_block = T::BLOCK / 32 / FORM::PARTS, lanes = (int)a.bytes / T::BYTES * of_block;
+    load_copies<T>(copies);
+    for (int i = lane; i < a.bytes; i += blockDim.x) room[16 + a.shift + i] = a.w[i];
+    __syncthreads();
+    if (lane >= lanes) return;
+    const Place place = {room, (uint32_t)(16 + a.shift + lane / of_block * T::BYTES)};
+    const Lookup grid(copies, lane, Copies<T>::N);
+    Activations x;
+    typename FORM::Weights w;
+    FORM::load((const uint8_t*)a.levels + FORM::first(lane), lane % of_block, x);
+    x.d = 1;
+    FORM::prepare(x);
+    FORM::unpack(place, lane % of_block, w, grid);
+    a.out[lane] = x.d * FORM::product(w, x);
+}
+
+// clang-format off
+#define EACH_FORM(DO) \
+    DO(0, Q3_K) DO(1, IQ1_S) DO(2, IQ1_M) DO(3, IQ2_XXS) DO(4, IQ2_XS) DO(5, IQ2_S) DO(6, IQ3_XXS) DO(7, IQ3_S) \
+    DO(8, TQ1_0) DO(9, TQ2_0) DO(10, Q2_0) DO(11, Q1_0) DO(12, Q5_0)
+// clang-format on
+
+KERNEL(dot_forms_all, 32) {
+    __shared__ __align__(16) uint8_t room[1024];
+    __shared__ __align__(16) uint32_t copies[4096];
+    switch (2 * a.type + a.several) {
+#define MULTIPLY(i, T)                                             \
+    case 2 * i: multiply_blocks<T, false>(a, room, copies); break; \
+    case 2 * i + 1: multiply_blocks<T, true>(a, room, copies); break;
+        EACH_FORM(MULTIPLY)
+    }
+}

@@ -1,0 +1,73 @@
+"""Norms, rotary positions and routing: what they are in double, and the cases of the CPU and of CUDA devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quantkit.kernels.parameters import RopeConfig, Routing
+
+
+def normed(x: Any, kind: str, group: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+    """Return the norm of groups of a row; weight and bias are repeated along it."""
+    g = x.reshape(len(x), -1, group).astype(np.float64)
+    if kind == "layer":
+        g = g - g.mean(-1, keepdims=True)
+    square = np.square(g).sum(-1, keepdims=True) / (1 if kind == "l2" else group)
+    y = (g / np.sqrt(square + eps)).reshape(x.shape)
+    for vector, combine in ((weight, np.multiply), (bias, np.add)):
+        if vector is not None:
+            y = combine(y, np.tile(vector, x.shape[1] // len(vector)))
+    return y
+
+
+ROPES = {
+    "plain": RopeConfig(n_rot=128, kind="neox", freq_base=1e6),
+    "odd": RopeConfig(n_rot=20, kind="normal", freq_base=1e4, freq_scale=0.25),
+    "yarn": RopeConfig(
+        n_rot=64, kind="neox", freq_base=150000.0, freq_scale=1 / 32, ext_factor=1.0, attn_factor=0.9, n_ctx_orig=4096
+    ),
+    "mrope": RopeConfig(n_rot=64, kind="neox", freq_base=1e6, sections=(8, 8, 8, 8)),
+    "imrope": RopeConfig(n_rot=128, kind="neox", freq_base=5e6, sections=(24, 20, 20, 0), interleaved=True),
+    "imrope4": RopeConfig(n_rot=64, kind="neox", freq_base=1e7, sections=(10, 8, 6, 8), interleaved=True),
+}
+#: Rows, heads, values of a head; the first that is turned, and how many.
+TURNS = [(1, 32, 128, 0, 128), (40, 4, 96, 0, 32), (3, 3, 24, 4, 20), (9, 2, 192, 128, 64), (2, 1, 6, 0, 6)]
+
+
+def turn(kind: str, rows: int, heads: int, head: int, start: int, n_rot: int) -> tuple[Any, Any, Any]:
+    """Return rows, a table of angles, and the rows turned: every pair as a complex number times e^(i angle)."""
+    rng = np.random.default_rng(6)
+    x = rng.normal(0, 1, (rows, heads * head)).astype(np.float32)
+    angles = rng.uniform(-3, 3, (rows, n_rot // 2))
+    want = x.reshape(rows, heads, head).astype(np.float64)
+    part = want[..., start : start + n_rot].copy()
+    a, b = (part[..., 0::2], part[..., 1::2]) if kind == "normal" else np.split(part, 2, -1)
+    y = (a + 1j * b) * np.exp(1j * angles)[:, None, :]
+    pair = np.stack([y.real, y.imag], -1 if kind == "normal" else -2)
+    want[..., start : start + n_rot] = pair.reshape(rows, heads, n_rot)
+    return x, np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32), want.reshape(x.shape)
+
+
+ROUTINGS = [
+    Routing(128, 8, norm=True),
+    Routing(8, 2),
+    Routing(60, 4, norm=False, scale=2.5),
+    Routing(5, 5, "sigmoid", norm=True),
+    Routing(16, 1, "sigmoid"),
+    Routing(256, 8, "sigmoid", norm=True, scale=2.5, n_group=8, n_group_used=4),
+    Routing(64, 6, "softmax", n_group=8, n_group_used=3, scale=0),
+    Routing(12, 3, "sigmoid", n_group=12, n_group_used=5),
+    Routing(80, 6, "sigmoid", n_group=40, n_group_used=7),
+    Routing(32, 4, "softmax_weight"),
+    Routing(1000, 37, "softmax_weight", norm=True),
+    Routing(1024, 8, "sigmoid"),
+]
+
+
+def route_inputs(r: Routing, rows: int, with_bias: bool) -> tuple[Any, Any]:
+    """Return logits, and biases or None."""
+    rng = np.random.default_rng(r.n_expert)
+    logits = rng.standard_normal((rows, r.n_expert)).astype(np.float32) * 2
+    return logits, rng.standard_normal(r.n_expert).astype(np.float32) * 0.1 if with_bias else None

@@ -1,0 +1,111 @@
+"""Kernels compiled for a CPU of another name: tests called without pytest, in a process of test_cpu_names.py.
+
+numba reads the CPU's name when it is imported, so that each CPU needs a process; all of them share one cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import test_check
+import test_dequantize
+import test_encode
+import test_encode_corners
+import test_engine_zoo
+import test_kernels
+import test_matmul
+import test_observers
+import test_simd
+
+from conftest import DATA, llama_programs, names_of
+from quantkit.kernels.cpu.core.simd import FEATURES
+from quantkit.model.fusion import Fusion
+from zoo import write_zoo
+
+Test = Callable[..., None]
+
+#: Tests, each with those values of its parameters that are to be had; all of a parameter that is not named.
+#: Of SIMD what has code of its own for some CPUs; of the engine three zoo models with every kind of operation.
+TESTS: list[tuple[Test, dict[str, Any]]] = [
+    (test_simd.test_half_floats_in_vectors, {}),
+    (test_simd.test_half_float_scalars, {}),
+    (test_simd.test_select_and_masks, {}),
+    (test_simd.test_reductions, {}),
+    (test_simd.test_rounding, {}),
+    (test_simd.test_lookup16, {}),
+    (test_simd.test_lookups_of_32_bits, {}),
+    (test_simd.test_dot4_is_exact, {}),
+    (test_simd.test_dot2_is_exact, {}),
+    (test_simd.test_maddubs_adds_neighbours, {}),
+    (test_simd.test_muladd_takes_vectors_and_scalars, {}),
+    (test_simd.test_opaque_changes_nothing, {}),
+    (test_check.test_first_nonfinite_row, {"n": [1, 64, 100], "bad": [np.inf]}),
+    (test_check.test_every_checked_field, {}),
+    (test_kernels.test_golden_encoding, {}),
+    (test_kernels.test_golden_encoding_with_imatrix, {}),
+    (test_kernels.test_golden_decoding, {}),
+    (test_dequantize.test_golden_bytes, {}),
+    (test_encode.test_every_row_range_gives_the_same_bytes, {"blocks": [3]}),
+    (test_encode.test_golden_blocks_do_not_depend_on_their_batch, {}),
+    (test_encode.test_awkward_rows_equal_ggml, {"blocks": [3]}),
+    (test_encode_corners.test_golden_rounding_of_what_is_no_nan, {}),
+    (test_matmul.test_products, {"name": ["Q4_K", "IQ4_XS", "Q8_0", "Q5_1", "F16"]}),
+    (
+        test_engine_zoo.test_logits_are_llama_cpps,
+        {"name": ["llama-dense", "qwen3next-moe", "gpt-oss-moe"], "device": ["CPU"], "fusion": [Fusion()]},
+    ),
+    (test_observers.test_sums_of_columns_are_exact, {}),
+    (test_observers.test_sums_by_expert_are_exact, {}),
+]
+
+
+def cases(test: Test, only: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the parameters of a test's cases."""
+    marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
+    lists = [[(names_of(mark), values) for values in mark.args[1]] for mark in marks]
+    for chosen in itertools.product(*lists):
+        case: dict[str, Any] = {}
+        for names, values in chosen:
+            values = getattr(values, "values", values)
+            case |= dict(zip(names, values if len(names) > 1 else [values], strict=True))
+        if all(case[name] in values for name, values in only.items()):
+            yield case
+
+
+def main() -> int:
+    """Run all; return how many failed."""
+    failed = count = 0
+    with tempfile.TemporaryDirectory() as folder, np.load(DATA / "golden-mainline.npz") as golden:
+        fixtures = {
+            "golden": golden,
+            "llama_bin": llama_programs(),
+            "zoo": lambda name: write_zoo(name, Path(folder) / f"{name}.gguf"),
+        }
+        for test, only in TESTS:
+            wanted = {name: fixtures[name] for name in inspect.signature(test).parameters if name in fixtures}
+            if None in wanted.values():  # no peer
+                continue
+            found = list(cases(test, only))
+            assert found, f"{test.__name__} has no case {only}"
+            for case in found:
+                count += 1
+                try:
+                    test(**case, **wanted)
+                except Exception:
+                    failed += 1
+                    print(f"{test.__name__} {case}\n{traceback.format_exc()}", file=sys.stderr)
+    print(sorted(FEATURES & {"avx2", "avx512f"}), count, flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    os._exit(min(main(), 1))  # at once: teams of threads wait for work

@@ -1,0 +1,57 @@
+"""Which cases run as PTX, too, unless --all-ptx: of each file, the first that launches a kernel.
+
+So a file begins with tests of random inputs, which show any mistake; those of special ones come behind.
+
+A kernel is a source, a name and the macros that choose code, for a capability. Sizes choose none, and types only
+where they are multiplied by tensor cores: the rest of their code is C++ alone, but for what tests/kernels takes
+together. The shim's run of the same case tells what it launches.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from quantkit.kernels.cuda.core.kernel import Kernel
+
+#: Macros that are sizes, and types of weights.
+SIZES = {"BLOCKS_AT_ONCE", "COLUMNS", "HEAD", "HEAD_K", "HEAD_V", "KEYS", "LANES", "ROWS", "THREADS", "TOKENS", "UNITS"}
+TYPES = {"TYPE", "OTHER"}
+TENSOR_CORES = "matmul/mat_mat.cu"
+
+Kinds = set[tuple[object, ...]]
+
+
+def kinds(launched: set[tuple[Kernel, int]]) -> Kinds:
+    """Return what kernels were launched."""
+    return {(kernel.file, kernel.name, capability, *_choices(kernel)) for kernel, capability in launched}
+
+
+def _choices(kernel: Kernel) -> tuple[tuple[str, str], ...]:
+    passed_over = SIZES if kernel.file == TENSOR_CORES else SIZES | TYPES
+    return tuple(define for define in kernel.defines if define[0] not in passed_over)
+
+
+class Chosen:
+    """Keeps what cases launched on the shim, and which kernels of each file ran as PTX."""
+
+    def __init__(self) -> None:
+        self._on_shim: dict[tuple[object, ...], Kinds] = {}
+        self._done: dict[Path, Kinds] = {}
+
+    def ran_on_shim(self, node: Any, launched: set[tuple[Kernel, int]]) -> None:
+        self._on_shim[_case(node)] = kinds(launched)
+
+    def ran_as_ptx(self, node: Any, launched: set[tuple[Kernel, int]]) -> None:
+        self._done.setdefault(node.path, set()).update(kinds(launched))
+
+    def wants(self, node: Any) -> bool:
+        """Tell whether a case has a kernel that none before it had; one that did not run on the shim is wanted."""
+        found = self._on_shim.get(_case(node))
+        return found is None or bool(found - self._done.get(node.path, set()))
+
+
+def _case(node: Any) -> tuple[object, ...]:
+    """Return what a test's cases on all devices have in common."""
+    words = node.callspec.id.split("-")
+    return node.path, node.originalname, *(word for word in words if word != node.callspec.params["device"])

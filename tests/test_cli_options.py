@@ -1,0 +1,45 @@
+"""Options of every command: -xyz is one name, never -x -y -z."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from quantkit.cli import cli
+
+
+def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    ctx = click.Context(group)
+    yield path
+    for name in group.list_commands(ctx):
+        command = group.get_command(ctx, name)
+        yield from commands(command, (*path, name)) if isinstance(command, click.Group) else [(*path, name)]
+
+
+@pytest.mark.parametrize("path", list(commands(cli)), ids=" ".join)
+@pytest.mark.parametrize("name", ["-hxy", "-oq", "-fab", "-mx.gguf", "-xyz", "-xy=1"])
+def test_no_cluster_is_taken_apart(path: tuple[str, ...], name: str) -> None:
+    result = CliRunner().invoke(cli, [*path, name])
+    assert result.exit_code == 2
+    assert f"No such option '{name}'" in result.stderr
+
+
+@pytest.mark.parametrize("path", list(commands(cli)), ids=" ".join)
+def test_every_command_has_help(path: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(cli, [*path, "-h"])
+    assert result.exit_code == 0
+    assert "Usage: " in result.stdout
+
+
+def test_imatrix_compare_is_diff() -> None:
+    by_name = [CliRunner().invoke(cli, ["imatrix", name, "-h"]).stdout.splitlines()[2:] for name in ("diff", "compare")]
+    assert by_name[0] == by_name[1]
+
+
+@pytest.mark.parametrize("arguments", [["-p", "-xyz"], ["--tokens", "-xyz"], ["-p", "-xyz", "--", "-abc"]])
+def test_a_value_may_look_like_options(arguments: list[str]) -> None:
+    result = CliRunner().invoke(cli, ["perplexity", *arguments])
+    assert "No such option" not in result.stderr

@@ -1,0 +1,82 @@
+"""Completion: types in the case that was begun, files of the kind an argument takes; also by a real bash."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.shell_completion import BashComplete, CompletionItem
+
+from quantkit.cli import cli
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("model-bf16.gguf", "imatrix.dat", "notes.txt", "sub/m.gguf", "other/a b.gguf", "empty/x.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+
+
+def items(line: str) -> list[CompletionItem]:
+    *words, incomplete = line.split(" ")
+    return BashComplete(cli, {}, "quantkit", "_QUANTKIT_COMPLETE").get_completions(words, incomplete)
+
+
+def values(line: str) -> list[str]:
+    return [item.value for item in items(line)]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("quantize m.gguf Q4_K", ["Q4_K_M", "Q4_K_S", "Q4_K"]),
+        ("quantize m.gguf q4_k_", ["q4_k_m", "q4_k_s"]),
+        ("quantize m.gguf o.gguf cop", ["copy"]),
+        ("quantize m.gguf q4_k_m ", []),
+        ("quantize --attn-v-type q6", ["q6_k"]),
+        ("quantize --output-tensor-type Q6", ["Q6_K"]),
+        ("quantize --tensor-type attn_v=q6", ["attn_v=q6_k"]),
+        ("merge-up-gate --reencode Q8", ["Q8_0"]),
+        ("quantize mod", ["model-bf16.gguf"]),
+        ("quantize --imatrix ima", ["imatrix.dat"]),
+        ("inspect sub/", ["sub/m.gguf"]),
+        ("perplexity -m ", ["model-bf16.gguf", "empty/", "other/", "sub/"]),
+        ("imatrix show im", ["imatrix.dat"]),
+    ],
+)
+def test_values(line: str, expected: list[str]) -> None:
+    assert values(line) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [("inspect no", "file"), ("inspect emp", "dir"), ("inspect other/", "file"), ("inspect gone/x", "file")],
+)
+def test_what_the_shell_completes_itself(line: str, kind: str) -> None:
+    assert [(item.type, item.value) for item in items(line)] == [(kind, line.split()[1])]
+
+
+def test_types_that_cannot_be_encoded_are_left_out() -> None:
+    assert not {"IQ6_K", "Q8_1", "I8", "Q4_K_R4"} & set(values("quantize m.gguf "))
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_by_bash(tmp_path: Path) -> None:
+    command = tmp_path / "quantkit"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m quantkit "$@"\n')
+    command.chmod(0o755)
+    root = str(Path(__file__).parents[1])
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": root}
+    script = """
+        eval "$(_QUANTKIT_COMPLETE=bash_source quantkit)"
+        COMP_WORDS=(quantkit quantize model-bf16.gguf q4_k_) COMP_CWORD=3
+        _quantkit_completion quantkit
+        echo "${COMPREPLY[@]}"
+    """
+    made = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert made.stdout == "q4_k_m q4_k_s\n"

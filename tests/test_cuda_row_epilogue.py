@@ -1,0 +1,154 @@
+"""Row epilogues on the device: fused, they give the same bits as the kernels one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from device_memory import Memory
+
+from quantkit.kernels.cuda.layer import elementwise, glu, norms, route, row_epilogue
+from quantkit.kernels.cuda.matmul import activations
+from quantkit.kernels.parameters import Activation
+
+
+class OneByOne:
+    """The kernels that a row epilogue fuses, each by itself; a norm is one with nothing else."""
+
+    def __init__(self, memory: Memory, rows: int, width: int) -> None:
+        self.memory, self.rows, self.width = memory, rows, width
+
+    def room(self) -> int:
+        return self.memory.room((self.rows, self.width))
+
+    def add(self, a: int, b: int) -> int:
+        out = self.room()
+        slots = {"a": a, "b": b, "out": out, "width": self.width, "rows": self.rows}
+        self.memory.run(elementwise.add(self.width, self.rows), **slots)
+        return out
+
+    def scale(self, x: int, by: float) -> int:
+        out = self.room()
+        slots = {"x": x, "out": out, "width": self.width, "rows": self.rows}
+        self.memory.run(elementwise.scale(self.width, self.rows), by=by, **slots)
+        return out
+
+    def combine(self, x: int, weights: int, n_used: int) -> int:
+        out = self.room()
+        slots = {"x": x, "weights": weights, "out": out, "width": self.width, "rows": self.rows, "n_used": n_used}
+        self.memory.run(route.combine(self.width, self.rows), **slots)
+        return out
+
+    def norm(self, x: int, **slots: Any) -> int:
+        out = self.room()
+        self.epilogue(x, normed=out, **slots)
+        return out
+
+    def quantize(self, kind: str, x: int) -> int:
+        out = self.memory.room((self.rows, activations.row_bytes(kind, self.width)), np.uint8)
+        slots = {"rows": self.rows, "x": x, "x_stride": 4 * self.width, "n": self.width, "out": out}
+        self.memory.run(activations.quantize(kind, self.width, self.rows), **slots)
+        return out
+
+    def epilogue(self, x: int, **slots: Any) -> None:
+        given = {**row_epilogue.NOTHING, "batch": 0, "rows": self.rows, "width": self.width, "x": x, **slots}
+        self.memory.run(row_epilogue.row_epilogue(self.width, self.rows), **given)
+
+    def get(self, address: int) -> Any:
+        return self.memory.get(address, (self.rows, self.width), np.uint32)
+
+
+SIZES = [(1, 256), (3, 200), (2, 1030), (2, 2048)]
+
+
+@pytest.mark.parametrize(("rows", "width"), SIZES)
+def test_everything_at_once(memory: Memory, rows: int, width: int) -> None:
+    rng, n_used = np.random.default_rng(width), 3
+    at = OneByOne(memory, rows, width)
+    x = memory.put(rng.standard_normal((rows * n_used, width)).astype(np.float32))
+    weights = memory.put(rng.random((rows, n_used)).astype(np.float32))
+    plus, too = (memory.put(rng.standard_normal((rows, width)).astype(np.float32)) for _ in range(2))
+    w, b, w2 = (memory.put(rng.standard_normal(width).astype(np.float32)) for _ in range(3))
+    for kind, post, form in (("rms", -1, "q8_k"), ("layer", 0, "q8_0"), ("l2", -1, "q8_1"), ("rms", 1, "bf16")):
+        of_norm = {"kind": norms.KINDS.index(kind), "weight": w, "bias": b if kind == "layer" else 0, "eps": 1e-5}
+        t = at.combine(x, weights, n_used)
+        if post >= 0:
+            t = at.norm(t, kind=post, weight=w2, bias=b, eps=1e-6)
+        y = at.add(too, at.scale(at.add(plus, t), 0.3))
+        z = at.norm(y, **of_norm)
+        q = at.quantize(form, z)
+        size = rows, activations.row_bytes(form, width)
+        found = at.room(), at.room(), memory.room(size, np.uint8)
+        of_post = {"post_kind": post, "post_weight": w2, "post_bias": b, "post_eps": 1e-6}
+        joined = {**of_norm, **of_post, "weights": weights, "n_used": n_used, "plus": plus, "plus_too": too, "by": 0.3}
+        joined |= {"format": row_epilogue.format_of(form), "quantized": found[2]}
+        at.epilogue(x, sum=found[0], normed=found[1], **joined)
+        assert np.array_equal(at.get(found[0]), at.get(y))
+        assert np.array_equal(at.get(found[1]), at.get(z))
+        assert np.array_equal(memory.get(found[2], size, np.uint8), memory.get(q, size, np.uint8))
+
+
+@pytest.mark.parametrize("form", activations.KINDS)
+@pytest.mark.parametrize(("rows", "width"), SIZES)
+def test_a_sum_and_its_format_alone(memory: Memory, rows: int, width: int, form: str) -> None:
+    """No norm; the sum lies where one of its parts was."""
+    rng = np.random.default_rng(3)
+    at = OneByOne(memory, rows, width)
+    x, plus = (memory.put(rng.standard_normal((rows, width)).astype(np.float32)) for _ in range(2))
+    y = at.add(x, plus)
+    q = at.quantize(form, y)
+    size = rows, activations.row_bytes(form, width)
+    found = memory.room(size, np.uint8)
+    at.epilogue(x, plus=plus, sum=plus, format=row_epilogue.format_of(form), quantized=found)
+    assert np.array_equal(at.get(plus), at.get(y))
+    assert np.array_equal(memory.get(found, size, np.uint8), memory.get(q, size, np.uint8))
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_plain_sum_of_experts(memory: Memory, plain: bool) -> None:
+    rng, rows, width, n_used = np.random.default_rng(4), 3, 200, 4
+    at = OneByOne(memory, rows, width)
+    x = memory.put(rng.standard_normal((rows * n_used, width)).astype(np.float32))
+    weights = 0 if plain else memory.put(rng.random((rows, n_used)).astype(np.float32))
+    out = at.room()
+    at.epilogue(x, weights=weights, n_used=n_used, sum=out)
+    assert np.array_equal(at.get(out), at.get(at.combine(x, weights, n_used)))
+
+
+def test_a_gate_and_rows_that_are_outputs(memory: Memory) -> None:
+    rng, rows, width = np.random.default_rng(5), 3, 300
+    at = OneByOne(memory, rows, width)
+    x, plus = (rng.standard_normal((7, width)).astype(np.float32) for _ in range(2))
+    gate, outputs = rng.standard_normal((rows, 1)).astype(np.float32), np.array([1, 2, 6])
+    limits, gated = glu.limits(Activation("sigmoid")), at.room()
+    slots = {"gate": memory.put(gate), "up": memory.put(plus[:rows]), "width": width, "gate_width": 1, "rows": rows}
+    memory.run(glu.glu(Activation("sigmoid"), width, rows), out=gated, **slots, **limits)
+    out = at.room()
+    at.epilogue(memory.put(x[:rows]), plus=slots["up"], gate=slots["gate"], sum=out)
+    assert np.array_equal(at.get(out), at.get(at.add(memory.put(x[:rows]), gated)))
+    batch = memory.batch(range(7), range(7), outputs=outputs)
+    at.epilogue(memory.put(x), plus_too=memory.put(plus), selected=1, batch=batch, sum=out)
+    want = at.add(memory.put(x[outputs]), memory.put(plus[outputs]))
+    assert np.array_equal(at.get(out), at.get(want))
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer", "l2"])
+@pytest.mark.parametrize(("rows", "width"), [*SIZES, (1, 9000)])
+def test_norms_of_rows_agree_with_numpy(memory: Memory, kind: str, rows: int, width: int) -> None:
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((rows, width)).astype(np.float32) + 0.5
+    weight, bias = rng.standard_normal((2, width)).astype(np.float32)
+    g = x.astype(np.float64)
+    if kind == "layer":
+        g = g - g.mean(-1, keepdims=True)
+    square = np.square(g).sum(-1, keepdims=True) / (1 if kind == "l2" else width)
+    at = OneByOne(memory, rows, width)
+    slots = {"kind": norms.KINDS.index(kind), "eps": 1e-5, "weight": memory.put(weight), "bias": memory.put(bias)}
+    found = memory.get(at.norm(memory.put(x), **slots), (rows, width))
+    np.testing.assert_allclose(found, g / np.sqrt(square + 1e-5) * weight + bias, rtol=2e-6, atol=2e-6)
+
+
+def test_rows_that_are_too_wide_are_refused() -> None:
+    with pytest.raises(ValueError, match="up to 12288 columns"):
+        row_epilogue.row_epilogue(12289, 1)

@@ -1,0 +1,60 @@
+"""What comments, docstrings and the Markdown files name is there: files of this project."""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quantkit.kernels.cuda.core.generated import headers
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("quantkit", "tests", "scripts", "benchmarks")
+KINDS = ("py", "cu", "cuh", "npz", "md", "toml")
+#: A file's name, with folders or without; not the end of a longer path or of a name with a placeholder.
+NAMED = re.compile(rf"(?<![\w*<>{{}}./-])((?:[\w-]+/)*[\w-]+\.(?:{'|'.join(KINDS)}))(?![\w*({{-])")
+#: Files of others, or of users.
+OTHERS = {"constants.py", "convert_hf_to_gguf.py", "gpu_check.md", "OUT/gpu_check.md", "OUT.npz", "out.md"}
+
+FILES = {p.relative_to(ROOT).as_posix() for kind in KINDS for p in ROOT.rglob(f"*.{kind}") if ".venv" not in p.parts}
+FILES |= headers().keys()  # made when a module is compiled
+SOURCES = sorted(p for f in FOLDERS for kind in ("py", "cu", "cuh") for p in (ROOT / f).rglob(f"*.{kind}"))
+PAGES = sorted(ROOT.glob("*.md"))
+
+
+def prose(path: Path) -> Iterator[str]:
+    """Yield the comments and docstrings of a source."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        yield from re.findall(r"//[^\n]*|/\*.*?\*/", text, re.DOTALL)
+        return
+    before = tokenize.INDENT
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        statement = before in (tokenize.INDENT, tokenize.DEDENT, tokenize.NEWLINE, tokenize.NL, tokenize.COMMENT)
+        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and statement):
+            yield token.string
+        before = token.type
+
+
+def missing(text: str) -> set[str]:
+    named = set(NAMED.findall(text)) - OTHERS
+    return {name for name in named if not any(f == name or f.endswith(f"/{name}") for f in FILES)}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_files_that_docstrings_name_exist(folder: str) -> None:
+    wrong = {p: missing("\n".join(prose(p))) for p in SOURCES if p.is_relative_to(ROOT / folder)}
+    assert not {p.relative_to(ROOT).as_posix(): names for p, names in wrong.items() if names}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_files_that_pages_name_exist(page: Path) -> None:
+    assert not missing(page.read_text(encoding="utf-8"))
+
+
+def test_a_missing_file_is_found() -> None:
+    assert missing("see kernels/cpu/core/jit.py, attention.cuh and no_such.py, x*.py, {name}.py") == {"no_such.py"}
