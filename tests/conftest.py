@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
+from quantkit.kernels import first_run
 from zoo import write_zoo
 
 # A busy machine is slow, not wrong.
@@ -41,10 +42,14 @@ def tiny_moe() -> Path:
     return DATA / "tiny-moe-bf16.gguf"
 
 
+def golden_bytes() -> dict[str, np.ndarray]:
+    """Return llama.cpp's own bytes for awkward rows, ik_llama.cpp's for its types: x, imatrix, NAME, NAME+imatrix."""
+    return {**np.load(DATA / "golden-mainline.npz"), **np.load(DATA / "golden-ik.npz")}
+
+
 @pytest.fixture(scope="session")
 def golden() -> dict[str, np.ndarray]:
-    """llama.cpp's own bytes for awkward rows, ik_llama.cpp's for its types: x, imatrix, NAME, NAME+imatrix."""
-    return {**np.load(DATA / "golden-mainline.npz"), **np.load(DATA / "golden-ik.npz")}
+    return golden_bytes()
 
 
 def llama_programs() -> Path | None:
@@ -100,6 +105,13 @@ def has_driver() -> bool:
 
 #: On a card, where there may be one.
 CARDS = [pytest.param("cuda", marks=pytest.mark.gpu)] if has_driver() else []
+
+
+@pytest.fixture(autouse=True, scope="session")
+def plain_output() -> None:
+    """What commands print depends neither on the terminal nor on the kernels in the cache."""
+    os.environ.pop("COLUMNS", None)
+    first_run.mute()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -199,15 +211,15 @@ def skip_unless_there(device: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def chosen() -> object:
+def cases_as_ptx() -> object:
     """What is run as PTX, too."""
-    from ptx.chosen import Chosen
+    from ptx.cases_as_ptx import Chosen
 
     return Chosen()
 
 
 @pytest.fixture
-def device(request: pytest.FixtureRequest, chosen: Any) -> Iterator[object]:
+def device(request: pytest.FixtureRequest, cases_as_ptx: Any) -> Iterator[object]:
     """A device for CUDA kernels: the host shim, PTX on the CPU, and a GPU where there is one."""
     skip_unless_there(request.param)
     if request.param == "cuda":
@@ -218,27 +230,27 @@ def device(request: pytest.FixtureRequest, chosen: Any) -> Iterator[object]:
         from host_device import HostDevice
 
         yield (shim := HostDevice())
-        chosen.ran_on_shim(request.node, shim.launched)
+        cases_as_ptx.ran_on_shim(request.node, shim.launched)
     else:
-        yield from as_ptx(request, chosen)
+        yield from as_ptx(request, cases_as_ptx)
 
 
 #: Why a case is skipped; .ci/run knows the words.
 ONE_CASE = "as PTX one case of each kernel is enough, unless --all-ptx"
 
 
-def as_ptx(request: pytest.FixtureRequest, chosen: Any) -> Iterator[object]:
+def as_ptx(request: pytest.FixtureRequest, cases_as_ptx: Any) -> Iterator[object]:
     """Yield a device that runs PTX, unless the kernels of a test ran so in one before."""
     from ptx.count import CountingDevice
     from ptx.device import PTXDevice
     from ptx.twin import TwinDevice
 
     option = request.config.getoption
-    if not option("--all-ptx") and not chosen.wants(request.node):
+    if not option("--all-ptx") and not cases_as_ptx.wants(request.node):
         pytest.skip(ONE_CASE)
     made = CountingDevice if option("--ptx-counts") else TwinDevice if option("--all-ptx") else PTXDevice
     yield (found := made(int(request.param[3:] or 90)))
-    chosen.ran_as_ptx(request.node, found.launched)
+    cases_as_ptx.ran_as_ptx(request.node, found.launched)
     if isinstance(found, TwinDevice):
         found.check()
 

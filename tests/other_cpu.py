@@ -26,7 +26,7 @@ import test_matmul
 import test_observers
 import test_simd
 
-from conftest import DATA, llama_programs, names_of
+from conftest import golden_bytes, llama_programs, names_of
 from quantkit.kernels.cpu.core.simd import FEATURES
 from quantkit.model.fusion import Fusion
 from zoo import write_zoo
@@ -84,9 +84,9 @@ def cases(test: Test, only: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def main() -> int:
     """Run all; return how many failed."""
     failed = count = 0
-    with tempfile.TemporaryDirectory() as folder, np.load(DATA / "golden-mainline.npz") as golden:
+    with tempfile.TemporaryDirectory() as folder:
         fixtures = {
-            "golden": golden,
+            "golden": golden_bytes(),
             "llama_bin": llama_programs(),
             "zoo": lambda name: write_zoo(name, Path(folder) / f"{name}.gguf"),
         }

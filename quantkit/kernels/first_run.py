@@ -62,6 +62,11 @@ class _Compiling:
 _STATE = _Compiling()
 
 
+def mute() -> None:
+    """Compile silently where stderr is not a terminal."""
+    _STATE.said = True
+
+
 def working_seconds() -> float:
     """Return the seconds of a clock that stops while kernels compile."""
     with _STATE.lock:
@@ -134,7 +139,7 @@ def _fork(jobs: list[Job], numbers: int) -> int:
         child = os.fork()
     if child == 0:
         try:
-            _STATE.said = True
+            mute()
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115
             _work(jobs, numbers)
         finally:
