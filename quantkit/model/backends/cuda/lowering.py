@@ -226,7 +226,7 @@ class CUDALowering(Lowering):
         return self._activations[x, kind, n], new
 
     def remade(self, x: Value, kind: str, n: int, made: Buffer, by: Callable[[int], bool]) -> None:
-        """Convert x to a format, rows of n, except for row counts where ``by`` says that the launch that makes x does."""
+        """Convert x to a format, rows of n, except for row counts for which ``by`` says x's own launch does."""
         per = x.width // n
         slots: dict[str, Slot] = {"x": self.buffer(x), "x_stride": 4 * n, "n": n, "out": made}
         self.emit(
