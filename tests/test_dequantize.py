@@ -116,6 +116,10 @@ def test_equal_to_llama_cpp(t, llama_bin, golden):
         assert_same_bits(decode(t, data), ggml_decode(lib, t, data))
 
 
+#: Types with separate signs, that ik_llama.cpp applies to values: a level 0 may become -0 there.
+MINUS_ZEROS = ("IQ3_KT",)
+
+
 class InitParams(ctypes.Structure):
     _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
 
@@ -126,9 +130,13 @@ def test_equal_to_ik_llama_cpp(t, ik_bin, golden):
     lib = ctypes.CDLL(str(ik_bin.parent / "lib/libggml.so"))
     lib.ggml_init.argtypes, lib.ggml_init.restype = [InitParams], ctypes.c_void_p
     assert lib.ggml_init(InitParams(1 << 20, None, False))  # makes the table that halves are widened by
-    data = np.concatenate([golden[t.name], golden[f"{t.name}+imatrix"], random_rows(t, 64, 1024)])
+    keys = [key for key in (t.name, f"{t.name}+imatrix") if key in golden]
+    data = np.concatenate([*(golden[key] for key in keys), random_rows(t, 64, 1024)])
     for row in data:  # a row by itself: the library counts blocks, and knows nothing of the next header
-        assert_same_bits(decode(t, row[None]), ggml_decode(lib, t, row[None]))
+        got, wanted = decode(t, row[None]), ggml_decode(lib, t, row[None])
+        if t.name in MINUS_ZEROS:
+            got, wanted = got + np.float32(0), wanted + np.float32(0)
+        assert_same_bits(got, wanted)
 
 
 # ---------------------------------------------------------------- memory
