@@ -1,4 +1,4 @@
-"""The encoders of ik_llama.cpp's types with a scale per super-block: IQ3_K, IQ4_K, IQ5_K, IQ6_K.
+"""The encoders of ik_llama.cpp's types with a scale per super-block: IQ2_K, IQ3_K, IQ4_K, IQ5_K, IQ6_K.
 
 Sub-blocks of 16 values have a scale d * m with an integer m, and values that are plain or raised (ik_levels.py): the 16
 of a super-block are a tile. Scales are searched (ik_search.py), d follows from the largest one, and the others become
@@ -26,22 +26,19 @@ from quantkit.kernels.cpu.core.simd import (
     i8x16,
     load,
     mask_bits,
-    nearest_int,
     select,
     splat,
     store,
     vabs,
-    vmax,
-    vmin,
 )
 from quantkit.kernels.cpu.encode import Encoder
 from quantkit.kernels.cpu.encode.batch import blocks_encoder
 from quantkit.kernels.cpu.encode.groups import address
 from quantkit.kernels.cpu.encode.ik_levels import Levels
+from quantkit.kernels.cpu.encode.ik_scales import fit_multiples, largest_scale, nearest_multiple
 from quantkit.kernels.cpu.encode.ik_search import (
     add_in_order,
     lift_weights,
-    make_search,
     store_bytes,
 )
 from quantkit.kernels.cpu.encode.tiles import (
@@ -65,45 +62,42 @@ SCRATCH = 4 * TILE + 512
 
 
 @inline
-def _largest(s):
-    """Return the scale of the largest magnitude, the first of equals."""
-    largest, top = F(0), F(0)
-    for i in range(0, 64, 4):
-        scale = load(types.float32, s, SCALES + i)
-        if abs(scale) > largest:
-            largest, top = abs(scale), scale
-    return top
-
-
-@inline
-def _multiples(s, d, low, high):
-    """Return the scales as multiples of d, at least low and at most high."""
-    inverse = F(1) / d if d != F(0) else F(0)
-    return vmax(vmin(nearest_int(load(f32x16, s, SCALES) * inverse), I32(high)), I32(low))
+def _inverse(d):
+    return F(1) / d if d != F(0) else F(0)
 
 
 @inline
 def multiples_6_bit(s):
     """Return d and its multiples -32..31: the largest scale becomes -32."""
-    d = -_largest(s) / F(32)
-    return d, _multiples(s, d, -32, 31)
+    d = -largest_scale(s + SCALES, 16) / F(32)
+    return d, nearest_multiple(load(f32x16, s, SCALES) * _inverse(d), -32, 31)
 
 
 @inline
 def multiples_8_bit(s):
     """Return d and its multiples -127..127: the largest scale becomes -127."""
-    d = -_largest(s) / F(127)
-    return d, _multiples(s, d, -127, 127)
+    d = -largest_scale(s + SCALES, 16) / F(127)
+    return d, nearest_multiple(load(f32x16, s, SCALES) * _inverse(d), -127, 127)
 
 
 @inline
 def multiples_odd(s):
     """Return d and its odd multiples -31..31."""
-    d, scale = abs(_largest(s)) / F(31), load(f32x16, s, SCALES)
-    inverse = F(1) / d if d != F(0) else F(0)
-    code = nearest_int(F(0.5) * (vabs(scale) * inverse - F(1)))
-    odd = (vmax(vmin(code, I32(15)), I32(0)) << I32(1)) + I32(1)
+    d, scale = abs(largest_scale(s + SCALES, 16)) / F(31), load(f32x16, s, SCALES)
+    code = nearest_multiple(F(0.5) * (vabs(scale) * _inverse(d) - F(1)), 0, 15)
+    odd = (code << I32(1)) + I32(1)
     return d, select(scale < F(0), -odd, odd)
+
+
+@inline
+def multiples_4_bit(s):
+    """Return d and its multiples -8..7, fitted to the scales; the weight of a scale is the sum of its weights."""
+    weight = splat(f32x16, F(0))
+    for j in range(0, TILE, 64):
+        weight = weight + load(f32x16, s, W + j)
+    store(s, TERMS, weight)
+    d = fit_multiples(s + SCALES, s + TERMS, 16, 8)[0]
+    return d, nearest_multiple(load(f32x16, s, SCALES) * _inverse(d), -8, 7)
 
 
 # ---------------------------------------------------------------- how they are stored
@@ -116,6 +110,13 @@ def _store_low_nibbles(s, out):
     for ib in range(16):
         packed |= np.uint64(load(types.int32, s, CODES + 4 * ib) & I32(15)) << np.uint64(4 * ib)
     store(out, 0, packed)
+
+
+@inline
+def store_4_bit(s, multiple, out):
+    """Store multiples, plus 8, as nibbles."""
+    store(s, CODES, multiple + I32(8))
+    _store_low_nibbles(s, out)
 
 
 @inline
@@ -144,6 +145,7 @@ def store_odd(s, multiple, out):
     _store_low_nibbles(s, out + 2)
 
 
+SCALES_4_BIT = multiples_4_bit, store_4_bit, 8
 SCALES_6_BIT = multiples_6_bit, store_6_bit, 12
 SCALES_8_BIT = multiples_8_bit, store_8_bit, 16
 SCALES_ODD = multiples_odd, store_odd, 10
@@ -159,7 +161,7 @@ pack: Any = None
 store_levels: Any = None
 near = own = stretch = F(0)
 block_bytes = scales_bytes = 0
-again = False
+again = zeros = False
 
 
 def _refit(s):
@@ -186,7 +188,7 @@ def _store_levels(s, d, multiple, raised):
         wq = w * q
         store(s, TERMS + j, wq * x)
         store(s, TERMS2 + j, wq * q)
-        store(s, X + j, select(scale != F(0), level, I32(0)) if again else level)
+        store(s, X + j, select(scale != F(0), level, I32(0)) if zeros else level)
     store_bytes(s + LEVELS, s + X, 16)
     sumqx = add_in_order(F(0), s + TERMS, 16, 16)
     sumq2 = add_in_order(F(0), s + TERMS2, 16, 16)
@@ -196,11 +198,11 @@ def _store_levels(s, d, multiple, raised):
 def _encode_block(s, out):
     """Encode the super-block whose scales are found; X and W are spent."""
     raised = load(f32x16, s, RAISED) > F(0)
-    if again and _largest(s) == F(0):
+    d, multiple = multiples(s)
+    if zeros and d == F(0):
         for at in range(0, block_bytes, 2):
             store(out, at, np.uint16(0))
         return
-    d, multiple = multiples(s)
     d = store_levels(s, d, multiple, raised)
     store(out, 0, f32_to_f16(stretch * d))
     store(out, 2, np.uint16(mask_bits(raised)))
@@ -238,22 +240,21 @@ def _encode_16(scratch, x, weights, out, count):
 
 
 def block_encoder(
-    name: str, levels: Levels, tries: int, scales: tuple[Any, Any, int], pack: Any, *, step: int = 1,
-    guarded: bool = False, near: float = 2, own: float = 0.25, again: bool = True, stretch: float = 1,
+    name: str, levels: Levels, search: Any, scales: tuple[Any, Any, int], pack: Any, *, near: float = 2,
+    own: float = 0.25, again: bool = True, zeros: bool = True, stretch: float = 1,
 ) -> Encoder:  # fmt: skip
     """Return the encoder of a type.
 
-    tries, step, guarded: of the search. scales: ``multiples``, their storage and its bytes. near: the multiple of the
-    mean square in weights with importances; own: the part of that without. again: the scales found are fitted once
-    more, and a super-block without any is all zeros. stretch: what d is multiplied by in the end.
+    search(xt, wt, scales, raised): of 16 scales. scales: ``multiples``, their storage and its bytes. near: the multiple
+    of the mean square in weights with importances; own: the part of that without. again: scales are fitted once more.
+    zeros: sub-blocks and super-blocks whose scale is 0 are all zeros. stretch: what d is multiplied by in the end.
     """
     key, (multiples, store_multiples, scales_bytes) = name.lower(), scales
-    store_levels = specialize(_store_levels, key, round_any=levels.round_any, again=again)
+    store_levels = specialize(_store_levels, key, round_any=levels.round_any, zeros=zeros)
     bound = {"multiples": multiples, "store_multiples": store_multiples, "scales_bytes": scales_bytes, "pack": pack}
-    block = {"again": again, "stretch": F(stretch), "block_bytes": BY_NAME[name].block_bytes}
+    block = {"zeros": zeros, "stretch": F(stretch), "block_bytes": BY_NAME[name].block_bytes}
     encode = specialize(
-        _encode_16, key, again=again, block_bytes=block["block_bytes"],
-        search=make_search(key, levels, 16, tries, step, guarded),
+        _encode_16, key, search=search, again=again, block_bytes=block["block_bytes"],
         refit=specialize(_refit, key, round_any=levels.round_any),
         load_weights=specialize(_load_weights, key, near=F(near), own=F(own)),
         encode_block=specialize(_encode_block, key, helper, store_levels=store_levels, **bound, **block),

@@ -2,6 +2,7 @@
 
 With a scale per super-block of 256 values (ik_blocks.py), sub-blocks of 16::
 
+    IQ2_K    f16 d, u16 raised, u8 scales[8], u8 qs[64]                                 multiples -8..7
     IQ3_K    f16 d, u16 raised, u16 signs, u8 scales[8], u8 qs[64], u8 qh[32]           odd multiples of d, -31..31
     IQ4_K    f16 d, u16 raised, u8 scales_h[4], u8 scales_l[8], u8 qs[128]              multiples -32..31
     IQ5_K    f16 d, u16 raised, u8 scales_h[4], u8 scales_l[8], u8 qs[128], u8 qh[32]   the same
@@ -20,17 +21,23 @@ from __future__ import annotations
 
 from quantkit.kernels.cpu.encode import ik_blocks, ik_rows
 from quantkit.kernels.cpu.encode.ik_blocks import block_encoder
-from quantkit.kernels.cpu.encode.ik_levels import IQ3, IQ4, IQ5, IQ6
+from quantkit.kernels.cpu.encode.ik_levels import IQ2, IQ3, IQ4, IQ5, IQ6
+from quantkit.kernels.cpu.encode.ik_partitions import search_partitions
 from quantkit.kernels.cpu.encode.ik_rows import row_encoder
-from quantkit.kernels.cpu.encode.ik_search import pack_3, pack_4, pack_5, pack_6
+from quantkit.kernels.cpu.encode.ik_search import make_search, pack_2, pack_3, pack_4, pack_5, pack_6
 
-encode_iq4_k = block_encoder("IQ4_K", IQ4, 7, ik_blocks.SCALES_6_BIT, pack_4, own=0, again=False)
-encode_iq5_k = block_encoder("IQ5_K", IQ5, 5, ik_blocks.SCALES_6_BIT, pack_5)
-encode_iq6_k = block_encoder("IQ6_K", IQ6, 5, ik_blocks.SCALES_8_BIT, pack_6)
-encode_iq3_k = block_encoder(
-    "IQ3_K", IQ3, 3, ik_blocks.SCALES_ODD, pack_3, step=2, guarded=True, near=1.5, stretch=1.01
+encode_iq2_k = block_encoder(
+    "IQ2_K", IQ2, search_partitions, ik_blocks.SCALES_4_BIT, pack_2, near=1.5, again=False, stretch=1.03
 )
+encode_iq3_k = block_encoder(
+    "IQ3_K", IQ3, make_search("iq3_k", IQ3, 16, 3, 2, True), ik_blocks.SCALES_ODD, pack_3, near=1.5, stretch=1.01
+)
+encode_iq4_k = block_encoder(
+    "IQ4_K", IQ4, make_search("iq4_k", IQ4, 16, 7), ik_blocks.SCALES_6_BIT, pack_4, own=0, again=False, zeros=False
+)
+encode_iq5_k = block_encoder("IQ5_K", IQ5, make_search("iq5_k", IQ5, 16, 5), ik_blocks.SCALES_6_BIT, pack_5)
+encode_iq6_k = block_encoder("IQ6_K", IQ6, make_search("iq6_k", IQ6, 16, 5), ik_blocks.SCALES_8_BIT, pack_6)
 
-encode_iq3_ks = row_encoder("IQ3_KS", IQ3, 5, ik_rows.SCALES_5_BIT, pack_3, guarded=True)
-encode_iq4_ks = row_encoder("IQ4_KS", IQ4, 7, ik_rows.SCALES_8_BIT, pack_4, paired=True)
-encode_iq5_ks = row_encoder("IQ5_KS", IQ5, 5, ik_rows.SCALES_8_BIT, pack_5)
+encode_iq3_ks = row_encoder("IQ3_KS", IQ3, make_search("iq3_ks", IQ3, 32, 5, 1, True), ik_rows.SCALES_5_BIT, pack_3)
+encode_iq4_ks = row_encoder("IQ4_KS", IQ4, make_search("iq4_ks", IQ4, 32, 7), ik_rows.SCALES_8_BIT, pack_4, paired=True)
+encode_iq5_ks = row_encoder("IQ5_KS", IQ5, make_search("iq5_ks", IQ5, 32, 5), ik_rows.SCALES_8_BIT, pack_5)

@@ -25,17 +25,15 @@ from quantkit.kernels.cpu.core.simd import (
     f32x16,
     i32x16,
     load,
-    nearest_int,
     select,
     splat,
     store,
-    vmax,
-    vmin,
 )
 from quantkit.kernels.cpu.encode import Encoder
 from quantkit.kernels.cpu.encode.groups import address, copy
 from quantkit.kernels.cpu.encode.ik_levels import Levels
-from quantkit.kernels.cpu.encode.ik_search import add_in_order, lift_weights, make_search, store_bytes
+from quantkit.kernels.cpu.encode.ik_scales import largest_scale, nearest_multiple
+from quantkit.kernels.cpu.encode.ik_search import add_in_order, lift_weights, store_bytes
 from quantkit.kernels.cpu.encode.tiles import (
     TILE,
     first_half,
@@ -58,17 +56,6 @@ SCALES = 12 * TILE + 704
 
 
 @inline
-def largest_scale(scales, count):
-    """Return the scale of the largest magnitude, the first of equals."""
-    largest, top = F(0), F(0)
-    for i in range(0, 4 * count, 4):
-        scale = load(types.float32, scales, i)
-        if abs(scale) > largest:
-            largest, top = abs(scale), scale
-    return top
-
-
-@inline
 def scale_8_bit(scales, count):
     """Return d: the largest scale becomes 127, up to its sign."""
     return abs(largest_scale(scales, count)) / F(127)
@@ -77,8 +64,7 @@ def scale_8_bit(scales, count):
 @inline
 def multiples_8_bit(scale, d):
     """Return odd multiples of d, -127..127."""
-    code = nearest_int(F(0.5) * (scale * (F(1) / d) + F(127)))
-    return (vmax(vmin(code, I32(127)), I32(0)) << I32(1)) - I32(127)
+    return (nearest_multiple(F(0.5) * (scale * (F(1) / d) + F(127)), 0, 127) << I32(1)) - I32(127)
 
 
 @inline
@@ -98,7 +84,7 @@ def scale_5_bit(scales, count):
 @inline
 def multiples_5_bit(scale, d):
     """Return multiples of d, -16..15."""
-    return vmax(vmin(nearest_int(scale * (F(1) / d)), I32(15)), I32(-16))
+    return nearest_multiple(scale * (F(1) / d), -16, 15)
 
 
 @inline
@@ -269,7 +255,12 @@ def _encode_rows(x, weights, out, row0, row1):
 def rows_encoder(
     name: str, search: Any, row_scale: Any, store_batch: Any, *, near: float = 2, own: float = 0, stretch: float = 1
 ) -> Encoder:
-    """Return the encoder of a type with its own search, row scale and way to store a batch; see ``row_encoder``."""
+    """Return the encoder of a type.
+
+    search(xt, wt, scales, raised): of 16 scales. row_scale(scales, count): d. store_batch: as ``_store_batch``. near:
+    the multiple of the mean square in weights with importances; own: the part of that without. stretch: what d is
+    multiplied by in the end.
+    """
     key, t = name.lower(), BY_NAME[name]
     load_batch = specialize(_load_batch, key, helper, near=F(near), own=F(own))
     blocks = {"load_batch": load_batch, "block_bytes": t.block_bytes}
@@ -282,21 +273,17 @@ def rows_encoder(
 
 
 def row_encoder(
-    name: str, levels: Levels, tries: int, scales: tuple[Any, Any, Any, int], pack: Any, *, guarded: bool = False,
-    near: float = 2, own: float = 0, paired: bool = False, stretch: float = 1,
+    name: str, levels: Levels, search: Any, scales: tuple[Any, Any, Any, int], pack: Any, *,
+    paired: bool = False, **more: Any,
 ) -> Encoder:  # fmt: skip
     """Return the encoder of a type.
 
-    tries, guarded: of the search. near: the multiple of the mean square in weights with importances; own: the part of
-    that without. paired: terms of values j and j + 16 are added to each other before they are summed. stretch: what d
-    is multiplied by in the end.
+    search(xt, wt, scales, raised): of 16 scales. scales: that of a row, multiples of it, their storage and its bytes.
+    paired: terms of values j and j + 16 are added to each other before they are summed. more: of ``rows_encoder``.
     """
-    key, t = name.lower(), BY_NAME[name]
-    row_scale, multiples, store_multiples, scales_bytes = scales
-    levels_stored = specialize(_store_levels, key, round_any=levels.round_any, paired=paired)
-    batch_stored = specialize(
-        _store_batch, key, helper, store_levels=levels_stored, multiples=multiples, store_multiples=store_multiples,
-        pack=pack, block_bytes=t.block_bytes, scales_bytes=scales_bytes,
-    )  # fmt: skip
-    search = make_search(key, levels, 32, tries, 1, guarded)
-    return rows_encoder(name, search, row_scale, batch_stored, near=near, own=own, stretch=stretch)
+    key, (row_scale, multiples, store_multiples, scales_bytes) = name.lower(), scales
+    store_levels = specialize(_store_levels, key, round_any=levels.round_any, paired=paired)
+    bound = {"multiples": multiples, "store_multiples": store_multiples, "scales_bytes": scales_bytes, "pack": pack}
+    block_bytes = BY_NAME[name].block_bytes
+    store_batch = specialize(_store_batch, key, helper, store_levels=store_levels, block_bytes=block_bytes, **bound)
+    return rows_encoder(name, search, row_scale, store_batch, **more)

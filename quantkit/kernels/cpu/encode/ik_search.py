@@ -175,6 +175,12 @@ def pack_4(levels, out):
 
 
 @inline
+def pack_2(levels, out):
+    """qs 64."""
+    pack_plane(levels, out, 2, 0)
+
+
+@inline
 def pack_5(levels, out):
     """qs 128, qh 32."""
     pack_plane(levels, out, 4, 0)
