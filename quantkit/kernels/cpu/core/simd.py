@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import struct
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
@@ -762,12 +763,58 @@ def _either(b: ir.IRBuilder, index: ir.Value, bit: int, low: ir.Value, high: ir.
 @emits(lambda low, high, index: VecType(low.elem, index.lanes)(low, high, index))
 def lookup32_f32(b, sig, low, high, index):
     """lookup32_f32(low, high, index): look the low 5 bits of 32-bit lanes up in two vectors (vpermi2ps)."""
-    is_float = sig.args[0].is_float
+    return _lookup32_f32(b, low, high, index, sig.args[0].is_float)
+
+
+def _lookup32_f32(b: ir.IRBuilder, low: ir.Value, high: ir.Value, index: ir.Value, is_float: bool) -> ir.Value:
     if "avx512f" in FEATURES:
         name = f"llvm.x86.avx512.vpermi2var.{'ps' if is_float else 'd'}.512"
         return _call(b, name, low.type, [low, index, high])
     x, y = (_lookup16_f32(b, half, index, is_float) for half in (low, high))
     return _either(b, index, 16, x, y)
+
+
+def make_table(values: Sequence[int], name: str) -> Any:
+    """Return an intrinsic ``t(index)``: the low bits of 32-bit lanes looked up in 16, 32, 64 or 128 numbers, as f32.
+
+    The numbers are integers of at most 8 significant bits.
+    """
+    return emits(lambda index: f32x16(index), name)(lambda b, sig, index: _look_up(b, list(values), index))
+
+
+def _look_up(b: ir.IRBuilder, values: list[int], index: ir.Value) -> ir.Value:
+    if len(values) <= 32:
+        parts = [ir.Constant(f32x16.ll, values[i : i + 16]) for i in range(0, len(values), 16)]
+        return _lookup32_f32(b, *parts, index, True) if parts[1:] else _lookup16_f32(b, parts[0], index, True)
+    if "avx512bw" not in FEATURES:
+        return _from_memory(b, values, index)
+    # Such a number fills the upper half of an f32 only: 64 of them are two vectors of 16-bit lanes (vpermi2w).
+    i16 = ir.VectorType(ir.IntType(16), 32)
+    at = b.bitcast(b.shl(index, _const(index.type, 16)), i16)
+    found = _lookup_upper_halves(b, values[:64], at)
+    if values[64:]:
+        beyond = b.icmp_unsigned("!=", b.and_(at, _const(i16, 64)), _const(i16, 0))
+        found = b.select(beyond, _lookup_upper_halves(b, values[64:], at), found)
+    return b.bitcast(b.and_(b.bitcast(found, index.type), _const(index.type, -65536)), f32x16.ll)
+
+
+def _lookup_upper_halves(b: ir.IRBuilder, values: list[int], index: ir.Value) -> ir.Value:
+    """Look up the upper halves of 64 numbers as f32."""
+    halves = [int.from_bytes(struct.pack("<f", v)[2:], "little") for v in values]
+    low, high = (ir.Constant(index.type, halves[i : i + 32]) for i in (0, 32))
+    return _call(b, "llvm.x86.avx512.vpermi2var.hi.512", index.type, [low, index, high])
+
+
+def _from_memory(b: ir.IRBuilder, values: list[int], index: ir.Value) -> ir.Value:
+    """Portable: load one lane at a time from a constant array."""
+    array = ir.Constant(ir.ArrayType(ir.FloatType(), len(values)), values)
+    table = cgutils.global_constant(b.module, b.module.get_unique_name("table"), array)
+    out = ir.Constant(ir.VectorType(ir.FloatType(), index.type.count), ir.Undefined)
+    zero, last = ir.IntType(32)(0), ir.IntType(32)(len(values) - 1)
+    for lane in range(index.type.count):
+        at = b.and_(b.extract_element(index, ir.IntType(32)(lane)), last)
+        out = b.insert_element(out, b.load(b.gep(table, [zero, at])), ir.IntType(32)(lane))
+    return out
 
 
 # ---------------------------------------------------------------- transposition

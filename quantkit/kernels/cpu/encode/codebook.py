@@ -3,7 +3,7 @@
 Boundaries between adjacent levels divide the line; buckets of equal width each hold at most one boundary. So the bucket
 of v, v / width rounded, gives a boundary and the levels on either side, and one comparison with v decides. The bucket
 may be off by one near its edges if no boundary is near, so v / width need not be exact. 32 buckets, numbered -16..15,
-are two vectors: the low 5 bits of ``v / width + MAGIC`` are the index.
+are two vectors: the low 5 bits of ``v / width + MAGIC`` are the index; so for other powers of two.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ import numpy as np
 MAGIC = np.float32(12582912.0)
 
 
-def bucket_tables(boundaries: Sequence[float], width: float) -> tuple[list[float], list[int], list[int]]:
-    """Return, at n mod 32 for each bucket n, its boundary and the levels below and above it.
+def bucket_tables(
+    boundaries: Sequence[float], width: float, count: int = 32
+) -> tuple[list[float], list[int], list[int]]:
+    """Return, at n mod ``count`` for each bucket n, its boundary and the levels below and above it.
 
     A level is the number of boundaries <= v. Empty buckets have an infinite boundary. Raises ValueError if a bucket
     holds two boundaries, or if one is within 1 % of a bucket's edge or beyond the buckets.
     """
-    boundary, below, above = [float("inf")] * 32, [0] * 32, [0] * 32
-    for n in range(-16, 16):
+    boundary, below, above = [float("inf")] * count, [0] * count, [0] * count
+    for n in range(-count // 2, count // 2):
         low, high = (n - 0.5) * width, (n + 0.5) * width
         inside = [m for m in boundaries if low <= m < high]
         if len(inside) > 1 or any(min(m - low, high - m) < 0.01 * width for m in inside):
             raise ValueError(f"buckets of {width} do not separate the boundaries {inside}")
         level = sum(m < low for m in boundaries)
-        boundary[n % 32] = inside[0] if inside else float("inf")
-        below[n % 32], above[n % 32] = level, level + len(inside)
-    if max(abs(m) for m in boundaries) > 15 * width:
-        raise ValueError(f"32 buckets of {width} do not reach the boundaries")
+        boundary[n % count] = inside[0] if inside else float("inf")
+        below[n % count], above[n % count] = level, level + len(inside)
+    if max(abs(m) for m in boundaries) > (count / 2 - 1) * width:
+        raise ValueError(f"{count} buckets of {width} do not reach the boundaries")
     return boundary, below, above

@@ -37,67 +37,72 @@ from quantkit.kernels.cpu.core.simd import (
     select,
     splat,
     store,
-    transpose16,
     u8x16,
-    vabs,
     vmax,
     vmin,
-    vsqrt,
 )
 from quantkit.kernels.cpu.encode.batch import blocks_encoder
 from quantkit.kernels.cpu.encode.codebook import MAGIC, bucket_tables
+from quantkit.kernels.cpu.encode.tiles import (
+    first_half,
+    importance_weights,
+    inverse_or_zero,
+    largest,
+    load_tile,
+    square_weights,
+    sums_of_squares,
+)
 
 F, I32 = np.float32, np.int32
 
 VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 #: Buckets are 10 wide. best_index_int8 takes the upper level at a tie: a boundary belongs to it.
-BOUNDARY, _below, _above = bucket_tables([(a + b) / 2 for a, b in zip(VALUES, VALUES[1:], strict=False)], 10)
-TENTH = F(0.1)
-_boundary0 = make_constant(f32x16, BOUNDARY[:16], "iq4_boundary0")
-_boundary1 = make_constant(f32x16, BOUNDARY[16:], "iq4_boundary1")
+_boundary, _below, _above = bucket_tables([(a + b) / 2 for a, b in zip(VALUES, VALUES[1:], strict=False)], 10)
+_TENTH = F(0.1)
+_boundary0 = make_constant(f32x16, _boundary[:16], "iq4_boundary0")
+_boundary1 = make_constant(f32x16, _boundary[16:], "iq4_boundary1")
 _below0 = make_constant(f32x16, [VALUES[i] for i in _below[:16]], "iq4_below0")
 _below1 = make_constant(f32x16, [VALUES[i] for i in _below[16:]], "iq4_below1")
 _above0 = make_constant(f32x16, [VALUES[i] for i in _above[:16]], "iq4_above0")
 _above1 = make_constant(f32x16, [VALUES[i] for i in _above[16:]], "iq4_above1")
 _level0 = make_constant(i32x16, _below[:16], "iq4_level0")
 _level1 = make_constant(i32x16, _below[16:], "iq4_level1")
-first_half = make_constant(i32x16, [1] * 8 + [0] * 8, "iq4_first_half")
 
 # ---------------------------------------------------------------- rounding to a level
 
 
 @inline
-def values_of(bucket):
+def _values_of(bucket):
     """Return the values below and above the boundary of each bucket."""
     return lookup32_f32(_below0(), _below1(), bucket), lookup32_f32(_above0(), _above1(), bucket)
 
 
 @inline
-def level_of(bucket):
+def _level_of(bucket):
     """Return the level below the boundary of each bucket."""
     return lookup32_f32(_level0(), _level1(), bucket)
 
 
 @inline
-def boundary_of(bucket):
+def _boundary_of(bucket):
     """Return the boundary in each bucket, infinite in empty ones."""
     return lookup32_f32(_boundary0(), _boundary1(), bucket)
 
 
 @inline
-def nearest_value(v, tenth):
+def _nearest_value(v, tenth):
     """Return the value nearest to v, |v| <= 150; tenth is v / 10 to within a few ulp."""
     bucket = cast(i32x16, tenth + MAGIC)
-    low, high = values_of(bucket)
-    return select(v >= boundary_of(bucket), high, low)
+    low, high = _values_of(bucket)
+    return select(v >= _boundary_of(bucket), high, low)
 
 
 @inline
 def _nearest_level(v):
     """Return the level nearest to any v, as i32; NaN gives 15, as in the reference."""
     v = vmax(vmin(v, F(130)), F(-130))
-    bucket = cast(i32x16, v * TENTH + MAGIC)
-    return level_of(bucket) + convert(i32x16, v >= boundary_of(bucket))
+    bucket = cast(i32x16, v * _TENTH + MAGIC)
+    return _level_of(bucket) + convert(i32x16, v >= _boundary_of(bucket))
 
 
 @inline
@@ -114,26 +119,15 @@ def _store_levels(x, at, inverse, out, o):
 @inline
 def _rate(xt, wt, inverse):
     """Return sum(w q x) and sum(w q q) of each lane for q = the values nearest to x * inverse."""
-    tenth = inverse * TENTH
+    tenth = inverse * _TENTH
     sumqx, sumq2 = splat(f32x16, F(0)), splat(f32x16, F(0))
     for j in range(32):
         x = load(f32x16, xt, 64 * j)
-        q = nearest_value(inverse * x, tenth * x)
+        q = _nearest_value(inverse * x, tenth * x)
         wq = load(f32x16, wt, 64 * j) * q
         sumqx = sumqx + wq * x
         sumq2 = sumq2 + wq * q
     return sumqx, sumq2
-
-
-@inline
-def largest(xt):
-    """Return the largest magnitude of each lane of [32][16], and the first value with it."""
-    amax = top = splat(f32x16, F(0))
-    for j in range(32):
-        x = load(f32x16, xt, 64 * j)
-        larger = vabs(x) > amax
-        amax, top = select(larger, vabs(x), amax), select(larger, x, top)
-    return amax, top
 
 
 @helper
@@ -143,7 +137,7 @@ def _search(xt, wt, scales):
     |x| * candidate is at most 134, except in lanes of such small x, whose results are discarded.
     """
     zero = splat(f32x16, F(0))
-    amax, top = largest(xt)
+    amax, top = largest(xt, 32)
     sumqx, sumq2 = _rate(xt, wt, F(1) / (top / F(127)))
     d = select(sumq2 > zero, sumqx / sumq2, zero)
     best = d * sumqx
@@ -153,35 +147,6 @@ def _search(xt, wt, scales):
         d = select(better, sumqx / sumq2, d)
         best = select(better, d * sumqx, best)
     store(scales, 0, select(amax < F(1e-15), zero, d))
-
-
-@inline
-def load_transposed(source, at, target):
-    """Transpose 16 sub-blocks of 32 to [32][16]."""
-    transpose16(source, at, 128, target, 0)
-    transpose16(source, at + 64, 128, target, 1024)
-
-
-@inline
-def square_weights(xt, wt):
-    """Set the weights to the squares of the values."""
-    for j in range(32):
-        x = load(f32x16, xt, 64 * j)
-        store(wt, 64 * j, x * x)
-
-
-@inline
-def importance_weights(xt, wt, sigma2):
-    """Turn importances into weights, in place; sigma2 is twice the mean square of each lane's (super-)block."""
-    for j in range(32):
-        x = load(f32x16, xt, 64 * j)
-        store(wt, 64 * j, load(f32x16, wt, 64 * j) * vsqrt(sigma2 + x * x))
-
-
-@inline
-def inverse_or_zero(d):
-    """Return 1 / d, 0 for 0."""
-    return select(d != F(0), F(1) / d, F(0))
 
 
 # ---------------------------------------------------------------- IQ4_NL
@@ -194,16 +159,16 @@ def _encode_16_nl(s, x, weights, out, count):
     Source: llama.cpp b11434 ggml-quants.c quantize_iq4_nl.
     """
     xt, wt, scales = s[:512], s[512:1024], s[1024:]
-    load_transposed(x, 0, xt)
+    load_tile(x, 0, 32, xt)
     if weights:
-        load_transposed(weights, 0, wt)
+        load_tile(weights, 0, 32, wt)
         squares = splat(f32x16, F(0))
         for j in range(32):
             v = load(f32x16, xt, 64 * j)
             squares = squares + v * v
-        importance_weights(xt, wt, squares * F(2 / 32))
+        importance_weights(xt, wt, 32, squares * F(2 / 32))
     else:
-        square_weights(xt, wt)
+        square_weights(xt, wt, 32, F(0))
     _search(xt, wt, scales)
     store(scales, 64, inverse_or_zero(load(f32x16, scales, 0)))
     for b in range(count):
@@ -215,18 +180,6 @@ encode_iq4_nl = blocks_encoder("IQ4_NL", _encode_16_nl, 16, 4 * 1056)
 
 
 # ---------------------------------------------------------------- IQ4_XS
-
-
-@inline
-def _mean_squares(x, xt, target):
-    """Write twice the mean square of 16 super-blocks, each summed in order: one lane per super-block."""
-    squares = splat(f32x16, F(0))
-    for part in range(16):
-        transpose16(x, 64 * part, 1024, xt, 0)
-        for j in range(16):
-            v = load(f32x16, xt, 64 * j)
-            squares = squares + v * v
-    store(target, 0, squares * F(2 / 256))
 
 
 @inline
@@ -268,12 +221,12 @@ def _store_scales(d, codes, h, out):
 @inline
 def _encode_2_xs(x, weights, sigma2, out, xt, wt, scales, codes, count):
     """Encode two super-blocks at address x; store ``count`` of them. sigma2 is used with weights only."""
-    load_transposed(x, 0, xt)
+    load_tile(x, 0, 32, xt)
     if weights:
-        load_transposed(weights, 0, wt)
-        importance_weights(xt, wt, sigma2)
+        load_tile(weights, 0, 32, wt)
+        importance_weights(xt, wt, 32, sigma2)
     else:
-        square_weights(xt, wt)
+        square_weights(xt, wt, 32, F(0))
     _search(xt, wt, scales)
     d0, d1 = _round_scales(scales, codes)
     _store_scales(d0, codes, 0, out)
@@ -289,7 +242,8 @@ def _encode_16_xs(s, x, weights, out, count):
     xt, wt, scales = s[:512], s[512:1024], s[1024:1056]
     sigma2, codes = s[1056:1088], s[1088:].view(np.int32)
     if weights:
-        _mean_squares(x, xt, sigma2)
+        sums_of_squares(x, xt, sigma2)
+        store(sigma2, 0, load(f32x16, sigma2, 0) * F(2 / 256))
     for pair in range(0, count, 2):
         w = weights + 1024 * pair if weights else 0
         for lane in range(8):

@@ -1,0 +1,289 @@
+"""The encoders of ik_llama.cpp's types with a scale per row: IQ3_KS, IQ4_KS, IQ5_KS.
+
+Sub-blocks of 32 values have a scale d * m with an integer m, and values that are plain or raised (ik_levels.py).
+Scales are searched (ik_search.py), d follows from the largest one of the row, and the others become multiples of it;
+the values are rounded to levels again, and d is fitted to them.
+
+A batch is two super-blocks, 16 sub-blocks, of one row, because d is the row's. Weights are importance * sqrt(a + x^2),
+without importances x^2, or more generally b + x^2, where a and b are multiples of the mean square of the super-block.
+
+Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp, quantize_row_iq3_ks_impl, quantize_row_iq4_k_impl_bs128,
+quantize_row_iq5_ks_impl.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from quantkit.kernels.cpu.core.jit import helper, inline, kernel, specialize
+from quantkit.kernels.cpu.core.simd import (
+    convert,
+    f32_to_f16,
+    f32x16,
+    i32x16,
+    load,
+    select,
+    splat,
+    store,
+)
+from quantkit.kernels.cpu.encode import Encoder
+from quantkit.kernels.cpu.encode.groups import address, copy
+from quantkit.kernels.cpu.encode.ik_levels import Levels
+from quantkit.kernels.cpu.encode.ik_scales import largest_scale, nearest_multiple
+from quantkit.kernels.cpu.encode.ik_search import add_in_order, lift_weights, store_bytes
+from quantkit.kernels.cpu.encode.tiles import (
+    TILE,
+    first_half,
+    importance_weights,
+    inverse_or_zero,
+    load_tile,
+    square_weights,
+)
+from quantkit.types import BY_NAME
+
+F, I32 = np.float32, np.int32
+
+# Offsets into the scratch of a call: tiles of 32 values, copies of a row's end; levels, codes, sums over a row; then
+# scales and whether values are raised, of a row.
+X, W, TERMS, TERMS2, TAIL, WEIGHTS_TAIL = (2 * TILE * i for i in range(6))
+LEVELS, CODES, SUMQX, SUMQ2 = 12 * TILE, 12 * TILE + 512, 12 * TILE + 576, 12 * TILE + 640
+SCALES = 12 * TILE + 704
+
+# ---------------------------------------------------------------- d of a row and its multiples
+
+
+@inline
+def scale_8_bit(scales, count):
+    """Return d: the largest scale becomes 127, up to its sign."""
+    return abs(largest_scale(scales, count)) / F(127)
+
+
+@inline
+def multiples_8_bit(scale, d):
+    """Return odd multiples of d, -127..127."""
+    return (nearest_multiple(F(0.5) * (scale * (F(1) / d) + F(127)), 0, 127) << I32(1)) - I32(127)
+
+
+@inline
+def store_8_bit(s, multiple, raised, h, out):
+    """Store 8 scales of super-block h, and whether values are raised in their lowest bits."""
+    store(s, CODES, (multiple + I32(127)) | select(raised, I32(1), splat(i32x16, I32(0))))
+    for ib in range(8):
+        store(out, ib, load(types.uint8, s, CODES + 32 * h + 4 * ib))
+
+
+@inline
+def scale_5_bit(scales, count):
+    """Return d: the largest scale becomes -16."""
+    return -largest_scale(scales, count) / F(16)
+
+
+@inline
+def multiples_5_bit(scale, d):
+    """Return multiples of d, -16..15."""
+    return nearest_multiple(scale * (F(1) / d), -16, 15)
+
+
+@inline
+def store_5_bit(s, multiple, raised, h, out):
+    """Store 8 scales: u16 of 8 high bits and 8 of whether values are raised; low nibbles of scales ib and ib + 4."""
+    store(s, CODES, (multiple + I32(16)) | select(raised, I32(32), splat(i32x16, I32(0))))
+    extra, low = 0, 0
+    for ib in range(8):
+        code = load(types.int32, s, CODES + 32 * h + 4 * ib)
+        extra |= ((code >> 4) & 1) << ib | (code >> 5) << (8 + ib)
+        low |= (code & 15) << (8 * (ib & 3) + (ib & 4))
+    store(out, 0, np.uint16(extra))
+    store(out, 2, np.uint32(low))
+
+
+#: scale, multiples and storage, and its bytes, of a type.
+SCALES_8_BIT = scale_8_bit, multiples_8_bit, store_8_bit, 8
+SCALES_5_BIT = scale_5_bit, multiples_5_bit, store_5_bit, 6
+
+# ---------------------------------------------------------------- a batch of a row
+
+#: Bindings: see ``row_encoder``.
+near = own = F(0)
+round_any: Any = None
+multiples: Any = None
+store_multiples: Any = None
+pack: Any = None
+paired = False
+block_bytes = scales_bytes = 0
+
+
+@inline
+def _batch(row, n, first, tail):
+    """Return the address of sub-blocks first .. first + 15 of a row: at its end a zero-padded copy at ``tail``."""
+    rest = n // 32 - first
+    if rest >= 16:
+        return row + 128 * first
+    copy(row + 128 * first, tail, 128 * rest)
+    return tail
+
+
+@inline
+def _sum_of_squares(row, block):
+    """Return the sum of squares of a super-block, in order."""
+    squares = F(0)
+    for i in range(1024 * block, 1024 * block + 1024, 4):
+        v = load(types.float32, row, i)
+        squares += v * v
+    return squares
+
+
+@inline
+def sum_squares(row, n, squares):
+    """Write the sum of squares of each super-block of a row."""
+    for block in range(n // 256):
+        store(squares, 4 * block, _sum_of_squares(row, block))
+
+
+def _load_batch(s, row, weights, n, first, squares):
+    """Load 16 sub-blocks of a row and their weights into X and W; weights: an address, or 0."""
+    load_tile(_batch(row, n, first, s + TAIL), 0, 32, s + X)
+    at = squares + first // 2
+    half = first_half() != I32(0)
+    square = select(half, splat(f32x16, load(types.float32, at, 0)), splat(f32x16, load(types.float32, at, 4)))
+    sigma2 = near * square / F(256)
+    if weights:
+        load_tile(_batch(weights, n, first, s + WEIGHTS_TAIL), 0, 32, s + W)
+        lift_weights(s + X, s + W, 32)
+        importance_weights(s + X, s + W, 32, sigma2)
+    else:
+        square_weights(s + X, s + W, 32, own * sigma2 if own else splat(f32x16, F(0)))
+
+
+def _store_levels(s, d, multiple, raised, count):
+    """Round X to levels, write them to LEVELS, and add the terms of ``count`` sub-blocks to the sums; X is spent."""
+    factor = convert(f32x16, multiple)
+    inverse = inverse_or_zero(factor * d)
+    for j in range(0, 2 * TILE, 64):
+        x, w = load(f32x16, s, X + j), load(f32x16, s, W + j)
+        level, q = round_any(inverse * x, raised)
+        q = q * factor
+        wq = w * q
+        store(s, TERMS + j, wq * x)
+        store(s, TERMS2 + j, wq * q)
+        store(s, X + j, level)
+    store_bytes(s + LEVELS, s + X, 32)
+    if paired:
+        for j in range(0, TILE, 64):
+            store(s, TERMS + j, load(f32x16, s, TERMS + j) + load(f32x16, s, TERMS + TILE + j))
+            store(s, TERMS2 + j, load(f32x16, s, TERMS2 + j) + load(f32x16, s, TERMS2 + TILE + j))
+    summed = 16 if paired else 32
+    store(s, SUMQX, add_in_order(load(types.float32, s, SUMQX), s + TERMS, summed, count))
+    store(s, SUMQ2, add_in_order(load(types.float32, s, SUMQ2), s + TERMS2, summed, count))
+
+
+store_levels: Any = None
+
+
+def _store_batch(s, scale, raised, d, count, out):
+    """Encode ``count`` sub-blocks, 8 or 16, of X with their weights W, scales and row scale d to blocks at ``out``."""
+    multiple = multiples(scale, d)
+    store_levels(s, d, multiple, raised, count)
+    for h in range(count // 8):
+        store_multiples(s, multiple, raised, h, out + block_bytes * h)
+        pack(s + LEVELS + 256 * h, out + block_bytes * h + scales_bytes)
+
+
+# ---------------------------------------------------------------- rows
+
+#: Bindings: see ``row_encoder``.
+search: Any = None
+load_batch: Any = None
+row_scale: Any = None
+store_batch: Any = None
+fit_row: Any = None
+half_header = False
+stretch = F(0)
+
+
+def _fit_row(s, row, weights, n, scales, raised, squares, d, out):
+    """Write the blocks of a row to address ``out``; return the scale that best fits their levels, else d."""
+    store(s, SUMQX, F(0))
+    store(s, SUMQ2, F(0))
+    for first in range(0, n // 32, 16):
+        load_batch(s, row, weights, n, first, squares)
+        scale, up = load(f32x16, scales, 4 * first), load(f32x16, raised, 4 * first) > F(0)
+        store_batch(s, scale, up, d, min(16, n // 32 - first), out + block_bytes * (first // 8))
+    sumq2 = load(types.float32, s, SUMQ2)
+    return load(types.float32, s, SUMQX) / sumq2 if sumq2 > F(0) else d
+
+
+def _encode_row(s, row, weights, n, out):
+    """Encode a row of n values at address ``row``; weights: an address, or 0."""
+    scales = s + SCALES
+    raised = scales + n // 8 + 64
+    squares = raised + n // 8 + 64
+    if weights or own:
+        sum_squares(row, n, squares)
+    for first in range(0, n // 32, 16):
+        load_batch(s, row, weights, n, first, squares)
+        search(s + X, s + W, scales + 4 * first, raised + 4 * first)
+    d = row_scale(scales, n // 32)
+    blocks = out + 2 if half_header else out + 4
+    if d != F(0):
+        d = fit_row(s, row, weights, n, scales, raised, squares, d, blocks)
+    else:
+        for at in range(0, n // 256 * block_bytes, 2):
+            store(blocks, at, np.uint16(0))
+    if half_header:
+        store(out, 0, f32_to_f16(stretch * d))
+    else:
+        store(out, 0, stretch * d)
+
+
+encode_row: Any = None
+
+
+def _encode_rows(x, weights, out, row0, row1):
+    """Encode rows row0..row1 of x [rows, n], n a multiple of 256; weights [n] or empty."""
+    n = x.shape[1]
+    scratch = np.zeros(SCALES + 2 * (n // 8 + 64) + n // 64 + 64, np.uint8)
+    for row in range(row0, row1):
+        # Addresses are taken here: numba frees an array after its last use.
+        w = address(weights) if weights.size else 0
+        encode_row(address(scratch), address(x) + 4 * n * row, w, n, address(out) + out.shape[1] * row)
+
+
+def rows_encoder(
+    name: str, search: Any, row_scale: Any, store_batch: Any, *, near: float = 2, own: float = 0, stretch: float = 1
+) -> Encoder:
+    """Return the encoder of a type.
+
+    search(xt, wt, scales, raised): of 16 scales. row_scale(scales, count): d. store_batch: as ``_store_batch``. near:
+    the multiple of the mean square in weights with importances; own: the part of that without. stretch: what d is
+    multiplied by in the end.
+    """
+    key, t = name.lower(), BY_NAME[name]
+    load_batch = specialize(_load_batch, key, helper, near=F(near), own=F(own))
+    blocks = {"load_batch": load_batch, "block_bytes": t.block_bytes}
+    encode_row = specialize(
+        _encode_row, key, search=search, row_scale=row_scale, **blocks,
+        fit_row=specialize(_fit_row, key, store_batch=store_batch, **blocks),
+        half_header=t.row_header == 2, own=F(own), stretch=F(stretch),
+    )  # fmt: skip
+    return specialize(_encode_rows, key, kernel, encode_row=encode_row)  # type: ignore[no-any-return]
+
+
+def row_encoder(
+    name: str, levels: Levels, search: Any, scales: tuple[Any, Any, Any, int], pack: Any, *,
+    paired: bool = False, **more: Any,
+) -> Encoder:  # fmt: skip
+    """Return the encoder of a type.
+
+    search(xt, wt, scales, raised): of 16 scales. scales: that of a row, multiples of it, their storage and its bytes.
+    paired: terms of values j and j + 16 are added to each other before they are summed. more: of ``rows_encoder``.
+    """
+    key, (row_scale, multiples, store_multiples, scales_bytes) = name.lower(), scales
+    store_levels = specialize(_store_levels, key, round_any=levels.round_any, paired=paired)
+    bound = {"multiples": multiples, "store_multiples": store_multiples, "scales_bytes": scales_bytes, "pack": pack}
+    block_bytes = BY_NAME[name].block_bytes
+    store_batch = specialize(_store_batch, key, helper, store_levels=store_levels, block_bytes=block_bytes, **bound)
+    return rows_encoder(name, search, row_scale, store_batch, **more)
