@@ -530,6 +530,14 @@ def any_lane(b, sig, m):
     return b.icmp_unsigned("!=", bits, ir.Constant(bits.type, 0))
 
 
+@emits(lambda m: types.intp(m))
+def first_lane(b, sig, m):
+    """Return the number of the first set lane of a mask; the number of its lanes if none is."""
+    bits = b.bitcast(m, ir.IntType(m.type.count))
+    found = _call(b, f"llvm.cttz.i{m.type.count}", bits.type, [bits, ir.IntType(1)(0)])
+    return b.zext(found, ir.IntType(64))
+
+
 def _as_i32(a: Any) -> Any:
     return VecType(types.int32, a.lanes)(a) if isinstance(a, VecType) else types.int32(types.float32)
 

@@ -1,4 +1,4 @@
-"""IQ4_NL and IQ4_XS: 4-bit, unevenly spaced levels.
+"""IQ4_NL and IQ4_XS: 4-bit, unevenly spaced levels. IQ2 and IQ3 are in grid_quants.py, IQ1 in grid_ternary.py.
 
 Levels 0..15 are indices of 16 values, denser around zero, as weights are::
 
@@ -46,6 +46,14 @@ from quantkit.kernels.cpu.core.simd import (
 )
 from quantkit.kernels.cpu.encode.batch import blocks_encoder
 from quantkit.kernels.cpu.encode.codebook import MAGIC, bucket_tables
+from quantkit.kernels.cpu.encode.grid_quants import (  # noqa: F401
+    encode_iq2_s,
+    encode_iq2_xs,
+    encode_iq2_xxs,
+    encode_iq3_s,
+    encode_iq3_xxs,
+)
+from quantkit.kernels.cpu.encode.grid_ternary import encode_iq1_m, encode_iq1_s  # noqa: F401
 
 F, I32 = np.float32, np.int32
 
