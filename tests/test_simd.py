@@ -385,6 +385,17 @@ def test_select_and_masks() -> None:
     assert same_bits(out, np.array(want))
 
 
+def test_first_lane() -> None:
+    @njit
+    def op(a):  # type: ignore[no-untyped-def]
+        v = load(simd.f32x16, a, 0)
+        return simd.first_lane(v > np.float32(0)), simd.first_lane(v > np.float32(1)), simd.first_lane(v < np.float32(9))
+
+    a = np.zeros(16, np.float32)
+    a[[5, 9]] = 1
+    assert op(a) == (5, 16, 0)
+
+
 # ---------------------------------------------------------------- math
 
 

@@ -19,7 +19,6 @@ Source: llama.cpp b11434 ggml-quants.c quantize_row_iq{2_xxs,2_xs,2_s,3_xxs,3_s}
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,16 +27,13 @@ from numba import types
 from quantkit.kernels.cpu.core.jit import inline
 from quantkit.kernels.cpu.core.simd import f32_to_f16, load, nearest_int, store
 from quantkit.kernels.cpu.core.simd import select as choose
-from quantkit.kernels.cpu.encode import Encoder
 from quantkit.kernels.cpu.encode import grid_search as grid
 from quantkit.kernels.cpu.encode.batch import (
-    blocks_encoder,
     load_group,
     store_sigma,
     weigh_by_importance,
 )
 from quantkit.kernels.cpu.encode.grid_search import ALL, ALL_IF_ONE_IS_OFF, BEST, OFF_GRID, SIGNS, W, X
-from quantkit.kernels.cpu.encode.neighbours import neighbour_lists
 from quantkit.kernels.cpu.encode.search import EPSILON, LANES, STEP, WIDE, WIDE_INT, F, fit_positive
 
 # What the search found, by sub-block in memory order, up to 16 a super-block: scales, signs, the word of each group.
@@ -147,7 +143,7 @@ def clear(out: Any, size: Any) -> None:
 
 
 @inline
-def _encode_iq2_xxs(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
+def iq2_xxs_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
     _fit_sub_blocks(s, x, w, lists, count, 32, 8, 1, True, 6, ALL)
     for b in range(count):
         o, first = out + 66 * b, 32 * b
@@ -171,7 +167,7 @@ def _store_nibbles(s: Any, first: Any, subs: Any, inverse: Any, o: Any) -> None:
 
 
 @inline
-def _encode_iq2_xs(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
+def iq2_xs_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
     _fit_sub_blocks(s, x, w, lists, count, 16, 8, 1, True, 9, OFF_GRID)
     for b in range(count):
         o, first = out + 74 * b, 64 * b
@@ -188,7 +184,7 @@ def _encode_iq2_xs(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) ->
 
 
 @inline
-def _encode_iq2_s(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
+def iq2_s_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
     _fit_sub_blocks(s, x, w, lists, count, 16, 8, 2, False, 9, OFF_GRID)
     for b in range(count):
         o, first = out + 82 * b, 64 * b
@@ -210,7 +206,7 @@ def _encode_iq2_s(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> 
 
 
 @inline
-def _encode_iq3_xxs(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
+def iq3_xxs_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
     _fit_sub_blocks(s, x, w, lists, count, 32, 4, 2, True, 15, OFF_GRID)
     for b in range(count):
         o, first = out + 98 * b, 32 * b
@@ -226,7 +222,7 @@ def _encode_iq3_xxs(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -
 
 
 @inline
-def _encode_iq3_s(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
+def iq3_s_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
     """As the reference does, sub-blocks of zeros are left out: the bytes of later ones but qh's move forward."""
     _fit_sub_blocks(s, x, w, lists, count, 32, 4, 2, False, 9, ALL_IF_ONE_IS_OFF)
     for b in range(count):
@@ -248,16 +244,3 @@ def _encode_iq3_s(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> 
         if d > F(0):
             store(o, 0, f32_to_f16(d * F(1.033)))
             _store_nibbles(s, first, 8, F(1) / d, o + 106)
-
-
-def _encoder(name: str, encode_batch: Any, distances: int) -> Encoder:
-    """Return the encoder of a type, with the lists of its grid, made when it is first called."""
-    lists = partial(neighbour_lists, f"{name.lower().replace('_', '')}_grid", distances)
-    return blocks_encoder(name, encode_batch, LANES, SCRATCH, tables=lists)
-
-
-encode_iq2_xxs = _encoder("IQ2_XXS", _encode_iq2_xxs, 2)
-encode_iq2_xs = _encoder("IQ2_XS", _encode_iq2_xs, 2)
-encode_iq2_s = _encoder("IQ2_S", _encode_iq2_s, 1)
-encode_iq3_xxs = _encoder("IQ3_XXS", _encode_iq3_xxs, 2)
-encode_iq3_s = _encoder("IQ3_S", _encode_iq3_s, 3)

@@ -12,7 +12,6 @@ Source: llama.cpp b11434 ggml-quants.c quantize_row_iq1_s_impl, quantize_row_iq1
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,6 @@ from quantkit.kernels.cpu.core.simd import (
 from quantkit.kernels.cpu.core.simd import select as choose
 from quantkit.kernels.cpu.encode import grid_search as grid
 from quantkit.kernels.cpu.encode.batch import (
-    blocks_encoder,
     store_sigma,
 )
 from quantkit.kernels.cpu.encode.grid_quants import (
@@ -47,7 +45,6 @@ from quantkit.kernels.cpu.encode.grid_quants import (
     load_sub_blocks,
 )
 from quantkit.kernels.cpu.encode.grid_search import OFF, ROOT, SHIFT, SLOT, W, X, ternary
-from quantkit.kernels.cpu.encode.neighbours import neighbour_lists
 from quantkit.kernels.cpu.encode.search import LANES, STEP, WIDE, WIDE_INT, F
 
 #: Levels are -1, 0, 1 plus or minus this (IQ1S_DELTA, IQ1M_DELTA).
@@ -308,7 +305,7 @@ def _scale_code(s: Any, at: Any, inverse: Any) -> Any:
 
 
 @inline
-def _encode_iq1_s(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
+def iq1_s_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
     _fit_sub_blocks(s, x, w, lists, count, 32)
     for b in range(count):
         o, first = out + 50 * b, 32 * b
@@ -355,7 +352,7 @@ def _refit(s: Any, x: Any, w: Any, count: Any) -> None:
 
 
 @inline
-def _encode_iq1_m(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
+def iq1_m_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
     _fit_sub_blocks(s, x, w, lists, count, 16)
     for b in range(count):
         inverse = F(1) / (largest_scale(s, 64 * b, 16) / F(15))
@@ -388,6 +385,3 @@ def _encode_iq1_m(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> 
 
 #: IQ1_M: twice the code of each scale plus 1; the sums of super-blocks.
 FACTORS, FITTED_X, FITTED_2 = TERMS, TERMS + 16 * STEP, TERMS + 17 * STEP
-_lists = partial(neighbour_lists, "iq1s_grid", 3)
-encode_iq1_s = blocks_encoder("IQ1_S", _encode_iq1_s, LANES, SCRATCH, tables=_lists)
-encode_iq1_m = blocks_encoder("IQ1_M", _encode_iq1_m, LANES, SCRATCH, tables=_lists)
