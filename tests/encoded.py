@@ -10,5 +10,7 @@ DECODED = [t for t in TYPES if has_decoder(t)]
 #: Those that libggml encodes, too, and those that use an importance matrix.
 GGMLS = [t for t in ENCODED if t.trees != "ik"]
 WEIGHTED = [t for t in ENCODED if t.imatrix != "ignored"]
+#: Those that work without one.
+UNWEIGHTED = [t for t in ENCODED if t.imatrix != "required"]
 #: Floats are their own specification: test_encode_corners.py.
 GOLDEN = [t for t in ENCODED if t.family != "float"]

@@ -17,11 +17,10 @@ from models import llama_fields, llama_tensors, tensor_bytes, write_model
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError, TypeNotSupported
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.formats.outputs import Output
-from quantkit.kernels.formats import has_encoder
 from quantkit.pipeline import run as run_module
 from quantkit.pipeline import work
 from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
-from quantkit.types import BY_NAME, TYPES
+from quantkit.types import BY_NAME
 
 
 @pytest.fixture(scope="module")
@@ -203,8 +202,7 @@ def test_requests_that_make_no_sense_are_refused(llama: Path, tmp_path: Path) ->
     refused(TypeNotSupported, "no encoder for IQ4_K", llama, out, "IQ4_K")
     refused(RecipeError, "include-weights", llama, out, "Q8_0", QuantizeOptions(include_weights=("x",)))
     refused(RecipeError, "no --imatrix was given", llama, out, "Q2_K_S")
-    for t in (t for t in TYPES if t.imatrix == "required" and not has_encoder(t)):
-        refused(TypeNotSupported, f"no encoder for {t}", llama, out, t.name)
+    refused(RecipeError, "no --imatrix was given; the IQ2_XXS encoder", llama, out, "IQ2_XXS")
     quantize(llama, out, "Q8_0")
     refused(TypeNotSupported, "allow-requantize", out, tmp_path / "p.gguf", "Q4_K_M")
     assert not (tmp_path / "p.gguf").exists()
@@ -432,9 +430,9 @@ def test_tiny_moe_has_the_bytes_of_llama_quantize(data: Path, tiny_moe: Path, tm
 
 CASES = [
     (t, imatrix)
-    for t in ("Q4_K_M", "Q8_0", "IQ4_XS", "Q2_K", "Q3_K_M", "Q6_K", "MXFP4_MOE")
+    for t in ("Q4_K_M", "Q8_0", "IQ4_XS", "Q2_K", "Q3_K_M", "Q6_K", "MXFP4_MOE", "IQ3_M")
     for imatrix in (False, True)
-]
+] + [(t, True) for t in ("IQ1_M", "IQ2_XXS", "IQ2_M", "IQ3_XXS")]
 
 
 @pytest.mark.peer

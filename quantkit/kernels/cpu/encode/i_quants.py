@@ -1,4 +1,4 @@
-"""IQ4_NL and IQ4_XS: 4-bit, unevenly spaced levels.
+"""IQ4_NL and IQ4_XS: 4-bit, unevenly spaced levels. IQ2 and IQ3 are in grid_quants.py, IQ1 in grid_ternary.py.
 
 Levels 0..15 are indices of 16 values, denser around zero, as weights are::
 
@@ -21,6 +21,9 @@ Source: llama.cpp b11434 ggml-quants.c, quantize_row_iq4_nl_impl and best_index_
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 
 from quantkit.kernels.cpu.core.jit import helper, inline
@@ -41,8 +44,19 @@ from quantkit.kernels.cpu.core.simd import (
     vmax,
     vmin,
 )
+from quantkit.kernels.cpu.encode import Encoder
 from quantkit.kernels.cpu.encode.batch import blocks_encoder
 from quantkit.kernels.cpu.encode.codebook import MAGIC, bucket_tables
+from quantkit.kernels.cpu.encode.grid_quants import (
+    iq2_s_batch,
+    iq2_xs_batch,
+    iq2_xxs_batch,
+    iq3_s_batch,
+    iq3_xxs_batch,
+)
+from quantkit.kernels.cpu.encode.grid_ternary import SCRATCH, iq1_m_batch, iq1_s_batch
+from quantkit.kernels.cpu.encode.neighbours import neighbour_lists
+from quantkit.kernels.cpu.encode.search import LANES
 from quantkit.kernels.cpu.encode.tiles import (
     first_half,
     importance_weights,
@@ -253,3 +267,21 @@ def _encode_16_xs(s, x, weights, out, count):
 
 
 encode_iq4_xs = blocks_encoder("IQ4_XS", _encode_16_xs, 16, 4 * 1104)
+
+
+# ---------------------------------------------------------------- IQ1, IQ2 and IQ3
+
+
+def _grid_encoder(name: str, encode_batch: Any, distances: int, grid: str = "") -> Encoder:
+    """Return the encoder of a type with a grid; lists of neighbours at so many distances are made at the first call."""
+    lists = partial(neighbour_lists, grid or f"{name.lower().replace('_', '')}_grid", distances)
+    return blocks_encoder(name, encode_batch, LANES, SCRATCH, tables=lists)
+
+
+encode_iq1_s = _grid_encoder("IQ1_S", iq1_s_batch, 3)
+encode_iq1_m = _grid_encoder("IQ1_M", iq1_m_batch, 3, "iq1s_grid")
+encode_iq2_xxs = _grid_encoder("IQ2_XXS", iq2_xxs_batch, 2)
+encode_iq2_xs = _grid_encoder("IQ2_XS", iq2_xs_batch, 2)
+encode_iq2_s = _grid_encoder("IQ2_S", iq2_s_batch, 1)
+encode_iq3_xxs = _grid_encoder("IQ3_XXS", iq3_xxs_batch, 2)
+encode_iq3_s = _grid_encoder("IQ3_S", iq3_s_batch, 3)

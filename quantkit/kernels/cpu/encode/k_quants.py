@@ -38,7 +38,6 @@ from quantkit.kernels.cpu.core.simd import (
     splat,
     store,
     store_f16,
-    transpose16_apart,
     u8x16,
     vabs,
     vmax,
@@ -46,7 +45,14 @@ from quantkit.kernels.cpu.core.simd import (
     vsqrt,
 )
 from quantkit.kernels.cpu.core.simd import select as choose
-from quantkit.kernels.cpu.encode.batch import BLOCK_BYTES, blocks_encoder, load_group, turn
+from quantkit.kernels.cpu.encode.batch import (
+    BLOCK_BYTES,
+    blocks_encoder,
+    load_group,
+    store_sigma,
+    turn,
+    weigh_by_importance,
+)
 from quantkit.kernels.cpu.encode.groups import address
 from quantkit.kernels.cpu.encode.search import (
     EPSILON,
@@ -92,29 +98,13 @@ _FLAT, _TURNED = 64 * LANES + 64, 16 * STEP
 
 
 @inline
-def _store_sigma(s: Any, x: Any, subs: Any, factor: Any) -> Any:
-    """Store factor * (sum of squares of the super-block) / 256 for every sub-block."""
-    total = splat(WIDE, F(0))
-    for part in range(16):
-        for half in range(LANES // 16):
-            transpose16_apart(x, half * 16 * BLOCK_BYTES + part * 64, BLOCK_BYTES, s, _X + half * 64, STEP)
-        for i in range(16):
-            v = load(WIDE, s, _X + i * STEP)
-            total = total + v * v
-    store(s, _SCALE_T, F(factor) * total / F(256))
-    for b in range(LANES):
-        sigma = load(types.float32, s, _SCALE_T + 4 * b)
-        store(s, _SIGMA + b * subs * 4, splat(f32x16, sigma))
+def _weigh_by_importance(s: Any, w: Any, group: Any, n: Any) -> Any:
+    weigh_by_importance(s, w, group, n, _X, _W, _SIGMA)
 
 
 @inline
-def _weigh_by_importance(s: Any, w: Any, group: Any, n: Any) -> Any:
-    """weight = importance * sqrt(sigma2 + x^2)"""
-    load_group(w, group, n, s, _W)
-    sigma = load(WIDE, s, _SIGMA + group * STEP)
-    for i in range(n):
-        x = load(WIDE, s, _X + i * STEP)
-        store(s, _W + i * STEP, load(WIDE, s, _W + i * STEP) * vsqrt(sigma + x * x))
+def _store_sigma(s: Any, x: Any, subs: Any, factor: Any) -> Any:
+    store_sigma(s, x, subs, factor, _X, _SCALE_T, _SIGMA)
 
 
 @inline
