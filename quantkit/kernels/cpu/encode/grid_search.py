@@ -55,7 +55,7 @@ OFF = 1 << 24
 X, W, WX, ROOT = (k * 32 * STEP for k in range(4))
 SLOT, BEST, QUEUE = 128 * STEP, 136 * STEP, 144 * STEP
 SCALE, SIGNS, SHIFT, BOUND = 152 * STEP, 153 * STEP, 154 * STEP, 154 * STEP
-# Scratch, [trial][lane]: 1 / scale, scales, slots of a group; [lane][trial]: the latter transposed; [group][trial][lane]: words.
+# Scratch, [trial][lane]: 1 / scale, scales, slots of a group; [lane][trial]: slots transposed; [group][trial][lane]: words.
 TRIALS = 32
 ISCALES, SCALES, SLOTS, RUNS, WORDS_OF = (162 * STEP + k * TRIALS * STEP for k in range(5))
 END = WORDS_OF + 8 * TRIALS * STEP

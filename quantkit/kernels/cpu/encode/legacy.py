@@ -1,4 +1,4 @@
-"""Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0: 32 values a block, one scale, perhaps one minimum.
+"""Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0: 32 values a block, one scale, perhaps one minimum; Q8_KV: one scale per row.
 
 Bytes of a block (f16 d, f16 m, u32 qh: bit 4 of value j in bit j, u8 qs: value j in a low, j + 16 in a high nibble)::
 
@@ -30,12 +30,15 @@ from quantkit.kernels.cpu.core.simd import (
     convert,
     f32_to_f16,
     f32x16,
+    hmax,
+    hsum,
     i8x16,
     i32x16,
     load,
     mask_bits,
     nearest_int,
     round_away,
+    round_even,
     row_extremes,
     select,
     splat,
@@ -338,3 +341,32 @@ def encode_q8_0(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, r
             _copy_f16(s, SCALE + 2 * lane, out, o)
             store(out, o + 2, convert(i8x16, round_away(load(f32x16, x, at) * inverse)))
             store(out, o + 18, convert(i8x16, round_away(load(f32x16, x, at + 64) * inverse)))
+
+
+@inline
+def _rounded(v):
+    """Round to nearest even as cvtps2dq does: INT_MIN for what is no int32."""
+    return select(vabs(v) < F(2.0**31), convert(i32x16, round_even(v)), I32(-(2**31)))
+
+
+@kernel
+def encode_q8_kv(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, row1: int) -> None:
+    """Encode rows row0..row1 of x; the importance matrix is ignored.
+
+    A row is f32 d, i32 the sum of the levels, then i8 levels. Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp,
+    iqk_quantize_row_q8_KV.
+    """
+    for row in range(row0, row1):
+        source, target = 4 * x.shape[1] * row, out.shape[1] * row
+        most, total = splat(f32x16, F(0)), splat(i32x16, I32(0))
+        for i in range(0, x.shape[1], 16):
+            most = vmax(most, vabs(load(f32x16, x, source + 4 * i)))
+        d = hmax(most) / F(127)
+        # A row of zeros has levels of 0; where 1 / d is infinite, levels are -128.
+        inverse = F(1) / d if hmax(most) > F(0) else F(0)
+        for i in range(0, x.shape[1], 16):
+            q = _rounded(load(f32x16, x, source + 4 * i) * inverse)
+            total = total + q
+            store(out, target + 8 + i, convert(i8x16, vmax(vmin(q, I32(127)), I32(-128))))
+        store(out, target, d)
+        store(out, target + 4, hsum(total))
