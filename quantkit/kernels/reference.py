@@ -349,7 +349,7 @@ def decode_iq2_bn(blocks: Bytes, d: Floats) -> Floats:
 # ---------------------------------------------------------------- ik_llama.cpp's own: 256 values
 
 
-def _raised(codebook: str, q: Ints, shifts: Bytes, by: int) -> Ints:
+def _raised(codebook: str, q: Ints, shifts: Ints, by: int) -> Ints:
     """Return codebook[q] + by * shift for shifts [n, k] of 0 or 1, each of 1/k of the block."""
     levels = table(codebook)[q.reshape(len(shifts), shifts.shape[1], -1)]
     return levels + by * shifts.astype(np.int8)[:, :, None]
