@@ -213,7 +213,7 @@ def skip_unless_there(device: str) -> None:
 @pytest.fixture(scope="session")
 def cases_as_ptx() -> object:
     """What is run as PTX, too."""
-    from ptx.cases_as_ptx import Chosen
+    from ptx.chosen import Chosen
 
     return Chosen()
 

@@ -53,6 +53,11 @@ MATRICES = [
     ("NVFP4", 320, 140, 40, 90),
     ("IQ4_KS", 512, 130, 40, 90),
     ("IQ2_KS", 768, 35, 17, 75),
+    ("IQ3_K", 512, 130, 40, 90),
+    ("IQ5_K", 256, 35, 17, 75),
+    ("IQ2_KL", 512, 40, 35, 90),
+    ("IQ1_BN", 320, 35, 17, 90),
+    ("Q8_KV", 544, 130, 40, 90),
     ("NVFP4", 64, 33, 12, 75),
     ("F32", 100, 130, 40, 90),
     ("F32", 77, 13, 11, 90),
@@ -88,13 +93,15 @@ def test_mul_mat_agrees_with_numpy(
         assert np.isnan(got[:, n_out:]).all()
 
 
-@pytest.mark.parametrize("name", ["Q3_K", "Q6_K"])
+@pytest.mark.parametrize("name", ["Q3_K", "Q6_K", "IQ6_K"])
 def test_levels_at_the_ends_of_their_range(memory: Memory, name: str) -> None:
     """Folded levels: the largest products of a level and a scale, which need all their bits."""
     t, n_in, n_out, rows = BY_NAME[name], 256, 32, 9
     w = np.zeros((n_out, t.block_bytes), np.uint8)  # q: the least
     if name == "Q6_K":
         w[:, 192:208], w[:, 208:210] = 128, np.array([0.01], np.float16).view(np.uint8)  # s = -128, d
+    elif name == "IQ6_K":
+        w[:, 4:20], w[:, :2] = 128, np.array([0.01], np.float16).view(np.uint8)
     else:
         w[:, 108:110] = np.array([0.01], np.float16).view(np.uint8)  # s = -32
     x = np.full((rows, n_in), -1, f32)

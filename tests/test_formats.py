@@ -82,7 +82,7 @@ def naming(t: TensorType) -> set[str]:
     return {p.relative_to(PRODUCT).as_posix() for p, text in texts.items() if pattern.search(text)}
 
 
-@pytest.mark.parametrize("name", ["IQ4_KS", "IQ2_KS", "NVFP4", "Q1_0"])
+@pytest.mark.parametrize("name", ["IQ4_KS", "IQ2_KL", "IQ1_BN", "NVFP4", "Q1_0"])
 def test_a_type_is_at_home_in_six_places(name: str) -> None:
     """Before the registry it was 10 places for any type, and up to 8 more sets of types for some."""
     of = FORMATS[name]
@@ -123,7 +123,9 @@ def test_alignment_is_what_every_row_and_block_keeps() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "verb", "what"), [("IQ4_K", "unpack", "unpacker"), ("IQ2_KS", "encode", "encoder")])
+@pytest.mark.parametrize(
+    ("name", "verb", "what"), [("IQ4_K_R4", "unpack", "unpacker"), ("IQ2_KS", "encode", "encoder")]
+)
 def test_what_is_missing_is_named(name: str, verb: str, what: str) -> None:
     with pytest.raises(TypeNotSupported, match=f"there is no {what} for {name}"):
         cpu_function(verb, BY_NAME[name])

@@ -494,6 +494,21 @@ def test_lookup16(lanes: int, kind: str) -> None:
     assert same_bits(out, table[index])
 
 
+@pytest.mark.parametrize("size", [32, 64])
+def test_lookup64(size: int) -> None:
+    table_type, index_type = VECTORS[f"i8x{size}"], VECTORS["u8x64"]
+
+    @njit
+    def op(table, index, out):  # type: ignore[no-untyped-def]
+        store(out, 0, simd.lookup64(load(table_type, table, 0), load(index_type, index, 0)))
+
+    rng = np.random.default_rng(21)
+    table = rng.integers(-128, 128, size, np.int8)
+    index, out = rng.permutation(64).astype(np.uint8) % np.uint8(size), np.zeros(64, np.int8)
+    op(table, index, out)
+    assert same_bits(out, table[index])
+
+
 @pytest.mark.parametrize("name", ["f32x16", "i32x16"])
 def test_lookups_of_32_bits(name: str) -> None:
     vt, i32x16 = VECTORS[name], simd.i32x16

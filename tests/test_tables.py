@@ -76,10 +76,20 @@ def test_the_header_holds_grids_of_8_values_as_nibbles(name, levels):
 
 def test_the_header_holds_codebooks_and_grids_of_4_values_as_bytes():
     np.testing.assert_array_equal(words_of("kvalues_iq2nl").view(np.int8), np.tile(tables.table("kvalues_iq2nl"), 4))
+    np.testing.assert_array_equal(words_of("kvalues_iq3nl").view(np.int8), np.tile(tables.table("kvalues_iq3nl"), 2))
+    for name in ("kvalues_iq5nl", "kvalues_iq6nl"):
+        parts = [words_of(f"{name}<{i}>") for i in range(len(tables.table(name)) // 16)]
+        np.testing.assert_array_equal(np.concatenate(parts).view(np.int8), tables.table(name), strict=True)
     for name in ("kvalues_iq4nl", "kvalues_fp4"):
         np.testing.assert_array_equal(words_of(name).view(np.int8), tables.table(name), strict=True)
     np.testing.assert_array_equal(words_of("iq3xxs_grid").view(np.uint8).reshape(-1, 4), tables.table("iq3xxs_grid"))
     np.testing.assert_array_equal(words_of("iq3s_grid").view(np.uint8).reshape(-1, 4) + 1, tables.table("iq3s_grid"))
+
+
+def test_the_header_holds_pairs_of_iq2kl_as_nibbles_that_look_up_levels_of_iq3():
+    pairs = np.concatenate([words_of(f"iq2kl_pairs<{i}>") for i in range(2)]).view(np.uint8)
+    nibbles = np.stack([pairs & 15, pairs >> 4], axis=1)
+    np.testing.assert_array_equal(tables.table("kvalues_iq3nl")[nibbles], tables.table("iq2kl_grid"), strict=True)
 
 
 def test_the_header_is_small():

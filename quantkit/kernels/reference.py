@@ -106,6 +106,18 @@ def decode_q8_0(blocks: Bytes) -> Floats:
     return _values(blocks[:, 2:].view(np.int8), _f16(blocks, 0))
 
 
+def decode_q6_0(blocks: Bytes) -> Floats:
+    """d f16, qh 8 (four planes: 2 high bits of q of values 0-7, 16-23, 8-15, 24-31), qs 16 (two): d * (q - 32)."""
+    high = _planes(blocks[:, 2:10], 2)[:, [0, 2, 1, 3]].reshape(-1, 32)
+    q = _planes(blocks[:, 10:], 4).reshape(-1, 32) | (high << 4)
+    return _values(q.astype(np.int8) - 32, _f16(blocks, 0))
+
+
+def decode_q8_kv(blocks: Bytes, d: Floats) -> Floats:
+    """qs 32 int8: d * q. After d, the row's header holds the sum of all q, an i32."""
+    return _values(blocks.view(np.int8), d)
+
+
 # ---------------------------------------------------------------- K-quants: 256 values
 
 
@@ -314,14 +326,103 @@ def decode_nvfp4(blocks: Bytes) -> Floats:
     return _values(table("kvalues_fp4")[_planes(blocks[:, 4:].reshape(-1, 4, 8), 4)], half)
 
 
-# ---------------------------------------------------------------- ik_llama.cpp's own
+# ---------------------------------------------------------------- ik_llama.cpp's own: ternary, 64 values
 
 
-def decode_iq4_ks(blocks: Bytes, d: Floats) -> Floats:
-    """scales 8, qs 128 (8 x 16 in two planes): d * ((s & 254) - 127) * (codebook[q] + 4 * (s & 1)), s per 32."""
-    s = blocks[:, :8]
-    levels = table("kvalues_iq4nl")[_planes(blocks[:, 8:].reshape(-1, 8, 16), 4)].reshape(-1, 8, 32)
-    return _values(levels + 4 * (s & 1).astype(np.int8)[:, :, None], d * ((s & 254).astype(np.float32) - 127))
+def decode_iq1_bn(blocks: Bytes, d: Floats) -> Floats:
+    """ql 12, extra 1: d * (digit - 1), bytes as in TQ1_0.
+
+    Of each 16 values, 15 are the digits of three bytes of ql, from digit 4 to digit 0; the last one is one of extra:
+    digit 4 in the first 16, digit 1 in the last.
+    """
+    powers = np.array([81, 27, 9, 3, 1], np.uint8)
+    fives = (blocks[:, :12, None] * powers).reshape(-1, 4, 15)
+    q = np.concatenate([fives, (blocks[:, 12:] * powers[:4])[:, :, None]], axis=2)
+    return _values((q.astype(np.uint16) * 3 >> 8).astype(np.int8) - 1, d)
+
+
+def decode_iq2_bn(blocks: Bytes, d: Floats) -> Floats:
+    """qs 16 (four planes): d * (q - 1)."""
+    return _values(_planes(blocks, 2).astype(np.int8) - 1, d)
+
+
+# ---------------------------------------------------------------- ik_llama.cpp's own: 256 values
+
+
+def _raised(codebook: str, q: Ints, shifts: Bytes, by: int) -> Ints:
+    """Return codebook[q] + by * shift for shifts [n, k] of 0 or 1, each of 1/k of the block."""
+    levels = table(codebook)[q.reshape(len(shifts), shifts.shape[1], -1)]
+    return levels + by * shifts.astype(np.int8)[:, :, None]
+
+
+def _low_then_high(x: Bytes) -> Bytes:
+    """Return the nibbles of bytes [n, m] as [n, 2 m]: all low ones, then all high ones."""
+    return _planes(x, 4).reshape(len(x), -1)
+
+
+def _scales_6_bits(blocks: Bytes) -> Floats:
+    """Return the 16 scales d * (s - 32) of IQ4_K and IQ5_K: d f16, 2 bytes, 2 high bits of each s, 4 low bits."""
+    high = (blocks[:, 4:8, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
+    s = _in_turn(blocks[:, 8:16]) | (high.reshape(-1, 16) << 4)
+    return _f16(blocks, 0) * (s.astype(np.float32) - 32)
+
+
+def _three_bits(blocks: Bytes, at: int) -> Ints:
+    """Return 256 indices: qs 64 (2 x 32 in four planes), qh 32 (eight planes: the third bits)."""
+    low = _planes(blocks[:, at : at + 64].reshape(-1, 2, 32), 2).reshape(-1, 256)
+    return low | (_planes(blocks[:, at + 64 : at + 96], 1).reshape(-1, 256) << 2)
+
+
+def _five_of_256(blocks: Bytes, at: int) -> Ints:
+    """Return 256 indices: qs 128 (4 x 32 in two planes), qh 32 (eight planes: the fifth bits)."""
+    low = _planes(blocks[:, at : at + 128].reshape(-1, 4, 32), 4).reshape(-1, 256)
+    return low | (_planes(blocks[:, at + 128 : at + 160], 1).reshape(-1, 256) << 4)
+
+
+def decode_iq2_k(blocks: Bytes) -> Floats:
+    """d f16, extra u16, scales 8, qs 64 (2 x 32 in four planes): d * (s - 8) * (codebook[q] + 5 * shift), s per 16.
+
+    The bits of extra are the shifts.
+    """
+    levels = _raised("kvalues_iq2nl", _planes(blocks[:, 12:].reshape(-1, 2, 32), 2), _bits(blocks[:, 2:4]), 5)
+    return _values(levels, _f16(blocks, 0) * (_in_turn(blocks[:, 4:12]).astype(np.float32) - 8))
+
+
+def decode_iq3_k(blocks: Bytes) -> Floats:
+    """d f16, extra u16, signs u16, scales 8, qs 64, qh 32: d * (2 s + 1) * (codebook[q] + 4 * shift), s per 16.
+
+    The bits of extra are the shifts; a bit of signs negates the scale.
+    """
+    levels = _raised("kvalues_iq3nl", _three_bits(blocks, 14), _bits(blocks[:, 2:4]), 4)
+    s = (2 * _in_turn(blocks[:, 6:14]) + 1).astype(np.float32)
+    return _values(levels, _f16(blocks, 0) * (s * (1 - 2 * _bits(blocks[:, 4:6]).astype(np.float32))))
+
+
+def decode_iq4_k(blocks: Bytes) -> Floats:
+    """d f16, extra u16, scales 12, qs 128 (8 x 16 in two planes): d * (s - 32) * (codebook[q] + 4 * shift), s per 16.
+
+    The bits of extra are the shifts.
+    """
+    q = _planes(blocks[:, 16:].reshape(-1, 8, 16), 4)
+    return _values(_raised("kvalues_iq4nl", q, _bits(blocks[:, 2:4]), 4), _scales_6_bits(blocks))
+
+
+def decode_iq5_k(blocks: Bytes) -> Floats:
+    """d f16, extra u16, scales 12, qs 128, qh 32: d * (s - 32) * (codebook[q] + 2 * shift), s per 16, as in IQ4_K."""
+    return _values(_raised("kvalues_iq5nl", _five_of_256(blocks, 16), _bits(blocks[:, 2:4]), 2), _scales_6_bits(blocks))
+
+
+def decode_iq6_k(blocks: Bytes) -> Floats:
+    """d f16, extra u16, scales 16 int8, qs 128 (4 x 32 in two planes), qh 64 (2 x 32 in four planes).
+
+    d * s * (codebook[q] + shift), s per 16; qh: 2 high bits of q; the bits of extra are the shifts. The codebook is
+    what ik_llama.cpp multiplies by on every backend; its dequantize_row_iq6_k alone computes the polynomial that the
+    codebook rounds to integers.
+    """
+    low = _planes(blocks[:, 20:148].reshape(-1, 4, 32), 4).reshape(-1, 256)
+    q = low | (_planes(blocks[:, 148:].reshape(-1, 2, 32), 2).reshape(-1, 256) << 4)
+    s = blocks[:, 4:20].view(np.int8).astype(np.float32)
+    return _values(_raised("kvalues_iq6nl", q, _bits(blocks[:, 2:4]), 1), _f16(blocks, 0) * s)
 
 
 def decode_iq2_ks(blocks: Bytes, d: Floats) -> Floats:
@@ -330,8 +431,52 @@ def decode_iq2_ks(blocks: Bytes, d: Floats) -> Floats:
     Bits 0-7 of extra are the shifts, bits 8-15 the fifth bits of the scales; their low halves are those of scales.
     """
     s = _in_turn(blocks[:, 2:6]) | (_bits(blocks[:, 1:2]) << 4)
-    levels = table("kvalues_iq2nl")[_planes(blocks[:, 6:].reshape(-1, 2, 32), 2)].reshape(-1, 8, 32)
-    return _values(levels + 5 * _bits(blocks[:, :1]).astype(np.int8)[:, :, None], d * (s.astype(np.float32) - 16))
+    levels = _raised("kvalues_iq2nl", _planes(blocks[:, 6:].reshape(-1, 2, 32), 2), _bits(blocks[:, :1]), 5)
+    return _values(levels, d * (s.astype(np.float32) - 16))
+
+
+def decode_iq3_ks(blocks: Bytes, d: Floats) -> Floats:
+    """extra u16, scales 4, qs 64, qh 32 as in IQ3_K: d * (s - 16) * (codebook[q] + 4 * shift), s per 32.
+
+    Bits 0-7 of extra are the fifth bits of the scales, bits 8-15 the shifts. scales: s 0-3 in the low, 4-7 in the high
+    nibbles.
+    """
+    s = _low_then_high(blocks[:, 2:6]) | (_bits(blocks[:, :1]) << 4)
+    levels = _raised("kvalues_iq3nl", _three_bits(blocks, 6), _bits(blocks[:, 1:2]), 4)
+    return _values(levels, d * (s.astype(np.float32) - 16))
+
+
+def decode_iq4_ks(blocks: Bytes, d: Floats) -> Floats:
+    """scales 8, qs 128 (8 x 16 in two planes): d * ((s & 254) - 127) * (codebook[q] + 4 * (s & 1)), s per 32."""
+    s = blocks[:, :8]
+    levels = _raised("kvalues_iq4nl", _planes(blocks[:, 8:].reshape(-1, 8, 16), 4), s & 1, 4)
+    return _values(levels, d * ((s & 254).astype(np.float32) - 127))
+
+
+def decode_iq5_ks(blocks: Bytes, d: Floats) -> Floats:
+    """scales 8, qs 128, qh 32 as in IQ5_K: d * ((s & 254) - 127) * (codebook[q] + 2 * (s & 1)), s per 32."""
+    s = blocks[:, :8]
+    levels = _raised("kvalues_iq5nl", _five_of_256(blocks, 8), s & 1, 2)
+    return _values(levels, d * ((s & 254).astype(np.float32) - 127))
+
+
+def decode_iq4_kss(blocks: Bytes, d: Floats) -> Floats:
+    """64 u16: as IQ4_KS. s is the lowest bits of 8 u16; without these, x of a u16 holds 4 q as x ^ x >> 1."""
+    words = _words(blocks, 0, 64, "<u2")
+    s = np.packbits((words & np.uint16(1)).astype(np.uint8), axis=-1, bitorder="little")
+    x = words & np.uint16(0xFFFE)
+    return decode_iq4_ks(np.concatenate([s, (x ^ (x >> 1)).view(np.uint8)], axis=1), d)
+
+
+def decode_iq2_kl(blocks: Bytes, d: Floats) -> Floats:
+    """scales_h u16, scales_l 4, qs 64 (4 x 16 in two planes), qh 16 (eight planes): d * (s - 32) * grid[q], s per 32.
+
+    Two values for each q of 5 bits, the fifth of them in qh. s: 2 high bits each in scales_h; scales_l as in IQ3_KS.
+    """
+    high = (_words(blocks, 0, 1, "<u2") >> np.arange(0, 16, 2, dtype=np.uint16)) & np.uint16(3)
+    s = (_low_then_high(blocks[:, 2:6]) | (high << 4)).astype(np.float32) - 32
+    low = _planes(blocks[:, 6:70].reshape(-1, 4, 16), 4).reshape(-1, 128)
+    return _values(table("iq2kl_grid")[low | (_planes(blocks[:, 70:], 1).reshape(-1, 128) << 4)], d * s)
 
 
 # ---------------------------------------------------------------- rows

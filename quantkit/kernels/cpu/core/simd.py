@@ -699,6 +699,11 @@ def lookup16(b, sig, table, index):
 
     ``table`` has 16 lanes, ``index`` 16, 32 or 64; the result has the table's element type.
     """
+    return _lookup16(b, table, index)
+
+
+def _lookup16(b: ir.IRBuilder, table: ir.Value, index: ir.Value) -> ir.Value:
+    """pshufb ignores bits 4 to 6 of an index."""
     n = index.type.count
     for feature, width, name in (
         ("avx512bw", 64, "llvm.x86.avx512.pshuf.b.512"),
@@ -709,6 +714,23 @@ def lookup16(b, sig, table, index):
             wide = _shuffle(b, table, None, [i % 16 for i in range(n)])
             return _split(b, lambda b, t, x, f=name: _call(b, f, t.type, [t, x]), n // width, [wide, index])
     return _lookup_each(b, table, index)
+
+
+@emits(_looked_up)
+def lookup64(b, sig, table, index):
+    """lookup64(table, index): look 64 bytes below n up in a table of n = 32 or 64 bytes (vpermb)."""
+    if "avx512vbmi" in FEATURES:
+        wide = _shuffle(b, table, None, [i % table.type.count for i in range(64)])
+        return _call(b, "llvm.x86.avx512.permvar.qi.512", wide.type, [wide, index])
+    return _lookup_in_parts(b, table, index)
+
+
+def _lookup_in_parts(b: ir.IRBuilder, table: ir.Value, index: ir.Value) -> ir.Value:
+    """Look up in each half of a table, then choose by the highest bit of the index."""
+    if table.type.count == 16:
+        return _lookup16(b, table, index)
+    low, high = (_lookup_in_parts(b, half, index) for half in _halves(b, table))
+    return _either(b, index, table.type.count // 2, low, high)
 
 
 @emits(_looked_up)

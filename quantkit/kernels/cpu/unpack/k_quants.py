@@ -66,6 +66,18 @@ def nibbles32(data: int, offset: int) -> Any:
 
 
 @inline
+def mask_bits32(data: int, offset: int, value: int) -> Any:
+    """Return four vectors of ``value`` where a value's bit in a mask of 32 bytes is set, else 0."""
+    h, weight = twice32(load(u8x32, data, offset)), splat(u8x64, value)
+    return (
+        select((h & bits01()) != 0, weight, 0),
+        select((h & bits23()) != 0, weight, 0),
+        select((h & bits45()) != 0, weight, 0),
+        select((h & bits67()) != 0, weight, 0),
+    )
+
+
+@inline
 def sub_scales(data: int, offset: int) -> Any:
     """Return scales d * s and minimums dmin * m of Q4_K and Q5_K, whose first 16 bytes have one layout."""
     head = load(u8x16, data, offset)
@@ -89,12 +101,8 @@ def unpack_q2_k(data: int, offset: int) -> Any:
 def unpack_q3_k(data: int, offset: int) -> Any:
     """110 bytes; a bit of hmask adds 4."""
     l0, l1, l2, l3 = crumbs(data, offset + 32)
-    h = twice32(load(u8x32, data, offset))
-    four = splat(u8x64, 4)
-    l0 = below(l0, 4) + cast(i8x64, select((h & bits01()) != 0, four, 0))
-    l1 = below(l1, 4) + cast(i8x64, select((h & bits23()) != 0, four, 0))
-    l2 = below(l2, 4) + cast(i8x64, select((h & bits45()) != 0, four, 0))
-    l3 = below(l3, 4) + cast(i8x64, select((h & bits67()) != 0, four, 0))
+    h0, h1, h2, h3 = mask_bits32(data, offset, 4)
+    l0, l1, l2, l3 = below(l0 | h0, 4), below(l1 | h1, 4), below(l2 | h2, 4), below(l3 | h3, 4)
     # The last 16 bytes: two of qs, 12 of scales, d.
     tail = load(u8x16, data, offset + 94)
     high = cast(u8x16, cast(u32x4, q3_high(tail)) >> q3_shifts()) & 3
@@ -115,14 +123,9 @@ def unpack_q4_k(data: int, offset: int) -> Any:
 def unpack_q5_k(data: int, offset: int) -> Any:
     """176 bytes; a bit of qh adds 16."""
     l0, l1, l2, l3 = nibbles32(data, offset + 48)
-    h = twice32(load(u8x32, data, offset + 16))
-    sixteen = splat(u8x64, 16)
-    l0 = cast(i8x64, l0 | select((h & bits01()) != 0, sixteen, 0))
-    l1 = cast(i8x64, l1 | select((h & bits23()) != 0, sixteen, 0))
-    l2 = cast(i8x64, l2 | select((h & bits45()) != 0, sixteen, 0))
-    l3 = cast(i8x64, l3 | select((h & bits67()) != 0, sixteen, 0))
+    h0, h1, h2, h3 = mask_bits32(data, offset + 16, 16)
     scales, mins = sub_scales(data, offset)
-    return l0, l1, l2, l3, scales, mins
+    return cast(i8x64, l0 | h0), cast(i8x64, l1 | h1), cast(i8x64, l2 | h2), cast(i8x64, l3 | h3), scales, mins
 
 
 @inline

@@ -27,6 +27,7 @@ from quantkit.kernels.cpu.core.simd import (
     i8x64,
     load,
     lookup16,
+    lookup64,
     make_shuffle,
     make_shuffle2,
     mask64,
@@ -157,7 +158,12 @@ def half_at(data: int, offset: int) -> Any:
 def nibbles16(data: int, offset: int, stride: int) -> Any:
     """Return four vectors of unsigned 4-bit values from 16 bytes each of 8 blocks, in value order."""
     a = load_pieces(u8x64, u8x16, data, offset, stride)
-    b = load_pieces(u8x64, u8x16, data, offset + 4 * stride, stride)
+    return nibbles16_of(a, load_pieces(u8x64, u8x16, data, offset + 4 * stride, stride))
+
+
+@inline
+def nibbles16_of(a: Any, b: Any) -> Any:
+    """Return four vectors of unsigned 4-bit values from 8 blocks of 16 bytes in two vectors, in value order."""
     al, ah, bl, bh = a & 15, a >> 4, b & 15, b >> 4
     return low_quarters(al, ah), high_quarters(al, ah), low_quarters(bl, bh), high_quarters(bl, bh)
 
@@ -174,6 +180,12 @@ def crumbs(data: int, offset: int) -> Any:
 def lookup_all(codebook: Any, q0: Any, q1: Any, q2: Any, q3: Any) -> Any:
     """Look up 256 indices in a codebook of 16."""
     return lookup16(codebook, q0), lookup16(codebook, q1), lookup16(codebook, q2), lookup16(codebook, q3)
+
+
+@inline
+def lookup_all_64(codebook: Any, q0: Any, q1: Any, q2: Any, q3: Any) -> Any:
+    """Look up 256 indices in a codebook of 32 or 64."""
+    return lookup64(codebook, q0), lookup64(codebook, q1), lookup64(codebook, q2), lookup64(codebook, q3)
 
 
 @inline

@@ -1,12 +1,14 @@
-"""Unpackers of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0: blocks of 32 values with an f16 scale (and an f16 minimum).
+"""Unpackers of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q6_0: blocks of 32 values with an f16 scale (and an f16 minimum); Q8_KV.
 
-Bytes of a block (llama.cpp b11434 ggml-common.h); 256 values are 8 blocks::
+Bytes of a block (llama.cpp b11434 ggml-common.h; Q6_0, Q8_KV: ik_llama.cpp 8337e4cd3); 256 values are 8 blocks::
 
     Q4_0  d f16 | qs 16      value = d * (q - 8)         q: value i in the low, i + 16 in the high half of byte i
     Q4_1  d f16 | m f16 | qs 16           d * q + m
     Q5_0  d f16 | qh 4 | qs 16            d * (q - 16)   bit i of qh is the fifth bit of value i
     Q5_1  d f16 | m f16 | qh 4 | qs 16    d * q + m
     Q8_0  d f16 | qs 32                   d * q          q: int8
+    Q6_0  d f16 | qh 8 | qs 16            d * (q - 32)   byte b of qh: 2 high bits of values b, b + 16, b + 8, b + 24
+    Q8_KV qs 32                           d * q          d f32 begins the row; the sum of all q, an i32, follows it
 """
 
 from __future__ import annotations
@@ -16,8 +18,18 @@ from typing import Any
 from numba.core import types
 
 from quantkit.kernels.cpu.core.jit import inline
-from quantkit.kernels.cpu.core.simd import cast, i8x32, i8x64, load, select, splat, u8x64
-from quantkit.kernels.cpu.unpack.lanes import below, block_scales, load_pieces, mask_of_bits, nibbles16
+from quantkit.kernels.cpu.core.simd import cast, f32x16, i8x32, i8x64, load, select, splat, u8x8, u8x64
+from quantkit.kernels.cpu.unpack.lanes import (
+    below,
+    block_scales,
+    high_eighths,
+    high_quarters,
+    load_pieces,
+    low_eighths,
+    low_quarters,
+    mask_of_bits,
+    nibbles16,
+)
 
 
 @inline
@@ -73,3 +85,24 @@ def unpack_q8_0(data: int, offset: int) -> Any:
     l2 = load_pieces(i8x64, i8x32, data, offset + 138, 34)
     l3 = load_pieces(i8x64, i8x32, data, offset + 206, 34)
     return l0, l1, l2, l3, block_scales(data, offset, 34), None
+
+
+@inline
+def unpack_q6_0(data: int, offset: int) -> Any:
+    """8 blocks of 26 bytes."""
+    l0, l1, l2, l3 = nibbles16(data, offset + 10, 26)
+    h = load_pieces(u8x64, u8x8, data, offset + 2, 26)
+    h0, h16, h8, h24 = (h << 4) & 48, (h << 2) & 48, h & 48, (h >> 2) & 48
+    a, b = low_eighths(h0, h8), low_eighths(h16, h24)
+    c, d = high_eighths(h0, h8), high_eighths(h16, h24)
+    l0, l1 = below(l0 | low_quarters(a, b), 32), below(l1 | high_quarters(a, b), 32)
+    l2, l3 = below(l2 | low_quarters(c, d), 32), below(l3 | high_quarters(c, d), 32)
+    return l0, l1, l2, l3, block_scales(data, offset, 26), None
+
+
+@inline
+def unpack_q8_kv(data: int, offset: int) -> Any:
+    """8 blocks of 32 bytes."""
+    l0, l1 = load(i8x64, data, offset), load(i8x64, data, offset + 64)
+    l2, l3 = load(i8x64, data, offset + 128), load(i8x64, data, offset + 192)
+    return l0, l1, l2, l3, splat(f32x16, types.float32(1)), None

@@ -4,7 +4,9 @@
     unpack/tables.cuh    codebooks and grids, from kernels/tables.py
     matmul/units.cuh     Q8_UNIT, bytes of 256 activations
 
-Codebooks are 16 int8 levels in four words. Of grids an entry is one word. Of 8 values, these are 8 nibbles that select
+Codebooks are 16 int8 levels in four words; longer ones, templates, are parts of 16: kvalues_iq5nl<0>. iq2kl_pairs:
+an entry of iq2kl_grid is a byte, two nibbles that select levels of kvalues_iq3nl. Of other grids an entry is one
+word. Of 8 values, these are 8 nibbles that select
 bytes: iq1s 0, 1, 2 for -1, 0, 1; iq2 0, 1, 2 for 8, 25, 43, in the order of values that signs are spread in
 (i_quants.cuh): 0 4 1 5 2 6 3 7 of iq2xxs and iq2xs, 3 7 2 6 1 5 0 4 of iq2s, whose entries are one bit to the left.
 Of 4 values, these are 4 bytes: iq3xxs the magnitudes, iq3s the magnitudes less one. They are templates so that a
@@ -26,7 +28,7 @@ Q8_UNIT = 256 + 4 * 8 + 4 * 16
 #: The value of each nibble of an entry, where that is another order.
 _ORDERS = {name: [0, 4, 1, 5, 2, 6, 3, 7] for name in ("iq2xxs_grid", "iq2xs_grid")}
 _ORDERS["iq2s_grid"] = [3, 7, 2, 6, 1, 5, 0, 4]
-_CODEBOOKS = ("kvalues_iq4nl", "kvalues_fp4", "kvalues_iq2nl")
+_CODEBOOKS = ("kvalues_iq4nl", "kvalues_fp4", "kvalues_iq2nl", "kvalues_iq3nl", "kvalues_iq5nl", "kvalues_iq6nl")
 
 
 @cache
@@ -58,13 +60,27 @@ def _traits(of: Format) -> str:
 
 
 def _codebooks() -> list[str]:
-    """A codebook of fewer levels is repeated."""
+    """A codebook of fewer than 16 levels is repeated."""
     made = []
-    for name in _CODEBOOKS:
-        words = np.resize(table(name), 16).view("<u4")
-        values = ", ".join(f"{n} = {w:#010x}u" for n, w in zip("ABCD", words, strict=True))
-        made.append(f"struct {name} {{ static const uint32_t {values}; }};")
+    for name, levels in [*((name, table(name)) for name in _CODEBOOKS), ("iq2kl_pairs", pairs_of_iq2kl())]:
+        parts = np.resize(levels, (max(1, len(levels) // 16), 16)).view("<u4")
+        if len(parts) == 1:
+            made.append(_codebook(name, parts[0]))
+        else:
+            made += [f"template <int> struct {name};"]
+            made += [f"template <> {_codebook(f'{name}<{i}>', words)}" for i, words in enumerate(parts)]
     return made
+
+
+def _codebook(name: str, words: npt.NDArray[np.uint32]) -> str:
+    values = ", ".join(f"{n} = {w:#010x}u" for n, w in zip("ABCD", words, strict=True))
+    return f"struct {name} {{ static const uint32_t {values}; }};"
+
+
+def pairs_of_iq2kl() -> npt.NDArray[np.uint8]:
+    """Return the entries of iq2kl_grid as bytes: nibbles, the low one first, that are indices of kvalues_iq3nl."""
+    index = np.searchsorted(table("kvalues_iq3nl"), table("iq2kl_grid")).astype(np.uint8)
+    return index[:, 0] | (index[:, 1] << 4)
 
 
 def _grids() -> list[str]:

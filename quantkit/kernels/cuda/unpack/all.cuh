@@ -2,6 +2,7 @@
 // and BF16, whose BLOCK is 1: TYPE::value). Tables are static and vanish where unused.
 #pragma once
 #include "unpack/binary.cuh"
+#include "unpack/bitnet.cuh"
 #include "unpack/floats.cuh"
 #include "unpack/fp4.cuh"
 #include "unpack/i_quants.cuh"
@@ -12,7 +13,10 @@
 
 // The scale that begins a row and multiplies all of it; 1 for types without one.
 template <typename T> INLINE float row_scale(const uint8_t* row) {
-    return T::ROW_SCALE == 4 ? *(const float*)row : T::ROW_SCALE == 2 ? load_half(row) : 1.0f;
+    static_assert(T::ALIGN >= 4 || T::ROW_SCALE < 4, "a scale of four bytes is aligned");
+    if (T::ROW_SCALE == 4) return *(const float*)row;
+    if (T::ROW_SCALE == 2) return half_to_float(T::ALIGN > 1 ? load2(row) : (uint16_t)(row[0] | row[1] << 8));
+    return 1;
 }
 
 // A type's grid, if it has one: Grid<TYPE>::table().

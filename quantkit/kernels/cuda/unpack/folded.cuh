@@ -12,6 +12,7 @@
 //     TQ1_0, TQ2_0 have one scale already
 //     Q6_K      4 (q - 32) * s, and d / 4: at most 16384
 //     IQ2_XS, IQ2_S, IQ1_M    levels times 2 s + 1, and d / 8
+//     IQ2_K ... IQ6_K         levels times s (IQ3_K: +-(2 s + 1)), and d
 //     NVFP4     E2M1 times E4M3 has 6 significant bits; divided by 128 it lies between 2^-17 and 22.5
 #pragma once
 #include "core/halves.cuh"
@@ -86,6 +87,22 @@ template <> struct Folded<Q6_K> {
         set_scales(l, load_half(p + 208) * 0.25f);
     }
 };
+
+// Types whose blocks begin with d, and which have scales as integers.
+template <typename T> struct FoldedHalves {
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int* low, const uint32_t*) {
+        int s[2];
+        T::unpack(p, part, l);
+        T::scales(p, part, s);
+        split(l, low, s[0], s[1]);
+        set_scales(l, load_half(p));
+    }
+};
+template <> struct Folded<IQ2_K> : FoldedHalves<IQ2_K> {};
+template <> struct Folded<IQ3_K> : FoldedHalves<IQ3_K> {};
+template <> struct Folded<IQ4_K> : FoldedHalves<IQ4_K> {};
+template <> struct Folded<IQ5_K> : FoldedHalves<IQ5_K> {};
+template <> struct Folded<IQ6_K> : FoldedHalves<IQ6_K> {};
 
 template <> struct Folded<IQ2_XS> {
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int* low, const uint32_t* grid) {

@@ -1,12 +1,16 @@
-// Q4_0, Q4_1, Q5_0, Q5_1, Q8_0: blocks of 32 values; the twin of quantkit/kernels/cpu/unpack/legacy.py.
+// Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, and Q6_0, Q8_KV of ik_llama.cpp: blocks of 32 values; the twin of
+// quantkit/kernels/cpu/unpack/legacy.py.
 //
 //     Q4_0  d f16 | qs 16                 d * (q - 8)
 //     Q4_1  d f16 | m f16 | qs 16         d * q + m
 //     Q5_0  d f16 | qh 4 | qs 16          d * (q - 16)
 //     Q5_1  d f16 | m f16 | qh 4 | qs 16  d * q + m
 //     Q8_0  d f16 | qs 32 int8            d * q
+//     Q6_0  d f16 | qh 8 | qs 16          d * (q - 32)
+//     Q8_KV qs 32 int8                    q; the row begins with d f32 and the sum of all q, an i32
 //
-// Byte b of 16 holds values b and b + 16; bit i of qh is the fifth bit of value i.
+// Byte b of 16 holds values b and b + 16; bit i of qh is the fifth bit of value i. Q6_0: byte b of qh holds two high bits
+// of values b, b + 16, b + 8, b + 24.
 #pragma once
 #include "unpack/levels.cuh"
 
@@ -64,5 +68,27 @@ struct Q8_0 : traits::Q8_0 {
         uint32_t x[8];
         set_scales(l, load_half_and_words(p, x));
         for (int i = 0; i < 8; i++) l.q[i] = (int)x[i];
+    }
+};
+
+struct Q6_0 : traits::Q6_0 {
+    STATIC_INLINE void unpack(const uint8_t* p, int, Levels& l) {  // levels 4 * (q - 32)
+        uint32_t x[6];
+        set_scales(l, load_half_and_words(p, x) * 0.25f);
+        for (int i = 0; i < 4; i++) {
+            const uint32_t high = i < 2 ? x[i] << 6 : x[i - 2] << 2, q = x[i + 2];
+            const uint32_t next = i < 2 ? x[i] << 4 : x[i - 2];
+            l.q[i] = (int)((q << 2 & 0x3c3c3c3cu) ^ SIGNS ^ (high & 0xc0c0c0c0u));
+            l.q[i + 4] = (int)((q >> 2 & 0x3c3c3c3cu) ^ SIGNS ^ (next & 0xc0c0c0c0u));
+        }
+    }
+};
+
+struct Q8_KV : traits::Q8_KV {
+    STATIC_INLINE void unpack(const uint8_t* p, int, Levels& l) {
+        uint32_t x[8];
+        load_words_by8(p, x);
+        for (int i = 0; i < 8; i++) l.q[i] = (int)x[i];
+        set_scales(l, 1);
     }
 };

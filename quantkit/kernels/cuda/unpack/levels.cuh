@@ -73,7 +73,11 @@ template <int N> INLINE float load_half_and_words(const uint8_t* p, uint32_t (&o
     return half;
 }
 
-// N words (a multiple of 4; of 2) from an address aligned to 16 (8) bytes.
+// N words (of the next two a multiple of 4; of 2) from an address aligned to 4 (16; 8) bytes.
+template <int N> INLINE void load_words_by4(const uint8_t* p, uint32_t (&out)[N]) {
+    for (int i = 0; i < N; i++) out[i] = load4(p + 4 * i);
+}
+
 template <int N> INLINE void load_words_by16(const uint8_t* p, uint32_t (&out)[N]) {
     for (int i = 0; i < N; i += 4) {
         const uint4 x = ((const uint4*)p)[i / 4];
@@ -126,10 +130,51 @@ template <typename Codebook> INLINE uint32_t look_up_four(uint32_t three, uint32
     return pick_bytes(pick_bytes(Codebook::A, Codebook::B, three), pick_bytes(Codebook::C, Codebook::D, three), fourth);
 }
 
+// The bytes at even, and at odd, places of a and b.
+INLINE void take_turns(uint32_t a, uint32_t b, int& even, int& odd) {
+    even = (int)pick_bytes(a, b, 0x6420);
+    odd = (int)pick_bytes(a, b, 0x7531);
+}
+
 // Levels of the low, and of the high, nibbles of x's bytes.
 template <typename Codebook> INLINE void look_up(uint32_t x, int& low, int& high) {
     const uint32_t three = x & 0x77777777u, fourth = 0x32103210u | (x >> 1 & 0x44444444u);
     const uint32_t a = look_up_four<Codebook>(three, fourth), b = look_up_four<Codebook>(three >> 16, fourth >> 16);
-    low = (int)pick_bytes(a, b, 0x6420);
-    high = (int)pick_bytes(a, b, 0x7531);
+    take_turns(a, b, low, high);
+}
+
+// The same from a codebook of 8, a and b, for nibbles below 8.
+INLINE void look_up_8(uint32_t a, uint32_t b, uint32_t x, int& low, int& high) {
+    take_turns(pick_bytes(a, b, x), pick_bytes(a, b, x >> 16), low, high);
+}
+
+// Levels of four nibbles from parts K and K + 1 of a longer codebook; fifth: the selection by bit 4.
+template <template <int> class Codebook, int K>
+INLINE uint32_t look_up_four_of_32(uint32_t three, uint32_t fourth, uint32_t fifth) {
+    return pick_bytes(look_up_four<Codebook<K>>(three, fourth), look_up_four<Codebook<K + 1>>(three, fourth), fifth);
+}
+
+// As look_up, from a codebook of 32; bit 2 of every nibble of `fifth`: bit 4 of an index.
+template <template <int> class Codebook> INLINE void look_up_32(uint32_t x, uint32_t fifth, int& low, int& high) {
+    const uint32_t three = x & 0x77777777u, fourth = 0x32103210u | (x >> 1 & 0x44444444u);
+    fifth |= 0x32103210u;
+    const uint32_t a = look_up_four_of_32<Codebook, 0>(three, fourth, fifth);
+    const uint32_t b = look_up_four_of_32<Codebook, 0>(three >> 16, fourth >> 16, fifth >> 16);
+    take_turns(a, b, low, high);
+}
+
+// Levels of four nibbles from a codebook of 64; sixth: the selection by bit 5.
+template <template <int> class Codebook>
+INLINE uint32_t look_up_four_of_64(uint32_t three, uint32_t fourth, uint32_t fifth, uint32_t sixth) {
+    const uint32_t lower = look_up_four_of_32<Codebook, 0>(three, fourth, fifth);
+    return pick_bytes(lower, look_up_four_of_32<Codebook, 2>(three, fourth, fifth), sixth);
+}
+
+// As look_up_32, from a codebook of 64; bit 2 of every nibble of `sixth`: bit 5 of an index.
+template <template <int> class Codebook> INLINE void look_up_64(uint32_t x, uint32_t fifth, uint32_t sixth, int& low, int& high) {
+    const uint32_t three = x & 0x77777777u, fourth = 0x32103210u | (x >> 1 & 0x44444444u);
+    fifth |= 0x32103210u, sixth |= 0x32103210u;
+    const uint32_t a = look_up_four_of_64<Codebook>(three, fourth, fifth, sixth);
+    const uint32_t b = look_up_four_of_64<Codebook>(three >> 16, fourth >> 16, fifth >> 16, sixth >> 16);
+    take_turns(a, b, low, high);
 }
