@@ -1,4 +1,4 @@
-"""The encoders of ik_llama.cpp's types with a scale per super-block: IQ2_K, IQ3_K, IQ4_K, IQ5_K, IQ6_K.
+"""The encoders of ik_llama.cpp's types with a scale per super-block.
 
 Sub-blocks of 16 values have a scale d * m with an integer m, and values that are plain or raised (ik_levels.py): the 16
 of a super-block are a tile. Scales are searched (ik_search.py), d follows from the largest one, and the others become

@@ -1,4 +1,4 @@
-"""The encoders of ik_llama.cpp's types with a scale per row: IQ3_KS, IQ4_KS, IQ5_KS.
+"""The encoders of ik_llama.cpp's types with a scale per row.
 
 Sub-blocks of 32 values have a scale d * m with an integer m, and values that are plain or raised (ik_levels.py).
 Scales are searched (ik_search.py), d follows from the largest one of the row, and the others become multiples of it;
@@ -109,7 +109,7 @@ def store_5_bit(s, multiple, raised, h, out, apart):
 
 @inline
 def store_5_bit_apart(s, multiple, raised, h, out):
-    """``store_5_bit`` of IQ3_KS."""
+    """``store_5_bit`` of which high bits come first."""
     store_5_bit(s, multiple, raised, h, out, True)
 
 
@@ -271,7 +271,7 @@ def rows_encoder(
 ) -> Encoder:
     """Return the encoder of a type.
 
-    search(xt, wt, scales, raised): of 16 scales. row_scale(scales, sums of weights, count): d and 1 / d. store_batch: as
+    search(xt, wt, scales, raised): of 16 scales. row_scale(scales, sums of weights, n): d and 1 / d. store_batch: as
     ``_store_batch``. near: the multiple of the mean square in weights with importances; own: the part of that without.
     stretch: what d is multiplied by in the end.
     """
