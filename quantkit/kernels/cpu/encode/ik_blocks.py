@@ -1,4 +1,4 @@
-"""The encoders of ik_llama.cpp's types with a scale per super-block: IQ2_K, IQ3_K, IQ4_K, IQ5_K, IQ6_K.
+"""The encoders of ik_llama.cpp's types with a scale per super-block.
 
 Sub-blocks of 16 values have a scale d * m with an integer m, and values that are plain or raised (ik_levels.py): the 16
 of a super-block are a tile. Scales are searched (ik_search.py), d follows from the largest one, and the others become
@@ -47,6 +47,7 @@ from quantkit.kernels.cpu.encode.tiles import (
     inverse_or_zero,
     load_tile,
     square_weights,
+    sum_weights,
     sums_of_squares,
 )
 from quantkit.types import BY_NAME
@@ -92,10 +93,7 @@ def multiples_odd(s):
 @inline
 def multiples_4_bit(s):
     """Return d and its multiples -8..7, fitted to the scales; the weight of a scale is the sum of its weights."""
-    weight = splat(f32x16, F(0))
-    for j in range(0, TILE, 64):
-        weight = weight + load(f32x16, s, W + j)
-    store(s, TERMS, weight)
+    store(s, TERMS, sum_weights(s + W, 16))
     d = fit_multiples(s + SCALES, s + TERMS, 16, 8)[0]
     return d, nearest_multiple(load(f32x16, s, SCALES) * _inverse(d), -8, 7)
 

@@ -1,4 +1,4 @@
-"""The search for scales of IQ2_K: every way to give four values to 16 sorted ones.
+"""A search for scales by partitions: every way to give four values to 16 sorted ones.
 
 Sorted, the values of a sub-block fall into four runs, one for each of the four levels, upwards or (d < 0) downwards.
 All 816 partitions are tried with plain and raised values; sums over runs are differences of sums from the start. A

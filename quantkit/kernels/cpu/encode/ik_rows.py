@@ -1,4 +1,4 @@
-"""The encoders of ik_llama.cpp's types with a scale per row: IQ3_KS, IQ4_KS, IQ5_KS.
+"""The encoders of ik_llama.cpp's types with a scale per row.
 
 Sub-blocks of 32 values have a scale d * m with an integer m, and values that are plain or raised (ik_levels.py).
 Scales are searched (ik_search.py), d follows from the largest one of the row, and the others become multiples of it;
@@ -41,13 +41,14 @@ from quantkit.kernels.cpu.encode.tiles import (
     inverse_or_zero,
     load_tile,
     square_weights,
+    sum_weights,
 )
 from quantkit.types import BY_NAME
 
 F, I32 = np.float32, np.int32
 
 # Offsets into the scratch of a call: tiles of 32 values, copies of a row's end; levels, codes, sums over a row; then
-# scales and whether values are raised, of a row.
+# scales of a row, whether values are raised, sums of weights, sums of squares.
 X, W, TERMS, TERMS2, TAIL, WEIGHTS_TAIL = (2 * TILE * i for i in range(6))
 LEVELS, CODES, SUMQX, SUMQ2 = 12 * TILE, 12 * TILE + 512, 12 * TILE + 576, 12 * TILE + 640
 SCALES = 12 * TILE + 704
@@ -56,15 +57,16 @@ SCALES = 12 * TILE + 704
 
 
 @inline
-def scale_8_bit(scales, count):
-    """Return d: the largest scale becomes 127, up to its sign."""
-    return abs(largest_scale(scales, count)) / F(127)
+def scale_8_bit(scales, sums, count):
+    """Return d and its inverse: the largest scale becomes 127, up to its sign."""
+    d = abs(largest_scale(scales, count)) / F(127)
+    return d, F(1) / d
 
 
 @inline
-def multiples_8_bit(scale, d):
+def multiples_8_bit(scale, inverse):
     """Return odd multiples of d, -127..127."""
-    return (nearest_multiple(F(0.5) * (scale * (F(1) / d) + F(127)), 0, 127) << I32(1)) - I32(127)
+    return (nearest_multiple(F(0.5) * (scale * inverse + F(127)), 0, 127) << I32(1)) - I32(127)
 
 
 @inline
@@ -76,33 +78,44 @@ def store_8_bit(s, multiple, raised, h, out):
 
 
 @inline
-def scale_5_bit(scales, count):
-    """Return d: the largest scale becomes -16."""
-    return -largest_scale(scales, count) / F(16)
+def scale_5_bit(scales, sums, count):
+    """Return d and its inverse: the largest scale becomes -16."""
+    d = -largest_scale(scales, count) / F(16)
+    return d, F(1) / d
 
 
 @inline
-def multiples_5_bit(scale, d):
+def multiples_5_bit(scale, inverse):
     """Return multiples of d, -16..15."""
-    return nearest_multiple(scale * (F(1) / d), -16, 15)
+    return nearest_multiple(scale * inverse, -16, 15)
 
 
 @inline
-def store_5_bit(s, multiple, raised, h, out):
-    """Store 8 scales: u16 of 8 high bits and 8 of whether values are raised; low nibbles of scales ib and ib + 4."""
+def store_5_bit(s, multiple, raised, h, out, apart):
+    """Store 8 scales: u16 of 8 high bits and 8 of whether values are raised, in either order; u8 nibbles[4].
+
+    apart: high bits come first, and nibbles of scales ib and ib + 4 share a byte; otherwise ib and ib + 1.
+    """
     store(s, CODES, (multiple + I32(16)) | select(raised, I32(32), splat(i32x16, I32(0))))
-    extra, low = 0, 0
+    high, up, low = 0, 0, 0
     for ib in range(8):
         code = load(types.int32, s, CODES + 32 * h + 4 * ib)
-        extra |= ((code >> 4) & 1) << ib | (code >> 5) << (8 + ib)
-        low |= (code & 15) << (8 * (ib & 3) + (ib & 4))
-    store(out, 0, np.uint16(extra))
+        high |= ((code >> 4) & 1) << ib
+        up |= (code >> 5) << ib
+        low |= (code & 15) << (8 * (ib & 3) + (ib & 4) if apart else 4 * ib)
+    store(out, 0, np.uint16(high | up << 8 if apart else up | high << 8))
     store(out, 2, np.uint32(low))
+
+
+@inline
+def store_5_bit_apart(s, multiple, raised, h, out):
+    """``store_5_bit`` of which high bits come first."""
+    store_5_bit(s, multiple, raised, h, out, True)
 
 
 #: scale, multiples and storage, and its bytes, of a type.
 SCALES_8_BIT = scale_8_bit, multiples_8_bit, store_8_bit, 8
-SCALES_5_BIT = scale_5_bit, multiples_5_bit, store_5_bit, 6
+SCALES_5_BIT = scale_5_bit, multiples_5_bit, store_5_bit_apart, 6
 
 # ---------------------------------------------------------------- a batch of a row
 
@@ -183,9 +196,9 @@ def _store_levels(s, d, multiple, raised, count):
 store_levels: Any = None
 
 
-def _store_batch(s, scale, raised, d, count, out):
+def _store_batch(s, scale, raised, d, inverse, count, out):
     """Encode ``count`` sub-blocks, 8 or 16, of X with their weights W, scales and row scale d to blocks at ``out``."""
-    multiple = multiples(scale, d)
+    multiple = multiples(scale, inverse)
     store_levels(s, d, multiple, raised, count)
     for h in range(count // 8):
         store_multiples(s, multiple, raised, h, out + block_bytes * h)
@@ -204,14 +217,14 @@ half_header = False
 stretch = F(0)
 
 
-def _fit_row(s, row, weights, n, scales, raised, squares, d, out):
+def _fit_row(s, row, weights, n, scales, raised, squares, d, inverse, out):
     """Write the blocks of a row to address ``out``; return the scale that best fits their levels, else d."""
-    store(s, SUMQX, F(0))
-    store(s, SUMQ2, F(0))
+    store(s, SUMQX, splat(f32x16, F(0)))
+    store(s, SUMQ2, splat(f32x16, F(0)))
     for first in range(0, n // 32, 16):
         load_batch(s, row, weights, n, first, squares)
         scale, up = load(f32x16, scales, 4 * first), load(f32x16, raised, 4 * first) > F(0)
-        store_batch(s, scale, up, d, min(16, n // 32 - first), out + block_bytes * (first // 8))
+        store_batch(s, scale, up, d, inverse, min(16, n // 32 - first), out + block_bytes * (first // 8))
     sumq2 = load(types.float32, s, SUMQ2)
     return load(types.float32, s, SUMQX) / sumq2 if sumq2 > F(0) else d
 
@@ -219,17 +232,18 @@ def _fit_row(s, row, weights, n, scales, raised, squares, d, out):
 def _encode_row(s, row, weights, n, out):
     """Encode a row of n values at address ``row``; weights: an address, or 0."""
     scales = s + SCALES
-    raised = scales + n // 8 + 64
-    squares = raised + n // 8 + 64
+    raised, sums = scales + n // 8 + 64, scales + 2 * (n // 8 + 64)
+    squares = sums + n // 8 + 64
     if weights or own:
         sum_squares(row, n, squares)
     for first in range(0, n // 32, 16):
         load_batch(s, row, weights, n, first, squares)
         search(s + X, s + W, scales + 4 * first, raised + 4 * first)
-    d = row_scale(scales, n // 32)
+        store(sums, 4 * first, sum_weights(s + W, 32))
+    d, inverse = row_scale(scales, sums, n // 32)
     blocks = out + 2 if half_header else out + 4
     if d != F(0):
-        d = fit_row(s, row, weights, n, scales, raised, squares, d, blocks)
+        d = fit_row(s, row, weights, n, scales, raised, squares, d, inverse, blocks)
     else:
         for at in range(0, n // 256 * block_bytes, 2):
             store(blocks, at, np.uint16(0))
@@ -245,7 +259,7 @@ encode_row: Any = None
 def _encode_rows(x, weights, out, row0, row1):
     """Encode rows row0..row1 of x [rows, n], n a multiple of 256; weights [n] or empty."""
     n = x.shape[1]
-    scratch = np.zeros(SCALES + 2 * (n // 8 + 64) + n // 64 + 64, np.uint8)
+    scratch = np.zeros(SCALES + 3 * (n // 8 + 64) + n // 64 + 64, np.uint8)
     for row in range(row0, row1):
         # Addresses are taken here: numba frees an array after its last use.
         w = address(weights) if weights.size else 0
@@ -257,9 +271,9 @@ def rows_encoder(
 ) -> Encoder:
     """Return the encoder of a type.
 
-    search(xt, wt, scales, raised): of 16 scales. row_scale(scales, count): d. store_batch: as ``_store_batch``. near:
-    the multiple of the mean square in weights with importances; own: the part of that without. stretch: what d is
-    multiplied by in the end.
+    search(xt, wt, scales, raised): of 16 scales. row_scale(scales, sums of weights, n): d and 1 / d. store_batch: as
+    ``_store_batch``. near: the multiple of the mean square in weights with importances; own: the part of that without.
+    stretch: what d is multiplied by in the end.
     """
     key, t = name.lower(), BY_NAME[name]
     load_batch = specialize(_load_batch, key, helper, near=F(near), own=F(own))

@@ -66,6 +66,15 @@ def importance_weights(xt, wt, span, sigma2):
 
 
 @inline
+def sum_weights(wt, span):
+    """Return the sum of the weights of each lane."""
+    total = splat(f32x16, F(0))
+    for j in range(span):
+        total = total + load(f32x16, wt, 64 * j)
+    return total
+
+
+@inline
 def sums_of_squares(x, scratch, target):
     """Write the sum of squares of 16 super-blocks, each summed in order: one lane per super-block."""
     squares = splat(f32x16, F(0))
