@@ -385,15 +385,9 @@ def test_select_and_masks() -> None:
     assert same_bits(out, np.array(want))
 
 
-def test_first_lane() -> None:
-    @njit
-    def op(a):  # type: ignore[no-untyped-def]
-        v = load(simd.f32x16, a, 0)
-        return simd.first_lane(v > np.float32(0)), simd.first_lane(v > np.float32(1)), simd.first_lane(v < np.float32(9))
-
-    a = np.zeros(16, np.float32)
-    a[[5, 9]] = 1
-    assert op(a) == (5, 16, 0)
+def test_trailing_zeros() -> None:
+    op = njit(lambda bits: simd.trailing_zeros(bits))
+    assert [op(np.uint64(bits)) for bits in (1, 0b101000, 1 << 63, 0)] == [0, 3, 63, 64]
 
 
 # ---------------------------------------------------------------- math

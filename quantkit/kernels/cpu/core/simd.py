@@ -530,12 +530,10 @@ def any_lane(b, sig, m):
     return b.icmp_unsigned("!=", bits, ir.Constant(bits.type, 0))
 
 
-@emits(lambda m: types.intp(m))
-def first_lane(b, sig, m):
-    """Return the number of the first set lane of a mask; the number of its lanes if none is."""
-    bits = b.bitcast(m, ir.IntType(m.type.count))
-    found = _call(b, f"llvm.cttz.i{m.type.count}", bits.type, [bits, ir.IntType(1)(0)])
-    return b.zext(found, ir.IntType(64))
+@emits(lambda bits: types.intp(types.uint64))
+def trailing_zeros(b, sig, bits):
+    """Return the number of the lowest bit that is set; 64 if none is."""
+    return _call(b, "llvm.cttz.i64", bits.type, [bits, ir.IntType(1)(0)])
 
 
 def _as_i32(a: Any) -> Any:

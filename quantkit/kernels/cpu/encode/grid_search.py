@@ -24,7 +24,6 @@ from quantkit.kernels.cpu.core.simd import (
     convert,
     extract,
     f32x16,
-    first_lane,
     hmin,
     i32x16,
     load,
@@ -34,6 +33,8 @@ from quantkit.kernels.cpu.core.simd import (
     nearest_int,
     splat,
     store,
+    trailing_zeros,
+    transpose16_apart,
     u16x16,
     vmax,
     vmin,
@@ -41,33 +42,43 @@ from quantkit.kernels.cpu.core.simd import (
 )
 from quantkit.kernels.cpu.core.simd import select as choose
 from quantkit.kernels.cpu.encode.neighbours import WORDS
-from quantkit.kernels.cpu.encode.search import STEP, WIDE, WIDE_INT, F
+from quantkit.kernels.cpu.encode.search import LANES, STEP, WIDE, WIDE_INT, F
 
-#: Set in a word that is not its group's own point.
-OFF = 1 << 24
+#: Share of the distances that rounding changes by far less; they come from sums of 8.
+NEAR = F(2.0**-12)
+#: The value of levels that no point has: no neighbour is farther away, unless all are equally far.
+NEVER = 1e18
+#: Set in a word that is not its group's own point; in one that is nearest by more than NEAR.
+OFF, SURE = 1 << 24, 1 << 25
 
 # Scratch, [value][lane]: magnitudes, weights, weights * x, roots of weights; [group][lane]: slots, then words, and the
 # best words; a queue of groups beside the grid; [lane]: scales of a candidate, signs;
 # [group][lane]: IQ1's shifts.
 X, W, WX, ROOT = (k * 32 * STEP for k in range(4))
 SLOT, BEST, QUEUE = 128 * STEP, 136 * STEP, 144 * STEP
-SCALE, SIGNS, SHIFT, END = 152 * STEP, 153 * STEP, 154 * STEP, 158 * STEP
+SCALE, SIGNS, SHIFT, BOUND = 152 * STEP, 153 * STEP, 154 * STEP, 154 * STEP
+# Scratch, [trial][lane]: 1 / scale, scales, slots of a group; [lane][trial]: the latter, words. [group][trial][lane]:
+# words. Queues of places in [lane][trial] and of pairs of them.
+TRIALS = 32
+ISCALES, SCALES, SLOTS, RUNS, RUN_WORDS, WORDS_OF = (162 * STEP + k * TRIALS * STEP for k in range(6))
+TASKS = WORDS_OF + 8 * TRIALS * STEP
+SPANS, END = TASKS + TRIALS * STEP, TASKS + 3 * TRIALS * STEP
 
-ternary = make_constant(f32x16, [-1, 0, 1, 0] * 4, "grid_ternary")
-odd3 = make_constant(f32x16, [1, 3, 5, 7] * 4, "grid_odd3")
-odd8 = make_constant(f32x16, [1, 3, 5, 7, 9, 11, 13, 15] * 2, "grid_odd8")
+ternary = make_constant(f32x16, [-1, 0, 1, NEVER] * 4, "grid_ternary")
+odd3 = make_constant(f32x16, [1, 3, 5, NEVER] * 4, "grid_odd3")
+odd8 = make_constant(f32x16, [1, 3, 5, 7, 9, 11, 13, 15] + [NEVER] * 8, "grid_odd8")
 lane_numbers = make_constant(i32x16, list(range(16)), "grid_lane_numbers")
 
 
 @inline
 def bits_of(size: Any) -> Any:
     """Return the bits of a level in a word."""
-    return 3 if size == 4 else 2
+    return 16 // size
 
 
 @inline
 def values_of_levels(size: Any) -> Any:
-    """Return the values of levels 0, 1, ..., repeated: a lookup needs no mask if more bits follow."""
+    """Return the values of levels 0, 1, ..., those of 2 bits repeated: a lookup needs no mask if more bits follow."""
     return odd8() if size == 4 else odd3()
 
 
@@ -107,40 +118,40 @@ def _distances(words: Any, costs: Any, size: Any) -> Any:
 
 @inline
 def _nearest(s: Any, at: Any, q: Any, entry: Any, words: Any, size: Any) -> Any:
-    """Return the word of the nearest neighbour, the first of several, of the group whose x begins at byte ``at``.
+    """Find the nearest neighbour, the first of several, of the group whose x begins at byte ``at``.
 
-    q: scale times the values of levels.
+    q: scale times the values of levels. Returns its word, its distance and that of the second nearest.
     """
     costs = _costs(s, at, q, size)
     first = (entry >> 5) * (2 * WORDS)
     best = _distances(convert(i32x16, load(u16x16, words, first)), costs, size)
-    place = lane_numbers()
+    place, second = lane_numbers(), splat(f32x16, F(np.inf))
     for k in range(1, entry & 31):
         d = _distances(convert(i32x16, load(u16x16, words, first + 2 * WORDS * k)), costs, size)
         closer = d < best
+        second = vmin(choose(closer, best, d), second)
         best, place = choose(closer, d, best), choose(closer, lane_numbers() + WORDS * k, place)
-    least = best == hmin(best)
+    distance = hmin(best)
+    least = best == distance
     bits = mask_bits(least)
+    found, runner_up = np.int64(extract(place, trailing_zeros(bits) & 15)), hmin(choose(least, second, best))
     if bits & (bits - np.uint64(1)):
-        found = hmin(choose(least, place, 32 * WORDS))
-    else:
-        found = extract(place, first_lane(least) & 15)
-    return load(types.uint16, words, first + 2 * found)
+        found, runner_up = np.int64(hmin(choose(least, place, 32 * WORDS))), distance
+    return np.int64(load(types.uint16, words, first + 2 * found)), distance, runner_up
 
 
 # ---------------------------------------------------------------- a candidate
 
 
 @inline
-def _round_to_slots(s: Any, iscale: Any, n: Any, size: Any, top: Any) -> None:
-    """Round x * iscale to levels 0 .. top: store the slot of each group's point."""
-    for k in range(n // size):
-        slot = splat(WIDE_INT, 0)
-        for i in range(size - 1, -1, -1):
-            x = load(WIDE, s, X + (k * size + i) * STEP)
-            level = nearest_int(F(0.5) * (iscale * x - F(1)))
-            slot = slot * (top + 1) + vmax(vmin(level, top), 0)
-        store(s, SLOT + k * STEP, slot)
+def _slot(s: Any, iscale: Any, k: Any, size: Any, top: Any) -> Any:
+    """Return the slot of the point of group k: x * iscale rounded to levels 0 .. top."""
+    slot = splat(WIDE_INT, 0)
+    for i in range(size - 1, -1, -1):
+        x = load(WIDE, s, X + (k * size + i) * STEP)
+        level = nearest_int(F(0.5) * (iscale * x - F(1)))
+        slot = slot * (top + 1) + vmax(vmin(level, top), 0)
+    return slot
 
 
 @inline
@@ -165,16 +176,16 @@ def slots_to_words(s: Any, scale: Any, lists: Any, n: Any, size: Any, shifted: A
         if shifted:
             values = ternary() + load(types.float32, s, SHIFT + at)
         q = load(types.float32, s, SCALE + lane) * values
-        word = _nearest(s, at + (size - 1) * (at - lane), q, entry, words, size)
-        store(s, SLOT + at, np.int32(np.int64(word) | OFF))
+        word, _, _ = _nearest(s, at + (size - 1) * (at - lane), q, entry, words, size)
+        store(s, SLOT + at, np.int32(word | OFF))
 
 
 @inline
-def _rate(s: Any, n: Any, size: Any) -> Any:
-    """Return sum(w q x) and sum(w q q) for the words."""
+def _rate(s: Any, words: Any, stride: Any, n: Any, size: Any) -> Any:
+    """Return sum(w q x) and sum(w q q) for words ``stride`` bytes apart."""
     sum_qx = sum_q2 = splat(WIDE, F(0))
     for k in range(n // size):
-        word = load(WIDE_INT, s, SLOT + k * STEP)
+        word = load(WIDE_INT, s, words + k * stride)
         for i in range(size):
             q = lookup16_f32(values_of_levels(size), word)
             word = word >> bits_of(size)
@@ -182,6 +193,130 @@ def _rate(s: Any, n: Any, size: Any) -> Any:
             sum_qx = sum_qx + load(WIDE, s, WX + at) * q
             sum_q2 = sum_q2 + load(WIDE, s, W + at) * q * q
     return sum_qx, sum_q2
+
+
+# ---------------------------------------------------------------- all candidates
+
+
+@inline
+def _store_bounds(s: Any, n: Any, size: Any) -> None:
+    """Store NEAR * sum(sqrt(w) x^2) of each group; infinity where it is so small that products may underflow."""
+    for k in range(n // size):
+        total = splat(WIDE, F(0))
+        for at in range(k * size * STEP, (k + 1) * size * STEP, STEP):
+            x = load(WIDE, s, X + at)
+            total = total + load(WIDE, s, ROOT + at) * x * x
+        store(s, BOUND + k * STEP, choose(total > F(1e-30), NEAR * total, F(np.inf)))
+
+
+@inline
+def _fill(s: Any, words: Any, after: Any, word: Any, trials: Any) -> None:
+    """Set the words of the trials behind ``after``, of the 16 or 32 at byte ``words``."""
+    store(s, words, choose(lane_numbers() > after, word, load(i32x16, s, words)))
+    if trials > 16:
+        store(s, words + 64, choose(lane_numbers() > after - 16, word, load(i32x16, s, words + 64)))
+
+
+@inline
+def _list_runs(s: Any, lane: Any, entries: Any, trials: Any, tasks: Any, spans: Any) -> Any:
+    """Split a group's slots, one for each trial, into runs of the same point; return the ends of TASKS and SPANS.
+
+    Words of points on the grid are written; for others the run's ends become tasks, what lies between them a span.
+    """
+    slots, words = RUNS + 32 * lane, RUN_WORDS + 32 * lane
+    changes = mask_bits(load(i32x16, s, slots) != load(i32x16, s, slots - 4)) | np.uint64(1)
+    if trials > 16:
+        changes |= mask_bits(load(i32x16, s, slots + 64) != load(i32x16, s, slots + 60)) << np.uint64(16)
+    changes &= np.uint64((1 << trials) - 1)
+    while changes:
+        first = trailing_zeros(changes)
+        changes &= changes - np.uint64(1)
+        last = min(trailing_zeros(changes), trials) - 1
+        entry = load(types.int32, entries, 4 * np.int64(load(types.int32, s, slots + 4 * first)))
+        if entry < 0:
+            _fill(s, words, first - 1, ~entry, trials)
+            continue
+        store(s, tasks, np.int32(32 * lane + 4 * first))
+        store(s, tasks + 4, np.int32(32 * lane + 4 * last))
+        tasks += 8 if last > first else 4
+        store(s, spans, np.int32(32 * lane + 4 * first))
+        store(s, spans + 4, np.int32(32 * lane + 4 * last))
+        spans += 8 if last > first + 1 else 0
+    return tasks, spans
+
+
+@inline
+def _do_task(s: Any, place: Any, k: Any, lists: Any, size: Any) -> None:
+    """Find the nearest neighbour of group k for the lane and trial at byte ``place`` of RUNS."""
+    lane, trial = place >> 5 & -4, place & 124
+    q = load(types.float32, s, SCALES + trial * (STEP // 4) + lane) * values_of_levels(size)
+    entry = np.int64(load(types.int32, lists[0], 4 * np.int64(load(types.int32, s, RUNS + place))))
+    word, best, second = _nearest(s, size * k * STEP + lane, q, entry, lists[1], size)
+    sure = second - best > NEAR * best + load(types.float32, s, BOUND + k * STEP + lane)
+    store(s, RUN_WORDS + place, np.int32(word | OFF | (SURE if sure else 0)))
+
+
+@inline
+def _do_span(s: Any, span: Any, trials: Any, tasks: Any, spans: Any) -> Any:
+    """Fill a span whose ends have the same word for sure, else halve it; return the ends of TASKS and SPANS."""
+    first, last = np.int64(load(types.int32, s, span)), np.int64(load(types.int32, s, span + 4))
+    a, b = load(types.int32, s, RUN_WORDS + first), load(types.int32, s, RUN_WORDS + last)
+    if a == b and a & SURE:
+        words, end = RUN_WORDS + (first & -128), (last & 127) >> 2
+        inside = (lane_numbers() > (first & 127) >> 2) & (lane_numbers() < end)
+        store(s, words, choose(inside, a, load(i32x16, s, words)))
+        if trials > 16:
+            inside = (lane_numbers() > ((first & 127) >> 2) - 16) & (lane_numbers() < end - 16)
+            store(s, words + 64, choose(inside, a, load(i32x16, s, words + 64)))
+        return tasks, spans
+    middle = (first + last) >> 3 << 2
+    store(s, tasks, np.int32(middle))
+    store(s, spans, np.int32(first))
+    store(s, spans + 4, np.int32(middle))
+    spans += 8 if middle > first + 4 else 0
+    store(s, spans, np.int32(middle))
+    store(s, spans + 4, np.int32(last))
+    return tasks + 4, spans + (8 if last > middle + 4 else 0)
+
+
+@inline
+def _words_of_runs(s: Any, k: Any, lists: Any, trials: Any, size: Any) -> None:
+    """Write the words of group k of all lanes, [lane][trial] at RUN_WORDS, for the slots at RUNS.
+
+    Trials in a row that have the same point share its list of neighbours. Distances are sum(sqrt(w) x^2) plus scale *
+    (a * scale - b), with a and b of each neighbour: between two scales with the same nearest neighbour it is the
+    nearest, too, because the difference to another is scale times a linear function. Tasks and spans wait in queues, as
+    one task after the other would wait for the result of the last.
+    """
+    tasks, spans = TASKS, SPANS
+    for lane in range(0, STEP, 4):
+        tasks, spans = _list_runs(s, lane, lists[0], trials, tasks, spans)
+    task, span = TASKS, SPANS
+    while task < tasks:
+        for at in range(task, tasks, 4):
+            _do_task(s, np.int64(load(types.int32, s, at)), k, lists, size)
+        task, end = tasks, spans
+        for at in range(span, end, 8):
+            tasks, spans = _do_span(s, at, trials, tasks, spans)
+        span = end
+
+
+@inline
+def _words_of_trials(s: Any, lists: Any, n: Any, size: Any, top: Any, trials: Any) -> None:
+    """Find the words of all groups for all trials."""
+    for k in range(n // size):
+        for trial in range(0, trials * STEP, STEP):
+            store(s, SLOTS + trial, _slot(s, load(WIDE, s, ISCALES + trial), k, size, top))
+        words = WORDS_OF + k * TRIALS * STEP
+        for half in range(0, LANES // 16 * 64, 64):
+            for part in range(2 if trials > 16 else 1):
+                run = RUNS + 32 * half + 64 * part
+                transpose16_apart(s, SLOTS + part * 16 * STEP + half, STEP, s, run, 128)
+        _words_of_runs(s, k, lists, trials, size)
+        for half in range(0, LANES // 16 * 64, 64):
+            for part in range(2 if trials > 16 else 1):
+                run = RUN_WORDS + 32 * half + 64 * part
+                transpose16_apart(s, run, 128, s, words + part * 16 * STEP + half, STEP)
 
 
 @inline
@@ -192,20 +327,25 @@ def search_scale(
 
     Where none is better than 0, these are ``scale`` and point 0, which counts as off the grid if ``off``.
     """
+    trials = 2 * steps + 1
+    for trial in range(trials):
+        iscale = splat(WIDE, F(2 * top + 1) + F(trial - steps) * F(step)) / largest
+        store(s, ISCALES + trial * STEP, iscale)
+        store(s, SCALES + trial * STEP, F(1) / iscale)
+    _store_bounds(s, n, size)
+    _words_of_trials(s, lists, n, size, top, trials)
     best = splat(WIDE, F(0))
     for k in range(n // size):
         store(s, BEST + k * STEP, splat(WIDE_INT, OFF if off else 0))
-    for trial in range(-steps, steps + 1):
-        iscale = splat(WIDE, F(2 * top + 1) + F(trial) * F(step)) / largest
-        _round_to_slots(s, iscale, n, size, top)
-        slots_to_words(s, F(1) / iscale, lists, n, size, False)
-        sum_qx, sum_q2 = _rate(s, n, size)
+    for words in range(WORDS_OF, WORDS_OF + trials * STEP, STEP):
+        sum_qx, sum_q2 = _rate(s, words, TRIALS * STEP, n, size)
         better = choose(sum_q2 > F(0), sum_qx * sum_qx, F(-np.inf)) > best * sum_q2
         if any_lane(better):
             ratio = sum_qx / sum_q2
             scale, best = choose(better, ratio, scale), choose(better, ratio * sum_qx, best)
-            for k in range(0, n // size * STEP, STEP):
-                store(s, BEST + k, choose(better, load(WIDE_INT, s, SLOT + k), load(WIDE_INT, s, BEST + k)))
+            for k in range(n // size):
+                word = load(WIDE_INT, s, words + k * TRIALS * STEP)
+                store(s, BEST + k * STEP, choose(better, word, load(WIDE_INT, s, BEST + k * STEP)))
     return scale
 
 
@@ -222,15 +362,15 @@ def round_again(s: Any, lists: Any, n: Any, size: Any, top: Any, scale: Any, whi
     again = choose(scale > F(0), off & OFF, 0)
     if not any_lane(again != 0):
         return scale
-    _round_to_slots(s, F(1) / scale, n, size, top)
+    for k in range(n // size):
+        store(s, SLOT + k * STEP, _slot(s, F(1) / scale, k, size, top))
     slots_to_words(s, scale, lists, n, size, False)
     for k in range(0, n // size * STEP, STEP):
         best = load(WIDE_INT, s, BEST + k)
         mine = again & best if which == OFF_GRID else again
         word = choose((mine & OFF) != 0, load(WIDE_INT, s, SLOT + k), best)
-        store(s, SLOT + k, word)
         store(s, BEST + k, word)
-    sum_qx, sum_q2 = _rate(s, n, size)
+    sum_qx, sum_q2 = _rate(s, BEST, STEP, n, size)
     ratio = choose(sum_q2 > F(0), sum_qx / sum_q2, scale)
     return choose(again != 0, ratio, scale)
 
