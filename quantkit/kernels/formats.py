@@ -129,8 +129,8 @@ FORMATS: dict[str, Format] = {
         _format("IQ3_KS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ4_KS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ5_KS", "ik_quants", True, "q8_k", together="K"),
-        _format("IQ4_KSS", "ik_quants", False, "q8_k", together="K"),
-        _format("IQ2_KL", "ik_quants", False, "q8_k", together="K"),
+        _format("IQ4_KSS", "ik_quants", True, "q8_k", together="K"),
+        _format("IQ2_KL", "ik_quants", True, "q8_k", together="K"),
     )
 }
 

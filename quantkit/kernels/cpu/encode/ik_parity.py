@@ -1,9 +1,9 @@
 """Levels of 4 bits in groups of four with an even number of bits set, so that 15 bits hold them.
 
-Of 32 values, group k is 2k, 2k + 16, 2k + 1, 2k + 17. All are rounded to the nearest level; where the bits of a group are
-odd, one level moves by one or two to the best of those with other parity: the least w ((d q' - x)^2 - (d q - x)^2), in
-which the reference takes q plain and d positive, even where values are raised or -d is tried. The 16 bits of a group are
-stored as g with g ^ 2 g = them, which leaves the highest bit free for one of the scale's, as the lowest.
+Of 32 values, group k is 2k, 2k + 16, 2k + 1, 2k + 17. All are rounded to the nearest level; where the bits of a group
+are odd, one level moves by one or two to the best of those with other parity: the least w ((d q' - x)^2 - (d q - x)^2),
+in which the reference takes q plain and d positive, even where values are raised or -d is tried. The 16 bits of a group
+are stored as g with g ^ 2 g = them, which leaves a bit free, the lowest, for one of the scale's.
 
 The scale of 32 values: 15 candidates for 1 / d, tried as in ik_search.py, for plain and raised values. When it is a
 multiple of the row's, the better of plain and raised values is taken.

@@ -22,6 +22,7 @@ from __future__ import annotations
 from quantkit.kernels.cpu.encode import ik_blocks, ik_rows
 from quantkit.kernels.cpu.encode.ik_blocks import block_encoder
 from quantkit.kernels.cpu.encode.ik_levels import IQ2, IQ3, IQ4, IQ5, IQ6
+from quantkit.kernels.cpu.encode.ik_pairs import scale_6_bit, search_pairs, store_pairs
 from quantkit.kernels.cpu.encode.ik_parity import search_even, store_even
 from quantkit.kernels.cpu.encode.ik_partitions import search_partitions
 from quantkit.kernels.cpu.encode.ik_rows import row_encoder, rows_encoder
@@ -43,3 +44,6 @@ encode_iq3_ks = row_encoder("IQ3_KS", IQ3, make_search("iq3_ks", IQ3, 32, 5, 1, 
 encode_iq4_ks = row_encoder("IQ4_KS", IQ4, make_search("iq4_ks", IQ4, 32, 7), ik_rows.SCALES_8_BIT, pack_4, paired=True)
 encode_iq5_ks = row_encoder("IQ5_KS", IQ5, make_search("iq5_ks", IQ5, 32, 5), ik_rows.SCALES_8_BIT, pack_5)
 encode_iq4_kss = rows_encoder("IQ4_KSS", search_even, ik_rows.scale_8_bit, store_even, stretch=1.01)
+encode_iq2_kl = rows_encoder(
+    "IQ2_KL", search_pairs, scale_6_bit, store_pairs, near=2.25, magnitudes=True, stretch=1.025
+)

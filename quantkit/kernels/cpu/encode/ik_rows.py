@@ -40,6 +40,7 @@ from quantkit.kernels.cpu.encode.tiles import (
     importance_weights,
     inverse_or_zero,
     load_tile,
+    magnitude_weights,
     square_weights,
     sum_weights,
 )
@@ -125,7 +126,7 @@ round_any: Any = None
 multiples: Any = None
 store_multiples: Any = None
 pack: Any = None
-paired = False
+paired = magnitudes = False
 block_bytes = scales_bytes = 0
 
 
@@ -167,6 +168,8 @@ def _load_batch(s, row, weights, n, first, squares):
         load_tile(_batch(weights, n, first, s + WEIGHTS_TAIL), 0, 32, s + W)
         lift_weights(s + X, s + W, 32)
         importance_weights(s + X, s + W, 32, sigma2)
+    elif magnitudes:
+        magnitude_weights(s + X, s + W, 32)
     else:
         square_weights(s + X, s + W, 32, own * sigma2 if own else splat(f32x16, F(0)))
 
@@ -267,16 +270,24 @@ def _encode_rows(x, weights, out, row0, row1):
 
 
 def rows_encoder(
-    name: str, search: Any, row_scale: Any, store_batch: Any, *, near: float = 2, own: float = 0, stretch: float = 1
+    name: str,
+    search: Any,
+    row_scale: Any,
+    store_batch: Any,
+    *,
+    near: float = 2,
+    own: float = 0,
+    magnitudes: bool = False,
+    stretch: float = 1,
 ) -> Encoder:
     """Return the encoder of a type.
 
     search(xt, wt, scales, raised): of 16 scales. row_scale(scales, sums of weights, n): d and 1 / d. store_batch: as
-    ``_store_batch``. near: the multiple of the mean square in weights with importances; own: the part of that without.
-    stretch: what d is multiplied by in the end.
+    ``_store_batch``. near: the multiple of the mean square in weights with importances; own: the part of that without,
+    added to squares; magnitudes: they are magnitudes instead. stretch: what d is multiplied by in the end.
     """
     key, t = name.lower(), BY_NAME[name]
-    load_batch = specialize(_load_batch, key, helper, near=F(near), own=F(own))
+    load_batch = specialize(_load_batch, key, helper, near=F(near), own=F(own), magnitudes=magnitudes)
     blocks = {"load_batch": load_batch, "block_bytes": t.block_bytes}
     encode_row = specialize(
         _encode_row, key, search=search, row_scale=row_scale, **blocks,
