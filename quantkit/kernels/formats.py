@@ -125,7 +125,7 @@ FORMATS: dict[str, Format] = {
         _format("IQ4_K", "ik_quants", True, "q8_k", span=16, planes=2, together="K"),
         _format("IQ5_K", "ik_quants", True, "q8_k", span=16, planes=2, together="K"),
         _format("IQ6_K", "ik_quants", True, "q8_k", span=16, planes=2, together="K"),
-        _format("IQ2_KS", "ik_quants", False, "q8_k", together="K"),
+        _format("IQ2_KS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ3_KS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ4_KS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ5_KS", "ik_quants", True, "q8_k", together="K"),
