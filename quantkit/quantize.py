@@ -34,8 +34,8 @@ from quantkit.pipeline.metadata import (
     set_provenance,
     set_quantization,
 )
-from quantkit.pipeline.plan import Chosen, Plan, check_kernels, plan_output, source_fingerprint
-from quantkit.pipeline.presets import FTYPE_UNKNOWN, Preset, preset_by_name
+from quantkit.pipeline.plan import Chosen, Plan, plan_output, source_fingerprint
+from quantkit.pipeline.presets import FTYPE_UNKNOWN, RULES, Preset, preset_by_name
 from quantkit.pipeline.recipe import Rule, parse_custom_q, parse_tensor_type, read_recipe, read_tensor_type_file
 from quantkit.pipeline.regroup import Regrouped, as_it_is, prune_record, regroup
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, run_plan
@@ -48,15 +48,18 @@ from quantkit.version import __version__
 class QuantizeOptions:
     """Everything about a quantization but the two files and TYPE; names as on the command line.
 
-    Types are names from `quantkit types`, in any case. ``rules`` holds ready Rules, before all other sources.
+    Types are names from `quantkit types`, in any case. ``rules`` is whose mixture and other rules apply, "mainline" or
+    "ik"; None for the tree of TYPE. ``ready_rules`` are a user's rules, before all other sources of them.
     """
+
+    rules: str | None = None
 
     imatrix: Path | None = None
     include_weights: tuple[str, ...] = ()
     exclude_weights: tuple[str, ...] = ()
     ignore_imatrix_rules: bool = False
     hide_imatrix: bool = False
-    rules: tuple[Rule, ...] = ()
+    ready_rules: tuple[Rule, ...] = ()
     recipe: tuple[Path, ...] = ()
     tensor_type: tuple[str, ...] = ()
     tensor_type_file: tuple[Path, ...] = ()
@@ -173,27 +176,33 @@ def plan_quantize(
             first, second = (f"--{name.replace('_', '-')}" for name in pair)
             raise RecipeError(f"{first} and {second} exclude each other: give only one of them")
     with open_model(source) as opened:
-        draft = _Draft(opened, preset_by_name(type), options)
+        draft = _Draft(opened, _preset(type, options), options)
         _check_source(draft)
         draft.taken = _taken(opened, options)
         _load_importance(draft)
         request = _request(draft)
         tensors, choices = _choose(draft, request)
         _lint(draft, request, tensors, choices)
-        check_kernels([replace(t, type=c.type, reason=c.reason) for t, c in zip(tensors, choices, strict=True)])
-        chosen = _with_importance(draft, tensors, choices)
+        chosen = _with_importance(draft, request, tensors, choices)
         return plan_output(
             opened,
             _output_path(source, output, type, options),
             _metadata(draft, request).fields(),
             chosen,
             title=draft.preset.name,
+            rules="ik" if request.ik else "mainline",
             notes=draft.notes,
             shard_of=_shards(draft),
             split_max_size=None if options.split_max_size is None else _size(options.split_max_size),
             reads=[Path(p) for p in (*options.recipe, *options.tensor_type_file, options.imatrix) if p is not None],
             identity=f"{__version__} {draft.fingerprint} {draft.imatrix.sha256 if draft.imatrix else None}",
         )
+
+
+def _preset(type: str, options: QuantizeOptions) -> Preset:  # noqa: A002
+    if options.rules not in (None, *RULES):
+        raise RecipeError(f"--rules {options.rules}: there are rules of {' and '.join(RULES)}")
+    return preset_by_name(type, options.rules)
 
 
 def _size(value: int | str) -> int:
@@ -271,7 +280,7 @@ def _choose(draft: _Draft, request: Request) -> tuple[list[Chosen], list[Choice]
     while True:
         tensors = _tensors(draft)
         mixed = {t.name: types for t in tensors if len(types := _types(t)) > 1}
-        choices = choose_types(ModelFacts.from_metadata(draft.key, tensors), tensors, request, mixed)
+        choices = _choices(draft, request, tensors, mixed)
         undecided = {t.parts[0].source.name for t, c in zip(tensors, choices, strict=True) if c.undecided}
         if not undecided:
             return tensors, choices
@@ -282,6 +291,19 @@ def _choose(draft: _Draft, request: Request) -> tuple[list[Chosen], list[Choice]
                     f"gate is {gate}, up is {up}, and {draft.preset} keeps both; a rule for {MERGED} can change that"
                 )
         draft.taken = _taken(draft.source, draft.options, left)
+
+
+def _choices(
+    draft: _Draft, request: Request, tensors: Sequence[Chosen], mixed: Mapping[str, tuple[TensorType, ...]]
+) -> list[Choice]:
+    """Choose in the order in which the tree counts layers: llama.cpp's is the output's, ik's the source's."""
+    facts = ModelFacts.from_metadata(draft.key, tensors, ik=request.ik)
+    if not request.ik:
+        return choose_types(facts, tensors, request, mixed)
+    by_name = {tensor.name: tensor for tensor in tensors}
+    order = [by_name[draft.renamed[t.name]] for t in draft.taken.tensors if t.name in draft.renamed]
+    found = {choice.name: choice for choice in choose_types(facts, order, request, mixed)}
+    return [found[tensor.name] for tensor in tensors]
 
 
 def _types(tensor: Chosen) -> tuple[TensorType, ...]:
@@ -308,6 +330,7 @@ def _request(draft: _Draft) -> Request:
     }
     return Request(
         draft.preset,
+        tree=options.rules,
         rules=tuple(_rules(options)),
         pure=options.pure,
         leave_output_tensor=options.leave_output_tensor,
@@ -327,7 +350,7 @@ def _type_of_option(option: str, value: str) -> TensorType:
 
 def _rules(options: QuantizeOptions) -> list[Rule]:
     """Collect the rules of all sources: given ones first, then recipes, --tensor-type, its files, --custom-q."""
-    rules = list(options.rules)
+    rules = list(options.ready_rules)
     for path in options.recipe:
         rules += read_recipe(path)
     for number, text in enumerate(options.tensor_type, 1):
@@ -339,7 +362,9 @@ def _rules(options: QuantizeOptions) -> list[Rule]:
     return rules
 
 
-def _with_importance(draft: _Draft, tensors: Sequence[Chosen], choices: Sequence[Choice]) -> list[Chosen]:
+def _with_importance(
+    draft: _Draft, request: Request, tensors: Sequence[Chosen], choices: Sequence[Choice]
+) -> list[Chosen]:
     """Look up the importance of every tensor that is encoded, and refuse those that may not go without."""
     chosen, finds = [], []
     for tensor, choice in zip(tensors, choices, strict=True):
@@ -353,6 +378,7 @@ def _with_importance(draft: _Draft, tensors: Sequence[Chosen], choices: Sequence
                 tensor.name,
                 choice.type,
                 preset=draft.preset.name,
+                ik=request.ik,
                 ignore_rules=draft.options.ignore_imatrix_rules,
             )
         used = found if found is not None and found.entry is not None else None
@@ -410,11 +436,11 @@ def _source_ftype(draft: _Draft) -> int:
 def _provenance(draft: _Draft, request: Request) -> dict[str, str]:
     """Return what a reader of the file should know about its making."""
     options = draft.options
+    apart = ("imatrix", "ready_rules", "recipe", "tensor_type", "tensor_type_file", "custom_q", "no_provenance")
     given = [
         f"--{f.name.replace('_', '-')} {_shown(getattr(options, f.name))}".strip()
         for f in fields(QuantizeOptions)
-        if f.name not in ("imatrix", "rules", "recipe", "tensor_type", "tensor_type_file", "custom_q", "no_provenance")
-        and getattr(options, f.name) not in (None, (), False, "next")
+        if f.name not in apart and getattr(options, f.name) not in (None, (), False, "next")
     ]
     lines = [draft.preset.name, *given, *(f"{rule.pattern} = {rule.type}" for rule in request.rules)]
     facts = {

@@ -25,6 +25,7 @@ from quantkit.cli.summary import DryRunReport, RunReport
 from quantkit.errors import TypeNotSupported
 from quantkit.helpers import available_cpus, format_size
 from quantkit.pipeline.plan import Plan
+from quantkit.pipeline.presets import RULES
 from quantkit.pipeline.run import refusal
 from quantkit.pipeline.work import least_ram
 
@@ -73,6 +74,12 @@ class _Command(GroupedCommand):
 @option("--allow-requantize", group=_WHAT, is_flag=True, help="Re-quantize tensors that are already quantized.")
 @option("--leave-output-tensor", group=_WHAT, is_flag=True, help="Keep output.weight as it is.")
 @option("--pure", group=_WHAT, is_flag=True, help="No mixture, only the base type; rules and type options still apply.")
+@option(
+    "--rules",
+    group=_TYPES,
+    type=click.Choice(RULES),
+    help="Whose mixtures and fallbacks to follow: llama.cpp's or ik_llama.cpp's.  [default: that of TYPE]",
+)
 @option("--merge-up-gate", group=_WHAT, is_flag=True, help="Merge up and gate experts, as `quantkit merge-up-gate`.")
 @option("--split-up-gate", group=_WHAT, is_flag=True, help="Split merged experts, as `quantkit split-up-gate`.")
 @option("--prune-layers", group=_WHAT, metavar="L,L,..", help="Drop these layers (3,7-9) and renumber the rest.")
@@ -140,9 +147,12 @@ def command(
 ) -> None:
     """Quantize a GGUF model.
 
-    TYPE is a preset (Q4_K_M, IQ4_XS, ...), its number, a tensor type, or COPY. Without OUT.gguf the output is
+    TYPE is a preset (Q4_K_M, IQ4_KS, ...), its number, a tensor type, or COPY. Without OUT.gguf the output is
     ggml-model-TYPE.gguf next to the input. IN may be any shard of a split model. The bytes are those of
     llama-quantize b11434, whatever the number of threads.
+
+    Presets that llama.cpp has follow its rules; --rules ik makes them follow those of ik_llama.cpp, as its own presets
+    always do. Rules, options and --pure work the same with both.
 
     Rules that give ffn_gate_exps and ffn_up_exps the same type also apply to merged experts (ffn_gate_up_exps), which
     llama-quantize would skip; a note says so. A rule for ffn_gate_up_exps takes precedence.
