@@ -1,0 +1,239 @@
+"""Weave rows together, and take them apart: the layouts of kernels/interleave.py as SIMD code.
+
+A layout is a table that says for each bit where it comes from; ``_moves`` turns it into straight-line code for a unit.
+Source bytes are loaded into vectors of 64; for each vector of the output, the bytes that contribute to it by the same
+rotation are shuffled together, rotated, masked and joined. A layout of nibbles so takes two shuffles, two shifts and
+two masks for 64 bytes, whatever its order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba.core import types
+
+from quantkit.kernels.cpu.core.jit import kernel, specialize
+from quantkit.kernels.cpu.core.simd import _pointer, _shuffle, emits, load, store
+from quantkit.kernels.cpu.core.tape import address_of
+from quantkit.kernels.interleave import Layout, layout_of
+from quantkit.types import TensorType
+
+U8 = npt.NDArray[np.uint8]
+
+_I8, _I64 = ir.IntType(8), ir.IntType(64)
+_VECTOR = ir.VectorType(_I8, 64)
+
+
+class _Region:
+    """Pieces of memory of one size, some of which lie a stride apart, as vectors of 64 bytes.
+
+    Small pieces share a vector. A piece is covered by parts of ``width`` bytes; the last one may overlap that before.
+    """
+
+    def __init__(self, pieces: int, size: int) -> None:
+        self.width = min(64, 1 << (size.bit_length() - 1))
+        starts = [*range(0, size - self.width + 1, self.width)]
+        if starts[-1] + self.width < size:
+            starts.append(size - self.width)
+        #: Piece and byte of each part, so that the same parts of all pieces are neighbours.
+        self.parts = [(piece, start) for start in starts for piece in range(pieces)]
+        self.per_vector = 64 // self.width
+        # A byte's place among the parts: the last that covers it.
+        self.place = np.zeros((pieces, size), np.int64)
+        for i, (piece, start) in enumerate(self.parts):
+            self.place[piece, start : start + self.width] = i * self.width + np.arange(self.width)
+        self.place = self.place.reshape(-1)
+
+    @property
+    def bytes(self) -> list[list[tuple[int, int]]]:
+        """Return the parts of each vector."""
+        return [self.parts[i : i + self.per_vector] for i in range(0, len(self.parts), self.per_vector)]
+
+    def order(self, size: int) -> npt.NDArray[np.int64]:
+        """Return the byte that each lane of the vectors holds, pieces one behind the other; -1 for unused lanes."""
+        out = np.full(64 * len(self.bytes), -1)
+        for i, (piece, start) in enumerate(self.parts):
+            out[i * self.width : (i + 1) * self.width] = piece * size + start + np.arange(self.width)
+        return out
+
+    def load(self, b: Any, address: Any, stride: Any) -> list[Any]:
+        t = ir.VectorType(_I8, self.width)
+        return [self._joined(b, [b.load(_part(b, address, stride, p, t), align=1) for p in ps]) for ps in self.bytes]
+
+    def _joined(self, b: Any, parts: list[Any]) -> Any:
+        while len(parts) > 1 or parts[0].type.count < 64:
+            parts += [ir.Constant(parts[0].type, ir.Undefined)] * (len(parts) % 2)
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            parts = [_shuffle(b, x, y, range(2 * x.type.count)) for x, y in pairs]
+        return parts[0]
+
+    def store(self, b: Any, address: Any, stride: Any, number: int, vector: Any) -> None:
+        t = ir.VectorType(_I8, self.width)
+        for i, part in enumerate(self.bytes[number]):
+            lanes = range(i * self.width, (i + 1) * self.width)
+            b.store(_shuffle(b, vector, None, lanes), _part(b, address, stride, part, t), align=1)
+
+
+def _part(b: Any, address: Any, stride: Any, part: tuple[int, int], t: ir.Type) -> Any:
+    piece, start = part
+    return _pointer(b, address, b.add(b.mul(stride, _I64(piece)), _I64(start)), t)
+
+
+def _constant(values: npt.ArrayLike) -> ir.Constant:
+    return ir.Constant(_VECTOR, [int(v) for v in np.asarray(values)])
+
+
+def _gather(b: Any, vectors: list[Any], lanes: npt.NDArray[np.int64]) -> Any:
+    """Return a vector of the bytes ``lanes`` of all vectors one behind the other; anything where a lane is negative."""
+    result = ir.Constant(_VECTOR, ir.Undefined)
+    for v in sorted({int(lane) // 64 for lane in lanes if lane >= 0}):
+        here = (lanes >= 0) & (lanes // 64 == v)
+        result = _shuffle(b, result, vectors[v], [int(x) for x in np.where(here, 64 + lanes % 64, np.arange(64))])
+    return result
+
+
+def _terms(
+    order: npt.NDArray[np.int64], place: npt.NDArray[np.int64]
+) -> dict[tuple[int, int], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Group the bits of a vector, [64, 8] numbers of source bits, by rotation.
+
+    Returns for each (rotation, number) the source lanes, -1 where there is none, and the masks after the rotation.
+    """
+    terms: dict[tuple[int, int], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+    for lane, bits in enumerate(order):
+        for to, bit in enumerate(bits):
+            if bit < 0:
+                continue
+            source, number = place[bit // 8], 0
+            while True:
+                lanes, masks = terms.setdefault((to - bit % 8, number), (np.full(64, -1), np.zeros(64, np.int64)))
+                if lanes[lane] in (-1, source):
+                    break
+                number += 1
+            lanes[lane] = source
+            masks[lane] |= 1 << to
+    return terms
+
+
+def _rotated(b: Any, v: Any, by: int) -> Any:
+    if by == 0:
+        return v
+    return b.shl(v, _constant([by] * 64)) if by > 0 else b.lshr(v, _constant([-by] * 64))
+
+
+def _parities(b: Any, v: Any, at: npt.NDArray[np.bool_]) -> Any:
+    """Replace each of bits 1 .. 7 of some bytes by the parity of those up to it."""
+    for shift, mask in ((1, 0x7E), (2, 0x3E), (4, 0x0E)):
+        v = b.xor(v, b.shl(b.and_(v, _constant(at * mask)), _constant([shift] * 64)))
+    return v
+
+
+def _no_parities(b: Any, v: Any, at: npt.NDArray[np.bool_]) -> Any:
+    """The inverse: each bit is the change of parity from the one before it."""
+    return b.xor(v, b.shl(b.and_(v, _constant(at * 0x7E)), _constant([1] * 64)))
+
+
+def _moves(name: str, order: Any, pieces: tuple[int, int], signs: Any, flipped: Any, is_woven: bool) -> Any:
+    """Return an intrinsic ``move(source, source_stride, target, target_stride)`` that rearranges one unit.
+
+    order: for each bit of the target, the bit of the source; pieces: into how many pieces, a stride apart, the bytes
+    of source and target fall; signs, flipped: of the bytes of whichever is woven, the target if ``is_woven``.
+    """
+
+    def typing(*args: Any) -> Any:
+        return types.void(types.intp, types.intp, types.intp, types.intp)
+
+    def emit(b, sig, at, stride, to, to_stride):
+        n_source, n_target = int(order.max()) // 8 + 1 if is_woven else len(signs), len(order) // 8
+        source, target = (_Region(p, n // p) for p, n in zip(pieces, (n_source, n_target), strict=True))
+        bits = np.concatenate([order.reshape(-1, 8), np.full((1, 8), -1)])  # the last for unused lanes
+        vectors = source.load(b, at, stride)
+        if not is_woven:
+            lanes = source.order(n_source // pieces[0]).reshape(-1, 64)
+            vectors = [_plain(b, v, signs[i], flipped[i]) for v, i in zip(vectors, lanes, strict=True)]
+        for number, lanes in enumerate(target.order(n_target // pieces[1]).reshape(-1, 64)):
+            out = None
+            for (rotation, _), (lane, masks) in sorted(_terms(bits[lanes], source.place).items()):
+                v = _rotated(b, _gather(b, vectors, lane), rotation)
+                used = masks[lanes >= 0]
+                if (used != 0xFF).any():
+                    v = b.and_(v, _constant(masks))
+                out = v if out is None else b.or_(out, v)
+            if is_woven:
+                out = _woven(b, out, signs[lanes], flipped[lanes])
+            target.store(b, to, to_stride, number, out)
+
+    return emits(typing, name)(emit)
+
+
+def _woven(b: Any, v: Any, signs: Any, flipped: Any) -> Any:
+    v = _parities(b, v, signs) if signs.any() else v
+    return b.xor(v, _constant(flipped)) if flipped.any() else v
+
+
+def _plain(b: Any, v: Any, signs: Any, flipped: Any) -> Any:
+    v = b.xor(v, _constant(flipped)) if flipped.any() else v
+    return _no_parities(b, v, signs) if signs.any() else v
+
+
+# --- kernels -------------------------------------------------------------------------------------------------------
+
+#: Bindings: ``_moves`` of a layout; rows of a group; bytes of a unit of one row, plain and woven; bytes of a row header.
+move: Any = None
+group = unit_bytes = woven_bytes = header_bytes = woven_header = 0
+
+
+def weave_rows(rows: int, row_bytes: int, woven: int, woven_row: int, groups: int, units: int) -> None:
+    """Weave ``groups`` groups of rows; addresses, and bytes of a row of either kind."""
+    for g in range(groups):
+        source, target = rows + g * group * row_bytes, woven + g * group * woven_row
+        for k in range(group):
+            for i in range(0, woven_header, 2):
+                store(target, k * woven_header + i, load(types.uint16, source, k * row_bytes + i))
+        source, target = source + header_bytes, target + group * woven_header
+        for u in range(units):
+            move(source + u * unit_bytes, row_bytes, target + u * group * woven_bytes, 0)
+
+
+def unravel_rows(woven: int, woven_row: int, rows: int, row_bytes: int, groups: int, units: int) -> None:
+    """Take ``groups`` groups apart."""
+    for g in range(groups):
+        source, target = woven + g * group * woven_row, rows + g * group * row_bytes
+        for k in range(group):
+            for i in range(0, min(woven_header, header_bytes), 2):
+                store(target, k * row_bytes + i, load(types.uint16, source, k * woven_header + i))
+        source, target = source + group * woven_header, target + header_bytes
+        for u in range(units):
+            move(source + u * group * woven_bytes, 0, target + u * unit_bytes, row_bytes)
+
+
+def _sizes(layout: Layout) -> dict[str, int]:
+    t, base = layout.type, layout.base
+    return {
+        "group": layout.rows,
+        "unit_bytes": layout.values * base.block_bytes // base.block,
+        "woven_bytes": layout.values * t.block_bytes // t.block,
+        "header_bytes": base.row_header,
+        "woven_header": t.row_header,
+    }
+
+
+@cache
+def _weaver(t: TensorType, compiled: Callable[..., Any] = kernel) -> Any:
+    layout = layout_of(t)
+    order = np.asarray(layout.weave, np.int64)
+    made = _moves(f"weave_{t.name.lower()}", order, (layout.rows, 1), layout.signs, layout.flipped, True)
+    return specialize(weave_rows, t.name.lower(), compiled, move=made, **_sizes(layout))
+
+
+@cache
+def _unraveler(t: TensorType, compiled: Callable[..., Any] = kernel) -> Any:
+    layout = layout_of(t)
+    order = np.asarray(layout.unravel, np.int64)
+    made = _moves(f"unravel_{t.name.lower()}", order, (1, layout.rows), layout.signs, layout.flipped, False)
+    return specialize(unravel_rows, t.name.lower(), compiled, move=made, **_sizes(layout))
