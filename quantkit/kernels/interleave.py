@@ -41,8 +41,7 @@ class Layout:
 
     A *unit* is what is rearranged at a time: ``values`` values of each row, one block or several. ``weave`` gives, for
     each bit of a woven unit, the bit of the rows' units that it holds, these one behind the other; None if there is no
-    way in this direction. ``unravel`` gives, for each bit of the rows' units, the bit of the woven one; bits of the
-    group's headers, if they are needed, come before it.
+    way in this direction. ``unravel`` gives, for each bit of the rows' units, the bit of the woven one.
     """
 
     type: TensorType
@@ -59,6 +58,11 @@ class Layout:
     def rows(self) -> int:
         """Rows of a group."""
         return self.type.interleave
+
+    @property
+    def spreads(self) -> bool:
+        """Whether the scale of a row becomes that of each of its blocks."""
+        return self.type.row_header == 2 and self.base.row_header == 0
 
     @property
     def is_exact(self) -> bool:
@@ -312,11 +316,11 @@ def _q8_0_of_q8_k(rows: int) -> Bits:
 
 
 def _iq1_s_of_r4() -> Bits:
-    """The bits of IQ1_S rows in 8 blocks of IQ1_S_R4: the scales come from the group's headers, 4 half floats."""
-    head, blocks = _bits(4 * 2 + 8 * 24)[:8], _bits(4 * 2 + 8 * 24)[8:].reshape(8, 24, 8)
+    """The bits of IQ1_S rows in 8 blocks of IQ1_S_R4; their scales, which are the rows', are written afterwards."""
+    blocks = _bits(8, 24)
     index = blocks[:, :16].reshape(8, 4, 4, 8).transpose(2, 0, 1, 3).reshape(4, 32, 8)
     high = blocks[:, 16:].reshape(8, 4, 2, 8).swapaxes(0, 1).reshape(4, 16, 8)
-    return np.concatenate([head.reshape(4, 2, 8), index, high], axis=1).reshape(-1)
+    return np.concatenate([high[:, :2], index, high], axis=1).reshape(-1)
 
 
 # --- the registry --------------------------------------------------------------------------------------------------
@@ -369,6 +373,12 @@ BASES: dict[str, str] = {**{name: row[0] for name, row in _EXACT.items()}, **{n:
 WOVEN: dict[str, str] = {row[0]: name for name, row in _EXACT.items() if BY_NAME[name].id > 100}
 
 
+def weaves_together(t: TensorType, *shape: int) -> bool:
+    """Return whether a tensor of ggml shape ``shape`` can be of a woven type: whole groups of rows, whole units."""
+    rows = shape[1] if len(shape) > 1 else 1
+    return rows % t.interleave == 0 and shape[0] % (_EXACT[t.name][1] if t.name in _EXACT else 256) == 0
+
+
 def is_woven(t: TensorType) -> bool:
     """Whether rows of type ``t`` can be taken apart."""
     return t.name in BASES
@@ -379,19 +389,28 @@ def base_of(t: TensorType) -> TensorType:
     return BY_NAME[BASES.get(t.name, t.name)]
 
 
+def repacks(source: TensorType, target: TensorType) -> bool:
+    """Whether rows of one type become rows of another without a value being touched: only their order changes."""
+    if source is target or base_of(source) is not base_of(target):
+        return False
+    return not is_woven(target) or layout_of(target).is_exact
+
+
 def woven_of(t: TensorType) -> TensorType | None:
     """Return the woven type that holds rows of type ``t`` without loss, or None."""
     return BY_NAME[WOVEN[t.name]] if t.name in WOVEN else None
 
 
 @cache
-def layout_of(t: TensorType) -> Layout:
-    """Return the layout of a woven type; raise TypeNotSupported if ``t`` is none that can be taken apart."""
+def layout_of(t: TensorType, n: int = 0) -> Layout:
+    """Return the layout of a woven type for rows of ``n`` values; raise TypeNotSupported if there is none."""
     if t.name not in BASES:
-        raise TypeNotSupported(f"{t.name} has no rows that this version could take apart")
+        raise TypeNotSupported(f"{t.name}: this version cannot take its rows apart")
     base = BY_NAME[BASES[t.name]]
     if t.name in _EXACT:
         _, values, make = _EXACT[t.name]
+        if values < 32 and n % 32 == 0:  # BF16_R16: pairs, many together
+            values = 32
         nbytes = values // base.block * base.block_bytes
         weave = make(_bits(t.interleave, nbytes)).astype(np.int32)
         unravel = np.argsort(weave).astype(np.int32)

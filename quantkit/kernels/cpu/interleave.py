@@ -17,6 +17,7 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba.core import types
 
+from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cpu.core.jit import kernel, specialize
 from quantkit.kernels.cpu.core.simd import _pointer, _shuffle, emits, load, store
 from quantkit.kernels.cpu.core.tape import address_of
@@ -183,13 +184,15 @@ def _plain(b: Any, v: Any, signs: Any, flipped: Any) -> Any:
 
 # --- kernels -------------------------------------------------------------------------------------------------------
 
-#: Bindings: ``_moves`` of a layout; rows of a group; bytes of a unit of one row, plain and woven; bytes of a row header.
+#: Bindings: ``_moves`` of a layout; rows of a group; bytes of a unit of one row and of a row header, plain and woven;
+#: whether a row's scale becomes that of its blocks.
 move: Any = None
 group = unit_bytes = woven_bytes = header_bytes = woven_header = 0
+spreads = False
 
 
 def weave_rows(rows: int, row_bytes: int, woven: int, woven_row: int, groups: int, units: int) -> None:
-    """Weave ``groups`` groups of rows; addresses, and bytes of a row of either kind."""
+    """Weave ``groups`` groups of rows of ``units`` units; addresses, and the bytes of a row of either kind."""
     for g in range(groups):
         source, target = rows + g * group * row_bytes, woven + g * group * woven_row
         for k in range(group):
@@ -200,40 +203,79 @@ def weave_rows(rows: int, row_bytes: int, woven: int, woven_row: int, groups: in
             move(source + u * unit_bytes, row_bytes, target + u * group * woven_bytes, 0)
 
 
-def unravel_rows(woven: int, woven_row: int, rows: int, row_bytes: int, groups: int, units: int) -> None:
-    """Take ``groups`` groups apart."""
+def unravel_rows(rows: int, row_bytes: int, woven: int, woven_row: int, groups: int, units: int) -> None:
+    """Take ``groups`` groups apart; arguments as of ``weave_rows``."""
     for g in range(groups):
-        source, target = woven + g * group * woven_row, rows + g * group * row_bytes
+        head, target = woven + g * group * woven_row, rows + g * group * row_bytes
         for k in range(group):
             for i in range(0, min(woven_header, header_bytes), 2):
-                store(target, k * row_bytes + i, load(types.uint16, source, k * woven_header + i))
-        source, target = source + group * woven_header, target + header_bytes
+                store(target, k * row_bytes + i, load(types.uint16, head, k * woven_header + i))
+        source, target = head + group * woven_header, target + header_bytes
         for u in range(units):
-            move(source + u * group * woven_bytes, 0, target + u * unit_bytes, row_bytes)
+            to = target + u * unit_bytes
+            move(source + u * group * woven_bytes, 0, to, row_bytes)
+            if spreads:
+                for k in range(group):
+                    store(to, k * row_bytes, load(types.uint16, head, 2 * k))
 
 
-def _sizes(layout: Layout) -> dict[str, int]:
+def _specialized(function: Callable[..., Any], made: Any, layout: Layout, compiled: Callable[..., Any]) -> Any:
     t, base = layout.type, layout.base
-    return {
+    sizes = {
         "group": layout.rows,
         "unit_bytes": layout.values * base.block_bytes // base.block,
         "woven_bytes": layout.values * t.block_bytes // t.block,
         "header_bytes": base.row_header,
         "woven_header": t.row_header,
+        "spreads": layout.spreads,
     }
+    return specialize(function, f"{t.name.lower()}_{layout.values}", compiled, move=made, **sizes)
 
 
 @cache
-def _weaver(t: TensorType, compiled: Callable[..., Any] = kernel) -> Any:
-    layout = layout_of(t)
-    order = np.asarray(layout.weave, np.int64)
-    made = _moves(f"weave_{t.name.lower()}", order, (layout.rows, 1), layout.signs, layout.flipped, True)
-    return specialize(weave_rows, t.name.lower(), compiled, move=made, **_sizes(layout))
+def weaver(layout: Layout, compiled: Callable[..., Any] = kernel) -> Any:
+    """Return ``weave_rows`` of a layout, compiled on its first call; raise TypeNotSupported if it goes one way only."""
+    if layout.weave is None:
+        t, base = layout.type, layout.base
+        raise TypeNotSupported(f"{base} has not all that {t} holds: its rows cannot be woven together to {t}")
+    pieces, name = (layout.rows, 1), f"weave_{layout.type.name.lower()}_{layout.values}"
+    made = _moves(name, layout.weave.astype(np.int64), pieces, layout.signs, layout.flipped, True)
+    return _specialized(weave_rows, made, layout, compiled)
 
 
 @cache
-def _unraveler(t: TensorType, compiled: Callable[..., Any] = kernel) -> Any:
-    layout = layout_of(t)
-    order = np.asarray(layout.unravel, np.int64)
-    made = _moves(f"unravel_{t.name.lower()}", order, (1, layout.rows), layout.signs, layout.flipped, False)
-    return specialize(unravel_rows, t.name.lower(), compiled, move=made, **_sizes(layout))
+def unraveler(layout: Layout, compiled: Callable[..., Any] = kernel) -> Any:
+    """Return ``unravel_rows`` of a layout, compiled on its first call."""
+    pieces, name = (1, layout.rows), f"unravel_{layout.type.name.lower()}_{layout.values}"
+    made = _moves(name, layout.unravel.astype(np.int64), pieces, layout.signs, layout.flipped, False)
+    return _specialized(unravel_rows, made, layout, compiled)
+
+
+def interleave_rows(t: TensorType, rows: U8, out: U8) -> None:
+    """Weave rows of a base type together to the woven type ``t``, without the GIL.
+
+    rows: uint8 [n, row bytes of base_of(t)]; out: uint8 [n, row bytes of t]; both C-contiguous, n a multiple of
+    ``t.interleave``. Raises TypeNotSupported if the base type lacks what ``t`` holds, ValueError for other shapes.
+    """
+    layout, units = _checked(t, rows, out)
+    weaver(layout)(address_of(rows), rows.shape[1], address_of(out), out.shape[1], len(rows) // t.interleave, units)
+
+
+def deinterleave_rows(t: TensorType, woven: U8, out: U8) -> None:
+    """Take rows of the woven type ``t`` apart, the inverse of ``interleave_rows``; what it takes, the other way."""
+    layout, units = _checked(t, out, woven)
+    unraveler(layout)(address_of(out), out.shape[1], address_of(woven), woven.shape[1], len(out) // t.interleave, units)
+    if layout.base.name == "Q8_KV":
+        out[:, 4:8] = out[:, 8:].view(np.int8).sum(axis=1, dtype=np.int32)[:, None].view(np.uint8)
+
+
+def _checked(t: TensorType, rows: U8, woven: U8) -> tuple[Layout, int]:
+    """Return the layout of rows, and their units; ValueError if shapes disagree."""
+    n = (woven.shape[1] - t.row_header) // t.block_bytes * t.block
+    layout = layout_of(t, n)
+    base, count = layout.base, len(rows)
+    if n % layout.values or rows.shape != (count, base.row_bytes(n)) or woven.shape != (count, t.row_bytes(n)):
+        raise ValueError(f"{t}: rows are uint8 [{list(rows.shape)}] as {base}, [{list(woven.shape)}] woven")
+    if count % layout.rows or not (rows.flags.c_contiguous and woven.flags.c_contiguous):
+        raise ValueError(f"{t}: {count} rows must be contiguous and whole groups of {layout.rows}")
+    return layout, n // layout.values
