@@ -91,8 +91,8 @@ class Choice:
     """The type one tensor gets, and why.
 
     ``by`` is what decided: "kept", "option", "rule", "class", "COPY", "repack" or "preset". ``fallback_from`` is the
-    type that the rows or the shape do not allow. ``rule`` is the matching rule, whether it decided or not. ``mixed`` are the
-    types of a tensor's parts if they differ; ``source_type`` is then the first.
+    type that the rows or the shape do not allow. ``rule`` is the matching rule, whether it decided or not. ``mixed``
+    are the types of a tensor's parts if they differ; ``source_type`` is then the first.
     """
 
     name: str
