@@ -35,9 +35,10 @@ from quantkit.pipeline.metadata import (
     set_quantization,
 )
 from quantkit.pipeline.plan import Chosen, Plan, plan_output, source_fingerprint
-from quantkit.pipeline.presets import FTYPE_UNKNOWN, RULES, Preset, preset_by_name
+from quantkit.pipeline.presets import FTYPE_UNKNOWN, RULES, Preset, preset_by_name, repacked_ftype
 from quantkit.pipeline.recipe import Rule, parse_custom_q, parse_tensor_type, read_recipe, read_tensor_type_file
 from quantkit.pipeline.regroup import Regrouped, as_it_is, prune_record, regroup
+from quantkit.pipeline.repack import Repack
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, run_plan
 from quantkit.pipeline.work import whole
 from quantkit.types import TensorType, type_by_name
@@ -82,6 +83,9 @@ class QuantizeOptions:
     merge_up_gate: bool = False
     split_up_gate: bool = False
     prune_layers: tuple[int, ...] = ()
+    repack: bool = False
+    unrepack: bool = False
+    repack_pattern: tuple[str, ...] = ()
     override_kv: tuple[str, ...] = ()
     keep_split: bool = False
     split_max_size: str | int | None = None
@@ -145,7 +149,8 @@ def quantize(
     Args:
         source: a GGUF file, or any shard of a split model.
         output: the file to write; None for ggml-model-TYPE.gguf beside the source, as llama-quantize.
-        type: a preset, its number, or a tensor type, in any case.
+        type: a preset, its number, or a tensor type, in any case; with ``options.repack`` or ``unrepack`` only a name
+            for the output.
         options: everything else that decides what is written.
         max_ram: bytes (or "2G") that the workers' buffers may take together.
         run: threads, resume, overwrite, measure_error, observer: see ``RunOptions``.
@@ -171,12 +176,14 @@ def plan_quantize(
 ) -> Plan:
     """Decide everything about a quantization and write nothing; arguments and errors as for ``quantize``."""
     options = options or QuantizeOptions()
-    for pair in (("keep_split", "split_max_size"), ("merge_up_gate", "split_up_gate")):
+    for pair in (("keep_split", "split_max_size"), ("merge_up_gate", "split_up_gate"), ("repack", "unrepack")):
         if all(getattr(options, name) not in (None, False) for name in pair):
             first, second = (f"--{name.replace('_', '-')}" for name in pair)
             raise RecipeError(f"{first} and {second} exclude each other: give only one of them")
+    _check_repack(options)
+    repack = options.repack or options.unrepack
     with open_model(source) as opened:
-        draft = _Draft(opened, _preset(type, options), options)
+        draft = _Draft(opened, _preset("COPY" if repack else type, options), options)
         _check_source(draft)
         draft.taken = _taken(opened, options)
         _load_importance(draft)
@@ -189,7 +196,7 @@ def plan_quantize(
             _output_path(source, output, type, options),
             _metadata(draft, request).fields(),
             chosen,
-            title=draft.preset.name,
+            title="REPACK" if options.repack else "UNREPACK" if options.unrepack else draft.preset.name,
             rules="ik" if request.ik else "mainline",
             notes=draft.notes,
             shard_of=_shards(draft),
@@ -203,6 +210,27 @@ def _preset(type: str, options: QuantizeOptions) -> Preset:  # noqa: A002
     if options.rules not in (None, *RULES):
         raise RecipeError(f"--rules {options.rules}: there are rules of {' and '.join(RULES)}")
     return preset_by_name(type, options.rules)
+
+
+#: Options that say nothing about types, and may be given with --repack and --unrepack.
+_WITH_REPACK = {"repack", "unrepack", "repack_pattern", "merge_up_gate", "split_up_gate", "prune_layers", "override_kv"}
+_WITH_REPACK |= {"keep_split", "split_max_size", "no_provenance", "allow_requantize"}
+
+
+def _check_repack(options: QuantizeOptions) -> None:
+    """Refuse options about types beside --repack and --unrepack, and a pattern without them."""
+    verb = "--repack" if options.repack else "--unrepack"
+    if not (options.repack or options.unrepack):
+        if options.repack_pattern:
+            raise RecipeError("--repack-pattern chooses tensors for --repack or --unrepack: give one of them")
+        return
+    default = QuantizeOptions()
+    for f in fields(options):
+        if f.name not in _WITH_REPACK and getattr(options, f.name) != getattr(default, f.name):
+            raise RecipeError(
+                f"{verb} changes no value, so --{f.name.replace('_', '-')} has no meaning beside it: "
+                "leave it away, or quantize to interleaved types"
+            )
 
 
 def _size(value: int | str) -> int:
@@ -337,8 +365,14 @@ def _request(draft: _Draft) -> Request:
         allow_requantize=options.allow_requantize,
         has_imatrix=draft.importance is not None and draft.importance.n_entries > 0,
         fallback=options.fallback,
+        repack=Repack(options.repack, _patterns(options)) if options.repack or options.unrepack else None,
         **types,
     )
+
+
+def _patterns(options: QuantizeOptions) -> list[str]:
+    """Return the regular expressions of --repack-pattern, which are separated by commas, as in ik_llama.cpp."""
+    return [text for given in options.repack_pattern for text in given.split(",") if text]
 
 
 def _type_of_option(option: str, value: str) -> TensorType:
@@ -369,10 +403,11 @@ def _with_importance(
     chosen, finds = [], []
     for tensor, choice in zip(tensors, choices, strict=True):
         found = None
-        if draft.importance is not None and choice.type.is_quantized and not choice.copied:
+        made = not choice.copied and not choice.repacked
+        if draft.importance is not None and choice.type.is_quantized and made:
             found = draft.importance.lookup(tensor.name, tensor.shape)
             finds.append(found)
-        if not choice.copied:
+        if made:
             check_importance(
                 found,
                 tensor.name,
@@ -401,7 +436,7 @@ def _metadata(draft: _Draft, request: Request) -> Metadata:
     """Edit the source's metadata in llama-quantize's order of events."""
     source, options = draft.source, draft.options
     metadata = Metadata(draft.taken.metadata.fields())
-    set_quantization(metadata, _source_ftype(draft) if request.copy else draft.preset.ftype)
+    set_quantization(metadata, _copied_ftype(draft) if request.copy else draft.preset.ftype)
     for item in draft.overrides.values():
         metadata.set(item)
     if draft.imatrix is not None and draft.importance is not None and draft.importance.n_entries:
@@ -414,6 +449,14 @@ def _metadata(draft: _Draft, request: Request) -> Metadata:
         set_calibration(metadata, None if options.hide_imatrix else draft.imatrix)
         set_provenance(metadata, _provenance(draft, request))
     return metadata
+
+
+def _copied_ftype(draft: _Draft) -> int:
+    """Return the file type of a copy; that of ik's interleaved preset, or from it, if rows are repacked."""
+    ftype = _source_ftype(draft)
+    if draft.options.repack or draft.options.unrepack:
+        return repacked_ftype(ftype, draft.options.repack)
+    return ftype
 
 
 def _source_ftype(draft: _Draft) -> int:

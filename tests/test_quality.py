@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from encoded import ENCODED
+
 from quantkit.quality import QUALITY, SPEEDS, weighted_error
 from quantkit.types import TensorType
 

@@ -10,6 +10,8 @@ The first of these steps that applies to a tensor decides its type:
     4. class       --attn-{q,k,v,qkv,output}-type, --ffn-{gate,up,down}-type.
     5. preset      COPY keeps the type; --pure, a plain type or a float gives the base type; else the mixture.
 
+With --repack or --unrepack none of them is asked (repack.py).
+
 Afterwards, in any case, rows that do not divide into blocks get the fallback (--fallback), and interleaved types
 become plain ones in embeddings and where the rows do not divide into groups.
 
@@ -26,12 +28,14 @@ read (interleaved per_layer_token_embd), the nearest type that works is taken.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from quantkit.errors import TypeNotSupported
 from quantkit.formats.experts import MERGED
+from quantkit.kernels.interleave import repacks, weaves_together
 from quantkit.pipeline import mixture_ik, presets
 from quantkit.pipeline.facts import (
     ROUTER,
@@ -48,6 +52,7 @@ from quantkit.pipeline.mixture_ik import IkMixture
 from quantkit.pipeline.mixture_mainline import MainlineMixture
 from quantkit.pipeline.presets import Preset
 from quantkit.pipeline.recipe import Lint, Rule, and_more, decide, lint_rules
+from quantkit.pipeline.repack import Repack
 from quantkit.types import TensorType, type_by_name
 
 __all__ = [
@@ -85,6 +90,7 @@ class Request:
     allow_requantize: bool = False
     has_imatrix: bool = False
     fallback: str = "next"
+    repack: Repack | None = None
 
     @property
     def copy(self) -> bool:
@@ -109,9 +115,9 @@ class Request:
 class Choice:
     """The type one tensor gets, and why.
 
-    ``by`` is what decided: "kept", "option", "rule", "class", "COPY" or "preset". ``fallback_from`` is the type that
-    the rows or the shape do not allow. ``rule`` is the matching rule, whether it decided or not. ``mixed`` are the
-    types of a tensor's parts if they differ; ``source_type`` is then the first.
+    ``by`` is what decided: "kept", "option", "rule", "class", "COPY", "repack" or "preset". ``fallback_from`` is the
+    type that the rows or the shape do not allow. ``rule`` is the matching rule, whether it decided or not. ``mixed``
+    are the types of a tensor's parts if they differ; ``source_type`` is then the first.
     """
 
     name: str
@@ -129,15 +135,24 @@ class Choice:
         return self.type == self.source_type and not self.mixed
 
     @property
+    def repacked(self) -> bool:
+        """True if values stay as they are, and rows are interleaved or taken apart."""
+        return not self.copied and all(
+            t is self.type or repacks(t, self.type) for t in self.mixed or (self.source_type,)
+        )
+
+    @property
     def undecided(self) -> bool:
         """True if parts of different types keep them, so that they cannot become one tensor."""
-        return bool(self.mixed) and self.by in ("kept", "COPY")
+        return bool(self.mixed) and self.by in ("kept", "COPY", "repack")
 
     @property
     def requantized(self) -> bool:
         """True if quantized values are encoded again."""
         types = self.mixed or (self.source_type,)
-        return not self.undecided and any(t.is_quantized and t != self.type for t in types)
+        return not self.undecided and any(
+            t.is_quantized and t is not self.type and not repacks(t, self.type) for t in types
+        )
 
     @property
     def source(self) -> str:
@@ -242,6 +257,9 @@ def _choose(
     def choice(found: TensorType, by: str, reason: str) -> Choice:
         return Choice(t.name, t.type, found, reason, by, rule=rule, mixed=mixed)
 
+    if request.repack is not None:
+        found, why = request.repack.choose(t, rows_together(t))
+        return choice(found, "repack", why)
     if (kept := _why_kept(facts, t, request)) is not None:
         beaten = f"; {rule} does not apply" if rule is not None and rule.type != t.type else ""
         return choice(t.type, "kept", f"kept: {kept}{beaten}")
@@ -311,15 +329,22 @@ def _fit(choice: Choice, t: TensorLike, fallback: TensorType | None, *, ik: bool
     return _unweave(choice, t)
 
 
+def rows_together(t: TensorLike) -> int:
+    """Return how many rows of a tensor lie together wherever it is cut: by matrix, or into what it is made of."""
+    return math.gcd(t.shape[1] if len(t.shape) > 1 else 1, *(part.rows_apart for part in getattr(t, "parts", ())))
+
+
 def _unweave(choice: Choice, t: TensorLike) -> Choice:
     plain = presets.without_weave(choice.type)
     if plain == choice.type:
         return choice
     if t.name in TOKEN_EMBD_NAMES:
         return replace(choice, type=plain, reason=f"{choice.reason}; embeddings are read row by row: {plain}")
-    if t.shape[1] % choice.type.interleave == 0:
+    rows = rows_together(t)
+    if weaves_together(choice.type, t.shape[0], rows):
         return choice
-    why = f"{t.shape[1]} rows do not divide into groups of {choice.type.interleave}: {plain}"
+    values = f" of {t.shape[0]}" if rows % choice.type.interleave == 0 else ""
+    why = f"{rows} rows{values} do not divide into groups of {choice.type.interleave}: {plain}"
     first = choice.fallback_from or choice.type
     return replace(choice, type=plain, reason=f"{choice.reason}; {why}", fallback_from=first)
 

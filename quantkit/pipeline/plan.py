@@ -15,6 +15,7 @@ from pathlib import Path
 from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf import Field, GGUFFile, Layout, layout_gguf, parse_split_path, split_fields, split_path
 from quantkit.kernels.formats import has_decoder, has_encoder
+from quantkit.kernels.interleave import repacks
 from quantkit.pipeline.work import PlannedTensor, RowSlice
 from quantkit.types import TensorType
 
@@ -171,6 +172,8 @@ def check_kernels(chosen: Sequence[Chosen | PlannedTensor]) -> None:
 
     for c in chosen:
         for have in {part.source.type for part in c.parts} - {c.type}:
+            if repacks(have, c.type):
+                continue
             if not has_encoder(c.type):
                 raise TypeNotSupported(
                     f"tensor {c.name}: this version has no encoder for {c.type} ({c.reason}); "

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quantkit.errors import TypeNotSupported
+from quantkit.kernels.interleave import base_of
 from quantkit.types import ALIASES as TYPE_ALIASES
 from quantkit.types import BY_NAME, TYPES, TensorType
 
@@ -225,16 +226,39 @@ FALLBACK_IK: Mapping[str, str] = {
     **dict.fromkeys(("IQ1_BN", "IQ2_BN", "Q1_0"), "Q4_0"),
 }
 
-#: Woven types whose rows, taken apart, are of a type with another name.
-_UNWOVEN = {"Q8_K": "Q8_0", "Q4_0_4X4": "Q4_0", "Q4_0_4X8": "Q4_0", "Q4_0_8X8": "Q4_0"}
+#: Woven types of which nothing is known but the type that takes their place, as in ik (interleaved_properties).
+_UNWOVEN = {"IQ1_M_R4": "IQ1_M"}
 
 
 def without_weave(t: TensorType) -> TensorType:
     """Return the type of single rows behind an interleaved type: Q4_K for Q4_K_R4, Q8_0 for Q8_K_R8."""
-    if t.interleave == 1:
-        return t
-    stem = t.name.rsplit("_R", 1)[0]
-    return BY_NAME[_UNWOVEN.get(stem, stem)]
+    return BY_NAME[_UNWOVEN[t.name]] if t.name in _UNWOVEN else base_of(t)
+
+
+#: ik's presets of interleaved types by the presets that --repack makes them of (repacked_ftype).
+_REPACKED = {
+    **{
+        name: f"{name}_R4"
+        for name in ("Q5_0", "Q6_0", "Q2_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_M", "IQ3_XXS", "IQ3_S")
+        + ("IQ4_NL", "IQ2_BN", "IQ2_K", "IQ3_K", "IQ4_K", "IQ5_K", "IQ4_KS", "IQ5_KS")
+    },
+    **{f"{name}_{size}": f"{name}_R4" for name in ("Q3_K", "Q4_K", "Q5_K") for size in "SLM"},
+    **{name: f"{name}_R8" for name in ("Q4_0", "Q8_0", "IQ4_XS", "Q8_KV")},
+    "BF16": "BF16_R16",
+}
+
+
+def repacked_ftype(ftype: int, interleaved: bool) -> int:
+    """Return general.file_type of a model after its rows were interleaved, or taken apart; the same if it has no pair.
+
+    ik gives all sizes of Q3_K, Q4_K and Q5_K one number; back, it becomes that of the medium one.
+    """
+    numbers = {
+        _BY_PRESET_NAME[plain].ftype: _BY_PRESET_NAME[woven].ftype
+        for plain, woven in _REPACKED.items()
+        if plain in _BY_PRESET_NAME and woven in _BY_PRESET_NAME
+    }
+    return (numbers if interleaved else {woven: plain for plain, woven in numbers.items()}).get(ftype, ftype)
 
 
 def next_type(t: TensorType, *, ik: bool = False) -> TensorType:
