@@ -26,13 +26,14 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from quantkit.kernels.cpu.core.jit import inline
+from quantkit.kernels.cpu.core.jit import inline, specialize
 from quantkit.kernels.cpu.core.simd import (
     convert,
     f32x16,
     i32x16,
     load,
     load_f16,
+    make_constant,
     mask_bits,
     nearest_int,
     splat,
@@ -68,6 +69,11 @@ from quantkit.kernels.cpu.encode.search import (
     fit_with_min,
     search_levels,
 )
+from quantkit.kernels.cpu.encode.search_refined import fit_signed_refined
+
+_lane_numbers = make_constant(WIDE_INT, list(range(LANES)), "k_quants_lane_numbers")
+#: Whether all levels are in slots.
+_IN_SLOTS = False
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -339,6 +345,23 @@ encode_q5_k = blocks_encoder("Q5_K", _encode_q5_k, LANES, _END)
 
 
 @inline
+def _search_signed(s: Any, group: Any, nmax: Any) -> None:
+    """Search LANES sub-blocks; keep their scales, and the iscale that gives the levels."""
+    scale, iscale = fit_signed(s, _X, _W, 16, nmax, True)
+    store(s, _SCALE + group * STEP, scale)
+    store(s, _ISCALE + group * STEP, iscale)
+
+
+@inline
+def _search_refined(s: Any, group: Any, nmax: Any) -> None:
+    """_search_signed as in ik_llama.cpp: the levels themselves are kept, in the slot of the sub-block's number."""
+    scale, alive = fit_signed_refined(s, _X, _W, _L + group * 16 * STEP, 16, nmax)
+    store(s, _SCALE + group * STEP, scale)
+    store(s, _ISCALE + group * STEP, alive)
+    store(s, _SLOT + group * STEP, _lane_numbers() + np.int32(group * LANES))
+
+
+@inline
 def _fit_signed(s: Any, x: Any, w: Any, weighted: Any, count: Any, nmax: Any) -> Any:
     """Search the scale of every sub-block of the batch (make_qx_quants)."""
     if nmax == 4:
@@ -357,9 +380,7 @@ def _fit_signed(s: Any, x: Any, w: Any, weighted: Any, count: Any, nmax: Any) ->
             for i in range(16):
                 v = load(WIDE, s, _X + i * STEP)
                 store(s, _W + i * STEP, v * v)
-        scale, iscale = fit_signed(s, _X, _W, 16, nmax, True)
-        store(s, _SCALE + group * STEP, scale)
-        store(s, _ISCALE + group * STEP, iscale)
+        _search_signed(s, group, nmax)
     turn(s, _SCALE, _SCALE_T, 16)
 
 
@@ -414,8 +435,8 @@ def _largest_scale(s: Any) -> Any:
 
 
 @inline
-def _signed_levels(s: Any, x: Any, j: Any, lane: Any, nmax: Any, descent: Any) -> Any:
-    """Return the levels of sub-block j, from 0; where its scale came out as 0, those of the search."""
+def _signed_levels(s: Any, x: Any, j: Any, lane: Any, nmax: Any, slots: Any) -> Any:
+    """Return the levels of sub-block j, from 0; where its scale came out as 0, those of the search, if in a slot."""
     v = load(f32x16, x, j * 64)
     d = load(types.float32, s, _D_T + j * STEP + 4 * lane)
     if d == F(0):
@@ -423,7 +444,7 @@ def _signed_levels(s: Any, x: Any, j: Any, lane: Any, nmax: Any, descent: Any) -
         iscale = load(types.float32, s, _ISCALE + flat * 4)
         if iscale == F(0):
             return splat(i32x16, 0)
-        slot = load(types.int32, s, _SLOT + flat * 4) if descent else -1
+        slot = load(types.int32, s, _SLOT + flat * 4) if slots else -1
         if slot >= 0:
             at = _L + slot // LANES * 16 * STEP + slot % LANES * 4
             for i in range(16):
@@ -481,14 +502,14 @@ def _pack_scales_q3(s: Any) -> Any:
 
 
 @inline
-def _write_q3(s: Any, x: Any, out: Any, lane: Any, descent: Any) -> Any:
+def _write_q3(s: Any, x: Any, out: Any, lane: Any, slots: Any) -> Any:
     """As Q2_K; byte l of the high bits has bit k for value 32 * k + l."""
     for half in range(2):
         high = splat(i32x16, 0)
         for chunk in range(2):
             q = splat(i32x16, 0)
             for k in range(4):
-                level = _signed_levels(s, x, chunk * 8 + 2 * k + half, lane, 4, descent)
+                level = _signed_levels(s, x, chunk * 8 + 2 * k + half, lane, 4, slots)
                 q = q | (level & 3) << (2 * k)
                 high = high | (level >> 2) << (4 * chunk + k)
             store(out, 32 + chunk * 32 + half * 16, convert(u8x16, q))
@@ -535,14 +556,14 @@ def _scales_q6(s: Any) -> Any:
 
 
 @inline
-def _write_q6(s: Any, x: Any, out: Any, lane: Any) -> Any:
+def _write_q6(s: Any, x: Any, out: Any, lane: Any, slots: Any) -> Any:
     """Of each 128 values, byte l of 64 holds the low halves of l and l + 64; byte l of 32 four pairs of high bits."""
     for chunk in range(2):
         for half in range(2):
-            a = _signed_levels(s, x, chunk * 8 + half, lane, 32, False)
-            b = _signed_levels(s, x, chunk * 8 + 2 + half, lane, 32, False)
-            c = _signed_levels(s, x, chunk * 8 + 4 + half, lane, 32, False)
-            d = _signed_levels(s, x, chunk * 8 + 6 + half, lane, 32, False)
+            a = _signed_levels(s, x, chunk * 8 + half, lane, 32, slots)
+            b = _signed_levels(s, x, chunk * 8 + 2 + half, lane, 32, slots)
+            c = _signed_levels(s, x, chunk * 8 + 4 + half, lane, 32, slots)
+            d = _signed_levels(s, x, chunk * 8 + 6 + half, lane, 32, slots)
             store(out, chunk * 64 + half * 16, convert(u8x16, (a & 15) | (c & 15) << 4))
             store(out, chunk * 64 + 32 + half * 16, convert(u8x16, (b & 15) | (d & 15) << 4))
             high = a >> 4 | (b >> 4) << 2 | (c >> 4) << 4 | (d >> 4) << 6
@@ -567,7 +588,12 @@ def _encode_q6_k(s: Any, x: Any, w: Any, out: Any, count: Any) -> None:
     _fit_signed(s, x, w, weighted, count, 32)
     _forget_levels(s, _scales_q6(s))
     for b in range(count):
-        _write_q6(s, x + b * BLOCK_BYTES, out + b * 210, b)
+        _write_q6(s, x + b * BLOCK_BYTES, out + b * 210, b, _IN_SLOTS)
 
 
 encode_q6_k = blocks_encoder("Q6_K", _encode_q6_k, LANES, _END)
+
+#: What ik_llama.cpp's encoders of types without a minimum have in common.
+_REFINED = {"_fit_signed": specialize(_fit_signed, "ik", _search_signed=_search_refined), "_IN_SLOTS": True}
+
+encode_q6_k_ik = blocks_encoder("Q6_K", specialize(_encode_q6_k, "ik", **_REFINED), LANES, _END)
