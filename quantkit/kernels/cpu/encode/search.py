@@ -67,14 +67,14 @@ _signed_3_bits = make_constant(
 
 
 @inline
-def _level(v: Any, top: Any) -> Any:
+def level_of(v: Any, top: Any) -> Any:
     """Round v to a level in 0..top, as f32; |v| < 2^22."""
     return round_even(vmin(vmax(v, F(0)), F(top)))
 
 
 @inline
-def _level_anywhere(v: Any, top: Any, guarded: Any) -> Any:
-    """_level of any v at all, as ggml's two searches do it.
+def level_anywhere(v: Any, top: Any, guarded: Any) -> Any:
+    """level_of of any v at all, as ggml's two searches do it.
 
     make_qkx2_quants clamps nearest_int, which wraps around beyond 2^22; make_qkx3_quants (guarded) clamps v first.
     """
@@ -90,7 +90,7 @@ def _weighted_sums(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, top: Any, is
     sum_l = sum_l2 = sum_xl = splat(WIDE, F(0))
     for i in range(n):
         x = load(WIDE, s, x_at + i * STEP)
-        level = _level(iscale * (x - low), top)
+        level = level_of(iscale * (x - low), top)
         store(s, l_at + i * STEP, level)
         wl = load(WIDE, s, w_at + i * STEP) * level
         sum_l = sum_l + wl
@@ -107,7 +107,7 @@ def _weighted_sums_anywhere(
     sum_l = sum_l2 = sum_xl = splat(WIDE, F(0))
     for i in range(n):
         x = load(WIDE, s, x_at + i * STEP)
-        level = _level_anywhere(iscale * (x - low), top, guarded)
+        level = level_anywhere(iscale * (x - low), top, guarded)
         store(s, l_at + i * STEP, level)
         wl = load(WIDE, s, w_at + i * STEP) * level
         sum_l = sum_l + wl
@@ -163,7 +163,7 @@ def fit_with_min(
     iscale = splat(WIDE, F(top)) / width
     scale = splat(WIDE, F(1)) / iscale
     for i in range(n):
-        store(s, l_at + i * STEP, _level_anywhere(iscale * (load(WIDE, s, x_at + i * STEP) - low), top, False))
+        store(s, l_at + i * STEP, level_anywhere(iscale * (load(WIDE, s, x_at + i * STEP) - low), top, False))
     best = _error(s, x_at, w_at, l_at, n, scale, low, absolute)
     # An infinite iscale makes inf and nan of every value, hence level 0; so does 0, under either rule.
     best_iscale, best_low = choose(vabs(iscale) < F(np.inf), iscale, F(0)), low
