@@ -427,7 +427,7 @@ def _signs(t: TensorType, nbytes: int) -> npt.NDArray[np.bool_]:
 
 
 def _flips(t: TensorType, nbytes: int) -> npt.NDArray[np.uint8]:
-    out: Any = np.zeros(nbytes, np.uint8)
+    out = np.zeros(nbytes, np.uint8)
     if t.name in _FLIPPED:
         byte, first = _FLIPPED[t.name]
         out[first:] = byte

@@ -170,13 +170,13 @@ def slots_to_words(s: Any, scale: Any, lists: Any, n: Any, size: Any, shifted: A
         count += entry >= 0
     for j in range(count):
         at = np.int64(load(types.int32, s, QUEUE + 4 * j))
-        entry = ~np.int64(load(types.int32, s, SLOT + at))
+        off_grid = ~np.int64(load(types.int32, s, SLOT + at))
         lane = at & (STEP - 1)
         values = values_of_levels(size)
         if shifted:
             values = ternary() + load(types.float32, s, SHIFT + at)
         q = load(types.float32, s, SCALE + lane) * values
-        word, _, _ = _nearest(s, at + (size - 1) * (at - lane), q, entry, words, size)
+        word, _, _ = _nearest(s, at + (size - 1) * (at - lane), q, off_grid, words, size)
         store(s, SLOT + at, np.int32(word | OFF))
 
 
