@@ -23,11 +23,7 @@ BY_ROW = "legacy"
 
 
 def weights_for(t: TensorType, weights: np.ndarray) -> tuple[np.ndarray, ...]:
-<<<<<<< HEAD
-    """Return no weights, if the type can do without, and the given ones: those that ignore them get them, too."""
-=======
     """Return no weights, if the type can do without, and the given ones, even if it ignores them."""
->>>>>>> iq
     return ((NO_WEIGHTS,) if t in UNWEIGHTED else ()) + ((weights,) if t.is_quantized else ())
 
 

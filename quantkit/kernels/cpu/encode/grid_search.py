@@ -169,26 +169,15 @@ def slots_to_words(s: Any, scale: Any, lists: Any, n: Any, size: Any, shifted: A
         store(s, QUEUE + 4 * count, np.int32(at))
         count += entry >= 0
     for j in range(count):
-<<<<<<< HEAD
-        place = np.int64(load(types.int32, s, QUEUE + 4 * j))
-        off_grid = ~np.int64(load(types.int32, s, SLOT + place))
-        lane = place & (STEP - 1)
-=======
         place = np.int64(load(types.int32, s, QUEUE + 4 * j))
         entry = ~np.int64(load(types.int32, s, SLOT + place))
         lane = place & (STEP - 1)
->>>>>>> iq
         values = values_of_levels(size)
         if shifted:
             values = ternary() + load(types.float32, s, SHIFT + place)
         q = load(types.float32, s, SCALE + lane) * values
-<<<<<<< HEAD
-        word, _, _ = _nearest(s, place + (size - 1) * (place - lane), q, off_grid, words, size)
-        store(s, SLOT + place, np.int32(word | OFF))
-=======
         word, _, _ = _nearest(s, place + (size - 1) * (place - lane), q, entry, words, size)
         store(s, SLOT + place, np.int32(word | OFF))
->>>>>>> iq
 
 
 @inline
