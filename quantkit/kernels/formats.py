@@ -100,7 +100,7 @@ FORMATS: dict[str, Format] = {
         _format("Q5_0", "legacy", True, "q8_0"),
         _format("Q5_1", "legacy", True, "q8_1", **_MINS),
         _format("Q8_0", "legacy", True, "q8_0"),
-        _format("Q6_0", "legacy", False, "q8_0"),
+        _format("Q6_0", "legacy", True, "q8_0"),
         _format("Q8_KV", "legacy", True, "q8_0"),
         _format("Q2_K", "k_quants", True, "q8_k", **_MINS, span=16, planes=1, together="K"),
         _format("Q3_K", "k_quants", True, "q8_k", span=16, planes=1, together="K"),
