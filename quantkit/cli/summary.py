@@ -133,6 +133,7 @@ class DryRunReport:
     def as_dict(self) -> dict[str, Any]:
         return {
             "type": self.plan.title,
+            "rules": self.plan.rules,
             "files": [{"path": str(s.path), "bytes": s.layout.nbytes} for s in self.plan.shards],
             "weights": self.plan.n_values,
             "bits_per_weight": self.plan.bpw,

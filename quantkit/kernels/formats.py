@@ -15,6 +15,9 @@ Everything else follows: commands, activation formats, products, embeddings, the
 A *unit* is 256 values, what an unpacker unpacks at once. *Row headers*: rows of a type with ``row:f32@0`` (or f16) in
 ``scales`` begin with a scale for the whole row. Unpackers and reference decoders see blocks only: code that walks a
 row reads the scale once and applies it, so types without one pay nothing.
+
+*Woven types* (_R4, _R8, _R16) need no record, only their layout (interleave.py): everything is computed on their base
+type, whose bytes, taken apart, they hold.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import TypeNotSupported
+from quantkit.kernels.interleave import base_of, layout_of
 from quantkit.types import BY_NAME, TensorType
 
 #: Values unpacked at once.
@@ -125,12 +129,12 @@ FORMATS: dict[str, Format] = {
         _format("IQ4_K", "ik_quants", True, "q8_k", span=16, planes=2, together="K"),
         _format("IQ5_K", "ik_quants", True, "q8_k", span=16, planes=2, together="K"),
         _format("IQ6_K", "ik_quants", True, "q8_k", span=16, planes=2, together="K"),
-        _format("IQ2_KS", "ik_quants", False, "q8_k", together="K"),
+        _format("IQ2_KS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ3_KS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ4_KS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ5_KS", "ik_quants", True, "q8_k", together="K"),
-        _format("IQ4_KSS", "ik_quants", False, "q8_k", together="K"),
-        _format("IQ2_KL", "ik_quants", False, "q8_k", together="K"),
+        _format("IQ4_KSS", "ik_quants", True, "q8_k", together="K"),
+        _format("IQ2_KL", "ik_quants", True, "q8_k", together="K"),
         _format("IQ1_KT", "trellis", False, "q8_0"),
         _format("IQ2_KT", "trellis", False, "q8_0"),
         _format("IQ3_KT", "trellis", False, "q8_0"),
@@ -142,13 +146,21 @@ FORMATS: dict[str, Format] = {
 UNPACKED: tuple[TensorType, ...] = tuple(f.type for f in FORMATS.values() if not f.is_float)
 
 
+#: Woven types whose encoder starts from values, not from the rows of a base type.
+WOVEN_ENCODERS = ("Q8_K_R8", "Q8_K_R16")
+
+
 def has_decoder(t: TensorType) -> bool:
-    """Whether rows of type ``t`` can be decoded and multiplied."""
-    return t.name in FORMATS
+    """Whether rows of type ``t`` can be decoded and multiplied: a woven type as its base type."""
+    return base_of(t).name in FORMATS
 
 
 def has_encoder(t: TensorType) -> bool:
     """Whether rows can be encoded as type ``t``."""
+    base = base_of(t)
+    if base is not t:
+        exact = layout_of(t).is_exact and base.name in FORMATS and FORMATS[base.name].encodes
+        return exact or t.name in WOVEN_ENCODERS
     return t.name in FORMATS and FORMATS[t.name].encodes
 
 

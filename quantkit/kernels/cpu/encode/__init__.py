@@ -10,11 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 from quantkit.kernels.formats import cpu_function
+from quantkit.kernels.interleave import is_woven
 from quantkit.types import TensorType
 
 Encoder = Callable[[Any, Any, Any, int, int], None]
 
 
 def encoder(t: TensorType) -> Encoder:
-    """Return the encoder of type ``t``; raise TypeNotSupported if there is none."""
+    """Return the encoder of type ``t``, of a woven one for whole groups of rows; raise TypeNotSupported without one."""
+    if is_woven(t):
+        from quantkit.kernels.cpu.encode.interleaved import woven_encoder
+
+        return woven_encoder(t)
     return cpu_function("encode", t)

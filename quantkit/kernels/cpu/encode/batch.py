@@ -137,3 +137,12 @@ def blocks_encoder(
         compiled(x, weights, out, row0, row1, *tables())
 
     return encode
+
+
+def if_weighted(weighted: Encoder, plain: Encoder) -> Encoder:
+    """Return the encoder of a type that is ``weighted`` with an importance matrix, and ``plain`` without one."""
+
+    def encode(x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
+        (weighted if weights.size else plain)(x, weights, out, row0, row1)
+
+    return encode

@@ -51,16 +51,16 @@ NEVER = 1e18
 #: Set in a word that is not its group's own point; in one that is nearest by more than NEAR.
 OFF, SURE = 1 << 24, 1 << 25
 
-# Scratch, [value][lane]: magnitudes, weights, weights * x, roots of weights; [group][lane]: slots, then words, and the
-# best words; a queue of groups beside the grid; [lane]: scales of a candidate, signs;
-# [group][lane]: IQ1's shifts.
+# Scratch. [value][lane]: magnitudes, weights, weights * x, roots of weights.
 X, W, WX, ROOT = (k * 32 * STEP for k in range(4))
-SLOT, BEST, QUEUE = 128 * STEP, 136 * STEP, 144 * STEP
-SCALE, SIGNS, SHIFT, BOUND = 152 * STEP, 153 * STEP, 154 * STEP, 154 * STEP
-# Scratch, [trial][lane]: 1 / scale, scales, slots of a group; [lane][trial]: the latter, words. [group][trial][lane]:
-# words. Queues of places in [lane][trial] and of pairs of them.
+# [group][lane]: slots, then words; the best words; IQ1's shifts; what a distance must exceed another by to be SURE. A
+# queue of groups. [lane]: scales, signs.
+SLOT, BEST, QUEUE, SHIFT, BOUND = ((128 + 8 * k) * STEP for k in range(5))
+SCALE, SIGNS = 168 * STEP, 169 * STEP
+# [trial][lane]: 1 / scale, scales, slots of a group. [lane][trial]: slots, words. [group][trial][lane]: words. Queues
+# of places in [lane][trial], and of pairs of them.
 TRIALS = 32
-ISCALES, SCALES, SLOTS, RUNS, RUN_WORDS, WORDS_OF = (162 * STEP + k * TRIALS * STEP for k in range(6))
+ISCALES, SCALES, SLOTS, RUNS, RUN_WORDS, WORDS_OF = ((170 + k * TRIALS) * STEP for k in range(6))
 TASKS = WORDS_OF + 8 * TRIALS * STEP
 SPANS, END = TASKS + TRIALS * STEP, TASKS + 3 * TRIALS * STEP
 
@@ -169,15 +169,15 @@ def slots_to_words(s: Any, scale: Any, lists: Any, n: Any, size: Any, shifted: A
         store(s, QUEUE + 4 * count, np.int32(at))
         count += entry >= 0
     for j in range(count):
-        at = np.int64(load(types.int32, s, QUEUE + 4 * j))
-        entry = ~np.int64(load(types.int32, s, SLOT + at))
-        lane = at & (STEP - 1)
+        place = np.int64(load(types.int32, s, QUEUE + 4 * j))
+        entry = ~np.int64(load(types.int32, s, SLOT + place))
+        lane = place & (STEP - 1)
         values = values_of_levels(size)
         if shifted:
-            values = ternary() + load(types.float32, s, SHIFT + at)
+            values = ternary() + load(types.float32, s, SHIFT + place)
         q = load(types.float32, s, SCALE + lane) * values
-        word, _, _ = _nearest(s, at + (size - 1) * (at - lane), q, entry, words, size)
-        store(s, SLOT + at, np.int32(word | OFF))
+        word, _, _ = _nearest(s, place + (size - 1) * (place - lane), q, entry, words, size)
+        store(s, SLOT + place, np.int32(word | OFF))
 
 
 @inline

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from quantkit.kernels.cpu.core.jit import helper, inline, kernel
+from quantkit.kernels.cpu.core.jit import helper, inline, kernel, specialize
 from quantkit.kernels.cpu.core.simd import (
     any_lane,
     cast,
@@ -53,6 +53,7 @@ from quantkit.kernels.cpu.core.simd import (
     vsqrt,
 )
 from quantkit.kernels.cpu.encode.search import LANES, STEP, fit_signed, fit_with_min, search_levels
+from quantkit.kernels.cpu.encode.search_refined import fit_signed_refined, fit_with_min_refined
 
 F, I32, U64 = np.float32, np.int32, np.uint64
 Rows = npt.NDArray[np.float32]
@@ -241,6 +242,45 @@ def _fill_lanes(x: Any, weights: Any, sigma2: Any, s: Any, first: Any, last: Any
 
 
 @inline
+def _fit_symmetric(s: Any, half: Any) -> None:
+    """Find the scales of LANES blocks."""
+    scale, inverse = fit_signed(s, X, W, 32, half, True)
+    store(s, SCALE, scale)
+    store(s, INVERSE, inverse)
+
+
+@inline
+def _symmetric_levels(s: Any, x: Any, at: Any, lane: Any, half: Any) -> Any:
+    """Return the 32 levels of a block for what was found."""
+    inverse = load(types.float32, s, INVERSE + 4 * lane)
+    # Blocks that count as zero have an inverse of 0, and level 0 rather than the middle one.
+    middle = I32(half) if inverse != F(0) else I32(0)
+    q0 = vmin(vmax(nearest_int(load(f32x16, x, at) * inverse), -half), half - 1) + middle
+    q1 = vmin(vmax(nearest_int(load(f32x16, x, at + 64) * inverse), -half), half - 1) + middle
+    return q0, q1
+
+
+@inline
+def _fit_affine(s: Any, top: Any) -> None:
+    """Find the scales and minima of LANES blocks."""
+    scale, low, _, inverse, base = fit_with_min(s, X, W, LEVELS, 32, top, F(-0.9), F(0.05), 36, False, True)
+    store(s, SCALE, scale)
+    store(s, LOW, -low)
+    store(s, INVERSE, inverse)
+    store(s, BASE, base)
+
+
+@inline
+def _affine_levels(s: Any, x: Any, at: Any, lane: Any, top: Any) -> Any:
+    """Return the 32 levels of a block for what was found."""
+    inverse = load(types.float32, s, INVERSE + 4 * lane)
+    base = load(types.float32, s, BASE + 4 * lane)
+    q0 = search_levels(load(f32x16, x, at), inverse, base, top, True)
+    q1 = search_levels(load(f32x16, x, at + 64), inverse, base, top, True)
+    return q0, q1
+
+
+@inline
 def _weighted_symmetric(x: Any, weights: Any, out: Any, row0: Any, row1: Any, half: Any) -> Any:
     """Encode rows as levels 0..2 * half - 1 around half (quantize_row_q4_0_impl, quantize_row_q5_0_impl)."""
     s, sigma2 = np.empty(SCRATCH, np.uint8), np.empty(row1 - row0, np.float32)
@@ -248,17 +288,11 @@ def _weighted_symmetric(x: Any, weights: Any, out: Any, row0: Any, row1: Any, ha
     end, size = row1 * (x.shape[1] // 32), 18 if half == 8 else 22
     for first in range(row0 * (x.shape[1] // 32), end, LANES):
         _fill_lanes(x, weights, sigma2, s, first, end - 1, row0)
-        scale, inverse = fit_signed(s, X, W, 32, half, True)
-        store(s, SCALE, scale)
-        store(s, INVERSE, inverse)
+        _fit_symmetric(s, half)
         for lane in range(min(LANES, end - first)):
             at, o = 128 * (first + lane), size * (first + lane)
             store(out, o, f32_to_f16(load(types.float32, s, SCALE + 4 * lane)))
-            inverse = load(types.float32, s, INVERSE + 4 * lane)
-            # Blocks that count as zero have an inverse of 0, and level 0 rather than the middle one.
-            middle = I32(half) if inverse != F(0) else I32(0)
-            q0 = vmin(vmax(nearest_int(load(f32x16, x, at) * inverse), -half), half - 1) + middle
-            q1 = vmin(vmax(nearest_int(load(f32x16, x, at + 64) * inverse), -half), half - 1) + middle
+            q0, q1 = _symmetric_levels(s, x, at, lane, half)
             _store_levels(out, o + 2, q0, q1, half == 16)
 
 
@@ -270,21 +304,69 @@ def _weighted_affine(x: Any, weights: Any, out: Any, row0: Any, row1: Any, top: 
     end, size = row1 * (x.shape[1] // 32), 20 if top == 15 else 24
     for first in range(row0 * (x.shape[1] // 32), end, LANES):
         _fill_lanes(x, weights, sigma2, s, first, end - 1, row0)
-        scale, low, _, inverse, base = fit_with_min(s, X, W, LEVELS, 32, top, F(-0.9), F(0.05), 36, False, True)
-        store(s, SCALE, scale)
-        store(s, LOW, -low)
-        store(s, INVERSE, inverse)
-        store(s, BASE, base)
+        _fit_affine(s, top)
         for lane in range(min(LANES, end - first)):
             at, o = 128 * (first + lane), size * (first + lane)
             store(out, o, f32_to_f16(load(types.float32, s, SCALE + 4 * lane)))
             store(out, o + 2, f32_to_f16(load(types.float32, s, LOW + 4 * lane)))
-            inverse = load(types.float32, s, INVERSE + 4 * lane)
-            base = load(types.float32, s, BASE + 4 * lane)
-            q0 = search_levels(load(f32x16, x, at), inverse, base, top, True)
-            q1 = search_levels(load(f32x16, x, at + 64), inverse, base, top, True)
+            q0, q1 = _affine_levels(s, x, at, lane, top)
             _store_levels(out, o + 4, q0, q1, top == 31)
 
+
+# ---------------------------------------------------------------- the same in ik_llama.cpp
+
+
+@inline
+def _turn_levels(s: Any) -> None:
+    """Bring the levels that a search left in LEVELS to [block][32] in ROWS."""
+    for lane in range(0, LANES, 16):
+        for half in range(2):
+            transpose16_apart(s, LEVELS + 16 * half * STEP + 4 * lane, STEP, s, ROWS + 128 * lane + 64 * half, 128)
+
+
+@inline
+def _refine_symmetric(s: Any, half: Any) -> None:
+    """_fit_symmetric with more candidates; the levels are in ROWS."""
+    scale, _ = fit_signed_refined(s, X, W, LEVELS, 32, half)
+    store(s, SCALE, scale)
+    _turn_levels(s)
+
+
+@inline
+def _refine_affine(s: Any, top: Any) -> None:
+    """_fit_affine with levels that move; they are in ROWS."""
+    scale, low = fit_with_min_refined(s, X, W, LEVELS, 32, top)
+    store(s, SCALE, scale)
+    store(s, LOW, -low)
+    _turn_levels(s)
+
+
+@inline
+def _levels_above(s: Any, lane: Any, middle: Any) -> Any:
+    """Return the 32 levels of a block in ROWS, plus ``middle``."""
+    q0, q1 = load(f32x16, s, ROWS + 128 * lane), load(f32x16, s, ROWS + 128 * lane + 64)
+    return convert(i32x16, q0) + middle, convert(i32x16, q1) + middle
+
+
+@inline
+def _refined_symmetric(s: Any, x: Any, at: Any, lane: Any, half: Any) -> Any:
+    return _levels_above(s, lane, I32(half))
+
+
+@inline
+def _refined_affine(s: Any, x: Any, at: Any, lane: Any, top: Any) -> Any:
+    return _levels_above(s, lane, I32(0))
+
+
+#: What differs in the kernels of ik_llama.cpp's encoders.
+_SYMMETRIC = {
+    "_weighted_symmetric": specialize(
+        _weighted_symmetric, "ik", _fit_symmetric=_refine_symmetric, _symmetric_levels=_refined_symmetric
+    )
+}
+_AFFINE = {
+    "_weighted_affine": specialize(_weighted_affine, "ik", _fit_affine=_refine_affine, _affine_levels=_refined_affine)
+}
 
 # ---------------------------------------------------------------- the encoders
 
@@ -370,3 +452,10 @@ def encode_q8_kv(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, 
             store(out, target + 8 + i, convert(i8x16, vmax(vmin(q, I32(127)), I32(-128))))
         store(out, target, d)
         store(out, target + 4, hsum(total))
+
+
+#: ik_llama.cpp's differ with an importance matrix. Source: ik_llama.cpp 8337e4cd3, quantize_row_q4_0_impl and its like.
+encode_q4_0_ik = specialize(encode_q4_0, "ik", kernel, **_SYMMETRIC)
+encode_q5_0_ik = specialize(encode_q5_0, "ik", kernel, **_SYMMETRIC)
+encode_q4_1_ik = specialize(encode_q4_1, "ik", kernel, **_AFFINE)
+encode_q5_1_ik = specialize(encode_q5_1, "ik", kernel, **_AFFINE)
