@@ -41,7 +41,7 @@ def values(line: str) -> list[str]:
         ("quantize --attn-v-type q6", ["q6_k"]),
         ("quantize --output-tensor-type Q6", ["Q6_K"]),
         ("quantize --tensor-type attn_v=q6", ["attn_v=q6_k"]),
-        ("merge-up-gate --reencode Q8", ["Q8_0"]),
+        ("merge-up-gate --reencode Q8", ["Q8_0", "Q8_KV"]),
         ("quantize mod", ["model-bf16.gguf"]),
         ("quantize --imatrix ima", ["imatrix.dat"]),
         ("inspect sub/", ["sub/m.gguf"]),
@@ -62,7 +62,7 @@ def test_what_the_shell_completes_itself(line: str, kind: str) -> None:
 
 
 def test_types_that_cannot_be_encoded_are_left_out() -> None:
-    assert not {"IQ6_K", "Q8_1", "I8", "Q4_K_R4"} & set(values("quantize m.gguf "))
+    assert not {"IQ4_K_R4", "Q8_1", "I8", "Q4_K_R4"} & set(values("quantize m.gguf "))
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
