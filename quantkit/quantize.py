@@ -21,6 +21,7 @@ from quantkit.formats.gguf import Field, GGUFFile, open_model
 from quantkit.formats.imatrix import Imatrix, read_imatrix
 from quantkit.formats.outputs import end_of_links
 from quantkit.helpers import available_cpus, parse_size
+from quantkit.kernels.formats import has_encoder
 from quantkit.pipeline.choose import TORN, Choice, ModelFacts, Request, choose_types, iteration_order, lint_request
 from quantkit.pipeline.experts import merge_layer, split_layer
 from quantkit.pipeline.importance import Found, Importance, check_importance
@@ -407,7 +408,7 @@ def _with_importance(
         if draft.importance is not None and choice.type.is_quantized and made:
             found = draft.importance.lookup(tensor.name, tensor.shape)
             finds.append(found)
-        if made:
+        if made and has_encoder(choice.type):  # a run refuses the others as such
             check_importance(
                 found,
                 tensor.name,

@@ -453,7 +453,9 @@ def test_woven_types_where_rows_make_no_groups() -> None:
         Tensor("blk.0.a.weight", (512, 6)),
         Tensor("blk.0.b.weight", (512, 8, 3)),
     ]
-    found = list(chosen("IQ4_KS_R4", tensors).values())
+    [small] = chosen("IQ1_S_R4", [Tensor("blk.0.a.weight", (96, 6))], pure=True).values()
+    assert (small.type.name, small.fallback_from) == ("IQ4_NL", t("IQ1_S_R4"))
+    found = list(chosen("IQ4_KS_R4", tensors, pure=True).values())
     assert [c.type.name for c in found] == ["IQ4_KS", "IQ4_KS", "IQ4_KS_R4"]
     assert found[1].fallback_from == t("IQ4_KS_R4")
     for c, x in zip(found, tensors, strict=True):

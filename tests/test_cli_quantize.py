@@ -57,6 +57,23 @@ def test_json_is_all_of_stdout(llama: Path, tmp_path: Path) -> None:
     assert {c["class"] for c in summary["classes"]} >= {"attn_q", "ffn_down", "output"}
 
 
+def test_rules_of_ik(llama: Path, tmp_path: Path) -> None:
+    def types(*args: object) -> dict[str, str]:
+        result = run("--dry-run", "--json", *args[:-1], llama, tmp_path / "o.gguf", args[-1])
+        plan = json.loads(result.stdout)
+        assert plan["rules"] == ("mainline" if args == ("Q4_0",) else "ik")
+        return {t["name"]: t["type"] for t in plan["tensors"]}
+
+    assert types("Q4_0")["output.weight"] == types("--rules", "ik", "Q4_0")["output.weight"] == "Q6_K"
+    found = types("IQ4_KS")
+    assert (found["output.weight"], found["blk.0.attn_q.weight"]) == ("Q6_K", "IQ4_KS")
+    assert types("--pure", "IQ4_KS")["output.weight"] == "IQ4_KS"
+    refused = run("--rules", "mainline", llama, tmp_path / "o.gguf", "IQ4_KS")
+    assert refused.exit_code == 1
+    assert "IQ4_KS is of ik_llama.cpp: llama.cpp has no rules for it; omit --rules mainline" in refused.stderr
+    assert run("--rules", "other", llama, tmp_path / "o.gguf", "Q4_0").exit_code == 2
+
+
 def test_a_dry_run_writes_nothing(llama: Path, tmp_path: Path) -> None:
     result = run("--dry-run", llama, tmp_path / "o.gguf", "Q4_K_M")
     assert result.exit_code == 0

@@ -338,6 +338,8 @@ def _unweave(choice: Choice, t: TensorLike) -> Choice:
     plain = presets.without_weave(choice.type)
     if plain == choice.type:
         return choice
+    if t.shape[0] % plain.block:  # IQ1_S_R4 has blocks of 32, IQ1_S of 256
+        plain = presets.next_dividing(plain, t.shape[0], ik=True)
     if t.name in TOKEN_EMBD_NAMES:
         return replace(choice, type=plain, reason=f"{choice.reason}; embeddings are read row by row: {plain}")
     rows = rows_together(t)

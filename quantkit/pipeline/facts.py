@@ -202,7 +202,7 @@ class ModelFacts:
             n_head=n_head,
             n_head_kv=n_head_kv,
             is_70b=size == "70B",
-            has_output=has_output,
+            has_output=has_output and arch not in _NO_OUTPUT_IK,
             n_attention_wv=sum(any(text in name for text in wv) for name in names),
             is_8b_or_70b=size is not None,
             n_vocab=n_vocab,
@@ -238,6 +238,14 @@ def _is_70b(arch: str, n_body: int, n_expert: int, multi_head: bool) -> bool:
 
 #: Architectures whose single KV head ik_llama.cpp replaces by as many as there are heads.
 _MLA_IK = ("deepseek2", "mistral4", "glm-dsa")
+
+
+#: Architectures in which ik_llama.cpp knows no output.weight: if there is one, it has the base type, and token_embd.weight
+#: is taken for the output (src/llama-model.cpp, LLM_TENSOR_NAMES).
+_NO_OUTPUT_IK = frozenset({
+    "gptj", "bert", "nomic-bert", "jina-bert-v2", "gemma", "gemma2", "gemma4-assistant", "gemma4_mtp", "command-r",
+    "openelm", "bitnet", "cohere2", "clip",
+})  # fmt: skip
 
 
 def _size_ik(arch: str, n_layer: int, n_expert: int, n_vocab: int, n_embd: int, multi_head: bool) -> str | None:

@@ -227,7 +227,7 @@ class IkMixture(Mixture):
     __slots__ = ()
 
     def choose(self, t: TensorLike) -> tuple[TensorType, str]:
-        if t.name == "output.weight" or (t.name == "token_embd.weight" and not self.facts.has_output):
+        if t.name == ("output.weight" if self.facts.has_output else "token_embd.weight"):
             return self._output(t)
         if t.name in ("token_embd.weight", "per_layer_token_embd.weight"):
             return self.from_rows(TOKEN_EMBD.get(self.preset.name, ()), "embeddings", self.place(""))
