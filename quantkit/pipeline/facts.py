@@ -240,7 +240,7 @@ def _is_70b(arch: str, n_body: int, n_expert: int, multi_head: bool) -> bool:
 _MLA_IK = ("deepseek2", "mistral4", "glm-dsa")
 
 
-#: Architectures in which ik_llama.cpp knows no output.weight: if there is one, it has the base type, and token_embd.weight
+#: Architectures in which ik_llama.cpp knows no output.weight: if there is one, it has the base type, and token_embd
 #: is taken for the output (src/llama-model.cpp, LLM_TENSOR_NAMES).
 _NO_OUTPUT_IK = frozenset({
     "gptj", "bert", "nomic-bert", "jina-bert-v2", "gemma", "gemma2", "gemma4-assistant", "gemma4_mtp", "command-r",
