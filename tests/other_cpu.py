@@ -44,6 +44,7 @@ TESTS: list[tuple[Test, dict[str, Any]]] = [
     (test_simd.test_lookup16, {}),
     (test_simd.test_lookup64, {}),
     (test_simd.test_lookups_of_32_bits, {}),
+    (test_simd.test_tables_of_constants, {}),
     (test_simd.test_dot4_is_exact, {}),
     (test_simd.test_dot2_is_exact, {}),
     (test_simd.test_maddubs_adds_neighbours, {}),

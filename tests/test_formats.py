@@ -123,9 +123,7 @@ def test_alignment_is_what_every_row_and_block_keeps() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "verb", "what"), [("IQ4_K_R4", "unpack", "unpacker"), ("IQ2_KS", "encode", "encoder")]
-)
+@pytest.mark.parametrize(("name", "verb", "what"), [("IQ4_K_R4", "unpack", "unpacker"), ("Q8_1", "encode", "encoder")])
 def test_what_is_missing_is_named(name: str, verb: str, what: str) -> None:
     with pytest.raises(TypeNotSupported, match=f"there is no {what} for {name}"):
         cpu_function(verb, BY_NAME[name])

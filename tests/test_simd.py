@@ -532,6 +532,22 @@ def test_lookups_of_32_bits(name: str) -> None:
         assert same_bits(out[1], table[index])
 
 
+@pytest.mark.parametrize("n", [16, 32, 64, 128])
+def test_tables_of_constants(n: int) -> None:
+    """Indices count modulo the table; integers of 8 bits, of either sign, are exact."""
+    values = np.random.default_rng(n).integers(-255, 256, n)
+    look_up = simd.make_table(values.tolist(), f"test_table_{n}")
+
+    @njit
+    def op(index, out):  # type: ignore[no-untyped-def]
+        store(out, 0, look_up(load(simd.i32x16, index, 0)))
+
+    for first in range(-2 * n, 2 * n, 16):
+        index, out = np.arange(first, first + 16, dtype=np.int32), np.zeros(16, np.float32)
+        op(index, out)
+        assert same_bits(out, values[index % n].astype(np.float32))
+
+
 def test_transpositions() -> None:
     @njit
     def op(a, near, apart):  # type: ignore[no-untyped-def]

@@ -531,12 +531,6 @@ def any_lane(b, sig, m):
     return b.icmp_unsigned("!=", bits, ir.Constant(bits.type, 0))
 
 
-@emits(lambda bits: types.intp(types.uint64))
-def trailing_zeros(b, sig, bits):
-    """Return the number of the lowest bit that is set; 64 if none is."""
-    return _call(b, "llvm.cttz.i64", bits.type, [bits, ir.IntType(1)(0)])
-
-
 def _as_i32(a: Any) -> Any:
     return VecType(types.int32, a.lanes)(a) if isinstance(a, VecType) else types.int32(types.float32)
 
@@ -790,10 +784,8 @@ def make_table(values: Sequence[int], name: str) -> Any:
 
 def _look_up(b: ir.IRBuilder, values: list[int], index: ir.Value) -> ir.Value:
     if len(values) <= 32:
-        parts = [ir.Constant(f32x16.ll, values[i : i + 16]) for i in range(0, len(values), 16)]
-        if len(parts) == 1:
-            return _lookup16_f32(b, parts[0], index, True)
-        return _lookup32_f32(b, parts[0], parts[1], index, True)
+        low, *rest = (ir.Constant(f32x16.ll, values[i : i + 16]) for i in range(0, len(values), 16))
+        return _lookup32_f32(b, low, rest[0], index, True) if rest else _lookup16_f32(b, low, index, True)
     if "avx512bw" not in FEATURES:
         return _from_memory(b, values, index)
     # Such a number fills the upper half of an f32 only: 64 of them are two vectors of 16-bit lanes (vpermi2w).

@@ -154,8 +154,8 @@ def _make(name: str, values: list[int], raise_by: int, width: float, count: int)
         )
         bound[f"level_{kind}"] = specialize(nearest_level, name, **tables)
     round_any = specialize(_round_any, name, **bound)
-    level = bound["level_plain"], bound["level_raised"]
-    return Levels(values[0], raise_by, bound["per_unit"], round_any, level, found["plain"], found["raised"])
+    both = bound["level_plain"], bound["level_raised"]
+    return Levels(values[0], raise_by, bound["per_unit"], round_any, both, found["plain"], found["raised"])
 
 
 #: Widths keep all boundaries, plain and raised, at least 4 % of a bucket away from the edges.

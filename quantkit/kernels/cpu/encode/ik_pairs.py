@@ -66,7 +66,7 @@ def _candidates(cell: tuple[int, ...]) -> list[int]:
     return found + [found[-1]] * (4 - len(found))
 
 
-_found = [_candidates(cell) for cell in product(range(8), repeat=2)]
+_found = [_candidates(cell) for cell in product(range(8), range(8))]
 _index0, _index1, _index2, _index3 = (make_table([f[i] for f in _found], f"ik_pairs_index{i}") for i in range(4))
 _first0, _first1, _first2, _first3 = (
     make_table([_PAIRS[f[i]][0] for f in _found], f"ik_pairs_first{i}") for i in range(4)
