@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantkit.kernels.formats import has_decoder, has_encoder
+from quantkit.kernels.formats import FORMATS, has_decoder, has_encoder
 from quantkit.types import TYPES
 
 ENCODED = [t for t in TYPES if has_encoder(t)]
@@ -14,3 +14,6 @@ WEIGHTED = [t for t in ENCODED if t.imatrix != "ignored"]
 UNWEIGHTED = [t for t in ENCODED if t.imatrix != "required"]
 #: Floats are their own specification: test_encode_corners.py.
 GOLDEN = [t for t in ENCODED if t.family != "float"]
+#: Types that both trees encode, but ik_llama.cpp by a search of its own; and all encoders, as type and name.
+IK_ENCODED = [t for t in ENCODED if FORMATS[t.name].ik_encoder]
+ENCODERS = [(t, "mainline") for t in ENCODED] + [(t, "ik") for t in IK_ENCODED]

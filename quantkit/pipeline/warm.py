@@ -14,11 +14,13 @@ from quantkit.types import TensorType
 
 def kernel_calls(tensors: Iterable[PlannedTensor], measure: bool) -> list[Job]:
     """Return calls of all kernels that encoding ``tensors`` will run; ``measure``: and measuring the error."""
-    changed = [(part.source.type, t.type) for t in tensors for part in t.parts if part.source.type is not t.type]
-    sources, targets = (dict.fromkeys(types) for types in zip(*changed, strict=True)) if changed else ({}, {})
+    tensors = list(tensors)
+    changed = [(part, t) for t in tensors for part in t.parts if part.source.type is not t.type]
+    sources, targets = dict.fromkeys(p.source.type for p, _ in changed), dict.fromkeys(t.type for _, t in changed)
+    encoders = dict.fromkeys((t.type, t.encoder, bool(t.encoder) and p.found is not None) for p, t in changed)
     written = dict.fromkeys(t.type for t in tensors if t.type.scales)
     return [
-        *(partial(_encode, t) for t in targets),
+        *(partial(_encode, *which) for which in encoders),
         *(partial(_decode, t) for t in (sources | targets if measure else sources) if t.name != "F32"),
         *(partial(_validate, t) for t in written),
         *([_first_nonfinite] if changed else []),
@@ -30,11 +32,13 @@ def _values(t: TensorType) -> int:
     return max(t.block, 256)
 
 
-def _encode(t: TensorType) -> None:
+def _encode(t: TensorType, whose: str, weighted: bool) -> None:
+    """Encode with type ``t``'s encoder, or ``whose``; some of ik_llama.cpp's have a kernel of their own for weights."""
     from quantkit.kernels.cpu.encode import encoder
 
-    n, no_weights = _values(t), np.zeros(0, np.float32)
-    encoder(t)(np.zeros((1, n), np.float32), no_weights, np.zeros((1, t.row_bytes(n)), np.uint8), 0, 1)
+    n = _values(t)
+    weights, out = np.ones(n if weighted else 0, np.float32), np.zeros((1, t.row_bytes(n)), np.uint8)
+    encoder(t, whose or "mainline")(np.zeros((1, n), np.float32), weights, out, 0, 1)
 
 
 def _decode(t: TensorType) -> None:
