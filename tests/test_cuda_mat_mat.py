@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import cuda_products
 import numpy as np
 import pytest
-from cuda_products import (
-    check,
-    check_heads,
-    check_mul_mat,
-    check_mul_mat_id,
-    check_up_gate,
-    check_up_gate_id,
-    multiply,
-    on,
-    plan_for,
-)
+from cuda_products import check, multiply, on, plan_for
 from device_memory import Memory
 from matmul_cases import draw_weights, f32, routed
 
@@ -85,7 +76,7 @@ def test_mul_mat_agrees_with_numpy(
 ) -> None:
     t = BY_NAME[name]
     shape = mat_mat.mul_mat(t, n_in, n_out, rows, on(memory, capability))
-    check_mul_mat(memory, shape, t, n_in, n_out, rows)
+    cuda_products.check_mul_mat(memory, shape, t, n_in, n_out, rows)
 
 
 def multiplied(memory: Memory, t: TensorType, w: Any, x: Any) -> tuple[Any, Any]:
@@ -131,7 +122,7 @@ def test_a_row_does_not_depend_on_the_others(memory: Memory) -> None:
 def test_mul_mat_heads_agrees_with_numpy(memory: Memory, name: str, rows: int) -> None:
     t, heads, n_in, n_out = BY_NAME[name], 3, 96, 40
     shape = mat_mat.mul_mat_heads(t, n_in, n_out, rows, heads, memory.device.capability)
-    check_heads(memory, shape, t, n_in, n_out, rows, heads)
+    cuda_products.check_heads(memory, shape, t, n_in, n_out, rows, heads)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +140,7 @@ def test_up_gate_agrees_with_numpy(
 ) -> None:
     t, a = BY_NAME[name], Activation(kind, gate_limit=0.8, act_limit=0.6, up_limit=0.7)
     shape = mat_mat.up_gate(t, a, n_in, n_out, rows, on(memory, capability))
-    check_up_gate(memory, shape, t, a, n_in, n_out, rows)
+    cuda_products.check_up_gate(memory, shape, t, a, n_in, n_out, rows)
 
 
 #: Tokens, experts a token, experts, and those that are chosen at all: many pairs each, few, all of one, some of none.
@@ -171,7 +162,7 @@ def test_mul_mat_id_agrees_with_numpy(
     t, n_in, n_out, ids = BY_NAME[name], 96, 37, some_experts(*shape)
     product = mat_mat.mul_mat_id(t, n_in, n_out, rows, n_used, n_expert, on(memory, capability))
     pairs = plan_for(memory, ids, n_expert)
-    check_mul_mat_id(memory, product, t, n_in, n_out, ids, pairs, n_used if per_token else 1)
+    cuda_products.check_mul_mat_id(memory, product, t, n_in, n_out, ids, pairs, n_used if per_token else 1)
 
 
 @pytest.mark.parametrize(("name", "merged"), [("Q4_K", True), ("IQ4_KS", False)])
@@ -183,4 +174,4 @@ def test_up_gate_id_agrees_with_numpy(
     t, n_in, n_out, ids = BY_NAME[name], 256, 20, some_experts(*shape)
     a = Activation("silu", up_limit=1.5)
     product = mat_mat.up_gate_id(t, a, n_in, n_out, rows, n_used, n_expert, memory.device.capability)
-    check_up_gate_id(memory, product, t, a, n_in, n_out, ids, plan_for(memory, ids, n_expert), merged)
+    cuda_products.check_up_gate_id(memory, product, t, a, n_in, n_out, ids, plan_for(memory, ids, n_expert), merged)

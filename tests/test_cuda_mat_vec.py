@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
+import cuda_products
 import numpy as np
 import pytest
-from cuda_products import (
-    check,
-    check_heads,
-    check_mul_mat,
-    check_mul_mat_id,
-    check_up_gate,
-    check_up_gate_id,
-    no_plan,
-    on,
-    put_rows,
-)
+from cuda_products import check, no_plan, on, put_rows
 from device_memory import Memory
 from host_device import HostDevice, compiler
 from matmul_cases import draw_weights, f32, products
@@ -92,7 +83,8 @@ def test_turing_copies_through_registers(memory: Memory, name: str, n_in: int, n
 
 
 def check_one(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> None:
-    check_mul_mat(memory, mat_vec.mul_mat(BY_NAME[name], n_in, n_out, rows), BY_NAME[name], n_in, n_out, rows)
+    t = BY_NAME[name]
+    cuda_products.check_mul_mat(memory, mat_vec.mul_mat(t, n_in, n_out, rows), t, n_in, n_out, rows)
 
 
 @pytest.mark.usefixtures("as_large")
@@ -136,7 +128,7 @@ def test_an_early_launch_asks_for_weights_only_before_it_waits(name: str) -> Non
 @pytest.mark.parametrize(("name", "n_in", "n_out"), [("Q8_0", 64, 7), ("Q4_K", 256, 70), ("F32", 64, 5)])
 def test_mul_mat_heads_agrees_with_numpy(memory: Memory, name: str, n_in: int, n_out: int) -> None:
     t, rows, heads = BY_NAME[name], 2, 3
-    check_heads(memory, mat_vec.mul_mat_heads(t, n_in, n_out, rows, heads), t, n_in, n_out, rows, heads)
+    cuda_products.check_heads(memory, mat_vec.mul_mat_heads(t, n_in, n_out, rows, heads), t, n_in, n_out, rows, heads)
 
 
 @pytest.mark.usefixtures("as_large")
@@ -145,7 +137,7 @@ def test_mul_mat_heads_agrees_with_numpy(memory: Memory, name: str, n_in: int, n
 def test_mul_mat_id_agrees_with_numpy(memory: Memory, name: str, n_in: int, n_out: int, x_per: int) -> None:
     t, ids = BY_NAME[name], np.array([[4, 0], [2, 1], [0, 3]], np.int32)
     shape = mat_vec.mul_mat_id(t, n_in, n_out, *ids.shape)
-    check_mul_mat_id(memory, shape, t, n_in, n_out, ids, no_plan(memory, ids, 5), x_per)
+    cuda_products.check_mul_mat_id(memory, shape, t, n_in, n_out, ids, no_plan(memory, ids, 5), x_per)
 
 
 def activations() -> list[Activation]:
@@ -156,7 +148,7 @@ def activations() -> list[Activation]:
 @pytest.mark.parametrize("activation", activations(), ids=lambda a: f"{a.kind}{a.up_limit or ''}")
 def test_up_gate_agrees_with_numpy(memory: Memory, activation: Activation) -> None:
     t, sizes = BY_NAME["Q5_1"], (96, 19, 3)
-    check_up_gate(memory, mat_vec.up_gate(t, activation, *sizes), t, activation, *sizes)
+    cuda_products.check_up_gate(memory, mat_vec.up_gate(t, activation, *sizes), t, activation, *sizes)
 
 
 @pytest.mark.usefixtures("as_large")
@@ -166,14 +158,14 @@ def test_up_gate_agrees_with_numpy(memory: Memory, activation: Activation) -> No
 )
 def test_up_gate_of_types_and_shapes(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> None:
     t, a = BY_NAME[name], Activation("silu")
-    check_up_gate(memory, mat_vec.up_gate(t, a, n_in, n_out, rows), t, a, n_in, n_out, rows)
+    cuda_products.check_up_gate(memory, mat_vec.up_gate(t, a, n_in, n_out, rows), t, a, n_in, n_out, rows)
 
 
 @pytest.mark.parametrize(("name", "n_in", "n_out"), [("Q4_0", 64, 11), ("Q6_K", 768, 37), ("F16", 64, 5)])
 def test_up_gate_id_of_merged_halves(memory: Memory, name: str, n_in: int, n_out: int) -> None:
     t, a, ids = BY_NAME[name], Activation("swiglu_oai", 1.702, 7.0, 0.0, 7.0), np.array([[3, 1], [0, 3]], np.int32)
     shape = mat_vec.up_gate_id(t, a, n_in, n_out, *ids.shape)
-    check_up_gate_id(memory, shape, t, a, n_in, n_out, ids, no_plan(memory, ids, 4), merged=True)
+    cuda_products.check_up_gate_id(memory, shape, t, a, n_in, n_out, ids, no_plan(memory, ids, 4), merged=True)
 
 
 def test_long_matrices_and_many_experts_fit_the_grid() -> None:

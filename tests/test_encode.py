@@ -23,7 +23,7 @@ BY_ROW = "legacy"
 
 
 def weights_for(t: TensorType, weights: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return no weights, if the type can do without, and the given ones: those that ignore them get them all the same."""
+    """Return no weights, if the type can do without, and the given ones, even if it ignores them."""
     return ((NO_WEIGHTS,) if t in UNWEIGHTED else ()) + ((weights,) if t.is_quantized else ())
 
 
@@ -32,7 +32,8 @@ def within_reach(t: TensorType, x: np.ndarray, weights: np.ndarray) -> np.ndarra
     if not FORMATS[t.name].grid:
         return x
     limit = np.cbrt(1e36 / max(float(weights.max(initial=1)), 1.0))
-    return np.clip(x, -limit, limit).astype(np.float32)
+    clipped: np.ndarray = np.clip(x, -limit, limit).astype(np.float32)
+    return clipped
 
 
 def assert_ggmls(llama_bin: Path, t: TensorType, x: np.ndarray, weights: np.ndarray = NO_WEIGHTS) -> None:

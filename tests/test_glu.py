@@ -10,7 +10,7 @@ import pytest
 from glu_cases import KINDS, activated, close, gated
 
 from quantkit.kernels.cpu.core.functions import erf, exp, sigmoid, tanh
-from quantkit.kernels.cpu.core.jit import kernel
+from quantkit.kernels.cpu.core.jit import kernel, specialize
 from quantkit.kernels.cpu.core.simd import f32x16, load, store
 from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
 from quantkit.kernels.cpu.core.team import Team
@@ -21,28 +21,18 @@ from quantkit.model.ops import Activation
 F32 = npt.NDArray[np.float32]
 
 
-@kernel
-def run_exp(x: F32, y: F32) -> None:
+function = None  # bound below
+
+
+def run_function(x: F32, y: F32) -> None:
     for i in range(0, x.size, 16):
-        store(y, 4 * i, exp(load(f32x16, x, 4 * i)))
+        store(y, 4 * i, function(load(f32x16, x, 4 * i)))
 
 
-@kernel
-def run_sigmoid(x: F32, y: F32) -> None:
-    for i in range(0, x.size, 16):
-        store(y, 4 * i, sigmoid(load(f32x16, x, 4 * i)))
-
-
-@kernel
-def run_tanh(x: F32, y: F32) -> None:
-    for i in range(0, x.size, 16):
-        store(y, 4 * i, tanh(load(f32x16, x, 4 * i)))
-
-
-@kernel
-def run_erf(x: F32, y: F32) -> None:
-    for i in range(0, x.size, 16):
-        store(y, 4 * i, erf(load(f32x16, x, 4 * i)))
+run_exp, run_sigmoid, run_tanh, run_erf = (
+    specialize(run_function, name, kernel, function=of)
+    for name, of in (("exp", exp), ("sigmoid", sigmoid), ("tanh", tanh), ("erf", erf))
+)
 
 
 @pytest.mark.parametrize(

@@ -191,17 +191,8 @@ def test_all_experts_is_refused_where_weights_are_shares_of_the_chosen(tmp_path:
 
 
 def test_both_forms_of_latent_attention_record_the_same(tmp_path: Path) -> None:
-    heads, k, v, rot, rank = (getattr(test_mla, name) for name in ("HEADS", "K", "V", "ROT", "RANK"))
-    rng, own, other = np.random.default_rng(4), {}, {}
-    for layer in range(2):
-        k_b = rng.standard_normal((heads, k - rot, rank)).astype(np.float32) / 6
-        v_b = rng.standard_normal((heads, v, rank)).astype(np.float32) / 6
-        own[f"blk.{layer}.attn_kv_b.weight"] = np.concatenate([k_b, v_b], 1).reshape(-1, rank)
-        other |= {f"blk.{layer}.attn_k_b.weight": k_b.transpose(0, 2, 1), f"blk.{layer}.attn_v_b.weight": v_b}
-    paths = (
-        test_mla.deepseek2(tmp_path / "expanded.gguf", test_mla.YARN, absorbed=False, own=own),
-        test_mla.deepseek2(tmp_path / "absorbed.gguf", test_mla.YARN, own=other),
-    )
+    heads, k, rot, rank = (getattr(test_mla, name) for name in ("HEADS", "K", "ROT", "RANK"))
+    paths = test_mla.both_forms(tmp_path)
     found = []
     for path in paths:
         with load(path, kv_type="f32", threads=2, fusion=Fusion.none(), rewrite=observe) as model:

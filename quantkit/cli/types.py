@@ -10,9 +10,8 @@ import click
 
 from quantkit.cli.options import GroupedCommand, option
 from quantkit.cli.table import table
-from quantkit.errors import TypeNotSupported
 from quantkit.kernels.formats import has_decoder, has_encoder
-from quantkit.pipeline.presets import PRESET_ALIASES, PRESETS, Preset, preset_by_name
+from quantkit.pipeline.presets import PRESET_ALIASES, PRESETS, Preset
 from quantkit.types import TYPES, TensorType
 
 _WHAT, _OUT = "What to list", "Output"
@@ -32,8 +31,8 @@ Below 100 columns, header, weave and refused are omitted; --json has everything.
 
 _PRESETS_LEGEND = """\
 number  general.file_type; TYPE may be this number, too
-use     "mixture": llama.cpp's mixing rules; "plain": the base type everywhere;
-        "-": not in this version (no mixing rules or no encoder)
+use     "mixture": llama.cpp's mixing rules, or ik_llama.cpp's for its own presets
+        (for both with --rules ik); "-": no encoder in this version
 TYPE may also be any weight type that `quantkit types` lists, without a mixture."""
 
 
@@ -57,15 +56,10 @@ def command(presets: bool, tree: str | None, as_json: bool) -> None:
 
 
 def use_of(preset: Preset) -> str | None:
-    """Return how `quantkit quantize` treats the preset: as a mixture, as a plain type, or not at all (None)."""
-    try:
-        taken = preset_by_name(preset.name)
-    except TypeNotSupported:
-        return None
-    if taken.base is not None and not has_encoder(taken.base):
-        return None
-    # MXFP4 is a preset of ik_llama.cpp and a type of both trees; as TYPE it is the type.
-    return "mixture" if taken.mixes and taken.base is not None else "plain" if taken.base else "copy"
+    """Return how `quantkit quantize` treats the preset: as a mixture or a copy, or not at all (None)."""
+    if preset.base is None:
+        return "copy"
+    return "mixture" if has_encoder(preset.base) else None
 
 
 def _type_table(types: list[TensorType]) -> str:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from quantkit.errors import FormatError, RecipeError
 from quantkit.kernels.formats import format_of
+from quantkit.kernels.interleave import base_of
 from quantkit.types import TensorType, type_by_name
 
 __all__ = ["dequantize", "quantize"]
@@ -48,6 +49,7 @@ def quantize(
     encode = encoder_of(t, encoder)
     # To numba a read-only array is another type: a copy is cheaper than a second compilation.
     rows = np.require(_rows(x, np.float32, "x"), requirements=["A", "W"])
+    _check_groups(t, rows)
     out = np.empty((len(rows), _row_bytes(t, rows.shape[1])), np.uint8)
     weights = _weights(t, imatrix, rows.shape[1])
     bad = first_nonfinite_row(rows, 0, len(rows))
@@ -79,11 +81,12 @@ def dequantize(data: npt.NDArray[np.uint8], type: TensorType | str, n: int) -> n
     from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 
     t = type_by_name(type) if isinstance(type, str) else type
-    format_of(t)
+    format_of(base_of(t))
     row_bytes = _row_bytes(t, n)
     rows = _rows(data, np.uint8, "data")
     if rows.shape[1] != row_bytes:
         raise FormatError(f"{n} values of {t.name} take rows of {row_bytes} bytes; data has {rows.shape[1]}")
+    _check_groups(t, rows)
     out = np.empty((len(rows), n), np.float32)
     dequantize_rows(t, rows, out)
     return out
@@ -95,6 +98,11 @@ def _rows(array: npt.NDArray[Any], dtype: Any, name: str) -> npt.NDArray[Any]:
         what = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else array.__class__.__name__
         raise FormatError(f"{name} must be an array of {np.dtype(dtype)} [..., row], not {what}")
     return np.ascontiguousarray(array.reshape(-1, array.shape[-1]) if array.shape[-1] else array.reshape(0, 0))
+
+
+def _check_groups(t: TensorType, rows: npt.NDArray[Any]) -> None:
+    if len(rows) % t.interleave:
+        raise FormatError(f"{t.name} weaves {t.interleave} rows together; {len(rows)} rows are not whole groups")
 
 
 def _row_bytes(t: TensorType, n: int) -> int:

@@ -16,6 +16,9 @@ Everything else follows: commands, activation formats, products, embeddings, the
 A *unit* is 256 values, what an unpacker unpacks at once. *Row headers*: rows of a type with ``row:f32@0`` (or f16) in
 ``scales`` begin with a scale for the whole row. Unpackers and reference decoders see blocks only: code that walks a
 row reads the scale once and applies it, so types without one pay nothing.
+
+*Woven types* (_R4, _R8, _R16) need no record, only their layout (interleave.py): everything is computed on their base
+type, whose bytes, taken apart, they hold.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import RecipeError, TypeNotSupported
+from quantkit.kernels.interleave import base_of, layout_of
 from quantkit.types import BY_NAME, TensorType
 
 #: Values unpacked at once.
@@ -132,12 +136,12 @@ FORMATS: dict[str, Format] = {
         _format("IQ4_K", "ik_quants", True, "q8_k", span=16, planes=2, together="K"),
         _format("IQ5_K", "ik_quants", True, "q8_k", span=16, planes=2, together="K"),
         _format("IQ6_K", "ik_quants", True, "q8_k", span=16, planes=2, together="K"),
-        _format("IQ2_KS", "ik_quants", False, "q8_k", together="K"),
+        _format("IQ2_KS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ3_KS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ4_KS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ5_KS", "ik_quants", True, "q8_k", together="K"),
-        _format("IQ4_KSS", "ik_quants", False, "q8_k", together="K"),
-        _format("IQ2_KL", "ik_quants", False, "q8_k", together="K"),
+        _format("IQ4_KSS", "ik_quants", True, "q8_k", together="K"),
+        _format("IQ2_KL", "ik_quants", True, "q8_k", together="K"),
         _format("IQ1_KT", "trellis", False, "q8_0"),
         _format("IQ2_KT", "trellis", False, "q8_0"),
         _format("IQ3_KT", "trellis", False, "q8_0"),
@@ -149,13 +153,21 @@ FORMATS: dict[str, Format] = {
 UNPACKED: tuple[TensorType, ...] = tuple(f.type for f in FORMATS.values() if not f.is_float)
 
 
+#: Woven types whose encoder starts from values, not from the rows of a base type.
+WOVEN_ENCODERS = ("Q8_K_R8", "Q8_K_R16")
+
+
 def has_decoder(t: TensorType) -> bool:
-    """Whether rows of type ``t`` can be decoded and multiplied."""
-    return t.name in FORMATS
+    """Whether rows of type ``t`` can be decoded and multiplied: a woven type as its base type."""
+    return base_of(t).name in FORMATS
 
 
 def has_encoder(t: TensorType) -> bool:
     """Whether rows can be encoded as type ``t``."""
+    base = base_of(t)
+    if base is not t:
+        exact = layout_of(t).is_exact and base.name in FORMATS and FORMATS[base.name].encodes
+        return exact or t.name in WOVEN_ENCODERS
     return t.name in FORMATS and FORMATS[t.name].encodes
 
 
@@ -180,14 +192,15 @@ def check_encoder(wanted: str) -> None:
 def encoder_for(t: TensorType, wanted: str) -> str:
     """Return the encoder that ``wanted``, one of ENCODERS, means for type ``t``: "ik" if that is another one, or ""."""
     check_encoder(wanted)
-    return "ik" if wanted == "ik" and t.name in FORMATS and FORMATS[t.name].ik_encoder else ""
+    base = base_of(t).name
+    return "ik" if wanted == "ik" and base in FORMATS and FORMATS[base].ik_encoder else ""
 
 
-def cpu_function(verb: str, t: TensorType, encoder: str = "mainline") -> Callable[..., Any]:
+def cpu_function(verb: str, t: TensorType, by: str = "mainline") -> Callable[..., Any]:
     """Return ``encode_<type>``, ik_llama.cpp's if asked for, or ``unpack_<type>``; raise TypeNotSupported if none."""
     found = format_of(t, "encoder" if verb == "encode" else "unpacker")
     if verb == "unpack" and found.is_float:
         raise TypeNotSupported(f"{t.name} is no type of blocks: there is nothing to unpack")
     module = importlib.import_module(f"quantkit.kernels.cpu.{verb}.{found.family}")
-    suffix = "_ik" if verb == "encode" and encoder_for(t, encoder) else ""
+    suffix = "_ik" if verb == "encode" and encoder_for(t, by) else ""
     return getattr(module, f"{verb}_{t.name.lower()}{suffix}")  # type: ignore[no-any-return]

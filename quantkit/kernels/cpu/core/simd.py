@@ -791,7 +791,9 @@ def make_table(values: Sequence[int], name: str) -> Any:
 def _look_up(b: ir.IRBuilder, values: list[int], index: ir.Value) -> ir.Value:
     if len(values) <= 32:
         parts = [ir.Constant(f32x16.ll, values[i : i + 16]) for i in range(0, len(values), 16)]
-        return _lookup32_f32(b, *parts, index, True) if parts[1:] else _lookup16_f32(b, parts[0], index, True)
+        if len(parts) == 1:
+            return _lookup16_f32(b, parts[0], index, True)
+        return _lookup32_f32(b, parts[0], parts[1], index, True)
     if "avx512bw" not in FEATURES:
         return _from_memory(b, values, index)
     # Such a number fills the upper half of an f32 only: 64 of them are two vectors of 16-bit lanes (vpermi2w).

@@ -11,11 +11,19 @@ from collections.abc import Callable
 from typing import Any
 
 from quantkit.kernels.formats import cpu_function
+from quantkit.kernels.interleave import is_woven
 from quantkit.types import TensorType
 
 Encoder = Callable[[Any, Any, Any, int, int], None]
 
 
-def encoder(t: TensorType, encoder: str = "mainline") -> Encoder:
-    """Return llama.cpp's encoder of type ``t``, or with "ik" ik_llama.cpp's; raise TypeNotSupported if there is none."""
-    return cpu_function("encode", t, encoder)
+def encoder(t: TensorType, by: str = "mainline") -> Encoder:
+    """Return llama.cpp's encoder of type ``t``, or with "ik" ik_llama.cpp's; of a woven type for whole groups of rows.
+
+    Raises TypeNotSupported if there is none.
+    """
+    if is_woven(t):
+        from quantkit.kernels.cpu.encode.interleaved import woven_encoder
+
+        return woven_encoder(t, by)
+    return cpu_function("encode", t, by)

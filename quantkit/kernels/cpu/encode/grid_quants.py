@@ -28,21 +28,17 @@ from quantkit.kernels.cpu.core.jit import inline
 from quantkit.kernels.cpu.core.simd import f32_to_f16, load, nearest_int, store
 from quantkit.kernels.cpu.core.simd import select as choose
 from quantkit.kernels.cpu.encode import grid_search as grid
-from quantkit.kernels.cpu.encode.batch import (
-    load_group,
-    store_sigma,
-    weigh_by_importance,
-)
+from quantkit.kernels.cpu.encode.batch import load_group, store_sigma, weigh_by_importance
 from quantkit.kernels.cpu.encode.grid_search import ALL, ALL_IF_ONE_IS_OFF, BEST, OFF_GRID, SIGNS, W, X
 from quantkit.kernels.cpu.encode.search import EPSILON, LANES, STEP, WIDE, WIDE_INT, F, fit_positive
 
 # What the search found, by sub-block in memory order, up to 16 a super-block: scales, signs, the word of each group.
 ROW = 16 * STEP
 SIGMA, SCALES, FOUND_SIGNS, FOUND = (grid.END + k * ROW for k in range(4))
-END = FOUND + 8 * ROW
-#: The sub-blocks of make_qp_quants take its scratch from where nothing is found yet.
-LEVELS = END
-SCRATCH = LEVELS + 32 * STEP
+#: Levels of a first fit; LANES sub-blocks.
+LEVELS = FOUND + 8 * ROW
+#: The smallest number above 0.
+DENORMAL = F(2.0**-149)
 
 # ---------------------------------------------------------------- sub-blocks
 
@@ -75,11 +71,23 @@ def keep_found(s: Any, group: Any, n: Any, size: Any, scale: Any, dead: Any, eve
 
 @inline
 def _fit_sub_blocks(
-    s: Any, x: Any, w: Any, lists: Any, count: Any, n: Any, size: Any, sigma: Any, even: Any, steps: Any, which: Any
+    s: Any,
+    x: Any,
+    w: Any,
+    lists: Any,
+    count: Any,
+    n: Any,
+    size: Any,
+    sigma: Any,
+    even: Any,
+    tiny: Any,
+    steps: Any,
+    which: Any,
 ) -> None:
     """Search the sub-blocks of ``count`` super-blocks.
 
-    sigma: times the mean square; even: seven signs; steps: candidates on either side; which: groups rounded again.
+    sigma: times the mean square; even: seven signs; tiny: sub-blocks of smaller values are dead; steps: candidates on
+    either side of the largest value's; which: groups rounded again, with ALL after candidates about a first fit.
     """
     top = 7 if size == 4 else 2
     if w or n == 16:
@@ -89,18 +97,14 @@ def _fit_sub_blocks(
         grid.take_signs(s, n, even)
         grid.derive_weights(s, n)
         largest = grid.largest_value(s, n)
+        scale = largest / F(2 * top + 1)
         if which == ALL:
-            dead = largest < EPSILON
             scale = fit_positive(s, X, W, LEVELS, n, top + 2)
-            largest = scale * F(top + 1)
-            dead = dead | (largest <= F(0))
-        elif which == ALL_IF_ONE_IS_OFF:
-            dead, scale = largest == F(0), largest / F(2 * top + 1)
+            largest = choose(largest < tiny, F(0), scale * F(top + 1))
+            dead = largest <= F(0)
         else:
-            dead = largest < (EPSILON if even and size == 8 else F(1e-8))
-            scale = largest / F(2 * top + 1)
-        largest = choose(dead, F(1), largest)
-        off = which == ALL_IF_ONE_IS_OFF
+            dead = largest < tiny
+        largest, off = choose(dead, F(1), largest), which == ALL_IF_ONE_IS_OFF
         scale, _ = grid.search_scale(s, lists, n, size, top, largest, scale, steps, 0.2 if size == 4 else 0.1, off)
         scale = grid.round_again(s, lists, n, size, top, scale, which)
         keep_found(s, group, n, size, scale, dead, even)
@@ -138,18 +142,21 @@ def _signs(s: Any, at: Any) -> Any:
 
 @inline
 def clear(out: Any, size: Any) -> None:
+    """Set an even number of bytes to 0."""
     for at in range(0, size, 2):
         store(out, at, np.uint16(0))
 
 
 @inline
 def iq2_xxs_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
-    _fit_sub_blocks(s, x, w, lists, count, 32, 8, 1, True, 6, ALL)
+    """Encode super-blocks as IQ2_XXS. Source: quantize_row_iq2_xxs_impl."""
+    _fit_sub_blocks(s, x, w, lists, count, 32, 8, 1, True, EPSILON, 6, ALL)
     for b in range(count):
         o, first = out + 66 * b, 32 * b
-        d = largest_scale(s, first, 8) / F(31)
+        top = largest_scale(s, first, 8)
+        d = top / F(31)
         clear(o, 66)
-        if d > F(0):
+        if top > F(0):
             store(o, 0, f32_to_f16(d))
             for ib in range(8):
                 at = first + 4 * ib
@@ -168,7 +175,8 @@ def _store_nibbles(s: Any, first: Any, subs: Any, inverse: Any, o: Any) -> None:
 
 @inline
 def iq2_xs_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
-    _fit_sub_blocks(s, x, w, lists, count, 16, 8, 1, True, 9, OFF_GRID)
+    """Encode super-blocks as IQ2_XS. Source: quantize_row_iq2_xs_impl."""
+    _fit_sub_blocks(s, x, w, lists, count, 16, 8, 1, True, EPSILON, 9, OFF_GRID)
     write_iq2_xs(s, out, count, lists)
 
 
@@ -177,9 +185,10 @@ def write_iq2_xs(s: Any, out: Any, count: Any, lists: Any) -> None:
     """Store what the search found for ``count`` super-blocks."""
     for b in range(count):
         o, first = out + 74 * b, 64 * b
-        d = largest_scale(s, first, 16) / F(31)
+        top = largest_scale(s, first, 16)
+        d = top / F(31)
         clear(o, 74)
-        if d > F(0):
+        if top > F(0):
             store(o, 0, f32_to_f16(d))
             for ib in range(16):
                 at = first + 4 * ib
@@ -191,10 +200,12 @@ def write_iq2_xs(s: Any, out: Any, count: Any, lists: Any) -> None:
 
 @inline
 def iq2_s_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
-    _fit_sub_blocks(s, x, w, lists, count, 16, 8, 2, False, 9, OFF_GRID)
+    """Encode super-blocks as IQ2_S. Source: quantize_row_iq2_s_impl."""
+    _fit_sub_blocks(s, x, w, lists, count, 16, 8, 2, False, F(1e-8), 9, OFF_GRID)
     for b in range(count):
         o, first = out + 82 * b, 64 * b
-        d = largest_scale(s, first, 16) / F(31)
+        top = largest_scale(s, first, 16)
+        d = top / F(31)
         clear(o, 82)
         for ib in range(0, 16, 2):
             high = 0
@@ -206,19 +217,21 @@ def iq2_s_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> No
             store(o, 66 + ib // 2, np.uint8(high))
             store(o, 34 + 2 * ib, np.uint16(_signs(s, first + 4 * ib)))
             store(o, 36 + 2 * ib, np.uint16(_signs(s, first + 4 * ib + 4)))
-        if d > F(0):
+        if top > F(0):
             store(o, 0, f32_to_f16(d * F(0.9875)))
             _store_nibbles(s, first, 16, F(1) / d, o + 74)
 
 
 @inline
 def iq3_xxs_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
-    _fit_sub_blocks(s, x, w, lists, count, 32, 4, 2, True, 15, OFF_GRID)
+    """Encode super-blocks as IQ3_XXS. Source: quantize_row_iq3_xxs_impl."""
+    _fit_sub_blocks(s, x, w, lists, count, 32, 4, 2, True, F(1e-8), 15, OFF_GRID)
     for b in range(count):
         o, first = out + 98 * b, 32 * b
-        d = largest_scale(s, first, 8) / F(31)
+        top = largest_scale(s, first, 8)
+        d = top / F(31)
         clear(o, 98)
-        if d > F(0):
+        if top > F(0):
             store(o, 0, f32_to_f16(d * F(1.0125)))
             for ib in range(8):
                 at = first + 4 * ib
@@ -229,11 +242,15 @@ def iq3_xxs_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> 
 
 @inline
 def iq3_s_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
-    """As the reference does, sub-blocks of zeros are left out: the bytes of later ones but qh's move forward."""
-    _fit_sub_blocks(s, x, w, lists, count, 32, 4, 2, False, 9, ALL_IF_ONE_IS_OFF)
+    """Encode super-blocks as IQ3_S. Source: quantize_row_iq3_s_impl.
+
+    It leaves sub-blocks of zeros out, so that qs and signs of later ones move forward; qh and scales do not.
+    """
+    _fit_sub_blocks(s, x, w, lists, count, 32, 4, 2, False, DENORMAL, 9, ALL_IF_ONE_IS_OFF)
     for b in range(count):
         o, first = out + 110 * b, 32 * b
-        d = largest_scale(s, first, 8) / F(31)
+        top = largest_scale(s, first, 8)
+        d = top / F(31)
         clear(o, 110)
         place = 0
         for ib in range(8):
@@ -247,6 +264,6 @@ def iq3_s_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> No
             store(o, 66 + ib, np.uint8(high))
             store(o, 74 + 4 * place, np.uint32(_signs(s, at)))
             place += 1
-        if d > F(0):
+        if top > F(0):
             store(o, 0, f32_to_f16(d * F(1.033)))
             _store_nibbles(s, first, 8, F(1) / d, o + 106)

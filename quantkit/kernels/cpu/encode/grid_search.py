@@ -46,35 +46,39 @@ from quantkit.kernels.cpu.encode.search import LANES, STEP, WIDE, WIDE_INT, F
 
 #: Share of the distances that rounding changes by far less; they come from sums of 8.
 NEAR = F(2.0**-12)
-#: Set in a word that is not its group's own point.
-OFF = 1 << 24
+#: The value of levels that no point has: no neighbour is farther away, unless all are equally far.
+NEVER = 1e18
+#: Set in a word that is not its group's own point; in one that is nearest by more than NEAR.
+OFF, SURE = 1 << 24, 1 << 25
 
-# Scratch, [value][lane]: magnitudes, weights, weights * x, roots of weights; [group][lane]: slots, then words, and the
-# best words; a queue of groups beside the grid; [lane]: scales of a candidate, signs;
-# [group][lane]: IQ1's shifts.
+# Scratch. [value][lane]: magnitudes, weights, weights * x, roots of weights.
 X, W, WX, ROOT = (k * 32 * STEP for k in range(4))
-SLOT, BEST, QUEUE = 128 * STEP, 136 * STEP, 144 * STEP
-SCALE, SIGNS, SHIFT, BOUND = 152 * STEP, 153 * STEP, 154 * STEP, 154 * STEP
-# Scratch, [trial][lane]: 1 / scale, scales, slots of a group; [lane][trial]: slots transposed; [group][trial][lane]: words.
+# [group][lane]: slots, then words; the best words; IQ1's shifts; what a distance must exceed another by to be SURE. A
+# queue of groups. [lane]: scales, signs.
+SLOT, BEST, QUEUE, SHIFT, BOUND = ((128 + 8 * k) * STEP for k in range(5))
+SCALE, SIGNS = 168 * STEP, 169 * STEP
+# [trial][lane]: 1 / scale, scales, slots of a group. [lane][trial]: slots, words. [group][trial][lane]: words. Queues
+# of places in [lane][trial], and of pairs of them.
 TRIALS = 32
-ISCALES, SCALES, SLOTS, RUNS, WORDS_OF = (162 * STEP + k * TRIALS * STEP for k in range(5))
-END = WORDS_OF + 8 * TRIALS * STEP
+ISCALES, SCALES, SLOTS, RUNS, RUN_WORDS, WORDS_OF = ((170 + k * TRIALS) * STEP for k in range(6))
+TASKS = WORDS_OF + 8 * TRIALS * STEP
+SPANS, END = TASKS + TRIALS * STEP, TASKS + 3 * TRIALS * STEP
 
-ternary = make_constant(f32x16, [-1, 0, 1, 0] * 4, "grid_ternary")
-odd3 = make_constant(f32x16, [1, 3, 5, 7] * 4, "grid_odd3")
-odd8 = make_constant(f32x16, [1, 3, 5, 7, 9, 11, 13, 15] * 2, "grid_odd8")
+ternary = make_constant(f32x16, [-1, 0, 1, NEVER] * 4, "grid_ternary")
+odd3 = make_constant(f32x16, [1, 3, 5, NEVER] * 4, "grid_odd3")
+odd8 = make_constant(f32x16, [1, 3, 5, 7, 9, 11, 13, 15] + [NEVER] * 8, "grid_odd8")
 lane_numbers = make_constant(i32x16, list(range(16)), "grid_lane_numbers")
 
 
 @inline
 def bits_of(size: Any) -> Any:
     """Return the bits of a level in a word."""
-    return 3 if size == 4 else 2
+    return 16 // size
 
 
 @inline
 def values_of_levels(size: Any) -> Any:
-    """Return the values of levels 0, 1, ..., repeated: a lookup needs no mask if more bits follow."""
+    """Return the values of levels 0, 1, ..., those of 2 bits repeated: a lookup needs no mask if more bits follow."""
     return odd8() if size == 4 else odd3()
 
 
@@ -130,10 +134,10 @@ def _nearest(s: Any, at: Any, q: Any, entry: Any, words: Any, size: Any) -> Any:
     distance = hmin(best)
     least = best == distance
     bits = mask_bits(least)
-    found = np.int64(extract(place, trailing_zeros(bits) & 15))
+    found, runner_up = np.int64(extract(place, trailing_zeros(bits) & 15)), hmin(choose(least, second, best))
     if bits & (bits - np.uint64(1)):
-        found = np.int64(hmin(choose(least, place, 32 * WORDS)))
-    return np.int64(load(types.uint16, words, first + 2 * found)), distance, hmin(choose(least, second, best))
+        found, runner_up = np.int64(hmin(choose(least, place, 32 * WORDS))), distance
+    return np.int64(load(types.uint16, words, first + 2 * found)), distance, runner_up
 
 
 # ---------------------------------------------------------------- a candidate
@@ -165,15 +169,15 @@ def slots_to_words(s: Any, scale: Any, lists: Any, n: Any, size: Any, shifted: A
         store(s, QUEUE + 4 * count, np.int32(at))
         count += entry >= 0
     for j in range(count):
-        at = np.int64(load(types.int32, s, QUEUE + 4 * j))
-        entry = ~np.int64(load(types.int32, s, SLOT + at))
-        lane = at & (STEP - 1)
+        place = np.int64(load(types.int32, s, QUEUE + 4 * j))
+        entry = ~np.int64(load(types.int32, s, SLOT + place))
+        lane = place & (STEP - 1)
         values = values_of_levels(size)
         if shifted:
-            values = ternary() + load(types.float32, s, SHIFT + at)
+            values = ternary() + load(types.float32, s, SHIFT + place)
         q = load(types.float32, s, SCALE + lane) * values
-        word, _, _ = _nearest(s, at + (size - 1) * (at - lane), q, entry, words, size)
-        store(s, SLOT + at, np.int32(word | OFF))
+        word, _, _ = _nearest(s, place + (size - 1) * (place - lane), q, entry, words, size)
+        store(s, SLOT + place, np.int32(word | OFF))
 
 
 @inline
@@ -195,12 +199,6 @@ def rate_words(s: Any, words: Any, stride: Any, n: Any, size: Any) -> Any:
 
 
 @inline
-def _is_sure(s: Any, at: Any, best: Any, second: Any) -> Any:
-    """Whether the nearest neighbour is nearest by far more than rounding changes distances."""
-    return second - best > NEAR * best + load(types.float32, s, BOUND + at)
-
-
-@inline
 def _store_bounds(s: Any, n: Any, size: Any) -> None:
     """Store NEAR * sum(sqrt(w) x^2) of each group; infinity where it is so small that products may underflow."""
     for k in range(n // size):
@@ -212,44 +210,95 @@ def _store_bounds(s: Any, n: Any, size: Any) -> None:
 
 
 @inline
-def _follow(s: Any, lane: Any, k: Any, lists: Any, trials: Any, size: Any) -> None:
-    """Replace the slots of a group, one for each trial, by words.
-
-    Trials in a row that have the same point share its list of neighbours. Distances are sum(sqrt(w) x^2) plus scale *
-    (a * scale - b), with a and b of each neighbour, so that between two scales with the same nearest neighbour it is the
-    nearest, too: the difference to any other is scale times a linear function.
-    """
-    slots = RUNS + 32 * lane
-    low = load(i32x16, s, slots)
-    changes = mask_bits(low != load(i32x16, s, slots - 4)) | np.uint64(1)
+def _fill(s: Any, words: Any, after: Any, word: Any, trials: Any) -> None:
+    """Set the words of the trials behind ``after``, of the 16 or 32 at byte ``words``."""
+    store(s, words, choose(lane_numbers() > after, word, load(i32x16, s, words)))
     if trials > 16:
-        high = load(i32x16, s, slots + 64)
-        changes |= mask_bits(high != load(i32x16, s, slots + 60)) << np.uint64(16)
+        store(s, words + 64, choose(lane_numbers() > after - 16, word, load(i32x16, s, words + 64)))
+
+
+@inline
+def _list_runs(s: Any, lane: Any, entries: Any, trials: Any, tasks: Any, spans: Any) -> Any:
+    """Split a group's slots, one for each trial, into runs of the same point; return the ends of TASKS and SPANS.
+
+    Words of points on the grid are written; for others the run's ends become tasks, what lies between them a span.
+    """
+    slots, words = RUNS + 32 * lane, RUN_WORDS + 32 * lane
+    changes = mask_bits(load(i32x16, s, slots) != load(i32x16, s, slots - 4)) | np.uint64(1)
+    if trials > 16:
+        changes |= mask_bits(load(i32x16, s, slots + 64) != load(i32x16, s, slots + 60)) << np.uint64(16)
     changes &= np.uint64((1 << trials) - 1)
-    low = high = splat(i32x16, 0)
     while changes:
-        at = trailing_zeros(changes)
+        first = trailing_zeros(changes)
         changes &= changes - np.uint64(1)
         last = min(trailing_zeros(changes), trials) - 1
-        entry = np.int64(load(types.int32, lists[0], 4 * np.int64(load(types.int32, s, slots + 4 * at))))
+        entry = load(types.int32, entries, 4 * np.int64(load(types.int32, s, slots + 4 * first)))
         if entry < 0:
-            low = choose(lane_numbers() >= at, ~entry, low)
-            high = choose(lane_numbers() >= at - 16, ~entry, high)
+            _fill(s, words, first - 1, ~entry, trials)
             continue
-        before, word, sure = at - 1, np.int64(-1), False
-        while before < last:
-            q = load(types.float32, s, SCALES + at * STEP + lane) * values_of_levels(size)
-            found, best, second = _nearest(s, size * k * STEP + lane, q, entry, lists[1], size)
-            certain = _is_sure(s, k * STEP + lane, best, second)
-            if at == before + 1 or (sure and certain and found == word):
-                low = choose(lane_numbers() >= at, found | OFF, low)
-                high = choose(lane_numbers() >= at - 16, found | OFF, high)
-                before, word, sure, at = at, found, certain, last
-            else:
-                at = (before + at + 1) // 2
-    store(s, slots, low)
-    if trials > 16:
-        store(s, slots + 64, high)
+        store(s, tasks, np.int32(32 * lane + 4 * first))
+        store(s, tasks + 4, np.int32(32 * lane + 4 * last))
+        tasks += 8 if last > first else 4
+        store(s, spans, np.int32(32 * lane + 4 * first))
+        store(s, spans + 4, np.int32(32 * lane + 4 * last))
+        spans += 8 if last > first + 1 else 0
+    return tasks, spans
+
+
+@inline
+def _do_task(s: Any, place: Any, k: Any, lists: Any, size: Any) -> None:
+    """Find the nearest neighbour of group k for the lane and trial at byte ``place`` of RUNS."""
+    lane, trial = place >> 5 & -4, place & 124
+    q = load(types.float32, s, SCALES + trial * (STEP // 4) + lane) * values_of_levels(size)
+    entry = np.int64(load(types.int32, lists[0], 4 * np.int64(load(types.int32, s, RUNS + place))))
+    word, best, second = _nearest(s, size * k * STEP + lane, q, entry, lists[1], size)
+    sure = second - best > NEAR * best + load(types.float32, s, BOUND + k * STEP + lane)
+    store(s, RUN_WORDS + place, np.int32(word | OFF | (SURE if sure else 0)))
+
+
+@inline
+def _do_span(s: Any, span: Any, trials: Any, tasks: Any, spans: Any) -> Any:
+    """Fill a span whose ends have the same word for sure, else halve it; return the ends of TASKS and SPANS."""
+    first, last = np.int64(load(types.int32, s, span)), np.int64(load(types.int32, s, span + 4))
+    a, b = load(types.int32, s, RUN_WORDS + first), load(types.int32, s, RUN_WORDS + last)
+    if a == b and a & SURE:
+        words, end = RUN_WORDS + (first & -128), (last & 127) >> 2
+        inside = (lane_numbers() > (first & 127) >> 2) & (lane_numbers() < end)
+        store(s, words, choose(inside, a, load(i32x16, s, words)))
+        if trials > 16:
+            inside = (lane_numbers() > ((first & 127) >> 2) - 16) & (lane_numbers() < end - 16)
+            store(s, words + 64, choose(inside, a, load(i32x16, s, words + 64)))
+        return tasks, spans
+    middle = (first + last) >> 3 << 2
+    store(s, tasks, np.int32(middle))
+    store(s, spans, np.int32(first))
+    store(s, spans + 4, np.int32(middle))
+    spans += 8 if middle > first + 4 else 0
+    store(s, spans, np.int32(middle))
+    store(s, spans + 4, np.int32(last))
+    return tasks + 4, spans + (8 if last > middle + 4 else 0)
+
+
+@inline
+def _words_of_runs(s: Any, k: Any, lists: Any, trials: Any, size: Any) -> None:
+    """Write the words of group k of all lanes, [lane][trial] at RUN_WORDS, for the slots at RUNS.
+
+    Trials in a row that have the same point share its list of neighbours. Distances are sum(sqrt(w) x^2) plus scale *
+    (a * scale - b), with a and b of each neighbour: between two scales with the same nearest neighbour it is the
+    nearest, too, because the difference to another is scale times a linear function. Tasks and spans wait in queues, as
+    one task after the other would wait for the result of the last.
+    """
+    tasks, spans = TASKS, SPANS
+    for lane in range(0, STEP, 4):
+        tasks, spans = _list_runs(s, lane, lists[0], trials, tasks, spans)
+    task, span = TASKS, SPANS
+    while task < tasks:
+        for at in range(task, tasks, 4):
+            _do_task(s, np.int64(load(types.int32, s, at)), k, lists, size)
+        task, end = tasks, spans
+        for at in range(span, end, 8):
+            tasks, spans = _do_span(s, at, trials, tasks, spans)
+        span = end
 
 
 @inline
@@ -263,11 +312,10 @@ def _words_of_trials(s: Any, lists: Any, n: Any, size: Any, top: Any, trials: An
             for part in range(2 if trials > 16 else 1):
                 run = RUNS + 32 * half + 64 * part
                 transpose16_apart(s, SLOTS + part * 16 * STEP + half, STEP, s, run, 128)
-        for lane in range(0, STEP, 4):
-            _follow(s, lane, k, lists, trials, size)
+        _words_of_runs(s, k, lists, trials, size)
         for half in range(0, LANES // 16 * 64, 64):
             for part in range(2 if trials > 16 else 1):
-                run = RUNS + 32 * half + 64 * part
+                run = RUN_WORDS + 32 * half + 64 * part
                 transpose16_apart(s, run, 128, s, words + part * 16 * STEP + half, STEP)
 
 

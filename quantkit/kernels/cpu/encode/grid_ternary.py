@@ -59,6 +59,8 @@ SORTED_W, PLACE = SORTED + 32 * STEP, SORTED + 64 * STEP
 SUM_X, SUM_W = SORTED + 96 * STEP, SORTED + 132 * STEP
 TERMS = SORTED + 168 * STEP
 SCRATCH = TERMS + 4 * 36 * STEP
+#: IQ1_M: twice the code of each scale plus 1; the sums of super-blocks.
+FACTORS, FITTED_X, FITTED_2 = TERMS, TERMS + 16 * STEP, TERMS + 17 * STEP
 
 # ---------------------------------------------------------------- sorting
 
@@ -308,12 +310,14 @@ def _scale_code(s: Any, at: Any, inverse: Any) -> Any:
 
 @inline
 def iq1_s_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
+    """Encode super-blocks as IQ1_S. Source: quantize_row_iq1_s_impl."""
     _fit_sub_blocks(s, x, w, lists, count, 32)
     for b in range(count):
         o, first = out + 50 * b, 32 * b
-        d = largest_scale(s, first, 8) / F(15)
+        top = largest_scale(s, first, 8)
+        d = top / F(15)
         clear(o, 50)
-        if d > F(0):
+        if top > F(0):
             store(o, 0, f32_to_f16(d * F(1.125)))
         for ib in range(8):
             at, high = first + 4 * ib, 0
@@ -321,7 +325,7 @@ def iq1_s_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> No
                 index = index_of(s, lists, at, k)
                 store(o, 2 + 4 * ib + k, np.uint8(index))
                 high |= index >> 8 << 3 * k
-            if d > F(0):
+            if top > F(0):
                 down = load(types.uint32, s, FOUND_SIGNS + at) != 0
                 high |= (_scale_code(s, at, F(1) / d) | (8 if down else 0)) << 12
             store(o, 34 + 2 * ib, np.uint16(high))
@@ -366,6 +370,7 @@ def _fit_halves(s: Any, x: Any, w: Any, lists: Any, count: Any) -> None:
 
 @inline
 def iq1_m_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
+    """Encode super-blocks as IQ1_M. Source: quantize_row_iq1_m_impl."""
     _fit_halves(s, x, w, lists, count)
     for b in range(count):
         inverse = F(1) / (largest_scale(s, 64 * b, 16) / F(15))
@@ -374,8 +379,8 @@ def iq1_m_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> No
     _refit(s, x, w, count)
     for b in range(count):
         o, first = out + 56 * b, 64 * b
-        d = largest_scale(s, first, 16) / F(15)
-        alive = d > F(0)
+        top = largest_scale(s, first, 16)
+        d, alive = top / F(15), top > F(0)
         scales = np.int64(0)
         for ib in range(16):
             at = first + 4 * ib
@@ -394,7 +399,3 @@ def iq1_m_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> No
             half = np.int64(f32_to_f16(d * STRETCH))
             scales |= (half & 15) << 12 | (half & 0xF0) << 24 | (half & 0xF00) << 36 | (half & 0xF000) << 48
         store(o, 48, scales)
-
-
-#: IQ1_M: twice the code of each scale plus 1; the sums of super-blocks.
-FACTORS, FITTED_X, FITTED_2 = TERMS, TERMS + 16 * STEP, TERMS + 17 * STEP

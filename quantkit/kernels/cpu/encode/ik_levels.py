@@ -90,9 +90,15 @@ def find_bucket(x, inverse_per_width):
     return cast(i32x16, muladd(x, inverse_per_width, MAGIC))
 
 
+@inline
+def limit(v, reach):
+    """Return v, but no further from 0 than ``reach``. What is beyond int, C converts to INT_MIN: level 0."""
+    return vmax(vmin(select(v < F(2.0**31), v, -reach), reach), -reach)
+
+
 def _round_any(v, raised):
-    """Return the level nearest to any v, as i32, and its value, as f32. Beyond int, C gives INT_MIN: level 0."""
-    v = vmax(vmin(select(v < F(2.0**31), v, -reach), reach), -reach)
+    """Return the level nearest to any v, as i32, and its value, as f32."""
+    v = limit(v, reach)
     bucket = find_bucket(v, per_unit)
     level, value = level_plain(v, bucket)
     level_up, value_up = level_raised(v, bucket)
@@ -113,6 +119,8 @@ class Levels:
     per_unit: np.float32
     #: round_any(v, mask of raised lanes): (level i32, value f32) of any v.
     round_any: Callable[..., Any]
+    #: level(v, bucket): (level, value), as f32; of plain and of raised values.
+    level: tuple[Callable[..., Any], Callable[..., Any]]
     #: nearest(v, bucket), and mirrored(v, bucket), minus the value nearest to -v: of plain and of raised values.
     plain: tuple[Callable[..., Any], Callable[..., Any]]
     raised: tuple[Callable[..., Any], Callable[..., Any]]
@@ -136,7 +144,7 @@ def _make(name: str, values: list[int], raise_by: int, width: float, count: int)
         ("plain", (_nearest, _mirrored, _level), values),
         ("raised", (_nearest_raised, _mirrored_raised, _level_raised), [v + raise_by for v in values]),
     ):
-        nearest, mirrored, level = functions
+        nearest, mirrored, nearest_level = functions
         tables = _tables(of, width, count, f"{name}_{kind}")
         minus = _tables([-v for v in reversed(of)], width, count, f"{name}_{kind}_minus")
         pairs = {k: minus[k] for k in ("below", "above")}
@@ -144,9 +152,10 @@ def _make(name: str, values: list[int], raise_by: int, width: float, count: int)
             specialize(nearest, name, below=tables["below"], above=tables["above"]),
             specialize(mirrored, name, **pairs),
         )
-        bound[f"level_{kind}"] = specialize(level, name, **tables)
+        bound[f"level_{kind}"] = specialize(nearest_level, name, **tables)
     round_any = specialize(_round_any, name, **bound)
-    return Levels(values[0], raise_by, bound["per_unit"], round_any, found["plain"], found["raised"])
+    level = bound["level_plain"], bound["level_raised"]
+    return Levels(values[0], raise_by, bound["per_unit"], round_any, level, found["plain"], found["raised"])
 
 
 #: Widths keep all boundaries, plain and raised, at least 4 % of a bucket away from the edges.

@@ -32,7 +32,7 @@ from quantkit.kernels.cpu.core.simd import (
 from quantkit.kernels.cpu.encode import Encoder
 from quantkit.kernels.cpu.encode.groups import address, copy
 from quantkit.kernels.cpu.encode.ik_levels import Levels
-from quantkit.kernels.cpu.encode.ik_scales import largest_scale, nearest_multiple
+from quantkit.kernels.cpu.encode.ik_scales import fit_multiples, largest_scale, nearest_multiple
 from quantkit.kernels.cpu.encode.ik_search import add_in_order, lift_weights, store_bytes
 from quantkit.kernels.cpu.encode.tiles import (
     TILE,
@@ -40,6 +40,7 @@ from quantkit.kernels.cpu.encode.tiles import (
     importance_weights,
     inverse_or_zero,
     load_tile,
+    magnitude_weights,
     square_weights,
     sum_weights,
 )
@@ -91,6 +92,12 @@ def multiples_5_bit(scale, inverse):
 
 
 @inline
+def scale_fitted(scales, sums, count):
+    """Return d whose multiples -16..15 fit the scales best, and the inverse that gives the multiples."""
+    return fit_multiples(scales, sums, count, 16)
+
+
+@inline
 def store_5_bit(s, multiple, raised, h, out, apart):
     """Store 8 scales: u16 of 8 high bits and 8 of whether values are raised, in either order; u8 nibbles[4].
 
@@ -113,9 +120,16 @@ def store_5_bit_apart(s, multiple, raised, h, out):
     store_5_bit(s, multiple, raised, h, out, True)
 
 
+@inline
+def store_5_bit_pairs(s, multiple, raised, h, out):
+    """``store_5_bit`` of which high bits come last."""
+    store_5_bit(s, multiple, raised, h, out, False)
+
+
 #: scale, multiples and storage, and its bytes, of a type.
 SCALES_8_BIT = scale_8_bit, multiples_8_bit, store_8_bit, 8
 SCALES_5_BIT = scale_5_bit, multiples_5_bit, store_5_bit_apart, 6
+SCALES_FITTED = scale_fitted, multiples_5_bit, store_5_bit_pairs, 6
 
 # ---------------------------------------------------------------- a batch of a row
 
@@ -125,7 +139,7 @@ round_any: Any = None
 multiples: Any = None
 store_multiples: Any = None
 pack: Any = None
-paired = False
+paired = magnitudes = zeros = False
 block_bytes = scales_bytes = 0
 
 
@@ -167,6 +181,8 @@ def _load_batch(s, row, weights, n, first, squares):
         load_tile(_batch(weights, n, first, s + WEIGHTS_TAIL), 0, 32, s + W)
         lift_weights(s + X, s + W, 32)
         importance_weights(s + X, s + W, 32, sigma2)
+    elif magnitudes:
+        magnitude_weights(s + X, s + W, 32)
     else:
         square_weights(s + X, s + W, 32, own * sigma2 if own else splat(f32x16, F(0)))
 
@@ -182,7 +198,7 @@ def _store_levels(s, d, multiple, raised, count):
         wq = w * q
         store(s, TERMS + j, wq * x)
         store(s, TERMS2 + j, wq * q)
-        store(s, X + j, level)
+        store(s, X + j, select(multiple != I32(0), level, I32(0)) if zeros else level)
     store_bytes(s + LEVELS, s + X, 32)
     if paired:
         for j in range(0, TILE, 64):
@@ -267,16 +283,24 @@ def _encode_rows(x, weights, out, row0, row1):
 
 
 def rows_encoder(
-    name: str, search: Any, row_scale: Any, store_batch: Any, *, near: float = 2, own: float = 0, stretch: float = 1
+    name: str,
+    search: Any,
+    row_scale: Any,
+    store_batch: Any,
+    *,
+    near: float = 2,
+    own: float = 0,
+    magnitudes: bool = False,
+    stretch: float = 1,
 ) -> Encoder:
     """Return the encoder of a type.
 
     search(xt, wt, scales, raised): of 16 scales. row_scale(scales, sums of weights, n): d and 1 / d. store_batch: as
-    ``_store_batch``. near: the multiple of the mean square in weights with importances; own: the part of that without.
-    stretch: what d is multiplied by in the end.
+    ``_store_batch``. near: the multiple of the mean square in weights with importances; own: the part of that without,
+    added to squares; magnitudes: they are magnitudes instead. stretch: what d is multiplied by in the end.
     """
     key, t = name.lower(), BY_NAME[name]
-    load_batch = specialize(_load_batch, key, helper, near=F(near), own=F(own))
+    load_batch = specialize(_load_batch, key, helper, near=F(near), own=F(own), magnitudes=magnitudes)
     blocks = {"load_batch": load_batch, "block_bytes": t.block_bytes}
     encode_row = specialize(
         _encode_row, key, search=search, row_scale=row_scale, **blocks,
@@ -288,15 +312,16 @@ def rows_encoder(
 
 def row_encoder(
     name: str, levels: Levels, search: Any, scales: tuple[Any, Any, Any, int], pack: Any, *,
-    paired: bool = False, **more: Any,
+    paired: bool = False, zeros: bool = False, **more: Any,
 ) -> Encoder:  # fmt: skip
     """Return the encoder of a type.
 
     search(xt, wt, scales, raised): of 16 scales. scales: that of a row, multiples of it, their storage and its bytes.
-    paired: terms of values j and j + 16 are added to each other before they are summed. more: of ``rows_encoder``.
+    paired: terms of values j and j + 16 are added to each other before they are summed. zeros: levels are 0
+    where the scale is. more: of ``rows_encoder``.
     """
     key, (row_scale, multiples, store_multiples, scales_bytes) = name.lower(), scales
-    store_levels = specialize(_store_levels, key, round_any=levels.round_any, paired=paired)
+    store_levels = specialize(_store_levels, key, round_any=levels.round_any, paired=paired, zeros=zeros)
     bound = {"multiples": multiples, "store_multiples": store_multiples, "scales_bytes": scales_bytes, "pack": pack}
     block_bytes = BY_NAME[name].block_bytes
     store_batch = specialize(_store_batch, key, helper, store_levels=store_levels, block_bytes=block_bytes, **bound)

@@ -45,9 +45,9 @@ def nearest_multiple(v, low, high):
 
 
 #: What is tried as minus the multiple that the largest scale becomes, less the number of levels: 0, then k / 10.
-_tenths = [0.0, *(np.float32(0.1) * np.float32(k) for k in range(-9, 10) if k)]
-_tries0 = make_constant(f32x16, [float(v) for v in _tenths[:16]], "ik_scales_tries0")
-_tries1 = make_constant(f32x16, [float(v) for v in (_tenths[16:] + 13 * [0.0])], "ik_scales_tries1")
+_tenths = [0.0, *(float(np.float32(0.1) * np.float32(k)) for k in range(-9, 10) if k)]
+_tries0 = make_constant(f32x16, _tenths[:16], "ik_scales_tries0")
+_tries1 = make_constant(f32x16, _tenths[16:] + 13 * [0.0], "ik_scales_tries1")
 
 
 @helper

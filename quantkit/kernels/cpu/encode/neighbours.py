@@ -4,8 +4,8 @@ Values of a group (8 of IQ1 and IQ2, 4 of IQ3), rounded to levels 0 .. base - 1,
 some of all points. A point beside the grid has a list of neighbours on it: those at the smallest distance, at the
 second smallest and so on, up to the number of distances of its type, nearest first, then by their index in the grid.
 
-A *word* is a point as the kernels handle it: level i in bits ``bits * i``, 2 or 3 bits each. A *slot* is the number of
-a point: level i times base^i.
+A *word* is a point as kernels handle it, 16 bits: level i in bits ``bits * i``, 2 of 8 values or 4 of 4. A *slot* is
+the number of a point: level i times base^i.
 
 Source: llama.cpp b11434 ggml-quants.c iq2xs_init_impl and iq3xs_init_impl.
 """
@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from quantkit.kernels.tables import table
 
-#: Words read at once; every list is filled up with its first word to a multiple of it.
-WORDS = 16
+#: Words read at once; every list is filled up with FILL, whose levels no point has, to a multiple of it.
+WORDS, FILL = 16, 0xFFFF
 
 
 class Lists(NamedTuple):
@@ -29,7 +29,7 @@ class Lists(NamedTuple):
 
     #: int32 [slots]: ~word of a point of the grid; else 32 * its list's place + its list's length, both in WORDS.
     entries: npt.NDArray[np.int32]
-    #: uint16 [...]: the lists, word by word, and WORDS more.
+    #: uint16 [...]: the lists, word by word.
     words: npt.NDArray[np.uint16]
     #: uint16 [largest word + 1]: the index of a word in the grid, 0 for all others.
     indices: npt.NDArray[np.uint16]
@@ -51,7 +51,7 @@ def neighbour_lists(grid: str, distances: int) -> Lists:
     """Return the lists for the grid of that name in kernels/tables.py and a number of distances."""
     on = levels(grid)
     base, size = int(on.max()) + 1, on.shape[1]
-    words = (on << (3 if size == 4 else 2) * np.arange(size)).sum(1)
+    words = (on << (16 // size) * np.arange(size)).sum(1)
     slots = (on * base ** np.arange(size)).sum(1)
     indices = np.zeros(words.max() + 1, np.uint16)
     indices[words] = np.arange(len(on))
@@ -62,8 +62,7 @@ def neighbour_lists(grid: str, distances: int) -> Lists:
     places = np.cumsum(lengths) - lengths
     entries = np.empty(base**size, np.int32)
     entries[slots], entries[off] = ~words, 32 * places + lengths
-    first = at[np.cumsum(counts) - counts]
-    filled = np.append(words[first].repeat(lengths * WORDS), np.zeros(WORDS, np.int64)).astype(np.uint16)
+    filled = np.full(WORDS * lengths.sum(), FILL, np.uint16)
     filled[(places * WORDS - np.cumsum(counts) + counts)[row] + np.arange(len(row))] = words[at]
     return Lists(entries, filled, indices)
 

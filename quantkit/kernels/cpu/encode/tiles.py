@@ -58,6 +58,13 @@ def square_weights(xt, wt, span, plus):
 
 
 @inline
+def magnitude_weights(xt, wt, span):
+    """Set the weights to the magnitudes of the values."""
+    for j in range(span):
+        store(wt, 64 * j, vabs(load(f32x16, xt, 64 * j)))
+
+
+@inline
 def importance_weights(xt, wt, span, sigma2):
     """Turn importances into weights, in place; sigma2 is a multiple of the mean square of each lane's super-block."""
     for j in range(span):
