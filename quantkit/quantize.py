@@ -21,7 +21,7 @@ from quantkit.formats.gguf import Field, GGUFFile, open_model
 from quantkit.formats.imatrix import Imatrix, read_imatrix
 from quantkit.formats.outputs import end_of_links
 from quantkit.helpers import available_cpus, parse_size
-from quantkit.kernels.formats import has_encoder
+from quantkit.kernels.formats import check_encoder, encoder_for, has_encoder
 from quantkit.pipeline.choose import TORN, Choice, ModelFacts, Request, choose_types, iteration_order, lint_request
 from quantkit.pipeline.experts import merge_layer, split_layer
 from quantkit.pipeline.importance import Found, Importance, check_importance
@@ -81,6 +81,7 @@ class QuantizeOptions:
     leave_output_tensor: bool = False
     allow_requantize: bool = False
     fallback: str = "next"
+    encoder: str = "mainline"
     merge_up_gate: bool = False
     split_up_gate: bool = False
     prune_layers: tuple[int, ...] = ()
@@ -181,6 +182,7 @@ def plan_quantize(
         if all(getattr(options, name) not in (None, False) for name in pair):
             first, second = (f"--{name.replace('_', '-')}" for name in pair)
             raise RecipeError(f"{first} and {second} exclude each other: give only one of them")
+    check_encoder(options.encoder)
     _check_repack(options)
     repack = options.repack or options.unrepack
     with open_model(source) as opened:
@@ -192,6 +194,8 @@ def plan_quantize(
         tensors, choices = _choose(draft, request)
         _lint(draft, request, tensors, choices)
         chosen = _with_importance(draft, request, tensors, choices)
+        if options.encoder != "mainline" and not any(c.encoder for c in chosen):
+            draft.notes.append(f"--encoder {options.encoder} changes nothing: both trees encode these types alike")
         return plan_output(
             opened,
             _output_path(source, output, type, options),
@@ -418,7 +422,7 @@ def _with_importance(
                 ignore_rules=draft.options.ignore_imatrix_rules,
             )
         used = found if found is not None and found.entry is not None else None
-        chosen.append(_decided(tensor, choice, used))
+        chosen.append(_decided(tensor, choice, used, draft.options.encoder))
     if draft.importance is not None and finds:
         coverage = draft.importance.coverage([t.name for t in draft.taken.tensors], finds)
         coverage.check()
@@ -426,11 +430,15 @@ def _with_importance(
     return chosen
 
 
-def _decided(tensor: Chosen, choice: Choice, found: Found | None) -> Chosen:
-    """Return a tensor with its type, its reason and the importance of each of its parts."""
+def _decided(tensor: Chosen, choice: Choice, found: Found | None, encoder: str) -> Chosen:
+    """Return a tensor with its type, its reason, its encoder and the importance of each of its parts."""
     parts = tuple(whole(p.source, found) if p.is_whole else replace(p, found=found) for p in tensor.parts)
     reason = choice.reason if tensor.is_whole else f"{tensor.reason}; {choice.reason}"
-    return replace(tensor, type=choice.type, reason=reason, parts=parts, fallback_from=choice.fallback_from)
+    whose = "" if choice.copied else encoder_for(choice.type, encoder)
+    reason = f"{reason}; encoded as in ik_llama.cpp" if whose else reason
+    return replace(
+        tensor, type=choice.type, reason=reason, parts=parts, fallback_from=choice.fallback_from, encoder=whose
+    )
 
 
 def _metadata(draft: _Draft, request: Request) -> Metadata:
@@ -484,7 +492,7 @@ def _provenance(draft: _Draft, request: Request) -> dict[str, str]:
     given = [
         f"--{f.name.replace('_', '-')} {_shown(getattr(options, f.name))}".strip()
         for f in fields(QuantizeOptions)
-        if f.name not in apart and getattr(options, f.name) not in (None, (), False, "next")
+        if f.name not in apart and getattr(options, f.name) not in (None, (), False, "next", "mainline")
     ]
     lines = [draft.preset.name, *given, *(f"{rule.pattern} = {rule.type}" for rule in request.rules)]
     facts = {

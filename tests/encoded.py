@@ -5,7 +5,7 @@ Row-interleaved types are their base types in another order: test_interleave.py.
 
 from __future__ import annotations
 
-from quantkit.kernels.formats import has_decoder, has_encoder
+from quantkit.kernels.formats import FORMATS, has_decoder, has_encoder
 from quantkit.kernels.interleave import is_woven
 from quantkit.types import TYPES
 
@@ -18,3 +18,6 @@ WEIGHTED = [t for t in ENCODED if t.imatrix != "ignored"]
 UNWEIGHTED = [t for t in ENCODED if t.imatrix != "required"]
 #: Floats are their own specification: test_encode_corners.py.
 GOLDEN = [t for t in ENCODED if t.family != "float"]
+#: Types that both trees encode, but ik_llama.cpp by a search of its own; and all encoders, as type and name.
+IK_ENCODED = [t for t in ENCODED if FORMATS[t.name].ik_encoder]
+ENCODERS = [(t, "mainline") for t in ENCODED] + [(t, "ik") for t in IK_ENCODED]

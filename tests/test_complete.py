@@ -37,6 +37,7 @@ def values(line: str) -> list[str]:
         ("quantize m.gguf Q4_K", ["Q4_K_M", "Q4_K_S", "Q4_K"]),
         ("quantize m.gguf q4_k_", ["q4_k_m", "q4_k_s"]),
         ("quantize m.gguf o.gguf cop", ["copy"]),
+        ("quantize --encoder ", ["mainline", "ik"]),
         ("quantize m.gguf q4_k_m ", []),
         ("quantize --attn-v-type q6", ["q6_k"]),
         ("quantize --output-tensor-type Q6", ["Q6_K"]),

@@ -439,8 +439,20 @@ def test_other_work_is_not_resumed(llama: Path, tmp_path: Path) -> None:
     interrupted(llama, out, 3)
     refused(ResourceError, "--resume goes on with it", llama, out, "Q4_K_M")
     refused(ResourceError, "is of other work", llama, out, "Q5_K_M", resume=True)
+    refused(ResourceError, "is of other work", llama, out, "Q4_K_M", QuantizeOptions(encoder="ik"), resume=True)
     quantize(llama, out, "Q5_K_M", overwrite=True)
     assert [p.name for p in tmp_path.iterdir()] == ["o.gguf"]
+
+
+def test_another_encoder_is_other_work_even_without_provenance(llama: Path, tmp_path: Path) -> None:
+    """The header and all sizes are the same: only the fingerprint tells them apart."""
+    plans = {
+        by: plan_quantize(llama, tmp_path / "o.gguf", "IQ4_XS", QuantizeOptions(encoder=by, no_provenance=True))
+        for by in ("mainline", "ik")
+    }
+    assert plans["mainline"].shards[0].layout.header == plans["ik"].shards[0].layout.header
+    assert plans["mainline"].fingerprint != plans["ik"].fingerprint
+    refused(RecipeError, "there is no encoder", llama, tmp_path / "o.gguf", "COPY", QuantizeOptions(encoder="best"))
 
 
 def test_resume_without_an_earlier_run_just_runs(llama: Path, tmp_path: Path) -> None:

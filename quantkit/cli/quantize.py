@@ -24,6 +24,7 @@ from quantkit.cli.options import (
 from quantkit.cli.summary import DryRunReport, RunReport
 from quantkit.errors import TypeNotSupported
 from quantkit.helpers import available_cpus, format_size
+from quantkit.kernels.formats import ENCODERS
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.presets import RULES
 from quantkit.pipeline.run import refusal
@@ -105,6 +106,13 @@ class _Command(GroupedCommand):
     default="next",
     metavar="error|next|TYPE",
     help="For rows that do not divide into blocks: fail, take llama.cpp's next type, or TYPE.",
+)
+@setting(
+    "--encoder",
+    group=_TYPES,
+    type=click.Choice(ENCODERS),
+    default="mainline",
+    help="Whose search encodes a type that both llama.cpp and ik_llama.cpp have.",
 )
 @option("--imatrix", group=_IMATRIX, type=IMATRIX_FILE, help="Importance matrix, GGUF or .dat.")
 @option(

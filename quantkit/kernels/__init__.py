@@ -22,27 +22,31 @@ def quantize(
     x: npt.NDArray[np.float32],
     type: TensorType | str,  # noqa: A002
     imatrix: npt.NDArray[np.float32] | None = None,
+    encoder: str = "mainline",
 ) -> npt.NDArray[np.uint8]:
     """Encode rows as a tensor type, byte for byte as ggml_quantize_chunk of llama.cpp b11434.
+
+    Types of ik_llama.cpp alone have the bytes of ik_llama.cpp 8337e4cd3.
 
     Args:
         x: float32 [..., n]; n is a multiple of the type's block.
         type: a tensor type or its name.
         imatrix: float32 [n], the importance of each column; ignored by types that do not use one.
+        encoder: whose search, "mainline" or "ik", for types that both trees have.
 
     Returns:
         uint8 [rows, row_bytes], one row per row of x.
 
     Raises:
         TypeNotSupported: unknown type, no encoder for it, or n is not a multiple of its block.
-        RecipeError: the type requires an imatrix.
+        RecipeError: the type requires an imatrix, or there is no such encoder.
         FormatError: wrong dtype or shape, a row with NaN or Inf, or a scale that the type cannot hold.
     """
-    from quantkit.kernels.cpu.encode import encoder
+    from quantkit.kernels.cpu.encode import encoder as encoder_of
     from quantkit.kernels.cpu.encode.check import first_nonfinite_row, validate_rows
 
     t = type_by_name(type) if isinstance(type, str) else type
-    encode = encoder(t)
+    encode = encoder_of(t, encoder)
     # To numba a read-only array is another type: a copy is cheaper than a second compilation.
     rows = np.require(_rows(x, np.float32, "x"), requirements=["A", "W"])
     _check_groups(t, rows)

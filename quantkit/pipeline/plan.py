@@ -33,6 +33,8 @@ class Chosen:
     reason: str
     parts: tuple[RowSlice, ...]
     fallback_from: TensorType | None = None
+    #: Whose search encodes it, if not its type's: see ``PlannedTensor``.
+    encoder: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -142,6 +144,7 @@ def plan_output(
         shards.append(PlannedShard(_shard_path(output, no, len(groups)), layout))
         tensors += [_place(c, no, offset) for c, offset in zip(group, layout.offsets, strict=True)]
     digest = hashlib.sha256(identity.encode())
+    digest.update(" ".join(c.encoder for c in chosen).encode())
     for shard in shards:
         digest.update(os.fsencode(shard.path.name) + shard.layout.header)
     notes = [*notes, *_leftovers(source, [shard.path for shard in shards])]
@@ -184,7 +187,9 @@ def check_kernels(chosen: Sequence[Chosen | PlannedTensor]) -> None:
 
 
 def _place(c: Chosen, shard: int, offset: int) -> PlannedTensor:
-    return PlannedTensor(c.name, c.shape, c.type, c.reason, c.fallback_from, c.parts, shard, offset, c.nbytes)
+    return PlannedTensor(
+        c.name, c.shape, c.type, c.reason, c.fallback_from, c.parts, shard, offset, c.nbytes, c.encoder
+    )
 
 
 def _groups(chosen: Sequence[Chosen], shard_of: Sequence[int] | None, split_max_size: int | None) -> list[list[Chosen]]:

@@ -15,13 +15,20 @@ from quantkit.types import TensorType
 
 def kernel_calls(tensors: Iterable[PlannedTensor], measure: bool) -> list[Job]:
     """Return calls of all kernels that encoding ``tensors`` will run; ``measure``: and measuring the error."""
+    tensors = list(tensors)
+    changed = [
+        (part, t)
+        for t in tensors
+        for part in t.parts
+        if part.source.type is not t.type and not repacks(part.source.type, t.type)
+    ]
     pairs = dict.fromkeys((part.source.type, t.type) for t in tensors for part in t.parts)
     repacked = [pair for pair in pairs if repacks(*pair)]
-    changed = [pair for pair in pairs if pair[0] is not pair[1] and not repacks(*pair)]
-    sources, targets = (dict.fromkeys(types) for types in zip(*changed, strict=True)) if changed else ({}, {})
+    sources, targets = dict.fromkeys(p.source.type for p, _ in changed), dict.fromkeys(t.type for _, t in changed)
+    encoders = dict.fromkeys((t.type, t.encoder, bool(t.encoder) and p.found is not None) for p, t in changed)
     written = dict.fromkeys(t.type for t in tensors if base_of(t.type).scales)
     return [
-        *(partial(_encode, t) for t in targets),
+        *(partial(_encode, *which) for which in encoders),
         *(partial(_decode, t) for t in (sources | targets if measure else sources) if t.name != "F32"),
         *(partial(_repack, *pair) for pair in repacked),
         *(partial(_validate, t) for t in written),
@@ -35,11 +42,13 @@ def _shape(t: TensorType) -> tuple[int, int]:
     return t.interleave, max(t.block, 256)
 
 
-def _encode(t: TensorType) -> None:
+def _encode(t: TensorType, whose: str, weighted: bool) -> None:
+    """Encode with type ``t``'s encoder, or ``whose``; some of ik_llama.cpp's have a kernel of their own for weights."""
     from quantkit.kernels.cpu.encode import encoder
 
-    (rows, n), no_weights = _shape(t), np.zeros(0, np.float32)
-    encoder(t)(np.zeros((rows, n), np.float32), no_weights, np.zeros((rows, t.row_bytes(n)), np.uint8), 0, rows)
+    rows, n = _shape(t)
+    weights, out = np.ones(n if weighted else 0, np.float32), np.zeros((rows, t.row_bytes(n)), np.uint8)
+    encoder(t, whose or "mainline")(np.zeros((rows, n), np.float32), weights, out, 0, rows)
 
 
 def _decode(t: TensorType) -> None:

@@ -86,6 +86,8 @@ class PlannedTensor:
     #: Absolute byte offset in its shard's file.
     offset: int
     nbytes: int
+    #: Whose search encodes it: "" for its type's, "ik" for ik_llama.cpp's of a type that both trees have.
+    encoder: str = ""
 
     @property
     def source(self) -> TensorInfo:
@@ -284,7 +286,7 @@ class Worker:
         from quantkit.kernels.cpu.encode import encoder
         from quantkit.kernels.cpu.encode.check import first_nonfinite_row
 
-        n, encode = part.values, encoder(tensor.type)
+        n, encode = part.values, encoder(tensor.type, tensor.encoder or "mainline")
         rows_in, rows_out = source.reshape(job.rows, -1), target.reshape(job.rows, -1)
         weights = self._weights_of(job, part)
         step, sums = _whole_groups(max(1, PIECE // n), group_of(part, tensor.type)), ErrorSums()

@@ -57,7 +57,7 @@ def load_sub_blocks(s: Any, x: Any, w: Any, group: Any, n: Any, mean: Any) -> No
 
 
 @inline
-def _keep(s: Any, group: Any, n: Any, size: Any, scale: Any, dead: Any, even: Any) -> None:
+def keep_found(s: Any, group: Any, n: Any, size: Any, scale: Any, dead: Any, even: Any) -> None:
     """Keep what was found for LANES sub-blocks: scale -1 and zeros if dead. A negative scale changes all signs."""
     bits, at = n // 8 * (7 if even else 8), group * STEP
     negative, signs = scale < F(0), load(WIDE_INT, s, SIGNS)
@@ -105,9 +105,9 @@ def _fit_sub_blocks(
         else:
             dead = largest < tiny
         largest, off = choose(dead, F(1), largest), which == ALL_IF_ONE_IS_OFF
-        scale = grid.search_scale(s, lists, n, size, top, largest, scale, steps, 0.2 if size == 4 else 0.1, off)
+        scale, _ = grid.search_scale(s, lists, n, size, top, largest, scale, steps, 0.2 if size == 4 else 0.1, off)
         scale = grid.round_again(s, lists, n, size, top, scale, which)
-        _keep(s, group, n, size, scale, dead, even)
+        keep_found(s, group, n, size, scale, dead, even)
 
 
 # ---------------------------------------------------------------- bytes
@@ -123,7 +123,7 @@ def largest_scale(s: Any, at: Any, subs: Any) -> Any:
 
 
 @inline
-def _scale_code(s: Any, at: Any, inverse: Any) -> Any:
+def scale_code(s: Any, at: Any, inverse: Any) -> Any:
     """Return the 4-bit code of the scale of a sub-block."""
     scale = load(types.float32, s, SCALES + at)
     return max(0, min(15, nearest_int(F(0.5) * (inverse * scale - F(1))))) if scale > F(0) else 0
@@ -162,14 +162,14 @@ def iq2_xxs_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> 
                 at = first + 4 * ib
                 for k in range(4):
                     store(o, 2 + 8 * ib + k, np.uint8(index_of(s, lists, at, k)))
-                store(o, 6 + 8 * ib, np.uint32(_signs(s, at) | _scale_code(s, at, F(1) / d) << 28))
+                store(o, 6 + 8 * ib, np.uint32(_signs(s, at) | scale_code(s, at, F(1) / d) << 28))
 
 
 @inline
 def _store_nibbles(s: Any, first: Any, subs: Any, inverse: Any, o: Any) -> None:
     """Store the codes of scales, two in a byte."""
     for ib in range(0, subs, 2):
-        low, high = _scale_code(s, first + 4 * ib, inverse), _scale_code(s, first + 4 * ib + 4, inverse)
+        low, high = scale_code(s, first + 4 * ib, inverse), scale_code(s, first + 4 * ib + 4, inverse)
         store(o, ib // 2, np.uint8(low | high << 4))
 
 
@@ -177,6 +177,12 @@ def _store_nibbles(s: Any, first: Any, subs: Any, inverse: Any, o: Any) -> None:
 def iq2_xs_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
     """Encode super-blocks as IQ2_XS. Source: quantize_row_iq2_xs_impl."""
     _fit_sub_blocks(s, x, w, lists, count, 16, 8, 1, True, EPSILON, 9, OFF_GRID)
+    write_iq2_xs(s, out, count, lists)
+
+
+@inline
+def write_iq2_xs(s: Any, out: Any, count: Any, lists: Any) -> None:
+    """Store what the search found for ``count`` super-blocks."""
     for b in range(count):
         o, first = out + 74 * b, 64 * b
         top = largest_scale(s, first, 16)
@@ -231,7 +237,7 @@ def iq3_xxs_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> 
                 at = first + 4 * ib
                 for k in range(8):
                     store(o, 2 + 8 * ib + k, np.uint8(index_of(s, lists, at, k)))
-                store(o, 66 + 4 * ib, np.uint32(_signs(s, at) | _scale_code(s, at, F(1) / d) << 28))
+                store(o, 66 + 4 * ib, np.uint32(_signs(s, at) | scale_code(s, at, F(1) / d) << 28))
 
 
 @inline

@@ -144,7 +144,7 @@ def _nearest(s: Any, at: Any, q: Any, entry: Any, words: Any, size: Any) -> Any:
 
 
 @inline
-def _slot(s: Any, iscale: Any, k: Any, size: Any, top: Any) -> Any:
+def slot_of(s: Any, iscale: Any, k: Any, size: Any, top: Any) -> Any:
     """Return the slot of the point of group k: x * iscale rounded to levels 0 .. top."""
     slot = splat(WIDE_INT, 0)
     for i in range(size - 1, -1, -1):
@@ -181,7 +181,7 @@ def slots_to_words(s: Any, scale: Any, lists: Any, n: Any, size: Any, shifted: A
 
 
 @inline
-def _rate(s: Any, words: Any, stride: Any, n: Any, size: Any) -> Any:
+def rate_words(s: Any, words: Any, stride: Any, n: Any, size: Any) -> Any:
     """Return sum(w q x) and sum(w q q) for words ``stride`` bytes apart."""
     sum_qx = sum_q2 = splat(WIDE, F(0))
     for k in range(n // size):
@@ -306,7 +306,7 @@ def _words_of_trials(s: Any, lists: Any, n: Any, size: Any, top: Any, trials: An
     """Find the words of all groups for all trials."""
     for k in range(n // size):
         for trial in range(0, trials * STEP, STEP):
-            store(s, SLOTS + trial, _slot(s, load(WIDE, s, ISCALES + trial), k, size, top))
+            store(s, SLOTS + trial, slot_of(s, load(WIDE, s, ISCALES + trial), k, size, top))
         words = WORDS_OF + k * TRIALS * STEP
         for half in range(0, LANES // 16 * 64, 64):
             for part in range(2 if trials > 16 else 1):
@@ -323,9 +323,10 @@ def _words_of_trials(s: Any, lists: Any, n: Any, size: Any, top: Any, trials: An
 def search_scale(
     s: Any, lists: Any, n: Any, size: Any, top: Any, largest: Any, scale: Any, steps: Any, step: Any, off: Any
 ) -> Any:
-    """Try (2 * top + 1 + k * step) / largest for k = -steps .. steps; return the best scale, its words in BEST.
+    """Try (2 * top + 1 + k * step) / largest for k = -steps .. steps; return the best scale and its rating.
 
-    Where none is better than 0, these are ``scale`` and point 0, which counts as off the grid if ``off``.
+    Its words are in BEST. Where none is better than 0, these are ``scale`` and point 0, which counts as off the grid if
+    ``off``.
     """
     trials = 2 * steps + 1
     for trial in range(trials):
@@ -338,7 +339,7 @@ def search_scale(
     for k in range(n // size):
         store(s, BEST + k * STEP, splat(WIDE_INT, OFF if off else 0))
     for words in range(WORDS_OF, WORDS_OF + trials * STEP, STEP):
-        sum_qx, sum_q2 = _rate(s, words, TRIALS * STEP, n, size)
+        sum_qx, sum_q2 = rate_words(s, words, TRIALS * STEP, n, size)
         better = choose(sum_q2 > F(0), sum_qx * sum_qx, F(-np.inf)) > best * sum_q2
         if any_lane(better):
             ratio = sum_qx / sum_q2
@@ -346,7 +347,7 @@ def search_scale(
             for k in range(n // size):
                 word = load(WIDE_INT, s, words + k * TRIALS * STEP)
                 store(s, BEST + k * STEP, choose(better, word, load(WIDE_INT, s, BEST + k * STEP)))
-    return scale
+    return scale, best
 
 
 #: Which groups of a sub-block are rounded again.
@@ -363,14 +364,14 @@ def round_again(s: Any, lists: Any, n: Any, size: Any, top: Any, scale: Any, whi
     if not any_lane(again != 0):
         return scale
     for k in range(n // size):
-        store(s, SLOT + k * STEP, _slot(s, F(1) / scale, k, size, top))
+        store(s, SLOT + k * STEP, slot_of(s, F(1) / scale, k, size, top))
     slots_to_words(s, scale, lists, n, size, False)
     for k in range(0, n // size * STEP, STEP):
         best = load(WIDE_INT, s, BEST + k)
         mine = again & best if which == OFF_GRID else again
         word = choose((mine & OFF) != 0, load(WIDE_INT, s, SLOT + k), best)
         store(s, BEST + k, word)
-    sum_qx, sum_q2 = _rate(s, BEST, STEP, n, size)
+    sum_qx, sum_q2 = rate_words(s, BEST, STEP, n, size)
     ratio = choose(sum_q2 > F(0), sum_qx / sum_q2, scale)
     return choose(again != 0, ratio, scale)
 

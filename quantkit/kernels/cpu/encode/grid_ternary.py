@@ -49,6 +49,8 @@ from quantkit.kernels.cpu.encode.search import LANES, STEP, WIDE, WIDE_INT, F
 
 #: Levels are -1, 0, 1 plus or minus this (IQ1S_DELTA, IQ1M_DELTA).
 EIGHTH = F(0.125)
+#: What IQ1_M's scales are multiplied by in the end.
+STRETCH = F(1.1125)
 
 # Scratch beside the search's, [value or boundary][lane]: sorted values, their weights and places; the sums of w * x and
 # of w over the values below a boundary, for both halves of IQ1_M; what a boundary adds to a candidate's sums.
@@ -80,7 +82,7 @@ def _exchange(s: Any, a: Any, b: Any) -> None:
 
 
 @inline
-def _sort(s: Any, n: Any) -> None:
+def sort_values(s: Any, n: Any) -> None:
     """Sort n values of each lane, stably, with their weights: Batcher's odd-even merges."""
     for i in range(n):
         store(s, SORTED + i * STEP, load(WIDE, s, X + i * STEP))
@@ -112,7 +114,7 @@ def _ranked(s: Any, n: Any, boundary: Any) -> Any:
 
 
 @inline
-def _store_slots(s: Any, n: Any, low: Any, high: Any, mirrored: Any) -> None:
+def store_slots(s: Any, n: Any, low: Any, high: Any, mirrored: Any) -> None:
     """Store the slot of each group: levels 0 below boundary ``low``, 2 from ``high`` on, 1 between; or 2 - level."""
     low_x, low_place = _ranked(s, n, low)
     high_x, high_place = _ranked(s, n, high)
@@ -131,7 +133,7 @@ def _store_slots(s: Any, n: Any, low: Any, high: Any, mirrored: Any) -> None:
 
 
 @inline
-def _sum_below(s: Any, n: Any, half: Any) -> None:
+def sum_below(s: Any, n: Any, half: Any) -> None:
     """Store the sums of w * x and w over the values below each boundary; of a half of the sub-block, or all (-1)."""
     x_at, w_at = SUM_X, SUM_W
     if half == 1:
@@ -151,14 +153,14 @@ def _sum_below(s: Any, n: Any, half: Any) -> None:
 
 
 @inline
-def _better(best: Any, qx: Any, q2: Any) -> Any:
+def is_better(best: Any, qx: Any, q2: Any) -> Any:
     return choose(q2 > F(0), qx * qx, F(-np.inf)) > best * q2
 
 
 @inline
 def _search_s(s: Any, scale: Any) -> Any:
     """Return the best scale of each lane, its boundaries and its shift: 1, -1, or 0 where nothing has a rating."""
-    _sum_below(s, 32, -1)
+    sum_below(s, 32, -1)
     all_x, all_w = load(WIDE, s, SUM_X + 32 * STEP), load(WIDE, s, SUM_W + 32 * STEP)
     for i in range(33):
         x, w = all_x - load(WIDE, s, SUM_X + i * STEP), all_w - load(WIDE, s, SUM_W + i * STEP)
@@ -177,14 +179,14 @@ def _search_s(s: Any, scale: Any) -> Any:
             middle2 = (load(WIDE, s, SUM_W + j * STEP) - w) * EIGHTH * EIGHTH
             qx = x_up + middle + load(WIDE, s, TERMS + j * STEP)
             q2 = w_up + middle2 + load(WIDE, s, TERMS + (72 + j) * STEP)
-            better = _better(best, qx, q2)
+            better = is_better(best, qx, q2)
             if any_lane(better):
                 ratio = qx / q2
                 scale, best = choose(better, ratio, scale), choose(better, ratio * qx, best)
                 low, high, shift = choose(better, i, low), choose(better, j, high), choose(better, 1, shift)
             qx = x_down - middle + load(WIDE, s, TERMS + (36 + j) * STEP)
             q2 = w_down + middle2 + load(WIDE, s, TERMS + (108 + j) * STEP)
-            better = _better(best, qx, q2)
+            better = is_better(best, qx, q2)
             if any_lane(better):
                 ratio = qx / q2
                 scale, best = choose(better, ratio, scale), choose(better, ratio * qx, best)
@@ -207,8 +209,8 @@ def _half_sums(s: Any, i: Any, j: Any, half: Any) -> Any:
 @inline
 def _search_m(s: Any, scale: Any) -> Any:
     """Return the best scale of each lane, its boundaries, which halves shift down: 0 .. 3, bit 1 the first; or -1."""
-    _sum_below(s, 16, 0)
-    _sum_below(s, 16, 1)
+    sum_below(s, 16, 0)
+    sum_below(s, 16, 1)
     best = splat(WIDE, F(-np.finfo(np.float32).max))
     low = high = splat(WIDE_INT, 0)
     shifts = splat(WIDE_INT, -1)
@@ -219,7 +221,7 @@ def _search_m(s: Any, scale: Any) -> Any:
             for k in range(4):
                 qx = (x0_up if k < 2 else x0_down) + (x1_up if k % 2 == 0 else x1_down)
                 q2 = (w0_up if k < 2 else w0_down) + (w1_up if k % 2 == 0 else w1_down)
-                better = _better(best, qx, q2)
+                better = is_better(best, qx, q2)
                 if any_lane(better):
                     ratio = qx / q2
                     scale, best = choose(better, ratio, scale), choose(better, ratio * qx, best)
@@ -231,7 +233,7 @@ def _search_m(s: Any, scale: Any) -> Any:
 
 
 @inline
-def _largest_magnitude(s: Any, n: Any) -> Any:
+def largest_magnitude(s: Any, n: Any) -> Any:
     largest = splat(WIDE, F(0))
     for at in range(0, n * STEP, STEP):
         largest = vmax(largest, vabs(load(WIDE, s, X + at)))
@@ -239,7 +241,7 @@ def _largest_magnitude(s: Any, n: Any) -> Any:
 
 
 @inline
-def _rate(s: Any, n: Any, factor: Any) -> Any:
+def rate_terms(s: Any, n: Any, factor: Any) -> Any:
     """Return the terms of sum(w q x) and sum(w q q), added up in order, for the words in SLOT and the shifts in SHIFT.
 
     q is factor times the values; the terms are stored at SORTED and SORTED_W.
@@ -267,8 +269,8 @@ def _fit_sub_blocks(s: Any, x: Any, w: Any, lists: Any, count: Any, n: Any) -> N
         load_sub_blocks(s, x, w, group, n, False)
         for at in range(0, n * STEP, STEP):
             store(s, ROOT + at, load(WIDE, s, W + at))
-        largest = _largest_magnitude(s, n)
-        _sort(s, n)
+        largest = largest_magnitude(s, n)
+        sort_values(s, n)
         if n == 32:
             scale, low, high, found = _search_s(s, largest)
             shifts = choose(found < 0, 3, splat(WIDE_INT, 0))
@@ -282,12 +284,12 @@ def _fit_sub_blocks(s: Any, x: Any, w: Any, lists: Any, count: Any, n: Any) -> N
         for k in range(n // 8):
             down = (shifts & (1 if k else 2)) != 0
             store(s, SHIFT + k * STEP, choose(down, -EIGHTH, splat(WIDE, EIGHTH)))
-        _store_slots(s, n, low, high, negative)
+        store_slots(s, n, low, high, negative)
         grid.slots_to_words(s, scale, lists, n, 8, True)
         off = splat(WIDE_INT, 0)
         for k in range(n // 8):
             off = off | load(WIDE_INT, s, SLOT + k * STEP)
-        sum_qx, sum_q2 = _rate(s, n, F(1))
+        sum_qx, sum_q2 = rate_terms(s, n, F(1))
         fits = choose(sum_qx > F(0), choose(sum_q2 > F(0), off & OFF, 0), 0) != 0
         at = group * STEP
         store(s, SCALES + at, choose(dead, F(0), choose(fits, sum_qx / sum_q2, scale)))
@@ -333,6 +335,20 @@ def iq1_s_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> No
 
 
 @inline
+def sum_terms(s: Any, group: Any) -> None:
+    """Store the sums of super-blocks over the terms of LANES sub-blocks of 16, in order."""
+    for b in range(LANES // 16):
+        sum_qx = sum_q2 = F(0)
+        for lane in range(16 * b, 16 * b + 16):
+            for i in range(4 * lane, 4 * lane + 16 * STEP, STEP):
+                sum_qx += load(types.float32, s, SORTED + i)
+                sum_q2 += load(types.float32, s, SORTED_W + i)
+        of_block = 4 * (group * (LANES // 16) + b)
+        store(s, FITTED_X + of_block, sum_qx)
+        store(s, FITTED_2 + of_block, sum_q2)
+
+
+@inline
 def _refit(s: Any, x: Any, w: Any, count: Any) -> None:
     """Store sum(w q x) and sum(w q q) of super-blocks for the codes of scales, both in order, behind SIGNS."""
     for group in range((count * 16 + LANES - 1) // LANES):
@@ -343,22 +359,19 @@ def _refit(s: Any, x: Any, w: Any, count: Any) -> None:
             down = (shifts & (1 if k else 2)) != 0
             store(s, SHIFT + k * STEP, choose(down, -EIGHTH, splat(WIDE, EIGHTH)))
             store(s, SLOT + k * STEP, load(WIDE_INT, s, FOUND + k * 16 * STEP + at))
-        _rate(s, 16, load(WIDE, s, FACTORS + at))
-        for b in range(LANES // 16):
-            sum_qx = sum_q2 = F(0)
-            for lane in range(16 * b, 16 * b + 16):
-                for i in range(4 * lane, 4 * lane + 16 * STEP, STEP):
-                    sum_qx += load(types.float32, s, SORTED + i)
-                    sum_q2 += load(types.float32, s, SORTED_W + i)
-            of_block = 4 * (group * (LANES // 16) + b)
-            store(s, FITTED_X + of_block, sum_qx)
-            store(s, FITTED_2 + of_block, sum_q2)
+        rate_terms(s, 16, load(WIDE, s, FACTORS + at))
+        sum_terms(s, group)
+
+
+@inline
+def _fit_halves(s: Any, x: Any, w: Any, lists: Any, count: Any) -> None:
+    _fit_sub_blocks(s, x, w, lists, count, 16)
 
 
 @inline
 def iq1_m_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
     """Encode super-blocks as IQ1_M. Source: quantize_row_iq1_m_impl."""
-    _fit_sub_blocks(s, x, w, lists, count, 16)
+    _fit_halves(s, x, w, lists, count)
     for b in range(count):
         inverse = F(1) / (largest_scale(s, 64 * b, 16) / F(15))
         for at in range(64 * b, 64 * b + 64, 4):
@@ -383,6 +396,6 @@ def iq1_m_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> No
         if alive:
             sum_q2 = load(types.float32, s, FITTED_2 + 4 * b)
             d = load(types.float32, s, FITTED_X + 4 * b) / sum_q2 if sum_q2 > F(0) else d
-            half = np.int64(f32_to_f16(d * F(1.1125)))
+            half = np.int64(f32_to_f16(d * STRETCH))
             scales |= (half & 15) << 12 | (half & 0xF0) << 24 | (half & 0xF00) << 36 | (half & 0xF000) << 48
         store(o, 48, scales)

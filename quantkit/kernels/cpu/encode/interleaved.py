@@ -1,7 +1,7 @@
 """Encoders of row-interleaved types: their base type's, then rows are woven together.
 
 So a tensor encoded as Q4_K_R4 is one encoded as Q4_K and repacked, and has ik_llama.cpp's bytes where ik encodes the
-base type as llama.cpp does: it has encoders of its own for Q6_K, IQ4_NL and IQ4_XS, and, with an importance matrix, for
+base type as llama.cpp does, or with its encoder ("ik"): it has some of its own for Q6_K, IQ4_NL and IQ4_XS, and, with an importance matrix, for
 Q4_0, Q5_0, IQ2_XS and all K-quants. Three things differ from the base type, all of ik 8337e4cd3 (iqk_quantize.cpp):
 
 * IQ2 and IQ3 look at the importance again, row by row: in sub-blocks where the importances, the values or their
@@ -39,13 +39,16 @@ TINY2 = F(TINY * TINY)
 GUARDED = {"IQ2_XXS_R4": 32, "IQ2_S_R4": 16, "IQ3_XXS_R4": 32, "IQ3_S_R4": 16, "Q6_0_R4": 32}
 
 
-def woven_encoder(t: TensorType) -> Encoder:
-    """Return the encoder of a woven type, which takes whole groups of rows; raise TypeNotSupported without one."""
+def woven_encoder(t: TensorType, by: str = "mainline") -> Encoder:
+    """Return the encoder of a woven type, which takes whole groups of rows; raise TypeNotSupported without one.
+
+    ``by``: whose encoder of the base type, "mainline" or "ik".
+    """
     if not has_encoder(t):
         raise TypeNotSupported(f"there is no encoder for {t.name} in this version; `quantkit types` shows which exist")
     if t.name.startswith("Q8_K_R"):
         return partial(_weave_q8_k, t)
-    return partial(_encode_and_weave, t, _cut_off if t.name == "BF16_R16" else encoder(base_of(t)))
+    return partial(_encode_and_weave, t, _cut_off if t.name == "BF16_R16" else encoder(base_of(t), by))
 
 
 def _encode_and_weave(t: TensorType, encode: Encoder, x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
