@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from encoded import ENCODED, ENCODERS, GGMLS, UNWEIGHTED
+from encoded import ENCODERS, GGMLS, UNWEIGHTED
 
 from awkward import IMPORTANCE, NO_WEIGHTS, assert_same_bytes, awkward_imatrix, awkward_rows, encode, ggml_encode
 from quantkit.kernels.cpu.encode import encoder
