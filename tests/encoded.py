@@ -19,5 +19,5 @@ UNWEIGHTED = [t for t in ENCODED if t.imatrix != "required"]
 #: Floats are their own specification: test_encode_corners.py.
 GOLDEN = [t for t in ENCODED if t.family != "float"]
 #: Types that both trees encode, but ik_llama.cpp by a search of its own; and all encoders, as type and name.
-IK_ENCODED = [t for t in ENCODED if FORMATS[t.name].ik_encoder]
+IK_ENCODED = [t for t in ENCODED if t.name in FORMATS and FORMATS[t.name].ik_encoder]
 ENCODERS = [(t, "mainline") for t in ENCODED] + [(t, "ik") for t in IK_ENCODED]

@@ -4,6 +4,8 @@ IQ2_XS: the candidates lie about the scale of the best partition of the sorted m
 all groups are rounded again for as long as that helps, and d is fitted to the values of the whole super-block.
 
 IQ1_M: weights go by the mean square of 32 values, and where groups are beside the grid, the shifts are chosen again.
+Sub-blocks of zeros in a super-block with other values shift up; ik repeats what an earlier super-block of the same call
+had there, so its bytes depend on the rows before.
 
 Source: ik_llama.cpp 8337e4cd3 ggml-quants.c quantize_row_iq2_xs_impl, quantize_row_iq1_m_impl, iq1m_process_1block.
 """

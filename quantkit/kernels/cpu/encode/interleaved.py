@@ -1,9 +1,8 @@
 """Encoders of row-interleaved types: their base type's, then rows are woven together.
 
 So a tensor encoded as Q4_K_R4 is one encoded as Q4_K and repacked, and has ik_llama.cpp's bytes where ik encodes the
-base type as llama.cpp does, or with ik's encoder: it has its own for Q6_K, IQ4_NL and IQ4_XS, and, with an importance
-matrix, for Q4_0, Q5_0, IQ2_XS and all K-quants. Three things differ from the base type, all of ik 8337e4cd3
-(iqk_quantize.cpp):
+base type as llama.cpp does, or if ik's encoder (``Format.ik_encoder``) is asked for. Three things differ from the base
+type, all of ik 8337e4cd3 (iqk_quantize.cpp):
 
 * IQ2 and IQ3 look at the importance again, row by row: in sub-blocks where the importances, the values or their
   products are almost 0, the importances become 1e-9 (QHelper::row_weights). Where ik's bytes are out of reach, this is

@@ -247,7 +247,7 @@ def _pack_scales_q4(s: Any) -> Any:
 
 @inline
 def _found_levels(s: Any, v: Any, at: Any, flat: Any, n: Any, top: Any, guarded: Any) -> Any:
-    """Return the levels found for 16 values of sub-block ``flat``, at byte ``at`` of the super-block."""
+    """Return the levels that the search found for 16 values of sub-block ``flat``, at byte ``at`` of its block."""
     iscale = load(types.float32, s, _ISCALE + 4 * flat)
     return search_levels(v, iscale, load(types.float32, s, _BEST_LOW + 4 * flat), top, guarded)
 

@@ -42,7 +42,7 @@ from quantkit.kernels.cpu.encode.search import (
 
 @inline
 def _candidate(k: Any, nmax: Any, largest: Any) -> Any:
-    """Return the k-th of 38 iscales: 19 times one that maps the largest value near -nmax, one near nmax - 1."""
+    """Return the k-th of 38 values of iscale: of each two, one maps the largest value near -nmax, one near nmax - 1."""
     near = F(0.1) * F(k // 2 - 9)
     return splat(WIDE, -(F(nmax) + near) if k % 2 == 0 else F(nmax - 1) + near) / largest
 
@@ -59,7 +59,7 @@ def _keep_better(kept: Any, iscale: Any, sum_lx: Any, sum_l2: Any) -> Any:
 
 @inline
 def _steepest(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, nmax: Any, scale: Any) -> Any:
-    """Return whose move by one lowers the error fastest, the first of several: (place or -1, +-1, w x, w, l)."""
+    """Return which level's move by one lowers the error fastest, or place -1: (place, +-1, w x, w, l)."""
     steepest = up = best_wx = best_w = best_level = splat(WIDE, F(0))
     place = splat(WIDE_INT, -1)
     for i in range(n):
