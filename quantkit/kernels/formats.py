@@ -118,10 +118,10 @@ FORMATS: dict[str, Format] = {
         _format("NVFP4", "fp4", True, "q8_0", span=16, planes=AS_F16),
         _format("IQ4_KS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ2_KS", "ik_quants", False, "q8_k", together="K"),
-        _format("IQ1_KT", "trellis", False, "q8_0"),
-        _format("IQ2_KT", "trellis", False, "q8_0"),
-        _format("IQ3_KT", "trellis", False, "q8_0"),
-        _format("IQ4_KT", "trellis", False, "q8_0"),
+        _format("IQ1_KT", "trellis", True, "q8_0"),
+        _format("IQ2_KT", "trellis", True, "q8_0"),
+        _format("IQ3_KT", "trellis", True, "q8_0"),
+        _format("IQ4_KT", "trellis", True, "q8_0"),
     )
 }
 
