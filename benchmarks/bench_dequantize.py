@@ -54,7 +54,7 @@ def blocks(t: TensorType, rows: int, n: int) -> U8:
     """Return rows of a type: encoded normal values, or without an encoder random bytes with small scales."""
     if has_encoder(t):
         rng = np.random.default_rng(1)
-        return quantize(rng.normal(0, 0.02, (rows, n)).astype(np.float32), t)
+        return quantize(rng.normal(0, 0.02, (rows, n)).astype(np.float32), t, np.ones(n, np.float32))
     return random_rows(t, rows, n, scale=(0.005, 0.02))
 
 

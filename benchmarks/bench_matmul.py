@@ -146,7 +146,7 @@ def weights(t: TensorType, n_out: int, n_in: int) -> U8:
     rng = np.random.default_rng(1)
     rows = min(n_out, 256)
     if has_encoder(t):
-        some = quantize(rng.normal(0, 0.02, (rows, n_in)).astype(np.float32), t)
+        some = quantize(rng.normal(0, 0.02, (rows, n_in)).astype(np.float32), t, np.ones(n_in, np.float32))
     else:
         some = random_rows(t, rows, n_in, scale=(0.005, 0.02))
     return np.ascontiguousarray(np.resize(some, (n_out, some.shape[1])))

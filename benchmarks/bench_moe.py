@@ -51,7 +51,7 @@ U8 = npt.NDArray[np.uint8]
 def experts(t: TensorType, n_out: int, n_in: int, seed: int) -> U8:
     """Return weights [N_EXPERT, n_out, row_bytes]: two experts are encoded, then repeated with rows shifted."""
     w = np.random.default_rng(seed).normal(0, 0.02, (n_out, n_in)).astype(np.float32)
-    rows = quantize(w, t)
+    rows = quantize(w, t, np.ones(n_in, np.float32))
     return np.stack([np.roll(rows, 7 * e, axis=0) for e in range(N_EXPERT)])
 
 

@@ -302,7 +302,7 @@ def bench_types(options: argparse.Namespace, write: Output) -> None:
     write("|---|---|---|---|---|---|---|---|---|---|")
     problems = []
     for t in options.types:
-        for with_imatrix in (False, True)[: 1 if t.imatrix == "ignored" else 2]:
+        for with_imatrix in {"ignored": (False,), "required": (True,)}.get(t.imatrix, (False, True)):
             importance = weights if with_imatrix else none
             label = t.name + (" with imatrix" if with_imatrix else "")
             try:

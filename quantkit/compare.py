@@ -30,6 +30,7 @@ from quantkit.formats.imatrix import read_imatrix
 from quantkit.formats.ranges import Buffers, read_range
 from quantkit.helpers import available_cpus, tensor_class
 from quantkit.kernels.formats import has_decoder
+from quantkit.kernels.interleave import is_woven, weaves_together
 from quantkit.patterns import Pattern
 from quantkit.pipeline.importance import Found, Importance
 from quantkit.pipeline.work import ErrorSums
@@ -399,10 +400,8 @@ def _undecodable(x: TensorInfo, y: TensorInfo) -> str | None:
     if _shape(x) != _shape(y):
         return "the shapes differ"
     for t in (x.type, y.type):
-        if not has_decoder(t):
+        if not has_decoder(t) or (is_woven(t) and not weaves_together(t, *x.shape)):
             return f"no decoder for {t}"
-        if t.interleave > 1:
-            return f"{t} weaves rows together"
     return None
 
 
@@ -411,9 +410,10 @@ def _parts(x: TensorInfo, y: TensorInfo, matrices: int) -> Iterator[_Part]:
     n = x.shape[0]
     rows = math.prod(x.shape[1:]) // matrices
     a_row, b_row = x.type.row_bytes(n), y.type.row_bytes(n)
-    # _PIECE is a multiple of every block; a row with a header stays whole.
-    columns = n if n <= _PIECE or x.type.row_header or y.type.row_header else _PIECE
-    step = max(1, _PIECE // n)
+    # _PIECE is a multiple of every block; a row with a header stays whole, and so do rows that are interleaved.
+    group = max(x.type.interleave, y.type.interleave)
+    columns = n if n <= _PIECE or x.type.row_header or y.type.row_header or group > 1 else _PIECE
+    step = max(group, _PIECE // n // group * group)
     for matrix in range(matrices):
         for first in range(0, rows, step):
             row, count = matrix * rows + first, min(step, rows - first)

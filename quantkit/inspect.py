@@ -19,6 +19,7 @@ from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_g
 from quantkit.helpers import tensor_class
 from quantkit.patterns import Pattern
 from quantkit.pipeline.presets import FTYPE_UNKNOWN, PRESETS, is_target, preset_by_name
+from quantkit.pipeline.runtimes import Runtime, runtimes
 from quantkit.types import TYPES
 
 #: Facts about a model, in order: label, and key without the architecture.
@@ -53,8 +54,6 @@ PROVENANCE = ("quantkit.", "quantize.", "general.quantized_by", "general.source.
 
 #: Arrays up to this length are per-layer values, shown as distinct values with counts.
 _MAX_PER_LAYER = 4096
-#: ggml stores a tensor name in 64 bytes, the last one zero.
-_MAX_TENSOR_NAME = 63
 #: The bit llama.cpp sets in a guessed file type; on its own it is FTYPE_UNKNOWN.
 _GUESSED = 1024
 
@@ -93,20 +92,6 @@ class Group:
     def bpw(self) -> float:
         """Bits per weight."""
         return 8 * self.nbytes / max(1, self.values)
-
-
-@dataclass(frozen=True, slots=True)
-class Runtime:
-    """What keeps a runtime from reading the tensors; whether it knows the architecture is not checked."""
-
-    name: str
-    unknown_types: tuple[str, ...]
-    #: Tensors whose names are longer than ggml holds.
-    long_names: tuple[str, ...]
-
-    @property
-    def loads(self) -> bool:
-        return not self.unknown_types and not self.long_names
 
 
 @dataclass(frozen=True)
@@ -188,7 +173,7 @@ def inspect(path: str | Path, *, tensors: str | None = None, header_only: bool =
             unmerged_layers=unmerged,
             by_type=_grouped(chosen, lambda t: t.type.name),
             by_class=_grouped(chosen, lambda t: tensor_class(t.name)),
-            runtimes=(_runtime("llama.cpp", "mainline", chosen), _runtime("ik_llama.cpp", "ik", chosen)),
+            runtimes=runtimes(architecture, ((t.name, t.type) for t in chosen)),
         )
 
 
@@ -278,13 +263,6 @@ def _active_values(file: GGUFFile, architecture: str, tensors: Sequence[TensorIn
         return None
     routed = sum(_n_values(t) for t in tensors if "_exps." in t.name)
     return sum(map(_n_values, tensors)) - routed + routed * used // n
-
-
-def _runtime(name: str, tree: str, tensors: Sequence[TensorInfo]) -> Runtime:
-    types = {t.type.name for t in tensors if t.type.trees not in (tree, "both")}
-    return Runtime(
-        name, tuple(sorted(types)), tuple(t.name for t in tensors if len(t.name.encode()) > _MAX_TENSOR_NAME)
-    )
 
 
 def _n_values(tensor: TensorInfo) -> int:

@@ -81,7 +81,7 @@ def plan_merge_up_gate(
         source: a GGUF file or any shard of a split one, of any architecture and any types.
         output: the file to write.
         reencode: the type both halves get where their types differ; without, such layers are left alone.
-        keep_split: shards as in the source; split_max_size: new shards of at most so many bytes.
+        keep_split: shards as in the source; split_max_size: new shards of at most this many bytes.
 
     Raises RecipeError when no layer can be merged, with the reasons; FormatError for a broken file.
     """

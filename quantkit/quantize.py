@@ -21,6 +21,7 @@ from quantkit.formats.gguf import Field, GGUFFile, open_model
 from quantkit.formats.imatrix import Imatrix, read_imatrix
 from quantkit.formats.outputs import end_of_links
 from quantkit.helpers import available_cpus, parse_size
+from quantkit.kernels.formats import check_encoder, encoder_for, has_encoder
 from quantkit.pipeline.choose import TORN, Choice, ModelFacts, Request, choose_types, iteration_order, lint_request
 from quantkit.pipeline.experts import merge_layer, split_layer
 from quantkit.pipeline.importance import Found, Importance, check_importance
@@ -34,10 +35,11 @@ from quantkit.pipeline.metadata import (
     set_provenance,
     set_quantization,
 )
-from quantkit.pipeline.plan import Chosen, Plan, check_kernels, plan_output, source_fingerprint
-from quantkit.pipeline.presets import FTYPE_UNKNOWN, Preset, preset_by_name
+from quantkit.pipeline.plan import Chosen, Plan, plan_output, source_fingerprint
+from quantkit.pipeline.presets import FTYPE_UNKNOWN, RULES, Preset, preset_by_name, repacked_ftype
 from quantkit.pipeline.recipe import Rule, parse_custom_q, parse_tensor_type, read_recipe, read_tensor_type_file
 from quantkit.pipeline.regroup import Regrouped, as_it_is, prune_record, regroup
+from quantkit.pipeline.repack import Repack
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, run_plan
 from quantkit.pipeline.work import whole
 from quantkit.types import TensorType, type_by_name
@@ -48,15 +50,18 @@ from quantkit.version import __version__
 class QuantizeOptions:
     """Everything about a quantization but the two files and TYPE; names as on the command line.
 
-    Types are names from `quantkit types`, in any case. ``rules`` holds ready Rules, before all other sources.
+    Types are names from `quantkit types`, in any case. ``rules`` is whose mixture and other rules apply, "mainline" or
+    "ik"; None for the tree of TYPE. ``ready_rules`` are a user's rules, before all other sources of them.
     """
+
+    rules: str | None = None
 
     imatrix: Path | None = None
     include_weights: tuple[str, ...] = ()
     exclude_weights: tuple[str, ...] = ()
     ignore_imatrix_rules: bool = False
     hide_imatrix: bool = False
-    rules: tuple[Rule, ...] = ()
+    ready_rules: tuple[Rule, ...] = ()
     recipe: tuple[Path, ...] = ()
     tensor_type: tuple[str, ...] = ()
     tensor_type_file: tuple[Path, ...] = ()
@@ -76,9 +81,13 @@ class QuantizeOptions:
     leave_output_tensor: bool = False
     allow_requantize: bool = False
     fallback: str = "next"
+    encoder: str = "mainline"
     merge_up_gate: bool = False
     split_up_gate: bool = False
     prune_layers: tuple[int, ...] = ()
+    repack: bool = False
+    unrepack: bool = False
+    repack_pattern: tuple[str, ...] = ()
     override_kv: tuple[str, ...] = ()
     keep_split: bool = False
     split_max_size: str | int | None = None
@@ -142,7 +151,8 @@ def quantize(
     Args:
         source: a GGUF file, or any shard of a split model.
         output: the file to write; None for ggml-model-TYPE.gguf beside the source, as llama-quantize.
-        type: a preset, its number, or a tensor type, in any case.
+        type: a preset, its number, or a tensor type, in any case; with ``options.repack`` or ``unrepack`` only a name
+            for the output.
         options: everything else that decides what is written.
         max_ram: bytes (or "2G") that the workers' buffers may take together.
         run: threads, resume, overwrite, measure_error, observer: see ``RunOptions``.
@@ -168,32 +178,64 @@ def plan_quantize(
 ) -> Plan:
     """Decide everything about a quantization and write nothing; arguments and errors as for ``quantize``."""
     options = options or QuantizeOptions()
-    for pair in (("keep_split", "split_max_size"), ("merge_up_gate", "split_up_gate")):
+    for pair in (("keep_split", "split_max_size"), ("merge_up_gate", "split_up_gate"), ("repack", "unrepack")):
         if all(getattr(options, name) not in (None, False) for name in pair):
             first, second = (f"--{name.replace('_', '-')}" for name in pair)
             raise RecipeError(f"{first} and {second} exclude each other: give only one of them")
+    check_encoder(options.encoder)
+    _check_repack(options)
+    repack = options.repack or options.unrepack
     with open_model(source) as opened:
-        draft = _Draft(opened, preset_by_name(type), options)
+        draft = _Draft(opened, _preset("COPY" if repack else type, options), options)
         _check_source(draft)
         draft.taken = _taken(opened, options)
         _load_importance(draft)
         request = _request(draft)
         tensors, choices = _choose(draft, request)
         _lint(draft, request, tensors, choices)
-        check_kernels([replace(t, type=c.type, reason=c.reason) for t, c in zip(tensors, choices, strict=True)])
-        chosen = _with_importance(draft, tensors, choices)
+        chosen = _with_importance(draft, request, tensors, choices)
+        if options.encoder != "mainline" and not any(c.encoder for c in chosen):
+            draft.notes.append(f"--encoder {options.encoder} changes nothing: both trees encode these types alike")
         return plan_output(
             opened,
             _output_path(source, output, type, options),
             _metadata(draft, request).fields(),
             chosen,
-            title=draft.preset.name,
+            title="REPACK" if options.repack else "UNREPACK" if options.unrepack else draft.preset.name,
+            rules="ik" if request.ik else "mainline",
             notes=draft.notes,
             shard_of=_shards(draft),
             split_max_size=None if options.split_max_size is None else _size(options.split_max_size),
             reads=[Path(p) for p in (*options.recipe, *options.tensor_type_file, options.imatrix) if p is not None],
             identity=f"{__version__} {draft.fingerprint} {draft.imatrix.sha256 if draft.imatrix else None}",
         )
+
+
+def _preset(type: str, options: QuantizeOptions) -> Preset:  # noqa: A002
+    if options.rules not in (None, *RULES):
+        raise RecipeError(f"--rules {options.rules}: there are rules of {' and '.join(RULES)}")
+    return preset_by_name(type, options.rules)
+
+
+#: Options that say nothing about types, and may be given with --repack and --unrepack.
+_WITH_REPACK = {"repack", "unrepack", "repack_pattern", "merge_up_gate", "split_up_gate", "prune_layers", "override_kv"}
+_WITH_REPACK |= {"keep_split", "split_max_size", "no_provenance", "allow_requantize"}
+
+
+def _check_repack(options: QuantizeOptions) -> None:
+    """Refuse options about types beside --repack and --unrepack, and a pattern without them."""
+    verb = "--repack" if options.repack else "--unrepack"
+    if not (options.repack or options.unrepack):
+        if options.repack_pattern:
+            raise RecipeError("--repack-pattern chooses tensors for --repack or --unrepack: give one of them")
+        return
+    default = QuantizeOptions()
+    for f in fields(options):
+        if f.name not in _WITH_REPACK and getattr(options, f.name) != getattr(default, f.name):
+            raise RecipeError(
+                f"{verb} changes no value, so --{f.name.replace('_', '-')} has no meaning beside it: "
+                "leave it away, or quantize to interleaved types"
+            )
 
 
 def _size(value: int | str) -> int:
@@ -271,7 +313,7 @@ def _choose(draft: _Draft, request: Request) -> tuple[list[Chosen], list[Choice]
     while True:
         tensors = _tensors(draft)
         mixed = {t.name: types for t in tensors if len(types := _types(t)) > 1}
-        choices = choose_types(ModelFacts.from_metadata(draft.key, tensors), tensors, request, mixed)
+        choices = _choices(draft, request, tensors, mixed)
         undecided = {t.parts[0].source.name for t, c in zip(tensors, choices, strict=True) if c.undecided}
         if not undecided:
             return tensors, choices
@@ -282,6 +324,19 @@ def _choose(draft: _Draft, request: Request) -> tuple[list[Chosen], list[Choice]
                     f"gate is {gate}, up is {up}, and {draft.preset} keeps both; a rule for {MERGED} can change that"
                 )
         draft.taken = _taken(draft.source, draft.options, left)
+
+
+def _choices(
+    draft: _Draft, request: Request, tensors: Sequence[Chosen], mixed: Mapping[str, tuple[TensorType, ...]]
+) -> list[Choice]:
+    """Choose in the order in which the tree counts layers: llama.cpp's is the output's, ik's the source's."""
+    facts = ModelFacts.from_metadata(draft.key, tensors, ik=request.ik)
+    if not request.ik:
+        return choose_types(facts, tensors, request, mixed)
+    by_name = {tensor.name: tensor for tensor in tensors}
+    order = [by_name[draft.renamed[t.name]] for t in draft.taken.tensors if t.name in draft.renamed]
+    found = {choice.name: choice for choice in choose_types(facts, order, request, mixed)}
+    return [found[tensor.name] for tensor in tensors]
 
 
 def _types(tensor: Chosen) -> tuple[TensorType, ...]:
@@ -308,14 +363,21 @@ def _request(draft: _Draft) -> Request:
     }
     return Request(
         draft.preset,
+        tree=options.rules,
         rules=tuple(_rules(options)),
         pure=options.pure,
         leave_output_tensor=options.leave_output_tensor,
         allow_requantize=options.allow_requantize,
         has_imatrix=draft.importance is not None and draft.importance.n_entries > 0,
         fallback=options.fallback,
+        repack=Repack(options.repack, _patterns(options)) if options.repack or options.unrepack else None,
         **types,
     )
+
+
+def _patterns(options: QuantizeOptions) -> list[str]:
+    """Return the regular expressions of --repack-pattern, which are separated by commas, as in ik_llama.cpp."""
+    return [text for given in options.repack_pattern for text in given.split(",") if text]
 
 
 def _type_of_option(option: str, value: str) -> TensorType:
@@ -327,7 +389,7 @@ def _type_of_option(option: str, value: str) -> TensorType:
 
 def _rules(options: QuantizeOptions) -> list[Rule]:
     """Collect the rules of all sources: given ones first, then recipes, --tensor-type, its files, --custom-q."""
-    rules = list(options.rules)
+    rules = list(options.ready_rules)
     for path in options.recipe:
         rules += read_recipe(path)
     for number, text in enumerate(options.tensor_type, 1):
@@ -339,24 +401,28 @@ def _rules(options: QuantizeOptions) -> list[Rule]:
     return rules
 
 
-def _with_importance(draft: _Draft, tensors: Sequence[Chosen], choices: Sequence[Choice]) -> list[Chosen]:
+def _with_importance(
+    draft: _Draft, request: Request, tensors: Sequence[Chosen], choices: Sequence[Choice]
+) -> list[Chosen]:
     """Look up the importance of every tensor that is encoded, and refuse those that may not go without."""
     chosen, finds = [], []
     for tensor, choice in zip(tensors, choices, strict=True):
         found = None
-        if draft.importance is not None and choice.type.is_quantized and not choice.copied:
+        made = not choice.copied and not choice.repacked
+        if draft.importance is not None and choice.type.is_quantized and made:
             found = draft.importance.lookup(tensor.name, tensor.shape)
             finds.append(found)
-        if not choice.copied:
+        if made and has_encoder(choice.type):  # a run refuses the others as such
             check_importance(
                 found,
                 tensor.name,
                 choice.type,
                 preset=draft.preset.name,
+                ik=request.ik,
                 ignore_rules=draft.options.ignore_imatrix_rules,
             )
         used = found if found is not None and found.entry is not None else None
-        chosen.append(_decided(tensor, choice, used))
+        chosen.append(_decided(tensor, choice, used, draft.options.encoder))
     if draft.importance is not None and finds:
         coverage = draft.importance.coverage([t.name for t in draft.taken.tensors], finds)
         coverage.check()
@@ -364,18 +430,22 @@ def _with_importance(draft: _Draft, tensors: Sequence[Chosen], choices: Sequence
     return chosen
 
 
-def _decided(tensor: Chosen, choice: Choice, found: Found | None) -> Chosen:
-    """Return a tensor with its type, its reason and the importance of each of its parts."""
+def _decided(tensor: Chosen, choice: Choice, found: Found | None, encoder: str) -> Chosen:
+    """Return a tensor with its type, its reason, its encoder and the importance of each of its parts."""
     parts = tuple(whole(p.source, found) if p.is_whole else replace(p, found=found) for p in tensor.parts)
     reason = choice.reason if tensor.is_whole else f"{tensor.reason}; {choice.reason}"
-    return replace(tensor, type=choice.type, reason=reason, parts=parts, fallback_from=choice.fallback_from)
+    whose = "" if choice.copied else encoder_for(choice.type, encoder)
+    reason = f"{reason}; encoded as in ik_llama.cpp" if whose else reason
+    return replace(
+        tensor, type=choice.type, reason=reason, parts=parts, fallback_from=choice.fallback_from, encoder=whose
+    )
 
 
 def _metadata(draft: _Draft, request: Request) -> Metadata:
     """Edit the source's metadata in llama-quantize's order of events."""
     source, options = draft.source, draft.options
     metadata = Metadata(draft.taken.metadata.fields())
-    set_quantization(metadata, _source_ftype(draft) if request.copy else draft.preset.ftype)
+    set_quantization(metadata, _copied_ftype(draft) if request.copy else draft.preset.ftype)
     for item in draft.overrides.values():
         metadata.set(item)
     if draft.imatrix is not None and draft.importance is not None and draft.importance.n_entries:
@@ -388,6 +458,14 @@ def _metadata(draft: _Draft, request: Request) -> Metadata:
         set_calibration(metadata, None if options.hide_imatrix else draft.imatrix)
         set_provenance(metadata, _provenance(draft, request))
     return metadata
+
+
+def _copied_ftype(draft: _Draft) -> int:
+    """Return the file type of a copy; that of ik's interleaved preset, or from it, if rows are repacked."""
+    ftype = _source_ftype(draft)
+    if draft.options.repack or draft.options.unrepack:
+        return repacked_ftype(ftype, draft.options.repack)
+    return ftype
 
 
 def _source_ftype(draft: _Draft) -> int:
@@ -410,11 +488,11 @@ def _source_ftype(draft: _Draft) -> int:
 def _provenance(draft: _Draft, request: Request) -> dict[str, str]:
     """Return what a reader of the file should know about its making."""
     options = draft.options
+    apart = ("imatrix", "ready_rules", "recipe", "tensor_type", "tensor_type_file", "custom_q", "no_provenance")
     given = [
         f"--{f.name.replace('_', '-')} {_shown(getattr(options, f.name))}".strip()
         for f in fields(QuantizeOptions)
-        if f.name not in ("imatrix", "rules", "recipe", "tensor_type", "tensor_type_file", "custom_q", "no_provenance")
-        and getattr(options, f.name) not in (None, (), False, "next")
+        if f.name not in apart and getattr(options, f.name) not in (None, (), False, "next", "mainline")
     ]
     lines = [draft.preset.name, *given, *(f"{rule.pattern} = {rule.type}" for rule in request.rules)]
     facts = {

@@ -18,7 +18,10 @@ DATA = Path(__file__).parent.parent / "tests" / "data"
 TYPES = [
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S",
     "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "Q1_0", "Q2_0", "MXFP4_MOE", "F16", "BF16", "F32", "COPY",
+    "IQ3_S", "IQ3_M",
 ]  # fmt: skip
+#: What llama-quantize makes with an importance matrix only.
+WITH_IMATRIX = ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS", "IQ3_XS"]
 
 
 def data_sha256(path: Path) -> str:
@@ -39,8 +42,8 @@ def main() -> None:
     hashes = {}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.gguf"
-        for type_name in TYPES:
-            for imatrix in (False, True):
+        for type_name in TYPES + WITH_IMATRIX:
+            for imatrix in (False, True) if type_name in TYPES else (True,):
                 flags: list[str | Path] = ["--imatrix", DATA / "tiny-moe-imatrix.gguf"] if imatrix else []
                 command = [programs / "llama-quantize", *flags, DATA / "tiny-moe-bf16.gguf", out, type_name]
                 subprocess.run(command, check=True, capture_output=True)

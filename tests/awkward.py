@@ -125,13 +125,13 @@ def ggml_encode(folder: Path, t: TensorType, x: np.ndarray, weights: np.ndarray 
     return out
 
 
-def encode(t: TensorType, x: np.ndarray, weights: np.ndarray = NO_WEIGHTS) -> np.ndarray:
+def encode(t: TensorType, x: np.ndarray, weights: np.ndarray = NO_WEIGHTS, encoder: str = "mainline") -> np.ndarray:
     """Return our encoder's bytes, without the checks of quantkit.kernels.quantize."""
-    from quantkit.kernels.cpu.encode import encoder
+    from quantkit.kernels.cpu.encode import encoder as encoder_of
 
     x = np.ascontiguousarray(x, np.float32)
     out = np.full((len(x), t.row_bytes(x.shape[1])), 0xA5, np.uint8)
-    encoder(t)(x, weights, out, 0, len(x))
+    encoder_of(t, encoder)(x, weights, out, 0, len(x))
     return out
 
 

@@ -1,4 +1,4 @@
-"""What tests of products on the device share: weights drawn for a type, activations by numpy in the device's layout."""
+"""What tests of products on the device share: activations by numpy in the device's layout, a check of each kind."""
 
 from __future__ import annotations
 
@@ -6,23 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from blocks import random_rows
 from device_memory import Memory
+from matmul_cases import draw_weights, f32, f64, products, products_by_expert
 
+from quantkit.kernels.cuda.core.kernel import Shape
+from quantkit.kernels.cuda.layer.glu import limits
+from quantkit.kernels.cuda.matmul import moe
 from quantkit.kernels.formats import activation_format
-from quantkit.kernels.reference import decode_rows
+from quantkit.kernels.parameters import Activation
+from quantkit.model.backends.reference import gate as gated
 from quantkit.types import TensorType
-
-f32, f64 = np.float32, np.float64
-
-
-def draw_weights(t: TensorType, shape: tuple[int, ...], rng: Any) -> Any:
-    """Return random rows, uint8 [..., row_bytes], whose scales are sensible numbers."""
-    if t.block == 1:
-        values = rng.standard_normal(shape).astype(f32)
-        bits = (values.view(np.uint32) >> 16).astype(np.uint16) if t.name == "BF16" else values
-        return (values.astype(np.float16) if t.name == "F16" else bits).view(np.uint8)
-    return random_rows(t, *shape, seed=rng, scale=(0.001, 0.02))
 
 
 def quantize(x: Any, kind: str) -> tuple[Any, Any, Any]:
@@ -48,10 +41,7 @@ def quantize(x: Any, kind: str) -> tuple[Any, Any, Any]:
 
 
 def rows_of(x: Any, t: TensorType) -> tuple[Any, Any, Any]:
-    """Return rows for the device (uint8), the values that weights multiply, and what minimums multiply besides.
-
-    The value of a minimum's product is its own number (sums), not the sum of the values.
-    """
+    """Return rows for the device (uint8), what weights multiply, and its excess (matmul_cases.products)."""
     kind = activation_format(t)
     if t.block == 1:
         rounded = x
@@ -60,26 +50,13 @@ def rows_of(x: Any, t: TensorType) -> tuple[Any, Any, Any]:
         elif kind == "bf16":
             u = x.view(np.uint32)
             rounded = ((u + 0x7FFF + (u >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(f32)
-        return rounded.view(np.uint8), rounded.astype(f64), None
+        return rounded.view(np.uint8), rounded.astype(f64), np.zeros((len(x), 0))
     levels, d, sums = quantize(x, kind)
     n = x.shape[1]
     values = levels.astype(f64) * d.astype(f64).repeat(32, 1)
     excess = values.reshape(len(x), -1, 32).sum(-1) - sums.astype(f64).reshape(len(x), -1, 2).sum(-1)
     rows = np.concatenate([a.view(np.uint8) for a in (levels, d, sums)], 1)
     return rows, values[:, :n], excess[:, : n // 32]
-
-
-def decode(w: Any, t: TensorType) -> Any:
-    return decode_rows(t, w).astype(f64)
-
-
-def products(w: Any, t: TensorType, values: Any, excess: Any) -> Any:
-    """Return x w^T for w [n_out, row_bytes], float64 [rows, n_out]."""
-    y = values @ decode(w, t).T
-    if t.name in ("Q4_1", "Q5_1"):  # s of q8_1 is rounded by itself
-        m = np.ascontiguousarray(w.reshape(len(w), -1, t.block_bytes)[..., 2:4]).view(np.float16)[..., 0]
-        y -= excess @ m.astype(f64).T
-    return y
 
 
 def check(got: Any, want: Any) -> None:
@@ -99,3 +76,140 @@ def on(memory: Memory, capability: int) -> int:
             pytest.skip(f"this device is no sm_{capability}")
         memory.device.capability = capability
     return int(memory.device.capability)
+
+
+def multiply(memory: Memory, shape: Shape, t: TensorType, w: Any, x: Any) -> tuple[Any, Any]:
+    """Return what a kernel makes of rows x, and what it should."""
+    place, values, excess = put_rows(memory, x, t)
+    rows, n_out, n_in = len(x), len(w), x.shape[1]
+    out = memory.room((rows, n_out))
+    memory.run(
+        shape, **place, rows=rows, w=memory.put(w), row_bytes=w.shape[1], n_in=n_in, n_out=n_out, out=out,
+        out_stride=4 * n_out, bias=0, scale=0,
+    )  # fmt: skip
+    return memory.get(out, (rows, n_out)), products(w, t, values, excess)
+
+
+def check_mul_mat(memory: Memory, shape: Shape, t: TensorType, n_in: int, n_out: int, rows: int) -> None:
+    """Check a product, by itself and with scale and bias; rows of the output are longer than the result."""
+    rng = np.random.default_rng(3)
+    w, x = draw_weights(t, (n_out, n_in), rng), rng.standard_normal((rows, n_in)).astype(f32)
+    place, values, excess = put_rows(memory, x, t)
+    bias, scale = rng.standard_normal(n_out).astype(f32), np.array([0.75], f32)
+    y = products(w, t, values, excess)
+    stride = n_out + 3
+    out, weights = memory.room((rows, stride)), memory.put(w)
+    for b, s, want in ((0, 0, y), (memory.put(bias), memory.put(scale), y * 0.75 + bias)):
+        memory.run(
+            shape, **place, rows=rows, w=weights, row_bytes=w.shape[1], n_in=n_in, n_out=n_out, out=out,
+            out_stride=4 * stride, bias=b, scale=s,
+        )  # fmt: skip
+        got = memory.get(out, (rows, stride))
+        check(got[:, :n_out], want)
+        assert np.isnan(got[:, n_out:]).all()
+
+
+def check_heads(memory: Memory, shape: Shape, t: TensorType, n_in: int, n_out: int, rows: int, heads: int) -> None:
+    """Check the products of heads; what a head gives is not beside the next one's."""
+    rng, room = np.random.default_rng(5), n_out + 3
+    w, x = draw_weights(t, (heads, n_out, n_in), rng), rng.standard_normal((rows * heads, n_in)).astype(f32)
+    place, values, excess = put_rows(memory, x, t)
+    out = memory.room((rows, heads, room))
+    memory.run(
+        shape, rows=rows, x=place["x"], x_stride=heads * place["x_stride"], x_head_bytes=place["x_stride"],
+        w=memory.put(w), row_bytes=w.shape[2], head_bytes=w[0].nbytes, heads=heads, n_in=n_in, n_out=n_out,
+        out=out, out_stride=4 * heads * room, out_head_bytes=4 * room,
+    )  # fmt: skip
+    found = memory.get(out, (rows, heads, room))
+    check(
+        found[..., :n_out], np.stack([products(w[h], t, values[h::heads], excess[h::heads]) for h in range(heads)], 1)
+    )
+    assert np.isnan(found[..., n_out:]).all()
+
+
+def check_gated(got: Any, a: Activation, g: Any, u: Any) -> None:
+    want = gated(a, g.astype(f32), u.astype(f32))
+    if a.kind in ("gelu", "gelu_quick"):  # through half precision: a last bit of the product is one of a half
+        np.testing.assert_allclose(got, want, rtol=1.1e-3, atol=1e-4)
+        assert np.mean(np.abs(got - want) > 1e-5 * np.abs(want)) < 0.1
+    else:
+        check(got, want)
+
+
+def check_up_gate(memory: Memory, shape: Shape, t: TensorType, a: Activation, n_in: int, n_out: int, rows: int) -> None:
+    """Check a gated product, by itself and with scales, which bring it to where limits are, and biases."""
+    rng = np.random.default_rng(7)
+    w, x = draw_weights(t, (2, n_out, n_in), rng), rng.standard_normal((rows, n_in)).astype(f32)
+    place, values, excess = put_rows(memory, x, t)
+    u, g = (products(part, t, values, excess) for part in w)
+    biases = rng.standard_normal((2, n_out)).astype(f32)
+    scales = np.array([[0.5], [1.25]], f32) / f32(u.std())
+    out, weights = memory.room(u.shape), {"up": memory.put(w[0]), "gate": memory.put(w[1])}
+    for with_both in (False, True):
+        extra = dict.fromkeys(("up_bias", "gate_bias", "up_scale", "gate_scale"), 0)
+        if with_both:
+            u, g = u * scales[0] + biases[0], g * scales[1] + biases[1]
+            extra = {name: memory.put(v) for name, v in zip(extra, (*biases, *scales), strict=True)}
+        memory.run(
+            shape, **place, **weights, **extra, **limits(a), rows=rows, row_bytes=w.shape[2], n_in=n_in, n_out=n_out,
+            out=out, out_stride=4 * n_out,
+        )  # fmt: skip
+        check_gated(memory.get(out, u.shape), a, g, u)
+
+
+def plan_for(memory: Memory, ids: Any, n_expert: int) -> dict[str, int]:
+    """Make a plan; return the slots of products by expert."""
+    rows, n_used = ids.shape
+    plan, at = memory.room((moe.plan_bytes(n_expert, n_used, rows),), np.uint8), memory.put(ids)
+    memory.run(moe.bucket(n_expert), plan=plan, ids=at, rows=rows, n_used=n_used, n_expert=n_expert)
+    return {"rows": rows, "ids": at, "plan": plan, "n_expert": n_expert, "n_used": n_used}
+
+
+def no_plan(memory: Memory, ids: Any, n_expert: int) -> dict[str, int]:
+    """Return the slots of products by expert that need no plan."""
+    return {"rows": len(ids), "ids": memory.put(ids), "plan": 0, "n_expert": n_expert, "n_used": ids.shape[1]}
+
+
+def check_mul_mat_id(
+    memory: Memory, shape: Shape, t: TensorType, n_in: int, n_out: int, ids: Any, pairs: dict[str, int], x_per: int
+) -> None:
+    """Check products by expert, by themselves and with scales and biases. pairs: the slots of ``plan_for``."""
+    rng, flat, n_expert = np.random.default_rng(8), ids.ravel(), pairs["n_expert"]
+    w = draw_weights(t, (n_expert, n_out, n_in), rng)
+    place, values, excess = put_rows(memory, rng.standard_normal((ids.size // x_per, n_in)).astype(f32), t)
+    bias, scale = rng.standard_normal((n_expert, n_out + 4)).astype(f32), rng.uniform(0.5, 2, n_expert).astype(f32)
+    y = products_by_expert(w, t, values, excess, ids)
+    out, weights = memory.room(y.shape), memory.put(w)
+    for b, s, want in ((0, 0, y), (memory.put(bias), memory.put(scale), y * scale[flat, None] + bias[flat, :n_out])):
+        memory.run(
+            shape, **place, **pairs, x_per=x_per, w=weights, row_bytes=w.shape[2], expert_bytes=w[0].nbytes, n_in=n_in,
+            n_out=n_out, out=out, bias=b, bias_stride=bias[0].nbytes, scale=s,
+        )  # fmt: skip
+        check(memory.get(out, y.shape), want)
+
+
+def check_up_gate_id(
+    memory: Memory, shape: Shape, t: TensorType, a: Activation, n_in: int, n_out: int, ids: Any,
+    pairs: dict[str, int], merged: bool,
+) -> None:  # fmt: skip
+    """Check gated products by expert. merged: an expert's gate rows, then its up rows, in one tensor."""
+    rng, of, n_expert = np.random.default_rng(9), ids.ravel(), pairs["n_expert"]
+    w = draw_weights(t, (n_expert, 2, n_out, n_in), rng)
+    place, values, excess = put_rows(memory, rng.standard_normal((len(ids), n_in)).astype(f32), t)
+    gate, up = (products_by_expert(w[:, i], t, values, excess, ids) for i in range(2))
+    bias, half = rng.standard_normal((n_expert, 2, n_out)).astype(f32), w[0, 0].nbytes
+    scale = rng.uniform(0.5, 2, (2, n_expert)).astype(f32) / f32(up.std())
+    if merged:
+        at = memory.put(w)
+        weights = {"gate": at, "up": at + half, "gate_expert_bytes": 2 * half, "up_expert_bytes": 2 * half}
+    else:
+        weights = {"gate": memory.put(w[:, 0]), "up": memory.put(w[:, 1])}
+        weights |= {"gate_expert_bytes": half, "up_expert_bytes": half}
+    b, s, out = memory.put(bias), memory.put(scale), memory.room(up.shape)
+    memory.run(
+        shape, **place, **pairs, **weights, x_per=ids.shape[1], row_bytes=w.shape[-1], n_in=n_in, n_out=n_out,
+        out=out, up_bias=b + 4 * n_out, gate_bias=b, up_bias_stride=8 * n_out, gate_bias_stride=8 * n_out,
+        up_scale=s, gate_scale=s + 4 * n_expert, **limits(a),
+    )  # fmt: skip
+    up, gate = up * scale[0, of, None] + bias[of, 1], gate * scale[1, of, None] + bias[of, 0]
+    check_gated(memory.get(out, up.shape), a, gate, up)

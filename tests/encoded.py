@@ -1,14 +1,23 @@
-"""The types that tests of encoders and decoders iterate over: what the code says it can do, nothing listed by hand."""
+"""The types that tests of encoders and decoders iterate over: what the code says it can do, nothing listed by hand.
+
+Row-interleaved types are their base types in another order: test_interleave.py.
+"""
 
 from __future__ import annotations
 
-from quantkit.kernels.formats import has_decoder, has_encoder
+from quantkit.kernels.formats import FORMATS, has_decoder, has_encoder
+from quantkit.kernels.interleave import is_woven
 from quantkit.types import TYPES
 
-ENCODED = [t for t in TYPES if has_encoder(t)]
-DECODED = [t for t in TYPES if has_decoder(t)]
+ENCODED = [t for t in TYPES if has_encoder(t) and not is_woven(t)]
+DECODED = [t for t in TYPES if has_decoder(t) and not is_woven(t)]
 #: Those that libggml encodes, too, and those that use an importance matrix.
 GGMLS = [t for t in ENCODED if t.trees != "ik"]
 WEIGHTED = [t for t in ENCODED if t.imatrix != "ignored"]
+#: Those that work without one.
+UNWEIGHTED = [t for t in ENCODED if t.imatrix != "required"]
 #: Floats are their own specification: test_encode_corners.py.
 GOLDEN = [t for t in ENCODED if t.family != "float"]
+#: Types that both trees encode, but ik_llama.cpp by a search of its own; and all encoders, as type and name.
+IK_ENCODED = [t for t in ENCODED if t.name in FORMATS and FORMATS[t.name].ik_encoder]
+ENCODERS = [(t, "mainline") for t in ENCODED] + [(t, "ik") for t in IK_ENCODED]

@@ -71,3 +71,58 @@ def route_inputs(r: Routing, rows: int, with_bias: bool) -> tuple[Any, Any]:
     rng = np.random.default_rng(r.n_expert)
     logits = rng.standard_normal((rows, r.n_expert)).astype(np.float32) * 2
     return logits, rng.standard_normal(r.n_expert).astype(np.float32) * 0.1 if with_bias else None
+
+
+def route_expected(r: Routing, logits: Any, bias: Any = None) -> tuple[Any, Any]:
+    """Return ids, and weights in double; experts are chosen by probabilities in float32."""
+    x = logits.astype(np.float64)
+    e = np.exp(x - x.max(axis=1, keepdims=True))
+    probs = {"softmax": e / e.sum(axis=1, keepdims=True), "sigmoid": 1 / (1 + np.exp(-x)), "softmax_weight": x}[
+        r.gating
+    ].astype(np.float32)
+    choice = probs if bias is None else probs + bias
+    if r.n_group > 1:
+        groups = choice.reshape(len(x), r.n_group, -1)
+        scores = np.sort(groups, axis=2)[:, :, -2:].sum(axis=2)
+        kept = np.argsort(-scores, axis=1, kind="stable")[:, : r.n_group_used]
+        masked = np.full_like(groups, -np.inf)
+        np.put_along_axis(masked, kept[:, :, None], np.take_along_axis(groups, kept[:, :, None], 1), 1)
+        choice = masked.reshape(choice.shape)
+    ids = np.argsort(-choice, axis=1, kind="stable")[:, : r.n_used]
+    weights = np.take_along_axis(probs, ids, 1).astype(np.float64)
+    if r.gating == "softmax_weight":
+        weights = np.exp(weights - weights.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+    if r.norm:
+        weights /= np.maximum(weights.sum(axis=1, keepdims=True), r.sum_floor)
+    return ids.astype(np.int32), weights * (r.scale or 1)
+
+
+def check_ties(routed: Any, gating: str) -> None:
+    """Of equal ones the lower number wins. routed: what returns the ids and weights of a routing and logits."""
+    logits = np.zeros((3, 80), np.float32)
+    logits[0, ::2] = -0.0
+    logits[1, [39, 71, 33]] = 1
+    logits[2, 40:] = -np.inf if gating != "softmax_weight" else -1
+    r = Routing(80, 5, gating, norm=True)
+    ids, weights = routed(r, logits)
+    assert ids.tolist() == [[0, 1, 2, 3, 4], [33, 39, 71, 0, 1], [0, 1, 2, 3, 4]]
+    with np.errstate(over="ignore"):
+        np.testing.assert_allclose(weights, route_expected(r, logits)[1], rtol=3e-6)
+
+
+def check_nans(routed: Any) -> None:
+    """A NaN never makes an expert come twice."""
+    logits = np.full((3, 24), np.nan, np.float32)
+    logits[1, 5] = 3
+    logits[2] = -np.inf
+    logits[2, 3] = np.nan
+    ids, _ = routed(Routing(24, 6, "sigmoid"), logits)
+    assert ids.tolist() == [[0, 1, 2, 3, 4, 5], [5, 0, 1, 2, 3, 4], [0, 1, 2, 4, 5, 6]]
+
+
+def check_floor(routed: Any) -> None:
+    """Weights that vanish are divided by the floor."""
+    r = Routing(8, 2, "sigmoid", norm=True)
+    _, weights = routed(r, np.full((1, 8), -30, np.float32))
+    np.testing.assert_allclose(weights, 1 / (1 + np.exp(30)) / r.sum_floor, rtol=3e-6)

@@ -7,14 +7,14 @@ import struct
 import subprocess
 import tarfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from choices import DENSE, FUSED, MIXED, MLA, MOE, SHARED, Tensor, drawn_up, write_sparse
 
 from quantkit.errors import TypeNotSupported
-from quantkit.formats.gguf import Field, layout_gguf
 from quantkit.pipeline import recipe
 from quantkit.pipeline.choose import (
     Choice,
@@ -29,13 +29,6 @@ from quantkit.types import BY_NAME, TensorType, type_by_name
 
 MAINLINE = [p.name for p in PRESETS if p.trees != "ik"]
 DATA = Path(__file__).parent / "data"
-
-
-@dataclass(frozen=True)
-class Tensor:
-    name: str
-    shape: tuple[int, ...]
-    type: TensorType = BY_NAME["F32"]
 
 
 def t(name: str) -> TensorType:
@@ -117,28 +110,6 @@ def test_types_equal_llama_cpps_snapshots(model: str, schemas: dict[str, str]) -
 
 # --- against llama-quantize --dry-run ------------------------------------------------------------------------
 
-#: Keys that the architectures below read; each takes those it knows.
-COMMON: dict[str, Any] = {
-    "context_length": 4096, "embedding_length": 512, "feed_forward_length": 1024, "attention.key_length": 64,
-    "attention.value_length": 64, "rope.dimension_count": 64, "attention.layer_norm_rms_epsilon": 1e-5,
-    "attention.layer_norm_epsilon": 1e-5, "expert_used_count": 2, "expert_feed_forward_length": 512,
-    "expert_shared_count": 1, "expert_weights_scale": 1.0, "expert_gating_func": 1, "attention.q_lora_rank": 128,
-    "attention.kv_lora_rank": 64, "attention.key_length_mla": 64, "attention.value_length_mla": 64,
-    "leading_dense_block_count": 1, "attention.sliding_window": 128, "vocab_size": 100, "num_loops": 2,
-    "attention.causal": False, "ssm.conv_kernel": 4, "ssm.inner_size": 512, "ssm.state_size": 16,
-    "ssm.time_step_rank": 16, "ssm.group_count": 1, "full_attention_interval": 4, "attention.clamp_kqv": 1.0,
-    "attention.relative_buckets_count": 32, "rope.dimension_sections": [16, 24, 24, 0],
-}  # fmt: skip
-
-#: Parts of a layer: name and rows; *_exps have a third dimension.
-DENSE = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_gate", "ffn_down", "attn_norm")
-FUSED = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
-MOE = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate_inp", "ffn_up_exps", "ffn_gate_exps", "ffn_down_exps")
-SHARED = (*MOE, "ffn_up_shexp", "ffn_down_shexp", "ffn_gate_shexp")
-MLA = ("attn_q_a", "attn_q_b", "attn_kv_a_mqa", "attn_k_b", "attn_v_b", "attn_kv_b", "attn_output", "ffn_gate_up_exps",
-       "ffn_down_exps", "ffn_gate_inp")  # fmt: skip
-MIXED = ("attn_qkv", "attn_gate", "ssm_in", "ssm_out", "ssm_conv1d", "ssm_x", "ffn_down_exps", "ffn_up_exps", "attn_v")
-
 #: (architecture, layers, heads, kv heads, experts, tied, row length that replaces 512, parts)
 MODELS = [
     ("llama", 22, 8, 8, 0, True, 512, DENSE),
@@ -166,30 +137,7 @@ MODELS = [
 
 def make_model(index: int) -> tuple[dict[str, Any], list[Tensor]]:
     arch, n_layer, n_head, n_head_kv, n_expert, tied, n, parts = MODELS[index]
-    metadata: dict[str, Any] = {"general.architecture": arch, f"{arch}.block_count": n_layer}
-    metadata |= {f"{arch}.{key}": value for key, value in COMMON.items() if n_expert or not key.startswith("expert")}
-    metadata[f"{arch}.attention.head_count"] = n_head
-    metadata[f"{arch}.attention.head_count_kv"] = n_head_kv
-    if n_expert:
-        metadata[f"{arch}.expert_count"] = n_expert
-    tensors = [Tensor("token_embd.weight", (n, 64)), Tensor("output_norm.weight", (n,))]
-    tensors += [] if tied else [Tensor("output.weight", (n, 64))]
-    tensors += [Tensor("per_layer_token_embd.weight", (512, 8)), Tensor("position_embd.weight", (512, 8))]
-    for i in range(n_layer):
-        for part in parts:
-            shape = (n if "down" not in part else 1024, 16, max(n_expert, 1))
-            dims = 3 if "_exps" in part or part == "attn_k_b" else 2
-            tensors.append(Tensor(f"blk.{i}.{part}.weight", shape[:dims]))
-        tensors.append(Tensor(f"blk.{i}.attn_v.bias", (16,)))
-    return metadata, tensors
-
-
-def write_sparse(path: Path, metadata: dict[str, Any], tensors: Sequence[Tensor]) -> None:
-    fields = [Field.of(key, value) for key, value in metadata.items()]
-    layout = layout_gguf(fields, [(x.name, x.shape, x.type) for x in tensors])
-    with path.open("wb") as f:
-        f.write(layout.header)
-        f.truncate(layout.nbytes)
+    return drawn_up(arch, (n_layer, n_head, n_head_kv, n_expert), parts, tied=tied, n=n)
 
 
 _DRY = re.compile(r"^\[ *\d+/ *\d+\] +(\S+) +- \[[ \d,]+\], type = +(\w+), size = .*?(?:\((\w+)\))?$", re.MULTILINE)
@@ -505,7 +453,9 @@ def test_woven_types_where_rows_make_no_groups() -> None:
         Tensor("blk.0.a.weight", (512, 6)),
         Tensor("blk.0.b.weight", (512, 8, 3)),
     ]
-    found = list(chosen("IQ4_KS_R4", tensors).values())
+    [small] = chosen("IQ1_S_R4", [Tensor("blk.0.a.weight", (96, 6))], pure=True).values()
+    assert (small.type.name, small.fallback_from) == ("IQ4_NL", t("IQ1_S_R4"))
+    found = list(chosen("IQ4_KS_R4", tensors, pure=True).values())
     assert [c.type.name for c in found] == ["IQ4_KS", "IQ4_KS", "IQ4_KS_R4"]
     assert found[1].fallback_from == t("IQ4_KS_R4")
     for c, x in zip(found, tensors, strict=True):
@@ -523,12 +473,6 @@ def test_requantizing_must_be_allowed() -> None:
     found = choose_types(FACTS, tensors, replace(request, allow_requantize=True))
     assert [c.copied for c in found] == [True, False]
     assert all(c.copied for c in choose_types(FACTS, tensors, Request(preset_by_name("COPY"))))
-
-
-def test_a_preset_of_ik_that_is_only_a_mixture() -> None:
-    [mix] = [p for p in PRESETS if p.name == "IQ3_KL"]
-    with pytest.raises(TypeNotSupported, match="this version lacks the mixture"):
-        choose_types(FACTS, SMALL, Request(mix))
 
 
 # --- lints ---------------------------------------------------------------------------------------------------
@@ -553,7 +497,6 @@ GATE_UP = [Tensor("blk.0.ffn_gate_up_exps.weight", (512, 64, 8))]
         ("Q4_K_M", NO_OUTPUT, {"leave_output_tensor": True}, "QK-W007", "embeddings are the output"),
         ("Q4_K_M", NO_OUTPUT, {"output_tensor_type": t("Q8_0"), "pure": True}, "QK-W007", "embeddings are the output"),
         ("NVFP4", SMALL, {}, "QK-W008", "per-tensor scale"),
-        ("IQ4_KS", SMALL, {}, "QK-W009", "every tensor gets IQ4_KS"),
         ("F16", SMALL, {"rules": rules("attn_q = q8_0")}, "QK-W010", "ignores rules when TYPE is F16"),
         ("TQ1_0", SMALL, {"rules": rules("attn_q = iq4_k")}, "QK-W011", "IQ4_K (ik_llama.cpp) and TQ1_0"),
         ("Q4_K_M", GATE_UP, {"ffn_up_type": t("Q5_K"), "ffn_gate_type": t("Q6_K")}, "QK-W012", "merged"),

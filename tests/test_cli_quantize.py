@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from models import llama_tensors, tensor_bytes, write_model
 from quantkit.cli import cli
+from quantkit.formats.gguf import open_gguf
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,23 @@ def test_json_is_all_of_stdout(llama: Path, tmp_path: Path) -> None:
     assert {c["class"] for c in summary["classes"]} >= {"attn_q", "ffn_down", "output"}
 
 
+def test_rules_of_ik(llama: Path, tmp_path: Path) -> None:
+    def types(*args: object) -> dict[str, str]:
+        result = run("--dry-run", "--json", *args[:-1], llama, tmp_path / "o.gguf", args[-1])
+        plan = json.loads(result.stdout)
+        assert plan["rules"] == ("mainline" if args == ("Q4_0",) else "ik")
+        return {t["name"]: t["type"] for t in plan["tensors"]}
+
+    assert types("Q4_0")["output.weight"] == types("--rules", "ik", "Q4_0")["output.weight"] == "Q6_K"
+    found = types("IQ4_KS")
+    assert (found["output.weight"], found["blk.0.attn_q.weight"]) == ("Q6_K", "IQ4_KS")
+    assert types("--pure", "IQ4_KS")["output.weight"] == "IQ4_KS"
+    refused = run("--rules", "mainline", llama, tmp_path / "o.gguf", "IQ4_KS")
+    assert refused.exit_code == 1
+    assert "IQ4_KS is of ik_llama.cpp: llama.cpp has no rules for it; omit --rules mainline" in refused.stderr
+    assert run("--rules", "other", llama, tmp_path / "o.gguf", "Q4_0").exit_code == 2
+
+
 def test_a_dry_run_writes_nothing(llama: Path, tmp_path: Path) -> None:
     result = run("--dry-run", llama, tmp_path / "o.gguf", "Q4_K_M")
     assert result.exit_code == 0
@@ -64,6 +82,23 @@ def test_a_dry_run_writes_nothing(llama: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     plan = json.loads(run("--dry-run", "--json", llama, tmp_path / "o.gguf", "Q4_K_M").stdout)
     assert sum(t["bytes"] for t in plan["tensors"]) < plan["files"][0]["bytes"]
+
+
+def test_the_encoder_of_ik_is_asked_for(llama: Path, tmp_path: Path) -> None:
+    plain, out = tmp_path / "plain.gguf", tmp_path / "o.gguf"
+    assert run(llama, plain, "IQ4_XS").exit_code == 0
+    planned = json.loads(run("--dry-run", "--json", "--encoder", "ik", llama, out, "IQ4_XS").stdout)["tensors"]
+    by = {t["name"]: (t["encoder"], t["reason"].endswith("; encoded as in ik_llama.cpp")) for t in planned}
+    assert by["blk.0.ffn_up.weight"] == ("ik", True)
+    assert by["output_norm.weight"] == (None, False)
+    assert run("--encoder", "ik", llama, out, "IQ4_XS").exit_code == 0
+    ours, mainlines = tensor_bytes(out), tensor_bytes(plain)
+    assert {name: t for name, (t, _) in ours.items()} == {name: t for name, (t, _) in mainlines.items()}
+    assert {name for name in ours if ours[name] != mainlines[name]} == {n for n, (whose, _) in by.items() if whose}
+    with open_gguf(out) as file:
+        assert "--encoder ik" in file.get("quantkit.quantize.recipe").splitlines()
+    idle = run("--dry-run", "--encoder", "ik", llama, out, "Q8_0", "--overwrite")
+    assert "note: --encoder ik changes nothing" in idle.stderr
 
 
 def test_error_is_measured_on_request(llama: Path, tmp_path: Path) -> None:
@@ -95,6 +130,7 @@ def test_error_is_measured_on_request(llama: Path, tmp_path: Path) -> None:
         (["--override-kv", "a", "IN", "OUT", "Q8_0"], 2, "KEY=TYPE:VALUE"),
         (["--output-tensor-type", "q9", "IN", "OUT", "Q8_0"], 1, "--output-tensor-type: there is no tensor type 'q9'"),
         (["--ffn-gate-inp-type", "nope", "IN", "OUT", "Q8_0"], 1, "nope"),
+        (["--encoder", "best", "IN", "OUT", "Q8_0"], 2, "'best' is not one of 'mainline', 'ik'"),
         (["--fallback", "maybe", "IN", "OUT", "Q8_0"], 1, "maybe"),
     ],
 )

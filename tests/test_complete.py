@@ -37,11 +37,12 @@ def values(line: str) -> list[str]:
         ("quantize m.gguf Q4_K", ["Q4_K_M", "Q4_K_S", "Q4_K"]),
         ("quantize m.gguf q4_k_", ["q4_k_m", "q4_k_s"]),
         ("quantize m.gguf o.gguf cop", ["copy"]),
+        ("quantize --encoder ", ["mainline", "ik"]),
         ("quantize m.gguf q4_k_m ", []),
         ("quantize --attn-v-type q6", ["q6_k"]),
         ("quantize --output-tensor-type Q6", ["Q6_K"]),
         ("quantize --tensor-type attn_v=q6", ["attn_v=q6_k"]),
-        ("merge-up-gate --reencode Q8", ["Q8_0"]),
+        ("merge-up-gate --reencode Q8", ["Q8_0", "Q8_KV"]),
         ("quantize mod", ["model-bf16.gguf"]),
         ("quantize --imatrix ima", ["imatrix.dat"]),
         ("inspect sub/", ["sub/m.gguf"]),
@@ -62,7 +63,7 @@ def test_what_the_shell_completes_itself(line: str, kind: str) -> None:
 
 
 def test_types_that_cannot_be_encoded_are_left_out() -> None:
-    assert not {"IQ6_K", "Q8_1", "I8", "Q4_K_R4"} & set(values("quantize m.gguf "))
+    assert not {"Q8_1", "I8", "IQ1_M_R4"} & set(values("quantize m.gguf "))
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")

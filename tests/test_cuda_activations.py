@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
+from cpu_products import Rows
 from device_memory import Memory
-from test_matmul import Rows
+from matmul_cases import awkward_rows
 
 from quantkit.kernels.cpu.matmul.activations import SCALES, SUMS
 from quantkit.kernels.cuda.matmul import activations
@@ -15,24 +16,7 @@ from quantkit.types import BY_NAME
 
 #: A type that wants activations in each format.
 OF_FORMAT = {"q8_0": "Q4_0", "q8_1": "Q4_1", "q8_k": "Q4_K", "f16": "F16", "bf16": "BF16"}
-ROWS = 10
-
-
-def awkward_rows(n: int) -> npt.NDArray[np.float32]:
-    """Return rows of very different sizes: zeros, ties of both signs, halves to round, denormals, single spikes."""
-    rng = np.random.default_rng(n)
-    x = rng.standard_normal((ROWS, n)).astype(np.float32)
-    x[1] *= np.float32(1e-3) * np.exp2(np.arange(n) // 32 % 7).astype(np.float32)
-    x[2] = np.round(x[2] * 127) / 2  # many ties of magnitude, and halves
-    x[3] *= np.float32(1e-39)
-    x[4] = 0
-    x[5] = np.where(np.arange(n) % 300 == 17, x[5] * np.float32(1e6), np.float32(0))
-    x[6, : n // 2] = np.float32(-2.5)
-    x[6, n // 2 :] = np.float32(2.5)
-    x[9] = np.where((np.arange(n) + np.arange(n) // 256) % 2, np.float32(2.5), np.float32(-2.5))
-    x[7] *= np.float32(5e-37)
-    x[8] *= np.float32(3e35)
-    return x
+ROWS = 11
 
 
 def wanted(kind: str, x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
@@ -69,5 +53,5 @@ def test_rows_equal_the_cpus(memory: Memory, kind: str, n: int, gap: int, lead: 
 def test_every_format_is_known() -> None:
     kinds = {activation_format(BY_NAME[name]) for name in ("F32", "Q8_0", "Q5_1", "IQ2_S", *OF_FORMAT.values())}
     assert kinds == {"f32", *activations.KINDS}
-    with pytest.raises(ValueError, match="not to f32"):
+    with pytest.raises(ValueError, match="not f32"):
         activations.quantize("f32", 32, 1)

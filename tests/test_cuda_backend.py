@@ -298,11 +298,13 @@ def test_covariances_are_those_of_the_cpu(zoo: Zoo, cuda_devices: Devices) -> No
 def test_without_a_device_one_line_says_so(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quantkit.model.devices.cuda_devices", lambda: ())
     monkeypatch.setattr("quantkit.kernels.cuda.core.device.why_none", lambda: "there is no card")
-    for options in (["--backend", "cuda"], ["-ngl", "3"], ["-ot", "exps=CUDA0"]):
+    for options in (["--backend", "cuda"], ["-ot", "exps=CUDA0"]):
         result = CliRunner().invoke(cli, ["perplexity", "-m", str(tiny_moe), "-p", "some words", *options])
         assert result.exit_code == 1
         assert "there is no device CUDA0 here; there are: CPU, REFERENCE. there is no card." in result.output
         assert len(result.output.strip().splitlines()) == 1
+    result = CliRunner().invoke(cli, ["perplexity", "-m", str(tiny_moe), "-p", "some words", "-ngl", "3"])
+    assert result.output.startswith("note: -ngl: all layers run on the CPU; there is no card\n")
 
 
 def test_a_device_that_does_not_exist_is_named(zoo: Zoo, cuda_devices: Devices) -> None:

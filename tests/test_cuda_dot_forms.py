@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cuda_products import decode, draw_weights
 from device_memory import Memory
+from matmul_cases import decode, draw_weights
 
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 from quantkit.types import BY_NAME

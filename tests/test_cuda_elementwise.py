@@ -7,15 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 from device_memory import Memory
+from glu_cases import KINDS, activated, close, gated
 from meaning import batch_of, matrix, meaning
 
 from quantkit.kernels.cuda.layer import elementwise, glu
 from quantkit.model.ops import (
-    Activate,
     Activation,
     Add,
     Clamp,
-    Glu,
     Join,
     MultiplyBy,
     Op,
@@ -160,22 +159,6 @@ def test_no_rows_are_no_harm(memory: Memory) -> None:
 
 # ---------------------------------------------------------------- activations and gates
 
-KINDS = [
-    *(Activation(kind) for kind in glu.GATES),
-    Activation("silu", act_limit=2.0, up_limit=1.5),
-    Activation("silu", gate_limit=1.0, up_limit=1.5),
-    Activation("swiglu_oai", alpha=1.5, gate_limit=7.0, up_limit=7.0),
-]
-
-
-def close(a: Activation, got: Any, want: Any) -> None:
-    if a.kind in ("gelu", "gelu_quick"):
-        # A result on the border of two half floats may fall either way, but seldom; and 1 + tanh cancels.
-        assert (np.abs(got - want) > 1e-6 * np.abs(want) + 3e-6).mean() < 1e-2
-        np.testing.assert_allclose(got, want, rtol=1.2e-3, atol=1e-5)
-    else:
-        np.testing.assert_allclose(got, want, rtol=2e-6, atol=5e-6 if a.kind in ("gelu_erf", "softplus") else 1e-6)
-
 
 @pytest.mark.parametrize("a", KINDS, ids=str)
 def test_glu(memory: Memory, a: Activation) -> None:
@@ -183,23 +166,19 @@ def test_glu(memory: Memory, a: Activation) -> None:
     for width, gate_width, both in ((1028, 1028, False), (61, 61, False), (36, 36, True), (7, 7, True), (48, 3, False)):
         g = values(4, 2 * width if both else gate_width) * 3
         up = values(4, width, seed=2) * 3
-        vg, vu, to = value(g), value(up, "up"), out(width)
         got = launched(
             memory, glu.glu(a, width, 4), (4, width), gate=g, up=0 if both else up, gate_width=gate_width, **slots
         )
-        want = meaning(Glu(out=to, gate=vg, up=None if both else vu, activation=a), {vg: g, vu: up}, rows=4)
-        close(a, got, want)
+        gate, other = np.split(g, 2, 1) if both else (np.repeat(g, width // gate_width, 1), up)
+        close(a, got, gated(a, gate, other), near=3e-6)
 
 
 @pytest.mark.parametrize("a", [*KINDS, Activation("softplus")], ids=str)
 def test_activate(memory: Memory, a: Activation) -> None:
     x = values(5, 83) * 5
     x[0, :6] = 0, -0.0, 88, -88, 20.5, 3e4
-    v = value(x)
-    with np.errstate(over="ignore", invalid="ignore"):
-        want = meaning(Activate(out=out(83), x=v, activation=a), {v: x}, rows=5)
     got = launched(memory, glu.activate(a, 83, 5), x.shape, x=x, **glu.limits(a))
-    close(a, got, want)
+    close(a, got, activated(a, x), near=3e-6)
 
 
 def test_gelu_leaves_its_table_at_ten(memory: Memory) -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import cuda_products
 import numpy as np
 import pytest
-from cuda_products import check, draw_weights, on, products, put_rows
+from cuda_products import check, no_plan, on, put_rows
 from device_memory import Memory
 from host_device import HostDevice, compiler
+from matmul_cases import draw_weights, f32, products
 
-from quantkit.kernels.cuda.layer.glu import GATES, limits
+from quantkit.kernels.cuda.layer.glu import GATES
 from quantkit.kernels.cuda.matmul import mat_vec
 from quantkit.kernels.parameters import Activation
-from quantkit.model.backends.reference import gate as gated
-from quantkit.types import BY_NAME, TensorType
-
-f32 = np.float32
+from quantkit.types import BY_NAME
 
 
 @pytest.fixture
@@ -64,44 +61,30 @@ LARGE = [
 
 @pytest.mark.parametrize(("name", "n_in", "n_out", "rows"), SMALL)
 def test_mul_mat_agrees_with_numpy(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> None:
-    check_mul_mat(memory, name, n_in, n_out, rows)
+    check_one(memory, name, n_in, n_out, rows)
 
 
 @pytest.mark.usefixtures("as_large")
 @pytest.mark.parametrize(("name", "n_in", "n_out", "rows"), LARGE)
 def test_mul_mat_of_several_rows_at_once(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> None:
-    check_mul_mat(memory, name, n_in, n_out, rows)
+    check_one(memory, name, n_in, n_out, rows)
 
 
 def test_mul_mat_of_several_rows_by_several_warps(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mat_vec, "_FEW", 0)
-    check_mul_mat(memory, "Q5_0", 4128, 13, 3)
+    check_one(memory, "Q5_0", 4128, 13, 3)
 
 
 @pytest.mark.usefixtures("as_large")
 @pytest.mark.parametrize(("name", "n_in", "n_out", "rows"), [SMALL[0], LARGE[1], SMALL[5]])
 def test_turing_copies_through_registers(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> None:
     on(memory, 75)
-    check_mul_mat(memory, name, n_in, n_out, rows)
+    check_one(memory, name, n_in, n_out, rows)
 
 
-def check_mul_mat(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> None:
-    t, rng = BY_NAME[name], np.random.default_rng(3)
-    w, x = draw_weights(t, (n_out, n_in), rng), rng.standard_normal((rows, n_in)).astype(f32)
-    place, values, excess = put_rows(memory, x, t)
-    bias, scale = rng.standard_normal(n_out).astype(f32), np.array([0.75], f32)
-    y = products(w, t, values, excess)
-    stride = n_out + 3
-    out, weights = memory.room((rows, stride)), memory.put(w)
-    for b, s, want in ((0, 0, y), (memory.put(bias), memory.put(scale), y * 0.75 + bias)):
-        memory.run(
-            mat_vec.mul_mat(t, n_in, n_out, rows),
-            **place, rows=rows, w=weights, row_bytes=w.shape[1], n_in=n_in, n_out=n_out, out=out,
-            out_stride=4 * stride, bias=b, scale=s,
-        )  # fmt: skip
-        got = memory.get(out, (rows, stride))
-        check(got[:, :n_out], want)
-        assert np.isnan(got[:, n_out:]).all()
+def check_one(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> None:
+    t = BY_NAME[name]
+    cuda_products.check_mul_mat(memory, mat_vec.mul_mat(t, n_in, n_out, rows), t, n_in, n_out, rows)
 
 
 @pytest.mark.usefixtures("as_large")
@@ -144,51 +127,17 @@ def test_an_early_launch_asks_for_weights_only_before_it_waits(name: str) -> Non
 
 @pytest.mark.parametrize(("name", "n_in", "n_out"), [("Q8_0", 64, 7), ("Q4_K", 256, 70), ("F32", 64, 5)])
 def test_mul_mat_heads_agrees_with_numpy(memory: Memory, name: str, n_in: int, n_out: int) -> None:
-    t, rng, heads, rows = BY_NAME[name], np.random.default_rng(5), 3, 2
-    w, x = draw_weights(t, (heads, n_out, n_in), rng), rng.standard_normal((rows * heads, n_in)).astype(f32)
-    place, values, excess = put_rows(memory, x, t)
-    room = n_out + 3  # what a head gives is not beside the next one's
-    out = memory.room((rows, heads, room))
-    memory.run(
-        mat_vec.mul_mat_heads(t, n_in, n_out, rows, heads),
-        rows=rows, x=place["x"], x_stride=heads * place["x_stride"], x_head_bytes=place["x_stride"],
-        w=memory.put(w), row_bytes=w.shape[2], head_bytes=w[0].nbytes, heads=heads, n_in=n_in, n_out=n_out,
-        out=out, out_stride=4 * heads * room, out_head_bytes=4 * room,
-    )  # fmt: skip
-    want = [
-        products(w[i % heads], t, values[[i]], None if excess is None else excess[[i]]) for i in range(rows * heads)
-    ]
-    found = memory.get(out, (rows, heads, room))
-    check(found[..., :n_out], np.reshape(want, (rows, heads, n_out)))
-    assert np.isnan(found[..., n_out:]).all()
+    t, rows, heads = BY_NAME[name], 2, 3
+    cuda_products.check_heads(memory, mat_vec.mul_mat_heads(t, n_in, n_out, rows, heads), t, n_in, n_out, rows, heads)
 
 
 @pytest.mark.usefixtures("as_large")
 @pytest.mark.parametrize(("name", "n_in", "n_out"), [("Q4_0", 768, 41), ("IQ4_KS", 512, 18), ("BF16", 64, 10)])
 @pytest.mark.parametrize("x_per", [1, 2])
 def test_mul_mat_id_agrees_with_numpy(memory: Memory, name: str, n_in: int, n_out: int, x_per: int) -> None:
-    t, rng, n_expert, tokens, n_used = BY_NAME[name], np.random.default_rng(6), 5, 3, 2
-    w = draw_weights(t, (n_expert, n_out, n_in), rng)
-    x = rng.standard_normal((tokens * n_used // x_per, n_in)).astype(f32)
-    ids = np.array([[4, 0], [2, 1], [0, 3]], np.int32)
-    bias, scale = rng.standard_normal((n_expert, n_out + 4)).astype(f32), rng.uniform(0.5, 2, n_expert).astype(f32)
-    place, values, excess = put_rows(memory, x, t)
-    out, pairs = memory.room((tokens * n_used, n_out)), list(enumerate(ids.reshape(-1)))
-    y = np.stack(
-        [products(w[e], t, values[p // x_per], None if excess is None else excess[p // x_per]) for p, e in pairs]
-    )
-    experts, flat = memory.put(w), ids.reshape(-1)
-    for b, s, want in (
-        (0, 0, y),
-        (memory.put(bias), memory.put(scale), y * scale[flat, None] + bias[flat, :n_out]),
-    ):
-        memory.run(
-            mat_vec.mul_mat_id(t, n_in, n_out, tokens, n_used),
-            **place, rows=tokens, x_per=x_per, ids=memory.put(ids), plan=0, n_expert=n_expert, n_used=n_used,
-            w=experts, row_bytes=w.shape[2], expert_bytes=w[0].nbytes, n_in=n_in, n_out=n_out, out=out,
-            bias=b, bias_stride=bias[0].nbytes, scale=s,
-        )  # fmt: skip
-        check(memory.get(out, y.shape), want)
+    t, ids = BY_NAME[name], np.array([[4, 0], [2, 1], [0, 3]], np.int32)
+    shape = mat_vec.mul_mat_id(t, n_in, n_out, *ids.shape)
+    cuda_products.check_mul_mat_id(memory, shape, t, n_in, n_out, ids, no_plan(memory, ids, 5), x_per)
 
 
 def activations() -> list[Activation]:
@@ -198,9 +147,8 @@ def activations() -> list[Activation]:
 
 @pytest.mark.parametrize("activation", activations(), ids=lambda a: f"{a.kind}{a.up_limit or ''}")
 def test_up_gate_agrees_with_numpy(memory: Memory, activation: Activation) -> None:
-    t, rng, n_in, n_out, rows = BY_NAME["Q5_1"], np.random.default_rng(7), 96, 19, 3
-    up, gate = draw_weights(t, (2, n_out, n_in), rng)
-    check_up_gate(memory, t, activation, up, gate, rng.standard_normal((rows, n_in)).astype(f32))
+    t, sizes = BY_NAME["Q5_1"], (96, 19, 3)
+    cuda_products.check_up_gate(memory, mat_vec.up_gate(t, activation, *sizes), t, activation, *sizes)
 
 
 @pytest.mark.usefixtures("as_large")
@@ -209,76 +157,15 @@ def test_up_gate_agrees_with_numpy(memory: Memory, activation: Activation) -> No
     [("Q4_K", 1536, 9, 8), ("Q2_K", 2048, 5, 1), ("F16", 1024, 7, 1), ("F32", 70, 5, 4)],
 )
 def test_up_gate_of_types_and_shapes(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> None:
-    t, rng = BY_NAME[name], np.random.default_rng(8)
-    up, gate = draw_weights(t, (2, n_out, n_in), rng)
-    check_up_gate(memory, t, Activation("silu"), up, gate, rng.standard_normal((rows, n_in)).astype(f32))
-
-
-def check_up_gate(memory: Memory, t: TensorType, a: Activation, up: Any, gate: Any, x: Any) -> None:
-    rows, n_in, n_out = *x.shape, len(up)
-    rng = np.random.default_rng(9)
-    biases, scales = rng.standard_normal((2, n_out)).astype(f32), np.array([[0.5], [0.75]], f32)
-    place, values, excess = put_rows(memory, x, t)
-    u, g = products(up, t, values, excess), products(gate, t, values, excess)
-    out, weights = memory.room(u.shape), {"up": memory.put(up), "gate": memory.put(gate)}
-    for with_both in (False, True):
-        extra = dict.fromkeys(("up_bias", "gate_bias", "up_scale", "gate_scale"), 0)
-        if with_both:
-            u, g = u * 0.5 + biases[0], g * 0.75 + biases[1]
-            extra = {name: memory.put(v) for name, v in zip(extra, (*biases, *scales), strict=True)}
-        memory.run(
-            mat_vec.up_gate(t, a, n_in, n_out, rows),
-            **place, **weights, **extra, **limits(a), rows=rows, row_bytes=up.shape[1], n_in=n_in, n_out=n_out,
-            out=out, out_stride=4 * n_out,
-        )  # fmt: skip
-        check_gated(memory.get(out, u.shape), a, g, u)
-
-
-def check_gated(got: Any, a: Activation, g: Any, u: Any) -> None:
-    want = gated(a, g.astype(f32), u.astype(f32))
-    if a.kind in ("gelu", "gelu_quick"):  # through half precision: a last bit of the product is one of a half
-        np.testing.assert_allclose(got, want, rtol=1.1e-3, atol=1e-4)
-        assert np.mean(np.abs(got - want) > 1e-5 * np.abs(want)) < 0.1
-    else:
-        check(got, want)
+    t, a = BY_NAME[name], Activation("silu")
+    cuda_products.check_up_gate(memory, mat_vec.up_gate(t, a, n_in, n_out, rows), t, a, n_in, n_out, rows)
 
 
 @pytest.mark.parametrize(("name", "n_in", "n_out"), [("Q4_0", 64, 11), ("Q6_K", 768, 37), ("F16", 64, 5)])
 def test_up_gate_id_of_merged_halves(memory: Memory, name: str, n_in: int, n_out: int) -> None:
-    t, rng, n_expert, tokens, n_used = BY_NAME[name], np.random.default_rng(10), 4, 2, 2
-    merged = draw_weights(t, (n_expert, 2 * n_out, n_in), rng)  # the gate's rows come first
-    x, ids = rng.standard_normal((tokens, n_in)).astype(f32), np.array([[3, 1], [0, 3]], np.int32)
-    bias, scales = (
-        rng.standard_normal((n_expert, 2 * n_out)).astype(f32),
-        rng.uniform(0.5, 2, (2, n_expert)).astype(f32),
-    )
-    place, values, excess = put_rows(memory, x, t)
-    w, b, flat, a = (
-        memory.put(merged),
-        memory.put(bias),
-        ids.reshape(-1),
-        Activation("swiglu_oai", 1.702, 7.0, 0.0, 7.0),
-    )
-    y = np.concatenate(
-        [
-            products(merged[e], t, values[[i // 2]], None if excess is None else excess[[i // 2]])
-            for i, e in enumerate(flat)
-        ]
-    )
-    g, u = (
-        y[:, :n_out] * scales[1, flat, None] + bias[flat, :n_out],
-        y[:, n_out:] * scales[0, flat, None] + bias[flat, n_out:],
-    )
-    out = memory.room(u.shape)
-    memory.run(
-        mat_vec.up_gate_id(t, a, n_in, n_out, tokens, n_used),
-        **place, **limits(a), rows=tokens, x_per=n_used, ids=memory.put(ids), plan=0, n_expert=n_expert, n_used=n_used,
-        up=w + n_out * merged.shape[2], gate=w, up_expert_bytes=merged[0].nbytes, gate_expert_bytes=merged[0].nbytes,
-        row_bytes=merged.shape[2], n_in=n_in, n_out=n_out, out=out, up_bias=b + 4 * n_out, gate_bias=b,
-        up_bias_stride=8 * n_out, gate_bias_stride=8 * n_out, up_scale=memory.put(scales[0]),
-        gate_scale=memory.put(scales[1]),
-    )  # fmt: skip
-    check_gated(memory.get(out, u.shape), a, g, u)
+    t, a, ids = BY_NAME[name], Activation("swiglu_oai", 1.702, 7.0, 0.0, 7.0), np.array([[3, 1], [0, 3]], np.int32)
+    shape = mat_vec.up_gate_id(t, a, n_in, n_out, *ids.shape)
+    cuda_products.check_up_gate_id(memory, shape, t, a, n_in, n_out, ids, no_plan(memory, ids, 4), merged=True)
 
 
 def test_long_matrices_and_many_experts_fit_the_grid() -> None:

@@ -6,15 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_products import check, draw_weights, products, put_rows
+from cuda_products import check, put_rows
 from device_memory import Memory
+from matmul_cases import draw_weights, f32, products
 
 from quantkit.kernels.cuda.layer import route
 from quantkit.kernels.cuda.matmul import mat_vec_same_input
 from quantkit.kernels.parameters import Routing
 from quantkit.types import BY_NAME
-
-f32 = np.float32
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuda_products import plan_for
 from device_memory import Memory
+from matmul_cases import routed
 
 from quantkit.kernels.cuda.matmul import moe
 
@@ -30,11 +32,8 @@ def test_a_plan_has_every_pair_once_by_expert(
     rng = np.random.default_rng(5)
     # Some experts have no pair; of one alone, it is the last.
     of = rng.permutation(n_expert)[:chosen] if chosen > 1 else np.array([n_expert - 1])
-    ids = np.stack([rng.permutation(of)[:n_used] for _ in range(rows)]).astype(np.int32)
-    size = moe.plan_bytes(n_expert, n_used, rows)
-    plan = memory.room((size,), np.uint8)
-    memory.run(moe.bucket(n_expert), plan=plan, ids=memory.put(ids), rows=rows, n_used=n_used, n_expert=n_expert)
-    got, flat = memory.get(plan, (size // 4,), np.int32), ids.ravel()
+    ids, size = routed(rows, n_used, of, rng), moe.plan_bytes(n_expert, n_used, rows)
+    got, flat = memory.get(plan_for(memory, ids, n_expert)["plan"], (size // 4,), np.int32), ids.ravel()
     for tokens in moe.TILES:
         listed, tiles = read_plan(got, flat.size, n_expert, tokens)
         np.testing.assert_array_equal(listed, np.argsort(flat, kind="stable"))
@@ -51,10 +50,10 @@ def test_a_plan_has_every_pair_once_by_expert(
 @pytest.mark.parametrize("per_token", [True, False])
 def test_rows_go_into_the_order_of_a_plan_and_back(memory: Memory, per_token: bool) -> None:
     rows, n_used, n_expert, width, rng = 21, 3, 5, 70, np.random.default_rng(6)
-    ids = np.stack([rng.permutation(n_expert)[:n_used] for _ in range(rows)]).astype(np.int32)
+    ids = routed(rows, n_used, n_expert, rng)
     pairs, order = rows * n_used, np.argsort(ids.ravel(), kind="stable")
-    plan, at = memory.room((moe.plan_bytes(n_expert, n_used, rows),), np.uint8), memory.put(ids)
-    memory.run(moe.bucket(n_expert), plan=plan, ids=at, rows=rows, n_used=n_used, n_expert=n_expert)
+    planned = plan_for(memory, ids, n_expert)
+    plan, at = planned["plan"], planned["ids"]
     x = rng.standard_normal((rows if per_token else pairs, width)).astype(np.float32)
     x_per, gathered = n_used if per_token else 1, memory.room((pairs, width), np.uint16)
     memory.run(moe.gather(pairs), plan=plan, x=memory.put(x), out=gathered, rows=pairs, x_per=x_per, width=width)

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 from device_memory import Memory
 from meaning import batch_of, meaning, program
+from observer_cases import N_EXPERT, N_USED, ROWS, check_by_expert, check_sums, drawn, experts
 
 from quantkit.kernels.cuda import observe
 from quantkit.model.backends.accumulators import padded
 from quantkit.model.ops import CountUp, Covariance, Similarity, SumColumns, Value
-
-ROWS, N_EXPERT, N_USED = 70, 6, 3
-
-
-def exact(x: Any, power: int) -> Any:
-    return np.array([math.fsum(float(v) ** power for v in column) for column in x.T])
-
-
-def drawn(width: int, rows: int = ROWS) -> Any:
-    rng = np.random.default_rng(width)
-    return (rng.normal(size=(rows, width)) * np.exp(4 * rng.normal(size=(rows, width)))).astype(np.float32)
-
-
-def experts() -> Any:
-    """Ids of all experts but the last."""
-    rng = np.random.default_rng(5)
-    return np.stack([rng.permutation(N_EXPERT - 1)[:N_USED] for _ in range(ROWS)]).astype(np.int32)
 
 
 def zeros(memory: Memory, *shape: int, dtype: Any = np.float64) -> int:
@@ -44,10 +27,7 @@ def test_sums_of_columns_are_exact(memory: Memory, width: int) -> None:
     parts = np.split(x, [1, 40])
     for part in parts:
         memory.run(observe.sum_columns(width), x=memory.put(part), rows=len(part), **to)
-    got = memory.get(sums, (4, padded(width)), np.float64)
-    assert np.array_equal(got[0, :width] + got[1, :width], exact(x, 2))
-    assert np.array_equal(got[2, :width] + got[3, :width], exact(x, 1))
-    assert not got[:, width:].any()
+    check_sums(memory.get(sums, (4, padded(width)), np.float64), x)
     assert memory.get(count, (1,), np.int64)[0] == ROWS
     assert memory.get(bad, (1,), np.int64)[0] == 0
     x[41, width - 1] = np.nan
@@ -84,14 +64,11 @@ def test_sums_by_expert_are_exact(memory: Memory, width: int, one_row_a_token: b
     memory.run(shape, x=memory.put(x), **slots)
     got = memory.get(sums, (N_EXPERT, 4, padded(width)), np.float64)
     assert memory.get(bad, (1,), np.int64)[0] == 0
-    pairs = np.repeat(x, N_USED, 0) if one_row_a_token else x
-    for e in range(N_EXPERT):
-        rows = pairs[(ids == e).reshape(-1)]
-        assert np.array_equal(got[e, 0, :width] + got[e, 1, :width], exact(rows, 2) if len(rows) else np.zeros(width))
-        assert np.array_equal(got[e, 2, :width] + got[e, 3, :width], exact(rows, 1) if len(rows) else np.zeros(width))
+    counted = memory.get(counts, (N_EXPERT,), np.int64)
+    check_by_expert(got, counted, x, ids)
     vx, vi = Value("x", width, per=1 if one_row_a_token else N_USED), Value("ids", N_USED, integer=True)
     want = reference(SumColumns(x=vx, of="w", names=("w",), ids=vi, n_mat=N_EXPERT), {vx: x, vi: ids})
-    np.testing.assert_array_equal(memory.get(counts, (N_EXPERT,), np.int64), want["counts"])
+    np.testing.assert_array_equal(counted, want["counts"])
     np.testing.assert_allclose(got[:, 0] + got[:, 1], want["sums"][:, 0], rtol=1e-12)
     x[17 if one_row_a_token else 17 * N_USED + 2, 8] = -np.inf
     memory.run(shape, x=memory.put(x), **slots)

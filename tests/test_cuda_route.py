@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from device_memory import Memory
-from layer_cases import ROUTINGS, route_inputs
-from meaning import matrix, meaning
+from layer_cases import ROUTINGS, check_floor, check_nans, check_ties, route_expected, route_inputs
+from meaning import meaning
 
 from quantkit.kernels.cuda.layer.route import combine, repeat, route
 from quantkit.kernels.parameters import MAX_EXPERTS
-from quantkit.model.ops import Combine, Repeat, Route, Routing, Value
+from quantkit.model.ops import Combine, Repeat, Routing, Value
 
 
 def routed(memory: Memory, r: Routing, logits: Any, bias: Any = None) -> tuple[Any, Any]:
@@ -33,36 +34,19 @@ def routed(memory: Memory, r: Routing, logits: Any, bias: Any = None) -> tuple[A
     return got[0][:-1], got[1][:-1]
 
 
-def expected(r: Routing, logits: Any, bias: Any = None) -> Any:
-    v = Value("logits", r.n_expert)
-    m = None if bias is None else matrix(bias)
-    ids, weights = Value("ids", r.n_used, integer=True), Value("weights", r.n_used)
-    op = Route(ids=ids, weights=weights, logits=v, bias=m, routing=r)
-    return meaning(op, {v: logits}, rows=len(logits), weights={} if m is None else {m: bias})
-
-
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("r", [*ROUTINGS, Routing(1500, 4, norm=True)], ids=str)
 def test_route(memory: Memory, r: Routing, with_bias: bool) -> None:
     logits, bias = route_inputs(r, 7, with_bias)
     ids, weights = routed(memory, r, logits, bias)
-    want_ids, want_weights = expected(r, logits, bias)
+    want_ids, want_weights = route_expected(r, logits, bias)
     np.testing.assert_array_equal(ids, want_ids)
     np.testing.assert_allclose(weights, want_weights, rtol=2e-6)
 
 
 @pytest.mark.parametrize("gating", ["softmax", "sigmoid", "softmax_weight"])
 def test_the_lower_number_wins_a_tie(memory: Memory, gating: str) -> None:
-    logits = np.zeros((3, 80), np.float32)
-    logits[0, ::2] = -0.0
-    logits[1, [39, 71, 33]] = 1
-    logits[2, 40:] = -np.inf if gating != "softmax_weight" else -1
-    r = Routing(80, 5, gating, norm=True)
-    ids, weights = routed(memory, r, logits)
-    assert ids.tolist() == [[0, 1, 2, 3, 4], [33, 39, 71, 0, 1], [0, 1, 2, 3, 4]]
-    want_ids, want_weights = expected(r, logits)
-    np.testing.assert_array_equal(ids, want_ids)
-    np.testing.assert_allclose(weights, want_weights, rtol=2e-6)
+    check_ties(partial(routed, memory), gating)
 
 
 def test_the_first_of_equal_groups(memory: Memory) -> None:
@@ -70,28 +54,19 @@ def test_the_first_of_equal_groups(memory: Memory) -> None:
     logits = np.zeros((2, 48), np.float32)
     logits[1, 40:42] = logits[1, 17:19] = 2
     ids, _ = routed(memory, r, logits)
-    np.testing.assert_array_equal(ids, expected(r, logits)[0])
+    np.testing.assert_array_equal(ids, route_expected(r, logits)[0])
     assert ids.tolist() == [[0, 1, 2, 3, 4, 5], [17, 18, 40, 41, 0, 1]]
 
 
 def test_a_nan_never_makes_an_expert_come_twice(memory: Memory) -> None:
-    logits = np.full((3, 24), np.nan, np.float32)
-    logits[1, 5] = 3
-    logits[2] = -np.inf
-    logits[2, 3] = np.nan
-    ids, _ = routed(memory, Routing(24, 6, "sigmoid"), logits)
-    assert ids.tolist() == [[0, 1, 2, 3, 4, 5], [5, 0, 1, 2, 3, 4], [0, 1, 2, 4, 5, 6]]
+    check_nans(partial(routed, memory))
 
 
 def test_weights_that_vanish_are_divided_by_the_floor(memory: Memory) -> None:
-    r = Routing(8, 2, "sigmoid", norm=True)
-    _, weights = routed(memory, r, np.full((1, 8), -30, np.float32))
-    np.testing.assert_allclose(weights, 1 / (1 + np.exp(30)) / r.sum_floor, rtol=3e-6)
+    check_floor(partial(routed, memory))
 
 
-def test_more_experts_than_there_is_room_for() -> None:
-    with pytest.raises(ValueError, match=f"1 to {MAX_EXPERTS}"):
-        Routing(MAX_EXPERTS + 1, 2).slots()
+def test_the_most_experts_fit_the_shared_memory() -> None:
     assert route(Routing(MAX_EXPERTS, MAX_EXPERTS), 3).shared <= 48 << 10
     assert route(Routing(1024, 1024), 3).shared <= 48 << 10
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_memory import Memory
+from layer_cases import normed
 
 from quantkit.kernels.cuda.layer import elementwise, glu, norms, route, row_epilogue
 from quantkit.kernels.cuda.matmul import activations
@@ -139,14 +140,10 @@ def test_norms_of_rows_agree_with_numpy(memory: Memory, kind: str, rows: int, wi
     rng = np.random.default_rng(5)
     x = rng.standard_normal((rows, width)).astype(np.float32) + 0.5
     weight, bias = rng.standard_normal((2, width)).astype(np.float32)
-    g = x.astype(np.float64)
-    if kind == "layer":
-        g = g - g.mean(-1, keepdims=True)
-    square = np.square(g).sum(-1, keepdims=True) / (1 if kind == "l2" else width)
     at = OneByOne(memory, rows, width)
     slots = {"kind": norms.KINDS.index(kind), "eps": 1e-5, "weight": memory.put(weight), "bias": memory.put(bias)}
     found = memory.get(at.norm(memory.put(x), **slots), (rows, width))
-    np.testing.assert_allclose(found, g / np.sqrt(square + 1e-5) * weight + bias, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(found, normed(x, kind, width, weight, bias), rtol=2e-6, atol=2e-6)
 
 
 def test_rows_that_are_too_wide_are_refused() -> None:

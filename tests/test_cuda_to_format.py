@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_products import check, draw_weights, products, put_rows
+from cuda_products import check, put_rows
 from device_memory import Memory
+from matmul_cases import draw_weights, f32, products, products_by_expert
 
 from quantkit.kernels.cuda.layer.glu import limits
 from quantkit.kernels.cuda.matmul import activations, mat_vec, mat_vec_shared_expert
 from quantkit.kernels.parameters import Activation
 from quantkit.types import BY_NAME
 
-f32 = np.float32
 SILU = Activation("silu")
 NO_BOTH = dict.fromkeys(("up_bias", "gate_bias", "up_scale", "gate_scale"), 0)
 
@@ -164,7 +164,5 @@ def test_mul_mat_beside(memory: Memory, name: str, other: str, n_in: int, n_out:
     slots |= {"dense_n_in": dense_n_in, "dense_n_out": dense_n_out, "dense_out": outs[1], "dense_bias": 0}
     slots |= {"dense_scale": memory.put(np.array([0.75], f32))}
     memory.run(mat_vec_shared_expert.mul_mat(t, dense, n_in, n_out, n_used, dense_n_out), **slots)
-    for p, e in enumerate(ids):
-        row = products(w[e], t, values[[p]], None if excess is None else excess[[p]])[0] + bias[e]
-        check(memory.get(outs[0], (n_used, n_out))[p], row)
+    check(memory.get(outs[0], (n_used, n_out)), products_by_expert(w, t, values, excess, ids) + bias[ids])
     check(memory.get(outs[1], (1, dense_n_out)), 0.75 * products(dense_w, dense, others, other_excess))

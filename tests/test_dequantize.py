@@ -116,6 +116,10 @@ def test_equal_to_llama_cpp(t, llama_bin, golden):
         assert_same_bits(decode(t, data), ggml_decode(lib, t, data))
 
 
+#: Types with separate signs, that ik_llama.cpp applies to values: a level 0 may become -0 there.
+MINUS_ZEROS = ("IQ3_KT",)
+
+
 class InitParams(ctypes.Structure):
     _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
 
@@ -135,6 +139,8 @@ def test_equal_to_ik_llama_cpp(t, ik_bin, golden):
             assert_same_bits(ours, theirs)
         elif t.name == "IQ6_K":
             assert_like_iq6_k(row, ours, ggml_decode(lib, t, row[None]))
+        elif t.name in MINUS_ZEROS:
+            assert_same_bits(ours + np.float32(0), ggml_decode(lib, t, row[None]) + np.float32(0))
         else:
             assert_same_bits(ours, ggml_decode(lib, t, row[None]))
 
@@ -249,7 +255,7 @@ def test_levels_and_scales_in_registers_make_the_values(t):
 # ---------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("name", ["I32", "F64", "Q8_1", "IQ4_K_R4", "Q4_0_R8"])
+@pytest.mark.parametrize("name", ["I32", "F64", "Q8_1", "IQ1_M_R4"])
 def test_types_without_a_decoder_are_refused_by_name(name):
     assert not has_decoder(BY_NAME[name])
     with pytest.raises(TypeNotSupported, match=name):

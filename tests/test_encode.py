@@ -9,21 +9,31 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from encoded import ENCODED, GGMLS
+from encoded import ENCODERS, GGMLS, UNWEIGHTED
 
 from awkward import IMPORTANCE, NO_WEIGHTS, assert_same_bytes, awkward_imatrix, awkward_rows, encode, ggml_encode
 from quantkit.kernels.cpu.encode import encoder
+from quantkit.kernels.formats import FORMATS
 from quantkit.types import TensorType
 
 #: Types whose blocks are coded one by one, whatever the rest of the row.
-BY_BLOCK = [t for t in ENCODED if t.is_quantized and not t.row_header]
+BY_BLOCK = [(t, by) for t, by in ENCODERS if t.is_quantized and not t.row_header]
 #: Those that weigh by the mean square of a whole row.
 BY_ROW = "legacy"
 
 
 def weights_for(t: TensorType, weights: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return no weights, and the given ones: a type that ignores them gets them all the same."""
-    return (NO_WEIGHTS, weights) if t.is_quantized else (NO_WEIGHTS,)
+    """Return no weights, if the type can do without, and the given ones, even if it ignores them."""
+    return ((NO_WEIGHTS,) if t in UNWEIGHTED else ()) + ((weights,) if t.is_quantized else ())
+
+
+def within_reach(t: TensorType, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return x, clipped for types with a grid: ggml aborts where no neighbour of a point has a finite distance."""
+    if not FORMATS[t.name].grid:
+        return x
+    limit = np.cbrt(1e36 / max(float(weights.max(initial=1)), 1.0))
+    clipped: np.ndarray = np.clip(x, -limit, limit).astype(np.float32)
+    return clipped
 
 
 def assert_ggmls(llama_bin: Path, t: TensorType, x: np.ndarray, weights: np.ndarray = NO_WEIGHTS) -> None:
@@ -38,7 +48,7 @@ def test_awkward_rows_equal_ggml(llama_bin: Path, t: TensorType, blocks: int) ->
     n = blocks * t.block if t.is_quantized else 11 * blocks
     for seed, huge in enumerate((1e30, 1e12, 1e20, 1e37, 1.1e38)):  # up to ranges that overflow f32
         for weights in weights_for(t, awkward_imatrix(n, seed)):
-            assert_ggmls(llama_bin, t, awkward_rows(n, seed, huge), weights)
+            assert_ggmls(llama_bin, t, within_reach(t, awkward_rows(n, seed, huge), weights), weights)
 
 
 @pytest.mark.peer
@@ -47,9 +57,8 @@ def test_any_importance_equals_ggml(llama_bin: Path, t: TensorType) -> None:
     for seed, (kind, make) in enumerate(IMPORTANCE.items()):
         for n in (256, 1280):
             weights = make(np.random.default_rng(seed), n).astype(np.float32)
-            ours, theirs = (f(awkward_rows(n, seed), weights) for f in (
-                lambda x, w: encode(t, x, w), lambda x, w: ggml_encode(llama_bin, t, x, w)
-            ))  # fmt: skip
+            x = within_reach(t, awkward_rows(n, seed), weights)
+            ours, theirs = encode(t, x, weights), ggml_encode(llama_bin, t, x, weights)
             assert np.array_equal(ours, theirs), f"{t.name}, importance: {kind}, rows of {n}"
 
 
@@ -62,31 +71,31 @@ def test_many_random_blocks_equal_ggml(llama_bin: Path, t: TensorType) -> None:
         assert_ggmls(llama_bin, t, x, weights)
 
 
-@pytest.mark.parametrize("t", ENCODED, ids=str)
+@pytest.mark.parametrize(("t", "by"), ENCODERS, ids=str)
 @pytest.mark.parametrize("blocks", [3, 40])
-def test_every_row_range_gives_the_same_bytes(t: TensorType, blocks: int) -> None:
+def test_every_row_range_gives_the_same_bytes(t: TensorType, by: str, blocks: int) -> None:
     """Importance begins anew with each row, wherever in a batch that is; other rows stay as they were."""
     n = blocks * t.block if t.is_quantized else 12 * blocks + 1
     x = np.tile(awkward_rows(n, 5, 1e3), (2, 1))[:41]
     for w in weights_for(t, awkward_imatrix(n, 5)):
-        whole = encode(t, x, w)
+        whole = encode(t, x, w, by)
         for row0, row1 in ((0, 1), (3, 20), (7, 40), (40, 41), (5, 5)):
             out = np.full_like(whole, 0x5A)
-            encoder(t)(x, w, out, row0, row1)
+            encoder(t, by)(x, w, out, row0, row1)
             assert_same_bytes(out[row0:row1], whole[row0:row1], t)
             assert (out[:row0] == 0x5A).all()
             assert (out[row1:] == 0x5A).all()
 
 
-@pytest.mark.parametrize("t", BY_BLOCK, ids=str)
-def test_golden_blocks_do_not_depend_on_their_batch(t: TensorType) -> None:
+@pytest.mark.parametrize(("t", "by"), BY_BLOCK, ids=str)
+def test_golden_blocks_do_not_depend_on_their_batch(t: TensorType, by: str) -> None:
     """A row of 43 blocks, as full batches and a part of one, and block by block."""
     rng, n = np.random.default_rng(0), t.block
     x = (rng.standard_normal(43 * n) * np.exp(rng.standard_normal(43 * n) / 2)).astype(np.float32)[None]
     x[0, 5 * n : 6 * n] = 0
     drawn = NO_WEIGHTS if t.family == BY_ROW else np.exp(rng.standard_normal(43 * n)).astype(np.float32)
     for weights in weights_for(t, drawn):
-        whole = encode(t, x, weights).reshape(43, -1)
+        whole = encode(t, x, weights, by).reshape(43, -1)
         for b in range(43):
             part = slice(b * n, b * n + n)
-            assert_same_bytes(encode(t, x[:, part], weights[part]), whole[b : b + 1], t)
+            assert_same_bytes(encode(t, x[:, part], weights[part], by), whole[b : b + 1], t)

@@ -14,6 +14,7 @@ from awkward import NO_WEIGHTS, assert_same_bytes, awkward_imatrix, encode, ggml
 from quantkit.kernels.cpu.encode.codebook import MAGIC, bucket_tables
 from quantkit.kernels.cpu.encode.fp4 import MAGNITUDES
 from quantkit.kernels.cpu.encode.i_quants import VALUES
+from quantkit.kernels.formats import FORMATS
 from quantkit.types import BY_NAME
 
 f32 = np.float32
@@ -98,6 +99,34 @@ def fitted_to_the_smallest_values(rng: Any) -> Corner:
         yield x, weights
 
 
+def grid_middles(rng: Any) -> Corner:
+    """Odd multiples of a scale of about 1, which are levels, even ones, between two, and their neighbours in f32."""
+    points = np.arange(1, 16, dtype=f32)
+    points = np.concatenate([points, np.nextafter(points, f32(99)), np.nextafter(points, f32(0))])
+    for top in (5, 15):
+        x = rng.choice(points[points <= top], (300, 256)) * rng.choice(f32([-1, 1]), (300, 256))
+        x[:, ::16] = top
+        for weights in (np.ones(256, f32), awkward_imatrix(256, 3)):
+            yield x, weights
+
+
+def grid_scales_of_every_size(rng: Any) -> Corner:
+    """From the smallest denormal, under weights that make sums of products underflow, too."""
+    x = np.clip(rng.standard_normal((170, 256)) / 3, -1, 1)
+    x[:, ::5] = 0
+    x = (x * 2.0 ** np.arange(-150, 20)[:, None]).astype(f32)
+    for size in (1, 1e-20, 1e-38, 1e-44):
+        yield x, (size * rng.chisquare(2, 256)).astype(f32)
+
+
+def grid_sub_blocks_of_zeros(rng: Any) -> Corner:
+    x = rng.standard_normal((200, 16, 16)) * (rng.random((200, 16, 1)) < 0.6)
+    x[::2, ::2] = x[::2, 1::2] * 0
+    x[::2, 1::2] *= rng.random((100, 8, 1)) < 0.5
+    yield x.reshape(200, 256).astype(f32), np.ones(256, f32)
+
+
+GRID = tuple(f.type.name for f in FORMATS.values() if f.grid)
 TERNARY, FP4, CODEBOOK = ("TQ1_0", "TQ2_0", "Q2_0", "Q1_0"), ("MXFP4", "NVFP4"), ("IQ4_NL", "IQ4_XS")
 CORNERS: dict[Callable[[Any], Corner], tuple[str, ...]] = {
     scales_of_every_power: TERNARY,
@@ -106,7 +135,10 @@ CORNERS: dict[Callable[[Any], Corner], tuple[str, ...]] = {
     scales_of_every_size: FP4,
     fp4_middles: FP4,
     codebook_middles: CODEBOOK,
-    fitted_to_the_smallest_values: CODEBOOK,
+    fitted_to_the_smallest_values: CODEBOOK + GRID,
+    grid_middles: GRID,
+    grid_scales_of_every_size: GRID,
+    grid_sub_blocks_of_zeros: GRID,
 }
 
 

@@ -42,7 +42,10 @@ def test_a_record_has_its_functions(of: Format, golden: dict[str, np.ndarray]) -
     name, cuda = of.type.name.lower(), KERNELS / f"cuda/unpack/{of.family}.cuh"
     assert hasattr(reference, f"decode_{name}")
     encoders = CPU["encode"] / f"{of.family}.py"
-    assert (encoders.exists() and f"encode_{name}" in functions(encoders)) == of.encodes
+    made = functions(encoders) if encoders.exists() else set()
+    assert (f"encode_{name}" in made) == of.encodes
+    assert (f"encode_{name}_ik" in made) == of.ik_encoder
+    assert not of.ik_encoder or (of.encodes and of.type.trees == "both")
     assert f"struct {of.type.name} : traits::{of.type.name} {{" in cuda.read_text()
     assert f'#include "unpack/{of.family}.cuh"' in (KERNELS / "cuda/unpack/all.cuh").read_text()
     assert f"struct {of.type.name} {{ static const int BLOCK = {of.type.block}, " in headers()["unpack/traits.cuh"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -258,6 +259,16 @@ def test_rules_of_both_trees(target: TensorType) -> None:
     assert (lifted is not None) == (target.imatrix == "required")
     for name in ("token_embd.weight", "per_layer_token_embd.weight", "output.weight"):
         assert (must_have_importance(name, target) is not None) == (target.imatrix == "required")
+
+
+@pytest.mark.parametrize("target", TYPES, ids=str)
+def test_rules_of_ik(target: TensorType) -> None:
+    """src: is_very_low_bpw_quant, which lacks IQ3_XXS and does not exempt per-layer embeddings."""
+    low = re.fullmatch(r"(IQ1_[SM]|IQ2_(XXS|XS|S))(_R4)?|IQ[12]_KT", target.name) is not None
+    for name in (blk("ffn_up"), "per_layer_token_embd.weight"):
+        assert (must_have_importance(name, target, ik=True) is not None) == low
+    for name in ("token_embd.weight", "output.weight"):
+        assert (must_have_importance(name, target, ik=True) is not None) == (target.imatrix == "required")
 
 
 def test_q2_k_in_a_q2_k_s_file() -> None:

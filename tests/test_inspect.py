@@ -14,6 +14,7 @@ from quantkit.cli import cli
 from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.gguf import Field, ValueType, layout_gguf, split_fields, split_path, write_gguf
 from quantkit.inspect import file_type_name, first_items, inspect
+from quantkit.pipeline.runtimes import runtimes
 from quantkit.types import BY_NAME
 
 
@@ -64,7 +65,7 @@ def test_the_text_tells_it_all(tiny_moe: Path) -> None:
         "experts used 2",
         "weights 9.19 M in 51 tensors; 4.47 M active per token",
         "tensor data 17.54 MiB, 16.019 bits per weight",
-        "in ik_llama.cpp knows all tensor types",
+        "in ik_llama.cpp loads, on CPU and CUDA",
         "tokenizer.ggml.token_type INT32[4096] 3, 1, 1, 1, 1, 1, 1, 1, …",
         "blk.3.ffn_down_exps.weight 256 x 256 x 8 BF16 1.00 MiB 17477664",
         "F32 21 11.01 K 43.00 KiB 32.000",
@@ -144,6 +145,26 @@ def test_types_of_one_tree_and_long_names_are_told(tmp_path: Path) -> None:
     output = run(path).output
     assert "in llama.cpp" in output
     assert "does not load: no tensor type IQ4_KS; 1 tensor names are longer than 63 bytes" in output
+
+
+def test_what_runtimes_do_is_told() -> None:
+    def say(architecture: str, **types: str) -> list[str]:
+        return [str(r) for r in runtimes(architecture, [(name, BY_NAME[t]) for name, t in types.items()])]
+
+    assert say("qwen3", a="Q4_K", b="F32") == ["loads, on CPU and CUDA"] * 2
+    assert say("qwen3", a="TQ2_0") == [
+        "loads; on CUDA, TQ2_0 stays on the CPU",
+        "does not load: no tensor type TQ2_0",
+    ]
+    assert say("qwen3", a="Q4_K_R4", b="IQ4_K_R4") == [
+        "does not load: no tensor type IQ4_K_R4, Q4_K_R4",
+        "loads; on CUDA, Q4_K_R4 stays on the CPU",
+    ]
+    assert say("olmoe", a="F16") == ["loads, on CPU and CUDA", "does not load: no architecture olmoe"]
+    assert say("qwen3moe", ffn_gate_up_exps="Q4_K") == [
+        "does not load: no merged up and gate experts for this architecture (quantkit split-up-gate)",
+        "loads, on CPU and CUDA",
+    ]
 
 
 def test_provenance_and_per_layer_values(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "merge": {"imatrix"},
     },
     "quantkit.model": {
-        **dict.fromkeys(("ops", "batch", "arch", "hparams", "merged"), set()),
+        **dict.fromkeys(("ops", "batch", "arch", "hparams", "interleaved", "merged"), set()),
         **dict.fromkeys(("op_table", "fusion", "placement", "cost", "observers"), {"ops"}),
         "devices": {"placement"},
         "check": {"op_table", "ops"},
@@ -53,8 +53,19 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "nextn": _BLOCK | {"check", "graph", "hparams"},
         # Backends know operations, not architectures.
         "backends": {"batch", "check", "fusion", "op_table", "ops"},
-        "engine": {"backends", "batch", "check", "cost", "devices", "fusion", "graph", "hparams", "merged", "ops"}
-        | {"placement"},
+        "engine": {
+            "backends",
+            "batch",
+            "check",
+            "cost",
+            "devices",
+            "fusion",
+            "graph",
+            "hparams",
+            "interleaved",
+            "merged",
+        }
+        | {"ops", "placement"},
     },
     "quantkit.model.backends": {
         "accumulators": set(),

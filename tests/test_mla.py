@@ -181,16 +181,20 @@ def test_old_files_of_glm_4_7_lite_route_by_sigmoid(layers: int, tokens: int, ga
     assert gatings == {gating}
 
 
-def test_absorbed_and_expanded_forms_give_the_same_logits(tmp_path: Path) -> None:
+def both_forms(folder: Path) -> tuple[Path, Path]:
+    """Write one model, expanded and absorbed."""
     rng, own, other = np.random.default_rng(4), {}, {}
     for layer in range(2):
         k_b = rng.standard_normal((HEADS, K - ROT, RANK)).astype(np.float32) / 6
         v_b = rng.standard_normal((HEADS, V, RANK)).astype(np.float32) / 6
         own[f"blk.{layer}.attn_kv_b.weight"] = np.concatenate([k_b, v_b], 1).reshape(-1, RANK)
         other |= {f"blk.{layer}.attn_k_b.weight": k_b.transpose(0, 2, 1), f"blk.{layer}.attn_v_b.weight": v_b}
-    tokens = drawn.ids(30)
-    expanded = drawn.logits(deepseek2(tmp_path / "expanded.gguf", YARN, absorbed=False, own=own), tokens)
-    absorbed = drawn.logits(deepseek2(tmp_path / "absorbed.gguf", YARN, own=other), tokens)
+    expanded = deepseek2(folder / "expanded.gguf", YARN, absorbed=False, own=own)
+    return expanded, deepseek2(folder / "absorbed.gguf", YARN, own=other)
+
+
+def test_absorbed_and_expanded_forms_give_the_same_logits(tmp_path: Path) -> None:
+    expanded, absorbed = (drawn.logits(path, drawn.ids(30)) for path in both_forms(tmp_path))
     assert nmse(absorbed, expanded) < 1e-11
 
 

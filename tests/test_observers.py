@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import test_mla
 from drawn import ids as token_ids
+from observer_cases import N_EXPERT, N_USED, ROWS, check_by_expert, check_sums, drawn, experts
 
 from libllama import nmse
 from quantkit.errors import RecipeError
@@ -38,17 +38,6 @@ from quantkit.model.ops import MulMat, MulMatId, Route, SelectOutputs, SumColumn
 from quantkit.model.placement import Placement
 from zoo import expected, write_zoo
 
-ROWS, N_EXPERT, N_USED = 70, 6, 3
-
-
-def exact(x, power):
-    return np.array([math.fsum(float(v) ** power for v in column) for column in x.T])
-
-
-def drawn_rows(width: int, rows: int = ROWS) -> np.ndarray:
-    rng = np.random.default_rng(width)
-    return (rng.normal(size=(rows, width)) * np.exp(4 * rng.normal(size=(rows, width)))).astype(np.float32)
-
 
 def batch_of(team: Team) -> Batch:
     batch = Batch(team, 128)
@@ -59,7 +48,7 @@ def batch_of(team: Team) -> Batch:
 @pytest.mark.parametrize("width", [1, 24, 40, 63, 256])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_sums_of_columns_are_exact(width: int, threads: int) -> None:
-    x, team = drawn_rows(width), Team(threads)
+    x, team = drawn(width), Team(threads)
     sums, count, bad = np.zeros((1, 4, padded(width))), np.zeros(1, np.int64), np.zeros(threads, np.int64)
     batch = batch_of(team)
     slots = {"sums": address_of(sums), "count": address_of(count), "bad": address_of(bad)}
@@ -68,8 +57,7 @@ def test_sums_of_columns_are_exact(width: int, threads: int) -> None:
     )
     tape = Tape(team, batch, [(observe_kernels.sum_columns, block)])
     tape.run()
-    assert np.array_equal(sums[0, 0, :width] + sums[0, 1, :width], exact(x, 2))
-    assert np.array_equal(sums[0, 2, :width] + sums[0, 3, :width], exact(x, 1))
+    check_sums(sums[0], x)
     assert (count[0], bad.any()) == (ROWS, False)
     x[41, width - 1] = np.nan
     x[50, width - 1] = np.inf
@@ -80,9 +68,8 @@ def test_sums_of_columns_are_exact(width: int, threads: int) -> None:
 @pytest.mark.parametrize("one_row_a_token", [True, False])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_sums_by_expert_are_exact(one_row_a_token: bool, threads: int) -> None:
-    width, team, rng = 40, Team(threads), np.random.default_rng(5)
-    x = drawn_rows(width, ROWS if one_row_a_token else ROWS * N_USED)
-    ids = np.stack([rng.permutation(N_EXPERT - 1)[:N_USED] for _ in range(ROWS)]).astype(np.int32)
+    width, team, ids = 40, Team(threads), experts()
+    x = drawn(width, ROWS if one_row_a_token else ROWS * N_USED)
     plan = np.zeros(moe.plan_bytes(N_EXPERT, N_USED, 128) // 4, np.int32)
     sums, counts = np.zeros((N_EXPERT, 4, width)), np.zeros(N_EXPERT, np.int64)
     bad, batch = np.zeros(threads, np.int64), batch_of(team)
@@ -100,11 +87,7 @@ def test_sums_by_expert_are_exact(one_row_a_token: bool, threads: int) -> None:
     )
     tape = Tape(team, batch, [(moe.bucket, sort), (observe_kernels.sum_columns_id, add)])
     tape.run()
-    pairs = np.repeat(x, N_USED, 0) if one_row_a_token else x
-    for e in range(N_EXPERT):
-        rows = pairs[(ids == e).reshape(-1)]
-        assert counts[e] == len(rows)
-        assert np.array_equal(sums[e, 0] + sums[e, 1], exact(rows, 2) if len(rows) else np.zeros(width))
+    check_by_expert(sums, counts, x, ids)
     x[17 if one_row_a_token else 17 * N_USED + 2, 8] = -np.inf
     tape.run()
     assert {(int(b) - 1) // N_USED for b in bad if b} == {17}
@@ -208,17 +191,8 @@ def test_all_experts_is_refused_where_weights_are_shares_of_the_chosen(tmp_path:
 
 
 def test_both_forms_of_latent_attention_record_the_same(tmp_path: Path) -> None:
-    heads, k, v, rot, rank = (getattr(test_mla, name) for name in ("HEADS", "K", "V", "ROT", "RANK"))
-    rng, own, other = np.random.default_rng(4), {}, {}
-    for layer in range(2):
-        k_b = rng.standard_normal((heads, k - rot, rank)).astype(np.float32) / 6
-        v_b = rng.standard_normal((heads, v, rank)).astype(np.float32) / 6
-        own[f"blk.{layer}.attn_kv_b.weight"] = np.concatenate([k_b, v_b], 1).reshape(-1, rank)
-        other |= {f"blk.{layer}.attn_k_b.weight": k_b.transpose(0, 2, 1), f"blk.{layer}.attn_v_b.weight": v_b}
-    paths = (
-        test_mla.deepseek2(tmp_path / "expanded.gguf", test_mla.YARN, absorbed=False, own=own),
-        test_mla.deepseek2(tmp_path / "absorbed.gguf", test_mla.YARN, own=other),
-    )
+    heads, k, rot, rank = (getattr(test_mla, name) for name in ("HEADS", "K", "ROT", "RANK"))
+    paths = test_mla.both_forms(tmp_path)
     found = []
     for path in paths:
         with load(path, kv_type="f32", threads=2, fusion=Fusion.none(), rewrite=observe) as model:

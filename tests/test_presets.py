@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from quantkit.errors import TypeNotSupported
-from quantkit.pipeline import presets
-from quantkit.pipeline.presets import FTYPE_UNKNOWN, PRESET_ALIASES, PRESETS, Place, more_bits, preset_by_name
+from quantkit.pipeline import mixture, mixture_ik, mixture_mainline, presets
+from quantkit.pipeline.facts import ModelFacts
+from quantkit.pipeline.mixture import Place, more_bits
+from quantkit.pipeline.presets import FTYPE_UNKNOWN, PRESET_ALIASES, PRESETS, preset_by_name
 from quantkit.types import BY_NAME, TYPES
 
 MAINLINE = [p for p in PRESETS if p.trees != "ik"]
@@ -70,11 +72,8 @@ def test_names_as_ik_lists_them(ik_bin: Path) -> None:
     ("text", "name", "ftype", "base"),
     [
         ("NVFP4", "NVFP4", 39, "NVFP4"),
-        ("iq4_ks", "IQ4_KS", 145, "IQ4_KS"),
-        ("145", "IQ4_KS", 145, "IQ4_KS"),
-        ("Q8_KV", "Q8_KV", 149, "Q8_KV"),
-        ("MXFP4", "MXFP4", 38, "MXFP4"),
-        ("q4_0_4_8", "Q4_0_4_8", 34, "Q4_0_4X8"),
+        ("q4_0_4x8", "Q4_0_4X8", 34, "Q4_0_4X8"),
+        ("IQ2_S_R4", "IQ2_S_R4", 229, "IQ2_S_R4"),
         ("Q1_0_G128", "Q1_0", 40, "Q1_0"),
         ("Q8_K_R16", "Q8_K_R16", FTYPE_UNKNOWN, "Q8_K_R16"),
     ],
@@ -90,6 +89,37 @@ def test_every_type_for_weights_is_a_name(t: object) -> None:
     assert preset_by_name(str(t)).base is not None
 
 
+@pytest.mark.parametrize(
+    ("text", "name", "ftype", "base"),
+    [
+        ("iq4_ks", "IQ4_KS", 145, "IQ4_KS"),
+        ("145", "IQ4_KS", 145, "IQ4_KS"),
+        ("Q8_KV", "Q8_KV", 149, "Q8_KV"),
+        ("MXFP4", "MXFP4", 38, "MXFP4"),
+        ("IQ3_KL", "IQ3_KL", 146, "IQ3_K"),
+        ("q4_0_4_8", "Q4_0_4_8", 34, "Q4_0_4X8"),
+    ],
+)
+def test_mixtures_of_ik(text: str, name: str, ftype: int, base: str) -> None:
+    found = preset_by_name(text)
+    assert (found.name, found.ftype, found.base, found.mixes) == (name, ftype, BY_NAME[base], True)
+    assert presets.rules_of(found) == "ik"
+
+
+def test_rules_of_a_tree() -> None:
+    assert presets.rules_of(preset_by_name("Q4_K_M")) == presets.rules_of(preset_by_name("NVFP4")) == "mainline"
+    assert preset_by_name("38", "ik").name == "MXFP4"
+    assert preset_by_name("38", "mainline").name == "MXFP4_MOE"
+    assert not preset_by_name("MXFP4", "mainline").mixes
+    assert preset_by_name("Q4_K", "ik").name == "Q4_K_M"
+    for name in ("IQ4_KS", "IQ2_S_R4", "IQ3_KL", "145"):
+        with pytest.raises(TypeNotSupported, match="llama.cpp has no rules for it; omit --rules mainline"):
+            preset_by_name(name, "mainline")
+    for name in ("TQ1_0", "NVFP4", "41"):
+        with pytest.raises(TypeNotSupported, match="ik_llama.cpp has no rules for it"):
+            preset_by_name(name, "ik")
+
+
 def test_shared_numbers_mean_llama_cpps_preset() -> None:
     assert preset_by_name("38").name == "MXFP4_MOE"
     assert preset_by_name("41").name == "Q2_0"
@@ -100,8 +130,6 @@ def test_shared_numbers_mean_llama_cpps_preset() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("IQ3_KL", "mixing rules are not in this version"),
-        ("IQ2_M_R4", "--custom-q"),
         ("Q4_KM", "did you mean Q4_K_M"),
         ("8bit", "no preset and no tensor type"),
         ("999", "no preset and no tensor type"),
@@ -122,30 +150,34 @@ def test_more_bits() -> None:
 
 
 def test_tables_name_only_presets_types_and_conditions() -> None:
-    tables = [presets.ATTN_V, presets.ATTN_K_Q, presets.FFN_DOWN, presets.FFN_DOWN_FALCON, presets.ATTN_OUTPUT]
-    tables += [presets.ATTN_OUTPUT_FALCON, presets.FFN_GATE_UP, *presets.LOW_BIT.values()]
-    names = {p.name for p in MAINLINE}
-    used = set()
-    for table in tables:
-        assert set(table) <= names
+    main, ik = mixture_mainline, mixture_ik
+    tables = [(MAINLINE, table) for table in (main.ATTN_V, main.ATTN_K_Q, main.FFN_DOWN, main.FFN_DOWN_FALCON,
+              main.ATTN_OUTPUT, main.ATTN_OUTPUT_FALCON, main.FFN_GATE_UP, *main.LOW_BIT.values())]  # fmt: skip
+    tables += [(IK, table) for table in (ik.OUTPUT, ik.TOKEN_EMBD, *ik.TABLES.values(), *ik.FALCON.values())]
+    used = {branch.condition for branch in (*ik.GENERIC, *ik.LOW_BIT, *ik.LOW_BIT_SHARED)}
+    for tree, table in tables:
+        assert set(table) <= {p.name for p in tree}
         for rows in table.values():
-            used |= {condition for condition, _ in rows}
+            used |= {part for condition, _ in rows for part in condition.split(", ")}
             assert all(type_name in BY_NAME for _, type_name in rows)
-    assert used == set(presets.CONDITIONS)
+    assert used == set(mixture.CONDITIONS)
 
 
 def test_pick_takes_the_first_row_that_holds() -> None:
-    place = Place(i=0, n=32, gqa=4, n_expert=0, has_imatrix=False)
-    found = presets.pick(presets.ATTN_V, "Q2_K", place)
+    place = Place(i=0, n=32, facts=ModelFacts("llama", 32, n_head=32, n_head_kv=8), has_imatrix=False)
+    found = mixture.pick(mixture_mainline.ATTN_V["Q2_K"], place)
     assert found == (BY_NAME["Q4_K"], "4+ heads a kv head")
-    assert presets.pick(presets.ATTN_V, "Q8_0", place) is None
+    assert mixture.pick((), place) is None
+    assert mixture.holds("first 8th, no imatrix", place)
+    assert not mixture.holds("first 8th, imatrix", place)
 
 
 @pytest.mark.parametrize("t", [t for t in TYPES if presets.is_target(t)], ids=str)
-def test_fallbacks_end(t: object) -> None:
+@pytest.mark.parametrize("ik", [False, True])
+def test_fallbacks_end(t: object, ik: bool) -> None:
     quant = BY_NAME[str(t)]
-    assert presets.next_dividing(quant, 33).name == "F16"
-    small = presets.next_dividing(quant, 32)
+    assert presets.next_dividing(quant, 33, ik=ik).name == "F16"
+    small = presets.next_dividing(quant, 32, ik=ik)
     assert small.block <= 32
     assert presets.without_weave(quant).interleave == 1
 
@@ -158,3 +190,10 @@ def test_fallbacks_end(t: object) -> None:
 )  # fmt: skip
 def test_next_type(name: str, fallback: str) -> None:
     assert presets.next_type(BY_NAME[name]).name == fallback
+
+
+@pytest.mark.parametrize(
+    ("name", "fallback"), [("Q4_K", "Q5_0"), ("Q5_K", "Q6_0"), ("Q2_K", "IQ4_NL"), ("Q1_0", "Q4_0"), ("TQ1_0", "Q4_0")]
+)
+def test_next_type_in_ik(name: str, fallback: str) -> None:
+    assert presets.next_type(BY_NAME[name], ik=True).name == fallback

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from quantkit.formats.outputs import Output
 from quantkit.kernels.formats import has_encoder
 from quantkit.pipeline import run as run_module
 from quantkit.pipeline import work
+from quantkit.pipeline.choose import ModelFacts, Request, choose_types
+from quantkit.pipeline.presets import PRESETS, Preset, preset_by_name
 from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
 from quantkit.types import BY_NAME, TYPES
 
@@ -200,14 +204,52 @@ def test_a_source_that_shrinks_is_noticed(llama: Path, tmp_path: Path) -> None:
 def test_requests_that_make_no_sense_are_refused(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.gguf"
     refused(TypeNotSupported, "Q4_K_X", llama, out, "Q4_K_X")
-    refused(TypeNotSupported, "no encoder for IQ4_K", llama, out, "IQ4_K")
     refused(RecipeError, "include-weights", llama, out, "Q8_0", QuantizeOptions(include_weights=("x",)))
     refused(RecipeError, "no --imatrix was given", llama, out, "Q2_K_S")
+    refused(RecipeError, "no --imatrix was given; the IQ2_XXS encoder", llama, out, "IQ2_XXS")
     for t in (t for t in TYPES if t.imatrix == "required" and not has_encoder(t)):
         refused(TypeNotSupported, f"no encoder for {t}", llama, out, t.name)
+    for rules, type_name in (("mainline", "IQ4_KS"), ("ik", "TQ1_0")):
+        refused(TypeNotSupported, f"omit --rules {rules}", llama, out, type_name, QuantizeOptions(rules=rules))
+    refused(RecipeError, "--rules other", llama, out, "Q8_0", QuantizeOptions(rules="other"))
     quantize(llama, out, "Q8_0")
     refused(TypeNotSupported, "allow-requantize", out, tmp_path / "p.gguf", "Q4_K_M")
     assert not (tmp_path / "p.gguf").exists()
+
+
+@pytest.mark.parametrize("preset", [p for p in PRESETS if p.base is None or p.base.imatrix != "required"], ids=str)
+def test_every_preset_has_a_plan(preset: Preset, llama: Path, tmp_path: Path) -> None:
+    options = QuantizeOptions(ignore_imatrix_rules=True)
+    plan = plan_quantize(llama, tmp_path / "o.gguf", preset.name, options)
+    assert plan.rules == ("ik" if preset.trees == "ik" else "mainline")
+    if preset.base is not None:
+        assert preset.base in {t.type for t in plan.tensors} or preset.name == "MXFP4_MOE"  # it has no experts
+        if preset.trees == "both":
+            assert plan_quantize(llama, tmp_path / "o.gguf", preset.name, replace(options, rules="ik")).rules == "ik"
+
+
+def test_a_missing_encoder_stops_the_run_not_the_plan(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.pipeline.plan.has_encoder", lambda t: t.name != "Q6_K")
+    plan = plan_quantize(llama, tmp_path / "o.gguf", "Q4_K_M")
+    why = "this version has no encoder for Q6_K (Q4_K_M: "
+    assert why in (run_module.refusal(plan) or "")
+    refused(TypeNotSupported, re.escape(why), llama, tmp_path / "o.gguf", "Q4_K_M")
+    assert not any(tmp_path.iterdir())
+
+
+def test_rules_of_ik(llama: Path, tmp_path: Path) -> None:
+    """Layers are counted in the source's order, and the result says whose rules it follows."""
+    options = QuantizeOptions(rules="ik")
+    plan = plan_quantize(llama, tmp_path / "o.gguf", "Q3_K_M", options)
+    source = list(plan.source.tensors.values())
+    facts = ModelFacts.from_metadata(plan.source.get, source, ik=True)
+    choices = choose_types(facts, source, Request(preset_by_name("Q3_K_M"), tree="ik"))
+    assert {t.name: t.type for t in plan.tensors} == {c.name: c.type for c in choices}
+    quantize(llama, tmp_path / "o.gguf", "Q3_K_M", options)
+    with open_gguf(tmp_path / "o.gguf") as file:
+        assert file.get("quantkit.quantize.recipe") == "Q3_K_M\n--rules ik"
 
 
 def test_a_file_without_layers_is_no_problem(tmp_path: Path) -> None:
@@ -397,8 +439,20 @@ def test_other_work_is_not_resumed(llama: Path, tmp_path: Path) -> None:
     interrupted(llama, out, 3)
     refused(ResourceError, "--resume goes on with it", llama, out, "Q4_K_M")
     refused(ResourceError, "is of other work", llama, out, "Q5_K_M", resume=True)
+    refused(ResourceError, "is of other work", llama, out, "Q4_K_M", QuantizeOptions(encoder="ik"), resume=True)
     quantize(llama, out, "Q5_K_M", overwrite=True)
     assert [p.name for p in tmp_path.iterdir()] == ["o.gguf"]
+
+
+def test_another_encoder_is_other_work_even_without_provenance(llama: Path, tmp_path: Path) -> None:
+    """The header and all sizes are the same: only the fingerprint tells them apart."""
+    plans = {
+        by: plan_quantize(llama, tmp_path / "o.gguf", "IQ4_XS", QuantizeOptions(encoder=by, no_provenance=True))
+        for by in ("mainline", "ik")
+    }
+    assert plans["mainline"].shards[0].layout.header == plans["ik"].shards[0].layout.header
+    assert plans["mainline"].fingerprint != plans["ik"].fingerprint
+    refused(RecipeError, "there is no encoder", llama, tmp_path / "o.gguf", "COPY", QuantizeOptions(encoder="best"))
 
 
 def test_resume_without_an_earlier_run_just_runs(llama: Path, tmp_path: Path) -> None:
@@ -432,9 +486,9 @@ def test_tiny_moe_has_the_bytes_of_llama_quantize(data: Path, tiny_moe: Path, tm
 
 CASES = [
     (t, imatrix)
-    for t in ("Q4_K_M", "Q8_0", "IQ4_XS", "Q2_K", "Q3_K_M", "Q6_K", "MXFP4_MOE")
+    for t in ("Q4_K_M", "Q8_0", "IQ4_XS", "Q2_K", "Q3_K_M", "Q6_K", "MXFP4_MOE", "IQ3_M")
     for imatrix in (False, True)
-]
+] + [(t, True) for t in ("IQ1_M", "IQ2_XXS", "IQ2_M", "IQ3_XXS")]
 
 
 @pytest.mark.peer

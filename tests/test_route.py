@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from layer_cases import ROUTINGS, route_inputs
+from layer_cases import ROUTINGS, check_floor, check_nans, check_ties, route_expected, route_inputs
+from meaning import matrix, meaning
 
 from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
 from quantkit.kernels.cpu.core.team import Team
 from quantkit.kernels.cpu.layer.route import combine, repeat, route
 from quantkit.kernels.parameters import MAX_EXPERTS
-from quantkit.model.ops import Routing
+from quantkit.model.ops import Route, Routing, Value
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -37,38 +38,19 @@ def routed(r: Routing, logits: F32, bias: F32 | None = None, threads: int = 2) -
     return ids[:tokens], weights[:tokens]
 
 
-def expected(r: Routing, logits: F32, bias: F32 | None = None) -> tuple[I32, npt.NDArray[np.float64]]:
-    x = logits.astype(np.float64)
-    e = np.exp(x - x.max(axis=1, keepdims=True))
-    probs = {"softmax": e / e.sum(axis=1, keepdims=True), "sigmoid": 1 / (1 + np.exp(-x)), "softmax_weight": x}[
-        r.gating
-    ].astype(np.float32)
-    choice = probs if bias is None else probs + bias
-    if r.n_group > 1:
-        groups = choice.reshape(len(x), r.n_group, -1)
-        scores = np.sort(groups, axis=2)[:, :, -2:].sum(axis=2)
-        kept = np.argsort(-scores, axis=1, kind="stable")[:, : r.n_group_used]
-        masked = np.full_like(groups, -np.inf)
-        np.put_along_axis(masked, kept[:, :, None], np.take_along_axis(groups, kept[:, :, None], 1), 1)
-        choice = masked.reshape(choice.shape)
-    ids = np.argsort(-choice, axis=1, kind="stable")[:, : r.n_used]
-    weights = np.take_along_axis(probs, ids, 1).astype(np.float64)
-    if r.gating == "softmax_weight":
-        weights = np.exp(weights - weights.max(axis=1, keepdims=True))
-        weights /= weights.sum(axis=1, keepdims=True)
-    if r.norm:
-        weights /= np.maximum(weights.sum(axis=1, keepdims=True), r.sum_floor)
-    return ids.astype(np.int32), weights * (r.scale or 1)
-
-
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("r", ROUTINGS, ids=str)
 def test_route(r: Routing, with_bias: bool) -> None:
     logits, bias = route_inputs(r, 37, with_bias)
     ids, weights = routed(r, logits, bias)
-    want_ids, want_weights = expected(r, logits, bias)
-    np.testing.assert_array_equal(ids, want_ids)
-    np.testing.assert_allclose(weights, want_weights, rtol=3e-6)
+    v, m = Value("logits", r.n_expert), None if bias is None else matrix(bias)
+    op = Route(
+        ids=Value("ids", r.n_used, integer=True), weights=Value("weights", r.n_used), logits=v, bias=m, routing=r
+    )
+    want_ids, want_weights = route_expected(r, logits, bias)
+    for found in ((ids, weights), meaning(op, {v: logits}, rows=len(logits), weights={m: bias} if m else {})):
+        np.testing.assert_array_equal(found[0], want_ids)
+        np.testing.assert_allclose(found[1], want_weights, rtol=3e-6)
     for threads in (1, 3):
         again = routed(r, logits, bias, threads)
         assert again[0].tobytes() == ids.tobytes()
@@ -77,26 +59,15 @@ def test_route(r: Routing, with_bias: bool) -> None:
 
 @pytest.mark.parametrize("gating", ["softmax", "sigmoid", "softmax_weight"])
 def test_the_lower_number_wins_a_tie(gating: str) -> None:
-    logits = np.zeros((3, 40), np.float32)
-    logits[0, ::2] = -0.0
-    logits[1, [39, 17, 33]] = 1
-    logits[2, 20:] = -np.inf if gating != "softmax_weight" else -1
-    ids, weights = routed(Routing(40, 5, gating, norm=True), logits)
-    assert ids.tolist() == [[0, 1, 2, 3, 4], [17, 33, 39, 0, 1], [0, 1, 2, 3, 4]]
-    np.testing.assert_allclose(weights[0], 0.2, rtol=1e-6)
+    check_ties(routed, gating)
 
 
 def test_a_nan_never_makes_an_expert_come_twice() -> None:
-    logits = np.full((2, 24), np.nan, np.float32)
-    logits[1, 5] = 3
-    ids, _ = routed(Routing(24, 6, "sigmoid"), logits)
-    assert ids.tolist() == [[0, 1, 2, 3, 4, 5], [5, 0, 1, 2, 3, 4]]
+    check_nans(routed)
 
 
 def test_weights_that_vanish_are_divided_by_the_floor() -> None:
-    r = Routing(8, 2, "sigmoid", norm=True)
-    _, weights = routed(r, np.full((1, 8), -30, np.float32))
-    np.testing.assert_allclose(weights, 1 / (1 + np.exp(30)) / r.sum_floor, rtol=3e-6)
+    check_floor(routed)
 
 
 def test_more_experts_than_there_is_room_for() -> None:

@@ -385,6 +385,11 @@ def test_select_and_masks() -> None:
     assert same_bits(out, np.array(want))
 
 
+def test_trailing_zeros() -> None:
+    op = njit(lambda bits: simd.trailing_zeros(bits))
+    assert [op(np.uint64(bits)) for bits in (1, 0b101000, 1 << 63, 0)] == [0, 3, 63, 64]
+
+
 # ---------------------------------------------------------------- math
 
 

@@ -14,7 +14,7 @@ from quantkit.cli.options import GroupedCommand, json_value, one_line, option, s
 from quantkit.cli.table import folded, table
 from quantkit.formats.gguf import Field
 from quantkit.helpers import format_count, format_size, printable, shorten
-from quantkit.inspect import Fact, Group, Inspection, Runtime, first_items, inspect
+from quantkit.inspect import Fact, Group, Inspection, first_items, inspect
 
 _WHAT, _OUT = "What to show", "Output"
 #: With --metadata short: characters shown of a string, items of an array.
@@ -92,7 +92,7 @@ def _lines(found: Inspection) -> Iterator[tuple[str, str]]:
     yield what, f"{format_count(total.values)} in {total.tensors}{some} tensors{active}"
     yield "tensor data", f"{format_size(total.nbytes)}, {total.bpw:.3f} bits per weight"
     for runtime in found.runtimes if found.architecture else ():
-        yield f"in {runtime.name}", _runtime(runtime)
+        yield f"in {runtime.name}", str(runtime)
     for key, value in found.provenance:
         yield key, _short(one_line(value))
 
@@ -103,16 +103,6 @@ def _fact(fact: Fact) -> str:
     if all(n == 1 for _, n in fact.counts):
         return _short(", ".join(one_line(v) for v, _ in fact.counts))
     return _short(", ".join(f"{one_line(v)} (x {n})" for v, n in fact.counts))
-
-
-def _runtime(runtime: Runtime) -> str:
-    problems = []
-    if runtime.unknown_types:
-        problems.append(f"no tensor type {', '.join(runtime.unknown_types)}")
-    if runtime.long_names:
-        n, first = len(runtime.long_names), shorten(printable(runtime.long_names[0]), 40)
-        problems.append(f"{n} tensor names are longer than 63 bytes ({first})")
-    return f"does not load: {'; '.join(problems)}" if problems else "knows all tensor types"
 
 
 def _short(text: str) -> str:
@@ -195,10 +185,7 @@ def _as_dict(found: Inspection, metadata: str, no_tensors: bool) -> dict[str, An
         "total": _group_dict(found.total),
         "types": [_group_dict(g) for g in found.by_type],
         "classes": [_group_dict(g) for g in found.by_class],
-        "runtimes": {
-            r.name: {"loads": r.loads, "unknown_types": list(r.unknown_types), "long_names": list(r.long_names)}
-            for r in found.runtimes
-        },
+        "runtimes": {r.name: r.as_dict() for r in found.runtimes},
         "provenance": {key: json_value(value) for key, value in found.provenance},
     }
     if metadata != "none":

@@ -1,4 +1,4 @@
-"""Plots over the layers of a model, by matplotlib: panels of lines and maps, one below the other."""
+"""Plots by matplotlib: panels of lines and maps over the layers of a model, one below the other; labelled points."""
 
 from __future__ import annotations
 
@@ -68,6 +68,27 @@ class MapPanel:
 
 
 @dataclass(frozen=True)
+class Points:
+    """Points of one kind with their labels; ``joined`` by a line."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    labels: Sequence[str] = ()
+    joined: bool = False
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Kinds of points; y is logarithmic."""
+
+    title: str
+    x_label: str
+    y_label: str
+    kinds: Sequence[Points]
+
+
+@dataclass(frozen=True)
 class Figure:
     """Panels, one below the other, that share the axis of layers."""
 
@@ -87,14 +108,15 @@ def check_plot(path: Path) -> str:
     return kind
 
 
-def draw(figure: Figure, kind: str) -> bytes:
+def draw(figure: Figure | Scatter, kind: str) -> bytes:
     """Return ``figure`` as the bytes of a file; equal data give equal bytes, whatever the user's matplotlibrc."""
     import matplotlib.style
 
     file = io.BytesIO()
     with matplotlib.style.context(["default", _STYLE]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph", UserWarning)
-        _drawing(figure).savefig(file, format=kind, dpi=160, metadata=FORMATS[kind])
+        drawing = _scatter(figure) if isinstance(figure, Scatter) else _drawing(figure)
+        drawing.savefig(file, format=kind, dpi=160, metadata=FORMATS[kind])
     return file.getvalue()
 
 
@@ -198,3 +220,45 @@ def _draw_map(axis: Any, panel: MapPanel) -> None:
     bar.set_ticks(range(-3, 4), labels=["≤ 1/8", "1/4", "1/2", "1", "2", "4", "≥ 8"])
     if extend:
         place.text(1.75, -0.11, "never", transform=place.transAxes, va="center")
+
+
+def _scatter(figure: Scatter) -> Any:
+    from matplotlib.figure import Figure as Drawing
+    from matplotlib.ticker import ScalarFormatter
+
+    drawing = Drawing(figsize=(_WIDTH, 0.8 * _WIDTH), layout="constrained")
+    axis = drawing.subplots()
+    axis.set_title(_plain(figure.title), fontsize=11)
+    axis.set_xlabel(figure.x_label)
+    axis.set_ylabel(figure.y_label)
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(ScalarFormatter())
+    for i, points in enumerate(figure.kinds):
+        if points.joined:
+            axis.plot(points.x, points.y, color="#bbbbbb", linewidth=1, zorder=1, label=_plain(points.name))
+        else:
+            look: dict[str, Any] = {"color": COLOURS[i], "marker": MARKS[i], "linestyle": "", "markersize": 4}
+            axis.plot(points.x, points.y, label=_plain(points.name), **look)
+    axis.legend(loc="upper right")
+    drawing.draw_without_rendering()  # places the axes
+    _label(axis, [(x, y, text) for p in figure.kinds for x, y, text in zip(p.x, p.y, p.labels, strict=False)])
+    return drawing
+
+
+def _label(axis: Any, points: Sequence[tuple[float, float, str]]) -> None:
+    """Write labels beside their points, each at the first place around it that is free."""
+    pixels = axis.transData.transform([point[:2] for point in points])
+    point, taken = axis.figure.dpi / 72, [(x - 4, y - 4, x + 4, y + 4) for x, y in pixels]
+    for (x, y, text), (at_x, at_y) in zip(points, pixels, strict=True):
+        width, height = 4.1 * point * len(text), 7.5 * point
+        places = [(s * dx, dy) for dx in (4, 12, 24, 40) for dy in (0, 6, -6, 14, -14, 24, -24) for s in (1, -1)]
+        for dx, dy in places:
+            left = at_x + point * dx - (width if dx < 0 else 0)
+            box = (left, at_y + point * dy - height / 2, left + width, at_y + point * dy + height / 2)
+            if not any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in taken):
+                break
+        taken.append(box)
+        far = max(abs(dx), abs(dy)) > 8
+        line = {"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6} if far else None
+        where: dict[str, Any] = {"textcoords": "offset points", "ha": "right" if dx < 0 else "left", "va": "center"}
+        axis.annotate(text, (x, y), (dx, dy), fontsize=7, arrowprops=line, **where)

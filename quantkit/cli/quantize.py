@@ -24,7 +24,9 @@ from quantkit.cli.options import (
 from quantkit.cli.summary import DryRunReport, RunReport
 from quantkit.errors import TypeNotSupported
 from quantkit.helpers import available_cpus, format_size
+from quantkit.kernels.formats import ENCODERS
 from quantkit.pipeline.plan import Plan
+from quantkit.pipeline.presets import RULES
 from quantkit.pipeline.run import refusal
 from quantkit.pipeline.work import least_ram
 
@@ -73,8 +75,19 @@ class _Command(GroupedCommand):
 @option("--allow-requantize", group=_WHAT, is_flag=True, help="Re-quantize tensors that are already quantized.")
 @option("--leave-output-tensor", group=_WHAT, is_flag=True, help="Keep output.weight as it is.")
 @option("--pure", group=_WHAT, is_flag=True, help="No mixture, only the base type; rules and type options still apply.")
+@option(
+    "--rules",
+    group=_TYPES,
+    type=click.Choice(RULES),
+    help="Whose mixtures and fallbacks to follow: llama.cpp's or ik_llama.cpp's.  [default: that of TYPE]",
+)
 @option("--merge-up-gate", group=_WHAT, is_flag=True, help="Merge up and gate experts, as `quantkit merge-up-gate`.")
 @option("--split-up-gate", group=_WHAT, is_flag=True, help="Split merged experts, as `quantkit split-up-gate`.")
+@option("--repack", group=_WHAT, is_flag=True, help="Interleave rows (Q4_K to Q4_K_R4); no value changes.")
+@option("--unrepack", group=_WHAT, is_flag=True, help="Take interleaved rows apart (Q4_K_R4 to Q4_K): the way back.")
+@option(
+    "--repack-pattern", group=_WHAT, multiple=True, metavar="RE,RE,..", help="Repack only tensors whose names match."
+)
 @option("--prune-layers", group=_WHAT, metavar="L,L,..", help="Drop these layers (3,7-9) and renumber the rest.")
 @option("--output-tensor-type", **_A_TYPE, help="Type of output.weight.")
 @option("--token-embedding-type", **_A_TYPE, help="Type of the token embeddings.")
@@ -93,6 +106,13 @@ class _Command(GroupedCommand):
     default="next",
     metavar="error|next|TYPE",
     help="For rows that do not divide into blocks: fail, take llama.cpp's next type, or TYPE.",
+)
+@setting(
+    "--encoder",
+    group=_TYPES,
+    type=click.Choice(ENCODERS),
+    default="mainline",
+    help="Whose search encodes a type that both llama.cpp and ik_llama.cpp have.",
 )
 @option("--imatrix", group=_IMATRIX, type=IMATRIX_FILE, help="Importance matrix, GGUF or .dat.")
 @option(
@@ -140,16 +160,25 @@ def command(
 ) -> None:
     """Quantize a GGUF model.
 
-    TYPE is a preset (Q4_K_M, IQ4_XS, ...), its number, a tensor type, or COPY. Without OUT.gguf the output is
+    TYPE is a preset (Q4_K_M, IQ4_KS, ...), its number, a tensor type, or COPY. Without OUT.gguf the output is
     ggml-model-TYPE.gguf next to the input. IN may be any shard of a split model. The bytes are those of
     llama-quantize b11434, whatever the number of threads.
 
+    Presets that llama.cpp has follow its rules; --rules ik makes them follow those of ik_llama.cpp, as its own presets
+    always do. Rules, options and --pure work the same with both.
+
     Rules that give ffn_gate_exps and ffn_up_exps the same type also apply to merged experts (ffn_gate_up_exps), which
     llama-quantize would skip; a note says so. A rule for ffn_gate_up_exps takes precedence.
+
+    --repack gives tensors the interleaved type of their own (Q4_K: Q4_K_R4), as in ik_llama.cpp; --unrepack is the
+    exact way back. Neither needs TYPE. Embeddings stay, and rows that do not make whole groups. Exceptions: Q8_K_R8 and
+    Q8_K_R16 become Q8_0, IQ1_S_R4 becomes IQ1_S, all with the same values, but there is no way back; IQ1_M_R4 and F16
+    stay: BF16_R16, which ik may make of F16, would lose bits. (BF16_R16 runs on CPUs with AVX512-BF16 only.)
     """
     from quantkit.quantize import QuantizeOptions, plan_quantize, run_quantize
 
-    source, output, type_name, positional = _positionals(arguments)
+    repack = given["repack"] or given["unrepack"]
+    source, output, type_name, positional = _positionals(_with_a_type(arguments) if repack else arguments)
     if max_buffer_size and on_command_line("max_ram"):
         raise click.UsageError("--max-buffer-size is --max-ram in MiB: give one of them")
     if threads and positional and threads != positional:
@@ -206,6 +235,13 @@ def _positionals(arguments: tuple[str, ...]) -> tuple[str, str | None, str, int 
     if rest and not _is_count(rest[0]):
         raise click.UsageError(f"THREADS must be a number, not {rest[0]!r}")
     return source, output, type_name, int(rest[0]) if rest and int(rest[0]) > 0 else None
+
+
+def _with_a_type(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """Return arguments with a TYPE, which --repack and --unrepack do not need, and do not look at."""
+    if len(arguments) == 1 or (len(arguments) == 2 and not _is_type(arguments[1])):
+        return (*arguments, "COPY")
+    return arguments
 
 
 def _is_count(text: str) -> bool:

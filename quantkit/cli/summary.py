@@ -18,6 +18,7 @@ from quantkit.errors import QuantkitError
 from quantkit.formats.outputs import part_path
 from quantkit.helpers import format_count, format_seconds, format_size, printable, tensor_class
 from quantkit.pipeline.plan import Plan
+from quantkit.pipeline.runtimes import Runtime, runtimes
 from quantkit.pipeline.work import ErrorSums, PlannedTensor
 from quantkit.quantize import QuantizeResult
 
@@ -25,6 +26,11 @@ from quantkit.quantize import QuantizeResult
 def _source_type(tensor: PlannedTensor) -> str:
     """Return the type of a tensor's source, or the types of its parts: F16, F16+BF16."""
     return "+".join(dict.fromkeys(str(part.source.type) for part in tensor.parts))
+
+
+def _encoder(tensor: PlannedTensor) -> str | None:
+    """Return whose search encodes a tensor, "mainline" or "ik"; None if it is copied."""
+    return None if tensor.is_copy else tensor.encoder or ("ik" if tensor.type.trees == "ik" else "mainline")
 
 
 def _row(tensor: PlannedTensor) -> tuple[str, str, str, str, str]:
@@ -98,6 +104,18 @@ def _total_error(groups: list[_Group]) -> str:
     return f", relative error {100 * math.sqrt(sum(s.error for s in sums) / square):.3f} %" if square else ""
 
 
+def _runtimes(plan: Plan) -> tuple[Runtime, ...]:
+    """Return what the runtimes do with the output; nothing if it is no model."""
+    architecture = plan.source.get("general.architecture")
+    if not isinstance(architecture, str):
+        return ()
+    return runtimes(architecture, ((t.name, t.type) for t in plan.tensors))
+
+
+def _runtime_lines(plan: Plan) -> list[str]:
+    return [folded(f"{runtime.name}: {runtime}", 2) for runtime in _runtimes(plan)]
+
+
 def dry_run_line(refused: str | None) -> str:
     """Return the last line of a dry run; ``refused``: why the run itself would not begin."""
     would = f"; the run itself would refuse: {printable(refused)}" if refused is not None else ""
@@ -114,15 +132,18 @@ class DryRunReport:
         files = [f"{printable(str(shard.path))}: {shard.layout.nbytes} bytes" for shard in self.plan.shards]
         tensors = map(_row, self.plan.tensors)
         plan = table(["tensor", "shape", "type", "size", "why"], list(tensors), left=(0, 2, 4), spare=(1,))
-        return "\n".join([plan, "", _totals(self.plan), *files, dry_run_line(self.refused)])
+        lines = [plan, "", _totals(self.plan), *_runtime_lines(self.plan), *files, dry_run_line(self.refused)]
+        return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "type": self.plan.title,
+            "rules": self.plan.rules,
             "files": [{"path": str(s.path), "bytes": s.layout.nbytes} for s in self.plan.shards],
             "weights": self.plan.n_values,
             "bits_per_weight": self.plan.bpw,
             "notes": list(self.plan.notes),
+            "runtimes": {r.name: r.as_dict() for r in _runtimes(self.plan)},
             "refused": self.refused,
             "tensors": [
                 {
@@ -135,6 +156,7 @@ class DryRunReport:
                     "offset": t.offset,
                     "shard": t.shard,
                     "reason": t.reason,
+                    "encoder": _encoder(t),
                     "fallback_from": str(t.fallback_from) if t.fallback_from else None,
                     "imatrix_entry": t.found.entry if t.found else None,
                 }
@@ -209,6 +231,7 @@ class RunReport:
                 "",
                 _totals(self.plan) + _total_error(groups),
                 f"{format_seconds(seconds)} on {result.threads} threads: {format_count(rate)} weights per second",
+                *_runtime_lines(self.plan),
                 *(f"wrote {printable(str(shard.path))} ({shard.layout.nbytes} bytes)" for shard in self.plan.shards),
             ]
         )

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
 
-from quantkit.cli.options import GroupedCommand, option
+from quantkit.cli.options import GroupedCommand, claim, option
+from quantkit.cli.plot import Points, Scatter, check_plot, draw
 from quantkit.cli.table import table
-from quantkit.errors import TypeNotSupported
+from quantkit.formats.outputs import written
 from quantkit.kernels.formats import has_decoder, has_encoder
-from quantkit.pipeline.presets import PRESET_ALIASES, PRESETS, Preset, preset_by_name
+from quantkit.pipeline.presets import PRESET_ALIASES, PRESETS, Preset
+from quantkit.quality import QUALITY
 from quantkit.types import TYPES, TensorType
 
+FILE = click.Path(path_type=Path)
 _WHAT, _OUT = "What to list", "Output"
 
 _TYPES_LEGEND = """\
@@ -23,28 +28,38 @@ block     weights per block, and its bytes
 header    bytes at the head of each row
 weave     rows interleaved with each other
 runtimes  mainline is llama.cpp, ik is ik_llama.cpp
+error     of the weights, weighted by importance, in percent, on a fixed sample:
+          what encoding with an importance matrix costs; less is better
+speed     of encoding: fast, medium (below 200 Mweights/s of a core), slow
+          (below 20)
 imatrix   what the encoder does with an importance matrix
 refused   whose llama-quantize refuses the type without one (so does quantkit,
           except with --ignore-imatrix-rules)
 codec     what this version of quantkit does: "full" encodes and decodes
 
-Below 100 columns, header, weave and refused are omitted; --json has everything."""
+Below 120 columns some are omitted; --json has everything."""
 
 _PRESETS_LEGEND = """\
 number  general.file_type; TYPE may be this number, too
-use     "mixture": llama.cpp's mixing rules; "plain": the base type everywhere;
-        "-": not in this version (no mixing rules or no encoder)
+use     "mixture": llama.cpp's mixing rules, or ik_llama.cpp's for its own presets
+        (for both with --rules ik); "-": no encoder in this version
 TYPE may also be any weight type that `quantkit types` lists, without a mixture."""
 
 
 @click.command("types", cls=GroupedCommand)
 @option("--presets", group=_WHAT, is_flag=True, help="Also list the presets that TYPE may name.")
 @option("--tree", group=_WHAT, type=click.Choice(["mainline", "ik"]), help="Only what this tree supports.")
+@option("--plot", group=_OUT, type=FILE, metavar="FILE", help="Draw error against bits per weight: .svg, .png, .pdf.")
+@option("--overwrite", group=_OUT, is_flag=True, help="Replace the plot if it exists.")
 @option("--json", "as_json", group=_OUT, is_flag=True, help="Print the tables as JSON.")
-def command(presets: bool, tree: str | None, as_json: bool) -> None:
+def command(presets: bool, tree: str | None, plot: Path | None, overwrite: bool, as_json: bool) -> None:
     """List the tensor types of llama.cpp and ik_llama.cpp, with --presets also their presets."""
     types = [t for t in TYPES if tree in (None, t.trees) or t.trees == "both"]
     chosen = [p for p in PRESETS if tree in (None, p.trees) or p.trees == "both"]
+    if plot is not None:
+        kind, plot = check_plot(plot), claim(plot, overwrite=overwrite)
+        with written(plot) as part:
+            part.write_bytes(draw(_figure(types), kind))
     if as_json:
         result: dict[str, Any] = {"types": [_type_dict(t) for t in types]}
         if presets:
@@ -57,19 +72,15 @@ def command(presets: bool, tree: str | None, as_json: bool) -> None:
 
 
 def use_of(preset: Preset) -> str | None:
-    """Return how `quantkit quantize` treats the preset: as a mixture, as a plain type, or not at all (None)."""
-    try:
-        taken = preset_by_name(preset.name)
-    except TypeNotSupported:
-        return None
-    if taken.base is not None and not has_encoder(taken.base):
-        return None
-    # MXFP4 is a preset of ik_llama.cpp and a type of both trees; as TYPE it is the type.
-    return "mixture" if taken.mixes and taken.base is not None else "plain" if taken.base else "copy"
+    """Return how `quantkit quantize` treats the preset: as a mixture or a copy, or not at all (None)."""
+    if preset.base is None:
+        return "copy"
+    return "mixture" if has_encoder(preset.base) else None
 
 
 def _type_table(types: list[TensorType]) -> str:
-    header = ["id", "name", "bpw", "block", "bytes", "header", "weave", "family", "runtimes", "imatrix", "refused"]
+    header = ["id", "name", "bpw", "block", "bytes", "header", "weave", "family", "runtimes"]
+    header += ["error", "speed", "imatrix", "refused", "codec"]
     rows = [
         (
             t.id,
@@ -81,13 +92,15 @@ def _type_table(types: list[TensorType]) -> str:
             t.interleave if t.interleave > 1 else "",
             t.family,
             t.trees,
+            f"{found.error:.3g}" if (found := QUALITY.get(t.name)) else "",
+            found.speed if found else "",
             t.imatrix,
             t.needs_imatrix,
             "full" if has_encoder(t) else "decode" if has_decoder(t) else "-",
         )
         for t in types
     ]
-    text = table([*header, "codec"], rows, left=(1, 7, 8, 9, 10, 11), spare=(5, 6, 10))
+    text = table(header, rows, left=(1, 7, 8, 10, 11, 12, 13), spare=(5, 6, 12, 4, 3))
     return f"{text}\n\n{len(types)} types.\n{_TYPES_LEGEND}"
 
 
@@ -102,7 +115,39 @@ def _preset_table(presets: list[Preset]) -> str:
 
 
 def _type_dict(t: TensorType) -> dict[str, Any]:
-    return {**asdict(t), "bits_per_weight": t.bpw, "encoder": has_encoder(t), "decoder": has_decoder(t)}
+    found = QUALITY.get(t.name)
+    return {
+        **asdict(t),
+        "bits_per_weight": t.bpw,
+        "weighted_error": found.error if found else None,
+        "encoding": found.speed if found else None,
+        "encoder": has_encoder(t),
+        "decoder": has_decoder(t),
+    }
+
+
+def _figure(types: list[TensorType]) -> Scatter:
+    """Return error against bits per weight, by tree, and the types that no smaller one betters."""
+    shown = [t for t in types if t.name in QUALITY and t.is_quantized and t.interleave == 1]
+    found = [(bits_with_header(t), QUALITY[t.name].error, t) for t in shown]
+    best, least = [], math.inf
+    for bits, error, _ in sorted(found, key=lambda f: f[:2]):
+        if error < least:
+            best.append((bits, error))
+            least = error
+    kinds = [Points("no smaller type is better", [b for b, _ in best], [e for _, e in best], joined=True)]
+    for name, trees in (("both trees", "both"), ("llama.cpp", "mainline"), ("ik_llama.cpp", "ik")):
+        some = [(b, e, t.name) for b, e, t in found if t.trees == trees]
+        if some:
+            x, y, labels = zip(*some, strict=True)
+            kinds.append(Points(name, x, y, labels))
+    what = "error with an importance matrix, weighted, %"
+    return Scatter("Error of tensor types on a fixed sample", "bits per weight, rows of 2048", what, kinds)
+
+
+def bits_with_header(t: TensorType) -> float:
+    """Return bits per weight of rows of 2048 values, with the row header."""
+    return 8 * t.row_bytes(2048) / 2048
 
 
 def _preset_dict(p: Preset) -> dict[str, Any]:

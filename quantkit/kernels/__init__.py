@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from quantkit.errors import FormatError, RecipeError
 from quantkit.kernels.formats import format_of
+from quantkit.kernels.interleave import base_of
 from quantkit.types import TensorType, type_by_name
 
 __all__ = ["dequantize", "quantize"]
@@ -21,29 +22,34 @@ def quantize(
     x: npt.NDArray[np.float32],
     type: TensorType | str,  # noqa: A002
     imatrix: npt.NDArray[np.float32] | None = None,
+    encoder: str = "mainline",
 ) -> npt.NDArray[np.uint8]:
     """Encode rows as a tensor type, byte for byte as ggml_quantize_chunk of llama.cpp b11434.
+
+    Types of ik_llama.cpp alone have the bytes of ik_llama.cpp 8337e4cd3.
 
     Args:
         x: float32 [..., n]; n is a multiple of the type's block.
         type: a tensor type or its name.
         imatrix: float32 [n], the importance of each column; ignored by types that do not use one.
+        encoder: whose search, "mainline" or "ik", for types that both trees have.
 
     Returns:
         uint8 [rows, row_bytes], one row per row of x.
 
     Raises:
         TypeNotSupported: unknown type, no encoder for it, or n is not a multiple of its block.
-        RecipeError: the type requires an imatrix.
+        RecipeError: the type requires an imatrix, or there is no such encoder.
         FormatError: wrong dtype or shape, a row with NaN or Inf, or a scale that the type cannot hold.
     """
-    from quantkit.kernels.cpu.encode import encoder
+    from quantkit.kernels.cpu.encode import encoder as encoder_of
     from quantkit.kernels.cpu.encode.check import first_nonfinite_row, validate_rows
 
     t = type_by_name(type) if isinstance(type, str) else type
-    encode = encoder(t)
+    encode = encoder_of(t, encoder)
     # To numba a read-only array is another type: a copy is cheaper than a second compilation.
     rows = np.require(_rows(x, np.float32, "x"), requirements=["A", "W"])
+    _check_groups(t, rows)
     out = np.empty((len(rows), _row_bytes(t, rows.shape[1])), np.uint8)
     weights = _weights(t, imatrix, rows.shape[1])
     bad = first_nonfinite_row(rows, 0, len(rows))
@@ -75,11 +81,12 @@ def dequantize(data: npt.NDArray[np.uint8], type: TensorType | str, n: int) -> n
     from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 
     t = type_by_name(type) if isinstance(type, str) else type
-    format_of(t)
+    format_of(base_of(t))
     row_bytes = _row_bytes(t, n)
     rows = _rows(data, np.uint8, "data")
     if rows.shape[1] != row_bytes:
         raise FormatError(f"{n} values of {t.name} take rows of {row_bytes} bytes; data has {rows.shape[1]}")
+    _check_groups(t, rows)
     out = np.empty((len(rows), n), np.float32)
     dequantize_rows(t, rows, out)
     return out
@@ -91,6 +98,11 @@ def _rows(array: npt.NDArray[Any], dtype: Any, name: str) -> npt.NDArray[Any]:
         what = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else array.__class__.__name__
         raise FormatError(f"{name} must be an array of {np.dtype(dtype)} [..., row], not {what}")
     return np.ascontiguousarray(array.reshape(-1, array.shape[-1]) if array.shape[-1] else array.reshape(0, 0))
+
+
+def _check_groups(t: TensorType, rows: npt.NDArray[Any]) -> None:
+    if len(rows) % t.interleave:
+        raise FormatError(f"{t.name} weaves {t.interleave} rows together; {len(rows)} rows are not whole groups")
 
 
 def _row_bytes(t: TensorType, n: int) -> int:

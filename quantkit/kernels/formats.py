@@ -6,6 +6,7 @@
 2. its record below;
 3. ``decode_<type>`` in reference.py, the specification;
 4. ``unpack_<type>`` in cpu/unpack/<family>.py, and ``encode_<type>`` in cpu/encode/<family>.py if it has an encoder;
+   ``encode_<type>_ik`` beside it if ik_llama.cpp's search differs;
 5. ``struct <TYPE>`` in cuda/unpack/<family>.cuh; all.cuh includes the file of a new family.
 
 Everything else follows: commands, activation formats, products, embeddings, the traits of the CUDA struct
@@ -15,6 +16,9 @@ Everything else follows: commands, activation formats, products, embeddings, the
 A *unit* is 256 values, what an unpacker unpacks at once. *Row headers*: rows of a type with ``row:f32@0`` (or f16) in
 ``scales`` begin with a scale for the whole row. Unpackers and reference decoders see blocks only: code that walks a
 row reads the scale once and applies it, so types without one pay nothing.
+
+*Woven types* (_R4, _R8, _R16) need no record, only their layout (interleave.py): everything is computed on their base
+type, whose bytes, taken apart, they hold.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.errors import TypeNotSupported
+from quantkit.errors import RecipeError, TypeNotSupported
+from quantkit.kernels.interleave import base_of, layout_of
 from quantkit.types import BY_NAME, TensorType
 
 #: Values unpacked at once.
@@ -54,6 +59,8 @@ class Format:
     grid: int = 0
     #: CUDA, few rows: parts of 32 values per lane and step (dot_forms.cuh).
     parts: int = 1
+    #: Whether both trees encode it, but ik_llama.cpp by a search of its own.
+    ik_encoder: bool = False
     #: CUDA: two types with the same name here can share a launch: the same activations, little shared memory.
     together: str = ""
 
@@ -74,6 +81,9 @@ class Format:
         return bits & -bits
 
 
+#: Whose search an encoder follows; they differ in types that both trees have (``Format.ik_encoder``).
+ENCODERS = ("mainline", "ik")
+
 #: ``planes`` of a type whose levels become half floats.
 AS_F16 = 16
 
@@ -83,6 +93,7 @@ def _format(name: str, family: str, encodes: bool, activations: str, **more: Any
 
 
 _MINS: dict[str, Any] = {"mins": True, "signed": False}
+_IK: dict[str, Any] = {"ik_encoder": True}
 
 #: Every type that can be decoded, by name; fields not given have ``Format``'s defaults.
 FORMATS: dict[str, Format] = {
@@ -91,35 +102,35 @@ FORMATS: dict[str, Format] = {
         _format("F32", "floats", True, "f32", span=1),
         _format("F16", "floats", True, "f16", span=1),
         _format("BF16", "floats", True, "bf16", span=1),
-        _format("Q4_0", "legacy", True, "q8_0"),
-        _format("Q4_1", "legacy", True, "q8_1", **_MINS),
-        _format("Q5_0", "legacy", True, "q8_0"),
-        _format("Q5_1", "legacy", True, "q8_1", **_MINS),
+        _format("Q4_0", "legacy", True, "q8_0", **_IK),
+        _format("Q4_1", "legacy", True, "q8_1", **_MINS, **_IK),
+        _format("Q5_0", "legacy", True, "q8_0", **_IK),
+        _format("Q5_1", "legacy", True, "q8_1", **_MINS, **_IK),
         _format("Q8_0", "legacy", True, "q8_0"),
-        _format("Q6_0", "legacy", False, "q8_0"),
-        _format("Q8_KV", "legacy", False, "q8_0"),
-        _format("Q2_K", "k_quants", True, "q8_k", **_MINS, span=16, planes=1, together="K"),
-        _format("Q3_K", "k_quants", True, "q8_k", span=16, planes=1, together="K"),
-        _format("Q4_K", "k_quants", True, "q8_k", **_MINS, together="K"),
-        _format("Q5_K", "k_quants", True, "q8_k", **_MINS, together="K"),
-        _format("Q6_K", "k_quants", True, "q8_k", span=16, planes=2, together="K"),
-        _format("IQ1_S", "i_quants", False, "q8_k", grid=2048, parts=2),
-        _format("IQ1_M", "i_quants", False, "q8_k", span=16, planes=2, grid=2048, parts=2),
-        _format("IQ2_XXS", "i_quants", False, "q8_k", grid=256, parts=2),
-        _format("IQ2_XS", "i_quants", False, "q8_k", span=16, planes=2, grid=512, parts=2),
-        _format("IQ2_S", "i_quants", False, "q8_k", span=16, planes=2, grid=1024, parts=2),
-        _format("IQ3_XXS", "i_quants", False, "q8_k", grid=256, parts=2),
-        _format("IQ3_S", "i_quants", False, "q8_k", grid=512, parts=2),
-        _format("IQ4_NL", "i_quants", True, "q8_0"),
-        _format("IQ4_XS", "i_quants", True, "q8_k", together="K"),
+        _format("Q6_0", "legacy", True, "q8_0"),
+        _format("Q8_KV", "legacy", True, "q8_0"),
+        _format("Q2_K", "k_quants", True, "q8_k", **_MINS, **_IK, span=16, planes=1, together="K"),
+        _format("Q3_K", "k_quants", True, "q8_k", **_IK, span=16, planes=1, together="K"),
+        _format("Q4_K", "k_quants", True, "q8_k", **_MINS, **_IK, together="K"),
+        _format("Q5_K", "k_quants", True, "q8_k", **_MINS, **_IK, together="K"),
+        _format("Q6_K", "k_quants", True, "q8_k", **_IK, span=16, planes=2, together="K"),
+        _format("IQ1_S", "i_quants", True, "q8_k", grid=2048, parts=2),
+        _format("IQ1_M", "i_quants", True, "q8_k", **_IK, span=16, planes=2, grid=2048, parts=2),
+        _format("IQ2_XXS", "i_quants", True, "q8_k", grid=256, parts=2),
+        _format("IQ2_XS", "i_quants", True, "q8_k", **_IK, span=16, planes=2, grid=512, parts=2),
+        _format("IQ2_S", "i_quants", True, "q8_k", span=16, planes=2, grid=1024, parts=2),
+        _format("IQ3_XXS", "i_quants", True, "q8_k", grid=256, parts=2),
+        _format("IQ3_S", "i_quants", True, "q8_k", grid=512, parts=2),
+        _format("IQ4_NL", "i_quants", True, "q8_0", **_IK),
+        _format("IQ4_XS", "i_quants", True, "q8_k", **_IK, together="K"),
         _format("TQ1_0", "ternary", True, "q8_k", planes=1, parts=2),
         _format("TQ2_0", "ternary", True, "q8_k", planes=1, parts=2),
         _format("Q2_0", "ternary", True, "q8_0"),
         _format("Q1_0", "binary", True, "q8_0"),
         _format("MXFP4", "fp4", True, "q8_0"),
         _format("NVFP4", "fp4", True, "q8_0", span=16, planes=AS_F16),
-        _format("IQ1_BN", "bitnet", False, "q8_0"),
-        _format("IQ2_BN", "bitnet", False, "q8_0"),
+        _format("IQ1_BN", "bitnet", True, "q8_0"),
+        _format("IQ2_BN", "bitnet", True, "q8_0"),
         _format("IQ2_K", "ik_quants", True, "q8_k", span=16, planes=2, together="K"),
         _format("IQ3_K", "ik_quants", True, "q8_k", span=16, planes=2, together="K"),
         _format("IQ4_K", "ik_quants", True, "q8_k", span=16, planes=2, together="K"),
@@ -131,6 +142,10 @@ FORMATS: dict[str, Format] = {
         _format("IQ5_KS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ4_KSS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ2_KL", "ik_quants", True, "q8_k", together="K"),
+        _format("IQ1_KT", "trellis", False, "q8_0"),
+        _format("IQ2_KT", "trellis", False, "q8_0"),
+        _format("IQ3_KT", "trellis", False, "q8_0"),
+        _format("IQ4_KT", "trellis", False, "q8_0"),
     )
 }
 
@@ -138,13 +153,21 @@ FORMATS: dict[str, Format] = {
 UNPACKED: tuple[TensorType, ...] = tuple(f.type for f in FORMATS.values() if not f.is_float)
 
 
+#: Woven types whose encoder starts from values, not from the rows of a base type.
+WOVEN_ENCODERS = ("Q8_K_R8", "Q8_K_R16")
+
+
 def has_decoder(t: TensorType) -> bool:
-    """Whether rows of type ``t`` can be decoded and multiplied."""
-    return t.name in FORMATS
+    """Whether rows of type ``t`` can be decoded and multiplied: a woven type as its base type."""
+    return base_of(t).name in FORMATS
 
 
 def has_encoder(t: TensorType) -> bool:
     """Whether rows can be encoded as type ``t``."""
+    base = base_of(t)
+    if base is not t:
+        exact = layout_of(t).is_exact and base.name in FORMATS and FORMATS[base.name].encodes
+        return exact or t.name in WOVEN_ENCODERS
     return t.name in FORMATS and FORMATS[t.name].encodes
 
 
@@ -160,10 +183,24 @@ def activation_format(t: TensorType) -> str:
     return format_of(t).activations
 
 
-def cpu_function(verb: str, t: TensorType) -> Callable[..., Any]:
-    """Return ``encode_<type>`` or ``unpack_<type>``; raise TypeNotSupported if there is none."""
+def check_encoder(wanted: str) -> None:
+    """Raise RecipeError unless ``wanted`` is one of ENCODERS."""
+    if wanted not in ENCODERS:
+        raise RecipeError(f"there is no encoder {wanted!r}: give {' or '.join(ENCODERS)}")
+
+
+def encoder_for(t: TensorType, wanted: str) -> str:
+    """Return the encoder that ``wanted``, one of ENCODERS, means for type ``t``: "ik" if that is another one, or ""."""
+    check_encoder(wanted)
+    base = base_of(t).name
+    return "ik" if wanted == "ik" and base in FORMATS and FORMATS[base].ik_encoder else ""
+
+
+def cpu_function(verb: str, t: TensorType, by: str = "mainline") -> Callable[..., Any]:
+    """Return ``encode_<type>``, ik_llama.cpp's if asked for, or ``unpack_<type>``; raise TypeNotSupported if none."""
     found = format_of(t, "encoder" if verb == "encode" else "unpacker")
     if verb == "unpack" and found.is_float:
         raise TypeNotSupported(f"{t.name} is no type of blocks: there is nothing to unpack")
     module = importlib.import_module(f"quantkit.kernels.cpu.{verb}.{found.family}")
-    return getattr(module, f"{verb}_{t.name.lower()}")  # type: ignore[no-any-return]
+    suffix = "_ik" if verb == "encode" and encoder_for(t, by) else ""
+    return getattr(module, f"{verb}_{t.name.lower()}{suffix}")  # type: ignore[no-any-return]

@@ -349,7 +349,7 @@ def decode_iq2_bn(blocks: Bytes, d: Floats) -> Floats:
 # ---------------------------------------------------------------- ik_llama.cpp's own: 256 values
 
 
-def _raised(codebook: str, q: Ints, shifts: Bytes, by: int) -> Ints:
+def _raised(codebook: str, q: Ints, shifts: Ints, by: int) -> Ints:
     """Return codebook[q] + by * shift for shifts [n, k] of 0 or 1, each of 1/k of the block."""
     levels = table(codebook)[q.reshape(len(shifts), shifts.shape[1], -1)]
     return levels + by * shifts.astype(np.int8)[:, :, None]
@@ -477,6 +477,59 @@ def decode_iq2_kl(blocks: Bytes, d: Floats) -> Floats:
     s = (_low_then_high(blocks[:, 2:6]) | (high << 4)).astype(np.float32) - 32
     low = _planes(blocks[:, 6:70].reshape(-1, 4, 16), 4).reshape(-1, 128)
     return _values(table("iq2kl_grid")[low | (_planes(blocks[:, 70:], 1).reshape(-1, 128) << 4)], d * s)
+
+
+# ---------------------------------------------------------------- trellis
+
+
+def _trellis(seeds: Ints, count: int) -> Ints:
+    """Return ``count`` levels for each seed, int8 [..., count]: the bytes' sum of a masked random number, less 126.
+
+    The numbers are those of a multiplicative generator that starts at seed + 4096.
+    """
+    x, levels = seeds.astype(np.uint32) + np.uint32(4096), []
+    for _ in range(count):
+        x = x * np.uint32(0xCBAC1FED)
+        levels.append((x & np.uint32(0x3F3F3F3F))[..., None].view(np.uint8).sum(-1, np.int32) - 126)
+    return np.stack(levels, -1).astype(np.int8)
+
+
+def decode_iq1_kt(blocks: Bytes, d: Floats) -> Floats:
+    """sh 8, ql 32, qh 16 (two planes): d * codebook[sh & 15] * trellis[q], 8 values for each q, sh per 32.
+
+    q: a byte of ql, four bits of qh, and bit 4 + k of sh for the k-th q of 32 values.
+    """
+    q = blocks[:, 8:40].astype(np.uint16) | (_planes(blocks[:, 40:], 4).reshape(-1, 32).astype(np.uint16) << 8)
+    q |= _bits(blocks[:, :8]).reshape(-1, 8, 8)[:, :, 4:].reshape(-1, 32).astype(np.uint16) << 12
+    return _values(_trellis(q, 8), d * table("kvalues_iq4nl")[blocks[:, :8] & 15].astype(np.float32))
+
+
+def decode_iq2_kt(blocks: Bytes, d: Floats) -> Floats:
+    """scales 4 (two planes), qs 32 u16: d * codebook[s] * trellis[q], 8 values for each q, s per 32."""
+    s = table("kvalues_iq4nl")[_planes(blocks[:, :4], 4).reshape(-1, 8)]
+    return _values(_trellis(_words(blocks, 4, 32, "<u2"), 8), d * s.astype(np.float32))
+
+
+def decode_iq3_kt(blocks: Bytes, d: Floats) -> Floats:
+    """scales 4 (two planes), qs 32 u16, signs 32 (eight planes): d * s * +-|trellis[q]|, 8 values for each q, s per 32.
+
+    ik_llama.cpp decodes the level 0 with the sign set as -0.
+    """
+    magnitudes = np.abs(_trellis(_words(blocks, 4, 32, "<u2"), 8)).reshape(-1, 256)
+    levels = np.where(_planes(blocks[:, 68:], 1).reshape(-1, 256), -magnitudes, magnitudes)
+    return _values(levels, d * _planes(blocks[:, :4], 4).reshape(-1, 8).astype(np.float32))
+
+
+def decode_iq4_kt(blocks: Bytes, d: Floats) -> Floats:
+    """w 8 u32, ql 64, qh 32 (two planes): d * (s - 64) * trellis[q + 32768 * high], 4 values for each q, w per 32.
+
+    w: bit 0 is high, bits 1-7 s, the rest the upper 3 bits of 8 q; others: 4 bits of qh, a byte of ql.
+    """
+    w = _words(blocks, 0, 8, "<u4")[:, :, None]
+    q = blocks[:, 32:96].astype(np.uint32) | (_planes(blocks[:, 96:], 4).reshape(-1, 64).astype(np.uint32) << 8)
+    q = q.reshape(-1, 8, 8) | ((w >> np.arange(8, 32, 3, dtype=np.uint32) & 7) << 12) | ((w & 1) << 15)
+    s = (w[:, :, 0] >> 1 & 127).astype(np.float32) - 64
+    return _values(_trellis(q, 4), d * s)
 
 
 # ---------------------------------------------------------------- rows

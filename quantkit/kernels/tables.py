@@ -6,7 +6,7 @@ ik_llama.cpp's types, which ``gguf`` lacks, are listed here. Read-only.
 ============== ======= ========== ==================================================================
 name           dtype   shape      meaning
 ============== ======= ========== ==================================================================
-kvalues_iq4nl  int8    [16]       IQ4_NL, IQ4_XS, IQ4_K, IQ4_KS, IQ4_KSS: the level of each 4-bit index
+kvalues_iq4nl  int8    [16]       IQ4_NL, IQ4_XS, IQ4_K, IQ4_KS, IQ4_KSS: levels by 4-bit index; IQ1_KT, IQ2_KT: scales
 kvalues_fp4    int8    [16]       MXFP4, NVFP4: twice the E2M1 value of each 4-bit code
 ksigns         uint8   [128]      IQ2_XXS, IQ2_XS, IQ3_XXS: 7 signs; the 8th (bit 7) makes their parity even
 iq1s_grid      int8    [2048, 8]  IQ1_S, IQ1_M: 8 values of -1, 0, 1

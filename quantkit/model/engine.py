@@ -29,6 +29,7 @@ from quantkit.model.devices import check_devices
 from quantkit.model.fusion import Decision, Fusion, fuse, summary
 from quantkit.model.graph import build_graph
 from quantkit.model.hparams import HParams
+from quantkit.model.interleaved import PlainSource, plain_source
 from quantkit.model.merged import MergedSource
 from quantkit.model.ops import Attention, Embed, Graph, Value
 from quantkit.model.placement import Placement, Segment, cut, devices_of
@@ -54,7 +55,7 @@ def load(
     rewrite: Callable[[Graph], Graph] | None = None,
     build: Callable[[GGUFFile, int], Graph] = build_graph,
 ) -> Model:
-    """Open a model to run it; its weights stay in the mapped file.
+    """Open a model to run it; its weights stay in the mapped file, except interleaved ones (interleaved.py).
 
     Args:
         path: a GGUF file, or any shard of a split one.
@@ -101,7 +102,7 @@ class Model:
     def __init__(self, path: str | Path, options: Options, n_ubatch: int, kv_type: str, merge_up_gate: bool) -> None:
         self.path, self.threads, self.n_ubatch, self.kv_type = Path(path), options.threads, n_ubatch, kv_type
         self._options = options
-        opened = open_model(path)
+        opened = plain_source(open_model(path))
         self.source: GGUFFile = MergedSource(opened) if merge_up_gate else opened  # type: ignore[assignment]
         self.h = HParams(self.source)
         self.arch = self.h.arch
@@ -145,6 +146,9 @@ class Model:
     def notes(self) -> tuple[str, ...]:
         """What a user should know: what is not fused or merged, what exceeds memory."""
         lines = [line for line in summary([d for d in self.decisions if not d.by_user]) if " not: " in line]
+        plain = self.source.source if isinstance(self.source, MergedSource) else self.source
+        if isinstance(plain, PlainSource):
+            lines += plain.notes
         if isinstance(self.source, MergedSource):
             lines += [f"{name} is not merged: {reason}" for name, reason in self.source.refused.items()]
         return (*lines, *self._memory_notes())

@@ -10,37 +10,50 @@ The first of these steps that applies to a tensor decides its type:
     4. class       --attn-{q,k,v,qkv,output}-type, --ffn-{gate,up,down}-type.
     5. preset      COPY keeps the type; --pure, a plain type or a float gives the base type; else the mixture.
 
+With --repack or --unrepack none of them is asked (repack.py).
+
 Afterwards, in any case, rows that do not divide into blocks get the fallback (--fallback), and interleaved types
 become plain ones in embeddings and where the rows do not divide into groups.
 
-For llama.cpp's presets the result equals llama-quantize b11434's for every tensor, including counters and oddities;
-the rules are from src/llama-quant.cpp (tensor_allows_quantization, llama_tensor_get_type, tensor_type_fallback).
-Options that have no effect there (rules with COPY or a float preset, the class options of ik_llama.cpp) have one here.
+By llama.cpp's rules the result equals llama-quantize b11434's for every tensor, including counters and oddities; they
+are from src/llama-quant.cpp (tensor_allows_quantization, llama_tensor_get_type, tensor_type_fallback). By ik's (--rules
+ik) it equals that of ik_llama.cpp 8337e4cd3, src/llama-quantize.cpp (the loop of llama_model_quantize_internal,
+llama_tensor_get_type, change_type_if_necessary). Class options then apply to the tensors that ik applies them to, such
+as --attn-k-type to attn_kv_b, too.
+
+Options that have no effect there (rules and class options with --pure, COPY or a float preset; most class options in
+ik's presets of few bits; --attn-qkv-type in ik) have one here. Where a peer would stop, or write rows that cannot be
+read (interleaved per_layer_token_embd), the nearest type that works is taken.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from quantkit.errors import TypeNotSupported
-from quantkit.pipeline import presets
+from quantkit.formats.experts import MERGED
+from quantkit.kernels.interleave import repacks, weaves_together
+from quantkit.pipeline import mixture_ik, presets
 from quantkit.pipeline.facts import (
-    ATTN_V_LIKE,
     ROUTER,
     TOKEN_EMBD_NAMES,
     ModelFacts,
     TensorLike,
     category,
     iteration_order,
-    layer_of,
     n_dims,
     why_never,
 )
-from quantkit.pipeline.presets import Place, Preset, Table
+from quantkit.pipeline.mixture import Mixture
+from quantkit.pipeline.mixture_ik import IkMixture
+from quantkit.pipeline.mixture_mainline import MainlineMixture
+from quantkit.pipeline.presets import Preset
 from quantkit.pipeline.recipe import Lint, Rule, and_more, decide, lint_rules
-from quantkit.types import BY_NAME, TensorType, type_by_name
+from quantkit.pipeline.repack import Repack
+from quantkit.types import TensorType, type_by_name
 
 __all__ = [
     "Choice", "Lint", "ModelFacts", "Request", "Rule", "category", "choose_types", "iteration_order", "lint_request",
@@ -53,9 +66,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asks for: TYPE and the options about types. ``fallback``: "next", "error" or a type."""
+    """What the user asks for: TYPE and the options about types.
+
+    ``tree`` is whose rules apply, "mainline" or "ik", by default the preset's. ``fallback``: "next", "error" or a type.
+    """
 
     preset: Preset
+    tree: str | None = None
     rules: tuple[Rule, ...] = ()
     output_tensor_type: TensorType | None = None
     token_embedding_type: TensorType | None = None
@@ -73,20 +90,34 @@ class Request:
     allow_requantize: bool = False
     has_imatrix: bool = False
     fallback: str = "next"
+    repack: Repack | None = None
 
     @property
     def copy(self) -> bool:
         """True for COPY: tensors stay as they are, except those that an option or rule names."""
         return self.preset.base is None
 
+    @property
+    def ik(self) -> bool:
+        """True if ik_llama.cpp's rules apply."""
+        return (self.tree or presets.rules_of(self.preset)) == "ik"
+
+    def mixture(self, facts: ModelFacts) -> Mixture | None:
+        """Return the preset's mixture; None if every tensor gets the base type, or keeps its own."""
+        base = self.preset.base
+        if base is None or self.pure or not self.preset.mixes or not base.is_quantized:
+            return None
+        kind = IkMixture if self.ik else MainlineMixture
+        return kind(facts, self.preset, base, self.has_imatrix, self.output_tensor_type)
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The type one tensor gets, and why.
 
-    ``by`` is what decided: "kept", "option", "rule", "class", "COPY" or "preset". ``fallback_from`` is the type that
-    the rows or the shape do not allow. ``rule`` is the matching rule, whether it decided or not. ``mixed`` are the
-    types of a tensor's parts if they differ; ``source_type`` is then the first.
+    ``by`` is what decided: "kept", "option", "rule", "class", "COPY", "repack" or "preset". ``fallback_from`` is the
+    type that the rows or the shape do not allow. ``rule`` is the matching rule, whether it decided or not. ``mixed``
+    are the types of a tensor's parts if they differ; ``source_type`` is then the first.
     """
 
     name: str
@@ -104,15 +135,24 @@ class Choice:
         return self.type == self.source_type and not self.mixed
 
     @property
+    def repacked(self) -> bool:
+        """True if values stay as they are, and rows are interleaved or taken apart."""
+        return not self.copied and all(
+            t is self.type or repacks(t, self.type) for t in self.mixed or (self.source_type,)
+        )
+
+    @property
     def undecided(self) -> bool:
         """True if parts of different types keep them, so that they cannot become one tensor."""
-        return bool(self.mixed) and self.by in ("kept", "COPY")
+        return bool(self.mixed) and self.by in ("kept", "COPY", "repack")
 
     @property
     def requantized(self) -> bool:
         """True if quantized values are encoded again."""
         types = self.mixed or (self.source_type,)
-        return not self.undecided and any(t.is_quantized and t != self.type for t in types)
+        return not self.undecided and any(
+            t.is_quantized and t is not self.type and not repacks(t, self.type) for t in types
+        )
 
     @property
     def source(self) -> str:
@@ -143,127 +183,27 @@ def option_name(attribute: str) -> str:
     return "--" + attribute.replace("_", "-")
 
 
-def option_classes(name: str) -> tuple[str, ...]:
+def option_classes(name: str, *, ik: bool = False) -> tuple[str, ...]:
     """Return the class options of Request, such as ("attn_q_type",), that apply to the tensor ``name``."""
     found = _FIELD.search(name)
-    return tuple(f"{c}_type" for c in _CLASS_OF_FIELD.get(found[1], ())) if found else ()
+    classes = _CLASS_OF_FIELD.get(found[1], ()) if found else ()
+    if ik and MERGED not in name and classes != ("attn_qkv",):
+        by_ik = mixture_ik.class_of(name)
+        classes = (by_ik,) if by_ik else ()
+    return tuple(f"{c}_type" for c in classes)
 
 
 def _by_class(request: Request, name: str) -> tuple[TensorType | None, str]:
     """Return a type and its reason from the class options, or None and a remark, which is mostly empty."""
-    given = {option_name(o): getattr(request, o) for o in option_classes(name) if getattr(request, o) is not None}
+    classes = option_classes(name, ik=request.ik)
+    if request.ik and classes == ("attn_qkv_type",) and request.attn_qkv_type is None:
+        classes = ("attn_q_type",)  # ik finds attn_q in attn_qkv
+    given = {option_name(o): getattr(request, o) for o in classes if getattr(request, o) is not None}
     types = set(given.values())
     if len(types) > 1:
         return None, f"{' and '.join(given)} differ, so neither applies to this merged tensor; "
-    half = "" if len(given) == len(option_classes(name)) else f", {_BOTH_HALVES}"
+    half = "" if len(given) == len(classes) else f", {_BOTH_HALVES}"
     return (types.pop(), " and ".join(given) + half) if types else (None, "")
-
-
-# --- the mixture ---------------------------------------------------------------------------------------------
-
-
-#: Never below Q8_0 in glm5-next.
-_Q8_0_GLM5_NEXT = ("attn_q_a", "attn_q_b", "nextn.eh_proj")
-
-
-@dataclass(slots=True)
-class _Mixture:
-    """llama.cpp's mixture of one preset, applied tensor by tensor; the layer counters are its only state."""
-
-    facts: ModelFacts
-    request: Request
-    base: TensorType
-    counters: dict[str, int] = field(default_factory=lambda: {"attn_v": 0, "ffn_down": 0, "ffn_gate": 0, "ffn_up": 0})
-
-    def choose(self, t: TensorLike) -> tuple[TensorType, str]:
-        """Return the type of the next tensor, and why; only for tensors that the mixture decides."""
-        preset, cat = self.request.preset.name, category(t.name)
-        if self.facts.arch == "glm5-next" and any(text in t.name for text in _Q8_0_GLM5_NEXT):
-            return BY_NAME["Q8_0"], f"{preset}: never less in glm5-next"
-        if cat == "output" or (cat == "token_embd" and not self.facts.has_output):
-            return self._output(t)
-        if preset == "MXFP4_MOE":
-            return self._mxfp4_moe(t, cat)
-        if cat == "token_embd":
-            found = presets.TOKEN_EMBD.get(preset)
-            return (BY_NAME[found], f"{preset}: embeddings") if found else self._base()
-        if preset in presets.LOW_BIT_PRESETS:
-            return self._low_bit(t, cat)
-        return self._layer(t, cat)
-
-    def _output(self, t: TensorLike) -> tuple[TensorType, str]:
-        preset = self.request.preset.name
-        what = "output" if self.facts.has_output else "embeddings, which are also the output"
-        if self.request.output_tensor_type is not None:  # only tied embeddings get here with this option
-            return self.request.output_tensor_type, "--output-tensor-type, for the tied embeddings"
-        if self.facts.arch == "falcon" or preset == "MXFP4_MOE" or t.shape[0] % self.base.block:
-            return BY_NAME["Q8_0"], f"{preset}: {what}"
-        if preset in presets.OUTPUT_Q5_K:
-            return BY_NAME["Q5_K"], f"{preset}: {what}"
-        if self.base.name == "Q8_0":
-            return self._base()
-        return BY_NAME["Q6_K"], f"{preset}: {what}"
-
-    def _mxfp4_moe(self, t: TensorLike, cat: str) -> tuple[TensorType, str]:
-        # MLA projections also have three dimensions, so bailingmoe3's experts are recognized by name.
-        many = len(t.shape) > 2 and t.shape[2] > 1
-        if many and (self.facts.arch != "bailingmoe3" or cat.startswith("ffn_")):
-            return BY_NAME["MXFP4"], "MXFP4_MOE: experts"
-        return BY_NAME["Q8_0"], "MXFP4_MOE: all but experts"
-
-    def _low_bit(self, t: TensorLike, cat: str) -> tuple[TensorType, str]:
-        cat = "attn_v" if cat in ATTN_V_LIKE else cat
-        place = self._place(cat)
-        # ffn_down counts tensors here, even if experts make that differ from layers.
-        if cat in ("attn_v", "ffn_down"):
-            self.counters[cat] += 1
-        return self._from_table(presets.LOW_BIT.get(cat, {}), cat, place)
-
-    def _layer(self, t: TensorLike, cat: str) -> tuple[TensorType, str]:
-        falcon = self.facts.arch == "falcon"
-        if cat in ATTN_V_LIKE:
-            return self._attn_v()
-        if cat == "attn_k" and self.facts.n_expert == 8:
-            return BY_NAME["Q8_0"], f"{self.request.preset}: attn_k, 8 experts"
-        if cat in ("attn_k", "attn_q"):
-            return self._from_table(presets.ATTN_K_Q, cat, self._place(cat))
-        if cat == "attn_output":
-            table = presets.ATTN_OUTPUT_FALCON if falcon else presets.ATTN_OUTPUT
-            return self._from_table(table, cat, self._place(cat))
-        if cat in ("ffn_gate", "ffn_up", "ffn_down"):
-            place = self._place(cat, t.name)
-            self.counters[cat] += 1
-            down = presets.FFN_DOWN_FALCON if falcon else presets.FFN_DOWN
-            return self._from_table(down if cat == "ffn_down" else presets.FFN_GATE_UP, cat, place)
-        return self._base()
-
-    def _attn_v(self) -> tuple[TensorType, str]:
-        found, why = self._from_table(presets.ATTN_V, "attn_v", self._place("attn_v"))
-        self.counters["attn_v"] += 1
-        if self.facts.n_expert == 8:
-            return BY_NAME["Q8_0"], f"{self.request.preset}: attn_v, 8 experts"
-        if self.facts.is_70b and found.name in presets.ATTN_V_70B:
-            return BY_NAME[presets.ATTN_V_70B[found.name]], f"{self.request.preset}: attn_v of a 70B model"
-        return found, why
-
-    def _from_table(self, table: Table, cat: str, place: Place) -> tuple[TensorType, str]:
-        found = presets.pick(table, self.request.preset.name, place)
-        if found is None:
-            return self._base()
-        why = "" if found[1] == "always" else f", {found[1]}"
-        return found[0], f"{self.request.preset}: {cat}{why}"
-
-    def _base(self) -> tuple[TensorType, str]:
-        return self.base, f"base of {self.request.preset}"
-
-    def _place(self, cat: str, name: str | None = None) -> Place:
-        """Return the place of the next tensor of a category; with experts, an FFN's layer comes from its ``name``."""
-        f = self.facts
-        i = self.counters.get(cat, 0)
-        if name is not None and f.n_expert > 1 and layer_of(name) >= 0:
-            i = layer_of(name)
-        n = f.n_attention_wv if cat == "attn_v" else f.n_layer
-        return Place(i, n, f.n_gqa, f.n_expert, self.request.has_imatrix)
 
 
 # --- the choice ----------------------------------------------------------------------------------------------
@@ -277,20 +217,19 @@ def choose_types(
 ) -> list[Choice]:
     """Return the type of every tensor, in the order given, which must be that of iteration_order().
 
-    (With --keep-split llama-quantize goes by shard and offset instead: give the tensors in that order.)
+    (With --keep-split llama-quantize goes by shard and offset instead, and ik_llama.cpp always goes as the source does:
+    give the tensors in that order.)
     ``mixed`` are the types of tensors whose parts differ in type; if nothing gives such a tensor a type, its choice is
     ``undecided``.
-    Raises TypeNotSupported for sources that may not be re-quantized, for rows that do not divide into blocks with
-    ``fallback="error"``, and for a preset whose mixture is unknown.
+    Raises TypeNotSupported for sources that may not be re-quantized, and for rows that do not divide into blocks with
+    ``fallback="error"``.
     """
-    if request.preset.mixes and request.preset.trees == "ik":
-        raise TypeNotSupported(f"this version lacks the mixture of ik_llama.cpp's {request.preset}; "
-                               f"take the preset from preset_by_name()")  # fmt: skip
-    base = request.preset.base
-    mixture = _Mixture(facts, request, base) if base is not None else None
+    mixture = request.mixture(facts)
     fallback = _fallback_of(request.fallback)
     parts = mixed or {}
-    choices = [_fit(_choose(facts, t, request, mixture, parts.get(t.name, ())), t, fallback) for t in tensors]
+    choices = [
+        _fit(_choose(facts, t, request, mixture, parts.get(t.name, ())), t, fallback, ik=request.ik) for t in tensors
+    ]
     if request.fallback.lower() == "error":
         misfits = [c for c in choices if c.fallback_from is not None]
         _refuse("rows do not divide into blocks", misfits, "pass --fallback next, or a type")
@@ -309,7 +248,7 @@ def _refuse(what: str, choices: list[Choice], remedy: str) -> None:
 
 
 def _choose(
-    facts: ModelFacts, t: TensorLike, request: Request, mixture: _Mixture | None, mixed: tuple[TensorType, ...]
+    facts: ModelFacts, t: TensorLike, request: Request, mixture: Mixture | None, mixed: tuple[TensorType, ...]
 ) -> Choice:
     """Take the five steps for one tensor; _fit() checks rows and shapes."""
     verdict = decide(request.rules, t.name)
@@ -318,9 +257,13 @@ def _choose(
     def choice(found: TensorType, by: str, reason: str) -> Choice:
         return Choice(t.name, t.type, found, reason, by, rule=rule, mixed=mixed)
 
+    if request.repack is not None:
+        found, why = request.repack.choose(t, rows_together(t))
+        return choice(found, "repack", why)
     if (kept := _why_kept(facts, t, request)) is not None:
         beaten = f"; {rule} does not apply" if rule is not None and rule.type != t.type else ""
         return choice(t.type, "kept", f"kept: {kept}{beaten}")
+    suggested = mixture.choose(t) if mixture is not None and request.ik else None  # in ik, all tensors count
     if (own := _own_option(request, t.name, rule is not None)) is not None:
         return choice(getattr(request, own), "option", option_name(own))
     if rule is not None:
@@ -328,13 +271,13 @@ def _choose(
     by_class, remark = _by_class(request, t.name)
     if by_class is not None:
         return choice(by_class, "class", remark)
-    if mixture is None:
+    base = request.preset.base
+    if base is None:
         return choice(t.type, "COPY", f"{remark}COPY")
-    if request.pure:
-        return choice(mixture.base, "preset", f"{remark}--pure")
-    if not request.preset.mixes or not mixture.base.is_quantized:
-        return choice(mixture.base, "preset", f"{remark}{request.preset}, no mixture")
-    found, why = mixture.choose(t)
+    if mixture is None:
+        why = "--pure" if request.pure else f"{request.preset}, no mixture"
+        return choice(base, "preset", remark + why)
+    found, why = suggested or mixture.choose(t)
     return choice(found, "preset", remark + why)
 
 
@@ -347,7 +290,7 @@ def _why_kept(facts: ModelFacts, t: TensorLike, request: Request) -> str | None:
         return None if request.ffn_gate_inp_type else "the router (--ffn-gate-inp-type changes it)"
     if t.name == "output.weight" and request.leave_output_tensor:
         return "--leave-output-tensor"
-    return why_never(t.name, facts.arch, request.preset.trees == "ik")
+    return why_never(t.name, facts.arch, request.ik)
 
 
 def _own_option(request: Request, name: str, has_rule: bool) -> str | None:
@@ -358,7 +301,7 @@ def _own_option(request: Request, name: str, has_rule: bool) -> str | None:
         return "output_tensor_type"
     if name not in TOKEN_EMBD_NAMES or request.token_embedding_type is None:
         return None
-    return None if has_rule and name == "per_layer_token_embd.weight" else "token_embedding_type"
+    return None if (has_rule or request.ik) and name == "per_layer_token_embd.weight" else "token_embedding_type"
 
 
 def _fallback_of(fallback: str) -> TensorType | None:
@@ -371,30 +314,39 @@ def _fallback_of(fallback: str) -> TensorType | None:
     return found
 
 
-def _fit(choice: Choice, t: TensorLike, fallback: TensorType | None) -> Choice:
+def _fit(choice: Choice, t: TensorLike, fallback: TensorType | None, *, ik: bool) -> Choice:
     """Replace a type that does not fit the tensor's rows or shape."""
     wanted, n = choice.type, t.shape[0]
     if choice.copied:
         return choice
     if n % wanted.block:
-        found = fallback or presets.next_type(wanted)
+        found = fallback or presets.next_type(wanted, ik=ik)
         if n % found.block:
-            found = presets.next_dividing(found, n)
+            found = presets.next_dividing(found, n, ik=ik)
         note = ", where llama-quantize would stop" if wanted.name in presets.FALLBACK_OURS and fallback is None else ""
         reason = f"{choice.reason}; rows of {n} do not divide into {wanted}'s blocks of {wanted.block}: {found}{note}"
         choice = replace(choice, type=found, reason=reason, fallback_from=wanted)
     return _unweave(choice, t)
 
 
+def rows_together(t: TensorLike) -> int:
+    """Return how many rows of a tensor lie together wherever it is cut: by matrix, or into what it is made of."""
+    return math.gcd(t.shape[1] if len(t.shape) > 1 else 1, *(part.rows_apart for part in getattr(t, "parts", ())))
+
+
 def _unweave(choice: Choice, t: TensorLike) -> Choice:
     plain = presets.without_weave(choice.type)
     if plain == choice.type:
         return choice
+    if t.shape[0] % plain.block:  # IQ1_S_R4 has blocks of 32, IQ1_S of 256
+        plain = presets.next_dividing(plain, t.shape[0], ik=True)
     if t.name in TOKEN_EMBD_NAMES:
         return replace(choice, type=plain, reason=f"{choice.reason}; embeddings are read row by row: {plain}")
-    if t.shape[1] % choice.type.interleave == 0:
+    rows = rows_together(t)
+    if weaves_together(choice.type, t.shape[0], rows):
         return choice
-    why = f"{t.shape[1]} rows do not divide into groups of {choice.type.interleave}: {plain}"
+    values = f" of {t.shape[0]}" if rows % choice.type.interleave == 0 else ""
+    why = f"{rows} rows{values} do not divide into groups of {choice.type.interleave}: {plain}"
     first = choice.fallback_from or choice.type
     return replace(choice, type=plain, reason=f"{choice.reason}; {why}", fallback_from=first)
 
@@ -410,9 +362,9 @@ def lint_request(request: Request, tensors: Sequence[TensorLike], choices: Seque
     """Return what the user should know before any work, starting with the findings of recipe.lint_rules.
 
     QK-W006 a rule has no effect, because options or never-quantized tensors come first; QK-W007 an option has no
-    effect; QK-W008 NVFP4 without its tensor-wide scales; QK-W009 an ik preset without its mixture;
-    QK-W010 llama-quantize would ignore the rules; QK-W011 no runtime has all the types; QK-W012 --ffn-gate-type
-    and --ffn-up-type differ, but experts are merged; QK-W015 one of them alone applies to merged experts.
+    effect; QK-W008 NVFP4 without its tensor-wide scales; QK-W010 llama-quantize would ignore the rules; QK-W011 no
+    runtime has all the types; QK-W012 --ffn-gate-type and --ffn-up-type differ, but experts are merged; QK-W015 one of
+    them alone applies to merged experts; QK-W016 ik_llama.cpp would ignore a class option.
     """
     lints = lint_rules(request.rules, [t.name for t in tensors])
     lints += _lint_beaten(request, choices)
@@ -459,8 +411,6 @@ def _lint_types(request: Request, choices: Sequence[Choice]) -> list[Lint]:
     if "NVFP4" in made:
         found.append(("QK-W008", "NVFP4 is written without the per-tensor scale of NVIDIA's checkpoints; llama.cpp "
                                  "loads it, but the error is larger"))  # fmt: skip
-    if preset.trees == "ik" and not preset.mixes and any(p.name == preset.name for p in presets.PRESETS):
-        found.append(("QK-W009", f"ik_llama.cpp has a mixture for {preset}; here every tensor gets {preset.base}"))
     if any(c.by == "rule" for c in choices) and (preset.base is None or not preset.base.is_quantized):
         found.append(("QK-W010", f"llama-quantize ignores rules when TYPE is {preset}; here they apply"))
     ik, mainline = (sorted({c.type.name for c in choices if c.type.trees == tree}) for tree in ("ik", "mainline"))
@@ -473,4 +423,8 @@ def _lint_types(request: Request, choices: Sequence[Choice]) -> list[Lint]:
     if both := [c for c in choices if c.by == "class" and _BOTH_HALVES in c.reason]:
         option = both[0].reason.split(",")[0]
         found.append(("QK-W015", f"{option} applies to both halves of merged {and_more([c.name for c in both])}"))
+    heard = {o for c in choices if c.by == "class" for o in CLASS_OPTIONS if option_name(o) in c.reason.split(" and ")}
+    for option in CLASS_OPTIONS if request.ik else ():
+        if option in heard and not mixture_ik.heeds(preset.name, option.removesuffix("_type")):
+            found.append(("QK-W016", f"ik_llama.cpp ignores {option_name(option)} in {preset}; here it applies"))
     return [Lint(code, message) for code, message in found]

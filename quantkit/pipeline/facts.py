@@ -99,8 +99,12 @@ _NEVER_GLM5_NEXT = (
     "attn_k_b.weight", "attn_v_b.weight",
 )  # fmt: skip
 
-#: ik_llama.cpp also keeps these, so they stay when TYPE is one of its own.
-_NEVER_IK = ("ssm_x.weight", "ssm_dt.weight")
+#: What ik_llama.cpp keeps instead, beside _NEVER_EXACT.
+_NEVER_IK = {
+    "_norm.weight": "norm",
+    **dict.fromkeys(("ssm_conv1d", "ssm_x.weight", "ssm_dt.weight"), "small, Mamba"),
+    "attn_rel_b.weight": "relative position bias",
+}
 
 
 def n_dims(shape: Sequence[int]) -> int:
@@ -119,10 +123,10 @@ def why_never(name: str, arch: str, ik: bool = False) -> str | None:
         return "no weight"
     if name in _NEVER_EXACT:
         return _NEVER_EXACT[name]
-    for text, what in _NEVER.items():
+    for text, what in (_NEVER_IK if ik else _NEVER).items():
         if text in name:
             return what
-    more = (*(_NEVER_GLM5_NEXT if arch == "glm5-next" else ()), *(_NEVER_IK if ik else ()))
+    more = _NEVER_GLM5_NEXT if arch == "glm5-next" and not ik else ()
     return next((f"small, {arch}" for text in more if text in name), None)
 
 
@@ -142,8 +146,11 @@ class ModelFacts:
     is_70b: bool = False
     #: There is an output.weight; otherwise token_embd.weight is also the output (tied).
     has_output: bool = True
-    #: How many tensors are attn_v, attn_qkv or attn_kv_b.
+    #: How many tensors are attn_v or attn_qkv (or attn_kv_b, in llama.cpp).
     n_attention_wv: int = 0
+    #: ik_llama.cpp takes the model for an 8B or a 70B; tokens in its vocabulary. Only ik's rules ask.
+    is_8b_or_70b: bool = False
+    n_vocab: int = 0
 
     @property
     def n_gqa(self) -> int:
@@ -151,14 +158,15 @@ class ModelFacts:
         return self.n_head // self.n_head_kv if self.n_head_kv else 0
 
     @classmethod
-    def from_metadata(cls, metadata: Metadata, tensors: Iterable[TensorLike]) -> ModelFacts:
-        """Read the facts from GGUF keys, as llama.cpp's load_hparams does.
+    def from_metadata(cls, metadata: Metadata, tensors: Iterable[TensorLike], *, ik: bool = False) -> ModelFacts:
+        """Read the facts from GGUF keys, as llama.cpp's load_hparams does, or ik_llama.cpp's llm_load_hparams.
 
         ``metadata`` gives a key's value or None (a mapping, or GGUFFile.get). With --prune-layers pass the
         *source's* metadata (llama-quantize counts its layers) and the tensors that are left.
         """
         get = metadata if callable(metadata) else metadata.get
         names = [t.name for t in tensors]
+        wv = ("attn_v.weight", "attn_qkv.weight")
         arch = str(get("general.architecture") or "")
 
         def number(key: str, default: int = 0) -> int:
@@ -171,15 +179,33 @@ class ModelFacts:
         n_head_kv = 0 if is_clip else number("attention.head_count_kv", n_head)
         n_expert = 0 if is_clip else number("expert_count")
         n_body = n_layer - number("nextn_predict_layers")
+        multi_head, has_output = n_head == n_head_kv, "output.weight" in names
+        if not ik:
+            return cls(
+                arch=arch,
+                n_layer=_n_layer_all(arch, n_layer, n_body, number("num_loops", 1)),
+                n_expert=n_expert,
+                n_head=n_head,
+                n_head_kv=n_head_kv,
+                is_70b=_is_70b(arch, n_body, n_expert, multi_head),
+                has_output=has_output,
+                n_attention_wv=sum(category(name) in ATTN_V_LIKE for name in names),
+            )
+        n_vocab = number("vocab_size", len(get("tokenizer.ggml.tokens") or ()))
+        if arch in _MLA_IK and n_head_kv == 1:
+            n_head_kv = n_head  # ik undoes llama.cpp's MLA, which has one kv head
+        size = _size_ik(arch, n_layer, n_expert, n_vocab, number("embedding_length"), multi_head)
         return cls(
             arch=arch,
-            n_layer=_n_layer_all(arch, n_layer, n_body, number("num_loops", 1)),
+            n_layer=n_layer,
             n_expert=n_expert,
             n_head=n_head,
             n_head_kv=n_head_kv,
-            is_70b=_is_70b(arch, n_body, n_expert, n_head == n_head_kv),
-            has_output="output.weight" in names,
-            n_attention_wv=sum(category(name) in ATTN_V_LIKE for name in names),
+            is_70b=size == "70B",
+            has_output=has_output and arch not in _NO_OUTPUT_IK,
+            n_attention_wv=sum(any(text in name for text in wv) for name in names),
+            is_8b_or_70b=size is not None,
+            n_vocab=n_vocab,
         )
 
 
@@ -208,3 +234,29 @@ def _is_70b(arch: str, n_body: int, n_expert: int, multi_head: bool) -> bool:
     if arch in ("llama", "llama-embed"):
         return n_body == 80 and n_expert != 8 and not multi_head
     return n_body == {"qwen2": 80, "deci": 80, "olmo": 80, "jais2": 68}.get(arch)
+
+
+#: Architectures whose single KV head ik_llama.cpp replaces by as many as there are heads.
+_MLA_IK = ("deepseek2", "mistral4", "glm-dsa")
+
+
+#: Architectures in which ik_llama.cpp knows no output.weight: if there is one, it has the base type, and token_embd
+#: is taken for the output (src/llama-model.cpp, LLM_TENSOR_NAMES).
+_NO_OUTPUT_IK = frozenset({
+    "gptj", "bert", "nomic-bert", "jina-bert-v2", "gemma", "gemma2", "gemma4-assistant", "gemma4_mtp", "command-r",
+    "openelm", "bitnet", "cohere2", "clip",
+})  # fmt: skip
+
+
+def _size_ik(arch: str, n_layer: int, n_expert: int, n_vocab: int, n_embd: int, multi_head: bool) -> str | None:
+    """Return "8B" or "70B" if ik_llama.cpp takes a model for one, by its layers (src/llama-hparams.cpp)."""
+    if arch == "llama":
+        eight = n_layer == 36 or (n_layer == 32 and n_vocab >= 40000 and n_vocab != 49152)
+        seventy = n_layer == 80 and not multi_head
+        return None if n_expert == 8 else "8B" if eight else "70B" if seventy else None
+    if arch in ("qwen3", "qwen3vl"):
+        return "8B" if n_layer == 36 and n_embd != 2560 else None
+    layers = {"deci": (80, "70B"), "qwen2": (80, "70B"), "olmo": (80, "70B"), "cohere2": (32, "8B"),
+              "mistral3": (34, "8B")}  # fmt: skip
+    n, size = layers.get(arch, (-1, ""))
+    return size if n == n_layer else None

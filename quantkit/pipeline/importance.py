@@ -24,6 +24,7 @@ F32Array = npt.NDArray[np.float32]
 #: Tensors that llama-quantize encodes even without importance.
 EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
 EXEMPT = (*EMBEDDINGS, "output.weight")
+EXEMPT_IK = ("token_embd.weight", "output.weight")
 #: Below it a float32 is subnormal, and its products with squares of weights are zero.
 TINY = float(np.finfo(np.float32).tiny)
 _TREES = {"mainline": "llama.cpp", "ik": "ik_llama.cpp"}
@@ -286,9 +287,9 @@ def _check_values(imatrix: Imatrix, name: str) -> bool:
 
 
 def must_have_importance(
-    tensor: str, target: TensorType, *, preset: str | None = None, ignore_rules: bool = False
+    tensor: str, target: TensorType, *, preset: str | None = None, ik: bool = False, ignore_rules: bool = False
 ) -> str | None:
-    """Return why ``tensor`` cannot become ``target`` without importance, or None if it can.
+    """Return why ``tensor`` cannot become ``target`` without importance, or None if it can; ``ik``: by its rules.
 
     ``preset`` is the canonical name of the file type. An encoder that requires importance (TensorType.imatrix is
     "required": ggml aborts) always needs it; types that only llama-quantize refuses are allowed with ``ignore_rules``
@@ -297,10 +298,11 @@ def must_have_importance(
     """
     if target.imatrix == "required":
         return f"the {target} encoder cannot work without importance, even with --ignore-imatrix-rules"
-    if ignore_rules or tensor in EXEMPT:
+    if ignore_rules or tensor in (EXEMPT_IK if ik else EXEMPT):
         return None
-    if target.needs_imatrix:
-        trees = " and ".join(f"{_TREES[tree]}'s" for tree in target.needs_imatrix.split("+"))
+    refusing = [tree for tree in target.needs_imatrix.split("+") if tree == "ik" or (tree and not ik)]
+    if refusing:
+        trees = " and ".join(f"{_TREES[tree]}'s" for tree in refusing)
         return f"{trees} llama-quantize refuses {target} without importance (--ignore-imatrix-rules allows it)"
     if target.name == "Q2_K" and preset == "Q2_K_S":
         return "llama-quantize refuses Q2_K in a Q2_K_S file without importance (--ignore-imatrix-rules allows it)"
@@ -308,12 +310,18 @@ def must_have_importance(
 
 
 def check_importance(
-    found: Found | None, tensor: str, target: TensorType, *, preset: str | None = None, ignore_rules: bool = False
+    found: Found | None,
+    tensor: str,
+    target: TensorType,
+    *,
+    preset: str | None = None,
+    ik: bool = False,
+    ignore_rules: bool = False,
 ) -> None:
     """Raise RecipeError if ``tensor`` lacks the importance ``target`` needs; ``found`` is None without a matrix."""
     if found is not None and found.entry is not None:
         return
-    why = must_have_importance(tensor, target, preset=preset, ignore_rules=ignore_rules)
+    why = must_have_importance(tensor, target, preset=preset, ik=ik, ignore_rules=ignore_rules)
     if why is None:
         return
     cause = "no --imatrix was given" if found is None else "; ".join(found.notes)

@@ -15,6 +15,7 @@ from pathlib import Path
 from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf import Field, GGUFFile, Layout, layout_gguf, parse_split_path, split_fields, split_path
 from quantkit.kernels.formats import has_decoder, has_encoder
+from quantkit.kernels.interleave import repacks
 from quantkit.pipeline.work import PlannedTensor, RowSlice
 from quantkit.types import TensorType
 
@@ -32,6 +33,8 @@ class Chosen:
     reason: str
     parts: tuple[RowSlice, ...]
     fallback_from: TensorType | None = None
+    #: Whose search encodes it, if not its type's: see ``PlannedTensor``.
+    encoder: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +67,8 @@ class Plan:
     fingerprint: str
     #: Files beside the source that the plan was made from: importance matrix, rules.
     reads: tuple[Path, ...] = ()
+    #: Whose rules chose the types, "mainline" or "ik"; "" if nothing was chosen.
+    rules: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -106,6 +111,7 @@ def plan_output(
     chosen: Sequence[Chosen],
     *,
     title: str,
+    rules: str = "",
     notes: Sequence[str] = (),
     shard_of: Sequence[int] | None = None,
     split_max_size: int | None = None,
@@ -120,6 +126,7 @@ def plan_output(
         fields: the metadata of the output, all in the first shard. split.* keys are set where needed.
         chosen: the tensors in order.
         title: a name for the result, for people ("Q4_K_M").
+        rules: whose rules chose the types.
         notes: sentences for the user.
         shard_of: the shard of each chosen tensor, ascending; by default one shard (but see below).
         split_max_size: start a new shard before this many bytes of tensors are exceeded.
@@ -137,10 +144,11 @@ def plan_output(
         shards.append(PlannedShard(_shard_path(output, no, len(groups)), layout))
         tensors += [_place(c, no, offset) for c, offset in zip(group, layout.offsets, strict=True)]
     digest = hashlib.sha256(identity.encode())
+    digest.update(" ".join(c.encoder for c in chosen).encode())
     for shard in shards:
         digest.update(os.fsencode(shard.path.name) + shard.layout.header)
     notes = [*notes, *_leftovers(source, [shard.path for shard in shards])]
-    return Plan(source, title, tuple(shards), tuple(tensors), tuple(notes), digest.hexdigest(), tuple(reads))
+    return Plan(source, title, tuple(shards), tuple(tensors), tuple(notes), digest.hexdigest(), tuple(reads), rules)
 
 
 def _leftovers(source: GGUFFile, paths: Sequence[Path]) -> list[str]:
@@ -162,11 +170,13 @@ def _leftovers(source: GGUFFile, paths: Sequence[Path]) -> list[str]:
     return [f"next to the output, but not part of it: {names}, perhaps from an earlier run"]
 
 
-def check_kernels(chosen: Sequence[Chosen]) -> None:
+def check_kernels(chosen: Sequence[Chosen | PlannedTensor]) -> None:
     """Raise TypeNotSupported, before any work, for tensors that can be neither copied nor decoded and encoded."""
 
     for c in chosen:
         for have in {part.source.type for part in c.parts} - {c.type}:
+            if repacks(have, c.type):
+                continue
             if not has_encoder(c.type):
                 raise TypeNotSupported(
                     f"tensor {c.name}: this version has no encoder for {c.type} ({c.reason}); "
@@ -177,7 +187,9 @@ def check_kernels(chosen: Sequence[Chosen]) -> None:
 
 
 def _place(c: Chosen, shard: int, offset: int) -> PlannedTensor:
-    return PlannedTensor(c.name, c.shape, c.type, c.reason, c.fallback_from, c.parts, shard, offset, c.nbytes)
+    return PlannedTensor(
+        c.name, c.shape, c.type, c.reason, c.fallback_from, c.parts, shard, offset, c.nbytes, c.encoder
+    )
 
 
 def _groups(chosen: Sequence[Chosen], shard_of: Sequence[int] | None, split_max_size: int | None) -> list[list[Chosen]]:

@@ -1,26 +1,16 @@
-"""Presets: the names TYPE may have, and the mixtures behind llama.cpp's names.
+"""Presets: the names TYPE may have in llama.cpp b11434 and ik_llama.cpp 8337e4cd3, and whose rules apply.
 
-A *preset* (llama.cpp's ftype) is a base type and a mixture: rules that give more bits to the most sensitive tensors
-(``attn_v``, ``ffn_down`` of some layers, ``output``) and sometimes fewer to others. Q4_K_M is "Q4_K, but Q6_K for half
-of attn_v and ffn_down".
-
-The mixtures are tables, one per category of tensor::
-
-    table[preset] = ((condition, type), ...)        the first condition that holds; else the base type
-
-A condition is a name in CONDITIONS: a question about a ``Place`` (layer i of n, heads per KV head, number of experts,
-imatrix or not). The name is also the reason shown to the user. Rules and order are those of llama.cpp b11434,
-src/llama-quant.cpp llama_tensor_get_type_impl, read, not copied.
-
-Presets of ik_llama.cpp 8337e4cd3 have their numbers and base types here, but not their mixtures.
+A *preset* (llama.cpp's ftype) is a base type and a mixture, whose rules are in mixture.py. Names that both trees have
+follow llama.cpp's rules unless --rules ik is given; ik_llama.cpp's own names follow its rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quantkit.errors import TypeNotSupported
+from quantkit.kernels.interleave import base_of
 from quantkit.types import ALIASES as TYPE_ALIASES
 from quantkit.types import BY_NAME, TYPES, TensorType
 
@@ -155,8 +145,13 @@ PRESET_ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 _FTYPE_OF_TYPE = {"NVFP4": 39, "IQ2_S_R4": 229, "Q4_0_4X4": 33, "Q4_0_4X8": 34, "Q4_0_8X8": 35}
 
 _BY_PRESET_NAME: dict[str, Preset] = {p.name: p for p in PRESETS}
-#: A number means what it means in llama.cpp, if anything (38 is MXFP4_MOE, 0 is F32).
-_BY_FTYPE: dict[int, Preset] = {p.ftype: p for p in sorted(PRESETS, key=lambda p: (p.trees != "ik", p.name != "COPY"))}
+#: The presets of each tree by number; 0 is F32, not COPY.
+_BY_NUMBER: dict[str, dict[int, Preset]] = {
+    tree: {p.ftype: p for p in PRESETS if p.trees in (tree, "both") and p.name != "COPY"} for tree in ("mainline", "ik")
+}
+#: Whose rules there are, and of which program.
+RULES = ("mainline", "ik")
+_RUNTIMES = {"mainline": "llama.cpp", "ik": "ik_llama.cpp"}
 
 
 def is_target(t: TensorType) -> bool:
@@ -164,28 +159,30 @@ def is_target(t: TensorType) -> bool:
     return t.family not in ("integer", "activation") and t.name != "F64"
 
 
-def preset_by_name(text: str) -> Preset:
+def preset_by_name(text: str, tree: str | None = None) -> Preset:
     """Return the preset for TYPE: a preset's name, alias or number, or any tensor type's name, in any case.
 
-    Presets win over tensor types (Q4_K is Q4_K_M, as in llama-quantize), llama.cpp's over ik_llama.cpp's. The name of
-    a tensor type, or of an ik_llama.cpp preset named after its type (IQ4_KS), gives every tensor that type without a
-    mixture. Raises TypeNotSupported for ik_llama.cpp presets that are only mixtures, and for unknown names.
+    Presets win over tensor types (Q4_K is Q4_K_M, as in llama-quantize), and numbers mean what they mean in llama.cpp,
+    if anything. With ``tree`` ("mainline" or "ik", --rules) names and numbers are those of that tree. The name of a
+    tensor type that is no preset gives every tensor that type, without a mixture. Raises TypeNotSupported for unknown
+    names, and for those of the other tree.
     """
     key = text.strip().upper()
     found = _BY_PRESET_NAME.get(PRESET_ALIASES.get(key, key))
     if found is None and key.isascii() and key.isdecimal():
-        found = _BY_FTYPE.get(int(key))
-    if found is None:
-        return _plain_type(key, text)
-    if found.trees != "ik":
-        return found
-    plain = TYPE_ALIASES.get(found.name, found.name)
-    if plain not in BY_NAME:
-        raise TypeNotSupported(
-            f"{found.name} is a mixture of ik_llama.cpp, whose mixing rules are not in this version; "
-            f"give a type, such as {found.base}, and the exceptions with --custom-q or --recipe"
-        )
-    return Preset(found.name, found.ftype, found.base, "ik", found.description, mixes=False)
+        trees = (tree or "mainline", *RULES)
+        found = next((_BY_NUMBER[t][int(key)] for t in trees if int(key) in _BY_NUMBER[t]), None)
+    if found is None or (tree == "mainline" and found.trees == "ik" and found.name in BY_NAME):
+        found = _plain_type(key if found is None else found.name, text)
+    if tree is not None and found.trees not in (tree, "both"):
+        runtime, other = (_RUNTIMES[t] for t in (tree, found.trees))
+        raise TypeNotSupported(f"{found} is of {other}: {runtime} has no rules for it; omit --rules {tree}")
+    return found
+
+
+def rules_of(preset: Preset) -> str:
+    """Return the tree whose rules apply to ``preset`` unless --rules says otherwise: "mainline" or "ik"."""
+    return "ik" if preset.trees == "ik" else "mainline"
 
 
 def _plain_type(key: str, text: str) -> Preset:
@@ -208,150 +205,6 @@ def _did_you_mean(key: str) -> str:
     return f"; did you mean {' or '.join(near)}?" if near else "; `quantkit types` lists them all"
 
 
-# --- the mixtures of llama.cpp -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where in the model a tensor is: the facts that conditions depend on.
-
-    ``i`` of ``n`` is the layer: a running count of tensors of the category, or the number in the name.
-    """
-
-    i: int
-    n: int
-    gqa: int
-    n_expert: int
-    has_imatrix: bool
-
-
-def more_bits(i: int, n: int) -> bool:
-    """True for the layers llama.cpp favours: the first and last eighth, and every third between."""
-    return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
-
-
-#: The questions that the tables ask. A name is also the reason that users read.
-CONDITIONS: Mapping[str, Callable[[Place], bool]] = {
-    "always": lambda p: True,
-    "4+ heads a kv head": lambda p: p.gqa >= 4,
-    "4+ heads a kv head or 4+ experts": lambda p: p.gqa >= 4 or p.n_expert >= 4,
-    "8 experts": lambda p: p.n_expert == 8,
-    "not 8 experts": lambda p: p.n_expert != 8,
-    "no imatrix": lambda p: not p.has_imatrix,
-    "first 2": lambda p: p.i < 2,
-    "first 4": lambda p: p.i < 4,
-    "first 16th": lambda p: p.i < p.n // 16,
-    "first 8th": lambda p: p.i < p.n // 8,
-    "first 8th, no imatrix": lambda p: p.i < p.n // 8 and not p.has_imatrix,
-    "first 8th, imatrix": lambda p: p.i < p.n // 8 and p.has_imatrix,
-    "8 experts, favoured layer": lambda p: p.n_expert == 8 and more_bits(p.i, p.n),
-    "favoured layer": lambda p: more_bits(p.i, p.n),
-    "middle 6 8ths": lambda p: p.n // 8 <= p.i < 7 * p.n // 8,
-}
-
-Row = tuple[str, str]
-Table = Mapping[str, tuple[Row, ...]]
-
-_GQA, _GQA_E = "4+ heads a kv head", "4+ heads a kv head or 4+ experts"
-
-#: The presets whose layers follow LOW_BIT instead of the tables after it.
-LOW_BIT_PRESETS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M")
-
-#: output.weight, or the embedding that serves as both: Q6_K unless listed here or kept at Q8_0.
-OUTPUT_Q5_K = frozenset({*LOW_BIT_PRESETS, "IQ3_XXS"})
-
-#: token_embd.weight and per_layer_token_embd.weight where there is an output.weight.
-TOKEN_EMBD: Mapping[str, str] = {
-    **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS"), "Q2_K"),
-    **dict.fromkeys(("IQ2_S", "IQ2_M", "IQ3_XXS"), "IQ3_S"),
-    **dict.fromkeys(("TQ1_0", "TQ2_0", "Q2_0"), "Q4_K"),
-}
-
-#: The presets of one and two bits.
-LOW_BIT: Mapping[str, Table] = {
-    "attn_v": {
-        **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS"), ((_GQA_E, "Q4_K"), ("always", "Q2_K"))),
-        **dict.fromkeys(("IQ2_S", "IQ2_M"), ((_GQA_E, "Q4_K"), ("always", "IQ3_S"))),
-    },
-    "attn_k": dict.fromkeys(LOW_BIT_PRESETS, (("8 experts", "Q4_K"),)),
-    "ffn_down": {
-        **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS"), (("first 8th", "Q2_K"),)),
-        **dict.fromkeys(("IQ2_S", "IQ2_M"), (("first 8th", "IQ3_S"),)),
-    },
-    "attn_output": {
-        **dict.fromkeys(("IQ1_S", "IQ1_M"), (("8 experts", "Q5_K"), ("always", "IQ2_XXS"))),
-        **dict.fromkeys(("IQ2_XXS", "IQ2_XS"), (("8 experts", "Q5_K"),)),
-        **dict.fromkeys(("IQ2_S", "IQ2_M"), (("8 experts", "Q5_K"), ("always", "IQ3_S"))),
-    },
-}
-
-#: attn_v, attn_qkv and attn_kv_b: small under GQA, and sensitive.
-ATTN_V: Table = {
-    "Q2_K": ((_GQA, "Q4_K"), ("always", "Q3_K")),
-    "Q2_K_S": ((_GQA, "Q4_K"),),
-    "IQ3_XXS": ((_GQA, "Q4_K"), ("no imatrix", "IQ3_S")),
-    "IQ3_XS": ((_GQA, "Q4_K"),),
-    "IQ3_S": ((_GQA, "Q4_K"),),
-    "IQ3_M": (("always", "Q4_K"),),
-    "Q3_K_M": (("first 2", "Q5_K"), ("always", "Q4_K")),
-    "Q3_K_L": (("always", "Q5_K"),),
-    "IQ4_NL": ((_GQA, "Q5_K"),),
-    "IQ4_XS": ((_GQA, "Q5_K"),),
-    "Q4_K_S": (("first 4", "Q5_K"),),
-    "Q4_K_M": (("favoured layer", "Q6_K"),),
-    "Q5_K_M": (("favoured layer", "Q6_K"),),
-}
-#: In 70B models attn_v is an eighth of attn_q: these steps up cost next to nothing.
-ATTN_V_70B: Mapping[str, str] = {"Q3_K": "Q5_K", "Q4_K": "Q5_K"}
-
-#: attn_k and attn_q; in models of 8 experts attn_k and attn_v are Q8_0.
-ATTN_K_Q: Table = {"IQ3_XS": (("always", "IQ3_XXS"),), "IQ3_XXS": (("always", "IQ2_S"),)}
-
-FFN_DOWN: Table = {
-    "Q2_K": (("always", "Q3_K"),),
-    "Q2_K_S": (("first 8th", "Q4_K"),),
-    "IQ3_XXS": (("first 8th, no imatrix", "Q4_K"), ("no imatrix", "Q3_K")),
-    "IQ3_M": (("first 8th", "Q4_K"), ("8 experts, favoured layer", "Q4_K")),
-    "Q3_K_M": (("first 16th", "Q5_K"), ("always", "Q4_K")),
-    "Q3_K_L": (("always", "Q5_K"),),
-    "IQ4_NL": (("first 8th, no imatrix", "Q5_K"),),
-    "IQ4_XS": (("first 8th, no imatrix", "Q5_K"),),
-    "Q4_0": (("first 8th, imatrix", "Q4_1"),),
-    "Q5_0": (("first 8th, imatrix", "Q5_1"),),
-    "Q4_K_S": (("first 8th", "Q5_K"),),
-    "Q4_K_M": (("favoured layer", "Q6_K"),),
-    "Q5_K_M": (("favoured layer", "Q6_K"),),
-}
-FFN_DOWN_FALCON: Table = {
-    **FFN_DOWN,
-    "Q3_K_M": (("first 16th", "Q5_K"), ("favoured layer", "Q4_K")),
-    "Q3_K_L": (("always", "Q4_K"),),
-    "Q4_K_S": (),
-    "Q4_K_M": (("first 16th", "Q6_K"), ("favoured layer", "Q5_K"), ("always", "Q4_K")),
-}
-
-ATTN_OUTPUT: Table = {
-    "Q2_K": (("8 experts", "Q5_K"), ("always", "Q3_K")),
-    "IQ3_XXS": (("8 experts", "Q5_K"), ("always", "IQ3_S")),
-    "Q3_K_M": (("8 experts", "Q5_K"), ("always", "Q4_K")),
-    "IQ3_M": (("8 experts", "Q5_K"), ("always", "Q4_K")),
-    "Q3_K_L": (("not 8 experts", "Q5_K"),),
-    **dict.fromkeys(("IQ3_XS", "Q3_K_S", "IQ4_NL", "Q4_K_S", "Q4_K_M", "IQ3_S", "IQ4_XS"), (("8 experts", "Q5_K"),)),
-}
-ATTN_OUTPUT_FALCON: Table = {"Q3_K_L": (("always", "Q4_K"),)}
-
-#: ffn_gate and ffn_up.
-FFN_GATE_UP: Table = {"IQ3_XS": (("middle 6 8ths", "IQ3_XXS"),)}
-
-
-def pick(table: Table, preset: str, place: Place) -> tuple[TensorType, str] | None:
-    """Return the type of the first row of ``table[preset]`` that holds at ``place``, and why; None for the base."""
-    for condition, name in table.get(preset, ()):
-        if CONDITIONS[condition](place):
-            return BY_NAME[name], condition
-    return None
-
-
 # --- what becomes of rows that do not divide -----------------------------------------------------------------
 
 #: llama.cpp's next smaller block (tensor_type_fallback). It has no entry for Q1_0 and NVFP4 and stops there;
@@ -364,38 +217,63 @@ FALLBACK: Mapping[str, str] = {
 #: Types at which llama-quantize gives up instead of falling back.
 FALLBACK_OURS = frozenset({"Q1_0", "NVFP4"})
 
-#: ik's (change_type_if_necessary), by the type without its _R4 or _R8; BitNet's, where ik stops, are ours.
+#: ik's (change_type_if_necessary), by the type without its _R4 or _R8; BitNet's and Q1_0's, where ik
+#: stops, are ours.
 FALLBACK_IK: Mapping[str, str] = {
     **dict.fromkeys(("IQ4_K", "Q4_K", "IQ5_KS"), "Q5_0"),
     **dict.fromkeys(("IQ5_K", "Q5_K"), "Q6_0"),
     **dict.fromkeys(("IQ6_K", "Q6_K", "Q8_K"), "Q8_0"),
-    **dict.fromkeys(("IQ1_BN", "IQ2_BN"), "Q4_0"),
+    **dict.fromkeys(("IQ1_BN", "IQ2_BN", "Q1_0"), "Q4_0"),
 }
 
-#: Woven types whose rows, taken apart, are of a type with another name.
-_UNWOVEN = {"Q8_K": "Q8_0", "Q4_0_4X4": "Q4_0", "Q4_0_4X8": "Q4_0", "Q4_0_8X8": "Q4_0"}
+#: Woven types of which nothing is known but the type that takes their place, as in ik (interleaved_properties).
+_UNWOVEN = {"IQ1_M_R4": "IQ1_M"}
 
 
 def without_weave(t: TensorType) -> TensorType:
     """Return the type of single rows behind an interleaved type: Q4_K for Q4_K_R4, Q8_0 for Q8_K_R8."""
-    if t.interleave == 1:
-        return t
+    return BY_NAME[_UNWOVEN[t.name]] if t.name in _UNWOVEN else base_of(t)
+
+
+#: ik's presets of interleaved types by the presets that --repack makes them of (repacked_ftype).
+_REPACKED = {
+    **{
+        name: f"{name}_R4"
+        for name in ("Q5_0", "Q6_0", "Q2_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_M", "IQ3_XXS", "IQ3_S")
+        + ("IQ4_NL", "IQ2_BN", "IQ2_K", "IQ3_K", "IQ4_K", "IQ5_K", "IQ4_KS", "IQ5_KS")
+    },
+    **{f"{name}_{size}": f"{name}_R4" for name in ("Q3_K", "Q4_K", "Q5_K") for size in "SLM"},
+    **{name: f"{name}_R8" for name in ("Q4_0", "Q8_0", "IQ4_XS", "Q8_KV")},
+    "BF16": "BF16_R16",
+}
+
+
+def repacked_ftype(ftype: int, interleaved: bool) -> int:
+    """Return general.file_type of a model after its rows were interleaved, or taken apart; the same if it has no pair.
+
+    ik gives all sizes of Q3_K, Q4_K and Q5_K one number; back, it becomes that of the medium one.
+    """
+    numbers = {
+        _BY_PRESET_NAME[plain].ftype: _BY_PRESET_NAME[woven].ftype
+        for plain, woven in _REPACKED.items()
+        if plain in _BY_PRESET_NAME and woven in _BY_PRESET_NAME
+    }
+    return (numbers if interleaved else {woven: plain for plain, woven in numbers.items()}).get(ftype, ftype)
+
+
+def next_type(t: TensorType, *, ik: bool = False) -> TensorType:
+    """Return the type that replaces ``t`` where rows do not divide, in ik_llama.cpp or llama.cpp; it may not either."""
     stem = t.name.rsplit("_R", 1)[0]
-    return BY_NAME[_UNWOVEN.get(stem, stem)]
-
-
-def next_type(t: TensorType) -> TensorType:
-    """Return the type that replaces ``t`` where rows do not divide; it may not divide either."""
-    if t.trees != "ik":
+    if t.trees == "mainline" or not (ik or t.trees == "ik"):
         name = FALLBACK.get(t.name, "F16")
     elif t.block <= 32:
         name = "F16"
     else:
-        name = FALLBACK_IK.get(t.name.rsplit("_R", 1)[0], "IQ4_NL")
+        name = FALLBACK_IK.get(stem, "IQ4_NL")
     return BY_NAME[name]
 
 
-def next_dividing(t: TensorType, n: int) -> TensorType:
+def next_dividing(t: TensorType, n: int, *, ik: bool = False) -> TensorType:
     """Return the fallback of ``t`` for rows of ``n`` values: the next type, or F16 where that does not divide."""
-    found = next_type(t)
+    found = next_type(t, ik=ik)
     return found if n % found.block == 0 else BY_NAME["F16"]

@@ -19,13 +19,13 @@ from typing import Protocol, TypedDict, Unpack
 
 import numpy as np
 
-from quantkit.errors import QuantkitError, ResourceError
+from quantkit.errors import QuantkitError, ResourceError, TypeNotSupported
 from quantkit.formats.outputs import Output, check_apart, check_free, part_path
 from quantkit.formats.ranges import crc32_range, reserve, sync, write_range
 from quantkit.helpers import available_cpus, crc32_combine, format_size
 from quantkit.kernels.first_run import compile_together, working_seconds
 from quantkit.pipeline.journal import Journal
-from quantkit.pipeline.plan import Plan
+from quantkit.pipeline.plan import Plan, check_kernels
 from quantkit.pipeline.warm import kernel_calls
 from quantkit.pipeline.work import JOB, NO_CRC, ErrorSums, Job, JobResult, PlannedTensor, Worker, cut_jobs, job_values
 
@@ -100,10 +100,12 @@ def run_plan(plan: Plan, *, max_ram: int = DEFAULT_MAX_RAM, **options: Unpack[Ru
         max_ram: bytes that all workers' buffers may take together.
 
     Raises:
+        TypeNotSupported: a type has no encoder or decoder in this version.
         ResourceError: no room on the disk or in memory, the output exists, or another run writes it.
         FormatError: the source holds values or blocks that no file should; the partial output is removed.
     """
     began = working_seconds()
+    check_kernels(plan.tensors)
     threads, observer = options.get("threads") or available_cpus(), options.get("observer")
     resume, overwrite = options.get("resume", False), options.get("overwrite", False)
     measure = options.get("measure_error", False)
@@ -147,10 +149,11 @@ def check_targets(plan: Plan, *, resume: bool = False, overwrite: bool = False) 
 def refusal(plan: Plan, beside: Path | None = None, *, resume: bool = False, overwrite: bool = False) -> str | None:
     """Return why a run that writes a plan, and ``beside``, would refuse, for a dry run; None if it would not."""
     try:
+        check_kernels(plan.tensors)
         if beside is not None:
             check_free(beside, overwrite=overwrite)
         check_targets(plan, resume=resume, overwrite=overwrite)
-    except ResourceError as e:
+    except (ResourceError, TypeNotSupported) as e:
         return e.message
     return None
 

@@ -8,46 +8,73 @@ from functools import partial
 import numpy as np
 
 from quantkit.kernels.first_run import Job
+from quantkit.kernels.interleave import base_of, is_woven, repacks
 from quantkit.pipeline.work import PlannedTensor
 from quantkit.types import TensorType
 
 
 def kernel_calls(tensors: Iterable[PlannedTensor], measure: bool) -> list[Job]:
     """Return calls of all kernels that encoding ``tensors`` will run; ``measure``: and measuring the error."""
-    changed = [(part.source.type, t.type) for t in tensors for part in t.parts if part.source.type is not t.type]
-    sources, targets = (dict.fromkeys(types) for types in zip(*changed, strict=True)) if changed else ({}, {})
-    written = dict.fromkeys(t.type for t in tensors if t.type.scales)
+    tensors = list(tensors)
+    changed = [
+        (part, t)
+        for t in tensors
+        for part in t.parts
+        if part.source.type is not t.type and not repacks(part.source.type, t.type)
+    ]
+    pairs = dict.fromkeys((part.source.type, t.type) for t in tensors for part in t.parts)
+    repacked = [pair for pair in pairs if repacks(*pair)]
+    sources, targets = dict.fromkeys(p.source.type for p, _ in changed), dict.fromkeys(t.type for _, t in changed)
+    encoders = dict.fromkeys((t.type, t.encoder, bool(t.encoder) and p.found is not None) for p, t in changed)
+    written = dict.fromkeys(t.type for t in tensors if base_of(t.type).scales)
     return [
-        *(partial(_encode, t) for t in targets),
+        *(partial(_encode, *which) for which in encoders),
         *(partial(_decode, t) for t in (sources | targets if measure else sources) if t.name != "F32"),
+        *(partial(_repack, *pair) for pair in repacked),
         *(partial(_validate, t) for t in written),
         *([_first_nonfinite] if changed else []),
         *([_measure] if changed and measure else []),
     ]
 
 
-def _values(t: TensorType) -> int:
-    return max(t.block, 256)
+def _shape(t: TensorType) -> tuple[int, int]:
+    """Return the rows and values of a small tensor."""
+    return t.interleave, max(t.block, 256)
 
 
-def _encode(t: TensorType) -> None:
+def _encode(t: TensorType, whose: str, weighted: bool) -> None:
+    """Encode with type ``t``'s encoder, or ``whose``; some of ik_llama.cpp's have a kernel of their own for weights."""
     from quantkit.kernels.cpu.encode import encoder
 
-    n, no_weights = _values(t), np.zeros(0, np.float32)
-    encoder(t)(np.zeros((1, n), np.float32), no_weights, np.zeros((1, t.row_bytes(n)), np.uint8), 0, 1)
+    rows, n = _shape(t)
+    weights, out = np.ones(n if weighted else 0, np.float32), np.zeros((rows, t.row_bytes(n)), np.uint8)
+    encoder(t, whose or "mainline")(np.zeros((rows, n), np.float32), weights, out, 0, rows)
 
 
 def _decode(t: TensorType) -> None:
     from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 
-    n = _values(t)
-    dequantize_rows(t, np.zeros((1, t.row_bytes(n)), np.uint8), np.zeros((1, n), np.float32))
+    rows, n = _shape(t)
+    dequantize_rows(t, np.zeros((rows, t.row_bytes(n)), np.uint8), np.zeros((rows, n), np.float32))
+
+
+def _repack(source: TensorType, target: TensorType) -> None:
+    from quantkit.kernels.cpu.interleave import deinterleave_rows, interleave_rows
+
+    for t, move, kinds in (
+        (source, deinterleave_rows, (source, base_of(source))),
+        (target, interleave_rows, (base_of(target), target)),
+    ):
+        if is_woven(t):
+            rows, n = _shape(t)
+            move(t, *(np.zeros((rows, kind.row_bytes(n)), np.uint8) for kind in kinds))
 
 
 def _validate(t: TensorType) -> None:
     from quantkit.kernels.cpu.encode.check import validate_rows
 
-    validate_rows(t, np.zeros((1, t.row_bytes(_values(t))), np.uint8))
+    rows, n = _shape(t)
+    validate_rows(t, np.zeros((rows, t.row_bytes(n)), np.uint8))
 
 
 def _first_nonfinite() -> None:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from quantkit.errors import FormatError, QuantkitError, ResourceError
 from quantkit.formats.gguf import TensorInfo
 from quantkit.formats.ranges import U8, Buffers, copy_range, read_range, write_range
+from quantkit.kernels.interleave import base_of, is_woven, repacks
 from quantkit.pipeline.importance import Found
 from quantkit.types import TensorType
 
@@ -56,6 +57,11 @@ class RowSlice:
         """True if every row of the source becomes the same row of the output."""
         return self.rows == self.source_rows == self.target_rows
 
+    @property
+    def rows_apart(self) -> int:
+        """The largest number of rows that divides every place where this part begins or ends: groups must, too."""
+        return math.gcd(self.rows, self.source_rows, self.target_rows, self.source_row, self.target_row)
+
 
 def whole(source: TensorInfo, found: Found | None = None) -> RowSlice:
     """Return the one part of a tensor whose rows stay where they are."""
@@ -80,6 +86,8 @@ class PlannedTensor:
     #: Absolute byte offset in its shard's file.
     offset: int
     nbytes: int
+    #: Whose search encodes it: "" for its type's, "ik" for ik_llama.cpp's of a type that both trees have.
+    encoder: str = ""
 
     @property
     def source(self) -> TensorInfo:
@@ -148,6 +156,11 @@ class JobResult(NamedTuple):
     sums: ErrorSums
 
 
+def group_of(part: RowSlice, target: TensorType) -> int:
+    """Return the rows that must stay together on the way from a part's type to ``target``; all are powers of two."""
+    return max(part.source.type.interleave, target.interleave)
+
+
 def cut_jobs(at: int, tensor: PlannedTensor, values: int) -> Iterator[Job]:
     """Yield the jobs of the tensor at position ``at``: about ``values`` values each, within one matrix."""
     for number, part in enumerate(tensor.parts):
@@ -163,9 +176,13 @@ def cut_jobs(at: int, tensor: PlannedTensor, values: int) -> Iterator[Job]:
 
 
 def _has_plain_rows(part: RowSlice) -> bool:
-    """Tell whether a tensor is nothing but its rows, one behind the other; I2_S has a tail, woven types have groups."""
+    """Tell whether a tensor is nothing but its rows, one behind the other, or groups of them; I2_S has a tail."""
     t = part.source.type
-    return t.interleave == 1 and t.tensor_bytes(part.source.shape) == part.source.nbytes and t.name != "I2_S"
+    return (
+        (t.interleave == 1 or is_woven(t))
+        and t.tensor_bytes(part.source.shape) == part.source.nbytes
+        and t.name != "I2_S"
+    )
 
 
 def _cut(
@@ -173,6 +190,8 @@ def _cut(
 ) -> Iterator[Job]:
     copied = part.source.type is tensor.type
     step = max(1, values * 4 // source_row if copied else values // part.values)
+    if source_row == part.source.type.row_bytes(part.values):  # rows, not any bytes
+        step = _whole_groups(step, group_of(part, tensor.type))
     for matrix in range(part.matrices):
         for row in range(0, part.rows, step):
             source = matrix * part.source_rows + part.source_row + row
@@ -190,12 +209,17 @@ def _cut(
             )
 
 
+def _whole_groups(rows: int, group: int) -> int:
+    return max(group, rows // group * group)
+
+
 def _longest(tensors: list[PlannedTensor]) -> int:
-    return max((t.shape[0] for t in tensors if not t.is_copy), default=1)
+    """Return the most values that a worker must hold at once: a row, or a group of rows."""
+    return max((t.shape[0] * group_of(p, t.type) for t in tensors if not t.is_copy for p in t.parts), default=1)
 
 
 def least_ram(tensors: list[PlannedTensor], threads: int) -> int:
-    """Return the bytes that ``threads`` workers need at least, for a row each."""
+    """Return the bytes that ``threads`` workers need at least, for a row, or a group of rows, each."""
     longest = _longest(tensors)
     # Source and target bytes of a value (at most 8 + 4), and a piece in float32, twice if the error is measured.
     return threads * (12 * longest + 8 * max(PIECE, longest))
@@ -239,7 +263,11 @@ class Worker:
             target, sums = source, ErrorSums()
         else:
             target = self._buffers.get("target", job.target_bytes)
-            sums = self._encode(job, tensor, part, source, target)
+            if repacks(part.source.type, tensor.type):
+                self._repack(job, tensor, part, source, target)
+                sums = ErrorSums()
+            else:
+                sums = self._encode(job, tensor, part, source, target)
         self._check(job, tensor, part, target)
         self._write(job, tensor, part, target, copied)
         return JobResult(NO_CRC if tensor.is_copy else zlib.crc32(target.data), sums)
@@ -258,10 +286,10 @@ class Worker:
         from quantkit.kernels.cpu.encode import encoder
         from quantkit.kernels.cpu.encode.check import first_nonfinite_row
 
-        n, encode = part.values, encoder(tensor.type)
+        n, encode = part.values, encoder(tensor.type, tensor.encoder or "mainline")
         rows_in, rows_out = source.reshape(job.rows, -1), target.reshape(job.rows, -1)
         weights = self._weights_of(job, part)
-        step, sums = max(1, PIECE // n), ErrorSums()
+        step, sums = _whole_groups(max(1, PIECE // n), group_of(part, tensor.type)), ErrorSums()
         for row in range(0, job.rows, step):
             stop = min(row + step, job.rows)
             x = self._decoded(part, rows_in[row:stop])
@@ -272,6 +300,21 @@ class Worker:
             if self.measure:
                 sums += self._error(tensor, x, rows_out[row:stop], weights)
         return sums
+
+    def _repack(self, job: Job, tensor: PlannedTensor, part: RowSlice, source: U8, target: U8) -> None:
+        """Interleave rows, or take them apart, or both: not a value is touched."""
+        from quantkit.kernels.cpu.interleave import deinterleave_rows, interleave_rows
+
+        have, want = part.source.type, tensor.type
+        rows_in, rows_out = source.reshape(job.rows, -1), target.reshape(job.rows, -1)
+        plain = rows_in if have is base_of(have) else rows_out
+        if is_woven(have):
+            if is_woven(want):
+                nbytes = job.rows * base_of(have).row_bytes(part.values)
+                plain = self._buffers.get("x", nbytes).reshape(job.rows, -1)
+            deinterleave_rows(have, rows_in, plain)
+        if is_woven(want):
+            interleave_rows(want, plain, rows_out)
 
     def _decoded(self, part: RowSlice, rows: U8) -> F32:
         """Return source rows as float32, decoded into a buffer; float32 itself is only viewed."""
@@ -315,7 +358,7 @@ class Worker:
     def _check(self, job: Job, tensor: PlannedTensor, part: RowSlice, target: U8) -> None:
         from quantkit.kernels.cpu.encode.check import validate_rows
 
-        if not tensor.type.scales or job.target_row != tensor.type.row_bytes(part.values):
+        if not base_of(tensor.type).scales or job.target_row != tensor.type.row_bytes(part.values):
             return
         bad = validate_rows(tensor.type, target.reshape(job.rows, job.target_row))
         if bad >= 0:

@@ -11,7 +11,7 @@ Arrays are those of accumulators.py, on the device: sums float64 [n_mat, 4, widt
 [experts, width, width]), counts int64 [n_mat], weight float64 [experts], total float64 [1]. All begin as zeros. bad:
 int64 [1], one more than the least row that is not finite; 0 for none.
 
-By expert: ids int32 [rows, n_used] of so many tokens; x_per: n_used if x has one row a token, 1 if one a pair. No ids:
+By expert: ids int32 [rows, n_used]; x_per: n_used if x has a row per token, 1 if it has one per pair. No ids:
 address 0, n_used and x_per 1, rows all rows of x. Covariance adds to one set of sums a launch: plain (weights, weight
 0), or weighted by the squares of ``weights``; counts (or 0) in one of the two. It does not look for what is not finite.
 """
@@ -39,13 +39,13 @@ def sum_columns_id(width: int, n_expert: int) -> Shape:
 
 
 def covariance(width: int, experts: int = 1) -> Shape:
-    """Return how to add up x x^T of every one of so many experts."""
+    """Return how to sum x x^T for each expert."""
     tiles = -(-width // _TILE)
     return Shape(Kernel(FILE, "covariance"), (tiles, tiles, experts))
 
 
 def similarity(rows: int) -> Shape:
-    """Return how to compute the cosines of so many pairs of rows."""
+    """Return how to compute the cosines of ``rows`` pairs of rows."""
     return Shape(Kernel(FILE, "similarity"), (max(1, rows), 1, 1))
 
 

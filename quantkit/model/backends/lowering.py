@@ -64,7 +64,7 @@ class Lowering(ABC):
         return self.values[value]
 
     def scratch(self, nbytes: int) -> Buffer:
-        """Return scratch of at least so many bytes; any entry may use it, and its contents do not last."""
+        """Return at least ``nbytes`` of scratch, which any entry may use: contents do not outlive an entry."""
         self._scratch.nbytes = max(self._scratch.nbytes, nbytes)
         return self._scratch
 

@@ -94,5 +94,8 @@ def helper(function: F) -> F:
 
 
 def specialize(function: Callable[..., Any], suffix: str, compiled: Any = inline, /, **bound: Any) -> Any:
-    """Compile a plain function with other globals (``rebind``): inlined, or as a ``helper`` or ``kernel``."""
-    return compiled(rebind(function, suffix, **bound))
+    """Compile a function with other globals (``rebind``): inlined, or as a ``helper`` or ``kernel``.
+
+    A compiled function stands for the plain one it was made of.
+    """
+    return compiled(rebind(getattr(function, "py_func", function), suffix, **bound))

@@ -531,6 +531,12 @@ def any_lane(b, sig, m):
     return b.icmp_unsigned("!=", bits, ir.Constant(bits.type, 0))
 
 
+@emits(lambda bits: types.intp(types.uint64))
+def trailing_zeros(b, sig, bits):
+    """Return the number of the lowest bit that is set; 64 if none is."""
+    return _call(b, "llvm.cttz.i64", bits.type, [bits, ir.IntType(1)(0)])
+
+
 def _as_i32(a: Any) -> Any:
     return VecType(types.int32, a.lanes)(a) if isinstance(a, VecType) else types.int32(types.float32)
 

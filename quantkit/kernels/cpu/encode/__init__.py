@@ -1,7 +1,8 @@
 """Encoders: float32 rows to a type's bytes, identical to the reference's.
 
 Every encoder is ``encode_<type>(x, weights, out, row0, row1)``: ``x`` float32 [rows, n], ``weights`` float32 [n] or
-empty, ``out`` uint8 [rows, row_bytes], in the file of its family (kernels/formats.py).
+empty, ``out`` uint8 [rows, row_bytes], in the file of its family (kernels/formats.py). Where ik_llama.cpp encodes a
+type of both trees by a search of its own, that is ``encode_<type>_ik``.
 """
 
 from __future__ import annotations
@@ -10,11 +11,19 @@ from collections.abc import Callable
 from typing import Any
 
 from quantkit.kernels.formats import cpu_function
+from quantkit.kernels.interleave import is_woven
 from quantkit.types import TensorType
 
 Encoder = Callable[[Any, Any, Any, int, int], None]
 
 
-def encoder(t: TensorType) -> Encoder:
-    """Return the encoder of type ``t``; raise TypeNotSupported if there is none."""
-    return cpu_function("encode", t)
+def encoder(t: TensorType, by: str = "mainline") -> Encoder:
+    """Return llama.cpp's encoder of type ``t``, or with "ik" ik_llama.cpp's; of a woven type for whole groups of rows.
+
+    Raises TypeNotSupported if there is none.
+    """
+    if is_woven(t):
+        from quantkit.kernels.cpu.encode.interleaved import woven_encoder
+
+        return woven_encoder(t, by)
+    return cpu_function("encode", t, by)

@@ -7,15 +7,17 @@ contiguous. The last batch is padded with arbitrary values, whose lanes are comp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numba import types
 
 from quantkit.kernels.cpu.core.jit import inline, kernel, specialize
-from quantkit.kernels.cpu.core.simd import transpose16_apart
+from quantkit.kernels.cpu.core.simd import f32x16, load, splat, store, transpose16_apart, vsqrt
 from quantkit.kernels.cpu.encode import Encoder
 from quantkit.kernels.cpu.encode.groups import address, copy
-from quantkit.kernels.cpu.encode.search import LANES, STEP
+from quantkit.kernels.cpu.encode.search import LANES, STEP, WIDE
 from quantkit.types import BY_NAME
 
 #: Bytes of the 256 f32 of a super-block.
@@ -57,16 +59,46 @@ def turn(s: Any, flat: Any, turned: Any, subs: Any) -> Any:
         transpose16_apart(s, flat + half * 16 * subs * 4, subs * 4, s, turned + half * 64, STEP)
 
 
+@inline
+def store_sigma(s: Any, x: Any, subs: Any, factor: Any, at: Any, turned: Any, to: Any) -> None:
+    """Store factor * (sum of squares of the super-block) / 256 for every sub-block, in memory order.
+
+    ``at`` and ``turned`` have room for 16 rows and 1 row of LANES.
+    """
+    total = splat(WIDE, np.float32(0))
+    for part in range(16):
+        for half in range(LANES // 16):
+            transpose16_apart(x, half * 16 * BLOCK_BYTES + part * 64, BLOCK_BYTES, s, at + half * 64, STEP)
+        for i in range(16):
+            v = load(WIDE, s, at + i * STEP)
+            total = total + v * v
+    store(s, turned, np.float32(factor) * total / np.float32(256))
+    for b in range(LANES):
+        sigma = load(types.float32, s, turned + 4 * b)
+        store(s, to + b * subs * 4, splat(f32x16, sigma))
+
+
+@inline
+def weigh_by_importance(s: Any, w: Any, group: Any, n: Any, x_at: Any, w_at: Any, sigma_at: Any) -> None:
+    """weight = importance * sqrt(sigma2 + x^2)"""
+    load_group(w, group, n, s, w_at)
+    sigma = load(WIDE, s, sigma_at + group * STEP)
+    for i in range(n):
+        x = load(WIDE, s, x_at + i * STEP)
+        store(s, w_at + i * STEP, load(WIDE, s, w_at + i * STEP) * vsqrt(sigma + x * x))
+
+
 # ---------------------------------------------------------------- the loop
 
 #: Bindings of ``encode_blocks``: encode_batch(s, x, weights, out, count), s: float32 scratch, x, weights and out:
 #: addresses for the first block, weights 0 without an importance matrix; the values and bytes of a block, and more.
+#: Tables are further arguments.
 encode_batch: Any = None
 block = block_bytes = batch = scratch_bytes = 0
 gathered = False
 
 
-def encode_blocks(x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
+def encode_blocks(x: Any, weights: Any, out: Any, row0: int, row1: int, *tables: Any) -> None:
     """Encode rows row0..row1 of x, float32 [rows, n], to uint8 [rows, row_bytes]; weights: float32 [n], or empty."""
     per_row = x.shape[1] // block
     scratch, group, repeated = aligned_scratch(scratch_bytes), np.zeros(block * batch, np.float32), periodic(weights)
@@ -78,15 +110,39 @@ def encode_blocks(x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
             copy(source, address(group), 4 * block * count)
             source = address(group)
         w = address(repeated) + 4 * block * (first % per_row) if repeated.size else 0
-        encode_batch(scratch, source, w, address(out) + block_bytes * first, count)
+        encode_batch(scratch, source, w, address(out) + block_bytes * first, count, *tables)
 
 
-def blocks_encoder(name: str, encode_batch: Any, batch: int, scratch_bytes: int, gathered: bool = False) -> Encoder:
+def blocks_encoder(
+    name: str,
+    encode_batch: Any,
+    batch: int,
+    scratch_bytes: int,
+    gathered: bool = False,
+    tables: Callable[[], Any] | None = None,
+) -> Encoder:
     """Return the encoder of a type that encodes ``batch`` blocks at a time.
 
     gathered: copy the values into L1 first, because strided reads defeat the prefetcher.
+    tables: returns arrays that encode_batch takes as further arguments.
     """
     t = BY_NAME[name]
     bound = {"encode_batch": encode_batch, "batch": batch, "scratch_bytes": scratch_bytes, "gathered": gathered}
     sizes = {"block": t.block, "block_bytes": t.block_bytes}
-    return specialize(encode_blocks, name.lower(), kernel, **bound, **sizes)  # type: ignore[no-any-return]
+    compiled = specialize(encode_blocks, name.lower(), kernel, **bound, **sizes)
+    if tables is None:
+        return compiled  # type: ignore[no-any-return]
+
+    def encode(x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
+        compiled(x, weights, out, row0, row1, *tables())
+
+    return encode
+
+
+def if_weighted(weighted: Encoder, plain: Encoder) -> Encoder:
+    """Return the encoder of a type that is ``weighted`` with an importance matrix, and ``plain`` without one."""
+
+    def encode(x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
+        (weighted if weights.size else plain)(x, weights, out, row0, row1)
+
+    return encode

@@ -21,6 +21,8 @@ import numpy.typing as npt
 from quantkit.errors import FormatError
 from quantkit.kernels.cpu.core.jit import inline, kernel
 from quantkit.kernels.cpu.core.simd import any_lane, load, load_line
+from quantkit.kernels.cpu.interleave import deinterleave_rows
+from quantkit.kernels.interleave import base_of, is_woven
 from quantkit.types import TensorType
 
 #: The mask of each kind of field; its type is the field's width.
@@ -82,8 +84,10 @@ def validate_rows(t: TensorType, data: npt.NDArray[np.uint8]) -> int:
     """Return the first row with an invalid block, or -1.
 
     ``data`` is uint8 [rows, row_bytes]. Raises FormatError if it is not, or if a row is not a whole number of blocks.
-    Types without fields to check (``t.scales`` empty) always pass.
+    Types without fields to check (``t.scales`` empty) always pass; woven rows, in whole groups, are taken apart.
     """
+    if is_woven(t):
+        return _validate_woven(t, data)
     if data.dtype != np.uint8 or data.ndim != 2 or (data.shape[1] - t.row_header) % t.block_bytes:
         raise FormatError(
             f"{t.name}: rows must be uint8 [rows, {t.row_header} + k * {t.block_bytes} bytes],"
@@ -104,3 +108,10 @@ def validate_rows(t: TensorType, data: npt.NDArray[np.uint8]) -> int:
             found = _first_strided(address, row_bytes, first, type(mask), mask, at, step)
         first = found if found >= 0 else first
     return first if first < len(data) else -1
+
+
+def _validate_woven(t: TensorType, data: npt.NDArray[np.uint8]) -> int:
+    base, n = base_of(t), (data.shape[1] - t.row_header) // t.block_bytes * t.block
+    plain = np.empty((len(data), base.row_bytes(n)), np.uint8)
+    deinterleave_rows(t, np.ascontiguousarray(data), plain)
+    return validate_rows(base, plain)

@@ -1,4 +1,4 @@
-"""IQ4_NL and IQ4_XS: 4-bit, unevenly spaced levels.
+"""IQ4_NL and IQ4_XS: 4-bit, unevenly spaced levels. IQ2 and IQ3 are in grid_quants.py, IQ1 in grid_ternary.py.
 
 Levels 0..15 are indices of 16 values, denser around zero, as weights are::
 
@@ -21,28 +21,47 @@ Source: llama.cpp b11434 ggml-quants.c, quantize_row_iq4_nl_impl and best_index_
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 
-from quantkit.kernels.cpu.core.jit import helper, inline
+from quantkit.kernels.cpu.core.jit import helper, inline, specialize
 from quantkit.kernels.cpu.core.simd import (
+    any_lane,
     cast,
     convert,
     f32_to_f16,
     f32x16,
     i32x16,
     load,
+    lookup16_f32,
     lookup32_f32,
     make_constant,
     nearest_int,
     select,
     splat,
+    stack_bytes,
     store,
     u8x16,
+    vabs,
     vmax,
     vmin,
 )
+from quantkit.kernels.cpu.encode import Encoder
 from quantkit.kernels.cpu.encode.batch import blocks_encoder
 from quantkit.kernels.cpu.encode.codebook import MAGIC, bucket_tables
+from quantkit.kernels.cpu.encode.grid_quants import (
+    iq2_s_batch,
+    iq2_xs_batch,
+    iq2_xxs_batch,
+    iq3_s_batch,
+    iq3_xxs_batch,
+)
+from quantkit.kernels.cpu.encode.grid_refined import iq1_m_batch_refined, iq2_xs_batch_refined
+from quantkit.kernels.cpu.encode.grid_ternary import SCRATCH, iq1_m_batch, iq1_s_batch
+from quantkit.kernels.cpu.encode.neighbours import neighbour_lists
+from quantkit.kernels.cpu.encode.search import LANES
 from quantkit.kernels.cpu.encode.tiles import (
     first_half,
     importance_weights,
@@ -149,6 +168,103 @@ def _search(xt, wt, scales):
     store(scales, 0, select(amax < F(1e-15), zero, d))
 
 
+# ---------------------------------------------------------------- ik_llama.cpp's search: then levels move one by one
+
+_GAPS = [float(b - a) for a, b in zip(VALUES, VALUES[1:], strict=False)]
+_value = make_constant(f32x16, VALUES, "iq4_value")
+_gap_below = make_constant(f32x16, [np.inf, *_GAPS], "iq4_gap_below")
+_gap_above = make_constant(f32x16, [*_GAPS, np.inf], "iq4_gap_above")
+
+
+@inline
+def _nearest_move(xt, wt, levels, d):
+    """Return which level's move to the next is due first as the error falls, or place -1, and what the move is made of.
+
+    (place, +-1, the gap to the next value, w x, w, the value)
+    """
+    zero = splat(f32x16, F(0))
+    due, place = splat(f32x16, F(np.inf)), splat(i32x16, -1)
+    slope_there = gap_there = wx = w_there = q_there = zero
+    for j in range(32):
+        x, w, level = load(f32x16, xt, 64 * j), load(f32x16, wt, 64 * j), load(i32x16, levels, 64 * j)
+        q = lookup16_f32(_value(), level)
+        slope = d * w * (x - d * q)
+        index = level | select(slope > zero, I32(16), splat(i32x16, 0))
+        gap = lookup32_f32(_gap_below(), _gap_above(), index)
+        step = gap / vabs(slope)
+        sooner = step < due
+        due, place = select(sooner, step, due), select(sooner, I32(j), place)
+        slope_there, gap_there = select(sooner, slope, slope_there), select(sooner, gap, gap_there)
+        wx, w_there, q_there = select(sooner, w * x, wx), select(sooner, w, w_there), select(sooner, q, q_there)
+    return place, select(slope_there > zero, F(1), splat(f32x16, F(-1))), gap_there, wx, w_there, q_there
+
+
+@inline
+def _move_levels(xt, wt, levels, alive, sumqx, sumq2, d):
+    """Move levels to the next for as long as that raises sum(w q x)^2 / sum(w q q); return d."""
+    best = d * sumqx
+    for _ in range(1024):
+        place, sign, gap, wx, w, q = _nearest_move(xt, wt, levels, d)
+        step = sign * gap
+        new_qx, new_q2 = sumqx + wx * step, sumq2 + w * (step * (q + q + step))
+        moves = alive & (place >= I32(0)) & (new_q2 > F(0)) & (new_qx * new_qx > best * new_q2)
+        if not any_lane(moves):
+            break
+        alive = moves
+        sumqx, sumq2 = select(moves, new_qx, sumqx), select(moves, new_q2, sumq2)
+        d = select(moves, new_qx / new_q2, d)
+        best = select(moves, d * new_qx, best)
+        place, by = select(moves, place, I32(-1)), convert(i32x16, sign)
+        for j in range(32):
+            level = load(i32x16, levels, 64 * j)
+            store(levels, 64 * j, select(place == I32(j), level + by, level))
+    return d
+
+
+@inline
+def _keep_better(kept, inverse, sumqx, sumq2):
+    """Return (best, its 1 / d, its two sums) after a candidate."""
+    best, best_inverse, best_qx, best_q2 = kept
+    better = (sumq2 > F(0)) & (sumqx * sumqx > best * sumq2)
+    best = select(better, sumqx / sumq2 * sumqx, best)
+    return best, select(better, inverse, best_inverse), select(better, sumqx, best_qx), select(better, sumq2, best_q2)
+
+
+@helper
+def _search_refined(xt, wt, scales):
+    """_search with candidates about both ends of the values. Weights that are all 0 give 0, in the reference NaN."""
+    zero, levels = splat(f32x16, F(0)), stack_bytes(2048)
+    amax, top = largest(xt, 32)
+    inverse = F(1) / (top / F(127))
+    sumqx, sumq2 = _rate(xt, wt, inverse)
+    kept = select(sumq2 > zero, sumqx / sumq2 * sumqx, zero), inverse, sumqx, sumq2
+    for itry in range(-7, 8):
+        inverse = F(itry - 127) / top
+        sumqx, sumq2 = _rate(xt, wt, inverse)
+        kept = _keep_better(kept, inverse, sumqx, sumq2)
+        inverse = F(itry + 113) / top
+        sumqx, sumq2 = _rate(xt, wt, inverse)
+        kept = _keep_better(kept, inverse, sumqx, sumq2)
+    _, inverse, sumqx, sumq2 = kept
+    for j in range(32):
+        store(levels, 64 * j, _nearest_level(inverse * load(f32x16, xt, 64 * j)))
+    alive, d = ~(amax < F(1e-15)), select(sumq2 > zero, sumqx / sumq2, zero)
+    d = _move_levels(xt, wt, levels, alive, sumqx, sumq2, d)
+    store(scales, 0, select(alive, d, zero))
+
+
+@inline
+def _nearest_level_below_2_31(v):
+    """_nearest_level where ik_llama.cpp converts to an integer, which gives level 0 of anything beyond, and of NaN."""
+    return select(vabs(v) < F(2.0**31), _nearest_level(v), I32(0))
+
+
+_IK: dict[str, Any] = {
+    "_search": _search_refined,
+    "_store_levels": specialize(_store_levels, "ik", _nearest_level=_nearest_level_below_2_31),
+}
+
+
 # ---------------------------------------------------------------- IQ4_NL
 
 
@@ -177,6 +293,7 @@ def _encode_16_nl(s, x, weights, out, count):
 
 
 encode_iq4_nl = blocks_encoder("IQ4_NL", _encode_16_nl, 16, 4 * 1056)
+encode_iq4_nl_ik = blocks_encoder("IQ4_NL", specialize(_encode_16_nl, "ik", **_IK), 16, 4 * 1056)
 
 
 # ---------------------------------------------------------------- IQ4_XS
@@ -253,3 +370,26 @@ def _encode_16_xs(s, x, weights, out, count):
 
 
 encode_iq4_xs = blocks_encoder("IQ4_XS", _encode_16_xs, 16, 4 * 1104)
+encode_iq4_xs_ik = blocks_encoder(
+    "IQ4_XS", specialize(_encode_16_xs, "ik", _encode_2_xs=specialize(_encode_2_xs, "ik", **_IK)), 16, 4 * 1104
+)
+
+
+# ---------------------------------------------------------------- IQ1, IQ2 and IQ3
+
+
+def _grid_encoder(name: str, encode_batch: Any, distances: int, grid: str = "") -> Encoder:
+    """Return the encoder of a type with a grid; lists of neighbours at so many distances are made at the first call."""
+    lists = partial(neighbour_lists, grid or f"{name.lower().replace('_', '')}_grid", distances)
+    return blocks_encoder(name, encode_batch, LANES, SCRATCH, tables=lists)
+
+
+encode_iq1_s = _grid_encoder("IQ1_S", iq1_s_batch, 3)
+encode_iq1_m = _grid_encoder("IQ1_M", iq1_m_batch, 3, "iq1s_grid")
+encode_iq1_m_ik = _grid_encoder("IQ1_M", iq1_m_batch_refined, 3, "iq1s_grid")
+encode_iq2_xxs = _grid_encoder("IQ2_XXS", iq2_xxs_batch, 2)
+encode_iq2_xs = _grid_encoder("IQ2_XS", iq2_xs_batch, 2)
+encode_iq2_xs_ik = _grid_encoder("IQ2_XS", iq2_xs_batch_refined, 2)
+encode_iq2_s = _grid_encoder("IQ2_S", iq2_s_batch, 1)
+encode_iq3_xxs = _grid_encoder("IQ3_XXS", iq3_xxs_batch, 2)
+encode_iq3_s = _grid_encoder("IQ3_S", iq3_s_batch, 3)

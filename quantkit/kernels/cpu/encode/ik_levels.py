@@ -144,7 +144,7 @@ def _make(name: str, values: list[int], raise_by: int, width: float, count: int)
         ("plain", (_nearest, _mirrored, _level), values),
         ("raised", (_nearest_raised, _mirrored_raised, _level_raised), [v + raise_by for v in values]),
     ):
-        nearest, mirrored, level = functions
+        nearest, mirrored, nearest_level = functions
         tables = _tables(of, width, count, f"{name}_{kind}")
         minus = _tables([-v for v in reversed(of)], width, count, f"{name}_{kind}_minus")
         pairs = {k: minus[k] for k in ("below", "above")}
@@ -152,7 +152,7 @@ def _make(name: str, values: list[int], raise_by: int, width: float, count: int)
             specialize(nearest, name, below=tables["below"], above=tables["above"]),
             specialize(mirrored, name, **pairs),
         )
-        bound[f"level_{kind}"] = specialize(level, name, **tables)
+        bound[f"level_{kind}"] = specialize(nearest_level, name, **tables)
     round_any = specialize(_round_any, name, **bound)
     both = bound["level_plain"], bound["level_raised"]
     return Levels(values[0], raise_by, bound["per_unit"], round_any, both, found["plain"], found["raised"])

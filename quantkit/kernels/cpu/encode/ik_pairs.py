@@ -48,13 +48,13 @@ _PAIRS = [tuple(pair) for pair in table("iq2kl_grid").tolist()]
 _EDGES = [-1e9, *((a + b) / 2 for a, b in pairwise(_VALUES)), 1e9]
 
 
-def _is_as_near(m: int, n: int, cell: tuple[int, int]) -> bool:
+def _is_as_near(m: int, n: int, cell: tuple[int, ...]) -> bool:
     """Whether pair m is at least as near as pair n in both values, everywhere in the cell of two levels."""
     corners = [(a, _EDGES[level + end]) for a, level in enumerate(cell) for end in (0, 1)]
     return all(abs(_PAIRS[m][a] - edge) <= abs(_PAIRS[n][a] - edge) for a, edge in corners)
 
 
-def _candidates(cell: tuple[int, int]) -> list[int]:
+def _candidates(cell: tuple[int, ...]) -> list[int]:
     """Return the pairs that may be nearest in a cell, in the reference's order; four, the last one repeated."""
     center = tuple(_VALUES[level] for level in cell)
     distance = [sum((a - b) ** 2 for a, b in zip(center, pair, strict=True)) for pair in _PAIRS]

@@ -26,19 +26,19 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from quantkit.kernels.cpu.core.jit import inline
+from quantkit.kernels.cpu.core.jit import inline, specialize
 from quantkit.kernels.cpu.core.simd import (
     convert,
     f32x16,
     i32x16,
     load,
     load_f16,
+    make_constant,
     mask_bits,
     nearest_int,
     splat,
     store,
     store_f16,
-    transpose16_apart,
     u8x16,
     vabs,
     vmax,
@@ -46,7 +46,15 @@ from quantkit.kernels.cpu.core.simd import (
     vsqrt,
 )
 from quantkit.kernels.cpu.core.simd import select as choose
-from quantkit.kernels.cpu.encode.batch import BLOCK_BYTES, blocks_encoder, load_group, turn
+from quantkit.kernels.cpu.encode.batch import (
+    BLOCK_BYTES,
+    blocks_encoder,
+    if_weighted,
+    load_group,
+    store_sigma,
+    turn,
+    weigh_by_importance,
+)
 from quantkit.kernels.cpu.encode.groups import address
 from quantkit.kernels.cpu.encode.search import (
     EPSILON,
@@ -62,6 +70,11 @@ from quantkit.kernels.cpu.encode.search import (
     fit_with_min,
     search_levels,
 )
+from quantkit.kernels.cpu.encode.search_refined import fit_signed_refined, fit_with_min_refined
+
+_lane_numbers = make_constant(WIDE_INT, list(range(LANES)), "k_quants_lane_numbers")
+#: Whether all levels are in slots.
+_IN_SLOTS = False
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -79,12 +92,12 @@ _FLAT, _TURNED = 64 * LANES + 64, 16 * STEP
     _X, _W, _L,
     _SIGMA, _SCALE, _LOW, _SUM_W, _ISCALE, _BEST_LOW, _SLOT, _QUEUE,
     _SCALE_T, _LOW_T, _SUM_W_T, _CODE_T, _LOW_CODE_T, _D_T, _DMIN_T,
-    _WORDS, _HALF, _HALF_MIN, _END,
+    _WORDS, _HALF, _HALF_MIN, _FITS, _END,
 ) = _places(
     32 * STEP, 32 * STEP, LANES * 1024,
     *[_FLAT] * 8,
     *[_TURNED] * 7,
-    4 * STEP, 2 * LANES, 2 * LANES,
+    4 * STEP, 2 * LANES, 2 * LANES, 2 * STEP,
 )  # fmt: skip
 
 
@@ -92,29 +105,13 @@ _FLAT, _TURNED = 64 * LANES + 64, 16 * STEP
 
 
 @inline
-def _store_sigma(s: Any, x: Any, subs: Any, factor: Any) -> Any:
-    """Store factor * (sum of squares of the super-block) / 256 for every sub-block."""
-    total = splat(WIDE, F(0))
-    for part in range(16):
-        for half in range(LANES // 16):
-            transpose16_apart(x, half * 16 * BLOCK_BYTES + part * 64, BLOCK_BYTES, s, _X + half * 64, STEP)
-        for i in range(16):
-            v = load(WIDE, s, _X + i * STEP)
-            total = total + v * v
-    store(s, _SCALE_T, F(factor) * total / F(256))
-    for b in range(LANES):
-        sigma = load(types.float32, s, _SCALE_T + 4 * b)
-        store(s, _SIGMA + b * subs * 4, splat(f32x16, sigma))
+def _weigh_by_importance(s: Any, w: Any, group: Any, n: Any) -> Any:
+    weigh_by_importance(s, w, group, n, _X, _W, _SIGMA)
 
 
 @inline
-def _weigh_by_importance(s: Any, w: Any, group: Any, n: Any) -> Any:
-    """weight = importance * sqrt(sigma2 + x^2)"""
-    load_group(w, group, n, s, _W)
-    sigma = load(WIDE, s, _SIGMA + group * STEP)
-    for i in range(n):
-        x = load(WIDE, s, _X + i * STEP)
-        store(s, _W + i * STEP, load(WIDE, s, _W + i * STEP) * vsqrt(sigma + x * x))
+def _store_sigma(s: Any, x: Any, subs: Any, factor: Any) -> Any:
+    store_sigma(s, x, subs, factor, _X, _SCALE_T, _SIGMA)
 
 
 @inline
@@ -177,19 +174,20 @@ def _codes_by_largest(s: Any, values: Any, codes: Any, subs: Any, top: Any) -> A
 @inline
 def _codes_by_fit(s: Any, values: Any, codes: Any, subs: Any, top: Any) -> Any:
     """Quantize one number per sub-block by the best scale under the sub-blocks' weights; return the scale."""
-    scale = fit_positive(s, values, _SUM_W_T, _L, subs, top)
+    scale = fit_positive(s, values, _SUM_W_T, _X, subs, top)
     for j in range(subs):
-        store(s, codes + j * STEP, convert(WIDE_INT, load(WIDE, s, _L + j * STEP)))
+        store(s, codes + j * STEP, convert(WIDE_INT, load(WIDE, s, _X + j * STEP)))
     return scale
 
 
 @inline
 def _quantize_scales(s: Any, weighted: Any, subs: Any, top: Any) -> Any:
-    """Quantize the scales, then the minima; store the codes and d and dmin."""
+    """Quantize the scales, then the minima; store the codes, and d and dmin as halves."""
     for k in range(2):
         values, codes = _SCALE_T + k * _TURNED, _CODE_T + k * _TURNED
         fit = _codes_by_fit(s, values, codes, subs, top) if weighted else _codes_by_largest(s, values, codes, subs, top)
         store_f16(s, _HALF + k * 2 * LANES, fit)
+        store(s, _FITS + k * STEP, fit)
 
 
 @inline
@@ -248,14 +246,28 @@ def _pack_scales_q4(s: Any) -> Any:
 
 
 @inline
+def _found_levels(s: Any, v: Any, at: Any, flat: Any, n: Any, top: Any, guarded: Any) -> Any:
+    """Return the levels that the search found for 16 values of sub-block ``flat``, at byte ``at`` of its block."""
+    iscale = load(types.float32, s, _ISCALE + 4 * flat)
+    return search_levels(v, iscale, load(types.float32, s, _BEST_LOW + 4 * flat), top, guarded)
+
+
+@inline
+def _gathered_levels(s: Any, flat: Any, n: Any, first: Any) -> Any:
+    """Return 16 levels of the sub-block in slot ``flat`` of _L, from the ``first`` on."""
+    at = _L + flat // LANES * n * STEP + flat % LANES * 4
+    for i in range(16):
+        store(s, _W + 4 * i, load(types.float32, s, at + (first + i) * STEP))
+    return convert(i32x16, load(f32x16, s, _W))
+
+
+@inline
 def _levels_with_min(s: Any, x: Any, at: Any, j: Any, lane: Any, subs: Any, top: Any, guarded: Any) -> Any:
     """Return the levels of 16 values of sub-block j; where its scale came out as 0, those of the search."""
     v = load(f32x16, x, at)
     d = load(types.float32, s, _D_T + j * STEP + 4 * lane)
     if d == F(0):
-        flat = (lane * subs + j) * 4
-        iscale = load(types.float32, s, _ISCALE + flat)
-        return search_levels(v, iscale, load(types.float32, s, _BEST_LOW + flat), top, guarded)
+        return _found_levels(s, v, at, lane * subs + j, 256 // subs, top, guarded)
     low = load(types.float32, s, _DMIN_T + j * STEP + 4 * lane)
     return vmin(vmax(nearest_int((v + low) / d), 0), top)
 
@@ -345,7 +357,113 @@ def _encode_q5_k(s: Any, x: Any, w: Any, out: Any, count: Any) -> None:
 encode_q5_k = blocks_encoder("Q5_K", _encode_q5_k, LANES, _END)
 
 
+# ---------------------------------------------------------------- the same with an importance matrix, in ik_llama.cpp
+
+
+@inline
+def _fit_with_min_refined(s: Any, x: Any, w: Any, count: Any, n: Any, top: Any, sigma: Any) -> None:
+    """Search scale and minimum of every sub-block of the batch; the levels are kept by the number of the sub-block."""
+    store_sigma(s, x, 256 // n, sigma, _X, _SCALE_T, _SIGMA)
+    for group in range((count * (256 // n) + LANES - 1) // LANES):
+        load_group(x, group, n, s, _X)
+        _weigh_by_importance(s, w, group, n)
+        scale, low = fit_with_min_refined(s, _X, _W, _L + group * n * STEP, n, top)
+        store(s, _SCALE + group * STEP, scale)
+        store(s, _LOW + group * STEP, low)
+        sum_w = splat(WIDE, F(0))
+        for i in range(n):
+            sum_w = sum_w + load(WIDE, s, _W + i * STEP)
+        store(s, _SUM_W + group * STEP, sum_w)
+    for k in range(3):
+        turn(s, _SCALE + k * _FLAT, _SCALE_T + k * _TURNED, 256 // n)
+
+
+@inline
+def _kept_levels(s: Any, v: Any, at: Any, flat: Any, n: Any, top: Any, guarded: Any) -> Any:
+    """_found_levels where they are kept."""
+    return _gathered_levels(s, flat, n, at // 4 % n)
+
+
+@inline
+def _levels_q2_refined(s: Any, x: Any, at: Any, j: Any, lane: Any, subs: Any, top: Any, guarded: Any) -> Any:
+    """_levels_with_min by the scale as it was fitted, not as a half; where that is 0, level 0."""
+    d = load(types.float32, s, _D_T + j * STEP + 4 * lane)
+    low = load(types.float32, s, _DMIN_T + j * STEP + 4 * lane)
+    inverse = F(1) / d if d != F(0) else F(0)
+    return vmin(vmax(nearest_int((load(f32x16, x, at) + low) * inverse), 0), top)
+
+
+_quantize_scales_refined = specialize(
+    _quantize_scales, "ik",
+    _codes_by_fit=specialize(_codes_by_fit, "ik", fit_positive=specialize(fit_positive, "ik", EPSILON=F(1e-16))),
+)  # fmt: skip
+_write_q2_refined = specialize(_write_q2, "ik", _levels_with_min=_levels_q2_refined)
+_write_q45_refined = specialize(
+    _write_q45, "ik", _levels_with_min=specialize(_levels_with_min, "ik", _found_levels=_kept_levels)
+)
+
+
+@inline
+def _encode_q2_k_refined(s: Any, x: Any, w: Any, out: Any, count: Any) -> None:
+    """Encode super-blocks as Q2_K. Source: ik_llama.cpp 8337e4cd3, quantize_row_q2_K_impl."""
+    _fit_with_min_refined(s, x, w, count, 16, 3, F(0.75))
+    _quantize_scales_refined(s, True, 16, 15)
+    d, dmin = load(WIDE, s, _FITS), load(WIDE, s, _FITS + STEP)
+    for j in range(0, 16 * STEP, STEP):  # of the codes as they are; packing keeps half a byte of each
+        store(s, _SCALE_T + j, d * convert(WIDE, load(WIDE_INT, s, _CODE_T + j)))
+        store(s, _LOW_T + j, dmin * convert(WIDE, load(WIDE_INT, s, _LOW_CODE_T + j)))
+    _pack_scales_q2(s)
+    for j in range(0, 16 * STEP, STEP):
+        store(s, _D_T + j, load(WIDE, s, _SCALE_T + j))
+        store(s, _DMIN_T + j, load(WIDE, s, _LOW_T + j))
+    for b in range(count):
+        _write_q2_refined(s, x + b * BLOCK_BYTES, out + b * 84, b, True)
+
+
+@inline
+def _encode_q4_k_refined(s: Any, x: Any, w: Any, out: Any, count: Any) -> None:
+    """Encode super-blocks as Q4_K. Source: ik_llama.cpp 8337e4cd3, quantize_row_q4_K_impl."""
+    _fit_with_min_refined(s, x, w, count, 32, 15, 2)
+    _quantize_scales_refined(s, True, 8, 63)
+    _pack_scales_q4(s)
+    for b in range(count):
+        _write_q45_refined(s, x + b * BLOCK_BYTES, out + b * 144, b, 15, True)
+
+
+@inline
+def _encode_q5_k_refined(s: Any, x: Any, w: Any, out: Any, count: Any) -> None:
+    """Encode super-blocks as Q5_K. Source: ik_llama.cpp 8337e4cd3, quantize_row_q5_K_impl."""
+    _fit_with_min_refined(s, x, w, count, 32, 31, 2)
+    _quantize_scales_refined(s, True, 8, 63)
+    _clamp_codes(s)
+    _pack_scales_q4(s)
+    for b in range(count):
+        _write_q45_refined(s, x + b * BLOCK_BYTES, out + b * 176, b, 31, True)
+
+
+encode_q2_k_ik = if_weighted(blocks_encoder("Q2_K", _encode_q2_k_refined, LANES, _END), encode_q2_k)
+encode_q4_k_ik = if_weighted(blocks_encoder("Q4_K", _encode_q4_k_refined, LANES, _END), encode_q4_k)
+encode_q5_k_ik = if_weighted(blocks_encoder("Q5_K", _encode_q5_k_refined, LANES, _END), encode_q5_k)
+
+
 # ---------------------------------------------------------------- types without a minimum: Q3_K, Q6_K
+
+
+@inline
+def _search_signed(s: Any, group: Any, nmax: Any) -> None:
+    """Search LANES sub-blocks; keep their scales, and the iscale that gives the levels."""
+    scale, iscale = fit_signed(s, _X, _W, 16, nmax, True)
+    store(s, _SCALE + group * STEP, scale)
+    store(s, _ISCALE + group * STEP, iscale)
+
+
+@inline
+def _search_refined(s: Any, group: Any, nmax: Any) -> None:
+    """_search_signed as in ik_llama.cpp: the levels themselves are kept, in the slot of the sub-block's number."""
+    scale, alive = fit_signed_refined(s, _X, _W, _L + group * 16 * STEP, 16, nmax)
+    store(s, _SCALE + group * STEP, scale)
+    store(s, _ISCALE + group * STEP, alive)
+    store(s, _SLOT + group * STEP, _lane_numbers() + np.int32(group * LANES))
 
 
 @inline
@@ -367,9 +485,7 @@ def _fit_signed(s: Any, x: Any, w: Any, weighted: Any, count: Any, nmax: Any) ->
             for i in range(16):
                 v = load(WIDE, s, _X + i * STEP)
                 store(s, _W + i * STEP, v * v)
-        scale, iscale = fit_signed(s, _X, _W, 16, nmax, True)
-        store(s, _SCALE + group * STEP, scale)
-        store(s, _ISCALE + group * STEP, iscale)
+        _search_signed(s, group, nmax)
     turn(s, _SCALE, _SCALE_T, 16)
 
 
@@ -424,8 +540,8 @@ def _largest_scale(s: Any) -> Any:
 
 
 @inline
-def _signed_levels(s: Any, x: Any, j: Any, lane: Any, nmax: Any, descent: Any) -> Any:
-    """Return the levels of sub-block j, from 0; where its scale came out as 0, those of the search."""
+def _signed_levels(s: Any, x: Any, j: Any, lane: Any, nmax: Any, slots: Any) -> Any:
+    """Return the levels of sub-block j, from 0; where its scale came out as 0, those of the search, if in a slot."""
     v = load(f32x16, x, j * 64)
     d = load(types.float32, s, _D_T + j * STEP + 4 * lane)
     if d == F(0):
@@ -433,12 +549,9 @@ def _signed_levels(s: Any, x: Any, j: Any, lane: Any, nmax: Any, descent: Any) -
         iscale = load(types.float32, s, _ISCALE + flat * 4)
         if iscale == F(0):
             return splat(i32x16, 0)
-        slot = load(types.int32, s, _SLOT + flat * 4) if descent else -1
+        slot = load(types.int32, s, _SLOT + flat * 4) if slots else -1
         if slot >= 0:
-            at = _L + slot // LANES * 16 * STEP + slot % LANES * 4
-            for i in range(16):
-                store(s, _W + 4 * i, load(types.float32, s, at + i * STEP))
-            return convert(i32x16, load(f32x16, s, _W)) + nmax
+            return _gathered_levels(s, slot, 16, 0) + nmax
         return vmin(vmax(nearest_int(v * iscale), -nmax), nmax - 1) + nmax
     return vmin(vmax(nearest_int(v / d), -nmax), nmax - 1) + nmax
 
@@ -491,14 +604,14 @@ def _pack_scales_q3(s: Any) -> Any:
 
 
 @inline
-def _write_q3(s: Any, x: Any, out: Any, lane: Any, descent: Any) -> Any:
+def _write_q3(s: Any, x: Any, out: Any, lane: Any, slots: Any) -> Any:
     """As Q2_K; byte l of the high bits has bit k for value 32 * k + l."""
     for half in range(2):
         high = splat(i32x16, 0)
         for chunk in range(2):
             q = splat(i32x16, 0)
             for k in range(4):
-                level = _signed_levels(s, x, chunk * 8 + 2 * k + half, lane, 4, descent)
+                level = _signed_levels(s, x, chunk * 8 + 2 * k + half, lane, 4, slots)
                 q = q | (level & 3) << (2 * k)
                 high = high | (level >> 2) << (4 * chunk + k)
             store(out, 32 + chunk * 32 + half * 16, convert(u8x16, q))
@@ -524,6 +637,31 @@ def _encode_q3_k(s: Any, x: Any, w: Any, out: Any, count: Any) -> None:
 
 encode_q3_k = blocks_encoder("Q3_K", _encode_q3_k, LANES, _END)
 
+_fit_signed_refined = specialize(_fit_signed, "ik", _search_signed=_search_refined)
+
+
+@inline
+def _scales_q3_refined(s: Any) -> None:
+    """Quantize the scales to 6 bits by ik_llama.cpp's make_qx_quants; store d."""
+    turn(s, _SUM_W, _SUM_W_T, 16)
+    d, _ = fit_signed_refined(s, _SCALE_T, _SUM_W_T, _X, 16, 32)
+    for j in range(0, 16 * STEP, STEP):
+        store(s, _CODE_T + j, convert(WIDE_INT, load(WIDE, s, _X + j)) + 32)
+    store_f16(s, _HALF, d)
+
+
+@inline
+def _encode_q3_k_refined(s: Any, x: Any, w: Any, out: Any, count: Any) -> None:
+    """Encode super-blocks as Q3_K. Source: ik_llama.cpp 8337e4cd3, quantize_row_q3_K_impl."""
+    _fit_signed_refined(s, x, w, True, count, 4)
+    _scales_q3_refined(s)
+    _pack_scales_q3(s)
+    for b in range(count):
+        _write_q3(s, x + b * BLOCK_BYTES, out + b * 110, b, True)
+
+
+encode_q3_k_ik = if_weighted(blocks_encoder("Q3_K", _encode_q3_k_refined, LANES, _END), encode_q3_k)
+
 
 @inline
 def _scales_q6(s: Any) -> Any:
@@ -545,14 +683,14 @@ def _scales_q6(s: Any) -> Any:
 
 
 @inline
-def _write_q6(s: Any, x: Any, out: Any, lane: Any) -> Any:
+def _write_q6(s: Any, x: Any, out: Any, lane: Any, slots: Any) -> Any:
     """Of each 128 values, byte l of 64 holds the low halves of l and l + 64; byte l of 32 four pairs of high bits."""
     for chunk in range(2):
         for half in range(2):
-            a = _signed_levels(s, x, chunk * 8 + half, lane, 32, False)
-            b = _signed_levels(s, x, chunk * 8 + 2 + half, lane, 32, False)
-            c = _signed_levels(s, x, chunk * 8 + 4 + half, lane, 32, False)
-            d = _signed_levels(s, x, chunk * 8 + 6 + half, lane, 32, False)
+            a = _signed_levels(s, x, chunk * 8 + half, lane, 32, slots)
+            b = _signed_levels(s, x, chunk * 8 + 2 + half, lane, 32, slots)
+            c = _signed_levels(s, x, chunk * 8 + 4 + half, lane, 32, slots)
+            d = _signed_levels(s, x, chunk * 8 + 6 + half, lane, 32, slots)
             store(out, chunk * 64 + half * 16, convert(u8x16, (a & 15) | (c & 15) << 4))
             store(out, chunk * 64 + 32 + half * 16, convert(u8x16, (b & 15) | (d & 15) << 4))
             high = a >> 4 | (b >> 4) << 2 | (c >> 4) << 4 | (d >> 4) << 6
@@ -577,7 +715,12 @@ def _encode_q6_k(s: Any, x: Any, w: Any, out: Any, count: Any) -> None:
     _fit_signed(s, x, w, weighted, count, 32)
     _forget_levels(s, _scales_q6(s))
     for b in range(count):
-        _write_q6(s, x + b * BLOCK_BYTES, out + b * 210, b)
+        _write_q6(s, x + b * BLOCK_BYTES, out + b * 210, b, _IN_SLOTS)
 
 
 encode_q6_k = blocks_encoder("Q6_K", _encode_q6_k, LANES, _END)
+
+#: ik_llama.cpp's Q6_K, with and without an importance matrix.
+encode_q6_k_ik = blocks_encoder(
+    "Q6_K", specialize(_encode_q6_k, "ik", _fit_signed=_fit_signed_refined, _IN_SLOTS=True), LANES, _END
+)

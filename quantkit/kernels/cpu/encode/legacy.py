@@ -1,4 +1,4 @@
-"""Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0: 32 values a block, one scale, perhaps one minimum.
+"""Q4_0, Q4_1, Q5_0, Q5_1, Q6_0 and Q8_0: 32 values a block, one scale, perhaps one minimum; Q8_KV: one scale per row.
 
 Bytes of a block (f16 d, f16 m, u32 qh: bit 4 of value j in bit j, u8 qs: value j in a low, j + 16 in a high nibble)::
 
@@ -6,6 +6,7 @@ Bytes of a block (f16 d, f16 m, u32 qh: bit 4 of value j in bit j, u8 qs: value 
     Q4_1  d m     qs[16]   x = d * q + m
     Q5_0  d    qh qs[16]   x = d * (q - 16)
     Q5_1  d m  qh qs[16]   x = d * q + m
+    Q6_0  d    qh qs[16]   x = d * (q - 32); u8 qh[8]: two bits each of values j, j + 16, j + 8, j + 24
 
 Without an importance matrix a block is scaled by its extreme values: _0 by the value of largest magnitude (the first
 of equals, its sign decides which way the odd level lies), _1 by minimum and maximum. With one, weights
@@ -23,19 +24,24 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from quantkit.kernels.cpu.core.jit import helper, inline, kernel
+from quantkit.kernels.cpu.core.jit import helper, inline, kernel, specialize
 from quantkit.kernels.cpu.core.simd import (
+    VecType,
     any_lane,
     cast,
     convert,
+    extract,
     f32_to_f16,
     f32x16,
+    hmax,
+    hsum,
     i8x16,
     i32x16,
     load,
     mask_bits,
     nearest_int,
     round_away,
+    round_even,
     row_extremes,
     select,
     splat,
@@ -50,8 +56,10 @@ from quantkit.kernels.cpu.core.simd import (
     vsqrt,
 )
 from quantkit.kernels.cpu.encode.search import LANES, STEP, fit_signed, fit_with_min, search_levels
+from quantkit.kernels.cpu.encode.search_refined import fit_signed_refined, fit_with_min_refined
 
 F, I32, U64 = np.float32, np.int32, np.uint64
+_u64x2 = VecType(types.uint64, 2)
 Rows = npt.NDArray[np.float32]
 
 # Byte offsets into the scratch of one call. The search: [32][LANES] f32 each, element i of all blocks side by side,
@@ -62,9 +70,14 @@ SCALE, LOW, INVERSE, BASE, SCRATCH = 128 * STEP, 129 * STEP, 130 * STEP, 131 * S
 
 
 @inline
-def _store_levels(out: Any, o: Any, q0: Any, q1: Any, has_high: Any) -> Any:
-    """Store bit 4 of 32 levels as u32, where a type has it, then their nibbles."""
-    if has_high:
+def _store_levels(out: Any, o: Any, q0: Any, q1: Any, high_bits: Any) -> Any:
+    """Store the bits of 32 levels above the fourth, where a type has them, then their nibbles."""
+    if high_bits == 2:  # 4 bits for levels j and j + 16; byte j has them, and 4 bits for j + 8
+        high = cast(_u64x2, convert(u8x16, (q0 >> I32(4)) | ((q1 >> I32(4)) << I32(2))))
+        store(out, o, extract(high, 0) | (extract(high, 1) << U64(4)))
+        o += 8
+        q0, q1 = q0 & I32(15), q1 & I32(15)
+    if high_bits == 1:
         store(out, o, np.uint32(mask_bits(q0 > I32(15)) | (mask_bits(q1 > I32(15)) << U64(16))))
         o += 4
         q0, q1 = q0 & I32(15), q1 & I32(15)
@@ -171,7 +184,7 @@ def _plain_symmetric(x: Any, out: Any, row0: Any, row1: Any, half: Any) -> Any:
             q0 = vmin(convert(i32x16, load(f32x16, x, at) * inverse + middle), 2 * half - 1)
             q1 = vmin(convert(i32x16, load(f32x16, x, at + 64) * inverse + middle), 2 * half - 1)
             _copy_f16(s, SCALE + 2 * lane, out, o)
-            _store_levels(out, o + 2, q0, q1, half == 16)
+            _store_levels(out, o + 2, q0, q1, half // 16)
 
 
 @inline
@@ -190,7 +203,7 @@ def _plain_affine(x: Any, out: Any, row0: Any, row1: Any, top: Any) -> Any:
             q1 = vmin(convert(i32x16, (load(f32x16, x, at + 64) - low) * inverse + half), top)
             _copy_f16(s, SCALE + 2 * lane, out, o)
             _copy_f16(s, LEVELS + 2 * lane, out, o + 2)
-            _store_levels(out, o + 4, q0, q1, top == 31)
+            _store_levels(out, o + 4, q0, q1, top // 31)
 
 
 # ---------------------------------------------------------------- with an importance matrix: one block per lane
@@ -219,7 +232,10 @@ def mean_squares(x: Any, row0: Any, row1: Any, out: Any, scratch: Any) -> Any:
 
 @inline
 def _fill_lanes(x: Any, weights: Any, sigma2: Any, s: Any, first: Any, last: Any, row0: Any) -> Any:
-    """Put blocks first .. first + LANES - 1 and their weights into X and W; past the end block ``last`` again."""
+    """Put blocks first .. first + LANES - 1 and their weights into X and W; past the end block ``last`` again.
+
+    Without importances, weights are x^2 (Q6_0 alone).
+    """
     per_row = x.shape[1] // 32
     for lane in range(LANES):
         block = min(first + lane, last)
@@ -227,9 +243,12 @@ def _fill_lanes(x: Any, weights: Any, sigma2: Any, s: Any, first: Any, last: Any
         spread = splat(f32x16, sigma2[row - row0])
         for half in range(0, 128, 64):
             v = load(f32x16, x, 128 * block + half)
-            w = load(f32x16, weights, 128 * (block - row * per_row) + half)
             store(s, LEVELS + 128 * lane + half, v)
-            store(s, ROWS + 128 * lane + half, w * vsqrt(spread + v * v))
+            if weights.size:
+                w = load(f32x16, weights, 128 * (block - row * per_row) + half)
+                store(s, ROWS + 128 * lane + half, w * vsqrt(spread + v * v))
+            else:
+                store(s, ROWS + 128 * lane + half, v * v)
     for lane in range(0, LANES, 16):
         for half in range(2):
             at, to = 128 * lane + 64 * half, 16 * half * STEP + 4 * lane
@@ -238,25 +257,58 @@ def _fill_lanes(x: Any, weights: Any, sigma2: Any, s: Any, first: Any, last: Any
 
 
 @inline
+def _fit_symmetric(s: Any, half: Any) -> None:
+    """Find the scales of LANES blocks."""
+    scale, inverse = fit_signed(s, X, W, 32, half, True)
+    store(s, SCALE, scale)
+    store(s, INVERSE, inverse)
+
+
+@inline
+def _symmetric_levels(s: Any, x: Any, at: Any, lane: Any, half: Any) -> Any:
+    """Return the 32 levels of a block for what was found."""
+    inverse = load(types.float32, s, INVERSE + 4 * lane)
+    # Blocks that count as zero have an inverse of 0, and level 0 rather than the middle one.
+    middle = I32(half) if inverse != F(0) else I32(0)
+    q0 = vmin(vmax(nearest_int(load(f32x16, x, at) * inverse), -half), half - 1) + middle
+    q1 = vmin(vmax(nearest_int(load(f32x16, x, at + 64) * inverse), -half), half - 1) + middle
+    return q0, q1
+
+
+@inline
+def _fit_affine(s: Any, top: Any) -> None:
+    """Find the scales and minima of LANES blocks."""
+    scale, low, _, inverse, base = fit_with_min(s, X, W, LEVELS, 32, top, F(-0.9), F(0.05), 36, False, True)
+    store(s, SCALE, scale)
+    store(s, LOW, -low)
+    store(s, INVERSE, inverse)
+    store(s, BASE, base)
+
+
+@inline
+def _affine_levels(s: Any, x: Any, at: Any, lane: Any, top: Any) -> Any:
+    """Return the 32 levels of a block for what was found."""
+    inverse = load(types.float32, s, INVERSE + 4 * lane)
+    base = load(types.float32, s, BASE + 4 * lane)
+    q0 = search_levels(load(f32x16, x, at), inverse, base, top, True)
+    q1 = search_levels(load(f32x16, x, at + 64), inverse, base, top, True)
+    return q0, q1
+
+
+@inline
 def _weighted_symmetric(x: Any, weights: Any, out: Any, row0: Any, row1: Any, half: Any) -> Any:
     """Encode rows as levels 0..2 * half - 1 around half (quantize_row_q4_0_impl, quantize_row_q5_0_impl)."""
     s, sigma2 = np.empty(SCRATCH, np.uint8), np.empty(row1 - row0, np.float32)
     mean_squares(x, row0, row1, sigma2, s)
-    end, size = row1 * (x.shape[1] // 32), 18 if half == 8 else 22
+    end, size = row1 * (x.shape[1] // 32), 18 if half == 8 else 22 if half == 16 else 26
     for first in range(row0 * (x.shape[1] // 32), end, LANES):
         _fill_lanes(x, weights, sigma2, s, first, end - 1, row0)
-        scale, inverse = fit_signed(s, X, W, 32, half, True)
-        store(s, SCALE, scale)
-        store(s, INVERSE, inverse)
+        _fit_symmetric(s, half)
         for lane in range(min(LANES, end - first)):
             at, o = 128 * (first + lane), size * (first + lane)
             store(out, o, f32_to_f16(load(types.float32, s, SCALE + 4 * lane)))
-            inverse = load(types.float32, s, INVERSE + 4 * lane)
-            # Blocks that count as zero have an inverse of 0, and level 0 rather than the middle one.
-            middle = I32(half) if inverse != F(0) else I32(0)
-            q0 = vmin(vmax(nearest_int(load(f32x16, x, at) * inverse), -half), half - 1) + middle
-            q1 = vmin(vmax(nearest_int(load(f32x16, x, at + 64) * inverse), -half), half - 1) + middle
-            _store_levels(out, o + 2, q0, q1, half == 16)
+            q0, q1 = _symmetric_levels(s, x, at, lane, half)
+            _store_levels(out, o + 2, q0, q1, half // 16)
 
 
 @inline
@@ -267,21 +319,71 @@ def _weighted_affine(x: Any, weights: Any, out: Any, row0: Any, row1: Any, top: 
     end, size = row1 * (x.shape[1] // 32), 20 if top == 15 else 24
     for first in range(row0 * (x.shape[1] // 32), end, LANES):
         _fill_lanes(x, weights, sigma2, s, first, end - 1, row0)
-        scale, low, _, inverse, base = fit_with_min(s, X, W, LEVELS, 32, top, F(-0.9), F(0.05), 36, False, True)
-        store(s, SCALE, scale)
-        store(s, LOW, -low)
-        store(s, INVERSE, inverse)
-        store(s, BASE, base)
+        _fit_affine(s, top)
         for lane in range(min(LANES, end - first)):
             at, o = 128 * (first + lane), size * (first + lane)
             store(out, o, f32_to_f16(load(types.float32, s, SCALE + 4 * lane)))
             store(out, o + 2, f32_to_f16(load(types.float32, s, LOW + 4 * lane)))
-            inverse = load(types.float32, s, INVERSE + 4 * lane)
-            base = load(types.float32, s, BASE + 4 * lane)
-            q0 = search_levels(load(f32x16, x, at), inverse, base, top, True)
-            q1 = search_levels(load(f32x16, x, at + 64), inverse, base, top, True)
-            _store_levels(out, o + 4, q0, q1, top == 31)
+            q0, q1 = _affine_levels(s, x, at, lane, top)
+            _store_levels(out, o + 4, q0, q1, top // 31)
 
+
+# ---------------------------------------------------------------- the same in ik_llama.cpp
+
+
+@inline
+def _turn_levels(s: Any) -> None:
+    """Bring the levels that a search left in LEVELS to [block][32] in ROWS."""
+    for lane in range(0, LANES, 16):
+        for half in range(2):
+            transpose16_apart(s, LEVELS + 16 * half * STEP + 4 * lane, STEP, s, ROWS + 128 * lane + 64 * half, 128)
+
+
+@inline
+def _refine_symmetric(s: Any, half: Any) -> None:
+    """_fit_symmetric with more candidates; the levels are in ROWS."""
+    scale, _ = fit_signed_refined(s, X, W, LEVELS, 32, half)
+    store(s, SCALE, scale)
+    _turn_levels(s)
+
+
+@inline
+def _refine_affine(s: Any, top: Any) -> None:
+    """_fit_affine with levels that move; they are in ROWS."""
+    scale, low = fit_with_min_refined(s, X, W, LEVELS, 32, top)
+    store(s, SCALE, scale)
+    store(s, LOW, -low)
+    _turn_levels(s)
+
+
+@inline
+def _levels_above(s: Any, lane: Any, middle: Any) -> Any:
+    """Return the 32 levels of a block in ROWS, plus ``middle``."""
+    q0, q1 = load(f32x16, s, ROWS + 128 * lane), load(f32x16, s, ROWS + 128 * lane + 64)
+    return convert(i32x16, q0) + middle, convert(i32x16, q1) + middle
+
+
+@inline
+def _refined_symmetric(s: Any, x: Any, at: Any, lane: Any, half: Any) -> Any:
+    return _levels_above(s, lane, I32(half))
+
+
+@inline
+def _refined_affine(s: Any, x: Any, at: Any, lane: Any, top: Any) -> Any:
+    return _levels_above(s, lane, I32(0))
+
+
+#: What differs in the kernels of ik_llama.cpp's encoders.
+_SYMMETRIC = {
+    "_weighted_symmetric": specialize(
+        _weighted_symmetric, "ik", _fit_symmetric=_refine_symmetric, _symmetric_levels=_refined_symmetric
+    )
+}
+_AFFINE = {
+    "_weighted_affine": specialize(_weighted_affine, "ik", _fit_affine=_refine_affine, _affine_levels=_refined_affine)
+}
+
+_refined_q6_0 = _SYMMETRIC["_weighted_symmetric"]
 
 # ---------------------------------------------------------------- the encoders
 
@@ -338,3 +440,45 @@ def encode_q8_0(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, r
             _copy_f16(s, SCALE + 2 * lane, out, o)
             store(out, o + 2, convert(i8x16, round_away(load(f32x16, x, at) * inverse)))
             store(out, o + 18, convert(i8x16, round_away(load(f32x16, x, at + 64) * inverse)))
+
+
+@inline
+def _rounded(v):
+    """Round to nearest even as cvtps2dq does: INT_MIN for what is no int32."""
+    return select(vabs(v) < F(2.0**31), convert(i32x16, round_even(v)), I32(-(2**31)))
+
+
+@kernel
+def encode_q8_kv(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, row1: int) -> None:
+    """Encode rows row0..row1 of x; the importance matrix is ignored.
+
+    A row is f32 d, i32 the sum of the levels, then i8 levels. Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp,
+    iqk_quantize_row_q8_KV.
+    """
+    for row in range(row0, row1):
+        source, target = 4 * x.shape[1] * row, out.shape[1] * row
+        most, total = splat(f32x16, F(0)), splat(i32x16, I32(0))
+        for i in range(0, x.shape[1], 16):
+            most = vmax(most, vabs(load(f32x16, x, source + 4 * i)))
+        d = hmax(most) / F(127)
+        # A row of zeros has levels of 0; where 1 / d is infinite, levels are -128.
+        inverse = F(1) / d if hmax(most) > F(0) else F(0)
+        for i in range(0, x.shape[1], 16):
+            q = _rounded(load(f32x16, x, source + 4 * i) * inverse)
+            total = total + q
+            store(out, target + 8 + i, convert(i8x16, vmax(vmin(q, I32(127)), I32(-128))))
+        store(out, target, d)
+        store(out, target + 4, hsum(total))
+
+
+#: ik_llama.cpp's differ with an importance matrix. Source: ik_llama.cpp 8337e4cd3, quantize_row_q4_0_impl and its like.
+encode_q4_0_ik = specialize(encode_q4_0, "ik", kernel, **_SYMMETRIC)
+encode_q5_0_ik = specialize(encode_q5_0, "ik", kernel, **_SYMMETRIC)
+encode_q4_1_ik = specialize(encode_q4_1, "ik", kernel, **_AFFINE)
+encode_q5_1_ik = specialize(encode_q5_1, "ik", kernel, **_AFFINE)
+
+
+@kernel
+def encode_q6_0(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, row1: int) -> None:
+    """Encode rows row0..row1 of x (ik_llama.cpp 8337e4cd3 quantize_row_q6_0_impl)."""
+    _refined_q6_0(x, weights, out, row0, row1, 32)

@@ -67,14 +67,14 @@ _signed_3_bits = make_constant(
 
 
 @inline
-def _level(v: Any, top: Any) -> Any:
+def level_of(v: Any, top: Any) -> Any:
     """Round v to a level in 0..top, as f32; |v| < 2^22."""
     return round_even(vmin(vmax(v, F(0)), F(top)))
 
 
 @inline
-def _level_anywhere(v: Any, top: Any, guarded: Any) -> Any:
-    """_level of any v at all, as ggml's two searches do it.
+def level_anywhere(v: Any, top: Any, guarded: Any) -> Any:
+    """level_of of any v at all, as ggml's two searches do it.
 
     make_qkx2_quants clamps nearest_int, which wraps around beyond 2^22; make_qkx3_quants (guarded) clamps v first.
     """
@@ -90,7 +90,7 @@ def _weighted_sums(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, top: Any, is
     sum_l = sum_l2 = sum_xl = splat(WIDE, F(0))
     for i in range(n):
         x = load(WIDE, s, x_at + i * STEP)
-        level = _level(iscale * (x - low), top)
+        level = level_of(iscale * (x - low), top)
         store(s, l_at + i * STEP, level)
         wl = load(WIDE, s, w_at + i * STEP) * level
         sum_l = sum_l + wl
@@ -107,7 +107,7 @@ def _weighted_sums_anywhere(
     sum_l = sum_l2 = sum_xl = splat(WIDE, F(0))
     for i in range(n):
         x = load(WIDE, s, x_at + i * STEP)
-        level = _level_anywhere(iscale * (x - low), top, guarded)
+        level = level_anywhere(iscale * (x - low), top, guarded)
         store(s, l_at + i * STEP, level)
         wl = load(WIDE, s, w_at + i * STEP) * level
         sum_l = sum_l + wl
@@ -163,7 +163,7 @@ def fit_with_min(
     iscale = splat(WIDE, F(top)) / width
     scale = splat(WIDE, F(1)) / iscale
     for i in range(n):
-        store(s, l_at + i * STEP, _level_anywhere(iscale * (load(WIDE, s, x_at + i * STEP) - low), top, False))
+        store(s, l_at + i * STEP, level_anywhere(iscale * (load(WIDE, s, x_at + i * STEP) - low), top, False))
     best = _error(s, x_at, w_at, l_at, n, scale, low, absolute)
     # An infinite iscale makes inf and nan of every value, hence level 0; so does 0, under either rule.
     best_iscale, best_low = choose(vabs(iscale) < F(np.inf), iscale, F(0)), low
@@ -207,7 +207,7 @@ def search_levels(x: Any, iscale: Any, low: Any, top: Any, guarded: Any) -> Any:
 
 
 @inline
-def _signed_level(v: Any, nmax: Any) -> Any:
+def signed_level(v: Any, nmax: Any) -> Any:
     """Round v, whose size is below nmax + 1, to a level in -nmax..nmax-1, as f32."""
     if nmax == 4:
         return lookup16_f32(_signed_3_bits(), cast(WIDE_INT, v + MAGIC))
@@ -215,27 +215,27 @@ def _signed_level(v: Any, nmax: Any) -> Any:
 
 
 @inline
-def _signed_sums(s: Any, x_at: Any, w_at: Any, n: Any, nmax: Any, weighted: Any, iscale: Any) -> Any:
+def signed_sums(s: Any, x_at: Any, w_at: Any, n: Any, nmax: Any, weighted: Any, iscale: Any) -> Any:
     """Return the sums over w*x*l and w*l*l for the levels of one iscale."""
     sum_lx = sum_l2 = splat(WIDE, F(0))
     for i in range(n):
         x = load(WIDE, s, x_at + i * STEP)
         w = load(WIDE, s, w_at + i * STEP) if weighted else x * x
-        level = _signed_level(iscale * x, nmax)
+        level = signed_level(iscale * x, nmax)
         sum_lx = sum_lx + w * x * level
         sum_l2 = sum_l2 + w * level * level
     return sum_lx, sum_l2
 
 
 @inline
-def _signed_sums3(s: Any, x_at: Any, w_at: Any, n: Any, nmax: Any, weighted: Any, a: Any, b: Any, c: Any) -> Any:
-    """_signed_sums of three values of iscale, which share the loads."""
+def signed_sums3(s: Any, x_at: Any, w_at: Any, n: Any, nmax: Any, weighted: Any, a: Any, b: Any, c: Any) -> Any:
+    """signed_sums of three values of iscale, which share the loads."""
     ax = bx = cx = a2 = b2 = c2 = splat(WIDE, F(0))
     for i in range(n):
         x = load(WIDE, s, x_at + i * STEP)
         w = load(WIDE, s, w_at + i * STEP) if weighted else x * x
         wx = w * x
-        la, lb, lc = _signed_level(a * x, nmax), _signed_level(b * x, nmax), _signed_level(c * x, nmax)
+        la, lb, lc = signed_level(a * x, nmax), signed_level(b * x, nmax), signed_level(c * x, nmax)
         ax, bx, cx = ax + wx * la, bx + wx * lb, cx + wx * lc
         a2, b2, c2 = a2 + w * la * la, b2 + w * lb * lb, c2 + w * lc * lc
     return ax, a2, bx, b2, cx, c2
@@ -250,7 +250,7 @@ def _keep_better(best: Any, scale: Any, best_iscale: Any, iscale: Any, sum_lx: A
 
 
 @inline
-def _largest(s: Any, x_at: Any, n: Any) -> Any:
+def largest_value(s: Any, x_at: Any, n: Any) -> Any:
     """Return the first value of the largest size, and its size."""
     value = size = splat(WIDE, F(0))
     for i in range(n):
@@ -275,16 +275,16 @@ def fit_signed(s: Any, x_at: Any, w_at: Any, n: Any, nmax: Any, weighted: Any) -
 
     Returns (scale, iscale of the best levels); both are 0 for a sub-block of zeros, whose codes are all 0.
     """
-    largest, size = _largest(s, x_at, n)
+    largest, size = largest_value(s, x_at, n)
     dead = size < EPSILON
     largest = choose(dead, F(1), largest)
     best_iscale = splat(WIDE, F(-nmax)) / largest
-    sum_lx, sum_l2 = _signed_sums(s, x_at, w_at, n, nmax, weighted, best_iscale)
+    sum_lx, sum_l2 = signed_sums(s, x_at, w_at, n, nmax, weighted, best_iscale)
     scale = choose(sum_l2 != F(0), sum_lx / sum_l2, F(0))
     best = scale * sum_lx
     for k in range(0, 18 if any_lane(~dead) else 0, 3):
         a, b, c = _grid(k, nmax, largest), _grid(k + 1, nmax, largest), _grid(k + 2, nmax, largest)
-        ax, a2, bx, b2, cx, c2 = _signed_sums3(s, x_at, w_at, n, nmax, weighted, a, b, c)
+        ax, a2, bx, b2, cx, c2 = signed_sums3(s, x_at, w_at, n, nmax, weighted, a, b, c)
         best, scale, best_iscale = _keep_better(best, scale, best_iscale, a, ax, a2)
         best, scale, best_iscale = _keep_better(best, scale, best_iscale, b, bx, b2)
         best, scale, best_iscale = _keep_better(best, scale, best_iscale, c, cx, c2)
@@ -331,19 +331,19 @@ def fit_by_largest(s: Any, x_at: Any, n: Any, nmax: Any) -> Any:
     Returns (scale, iscale or 0 for a sub-block of zeros, mask of the lanes whose levels may move in fit_by_descent).
     The others are done: a level moves only if x * sum_l2 / sum_lx, of the other values, lies half a step away.
     """
-    largest, size = _largest(s, x_at, n)
+    largest, size = largest_value(s, x_at, n)
     dead = size < EPSILON
     iscale = splat(WIDE, F(-nmax)) / choose(dead, F(1), largest)
     sum_lx = sum_l2 = splat(WIDE, F(0))
     for i in range(n):
         x = load(WIDE, s, x_at + i * STEP)
-        level = _signed_level(iscale * x, nmax)
+        level = signed_level(iscale * x, nmax)
         sum_lx = sum_lx + x * x * x * level
         sum_l2 = sum_l2 + x * x * level * level
     moving = splat(WIDE, F(0))
     for i in range(n):
         x = load(WIDE, s, x_at + i * STEP)
-        level = _signed_level(iscale * x, nmax)
+        level = signed_level(iscale * x, nmax)
         rest_lx = sum_lx - x * x * x * level
         off = x * (sum_l2 - x * x * level * level) - level * rest_lx
         # At the top the clamp holds what would go on, as long as nearest_int does not wrap around.
@@ -358,11 +358,11 @@ def fit_by_largest(s: Any, x_at: Any, n: Any, nmax: Any) -> Any:
 @inline
 def _begin_descent(s: Any, x_at: Any, l_at: Any, n: Any, nmax: Any) -> Any:
     """Store the levels by the largest value; return the sums over x^3*l and x^2*l*l."""
-    iscale = splat(WIDE, F(-nmax)) / _largest(s, x_at, n)[0]
+    iscale = splat(WIDE, F(-nmax)) / largest_value(s, x_at, n)[0]
     sum_lx = sum_l2 = splat(WIDE, F(0))
     for i in range(n):
         x = load(WIDE, s, x_at + i * STEP)
-        level = _signed_level(iscale * x, nmax)
+        level = signed_level(iscale * x, nmax)
         store(s, l_at + i * STEP, level)
         sum_lx = sum_lx + x * x * x * level
         sum_l2 = sum_l2 + x * x * level * level

@@ -50,10 +50,10 @@ _join16 = make_shuffle2(range(32), "ternary_join16")
 _join32 = make_shuffle2(range(64), "ternary_join32")
 _half0 = make_shuffle(range(32), "ternary_half0")
 _half1 = make_shuffle(range(32, 64), "ternary_half1")
-_quarter0 = make_shuffle(range(16), "ternary_quarter0")
-_quarter1 = make_shuffle(range(16, 32), "ternary_quarter1")
-_quarter2 = make_shuffle(range(32, 48), "ternary_quarter2")
-_quarter3 = make_shuffle(range(48, 64), "ternary_quarter3")
+quarter0 = make_shuffle(range(16), "ternaryquarter0")
+quarter1 = make_shuffle(range(16, 32), "ternaryquarter1")
+quarter2 = make_shuffle(range(32, 48), "ternaryquarter2")
+quarter3 = make_shuffle(range(48, 64), "ternaryquarter3")
 _four0 = make_shuffle(range(4), "ternary_four0")
 _four1 = make_shuffle(range(4, 8), "ternary_four1")
 _four2 = make_shuffle(range(8, 12), "ternary_four2")
@@ -61,7 +61,7 @@ _four3 = make_shuffle(range(12, 16), "ternary_four3")
 
 
 @inline
-def _largest_magnitude(x, at, n):
+def largest_magnitude(x, at, n):
     """Return the largest |x| of n values at byte ``at``, n a multiple of 64."""
     m0, m1 = splat(f32x16, F(0)), splat(f32x16, F(0))
     for i in range(0, 4 * n, 128):
@@ -78,15 +78,19 @@ def _inverse(d):
 
 
 @inline
+def trits(x, at, factor, low, high):
+    """Return 64 values times ``factor`` as bytes: 0 up to ``low``, 2 from ``high`` up, 1 between."""
+    v0, v1 = load(f32x16, x, at) * factor, load(f32x16, x, at + 64) * factor
+    v2, v3 = load(f32x16, x, at + 128) * factor, load(f32x16, x, at + 192) * factor
+    up = _join32(_join16(v0 >= high, v1 >= high), _join16(v2 >= high, v3 >= high))
+    down = _join32(_join16(v0 <= low, v1 <= low), _join16(v2 <= low, v3 <= low))
+    return convert(u8x64, up) - convert(u8x64, down) + U8(1)
+
+
+@inline
 def _trits(x, at, inverse):
     """Return 64 values, rounded to -1, 0, 1, plus 1, as bytes."""
-    v0, v1 = load(f32x16, x, at) * inverse, load(f32x16, x, at + 64) * inverse
-    v2, v3 = load(f32x16, x, at + 128) * inverse, load(f32x16, x, at + 192) * inverse
-    half = F(0.5)
-    up = _join32(_join16(v0 >= half, v1 >= half), _join16(v2 >= half, v3 >= half))
-    half = F(-0.5)
-    down = _join32(_join16(v0 <= half, v1 <= half), _join16(v2 <= half, v3 <= half))
-    return convert(u8x64, up) - convert(u8x64, down) + U8(1)
+    return trits(x, at, inverse, F(-0.5), F(0.5))
 
 
 # ---------------------------------------------------------------- TQ2_0
@@ -95,7 +99,7 @@ def _trits(x, at, inverse):
 @inline
 def _encode_tq2_0(s, x, weights, out, count):
     """Encode a block at address x. Source: llama.cpp b11434 ggml-quants.c quantize_row_tq2_0_ref."""
-    d = _largest_magnitude(x, 0, 256)
+    d = largest_magnitude(x, 0, 256)
     inverse = _inverse(d)
     for h in range(2):
         low, high = _trits(x, 512 * h, inverse), _trits(x, 512 * h + 256, inverse)
@@ -111,7 +115,7 @@ encode_tq2_0 = blocks_encoder("TQ2_0", _encode_tq2_0, 1, 0)
 
 
 @inline
-def _digits(a, b, c, d, e):
+def number_of_digits(a, b, c, d, e):
     """Return 81 a + 27 b + 9 c + 3 d + e, at most 242."""
     q = a + a + a + b
     q = q + q + q + c
@@ -120,7 +124,7 @@ def _digits(a, b, c, d, e):
 
 
 @inline
-def _fraction(q):
+def fraction(q):
     """Return ceil(q * 256 / 243) for q in 0..242, in 32-bit lanes: 69041 / 65536 is near enough to 256 / 243."""
     return (q * U32(69041) + U32(65535)) >> U32(16)
 
@@ -128,18 +132,18 @@ def _fraction(q):
 @inline
 def _encode_tq1_0(s, x, weights, out, count):
     """Encode a block at address x. Source: llama.cpp b11434 ggml-quants.c quantize_row_tq1_0_ref."""
-    d = _largest_magnitude(x, 0, 256)
+    d = largest_magnitude(x, 0, 256)
     inverse = _inverse(d)
     t0, t1 = _trits(x, 0, inverse), _trits(x, 256, inverse)
     t2, t3 = _trits(x, 512, inverse), _trits(x, 768, inverse)
-    q = _digits(_half0(t0), _half1(t0), _half0(t1), _half1(t1), _half0(t2))
-    store(out, 0, convert(u8x16, _fraction(convert(u32x16, _quarter0(q)))))
-    store(out, 16, convert(u8x16, _fraction(convert(u32x16, _quarter1(q)))))
-    q = _digits(_quarter2(t2), _quarter3(t2), _quarter0(t3), _quarter1(t3), _quarter2(t3))
-    store(out, 32, convert(u8x16, _fraction(convert(u32x16, q))))
-    t = _quarter3(t3)
-    q = _digits(_four0(t), _four1(t), _four2(t), _four3(t), splat(_u8x4, U8(0)))
-    store(out, 48, convert(_u8x4, _fraction(convert(_u32x4, q))))
+    q = number_of_digits(_half0(t0), _half1(t0), _half0(t1), _half1(t1), _half0(t2))
+    store(out, 0, convert(u8x16, fraction(convert(u32x16, quarter0(q)))))
+    store(out, 16, convert(u8x16, fraction(convert(u32x16, quarter1(q)))))
+    q = number_of_digits(quarter2(t2), quarter3(t2), quarter0(t3), quarter1(t3), quarter2(t3))
+    store(out, 32, convert(u8x16, fraction(convert(u32x16, q))))
+    t = quarter3(t3)
+    q = number_of_digits(_four0(t), _four1(t), _four2(t), _four3(t), splat(_u8x4, U8(0)))
+    store(out, 48, convert(_u8x4, fraction(convert(_u32x4, q))))
     store(out, 52, f32_to_f16(d))
 
 
@@ -152,7 +156,7 @@ encode_tq1_0 = blocks_encoder("TQ1_0", _encode_tq1_0, 1, 0)
 @inline
 def _encode_q2_0(s, x, weights, out, count):
     """Encode a block at address x. Source: llama.cpp b11434 ggml-quants.c quantize_row_q2_0_ref."""
-    d = _largest_magnitude(x, 0, 64)
+    d = largest_magnitude(x, 0, 64)
     inverse = _inverse(d)
     four = cast(u32x16, _trits(x, 0, inverse))
     if d > F(0) and inverse == F(0):

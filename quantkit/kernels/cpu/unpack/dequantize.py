@@ -33,9 +33,14 @@ from quantkit.kernels.cpu.core.simd import (
     u32x16,
 )
 from quantkit.kernels.cpu.core.tape import address_of
+from quantkit.kernels.cpu.interleave import deinterleave_rows
 from quantkit.kernels.cpu.unpack import unpacker
 from quantkit.kernels.formats import UNIT, format_of
+from quantkit.kernels.interleave import base_of, is_woven
 from quantkit.types import TensorType
+
+#: Bytes of woven rows taken apart at a time.
+_APART = 1 << 18
 
 Kernel = Callable[[int, int, int, int, int, int, int], None]
 
@@ -119,9 +124,13 @@ def rows_decoder(t: TensorType, compiled: Callable[..., Any] = kernel) -> Kernel
 def dequantize_rows(t: TensorType, data: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]) -> None:
     """Decode ``data`` uint8 [rows, row_bytes] of type ``t`` into ``out`` float32 [rows, n], without the GIL.
 
-    Each row must be contiguous; data may be read-only, unaligned and a slice of a mapped file. Raises TypeNotSupported
-    without a decoder or if n is not a multiple of the block, ValueError if shapes disagree.
+    Each row must be contiguous; data may be read-only, unaligned and a slice of a mapped file. Of a woven type rows
+    come in whole groups. Raises TypeNotSupported without a decoder or if n is not a multiple of the block, ValueError
+    if shapes disagree.
     """
+    if is_woven(t):
+        _dequantize_woven(t, data, out)
+        return
     format_of(t)
     rows, n = out.shape
     row_bytes = t.row_bytes(n)
@@ -140,3 +149,14 @@ def dequantize_rows(t: TensorType, data: npt.NDArray[np.uint8], out: npt.NDArray
     run = rows_decoder(t)
     scratch = np.zeros(t.row_bytes(UNIT) + 4 * UNIT if n % UNIT else 0, np.uint8)
     run(address_of(data), data.strides[0], address_of(out), out.strides[0], rows, n, address_of(scratch))
+
+
+def _dequantize_woven(t: TensorType, data: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]) -> None:
+    """Decode woven rows: take some groups at a time apart, and decode these."""
+    base, (rows, n) = base_of(t), out.shape
+    step = t.interleave * max(1, _APART // (t.interleave * max(1, base.row_bytes(n))))
+    plain = np.empty((min(step, rows), base.row_bytes(n)), np.uint8)
+    for row in range(0, rows, step):
+        part = plain[: min(step, rows - row)]
+        deinterleave_rows(t, np.ascontiguousarray(data[row : row + step]), part)
+        dequantize_rows(base, part, out[row : row + step])

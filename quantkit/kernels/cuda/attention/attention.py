@@ -1,6 +1,6 @@
 """Attention over a cache on the device: attention.cu.
 
-``attention`` says which way a layer's attention goes with so many tokens::
+``attention`` chooses the kernel of a layer's attention by the number of tokens::
 
     few      up to 8 rows (tokens x heads of a group) a block, straight from the cache to registers: generation
     tile     tiles of rows x 64 keys in f32: prompts with a cache of f32, or heads of odd lengths

@@ -11,12 +11,12 @@ TYPES = ("f32", "f16", "q8_0")
 
 
 def row_bytes(kind: str, width: int) -> int:
-    """Return the bytes of a row of so many values; of q8_0 a multiple of 32."""
+    """Return the bytes of a row of ``width`` values; for q8_0, a multiple of 32."""
     return {"f32": 4 * width, "f16": 2 * width, "q8_0": width // 32 * 34}[kind]
 
 
 def cache_write(kind: str, rows: int, k_width: int, v_width: int) -> Shape:
-    """Return how to keep the keys and values of so many tokens; v_width 0: keys only."""
+    """Return how to store the keys and values of ``rows`` tokens; v_width 0: keys only."""
     parts = -(-k_width // 32) + -(-v_width // 32)
     kernel = Kernel("attention/cache.cu", "cache_write").bind(CACHE=TYPES.index(kind))
     return Shape(kernel, (rows, -(-parts // 8), 1))

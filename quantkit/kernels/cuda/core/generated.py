@@ -80,7 +80,7 @@ def _codebook(name: str, words: npt.NDArray[np.uint32]) -> str:
 def pairs_of_iq2kl() -> npt.NDArray[np.uint8]:
     """Return the entries of iq2kl_grid as bytes: nibbles, the low one first, that are indices of kvalues_iq3nl."""
     index = np.searchsorted(table("kvalues_iq3nl"), table("iq2kl_grid")).astype(np.uint8)
-    return index[:, 0] | (index[:, 1] << 4)
+    return index[:, 0] | (index[:, 1] << np.uint8(4))
 
 
 def _grids() -> list[str]:

@@ -1,4 +1,4 @@
-"""Kernels on each element, or each row, by itself: elementwise.cu.
+"""Kernels on single elements, or rows: elementwise.cu.
 
     select_outputs    batch x out width rows            rows: of the outputs; width: all columns of a token
     add               a b out width rows

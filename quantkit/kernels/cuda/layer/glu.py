@@ -32,12 +32,12 @@ def _kernel(name: str, kind: str) -> Kernel:
 
 
 def glu(activation: Activation, width: int, rows: int) -> Shape:
-    """Return how to gate so many rows of ``width`` columns of out."""
+    """Return how to gate ``rows`` of ``width`` columns of out."""
     return over_rows(_kernel("glu", activation.kind), width, rows)
 
 
 def activate(activation: Activation, width: int, rows: int) -> Shape:
-    """Return how to apply an activation to so many rows."""
+    """Return how to apply an activation to ``rows``."""
     return over_all(_kernel("activate", activation.kind), width, rows)
 
 

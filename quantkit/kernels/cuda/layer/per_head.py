@@ -1,4 +1,4 @@
-"""The work between products and their readers on every head, or column, by itself: per_head.cu.
+"""The work on single heads or columns between products and their readers: per_head.cu.
 
     per_head batch rows room, and of each of up to six chains, with _0 ... _5 after the name:
              width n pieces x stride each step repeat by plus n_plus activation times n_times norm kind group weight
@@ -38,7 +38,7 @@ NOTHING = {
 
 
 def per_head(kind: str, rows: int, sizes: Sequence[tuple[int, int]]) -> Shape:
-    """Return how to launch chains, (width, n) each, of so many tokens; kind: of the cache."""
+    """Return how to launch chains, (width, n) each, for ``rows`` tokens; kind: of the cache."""
     longest = max(n for _, n in sizes)
     if longest > MAX_OF_BLOCK:
         raise ValueError(f"a piece of a chain has up to {MAX_OF_BLOCK} columns, not {longest}")

@@ -17,7 +17,7 @@ from quantkit.kernels.cuda.layer.elementwise import over_rows
 from quantkit.kernels.parameters import MAX_EXPERTS, Routing
 
 FILE = "layer/route.cu"
-#: Threads of a block, a warp to a token; one warp where experts are so many that shared memory has room for one token.
+#: Threads of a block, a warp to a token; one warp if the experts leave shared memory for one token only.
 _THREADS, _FEW = 128, 32
 
 
@@ -26,7 +26,7 @@ def _route(threads: int) -> Kernel:
 
 
 def route(routing: Routing, rows: int) -> Shape:
-    """Return how to route so many tokens."""
+    """Return how to route ``rows`` tokens."""
     threads = _THREADS if routing.n_expert <= MAX_EXPERTS // 4 else _FEW
     warps = threads // 32
     return Shape(_route(threads), (max(1, -(-rows // warps)), 1, 1), warps * shared_of_token(routing))
@@ -38,12 +38,12 @@ def shared_of_token(routing: Routing) -> int:
 
 
 def repeat(width: int, n_used: int, rows: int) -> Shape:
-    """Return how to weight the rows of so many tokens for every expert of theirs."""
+    """Return how to weight the rows of tokens, once per expert chosen for them."""
     return over_rows(Kernel(FILE, "repeat").bind(THREADS=_THREADS), width, rows * n_used)
 
 
 def combine(width: int, rows: int) -> Shape:
-    """Return how to add up the rows of the experts of so many tokens."""
+    """Return how to sum the experts' rows of each token."""
     return over_rows(Kernel(FILE, "combine").bind(THREADS=_THREADS), width, rows)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from quantkit.kernels.cuda.core.generated import Q8_UNIT
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 
-#: Formats that rows are brought to; a weight's is kernels/formats.py's. f32 needs none.
+#: Formats of activations besides f32; kernels/formats.py says which one a type of weights needs.
 KINDS = ("q8_0", "q8_1", "q8_k", "f16", "bf16")
 
 
@@ -19,13 +19,13 @@ def row_bytes(kind: str, n: int) -> int:
 
 
 def quantize(kind: str, n: int, rows: int) -> Shape:
-    """Return how to bring rows of n f32 values to a format: slots rows, x, x_stride, n, out.
+    """Return how to convert rows of n f32 values to a format: slots rows, x, x_stride, n, out.
 
     x_stride in bytes; rows of out are ``row_bytes(kind, n)`` apart, its start aligned to 32 bytes. Raises ValueError
     for another format.
     """
     if kind not in KINDS:
-        raise ValueError(f"activations are brought to {', '.join(KINDS)}; not to {kind}")
+        raise ValueError(f"the formats of activations are {', '.join(KINDS)}; not {kind}")
     blocks = -(-rows * -(-n // 256) // 4) if kind.startswith("q8") else rows * -(-n // 512)
     return Shape(Kernel("matmul/activations.cu", "quantize").bind(FORMAT=KINDS.index(kind)), (max(1, blocks), 1, 1))
 

@@ -53,7 +53,7 @@ SMALL, LARGE = Tile(32, 32, 128), Tile(128, 128, 256)
 
 
 def tile_for(t: TensorType, n_out: int, tokens: float, groups: int = 1, capability: int = 90) -> Tile:
-    """Return the tile for so many rows of x, and so many groups of them (heads, experts): a large one for many."""
+    """Return the tile for ``tokens`` rows of x in each of ``groups`` (heads, experts): a larger one for more rows."""
     room = _SHARED[max(c for c in _SHARED if c <= capability)]
     blocks = groups * -(-n_out // LARGE.rows) * -(-tokens // LARGE.tokens)
     enough = _FEW if tokens > SMALL.tokens else _FEW * _FEW_OF_32

@@ -62,7 +62,7 @@ def _rows(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) ->
 def _shape(
     name: str, t: TensorType, n_in: int, n_out: int, columns: int, matrices: int, each: int, kind: str = ""
 ) -> Shape:
-    """Return the shape of a kernel on so many matrices (heads, or pairs); ``each``: those that surely run at once."""
+    """Return the shape of a kernel on several matrices (heads, or pairs); ``each``: those certain to run at once."""
     if not 1 <= columns <= MAX_ROWS:
         raise ValueError(f"mat_vec takes 1 to {MAX_ROWS} rows, not {columns}")
     lanes = _lanes(t, n_in, n_out * each)
@@ -100,26 +100,26 @@ def up_gate(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: 
 
 
 def up_gate_id(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, n_used: int) -> Shape:
-    """Return how to compute activation(gate x) * (up x) with chosen experts, each pair by itself."""
+    """Return how to compute activation(gate x) * (up x) for each pair of a token and an expert."""
     return _shape("up_gate_id", t, n_in, n_out, 1, rows * n_used, n_used, activation.kind)
 
 
 def mul_mat_heads_to(t: TensorType, n_in: int, n_out: int, heads: int) -> Shape | None:
-    """Return how to multiply a matrix a head with the heads of one row, whose result is brought to a format.
+    """Return how to multiply each head of one row by its own matrix and quantize the result.
 
-    None: 256 columns are not made of heads, or of blocks' parts of them.
+    None if no whole number of heads, or of blocks' rows of a head, makes 256 columns.
     """
     shape = _shape("mul_mat_heads_to", t, n_in, n_out, 1, heads, heads)
     return shape if (256 % n_out == 0 or n_out % 256 == 0) and n_out % rows_of_block(shape.kernel) == 0 else None
 
 
 def up_gate_to(t: TensorType, activation: Activation, n_in: int, n_out: int) -> Shape:
-    """As ``up_gate`` for one row, which is brought to a format."""
+    """As ``up_gate`` for one row, with the result quantized."""
     return _shape("up_gate_to", t, n_in, n_out, 1, 1, 1, activation.kind)
 
 
 def up_gate_id_to(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, n_used: int) -> Shape:
-    """As ``up_gate_id``, and every pair's row is brought to a format."""
+    """As ``up_gate_id``, with every row of the result quantized."""
     return _shape("up_gate_id_to", t, n_in, n_out, 1, rows * n_used, n_used, activation.kind)
 
 

@@ -25,12 +25,12 @@ MAX_MATRICES = 4
 
 
 def family(t: TensorType) -> str:
-    """Return a name that types share of which any two go together: the same activations, little shared memory."""
+    """Return a name shared by types that can be in one launch: the same activations, little shared memory."""
     return format_of(t).together or t.name
 
 
 def mul_mats(types: Sequence[TensorType], n_in: int, n_outs: Sequence[int], rows: int = 1) -> Shape:
-    """Return how to multiply up to four matrices with up to 8 rows of x; those of a type are side by side."""
+    """Return how to multiply up to 8 rows of x by up to four matrices; those of one type are adjacent."""
     names = list(dict.fromkeys(t.name for t in types))
     largest = max(types, key=lambda t: t.block_bytes / t.block)
     like = mat_vec.mul_mat(largest, n_in, sum(n_outs), rows).kernel

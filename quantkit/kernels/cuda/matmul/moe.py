@@ -11,20 +11,20 @@ from collections.abc import Iterator
 
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 
-#: Tokens a tile of a product may have.
+#: Tokens per tile of a product.
 TILES = (32, 128)
 _WARPS = 16
 _HEAD = 16
 
 
 def most_tiles(pairs: int, n_expert: int, tokens: int) -> int:
-    """Return how many tiles of so many tokens pairs can make at most: each expert's last one may be short."""
+    """Return the most tiles of ``tokens`` that ``pairs`` can need: each expert's last tile may be short."""
     used = min(pairs, n_expert)
     return (pairs - used) // tokens + used
 
 
 def plan_bytes(n_expert: int, n_used: int, rows: int) -> int:
-    """Return the bytes of a plan for so many tokens; a plan of fewer needs no more."""
+    """Return the bytes of a plan for ``rows`` tokens; fewer tokens need no more."""
     pairs = rows * n_used
     return 4 * (_HEAD + -(-pairs // 4) * 4) + 16 * sum(most_tiles(pairs, n_expert, t) for t in TILES)
 
@@ -35,12 +35,12 @@ def bucket(n_expert: int) -> Shape:
 
 
 def gather(pairs: int) -> Shape:
-    """Return how to bring rows of x, as bf16, into a plan's order."""
+    """Return how to gather rows of x, as bf16, into a plan's order."""
     return Shape(Kernel("matmul/moe.cu", "gather"), (max(1, pairs), 1, 1))
 
 
 def scatter(pairs: int) -> Shape:
-    """Return how to bring rows out of a plan's order, with an expert's scale and bias."""
+    """Return how to scatter rows back from a plan's order, with an expert's scale and bias."""
     return Shape(Kernel("matmul/moe.cu", "scatter"), (max(1, pairs), 1, 1))
 
 

@@ -10,6 +10,7 @@
 #include "unpack/k_quants.cuh"
 #include "unpack/legacy.cuh"
 #include "unpack/ternary.cuh"
+#include "unpack/trellis.cuh"
 
 // The scale that begins a row and multiplies all of it; 1 for types without one.
 template <typename T> INLINE float row_scale(const uint8_t* row) {

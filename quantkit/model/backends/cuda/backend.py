@@ -78,7 +78,7 @@ class CUDABackend:
 
 @dataclass
 class Recording:
-    """The steps of a run with so many tokens and outputs; ``replay`` runs them all once they are recorded."""
+    """The steps of a run for one number of tokens and outputs; ``replay`` runs them all once they are recorded."""
 
     steps: list[Step]
     runs: int = 0
@@ -143,7 +143,7 @@ class CUDAProgram(Boundary):
         return self._recordings[key]
 
     def _steps(self, n_tokens: int, n_outputs: int) -> list[Step]:
-        """Return launches and calls, in order, for so many tokens."""
+        """Return launches and calls, in order, for ``n_tokens``."""
         steps: list[Step] = []
         for entry in self._entries:
             if entry.call is not None:

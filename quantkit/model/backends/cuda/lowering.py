@@ -25,7 +25,7 @@ from quantkit.model.backends.lowering import Lowering, expert_bytes_of, row_byte
 from quantkit.model.ops import Cache, Covariance, Matrix, Similarity, State, SumColumns, Value
 from quantkit.types import BY_NAME
 
-#: Up to so many rows a product reads every weight for all of them at once, from registers; above, in tiles.
+#: Up to this many rows, a product reads every weight once for all of them (mat-vec); above, it works in tiles.
 FEW_ROWS = 8
 
 
@@ -120,7 +120,7 @@ class CUDALowering(Lowering):
         return address
 
     def counters(self, count: int) -> int:
-        """Return the address of so many counters: 0, as every launch leaves them."""
+        """Return the address of ``count`` counters, which are 0 before and after every launch."""
         if count > self._n_counters:
             self._counters, self._n_counters = self.room(4 * count), count
         return self._counters
@@ -226,7 +226,7 @@ class CUDALowering(Lowering):
         return self._activations[x, kind, n], new
 
     def remade(self, x: Value, kind: str, n: int, made: Buffer, by: Callable[[int], bool]) -> None:
-        """Bring x to a format, rows of n, unless its own launch does for so many tokens' rows (``by``)."""
+        """Convert x to a format, rows of n, except for row counts for which ``by`` says x's own launch does."""
         per = x.width // n
         slots: dict[str, Slot] = {"x": self.buffer(x), "x_stride": 4 * n, "n": n, "out": made}
         self.emit(

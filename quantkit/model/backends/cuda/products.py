@@ -138,7 +138,7 @@ def _mul_mats(b: CUDALowering, op: ops.MulMats) -> None:
 
 
 def _to(b: CUDALowering, op: Op, out: Value, rows: int) -> dict[str, Slot]:
-    """Return the slots of the format an operation also writes, so many rows of it at once."""
+    """Return the slots of the format that an operation also writes, ``rows`` at once."""
     form = getattr(op, "format", "")
     if not form:
         return {}
@@ -147,7 +147,7 @@ def _to(b: CUDALowering, op: Op, out: Value, rows: int) -> dict[str, Slot]:
 
 
 def _remade(b: CUDALowering, op: Op, out: Value, to: Mapping[str, Slot], by: Callable[[int], bool]) -> None:
-    """Make the format by another launch unless the operation's own does for so many tokens (``by``)."""
+    """Make the format in another launch, except for token counts where ``by`` says the operation's own makes it."""
     made = to.get("quantized")
     if isinstance(made, Buffer):
         b.remade(out, getattr(op, "format", ""), out.width, made, by)

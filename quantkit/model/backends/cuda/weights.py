@@ -41,6 +41,8 @@ class Weights:
         if tensor.name not in self._at:
             address = self.device.allocate(tensor.nbytes)
             self.device.upload(address, self.source.data(tensor))
+            if tensor.offset < 0:  # made in memory, and not needed there anymore
+                self.source.forget(tensor)
             self._at[tensor.name] = address
             self.nbytes += tensor.nbytes
         return self._at[tensor.name]

@@ -61,7 +61,7 @@ class Columns:
         return self.each == self.width
 
     def of_groups(self, size: int) -> bool:
-        """Tell whether they are whole groups of so many columns."""
+        """Tell whether they are whole groups of ``size`` columns."""
         return not self.start % size and not self.each % size and (self.together or not self.step % size)
 
     def within_groups(self, size: int) -> bool:

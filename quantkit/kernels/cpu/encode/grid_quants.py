@@ -1,0 +1,269 @@
+"""IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS and IQ3_S: magnitudes are points of a grid, signs are stored apart.
+
+Bytes of a block of 256 values: quantkit/kernels/cpu/unpack/i_quants.py. A batch is LANES super-blocks, whose sub-blocks
+are searched LANES at a time (grid_search.py):
+
+| type    | sub-blocks | grid       | distances | signs | candidates           | rounded again              |
+|---------|------------|------------|-----------|-------|----------------------|----------------------------|
+| IQ2_XXS | 8 of 32    | 256 of 8   | 2         | 7     | 13 about a first fit | all                        |
+| IQ2_XS  | 16 of 16   | 512 of 8   | 2         | 7     | 19                   | those beside the grid      |
+| IQ2_S   | 16 of 16   | 1024 of 8  | 1         | 8     | 19                   | those beside the grid      |
+| IQ3_XXS | 8 of 32    | 256 of 4   | 2         | 7     | 31                   | those beside the grid      |
+| IQ3_S   | 8 of 32    | 512 of 4   | 3         | 8     | 19                   | all, if one is beside it   |
+
+Seven sign bits stand for eight: the number of negative values is made even. Weights are importance * sqrt(mean square
++ x^2). The largest scale of a super-block becomes 31 d, the scales odd multiples of d.
+
+Source: llama.cpp b11434 ggml-quants.c quantize_row_iq{2_xxs,2_xs,2_s,3_xxs,3_s}_impl.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from quantkit.kernels.cpu.core.jit import inline
+from quantkit.kernels.cpu.core.simd import f32_to_f16, load, nearest_int, store
+from quantkit.kernels.cpu.core.simd import select as choose
+from quantkit.kernels.cpu.encode import grid_search as grid
+from quantkit.kernels.cpu.encode.batch import load_group, store_sigma, weigh_by_importance
+from quantkit.kernels.cpu.encode.grid_search import ALL, ALL_IF_ONE_IS_OFF, BEST, OFF_GRID, SIGNS, W, X
+from quantkit.kernels.cpu.encode.search import EPSILON, LANES, STEP, WIDE, WIDE_INT, F, fit_positive
+
+# What the search found, by sub-block in memory order, up to 16 a super-block: scales, signs, the word of each group.
+ROW = 16 * STEP
+SIGMA, SCALES, FOUND_SIGNS, FOUND = (grid.END + k * ROW for k in range(4))
+#: Levels of a first fit; LANES sub-blocks.
+LEVELS = FOUND + 8 * ROW
+#: The smallest number above 0.
+DENORMAL = F(2.0**-149)
+
+# ---------------------------------------------------------------- sub-blocks
+
+
+@inline
+def load_sub_blocks(s: Any, x: Any, w: Any, group: Any, n: Any, mean: Any) -> None:
+    """Load LANES sub-blocks and their weights: without an importance matrix x^2, plus sigma / 4 if ``mean``."""
+    load_group(x, group, n, s, X)
+    if w:
+        weigh_by_importance(s, w, group, n, X, W, SIGMA)
+        return
+    quarter = F(0.25) * load(WIDE, s, SIGMA + group * STEP)
+    for at in range(0, n * STEP, STEP):
+        v = load(WIDE, s, X + at)
+        store(s, W + at, quarter + v * v if mean else v * v)
+
+
+@inline
+def keep_found(s: Any, group: Any, n: Any, size: Any, scale: Any, dead: Any, even: Any) -> None:
+    """Keep what was found for LANES sub-blocks: scale -1 and zeros if dead. A negative scale changes all signs."""
+    bits, at = n // 8 * (7 if even else 8), group * STEP
+    negative, signs = scale < F(0), load(WIDE_INT, s, SIGNS)
+    signs = choose(negative, signs ^ (-1 if bits == 32 else (1 << bits) - 1), signs)
+    store(s, SCALES + at, choose(dead, F(-1), choose(negative, -scale, scale)))
+    store(s, FOUND_SIGNS + at, choose(dead, 0, signs))
+    for k in range(n // size):
+        word = load(WIDE_INT, s, BEST + k * STEP) & (grid.OFF - 1)
+        store(s, FOUND + k * ROW + at, choose(dead, 0, word))
+
+
+@inline
+def _fit_sub_blocks(
+    s: Any,
+    x: Any,
+    w: Any,
+    lists: Any,
+    count: Any,
+    n: Any,
+    size: Any,
+    sigma: Any,
+    even: Any,
+    tiny: Any,
+    steps: Any,
+    which: Any,
+) -> None:
+    """Search the sub-blocks of ``count`` super-blocks.
+
+    sigma: times the mean square; even: seven signs; tiny: sub-blocks of smaller values are dead; steps: candidates on
+    either side of the largest value's; which: groups rounded again, with ALL after candidates about a first fit.
+    """
+    top = 7 if size == 4 else 2
+    if w or n == 16:
+        store_sigma(s, x, 256 // n, sigma, X, grid.SCALE, SIGMA)
+    for group in range((count * (256 // n) + LANES - 1) // LANES):
+        load_sub_blocks(s, x, w, group, n, n == 16)
+        grid.take_signs(s, n, even)
+        grid.derive_weights(s, n)
+        largest = grid.largest_value(s, n)
+        scale = largest / F(2 * top + 1)
+        if which == ALL:
+            scale = fit_positive(s, X, W, LEVELS, n, top + 2)
+            largest = choose(largest < tiny, F(0), scale * F(top + 1))
+            dead = largest <= F(0)
+        else:
+            dead = largest < tiny
+        largest, off = choose(dead, F(1), largest), which == ALL_IF_ONE_IS_OFF
+        scale, _ = grid.search_scale(s, lists, n, size, top, largest, scale, steps, 0.2 if size == 4 else 0.1, off)
+        scale = grid.round_again(s, lists, n, size, top, scale, which)
+        keep_found(s, group, n, size, scale, dead, even)
+
+
+# ---------------------------------------------------------------- bytes
+
+
+@inline
+def largest_scale(s: Any, at: Any, subs: Any) -> Any:
+    """Return the largest scale of the super-block whose sub-blocks begin at byte ``at``; 0 if all are dead."""
+    largest = F(0)
+    for ib in range(0, 4 * subs, 4):
+        largest = max(largest, load(types.float32, s, SCALES + at + ib))
+    return largest
+
+
+@inline
+def scale_code(s: Any, at: Any, inverse: Any) -> Any:
+    """Return the 4-bit code of the scale of a sub-block."""
+    scale = load(types.float32, s, SCALES + at)
+    return max(0, min(15, nearest_int(F(0.5) * (inverse * scale - F(1))))) if scale > F(0) else 0
+
+
+@inline
+def index_of(s: Any, lists: Any, at: Any, k: Any) -> Any:
+    """Return the index in the grid of group k of a sub-block."""
+    return np.int64(load(types.uint16, lists[2], 2 * np.int64(load(types.int32, s, FOUND + k * ROW + at))))
+
+
+@inline
+def _signs(s: Any, at: Any) -> Any:
+    return np.int64(load(types.uint32, s, FOUND_SIGNS + at))
+
+
+@inline
+def clear(out: Any, size: Any) -> None:
+    """Set an even number of bytes to 0."""
+    for at in range(0, size, 2):
+        store(out, at, np.uint16(0))
+
+
+@inline
+def iq2_xxs_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
+    """Encode super-blocks as IQ2_XXS. Source: quantize_row_iq2_xxs_impl."""
+    _fit_sub_blocks(s, x, w, lists, count, 32, 8, 1, True, EPSILON, 6, ALL)
+    for b in range(count):
+        o, first = out + 66 * b, 32 * b
+        top = largest_scale(s, first, 8)
+        d = top / F(31)
+        clear(o, 66)
+        if top > F(0):
+            store(o, 0, f32_to_f16(d))
+            for ib in range(8):
+                at = first + 4 * ib
+                for k in range(4):
+                    store(o, 2 + 8 * ib + k, np.uint8(index_of(s, lists, at, k)))
+                store(o, 6 + 8 * ib, np.uint32(_signs(s, at) | scale_code(s, at, F(1) / d) << 28))
+
+
+@inline
+def _store_nibbles(s: Any, first: Any, subs: Any, inverse: Any, o: Any) -> None:
+    """Store the codes of scales, two in a byte."""
+    for ib in range(0, subs, 2):
+        low, high = scale_code(s, first + 4 * ib, inverse), scale_code(s, first + 4 * ib + 4, inverse)
+        store(o, ib // 2, np.uint8(low | high << 4))
+
+
+@inline
+def iq2_xs_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
+    """Encode super-blocks as IQ2_XS. Source: quantize_row_iq2_xs_impl."""
+    _fit_sub_blocks(s, x, w, lists, count, 16, 8, 1, True, EPSILON, 9, OFF_GRID)
+    write_iq2_xs(s, out, count, lists)
+
+
+@inline
+def write_iq2_xs(s: Any, out: Any, count: Any, lists: Any) -> None:
+    """Store what the search found for ``count`` super-blocks."""
+    for b in range(count):
+        o, first = out + 74 * b, 64 * b
+        top = largest_scale(s, first, 16)
+        d = top / F(31)
+        clear(o, 74)
+        if top > F(0):
+            store(o, 0, f32_to_f16(d))
+            for ib in range(16):
+                at = first + 4 * ib
+                signs = _signs(s, at)
+                store(o, 2 + 4 * ib, np.uint16(index_of(s, lists, at, 0) | (signs & 127) << 9))
+                store(o, 4 + 4 * ib, np.uint16(index_of(s, lists, at, 1) | signs >> 7 << 9))
+            _store_nibbles(s, first, 16, F(1) / d, o + 66)
+
+
+@inline
+def iq2_s_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
+    """Encode super-blocks as IQ2_S. Source: quantize_row_iq2_s_impl."""
+    _fit_sub_blocks(s, x, w, lists, count, 16, 8, 2, False, F(1e-8), 9, OFF_GRID)
+    for b in range(count):
+        o, first = out + 82 * b, 64 * b
+        top = largest_scale(s, first, 16)
+        d = top / F(31)
+        clear(o, 82)
+        for ib in range(0, 16, 2):
+            high = 0
+            for k in range(4):
+                at = first + 4 * (ib + k // 2)
+                index = index_of(s, lists, at, k % 2)
+                store(o, 2 + 2 * ib + k, np.uint8(index))
+                high |= index >> 8 << 2 * k
+            store(o, 66 + ib // 2, np.uint8(high))
+            store(o, 34 + 2 * ib, np.uint16(_signs(s, first + 4 * ib)))
+            store(o, 36 + 2 * ib, np.uint16(_signs(s, first + 4 * ib + 4)))
+        if top > F(0):
+            store(o, 0, f32_to_f16(d * F(0.9875)))
+            _store_nibbles(s, first, 16, F(1) / d, o + 74)
+
+
+@inline
+def iq3_xxs_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
+    """Encode super-blocks as IQ3_XXS. Source: quantize_row_iq3_xxs_impl."""
+    _fit_sub_blocks(s, x, w, lists, count, 32, 4, 2, True, F(1e-8), 15, OFF_GRID)
+    for b in range(count):
+        o, first = out + 98 * b, 32 * b
+        top = largest_scale(s, first, 8)
+        d = top / F(31)
+        clear(o, 98)
+        if top > F(0):
+            store(o, 0, f32_to_f16(d * F(1.0125)))
+            for ib in range(8):
+                at = first + 4 * ib
+                for k in range(8):
+                    store(o, 2 + 8 * ib + k, np.uint8(index_of(s, lists, at, k)))
+                store(o, 66 + 4 * ib, np.uint32(_signs(s, at) | scale_code(s, at, F(1) / d) << 28))
+
+
+@inline
+def iq3_s_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
+    """Encode super-blocks as IQ3_S. Source: quantize_row_iq3_s_impl.
+
+    It leaves sub-blocks of zeros out, so that qs and signs of later ones move forward; qh and scales do not.
+    """
+    _fit_sub_blocks(s, x, w, lists, count, 32, 4, 2, False, DENORMAL, 9, ALL_IF_ONE_IS_OFF)
+    for b in range(count):
+        o, first = out + 110 * b, 32 * b
+        top = largest_scale(s, first, 8)
+        d = top / F(31)
+        clear(o, 110)
+        place = 0
+        for ib in range(8):
+            at, high = first + 4 * ib, 0
+            if load(types.float32, s, SCALES + at) < F(0):
+                continue
+            for k in range(8):
+                index = index_of(s, lists, at, k)
+                store(o, 2 + 8 * place + k, np.uint8(index))
+                high |= index >> 8 << k
+            store(o, 66 + ib, np.uint8(high))
+            store(o, 74 + 4 * place, np.uint32(_signs(s, at)))
+            place += 1
+        if top > F(0):
+            store(o, 0, f32_to_f16(d * F(1.033)))
+            _store_nibbles(s, first, 8, F(1) / d, o + 106)

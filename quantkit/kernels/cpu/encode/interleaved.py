@@ -1,0 +1,190 @@
+"""Encoders of row-interleaved types: their base type's, then rows are woven together.
+
+So a tensor encoded as Q4_K_R4 is one encoded as Q4_K and repacked, and has ik_llama.cpp's bytes where ik encodes the
+base type as llama.cpp does, or if ik's encoder (``Format.ik_encoder``) is asked for. Three things differ from the base
+type, all of ik 8337e4cd3 (iqk_quantize.cpp):
+
+* IQ2 and IQ3 look at the importance again, row by row: in sub-blocks where the importances, the values or their
+  products are almost 0, the importances become 1e-9 (QHelper::row_weights). Where ik's bytes are out of reach, this is
+  left out.
+* Q2_K_R4 without importance writes rows of three values, as ternary models have, exactly (quantize_row_q2_K_ref; ik's
+  Q2_K does so, too, over as many rows as a thread happens to take).
+* BF16_R16 cuts values off instead of rounding them (repack_f32_bf16_r16); from BF16 nothing is lost.
+
+Q8_K_R8 and Q8_K_R16 have no base type that a file could hold: rows are encoded as activations are, Q8_K.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import TypeNotSupported
+from quantkit.kernels.cpu.core.jit import inline, kernel
+from quantkit.kernels.cpu.core.simd import any_lane, f32_to_f16, f32x16, load, splat, vabs
+from quantkit.kernels.cpu.encode import Encoder, encoder
+from quantkit.kernels.cpu.interleave import interleave_rows
+from quantkit.kernels.formats import has_encoder
+from quantkit.kernels.interleave import base_of
+from quantkit.types import TensorType
+
+F = np.float32
+TINY = F(1e-9)
+TINY2 = F(TINY * TINY)
+
+#: Values of the sub-blocks in which importances are looked at again.
+GUARDED = {"IQ2_XXS_R4": 32, "IQ2_S_R4": 16, "IQ3_XXS_R4": 32, "IQ3_S_R4": 16, "Q6_0_R4": 32}
+
+
+def woven_encoder(t: TensorType, by: str = "mainline") -> Encoder:
+    """Return the encoder of a woven type, which takes whole groups of rows; raise TypeNotSupported without one.
+
+    ``by``: whose encoder of the base type, "mainline" or "ik".
+    """
+    if not has_encoder(t):
+        raise TypeNotSupported(f"there is no encoder for {t.name} in this version; `quantkit types` shows which exist")
+    if t.name.startswith("Q8_K_R"):
+        return partial(_weave_q8_k, t)
+    return partial(_encode_and_weave, t, _cut_off if t.name == "BF16_R16" else encoder(base_of(t), by))
+
+
+def _encode_and_weave(t: TensorType, encode: Encoder, x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
+    x, rows = x[row0:row1], row1 - row0
+    plain = np.empty((rows, base_of(t).row_bytes(x.shape[1])), np.uint8)
+    if weights.size and t.name in GUARDED:
+        _encode_guarded(encode, x, weights, plain, GUARDED[t.name])
+    else:
+        encode(x, weights, plain, 0, rows)
+    if t.name == "Q2_K_R4" and not weights.size:
+        write_ternary(x, plain)
+    interleave_rows(t, plain, out[row0:row1])
+
+
+def _cut_off(x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
+    """Keep the upper half of each float."""
+    out[row0:row1] = (x[row0:row1].view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+
+
+# ---------------------------------------------------------------- importance
+
+
+def _encode_guarded(encode: Encoder, x: Any, weights: Any, out: Any, block: int) -> None:
+    """Encode all rows with importances that hold for all of them, and again the few that need their own."""
+    common = np.where(_none(weights * weights, block), TINY, weights)
+    encode(x, common, out, 0, len(x))
+    row = 0
+    while (row := first_odd_row(x, weights, row, block)) >= 0:
+        own = weights.copy()
+        if guard(x[row], weights, own, block) and not np.array_equal(own, common):
+            encode(x, own, out, row, row + 1)
+        row += 1
+
+
+def _none(squares: npt.NDArray[np.float32], block: int) -> npt.NDArray[np.bool_]:
+    """Return where the squares of a sub-block add up to almost 0, one by one as the reference adds."""
+    sums = np.zeros(squares.size // block, F)
+    for column in squares.reshape(-1, block).T:
+        sums = sums + column
+    return np.repeat(~(sums > F(block) * TINY2), block)
+
+
+@kernel
+def first_odd_row(x: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], first: int, block: int) -> int:
+    """Return the first row from ``first`` on with a sub-block whose sums may be almost 0, or -1.
+
+    A sum of numbers that are not negative is no less than the largest of them, whatever the rounding.
+    """
+    n = x.shape[1]
+    limit = splat(f32x16, np.float32(block) * TINY2)
+    for row in range(first, x.shape[0]):
+        for at in range(0, n, block):
+            some, weighted = False, False
+            for i in range(at, at + block, 16):
+                v, w = load(f32x16, x, 4 * (row * n + i)), load(f32x16, weights, 4 * i)
+                some |= any_lane(v * v > limit)
+                weighted |= any_lane(w * vabs(v) > limit)
+            if not some or not weighted:
+                return row
+    return -1
+
+
+@kernel
+def guard(
+    x: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], out: npt.NDArray[np.float32], block: int
+) -> bool:
+    """Set the importances of sub-blocks to 1e-9 where they, the values or their products are almost 0."""
+    changed, limit = False, np.float32(block) * TINY2
+    for at in range(0, x.size, block):
+        squares, values, products = np.float32(0), np.float32(0), np.float32(0)
+        for i in range(at, at + block):
+            squares += weights[i] * weights[i]
+            values += x[i] * x[i]
+            products += weights[i] * abs(x[i])
+        if not (squares > limit and values > limit and products > limit):
+            out[at : at + block] = TINY
+            changed = True
+    return changed
+
+
+# ---------------------------------------------------------------- ternary rows
+
+
+@inline
+def _level(value: Any, half: Any) -> Any:
+    return 0 if value < -half else (1 if value < half else 2)
+
+
+@kernel
+def write_ternary(x: npt.NDArray[np.float32], out: npt.NDArray[np.uint8]) -> None:
+    """Encode rows whose values are almost all -max, 0 or max, as Q2_K: scale and minimum are max. Others stay."""
+    for row in range(x.shape[0]):
+        top = np.float32(0)
+        for value in x[row]:
+            top = max(top, abs(value))
+        half, square, error = np.float32(0.5) * top, np.float32(0), np.float32(0)
+        for value in x[row]:
+            difference = value - top * np.float32(_level(value, half) - 1)
+            square += value * value
+            error += difference * difference
+        if error < np.float32(0.1) * square:
+            _write_ternary_row(x[row], half, top, out[row])
+
+
+@inline
+def _write_ternary_row(x: Any, half: Any, top: Any, out: Any) -> None:
+    for block in range(x.size // 256):
+        at = 84 * block
+        out[at : at + 16] = 0x11
+        for i in range(64):
+            first, byte = 256 * block + i // 32 * 128 + i % 32, 0
+            for part in range(4):
+                byte |= _level(x[first + 32 * part], half) << (2 * part)
+            out[at + 16 + i] = byte
+        scale = f32_to_f16(top)
+        for field in (80, 82):
+            out[at + field], out[at + field + 1] = scale & 255, scale >> 8
+
+
+# ---------------------------------------------------------------- Q8_K
+
+
+def _weave_q8_k(t: TensorType, x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
+    """Encode super-blocks as Q8_K: the largest magnitude becomes 127; dwords of the rows alternate.
+
+    Where 127 divided by it overflows, levels are -128, as cvtps2dq has it, and the scale is 0.
+    """
+    r, (rows, n) = t.interleave, (row1 - row0, x.shape[1])
+    blocks = x[row0:row1].reshape(rows // r, r, n // 256, 256).swapaxes(1, 2)
+    top = np.abs(blocks).max(axis=-1, keepdims=True)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        inverse = np.where(top > 0, F(127) / top, F(0))
+        scales = (top / F(127)).astype(np.float16)
+        rounded = np.rint(inverse * blocks)
+        levels = np.where(np.isfinite(rounded), rounded, F(-128)).astype(np.int8)
+    woven = out[row0:row1].reshape(rows // r, n // 256, 258 * r)
+    woven[..., : 2 * r] = scales.view(np.uint8).reshape(rows // r, n // 256, 2 * r)
+    dwords = levels.view(np.uint8).reshape(rows // r, n // 256, r, 64, 4).swapaxes(2, 3)
+    woven[..., 2 * r :] = dwords.reshape(rows // r, n // 256, 256 * r) ^ (0x80 if r == 16 else 0)

@@ -1,0 +1,137 @@
+"""What the mixtures of both trees share: the form of their tables, and how a table is asked.
+
+A *mixture* gives more bits to the most sensitive tensors (``attn_v``, ``ffn_down`` of some layers, ``output``) and
+sometimes fewer to others. Q4_K_M is "Q4_K, but Q6_K for half of attn_v and ffn_down". It is a set of tables, one per
+category of tensor::
+
+    table[preset] = ((condition, type), ...)        the first condition that holds; else the base type
+
+A condition is one or more names in CONDITIONS, joined by commas, all of which must hold: questions about a ``Place``
+(layer i of n, facts of the model, imatrix or not). Its text is also the reason shown to the user.
+
+The tables are in mixture_mainline.py and mixture_ik.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from quantkit.pipeline.facts import ModelFacts, TensorLike, layer_of
+from quantkit.pipeline.presets import Preset
+from quantkit.types import BY_NAME, TensorType
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor is: what conditions depend on.
+
+    ``i`` of ``n`` is the layer: a running count of tensors of the category, or the number in the name.
+    """
+
+    i: int
+    n: int
+    facts: ModelFacts
+    has_imatrix: bool
+
+
+def more_bits(i: int, n: int) -> bool:
+    """True for the layers both trees favour: the first and last eighth, and every third between."""
+    return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
+
+
+#: The questions that the tables ask. A name is also the reason that users read.
+CONDITIONS: Mapping[str, Callable[[Place], bool]] = {
+    "always": lambda p: True,
+    "tied": lambda p: not p.facts.has_output,
+    "2+ heads a kv head": lambda p: p.facts.n_gqa >= 2,
+    "4+ heads a kv head": lambda p: p.facts.n_gqa >= 4,
+    "2+ heads a kv head or 2+ experts": lambda p: p.facts.n_gqa >= 2 or p.facts.n_expert >= 2,
+    "4+ heads a kv head or 4+ experts": lambda p: p.facts.n_gqa >= 4 or p.facts.n_expert >= 4,
+    "4+ experts": lambda p: p.facts.n_expert >= 4,
+    "under 4 experts": lambda p: p.facts.n_expert < 4,
+    "8+ experts": lambda p: p.facts.n_expert >= 8,
+    "8 experts": lambda p: p.facts.n_expert == 8,
+    "not 8 experts": lambda p: p.facts.n_expert != 8,
+    "8B or 70B and 128k tokens": lambda p: p.facts.is_8b_or_70b and p.facts.n_vocab >= 127999,
+    "imatrix": lambda p: p.has_imatrix,
+    "no imatrix": lambda p: not p.has_imatrix,
+    "first 2": lambda p: p.i < 2,
+    "first 4": lambda p: p.i < 4,
+    "first 16th": lambda p: p.i < p.n // 16,
+    "first 8th": lambda p: p.i < p.n // 8,
+    "favoured layer": lambda p: more_bits(p.i, p.n),
+    "middle 6 8ths": lambda p: p.n // 8 <= p.i < 7 * p.n // 8,
+}
+
+Row = tuple[str, str]
+Rows = tuple[Row, ...]
+Table = Mapping[str, Rows]
+
+#: Conditions that many rows have.
+GQA, GQA_2, GQA_E = "4+ heads a kv head", "2+ heads a kv head", "4+ heads a kv head or 4+ experts"
+
+
+def always(found: str) -> Rows:
+    """Return the rows that give ``found`` everywhere."""
+    return (("always", found),)
+
+
+def same(names: str, rows: Rows) -> dict[str, Rows]:
+    """Return a table with the same rows for several presets, whose ``names`` are separated by spaces."""
+    return dict.fromkeys(names.split(), rows)
+
+
+def holds(condition: str, place: Place) -> bool:
+    """True if all parts of a condition hold at ``place``."""
+    return all(CONDITIONS[part](place) for part in condition.split(", "))
+
+
+def pick(rows: Rows, place: Place) -> tuple[TensorType, str] | None:
+    """Return the type of the first of ``rows`` that holds at ``place``, and why; None for the base."""
+    return next(((BY_NAME[name], condition) for condition, name in rows if holds(condition, place)), None)
+
+
+@dataclass(slots=True)
+class Mixture:
+    """The mixture of one preset, applied tensor by tensor; the layer counters are its only state."""
+
+    facts: ModelFacts
+    preset: Preset
+    base: TensorType
+    has_imatrix: bool = False
+    #: --output-tensor-type, which tied embeddings follow.
+    output_type: TensorType | None = None
+    counters: dict[str, int] = field(default_factory=dict)
+
+    def choose(self, t: TensorLike) -> tuple[TensorType, str]:
+        """Return the type of the next tensor, and why."""
+        raise NotImplementedError
+
+    def output_word(self) -> str:
+        return "output" if self.facts.has_output else "embeddings, which are also the output"
+
+    def keep_base(self) -> tuple[TensorType, str]:
+        return self.base, f"base of {self.preset}"
+
+    def give(self, found: str, why: str) -> tuple[TensorType, str]:
+        return BY_NAME[found], f"{self.preset}: {why}"
+
+    def from_rows(self, rows: Rows, what: str, place: Place) -> tuple[TensorType, str]:
+        """Return the type that the rows of a category give, or the base."""
+        found = pick(rows, place)
+        if found is None or found[0] == self.base:
+            return self.keep_base()
+        why = "" if found[1] == "always" else f", {found[1]}"
+        return found[0], f"{self.preset}: {what}{why}"
+
+    def place(self, counter: str, name: str | None = None) -> Place:
+        """Return the place of the next tensor of a category; with experts, its layer comes from its ``name``."""
+        f = self.facts
+        i = self.counters.get(counter, 0)
+        if name is not None and f.n_expert > 1 and layer_of(name) >= 0:
+            i = layer_of(name)
+        return Place(i, f.n_attention_wv if counter == "attn_v" else f.n_layer, f, self.has_imatrix)
+
+    def count(self, counter: str) -> None:
+        self.counters[counter] = self.counters.get(counter, 0) + 1

@@ -1,0 +1,93 @@
+"""What a type costs in accuracy and time, measured on one fixed sample: the figures of ``quantkit types``.
+
+``scripts/measure_types.py`` writes the table; tests/test_quality.py measures the errors again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.types import TensorType
+
+F32 = npt.NDArray[np.float32]
+
+
+class Quality(NamedTuple):
+    """``error``: relative RMS error of the sample, weighted by importance, in percent; ``speed``: of encoding it."""
+
+    error: float
+    speed: str
+
+
+#: Names of speeds, and the least Mweights/s of one core (AVX-512) that they stand for.
+SPEEDS = {"fast": 200, "medium": 20, "slow": 0}
+
+# fmt: off
+QUALITY: dict[str, Quality] = {
+    "F32": Quality(0, "fast"),
+    "F16": Quality(0.02076, "fast"),
+    "Q4_0": Quality(11.26, "slow"),
+    "Q4_1": Quality(8.256, "slow"),
+    "Q5_0": Quality(5.661, "fast"),
+    "Q5_1": Quality(4.014, "medium"),
+    "Q8_0": Quality(0.7658, "fast"),
+    "Q2_K": Quality(28.38, "slow"),
+    "Q3_K": Quality(17.63, "slow"),
+    "Q4_K": Quality(8.452, "slow"),
+    "Q5_K": Quality(4.36, "slow"),
+    "Q6_K": Quality(2.231, "slow"),
+    "IQ2_XXS": Quality(36.32, "slow"),
+    "IQ2_XS": Quality(31.44, "slow"),
+    "IQ3_XXS": Quality(18.27, "slow"),
+    "IQ1_S": Quality(52.14, "slow"),
+    "IQ4_NL": Quality(9.022, "slow"),
+    "IQ3_S": Quality(15.14, "slow"),
+    "IQ2_S": Quality(28.75, "slow"),
+    "IQ4_XS": Quality(9.138, "slow"),
+    "IQ1_M": Quality(44.53, "slow"),
+    "BF16": Quality(0.1646, "fast"),
+    "TQ1_0": Quality(87.15, "slow"),
+    "TQ2_0": Quality(87.15, "fast"),
+    "MXFP4": Quality(13.2, "slow"),
+    "NVFP4": Quality(9.95, "slow"),
+    "Q1_0": Quality(69.66, "fast"),
+    "Q2_0": Quality(77.08, "fast"),
+    "IQ1_BN": Quality(95.12, "fast"),
+    "IQ2_BN": Quality(95.12, "fast"),
+    "IQ2_K": Quality(30.27, "slow"),
+    "IQ3_K": Quality(14.1, "slow"),
+    "IQ4_K": Quality(6.788, "slow"),
+    "IQ5_K": Quality(3.581, "slow"),
+    "IQ6_K": Quality(1.601, "slow"),
+    "IQ4_KS": Quality(8.47, "slow"),
+    "Q8_KV": Quality(1.808, "fast"),
+    "IQ5_KS": Quality(4.253, "slow"),
+    "IQ3_KS": Quality(17.56, "slow"),
+}
+# fmt: on
+
+
+def sample() -> tuple[F32, F32]:
+    """Return rows of weights, float32 [64, 2048], and the importance of their columns, float32 [2048].
+
+    Weights are Student-t with 6 degrees of freedom times a lognormal scale per row and per column, which is how
+    matrices of language models look; importances are lognormal, larger where columns are smaller.
+    """
+    rng = np.random.default_rng(20260815)
+    rows, columns = np.exp(0.3 * rng.standard_normal((64, 1))), np.exp(0.3 * rng.standard_normal(2048))
+    heavy = np.sqrt(6 / (rng.standard_normal((6, 64, 2048)) ** 2).sum(0))
+    x = 0.02 * rng.standard_normal((64, 2048)) * heavy * rows * columns
+    importance = np.exp(rng.standard_normal(2048)) / columns
+    return x.astype(np.float32), importance.astype(np.float32)
+
+
+def weighted_error(t: TensorType) -> float:
+    """Return the relative RMS error of encoding the sample as type ``t``, weighted by importance, in percent."""
+    from quantkit.kernels import dequantize, quantize
+
+    x, importance = sample()
+    error = (dequantize(quantize(x, t, importance), t, x.shape[1]) - x).astype(np.float64)
+    return 100 * float(np.sqrt((importance * error**2).sum() / (importance * x.astype(np.float64) ** 2).sum()))

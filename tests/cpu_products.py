@@ -1,0 +1,57 @@
+"""What tests of products on the CPU share: rows of activations, made by the operation that makes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
+from quantkit.kernels.cpu.core.team import Team
+from quantkit.kernels.cpu.matmul import activations
+from quantkit.kernels.cpu.matmul.activations import ROW_GAP, SCALES, SUMS, UNIT_BYTES, row_bytes
+from quantkit.kernels.formats import activation_format
+from quantkit.types import TensorType
+
+TEAMS = {n: Team(n) for n in (1, 2, 3)}
+
+
+def aligned(n: int) -> Any:
+    space = np.zeros(n + 64, np.uint8)
+    start = -address_of(space) % 64
+    return space[start : start + n]
+
+
+class Rows:
+    """Rows of x, ``per`` of a token, in the format of a type."""
+
+    def __init__(self, t: TensorType, x: Any, threads: int = 1, per: int = 1) -> None:
+        self.x, self.kind, n = x, activation_format(t), x.shape[1]
+        self.stride = row_bytes(self.kind, n)
+        self.bytes = aligned(len(x) * self.stride)
+        if self.kind == "f32":
+            self.bytes[:] = x.view(np.uint8).reshape(-1)
+            return
+        team, tokens = TEAMS[threads], len(x) // per
+        batch = Batch(team, tokens)
+        batch.set(np.zeros(tokens, np.int32))
+        made = activations.quantize(self.kind)
+        block = made.block(batch=batch.address, x=address_of(x), out=address_of(self.bytes), n=n, rows_of=0, per=per)
+        Tape(team, batch, [(made, block)]).run()
+
+    def part(self, byte: int, count: int, dtype: Any) -> Any:
+        """Return a field of all units, [rows, units * count]."""
+        units = self.bytes.reshape(len(self.x), -1)[:, :-ROW_GAP].reshape(len(self.x), -1, UNIT_BYTES)
+        size = count * np.dtype(dtype).itemsize
+        return np.ascontiguousarray(units[:, :, byte : byte + size]).view(dtype).reshape(len(self.x), -1)
+
+    def values(self) -> tuple[Any, Any]:
+        """Return what the rows stand for and its excess (matmul_cases.products), float64."""
+        if not self.kind.startswith("q8"):
+            return self.bytes.view(np.float32).reshape(self.x.shape).astype(np.float64), np.zeros((len(self.x), 0))
+        levels = self.part(0, 256, np.int8).astype(np.float64)
+        values = (levels * np.repeat(self.part(SCALES, 16, np.float32), 16, axis=1))[:, : self.x.shape[1]]
+        if self.kind != "q8_1":
+            return values, np.zeros((len(self.x), 0))
+        sums = values.reshape(len(values), -1, 32).sum(2)
+        return values, sums - self.part(SUMS, 16, np.float32)[:, : 2 * sums.shape[1] : 2]

@@ -1,0 +1,112 @@
+"""Convolution and the gated delta rule: what they are in float64, batch after batch, for the CPU and CUDA devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from attention_cases import nmse
+
+Tokens = list[tuple[int, int]]
+Arrays = dict[str, npt.NDArray[np.float32]]
+N_SEQ = 3
+
+
+def alone(*sizes: int) -> list[Tokens]:
+    """Return batches of (sequence, position): one sequence in pieces."""
+    return [[(1, int(i)) for i in piece] for piece in np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])]
+
+
+#: Two sequences interleaved, restarted (side by side too), one beginning late.
+MIXED: list[Tokens] = [
+    [(0, 0), (2, 0), (0, 1), (2, 1), (0, 2)],
+    [(2, 2), (2, 3), (2, 4), (0, 3), (1, 0), (1, 1)],
+    [(0, 4), (1, 2), (2, 5)],
+    [(0, 0), (0, 1), (2, 6), (0, 2), (1, 3)],
+    [(2, 7), (2, 0), (2, 1), (2, 2), (0, 3), (0, 4), (0, 5), (0, 6), (0, 0)],
+    [(0, 1), (2, 3)],
+]
+
+
+@dataclass
+class Convolution:
+    """A convolution of the last rows of a sequence; its state is the rows before, the oldest first."""
+
+    width: int
+    taps: int
+
+    def __post_init__(self) -> None:
+        self.weight = np.random.default_rng(self.width).normal(0, 1, (self.width, self.taps)).astype(np.float32)
+        self.slots: dict[str, Any] = {"taps": self.taps, "width": self.width}
+        self.widths, self.n_out, self.empty = {"x": self.width}, self.width, np.zeros((self.taps - 1, self.width))
+
+    def draw(self, rng: np.random.Generator, n: int) -> Arrays:
+        return {"x": rng.normal(0, 1, (n, self.width)).astype(np.float32)}
+
+    def step(self, state: Any, x: Any) -> tuple[Any, Any]:
+        """Return the state and out after one token."""
+        rows = np.vstack([state, x])
+        return rows[1:], (rows * self.weight.T).sum(0)
+
+
+@dataclass
+class DeltaRule:
+    """A delta net of n_k and n_v heads; its state is S of every head."""
+
+    heads: tuple[int, int]
+    head_k: int
+    head_v: int
+    tiled: bool = False
+
+    def __post_init__(self) -> None:
+        n_k, n_v = self.heads
+        self.slots: dict[str, Any] = {"n_k_head": n_k, "n_v_head": n_v, "head_k": self.head_k, "head_v": self.head_v}
+        self.slots |= {"tiled": int(self.tiled), "scale": self.head_k**-0.5}
+        keys, values = n_k * self.head_k, n_v * self.head_v
+        self.widths, self.n_out = {"q": keys, "k": keys, "v": values, "g": n_v, "beta": n_v}, values
+        self.empty = np.zeros((n_v, self.head_k, self.head_v))
+
+    def draw(self, rng: np.random.Generator, n: int) -> Arrays:
+        """Draw keys of length 1 and decays as models have them, so that S stays of one size."""
+        values = {name: rng.normal(0, 1, (n, width)) for name, width in self.widths.items()}
+        k = values["k"].reshape(n, -1, self.head_k)
+        values["k"] = (k / np.linalg.norm(k, axis=-1, keepdims=True)).reshape(n, -1)
+        values["g"] = -np.exp(rng.normal(-2, 1, values["g"].shape))
+        values["beta"] = rng.uniform(0, 1, values["beta"].shape)
+        return {name: x.astype(np.float32) for name, x in values.items()}
+
+    def step(self, state: Any, q: Any, k: Any, v: Any, g: Any, beta: Any) -> tuple[Any, Any]:
+        """Return S of all heads and out, after one token."""
+        n_k, n_v = self.heads
+        at = np.arange(n_v) % n_k if self.tiled else np.arange(n_v) // (n_v // n_k)
+        q, k = (x.reshape(n_k, self.head_k)[at].astype(np.float64) for x in (q, k))
+        s = state * np.exp(g.astype(np.float64))[:, None, None]
+        error = beta[:, None] * (v.reshape(n_v, self.head_v) - np.einsum("hkv,hk->hv", s, k))
+        s += k[:, :, None] * error[:, None, :]
+        return s, np.einsum("hkv,hk->hv", s, q * np.float32(self.head_k**-0.5)).reshape(-1)
+
+
+class Layer(Protocol):
+    """An operation with its state, [N_SEQ, ...], which begins as NaN: position 0 must not see it."""
+
+    def run(self, tokens: Tokens, values: Arrays) -> Any: ...
+
+    def kept(self) -> Any: ...
+
+
+def check(layer: Layer, case: Convolution | DeltaRule, batches: list[Tokens], error: float, of_state: float) -> None:
+    """Compare what a layer writes, batch after batch, and the states it leaves."""
+    rng, states = np.random.default_rng(case.n_out), dict[int, Any]()
+    for tokens in batches:
+        inputs, want = case.draw(rng, len(tokens)), []
+        for t, (sequence, position) in enumerate(tokens):
+            state = states[sequence] if position else case.empty
+            states[sequence], out = case.step(state, **{name: x[t] for name, x in inputs.items()})
+            want.append(out)
+        assert nmse(layer.run(tokens, inputs), np.array(want)) < error
+    kept = layer.kept()
+    for sequence, state in states.items():
+        assert ((kept[sequence] - state.reshape(-1)) ** 2).sum() <= of_state * (state**2).sum()
+    assert np.isnan(kept[[s for s in range(N_SEQ) if s not in states]]).all()

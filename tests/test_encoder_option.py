@@ -1,0 +1,124 @@
+"""ik_llama.cpp's encoders of types that both trees have: its bytes, and what they are good for.
+
+What holds for every encoder, ranges of rows and batches, is in test_encode.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import pytest
+from encoded import ENCODED, IK_ENCODED, UNWEIGHTED
+
+from awkward import NO_WEIGHTS, assert_same_bytes, encode
+from conftest import DATA
+from quantkit.errors import RecipeError
+from quantkit.kernels import dequantize, quantize
+from quantkit.kernels.formats import FORMATS, encoder_for
+from quantkit.types import BY_NAME, TensorType
+
+Golden = dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def golden_ik() -> Golden:
+    """ik_llama.cpp's bytes for the rows of ``golden``, where they are not llama.cpp's."""
+    return dict(np.load(DATA / "golden-ik-shared.npz"))
+
+
+@pytest.mark.parametrize("t", IK_ENCODED, ids=str)
+def test_golden_encoding_of_ik(golden: Golden, golden_ik: Golden, t: TensorType) -> None:
+    weighted, theirs = quantize(golden["x"], t, golden["imatrix"], encoder="ik"), golden_ik[f"{t.name}+imatrix"]
+    if t.name == "IQ1_M":
+        weighted, theirs = (data[~with_dead_sub_blocks(golden["x"])] for data in by_block(t, weighted, theirs))
+        assert len(theirs) > 150
+    assert_same_bytes(weighted, theirs, t)
+    if t in UNWEIGHTED:
+        plain = quantize(golden["x"], t, encoder="ik")
+        assert_same_bytes(plain, golden_ik[t.name] if t.name in golden_ik else golden[t.name], t)
+
+
+def by_block(t: TensorType, *data: np.ndarray) -> list[np.ndarray]:
+    return [each.reshape(-1, t.block_bytes) for each in data]
+
+
+def with_dead_sub_blocks(x: np.ndarray) -> np.ndarray:
+    """Return which super-blocks have some sub-blocks of zeros, where ik's IQ1_M repeats shifts of an earlier one."""
+    dead = (np.abs(x).reshape(-1, 16, 16).max(axis=2) < 1e-7).sum(axis=1)
+    return (dead > 0) & (dead < 16)
+
+
+def test_iq1_m_shifts_sub_blocks_of_zeros_up(golden: Golden, golden_ik: Golden) -> None:
+    """ik's bytes for them depend on the rows before: only their shifts and the fit of d to them may differ."""
+    t, some = BY_NAME["IQ1_M"], with_dead_sub_blocks(golden["x"])
+    ours = quantize(golden["x"], t, golden["imatrix"], encoder="ik")
+    ours, theirs = (data[some] for data in by_block(t, ours, golden_ik["IQ1_M+imatrix"]))
+    assert np.array_equal(ours[:, :32], theirs[:, :32])
+    assert np.array_equal(ours[:, 32:48] & 0x77, theirs[:, 32:48] & 0x77)
+    dead = np.abs(golden["x"]).reshape(-1, 16, 16).max(axis=2)[some] < 1e-7
+    assert np.array_equal(ours[:, 32:48][~dead], theirs[:, 32:48][~dead])
+    assert not (ours[:, 32:48][dead] & 0x88).any()
+
+
+def test_golden_file_is_of_the_types_with_two_encoders(golden_ik: Golden) -> None:
+    assert {key.partition("+")[0] for key in golden_ik} == {t.name for t in IK_ENCODED}
+
+
+def test_types_without_a_second_encoder_have_the_same_one() -> None:
+    x = np.random.default_rng(3).standard_normal((2, 512)).astype(np.float32)
+    for name in ("Q8_0", "IQ4_KS"):
+        assert encoder_for(BY_NAME[name], "ik") == ""
+        assert np.array_equal(quantize(x, name, encoder="ik"), quantize(x, name))
+    with pytest.raises(RecipeError, match="there is no encoder 'best': give mainline or ik"):
+        quantize(x, "Q8_0", encoder="best")
+
+
+def drawn(t: TensorType) -> tuple[np.ndarray, np.ndarray]:
+    """Return rows of trained models' kind, heavy-tailed and of many sizes, and an importance."""
+    rng = np.random.default_rng(t.id)
+    x = rng.standard_t(5, (96, 1024)) * np.exp(rng.standard_normal((96, 1)))
+    return x.astype(np.float32), rng.chisquare(2, 1024).astype(np.float32)
+
+
+def weighted_error(t: TensorType, x: np.ndarray, data: np.ndarray, weights: np.ndarray) -> float:
+    off = (dequantize(data, t, x.shape[1]) - x).astype(np.float64)
+    return float((weights * off**2).sum())
+
+
+@pytest.mark.parametrize("t", IK_ENCODED, ids=str)
+def test_the_weighted_error_is_no_larger_than_mainlines(t: TensorType) -> None:
+    """Scales of super-blocks and fudge factors stand between the search and this error, hence the margin."""
+    x, weights = drawn(t)
+    ours, mainlines = (weighted_error(t, x, encode(t, x, weights, by), weights) for by in ("ik", "mainline"))
+    assert ours < 1.01 * mainlines
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("t", IK_ENCODED, ids=str)
+def test_random_rows_like_the_wheels(ik_bin: Path, t: TensorType) -> None:
+    """The wheel is built with FMA, which decides a few searches differently: nearly all bytes, and the same error."""
+    lib = ctypes.CDLL(str(ik_bin.parent / "lib/libggml.so"))
+    pointer, i64 = ctypes.c_void_p, ctypes.c_int64
+    lib.ggml_quantize_chunk.argtypes = [ctypes.c_int, pointer, pointer, i64, i64, i64, pointer, pointer]
+    lib.ggml_quantize_chunk.restype = ctypes.c_size_t
+    x, importance = drawn(t)
+    for weights in (importance, *((NO_WEIGHTS,) if t in UNWEIGHTED else ())):
+        theirs = np.empty((len(x), t.row_bytes(x.shape[1])), np.uint8)
+        given = weights.ctypes.data if weights.size else None
+        lib.ggml_quantize_chunk(t.id, x.ctypes.data, theirs.ctypes.data, 0, *x.shape, given, None)
+        ours = encode(t, x, weights, "ik")
+        assert (ours == theirs).mean() > 0.92
+        errors = [weighted_error(t, x, data, weights if weights.size else np.ones(1024)) for data in (ours, theirs)]
+        assert errors[0] == pytest.approx(errors[1], rel=1e-3)
+
+
+WOVEN = [t for t in ENCODED if t.interleave > 1 and encoder_for(t, "ik")]
+
+
+@pytest.mark.parametrize("t", WOVEN, ids=str)
+def test_woven_types_take_it_of_their_base_type(t: TensorType) -> None:
+    assert FORMATS[t.name.rpartition("_R")[0]].ik_encoder
+    x, weights = drawn(t)
+    assert not np.array_equal(encode(t, x, weights, "ik"), encode(t, x, weights))

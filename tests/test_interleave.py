@@ -1,0 +1,391 @@
+"""Row-interleaved types: ik_llama.cpp's bytes, exact inverses, and that everything else sees their base type."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from blocks import random_rows
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import DATA
+from models import tensor_bytes, write_model
+from quantkit.cli import cli
+from quantkit.compare import compare
+from quantkit.errors import FormatError, RecipeError, TypeNotSupported
+from quantkit.formats.gguf import Field, open_gguf, write_gguf
+from quantkit.kernels import dequantize
+from quantkit.kernels import quantize as encode
+from quantkit.kernels.cpu.encode.check import validate_rows
+from quantkit.kernels.cpu.interleave import deinterleave_rows, interleave_rows
+from quantkit.kernels.formats import has_decoder, has_encoder
+from quantkit.kernels.interleave import BASES, base_of, is_woven, layout_of, repacks, weaves_together, woven_of
+from quantkit.pipeline import work
+from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
+from quantkit.types import BY_NAME, TYPES, TensorType
+
+U8 = np.ndarray
+
+WOVEN = [BY_NAME[name] for name in BASES]
+EXACT = [t for t in WOVEN if layout_of(t).is_exact]
+GOLDEN = dict(np.load(DATA / "golden-interleaved.npz"))
+
+any_woven = pytest.mark.parametrize("t", WOVEN, ids=str)
+any_exact = pytest.mark.parametrize("t", EXACT, ids=str)
+
+
+def woven(t: TensorType, rows: U8) -> U8:
+    n = (rows.shape[1] - base_of(t).row_header) // base_of(t).block_bytes * base_of(t).block
+    out = np.empty((len(rows), t.row_bytes(n)), np.uint8)
+    interleave_rows(t, np.ascontiguousarray(rows), out)
+    return out
+
+
+def apart(t: TensorType, rows: U8) -> U8:
+    n = (rows.shape[1] - t.row_header) // t.block_bytes * t.block
+    out = np.empty((len(rows), base_of(t).row_bytes(n)), np.uint8)
+    deinterleave_rows(t, np.ascontiguousarray(rows), out)
+    return out
+
+
+def sensible(t: TensorType, rows: int, n: int) -> U8:
+    """Return random rows of a base type, woven; of a type that has no way back, random bytes with finite scales."""
+    if layout_of(t).is_exact:
+        return woven(t, random_rows(base_of(t), rows, n, scale=(0.01, 1)))
+    data = np.random.default_rng(3).integers(0, 256, (rows, t.row_bytes(n)), dtype=np.uint8)
+    scales = np.full(t.interleave, 0.125, np.float16).view(np.uint8)
+    groups = data.reshape(rows // t.interleave, -1)
+    if t.row_header:
+        groups[:, : scales.size] = scales
+    else:
+        groups.reshape(len(groups), -1, t.interleave * t.block_bytes)[..., : scales.size] = scales
+    return data
+
+
+# ---------------------------------------------------------------- layouts
+
+
+@pytest.mark.parametrize("name", [n for n in GOLDEN if "/" not in n and f"{n}/base" in GOLDEN])
+def test_golden_bytes_of_the_base_type_become_those_of_the_woven(name: str) -> None:
+    t, base = BY_NAME[name.partition("+")[0]], GOLDEN[f"{name}/base"]
+    np.testing.assert_array_equal(woven(t, base), GOLDEN[name][:16])
+    np.testing.assert_array_equal(apart(t, GOLDEN[name][:16]), base)
+
+
+def test_golden_bytes_are_there_for_all_that_ik_encodes() -> None:
+    proven = {n.partition("+")[0] for n in GOLDEN if n.endswith("/base")} | {n.partition("+")[0] for n in GOLDEN}
+    arm = {"Q4_0_4X4", "Q4_0_4X8", "Q4_0_8X8"}
+    assert {t.name for t in WOVEN} - {n.removesuffix("/base") for n in proven} == arm | {
+        "MXFP4_R8", "BF16_R16", "Q8_K_R16",
+    }  # fmt: skip
+
+
+@any_exact
+@settings(max_examples=20)
+@given(data=st.data())
+def test_both_directions_are_exact_inverses(t: TensorType, data: st.DataObject) -> None:
+    layout = layout_of(t)
+    rows = t.interleave * data.draw(st.integers(1, 3))
+    n = layout.values * data.draw(st.integers(1, 5))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    plain = rng.integers(0, 256, (rows, layout.base.row_bytes(n)), dtype=np.uint8)
+    if layout.base.name == "Q8_KV":  # its sum is counted again
+        plain[:, 4:8] = plain[:, 8:].view(np.int8).sum(axis=1, dtype=np.int32)[:, None].view(np.uint8)
+    np.testing.assert_array_equal(apart(t, woven(t, plain)), plain)
+    tangled = rng.integers(0, 256, (rows, t.row_bytes(n)), dtype=np.uint8)
+    np.testing.assert_array_equal(woven(t, apart(t, tangled)), tangled)
+
+
+@any_exact
+def test_a_layout_is_a_permutation(t: TensorType) -> None:
+    weave = layout_of(t).weave
+    assert weave is not None
+    np.testing.assert_array_equal(np.sort(weave), np.arange(weave.size))
+
+
+@pytest.mark.parametrize(("name", "size"), [("Q4_0_4X4", 4), ("Q4_0_4X8", 8), ("Q4_0_8X8", 8)])
+def test_arm_layouts(name: str, size: int) -> None:
+    """Scales first, then pieces of each row in turn, nibbles with a sign: ggml-aarch64.c, make_block_q4_0x4."""
+    t, rng = BY_NAME[name], np.random.default_rng(0)
+    rows = rng.integers(0, 256, (t.interleave, 18), dtype=np.uint8)
+    expected = [*rows[:, :2].reshape(-1)]
+    for first in range(2, 18, size):
+        expected += [byte ^ 0x88 for row in rows for byte in row[first : first + size]]
+    assert woven(t, rows).reshape(-1).tolist() == [int(b) for b in expected]
+
+
+@pytest.mark.parametrize("t", [BY_NAME["BF16_R16"], BY_NAME["MXFP4_R8"]], ids=str)
+def test_dwords_alternate(t: TensorType) -> None:
+    size = {"BF16_R16": 0, "MXFP4_R8": 1}[t.name]
+    rows = np.random.default_rng(0).integers(0, 256, (t.interleave, base_of(t).row_bytes(32)), dtype=np.uint8)
+    dwords = rows[:, size:].reshape(t.interleave, -1, 4).swapaxes(0, 1)
+    np.testing.assert_array_equal(
+        woven(t, rows).reshape(-1), np.concatenate([rows[:, :size].reshape(-1), dwords.reshape(-1)])
+    )
+
+
+def test_pairs_of_bf16_are_enough() -> None:
+    t, rows = BY_NAME["BF16_R16"], np.arange(32 * 68, dtype=np.uint8).reshape(32, 68)
+    np.testing.assert_array_equal(apart(t, woven(t, rows)), rows)
+    np.testing.assert_array_equal(woven(t, rows)[:16].reshape(17, 16, 4), rows[:16].reshape(16, 17, 4).swapaxes(0, 1))
+
+
+def test_what_cannot_be_woven_is_refused() -> None:
+    t = BY_NAME["Q8_K_R8"]
+    with pytest.raises(TypeNotSupported, match="Q8_0 has not all that Q8_K_R8 holds"):
+        interleave_rows(t, np.zeros((8, 272), np.uint8), np.zeros((8, 258), np.uint8))
+    with pytest.raises(TypeNotSupported, match="IQ1_M_R4: this version cannot take its rows apart"):
+        layout_of(BY_NAME["IQ1_M_R4"])
+    with pytest.raises(ValueError, match="whole groups of 4"):
+        apart(BY_NAME["Q4_K_R4"], np.zeros((6, 144), np.uint8))
+
+
+def test_which_types_repack() -> None:
+    q4, r4, r8, arm = (BY_NAME[name] for name in ("Q4_0", "Q4_K_R4", "Q4_0_R8", "Q4_0_4X4"))
+    assert repacks(q4, r8)
+    assert repacks(r8, q4)
+    assert repacks(arm, r8)
+    assert not repacks(q4, q4)
+    assert not repacks(q4, r4)
+    assert repacks(BY_NAME["Q8_K_R8"], BY_NAME["Q8_0"])
+    assert not repacks(BY_NAME["Q8_0"], BY_NAME["Q8_K_R8"])
+    assert woven_of(q4) is r8
+    assert woven_of(BY_NAME["F16"]) is None
+    assert weaves_together(BY_NAME["BF16_R16"], 34, 16)
+    assert not weaves_together(BY_NAME["BF16_R16"], 33, 16)
+
+
+def test_every_interleaved_type_but_one_is_known() -> None:
+    assert {t.name for t in TYPES if t.interleave > 1 and not is_woven(t)} == {"IQ1_M_R4"}
+
+
+# ---------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("t", [t for t in WOVEN if has_decoder(t)], ids=str)
+def test_values_are_those_of_the_base_type(t: TensorType) -> None:
+    rows = sensible(t, 2 * t.interleave, 768)
+    np.testing.assert_array_equal(dequantize(rows, t, 768), dequantize(apart(t, rows), base_of(t), 768))
+    with pytest.raises(FormatError, match="not whole groups"):
+        dequantize(rows[:-1], t, 768)
+
+
+@pytest.mark.parametrize("name", ["Q8_K_R8", "Q8_K_R16"])
+def test_q8_k_is_a_scale_and_levels(name: str) -> None:
+    t = BY_NAME[name]
+    r, rows = t.interleave, sensible(t, t.interleave, 512)
+    blocks = rows.reshape(2, -1)
+    scales = blocks[:, : 2 * r].copy().view(np.float16).astype(np.float32)  # [block, row]
+    levels = blocks[:, 2 * r :] ^ (0x80 if r == 16 else 0)
+    values = levels.view(np.int8).reshape(2, 64, r, 4).astype(np.float32) * scales[:, None, :, None]
+    np.testing.assert_array_equal(dequantize(rows, t, 512), values.transpose(2, 0, 1, 3).reshape(r, 512))
+
+
+@pytest.mark.skipif(not has_decoder(BY_NAME["IQ1_S_R4"]), reason="no decoder of IQ1_S")
+def test_iq1_s_r4_is_iq1_s_with_a_scale_per_row(golden: dict[str, np.ndarray]) -> None:
+    t = BY_NAME["IQ1_S_R4"]
+    x, y = golden["x"], dequantize(GOLDEN["IQ1_S_R4+imatrix"], t, 1024)
+    error = np.sqrt(((x[:8] - y[:8]) ** 2).sum() / (x[:8] ** 2).sum())
+    assert error < 0.6
+    rows = apart(t, GOLDEN["IQ1_S_R4+imatrix"]).reshape(48, 4, 50)
+    assert (rows[..., :2] == rows[:, :1, :2]).all()
+
+
+@any_exact
+def test_a_scale_that_is_not_finite_is_found(t: TensorType) -> None:
+    base, n = base_of(t), 256
+    if not base.scales:
+        pytest.skip("nothing to check in the base type")
+    rows = random_rows(base, 2 * t.interleave, n, scale=(0.5, 1))
+    assert validate_rows(t, woven(t, rows)) == -1
+    of_row, kind, at = base.fields[-1]
+    bad = {"f16": [0, 0x7C], "f32": [0, 0, 0x80, 0x7F], "bf16": [0x80, 0x7F], "e8m0": [0xFF]}[kind]
+    start = at if of_row else base.row_header + at
+    rows[t.interleave + 1, start : start + len(bad)] = bad
+    assert validate_rows(t, woven(t, rows)) == t.interleave + 1
+
+
+# ---------------------------------------------------------------- encoders
+
+#: Where ik has an encoder of its own for the base type, and ours is llama.cpp's; with importance, more of them.
+ENCODED = [n for n in GOLDEN if "/" not in n and len(GOLDEN[n]) == 48 and has_encoder(BY_NAME[n.partition("+")[0]])]
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_encoders_give_iks_bytes(name: str, golden: dict[str, np.ndarray]) -> None:
+    """Three exact values make a row of Q2_K_R4 ternary, tiny products silence importances, and Q8_K overflows."""
+    t, _, weighted = name.partition("+")
+    found = encode(golden["x"], t, golden["imatrix"] if weighted else None)
+    np.testing.assert_array_equal(found, GOLDEN[name])
+
+
+@pytest.mark.parametrize("t", [t for t in EXACT if has_encoder(t)], ids=str)
+def test_encoding_is_encoding_the_base_type_and_repacking(t: TensorType) -> None:
+    x = np.random.default_rng(1).standard_normal((3 * t.interleave, 512)).astype(np.float32)
+    if t.name == "BF16_R16":
+        x = (x.view(np.uint32) & 0xFFFF0000).view(np.float32)  # other values it cuts off, and BF16 rounds
+    weights = np.random.default_rng(2).chisquare(3, 512).astype(np.float32)
+    for w in (None, weights) if t.imatrix != "ignored" else (None,):
+        if w is None and t.imatrix == "required":
+            continue
+        np.testing.assert_array_equal(encode(x, t, w), woven(t, encode(x, base_of(t), w)))
+
+
+def test_bf16_r16_cuts_values_off() -> None:
+    x = np.full((16, 2), 1.00585938, np.float32)  # rounded to nearest it would be 1.0078125
+    assert dequantize(encode(x, "BF16_R16"), "BF16_R16", 2)[0, 0] == 1.0
+
+
+def test_no_encoder_is_said() -> None:
+    missing = next((t for t in WOVEN if not has_encoder(t)), None)
+    if missing is not None:
+        with pytest.raises(TypeNotSupported, match=f"no encoder for {missing}"):
+            encode(np.zeros((missing.interleave, 256), np.float32), missing, np.ones(256, np.float32))
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.fixture(scope="module")
+def q4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("repack")
+    quantize(DATA / "tiny-moe-bf16.gguf", folder / "q4.gguf", "Q4_K_M", QuantizeOptions(no_provenance=True))
+    return folder / "q4.gguf"
+
+
+REPACK, UNREPACK = (QuantizeOptions(no_provenance=True, **{verb: True}) for verb in ("repack", "unrepack"))
+
+
+def test_there_and_back_again_is_the_same_file(q4: Path, tmp_path: Path) -> None:
+    there, back = tmp_path / "there.gguf", tmp_path / "back.gguf"
+    quantize(q4, there, "COPY", REPACK)
+    quantize(there, back, "COPY", UNREPACK)
+    assert back.read_bytes() == q4.read_bytes()
+    with open_gguf(there) as file:
+        types = {name: t.type.name for name, t in file.tensors.items()}
+        assert file.get("general.file_type") == 214
+    assert types["token_embd.weight"] == "Q4_K"
+    assert types["output.weight"] == "Q6_K_R4"
+    assert types["blk.0.ffn_up_exps.weight"] == "Q4_K_R4"
+    assert types["blk.0.attn_norm.weight"] == "F32"
+
+
+@pytest.mark.peer
+def test_a_repacked_file_is_iks(q4: Path, tmp_path: Path, ik_bin: Path) -> None:
+    ours, theirs = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
+    for ours_only, options in (((), []), (("attn,_exps",), ["--repack-pattern", "attn,_exps"])):
+        quantize(q4, ours, "COPY", QuantizeOptions(no_provenance=True, repack=True, repack_pattern=ours_only),
+                 overwrite=True)  # fmt: skip
+        subprocess.run([ik_bin / "llama-quantize", "--repack", *options, q4, theirs, "Q4_K_R4"], check=True,
+                       capture_output=True)  # fmt: skip
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
+@pytest.mark.parametrize(("threads", "piece", "job"), [(1, 1 << 17, 1 << 20), (3, 300, 1000)])
+@pytest.mark.parametrize("name", ["Q4_K_R4", "Q8_0_R8", "BF16_R16"])
+def test_the_bytes_do_not_depend_on_threads_or_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, threads: int, piece: int, job: int
+) -> None:
+    """Jobs and their pieces are whole groups; so are those of copies, of what is repacked, and of merged experts."""
+    monkeypatch.setattr(work, "PIECE", piece)
+    monkeypatch.setattr(work, "JOB", job)
+    x = np.random.default_rng(5).standard_normal((3, 64, 256)).astype(np.float32)
+    fields, t = [Field.of("general.architecture", "qwen3moe")], BY_NAME[name]
+    halves = [(f"blk.0.ffn_{half}_exps.weight", (256, 64, 3), BY_NAME["F32"], (sign * x).tobytes())
+              for half, sign in (("gate", 1), ("up", -1))]  # fmt: skip
+    write_gguf(tmp_path / "x.gguf", fields, halves)
+    quantize(tmp_path / "x.gguf", tmp_path / "a.gguf", name, QuantizeOptions(merge_up_gate=True), threads=threads)
+    made = tensor_bytes(tmp_path / "a.gguf")["blk.0.ffn_gate_up_exps.weight"]
+    both = np.concatenate([x, -x], axis=1).reshape(-1, 256)
+    assert made == (name, encode(both, t).tobytes())
+    for step, options in (("b", UNREPACK), ("c", REPACK), ("d", QuantizeOptions())):
+        quantize(tmp_path / f"{chr(ord(step) - 1)}.gguf", tmp_path / f"{step}.gguf", "COPY", options, threads=threads)
+    assert tensor_bytes(tmp_path / "b.gguf")["blk.0.ffn_gate_up_exps.weight"][0] == base_of(t).name
+    assert tensor_bytes(tmp_path / "c.gguf") == tensor_bytes(tmp_path / "d.gguf") == tensor_bytes(tmp_path / "a.gguf")
+
+
+def test_what_stays_and_why(tmp_path: Path) -> None:
+    shapes = {"token_embd.weight": (256, 16), "blk.0.attn_q.weight": (256, 6), "blk.0.attn_k.weight": (256, 8)}
+    source = write_model(tmp_path / "a.gguf", {name: (shape, "F16") for name, shape in shapes.items()})
+    quantize(source, tmp_path / "q.gguf", "Q4_0", QuantizeOptions(pure=True))
+    plan = plan_quantize(tmp_path / "q.gguf", tmp_path / "r.gguf", "COPY", REPACK)
+    assert {t.name: (t.type.name, t.reason) for t in plan.tensors} == {
+        "token_embd.weight": ("Q4_0", "embeddings are read row by row"),
+        "blk.0.attn_q.weight": ("Q4_0", "6 rows of 256 do not divide into groups of 8"),
+        "blk.0.attn_k.weight": ("Q4_0_R8", "--repack"),
+    }
+    plan = plan_quantize(source, tmp_path / "r.gguf", "COPY", REPACK)
+    assert {t.reason for t in plan.tensors} == {"F16 has no interleaved type"}
+    only = QuantizeOptions(repack=True, repack_pattern=("attn_q,attn_v",))
+    plan = plan_quantize(tmp_path / "q.gguf", tmp_path / "r.gguf", "COPY", only)
+    assert [t.reason for t in plan.tensors if t.name.endswith("k.weight")] == ["no --repack-pattern matches"]
+
+
+def test_an_interleaved_type_is_no_requantization(q4: Path, tmp_path: Path) -> None:
+    """Rules and types that only change the order of rows need no permission, no encoder and no importance."""
+    options = QuantizeOptions(tensor_type=("ffn_up_exps=q4_k_r4",))
+    plan = plan_quantize(q4, tmp_path / "r.gguf", "COPY", options)
+    assert {t.type.name for t in plan.tensors if "ffn_up_exps" in t.name} == {"Q4_K_R4"}
+
+
+def test_q8_k_r8_comes_apart_as_q8_0(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "a.gguf", {"blk.0.attn_q.weight": ((256, 16), "F32")})
+    quantize(source, tmp_path / "b.gguf", "Q8_K_R8")
+    quantize(tmp_path / "b.gguf", tmp_path / "c.gguf", "COPY", UNREPACK)
+    kind, data = tensor_bytes(tmp_path / "c.gguf")["blk.0.attn_q.weight"]
+    _, before = tensor_bytes(tmp_path / "b.gguf")["blk.0.attn_q.weight"]
+    assert kind == "Q8_0"
+    values = dequantize(np.frombuffer(data, np.uint8).reshape(16, -1), "Q8_0", 256)
+    np.testing.assert_array_equal(values, dequantize(np.frombuffer(before, np.uint8).reshape(16, -1), "Q8_K_R8", 256))
+
+
+def test_compare_measures_interleaved_tensors(q4: Path, tmp_path: Path) -> None:
+    quantize(q4, tmp_path / "r.gguf", "COPY", REPACK)
+    found = {t.a.name: t for t in compare(q4, tmp_path / "r.gguf").tensors}
+    error = found["blk.0.ffn_up_exps.weight"].error
+    assert error is not None
+    assert (error.sums.error, error.largest) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repack": True, "unrepack": True}, "exclude each other"),
+        ({"repack_pattern": ("attn",)}, "give one of them"),
+        ({"repack": True, "pure": True}, "--pure has no meaning"),
+        ({"unrepack": True, "attn_q_type": "Q8_0"}, "--attn-q-type has no meaning"),
+        ({"repack": True, "repack_pattern": ("(",)}, "--repack-pattern: .* not a regular expression"),
+    ],
+)
+def test_options_that_contradict_are_refused(q4: Path, tmp_path: Path, options: dict, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        plan_quantize(q4, tmp_path / "r.gguf", "COPY", QuantizeOptions(**options))
+
+
+@pytest.mark.parametrize("arguments", [["r.gguf"], ["r.gguf", "Q4_K_R4"], ["r.gguf", "Q4_K_R4", "2"]])
+def test_type_may_be_left_away(q4: Path, tmp_path: Path, arguments: list[str]) -> None:
+    out = tmp_path / "r.gguf"
+    ran = CliRunner().invoke(cli, ["quantize", "--repack", str(q4), str(out), *arguments[1:]])
+    assert ran.exit_code == 0, ran.output
+    assert tensor_bytes(out)["output.weight"][0] == "Q6_K_R4"
+
+
+# ---------------------------------------------------------------- the engine
+
+
+def test_the_engine_computes_the_same(q4: Path, tmp_path: Path) -> None:
+    from quantkit.model.engine import load
+
+    quantize(q4, tmp_path / "r.gguf", "COPY", REPACK)
+    logits = []
+    for path, merge in ((q4, False), (tmp_path / "r.gguf", False), (tmp_path / "r.gguf", True)):
+        with load(path, threads=1, merge_up_gate=merge) as model:
+            logits.append(model.forward([1, 5, 9, 100, 7]))
+            notes = [note for note in model.notes if "row-interleaved (Q4_K_R4, Q5_K_R4, Q6_K_R4, Q8_0_R8)" in note]
+            assert len(notes) == (path != q4)
+    for found in logits[1:]:
+        np.testing.assert_array_equal(found, logits[0])
