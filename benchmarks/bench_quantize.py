@@ -132,7 +132,7 @@ def libgguf() -> Library:
     return Library("libgguf", "libgguf 0.2.2, its C++ encoders on the CPU", encoder)
 
 
-def libraries(by: str) -> tuple[dict[str, Library], dict[str, str]]:
+def libraries(by: str = "mainline") -> tuple[dict[str, Library], dict[str, str]]:
     """Return the available libraries by name, and why the others are missing; ``by``: our encoder."""
     found, missing = {"quantkit": ours(by)}, {}
     folder = llama_bin()
