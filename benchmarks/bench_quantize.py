@@ -1,6 +1,7 @@
 """Measure encoders against ggml, libgguf and ik_llama.cpp, in one run on the same CPUs.
 
     benchmarks/bench_quantize.py                       Mweights/s of every type, with and without importance
+    benchmarks/bench_quantize.py --encoder ik          ik's searches, of the types where they are not llama.cpp's
     benchmarks/bench_quantize.py --whole-file          a model of 2 GB: `quantkit quantize` against llama-quantize
 
 Encoders: a matrix of normal weights with lognormal column scales, in memory. Each encoder takes enough rows for a call
@@ -79,11 +80,11 @@ def llama_bin() -> Path | None:
     return folder if (folder / "llama-quantize").exists() else None
 
 
-def ours() -> Library:
+def ours(by: str) -> Library:
     """quantkit's kernels."""
     from quantkit.kernels.cpu.encode import encoder
 
-    return Library("quantkit", "our kernels", encoder)
+    return Library("quantkit", f"our kernels, --encoder {by}", lambda t: encoder(t, by))
 
 
 class _InitParams(ctypes.Structure):
@@ -131,9 +132,9 @@ def libgguf() -> Library:
     return Library("libgguf", "libgguf 0.2.2, its C++ encoders on the CPU", encoder)
 
 
-def libraries() -> tuple[dict[str, Library], dict[str, str]]:
-    """Return the available libraries by name, and why the others are missing."""
-    found, missing = {"quantkit": ours()}, {}
+def libraries(by: str = "mainline") -> tuple[dict[str, Library], dict[str, str]]:
+    """Return the available libraries by name, and why the others are missing; ``by``: our encoder."""
+    found, missing = {"quantkit": ours(by)}, {}
     folder = llama_bin()
     if folder is not None:
         what = "llama.cpp b11434, ggml_quantize_chunk of libggml-base.so"
@@ -290,7 +291,7 @@ def row(t: TensorType, with_imatrix: bool, threads: int, c: dict[str, Contestant
 
 def bench_types(options: argparse.Namespace, write: Output) -> None:
     """Print the table; exit with 1 if quantkit's bytes differ from ggml's."""
-    found, missing = libraries()
+    found, missing = libraries(options.encoder)
     x, weights = matrix(options.rows, options.columns)
     bench, none = Bench(x, weights, options.rounds, options.seconds), np.empty(0, np.float32)
     write(f"Mweights/s, median of {options.rounds} rounds; {options.rows} x {options.columns} float32; {machine()}\n")
@@ -306,7 +307,8 @@ def bench_types(options: argparse.Namespace, write: Output) -> None:
             importance = weights if with_imatrix else none
             label = t.name + (" with imatrix" if with_imatrix else "")
             try:
-                problems += compare_bytes(t, label, bench, importance, found)
+                if options.encoder == "mainline":
+                    problems += compare_bytes(t, label, bench, importance, found)
                 for threads in options.threads:
                     write(row(t, with_imatrix, threads, contest(t, bench, importance, found, threads)))
             except (ImportError, AttributeError) as e:
@@ -335,10 +337,12 @@ def type_list(text: str) -> list[TensorType]:
         raise argparse.ArgumentTypeError(f"there is no tensor type {e}") from None
 
 
-def all_types() -> list[TensorType]:
-    """Return every type with an encoder, except floats that are a plain copy."""
-    from quantkit.kernels.formats import has_encoder
+def all_types(by: str) -> list[TensorType]:
+    """Return every type with an encoder, except floats that are a plain copy; by ik, those it encodes differently."""
+    from quantkit.kernels.formats import FORMATS, has_encoder
 
+    if by == "ik":
+        return [f.type for f in FORMATS.values() if f.ik_encoder]
     return [t for t in BY_NAME.values() if has_encoder(t) and t.name != "F32"]
 
 
@@ -423,6 +427,7 @@ def report(results: dict[str, list[Outcome]], write: Output) -> None:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--types", type=type_list, metavar="T,T,..", help="default: all with an encoder")
+    p.add_argument("--encoder", choices=("mainline", "ik"), default="mainline")
     p.add_argument("--threads", type=int, nargs="+", default=sorted({1, available_cpus()}), metavar="N")
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--seconds", type=float, default=0.2, help="duration of one call with one thread (default: 0.2)")
@@ -442,7 +447,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
-    options.types = options.types or all_types()
+    options.types = options.types or all_types(options.encoder)
     write = Output()
     try:
         (whole_file if options.whole_file else bench_types)(options, write)

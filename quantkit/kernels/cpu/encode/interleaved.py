@@ -37,6 +37,8 @@ TINY2 = F(TINY * TINY)
 
 #: Values of the sub-blocks in which importances are looked at again.
 GUARDED = {"IQ2_XXS_R4": 32, "IQ2_S_R4": 16, "IQ3_XXS_R4": 32, "IQ3_S_R4": 16, "Q6_0_R4": 32}
+#: With ik's own encoder of the base type one more.
+GUARDED_IK = {**GUARDED, "IQ2_XS_R4": 16}
 
 
 def woven_encoder(t: TensorType, by: str = "mainline") -> Encoder:
@@ -48,14 +50,18 @@ def woven_encoder(t: TensorType, by: str = "mainline") -> Encoder:
         raise TypeNotSupported(f"there is no encoder for {t.name} in this version; `quantkit types` shows which exist")
     if t.name.startswith("Q8_K_R"):
         return partial(_weave_q8_k, t)
-    return partial(_encode_and_weave, t, _cut_off if t.name == "BF16_R16" else encoder(base_of(t), by))
+    encode = _cut_off if t.name == "BF16_R16" else encoder(base_of(t), by)
+    return partial(_encode_and_weave, t, encode, (GUARDED_IK if by == "ik" else GUARDED).get(t.name, 0))
 
 
-def _encode_and_weave(t: TensorType, encode: Encoder, x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
+def _encode_and_weave(
+    t: TensorType, encode: Encoder, guarded: int, x: Any, weights: Any, out: Any, row0: int, row1: int
+) -> None:
+    """Encode rows by their base type's encoder; ``guarded``: the values that GUARDED says, or 0."""
     x, rows = x[row0:row1], row1 - row0
     plain = np.empty((rows, base_of(t).row_bytes(x.shape[1])), np.uint8)
-    if weights.size and t.name in GUARDED:
-        _encode_guarded(encode, x, weights, plain, GUARDED[t.name])
+    if weights.size and guarded:
+        _encode_guarded(encode, x, weights, plain, guarded)
     else:
         encode(x, weights, plain, 0, rows)
     if t.name == "Q2_K_R4" and not weights.size:
