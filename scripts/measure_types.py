@@ -1,4 +1,4 @@
-"""Measure all types that can be encoded on the sample of quantkit/quality.py, and write the table there.
+"""Measure all types that can be encoded on the sample of quantkit/pipeline/quality.py, and write the table there.
 
 Run it on a machine where nothing else runs: speeds are of one core.
 """
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from quantkit import quality
 from quantkit.kernels.cpu.encode import encoder
 from quantkit.kernels.formats import has_encoder
+from quantkit.pipeline import quality
 from quantkit.types import TYPES, TensorType
 
 TARGET = Path(quality.__file__)

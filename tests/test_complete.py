@@ -34,15 +34,15 @@ def values(line: str) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("quantize m.gguf Q4_K", ["Q4_K_M", "Q4_K_S", "Q4_K"]),
-        ("quantize m.gguf q4_k_", ["q4_k_m", "q4_k_s"]),
+        ("quantize m.gguf Q4_K", ["Q4_K_M", "Q4_K_S", "Q4_K_R4", "Q4_K"]),
+        ("quantize m.gguf q4_k_", ["q4_k_m", "q4_k_s", "q4_k_r4"]),
         ("quantize m.gguf o.gguf cop", ["copy"]),
         ("quantize --encoder ", ["mainline", "ik"]),
         ("quantize m.gguf q4_k_m ", []),
-        ("quantize --attn-v-type q6", ["q6_k"]),
-        ("quantize --output-tensor-type Q6", ["Q6_K"]),
-        ("quantize --tensor-type attn_v=q6", ["attn_v=q6_k"]),
-        ("merge-up-gate --reencode Q8", ["Q8_0", "Q8_KV"]),
+        ("quantize --attn-v-type q6", ["q6_k", "q6_0", "q6_k_r4", "q6_0_r4"]),
+        ("quantize --output-tensor-type Q6_0", ["Q6_0", "Q6_0_R4"]),
+        ("quantize --tensor-type attn_v=q6", ["attn_v=q6_k", "attn_v=q6_0", "attn_v=q6_k_r4", "attn_v=q6_0_r4"]),
+        ("merge-up-gate --reencode Q8_0", ["Q8_0", "Q8_0_R8"]),
         ("quantize mod", ["model-bf16.gguf"]),
         ("quantize --imatrix ima", ["imatrix.dat"]),
         ("inspect sub/", ["sub/m.gguf"]),
@@ -80,4 +80,4 @@ def test_by_bash(tmp_path: Path) -> None:
         echo "${COMPREPLY[@]}"
     """
     made = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert made.stdout == "q4_k_m q4_k_s\n"
+    assert made.stdout == "q4_k_m q4_k_s q4_k_r4\n"

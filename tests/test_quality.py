@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from encoded import ENCODED
 
-from quantkit.quality import QUALITY, SPEEDS, weighted_error
+from quantkit.pipeline.quality import QUALITY, SPEEDS, weighted_error
 from quantkit.types import TensorType
 
 

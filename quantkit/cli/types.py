@@ -16,7 +16,7 @@ from quantkit.cli.table import table
 from quantkit.formats.outputs import written
 from quantkit.kernels.formats import has_decoder, has_encoder
 from quantkit.pipeline.presets import PRESET_ALIASES, PRESETS, Preset
-from quantkit.quality import QUALITY
+from quantkit.pipeline.quality import QUALITY
 from quantkit.types import TYPES, TensorType
 
 FILE = click.Path(path_type=Path)

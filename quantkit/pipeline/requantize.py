@@ -15,8 +15,8 @@ from quantkit.kernels import dequantize, quantize
 from quantkit.kernels.formats import has_decoder, has_encoder
 from quantkit.kernels.interleave import repacks
 from quantkit.pipeline.plan import Chosen
+from quantkit.pipeline.quality import QUALITY
 from quantkit.pipeline.work import RowSlice
-from quantkit.quality import QUALITY
 from quantkit.types import TensorType
 
 #: Tensors of each pair of types that are measured, and rows of each, a multiple of what any type interleaves.
