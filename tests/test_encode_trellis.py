@@ -33,15 +33,21 @@ def errors(t: TensorType, x: np.ndarray, importance: np.ndarray, data: np.ndarra
     return found
 
 
-#: Our error on all golden rows over ik_llama.cpp's, and the worst of a row: what was measured, and 1 % and 2 % more.
+#: Our error on all golden rows over ik_llama.cpp's, and the largest ratio of a row: measured, and up to 1 % more.
+#: IQ3_KT's goal, 1, is not reached with the importance matrix; nor 1.02 on every row.
 MARGINS = {
-    "IQ1_KT+imatrix": (0.94, 1.02), "IQ2_KT": (0.96, 1.12), "IQ2_KT+imatrix": (0.97, 1.08),
-    "IQ3_KT": (1.0, 1.5), "IQ3_KT+imatrix": (1.05, 1.2), "IQ4_KT": (0.94, 1.22), "IQ4_KT+imatrix": (0.94, 1.15),
-}  # fmt: skip
+    "IQ1_KT+imatrix": (0.935, 1.01),
+    "IQ2_KT": (0.955, 1.10),
+    "IQ2_KT+imatrix": (0.965, 1.06),
+    "IQ3_KT": (1.0, 1.43),
+    "IQ3_KT+imatrix": (1.07, 1.12),
+    "IQ4_KT": (0.94, 1.22),
+    "IQ4_KT+imatrix": (0.945, 1.14),
+}
 
 
 @pytest.mark.parametrize("key", MARGINS)
-def test_the_error_on_golden_rows_is_not_larger(golden: dict[str, np.ndarray], key: str) -> None:
+def test_the_error_on_golden_rows_stays_within_its_margin(golden: dict[str, np.ndarray], key: str) -> None:
     t, importance = BY_NAME[key.partition("+")[0]], golden["imatrix"] if "+" in key else NO_WEIGHTS
     x = golden["x"]
     theirs = errors(t, x, importance, golden[key])

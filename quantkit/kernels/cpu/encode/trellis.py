@@ -213,7 +213,6 @@ def choose_level(x, w, guess, d, s, lines):
     for sign in range(signs):
         v = guess / d if sign == 0 else -guess / d
         window(v, levels)
-        v = min(max(v, load(types.float32, levels, 0)), load(types.float32, levels, 4 * levels_of_window - 4))
         for k in range(levels_of_window):
             store(ratios, 4 * k, load(types.float32, levels, 4 * k) / v)
         for b in range(books):
@@ -398,7 +397,7 @@ def _functions_of_points(name: str, count: int, size: int, bias: int, fine: bool
     least = points.least_of_4 if window == 4 else points.least_of_8
     curve = specialize(
         points.curve, name, helper, **shared,
-        cells_of_two=specialize(points.rank_cells_of_two, name, score=score, shift=4 if fine else 3),
+        cells_of_two=specialize(points.rank_cells_of_two, name, score=score, shift=5 if fine else 4),
         curve_points=specialize(least, name, score=score),
     )  # fmt: skip
     search = specialize(
