@@ -34,14 +34,14 @@ def values(line: str) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("quantize m.gguf Q4_K", ["Q4_K_M", "Q4_K_S", "Q4_K"]),
-        ("quantize m.gguf q4_k_", ["q4_k_m", "q4_k_s"]),
+        ("quantize m.gguf Q4_K", ["Q4_K_M", "Q4_K_S", "Q4_K_R4", "Q4_K"]),
+        ("quantize m.gguf q4_k_", ["q4_k_m", "q4_k_s", "q4_k_r4"]),
         ("quantize m.gguf o.gguf cop", ["copy"]),
         ("quantize m.gguf q4_k_m ", []),
-        ("quantize --attn-v-type q6", ["q6_k"]),
-        ("quantize --output-tensor-type Q6", ["Q6_K"]),
-        ("quantize --tensor-type attn_v=q6", ["attn_v=q6_k"]),
-        ("merge-up-gate --reencode Q8", ["Q8_0"]),
+        ("quantize --attn-v-type q6", ["q6_k", "q6_k_r4"]),
+        ("quantize --output-tensor-type Q6", ["Q6_K", "Q6_K_R4"]),
+        ("quantize --tensor-type attn_v=q6", ["attn_v=q6_k", "attn_v=q6_k_r4"]),
+        ("merge-up-gate --reencode Q8", ["Q8_0", "Q8_0_R8", "Q8_K_R16", "Q8_K_R8"]),
         ("quantize mod", ["model-bf16.gguf"]),
         ("quantize --imatrix ima", ["imatrix.dat"]),
         ("inspect sub/", ["sub/m.gguf"]),
@@ -79,4 +79,4 @@ def test_by_bash(tmp_path: Path) -> None:
         echo "${COMPREPLY[@]}"
     """
     made = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert made.stdout == "q4_k_m q4_k_s\n"
+    assert made.stdout == "q4_k_m q4_k_s q4_k_r4\n"

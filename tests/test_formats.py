@@ -66,12 +66,14 @@ def test_no_function_without_a_record() -> None:
     assert {n.removeprefix("decode_") for n in vars(reference) if n.startswith("decode_")} == known | {"rows"}
 
 
-#: A type's places, {}: its family. The last two are optional, where a common form is not the fastest one.
+#: A type's places, {}: its family. Others are optional, where a common form is not the fastest one.
 PLACES = {
     "types.py", "kernels/formats.py", "kernels/reference.py", "kernels/cpu/encode/{}.py", "kernels/cpu/unpack/{}.py",
     "kernels/cuda/unpack/{}.cuh",
 }  # fmt: skip
 OPTIONAL = {"kernels/cpu/matmul/type_dots.py", "kernels/cuda/unpack/dot_forms.cuh", "kernels/cuda/unpack/folded.cuh"}
+#: Of types whose rows can be interleaved.
+OPTIONAL |= {"kernels/interleave.py"}
 
 
 def naming(t: TensorType) -> set[str]:

@@ -340,9 +340,7 @@ def test_q8_k_r8_comes_apart_as_q8_0(tmp_path: Path) -> None:
     _, before = tensor_bytes(tmp_path / "b.gguf")["blk.0.attn_q.weight"]
     assert kind == "Q8_0"
     values = dequantize(np.frombuffer(data, np.uint8).reshape(16, -1), "Q8_0", 256)
-    np.testing.assert_array_equal(
-        values, dequantize(np.frombuffer(before, np.uint8).reshape(16, -1), "Q8_K_R8", 256)
-    )
+    np.testing.assert_array_equal(values, dequantize(np.frombuffer(before, np.uint8).reshape(16, -1), "Q8_K_R8", 256))
 
 
 def test_compare_measures_interleaved_tensors(q4: Path, tmp_path: Path) -> None:

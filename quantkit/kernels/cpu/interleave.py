@@ -45,10 +45,10 @@ class _Region:
         self.parts = [(piece, start) for start in starts for piece in range(pieces)]
         self.per_vector = 64 // self.width
         # A byte's place among the parts: the last that covers it.
-        self.place = np.zeros((pieces, size), np.int64)
+        place = np.zeros((pieces, size), np.int64)
         for i, (piece, start) in enumerate(self.parts):
-            self.place[piece, start : start + self.width] = i * self.width + np.arange(self.width)
-        self.place = self.place.reshape(-1)
+            place[piece, start : start + self.width] = i * self.width + np.arange(self.width)
+        self.place: npt.NDArray[np.int64] = place.reshape(-1)
 
     @property
     def bytes(self) -> list[list[tuple[int, int]]]:
