@@ -128,11 +128,6 @@ QUARTERS = ((0, 4, 8, 12), (16, 20, 24, 28))
 EIGHTHS = ((0, 4, 8, 12, 16, 20, 24, 28),)
 
 
-def _join_groups(*groups: Bits) -> Bits:
-    """Return [n, R, size, 8] fields joined group by group."""
-    return np.concatenate([group.reshape(len(group), -1) for group in groups], axis=1)
-
-
 def _flat(*fields: Bits) -> Bits:
     """Return fields as bytes one behind the other, flat."""
     return np.concatenate([field.reshape(-1) for field in fields])
@@ -205,11 +200,7 @@ def _q3_k(rows: Bits) -> Bits:
     low, high = _stripes(rows[:, 96:104], 4, 8), _stripes(rows[:, 104:108], 2, 4)  # 16 scales of 4 + 2 bits
     packed = [_pack_stripes(x.swapaxes(0, 1).reshape(-1, x.shape[-1])) for x in (high, low)]
     levels = _together(_stripes(rows[:, 32:96], 2, 32), *QUARTERS)
-    return _flat(rows[:, 108:], *_in_file_order(packed, levels, _together(_stripes(rows[:, :32], 1, 32), *EIGHTHS)))
-
-
-def _in_file_order(scales: list[Bits], levels: Bits, high: Bits) -> tuple[Bits, ...]:
-    return (*scales, high, levels)
+    return _flat(rows[:, 108:], *packed, _together(_stripes(rows[:, :32], 1, 32), *EIGHTHS), levels)
 
 
 def _shifts(rows: Bits) -> Bits:

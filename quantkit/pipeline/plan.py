@@ -175,6 +175,11 @@ def check_kernels(chosen: Sequence[Chosen | PlannedTensor]) -> None:
 
     for c in chosen:
         for have in {part.source.type for part in c.parts} - {c.type}:
+            group = max(have.interleave, c.type.interleave)
+            if any(part.rows_apart % group for part in c.parts):
+                raise TypeNotSupported(
+                    f"tensor {c.name}: the rows of its parts make no whole groups of {group}: from {have} to {c.type}"
+                )
             if repacks(have, c.type):
                 continue
             if not has_encoder(c.type):
