@@ -40,6 +40,7 @@ from quantkit.pipeline.presets import FTYPE_UNKNOWN, RULES, Preset, preset_by_na
 from quantkit.pipeline.recipe import Rule, parse_custom_q, parse_tensor_type, read_recipe, read_tensor_type_file
 from quantkit.pipeline.regroup import Regrouped, as_it_is, prune_record, regroup
 from quantkit.pipeline.repack import Repack
+from quantkit.pipeline.requantize import requantize_notes
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, run_plan
 from quantkit.pipeline.work import whole
 from quantkit.types import TensorType, type_by_name
@@ -194,6 +195,7 @@ def plan_quantize(
         tensors, choices = _choose(draft, request)
         _lint(draft, request, tensors, choices)
         chosen = _with_importance(draft, request, tensors, choices)
+        draft.notes += requantize_notes(opened, chosen)
         if options.encoder != "mainline" and not any(c.encoder for c in chosen):
             draft.notes.append(f"--encoder {options.encoder} changes nothing: both trees encode these types alike")
         return plan_output(

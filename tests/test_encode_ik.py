@@ -39,7 +39,8 @@ def ik_level(v: np.ndarray, values: np.ndarray, plain: bool) -> np.ndarray:
     """Return the levels nearest to v: best_index_iq2nl and its like."""
     low = np.clip(np.searchsorted(values, v, side="right") - 1, 0, len(values) - 2)
     below, above = values[low], values[low + 1]
-    return low + np.where(plain, v >= (below + above) / 2, ~(v - below < above - v))
+    level: np.ndarray = low + np.where(plain, v >= (below + above) / 2, ~(v - below < above - v))
+    return level
 
 
 @pytest.mark.parametrize(("bits", "levels"), LEVELS, ids=lambda v: str(v) if isinstance(v, int) else "")
@@ -47,7 +48,7 @@ def ik_level(v: np.ndarray, values: np.ndarray, plain: bool) -> np.ndarray:
 def test_every_value_finds_its_level(bits: int, levels: Levels, raised: bool) -> None:
     values = table("kvalues_iq4nl" if bits == 4 else f"kvalues_iq{bits}nl").astype(f32) + f32(raised * levels.raise_by)
     v = np.concatenate([around((values[1:] + values[:-1]) / 2), np.linspace(-140, 140, 100003).astype(f32)])
-    v = np.concatenate([v, f32([1e9, -1e9, -3e38]), np.zeros(-(len(v) + 3) % 16, f32)])
+    v = np.concatenate([v, np.array([1e9, -1e9, -3e38], f32), np.zeros(-(len(v) + 3) % 16, f32)])
     round_any = levels.round_any
 
     @njit

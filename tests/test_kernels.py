@@ -107,7 +107,7 @@ ROWS = np.ones((4, 256), np.float32)
         (ROWS[:, :0], "Q4_0", None, FormatError, "at least one block of 32"),
         (ROWS[:, :40], "Q4_0", None, TypeNotSupported, "Q4_0 packs 32 values a block; rows of 40 do not divide"),
         (ROWS, "Q4_9", None, TypeNotSupported, "did you mean"),
-        (ROWS, "IQ1_KT", None, TypeNotSupported, "no encoder for IQ1_KT"),
+        (ROWS, "IQ2_KS", None, TypeNotSupported, "no encoder for IQ2_KS"),
         (ROWS, "Q4_K", np.ones(255, np.float32), FormatError, r"shape \[255\]; rows of 256 values need \[256\]"),
         (ROWS, "Q4_K", np.ones((1, 256), np.float32), FormatError, r"shape \[1, 256\]"),
         (ROWS, "Q4_K", np.full(256, np.nan, np.float32), FormatError, "importance matrix holds NaN"),

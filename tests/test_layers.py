@@ -53,19 +53,8 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "nextn": _BLOCK | {"check", "graph", "hparams"},
         # Backends know operations, not architectures.
         "backends": {"batch", "check", "fusion", "op_table", "ops"},
-        "engine": {
-            "backends",
-            "batch",
-            "check",
-            "cost",
-            "devices",
-            "fusion",
-            "graph",
-            "hparams",
-            "interleaved",
-            "merged",
-        }
-        | {"ops", "placement"},
+        "engine": {"backends", "batch", "check", "cost", "devices", "fusion", "graph", "hparams", "merged", "ops"}
+        | {"interleaved", "placement"},
     },
     "quantkit.model.backends": {
         "accumulators": set(),

@@ -142,10 +142,10 @@ FORMATS: dict[str, Format] = {
         _format("IQ5_KS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ4_KSS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ2_KL", "ik_quants", True, "q8_k", together="K"),
-        _format("IQ1_KT", "trellis", False, "q8_0"),
-        _format("IQ2_KT", "trellis", False, "q8_0"),
-        _format("IQ3_KT", "trellis", False, "q8_0"),
-        _format("IQ4_KT", "trellis", False, "q8_0"),
+        _format("IQ1_KT", "trellis", True, "q8_0"),
+        _format("IQ2_KT", "trellis", True, "q8_0"),
+        _format("IQ3_KT", "trellis", True, "q8_0"),
+        _format("IQ4_KT", "trellis", True, "q8_0"),
     )
 }
 

@@ -1,0 +1,91 @@
+"""The points that trellis types encode to, in a tree of cells, as the search of trellis_search.py reads them.
+
+A point is the 8 (IQ4_KT: 4) levels of an index. Points are split in halves along the dimension in which they vary most,
+until cells of 16 are left; 16 consecutive cells are a family. Groups of 16 points, of 16 cells' centers and of 16
+families' centers are stored as lines of 64 bytes, four values per point: levels plus 126 (IQ3_KT: magnitudes), then
+squares / 64 rounded; or, where that is too coarse, squares / 128 and the rests.
+
+All of it is integer arithmetic: the same cells everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class Codebook:
+    """Lines of points, of cells' centers and of families' centers, u8; and the index of each point, i32 [points]."""
+
+    points: npt.NDArray[np.uint8]
+    cells: npt.NDArray[np.uint8]
+    families: npt.NDArray[np.uint8]
+    indices: npt.NDArray[np.int32]
+
+
+def levels_of(first: int, count: int, size: int) -> npt.NDArray[np.int64]:
+    """Return the levels, int64 [count, size], of indices from ``first`` on."""
+    x, levels = np.arange(first, first + count, dtype=np.uint32) + np.uint32(4096), []
+    for _ in range(size):
+        x = x * np.uint32(0xCBAC1FED)
+        levels.append((x & np.uint32(0x3F3F3F3F))[:, None].view(np.uint8).sum(1, np.int64) - 126)
+    return np.stack(levels, 1)
+
+
+#: A parity check of distance 4: families that differ in fewer than 4 of the first splits have different syndromes.
+_CHECK = [16, 17, 18, 20, 24, 23, 27, 29]
+
+
+def _sorted_by_cell(points: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the numbers of points, cell by cell: neighbours of a family, and of a cell, are in different lanes."""
+    order, size, splits = np.arange(len(points))[None], points.shape[1], 0
+    while order.shape[1] > 16:
+        inside = points[order]
+        if order.shape[1] > 256:
+            along = inside[:, :, splits % size]
+        else:
+            spread = order.shape[1] * (inside**2).sum(1) - inside.sum(1) ** 2
+            along = np.take_along_axis(inside, spread.argmax(1)[:, None, None], 2)[:, :, 0]
+        order = np.take_along_axis(order, along.argsort(1, kind="stable"), 1).reshape(2 * len(order), -1)
+        splits += 1
+    families = order.reshape(-1, 16, 16)
+    bits = np.arange(len(families))[:, None] >> np.arange(len(families).bit_length() - 1) & 1
+    syndromes = np.bitwise_xor.reduce(bits * np.array(_CHECK[: bits.shape[1]]), axis=1)
+    lanes = np.arange(16) ^ (syndromes[:, None] & 15)
+    families = np.take_along_axis(families, lanes[:, :, None], 1)
+    by_slot = syndromes.argsort(kind="stable").reshape(min(32, len(families)), -1).T
+    sorted_points: npt.NDArray[np.int64] = families[by_slot.ravel()].ravel()
+    return sorted_points
+
+
+def _lines(values: npt.NDArray[np.int64], bias: int, fine: bool) -> npt.NDArray[np.uint8]:
+    """Return the lines of groups of 16 points [16 n, size]."""
+    squares = values**2
+    parts = [squares // 128, squares % 128] if fine else [(squares + 32) // 64]
+    all_of = np.concatenate([values + bias, *parts], 1)
+    return np.ascontiguousarray(all_of.reshape(len(all_of) // 16, 16, -1, 4).swapaxes(1, 2)).astype(np.uint8).ravel()
+
+
+def _centers(points: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """Return the centers of ``count`` points each, rounded."""
+    centers: npt.NDArray[np.int64] = (2 * points.reshape(-1, count, points.shape[1]).sum(1) + count) // (2 * count)
+    return centers
+
+
+@cache
+def codebook(count: int, size: int, magnitudes: bool = False, books: int = 1, fine: bool = False) -> Codebook:
+    """Return ``books`` codebooks of ``count`` consecutive indices each, one after the other."""
+    parts: list[Any] = []
+    for book in range(books):
+        levels = levels_of(book * count, count, size)
+        levels, bias = (abs(levels), 0) if magnitudes else (levels, 126)
+        order = _sorted_by_cell(levels)
+        by_cell = levels[order]
+        kinds = by_cell, _centers(by_cell, 16), _centers(by_cell, 256)
+        parts.append((*(_lines(values, bias, fine) for values in kinds), order.astype(np.int32)))
+    return Codebook(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))

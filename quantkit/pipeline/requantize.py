@@ -1,0 +1,80 @@
+"""What re-quantizing costs, measured: a tensor that is quantized already loses accuracy a second time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import QuantkitError
+from quantkit.formats.gguf import GGUFFile
+from quantkit.formats.ranges import read_range
+from quantkit.kernels import dequantize, quantize
+from quantkit.kernels.formats import has_decoder, has_encoder
+from quantkit.kernels.interleave import repacks
+from quantkit.pipeline.plan import Chosen
+from quantkit.pipeline.work import RowSlice
+from quantkit.quality import QUALITY
+from quantkit.types import TensorType
+
+#: Tensors of each pair of types that are measured, and rows of each, a multiple of what any type interleaves.
+_TENSORS, _ROWS = 3, 64
+
+
+class _Sums(NamedTuple):
+    """Sums over a sample, weighted by importance where there is one: of squared errors, and of squares."""
+
+    error: float
+    square: float
+
+
+def requantize_notes(source: GGUFFile, chosen: Sequence[Chosen]) -> list[str]:
+    """Return a note for each pair of types that tensors are re-quantized from and to: the error it adds, and has."""
+    pairs: dict[tuple[TensorType, TensorType], list[tuple[RowSlice, str]]] = {}
+    for tensor in chosen:
+        for part in tensor.parts:
+            if _is_requantized(part.source.type, tensor.type):
+                pairs.setdefault((part.source.type, tensor.type), []).append((part, tensor.encoder))
+    return [_note(source, *types, parts) for types, parts in pairs.items()]
+
+
+def _is_requantized(source: TensorType, t: TensorType) -> bool:
+    lossy = source.is_quantized and t is not source and t.name not in ("F32", "F16", "BF16") and not repacks(source, t)
+    return lossy and has_decoder(source) and has_encoder(t)
+
+
+def _note(file: GGUFFile, source: TensorType, t: TensorType, parts: Sequence[tuple[RowSlice, str]]) -> str:
+    step = max(1, (len(parts) - 1) // (_TENSORS - 1))
+    sums = [s for part, encoder in parts[::step][:_TENSORS] for s in _measure(file, part, t, encoder)]
+    error, square = sum(s.error for s in sums), sum(s.square for s in sums)
+    found = f"an error of {100 * np.sqrt(error / square):.3g} % (measured)" if square else "an error"
+    note = f"re-quantizing {len(parts)} tensors from {source} to {t} adds {found} to what {source} has lost before"
+    before, fresh = (QUALITY.get(x.name) for x in (source, t))
+    if before and fresh:
+        note += f", typically {before.error:.3g} %; {t} of the original weights loses {fresh.error:.3g} %"
+    return note
+
+
+def _measure(file: GGUFFile, part: RowSlice, t: TensorType, encoder: str) -> Iterator[_Sums]:
+    """Yield the sums over some rows in the middle of a tensor; nothing if they cannot be encoded, as the run says."""
+    n, matrix = part.values, part.matrices // 2
+    rows = min(_ROWS, part.source_rows)
+    first = (part.source_rows - rows) // 2 // 16 * 16
+    data = np.empty((rows, part.source.type.row_bytes(n)), np.uint8)
+    at = part.source.offset + (matrix * part.source_rows + first) * data.shape[1]
+    weights = None if part.found is None else part.found.weights
+    importance = None if weights is None else weights[min(matrix, len(weights) - 1)]
+    try:
+        read_range(file.paths[part.source.shard], data.reshape(-1), at)
+        x = dequantize(data, part.source.type, n)
+        y = dequantize(quantize(x, t, importance, encoder or "mainline"), t, n)
+    except QuantkitError:
+        return
+    w = np.ones(n) if importance is None else importance.astype(np.float64)
+    yield _Sums(*(_weighted(w, v) for v in (y.astype(np.float64) - x, x)))
+
+
+def _weighted(w: npt.NDArray[np.float64], v: npt.NDArray[Any]) -> float:
+    return float((w * v.astype(np.float64) ** 2).sum())
