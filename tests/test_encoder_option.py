@@ -104,7 +104,7 @@ class InitParams(ctypes.Structure):
 @pytest.mark.peer
 @pytest.mark.parametrize("t", IK_ENCODED, ids=str)
 def test_random_rows_like_the_wheels(ik_bin: Path, t: TensorType) -> None:
-    """The wheel is built with FMA, which decides a few searches differently: nearly all bytes, and about the same error."""
+    """The wheel is built with FMA, which decides a few searches differently: nearly the same bytes and error."""
     lib = ctypes.CDLL(str(ik_bin.parent / "lib/libggml.so"))
     lib.ggml_init.argtypes, lib.ggml_init.restype = [InitParams], ctypes.c_void_p
     assert lib.ggml_init(InitParams(1 << 20, None, False))  # makes the table that halves are widened by
