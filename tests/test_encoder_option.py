@@ -119,7 +119,7 @@ def test_random_rows_like_the_wheels(ik_bin: Path, t: TensorType) -> None:
         ours = encode(t, x, weights, "ik")
         assert (ours == theirs).mean() > 0.92
         errors = [weighted_error(t, x, data, weights if weights.size else np.ones(1024)) for data in (ours, theirs)]
-        assert errors[0] == pytest.approx(errors[1], rel=1e-2)
+        assert errors[0] == pytest.approx(errors[1], rel=2e-2)
 
 
 WOVEN = [t for t in map(BY_NAME.get, BASES) if t and has_encoder(t) and layout_of(t).is_exact and encoder_for(t, "ik")]
