@@ -90,10 +90,10 @@ def _fit_sub_blocks(
     either side of the largest value's; which: groups rounded again, with ALL after candidates about a first fit.
     """
     top = 7 if size == 4 else 2
-    if w or n == 16:
+    if w or size == 8:
         store_sigma(s, x, 256 // n, sigma, X, grid.SCALE, SIGMA)
     for group in range((count * (256 // n) + LANES - 1) // LANES):
-        load_sub_blocks(s, x, w, group, n, n == 16)
+        load_sub_blocks(s, x, w, group, n, size == 8)
         grid.take_signs(s, n, even)
         grid.derive_weights(s, n)
         largest = grid.largest_value(s, n)
