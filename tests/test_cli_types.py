@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from quantkit.cli import cli
 from quantkit.kernels.formats import has_decoder, has_encoder
 from quantkit.pipeline.presets import PRESETS
+from quantkit.pipeline.quality import QUALITY
 from quantkit.types import BY_NAME, TYPES
 
 
@@ -26,9 +27,10 @@ def run_json(*arguments: str) -> dict[str, Any]:
 def test_every_type_has_a_row() -> None:
     rows = {line.split()[1]: line.split() for line in run().splitlines()[2 : 2 + len(TYPES)]}
     assert list(rows) == [t.name for t in TYPES]
-    assert rows["Q4_K"] == ["12", "Q4_K", "4.5", "256", "144", "k_quant", "both", "used", "full"]
+    q4_k = [f"{QUALITY['Q4_K'].error:.3g}", QUALITY["Q4_K"].speed]
+    assert rows["Q4_K"] == ["12", "Q4_K", "4.5", "256", "144", "k_quant", "both", *q4_k, "used", "full"]
     assert rows["IQ2_KS"][:6] == ["145", "IQ2_KS", "2.1875", "256", "70", "2"]
-    assert rows["IQ2_XS"][5:9] == ["i_quant", "both", "required", "mainline+ik"]
+    assert rows["IQ2_XS"][5:7] + rows["IQ2_XS"][9:11] == ["i_quant", "both", "required", "mainline+ik"]
     assert rows["Q4_0_R8"][5] == "8"
 
 
