@@ -41,8 +41,8 @@ Below 120 columns some are omitted; --json has everything."""
 
 _PRESETS_LEGEND = """\
 number  general.file_type; TYPE may be this number, too
-use     "mixture": llama.cpp's mixing rules, or ik_llama.cpp's for its own presets
-        (for both with --rules ik); "-": no encoder in this version
+use     "mixture": llama.cpp's mixing rules, or ik_llama.cpp's for its presets
+        (for all with --rules ik); "-": no encoder in this version
 TYPE may also be any weight type that `quantkit types` lists, without a mixture."""
 
 
