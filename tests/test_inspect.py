@@ -160,6 +160,7 @@ def test_what_runtimes_do_is_told() -> None:
         "does not load: no tensor type IQ4_K_R4, Q4_K_R4",
         "loads; on CUDA, Q4_K_R4 stays on the CPU",
     ]
+    assert say("qwen3", a="Q4_K_R4", b="Q8_0_R8")[1] == "loads; on CUDA, Q4_K_R4, Q8_0_R8 stay on the CPU"
     assert say("olmoe", a="F16") == ["loads, on CPU and CUDA", "does not load: no architecture olmoe"]
     assert say("qwen3moe", ffn_gate_up_exps="Q4_K") == [
         "does not load: no merged up and gate experts for this architecture (quantkit split-up-gate)",

@@ -36,7 +36,7 @@ def test_any_type_is_a_source(t: TensorType, tmp_path: Path) -> None:
     assert np.array_equal(data, quantize(x, again))
     (note,) = [n for n in result.plan.notes if "re-quantizing" in n]
     error = 100 * np.linalg.norm(dequantize(data, again, N)[16:80] - x[16:80]) / np.linalg.norm(x[16:80])
-    assert f"1 tensors from {t} to {again} adds an error of {error:.3g} % (measured)" in note
+    assert f"1 tensor from {t} to {again} adds an error of {error:.3g} % (measured)" in note
     assert re.search(rf"typically [\d.]+ %; {again} of the original weights loses [\d.]+ %$", note)
 
 

@@ -50,7 +50,8 @@ def _note(file: GGUFFile, source: TensorType, t: TensorType, parts: Sequence[tup
     sums = [s for part, encoder in parts[::step][:_TENSORS] for s in _measure(file, part, t, encoder)]
     error, square = sum(s.error for s in sums), sum(s.square for s in sums)
     found = f"an error of {100 * np.sqrt(error / square):.3g} % (measured)" if square else "an error"
-    note = f"re-quantizing {len(parts)} tensors from {source} to {t} adds {found} to what {source} has lost before"
+    tensors = "1 tensor" if len(parts) == 1 else f"{len(parts)} tensors"
+    note = f"re-quantizing {tensors} from {source} to {t} adds {found} to what {source} has lost before"
     before, fresh = (QUALITY.get(x.name) for x in (source, t))
     if before and fresh:
         note += f", typically {before.error:.3g} %; {t} of the original weights loses {fresh.error:.3g} %"

@@ -99,7 +99,8 @@ class Runtime:
         if self.problems:
             return f"does not load: {'; '.join(self.problems)}"
         if self.cpu_types:
-            return f"loads; on CUDA, {', '.join(self.cpu_types)} stays on the CPU"
+            stay = "stays" if len(self.cpu_types) == 1 else "stay"
+            return f"loads; on CUDA, {', '.join(self.cpu_types)} {stay} on the CPU"
         return "loads, on CPU and CUDA"
 
 
