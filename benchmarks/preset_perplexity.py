@@ -30,7 +30,7 @@ BF16 = DATA / "tiny-moe-bf16.gguf"
 def evaluate(path: Path, given: argparse.Namespace) -> tuple[float, float]:
     """Return our perplexity, and llama.cpp's (NaN where it does not load the file)."""
     text = given.text.read_bytes()
-    ours = quantkit.perplexity(path, text, n_ctx=given.ctx, chunks=given.chunks).ppl
+    ours = quantkit.perplexity(path, text, n_ctx=given.ctx, chunks=given.chunks).ppl.value
     loads = given.llama is not None and inspect(path).runtimes[0].loads
     llama = (given.llama, path, given.text, given.ctx, given.chunks, "--no-repack")
     theirs = llama_perplexity(*llama) if loads else math.nan
