@@ -15,7 +15,7 @@ from quantkit.kernels.cuda.core.generated import headers
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("quantkit", "tests", "scripts", "benchmarks")
 KINDS = ("py", "cu", "cuh", "npz", "md", "toml")
-#: A file's name, with folders or without; not the end of a longer path or of a name with a placeholder.
+#: Matches the name of a file, with or without folders: a whole one, without wildcards or <parts> to fill in.
 NAMED = re.compile(rf"(?<![\w*<>{{}}./-])((?:[\w-]+/)*[\w-]+\.(?:{'|'.join(KINDS)}))(?![\w*({{-])")
 #: Files of others, or of users.
 OTHERS = {"constants.py", "convert_hf_to_gguf.py", "gpu_check.md", "OUT/gpu_check.md", "OUT.npz", "out.md"}

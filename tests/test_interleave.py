@@ -198,8 +198,7 @@ def test_iq1_s_r4_is_iq1_s_with_a_scale_per_row(golden: dict[str, np.ndarray]) -
 @any_exact
 def test_a_scale_that_is_not_finite_is_found(t: TensorType) -> None:
     base, n = base_of(t), 256
-    if not base.scales:
-        pytest.skip("nothing to check in the base type")
+    assert base.scales
     rows = random_rows(base, 2 * t.interleave, n, scale=(0.5, 1))
     assert validate_rows(t, woven(t, rows)) == -1
     of_row, kind, at = base.fields[-1]

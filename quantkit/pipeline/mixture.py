@@ -14,6 +14,7 @@ The tables are in mixture_mainline.py and mixture_ik.py.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -93,7 +94,7 @@ def pick(rows: Rows, place: Place) -> tuple[TensorType, str] | None:
 
 
 @dataclass(slots=True)
-class Mixture:
+class Mixture(ABC):
     """The mixture of one preset, applied tensor by tensor; the layer counters are its only state."""
 
     facts: ModelFacts
@@ -104,9 +105,9 @@ class Mixture:
     output_type: TensorType | None = None
     counters: dict[str, int] = field(default_factory=dict)
 
+    @abstractmethod
     def choose(self, t: TensorLike) -> tuple[TensorType, str]:
         """Return the type of the next tensor, and why."""
-        raise NotImplementedError
 
     def output_word(self) -> str:
         return "output" if self.facts.has_output else "embeddings, which are also the output"
