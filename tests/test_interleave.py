@@ -388,3 +388,9 @@ def test_the_engine_computes_the_same(q4: Path, tmp_path: Path) -> None:
             assert len(notes) == (path != q4)
     for found in logits[1:]:
         np.testing.assert_array_equal(found, logits[0])
+
+
+def test_rows_that_make_no_whole_units_are_refused() -> None:
+    """BF16_R16 interleaves pairs of values, and a file may hold rows of one."""
+    with pytest.raises(TypeNotSupported, match="BF16_R16: rows of 1 values cannot be taken apart"):
+        validate_rows(BY_NAME["BF16_R16"], np.zeros((16, 2), np.uint8))

@@ -274,7 +274,9 @@ def _checked(t: TensorType, rows: U8, woven: U8) -> tuple[Layout, int]:
     n = (woven.shape[1] - t.row_header) // t.block_bytes * t.block
     layout = layout_of(t, n)
     base, count = layout.base, len(rows)
-    if n % layout.values or rows.shape != (count, base.row_bytes(n)) or woven.shape != (count, t.row_bytes(n)):
+    if n % layout.values:
+        raise TypeNotSupported(f"{t}: rows of {n} values cannot be taken apart: {layout.values} values make a unit")
+    if rows.shape != (count, base.row_bytes(n)) or woven.shape != (count, t.row_bytes(n)):
         raise ValueError(f"{t}: rows are uint8 [{list(rows.shape)}] as {base}, [{list(woven.shape)}] woven")
     if count % layout.rows or not (rows.flags.c_contiguous and woven.flags.c_contiguous):
         raise ValueError(f"{t}: {count} rows must be contiguous and whole groups of {layout.rows}")
