@@ -86,7 +86,7 @@ class TensorType:
             raise TypeNotSupported(
                 f"{self.name} weaves {self.interleave} rows together; shape {list(shape)} does not divide"
             )
-        # I2_S alone ends a tensor with one scale in 32 bytes.
+        # I2_S alone ends a tensor with one scale in 32 bytes: kernels/tensor_scale.py.
         return rows * self.row_bytes(shape[0]) + (32 if self.name == "I2_S" else 0)
 
 

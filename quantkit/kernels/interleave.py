@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import TypeNotSupported
+from quantkit.kernels.tensor_scale import ROW_SCALED, TENSOR_SCALED
 from quantkit.types import BY_NAME, TensorType
 
 Bits = npt.NDArray[np.int32]
@@ -381,6 +382,8 @@ def base_of(t: TensorType) -> TensorType:
 
 def repacks(source: TensorType, target: TensorType) -> bool:
     """Whether rows of one type become rows of another without a value being touched: only their order changes."""
+    if source is TENSOR_SCALED:
+        return target is ROW_SCALED
     if source is target or base_of(source) is not base_of(target):
         return False
     return not is_woven(target) or layout_of(target).is_exact

@@ -16,6 +16,7 @@ from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf import Field, GGUFFile, Layout, layout_gguf, parse_split_path, split_fields, split_path
 from quantkit.kernels.formats import has_decoder, has_encoder
 from quantkit.kernels.interleave import repacks
+from quantkit.kernels.tensor_scale import TENSOR_SCALED, check_rows, decoded_as
 from quantkit.pipeline.work import PlannedTensor, RowSlice
 from quantkit.types import TensorType
 
@@ -180,6 +181,8 @@ def check_kernels(chosen: Sequence[Chosen | PlannedTensor]) -> None:
                 raise TypeNotSupported(
                     f"tensor {c.name}: the rows of its parts make no whole groups of {group}: from {have} to {c.type}"
                 )
+            if have is TENSOR_SCALED:
+                check_rows(c.shape[0])
             if repacks(have, c.type):
                 continue
             if not has_encoder(c.type):
@@ -187,7 +190,7 @@ def check_kernels(chosen: Sequence[Chosen | PlannedTensor]) -> None:
                     f"tensor {c.name}: this version has no encoder for {c.type} ({c.reason}); "
                     "`quantkit types` lists those there are"
                 )
-            if not has_decoder(have):
+            if not has_decoder(decoded_as(have)):
                 raise TypeNotSupported(f"tensor {c.name} is {have}, for which this version has no decoder")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quantkit.kernels.interleave import base_of, is_woven, weaves_together, woven_of
+from quantkit.kernels.tensor_scale import ROW_SCALED, TENSOR_SCALED
 from quantkit.patterns import Pattern
 from quantkit.pipeline.facts import TOKEN_EMBD_NAMES, TensorLike
 from quantkit.types import TensorType
@@ -40,5 +41,7 @@ class Repack:
     def _apart(self, t: TensorLike) -> tuple[TensorType, str]:
         if is_woven(t.type):
             return base_of(t.type), "--unrepack"
+        if t.type is TENSOR_SCALED:
+            return ROW_SCALED, "--unrepack: the tensor's scale becomes that of every row"
         what = "this version cannot take its rows apart" if t.type.interleave > 1 else "rows are not interleaved"
         return t.type, f"{t.type}: {what}"

@@ -9,6 +9,7 @@ import numpy as np
 
 from quantkit.kernels.first_run import Job
 from quantkit.kernels.interleave import base_of, is_woven, repacks
+from quantkit.kernels.tensor_scale import decoded_as
 from quantkit.pipeline.work import PlannedTensor
 from quantkit.types import TensorType
 
@@ -24,7 +25,8 @@ def kernel_calls(tensors: Iterable[PlannedTensor], measure: bool) -> list[Job]:
     ]
     pairs = dict.fromkeys((part.source.type, t.type) for t in tensors for part in t.parts)
     repacked = [pair for pair in pairs if repacks(*pair)]
-    sources, targets = dict.fromkeys(p.source.type for p, _ in changed), dict.fromkeys(t.type for _, t in changed)
+    sources = dict.fromkeys(decoded_as(p.source.type) for p, _ in changed)
+    targets = dict.fromkeys(t.type for _, t in changed)
     encoders = dict.fromkeys((t.type, t.encoder, bool(t.encoder) and p.found is not None) for p, t in changed)
     written = dict.fromkeys(t.type for t in tensors if base_of(t.type).scales)
     return [
