@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from quantkit.kernels.formats import FORMATS, has_decoder, has_encoder
 from quantkit.kernels.interleave import is_woven
-from quantkit.types import TYPES
+from quantkit.types import BY_NAME, TYPES
 
 ENCODED = [t for t in TYPES if has_encoder(t) and not is_woven(t)]
 DECODED = [t for t in TYPES if has_decoder(t) and not is_woven(t)]
@@ -22,4 +22,4 @@ SEARCHED = [t for t in ENCODED if t.family == "trellis"]
 GOLDEN = [t for t in ENCODED if t.family != "float" and t not in SEARCHED]
 #: Types that both trees encode, but ik_llama.cpp by a search of its own; and all encoders, as type and name.
 IK_ENCODED = [t for t in ENCODED if t.name in FORMATS and FORMATS[t.name].ik_encoder]
-ENCODERS = [(t, "mainline") for t in ENCODED] + [(t, "ik") for t in IK_ENCODED]
+ENCODERS = [(t, "mainline") for t in ENCODED] + [(t, "ik") for t in IK_ENCODED] + [(BY_NAME["Q4_0"], "symmetric")]

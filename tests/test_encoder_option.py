@@ -77,6 +77,31 @@ def test_types_without_a_second_encoder_have_the_same_one() -> None:
         quantize(x, "Q8_0", encoder="best")
 
 
+def symmetric_q4_0(x: np.ndarray) -> np.ndarray:
+    """Q4_0 as ik_llama.cpp 8337e4cd3 encodes it with --symmetric-q40 (quantize_row_q4_0_symmetric)."""
+    blocks = x.reshape(-1, 32)
+    d = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(7)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        inverse = np.where(d > 0, np.float32(1) / d, np.float32(0))
+        shifted = blocks * inverse + np.float32(8.5)
+    # A block so small that 1 / d is infinite: in C its levels become 0.
+    levels = np.where(np.isfinite(shifted), np.minimum(shifted, 15), 0).astype(np.uint8)
+    packed = levels[:, :16] | levels[:, 16:] << 4
+    return np.concatenate([d.astype(np.float16).view(np.uint8), packed], axis=1).reshape(len(x), -1)
+
+
+def test_symmetric_q4_0(golden: Golden) -> None:
+    """Also interleaved; importance is ignored, and the lowest level never used."""
+    x, t = golden["x"], BY_NAME["Q4_0"]
+    want = symmetric_q4_0(x)
+    assert_same_bytes(quantize(x, t, golden["imatrix"], encoder="symmetric"), want, t)
+    woven = np.empty_like(want)
+    interleave_rows(BY_NAME["Q4_0_R8"], want, woven)
+    assert_same_bytes(quantize(x, "Q4_0_R8", encoder="symmetric"), woven, BY_NAME["Q4_0_R8"])
+    inside = np.abs(x).reshape(-1, 32).max(axis=1) > 1e-30
+    assert (want.reshape(-1, 18)[inside, 2:] & 15).min() == (want.reshape(-1, 18)[inside, 2:] >> 4).min() == 1
+
+
 def drawn(t: TensorType) -> tuple[np.ndarray, np.ndarray]:
     """Return rows of trained models' kind, heavy-tailed and of many sizes, and an importance."""
     rng = np.random.default_rng(t.id)

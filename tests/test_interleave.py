@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +19,7 @@ from conftest import DATA
 from models import tensor_bytes, write_model
 from quantkit.cli import cli
 from quantkit.compare import compare
-from quantkit.errors import FormatError, RecipeError, TypeNotSupported
+from quantkit.errors import FormatError, RecipeError, ResourceError, TypeNotSupported
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.kernels import dequantize
 from quantkit.kernels import quantize as encode
@@ -282,6 +285,47 @@ def test_a_repacked_file_is_iks(q4: Path, tmp_path: Path, ik_bin: Path) -> None:
         subprocess.run([ik_bin / "llama-quantize", "--repack", *options, q4, theirs, "Q4_K_R4"], check=True,
                        capture_output=True)  # fmt: skip
         assert ours.read_bytes() == theirs.read_bytes()
+
+
+_KILLED = """
+import os, signal, sys, time
+from quantkit.quantize import QuantizeOptions, quantize
+
+class Killed:
+    left = 9
+    def resumed(self, tensors, nbytes): pass
+    def wrote(self, nbytes): pass
+    def finished(self, tensor):
+        self.left -= 1
+        if not self.left:
+            time.sleep(1)  # what was finished before is journaled meanwhile
+            os.kill(os.getpid(), signal.SIGKILL)
+
+quantize(*sys.argv[1:3], "COPY", QuantizeOptions(repack=True), threads=1, observer=Killed())
+"""
+
+
+def test_a_killed_repack_goes_on(q4: Path, tmp_path: Path) -> None:
+    whole, out, options = tmp_path / "whole.gguf", tmp_path / "o.gguf", QuantizeOptions(repack=True)
+    quantize(q4, whole, "COPY", options)
+    killed = subprocess.run([sys.executable, "-c", _KILLED, q4, out], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not out.exists()
+    with pytest.raises(ResourceError, match="is of other work"):
+        quantize(q4, out, "COPY", QuantizeOptions(repack=True, repack_pattern=("attn",)), resume=True)
+    assert quantize(q4, out, "COPY", options, resume=True).run.resumed > 0
+    assert out.read_bytes() == whole.read_bytes()
+
+
+def test_kept_shards_there_and_back(q4: Path, tmp_path: Path) -> None:
+    options = QuantizeOptions(split_max_size=1_000_000, no_provenance=True)
+    split = quantize(q4, tmp_path / "split.gguf", "COPY", options).paths
+    assert len(split) > 4
+    there = quantize(split[0], tmp_path / "there.gguf", "COPY", replace(REPACK, keep_split=True)).paths
+    back = quantize(there[-1], tmp_path / "back.gguf", "COPY", replace(UNREPACK, keep_split=True)).paths
+    assert [path.read_bytes() for path in back] == [path.read_bytes() for path in split]
+    quantize(split[1], tmp_path / "one.gguf", "COPY", REPACK)
+    assert tensor_bytes(there[0]) == tensor_bytes(tmp_path / "one.gguf")
 
 
 @pytest.mark.parametrize(("threads", "piece", "job"), [(1, 1 << 17, 1 << 20), (3, 300, 1000)])

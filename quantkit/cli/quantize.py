@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from quantkit.cli.complete import IMATRIX_FILE, targets, types
+from quantkit.cli.ignored import Ignored
 from quantkit.cli.options import (
     SIZE,
     GroupedCommand,
@@ -25,7 +26,7 @@ from quantkit.cli.summary import DryRunReport, RunReport
 from quantkit.errors import TypeNotSupported
 from quantkit.helpers import available_cpus, format_size
 from quantkit.kernels.formats import ENCODERS
-from quantkit.pipeline.plan import Plan
+from quantkit.pipeline.plan import Plan, without_existing
 from quantkit.pipeline.presets import RULES
 from quantkit.pipeline.run import refusal
 from quantkit.pipeline.work import least_ram
@@ -78,8 +79,8 @@ class _Command(GroupedCommand):
 @option(
     "--rules",
     group=_TYPES,
-    type=click.Choice(RULES),
-    help="Whose mixtures and fallbacks to follow: llama.cpp's or ik_llama.cpp's.  [default: that of TYPE]",
+    type=click.Choice(RULES, case_sensitive=False),
+    help="Whose mixtures, fallbacks and order of the file: llama.cpp's or ik_llama.cpp's.  [default: that of TYPE]",
 )
 @option("--merge-up-gate", group=_WHAT, is_flag=True, help="Merge up and gate experts, as `quantkit merge-up-gate`.")
 @option("--split-up-gate", group=_WHAT, is_flag=True, help="Split merged experts, as `quantkit split-up-gate`.")
@@ -91,6 +92,8 @@ class _Command(GroupedCommand):
 @option("--prune-layers", group=_WHAT, metavar="L,L,..", help="Drop these layers (3,7-9) and renumber the rest.")
 @option("--output-tensor-type", **_A_TYPE, help="Type of output.weight.")
 @option("--token-embedding-type", **_A_TYPE, help="Type of the token embeddings.")
+@option("--per-layer-token-embedding-type", **_A_TYPE, help="Type of the embeddings per layer (Gemma 3n and 4).")
+@option("--extra-output-tensor", **_A_TYPE, help="Add a second output of this type, with which ik_llama.cpp drafts.")
 @option("--ffn-gate-inp-type", **_A_TYPE, help="Type of the MoE router, otherwise kept as it is.")
 @option("-r", "--recipe", group=_TYPES, type=_FILE, multiple=True, help="File of rules `regex = type`, one per line.")
 @option("--tensor-type", multiple=True, **{**_A_TYPE, "metavar": "RE=TYPE"}, help="One rule; repeatable.")
@@ -110,10 +113,12 @@ class _Command(GroupedCommand):
 @setting(
     "--encoder",
     group=_TYPES,
-    type=click.Choice(ENCODERS),
+    type=click.Choice(ENCODERS, case_sensitive=False),
     default="mainline",
     help="Whose search encodes a type that both llama.cpp and ik_llama.cpp have.",
 )
+@option("--symmetric-q40", group=_TYPES, is_flag=True, help="Q4_0 in levels -7 .. 7; the importance matrix is ignored.")
+@click.option("--slow-iq2ks", cls=Ignored, is_flag=True, note="IQ2_KS always has the bytes of that search")
 @option("--imatrix", group=_IMATRIX, type=IMATRIX_FILE, help="Importance matrix, GGUF or .dat.")
 @option(
     "--include-weights", group=_IMATRIX, multiple=True, metavar="TEXT", help="Use only entries with TEXT in the name."
@@ -140,6 +145,7 @@ class _Command(GroupedCommand):
 @option(
     "--max-buffer-size", group=_RUN, type=click.IntRange(1), metavar="MIB", help="--max-ram in MiB, as llama-quantize."
 )
+@option("--partial-requant", group=_RUN, is_flag=True, help="Keep files of the output that are there; make the others.")
 @option("--resume", group=_RUN, is_flag=True, help="Continue an interrupted run.")
 @option("--overwrite", group=_RUN, is_flag=True, help="Replace an existing output.")
 @option("--measure-error", group=_RUN, is_flag=True, help="Decode the result and report the error by tensor class.")
@@ -150,6 +156,7 @@ def command(
     threads: int | None,
     max_ram: int,
     max_buffer_size: int | None,
+    partial_requant: bool,
     resume: bool,
     overwrite: bool,
     measure_error: bool,
@@ -178,8 +185,10 @@ def command(
     """
     from quantkit.quantize import QuantizeOptions, plan_quantize, run_quantize
 
-    repack = given["repack"] or given["unrepack"]
-    source, output, type_name, positional = _positionals(_with_a_type(arguments) if repack else arguments)
+    repack = "REPACK" if given["repack"] else "UNREPACK" if given["unrepack"] else None
+    source, output, type_name, positional = _positionals(_with_a_type(arguments, repack) if repack else arguments)
+    if partial_requant and overwrite:
+        raise click.UsageError("--partial-requant keeps what is there, --overwrite replaces it: give one of them")
     if max_buffer_size and on_command_line("max_ram"):
         raise click.UsageError("--max-buffer-size is --max-ram in MiB: give one of them")
     if threads and positional and threads != positional:
@@ -190,6 +199,12 @@ def command(
     )
     plan = plan_quantize(source, output, type_name, options)
     echo_notes(plan.notes)
+    if partial_requant:
+        there, plan = len(plan.shards), without_existing(plan)
+        echo_notes([f"--partial-requant: {there - len(plan.shards)} of {there} files of the output are there already"])
+        if not plan.shards:
+            click.echo(json.dumps(DryRunReport(plan).as_dict(), indent=2) if as_json else "nothing to do")
+            return
     if dry_run:
         report = DryRunReport(plan, refusal(plan, resume=resume, overwrite=overwrite))
         click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
@@ -238,10 +253,10 @@ def _positionals(arguments: tuple[str, ...]) -> tuple[str, str | None, str, int 
     return source, output, type_name, int(rest[0]) if rest and int(rest[0]) > 0 else None
 
 
-def _with_a_type(arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """Return arguments with a TYPE, which --repack and --unrepack do not need, and do not look at."""
+def _with_a_type(arguments: tuple[str, ...], name: str) -> tuple[str, ...]:
+    """Return arguments with a TYPE, which --repack and --unrepack need only as a ``name`` if there is no OUT."""
     if len(arguments) == 1 or (len(arguments) == 2 and not _is_type(arguments[1])):
-        return (*arguments, "COPY")
+        return (*arguments, name)
     return arguments
 
 
@@ -252,6 +267,8 @@ def _is_count(text: str) -> bool:
 def _is_type(text: str) -> bool:
     from quantkit.pipeline.presets import preset_by_name
 
+    if text in ("REPACK", "UNREPACK"):
+        return True
     try:
         preset_by_name(text)
     except TypeNotSupported:

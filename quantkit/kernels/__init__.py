@@ -32,7 +32,7 @@ def quantize(
         x: float32 [..., n]; n is a multiple of the type's block.
         type: a tensor type or its name.
         imatrix: float32 [n], the importance of each column; ignored by types that do not use one.
-        encoder: whose search, "mainline" or "ik", for types that both trees have.
+        encoder: whose search, "mainline" or "ik", for types that both trees have; "symmetric": Q4_0 in levels -7 .. 7.
 
     Returns:
         uint8 [rows, row_bytes], one row per row of x.

@@ -83,6 +83,8 @@ class Format:
 
 #: Whose search an encoder follows; they differ in types that both trees have (``Format.ik_encoder``).
 ENCODERS = ("mainline", "ik")
+#: A third encoder, of Q4_0 alone: levels -7 .. 7, as with ik_llama.cpp's --symmetric-q40.
+SYMMETRIC = "symmetric"
 
 #: ``planes`` of a type whose levels become half floats.
 AS_F16 = 16
@@ -190,17 +192,19 @@ def check_encoder(wanted: str) -> None:
 
 
 def encoder_for(t: TensorType, wanted: str) -> str:
-    """Return the encoder that ``wanted``, one of ENCODERS, means for type ``t``: "ik" if that is another one, or ""."""
-    check_encoder(wanted)
+    """Return the encoder that ``wanted``, one of ENCODERS or SYMMETRIC, means for type ``t``; "" if its usual one."""
     base = base_of(t).name
+    if wanted == SYMMETRIC:
+        return SYMMETRIC if base == "Q4_0" else ""
+    check_encoder(wanted)
     return "ik" if wanted == "ik" and base in FORMATS and FORMATS[base].ik_encoder else ""
 
 
 def cpu_function(verb: str, t: TensorType, by: str = "mainline") -> Callable[..., Any]:
-    """Return ``encode_<type>``, ik_llama.cpp's if asked for, or ``unpack_<type>``; raise TypeNotSupported if none."""
+    """Return ``encode_<type>``, or another one asked for, or ``unpack_<type>``; raise TypeNotSupported if none."""
     found = format_of(t, "encoder" if verb == "encode" else "unpacker")
     if verb == "unpack" and found.is_float:
         raise TypeNotSupported(f"{t.name} is no type of blocks: there is nothing to unpack")
     module = importlib.import_module(f"quantkit.kernels.cpu.{verb}.{found.family}")
-    suffix = "_ik" if verb == "encode" and encoder_for(t, by) else ""
-    return getattr(module, f"{verb}_{t.name.lower()}{suffix}")  # type: ignore[no-any-return]
+    other = encoder_for(t, by) if verb == "encode" else ""
+    return getattr(module, f"{verb}_{t.name.lower()}{other and '_' + other}")  # type: ignore[no-any-return]

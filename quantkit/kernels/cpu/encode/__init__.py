@@ -18,7 +18,7 @@ Encoder = Callable[[Any, Any, Any, int, int], None]
 
 
 def encoder(t: TensorType, by: str = "mainline") -> Encoder:
-    """Return llama.cpp's encoder of type ``t``, or with "ik" ik_llama.cpp's; of a woven type for whole groups of rows.
+    """Return the encoder of type ``t``, "mainline", "ik" or "symmetric"; of a woven type for whole groups of rows.
 
     Raises TypeNotSupported if there is none.
     """
