@@ -148,21 +148,40 @@ def clear(out: Any, size: Any) -> None:
 
 
 @inline
+def begin_block(s: Any, b: Any, subs: Any, codes: Any, stretch: Any, out: Any, size: Any) -> Any:
+    """Clear super-block ``b`` of a batch and store its scale d, the largest of its ``subs`` over ``codes``, stretched.
+
+    Return its address, the byte where its sub-blocks begin, whether any of them is alive, and 1 / d.
+    """
+    o, first = out + size * b, 4 * subs * b
+    top = largest_scale(s, first, subs)
+    d = top / codes
+    clear(o, size)
+    if top > F(0):
+        store(o, 0, f32_to_f16(d * stretch))
+    return o, first, top > F(0), F(1) / d
+
+
+@inline
+def _write_xxs(
+    s: Any, out: Any, count: Any, lists: Any, groups: Any, stretch: Any, size: Any, words: Any, step: Any
+) -> None:
+    """Store super-blocks: 8 bytes apart the indices of 32 values, at ``words``, ``step`` apart, signs and scale."""
+    for b in range(count):
+        o, first, alive, inverse = begin_block(s, b, 8, F(31), stretch, out, size)
+        if alive:
+            for ib in range(8):
+                at = first + 4 * ib
+                for k in range(groups):
+                    store(o, 2 + 8 * ib + k, np.uint8(index_of(s, lists, at, k)))
+                store(o, words + step * ib, np.uint32(_signs(s, at) | scale_code(s, at, inverse) << 28))
+
+
+@inline
 def iq2_xxs_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
     """Encode super-blocks as IQ2_XXS. Source: quantize_row_iq2_xxs_impl."""
     _fit_sub_blocks(s, x, w, lists, count, 32, 8, 1, True, EPSILON, 6, ALL)
-    for b in range(count):
-        o, first = out + 66 * b, 32 * b
-        top = largest_scale(s, first, 8)
-        d = top / F(31)
-        clear(o, 66)
-        if top > F(0):
-            store(o, 0, f32_to_f16(d))
-            for ib in range(8):
-                at = first + 4 * ib
-                for k in range(4):
-                    store(o, 2 + 8 * ib + k, np.uint8(index_of(s, lists, at, k)))
-                store(o, 6 + 8 * ib, np.uint32(_signs(s, at) | scale_code(s, at, F(1) / d) << 28))
+    _write_xxs(s, out, count, lists, 4, F(1), 66, 6, 8)
 
 
 @inline
@@ -184,18 +203,14 @@ def iq2_xs_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> N
 def write_iq2_xs(s: Any, out: Any, count: Any, lists: Any) -> None:
     """Store what the search found for ``count`` super-blocks."""
     for b in range(count):
-        o, first = out + 74 * b, 64 * b
-        top = largest_scale(s, first, 16)
-        d = top / F(31)
-        clear(o, 74)
-        if top > F(0):
-            store(o, 0, f32_to_f16(d))
+        o, first, alive, inverse = begin_block(s, b, 16, F(31), F(1), out, 74)
+        if alive:
             for ib in range(16):
                 at = first + 4 * ib
                 signs = _signs(s, at)
                 store(o, 2 + 4 * ib, np.uint16(index_of(s, lists, at, 0) | (signs & 127) << 9))
                 store(o, 4 + 4 * ib, np.uint16(index_of(s, lists, at, 1) | signs >> 7 << 9))
-            _store_nibbles(s, first, 16, F(1) / d, o + 66)
+            _store_nibbles(s, first, 16, inverse, o + 66)
 
 
 @inline
@@ -203,10 +218,7 @@ def iq2_s_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> No
     """Encode super-blocks as IQ2_S. Source: quantize_row_iq2_s_impl."""
     _fit_sub_blocks(s, x, w, lists, count, 16, 8, 2, False, F(1e-8), 9, OFF_GRID)
     for b in range(count):
-        o, first = out + 82 * b, 64 * b
-        top = largest_scale(s, first, 16)
-        d = top / F(31)
-        clear(o, 82)
+        o, first, alive, inverse = begin_block(s, b, 16, F(31), F(0.9875), out, 82)
         for ib in range(0, 16, 2):
             high = 0
             for k in range(4):
@@ -217,27 +229,15 @@ def iq2_s_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> No
             store(o, 66 + ib // 2, np.uint8(high))
             store(o, 34 + 2 * ib, np.uint16(_signs(s, first + 4 * ib)))
             store(o, 36 + 2 * ib, np.uint16(_signs(s, first + 4 * ib + 4)))
-        if top > F(0):
-            store(o, 0, f32_to_f16(d * F(0.9875)))
-            _store_nibbles(s, first, 16, F(1) / d, o + 74)
+        if alive:
+            _store_nibbles(s, first, 16, inverse, o + 74)
 
 
 @inline
 def iq3_xxs_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> None:
     """Encode super-blocks as IQ3_XXS. Source: quantize_row_iq3_xxs_impl."""
     _fit_sub_blocks(s, x, w, lists, count, 32, 4, 2, True, F(1e-8), 15, OFF_GRID)
-    for b in range(count):
-        o, first = out + 98 * b, 32 * b
-        top = largest_scale(s, first, 8)
-        d = top / F(31)
-        clear(o, 98)
-        if top > F(0):
-            store(o, 0, f32_to_f16(d * F(1.0125)))
-            for ib in range(8):
-                at = first + 4 * ib
-                for k in range(8):
-                    store(o, 2 + 8 * ib + k, np.uint8(index_of(s, lists, at, k)))
-                store(o, 66 + 4 * ib, np.uint32(_signs(s, at) | scale_code(s, at, F(1) / d) << 28))
+    _write_xxs(s, out, count, lists, 8, F(1.0125), 98, 66, 4)
 
 
 @inline
@@ -248,10 +248,7 @@ def iq3_s_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> No
     """
     _fit_sub_blocks(s, x, w, lists, count, 32, 4, 2, False, DENORMAL, 9, ALL_IF_ONE_IS_OFF)
     for b in range(count):
-        o, first = out + 110 * b, 32 * b
-        top = largest_scale(s, first, 8)
-        d = top / F(31)
-        clear(o, 110)
+        o, first, alive, inverse = begin_block(s, b, 8, F(31), F(1.033), out, 110)
         place = 0
         for ib in range(8):
             at, high = first + 4 * ib, 0
@@ -264,6 +261,5 @@ def iq3_s_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> No
             store(o, 66 + ib, np.uint8(high))
             store(o, 74 + 4 * place, np.uint32(_signs(s, at)))
             place += 1
-        if top > F(0):
-            store(o, 0, f32_to_f16(d * F(1.033)))
-            _store_nibbles(s, first, 8, F(1) / d, o + 106)
+        if alive:
+            _store_nibbles(s, first, 8, inverse, o + 106)

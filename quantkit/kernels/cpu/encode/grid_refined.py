@@ -56,6 +56,7 @@ from quantkit.kernels.cpu.encode.grid_ternary import (
     TERMS,
     iq1_m_batch,
     is_better,
+    keep_better,
     largest_magnitude,
     sort_values,
     store_slots,
@@ -223,9 +224,8 @@ def _search_boundaries(s: Any) -> Any:
     sum_below(s, 16, 0)
     sum_below(s, 16, 1)
     _store_last_runs(s)
-    best = scale = splat(WIDE, F(0))
-    low = high = splat(WIDE_INT, 0)
-    shifts = splat(WIDE_INT, -1)
+    zero, none = splat(WIDE, F(0)), splat(WIDE_INT, 0)
+    found = zero, zero, none, none, splat(WIDE_INT, -1)
     for i in range(17):
         a_up, a_down, a_up2, a_down2 = _first_run(s, 0, i * STEP)
         b_up, b_down, b_up2, b_down2 = _first_run(s, 1, i * STEP)
@@ -245,12 +245,8 @@ def _search_boundaries(s: Any) -> Any:
                     qx, q2 = x + b_down - b, w + b_down2 + b2
                 qx = qx + load(WIDE, s, last + (4 + k % 2) * _ROW)
                 q2 = q2 + load(WIDE, s, last + (6 + k % 2) * _ROW)
-                better = is_better(best, qx, q2)
-                if any_lane(better):
-                    ratio = qx / q2
-                    scale, best = choose(better, ratio, scale), choose(better, ratio * qx, best)
-                    low, high, shifts = choose(better, i, low), choose(better, j, high), choose(better, k, shifts)
-    return scale, low, high, shifts
+                found = keep_better(found, qx, q2, i, j, k)
+    return found[1:]
 
 
 @inline

@@ -31,15 +31,13 @@ from quantkit.kernels.cpu.core.simd import (
 )
 from quantkit.kernels.cpu.core.simd import select as choose
 from quantkit.kernels.cpu.encode import grid_search as grid
-from quantkit.kernels.cpu.encode.batch import (
-    store_sigma,
-)
+from quantkit.kernels.cpu.encode.batch import store_sigma
 from quantkit.kernels.cpu.encode.grid_quants import (
     FOUND,
     FOUND_SIGNS,
     SCALES,
     SIGMA,
-    clear,
+    begin_block,
     index_of,
     largest_scale,
     load_sub_blocks,
@@ -158,6 +156,19 @@ def is_better(best: Any, qx: Any, q2: Any) -> Any:
 
 
 @inline
+def keep_better(found: Any, qx: Any, q2: Any, low: Any, high: Any, shift: Any) -> Any:
+    """Return ``found``, (rating, scale, boundaries, shift), with this candidate in the lanes where it is better."""
+    best, scale, old_low, old_high, old_shift = found
+    better = is_better(best, qx, q2)
+    if any_lane(better):
+        ratio = qx / q2
+        scale, best = choose(better, ratio, scale), choose(better, ratio * qx, best)
+        old_low, old_high = choose(better, low, old_low), choose(better, high, old_high)
+        old_shift = choose(better, shift, old_shift)
+    return best, scale, old_low, old_high, old_shift
+
+
+@inline
 def _search_s(s: Any, scale: Any) -> Any:
     """Return the best scale of each lane, its boundaries and its shift: 1, -1, or 0 where nothing has a rating."""
     sum_below(s, 32, -1)
@@ -168,8 +179,8 @@ def _search_s(s: Any, scale: Any) -> Any:
         store(s, TERMS + (36 + i) * STEP, x * F(0.875))
         store(s, TERMS + (72 + i) * STEP, w * F(1.125) * F(1.125))
         store(s, TERMS + (108 + i) * STEP, w * F(0.875) * F(0.875))
-    best = splat(WIDE, F(-np.finfo(np.float32).max))
-    low = high = shift = splat(WIDE_INT, 0)
+    zero = splat(WIDE_INT, 0)
+    found = splat(WIDE, F(-np.finfo(np.float32).max)), scale, zero, zero, zero
     for i in range(33):
         x, w = load(WIDE, s, SUM_X + i * STEP), load(WIDE, s, SUM_W + i * STEP)
         x_up, x_down = x * F(-0.875), x * F(-1.125)
@@ -179,19 +190,11 @@ def _search_s(s: Any, scale: Any) -> Any:
             middle2 = (load(WIDE, s, SUM_W + j * STEP) - w) * EIGHTH * EIGHTH
             qx = x_up + middle + load(WIDE, s, TERMS + j * STEP)
             q2 = w_up + middle2 + load(WIDE, s, TERMS + (72 + j) * STEP)
-            better = is_better(best, qx, q2)
-            if any_lane(better):
-                ratio = qx / q2
-                scale, best = choose(better, ratio, scale), choose(better, ratio * qx, best)
-                low, high, shift = choose(better, i, low), choose(better, j, high), choose(better, 1, shift)
+            found = keep_better(found, qx, q2, i, j, 1)
             qx = x_down - middle + load(WIDE, s, TERMS + (36 + j) * STEP)
             q2 = w_down + middle2 + load(WIDE, s, TERMS + (108 + j) * STEP)
-            better = is_better(best, qx, q2)
-            if any_lane(better):
-                ratio = qx / q2
-                scale, best = choose(better, ratio, scale), choose(better, ratio * qx, best)
-                low, high, shift = choose(better, i, low), choose(better, j, high), choose(better, -1, shift)
-    return scale, low, high, shift
+            found = keep_better(found, qx, q2, i, j, -1)
+    return found[1:]
 
 
 @inline
@@ -211,9 +214,8 @@ def _search_m(s: Any, scale: Any) -> Any:
     """Return the best scale of each lane, its boundaries, which halves shift down: 0 .. 3, bit 1 the first; or -1."""
     sum_below(s, 16, 0)
     sum_below(s, 16, 1)
-    best = splat(WIDE, F(-np.finfo(np.float32).max))
-    low = high = splat(WIDE_INT, 0)
-    shifts = splat(WIDE_INT, -1)
+    zero = splat(WIDE_INT, 0)
+    found = splat(WIDE, F(-np.finfo(np.float32).max)), scale, zero, zero, splat(WIDE_INT, -1)
     for i in range(17):
         for j in range(i, 17):
             x0_up, w0_up, x0_down, w0_down = _half_sums(s, i, j, 0)
@@ -221,12 +223,8 @@ def _search_m(s: Any, scale: Any) -> Any:
             for k in range(4):
                 qx = (x0_up if k < 2 else x0_down) + (x1_up if k % 2 == 0 else x1_down)
                 q2 = (w0_up if k < 2 else w0_down) + (w1_up if k % 2 == 0 else w1_down)
-                better = is_better(best, qx, q2)
-                if any_lane(better):
-                    ratio = qx / q2
-                    scale, best = choose(better, ratio, scale), choose(better, ratio * qx, best)
-                    low, high, shifts = choose(better, i, low), choose(better, j, high), choose(better, k, shifts)
-    return scale, low, high, shifts
+                found = keep_better(found, qx, q2, i, j, k)
+    return found[1:]
 
 
 # ---------------------------------------------------------------- sub-blocks
@@ -313,21 +311,16 @@ def iq1_s_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> No
     """Encode super-blocks as IQ1_S. Source: quantize_row_iq1_s_impl."""
     _fit_sub_blocks(s, x, w, lists, count, 32)
     for b in range(count):
-        o, first = out + 50 * b, 32 * b
-        top = largest_scale(s, first, 8)
-        d = top / F(15)
-        clear(o, 50)
-        if top > F(0):
-            store(o, 0, f32_to_f16(d * F(1.125)))
+        o, first, alive, inverse = begin_block(s, b, 8, F(15), F(1.125), out, 50)
         for ib in range(8):
             at, high = first + 4 * ib, 0
             for k in range(4):
                 index = index_of(s, lists, at, k)
                 store(o, 2 + 4 * ib + k, np.uint8(index))
                 high |= index >> 8 << 3 * k
-            if top > F(0):
+            if alive:
                 down = load(types.uint32, s, FOUND_SIGNS + at) != 0
-                high |= (_scale_code(s, at, F(1) / d) | (8 if down else 0)) << 12
+                high |= (_scale_code(s, at, inverse) | (8 if down else 0)) << 12
             store(o, 34 + 2 * ib, np.uint16(high))
 
 

@@ -39,6 +39,7 @@ from quantkit.kernels.cpu.encode.ik_scales import fit_multiples, largest_scale, 
 from quantkit.kernels.cpu.encode.ik_search import (
     add_in_order,
     lift_weights,
+    make_rounding,
     store_bytes,
 )
 from quantkit.kernels.cpu.encode.tiles import (
@@ -153,6 +154,7 @@ SCALES_ODD = multiples_odd, store_odd, 10
 #: Bindings: see ``block_encoder``.
 search: Any = None
 round_any: Any = None
+round_levels: Any = None
 multiples: Any = None
 store_multiples: Any = None
 pack: Any = None
@@ -178,15 +180,7 @@ def _store_levels(s, d, multiple, raised):
     """Round to levels, write them to LEVELS; return d fitted to them."""
     factor = convert(f32x16, multiple)
     scale = factor * d
-    inverse = inverse_or_zero(scale)
-    for j in range(0, TILE, 64):
-        x, w = load(f32x16, s, X + j), load(f32x16, s, W + j)
-        level, q = round_any(inverse * x, raised)
-        q = q * factor
-        wq = w * q
-        store(s, TERMS + j, wq * x)
-        store(s, TERMS2 + j, wq * q)
-        store(s, X + j, select(scale != F(0), level, I32(0)) if zeros else level)
+    round_levels(s + X, s + W, s + TERMS, s + TERMS2, inverse_or_zero(scale), factor, raised, scale != F(0))
     store_bytes(s + LEVELS, s + X, 16)
     sumqx = add_in_order(F(0), s + TERMS, 16, 16)
     sumq2 = add_in_order(F(0), s + TERMS2, 16, 16)
@@ -248,7 +242,7 @@ def block_encoder(
     zeros: sub-blocks and super-blocks whose scale is 0 are all zeros. stretch: what d is multiplied by in the end.
     """
     key, (multiples, store_multiples, scales_bytes) = name.lower(), scales
-    store_levels = specialize(_store_levels, key, round_any=levels.round_any, zeros=zeros)
+    store_levels = specialize(_store_levels, key, round_levels=make_rounding(key, levels, 16, zeros))
     bound = {"multiples": multiples, "store_multiples": store_multiples, "scales_bytes": scales_bytes, "pack": pack}
     block = {"zeros": zeros, "stretch": F(stretch), "block_bytes": BY_NAME[name].block_bytes}
     encode = specialize(

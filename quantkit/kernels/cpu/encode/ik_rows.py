@@ -33,7 +33,7 @@ from quantkit.kernels.cpu.encode import Encoder
 from quantkit.kernels.cpu.encode.groups import address, copy
 from quantkit.kernels.cpu.encode.ik_levels import Levels
 from quantkit.kernels.cpu.encode.ik_scales import fit_multiples, largest_scale, nearest_multiple
-from quantkit.kernels.cpu.encode.ik_search import add_in_order, lift_weights, store_bytes
+from quantkit.kernels.cpu.encode.ik_search import add_in_order, lift_weights, make_rounding, store_bytes
 from quantkit.kernels.cpu.encode.tiles import (
     TILE,
     first_half,
@@ -135,11 +135,11 @@ SCALES_FITTED = scale_fitted, multiples_5_bit, store_5_bit_pairs, 6
 
 #: Bindings: see ``row_encoder``.
 near = own = F(0)
-round_any: Any = None
+round_levels: Any = None
 multiples: Any = None
 store_multiples: Any = None
 pack: Any = None
-paired = magnitudes = zeros = False
+paired = magnitudes = False
 block_bytes = scales_bytes = 0
 
 
@@ -190,15 +190,8 @@ def _load_batch(s, row, weights, n, first, squares):
 def _store_levels(s, d, multiple, raised, count):
     """Round X to levels, write them to LEVELS, and add the terms of ``count`` sub-blocks to the sums; X is spent."""
     factor = convert(f32x16, multiple)
-    inverse = inverse_or_zero(factor * d)
-    for j in range(0, 2 * TILE, 64):
-        x, w = load(f32x16, s, X + j), load(f32x16, s, W + j)
-        level, q = round_any(inverse * x, raised)
-        q = q * factor
-        wq = w * q
-        store(s, TERMS + j, wq * x)
-        store(s, TERMS2 + j, wq * q)
-        store(s, X + j, select(multiple != I32(0), level, I32(0)) if zeros else level)
+    inverse, alive = inverse_or_zero(factor * d), multiple != I32(0)
+    round_levels(s + X, s + W, s + TERMS, s + TERMS2, inverse, factor, raised, alive)
     store_bytes(s + LEVELS, s + X, 32)
     if paired:
         for j in range(0, TILE, 64):
@@ -321,7 +314,8 @@ def row_encoder(
     where the scale is. more: of ``rows_encoder``.
     """
     key, (row_scale, multiples, store_multiples, scales_bytes) = name.lower(), scales
-    store_levels = specialize(_store_levels, key, round_any=levels.round_any, paired=paired, zeros=zeros)
+    rounding = make_rounding(key, levels, 32, zeros)
+    store_levels = specialize(_store_levels, key, round_levels=rounding, paired=paired)
     bound = {"multiples": multiples, "store_multiples": store_multiples, "scales_bytes": scales_bytes, "pack": pack}
     block_bytes = BY_NAME[name].block_bytes
     store_batch = specialize(_store_batch, key, helper, store_levels=store_levels, block_bytes=block_bytes, **bound)

@@ -129,6 +129,27 @@ def make_search(name: str, levels: Levels, values: int, tries_: int, step_: int 
 
 # ---------------------------------------------------------------- levels
 
+#: Bindings of ``_round_levels``, besides ``span``: see ``make_rounding``.
+round_any: Any = None
+zeros = False
+
+
+def _round_levels(xt, wt, terms, terms2, inverse, factor, raised, alive):
+    """Turn values into the levels of inverse * x; write the terms of sum(w q x) and sum(w q q), q = factor * level."""
+    for j in range(0, 64 * span, 64):
+        x, w = load(f32x16, xt, j), load(f32x16, wt, j)
+        level, q = round_any(inverse * x, raised)
+        q = q * factor
+        wq = w * q
+        store(terms, j, wq * x)
+        store(terms2, j, wq * q)
+        store(xt, j, select(alive, level, I32(0)) if zeros else level)
+
+
+def make_rounding(name: str, levels: Levels, values: int, zeros: bool) -> Any:
+    """Return ``_round_levels`` for sub-blocks of 16 or 32 values; zeros: levels are 0 in lanes that are not alive."""
+    return specialize(_round_levels, name, span=values, round_any=levels.round_any, zeros=zeros)
+
 
 @inline
 def store_bytes(levels, tile, span):

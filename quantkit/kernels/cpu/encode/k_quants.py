@@ -315,6 +315,17 @@ def _clamp_codes(s: Any) -> Any:
 
 
 @inline
+def _finish_q45(s: Any, x: Any, out: Any, count: Any, top: Any, weighted: Any) -> None:
+    """Quantize the scales that were found and write Q4_K, or Q5_K where the highest level is 31."""
+    _quantize_scales(s, weighted, 8, 63)
+    if top == 31:
+        _clamp_codes(s)
+    _pack_scales_q4(s)
+    for b in range(count):
+        _write_q45(s, x + b * BLOCK_BYTES, out + b * (176 if top == 31 else 144), b, top, weighted)
+
+
+@inline
 def _encode_q2_k(s: Any, x: Any, w: Any, out: Any, count: Any) -> None:
     """Encode super-blocks as Q2_K. Source: quantize_row_q2_K_ref, quantize_row_q2_K_impl."""
     weighted = w != 0
@@ -331,12 +342,8 @@ encode_q2_k = blocks_encoder("Q2_K", _encode_q2_k, LANES, _END)
 @inline
 def _encode_q4_k(s: Any, x: Any, w: Any, out: Any, count: Any) -> None:
     """Encode super-blocks as Q4_K. Source: quantize_row_q4_K_ref, quantize_row_q4_K_impl."""
-    weighted = w != 0
-    _fit_with_min(s, x, w, weighted, count, 32, 15, F(-1), 20)
-    _quantize_scales(s, weighted, 8, 63)
-    _pack_scales_q4(s)
-    for b in range(count):
-        _write_q45(s, x + b * BLOCK_BYTES, out + b * 144, b, 15, weighted)
+    _fit_with_min(s, x, w, w != 0, count, 32, 15, F(-1), 20)
+    _finish_q45(s, x, out, count, 15, w != 0)
 
 
 encode_q4_k = blocks_encoder("Q4_K", _encode_q4_k, LANES, _END)
@@ -345,13 +352,8 @@ encode_q4_k = blocks_encoder("Q4_K", _encode_q4_k, LANES, _END)
 @inline
 def _encode_q5_k(s: Any, x: Any, w: Any, out: Any, count: Any) -> None:
     """Encode super-blocks as Q5_K. Source: quantize_row_q5_K_ref, quantize_row_q5_K_impl."""
-    weighted = w != 0
-    _fit_with_min(s, x, w, weighted, count, 32, 31, F(-0.5), 15)
-    _quantize_scales(s, weighted, 8, 63)
-    _clamp_codes(s)
-    _pack_scales_q4(s)
-    for b in range(count):
-        _write_q45(s, x + b * BLOCK_BYTES, out + b * 176, b, 31, weighted)
+    _fit_with_min(s, x, w, w != 0, count, 32, 31, F(-0.5), 15)
+    _finish_q45(s, x, out, count, 31, w != 0)
 
 
 encode_q5_k = blocks_encoder("Q5_K", _encode_q5_k, LANES, _END)
@@ -398,9 +400,11 @@ _quantize_scales_refined = specialize(
     _codes_by_fit=specialize(_codes_by_fit, "ik", fit_positive=specialize(fit_positive, "ik", EPSILON=F(1e-16))),
 )  # fmt: skip
 _write_q2_refined = specialize(_write_q2, "ik", _levels_with_min=_levels_q2_refined)
-_write_q45_refined = specialize(
-    _write_q45, "ik", _levels_with_min=specialize(_levels_with_min, "ik", _found_levels=_kept_levels)
-)
+_finish_q45_refined = specialize(
+    _finish_q45, "ik", _quantize_scales=_quantize_scales_refined, _write_q45=specialize(
+        _write_q45, "ik", _levels_with_min=specialize(_levels_with_min, "ik", _found_levels=_kept_levels)
+    ),
+)  # fmt: skip
 
 
 @inline
@@ -424,21 +428,14 @@ def _encode_q2_k_refined(s: Any, x: Any, w: Any, out: Any, count: Any) -> None:
 def _encode_q4_k_refined(s: Any, x: Any, w: Any, out: Any, count: Any) -> None:
     """Encode super-blocks as Q4_K. Source: ik_llama.cpp 8337e4cd3, quantize_row_q4_K_impl."""
     _fit_with_min_refined(s, x, w, count, 32, 15, 2)
-    _quantize_scales_refined(s, True, 8, 63)
-    _pack_scales_q4(s)
-    for b in range(count):
-        _write_q45_refined(s, x + b * BLOCK_BYTES, out + b * 144, b, 15, True)
+    _finish_q45_refined(s, x, out, count, 15, True)
 
 
 @inline
 def _encode_q5_k_refined(s: Any, x: Any, w: Any, out: Any, count: Any) -> None:
     """Encode super-blocks as Q5_K. Source: ik_llama.cpp 8337e4cd3, quantize_row_q5_K_impl."""
     _fit_with_min_refined(s, x, w, count, 32, 31, 2)
-    _quantize_scales_refined(s, True, 8, 63)
-    _clamp_codes(s)
-    _pack_scales_q4(s)
-    for b in range(count):
-        _write_q45_refined(s, x + b * BLOCK_BYTES, out + b * 176, b, 31, True)
+    _finish_q45_refined(s, x, out, count, 31, True)
 
 
 encode_q2_k_ik = if_weighted(blocks_encoder("Q2_K", _encode_q2_k_refined, LANES, _END), encode_q2_k)

@@ -85,18 +85,22 @@ def level_anywhere(v: Any, top: Any, guarded: Any) -> Any:
 
 
 @inline
+def _add_level(s: Any, sums: Any, x: Any, level: Any, w_at: Any, l_at: Any) -> Any:
+    """Store a level; return the sums over w*l, w*l*l and w*l*x with it."""
+    sum_l, sum_l2, sum_xl = sums
+    store(s, l_at, level)
+    wl = load(WIDE, s, w_at) * level
+    return sum_l + wl, sum_l2 + wl * level, sum_xl + wl * x
+
+
+@inline
 def _weighted_sums(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, top: Any, iscale: Any, low: Any) -> Any:
     """Quantize by (iscale, low); return the sums over w*l, w*l*l and w*l*x, and store the levels."""
-    sum_l = sum_l2 = sum_xl = splat(WIDE, F(0))
+    sums = splat(WIDE, F(0)), splat(WIDE, F(0)), splat(WIDE, F(0))
     for i in range(n):
         x = load(WIDE, s, x_at + i * STEP)
-        level = level_of(iscale * (x - low), top)
-        store(s, l_at + i * STEP, level)
-        wl = load(WIDE, s, w_at + i * STEP) * level
-        sum_l = sum_l + wl
-        sum_l2 = sum_l2 + wl * level
-        sum_xl = sum_xl + wl * x
-    return sum_l, sum_l2, sum_xl
+        sums = _add_level(s, sums, x, level_of(iscale * (x - low), top), w_at + i * STEP, l_at + i * STEP)
+    return sums
 
 
 @inline
@@ -104,16 +108,12 @@ def _weighted_sums_anywhere(
     s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, top: Any, iscale: Any, low: Any, guarded: Any
 ) -> Any:
     """_weighted_sums for lanes whose minimum has come so near their maximum that levels leave the safe range."""
-    sum_l = sum_l2 = sum_xl = splat(WIDE, F(0))
+    sums = splat(WIDE, F(0)), splat(WIDE, F(0)), splat(WIDE, F(0))
     for i in range(n):
         x = load(WIDE, s, x_at + i * STEP)
         level = level_anywhere(iscale * (x - low), top, guarded)
-        store(s, l_at + i * STEP, level)
-        wl = load(WIDE, s, w_at + i * STEP) * level
-        sum_l = sum_l + wl
-        sum_l2 = sum_l2 + wl * level
-        sum_xl = sum_xl + wl * x
-    return sum_l, sum_l2, sum_xl
+        sums = _add_level(s, sums, x, level, w_at + i * STEP, l_at + i * STEP)
+    return sums
 
 
 @inline
