@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from bench_quantize import llama_bin, package_folder
+from processes import llama_bin, package_folder
 
 from quantkit.kernels.cpu.core.jit import kernel
 from quantkit.kernels.cpu.core.simd import i32x16, load, prefetch, splat, store

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib
-import importlib.util
 import os
 import statistics
 import sys
@@ -32,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from processes import Outcome, machine, make_moe, quantkit, run, work_folder
+from processes import Outcome, llama_bin, machine, make_moe, package_folder, quantkit, run, work_folder
 
 from quantkit.formats.gguf import GGUFFile, open_gguf
 from quantkit.helpers import available_cpus, format_size
@@ -65,19 +64,6 @@ class Library:
     name: str
     what: str
     encoder: Callable[[TensorType], Encode | None]
-
-
-def package_folder(name: str) -> Path | None:
-    """Return the folder of an installed package without importing it."""
-    spec = importlib.util.find_spec(name)
-    return Path(spec.origin).parent if spec and spec.origin else None
-
-
-def llama_bin() -> Path | None:
-    """Return the folder of llama.cpp's programs and libraries, built by scripts/peers."""
-    default = Path.home() / ".cache/quantkit/peers/llama-b11434/bin"
-    folder = Path(os.environ.get("QUANTKIT_LLAMA_BIN") or default)
-    return folder if (folder / "llama-quantize").exists() else None
 
 
 def ours(by: str) -> Library:

@@ -1,10 +1,9 @@
 """Specialized dot products for one token, for types faster without the common form; used by dots.py.
 
-K-quants have integer scales: products of bytes, added in pairs to i16, are multiplied by them as i16 and summed over a
-super-block before conversion to f32 (maddubs, dot2); levels stay in stored order, and the activations are loaded to
-match. Blocks of 32 whose bytes hold values i and i + 16 are multiplied in stored order by the activations "by pieces"
-(activations.py): four lanes then hold one block, low and high nibbles added, and there is half as much to convert and
-scale.
+K-quants have integer scales: products of bytes, added to i16, are multiplied by them as i16 and summed over a super-
+block before conversion to f32; levels stay in stored order, and the activations are loaded to match. Blocks of 32 whose
+bytes hold values i and i + 16 are multiplied in stored order by the activations "by pieces" (activations.py): four
+lanes then hold one block, low and high nibbles added, and there is half as much to convert and scale.
 
 Offsets of levels (q - 8, q - 32, codebooks below zero) are applied through the sums of the activations.
 """
@@ -31,6 +30,7 @@ from quantkit.kernels.cpu.core.simd import (
     i8x64,
     i16x8,
     i16x16,
+    i16x32,
     i32x4,
     i32x8,
     i32x16,
@@ -51,7 +51,7 @@ from quantkit.kernels.cpu.core.simd import (
     u8x64,
     u32x4,
 )
-from quantkit.kernels.cpu.matmul.activations import BY_PIECES, SCALES, SUMS, TOTALS, TOTALS32, UNIT_BYTES
+from quantkit.kernels.cpu.matmul.activations import BY_HALVES, BY_PIECES, SCALES, SUMS, TOTALS, TOTALS32, UNIT_BYTES
 from quantkit.kernels.cpu.matmul.ik_dots import IK_GROUPS, IK_PAIRS
 from quantkit.kernels.cpu.matmul.stored_order import (
     crumb_products,
@@ -147,6 +147,39 @@ def levels_q5_k(at: int) -> Any:
     return nibbles_and_bits(at + 48, at + 16)
 
 
+#: Pairs of scales of blocks 0 and 1 for eight lanes, then of 2 and 3; and of 4 and 5, 6 and 7.
+scale_pairs_0123 = make_shuffle([0] * 8 + [1] * 8, "direct.scale_pairs_0123")
+scale_pairs_4567 = make_shuffle([2] * 8 + [3] * 8, "direct.scale_pairs_4567")
+low_16_bits = make_constant(i32x16, [0xFFFF] * 16, "direct.low_16_bits")
+
+
+@inline
+def sums_in_pairs(act: int, u: Any, v: Any, at: int) -> Any:
+    """Return i16 sums of four products of u, and of v, side by side; each is at most 4 * 31 * 127."""
+    a = dot4(splat(i32x16, 0), u, load(i8x64, act, BY_HALVES + at))
+    b = dot4(splat(i32x16, 0), v, load(i8x64, act, BY_HALVES + at + 64))
+    return cast(i16x32, (a & low_16_bits()) | (b << 16))
+
+
+@inline
+def products_by_fours(act: int, a0: Any, a1: Any, b0: Any, b1: Any, s: Any) -> Any:
+    """Return 16 sums of scale * level * q over a super-block: four products at a time, two scales at a time."""
+    pairs = cast(i32x8, s)
+    x = dot2(splat(i32x16, 0), sums_in_pairs(act, a0, a1, 0), cast(i16x32, scale_pairs_0123(pairs)))
+    return dot2(x, sums_in_pairs(act, b0, b1, 128), cast(i16x32, scale_pairs_4567(pairs)))
+
+
+@inline
+def products_by_twos(act: int, a0: Any, a1: Any, b0: Any, b1: Any, s: Any) -> Any:
+    """The same with half as many products of bytes added at a time; a pair of them is at most 2 * 31 * 127."""
+    x = dot2(splat(i32x16, 0), maddubs(a0, load(i8x64, act, BY_HALVES)), scales_02(s))
+    y = dot2(splat(i32x16, 0), maddubs(a1, load(i8x64, act, BY_HALVES + 64)), scales_13(s))
+    x = dot2(x, maddubs(b0, load(i8x64, act, BY_HALVES + 128)), scales_46(s))
+    return x + dot2(y, maddubs(b1, load(i8x64, act, BY_HALVES + 192)), scales_57(s))
+
+
+nibble_products: Any = products_by_fours if HAS_DOT4 else products_by_twos
+
 #: Rebound for Q4_K and Q5_K.
 nibble_levels: Any = None
 add_super_block: Any = None
@@ -155,18 +188,15 @@ PREFETCH = 4096
 
 
 def add_nibble_products(at: int, act: int, acc: Any, scales: Any) -> Any:
-    """Add the products of a super-block; a pair of them is at most 2 * 31 * 127. scales: its 16 bytes."""
+    """Add the products of a super-block; scales: its 16 bytes."""
     a0, a1, b0, b1 = nibble_levels(at)
     s = opaque(convert(i16x16, scales))
-    x = dot2(splat(i32x16, 0), maddubs(a0, halves(act, 0, 2)), scales_02(s))
-    y = dot2(splat(i32x16, 0), maddubs(a1, halves(act, 1, 3)), scales_13(s))
-    x = dot2(x, maddubs(b0, halves(act, 4, 6)), scales_46(s))
-    y = dot2(y, maddubs(b1, halves(act, 5, 7)), scales_57(s))
+    x = nibble_products(act, a0, a1, b0, b1, s)
     mins = dot2(splat(i32x4, 0), upper_8(s), load(i16x8, act, TOTALS32))
     # d and dmin at once; the other two lanes are unused.
     d = load_f16(f32x4, at, 0) * load(types.float32, act, SCALES)
     products, minimums = acc
-    products = muladd(convert(f32x16, x + y), lane_0(d), products)
+    products = muladd(convert(f32x16, x), lane_0(d), products)
     return products, muladd(convert(f32x4, mins), lane_1(d), minimums)
 
 
