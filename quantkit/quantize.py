@@ -52,7 +52,8 @@ class QuantizeOptions:
     """Everything about a quantization but the two files and TYPE; names as on the command line.
 
     Types are names from `quantkit types`, in any case. ``rules`` is whose mixture and other rules apply, "mainline" or
-    "ik"; None for the tree of TYPE. ``ready_rules`` are a user's rules, before all other sources of them.
+    "ik"; None for the tree of TYPE. ``encoder`` is whose search encodes what two have: see ``formats.encoder_for``.
+    ``ready_rules`` are a user's rules, before all other sources of them.
     """
 
     rules: str | None = None
@@ -82,7 +83,7 @@ class QuantizeOptions:
     leave_output_tensor: bool = False
     allow_requantize: bool = False
     fallback: str = "next"
-    encoder: str = "mainline"
+    encoder: str | None = None
     merge_up_gate: bool = False
     split_up_gate: bool = False
     prune_layers: tuple[int, ...] = ()
@@ -196,8 +197,8 @@ def plan_quantize(
         _lint(draft, request, tensors, choices)
         chosen = _with_importance(draft, request, tensors, choices)
         draft.notes += requantize_notes(opened, chosen)
-        if options.encoder != "mainline" and not any(c.encoder for c in chosen):
-            draft.notes.append(f"--encoder {options.encoder} changes nothing: both trees encode these types alike")
+        if options.encoder is not None and not any(_other_encoder(c.type, c.encoder) for c in chosen):
+            draft.notes.append(f"--encoder {options.encoder} changes nothing: these types are encoded the same without it")
         return plan_output(
             opened,
             _output_path(source, output, type, options),
@@ -432,12 +433,18 @@ def _with_importance(
     return chosen
 
 
-def _decided(tensor: Chosen, choice: Choice, found: Found | None, encoder: str) -> Chosen:
+def _other_encoder(t: TensorType, whose: str) -> bool:
+    """Tell whether a tensor is encoded by another search than is usual for its type."""
+    return whose not in ("", encoder_for(t))
+
+
+def _decided(tensor: Chosen, choice: Choice, found: Found | None, encoder: str | None) -> Chosen:
     """Return a tensor with its type, its reason, its encoder and the importance of each of its parts."""
     parts = tuple(whole(p.source, found) if p.is_whole else replace(p, found=found) for p in tensor.parts)
     reason = choice.reason if tensor.is_whole else f"{tensor.reason}; {choice.reason}"
-    whose = "" if choice.copied else encoder_for(choice.type, encoder)
-    reason = f"{reason}; encoded as in ik_llama.cpp" if whose else reason
+    whose = "" if choice.copied or choice.repacked else encoder_for(choice.type, encoder)
+    if _other_encoder(choice.type, whose):
+        reason += f"; encoded as in {'ik_llama.cpp' if whose == 'ik' else 'llama.cpp'}"
     return replace(
         tensor, type=choice.type, reason=reason, parts=parts, fallback_from=choice.fallback_from, encoder=whose
     )
@@ -491,10 +498,11 @@ def _provenance(draft: _Draft, request: Request) -> dict[str, str]:
     """Return what a reader of the file should know about its making."""
     options = draft.options
     apart = ("imatrix", "ready_rules", "recipe", "tensor_type", "tensor_type_file", "custom_q", "no_provenance")
+    default = QuantizeOptions()
     given = [
         f"--{f.name.replace('_', '-')} {_shown(getattr(options, f.name))}".strip()
         for f in fields(QuantizeOptions)
-        if f.name not in apart and getattr(options, f.name) not in (None, (), False, "next", "mainline")
+        if f.name not in apart and getattr(options, f.name) != getattr(default, f.name)
     ]
     lines = [draft.preset.name, *given, *(f"{rule.pattern} = {rule.type}" for rule in request.rules)]
     facts = {

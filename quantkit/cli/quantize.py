@@ -107,12 +107,11 @@ class _Command(GroupedCommand):
     metavar="error|next|TYPE",
     help="For rows that do not divide into blocks: fail, take llama.cpp's next type, or TYPE.",
 )
-@setting(
+@option(
     "--encoder",
     group=_TYPES,
     type=click.Choice(ENCODERS),
-    default="mainline",
-    help="Whose search encodes a type that both llama.cpp and ik_llama.cpp have.",
+    help="Whose search encodes a type that both llama.cpp and ik_llama.cpp have: mainline by default, ik if interleaved.",
 )
 @option("--imatrix", group=_IMATRIX, type=IMATRIX_FILE, help="Importance matrix, GGUF or .dat.")
 @option(
@@ -172,8 +171,12 @@ def command(
 
     --repack gives tensors the interleaved type of their own (Q4_K: Q4_K_R4), as in ik_llama.cpp; --unrepack is the
     exact way back. Neither needs TYPE. Embeddings stay, and rows that do not make whole groups. Exceptions: Q8_K_R8 and
-    Q8_K_R16 become Q8_0, IQ1_S_R4 becomes IQ1_S, all with the same values, but there is no way back; IQ1_M_R4 and F16
-    stay: BF16_R16, which ik may make of F16, would lose bits. (BF16_R16 runs on CPUs with AVX512-BF16 only.)
+    Q8_K_R16 become Q8_0, IQ1_S_R4 becomes IQ1_S, all with the same values, but there is no way back; IQ1_M_R4 stays,
+    as no other type has its values, and so does F16: BF16_R16, which ik may make of it, would lose bits. (BF16_R16 runs
+    on CPUs with AVX512-BF16 only.)
+
+    Quantized to an interleaved type, tensors get ik_llama.cpp's bytes; --encoder mainline gives those of llama.cpp's
+    encoder, interleaved.
     """
     from quantkit.quantize import QuantizeOptions, plan_quantize, run_quantize
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quantkit.kernels.interleave import base_of, is_woven, weaves_together, woven_of
+from quantkit.kernels.interleave import is_woven, plain_of, weaves_together, woven_of
 from quantkit.patterns import Pattern
 from quantkit.pipeline.facts import TOKEN_EMBD_NAMES, TensorLike
 from quantkit.types import TensorType
@@ -38,7 +38,11 @@ class Repack:
         return woven, "--repack"
 
     def _apart(self, t: TensorLike) -> tuple[TensorType, str]:
-        if is_woven(t.type):
-            return base_of(t.type), "--unrepack"
-        what = "this version cannot take its rows apart" if t.type.interleave > 1 else "rows are not interleaved"
-        return t.type, f"{t.type}: {what}"
+        if not is_woven(t.type):
+            return t.type, f"{t.type}: rows are not interleaved"
+        plain = plain_of(t.type)
+        if plain is None:
+            return t.type, f"{t.type} is a format of its own: no type of single rows holds its values"
+        if t.shape[0] % plain.block:  # IQ1_S_R4 has blocks of 32, IQ1_S of 256
+            return t.type, f"rows of {t.shape[0]} do not divide into {plain}'s blocks of {plain.block}"
+        return plain, "--unrepack"
