@@ -193,6 +193,13 @@ class InitParams(ctypes.Structure):
     _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
 
 
+def ik_library(ik_bin: Path) -> ctypes.CDLL:
+    lib = ctypes.CDLL(str(ik_bin.parent / "lib/libggml.so"))
+    lib.ggml_init.argtypes, lib.ggml_init.restype = [InitParams], ctypes.c_void_p
+    assert lib.ggml_init(InitParams(1 << 20, None, False))  # makes the table that halves are widened by
+    return lib
+
+
 @pytest.mark.parametrize("t", [t for t in WOVEN if has_decoder(t)], ids=str)
 def test_values_are_those_of_the_base_type(t: TensorType) -> None:
     rows = sensible(t, 2 * t.interleave, 768)
@@ -224,9 +231,7 @@ def test_iq1_s_r4_is_iq1_s_with_a_scale_per_row() -> None:
 @pytest.mark.parametrize("t", [t for t in WOVEN if t.id > 100 and t.name not in NO_DECODER_THERE], ids=str)
 def test_values_are_iks(t: TensorType, ik_bin: Path) -> None:
     """Its decoders take a group of rows at a time; where signs are apart, a level 0 may become -0 there."""
-    lib = ctypes.CDLL(str(ik_bin.parent / "lib/libggml.so"))
-    lib.ggml_init.argtypes, lib.ggml_init.restype = [InitParams], ctypes.c_void_p
-    assert lib.ggml_init(InitParams(1 << 20, None, False))  # makes the table that halves are widened by
+    lib = ik_library(ik_bin)
     decode = getattr(lib, f"dequantize_row_{t.ggml_name}")
     decode.argtypes, decode.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], None
     n, rows = 768, sensible(t, 3 * t.interleave, 768)
@@ -399,6 +404,28 @@ def test_q8_k_r8_comes_apart_as_q8_0(tmp_path: Path) -> None:
     np.testing.assert_array_equal(values, dequantize(np.frombuffer(before, np.uint8).reshape(16, -1), "Q8_K_R8", 256))
 
 
+def test_formats_of_their_own_come_apart_where_another_type_has_their_values(tmp_path: Path) -> None:
+    shapes = {"blk.0.attn_q.weight": (256, 4), "blk.0.attn_k.weight": (96, 4), "blk.0.attn_v.weight": (256, 4)}
+    source = write_model(tmp_path / "a.gguf", {name: (shape, "F32") for name, shape in shapes.items()})
+    rules = QuantizeOptions(tensor_type=("attn_v=iq1_m_r4", ".=iq1_s_r4"), ignore_imatrix_rules=True)
+    quantize(source, tmp_path / "b.gguf", "COPY", rules)
+    plan = plan_quantize(tmp_path / "b.gguf", tmp_path / "c.gguf", "COPY", UNREPACK)
+    assert {t.name[6:12]: (t.type.name, t.reason) for t in plan.tensors} == {
+        "attn_q": ("IQ1_S", "--unrepack"),
+        "attn_k": ("IQ1_S_R4", "rows of 96 do not divide into IQ1_S's blocks of 256"),
+        "attn_v": ("IQ1_M_R4", "IQ1_M_R4 is a format of its own: no type of single rows holds its values"),
+    }
+    quantize(tmp_path / "b.gguf", tmp_path / "c.gguf", "COPY", UNREPACK)
+    before, after = (tensor_bytes(tmp_path / f"{name}.gguf") for name in "bc")
+    values = [
+        dequantize(np.frombuffer(data, np.uint8).reshape(4, -1), kind, 256)
+        for kind, data in (each["blk.0.attn_q.weight"] for each in (before, after))
+    ]
+    np.testing.assert_array_equal(*values)
+    plan = plan_quantize(tmp_path / "c.gguf", tmp_path / "d.gguf", "COPY", REPACK)
+    assert {t.name[6:12]: t.reason for t in plan.tensors}["attn_q"] == "IQ1_S has no interleaved type"
+
+
 def test_compare_measures_interleaved_tensors(q4: Path, tmp_path: Path) -> None:
     quantize(q4, tmp_path / "r.gguf", "COPY", REPACK)
     found = {t.a.name: t for t in compare(q4, tmp_path / "r.gguf").tensors}
@@ -445,6 +472,47 @@ def test_the_engine_computes_the_same(q4: Path, tmp_path: Path) -> None:
             assert len(notes) == (path != q4)
     for found in logits[1:]:
         np.testing.assert_array_equal(found, logits[0])
+
+
+@pytest.mark.parametrize("name", ["IQ1_S_R4", "IQ1_M_R4"])
+def test_the_engine_runs_formats_of_their_own(tmp_path: Path, name: str) -> None:
+    """As the values they stand for, but that activations are quantized: where no router can decide otherwise."""
+    from quantkit.model.engine import load
+
+    low, wide = tmp_path / "low.gguf", tmp_path / "wide.gguf"
+    with open_gguf(DATA / "tiny-moe-bf16.gguf") as file:
+        last = file.get("qwen3moe.block_count") - 1
+    rules = tuple(f"{names}={name}" for names in (r"^output\.", rf"blk\.{last}\.ffn_(up|gate|down)_exps"))
+    options = QuantizeOptions(imatrix=DATA / "tiny-moe-imatrix.gguf", tensor_type=rules, ignore_imatrix_rules=True)
+    quantize(DATA / "tiny-moe-bf16.gguf", low, "COPY", options)
+    quantize(low, wide, "F32", QuantizeOptions(allow_requantize=True))
+    assert [kind for kind, _ in tensor_bytes(low).values()].count(name) == 4
+    logits = []
+    for path in (low, wide):
+        with load(path, threads=1) as model:
+            logits.append(model.forward([1, 5, 9, 100, 7]).astype(np.float64))
+    off = logits[0] - logits[1]
+    assert (off**2).sum() < 1e-3 * (logits[1] ** 2).sum()
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", ["IQ1_S_R4", "IQ1_M_R4"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_formats_of_their_own_are_encoded_nearly_as_the_wheels(ik_bin: Path, name: str, weighted: bool) -> None:
+    """The wheel is built with FMA, which decides a few searches differently; rows of 32 times 37 values."""
+    lib, t = ik_library(ik_bin), BY_NAME[name]
+    rng, n = np.random.default_rng(7), 32 * 37
+    x = (rng.standard_t(5, (96, n)) * np.exp(rng.standard_normal((96, 1)))).astype(np.float32)
+    weights = rng.chisquare(2, n).astype(np.float32) if weighted else None
+    theirs = np.empty((len(x), t.row_bytes(n)), np.uint8)
+    chunk, pointer, i64 = lib.ggml_quantize_chunk, ctypes.c_void_p, ctypes.c_int64
+    chunk.argtypes, chunk.restype = [ctypes.c_int, pointer, pointer, i64, i64, i64, pointer, pointer], ctypes.c_size_t
+    chunk(t.id, x.ctypes.data, theirs.ctypes.data, 0, *x.shape, None if weights is None else weights.ctypes.data, None)
+    ours = encode(x, t, weights)
+    assert (ours == theirs).mean() > 0.97
+    w = np.ones(n) if weights is None else weights
+    errors = [float((w * (dequantize(data, t, n) - x).astype(np.float64) ** 2).sum()) for data in (ours, theirs)]
+    assert errors[0] == pytest.approx(errors[1], rel=5e-3)
 
 
 def test_rows_that_make_no_whole_units_are_refused() -> None:

@@ -222,8 +222,9 @@ struct IQ1_M_ROW : traits::IQ1_M_ROW {
         uint32_t x[1];
         load_words(p, x);
         set_levels_iq1_m(l, x[0], p[4] | (uint32_t)p[5] << 8, entry);
-        l.d[0] = (float)(p[6] & 15) * 0.125f;
-        l.d[1] = (float)(p[6] >> 4) * 0.125f;
+        const uint32_t s = p[6];
+        l.d[0] = (float)(int)(s & 15) * 0.125f;
+        l.d[1] = (float)(int)(s >> 4) * 0.125f;
     }
     STATIC_INLINE void unpack(const uint8_t* p, int, Levels& l, const uint32_t* grid = table()) {
         unpack_by(p, l, [&](uint32_t i) { return grid[i]; });
