@@ -73,7 +73,8 @@ class QuantizeOptions:
     """Everything about a quantization but the two files and TYPE; names as on the command line.
 
     Types are names from `quantkit types`, in any case. ``rules`` is whose mixture and other rules apply, "mainline" or
-    "ik"; None for the tree of TYPE. ``ready_rules`` are a user's rules, before all other sources of them.
+    "ik"; None for the tree of TYPE. ``encoder`` is whose search encodes what two have: see ``formats.encoder_for``.
+    ``ready_rules`` are a user's rules, before all other sources of them.
     """
 
     rules: str | None = None
@@ -105,7 +106,7 @@ class QuantizeOptions:
     leave_output_tensor: bool = False
     allow_requantize: bool = False
     fallback: str = "next"
-    encoder: str = "mainline"
+    encoder: str | None = None
     symmetric_q40: bool = False
     merge_up_gate: bool = False
     split_up_gate: bool = False
@@ -236,8 +237,10 @@ def plan_quantize(
         changed = [(part.source.type, c.type) for c in chosen for part in c.parts]
         draft.notes += request.repack.notes(changed, [c.reason for c in chosen]) if request.repack else []
         draft.notes += bf16_r16_notes(changed)
-        if options.encoder != "mainline" and not any(c.encoder == options.encoder for c in chosen):
-            draft.notes.append(f"--encoder {options.encoder} changes nothing: both trees encode these types alike")
+        if options.encoder is not None and not any(_other_encoder(c.type, c.encoder) for c in chosen):
+            draft.notes.append(
+                f"--encoder {options.encoder} changes nothing: these types are encoded so without it, too"
+            )
         if options.symmetric_q40 and not any(c.encoder == SYMMETRIC for c in chosen):
             draft.notes.append("--symmetric-q40 changes nothing: no tensor is encoded as Q4_0")
         return plan_output(
@@ -491,19 +494,32 @@ def _with_importance(
     return chosen
 
 
+_WHOSE = {
+    "ik": "; encoded as in ik_llama.cpp",
+    "mainline": "; encoded as in llama.cpp",
+    SYMMETRIC: "; levels -7 .. 7",
+}
+
+
+def _other_encoder(t: TensorType, whose: str) -> bool:
+    """Tell whether a tensor is encoded by another search than is usual for its type."""
+    return whose not in ("", encoder_for(t))
+
+
 def _decided(tensor: Chosen, choice: Choice, found: Found | None, options: QuantizeOptions) -> Chosen:
     """Return a tensor with its type, its reason, its encoder and the importance of each of its parts."""
     parts = tuple(whole(p.source, found) if p.is_whole else replace(p, found=found) for p in tensor.parts)
     reason = choice.reason if tensor.is_whole else f"{tensor.reason}; {choice.reason}"
-    whose = "" if choice.copied else _encoder(choice.type, options)
-    reason += {"ik": "; encoded as in ik_llama.cpp", SYMMETRIC: "; levels -7 .. 7"}.get(whose, "")
+    whose = "" if choice.copied or choice.repacked else _encoder(choice.type, options)
+    if _other_encoder(choice.type, whose):
+        reason += _WHOSE[whose]
     return replace(
         tensor, type=choice.type, reason=reason, parts=parts, fallback_from=choice.fallback_from, encoder=whose
     )
 
 
 def _encoder(t: TensorType, options: QuantizeOptions) -> str:
-    """Return which encoder of a type is asked for; "" for its usual one. ik's option is not for ARM's types."""
+    """Return which encoder of a type is asked for. --symmetric-q40 is not for ARM's types."""
     if options.symmetric_q40 and t.name in ("Q4_0", "Q4_0_R8"):
         return SYMMETRIC
     return encoder_for(t, options.encoder)
@@ -558,10 +574,11 @@ def _provenance(draft: _Draft, request: Request) -> dict[str, str]:
     """Return what a reader of the file should know about its making."""
     options = draft.options
     apart = ("imatrix", "ready_rules", "recipe", "tensor_type", "tensor_type_file", "custom_q", "no_provenance")
+    default = QuantizeOptions()
     given = [
         f"--{f.name.replace('_', '-')} {_shown(getattr(options, f.name))}".strip()
         for f in fields(QuantizeOptions)
-        if f.name not in apart and getattr(options, f.name) not in (None, (), False, "next", "mainline")
+        if f.name not in apart and getattr(options, f.name) != getattr(default, f.name)
     ]
     lines = [draft.preset.name, *given, *(f"{rule.pattern} = {rule.type}" for rule in request.rules)]
     facts = {

@@ -151,7 +151,7 @@ def ggml_encode(folder: Path, t: TensorType, x: np.ndarray, weights: np.ndarray 
     return out
 
 
-def encode(t: TensorType, x: np.ndarray, weights: np.ndarray = NO_WEIGHTS, encoder: str = "mainline") -> np.ndarray:
+def encode(t: TensorType, x: np.ndarray, weights: np.ndarray = NO_WEIGHTS, encoder: str | None = None) -> np.ndarray:
     """Return our encoder's bytes, without the checks of quantkit.kernels.quantize."""
     from quantkit.kernels.cpu.encode import encoder as encoder_of
 

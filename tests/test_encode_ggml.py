@@ -175,7 +175,7 @@ def grid_sub_blocks_of_zeros(rng: Any) -> Corner:
     yield x.reshape(200, 256).astype(f32), np.ones(256, f32)
 
 
-GRID = tuple(f.type.name for f in FORMATS.values() if f.grid)
+GRID = tuple(f.type.name for f in FORMATS.values() if f.grid and f.type.trees == "both")
 TERNARY, FP4, CODEBOOK = ("TQ1_0", "TQ2_0", "Q2_0", "Q1_0"), ("MXFP4", "NVFP4"), ("IQ4_NL", "IQ4_XS")
 CORNERS: dict[Callable[[Any], Corner], tuple[str, ...]] = {
     scales_of_every_power: TERNARY,

@@ -17,8 +17,8 @@ from conftest import DATA
 from quantkit.errors import RecipeError
 from quantkit.kernels import dequantize, quantize
 from quantkit.kernels.cpu.interleave import interleave_rows
-from quantkit.kernels.formats import encoder_for, has_encoder
-from quantkit.kernels.interleave import BASES, base_of, layout_of
+from quantkit.kernels.formats import encoder_for
+from quantkit.kernels.interleave import BASES, base_of
 from quantkit.types import BY_NAME, TensorType
 
 Golden = dict[str, np.ndarray]
@@ -70,9 +70,10 @@ def test_golden_file_is_of_the_types_with_two_encoders(golden_ik: Golden) -> Non
 
 def test_types_without_a_second_encoder_have_the_same_one() -> None:
     x = np.random.default_rng(3).standard_normal((2, 512)).astype(np.float32)
-    for name in ("Q8_0", "IQ4_KS"):
-        assert encoder_for(BY_NAME[name], "ik") == ""
-        assert np.array_equal(quantize(x, name, encoder="ik"), quantize(x, name))
+    for name, own in (("Q8_0", "mainline"), ("IQ4_KS", "ik")):
+        for by in (None, "ik", "mainline"):
+            assert encoder_for(BY_NAME[name], by) == own
+            assert np.array_equal(quantize(x, name, encoder=by), quantize(x, name))
     with pytest.raises(RecipeError, match="there is no encoder 'best': give mainline or ik"):
         quantize(x, "Q8_0", encoder="best")
 
@@ -147,19 +148,17 @@ def test_random_rows_like_the_wheels(ik_bin: Path, t: TensorType) -> None:
         assert errors[0] == pytest.approx(errors[1], rel=2e-2)
 
 
-WOVEN = [t for t in map(BY_NAME.get, BASES) if t and has_encoder(t) and layout_of(t).is_exact and encoder_for(t, "ik")]
+WOVEN = [t for t in map(BY_NAME.__getitem__, BASES) if base_of(t) in IK_ENCODED]
 
 
 @pytest.mark.parametrize("t", WOVEN, ids=str)
 def test_woven_types_take_it_of_their_base_type(t: TensorType) -> None:
-    assert base_of(t) in IK_ENCODED
+    """By default; llama.cpp's if it is asked for."""
     x, weights = drawn(t)
-    of_base, want = encode(base_of(t), x, weights, "ik"), np.empty((len(x), t.row_bytes(x.shape[1])), np.uint8)
-    interleave_rows(t, of_base, want)
-    assert_same_bytes(encode(t, x, weights, "ik"), want, t)
-
-
-def test_golden_importance_of_woven_iq2_xs_is_looked_at_again(golden: Golden) -> None:
-    want = np.load(DATA / "golden-interleaved.npz")["IQ2_XS_R4+imatrix"]
-    found = quantize(golden["x"], "IQ2_XS_R4", golden["imatrix"], encoder="ik")
-    assert_same_bytes(found[: len(want)], want, BY_NAME["IQ2_XS_R4"])
+    for by in (None, "ik", "mainline"):
+        of_base, want = (
+            encode(base_of(t), x, weights, by or "ik"),
+            np.empty((len(x), t.row_bytes(x.shape[1])), np.uint8),
+        )
+        interleave_rows(t, of_base, want)
+        assert_same_bytes(encode(t, x, weights, by), want, t)

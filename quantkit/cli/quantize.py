@@ -110,12 +110,11 @@ class _Command(GroupedCommand):
     metavar="error|next|TYPE",
     help="For rows that do not divide into blocks: fail, take llama.cpp's next type, or TYPE.",
 )
-@setting(
+@option(
     "--encoder",
     group=_TYPES,
     type=click.Choice(ENCODERS, case_sensitive=False),
-    default="mainline",
-    help="Whose search encodes a type that both llama.cpp and ik_llama.cpp have.",
+    help="Whose search encodes a type that both llama.cpp and ik_llama.cpp have: mainline by default, ik if interleaved.",
 )
 @option("--symmetric-q40", group=_TYPES, is_flag=True, help="Q4_0 in levels -7 .. 7; the importance matrix is ignored.")
 @click.option("--slow-iq2ks", cls=Ignored, is_flag=True, note="IQ2_KS always has the bytes of that search")
@@ -179,9 +178,12 @@ def command(
 
     --repack gives tensors the interleaved type of their own (Q4_K: Q4_K_R4), as in ik_llama.cpp; --unrepack is the
     exact way back. Neither needs TYPE. Embeddings stay, and rows that do not make whole groups. Exceptions: Q8_K_R8 and
-    Q8_K_R16 become Q8_0, IQ1_S_R4 becomes IQ1_S, all with the same values, but there is no way back; IQ1_M_R4 and F16
-    stay: BF16_R16, which ik may make of F16, would lose bits. (BF16_R16 runs on CPUs with AVX512-BF16 only.) I2_S, of
-    Microsoft's BitNet, becomes IQ2_BN by --unrepack, with the same values.
+    Q8_K_R16 become Q8_0, IQ1_S_R4 becomes IQ1_S, all with the same values, but there is no way back; IQ1_M_R4 stays,
+    as no other type has its values, and so does F16: BF16_R16, which ik may make of it, would lose bits. (BF16_R16 runs
+    on CPUs with AVX512-BF16 only.) I2_S, of Microsoft's BitNet, becomes IQ2_BN by --unrepack, with the same values.
+
+    Quantized to an interleaved type, tensors get ik_llama.cpp's bytes; --encoder mainline gives those of llama.cpp's
+    encoder, interleaved.
     """
     from quantkit.quantize import QuantizeOptions, plan_quantize, run_quantize
 

@@ -129,7 +129,7 @@ def _type_dict(t: TensorType) -> dict[str, Any]:
 
 def _figure(types: list[TensorType]) -> Scatter:
     """Return error against bits per weight, by tree, and the types that no smaller one betters."""
-    shown = [t for t in types if t.name in QUALITY and t.is_quantized and t.interleave == 1]
+    shown = [t for t in types if t.name in QUALITY and t.is_quantized]
     found = [(bits_with_header(t), QUALITY[t.name].error, t) for t in shown]
     best, least = [], math.inf
     for bits, error, _ in sorted(found, key=lambda f: f[:2]):

@@ -355,9 +355,7 @@ def _unweave(choice: Choice, t: TensorLike) -> Choice:
     if t.name in TOKEN_EMBD_NAMES:
         return replace(choice, type=plain, reason=f"{choice.reason}; embeddings are read row by row: {plain}")
     rows = rows_together(t)
-    # Formats of their own, with blocks of 32 values.
-    own_blocks = choice.type.name in ("IQ1_S_R4", "IQ1_M_R4") and rows % choice.type.interleave == 0
-    if own_blocks or weaves_together(choice.type, t.shape[0], rows):
+    if weaves_together(choice.type, t.shape[0], rows):
         return choice
     values = f" of {t.shape[0]}" if rows % choice.type.interleave == 0 else ""
     why = f"{rows} rows{values} do not divide into groups of {choice.type.interleave}: {plain}"

@@ -44,7 +44,7 @@ class Chosen:
     reason: str
     parts: tuple[RowSlice, ...]
     fallback_from: TensorType | None = None
-    #: Whose search encodes it, if not its type's: see ``PlannedTensor``.
+    #: Whose search encodes it: see ``PlannedTensor``.
     encoder: str = ""
 
     @property

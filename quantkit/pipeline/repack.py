@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from quantkit.kernels.interleave import base_of, is_woven, weaves_together, woven_of
+from quantkit.kernels.interleave import is_woven, plain_of, weaves_together, woven_of
 from quantkit.kernels.tensor_scale import ROW_SCALED, TENSOR_SCALED
 from quantkit.patterns import Pattern
 from quantkit.pipeline.facts import TOKEN_EMBD_NAMES, TensorLike
@@ -49,12 +49,16 @@ class Repack:
         return (t.type, _LOSSY) if t.type.name == "F16" else (woven, "--repack")
 
     def _apart(self, t: TensorLike) -> tuple[TensorType, str]:
-        if is_woven(t.type):
-            return base_of(t.type), "--unrepack"
         if t.type is TENSOR_SCALED:
             return ROW_SCALED, "--unrepack: the tensor's scale becomes that of every row"
-        what = "this version cannot take its rows apart" if t.type.interleave > 1 else "rows are not interleaved"
-        return t.type, f"{t.type}: {what}"
+        if not is_woven(t.type):
+            return t.type, f"{t.type}: rows are not interleaved"
+        plain = plain_of(t.type)
+        if plain is None:
+            return t.type, f"{t.type} is a format of its own: no type of single rows holds its values"
+        if t.shape[0] % plain.block:  # IQ1_S_R4 has blocks of 32, IQ1_S of 256
+            return t.type, f"rows of {t.shape[0]} do not divide into {plain}'s blocks of {plain.block}"
+        return plain, "--unrepack"
 
     def notes(self, changed: Sequence[tuple[TensorType, TensorType]], reasons: Sequence[str]) -> list[str]:
         """Return what the user should know; ``changed``: the types of all tensors, before and after."""

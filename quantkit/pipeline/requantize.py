@@ -70,7 +70,7 @@ def _measure(file: GGUFFile, part: RowSlice, t: TensorType, encoder: str) -> Ite
     try:
         read_range(file.paths[part.source.shard], data.reshape(-1), at)
         x = dequantize(data, part.source.type, n)
-        y = dequantize(quantize(x, t, importance, encoder or "mainline"), t, n)
+        y = dequantize(quantize(x, t, importance, encoder or None), t, n)
     except QuantkitError:
         return
     w = np.ones(n) if importance is None else importance.astype(np.float64)

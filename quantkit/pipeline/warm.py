@@ -27,7 +27,7 @@ def kernel_calls(tensors: Iterable[PlannedTensor], measure: bool) -> list[Job]:
     repacked = [pair for pair in pairs if repacks(*pair)]
     sources = dict.fromkeys(decoded_as(p.source.type) for p, _ in changed)
     targets = dict.fromkeys(t.type for _, t in changed)
-    encoders = dict.fromkeys((t.type, t.encoder, bool(t.encoder) and p.found is not None) for p, t in changed)
+    encoders = dict.fromkeys((t.type, t.encoder, t.encoder == "ik" and p.found is not None) for p, t in changed)
     written = dict.fromkeys(t.type for t in tensors if base_of(t.type).scales)
     return [
         *(partial(_encode, *which) for which in encoders),
@@ -45,12 +45,12 @@ def _shape(t: TensorType) -> tuple[int, int]:
 
 
 def _encode(t: TensorType, whose: str, weighted: bool) -> None:
-    """Encode with type ``t``'s encoder, or ``whose``; some of ik_llama.cpp's have a kernel of their own for weights."""
+    """Encode as type ``t``; some of ik_llama.cpp's encoders have a kernel of their own for weights."""
     from quantkit.kernels.cpu.encode import encoder
 
     rows, n = _shape(t)
     weights, out = np.ones(n if weighted else 0, np.float32), np.zeros((rows, t.row_bytes(n)), np.uint8)
-    encoder(t, whose or "mainline")(np.zeros((rows, n), np.float32), weights, out, 0, rows)
+    encoder(t, whose or None)(np.zeros((rows, n), np.float32), weights, out, 0, rows)
 
 
 def _decode(t: TensorType) -> None:
@@ -63,13 +63,14 @@ def _decode(t: TensorType) -> None:
 def _repack(source: TensorType, target: TensorType) -> None:
     from quantkit.kernels.cpu.interleave import deinterleave_rows, interleave_rows
 
-    for t, move, kinds in (
-        (source, deinterleave_rows, (source, base_of(source))),
-        (target, interleave_rows, (base_of(target), target)),
+    plain = base_of(target)
+    for t, move, kinds, to in (
+        (source, deinterleave_rows, (source, plain), (plain,)),
+        (target, interleave_rows, (plain, target), ()),
     ):
         if is_woven(t):
             rows, n = _shape(t)
-            move(t, *(np.zeros((rows, kind.row_bytes(n)), np.uint8) for kind in kinds))
+            move(t, *(np.zeros((rows, kind.row_bytes(n)), np.uint8) for kind in kinds), *to)
 
 
 def _validate(t: TensorType) -> None:

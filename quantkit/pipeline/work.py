@@ -87,7 +87,7 @@ class PlannedTensor:
     #: Absolute byte offset in its shard's file.
     offset: int
     nbytes: int
-    #: Whose search encodes it: "" for its type's, "ik" for ik_llama.cpp's of a type that both trees have.
+    #: Whose search encodes it, "mainline" or "ik"; "" if nothing does: it is copied, or its rows are repacked.
     encoder: str = ""
 
     @property
@@ -287,7 +287,7 @@ class Worker:
         from quantkit.kernels.cpu.encode import encoder
         from quantkit.kernels.cpu.encode.check import first_nonfinite_row
 
-        n, encode = part.values, encoder(tensor.type, tensor.encoder or "mainline")
+        n, encode = part.values, encoder(tensor.type, tensor.encoder or None)
         rows_in, rows_out = source.reshape(job.rows, -1), target.reshape(job.rows, -1)
         weights = self._weights_of(job, part)
         step, sums = _whole_groups(max(1, PIECE // n), group_of(part, tensor.type)), ErrorSums()
@@ -316,7 +316,7 @@ class Worker:
             if is_woven(want):
                 nbytes = job.rows * base_of(have).row_bytes(part.values)
                 plain = self._buffers.get("x", nbytes).reshape(job.rows, -1)
-            deinterleave_rows(have, rows_in, plain)
+            deinterleave_rows(have, rows_in, plain, base_of(want))
         if is_woven(want):
             interleave_rows(want, plain, rows_out)
 
