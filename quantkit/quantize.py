@@ -198,7 +198,7 @@ def plan_quantize(
         chosen = _with_importance(draft, request, tensors, choices)
         draft.notes += requantize_notes(opened, chosen)
         if options.encoder is not None and not any(_other_encoder(c.type, c.encoder) for c in chosen):
-            draft.notes.append(f"--encoder {options.encoder} changes nothing: these types are encoded the same without it")
+            draft.notes.append(f"--encoder {options.encoder} changes nothing: types are encoded like that without it")
         return plan_output(
             opened,
             _output_path(source, output, type, options),

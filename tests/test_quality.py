@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from quantkit.pipeline.quality import QUALITY, SPEEDS, is_measured, weighted_error
 from quantkit.types import BY_NAME, TYPES, TensorType
 

@@ -226,6 +226,7 @@ FALLBACK_IK: Mapping[str, str] = {
     **dict.fromkeys(("IQ1_BN", "IQ2_BN", "Q1_0"), "Q4_0"),
 }
 
+
 def without_weave(t: TensorType) -> TensorType:
     """Return the type of single rows that takes an interleaved type's place: Q4_K that of Q4_K_R4, Q8_0 of Q8_K_R8.
 
