@@ -111,7 +111,7 @@ class _Command(GroupedCommand):
     "--encoder",
     group=_TYPES,
     type=click.Choice(ENCODERS),
-    help="Whose search encodes a type that llama.cpp and ik_llama.cpp both have; default: mainline, or ik if interleaved.",
+    help="Whose search encodes types that llama.cpp and ik_llama.cpp both have; default: mainline, ik if interleaved.",
 )
 @option("--imatrix", group=_IMATRIX, type=IMATRIX_FILE, help="Importance matrix, GGUF or .dat.")
 @option(
