@@ -238,9 +238,7 @@ def plan_quantize(
         draft.notes += request.repack.notes(changed, [c.reason for c in chosen]) if request.repack else []
         draft.notes += bf16_r16_notes(changed)
         if options.encoder is not None and not any(_other_encoder(c.type, c.encoder) for c in chosen):
-            draft.notes.append(
-                f"--encoder {options.encoder} changes nothing: these types are encoded so without it, too"
-            )
+            draft.notes.append(f"--encoder {options.encoder} changes nothing: types are encoded like that without it")
         if options.symmetric_q40 and not any(c.encoder == SYMMETRIC for c in chosen):
             draft.notes.append("--symmetric-q40 changes nothing: no tensor is encoded as Q4_0")
         return plan_output(

@@ -156,9 +156,6 @@ def test_woven_types_take_it_of_their_base_type(t: TensorType) -> None:
     """By default; llama.cpp's if it is asked for."""
     x, weights = drawn(t)
     for by in (None, "ik", "mainline"):
-        of_base, want = (
-            encode(base_of(t), x, weights, by or "ik"),
-            np.empty((len(x), t.row_bytes(x.shape[1])), np.uint8),
-        )
-        interleave_rows(t, of_base, want)
+        want = np.empty((len(x), t.row_bytes(x.shape[1])), np.uint8)
+        interleave_rows(t, encode(base_of(t), x, weights, by or "ik"), want)
         assert_same_bytes(encode(t, x, weights, by), want, t)

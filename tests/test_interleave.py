@@ -178,7 +178,8 @@ def test_formats_of_their_own() -> None:
     s, m, s_r4, m_r4 = (BY_NAME[name] for name in ("IQ1_S", "IQ1_M", "IQ1_S_R4", "IQ1_M_R4"))
     assert (plain_of(s_r4), plain_of(m_r4)) == (s, None)
     assert repacks(s_r4, s)
-    assert not (repacks(s, s_r4) or repacks(m_r4, m) or repacks(m, m_r4) or repacks(s_r4, m_r4))
+    for pair in ((s, s_r4), (m, m_r4), (m_r4, m), (s_r4, m_r4)):
+        assert not repacks(*pair)
     assert woven_of(s) is woven_of(m) is None
 
 
@@ -266,7 +267,7 @@ ENCODED = [n for n in GOLDEN if "/" not in n]
 
 @pytest.mark.parametrize("name", ENCODED)
 def test_encoders_give_iks_bytes(name: str, golden: dict[str, np.ndarray]) -> None:
-    """By default. Three exact values make a row of Q2_K_R4 ternary, tiny products silence importances, Q8_K overflows."""
+    """By default. Three values make a row of Q2_K_R4 ternary, tiny products silence importances, and Q8_K overflows."""
     t, _, weighted = name.partition("+")
     found = encode(golden["x"], t, golden["imatrix"] if weighted else None)
     if t == "IQ1_M_R4":  # the first half of zeros in a group has the shift that the group before ended with

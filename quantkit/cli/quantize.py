@@ -114,7 +114,7 @@ class _Command(GroupedCommand):
     "--encoder",
     group=_TYPES,
     type=click.Choice(ENCODERS, case_sensitive=False),
-    help="Whose search encodes a type that both llama.cpp and ik_llama.cpp have: mainline by default, ik if interleaved.",
+    help="Whose search encodes types that llama.cpp and ik_llama.cpp both have; default: mainline, ik if interleaved.",
 )
 @option("--symmetric-q40", group=_TYPES, is_flag=True, help="Q4_0 in levels -7 .. 7; the importance matrix is ignored.")
 @click.option("--slow-iq2ks", cls=Ignored, is_flag=True, note="IQ2_KS always has the bytes of that search")

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from quantkit.kernels.first_run import Job
 from quantkit.kernels.interleave import base_of, is_woven, repacks
@@ -64,13 +65,15 @@ def _repack(source: TensorType, target: TensorType) -> None:
     from quantkit.kernels.cpu.interleave import deinterleave_rows, interleave_rows
 
     plain = base_of(target)
-    for t, move, kinds, to in (
-        (source, deinterleave_rows, (source, plain), (plain,)),
-        (target, interleave_rows, (plain, target), ()),
-    ):
-        if is_woven(t):
-            rows, n = _shape(t)
-            move(t, *(np.zeros((rows, kind.row_bytes(n)), np.uint8) for kind in kinds), *to)
+
+    def rows(t: TensorType, woven: TensorType) -> npt.NDArray[np.uint8]:
+        count, n = _shape(woven)
+        return np.zeros((count, t.row_bytes(n)), np.uint8)
+
+    if is_woven(source):
+        deinterleave_rows(source, rows(source, source), rows(plain, source), plain)
+    if is_woven(target):
+        interleave_rows(target, rows(plain, target), rows(target, target))
 
 
 def _validate(t: TensorType) -> None:

@@ -1,8 +1,8 @@
-"""Rows of IQ1_S_R4 and IQ1_M_R4: the grids and searches of IQ1_S and IQ1_M, with scales that are multiples of the row's.
+"""Rows of IQ1_S_R4 and IQ1_M_R4: the grid and searches of IQ1_S and IQ1_M, with scales that are multiples of the row's.
 
-Bytes of a block of 32 values: quantkit/kernels/cpu/unpack/i_quants.py. Sub-blocks are 32 values, in IQ1_M_R4 16. Weights
-are importance * sqrt(a + x^2), where a is 1.5 times the mean square of 32 values; where an importance leaves nothing to
-weigh, there is none. d follows from the largest scale of the row, and the others become multiples of it.
+Bytes of a block of 32 values: quantkit/kernels/cpu/unpack/i_quants.py. Sub-blocks are 32 values, in IQ1_M_R4 16.
+Weights are importance * sqrt(a + x^2), where a is 1.5 times the mean square of 32 values; where an importance leaves
+nothing to weigh, there is none. d follows from the largest scale of the row; the others become multiples of it.
 
 Sub-blocks of zeros become the point of zeros and shift up; ik's shifts of halves of a block are in interleaved.py.
 
@@ -212,8 +212,8 @@ def _encode_rows(x: Any, weights: Any, out: Any, row0: int, row1: int, *lists: A
 def grid_rows_encoder(name: str, fit: Any, store_found: Any, store_codes: Any, tables: Callable[[], Any]) -> Encoder:
     """Return the encoder of a type.
 
-    fit(s, x, w, lists): the search of LANES sub-blocks; store_found(s, lists, b, out): of a block of them, its bytes but
-    for scales; store_codes(scales, b, inverse, out): its scales. tables: returns lists of neighbours.
+    fit(s, x, w, lists): the search of LANES sub-blocks. store_found(s, lists, b, out): the bytes of a block of them but
+    for scales; store_codes(scales, b, inverse, out): these. tables: returns lists of neighbours.
     """
     key, halves = name.lower(), 2 if fit is fit_halves else 1
     bound = {"fit": fit, "store_found": store_found, "store_codes": store_codes, "halves": halves}

@@ -1,8 +1,8 @@
 """Encoders of row-interleaved types: their base type's, then rows are woven together.
 
-By ik_llama.cpp's search, the default, a tensor encoded as Q4_K_R4 is one encoded as Q4_K by ik's (``Format.ik_encoder``)
-and repacked; by llama.cpp's it is one that llama.cpp would encode. ik's differ from the base type in a few things, all
-of ik 8337e4cd3 (iqk_quantize.cpp):
+By ik_llama.cpp's search, the default, a tensor encoded as Q4_K_R4 is one encoded as Q4_K by that search
+(``Format.ik_encoder``) and repacked; by llama.cpp's, one that llama.cpp encodes. ik's differ from the base type in a
+few things, all of ik 8337e4cd3 (iqk_quantize.cpp):
 
 * IQ2, IQ3 and Q6_0 look at the importance again, row by row: in sub-blocks where the importances, the values or their
   products are almost 0, the importances become 1e-9 (QHelper::row_weights).
