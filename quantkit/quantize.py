@@ -72,9 +72,9 @@ from quantkit.version import __version__
 class QuantizeOptions:
     """Everything about a quantization but the two files and TYPE; names as on the command line.
 
-    Types are names from `quantkit types`, in any case. ``rules`` is whose mixture and other rules apply, "mainline" or
-    "ik"; None for the tree of TYPE. ``encoder`` is whose search encodes what two have: see ``formats.encoder_for``.
-    ``ready_rules`` are a user's rules, before all other sources of them.
+    Types are names from `quantkit types`, in any case. ``rules`` is whose mixture and other rules apply, and whose
+    order of tensors and keys, "mainline" or "ik"; None for the tree of TYPE. ``encoder`` is whose search encodes what
+    two have: see ``formats.encoder_for``. ``ready_rules`` are a user's rules, before all other sources of them.
     """
 
     rules: str | None = None
@@ -517,8 +517,8 @@ def _decided(tensor: Chosen, choice: Choice, found: Found | None, options: Quant
 
 
 def _encoder(t: TensorType, options: QuantizeOptions) -> str:
-    """Return which encoder of a type is asked for. --symmetric-q40 is not for ARM's types."""
-    if options.symmetric_q40 and t.name in ("Q4_0", "Q4_0_R8"):
+    """Return which encoder of a type is asked for."""
+    if options.symmetric_q40 and t.name == "Q4_0":  # in ik_llama.cpp, interleaved types do not heed it
         return SYMMETRIC
     return encoder_for(t, options.encoder)
 

@@ -171,7 +171,7 @@ def command(
     llama-quantize b11434, whatever the number of threads.
 
     Presets that llama.cpp has follow its rules; --rules ik makes them follow those of ik_llama.cpp, as its own presets
-    always do. Rules, options and --pure work the same with both.
+    always do; the order in the file is then ik's, too. Rules, options and --pure work the same with both.
 
     Rules that give ffn_gate_exps and ffn_up_exps the same type also apply to merged experts (ffn_gate_up_exps), which
     llama-quantize would skip; a note says so. A rule for ffn_gate_up_exps takes precedence.
@@ -179,8 +179,9 @@ def command(
     --repack gives tensors the interleaved type of their own (Q4_K: Q4_K_R4), as in ik_llama.cpp; --unrepack is the
     exact way back. Neither needs TYPE. Embeddings stay, and rows that do not make whole groups. Exceptions: Q8_K_R8 and
     Q8_K_R16 become Q8_0, IQ1_S_R4 becomes IQ1_S, all with the same values, but there is no way back; IQ1_M_R4 stays,
-    as no other type has its values, and so does F16: BF16_R16, which ik may make of it, would lose bits. (BF16_R16 runs
-    on CPUs with AVX512-BF16 only.) I2_S, of Microsoft's BitNet, becomes IQ2_BN by --unrepack, with the same values.
+    as no other type has its values, and so does F16: BF16_R16, which ik may make of it, would lose bits. (In ik, BF16_R16
+    runs on CPUs with AVX512-BF16 only.) I2_S, of Microsoft's BitNet, becomes IQ2_BN by --unrepack, with the same
+    values.
 
     Quantized to an interleaved type, tensors get ik_llama.cpp's bytes; --encoder mainline gives those of llama.cpp's
     encoder, interleaved.

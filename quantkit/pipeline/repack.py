@@ -41,7 +41,7 @@ class Repack:
     def _interleaved(self, t: TensorLike, rows: int) -> tuple[TensorType, str]:
         woven = BY_NAME["BF16_R16"] if t.type.name == "F16" else woven_of(t.type)
         if woven is None:
-            return t.type, f"{t.type} has no interleaved type"
+            return t.type, "interleaved already" if is_woven(t.type) else f"{t.type} has no interleaved type"
         if t.name in TOKEN_EMBD_NAMES:
             return t.type, "embeddings are read row by row"
         if not weaves_together(woven, t.shape[0], rows):
