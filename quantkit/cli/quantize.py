@@ -180,8 +180,8 @@ def command(
     exact way back. Neither needs TYPE. Embeddings stay, and rows that do not make whole groups. Exceptions: Q8_K_R8 and
     Q8_K_R16 become Q8_0, IQ1_S_R4 becomes IQ1_S, all with the same values, but there is no way back; IQ1_M_R4 stays,
     as no other type has its values, and so does F16: BF16_R16, which ik may make of it, would lose bits. (In ik,
-    BF16_R16 runs on CPUs with AVX512-BF16 only.) I2_S, of Microsoft's BitNet, becomes IQ2_BN by --unrepack, with the same
-    values.
+    BF16_R16 runs on CPUs with AVX512-BF16 only.) I2_S, of Microsoft's BitNet, becomes IQ2_BN by --unrepack,
+    with the same values.
 
     Quantized to an interleaved type, tensors get ik_llama.cpp's bytes; --encoder mainline gives those of llama.cpp's
     encoder, interleaved.

@@ -52,7 +52,8 @@ def _note(file: GGUFFile, source: TensorType, t: TensorType, parts: Sequence[tup
     found = f"an error of {100 * np.sqrt(error / square):.3g} % (measured)" if square else "an error"
     tensors = "1 tensor" if len(parts) == 1 else f"{len(parts)} tensors"
     note = f"re-quantizing {tensors} from {source} to {t} adds {found} to what {source} has lost before"
-    before, fresh = (QUALITY.get(base_of(x).name) for x in (source, t))  # interleaved rows have the same values
+    # Interleaved rows have the same values as plain ones.
+    before, fresh = (QUALITY.get(x.name, QUALITY.get(base_of(x).name)) for x in (source, t))
     if before and fresh:
         note += f", typically {before.error:.3g} %; {t} of the original weights loses {fresh.error:.3g} %"
     return note
