@@ -378,11 +378,12 @@ def test_what_repack_leaves_is_said(llama: Path, tmp_path: Path) -> None:
 
     said = notes("--repack", llama)
     assert (
-        "--repack changes nothing: no tensor has a type and rows that can be interleaved note: 15 F16 tensors" in said
+        "--repack changes nothing: no tensor has a type and rows that can be interleaved note: 15 tensors stay F16"
+        in said
     )
     assert "which loses 3 bits of each value" in said
     said = notes("--repack", "--repack-pattern", r"blk\.\d{1,2}\.attn_[q,k]\.,output_norm", llama)
-    assert "4 F16 tensors stay" in said
+    assert "4 tensors stay F16" in said
     assert "matches" in said
     assert "F16" not in notes("--repack", "--repack-pattern", "token_embd,nothing", llama)
     assert notes("--unrepack", llama).startswith("note: --unrepack changes nothing")

@@ -70,9 +70,10 @@ class Repack:
             idle += ", and a name that --repack-pattern matches"
         notes = [] if any(have is not want for have, want in changed) else [idle]
         if n := sum(_LOSSY in reason for reason in reasons):
+            stay = "1 tensor stays" if n == 1 else f"{n} tensors stay"
             notes.append(
-                f"{n} F16 tensors stay: ik_llama.cpp, where it is built for AVX512-BF16, makes BF16_R16 of them, "
-                "which loses 3 bits of each value; if that is wanted, quantize to BF16 first"
+                f"{stay} F16: ik_llama.cpp, where it is built for AVX512-BF16, makes BF16_R16 of it, which loses 3 bits"
+                " of each value; if that is wanted, quantize to BF16 first"
             )
         return notes
 
