@@ -60,7 +60,10 @@ TESTS: list[tuple[Test, dict[str, Any]]] = [
     (test_encode.test_golden_blocks_do_not_depend_on_their_batch, {}),
     (test_encode.test_awkward_rows_equal_ggml, {"blocks": [3]}),
     (test_encode_corners.test_golden_rounding_of_what_is_no_nan, {}),
-    (test_matmul.test_products, {"name": ["Q4_K", "IQ4_XS", "Q8_0", "Q5_1", "F16"]}),
+    (
+        test_matmul.test_products,
+        {"name": ["Q4_K", "IQ4_XS", "Q8_0", "Q5_1", "F16", "Q6_0", "IQ3_K", "IQ5_K", "IQ3_XXS", "IQ2_KT"]},
+    ),
     (
         test_engine_zoo.test_logits_are_llama_cpps,
         {"name": ["llama-dense", "qwen3next-moe", "gpt-oss-moe"], "device": ["CPU"], "fusion": [Fusion()]},
