@@ -43,7 +43,9 @@ Test = Callable[..., None]
 ONE_OF_EACH = ("F16", "BF16", "Q4_0", "Q8_0", "Q3_K", "Q4_K", "MXFP4", "IQ4_NL", "IQ4_KS", "IQ3_KT")
 #: Of CPUs with AVX2 there are many: all types. SSE2 takes what no other has, the portable form of these operations.
 TYPES = DECODED if "avx2" in FEATURES else [BY_NAME[name] for name in ONE_OF_EACH]
-PRODUCTS = ("Q4_K", "IQ4_XS", "Q8_0", "Q5_1", "F16") if "avx2" in FEATURES else ("Q4_K", "IQ4_XS", "F16")
+PRODUCTS = ["Q4_K", "IQ4_XS", "F16", "IQ3_K", "IQ2_KT"]
+if "avx2" in FEATURES:
+    PRODUCTS += ["Q8_0", "Q5_1", "Q6_0", "IQ5_K", "IQ3_XXS"]
 
 #: Tests, each with those values of its parameters that are to be had; all of a parameter that is not named.
 #: Of SIMD what has code of its own for some CPUs; of the engine three zoo models with every kind of operation.

@@ -514,6 +514,16 @@ def test_lookup64(size: int) -> None:
     assert same_bits(out, table[index])
 
 
+def test_popcount() -> None:
+    @njit
+    def op(values, out):  # type: ignore[no-untyped-def]
+        store(out, 0, simd.popcount(load(simd.u8x64, values, 0)))
+
+    values, out = np.arange(3, 256, 4, np.uint8), np.zeros(64, np.uint8)
+    op(values, out)
+    assert out.tolist() == [int(x).bit_count() for x in values]
+
+
 @pytest.mark.parametrize("name", ["f32x16", "i32x16"])
 def test_lookups_of_32_bits(name: str) -> None:
     vt, i32x16 = VECTORS[name], simd.i32x16

@@ -666,6 +666,12 @@ def dot2(b, sig, acc, x, y):
 
 
 @emits(lambda v: v(v))
+def popcount(b, sig, v):
+    """Count the bits of every lane."""
+    return _call(b, f"llvm.ctpop.{_suffix(v.type)}", v.type, [v])
+
+
+@emits(lambda v: v(v))
 def opaque(b, sig, v):
     """Return v, opaque to LLVM: keeps it from sinking a widening below several shuffles."""
     if not FEATURES & {"avx", "avx2", "avx512f"}:

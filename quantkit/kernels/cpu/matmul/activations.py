@@ -11,7 +11,7 @@ ggml-cpu.c type_traits_cpu)::
     f32    as they are: products read the value itself                                   F32
 
 (max: the first value of the largest magnitude, with its sign; rounding is to nearest even.) The three int8 formats
-share a layout: *units* of 256 values, 1088 bytes each, zero-padded at the end of a row::
+share a layout: *units* of 256 values, 1344 bytes each, zero-padded at the end of a row::
 
     byte   0  int8  levels[256]
          256  f32   d[16]           per 16 values; repeated where more share one
@@ -22,7 +22,10 @@ share a layout: *units* of 256 values, 1088 bytes each, zero-padded at the end o
          512  i16   totals[16]      sum of q of each 16 values
          544  i16   totals32[8]     sum of q of each 32 values; then 16 bytes to fill a cache line
          576  int8  by_pieces[256]  the levels again: the first 16 of each of 4 blocks of 32, then their second 16
-         832  int8  by_halves[256]  q8_k: the levels again, blocks of 32 in the order 0, 2, 1, 3, 4, 6, 5, 7
+         832  int8  apart_2[256]    the levels again: blocks 0 2, 1 3, 4 6, 5 7 of 32; q8_k only
+         832  int8  by_eights[256]  the levels again: of each 128, every 8th, from 0, 1 ... 7 on; q8_0 only
+        1088  int8  apart_4[256]    the levels again: blocks 0 4, 1 5, 2 6, 3 7 of 32; q8_k only
+        1088  int8  by_quarters[256]  the levels again: the first 16 of each 64, the second 16 ...; q8_0 only
 
 The offsets compensate for adding 128 to signed levels: vpdpbusd takes one unsigned operand. A row is its units and 64
 more bytes, so that rows of power-of-two length do not all map to the same cache sets.
@@ -69,11 +72,12 @@ from quantkit.kernels.cpu.core.simd import (
     vmin,
 )
 from quantkit.kernels.cpu.core.tape import N_OUTPUTS, N_TOKENS, TapeOp, arg, batch_word, first_of, operation
+from quantkit.kernels.cpu.unpack.lanes import high_halves, load_pieces, low_halves
 
 #: Bytes of a unit of 256 values, and the offsets of its parts.
-UNIT_BYTES = 1088
+UNIT_BYTES = 1344
 SCALES, SUMS, OFFSETS, OFFSETS32, SUMS32, TOTALS, TOTALS32 = 256, 320, 384, 448, 480, 512, 544
-BY_PIECES, BY_HALVES = 576, 832
+BY_PIECES, APART_2, APART_4, BY_EIGHTS, BY_QUARTERS = 576, 832, 1088, 832, 1088
 #: Bytes after the units of a row.
 ROW_GAP = 64
 
@@ -129,9 +133,8 @@ eight_twice = make_shuffle([8 * (i // 8) + i % 8 // 2 for i in range(16)], "acti
 #: The first, and the second, 16 of each 32 bytes.
 first_pieces = make_shuffle2([32 * (i // 16) + i % 16 for i in range(64)], "activations.first_pieces")
 second_pieces = make_shuffle2([32 * (i // 16) + 16 + i % 16 for i in range(64)], "activations.second_pieces")
-#: The lower, and the upper, 32 bytes of two vectors.
-lower_32 = make_shuffle2([*range(32), *range(64, 96)], "activations.lower_32")
-upper_32 = make_shuffle2([*range(32, 64), *range(96, 128)], "activations.upper_32")
+eighths_0123 = make_shuffle2([8 * (i % 16) + i // 16 for i in range(64)], "activations.eighths_0123")
+eighths_4567 = make_shuffle2([8 * (i % 16) + i // 16 + 4 for i in range(64)], "activations.eighths_4567")
 even_lanes = make_shuffle(range(0, 16, 2), "activations.even_lanes")
 odd_lanes = make_shuffle(range(1, 16, 2), "activations.odd_lanes")
 swap_neighbours = make_shuffle([i ^ 1 for i in range(16)], "activations.swap_neighbours")
@@ -173,6 +176,32 @@ def store_offsets(out: int) -> Any:
 
 
 @inline
+def store_apart(out: int) -> None:
+    """Write the levels of a unit again, blocks that are not neighbours side by side."""
+    a, b, c, d = load(i8x64, out, 0), load(i8x64, out, 64), load(i8x64, out, 128), load(i8x64, out, 192)
+    store(out, APART_2, low_halves(a, b))
+    store(out, APART_2 + 64, high_halves(a, b))
+    store(out, APART_2 + 128, low_halves(c, d))
+    store(out, APART_2 + 192, high_halves(c, d))
+    store(out, APART_4, low_halves(a, c))
+    store(out, APART_4 + 64, high_halves(a, c))
+    store(out, APART_4 + 128, low_halves(b, d))
+    store(out, APART_4 + 192, high_halves(b, d))
+
+
+@inline
+def store_by_parts(out: int) -> None:
+    """Write the levels of a unit again, as rows of 16 that are 8 apart, and as quarters of each 64."""
+    a, b, c, d = load(i8x64, out, 0), load(i8x64, out, 64), load(i8x64, out, 128), load(i8x64, out, 192)
+    store(out, BY_EIGHTS, eighths_0123(a, b))
+    store(out, BY_EIGHTS + 64, eighths_4567(a, b))
+    store(out, BY_EIGHTS + 128, eighths_0123(c, d))
+    store(out, BY_EIGHTS + 192, eighths_4567(c, d))
+    for quarter in range(4):
+        store(out, BY_QUARTERS + 64 * quarter, load_pieces(i8x64, i8x16, out, 16 * quarter, 64))
+
+
+@inline
 def rounded_levels(x: int, at: int, factor: Any) -> Any:
     """Return the 16 values at byte ``at`` times ``factor``, rounded to int8."""
     return convert(i8x16, convert(i32x16, round_even(load(f32x16, x, at) * factor)))
@@ -201,6 +230,7 @@ def quantize_unit_by_32(x: int, out: int, with_sums: bool) -> None:
         store(out, SUMS32, even_lanes(s))
     else:
         store_scaled_sums(out, sums)
+        store_by_parts(out)
 
 
 @inline
@@ -240,12 +270,9 @@ def quantize_unit_q8_k(x: int, out: int) -> None:
     for i in range(16):
         q = nearest_int(load(f32x16, x, 64 * i) * factor)
         store(out, 16 * i, convert(i8x16, vmin(q, splat(i32x16, 127))))
-    for half in range(2):
-        a, b = load(i8x64, out, 128 * half), load(i8x64, out, 128 * half + 64)
-        store(out, BY_HALVES + 128 * half, lower_32(a, b))
-        store(out, BY_HALVES + 128 * half + 64, upper_32(a, b))
     store(out, SCALES, splat(f32x16, d))
     store_scaled_sums(out, store_offsets(out))
+    store_apart(out)
 
 
 @inline

@@ -37,11 +37,10 @@ from quantkit.kernels.cpu.core.simd import (
     u8x32,
     u8x64,
 )
-from quantkit.kernels.cpu.matmul.activations import BY_PIECES, SCALES, SUMS, TOTALS, sum_fours
+from quantkit.kernels.cpu.matmul.activations import APART_2, BY_PIECES, SCALES, SUMS, TOTALS, sum_fours
 from quantkit.kernels.cpu.matmul.stored_order import (
     crumb_products,
     crumbs_of_two,
-    halves,
     nibbles_and_bits,
     three_bits,
 )
@@ -148,10 +147,10 @@ def add_by_32(act: int, acc: Any, codes: Any, q: Any, raised: Any, scales: Any) 
     """Add the products of indices of blocks 0 and 2, 1 and 3, 4 and 6, 5 and 7."""
     q0, q1, q2, q3 = q
     sums = sum_fours(
-        products(lookup64(codes, q0), halves(act, 0, 2)),
-        products(lookup64(codes, q1), halves(act, 1, 3)),
-        products(lookup64(codes, q2), halves(act, 4, 6)),
-        products(lookup64(codes, q3), halves(act, 5, 7)),
+        products(lookup64(codes, q0), load(i8x64, act, APART_2)),
+        products(lookup64(codes, q1), load(i8x64, act, APART_2 + 64)),
+        products(lookup64(codes, q2), load(i8x64, act, APART_2 + 128)),
+        products(lookup64(codes, q3), load(i8x64, act, APART_2 + 192)),
     )
     return add_ordered(act, acc, sums, order_32(scales * load(f32x16, act, SCALES)), raised, scales)
 

@@ -1,7 +1,7 @@
 """Levels in the order in which blocks store them, and activations loaded to match: shared by dot products of types.
 
 A byte holds values of 2 or 4 blocks of 32, so a vector of fields of 2 or 4 bits holds two such blocks that are not
-neighbours. It is cheaper to load the halves of the activations in that order than to rearrange the levels.
+neighbours. Activations have their levels in that order, too (APART_2, APART_4), so nothing is rearranged.
 """
 
 from __future__ import annotations
@@ -11,19 +11,23 @@ from typing import Any
 from quantkit.kernels.cpu.core.jit import inline
 from quantkit.kernels.cpu.core.simd import (
     cast,
+    convert,
     dot2,
-    i8x32,
+    f32x16,
+    i8x64,
     i32x16,
     load,
     maddubs,
     make_constant,
     make_shuffle,
+    muladd,
     splat,
     u8x32,
     u8x64,
     u16x32,
 )
-from quantkit.kernels.cpu.unpack.lanes import join32, twice32
+from quantkit.kernels.cpu.matmul.activations import APART_4, SCALES, SUMS
+from quantkit.kernels.cpu.unpack.lanes import twice32
 
 #: Groups of 16 values: 0 to 3, 4 to 7, ...; and of blocks 0 and 4, 1 and 5, 2 and 6, 3 and 7 of 32.
 scales_0123 = make_shuffle([i // 8 for i in range(32)], "stored.scales_0123")
@@ -40,15 +44,11 @@ left_3_1 = make_constant(u16x32, [3] * 16 + [1] * 16, "stored.left_3_1")
 right_0_2 = make_constant(u16x32, [0] * 16 + [2] * 16, "stored.right_0_2")
 right_0_4 = make_constant(u16x32, [0] * 16 + [4] * 16, "stored.right_0_4")
 right_1_3 = make_constant(u16x32, [1] * 16 + [3] * 16, "stored.right_1_3")
+#: 16 lanes twice.
+twice16 = make_shuffle([*range(16)] * 2, "stored.twice16")
 #: Shifts of the bits of a mask of 32 bytes, for blocks 0 and 4, 1 and 5, 2 and 6, 3 and 7, to bit 2.
 hmask_02 = make_constant(u16x32, [2] * 16 + [0] * 16, "stored.hmask_left_2_0")
 hmask_right = make_constant(u16x32, [0] * 16 + [2] * 16, "stored.hmask_right_0_2")
-
-
-@inline
-def halves(act: int, first: int, second: int) -> Any:
-    """Return the levels of two blocks of 32 activations."""
-    return join32(load(i8x32, act, 32 * first), load(i8x32, act, 32 * second))
 
 
 @inline
@@ -95,7 +95,23 @@ def crumbs_of_two(h: Any) -> Any:
 @inline
 def crumb_products(act: int, u0: Any, u1: Any, u2: Any, u3: Any, s: Any) -> Any:
     """Return scaled sums of levels in stored order (2 bits per value, from the low ones up), as i32x16."""
-    x = dot2(splat(i32x16, 0), maddubs(u0, halves(act, 0, 4)), scales_0189(s))
-    y = dot2(splat(i32x16, 0), maddubs(u1, halves(act, 1, 5)), scales_23ab(s))
-    x = dot2(x, maddubs(u2, halves(act, 2, 6)), scales_45cd(s))
-    return x + dot2(y, maddubs(u3, halves(act, 3, 7)), scales_67ef(s))
+    x = dot2(splat(i32x16, 0), maddubs(u0, load(i8x64, act, APART_4)), scales_0189(s))
+    y = dot2(splat(i32x16, 0), maddubs(u1, load(i8x64, act, APART_4 + 64)), scales_23ab(s))
+    x = dot2(x, maddubs(u2, load(i8x64, act, APART_4 + 128)), scales_45cd(s))
+    return x + dot2(y, maddubs(u3, load(i8x64, act, APART_4 + 192)), scales_67ef(s))
+
+
+# ---------------------------------------------------------------- four lanes for a block of 32
+
+#: Scales of 16 groups to those of blocks 0 to 3, and 4 to 7, four lanes each.
+scales_low = make_shuffle([i // 4 * 2 for i in range(16)], "stored.scales_low")
+scales_high = make_shuffle([8 + i // 4 * 2 for i in range(16)], "stored.scales_high")
+
+
+@inline
+def add_block_sums(act: int, acc: Any, x: Any, y: Any, scales: Any, mins: Any) -> Any:
+    """Add the sums of blocks 0 to 3, and of 4 to 7, four lanes each, times scales, minus mins * sums."""
+    d = scales * load(f32x16, act, SCALES)
+    acc = muladd(-mins, load(f32x16, act, SUMS), acc)
+    acc = muladd(convert(f32x16, x), scales_low(d), acc)
+    return muladd(convert(f32x16, y), scales_high(d), acc)

@@ -51,11 +51,23 @@ from quantkit.kernels.cpu.core.simd import (
     u8x64,
     u32x4,
 )
-from quantkit.kernels.cpu.matmul.activations import BY_HALVES, BY_PIECES, SCALES, SUMS, TOTALS, TOTALS32, UNIT_BYTES
+from quantkit.kernels.cpu.matmul.activations import (
+    APART_2,
+    APART_4,
+    BY_PIECES,
+    BY_QUARTERS,
+    SCALES,
+    SUMS,
+    TOTALS,
+    TOTALS32,
+    UNIT_BYTES,
+    sum_fours,
+)
 from quantkit.kernels.cpu.matmul.ik_dots import IK_GROUPS, IK_PAIRS
+from quantkit.kernels.cpu.matmul.kt_dots import TRELLIS
 from quantkit.kernels.cpu.matmul.stored_order import (
+    add_block_sums,
     crumb_products,
-    halves,
     high_bits,
     left_4_2,
     low_bits,
@@ -66,9 +78,20 @@ from quantkit.kernels.cpu.matmul.stored_order import (
     scales_4567,
     scales_cdef,
     three_bits,
+    twice16,
 )
 from quantkit.kernels.cpu.unpack import fp4, i_quants, ik_quants, k_quants, ternary
-from quantkit.kernels.cpu.unpack.lanes import block_scales, each_twice, half_at, load_pieces, twice32
+from quantkit.kernels.cpu.unpack.lanes import (
+    block_scales,
+    each_twice,
+    half_at,
+    high_eighths,
+    join16,
+    join32,
+    load_pieces,
+    low_eighths,
+    twice32,
+)
 from quantkit.kernels.formats import format_of
 from quantkit.kernels.tables import table
 from quantkit.types import TensorType
@@ -117,7 +140,6 @@ first_16 = make_shuffle(range(16), "direct.first_16")
 second_16 = make_shuffle(range(16, 32), "direct.second_16")
 third_16 = make_shuffle(range(32, 48), "direct.third_16")
 fourth_16 = make_shuffle(range(48, 64), "direct.fourth_16")
-four_times = make_shuffle([*range(16)] * 4, "direct.four_times")
 last_quarters = make_constant(u8x64, ([0] * 12 + [255] * 4) * 4, "direct.last_quarters")
 low_bits_of_scales = make_constant(u8x64, ([63] * 4 + [15] * 4) * 8, "direct.low_bits_of_scales")
 top_bits_of_scales = make_constant(u8x64, ([0] * 4 + [48] * 4) * 8, "direct.top_bits_of_scales")
@@ -156,8 +178,8 @@ low_16_bits = make_constant(i32x16, [0xFFFF] * 16, "direct.low_16_bits")
 @inline
 def sums_in_pairs(act: int, u: Any, v: Any, at: int) -> Any:
     """Return i16 sums of four products of u, and of v, side by side; each is at most 4 * 31 * 127."""
-    a = dot4(splat(i32x16, 0), u, load(i8x64, act, BY_HALVES + at))
-    b = dot4(splat(i32x16, 0), v, load(i8x64, act, BY_HALVES + at + 64))
+    a = dot4(splat(i32x16, 0), u, load(i8x64, act, APART_2 + at))
+    b = dot4(splat(i32x16, 0), v, load(i8x64, act, APART_2 + at + 64))
     return cast(i16x32, (a & low_16_bits()) | (b << 16))
 
 
@@ -172,10 +194,10 @@ def products_by_fours(act: int, a0: Any, a1: Any, b0: Any, b1: Any, s: Any) -> A
 @inline
 def products_by_twos(act: int, a0: Any, a1: Any, b0: Any, b1: Any, s: Any) -> Any:
     """The same with half as many products of bytes added at a time; a pair of them is at most 2 * 31 * 127."""
-    x = dot2(splat(i32x16, 0), maddubs(a0, load(i8x64, act, BY_HALVES)), scales_02(s))
-    y = dot2(splat(i32x16, 0), maddubs(a1, load(i8x64, act, BY_HALVES + 64)), scales_13(s))
-    x = dot2(x, maddubs(b0, load(i8x64, act, BY_HALVES + 128)), scales_46(s))
-    return x + dot2(y, maddubs(b1, load(i8x64, act, BY_HALVES + 192)), scales_57(s))
+    x = dot2(splat(i32x16, 0), maddubs(a0, load(i8x64, act, APART_2)), scales_02(s))
+    y = dot2(splat(i32x16, 0), maddubs(a1, load(i8x64, act, APART_2 + 64)), scales_13(s))
+    x = dot2(x, maddubs(b0, load(i8x64, act, APART_2 + 128)), scales_46(s))
+    return x + dot2(y, maddubs(b1, load(i8x64, act, APART_2 + 192)), scales_57(s))
 
 
 nibble_products: Any = products_by_fours if HAS_DOT4 else products_by_twos
@@ -214,10 +236,18 @@ def dot_nibble_row(w: int, act: int, n: int) -> Any:
         acc = add_super_block(w + 3 * unit_bytes, act + 3 * UNIT_BYTES, acc, fourth_16(scales))
         w += 4 * unit_bytes
         act += 4 * UNIT_BYTES
-    for _ in range(units % 4):
-        acc = add_super_block(w, act, acc, first_16(nibble_scales(four_times(load(u8x16, w, 0)))))
-        w += unit_bytes
-        act += UNIT_BYTES
+    rest = units % 4
+    if rest > 0:
+        for line in range(3 * rest):
+            prefetch(w, PREFETCH + 64 * line)
+        second, third = w + min(rest - 1, 1) * unit_bytes, w + min(rest - 1, 2) * unit_bytes
+        heads = join16(load(u8x16, w, 0), load(u8x16, second, 0))
+        scales = nibble_scales(join32(heads, twice16(load(u8x16, third, 0))))
+        acc = add_super_block(w, act, acc, first_16(scales))
+        if rest > 1:
+            acc = add_super_block(second, act + UNIT_BYTES, acc, second_16(scales))
+        if rest > 2:
+            acc = add_super_block(third, act + 2 * UNIT_BYTES, acc, third_16(scales))
     return hsum(acc[0]) - hsum(acc[1])
 
 
@@ -270,10 +300,6 @@ def dot_q3_k(at: int, act: int, acc: Any) -> Any:
 
 # ---------------------------------------------------------------- blocks of 32 in pieces of 16 bytes
 
-#: Scales of 16 groups to those of blocks 0 to 3, and 4 to 7, four lanes each.
-scales_low = make_shuffle([i // 4 * 2 for i in range(16)], "direct.scales_low")
-scales_high = make_shuffle([8 + i // 4 * 2 for i in range(16)], "direct.scales_high")
-
 
 @inline
 def add_piece_products(act: int, acc: Any, a0: Any, a1: Any, b0: Any, b1: Any, scales: Any, mins: Any) -> Any:
@@ -282,10 +308,7 @@ def add_piece_products(act: int, acc: Any, a0: Any, a1: Any, b0: Any, b1: Any, s
     y = dot4(splat(i32x16, 0), b0, load(i8x64, act, BY_PIECES + 128))
     x = dot4(x, a1, load(i8x64, act, BY_PIECES + 64))
     y = dot4(y, b1, load(i8x64, act, BY_PIECES + 192))
-    d = scales * load(f32x16, act, SCALES)
-    acc = muladd(-mins, load(f32x16, act, SUMS), acc)
-    acc = muladd(convert(f32x16, x), scales_low(d), acc)
-    return muladd(convert(f32x16, y), scales_high(d), acc)
+    return add_block_sums(act, acc, x, y, scales, mins)
 
 
 @inline
@@ -308,6 +331,18 @@ def dot_q4_1(at: int, act: int, acc: Any) -> Any:
     a, b = pieces(at + 4, 20)
     scales, mins = block_scales(at, 0, 20), -block_scales(at, 2, 20)
     return add_piece_products(act, acc, a & 15, a >> 4, b & 15, b >> 4, scales, mins)
+
+
+@inline
+def dot_q6_0(at: int, act: int, acc: Any) -> Any:
+    """8 blocks of Q6_0: levels minus 32."""
+    a, b = pieces(at + 10, 26)
+    h = load_pieces(u8x64, u8x8, at, 2, 26)
+    g, h = low_eighths(h, h >> 4), high_eighths(h, h >> 4)
+    a0, a1 = (a & 15) | ((g << 4) & 48), (a >> 4) | ((g << 2) & 48)
+    b0, b1 = (b & 15) | ((h << 4) & 48), (b >> 4) | ((h << 2) & 48)
+    scales = block_scales(at, 0, 26)
+    return add_piece_products(act, acc, a0, a1, b0, b1, scales, scales * np.float32(32))
 
 
 raised_codebook = make_constant(u8x16, (table("kvalues_iq4nl").astype(int) + 128).tolist(), "direct.iq4nl_128")
@@ -343,14 +378,26 @@ def dot_iq4_xs(at: int, act: int, acc: Any) -> Any:
 
 
 @inline
-def dot_iq4_ks(at: int, act: int, acc: Any) -> Any:
-    """A super-block of IQ4_KS; the row's scale is applied last (dots.py)."""
-    a, b, s = load(u8x64, at, 8), load(u8x64, at, 72), load(u8x8, at, 0)
+def add_shifted_products(act: int, acc: Any, a: Any, b: Any, s: Any) -> Any:
+    """Add products of IQ4_KS and IQ4_KSS, s: scales and shifts; the row's scale is applied last (dots.py)."""
     raised = np.float32(128) - convert(f32x16, each_twice((s & 1) << 2))
     return add_codebook_products(act, acc, raised_codebook(), raised, a, b, ik_quants.iq4_ks_scales(s))
 
 
-# ---------------------------------------------------------------- ternary: one scale
+@inline
+def dot_iq4_ks(at: int, act: int, acc: Any) -> Any:
+    """A super-block of IQ4_KS."""
+    return add_shifted_products(act, acc, load(u8x64, at, 8), load(u8x64, at, 72), load(u8x8, at, 0))
+
+
+@inline
+def dot_iq4_kss(at: int, act: int, acc: Any) -> Any:
+    """A super-block of IQ4_KSS."""
+    a, b, s = ik_quants.iq4_kss_fields(at, 0)
+    return add_shifted_products(act, acc, a, b, s)
+
+
+# ---------------------------------------------------------------- ternary
 
 
 @inline
@@ -364,8 +411,10 @@ def add_ternary_products(act: int, acc: Any, x: Any, y: Any, d: Any) -> Any:
 def dot_tq2_0(at: int, act: int, acc: Any) -> Any:
     """256 values of TQ2_0."""
     q = load(u8x64, at, 0)
-    x, y = dot4(splat(i32x16, 0), q & 3, halves(act, 0, 4)), dot4(splat(i32x16, 0), (q >> 2) & 3, halves(act, 1, 5))
-    x, y = dot4(x, (q >> 4) & 3, halves(act, 2, 6)), dot4(y, q >> 6, halves(act, 3, 7))
+    x = dot4(splat(i32x16, 0), q & 3, load(i8x64, act, APART_4))
+    y = dot4(splat(i32x16, 0), (q >> 2) & 3, load(i8x64, act, APART_4 + 64))
+    x = dot4(x, (q >> 4) & 3, load(i8x64, act, APART_4 + 128))
+    y = dot4(y, q >> 6, load(i8x64, act, APART_4 + 192))
     return add_ternary_products(act, acc, x, y, half_at(at, 64))
 
 
@@ -380,11 +429,34 @@ def dot_tq1_0(at: int, act: int, acc: Any) -> Any:
     return add_ternary_products(act, acc, x, y, half_at(at, 52))
 
 
+@inline
+def dot_iq2_bn(at: int, act: int, acc: Any) -> Any:
+    """4 blocks of IQ2_BN; the row's scale is applied last (dots.py)."""
+    q, zero = load(u8x64, at, 0), splat(i32x16, 0)
+    sums = sum_fours(
+        dot4(zero, q & 3, load(i8x64, act, BY_QUARTERS)),
+        dot4(zero, (q >> 2) & 3, load(i8x64, act, BY_QUARTERS + 64)),
+        dot4(zero, (q >> 4) & 3, load(i8x64, act, BY_QUARTERS + 128)),
+        dot4(zero, q >> 6, load(i8x64, act, BY_QUARTERS + 192)),
+    )
+    # Sums of quarters come in the order of the values; levels are 1 too high.
+    return muladd(convert(f32x16, sums), load(f32x16, act, SCALES), acc - load(f32x16, act, SUMS))
+
+
 _TWO_SUMS = {"q2_k": dot_q2_k, "q3_k": dot_q3_k, "q6_k": dot_q6_k, **IK_PAIRS}
 _NIBBLES = {"q4_k": levels_q4_k, "q5_k": levels_q5_k}
-_ONE_SUM = {"q4_0": dot_q4_0, "q4_1": dot_q4_1, "mxfp4": dot_mxfp4, "tq1_0": dot_tq1_0, "tq2_0": dot_tq2_0}
+_ONE_SUM = {
+    "q4_0": dot_q4_0,
+    "q4_1": dot_q4_1,
+    "mxfp4": dot_mxfp4,
+    "tq1_0": dot_tq1_0,
+    "tq2_0": dot_tq2_0,
+    "q6_0": dot_q6_0,
+    "iq2_bn": dot_iq2_bn,
+    **TRELLIS,
+}
 if HAS_DOT4:  # elsewhere unsigned operands may not exceed 127
-    _ONE_SUM |= {"iq4_nl": dot_iq4_nl, "iq4_xs": dot_iq4_xs, "iq4_ks": dot_iq4_ks, **IK_GROUPS}
+    _ONE_SUM |= {"iq4_nl": dot_iq4_nl, "iq4_xs": dot_iq4_xs, "iq4_ks": dot_iq4_ks, "iq4_kss": dot_iq4_kss, **IK_GROUPS}
 
 
 def direct_dot(t: TensorType) -> dict[str, Any] | None:

@@ -42,6 +42,7 @@ from quantkit.kernels.cpu.core.simd import (
     make_constant,
     make_shuffle,
     make_shuffle2,
+    popcount,
     select,
     splat,
     u8x8,
@@ -49,7 +50,6 @@ from quantkit.kernels.cpu.core.simd import (
     u8x32,
     u8x64,
     u16x8,
-    u16x16,
     u16x32,
     u32x8,
     u32x16,
@@ -58,10 +58,10 @@ from quantkit.kernels.cpu.unpack.lanes import (
     block_scales,
     each_4_times,
     each_twice,
+    fields_of_7,
     half_at,
     in_turn8,
     in_turn16,
-    join16,
     load_pieces,
     lookup_all,
     make_grid,
@@ -69,6 +69,7 @@ from quantkit.kernels.cpu.unpack.lanes import (
     nibbles16,
     u8x4,
     u16x4,
+    u16x64,
     u64x4,
 )
 from quantkit.kernels.tables import table
@@ -82,27 +83,14 @@ iq2xs = make_grid(table("iq2xs_grid"), "iq2xs_grid")
 iq2s = make_grid(table("iq2s_grid"), "iq2s_grid")
 iq1s_8 = make_grid(table("iq1s_grid") * np.int8(8), "iq1s_grid_8")
 
-#: Quarters of a vector.
-first = make_shuffle(range(8), "i_quants.first")
-second = make_shuffle(range(8, 16), "i_quants.second")
-third = make_shuffle(range(16, 24), "i_quants.third")
-fourth = make_shuffle(range(24, 32), "i_quants.fourth")
-first16 = make_shuffle(range(16), "i_quants.first16")
-second16 = make_shuffle(range(16, 32), "i_quants.second16")
-third16 = make_shuffle(range(32, 48), "i_quants.third16")
-fourth16 = make_shuffle(range(48, 64), "i_quants.fourth16")
-
 #: IQ2_XXS: even words are indices, odd words hold signs and scale.
 even_words = make_shuffle(range(0, 16, 2), "i_quants.even_words")
 odd_words = make_shuffle(range(1, 16, 2), "i_quants.odd_words")
-#: The lower, and the upper, 4 of 8 lanes repeated 4 times; each of 8 lanes 4 times.
-low_4_times = make_shuffle([i // 4 for i in range(16)], "i_quants.low_4_times")
-high_4_times = make_shuffle([4 + i // 4 for i in range(16)], "i_quants.high_4_times")
+#: Each of 8 lanes 4 times.
 eight_4_times = make_shuffle([i // 4 for i in range(32)], "i_quants.eight_4_times")
 #: Nibbles of 4 bytes, low before high, each twice: a scale of 32 values as two of 16.
 halves_twice = make_shuffle2([4 * (i // 2 % 2) + i // 4 for i in range(16)], "i_quants.halves_twice")
 
-shifts7 = make_constant(u32x16, [0, 7, 14, 21] * 4, "i_quants.shifts7")
 shifts3 = make_constant(u32x16, [0, 3, 6, 9] * 4, "i_quants.shifts3")
 shifts3_16 = make_constant(u16x32, [0, 3, 6, 9] * 8, "i_quants.shifts3_16")
 shifts2_16 = make_constant(u16x32, [0, 2, 4, 6] * 8, "i_quants.shifts2_16")
@@ -153,18 +141,13 @@ def unpack_iq4_xs(data: int, offset: int) -> Any:
 @inline
 def all_signs(seven: Any) -> Any:
     """Complete each 7 sign bits to 8: bit 7 is the parity of the others."""
-    x = seven ^ (seven << 1)
-    x = x ^ (x << 2)
-    x = x ^ (x << 4)
-    return seven | (x & 128)
+    return seven | (popcount(seven) << 7)
 
 
 @inline
 def word_signs(words: Any) -> Any:
     """Return 32 bytes of signs from 8 words of 4 x 7 bits."""
-    low = convert(u8x16, (low_4_times(words) >> shifts7()) & 127)
-    high = convert(u8x16, (high_4_times(words) >> shifts7()) & 127)
-    return all_signs(join16(low, high))
+    return all_signs(fields_of_7(words) & 127)
 
 
 @inline
@@ -192,25 +175,18 @@ def half_scales(s: Any, d: Any, factor: Any) -> Any:
 def unpack_iq3_xxs(data: int, offset: int) -> Any:
     """98 bytes."""
     q = load(u8x64, data, offset + 2)
-    g0, g1, g2, g3 = iq3xxs(first16(q)), iq3xxs(second16(q)), iq3xxs(third16(q)), iq3xxs(fourth16(q))
+    g0, g1, g2, g3 = iq3xxs(q)
     words = load(u32x8, data, offset + 66)
     l0, l1, l2, l3 = negated(g0, g1, g2, g3, word_signs(words))
     return l0, l1, l2, l3, half_scales(each_twice(words >> 28), half_at(data, offset), 0.5), None
 
 
 @inline
-def ninth_bits(q: Any, high: Any) -> Any:
-    """Return 9-bit indices: 16 bytes, and their high bits as 16 bytes of 0 or 1."""
-    return convert(u16x16, q) | (convert(u16x16, high) << 8)
-
-
-@inline
 def unpack_iq3_s(data: int, offset: int) -> Any:
     """110 bytes; bit i of qh is the ninth bit of index i."""
     q = load(u8x64, data, offset + 2)
-    h = select(mask_of_bits(load(types.uint64, data, offset + 66)), splat(u8x64, 1), 0)
-    g0, g1 = iq3s(ninth_bits(first16(q), first16(h))), iq3s(ninth_bits(second16(q), second16(h)))
-    g2, g3 = iq3s(ninth_bits(third16(q), third16(h))), iq3s(ninth_bits(fourth16(q), fourth16(h)))
+    high = select(mask_of_bits(load(types.uint64, data, offset + 66)), splat(u16x64, 256), 0)
+    g0, g1, g2, g3 = iq3s(convert(u16x64, q) | high)
     l0, l1, l2, l3 = negated(g0, g1, g2, g3, load(u8x32, data, offset + 74))
     s = load(u8x4, data, offset + 106)
     scales = convert(f32x16, (halves_twice(s & 15, s >> 4) << 1) | 1) * half_at(data, offset)
@@ -225,7 +201,7 @@ def unpack_iq2_xxs(data: int, offset: int) -> Any:
     """66 bytes."""
     both = load(u32x16, data, offset + 2)
     q, words = cast(u8x32, even_words(both)), odd_words(both)
-    g0, g1, g2, g3 = iq2xxs(first(q)), iq2xxs(second(q)), iq2xxs(third(q)), iq2xxs(fourth(q))
+    g0, g1, g2, g3 = iq2xxs(q)
     l0, l1, l2, l3 = negated(g0, g1, g2, g3, word_signs(words))
     return l0, l1, l2, l3, half_scales(each_twice(words >> 28), half_at(data, offset), 0.25), None
 
@@ -235,7 +211,7 @@ def unpack_iq2_xs(data: int, offset: int) -> Any:
     """74 bytes."""
     both = load(u16x32, data, offset + 2)
     q = both & 511
-    g0, g1, g2, g3 = iq2xs(first(q)), iq2xs(second(q)), iq2xs(third(q)), iq2xs(fourth(q))
+    g0, g1, g2, g3 = iq2xs(q)
     l0, l1, l2, l3 = negated(g0, g1, g2, g3, all_signs(convert(u8x32, both >> 9)))
     s = load(u8x8, data, offset + 66)
     return l0, l1, l2, l3, half_scales(in_turn8(s & 15, s >> 4), half_at(data, offset), 0.25), None
@@ -246,7 +222,7 @@ def unpack_iq2_s(data: int, offset: int) -> Any:
     """82 bytes; each index has two bits of qh."""
     high = (eight_4_times(convert(u16x8, load(u8x8, data, offset + 66))) >> shifts2_16()) & 3
     q = convert(u16x32, load(u8x32, data, offset + 2)) | (high << 8)
-    g0, g1, g2, g3 = iq2s(first(q)), iq2s(second(q)), iq2s(third(q)), iq2s(fourth(q))
+    g0, g1, g2, g3 = iq2s(q)
     l0, l1, l2, l3 = negated(g0, g1, g2, g3, load(u8x32, data, offset + 34))
     s = load(u8x8, data, offset + 74)
     return l0, l1, l2, l3, half_scales(in_turn8(s & 15, s >> 4), half_at(data, offset), 0.25), None
@@ -261,8 +237,8 @@ def shifted_by_32(low: Any, h: Any) -> Any:
     high = (eight_4_times(h) >> shifts3_16()) & 7
     q = convert(u16x32, low) | (high << 8)
     shift = convert(i8x8, 1 - ((h >> 15) << 1))
-    l0, l1 = iq1s_8(first(q)) + shift32_0(shift), iq1s_8(second(q)) + shift32_1(shift)
-    l2, l3 = iq1s_8(third(q)) + shift32_2(shift), iq1s_8(fourth(q)) + shift32_3(shift)
+    g0, g1, g2, g3 = iq1s_8(q)
+    l0, l1, l2, l3 = g0 + shift32_0(shift), g1 + shift32_1(shift), g2 + shift32_2(shift), g3 + shift32_3(shift)
     return l0, l1, l2, l3, convert(f32x16, each_twice((((h >> 12) & 7) << 1) | 1))
 
 
@@ -296,8 +272,8 @@ def shifted_by_8(low: Any, h: Any) -> Any:
     digits = in_turn16(h & 15, h >> 4)
     q = convert(u16x32, low) | (convert(u16x32, digits & 7) << 8)
     shift = cast(i8x32, 1 - ((digits >> 3) << 1))
-    l0, l1 = iq1s_8(first(q)) + shift8_0(shift), iq1s_8(second(q)) + shift8_1(shift)
-    l2, l3 = iq1s_8(third(q)) + shift8_2(shift), iq1s_8(fourth(q)) + shift8_3(shift)
+    g0, g1, g2, g3 = iq1s_8(q)
+    l0, l1, l2, l3 = g0 + shift8_0(shift), g1 + shift8_1(shift), g2 + shift8_2(shift), g3 + shift8_3(shift)
     return l0, l1, l2, l3
 
 

@@ -58,6 +58,7 @@ from quantkit.kernels.cpu.unpack.lanes import (
     lookup_all,
     lookup_all_64,
     low_quarters,
+    mask_of_bits,
     nibbles16,
     nibbles16_of,
     u8x4,
@@ -80,7 +81,6 @@ four_times = make_shuffle([*range(16)] * 4, "ik_quants.four_times")
 bits0123 = make_constant(u8x64, [1 << i // 16 for i in range(64)], "ik_quants.bits0123")
 bits4567 = make_constant(u8x64, [16 << i // 16 for i in range(64)], "ik_quants.bits4567")
 
-bits_16 = make_constant(u32x16, range(16), "ik_quants.bits_16")
 fields_16 = make_constant(u32x16, range(0, 32, 2), "ik_quants.fields_16")
 upper8 = make_shuffle(range(8, 16), "ik_quants.upper8")
 #: Nibbles of 4 bytes, all low before all high, each twice.
@@ -121,7 +121,7 @@ def raised32(levels: Any, by: Any) -> Any:
 @inline
 def bits16(data: int, offset: int) -> Any:
     """Return the bits of a u16 as 16 bytes of 0 or 1."""
-    return convert(u8x16, (splat(u32x16, load(types.uint16, data, offset)) >> bits_16()) & 1)
+    return select(mask_of_bits(load(types.uint16, data, offset)), splat(u8x16, 1), 0)
 
 
 @inline
@@ -180,8 +180,8 @@ def iq2_k_scales(data: int, offset: int) -> Any:
 @inline
 def iq3_k_scales(data: int, offset: int) -> Any:
     """Return +-(2 s + 1)."""
-    s, sign = (scales4(data, offset + 6) << 1) | 1, 0 - bits16(data, offset + 4)
-    return cast(i8x16, (s ^ sign) - sign)
+    s = cast(i8x16, (scales4(data, offset + 6) << 1) | 1)
+    return select(mask_of_bits(load(types.uint16, data, offset + 4)), -s, s)
 
 
 @inline

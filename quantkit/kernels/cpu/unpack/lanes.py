@@ -7,18 +7,23 @@ once, then arranges halves, quarters or eighths of the results in the order of t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.types.containers import UniTuple
 
 from quantkit.kernels.cpu.core.jit import inline
 from quantkit.kernels.cpu.core.simd import (
     _LL,
+    FEATURES,
     VecType,
     _address,
+    _call,
+    _const,
     _from_half,
     _shuffle,
     cast,
@@ -30,14 +35,13 @@ from quantkit.kernels.cpu.core.simd import (
     lookup64,
     make_shuffle,
     make_shuffle2,
-    mask64,
     u8x16,
     u8x64,
     u16x8,
 )
 
 u8x4, u64x4 = VecType(types.uint8, 4), VecType(types.uint64, 4)
-u16x2, u16x4 = VecType(types.uint16, 2), VecType(types.uint16, 4)
+u16x2, u16x4, u16x64 = VecType(types.uint16, 2), VecType(types.uint16, 4), VecType(types.uint16, 64)
 
 # ---------------------------------------------------------------- memory
 
@@ -74,48 +78,118 @@ def load_pieces(b, sig, vt, piece, buffer, offset, stride):
 
 
 def make_grid(entries: npt.NDArray[Any], name: str) -> Any:
-    """Return an intrinsic ``pick(index)`` that concatenates entries of a grid as i8x64.
+    """Return an intrinsic ``pick(index)`` that concatenates 256 bytes of entries of a grid, as four i8x64.
 
-    ``entries`` are bytes [n, 8] or [n, 4]; ``index`` has 8 or 16 integer lanes, all below n. The grid is a constant
-    in the kernel. One scalar load per entry: gather instructions take 18 to 28 % longer (EPYC, AVX-512).
+    ``entries`` are bytes [n, 8] or [n, 4]; ``index`` has 32 or 64 integer lanes, all below n. The grid is a constant
+    in the kernel: with AVX-512 VBMI as codes of 16 bits, looked up in registers, unless they are too many.
     """
-    raw, width = np.ascontiguousarray(entries).tobytes(), entries.shape[1]
+    few = len(entries) * entries.shape[1] <= _MOST_BYTES
+    emit = _look_codes_up if few and "avx512vbmi" in FEATURES else _look_entries_up
+    result = UniTuple(i8x64, 4)
+    return emits(lambda index: result(index), name)(lambda b, sig, index: emit(b, entries, name, index))
 
-    @emits(lambda index: i8x64(index), name)
-    def pick(b, sig, index):
-        i32, i64, word = ir.IntType(32), ir.IntType(64), ir.IntType(8 * width)
-        constant = ir.Constant(ir.ArrayType(ir.IntType(8), len(raw)), bytearray(raw))
-        table = cgutils.global_constant(b.module, f"quantkit.{name}", constant)
-        table.align = 64
-        start, lanes = b.bitcast(table, ir.IntType(8).as_pointer()), 64 // width
-        out = ir.Constant(ir.VectorType(word, lanes), ir.Undefined)
-        bits = index.type.element.width
-        words = b.bitcast(index, ir.VectorType(i64, lanes * bits // 64))
-        for k in range(lanes):
+
+#: Codes of larger grids take longer than a load per entry.
+_MOST_BYTES = 2048
+
+
+def _table(b: ir.IRBuilder, values: npt.NDArray[Any], name: str) -> ir.Value:
+    """Return the address of constant bytes."""
+    raw = np.ascontiguousarray(values).tobytes()
+    constant = ir.Constant(ir.ArrayType(ir.IntType(8), len(raw)), bytearray(raw))
+    table = cgutils.global_constant(b.module, f"quantkit.{name}", constant)
+    table.align = 64
+    return b.bitcast(table, ir.IntType(8).as_pointer())
+
+
+def _look_entries_up(b: ir.IRBuilder, entries: npt.NDArray[Any], name: str, index: ir.Value) -> list[ir.Value]:
+    """One scalar load per entry: gather instructions take 18 to 28 % longer (EPYC, AVX-512)."""
+    width, start = entries.shape[1], _table(b, entries, name)
+    word = ir.DoubleType() if width == 8 else ir.FloatType()  # loads that insert are those of floats
+    per_piece, count, bits = 16 // width, index.type.count, index.type.element.width
+    i64 = ir.IntType(64)
+    words = b.bitcast(index, ir.VectorType(i64, count * bits // 64))
+    pieces = []
+    for first in range(0, count, per_piece):
+        piece = ir.Constant(ir.VectorType(word, per_piece), ir.Undefined)
+        for k in range(per_piece):
             # Indices come from shifts of whole words: the scalar units are idle, the vector units are not.
-            word64 = b.extract_element(words, i32(k * bits // 64))
-            entry_at = b.and_(b.lshr(word64, i64(k * bits % 64)), i64(2**bits - 1))
-            at = b.mul(entry_at, i64(width))
-            entry = b.load(b.bitcast(b.gep(start, [at]), word.as_pointer()), align=width)
-            out = b.insert_element(out, entry, i32(k))
-        return b.bitcast(out, i8x64.ll)
+            bit = (first + k) * bits
+            n = b.and_(b.lshr(b.extract_element(words, ir.IntType(32)(bit // 64)), i64(bit % 64)), i64(2**bits - 1))
+            byte = b.mul(n, i64(width))
+            entry = b.load(b.bitcast(b.gep(start, [byte]), word.as_pointer()), align=width)
+            piece = b.insert_element(piece, entry, ir.IntType(32)(k))
+        pieces.append(piece)
+    each = len(pieces) // 4
+    return [b.bitcast(_join(b, pieces[k : k + each]), i8x64.ll) for k in range(0, 4 * each, each)]
 
-    return pick
+
+def _look_codes_up(b: ir.IRBuilder, entries: npt.NDArray[Any], name: str, index: ir.Value) -> list[ir.Value]:
+    """Look codes up (vpermi2w), spread the fields of each to bytes (vpmultishiftqb), and look levels up (vpermb).
+
+    A code has a field of 2 or 4 bits for each byte of the entry: which of its levels. The codes of 8 bytes are brought
+    to the low end of a quadword.
+    """
+    levels, fields = np.unique(entries, return_inverse=True)
+    width = entries.shape[1]
+    field, per_qword = 16 // width, 8 // width
+    codes = (fields.reshape(-1, width) << field * np.arange(width)).sum(1).astype(np.uint16)
+    word = ir.VectorType(ir.IntType(16), 32)
+    start = b.bitcast(_table(b, codes, f"{name}.codes"), word.as_pointer())
+    tables = [b.load(b.gep(start, [ir.IntType(64)(k)]), align=64) for k in range(len(codes) // 32)]
+    indices = b.zext(index, ir.VectorType(ir.IntType(16), index.type.count))
+    indices = [_shuffle(b, indices, None, range(k, k + 32)) for k in range(0, index.type.count, 32)]
+    found = [_look_words_up(b, tables, each) for each in indices]
+    # The bits above a field in its byte choose among copies of the levels.
+    known = ir.Constant(i8x64.ll, [int(levels[i % 2**field % len(levels)]) for i in range(64)])
+    control = ir.Constant(i8x64.ll, [field * j for j in range(8)] * 8)
+    out = []
+    for vector in range(4):
+        first = vector * 8 * per_qword
+        lanes = [first % 32 + w // 4 * per_qword + w % per_qword for w in range(32)]
+        words = b.bitcast(_shuffle(b, found[first // 32], None, lanes), i8x64.ll)
+        spread = _call(b, "llvm.x86.avx512.pmultishift.qb.512", i8x64.ll, [control, words])
+        out.append(_call(b, "llvm.x86.avx512.permvar.qi.512", i8x64.ll, [known, spread]))
+    return out
+
+
+def _look_words_up(b: ir.IRBuilder, tables: list[ir.Value], index: ir.Value) -> ir.Value:
+    """Look words up in a table of 64, 128 ... words, 32 in each vector."""
+    pairs = zip(tables[::2], tables[1::2], strict=True)
+    found = [_call(b, "llvm.x86.avx512.vpermi2var.hi.512", index.type, [x, index, y]) for x, y in pairs]
+    bit = 64
+    while len(found) > 1:
+        high = b.icmp_unsigned("!=", b.and_(index, _const(index.type, bit)), _const(index.type, 0))
+        found = [b.select(high, y, x) for x, y in zip(found[::2], found[1::2], strict=True)]
+        bit *= 2
+    return found[0]
 
 
 # ---------------------------------------------------------------- bits and halves
 
 
-@emits(lambda bits: mask64(types.uint64))
+@emits(lambda bits: VecType(types.boolean, bits.bitwidth)(bits))
 def mask_of_bits(b, sig, bits):
-    """Return the mask of 64 lanes whose lane i is bit i of an integer (the inverse of mask_bits)."""
-    return b.bitcast(bits, mask64.ll)
+    """Return the mask whose lane i is bit i of an integer (the inverse of mask_bits)."""
+    return b.bitcast(bits, sig.return_type.ll)
 
 
 @emits(lambda bits: VecType(types.float32, bits.lanes)(bits))
 def widen_f16(b, sig, bits):
     """Return the f32 lanes of half floats given as u16 lanes."""
     return _from_half(b, bits)
+
+
+@emits(lambda words: VecType(types.uint8, 4 * words.lanes)(words))
+def fields_of_7(b, sig, words):
+    """Return the bytes that begin at bits 0, 7, 14 and 21 of each of 8 words."""
+    t = sig.return_type.ll
+    if {"avx512vbmi", "avx512vl"} <= FEATURES:
+        control = ir.Constant(t, [32 * k + 7 * i for k in range(2) for i in range(4)] * (t.count // 8))
+        return _call(b, "llvm.x86.avx512.pmultishift.qb.256", t, [control, b.bitcast(words, t)])
+    # Each field moves up by as many bits as there are fields below it.
+    moved = [b.and_(b.shl(words, _const(words.type, i)), _const(words.type, 255 << 8 * i)) for i in range(4)]
+    return b.bitcast(reduce(b.or_, moved), t)
 
 
 # ---------------------------------------------------------------- arranging lanes

@@ -116,24 +116,49 @@ def _nibbles_twice(data: int, offset: int) -> Any:
 
 
 @inline
-def unpack_iq1_kt(data: int, offset: int) -> Any:
-    """56 bytes."""
+def codebook_scales(nibbles: Any) -> Any:
+    """Return codebook[s] for 16 nibbles."""
+    return convert(f32x16, lookup16(i_quants.codebook(), nibbles))
+
+
+@inline
+def iq1_kt_indices(data: int, offset: int) -> Any:
+    """Return the indices of 128 values, and of the others."""
     sh, qh = load(u8x8, data, offset), load(u8x16, data, offset + 40)
     words = convert(u32x8, sh)
     top0 = ((first_4_times(words) >> fifth_bits()) & 1) << 12
     top1 = ((last_4_times(words) >> fifth_bits()) & 1) << 12
     q0 = convert(u32x16, load(u8x16, data, offset + 8)) | (convert(u32x16, qh & 15) << 8)
     q1 = convert(u32x16, load(u8x16, data, offset + 24)) | (convert(u32x16, qh >> 4) << 8)
-    l0, l1 = eights(q0 | top0)
-    l2, l3 = eights(q1 | top1)
-    return l0, l1, l2, l3, convert(f32x16, lookup16(i_quants.codebook(), each_twice(sh & 15))), None
+    return q0 | top0, q1 | top1
+
+
+@inline
+def iq1_kt_scales(data: int, offset: int) -> Any:
+    """Return codebook[sh & 15], each twice."""
+    return codebook_scales(each_twice(load(u8x8, data, offset) & 15))
+
+
+@inline
+def unpack_iq1_kt(data: int, offset: int) -> Any:
+    """56 bytes."""
+    q0, q1 = iq1_kt_indices(data, offset)
+    l0, l1 = eights(q0)
+    l2, l3 = eights(q1)
+    return l0, l1, l2, l3, iq1_kt_scales(data, offset), None
+
+
+@inline
+def iq2_kt_scales(data: int, offset: int) -> Any:
+    """Return codebook[s], each twice."""
+    return codebook_scales(_nibbles_twice(data, offset))
 
 
 @inline
 def unpack_iq2_kt(data: int, offset: int) -> Any:
     """68 bytes."""
     l0, l1, l2, l3 = _of_words(data, offset + 4)
-    return l0, l1, l2, l3, convert(f32x16, lookup16(i_quants.codebook(), _nibbles_twice(data, offset))), None
+    return l0, l1, l2, l3, iq2_kt_scales(data, offset), None
 
 
 @inline
