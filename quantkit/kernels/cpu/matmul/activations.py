@@ -22,7 +22,7 @@ share a layout: *units* of 256 values, 1088 bytes each, zero-padded at the end o
          512  i16   totals[16]      sum of q of each 16 values
          544  i16   totals32[8]     sum of q of each 32 values; then 16 bytes to fill a cache line
          576  int8  by_pieces[256]  the levels again: the first 16 of each of 4 blocks of 32, then their second 16
-         832  int8  by_halves[256]  q8_k: the levels again, blocks of 32 in the order 0, 2, 1, 3, 4, 6, 5, 7
+         832  int8  apart_2[256]    the levels again: blocks 0 2, 1 3, 4 6, 5 7 of 32; q8_k only
 
 The offsets compensate for adding 128 to signed levels: vpdpbusd takes one unsigned operand. A row is its units and 64
 more bytes, so that rows of power-of-two length do not all map to the same cache sets.
@@ -73,7 +73,7 @@ from quantkit.kernels.cpu.core.tape import N_OUTPUTS, N_TOKENS, TapeOp, arg, bat
 #: Bytes of a unit of 256 values, and the offsets of its parts.
 UNIT_BYTES = 1088
 SCALES, SUMS, OFFSETS, OFFSETS32, SUMS32, TOTALS, TOTALS32 = 256, 320, 384, 448, 480, 512, 544
-BY_PIECES, BY_HALVES = 576, 832
+BY_PIECES, APART_2 = 576, 832
 #: Bytes after the units of a row.
 ROW_GAP = 64
 
@@ -242,8 +242,8 @@ def quantize_unit_q8_k(x: int, out: int) -> None:
         store(out, 16 * i, convert(i8x16, vmin(q, splat(i32x16, 127))))
     for half in range(2):
         a, b = load(i8x64, out, 128 * half), load(i8x64, out, 128 * half + 64)
-        store(out, BY_HALVES + 128 * half, lower_32(a, b))
-        store(out, BY_HALVES + 128 * half + 64, upper_32(a, b))
+        store(out, APART_2 + 128 * half, lower_32(a, b))
+        store(out, APART_2 + 128 * half + 64, upper_32(a, b))
     store(out, SCALES, splat(f32x16, d))
     store_scaled_sums(out, store_offsets(out))
 

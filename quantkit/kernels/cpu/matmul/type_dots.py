@@ -53,7 +53,7 @@ from quantkit.kernels.cpu.core.simd import (
     u16x32,
     u32x4,
 )
-from quantkit.kernels.cpu.matmul.activations import BY_HALVES, BY_PIECES, SCALES, SUMS, TOTALS, TOTALS32, UNIT_BYTES
+from quantkit.kernels.cpu.matmul.activations import APART_2, BY_PIECES, SCALES, SUMS, TOTALS, TOTALS32, UNIT_BYTES
 from quantkit.kernels.cpu.unpack import fp4, i_quants, ik_quants, k_quants, ternary
 from quantkit.kernels.cpu.unpack.lanes import block_scales, each_twice, half_at, join32, load_pieces, twice32
 from quantkit.kernels.formats import format_of
@@ -180,8 +180,8 @@ low_16_bits = make_constant(i32x16, [0xFFFF] * 16, "direct.low_16_bits")
 @inline
 def sums_in_pairs(act: int, u: Any, v: Any, at: int) -> Any:
     """Return i16 sums of four products of u, and of v, side by side; each is at most 4 * 31 * 127."""
-    a = dot4(splat(i32x16, 0), u, load(i8x64, act, BY_HALVES + at))
-    b = dot4(splat(i32x16, 0), v, load(i8x64, act, BY_HALVES + at + 64))
+    a = dot4(splat(i32x16, 0), u, load(i8x64, act, APART_2 + at))
+    b = dot4(splat(i32x16, 0), v, load(i8x64, act, APART_2 + at + 64))
     return cast(i16x32, (a & low_16_bits()) | (b << 16))
 
 
@@ -196,10 +196,10 @@ def products_by_fours(act: int, a0: Any, a1: Any, b0: Any, b1: Any, s: Any) -> A
 @inline
 def products_by_twos(act: int, a0: Any, a1: Any, b0: Any, b1: Any, s: Any) -> Any:
     """The same with half as many products of bytes added at a time; a pair of them is at most 2 * 31 * 127."""
-    x = dot2(splat(i32x16, 0), maddubs(a0, load(i8x64, act, BY_HALVES)), scales_02(s))
-    y = dot2(splat(i32x16, 0), maddubs(a1, load(i8x64, act, BY_HALVES + 64)), scales_13(s))
-    x = dot2(x, maddubs(b0, load(i8x64, act, BY_HALVES + 128)), scales_46(s))
-    return x + dot2(y, maddubs(b1, load(i8x64, act, BY_HALVES + 192)), scales_57(s))
+    x = dot2(splat(i32x16, 0), maddubs(a0, load(i8x64, act, APART_2)), scales_02(s))
+    y = dot2(splat(i32x16, 0), maddubs(a1, load(i8x64, act, APART_2 + 64)), scales_13(s))
+    x = dot2(x, maddubs(b0, load(i8x64, act, APART_2 + 128)), scales_46(s))
+    return x + dot2(y, maddubs(b1, load(i8x64, act, APART_2 + 192)), scales_57(s))
 
 
 nibble_products: Any = products_by_fours if HAS_DOT4 else products_by_twos
@@ -208,7 +208,6 @@ nibble_products: Any = products_by_fours if HAS_DOT4 else products_by_twos
 nibble_levels: Any = None
 add_super_block: Any = None
 unit_bytes = 0
-PREFETCH = 4096
 
 
 def add_nibble_products(at: int, act: int, acc: Any, scales: Any) -> Any:
@@ -224,13 +223,13 @@ def add_nibble_products(at: int, act: int, acc: Any, scales: Any) -> Any:
     return products, muladd(convert(f32x4, mins), lane_1(d), minimums)
 
 
-def dot_nibble_row(w: int, act: int, n: int) -> Any:
+def dot_nibble_row(w: int, act: int, n: int, ahead: int) -> Any:
     """dots.dot_row for Q4_K and Q5_K: unpacks the scales of four super-blocks at once."""
     acc = splat(f32x16, 0), splat(f32x4, 0)
     units = n // 256
     for _ in range(units // 4):
         for line in range(unit_bytes // 16):
-            prefetch(w, PREFETCH + 64 * line)
+            prefetch(w, ahead + 64 * line)
         scales = nibble_scales(load_pieces(u8x64, u8x16, w, 0, unit_bytes))
         acc = add_super_block(w, act, acc, first_16(scales))
         acc = add_super_block(w + unit_bytes, act + UNIT_BYTES, acc, second_16(scales))
