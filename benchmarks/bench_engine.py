@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import statistics
 import sys
 from collections.abc import Sequence
@@ -67,12 +68,13 @@ class Runner:
 
 
 def reason_of(outcome: Outcome) -> str:
-    """Return the line in which a program that failed says why."""
+    """Return the line in which a program that failed says why, or what it died of."""
     lines = [line.strip() for line in (outcome.stdout + outcome.stderr).splitlines() if line.strip()]
-    telling = [
-        line for line in lines if re.search(r"error|invalid|unsupported|unknown|assert|fatal", line, re.IGNORECASE)
-    ]
-    return [f"ended with {outcome.returncode}", *lines[-1:], *telling[:1]][-1]
+    if telling := next((line for line in lines if TELLING.search(line)), None):
+        return telling
+    if outcome.returncode < 0:
+        return f"died of {signal.Signals(-outcome.returncode).name}"
+    return lines[-1] if lines else f"ended with {outcome.returncode}"
 
 
 def programs() -> dict[str, list[str | Path]]:
@@ -130,7 +132,7 @@ def compare(models: Sequence[tuple[str, Path]], options: argparse.Namespace) -> 
         for test, n in zip(TESTS, (options.prompt, options.gen), strict=True):
             if n:
                 print(row(name, test, n, measured), flush=True)
-        reasons |= {f"{r.engine} {r.setting}, {name}: {r.reason}": None for r in measured if r.reason}
+        reasons |= dict.fromkeys(f"{r.engine}, {name}: {r.reason}" for r in measured if r.reason)
     print("\n" + "\n".join(reasons) if reasons else "")
 
 

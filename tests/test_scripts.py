@@ -205,9 +205,10 @@ def test_benchmark_of_engines_says_why_one_cannot(monkeypatch: pytest.MonkeyPatc
         runner.program = ["/there/is/no/such/program"]
     assert runner.reason == "invalid ggml type 144"
     assert runner.speed("pp") == 0
-    silent = bench.Runner("peer", "plain", ["false"], [])
-    silent.turn(tmp_path / "m.gguf", 1, 1, 1)
-    assert silent.reason == "ended with 1"
+    for code, reason in {"sys.exit(1)": "ended with 1", "os.kill(os.getpid(), 8)": "died of SIGFPE"}.items():
+        runner = bench.Runner("peer", "plain", [sys.executable, "-c", f"import os, sys; {code}"], [])
+        runner.turn(tmp_path / "m.gguf", 1, 1, 1)
+        assert runner.reason == reason
 
 
 @pytest.mark.peer
@@ -220,3 +221,12 @@ def test_benchmark_of_engines_runs_ik(tmp_path: Path, tiny_moe: Path, ik_bin: Pa
     refused = subprocess.run([*command, "--set", "speed=9"], capture_output=True, text=True, timeout=120)
     assert refused.returncode == 1
     assert "no such parameter" in refused.stderr
+
+
+def test_profile_of_the_engine_names_what_runs(tiny_moe: Path) -> None:
+    command = [sys.executable, ROOT / "benchmarks/profile_engine.py", tiny_moe, "--steps", "3", "--batch", "2"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    rows = [line.split(" | ") for line in found.splitlines() if line.startswith("| ")][1:]
+    assert sum(row[0].startswith("| UpGateId: gate_by_expert") for row in rows) == 1
+    assert all(float(row[2]) > 0 for row in rows)
+    assert [row[0] for row in rows if "mul_mat" in row[0] and row[4] == " |"] == []

@@ -5,9 +5,10 @@ at a time in integers (exact) down to one sum per 16 values, and only then multi
 
     result = sum over groups of 16:  scale * d * (sum of level * q)  -  min * sums
 
-One row at a time and strictly in order, with a prefetch some KB ahead: the hardware prefetcher handles several streams
-worse. Where bytes are multiplied as u8 x s8 (simd.HAS_DOT4), signed levels are raised by 128, and the offsets of
-activations.py compensate. ``dot_row_by_4`` unpacks a row once for the activations of four tokens.
+One row at a time and strictly in order, with a prefetch ``ahead`` bytes further on, which at the end of the rows is in
+those that come next: the hardware prefetcher handles several streams worse. Where bytes are multiplied as u8 x s8
+(simd.HAS_DOT4), signed levels are raised by 128, and the offsets of activations.py compensate. ``dot_row_by_4`` unpacks
+a row once for the activations of four tokens.
 """
 
 from __future__ import annotations
@@ -165,13 +166,13 @@ start: Any = zero_sums
 finish: Any = hsum
 
 
-def dot_row(w: int, act: int, n: int) -> Any:
+def dot_row(w: int, act: int, n: int, ahead: int) -> Any:
     """Return the dot product, float32, of the row of ``n`` weights at ``w`` and the activations at ``act``."""
     acc, of_row = start(), row_scale(w)
     w += header_bytes
     for _ in range(n // 256):
         for line in range(unit_lines):
-            prefetch(w, PREFETCH + 64 * line)
+            prefetch(w, ahead + 64 * line)
         acc = dot_unit(w, act, acc)
         w += unit_bytes
         act += UNIT_BYTES

@@ -82,13 +82,13 @@ weight_bytes = 4
 # ---------------------------------------------------------------- a row
 
 
-def dot_float_row(w: int, act: int, n: int) -> Any:
+def dot_float_row(w: int, act: int, n: int, ahead: int) -> Any:
     """Return the dot product, float32, of n weights at ``w`` and n f32 at ``act``."""
     a = b = c = d = splat(f32x16, 0)
     whole = n // 64 * 64
     for i in range(0, whole, 64):
         for line in range(weight_bytes):
-            prefetch(w, weight_bytes * i + PREFETCH + 64 * line)
+            prefetch(w, weight_bytes * i + ahead + 64 * line)
         a = muladd(load_16(w, i), load(f32x16, act, 4 * i), a)
         b = muladd(load_16(w, i + 16), load(f32x16, act, 4 * i + 64), b)
         c = muladd(load_16(w, i + 32), load(f32x16, act, 4 * i + 128), c)

@@ -66,6 +66,12 @@ def share_rows(n_out: int, rows: int, tid: int, nth: int) -> Any:
 
 
 @inline
+def rows_at_once(count: int) -> Any:
+    """Return how many rows of weights a call multiplies: a panel, or as many as have room for one row of x."""
+    return ROWS * BLOCK if count == 1 else ROWS
+
+
+@inline
 def factor(scale: int) -> Any:
     """Return the f32 at an address, 1 for address 0."""
     return load(types.float32, scale, 0) if scale != 0 else types.float32(1)
@@ -94,8 +100,9 @@ def mul_mat(args: int, tid: int, nth: int) -> None:
     panel = arg(args, _SCRATCH) + tid * arg(args, _SCRATCH_BYTES)
     fill_unit(block, row_bytes, arg(args, _N_IN), x_stride, 0, products, panel)
     first, last = share_rows(arg(args, _N_OUT), count, tid, nth)
-    for o in range(first, last, ROWS):
-        rows = min(ROWS, last - o)
+    step = rows_at_once(count)
+    for o in range(first, last, step):
+        rows = min(step, last - o)
         for begin in range(0, count, BLOCK):
             n = min(BLOCK, count - begin)
             w = arg(args, _W) + o * row_bytes
@@ -152,8 +159,9 @@ def gate_dense(args: int, tid: int, nth: int) -> None:
     fill_unit(up_block, arg(args, _UP + _BYTES_AT), n_in, arg(args, _UP + _STRIDE_AT), 0, ups, panel)
     fill_unit(gate_block, arg(args, _GATE + _BYTES_AT), n_in, arg(args, _GATE + _STRIDE_AT), 0, gates, second)
     first, last = share_rows(arg(args, _G_OUT), count, tid, nth)
-    for o in range(first, last, ROWS):
-        rows = min(ROWS, last - o)
+    step = rows_at_once(count)
+    for o in range(first, last, step):
+        rows = min(step, last - o)
         for begin in range(0, count, BLOCK):
             n = min(BLOCK, count - begin)
             multiply_one_of_two(args, _GATE, gate_block, o, rows, begin, n, count)

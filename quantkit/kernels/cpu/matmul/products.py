@@ -16,7 +16,7 @@ from quantkit.kernels.cpu.core.jit import inline, specialize
 from quantkit.kernels.cpu.core.simd import store
 from quantkit.kernels.cpu.core.tape import arg, operation
 from quantkit.kernels.cpu.core.team import call_operation
-from quantkit.kernels.cpu.matmul.dots import row_dots
+from quantkit.kernels.cpu.matmul.dots import PREFETCH, row_dots
 from quantkit.kernels.cpu.matmul.panel import ROWS, panels, row_address
 from quantkit.types import TensorType
 
@@ -36,11 +36,23 @@ by_panel: Any = None
 
 
 def multiply_rows(
-    w: int, row_bytes: int, n_in: int, rows: int, x: int, x_stride: int, numbers: int, count: int, products: int
+    w: int,
+    row_bytes: int,
+    n_in: int,
+    rows: int,
+    x: int,
+    x_stride: int,
+    numbers: int,
+    count: int,
+    products: int,
+    ahead: int,
 ) -> None:
     """products[i, r] = row r of w times the i-th row of x; each row of w is unpacked once for four of x."""
+    end = w + rows * row_bytes
     for r in range(rows):
         row, to = w + r * row_bytes, products + 4 * r
+        # The last rows prefetch the beginning of what is read next.
+        further = PREFETCH if end - row > PREFETCH + row_bytes // 2 else PREFETCH + ahead - end
         i = 0
         while count - i >= 3:
             # Three rows take less time as four, one of them twice, than one by one.
@@ -55,7 +67,7 @@ def multiply_rows(
                 store(to, at + 12 * ROWS, d)
             i += 4
         while i < count:
-            store(to, 4 * ROWS * i, dot_row(row, row_address(x, x_stride, numbers, i, count), n_in))
+            store(to, 4 * ROWS * i, dot_row(row, row_address(x, x_stride, numbers, i, count), n_in, further))
             i += 1
 
 
@@ -89,7 +101,7 @@ def unit_products(args: int, tid: int, nth: int) -> None:
     x, x_stride, numbers = arg(args, _X), arg(args, _X_STRIDE), arg(args, _NUMBERS)
     count, products, panel = arg(args, _COUNT), arg(args, _PRODUCTS), arg(args, _PANEL)
     if arg(args, _TOTAL) < MIN_PANEL:
-        by_rows(w, row_bytes, n_in, rows, x, x_stride, numbers, count, products)
+        by_rows(w, row_bytes, n_in, rows, x, x_stride, numbers, count, products, arg(args, _AHEAD))
         return
     if arg(args, _BEGIN) == 0:
         unpack_panel(w, row_bytes, rows, n_in, panel)

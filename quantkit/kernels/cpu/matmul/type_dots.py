@@ -206,7 +206,6 @@ nibble_products: Any = products_by_fours if HAS_DOT4 else products_by_twos
 nibble_levels: Any = None
 add_super_block: Any = None
 unit_bytes = 0
-PREFETCH = 4096
 
 
 def add_nibble_products(at: int, act: int, acc: Any, scales: Any) -> Any:
@@ -222,13 +221,13 @@ def add_nibble_products(at: int, act: int, acc: Any, scales: Any) -> Any:
     return products, muladd(convert(f32x4, mins), lane_1(d), minimums)
 
 
-def dot_nibble_row(w: int, act: int, n: int) -> Any:
+def dot_nibble_row(w: int, act: int, n: int, ahead: int) -> Any:
     """dots.dot_row for Q4_K and Q5_K: unpacks the scales of four super-blocks at once."""
     acc = splat(f32x16, 0), splat(f32x4, 0)
     units = n // 256
     for _ in range(units // 4):
         for line in range(unit_bytes // 16):
-            prefetch(w, PREFETCH + 64 * line)
+            prefetch(w, ahead + 64 * line)
         scales = nibble_scales(load_pieces(u8x64, u8x16, w, 0, unit_bytes))
         acc = add_super_block(w, act, acc, first_16(scales))
         acc = add_super_block(w + unit_bytes, act + UNIT_BYTES, acc, second_16(scales))

@@ -1,0 +1,105 @@
+"""Show where the time of a token goes: for every kind of entry of the CPU tape its time, and how fast it reads weights.
+
+    benchmarks/profile_engine.py MODEL.gguf                  tokens one by one
+    benchmarks/profile_engine.py MODEL.gguf --batch 512      prompts of 512 tokens
+
+Every step is run twice: as always, and with a clock read after each entry (its barrier included), so that what is lost
+between steps shows as the difference of the two sums. Medians over the steps; random tokens, for choosing experts is
+part of the work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from processes import machine
+
+from quantkit.model.backends.cpu.backend import CPUProgram, Timing
+from quantkit.model.batch import Batch
+from quantkit.model.engine import load
+from quantkit.model.ops import MulMatId, UpGateId
+
+
+@dataclass
+class Kind:
+    """All entries of one name within operations of one kind."""
+
+    entries: int = 0
+    microseconds: float = 0.0
+    weight_bytes: float = 0.0
+
+
+def weight_bytes(timing: Timing, tokens: int) -> float:
+    """Return the bytes of weights that an entry reads: of experts, about those that random tokens choose."""
+    op = timing.op
+    if not isinstance(op, UpGateId | MulMatId):
+        return timing.weight_bytes
+    n_expert = next(iter(op.matrices())).n_matrices
+    return timing.weight_bytes * (1 - (1 - op.out.per / n_expert) ** tokens)
+
+
+def kinds_of(timings: Sequence[Timing], microseconds: Sequence[float], tokens: int) -> dict[str, Kind]:
+    """Return the sums over all entries of a kind, in the order of the tape."""
+    found: dict[str, Kind] = {}
+    for timing, each in zip(timings, microseconds, strict=True):
+        kind = found.setdefault(f"{type(timing.op).__name__}: {timing.name}", Kind())
+        kind.entries += 1
+        kind.microseconds += each
+        kind.weight_bytes += weight_bytes(timing, tokens)
+    return found
+
+
+def measure(program: CPUProgram, batches: Sequence[Batch]) -> tuple[list[Timing], Any, float]:
+    """Return the entries, their median microseconds, and the median microseconds of whole steps."""
+    runs, whole = [], []
+    for batch in batches:
+        began = time.perf_counter_ns()
+        program.run(batch)
+        whole.append((time.perf_counter_ns() - began) / 1e3)
+        runs.append(program.profile(batch))
+    entries = np.median([[timing.nanoseconds for timing in run] for run in runs], axis=0) / 1e3
+    return runs[0], entries, float(np.median(whole))
+
+
+def batches_of(n_vocab: int, options: argparse.Namespace) -> list[Batch]:
+    """Return one batch of random tokens for every step, each where the last one ended; the first warms up."""
+    tokens = np.random.default_rng(1).integers(0, n_vocab, (options.steps, options.batch)).astype(np.int32)
+    outputs, sequences = np.array([options.batch - 1], np.int32), np.zeros(options.batch, np.int32)
+    positions = np.arange(tokens.size, dtype=np.int32).reshape(tokens.shape)
+    return [Batch(t, p, sequences, outputs) for t, p in zip(tokens, positions, strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="tokens of a step (default: 1)")
+    parser.add_argument("--steps", type=int, default=100, metavar="N")
+    parser.add_argument("--threads", type=int, default=2, metavar="N")
+    options = parser.parse_args()
+    with load(options.model, threads=options.threads, n_ubatch=options.batch) as model:
+        batches = batches_of(model.n_vocab, options)
+        (segment,) = model.segments
+        limits = model.session(options.batch * options.steps).limits
+        program = model.backend(segment.device).compile(segment.ops, limits, segment.leaves)
+        assert isinstance(program, CPUProgram)
+        for batch in batches[:2]:
+            program.run(batch)
+        timings, microseconds, whole = measure(program, batches)
+    print(f"{options.model.name}, {options.steps} steps of {options.batch}, {options.threads} threads; {machine()}\n")
+    print("| operation: entry | entries | us | share | GB/s |\n|---|---|---|---|---|")
+    total = sum(microseconds)
+    for name, kind in kinds_of(timings, microseconds, options.batch).items():
+        speed = f"{kind.weight_bytes / kind.microseconds / 1e3:.1f}" if kind.weight_bytes else ""
+        share = kind.microseconds / total
+        print(f"| {name} | {kind.entries} | {kind.microseconds:.1f} | {share:.1%} | {speed} |")
+    print(f"\nentries {total:.0f} us, a whole step {whole:.0f} us")
+
+
+if __name__ == "__main__":
+    main()
