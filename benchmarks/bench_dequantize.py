@@ -19,7 +19,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import numpy.typing as npt
-from bench_quantize import llama_bin
+from processes import llama_bin
 
 from quantkit.kernels import quantize
 from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from bench_quantize import llama_bin
+from processes import llama_bin
 
 from quantkit.model.engine import Model, Session, load
 from quantkit.model.fusion import Fusion

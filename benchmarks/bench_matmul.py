@@ -2,9 +2,12 @@
 
     benchmarks/bench_matmul.py                          one thread: one row (from DRAM) and 512 rows, every type
     benchmarks/bench_matmul.py --threads 2 --types Q4_K,Q8_0
+    benchmarks/bench_matmul.py --peer ik --types IQ2_KT,IQ4_KS --rows 1,8,32 --shape 2048x768
 
-ggml computes graphs of one mul_mat on its CPU backend, with plain weights and, where it has one, its repacked layout;
-the faster counts. Both sides quantize the activations as part of the product. They take turns, --rounds times; the best
+ggml (llama.cpp's, or with --peer ik that of the wheel ik-llama-cpp-python) computes graphs of one mul_mat on its CPU
+backend, with plain weights and, where it has one, a layout of several rows: llama.cpp's repacked one, ik's _R4 or _R8
+type; the faster counts. For one row, the machine's own bandwidth, of a sum over the same bytes, stands beside. Both
+sides quantize the activations as part of the product. They take turns, --rounds times; the best
 of each counts, since on shared machines the rest is noise. One thread is measured in CPU time, to exclude other
 programs. Results are compared first (NMSE).
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,14 +26,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from bench_quantize import llama_bin
+from processes import llama_bin, package_folder
 
-from quantkit.kernels import quantize
+from quantkit.kernels.cpu.core.jit import kernel
+from quantkit.kernels.cpu.core.simd import i32x16, load, prefetch, splat, store
 from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
 from quantkit.kernels.cpu.core.team import Team
+from quantkit.kernels.cpu.interleave import interleave_rows
 from quantkit.kernels.cpu.matmul import activations
 from quantkit.kernels.cpu.matmul.matmul import activation_format, mul_mat, products_of, row_bytes, scratch_bytes
-from quantkit.kernels.formats import FORMATS, has_encoder
+from quantkit.kernels.formats import FORMATS
+from quantkit.kernels.interleave import woven_of
 from quantkit.types import BY_NAME, TensorType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -39,7 +46,6 @@ from blocks import random_rows  # noqa: E402
 U8 = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
 REPACKED = ("Q4_0", "Q2_K", "Q4_K", "IQ4_NL", "MXFP4")
-N_IN, N_OUT = 2048, 1024
 
 
 class _InitParams(ctypes.Structure):
@@ -55,14 +61,12 @@ def _function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> 
 class Ggml:
     """The part of libggml-cpu that a mul_mat needs, through ctypes."""
 
-    def __init__(self) -> None:
-        folder = llama_bin()
-        if folder is None:
-            raise SystemExit("llama.cpp's libraries are not here: run scripts/peers, or set QUANTKIT_LLAMA_BIN")
-        base = ctypes.CDLL(str(folder / "libggml-base.so"), ctypes.RTLD_GLOBAL)
-        cpu = ctypes.CDLL(str(folder / "libggml-cpu.so"), ctypes.RTLD_GLOBAL)
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        base, cpu = self._ik() if peer == "ik" else self._llama()
         p = c_void_p
         self.init = _function(base, "ggml_init", p, _InitParams)
+        self.free_context = _function(base, "ggml_free", None, p)
         self.tensor = _function(base, "ggml_new_tensor_2d", p, p, c_int, c_int64, c_int64)
         self.mul_mat = _function(base, "ggml_mul_mat", p, p, p, p)
         self.new_graph = _function(base, "ggml_new_graph", p, p)
@@ -75,17 +79,46 @@ class Ggml:
         self.backend = _function(cpu, "ggml_backend_cpu_init", p)()
         self.threads = _function(cpu, "ggml_backend_cpu_set_n_threads", None, p, c_int)
         self.plain = _function(base, "ggml_backend_cpu_buffer_type", p)
-        self.repacked = _function(cpu, "_Z35ggml_backend_cpu_repack_buffer_typev", p)
+        if peer == "llama":
+            self.repacked = _function(cpu, "_Z35ggml_backend_cpu_repack_buffer_typev", p)
+
+    @staticmethod
+    def _llama() -> tuple[ctypes.CDLL, ctypes.CDLL]:
+        folder = llama_bin()
+        if folder is None:
+            raise SystemExit("llama.cpp's libraries are not here: run scripts/peers, or set QUANTKIT_LLAMA_BIN")
+        base = ctypes.CDLL(str(folder / "libggml-base.so"), ctypes.RTLD_GLOBAL)
+        return base, ctypes.CDLL(str(folder / "libggml-cpu.so"), ctypes.RTLD_GLOBAL)
+
+    @staticmethod
+    def _ik() -> tuple[ctypes.CDLL, ctypes.CDLL]:
+        folder = package_folder("ik_llama_cpp")
+        if folder is None:
+            raise SystemExit("the wheel ik-llama-cpp-python is not installed: run scripts/test once")
+        library = ctypes.CDLL(str(folder / "lib" / "libggml.so"), os.RTLD_DEEPBIND)
+        return library, library
+
+    def graphs(self, t: TensorType, w: U8, x: F32) -> dict[str, Graph]:
+        """Return the ways to compute a product, by the name of the weights' form."""
+        made = {"": Graph(self, t, w, x)}
+        woven = woven_of(t)
+        if self.peer == "llama" and t.name in REPACKED:
+            made["repacked"] = Graph(self, t, w, x, self.repacked())
+        elif self.peer == "ik" and woven is not None and woven.trees == "ik":
+            rows = np.empty((len(w), woven.row_bytes(x.shape[1])), np.uint8)
+            interleave_rows(woven, w, rows)
+            made[woven.name] = Graph(self, woven, rows, x)
+        return made
 
 
 class Graph:
     """A mul_mat in ggml."""
 
-    def __init__(self, ggml: Ggml, t: TensorType, w: U8, x: F32, repacked: bool) -> None:
+    def __init__(self, ggml: Ggml, t: TensorType, w: U8, x: F32, buffer_type: Any = None) -> None:
         self.ggml, self.shape = ggml, (len(x), len(w))
-        context = [ggml.init(_InitParams(1 << 20, None, True)) for _ in range(2)]
+        self.contexts = context = [ggml.init(_InitParams(1 << 20, None, True)) for _ in range(2)]
         weight = ggml.tensor(context[0], t.id, x.shape[1], len(w))
-        self.buffers = [ggml.allocate(context[0], (ggml.repacked if repacked else ggml.plain)())]
+        self.buffers = [ggml.allocate(context[0], buffer_type or ggml.plain())]
         ggml.set(weight, address_of(w), 0, w.nbytes)
         operand = ggml.tensor(context[1], 0, x.shape[1], len(x))
         self.out = ggml.mul_mat(context[1], weight, operand)
@@ -106,6 +139,8 @@ class Graph:
     def free(self) -> None:
         for buffer in self.buffers:
             self.ggml.free_buffer(buffer)
+        for context in self.contexts:
+            self.ggml.free_context(context)
 
 
 class Ours:
@@ -142,60 +177,82 @@ def _aligned(n: int) -> U8:
 
 
 def weights(t: TensorType, n_out: int, n_in: int) -> U8:
-    """Return rows of a type: encoded normal values, tiled, or without an encoder random bytes with small scales."""
-    rng = np.random.default_rng(1)
-    rows = min(n_out, 256)
-    if has_encoder(t):
-        some = quantize(rng.normal(0, 0.02, (rows, n_in)).astype(np.float32), t, np.ones(n_in, np.float32))
-    else:
-        some = random_rows(t, rows, n_in, scale=(0.005, 0.02))
+    """Return rows of a type: random bytes with small scales, tiled."""
+    some = random_rows(t, min(n_out, 256), n_in, scale=(0.005, 0.02))
     return np.ascontiguousarray(np.resize(some, (n_out, some.shape[1])))
 
 
-def measure(ggml: Ggml, team: Team, t: TensorType, count: int, megabytes: int, rounds: int) -> str:
+@kernel
+def read_all(data, n, out):
+    """Sum n bytes, as dwords."""
+    a = b = c = d = splat(i32x16, 0)
+    for at in range(0, n - 255, 256):
+        for line in range(4):
+            prefetch(data, at + 4096 + 64 * line)
+        a, b = a + load(i32x16, data, at), b + load(i32x16, data, at + 64)
+        c, d = c + load(i32x16, data, at + 128), d + load(i32x16, data, at + 192)
+    store(out, 0, a + b + c + d)
+
+
+class Bandwidth:
+    """One thread that reads the same bytes."""
+
+    def __init__(self, w: U8) -> None:
+        self.w, self.out = w, np.empty(64, np.uint8)
+
+    def run(self) -> None:
+        read_all(address_of(self.w), self.w.nbytes, address_of(self.out))
+
+
+def measure(ggml: Ggml, team: Team, t: TensorType, shape: tuple[int, int], count: int, rounds: int) -> str:
     """Return a table row: the speed of quantkit and ggml with ``count`` rows of activations."""
-    n_out = (megabytes << 20) // t.row_bytes(N_IN) if count == 1 else N_OUT
-    w = weights(t, n_out // 32 * 32, N_IN)
-    x = np.random.default_rng(2).standard_normal((count, N_IN)).astype(np.float32)
-    ours = Ours(team, t, w, x)
-    graphs = [Graph(ggml, t, w, x, False)]
-    if t.name in REPACKED:
-        graphs.append(Graph(ggml, t, w, x, True))
+    n_in, n_out = shape
+    w = weights(t, n_out // 32 * 32, n_in)
+    x = np.random.default_rng(2).standard_normal((count, n_in)).astype(np.float32)
+    ours, reader = Ours(team, t, w, x), Bandwidth(w)
+    graphs = ggml.graphs(t, w, x)
     clock = time.thread_time if team.threads == 1 else time.perf_counter
-    runs: Sequence[Ours | Graph] = (ours, *graphs)
+    runs: Sequence[Ours | Graph | Bandwidth] = (ours, reader, *graphs.values())
     best = [float("inf")] * len(runs)
     for _ in range(rounds):
         for i, run in enumerate(runs):
             began = clock()
             run.run()
             best[i] = min(best[i], clock() - began)
-    theirs = graphs[0].result()
+    theirs = graphs[""].result()
     error = np.mean((ours.out - theirs) ** 2, dtype=np.float64) / np.mean(theirs**2, dtype=np.float64)
-    for graph in graphs:
+    for graph in graphs.values():
         graph.free()
-    work = w.nbytes / 1e9 if count == 1 else 2 * count * w.shape[0] * N_IN / 1e9
-    speeds = [work / seconds for seconds in best]
-    form = " repacked" if len(speeds) > 2 and speeds[2] > speeds[1] else ""
-    fastest = max(speeds[1:])
-    return f"| {t.name} | {speeds[0]:.1f} | {fastest:.1f}{form} | {speeds[0] / fastest:.2f} | {error:.0e} |"
+    work = w.nbytes / 1e9 if count == 1 else 2 * count * w.shape[0] * n_in / 1e9
+    speed, bandwidth, *speeds = (work / seconds for seconds in best)
+    fastest = max(range(len(speeds)), key=speeds.__getitem__)
+    form, ratio = f" {list(graphs)[fastest]}".rstrip(), speed / speeds[fastest]
+    beside = f" {w.shape[0] * n_in / best[0] / 1e9:.1f} | {bandwidth:.1f} |" if count == 1 else ""
+    return f"| {t.name} | {speed:.1f} | {speeds[fastest]:.1f}{form} | {ratio:.2f} |{beside} {error:.0e} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--types", default=",".join(FORMATS), help="comma-separated")
+    parser.add_argument("--types", help="comma-separated; default: all that the peer has")
+    parser.add_argument("--peer", choices=("llama", "ik"), default="llama")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", default="1,512", help="rows of activations, comma-separated")
+    parser.add_argument("--shape", default="2048x1024", help="values of a row, and rows, of the weights")
     parser.add_argument("--megabytes", type=int, default=96, help="size of the weights for one row of activations")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    ggml, team = Ggml(), Team(options.threads)
+    ggml, team = Ggml(options.peer), Team(options.threads)
     ggml.threads(ggml.backend, options.threads)
+    tree = "ik" if options.peer == "ik" else "mainline"
+    types = options.types.split(",") if options.types else [n for n in FORMATS if BY_NAME[n].trees in ("both", tree)]
+    n_in, n_out = map(int, options.shape.split("x"))
     for count in map(int, options.rows.split(",")):
-        unit = "GB/s" if count == 1 else "GFLOP/s"
-        print(f"\n{count} rows of {N_IN}, {options.threads} threads, {unit}\n")
-        print("| type | quantkit | ggml | ratio | NMSE |\n|---|---|---|---|---|")
-        for name in options.types.split(","):
-            print(measure(ggml, team, BY_NAME[name], count, options.megabytes, options.rounds), flush=True)
+        unit, beside = ("GB/s", " Gweights/s | bandwidth |") if count == 1 else ("GFLOP/s", "")
+        print(f"\n{count} rows of {n_in}, {options.threads} threads, {unit}\n")
+        print(f"| type | quantkit | {options.peer} | ratio |{beside} NMSE |\n|" + "---|" * (7 if beside else 5))
+        for t in (BY_NAME[name] for name in types):
+            rows = (options.megabytes << 20) // t.row_bytes(n_in) if count == 1 else n_out
+            print(measure(ggml, team, t, (n_in, rows), count, options.rounds), flush=True)
 
 
 if __name__ == "__main__":

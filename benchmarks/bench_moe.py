@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from bench_quantize import llama_bin
+from processes import llama_bin
 
 from quantkit.kernels import quantize
 from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib
-import importlib.util
 import os
 import statistics
 import sys
@@ -32,11 +31,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from processes import Outcome, machine, make_moe, quantkit, run, work_folder
+from processes import Outcome, llama_bin, machine, make_moe, package_folder, quantkit, run, work_folder
 
 from quantkit.formats.gguf import GGUFFile, open_gguf
 from quantkit.helpers import available_cpus, format_size
-from quantkit.types import BY_NAME, TensorType
+from quantkit.types import BY_NAME, TYPES, TensorType
 
 #: encode(x [rows, n], weights [n] or empty, out [rows, row_bytes], first row, end row)
 Encode = Callable[[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.uint8], int, int], None]
@@ -67,24 +66,11 @@ class Library:
     encoder: Callable[[TensorType], Encode | None]
 
 
-def package_folder(name: str) -> Path | None:
-    """Return the folder of an installed package without importing it."""
-    spec = importlib.util.find_spec(name)
-    return Path(spec.origin).parent if spec and spec.origin else None
-
-
-def llama_bin() -> Path | None:
-    """Return the folder of llama.cpp's programs and libraries, built by scripts/peers."""
-    default = Path.home() / ".cache/quantkit/peers/llama-b11434/bin"
-    folder = Path(os.environ.get("QUANTKIT_LLAMA_BIN") or default)
-    return folder if (folder / "llama-quantize").exists() else None
-
-
-def ours(by: str) -> Library:
+def ours(by: str | None) -> Library:
     """quantkit's kernels."""
     from quantkit.kernels.cpu.encode import encoder
 
-    return Library("quantkit", f"our kernels, --encoder {by}", lambda t: encoder(t, by))
+    return Library("quantkit", f"our kernels, --encoder {by}" if by else "our kernels", lambda t: encoder(t, by))
 
 
 class _InitParams(ctypes.Structure):
@@ -307,7 +293,7 @@ def bench_types(options: argparse.Namespace, write: Output) -> None:
             importance = weights if with_imatrix else none
             label = t.name + (" with imatrix" if with_imatrix else "")
             try:
-                if options.encoder == "mainline":
+                if options.encoder != "ik":
                     problems += compare_bytes(t, label, bench, importance, found)
                 for threads in options.threads:
                     write(row(t, with_imatrix, threads, contest(t, bench, importance, found, threads)))
@@ -337,13 +323,13 @@ def type_list(text: str) -> list[TensorType]:
         raise argparse.ArgumentTypeError(f"there is no tensor type {e}") from None
 
 
-def all_types(by: str) -> list[TensorType]:
+def all_types(by: str | None) -> list[TensorType]:
     """Return every type with an encoder, except floats that are a plain copy; by ik, those it encodes differently."""
     from quantkit.kernels.formats import FORMATS, has_encoder
 
     if by == "ik":
         return [f.type for f in FORMATS.values() if f.ik_encoder]
-    return [t for t in BY_NAME.values() if has_encoder(t) and t.name != "F32"]
+    return [t for t in TYPES if has_encoder(t) and t.name != "F32"]
 
 
 # --- whole files ---
@@ -427,7 +413,7 @@ def report(results: dict[str, list[Outcome]], write: Output) -> None:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--types", type=type_list, metavar="T,T,..", help="default: all with an encoder")
-    p.add_argument("--encoder", choices=("mainline", "ik"), default="mainline")
+    p.add_argument("--encoder", choices=("mainline", "ik"), help="default: that of each type's own tree")
     p.add_argument("--threads", type=int, nargs="+", default=sorted({1, available_cpus()}), metavar="N")
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--seconds", type=float, default=0.2, help="duration of one call with one thread (default: 0.2)")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -62,6 +63,19 @@ def run(argv: Sequence[str | Path], *, watch: Callable[[subprocess.Popen[bytes]]
 def quantkit(*arguments: str | Path) -> list[str]:
     """Return the command line of `quantkit ARGUMENTS` with this Python."""
     return [sys.executable, "-m", "quantkit", *map(str, arguments)]
+
+
+def package_folder(name: str) -> Path | None:
+    """Return the folder of an installed package without importing it."""
+    spec = importlib.util.find_spec(name)
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def llama_bin() -> Path | None:
+    """Return the folder of llama.cpp's programs and libraries, built by scripts/peers."""
+    default = Path.home() / ".cache/quantkit/peers/llama-b11434/bin"
+    folder = Path(os.environ.get("QUANTKIT_LLAMA_BIN") or default)
+    return folder if (folder / "llama-quantize").exists() else None
 
 
 def make_moe(path: Path, *arguments: str) -> Path:

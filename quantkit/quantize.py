@@ -21,25 +21,46 @@ from quantkit.formats.gguf import Field, GGUFFile, open_model
 from quantkit.formats.imatrix import Imatrix, read_imatrix
 from quantkit.formats.outputs import end_of_links
 from quantkit.helpers import available_cpus, parse_size
-from quantkit.kernels.formats import check_encoder, encoder_for, has_encoder
-from quantkit.pipeline.choose import TORN, Choice, ModelFacts, Request, choose_types, iteration_order, lint_request
+from quantkit.kernels.formats import SYMMETRIC, check_encoder, encoder_for, has_encoder
+from quantkit.pipeline.choose import (
+    CLASS_OPTIONS,
+    OWN_OPTIONS,
+    TORN,
+    Choice,
+    ModelFacts,
+    Request,
+    choose_types,
+    iteration_order,
+    lint_request,
+)
 from quantkit.pipeline.experts import merge_layer, split_layer
+from quantkit.pipeline.facts import EXTRA_OUTPUT
 from quantkit.pipeline.importance import Found, Importance, check_importance
 from quantkit.pipeline.metadata import (
     Metadata,
+    imatrix_fields,
     parse_override,
     prune_metadata,
     prune_names,
     set_calibration,
-    set_imatrix,
     set_provenance,
     set_quantization,
 )
 from quantkit.pipeline.plan import Chosen, Plan, plan_output, source_fingerprint
-from quantkit.pipeline.presets import FTYPE_UNKNOWN, RULES, Preset, preset_by_name, repacked_ftype
+from quantkit.pipeline.presets import (
+    FTYPE_UNKNOWN,
+    PRESET_ALIASES,
+    RULES,
+    Preset,
+    is_target,
+    next_dividing,
+    preset_by_name,
+    repacked_ftype,
+    rules_of,
+)
 from quantkit.pipeline.recipe import Rule, parse_custom_q, parse_tensor_type, read_recipe, read_tensor_type_file
 from quantkit.pipeline.regroup import Regrouped, as_it_is, prune_record, regroup
-from quantkit.pipeline.repack import Repack
+from quantkit.pipeline.repack import Repack, bf16_r16_notes
 from quantkit.pipeline.requantize import requantize_notes
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, run_plan
 from quantkit.pipeline.work import whole
@@ -51,8 +72,9 @@ from quantkit.version import __version__
 class QuantizeOptions:
     """Everything about a quantization but the two files and TYPE; names as on the command line.
 
-    Types are names from `quantkit types`, in any case. ``rules`` is whose mixture and other rules apply, "mainline" or
-    "ik"; None for the tree of TYPE. ``ready_rules`` are a user's rules, before all other sources of them.
+    Types are names from `quantkit types`, in any case. ``rules`` is whose mixture and other rules apply, and whose
+    order of tensors and keys, "mainline" or "ik"; None for the tree of TYPE. ``encoder`` is whose search encodes what
+    two have: see ``formats.encoder_for``. ``ready_rules`` are a user's rules, before all other sources of them.
     """
 
     rules: str | None = None
@@ -69,6 +91,8 @@ class QuantizeOptions:
     custom_q: tuple[str, ...] = ()
     output_tensor_type: str | None = None
     token_embedding_type: str | None = None
+    per_layer_token_embedding_type: str | None = None
+    extra_output_tensor: str | None = None
     ffn_gate_inp_type: str | None = None
     attn_q_type: str | None = None
     attn_k_type: str | None = None
@@ -82,7 +106,8 @@ class QuantizeOptions:
     leave_output_tensor: bool = False
     allow_requantize: bool = False
     fallback: str = "next"
-    encoder: str = "mainline"
+    encoder: str | None = None
+    symmetric_q40: bool = False
     merge_up_gate: bool = False
     split_up_gate: bool = False
     prune_layers: tuple[int, ...] = ()
@@ -137,6 +162,17 @@ class _Draft:
     def fingerprint(self) -> str:
         return source_fingerprint(self.source)
 
+    @property
+    def adds_output(self) -> bool:
+        """True if there is a second output that the source does not have."""
+        return EXTRA_OUTPUT not in self.source.tensors and any(t.name == EXTRA_OUTPUT for t in self.taken.tensors)
+
+    @cached_property
+    def as_ik(self) -> bool:
+        """True if the file is laid out as ik_llama.cpp does: tensors and keys keep the source's order."""
+        options = self.options
+        return options.repack or options.unrepack or (options.rules or rules_of(self.preset)) == "ik"
+
 
 def quantize(
     source: str | Path,
@@ -153,7 +189,7 @@ def quantize(
         source: a GGUF file, or any shard of a split model.
         output: the file to write; None for ggml-model-TYPE.gguf beside the source, as llama-quantize.
         type: a preset, its number, or a tensor type, in any case; with ``options.repack`` or ``unrepack`` only a name
-            for the output.
+            for the output, also "REPACK" or "UNREPACK".
         options: everything else that decides what is written.
         max_ram: bytes (or "2G") that the workers' buffers may take together.
         run: threads, resume, overwrite, measure_error, observer: see ``RunOptions``.
@@ -187,24 +223,31 @@ def plan_quantize(
     _check_repack(options)
     repack = options.repack or options.unrepack
     with open_model(source) as opened:
+        if repack and type not in ("REPACK", "UNREPACK"):
+            _preset(type, options)  # a typing error, which would only be the name of the output
         draft = _Draft(opened, _preset("COPY" if repack else type, options), options)
         _check_source(draft)
-        draft.taken = _taken(opened, options)
+        draft.taken = _taken(draft)
         _load_importance(draft)
         request = _request(draft)
         tensors, choices = _choose(draft, request)
         _lint(draft, request, tensors, choices)
         chosen = _with_importance(draft, request, tensors, choices)
         draft.notes += requantize_notes(opened, chosen)
-        if options.encoder != "mainline" and not any(c.encoder for c in chosen):
-            draft.notes.append(f"--encoder {options.encoder} changes nothing: both trees encode these types alike")
+        changed = [(part.source.type, c.type) for c in chosen for part in c.parts]
+        draft.notes += request.repack.notes(changed, [c.reason for c in chosen]) if request.repack else []
+        draft.notes += bf16_r16_notes(changed)
+        if options.encoder is not None and not any(_other_encoder(c.type, c.encoder) for c in chosen):
+            draft.notes.append(f"--encoder {options.encoder} changes nothing: types are encoded like that without it")
+        if options.symmetric_q40 and not any(c.encoder == SYMMETRIC for c in chosen):
+            draft.notes.append("--symmetric-q40 changes nothing: no tensor is encoded as Q4_0")
         return plan_output(
             opened,
             _output_path(source, output, type, options),
             _metadata(draft, request).fields(),
             chosen,
             title="REPACK" if options.repack else "UNREPACK" if options.unrepack else draft.preset.name,
-            rules="ik" if request.ik else "mainline",
+            rules="" if request.repack else "ik" if request.ik else "mainline",
             notes=draft.notes,
             shard_of=_shards(draft),
             split_max_size=None if options.split_max_size is None else _size(options.split_max_size),
@@ -276,27 +319,57 @@ def _load_importance(draft: _Draft) -> None:
     warning = held_out_used(Path(options.imatrix), draft.imatrix.extra)
     draft.notes += [] if warning is None else [warning]
     original = {new: old for old, new in draft.renamed.items()}
+    if draft.adds_output:  # which has the inputs of the output
+        original[EXTRA_OUTPUT] = next(n for n in ("output.weight", "token_embd.weight") if n in draft.renamed)
     draft.importance = Importance(
         draft.imatrix, include=options.include_weights, exclude=options.exclude_weights, original_names=original
     )
 
 
-def _taken(source: GGUFFile, options: QuantizeOptions, leave: Mapping[str, str] | None = None) -> Regrouped:
+def _taken(draft: _Draft, leave: Mapping[str, str] | None = None) -> Regrouped:
     """Return the source's tensors as they are taken up; ``leave`` names layers not to be merged, and why."""
+    source, options = draft.source, draft.options
     if not options.merge_up_gate and not options.split_up_gate:
-        return as_it_is(source, keep_split=options.keep_split)
+        return _with_extra_output(draft, as_it_is(source, keep_split=options.keep_split, by_offset=not draft.as_ik))
     verb, decide = ("merge", partial(merge_layer, any_types=True)) if options.merge_up_gate else ("split", split_layer)
     try:
         taken = regroup(source, decide, verb, keep_split=options.keep_split, leave=leave)
     except RecipeError as e:
         raise RecipeError(f"--{verb}-up-gate: {e.message}") from None
-    return taken if options.keep_split else replace(taken, shards=None)  # those of a merged file's record, too
+    # Without --keep-split those of a merged file's record are not kept, either.
+    return _with_extra_output(draft, taken if options.keep_split else replace(taken, shards=None))
+
+
+def _with_extra_output(draft: _Draft, taken: Regrouped) -> Regrouped:
+    """Add the tensor of --extra-output-tensor behind the one it is another encoding of, as in ik_llama.cpp."""
+    option = draft.options.extra_output_tensor
+    if option is None:
+        return taken
+    wanted, named = _type_of_option("extra_output_tensor", option), {t.name: t for t in taken.tensors}
+    if EXTRA_OUTPUT in named:
+        raise RecipeError(
+            f"--extra-output-tensor: the source has an {EXTRA_OUTPUT} already; to change its type, give "
+            f"--tensor-type '^output_extra={wanted}'"
+        )
+    output = named.get("output.weight") or named.get("token_embd.weight")
+    if output is None:
+        raise RecipeError("--extra-output-tensor: there is neither output.weight nor token_embd.weight to encode again")
+    n = output.shape[0]
+    found = wanted if n % wanted.block == 0 else next_dividing(wanted, n, ik=True)
+    if found.tensor_bytes(output.shape) >= output.nbytes:
+        note = f"--extra-output-tensor adds nothing: {found} is no smaller than {output.name}, which is {output.type}"
+        draft.notes += [note] if note not in draft.notes else []
+        return taken
+    at = taken.tensors.index(output) + 1
+    tensors = (*taken.tensors[:at], replace(output, name=EXTRA_OUTPUT), *taken.tensors[at:])
+    shards = taken.shards and (*taken.shards[:at], taken.shards[at - 1], *taken.shards[at:])
+    return replace(taken, tensors=tensors, shards=shards)
 
 
 def _tensors(draft: _Draft) -> list[Chosen]:
-    """Return the output's tensors in their order, llama-quantize's, under the names they will have."""
+    """Return the output's tensors in their order, that of the tree's llama-quantize, under the names they will have."""
     kept = [replace(t, name=draft.renamed[t.name]) for t in draft.taken.tensors if t.name in draft.renamed]
-    if draft.taken.shards is not None:
+    if draft.taken.shards is not None or draft.as_ik:
         return kept
     place = {name: i for i, name in enumerate(iteration_order(t.name for t in kept))}
     return sorted(kept, key=lambda t: place[t.name])
@@ -315,7 +388,8 @@ def _choose(draft: _Draft, request: Request) -> tuple[list[Chosen], list[Choice]
     while True:
         tensors = _tensors(draft)
         mixed = {t.name: types for t in tensors if len(types := _types(t)) > 1}
-        choices = _choices(draft, request, tensors, mixed)
+        facts = ModelFacts.from_metadata(draft.key, tensors, ik=request.ik)
+        choices = choose_types(facts, tensors, request, mixed)
         undecided = {t.parts[0].source.name for t, c in zip(tensors, choices, strict=True) if c.undecided}
         if not undecided:
             return tensors, choices
@@ -325,20 +399,7 @@ def _choose(draft: _Draft, request: Request) -> tuple[list[Chosen], list[Choice]
                 left[layer.prefix] = (
                     f"gate is {gate}, up is {up}, and {draft.preset} keeps both; a rule for {MERGED} can change that"
                 )
-        draft.taken = _taken(draft.source, draft.options, left)
-
-
-def _choices(
-    draft: _Draft, request: Request, tensors: Sequence[Chosen], mixed: Mapping[str, tuple[TensorType, ...]]
-) -> list[Choice]:
-    """Choose in the order in which the tree counts layers: llama.cpp's is the output's, ik's the source's."""
-    facts = ModelFacts.from_metadata(draft.key, tensors, ik=request.ik)
-    if not request.ik:
-        return choose_types(facts, tensors, request, mixed)
-    by_name = {tensor.name: tensor for tensor in tensors}
-    order = [by_name[draft.renamed[t.name]] for t in draft.taken.tensors if t.name in draft.renamed]
-    found = {choice.name: choice for choice in choose_types(facts, order, request, mixed)}
-    return [found[tensor.name] for tensor in tensors]
+        draft.taken = _taken(draft, left)
 
 
 def _types(tensor: Chosen) -> tuple[TensorType, ...]:
@@ -359,9 +420,9 @@ def _lint(draft: _Draft, request: Request, tensors: Sequence[Chosen], choices: S
 def _request(draft: _Draft) -> Request:
     options = draft.options
     types = {
-        f.name: _type_of_option(f.name, value)
-        for f in fields(Request)
-        if f.name.endswith("_type") and (value := getattr(options, f.name)) is not None
+        name: _type_of_option(name, value)
+        for name in (*OWN_OPTIONS, *CLASS_OPTIONS)
+        if (value := getattr(options, name)) is not None and (name != "extra_output_tensor" or draft.adds_output)
     }
     return Request(
         draft.preset,
@@ -372,21 +433,20 @@ def _request(draft: _Draft) -> Request:
         allow_requantize=options.allow_requantize,
         has_imatrix=draft.importance is not None and draft.importance.n_entries > 0,
         fallback=options.fallback,
-        repack=Repack(options.repack, _patterns(options)) if options.repack or options.unrepack else None,
+        repack=Repack(options.repack, options.repack_pattern) if options.repack or options.unrepack else None,
         **types,
     )
 
 
-def _patterns(options: QuantizeOptions) -> list[str]:
-    """Return the regular expressions of --repack-pattern, which are separated by commas, as in ik_llama.cpp."""
-    return [text for given in options.repack_pattern for text in given.split(",") if text]
-
-
 def _type_of_option(option: str, value: str) -> TensorType:
+    name = f"--{option.replace('_', '-')}"
     try:
-        return type_by_name(value)
+        found = type_by_name(value)
     except TypeNotSupported as e:
-        raise TypeNotSupported(f"--{option.replace('_', '-')}: {e.message}") from None
+        raise TypeNotSupported(f"{name}: {e.message}") from None
+    if not is_target(found):
+        raise TypeNotSupported(f"{name}: {found} is not a type for weights; `quantkit types` lists those that are")
+    return found
 
 
 def _rules(options: QuantizeOptions) -> list[Rule]:
@@ -424,7 +484,7 @@ def _with_importance(
                 ignore_rules=draft.options.ignore_imatrix_rules,
             )
         used = found if found is not None and found.entry is not None else None
-        chosen.append(_decided(tensor, choice, used, draft.options.encoder))
+        chosen.append(_decided(tensor, choice, used, draft.options))
     if draft.importance is not None and finds:
         coverage = draft.importance.coverage([t.name for t in draft.taken.tensors], finds)
         coverage.check()
@@ -432,27 +492,46 @@ def _with_importance(
     return chosen
 
 
-def _decided(tensor: Chosen, choice: Choice, found: Found | None, encoder: str) -> Chosen:
+_WHOSE = {
+    "ik": "; encoded as in ik_llama.cpp",
+    "mainline": "; encoded as in llama.cpp",
+    SYMMETRIC: "; levels -7 .. 7",
+}
+
+
+def _other_encoder(t: TensorType, whose: str) -> bool:
+    """Tell whether a tensor is encoded by another search than is usual for its type."""
+    return whose not in ("", encoder_for(t))
+
+
+def _decided(tensor: Chosen, choice: Choice, found: Found | None, options: QuantizeOptions) -> Chosen:
     """Return a tensor with its type, its reason, its encoder and the importance of each of its parts."""
     parts = tuple(whole(p.source, found) if p.is_whole else replace(p, found=found) for p in tensor.parts)
     reason = choice.reason if tensor.is_whole else f"{tensor.reason}; {choice.reason}"
-    whose = "" if choice.copied else encoder_for(choice.type, encoder)
-    reason = f"{reason}; encoded as in ik_llama.cpp" if whose else reason
+    whose = "" if choice.copied or choice.repacked else _encoder(choice.type, options)
+    if _other_encoder(choice.type, whose):
+        reason += _WHOSE[whose]
     return replace(
         tensor, type=choice.type, reason=reason, parts=parts, fallback_from=choice.fallback_from, encoder=whose
     )
 
 
+def _encoder(t: TensorType, options: QuantizeOptions) -> str:
+    """Return which encoder of a type is asked for."""
+    if options.symmetric_q40 and t.name == "Q4_0":  # in ik_llama.cpp, interleaved types do not heed it
+        return SYMMETRIC
+    return encoder_for(t, options.encoder)
+
+
 def _metadata(draft: _Draft, request: Request) -> Metadata:
     """Edit the source's metadata in llama-quantize's order of events."""
     source, options = draft.source, draft.options
-    metadata = Metadata(draft.taken.metadata.fields())
-    set_quantization(metadata, _copied_ftype(draft) if request.copy else draft.preset.ftype)
-    for item in draft.overrides.values():
-        metadata.set(item)
-    if draft.imatrix is not None and draft.importance is not None and draft.importance.n_entries:
-        name = str(options.imatrix)
-        set_imatrix(metadata, draft.imatrix, name, draft.importance.n_entries, hide=options.hide_imatrix)
+    metadata = Metadata(draft.taken.metadata.fields(), ik=draft.as_ik)
+    ftype = _copied_ftype(draft) if request.copy else draft.preset.ftype
+    more: list[Field] = []
+    if draft.imatrix is not None and draft.importance is not None and (n := draft.importance.n_entries):
+        more = imatrix_fields(draft.imatrix, str(options.imatrix), n, hide=options.hide_imatrix, ik=draft.as_ik)
+    set_quantization(metadata, ftype, draft.overrides.values(), more)
     if options.prune_layers:
         draft.notes += prune_metadata(metadata, str(source.get("general.architecture")), options.prune_layers)
         prune_record(metadata, options.prune_layers)
@@ -473,6 +552,8 @@ def _copied_ftype(draft: _Draft) -> int:
 def _source_ftype(draft: _Draft) -> int:
     """Return the file type of a source; of one that does not say, llama.cpp's guess: the type of most tensors."""
     source, tensors = draft.source, {tensor.name: tensor for tensor in draft.taken.tensors}
+    if draft.adds_output:
+        del tensors[EXTRA_OUTPUT]
     said = source.get("general.file_type")
     if said is not None:
         if not isinstance(said, int):
@@ -480,7 +561,7 @@ def _source_ftype(draft: _Draft) -> int:
                 f"{source.paths[0]}: general.file_type is {said!r}, not a number; correct it, or do not COPY"
             )
         return said
-    types = Counter(tensors[name].type.name for name in iteration_order(tensors))
+    types = Counter(tensors[name].type.name for name in (tensors if draft.as_ik else iteration_order(tensors)))
     ftype = 0
     with suppress(TypeNotSupported):
         ftype = preset_by_name(max(types, key=lambda name: types[name], default="F32")).ftype
@@ -491,10 +572,11 @@ def _provenance(draft: _Draft, request: Request) -> dict[str, str]:
     """Return what a reader of the file should know about its making."""
     options = draft.options
     apart = ("imatrix", "ready_rules", "recipe", "tensor_type", "tensor_type_file", "custom_q", "no_provenance")
+    default = QuantizeOptions()
     given = [
         f"--{f.name.replace('_', '-')} {_shown(getattr(options, f.name))}".strip()
         for f in fields(QuantizeOptions)
-        if f.name not in apart and getattr(options, f.name) not in (None, (), False, "next", "mainline")
+        if f.name not in apart and getattr(options, f.name) != getattr(default, f.name)
     ]
     lines = [draft.preset.name, *given, *(f"{rule.pattern} = {rule.type}" for rule in request.rules)]
     facts = {
@@ -515,7 +597,11 @@ def _shown(value: object) -> str:
 
 
 def _output_path(source: str | Path, output: str | Path | None, type_text: str, options: QuantizeOptions) -> Path:
-    """Return the output's path; without one, ggml-model-TYPE.gguf beside the source."""
+    """Return the output's path; without one, ggml-model-TYPE.gguf beside the source, with the name of a number."""
     if output is not None:
         return end_of_links(output)
-    return Path(source).with_name(f"ggml-model-{type_text.strip().upper()}.gguf")
+    name = type_text.strip().upper()
+    if name.isdecimal():
+        name = preset_by_name(name, options.rules).name
+        name = next((alias for alias, of in PRESET_ALIASES.items() if of == name), name)  # as in llama-quantize
+    return Path(source).with_name(f"ggml-model-{name}.gguf")

@@ -29,7 +29,7 @@ class TensorType:
 
     id: int
     name: str
-    #: The exact spelling the runtimes print and, in ik's --custom-q, demand.
+    #: The exact spelling the runtimes print and, in ik's --custom-q, demand; none of ``ROWS``.
     ggml_name: str
     #: Values per block, and bytes per block.
     block: int
@@ -59,8 +59,8 @@ class TensorType:
 
     @property
     def in_files(self) -> bool:
-        """False for Q8_K alone: its size differs between the trees, and no file holds it."""
-        return self.id != 15
+        """False for Q8_K, whose size differs between the trees, and for ``ROWS``: no file holds them."""
+        return self.id != 15 and bool(self.ggml_name)
 
     @property
     def fields(self) -> tuple[tuple[bool, str, int], ...]:
@@ -86,7 +86,7 @@ class TensorType:
             raise TypeNotSupported(
                 f"{self.name} weaves {self.interleave} rows together; shape {list(shape)} does not divide"
             )
-        # I2_S alone ends a tensor with one scale in 32 bytes.
+        # I2_S alone ends a tensor with one scale in 32 bytes: kernels/tensor_scale.py.
         return rows * self.row_bytes(shape[0]) + (32 if self.name == "I2_S" else 0)
 
 
@@ -193,6 +193,13 @@ TYPES: tuple[TensorType, ...] = (
     T(398, "Q8_KV_R8",   "q8_KV_r8",   32,  32,  4,  8,  "interleaved", "ik",       "ignored",  "", ""),
     T(399, "Q8_K_R8",    "q8_k_r8",    256, 258, 0,  8,  "interleaved", "ik",       "ignored",  "", ""),
 )
+
+#: Single rows of types that are interleaved by definition. No file holds them, and no user names them: kernels work on
+#: them, and kernels/interleave.py weaves four together. Their ids are in no tree.
+ROWS: tuple[TensorType, ...] = (
+    T(1219,"IQ1_S_ROW", "",           32,  6,   2,  1,  "i_quant",     "ik",       "used",     "ik", "row:f16@0"),
+    T(1229,"IQ1_M_ROW", "",           32,  7,   2,  1,  "i_quant",     "ik",       "used",     "ik", "row:f16@0"),
+)
 # fmt: on
 
 #: Ids that once had a meaning; readers must refuse them.
@@ -202,17 +209,18 @@ REMOVED_IDS = {4: "Q4_2", 5: "Q4_3", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 142: "I
 ALIASES = {"Q1_0_G128": "Q1_0", "Q4_0_4_4": "Q4_0_4X4", "Q4_0_4_8": "Q4_0_4X8", "Q4_0_8_8": "Q4_0_8X8"}
 
 BY_ID: dict[int, TensorType] = {t.id: t for t in TYPES}
-BY_NAME: dict[str, TensorType] = {t.name: t for t in TYPES}
+#: By name, ``ROWS`` too: what users may name is what ``type_by_name`` finds.
+BY_NAME: dict[str, TensorType] = {t.name: t for t in (*TYPES, *ROWS)}
 
 
 def type_by_name(name: str) -> TensorType:
     """Return the type called ``name``, in any case; raise TypeNotSupported with the nearest names."""
     key = name.strip().upper()
     found = BY_NAME.get(ALIASES.get(key, key))
-    if found is None:
+    if found is None or found in ROWS:
         import difflib
 
-        near = difflib.get_close_matches(key, BY_NAME, 3)
+        near = difflib.get_close_matches(key, [t.name for t in TYPES], 3)
         hint = f"; did you mean {' or '.join(near)}?" if near else "; `quantkit types` lists them all"
         raise TypeNotSupported(f"there is no tensor type {name!r}{hint}")
     return found

@@ -1,4 +1,4 @@
-"""Measure the types that can be encoded (row-interleaved ones are as their base types) and write the table.
+"""Measure the types that can be encoded (quality.is_measured) and write the table.
 
 The sample, and the table, are in quantkit/pipeline/quality.py. Run it on a machine where nothing else runs: speeds are
 of one core.
@@ -14,8 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from quantkit.kernels.cpu.encode import encoder
-from quantkit.kernels.formats import has_encoder
-from quantkit.kernels.interleave import is_woven
 from quantkit.pipeline import quality
 from quantkit.types import TYPES, TensorType
 
@@ -27,7 +25,7 @@ def mweights_per_second(t: TensorType) -> float:
     x, importance = quality.sample()
     weights = importance if t.imatrix != "ignored" else np.empty(0, np.float32)
     out = np.empty((len(x), t.row_bytes(x.shape[1])), np.uint8)
-    encoder(t)(x, weights, out, 0, 1)  # compiled
+    encoder(t)(x, weights, out, 0, t.interleave)  # compiled
     best, end = np.inf, time.perf_counter() + 1.0
     while time.perf_counter() < end:
         began = time.perf_counter()
@@ -46,7 +44,7 @@ def line(t: TensorType) -> str:
 
 def main() -> None:
     """Rewrite the table."""
-    table = "".join(line(t) for t in TYPES if has_encoder(t) and not is_woven(t))
+    table = "".join(line(t) for t in TYPES if quality.is_measured(t))
     found = re.compile(r"(QUALITY: dict\[str, Quality\] = \{\n).*?(\}\n)", re.DOTALL)
     TARGET.write_text(found.sub(lambda m: m[1] + table + m[2], TARGET.read_text()))
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from encoded import UNWEIGHTED
 
+from quantkit.kernels.formats import FORMATS
 from quantkit.types import TensorType
 
 NO_WEIGHTS = np.empty(0, np.float32)
@@ -87,6 +90,29 @@ def awkward_imatrix(n: int, seed: int) -> np.ndarray:
     return weights.astype(np.float32)
 
 
+def weights_for(t: TensorType, weights: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return no weights, if the type can do without, and the given ones, even if it ignores them."""
+    return ((NO_WEIGHTS,) if t in UNWEIGHTED else ()) + ((weights,) if t.is_quantized else ())
+
+
+def within_reach(t: TensorType, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return x, clipped for types with a grid: ggml aborts where no neighbour of a point has a finite distance."""
+    if not FORMATS[t.name].grid:
+        return x
+    limit = np.cbrt(1e36 / max(float(weights.max(initial=1)), 1.0))
+    clipped: np.ndarray = np.clip(x, -limit, limit).astype(np.float32)
+    return clipped
+
+
+def boundary_bits() -> np.ndarray:
+    """Return f32 bits around every value and every middle of two values of F16 and BF16, both signs, NaN too."""
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
+    brains = np.arange(1 << 16, dtype=np.uint32) << 16
+    middles = np.concatenate([halves + np.uint32(0x1000), brains + np.uint32(0x8000)])
+    centers = np.concatenate([halves, brains, middles])
+    return np.concatenate([centers - np.uint32(1), centers, centers + np.uint32(1)])
+
+
 #: Kinds of importance: a function of a generator and the columns each.
 IMPORTANCE: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "ones": lambda r, n: np.ones(n),
@@ -125,7 +151,7 @@ def ggml_encode(folder: Path, t: TensorType, x: np.ndarray, weights: np.ndarray 
     return out
 
 
-def encode(t: TensorType, x: np.ndarray, weights: np.ndarray = NO_WEIGHTS, encoder: str = "mainline") -> np.ndarray:
+def encode(t: TensorType, x: np.ndarray, weights: np.ndarray = NO_WEIGHTS, encoder: str | None = None) -> np.ndarray:
     """Return our encoder's bytes, without the checks of quantkit.kernels.quantize."""
     from quantkit.kernels.cpu.encode import encoder as encoder_of
 
@@ -133,6 +159,19 @@ def encode(t: TensorType, x: np.ndarray, weights: np.ndarray = NO_WEIGHTS, encod
     out = np.full((len(x), t.row_bytes(x.shape[1])), 0xA5, np.uint8)
     encoder_of(t, encoder)(x, weights, out, 0, len(x))
     return out
+
+
+def hashes(types: Iterable[TensorType]) -> dict[str, str]:
+    """Return a hash of what each type's encoder makes of awkward rows, with weights and without."""
+    found = {}
+    for t in types:
+        made, n = hashlib.sha256(), 3 * t.block if t.is_quantized else 33
+        for seed, huge in enumerate((1e30, 1e12, 1e20, 1e37)):
+            for weights in weights_for(t, awkward_imatrix(n, seed)):
+                x = within_reach(t, awkward_rows(n, seed, huge), weights)
+                made.update(encode(t, x, weights).tobytes())
+        found[t.name] = made.hexdigest()
+    return found
 
 
 def assert_same_bytes(ours: np.ndarray, theirs: np.ndarray, t: TensorType) -> None:

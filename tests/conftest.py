@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import itertools
-import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -143,7 +142,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out all kernels at once, unless --all-ptx; for several workers, put the files that take longest first."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         known = known_seconds(config)
-        items.sort(key=lambda item: -known.get(item.path.name, math.inf))
+        items.sort(key=lambda item: -known.get(item.path.name, 0))
     if config.getoption("--all-ptx"):
         return
     left_out = {i for i in items if i.name.startswith("test_every_kernel_is_understood")}
@@ -155,9 +154,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 SECONDS = "quantkit/seconds"
 
 
+#: Files that take long, the longest first, where no run of all has told yet. Those that compile the same kernels lie
+#: apart, so that what one worker compiles the other finds.
+LONG = (
+    *("cpu_names", "gpu_check", "cuda_compile", "cuda_backend", "matmul", "cuda_attention", "encode_ggml", "cuda_fuse"),
+    *("kernels", "engine_quantized", "encode", "quantize", "interleave", "elementwise", "imatrix_covariance", "moe"),
+    *("dequantize", "cuda_mat_mat", "runtimes", "merge_runtimes", "choose_ik", "engine_zoo", "cuda_cublas"),
+)
+
+
 def known_seconds(config: pytest.Config) -> dict[str, float]:
-    """Return the seconds of files of tests, by name, from the last run of all."""
-    return config.cache.get(SECONDS, {}) if config.pluginmanager.has_plugin("cacheprovider") else {}
+    """Return the seconds of files of tests, by name, from the last run of all, or what orders them so."""
+    guess = {f"test_{name}.py": float(len(LONG) - i) for i, name in enumerate(LONG)}
+    return (config.cache.get(SECONDS, {}) if config.pluginmanager.has_plugin("cacheprovider") else {}) or guess
 
 
 def keep_seconds(reporter: pytest.TerminalReporter) -> None:
@@ -172,6 +181,11 @@ def keep_seconds(reporter: pytest.TerminalReporter) -> None:
             seconds[name] = seconds.get(name, 0) + report.duration
     if config.pluginmanager.has_plugin("cacheprovider"):
         config.cache.set(SECONDS, seconds)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let xdist keep the order of files; it would begin with those of the most tests and end with the longest."""
+    config.option.loadscopereorder = False
 
 
 def pytest_report_header() -> str:

@@ -276,10 +276,12 @@ def defaults(function: Any, kind: type[Structure], known: dict[str, Any]) -> Any
     return params
 
 
-def open_model(api: Mainline | Ik, path: Path, vocab_only: bool) -> int:
+def open_model(api: Mainline | Ik, path: Path, vocab_only: bool = False, **more: Any) -> int:
+    """Return a model; ``more``: fields of its parameters."""
     api.c.llama_backend_init()
     params = defaults(api.c.llama_model_default_params, api.ModelParams, MODEL_DEFAULTS | api.own_model_defaults)
-    params.n_gpu_layers, params.vocab_only = 0, vocab_only
+    for name, value in {"n_gpu_layers": 0, "vocab_only": vocab_only, **more}.items():
+        setattr(params, name, value)
     load = api.c.llama_model_load_from_file
     load.restype, load.argtypes = c_void_p, [c_char_p, api.ModelParams]
     model = load(os.fsencode(path), params)
@@ -289,8 +291,11 @@ def open_model(api: Mainline | Ik, path: Path, vocab_only: bool) -> int:
     return int(model)
 
 
-def open_context(api: Mainline | Ik, model: int, n: int, options: argparse.Namespace) -> int:
-    """Return a context for sequences of n tokens; its size is rounded up to 256, as the libraries do themselves."""
+def open_context(api: Mainline | Ik, model: int, n: int, options: argparse.Namespace, **more: Any) -> int:
+    """Return a context for sequences of n tokens; ``more``: fields of its parameters.
+
+    Its size is rounded up to 256, as the libraries do themselves.
+    """
     params = defaults(api.c.llama_context_default_params, api.ContextParams, CONTEXT_DEFAULTS | api.own_defaults)
     kv = KV_TYPES[options.kv or api.best_kv]
     settings = {
@@ -298,7 +303,7 @@ def open_context(api: Mainline | Ik, model: int, n: int, options: argparse.Names
         **{"n_threads": options.threads, "n_threads_batch": options.threads, "offload_kqv": False},
         **{"type_k": kv, "type_v": kv},
     }
-    for name, value in (settings | api.settings(bool(options.flash_attn))).items():
+    for name, value in (settings | api.settings(bool(options.flash_attn)) | more).items():
         setattr(params, name, value)
     create = api.c.llama_init_from_model
     create.restype, create.argtypes = c_void_p, [c_void_p, api.ContextParams]
@@ -308,19 +313,30 @@ def open_context(api: Mainline | Ik, model: int, n: int, options: argparse.Names
     return int(context)
 
 
-def decode(api: Mainline | Ik, context: int, tokens: Ids, start: int, n_vocab: int) -> Logits:
-    """Return the logits [n, n_vocab] after each token of one batch; the first has the position ``start``."""
+def batch_of(api: Mainline | Ik, tokens: Ids, start: int, wanted: Sequence[int]) -> Any:
+    """Return a llama_batch of tokens from the position ``start`` on; wanted: 1 for each that needs logits."""
     n, sequence = len(tokens), c_int32(0)
     batch = api.Batch(n)
     batch.token = (c_int32 * n)(*tokens.tolist())
     batch.pos = (c_int32 * n)(*range(start, start + n))
     batch.n_seq_id = (c_int32 * n)(*[1] * n)
     batch.seq_id = (POINTER(c_int32) * n)(*[ctypes.pointer(sequence)] * n)
-    batch.logits = (c_int8 * n)(*[1] * n)
+    batch.logits = (c_int8 * n)(*wanted)
+    return batch
+
+
+def decode_batch(api: Mainline | Ik, context: int, batch: Any) -> None:
+    """Compute a batch; ends the process if the library cannot."""
     api.c.llama_decode.argtypes = [c_void_p, api.Batch]
     status = api.c.llama_decode(context, batch)
     if status != 0:
-        sys.exit(f"llama_decode ended with {status} at position {start}")
+        sys.exit(f"llama_decode ended with {status} at position {batch.pos[0]}")
+
+
+def decode(api: Mainline | Ik, context: int, tokens: Ids, start: int, n_vocab: int) -> Logits:
+    """Return the logits [n, n_vocab] after each token of one batch; the first has the position ``start``."""
+    n = len(tokens)
+    decode_batch(api, context, batch_of(api, tokens, start, [1] * n))
     api.c.llama_get_logits.restype, api.c.llama_get_logits.argtypes = POINTER(c_float), [c_void_p]
     return np.ctypeslib.as_array(api.c.llama_get_logits(context), (n, n_vocab)).copy()
 

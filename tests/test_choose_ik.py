@@ -247,6 +247,15 @@ def test_a_class_option_that_ik_ignores_is_a_lint(preset: str, option: str, lint
     assert any(found.code == "QK-W016" for found in lint_request(request, SMALL, choices)) is lint
 
 
+def test_what_ik_ignores_with_pure_is_a_lint() -> None:
+    facts, pure = ModelFacts.from_metadata(METADATA, SMALL, ik=True), {"attn_v_type": BY_NAME["Q6_K"], "pure": True}
+    for preset, options in (("IQ4_KS", pure), ("BF16_R16", {**pure, "pure": False})):
+        request = Request(preset_by_name(preset), tree="ik", rules=rules("ffn_down=q8_0"), **options)
+        choices = choose_types(facts, SMALL, request)
+        codes = [lint.code for lint in lint_request(request, SMALL, choices)]
+        assert codes.count("QK-W010") == codes.count("QK-W016") == 1
+
+
 def test_reasons() -> None:
     found = small("IQ3_KL")
     assert found["blk.0.attn_v"].reason == "IQ3_KL: attn_v"

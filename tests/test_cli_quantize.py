@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -45,9 +47,11 @@ def test_a_negative_number_of_threads_means_all(llama: Path, tmp_path: Path) -> 
 def test_without_an_output_it_lies_beside_the_input(llama: Path) -> None:
     result = run(llama, "7")
     assert result.exit_code == 0, result.output
-    made = llama.with_name("ggml-model-7.gguf")
+    made = llama.with_name("ggml-model-Q8_0.gguf")
     assert tensor_bytes(made)["output.weight"][0] == "Q8_0"
     made.unlink()
+    for number, name in (("15", "Q4_K"), ("14", "Q4_K_S"), ("145", "IQ4_KS")):
+        assert f"ggml-model-{name}.gguf: " in run("--dry-run", llama, number).stdout
 
 
 def test_json_is_all_of_stdout(llama: Path, tmp_path: Path) -> None:
@@ -132,6 +136,17 @@ def test_error_is_measured_on_request(llama: Path, tmp_path: Path) -> None:
         (["--ffn-gate-inp-type", "nope", "IN", "OUT", "Q8_0"], 1, "nope"),
         (["--encoder", "best", "IN", "OUT", "Q8_0"], 2, "'best' is not one of 'mainline', 'ik'"),
         (["--fallback", "maybe", "IN", "OUT", "Q8_0"], 1, "maybe"),
+        (
+            ["--output-tensor-type", "i32", "IN", "OUT", "Q8_0"],
+            1,
+            "--output-tensor-type: I32 is not a type for weights",
+        ),
+        (["--attn-q-type", "q8_K", "IN", "OUT", "Q8_0"], 1, "--attn-q-type: Q8_K is not a type for weights"),
+        (
+            ["--extra-output-tensor", "q4_0", "--repack", "IN", "OUT"],
+            2,
+            "--extra-output-tensor has no meaning beside it",
+        ),
     ],
 )
 def test_wrong_input_gets_one_clear_line(llama: Path, tmp_path: Path, args: list[str], code: int, message: str) -> None:
@@ -247,3 +262,148 @@ def test_control_characters_of_names_are_escaped(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "blk.0.\\x1b[31m\\n.weight" in result.stdout
     assert "\x1b" not in result.output
+
+
+def test_partial_requant_makes_only_what_is_missing(llama: Path, tmp_path: Path) -> None:
+    assert run(llama, tmp_path / "s.gguf", "COPY", "--split-max-size", "300K").exit_code == 0
+    source, out = next(tmp_path.glob("s-00001-*")), tmp_path / "o.gguf"
+    command = ("--keep-split", "--partial-requant", source, out, "Q8_0")
+    assert run(*command).exit_code == 0
+    shards = sorted(tmp_path.glob("o-*.gguf"))
+    assert len(shards) > 3
+    before = [path.read_bytes() for path in shards]
+    kept = shards[0].stat().st_mtime_ns
+    shards[1].unlink()
+    shards[2].unlink()
+    result = run(*command)
+    assert (
+        f"--partial-requant: {len(shards) - 2} of {len(shards)} files of the output are there already" in result.stderr
+    )
+    assert [path.read_bytes() for path in shards] == before
+    assert shards[0].stat().st_mtime_ns == kept
+    assert run(*command).exit_code == 0
+    plan = json.loads(run("--json", *command).stdout)
+    assert plan["files"] == plan["tensors"] == []
+    assert not list(tmp_path.glob("*.part"))
+    # Other metadata are no reason to make a file again; other tensors are one to stop.
+    assert run("--no-provenance", *command).exit_code == 0
+    shards[3].write_bytes(shards[2].read_bytes())
+    refused = run(*command)
+    assert refused.exit_code == 1
+    assert f"{shards[3]} exists, but is not what would be written there" in " ".join(refused.stderr.split())
+    assert "give one of them" in run("--overwrite", *command).stderr
+
+
+def test_a_second_output(llama: Path, tmp_path: Path) -> None:
+    """As in ik_llama.cpp it lies behind the first one; an embedding serves if there is no output.weight."""
+    out = tmp_path / "o.gguf"
+    assert run("--rules", "ik", "--extra-output-tensor", "q4_0_r8", llama, out, "Q8_0").exit_code == 0
+    found = tensor_bytes(out)
+    assert list(found)[2:4] == ["output.weight", "output_extra.weight"]
+    assert found["output_extra.weight"][0] == "Q4_0_R8"
+    plain = tmp_path / "plain.gguf"
+    assert run("--output-tensor-type", "q4_0_r8", llama, plain, "Q8_0").exit_code == 0
+    assert tensor_bytes(plain)["output.weight"] == found["output_extra.weight"]
+    assert found["output.weight"][0] == "Q8_0"
+    again = run("--extra-output-tensor", "q4_0", "--allow-requantize", out, tmp_path / "p.gguf", "Q8_0")
+    assert again.exit_code == 2
+    assert "has an output_extra.weight already" in again.stderr
+    larger = run("--extra-output-tensor", "f32", llama, tmp_path / "p.gguf", "Q8_0")
+    assert "adds nothing: F32 is no smaller than output.weight, which is F16" in " ".join(larger.stderr.split())
+    assert "output_extra.weight" not in tensor_bytes(tmp_path / "p.gguf")
+    tensors = {name: t for name, t in llama_tensors().items() if name != "output.weight"}
+    tied = write_model(tmp_path / "tied.gguf", tensors)
+    for type_name in ("COPY", "Q8_0"):
+        made = run("--overwrite", "--extra-output-tensor", "q4_0", tied, out, type_name)
+        assert made.exit_code == 0, made.output
+        assert tensor_bytes(out)["output_extra.weight"][0] == "Q4_0"
+        assert "no output_extra.weight for this architecture" in " ".join(made.stdout.split())
+
+
+def test_embeddings_per_layer_have_an_option(tmp_path: Path) -> None:
+    per_layer = "per_layer_token_embd.weight"
+    model = write_model(tmp_path / "m.gguf", {**llama_tensors(), per_layer: ((256, 64), "F16")})
+
+    def types(*args: object) -> list[str]:
+        result = run("--dry-run", "--json", "--per-layer-token-embedding-type", "q4_0_r8", *args, model, "Q8_0")
+        found = {t["name"]: t["type"] for t in json.loads(result.stdout)["tensors"]}
+        return [found[per_layer], found["token_embd.weight"]]
+
+    for rules in ("ik", "mainline"):
+        assert types("--rules", rules) == ["Q4_0", "Q8_0"]
+        assert types("--rules", rules, "--token-embedding-type", "q5_0") == ["Q4_0", "Q5_0"]
+        assert types("--rules", rules, "--custom-q", "per_layer=q5_1") == ["Q4_0", "Q8_0"]
+
+
+def test_symmetric_q4_0(llama: Path, tmp_path: Path) -> None:
+    plain, out = tmp_path / "plain.gguf", tmp_path / "o.gguf"
+    assert run(llama, plain, "Q4_0").exit_code == run("--symmetric-q40", llama, out, "Q4_0").exit_code == 0
+    planned = json.loads(run("--dry-run", "--json", "--overwrite", "--symmetric-q40", llama, out, "Q4_0").stdout)
+    by = {t["name"]: (t["encoder"], t["reason"].endswith("levels -7 .. 7")) for t in planned["tensors"]}
+    assert (by["blk.0.ffn_up.weight"], by["output.weight"]) == (("symmetric", True), ("mainline", False))
+    ours, usual = tensor_bytes(out), tensor_bytes(plain)
+    assert {n for n in ours if ours[n] != usual[n]} == {n for n, (_, symmetric) in by.items() if symmetric}
+    idle = run("--dry-run", "--symmetric-q40", llama, tmp_path / "p.gguf", "Q8_0")
+    assert "note: --symmetric-q40 changes nothing" in idle.stderr
+    assert "note: --slow-iq2ks changes nothing" in run("--dry-run", "--slow-iq2ks", llama, "Q8_0").stderr
+
+
+def options_of(program: Path, env: dict[str, str] | None = None) -> set[str]:
+    """Return the options that a llama-quantize lists in its help."""
+    done = subprocess.run([program, "--help"], capture_output=True, text=True, check=False, env=env)
+    return set(re.findall(r"(?<![\w-])--[a-z][\w-]+", done.stdout))
+
+
+#: ik_llama.cpp 8337e4cd3 has these, but the wheel's program is a little older.
+NEWER = {"--per-layer-token-embedding-type", "--extra-output-tensor", "--symmetric-q40", "--slow-iq2ks"}
+
+
+@pytest.mark.peer
+def test_every_option_of_the_peers_is_known(llama_bin: Path, ik_bin: Path) -> None:
+    libraries = f"{ik_bin.parents[1]}/ik_llama_cpp_python.libs:{ik_bin.parent}/lib"
+    theirs = options_of(llama_bin / "llama-quantize")
+    theirs |= options_of(ik_bin / "llama-quantize", {"LD_LIBRARY_PATH": libraries})
+    assert len(theirs) > 25
+    command = cli.get_command(click.Context(cli), "quantize")
+    assert command is not None
+    ours = {name for p in command.params for name in p.opts} | {"--help"}
+    assert theirs | NEWER <= ours
+
+
+def test_what_repack_leaves_is_said(llama: Path, tmp_path: Path) -> None:
+    def notes(*args: object) -> str:
+        result = run("--dry-run", *args, tmp_path / "o.gguf")
+        assert result.exit_code == 0, result.output
+        return " ".join(result.stderr.split())
+
+    said = notes("--repack", llama)
+    assert (
+        "--repack changes nothing: no tensor has a type and rows that can be interleaved note: 15 F16 tensors" in said
+    )
+    assert "which loses 3 bits of each value" in said
+    said = notes("--repack", "--repack-pattern", r"blk\.\d{1,2}\.attn_[q,k]\.,output_norm", llama)
+    assert "4 F16 tensors stay" in said
+    assert "matches" in said
+    assert "F16" not in notes("--repack", "--repack-pattern", "token_embd,nothing", llama)
+    assert notes("--unrepack", llama).startswith("note: --unrepack changes nothing")
+    said = " ".join(run("--dry-run", llama, tmp_path / "o.gguf", "BF16_R16").stderr.split())
+    assert "AVX512-BF16 only" in said
+    assert "BF16_R16 cuts values off" in said
+    assert run(llama, tmp_path / "bf16.gguf", "BF16").stderr.count("note: ") == 0
+    said = notes("--repack", tmp_path / "bf16.gguf")
+    assert "AVX512-BF16 only" in said
+    assert "cuts" not in said
+
+
+def test_repack_needs_no_type_but_a_wrong_one_is_an_error(llama: Path, tmp_path: Path) -> None:
+    assert "ggml-model-REPACK.gguf: " in run("--dry-run", "--repack", llama).stdout
+    assert "ggml-model-Q4_K_R4.gguf: " in run("--dry-run", "--repack", llama, "Q4_K_R4").stdout
+    assert json.loads(run("--dry-run", "--json", "--unrepack", llama).stdout)["rules"] == ""
+    refused = run("--repack", llama, tmp_path / "o.gguf", "Q4_K_X")
+    assert refused.exit_code == 1
+    assert "did you mean" in refused.stderr
+
+
+def test_rules_and_encoders_are_named_in_any_case(llama: Path) -> None:
+    plan = json.loads(run("--dry-run", "--json", "--rules", "IK", "--encoder", "Ik", llama, "Q4_K_M").stdout)
+    assert (plan["rules"], {t["encoder"] for t in plan["tensors"]}) == ("ik", {"ik", None})

@@ -1,13 +1,20 @@
-"""Kernels are right on CPUs older than this one: what other_cpu.py calls, compiled for AVX2 and SSE2."""
+"""Kernels are right on CPUs older than this one: what other_cpu.py calls, compiled for AVX2 and SSE2.
+
+Encoders make the same bytes of awkward rows as on this one, which test_encode_ggml.py holds to ggml's.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from awkward import hashes
+from quantkit.types import BY_NAME
 
 HERE = Path(__file__).parent
 #: Names and features; and what our code takes them for: the variables are no use if numba passes over them.
@@ -24,4 +31,7 @@ def test_kernels_compiled_for(cpu: str) -> None:
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent)])
     run = subprocess.run([sys.executable, HERE / "other_cpu.py"], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, f"{cpu}: {run.stdout[-2000:]}\n{run.stderr[-8000:]}"
-    assert run.stdout.startswith(seen)
+    taken_for, found = run.stdout.splitlines()
+    assert taken_for.startswith(seen)
+    theirs = json.loads(found)
+    assert hashes(BY_NAME[name] for name in theirs) == theirs

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_cuda_dot_forms
+import test_cuda_unpack
 from host_device import CACHE, digest
-from ptx.chosen import kinds
+from ptx.chosen import SIZES, TENSOR_CORES, TYPES
 from ptx.device import keep, nvrtc
 
 from quantkit.kernels.cuda.core.compile import compile_module, compile_options, cubin, preamble
@@ -24,13 +26,26 @@ FAMILIES = sorted(
     if path.stem != "__init__" and path.parent.name != "core"
 )
 
-#: The last one compiles all modules; the others, which have other instructions but no other types, one of each kind.
+#: The last one compiles all modules; for the others each macro that chooses code has each of its values once. sm_75 has
+#: other instructions, and registers for fewer columns; sm_80 has those of sm_90, but for early launches.
 CAPABILITIES = (75, 80, 90)
+SAME_CODE = SIZES | TYPES | {"ACTIVATION", "SHARED", "TEAM"}
+PASSED_OVER = {75: SAME_CODE - {"COLUMNS"}, 80: SAME_CODE | {"CACHE"}}
+
+#: All types in one module each: how they are unpacked, how they are multiplied otherwise.
+TOGETHER = (
+    Kernel(test_cuda_unpack.ALL, "unpack_all").bind(**test_cuda_unpack.EACH),
+    Kernel(test_cuda_dot_forms.ALL, "dot_forms_all"),
+)
 
 #: Bytes of registers that a family's kernels may put aside. mat_mat: 128 registers, so that two blocks run at once;
 #: a few values that do not change are put aside over its loop, and none within the inner ones. attention: q of long
 #: heads lies in registers, too; next to nothing is put aside in the loop over keys. mat_vec: a word, for 8 columns.
 PUT_ASIDE = {"matmul.mat_mat": 128, "attention.attention": 256, "matmul.mat_vec": 4}
+
+
+#: Kernels, one of each module, and the names of all that are wanted of it.
+Modules = list[tuple[Kernel, list[str]]]
 
 
 def kernels(family: str) -> list[Kernel]:
@@ -45,6 +60,21 @@ def modules(family: str) -> Iterator[tuple[Kernel, list[str]]]:
     for _, group in groupby(kernels(family), key=lambda op: (op.file, op.defines)):
         members = list(group)
         yield members[0], [op.name for op in members]
+
+
+def some_of(found: Modules, capability: int) -> Modules:
+    """Return modules in which each kernel is, with and without each macro that chooses code, and each of its values."""
+    chosen, seen = Modules(), set[tuple[str, ...]]()
+    for kernel, names in found:
+        by_type = capability < 80 and kernel.file == TENSOR_CORES  # of each type other instructions
+        passed_over = PASSED_OVER[capability] - (TYPES if by_type else set())
+        macros = [define for define in kernel.defines if define[0] not in passed_over]
+        of_it = {(kernel.file, *define) for define in macros}
+        of_it |= {(kernel.file, name, *(macro for macro, _ in macros)) for name in names}
+        if not of_it <= seen:
+            chosen.append((kernel, names))
+        seen |= of_it
+    return chosen
 
 
 def compiled(kernel: Kernel, capability: int) -> str:
@@ -76,7 +106,7 @@ def test_every_source_has_its_family() -> None:
 def test_kernels_compile_and_do_not_spill(family: str, capability: int, request: pytest.FixtureRequest) -> None:
     wanted = list(modules(family))
     if capability != CAPABILITIES[-1] and not request.config.getoption("--all-ptx"):
-        wanted = list({frozenset(kinds({(kernel, 0)})): (kernel, names) for kernel, names in wanted}.values())
+        wanted = some_of(wanted, capability)
     for kernel, names in wanted:
         log = compiled(kernel, capability)
         for name in names:
@@ -84,6 +114,11 @@ def test_kernels_compile_and_do_not_spill(family: str, capability: int, request:
         spilled = re.findall(r"for quantkit_(\w+)\n.*?(\d+) bytes spill stores", log)
         too_much = [s for s in spilled if s[0] in names and int(s[1]) > PUT_ASIDE.get(family, 0)]
         assert not too_much, f"{kernel}: {too_much}"
+
+
+@pytest.mark.parametrize("kernel", TOGETHER, ids=lambda kernel: kernel.name)
+def test_every_type_compiles_for_turing(kernel: Kernel) -> None:
+    assert f"'quantkit_{kernel.name}'" in compiled(kernel, CAPABILITIES[0])
 
 
 def test_machine_code_is_kept_until_a_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from conftest import DATA
 from quantkit.errors import RecipeError
 from quantkit.kernels import dequantize, quantize
 from quantkit.kernels.cpu.interleave import interleave_rows
-from quantkit.kernels.formats import encoder_for, has_encoder
-from quantkit.kernels.interleave import BASES, base_of, layout_of
+from quantkit.kernels.formats import encoder_for
+from quantkit.kernels.interleave import BASES, base_of
 from quantkit.types import BY_NAME, TensorType
 
 Golden = dict[str, np.ndarray]
@@ -70,11 +70,37 @@ def test_golden_file_is_of_the_types_with_two_encoders(golden_ik: Golden) -> Non
 
 def test_types_without_a_second_encoder_have_the_same_one() -> None:
     x = np.random.default_rng(3).standard_normal((2, 512)).astype(np.float32)
-    for name in ("Q8_0", "IQ4_KS"):
-        assert encoder_for(BY_NAME[name], "ik") == ""
-        assert np.array_equal(quantize(x, name, encoder="ik"), quantize(x, name))
+    for name, own in (("Q8_0", "mainline"), ("IQ4_KS", "ik")):
+        for by in (None, "ik", "mainline"):
+            assert encoder_for(BY_NAME[name], by) == own
+            assert np.array_equal(quantize(x, name, encoder=by), quantize(x, name))
     with pytest.raises(RecipeError, match="there is no encoder 'best': give mainline or ik"):
         quantize(x, "Q8_0", encoder="best")
+
+
+def symmetric_q4_0(x: np.ndarray) -> np.ndarray:
+    """Q4_0 as ik_llama.cpp 8337e4cd3 encodes it with --symmetric-q40 (quantize_row_q4_0_symmetric)."""
+    blocks = x.reshape(-1, 32)
+    d = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(7)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        inverse = np.where(d > 0, np.float32(1) / d, np.float32(0))
+        shifted = blocks * inverse + np.float32(8.5)
+    # A block so small that 1 / d is infinite: in C its levels become 0.
+    levels = np.where(np.isfinite(shifted), np.minimum(shifted, 15), 0).astype(np.uint8)
+    packed = levels[:, :16] | levels[:, 16:] << 4
+    return np.concatenate([d.astype(np.float16).view(np.uint8), packed], axis=1).reshape(len(x), -1)
+
+
+def test_symmetric_q4_0(golden: Golden) -> None:
+    """Also interleaved; importance is ignored, and the lowest level never used."""
+    x, t = golden["x"], BY_NAME["Q4_0"]
+    want = symmetric_q4_0(x)
+    assert_same_bytes(quantize(x, t, golden["imatrix"], encoder="symmetric"), want, t)
+    woven = np.empty_like(want)
+    interleave_rows(BY_NAME["Q4_0_R8"], want, woven)
+    assert_same_bytes(quantize(x, "Q4_0_R8", encoder="symmetric"), woven, BY_NAME["Q4_0_R8"])
+    inside = np.abs(x).reshape(-1, 32).max(axis=1) > 1e-30
+    assert (want.reshape(-1, 18)[inside, 2:] & 15).min() == (want.reshape(-1, 18)[inside, 2:] >> 4).min() == 1
 
 
 def drawn(t: TensorType) -> tuple[np.ndarray, np.ndarray]:
@@ -122,19 +148,14 @@ def test_random_rows_like_the_wheels(ik_bin: Path, t: TensorType) -> None:
         assert errors[0] == pytest.approx(errors[1], rel=2e-2)
 
 
-WOVEN = [t for t in map(BY_NAME.get, BASES) if t and has_encoder(t) and layout_of(t).is_exact and encoder_for(t, "ik")]
+WOVEN = [t for t in map(BY_NAME.__getitem__, BASES) if base_of(t) in IK_ENCODED]
 
 
 @pytest.mark.parametrize("t", WOVEN, ids=str)
 def test_woven_types_take_it_of_their_base_type(t: TensorType) -> None:
-    assert base_of(t) in IK_ENCODED
+    """By default; llama.cpp's if it is asked for."""
     x, weights = drawn(t)
-    of_base, want = encode(base_of(t), x, weights, "ik"), np.empty((len(x), t.row_bytes(x.shape[1])), np.uint8)
-    interleave_rows(t, of_base, want)
-    assert_same_bytes(encode(t, x, weights, "ik"), want, t)
-
-
-def test_golden_importance_of_woven_iq2_xs_is_looked_at_again(golden: Golden) -> None:
-    want = np.load(DATA / "golden-interleaved.npz")["IQ2_XS_R4+imatrix"]
-    found = quantize(golden["x"], "IQ2_XS_R4", golden["imatrix"], encoder="ik")
-    assert_same_bytes(found[: len(want)], want, BY_NAME["IQ2_XS_R4"])
+    for by in (None, "ik", "mainline"):
+        want = np.empty((len(x), t.row_bytes(x.shape[1])), np.uint8)
+        interleave_rows(t, encode(base_of(t), x, weights, by or "ik"), want)
+        assert_same_bytes(encode(t, x, weights, by), want, t)

@@ -71,7 +71,7 @@ def test_other_shapes_are_refused_or_harmless(
     assert refused > 5
 
 
-@pytest.mark.parametrize("type_name", ["I32", "I8", "IQ1_M_R4"])
+@pytest.mark.parametrize("type_name", ["I32", "I8"])
 def test_weights_of_types_without_products_are_refused(
     zoo: Callable[[str], Path], tmp_path: Path, type_name: str
 ) -> None:

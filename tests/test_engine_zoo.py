@@ -33,6 +33,7 @@ from quantkit.model.ops import (
     Value,
 )
 from quantkit.model.placement import Placement
+from quantkit.quantize import QuantizeOptions, quantize
 from zoo import NAMES
 from zoo import expected as tokens_and_logits
 
@@ -55,6 +56,13 @@ def placed(device: str) -> Placement:
 def test_logits_are_llama_cpps(zoo: Callable[[str], Path], name: str, device: str, fusion: Fusion) -> None:
     with load(zoo(name), kv_type="f32", fusion=fusion, placement=placed(device)) as model:
         assert nmse(model.forward(TOKENS), expected(name)) <= BOUND
+
+
+def test_a_second_output_changes_nothing(zoo: Callable[[str], Path], tmp_path: Path) -> None:
+    """That of quantize --extra-output-tensor; ik_llama.cpp uses it to draft tokens."""
+    quantize(zoo("qwen35moe-moe"), tmp_path / "m.gguf", "COPY", QuantizeOptions(extra_output_tensor="q8_0"))
+    with load(tmp_path / "m.gguf", kv_type="f32", placement=placed("CPU")) as model:
+        assert nmse(model.forward(TOKENS), expected("qwen35moe-moe")) <= BOUND
 
 
 # ---------------------------------------------------------------- mutants

@@ -166,6 +166,9 @@ def test_what_runtimes_do_is_told() -> None:
         "does not load: no merged up and gate experts for this architecture (quantkit split-up-gate)",
         "loads, on CPU and CUDA",
     ]
+    refused, loads = "does not load: no output_extra.weight for this architecture", "loads, on CPU and CUDA"
+    assert say("qwen3", **{"output_extra.weight": "Q4_0"}) == [refused, refused]
+    assert say("qwen35moe", **{"output_extra.weight": "Q4_0"}) == [refused, loads]
 
 
 def test_provenance_and_per_layer_values(tmp_path: Path) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +20,23 @@ from conftest import DATA
 from models import tensor_bytes, write_model
 from quantkit.cli import cli
 from quantkit.compare import compare
-from quantkit.errors import FormatError, RecipeError, TypeNotSupported
+from quantkit.errors import FormatError, RecipeError, ResourceError, TypeNotSupported
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.kernels import dequantize
 from quantkit.kernels import quantize as encode
 from quantkit.kernels.cpu.encode.check import validate_rows
 from quantkit.kernels.cpu.interleave import deinterleave_rows, interleave_rows
-from quantkit.kernels.formats import has_decoder, has_encoder
-from quantkit.kernels.interleave import BASES, base_of, is_woven, layout_of, repacks, weaves_together, woven_of
+from quantkit.kernels.formats import encoder_for, has_decoder, has_encoder
+from quantkit.kernels.interleave import (
+    BASES,
+    base_of,
+    is_woven,
+    layout_of,
+    plain_of,
+    repacks,
+    weaves_together,
+    woven_of,
+)
 from quantkit.pipeline import work
 from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
 from quantkit.types import BY_NAME, TYPES, TensorType
@@ -45,10 +58,10 @@ def woven(t: TensorType, rows: U8) -> U8:
     return out
 
 
-def apart(t: TensorType, rows: U8) -> U8:
+def apart(t: TensorType, rows: U8, to: TensorType | None = None) -> U8:
     n = (rows.shape[1] - t.row_header) // t.block_bytes * t.block
-    out = np.empty((len(rows), base_of(t).row_bytes(n)), np.uint8)
-    deinterleave_rows(t, np.ascontiguousarray(rows), out)
+    out = np.empty((len(rows), (to or base_of(t)).row_bytes(n)), np.uint8)
+    deinterleave_rows(t, np.ascontiguousarray(rows), out, to)
     return out
 
 
@@ -58,11 +71,7 @@ def sensible(t: TensorType, rows: int, n: int) -> U8:
         return woven(t, random_rows(base_of(t), rows, n, scale=(0.01, 1)))
     data = np.random.default_rng(3).integers(0, 256, (rows, t.row_bytes(n)), dtype=np.uint8)
     scales = np.full(t.interleave, 0.125, np.float16).view(np.uint8)
-    groups = data.reshape(rows // t.interleave, -1)
-    if t.row_header:
-        groups[:, : scales.size] = scales
-    else:
-        groups.reshape(len(groups), -1, t.interleave * t.block_bytes)[..., : scales.size] = scales
+    data.reshape(rows // t.interleave, -1, t.interleave * t.block_bytes)[..., : scales.size] = scales
     return data
 
 
@@ -138,8 +147,10 @@ def test_what_cannot_be_woven_is_refused() -> None:
     t = BY_NAME["Q8_K_R8"]
     with pytest.raises(TypeNotSupported, match="Q8_0 has not all that Q8_K_R8 holds"):
         interleave_rows(t, np.zeros((8, 272), np.uint8), np.zeros((8, 258), np.uint8))
-    with pytest.raises(TypeNotSupported, match="IQ1_M_R4: this version cannot take its rows apart"):
-        layout_of(BY_NAME["IQ1_M_R4"])
+    with pytest.raises(TypeNotSupported, match="Q4_K is no interleaved type"):
+        layout_of(BY_NAME["Q4_K"])
+    with pytest.raises(TypeNotSupported, match="IQ1_M_R4 cannot be taken apart into rows of IQ1_M"):
+        layout_of(BY_NAME["IQ1_M_R4"], to=BY_NAME["IQ1_M"])
     with pytest.raises(ValueError, match="whole groups of 4"):
         apart(BY_NAME["Q4_K_R4"], np.zeros((6, 144), np.uint8))
 
@@ -157,13 +168,40 @@ def test_which_types_repack() -> None:
     assert woven_of(BY_NAME["F16"]) is None
     assert weaves_together(BY_NAME["BF16_R16"], 34, 16)
     assert not weaves_together(BY_NAME["BF16_R16"], 33, 16)
+    for name in ("IQ1_S_R4", "IQ1_M_R4"):  # blocks of 32, unlike those of IQ1_S and IQ1_M
+        assert weaves_together(BY_NAME[name], 96, 4)
+        assert not weaves_together(BY_NAME[name], 96, 6)
 
 
-def test_every_interleaved_type_but_one_is_known() -> None:
-    assert {t.name for t in TYPES if t.interleave > 1 and not is_woven(t)} == {"IQ1_M_R4"}
+def test_formats_of_their_own() -> None:
+    """IQ1_S_R4 holds what IQ1_S can, IQ1_M_R4 what no other type does; neither holds what IQ1_S and IQ1_M do."""
+    s, m, s_r4, m_r4 = (BY_NAME[name] for name in ("IQ1_S", "IQ1_M", "IQ1_S_R4", "IQ1_M_R4"))
+    assert (plain_of(s_r4), plain_of(m_r4)) == (s, None)
+    assert repacks(s_r4, s)
+    for pair in ((s, s_r4), (m, m_r4), (m_r4, m), (s_r4, m_r4)):
+        assert not repacks(*pair)
+    assert woven_of(s) is woven_of(m) is None
+
+
+def test_every_interleaved_type_is_known() -> None:
+    assert all(is_woven(t) for t in TYPES if t.interleave > 1)
 
 
 # ---------------------------------------------------------------- values
+
+#: Of some ik has no decoder; that of IQ2_BN_R4 leaves the scales of rows to its caller.
+NO_DECODER_THERE = {"BF16_R16", "MXFP4_R8", "IQ2_BN_R4"}
+
+
+class InitParams(ctypes.Structure):
+    _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
+
+
+def ik_library(ik_bin: Path) -> ctypes.CDLL:
+    lib = ctypes.CDLL(str(ik_bin.parent / "lib/libggml.so"))
+    lib.ggml_init.argtypes, lib.ggml_init.restype = [InitParams], ctypes.c_void_p
+    assert lib.ggml_init(InitParams(1 << 20, None, False))  # makes the table that halves are widened by
+    return lib
 
 
 @pytest.mark.parametrize("t", [t for t in WOVEN if has_decoder(t)], ids=str)
@@ -185,14 +223,27 @@ def test_q8_k_is_a_scale_and_levels(name: str) -> None:
     np.testing.assert_array_equal(dequantize(rows, t, 512), values.transpose(2, 0, 1, 3).reshape(r, 512))
 
 
-@pytest.mark.skipif(not has_decoder(BY_NAME["IQ1_S_R4"]), reason="no decoder of IQ1_S")
-def test_iq1_s_r4_is_iq1_s_with_a_scale_per_row(golden: dict[str, np.ndarray]) -> None:
-    t = BY_NAME["IQ1_S_R4"]
-    x, y = golden["x"], dequantize(GOLDEN["IQ1_S_R4+imatrix"], t, 1024)
-    error = np.sqrt(((x[:8] - y[:8]) ** 2).sum() / (x[:8] ** 2).sum())
-    assert error < 0.6
-    rows = apart(t, GOLDEN["IQ1_S_R4+imatrix"]).reshape(48, 4, 50)
-    assert (rows[..., :2] == rows[:, :1, :2]).all()
+def test_iq1_s_r4_is_iq1_s_with_a_scale_per_row() -> None:
+    t, s = BY_NAME["IQ1_S_R4"], BY_NAME["IQ1_S"]
+    rows = apart(t, GOLDEN["IQ1_S_R4+imatrix"], s)
+    np.testing.assert_array_equal(dequantize(rows, s, 1024), dequantize(GOLDEN["IQ1_S_R4+imatrix"], t, 1024))
+    blocks = rows.reshape(48, 4, 50)
+    assert (blocks[..., :2] == blocks[:, :1, :2]).all()
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("t", [t for t in WOVEN if t.id > 100 and t.name not in NO_DECODER_THERE], ids=str)
+def test_values_are_iks(t: TensorType, ik_bin: Path) -> None:
+    """Its decoders take a group of rows at a time; where signs are apart, a level 0 may become -0 there."""
+    lib = ik_library(ik_bin)
+    decode = getattr(lib, f"dequantize_row_{t.ggml_name}")
+    decode.argtypes, decode.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], None
+    n, rows = 768, sensible(t, 3 * t.interleave, 768)
+    theirs = np.empty((len(rows), n), np.float32)
+    for row in range(0, len(rows), t.interleave):
+        group = np.ascontiguousarray(rows[row : row + t.interleave])
+        decode(group.ctypes.data, theirs[row:].ctypes.data, t.interleave * n)
+    np.testing.assert_array_equal(dequantize(rows, t, n), theirs)
 
 
 @any_exact
@@ -210,33 +261,48 @@ def test_a_scale_that_is_not_finite_is_found(t: TensorType) -> None:
 
 # ---------------------------------------------------------------- encoders
 
-#: Where ik has an encoder of its own for the base type, and ours is llama.cpp's; with importance, more of them.
-ENCODED = [n for n in GOLDEN if "/" not in n and len(GOLDEN[n]) == 48 and has_encoder(BY_NAME[n.partition("+")[0]])]
+#: All that is encoded as in ik, with and without importance; where it is ignored, the file has the bytes once.
+ENCODED = [n for n in GOLDEN if "/" not in n]
 
 
 @pytest.mark.parametrize("name", ENCODED)
 def test_encoders_give_iks_bytes(name: str, golden: dict[str, np.ndarray]) -> None:
-    """Three exact values make a row of Q2_K_R4 ternary, tiny products silence importances, and Q8_K overflows."""
+    """By default. Three values make a row of Q2_K_R4 ternary, tiny products silence importances, and Q8_K overflows."""
     t, _, weighted = name.partition("+")
     found = encode(golden["x"], t, golden["imatrix"] if weighted else None)
+    if t == "IQ1_M_R4":  # the first half of zeros in a group has the shift that the group before ended with
+        differ = found ^ GOLDEN[name]
+        assert differ[differ != 0].tolist() == [0x88]
+        found ^= differ
     np.testing.assert_array_equal(found, GOLDEN[name])
+    if not weighted and f"{name}+imatrix" not in GOLDEN:
+        np.testing.assert_array_equal(encode(golden["x"], t, golden["imatrix"]), GOLDEN[name])
 
 
+@pytest.mark.parametrize("by", ["mainline", "ik"])
 @pytest.mark.parametrize("t", [t for t in EXACT if has_encoder(t)], ids=str)
-def test_encoding_is_encoding_the_base_type_and_repacking(t: TensorType) -> None:
+def test_encoding_is_encoding_the_base_type_and_repacking(t: TensorType, by: str) -> None:
     x = np.random.default_rng(1).standard_normal((3 * t.interleave, 512)).astype(np.float32)
-    if t.name == "BF16_R16":
+    if t.name == "BF16_R16" and by == "ik":
         x = (x.view(np.uint32) & 0xFFFF0000).view(np.float32)  # other values it cuts off, and BF16 rounds
     weights = np.random.default_rng(2).chisquare(3, 512).astype(np.float32)
     for w in (None, weights) if t.imatrix != "ignored" else (None,):
         if w is None and "required" in (t.imatrix, base_of(t).imatrix):
             continue
-        np.testing.assert_array_equal(encode(x, t, w), woven(t, encode(x, base_of(t), w)))
+        np.testing.assert_array_equal(encode(x, t, w, by), woven(t, encode(x, base_of(t), w, by)))
 
 
-def test_bf16_r16_cuts_values_off() -> None:
-    x = np.full((16, 2), 1.00585938, np.float32)  # rounded to nearest it would be 1.0078125
-    assert dequantize(encode(x, "BF16_R16"), "BF16_R16", 2)[0, 0] == 1.0
+@pytest.mark.parametrize("t", [t for t in EXACT if has_encoder(t)], ids=str)
+def test_whose_encoder(t: TensorType) -> None:
+    """ik's by default; mainline's where llama.cpp has the base type."""
+    assert (encoder_for(t), encoder_for(t, "ik")) == ("ik", "ik")
+    assert encoder_for(t, "mainline") == ("mainline" if base_of(t).trees == "both" else "ik")
+
+
+@pytest.mark.parametrize(("by", "value"), [(None, 1.0), ("ik", 1.0), ("mainline", 1.0078125)])
+def test_bf16_r16_cuts_values_off(by: str | None, value: float) -> None:
+    x = np.full((16, 2), 1.00585938, np.float32)
+    assert dequantize(encode(x, "BF16_R16", encoder=by), "BF16_R16", 2)[0, 0] == value
 
 
 def test_no_encoder_is_said() -> None:
@@ -284,6 +350,47 @@ def test_a_repacked_file_is_iks(q4: Path, tmp_path: Path, ik_bin: Path) -> None:
         assert ours.read_bytes() == theirs.read_bytes()
 
 
+_KILLED = """
+import os, signal, sys, time
+from quantkit.quantize import QuantizeOptions, quantize
+
+class Killed:
+    left = 9
+    def resumed(self, tensors, nbytes): pass
+    def wrote(self, nbytes): pass
+    def finished(self, tensor):
+        self.left -= 1
+        if not self.left:
+            time.sleep(1)  # what was finished before is journaled meanwhile
+            os.kill(os.getpid(), signal.SIGKILL)
+
+quantize(*sys.argv[1:3], "COPY", QuantizeOptions(repack=True), threads=1, observer=Killed())
+"""
+
+
+def test_a_killed_repack_goes_on(q4: Path, tmp_path: Path) -> None:
+    whole, out, options = tmp_path / "whole.gguf", tmp_path / "o.gguf", QuantizeOptions(repack=True)
+    quantize(q4, whole, "COPY", options)
+    killed = subprocess.run([sys.executable, "-c", _KILLED, q4, out], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not out.exists()
+    with pytest.raises(ResourceError, match="is of other work"):
+        quantize(q4, out, "COPY", QuantizeOptions(repack=True, repack_pattern=("attn",)), resume=True)
+    assert quantize(q4, out, "COPY", options, resume=True).run.resumed > 0
+    assert out.read_bytes() == whole.read_bytes()
+
+
+def test_kept_shards_there_and_back(q4: Path, tmp_path: Path) -> None:
+    options = QuantizeOptions(split_max_size=1_000_000, no_provenance=True)
+    split = quantize(q4, tmp_path / "split.gguf", "COPY", options).paths
+    assert len(split) > 4
+    there = quantize(split[0], tmp_path / "there.gguf", "COPY", replace(REPACK, keep_split=True)).paths
+    back = quantize(there[-1], tmp_path / "back.gguf", "COPY", replace(UNREPACK, keep_split=True)).paths
+    assert [path.read_bytes() for path in back] == [path.read_bytes() for path in split]
+    quantize(split[1], tmp_path / "one.gguf", "COPY", REPACK)
+    assert tensor_bytes(there[0]) == tensor_bytes(tmp_path / "one.gguf")
+
+
 @pytest.mark.parametrize(("threads", "piece", "job"), [(1, 1 << 17, 1 << 20), (3, 300, 1000)])
 @pytest.mark.parametrize("name", ["Q4_K_R4", "Q8_0_R8", "BF16_R16"])
 def test_the_bytes_do_not_depend_on_threads_or_memory(
@@ -318,7 +425,11 @@ def test_what_stays_and_why(tmp_path: Path) -> None:
         "blk.0.attn_k.weight": ("Q4_0_R8", "--repack"),
     }
     plan = plan_quantize(source, tmp_path / "r.gguf", "COPY", REPACK)
-    assert {t.reason for t in plan.tensors} == {"F16 has no interleaved type"}
+    assert [t.reason.partition(" ")[2] for t in plan.tensors] == [
+        "are read row by row",
+        "rows of 256 do not divide into groups of 16",
+        "rows of 256 do not divide into groups of 16",
+    ]
     only = QuantizeOptions(repack=True, repack_pattern=("attn_q,attn_v",))
     plan = plan_quantize(tmp_path / "q.gguf", tmp_path / "r.gguf", "COPY", only)
     assert [t.reason for t in plan.tensors if t.name.endswith("k.weight")] == ["no --repack-pattern matches"]
@@ -340,6 +451,28 @@ def test_q8_k_r8_comes_apart_as_q8_0(tmp_path: Path) -> None:
     assert kind == "Q8_0"
     values = dequantize(np.frombuffer(data, np.uint8).reshape(16, -1), "Q8_0", 256)
     np.testing.assert_array_equal(values, dequantize(np.frombuffer(before, np.uint8).reshape(16, -1), "Q8_K_R8", 256))
+
+
+def test_formats_of_their_own_come_apart_where_another_type_has_their_values(tmp_path: Path) -> None:
+    shapes = {"blk.0.attn_q.weight": (256, 4), "blk.0.attn_k.weight": (96, 4), "blk.0.attn_v.weight": (256, 4)}
+    source = write_model(tmp_path / "a.gguf", {name: (shape, "F32") for name, shape in shapes.items()})
+    rules = QuantizeOptions(tensor_type=("attn_v=iq1_m_r4", ".=iq1_s_r4"), ignore_imatrix_rules=True)
+    quantize(source, tmp_path / "b.gguf", "COPY", rules)
+    plan = plan_quantize(tmp_path / "b.gguf", tmp_path / "c.gguf", "COPY", UNREPACK)
+    assert {t.name[6:12]: (t.type.name, t.reason) for t in plan.tensors} == {
+        "attn_q": ("IQ1_S", "--unrepack"),
+        "attn_k": ("IQ1_S_R4", "rows of 96 do not divide into IQ1_S's blocks of 256"),
+        "attn_v": ("IQ1_M_R4", "IQ1_M_R4 is a format of its own: no type of single rows holds its values"),
+    }
+    quantize(tmp_path / "b.gguf", tmp_path / "c.gguf", "COPY", UNREPACK)
+    before, after = (tensor_bytes(tmp_path / f"{name}.gguf") for name in "bc")
+    values = [
+        dequantize(np.frombuffer(data, np.uint8).reshape(4, -1), kind, 256)
+        for kind, data in (each["blk.0.attn_q.weight"] for each in (before, after))
+    ]
+    np.testing.assert_array_equal(*values)
+    plan = plan_quantize(tmp_path / "c.gguf", tmp_path / "d.gguf", "COPY", REPACK)
+    assert {t.name[6:12]: t.reason for t in plan.tensors}["attn_q"] == "IQ1_S has no interleaved type"
 
 
 def test_compare_measures_interleaved_tensors(q4: Path, tmp_path: Path) -> None:
@@ -388,6 +521,47 @@ def test_the_engine_computes_the_same(q4: Path, tmp_path: Path) -> None:
             assert len(notes) == (path != q4)
     for found in logits[1:]:
         np.testing.assert_array_equal(found, logits[0])
+
+
+@pytest.mark.parametrize("name", ["IQ1_S_R4", "IQ1_M_R4"])
+def test_the_engine_runs_formats_of_their_own(tmp_path: Path, name: str) -> None:
+    """As the values they stand for, but that activations are quantized: where no router can decide otherwise."""
+    from quantkit.model.engine import load
+
+    low, wide = tmp_path / "low.gguf", tmp_path / "wide.gguf"
+    with open_gguf(DATA / "tiny-moe-bf16.gguf") as file:
+        last = file.get("qwen3moe.block_count") - 1
+    rules = tuple(f"{names}={name}" for names in (r"^output\.", rf"blk\.{last}\.ffn_(up|gate|down)_exps"))
+    options = QuantizeOptions(imatrix=DATA / "tiny-moe-imatrix.gguf", tensor_type=rules, ignore_imatrix_rules=True)
+    quantize(DATA / "tiny-moe-bf16.gguf", low, "COPY", options)
+    quantize(low, wide, "F32", QuantizeOptions(allow_requantize=True))
+    assert [kind for kind, _ in tensor_bytes(low).values()].count(name) == 4
+    logits = []
+    for path in (low, wide):
+        with load(path, threads=1) as model:
+            logits.append(model.forward([1, 5, 9, 100, 7]).astype(np.float64))
+    off = logits[0] - logits[1]
+    assert (off**2).sum() < 1e-3 * (logits[1] ** 2).sum()
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", ["IQ1_S_R4", "IQ1_M_R4"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_formats_of_their_own_are_encoded_nearly_as_the_wheels(ik_bin: Path, name: str, weighted: bool) -> None:
+    """The wheel is built with FMA, which decides a few searches differently; rows of 32 times 37 values."""
+    lib, t = ik_library(ik_bin), BY_NAME[name]
+    rng, n = np.random.default_rng(7), 32 * 37
+    x = (rng.standard_t(5, (96, n)) * np.exp(rng.standard_normal((96, 1)))).astype(np.float32)
+    weights = rng.chisquare(2, n).astype(np.float32) if weighted else None
+    theirs = np.empty((len(x), t.row_bytes(n)), np.uint8)
+    chunk, pointer, i64 = lib.ggml_quantize_chunk, ctypes.c_void_p, ctypes.c_int64
+    chunk.argtypes, chunk.restype = [ctypes.c_int, pointer, pointer, i64, i64, i64, pointer, pointer], ctypes.c_size_t
+    chunk(t.id, x.ctypes.data, theirs.ctypes.data, 0, *x.shape, None if weights is None else weights.ctypes.data, None)
+    ours = encode(x, t, weights)
+    assert (ours == theirs).mean() > 0.97
+    w = np.ones(n) if weights is None else weights
+    errors = [float((w * (dequantize(data, t, n) - x).astype(np.float64) ** 2).sum()) for data in (ours, theirs)]
+    assert errors[0] == pytest.approx(errors[1], rel=5e-3)
 
 
 def test_rows_that_make_no_whole_units_are_refused() -> None:

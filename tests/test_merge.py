@@ -61,7 +61,7 @@ def round_trip(source: Path, folder: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize("t", STORED, ids=str)
 def test_merge_then_split_is_the_identity_for_every_type(tmp_path: Path, t: TensorType) -> None:
     source = tmp_path / "s.gguf"
-    # IQ1_S_R4 is decoded in units of 256 values, BF16_R16 in pairs.
+    # Q8_K_R8 is taken apart in units of 256 values, BF16_R16 in pairs.
     write_gguf(source, FIELDS, experts(t, 2 * t.interleave, 3, n_embd=256 if t.interleave > 1 else None))
     merged, back = round_trip(source, tmp_path)
     before, after = tensor_bytes(source), tensor_bytes(merged)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import pytest
-from encoded import ENCODED
 
-from quantkit.pipeline.quality import QUALITY, SPEEDS, weighted_error
-from quantkit.types import TensorType
+from quantkit.pipeline.quality import QUALITY, SPEEDS, is_measured, weighted_error
+from quantkit.types import BY_NAME, TYPES, TensorType
+
+MEASURED = [t for t in TYPES if is_measured(t)]
 
 
 def test_every_type_is_measured() -> None:
-    assert list(QUALITY) == [t.name for t in ENCODED]
+    assert list(QUALITY) == [t.name for t in MEASURED]
     assert {q.speed for q in QUALITY.values()} <= SPEEDS.keys()
 
 
-@pytest.mark.parametrize("t", ENCODED, ids=str)
+def test_interleaved_types_of_their_own_are_measured() -> None:
+    assert not is_measured(BY_NAME["Q4_K_R4"])
+    assert is_measured(BY_NAME["IQ1_S_R4"])
+
+
+@pytest.mark.parametrize("t", MEASURED, ids=str)
 def test_errors_are_what_was_measured(t: TensorType) -> None:
     assert weighted_error(t) == pytest.approx(QUALITY[t.name].error, rel=1e-3)

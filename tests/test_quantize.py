@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from conftest import DATA
 from models import llama_fields, llama_tensors, tensor_bytes, write_model
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError, TypeNotSupported
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
+from quantkit.formats.imatrix import read_imatrix, write_imatrix
 from quantkit.formats.outputs import Output
 from quantkit.kernels.formats import has_encoder
 from quantkit.pipeline import run as run_module
 from quantkit.pipeline import work
-from quantkit.pipeline.choose import ModelFacts, Request, choose_types
+from quantkit.pipeline.choose import ModelFacts, Request, choose_types, iteration_order
 from quantkit.pipeline.presets import PRESETS, Preset, preset_by_name
 from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
 from quantkit.types import BY_NAME, TYPES
@@ -483,6 +485,28 @@ def test_tiny_moe_has_the_bytes_of_llama_quantize(data: Path, tiny_moe: Path, tm
     assert digest.hexdigest() == EXPECTED[case]
 
 
+IK_EXPECTED = json.loads((DATA / "ik-quantize.json").read_text())
+
+
+@pytest.mark.parametrize("case", IK_EXPECTED)
+def test_tiny_moe_is_the_file_of_ik_llama_quantize(data: Path, tiny_moe: Path, tmp_path: Path, case: str) -> None:
+    """Hashes of whole files, made by llama-quantize of ik_llama.cpp 8337e4cd3 built with -mavx2 -ffp-contract=off.
+
+    As it reads no other, the importance matrix was a .dat, hidden, because the header has its path; and IQ2_KS has the
+    bytes of --slow-iq2ks. (With FMA, as usual, its bytes differ a little: test_whole_files_equal_ik_llama_quantize.)
+    """
+    head, *words = case.split()
+    type_name, _, imatrix = head.partition("+")
+    dat = tmp_path / "i.dat"
+    write_imatrix(dat, read_imatrix(data / "tiny-moe-imatrix.gguf"), "dat")
+    given: dict[str, Any] = {"imatrix": dat, "hide_imatrix": True} if imatrix else {}
+    if words:
+        given[words[0].removeprefix("--").replace("-", "_")] = words[1] if len(words) > 1 else True
+    options = QuantizeOptions(rules="ik", encoder="ik", no_provenance=True, **given)
+    quantize(tiny_moe, tmp_path / "o.gguf", type_name, options)
+    assert sha256(tmp_path / "o.gguf") == IK_EXPECTED[case]
+
+
 # ---------------------------------------------------------------- parity with the programs themselves
 
 CASES = [
@@ -524,6 +548,78 @@ def _ik(ik_bin: Path, *args: object) -> None:
     libraries = [ik_bin.parent / "lib", ik_bin.parent.parent / "ik_llama_cpp_python.libs"]
     env = {"LD_LIBRARY_PATH": ":".join(map(str, libraries)), "PATH": "/usr/bin:/bin"}
     subprocess.run([ik_bin / "llama-quantize", *args], check=True, capture_output=True, env=env)
+
+
+#: What the wheel, which is built with FMA, encodes without rounding twice; and options that change the header.
+IK_CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    **{t: (t, (), {}) for t in ("Q8_0", "F16", "BF16", "F32", "COPY", "Q8_KV")},
+    "imatrix": ("Q8_0", ("--imatrix", "I"), {"imatrix": "I"}),
+    "hidden imatrix": (
+        "Q8_0",
+        ("--imatrix", "I", "--hide-imatrix", "--exclude-weights", "attn"),
+        {"imatrix": "I", "hide_imatrix": True, "exclude_weights": ("attn",)},
+    ),
+    "overrides": (
+        "Q8_0",
+        ("--override-kv", "general.name=str:Mine", "--override-kv", "general.x=float:0.5"),
+        {"override_kv": ("general.name=str:Mine", "general.x=float:0.5")},
+    ),
+    "types": (
+        "Q8_0",
+        ("--custom-q", "attn_q=bf16", "--ffn-gate-inp-type", "f16", "--token-embedding-type", "q8_KV"),
+        {"custom_q": ("attn_q=bf16",), "ffn_gate_inp_type": "f16", "token_embedding_type": "Q8_KV"},
+    ),
+}
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("case", IK_CASES)
+def test_whole_files_equal_ik_llama_quantize(
+    ik_bin: Path, data: Path, tiny_moe: Path, tmp_path: Path, case: str
+) -> None:
+    """ik keeps the source's order of tensors and keys, which llama.cpp does not: --rules ik is about the file, too."""
+    type_name, flags, options = IK_CASES[case]
+    dat, ours, theirs = tmp_path / "i.dat", tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
+    if "imatrix" in options:
+        write_imatrix(dat, read_imatrix(data / "tiny-moe-imatrix.gguf"), "dat")
+        options = {**options, "imatrix": dat}
+    _ik(ik_bin, *(dat if flag == "I" else flag for flag in flags), tiny_moe, theirs, type_name, "2")
+    quantize(tiny_moe, ours, type_name, QuantizeOptions(rules="ik", no_provenance=True, **options))
+    assert tensor_bytes(ours) == tensor_bytes(theirs)
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("type_name", ["Q8_0", "COPY"])
+@pytest.mark.parametrize("name", ["glm4moe-moe", "gpt-oss-moe", "llama-dense", "phi3-dense", "qwen35moe-moe"])
+def test_whole_files_of_the_zoo_equal_ik_llama_quantize(
+    ik_bin: Path, zoo: Callable[[str], Path], tmp_path: Path, name: str, type_name: str
+) -> None:
+    _ik(ik_bin, zoo(name), tmp_path / "theirs.gguf", type_name, "2")
+    quantize(zoo(name), tmp_path / "ours.gguf", type_name, QuantizeOptions(rules="ik", no_provenance=True))
+    assert (tmp_path / "ours.gguf").read_bytes() == (tmp_path / "theirs.gguf").read_bytes()
+
+
+@pytest.mark.peer
+def test_kept_shards_equal_ik_llama_quantize(ik_bin: Path, tiny_moe: Path, tmp_path: Path) -> None:
+    split = quantize(tiny_moe, tmp_path / "s.gguf", "COPY", QuantizeOptions(split_max_size=5_000_000)).paths
+    _ik(ik_bin, "--keep-split", split[0], tmp_path / "theirs.gguf", "Q8_0", "2")
+    options = QuantizeOptions(rules="ik", keep_split=True, no_provenance=True)
+    ours = quantize(split[0], tmp_path / "ours.gguf", "Q8_0", options).paths
+    assert len(ours) == len(split) > 2
+    for path in ours:
+        assert path.read_bytes() == Path(str(path).replace("ours", "theirs")).read_bytes()
+
+
+@pytest.mark.parametrize("type_name", ["Q8_0", "IQ4_KS"])
+def test_a_file_by_iks_rules_keeps_the_order_of_the_source(llama: Path, tmp_path: Path, type_name: str) -> None:
+    quantize(
+        llama, tmp_path / "o.gguf", type_name, QuantizeOptions(rules="ik", override_kv=("llama.block_count=int:2",))
+    )
+    with open_gguf(llama) as source, open_gguf(tmp_path / "o.gguf") as file:
+        assert list(file.tensors) == list(source.tensors) != iteration_order(source.tensors)
+        assert list(file.fields)[: len(source.fields)] == list(source.fields)
+        assert list(file.fields)[len(source.fields) :][:2] == ["general.quantization_version", "general.file_type"]
 
 
 @pytest.mark.peer

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from encoded import DECODED, ENCODED
+from encoded import DECODED
 
 from models import llama_fields, tensor_bytes
 from quantkit.formats.gguf import write_gguf
 from quantkit.kernels import dequantize, quantize
+from quantkit.pipeline.quality import is_measured
 from quantkit.quantize import QuantizeOptions, plan_quantize
 from quantkit.quantize import quantize as quantize_file
-from quantkit.types import TensorType
+from quantkit.types import BY_NAME, TYPES, TensorType
 
 N = 512
 
@@ -27,7 +28,7 @@ def model(path: Path, t: TensorType) -> tuple[Path, np.ndarray]:
     return path, dequantize(data, t, N)
 
 
-@pytest.mark.parametrize("t", [t for t in ENCODED if t.is_quantized], ids=str)
+@pytest.mark.parametrize("t", [t for t in TYPES if is_measured(t) and t.is_quantized], ids=str)
 def test_any_type_is_a_source(t: TensorType, tmp_path: Path) -> None:
     source, x = model(tmp_path / "m.gguf", t)
     again = "Q5_0" if t.name == "Q4_0" else "Q4_0"
@@ -38,6 +39,13 @@ def test_any_type_is_a_source(t: TensorType, tmp_path: Path) -> None:
     error = 100 * np.linalg.norm(dequantize(data, again, N)[16:80] - x[16:80]) / np.linalg.norm(x[16:80])
     assert f"1 tensor from {t} to {again} adds an error of {error:.3g} % (measured)" in note
     assert re.search(rf"typically [\d.]+ %; {again} of the original weights loses [\d.]+ %$", note)
+
+
+def test_interleaved_types_lose_what_their_base_types_lose(tmp_path: Path) -> None:
+    source, _ = model(tmp_path / "m.gguf", BY_NAME["Q8_0_R8"])
+    plan = plan_quantize(source, tmp_path / "o.gguf", "Q4_0_R8", QuantizeOptions(allow_requantize=True))
+    (note,) = plan.notes
+    assert re.search(r"to what Q8_0_R8 has lost before, typically [\d.]+ %; Q4_0_R8 of the original weights", note)
 
 
 def test_what_loses_nothing_twice_is_not_mentioned(tmp_path: Path) -> None:

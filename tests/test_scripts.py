@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -177,3 +178,45 @@ def test_benchmark_notices_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = bench.Bench(x, weights, 1, 0.01)
     assert bench.differing_rows(bench.BY_NAME["Q8_0"], measured, weights, encode, encode) == 0
     assert bench.differing_rows(bench.BY_NAME["Q8_0"], measured, weights, encode, other) == 1
+
+
+def test_benchmark_of_engines_takes_a_peers_faster_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("bench_engine", monkeypatch)
+
+    def measured(engine: str, setting: str, *samples: float, reason: str = "") -> object:
+        return bench.Runner(engine, setting, [], [], {"tg": list(samples)}, reason)
+
+    runners = [
+        measured("quantkit", "", 30, 10, 20),
+        measured("llama.cpp", "plain", 10, 10, 99),
+        measured("llama.cpp", "repacked", 16, 15, 17),
+        measured("ik_llama.cpp", "plain", reason="no such type"),
+    ]
+    assert bench.row("MoE", "tg", 64, runners) == "| MoE | tg64 | 20.0 | 16.0 repacked | 1.25x | - | - |"
+    assert bench.header(["quantkit", "ik"]) == "| model | test | quantkit t/s | ik t/s | / ik |\n|---|---|---|---|---|"
+
+
+def test_benchmark_of_engines_says_why_one_cannot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bench = load("bench_engine", monkeypatch)
+    code = "import sys; print('loading'); print('invalid ggml type 144', file=sys.stderr); print('bye'); sys.exit(3)"
+    runner = bench.Runner("peer", "plain", [sys.executable, "-c", code], [])
+    for _ in range(2):  # the second turn starts nothing
+        runner.turn(tmp_path / "m.gguf", 1, 1, 1)
+        runner.program = ["/there/is/no/such/program"]
+    assert runner.reason == "invalid ggml type 144"
+    assert runner.speed("pp") == 0
+    silent = bench.Runner("peer", "plain", ["false"], [])
+    silent.turn(tmp_path / "m.gguf", 1, 1, 1)
+    assert silent.reason == "ended with 1"
+
+
+@pytest.mark.peer
+def test_benchmark_of_engines_runs_ik(tmp_path: Path, tiny_moe: Path, ik_bin: Path) -> None:
+    command = [sys.executable, ROOT / "benchmarks/ik_bench.py", "-m", tiny_moe, "-p", "8", "-n", "2"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    rows = json.loads(found.stdout)
+    assert [(row["n_prompt"], row["n_gen"]) for row in rows] == [(8, 0), (0, 2)]
+    assert all(row["avg_ts"] > 0 for row in rows)
+    refused = subprocess.run([*command, "--set", "speed=9"], capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 1
+    assert "no such parameter" in refused.stderr

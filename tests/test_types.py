@@ -4,15 +4,27 @@ import gguf
 import pytest
 
 from quantkit.errors import TypeNotSupported
-from quantkit.types import BY_ID, BY_NAME, REMOVED_IDS, TYPES, TensorType, type_by_id, type_by_name
+from quantkit.types import BY_ID, BY_NAME, REMOVED_IDS, ROWS, TYPES, TensorType, type_by_id, type_by_name
 
 #: Types of the PyPI gguf enum, an independent copy of sizes (Q8_K is refused; its Q8_1 of 40 bytes is long gone).
 GGUF = [t for t in gguf.GGMLQuantizationType if t.value in BY_ID and t.name not in ("Q8_K", "Q8_1")]
 
 
 def test_ids_and_names_are_unique() -> None:
-    assert len(BY_ID) == len(BY_NAME) == len(TYPES) == 96
+    assert len(BY_ID) == len(BY_NAME) - len(ROWS) == len(TYPES) == 96
     assert [t.id for t in TYPES] == sorted(BY_ID)
+
+
+@pytest.mark.parametrize("t", ROWS, ids=str)
+def test_single_rows_are_for_kernels_alone(t: TensorType) -> None:
+    """No name of a user, no id of a file: they are what an interleaved type of the same size takes apart."""
+    assert not t.in_files
+    with pytest.raises(TypeNotSupported, match=f"there is no tensor type '{t.name}'; did you mean IQ1_"):
+        type_by_name(t.name)
+    with pytest.raises(TypeNotSupported, match="unknown"):
+        type_by_id(t.id)
+    woven = BY_NAME[t.name.replace("_ROW", "_R4")]
+    assert (t.row_header, t.block, t.block_bytes) == (woven.row_header, woven.block, woven.block_bytes)
 
 
 @pytest.mark.parametrize("theirs", GGUF, ids=lambda t: t.name)
@@ -27,7 +39,7 @@ def test_names_are_found_in_any_case(t: TensorType) -> None:
     assert type_by_name(t.name.lower()) is type_by_name(t.ggml_name) is t
 
 
-@pytest.mark.parametrize("t", TYPES, ids=str)
+@pytest.mark.parametrize("t", [*TYPES, *ROWS], ids=str)
 def test_rows_are_what_the_columns_say(t: TensorType) -> None:
     n = 4 * t.block
     assert t.row_bytes(n) == t.row_header + 4 * t.block_bytes

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from quantkit.cli.complete import IMATRIX_FILE, targets, types
+from quantkit.cli.ignored import Ignored
 from quantkit.cli.options import (
     SIZE,
     GroupedCommand,
@@ -25,7 +26,7 @@ from quantkit.cli.summary import DryRunReport, RunReport
 from quantkit.errors import TypeNotSupported
 from quantkit.helpers import available_cpus, format_size
 from quantkit.kernels.formats import ENCODERS
-from quantkit.pipeline.plan import Plan
+from quantkit.pipeline.plan import Plan, without_existing
 from quantkit.pipeline.presets import RULES
 from quantkit.pipeline.run import refusal
 from quantkit.pipeline.work import least_ram
@@ -78,8 +79,8 @@ class _Command(GroupedCommand):
 @option(
     "--rules",
     group=_TYPES,
-    type=click.Choice(RULES),
-    help="Whose mixtures and fallbacks to follow: llama.cpp's or ik_llama.cpp's.  [default: that of TYPE]",
+    type=click.Choice(RULES, case_sensitive=False),
+    help="Whose mixtures, fallbacks and order of the file: llama.cpp's or ik_llama.cpp's.  [default: that of TYPE]",
 )
 @option("--merge-up-gate", group=_WHAT, is_flag=True, help="Merge up and gate experts, as `quantkit merge-up-gate`.")
 @option("--split-up-gate", group=_WHAT, is_flag=True, help="Split merged experts, as `quantkit split-up-gate`.")
@@ -91,6 +92,8 @@ class _Command(GroupedCommand):
 @option("--prune-layers", group=_WHAT, metavar="L,L,..", help="Drop these layers (3,7-9) and renumber the rest.")
 @option("--output-tensor-type", **_A_TYPE, help="Type of output.weight.")
 @option("--token-embedding-type", **_A_TYPE, help="Type of the token embeddings.")
+@option("--per-layer-token-embedding-type", **_A_TYPE, help="Type of the embeddings per layer (Gemma 3n and 4).")
+@option("--extra-output-tensor", **_A_TYPE, help="Add a second output of this type, with which ik_llama.cpp drafts.")
 @option("--ffn-gate-inp-type", **_A_TYPE, help="Type of the MoE router, otherwise kept as it is.")
 @option("-r", "--recipe", group=_TYPES, type=_FILE, multiple=True, help="File of rules `regex = type`, one per line.")
 @option("--tensor-type", multiple=True, **{**_A_TYPE, "metavar": "RE=TYPE"}, help="One rule; repeatable.")
@@ -107,13 +110,14 @@ class _Command(GroupedCommand):
     metavar="error|next|TYPE",
     help="For rows that do not divide into blocks: fail, take llama.cpp's next type, or TYPE.",
 )
-@setting(
+@option(
     "--encoder",
     group=_TYPES,
-    type=click.Choice(ENCODERS),
-    default="mainline",
-    help="Whose search encodes a type that both llama.cpp and ik_llama.cpp have.",
+    type=click.Choice(ENCODERS, case_sensitive=False),
+    help="Whose search encodes types that llama.cpp and ik_llama.cpp both have; default: mainline, ik if interleaved.",
 )
+@option("--symmetric-q40", group=_TYPES, is_flag=True, help="Q4_0 in levels -7 .. 7; the importance matrix is ignored.")
+@click.option("--slow-iq2ks", cls=Ignored, is_flag=True, note="IQ2_KS always has the bytes of that search")
 @option("--imatrix", group=_IMATRIX, type=IMATRIX_FILE, help="Importance matrix, GGUF or .dat.")
 @option(
     "--include-weights", group=_IMATRIX, multiple=True, metavar="TEXT", help="Use only entries with TEXT in the name."
@@ -140,6 +144,7 @@ class _Command(GroupedCommand):
 @option(
     "--max-buffer-size", group=_RUN, type=click.IntRange(1), metavar="MIB", help="--max-ram in MiB, as llama-quantize."
 )
+@option("--partial-requant", group=_RUN, is_flag=True, help="Keep files of the output that are there; make the others.")
 @option("--resume", group=_RUN, is_flag=True, help="Continue an interrupted run.")
 @option("--overwrite", group=_RUN, is_flag=True, help="Replace an existing output.")
 @option("--measure-error", group=_RUN, is_flag=True, help="Decode the result and report the error by tensor class.")
@@ -150,6 +155,7 @@ def command(
     threads: int | None,
     max_ram: int,
     max_buffer_size: int | None,
+    partial_requant: bool,
     resume: bool,
     overwrite: bool,
     measure_error: bool,
@@ -165,20 +171,27 @@ def command(
     llama-quantize b11434, whatever the number of threads.
 
     Presets that llama.cpp has follow its rules; --rules ik makes them follow those of ik_llama.cpp, as its own presets
-    always do. Rules, options and --pure work the same with both.
+    always do; the order in the file is then ik's, too. Rules, options and --pure work the same with both.
 
     Rules that give ffn_gate_exps and ffn_up_exps the same type also apply to merged experts (ffn_gate_up_exps), which
     llama-quantize would skip; a note says so. A rule for ffn_gate_up_exps takes precedence.
 
     --repack gives tensors the interleaved type of their own (Q4_K: Q4_K_R4), as in ik_llama.cpp; --unrepack is the
     exact way back. Neither needs TYPE. Embeddings stay, and rows that do not make whole groups. Exceptions: Q8_K_R8 and
-    Q8_K_R16 become Q8_0, IQ1_S_R4 becomes IQ1_S, all with the same values, but there is no way back; IQ1_M_R4 and F16
-    stay: BF16_R16, which ik may make of F16, would lose bits. (BF16_R16 runs on CPUs with AVX512-BF16 only.)
+    Q8_K_R16 become Q8_0, IQ1_S_R4 becomes IQ1_S, all with the same values, but there is no way back; IQ1_M_R4 stays,
+    as no other type has its values, and so does F16: BF16_R16, which ik may make of it, would lose bits. (In ik,
+    BF16_R16 runs on CPUs with AVX512-BF16 only.) I2_S, of Microsoft's BitNet, becomes IQ2_BN by --unrepack, with the same
+    values.
+
+    Quantized to an interleaved type, tensors get ik_llama.cpp's bytes; --encoder mainline gives those of llama.cpp's
+    encoder, interleaved.
     """
     from quantkit.quantize import QuantizeOptions, plan_quantize, run_quantize
 
-    repack = given["repack"] or given["unrepack"]
-    source, output, type_name, positional = _positionals(_with_a_type(arguments) if repack else arguments)
+    repack = "REPACK" if given["repack"] else "UNREPACK" if given["unrepack"] else None
+    source, output, type_name, positional = _positionals(_with_a_type(arguments, repack) if repack else arguments)
+    if partial_requant and overwrite:
+        raise click.UsageError("--partial-requant keeps what is there, --overwrite replaces it: give one of them")
     if max_buffer_size and on_command_line("max_ram"):
         raise click.UsageError("--max-buffer-size is --max-ram in MiB: give one of them")
     if threads and positional and threads != positional:
@@ -189,6 +202,12 @@ def command(
     )
     plan = plan_quantize(source, output, type_name, options)
     echo_notes(plan.notes)
+    if partial_requant:
+        there, plan = len(plan.shards), without_existing(plan)
+        echo_notes([f"--partial-requant: {there - len(plan.shards)} of {there} files of the output are there already"])
+        if not plan.shards:
+            click.echo(json.dumps(DryRunReport(plan).as_dict(), indent=2) if as_json else "nothing to do")
+            return
     if dry_run:
         report = DryRunReport(plan, refusal(plan, resume=resume, overwrite=overwrite))
         click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
@@ -237,10 +256,10 @@ def _positionals(arguments: tuple[str, ...]) -> tuple[str, str | None, str, int 
     return source, output, type_name, int(rest[0]) if rest and int(rest[0]) > 0 else None
 
 
-def _with_a_type(arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """Return arguments with a TYPE, which --repack and --unrepack do not need, and do not look at."""
+def _with_a_type(arguments: tuple[str, ...], name: str) -> tuple[str, ...]:
+    """Return arguments with a TYPE, which --repack and --unrepack need only as a ``name`` if there is no OUT."""
     if len(arguments) == 1 or (len(arguments) == 2 and not _is_type(arguments[1])):
-        return (*arguments, "COPY")
+        return (*arguments, name)
     return arguments
 
 
@@ -251,6 +270,8 @@ def _is_count(text: str) -> bool:
 def _is_type(text: str) -> bool:
     from quantkit.pipeline.presets import preset_by_name
 
+    if text in ("REPACK", "UNREPACK"):
+        return True
     try:
         preset_by_name(text)
     except TypeNotSupported:

@@ -28,11 +28,6 @@ def _source_type(tensor: PlannedTensor) -> str:
     return "+".join(dict.fromkeys(str(part.source.type) for part in tensor.parts))
 
 
-def _encoder(tensor: PlannedTensor) -> str | None:
-    """Return whose search encodes a tensor, "mainline" or "ik"; None if it is copied."""
-    return None if tensor.is_copy else tensor.encoder or ("ik" if tensor.type.trees == "ik" else "mainline")
-
-
 def _row(tensor: PlannedTensor) -> tuple[str, str, str, str, str]:
     """Return name, shape, type, size and reason."""
     change = str(tensor.type) if tensor.is_copy else f"{_source_type(tensor)} -> {tensor.type}"
@@ -156,7 +151,7 @@ class DryRunReport:
                     "offset": t.offset,
                     "shard": t.shard,
                     "reason": t.reason,
-                    "encoder": _encoder(t),
+                    "encoder": t.encoder or None,
                     "fallback_from": str(t.fallback_from) if t.fallback_from else None,
                     "imatrix_entry": t.found.entry if t.found else None,
                 }

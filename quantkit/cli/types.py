@@ -15,6 +15,7 @@ from quantkit.cli.plot import Points, Scatter, check_plot, draw
 from quantkit.cli.table import table
 from quantkit.formats.outputs import written
 from quantkit.kernels.formats import has_decoder, has_encoder
+from quantkit.kernels.tensor_scale import decoded_as
 from quantkit.pipeline.presets import PRESET_ALIASES, PRESETS, Preset
 from quantkit.pipeline.quality import QUALITY
 from quantkit.types import TYPES, TensorType
@@ -96,7 +97,7 @@ def _type_table(types: list[TensorType]) -> str:
             found.speed if found else "",
             t.imatrix,
             t.needs_imatrix,
-            "full" if has_encoder(t) else "decode" if has_decoder(t) else "-",
+            "full" if has_encoder(t) else "decode" if has_decoder(decoded_as(t)) else "-",
         )
         for t in types
     ]
@@ -122,13 +123,13 @@ def _type_dict(t: TensorType) -> dict[str, Any]:
         "weighted_error": found.error if found else None,
         "encoding": found.speed if found else None,
         "encoder": has_encoder(t),
-        "decoder": has_decoder(t),
+        "decoder": has_decoder(decoded_as(t)),
     }
 
 
 def _figure(types: list[TensorType]) -> Scatter:
     """Return error against bits per weight, by tree, and the types that no smaller one betters."""
-    shown = [t for t in types if t.name in QUALITY and t.is_quantized and t.interleave == 1]
+    shown = [t for t in types if t.name in QUALITY and t.is_quantized]
     found = [(bits_with_header(t), QUALITY[t.name].error, t) for t in shown]
     best, least = [], math.inf
     for bits, error, _ in sorted(found, key=lambda f: f[:2]):

@@ -22,17 +22,18 @@ def quantize(
     x: npt.NDArray[np.float32],
     type: TensorType | str,  # noqa: A002
     imatrix: npt.NDArray[np.float32] | None = None,
-    encoder: str = "mainline",
+    encoder: str | None = None,
 ) -> npt.NDArray[np.uint8]:
     """Encode rows as a tensor type, byte for byte as ggml_quantize_chunk of llama.cpp b11434.
 
-    Types of ik_llama.cpp alone have the bytes of ik_llama.cpp 8337e4cd3.
+    Types of ik_llama.cpp alone, row-interleaved ones among them, have the bytes of ik_llama.cpp 8337e4cd3.
 
     Args:
         x: float32 [..., n]; n is a multiple of the type's block.
         type: a tensor type or its name.
         imatrix: float32 [n], the importance of each column; ignored by types that do not use one.
-        encoder: whose search, "mainline" or "ik", for types that both trees have.
+        encoder: whose search, "mainline" or "ik", for types that both trees have, and for rows of these interleaved;
+            by default that of the type's own tree. "symmetric": Q4_0 in levels -7 .. 7.
 
     Returns:
         uint8 [rows, row_bytes], one row per row of x.

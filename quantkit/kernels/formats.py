@@ -20,7 +20,7 @@ as all products of ik_llama.cpp do (iqk_gemm_ktquants.cpp, mmq.cuh) and its dequ
 squares, levels that coarse come out too small.
 
 *Woven types* (_R4, _R8, _R16) need no record, only their layout (interleave.py): everything is computed on their base
-type, whose bytes, taken apart, they hold.
+type, whose bytes, taken apart, they hold. That of IQ1_S_R4 and IQ1_M_R4 is in no file (``types.ROWS``).
 """
 
 from __future__ import annotations
@@ -86,8 +86,11 @@ class Format:
         return bits & -bits
 
 
-#: Whose search an encoder follows; they differ in types that both trees have (``Format.ik_encoder``).
+#: Whose search an encoder follows; they differ in types that both trees have (``Format.ik_encoder``), and in what woven
+#: types hold of them.
 ENCODERS = ("mainline", "ik")
+#: A third encoder, of Q4_0 alone: levels -7 .. 7, as with ik_llama.cpp's --symmetric-q40.
+SYMMETRIC = "symmetric"
 
 #: ``planes`` of a type whose levels become half floats.
 AS_F16 = 16
@@ -121,6 +124,8 @@ FORMATS: dict[str, Format] = {
         _format("Q6_K", "k_quants", True, "q8_k", **_IK, span=16, planes=2, together="K"),
         _format("IQ1_S", "i_quants", True, "q8_k", grid=2048, parts=2),
         _format("IQ1_M", "i_quants", True, "q8_k", **_IK, span=16, planes=2, grid=2048, parts=2),
+        _format("IQ1_S_ROW", "i_quants", True, "q8_0", grid=2048),
+        _format("IQ1_M_ROW", "i_quants", True, "q8_0", span=16, planes=AS_F16, grid=2048),
         _format("IQ2_XXS", "i_quants", True, "q8_k", grid=256, parts=2),
         _format("IQ2_XS", "i_quants", True, "q8_k", **_IK, span=16, planes=2, grid=512, parts=2),
         _format("IQ2_S", "i_quants", True, "q8_k", span=16, planes=2, grid=1024, parts=2),
@@ -188,24 +193,35 @@ def activation_format(t: TensorType) -> str:
     return format_of(t).activations
 
 
-def check_encoder(wanted: str) -> None:
-    """Raise RecipeError unless ``wanted`` is one of ENCODERS."""
-    if wanted not in ENCODERS:
+def check_encoder(wanted: str | None) -> None:
+    """Raise RecipeError unless ``wanted`` is one of ENCODERS, or None."""
+    if wanted is not None and wanted not in ENCODERS:
         raise RecipeError(f"there is no encoder {wanted!r}: give {' or '.join(ENCODERS)}")
 
 
-def encoder_for(t: TensorType, wanted: str) -> str:
-    """Return the encoder that ``wanted``, one of ENCODERS, means for type ``t``: "ik" if that is another one, or ""."""
+def encoder_for(t: TensorType, wanted: str | None = None) -> str:
+    """Return whose search, one of ENCODERS, encodes type ``t``: that of its tree, or ``wanted`` if there are two.
+
+    A type of both trees is llama.cpp's, but what a woven type makes of one is ik_llama.cpp's. SYMMETRIC is a third one.
+    """
+    base = base_of(t)
+    if wanted == SYMMETRIC:
+        return SYMMETRIC if base.name == "Q4_0" else encoder_for(t)
     check_encoder(wanted)
-    base = base_of(t).name
-    return "ik" if wanted == "ik" and base in FORMATS and FORMATS[base].ik_encoder else ""
+    own = "ik" if t.trees == "ik" else "mainline"
+    two = base.trees == "both" and t.name not in WOVEN_ENCODERS
+    if base is t:
+        two = t.name in FORMATS and FORMATS[t.name].ik_encoder
+    return wanted if wanted is not None and two else own
 
 
-def cpu_function(verb: str, t: TensorType, by: str = "mainline") -> Callable[..., Any]:
-    """Return ``encode_<type>``, ik_llama.cpp's if asked for, or ``unpack_<type>``; raise TypeNotSupported if none."""
+def cpu_function(verb: str, t: TensorType, by: str | None = None) -> Callable[..., Any]:
+    """Return ``encode_<type>``, by whose search is wanted, or ``unpack_<type>``; raise TypeNotSupported if none."""
     found = format_of(t, "encoder" if verb == "encode" else "unpacker")
     if verb == "unpack" and found.is_float:
         raise TypeNotSupported(f"{t.name} is no type of blocks: there is nothing to unpack")
     module = importlib.import_module(f"quantkit.kernels.cpu.{verb}.{found.family}")
-    suffix = "_ik" if verb == "encode" and encoder_for(t, by) else ""
+    suffix = ""
+    if verb == "encode" and found.ik_encoder and (whose := encoder_for(t, by)) != "mainline":
+        suffix = f"_{whose}"
     return getattr(module, f"{verb}_{t.name.lower()}{suffix}")  # type: ignore[no-any-return]

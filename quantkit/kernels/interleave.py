@@ -13,7 +13,9 @@ What permutations do not cover::
     Q8_KV_R8    drops the sum of a row's levels, which is counted again
     Q8_K_R8     and Q8_K_R16 weave activations, Q8_K, which no file holds: taken apart they become Q8_0, whose scales
                 then repeat, with the same values; the way back does not exist
-    IQ1_S_R4    has an encoder and a row scale of its own; taken apart it becomes IQ1_S, with the same values
+    IQ1_S_R4    and IQ1_M_R4 are formats of their own, with a scale per row: their base types are ``types.ROWS``, which
+                no file holds. For files IQ1_S_R4 becomes IQ1_S, whose scales then repeat, with the same values; scales
+                of IQ1_M_R4, which may be even, are not among those of IQ1_M
 
 Layouts after ik_llama.cpp 8337e4cd3: ggml/src/iqk/iqk_quantize.cpp, repack_* and dequantize_row_*_r*;
 ggml/src/ggml-aarch64.c for ARM's.
@@ -29,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import TypeNotSupported
+from quantkit.kernels.tensor_scale import ROW_SCALED, TENSOR_SCALED
 from quantkit.types import BY_NAME, TensorType
 
 Bits = npt.NDArray[np.int32]
@@ -297,6 +300,14 @@ def _arm(size: int) -> Callable[[Bits], Bits]:
     return lambda rows: _flat(rows[:, :2], _by_row(rows[:, 2:], size))
 
 
+def _iq1_s(rows: Bits) -> Bits:
+    return _flat(_by_row(rows[:, :4]), rows[:, 4:])
+
+
+def _iq1_m(rows: Bits) -> Bits:
+    return _flat(_by_row(rows[:, :4]), _by_row(rows[:, 4:6]), rows[:, 6:])
+
+
 def _q8_0_of_q8_k(rows: int) -> Bits:
     """The bits of Q8_0 rows in a group of Q8_K_R8 or Q8_K_R16: a half float of each row, then dwords in turn."""
     woven = _bits(258 * rows)
@@ -345,9 +356,11 @@ _EXACT: dict[str, tuple[str, int, Callable[[Bits], Bits]]] = {
     "IQ5_K_R4": ("IQ5_K", 256, _iq5_k),
     "IQ4_KS_R4": ("IQ4_KS", 256, _iq4_ks),
     "IQ5_KS_R4": ("IQ5_KS", 256, _iq5_ks),
+    "IQ1_S_R4": ("IQ1_S_ROW", 32, _iq1_s),
+    "IQ1_M_R4": ("IQ1_M_ROW", 32, _iq1_m),
     "BF16_R16": ("BF16", 2, lambda rows: _flat(_by_row(rows, 4))),
 }
-#: Woven types that can only be taken apart, into a base type with the same values.
+#: Woven types that can be taken apart into another type with the same values, without a way back.
 _ONE_WAY: dict[str, tuple[str, Callable[[], Bits]]] = {
     "Q8_K_R8": ("Q8_0", lambda: _q8_0_of_q8_k(8)),
     "Q8_K_R16": ("Q8_0", lambda: _q8_0_of_q8_k(16)),
@@ -359,14 +372,14 @@ _SIGNS = {"IQ2_XXS_R4": (8, 136, 1), "IQ3_XXS_R4": (8, 136, 1), "IQ2_XS_R4": (9,
 _FLIPPED = {"Q4_0_4X4": (0x88, 8), "Q4_0_4X8": (0x88, 8), "Q4_0_8X8": (0x88, 16), "Q8_K_R16": (0x80, 32)}
 
 #: The base types of woven types, by name, and the other way round (of several, ik's).
-BASES: dict[str, str] = {**{name: row[0] for name, row in _EXACT.items()}, **{n: r[0] for n, r in _ONE_WAY.items()}}
+BASES: dict[str, str] = {**{n: r[0] for n, r in _ONE_WAY.items()}, **{name: row[0] for name, row in _EXACT.items()}}
 WOVEN: dict[str, str] = {row[0]: name for name, row in _EXACT.items() if BY_NAME[name].id > 100}
 
 
 def weaves_together(t: TensorType, *shape: int) -> bool:
     """Return whether a tensor of ggml shape ``shape`` can be of a woven type: whole groups of rows, whole units."""
     rows = shape[1] if len(shape) > 1 else 1
-    return rows % t.interleave == 0 and shape[0] % (_EXACT[t.name][1] if t.name in _EXACT else 256) == 0
+    return rows % t.interleave == 0 and shape[0] % layout_of(t, shape[0]).values == 0
 
 
 def is_woven(t: TensorType) -> bool:
@@ -375,15 +388,26 @@ def is_woven(t: TensorType) -> bool:
 
 
 def base_of(t: TensorType) -> TensorType:
-    """Return the type of the single rows of a woven type; any other type itself."""
+    """Return the type of the single rows of a woven type, on which kernels work; any other type itself."""
     return BY_NAME[BASES.get(t.name, t.name)]
+
+
+def plain_of(t: TensorType) -> TensorType | None:
+    """Return the type that files hold single rows of a woven type as, with the same values, or None; others itself."""
+    if base_of(t).in_files:
+        return base_of(t)
+    return BY_NAME[_ONE_WAY[t.name][0]] if t.name in _ONE_WAY else None
 
 
 def repacks(source: TensorType, target: TensorType) -> bool:
     """Whether rows of one type become rows of another without a value being touched: only their order changes."""
-    if source is target or base_of(source) is not base_of(target):
+    if source is target:
         return False
-    return not is_woven(target) or layout_of(target).is_exact
+    if source is TENSOR_SCALED:
+        return target is ROW_SCALED
+    if not is_woven(target):
+        return plain_of(source) is target
+    return base_of(source) is base_of(target) and layout_of(target).is_exact
 
 
 def woven_of(t: TensorType) -> TensorType | None:
@@ -392,21 +416,26 @@ def woven_of(t: TensorType) -> TensorType | None:
 
 
 @cache
-def layout_of(t: TensorType, n: int = 0) -> Layout:
-    """Return the layout of a woven type for rows of ``n`` values; raise TypeNotSupported if there is none."""
+def layout_of(t: TensorType, n: int = 0, to: TensorType | None = None) -> Layout:
+    """Return the layout of a woven type for rows of ``n`` values; raise TypeNotSupported if there is none.
+
+    ``to``: the type of single rows, by default the base type.
+    """
     if t.name not in BASES:
-        raise TypeNotSupported(f"{t.name}: this version cannot take its rows apart")
-    base = BY_NAME[BASES[t.name]]
-    if t.name in _EXACT:
+        raise TypeNotSupported(f"{t.name} is no interleaved type")
+    to = to or base_of(t)
+    if t.name in _EXACT and to is base_of(t):
         _, values, make = _EXACT[t.name]
         if values < 32 and n % 32 == 0:  # BF16_R16: pairs, many together
             values = 32
-        nbytes = values // base.block * base.block_bytes
+        nbytes = values // to.block * to.block_bytes
         weave = make(_bits(t.interleave, nbytes)).astype(np.int32)
         unravel = np.argsort(weave).astype(np.int32)
-        return Layout(t, base, values, weave, unravel, _signs(t, weave.size // 8), _flips(t, weave.size // 8))
+        return Layout(t, to, values, weave, unravel, _signs(t, weave.size // 8), _flips(t, weave.size // 8))
+    if t.name not in _ONE_WAY or to is not plain_of(t):
+        raise TypeNotSupported(f"{t.name} cannot be taken apart into rows of {to.name}")
     unravel, nbytes = _ONE_WAY[t.name][1](), t.interleave * 256 // t.block * t.block_bytes
-    return Layout(t, base, 256, None, unravel.astype(np.int32), _signs(t, nbytes), _flips(t, nbytes))
+    return Layout(t, to, 256, None, unravel.astype(np.int32), _signs(t, nbytes), _flips(t, nbytes))
 
 
 def _signs(t: TensorType, nbytes: int) -> npt.NDArray[np.bool_]:

@@ -274,6 +274,23 @@ def decode_iq1_m(blocks: Bytes) -> Floats:
     return _values(grid.astype(np.float32) + shift[:, :, None], d.astype(np.float32) * (2 * s + 1).astype(np.float32))
 
 
+def decode_iq1_s_row(blocks: Bytes, d: Floats) -> Floats:
+    """32 values of a row of IQ1_S_R4: qs 4, h u16 as in IQ1_S: d * (2 s + 1) * (grid[q] + shift)."""
+    h = _words(blocks, 4, 1, "<u2")
+    high = (h >> np.array([0, 3, 6, 9], np.uint16)) & np.uint16(7)
+    shift = np.where(h >> 15, np.float32(-0.125), np.float32(0.125))
+    levels = table("iq1s_grid")[blocks[:, :4].astype(np.uint16) | (high << 8)].astype(np.float32) + shift[:, :, None]
+    return _values(levels, d * (2 * ((h >> 12) & np.uint16(7)) + 1).astype(np.float32))
+
+
+def decode_iq1_m_row(blocks: Bytes, d: Floats) -> Floats:
+    """32 values of a row of IQ1_M_R4: qs 4, qh 2 as in IQ1_M, s 1 (two nibbles): d * s * (grid[q] + shift)."""
+    half = _in_turn(blocks[:, 4:6])
+    grid = table("iq1s_grid")[blocks[:, :4].astype(np.uint16) | ((half & 7).astype(np.uint16) << 8)]
+    shift = np.where(half & 8, np.float32(-0.125), np.float32(0.125))
+    return _values(grid.astype(np.float32) + shift[:, :, None], d * _in_turn(blocks[:, 6:]).astype(np.float32))
+
+
 # ---------------------------------------------------------------- ternary and binary
 
 

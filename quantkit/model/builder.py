@@ -76,7 +76,7 @@ class Builder:
 
     def check_all_used(self) -> None:
         """Refuse a model with weights that the graph does not read: it would compute something else."""
-        ignored = ("rope_freqs", "rope_factors", ".input_scale", ".scale", "nextn.", "cls.")
+        ignored = ("rope_freqs", "rope_factors", ".input_scale", ".scale", "nextn.", "cls.", "output_extra.")
         left = [
             name
             for name in self.source.tensors

@@ -4,8 +4,9 @@ The first of these steps that applies to a tensor decides its type:
 
     1. kept        integers, vectors, norms, the router and some small tensors stay as they are. Nothing below
                    changes them, except --ffn-gate-inp-type for the router.
-    2. own option  --token-embedding-type, --output-tensor-type, --ffn-gate-inp-type. (One exception, as in
-                   llama.cpp: a rule for per_layer_token_embd.weight beats --token-embedding-type.)
+    2. own option  --token-embedding-type, --per-layer-token-embedding-type, --output-tensor-type,
+                   --extra-output-tensor, --ffn-gate-inp-type. (One exception, as in llama.cpp: a rule for
+                   per_layer_token_embd.weight beats --token-embedding-type.)
     3. rules       -r/--recipe, --tensor-type, --tensor-type-file, --custom-q, in the order given; the first match.
     4. class       --attn-{q,k,v,qkv,output}-type, --ffn-{gate,up,down}-type.
     5. preset      COPY keeps the type; --pure, a plain type or a float gives the base type; else the mixture.
@@ -38,6 +39,7 @@ from quantkit.formats.experts import MERGED
 from quantkit.kernels.interleave import repacks, weaves_together
 from quantkit.pipeline import mixture_ik, presets
 from quantkit.pipeline.facts import (
+    EXTRA_OUTPUT,
     ROUTER,
     TOKEN_EMBD_NAMES,
     ModelFacts,
@@ -76,6 +78,8 @@ class Request:
     rules: tuple[Rule, ...] = ()
     output_tensor_type: TensorType | None = None
     token_embedding_type: TensorType | None = None
+    per_layer_token_embedding_type: TensorType | None = None
+    extra_output_tensor: TensorType | None = None
     ffn_gate_inp_type: TensorType | None = None
     attn_q_type: TensorType | None = None
     attn_k_type: TensorType | None = None
@@ -171,7 +175,10 @@ _CLASS_OF_FIELD = {
     "ffn_gate_up_exps": ("ffn_gate", "ffn_up"),
 }
 _FIELD = re.compile(r"(?:^|\.)(\w+)(?:\.\d+)?\.weight$")
-OWN_OPTIONS = ("output_tensor_type", "token_embedding_type", "ffn_gate_inp_type")
+OWN_OPTIONS = (
+    "output_tensor_type", "token_embedding_type", "per_layer_token_embedding_type", "extra_output_tensor",
+    "ffn_gate_inp_type",
+)  # fmt: skip
 CLASS_OPTIONS = tuple(f"{name}_type" for name in dict.fromkeys(n for names in _CLASS_OF_FIELD.values() for n in names))
 
 
@@ -297,8 +304,13 @@ def _own_option(request: Request, name: str, has_rule: bool) -> str | None:
     """Return the option for this particular tensor, if given."""
     if ROUTER in name:
         return "ffn_gate_inp_type"
-    if name == "output.weight" and request.output_tensor_type is not None:
-        return "output_tensor_type"
+    options = {
+        "output.weight": "output_tensor_type",
+        EXTRA_OUTPUT: "extra_output_tensor",
+        "per_layer_token_embd.weight": "per_layer_token_embedding_type",
+    }
+    if (own := options.get(name)) is not None and getattr(request, own) is not None:
+        return own
     if name not in TOKEN_EMBD_NAMES or request.token_embedding_type is None:
         return None
     return None if (has_rule or request.ik) and name == "per_layer_token_embd.weight" else "token_embedding_type"
@@ -343,9 +355,7 @@ def _unweave(choice: Choice, t: TensorLike) -> Choice:
     if t.name in TOKEN_EMBD_NAMES:
         return replace(choice, type=plain, reason=f"{choice.reason}; embeddings are read row by row: {plain}")
     rows = rows_together(t)
-    # Formats of their own, with blocks of 32 values.
-    own_blocks = choice.type.name in ("IQ1_S_R4", "IQ1_M_R4") and rows % choice.type.interleave == 0
-    if own_blocks or weaves_together(choice.type, t.shape[0], rows):
+    if weaves_together(choice.type, t.shape[0], rows):
         return choice
     values = f" of {t.shape[0]}" if rows % choice.type.interleave == 0 else ""
     why = f"{rows} rows{values} do not divide into groups of {choice.type.interleave}: {plain}"
@@ -413,8 +423,10 @@ def _lint_types(request: Request, choices: Sequence[Choice]) -> list[Lint]:
     if "NVFP4" in made:
         found.append(("QK-W008", "NVFP4 is written without the per-tensor scale of NVIDIA's checkpoints; llama.cpp "
                                  "loads it, but the error is larger"))  # fmt: skip
-    if any(c.by == "rule" for c in choices) and (preset.base is None or not preset.base.is_quantized):
-        found.append(("QK-W010", f"llama-quantize ignores rules when TYPE is {preset}; here they apply"))
+    unmixed = preset.base is None or not preset.base.is_quantized
+    if any(c.by == "rule" for c in choices) and (unmixed or (request.ik and request.pure)):
+        when = f"when TYPE is {preset}" if unmixed else "with --pure"
+        found.append(("QK-W010", f"llama-quantize ignores rules {when}; here they apply"))
     ik, mainline = (sorted({c.type.name for c in choices if c.type.trees == tree}) for tree in ("ik", "mainline"))
     if ik and mainline:
         found.append(("QK-W011", f"no runtime loads both {', '.join(ik)} (ik_llama.cpp) and {', '.join(mainline)} "
@@ -427,6 +439,8 @@ def _lint_types(request: Request, choices: Sequence[Choice]) -> list[Lint]:
         found.append(("QK-W015", f"{option} applies to both halves of merged {and_more([c.name for c in both])}"))
     heard = {o for c in choices if c.by == "class" for o in CLASS_OPTIONS if option_name(o) in c.reason.split(" and ")}
     for option in CLASS_OPTIONS if request.ik else ():
-        if option in heard and not mixture_ik.heeds(preset.name, option.removesuffix("_type")):
-            found.append(("QK-W016", f"ik_llama.cpp ignores {option_name(option)} in {preset}; here it applies"))
+        heeds = not unmixed and not request.pure and mixture_ik.heeds(preset.name, option.removesuffix("_type"))
+        if option in heard and not heeds:
+            where = "with --pure" if request.pure else f"in {preset}"
+            found.append(("QK-W016", f"ik_llama.cpp ignores {option_name(option)} {where}; here it applies"))
     return [Lint(code, message) for code, message in found]

@@ -38,6 +38,8 @@ _CATEGORIES = {
     **{"ffn_up": "ffn_up", "ffn_gate": "ffn_gate", "ffn_down": "ffn_down"},
 }
 TOKEN_EMBD_NAMES = ("token_embd.weight", "per_layer_token_embd.weight")
+#: A second, smaller output, with which ik_llama.cpp drafts tokens.
+EXTRA_OUTPUT = "output_extra.weight"
 ATTN_V_LIKE = ("attn_v", "attn_qkv", "attn_kv_b")
 ROUTER = "ffn_gate_inp.weight"
 _LAYER = re.compile(r"blk\.\s*([+-]?\d+)")

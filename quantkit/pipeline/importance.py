@@ -23,8 +23,8 @@ F32Array = npt.NDArray[np.float32]
 
 #: Tensors that llama-quantize encodes even without importance.
 EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
-EXEMPT = (*EMBEDDINGS, "output.weight")
-EXEMPT_IK = ("token_embd.weight", "output.weight")
+EXEMPT = (*EMBEDDINGS, "output.weight", "output_extra.weight")
+EXEMPT_IK = ("token_embd.weight", "output.weight", "output_extra.weight")
 #: Below it a float32 is subnormal, and its products with squares of weights are zero.
 TINY = float(np.finfo(np.float32).tiny)
 _TREES = {"mainline": "llama.cpp", "ik": "ik_llama.cpp"}

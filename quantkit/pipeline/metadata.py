@@ -1,7 +1,8 @@
 """The metadata of an output: the source's, edited as llama-quantize does, plus provenance.
 
-Setting a key moves it to the end of the list, as llama.cpp's gguf_set_val_* do, so that headers are equal byte for
-byte. ``quantkit.*`` keys record how a file was made; no runtime reads them.
+Setting a key moves it to the end of the list, as llama.cpp's gguf_set_val_* do, or leaves it in its place, as
+ik_llama.cpp's, so that headers are equal byte for byte. ``quantkit.*`` keys record how a file was made; no runtime
+reads them.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ _NAME_BYTES = 127
 
 
 class Metadata:
-    """An ordered, editable list of fields."""
+    """An ordered, editable list of fields; ``ik``: edited as in ik_llama.cpp."""
 
-    def __init__(self, fields: Iterable[Field]) -> None:
+    def __init__(self, fields: Iterable[Field], *, ik: bool = False) -> None:
         self._fields = {field.key: field for field in fields}
+        self.ik = ik
 
     def set(self, field: Field) -> None:
-        """Set a field; an existing key moves to the end."""
-        self._fields.pop(field.key, None)
+        """Set a field; an existing key moves to the end, or in ik_llama.cpp stays."""
+        if not self.ik:
+            self._fields.pop(field.key, None)
         self._fields[field.key] = field
 
     def replace(self, field: Field) -> None:
@@ -60,6 +63,7 @@ def parse_override(text: str) -> Field:
 
     TYPE is int (stored as UINT32, INT32 when negative, 64 bits when larger), float (FLOAT32), bool or str, or a
     GGUF type (u8 .. i64, f32, f64). llama-quantize stores abs(VALUE) of a negative int; here it keeps its sign.
+    ik_llama.cpp stores every int as INT32, with which no loader takes a count of layers, its own included.
     """
     match = re.fullmatch(r"([^=]+)=([a-z0-9]+):(.*)", text, re.DOTALL)
     if match is None:
@@ -146,24 +150,32 @@ def prune_metadata(metadata: Metadata, arch: str, prune: Sequence[int]) -> list[
     return notes
 
 
-def set_quantization(metadata: Metadata, ftype: int) -> None:
-    """Set the keys that llama-quantize sets in every file, and drop split keys."""
+def set_quantization(metadata: Metadata, ftype: int, overrides: Iterable[Field], more: Iterable[Field]) -> None:
+    """Set the keys that llama-quantize sets in every file, then the user's and ``more``; drop split keys.
+
+    ik_llama.cpp sets general.file_type last, which matters in files without one; not so that it beats the user's.
+    """
+    ftype_field = Field.of("general.file_type", ftype, ValueType.UINT32)
     metadata.set(Field.of("general.quantization_version", 2, ValueType.UINT32))
-    metadata.set(Field.of("general.file_type", ftype, ValueType.UINT32))
     metadata.remove("split.no", "split.count", "split.tensors.count")
+    fields = [*overrides, *more]
+    for field in [*fields, ftype_field] if metadata.ik else [ftype_field, *fields]:
+        if field is not ftype_field or all(other.key != field.key for other in fields):
+            metadata.set(field)
 
 
-def set_imatrix(metadata: Metadata, imatrix: Imatrix, name: str, n_entries: int, *, hide: bool) -> None:
-    """Record the importance matrix under llama-quantize's keys; ``hide`` as ik_llama.cpp's --hide-imatrix does."""
+def imatrix_fields(imatrix: Imatrix, name: str, n_entries: int, *, hide: bool, ik: bool) -> list[Field]:
+    """Return llama-quantize's keys about an importance matrix; ``hide`` as ik_llama.cpp's --hide-imatrix does."""
     dataset = imatrix.datasets[0] if imatrix.datasets else None
     file = "top_secret" if hide else _cut(name)
-    metadata.set(Field.of("quantize.imatrix.file", file, ValueType.STRING))
+    count = ValueType.INT32 if ik else ValueType.UINT32
+    fields = [Field.of("quantize.imatrix.file", file, ValueType.STRING)]
     if dataset is not None:
-        metadata.set(Field.of("quantize.imatrix.dataset", "top_secret" if hide else _cut(dataset), ValueType.STRING))
-    metadata.set(Field.of("quantize.imatrix.entries_count", 0 if hide else n_entries, ValueType.UINT32))
+        fields.append(Field.of("quantize.imatrix.dataset", "top_secret" if hide else _cut(dataset), ValueType.STRING))
+    fields.append(Field.of("quantize.imatrix.entries_count", 0 if hide else n_entries, count))
     if imatrix.chunk_count > 0:
-        count = 0 if hide else imatrix.chunk_count
-        metadata.set(Field.of("quantize.imatrix.chunks_count", count, ValueType.UINT32))
+        fields.append(Field.of("quantize.imatrix.chunks_count", 0 if hide else imatrix.chunk_count, count))
+    return fields
 
 
 def _cut(text: str) -> str:

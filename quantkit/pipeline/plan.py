@@ -9,13 +9,24 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quantkit.errors import TypeNotSupported
-from quantkit.formats.gguf import Field, GGUFFile, Layout, layout_gguf, parse_split_path, split_fields, split_path
+from quantkit.errors import FormatError, ResourceError, TypeNotSupported
+from quantkit.formats.gguf import (
+    Field,
+    GGUFFile,
+    Layout,
+    layout_gguf,
+    parse_split_path,
+    split_fields,
+    split_path,
+)
+from quantkit.formats.gguf.reader import read_shard
 from quantkit.kernels.formats import has_decoder, has_encoder
 from quantkit.kernels.interleave import repacks
+from quantkit.kernels.tensor_scale import TENSOR_SCALED, check_rows, decoded_as
+from quantkit.pipeline.facts import n_dims
 from quantkit.pipeline.work import PlannedTensor, RowSlice
 from quantkit.types import TensorType
 
@@ -33,7 +44,7 @@ class Chosen:
     reason: str
     parts: tuple[RowSlice, ...]
     fallback_from: TensorType | None = None
-    #: Whose search encodes it, if not its type's: see ``PlannedTensor``.
+    #: Whose search encodes it: see ``PlannedTensor``.
     encoder: str = ""
 
     @property
@@ -170,6 +181,32 @@ def _leftovers(source: GGUFFile, paths: Sequence[Path]) -> list[str]:
     return [f"next to the output, but not part of it: {names}, perhaps from an earlier run"]
 
 
+def without_existing(plan: Plan) -> Plan:
+    """Return a plan of the files that are not there yet; those that are must be what the plan would write.
+
+    Only lengths, names, types and places are compared: metadata may differ. Raises ResourceError for other files.
+    """
+    missing = [no for no, shard in enumerate(plan.shards) if not os.path.exists(shard.path)]
+    for no, shard in enumerate(plan.shards):
+        if no not in missing and not _is_there(shard, [t for t in plan.tensors if t.shard == no]):
+            raise ResourceError(f"{shard.path} exists, but is not what would be written there; remove it, or rename it")
+    number = {no: i for i, no in enumerate(missing)}
+    tensors = tuple(replace(t, shard=number[t.shard]) for t in plan.tensors if t.shard in number)
+    fingerprint = hashlib.sha256(f"{plan.fingerprint} {missing}".encode()).hexdigest()
+    return replace(plan, shards=tuple(plan.shards[no] for no in missing), tensors=tensors, fingerprint=fingerprint)
+
+
+def _is_there(shard: PlannedShard, tensors: Sequence[PlannedTensor]) -> bool:
+    try:
+        found = [(t.name, t.shape, t.type, t.offset) for t in read_shard(shard.path, 0, header_only=True).tensors]
+    except FormatError:
+        return False
+    wanted = [(t.name, t.shape[: n_dims(t.shape)], t.type) for t in tensors]
+    begins = {there[3] - t.offset for there, t in zip(found, tensors, strict=False)}  # other metadata, other beginning
+    same = [there[:3] for there in found] == wanted and len(begins) <= 1
+    return same and os.path.getsize(shard.path) == shard.layout.nbytes + sum(begins)
+
+
 def check_kernels(chosen: Sequence[Chosen | PlannedTensor]) -> None:
     """Raise TypeNotSupported, before any work, for tensors that can be neither copied nor decoded and encoded."""
 
@@ -180,6 +217,8 @@ def check_kernels(chosen: Sequence[Chosen | PlannedTensor]) -> None:
                 raise TypeNotSupported(
                     f"tensor {c.name}: the rows of its parts make no whole groups of {group}: from {have} to {c.type}"
                 )
+            if have is TENSOR_SCALED:
+                check_rows(c.shape[0])
             if repacks(have, c.type):
                 continue
             if not has_encoder(c.type):
@@ -187,7 +226,7 @@ def check_kernels(chosen: Sequence[Chosen | PlannedTensor]) -> None:
                     f"tensor {c.name}: this version has no encoder for {c.type} ({c.reason}); "
                     "`quantkit types` lists those there are"
                 )
-            if not has_decoder(have):
+            if not has_decoder(decoded_as(have)):
                 raise TypeNotSupported(f"tensor {c.name} is {have}, for which this version has no decoder")
 
 

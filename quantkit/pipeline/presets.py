@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quantkit.errors import TypeNotSupported
-from quantkit.kernels.interleave import base_of
+from quantkit.kernels.interleave import plain_of
 from quantkit.types import ALIASES as TYPE_ALIASES
 from quantkit.types import BY_NAME, TYPES, TensorType
 
@@ -155,8 +155,8 @@ _RUNTIMES = {"mainline": "llama.cpp", "ik": "ik_llama.cpp"}
 
 
 def is_target(t: TensorType) -> bool:
-    """True if weights may have type ``t``, which excludes integers, f64 and activation formats."""
-    return t.family not in ("integer", "activation") and t.name != "F64"
+    """True if weights may have type ``t``, which excludes integers, f64, activation formats and what is in no file."""
+    return t.in_files and t.family not in ("integer", "activation") and t.name != "F64"
 
 
 def preset_by_name(text: str, tree: str | None = None) -> Preset:
@@ -226,13 +226,13 @@ FALLBACK_IK: Mapping[str, str] = {
     **dict.fromkeys(("IQ1_BN", "IQ2_BN", "Q1_0"), "Q4_0"),
 }
 
-#: Woven types of which nothing is known but the type that takes their place, as in ik (interleaved_properties).
-_UNWOVEN = {"IQ1_M_R4": "IQ1_M"}
-
 
 def without_weave(t: TensorType) -> TensorType:
-    """Return the type of single rows behind an interleaved type: Q4_K for Q4_K_R4, Q8_0 for Q8_K_R8."""
-    return BY_NAME[_UNWOVEN[t.name]] if t.name in _UNWOVEN else base_of(t)
+    """Return the type of single rows that takes an interleaved type's place: Q4_K that of Q4_K_R4, Q8_0 of Q8_K_R8.
+
+    As in ik (interleaved_properties); for IQ1_M_R4 that is IQ1_M, which has other values.
+    """
+    return plain_of(t) or BY_NAME["IQ1_M"]
 
 
 #: ik's presets of interleaved types by the presets that --repack makes them of (repacked_ftype).

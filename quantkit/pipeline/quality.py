@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.kernels.interleave import base_of, is_woven
 from quantkit.types import TensorType
 
 F32 = npt.NDArray[np.float32]
@@ -74,8 +75,17 @@ QUALITY: dict[str, Quality] = {
     "IQ3_KS": Quality(17.56, "medium"),
     "IQ2_KL": Quality(23.48, "medium"),
     "IQ1_KT": Quality(34.41, "slow"),
+    "IQ1_S_R4": Quality(51.77, "medium"),
+    "IQ1_M_R4": Quality(42.91, "medium"),
 }
 # fmt: on
+
+
+def is_measured(t: TensorType) -> bool:
+    """Whether a type has figures: one that can be encoded, but interleaved only if no other has its rows."""
+    from quantkit.kernels.formats import has_encoder
+
+    return has_encoder(t) and (not is_woven(t) or not base_of(t).in_files)
 
 
 def sample() -> tuple[F32, F32]:

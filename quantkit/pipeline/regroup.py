@@ -69,12 +69,12 @@ class Regrouped:
         return [f"{layer_names(layers)}: left alone: {reason}" for reason, layers in by_reason.items()]
 
 
-def as_it_is(source: GGUFFile, *, keep_split: bool) -> Regrouped:
-    """Return a source unchanged; with ``keep_split`` ordered by shard and offset, as in llama-quantize."""
+def as_it_is(source: GGUFFile, *, keep_split: bool, by_offset: bool = True) -> Regrouped:
+    """Return a source unchanged; with ``keep_split`` ordered by shard and, in llama.cpp, ``by_offset``."""
     tensors = list(source.tensors.values())
     keeps = keep_split and len(source.paths) > 1
     if keeps:
-        tensors.sort(key=lambda tensor: (tensor.shard, tensor.offset))
+        tensors.sort(key=lambda tensor: (tensor.shard, tensor.offset if by_offset else 0))
     shards = tuple(tensor.shard for tensor in tensors) if keeps else None
     return Regrouped(tuple(map(_taken_over, tensors)), shards, Metadata(source.fields.values()))
 

@@ -6,20 +6,31 @@ rows make whole groups and it is no embedding. F16 alone stays as it is: ik may 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
-from quantkit.kernels.interleave import base_of, is_woven, weaves_together, woven_of
+from quantkit.kernels.interleave import is_woven, plain_of, weaves_together, woven_of
+from quantkit.kernels.tensor_scale import ROW_SCALED, TENSOR_SCALED
 from quantkit.patterns import Pattern
 from quantkit.pipeline.facts import TOKEN_EMBD_NAMES, TensorLike
-from quantkit.types import TensorType
+from quantkit.types import BY_NAME, TensorType
+
+#: Why F16 stays.
+_LOSSY = "BF16_R16 would lose bits"
+#: Commas between regular expressions: not those of {1,2} and [a,b].
+_COMMA = re.compile(r",(?![^{}]*\}|[^\[\]]*\])")
 
 
 class Repack:
-    """What to do with tensors: ``interleaved``, or the way back; with ``patterns``, of names that one of them finds."""
+    """What to do with tensors: ``interleaved``, or the way back; of names that one of ``patterns`` finds, if any.
+
+    An item of ``patterns`` may be several regular expressions, with commas between them.
+    """
 
     def __init__(self, interleaved: bool, patterns: Sequence[str] = ()) -> None:
         self.interleaved = interleaved
-        self.patterns = [Pattern(text, "--repack-pattern") for text in patterns]
+        texts = (text for given in patterns for text in _COMMA.split(given) if text)
+        self.patterns = [Pattern(text, "--repack-pattern") for text in texts]
 
     def choose(self, t: TensorLike, rows: int) -> tuple[TensorType, str]:
         """Return the type a tensor gets, and why; ``rows``: how many lie together wherever it may be cut."""
@@ -28,17 +39,50 @@ class Repack:
         return self._interleaved(t, rows) if self.interleaved else self._apart(t)
 
     def _interleaved(self, t: TensorLike, rows: int) -> tuple[TensorType, str]:
-        woven = woven_of(t.type)
+        woven = BY_NAME["BF16_R16"] if t.type.name == "F16" else woven_of(t.type)
         if woven is None:
-            return t.type, f"{t.type} has no interleaved type"
+            return t.type, "interleaved already" if is_woven(t.type) else f"{t.type} has no interleaved type"
         if t.name in TOKEN_EMBD_NAMES:
             return t.type, "embeddings are read row by row"
         if not weaves_together(woven, t.shape[0], rows):
             return t.type, f"{rows} rows of {t.shape[0]} do not divide into groups of {woven.interleave}"
-        return woven, "--repack"
+        return (t.type, _LOSSY) if t.type.name == "F16" else (woven, "--repack")
 
     def _apart(self, t: TensorLike) -> tuple[TensorType, str]:
-        if is_woven(t.type):
-            return base_of(t.type), "--unrepack"
-        what = "this version cannot take its rows apart" if t.type.interleave > 1 else "rows are not interleaved"
-        return t.type, f"{t.type}: {what}"
+        if t.type is TENSOR_SCALED:
+            return ROW_SCALED, "--unrepack: the tensor's scale becomes that of every row"
+        if not is_woven(t.type):
+            return t.type, f"{t.type}: rows are not interleaved"
+        plain = plain_of(t.type)
+        if plain is None:
+            return t.type, f"{t.type} is a format of its own: no type of single rows holds its values"
+        if t.shape[0] % plain.block:  # IQ1_S_R4 has blocks of 32, IQ1_S of 256
+            return t.type, f"rows of {t.shape[0]} do not divide into {plain}'s blocks of {plain.block}"
+        return plain, "--unrepack"
+
+    def notes(self, changed: Sequence[tuple[TensorType, TensorType]], reasons: Sequence[str]) -> list[str]:
+        """Return what the user should know; ``changed``: the types of all tensors, before and after."""
+        if self.interleaved:
+            idle = "--repack changes nothing: no tensor has a type and rows that can be interleaved"
+        else:
+            idle = "--unrepack changes nothing: no tensor has interleaved rows that can be taken apart"
+        if self.patterns:
+            idle += ", and a name that --repack-pattern matches"
+        notes = [] if any(have is not want for have, want in changed) else [idle]
+        if n := sum(_LOSSY in reason for reason in reasons):
+            notes.append(
+                f"{n} F16 tensors stay: ik_llama.cpp, where it is built for AVX512-BF16, makes BF16_R16 of them, "
+                "which loses 3 bits of each value; if that is wanted, quantize to BF16 first"
+            )
+        return notes
+
+
+def bf16_r16_notes(changed: Iterable[tuple[TensorType, TensorType]]) -> list[str]:
+    """Return what is special about BF16_R16, if any tensor becomes it."""
+    sources = {have.name for have, want in changed if want.name == "BF16_R16" and have is not want}
+    notes = ["BF16_R16 runs in ik_llama.cpp on CPUs with AVX512-BF16 only"] * bool(sources)
+    if sources - {"BF16"}:
+        notes.append(
+            "BF16_R16 cuts values off, as in ik_llama.cpp; BF16 rounds them, and then --repack changes no value"
+        )
+    return notes

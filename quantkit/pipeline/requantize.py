@@ -13,7 +13,7 @@ from quantkit.formats.gguf import GGUFFile
 from quantkit.formats.ranges import read_range
 from quantkit.kernels import dequantize, quantize
 from quantkit.kernels.formats import has_decoder, has_encoder
-from quantkit.kernels.interleave import repacks
+from quantkit.kernels.interleave import base_of, repacks
 from quantkit.pipeline.plan import Chosen
 from quantkit.pipeline.quality import QUALITY
 from quantkit.pipeline.work import RowSlice
@@ -52,7 +52,7 @@ def _note(file: GGUFFile, source: TensorType, t: TensorType, parts: Sequence[tup
     found = f"an error of {100 * np.sqrt(error / square):.3g} % (measured)" if square else "an error"
     tensors = "1 tensor" if len(parts) == 1 else f"{len(parts)} tensors"
     note = f"re-quantizing {tensors} from {source} to {t} adds {found} to what {source} has lost before"
-    before, fresh = (QUALITY.get(x.name) for x in (source, t))
+    before, fresh = (QUALITY.get(base_of(x).name) for x in (source, t))  # interleaved rows have the same values
     if before and fresh:
         note += f", typically {before.error:.3g} %; {t} of the original weights loses {fresh.error:.3g} %"
     return note
@@ -70,7 +70,7 @@ def _measure(file: GGUFFile, part: RowSlice, t: TensorType, encoder: str) -> Ite
     try:
         read_range(file.paths[part.source.shard], data.reshape(-1), at)
         x = dequantize(data, part.source.type, n)
-        y = dequantize(quantize(x, t, importance, encoder or "mainline"), t, n)
+        y = dequantize(quantize(x, t, importance, encoder or None), t, n)
     except QuantkitError:
         return
     w = np.ones(n) if importance is None else importance.astype(np.float64)

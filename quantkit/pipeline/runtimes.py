@@ -11,6 +11,7 @@ from typing import Any
 
 from quantkit.helpers import printable, shorten
 from quantkit.pipeline.experts import runtimes as load_merged
+from quantkit.pipeline.facts import EXTRA_OUTPUT
 from quantkit.types import TensorType
 
 #: Architectures by name: of both trees (clip: multimodal projectors), and of one only.
@@ -42,6 +43,9 @@ _IK = frozenset({
 })
 # fmt: on
 
+#: Architectures whose second output (--extra-output-tensor) ik_llama.cpp loads; otherwise a tensor too many is refused.
+_EXTRA_OUTPUT_IK = frozenset({"qwen35", "qwen35moe", "gemma4_mtp", "gemma4-assistant", "dflash-draft"})
+
 #: ggml's tensor names have 64 bytes with the final zero.
 _MAX_TENSOR_NAME = 63
 
@@ -65,6 +69,8 @@ class Runtime:
     long_names: tuple[str, ...]
     #: Whether up and gate experts are merged, which it does not load for this architecture.
     refuses_merged: bool
+    #: Whether there is a second output, which it does not load for this architecture.
+    refuses_extra_output: bool
     #: Types that only the CPU multiplies.
     cpu_types: tuple[str, ...]
 
@@ -76,6 +82,8 @@ class Runtime:
             found.append(f"no tensor type {', '.join(self.unknown_types)}")
         if self.refuses_merged:
             found.append("no merged up and gate experts for this architecture (quantkit split-up-gate)")
+        if self.refuses_extra_output:
+            found.append(f"no {EXTRA_OUTPUT} for this architecture")
         if self.long_names:
             first = shorten(printable(self.long_names[0]), 40)
             found.append(f"{len(self.long_names)} tensor names are longer than {_MAX_TENSOR_NAME} bytes ({first})")
@@ -108,6 +116,7 @@ def runtimes(architecture: str, tensors: Iterable[tuple[str, TensorType]]) -> tu
     """Return what llama.cpp and ik_llama.cpp do with tensors, (name, type), of an architecture."""
     tensors = tuple(tensors)
     merged = any("ffn_gate_up_exps" in name for name, _ in tensors)
+    second_output = any(name == EXTRA_OUTPUT for name, _ in tensors)
     long_names = tuple(name for name, _ in tensors if len(name.encode()) > _MAX_TENSOR_NAME)
     types = {t.name: t for _, t in tensors}
     found = []
@@ -123,6 +132,9 @@ def runtimes(architecture: str, tensors: Iterable[tuple[str, TensorType]]) -> tu
                 unknown_types=tuple(unknown),
                 long_names=long_names,
                 refuses_merged=merged and knows and not merges,
+                refuses_extra_output=second_output
+                and knows
+                and not (tree == "ik" and architecture in _EXTRA_OUTPUT_IK),
                 cpu_types=tuple(on_cpu),
             )
         )

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from quantkit.kernels.first_run import Job
 from quantkit.kernels.interleave import base_of, is_woven, repacks
+from quantkit.kernels.tensor_scale import decoded_as
 from quantkit.pipeline.work import PlannedTensor
 from quantkit.types import TensorType
 
@@ -24,8 +26,9 @@ def kernel_calls(tensors: Iterable[PlannedTensor], measure: bool) -> list[Job]:
     ]
     pairs = dict.fromkeys((part.source.type, t.type) for t in tensors for part in t.parts)
     repacked = [pair for pair in pairs if repacks(*pair)]
-    sources, targets = dict.fromkeys(p.source.type for p, _ in changed), dict.fromkeys(t.type for _, t in changed)
-    encoders = dict.fromkeys((t.type, t.encoder, bool(t.encoder) and p.found is not None) for p, t in changed)
+    sources = dict.fromkeys(decoded_as(p.source.type) for p, _ in changed)
+    targets = dict.fromkeys(t.type for _, t in changed)
+    encoders = dict.fromkeys((t.type, t.encoder, t.encoder == "ik" and p.found is not None) for p, t in changed)
     written = dict.fromkeys(t.type for t in tensors if base_of(t.type).scales)
     return [
         *(partial(_encode, *which) for which in encoders),
@@ -43,12 +46,12 @@ def _shape(t: TensorType) -> tuple[int, int]:
 
 
 def _encode(t: TensorType, whose: str, weighted: bool) -> None:
-    """Encode with type ``t``'s encoder, or ``whose``; some of ik_llama.cpp's have a kernel of their own for weights."""
+    """Encode as type ``t``; some of ik_llama.cpp's encoders have a kernel of their own for weights."""
     from quantkit.kernels.cpu.encode import encoder
 
     rows, n = _shape(t)
     weights, out = np.ones(n if weighted else 0, np.float32), np.zeros((rows, t.row_bytes(n)), np.uint8)
-    encoder(t, whose or "mainline")(np.zeros((rows, n), np.float32), weights, out, 0, rows)
+    encoder(t, whose or None)(np.zeros((rows, n), np.float32), weights, out, 0, rows)
 
 
 def _decode(t: TensorType) -> None:
@@ -61,13 +64,16 @@ def _decode(t: TensorType) -> None:
 def _repack(source: TensorType, target: TensorType) -> None:
     from quantkit.kernels.cpu.interleave import deinterleave_rows, interleave_rows
 
-    for t, move, kinds in (
-        (source, deinterleave_rows, (source, base_of(source))),
-        (target, interleave_rows, (base_of(target), target)),
-    ):
-        if is_woven(t):
-            rows, n = _shape(t)
-            move(t, *(np.zeros((rows, kind.row_bytes(n)), np.uint8) for kind in kinds))
+    plain = base_of(target)
+
+    def rows(t: TensorType, woven: TensorType) -> npt.NDArray[np.uint8]:
+        count, n = _shape(woven)
+        return np.zeros((count, t.row_bytes(n)), np.uint8)
+
+    if is_woven(source):
+        deinterleave_rows(source, rows(source, source), rows(plain, source), plain)
+    if is_woven(target):
+        interleave_rows(target, rows(plain, target), rows(target, target))
 
 
 def _validate(t: TensorType) -> None:

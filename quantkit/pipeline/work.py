@@ -21,6 +21,7 @@ from quantkit.errors import FormatError, QuantkitError, ResourceError
 from quantkit.formats.gguf import TensorInfo
 from quantkit.formats.ranges import U8, Buffers, copy_range, read_range, write_range
 from quantkit.kernels.interleave import base_of, is_woven, repacks
+from quantkit.kernels.tensor_scale import TAIL, TENSOR_SCALED, decoded_as, with_row_scales
 from quantkit.pipeline.importance import Found
 from quantkit.types import TensorType
 
@@ -86,7 +87,7 @@ class PlannedTensor:
     #: Absolute byte offset in its shard's file.
     offset: int
     nbytes: int
-    #: Whose search encodes it: "" for its type's, "ik" for ik_llama.cpp's of a type that both trees have.
+    #: Whose search encodes it, "mainline" or "ik"; "" if nothing does: it is copied, or its rows are repacked.
     encoder: str = ""
 
     @property
@@ -286,7 +287,7 @@ class Worker:
         from quantkit.kernels.cpu.encode import encoder
         from quantkit.kernels.cpu.encode.check import first_nonfinite_row
 
-        n, encode = part.values, encoder(tensor.type, tensor.encoder or "mainline")
+        n, encode = part.values, encoder(tensor.type, tensor.encoder or None)
         rows_in, rows_out = source.reshape(job.rows, -1), target.reshape(job.rows, -1)
         weights = self._weights_of(job, part)
         step, sums = _whole_groups(max(1, PIECE // n), group_of(part, tensor.type)), ErrorSums()
@@ -307,12 +308,15 @@ class Worker:
 
         have, want = part.source.type, tensor.type
         rows_in, rows_out = source.reshape(job.rows, -1), target.reshape(job.rows, -1)
+        if have is TENSOR_SCALED:
+            rows_out[...] = self._with_row_scales(part, rows_in)
+            return
         plain = rows_in if have is base_of(have) else rows_out
         if is_woven(have):
             if is_woven(want):
                 nbytes = job.rows * base_of(have).row_bytes(part.values)
                 plain = self._buffers.get("x", nbytes).reshape(job.rows, -1)
-            deinterleave_rows(have, rows_in, plain)
+            deinterleave_rows(have, rows_in, plain, base_of(want))
         if is_woven(want):
             interleave_rows(want, plain, rows_out)
 
@@ -323,9 +327,20 @@ class Worker:
         if part.source.type.name == "F32":
             floats: F32 = rows.view(np.float32)
             return floats
+        if part.source.type is TENSOR_SCALED:
+            rows = self._with_row_scales(part, rows)
         x: F32 = self._buffers.get("x", 4 * part.values * len(rows)).view(np.float32).reshape(len(rows), part.values)
-        dequantize_rows(part.source.type, rows, x)
+        dequantize_rows(decoded_as(part.source.type), rows, x)
         return x
+
+    def _with_row_scales(self, part: RowSlice, rows: U8) -> U8:
+        """Return rows whose scale lies at the end of their tensor as rows that begin with it."""
+        tail = self._buffers.get("tail", 4)
+        read_range(self.sources[part.source.shard], tail, part.source.offset + part.source.nbytes - TAIL)
+        scale = tail.view("<f4")[0]
+        if not np.isfinite(scale):
+            raise FormatError(f"{self.sources[part.source.shard]}: tensor {part.source.name} has a scale of {scale}")
+        return with_row_scales(rows, scale)
 
     def _weights_of(self, job: Job, part: RowSlice) -> F32:
         """Return the importance of the job's matrix, float32 [n], or an empty array."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,10 @@ def write_products(path: Path) -> Path:
             ("up", (N_IN, N_OUT, N_EXPERT)),
             ("gate", (N_IN, N_OUT, N_EXPERT)),
         ):
-            seed = ("dense", "up", "gate").index(part)
-            tensors.append((f"{name}.{part}", shape, t, tensor(t, shape, seed)))
+            kind, data = t, tensor(t, shape, ("dense", "up", "gate").index(part))
+            if not t.in_files:
+                kind, shape = BY_NAME["I8"], (len(data) // int(np.prod(shape[1:])), *shape[1:])
+            tensors.append((f"{name}.{part}", shape, kind, data))
     write_gguf(path, [Field.of("general.architecture", "none")], tensors)
     return path
 
@@ -106,7 +108,8 @@ class Products:
 
         def matrix(part: str, rows: tuple[int, int] | None = None) -> Matrix:
             info: TensorInfo = source.tensors[f"{name}.{part}"]
-            return Matrix(info, rows)
+            shape = (N_IN, *info.shape[1:])
+            return Matrix(replace(info, type=BY_NAME[name], shape=shape), rows)
 
         x, ids = Value("x", N_IN), Value("ids", N_USED, integer=True)
         half, silu = N_OUT // 2, Activation("silu")

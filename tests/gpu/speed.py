@@ -43,7 +43,8 @@ SILU = Activation("silu")
 class Sizes:
     """What is measured; tests of this script make it small.
 
-    matrix_bytes: of a matrix, several of which are read in turns: far more than caches hold.
+    matrix_bytes: of a matrix, several of which are read in turns: far more than caches hold. repetitions, of_products,
+    of_model: how often launches, products and a whole model are timed.
     """
 
     matrix_bytes: int = 64 << 20
@@ -63,7 +64,10 @@ class Sizes:
     layers: int = 16
     single: int = 128
     repetitions: int = 15
+    of_products: int = 7
+    of_model: int = 5
     types: tuple[str, ...] = cases.TYPES
+    caches: tuple[str, ...] = ("f16", "q8_0", "f32")
 
 
 SIZES = Sizes()
@@ -147,7 +151,7 @@ class Bench:
         )
         return out, stride
 
-    def seconds(self, *lists: Sequence[Launch], repetitions: int = 7) -> float:
+    def seconds(self, *lists: Sequence[Launch], repetitions: int | None = None) -> float:
         """Return the median time of a list of launches; of several lists in turns, of one."""
         replays = [self.device.record(launches) for launches in lists]
 
@@ -155,7 +159,7 @@ class Bench:
             for replay in replays:
                 replay()
 
-        return peak.timed(self.device, all_of_them, repetitions) / len(lists)
+        return peak.timed(self.device, all_of_them, repetitions or SIZES.of_products) / len(lists)
 
     def __enter__(self) -> Bench:
         return self
@@ -288,7 +292,7 @@ def _by_cublas(b: Bench, t: TensorType, w: int, rows: int, n_in: int, n_out: int
         b.device.run([unpacking(t, w, unpacked, n_out)])
         b.device.gemm_bf16(rows, n_out, n_in, x, unpacked, out)
 
-    return out, peak.timed(b.device, work, 7)
+    return out, peak.timed(b.device, work, SIZES.of_products)
 
 
 def _expert_slots(b: Bench, t: TensorType, rows: int) -> dict[str, int]:
@@ -368,7 +372,7 @@ def _experts(run: Run, t: TensorType, rows: int) -> tuple[float, float]:
             experts(rows, at)
             b.device.run([scatter])
 
-        other = flops / peak.timed(b.device, work, 7) / 1e12
+        other = flops / peak.timed(b.device, work, SIZES.of_products) / 1e12
         found, wanted = (np.empty((pairs, s.expert_out), np.float32) for _ in range(2))
         b.device.download(slots["out"], found)
         b.device.download(slots["other"], wanted)
@@ -434,9 +438,9 @@ class Heads:
 
 def attention_speed(run: Run) -> None:
     """Decoding at depth as a share of copying (what the L2 cache holds comes faster); a prompt as a rate."""
-    _attention_speed(run, Heads(32, 4, 128, 128), ("f16", "q8_0", "f32"))
-    _attention_speed(run, Heads(32, 32, 128, 128), ("f16", "q8_0"))
-    _attention_speed(run, Heads(SIZES.latent_heads, 1, 576, 512, latent=True), ("f16", "q8_0"))
+    _attention_speed(run, Heads(32, 4, 128, 128), SIZES.caches)
+    _attention_speed(run, Heads(32, 32, 128, 128), SIZES.caches[:2])
+    _attention_speed(run, Heads(SIZES.latent_heads, 1, 576, 512, latent=True), SIZES.caches[:2])
 
 
 def _attention_speed(run: Run, h: Heads, kinds: tuple[str, ...]) -> None:
@@ -517,12 +521,12 @@ def _random_weights(t: TensorType, count: int) -> np.ndarray[Any, Any]:
     return np.resize(blocks.reshape(-1), count // t.block * t.block_bytes)
 
 
-def _rate(session: Session, n: int, one_by_one: bool, repetitions: int = 5) -> float:
+def _rate(session: Session, n: int, one_by_one: bool) -> float:
     """Return the tokens a second of a prompt, or of single tokens after it; the median."""
     tokens = np.random.default_rng(1).integers(0, session.model.n_vocab, n).astype(np.int32)
     last = np.arange(n) == n - 1
     rates = []
-    for _ in range(repetitions + 1):
+    for _ in range(SIZES.of_model + 1):
         session.clear()
         if one_by_one:
             session.decode(tokens[:16], outputs=last[:16])

@@ -30,7 +30,8 @@ template <typename T, bool SEVERAL> INLINE void multiply_blocks(const dot_forms_
 // clang-format off
 #define EACH_FORM(DO) \
     DO(0, Q3_K) DO(1, IQ1_S) DO(2, IQ1_M) DO(3, IQ2_XXS) DO(4, IQ2_XS) DO(5, IQ2_S) DO(6, IQ3_XXS) DO(7, IQ3_S) \
-    DO(8, TQ1_0) DO(9, TQ2_0) DO(10, Q2_0) DO(11, Q1_0) DO(12, Q5_0)
+    DO(8, TQ1_0) DO(9, TQ2_0) DO(10, Q2_0) DO(11, Q1_0) DO(12, Q5_0) \
+    DO(13, IQ1_S_ROW) DO(14, IQ1_M_ROW)
 // clang-format on
 
 KERNEL(dot_forms_all, 32) {

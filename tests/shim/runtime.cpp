@@ -58,8 +58,11 @@ struct Fiber {
     void* sp;
     void* fake;  // ASan's fake stack
     State state;
-    bool waited;                            // for the launch before
-    std::vector<std::vector<Copy>> copies;  // groups, the last one open
+    bool waited;  // for the launch before
+    // Asynchronous copies, where their groups end, and how many of both are over; the vectors keep their memory.
+    std::vector<Copy> copies;
+    std::vector<size_t> groups;
+    size_t copied, groups_over;
 };
 
 struct Warp {
@@ -67,9 +70,9 @@ struct Warp {
     int parity, count, kind;
 };
 
-std::vector<Fiber> fibers;
+std::vector<Fiber> fibers;  // as many as the largest block had
 std::vector<Warp> warps;
-int live, at_barrier, barrier_kind, current;
+int count, live, at_barrier, barrier_kind, current;
 void* scheduler_sp;
 const void* scheduler_bottom;
 size_t scheduler_size;
@@ -96,8 +99,8 @@ void to_scheduler(bool last) {
 
 void release_barrier() {
     at_barrier = 0;
-    for (Fiber& f : fibers)
-        if (f.state == AT_BARRIER) f.state = READY;
+    for (int i = 0; i < count; i++)
+        if (fibers[i].state == AT_BARRIER) fibers[i].state = READY;
 }
 
 void fiber_main() {
@@ -126,13 +129,16 @@ void prepare(Fiber& f) {
     memcpy(sp + 88, &entry, sizeof entry);
     f.sp = sp;
 #endif
+    // What a kernel poisons of its stack is clean when it ends; fiber_main, at the top, does not end.
 #if defined(__SANITIZE_ADDRESS__)
-    __asan_unpoison_memory_region(f.stack, STACK);
+    __asan_unpoison_memory_region((uint8_t*)top - 1024, 1024);
 #endif
     f.fake = nullptr;
     f.state = READY;
     f.waited = false;
-    f.copies.assign(1, {});
+    f.copies.clear();
+    f.groups.clear();
+    f.copied = f.groups_over = 0;
 }
 
 void resume(int i) {
@@ -149,7 +155,7 @@ void resume(int i) {
 }
 
 void run_block(Dim3 block, Dim3 threads, Dim3 blocks, int order) {
-    const int n = (int)(threads.x * threads.y * threads.z);
+    const int n = count = (int)(threads.x * threads.y * threads.z);
     for (int i = 0; i < n; i++) {
         Fiber& f = fibers[i];
         const unsigned u = (unsigned)i;
@@ -184,7 +190,7 @@ void host_fail(const char* what) {
     if (host_thread)
         fprintf(stderr, " (block %u %u %u, thread %u)", host_thread->block.x, host_thread->block.y, host_thread->block.z,
                 host_thread->thread.x);
-    for (size_t i = 0; i < fibers.size() && i < 64; i++) fprintf(stderr, "%s%d", i ? "" : "; states ", (int)fibers[i].state);
+    for (int i = 0; i < count && i < 64; i++) fprintf(stderr, "%s%d", i ? "" : "; states ", (int)fibers[i].state);
     fprintf(stderr, "\n");
     fflush(stderr);
     abort();
@@ -226,17 +232,18 @@ uint8_t* host_dynamic_shared() { return dynamic_shared; }
 void host_copy_async(void* to, const void* from, unsigned nbytes) {
     if ((uintptr_t)to % nbytes || (uintptr_t)from % nbytes) host_fail("an asynchronous copy of unaligned addresses");
     memset(to, 0xa5, nbytes);  // a use of it too early shows, and a copy too early
-    fibers[current].copies.back().push_back({to, from, nbytes});
+    fibers[current].copies.push_back({to, from, nbytes});
 }
 
-void host_end_group() { fibers[current].copies.emplace_back(); }
+void host_end_group() { fibers[current].groups.push_back(fibers[current].copies.size()); }
 
 void host_wait_groups(unsigned pending) {
-    auto& groups = fibers[current].copies;
-    while (groups.size() > pending + 1) {
-        for (const Copy& c : groups.front()) memcpy(c.to, c.from, c.nbytes);
-        groups.erase(groups.begin());
-    }
+    Fiber& f = fibers[current];
+    for (; f.groups.size() - f.groups_over > pending; f.groups_over++)
+        for (; f.copied < f.groups[f.groups_over]; f.copied++) {
+            const Copy& c = f.copies[f.copied];
+            memcpy(c.to, c.from, c.nbytes);
+        }
 }
 
 // From now on the launches are early ones, and what came before them writes this.
@@ -264,7 +271,7 @@ void host_launch(void* function, const char* name, const unsigned* grid, const u
     if (!n || n % 32 || n > 1024) host_fail("a block is 32 to 1024 threads, whole warps");
     if (shared > 227u << 10) host_fail("more than 227 KiB of shared memory");
     if (grid[1] > 65535 || grid[2] > 65535) host_fail("a grid has at most 65535 blocks in y and z");
-    fibers.resize(n);
+    if (fibers.size() < n) fibers.resize(n);
     warps.resize(n / 32);
     while (stacks.size() < n) {
         void* p = mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

@@ -261,18 +261,21 @@ def interleave_rows(t: TensorType, rows: U8, out: U8) -> None:
     weaver(layout)(address_of(rows), rows.shape[1], address_of(out), out.shape[1], len(rows) // t.interleave, units)
 
 
-def deinterleave_rows(t: TensorType, woven: U8, out: U8) -> None:
-    """Take rows of the woven type ``t`` apart, the inverse of ``interleave_rows``; what it takes, the other way."""
-    layout, units = _checked(t, out, woven)
+def deinterleave_rows(t: TensorType, woven: U8, out: U8, to: TensorType | None = None) -> None:
+    """Take rows of the woven type ``t`` apart, the inverse of ``interleave_rows``; what it takes, the other way.
+
+    ``to``: the type of single rows, if it is not the base type (``interleave.plain_of``).
+    """
+    layout, units = _checked(t, out, woven, to)
     unraveler(layout)(address_of(out), out.shape[1], address_of(woven), woven.shape[1], len(out) // t.interleave, units)
     if layout.base.name == "Q8_KV":
         out[:, 4:8] = out[:, 8:].view(np.int8).sum(axis=1, dtype=np.int32)[:, None].view(np.uint8)
 
 
-def _checked(t: TensorType, rows: U8, woven: U8) -> tuple[Layout, int]:
+def _checked(t: TensorType, rows: U8, woven: U8, to: TensorType | None = None) -> tuple[Layout, int]:
     """Return the layout of rows, and their units; ValueError if shapes disagree."""
     n = (woven.shape[1] - t.row_header) // t.block_bytes * t.block
-    layout = layout_of(t, n)
+    layout = layout_of(t, n, to)
     base, count = layout.base, len(rows)
     if n % layout.values:
         raise TypeNotSupported(f"{t}: rows of {n} values cannot be taken apart: {layout.values} values make a unit")

@@ -10,20 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from quantkit.kernels.formats import cpu_function
+from quantkit.kernels.formats import cpu_function, encoder_for
 from quantkit.kernels.interleave import is_woven
 from quantkit.types import TensorType
 
 Encoder = Callable[[Any, Any, Any, int, int], None]
 
 
-def encoder(t: TensorType, by: str = "mainline") -> Encoder:
-    """Return llama.cpp's encoder of type ``t``, or with "ik" ik_llama.cpp's; of a woven type for whole groups of rows.
+def encoder(t: TensorType, by: str | None = None) -> Encoder:
+    """Return the encoder of type ``t``; of a woven type for whole groups of rows.
 
-    Raises TypeNotSupported if there is none.
+    by: whose, "mainline" or "ik", where there are two; by default that of the type's own tree. Raises TypeNotSupported
+    if there is none.
     """
+    whose = encoder_for(t, by)
     if is_woven(t):
         from quantkit.kernels.cpu.encode.interleaved import woven_encoder
 
-        return woven_encoder(t, by)
-    return cpu_function("encode", t, by)
+        return woven_encoder(t, whose)
+    return cpu_function("encode", t, whose)

@@ -307,36 +307,45 @@ def _use_squares_if_nothing_weighs(s: Any) -> None:
 
 
 @inline
+def fit_half_loaded(s: Any, lists: Any, group: Any, least: Any) -> None:
+    """Search LANES sub-blocks of 16 values with their weights; keep what is found as that of ``group``.
+
+    least: sub-blocks of smaller values are dead.
+    """
+    for at in range(0, 16 * STEP, STEP):
+        store(s, ROOT + at, load(WIDE, s, W + at))
+    largest = largest_magnitude(s, 16)
+    sort_values(s, 16)
+    scale, low, high, shifts = _search_boundaries(s)
+    dead = choose(largest < least, -1, shifts) < 0
+    negative = scale < F(0)
+    shifts = choose(dead, 0, choose(negative, 3 - shifts, shifts))
+    scale = choose(negative, -scale, scale)
+    off = splat(WIDE_INT, 0)
+    for k in range(2):
+        down = (shifts & (1 if k else 2)) != 0
+        store(s, SHIFT + k * STEP, choose(down, -EIGHTH, splat(WIDE, EIGHTH)))
+    store_slots(s, 16, low, high, negative)
+    grid.slots_to_words(s, scale, lists, 16, 8, True)
+    for k in range(0, 2 * STEP, STEP):
+        off = off | load(WIDE_INT, s, SLOT + k)
+    scale, shifts = _choose_shifts(s, choose(dead, 0, off & OFF), scale, shifts)
+    at = group * STEP
+    store(s, SCALES + at, choose(dead, F(0), scale))
+    store(s, FOUND_SIGNS + at, shifts)
+    for k in range(2):
+        word = load(WIDE_INT, s, SLOT + k * STEP) & (OFF - 1)
+        store(s, FOUND + k * 16 * STEP + at, choose(dead, 0, word))
+
+
+@inline
 def _fit_halves_refined(s: Any, x: Any, w: Any, lists: Any, count: Any) -> None:
     """Search the sub-blocks of ``count`` super-blocks. FOUND_SIGNS gets the halves that shift down, bit 1 the first."""
     _store_sigma_of_32(s, x, count)
     for group in range((count * 16 + LANES - 1) // LANES):
         load_sub_blocks(s, x, w, group, 16, False)
         _use_squares_if_nothing_weighs(s)
-        for at in range(0, 16 * STEP, STEP):
-            store(s, ROOT + at, load(WIDE, s, W + at))
-        largest = largest_magnitude(s, 16)
-        sort_values(s, 16)
-        scale, low, high, shifts = _search_boundaries(s)
-        dead = choose(largest < F(1e-7), -1, shifts) < 0
-        negative = scale < F(0)
-        shifts = choose(dead, 0, choose(negative, 3 - shifts, shifts))
-        scale = choose(negative, -scale, scale)
-        off = splat(WIDE_INT, 0)
-        for k in range(2):
-            down = (shifts & (1 if k else 2)) != 0
-            store(s, SHIFT + k * STEP, choose(down, -EIGHTH, splat(WIDE, EIGHTH)))
-        store_slots(s, 16, low, high, negative)
-        grid.slots_to_words(s, scale, lists, 16, 8, True)
-        for k in range(0, 2 * STEP, STEP):
-            off = off | load(WIDE_INT, s, SLOT + k)
-        scale, shifts = _choose_shifts(s, choose(dead, 0, off & OFF), scale, shifts)
-        at = group * STEP
-        store(s, SCALES + at, choose(dead, F(0), scale))
-        store(s, FOUND_SIGNS + at, shifts)
-        for k in range(2):
-            word = load(WIDE_INT, s, SLOT + k * STEP) & (OFF - 1)
-            store(s, FOUND + k * 16 * STEP + at, choose(dead, 0, word))
+        fit_half_loaded(s, lists, group, F(1e-7))
 
 
 iq1_m_batch_refined = specialize(iq1_m_batch, "ik", _fit_halves=_fit_halves_refined, STRETCH=F(1.085))

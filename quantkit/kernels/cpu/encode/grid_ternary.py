@@ -260,41 +260,47 @@ def rate_terms(s: Any, n: Any, factor: Any) -> Any:
 
 
 @inline
+def fit_loaded(s: Any, lists: Any, group: Any, n: Any) -> None:
+    """Search LANES sub-blocks of n values with their weights; keep what is found as that of ``group``."""
+    for at in range(0, n * STEP, STEP):
+        store(s, ROOT + at, load(WIDE, s, W + at))
+    largest = largest_magnitude(s, n)
+    sort_values(s, n)
+    if n == 32:
+        scale, low, high, found = _search_s(s, largest)
+        shifts = choose(found < 0, 3, splat(WIDE_INT, 0))
+        dead = choose(largest < F(1e-12), 0, found) == 0
+    else:
+        scale, low, high, shifts = _search_m(s, largest)
+        dead = choose(largest < F(1e-7), -1, shifts) < 0
+    negative = scale < F(0)
+    shifts = choose(dead, 0, choose(negative, 3 - shifts, shifts))
+    scale = choose(negative, -scale, scale)
+    for k in range(n // 8):
+        down = (shifts & (1 if k else 2)) != 0
+        store(s, SHIFT + k * STEP, choose(down, -EIGHTH, splat(WIDE, EIGHTH)))
+    store_slots(s, n, low, high, negative)
+    grid.slots_to_words(s, scale, lists, n, 8, True)
+    off = splat(WIDE_INT, 0)
+    for k in range(n // 8):
+        off = off | load(WIDE_INT, s, SLOT + k * STEP)
+    sum_qx, sum_q2 = rate_terms(s, n, F(1))
+    fits = choose(sum_qx > F(0), choose(sum_q2 > F(0), off & OFF, 0), 0) != 0
+    at = group * STEP
+    store(s, SCALES + at, choose(dead, F(0), choose(fits, sum_qx / sum_q2, scale)))
+    store(s, FOUND_SIGNS + at, shifts)
+    for k in range(n // 8):
+        word = load(WIDE_INT, s, SLOT + k * STEP) & (OFF - 1)
+        store(s, FOUND + k * 16 * STEP + at, choose(dead, 0, word))
+
+
+@inline
 def _fit_sub_blocks(s: Any, x: Any, w: Any, lists: Any, count: Any, n: Any) -> None:
     """Search the sub-blocks of ``count`` super-blocks. FOUND_SIGNS gets the halves that shift down, bit 1 the first."""
     store_sigma(s, x, 256 // n, 2, X, grid.SCALE, SIGMA)
     for group in range((count * (256 // n) + LANES - 1) // LANES):
         load_sub_blocks(s, x, w, group, n, False)
-        for at in range(0, n * STEP, STEP):
-            store(s, ROOT + at, load(WIDE, s, W + at))
-        largest = largest_magnitude(s, n)
-        sort_values(s, n)
-        if n == 32:
-            scale, low, high, found = _search_s(s, largest)
-            shifts = choose(found < 0, 3, splat(WIDE_INT, 0))
-            dead = choose(largest < F(1e-12), 0, found) == 0
-        else:
-            scale, low, high, shifts = _search_m(s, largest)
-            dead = choose(largest < F(1e-7), -1, shifts) < 0
-        negative = scale < F(0)
-        shifts = choose(dead, 0, choose(negative, 3 - shifts, shifts))
-        scale = choose(negative, -scale, scale)
-        for k in range(n // 8):
-            down = (shifts & (1 if k else 2)) != 0
-            store(s, SHIFT + k * STEP, choose(down, -EIGHTH, splat(WIDE, EIGHTH)))
-        store_slots(s, n, low, high, negative)
-        grid.slots_to_words(s, scale, lists, n, 8, True)
-        off = splat(WIDE_INT, 0)
-        for k in range(n // 8):
-            off = off | load(WIDE_INT, s, SLOT + k * STEP)
-        sum_qx, sum_q2 = rate_terms(s, n, F(1))
-        fits = choose(sum_qx > F(0), choose(sum_q2 > F(0), off & OFF, 0), 0) != 0
-        at = group * STEP
-        store(s, SCALES + at, choose(dead, F(0), choose(fits, sum_qx / sum_q2, scale)))
-        store(s, FOUND_SIGNS + at, shifts)
-        for k in range(n // 8):
-            word = load(WIDE_INT, s, SLOT + k * STEP) & (OFF - 1)
-            store(s, FOUND + k * 16 * STEP + at, choose(dead, 0, word))
+        fit_loaded(s, lists, group, n)
 
 
 @inline

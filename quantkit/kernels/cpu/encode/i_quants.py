@@ -59,6 +59,15 @@ from quantkit.kernels.cpu.encode.grid_quants import (
     iq3_xxs_batch,
 )
 from quantkit.kernels.cpu.encode.grid_refined import iq1_m_batch_refined, iq2_xs_batch_refined
+from quantkit.kernels.cpu.encode.grid_rows import (
+    fit_blocks,
+    fit_halves,
+    grid_rows_encoder,
+    store_block,
+    store_halves,
+    store_scale,
+    store_scales,
+)
 from quantkit.kernels.cpu.encode.grid_ternary import SCRATCH, iq1_m_batch, iq1_s_batch
 from quantkit.kernels.cpu.encode.neighbours import neighbour_lists
 from quantkit.kernels.cpu.encode.search import LANES
@@ -378,6 +387,9 @@ encode_iq4_xs_ik = blocks_encoder(
 # ---------------------------------------------------------------- IQ1, IQ2 and IQ3
 
 
+iq1_lists = partial(neighbour_lists, "iq1s_grid", 3)
+
+
 def _grid_encoder(name: str, encode_batch: Any, distances: int, grid: str = "") -> Encoder:
     """Return the encoder of a type with a grid; lists of neighbours at so many distances are made at the first call."""
     lists = partial(neighbour_lists, grid or f"{name.lower().replace('_', '')}_grid", distances)
@@ -387,6 +399,8 @@ def _grid_encoder(name: str, encode_batch: Any, distances: int, grid: str = "") 
 encode_iq1_s = _grid_encoder("IQ1_S", iq1_s_batch, 3)
 encode_iq1_m = _grid_encoder("IQ1_M", iq1_m_batch, 3, "iq1s_grid")
 encode_iq1_m_ik = _grid_encoder("IQ1_M", iq1_m_batch_refined, 3, "iq1s_grid")
+encode_iq1_s_row = grid_rows_encoder("IQ1_S_ROW", fit_blocks, store_block, store_scale, iq1_lists)
+encode_iq1_m_row = grid_rows_encoder("IQ1_M_ROW", fit_halves, store_halves, store_scales, iq1_lists)
 encode_iq2_xxs = _grid_encoder("IQ2_XXS", iq2_xxs_batch, 2)
 encode_iq2_xs = _grid_encoder("IQ2_XS", iq2_xs_batch, 2)
 encode_iq2_xs_ik = _grid_encoder("IQ2_XS", iq2_xs_batch_refined, 2)

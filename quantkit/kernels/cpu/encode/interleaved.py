@@ -1,14 +1,15 @@
 """Encoders of row-interleaved types: their base type's, then rows are woven together.
 
-So a tensor encoded as Q4_K_R4 is one encoded as Q4_K and repacked, and has ik_llama.cpp's bytes where ik encodes the
-base type as llama.cpp does, or if ik's encoder (``Format.ik_encoder``) is asked for. Three things differ from the base
-type, all of ik 8337e4cd3 (iqk_quantize.cpp):
+By ik_llama.cpp's search, the default, a tensor encoded as Q4_K_R4 is one encoded as Q4_K by that search
+(``Format.ik_encoder``) and repacked; by llama.cpp's, one that llama.cpp encodes. ik's differ from the base type in a
+few things, all of ik 8337e4cd3 (iqk_quantize.cpp):
 
-* IQ2 and IQ3 look at the importance again, row by row: in sub-blocks where the importances, the values or their
-  products are almost 0, the importances become 1e-9 (QHelper::row_weights). Where ik's bytes are out of reach, this is
-  left out.
+* IQ2, IQ3 and Q6_0 look at the importance again, row by row: in sub-blocks where the importances, the values or their
+  products are almost 0, the importances become 1e-9 (QHelper::row_weights).
 * Q2_K_R4 without importance writes rows of three values, as ternary models have, exactly (quantize_row_q2_K_ref; ik's
   Q2_K does so, too, over as many rows as a thread happens to take).
+* Halves of zeros in blocks of IQ1_M_R4 repeat the shift, which 0 multiplies, of the half before, within a group of rows
+  (quantize_iq1_m_r4; there also that of the group before, whatever a thread takes).
 * BF16_R16 cuts values off instead of rounding them (repack_f32_bf16_r16); from BF16 nothing is lost.
 
 Q8_K_R8 and Q8_K_R16 have no base type that a file could hold: rows are encoded as activations are, Q8_K.
@@ -26,6 +27,7 @@ from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cpu.core.jit import inline, kernel
 from quantkit.kernels.cpu.core.simd import any_lane, f32_to_f16, f32x16, load, splat, vabs
 from quantkit.kernels.cpu.encode import Encoder, encoder
+from quantkit.kernels.cpu.encode.grid_rows import NOTHING
 from quantkit.kernels.cpu.interleave import interleave_rows
 from quantkit.kernels.formats import has_encoder
 from quantkit.kernels.interleave import base_of
@@ -35,38 +37,36 @@ F = np.float32
 TINY = F(1e-9)
 TINY2 = F(TINY * TINY)
 
-#: Values of the sub-blocks in which importances are looked at again.
-GUARDED = {"IQ2_XXS_R4": 32, "IQ2_S_R4": 16, "IQ3_XXS_R4": 32, "IQ3_S_R4": 16, "Q6_0_R4": 32}
-#: With ik's own encoder of the base type one more.
-GUARDED_IK = {**GUARDED, "IQ2_XS_R4": 16}
+#: Values of the sub-blocks in which ik looks at importances again.
+GUARDED = {"IQ2_XXS_R4": 32, "IQ2_XS_R4": 16, "IQ2_S_R4": 16, "IQ3_XXS_R4": 32, "IQ3_S_R4": 16, "Q6_0_R4": 32}
 
 
-def woven_encoder(t: TensorType, by: str = "mainline") -> Encoder:
+def woven_encoder(t: TensorType, by: str) -> Encoder:
     """Return the encoder of a woven type, which takes whole groups of rows; raise TypeNotSupported without one.
 
-    ``by``: whose encoder of the base type, "mainline" or "ik".
+    ``by``: whose, "mainline" or "ik" (``formats.encoder_for``).
     """
     if not has_encoder(t):
         raise TypeNotSupported(f"there is no encoder for {t.name} in this version; `quantkit types` shows which exist")
     if t.name.startswith("Q8_K_R"):
         return partial(_weave_q8_k, t)
-    encode = _cut_off if t.name == "BF16_R16" else encoder(base_of(t), by)
-    return partial(_encode_and_weave, t, encode, (GUARDED_IK if by == "ik" else GUARDED).get(t.name, 0))
+    encode = encoder(base_of(t), by)
+    return partial(_encode_and_weave, t, _as_ik(t, encode) if by == "ik" else encode)
 
 
-def _encode_and_weave(
-    t: TensorType, encode: Encoder, guarded: int, x: Any, weights: Any, out: Any, row0: int, row1: int
-) -> None:
-    """Encode rows by their base type's encoder; ``guarded``: the values that GUARDED says, or 0."""
-    x, rows = x[row0:row1], row1 - row0
-    plain = np.empty((rows, base_of(t).row_bytes(x.shape[1])), np.uint8)
-    if weights.size and guarded:
-        _encode_guarded(encode, x, weights, plain, guarded)
-    else:
-        encode(x, weights, plain, 0, rows)
-    if t.name == "Q2_K_R4" and not weights.size:
-        write_ternary(x, plain)
+def _encode_and_weave(t: TensorType, encode: Encoder, x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
+    plain = np.empty((row1 - row0, base_of(t).row_bytes(x.shape[1])), np.uint8)
+    encode(x[row0:row1], weights, plain, 0, row1 - row0)
     interleave_rows(t, plain, out[row0:row1])
+
+
+def _as_ik(t: TensorType, encode: Encoder) -> Encoder:
+    """Return the encoder of a base type, changed by what ik does differently when it weaves rows."""
+    if t.name == "BF16_R16":
+        return _cut_off
+    if t.name in CHANGED:
+        return partial(_encode_and_change, encode, *CHANGED[t.name])
+    return partial(_encode_guarded, encode, GUARDED[t.name]) if t.name in GUARDED else encode
 
 
 def _cut_off(x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
@@ -77,12 +77,15 @@ def _cut_off(x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
 # ---------------------------------------------------------------- importance
 
 
-def _encode_guarded(encode: Encoder, x: Any, weights: Any, out: Any, block: int) -> None:
-    """Encode all rows with importances that hold for all of them, and again the few that need their own."""
+def _encode_guarded(encode: Encoder, block: int, x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
+    """Encode rows with importances that hold for all of them, and again the few that need their own."""
+    if not weights.size:
+        encode(x, weights, out, row0, row1)
+        return
     common = np.where(_none(weights * weights, block), TINY, weights)
-    encode(x, common, out, 0, len(x))
-    row = 0
-    while (row := first_odd_row(x, weights, row, block)) >= 0:
+    encode(x, common, out, row0, row1)
+    row = row0
+    while (row := first_odd_row(x[:row1], weights, row, block)) >= 0:
         own = weights.copy()
         if guard(x[row], weights, own, block) and not np.array_equal(own, common):
             encode(x, own, out, row, row + 1)
@@ -172,6 +175,50 @@ def _write_ternary_row(x: Any, half: Any, top: Any, out: Any) -> None:
         scale = f32_to_f16(top)
         for field in (80, 82):
             out[at + field], out[at + field + 1] = scale & 255, scale >> 8
+
+
+# ---------------------------------------------------------------- IQ1_M
+
+
+@inline
+def _sum_of_squares(x: Any, first: Any) -> Any:
+    total = np.float32(0)
+    for i in range(first, first + 16):
+        total += x[i] * x[i]
+    return total
+
+
+@kernel
+def repeat_shifts(x: npt.NDArray[np.float32], out: npt.NDArray[np.uint8]) -> None:
+    """Let halves of zeros in groups of 4 rows of IQ1_M_ROW, which shift up, shift as the same half of the block before.
+
+    ``before`` is that in ik's order: of all rows of the group, block by block. Blocks of nothing but zeros shift up.
+    """
+    for group in range(0, x.shape[0], 4):
+        last = [np.uint8(0), np.uint8(0)]
+        for block in range(x.shape[1] // 32):
+            for row in range(group, group + 4):
+                low, high = _sum_of_squares(x[row], 32 * block), _sum_of_squares(x[row], 32 * block + 16)
+                if low + high < NOTHING:
+                    continue
+                for half in range(2):
+                    at = 2 + 7 * block + 4 + half
+                    if (high if half else low) > NOTHING:
+                        last[half] = out[row, at] & np.uint8(0x88)
+                    else:
+                        out[row, at] |= last[half]
+
+
+#: Types whose rows are changed after they are encoded: by which function, and whether with importance, too.
+CHANGED: dict[str, tuple[Any, bool]] = {"Q2_K_R4": (write_ternary, False), "IQ1_M_R4": (repeat_shifts, True)}
+
+
+def _encode_and_change(
+    encode: Encoder, change: Any, always: bool, x: Any, weights: Any, out: Any, row0: int, row1: int
+) -> None:
+    encode(x, weights, out, row0, row1)
+    if always or not weights.size:
+        change(x[row0:row1], out[row0:row1])
 
 
 # ---------------------------------------------------------------- Q8_K

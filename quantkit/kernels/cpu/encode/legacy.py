@@ -151,6 +151,15 @@ def _symmetric_scales(x: Any, s: Any, first: Any, end: Any, half: Any) -> Any:
 
 
 @inline
+def _even_scales(x: Any, s: Any, first: Any, end: Any) -> Any:
+    """Scale 16 blocks so that the largest magnitude is 7 or -7: d in SCALE as f16, then INVERSE and BASE."""
+    low, high = _extremes(x, s, first, end)
+    d = vmax(vabs(low), vabs(high)) / F(7)
+    store_f16(s, SCALE, d)
+    _invert(s, d, F(8.5))
+
+
+@inline
 def _affine_scales(x: Any, s: Any, first: Any, end: Any, top: Any) -> Any:
     """Scale 16 blocks from minimum to maximum: d and m in SCALE and LEVELS as f16, then LOW, INVERSE and BASE."""
     low, high = _extremes(x, s, first, end)
@@ -171,12 +180,18 @@ def _affine_scales(x: Any, s: Any, first: Any, end: Any, top: Any) -> Any:
 
 
 @inline
-def _plain_symmetric(x: Any, out: Any, row0: Any, row1: Any, half: Any) -> Any:
-    """Encode rows as levels 0..2 * half - 1 around half (quantize_row_q4_0_ref, quantize_row_q5_0_ref)."""
+def _plain_symmetric(x: Any, out: Any, row0: Any, row1: Any, half: Any, even: Any = False) -> Any:
+    """Encode rows as levels 0..2 * half - 1 around half (quantize_row_q4_0_ref, quantize_row_q5_0_ref).
+
+    even: as many levels on both sides, so that the lowest is never used.
+    """
     s = np.empty(SCRATCH, np.uint8)
     end, size = row1 * (x.shape[1] // 32), 18 if half == 8 else 22
     for first in range(row0 * (x.shape[1] // 32), end, 16):
-        _symmetric_scales(x, s, first, end, half)
+        if even:
+            _even_scales(x, s, first, end)
+        else:
+            _symmetric_scales(x, s, first, end, half)
         for lane in range(min(16, end - first)):
             at, o = 128 * (first + lane), size * (first + lane)
             inverse = load(types.float32, s, INVERSE + 4 * lane)
@@ -395,6 +410,12 @@ def encode_q4_0(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, r
         _weighted_symmetric(x, weights, out, row0, row1, 8)
     else:
         _plain_symmetric(x, out, row0, row1, 8)
+
+
+@kernel
+def encode_q4_0_symmetric(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, row1: int) -> None:
+    """Encode rows row0..row1 of x; the importance matrix is ignored (ik_llama.cpp quantize_row_q4_0_symmetric)."""
+    _plain_symmetric(x, out, row0, row1, 8, True)
 
 
 @kernel

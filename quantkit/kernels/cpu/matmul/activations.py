@@ -12,7 +12,7 @@ ggml-cpu.c type_traits_cpu), ik_llama.cpp with those that only it has (8337e4cd3
     f32    as they are: products read the value itself                                   F32
 
 (max: the first value of the largest magnitude, with its sign; rounding is to nearest even.) The int8 formats share
-a layout: *units* of 256 values, 832 bytes each, zero-padded at the end of a row::
+a layout: *units* of 256 values, 1088 bytes each, zero-padded at the end of a row::
 
     byte   0  int8  levels[256]
          256  f32   d[16]           per 16 values; repeated where more share one
@@ -23,6 +23,7 @@ a layout: *units* of 256 values, 832 bytes each, zero-padded at the end of a row
          512  i16   totals[16]      sum of q of each 16 values
          544  i16   totals32[8]     sum of q of each 32 values; then 16 bytes to fill a cache line
          576  int8  by_pieces[256]  the levels again: the first 16 of each of 4 blocks of 32, then their second 16
+         832  int8  by_halves[256]  q8_k: the levels again, blocks of 32 in the order 0, 2, 1, 3, 4, 6, 5, 7
 
 The offsets compensate for adding 128 to signed levels: vpdpbusd takes one unsigned operand. A row is its units and 64
 more bytes, so that rows of power-of-two length do not all map to the same cache sets.
@@ -72,8 +73,9 @@ from quantkit.kernels.cpu.core.simd import (
 from quantkit.kernels.cpu.core.tape import N_OUTPUTS, N_TOKENS, TapeOp, arg, batch_word, first_of, operation
 
 #: Bytes of a unit of 256 values, and the offsets of its parts.
-UNIT_BYTES = 832
-SCALES, SUMS, OFFSETS, OFFSETS32, SUMS32, TOTALS, TOTALS32, BY_PIECES = 256, 320, 384, 448, 480, 512, 544, 576
+UNIT_BYTES = 1088
+SCALES, SUMS, OFFSETS, OFFSETS32, SUMS32, TOTALS, TOTALS32 = 256, 320, 384, 448, 480, 512, 544
+BY_PIECES, BY_HALVES = 576, 832
 #: Bytes after the units of a row.
 ROW_GAP = 64
 
@@ -129,6 +131,9 @@ eight_twice = make_shuffle([8 * (i // 8) + i % 8 // 2 for i in range(16)], "acti
 #: The first, and the second, 16 of each 32 bytes.
 first_pieces = make_shuffle2([32 * (i // 16) + i % 16 for i in range(64)], "activations.first_pieces")
 second_pieces = make_shuffle2([32 * (i // 16) + 16 + i % 16 for i in range(64)], "activations.second_pieces")
+#: The lower, and the upper, 32 bytes of two vectors.
+lower_32 = make_shuffle2([*range(32), *range(64, 96)], "activations.lower_32")
+upper_32 = make_shuffle2([*range(32, 64), *range(96, 128)], "activations.upper_32")
 even_lanes = make_shuffle(range(0, 16, 2), "activations.even_lanes")
 odd_lanes = make_shuffle(range(1, 16, 2), "activations.odd_lanes")
 swap_neighbours = make_shuffle([i ^ 1 for i in range(16)], "activations.swap_neighbours")
@@ -243,6 +248,10 @@ def quantize_unit_q8_k(x: int, out: int) -> None:
     for i in range(16):
         q = nearest_int(load(f32x16, x, 64 * i) * factor)
         store(out, 16 * i, convert(i8x16, vmin(q, splat(i32x16, 127))))
+    for half in range(2):
+        a, b = load(i8x64, out, 128 * half), load(i8x64, out, 128 * half + 64)
+        store(out, BY_HALVES + 128 * half, lower_32(a, b))
+        store(out, BY_HALVES + 128 * half + 64, upper_32(a, b))
     store(out, SCALES, splat(f32x16, d))
     store_scaled_sums(out, store_offsets(out))
 

@@ -1,10 +1,9 @@
 """Specialized dot products for one token, for types faster without the common form; used by dots.py.
 
-K-quants have integer scales: products of bytes, added in pairs to i16, are multiplied by them as i16 and summed over a
-super-block before conversion to f32 (maddubs, dot2); levels stay in stored order, and the activations are loaded to
-match. Blocks of 32 whose bytes hold values i and i + 16 are multiplied in stored order by the activations "by pieces"
-(activations.py): four lanes then hold one block, low and high nibbles added, and there is half as much to convert and
-scale.
+K-quants have integer scales: products of bytes, added to i16, are multiplied by them as i16 and summed over a super-
+block before conversion to f32; levels stay in stored order, and the activations are loaded to match. Blocks of 32 whose
+bytes hold values i and i + 16 are multiplied in stored order by the activations "by pieces" (activations.py): four
+lanes then hold one block, low and high nibbles added, and there is half as much to convert and scale.
 
 Offsets of levels (q - 8, q - 32, codebooks below zero) are applied through the sums of the activations.
 """
@@ -28,10 +27,10 @@ from quantkit.kernels.cpu.core.simd import (
     f32x16,
     hsum,
     i8x16,
-    i8x32,
     i8x64,
     i16x8,
     i16x16,
+    i16x32,
     i32x4,
     i32x8,
     i32x16,
@@ -50,12 +49,26 @@ from quantkit.kernels.cpu.core.simd import (
     u8x16,
     u8x32,
     u8x64,
-    u16x32,
     u32x4,
 )
-from quantkit.kernels.cpu.matmul.activations import BY_PIECES, SCALES, SUMS, TOTALS, TOTALS32, UNIT_BYTES
+from quantkit.kernels.cpu.matmul.activations import BY_HALVES, BY_PIECES, SCALES, SUMS, TOTALS, TOTALS32, UNIT_BYTES
+from quantkit.kernels.cpu.matmul.ik_dots import IK_GROUPS, IK_PAIRS
+from quantkit.kernels.cpu.matmul.stored_order import (
+    crumb_products,
+    halves,
+    high_bits,
+    left_4_2,
+    low_bits,
+    nibbles_and_bits,
+    right_0_2,
+    scales_0123,
+    scales_89ab,
+    scales_4567,
+    scales_cdef,
+    three_bits,
+)
 from quantkit.kernels.cpu.unpack import fp4, i_quants, ik_quants, k_quants, ternary
-from quantkit.kernels.cpu.unpack.lanes import block_scales, each_twice, half_at, join32, load_pieces, twice32
+from quantkit.kernels.cpu.unpack.lanes import block_scales, each_twice, half_at, load_pieces, twice32
 from quantkit.kernels.formats import format_of
 from quantkit.kernels.tables import table
 from quantkit.types import TensorType
@@ -108,40 +121,6 @@ four_times = make_shuffle([*range(16)] * 4, "direct.four_times")
 last_quarters = make_constant(u8x64, ([0] * 12 + [255] * 4) * 4, "direct.last_quarters")
 low_bits_of_scales = make_constant(u8x64, ([63] * 4 + [15] * 4) * 8, "direct.low_bits_of_scales")
 top_bits_of_scales = make_constant(u8x64, ([0] * 4 + [48] * 4) * 8, "direct.top_bits_of_scales")
-#: Groups of 16 values: 0 to 3, 4 to 7, ...; and of blocks 0 and 4, 1 and 5, 2 and 6, 3 and 7 of 32.
-scales_0123 = make_shuffle([i // 8 for i in range(32)], "direct.scales_0123")
-scales_4567 = make_shuffle([4 + i // 8 for i in range(32)], "direct.scales_4567")
-scales_89ab = make_shuffle([8 + i // 8 for i in range(32)], "direct.scales_89ab")
-scales_cdef = make_shuffle([12 + i // 8 for i in range(32)], "direct.scales_cdef")
-scales_0189 = make_shuffle([8 * (i // 16) + i // 8 % 2 for i in range(32)], "direct.scales_0189")
-scales_23ab = make_shuffle([8 * (i // 16) + 2 + i // 8 % 2 for i in range(32)], "direct.scales_23ab")
-scales_45cd = make_shuffle([8 * (i // 16) + 4 + i // 8 % 2 for i in range(32)], "direct.scales_45cd")
-scales_67ef = make_shuffle([8 * (i // 16) + 6 + i // 8 % 2 for i in range(32)], "direct.scales_67ef")
-
-left_4_2 = make_constant(u16x32, [4] * 16 + [2] * 16, "direct.left_4_2")
-left_3_1 = make_constant(u16x32, [3] * 16 + [1] * 16, "direct.left_3_1")
-right_0_2 = make_constant(u16x32, [0] * 16 + [2] * 16, "direct.right_0_2")
-right_1_3 = make_constant(u16x32, [1] * 16 + [3] * 16, "direct.right_1_3")
-left_2_right_2 = make_constant(u16x32, [2] * 16 + [0] * 16, "direct.left_2_right_2")
-first_8 = make_shuffle([*range(8), *[8] * 8], "direct.first_8")
-
-
-@inline
-def halves(act: int, first: int, second: int) -> Any:
-    """Return the levels of two blocks of 32 activations."""
-    return join32(load(i8x32, act, 32 * first), load(i8x32, act, 32 * second))
-
-
-@inline
-def low_bits(x: Any, n: Any) -> Any:
-    """Shift bytes left, each half of the vector by its own count; bits of neighbours shift in."""
-    return cast(u8x64, cast(u16x32, x) << n)
-
-
-@inline
-def high_bits(x: Any, n: Any) -> Any:
-    """Shift bytes right in the same way."""
-    return cast(u8x64, cast(u16x32, x) >> n)
 
 
 @inline
@@ -164,12 +143,42 @@ def levels_q4_k(at: int) -> Any:
 
 @inline
 def levels_q5_k(at: int) -> Any:
-    """Return levels 0..31 in the same order; bit k of byte b of qh belongs to value b + 32 k."""
-    a, b, h = load(u8x64, at, 48), load(u8x64, at, 112), twice32(load(u8x32, at, 16))
-    a0, a1 = (a & 15) | (low_bits(h, left_4_2()) & 16), (a >> 4) | (low_bits(h, left_3_1()) & 16)
-    b0, b1 = (b & 15) | (high_bits(h, right_0_2()) & 16), (b >> 4) | (high_bits(h, right_1_3()) & 16)
-    return a0, a1, b0, b1
+    """Return levels 0..31 in the same order."""
+    return nibbles_and_bits(at + 48, at + 16)
 
+
+#: Pairs of scales of blocks 0 and 1 for eight lanes, then of 2 and 3; and of 4 and 5, 6 and 7.
+scale_pairs_0123 = make_shuffle([0] * 8 + [1] * 8, "direct.scale_pairs_0123")
+scale_pairs_4567 = make_shuffle([2] * 8 + [3] * 8, "direct.scale_pairs_4567")
+low_16_bits = make_constant(i32x16, [0xFFFF] * 16, "direct.low_16_bits")
+
+
+@inline
+def sums_in_pairs(act: int, u: Any, v: Any, at: int) -> Any:
+    """Return i16 sums of four products of u, and of v, side by side; each is at most 4 * 31 * 127."""
+    a = dot4(splat(i32x16, 0), u, load(i8x64, act, BY_HALVES + at))
+    b = dot4(splat(i32x16, 0), v, load(i8x64, act, BY_HALVES + at + 64))
+    return cast(i16x32, (a & low_16_bits()) | (b << 16))
+
+
+@inline
+def products_by_fours(act: int, a0: Any, a1: Any, b0: Any, b1: Any, s: Any) -> Any:
+    """Return 16 sums of scale * level * q over a super-block: four products at a time, two scales at a time."""
+    pairs = cast(i32x8, s)
+    x = dot2(splat(i32x16, 0), sums_in_pairs(act, a0, a1, 0), cast(i16x32, scale_pairs_0123(pairs)))
+    return dot2(x, sums_in_pairs(act, b0, b1, 128), cast(i16x32, scale_pairs_4567(pairs)))
+
+
+@inline
+def products_by_twos(act: int, a0: Any, a1: Any, b0: Any, b1: Any, s: Any) -> Any:
+    """The same with half as many products of bytes added at a time; a pair of them is at most 2 * 31 * 127."""
+    x = dot2(splat(i32x16, 0), maddubs(a0, load(i8x64, act, BY_HALVES)), scales_02(s))
+    y = dot2(splat(i32x16, 0), maddubs(a1, load(i8x64, act, BY_HALVES + 64)), scales_13(s))
+    x = dot2(x, maddubs(b0, load(i8x64, act, BY_HALVES + 128)), scales_46(s))
+    return x + dot2(y, maddubs(b1, load(i8x64, act, BY_HALVES + 192)), scales_57(s))
+
+
+nibble_products: Any = products_by_fours if HAS_DOT4 else products_by_twos
 
 #: Rebound for Q4_K and Q5_K.
 nibble_levels: Any = None
@@ -179,18 +188,15 @@ PREFETCH = 4096
 
 
 def add_nibble_products(at: int, act: int, acc: Any, scales: Any) -> Any:
-    """Add the products of a super-block; a pair of them is at most 2 * 31 * 127. scales: its 16 bytes."""
+    """Add the products of a super-block; scales: its 16 bytes."""
     a0, a1, b0, b1 = nibble_levels(at)
     s = opaque(convert(i16x16, scales))
-    x = dot2(splat(i32x16, 0), maddubs(a0, halves(act, 0, 2)), scales_02(s))
-    y = dot2(splat(i32x16, 0), maddubs(a1, halves(act, 1, 3)), scales_13(s))
-    x = dot2(x, maddubs(b0, halves(act, 4, 6)), scales_46(s))
-    y = dot2(y, maddubs(b1, halves(act, 5, 7)), scales_57(s))
+    x = nibble_products(act, a0, a1, b0, b1, s)
     mins = dot2(splat(i32x4, 0), upper_8(s), load(i16x8, act, TOTALS32))
     # d and dmin at once; the other two lanes are unused.
     d = load_f16(f32x4, at, 0) * load(types.float32, act, SCALES)
     products, minimums = acc
-    products = muladd(convert(f32x16, x + y), lane_0(d), products)
+    products = muladd(convert(f32x16, x), lane_0(d), products)
     return products, muladd(convert(f32x4, mins), lane_1(d), minimums)
 
 
@@ -235,15 +241,6 @@ def dot_q6_k(at: int, act: int, acc: Any) -> Any:
 
 
 @inline
-def crumb_products(act: int, u0: Any, u1: Any, u2: Any, u3: Any, s: Any) -> Any:
-    """Return scaled sums of levels in stored order (2 bits per value, from the low ones up), as i32x16."""
-    x = dot2(splat(i32x16, 0), maddubs(u0, halves(act, 0, 4)), scales_0189(s))
-    y = dot2(splat(i32x16, 0), maddubs(u1, halves(act, 1, 5)), scales_23ab(s))
-    x = dot2(x, maddubs(u2, halves(act, 2, 6)), scales_45cd(s))
-    return x + dot2(y, maddubs(u3, halves(act, 3, 7)), scales_67ef(s))
-
-
-@inline
 def dot_q2_k(at: int, act: int, acc: Any) -> Any:
     """A super-block of Q2_K."""
     q, s = load(u8x64, at, 16), load(u8x16, at, 0)
@@ -255,19 +252,11 @@ def dot_q2_k(at: int, act: int, acc: Any) -> Any:
     return products, muladd(convert(f32x8, mins), splat(f32x8, half_at(at, 82) * d), minimums)
 
 
-#: Q3_K: shifts of hmask's bits for blocks 0 and 4, 1 and 5, 2 and 6, 3 and 7 to bit 2.
-hmask_02 = make_constant(u16x32, [2] * 16 + [0] * 16, "direct.hmask_left_2_0")
-hmask_right = make_constant(u16x32, [0] * 16 + [2] * 16, "direct.hmask_right_0_2")
-
-
 @inline
 def dot_q3_k(at: int, act: int, acc: Any) -> Any:
     """A super-block of Q3_K: levels 0..7, minus 4 times the sums."""
     q, h = load(u8x64, at, 32), twice32(load(u8x32, at, 0))
-    # Lanes 0..31 need bits 0, 1, 2, 3 of hmask, lanes 32..63 bits 4, 5, 6, 7: first all to bits 2, 3, 4, 5.
-    h = high_bits(low_bits(h, hmask_02()), hmask_right())
-    u0, u1 = (q & 3) | (h & 4), ((q >> 2) & 3) | ((h >> 1) & 4)
-    u2, u3 = ((q >> 4) & 3) | ((h >> 2) & 4), (q >> 6) | ((h >> 3) & 4)
+    u0, u1, u2, u3 = three_bits(q, h)
     tail = load(u8x16, at, 94)
     high = cast(u8x16, cast(u32x4, k_quants.q3_high(tail)) >> k_quants.q3_shifts()) & 3
     s = opaque(convert(i16x16, cast(i8x16, ((k_quants.q3_low(tail, tail >> 4) & 15) | (high << 4)) - 32)))
@@ -391,11 +380,11 @@ def dot_tq1_0(at: int, act: int, acc: Any) -> Any:
     return add_ternary_products(act, acc, x, y, half_at(at, 52))
 
 
-_TWO_SUMS = {"q2_k": dot_q2_k, "q3_k": dot_q3_k, "q6_k": dot_q6_k}
+_TWO_SUMS = {"q2_k": dot_q2_k, "q3_k": dot_q3_k, "q6_k": dot_q6_k, **IK_PAIRS}
 _NIBBLES = {"q4_k": levels_q4_k, "q5_k": levels_q5_k}
 _ONE_SUM = {"q4_0": dot_q4_0, "q4_1": dot_q4_1, "mxfp4": dot_mxfp4, "tq1_0": dot_tq1_0, "tq2_0": dot_tq2_0}
 if HAS_DOT4:  # elsewhere unsigned operands may not exceed 127
-    _ONE_SUM |= {"iq4_nl": dot_iq4_nl, "iq4_xs": dot_iq4_xs, "iq4_ks": dot_iq4_ks}
+    _ONE_SUM |= {"iq4_nl": dot_iq4_nl, "iq4_xs": dot_iq4_xs, "iq4_ks": dot_iq4_ks, **IK_GROUPS}
 
 
 def direct_dot(t: TensorType) -> dict[str, Any] | None:

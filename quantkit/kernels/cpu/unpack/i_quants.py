@@ -12,6 +12,11 @@ Bytes of a block (llama.cpp b11434 ggml-common.h); grids and codebooks: quantkit
     IQ1_S    256: d f16 | qs 32 | 8 u16: 4 x 3 bits of q, s, sign   d * (2 s + 1) * (grid[q] +- 1/8), s, sign per 32
     IQ1_M    256: qs 32 | qh 16 | 4 u16: 4 x 3-bit s, 4 bits of d   the same, s per 16, sign per 8 values
 
+and of single rows of IQ1_S_R4 and IQ1_M_R4 (ik_llama.cpp 8337e4cd3), which begin with d f16::
+
+    IQ1_S_ROW 32: qs 4 | u16: 4 x 3 bits of q, s, sign              as IQ1_S
+    IQ1_M_ROW 32: qs 4 | qh 2 | s 1: two nibbles                    d * s * (grid[q] +- 1/8), s per 16, sign per 8
+
 Seven signs encode eight: the eighth makes the number of negative values even. IQ1's eighths become integers: levels
 are 8 * grid +- 1, the scale an eighth (exact: d is an f16, so nothing underflows).
 """
@@ -57,6 +62,7 @@ from quantkit.kernels.cpu.unpack.lanes import (
     in_turn8,
     in_turn16,
     join16,
+    load_pieces,
     lookup_all,
     make_grid,
     mask_of_bits,
@@ -250,16 +256,29 @@ def unpack_iq2_s(data: int, offset: int) -> Any:
 
 
 @inline
-def unpack_iq1_s(data: int, offset: int) -> Any:
-    """50 bytes."""
-    h = load(u16x8, data, offset + 34)
+def shifted_by_32(low: Any, h: Any) -> Any:
+    """Return levels from 32 low bytes of indices and 8 words of high bits, scales and signs; and the scales."""
     high = (eight_4_times(h) >> shifts3_16()) & 7
-    q = convert(u16x32, load(u8x32, data, offset + 2)) | (high << 8)
+    q = convert(u16x32, low) | (high << 8)
     shift = convert(i8x8, 1 - ((h >> 15) << 1))
     l0, l1 = iq1s_8(first(q)) + shift32_0(shift), iq1s_8(second(q)) + shift32_1(shift)
     l2, l3 = iq1s_8(third(q)) + shift32_2(shift), iq1s_8(fourth(q)) + shift32_3(shift)
-    s = convert(f32x16, each_twice((((h >> 12) & 7) << 1) | 1))
+    return l0, l1, l2, l3, convert(f32x16, each_twice((((h >> 12) & 7) << 1) | 1))
+
+
+@inline
+def unpack_iq1_s(data: int, offset: int) -> Any:
+    """50 bytes."""
+    l0, l1, l2, l3, s = shifted_by_32(load(u8x32, data, offset + 2), load(u16x8, data, offset + 34))
     return l0, l1, l2, l3, s * half_at(data, offset) * np.float32(0.125), None
+
+
+@inline
+def unpack_iq1_s_row(data: int, offset: int) -> Any:
+    """8 blocks of 6 bytes."""
+    low, h = load_pieces(u8x32, u8x4, data, offset, 6), load_pieces(u16x8, types.uint16, data, offset + 4, 6)
+    l0, l1, l2, l3, s = shifted_by_32(low, h)
+    return l0, l1, l2, l3, s * np.float32(0.125), None
 
 
 @inline
@@ -272,14 +291,29 @@ def scattered_f16(words: Any) -> Any:
 
 
 @inline
-def unpack_iq1_m(data: int, offset: int) -> Any:
-    """56 bytes; each index has a nibble of qh: 3 bits, and the sign of the shift."""
-    h = load(u8x16, data, offset + 32)
+def shifted_by_8(low: Any, h: Any) -> Any:
+    """Return levels from 32 low bytes of indices, each with a nibble of h: 3 bits, and the sign of the shift."""
     digits = in_turn16(h & 15, h >> 4)
-    q = convert(u16x32, load(u8x32, data, offset)) | (convert(u16x32, digits & 7) << 8)
+    q = convert(u16x32, low) | (convert(u16x32, digits & 7) << 8)
     shift = cast(i8x32, 1 - ((digits >> 3) << 1))
     l0, l1 = iq1s_8(first(q)) + shift8_0(shift), iq1s_8(second(q)) + shift8_1(shift)
     l2, l3 = iq1s_8(third(q)) + shift8_2(shift), iq1s_8(fourth(q)) + shift8_3(shift)
+    return l0, l1, l2, l3
+
+
+@inline
+def unpack_iq1_m(data: int, offset: int) -> Any:
+    """56 bytes."""
+    l0, l1, l2, l3 = shifted_by_8(load(u8x32, data, offset), load(u8x16, data, offset + 32))
     s = (convert(u32x16, each_4_times(load(u16x4, data, offset + 48))) >> shifts3()) & 7
     d = scattered_f16(load(types.uint64, data, offset + 48))
     return l0, l1, l2, l3, convert(f32x16, (s << 1) | 1) * d * np.float32(0.125), None
+
+
+@inline
+def unpack_iq1_m_row(data: int, offset: int) -> Any:
+    """8 blocks of 7 bytes."""
+    high = cast(u8x16, load_pieces(u16x8, types.uint16, data, offset + 4, 7))
+    l0, l1, l2, l3 = shifted_by_8(load_pieces(u8x32, u8x4, data, offset, 7), high)
+    s = load_pieces(u8x8, types.uint8, data, offset + 6, 7)
+    return l0, l1, l2, l3, convert(f32x16, in_turn8(s & 15, s >> 4)) * np.float32(0.125), None

@@ -166,17 +166,29 @@ def scales4(data: int, offset: int) -> Any:
 
 @inline
 def scales6(data: int, offset: int) -> Any:
-    """Return d * (s - 32) for IQ4_K and IQ5_K, whose first 16 bytes have one layout: 2 bits of each s, then 4 bits."""
+    """Return s - 32 for IQ4_K and IQ5_K, whose first 16 bytes have one layout: 2 bits of each s, then 4 bits."""
     high = (splat(u32x16, load(types.uint32, data, offset + 4)) >> fields_16()) & 3
-    s = scales4(data, offset + 8) | (convert(u8x16, high) << 4)
-    return convert(f32x16, cast(i8x16, s - 32)) * half_at(data, offset)
+    return cast(i8x16, (scales4(data, offset + 8) | (convert(u8x16, high) << 4)) - 32)
+
+
+@inline
+def iq2_k_scales(data: int, offset: int) -> Any:
+    """Return s - 8."""
+    return cast(i8x16, scales4(data, offset + 4) - 8)
+
+
+@inline
+def iq3_k_scales(data: int, offset: int) -> Any:
+    """Return +-(2 s + 1)."""
+    s, sign = (scales4(data, offset + 6) << 1) | 1, 0 - bits16(data, offset + 4)
+    return cast(i8x16, (s ^ sign) - sign)
 
 
 @inline
 def unpack_iq2_k(data: int, offset: int) -> Any:
     """76 bytes."""
     l0, l1, l2, l3 = raised16(levels2(data, offset + 12), bits16(data, offset + 2) * 5)
-    scales = convert(f32x16, cast(i8x16, scales4(data, offset + 4) - 8)) * half_at(data, offset)
+    scales = convert(f32x16, iq2_k_scales(data, offset)) * half_at(data, offset)
     return l0, l1, l2, l3, scales, None
 
 
@@ -184,8 +196,7 @@ def unpack_iq2_k(data: int, offset: int) -> Any:
 def unpack_iq3_k(data: int, offset: int) -> Any:
     """110 bytes."""
     l0, l1, l2, l3 = raised16(levels3(data, offset + 14), bits16(data, offset + 2) << 2)
-    s, sign = (scales4(data, offset + 6) << 1) | 1, 0 - bits16(data, offset + 4)
-    scales = convert(f32x16, cast(i8x16, (s ^ sign) - sign)) * half_at(data, offset)
+    scales = convert(f32x16, iq3_k_scales(data, offset)) * half_at(data, offset)
     return l0, l1, l2, l3, scales, None
 
 
@@ -193,14 +204,14 @@ def unpack_iq3_k(data: int, offset: int) -> Any:
 def unpack_iq4_k(data: int, offset: int) -> Any:
     """144 bytes."""
     l0, l1, l2, l3 = raised16(levels4(data, offset + 16), bits16(data, offset + 2) << 2)
-    return l0, l1, l2, l3, scales6(data, offset), None
+    return l0, l1, l2, l3, convert(f32x16, scales6(data, offset)) * half_at(data, offset), None
 
 
 @inline
 def unpack_iq5_k(data: int, offset: int) -> Any:
     """176 bytes."""
     l0, l1, l2, l3 = raised16(levels5(data, offset + 16), bits16(data, offset + 2) << 1)
-    return l0, l1, l2, l3, scales6(data, offset), None
+    return l0, l1, l2, l3, convert(f32x16, scales6(data, offset)) * half_at(data, offset), None
 
 
 @inline
@@ -218,21 +229,34 @@ def unpack_iq6_k(data: int, offset: int) -> Any:
 
 
 @inline
-def unpack_iq2_ks(data: int, offset: int) -> Any:
-    """70 bytes; scales are nibbles in turn."""
-    extra, low = bits16(data, offset), load(u8x4, data, offset + 2)
-    l0, l1, l2, l3 = raised32(levels2(data, offset + 6), extra * 5)
+def iq2_ks_scales(data: int, offset: int, extra: Any) -> Any:
+    """Return s - 16, each twice: nibbles in turn, their fifth bits after the shifts."""
+    low = load(u8x4, data, offset + 2)
     s = i_quants.halves_twice(low & 15, low >> 4) | (each_twice(upper8(extra)) << 4)
-    return l0, l1, l2, l3, convert(f32x16, cast(i8x16, s - 16)), None
+    return cast(i8x16, s - 16)
+
+
+@inline
+def unpack_iq2_ks(data: int, offset: int) -> Any:
+    """70 bytes."""
+    extra = bits16(data, offset)
+    l0, l1, l2, l3 = raised32(levels2(data, offset + 6), extra * 5)
+    return l0, l1, l2, l3, convert(f32x16, iq2_ks_scales(data, offset, extra)), None
+
+
+@inline
+def iq3_ks_scales(data: int, offset: int, extra: Any) -> Any:
+    """Return s - 16, each twice: all low nibbles, then all high ones, their fifth bits before the shifts."""
+    low = load(u8x4, data, offset + 2)
+    return cast(i8x16, (nibbles_twice(low & 15, low >> 4) | (each_twice(extra) << 4)) - 16)
 
 
 @inline
 def unpack_iq3_ks(data: int, offset: int) -> Any:
-    """102 bytes; scales are all low nibbles, then all high ones, their fifth bits before the shifts."""
-    extra, low = bits16(data, offset), load(u8x4, data, offset + 2)
+    """102 bytes."""
+    extra = bits16(data, offset)
     l0, l1, l2, l3 = raised32(levels3(data, offset + 6), upper8(extra) << 2)
-    s = nibbles_twice(low & 15, low >> 4) | (each_twice(extra) << 4)
-    return l0, l1, l2, l3, convert(f32x16, cast(i8x16, s - 16)), None
+    return l0, l1, l2, l3, convert(f32x16, iq3_ks_scales(data, offset, extra)), None
 
 
 @inline
@@ -265,23 +289,36 @@ def without_last_bits(words: Any) -> Any:
 
 
 @inline
-def unpack_iq4_kss(data: int, offset: int) -> Any:
-    """128 bytes; the lowest bits of 8 u16 are s."""
+def iq4_kss_fields(data: int, offset: int) -> Any:
+    """Return 64 bytes of indices, 64 more, and s: the lowest bits of 8 u16."""
     a, b = load(u16x32, data, offset), load(u16x32, data, offset + 64)
-    s = cast(u8x16, splat(u64x2, mask_bits((a & 1) != 0) | (mask_bits((b & 1) != 0) << types.uint64(32))))
-    q0, q1, q2, q3 = nibbles16_of(without_last_bits(a), without_last_bits(b))
+    s = mask_bits((a & 1) != 0) | (mask_bits((b & 1) != 0) << types.uint64(32))
+    return without_last_bits(a), without_last_bits(b), cast(u8x16, splat(u64x2, s))
+
+
+@inline
+def unpack_iq4_kss(data: int, offset: int) -> Any:
+    """128 bytes."""
+    a, b, s = iq4_kss_fields(data, offset)
+    q0, q1, q2, q3 = nibbles16_of(a, b)
     l0, l1, l2, l3 = raised32(lookup_all(i_quants.codebook(), q0, q1, q2, q3), (s & 1) << 2)
     return l0, l1, l2, l3, iq4_ks_scales(s), None
 
 
 @inline
+def iq2_kl_scales(data: int, offset: int) -> Any:
+    """Return s - 32, each twice."""
+    low = load(u8x4, data, offset + 2)
+    high = (splat(u32x16, load(types.uint16, data, offset)) >> i_quants.shifts_xs()) & 3
+    return cast(i8x16, (nibbles_twice(low & 15, low >> 4) | (convert(u8x16, high) << 4)) - 32)
+
+
+@inline
 def unpack_iq2_kl(data: int, offset: int) -> Any:
     """86 bytes; 4-bit fields as in IQ4_XS, each with a fifth bit, stand for two values."""
-    q, low, h = load(u8x64, data, offset + 6), load(u8x4, data, offset + 2), four_times(load(u8x16, data, offset + 70))
+    q, h = load(u8x64, data, offset + 6), four_times(load(u8x16, data, offset + 70))
     a = low_quarters(q & 15, q >> 4) | select((h & bits0123()) != 0, splat(u8x64, 16), 0)
     b = high_quarters(q & 15, q >> 4) | select((h & bits4567()) != 0, splat(u8x64, 16), 0)
     a0, a1, b0, b1 = lookup64(firsts(), a), lookup64(seconds(), a), lookup64(firsts(), b), lookup64(seconds(), b)
-    high = (splat(u32x16, load(types.uint16, data, offset)) >> i_quants.shifts_xs()) & 3
-    s = nibbles_twice(low & 15, low >> 4) | (convert(u8x16, high) << 4)
-    scales = convert(f32x16, cast(i8x16, s - 32))
+    scales = convert(f32x16, iq2_kl_scales(data, offset))
     return first_pairs(a0, a1), last_pairs(a0, a1), first_pairs(b0, b1), last_pairs(b0, b1), scales, None

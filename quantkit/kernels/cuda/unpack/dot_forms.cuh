@@ -137,14 +137,17 @@ struct Place {
     }
 };
 
-template <typename T, bool SEVERAL> struct Form : InOrder<1> {
+template <typename T> struct LevelsInOrder : InOrder<1> {
     typedef Levels Weights;
-    STATIC_INLINE void unpack(const Place& p, int part, Levels& l, const Lookup&) { T::unpack(p.plus(0), part, l); }
     STATIC_INLINE float product(const Levels& l, const Activations& x) {
         const int first = add_dots<4>(l.q, x.q, 0), second = add_dots<4>(l.q + 4, x.q + 4, T::HALVES ? 0 : first);
         const float products = l.d[1] * (float)second;
         return T::HALVES ? fmaf(l.d[0], (float)first, products) : products;
     }
+};
+
+template <typename T, bool SEVERAL> struct Form : LevelsInOrder<T> {
+    STATIC_INLINE void unpack(const Place& p, int part, Levels& l, const Lookup&) { T::unpack(p.plus(0), part, l); }
 };
 
 // ---------------------------------------------------------------- words and permutations
@@ -570,6 +573,15 @@ template <typename T, int SCALES> struct ShiftedLevels : InOrder<2> {
 
 template <> struct Form<IQ1_S, true> : ShiftedLevels<IQ1_S, 2> {};
 template <> struct Form<IQ1_M, true> : ShiftedLevels<IQ1_M, 4> {};
+
+// Single rows of IQ1_S_R4 and IQ1_M_R4 have activations of 32 values.
+template <typename T> struct ShiftedRow : LevelsInOrder<T> {
+    STATIC_INLINE void unpack(const Place& p, int, Levels& l, const Lookup& grid) {
+        T::unpack_by(p.plus(0), l, [&](uint32_t index) { return entry<T>(grid, index); });
+    }
+};
+template <bool SEVERAL> struct Form<IQ1_S_ROW, SEVERAL> : ShiftedRow<IQ1_S_ROW> {};
+template <bool SEVERAL> struct Form<IQ1_M_ROW, SEVERAL> : ShiftedRow<IQ1_M_ROW> {};
 
 // Few columns: g + 1, even and odd ones in the nibbles of a byte. Sums are 16 times that, starting at -14 times the sum
 // of x, or -18 times with a minus.

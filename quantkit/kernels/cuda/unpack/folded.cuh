@@ -13,6 +13,7 @@
 //     Q6_K      4 (q - 32) * s, and d / 4: at most 16384
 //     IQ2_XS, IQ2_S, IQ1_M    levels times 2 s + 1, and d / 8
 //     IQ2_K ... IQ6_K         levels times s (IQ3_K: +-(2 s + 1)), and d
+//     IQ1_M_ROW the value without the row's scale has 8 significant bits; divided by 128 it is 0 or at least 2^-10
 //     NVFP4     E2M1 times E4M3 has 6 significant bits; divided by 128 it lies between 2^-17 and 22.5
 #pragma once
 #include "core/halves.cuh"
@@ -130,6 +131,25 @@ template <> struct Folded<IQ1_M> {
         split(l, low, 2 * (int)(s & 7) + 1, 2 * (int)(s >> 3 & 7) + 1);
         const uint32_t d = (w.x >> 12 & 15) | (w.x >> 24 & 0xf0) | (w.y >> 4 & 0xf00) | (w.y >> 16 & 0xf000);
         set_scales(l, half_to_float((uint16_t)d) * 0.125f);
+    }
+};
+
+template <> struct Folded<IQ1_M_ROW> {
+    // Level times s of 16 values, added to the 1536 of an f16, whose last bit is 1: 8 words of two f16.
+    STATIC_INLINE void scaled(const int* q, int s, int* out) {
+        for (int i = 0; i < 4; i++) {
+            uint32_t even, odd;
+            times((uint32_t)q[i] ^ SIGNS, s, 0x6600 - 128 * s, even, odd);
+            out[i] = (int)over_1024(pick_bytes(even, odd, 0x5410));
+            out[4 + i] = (int)over_1024(pick_bytes(even, odd, 0x7632));
+        }
+    }
+    STATIC_INLINE uint32_t over_1024(uint32_t two) { return times_halves(minus_halves(two, 0x66006600u), 0x14001400u); }
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int* low, const uint32_t* grid) {
+        Levels made;
+        IQ1_M_ROW::unpack(p, part, made, grid);
+        scaled(made.q, p[6] & 15, l.q);
+        scaled(made.q + 4, p[6] >> 4, low);
     }
 };
 

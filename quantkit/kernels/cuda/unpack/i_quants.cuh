@@ -11,6 +11,11 @@
 //     IQ1_S    256: d f16 | qs 32 | 8 u16: 4 x 3 bits of q, s, sign   d * (2 s + 1) * (grid[q] +- 1/8), s, sign per 32
 //     IQ1_M    256: qs 32 | qh 16 | 4 u16: 4 x 3-bit s, 4 bits of d   the same, s per 16, sign per 8 values
 //
+// and of single rows of IQ1_S_R4 and IQ1_M_R4, which begin with d f16:
+//
+//     IQ1_S_ROW 32: qs 4 | u16: 4 x 3 bits of q, s, sign              as IQ1_S
+//     IQ1_M_ROW 32: qs 4 | qh 2 | s 1: two nibbles                    d * s * (grid[q] +- 1/8), s per 16, sign per 8
+//
 // Seven signs encode eight: the eighth makes the number of negative values even. IQ1's eighths become integers: levels
 // are 8 * grid +- 1, the scale an eighth. Grids of 8 values are nibbles (tables.cuh): a byte permutation turns four of
 // them into levels, with a table of the magnitudes and their negatives (IQ2), or of the three shifted levels (IQ1).
@@ -164,27 +169,64 @@ INLINE void set_eight_shifted(int* q, uint32_t entry, uint32_t minus) {
     q[1] = (int)pick_bytes(levels, 0, entry >> 16);
 }
 
+// Levels from four bytes of indices and a word of their high bits, a scale and the sign of the shift; returns the scale.
+// entry(index) looks up the grid.
+template <typename F> INLINE float set_levels_iq1_s(Levels& l, uint32_t low, uint32_t h, F entry) {
+    for (int j = 0; j < 4; j++) set_eight_shifted(l.q + 2 * j, entry(byte_of(low, j) | (h >> 3 * j & 7) << 8), h >> 15);
+    return (float)(int)(2 * (h >> 12 & 7) + 1);
+}
+
 struct IQ1_S : traits::IQ1_S {
     template <int N = 0> STATIC_INLINE const uint32_t* table() { return iq1s_grid<N>; }
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
         uint32_t x[1];
         load_words(p + 2 + 4 * part, x);
-        const uint32_t h = load2(p + 34 + 2 * part);
-        for (int j = 0; j < 4; j++) set_eight_shifted(l.q + 2 * j, grid[byte_of(x[0], j) | (h >> 3 * j & 7) << 8], h >> 15);
-        set_scales(l, (float)(int)(2 * (h >> 12 & 7) + 1) * load_half(p) * 0.125f);
+        const float s = set_levels_iq1_s(l, x[0], load2(p + 34 + 2 * part), [&](uint32_t i) { return grid[i]; });
+        set_scales(l, s * load_half(p) * 0.125f);
     }
 };
+
+struct IQ1_S_ROW : traits::IQ1_S_ROW {
+    template <int N = 0> STATIC_INLINE const uint32_t* table() { return iq1s_grid<N>; }
+    template <typename F> STATIC_INLINE void unpack_by(const uint8_t* p, Levels& l, F entry) {
+        uint32_t x[1];
+        load_words(p, x);
+        set_scales(l, set_levels_iq1_s(l, x[0], load2(p + 4), entry) * 0.125f);
+    }
+    STATIC_INLINE void unpack(const uint8_t* p, int, Levels& l, const uint32_t* grid = table()) {
+        unpack_by(p, l, [&](uint32_t i) { return grid[i]; });
+    }
+};
+
+// Levels from four bytes of indices, each with a nibble of h: 3 bits, and the sign of the shift.
+template <typename F> INLINE void set_levels_iq1_m(Levels& l, uint32_t low, uint32_t h, F entry) {
+    for (int j = 0; j < 4; j++) set_eight_shifted(l.q + 2 * j, entry(byte_of(low, j) | (h >> 4 * j & 7) << 8), h >> 4 * j & 8);
+}
 
 struct IQ1_M : traits::IQ1_M {
     template <int N = 0> STATIC_INLINE const uint32_t* table() { return iq1s_grid<N>; }
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, const uint32_t* grid = table()) {
-        const uint32_t x = load4(p + 4 * part), h = load2(p + 32 + 2 * part);
-        for (int j = 0; j < 4; j++) set_eight_shifted(l.q + 2 * j, grid[byte_of(x, j) | (h >> 4 * j & 7) << 8], h >> 4 * j & 8);
+        set_levels_iq1_m(l, load4(p + 4 * part), load2(p + 32 + 2 * part), [&](uint32_t i) { return grid[i]; });
         const uint2 w = *(const uint2*)(p + 48);  // the top digits of its four halves are d
         const uint32_t low = (w.x >> 12 & 0xf) | (w.x >> 24 & 0xf0), high = (w.y >> 4 & 0xf00) | (w.y >> 16 & 0xf000);
         const float d = half_to_float((uint16_t)(low | high));
         const uint32_t s = (part & 4 ? w.y : w.x) >> (16 * (part >> 1 & 1) + 6 * (part & 1));
         l.d[0] = (float)(int)(2 * (s & 7) + 1) * d * 0.125f;
         l.d[1] = (float)(int)(2 * (s >> 3 & 7) + 1) * d * 0.125f;
+    }
+};
+
+struct IQ1_M_ROW : traits::IQ1_M_ROW {
+    template <int N = 0> STATIC_INLINE const uint32_t* table() { return iq1s_grid<N>; }
+    template <typename F> STATIC_INLINE void unpack_by(const uint8_t* p, Levels& l, F entry) {
+        uint32_t x[1];
+        load_words(p, x);
+        set_levels_iq1_m(l, x[0], p[4] | (uint32_t)p[5] << 8, entry);
+        const uint32_t s = p[6];
+        l.d[0] = (float)(int)(s & 15) * 0.125f;
+        l.d[1] = (float)(int)(s >> 4) * 0.125f;
+    }
+    STATIC_INLINE void unpack(const uint8_t* p, int, Levels& l, const uint32_t* grid = table()) {
+        unpack_by(p, l, [&](uint32_t i) { return grid[i]; });
     }
 };
