@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from blocks import random_rows
 
+from quantkit.kernels.formats import format_of
 from quantkit.kernels.reference import decode_rows
 from quantkit.types import TensorType
 
@@ -32,7 +33,7 @@ def products(w: Any, t: TensorType, values: Any, excess: Any) -> Any:
     Weights multiply the values of x. Minimums multiply the sum of a block less the excess: s of q8_1 is rounded by
     itself.
     """
-    y = values @ decode(w, t).T
+    y = values @ decode(w, t).T * float(f32(format_of(t).stretch))
     if t.name in ("Q4_1", "Q5_1"):
         m = np.ascontiguousarray(w.reshape(len(w), -1, t.block_bytes)[..., 2:4]).view(np.float16)[..., 0]
         y -= excess @ m.astype(f64).T

@@ -15,7 +15,7 @@ from quantkit.kernels.formats import activation_format
 from quantkit.types import BY_NAME
 
 #: A type that wants activations in each format.
-OF_FORMAT = {"q8_0": "Q4_0", "q8_1": "Q4_1", "q8_k": "Q4_K", "f16": "F16", "bf16": "BF16"}
+OF_FORMAT = {"q8_0": "Q4_0", "q8_1": "Q4_1", "q8_2": "Q6_0", "q8_k": "Q4_K", "f16": "F16", "bf16": "BF16"}
 ROWS = 11
 
 
@@ -27,7 +27,7 @@ def wanted(kind: str, x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     if not kind.startswith("q8"):
         return rows.bytes.reshape(len(x), -1)
     d, sums = rows.part(SCALES, 16, np.float32), rows.part(SUMS, 16, np.float32)
-    if kind == "q8_0":
+    if kind in ("q8_0", "q8_2"):
         sums = np.zeros_like(sums)
     np.testing.assert_array_equal(d[:, ::2], d[:, 1::2])
     parts = (rows.part(0, 256, np.uint8), d[:, ::2], sums)

@@ -14,7 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from quantkit.cli import cli
-from quantkit.cli.plot import Figure, Line, LinePanel, MapPanel, check_plot, draw
+from quantkit.cli.plot import Figure, Line, LinePanel, MapPanel, Points, Scatter, check_plot, draw
+from quantkit.cli.plot_labels import place_labels
 from quantkit.errors import RecipeError
 
 pytest.importorskip("matplotlib")
@@ -68,3 +69,24 @@ def test_names_and_matplotlib_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_p
         1,
         "Error: x.svg: plots need matplotlib: pip install 'gguf-quantkit[plot]'\n",
     )
+
+
+def test_labels_lie_apart_within_the_area() -> None:
+    rng = np.random.default_rng(4)
+    points, sizes, legend = rng.normal(200, 60, (40, 2)), np.full((40, 2), (35, 7)), (300.0, 300.0, 400.0, 400.0)
+    places = place_labels(points, sizes, (0, 0, 400, 400), [points[:3]], [legend])
+    centres = points + [(place.x, place.y) for place in places]
+    boxes = np.concatenate([np.concatenate([centres - sizes / 2, centres + sizes / 2], 1), [legend]])
+    assert boxes.min() >= 0
+    assert boxes.max() <= 400
+    low, high = np.maximum(boxes[:, None, :2], boxes[:, :2]), np.minimum(boxes[:, None, 2:], boxes[:, 2:])
+    assert np.array_equal((low < high).all(2), np.eye(len(boxes), dtype=bool))
+    assert any(place.has_leader for place in places)
+    assert not all(place.has_leader for place in places)
+
+
+def test_points_with_labels() -> None:
+    line, points = Points("line", [1, 2], [1, 200], joined=True), Points("p$", [1, 1, 2], [1, 1, 200], ["a", "b", "c$"])
+    made = draw(Scatter("title", "x", "y", [line, points], "note"), "svg")
+    assert {"title", "x", "y", "line", "p$", "a", "b", "c$", "note", "200"} <= set(texts(made))
+    assert made == draw(Scatter("title", "x", "y", [line, points], "note"), "svg")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.cli.plot_labels import place_labels
 from quantkit.errors import RecipeError, ResourceError
 from quantkit.helpers import printable, shorten
 
@@ -35,6 +36,8 @@ _STYLE = {
 }
 #: Inches: width, height of a panel, of a line of a legend.
 _WIDTH, _HEIGHT, _ENTRY = 8.0, 2.3, 0.19
+#: The size of a point's label.
+_LABEL = 7.0
 
 
 @dataclass(frozen=True)
@@ -80,12 +83,13 @@ class Points:
 
 @dataclass(frozen=True)
 class Scatter:
-    """Kinds of points; y is logarithmic."""
+    """Kinds of points; y is logarithmic; the note heads the legend."""
 
     title: str
     x_label: str
     y_label: str
     kinds: Sequence[Points]
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -224,41 +228,60 @@ def _draw_map(axis: Any, panel: MapPanel) -> None:
 
 def _scatter(figure: Scatter) -> Any:
     from matplotlib.figure import Figure as Drawing
-    from matplotlib.ticker import ScalarFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    drawing = Drawing(figsize=(_WIDTH, 0.8 * _WIDTH), layout="constrained")
+    drawing = Drawing(figsize=(_WIDTH, 0.85 * _WIDTH), layout="constrained")
     axis = drawing.subplots()
     axis.set_title(_plain(figure.title), fontsize=11)
     axis.set_xlabel(figure.x_label)
     axis.set_ylabel(figure.y_label)
     axis.set_yscale("log")
-    axis.yaxis.set_major_formatter(ScalarFormatter())
+    axis.yaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+    labels: list[_Label] = []
     for i, points in enumerate(figure.kinds):
         if points.joined:
             axis.plot(points.x, points.y, color="#bbbbbb", linewidth=1, zorder=1, label=_plain(points.name))
         else:
-            look: dict[str, Any] = {"color": COLOURS[i], "marker": MARKS[i], "linestyle": "", "markersize": 4}
+            colour = COLOURS[i % len(COLOURS)]
+            look: dict[str, Any] = {"color": colour, "marker": MARKS[i], "linestyle": "", "markersize": 4.5}
             axis.plot(points.x, points.y, label=_plain(points.name), **look)
-    axis.legend(loc="upper right")
+            labels += [(x, y, text, colour) for x, y, text in zip(points.x, points.y, points.labels, strict=False)]
+    axis.margins(0.05)
+    axis.set_axisbelow(True)
+    legend = axis.legend(loc="upper right", title=figure.note, alignment="left")
     drawing.draw_without_rendering()  # places the axes
-    _label(axis, [(x, y, text) for p in figure.kinds for x, y, text in zip(p.x, p.y, p.labels, strict=False)])
+    if labels:
+        _label(axis, labels, legend.get_window_extent(), [p for p in figure.kinds if p.joined])
     return drawing
 
 
-def _label(axis: Any, points: Sequence[tuple[float, float, str]]) -> None:
-    """Write labels beside their points, each at the first place around it that is free."""
-    pixels = axis.transData.transform([point[:2] for point in points])
-    point, taken = axis.figure.dpi / 72, [(x - 4, y - 4, x + 4, y + 4) for x, y in pixels]
-    for (x, y, text), (at_x, at_y) in zip(points, pixels, strict=True):
-        width, height = 4.1 * point * len(text), 7.5 * point
-        places = [(s * dx, dy) for dx in (4, 12, 24, 40) for dy in (0, 6, -6, 14, -14, 24, -24) for s in (1, -1)]
-        for dx, dy in places:
-            left = at_x + point * dx - (width if dx < 0 else 0)
-            box = (left, at_y + point * dy - height / 2, left + width, at_y + point * dy + height / 2)
-            if not any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in taken):
-                break
-        taken.append(box)
-        far = max(abs(dx), abs(dy)) > 8
-        line = {"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6} if far else None
-        where: dict[str, Any] = {"textcoords": "offset points", "ha": "right" if dx < 0 else "left", "va": "center"}
-        axis.annotate(text, (x, y), (dx, dy), fontsize=7, arrowprops=line, **where)
+#: Where a label's point is, its text and its colour.
+_Label = tuple[float, float, str, str]
+
+
+def _label(axis: Any, labels: Sequence[_Label], legend: Any, joined: Sequence[Points]) -> None:
+    """Write labels beside their points, in their colour and with a line to those that are further away."""
+    from matplotlib.colors import to_rgb
+    from matplotlib.textpath import TextPath
+
+    point = axis.figure.dpi / 72
+
+    def places(x: Sequence[float], y: Sequence[float]) -> Any:
+        return axis.transData.transform(np.column_stack([x, y])) / point
+
+    sizes = np.array([(TextPath((0, 0), text, size=_LABEL).get_extents().width, _LABEL) for *_, text, _ in labels])
+    area, box = axis.get_window_extent(), legend.extents / point
+    at = places([label[0] for label in labels], [label[1] for label in labels])
+    lines = [places(p.x, p.y) for p in joined]
+    found = place_labels(at, sizes, tuple(area.extents / point), lines, (tuple(box),))
+    for (x, y, text, colour), place in zip(labels, found, strict=True):
+        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 0, "shrinkB": 2}
+        look: dict[str, Any] = {"arrowprops": line} if place.has_leader else {}
+        look["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.3}
+        centre: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "center_baseline"}
+        dark = np.array(to_rgb(colour)) * 0.7
+        axis.annotate(
+            _plain(text), (x, y), (place.x, place.y), fontsize=_LABEL, color=dark, zorder=1.5, **centre, **look
+        )

@@ -142,8 +142,9 @@ def _figure(types: list[TensorType]) -> Scatter:
         if some:
             x, y, labels = zip(*some, strict=True)
             kinds.append(Points(name, x, y, labels))
-    what = "error with an importance matrix, weighted, %"
-    return Scatter("Error of tensor types on a fixed sample", "bits per weight, rows of 2048", what, kinds)
+    what = "error of the weights, weighted by importance, %"
+    note = "the further down and left, the better"
+    return Scatter("Size and error of tensor types, on a fixed sample", "bits per weight", what, kinds, note)
 
 
 def bits_with_header(t: TensorType) -> float:

@@ -15,7 +15,9 @@ Everything else follows: commands, activation formats, products, embeddings, the
 
 A *unit* is 256 values, what an unpacker unpacks at once. *Row headers*: rows of a type with ``row:f32@0`` (or f16) in
 ``scales`` begin with a scale for the whole row. Unpackers and reference decoders see blocks only: code that walks a
-row reads the scale once and applies it, so types without one pay nothing.
+row reads the scale once and applies it, so types without one pay nothing. Products *stretch* it in two trellis types,
+as all products of ik_llama.cpp do (iqk_gemm_ktquants.cpp, mmq.cuh) and its dequantize_row_* do not: fitted to weighted
+squares, levels that coarse come out too small.
 
 *Woven types* (_R4, _R8, _R16) need no record, only their layout (interleave.py): everything is computed on their base
 type, whose bytes, taken apart, they hold. That of IQ1_S_R4 and IQ1_M_R4 is in no file (``types.ROWS``).
@@ -45,7 +47,8 @@ class Format:
     family: str
     #: Whether there is an encoder; every type here has a decoder.
     encodes: bool
-    #: The format of its activations (cpu/matmul/activations.py), as in llama.cpp.
+    #: The format of its activations (cpu/matmul/activations.py), as in llama.cpp, or in ik_llama.cpp if only that has
+    #: it; but Q8_KV and IQ*_BN not, whose activations there have one or four scales for the whole row.
     activations: str
     #: Values that share a scale, and a minimum: 16, 32 or more; 1 for floats.
     span: int = 32
@@ -53,6 +56,8 @@ class Format:
     mins: bool = False
     #: Whether levels may be negative; products of unsigned levels need no offset.
     signed: bool = True
+    #: What products multiply the scale of a row by; the decoder does not.
+    stretch: float = 1.0
     #: CUDA, many rows: bytes of a level times its scale, 0 if not folded; AS_F16 if it is a half (folded.cuh).
     planes: int = 0
     #: CUDA: words of the grid of levels.
@@ -110,7 +115,7 @@ FORMATS: dict[str, Format] = {
         _format("Q5_0", "legacy", True, "q8_0", **_IK),
         _format("Q5_1", "legacy", True, "q8_1", **_MINS, **_IK),
         _format("Q8_0", "legacy", True, "q8_0"),
-        _format("Q6_0", "legacy", True, "q8_0"),
+        _format("Q6_0", "legacy", True, "q8_2"),
         _format("Q8_KV", "legacy", True, "q8_0"),
         _format("Q2_K", "k_quants", True, "q8_k", **_MINS, **_IK, span=16, planes=1, together="K"),
         _format("Q3_K", "k_quants", True, "q8_k", **_IK, span=16, planes=1, together="K"),
@@ -147,10 +152,10 @@ FORMATS: dict[str, Format] = {
         _format("IQ5_KS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ4_KSS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ2_KL", "ik_quants", True, "q8_k", together="K"),
-        _format("IQ1_KT", "trellis", True, "q8_0"),
-        _format("IQ2_KT", "trellis", True, "q8_0"),
-        _format("IQ3_KT", "trellis", True, "q8_0"),
-        _format("IQ4_KT", "trellis", True, "q8_0"),
+        _format("IQ1_KT", "trellis", True, "q8_2"),
+        _format("IQ2_KT", "trellis", True, "q8_2", stretch=1.05),
+        _format("IQ3_KT", "trellis", True, "q8_2", stretch=1.01),
+        _format("IQ4_KT", "trellis", True, "q8_2"),
     )
 }
 

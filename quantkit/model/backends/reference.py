@@ -15,6 +15,8 @@ import numpy as np
 
 from quantkit.formats.gguf import GGUFFile
 from quantkit.kernels import dequantize
+from quantkit.kernels.formats import format_of
+from quantkit.kernels.interleave import base_of
 from quantkit.model import ops
 from quantkit.model.backends import Limits, Observer
 from quantkit.model.backends.accumulators import (
@@ -101,6 +103,11 @@ class ReferenceProgram:
 
     def weight(self, matrix: Matrix | None) -> Any:
         return None if matrix is None else self.backend.weight(matrix)
+
+    def factors(self, matrix: Matrix) -> Any:
+        """Return a weight as products multiply it (``Format.stretch``)."""
+        stretch = format_of(base_of(matrix.tensor.type)).stretch
+        return self.weight(matrix) if stretch == 1 else self.weight(matrix) * f32(stretch)
 
     def cache(self, cache: Cache) -> tuple[Floats, Floats]:
         if cache not in self.caches:
@@ -278,7 +285,7 @@ def _join(p: ReferenceProgram, op: ops.Join) -> None:
 
 
 def _times(p: ReferenceProgram, x: Floats, weight: Matrix, bias: Matrix | None, scale: Matrix | None) -> Floats:
-    y: Floats = x @ p.weight(weight).reshape(-1, x.shape[1]).T
+    y: Floats = x @ p.factors(weight).reshape(-1, x.shape[1]).T
     if scale is not None:
         y = y * p.weight(scale).reshape(-1)
     if bias is not None:
@@ -300,7 +307,7 @@ def _mul_mats(p: ReferenceProgram, op: ops.MulMats) -> None:
 @RUN.of(ops.MulMatHeads)
 def _mul_mat_heads(p: ReferenceProgram, op: ops.MulMatHeads) -> None:
     x = p.values[op.x]
-    w = p.weight(op.weight).reshape(-1, op.weight.n_out, op.weight.n_in)
+    w = p.factors(op.weight).reshape(-1, op.weight.n_out, op.weight.n_in)
     heads = x.reshape(len(x), len(w), op.weight.n_in)
     p.values[op.out] = np.einsum("thi,hoi->tho", heads, w).reshape(len(x), -1)
 
@@ -352,7 +359,7 @@ def _route(p: ReferenceProgram, op: ops.Route) -> None:
 def _times_id(
     p: ReferenceProgram, x: Floats, ids: Ints, w: Matrix, bias: Matrix | None, scale: Matrix | None
 ) -> Floats:
-    experts, flat = p.weight(w), ids.reshape(-1)
+    experts, flat = p.factors(w), ids.reshape(-1)
     rows = np.arange(len(flat)) if len(x) == len(flat) else np.arange(len(flat)) // ids.shape[1]
     out = np.empty((len(flat), experts.shape[1]), f32)
     for e in np.unique(flat):

@@ -1,17 +1,18 @@
 """Activations for matrix products: llama.cpp's integers and scales in the layout of our kernels.
 
 A quantized weight is multiplied by int8 activations, in the format llama.cpp pairs with its type (b11434,
-ggml-cpu.c type_traits_cpu)::
+ggml-cpu.c type_traits_cpu), ik_llama.cpp with those that only it has (8337e4cd3, ggml.c type_traits)::
 
     q8_0   per 32 values: d = f16(amax / 127), q = round(x * 127 / amax)                 Q4_0 Q5_0 Q8_0 IQ4_NL MXFP4 ...
     q8_1   the same, with s = f16(amax / 127 * sum of q)                                 Q4_1 Q5_1
-    q8_k   per 256 values: d = 1 / iscale, q = round(iscale * x), iscale = -127 / max    K-quants, i-quants, TQ
+    q8_2   per 32 values: d = bf16(amax / 127), q = round(x / d)                         Q6_0, trellis types
+    q8_k   per 256 values: d = 1 / iscale, q = round(iscale * x), iscale = -127 / max    K-quants, i-quants, TQ, IQ*_K*
     f16    rounded to half precision, kept as f32                                        F16
     bf16   rounded to bfloat16, kept as f32                                              BF16
     f32    as they are: products read the value itself                                   F32
 
-(max: the first value of the largest magnitude, with its sign; rounding is to nearest even.) The three int8 formats
-share a layout: *units* of 256 values, 1344 bytes each, zero-padded at the end of a row::
+(max: the first value of the largest magnitude, with its sign; rounding is to nearest even.) The int8 formats share
+a layout: *units* of 256 values, 1344 bytes each, zero-padded at the end of a row::
 
     byte   0  int8  levels[256]
          256  f32   d[16]           per 16 values; repeated where more share one
@@ -41,6 +42,7 @@ from numba.core import types
 
 from quantkit.kernels.cpu.core.jit import inline, specialize
 from quantkit.kernels.cpu.core.simd import (
+    cast,
     convert,
     dot4,
     extract,
@@ -208,17 +210,23 @@ def rounded_levels(x: int, at: int, factor: Any) -> Any:
 
 
 @inline
+def store_levels_by_32(x: int, out: int, factors: Any) -> Any:
+    """Write the levels and offsets of a unit, for each block's factor, twice; return the sums of each 16 levels."""
+    for block in range(8):
+        factor = splat(f32x16, extract(factors, 2 * block))
+        store(out, 32 * block, rounded_levels(x, 128 * block, factor))
+        store(out, 32 * block + 16, rounded_levels(x, 128 * block + 64, factor))
+    return store_offsets(out)
+
+
+@inline
 def quantize_unit_by_32(x: int, out: int, with_sums: bool) -> None:
     """256 values to q8_0, or q8_1 if with_sums (llama.cpp arch/x86/quants.c quantize_row_q8_0, quantize_row_q8_1)."""
     amax = block_maxima(x)
     d = amax / np.float32(127)
     # Below, d is 0 in half precision and 127 / amax may overflow: ggml's levels are -128 then, which d = 0 cancels.
     factors = select(amax > np.float32(2.0**-120), np.float32(127) / amax, 0)
-    for block in range(8):
-        factor = splat(f32x16, extract(factors, 2 * block))
-        store(out, 32 * block, rounded_levels(x, 128 * block, factor))
-        store(out, 32 * block + 16, rounded_levels(x, 128 * block + 64, factor))
-    sums = store_offsets(out)
+    sums = store_levels_by_32(x, out, factors)
     store_f16(out, SUMS, d)
     store(out, SCALES, load_f16(f32x16, out, SUMS))
     if with_sums:
@@ -287,6 +295,16 @@ def quantize_unit_q8_1(x: int, out: int) -> None:
     quantize_unit_by_32(x, out, True)
 
 
+@inline
+def quantize_unit_q8_2(x: int, out: int) -> None:
+    """256 values to q8_2 (ik_llama.cpp iqk_quantize.cpp quantize_row_q8_2_x4)."""
+    amax = block_maxima(x)
+    d = cast(f32x16, round_bf16(cast(u32x16, amax / np.float32(127))))
+    sums = store_levels_by_32(x, out, select(amax > np.float32(2.0**-120), np.float32(1) / d, 0))
+    store(out, SCALES, d)
+    store_scaled_sums(out, sums)
+
+
 # ---------------------------------------------------------------- rows
 
 #: The unit quantizer, rebound for each format.
@@ -334,7 +352,12 @@ def round_row_bf16(x: int, out: int, n: int) -> None:
 
 
 ROUNDERS = {"f16": round_row_f16, "bf16": round_row_bf16}
-QUANTIZERS = {"q8_0": quantize_unit_q8_0, "q8_1": quantize_unit_q8_1, "q8_k": quantize_unit_q8_k}
+QUANTIZERS = {
+    "q8_0": quantize_unit_q8_0,
+    "q8_1": quantize_unit_q8_1,
+    "q8_2": quantize_unit_q8_2,
+    "q8_k": quantize_unit_q8_k,
+}
 
 
 # ---------------------------------------------------------------- operations

@@ -215,7 +215,7 @@ def row_dots(t: TensorType) -> tuple[Any, Any]:
     unit = {"unpack": made.function, "group_sums": sums, **operands}
     size = made.format.unit_bytes
     tail = specialize(copy_tail, name, unit_bytes=size)
-    row = {**made.row, "unit_lines": -(-size // 64), "copy_row_tail": tail}
+    row = {**made.product_row, "unit_lines": -(-size // 64), "copy_row_tail": tail}
     direct = direct_dot(t) or {"dot_unit": specialize(dot_unit_unpacked, name, **unit)}
     one = direct_row(t) or specialize(dot_row, name, **direct, **row)
     four = specialize(dot_row_by_4, name, dot_unit=specialize(dot_unit_by_4, name, **unit), **row)

@@ -302,6 +302,6 @@ def panels(t: TensorType) -> Panels:
         turn_scales=inline(scales),
         span=of.span,
         panel_unit_bytes=size,
-        **made.row,
+        **made.product_row,
     )
     return Panels(unpack_rows, specialize(multiply_tiles, name, helper, tile=one_tile), lambda n: -(-n // 256) * size)

@@ -238,7 +238,7 @@ def dot_nibble_row(w: int, act: int, n: int, ahead: int) -> Any:
     rest = units % 4
     if rest > 0:
         for line in range(3 * rest):
-            prefetch(w, PREFETCH + 64 * line)
+            prefetch(w, ahead + 64 * line)
         second, third = w + min(rest - 1, 1) * unit_bytes, w + min(rest - 1, 2) * unit_bytes
         heads = join16(load(u8x16, w, 0), load(u8x16, second, 0))
         scales = nibble_scales(join32(heads, twice16(load(u8x16, third, 0))))

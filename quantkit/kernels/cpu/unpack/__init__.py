@@ -21,9 +21,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from numba.core import types
 
-from quantkit.kernels.cpu.core.jit import inline
+from quantkit.kernels.cpu.core.jit import inline, specialize
 from quantkit.kernels.cpu.core.simd import f16_to_f32, load
 from quantkit.kernels.formats import Format, cpu_function, format_of
 from quantkit.types import TensorType
@@ -33,6 +34,15 @@ from quantkit.types import TensorType
 def f32_row_scale(row: int) -> Any:
     """Return the f32 that begins a row."""
     return load(types.float32, row, 0)
+
+
+#: Rebound for each type whose rows products stretch.
+stretch = np.float32(1)
+
+
+def stretched_row_scale(row: int) -> Any:
+    """Return the f32 that begins a row, stretched."""
+    return load(types.float32, row, 0) * stretch
 
 
 @inline
@@ -79,6 +89,15 @@ class Unpacker:
             "row_scale": ROW_SCALES[t.row_scale],
             "scaled": times_row_scale if t.row_scale else as_it_is,
         }
+
+    @property
+    def product_row(self) -> dict[str, Any]:
+        """``row`` for skeletons of products, which stretch the rows of some types."""
+        of = self.format
+        if of.stretch == 1:
+            return self.row
+        stretched = specialize(stretched_row_scale, of.type.name.lower(), stretch=np.float32(of.stretch))
+        return self.row | {"row_scale": stretched}
 
 
 def unpacker(t: TensorType) -> Unpacker:

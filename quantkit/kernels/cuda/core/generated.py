@@ -56,7 +56,8 @@ def _traits(of: Format) -> str:
     }  # fmt: skip
     numbers = ", ".join(f"{name} = {value}" for name, value in sizes.items())
     flags = f"MINS = {int(of.mins)}, HALVES = {int(of.span == 16)}"
-    return f"namespace traits {{ struct {t.name} {{ static const int {numbers}; static const bool {flags}; }}; }}"
+    fields = f"static const int {numbers}; static const bool {flags}; static constexpr float STRETCH = {of.stretch}f;"
+    return f"namespace traits {{ struct {t.name} {{ {fields} }}; }}"
 
 
 def _codebooks() -> list[str]:

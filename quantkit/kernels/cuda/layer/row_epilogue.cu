@@ -151,6 +151,7 @@ KERNEL(row_epilogue, THREADS) {
     switch (a.format) {
         case Q8_0: quantize_row<Q8_0>(y, quantized, units); break;
         case Q8_1: quantize_row<Q8_1>(y, quantized, units); break;
+        case Q8_2: quantize_row<Q8_2>(y, quantized, units); break;
         case Q8_K: quantize_row<Q8_K>(y, quantized, units); break;
         case ROUND_F16: round_row<ROUND_F16>(y, (float*)a.quantized + row * width, width); break;
         case ROUND_BF16: round_row<ROUND_BF16>(y, (float*)a.quantized + row * width, width); break;

@@ -3,6 +3,7 @@
 //
 //     q8_0  per 32 values: d = f16(amax / 127), q = round(x * 127 / amax)
 //     q8_1  the same, with s = f16(amax / 127 * sum of q)
+//     q8_2  per 32 values: d = bf16(amax / 127), q = round(x / d)
 //     q8_k  per 256 values: d = 1 / iscale, q = round(iscale * x), iscale = -127 / max
 //     f16   rounded to half precision, kept as f32
 //     bf16  rounded to bfloat16, kept as f32
@@ -12,16 +13,17 @@
 //
 //     int8 levels[n_pad] | float d[n_pad / 32] | float sums[n_pad / 16]       Q8_UNIT bytes per 256 values
 //
-// sums are the factors of minimums, one per 16 values: d * sum of q in q8_k; s and 0 alternating in q8_1; 0 in q8_0.
+// sums are the factors of minimums, one per 16 values: d * sum of q in q8_k; s and 0 alternating in q8_1; 0 in q8_0 and q8_2.
 #pragma once
 #include "core/device.cuh"
 #include "matmul/units.cuh"
 
 #define Q8_0 0
 #define Q8_1 1
-#define Q8_K 2
-#define ROUND_F16 3
-#define ROUND_BF16 4
+#define Q8_2 2
+#define Q8_K 3
+#define ROUND_F16 4
+#define ROUND_BF16 5
 
 #define ONES 0x01010101
 
@@ -49,13 +51,18 @@ struct Scale {
 };
 
 // For 32 values: 4 lanes with 8 each.
-INLINE Scale scale_of_32(const float (&v)[8]) {
+template <int FORM> INLINE Scale scale_of_32(const float (&v)[8]) {
     float amax = largest_magnitude(v);
     amax = fmaxf(amax, __shfl_xor_sync(FULL, amax, 1));
     amax = fmaxf(amax, __shfl_xor_sync(FULL, amax, 2));
     const float d = amax / 127.0f;
-    // Below, d is 0 in half precision and 127 / amax may overflow.
-    return {amax > 7.5231638452626401e-37f ? 127.0f / amax : 0.0f, d, half_to_float(float_to_half(d))};  // 2^-120
+    // Below, d is 0 in half precision, and 127 / amax, or 1 / d, may overflow.
+    const bool alive = amax > 7.5231638452626401e-37f;  // 2^-120
+    if (FORM == Q8_2) {
+        const float stored = bf16_to_float(float_to_bf16(d));
+        return {alive ? 1.0f / stored : 0.0f, d, stored};
+    }
+    return {alive ? 127.0f / amax : 0.0f, d, half_to_float(float_to_half(d))};
 }
 
 // For 256 values: a warp with 8 per lane.
@@ -81,7 +88,7 @@ INLINE uint32_t four_levels(const float* v, float factor) {
 // Write unit `unit` of a row of `units`, 256 values each, in an int8 format: a warp, 8 values per lane.
 template <int FORM> INLINE void quantize_unit(const float (&v)[8], uint8_t* out, int64_t unit, int64_t units) {
     const int lane = threadIdx.x & 31;
-    const Scale scale = FORM == Q8_K ? scale_of_256(v) : scale_of_32(v);
+    const Scale scale = FORM == Q8_K ? scale_of_256(v) : scale_of_32<FORM>(v);
     const uint2 levels = make_uint2(four_levels(v, scale.factor), four_levels(v + 4, scale.factor));
     ((uint2*)(out + 256 * unit))[lane] = levels;
     float* d = (float*)(out + 256 * units) + 8 * unit;
@@ -104,6 +111,7 @@ INLINE void quantize_unit_in(int64_t format, const float (&v)[8], uint8_t* out, 
     switch (format) {
         case Q8_0: quantize_unit<Q8_0>(v, out, unit, units); break;
         case Q8_1: quantize_unit<Q8_1>(v, out, unit, units); break;
+        case Q8_2: quantize_unit<Q8_2>(v, out, unit, units); break;
         case Q8_K: quantize_unit<Q8_K>(v, out, unit, units); break;
     }
 }

@@ -8,7 +8,7 @@ from quantkit.kernels.cuda.core.generated import Q8_UNIT
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 
 #: Formats of activations besides f32; kernels/formats.py says which one a type of weights needs.
-KINDS = ("q8_0", "q8_1", "q8_k", "f16", "bf16")
+KINDS = ("q8_0", "q8_1", "q8_2", "q8_k", "f16", "bf16")
 
 
 def row_bytes(kind: str, n: int) -> int:

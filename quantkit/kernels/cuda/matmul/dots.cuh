@@ -120,7 +120,7 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
 #pragma unroll
         for (int r = 0; r < R; r++) {
             head[m][r] = (uint32_t)(uint64_t)w[m] + (uint32_t)team.offset(r, row_bytes) + TYPE::HEADER + first;
-            of_row[m][r] = row_scale<TYPE>(w[m] + team.offset(r, row_bytes));
+            of_row[m][r] = product_scale<TYPE>(w[m] + team.offset(r, row_bytes));
 #pragma unroll
             for (int c = 0; c < C; c++) sums[m][r][c] = 0;
         }

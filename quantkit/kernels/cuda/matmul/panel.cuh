@@ -531,7 +531,7 @@ INLINE void multiply_tile(uint8_t* shared, const uint8_t* w, int64_t row_bytes, 
     w = fixed(w);
     x = fixed(x);
 #if WEIGHTS == QUANTIZED
-    if (TYPE::ROW_SCALE && thread_here() % PER_ROW == 0) ((float*)(shared + ROW_SCALES_AT))[staged_row()] = row_scale<TYPE>(w);
+    if (TYPE::ROW_SCALE && thread_here() % PER_ROW == 0) ((float*)(shared + ROW_SCALES_AT))[staged_row()] = product_scale<TYPE>(w);
     w += TYPE::HEADER;
     row_bytes -= TYPE::HEADER;
     if (LEAN && thread_here() % PER_ROW == 0) ((int*)(shared + LEANS_AT))[staged_row()] = (int)((uint64_t)w & 15);

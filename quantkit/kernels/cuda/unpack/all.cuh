@@ -20,6 +20,9 @@ template <typename T> INLINE float row_scale(const uint8_t* row) {
     return 1;
 }
 
+// The same in products, which stretch the rows of some types (formats.py).
+template <typename T> INLINE float product_scale(const uint8_t* row) { return row_scale<T>(row) * T::STRETCH; }
+
 // A type's grid, if it has one: Grid<TYPE>::table().
 template <typename T, bool = (T::GRID > 0)> struct Grid {
     STATIC_INLINE const uint32_t* table() { return nullptr; }

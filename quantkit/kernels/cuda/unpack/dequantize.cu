@@ -74,7 +74,11 @@ template <typename T> struct Rows {
             const int per_block = T::BLOCK / 32;
             Levels l;
             T::unpack(at.from + T::HEADER + (int64_t)(at.part / per_block) * T::BYTES, at.part % per_block, l);
+#ifdef FOR_PRODUCT
+            const float of_row = product_scale<T>(at.from);
+#else
             const float of_row = row_scale<T>(at.from);
+#endif
             Staged& s = staged[lane];
             s.to[0] = (uint32_t)(uint64_t)at.to, s.to[1] = (uint32_t)((uint64_t)at.to >> 32);
             for (int i = 0; i < 8; i++) s.q[i] = l.q[i];

@@ -15,18 +15,19 @@ OUTPUTS = ("f32", "f16", "bf16")
 _PARTS = 256
 
 
-def _shape(name: str, t: TensorType, n: int, rows: int) -> Shape:
-    kernel = Kernel("unpack/dequantize.cu", name).bind(TYPE=format_of(t).type.name)
+def _shape(name: str, t: TensorType, n: int, rows: int, **more: int) -> Shape:
+    kernel = Kernel("unpack/dequantize.cu", name).bind(TYPE=format_of(t).type.name, **more)
     return Shape(kernel, (max(1, -(-rows * -(-n // 32) // _PARTS)), 1, 1))
 
 
-def dequantize(t: TensorType, n: int, rows: int) -> Shape:
+def dequantize(t: TensorType, n: int, rows: int, for_product: bool = False) -> Shape:
     """Return how to decode rows of n values: slots w, row_bytes, rows, n, out, out_stride, to.
 
-    to: what is written, its index in OUTPUTS. Values are those of quantkit.kernels.dequantize to the bit, then
-    rounded. Rows of out are aligned to 16 bytes (16-bit ones to 8), as far as the type is no plain float.
+    to: what is written, its index in OUTPUTS. Values are those of quantkit.kernels.dequantize to the bit, or
+    ``for_product`` those that products multiply (``Format.stretch``), then rounded. Rows of out are aligned to 16 bytes
+    (16-bit ones to 8), as far as the type is no plain float.
     """
-    return _shape("dequantize", t, n, rows)
+    return _shape("dequantize", t, n, rows, **({"FOR_PRODUCT": 1} if for_product and format_of(t).stretch != 1 else {}))
 
 
 def embed(t: TensorType, n: int, rows: int) -> Shape:
@@ -38,4 +39,6 @@ def kernels() -> Iterator[Kernel]:
     """Yield every kernel of this file."""
     for of in FORMATS.values():
         yield dequantize(of.type, 256, 1).kernel
+        if of.stretch != 1:
+            yield dequantize(of.type, 256, 1, for_product=True).kernel
         yield embed(of.type, 256, 1).kernel

@@ -52,7 +52,7 @@ def multiply(
         _many(b, x, lambda rows: dequantize.dequantize(BY_NAME["F32"], n_in, rows), **slots)
     unpacked, made = Buffer(f"{weight} (bf16)", 2 * n_out * n_in), b.buffer(out)
     slots = {"w": w, "row_bytes": row_bytes_of(weight), "rows": n_out, "out": unpacked, **to}
-    _many(b, x, lambda rows: dequantize.dequantize(t, n_in, n_out), **slots)
+    _many(b, x, lambda rows: dequantize.dequantize(t, n_in, n_out, for_product=True), **slots)
 
     def work(rows: int, at: Mapping[str, int | float]) -> None:
         device.gemm_bf16(rows, n_out, n_in, int(at["x"]), int(at["w"]), int(at["out"]))
@@ -117,7 +117,7 @@ class Experts:
     def __init__(self, device: Device, weight: Matrix, counts: Counts) -> None:
         self.device, self.counts = device, counts
         self.n_in, self.n_out, self.each = weight.n_in, weight.n_out, expert_bytes_of(weight)
-        self.shape = dequantize.dequantize(weight.tensor.type, weight.n_in, weight.n_out)
+        self.shape = dequantize.dequantize(weight.tensor.type, weight.n_in, weight.n_out, for_product=True)
         self.fixed = {"row_bytes": row_bytes_of(weight), "rows": self.n_out, "n": self.n_in, "to": _BF16}
         self.fixed |= {"out_stride": 2 * self.n_in}
 
