@@ -24,7 +24,7 @@ a layout: *units* of 256 values, 1344 bytes each, zero-padded at the end of a ro
          544  i16   totals32[8]     sum of q of each 32 values; then 16 bytes to fill a cache line
          576  int8  by_pieces[256]  the levels again: the first 16 of each of 4 blocks of 32, then their second 16
          832  int8  apart_2[256]    the levels again: blocks 0 2, 1 3, 4 6, 5 7 of 32; q8_k only
-         832  int8  by_eights[256]  the levels again: of each 128, every 8th, from 0, 1 ... 7 on; q8_0 only
+         832  int8  by_eights[256]  the levels again: of each 128, every 8th, from 0, 1 ... 7 on; q8_2 only
         1088  int8  apart_4[256]    the levels again: blocks 0 4, 1 5, 2 6, 3 7 of 32; q8_k only
         1088  int8  by_quarters[256]  the levels again: the first 16 of each 64, the second 16 ...; q8_0 only
 
@@ -192,13 +192,18 @@ def store_apart(out: int) -> None:
 
 
 @inline
-def store_by_parts(out: int) -> None:
-    """Write the levels of a unit again, as rows of 16 that are 8 apart, and as quarters of each 64."""
+def store_by_eights(out: int) -> None:
+    """Write the levels of a unit again, as rows of 16 that are 8 apart."""
     a, b, c, d = load(i8x64, out, 0), load(i8x64, out, 64), load(i8x64, out, 128), load(i8x64, out, 192)
     store(out, BY_EIGHTS, eighths_0123(a, b))
     store(out, BY_EIGHTS + 64, eighths_4567(a, b))
     store(out, BY_EIGHTS + 128, eighths_0123(c, d))
     store(out, BY_EIGHTS + 192, eighths_4567(c, d))
+
+
+@inline
+def store_by_quarters(out: int) -> None:
+    """Write the levels of a unit again, as quarters of each 64."""
     for quarter in range(4):
         store(out, BY_QUARTERS + 64 * quarter, load_pieces(i8x64, i8x16, out, 16 * quarter, 64))
 
@@ -238,7 +243,7 @@ def quantize_unit_by_32(x: int, out: int, with_sums: bool) -> None:
         store(out, SUMS32, even_lanes(s))
     else:
         store_scaled_sums(out, sums)
-        store_by_parts(out)
+        store_by_quarters(out)
 
 
 @inline
@@ -303,6 +308,7 @@ def quantize_unit_q8_2(x: int, out: int) -> None:
     sums = store_levels_by_32(x, out, select(amax > np.float32(2.0**-120), np.float32(1) / d, 0))
     store(out, SCALES, d)
     store_scaled_sums(out, sums)
+    store_by_eights(out)
 
 
 # ---------------------------------------------------------------- rows
