@@ -211,8 +211,8 @@ def test_logits_of_ternary_types(tmp_path: Path, ik_bin: Path, tiny_moe: Path, n
 
 # ---------------------------------------------------------------- perplexity
 
-#: What ik_llama.cpp's llama-perplexity gives tiny-moe quantized by its llama-quantize: -c 256, 228 chunks; importance by
-#: llama.cpp, the router in Q8_0. BF16 has 30.3366 there, here and in llama.cpp 30.28. IQ2_KS had 35.1306 by a faster
+#: What ik_llama.cpp's llama-perplexity gives tiny-moe quantized by its llama-quantize: -c 256, 228 chunks; importance
+#: by llama.cpp, the router in Q8_0. BF16 has 30.3366 there, here and in llama.cpp 30.28. IQ2_KS had 35.1306 by a faster
 #: search than the wheel's, so it is compared with what the wheel's library gives the wheel's file, 12 chunks.
 LISTED = {"IQ4_KS": 30.5527, "IQ3_K": 30.9141, "IQ4_KT": 30.6866, "IQ2_KT": 32.6164, "IQ2_KS": None, "IQ1_KT": 38.0653}
 
