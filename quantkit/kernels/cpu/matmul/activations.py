@@ -305,7 +305,8 @@ def quantize_unit_q8_2(x: int, out: int) -> None:
     """256 values to q8_2 (ik_llama.cpp iqk_quantize.cpp quantize_row_q8_2_x4)."""
     amax = block_maxima(x)
     d = cast(f32x16, round_bf16(cast(u32x16, amax / np.float32(127))))
-    sums = store_levels_by_32(x, out, select(amax > np.float32(2.0**-120), np.float32(1) / d, 0))
+    # Below, d is denormal: it may be so much smaller than amax / 127 that levels overflow.
+    sums = store_levels_by_32(x, out, select(amax > np.float32(2.0**-118), np.float32(1) / d, 0))
     store(out, SCALES, d)
     store_scaled_sums(out, sums)
     store_by_eights(out)

@@ -56,13 +56,13 @@ template <int FORM> INLINE Scale scale_of_32(const float (&v)[8]) {
     amax = fmaxf(amax, __shfl_xor_sync(FULL, amax, 1));
     amax = fmaxf(amax, __shfl_xor_sync(FULL, amax, 2));
     const float d = amax / 127.0f;
-    // Below, d is 0 in half precision, and 127 / amax, or 1 / d, may overflow.
-    const bool alive = amax > 7.5231638452626401e-37f;  // 2^-120
     if (FORM == Q8_2) {
         const float stored = bf16_to_float(float_to_bf16(d));
-        return {alive ? 1.0f / stored : 0.0f, d, stored};
+        // Below, d is denormal: it may be so much smaller than amax / 127 that levels overflow.
+        return {amax > 3.0092655381050560e-36f ? 1.0f / stored : 0.0f, d, stored};  // 2^-118
     }
-    return {alive ? 127.0f / amax : 0.0f, d, half_to_float(float_to_half(d))};
+    // Below, d is 0 in half precision and 127 / amax may overflow.
+    return {amax > 7.5231638452626401e-37f ? 127.0f / amax : 0.0f, d, half_to_float(float_to_half(d))};  // 2^-120
 }
 
 // For 256 values: a warp with 8 per lane.
