@@ -31,10 +31,15 @@ TYPES = "Q4_K_M,IQ4_XS,Q8_0"
 TESTS = ("pp", "tg")
 #: What is in the line of a log that says why a program ended.
 TELLING = re.compile("error|invalid|unsupported|unknown|assert|fatal", re.IGNORECASE)
+REPACKED = ["--set", "repack_tensors=1", "use_mmap=0"]
 #: How each peer is set, in turn: what the table says, and the options. Flash attention is on in all.
 PEER_SETTINGS: dict[str, dict[str, list[str]]] = {
     "llama.cpp": {"plain": ["--repack", "0", "-fa", "on"], "repacked": ["--repack", "1", "-fa", "on"]},
-    "ik_llama.cpp": {"plain": [], "repacked": ["--set", "repack_tensors=1", "use_mmap=0"]},
+    "ik_llama.cpp": {
+        "plain": [],
+        "repacked": REPACKED,
+        "repacked, merged": [*REPACKED, "merge_qkv=1", "merge_up_gate_exps=1"],
+    },
 }
 
 

@@ -1,9 +1,9 @@
 """Specialized dot products for one token, for types faster without the common form; used by dots.py.
 
-K-quants have integer scales: products of bytes, added to i16, are multiplied by them as i16 and summed over a super-
-block before conversion to f32; levels stay in stored order, and the activations are loaded to match. Blocks of 32 whose
-bytes hold values i and i + 16 are multiplied in stored order by the activations "by pieces" (activations.py): four
-lanes then hold one block, low and high nibbles added, and there is half as much to convert and scale.
+K-quants have integer scales: products of bytes, added to i16, are multiplied by them as i16 and summed over a
+super-block before conversion to f32; levels stay in stored order, and the activations are loaded to match. Blocks of 32
+whose bytes hold values i and i + 16 are multiplied in stored order by the activations "by pieces" (activations.py):
+four lanes then hold one block, low and high nibbles added, and there is half as much to convert and scale.
 
 Offsets of levels (q - 8, q - 32, codebooks below zero) are applied through the sums of the activations.
 """
