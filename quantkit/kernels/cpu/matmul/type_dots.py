@@ -63,6 +63,7 @@ from quantkit.kernels.cpu.matmul.activations import (
     UNIT_BYTES,
     sum_fours,
 )
+from quantkit.kernels.cpu.matmul.grid_dots import GRIDS
 from quantkit.kernels.cpu.matmul.ik_dots import IK_GROUPS, IK_PAIRS
 from quantkit.kernels.cpu.matmul.kt_dots import TRELLIS
 from quantkit.kernels.cpu.matmul.stored_order import (
@@ -452,6 +453,7 @@ _ONE_SUM = {
     "tq2_0": dot_tq2_0,
     "q6_0": dot_q6_0,
     "iq2_bn": dot_iq2_bn,
+    **GRIDS,
     **TRELLIS,
 }
 if HAS_DOT4:  # elsewhere unsigned operands may not exceed 127

@@ -151,81 +151,99 @@ def word_signs(words: Any) -> Any:
 
 
 @inline
-def negated(g0: Any, g1: Any, g2: Any, g3: Any, signs: Any) -> Any:
-    """Apply 32 bytes of sign bits to 256 magnitudes."""
+def minus_bits(signs: Any) -> Any:
+    """Return 32 bytes of sign bits as four masks of 64 lanes."""
     bits = cast(u64x4, signs)
     return (
-        select(mask_of_bits(extract(bits, 0)), -g0, g0),
-        select(mask_of_bits(extract(bits, 1)), -g1, g1),
-        select(mask_of_bits(extract(bits, 2)), -g2, g2),
-        select(mask_of_bits(extract(bits, 3)), -g3, g3),
+        mask_of_bits(extract(bits, 0)),
+        mask_of_bits(extract(bits, 1)),
+        mask_of_bits(extract(bits, 2)),
+        mask_of_bits(extract(bits, 3)),
     )
 
 
 @inline
-def half_scales(s: Any, d: Any, factor: Any) -> Any:
-    """Return d * (0.5 + s) * factor."""
-    return (convert(f32x16, s) + np.float32(0.5)) * d * np.float32(factor)
+def signed_unit(fields: Any) -> Any:
+    """Return what an unpacker returns of (magnitudes, signs, s, d): values are +-d * (2 s + 1) * magnitude."""
+    (g0, g1, g2, g3), signs, s, d = fields
+    m0, m1, m2, m3 = minus_bits(signs)
+    l0, l1, l2, l3 = select(m0, -g0, g0), select(m1, -g1, g1), select(m2, -g2, g2), select(m3, -g3, g3)
+    return l0, l1, l2, l3, convert(f32x16, (s << 1) | 1) * d, None
 
 
-# ---------------------------------------------------------------- IQ3
+# ---------------------------------------------------------------- IQ3: d * (0.5 + s) * 0.5 is d / 4 * (2 s + 1)
+
+
+@inline
+def fields_iq3_xxs(data: int, offset: int) -> Any:
+    """98 bytes."""
+    g, words = iq3xxs(load(u8x64, data, offset + 2)), load(u32x8, data, offset + 66)
+    return g, word_signs(words), each_twice(words >> 28), half_at(data, offset) * np.float32(0.25)
 
 
 @inline
 def unpack_iq3_xxs(data: int, offset: int) -> Any:
     """98 bytes."""
-    q = load(u8x64, data, offset + 2)
-    g0, g1, g2, g3 = iq3xxs(q)
-    words = load(u32x8, data, offset + 66)
-    l0, l1, l2, l3 = negated(g0, g1, g2, g3, word_signs(words))
-    return l0, l1, l2, l3, half_scales(each_twice(words >> 28), half_at(data, offset), 0.5), None
+    return signed_unit(fields_iq3_xxs(data, offset))
+
+
+@inline
+def fields_iq3_s(data: int, offset: int) -> Any:
+    """110 bytes; bit i of qh is the ninth bit of index i."""
+    high = select(mask_of_bits(load(types.uint64, data, offset + 66)), splat(u16x64, 256), 0)
+    g, s = iq3s(convert(u16x64, load(u8x64, data, offset + 2)) | high), load(u8x4, data, offset + 106)
+    return g, load(u8x32, data, offset + 74), halves_twice(s & 15, s >> 4), half_at(data, offset)
 
 
 @inline
 def unpack_iq3_s(data: int, offset: int) -> Any:
-    """110 bytes; bit i of qh is the ninth bit of index i."""
-    q = load(u8x64, data, offset + 2)
-    high = select(mask_of_bits(load(types.uint64, data, offset + 66)), splat(u16x64, 256), 0)
-    g0, g1, g2, g3 = iq3s(convert(u16x64, q) | high)
-    l0, l1, l2, l3 = negated(g0, g1, g2, g3, load(u8x32, data, offset + 74))
-    s = load(u8x4, data, offset + 106)
-    scales = convert(f32x16, (halves_twice(s & 15, s >> 4) << 1) | 1) * half_at(data, offset)
-    return l0, l1, l2, l3, scales, None
+    """110 bytes."""
+    return signed_unit(fields_iq3_s(data, offset))
 
 
-# ---------------------------------------------------------------- IQ2
+# ---------------------------------------------------------------- IQ2: d * (0.5 + s) * 0.25 is d / 8 * (2 s + 1)
+
+
+@inline
+def fields_iq2_xxs(data: int, offset: int) -> Any:
+    """66 bytes."""
+    both = load(u32x16, data, offset + 2)
+    g, words = iq2xxs(cast(u8x32, even_words(both))), odd_words(both)
+    return g, word_signs(words), each_twice(words >> 28), half_at(data, offset) * np.float32(0.125)
 
 
 @inline
 def unpack_iq2_xxs(data: int, offset: int) -> Any:
     """66 bytes."""
-    both = load(u32x16, data, offset + 2)
-    q, words = cast(u8x32, even_words(both)), odd_words(both)
-    g0, g1, g2, g3 = iq2xxs(q)
-    l0, l1, l2, l3 = negated(g0, g1, g2, g3, word_signs(words))
-    return l0, l1, l2, l3, half_scales(each_twice(words >> 28), half_at(data, offset), 0.25), None
+    return signed_unit(fields_iq2_xxs(data, offset))
+
+
+@inline
+def fields_iq2_xs(data: int, offset: int) -> Any:
+    """74 bytes."""
+    both, s = load(u16x32, data, offset + 2), load(u8x8, data, offset + 66)
+    signs = all_signs(convert(u8x32, both >> 9))
+    return iq2xs(both & 511), signs, in_turn8(s & 15, s >> 4), half_at(data, offset) * np.float32(0.125)
 
 
 @inline
 def unpack_iq2_xs(data: int, offset: int) -> Any:
     """74 bytes."""
-    both = load(u16x32, data, offset + 2)
-    q = both & 511
-    g0, g1, g2, g3 = iq2xs(q)
-    l0, l1, l2, l3 = negated(g0, g1, g2, g3, all_signs(convert(u8x32, both >> 9)))
-    s = load(u8x8, data, offset + 66)
-    return l0, l1, l2, l3, half_scales(in_turn8(s & 15, s >> 4), half_at(data, offset), 0.25), None
+    return signed_unit(fields_iq2_xs(data, offset))
+
+
+@inline
+def fields_iq2_s(data: int, offset: int) -> Any:
+    """82 bytes; each index has two bits of qh."""
+    high = (eight_4_times(convert(u16x8, load(u8x8, data, offset + 66))) >> shifts2_16()) & 3
+    g, s = iq2s(convert(u16x32, load(u8x32, data, offset + 2)) | (high << 8)), load(u8x8, data, offset + 74)
+    return g, load(u8x32, data, offset + 34), in_turn8(s & 15, s >> 4), half_at(data, offset) * np.float32(0.125)
 
 
 @inline
 def unpack_iq2_s(data: int, offset: int) -> Any:
-    """82 bytes; each index has two bits of qh."""
-    high = (eight_4_times(convert(u16x8, load(u8x8, data, offset + 66))) >> shifts2_16()) & 3
-    q = convert(u16x32, load(u8x32, data, offset + 2)) | (high << 8)
-    g0, g1, g2, g3 = iq2s(q)
-    l0, l1, l2, l3 = negated(g0, g1, g2, g3, load(u8x32, data, offset + 34))
-    s = load(u8x8, data, offset + 74)
-    return l0, l1, l2, l3, half_scales(in_turn8(s & 15, s >> 4), half_at(data, offset), 0.25), None
+    """82 bytes."""
+    return signed_unit(fields_iq2_s(data, offset))
 
 
 # ---------------------------------------------------------------- IQ1
