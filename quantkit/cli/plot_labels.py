@@ -109,5 +109,6 @@ def _samples(line: F64) -> F64:
 def _inside(points: F64, boxes: F64) -> npt.NDArray[np.bool_]:
     """Tell which points [..., 2] lie in each of boxes [b, 4]: [b, ...]; none in one that is NaN."""
     boxes = boxes.reshape(-1, *[1] * (points.ndim - 1), 4)
-    inside: npt.NDArray[np.bool_] = np.asarray(((points > boxes[..., :2]) & (points < boxes[..., 2:])).all(-1))
+    within = (points > boxes[..., :2]) & (points < boxes[..., 2:])
+    inside: npt.NDArray[np.bool_] = np.logical_and.reduce(within, axis=-1)
     return inside

@@ -16,7 +16,7 @@ Everything else follows: commands, activation formats, products, embeddings, the
 A *unit* is 256 values, what an unpacker unpacks at once. *Row headers*: rows of a type with ``row:f32@0`` (or f16) in
 ``scales`` begin with a scale for the whole row. Unpackers and reference decoders see blocks only: code that walks a
 row reads the scale once and applies it, so types without one pay nothing. Products *stretch* it in two trellis types,
-as all products of ik_llama.cpp do (iqk_gemm_ktquants.cpp, mmq.cuh) and its dequantize_row_* do not: fitted to weighted
+as all products of ik_llama.cpp do (iqk_gemm_ktquants.cpp) and its dequantize_row_* do not: fitted to weighted
 squares, levels that coarse come out too small.
 
 *Woven types* (_R4, _R8, _R16) need no record, only their layout (interleave.py): everything is computed on their base
