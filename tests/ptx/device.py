@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 #: Code that is checked where it touches memory needs no sanitizers of its own. What is read before it is written is
 #: neither zero nor what was there by chance.
 FLAGS = [
-    "-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno",
+    "-std=c++17", "-Og", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno",
     "-ftrivial-auto-var-init=pattern",
 ]  # fmt: skip
 
