@@ -60,20 +60,20 @@ def test_token_by_token_is_the_sequence(zoo: Zoo, name: str, cuda_devices: Devic
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "gpt-oss-moe", "llama4-moe", "gemma3-dense"])
 def test_fused_and_unfused_agree(zoo: Zoo, name: str, cuda_devices: Devices) -> None:
     tokens = tokens_and_logits(name)[0]
-    for n in (3, 40):
-        found = []
-        for fusion in (Fusion(), Fusion.none()):
-            with open_zoo(zoo, name, everywhere("CUDA0"), fusion=fusion) as model:
-                found.append(model.forward(tokens[:n]))
-        assert nmse(found[0], found[1]) <= 1e-10
+    found = []
+    for fusion in (Fusion(), Fusion.none()):
+        with open_zoo(zoo, name, everywhere("CUDA0"), fusion=fusion) as model:
+            session = model.session(40)
+            found.append(np.concatenate([session.decode(part) for part in (tokens[:37], tokens[37:40])]))
+    assert nmse(found[0], found[1]) <= 1e-10
 
 
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "gpt-oss-moe"])
 def test_merged_experts_give_the_same_logits(zoo: Zoo, name: str, cuda_devices: Devices) -> None:
     tokens, logits = tokens_and_logits(name)
-    for n in (2, 40):
-        with open_zoo(zoo, name, everywhere("CUDA0"), merge_up_gate=True) as model:
-            assert any("gate_up_exps" in m.tensor.name for op in model.graph.ops for m in op.matrices())
+    with open_zoo(zoo, name, everywhere("CUDA0"), merge_up_gate=True) as model:
+        assert any("gate_up_exps" in m.tensor.name for op in model.graph.ops for m in op.matrices())
+        for n in (2, 40):
             assert nmse(model.forward(tokens[:n]), logits[:n]) <= BOUND
 
 
@@ -91,8 +91,7 @@ def test_sequences_do_not_see_each_other(zoo: Zoo, name: str, cuda_devices: Devi
         assert nmse(session.decode(tokens[16:20], 0), logits[16:20]) <= BOUND
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
-@pytest.mark.parametrize("name", ["qwen3moe-moe", "gemma2-dense"])
+@pytest.mark.parametrize(("name", "kv_type"), [("qwen3moe-moe", "q8_0"), ("gemma2-dense", "f16")])
 def test_caches_of_other_types_agree_with_the_cpus(zoo: Zoo, name: str, kv_type: str, cuda_devices: Devices) -> None:
     tokens = tokens_and_logits(name)[0][:40]
     found = []
@@ -107,27 +106,26 @@ def test_caches_of_other_types_agree_with_the_cpus(zoo: Zoo, name: str, kv_type:
 
 
 @pytest.mark.parametrize(
-    "rules",
+    ("name", "rules"),
     [
-        r"ffn_down=CPU",
-        r"ffn_(up|gate)_exps=CPU",
-        r"ffn_up_exps=CPU",
-        r"ffn_up_exps=CUDA1",
-        r"blk\.1\..*=CUDA1,attn=CPU",
-        r"attn_(q|k)=CPU,output=CPU",
-        r"ffn_gate_inp=CPU",
+        ("qwen3moe-moe", r"ffn_down=CPU"),
+        ("llama-moe", r"ffn_(up|gate)_exps=CPU"),
+        ("qwen3moe-moe", r"ffn_up_exps=CPU"),
+        ("llama-moe", r"ffn_up_exps=CUDA1"),
+        ("qwen3moe-moe", r"blk\.1\..*=CUDA1,attn=CPU"),
+        ("qwen3moe-moe", r"attn_(q|k)=CPU,output=CPU"),
+        ("llama-moe", r"ffn_gate_inp=CPU"),
     ],
 )
-def test_any_tensor_on_any_device(zoo: Zoo, rules: str, cuda_devices: Devices) -> None:
+def test_any_tensor_on_any_device(zoo: Zoo, name: str, rules: str, cuda_devices: Devices) -> None:
     if len(cuda_devices) < 2 and "CUDA1" in rules:
         pytest.skip("needs a CUDA device more")
-    for name in ("qwen3moe-moe", "llama-moe"):
-        tokens, logits = tokens_and_logits(name)
-        with open_zoo(zoo, name, everywhere("CUDA0", rules=rules)) as model:
-            assert len(model.segments) > 1
-            session = model.session(32)
-            found = np.concatenate([session.decode(part) for part in (tokens[:20], tokens[20:21], tokens[21:22])])
-            assert nmse(found, logits[:22]) <= BOUND
+    tokens, logits = tokens_and_logits(name)
+    with open_zoo(zoo, name, everywhere("CUDA0", rules=rules)) as model:
+        assert len(model.segments) > 1
+        session = model.session(32)
+        found = np.concatenate([session.decode(part) for part in (tokens[:20], tokens[20:21], tokens[21:22])])
+        assert nmse(found, logits[:22]) <= BOUND
 
 
 def test_issue_861_up_and_gate_on_the_gpu_down_on_the_cpu(zoo: Zoo, cuda_devices: Devices) -> None:
