@@ -56,7 +56,7 @@ class Libllama:
 
     lib: Path
     ik: bool = False
-    threads: int = 2
+    threads: int = 1
     timeout: float = 300
 
     def logits(
@@ -375,7 +375,7 @@ def main() -> None:
     parser.add_argument("--lib", type=Path, required=True, metavar="DIR", help="the folder of libllama.so")
     parser.add_argument("--ik", action="store_true", help="it is ik_llama.cpp's")
     parser.add_argument("--batch", type=int, default=512, metavar="N", help="tokens computed at once (default: 512)")
-    parser.add_argument("--threads", type=int, default=2, metavar="N")
+    parser.add_argument("--threads", type=int, default=1, metavar="N")
     parser.add_argument("--flash-attn", type=int, choices=(0, 1), default=0)
     parser.add_argument("--kv", choices=KV_TYPES, help="type of the cache (default: f32; ik_llama.cpp: f16)")
     parser.add_argument("--tokenize", action="store_true", help="write the ids of a text instead")
