@@ -6,8 +6,8 @@ weights are almost 0. Its bytes depend on its CPU's vectors, and its search leav
 possible, so it is not repeated here. This one:
 
 1. guesses the scale of 32 values from their fourth powers;
-2. finds the points near them for scales around the guess, either sign, either codebook, and of 32 values that weigh much
-   for more scales; and from these the error of each 32 values as a curve over the scale;
+2. finds the points near them for scales around the guess, either sign, either codebook, and more of them for values
+   that weigh much; and from these the error of each 32 values as a curve over the scale;
 3. chooses the scale d of the row for which the levels of scales cost the least on all curves;
 4. chooses levels and points among those found, fits d to them, and again while the error falls.
 
@@ -30,10 +30,13 @@ from quantkit.kernels.cpu.core.simd import (
     cast,
     convert,
     extract,
+    f32x4,
+    f32x8,
     f32x16,
     hmax,
     hmin,
     hsum,
+    i16x8,
     i32x16,
     load,
     lookup16_f32,
@@ -136,6 +139,7 @@ grid = make_constant(f32x16, [STEP ** (k - 7.5) for k in range(16)], "trellis_gr
 #: Bytes of the curves of 32 values: for positive and for negative scales; each 16 errors, and room.
 CURVES = 256
 
+
 @inline
 def guess_scale(x):
     """Return about the scale that fits 32 values best, by the fourth root of their mean fourth power; 0 for zeros."""
@@ -218,22 +222,20 @@ cost_of: Any = None
 largest = F(0)
 
 
-def choose_row_scale(guesses, curves, count):
-    """Return the row's scale that costs least of many."""
+def rate_row_scales(guesses, curves, count, scales, costs):
+    """Write 64 scales that the row may have, and what they cost."""
     top = F(0)
     for b in range(count):
         top = max(top, guesses[b])
-    lowest, chosen = F(3e38), F(0)
-    d = up_to_15() * F(0.028) + F(1)
-    d = d * (top * F(0.8) / largest)
-    for _ in range(2):
-        for sign in (F(-1), F(1)):
-            if signs == 2 or sign > F(0):
-                cost = cost_of(d, sign, guesses, curves, count)
-                if hmin(cost) < lowest:
-                    lowest, chosen = hmin(cost), sign * extract(d, best_lane(cost))
-        d = d * F(1.448)
-    return chosen
+    d = (up_to_15() * F(0.028) + F(1)) * (top * F(0.8) / largest)
+    for i in range(0, 64, 16):
+        sign = F(-1) if i < 32 else F(1)
+        wider = d * F(1.448) if i % 32 else d
+        cost = splat(f32x16, F(0))
+        if signs == 2 or sign > F(0):
+            cost = cost_of(wider, sign, guesses, curves, count)
+        store(scales, 4 * i, wider * sign)
+        store(costs, 4 * i, cost)
 
 
 # ---------------------------------------------------------------- bytes
@@ -334,12 +336,13 @@ def survey(x, w, n, guesses, energies, lines, s, kept, curves, searched):
 
 
 @inline
-def _best_level(guess, d, searches, kept):
+def _best_level(guess, d, searches, kept, curves):
     """Return the least error of 32 values, the level of their scale, the codebook, and the index of both."""
     lowest, level, combination = F(3e38), F(0), 0
     for side in range(signs):
         sign = F(1) if side == 0 else F(-1)
-        levels = levels_near(sign * guess / d)
+        near = guess * extract(grid(), best_lane(load(f32x16, curves, CURVES // 2 * side)))
+        levels = levels_near(sign * near / d)
         scales = levels * (d * sign)
         for book in range(books):
             of = kept + (side * books + book) * (12 * points.SURVIVORS * many * groups)
@@ -350,17 +353,17 @@ def _best_level(guess, d, searches, kept):
     return level, combination
 
 
-def choose(x, w, n, d, first, guesses, lines, s, kept, searched, levels, combinations, places):
+def choose(x, w, n, d, first, guesses, curves, lines, s, kept, searched, levels, combinations, places):
     """Choose levels and points for a row's scale d; return sum(w q x) and sum(w q q), q in units of d."""
     sumqx = sumq2 = 0.0
     for b in range(n // 32):
         at = kept + b * (12 * points.SURVIVORS * many * groups * signs * books)
-        level, combination = _best_level(guesses[b], d, searched[b], at)
+        level, combination = _best_level(guesses[b], d, searched[b], at, curves + CURVES * b)
         scale = abs(level * d)
         if first and (scale > F(1.65) * guesses[b] or scale < F(0.6) * guesses[b]) and scale > F(0):
             searched[b] = 1
             _searches(x + 128 * b, w + 128 * b, scale, 1, lines, s, at)
-            level, combination = _best_level(guesses[b], d, 1, at)
+            level, combination = _best_level(guesses[b], d, 1, at, curves + CURVES * b)
         levels[b], combinations[b] = level, combination
         of = at + combination * (12 * points.SURVIVORS * many * groups)
         for group in range(groups):
@@ -384,7 +387,7 @@ def write(x, n, levels, combinations, places, indices, out):
 
 #: Bindings of ``encode``: the functions above; bytes of a block; lines of families, or of cells, to rank.
 row_surveyed: Any = None
-row_scale: Any = None
+row_scales: Any = None
 levels_chosen: Any = None
 put: Any = None
 block_bytes = lines_ranked = 0
@@ -400,13 +403,6 @@ def _top(values):
 
 
 @inline
-def _energy(x, w):
-    """Return sum(w x x) of 32 values."""
-    a, b = load(f32x16, x, 0), load(f32x16, x, 64)
-    return hsum(a * a * load(f32x16, w, 0) + b * b * load(f32x16, w, 64))
-
-
-@inline
 def _prepare(x, row, xs, guesses, unit, magnitudes):
     """Write a row, or its magnitudes, in units of ``unit``, and guesses of scales: 0 where all |x| < 1e-16."""
     inverse = F(1 / unit)
@@ -415,6 +411,15 @@ def _prepare(x, row, xs, guesses, unit, magnitudes):
         xs[i] = abs(v) if magnitudes else v
     for b in range(guesses.size):
         guesses[b] = guess_scale(address(xs) + 128 * b) if _top(x[row, 32 * b : 32 * b + 32]) >= F(1e-16) else F(0)
+
+
+@inline
+def _attempts(energies):
+    """Return how many scales of a row are tried: more than one where few values make most of the error."""
+    top = total = F(0)
+    for b in range(energies.size):
+        top, total = max(top, energies[b]), total + energies[b]
+    return 8 if top * F(16) > total else 1
 
 
 def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_of_families, indices):
@@ -426,6 +431,7 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
     curves, searched = np.zeros(count * (CURVES // 4) + 16, np.float32), np.empty(count, np.int64)
     kept = np.empty(count * 12 * points.SURVIVORS * many * groups * signs * books + 64, np.uint8)
     levels, combinations = np.empty((2, count), np.float32), np.empty((2, count), np.int64)
+    scales, costs = np.empty(64, np.float32), np.empty(64, np.float32)
     places, scratch = np.empty((2, count, 8), np.int32), np.zeros(points.SCRATCH + 128, np.uint8)
     for i in range(books * lines_ranked):
         store(address(scratch), points.LINES + 4 * i, I32(i))
@@ -445,19 +451,24 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
         for b in range(count):
             energies[b] = _energy(px + 128 * b, pw + 128 * b)
         row_surveyed(px, pw, n, guesses, energies, lines, s, found, address(curves), searched)
-        d = row_scale(guesses, address(curves), count)
+        row_scales(guesses, address(curves), count, address(scales), address(costs))
         best, scale, at = -1.0, 0.0, 0
-        for k in range(3):
-            if d == F(0):
+        for attempt in range(_attempts(energies)):
+            cheapest = costs.size - 1 - costs[::-1].argmin()
+            if costs[cheapest] >= F(0) and attempt > 0:
                 break
-            qx, q2 = levels_chosen(
-                px, pw, n, d, k == 0, guesses, lines, s, found, searched, levels[at], combinations[at], places[at]
-            )
-            gain = qx * qx / q2 if q2 > 0 else 0.0
-            if gain <= best:
-                break
-            best, scale, at = gain, qx / q2 if q2 > 0 else 0.0, 1 - at
-            d = F(scale)
+            d, before, costs[cheapest] = scales[cheapest], -1.0, F(0)
+            for k in range(3):
+                qx, q2 = levels_chosen(
+                    px, pw, n, d, attempt + k == 0, guesses, address(curves), lines, s, found, searched,
+                    levels[at], combinations[at], places[at],
+                )  # fmt: skip
+                gain = qx * qx / q2 if q2 > 0 else 0.0
+                if gain > best:
+                    best, scale, at = gain, qx / q2 if q2 > 0 else 0.0, 1 - at
+                if gain <= before or q2 <= 0:
+                    break
+                d, before = F(qx / q2), gain
         if best >= 0.0:
             store(address(out) + out.shape[1] * row, 0, F(scale * unit))
             if scale != 0.0:
@@ -472,18 +483,34 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
 
 
 @cache
-def _search(name: str, count: int, size: int, bias: int, depths: tuple[int, int]) -> Any:
-    """Return ``points.search`` for codebooks of ``count`` points; how many families and cells of a lane remain."""
-    families = count // 4096 if depths[0] else 0
-    score = points.score8 if size == 8 else points.score4
-    prepare = points.prepare8 if size == 8 else points.prepare4
-    ranked = [specialize(points.rank, f"{name}_{k}", score=score, depth=k) for k in range(1, 5)]
+def _search(name: str, count: int, size: int, bias: int, depths: tuple[int, int], coarse_from: int) -> Any:
+    """Return ``points.search`` for codebooks of ``count`` points; ``depths``: families, cells of a lane that stay."""
+    kinds: dict[str, Any] = {"floats": f32x8 if size == 8 else f32x4}
+    fine_score = specialize(points.fine_score8 if size == 8 else points.fine_score4, name, bias=bias)
+
+    def rank(depth: int, score: Any) -> Any:
+        return specialize(points.rank, f"{name}_{depth}", score=score, depth=depth)
+
+    depth_of = max(depths[0], 1), depths[1], 2
+    bound: dict[str, Any] = {}
+    for step, depth in zip(("families", "cells", "points"), depth_of, strict=True):
+        bound[f"rank_{step}"] = rank(depth, fine_score)
+        bound[f"coarsely_rank_{step}"] = rank(depth, points.coarse_score if size == 8 else fine_score)
+    prepared = specialize(
+        points._prepare, name, **kinds, coarse_from=coarse_from,
+        coarse_prepared=specialize(points.prepare_coarse, name, largest=F(64 if bias else 126))
+        if size == 8 else points.prepare_no_coarse,
+        fine_prepared=specialize(
+            points.prepare_fine, name, size=size, **kinds, shorts_of=i16x8 if size == 8 else points.i16x4,
+            paired=points.even_odd if size == 8 else points.in_order,
+        ),
+    )  # fmt: skip
     return specialize(
-        points.search, name, helper, size=size,
-        prepare=specialize(prepare, name, largest=F(64 if bias else 126)),
-        query_of=points.query8 if size == 8 else points.query4,
-        lines_of_families=families, lines_of_cells=count // 256, family_depth=depths[0], cell_depth=depths[1],
-        families_ranked=ranked[max(depths[0], 1) - 1], cells_ranked=ranked[depths[1] - 1], points_ranked=ranked[1],
+        points.search, name, helper, size=size, coarse_from=coarse_from, **bound, prepared=prepared,
+        fine_query=points.fine_query8 if size == 8 else points.fine_query4,
+        coarse_query=points.coarse_query if size == 8 else points.fine_query4,
+        lines_of_families=count // 4096 if depths[0] else 0, lines_of_cells=count // 256,
+        family_depth=depths[0], cell_depth=depths[1],
         points_rated=specialize(
             points.rate_points, name, size=size, line_bytes=256 if size == 8 else 128,
             levels=specialize(points.levels8, name, bias=bias) if size == 8 else points.levels4,
@@ -493,12 +520,12 @@ def _search(name: str, count: int, size: int, bias: int, depths: tuple[int, int]
 
 def _encoder(
     name: str, count: int, size: int, put: Any, levels: Any, *,
-    largest: int, depths: tuple[int, int], searches: tuple[int, int], signs: int = 2, books: int = 1,
+    largest: int, depths: tuple[int, int], coarse_from: int, searches: tuple[int, int], signs: int = 2, books: int = 1,
 ) -> Encoder:  # fmt: skip
     """Return the encoder of a type: codebooks of ``count`` points; the functions and numbers that differ."""
     suffix = name.lower()
     shared = {"signs": signs, "books": books, "groups": 32 // size, "many": max(searches)}
-    search = _search(suffix, count, size, 126 if signs == 2 else 0, depths)
+    search = _search(suffix, count, size, 126 if signs == 2 else 0, depths, coarse_from)
     searches_of = specialize(_searches, suffix, search=search, **shared)
     cost = specialize(
         cost_of_wide if levels is wide_levels else cost_of_levels, suffix, helper, levels_near=levels, signs=signs
@@ -507,7 +534,7 @@ def _encoder(
     encode_rows: Callable[..., None] = specialize(
         encode, suffix, kernel, **shared, magnitudes=signs == 1,
         row_surveyed=specialize(survey, suffix, helper, _searches=searches_of, few=searches[0], **shared),
-        row_scale=specialize(choose_row_scale, suffix, helper, cost_of=cost, largest=F(largest), signs=signs),
+        row_scales=specialize(rate_row_scales, suffix, helper, cost_of=cost, largest=F(largest), signs=signs),
         levels_chosen=specialize(choose, suffix, helper, _searches=searches_of, _best_level=best, **shared),
         write=specialize(write, suffix, put=put, block_bytes=BY_NAME[name].block_bytes, books=books, groups=32 // size),
         lines_ranked=count // 4096 if depths[0] else count // 256,
@@ -524,14 +551,14 @@ def _encoder(
 
 
 encode_iq1_kt = _encoder(
-    "IQ1_KT", 8192, 8, put_iq1_kt, codebook_levels, largest=127, depths=(0, 2), searches=(1, 3)
+    "IQ1_KT", 8192, 8, put_iq1_kt, codebook_levels, largest=127, depths=(0, 2), coarse_from=6, searches=(1, 3)
 )
 encode_iq2_kt = _encoder(
-    "IQ2_KT", 65536, 8, put_iq2_kt, codebook_levels, largest=127, depths=(2, 3), searches=(1, 3)
+    "IQ2_KT", 65536, 8, put_iq2_kt, codebook_levels, largest=127, depths=(2, 3), coarse_from=6, searches=(1, 3)
 )
 encode_iq3_kt = _encoder(
-    "IQ3_KT", 65536, 8, put_iq3_kt, small_levels, largest=15, depths=(2, 3), searches=(3, 3), signs=1
+    "IQ3_KT", 65536, 8, put_iq3_kt, small_levels, largest=15, depths=(2, 3), coarse_from=65, searches=(3, 3), signs=1
 )
 encode_iq4_kt = _encoder(
-    "IQ4_KT", 32768, 4, put_iq4_kt, wide_levels, largest=64, depths=(2, 2), searches=(1, 3), books=2
+    "IQ4_KT", 32768, 4, put_iq4_kt, wide_levels, largest=64, depths=(2, 2), coarse_from=65, searches=(2, 4), books=2
 )

@@ -66,11 +66,10 @@ def _sorted_by_cell(points: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 def _lines(values: npt.NDArray[np.int64], bias: int) -> npt.NDArray[np.uint8]:
     """Return the lines of groups of 16 points [16 n, size]."""
     if values.shape[1] == 4:
-        words, kind = values, np.int16
+        words, kind = values, np.dtype(np.int16)
     else:
-        words, kind = np.concatenate([values + bias, (values**2 + 32) // 64], 1), np.uint8
-    per_word = 4 // np.dtype(kind).itemsize
-    lines = words.reshape(len(words) // 16, 16, -1, per_word).swapaxes(1, 2).astype(kind)
+        words, kind = np.concatenate([values + bias, (values**2 + 32) // 64], 1), np.dtype(np.uint8)
+    lines = words.reshape(len(words) // 16, 16, -1, 4 // kind.itemsize).swapaxes(1, 2).astype(kind)
     return np.ascontiguousarray(lines).view(np.uint8).ravel()
 
 

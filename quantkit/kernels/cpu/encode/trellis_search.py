@@ -25,22 +25,26 @@ from quantkit.kernels.cpu.core.simd import (
     convert,
     dot2,
     dot4,
-    f32x4,
     f32x8,
     f32x16,
     hmax,
     hmin,
+    hsum,
     i8x8,
     i8x64,
+    i16x8,
     i16x32,
     i32x16,
     load,
     make_constant,
+    make_shuffle,
     nearest_int,
+    round_even,
     select,
     splat,
     store,
     u8x64,
+    u16x32,
     u32x16,
     vabs,
     vmax,
@@ -52,15 +56,23 @@ F, I32 = np.float32, np.int32
 #: Survivors of a search; a score that none has; the bits of a ranked score that number a line; the largest query.
 SURVIVORS, MOST, NUMBER, FARTHEST = 32, 0x7FFFFFFF, 12, F(140)
 
-#: Offsets into a scratch: a query; lists of lines to rank, of families, of cells; survivors; their levels.
-QUERY, LINES, FAMILIES, CELLS, POINTS, WORDS, SCRATCH = 0, 64, 320, 576, 832, 960, 1216
+#: Offsets into a group's part of the scratch: a query; lists of families, of cells; survivors; their levels; whether
+#: the query is fine. After the parts of 8 groups: the list of lines that are ranked first.
+QUERY, FAMILIES, CELLS, POINTS, WORDS, FINE, PART = 0, 64, 320, 576, 704, 832, 896
+LINES, SCRATCH = 8 * PART, 8 * PART + 256
 
 lanes16 = make_constant(i32x16, range(16), "trellis_lanes")
 i16x4 = VecType(types.int16, 4)
+even_odd = make_shuffle([0, 2, 1, 3, 4, 6, 5, 7], "trellis_even_odd")
+in_order = make_shuffle([0, 1, 2, 3], "trellis_in_order")
 
-#: Bindings: values of a point; what levels are stored plus; bytes of a line; the largest query in units of 32 levels.
+#: Bindings: values of a point; what levels are stored plus; bytes of a line; the largest coarse query.
 size = bias = line_bytes = 0
 largest = F(0)
+#: Bindings of ``prepare_fine``.
+floats: Any = f32x8
+shorts_of: Any = i16x8
+paired: Any = None
 
 
 @inline
@@ -68,60 +80,92 @@ def _word(s, at):
     return splat(u32x16, load(types.uint32, s, at))
 
 
-def prepare8(x, w, inverse, s):
-    """Store the query of 8 values x / d with weights w: rounded weights u, and -2 u x / d in units of 64 levels."""
-    y, weights = vmax(vmin(load(f32x8, x, 0) * inverse, FARTHEST), -FARTHEST), load(f32x8, w, 0)
+@inline
+def prepare_coarse(y, weights, s):
+    """Store the query of 8 values y with weights: rounded weights u, and -2 u y in units of 64; return the least u."""
     top = max(hmax(weights) * F(1 / 64), hmax(weights * vabs(y)) * (F(1 / 32) / largest))
     factor = F(1) / top if top > F(1e-33) else F(0)
     u = nearest_int(weights * factor)
     a = vmax(vmin(convert(f32x8, u) * y * F(-1 / 32), largest), -largest)
     store(s, QUERY, convert(i8x8, nearest_int(a)))
     store(s, QUERY + 8, convert(i8x8, u))
+    return hmin(u)
 
 
 @inline
-def query8(s):
-    """Return the words of a query of 8 values."""
+def prepare_no_coarse(y, weights, s):
+    """Stand for ``prepare_coarse`` where all queries are fine."""
+    return I32(0)
+
+
+@inline
+def coarse_query(s):
+    """Return the words of a coarse query."""
     a, b, c, d = _word(s, QUERY), _word(s, QUERY + 4), _word(s, QUERY + 8), _word(s, QUERY + 12)
     return cast(i8x64, a), cast(i8x64, b), cast(i8x64, c), cast(i8x64, d)
 
 
 @inline
-def score8(lines, number, query):
+def coarse_score(lines, number, query):
     """Return the errors of a line of 16 points of 8 values."""
     at, (a, b, c, d) = 256 * number, query
     first = dot4(dot4(splat(i32x16, 0), load(u8x64, lines, at), a), load(u8x64, lines, at + 64), b)
     return dot4(dot4(first, load(u8x64, lines, at + 128), c), load(u8x64, lines, at + 192), d)
 
 
-def prepare4(x, w, inverse, s):
-    """Store the query of 4 values x / d with weights w: rounded weights u, and 2 u x / d; v u - 2 u x / d fits i16."""
-    y, weights = vmax(vmin(load(f32x4, x, 0) * inverse, FARTHEST), -FARTHEST), load(f32x4, w, 0)
-    top = hmax(weights * (vabs(y) + F(63)))
-    factor = F(16000) / top if top > F(1e-33) else F(0)
-    u = nearest_int(weights * factor)
-    store(s, QUERY, convert(i16x4, nearest_int(convert(f32x4, u) * (y + y))))
-    store(s, QUERY + 8, convert(i16x4, u))
+@inline
+def prepare_fine(y, weights, s):
+    """Store the query of 8 or 4 values y with weights: weights u of up to 15 bits, -2 u y in units of 128."""
+    ay = weights * vabs(y)
+    top = max(hsum(weights * F(15876) + ay * F(280)) * F(1 / 2.0e9), hmax(weights) * F(1 / 32000))
+    top = max(top, hmax(ay) * F(1 / 64 / 32000))
+    factor = F(1) / top if top > F(1e-33) else F(0)
+    u = round_even(weights * factor)
+    store(s, QUERY, convert(shorts_of, nearest_int(paired(u * y * F(-1 / 64)))))
+    store(s, QUERY + 2 * size, convert(shorts_of, nearest_int(paired(u))))
 
 
 @inline
-def query4(s):
-    """Return the words of a query of 4 values."""
+def fine_query8(s):
+    """Return the words of a fine query of 8 values."""
     a, b, c, d = _word(s, QUERY), _word(s, QUERY + 4), _word(s, QUERY + 8), _word(s, QUERY + 12)
-    return cast(i16x32, a), cast(i16x32, b), cast(i16x32, c), cast(i16x32, d)
+    e, f, g, h = _word(s, QUERY + 16), _word(s, QUERY + 20), _word(s, QUERY + 24), _word(s, QUERY + 28)
+    p = cast(i16x32, a), cast(i16x32, b), cast(i16x32, c), cast(i16x32, d)
+    return p, (cast(i16x32, e), cast(i16x32, f), cast(i16x32, g), cast(i16x32, h))
 
 
 @inline
-def score4(lines, number, query):
-    """Return the errors of a line of 16 points of 4 values."""
-    at, (a, b, c, d) = 128 * number, query
-    u, v = load(i16x32, lines, at), load(i16x32, lines, at + 64)
-    return dot2(dot2(splat(i32x16, 0), u, u * c - a), v, v * d - b) >> 5
+def fine_query4(s):
+    """Return the words of a fine query of 4 values."""
+    a, b, c, d = _word(s, QUERY), _word(s, QUERY + 4), _word(s, QUERY + 8), _word(s, QUERY + 12)
+    return (cast(i16x32, a), cast(i16x32, b)), (cast(i16x32, c), cast(i16x32, d))
 
 
-#: Bindings for 8 or 4 values.
-prepare: Any = None
-query_of: Any = None
+@inline
+def fine_score8(lines, number, query):
+    """Return the errors of a line of 16 points of 8 values, in fewer bits."""
+    p = q = splat(i32x16, 0)
+    (a, b, c, d), (e, f, g, h) = query
+    x = load(u16x32, lines, 256 * number)
+    u, v = cast(i16x32, x & np.uint16(255)) - np.int16(bias), cast(i16x32, x >> np.uint16(8)) - np.int16(bias)
+    p, q = dot2(dot2(p, u, a), v, b), dot2(dot2(q, u * u, e), v * v, f)
+    x = load(u16x32, lines, 256 * number + 64)
+    u, v = cast(i16x32, x & np.uint16(255)) - np.int16(bias), cast(i16x32, x >> np.uint16(8)) - np.int16(bias)
+    p, q = dot2(dot2(p, u, c), v, d), dot2(dot2(q, u * u, g), v * v, h)
+    return ((p << 7) + q) >> NUMBER
+
+
+@inline
+def fine_score4(lines, number, query):
+    """Return the errors of a line of 16 points of 4 values, in fewer bits."""
+    p = q = splat(i32x16, 0)
+    (a, b), (c, d) = query
+    u, v = load(i16x32, lines, 128 * number), load(i16x32, lines, 128 * number + 64)
+    p, q = dot2(dot2(p, u, a), v, b), dot2(dot2(q, u * u, c), v * v, d)
+    return ((p << 7) + q) >> NUMBER
+
+
+#: Binding of ``rank``.
 score: Any = None
 
 #: Bindings of ``rank``: how many of each lane remain.
@@ -172,47 +216,84 @@ levels: Any = None
 
 def rate_points(lines, x, w, s, sign, kept, width):
     """Compute 2 P, of x or -x, and Q of the 32 points listed, and keep them and where the points are."""
-    for half in range(2):
-        for lane in range(16):
-            place = load(types.int32, s, POINTS + 64 * half + 4 * lane)
+    for half in range(0, 128, 64):
+        for i in range(0, 64, 4):
+            place = load(types.int32, s, POINTS + half + i)
             at = (place >> 4) * line_bytes + 4 * (place & 15)
-            store(s, WORDS + 4 * lane, load(types.uint32, lines, at))
-            store(s, WORDS + 64 + 4 * lane, load(types.uint32, lines, at + 64))
+            store(s, WORDS + i, load(types.uint32, lines, at))
+            store(s, WORDS + 64 + i, load(types.uint32, lines, at + 64))
         p = q = splat(f32x16, F(0))
         for j in range(size):
             v = convert(f32x16, levels(load(u32x16, s, WORDS + 64 * (j // (size // 2))), j))
             wv = v * load(types.float32, w, 4 * j)
             p, q = p + wv * load(types.float32, x, 4 * j), q + wv * v
-        store(kept, 64 * half, p * (sign + sign))
-        store(kept, 4 * width + 64 * half, q)
-        store(kept, 8 * width + 64 * half, load(i32x16, s, POINTS + 64 * half))
+        store(kept, half, p * (sign + sign))
+        store(kept, 4 * width + half, q)
+        store(kept, 8 * width + half, load(i32x16, s, POINTS + half))
 
 
-#: Bindings of ``search``: lines of families of a codebook, none if all cells are ranked; how many of each lane stay.
+#: Bindings of ``search``: lines of families of a codebook, none if all cells are ranked; how many of each lane stay;
+#: the least weight, of 64, with which a query may be coarse, 65 if none may.
 lines_of_families = lines_of_cells = family_depth = cell_depth = 0
-families_ranked: Any = None
-cells_ranked: Any = None
-points_ranked: Any = None
+coarse_from = 65
+fine_prepared: Any = None
+coarse_prepared: Any = None
+fine_query: Any = None
+rank_families: Any = None
+rank_cells: Any = None
+rank_points: Any = None
+coarsely_rank_families: Any = None
+coarsely_rank_cells: Any = None
+coarsely_rank_points: Any = None
 points_rated: Any = None
+
+
+@inline
+def _prepare(x, w, inverse, s):
+    y, weights = vmax(vmin(load(floats, x, 0) * inverse, FARTHEST), -FARTHEST), load(floats, w, 0)
+    coarse = 0
+    if coarse_from <= 64:
+        coarse = 1 if coarse_prepared(y, weights, s) >= I32(coarse_from) else 0
+    if coarse == 0:
+        fine_prepared(y, weights, s)
+    store(s, FINE, I32(coarse))
 
 
 def search(book, sign, inverse, x, w, lines, s, kept, width):
     """Keep the survivors of each group of 32 values at x, with weights at w, for scales around 1 / |inverse|.
 
     ``sign``: of the scales; ``lines``: addresses of lines of points, of cells, of families. For each group at ``kept``:
-    2 P, Q and the places of ``width`` points, of which these are 32; P is that of sign * x.
+    2 P, Q and the places of ``width`` points, of which these are 32; P is that of sign * x. Each step is done for all
+    groups, so that none waits for its own result.
     """
     for group in range(32 // size):
-        at, to = 4 * size * group, kept + 12 * width * group
-        prepare(x + at, w + at, inverse, s)
-        query = query_of(s)
-        if lines_of_families:
-            families_ranked(lines[2], LINES + 4 * book * lines_of_families, lines_of_families, query, s, FAMILIES)
-            cells_ranked(lines[1], FAMILIES, 16 * family_depth, query, s, CELLS)
+        at = 4 * size * group
+        prepared(x + at, w + at, inverse, s + PART * group)
+    first = s + LINES + 4 * book * (lines_of_families if lines_of_families > 0 else lines_of_cells)
+    if lines_of_families > 0:
+        for t in range(s, s + PART * (32 // size), PART):
+            if coarse_from <= 64 and load(types.int32, t, FINE) != I32(0):
+                coarsely_rank_families(lines[2], first - t, lines_of_families, coarse_query(t), t, FAMILIES)
+            else:
+                rank_families(lines[2], first - t, lines_of_families, fine_query(t), t, FAMILIES)
+    for t in range(s, s + PART * (32 // size), PART):
+        source = FAMILIES if lines_of_families > 0 else first - t
+        count = 16 * family_depth if lines_of_families > 0 else lines_of_cells
+        if coarse_from <= 64 and load(types.int32, t, FINE) != I32(0):
+            coarsely_rank_cells(lines[1], source, count, coarse_query(t), t, CELLS)
         else:
-            cells_ranked(lines[1], LINES + 4 * book * lines_of_cells, lines_of_cells, query, s, CELLS)
-        points_ranked(lines[0], CELLS, 16 * cell_depth, query, s, POINTS)
-        points_rated(lines[0], x + at, w + at, s, sign, to, width)
+            rank_cells(lines[1], source, count, fine_query(t), t, CELLS)
+    for t in range(s, s + PART * (32 // size), PART):
+        if coarse_from <= 64 and load(types.int32, t, FINE) != I32(0):
+            coarsely_rank_points(lines[0], CELLS, 16 * cell_depth, coarse_query(t), t, POINTS)
+        else:
+            rank_points(lines[0], CELLS, 16 * cell_depth, fine_query(t), t, POINTS)
+    for group in range(32 // size):
+        at = 4 * size * group
+        points_rated(lines[0], x + at, w + at, s + PART * group, sign, kept + 12 * width * group, width)
+
+
+prepared: Any = None
 
 
 @inline
@@ -245,5 +326,5 @@ def pick(kept, width, slots, d):
         at = select(found < best, lanes16() + I32(i // 4), at)
         best = vmin(found, best)
     i = 4 * hmin(select(best == hmin(best), at, I32(4 * width)))
-    i = min(i, 4 * (width - 1))
-    return load(types.float32, kept, i), load(types.float32, kept, 4 * width + i), load(types.int32, kept, 8 * width + i)
+    i = kept + min(i, 4 * (width - 1))
+    return load(types.float32, i, 0), load(types.float32, i, 4 * width), load(types.int32, i, 8 * width)
