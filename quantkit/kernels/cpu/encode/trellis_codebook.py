@@ -65,6 +65,7 @@ def _sorted_by_cell(points: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 def _lines(values: npt.NDArray[np.int64], bias: int) -> npt.NDArray[np.uint8]:
     """Return the lines of groups of 16 points [16 n, size]."""
+    kind: np.dtype[Any]
     if values.shape[1] == 4:
         words, kind = values, np.dtype(np.int16)
     else:
