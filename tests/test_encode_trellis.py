@@ -7,6 +7,7 @@ import pytest
 from encoded import SEARCHED
 
 from awkward import NO_WEIGHTS, encode
+from conftest import DATA
 from quantkit.kernels import dequantize, quantize
 from quantkit.kernels.cpu.encode.trellis_codebook import codebook, levels_of
 from quantkit.types import BY_NAME, TensorType
@@ -33,32 +34,90 @@ def errors(t: TensorType, x: np.ndarray, importance: np.ndarray, data: np.ndarra
     return found
 
 
-#: Our error on all golden rows over ik_llama.cpp's, and the largest ratio of a row: measured, and up to 1 % more.
-#: IQ3_KT's goal, 1, is not reached with the importance matrix; nor 1.02 on every row.
-MARGINS = {
-    "IQ1_KT+imatrix": (0.935, 1.01),
-    "IQ2_KT": (0.955, 1.10),
-    "IQ2_KT+imatrix": (0.965, 1.06),
-    "IQ3_KT": (1.0, 1.43),
-    "IQ3_KT+imatrix": (1.07, 1.12),
-    "IQ4_KT": (0.94, 1.22),
-    "IQ4_KT+imatrix": (0.945, 1.14),
+#: Our error over ik_llama.cpp's, at most: of all rows of a kind, and of any row.
+TOTAL, ROW = 1.0, 1.02
+#: Where that is not reached: measured, and about 1 % more.
+MARGINS: dict[str, tuple[float, float]] = {
+    "IQ1_KT outliers": (1.0, 1.05),
+    "IQ1_KT+imatrix golden": (1.0, 1.09),
+    "IQ1_KT+imatrix outliers": (1.0, 1.15),
+    "IQ1_KT+imatrix t3": (1.0, 1.15),
+    "IQ2_KT gauss": (1.0, 1.04),
+    "IQ2_KT laplace": (1.0, 1.06),
+    "IQ2_KT outliers": (1.0, 1.1),
+    "IQ2_KT t3": (1.0, 1.1),
+    "IQ2_KT+imatrix gauss": (1.0, 1.07),
+    "IQ2_KT+imatrix outliers": (1.0, 1.11),
+    "IQ2_KT+imatrix t3": (1.0, 1.04),
+    "IQ3_KT gauss": (1.0, 1.06),
+    "IQ3_KT golden": (1.0, 1.1),
+    "IQ3_KT laplace": (1.04, 1.34),
+    "IQ3_KT outliers": (1.12, 1.48),
+    "IQ3_KT t3": (1.02, 1.35),
+    "IQ3_KT+imatrix gauss": (1.0, 1.09),
+    "IQ3_KT+imatrix golden": (1.0, 1.09),
+    "IQ3_KT+imatrix laplace": (1.0, 1.05),
+    "IQ3_KT+imatrix t3": (1.0, 1.06),
+    "IQ4_KT golden": (1.0, 1.12),
+    "IQ4_KT laplace": (1.0, 1.13),
+    "IQ4_KT outliers": (1.03, 1.28),
+    "IQ4_KT t3": (1.0, 1.19),
+    "IQ4_KT+imatrix golden": (1.0, 1.16),
+    "IQ4_KT+imatrix laplace": (1.0, 1.06),
+    "IQ4_KT+imatrix t3": (1.0, 1.06),
 }
+#: Random rows: kinds of values; length and number of rows.
+KINDS, SIZES = ("gauss", "laplace", "t3", "outliers"), {256: 24, 1024: 8, 4096: 2}
 
 
-@pytest.mark.parametrize("key", MARGINS)
-def test_the_error_on_golden_rows_stays_within_its_margin(golden: dict[str, np.ndarray], key: str) -> None:
+def random_rows(kind: str, n: int) -> np.ndarray:
+    """Return the rows whose errors, as ik_llama.cpp encodes them, are in tests/data/trellis-errors.npz."""
+    rng, rows = np.random.default_rng([n, *kind.encode()]), SIZES[n]
+    drawn = {
+        "gauss": lambda: rng.standard_normal((rows, n)),
+        "laplace": lambda: rng.laplace(size=(rows, n)),
+        "t3": lambda: rng.standard_t(3, (rows, n)),
+        "outliers": lambda: rng.standard_normal((rows, n)) * np.where(rng.random((rows, n)) < 0.01, 8, 1),
+    }[kind]()
+    return (0.02 * drawn).astype(f32)
+
+
+def random_importance(n: int) -> np.ndarray:
+    return np.exp(np.random.default_rng(n).standard_normal(n)).astype(f32)
+
+
+def assert_no_larger(what: str, ours: np.ndarray, theirs: np.ndarray) -> None:
+    total, row = MARGINS.get(what, (TOTAL, ROW))
+    assert ours.sum() <= total * theirs.sum(), ours.sum() / theirs.sum()
+    assert (ours <= row * theirs + 1e-30).all(), (ours / theirs).max()
+
+
+GOLDEN_KEYS = [f"{t.name}{suffix}" for t in SEARCHED for suffix in ("", "+imatrix")]
+GOLDEN_KEYS.remove("IQ1_KT")
+
+
+@pytest.mark.parametrize("key", GOLDEN_KEYS)
+def test_the_error_of_golden_rows_is_no_larger_than_the_references(golden: dict[str, np.ndarray], key: str) -> None:
     t, importance = BY_NAME[key.partition("+")[0]], golden["imatrix"] if "+" in key else NO_WEIGHTS
-    x = golden["x"]
-    theirs = errors(t, x, importance, golden[key])
-    ours = errors(t, x, importance, encode(t, x, importance))
-    total, worst = MARGINS[key]
-    assert ours.sum() <= total * theirs.sum()
-    assert (ours <= worst * theirs + 1e-30).all(), (ours / theirs).max()
+    theirs = errors(t, golden["x"], importance, golden[key])
+    assert_no_larger(f"{key} golden", errors(t, golden["x"], importance, encode(t, golden["x"], importance)), theirs)
 
 
-def test_every_searched_type_has_a_margin() -> None:
-    assert {key.partition("+")[0] for key in MARGINS} == {t.name for t in SEARCHED}
+@pytest.fixture(scope="module")
+def reference_errors() -> dict[str, np.ndarray]:
+    return dict(np.load(DATA / "trellis-errors.npz"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("suffix", ["", "+imatrix"])
+@pytest.mark.parametrize("t", SEARCHED, ids=str)
+def test_the_error_of_random_rows_is_no_larger_than_the_references(
+    t: TensorType, suffix: str, kind: str, reference_errors: dict[str, np.ndarray]
+) -> None:
+    for n in SIZES:
+        x, importance = random_rows(kind, n), random_importance(n) if suffix else NO_WEIGHTS
+        theirs = reference_errors[f"{t.name}{suffix} {kind} {n}"]
+        assert_no_larger(f"{t.name}{suffix} {kind}", errors(t, x, importance, encode(t, x, importance)), theirs)
 
 
 @pytest.mark.parametrize("t", SEARCHED, ids=str)
@@ -91,11 +150,12 @@ def test_importances_may_be_zero_or_of_any_size(t: TensorType) -> None:
         assert ((x - y) ** 2).sum() < 20 * energy
 
 
-@pytest.mark.parametrize(("count", "size", "fine"), [(8192, 8, False), (4096, 4, True)])
-def test_a_codebook_holds_every_point_once(count: int, size: int, fine: bool) -> None:
-    book = codebook(count, size, False, 2, fine)
+@pytest.mark.parametrize(("count", "size"), [(8192, 8), (4096, 4)])
+def test_a_codebook_holds_every_point_once(count: int, size: int) -> None:
+    book = codebook(count, size, False, 2)
     levels = np.concatenate([levels_of(first, count, size) for first in (0, count)])
-    lines = book.points.reshape(2 * count // 16, -1, 16, 4)[:, : size // 4].swapaxes(1, 2).reshape(-1, size)
+    kind, bias = (np.uint8, 126) if size == 8 else (np.int16, 0)
+    lines = book.points.view(kind).reshape(2 * count // 16, -1, 16, size // 2)[:, :2].swapaxes(1, 2).reshape(-1, size)
     assert np.array_equal(np.sort(book.indices.reshape(2, -1), axis=1), np.tile(np.arange(count), (2, 1)))
     at = book.indices + np.repeat([0, count], count)
-    assert np.array_equal(lines.astype(int) - 126, levels[at])
+    assert np.array_equal(lines.astype(int) - bias, levels[at])

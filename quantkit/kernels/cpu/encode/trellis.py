@@ -5,11 +5,11 @@ importance * sqrt(2 m + x^2), without importances by m / 2 + x^2, m the mean squ
 weights are almost 0. Its bytes depend on its CPU's vectors, and its search leaves errors that are up to twice the least
 possible, so it is not repeated here. This one:
 
-1. guesses the scale of 32 values from their fourth powers, and from all guesses and a typical error for too small and
-   too large scales the scale d of the row (for rows with outliers: three);
-2. finds for each 32 values the errors of several levels of the scale around the guess, either sign, either codebook;
-3. searches the points for the best of these levels more widely; other levels may use the same points better;
-4. fits d to the points and keeps the best d of a row.
+1. guesses the scale of 32 values from their fourth powers;
+2. finds the points near them for scales around the guess, either sign, either codebook, and more of them for values
+   that weigh much; and from these the error of each 32 values as a curve over the scale;
+3. chooses the scale d of the row for which the levels of scales cost the least on all curves;
+4. chooses levels and points among those found, fits d to them, and again while the error falls.
 
 Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp, QuantizerIQKT::set_weights and quantize_row_iq*_kt_impl.
 """
@@ -27,6 +27,8 @@ from numba import types
 
 from quantkit.kernels.cpu.core.jit import helper, inline, kernel, specialize
 from quantkit.kernels.cpu.core.simd import (
+    cast,
+    convert,
     extract,
     f32x4,
     f32x8,
@@ -34,14 +36,18 @@ from quantkit.kernels.cpu.core.simd import (
     hmax,
     hmin,
     hsum,
-    i8x8,
+    i16x8,
+    i32x16,
     load,
+    lookup16_f32,
     make_constant,
+    round_even,
     select,
     splat,
     store,
     vabs,
     vmax,
+    vmin,
     vsqrt,
 )
 from quantkit.kernels.cpu.encode import Encoder
@@ -124,34 +130,14 @@ def wide_levels(v):
     return up_to_15() + (min(max(np.rint(v), F(-56)), F(55)) - F(8))
 
 
-@inline
-def codebook_window(v, to):
-    """Store four levels around v, of its sign."""
-    levels = codebook_values()
-    nearest = best_lane((levels - v) * (levels - v))
-    first = min(max(nearest - I32(1), I32(8)), I32(12)) if v > F(0) else min(max(nearest - I32(2), I32(0)), I32(4))
-    for k in range(4):
-        store(to, 4 * k, extract(levels, first + k))
+# ---------------------------------------------------------------- errors over the scale of a block
 
+#: An error curve: at 16 scales, each STEP times the one before, around the guess of a block's scale.
+STEP, LOG2_STEP = 1.065, 0.0908534
+grid = make_constant(f32x16, [STEP ** (k - 7.5) for k in range(16)], "trellis_grid")
 
-@inline
-def small_window(v, to):
-    """Store eight levels around v."""
-    first = min(max(np.rint(v) - F(3), F(1)), F(8))
-    for k in range(8):
-        store(to, 4 * k, first + F(k))
-
-
-@inline
-def wide_window(v, to):
-    """Store eight levels around v: every second one where they are close."""
-    stride = F(2) if abs(v) > F(24) else F(1)
-    first = min(max(np.rint(v) - F(4) * stride, F(-64)), F(63) - F(7) * stride)
-    for k in range(8):
-        store(to, 4 * k, first + F(k) * stride)
-
-
-# ---------------------------------------------------------------- scales
+#: Bytes of the curves of 32 values: for positive and for negative scales; each 16 errors, and room.
+CURVES = 256
 
 
 @inline
@@ -173,54 +159,83 @@ def _energy(x, w):
     return hsum(a * a * load(f32x16, w, 0) + b * b * load(f32x16, w, 64))
 
 
-#: Bindings: levels of scales; by how much too small a scale hurts; how many values' scales it divides; tries.
+@inline
+def _place(ratio):
+    """Return where on a curve 16 scales are, given over the guess: log2 by its exponent and a parabola."""
+    bits = cast(i32x16, ratio)
+    m = cast(f32x16, (bits & I32(0x7FFFFF)) | I32(0x3F800000))
+    log2 = convert(f32x16, (bits >> 23) - I32(127)) + ((F(2) - m * F(1 / 3)) * m - F(5 / 3))
+    return log2 * F(1 / LOG2_STEP) + F(7.5)
+
+
+@inline
+def _gain(curve, ratio):
+    """Return the errors at 16 scales, given over the guess, of the curve at an address: no gain far beyond its ends."""
+    t = _place(ratio)
+    at = vmax(vmin(t, F(14.99)), F(0))
+    k = convert(i32x16, at)
+    values = load(f32x16, curve, 0)
+    slopes = load(f32x16, curve, 4) - values
+    inside = lookup16_f32(values, k) + (at - convert(f32x16, k)) * lookup16_f32(slopes, k)
+    beyond = vmin(t, F(0)) * F(0.05) - vmax(t - F(15), F(0)) * F(0.2)
+    return vmin(inside, F(0)) * vmax(beyond + F(1), F(0))
+
+
+#: Bindings: the levels; how many signs scales have, and codebooks there are; groups of 32 values.
 levels_near: Any = None
-steep = largest = F(0)
-signs = books = 1
+signs = books = groups = 1
 
 
-def guess_row_scale(guesses, energies, count):
-    """Return the row's scale for which the levels nearest to guesses cost the least; 0 if all guesses are 0."""
+def cost_of_levels(d, sign, guesses, curves, count):
+    """Return the errors of a row for its scales sign * d, d in 16 lanes: scales are one of 16 levels times that."""
+    total = splat(f32x16, F(0))
+    least_d, most_d = hmin(d), hmax(d)
+    for b in range(count):
+        if guesses[b] > F(0):
+            least, inverse = splat(f32x16, F(0)), F(1) / guesses[b]
+            for i in range(16):
+                level = extract(levels_near(F(0)), i) * inverse
+                curve = curves + CURVES * b + (CURVES // 2 if (level < F(0)) == (sign > F(0)) else 0)
+                if abs(level) * least_d < F(1.65) and abs(level) * most_d > F(0.3):
+                    least = vmin(_gain(curve, d * abs(level)), least)
+            total = total + least
+    return total
+
+
+def cost_of_wide(d, sign, guesses, curves, count):
+    """Return the errors of a row for its scales sign * d, d in 16 lanes: scales are -64 .. 63 times that."""
+    total = splat(f32x16, F(0))
+    for b in range(count):
+        if guesses[b] > F(0):
+            least, inverse = splat(f32x16, F(0)), F(1) / guesses[b]
+            for side in range(2):
+                most = F(63) if (side == 0) == (sign > F(0)) else F(64)
+                for i in range(16):
+                    level = vmin(round_even(splat(f32x16, guesses[b] * extract(grid(), i)) / d), most)
+                    least = vmin(_gain(curves + CURVES * b + 128 * side, level * d * inverse), least)
+            total = total + least
+    return total
+
+
+#: Binding: ``cost_of_levels`` or ``cost_of_wide``; the largest level.
+cost_of: Any = None
+largest = F(0)
+
+
+def rate_row_scales(guesses, curves, count, scales, costs):
+    """Write 64 scales that the row may have, and what they cost."""
     top = F(0)
-    for i in range(count):
-        top = max(top, guesses[i])
-    best, d, at = np.inf, F(0), top * F(0.4) / abs(largest)
-    for _ in range(20):
-        cost, inverse = 0.0, F(1) / at
-        for i in range(count):
-            if guesses[i] > F(0):
-                v = guesses[i] * inverse
-                ratio = vmax(vabs(levels_near(v)) * (F(1) / v), F(0.05))
-                more, less = ratio - F(1), F(1) / ratio - F(1)
-                each = select(more > F(0), (F(0.5) * more + F(0.35)) * more, less * less * steep)
-                cost += np.float64(hmin(each)) * np.float64(energies[i])
-        if cost < best:
-            best, d = cost, at
-        at = at * F(1.056)
-    return -d if largest < F(0) else d
-
-
-#: Bindings of ``choose_level``: cells to search, in units of 32; levels of ``window``; points.curve.
-cells = levels_of_window = 0
-window: Any = None
-curve: Any = None
-
-
-def choose_level(x, w, guess, d, s, lines):
-    """Return the level of the scale of 32 values, and the codebook, that the coarse search likes best; 0 if none."""
-    lowest, level, book = F(0), F(0), 0
-    levels, ratios = s + points.SCRATCH, s + points.SCRATCH + 32
-    for sign in range(signs):
-        v = guess / d if sign == 0 else -guess / d
-        window(v, levels)
-        for k in range(levels_of_window):
-            store(ratios, 4 * k, load(types.float32, levels, 4 * k) / v)
-        for b in range(books):
-            errors = curve(b, 1, cells, x, w, d * v, s, lines, ratios)
-            for k in range(levels_of_window):
-                if extract(errors, k) < lowest:
-                    lowest, level, book = extract(errors, k), load(types.float32, levels, 4 * k), b
-    return level, book
+    for b in range(count):
+        top = max(top, guesses[b])
+    d = (up_to_15() * F(0.028) + F(1)) * (top * F(0.8) / largest)
+    for i in range(0, 64, 16):
+        sign = F(-1) if i < 32 else F(1)
+        wider = d * F(1.448) if i % 32 else d
+        cost = splat(f32x16, F(0))
+        if signs == 2 or sign > F(0):
+            cost = cost_of(wider, sign, guesses, curves, count)
+        store(scales, 4 * i, wider * sign)
+        store(costs, 4 * i, cost)
 
 
 # ---------------------------------------------------------------- bytes
@@ -279,41 +294,103 @@ def put_iq4_kt(block, b, level, book, x, q):
 
 # ---------------------------------------------------------------- rows
 
-#: Bindings of ``encode_row``: the functions above; cells of the last search, groups of 32 values, bytes of a block.
-level_chosen: Any = None
+#: Bindings: points.search; searches of 32 values that weigh little, and much; a kept group of a search, in floats.
 search: Any = None
-put: Any = None
-last_cells = groups = block_bytes = 0
+few = many = 1
 
 
-def encode_row(x, w, source, n, d, guesses, indices, lines, s, chosen, out):
-    """Write the blocks of a row, all zeros before, to ``out``; return sum(w q x) and sum(w q q), q in units of d."""
+@inline
+def _searches(x, w, center, searches, lines, s, kept):
+    """Keep the points near 32 values for scales around ``center``, either sign, either codebook."""
+    ratio = F(1)
+    for _ in range(searches - 1):
+        ratio *= F(0.8944272)
+    for side in range(signs):
+        for book in range(books):
+            to = kept + (side * books + book) * (12 * points.SURVIVORS * many * groups)
+            at = center * ratio
+            for k in range(searches):
+                sign = F(1) if side == 0 else F(-1)
+                search(book, sign, sign / at, x, w, lines, s, to + 4 * points.SURVIVORS * k, points.SURVIVORS * many)
+                at *= F(1.25)
+
+
+def survey(x, w, n, guesses, energies, lines, s, kept, curves, searched):
+    """Search for all values of a row; write the curves of errors."""
+    total = 0.0
+    for b in range(n // 32):
+        total += np.float64(energies[b])
+    mean = F(total * 32 / n)
+    for b in range(n // 32):
+        at = kept + b * (12 * points.SURVIVORS * many * groups * signs * books)
+        count = many if energies[b] > F(1.5) * mean else few
+        searched[b] = count if guesses[b] > F(0) else 1
+        _searches(x + 128 * b, w + 128 * b, guesses[b] if guesses[b] > F(0) else F(1), searched[b], lines, s, at)
+        for side in range(signs):
+            least = splat(f32x16, F(0))
+            for book in range(books):
+                of = at + (side * books + book) * (12 * points.SURVIVORS * many * groups)
+                found = points.errors(of, groups, points.SURVIVORS * many, searched[b], grid() * guesses[b])
+                least = found if book == 0 else vmin(found, least)
+            store(curves, CURVES * b + CURVES // 2 * side, least)
+
+
+@inline
+def _best_level(guess, d, searches, kept, curves):
+    """Return the least error of 32 values, the level of their scale, the codebook, and the index of both."""
+    lowest, level, combination = F(3e38), F(0), 0
+    for side in range(signs):
+        sign = F(1) if side == 0 else F(-1)
+        near = guess * extract(grid(), best_lane(load(f32x16, curves, CURVES // 2 * side)))
+        levels = levels_near(sign * near / d)
+        scales = levels * (d * sign)
+        for book in range(books):
+            of = kept + (side * books + book) * (12 * points.SURVIVORS * many * groups)
+            found = points.errors(of, groups, points.SURVIVORS * many, searches, vmax(scales, F(0)))
+            found = select(scales < F(0), F(3e38), found)
+            if hmin(found) < lowest:
+                lowest, level, combination = hmin(found), extract(levels, best_lane(found)), side * books + book
+    return level, combination
+
+
+def choose(x, w, n, d, first, guesses, curves, lines, s, kept, searched, levels, combinations, places):
+    """Choose levels and points for a row's scale d; return sum(w q x) and sum(w q q), q in units of d."""
     sumqx = sumq2 = 0.0
     for b in range(n // 32):
-        at, target = 128 * b, out + block_bytes * (b // 8)
-        levels, book = levels_near(F(0)), 0
-        level = extract(levels, best_lane(levels * levels))
-        if guesses[b] > F(0):
-            level, book = level_chosen(x + at, w + at, guesses[b], d, s, lines)
-        if level == F(0):
-            for group in range(groups):
-                chosen[group] = 0
-        else:
-            levels = levels_near(level)
-            search(book, 1, last_cells, x + at, w + at, d * level, s, lines)
-            level = extract(levels, best_lane(points.errors(s, groups, levels * d)))
-            for group in range(groups):
-                p, q, position = points.pick(s, group, d * level)
-                sumqx += np.float64(level) * np.float64(p)
-                sumq2 += np.float64(level) * np.float64(level) * np.float64(q)
-                chosen[group] = load(types.int32, indices, 4 * position)
-        put(target, b % 8, level, book, source + at, chosen)
-    return sumqx, sumq2
+        at = kept + b * (12 * points.SURVIVORS * many * groups * signs * books)
+        level, combination = _best_level(guesses[b], d, searched[b], at, curves + CURVES * b)
+        scale = abs(level * d)
+        if first and (scale > F(1.65) * guesses[b] or scale < F(0.6) * guesses[b]) and scale > F(0):
+            searched[b] = 1
+            _searches(x + 128 * b, w + 128 * b, scale, 1, lines, s, at)
+            level, combination = _best_level(guesses[b], d, 1, at, curves + CURVES * b)
+        levels[b], combinations[b] = level, combination
+        of = at + combination * (12 * points.SURVIVORS * many * groups)
+        for group in range(groups):
+            width = points.SURVIVORS * many
+            p, q, place = points.pick(of + 12 * width * group, width, searched[b], abs(level * d))
+            sumqx += np.float64(abs(level)) * np.float64(p)
+            sumq2 += np.float64(level) * np.float64(level) * np.float64(q)
+            places[b, group] = place
+    return (0.5 if d > F(0) else -0.5) * sumqx, sumq2
 
 
-#: Bindings of ``encode``.
-row_encoded: Any = None
-row_scale: Any = None
+@inline
+def write(x, n, levels, combinations, places, indices, out):
+    """Write the blocks of a row, all zeros before."""
+    for b in range(n // 32):
+        for group in range(groups):
+            places[b, group] = load(types.int32, indices, 4 * places[b, group]) if levels[b] != F(0) else 0
+        book = combinations[b] % books
+        put(out + block_bytes * (b // 8), b % 8, levels[b], book, x + 128 * b, places[b])
+
+
+#: Bindings of ``encode``: the functions above; bytes of a block; lines of families, or of cells, to rank.
+row_surveyed: Any = None
+row_scales: Any = None
+levels_chosen: Any = None
+put: Any = None
+block_bytes = lines_ranked = 0
 magnitudes = False
 
 
@@ -337,21 +414,27 @@ def _prepare(x, row, xs, guesses, unit, magnitudes):
 
 
 @inline
-def _tries(guesses):
-    """Return how many scales of a row are tried: three if one guess is larger than 2.5 times the mean."""
+def _attempts(energies):
+    """Return how many scales of a row are tried: more than one where few values make most of the error."""
     top = total = F(0)
-    for b in range(guesses.size):
-        top, total = max(top, guesses[b]), total + guesses[b]
-    return 3 if top * F(guesses.size) > F(2.5) * total else 1
+    for b in range(energies.size):
+        top, total = max(top, energies[b]), total + energies[b]
+    return 8 if top * F(16) > total else 1
 
 
 def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_of_families, indices):
     """Encode rows row0..row1 of x [rows, n], n a multiple of 256; weights [n] or empty."""
     n = x.shape[1]
+    count = n // 32
     xs, ws = np.empty(n, np.float32), np.empty(n, np.float32)
-    guesses, energies = np.empty(n // 32, np.float32), np.empty(n // 32, np.float32)
-    scratch, chosen = np.zeros(points.SCRATCH + 128, np.uint8), np.zeros(8, np.int32)
-    blocks = np.zeros(out.shape[1] + 64, np.uint8)
+    guesses, energies = np.empty(count, np.float32), np.empty(count, np.float32)
+    curves, searched = np.zeros(count * (CURVES // 4) + 16, np.float32), np.empty(count, np.int64)
+    kept = np.empty(count * 12 * points.SURVIVORS * many * groups * signs * books + 64, np.uint8)
+    levels, combinations = np.empty((2, count), np.float32), np.empty((2, count), np.int64)
+    scales, costs = np.empty(64, np.float32), np.empty(64, np.float32)
+    places, scratch = np.empty((2, count, 8), np.int32), np.zeros(points.SCRATCH + 128, np.uint8)
+    for i in range(books * lines_ranked):
+        store(address(scratch), points.LINES + 4 * i, I32(i))
     largest_weight = np.float64(_top(weights))
     top = largest_weight if largest_weight > 0 else 1.0
     for row in range(row0, row1):
@@ -359,105 +442,123 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
         _, exponent = frexp(np.float64(_top(x[row])))
         unit = 2.0 ** min(max(exponent, -126), 126)
         _prepare(x, row, xs, guesses, unit, magnitudes)
+        if _top(guesses) == F(0):
+            continue
         # Addresses are taken here: numba frees an array after its last use.
         lines = address(lines_of_points), address(lines_of_cells), address(lines_of_families)
-        s, px, pw, source = address(scratch), address(xs), address(ws), address(x) + 4 * n * row
+        s, px, pw, found = address(scratch), address(xs), address(ws), address(kept)
         _weigh(px, pw, address(weights) if weights.size else 0, n, unit, top)
-        for b in range(n // 32):
+        for b in range(count):
             energies[b] = _energy(px + 128 * b, pw + 128 * b)
-        first = row_scale(guesses, energies, n // 32)
-        best = -1.0
-        for k in range(_tries(guesses) if first != F(0) else 0):
-            d = first * (F(1) if k == 0 else F(1.3) if k == 1 else F(0.77))
-            blocks[:] = 0
-            qx, q2 = row_encoded(px, pw, source, n, d, guesses, address(indices), lines, s, chosen, address(blocks))
-            gain = qx * qx / q2 if q2 > 0 else 0.0
-            if gain > best:
-                best = gain
-                out[row, 4:] = blocks[: out.shape[1] - 4]
-                store(address(out) + out.shape[1] * row, 0, F((qx / q2 if q2 > 0 else np.float64(d)) * unit))
+        row_surveyed(px, pw, n, guesses, energies, lines, s, found, address(curves), searched)
+        row_scales(guesses, address(curves), count, address(scales), address(costs))
+        best, scale, at = -1.0, 0.0, 0
+        for attempt in range(_attempts(energies)):
+            cheapest = costs.size - 1 - costs[::-1].argmin()
+            if costs[cheapest] >= F(0) and attempt > 0:
+                break
+            d, before, costs[cheapest] = scales[cheapest], -1.0, F(0)
+            for k in range(3):
+                qx, q2 = levels_chosen(
+                    px, pw, n, d, attempt + k == 0, guesses, address(curves), lines, s, found, searched,
+                    levels[at], combinations[at], places[at],
+                )  # fmt: skip
+                gain = qx * qx / q2 if q2 > 0 else 0.0
+                if gain > best:
+                    best, scale, at = gain, qx / q2 if q2 > 0 else 0.0, 1 - at
+                if gain <= before or q2 <= 0:
+                    break
+                d, before = F(qx / q2), gain
+        if best >= 0.0:
+            store(address(out) + out.shape[1] * row, 0, F(scale * unit))
+            if scale != 0.0:
+                target = address(out) + out.shape[1] * row + 4
+                write(
+                    address(x) + 4 * n * row, n, levels[1 - at], combinations[1 - at], places[1 - at],
+                    address(indices), target,
+                )  # fmt: skip
 
 
 # ---------------------------------------------------------------- the encoders
 
 
 @cache
-def _functions_of_points(name: str, count: int, size: int, bias: int, fine: bool, window: int) -> tuple[Any, Any]:
-    """Return ``curve`` and ``search`` for a codebook."""
-    by_size = {"query_of": points.query8 if size == 8 else points.query4, "size": size}
-    score = (points.score8_fine if fine else points.score8) if size == 8 else points.score4_fine
-    vectors: dict[str, Any] = {"floats": f32x8 if size == 8 else f32x4, "bytes_of": i8x8 if size == 8 else points.i8x4}
-    square, line_bytes = (128, 48 * size) if fine else (64, 32 * size)
-    error = specialize(points.error_of, name, score=score)
-    shared = {
-        "prepare_query": specialize(points.prepare, name, size=size, bias=bias, square=square, **vectors),
-        "families_ranked": specialize(points.rank_families, name, error=error, family_groups=count // 4096),
-        **by_size,
-    }
-    least = points.least_of_4 if window == 4 else points.least_of_8
-    curve = specialize(
-        points.curve, name, helper, **shared,
-        cells_of_two=specialize(points.rank_cells_of_two, name, score=score, shift=5 if fine else 4),
-        curve_points=specialize(least, name, score=score),
+def _search(name: str, count: int, size: int, bias: int, depths: tuple[int, int], coarse_from: int) -> Any:
+    """Return ``points.search`` for codebooks of ``count`` points; ``depths``: families, cells of a lane that stay."""
+    kinds: dict[str, Any] = {"floats": f32x8 if size == 8 else f32x4}
+    fine_score = specialize(points.fine_score8 if size == 8 else points.fine_score4, name, bias=bias)
+
+    def rank(depth: int, score: Any) -> Any:
+        return specialize(points.rank, f"{name}_{depth}", score=score, depth=depth)
+
+    depth_of = max(depths[0], 1), depths[1], 2
+    bound: dict[str, Any] = {}
+    for step, depth in zip(("families", "cells", "points"), depth_of, strict=True):
+        bound[f"rank_{step}"] = rank(depth, fine_score)
+        bound[f"coarsely_rank_{step}"] = rank(depth, points.coarse_score if size == 8 else fine_score)
+    prepared = specialize(
+        points._prepare, name, **kinds, coarse_from=coarse_from,
+        coarse_prepared=specialize(points.prepare_coarse, name, largest=F(64 if bias else 126))
+        if size == 8 else points.prepare_no_coarse,
+        fine_prepared=specialize(
+            points.prepare_fine, name, size=size, **kinds, shorts_of=i16x8 if size == 8 else points.i16x4,
+            paired=points.even_odd if size == 8 else points.in_order,
+        ),
     )  # fmt: skip
-    search = specialize(
-        points.search, name, helper, **shared,
-        cells_ranked=specialize(points.rank_cells, name, error=error),
-        points_ranked=specialize(points.rank_points, name, error=error),
-        points_rated=specialize(points.rate_points, name, size=size, bias=bias, line_bytes=line_bytes),
+    return specialize(
+        points.search, name, helper, size=size, coarse_from=coarse_from, **bound, prepared=prepared,
+        fine_query=points.fine_query8 if size == 8 else points.fine_query4,
+        coarse_query=points.coarse_query if size == 8 else points.fine_query4,
+        lines_of_families=count // 4096 if depths[0] else 0, lines_of_cells=count // 256,
+        family_depth=depths[0], cell_depth=depths[1],
+        points_rated=specialize(
+            points.rate_points, name, size=size, line_bytes=256 if size == 8 else 128,
+            levels=specialize(points.levels8, name, bias=bias) if size == 8 else points.levels4,
+        ),
     )  # fmt: skip
-    return curve, search
 
 
 def _encoder(
-    name: str, count: int, size: int, put: Any, levels: Any, window: Any, *,
-    largest: int, steep: int, cells: int, last_cells: int, signs: int = 2, books: int = 1, fine: bool = False,
+    name: str, count: int, size: int, put: Any, levels: Any, *,
+    largest: int, depths: tuple[int, int], coarse_from: int, searches: tuple[int, int], signs: int = 2, books: int = 1,
 ) -> Encoder:  # fmt: skip
     """Return the encoder of a type: codebooks of ``count`` points; the functions and numbers that differ."""
-    suffix, in_window = name.lower(), 4 if window is codebook_window else 8
-    curve, search = _functions_of_points(suffix, count, size, 126 if signs == 2 else 0, fine, in_window)
-    chosen = specialize(
-        choose_level, suffix, helper,
-        curve=curve, window=window, levels_of_window=in_window, cells=cells, signs=signs, books=books,
-    )  # fmt: skip
-    row = specialize(
-        encode_row, suffix, helper,
-        level_chosen=chosen, search=search, put=put, levels_near=levels, last_cells=last_cells, groups=32 // size,
-        block_bytes=BY_NAME[name].block_bytes,
-    )  # fmt: skip
-    scale = specialize(guess_row_scale, suffix, helper, levels_near=levels, largest=F(largest), steep=F(steep))
-    encode_rows: Callable[..., None] = specialize(
-        encode, suffix, kernel, row_encoded=row, row_scale=scale, magnitudes=signs == 1
+    suffix = name.lower()
+    shared = {"signs": signs, "books": books, "groups": 32 // size, "many": max(searches)}
+    search = _search(suffix, count, size, 126 if signs == 2 else 0, depths, coarse_from)
+    searches_of = specialize(_searches, suffix, search=search, **shared)
+    cost = specialize(
+        cost_of_wide if levels is wide_levels else cost_of_levels, suffix, helper, levels_near=levels, signs=signs
     )
+    best = specialize(_best_level, suffix, levels_near=levels, **shared)
+    encode_rows: Callable[..., None] = specialize(
+        encode, suffix, kernel, **shared, magnitudes=signs == 1,
+        row_surveyed=specialize(survey, suffix, helper, _searches=searches_of, few=searches[0], **shared),
+        row_scales=specialize(rate_row_scales, suffix, helper, cost_of=cost, largest=F(largest), signs=signs),
+        levels_chosen=specialize(choose, suffix, helper, _searches=searches_of, _best_level=best, **shared),
+        write=specialize(write, suffix, put=put, block_bytes=BY_NAME[name].block_bytes, books=books, groups=32 // size),
+        lines_ranked=count // 4096 if depths[0] else count // 256,
+    )  # fmt: skip
 
     def encode_type(
         x: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], out: npt.NDArray[np.uint8], row0: int, row1: int
     ) -> None:
         """Encode rows row0..row1 of x [rows, n], n a multiple of 256; weights [n] or empty."""
-        book = codebook(count, size, signs == 1, books, fine)
+        book = codebook(count, size, signs == 1, books)
         encode_rows(x, weights, out, row0, row1, book.points, book.cells, book.families, book.indices)
 
     return encode_type
 
 
-CELLS: dict[str, tuple[int, int]] = {"IQ1_KT": (2, 4), "IQ2_KT": (2, 4), "IQ3_KT": (4, 4), "IQ4_KT": (2, 4)}
-
-
-def _cells(name: str) -> dict[str, Any]:
-    return dict(zip(("cells", "last_cells"), CELLS[name], strict=True))
-
-
 encode_iq1_kt = _encoder(
-    "IQ1_KT", 8192, 8, put_iq1_kt, codebook_levels, codebook_window, largest=-127, steep=5, **_cells("IQ1_KT")
+    "IQ1_KT", 8192, 8, put_iq1_kt, codebook_levels, largest=127, depths=(0, 2), coarse_from=6, searches=(1, 3)
 )
 encode_iq2_kt = _encoder(
-    "IQ2_KT", 65536, 8, put_iq2_kt, codebook_levels, codebook_window, largest=-127, steep=5, **_cells("IQ2_KT")
+    "IQ2_KT", 65536, 8, put_iq2_kt, codebook_levels, largest=127, depths=(2, 3), coarse_from=6, searches=(1, 3)
 )
 encode_iq3_kt = _encoder(
-    "IQ3_KT", 65536, 8, put_iq3_kt, small_levels, small_window,
-    largest=15, steep=20, signs=1, fine=True, **_cells("IQ3_KT"),
-)  # fmt: skip
+    "IQ3_KT", 65536, 8, put_iq3_kt, small_levels, largest=15, depths=(2, 3), coarse_from=65, searches=(3, 3), signs=1
+)
 encode_iq4_kt = _encoder(
-    "IQ4_KT", 32768, 4, put_iq4_kt, wide_levels, wide_window,
-    largest=-64, steep=60, books=2, fine=True, **_cells("IQ4_KT"),
-)  # fmt: skip
+    "IQ4_KT", 32768, 4, put_iq4_kt, wide_levels, largest=64, depths=(2, 2), coarse_from=65, searches=(2, 4), books=2
+)

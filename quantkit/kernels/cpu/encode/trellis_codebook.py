@@ -2,8 +2,8 @@
 
 A point is the 8 (IQ4_KT: 4) levels of an index. Points are split in halves along the dimension in which they vary most,
 until cells of 16 are left; 16 consecutive cells are a family. Groups of 16 points, of 16 cells' centers and of 16
-families' centers are stored as lines of 64 bytes, four values per point: levels plus 126 (IQ3_KT: magnitudes), then
-squares / 64 rounded; or, where that is too coarse, squares / 128 and the rests.
+families' centers are stored as lines of 64 bytes, a word per point: four levels plus 126 (IQ3_KT: magnitudes), then
+four squares / 64 rounded, as bytes; IQ4_KT's, two levels of 16 bits.
 
 All of it is integer arithmetic: the same cells everywhere.
 """
@@ -63,12 +63,15 @@ def _sorted_by_cell(points: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return sorted_points
 
 
-def _lines(values: npt.NDArray[np.int64], bias: int, fine: bool) -> npt.NDArray[np.uint8]:
+def _lines(values: npt.NDArray[np.int64], bias: int) -> npt.NDArray[np.uint8]:
     """Return the lines of groups of 16 points [16 n, size]."""
-    squares = values**2
-    parts = [squares // 128, squares % 128] if fine else [(squares + 32) // 64]
-    all_of = np.concatenate([values + bias, *parts], 1)
-    return np.ascontiguousarray(all_of.reshape(len(all_of) // 16, 16, -1, 4).swapaxes(1, 2)).astype(np.uint8).ravel()
+    kind: np.dtype[Any]
+    if values.shape[1] == 4:
+        words, kind = values, np.dtype(np.int16)
+    else:
+        words, kind = np.concatenate([values + bias, (values**2 + 32) // 64], 1), np.dtype(np.uint8)
+    lines = words.reshape(len(words) // 16, 16, -1, 4 // kind.itemsize).swapaxes(1, 2).astype(kind)
+    return np.ascontiguousarray(lines).view(np.uint8).ravel()
 
 
 def _centers(points: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
@@ -78,7 +81,7 @@ def _centers(points: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]
 
 
 @cache
-def codebook(count: int, size: int, magnitudes: bool = False, books: int = 1, fine: bool = False) -> Codebook:
+def codebook(count: int, size: int, magnitudes: bool = False, books: int = 1) -> Codebook:
     """Return ``books`` codebooks of ``count`` consecutive indices each, one after the other."""
     parts: list[Any] = []
     for book in range(books):
@@ -87,5 +90,5 @@ def codebook(count: int, size: int, magnitudes: bool = False, books: int = 1, fi
         order = _sorted_by_cell(levels)
         by_cell = levels[order]
         kinds = by_cell, _centers(by_cell, 16), _centers(by_cell, 256)
-        parts.append((*(_lines(values, bias, fine) for values in kinds), order.astype(np.int32)))
+        parts.append((*(_lines(values, bias) for values in kinds), order.astype(np.int32)))
     return Codebook(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))

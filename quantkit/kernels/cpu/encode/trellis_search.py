@@ -1,15 +1,14 @@
-"""The nearest point of a trellis codebook to 8 (or 4) values, for several scales at once.
+"""The points of a trellis codebook nearest to 8 (or 4) values: a few that are good for all scales near one.
 
 The error of point v for values x, weights w and a scale d is, less a constant, d^2 Q - 2 d P, where P = sum(w x v) and
-Q = sum(w v v). A search for one d (*center*) finds points that are good for all scales near it:
+Q = sum(w v v). A search for one d (*center*):
 
-1. The centers of all cells are ranked by that error in integers: w and w x / d as 7 bits. Of the cells whose number has
-   the same rest by 16, the best one is kept (a lane each), in every half: 32 cells.
-2. All points of these cells are ranked likewise; the best of each lane, and of every second group, remain: 32 points.
-3. P and Q of these are computed in f32. Any scale, the best of 32 points for it: a few operations.
+1. ranks the centers of all families by that error in integers, with weights of 7 bits; the best few of each lane stay;
+2. ranks the centers of the cells of these families likewise, and the points of these cells: the best 32 remain;
+3. computes P and Q of these in f32. Any scale, the best of them for it: three operations a point.
 
-Rounding disturbs the order of points by some percent of the error, and few points are that near to the best one.
-Integers and the fixed order of f32 operations give the same points on every CPU.
+Rounding disturbs the order of points by some percent of the error; few points are that near to the best one, and the
+best one is among those that remain. Integers and the fixed order of f32 operations give the same points on every CPU.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from quantkit.kernels.cpu.core.simd import (
     VecType,
     cast,
     convert,
+    dot2,
     dot4,
     f32x8,
     f32x16,
@@ -32,14 +32,19 @@ from quantkit.kernels.cpu.core.simd import (
     hsum,
     i8x8,
     i8x64,
+    i16x8,
+    i16x32,
     i32x16,
     load,
     make_constant,
+    make_shuffle,
     nearest_int,
+    round_even,
     select,
     splat,
     store,
     u8x64,
+    u16x32,
     u32x16,
     vabs,
     vmax,
@@ -48,143 +53,262 @@ from quantkit.kernels.cpu.core.simd import (
 
 F, I32 = np.float32, np.int32
 
-#: Survivors of a search; and the low bits of a ranked score, which number groups of 16.
-SURVIVORS, MOST, FARTHEST = 32, 0x7FFFFFFF, 140
+#: Survivors of a search; a score that none has; the bits of a ranked score that number a line; the largest query.
+SURVIVORS, MOST, NUMBER, FARTHEST = 32, 0x7FFFFFFF, 12, F(140)
 
-#: Offsets into a scratch: a query's bytes; cells; groups of survivors; their values; P, Q and positions [8][32].
-QUERY, FAMILIES, CELLS, GROUPS, WORDS = 0, 64, 1088, 2112, 2240
-P, Q, AT, SCRATCH = 2368, 3392, 4416, 5440
+#: Offsets into a group's part of the scratch: a query; lists of families, of cells; survivors; their levels; whether
+#: the query is fine. After the parts of 8 groups: the list of lines that are ranked first.
+QUERY, FAMILIES, CELLS, POINTS, WORDS, FINE, PART = 0, 64, 320, 576, 704, 832, 896
+LINES, SCRATCH = 8 * PART, 8 * PART + 256
 
 lanes16 = make_constant(i32x16, range(16), "trellis_lanes")
-i8x4 = VecType(types.int8, 4)
+i16x4 = VecType(types.int16, 4)
+even_odd = make_shuffle([0, 2, 1, 3, 4, 6, 5, 7], "trellis_even_odd")
+in_order = make_shuffle([0, 1, 2, 3], "trellis_in_order")
 
-#: Bindings: bytes of the lines of 16 points; vectors of cells of a codebook; what levels are stored plus.
-line_bytes = family_groups = bias = size = square = 0
+#: Bindings: values of a point; what levels are stored plus; bytes of a line; the largest coarse query.
+size = bias = line_bytes = 0
+largest = F(0)
+#: Bindings of ``prepare_fine``.
 floats: Any = f32x8
-bytes_of: Any = i8x8
+shorts_of: Any = i16x8
+paired: Any = None
 
 
 @inline
 def _word(s, at):
-    return cast(i8x64, splat(u32x16, load(types.uint32, s, at)))
-
-
-def prepare(x, w, inverse, s):
-    """Store the query for values at x with weights at w and a scale's inverse: w and -2 w x / d, in 13 bits."""
-    y, weights = vmax(vmin(load(floats, x, 0) * inverse, F(FARTHEST)), F(-FARTHEST)), load(floats, w, 0)
-    wy = weights * y
-    a, b = wy + wy, weights * F(square)
-    top = max(hmax(vabs(a)), hmax(b))
-    factor = F(4096) / top if top > F(1e-33) else F(0)
-    a, b = nearest_int(-(a * factor)), nearest_int(b * factor)
-    c, d = (a + 32) >> 6, (b + 32) >> 6
-    store(s, QUERY, convert(bytes_of, c))
-    store(s, QUERY + size, convert(bytes_of, d))
-    store(s, QUERY + 2 * size, convert(bytes_of, a - (c << 6)))
-    store(s, QUERY + 3 * size, convert(bytes_of, b - (d << 6)))
-    offset = hsum(a) * I32(bias)
-    return F(1) / factor if factor > F(0) else F(0), offset
+    return splat(u32x16, load(types.uint32, s, at))
 
 
 @inline
-def query8(s):
-    """Return the words of a query for 8 values."""
-    high = _word(s, QUERY), _word(s, QUERY + 4), _word(s, QUERY + 8), _word(s, QUERY + 12)
-    return high, (_word(s, QUERY + 16), _word(s, QUERY + 20), _word(s, QUERY + 24), _word(s, QUERY + 28))
+def prepare_coarse(y, weights, s):
+    """Store the query of 8 values y with weights: rounded weights u, and -2 u y in units of 64; return the least u."""
+    top = max(hmax(weights) * F(1 / 64), hmax(weights * vabs(y)) * (F(1 / 32) / largest))
+    factor = F(1) / top if top > F(1e-33) else F(0)
+    u = nearest_int(weights * factor)
+    a = vmax(vmin(convert(f32x8, u) * y * F(-1 / 32), largest), -largest)
+    store(s, QUERY, convert(i8x8, nearest_int(a)))
+    store(s, QUERY + 8, convert(i8x8, u))
+    return hmin(u)
 
 
 @inline
-def query4(s):
-    """Return the words of a query for 4 values."""
-    return (_word(s, QUERY), _word(s, QUERY + 4)), (_word(s, QUERY + 8), _word(s, QUERY + 12))
+def prepare_no_coarse(y, weights, s):
+    """Stand for ``prepare_coarse`` where all queries are fine."""
+    return I32(0)
 
 
 @inline
-def _sums2(u, v, a, b, c, d):
-    """Return the sums of products of two lines of 16 points with high and low halves of a query."""
-    zero = splat(i32x16, 0)
-    return (dot4(dot4(zero, u, a), v, b) << 6) + dot4(dot4(zero, u, c), v, d)
+def coarse_query(s):
+    """Return the words of a coarse query."""
+    a, b, c, d = _word(s, QUERY), _word(s, QUERY + 4), _word(s, QUERY + 8), _word(s, QUERY + 12)
+    return cast(i8x64, a), cast(i8x64, b), cast(i8x64, c), cast(i8x64, d)
 
 
 @inline
-def score8(lines, number, query):
-    """Return the two parts of the errors of a group of 16 points."""
-    at, (a, b, c, d), (e, f, g, h) = 256 * number, query[0], query[1]
-    p = _sums2(load(u8x64, lines, at), load(u8x64, lines, at + 64), a, b, e, f)
-    return p, _sums2(load(u8x64, lines, at + 128), load(u8x64, lines, at + 192), c, d, g, h)
+def coarse_score(lines, number, query):
+    """Return the errors of a line of 16 points of 8 values."""
+    at, (a, b, c, d) = 256 * number, query
+    first = dot4(dot4(splat(i32x16, 0), load(u8x64, lines, at), a), load(u8x64, lines, at + 64), b)
+    return dot4(dot4(first, load(u8x64, lines, at + 128), c), load(u8x64, lines, at + 192), d)
 
 
 @inline
-def score8_fine(lines, number, query):
-    """Return the two parts of the errors of a group of 16 points."""
-    at, (a, b, c, d), (e, f, g, h) = 384 * number, query[0], query[1]
-    p = _sums2(load(u8x64, lines, at), load(u8x64, lines, at + 64), a, b, e, f)
-    q = _sums2(load(u8x64, lines, at + 128), load(u8x64, lines, at + 192), c, d, g, h)
-    rests = dot4(dot4(splat(i32x16, 0), load(u8x64, lines, at + 256), c), load(u8x64, lines, at + 320), d)
-    return p, q + (rests >> 1)
+def prepare_fine(y, weights, s):
+    """Store the query of 8 or 4 values y with weights: weights u of up to 15 bits, -2 u y in units of 128."""
+    ay = weights * vabs(y)
+    top = max(hsum(weights * F(15876) + ay * F(280)) * F(1 / 2.0e9), hmax(weights) * F(1 / 32000))
+    top = max(top, hmax(ay) * F(1 / 64 / 32000))
+    factor = F(1) / top if top > F(1e-33) else F(0)
+    u = round_even(weights * factor)
+    store(s, QUERY, convert(shorts_of, nearest_int(paired(u * y * F(-1 / 64)))))
+    store(s, QUERY + 2 * size, convert(shorts_of, nearest_int(paired(u))))
 
 
 @inline
-def score4_fine(lines, number, query):
-    """Return the two parts of the errors of a group of 16 points."""
-    at, (a, b), (c, d), zero = 192 * number, query[0], query[1], splat(i32x16, 0)
-    u, v = load(u8x64, lines, at), load(u8x64, lines, at + 64)
-    rests = dot4(zero, load(u8x64, lines, at + 128), b)
-    return (dot4(zero, u, a) << 6) + dot4(zero, u, c), (dot4(zero, v, b) << 6) + dot4(zero, v, d) + (rests >> 1)
+def fine_query8(s):
+    """Return the words of a fine query of 8 values."""
+    a, b, c, d = _word(s, QUERY), _word(s, QUERY + 4), _word(s, QUERY + 8), _word(s, QUERY + 12)
+    e, f, g, h = _word(s, QUERY + 16), _word(s, QUERY + 20), _word(s, QUERY + 24), _word(s, QUERY + 28)
+    p = cast(i16x32, a), cast(i16x32, b), cast(i16x32, c), cast(i16x32, d)
+    return p, (cast(i16x32, e), cast(i16x32, f), cast(i16x32, g), cast(i16x32, h))
 
 
-#: Bindings for 8 or 4 values.
-query_of: Any = None
+@inline
+def fine_query4(s):
+    """Return the words of a fine query of 4 values."""
+    a, b, c, d = _word(s, QUERY), _word(s, QUERY + 4), _word(s, QUERY + 8), _word(s, QUERY + 12)
+    return (cast(i16x32, a), cast(i16x32, b)), (cast(i16x32, c), cast(i16x32, d))
+
+
+@inline
+def fine_score8(lines, number, query):
+    """Return the errors of a line of 16 points of 8 values, in fewer bits."""
+    p = q = splat(i32x16, 0)
+    (a, b, c, d), (e, f, g, h) = query
+    x = load(u16x32, lines, 256 * number)
+    u, v = cast(i16x32, x & np.uint16(255)) - np.int16(bias), cast(i16x32, x >> np.uint16(8)) - np.int16(bias)
+    p, q = dot2(dot2(p, u, a), v, b), dot2(dot2(q, u * u, e), v * v, f)
+    x = load(u16x32, lines, 256 * number + 64)
+    u, v = cast(i16x32, x & np.uint16(255)) - np.int16(bias), cast(i16x32, x >> np.uint16(8)) - np.int16(bias)
+    p, q = dot2(dot2(p, u, c), v, d), dot2(dot2(q, u * u, g), v * v, h)
+    return ((p << 7) + q) >> NUMBER
+
+
+@inline
+def fine_score4(lines, number, query):
+    """Return the errors of a line of 16 points of 4 values, in fewer bits."""
+    p = q = splat(i32x16, 0)
+    (a, b), (c, d) = query
+    u, v = load(i16x32, lines, 128 * number), load(i16x32, lines, 128 * number + 64)
+    p, q = dot2(dot2(p, u, a), v, b), dot2(dot2(q, u * u, c), v * v, d)
+    return ((p << 7) + q) >> NUMBER
+
+
+#: Binding of ``rank``.
 score: Any = None
 
+#: Bindings of ``rank``: how many of each lane remain.
+depth = 0
+
+
+def rank(lines, source, count, query, s, to):
+    """Rank the points of the lines listed at ``source``; list the best few of each lane at ``to``."""
+    a = b = c = d = splat(i32x16, MOST)
+    for i in range(source, source + 4 * count, 4):
+        number = load(types.int32, s, i)
+        found = (score(lines, number, query) << NUMBER) | number
+        a, found = vmin(a, found), vmax(a, found)
+        if depth > 1:
+            b, found = vmin(b, found), vmax(b, found)
+        if depth > 2:
+            c, found = vmin(c, found), vmax(c, found)
+        if depth > 3:
+            d = vmin(d, found)
+    _list(a, s, to)
+    if depth > 1:
+        _list(b, s, to + 64)
+    if depth > 2:
+        _list(c, s, to + 128)
+    if depth > 3:
+        _list(d, s, to + 192)
+
 
 @inline
-def _better(best, number, found, i):
-    """Keep the least of found errors, and where it was."""
-    return vmin(found, best), select(found < best, I32(i), number)
+def _list(found, s, to):
+    store(s, to, ((found & I32((1 << NUMBER) - 1)) << 4) | lanes16())
 
 
 @inline
-def _store_two(s, at, a, b):
-    store(s, at, (a << 4) | lanes16())
-    store(s, at + 64, (b << 4) | lanes16())
+def levels8(words, j):
+    """Return level j of points stored as bytes."""
+    return cast(i32x16, (words >> (8 * (j % 4))) & 255) - I32(bias)
 
 
-def error_of(lines, i, query):
-    p, q = score(lines, i, query)
-    return p + q
+@inline
+def levels4(words, j):
+    """Return level j of points stored as 16 bits."""
+    return cast(i32x16, words << (16 - 16 * (j % 2))) >> 16
 
 
-def rank_families(families, book, count, query, s):
-    """Store the numbers of 32 * count families whose centers are near."""
-    if family_groups <= 2 * count:
-        for i in range(family_groups):
-            store(s, FAMILIES + 64 * i, lanes16() + I32(16 * (book * family_groups + i)))
-        return
-    most = splat(i32x16, MOST)
-    for part in range(count):
-        a, b, na, nb = most, most, splat(i32x16, 0), splat(i32x16, 0)
-        step = 2 * count
-        for i in range(book * family_groups + 2 * part, (book + 1) * family_groups, step):
-            a, na = _better(a, na, error(families, i, query), i)
-            b, nb = _better(b, nb, error(families, i + 1, query), i + 1)
-        _store_two(s, FAMILIES + 128 * part, na, nb)
+levels: Any = None
 
 
-error: Any = None
+def rate_points(lines, x, w, s, sign, kept, width):
+    """Compute 2 P, of x or -x, and Q of the 32 points listed, and keep them and where the points are."""
+    for half in range(0, 128, 64):
+        for i in range(0, 64, 4):
+            place = load(types.int32, s, POINTS + half + i)
+            at = (place >> 4) * line_bytes + 4 * (place & 15)
+            store(s, WORDS + i, load(types.uint32, lines, at))
+            store(s, WORDS + 64 + i, load(types.uint32, lines, at + 64))
+        p = q = splat(f32x16, F(0))
+        for j in range(size):
+            v = convert(f32x16, levels(load(u32x16, s, WORDS + 64 * (j // (size // 2))), j))
+            wv = v * load(types.float32, w, 4 * j)
+            p, q = p + wv * load(types.float32, x, 4 * j), q + wv * v
+        store(kept, half, p * (sign + sign))
+        store(kept, 4 * width + half, q)
+        store(kept, 8 * width + half, load(i32x16, s, POINTS + half))
 
 
-def rank_cells(cells, count, groups, query, s):
-    """Store the numbers of 32 * count cells whose centers are near, of families."""
-    most = splat(i32x16, MOST)
-    for part in range(count):
-        a, b, na, nb = most, most, splat(i32x16, 0), splat(i32x16, 0)
-        for k in range(2 * part, groups, 2 * count):
-            i = load(types.int32, s, FAMILIES + 4 * k)
-            a, na = _better(a, na, error(cells, i, query), i)
-            i = load(types.int32, s, FAMILIES + 4 * k + 4)
-            b, nb = _better(b, nb, error(cells, i, query), i)
-        _store_two(s, CELLS + 128 * part, na, nb)
+#: Bindings of ``search``: lines of families of a codebook, none if all cells are ranked; how many of each lane stay;
+#: the least weight, of 64, with which a query may be coarse, 65 if none may.
+lines_of_families = lines_of_cells = family_depth = cell_depth = 0
+coarse_from = 65
+fine_prepared: Any = None
+coarse_prepared: Any = None
+fine_query: Any = None
+rank_families: Any = None
+rank_cells: Any = None
+rank_points: Any = None
+coarsely_rank_families: Any = None
+coarsely_rank_cells: Any = None
+coarsely_rank_points: Any = None
+points_rated: Any = None
+
+
+@inline
+def _prepare(x, w, inverse, s):
+    y, weights = vmax(vmin(load(floats, x, 0) * inverse, FARTHEST), -FARTHEST), load(floats, w, 0)
+    coarse = 0
+    if coarse_from <= 64:
+        coarse = 1 if coarse_prepared(y, weights, s) >= I32(coarse_from) else 0
+    if coarse == 0:
+        fine_prepared(y, weights, s)
+    store(s, FINE, I32(coarse))
+
+
+def search(book, sign, inverse, x, w, lines, s, kept, width):
+    """Keep the survivors of each group of 32 values at x, with weights at w, for scales around 1 / |inverse|.
+
+    ``sign``: of the scales; ``lines``: addresses of lines of points, of cells, of families. For each group at ``kept``:
+    2 P, Q and the places of ``width`` points, of which these are 32; P is that of sign * x. Each step is done for all
+    groups, so that none waits for its own result.
+    """
+    for group in range(32 // size):
+        at = 4 * size * group
+        prepared(x + at, w + at, inverse, s + PART * group)
+    first = s + LINES + 4 * book * (lines_of_families if lines_of_families > 0 else lines_of_cells)
+    if lines_of_families > 0:
+        for t in range(s, s + PART * (32 // size), PART):
+            if coarse_from <= 64 and load(types.int32, t, FINE) != I32(0):
+                coarsely_rank_families(lines[2], first - t, lines_of_families, coarse_query(t), t, FAMILIES)
+            else:
+                rank_families(lines[2], first - t, lines_of_families, fine_query(t), t, FAMILIES)
+    for t in range(s, s + PART * (32 // size), PART):
+        source = FAMILIES if lines_of_families > 0 else first - t
+        count = 16 * family_depth if lines_of_families > 0 else lines_of_cells
+        if coarse_from <= 64 and load(types.int32, t, FINE) != I32(0):
+            coarsely_rank_cells(lines[1], source, count, coarse_query(t), t, CELLS)
+        else:
+            rank_cells(lines[1], source, count, fine_query(t), t, CELLS)
+    for t in range(s, s + PART * (32 // size), PART):
+        if coarse_from <= 64 and load(types.int32, t, FINE) != I32(0):
+            coarsely_rank_points(lines[0], CELLS, 16 * cell_depth, coarse_query(t), t, POINTS)
+        else:
+            rank_points(lines[0], CELLS, 16 * cell_depth, fine_query(t), t, POINTS)
+    for group in range(32 // size):
+        at = 4 * size * group
+        points_rated(lines[0], x + at, w + at, s + PART * group, sign, kept + 12 * width * group, width)
+
+
+prepared: Any = None
+
+
+@inline
+def errors(kept, groups, width, slots, d):
+    """Return the errors of a block for 16 scales >= 0, each with the best survivors of ``slots`` searches for it."""
+    total = splat(f32x16, F(0))
+    for group in range(groups):
+        at = kept + 12 * width * group
+        one = two = splat(f32x16, F(3e38))
+        for i in range(at, at + 4 * SURVIVORS * slots, 8):
+            q, p = load(types.float32, i, 4 * width), load(types.float32, i, 0)
+            r, o = load(types.float32, i, 4 * width + 4), load(types.float32, i, 4)
+            one, two = vmin(d * q - p, one), vmin(d * r - o, two)
+        total = total + vmin(one, two)
+    return total * d
 
 
 @inline
@@ -193,161 +317,14 @@ def best_lane(values):
     return min(hmin(select(values == hmin(values), lanes16(), I32(99))), I32(15))
 
 
-def rank_cells_of_two(cells, count, groups, query, s):
-    """Store the numbers of 32 * count cells whose centers are near, half for a smaller, half for a larger scale."""
-    most = splat(i32x16, MOST)
-    for part in range(count):
-        a, b, na, nb = most, most, splat(i32x16, 0), splat(i32x16, 0)
-        for k in range(part, groups, count):
-            i = load(types.int32, s, FAMILIES + 4 * k)
-            p, q = score(cells, i, query)
-            both, step = p + q, q >> shift
-            a, na = _better(a, na, both - step, i)
-            b, nb = _better(b, nb, both + step, i)
-        _store_two(s, CELLS + 128 * part, na, nb)
-
-
-shift = 0
-
-
-def least_of_4(points, groups, query, s, ratios):
-    """Store the least errors, over the scale, for each of 4 scales."""
-    most = splat(f32x16, F(3e38))
-    a, b, c, d = most, most, most, most
-    r0, r1 = splat(f32x16, load(types.float32, ratios, 0)), splat(f32x16, load(types.float32, ratios, 4))
-    r2, r3 = splat(f32x16, load(types.float32, ratios, 8)), splat(f32x16, load(types.float32, ratios, 12))
-    for k in range(groups):
-        p, q = score(points, load(types.int32, s, CELLS + 4 * k), query)
-        u, v = convert(f32x16, p), convert(f32x16, q)
-        a, b, c, d = vmin(v * r0 + u, a), vmin(v * r1 + u, b), vmin(v * r2 + u, c), vmin(v * r3 + u, d)
-    store(s, WORDS, hmin(a))
-    store(s, WORDS + 4, hmin(b))
-    store(s, WORDS + 8, hmin(c))
-    store(s, WORDS + 12, hmin(d))
-
-
-def least_of_8(points, groups, query, s, ratios):
-    """Store the least errors, over the scale, for each of 8 scales."""
-    most = splat(f32x16, F(3e38))
-    a, b, c, d, e, f, g, h = most, most, most, most, most, most, most, most
-    r0, r1 = splat(f32x16, load(types.float32, ratios, 0)), splat(f32x16, load(types.float32, ratios, 4))
-    r2, r3 = splat(f32x16, load(types.float32, ratios, 8)), splat(f32x16, load(types.float32, ratios, 12))
-    r4, r5 = splat(f32x16, load(types.float32, ratios, 16)), splat(f32x16, load(types.float32, ratios, 20))
-    r6, r7 = splat(f32x16, load(types.float32, ratios, 24)), splat(f32x16, load(types.float32, ratios, 28))
-    for k in range(groups):
-        p, q = score(points, load(types.int32, s, CELLS + 4 * k), query)
-        u, v = convert(f32x16, p), convert(f32x16, q)
-        a, b, c, d = vmin(v * r0 + u, a), vmin(v * r1 + u, b), vmin(v * r2 + u, c), vmin(v * r3 + u, d)
-        e, f, g, h = vmin(v * r4 + u, e), vmin(v * r5 + u, f), vmin(v * r6 + u, g), vmin(v * r7 + u, h)
-    store(s, WORDS, hmin(a))
-    store(s, WORDS + 4, hmin(b))
-    store(s, WORDS + 8, hmin(c))
-    store(s, WORDS + 12, hmin(d))
-    store(s, WORDS + 16, hmin(e))
-    store(s, WORDS + 20, hmin(f))
-    store(s, WORDS + 24, hmin(g))
-    store(s, WORDS + 28, hmin(h))
-
-
-def rank_points(points, groups, query, s):
-    """Store the numbers of the best 32 points of cells."""
-    a, b = splat(i32x16, MOST), splat(i32x16, MOST)
-    na, nb = splat(i32x16, 0), splat(i32x16, 0)
-    for k in range(0, groups, 2):
-        i = load(types.int32, s, CELLS + 4 * k)
-        a, na = _better(a, na, error(points, i, query), i)
-        i = load(types.int32, s, CELLS + 4 * k + 4)
-        b, nb = _better(b, nb, error(points, i, query), i)
-    store(s, GROUPS, na)
-    store(s, GROUPS + 64, nb)
-
-
-def rate_points(points, x, w, s, group):
-    """Compute P and Q of 32 points, for values at x with weights at w."""
-    for half in range(2):
-        for lane in range(16):
-            number = load(types.int32, s, GROUPS + 64 * half + 4 * lane)
-            for k in range(size // 4):
-                at = number * line_bytes + 64 * k + 4 * lane
-                store(s, WORDS + 64 * k + 4 * lane, load(types.uint32, points, at))
-        p = q = splat(f32x16, F(0))
-        for j in range(size):
-            word = load(u32x16, s, WORDS + 64 * (j // 4))
-            v = convert(f32x16, cast(i32x16, (word >> (8 * (j % 4))) & 255) - I32(bias))
-            wv = v * load(types.float32, w, 4 * j)
-            p, q = p + wv * load(types.float32, x, 4 * j), q + wv * v
-        at = 128 * group + 64 * half
-        store(s, P + at, p)
-        store(s, Q + at, q)
-        store(s, AT + at, (load(i32x16, s, GROUPS + 64 * half) << 4) | lanes16())
-
-
-#: Bindings of ``search``.
-prepare_query: Any = None
-families_ranked: Any = None
-cells_ranked: Any = None
-points_ranked: Any = None
-points_rated: Any = None
-
-
-def search(book, families, cells, x, w, center, s, lines):
-    """Find the survivors of each group of 32 values at x, with weights at w, for scales around ``center``.
-
-    ``families``, ``cells``: how many are searched, in units of 32. ``lines``: addresses.
-    """
-    inverse = F(1) / center
-    for group in range(32 // size):
-        at = 4 * size * group
-        prepare_query(x + at, w + at, inverse, s)
-        query = query_of(s)
-        families_ranked(lines[2], book, families, query, s)
-        cells_ranked(lines[1], cells, 32 * families, query, s)
-        points_ranked(lines[0], 32 * cells, query, s)
-        points_rated(lines[0], x + at, w + at, s, group)
-
-
 @inline
-def errors(s, groups, d):
-    """Return the errors of a block for 16 scales, each with the best survivors for it."""
-    square, twice, total = d * d, d + d, splat(f32x16, F(0))
-    for group in range(groups):
-        least = splat(f32x16, F(np.inf))
-        for i in range(128 * group, 128 * group + 4 * SURVIVORS, 4):
-            q, p = load(types.float32, s, Q + i), load(types.float32, s, P + i)
-            least = vmin(square * q - twice * p, least)
-        total = total + least
-    return total
-
-
-@inline
-def pick(s, group, d):
-    """Return P, Q and the position of the best survivor for scale d."""
-    at = 128 * group
-    square, twice = d * d, d + d
-    one = load(f32x16, s, Q + at) * square - load(f32x16, s, P + at) * twice
-    two = load(f32x16, s, Q + at + 64) * square - load(f32x16, s, P + at + 64) * twice
-    both = vmin(two, one)
-    at += 4 * best_lane(both)
-    if not load(types.float32, s, Q + at) * square - load(types.float32, s, P + at) * twice <= hmin(both):
-        at += 64
-    return load(types.float32, s, P + at), load(types.float32, s, Q + at), load(types.int32, s, AT + at)
-
-
-curve_points: Any = None
-cells_of_two: Any = None
-
-
-def curve(book, families, cells, x, w, center, s, lines, ratios):
-    """Return the errors of 32 values for 4 or 8 scales around center"""
-    inverse = F(1) / center
-    total = splat(f32x8, F(0))
-    r = load(f32x8, ratios, 0)
-    for group in range(32 // size):
-        at = 4 * size * group
-        unit, offset = prepare_query(x + at, w + at, inverse, s)
-        query = query_of(s)
-        families_ranked(lines[2], book, families, query, s)
-        cells_of_two(lines[1], cells, 32 * families, query, s)
-        curve_points(lines[0], 32 * cells, query, s, ratios)
-        total = total + (load(f32x8, s, WORDS) - F(offset)) * unit
-    return total * (center * center) * r
+def pick(kept, width, slots, d):
+    """Return 2 P, Q and the place of a group's best survivor for a scale d >= 0."""
+    best, at = splat(f32x16, F(3e38)), splat(i32x16, 0)
+    for i in range(0, 4 * SURVIVORS * slots, 64):
+        found = load(f32x16, kept, 4 * width + i) * d - load(f32x16, kept, i)
+        at = select(found < best, lanes16() + I32(i // 4), at)
+        best = vmin(found, best)
+    i = 4 * hmin(select(best == hmin(best), at, I32(4 * width)))
+    i = kept + min(i, 4 * (width - 1))
+    return load(types.float32, i, 0), load(types.float32, i, 4 * width), load(types.int32, i, 8 * width)
