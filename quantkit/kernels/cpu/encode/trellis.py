@@ -392,6 +392,8 @@ levels_chosen: Any = None
 put: Any = None
 block_bytes = lines_ranked = 0
 magnitudes = False
+#: By how much a row's scale exceeds that of least squares, with which values come out too small on average.
+stretch = 1.0
 
 
 @inline
@@ -470,7 +472,7 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
                     break
                 d, before = F(qx / q2), gain
         if best >= 0.0:
-            store(address(out) + out.shape[1] * row, 0, F(scale * unit))
+            store(address(out) + out.shape[1] * row, 0, F(scale * stretch * unit))
             if scale != 0.0:
                 target = address(out) + out.shape[1] * row + 4
                 write(
@@ -521,6 +523,7 @@ def _search(name: str, count: int, size: int, bias: int, depths: tuple[int, int]
 def _encoder(
     name: str, count: int, size: int, put: Any, levels: Any, *,
     largest: int, depths: tuple[int, int], coarse_from: int, searches: tuple[int, int], signs: int = 2, books: int = 1,
+    stretch: float = 1.0,
 ) -> Encoder:  # fmt: skip
     """Return the encoder of a type: codebooks of ``count`` points; the functions and numbers that differ."""
     suffix = name.lower()
@@ -532,7 +535,7 @@ def _encoder(
     )
     best = specialize(_best_level, suffix, levels_near=levels, **shared)
     encode_rows: Callable[..., None] = specialize(
-        encode, suffix, kernel, **shared, magnitudes=signs == 1,
+        encode, suffix, kernel, **shared, magnitudes=signs == 1, stretch=stretch,
         row_surveyed=specialize(survey, suffix, helper, _searches=searches_of, few=searches[0], **shared),
         row_scales=specialize(rate_row_scales, suffix, helper, cost_of=cost, largest=F(largest), signs=signs),
         levels_chosen=specialize(choose, suffix, helper, _searches=searches_of, _best_level=best, **shared),
@@ -551,8 +554,9 @@ def _encoder(
 
 
 encode_iq1_kt = _encoder(
-    "IQ1_KT", 8192, 8, put_iq1_kt, codebook_levels, largest=127, depths=(0, 2), coarse_from=6, searches=(1, 3)
-)
+    "IQ1_KT", 8192, 8, put_iq1_kt, codebook_levels, largest=127, depths=(0, 2), coarse_from=6, searches=(1, 3),
+    stretch=1.07,
+)  # fmt: skip
 encode_iq2_kt = _encoder(
     "IQ2_KT", 65536, 8, put_iq2_kt, codebook_levels, largest=127, depths=(2, 3), coarse_from=6, searches=(1, 3)
 )
