@@ -128,7 +128,9 @@ def test_up_gate_beside(memory: Memory, name: str, other: str, n_in: int, n_out:
     units = -(-n_out // 256), -(-dense_n_out // 256)
     to = Format(memory, "f16", n_out, n_used), Format(memory, "q8_k", dense_n_out, 1)
     counters = memory.put(np.zeros(n_used * units[0] + units[1], np.int32))
-    slots |= {"format": 3, "dense_format": 2, "quantized": to[0].quantized, "dense_quantized": to[1].quantized}
+    kinds = [activations.KINDS.index(form.kind) for form in to]
+    slots |= {"format": kinds[0], "dense_format": kinds[1]}
+    slots |= {"quantized": to[0].quantized, "dense_quantized": to[1].quantized}
     shape = mat_vec_shared_expert.up_gate(t, dense, SILU, n_in, n_out, n_used, dense_n_out)
     memory.run(shape, **slots, counters=counters)
 
