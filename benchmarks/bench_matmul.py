@@ -183,7 +183,7 @@ def weights(t: TensorType, n_out: int, n_in: int) -> U8:
 
 
 @kernel
-def read_all(data, n, out):
+def read_all(data: int, n: int, out: int) -> None:
     """Sum n bytes, as dwords."""
     a = b = c = d = splat(i32x16, 0)
     for at in range(0, n - 255, 256):

@@ -100,7 +100,8 @@ def figure(found: list[Measured]) -> Scatter:
     for bits, rise in sorted(place.values()):
         if not best or rise < best[-1][1]:
             best.append((bits, rise))
-    kinds = [Points("no smaller one is better", *zip(*best, strict=True), joined=True)]
+    x, y = zip(*best, strict=True)
+    kinds = [Points("no smaller one is better", x, y, joined=True)]
     for name, trees in (("both trees", "both"), ("llama.cpp", "mainline"), ("ik_llama.cpp", "ik")):
         some = [m for m in shown if m.preset.trees == trees]
         if some:
