@@ -111,6 +111,6 @@ class IkGgml:
         y, out = self.to_format(x, of), np.zeros((len(x), len(w)), np.float32)
         w, n = np.ascontiguousarray(w), x.shape[1]
         a, b = (t.id, w.ctypes.data, w.shape[1]), (of.id, y.ctypes.data, y.shape[1])
-        if not self.c.iqk_mul_mat(len(w), len(x), n, *a, *b, out.ctypes.data, len(w), 0, 1):
-            raise NotImplementedError(f"iqk_mul_mat: {t} with {of}")
+        done = self.c.iqk_mul_mat(len(w), len(x), n, *a, *b, out.ctypes.data, len(w), 0, 1)
+        assert done, f"the wheel's iqk_mul_mat refuses {t} with {of}"
         return out
