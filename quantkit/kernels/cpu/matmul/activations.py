@@ -178,27 +178,29 @@ def store_offsets(out: int) -> Any:
 
 
 @inline
+def store_halves(out: int, at: int, a: Any, b: Any) -> None:
+    """Write the lower halves of two vectors, then the upper ones."""
+    store(out, at, low_halves(a, b))
+    store(out, at + 64, high_halves(a, b))
+
+
+@inline
 def store_apart(out: int) -> None:
     """Write the levels of a unit again, blocks that are not neighbours side by side."""
     a, b, c, d = load(i8x64, out, 0), load(i8x64, out, 64), load(i8x64, out, 128), load(i8x64, out, 192)
-    store(out, APART_2, low_halves(a, b))
-    store(out, APART_2 + 64, high_halves(a, b))
-    store(out, APART_2 + 128, low_halves(c, d))
-    store(out, APART_2 + 192, high_halves(c, d))
-    store(out, APART_4, low_halves(a, c))
-    store(out, APART_4 + 64, high_halves(a, c))
-    store(out, APART_4 + 128, low_halves(b, d))
-    store(out, APART_4 + 192, high_halves(b, d))
+    store_halves(out, APART_2, a, b)
+    store_halves(out, APART_2 + 128, c, d)
+    store_halves(out, APART_4, a, c)
+    store_halves(out, APART_4 + 128, b, d)
 
 
 @inline
 def store_by_eights(out: int) -> None:
     """Write the levels of a unit again, as rows of 16 that are 8 apart."""
-    a, b, c, d = load(i8x64, out, 0), load(i8x64, out, 64), load(i8x64, out, 128), load(i8x64, out, 192)
-    store(out, BY_EIGHTS, eighths_0123(a, b))
-    store(out, BY_EIGHTS + 64, eighths_4567(a, b))
-    store(out, BY_EIGHTS + 128, eighths_0123(c, d))
-    store(out, BY_EIGHTS + 192, eighths_4567(c, d))
+    for half in range(2):
+        a, b = load(i8x64, out, 128 * half), load(i8x64, out, 128 * half + 64)
+        store(out, BY_EIGHTS + 128 * half, eighths_0123(a, b))
+        store(out, BY_EIGHTS + 128 * half + 64, eighths_4567(a, b))
 
 
 @inline

@@ -93,12 +93,19 @@ def crumbs_of_two(h: Any) -> Any:
 
 
 @inline
+def scaled_products(y: int, u0: Any, u1: Any, u2: Any, u3: Any, s0: Any, s1: Any, s2: Any, s3: Any) -> Any:
+    """Return 16 sums of unsigned levels times the activations at ``y``, 64 in turn, in pairs, times scales in i16."""
+    a = dot2(splat(i32x16, 0), maddubs(u0, load(i8x64, y, 0)), s0)
+    b = dot2(splat(i32x16, 0), maddubs(u1, load(i8x64, y, 64)), s1)
+    a = dot2(a, maddubs(u2, load(i8x64, y, 128)), s2)
+    return a + dot2(b, maddubs(u3, load(i8x64, y, 192)), s3)
+
+
+@inline
 def crumb_products(act: int, u0: Any, u1: Any, u2: Any, u3: Any, s: Any) -> Any:
     """Return scaled sums of levels in stored order (2 bits per value, from the low ones up), as i32x16."""
-    x = dot2(splat(i32x16, 0), maddubs(u0, load(i8x64, act, APART_4)), scales_0189(s))
-    y = dot2(splat(i32x16, 0), maddubs(u1, load(i8x64, act, APART_4 + 64)), scales_23ab(s))
-    x = dot2(x, maddubs(u2, load(i8x64, act, APART_4 + 128)), scales_45cd(s))
-    return x + dot2(y, maddubs(u3, load(i8x64, act, APART_4 + 192)), scales_67ef(s))
+    s0, s1, s2, s3 = scales_0189(s), scales_23ab(s), scales_45cd(s), scales_67ef(s)
+    return scaled_products(act + APART_4, u0, u1, u2, u3, s0, s1, s2, s3)
 
 
 # ---------------------------------------------------------------- four lanes for a block of 32

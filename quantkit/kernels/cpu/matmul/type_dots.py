@@ -37,7 +37,6 @@ from quantkit.kernels.cpu.core.simd import (
     load,
     load_f16,
     lookup16,
-    maddubs,
     make_constant,
     make_shuffle,
     muladd,
@@ -74,6 +73,7 @@ from quantkit.kernels.cpu.matmul.stored_order import (
     low_bits,
     nibbles_and_bits,
     right_0_2,
+    scaled_products,
     scales_0123,
     scales_89ab,
     scales_4567,
@@ -195,10 +195,7 @@ def products_by_fours(act: int, a0: Any, a1: Any, b0: Any, b1: Any, s: Any) -> A
 @inline
 def products_by_twos(act: int, a0: Any, a1: Any, b0: Any, b1: Any, s: Any) -> Any:
     """The same with half as many products of bytes added at a time; a pair of them is at most 2 * 31 * 127."""
-    x = dot2(splat(i32x16, 0), maddubs(a0, load(i8x64, act, APART_2)), scales_02(s))
-    y = dot2(splat(i32x16, 0), maddubs(a1, load(i8x64, act, APART_2 + 64)), scales_13(s))
-    x = dot2(x, maddubs(b0, load(i8x64, act, APART_2 + 128)), scales_46(s))
-    return x + dot2(y, maddubs(b1, load(i8x64, act, APART_2 + 192)), scales_57(s))
+    return scaled_products(act + APART_2, a0, a1, b0, b1, scales_02(s), scales_13(s), scales_46(s), scales_57(s))
 
 
 nibble_products: Any = products_by_fours if HAS_DOT4 else products_by_twos
@@ -259,14 +256,11 @@ def dot_q6_k(at: int, act: int, acc: Any) -> Any:
     s = opaque(convert(i16x16, load(i8x16, at, 192)))
     a0, a1 = (a & 15) | (low_bits(g, left_4_2()) & 48), (a >> 4) | (high_bits(g, right_0_2()) & 48)
     b0, b1 = (b & 15) | (low_bits(h, left_4_2()) & 48), (b >> 4) | (high_bits(h, right_0_2()) & 48)
-    x = dot2(splat(i32x16, 0), maddubs(a0, load(i8x64, act, 0)), scales_0123(s))
-    y = dot2(splat(i32x16, 0), maddubs(a1, load(i8x64, act, 64)), scales_4567(s))
-    x = dot2(x, maddubs(b0, load(i8x64, act, 128)), scales_89ab(s))
-    y = dot2(y, maddubs(b1, load(i8x64, act, 192)), scales_cdef(s))
+    x = scaled_products(act, a0, a1, b0, b1, scales_0123(s), scales_4567(s), scales_89ab(s), scales_cdef(s))
     d = half_at(at, 208) * load(types.float32, act, SCALES)
     offset = dot2(splat(i32x8, 0), s, load(i16x16, act, TOTALS)) << 5
     products, offsets = acc
-    products = muladd(convert(f32x16, x + y), splat(f32x16, d), products)
+    products = muladd(convert(f32x16, x), splat(f32x16, d), products)
     return products, muladd(convert(f32x8, offset), splat(f32x8, d), offsets)
 
 
