@@ -42,7 +42,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "merge": {"imatrix"},
     },
     "quantkit.model": {
-        **dict.fromkeys(("ops", "batch", "arch", "hparams", "interleaved", "merged"), set()),
+        **dict.fromkeys(("ops", "batch", "arch", "hparams", "copied", "interleaved", "merged"), set()),
         **dict.fromkeys(("op_table", "fusion", "placement", "cost", "observers"), {"ops"}),
         "devices": {"placement"},
         "check": {"op_table", "ops"},
@@ -54,7 +54,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         # Backends know operations, not architectures.
         "backends": {"batch", "check", "fusion", "op_table", "ops"},
         "engine": {"backends", "batch", "check", "cost", "devices", "fusion", "graph", "hparams", "merged", "ops"}
-        | {"interleaved", "placement"},
+        | {"copied", "interleaved", "placement"},
     },
     "quantkit.model.backends": {
         "accumulators": set(),
