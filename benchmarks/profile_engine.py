@@ -81,8 +81,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="tokens of a step (default: 1)")
     parser.add_argument("--steps", type=int, default=100, metavar="N")
     parser.add_argument("--threads", type=int, default=2, metavar="N")
+    parser.add_argument("--no-mmap", action="store_true", help="copy weights to memory")
     options = parser.parse_args()
-    with load(options.model, threads=options.threads, n_ubatch=options.batch) as model:
+    with load(options.model, threads=options.threads, n_ubatch=options.batch, mmap=not options.no_mmap) as model:
         batches = batches_of(model.n_vocab, options)
         (segment,) = model.segments
         limits = model.session(2 * options.batch * options.steps).limits
