@@ -38,7 +38,8 @@ def open_zoo(zoo: Zoo, name: str, placement: Placement, **options: Any) -> Model
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_llama_cpps(zoo: Zoo, name: str, cuda_devices: Devices) -> None:
-    tokens, logits = tokens_and_logits(name)
+    """Of so many tokens that windows, of 32, hide the first."""
+    tokens, logits = (array[:40] for array in tokens_and_logits(name))
     with open_zoo(zoo, name, everywhere("CUDA0")) as model:
         assert {segment.device for segment in model.segments} == {"CUDA0"}
         assert nmse(model.forward(tokens), logits) <= BOUND
@@ -124,8 +125,8 @@ def test_any_tensor_on_any_device(zoo: Zoo, name: str, rules: str, cuda_devices:
     with open_zoo(zoo, name, everywhere("CUDA0", rules=rules)) as model:
         assert len(model.segments) > 1
         session = model.session(32)
-        found = np.concatenate([session.decode(part) for part in (tokens[:20], tokens[20:21], tokens[21:22])])
-        assert nmse(found, logits[:22]) <= BOUND
+        found = np.concatenate([session.decode(part) for part in (tokens[:10], tokens[10:11], tokens[11:12])])
+        assert nmse(found, logits[:12]) <= BOUND
 
 
 def test_issue_861_up_and_gate_on_the_gpu_down_on_the_cpu(zoo: Zoo, cuda_devices: Devices) -> None:
@@ -178,8 +179,8 @@ def test_weights_beyond_the_budget_are_sent_for_every_batch(zoo: Zoo, budget: in
     with open_zoo(zoo, "qwen3moe-moe", everywhere("CUDA0"), max_vram=budget) as model:
         assert any("more than --max-vram" in note for note in model.notes)
         session = model.session(64)
-        found = np.concatenate([session.decode(part) for part in (tokens[:40], tokens[40:41], tokens[41:42])])
-        assert nmse(found, logits[:42]) <= BOUND
+        found = np.concatenate([session.decode(part) for part in (tokens[:12], tokens[12:13], tokens[13:14])])
+        assert nmse(found, logits[:14]) <= BOUND
         weights = model.backend("CUDA0").weights  # type: ignore[attr-defined]
         assert weights.nbytes <= budget
         assert weights._staged
