@@ -122,6 +122,18 @@ def unsynced() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Let models run on one thread where workers share the cores: teams would wait for threads that have none.
+
+    How teams share work is asked with threads that are named: test_engine_zoo.py, test_cpu_backend.py, test_tape.py.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            patch.setattr("quantkit.model.engine.available_cpus", lambda: 1)
+        yield
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "run all cases, of sm_75 and sm_80, too, and whole models as PTX on the CPU; compare each with the shim's"
     parser.addoption("--all-ptx", action="store_true", help=text)

@@ -54,7 +54,7 @@ def placed(device: str) -> Placement:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fusion", [Fusion(), Fusion.none()], ids=["fused", "unfused"])
 def test_logits_are_llama_cpps(zoo: Callable[[str], Path], name: str, device: str, fusion: Fusion) -> None:
-    with load(zoo(name), kv_type="f32", fusion=fusion, placement=placed(device)) as model:
+    with load(zoo(name), kv_type="f32", fusion=fusion, placement=placed(device), threads=2) as model:
         assert nmse(model.forward(TOKENS), expected(name)) <= BOUND
 
 

@@ -530,14 +530,11 @@ def test_whole_files_equal_llama_quantize(
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("type_name", ["Q4_K_M", "Q8_0"])
-def test_a_quantized_source_equals_llama_quantize(
-    llama_bin: Path, smollm2: Path, tmp_path: Path, type_name: str
-) -> None:
+def test_a_quantized_source_equals_llama_quantize(llama_bin: Path, smollm2: Path, tmp_path: Path) -> None:
     theirs, ours = tmp_path / "theirs.gguf", tmp_path / "ours.gguf"
-    command = [llama_bin / "llama-quantize", "--allow-requantize", smollm2, theirs, type_name, "2"]
+    command = [llama_bin / "llama-quantize", "--allow-requantize", smollm2, theirs, "Q4_K_M", "2"]
     subprocess.run(command, check=True, capture_output=True)
-    quantize(smollm2, ours, type_name, QuantizeOptions(allow_requantize=True, no_provenance=True))
+    quantize(smollm2, ours, "Q4_K_M", QuantizeOptions(allow_requantize=True, no_provenance=True))
     assert ours.read_bytes() == theirs.read_bytes()
 
 
