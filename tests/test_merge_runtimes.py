@@ -112,7 +112,7 @@ def test_merged_experts_have_the_perplexity_of_separate_ones(
     before, after = perplexity(separate, chunks), perplexity(together, chunks)
     assert nmse(together, separate) <= 1e-8
     assert after == pytest.approx(before, rel=1e-5)
-    assert 25 < before < 35
+    assert 30 < before < 40
     assert perplexity(ik.logits(tmp_path / "up-first.gguf", chunks), chunks) > 5 * before
     with pytest.raises(LibllamaError, match=r"blk\.0\.ffn_gate_exps\.weight' not found"):
         Libllama(llama_bin).logits(merged, chunks[0])
