@@ -161,15 +161,19 @@ def snapshots() -> dict[str, str]:
 
 
 SNAPSHOTS = snapshots()
+#: Models which, without options, meet every row of the tables; with options, models take turns, as the others do: time.
+IN_FULL = {"dflash", "falcon", "qwen2-70b", "2-experts", "gemma4", "7b", "clip", "tied"}
 
 
 @pytest.mark.parametrize("model", SNAPSHOTS)
 def test_types_equal_ik_llama_cpps_snapshots(model: str) -> None:
     metadata, tensors = make_model(model)
-    turn = list(SNAPSHOTS).index(model) % 2  # models take turns with the presets and options: time
-    for line in SNAPSHOTS[model].splitlines()[turn::2]:
+    turn = list(SNAPSHOTS).index(model) % 3
+    for i, line in enumerate(SNAPSHOTS[model].splitlines()):
         head, _, text = line.partition(": ")
         preset, option, importance = head.split("/")
+        if i % 3 != turn and (option or model not in IN_FULL):
+            continue
         ours = choose(metadata, tensors, preset, has_imatrix=importance == "imatrix", **OPTIONS[option][1])
         ours.sort(key=by_part)
         theirs = [readable(c.name, name) for c, name in zip(ours, lengthened(text), strict=True)]
