@@ -48,9 +48,11 @@ if os.environ.get("QUANTKIT_ALL"):
 PRODUCTS = ["Q4_K", "IQ4_XS", "F16", "IQ3_K", "IQ2_KT"]
 if "avx2" in FEATURES:
     PRODUCTS += ["Q8_0", "Q5_1", "Q6_0", "IQ3_XXS"]
+#: With every kind of operation; on SSE2 those that all have.
+MODELS = ["llama-dense", *(["qwen3next-moe", "gpt-oss-moe"] if "avx2" in FEATURES else [])]
 
 #: Tests, each with those values of its parameters that are to be had; all of a parameter that is not named.
-#: Of SIMD what has code of its own for some CPUs; of the engine three zoo models with every kind of operation.
+#: Of SIMD what has code of its own for some CPUs.
 TESTS: list[tuple[Test, dict[str, Any]]] = [
     (test_simd.test_half_floats_in_vectors, {}),
     (test_simd.test_half_float_scalars, {}),
@@ -78,7 +80,7 @@ TESTS: list[tuple[Test, dict[str, Any]]] = [
     (test_matmul.test_products, {"name": PRODUCTS}),
     (
         test_engine_zoo.test_logits_are_llama_cpps,
-        {"name": ["llama-dense", "qwen3next-moe", "gpt-oss-moe"], "device": ["CPU"], "fusion": [Fusion()]},
+        {"name": MODELS, "device": ["CPU"], "fusion": [Fusion()]},
     ),
     (test_observers.test_sums_of_columns_are_exact, {}),
     (test_observers.test_sums_by_expert_are_exact, {}),
