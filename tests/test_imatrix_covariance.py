@@ -63,18 +63,18 @@ def test_covariances_in_many_passes_are_those_of_one(model: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("max_ram", "often", "at"),
+    ("max_ram", "often", "stops"),
     [
-        (ALL, 2, (1, 7)),
-        (ALL, 0, (1, 7)),
-        (FEW, 2, (3, 5)),
-        (FEW, 2, (2, 1)),
+        (ALL, 2, [(1, 5), (1, 7)]),
+        (ALL, 0, [(1, 7)]),
+        (FEW, 2, [(3, 5)]),
+        (FEW, 2, [(2, 1)]),
     ],
 )
 def test_resumed_covariances_make_the_same_file(
     max_ram: int,
     often: int,
-    at: tuple[int, int],
+    stops: list[tuple[int, int]],
     model: Path,
     whole: Callable[[int], bytes],
     tmp_path: Path,
@@ -83,13 +83,15 @@ def test_resumed_covariances_make_the_same_file(
     monkeypatch.setattr(covariances, "_SAVING", 1e9)  # save whenever it is due, however long it takes
     out, made = tmp_path / "out.gguf", options(output_frequency=often)
     run: dict[str, Any] = {"tokens": TOKENS, "max_ram": max_ram, **RUN}
+    for i, at in enumerate(stops):
 
-    def stop(now: CovarianceProgress) -> None:
-        if (now.number, now.chunk) >= at:
-            raise KeyboardInterrupt
+        def stop(now: CovarianceProgress, at: tuple[int, int] = at) -> None:
+            if (now.number, now.chunk) >= at:
+                raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        covariance(model, (), out, options=made, without=(4,), progress=stop, **run)
+        begun = {"without": (4,)} if i == 0 else {}
+        with pytest.raises(KeyboardInterrupt):
+            covariance(model, (), out, options=replace(made, resume=i > 0), progress=stop, **begun, **run)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.gguf.part", "out.gguf.state"]
     with pytest.raises(QuantkitError, match="go on with --resume, or start over with --overwrite"):
         covariance(model, (), out, options=made, **run)
@@ -98,8 +100,9 @@ def test_resumed_covariances_make_the_same_file(
     assert out.read_bytes() == whole(max_ram)
     assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
     # Chunks of a pass are done in twos, and there are 7; what was interrupted was not saved any more.
-    assert found.resumed == (at[0] - 1, (at[1] - 1) // 2 * 2 if often else 0)
-    assert (seen[0].number, seen[0].n_passes) == (at[0], found.n_passes)
+    number, chunk = stops[-1]
+    assert found.resumed == (number - 1, (chunk - 1) // 2 * 2 if often else 0)
+    assert (seen[0].number, seen[0].n_passes) == (number, found.n_passes)
     assert seen[0].chunk == min(7, found.resumed[1] + 2)
 
 
