@@ -56,7 +56,7 @@ def test_every_quantizable_weight_of_every_architecture_gets_an_entry(tmp_path: 
 
 # ---------------------------------------------------------------- beside llama-imatrix
 
-N_CTX, N_CHUNKS = 32, 6
+N_CTX, N_CHUNKS = 32, 3
 TEXT = "".join(chr(33 + int(c)) for c in np.random.default_rng(3).integers(0, 90, N_CTX * N_CHUNKS + 5))
 TOLERANCE = 1e-3
 

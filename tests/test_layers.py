@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -105,14 +106,17 @@ def dotted(path: Path) -> str:
 
 MODULES = {dotted(p): p for p in sorted(ROOT.rglob("*.py"))}
 
-#: What each module imports of ours: modules, the longest names that are some.
-IMPORTS = {name: {m for m in imports(path) if m in MODULES} - {name} for name, path in MODULES.items()}
+
+@cache
+def imported(name: str) -> set[str]:
+    """Return what a module imports of ours: modules, the longest names that are some."""
+    return {m for m in imports(MODULES[name]) if m in MODULES} - {name}
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name != "quantkit.__main__"])
 def test_imports_flow_one_way(name: str) -> None:
     part = part_of(name)
-    used = {part_of(module) for module in IMPORTS[name] if module != "quantkit"} - {part}
+    used = {part_of(module) for module in imported(name) if module != "quantkit"} - {part}
     assert used <= ALLOWED[part], f"{name} imports {used - ALLOWED[part]}"
 
 
@@ -128,14 +132,12 @@ def test_imports_within_a_package(package: str) -> None:
     assert package == "quantkit" or rows.keys() == within
     for name in MODULES:
         own = child(name)
-        used = {child(module) for module in IMPORTS[name]} & rows.keys() - {own}
+        used = {child(module) for module in imported(name)} & rows.keys() - {own}
         assert own not in rows or used <= rows[own], f"{name} imports {used - rows[own]}"
 
 
 def test_there_are_no_import_circles() -> None:
-    left = {
-        name: {m for m in found if m != "quantkit" and not name.startswith(f"{m}.")} for name, found in IMPORTS.items()
-    }
+    left = {name: {m for m in imported(name) if m != "quantkit" and not name.startswith(f"{m}.")} for name in MODULES}
     while free := [name for name, found in left.items() if not found & left.keys()]:
         for name in free:
             del left[name]
