@@ -118,7 +118,9 @@ class Config:
         rope = dict(given)
         if "full_attention" in rope or "sliding_attention" in rope:
             return rope
-        theta = self.find("global_rope_theta", "rope_global_theta", "rope_theta_global", "rope_theta", "rotary_emb_base")
+        theta = self.find(
+            "global_rope_theta", "rope_global_theta", "rope_theta_global", "rope_theta", "rotary_emb_base"
+        )
         local = self.find(
             *("local_rope_theta", "rope_local_theta", "rope_theta_local", "swa_rope_theta", "rope_local_base_freq")
         )

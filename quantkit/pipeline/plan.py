@@ -107,6 +107,7 @@ def plan_output(
     identity: str,
     reads: Sequence[Path] = (),
     all_dims: bool = False,
+    empty_first: bool = False,
 ) -> Plan:
     """Place the chosen tensors in one file, or in shards.
 
@@ -122,9 +123,10 @@ def plan_output(
         split_max_size: start a new shard before this many bytes of tensors are exceeded.
         identity: what else decides the bytes (hashes of source and imatrix), for the fingerprint.
         reads: the other files that were read, none of which may be replaced.
+        empty_first: begin with a shard of metadata alone.
         all_dims: write trailing dimensions of 1, too: see ``layout_gguf``.
     """
-    groups = _groups(chosen, shard_of, split_max_size)
+    groups = [[] for _ in range(empty_first)] + _groups(chosen, shard_of, split_max_size)
     n = len(chosen)
     shards, tensors = [], []
     for no, group in enumerate(groups):
