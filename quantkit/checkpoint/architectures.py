@@ -1,8 +1,9 @@
 """The architectures that are converted: one row for each class of transformers.
 
-A row says what the model is called in GGUF, by which rules its tensors change on the way (``tensors``), which keys follow
-the base ones (``keys``), and what kind of vocabulary it has (``vocab.WRITERS``). Facts of llama.cpp b11434, conversion/*.py.
-A class that is like another is a name of the same row; what rows cannot say is a function named in them.
+A row says what the model is called in GGUF, by which rules its tensors change on the way (``tensors``), which keys
+follow the base ones (``keys``), and what kind of vocabulary it has (``vocab.WRITERS``). Facts of llama.cpp b11434,
+conversion/*.py. A class that is like another is a name of the same row; what rows cannot say is a function named in
+them.
 """
 
 from __future__ import annotations

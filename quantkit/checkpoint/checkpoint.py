@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.architectures import Architecture, find_architecture
-from quantkit.checkpoint.config import Config, read_config
+from quantkit.checkpoint.config import read_config
 from quantkit.checkpoint.expressions import (
     TYPE_BF16,
     TYPE_F16,

@@ -1,8 +1,8 @@
 """What transformers' configuration classes fill in where config.json says nothing.
 
 Facts of transformers 4.57.6 (models/*/configuration_*.py), the version that llama.cpp b11434 pins: only values that
-convert_hf_to_gguf.py reads. Later versions have other defaults, so the keys of a sparse config.json depend on the version
-that reads it.
+convert_hf_to_gguf.py reads. Later versions have other defaults, so the keys of a sparse config.json depend on the
+version that reads it.
 """
 
 from __future__ import annotations

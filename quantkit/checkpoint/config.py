@@ -1,7 +1,7 @@
 """config.json as convert_hf_to_gguf.py (b11434) sees it: with the defaults of transformers' configuration classes.
 
-It loads the file through AutoConfig, so what a class fills in becomes metadata; ``class_defaults`` holds those defaults.
-Of a model type that the class table does not know it reads the JSON as it is, and so do we.
+It loads the file through AutoConfig, so what a class fills in becomes metadata: see ``class_defaults``. Of a model type
+that AutoConfig does not know it reads the JSON as it is, and so do we.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Tensors as they are made from stored ones: small trees, evaluated for any run of their values.
 
-An expression has a shape, outermost first, and a type; ``read`` gives values ``[start, start + n)`` of it, counted row by
-row through the whole tensor, and touches no more stored bytes than it must. Most only move bytes, in the type they were
-stored in; those that compute do it in float32 as torch does, and round to float16 where the operand is that (bfloat16
-becomes float32 before anything is computed, as in convert_hf_to_gguf.py).
+An expression has a shape, outermost first, and a type; ``read`` gives values ``[start, start + n)`` of it, counted row
+by row through the whole tensor, and touches no more stored bytes than it must. Most only move bytes, in the type they
+were stored in; those that compute do it in float32 as torch does, and round to float16 where the operand is that
+(bfloat16 becomes float32 before anything is computed, as in convert_hf_to_gguf.py).
 
 A new one needs ``shape``, ``type`` and ``read``, and is a frozen dataclass, so that it can be passed to any process.
 Types with blocks (MXFP4 that is only moved) work too: values are then asked for in whole rows.
@@ -340,7 +340,7 @@ def chunk(x: Expression, axis: int, number: int, of: int) -> Expression:
 
 
 def head_permuted(x: Expression, heads: int) -> Expression:
-    """Undo the permutation of rotary rows in transformers' Llama (LlamaModel.permute), along the outermost dimension."""
+    """Undo the permutation of rotary rows in transformers' Llama (LlamaModel.permute), outermost."""
     rows = x.shape[0] // heads
     pairs = [range(h * rows + i, (h + 1) * rows, rows // 2) for h in range(heads) for i in range(rows // 2)]
     return Gathered(x, 0, tuple(pairs))

@@ -90,9 +90,8 @@ class ParameterCount:
 
 
 def _rounded(n: int) -> str:
-    for limit, factor, letter in ((1e12, 1e-12, "T"), (1e9, 1e-9, "B"), (1e6, 1e-6, "M"), (-1.0, 1e-3, "K")):
-        if n > limit:
-            break
+    units = ((1e12, 1e-12, "T"), (1e9, 1e-9, "B"), (1e6, 1e-6, "M"), (-1.0, 1e-3, "K"))
+    _, factor, letter = next(unit for unit in units if n > unit[0])
     scaled = n * factor
     digits = max(2 - len(str(round(scaled)).lstrip("0")), 0)
     return f"{scaled:.{digits}f}{letter}"

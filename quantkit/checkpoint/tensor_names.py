@@ -410,8 +410,8 @@ KINDS: dict[str, str] = {
     ),
 }
 
-#: Kind -> what it is called in checkpoints, without .weight and .bias. Of two kinds of an architecture with one name, the
-#: later has it.
+#: Kind -> what it is called in checkpoints, without .weight and .bias. Of two kinds of an architecture with one name,
+#: the later has it.
 PATTERNS: dict[str, str] = {
     "token_embd": (
         "gpt_neox.embed_in transformer.wte transformer.word_embeddings word_embeddings model.embed_tokens embed_tokens "

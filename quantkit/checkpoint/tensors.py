@@ -2,8 +2,8 @@
 
 A rule is a function of one tensor: it returns what takes its place, in order, nothing if it drops or holds it back, or
 None if the tensor does not concern it. The rules of an architecture (``architectures.ROWS``) are applied one after
-another to whatever the one before gave; what is left is named by ``TensorNames``. Rules are plain data, so that they can
-be read backwards, too (export).
+another to whatever the one before gave; what is left is named by ``TensorNames``. Rules are plain data, so that they
+can be read backwards, too (export).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checkpoints whose weights are quantized already: how each scheme is decoded while it is read.
 
-A scheme is a function of the stored tensors, by name, and of the quantization it is described by; it returns the tensors
-with those of the scheme (weights, scales, zero points) replaced by what they mean. ``SCHEMES`` holds them by the
-quant_method of config.json; what it does not hold is refused by name.
+A scheme is a function of the stored tensors, by name, and of the quantization it is described by; it returns the
+tensors with those of the scheme (weights, scales, zero points) replaced by what they mean. ``SCHEMES`` holds them by
+the quant_method of config.json; what it does not hold is refused by name.
 """
 
 from __future__ import annotations

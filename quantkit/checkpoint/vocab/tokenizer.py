@@ -92,7 +92,7 @@ class Vocabulary:
 
     @cached_property
     def added(self) -> dict[str, AddedToken]:
-        """Added tokens by their text: those of tokenizer.json, of tokenizer_config.json, and special ones of neither."""
+        """Added tokens by their text: of tokenizer.json, of tokenizer_config.json, and special ones of neither."""
         found: dict[str, AddedToken] = {}
         for entry in self._entries(self.json.get("added_tokens") or [], self.where):
             number = entry.get("id")
