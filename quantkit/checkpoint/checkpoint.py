@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.architectures import Architecture, find_architecture
+from quantkit.checkpoint.architectures import find_architecture
 from quantkit.checkpoint.config import read_config
 from quantkit.checkpoint.expressions import (
     TYPE_BF16,
@@ -26,6 +26,7 @@ from quantkit.checkpoint.general import General, ParameterCount, read_general
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.policy import OutType, find_outtype, type_of
 from quantkit.checkpoint.quantized import decoded
+from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.tensor_names import TensorNames
 from quantkit.checkpoint.tensors import Context, Tensor, applied, named_tensors, text_name
 from quantkit.checkpoint.vocab import WRITERS
