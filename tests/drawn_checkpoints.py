@@ -97,7 +97,7 @@ def write_checkpoint(
     if shards == 1:
         write_safetensors(folder / "model.safetensors", arrays)
         return folder
-    names, where = list(arrays), {}
+    names, where = list(arrays), dict[str, str]()
     for no in range(shards):
         file = f"model-{no + 1:05d}-of-{shards:05d}.safetensors"
         part = names[no * len(names) // shards : (no + 1) * len(names) // shards]

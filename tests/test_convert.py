@@ -1,4 +1,4 @@
-"""The verb convert: what is written of a checkpoint, and what is refused; the reference's bytes are tested elsewhere."""
+"""The verb convert: what is written of a checkpoint, and what is refused; elsewhere, the reference's bytes."""
 
 from __future__ import annotations
 
@@ -177,7 +177,8 @@ def test_tensors_that_do_not_fit(tmp_path: Path, arrays: dict[str, Any], message
 
 def test_values_that_are_not_finite(tmp_path: Path) -> None:
     bad = bf16(np.full((256, 256), np.nan, np.float32))
-    folder = broken(tmp_path, **{_EXPERT: bad})
+    given: dict[str, Any] = {_EXPERT: bad}
+    folder = broken(tmp_path, None, **given)
     for type_name in (None, "Q4_K_M"):
         with pytest.raises(FormatError, match=r"ffn_up_exps"):
             convert(folder, tmp_path / "x.gguf", type_name, PRE)

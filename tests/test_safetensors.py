@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from drawn_checkpoints import write_checkpoint, write_raw, write_safetensors
 
@@ -17,7 +18,7 @@ from quantkit.formats.safetensors import read_checkpoint, read_header
 
 
 def test_tensors_are_sorted_by_name(tmp_path: Path) -> None:
-    arrays = {"b": np.zeros((2, 3), np.float32), "a": np.ones(4, np.uint16)}
+    arrays: dict[str, npt.NDArray[Any]] = {"b": np.zeros((2, 3), np.float32), "a": np.ones(4, np.uint16)}
     found = read_header(write_safetensors(tmp_path / "x.safetensors", arrays, order=False))
     assert [(t.name, t.dtype, t.shape, t.nbytes) for t in found.values()] == [
         ("a", "BF16", (4,), 8),
