@@ -13,7 +13,9 @@ from typing import Unpack
 
 from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.checkpoint.architectures import ROWS
+from quantkit.checkpoint.fused import FUSIONS
 from quantkit.checkpoint.general import templated
+from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT
 from quantkit.checkpoint.policy import OUTTYPE_NAMES
 from quantkit.errors import RecipeError
 from quantkit.formats.outputs import end_of_links
@@ -28,13 +30,20 @@ from quantkit.version import __version__
 #: What --intermediate takes: the types that rows are rounded to between the two programs, or none.
 INTERMEDIATES = ("auto", "bf16", "f16", "f32", "none")
 
+#: Options that have no meaning where the output is quantized.
+_WITHOUT_TYPE = (
+    *("outtype", "fp8_as_q8", "vocab_only"),
+    *("split_max_tensors", "no_tensor_first_split", "split_max_size"),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
     """Everything about a conversion but directory, output and type; names as on the command line.
 
-    ``outtype`` is for a conversion without a type, ``intermediate`` for one that also quantizes. Splits are those of
-    convert_hf_to_gguf.py.
+    ``outtype``, ``fp8_as_q8``, ``vocab_only`` and splits (those of convert_hf_to_gguf.py) are for a conversion without
+    a type, ``intermediate`` for one that also quantizes. ``mtp`` and ``no_nextn`` are about layers that predict more
+    tokens: only them, or none of them.
     """
 
     outtype: str = "auto"
@@ -42,6 +51,12 @@ class ConvertOptions:
     pre: str | None = None
     model_name: str | None = None
     metadata: Path | None = None
+    mtp: bool = False
+    no_nextn: bool = False
+    fuse_gate_up_exps: bool = False
+    fuse_qkv: bool = False
+    fp8_as_q8: bool = False
+    vocab_only: bool = False
     split_max_tensors: int = 0
     split_max_size: str | int | None = None
     no_tensor_first_split: bool = False
@@ -106,6 +121,7 @@ def plan_convert(
         reads=opened.files,
         all_dims=True,
         empty_first=options.no_tensor_first_split,
+        pad_header=not options.vocab_only,
     )
 
 
@@ -121,13 +137,15 @@ def _check(options: ConvertOptions, type: str | None, quantize: QuantizeOptions 
         raise RecipeError(f"--outtype {options.outtype}: there are {', '.join(OUTTYPE_NAMES)}")
     if options.intermediate not in INTERMEDIATES:
         raise RecipeError(f"--intermediate {options.intermediate}: there are {', '.join(INTERMEDIATES)}")
+    if options.mtp and options.no_nextn:
+        raise RecipeError("--mtp and --no-nextn exclude each other: run twice for two files")
     if type is None:
         if options.intermediate != default.intermediate:
             raise RecipeError("--intermediate rounds what is then quantized: give a TYPE, or leave it away")
         if quantize is not None and quantize != QuantizeOptions():
             raise RecipeError("options of quantize need a TYPE to quantize to: quantkit convert DIR OUT.gguf Q4_K_M")
         return
-    for name in ("outtype", "split_max_tensors", "no_tensor_first_split", "split_max_size"):
+    for name in _WITHOUT_TYPE:
         if getattr(options, name) != getattr(default, name):
             raise RecipeError(f"--{name.replace('_', '-')} is for a conversion without TYPE: leave one of them away")
     if quantize is not None and (quantize.keep_split or quantize.repack or quantize.unrepack):
@@ -143,6 +161,10 @@ def _open(folder: str | Path, options: ConvertOptions, outtype: str) -> Checkpoi
         pre=options.pre,
         model_name=options.model_name,
         metadata=options.metadata,
+        nextn=ONLY if options.mtp else WITHOUT if options.no_nextn else WITH,
+        fuse=[f.option for f in FUSIONS if getattr(options, f.option[2:].replace("-", "_"))],
+        fp8_as_q8=options.fp8_as_q8,
+        vocab_only=options.vocab_only,
     )
 
 
@@ -179,5 +201,5 @@ def _output_path(opened: Checkpoint, output: str | Path | None, encoding: str) -
     """Return the output's path; in a directory, the checkpoint's without one, the name that the model gives itself."""
     folder = opened.paths[0] if output is None else Path(output)
     if folder.is_dir():
-        return folder / opened.general.file_name(encoding)
+        return folder / opened.general.file_name(None if opened.kind == "vocab" else encoding, kind=opened.kind)
     return end_of_links(folder.with_name(templated(folder.name, encoding)))

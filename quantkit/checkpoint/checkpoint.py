@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ from quantkit.checkpoint.expressions import (
     value_bytes,
     values_in,
 )
+from quantkit.checkpoint.fused import fused
 from quantkit.checkpoint.general import General, ParameterCount, read_general
 from quantkit.checkpoint.keys import Keys
-from quantkit.checkpoint.policy import OutType, find_outtype, type_of
+from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT, check_nextn, is_taken, predicts
+from quantkit.checkpoint.policy import OutType, find_outtype, of_source, type_of, was_float8
 from quantkit.checkpoint.quantized import decoded
 from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.tensor_names import TensorNames
@@ -37,9 +40,10 @@ from quantkit.formats.gguf.rules import MAX_DIMS, short
 from quantkit.formats.ranges import U8
 from quantkit.formats.safetensors import StoredTensor, read_checkpoint
 from quantkit.helpers import round_up
-from quantkit.types import TensorType
+from quantkit.types import TensorType, type_by_name
 
 _FLOATS = (TYPE_F32, TYPE_F16, TYPE_BF16)
+Q8_0 = type_by_name("Q8_0")
 #: Bytes hashed at each end of every stored tensor for the fingerprint.
 _SAMPLE = 4096
 #: Files beside the weights that decide metadata.
@@ -65,6 +69,8 @@ class Made:
 class Checkpoint:
     """An open checkpoint. ``outtype``: the type of files it is opened for; ``general``: what the model is called.
 
+    ``kind`` is "vocab" or "mtp" if it is opened for that part of the model only.
+
     ``tensors`` have the type in which ``read`` gives them; ``made`` says what each is made of, and what type it is to
     have.
     """
@@ -79,6 +85,7 @@ class Checkpoint:
         self.tensors: dict[str, TensorInfo] = {each.info.name: each.info for each in made}
         self.outtype = outtype
         self.general = General({}, {})
+        self.kind = ""
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a metadata key, or ``default`` if there is none."""
@@ -131,6 +138,10 @@ def open_checkpoint(
     pre: str | None = None,
     model_name: str | None = None,
     metadata: Path | None = None,
+    nextn: str = WITH,
+    fuse: Collection[str] = (),
+    fp8_as_q8: bool = False,
+    vocab_only: bool = False,
 ) -> Checkpoint:
     """Open the checkpoint in a directory.
 
@@ -141,6 +152,10 @@ def open_checkpoint(
         pre: the name of the pre-tokenizer, where its hash is not known.
         model_name: general.name.
         metadata: a JSON file of keys that override what is found.
+        nextn: layers that predict more tokens: ``with`` them, ``without``, or ``only`` them.
+        fuse: options of ``fused.FUSIONS``.
+        fp8_as_q8: what was float8 is to be Q8_0.
+        vocab_only: metadata and vocabulary, no tensors.
 
     Raises:
         FormatError: a file is broken, missing or of another model; the message names file and tensor.
@@ -150,44 +165,52 @@ def open_checkpoint(
     config = read_config(path)
     row = find_architecture(config)
     row.prepare(config)
-    names = TensorNames(row.arch, row.layers(config))
-    context = Context(config, names)
-    indexed = read_checkpoint(path)
-    stored = _stored(indexed, row, context)
+    check_nextn(nextn, row, config)
+    layers = config.layers if nextn == WITHOUT else row.layers(config)
+    context = Context(config, TensorNames(row.arch, layers))
+    indexed = [] if vocab_only and not any(path.glob("model*.safetensors*")) else read_checkpoint(path)
+    stored = _stored(indexed, row, context, nextn)
+    if nextn == ONLY and not vocab_only and not any(predicts(name, config) for name in stored):
+        raise FormatError(f"{path}: it has no layers that predict more tokens: leave --mtp away")
     chosen = find_outtype(outtype, stored.values())
-    values = decoded(stored, config)
     made: list[Made] = []
-    at = 0  # where it would lie in a file of its own: offsets only give the order
-    for name, tensor in named_tensors(values, row.rules, context, row.extra(config)):
-        made.append(_made(name, tensor, names, chosen, exact, at))
-        at += round_up(made[-1].info.nbytes, 32)
+    if not vocab_only:
+        values = decoded(stored, config)
+        named = fused(named_tensors(values, row.rules, context, row.extra(config)), fuse, values, context)
+        made = _all_made(named, context.names, chosen, exact, Q8_0 if fp8_as_q8 else None)
+        chosen = of_source(chosen, {each.info.type for each in made})
     keys = Keys(row.arch, config.path)
-    for write in row.early:
+    for write in () if vocab_only else row.early:
         write(keys, config)
     count = ParameterCount.of((each.info.name, each.x.shape) for each in made)
     general = read_general(path, count, model_name=model_name, metadata=metadata)
     keys.text("general.type", "model")
     general.write(keys)
-    row.base(keys, config, row.layers(config), chosen.file_type)
+    row.base(keys, config, layers, chosen.file_type)
     for write in row.keys:
         write(keys, config)
+    if nextn == WITHOUT:
+        keys.remove(".nextn_predict_layers")
     keys.u32("general.quantization_version", 2)
     WRITERS[row.vocab](Vocabulary(path, config, keys, pre))
     files = [each for tensors in indexed for each in {t.path for t in tensors.values()}]
     files += [path / name for name in _OTHER_FILES if (path / name).is_file()] + ([metadata] if metadata else [])
     opened = Checkpoint(path, tuple(files), keys.fields, made, chosen)
     opened.general = general
+    opened.kind = "vocab" if vocab_only else "mtp" if nextn == ONLY else ""
     return opened
 
 
-def _stored(indexed: list[dict[str, StoredTensor]], row: Architecture, context: Context) -> dict[str, Expression]:
+def _stored(
+    indexed: list[dict[str, StoredTensor]], row: Architecture, context: Context, nextn: str
+) -> dict[str, Expression]:
     """Return the stored tensors of the text model, by the names they have there."""
     stored: dict[str, Expression] = {}
     for tensors in indexed:
         for name, tensor in tensors.items():
             for item in applied(row.stored, Tensor(name, Stored(tensor), None), context):
                 found = text_name(item.name)
-                if found is None:
+                if found is None or not is_taken(found, nextn, context.config):
                     continue
                 if found in stored:
                     raise FormatError(f"{tensor.path}: tensor {short(name)}: two tensors are called {short(found)}")
@@ -195,11 +218,26 @@ def _stored(indexed: list[dict[str, StoredTensor]], row: Architecture, context: 
     return stored
 
 
-def _made(name: str, tensor: Tensor, names: TensorNames, outtype: OutType, exact: bool, at: int) -> Made:
+def _all_made(
+    named: Iterable[tuple[str, Tensor]], names: TensorNames, outtype: OutType, exact: bool, float8: TensorType | None
+) -> list[Made]:
+    """Return the tensors of the file in order; ``float8``: the type that those of float8 are to have."""
+    made: list[Made] = []
+    at = 0  # where it would lie in a file of its own: offsets only give the order
+    for name, tensor in named:
+        forced = float8 if float8 is not None and was_float8(tensor.x) else None
+        made.append(_made(name, tensor, names, outtype, exact, forced, at))
+        at += round_up(made[-1].info.nbytes, 32)
+    return made
+
+
+def _made(
+    name: str, tensor: Tensor, names: TensorNames, outtype: OutType, exact: bool, forced: TensorType | None, at: int
+) -> Made:
     x = tensor.x
     if not x.shape:
         x = Shaped(x, (1,))
-    wanted = type_of(name, x, tensor.layer, names, outtype.type)
+    wanted = type_of(name, x, tensor.layer, names, outtype.type, forced)
     given = x.type
     if given.block == 1:
         given = wanted if (not exact and wanted in _FLOATS) or wanted is TYPE_F32 else x.type

@@ -221,10 +221,11 @@ class Shaped:
 
 @dataclass(frozen=True)
 class Joined:
-    """Tensors one behind the other along the outermost dimension: concatenated, or of a new dimension, stacked."""
+    """Tensors one behind the other along a dimension: concatenated, or of a new outermost dimension, stacked."""
 
     xs: tuple[Expression, ...]
     shape: tuple[int, ...]
+    axis: int = 0
 
     @property
     def type(self) -> TensorType:
@@ -232,17 +233,24 @@ class Joined:
         return types.pop() if len(types) == 1 else TYPE_F32
 
     @cached_property
+    def _sizes(self) -> list[int]:
+        """How many values each gives before the next one's turn."""
+        outer = math.prod(self.shape[: self.axis])
+        return [size_of(x) // outer for x in self.xs]
+
+    @cached_property
     def _ends(self) -> I64:
-        return np.cumsum([size_of(x) for x in self.xs])
+        return np.cumsum(self._sizes)
 
     def read(self, start: int, into: U8, ahead: int = 0) -> None:
         mine, at = self.type, 0
         while at < into.size:
-            i = int(np.searchsorted(self._ends, start, "right"))
-            x, end = self.xs[i], int(self._ends[i])
-            n = min(end - start, values_in(mine, into.size - at))
+            turn, place = divmod(start, int(self._ends[-1]))
+            i = int(np.searchsorted(self._ends, place, "right"))
+            x, end, size = self.xs[i], int(self._ends[i]), self._sizes[i]
+            n = min(end - place, values_in(mine, into.size - at))
             piece = into[at : at + value_bytes(mine, n)]
-            x_start = start - (end - size_of(x))
+            x_start = turn * size + place - (end - size)
             if x.type is mine:
                 x.read(x_start, piece, ahead)
             else:
@@ -259,9 +267,10 @@ def stacked(xs: Sequence[Expression]) -> Joined:
     return Joined(tuple(xs), (len(xs), *xs[0].shape))
 
 
-def joined(xs: Sequence[Expression]) -> Joined:
-    """Return tensors one behind the other along their outermost dimension."""
-    return Joined(tuple(xs), (sum(x.shape[0] for x in xs), *xs[0].shape[1:]))
+def joined(xs: Sequence[Expression], axis: int = 0) -> Joined:
+    """Return tensors one behind the other along ``axis``, counted from the outermost dimension."""
+    first = xs[0].shape
+    return Joined(tuple(xs), (*first[:axis], sum(x.shape[axis] for x in xs), *first[axis + 1 :]), axis)
 
 
 @dataclass(frozen=True)

@@ -130,14 +130,19 @@ class General:
             if items is not None:
                 keys.array(f"general.{name}", items)
 
-    def file_name(self, encoding: str) -> str:
-        """Return the default name of the output: Llama-3.2-1B-Instruct-BF16.gguf."""
+    def file_name(self, encoding: str | None, *, kind: str = "") -> str:
+        """Return the default name of the output: Llama-3.2-1B-Instruct-BF16.gguf.
+
+        ``encoding`` is None for a file without tensors; ``kind`` is "vocab" or "mtp" for a part of the model, whose
+        size the name does not say.
+        """
         v = self.values
         base = v.get("basename") if v.get("basename") is not None else v.get("name")
         name = "ggml-model" if base is None else str(base).strip().replace(" ", "-").replace("/", "-")
-        size = f"-{v['size_label']}" if v.get("size_label") is not None else ""
+        size = f"-{v['size_label']}" if v.get("size_label") is not None and not kind else ""
         more = [f"-{str(v[k]).strip().replace(' ', '-')}" for k in ("finetune", "version") if v.get(k) is not None]
-        return f"{name}{size}{''.join(more)}-{encoding.upper()}.gguf"
+        end = "-vocab" if encoding is None else f"-{encoding.upper()}"
+        return f"{'mtp-' if kind == 'mtp' else ''}{name}{size}{''.join(more)}{end}.gguf"
 
 
 def read_general(

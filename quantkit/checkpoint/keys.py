@@ -66,6 +66,10 @@ class Keys:
             raise FormatError(f"{self.where}: key {key}: {short(list(values))} is no list of one type")
         self._set(key, list(values), ValueType.ARRAY, item)
 
+    def remove(self, key: str) -> None:
+        """Remove a key, if it is there."""
+        self.fields.pop(f"{self.arch}{key}" if key.startswith(".") else key, None)
+
     def count(self, key: str, value: Any) -> None:
         """Set a count, or a list of counts: one for each layer."""
         if isinstance(value, (list, tuple)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from quantkit.checkpoint.expressions import TYPE_BF16, TYPE_F16, TYPE_F32, Expression
@@ -24,6 +24,8 @@ OUTTYPES = {
     name.lower(): OutType(type_by_name(name), number, name)
     for name, number in (("F32", 0), ("F16", 1), ("BF16", 32), ("Q8_0", 7), ("TQ1_0", 36), ("TQ2_0", 37))
 }
+#: What files of 16 or 32 bits are called if weights in them have one of these types: they are taken over as they are.
+SOURCE_TYPES = {"NVFP4": (39, "NVFP4"), "MXFP4": (38, "MXFP4_MOE")}
 #: What --outtype takes.
 OUTTYPE_NAMES = (*OUTTYPES, "auto")
 #: Kinds that are always F32.
@@ -48,7 +50,29 @@ def find_outtype(name: str, stored: Iterable[Expression]) -> OutType:
     return OUTTYPES[found.name.lower()]
 
 
-def type_of(name: str, x: Expression, layer: int | None, names: TensorNames, wanted: TensorType) -> TensorType:
+def of_source(chosen: OutType, types: Collection[TensorType]) -> OutType:
+    """Return what a file is called whose tensors have these types: MXFP4 and NVFP4 come from the checkpoint."""
+    if chosen.type.block > 1:
+        return chosen
+    names = {t.name for t in types}
+    number, name = next((SOURCE_TYPES[n] for n in SOURCE_TYPES if n in names), (chosen.file_type, chosen.name))
+    return OutType(chosen.type, number, name)
+
+
+def was_float8(x: Expression) -> bool:
+    """Tell whether a tensor is made of float8 values and their scales."""
+    dtypes = {part.dtype for part in x.parts()}
+    return len(dtypes) > 1 and not dtypes.isdisjoint(("F8_E4M3", "F8_E5M2"))
+
+
+def type_of(
+    name: str,
+    x: Expression,
+    layer: int | None,
+    names: TensorNames,
+    wanted: TensorType,
+    forced: TensorType | None = None,
+) -> TensorType:
     """Return the type of a tensor in a file of type ``wanted``.
 
     Args:
@@ -57,11 +81,14 @@ def type_of(name: str, x: Expression, layer: int | None, names: TensorNames, wan
         layer: the layer of the tensor it was made of.
         names: of the architecture.
         wanted: the type of the file.
+        forced: the type of this tensor unless it is a vector or of a norm: --fp8-as-q8.
     """
     if x.type.block > 1:
         return x.type
     if len(x.shape) <= 1 or name.endswith("_norm.weight"):
         return TYPE_F32
+    if forced is not None:
+        return forced if x.shape[-1] % forced.block == 0 else TYPE_F16
     if name[-7:] not in (".weight", ".lora_a", ".lora_b"):
         return TYPE_F32
     if any(names.is_kind(name, kind, layer) for kind in _F32_KINDS):

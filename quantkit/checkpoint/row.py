@@ -57,5 +57,7 @@ class Architecture:
     prepare: Callable[[Config], None] = field(default=lambda config: None)
     #: Tensors that are not stored; they come first.
     extra: Callable[[Config], Iterable[Tensor]] = field(default=lambda config: ())
+    #: It may have layers that predict more tokens behind the others, which --no-nextn and --mtp are about (nextn.py).
+    nextn: bool = False
     #: Keys that are set before general.type.
     early: tuple[SetKeys, ...] = ()

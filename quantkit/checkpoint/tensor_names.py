@@ -761,7 +761,7 @@ class TensorNames:
     """The names of one architecture's tensors."""
 
     def __init__(self, arch: str, layers: int) -> None:
-        self.kinds = KINDS[arch].split()
+        self.arch, self.kinds = arch, KINDS[arch].split()
         self.layers = layers
         self._kind_of: dict[str, str] = {}
         for kind in [k for k in PATTERNS if not k.startswith("*")] + [k for k in PATTERNS if k.startswith("*")]:

@@ -9,8 +9,10 @@ from typing import Any
 
 import click
 
+from quantkit.cli.ignored import Ignored
 from quantkit.cli.options import echo_notes, on_command_line, option, options
 from quantkit.cli.quantize import QuantizeCommand, is_count, is_type, parsed_layers, quantize_options
+from quantkit.cli.refused import refused_options
 from quantkit.cli.summary import DryRunReport, RunReport
 from quantkit.cli.table import table
 from quantkit.pipeline.run import refusal
@@ -30,6 +32,13 @@ def _list_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
+#: Options of convert_hf_to_gguf.py that change nothing.
+_IGNORED = (
+    ("--use-temp-file", "tensors are written where they belong as soon as they are made; --max-ram bounds the memory"),
+    ("--no-lazy", "nothing is held back until the end"),
+    ("--verbose", "--dry-run shows every tensor, --json as data"),
+)
+
 _convert_options = options(
     option(
         "--outtype",
@@ -48,10 +57,24 @@ _convert_options = options(
     option("--pre", group=_SOURCE, metavar="NAME", help="Name of the pre-tokenizer, where it is not recognized."),
     option("--model-name", group=_SOURCE, metavar="NAME", help="Name of the model (general.name)."),
     option("--metadata", group=_SOURCE, type=_FILE, help="JSON file of keys that override what is found."),
+    option(
+        "--no-nextn",
+        "--no-mtp",
+        "no_nextn",
+        group=_SOURCE,
+        is_flag=True,
+        help="Without the layers that predict more tokens (NextN, MTP).",
+    ),
+    option("--mtp", group=_SOURCE, is_flag=True, help="Only those layers, as a model that drafts."),
+    option("--fuse-gate-up-exps", group=_SOURCE, is_flag=True, help="Gate and up experts of a layer as one tensor."),
+    option("--fuse-qkv", group=_SOURCE, is_flag=True, help="Queries, keys and values of a layer as one tensor."),
+    option("--fp8-as-q8", group=_SOURCE, is_flag=True, help="Without TYPE: weights stored as float8 become Q8_0."),
+    option("--vocab-only", group=_SOURCE, is_flag=True, help="Without TYPE: metadata and vocabulary alone."),
     option("--split-max-tensors", group=_SOURCE, type=click.IntRange(0), default=0, help="Most tensors in a shard."),
     option("--no-tensor-first-split", group=_SOURCE, is_flag=True, help="Begin with a shard of metadata alone."),
     option(
         "--list",
+        "--print-supported-models",
         group=_SOURCE,
         is_flag=True,
         is_eager=True,
@@ -59,6 +82,9 @@ _convert_options = options(
         callback=_list_all,
         help="List the architectures that are converted.",
     ),
+    option("--outfile", group=_SOURCE, metavar="FILE", help="The same as OUT.gguf."),
+    *(click.option(name, cls=Ignored, is_flag=True, note=note) for name, note in _IGNORED),
+    refused_options,
 )
 
 
@@ -77,6 +103,7 @@ def command(
     as_json: bool,
     prune_layers: str | None,
     split_max_size: int | None,
+    outfile: str | None,
     **given: Any,
 ) -> None:
     """Convert a checkpoint of Hugging Face to GGUF; with TYPE, quantize it in the same pass.
@@ -93,6 +120,9 @@ def command(
     from quantkit.quantize import QuantizeOptions, run_quantize
 
     folder, output, type_name, positional = _positionals(arguments)
+    if outfile is not None and output is not None:
+        raise click.UsageError(f"the output is {output} and --outfile {outfile}: give one of them")
+    output = output if outfile is None else outfile
     if threads and positional and threads != positional:
         raise click.UsageError(f"THREADS is {positional} and --threads {threads}: give one of them")
     names, own = ({f.name for f in fields(of)} for of in (QuantizeOptions, ConvertOptions))

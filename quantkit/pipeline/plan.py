@@ -108,6 +108,7 @@ def plan_output(
     reads: Sequence[Path] = (),
     all_dims: bool = False,
     empty_first: bool = False,
+    pad_header: bool = True,
 ) -> Plan:
     """Place the chosen tensors in one file, or in shards.
 
@@ -125,6 +126,7 @@ def plan_output(
         reads: the other files that were read, none of which may be replaced.
         empty_first: begin with a shard of metadata alone.
         all_dims: write trailing dimensions of 1, too: see ``layout_gguf``.
+        pad_header: False for a file without tensors that ends with its last key, as vocabularies do.
     """
     groups: list[list[Chosen]] = [[] for _ in range(empty_first)]
     groups += _groups(chosen, shard_of, split_max_size)
@@ -134,7 +136,9 @@ def plan_output(
         # Existing split keys keep their place.
         entries = {field.key: field for field in (fields if no == 0 else ())}
         entries |= {field.key: field for field in (split_fields(no, len(groups), n) if len(groups) > 1 else ())}
-        layout = layout_gguf(entries.values(), [(c.name, c.shape, c.type) for c in group], all_dims=all_dims)
+        layout = layout_gguf(
+            entries.values(), [(c.name, c.shape, c.type) for c in group], all_dims=all_dims, pad_header=pad_header
+        )
         shards.append(PlannedShard(_shard_path(output, no, len(groups)), layout))
         tensors += [_place(c, no, offset) for c, offset in zip(group, layout.offsets, strict=True)]
     digest = hashlib.sha256(identity.encode())

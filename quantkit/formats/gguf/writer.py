@@ -42,6 +42,7 @@ def layout_gguf(
     version: int = 3,
     alignment: int | None = None,
     all_dims: bool = False,
+    pad_header: bool = True,
 ) -> Layout:
     """Lay out a file as llama.cpp's writer does (b11434 gguf.cpp, gguf_write_out).
 
@@ -50,6 +51,7 @@ def layout_gguf(
         tensors: name, shape (innermost first) and type of each.
         version: 2 or 3.
         all_dims: write trailing dimensions of 1, as convert_hf_to_gguf.py does and llama.cpp's own writer does not.
+        pad_header: False: a file without tensors ends with its last key.
         alignment: that of the field general.alignment, or 32 without one; another value is refused.
 
     Raises:
@@ -77,7 +79,7 @@ def layout_gguf(
     infos, relative, size = _layout_tensors(tensors, of_field, all_dims)
     head = struct.pack("<4sIQQ", MAGIC, version, len(tensors), len(entries))
     header = b"".join((head, *(e.encode() for e in entries.values()), infos))
-    start = round_up(len(header), of_field)
+    start = round_up(len(header), of_field) if tensors or pad_header else len(header)
     return Layout(header.ljust(start, b"\0"), tuple(start + r for r in relative), start + size)
 
 
