@@ -29,6 +29,15 @@ _CLASS_OF_TYPE = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "Gemma"),
     **dict.fromkeys(("cohere", "cohere2"), "Cohere"),
 }
+#: Special tokens of classes where the files name none: those that are not in the vocabulary are added to it.
+_CLASS_TOKENS = {
+    **dict.fromkeys(("Llama", "CodeLlama"), {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}),
+    "Gemma": {"unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"},
+    "Cohere": {"unk_token": "<UNK>", "bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>"},
+    **dict.fromkeys(("GPT2", "GPTNeoX", "CodeGen"), dict.fromkeys(_NAMED[:3], "<|endoftext|>")),
+    "Qwen2": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
+    "Bloom": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"},
+}
 
 
 @dataclass(frozen=True)
@@ -90,15 +99,21 @@ class Vocabulary:
             raise FormatError(f"{self.where}: model.vocab is no table of tokens and their ids")
         return vocab
 
-    @cached_property
-    def added(self) -> dict[str, AddedToken]:
-        """Added tokens by their text: of tokenizer.json, of tokenizer_config.json, and special ones of neither."""
-        found: dict[str, AddedToken] = {}
+    @property
+    def added_in_json(self) -> Iterator[AddedToken]:
+        """The added tokens of tokenizer.json, as they are listed."""
         for entry in self._entries(self.json.get("added_tokens") or [], self.where):
             number = entry.get("id")
             if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < MAX_TOKENS:
                 raise FormatError(f"{self.where}: the added token {short(entry.get('content'))} has no id")
-            self._add(found, entry["content"], bool(entry.get("special")), bool(entry.get("normalized")), number)
+            yield AddedToken(number, entry["content"], bool(entry.get("special")), bool(entry.get("normalized")))
+
+    @cached_property
+    def added(self) -> dict[str, AddedToken]:
+        """Added tokens by their text: of tokenizer.json, of tokenizer_config.json, and special ones of neither."""
+        found: dict[str, AddedToken] = {}
+        for token in self.added_in_json:
+            self._add(found, token.text, token.special, token.normalized, token.number)
         special = self.special_texts
         listed = self.tokenizer_config.get("added_tokens_decoder") or {}
         where = self.folder / "tokenizer_config.json"
@@ -139,7 +154,8 @@ class Vocabulary:
     @property
     def special_texts(self) -> dict[str, bool]:
         """Special tokens by their text; True: text is normalized before it is searched for them."""
-        config = {**(optional_json(self.folder / "special_tokens_map.json") or {}), **self.tokenizer_config}
+        named = optional_json(self.folder / "special_tokens_map.json") or {}
+        config: Json = {**_CLASS_TOKENS.get(self.class_name, {}), **named, **self.tokenizer_config}
         more = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
         tokens = [config.get(name) for name in _NAMED] + (list(more) if isinstance(more, list) else [])
         found: dict[str, bool] = {}
@@ -180,11 +196,16 @@ class Vocabulary:
         self._set_template(made)
         return made
 
-    def _set_template(self, made: Any) -> None:
-        """Put BOS and EOS around texts, as some classes of transformers do whatever the file says."""
+    @property
+    def class_name(self) -> str:
+        """The class of the tokenizer, as transformers finds it, without TokenizerFast."""
         name = str(self.tokenizer_config.get("tokenizer_class") or "")
         name = name or _CLASS_OF_TYPE.get(str(self.config.outer.get("model_type")), "")
-        if name.removesuffix("Fast").removesuffix("Tokenizer") not in _OWN_TEMPLATE:
+        return name.removesuffix("Fast").removesuffix("Tokenizer")
+
+    def _set_template(self, made: Any) -> None:
+        """Put BOS and EOS around texts, as some classes of transformers do whatever the file says."""
+        if self.class_name not in _OWN_TEMPLATE:
             return
         from tokenizers.processors import TemplateProcessing
 
