@@ -1,0 +1,269 @@
+"""What is to be expected of `quantkit convert`: the reference's bytes and transformers' logits of every checkpoint.
+
+    PYTHON scripts/make_convert_goldens.py reference --llama DIR --checkpoints DIR --out DIR [NAME ...]
+    PYTHON scripts/make_convert_goldens.py logits --checkpoints DIR [NAME ...]
+
+``reference`` draws the checkpoints, runs convert_hf_to_gguf.py of llama.cpp b11434 on each (in forks of one process:
+torch is imported once) and enters hashes in tests/data/convert-sha256.json. PYTHON has transformers 4.57.6, the version
+whose defaults llama.cpp relies on. ``logits`` enters transformers' own float32 logits in tests/data/convert-logits.npz;
+run it with 4.57.6 and with 5.18.0: each takes the checkpoints that it can run.
+
+Vocabularies are too small for llama.cpp to know them by their hash: what it would have named them is in the description
+(``pre``; ours is told by --pre).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import os
+import struct
+import sys
+import traceback
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+import checkpoints  # noqa: E402
+
+SHA256 = ROOT / "tests" / "data" / "convert-sha256.json"
+LOGITS = ROOT / "tests" / "data" / "convert-logits.npz"
+OUTTYPES = ("f32", "f16", "bf16", "q8_0", "auto")
+#: Names of ways to split, and the options.
+SPLITS = {"size": ("--split-max-size", "2M"), "tensors": ("--split-max-tensors", "10")}
+
+Json = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("reference", "logits"))
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    parser.add_argument("--checkpoints", type=Path, required=True, help="directory where checkpoints are drawn")
+    parser.add_argument("--llama", type=Path, help="llama.cpp's tree")
+    parser.add_argument("--out", type=Path, help="directory of the reference's files, NAME-OUTTYPE.gguf")
+    args = parser.parse_intermixed_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of named chat templates depends on it
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
+    names = args.names or list(checkpoints.NAMES)
+    failed = make_reference(names, args) if args.what == "reference" else make_logits(names, args.checkpoints)
+    sys.exit(bool(failed))
+
+
+# --- the reference's files -------------------------------------------------------------------------------------------
+
+
+def make_reference(names: list[str], args: argparse.Namespace) -> list[str]:
+    """Convert checkpoints; return those that the reference cannot."""
+    sys.path[:0] = [str(args.llama), str(args.llama / "gguf-py")]
+    import convert_hf_to_gguf  # type: ignore[import-not-found]
+    import torch
+    import transformers
+
+    if transformers.__version__ != "4.57.6":
+        sys.exit(f"transformers is {transformers.__version__}; the reference's is 4.57.6")
+    torch.set_num_threads(1)
+    args.out.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for name in names:
+        what = checkpoints.describe(name)
+        checkpoints.write_description(what, args.checkpoints)
+        row: Json = {}
+        for outtype in OUTTYPES:
+            run_reference(convert_hf_to_gguf, what, args, outtype, args.out / f"{name}-{outtype}.gguf", ())
+            row[outtype] = digests(args.out / f"{name}-{outtype}.gguf")
+            if row[outtype] is None:
+                break
+        for split, options in SPLITS.items():
+            row[f"bf16 split by {split}"] = None
+            if row[outtype] is not None:
+                run_reference(convert_hf_to_gguf, what, args, "bf16", args.out / f"{name}-by-{split}.gguf", options)
+                parts = sorted(args.out.glob(f"{name}-by-{split}-*.gguf")) or [args.out / f"{name}-by-{split}.gguf"]
+                row[f"bf16 split by {split}"] = [hashlib.sha256(p.read_bytes()).hexdigest() for p in parts]
+        if row[outtype] is None:
+            failed.append(name)
+            print("FAILED", name, (args.out / f"{name}.log").read_text()[-300:].replace("\n", " | "), flush=True)
+            continue
+        enter(SHA256, {name: row})
+        print(name, {key: value["sha256"][:8] for key, value in row.items() if isinstance(value, dict)}, flush=True)
+    return failed
+
+
+def run_reference(
+    program: Any, what: checkpoints.Description, args: argparse.Namespace, outtype: str, out: Path, more: tuple[str, ...]
+) -> None:
+    """Run the converter in a fork: its classes keep state. Without ``out`` afterwards, it failed."""
+    for old in args.out.glob(f"{out.stem}*.gguf"):
+        if old == out or old.stem.startswith(f"{out.stem}-0"):
+            old.unlink()
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+        return
+    code = 1
+    try:
+        with (args.out / f"{what.name}.log").open("w") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        name_vocabulary(what.vocab)
+        logging.getLogger().handlers.clear()
+        options = ["--outfile", str(out), "--outtype", outtype, *what.options, *more]
+        sys.argv = ["convert_hf_to_gguf.py", str(args.checkpoints / what.name), *options]
+        program.main()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        if code:
+            out.unlink(missing_ok=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def name_vocabulary(vocab: Json) -> None:
+    """Tell the reference the name of the pre-tokenizer, and give it the tokenizers whose classes are remote code."""
+    import transformers
+    from conversion.base import TextModel  # type: ignore[import-not-found]
+
+    TextModel.get_vocab_base_pre = lambda self, tokenizer: vocab["pre"]
+    if vocab["kind"] == "tiktoken":
+        transformers.AutoTokenizer.from_pretrained = lambda path, **_: Ranks(Path(path), vocab)
+
+
+class Ranks:
+    """What the converter reads of the tokenizers of Kimi and Hunyuan."""
+
+    def __init__(self, path: Path, vocab: Json) -> None:
+        import base64
+
+        lines = (path / vocab["file"]).read_bytes().splitlines()
+        self.mergeable_ranks = {base64.b64decode(a): int(b) for a, b in (line.split() for line in lines)}
+        added = json.loads((path / "tokenizer_config.json").read_text())["added_tokens_decoder"]
+        first = len(self.mergeable_ranks)
+        names = {i: f"<|reserved_token_{i}|>" for i in range(first, first + vocab.get("reserved", 0))}
+        names |= {int(i): token["content"] for i, token in added.items()}
+        self.special_tokens = {text: i for i, text in sorted(names.items())}
+        self.vocab_size = first + len(self.special_tokens)
+        self.model = self
+        self._mergeable_ranks = self.mergeable_ranks
+
+
+def digests(path: Path) -> Json | None:
+    """Return the hash of a file, and of what it is made of: to find out where another one differs."""
+    if not path.exists():
+        return None
+    data = path.read_bytes()
+    kv, infos, start, tensors = gguf_parts(data)
+    return {
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "bytes": len(data),
+        "metadata": f"{zlib.crc32(data[24:kv]):08x}",
+        "infos": f"{zlib.crc32(data[kv:infos]):08x}",
+        "tensors": "".join(f"{zlib.crc32(data[start + at : start + end]):08x}" for at, end in tensors),
+    }
+
+
+def gguf_parts(data: bytes) -> tuple[int, int, int, list[tuple[int, int]]]:
+    """Return where metadata and infos end, where tensor data begins, and every tensor's padded place in it."""
+    n_tensors, n_kv = struct.unpack_from("<QQ", data, 8)
+    sizes, at = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}, 24
+
+    def skip(at: int, kind: int) -> int:
+        if kind == 8:
+            return at + 8 + struct.unpack_from("<Q", data, at)[0]
+        if kind != 9:
+            return at + sizes[kind]
+        item, n = struct.unpack_from("<IQ", data, at)
+        at += 12
+        if item in sizes:
+            return at + sizes[item] * n
+        for _ in range(n):
+            at = skip(at, item)
+        return at
+
+    for _ in range(n_kv):
+        at = skip(at, 8)
+        at = skip(at + 4, struct.unpack_from("<I", data, at)[0])
+    kv, offsets = at, []
+    for _ in range(n_tensors):
+        at = skip(at, 8)
+        (n_dims,) = struct.unpack_from("<I", data, at)
+        at += 4 + 8 * n_dims + 4
+        offsets.append(struct.unpack_from("<Q", data, at)[0])
+        at += 8
+    start = at + -at % 32
+    return kv, at, start, list(zip(offsets, [*offsets[1:], len(data) - start], strict=True))
+
+
+def enter(path: Path, rows: Json) -> None:
+    """Enter rows in a JSON file, sorted, a line per row and way."""
+    table = json.loads(path.read_text()) if path.exists() else {}
+    table |= rows
+    lines = []
+    for name, row in sorted(table.items()):
+        inner = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in row.items())
+        lines.append(f" {json.dumps(name)}: {{\n{inner}\n }}")
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8", newline="\n")
+
+
+# --- transformers' logits --------------------------------------------------------------------------------------------
+
+
+def make_logits(names: list[str], where: Path) -> list[str]:
+    """Run checkpoints in float32; return those that fail."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    version = int(transformers.__version__.split(".")[0])
+    rows: dict[str, np.ndarray] = {}
+    failed = []
+    for name in names:
+        what = checkpoints.describe(name)
+        if what.transformers != version:
+            continue
+        try:
+            rows[name] = logits(checkpoints.write_description(what, where), what)
+            print(name, rows[name].shape, float(rows[name].std()), flush=True)
+        except Exception as error:
+            failed.append(name)
+            print("FAILED", name, type(error).__name__, error, flush=True)
+            traceback.print_exc()
+    if LOGITS.exists():
+        with np.load(LOGITS) as old:
+            rows = dict(old) | rows
+    with LOGITS.open("wb") as file:
+        np.savez_compressed(file, **{name: rows[name] for name in sorted(rows)})  # type: ignore[arg-type]
+    return failed
+
+
+def logits(path: Path, what: checkpoints.Description) -> np.ndarray:
+    """Return transformers' logits [4, vocabulary] after the last four tokens of the prompt."""
+    import torch
+    import transformers
+
+    cls = getattr(transformers, what.config["architectures"][0])
+    model, info = cls.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, local_files_only=True
+    )
+    for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        bad = [k for k in info[key] if ".mtp" not in k and not str(k).startswith("mtp") and "lm_head" not in str(k)]
+        if bad:
+            raise ValueError(f"{key}: {bad[:5]}")
+    with torch.no_grad():
+        out = model.eval()(torch.tensor([checkpoints.PROMPT]), use_cache=False).logits
+    result: np.ndarray = out[0, -4:].to(torch.float32).numpy()
+    if not np.isfinite(result).all():
+        raise ValueError("not finite")
+    return result
+
+
+if __name__ == "__main__":
+    main()
