@@ -72,11 +72,15 @@ def make_reference(names: list[str], args: argparse.Namespace) -> list[str]:
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
     failed = []
+    given = args
     for name in names:
-        what = checkpoints.describe(name)
+        what, args = checkpoints.describe(name), given
         checkpoints.write_description(what, args.checkpoints)
         row: Json = {}
-        for outtype in OUTTYPES:
+        if what.formula:
+            args = argparse.Namespace(**vars(args) | {"checkpoints": args.checkpoints / "meant"})
+            checkpoints.write_description(checkpoints.meant(what), args.checkpoints)
+        for outtype in OUTTYPES[:-1] if what.formula else OUTTYPES:
             run_reference(convert_hf_to_gguf, what, args, outtype, args.out / f"{name}-{outtype}.gguf", ())
             row[outtype] = digests(args.out / f"{name}-{outtype}.gguf")
             if row[outtype] is None:
@@ -249,20 +253,63 @@ def logits(path: Path, what: checkpoints.Description) -> np.ndarray:
     import torch
     import transformers
 
-    cls = getattr(transformers, what.config["architectures"][0])
-    model, info = cls.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, local_files_only=True
-    )
-    for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        bad = [k for k in info[key] if ".mtp" not in k and not str(k).startswith("mtp") and "lm_head" not in str(k)]
-        if bad:
-            raise ValueError(f"{key}: {bad[:5]}")
+    if what.config["architectures"] == ["BailingMoeV2ForCausalLM"]:
+        model = bailing_as_glm(what)
+    else:
+        cls = getattr(transformers, what.model or what.config["architectures"][0])
+        model, info = cls.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, local_files_only=True
+        )
+        after = f"model.layers.{what.config.get('num_hidden_layers')}."  # prediction layers
+        for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            bad = [name for name in map(str, info[key]) if not name.startswith(("mtp.", after, "lm_head."))]
+            if bad:
+                raise ValueError(f"{key}: {bad[:5]}")
     with torch.no_grad():
         out = model.eval()(torch.tensor([checkpoints.PROMPT]), use_cache=False).logits
     result: np.ndarray = out[0, -4:].to(torch.float32).numpy()
     if not np.isfinite(result).all():
         raise ValueError("not finite")
     return result
+
+
+def bailing_as_glm(what: checkpoints.Description) -> Any:
+    """Return a Bailing V2 model as GLM 4.5's class, which computes the same: its own is remote code."""
+    import torch
+    import transformers
+
+    own = ("use_qkv_bias", "model_type", "architectures", "torch_dtype", "num_experts", "num_shared_experts")
+    args = {key: value for key, value in what.config.items() if key not in own}
+    config = transformers.Glm4MoeConfig(
+        n_routed_experts=what.config["num_experts"], n_shared_experts=what.config["num_shared_experts"], **args
+    )
+    config._attn_implementation = "eager"
+    state: dict[str, torch.Tensor] = {}
+    heads, kv = what.config["num_attention_heads"], what.config["num_key_value_heads"]
+    for name, dtype, shape, data in checkpoints.stored_tensors(what):
+        x = torch.frombuffer(bytearray(data), dtype=torch.bfloat16 if dtype == "BF16" else torch.float32)
+        x = x.reshape(shape).float()
+        for old, new in _BAILING_NAMES.items():
+            name = name.replace(old, new)
+        if "query_key_value" in name:
+            d = shape[0] // (heads + 2 * kv)
+            for part, rows in zip("qkv", x.split([heads * d, kv * d, kv * d]), strict=True):
+                state[name.replace("query_key_value", f"{part}_proj")] = rows
+        elif not name.startswith(f"model.layers.{what.config['num_hidden_layers']}."):
+            state[name] = x
+    model = transformers.Glm4MoeForCausalLM(config)
+    model.load_state_dict({k: v for k, v in state.items() if f".layers.{config.num_hidden_layers}." not in k})
+    return model
+
+
+_BAILING_NAMES = {
+    "word_embeddings": "embed_tokens",
+    ".attention.dense.": ".self_attn.o_proj.",
+    ".attention.": ".self_attn.",
+    "query_layernorm": "q_norm",
+    "key_layernorm": "k_norm",
+    "expert_bias": "e_score_correction_bias",
+}
 
 
 if __name__ == "__main__":

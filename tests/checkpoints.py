@@ -14,10 +14,11 @@ import base64
 import hashlib
 import itertools
 import json
+import math
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,16 @@ class Description:
     #: Tensors stored as float32 all the same: ends of names.
     f32: tuple[str, ...] = ()
     shards: int = 1
-    #: Name of a scheme of tests/quantized_checkpoints.py that stores the projections.
+    #: The scheme of tests/quantized_checkpoints.py that stores the projections.
     quantized: Json | None = None
+    #: convert_hf_to_gguf.py cannot read that; what to expect is what it makes of meant().
+    formula: bool = False
     #: Other files: README.md, generation_config.json, ...
     files: dict[str, Any] = field(default_factory=dict)
     #: Options convert_hf_to_gguf.py needs, ours too.
     options: tuple[str, ...] = ()
+    #: Its class of transformers, where config.json names another one.
+    model: str | None = None
     #: Major version of transformers that runs it; None: none does.
     transformers: int | None = 4
 
@@ -84,6 +89,12 @@ def write_description(what: Description, out: Path) -> Path:
         (path / name).write_bytes(data)
     write_shards(path, list(stored_tensors(what)), what.shards)
     return path
+
+
+def meant(what: Description) -> Description:
+    """Return a quantized checkpoint as a plain one: the float32 weights that its projections stand for."""
+    config = {key: value for key, value in what.config.items() if key != "quantization_config"}
+    return replace(what, config=config, quantized={**(what.quantized or {}), "dequantized": True})
 
 
 def stored_tensors(what: Description) -> Iterator[tuple[str, str, Shape, bytes]]:
@@ -144,7 +155,7 @@ def _spread(name: str, shape: Shape) -> tuple[float, float]:
         return 1.0, 0.0
     gain = 3.0 if last in ("gate", "router") or name.endswith("router.layer.weight") else 1.0
     gain *= 1.5 if last in ("q_proj", "k_proj", "query_key_value", "qkv_proj") else 1.0
-    return gain * (3.0 / shape[-1]) ** 0.5, 0.0
+    return gain * math.sqrt(3.0 / shape[-1]), 0.0
 
 
 def encode(x: npt.NDArray[np.float32], dtype: str) -> tuple[str, Shape, bytes]:
