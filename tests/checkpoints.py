@@ -54,6 +54,8 @@ class Description:
     formula: bool = False
     #: Other files: README.md, generation_config.json, ...
     files: dict[str, Any] = field(default_factory=dict)
+    #: What it is converted to, where not to all of them.
+    outtypes: tuple[str, ...] = ("f32", "f16", "bf16", "q8_0", "auto")
     #: Options convert_hf_to_gguf.py needs, ours too.
     options: tuple[str, ...] = ()
     #: Its class of transformers, where config.json names another one.
@@ -65,8 +67,8 @@ class Description:
 def describe(name: str) -> Description:
     """Return the description of a checkpoint."""
     text: Json = json.loads((DESCRIPTIONS / f"{name}.json").read_text())
-    for key in ("f32", "options"):
-        text[key] = tuple(text.get(key, ()))
+    for key in {"f32", "options", "outtypes"} & text.keys():
+        text[key] = tuple(text[key])
     return Description(name=name, **text)
 
 
@@ -81,14 +83,17 @@ def write_description(what: Description, out: Path) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     _write_json(path / "config.json", what.config)
     for name, content in what.files.items():
-        if isinstance(content, str):
-            (path / name).write_text(content, encoding="utf-8", newline="\n")
-        else:
-            _write_json(path / name, content)
+        _write_text(path / name, content)
     for name, data in vocab_files(what.vocab).items():
         (path / name).write_bytes(data)
     write_shards(path, list(stored_tensors(what)), what.shards)
     return path
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 of all files of a directory and their names."""
+    files = sorted((f.relative_to(path).as_posix(), f.read_bytes()) for f in path.rglob("*") if f.is_file())
+    return hashlib.sha256(b"".join(hashlib.sha256(data).digest() + name.encode() for name, data in files)).hexdigest()
 
 
 def meant(what: Description) -> Description:
@@ -200,6 +205,18 @@ def _write_safetensors(path: Path, tensors: list[tuple[str, str, Shape, bytes]])
             file.write(data)
 
 
+def _write_text(path: Path, content: Any) -> None:
+    """Write a text, or a JSON object; one of a name without a suffix is a directory of texts."""
+    if isinstance(content, str):
+        path.write_text(content, encoding="utf-8", newline="\n")
+    elif path.suffix:
+        _write_json(path, content)
+    else:
+        path.mkdir(exist_ok=True)
+        for name, text in content.items():
+            _write_text(path / name, text)
+
+
 def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
 
@@ -210,8 +227,8 @@ def _write_json(path: Path, content: Any) -> None:
 def vocab_files(vocab: Json) -> dict[str, bytes]:
     """Return the files of a tokenizer by name.
 
-    vocab: ``kind`` (bpe, spm, spm_bpe, tiktoken), ``special`` and ``user`` (tokens after the pieces), ``config`` (keys of
-    tokenizer_config.json), and what the kinds read.
+    vocab: ``kind`` (bpe, spm, spm_bpe, tiktoken), ``special`` and ``user`` (tokens after the pieces), ``config`` (keys
+    of tokenizer_config.json), and what the kinds read.
     """
     files = {name: data for name, data in _KINDS[vocab["kind"]](vocab).items() if name not in vocab.get("without", ())}
     return {
@@ -276,14 +293,17 @@ def _bpe(vocab: Json) -> dict[str, Any]:
     model |= {"ignore_merges": vocab.get("ignore_merges", False), "vocab": ids}
     model["merges"] = [" ".join(pair) for pair in pairs] if vocab.get("merges") == "strings" else pairs
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None}
-    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts} if vocab.get("split", True) else byte_level
+    tokenizer["pre_tokenizer"] = (
+        {"type": "Sequence", "pretokenizers": parts} if vocab.get("split", True) else byte_level
+    )
     tokenizer |= {"post_processor": post, "decoder": byte_level, "model": model}
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": _tokenizer_config(vocab, added)}
 
 
 #: Llama 3's.
 _SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
 )
 
 

@@ -109,18 +109,18 @@ def _amax(x: Floats, block: list[int]) -> Floats:
 
 def fp8(
     x: Floats, block: list[int] | None = None, *, name: str = ".weight_scale_inv", shape: str = "", dtype: str = "F32",
-    format: str = "F8_E4M3", extra: dict[str, float] | None = None,
+    codes: str = "F8_E4M3", extra: dict[str, float] | None = None,
 ) -> Stored:  # fmt: skip
     """8-bit floats times a scale: of a block, a row (block [1, 0]) or (None) all; extra: scalars that are not used."""
-    values = _E4M3 if format == "F8_E4M3" else _E5M2
-    block = [x.shape[i] if not b else b for i, b in enumerate(block or [0, 0])]
+    values = _E4M3 if codes == "F8_E4M3" else _E5M2
+    block = [b or x.shape[i] for i, b in enumerate(block or [0, 0])]
     scale = _amax(x, block) / values[-1]
     if dtype == "BF16":
         scale = bf16(scale)
-    codes = _nearest(x / _spread(scale, block, x.shape), values)
-    weights = _value(codes, values) * _spread(scale, block, x.shape)
+    rounded = _nearest(x / _spread(scale, block, x.shape), values)
+    weights = _value(rounded, values) * _spread(scale, block, x.shape)
     kept = scale.reshape(()) if shape == "scalar" else scale.reshape(-1) if shape == "flat" else scale
-    parts: dict[str, Any] = {".weight": (codes, format), name: (kept, dtype)}
+    parts: dict[str, Any] = {".weight": (rounded, codes), name: (kept, dtype)}
     return _stored(parts | {key: np.array(value, F32) for key, value in (extra or {}).items()}, weights)
 
 
@@ -143,7 +143,7 @@ def mxfp4(x: Floats) -> Stored:
 
 
 def nvfp4(x: Floats, *, packed: bool, trivial: bool = False) -> Stored:
-    """Groups of 16, 8-bit scales, one scale of all; packed: names and reciprocal global scales of compressed-tensors."""
+    """Groups of 16, 8-bit scales, one scale of all; packed: compressed-tensors, whose global scales are reciprocal."""
     groups = x.reshape(x.shape[0], -1, 16)
     amax = np.abs(groups).max(axis=-1)
     whole = F32(1) if trivial else amax.max() / (_E2M1[-1] * _E4M3[-1])
@@ -207,7 +207,9 @@ def packed(x: Floats, *, bits: int, group: int, symmetric: bool = True) -> Store
     return _stored(parts, (codes - each[0]).astype(F32) * each[1])
 
 
-def gptq(x: Floats, *, bits: int, group: int, symmetric: bool = True, act_order: bool = False, v2: bool = False) -> Stored:
+def gptq(
+    x: Floats, *, bits: int, group: int, symmetric: bool = True, act_order: bool = False, v2: bool = False
+) -> Stored:
     """GPTQ: words along the input, zero points along the output, less one unless v2; inputs in any group."""
     n = x.shape[1]
     order = (np.arange(n) * 37 + 11) % n if act_order else np.arange(n)  # 37 and n have no common divisor
