@@ -272,6 +272,11 @@ ROWS = (
         "max_position_embeddings": 262144, "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
             "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}}),
+    Row(name="mistral3", model="Mistral3ForConditionalGeneration", vocab=_TEKKEN, shards=2, args={
+        "text_config": BASE | {"model_type": "mistral", "head_dim": 64, "sliding_window": None, "rope_theta": 1e9},
+        "vision_config": {"model_type": "pixtral", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+                          "num_attention_heads": 2, "head_dim": 32, "image_size": 32, "patch_size": 8},
+        "image_token_index": 639}),
     Row(name="qwen2", model="Qwen2ForCausalLM", vocab=_QWEN, args={
         "tie_word_embeddings": True, "rope_theta": 1000000.0, "bos_token_id": _FIRST + 1, "eos_token_id": _FIRST}),
     Row(name="qwen2-moe", model="Qwen2MoeForCausalLM", vocab=_QWEN, args={
@@ -305,6 +310,12 @@ ROWS = (
     Row(name="gemma3", model="Gemma3ForCausalLM", vocab=_GEMMA, args={
         "head_dim": 64, "sliding_window": 8, "query_pre_attn_scalar": 64, "num_hidden_layers": 7,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    Row(name="gemma3-vl", model="Gemma3ForConditionalGeneration", vocab=_GEMMA, shards=2, args={
+        "text_config": BASE | {"head_dim": 64, "sliding_window": 8, "query_pre_attn_scalar": 64,
+                               "num_hidden_layers": 7, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        "vision_config": {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+                          "image_size": 32, "patch_size": 8},
+        "mm_tokens_per_image": 4, "image_token_index": 639}),
     Row(name="gemma4", model="Gemma4ForCausalLM", version=5, vocab=_GEMMA4, args={
         "head_dim": 64, "global_head_dim": 128, "sliding_window": 8, "num_hidden_layers": 6,
         "layer_types": ["full_attention" if i in (3, 5) else "sliding_attention" for i in range(6)],
@@ -350,6 +361,23 @@ ROWS = (
     Row(name="ernie4.5-moe", model="Ernie4_5_MoeForCausalLM", vocab=_ERNIE, f32=("e_score_correction_bias",), args={
         "moe_intermediate_size": 256, "moe_k": 2, "moe_num_experts": 8, "moe_num_shared_experts": 1,
         "moe_layer_start_index": 1}),
+    Row(name="ernie4.5-fused", model="", version=0, vocab=_ERNIE, args=BASE | {
+        "architectures": ["Ernie4_5_ForCausalLM"], "model_type": "ernie4_5", "head_dim": 64, "rms_norm_eps": 1e-5,
+        "rope_theta": 500000, "use_bias": False, "tie_word_embeddings": True, "hidden_act": "silu",
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "torch_dtype": "bfloat16"},
+        more={
+            "ernie.embed_tokens.weight": [640, 256], "ernie.norm.weight": [256],
+            "ernie.layers.{0-2}.input_layernorm.weight": [256],
+            "ernie.layers.{0-2}.post_attention_layernorm.weight": [256],
+            "ernie.layers.{0-2}.self_attn.qkv_proj.weight": [512, 256],
+            "ernie.layers.{0-2}.self_attn.o_proj.weight": [256, 256],
+            "ernie.layers.{0-2}.mlp.up_gate_proj.weight": [1024, 256],
+            "ernie.layers.{0-2}.mlp.down_proj.weight": [256, 512]}),
+    Row(name="granite-hybrid-dense", model="GraniteMoeHybridForCausalLM", vocab=_GPT2 | {"pre": "dbrx"},
+        args=_GRANITE | {"num_hidden_layers": 4, "num_local_experts": 0, "num_experts_per_tok": 0,
+                         "shared_intermediate_size": 512, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64,
+                         "mamba_expand": 2, "position_embedding_type": "rope",
+                         "layer_types": ["mamba", "mamba", "attention", "mamba"]}),
     Row(name="hunyuan-dense", model="HunYuanDenseV1ForCausalLM", vocab=_GPT2 | {"pre": "hunyuan-dense"}, args={
         "head_dim": 64, "bos_token_id": _FIRST, "eos_token_id": _FIRST, "eod_token_id": _FIRST,
         "pad_token_id": _FIRST}),

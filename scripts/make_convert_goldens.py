@@ -64,7 +64,7 @@ def main() -> None:
 def make_reference(names: list[str], args: argparse.Namespace) -> list[str]:
     """Convert checkpoints; return those that the reference cannot."""
     sys.path[:0] = [str(args.llama), str(args.llama / "gguf-py")]
-    import convert_hf_to_gguf  # type: ignore[import-not-found]
+    import convert_hf_to_gguf
     import torch
     import transformers
 
@@ -142,7 +142,7 @@ def run_reference(
 def name_vocabulary(vocab: Json) -> None:
     """Tell the reference the name of the pre-tokenizer, and give it the tokenizers whose classes are remote code."""
     import transformers
-    from conversion.base import TextModel  # type: ignore[import-not-found]
+    from conversion.base import TextModel
 
     TextModel.get_vocab_base_pre = lambda self, tokenizer: vocab["pre"]
     if vocab["kind"] == "tiktoken":
@@ -189,13 +189,13 @@ def gguf_parts(data: bytes) -> tuple[int, int, int, list[tuple[int, int]]]:
 
     def skip(at: int, kind: int) -> int:
         if kind == 8:
-            return at + 8 + struct.unpack_from("<Q", data, at)[0]
+            return at + 8 + int.from_bytes(data[at : at + 8], "little")
         if kind != 9:
             return at + sizes[kind]
         item, n = struct.unpack_from("<IQ", data, at)
         at += 12
         if item in sizes:
-            return at + sizes[item] * n
+            return at + sizes[item] * int(n)
         for _ in range(n):
             at = skip(at, item)
         return at

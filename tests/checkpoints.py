@@ -262,7 +262,7 @@ def _added(vocab: Json, first: int) -> list[Json]:
 
 def _tokenizer_config(vocab: Json, added: list[Json]) -> Json:
     decoder = {str(row["id"]): {key: row[key] for key in row if key != "id"} for row in added}
-    return {"added_tokens_decoder": decoder} | vocab.get("config", {})
+    return {"added_tokens_decoder": decoder, **vocab.get("config", {})}
 
 
 def _bpe_vocab() -> dict[str, int]:
@@ -288,11 +288,11 @@ def _bpe(vocab: Json) -> dict[str, Any]:
             "special_tokens": {bos: {"id": bos, "ids": [one["id"]], "tokens": [bos]}},
         }
     pairs: list[Any] = [list(pair) for pair in merges()]
-    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
+    model: Json = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
     model |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False}
     model |= {"ignore_merges": vocab.get("ignore_merges", False), "vocab": ids}
     model["merges"] = [" ".join(pair) for pair in pairs] if vocab.get("merges") == "strings" else pairs
-    tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None}
+    tokenizer: Json = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None}
     tokenizer["pre_tokenizer"] = (
         {"type": "Sequence", "pretokenizers": parts} if vocab.get("split", True) else byte_level
     )
@@ -340,7 +340,7 @@ def _spm(vocab: Json) -> dict[str, Any]:
     model += _message(2, _varint(3, 2) + _varint(4, len(pieces)) + _varint(35, 1))
     model += _message(3, _message(1, b"identity") + _varint(3, 1) + _varint(4, 0) + _varint(5, 1))
     added = _added(vocab, len(pieces))
-    own = [{"content": text, "special": kind != 4} for text, _, kind in pieces if kind in (2, 3, 4)]
+    own: list[Json] = [{"content": text, "special": kind != 4} for text, _, kind in pieces if kind in (2, 3, 4)]
     listed = [row | {"id": [p[0] for p in pieces].index(row["content"])} for row in own]
     config = _tokenizer_config(vocab, [*listed, *added])
     files = {"tokenizer.model": model, "tokenizer_config.json": config}
@@ -380,13 +380,19 @@ def _spm_bpe(vocab: Json) -> dict[str, Any]:
         | {"normalized": False, "special": text in special}
         for text in special + user
     ] + _added(vocab, len(ids))
-    model = {"type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None}
+    model: Json = {"type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None}
     model |= {"end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False, "vocab": ids}
     model["merges"] = [list(pair) for _, pair in _texts() if pair is not None]
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     back = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
     decoder = {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}]}
-    tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": space}
+    tokenizer: Json = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": space,
+    }
     tokenizer |= {"pre_tokenizer": None, "post_processor": None, "decoder": decoder, "model": model}
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": _tokenizer_config(vocab, added)}
 

@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int64]
 #: Name, safetensors' dtype, shape, bytes.
 Tensor = tuple[str, str, tuple[int, ...], bytes]
 #: What is stored by suffix of the name (``.weight`` is cut), and the weights that it stands for.
-Stored = tuple[dict[str, "Tensor"], Floats]
+Stored = tuple[dict[str, Tensor], Floats]
 
 _PROJECTIONS = r"layers\.\d+\..*_proj(_with_mqa)?\.weight$"
 F32 = np.float32
@@ -35,7 +35,7 @@ def quantize(scheme: dict[str, Any], name: str, x: Floats) -> list[Tensor] | Non
     if scheme.get("dequantized"):
         return [(name, *_array(weights))]
     base = name.removesuffix(".weight")
-    return [(base + suffix, *rest) for suffix, (_, *rest) in stored.items()]
+    return [(base + suffix, *tensor[1:]) for suffix, tensor in stored.items()]
 
 
 def _array(x: npt.NDArray[Any], dtype: str = "") -> Any:
@@ -88,7 +88,8 @@ def _nearest(x: Floats, values: Floats) -> npt.NDArray[np.uint8]:
 def _value(codes: npt.NDArray[np.uint8], values: Floats) -> Floats:
     sign = 128 if len(values) > 8 else 8
     x = values[codes & (sign - 1)]
-    return np.where(codes & sign, -x, x)
+    result: Floats = np.where(codes & sign, -x, x)
+    return result
 
 
 def _spread(scale: Floats, block: list[int], shape: tuple[int, ...]) -> Floats:
