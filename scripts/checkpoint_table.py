@@ -97,7 +97,7 @@ _HUNYUAN: Json = {
 _GEMMA = spm("GemmaTokenizer", ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<unused0>"),
              user_pieces=["<start_of_turn>"], unused=["<unused0>"], chat=_CHAT)  # fmt: skip
 _GEMMA4 = spm("GemmaTokenizer", ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>", "<|channel>"),
-              chat=_CHAT) | {"kind": "spm_bpe"}  # fmt: skip
+              chat=_CHAT) | {"kind": "spm_bpe", "pieces": 640}  # fmt: skip
 _ERNIE = spm("Ernie4_5_Tokenizer", config={"add_prefix_space": False}, special=["<|im_start|>"])
 
 
@@ -618,7 +618,7 @@ VARIANTS = (
     Variant(name="bos-from-config", base="qwen3", vocab={"config": {"tokenizer_class": "PreTrainedTokenizerFast"}},
             config={"bos_token_id": 577, "eos_token_id": 576, "pad_token_id": 578, "unk_token_id": 2,
                     "sep_token_id": 3}),
-    Variant(name="byte-fallback", base="llama-tied", vocab={"kind": "spm_bpe"}),
+    Variant(name="byte-fallback", base="llama-tied", vocab={"kind": "spm_bpe", "pieces": 640}),
     Variant(name="user-pieces", base="mistral", vocab={
         "first": ["<unk>", "<s>", "</s>", "[MINE]", "<unused7>"], "user_pieces": ["[MINE]"], "unused": ["<unused7>"],
         "special": ["<|tool|>"], "user": ["\u2581\u2581", "<think>"]}),

@@ -328,8 +328,8 @@ def _spm_pieces(vocab: Json) -> list[tuple[str, float, int]]:
     first = [(text, 0.0, kinds.get(text, 3)) for text in vocab.get("first", ("<unk>", "<s>", "</s>"))]
     bytes_ = [(f"<0x{b:02X}>", 0.0, 6) for b in range(256)]
     texts = [text for text, _ in _texts()]
-    merged = [text for text in texts if len(text) > 1]
     chars = [text for text in texts if len(text) == 1]
+    merged = [text for text in texts if len(text) > 1][: vocab.get("pieces", 600) - len(first + bytes_ + chars)]
     return first + bytes_ + [(text, -float(i), 1) for i, text in enumerate(merged + chars)]
 
 
@@ -382,7 +382,7 @@ def _spm_bpe(vocab: Json) -> dict[str, Any]:
     ] + _added(vocab, len(ids))
     model: Json = {"type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None}
     model |= {"end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False, "vocab": ids}
-    model["merges"] = [list(pair) for _, pair in _texts() if pair is not None]
+    model["merges"] = [list(pair) for text, pair in _texts() if pair is not None and text in ids]
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     back = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
     decoder = {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}]}
