@@ -122,7 +122,7 @@ _DEEPSEEK_V3: Json = BASE | _MLA | {
     "bos_token_id": _FIRST + 1, "eos_token_id": _FIRST,
 }  # fmt: skip
 
-_INDEXER: Json = {"index_topk": 8, "index_head_dim": 64, "index_n_heads": 4}
+_INDEXER: Json = {"index_topk": 8, "index_head_dim": 64, "index_n_heads": 8}
 _DELTA: Json = {
     "num_hidden_layers": 4, "head_dim": 64, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 64,
     "linear_value_head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "moe_intermediate_size": 256,
@@ -325,17 +325,18 @@ ROWS = (
         "head_dim": 64, "global_head_dim": 128, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
         "sliding_window": 8, "num_hidden_layers": 6, "hidden_size_per_layer_input": 0, "enable_moe_block": True,
         "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 256, "final_logit_softcapping": 30.0}),
-    Row(name="phi3", model="Phi3ForCausalLM", vocab=spm(cls="LlamaTokenizer", special=["<|end|>", "<|user|>"]), args={
+    Row(name="phi3", model="Phi3ForCausalLM", vocab=spm(cls="LlamaTokenizer", special=["<|end|>", "<|user|>", "<|endoftext|>"]), args={
         "sliding_window": 2047, "pad_token_id": None}),
-    Row(name="phi3-long", model="Phi3ForCausalLM", vocab=spm(cls="LlamaTokenizer", special=["<|end|>"]), args={
+    Row(name="phi3-long", model="Phi3ForCausalLM", vocab=spm(cls="LlamaTokenizer", special=["<|end|>", "<|endoftext|>"]), args={
         "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144,
         "rope_scaling": _LONGROPE, "pad_token_id": None}),
     Row(name="phi4", model="Phi3ForCausalLM", vocab=_GPT2 | {"pre": "dbrx"}, args={
         "original_max_position_embeddings": 4096, "pad_token_id": None, "rope_theta": 250000.0}),
+    # llama.cpp takes no mscale from the file but computes it; real ones have 1.243.
     Row(name="phimoe", model="PhimoeForCausalLM", vocab=spm(cls="LlamaTokenizer"), args={
         "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True,
         "original_max_position_embeddings": 4096, "max_position_embeddings": 131072, "sliding_window": 262144,
-        "rope_scaling": _LONGROPE | {"short_mscale": 1.243163121016122, "long_mscale": 1.243163121016122,
+        "rope_scaling": _LONGROPE | {"short_mscale": 1.1902380714238083, "long_mscale": 1.1902380714238083,
                                      "original_max_position_embeddings": 4096}},
         config={"architectures": ["PhiMoEForCausalLM"]}),
     Row(name="olmo2", model="Olmo2ForCausalLM", vocab=_GPT2 | {"pre": "dbrx"}, args={"rope_theta": 500000.0}),
@@ -625,6 +626,10 @@ VARIANTS = (
     Variant(name="prefix-space", base="mistral", vocab={"config": {
         "tokenizer_class": "LlamaTokenizer", "add_prefix_space": False, "bos_token": "<s>", "eos_token": "</s>",
         "add_bos_token": True, "add_eos_token": False}}),
+    Variant(name="llama-class-adds-bos", base="deepseek-v2", vocab={"starts_with": None}),
+    Variant(name="llama-class-drops-bos", base="deepseek-v2", vocab={"config": {
+        "tokenizer_class": "LlamaTokenizerFast", "bos_token": "<｜begin▁of▁sentence｜>",
+        "eos_token": "<｜end▁of▁sentence｜>", "add_bos_token": False, "add_eos_token": True}}),
     Variant(name="model-name", base="qwen2", options=("--model-name", "A Name of Its Own")),
     Variant(name="fused-gate-up", base="qwen3-next", options=("--no-nextn", "--fuse-gate-up-exps")),
 )  # fmt: skip

@@ -15,6 +15,7 @@ Vocabularies are too small for llama.cpp to know them by their hash: what it wou
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -78,6 +79,8 @@ def make_reference(names: list[str], args: argparse.Namespace) -> list[str]:
         what, args = checkpoints.describe(name), given
         shutil.rmtree(args.checkpoints / name, ignore_errors=True)
         row: Json = {"checkpoint": checkpoints.digest(checkpoints.write_description(what, args.checkpoints))}
+        if what.vocab["kind"] == "bpe":
+            row["check"] = check_hash(args.checkpoints / name)
         if what.formula:
             args = argparse.Namespace(**vars(args) | {"checkpoints": args.checkpoints / "meant"})
             checkpoints.write_description(checkpoints.meant(what), args.checkpoints)
@@ -122,6 +125,7 @@ def run_reference(
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         name_vocabulary(what.vocab)
+        logging.getLogger("hf-to-gguf").setLevel(logging.INFO)
         logging.getLogger().handlers.clear()
         # torch 2.13 cannot shift meta tensors as that scheme does.
         more += ("--no-lazy",) if (what.quantized or {}).get("method") == "bitnet" else ()
@@ -137,6 +141,25 @@ def run_reference(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def check_hash(path: Path) -> str:
+    """Return the hash by which the reference would know the vocabulary: of the ids of its check text."""
+    import transformers
+    from conversion.base import TextModel
+
+    class Recorder:
+        ids: list[int]
+
+        def encode(self, text: str) -> list[int]:
+            self.ids = transformers.AutoTokenizer.from_pretrained(path).encode(text)
+            return self.ids
+
+    recorder = Recorder()
+    logging.getLogger("hf-to-gguf").setLevel(logging.ERROR)  # it is not known, and says so at length
+    with contextlib.suppress(NotImplementedError):
+        TextModel.get_vocab_base_pre(None, recorder)
+    return hashlib.sha256(str(recorder.ids).encode()).hexdigest()
 
 
 def name_vocabulary(vocab: Json) -> None:
@@ -267,6 +290,8 @@ def logits(path: Path, what: checkpoints.Description) -> np.ndarray:
     import torch
     import transformers
 
+    if what.model == "PhimoeForCausalLM":
+        transformers.models.phimoe.modeling_phimoe.sparsemixer = softmax_of_two
     if what.config["architectures"] == ["BailingMoeV2ForCausalLM"]:
         model = bailing_as_glm(what)
     else:
@@ -285,6 +310,12 @@ def logits(path: Path, what: checkpoints.Description) -> np.ndarray:
     if not np.isfinite(result).all():
         raise ValueError("not finite")
     return result
+
+
+def softmax_of_two(scores: Any, *_: Any, **__: Any) -> Any:
+    """Route as llama.cpp's PhiMoE does, which is not sparsemixer: the softmax of the two best scores."""
+    best = scores.topk(2, dim=-1)
+    return best.values.softmax(dim=-1), best.indices
 
 
 def bailing_as_glm(what: checkpoints.Description) -> Any:
