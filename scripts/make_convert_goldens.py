@@ -26,8 +26,10 @@ import struct
 import sys
 import traceback
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -271,7 +273,8 @@ def make_logits(names: list[str], where: Path) -> list[str]:
         if what.transformers != version:
             continue
         try:
-            rows[name] = logits(checkpoints.write_description(what, where), what)
+            with phimoe_as_llama_cpp_has_it() if what.model == "PhimoeForCausalLM" else contextlib.nullcontext():
+                rows[name] = logits(checkpoints.write_description(what, where), what)
             print(name, rows[name].shape, float(rows[name].std()), flush=True)
         except Exception as error:
             failed.append(name)
@@ -290,8 +293,6 @@ def logits(path: Path, what: checkpoints.Description) -> np.ndarray:
     import torch
     import transformers
 
-    if what.model == "PhimoeForCausalLM":
-        transformers.models.phimoe.modeling_phimoe.sparsemixer = softmax_of_two
     if what.config["architectures"] == ["BailingMoeV2ForCausalLM"]:
         model = bailing_as_glm(what)
     else:
@@ -312,10 +313,28 @@ def logits(path: Path, what: checkpoints.Description) -> np.ndarray:
     return result
 
 
-def softmax_of_two(scores: Any, *_: Any, **__: Any) -> Any:
-    """Route as llama.cpp's PhiMoE does, which is not sparsemixer: the softmax of the two best scores."""
-    best = scores.topk(2, dim=-1)
-    return best.values.softmax(dim=-1), best.indices
+@contextlib.contextmanager
+def phimoe_as_llama_cpp_has_it() -> Iterator[None]:
+    """Change transformers' PhiMoE to what llama.cpp computes: RMS norms, and the softmax of the two best scores.
+
+    Its own norms subtract the mean, and sparsemixer gives either expert nearly 1.
+    """
+    import torch
+    from transformers.models.phimoe import modeling_phimoe
+
+    class Norm(torch.nn.LayerNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.rms_norm(x, self.normalized_shape, self.weight, self.eps) + self.bias
+
+    def softmax_of_two(scores: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        best = scores.topk(2, dim=-1)
+        return best.values.softmax(dim=-1), best.indices
+
+    with (
+        mock.patch.object(torch.nn, "LayerNorm", Norm),
+        mock.patch.object(modeling_phimoe, "sparsemixer", softmax_of_two),
+    ):
+        yield
 
 
 def bailing_as_glm(what: checkpoints.Description) -> Any:
