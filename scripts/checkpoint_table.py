@@ -98,6 +98,8 @@ _GEMMA = spm("GemmaTokenizer", ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<
              user_pieces=["<start_of_turn>"], unused=["<unused0>"], chat=_CHAT)  # fmt: skip
 _GEMMA4 = spm("GemmaTokenizer", ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>", "<|channel>"),
               chat=_CHAT) | {"kind": "spm_bpe", "pieces": 640}  # fmt: skip
+# llama.cpp looks for <|endoftext|> where the name has phi3 in it.
+_PHI3 = spm(special=["<|end|>", "<|user|>", "<|endoftext|>"])
 _ERNIE = spm("Ernie4_5_Tokenizer", config={"add_prefix_space": False}, special=["<|im_start|>"])
 
 
@@ -260,7 +262,7 @@ ROWS = (
         "tie_word_embeddings": True, "attention_bias": True, "rms_norm_eps": 1e-5},
         drop=("head_dim", "num_key_value_heads"), sparse={"num_key_value_heads": 4}),
     Row(name="llama-f32", model="LlamaForCausalLM", dtype="float32", vocab=_GPT2, args={
-        "hidden_size": 320, "intermediate_size": 480, "num_attention_heads": 5,
+        "hidden_size": 320, "intermediate_size": 500, "num_attention_heads": 5,
         "num_key_value_heads": 5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     Row(name="mistral", model="MistralForCausalLM", vocab=spm(chat=_CHAT, added=["[TOOL]"]), args={
         "sliding_window": None, "rope_theta": 1000000.0}),
@@ -325,9 +327,9 @@ ROWS = (
         "head_dim": 64, "global_head_dim": 128, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
         "sliding_window": 8, "num_hidden_layers": 6, "hidden_size_per_layer_input": 0, "enable_moe_block": True,
         "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 256, "final_logit_softcapping": 30.0}),
-    Row(name="phi3", model="Phi3ForCausalLM", vocab=spm(cls="LlamaTokenizer", special=["<|end|>", "<|user|>", "<|endoftext|>"]), args={
+    Row(name="phi3", model="Phi3ForCausalLM", vocab=_PHI3, args={
         "sliding_window": 2047, "pad_token_id": None}),
-    Row(name="phi3-long", model="Phi3ForCausalLM", vocab=spm(cls="LlamaTokenizer", special=["<|end|>", "<|endoftext|>"]), args={
+    Row(name="phi3-long", model="Phi3ForCausalLM", vocab=_PHI3, args={
         "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144,
         "rope_scaling": _LONGROPE, "pad_token_id": None}),
     Row(name="phi4", model="Phi3ForCausalLM", vocab=_GPT2 | {"pre": "dbrx"}, args={
@@ -569,6 +571,7 @@ class Variant:
     config: Json = field(default_factory=dict)
     files: Json = field(default_factory=dict)
     options: tuple[str, ...] = ()
+    outtypes: tuple[str, ...] = ("bf16",)
 
 
 _CARD = """---
@@ -631,5 +634,12 @@ VARIANTS = (
         "tokenizer_class": "LlamaTokenizerFast", "bos_token": "<｜begin▁of▁sentence｜>",
         "eos_token": "<｜end▁of▁sentence｜>", "add_bos_token": False, "add_eos_token": True}}),
     Variant(name="model-name", base="qwen2", options=("--model-name", "A Name of Its Own")),
+    Variant(name="ternary", base="llama", outtypes=("tq1_0", "tq2_0")),
+    Variant(name="ternary-320", base="llama-f32", outtypes=("tq1_0", "tq2_0")),
+    Variant(name="fp8-as-q8", base="deepseek-v3-fp8", options=("--fp8-as-q8",)),
+    Variant(name="glm4-moe-no-nextn", base="glm4-moe", options=("--no-nextn",)),
+    Variant(name="qwen3.5-moe-no-nextn", base="qwen3.5-moe", options=("--no-nextn",)),
+    Variant(name="fused-gate-up-mtp", base="qwen3.5-moe", options=("--fuse-gate-up-exps",)),
+    Variant(name="fused-qkv", base="qwen2", options=("--fuse-qkv",)),
     Variant(name="fused-gate-up", base="qwen3-next", options=("--no-nextn", "--fuse-gate-up-exps")),
 )  # fmt: skip

@@ -120,7 +120,7 @@ def describe_variant(row: Variant) -> Json:
         what["files"] = row.files
     if row.options:
         what["options"] = row.options
-    return what | {"transformers": None, "outtypes": ["bf16"]}
+    return what | {"transformers": None, "outtypes": list(row.outtypes)}
 
 
 def describe_sparse(base: str) -> Json:

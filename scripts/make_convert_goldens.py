@@ -41,7 +41,11 @@ import checkpoints  # noqa: E402
 SHA256 = ROOT / "tests" / "data" / "convert-sha256.json"
 LOGITS = ROOT / "tests" / "data" / "convert-logits.npz"
 #: Names of ways to split, and the options.
-SPLITS = {"size": ("--split-max-size", "2M"), "tensors": ("--split-max-tensors", "10")}
+SPLITS = {
+    "size": ("--split-max-size", "2M"),
+    "tensors": ("--split-max-tensors", "10"),
+    "tensors-after-metadata": ("--split-max-tensors", "10", "--no-tensor-first-split"),
+}
 
 Json = dict[str, Any]
 
@@ -76,28 +80,9 @@ def make_reference(names: list[str], args: argparse.Namespace) -> list[str]:
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
     failed = []
-    given = args
     for name in names:
-        what, args = checkpoints.describe(name), given
-        shutil.rmtree(args.checkpoints / name, ignore_errors=True)
-        row: Json = {"checkpoint": checkpoints.digest(checkpoints.write_description(what, args.checkpoints))}
-        if what.vocab["kind"] == "bpe":
-            row["check"] = check_hash(args.checkpoints / name)
-        if what.formula:
-            args = argparse.Namespace(**vars(args) | {"checkpoints": args.checkpoints / "meant"})
-            checkpoints.write_description(checkpoints.meant(what), args.checkpoints)
-        for outtype in [t for t in what.outtypes if not (what.formula and t == "auto")]:
-            run_reference(convert_hf_to_gguf, what, args, outtype, args.out / f"{name}-{outtype}.gguf", ())
-            row[outtype] = digests(args.out / f"{name}-{outtype}.gguf")
-            if row[outtype] is None:
-                break
-        for split, options in SPLITS.items() if len(what.outtypes) > 1 else ():
-            row[f"bf16 split by {split}"] = None
-            if row[outtype] is not None:
-                run_reference(convert_hf_to_gguf, what, args, "bf16", args.out / f"{name}-by-{split}.gguf", options)
-                parts = sorted(args.out.glob(f"{name}-by-{split}-*.gguf")) or [args.out / f"{name}-by-{split}.gguf"]
-                row[f"bf16 split by {split}"] = [hashlib.sha256(p.read_bytes()).hexdigest() for p in parts]
-        if row[outtype] is None:
+        row = reference_of(convert_hf_to_gguf, checkpoints.describe(name), args)
+        if row is None:
             failed.append(name)
             print("FAILED", name, (args.out / f"{name}.log").read_text()[-300:].replace("\n", " | "), flush=True)
             continue
@@ -106,16 +91,35 @@ def make_reference(names: list[str], args: argparse.Namespace) -> list[str]:
     return failed
 
 
+def reference_of(program: Any, what: checkpoints.Description, args: argparse.Namespace) -> Json | None:
+    """Draw a checkpoint, convert it in every way; None where that fails."""
+    name, source = what.name, args.checkpoints
+    shutil.rmtree(source / name, ignore_errors=True)
+    row: Json = {"checkpoint": checkpoints.digest(checkpoints.write_description(what, source))}
+    if what.vocab["kind"] == "bpe":
+        row["check"] = check_hash(source / name)
+    if what.formula:
+        source /= "meant"
+        checkpoints.write_description(checkpoints.meant(what), source)
+    for outtype in [t for t in what.outtypes if not (what.formula and t == "auto")]:
+        out = args.out / f"{name}-{outtype}.gguf"
+        run_reference(program, what, source / name, outtype, out, ())
+        if not out.exists():
+            return None
+        row[outtype] = digests(out)
+    for split, options in SPLITS.items() if len(what.outtypes) > 2 else ():
+        out = args.out / f"{name}-by-{split}.gguf"
+        run_reference(program, what, source / name, "bf16", out, options)
+        parts = sorted(args.out.glob(f"{out.stem}-0*.gguf")) or [out]
+        row[f"bf16 by {split}"] = [hashlib.sha256(part.read_bytes()).hexdigest() for part in parts]
+    return row
+
+
 def run_reference(
-    program: Any,
-    what: checkpoints.Description,
-    args: argparse.Namespace,
-    outtype: str,
-    out: Path,
-    more: tuple[str, ...],
+    program: Any, what: checkpoints.Description, source: Path, outtype: str, out: Path, more: tuple[str, ...]
 ) -> None:
     """Run the converter in a fork: its classes keep state. Without ``out`` afterwards, it failed."""
-    for old in args.out.glob(f"{out.stem}*.gguf"):
+    for old in out.parent.glob(f"{out.stem}*.gguf"):
         if old == out or old.stem.startswith(f"{out.stem}-0"):
             old.unlink()
     if pid := os.fork():
@@ -123,7 +127,7 @@ def run_reference(
         return
     code = 1
     try:
-        with (args.out / f"{what.name}.log").open("w") as log:
+        with (out.parent / f"{what.name}.log").open("w") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         name_vocabulary(what.vocab)
@@ -132,7 +136,7 @@ def run_reference(
         # torch 2.13 cannot shift meta tensors as that scheme does.
         more += ("--no-lazy",) if (what.quantized or {}).get("method") == "bitnet" else ()
         options = ["--outfile", str(out), "--outtype", outtype, *what.options, *more]
-        sys.argv = ["convert_hf_to_gguf.py", str(args.checkpoints / what.name), *options]
+        sys.argv = ["convert_hf_to_gguf.py", str(source), *options]
         program.main()
         code = 0
     except BaseException:
@@ -192,10 +196,8 @@ class Ranks:
         self._mergeable_ranks = self.mergeable_ranks
 
 
-def digests(path: Path) -> Json | None:
+def digests(path: Path) -> Json:
     """Return the hash of a file, and of what it is made of: to find out where another one differs."""
-    if not path.exists():
-        return None
     data = path.read_bytes()
     kv, infos, start, tensors = gguf_parts(data)
     return {
@@ -322,7 +324,7 @@ def phimoe_as_llama_cpp_has_it() -> Iterator[None]:
     import torch
     from transformers.models.phimoe import modeling_phimoe
 
-    class Norm(torch.nn.LayerNorm):
+    class Norm(torch.nn.LayerNorm):  # type: ignore[misc]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.rms_norm(x, self.normalized_shape, self.weight, self.eps) + self.bias
 
