@@ -22,10 +22,8 @@ import json
 import logging
 import os
 import shutil
-import struct
 import sys
 import traceback
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +35,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 import checkpoints  # noqa: E402
+from gguf_digests import digests  # noqa: E402
 
 SHA256 = ROOT / "tests" / "data" / "convert-sha256.json"
 LOGITS = ROOT / "tests" / "data" / "convert-logits.npz"
@@ -194,51 +193,6 @@ class Ranks:
         self.vocab_size = first + len(self.special_tokens)
         self.model = self
         self._mergeable_ranks = self.mergeable_ranks
-
-
-def digests(path: Path) -> Json:
-    """Return the hash of a file, and of what it is made of: to find out where another one differs."""
-    data = path.read_bytes()
-    kv, infos, start, tensors = gguf_parts(data)
-    return {
-        "sha256": hashlib.sha256(data).hexdigest(),
-        "bytes": len(data),
-        "metadata": f"{zlib.crc32(data[24:kv]):08x}",
-        "infos": f"{zlib.crc32(data[kv:infos]):08x}",
-        "tensors": "".join(f"{zlib.crc32(data[start + at : start + end]):08x}" for at, end in tensors),
-    }
-
-
-def gguf_parts(data: bytes) -> tuple[int, int, int, list[tuple[int, int]]]:
-    """Return where metadata and infos end, where tensor data begins, and every tensor's padded place in it."""
-    n_tensors, n_kv = struct.unpack_from("<QQ", data, 8)
-    sizes, at = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}, 24
-
-    def skip(at: int, kind: int) -> int:
-        if kind == 8:
-            return at + 8 + int.from_bytes(data[at : at + 8], "little")
-        if kind != 9:
-            return at + sizes[kind]
-        item, n = struct.unpack_from("<IQ", data, at)
-        at += 12
-        if item in sizes:
-            return at + sizes[item] * int(n)
-        for _ in range(n):
-            at = skip(at, item)
-        return at
-
-    for _ in range(n_kv):
-        at = skip(at, 8)
-        at = skip(at + 4, struct.unpack_from("<I", data, at)[0])
-    kv, offsets = at, []
-    for _ in range(n_tensors):
-        at = skip(at, 8)
-        (n_dims,) = struct.unpack_from("<I", data, at)
-        at += 4 + 8 * n_dims + 4
-        offsets.append(struct.unpack_from("<Q", data, at)[0])
-        at += 8
-    start = at + -at % 32
-    return kv, at, start, list(zip(offsets, [*offsets[1:], len(data) - start], strict=True))
 
 
 def enter(path: Path, rows: Json) -> None:
