@@ -527,6 +527,9 @@ QUANTIZED = (
               scheme={"method": "nvfp4", "packed": True, "targets": _EXPERTS}),
     Quantized(name="kimi-k2-ct-int4", base="kimi-k2", config=_compressed("pack-quantized", _int_weights(4, 32)),
               scheme={"method": "packed", "bits": 4, "group": 32, "targets": _EXPERTS}),
+    Quantized(name="kimi-k2-ct-mxfp4", base="kimi-k2", formula=True,
+              config=_compressed("mxfp4-pack-quantized", _int_weights(4, 32) | {"type": "float"}),
+              scheme={"method": "mxfp4", "packed": True, "targets": _EXPERTS}),
     Quantized(name="llama-ct-int4-asym", base="llama",
               config=_compressed("pack-quantized", _int_weights(4, 64, symmetric=False)),
               scheme={"method": "packed", "bits": 4, "group": 64, "symmetric": False}),
@@ -596,8 +599,8 @@ tags: [a, b, a]
 pipeline_tag: text-generation
 ---
 """
-_TEMPLATES = [{"name": "default", "template": _CHAT}, {"name": "tool_use", "template": "{{ tools }}"},
-              {"name": "my-rag!", "template": "{{ documents }}"}]  # fmt: skip
+# One name beside default: the converter writes several in the order of a set, another one in every process.
+_TEMPLATES = [{"name": "default", "template": _CHAT}, {"name": "my-rag!", "template": "{{ documents }}"}]
 _NO_CHAT = {key: value for key, value in _QWEN["config"].items() if key != "chat_template"}
 
 VARIANTS = (

@@ -133,14 +133,21 @@ def _pairs(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     return codes[..., ::2] | (codes[..., 1::2] << np.uint8(4))
 
 
-def mxfp4(x: Floats) -> Stored:
-    """gpt-oss: experts [E, in, out] as blocks [E, out, in / 32, 16] and their exponents."""
-    groups = np.ascontiguousarray(x.swapaxes(1, 2)).reshape(x.shape[0], x.shape[2], -1, 32)
+def mxfp4(x: Floats, *, packed: bool = False) -> Stored:
+    """Groups of 32 and their exponents.
+
+    gpt-oss: experts [E, in, out] as blocks [E, out, in / 32, 16]; packed: [out, in], compressed-tensors' names.
+    """
+    rows = x if packed else np.ascontiguousarray(x.swapaxes(1, 2))
+    groups = rows.reshape(*rows.shape[:-1], -1, 32)
     exponent = np.frexp(np.abs(groups).max(axis=-1))[1] - 3 + 127
     scale = np.ldexp(F32(1), exponent - 127).astype(F32)[..., None]
     codes = _nearest(groups / scale, _E2M1)
-    weights = (_value(codes, _E2M1) * scale).reshape(x.shape[0], x.shape[2], -1).swapaxes(1, 2)
-    return _stored({"_blocks": _pairs(codes), "_scales": exponent.astype(np.uint8)}, weights)
+    weights = (_value(codes, _E2M1) * scale).reshape(rows.shape)
+    data, exponents = _pairs(codes), exponent.astype(np.uint8)
+    if packed:
+        return _stored({".weight_packed": data.reshape(len(x), -1), ".weight_scale": exponents}, weights)
+    return _stored({"_blocks": data, "_scales": exponents}, weights.swapaxes(1, 2))
 
 
 def nvfp4(x: Floats, *, packed: bool, trivial: bool = False) -> Stored:
