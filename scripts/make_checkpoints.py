@@ -20,9 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
 from checkpoint_table import BASE, QUANTIZED, ROWS, SPARSE, VARIANTS, Json, Quantized, Row, Variant
 
 DATA = Path(__file__).parents[1] / "tests" / "data" / "checkpoints"
@@ -52,6 +49,9 @@ def describe(row: Row) -> Json:
 
 def saved(row: Row) -> tuple[Json, dict[str, list[int]]]:
     """Return config.json and the tensors' shapes as transformers saves the model of a row."""
+    import torch
+    import transformers
+
     cls = getattr(transformers, row.model)
     config = cls.config_class(**(({} if "text_config" in row.args else BASE) | row.args | row.sparse))
     config.architectures = [row.model]
@@ -125,6 +125,8 @@ def describe_variant(row: Variant) -> Json:
 
 def describe_sparse(base: str) -> Json:
     """Return a description without the keys of config.json that have the value of their class's default."""
+    import transformers
+
     what: Json = json.loads((DATA / f"{base}.json").read_text())
     config = what["config"]
     defaults = transformers.AutoConfig.for_model(config["model_type"]).to_dict()
@@ -149,6 +151,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     args = parser.parse_args()
+    import transformers
+
     version = int(transformers.__version__.split(".")[0])
     failed = 0
     jobs = {row.name: partial(describe, row) for row in ROWS if row.version in (0, version)}
