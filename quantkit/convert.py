@@ -1,7 +1,7 @@
 """Convert a checkpoint of Hugging Face: ``quantkit convert``, convert_hf_to_gguf.py and llama-quantize in one pass.
 
 plan_convert(...)  ->  Plan    every type, offset and byte count, from headers alone, nothing written
-convert(...)       ->  ConvertResult    the plan carried out
+convert(...)       ->  QuantizeResult    the plan carried out
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from quantkit.checkpoint.general import templated
 from quantkit.checkpoint.policy import OUTTYPE_NAMES
 from quantkit.errors import RecipeError
 from quantkit.formats.outputs import end_of_links
-from quantkit.helpers import available_cpus
 from quantkit.kernels.formats import encoder_for
 from quantkit.pipeline.plan import Chosen, Plan, plan_output
 from quantkit.pipeline.presets import preset_by_name
 from quantkit.pipeline.recipe import Rule
-from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, run_plan
+from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions
 from quantkit.pipeline.work import whole
-from quantkit.quantize import QuantizeOptions, check_options, plan_from, size_of
+from quantkit.quantize import QuantizeOptions, QuantizeResult, check_options, plan_from, run_quantize, size_of
 from quantkit.version import __version__
 
 #: What --intermediate takes: the types that rows are rounded to between the two programs, or none.
@@ -51,19 +50,6 @@ class ConvertOptions:
     no_tensor_first_split: bool = False
 
 
-@dataclass(frozen=True)
-class ConvertResult:
-    """What was written: the plan it followed, and how the run went."""
-
-    plan: Plan
-    run: RunResult
-    threads: int
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        return tuple(shard.path for shard in self.plan.shards)
-
-
 def convert(
     folder: str | Path,
     output: str | Path | None = None,
@@ -73,7 +59,7 @@ def convert(
     *,
     max_ram: int | str = DEFAULT_MAX_RAM,
     **run: Unpack[RunOptions],
-) -> ConvertResult:
+) -> QuantizeResult:
     """Convert the checkpoint in ``folder``; with a type, quantize it in the same pass.
 
     Args:
@@ -89,14 +75,7 @@ def convert(
     Raises:
         QuantkitError: see quantkit.errors; nothing stands under the final name then.
     """
-    return run_convert(plan_convert(folder, output, type, options, quantize), max_ram=max_ram, **run)
-
-
-def run_convert(plan: Plan, *, max_ram: int | str = DEFAULT_MAX_RAM, **run: Unpack[RunOptions]) -> ConvertResult:
-    """Carry out a plan of ``plan_convert``; arguments and errors as for ``convert``."""
-    given = run.get("threads") or 0
-    run["threads"] = threads = given if given > 0 else available_cpus()
-    return ConvertResult(plan, run_plan(plan, max_ram=size_of(max_ram), **run), threads)
+    return run_quantize(plan_convert(folder, output, type, options, quantize), max_ram=max_ram, **run)
 
 
 def plan_convert(

@@ -172,7 +172,8 @@ def float8_values(dtype: str) -> F32 | None:
     else:
         value[(exponent == 31) & (mantissa == 0)] = np.inf
         value[(exponent == 31) & (mantissa > 0)] = np.nan
-    return np.where(code & 0x80, -value, value).astype(np.float32)
+    signed: F32 = np.where(code & 0x80, -value, value).astype(np.float32)
+    return signed
 
 
 @dataclass(frozen=True)

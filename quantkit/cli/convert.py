@@ -95,8 +95,8 @@ def command(
     TYPE. --intermediate none rounds once, from the values of the checkpoint: more exact where those are not of one
     16-bit type (float8, F32).
     """
-    from quantkit.convert import ConvertOptions, plan_convert, run_convert
-    from quantkit.quantize import QuantizeOptions
+    from quantkit.convert import ConvertOptions, plan_convert
+    from quantkit.quantize import QuantizeOptions, run_quantize
 
     folder, output, type_name, positional = _positionals(arguments)
     if threads and positional and threads != positional:
@@ -119,7 +119,7 @@ def command(
         return
     run = RunReport(plan, quiet=as_json)
     with run.shown("what is done is kept, continue with --resume"):
-        result = run_convert(
+        result = run_quantize(
             plan,
             threads=threads or positional,
             max_ram=max_ram,

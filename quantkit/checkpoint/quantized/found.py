@@ -13,7 +13,6 @@ from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.safetensors import StoredTensor
 
-
 #: Dtypes of scales and zero points; bytes are exponents (E8M0).
 SCALES = ("F32", "BF16", "F16", "F64", "F8_E8M0", "F8_E4M3", "U8", "I8")
 
@@ -73,7 +72,7 @@ class Found:
         return found
 
     def drop(self, *ends: str) -> None:
-        """Leave out tensors whose names end like this: scales of activations, which are computed when they are there."""
+        """Leave out tensors whose names end like this: scales of activations, mostly, computed at run time."""
         self._used.update(name for name in self.stored if name.endswith(ends))
 
     def put(self, at: str, name: str, x: Expression, where: str = "here") -> None:
