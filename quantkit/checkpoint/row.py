@@ -55,6 +55,8 @@ class Architecture:
     layers: Callable[[Config], int] = field(default=lambda config: config.layers)
     #: Changes to the configuration before anything else.
     prepare: Callable[[Config], None] = field(default=lambda config: None)
+    #: Another row for some configurations of the class.
+    instead: Callable[[Config], Architecture | None] = field(default=lambda config: None)
     #: Tensors that are not stored; they come first.
     extra: Callable[[Config], Iterable[Tensor]] = field(default=lambda config: ())
     #: Keys that are set before general.type.
