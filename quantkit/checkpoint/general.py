@@ -225,9 +225,8 @@ def _from_card(general: General, card: Json, total: int) -> None:
         ("base_models", ("base_model", "base_models", "base_model_sources")),
         ("datasets", ("datasets", "dataset", "dataset_sources")),
     ):
-        key = next((key for key in keys if key in card), None)
-        if key is not None:
-            found = card[key]
+        if present := [key for key in keys if key in card]:
+            found = card[present[0]]
             items = found if isinstance(found, list) else [found] if isinstance(found, str) else []
             setattr(general, attribute, [_related(item, total) for item in items])
     for key, name in _LICENSE:
@@ -249,7 +248,7 @@ def _related(item: object, total: int) -> Json:
     if not isinstance(item, str):
         return {}
     entry: Json = {}
-    model_id: str | None = item
+    model_id: Any = item
     is_address = item.startswith(("http://", "https://", "ssh://"))
     if is_address:
         entry["repo_url"] = item
@@ -270,7 +269,8 @@ def _related(item: object, total: int) -> Json:
 
 def _from_name(general: General, model_id: str, total: int) -> None:
     name, values = split_name(model_id, total), general.values
-    for key, found in (("name", name["full"]), ("organization", name["organization"])):
+    for key, of in (("name", "full"), ("organization", "organization")):
+        found = name[of]
         if values.get(key) is None and found is not None:
             values[key] = title(found)
     for key in _PARTS_OF_NAME:

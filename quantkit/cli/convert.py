@@ -45,6 +45,12 @@ _convert_options = options(
         default="auto",
         help="With TYPE: what values are rounded to before, as between the two programs; none: not at all.",
     ),
+    option(
+        "--lossless",
+        group=_SOURCE,
+        is_flag=True,
+        help="Keep weights that are quantized already as they are: int4 as Q4_0, int8 as Q8_0, where no value changes.",
+    ),
     option("--pre", group=_SOURCE, metavar="NAME", help="Name of the pre-tokenizer, where it is not recognized."),
     option("--model-name", group=_SOURCE, metavar="NAME", help="Name of the model (general.name)."),
     option("--metadata", group=_SOURCE, type=_FILE, help="JSON file of keys that override what is found."),
@@ -89,8 +95,8 @@ def command(
     TYPE. --intermediate none rounds once, from the values of the checkpoint: more exact where those are not of one
     16-bit type (float8, F32).
     """
-    from quantkit.convert import ConvertOptions, plan_convert, run_convert
-    from quantkit.quantize import QuantizeOptions
+    from quantkit.convert import ConvertOptions, plan_convert
+    from quantkit.quantize import QuantizeOptions, run_quantize
 
     folder, output, type_name, positional = _positionals(arguments)
     if threads and positional and threads != positional:
@@ -113,7 +119,7 @@ def command(
         return
     run = RunReport(plan, quiet=as_json)
     with run.shown("what is done is kept, continue with --resume"):
-        result = run_convert(
+        result = run_quantize(
             plan,
             threads=threads or positional,
             max_ram=max_ram,

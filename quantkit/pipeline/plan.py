@@ -126,7 +126,8 @@ def plan_output(
         empty_first: begin with a shard of metadata alone.
         all_dims: write trailing dimensions of 1, too: see ``layout_gguf``.
     """
-    groups = [[] for _ in range(empty_first)] + _groups(chosen, shard_of, split_max_size)
+    groups: list[list[Chosen]] = [[] for _ in range(empty_first)]
+    groups += _groups(chosen, shard_of, split_max_size)
     n = len(chosen)
     shards, tensors = [], []
     for no, group in enumerate(groups):

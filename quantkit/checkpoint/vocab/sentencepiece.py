@@ -109,14 +109,15 @@ def sentencepiece_tokens(v: Vocabulary) -> list[Piece]:
     if not isinstance(listed, dict):
         raise FormatError(f"{where}: added_tokens_decoder is no table of tokens by id")
     for key, entry in listed.items():
-        text = entry.get("content") if isinstance(entry, dict) else None
-        if not str(key).isdecimal() or not isinstance(text, str):
+        content = entry.get("content") if isinstance(entry, dict) else None
+        if not str(key).isdecimal() or not isinstance(content, str):
             raise FormatError(f"{where}: the added token {short(entry)} has no id or no content")
-        if _fits(where, int(key), size):
-            control = entry.get("special") or looks_special(text)
-            tokens[int(key)] = Piece(
-                text if control else text.replace("\u2581", " "), -1000.0, CONTROL if control else USER_DEFINED
-            )
+        if not _fits(where, int(key), size):
+            continue
+        if entry.get("special") or looks_special(content):
+            tokens[int(key)] = Piece(content, -1000.0, CONTROL)
+        else:
+            tokens[int(key)] = Piece(content.replace("\u2581", " "), -1000.0, USER_DEFINED)
     return tokens
 
 
