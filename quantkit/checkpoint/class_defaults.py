@@ -51,9 +51,97 @@ _COHERE: Json = {
     **{"num_hidden_layers": 40, "num_attention_heads": 64, "num_key_value_heads": None, "logit_scale": 0.0625},
     **{"layer_norm_eps": 1e-5, "tie_word_embeddings": True},
 }
+_GLM: Json = {
+    **{"vocab_size": 151552, "hidden_size": 4096, "max_position_embeddings": 131072, "rope_theta": 10000.0},
+    **{"rope_scaling": None, "tie_word_embeddings": False},
+}
+_GLM_MOE: Json = {
+    **_GLM,
+    **{"intermediate_size": 10944, "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8},
+    **{"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "moe_intermediate_size": 1408, "num_experts_per_tok": 8},
+    **{"n_shared_experts": 1, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1},
+    **{"first_k_dense_replace": 1, "norm_topk_prob": True},
+}
+_HUNYUAN: Json = {
+    **_DENSE,
+    **{"vocab_size": 290943, "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-5, "pad_token_id": 0},
+}
+_ERNIE: Json = {
+    **{"vocab_size": 103424, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+    **{"rope_scaling": None, "tie_word_embeddings": True},
+}
 
 #: Model type -> key -> value.
 DEFAULTS: dict[str, Json] = {
+    "deepseek_v2": {
+        **_DENSE,
+        **{"num_key_value_heads": None, "first_k_dense_replace": 0, "kv_lora_rank": 512, "q_lora_rank": 1536},
+        **{"n_group": None, "n_routed_experts": 64, "n_shared_experts": 2, "qk_nope_head_dim": 128},
+        **{"qk_rope_head_dim": 64, "routed_scaling_factor": 1.0, "topk_group": None, "v_head_dim": 128},
+        **{"num_experts_per_tok": None, "norm_topk_prob": False, "moe_intermediate_size": 1407},
+    },
+    "deepseek_v3": {
+        **_DENSE,
+        **{"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048},
+        **{"num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "n_shared_experts": 1},
+        **{"n_routed_experts": 256, "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 1536},
+        **{"qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128, "n_group": 8, "topk_group": 4},
+        **{"num_experts_per_tok": 8, "first_k_dense_replace": 3, "norm_topk_prob": True},
+        "max_position_embeddings": 4096,
+    },
+    "dots1": {
+        **_DENSE,
+        **{"vocab_size": 152064, "hidden_size": 4608, "intermediate_size": 10944, "moe_intermediate_size": 1408},
+        **{"num_hidden_layers": 62, "num_key_value_heads": 32, "n_shared_experts": None, "n_routed_experts": None},
+        **{"n_group": 1, "topk_group": 1, "num_experts_per_tok": None, "first_k_dense_replace": 0},
+        **{"norm_topk_prob": False, "routed_scaling_factor": 1.0, "sliding_window": 4096},
+    },
+    "ernie4_5": {
+        **_ERNIE,
+        **{"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18, "num_attention_heads": 16},
+        **{"num_key_value_heads": 2, "head_dim": 128},
+    },
+    "ernie4_5_moe": {
+        **_ERNIE,
+        **{"hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 28, "num_attention_heads": 20},
+        **{"num_key_value_heads": 4, "moe_intermediate_size": 1536, "moe_k": 6, "moe_num_experts": 64},
+        **{"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_interval": 1},
+    },
+    "glm4": {
+        **_GLM,
+        **{"intermediate_size": 13696, "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 2},
+        **{"partial_rotary_factor": 0.5, "head_dim": 128, "rms_norm_eps": 1.5625e-07},
+    },
+    "glm4_moe": _GLM_MOE,
+    "glm4v": {},
+    "glm4v_text": {
+        **_GLM,
+        **{"intermediate_size": 13696, "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 2},
+        **{"max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
+    },
+    "glm4v_moe": {},
+    "glm4v_moe_text": {**_GLM_MOE, "vocab_size": 151424, "max_position_embeddings": 65536},
+    "gpt_oss": {
+        **{"num_hidden_layers": 36, "num_local_experts": 128, "vocab_size": 201088, "hidden_size": 2880},
+        **{"intermediate_size": 2880, "head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 8},
+        **{"sliding_window": 128, "rope_theta": 150000.0, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+        **{"num_experts_per_tok": 4, "tie_word_embeddings": False},
+        "rope_scaling": {
+            **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "hunyuan_v1_dense": _HUNYUAN,
+    "hunyuan_v1_moe": {**_HUNYUAN, "num_experts": 1, "moe_topk": 1},
+    "llama4": {"tie_word_embeddings": False},
+    "llama4_text": {
+        **{"vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384},
+        **{"num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128},
+        **{"max_position_embeddings": 4096 * 32, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+        **{"rope_theta": 500000, "rope_scaling": None, "num_experts_per_tok": 1, "num_local_experts": 16},
+        **{"interleave_moe_layer_step": 1, "no_rope_layer_interval": 4},
+    },
+    "mistral3": {},
     "llama": {**_DENSE, "num_key_value_heads": None, "head_dim": None},
     "mistral": {
         **_DENSE,
@@ -226,8 +314,35 @@ def _named_rope(values: Json) -> None:
         values["rope_scaling"] = {**rope, "rope_type": rope["type"]}
 
 
+def _latent_head(values: Json) -> None:
+    values["head_dim"] = values["qk_rope_head_dim"]
+
+
+def _chunked_layers(values: Json) -> None:
+    """Of Llama 4: layers attend to chunks, but where rope is left out."""
+    rope, interval, n = values.get("no_rope_layers"), values["no_rope_layer_interval"], values["num_hidden_layers"]
+    if not rope and isinstance(n, int) and isinstance(interval, int) and interval and n < 1 << 16:
+        rope = [int((i + 1) % interval != 0) for i in range(n)]
+    if values.get("layer_types") is None and isinstance(rope, list):
+        values["layer_types"] = ["chunked_attention" if each else "full_attention" for each in rope]
+
+
+def _no_end_of_document(values: Json) -> None:
+    """Hunyuan's classes take eod_token_id, and forget it."""
+    values.pop("eod_token_id", None)
+
+
 #: Model type -> what a class computes from other values, in order.
 DERIVED: dict[str, tuple[Callable[[Json], None], ...]] = {
+    "deepseek_v2": (_heads_as_queries, _latent_head),
+    "deepseek_v3": (_heads_as_queries, _latent_head),
+    "dots1": (_heads_as_queries,),
+    "ernie4_5": (_heads_as_queries, _divided_head),
+    "glm4v_text": (_heads_as_queries,),
+    "gpt_oss": (_heads_as_queries, _divided_head),
+    "hunyuan_v1_dense": (_heads_as_queries, _no_end_of_document),
+    "hunyuan_v1_moe": (_heads_as_queries, _no_end_of_document),
+    "llama4_text": (_heads_as_queries, _chunked_layers),
     "llama": (_heads_as_queries, _divided_head),
     "mistral": (_heads_as_queries,),
     "mixtral": (_heads_as_queries,),
@@ -265,6 +380,10 @@ PARTS: dict[str, dict[str, str]] = {
     "qwen3_vl": {"text_config": "qwen3_vl_text"},
     "qwen3_vl_moe": {"text_config": "qwen3_vl_moe_text"},
     "gemma3": {"text_config": "gemma3_text"},
+    "glm4v": {"text_config": "glm4v_text"},
+    "glm4v_moe": {"text_config": "glm4v_moe_text"},
+    "llama4": {"text_config": "llama4_text"},
+    "mistral3": {"text_config": "mistral"},
 }
 
 
@@ -273,9 +392,13 @@ def with_defaults(values: Json, kind: str | None = None) -> Json:
     found = values.get("model_type", kind)
     if not isinstance(found, str) or found not in DEFAULTS:
         return dict(values)
+    parts = {key: (values.get(key) or {}, inner) for key, inner in PARTS.get(found, {}).items()}
+    parts = {key: (part, inner) for key, (part, inner) in parts.items() if isinstance(part, dict)}
+    if any(part.get("model_type", inner) not in DEFAULTS for part, inner in parts.values()):
+        return dict(values)  # AutoConfig fails then, and the JSON is read as it is
     filled = {**_COMMON, **DEFAULTS[found], **values}
-    for key, inner in PARTS.get(found, {}).items():
-        filled[key] = with_defaults(filled.get(key) or {}, inner)
+    for key, (part, inner) in parts.items():
+        filled[key] = with_defaults(part, inner)
     for derive in DERIVED.get(found, ()):
         derive(filled)
     return filled

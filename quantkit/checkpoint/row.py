@@ -57,8 +57,8 @@ class Architecture:
     prepare: Callable[[Config], None] = field(default=lambda config: None)
     #: The same by the names of the stored tensors: what config.json does not say.
     look: Callable[[Config, Collection[str]], None] = field(default=lambda config, names: None)
-    #: What it is called instead of ``arch``, where that depends on the configuration.
-    arch_of: Callable[[Config], str] | None = None
+    #: Another row for some configurations of the class.
+    instead: Callable[[Config], Architecture | None] = field(default=lambda config: None)
     #: Tensors that are not stored; they come first.
     extra: Callable[[Config], Iterable[Tensor]] = field(default=lambda config: ())
     #: Keys that are set before general.type.
