@@ -15,7 +15,7 @@ from drawn_checkpoints import moe_arrays, moe_config, write_checkpoint
 
 from quantkit.checkpoint import architectures
 from quantkit.checkpoint.expressions import Stored, joined, read_values, stacked
-from quantkit.checkpoint.policy import OUTTYPES, of_source, was_float8
+from quantkit.checkpoint.policy import was_float8
 from quantkit.checkpoint.row import Copied
 from quantkit.cli import cli
 from quantkit.cli.convert import command
@@ -23,7 +23,6 @@ from quantkit.convert import ConvertOptions, convert, plan_convert
 from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.gguf import open_gguf
 from quantkit.formats.safetensors import StoredTensor
-from quantkit.types import type_by_name
 
 THEIRS = json.loads((Path(__file__).parent / "data/convert-hf-options.json").read_text())["options"]
 PRE = ConvertOptions(pre="gpt-2")
@@ -176,16 +175,6 @@ def test_what_was_float8(tmp_path: Path) -> None:
     assert was_float8(joined([stored("F8_E4M3"), stored("F32")]))
     assert not was_float8(joined([stored("BF16"), stored("F32")]))
     assert not was_float8(stored("F8_E4M3"))  # without scales it is not decoded
-
-
-def test_the_name_of_files_with_types_of_the_source() -> None:
-    found = {t: of_source(OUTTYPES["bf16"], {type_by_name(t), type_by_name("F32")}) for t in ("MXFP4", "NVFP4", "F16")}
-    assert {t: (o.file_type, o.name) for t, o in found.items()} == {
-        "MXFP4": (38, "MXFP4_MOE"),
-        "NVFP4": (39, "NVFP4"),
-        "F16": (32, "BF16"),
-    }
-    assert of_source(OUTTYPES["q8_0"], {type_by_name("MXFP4")}).file_type == 7
 
 
 def test_joined_along_another_dimension(tmp_path: Path) -> None:

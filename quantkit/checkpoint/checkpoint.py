@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.architectures import find_architecture
-from quantkit.checkpoint.config import read_config
+from quantkit.checkpoint.config import Config, read_config
 from quantkit.checkpoint.expressions import (
     TYPE_BF16,
     TYPE_F16,
     TYPE_F32,
+    Constant,
     Expression,
     Shaped,
     Stored,
     cast,
+    floats,
     size_of,
     value_bytes,
     values_in,
@@ -27,8 +29,8 @@ from quantkit.checkpoint.fused import fused
 from quantkit.checkpoint.general import General, ParameterCount, read_general
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT, check_nextn, is_taken, predicts
-from quantkit.checkpoint.policy import OutType, find_outtype, of_source, type_of, was_float8
-from quantkit.checkpoint.quantized import decoded
+from quantkit.checkpoint.policy import OutType, find_outtype, type_of, was_float8
+from quantkit.checkpoint.quantized import Decoded, decoded, outer_scales, weights_only
 from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.tensor_names import TensorNames
 from quantkit.checkpoint.tensors import Context, Tensor, applied, named_tensors, text_name
@@ -86,6 +88,8 @@ class Checkpoint:
         self.outtype = outtype
         self.general = General({}, {})
         self.kind = ""
+        #: What is worth saying about it.
+        self.notes: tuple[str, ...] = ()
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a metadata key, or ``default`` if there is none."""
@@ -142,6 +146,7 @@ def open_checkpoint(
     fuse: Collection[str] = (),
     fp8_as_q8: bool = False,
     vocab_only: bool = False,
+    lossless: bool = False,
 ) -> Checkpoint:
     """Open the checkpoint in a directory.
 
@@ -156,6 +161,7 @@ def open_checkpoint(
         fuse: options of ``fused.FUSIONS``.
         fp8_as_q8: what was float8 is to be Q8_0.
         vocab_only: metadata and vocabulary, no tensors.
+        lossless: keep quantized weights as blocks wherever that changes no value.
 
     Raises:
         FormatError: a file is broken, missing or of another model; the message names file and tensor.
@@ -166,19 +172,21 @@ def open_checkpoint(
     row = find_architecture(config)
     row.prepare(config)
     check_nextn(nextn, row, config)
+    indexed = [] if vocab_only and not any(path.glob("model*.safetensors*")) else read_checkpoint(path)
+    row.look(config, {name for tensors in indexed for name in tensors})
     layers = config.layers if nextn == WITHOUT else row.layers(config)
     context = Context(config, TensorNames(row.arch, layers))
-    indexed = [] if vocab_only and not any(path.glob("model*.safetensors*")) else read_checkpoint(path)
     stored = _stored(indexed, row, context, nextn)
     if nextn == ONLY and not vocab_only and not any(predicts(name, config) for name in stored):
         raise FormatError(f"{path}: it has no layers that predict more tokens: leave --mtp away")
     chosen = find_outtype(outtype, stored.values())
+    meant = Decoded({}) if vocab_only else decoded(stored, config, lossless=lossless)
     made: list[Made] = []
     if not vocab_only:
-        values = decoded(stored, config)
-        named = fused(named_tensors(values, row.rules, context, row.extra(config)), fuse, values, context)
+        named = named_tensors(meant.tensors, row.rules, context, row.extra(config), meant.first)
+        named = _with_scales(fused(named, fuse, meant.tensors, context))
         made = _all_made(named, context.names, chosen, exact, Q8_0 if fp8_as_q8 else None)
-        chosen = of_source(chosen, {each.info.type for each in made})
+        chosen = _as_stored(chosen, made)
     keys = Keys(row.arch, config.path)
     for write in () if vocab_only else row.early:
         write(keys, config)
@@ -192,13 +200,55 @@ def open_checkpoint(
     if nextn == WITHOUT:
         keys.remove(".nextn_predict_layers")
     keys.u32("general.quantization_version", 2)
+    _set_precision(keys, config, made)
     WRITERS[row.vocab](Vocabulary(path, config, keys, pre))
     files = [each for tensors in indexed for each in {t.path for t in tensors.values()}]
     files += [path / name for name in _OTHER_FILES if (path / name).is_file()] + ([metadata] if metadata else [])
     opened = Checkpoint(path, tuple(files), keys.fields, made, chosen)
     opened.general = general
     opened.kind = "vocab" if vocab_only else "mtp" if nextn == ONLY else ""
+    if meant.could and not lossless:
+        opened.notes = (
+            f"{meant.could} weights are symmetric integers with scales of groups: --lossless keeps them as Q4_0 or "
+            "Q8_0, with every value as it is",
+        )
     return opened
+
+
+def _with_scales(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors, and behind each the scales that belong beside it in a file."""
+    for name, tensor in tensors:
+        yield name, tensor
+        for end, values in outer_scales(tensor.x).items():
+            beside = name.removesuffix("weight") + end
+            yield beside, replace(tensor, name=beside, x=Constant(tuple(values)))
+
+
+#: Types of blocks in which tensors are kept -> llama.cpp's number of such files, their name.
+_KEPT = {"NVFP4": (39, "NVFP4"), "MXFP4": (38, "MXFP4_MOE"), "Q4_0": (2, "Q4_0"), "Q8_0": (7, "Q8_0")}
+
+
+def _as_stored(outtype: OutType, made: list[Made]) -> OutType:
+    """Return what a file is called in which some tensors are kept as the blocks they are."""
+    types = {each.info.type.name for each in made}
+    kept = next((what for name, what in _KEPT.items() if name in types), None)
+    return outtype if kept is None or outtype.type not in _FLOATS else replace(outtype, file_type=kept[0], name=kept[1])
+
+
+def _set_precision(keys: Keys, config: Config, made: list[Made]) -> None:
+    """Say of which tensors inputs are not to be rounded to 4 bits, too."""
+    modules = weights_only(config)
+    if not any(modules.values()):
+        return
+    names = []
+    for each in (each for each in made if each.info.type.name == "NVFP4"):
+        module = each.origin.removesuffix(".weight")
+        while module and module not in modules:
+            module = module.rpartition(".")[0]
+        if modules[module]:
+            names.append(each.info.name)
+    keys.array("general.tensor_extra.name", sorted(names))
+    keys.array("general.tensor_extra.prec_a4", [False] * len(names))
 
 
 def _stored(
@@ -238,6 +288,8 @@ def _made(
     if not x.shape:
         x = Shaped(x, (1,))
     wanted = type_of(name, x, tensor.layer, names, outtype.type, forced)
+    if x.type.name in ("Q4_0", "Q8_0") and type_of(name, floats(x), tensor.layer, names, TYPE_F16) is TYPE_F32:
+        x, wanted = floats(x), TYPE_F32  # a router, say
     given = x.type
     if given.block == 1:
         given = wanted if (not exact and wanted in _FLOATS) or wanted is TYPE_F32 else x.type

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quantkit.checkpoint.expressions import TYPE_BF16, TYPE_F16, TYPE_F32, Expression
@@ -24,8 +24,6 @@ OUTTYPES = {
     name.lower(): OutType(type_by_name(name), number, name)
     for name, number in (("F32", 0), ("F16", 1), ("BF16", 32), ("Q8_0", 7), ("TQ1_0", 36), ("TQ2_0", 37))
 }
-#: What files of 16 or 32 bits are called if weights in them have one of these types: they are taken over as they are.
-SOURCE_TYPES = {"NVFP4": (39, "NVFP4"), "MXFP4": (38, "MXFP4_MOE")}
 #: What --outtype takes.
 OUTTYPE_NAMES = (*OUTTYPES, "auto")
 #: Kinds that are always F32.
@@ -48,15 +46,6 @@ def find_outtype(name: str, stored: Iterable[Expression]) -> OutType:
     types = (x.type for x in stored if len(x.shape) >= 2)
     found = next((t for t in types if t in (TYPE_BF16, TYPE_F16)), TYPE_F16)
     return OUTTYPES[found.name.lower()]
-
-
-def of_source(chosen: OutType, types: Collection[TensorType]) -> OutType:
-    """Return what a file is called whose tensors have these types: MXFP4 and NVFP4 come from the checkpoint."""
-    if chosen.type.block > 1:
-        return chosen
-    names = {t.name for t in types}
-    number, name = next((SOURCE_TYPES[n] for n in SOURCE_TYPES if n in names), (chosen.file_type, chosen.name))
-    return OutType(chosen.type, number, name)
 
 
 def was_float8(x: Expression) -> bool:
