@@ -58,6 +58,7 @@ _QWEN3_NEXT = Architecture(
     keys=qwen_next.NEXT_KEYS,
     layers=qwen_next.layers_with_ahead,
     look=qwen_next.count_layers_ahead,
+    nextn=True,
 )
 _QWEN35 = replace(
     _QWEN3_NEXT, arch="qwen35", rules=qwen_next.TILED_RULES, keys=(*qwen_next.NEXT_KEYS, qwen_next.set_sections)
@@ -125,7 +126,9 @@ _MISTRAL_3 = replace(
     instead=lambda config: _MISTRAL_4 if config.get("model_type") == "mistral4" else None,
 )
 _GLM_4 = Architecture("glm4", rules=glm.ROPE_HALVES, keys=(glm.PartialRope(),), vocab="glm 4")
-_GLM_4_MOE = Architecture("glm4moe", rules=(Experts(),), keys=glm.MOE_KEYS, vocab="glm", layers=deepseek.all_layers)
+_GLM_4_MOE = Architecture(
+    "glm4moe", rules=(Experts(),), keys=glm.MOE_KEYS, vocab="glm", layers=deepseek.all_layers, nextn=True
+)
 _ERNIE = Architecture("ernie4_5", stored=(ernie.RENAMED,), rules=ernie.FUSED, vocab="ernie")
 _MINIMAX_M2 = Architecture("minimax-m2", rules=(more_experts.MINIMAX_EXPERTS,), keys=more_experts.MINIMAX_KEYS)
 
@@ -174,6 +177,7 @@ ROWS: dict[str, Architecture] = {
         keys=(*_LATENT.keys, deepseek.PREDICTING_LAYERS, *deepseek.INDEXER),
         vocab="deepseek 3.2",
         layers=deepseek.all_layers,
+        nextn=True,
     ),
     "GlmMoeDsaForCausalLM": replace(
         _LATENT,
@@ -187,6 +191,7 @@ ROWS: dict[str, Architecture] = {
         ),
         vocab="glm",
         layers=deepseek.all_layers,
+        nextn=True,
     ),
     "Glm4MoeLiteForCausalLM": replace(
         _LATENT,
@@ -194,13 +199,14 @@ ROWS: dict[str, Architecture] = {
         keys=(*_LATENT.keys, glm.set_predicting_layers),
         vocab="glm",
         layers=deepseek.all_layers,
+        nextn=True,
     ),
     **dict.fromkeys(("Glm4ForCausalLM", "Glm4vForConditionalGeneration"), _GLM_4),
     "GlmOcrForConditionalGeneration": replace(
         _GLM_4, keys=(*_GLM_4.keys, deepseek.PREDICTING_LAYERS), layers=deepseek.all_layers
     ),
     **dict.fromkeys(("Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration"), _GLM_4_MOE),
-    "SolarOpenForCausalLM": replace(_GLM_4_MOE, vocab="solar"),
+    "SolarOpenForCausalLM": replace(_GLM_4_MOE, vocab="solar", nextn=False),
     "MiniMaxM2ForCausalLM": _MINIMAX_M2,
     "BailingMoeV2ForCausalLM": Architecture(
         "bailingmoe2",

@@ -173,7 +173,8 @@ def open_checkpoint(
     row.prepare(config)
     check_nextn(nextn, row, config)
     indexed = [] if vocab_only and not any(path.glob("model*.safetensors*")) else read_checkpoint(path)
-    row.look(config, {name for tensors in indexed for name in tensors})
+    found = {name for tensors in indexed for name in tensors}
+    row.look(config, {name for name in found if is_taken(text_name(name) or "", nextn, config)})
     layers = config.layers if nextn == WITHOUT else row.layers(config)
     context = Context(config, TensorNames(row.arch, layers))
     stored = _stored(indexed, row, context, nextn)
