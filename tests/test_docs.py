@@ -19,6 +19,9 @@ KINDS = ("py", "cu", "cuh", "npz", "md", "toml")
 NAMED = re.compile(rf"(?<![\w*<>{{}}./-])((?:[\w-]+/)*[\w-]+\.(?:{'|'.join(KINDS)}))(?![\w*({{-])")
 #: Files of others, or of users.
 OTHERS = {"constants.py", "convert_hf_to_gguf.py", "gpu_check.md", "OUT/gpu_check.md", "OUT.npz", "out.md"}
+#: Of llama.cpp's converter, and what checkpoints have.
+OTHERS |= {f"gguf-py/gguf/{name}.py" for name in ("constants", "metadata")} | {"README.md", "conversion/base.py"}
+OTHERS |= {"gguf_writer.py", "quants.py", "tensor_mapping.py"}
 
 FILES = {p.relative_to(ROOT).as_posix() for kind in KINDS for p in ROOT.rglob(f"*.{kind}") if ".venv" not in p.parts}
 FILES |= headers().keys()  # made when a module is compiled

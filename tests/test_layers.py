@@ -21,12 +21,13 @@ ALLOWED = {
     "patterns": {"errors"},
     "formats": FLOOR,
     "kernels": FLOOR,
+    "checkpoint": FLOOR | {"formats", "kernels"},
     "pipeline": FLOOR | {"formats", "kernels"},
     "model": FLOOR | {"formats", "kernels"},
-    "verbs": FLOOR | {"formats", "kernels", "pipeline", "model"},
-    "cli": FLOOR | {"formats", "kernels", "pipeline", "model", "verbs"},
+    "verbs": FLOOR | {"formats", "kernels", "checkpoint", "pipeline", "model"},
+    "cli": FLOOR | {"formats", "kernels", "checkpoint", "pipeline", "model", "verbs"},
 }
-PACKAGES = ("formats", "kernels", "pipeline", "model", "cli")
+PACKAGES = ("formats", "kernels", "checkpoint", "pipeline", "model", "cli")
 
 _BLOCK = {"builder", "ops"}
 
@@ -41,6 +42,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "evaluate": {"calibration"},
         "imatrix": {"calibration", "evaluate"},
         "merge": {"imatrix"},
+        "convert": {"quantize"},
     },
     "quantkit.model": {
         **dict.fromkeys(("ops", "batch", "arch", "hparams", "copied", "interleaved", "merged"), set()),
