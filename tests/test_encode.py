@@ -6,6 +6,9 @@ test_encode_corners.py.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+
 import numpy as np
 import pytest
 from encoded import ENCODERS
@@ -51,3 +54,26 @@ def test_golden_blocks_do_not_depend_on_their_batch(t: TensorType, by: str) -> N
         for b in range(43):
             part = slice(b * n, b * n + n)
             assert_same_bytes(encode(t, x[:, part], weights[part], by), whole[b : b + 1], t)
+
+
+def before_a_wall(array: np.ndarray) -> np.ndarray:
+    """Return a copy whose last byte lies right before a page that may be neither read nor written."""
+    page = mmap.PAGESIZE
+    size = -(-array.nbytes // page) * page
+    area = mmap.mmap(-1, size + page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + size), page, 0) == 0
+    copy = np.frombuffer(area, array.dtype, array.size, size - array.nbytes).reshape(array.shape)
+    copy[:] = array
+    return copy
+
+
+@pytest.mark.parametrize(("t", "by"), ENCODERS, ids=str)
+def test_no_byte_too_many_is_read_or_written(t: TensorType, by: str) -> None:
+    """Batches that are not full end with the rows. A fault ends the process, and the run with this test's name."""
+    n = 3 * t.block if t.is_quantized else 37
+    x = awkward_rows(n, 2, 1e3)[:3]
+    for weights in weights_for(t, awkward_imatrix(n, 2)):
+        out = before_a_wall(np.zeros((len(x), t.row_bytes(n)), np.uint8))
+        encoder(t, by)(before_a_wall(x), before_a_wall(weights) if weights.size else weights, out, 0, len(x))
+        assert_same_bytes(out, encode(t, x, weights, by), t)
