@@ -228,6 +228,15 @@ DEFAULTS: dict[str, Json] = {
     "granitemoeshared": {**_GRANITE, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
     "cohere": _COHERE,
     "cohere2": {**_COHERE, "sliding_window": 4096, "layer_types": None},
+    "arcee": {
+        **_DENSE,
+        **{"max_position_embeddings": 4096, "hidden_size": 2560, "intermediate_size": 18432, "rms_norm_eps": 1e-5},
+        **{"num_key_value_heads": None, "head_dim": None},
+    },
+    "gpt_bigcode": {
+        **{"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None},
+        "layer_norm_epsilon": 1e-5,
+    },
     "smollm3": {
         **_DENSE,
         **{"vocab_size": 128256, "max_position_embeddings": 32768, "hidden_size": 2048, "num_hidden_layers": 36},
@@ -374,6 +383,7 @@ DERIVED: dict[str, tuple[Callable[[Json], None], ...]] = {
     "granitemoeshared": (_heads_as_queries,),
     "cohere": (_heads_as_queries,),
     "cohere2": (_heads_as_queries, _unnamed_head, _Kinds(4, key="sliding_window_pattern")),
+    "arcee": (_heads_as_queries, _divided_head, _named_rope),
     "smollm3": (_heads_as_queries, _named_rope),
     "seed_oss": (_heads_as_queries, _divided_head, _named_rope),
     "exaone4": (_Kinds(4, key="sliding_window_pattern"),),
