@@ -8,6 +8,7 @@ version that reads it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 Json = dict[str, Any]
@@ -20,9 +21,41 @@ _DENSE: Json = {
     **{"num_attention_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0},
     **{"rope_scaling": None, "tie_word_embeddings": False},
 }
+
+
+def _without(key: str, values: Json) -> Json:
+    return {k: v for k, v in values.items() if k != key}
+
+
 _QWEN: Json = {
     **_DENSE,
     **{"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768, "num_key_value_heads": 32},
+}
+_GEMMA: Json = {
+    **_without("rope_scaling", _DENSE),
+    **{"vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28},
+    **{"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192},
+    "tie_word_embeddings": True,
+}
+_GEMMA2: Json = {
+    **_GEMMA,
+    **{"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8},
+    **{"num_key_value_heads": 4, "sliding_window": 4096, "layer_types": None},
+}
+_OLMO: Json = {
+    **_without("rms_norm_eps", _DENSE),
+    **{"vocab_size": 50304, "num_key_value_heads": None},
+}
+_GRANITE: Json = {
+    **_DENSE,
+    **{"num_key_value_heads": None, "embedding_multiplier": 1.0, "logits_scaling": 1.0},
+    **{"residual_multiplier": 1.0, "attention_multiplier": 1.0},
+}
+_COHERE: Json = {
+    **_without("rms_norm_eps", _DENSE),
+    **{"vocab_size": 256000, "max_position_embeddings": 8192, "hidden_size": 8192, "intermediate_size": 22528},
+    **{"num_hidden_layers": 40, "num_attention_heads": 64, "num_key_value_heads": None, "logit_scale": 0.0625},
+    **{"layer_norm_eps": 1e-5, "tie_word_embeddings": True},
 }
 _GLM: Json = {
     **{"vocab_size": 151552, "hidden_size": 4096, "max_position_embeddings": 131072, "rope_theta": 10000.0},
@@ -140,6 +173,94 @@ DEFAULTS: dict[str, Json] = {
         **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4},
         **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False},
     },
+    "qwen3_next": {
+        **_QWEN,
+        **{"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48, "num_attention_heads": 16},
+        **{"num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "layer_types": None},
+        **{"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+        **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "num_experts": 512, "num_experts_per_tok": 10},
+        **{"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+    },
+    "qwen3_vl_text": {**_QWEN, "head_dim": 128, "max_position_embeddings": 128000, "rope_theta": 5e6},
+    "qwen3_vl_moe_text": {
+        **_QWEN,
+        **{"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16},
+        **{"num_key_value_heads": 16, "head_dim": None, "max_position_embeddings": 128000, "rope_theta": 5e6},
+        **{"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408},
+    },
+    "qwen3_vl": {"tie_word_embeddings": False},
+    "qwen3_vl_moe": {"tie_word_embeddings": False},
+    "gemma": _GEMMA,
+    "gemma2": {**_GEMMA2, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+    "gemma3_text": {
+        **_GEMMA2,
+        **{"vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        **{"final_logit_softcapping": None, "attn_logit_softcapping": None, "rope_scaling": None},
+    },
+    "gemma3": {},
+    "phi": {
+        **_without("rms_norm_eps", _DENSE),
+        **{"vocab_size": 51200, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24},
+        **{"num_key_value_heads": None, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    },
+    "phi3": {
+        **_DENSE,
+        **{"vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "num_key_value_heads": None},
+        **{"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        **{"partial_rotary_factor": 1.0, "sliding_window": None},
+    },
+    "phimoe": {
+        **_DENSE,
+        **{"vocab_size": 32064, "intermediate_size": 6400, "num_key_value_heads": 8, "sliding_window": None},
+        **{"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        **{"num_experts_per_tok": 2, "num_local_experts": 16},
+    },
+    "olmo": {**_OLMO, "clip_qkv": None},
+    "olmo2": {**_OLMO, "rms_norm_eps": 1e-5},
+    "olmo3": {**_OLMO, "rms_norm_eps": 1e-5, "sliding_window": 4096, "layer_types": None},
+    "olmoe": {
+        **_OLMO,
+        **{"max_position_embeddings": 4096, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16},
+        **{"num_attention_heads": 16, "rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "num_experts": 64},
+    },
+    "granite": _GRANITE,
+    "granitemoe": {**_GRANITE, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "granitemoeshared": {**_GRANITE, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
+    "cohere": _COHERE,
+    "cohere2": {**_COHERE, "sliding_window": 4096, "layer_types": None},
+    "smollm3": {
+        **_DENSE,
+        **{"vocab_size": 128256, "max_position_embeddings": 32768, "hidden_size": 2048, "num_hidden_layers": 36},
+        **{"num_attention_heads": 16, "num_key_value_heads": 4, "rope_theta": 2e6, "sliding_window": None},
+        "tie_word_embeddings": True,
+    },
+    "seed_oss": {
+        **_DENSE,
+        **{"vocab_size": 155136, "max_position_embeddings": 524288, "intermediate_size": 27648},
+        **{"num_hidden_layers": 64, "num_attention_heads": 80, "num_key_value_heads": 8, "head_dim": 128},
+    },
+    "exaone4": {
+        **_DENSE,
+        **{"vocab_size": 102400, "intermediate_size": 16384, "num_key_value_heads": 32, "rms_norm_eps": 1e-5},
+        **{"sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
+    },
+    "starcoder2": {
+        **_without("rms_norm_eps", _DENSE),
+        **{"vocab_size": 49152, "max_position_embeddings": 4096, "hidden_size": 3072, "intermediate_size": 12288},
+        **{"num_hidden_layers": 30, "num_attention_heads": 24, "num_key_value_heads": 2, "norm_epsilon": 1e-5},
+        **{"sliding_window": None, "tie_word_embeddings": True},
+    },
+    "stablelm": {
+        **_without("rms_norm_eps", _DENSE),
+        **{"vocab_size": 50304, "max_position_embeddings": 4096, "hidden_size": 2560, "intermediate_size": 6912},
+        **{"num_key_value_heads": 32, "layer_norm_eps": 1e-5, "use_parallel_residual": False},
+        "partial_rotary_factor": 0.25,
+    },
+    "bitnet": {
+        **_without("rope_scaling", _DENSE),
+        **{"vocab_size": 128256, "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 30},
+        **{"num_attention_heads": 20, "num_key_value_heads": 5, "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+    },
 }
 
 
@@ -159,6 +280,45 @@ def _no_window(values: Json) -> None:
     if "use_sliding_window" in values and not values["use_sliding_window"]:
         values["sliding_window"] = None
     values.setdefault("sliding_window", None)
+
+
+def _unnamed_head(values: Json) -> None:
+    """Of a class that divides heads itself, but keeps what it is given, null also."""
+    if "head_dim" not in values:
+        _divided_head(values)
+
+
+@dataclass(frozen=True)
+class _Kinds:
+    """Of a class with layer_types null: every ``period``-th layer attends to everything, others do what ``other`` says.
+
+    ``key`` of the configuration may say another period.
+    """
+
+    period: int
+    other: str = "sliding_attention"
+    key: str = ""
+
+    def __call__(self, values: Json) -> None:
+        layers, period = values.get("num_hidden_layers"), values.get(self.key, self.period)
+        if values.get("layer_types") is not None or not isinstance(layers, int) or not 0 <= layers < 1 << 16:
+            return
+        full = isinstance(period, int) and period or layers + 1
+        values["layer_types"] = [self.other if (i + 1) % full else "full_attention" for i in range(layers)]
+
+
+def _longrope(values: Json) -> None:
+    """Phi 3's rope_scaling is of the kind longrope, also where it is called su or yarn."""
+    rope = values.get("rope_scaling")
+    if isinstance(rope, dict) and rope.get("type") in ("su", "yarn"):
+        values["rope_scaling"] = {**rope, "type": "longrope"}
+
+
+def _named_rope(values: Json) -> None:
+    """Kinds of rope were called type before they were called rope_type."""
+    rope = values.get("rope_scaling")
+    if isinstance(rope, dict) and "type" in rope:
+        values["rope_scaling"] = {**rope, "rope_type": rope["type"]}
 
 
 def _latent_head(values: Json) -> None:
@@ -197,10 +357,36 @@ DERIVED: dict[str, tuple[Callable[[Json], None], ...]] = {
     "qwen2_moe": (_no_window,),
     "qwen3": (_heads_as_queries, _no_window),
     "qwen3_moe": (_heads_as_queries, _no_window),
+    "qwen3_next": (_Kinds(4, "linear_attention", "full_attention_interval"),),
+    "qwen3_vl_text": (_heads_as_queries,),
+    "qwen3_vl_moe_text": (_heads_as_queries, _divided_head),
+    "gemma2": (_Kinds(2),),
+    "gemma3_text": (_Kinds(6, key="sliding_window_pattern"),),
+    "phi": (_heads_as_queries, _named_rope),
+    "phi3": (_heads_as_queries, _longrope),
+    "phimoe": (_heads_as_queries,),
+    "olmo": (_heads_as_queries,),
+    "olmo2": (_heads_as_queries,),
+    "olmo3": (_heads_as_queries, _Kinds(4)),
+    "olmoe": (_heads_as_queries, _named_rope),
+    "granite": (_heads_as_queries,),
+    "granitemoe": (_heads_as_queries,),
+    "granitemoeshared": (_heads_as_queries,),
+    "cohere": (_heads_as_queries,),
+    "cohere2": (_heads_as_queries, _unnamed_head, _Kinds(4, key="sliding_window_pattern")),
+    "smollm3": (_heads_as_queries, _named_rope),
+    "seed_oss": (_heads_as_queries, _divided_head, _named_rope),
+    "exaone4": (_Kinds(4, key="sliding_window_pattern"),),
+    "starcoder2": (_named_rope,),
+    "stablelm": (_named_rope,),
+    "bitnet": (_heads_as_queries,),
 }
 
 #: Model type -> keys that hold the configuration of a part, and its type if it does not name one.
 PARTS: dict[str, dict[str, str]] = {
+    "qwen3_vl": {"text_config": "qwen3_vl_text"},
+    "qwen3_vl_moe": {"text_config": "qwen3_vl_moe_text"},
+    "gemma3": {"text_config": "gemma3_text"},
     "glm4v": {"text_config": "glm4v_text"},
     "glm4v_moe": {"text_config": "glm4v_moe_text"},
     "llama4": {"text_config": "llama4_text"},

@@ -24,7 +24,7 @@ from quantkit.checkpoint.expressions import (
     stacked,
     taken,
 )
-from quantkit.checkpoint.tensor_names import TensorNames
+from quantkit.checkpoint.tensor_names import TensorNames, file_name
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 
@@ -64,14 +64,29 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class Renamed:
-    """Names in which the regular expression ``pattern`` is found get ``by`` in its place."""
+    """Names in which the regular expression ``pattern`` is found get ``by`` in its place; with ``when``, only then."""
 
     pattern: str
     by: str
+    when: Callable[[Config], bool] = lambda config: True
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         name = re.sub(self.pattern, self.by, tensor.name)
-        return None if name == tensor.name else (replace(tensor, name=name),)
+        return None if name == tensor.name or not self.when(context.config) else (replace(tensor, name=name),)
+
+
+@dataclass(frozen=True)
+class Named:
+    """Tensors whose names the regular expression finds are of a ``kind`` that the name map cannot tell."""
+
+    pattern: str
+    kind: str
+    suffix: str = ".weight"
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        if not re.search(self.pattern, tensor.name):
+            return None
+        return (replace(tensor, name_in_file=file_name(self.kind, tensor.layer) + self.suffix),)
 
 
 @dataclass(frozen=True)

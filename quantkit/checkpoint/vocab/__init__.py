@@ -12,20 +12,20 @@ from functools import partial
 
 from quantkit.checkpoint.config import optional_json
 from quantkit.checkpoint.vocab.bpe import write_bpe
+from quantkit.checkpoint.vocab.families import (
+    write_gemma,
+    write_gemma1,
+    write_gemma4,
+    write_mamba,
+    write_phi,
+    write_sentencepiece_or_bpe,
+)
 from quantkit.checkpoint.vocab.llama_hf import is_llama_hf, write_llama_hf
 from quantkit.checkpoint.vocab.sentencepiece import write_sentencepiece
 from quantkit.checkpoint.vocab.special import KINDS, special_tokens
 from quantkit.checkpoint.vocab.tiktoken import HUNYUAN, KIMI, write_ranks
 from quantkit.checkpoint.vocab.tokenizer import Vocabulary
 from quantkit.errors import FormatError
-
-
-def write_sentencepiece_or_bpe(v: Vocabulary) -> None:
-    """tokenizer.model if there is one, else tokenizer.json (Qwen2Model)."""
-    if v.has("tokenizer.model"):
-        write_sentencepiece(v)
-    else:
-        write_bpe(v)
 
 
 def write_llama(v: Vocabulary) -> None:
@@ -107,6 +107,11 @@ WRITERS: dict[str, Callable[[Vocabulary], None]] = {
     "sentencepiece": write_sentencepiece,
     "sentencepiece or bpe": write_sentencepiece_or_bpe,
     "llama": write_llama,
+    "gemma": write_gemma,
+    "gemma 1": write_gemma1,
+    "gemma 4": write_gemma4,
+    "phi": write_phi,
+    "mamba": write_mamba,
     "deepseek": write_deepseek,
     "deepseek 3.2": write_deepseek_32,
     "ernie": write_ernie,

@@ -29,8 +29,9 @@ _CLASS_TOKENS: dict[str, Json] = {
     **dict.fromkeys(("Llama", "CodeLlama"), {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}),
     "Gemma": {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"},
     "Cohere": {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "unk_token": "<UNK>"},
-    **dict.fromkeys(("GPT2", "GPTNeoX"), {"bos_token": _END, "eos_token": _END, "unk_token": _END}),
+    **dict.fromkeys(("GPT2", "GPTNeoX", "CodeGen"), {"bos_token": _END, "eos_token": _END, "unk_token": _END}),
     "Qwen2": {"eos_token": _END, "unk_token": _END, "pad_token": _END},
+    "Bloom": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
 }
 #: Model types whose class is one of those, where tokenizer_config.json names none.
 _CLASS_OF_TYPE = {
@@ -103,15 +104,21 @@ class Vocabulary:
             raise FormatError(f"{self.where}: model.vocab is no table of tokens and their ids")
         return vocab
 
-    @cached_property
-    def added(self) -> dict[str, AddedToken]:
-        """Added tokens by their text: of tokenizer.json, of tokenizer_config.json, and special ones of neither."""
-        found: dict[str, AddedToken] = {}
+    @property
+    def added_in_json(self) -> Iterator[AddedToken]:
+        """The added tokens of tokenizer.json, as they are listed."""
         for entry in self._entries(self.json.get("added_tokens") or [], self.where):
             number = entry.get("id")
             if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < MAX_TOKENS:
                 raise FormatError(f"{self.where}: the added token {short(entry.get('content'))} has no id")
-            self._add(found, entry["content"], bool(entry.get("special")), bool(entry.get("normalized")), number)
+            yield AddedToken(number, entry["content"], bool(entry.get("special")), bool(entry.get("normalized")))
+
+    @cached_property
+    def added(self) -> dict[str, AddedToken]:
+        """Added tokens by their text: of tokenizer.json, of tokenizer_config.json, and special ones of neither."""
+        found: dict[str, AddedToken] = {}
+        for token in self.added_in_json:
+            self._add(found, token.text, token.special, token.normalized, token.number)
         special = self.special_texts
         for _, entry in self.listed:
             is_special = bool(entry.get("special")) or entry["content"] in special
