@@ -350,12 +350,15 @@ def _no_end_of_document(values: Json) -> None:
 
 #: Model type -> what a class computes from other values, in order.
 DERIVED: dict[str, tuple[Callable[[Json], None], ...]] = {
-    "deepseek_v2": (_heads_as_queries, _latent_head),
-    "deepseek_v3": (_heads_as_queries, _latent_head),
+    "deepseek_v2": (_heads_as_queries, _latent_head, _named_rope),
+    "deepseek_v3": (_heads_as_queries, _latent_head, _named_rope),
     "dots1": (_heads_as_queries,),
-    "ernie4_5": (_heads_as_queries, _divided_head),
-    "glm4v_text": (_heads_as_queries,),
-    "gpt_oss": (_heads_as_queries, _divided_head),
+    "ernie4_5": (_heads_as_queries, _divided_head, _named_rope),
+    "ernie4_5_moe": (_named_rope,),
+    "glm4_moe": (_named_rope,),
+    "glm4v_text": (_heads_as_queries, _named_rope),
+    "glm4v_moe_text": (_named_rope,),
+    "gpt_oss": (_heads_as_queries, _divided_head, _named_rope),
     "hunyuan_v1_dense": (_heads_as_queries, _no_end_of_document),
     "hunyuan_v1_moe": (_heads_as_queries, _no_end_of_document),
     "llama4_text": (_heads_as_queries, _chunked_layers),
