@@ -414,7 +414,7 @@ def with_defaults(values: Json, kind: str | None = None) -> Json:
         return dict(values)
     parts = {key: (values.get(key) or {}, inner) for key, inner in PARTS.get(found, {}).items()}
     parts = {key: (part, inner) for key, (part, inner) in parts.items() if isinstance(part, dict)}
-    if any(part.get("model_type", inner) not in DEFAULTS for part, inner in parts.values()):
+    if any(str(part.get("model_type", inner)) not in DEFAULTS for part, inner in parts.values()):
         return dict(values)  # AutoConfig fails then, and the JSON is read as it is
     filled = {**_COMMON, **DEFAULTS[found], **values}
     for key, (part, inner) in parts.items():
