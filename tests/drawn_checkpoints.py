@@ -46,8 +46,10 @@ def tokenizer(size: int = 96) -> dict[str, Any]:
     """Return a byte-level BPE of printable characters, and <|end|>."""
     vocab = {chr(33 + i): i for i in range(size - 2)} | {"th": size - 2}
     end = {"id": size - 1, "content": "<|end|>", "special": True, "normalized": False}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     model = {"type": "BPE", "vocab": vocab, "merges": ["t h"]}
-    return {"added_tokens": [end], "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False}, "model": model}
+    split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    return {"added_tokens": [end], "pre_tokenizer": split, "decoder": split, "model": model}
 
 
 def moe_config(**more: Any) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def _halved(codes: U8, group: int) -> U8:
     both = odd.view(np.uint8).astype(np.uint16)
     both <<= 8
     both |= even.view(np.uint8)
-    return both.view(np.uint8)
+    return np.asarray(both.view(np.uint8))
 
 
 @dataclass(frozen=True)

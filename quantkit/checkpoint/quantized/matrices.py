@@ -223,11 +223,11 @@ def _spread(data: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
         pairs = data.astype(np.uint16)
         pairs |= pairs << 4
         pairs &= 0x0F0F
-        return pairs.view(np.uint8)
+        return np.asarray(pairs.view(np.uint8))
     fours = data.astype(np.uint32)
     fours |= (fours << 6) | (fours << 12) | (fours << 18)
     fours &= 0x03030303
-    return fours.view(np.uint8)
+    return np.asarray(fours.view(np.uint8))
 
 
 @dataclass(frozen=True)
