@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,9 @@ _DTYPES = {"f4": "F32", "f2": "F16", "u2": "BF16", "i4": "I32", "i8": "I64", "i1
 W = "layers.0.x_proj"
 
 
-def write(folder: Path, parts: Parts, quantization: dict[str, Any] | None) -> tuple[dict[str, ex.Expression], Config]:
+def write(
+    folder: Path, parts: Mapping[str, Any], quantization: dict[str, Any] | None
+) -> tuple[dict[str, ex.Expression], Config]:
     """Write tensors and return them as they are stored, with the configuration of their checkpoint."""
     header: dict[str, Any] = {}
     blobs, at = [], 0
@@ -51,8 +53,9 @@ def write(folder: Path, parts: Parts, quantization: dict[str, Any] | None) -> tu
     return {name: ex.Stored(t) for name, t in read_header(path).items()}, Config(folder / "config.json", values)
 
 
-def read(folder: Path, parts: Parts, quantization: dict[str, Any] | None, **options: bool) -> Decoded:
-    return decoded(*write(folder, parts, quantization), **options)
+def read(folder: Path, parts: Parts, quantization: dict[str, Any] | None, *, lossless: bool = False) -> Decoded:
+    stored, config = write(folder, parts, quantization)
+    return decoded(stored, config, lossless=lossless)
 
 
 def whole(x: ex.Expression) -> Array:
@@ -95,7 +98,7 @@ def e4m3(*shape: int) -> Array:
 
 def e5m2(*shape: int) -> Array:
     x = rng().integers(0, 256, shape).astype(np.uint8)
-    return np.where(x & 0x7F > 0x7B, x & 0xF0, x).astype(np.uint8) & 0xFB
+    return np.asarray(np.where(x & 0x7F > 0x7B, x & 0xF0, x) & 0xFB, np.uint8)
 
 
 def scales(*shape: int) -> Array:
@@ -156,7 +159,7 @@ def test_fp8_with_a_scale_of_rows_or_all(
     tmp_path: Path, quantization: dict[str, Any] | None, end: str, shape: tuple[int, ...]
 ) -> None:
     codes, s = e5m2(8, 6), scales(*shape)
-    parts: Parts = {f"{W}.weight": ("F8_E5M2", codes), f"{W}.weight{end}": s, f"{W}.input_scale": np.float32([3])}
+    parts: Parts = {f"{W}.weight": ("F8_E5M2", codes), f"{W}.weight{end}": s, f"{W}.input_scale": np.array([3], F32)}
     if quantization is None:
         del parts[f"{W}.input_scale"]
     got = read(tmp_path, parts, quantization)
@@ -187,7 +190,7 @@ def test_exponents_as_scales_of_blocks(tmp_path: Path) -> None:
 
 
 def pairs(codes: Array) -> Array:
-    return (codes[..., ::2] | codes[..., 1::2] << 4).astype(np.uint8)
+    return np.asarray(codes[..., ::2] | codes[..., 1::2] << 4, np.uint8)
 
 
 def test_mxfp4_of_gpt_oss_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -256,7 +259,7 @@ def test_nvfp4_of_modelopt(tmp_path: Path) -> None:
 def test_nvfp4_of_compressed_tensors_divides(tmp_path: Path) -> None:
     parts, want = nvfp4()
     parts = {f"{W}.weight_packed": parts[f"{W}.weight"], f"{W}.weight_scale": parts[f"{W}.weight_scale"]}
-    parts |= {f"{W}.weight_global_scale": np.float32([3]), f"{W}.input_global_scale": np.float32([1])}
+    parts |= {f"{W}.weight_global_scale": np.array([3], F32), f"{W}.input_global_scale": np.array([1], F32)}
     quantization = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4}}}}
     x = read(tmp_path, parts, quantization).first[f"{W}.weight"]
     assert outer_scales(x) == {"scale": [float(F32(1) / F32(3))]}
@@ -449,6 +452,7 @@ def test_gptq_without_an_index_and_with_bits_of_its_own(tmp_path: Path) -> None:
 
 def test_many_columns_are_read_in_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quantkit.checkpoint.quantized.matrices._SLAB", 12 * 4 * 5)
+    monkeypatch.setattr("quantkit.checkpoint.quantized.matrices._LINES", 5)
     parts, want = gptq(4, act_order=True)
     x = read(tmp_path, parts, gptq_config(4)).tensors[f"{W}.weight"]
     for row in (0, 3, 7, 60, 5):

@@ -57,12 +57,12 @@ class Mxfp4(RowWise):
 
     def fill(self, first: int, rows: U8) -> None:
         n = len(rows)
-        blocks = rows.reshape(n, -1, 17)
+        blocks = rows.view([("scale", "u1"), ("codes", "V16")])
         scales = self.scales.rows(first, n).view(np.uint8)
         if (scales == 255).any():
             raise fail(next(self.scales.parts()), "a scale is NaN, so what it scales has no value")
-        blocks[:, :, 0] = scales
-        blocks[:, :, 1:] = _halved(self.codes.rows(first, n).view(np.uint8), 32).reshape(n, -1, 16)
+        blocks["scale"] = scales
+        blocks["codes"] = _halved(self.codes.rows(first, n).view(np.uint8), 32).view("V16").reshape(n, -1)
 
     @property
     def floats(self) -> Expression:
@@ -98,12 +98,12 @@ class Nvfp4(RowWise):
 
     def fill(self, first: int, rows: U8) -> None:
         n = len(rows)
-        blocks = rows.reshape(n, -1, 36)
+        blocks = rows.view([("scales", "V4"), ("codes", "V32")])
         scales = self.scales.rows(first, n).view(np.uint8) & 0x7F
         if (scales == 0x7F).any():
             raise fail(next(self.scales.parts()), "a scale is NaN, so what it scales has no value")
-        blocks[:, :, :4] = scales.reshape(n, -1, 4)
-        blocks[:, :, 4:] = _halved(self.codes.rows(first, n).view(np.uint8), 16).reshape(n, -1, 32)
+        blocks["scales"] = scales.view("V4")
+        blocks["codes"] = _halved(self.codes.rows(first, n).view(np.uint8), 16).view("V32").reshape(n, -1)
 
     @property
     def floats(self) -> Expression:
@@ -159,10 +159,10 @@ class Q4Rows(RowWise):
 
     def fill(self, first: int, rows: U8) -> None:
         n = len(rows)
-        blocks = rows.reshape(n, -1, 18)
-        blocks[:, :, :2] = _half_scales(self.scales, first, blocks.shape[:2], self.group)
+        blocks = rows.view([("scale", "<f2"), ("codes", "V16")])
+        blocks["scale"] = _half_scales(self.scales, first, blocks.shape, self.group)
         codes = self.codes.rows(first, n).view(np.uint8)[:, : self.shape[-1] // 2]
-        blocks[:, :, 2:] = _halved(np.ascontiguousarray(codes), 32).reshape(n, -1, 16)
+        blocks["codes"] = _halved(np.ascontiguousarray(codes), 32).view("V16").reshape(n, -1)
 
     def parts(self) -> Iterator[StoredTensor]:
         return self.floats.parts()
@@ -185,23 +185,21 @@ class Q8Rows(RowWise):
 
     def fill(self, first: int, rows: U8) -> None:
         n = len(rows)
-        blocks = rows.reshape(n, -1, 34)
-        blocks[:, :, :2] = _half_scales(self.scales, first, blocks.shape[:2], self.group)
+        blocks = rows.view([("scale", "<f2"), ("codes", "V32")])
+        blocks["scale"] = _half_scales(self.scales, first, blocks.shape, self.group)
         codes = self.codes.rows(first, n).view(np.uint8)[:, : self.shape[-1]]
-        blocks[:, :, 2:] = (codes - np.uint8(self.offset)).reshape(n, -1, 32)
+        blocks["codes"] = (codes - np.uint8(self.offset)).view("V32")
 
     def parts(self) -> Iterator[StoredTensor]:
         return self.floats.parts()
 
 
-def _half_scales(scales: Grid, first: int, blocks: Sequence[int], group: int) -> U8:
-    """Return the scales of blocks of 32 as the bytes of float16, which they fit."""
+def _half_scales(scales: Grid, first: int, blocks: Sequence[int], group: int) -> npt.NDArray[np.float16]:
+    """Return the scales of [rows, blocks] of 32 as float16, which they fit."""
     n, each = blocks
     cells = scales.read(first, n)
-    if not fits_half(cells):
-        raise fail(scales.tensor, "a scale that float16 does not hold: convert without --lossless")
-    halves = np.repeat(cells.astype(np.float16), 1 if cells.shape[1] == each else group // 32, axis=1)
-    return np.ascontiguousarray(halves[:, :each]).view(np.uint8).reshape(n, each, 2)
+    halves = cells.astype(np.float16)  # that this is exact was found out before (scales_fit)
+    return halves if cells.shape[1] == each else np.repeat(halves, group // 32, axis=1)[:, :each]
 
 
 def fits_half(values: F32) -> bool:
