@@ -36,7 +36,8 @@ class ConvertOptions:
     """Everything about a conversion but directory, output and type; names as on the command line.
 
     ``outtype`` is for a conversion without a type, ``intermediate`` for one that also quantizes. ``lossless`` keeps
-    quantized weights as blocks wherever that changes no value. Splits are those of convert_hf_to_gguf.py.
+    quantized weights as blocks wherever that changes no value; ``no_nextn`` leaves out layers that predict further
+    tokens; ``fuse_gate_up_exps`` and ``fuse_qkv`` make tensors one. Splits are those of convert_hf_to_gguf.py.
     """
 
     outtype: str = "auto"
@@ -45,6 +46,9 @@ class ConvertOptions:
     model_name: str | None = None
     metadata: Path | None = None
     lossless: bool = False
+    no_nextn: bool = False
+    fuse_gate_up_exps: bool = False
+    fuse_qkv: bool = False
     split_max_tensors: int = 0
     split_max_size: str | int | None = None
     no_tensor_first_split: bool = False
@@ -150,6 +154,9 @@ def _open(folder: str | Path, options: ConvertOptions, outtype: str) -> Checkpoi
         model_name=options.model_name,
         metadata=options.metadata,
         lossless=options.lossless,
+        no_nextn=options.no_nextn,
+        fuse_gate_up_exps=options.fuse_gate_up_exps,
+        fuse_qkv=options.fuse_qkv,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from quantkit.checkpoint.expressions import (
     value_bytes,
     values_in,
 )
+from quantkit.checkpoint.fused import fused
 from quantkit.checkpoint.general import General, ParameterCount, read_general
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.policy import OutType, find_outtype, type_of
@@ -137,6 +139,9 @@ def open_checkpoint(
     model_name: str | None = None,
     metadata: Path | None = None,
     lossless: bool = False,
+    no_nextn: bool = False,
+    fuse_gate_up_exps: bool = False,
+    fuse_qkv: bool = False,
 ) -> Checkpoint:
     """Open the checkpoint in a directory.
 
@@ -148,6 +153,9 @@ def open_checkpoint(
         model_name: general.name.
         metadata: a JSON file of keys that override what is found.
         lossless: keep quantized weights as blocks wherever that changes no value.
+        no_nextn: leave out layers that predict further tokens.
+        fuse_gate_up_exps: make gate and up of experts one tensor.
+        fuse_qkv: make queries, keys and values one tensor where a layer has all of them.
 
     Raises:
         FormatError: a file is broken, missing or of another model; the message names file and tensor.
@@ -156,16 +164,21 @@ def open_checkpoint(
     path = Path(folder)
     config = read_config(path)
     row = find_architecture(config)
+    indexed = read_checkpoint(path)
+    if no_nextn:
+        indexed = without_predicting(indexed, config)
     row.prepare(config)
+    row.look(config, {name for tensors in indexed for name in tensors})
     names = TensorNames(row.arch, row.layers(config))
     context = Context(config, names)
-    indexed = read_checkpoint(path)
     stored = _stored(indexed, row, context)
     chosen = find_outtype(outtype, stored.values())
     meant = decoded(stored, config, lossless=lossless)
     made: list[Made] = []
     at = 0  # where it would lie in a file of its own: offsets only give the order
     given = named_tensors(meant.tensors, row.rules, context, row.extra(config), meant.first)
+    if fuse_gate_up_exps or fuse_qkv:
+        given = iter(fused(given, names, gate_up=fuse_gate_up_exps, qkv=fuse_qkv))
     for name, tensor in _with_scales(given):
         made.append(_made(name, tensor, names, chosen, exact, at))
         at += round_up(made[-1].info.nbytes, 32)
@@ -193,6 +206,23 @@ def open_checkpoint(
             "Q8_0, with every value as it is",
         )
     return opened
+
+
+#: A layer that predicts further tokens has a number behind the others, or is stored as one of these.
+_PREDICTING = re.compile(r"(?:^|\.)mtp\.")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
+
+
+def without_predicting(indexed: list[dict[str, StoredTensor]], config: Config) -> list[dict[str, StoredTensor]]:
+    """Return the stored tensors without those of layers that predict further tokens; ``config`` forgets these."""
+    for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+        config.values.pop(key, None)
+
+    def stays(name: str) -> bool:
+        layer = _LAYER.search(name)
+        return not _PREDICTING.search(name) and (layer is None or int(layer[1]) < config.layers)
+
+    return [{name: tensor for name, tensor in tensors.items() if stays(name)} for tensors in indexed]
 
 
 def _with_scales(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,18 @@ class Config:
         if key not in self.values:
             raise FormatError(f"{self.path}: it has no {key}")
         return self.values[key]
+
+    def with_values(self, values: Json) -> Config:
+        """Return a copy with other values."""
+        changed = copy(self)
+        changed.values = {**self.values, **values}
+        return changed
+
+    def without(self, *keys: str) -> Config:
+        """Return a copy that lacks some keys."""
+        changed = copy(self)
+        changed.values = {key: value for key, value in self.values.items() if key not in keys}
+        return changed
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a value, also one that is null, or ``default`` if the key is missing."""
