@@ -95,7 +95,8 @@ def write_checkpoint(
     arrays = moe_arrays() if arrays is None else arrays
     (folder / "config.json").write_text(json.dumps(config or moe_config()))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer()))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": "{{ x }}"}))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": "{{ x }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
     if shards == 1:
         write_safetensors(folder / "model.safetensors", arrays)
         return folder

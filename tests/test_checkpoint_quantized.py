@@ -19,7 +19,9 @@ from drawn_checkpoints import bf16, moe_arrays, moe_config, write_checkpoint, wr
 from quantkit.checkpoint import expressions as ex
 from quantkit.checkpoint import open_checkpoint
 from quantkit.checkpoint.config import Config
-from quantkit.checkpoint.quantized import Decoded, decoded, outer_scales
+from quantkit.checkpoint.quantized import Decoded, decoded
+from quantkit.checkpoint.quantized.beside import outer_scales, with_scales
+from quantkit.checkpoint.tensors import Tensor
 from quantkit.convert import ConvertOptions, convert, plan_convert
 from quantkit.errors import FormatError, QuantkitError, TypeNotSupported
 from quantkit.formats.gguf import open_gguf
@@ -251,7 +253,7 @@ def test_nvfp4_of_modelopt(tmp_path: Path) -> None:
     x = got.first[f"{W}.weight"]
     assert (x.type.name, got.tensors) == ("NVFP4", {})
     assert (whole(x) == want).all()
-    assert outer_scales(x) == {"scale": [0.25]}
+    assert outer_scales(x) == {"scale": (0.25,)}
     assert (whole(ex.floats(x)) == want * F32(0.25)).all()
     assert (whole(ex.head_permuted(x, 2)) == whole(x).reshape(2, 2, 1, -1).swapaxes(1, 2).reshape(want.shape)).all()
 
@@ -262,7 +264,7 @@ def test_nvfp4_of_compressed_tensors_divides(tmp_path: Path) -> None:
     parts |= {f"{W}.weight_global_scale": np.array([3], F32), f"{W}.input_global_scale": np.array([1], F32)}
     quantization = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4}}}}
     x = read(tmp_path, parts, quantization).first[f"{W}.weight"]
-    assert outer_scales(x) == {"scale": [float(F32(1) / F32(3))]}
+    assert outer_scales(x) == {"scale": (float(F32(1) / F32(3)),)}
     assert (whole(x) == want).all()
 
 
@@ -278,6 +280,16 @@ def test_a_scale_of_one_is_left_out(tmp_path: Path) -> None:
 def _new(folder: Path, name: str) -> Path:
     (folder / name).mkdir()
     return folder / name
+
+
+def test_a_scale_of_the_model_is_multiplied_into_that_of_the_weight(tmp_path: Path) -> None:
+    parts, _ = nvfp4()
+    got = read(tmp_path, parts | {"own": np.array([3, 5], F32)}, MODELOPT)
+    x = ex.stacked([got.first[f"{W}.weight"]] * 2)
+    given = [("blk.0.down.weight", Tensor("a", x, 0)), ("blk.0.down.scale", Tensor("b", got.tensors["own"], 0))]
+    made = dict(with_scales(given))
+    assert list(made) == ["blk.0.down.weight", "blk.0.down.scale"]
+    assert whole(made["blk.0.down.scale"].x).tolist() == [0.75, 1.25]
 
 
 def test_nvfp4_that_blocks_cannot_hold_becomes_floats(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def read_strided(path: Path, into: U8, offset: int, width: int, apart: int) -> N
         return
     fd = os.open(path, os.O_RDONLY)
     try:
-        view = memoryview(into)
+        view = into.data
         for number, at in enumerate(range(0, len(view), width)):
             piece, where = view[at : at + width], offset + number * apart
             while (got := os.preadv(fd, [piece], where)) < len(piece):

@@ -3,7 +3,7 @@
 ``MXFP4`` and ``NVFP4`` as convert_hf_to_gguf.py writes them; ``Q4_0`` and ``Q8_0`` of symmetric integers, which it does
 not do. Each knows the floats that it stands for (``floats``), for where blocks cannot go.
 
-NVFP4 has a scale of the whole tensor beside it, which a GGUF file holds as a tensor of its own: see ``outer_scales``.
+NVFP4 has a scale of the whole tensor beside it, which a GGUF file holds as a tensor of its own: see ``beside``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.checkpoint.expressions import F32, Expression, Gathered, Joined, Shaped, Transposed
+from quantkit.checkpoint.expressions import F32, Expression
 from quantkit.checkpoint.quantized.matrices import Grid, Matrix, fail
-from quantkit.checkpoint.quantized.rows import Float4, Integers, RowWise, Scaled, Step
+from quantkit.checkpoint.quantized.rows import Float4, RowWise, Scaled, Step
 from quantkit.formats.ranges import U8
 from quantkit.formats.safetensors import StoredTensor
 from quantkit.types import TensorType, type_by_name
@@ -235,30 +235,3 @@ def as_blocks(floats: Scaled, bits: int, codes: Matrix, offset: int, scales: Gri
     if bits == 4 and offset == 8:
         return Q4Rows(floats.shape, codes, scales, group, floats)
     return Q8Rows(floats.shape, codes, offset, scales, group, floats) if bits == 8 else None
-
-
-def outer_scales(x: Expression) -> dict[str, list[float]]:
-    """Return the numbers that belong beside a tensor, by the end of their name: of NVFP4, a scale for each matrix.
-
-    What is 1 for all is left out: convert_hf_to_gguf.py's rule, so what a file holds depends on its values.
-    """
-    found = _outer(x)
-    return {
-        end: values
-        for end, values in found.items()
-        if not (abs(values[0] - 1.0) < 1e-6 if len(values) == 1 else np.allclose(values, 1.0, atol=1e-6))
-    }
-
-
-def _outer(x: Expression) -> dict[str, list[float]]:
-    if isinstance(x, Nvfp4):
-        return {"scale": list(x.scale.values), "input_scale": list(x.input_scale.values)}
-    if isinstance(x, Joined):
-        parts = [_outer(each) for each in x.xs]
-        if len(x.shape) == len(x.xs[0].shape):  # along a dimension there is: the same scale for all, see joined
-            return parts[0]
-        return {end: [value for part in parts for value in part[end]] for end in parts[0]}
-    return _outer(x.x) if isinstance(x, (Gathered, Shaped, Transposed)) else {}
-
-
-__all__ = ["Integers", "Mxfp4", "Nvfp4", "Outer", "Q4Rows", "Q8Rows", "as_blocks", "nvfp4_floats", "outer_scales"]
