@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from quantkit.checkpoint.expressions import (
     TYPE_BF16,
     TYPE_F16,
     TYPE_F32,
-    Constant,
     Expression,
     Shaped,
     Stored,
@@ -30,7 +29,8 @@ from quantkit.checkpoint.general import General, ParameterCount, read_general
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT, check_nextn, is_taken, predicts
 from quantkit.checkpoint.policy import OutType, find_outtype, type_of, was_float8
-from quantkit.checkpoint.quantized import Decoded, decoded, outer_scales, weights_only
+from quantkit.checkpoint.quantized import Decoded, decoded, weights_only
+from quantkit.checkpoint.quantized.beside import with_scales
 from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.tensor_names import TensorNames
 from quantkit.checkpoint.tensors import Context, Tensor, applied, named_tensors, text_name
@@ -185,7 +185,7 @@ def open_checkpoint(
     made: list[Made] = []
     if not vocab_only:
         named = named_tensors(meant.tensors, row.rules, context, row.extra(config), meant.first)
-        named = _with_scales(fused(named, fuse, meant.tensors, context))
+        named = with_scales(fused(named, fuse, meant.tensors, context))
         made = _all_made(named, context.names, chosen, exact, Q8_0 if fp8_as_q8 else None)
         chosen = _as_stored(chosen, made)
     keys = Keys(row.arch, config.path)
@@ -214,15 +214,6 @@ def open_checkpoint(
             "Q8_0, with every value as it is",
         )
     return opened
-
-
-def _with_scales(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors, and behind each the scales that belong beside it in a file."""
-    for name, tensor in tensors:
-        yield name, tensor
-        for end, values in outer_scales(tensor.x).items():
-            beside = name.removesuffix("weight") + end
-            yield beside, replace(tensor, name=beside, x=Constant(tuple(values)))
 
 
 #: Types of blocks in which tensors are kept -> llama.cpp's number of such files, their name.
