@@ -12,10 +12,10 @@ from typing import Any
 
 from quantkit.checkpoint.config import Json, read_json
 from quantkit.checkpoint.vocab.special import SpecialTokens, special_tokens, write_template
+from quantkit.checkpoint.vocab.spelling import spelled
 from quantkit.checkpoint.vocab.tokenizer import CONTROL, MAX_TOKENS, NORMAL, Vocabulary
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
-from quantkit.formats.tokenizer.bpe import BYTE_LETTERS
 
 FILE = "tekken.json"
 #: Bytes of a token: far more than the longest there are.
@@ -53,7 +53,7 @@ def write_tekken(v: Vocabulary) -> None:
         if text not in ids:
             raise FormatError(f"{path}: it has no special token {text}")
         keys.u32(f"tokenizer.ggml.{key}_token_id", ids[text])
-    keys.array("tokenizer.ggml.tokens", [*special, *map(_spelled, ranks)])
+    keys.array("tokenizer.ggml.tokens", [*special, *map(spelled, ranks)])
     keys.array("tokenizer.ggml.scores", [0] * size)
     keys.array("tokenizer.ggml.token_type", [CONTROL] * n + [NORMAL] * (size - n))
     keys.u32(".vocab_size", size)
@@ -109,10 +109,6 @@ def _ranks(v: Vocabulary, data: Json, n: int) -> dict[bytes, int]:
     return ranks
 
 
-def _spelled(token: bytes) -> str:
-    return "".join([BYTE_LETTERS[byte] for byte in token])
-
-
 def _merges(v: Vocabulary, ranks: dict[bytes, int]) -> list[str]:
     """Return every pair of tokens that is a third, in the order of that one, then of the parts."""
     merges: list[str] = []
@@ -121,5 +117,5 @@ def _merges(v: Vocabulary, ranks: dict[bytes, int]) -> list[str]:
         pairs = sorted((ranks[a], ranks[b], a, b) for a, b in cuts if a in ranks and b in ranks)
         if not pairs:
             raise FormatError(f"{v.folder / FILE}: token {ranks[token]} is made of no two others: {short(token)}")
-        merges += [f"{_spelled(a)} {_spelled(b)}" for _, _, a, b in pairs]
+        merges += [f"{spelled(a)} {spelled(b)}" for _, _, a, b in pairs]
     return merges

@@ -10,10 +10,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.config import Config, Json, optional_json, read_json
+from quantkit.checkpoint.config import Config, Json, large_json, optional_json
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.vocab import pairs
-from quantkit.checkpoint.vocab.nearest import advice
 from quantkit.checkpoint.vocab.pre_hashes import PRE_HASHES, TEXT
 from quantkit.errors import FormatError, ResourceError
 from quantkit.formats.gguf.rules import short
@@ -77,7 +76,7 @@ class Vocabulary:
         """tokenizer.json; without one, what vocab.json and merges.txt make."""
         path = self.folder / "tokenizer.json"
         if path.is_file():
-            return read_json(path)
+            return large_json(path)
         if all(map(self.has, pairs.FILES)):
             listed = "added_tokens_decoder" in self.tokenizer_config
             return pairs.made_json(self.folder, self.class_name, self.settings, listed)
@@ -250,6 +249,8 @@ class Vocabulary:
             return self.pre
         found = sha256(str(self.library.encode(TEXT).ids).encode()).hexdigest()
         if found not in PRE_HASHES:
+            from quantkit.checkpoint.vocab.nearest import advice  # it loads all of llama.cpp's pre-tokenizers
+
             tried = advice(self.library, bool(self.model.get("ignore_merges", False)))
             raise FormatError(
                 f"{self.where}: its pre-tokenizer is not known (hash {found}), and llama.cpp tokenizes by its name: "
