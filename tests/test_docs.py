@@ -21,7 +21,9 @@ NAMED = re.compile(rf"(?<![\w*<>{{}}./-])((?:[\w-]+/)*[\w-]+\.(?:{'|'.join(KINDS
 OTHERS = {"constants.py", "convert_hf_to_gguf.py", "gpu_check.md", "OUT/gpu_check.md", "OUT.npz", "out.md"}
 #: Of llama.cpp's converter, as all in its conversion/ are, and what checkpoints have.
 OTHERS |= {f"gguf-py/gguf/{name}.py" for name in ("constants", "metadata")} | {"README.md"}
-OTHERS |= {"gguf_writer.py", "quants.py", "tensor_mapping.py"}
+OTHERS |= {"gguf_writer.py", "quants.py", "tensor_mapping.py", "exaone.py", "stablelm.py"}
+#: Of transformers, AutoAWQ, and repositories of models.
+OTHERS |= {"convert_slow_tokenizer.py", "utils/packing_utils.py", "tokenization_hy.py", "tokenization_kimi.py"}
 
 FILES = {p.relative_to(ROOT).as_posix() for kind in KINDS for p in ROOT.rglob(f"*.{kind}") if ".venv" not in p.parts}
 FILES |= headers().keys()  # made when a module is compiled

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from copy import copy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,17 @@ def read_json(path: Path) -> Json:
     if not isinstance(found, dict):
         raise FormatError(f"{path}: not a JSON object but {short(found)}")
     return found
+
+
+def large_json(path: Path) -> Json:
+    """Return the object in a JSON file that is read several times: one object, which nobody may change."""
+    found = path.stat()
+    return _kept(path, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=1)
+def _kept(path: Path, changed: int, size: int) -> Json:
+    return read_json(path)
 
 
 def optional_json(path: Path) -> Json | None:

@@ -23,6 +23,7 @@ from quantkit.checkpoint.vocab.families import (
 from quantkit.checkpoint.vocab.llama_hf import is_llama_hf, write_llama_hf
 from quantkit.checkpoint.vocab.sentencepiece import write_sentencepiece
 from quantkit.checkpoint.vocab.special import KINDS, special_tokens
+from quantkit.checkpoint.vocab.tekken import write_tekken
 from quantkit.checkpoint.vocab.tiktoken import HUNYUAN, KIMI, write_ranks
 from quantkit.checkpoint.vocab.tokenizer import Vocabulary
 from quantkit.errors import FormatError
@@ -31,7 +32,8 @@ from quantkit.errors import FormatError
 def write_llama(v: Vocabulary) -> None:
     """SentencePiece, Llama's pieces in a tokenizer.json, or BPE: the first that there is (LlamaModel)."""
     if v.has("tekken.json") and not v.has("tokenizer.json"):
-        raise FormatError(f"{v.folder}: only tekken.json says what its tokens are; add the tokenizer.json of the model")
+        write_tekken(v)
+        return
     if v.tokenizer_config.get("add_prefix_space") is not None:
         v.keys.flag("tokenizer.ggml.add_space_prefix", v.tokenizer_config["add_prefix_space"])
     if v.has("tokenizer.model"):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.config import Json, optional_json
+from quantkit.checkpoint.config import Json, large_json, optional_json
 from quantkit.checkpoint.keys import Keys
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
@@ -89,7 +89,9 @@ def special_tokens(
 ) -> SpecialTokens:
     """Return what the files of a checkpoint say; ``merges``: also the merges of a BPE vocabulary."""
     found = SpecialTokens(n_tokens)
-    tokenizer, config = optional_json(folder / "tokenizer.json"), optional_json(folder / "tokenizer_config.json")
+    path = folder / "tokenizer.json"
+    tokenizer = large_json(path) if path.is_file() else None
+    config = optional_json(folder / "tokenizer_config.json")
     kinds = list(kinds)
     added: list[Any] = []
     if tokenizer is not None:

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from quantkit.checkpoint.config import MAX_JSON
 from quantkit.checkpoint.vocab.special import special_tokens
+from quantkit.checkpoint.vocab.spelling import spelled
 from quantkit.checkpoint.vocab.tokenizer import CONTROL, MAX_TOKENS, NORMAL, UNUSED, Vocabulary
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.outputs import read_whole
-from quantkit.formats.tokenizer.bpe import BYTE_LETTERS
 
 #: Bytes of a token: ten times those of the longest there are.
 MAX_TOKEN = 1280
@@ -67,11 +67,6 @@ def read_ranks(path: Path) -> Ranks:
             raise FormatError(f"{path}: line {at}: a token of {len(token)} bytes, of rank {number}")
         ranks[token] = number
     return ranks
-
-
-def spelled(token: bytes) -> str:
-    """Return bytes as byte-level BPE spells them."""
-    return "".join([BYTE_LETTERS[byte] for byte in token])
 
 
 def merges_of(ranks: Ranks) -> Iterator[str]:

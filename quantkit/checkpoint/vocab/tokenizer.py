@@ -10,8 +10,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.config import Config, Json, optional_json, read_json
+from quantkit.checkpoint.config import Config, Json, large_json, optional_json
 from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.vocab import pairs
 from quantkit.checkpoint.vocab.pre_hashes import PRE_HASHES, TEXT
 from quantkit.errors import FormatError, ResourceError
 from quantkit.formats.gguf.rules import short
@@ -72,17 +73,22 @@ class Vocabulary:
 
     @cached_property
     def json(self) -> Json:
-        """tokenizer.json."""
+        """tokenizer.json; without one, what vocab.json and merges.txt make."""
         path = self.folder / "tokenizer.json"
-        if not path.is_file():
-            raise FormatError(
-                f"{self.folder}: it has no tokenizer.json, so there is no vocabulary: add that of the model it is from"
-            )
-        return read_json(path)
+        if path.is_file():
+            return large_json(path)
+        if all(map(self.has, pairs.FILES)):
+            listed = "added_tokens_decoder" in self.tokenizer_config
+            return pairs.made_json(self.folder, self.class_name, self.settings, listed)
+        raise FormatError(
+            f"{self.folder}: it has no tokenizer.json, so there is no vocabulary: add that of the model it is from"
+        )
 
     @property
     def where(self) -> Path:
-        return self.folder / "tokenizer.json"
+        """Where the tokens are from, for messages."""
+        path = self.folder / "tokenizer.json"
+        return path if path.is_file() or not self.has(pairs.FILES[0]) else self.folder / pairs.FILES[0]
 
     @cached_property
     def model(self) -> Json:
@@ -204,7 +210,10 @@ class Vocabulary:
                 "pip install 'gguf-quantkit[convert]', or name it with --pre"
             ) from None
         try:
-            made = tokenizers.Tokenizer.from_file(str(self.where))
+            if self.has("tokenizer.json"):
+                made = tokenizers.Tokenizer.from_file(str(self.where))
+            else:
+                made = tokenizers.Tokenizer.from_str(json.dumps(self.json))
         except Exception as e:  # the package raises nothing narrower
             raise FormatError(f"{self.where}: {short(str(e))}") from None
         for token in self.added.values():
@@ -240,9 +249,12 @@ class Vocabulary:
             return self.pre
         found = sha256(str(self.library.encode(TEXT).ids).encode()).hexdigest()
         if found not in PRE_HASHES:
+            from quantkit.checkpoint.vocab.nearest import advice  # it loads all of llama.cpp's pre-tokenizers
+
+            tried = advice(self.library, bool(self.model.get("ignore_merges", False)))
             raise FormatError(
-                f"{self.where}: its pre-tokenizer is not known (hash {found}): name the one that is like it with --pre "
-                f"({', '.join(sorted({name for name, _ in PRE_HASHES.values()})[:12])}, ..); llama.cpp tokenizes by it"
+                f"{self.where}: its pre-tokenizer is not known (hash {found}), and llama.cpp tokenizes by its name: "
+                f"{tried}; see `quantkit inspect` on a GGUF file of the model, if there is one, for tokenizer.ggml.pre"
             )
         return PRE_HASHES[found][0]
 
