@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from quantkit.checkpoint.architectures import find_architecture
 from quantkit.checkpoint.config import Config, read_config
@@ -43,6 +44,8 @@ from quantkit.formats.ranges import U8
 from quantkit.formats.safetensors import StoredTensor, read_checkpoint
 from quantkit.helpers import round_up
 from quantkit.types import TensorType, type_by_name
+
+P = ParamSpec("P")
 
 _FLOATS = (TYPE_F32, TYPE_F16, TYPE_BF16)
 Q8_0 = type_by_name("Q8_0")
@@ -134,6 +137,25 @@ class Checkpoint:
         return digest.hexdigest()
 
 
+#: What functions of rows raise where a value of config.json is of another type than they take it for.
+_MISTAKEN = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError)
+
+
+def _refusing(function: Callable[P, Checkpoint]) -> Callable[P, Checkpoint]:
+    """Return ``function`` with such mistakes as FormatErrors."""
+
+    @wraps(function)
+    def refusing(*args: P.args, **kwargs: P.kwargs) -> Checkpoint:
+        try:
+            return function(*args, **kwargs)
+        except _MISTAKEN as e:
+            path = Path(str(args[0] if args else kwargs["folder"])) / "config.json"
+            raise FormatError(f"{path}: a value is not what its architecture needs: {short(str(e))}") from e
+
+    return refusing
+
+
+@_refusing
 def open_checkpoint(
     folder: str | os.PathLike[str],
     *,

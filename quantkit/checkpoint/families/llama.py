@@ -13,6 +13,7 @@ from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.row import Copied, SetKeys
 from quantkit.checkpoint.tensors import Changed, Experts, Tensor, key_heads, query_heads
 from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
 
 ROPE_PERMUTED = (
     Changed(r"q_proj\.(weight|bias)$", query_heads),
@@ -61,7 +62,7 @@ def rope_factors(config: Config, factor: float = 8.0) -> Iterable[Tensor]:
                 inverse = (f32(1) - smooth) / f32(factor) + smooth
                 values.append(float(f32(1) / inverse))
     except (TypeError, ValueError, ZeroDivisionError) as e:
-        raise FormatError(f"{config.path}: rope of Llama 3 with values that are none: {e}") from None
+        raise FormatError(f"{config.path}: rope of Llama 3 with values that are none: {short(str(e))}") from None
     yield Tensor("rope_freqs.weight", Constant(tuple(values)), None, "rope_freqs.weight")
 
 
