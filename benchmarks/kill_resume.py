@@ -115,8 +115,8 @@ def check(case: Case, done: Trial, resume: Outcome | None) -> None:
 def reference(model: Path, output: Path, options: argparse.Namespace) -> Case:
     """Run once undisturbed, after a run that compiles the kernels."""
     extra = ["--threads", str(options.threads)] if options.threads else []
-    verb = "convert" if options.convert else "quantize"
-    command = quantkit(verb, "--json", *extra, model, output, options.to)
+    verb = ("convert", "--pre", "qwen2") if options.convert else ("quantize",)
+    command = quantkit(*verb, "--json", *extra, model, output, options.to)
     run([*command, "--overwrite"]).checked("the first run")
     outcome = run([*command, "--overwrite"]).checked("the reference run")
     tensors = len(json.loads(outcome.stdout)["tensors"])

@@ -95,7 +95,11 @@ def change(tree: Any, rng: random.Random) -> Any:
     inside, key = rng.choice(found)
     kind = rng.randrange(7)
     if kind <= 2:
-        inside[key] = rng.choice((*VALUES, *EDGES)) if rng.random() < 0.8 else rng.choice((-1, 1)) * rng.choice(EDGES)
+        inside[key] = (
+            copy.deepcopy(rng.choice((*VALUES, *EDGES)))
+            if rng.random() < 0.8
+            else rng.choice((-1, 1)) * rng.choice(EDGES)
+        )
     elif kind == 3:
         del inside[key]
     elif kind == 4:

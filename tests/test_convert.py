@@ -296,3 +296,15 @@ def test_killed_runs_go_on(moe: Path, tmp_path: Path) -> None:
         subprocess.run([*command, "--resume"], check=True, capture_output=True)
     assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
     assert not list(tmp_path.glob("out.gguf.*"))
+
+
+def test_tiny_moe_comes_back(tmp_path: Path) -> None:
+    """The checkpoint made of tiny-moe's GGUF file converts to its tensors and keys."""
+    script, data = (Path(__file__).parents[1] / name for name in ("scripts/make_tiny_checkpoint.py", "tests/data"))
+    subprocess.run([sys.executable, str(script), str(tmp_path / "tiny-moe")], check=True)
+    convert(tmp_path / "tiny-moe", tmp_path / "x.gguf", None, PRE)
+    with open_gguf(tmp_path / "x.gguf") as made, open_gguf(data / "tiny-moe-bf16.gguf") as file:
+        assert set(made.tensors) == set(file.tensors)
+        assert all(made.data(name).tobytes() == file.data(name).tobytes() for name in file.tensors)
+        keys = [key for key in file.fields if key.startswith(("qwen3moe.", "tokenizer."))]
+        assert {key: made.get(key) for key in keys} == {key: file.get(key) for key in keys}

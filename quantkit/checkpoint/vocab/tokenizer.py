@@ -212,6 +212,8 @@ class Vocabulary:
                 f"{self.where}: to tell its pre-tokenizer the package tokenizers is needed: "
                 "pip install 'gguf-quantkit[convert]', or name it with --pre"
             ) from None
+        if self.model.get("continuing_subword_prefix"):  # the package panics where a merge lacks it
+            raise FormatError(f"{self.where}: model.continuing_subword_prefix is not empty: no byte-level BPE")
         try:
             if self.has("tokenizer.json"):
                 made = tokenizers.Tokenizer.from_file(str(self.where))
