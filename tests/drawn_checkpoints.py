@@ -46,8 +46,9 @@ def tokenizer(size: int = 96) -> dict[str, Any]:
     """Return a byte-level BPE of printable characters, and <|end|>."""
     vocab = {chr(33 + i): i for i in range(size - 2)} | {"th": size - 2}
     model = {"type": "BPE", "vocab": vocab, "merges": ["t h"]}
-    bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    return {"added_tokens": [added_token(size - 1, "<|end|>")], "pre_tokenizer": bytes_of, "model": model}
+    split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    end = added_token(size - 1, "<|end|>")
+    return {"added_tokens": [end], "pre_tokenizer": split, "decoder": split, "model": model}
 
 
 def added_token(number: int, text: str) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from quantkit.checkpoint.expressions import (
     TYPE_BF16,
     TYPE_F16,
     TYPE_F32,
-    Constant,
     Expression,
     Shaped,
     Stored,
@@ -30,7 +28,8 @@ from quantkit.checkpoint.fused import fused
 from quantkit.checkpoint.general import General, ParameterCount, read_general
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.policy import OutType, find_outtype, type_of
-from quantkit.checkpoint.quantized import decoded, outer_scales, weights_only
+from quantkit.checkpoint.quantized import decoded, weights_only
+from quantkit.checkpoint.quantized.beside import with_scales
 from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.tensor_names import TensorNames
 from quantkit.checkpoint.tensors import Context, Tensor, applied, named_tensors, text_name
@@ -179,7 +178,7 @@ def open_checkpoint(
     given = named_tensors(meant.tensors, row.rules, context, row.extra(config), meant.first)
     if fuse_gate_up_exps or fuse_qkv:
         given = iter(fused(given, names, gate_up=fuse_gate_up_exps, qkv=fuse_qkv))
-    for name, tensor in _with_scales(given):
+    for name, tensor in with_scales(given):
         made.append(_made(name, tensor, names, chosen, exact, at))
         at += round_up(made[-1].info.nbytes, 32)
     chosen = _as_stored(chosen, made)
@@ -223,15 +222,6 @@ def without_predicting(indexed: list[dict[str, StoredTensor]], config: Config) -
         return not _PREDICTING.search(name) and (layer is None or int(layer[1]) < config.layers)
 
     return [{name: tensor for name, tensor in tensors.items() if stays(name)} for tensors in indexed]
-
-
-def _with_scales(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors, and behind each the scales that belong beside it in a file."""
-    for name, tensor in tensors:
-        yield name, tensor
-        for end, values in outer_scales(tensor.x).items():
-            beside = name.removesuffix("weight") + end
-            yield beside, replace(tensor, name=beside, x=Constant(tuple(values)))
 
 
 #: Types of blocks in which tensors are kept -> llama.cpp's number of such files, their name.

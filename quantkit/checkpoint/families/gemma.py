@@ -80,9 +80,7 @@ TOKENS = Changed(r"embed_tokens\.weight", _known_tokens)
 #: Parameters that are stored without a suffix.
 GEMMA4_STORED = (
     Renamed(r"(per_dim_scale|layer_scalar)$", r"\1.weight"),
-    Renamed(
-        r"^(.*\.experts\..*(?<!\.weight)(?<!\.weight_scale)(?<!\.weight_scale_2)(?<!\.input_scale))$", r"\1.weight"
-    ),
+    Renamed(r"^(.*\.experts\.(?!.*\.(weight|(weight|input)_\w+|g_idx|q\w+|scales)$).*)$", r"\1.weight"),
 )
 GEMMA4_RULES = (
     TOKENS,

@@ -21,7 +21,6 @@ from quantkit.checkpoint.quantized.matrices import (
     Unpacked,
     UnpackedDown,
     fail,
-    raw_dtype,
     read_all,
 )
 from quantkit.checkpoint.quantized.mxfp4 import EXPONENTS, mxfp4_of
@@ -129,7 +128,7 @@ def _packed(found: Found, base: str, codes: StoredTensor, scale: StoredTensor, g
             continue
         if index is not None and group_index(index, columns, cells).tolist() == [i // group for i in range(columns)]:
             index = None
-        zeros = None if zero is None else _zeros(zero, shape, cells, bits)
+        zeros = None if zero is None else _zeros(zero, shape, cells, packing)
         offset = 1 << (bits - 1)
         if zeros is not None and zeros.tensor.dtype == "I32":
             offset = 0  # the zero points have it, too
@@ -175,16 +174,11 @@ def _packing_of(bits: int, columns: int, words: int) -> Packing | None:
     return next((p for p in (Packing(bits), Packing(bits, dense=True)) if p.words_of(columns) == words), None)
 
 
-def _zeros(t: StoredTensor, shape: tuple[int, ...], cells: int, bits: int) -> Grid:
+def _zeros(t: StoredTensor, shape: tuple[int, ...], cells: int, packing: Packing) -> Grid:
     """Return zero points: packed down the rows, or one in each element."""
     rows = shape[0]
     if t.dtype == "I8" and t.shape == (rows, cells):
         return Grid(Rows(t), 1, rows)
-    wrong = fail(t, f"zero points {t.dtype} {list(t.shape)} do not fit a weight {list(shape)} with {cells} groups")
-    if t.dtype != "I32" or len(t.shape) != 2 or len(shape) != 2 or t.shape[1] != cells:
-        raise wrong
-    packing = _packing_of(bits, rows, t.shape[0])
-    if packing is None:
-        raise wrong
-    raw_dtype(t)
+    if t.dtype != "I32" or len(shape) != 2 or t.shape != (packing.words_of(rows), cells):
+        raise fail(t, f"zero points {t.dtype} {list(t.shape)} do not fit a weight {list(shape)} with {cells} groups")
     return Grid(UnpackedDown(Rows(t), packing, rows), 1, rows)

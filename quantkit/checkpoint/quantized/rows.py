@@ -152,7 +152,7 @@ class Step:
         n, columns = x.shape
         cells = self.grid.read(first, n)
         if self.index is not None:
-            operation(x, cells[:, group_index(self.index, columns, cells.shape[1])], out=x)
+            operation(x, cells.take(group_index(self.index, columns, cells.shape[1]), axis=1, mode="clip"), out=x)
         elif cells.shape[1] == 1:
             operation(x, cells, out=x)
         elif cells.shape[1] * self.width == columns:
