@@ -35,10 +35,10 @@ INTERMEDIATES = ("auto", "bf16", "f16", "f32", "none")
 class ConvertOptions:
     """Everything about a conversion but directory, output and type; names as on the command line.
 
-    ``outtype`` and ``fp8_as_q8`` (float8 matrices become Q8_0) are for a conversion without a type, ``intermediate`` for
-    one that also quantizes. ``lossless`` keeps quantized weights as blocks wherever that changes no value; ``no_nextn``
-    leaves out layers that predict further tokens; ``fuse_gate_up_exps`` and ``fuse_qkv`` make tensors one. Splits are
-    those of convert_hf_to_gguf.py.
+    ``outtype`` and ``fp8_as_q8`` (float8 matrices become Q8_0) are for a conversion without a type, ``intermediate``
+    for one that also quantizes. ``lossless`` keeps quantized weights as blocks wherever that changes no value;
+    ``no_nextn`` leaves out layers that predict further tokens; ``fuse_gate_up_exps`` and ``fuse_qkv`` make tensors one.
+    Splits are those of convert_hf_to_gguf.py.
     """
 
     outtype: str = "auto"
