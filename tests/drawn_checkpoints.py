@@ -45,11 +45,16 @@ def write_raw(path: Path, header: bytes, data: bytes) -> Path:
 def tokenizer(size: int = 96) -> dict[str, Any]:
     """Return a byte-level BPE of printable characters, and <|end|>."""
     vocab = {chr(33 + i): i for i in range(size - 2)} | {"th": size - 2}
-    end = {"id": size - 1, "content": "<|end|>", "special": True, "normalized": False}
-    end |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     model = {"type": "BPE", "vocab": vocab, "merges": ["t h"]}
     split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    end = added_token(size - 1, "<|end|>")
     return {"added_tokens": [end], "pre_tokenizer": split, "decoder": split, "model": model}
+
+
+def added_token(number: int, text: str) -> dict[str, Any]:
+    """Return a special token as tokenizer.json has it."""
+    stripped = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    return {"id": number, "content": text, **stripped, "special": True, "normalized": False}
 
 
 def moe_config(**more: Any) -> dict[str, Any]:

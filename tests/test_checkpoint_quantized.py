@@ -109,7 +109,7 @@ def scales(*shape: int) -> Array:
 
 def powers(exponents: Array) -> Array:
     """Return what E8M0 stands for."""
-    return np.ldexp(F32(1), exponents.astype(int) - 127).astype(F32)
+    return np.asarray(np.ldexp(F32(1), exponents.astype(int) - 127), F32)
 
 
 def as_bf16(x: Array) -> Array:

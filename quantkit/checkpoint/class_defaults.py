@@ -228,6 +228,15 @@ DEFAULTS: dict[str, Json] = {
     "granitemoeshared": {**_GRANITE, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
     "cohere": _COHERE,
     "cohere2": {**_COHERE, "sliding_window": 4096, "layer_types": None},
+    "arcee": {
+        **_DENSE,
+        **{"max_position_embeddings": 4096, "hidden_size": 2560, "intermediate_size": 18432, "rms_norm_eps": 1e-5},
+        **{"num_key_value_heads": None, "head_dim": None},
+    },
+    "gpt_bigcode": {
+        **{"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None},
+        "layer_norm_epsilon": 1e-5,
+    },
     "smollm3": {
         **_DENSE,
         **{"vocab_size": 128256, "max_position_embeddings": 32768, "hidden_size": 2048, "num_hidden_layers": 36},
@@ -341,12 +350,15 @@ def _no_end_of_document(values: Json) -> None:
 
 #: Model type -> what a class computes from other values, in order.
 DERIVED: dict[str, tuple[Callable[[Json], None], ...]] = {
-    "deepseek_v2": (_heads_as_queries, _latent_head),
-    "deepseek_v3": (_heads_as_queries, _latent_head),
+    "deepseek_v2": (_heads_as_queries, _latent_head, _named_rope),
+    "deepseek_v3": (_heads_as_queries, _latent_head, _named_rope),
     "dots1": (_heads_as_queries,),
-    "ernie4_5": (_heads_as_queries, _divided_head),
-    "glm4v_text": (_heads_as_queries,),
-    "gpt_oss": (_heads_as_queries, _divided_head),
+    "ernie4_5": (_heads_as_queries, _divided_head, _named_rope),
+    "ernie4_5_moe": (_named_rope,),
+    "glm4_moe": (_named_rope,),
+    "glm4v_text": (_heads_as_queries, _named_rope),
+    "glm4v_moe_text": (_named_rope,),
+    "gpt_oss": (_heads_as_queries, _divided_head, _named_rope),
     "hunyuan_v1_dense": (_heads_as_queries, _no_end_of_document),
     "hunyuan_v1_moe": (_heads_as_queries, _no_end_of_document),
     "llama4_text": (_heads_as_queries, _chunked_layers),
@@ -374,6 +386,7 @@ DERIVED: dict[str, tuple[Callable[[Json], None], ...]] = {
     "granitemoeshared": (_heads_as_queries,),
     "cohere": (_heads_as_queries,),
     "cohere2": (_heads_as_queries, _unnamed_head, _Kinds(4, key="sliding_window_pattern")),
+    "arcee": (_heads_as_queries, _divided_head, _named_rope),
     "smollm3": (_heads_as_queries, _named_rope),
     "seed_oss": (_heads_as_queries, _divided_head, _named_rope),
     "exaone4": (_Kinds(4, key="sliding_window_pattern"),),
@@ -401,7 +414,7 @@ def with_defaults(values: Json, kind: str | None = None) -> Json:
         return dict(values)
     parts = {key: (values.get(key) or {}, inner) for key, inner in PARTS.get(found, {}).items()}
     parts = {key: (part, inner) for key, (part, inner) in parts.items() if isinstance(part, dict)}
-    if any(part.get("model_type", inner) not in DEFAULTS for part, inner in parts.values()):
+    if any(str(part.get("model_type", inner)) not in DEFAULTS for part, inner in parts.values()):
         return dict(values)  # AutoConfig fails then, and the JSON is read as it is
     filled = {**_COMMON, **DEFAULTS[found], **values}
     for key, (part, inner) in parts.items():

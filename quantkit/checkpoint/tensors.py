@@ -143,8 +143,10 @@ def query_heads(tensor: Tensor, context: Context) -> Expression:
 
 def key_heads(tensor: Tensor, context: Context) -> Expression:
     """Undo the permutation of keys for rope."""
-    heads = context.config.find("n_kv_heads", "num_key_value_heads")
-    return _permuted(tensor, context.config.number("n_heads", "num_attention_heads") if heads is None else heads)
+    heads = ("n_kv_heads", "num_key_value_heads")
+    if context.config.find(*heads) is None:
+        heads = ("n_heads", "num_attention_heads")
+    return _permuted(tensor, context.config.number(*heads))
 
 
 def _permuted(tensor: Tensor, heads: int) -> Expression:
@@ -210,6 +212,8 @@ class Experts:
         if tensor.layer is None:
             raise context.fail(tensor, "an expert outside of any layer")
         n = context.config.number("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+        if not n:
+            raise context.fail(tensor, "an expert, of which config.json says that there are none")
         held = context.held.setdefault((id(self), tensor.layer), {})
         held[tensor.name] = tensor
         if len(held) < n * len(self.weights):

@@ -25,6 +25,8 @@ QWEN_EXPERTS = (*_FUSED_EXPERTS, Experts())
 
 #: Those of Qwen3-VL are stored the other way round: [expert, in, out].
 VL_EXPERTS = (Changed(r"mlp\.experts\.(down_proj|gate_up_proj)(\.weight)?$", transposed), *QWEN_EXPERTS)
+#: Models that are saved without their head have names without what wraps the rest.
+BARE = (Renamed(r"^", "model."),)
 #: The names of Qwen 3 Omni's text model begin with it.
 UNWRAPPED = (Renamed(r"thinker\.", ""),)
 
