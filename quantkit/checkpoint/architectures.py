@@ -91,7 +91,7 @@ _GRANITE = replace(
     prepare=granite.without_head_dim,
 )
 _GRANITE_MOE = replace(_GRANITE, arch="granitemoe", rules=granite.MOE_RULES, keys=granite.MOE_KEYS)
-_GRANITE_HYBRID = replace(
+_GRANITE_HYBRID: Architecture = replace(
     _GRANITE_MOE,
     arch="granitehybrid",
     stored=(granite.DT_BIAS, granite.OTHER_PARTS),
@@ -138,7 +138,12 @@ ROWS: dict[str, Architecture] = {
     **dict.fromkeys(("LlamaForCausalLM", "LLaMAForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"), _LLAMA),
     "IQuestCoderForCausalLM": _LLAMA,
     "Qwen2ForCausalLM": _QWEN2,
+    **dict.fromkeys(("KORMoForCausalLM", "DotsOCRForCausalLM", "Qwen2AudioForConditionalGeneration"), _QWEN2),
+    "AudioFlamingo3ForConditionalGeneration": _QWEN2,
+    "Qwen2Model": replace(_QWEN2, rules=qwen.BARE),
     "Qwen3ForCausalLM": _QWEN3,
+    "StepVLForConditionalGeneration": _QWEN3,
+    "Qwen3Model": replace(_QWEN3, rules=qwen.BARE),
     "Qwen2MoeForCausalLM": Architecture("qwen2moe", rules=qwen.QWEN_EXPERTS, keys=qwen.EXPERT_WIDTHS),
     "Qwen3MoeForCausalLM": _QWEN3_MOE,
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
@@ -163,9 +168,11 @@ ROWS: dict[str, Architecture] = {
     "CohereForCausalLM": Architecture("command-r", keys=cohere.COHERE_KEYS, prepare=cohere.use_longest),
     "Cohere2ForCausalLM": Architecture("cohere2", rules=(cohere.NoBias(),), keys=cohere.COHERE2_KEYS),
     "SmolLM3ForCausalLM": replace(_LLAMA, arch="smollm3"),
+    "ArceeForCausalLM": replace(_LLAMA, arch="arcee", keys=(*llama.LLAMA_KEYS, qwen.set_pooling)),
     "SeedOssForCausalLM": Architecture("seed_oss"),
     "ExaoneForCausalLM": _EXAONE,
     "Exaone4ForCausalLM": _EXAONE4,
+    "GPTBigCodeForCausalLM": Architecture("starcoder", base=others.set_starcoder_keys),
     "Starcoder2ForCausalLM": Architecture("starcoder2"),
     **dict.fromkeys(("StableLmForCausalLM", "StableLMEpochForCausalLM", "LlavaStableLMEpochForCausalLM"), _STABLELM),
     **dict.fromkeys(("BitNetForCausalLM", "BitnetForCausalLM"), _BITNET),

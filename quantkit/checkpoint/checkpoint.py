@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -16,7 +16,6 @@ from quantkit.checkpoint.expressions import (
     TYPE_BF16,
     TYPE_F16,
     TYPE_F32,
-    Constant,
     Expression,
     Shaped,
     Stored,
@@ -30,8 +29,9 @@ from quantkit.checkpoint.fused import fused
 from quantkit.checkpoint.general import General, ParameterCount, read_general
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT, check_nextn, is_taken, predicts
-from quantkit.checkpoint.policy import OutType, find_outtype, type_of, was_float8
-from quantkit.checkpoint.quantized import Decoded, decoded, outer_scales, weights_only
+from quantkit.checkpoint.policy import OutType, find_outtype, type_of, type_of_float8
+from quantkit.checkpoint.quantized import Decoded, decoded, weights_only
+from quantkit.checkpoint.quantized.beside import with_scales
 from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.tensor_names import TensorNames
 from quantkit.checkpoint.tensors import Context, Tensor, applied, named_tensors, text_name
@@ -43,12 +43,12 @@ from quantkit.formats.gguf.rules import MAX_DIMS, short
 from quantkit.formats.ranges import U8
 from quantkit.formats.safetensors import StoredTensor, read_checkpoint
 from quantkit.helpers import round_up
-from quantkit.types import TensorType, type_by_name
+from quantkit.types import TensorType
 
 P = ParamSpec("P")
 
 _FLOATS = (TYPE_F32, TYPE_F16, TYPE_BF16)
-Q8_0 = type_by_name("Q8_0")
+_FLOAT8 = ("F8_E4M3", "F8_E5M2")
 #: Bytes hashed at each end of every stored tensor for the fingerprint.
 _SAMPLE = 4096
 #: Files beside the weights that decide metadata.
@@ -181,7 +181,7 @@ def open_checkpoint(
         metadata: a JSON file of keys that override what is found.
         nextn: layers that predict more tokens: ``with`` them, ``without``, or ``only`` them.
         fuse: options of ``fused.FUSIONS``.
-        fp8_as_q8: what was float8 is to be Q8_0.
+        fp8_as_q8: matrices that are stored as float8 become Q8_0, whatever ``outtype`` is.
         vocab_only: metadata and vocabulary, no tensors.
         lossless: keep quantized weights as blocks wherever that changes no value.
 
@@ -192,10 +192,10 @@ def open_checkpoint(
     path = Path(folder)
     config = read_config(path)
     row = find_architecture(config)
-    row.prepare(config)
     check_nextn(nextn, row, config)
     indexed = [] if vocab_only and not any(path.glob("model*.safetensors*")) else read_checkpoint(path)
     found = {name for tensors in indexed for name in tensors}
+    row.prepare(config)
     row.look(config, {name for name in found if is_taken(text_name(name) or "", nextn, config)})
     layers = config.layers if nextn == WITHOUT else row.layers(config)
     context = Context(config, TensorNames(row.arch, layers))
@@ -207,8 +207,8 @@ def open_checkpoint(
     made: list[Made] = []
     if not vocab_only:
         named = named_tensors(meant.tensors, row.rules, context, row.extra(config), meant.first)
-        named = _with_scales(fused(named, fuse, meant.tensors, context))
-        made = _all_made(named, context.names, chosen, exact, Q8_0 if fp8_as_q8 else None)
+        named = with_scales(fused(named, fuse, meant.tensors, context))
+        made = _all_made(named, context.names, chosen, exact, fp8_as_q8)
         chosen = _as_stored(chosen, made)
     keys = Keys(row.arch, config.path)
     for write in () if vocab_only else row.early:
@@ -236,15 +236,6 @@ def open_checkpoint(
             "Q8_0, with every value as it is",
         )
     return opened
-
-
-def _with_scales(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors, and behind each the scales that belong beside it in a file."""
-    for name, tensor in tensors:
-        yield name, tensor
-        for end, values in outer_scales(tensor.x).items():
-            beside = name.removesuffix("weight") + end
-            yield beside, replace(tensor, name=beside, x=Constant(tuple(values)))
 
 
 #: Types of blocks in which tensors are kept -> llama.cpp's number of such files, their name.
@@ -292,25 +283,24 @@ def _stored(
 
 
 def _all_made(
-    named: Iterable[tuple[str, Tensor]], names: TensorNames, outtype: OutType, exact: bool, float8: TensorType | None
+    named: Iterable[tuple[str, Tensor]], names: TensorNames, outtype: OutType, exact: bool, q8: bool
 ) -> list[Made]:
-    """Return the tensors of the file in order; ``float8``: the type that those of float8 are to have."""
+    """Return the tensors of the file in order; ``q8``: those of float8 are to be Q8_0."""
     made: list[Made] = []
     at = 0  # where it would lie in a file of its own: offsets only give the order
     for name, tensor in named:
-        forced = float8 if float8 is not None and was_float8(tensor.x) else None
-        made.append(_made(name, tensor, names, outtype, exact, forced, at))
+        made.append(_made(name, tensor, names, outtype, exact, at, q8))
         at += round_up(made[-1].info.nbytes, 32)
     return made
 
 
-def _made(
-    name: str, tensor: Tensor, names: TensorNames, outtype: OutType, exact: bool, forced: TensorType | None, at: int
-) -> Made:
+def _made(name: str, tensor: Tensor, names: TensorNames, outtype: OutType, exact: bool, at: int, q8: bool) -> Made:
     x = tensor.x
     if not x.shape:
         x = Shaped(x, (1,))
-    wanted = type_of(name, x, tensor.layer, names, outtype.type, forced)
+    wanted = type_of(name, x, tensor.layer, names, outtype.type)
+    if q8 and x.type.block == 1 and any(part.dtype in _FLOAT8 for part in x.parts()):
+        wanted = type_of_float8(name, x)
     if x.type.name in ("Q4_0", "Q8_0") and type_of(name, floats(x), tensor.layer, names, TYPE_F16) is TYPE_F32:
         x, wanted = floats(x), TYPE_F32  # a router, say
     given = x.type

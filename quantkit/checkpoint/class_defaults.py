@@ -21,12 +21,18 @@ _DENSE: Json = {
     **{"num_attention_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0},
     **{"rope_scaling": None, "tie_word_embeddings": False},
 }
+
+
+def _without(key: str, values: Json) -> Json:
+    return {k: v for k, v in values.items() if k != key}
+
+
 _QWEN: Json = {
     **_DENSE,
     **{"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768, "num_key_value_heads": 32},
 }
 _GEMMA: Json = {
-    **{key: value for key, value in _DENSE.items() if key != "rope_scaling"},
+    **_without("rope_scaling", _DENSE),
     **{"vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28},
     **{"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192},
     "tie_word_embeddings": True,
@@ -37,7 +43,7 @@ _GEMMA2: Json = {
     **{"num_key_value_heads": 4, "sliding_window": 4096, "layer_types": None},
 }
 _OLMO: Json = {
-    **{key: value for key, value in _DENSE.items() if key != "rms_norm_eps"},
+    **_without("rms_norm_eps", _DENSE),
     **{"vocab_size": 50304, "num_key_value_heads": None},
 }
 _GRANITE: Json = {
@@ -46,7 +52,7 @@ _GRANITE: Json = {
     **{"residual_multiplier": 1.0, "attention_multiplier": 1.0},
 }
 _COHERE: Json = {
-    **{key: value for key, value in _DENSE.items() if key != "rms_norm_eps"},
+    **_without("rms_norm_eps", _DENSE),
     **{"vocab_size": 256000, "max_position_embeddings": 8192, "hidden_size": 8192, "intermediate_size": 22528},
     **{"num_hidden_layers": 40, "num_attention_heads": 64, "num_key_value_heads": None, "logit_scale": 0.0625},
     **{"layer_norm_eps": 1e-5, "tie_word_embeddings": True},
@@ -193,7 +199,7 @@ DEFAULTS: dict[str, Json] = {
     },
     "gemma3": {},
     "phi": {
-        **_DENSE,
+        **_without("rms_norm_eps", _DENSE),
         **{"vocab_size": 51200, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24},
         **{"num_key_value_heads": None, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     },
@@ -222,6 +228,15 @@ DEFAULTS: dict[str, Json] = {
     "granitemoeshared": {**_GRANITE, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
     "cohere": _COHERE,
     "cohere2": {**_COHERE, "sliding_window": 4096, "layer_types": None},
+    "arcee": {
+        **_DENSE,
+        **{"max_position_embeddings": 4096, "hidden_size": 2560, "intermediate_size": 18432, "rms_norm_eps": 1e-5},
+        **{"num_key_value_heads": None, "head_dim": None},
+    },
+    "gpt_bigcode": {
+        **{"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None},
+        "layer_norm_epsilon": 1e-5,
+    },
     "smollm3": {
         **_DENSE,
         **{"vocab_size": 128256, "max_position_embeddings": 32768, "hidden_size": 2048, "num_hidden_layers": 36},
@@ -239,19 +254,19 @@ DEFAULTS: dict[str, Json] = {
         **{"sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
     },
     "starcoder2": {
-        **{key: value for key, value in _DENSE.items() if key != "rms_norm_eps"},
+        **_without("rms_norm_eps", _DENSE),
         **{"vocab_size": 49152, "max_position_embeddings": 4096, "hidden_size": 3072, "intermediate_size": 12288},
         **{"num_hidden_layers": 30, "num_attention_heads": 24, "num_key_value_heads": 2, "norm_epsilon": 1e-5},
         **{"sliding_window": None, "tie_word_embeddings": True},
     },
     "stablelm": {
-        **{key: value for key, value in _DENSE.items() if key != "rms_norm_eps"},
+        **_without("rms_norm_eps", _DENSE),
         **{"vocab_size": 50304, "max_position_embeddings": 4096, "hidden_size": 2560, "intermediate_size": 6912},
         **{"num_key_value_heads": 32, "layer_norm_eps": 1e-5, "use_parallel_residual": False},
         "partial_rotary_factor": 0.25,
     },
     "bitnet": {
-        **{key: value for key, value in _DENSE.items() if key != "rope_scaling"},
+        **_without("rope_scaling", _DENSE),
         **{"vocab_size": 128256, "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 30},
         **{"num_attention_heads": 20, "num_key_value_heads": 5, "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
     },
@@ -276,9 +291,10 @@ def _no_window(values: Json) -> None:
     values.setdefault("sliding_window", None)
 
 
-def _always_divided_head(values: Json) -> None:
-    values["head_dim"] = None
-    _divided_head(values)
+def _unnamed_head(values: Json) -> None:
+    """Of a class that divides heads itself, but keeps what it is given, null also."""
+    if "head_dim" not in values:
+        _divided_head(values)
 
 
 @dataclass(frozen=True)
@@ -300,7 +316,7 @@ class _Kinds:
         values["layer_types"] = [self.other if (i + 1) % full else "full_attention" for i in range(layers)]
 
 
-def _original_length(values: Json) -> None:
+def _longrope(values: Json) -> None:
     """Phi 3's rope_scaling is of the kind longrope, also where it is called su or yarn."""
     rope = values.get("rope_scaling")
     if isinstance(rope, dict) and rope.get("type") in ("su", "yarn"):
@@ -334,12 +350,15 @@ def _no_end_of_document(values: Json) -> None:
 
 #: Model type -> what a class computes from other values, in order.
 DERIVED: dict[str, tuple[Callable[[Json], None], ...]] = {
-    "deepseek_v2": (_heads_as_queries, _latent_head),
-    "deepseek_v3": (_heads_as_queries, _latent_head),
+    "deepseek_v2": (_heads_as_queries, _latent_head, _named_rope),
+    "deepseek_v3": (_heads_as_queries, _latent_head, _named_rope),
     "dots1": (_heads_as_queries,),
-    "ernie4_5": (_heads_as_queries, _divided_head),
-    "glm4v_text": (_heads_as_queries,),
-    "gpt_oss": (_heads_as_queries, _divided_head),
+    "ernie4_5": (_heads_as_queries, _divided_head, _named_rope),
+    "ernie4_5_moe": (_named_rope,),
+    "glm4_moe": (_named_rope,),
+    "glm4v_text": (_heads_as_queries, _named_rope),
+    "glm4v_moe_text": (_named_rope,),
+    "gpt_oss": (_heads_as_queries, _divided_head, _named_rope),
     "hunyuan_v1_dense": (_heads_as_queries, _no_end_of_document),
     "hunyuan_v1_moe": (_heads_as_queries, _no_end_of_document),
     "llama4_text": (_heads_as_queries, _chunked_layers),
@@ -355,8 +374,8 @@ DERIVED: dict[str, tuple[Callable[[Json], None], ...]] = {
     "qwen3_vl_moe_text": (_heads_as_queries, _divided_head),
     "gemma2": (_Kinds(2),),
     "gemma3_text": (_Kinds(6, key="sliding_window_pattern"),),
-    "phi": (_heads_as_queries,),
-    "phi3": (_heads_as_queries, _original_length),
+    "phi": (_heads_as_queries, _named_rope),
+    "phi3": (_heads_as_queries, _longrope),
     "phimoe": (_heads_as_queries,),
     "olmo": (_heads_as_queries,),
     "olmo2": (_heads_as_queries,),
@@ -366,7 +385,8 @@ DERIVED: dict[str, tuple[Callable[[Json], None], ...]] = {
     "granitemoe": (_heads_as_queries,),
     "granitemoeshared": (_heads_as_queries,),
     "cohere": (_heads_as_queries,),
-    "cohere2": (_heads_as_queries, _always_divided_head, _Kinds(4, key="sliding_window_pattern")),
+    "cohere2": (_heads_as_queries, _unnamed_head, _Kinds(4, key="sliding_window_pattern")),
+    "arcee": (_heads_as_queries, _divided_head, _named_rope),
     "smollm3": (_heads_as_queries, _named_rope),
     "seed_oss": (_heads_as_queries, _divided_head, _named_rope),
     "exaone4": (_Kinds(4, key="sliding_window_pattern"),),
@@ -394,7 +414,7 @@ def with_defaults(values: Json, kind: str | None = None) -> Json:
         return dict(values)
     parts = {key: (values.get(key) or {}, inner) for key, inner in PARTS.get(found, {}).items()}
     parts = {key: (part, inner) for key, (part, inner) in parts.items() if isinstance(part, dict)}
-    if any(part.get("model_type", inner) not in DEFAULTS for part, inner in parts.values()):
+    if any(str(part.get("model_type", inner)) not in DEFAULTS for part, inner in parts.values()):
         return dict(values)  # AutoConfig fails then, and the JSON is read as it is
     filled = {**_COMMON, **DEFAULTS[found], **values}
     for key, (part, inner) in parts.items():

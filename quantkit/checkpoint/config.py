@@ -7,6 +7,7 @@ that AutoConfig does not know it reads the JSON as it is, and so do we.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from copy import copy
 from functools import lru_cache
@@ -134,6 +135,14 @@ class Config:
         """The parameters of rope of layers that attend to everything."""
         found = self.rope.get("full_attention", self.rope)
         return found if isinstance(found, dict) else {}
+
+    def rotary_part(self, default: float | None, key: str = "partial_rotary_factor", of: Json | None = None) -> float:
+        """Return the part of a head that rope turns: as ``of`` says, the parameters of rope; ``default`` without it."""
+        part = (self.rope if of is None else of).get(key, default)
+        part = default if part is None and default is not None else part
+        if not isinstance(part, (int, float)) or not math.isfinite(part) or not 0 <= part <= 1:
+            raise FormatError(f"{self.path}: {key} is {short(part)}, not a part of a head")
+        return part
 
     def _rope(self) -> Json:
         """Return the parameters of rope; others of the configuration are mirrored into it (TextModel.__init__)."""

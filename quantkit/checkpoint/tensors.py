@@ -143,8 +143,10 @@ def query_heads(tensor: Tensor, context: Context) -> Expression:
 
 def key_heads(tensor: Tensor, context: Context) -> Expression:
     """Undo the permutation of keys for rope."""
-    names = ("n_heads", "num_attention_heads"), ("n_kv_heads", "num_key_value_heads")
-    return _permuted(tensor, context.config.number(*names[context.config.find(*names[1]) is not None]))
+    heads = ("n_kv_heads", "num_key_value_heads")
+    if context.config.find(*heads) is None:
+        heads = ("n_heads", "num_attention_heads")
+    return _permuted(tensor, context.config.number(*heads))
 
 
 def _permuted(tensor: Tensor, heads: int) -> Expression:
@@ -211,7 +213,7 @@ class Experts:
             raise context.fail(tensor, "an expert outside of any layer")
         n = context.config.number("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
         if not n:
-            raise context.fail(tensor, "an expert, but the configuration has none")
+            raise context.fail(tensor, "an expert, of which config.json says that there are none")
         held = context.held.setdefault((id(self), tensor.layer), {})
         held[tensor.name] = tensor
         if len(held) < n * len(self.weights):

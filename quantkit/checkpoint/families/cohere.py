@@ -44,7 +44,7 @@ def set_rope_width(keys: Keys, config: Config) -> None:
     transformers does not save rotary_pct, without which convert_hf_to_gguf.py stops; its own model turns whole heads.
     """
     width = config.number("hidden_size") // max(1, config.number("num_attention_heads"))
-    keys.u32(".rope.dimension_count", int(config.get("rotary_pct", 1.0) * width))
+    keys.u32(".rope.dimension_count", int(config.rotary_part(1.0, "rotary_pct", config.values) * width))
 
 
 COHERE_KEYS: tuple[SetKeys, ...] = (Copied(".logit_scale", "logit_scale", "f32", needed=True), set_no_scaling)

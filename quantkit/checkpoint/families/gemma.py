@@ -80,9 +80,7 @@ TOKENS = Changed(r"embed_tokens\.weight", _known_tokens)
 #: Parameters that are stored without a suffix.
 GEMMA4_STORED = (
     Renamed(r"(per_dim_scale|layer_scalar)$", r"\1.weight"),
-    Renamed(
-        r"^(.*\.experts\..*(?<!\.weight)(?<!\.weight_scale)(?<!\.weight_scale_2)(?<!\.input_scale))$", r"\1.weight"
-    ),
+    Renamed(r"^(.*\.experts\.(?!.*\.(weight|(weight|input)_\w+|g_idx|q\w+|scales)$).*)$", r"\1.weight"),
 )
 GEMMA4_RULES = (
     TOKENS,
@@ -96,6 +94,8 @@ def _of_full_layer(config: Config, name: str, key: str) -> Any:
     if (found := config.get(name)) is not None:
         return found
     layers, kinds = config.get("per_layer_config") or {}, config.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise FormatError(f"{config.path}: layer_types is {short(kinds)}, not a list")
     if not isinstance(layers, dict) or not all(str(n).isdecimal() and isinstance(v, dict) for n, v in layers.items()):
         raise FormatError(f"{config.path}: per_layer_config is {short(layers)}, not a table by layer")
     of_kind = (v for n, v in layers.items() if int(n) < len(kinds) and kinds[int(n)] == "full_attention")
@@ -115,7 +115,7 @@ def gemma4_rope(config: Config) -> Iterable[Tensor]:
     if rope.get("rope_type") != "proportional":
         raise FormatError(f"{config.path}: rope of full attention is {short(rope)}, not a proportional one")
     width = _full_head(config)
-    turned = int(width * float(rope.get("partial_rotary_factor", 1.0)) / 2)
+    turned = int(width * config.rotary_part(1.0, of=rope) / 2)
     factors = (1.0,) * turned + (1e30,) * (width // 2 - turned)
     yield Tensor("rope_freqs.weight", Constant(factors), None, "rope_freqs.weight")
 
@@ -146,7 +146,7 @@ def set_gemma4_keys(keys: Keys, config: Config) -> None:
     if heads is not None and full_heads is not None:
         keys.array(".attention.head_count_kv", [heads if slide else full_heads for slide in slides])
     keys.u32(".rope.dimension_count", full)
-    keys.u32(".rope.dimension_count_swa", int(sliding * config.rope.get("partial_rotary_factor", 1.0)))
+    keys.u32(".rope.dimension_count_swa", int(sliding * config.rotary_part(1.0)))
 
 
 GEMMA4_KEYS: tuple[SetKeys, ...] = (set_gemma3_keys, set_gemma4_keys)

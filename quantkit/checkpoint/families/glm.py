@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from quantkit.checkpoint.config import Config
@@ -14,14 +13,6 @@ from quantkit.checkpoint.tensors import Changed, Context, Tensor
 from quantkit.errors import FormatError
 
 
-def _factor(config: Config, default: float) -> float:
-    """Return the part of a head that rope turns."""
-    factor = config.rope.get("partial_rotary_factor", default)
-    if not isinstance(factor, (int, float)) or not math.isfinite(factor) or not 0 <= factor <= 1:
-        raise FormatError(f"{config.path}: partial_rotary_factor is {factor!r}, not a part of a head")
-    return factor
-
-
 @dataclass(frozen=True)
 class PartialRope:
     """Rope turns a part of each head: as the configuration says, or ``default``; ``of``: the width it is a part of."""
@@ -31,7 +22,7 @@ class PartialRope:
 
     def __call__(self, keys: Keys, config: Config) -> None:
         width = config.head_dim if self.of is None else config.number(self.of)
-        keys.u32(".rope.dimension_count", int(width * _factor(config, self.default)))
+        keys.u32(".rope.dimension_count", int(width * config.rotary_part(self.default)))
 
 
 def _halves(tensor: Tensor, context: Context) -> Expression:
@@ -40,7 +31,7 @@ def _halves(tensor: Tensor, context: Context) -> Expression:
     if "mrope_section" not in config.rope:
         return x
     width = config.head_dim
-    turned = int(width * _factor(config, 0.5))
+    turned = int(width * config.rotary_part(0.5))
     if x.shape[0] % width or turned % 2:
         raise ValueError(f"it has no heads of {width} rows, {turned} of them turned by rope")
     heads = range(0, x.shape[0], width)

@@ -77,6 +77,8 @@ def attention_layers(config: Config) -> list[bool]:
             raise FormatError(f"{config.path}: layer_types is {short(kinds)}, not a list of {layers} kinds")
         return [kind == "attention" for kind in kinds]
     if listed := config.get("attn_layer_indices"):
+        if not isinstance(listed, list):
+            raise FormatError(f"{config.path}: attn_layer_indices is {short(listed)}, not a list")
         return [i in listed for i in range(layers)]
     period = config.number("attn_layer_period")
     return [bool(period) and i % period == config.number("attn_layer_offset") for i in range(layers)]

@@ -1,6 +1,6 @@
-"""OLMo, EXAONE, StableLM: models of which a rule or a few keys are their own.
+"""OLMo, EXAONE, StarCoder, StableLM: models of which a rule or a few keys are their own.
 
-Facts of llama.cpp b11434, conversion/olmo.py, exaone.py, stablelm.py.
+Facts of llama.cpp b11434, conversion/olmo.py, exaone.py, starcoder.py, stablelm.py.
 """
 
 from __future__ import annotations
@@ -70,9 +70,24 @@ exaone4_rope = partial(rope_factors, factor=16.0)
 
 def set_exaone_rope(keys: Keys, config: Config) -> None:
     """Set how much of a head rope turns (EXAONE 3)."""
-    part = config.rope.get("partial_rotary_factor")
     width = config.number("hidden_size") // max(1, config.number("num_attention_heads"))
-    keys.u32(".rope.dimension_count", int((1.0 if part is None else part) * width))
+    keys.u32(".rope.dimension_count", int(config.rotary_part(1.0) * width))
+
+
+# --- StarCoder -------------------------------------------------------------------------------------------------------
+
+
+def set_starcoder_keys(keys: Keys, config: Config, layers: int, file_type: int) -> None:
+    """Set the keys of the first StarCoder, whose heads of queries have one of keys and values."""
+    width = config.number("n_embd")
+    keys.u32(".context_length", config["n_positions"])
+    keys.u32(".embedding_length", width)
+    keys.u32(".feed_forward_length", 4 * width)
+    keys.u32(".block_count", layers)
+    keys.u32(".attention.head_count", config["n_head"])
+    keys.u32(".attention.head_count_kv", 1)
+    keys.f32(".attention.layer_norm_epsilon", config["layer_norm_epsilon"])
+    keys.u32("general.file_type", file_type)
 
 
 # --- StableLM --------------------------------------------------------------------------------------------------------
@@ -114,7 +129,7 @@ def set_stablelm_keys(keys: Keys, config: Config, layers: int, file_type: int) -
     keys.u32(".embedding_length", config["hidden_size"])
     keys.u32(".block_count", layers)
     keys.u32(".feed_forward_length", config["intermediate_size"])
-    part = config.rope.get("partial_rotary_factor", 0.25)
+    part = config.rotary_part(0.25)
     keys.u32(".rope.dimension_count", int(part * (config.number("hidden_size") // max(1, heads))))
     keys.u32(".attention.head_count", heads)
     keys.u32(".attention.head_count_kv", config["num_key_value_heads"])

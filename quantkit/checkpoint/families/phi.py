@@ -31,7 +31,7 @@ def _rope_width(config: Config) -> int:
     heads = config.number("num_attention_heads", "n_head")
     if not heads:
         raise FormatError(f"{config.path}: num_attention_heads is 0")
-    return int(config.rope.get("partial_rotary_factor", 1.0) * config.number("hidden_size", "n_embd")) // heads
+    return int(config.rotary_part(1.0) * config.number("hidden_size", "n_embd")) // heads
 
 
 def _lengths(config: Config) -> tuple[int, int]:

@@ -25,6 +25,8 @@ QWEN_EXPERTS = (*_FUSED_EXPERTS, Experts())
 
 #: Those of Qwen3-VL are stored the other way round: [expert, in, out].
 VL_EXPERTS = (Changed(r"mlp\.experts\.(down_proj|gate_up_proj)(\.weight)?$", transposed), *QWEN_EXPERTS)
+#: Models that are saved without their head have names without what wraps the rest.
+BARE = (Renamed(r"^", "model."),)
 #: The names of Qwen 3 Omni's text model begin with it.
 UNWRAPPED = (Renamed(r"thinker\.", ""),)
 
@@ -41,7 +43,10 @@ _DEEPSTACK = (8, 16, 24)
 def set_deepstack(keys: Keys, config: Config) -> None:
     """How many outputs of the vision tower the first layers add."""
     vision = config.get("vision_config") or {}
-    keys.u32(".n_deepstack_layers", len(vision.get("deepstack_visual_indexes", _DEEPSTACK)))
+    layers = vision.get("deepstack_visual_indexes", _DEEPSTACK) if isinstance(vision, dict) else None
+    if not isinstance(layers, (list, tuple)):
+        raise FormatError(f"{config.path}: vision_config does not list the layers of deepstack_visual_indexes")
+    keys.u32(".n_deepstack_layers", len(layers))
 
 
 def _listed(path: Path) -> list[Any]:

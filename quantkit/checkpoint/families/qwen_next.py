@@ -169,7 +169,7 @@ def set_linear_attention(keys: Keys, config: Config) -> None:
         recurrent = [kind == "linear_attention" for kind in kinds]
         keys.array(".attention.recurrent_layers", recurrent + [False] * config.number(_COUNT))
     keys.u32(".full_attention_interval", config.get("full_attention_interval", 4))
-    keys.u32(".rope.dimension_count", int(config.head_dim * config.rope.get("partial_rotary_factor", 0.25)))
+    keys.u32(".rope.dimension_count", int(config.head_dim * config.rotary_part(0.25)))
 
 
 def set_sections(keys: Keys, config: Config) -> None:
