@@ -16,7 +16,7 @@ import checkpoints
 from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.checkpoint.checkpoint import Made
 from quantkit.checkpoint.expressions import read_f32, size_of
-from quantkit.errors import FormatError, RecipeError, TypeNotSupported
+from quantkit.errors import FormatError, RecipeError
 
 Json = dict[str, Any]
 
