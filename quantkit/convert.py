@@ -18,7 +18,7 @@ from quantkit.checkpoint.fused import FUSIONS
 from quantkit.checkpoint.general import templated
 from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT
 from quantkit.checkpoint.policy import OUTTYPE_NAMES
-from quantkit.errors import RecipeError
+from quantkit.errors import RecipeError, TypeNotSupported
 from quantkit.formats.outputs import end_of_links
 from quantkit.kernels.formats import encoder_for
 from quantkit.pipeline.plan import Chosen, Plan, plan_output
@@ -111,7 +111,11 @@ def plan_convert(
         identity = f" intermediate {options.intermediate}"
         if options.lossless:
             given = replace(given, ready_rules=(*given.ready_rules, *_kept(opened)))
-        plan = plan_from(opened, path, type, given, reads=opened.files, identity=identity)
+        try:
+            plan = plan_from(opened, path, type, given, reads=opened.files, identity=identity)
+        except TypeNotSupported as e:
+            more = "; --lossless keeps them as they are" if e.message.startswith("already quantized") else ""
+            raise TypeNotSupported(e.message + more) from None
         return replace(plan, notes=(*opened.notes, *plan.notes))
     opened = _open(folder, options, options.outtype)
     chosen = [_chosen(opened, name) for name in opened.tensors]

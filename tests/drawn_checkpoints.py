@@ -47,7 +47,8 @@ def tokenizer(size: int = 96) -> dict[str, Any]:
     vocab = {chr(33 + i): i for i in range(size - 2)} | {"th": size - 2}
     model = {"type": "BPE", "vocab": vocab, "merges": ["t h"]}
     split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    return {"added_tokens": [added_token(size - 1, "<|end|>")], "pre_tokenizer": split, "model": model}
+    end = added_token(size - 1, "<|end|>")
+    return {"added_tokens": [end], "pre_tokenizer": split, "decoder": split, "model": model}
 
 
 def added_token(number: int, text: str) -> dict[str, Any]:
@@ -99,8 +100,8 @@ def write_checkpoint(
     arrays = moe_arrays() if arrays is None else arrays
     (folder / "config.json").write_text(json.dumps(config or moe_config()))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer()))
-    said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": "{{ x }}"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": "{{ x }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
     if shards == 1:
         write_safetensors(folder / "model.safetensors", arrays)
         return folder

@@ -16,7 +16,7 @@ import checkpoints
 from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.checkpoint.checkpoint import Made
 from quantkit.checkpoint.expressions import read_f32, size_of
-from quantkit.errors import FormatError
+from quantkit.errors import FormatError, RecipeError
 
 Json = dict[str, Any]
 
@@ -49,6 +49,12 @@ def test_layers_that_predict_ahead_are_those_that_are_stored(tmp_path: Path) -> 
 def test_a_model_without_layers_ahead_needs_no_option(name: str, arch: str, tmp_path: Path) -> None:
     found = opened(checkpoints.describe(name), tmp_path, more={"mtp_num_hidden_layers": 1})
     assert (found.get(f"{arch}.block_count"), found.get(f"{arch}.nextn_predict_layers")) == (4, None)
+
+
+def test_no_nextn_leaves_layers_ahead_out(tmp_path: Path) -> None:
+    found = opened(checkpoints.describe("qwen3-next-mtp"), tmp_path, nextn="without")
+    assert (found.get("qwen3next.block_count"), found.get("qwen3next.nextn_predict_layers")) == (4, None)
+    assert not [name for name in found.tensors if name.startswith("blk.4.")]
 
 
 def test_heads_of_values_that_keys_do_not_divide_are_refused(tmp_path: Path) -> None:
@@ -150,3 +156,26 @@ def test_gemma_4_says_how_wide_heads_are_or_is_refused(tmp_path: Path) -> None:
 
 
 # --- tensors made one ------------------------------------------------------------------------------------------------
+
+
+def test_gate_and_up_of_experts_lie_one_behind_the_other(tmp_path: Path) -> None:
+    what = checkpoints.describe("qwen3-next")
+    apart, fused = opened(what, tmp_path), opened(what, tmp_path, fuse=["--fuse-gate-up-exps"])
+    gate, up = (values(apart.made[f"blk.1.ffn_{part}_exps.weight"]) for part in ("gate", "up"))
+    assert np.array_equal(values(fused.made["blk.1.ffn_gate_up_exps.weight"]), np.concatenate([gate, up], axis=1))
+    assert not [name for name in fused.tensors if "ffn_gate_exps" in name or "ffn_up_exps" in name]
+
+
+def test_gate_and_up_stay_apart_where_they_must(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="--fuse-gate-up-exps"):
+        opened(checkpoints.describe("olmoe"), tmp_path, fuse=["--fuse-gate-up-exps"])
+
+
+def test_queries_keys_and_values_become_one_with_all_their_biases_only(tmp_path: Path) -> None:
+    what = checkpoints.describe("qwen2")
+    fused = opened(what, tmp_path / "all", fuse=["--fuse-qkv"])
+    assert {"blk.0.attn_qkv.weight", "blk.0.attn_qkv.bias"} <= fused.tensors.keys()
+    tensors = {name: shape for name, shape in what.tensors.items() if not name.endswith("k_proj.bias")}
+    apart = opened(replace(what, tensors=tensors), tmp_path / "some", fuse=["--fuse-qkv"])
+    assert {"blk.0.attn_q.weight", "blk.0.attn_q.bias"} <= apart.tensors.keys()
+    assert "blk.0.attn_qkv.weight" not in apart.tensors

@@ -32,7 +32,7 @@ Array = npt.NDArray[Any]
 #: An array, or its bytes under another dtype of safetensors.
 Parts = dict[str, Array | tuple[str, Array]]
 F32 = np.float32
-_DTYPES = {"f4": "F32", "f2": "F16", "u2": "BF16", "i4": "I32", "i8": "I64", "i1": "I8", "u1": "U8"}
+_DTYPES = {"f8": "F64", "f4": "F32", "f2": "F16", "u2": "BF16", "i4": "I32", "i8": "I64", "i1": "I8", "u1": "U8"}
 W = "layers.0.x_proj"
 
 
@@ -109,7 +109,7 @@ def scales(*shape: int) -> Array:
 
 def powers(exponents: Array) -> Array:
     """Return what E8M0 stands for."""
-    return np.ldexp(F32(1), exponents.astype(int) - 127).astype(F32)
+    return np.asarray(np.ldexp(F32(1), exponents.astype(int) - 127), F32)
 
 
 def as_bf16(x: Array) -> Array:
@@ -591,6 +591,36 @@ def test_a_model_without_a_loss(tmp_path: Path) -> None:
     assert open_checkpoint(path, pre="gpt-2", lossless=True).notes == ()
 
 
+def nvfp4_moe(folder: Path, **quantization: Any) -> Path:
+    """Write the mixture of experts with experts of NVFP4."""
+    arrays: dict[str, Any] = dict(moe_arrays())
+    for number, name in enumerate([n for n in arrays if ".experts." in n]):
+        base = name.removesuffix(".weight")
+        parts, _ = nvfp4(256, 0.5 + number, 256)
+        arrays |= {base + part.removeprefix(W): x for part, x in parts.items()}
+    path = write_checkpoint(folder, moe_config(quantization_config={**MODELOPT, **quantization}), {})
+    write(path, arrays, None)
+    return path
+
+
+def test_experts_of_nvfp4_and_what_their_inputs_are(tmp_path: Path) -> None:
+    layers = {"model.layers.1.mlp.experts": {"quant_algo": "W4A16_NVFP4"}}
+    path = nvfp4_moe(tmp_path / "moe", quant_algo="MIXED_PRECISION", quantized_layers=layers)
+    opened = open_checkpoint(path, pre="gpt-2")
+    names = list(opened.tensors)
+    assert names[:2] == ["blk.0.ffn_down_exps.weight", "blk.0.ffn_down_exps.scale"]
+    scale = whole(opened.made["blk.0.ffn_down_exps.scale"].x)
+    arrays = [n for n in moe_arrays() if ".experts." in n]
+    downs = [arrays.index(f"model.layers.0.mlp.experts.{e}.down_proj.weight") for e in range(4)]
+    assert scale.tolist() == [0.5 + i for i in downs]
+    four = [n for n in names if n.startswith("blk.1.") and opened.tensors[n].type.name == "NVFP4"]
+    assert opened.get("general.tensor_extra.name") == sorted(four)
+    assert opened.get("general.tensor_extra.prec_a4") == [False] * 3
+    assert opened.get("general.file_type") == 39
+    with pytest.raises(TypeNotSupported, match="--lossless"):
+        plan_convert(path, tmp_path / "x.gguf", "Q8_0", ConvertOptions(pre="gpt-2"))
+
+
 def test_rows_are_made_one_by_one(tmp_path: Path) -> None:
     rows, columns = 1 << 12, 1 << 13
     header = {
@@ -679,6 +709,13 @@ HOSTILE: list[tuple[dict[str, Any], Parts, Callable[[Parts], Parts], str]] = [
     (gptq_config(4), gptq(4)[0], _replaced("g_idx", np.zeros(95, np.int32)), "95 columns"),
     (gptq_config(8), gptq(4)[0], lambda p: p, "8 bits"),
     (AWQ, gptq(4)[0], lambda p: p, "scales"),
+    (
+        {"quant_method": "bitnet"},
+        {f"{W}.weight": np.zeros((4, 8), np.uint8), f"{W}.weight_scale": np.zeros(1, F32)},
+        lambda p: p,
+        "weight_scale: a scale of 0",
+    ),
+    (MODELOPT, nvfp4()[0], _replaced("weight_scale_2", np.array(1e300)), "weight_scale_2: a scale is infinite"),
     ({"quant_method": "bitnet"}, {f"{W}.weight_scale": scales(1)}, lambda p: p, "x_proj.weight is missing"),
 ]
 

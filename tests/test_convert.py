@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
+import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -272,3 +276,35 @@ def test_a_truncated_file(moe: Path, tmp_path: Path) -> None:
     write_safetensors(path, {"model.embed_tokens.weight": np.zeros((96, 256), np.float32)})
     plan = plan_convert(folder, tmp_path / "y.gguf", None, PRE)
     assert plan.title == "F16"  # nothing is 16 bits wide, and that is the reference's guess
+
+
+def test_killed_runs_go_on(moe: Path, tmp_path: Path) -> None:
+    """kill -9 while a process converts, several times; then it ends with the bytes of an undisturbed run."""
+    convert(moe, tmp_path / "whole.gguf", "Q4_K_M", PRE, PLAIN)
+    out, rng = tmp_path / "out.gguf", random.Random(11)
+    command = [sys.executable, "-m", "quantkit", "convert", str(moe), str(out), "Q4_K_M", "--pre", "gpt-2"]
+    command += ["--no-provenance", "-j", "1"]
+    for resume in ([], ["--resume"], ["--resume"]):
+        process = subprocess.Popen([*command, *resume], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(rng.uniform(0.3, 2))
+        process.kill()
+        process.wait()
+        if out.exists():  # it was faster
+            break
+    if not out.exists():
+        subprocess.run([*command, "--resume"], check=True, capture_output=True)
+    assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+    assert not list(tmp_path.glob("out.gguf.*"))
+
+
+def test_tiny_moe_comes_back(tmp_path: Path) -> None:
+    """The checkpoint made of tiny-moe's GGUF file converts to its tensors and keys."""
+    script, data = (Path(__file__).parents[1] / name for name in ("scripts/make_tiny_checkpoint.py", "tests/data"))
+    subprocess.run([sys.executable, str(script), str(tmp_path / "tiny-moe")], check=True)
+    convert(tmp_path / "tiny-moe", tmp_path / "x.gguf", None, PRE)
+    with open_gguf(tmp_path / "x.gguf") as made, open_gguf(data / "tiny-moe-bf16.gguf") as file:
+        assert set(made.tensors) == set(file.tensors)
+        assert all(made.data(name).tobytes() == file.data(name).tobytes() for name in file.tensors)
+        keys = [key for key in file.fields if key.startswith(("qwen3moe.", "tokenizer."))]
+        assert {key: made.get(key) for key in keys} == {key: file.get(key) for key in keys}

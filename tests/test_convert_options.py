@@ -15,7 +15,6 @@ from drawn_checkpoints import moe_arrays, moe_config, write_checkpoint
 
 from quantkit.checkpoint import architectures
 from quantkit.checkpoint.expressions import Stored, joined, read_values, stacked
-from quantkit.checkpoint.policy import was_float8
 from quantkit.checkpoint.row import Copied
 from quantkit.cli import cli
 from quantkit.cli.convert import command
@@ -166,15 +165,6 @@ def test_options_without_a_type(moe: Path, tmp_path: Path, name: str) -> None:
     given: dict[str, Any] = {name: True}
     with pytest.raises(RecipeError, match="without TYPE"):
         plan_convert(moe, tmp_path / "x.gguf", "Q8_0", replace(PRE, **given))
-
-
-def test_what_was_float8(tmp_path: Path) -> None:
-    def stored(dtype: str) -> Stored:
-        return Stored(StoredTensor(dtype, dtype, (2, 32), tmp_path, 0, 64))
-
-    assert was_float8(joined([stored("F8_E4M3"), stored("F32")]))
-    assert not was_float8(joined([stored("BF16"), stored("F32")]))
-    assert not was_float8(stored("F8_E4M3"))  # without scales it is not decoded
 
 
 def test_joined_along_another_dimension(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ KINDS = ("py", "cu", "cuh", "npz", "md", "toml")
 NAMED = re.compile(rf"(?<![\w*<>{{}}./-])((?:[\w-]+/)*[\w-]+\.(?:{'|'.join(KINDS)}))(?![\w*({{-])")
 #: Files of others, or of users.
 OTHERS = {"constants.py", "convert_hf_to_gguf.py", "gpu_check.md", "OUT/gpu_check.md", "OUT.npz", "out.md"}
-#: Of llama.cpp's converter, as all in its conversion/ are, and what checkpoints have.
+#: Of llama.cpp's converter, and what checkpoints have.
 OTHERS |= {f"gguf-py/gguf/{name}.py" for name in ("constants", "metadata")} | {"README.md"}
-OTHERS |= {"gguf_writer.py", "quants.py", "tensor_mapping.py", "exaone.py", "stablelm.py"}
+OTHERS |= {"gguf_writer.py", "quants.py", "tensor_mapping.py", "exaone.py", "stablelm.py", "starcoder.py"}
 #: Of transformers, AutoAWQ, and repositories of models.
 OTHERS |= {"convert_slow_tokenizer.py", "utils/packing_utils.py", "tokenization_hy.py", "tokenization_kimi.py"}
 

@@ -33,6 +33,7 @@ from quantkit.checkpoint.families import (
 from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.tensors import Dropped, Experts, Renamed
 from quantkit.errors import TypeNotSupported
+from quantkit.formats.gguf.rules import short
 
 _LLAMA = Architecture(
     "llama",
@@ -272,6 +273,6 @@ def find_architecture(config: Config) -> Architecture:
     near = get_close_matches(config.architecture, ROWS, 3)
     like = f"; there are {', '.join(near)}" if near else ""
     raise TypeNotSupported(
-        f"{config.path}: {config.architecture} is not converted by this version{like}: `quantkit convert --list` shows "
-        "all that are"
+        f"{config.path}: the class {short(config.architecture)} is not converted by this version{like}: "
+        "`quantkit convert --list` shows all that are"
     )

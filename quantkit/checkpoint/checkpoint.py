@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from quantkit.checkpoint.architectures import find_architecture
 from quantkit.checkpoint.config import Config, read_config
@@ -28,7 +29,7 @@ from quantkit.checkpoint.fused import fused
 from quantkit.checkpoint.general import General, ParameterCount, read_general
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT, check_nextn, is_taken, predicts
-from quantkit.checkpoint.policy import OutType, find_outtype, type_of, was_float8
+from quantkit.checkpoint.policy import OutType, find_outtype, type_of, type_of_float8
 from quantkit.checkpoint.quantized import Decoded, decoded, weights_only
 from quantkit.checkpoint.quantized.beside import with_scales
 from quantkit.checkpoint.row import Architecture
@@ -42,10 +43,12 @@ from quantkit.formats.gguf.rules import MAX_DIMS, short
 from quantkit.formats.ranges import U8
 from quantkit.formats.safetensors import StoredTensor, read_checkpoint
 from quantkit.helpers import round_up
-from quantkit.types import TensorType, type_by_name
+from quantkit.types import TensorType
+
+P = ParamSpec("P")
 
 _FLOATS = (TYPE_F32, TYPE_F16, TYPE_BF16)
-Q8_0 = type_by_name("Q8_0")
+_FLOAT8 = ("F8_E4M3", "F8_E5M2")
 #: Bytes hashed at each end of every stored tensor for the fingerprint.
 _SAMPLE = 4096
 #: Files beside the weights that decide metadata.
@@ -134,6 +137,25 @@ class Checkpoint:
         return digest.hexdigest()
 
 
+#: What functions of rows raise where a value of config.json is of another type than they take it for.
+_MISTAKEN = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError)
+
+
+def _refusing(function: Callable[P, Checkpoint]) -> Callable[P, Checkpoint]:
+    """Return ``function`` with such mistakes as FormatErrors."""
+
+    @wraps(function)
+    def refusing(*args: P.args, **kwargs: P.kwargs) -> Checkpoint:
+        try:
+            return function(*args, **kwargs)
+        except _MISTAKEN as e:
+            path = Path(str(args[0] if args else kwargs["folder"])) / "config.json"
+            raise FormatError(f"{path}: a value is not what its architecture needs: {short(str(e))}") from e
+
+    return refusing
+
+
+@_refusing
 def open_checkpoint(
     folder: str | os.PathLike[str],
     *,
@@ -159,7 +181,7 @@ def open_checkpoint(
         metadata: a JSON file of keys that override what is found.
         nextn: layers that predict more tokens: ``with`` them, ``without``, or ``only`` them.
         fuse: options of ``fused.FUSIONS``.
-        fp8_as_q8: what was float8 is to be Q8_0.
+        fp8_as_q8: matrices that are stored as float8 become Q8_0, whatever ``outtype`` is.
         vocab_only: metadata and vocabulary, no tensors.
         lossless: keep quantized weights as blocks wherever that changes no value.
 
@@ -170,10 +192,10 @@ def open_checkpoint(
     path = Path(folder)
     config = read_config(path)
     row = find_architecture(config)
-    row.prepare(config)
     check_nextn(nextn, row, config)
     indexed = [] if vocab_only and not any(path.glob("model*.safetensors*")) else read_checkpoint(path)
     found = {name for tensors in indexed for name in tensors}
+    row.prepare(config)
     row.look(config, {name for name in found if is_taken(text_name(name) or "", nextn, config)})
     layers = config.layers if nextn == WITHOUT else row.layers(config)
     context = Context(config, TensorNames(row.arch, layers))
@@ -186,7 +208,7 @@ def open_checkpoint(
     if not vocab_only:
         named = named_tensors(meant.tensors, row.rules, context, row.extra(config), meant.first)
         named = with_scales(fused(named, fuse, meant.tensors, context))
-        made = _all_made(named, context.names, chosen, exact, Q8_0 if fp8_as_q8 else None)
+        made = _all_made(named, context.names, chosen, exact, fp8_as_q8)
         chosen = _as_stored(chosen, made)
     keys = Keys(row.arch, config.path)
     for write in () if vocab_only else row.early:
@@ -261,25 +283,24 @@ def _stored(
 
 
 def _all_made(
-    named: Iterable[tuple[str, Tensor]], names: TensorNames, outtype: OutType, exact: bool, float8: TensorType | None
+    named: Iterable[tuple[str, Tensor]], names: TensorNames, outtype: OutType, exact: bool, q8: bool
 ) -> list[Made]:
-    """Return the tensors of the file in order; ``float8``: the type that those of float8 are to have."""
+    """Return the tensors of the file in order; ``q8``: those of float8 are to be Q8_0."""
     made: list[Made] = []
     at = 0  # where it would lie in a file of its own: offsets only give the order
     for name, tensor in named:
-        forced = float8 if float8 is not None and was_float8(tensor.x) else None
-        made.append(_made(name, tensor, names, outtype, exact, forced, at))
+        made.append(_made(name, tensor, names, outtype, exact, at, q8))
         at += round_up(made[-1].info.nbytes, 32)
     return made
 
 
-def _made(
-    name: str, tensor: Tensor, names: TensorNames, outtype: OutType, exact: bool, forced: TensorType | None, at: int
-) -> Made:
+def _made(name: str, tensor: Tensor, names: TensorNames, outtype: OutType, exact: bool, at: int, q8: bool) -> Made:
     x = tensor.x
     if not x.shape:
         x = Shaped(x, (1,))
-    wanted = type_of(name, x, tensor.layer, names, outtype.type, forced)
+    wanted = type_of(name, x, tensor.layer, names, outtype.type)
+    if q8 and x.type.block == 1 and any(part.dtype in _FLOAT8 for part in x.parts()):
+        wanted = type_of_float8(name, x)
     if x.type.name in ("Q4_0", "Q8_0") and type_of(name, floats(x), tensor.layer, names, TYPE_F16) is TYPE_F32:
         x, wanted = floats(x), TYPE_F32  # a router, say
     given = x.type

@@ -122,12 +122,13 @@ class Config:
     @property
     def head_dim(self) -> int:
         """The width of a head: head_dim, or what there is for each head."""
-        if self.get("head_dim") is not None:
-            return self.number("head_dim")
-        heads = self.number("num_attention_heads")
+        heads = self.number("num_attention_heads") if self.get("head_dim") is None else 1
         if not heads:
             raise FormatError(f"{self.path}: num_attention_heads is 0")
-        return self.number("hidden_size") // heads
+        width = self.number("hidden_size") // heads if self.get("head_dim") is None else self.number("head_dim")
+        if width > 1 << 16:
+            raise FormatError(f"{self.path}: heads of {width} values")
+        return width
 
     @property
     def full_rope(self) -> Json:

@@ -24,6 +24,7 @@ OUTTYPES = {
     name.lower(): OutType(type_by_name(name), number, name)
     for name, number in (("F32", 0), ("F16", 1), ("BF16", 32), ("Q8_0", 7), ("TQ1_0", 36), ("TQ2_0", 37))
 }
+TYPE_Q8_0 = type_by_name("Q8_0")
 #: What --outtype takes.
 OUTTYPE_NAMES = (*OUTTYPES, "auto")
 #: Kinds that are always F32.
@@ -48,20 +49,14 @@ def find_outtype(name: str, stored: Iterable[Expression]) -> OutType:
     return OUTTYPES[found.name.lower()]
 
 
-def was_float8(x: Expression) -> bool:
-    """Tell whether a tensor is made of float8 values and their scales."""
-    dtypes = {part.dtype for part in x.parts()}
-    return len(dtypes) > 1 and not dtypes.isdisjoint(("F8_E4M3", "F8_E5M2"))
+def type_of_float8(name: str, x: Expression) -> TensorType:
+    """Return the type of a tensor that was stored as float8, in a file of --fp8-as-q8."""
+    if len(x.shape) <= 1 or name.endswith("_norm.weight"):
+        return TYPE_F32
+    return TYPE_Q8_0 if x.shape[-1] % TYPE_Q8_0.block == 0 else TYPE_F16
 
 
-def type_of(
-    name: str,
-    x: Expression,
-    layer: int | None,
-    names: TensorNames,
-    wanted: TensorType,
-    forced: TensorType | None = None,
-) -> TensorType:
+def type_of(name: str, x: Expression, layer: int | None, names: TensorNames, wanted: TensorType) -> TensorType:
     """Return the type of a tensor in a file of type ``wanted``.
 
     Args:
@@ -70,14 +65,11 @@ def type_of(
         layer: the layer of the tensor it was made of.
         names: of the architecture.
         wanted: the type of the file.
-        forced: the type of this tensor unless it is a vector or of a norm: --fp8-as-q8.
     """
     if x.type.block > 1:
         return x.type
     if len(x.shape) <= 1 or name.endswith("_norm.weight"):
         return TYPE_F32
-    if forced is not None:
-        return forced if x.shape[-1] % forced.block == 0 else TYPE_F16
     if name[-7:] not in (".weight", ".lora_a", ".lora_b"):
         return TYPE_F32
     if any(names.is_kind(name, kind, layer) for kind in _F32_KINDS):

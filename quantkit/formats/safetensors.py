@@ -155,7 +155,7 @@ def read_checkpoint(folder: Path, prefix: str = "model") -> list[dict[str, Store
     if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError(f"{index}: it has no weight_map")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\0" in file:
+        if not isinstance(file, str) or not _is_name(file):
             raise FormatError(f"{index}: tensor {short(name)} is in {short(file)}, which is no file beside the index")
     names = sorted(set(weight_map.values()))
     missing = [name for name in names if not (folder / name).is_file()]
@@ -177,6 +177,14 @@ def read_checkpoint(folder: Path, prefix: str = "model") -> list[dict[str, Store
         if name not in weight_map:
             raise FormatError(f"{folder / file}: tensor {short(name)} is not in {index.name}")
     return files
+
+
+def _is_name(file: str) -> bool:
+    """Tell whether a text may be the name of a file in a directory."""
+    try:
+        return 0 < len(os.fsencode(file)) < 256 and file not in (".", "..") and not {"/", "\0"} & set(file)
+    except UnicodeEncodeError:
+        return False
 
 
 def _files(folder: Path, prefix: str) -> list[Path]:

@@ -106,6 +106,8 @@ def _full_head(config: Config) -> int:
     width = _of_full_layer(config, "global_head_dim", "head_dim")
     if not isinstance(width, int) or isinstance(width, bool) or not 0 < width < 1 << 20:
         raise FormatError(f"{config.path}: it does not say how wide the heads of full attention are (global_head_dim)")
+    if width > 1 << 16:
+        raise FormatError(f"{config.path}: heads of {width} values")
     return width
 
 

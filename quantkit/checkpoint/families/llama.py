@@ -13,6 +13,7 @@ from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.row import Copied, SetKeys
 from quantkit.checkpoint.tensors import Changed, Experts, Tensor, key_heads, query_heads
 from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
 
 ROPE_PERMUTED = (
     Changed(r"q_proj\.(weight|bias)$", query_heads),
@@ -40,20 +41,20 @@ def rope_factors(config: Config, factor: float = 8.0) -> Iterable[Tensor]:
     if str(rope.get("rope_type", "")).lower() != "llama3":
         return
     try:
-        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            values = _llama3_factors(config, rope, factor)
-    except (TypeError, ValueError, ZeroDivisionError, OverflowError) as e:
-        raise FormatError(f"{config.path}: rope of Llama 3 with values that are none: {e}") from None
-    yield Tensor("rope_freqs.weight", Constant(values), None, "rope_freqs.weight")
+        with np.errstate(divide="raise", over="raise", invalid="raise"):
+            values = _rope_factors(rope, config.head_dim, factor)
+    except (TypeError, ValueError, ArithmeticError) as e:
+        raise FormatError(f"{config.path}: rope of Llama 3 with values that are none: {short(str(e))}") from None
+    yield Tensor("rope_freqs.weight", Constant(tuple(values)), None, "rope_freqs.weight")
 
 
-def _llama3_factors(config: Config, rope: Json, factor: float) -> tuple[float, ...]:
+def _rope_factors(rope: Json, width: int, factor: float) -> list[float]:
     f32 = np.float32
-    base, factor = float(rope.get("rope_theta", 10000.0)), float(rope.get("factor", factor))
+    base = float(rope.get("rope_theta", 10000.0))
+    factor = rope.get("factor", factor)
     low, high = rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)
     length = rope.get("original_max_position_embeddings", 8192)
     long_wave, short_wave = length / low, length / high
-    width = config.head_dim
     exponents = np.arange(0, width, 2, dtype=f32) / f32(width)
     frequencies = f32(1) / np.power(base, exponents.astype(np.float64)).astype(f32)
     values = []
@@ -62,12 +63,12 @@ def _llama3_factors(config: Config, rope: Json, factor: float) -> tuple[float, .
         if wave < short_wave:
             values.append(1.0)
         elif wave > long_wave:
-            values.append(factor)
+            values.append(float(factor))
         else:
             smooth = (f32(1) / wave * f32(length) - f32(low)) / f32(high - low)
             inverse = (f32(1) - smooth) / f32(factor) + smooth
             values.append(float(f32(1) / inverse))
-    return tuple(values)
+    return values
 
 
 LLAMA_KEYS: tuple[SetKeys, ...] = (Copied(".vocab_size", "vocab_size", needed=True), set_rope_width)

@@ -1,6 +1,6 @@
 """OLMo, EXAONE, StarCoder, StableLM: models of which a rule or a few keys are their own.
 
-Facts of llama.cpp b11434, conversion/olmo.py, exaone.py, conversion/starcoder.py, stablelm.py.
+Facts of llama.cpp b11434, conversion/olmo.py, exaone.py, starcoder.py, stablelm.py.
 """
 
 from __future__ import annotations

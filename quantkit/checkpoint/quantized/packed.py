@@ -66,7 +66,8 @@ def _groups(found: Found) -> list[Arguments]:
     groups = found.given.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise FormatError(f"{where}: config_groups is {short(groups)}, so nothing is known about the weights")
-    if found.given.get("sparsity_config", {}).get("format", "dense") != "dense":
+    sparsity = found.given.get("sparsity_config") or {"format": "dense"}
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
         raise FormatError(f"{where}: weights are stored sparse, which is not read")
     weights = []
     for name, group in groups.items():

@@ -15,6 +15,7 @@ from quantkit.checkpoint.vocab.special import special_tokens
 from quantkit.checkpoint.vocab.tokenizer import (
     BYTE,
     CONTROL,
+    MAX_PADDING,
     MAX_TOKENS,
     NORMAL,
     UNKNOWN,
@@ -118,7 +119,7 @@ def _padded(v: Vocabulary, *size_keys: str) -> list[Piece]:
     """Return the pieces, as many as the vocabulary has, and those of added_tokens.json in their places."""
     pieces = read_pieces(v.folder / "tokenizer.model")
     size = v.config.find(*size_keys) or len(pieces)
-    if not isinstance(size, int) or not 0 < size <= MAX_TOKENS:
+    if not isinstance(size, int) or not 0 < size <= min(MAX_TOKENS, len(pieces) + MAX_PADDING):
         raise FormatError(f"{v.config.path}: vocab_size is {short(size)}")
     tokens = pieces[:size] + [Piece(f"[PAD{i}]", -10000.0, UNUSED) for i in range(len(pieces), size)]
     where = v.folder / "added_tokens.json"

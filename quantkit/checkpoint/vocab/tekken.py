@@ -13,7 +13,7 @@ from typing import Any
 from quantkit.checkpoint.config import Json, read_json
 from quantkit.checkpoint.vocab.special import SpecialTokens, special_tokens, write_template
 from quantkit.checkpoint.vocab.spelling import spelled
-from quantkit.checkpoint.vocab.tokenizer import CONTROL, MAX_TOKENS, NORMAL, Vocabulary
+from quantkit.checkpoint.vocab.tokenizer import CONTROL, MAX_PADDING, MAX_TOKENS, NORMAL, Vocabulary
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 
@@ -42,6 +42,8 @@ def write_tekken(v: Vocabulary) -> None:
     if not isinstance(config, dict):
         raise FormatError(f"{path}: it has no config")
     size, n = (_count(v, config, key) for key in ("default_vocab_size", "default_num_special_tokens"))
+    if n > MAX_PADDING:
+        raise FormatError(f"{path}: it has {n} special tokens")
     special = _special(v, data, n)
     ranks = _ranks(v, data, size - n)
     keys = v.keys

@@ -17,7 +17,7 @@ from pathlib import Path
 from quantkit.checkpoint.config import MAX_JSON
 from quantkit.checkpoint.vocab.special import special_tokens
 from quantkit.checkpoint.vocab.spelling import spelled
-from quantkit.checkpoint.vocab.tokenizer import CONTROL, MAX_TOKENS, NORMAL, UNUSED, Vocabulary
+from quantkit.checkpoint.vocab.tokenizer import CONTROL, MAX_PADDING, MAX_TOKENS, NORMAL, UNUSED, Vocabulary
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.outputs import read_whole
@@ -106,7 +106,7 @@ def write_ranks(v: Vocabulary, kind: RankFile) -> None:
         raise FormatError(f"{v.folder}: it has neither tokenizer.json nor {kind.file}, so there is no vocabulary")
     ranks = read_ranks(path)
     size = v.config.number("vocab_size")
-    if not max(ranks.values(), default=0) < size <= MAX_TOKENS:
+    if not max(ranks.values(), default=0) < size <= min(MAX_TOKENS, len(ranks) + MAX_PADDING):
         raise FormatError(f"{path}: it has {len(ranks)} tokens, and vocab_size of config.json is {size}")
     first = len(ranks)
     last = min(size, first + kind.most)

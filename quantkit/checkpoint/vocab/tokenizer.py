@@ -21,6 +21,8 @@ from quantkit.formats.gguf.rules import short
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 #: More tokens than any vocabulary has.
 MAX_TOKENS = 1 << 24
+#: More unused tokens behind the others than any vocabulary has.
+MAX_PADDING = 1 << 16
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 #: Classes that replace what tokenizer.json does after encoding: BOS, and perhaps EOS, around the text.
 _OWN_TEMPLATE = ("Llama", "CodeLlama", "Gemma", "Cohere")
@@ -103,7 +105,8 @@ class Vocabulary:
         """The tokens of the model, without added ones."""
         vocab = self.model.get("vocab")
         if isinstance(vocab, list):  # Unigram
-            vocab = {piece[0]: i for i, piece in enumerate(vocab) if isinstance(piece, list) and piece}
+            pieces = (piece[0] if isinstance(piece, list) and piece else None for piece in vocab)
+            vocab = {text: i for i, text in enumerate(pieces) if isinstance(text, str)}
         if not isinstance(vocab, dict) or not all(
             isinstance(i, int) and not isinstance(i, bool) and 0 <= i < MAX_TOKENS for i in vocab.values()
         ):
@@ -209,12 +212,16 @@ class Vocabulary:
                 f"{self.where}: to tell its pre-tokenizer the package tokenizers is needed: "
                 "pip install 'gguf-quantkit[convert]', or name it with --pre"
             ) from None
+        if self.model.get("continuing_subword_prefix"):  # the package panics where a merge lacks it
+            raise FormatError(f"{self.where}: model.continuing_subword_prefix is not empty: no byte-level BPE")
         try:
             if self.has("tokenizer.json"):
                 made = tokenizers.Tokenizer.from_file(str(self.where))
             else:
                 made = tokenizers.Tokenizer.from_str(json.dumps(self.json))
-        except Exception as e:  # the package raises nothing narrower
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as e:  # the package raises nothing narrower, and its panics are no Exceptions
             raise FormatError(f"{self.where}: {short(str(e))}") from None
         for token in self.added.values():
             made.add_tokens([tokenizers.AddedToken(token.text, special=token.special, normalized=token.normalized)])
@@ -297,6 +304,8 @@ def checked_size(v: Vocabulary, size: Any, highest: int) -> int:
     """Return the size of a vocabulary; FormatError if it does not hold its tokens."""
     if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= MAX_TOKENS:
         raise FormatError(f"{v.config.path}: vocab_size is {short(size)}")
+    if size - len(v.by_id) > MAX_PADDING:
+        raise FormatError(f"{v.config.path}: vocab_size is {size}, but {v.where.name} has {len(v.by_id)} tokens")
     if highest >= size:
         raise FormatError(
             f"{v.where}: it has a token {highest}, but vocab_size of config.json is {size}: one of them is of "
