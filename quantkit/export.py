@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Unpack
 
 from quantkit.checkpoint.back import Exported, open_export
-from quantkit.errors import ResourceError
+from quantkit.errors import RecipeError, ResourceError
 from quantkit.formats.gguf import Layout, TensorInfo, open_model
 from quantkit.formats.outputs import Output, check_apart, check_free, written
 from quantkit.formats.safetensors import layout_safetensors
-from quantkit.helpers import available_cpus
 from quantkit.pipeline.plan import Plan, PlannedShard
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, journal_path, run_plan
 from quantkit.pipeline.run import refusal as plan_refusal
@@ -88,12 +87,15 @@ def export(
 def plan_export(source: str | Path, folder: str | Path, options: ExportOptions | None = None) -> ExportPlan:
     """Decide everything about an export and write nothing; arguments and errors as for ``export``."""
     options = options or ExportOptions()
+    most = size_of(options.max_shard_size)
+    if most < 1:
+        raise RecipeError("--max-shard-size 0: a file holds at least one tensor; leave it away for 5GB")
     path = Path(folder)
     with open_model(source) as model:
         opened = open_export(
             model, outtype=options.outtype, architecture=options.architecture, tokenizer=options.tokenizer
         )
-        groups = _shards(opened, size_of(options.max_shard_size))
+        groups = _shards(opened, most)
         names = [_shard_name(no, len(groups)) for no in range(len(groups))]
         shards, tensors = [], []
         digest = hashlib.sha256(f"{__version__} export {opened.fingerprint()}".encode())
@@ -127,7 +129,7 @@ def _shard_name(no: int, count: int) -> str:
 
 
 def _planned(opened: Exported, t: TensorInfo, shard: int, offset: int) -> PlannedTensor:
-    reason = opened.origins[t.name]
+    reason = f"from {opened.origins[t.name]}"
     return PlannedTensor(t.name, t.shape, t.type, reason, None, (whole(t),), shard, offset, t.nbytes)
 
 
@@ -138,15 +140,11 @@ def _index(groups: Sequence[Sequence[TensorInfo]], names: Sequence[str]) -> byte
     return (json.dumps(index, indent=2) + "\n").encode()
 
 
-def run_export(
-    planned: ExportPlan, *, max_ram: int | str = DEFAULT_MAX_RAM, **run: Unpack[RunOptions]
-) -> RunResult:
+def run_export(planned: ExportPlan, *, max_ram: int | str = DEFAULT_MAX_RAM, **run: Unpack[RunOptions]) -> RunResult:
     """Carry out a plan of ``plan_export``; arguments and errors as for ``export``.
 
     The weights appear under their names when all of them are on the disk, the other files after them.
     """
-    given = run.get("threads") or 0
-    run["threads"] = given if given > 0 else available_cpus()
     made = _make_folder(planned.folder)
     try:
         check_free_folder(planned, resume=run.get("resume", False), overwrite=run.get("overwrite", False))
@@ -190,8 +188,8 @@ def check_free_folder(planned: ExportPlan, *, resume: bool, overwrite: bool) -> 
     other = sorted(n for n in names if n.startswith("model") and n.endswith(".safetensors") and n not in known)
     if other:
         raise ResourceError(
-            f"{planned.folder}: {other[0]} is not part of this checkpoint, and would be taken for it; remove it, or name "
-            "another directory"
+            f"{planned.folder}: {other[0]} is not part of this checkpoint, and would be taken for it; remove it, or "
+            "name another directory"
         )
     if INDEX in names and INDEX not in known and not overwrite:
         raise ResourceError(f"{planned.folder / INDEX} exists; give another directory, or --overwrite to replace it")

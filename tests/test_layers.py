@@ -42,6 +42,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "imatrix": {"calibration", "evaluate"},
         "merge": {"imatrix"},
         "convert": {"quantize"},
+        "export": {"quantize"},
     },
     "quantkit.model": {
         **dict.fromkeys(("ops", "batch", "arch", "hparams", "interleaved", "merged"), set()),

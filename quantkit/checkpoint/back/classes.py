@@ -33,6 +33,8 @@ class Spelling:
     names: str = ""
     #: Values of config.json that no file has: what runtimes compute anyway.
     always: Json = field(default_factory=dict)
+    #: Flags of config.json that say whether there are biases.
+    biases: tuple[str, ...] = ()
     #: Experts, or projections, are one tensor where others have several.
     fused: bool = False
     #: Changes to names at the very end: regular expression, replacement.
@@ -42,11 +44,10 @@ class Spelling:
 
 
 #: Names that most classes use, where there are several.
-_USUAL = frozenset(
-    "lm_head model.layers.*.self_attn.q_norm model.layers.*.self_attn.k_norm "
-    "model.layers.*.mlp.shared_experts.gate_proj model.layers.*.mlp.shared_experts.up_proj "
-    "model.layers.*.mlp.shared_experts.down_proj".split()
-)
+_USUAL = {
+    *("lm_head", "model.layers.*.self_attn.q_norm", "model.layers.*.self_attn.k_norm"),
+    *(f"model.layers.*.mlp.shared_experts.{w}_proj" for w in ("gate", "up", "down")),
+}
 _ORDER = ("model.layers.*.self_attn.", "model.layers.*.mlp.", "model.layers.*.", "model.", "lm_head")
 _QWEN2_SHARED = " ".join(f"model.layers.*.mlp.shared_expert.{w}_proj" for w in ("gate", "up", "down"))
 
@@ -70,11 +71,11 @@ SPELLINGS: dict[str, Spelling] = {
         when=_has("expert_count"),
     ),
     "MistralForCausalLM": Spelling("mistral", always={"sliding_window": None}, when=_no_key_length),
-    "LlamaForCausalLM": Spelling("llama"),
+    "LlamaForCausalLM": Spelling("llama", biases=("attention_bias", "mlp_bias")),
     "Qwen2ForCausalLM": Spelling("qwen2"),
-    "Qwen3ForCausalLM": Spelling("qwen3"),
+    "Qwen3ForCausalLM": Spelling("qwen3", biases=("attention_bias",)),
     "Qwen2MoeForCausalLM": Spelling("qwen2_moe", _QWEN2_SHARED, always={"norm_topk_prob": False}),
-    "Qwen3MoeForCausalLM": Spelling("qwen3_moe", always={"norm_topk_prob": True}),
+    "Qwen3MoeForCausalLM": Spelling("qwen3_moe", always={"norm_topk_prob": True}, biases=("attention_bias",)),
 }
 
 

@@ -80,9 +80,9 @@ def make_config(model: GGUFFile, name: str, row: Architecture, spelling: Spellin
         config["rope_scaling"] = scaling
     config["vocab_size"] = _vocab_size(model)
     config["tie_word_embeddings"] = "output.weight" not in model.tensors
-    config["attention_bias"] = any(each in model.tensors for each in ("blk.0.attn_q.bias", "blk.0.attn_output.bias"))
-    if "mlp_bias" in known or spelling.model_type == "llama":
-        config["mlp_bias"] = "blk.0.ffn_up.bias" in model.tensors
+    for flag in spelling.biases:
+        parts = ("attn_q", "attn_output") if flag == "attention_bias" else ("ffn_up",)
+        config[flag] = any(f"blk.0.{part}.bias" in model.tensors for part in parts)
     _set_dense_layers(config, model, get, known)
     config |= spelling.always
     for kind, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
@@ -193,7 +193,7 @@ def _is_said(key: str, field: Field, said: Mapping[str, Field], arch: str) -> bo
     found = said.get(key)
     if found is None:
         return False
-    return _flat(plain(found.value)) == _flat(plain(field.value))
+    return bool(_flat(plain(found.value)) == _flat(plain(field.value)))
 
 
 def _flat(value: Any) -> Any:

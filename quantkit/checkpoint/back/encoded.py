@@ -83,4 +83,3 @@ class Encoded:
     def parts(self) -> Iterator[StoredTensor]:
         t = self.info
         yield StoredTensor(t.name, t.type.name, self.shape, self.path, t.offset, t.nbytes)
-

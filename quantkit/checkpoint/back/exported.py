@@ -251,5 +251,3 @@ def _generation(model: GGUFFile, config: Json) -> Json:
 
 def _json(value: Json) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
-
-

@@ -165,12 +165,14 @@ def _template(tokens: _Tokens, defaults: tuple[bool, bool]) -> Json | None:
     named = {
         text: {"id": text, "ids": [tokens.texts.index(text)], "tokens": [text]} for text in around if text is not None
     }
-    both = one("A", 0) + one("B", 1)
+    # A file says whether a separator is added only if something lies between the two texts of a pair.
+    between = tokens.flag("add_sep_token") is not None
+    both = one("A", 0) + (one("B", 1) if between else [{"Sequence": {"id": "B", "type_id": 1}}])
     return {"type": "TemplateProcessing", "single": one("A", 0), "pair": both, "special_tokens": named}
 
 
 def _tokenizer(tokens: _Tokens, **parts: Any) -> Json:
-    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
+    model: Json = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
     model |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
     made = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": tokens.added()}
     return made | parts | {"model": model | parts["model"]}
