@@ -6,8 +6,9 @@ convert(...)       ->  QuantizeResult    the plan carried out
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
@@ -20,6 +21,7 @@ from quantkit.formats.outputs import end_of_links
 from quantkit.kernels.formats import encoder_for
 from quantkit.pipeline.plan import Chosen, Plan, plan_output
 from quantkit.pipeline.presets import preset_by_name
+from quantkit.pipeline.recipe import Rule
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions
 from quantkit.pipeline.work import whole
 from quantkit.quantize import QuantizeOptions, QuantizeResult, check_options, plan_from, run_quantize, size_of
@@ -33,8 +35,8 @@ INTERMEDIATES = ("auto", "bf16", "f16", "f32", "none")
 class ConvertOptions:
     """Everything about a conversion but directory, output and type; names as on the command line.
 
-    ``outtype`` is for a conversion without a type, ``intermediate`` for one that also quantizes. Splits are those of
-    convert_hf_to_gguf.py.
+    ``outtype`` is for a conversion without a type, ``intermediate`` for one that also quantizes. ``lossless`` keeps
+    quantized weights as blocks wherever that changes no value. Splits are those of convert_hf_to_gguf.py.
     """
 
     outtype: str = "auto"
@@ -42,6 +44,7 @@ class ConvertOptions:
     pre: str | None = None
     model_name: str | None = None
     metadata: Path | None = None
+    lossless: bool = False
     split_max_tensors: int = 0
     split_max_size: str | int | None = None
     no_tensor_first_split: bool = False
@@ -91,7 +94,10 @@ def plan_convert(
         opened = _open(folder, options, options.intermediate)
         path = _output_path(opened, output, preset_by_name(type, given.rules).name)
         identity = f" intermediate {options.intermediate}"
-        return plan_from(opened, path, type, given, reads=opened.files, identity=identity)
+        if options.lossless:
+            given = replace(given, ready_rules=(*given.ready_rules, *_kept(opened)))
+        plan = plan_from(opened, path, type, given, reads=opened.files, identity=identity)
+        return replace(plan, notes=(*opened.notes, *plan.notes))
     opened = _open(folder, options, options.outtype)
     chosen = [_chosen(opened, name) for name in opened.tensors]
     return plan_output(
@@ -100,7 +106,7 @@ def plan_convert(
         list(opened.fields.values()),
         chosen,
         title=opened.outtype.name,
-        notes=_notes(opened, chosen),
+        notes=[*opened.notes, *_notes(opened, chosen)],
         shard_of=_shards(chosen, options),
         identity=f"{__version__} convert {opened.fingerprint()}",
         reads=opened.files,
@@ -143,12 +149,21 @@ def _open(folder: str | Path, options: ConvertOptions, outtype: str) -> Checkpoi
         pre=options.pre,
         model_name=options.model_name,
         metadata=options.metadata,
+        lossless=options.lossless,
     )
+
+
+def _kept(opened: Checkpoint) -> list[Rule]:
+    """Return rules for tensors that are blocks already: they stay so."""
+    blocks = [t for t in opened.tensors.values() if t.type.block > 1]
+    return [Rule(f"^{re.escape(t.name)}$", t.type, "--lossless") for t in blocks]
 
 
 def _chosen(opened: Checkpoint, name: str) -> Chosen:
     made = opened.made[name]
     t, wanted = made.info, made.wanted
+    if t.type.block > 1:
+        return Chosen(name, t.shape, wanted, "kept as it is stored", (whole(t),))
     reason = f"--outtype {opened.outtype.name.lower()}" if wanted is opened.outtype.type else "not of the file's type"
     encoder = "" if t.type is wanted else encoder_for(wanted)
     return Chosen(name, t.shape, wanted, reason, (whole(t),), encoder=encoder)

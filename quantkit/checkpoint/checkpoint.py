@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.architectures import find_architecture
-from quantkit.checkpoint.config import read_config
+from quantkit.checkpoint.config import Config, read_config
 from quantkit.checkpoint.expressions import (
     TYPE_BF16,
     TYPE_F16,
     TYPE_F32,
+    Constant,
     Expression,
     Shaped,
     Stored,
     cast,
+    floats,
     size_of,
     value_bytes,
     values_in,
@@ -25,7 +28,7 @@ from quantkit.checkpoint.expressions import (
 from quantkit.checkpoint.general import General, ParameterCount, read_general
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.policy import OutType, find_outtype, type_of
-from quantkit.checkpoint.quantized import decoded
+from quantkit.checkpoint.quantized import decoded, outer_scales, weights_only
 from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.tensor_names import TensorNames
 from quantkit.checkpoint.tensors import Context, Tensor, applied, named_tensors, text_name
@@ -79,6 +82,8 @@ class Checkpoint:
         self.tensors: dict[str, TensorInfo] = {each.info.name: each.info for each in made}
         self.outtype = outtype
         self.general = General({}, {})
+        #: What is worth saying about it.
+        self.notes: tuple[str, ...] = ()
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a metadata key, or ``default`` if there is none."""
@@ -131,6 +136,7 @@ def open_checkpoint(
     pre: str | None = None,
     model_name: str | None = None,
     metadata: Path | None = None,
+    lossless: bool = False,
 ) -> Checkpoint:
     """Open the checkpoint in a directory.
 
@@ -141,6 +147,7 @@ def open_checkpoint(
         pre: the name of the pre-tokenizer, where its hash is not known.
         model_name: general.name.
         metadata: a JSON file of keys that override what is found.
+        lossless: keep quantized weights as blocks wherever that changes no value.
 
     Raises:
         FormatError: a file is broken, missing or of another model; the message names file and tensor.
@@ -155,12 +162,14 @@ def open_checkpoint(
     indexed = read_checkpoint(path)
     stored = _stored(indexed, row, context)
     chosen = find_outtype(outtype, stored.values())
-    values = decoded(stored, config)
+    meant = decoded(stored, config, lossless=lossless)
     made: list[Made] = []
     at = 0  # where it would lie in a file of its own: offsets only give the order
-    for name, tensor in named_tensors(values, row.rules, context, row.extra(config)):
+    given = named_tensors(meant.tensors, row.rules, context, row.extra(config), meant.first)
+    for name, tensor in _with_scales(given):
         made.append(_made(name, tensor, names, chosen, exact, at))
         at += round_up(made[-1].info.nbytes, 32)
+    chosen = _as_stored(chosen, made)
     keys = Keys(row.arch, config.path)
     for write in row.early:
         write(keys, config)
@@ -172,12 +181,54 @@ def open_checkpoint(
     for write in row.keys:
         write(keys, config)
     keys.u32("general.quantization_version", 2)
+    _set_precision(keys, config, made)
     WRITERS[row.vocab](Vocabulary(path, config, keys, pre))
     files = [each for tensors in indexed for each in {t.path for t in tensors.values()}]
     files += [path / name for name in _OTHER_FILES if (path / name).is_file()] + ([metadata] if metadata else [])
     opened = Checkpoint(path, tuple(files), keys.fields, made, chosen)
     opened.general = general
+    if meant.could and not lossless:
+        opened.notes = (
+            f"{meant.could} weights are symmetric integers with scales of groups: --lossless keeps them as Q4_0 or "
+            "Q8_0, with every value as it is",
+        )
     return opened
+
+
+def _with_scales(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors, and behind each the scales that belong beside it in a file."""
+    for name, tensor in tensors:
+        yield name, tensor
+        for end, values in outer_scales(tensor.x).items():
+            beside = name.removesuffix("weight") + end
+            yield beside, replace(tensor, name=beside, x=Constant(tuple(values)))
+
+
+#: Types of blocks in which tensors are kept -> llama.cpp's number of such files, their name.
+_KEPT = {"NVFP4": (39, "NVFP4"), "MXFP4": (38, "MXFP4_MOE"), "Q4_0": (2, "Q4_0"), "Q8_0": (7, "Q8_0")}
+
+
+def _as_stored(outtype: OutType, made: list[Made]) -> OutType:
+    """Return what a file is called in which some tensors are kept as the blocks they are."""
+    types = {each.info.type.name for each in made}
+    kept = next((what for name, what in _KEPT.items() if name in types), None)
+    return outtype if kept is None or outtype.type not in _FLOATS else replace(outtype, file_type=kept[0], name=kept[1])
+
+
+def _set_precision(keys: Keys, config: Config, made: list[Made]) -> None:
+    """Say of which tensors inputs are not to be rounded to 4 bits, too."""
+    modules = weights_only(config)
+    if not any(modules.values()):
+        return
+    names = []
+    for each in (each for each in made if each.info.type.name == "NVFP4"):
+        module = each.origin.removesuffix(".weight")
+        while module and module not in modules:
+            module = module.rpartition(".")[0]
+        if modules[module]:
+            names.append(each.info.name)
+    keys.array("general.tensor_extra.name", sorted(names))
+    keys.array("general.tensor_extra.prec_a4", [False] * len(names))
 
 
 def _stored(indexed: list[dict[str, StoredTensor]], row: Architecture, context: Context) -> dict[str, Expression]:
@@ -200,6 +251,8 @@ def _made(name: str, tensor: Tensor, names: TensorNames, outtype: OutType, exact
     if not x.shape:
         x = Shaped(x, (1,))
     wanted = type_of(name, x, tensor.layer, names, outtype.type)
+    if x.type.name in ("Q4_0", "Q8_0") and type_of(name, floats(x), tensor.layer, names, TYPE_F16) is TYPE_F32:
+        x, wanted = floats(x), TYPE_F32  # a router, say
     given = x.type
     if given.block == 1:
         given = wanted if (not exact and wanted in _FLOATS) or wanted is TYPE_F32 else x.type

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -85,6 +85,7 @@ def read_values(x: Expression, start: int, n: int) -> U8:
 
 def read_f32(x: Expression, start: int, n: int) -> F32:
     """Return ``n`` values from ``start`` on as float32."""
+    x = floats(x)
     return as_f32(x.type, read_values(x, start, n))
 
 
@@ -256,12 +257,36 @@ class Joined:
 
 def stacked(xs: Sequence[Expression]) -> Joined:
     """Return tensors of one shape as one with a new outermost dimension."""
-    return Joined(tuple(xs), (len(xs), *xs[0].shape))
+    return Joined(_alike(xs), (len(xs), *xs[0].shape))
 
 
 def joined(xs: Sequence[Expression]) -> Joined:
     """Return tensors one behind the other along their outermost dimension."""
-    return Joined(tuple(xs), (sum(x.shape[0] for x in xs), *xs[0].shape[1:]))
+    same = len({getattr(x, "scale", None) for x in xs}) == 1  # NVFP4 has one for a whole tensor
+    return Joined(_alike(xs) if same else tuple(map(floats, xs)), (sum(x.shape[0] for x in xs), *xs[0].shape[1:]))
+
+
+def _alike(xs: Sequence[Expression]) -> tuple[Expression, ...]:
+    """Return blocks as floats, unless all have the same."""
+    return tuple(xs) if len({x.type for x in xs}) == 1 else tuple(map(floats, xs))
+
+
+def floats(x: Expression) -> Expression:
+    """Return ``x`` with blocks (``quantized.blocks``) replaced by the floats that they stand for."""
+    if x.type.block == 1 or not is_dataclass(x):
+        return x
+    own = getattr(x, "floats", None)
+    if own is not None:
+        found: Expression = own
+        return found
+    inner: dict[str, Any] = {}
+    for each in fields(x):
+        value = getattr(x, each.name)
+        if hasattr(value, "parts"):
+            inner[each.name] = floats(value)
+        elif each.name == "xs":
+            inner[each.name] = tuple(map(floats, value))
+    return replace(x, **inner)
 
 
 @dataclass(frozen=True)
@@ -331,7 +356,19 @@ class Gathered:
 def taken(x: Expression, axis: int, *index: range) -> Expression:
     """Return slices of ``x`` along ``axis`` (negative from the innermost)."""
     axis %= len(x.shape)
+    if x.type.block > 1 and axis == len(x.shape) - 1:
+        return _taken_blocks(x, index)
     return Gathered(x, axis, index)
+
+
+def _taken_blocks(x: Expression, index: tuple[range, ...]) -> Expression:
+    """Return columns of a tensor of blocks: runs of whole blocks as such, others as floats."""
+    axis, unit = len(x.shape) - 1, math.gcd(x.shape[-1], *(end for r in index for end in (r.start, r.stop)))
+    if unit % x.type.block or any(r.step != 1 for r in index):
+        return Gathered(floats(x), axis, index)
+    runs = Shaped(x, (*x.shape[:-1], x.shape[-1] // unit, unit))
+    found = Gathered(runs, axis, tuple(range(r.start // unit, r.stop // unit) for r in index))
+    return Shaped(found, (*found.shape[:-2], found.shape[-2] * unit))
 
 
 def chunk(x: Expression, axis: int, number: int, of: int) -> Expression:
@@ -367,7 +404,7 @@ def joined_along(xs: Sequence[Expression], axis: int) -> Expression:
 
 @dataclass(frozen=True)
 class Transposed:
-    """The last two dimensions exchanged."""
+    """The last two dimensions exchanged; of blocks, the floats that they stand for."""
 
     x: Expression
 
@@ -377,7 +414,11 @@ class Transposed:
 
     @property
     def type(self) -> TensorType:
-        return self.x.type
+        return self._plain.type
+
+    @cached_property
+    def _plain(self) -> Expression:
+        return floats(self.x)
 
     def read(self, start: int, into: U8, ahead: int = 0) -> None:
         item = self.type.block_bytes
@@ -393,7 +434,7 @@ class Transposed:
             step = max(1, PIECE // columns)
             for row in range(0, rows, step):
                 n = min(step, rows - row)
-                piece = read_values(self.x, (matrix * rows + row) * columns, n * columns).view(values.dtype)
+                piece = read_values(self._plain, (matrix * rows + row) * columns, n * columns).view(values.dtype)
                 block[:, row : row + n] = piece.reshape(n, columns)[:, first:last].T
             values[at : at + here] = block.reshape(-1)[skip : skip + here]
             start, at = start + here, at + here

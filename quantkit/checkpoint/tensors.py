@@ -112,8 +112,8 @@ def negative_exp(tensor: Tensor, context: Context) -> Expression:
 
 
 def transposed(tensor: Tensor, context: Context) -> Expression:
-    """Exchange the last two dimensions."""
-    return Transposed(tensor.x)
+    """Exchange the last two dimensions; of what was stored the other way round already, take that."""
+    return tensor.x.x if isinstance(tensor.x, Transposed) else Transposed(tensor.x)
 
 
 def squeezed(tensor: Tensor, context: Context) -> Expression:
@@ -238,7 +238,11 @@ def layer_of(name: str) -> int | None:
 
 
 def named_tensors(
-    stored: Mapping[str, Expression], rules: Sequence[Rule], context: Context, extra: Iterable[Tensor] = ()
+    stored: Mapping[str, Expression],
+    rules: Sequence[Rule],
+    context: Context,
+    extra: Iterable[Tensor] = (),
+    first: Mapping[str, Expression] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the output, in order, with its name there.
 
@@ -246,14 +250,15 @@ def named_tensors(
         stored: the tensors of the checkpoint, under the names of its text model.
         rules: of the architecture.
         context: what the rules know.
-        extra: tensors that are not stored, which come first.
+        extra: tensors that are not stored, which come before.
+        first: tensors that come before all others.
 
     Raises:
         FormatError: a tensor has no name in a file, or was held back and never came out.
     """
     seen: set[str] = set()
-    given = (Tensor(name, x, layer_of(name)) for name, x in stored.items())
-    for original in (*extra, *given):
+    early, given = ([Tensor(name, x, layer_of(name)) for name, x in of.items()] for of in (first or {}, stored))
+    for original in (*early, *extra, *given):
         if original.name.endswith(_BUFFERS):
             continue
         for tensor in applied(rules, original, context):

@@ -45,6 +45,12 @@ _convert_options = options(
         default="auto",
         help="With TYPE: what values are rounded to before, as between the two programs; none: not at all.",
     ),
+    option(
+        "--lossless",
+        group=_SOURCE,
+        is_flag=True,
+        help="Keep weights that are quantized already as they are: int4 as Q4_0, int8 as Q8_0, where no value changes.",
+    ),
     option("--pre", group=_SOURCE, metavar="NAME", help="Name of the pre-tokenizer, where it is not recognized."),
     option("--model-name", group=_SOURCE, metavar="NAME", help="Name of the model (general.name)."),
     option("--metadata", group=_SOURCE, type=_FILE, help="JSON file of keys that override what is found."),
