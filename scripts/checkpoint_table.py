@@ -39,6 +39,7 @@ class Row:
     shards: int = 1
     files: Json = field(default_factory=dict)
     options: tuple[str, ...] = ()
+    outtypes: tuple[str, ...] = ("f32", "f16", "bf16", "q8_0", "auto")
 
 
 # --- vocabularies ----------------------------------------------------------------------------------------------------
@@ -170,6 +171,26 @@ _BAILING: dict[str, list[int]] = {
     "model.layers.{1-3}.mlp.shared_experts.down_proj.weight": [256, 256],
     "model.layers.3.eh_proj.weight": [256, 512], "model.layers.3.enorm.weight": [256],
     "model.layers.3.hnorm.weight": [256], "model.layers.3.final_layernorm.weight": [256],
+}  # fmt: skip
+
+_EXAONE: dict[str, list[int]] = {
+    "transformer.wte.weight": [640, 256], "transformer.ln_f.weight": [256],
+    "transformer.h.{0-2}.ln_1.weight": [256], "transformer.h.{0-2}.ln_2.weight": [256],
+    "transformer.h.{0-2}.attn.attention.q_proj.weight": [256, 256],
+    "transformer.h.{0-2}.attn.attention.k_proj.weight": [128, 256],
+    "transformer.h.{0-2}.attn.attention.v_proj.weight": [128, 256],
+    "transformer.h.{0-2}.attn.attention.out_proj.weight": [256, 256],
+    "transformer.h.{0-2}.mlp.c_fc_0.weight": [512, 256], "transformer.h.{0-2}.mlp.c_fc_1.weight": [512, 256],
+    "transformer.h.{0-2}.mlp.c_proj.weight": [256, 512],
+}  # fmt: skip
+_BITNET: dict[str, list[int]] = {
+    "model.embed_tokens.weight": [640, 256], "model.norm.weight": [256],
+    "model.layers.{0-2}.input_layernorm.weight": [256], "model.layers.{0-2}.post_attention_layernorm.weight": [256],
+    "model.layers.{0-2}.self_attn.q_proj.weight": [256, 256], "model.layers.{0-2}.self_attn.k_proj.weight": [256, 256],
+    "model.layers.{0-2}.self_attn.v_proj.weight": [256, 256], "model.layers.{0-2}.self_attn.o_proj.weight": [256, 256],
+    "model.layers.{0-2}.self_attn.inner_attn_ln.weight": [256], "model.layers.{0-2}.mlp.ffn_layernorm.weight": [512],
+    "model.layers.{0-2}.mlp.gate_proj.weight": [512, 256], "model.layers.{0-2}.mlp.up_proj.weight": [512, 256],
+    "model.layers.{0-2}.mlp.down_proj.weight": [256, 512],
 }  # fmt: skip
 
 _README = """---
@@ -434,6 +455,47 @@ ROWS = (
     Row(name="stablelm", model="StableLmForCausalLM", vocab=_GPT2 | {"pre": "stablelm2"}, args={
         "use_qkv_bias": True, "partial_rotary_factor": 0.25, "num_key_value_heads": 4, "bos_token_id": _FIRST,
         "eos_token_id": _FIRST}),
+    Row(name="gemma", model="GemmaForCausalLM", vocab=_GEMMA, args={"head_dim": 64}),
+    Row(name="qwen3-vl", model="Qwen3VLForConditionalGeneration", vocab=_QWEN, args={
+        "text_config": BASE | {"head_dim": 64, "rope_theta": 5000000.0, "rope_scaling": {
+            "rope_type": "default", "mrope_section": [12, 10, 10], "mrope_interleaved": True}},
+        "vision_config": {
+            "depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 256,
+            "num_position_embeddings": 16, "deepstack_visual_indexes": [0], "patch_size": 4}}),
+    Row(name="phi2", model="PhiForCausalLM", vocab=_GPT2 | {"pre": "phi-2"}, args={
+        "intermediate_size": 1024, "num_key_value_heads": 4, "partial_rotary_factor": 0.5, "bos_token_id": _FIRST,
+        "eos_token_id": _FIRST}),
+    Row(name="olmo", model="OlmoForCausalLM", vocab=_GPT2 | {"pre": "olmo"}, args={"clip_qkv": 8.0}),
+    Row(name="command-r", model="CohereForCausalLM", args={
+        "rope_theta": 8000000.0, "use_qk_norm": True, "bos_token_id": _FIRST + 1, "eos_token_id": _FIRST},
+        vocab=bpe("command-r", "<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>", bos="<BOS_TOKEN>", cls="CohereTokenizerFast",
+                  start=True, config={"add_bos_token": True, "add_eos_token": False}),
+        config={"model_max_length": 131072}),
+    Row(name="arcee", model="ArceeForCausalLM", vocab=_LLAMA3, args={
+        "rope_theta": 10000.0, "bos_token_id": _FIRST + 1, "eos_token_id": _FIRST}),
+    Row(name="starcoder", model="GPTBigCodeForCausalLM", vocab=_GPT2 | {"pre": "starcoder"}, args={
+        "n_embd": 256, "n_layer": 3, "n_head": 4, "n_inner": 1024, "n_positions": 4096, "multi_query": True,
+        "bos_token_id": _FIRST, "eos_token_id": _FIRST}),
+    Row(name="granite-hybrid-attention", model="GraniteMoeHybridForCausalLM", vocab=_GPT2 | {"pre": "dbrx"},
+        args=_GRANITE | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 512,
+                         "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_expand": 2, "position_embedding_type": "rope",
+                         "layer_types": ["attention"] * 3}),
+    Row(name="bamba", model="BambaForCausalLM", vocab=_LLAMA3, args={
+        "num_hidden_layers": 4, "attn_layer_indices": [2], "attn_rotary_emb": 32, "mamba_n_heads": 8,
+        "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 2, "mamba_expand": 2, "bos_token_id": _FIRST + 1,
+        "eos_token_id": _FIRST}),
+    Row(name="exaone", model="", version=0, vocab=_GPT2 | {"pre": "exaone"}, more=_EXAONE, args={
+        "architectures": ["ExaoneForCausalLM"], "model_type": "exaone", "activation_function": "silu",
+        "hidden_size": 256, "intermediate_size": 512, "num_layers": 3, "num_attention_heads": 4, "head_dim": 64,
+        "num_key_value_heads": 2, "max_position_embeddings": 32768, "layer_norm_epsilon": 1e-5, "rope_theta": 1000000.0,
+        "rope_scaling": _LLAMA3_ROPE, "tie_word_embeddings": True, "vocab_size": 640, "torch_dtype": "bfloat16",
+        "bos_token_id": _FIRST, "eos_token_id": _FIRST}),
+    Row(name="bitnet", model="", version=0, vocab=spm(), more=_BITNET, args=BASE | {
+        "architectures": ["BitnetForCausalLM"], "model_type": "bitnet", "hidden_act": "silu", "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 4, "rope_theta": 10000.0, "tie_word_embeddings": True, "bos_token_id": 1,
+        "eos_token_id": 2, "torch_dtype": "bfloat16"},
+        # The last bit of a mean in float32 depends on torch's machine.
+        outtypes=("f16", "bf16", "q8_0", "auto")),
 )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def describe(row: Row) -> Json:
     config = {key: value for key, value in (config | row.config).items() if key not in row.drop}
     text: Json = {"config": config, "vocab": row.vocab, "tensors": compact(tensors) | row.more}
     defaults = Row(name="", model="", vocab={})
-    for key in ("dtype", "f32", "shards", "files", "options"):
+    for key in ("dtype", "f32", "shards", "files", "options", "outtypes"):
         if (value := getattr(row, key)) != getattr(defaults, key):
             text[key] = value
     if row.version and row.model != config["architectures"][0]:

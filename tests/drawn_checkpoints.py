@@ -45,9 +45,16 @@ def write_raw(path: Path, header: bytes, data: bytes) -> Path:
 def tokenizer(size: int = 96) -> dict[str, Any]:
     """Return a byte-level BPE of printable characters, and <|end|>."""
     vocab = {chr(33 + i): i for i in range(size - 2)} | {"th": size - 2}
-    end = {"id": size - 1, "content": "<|end|>", "special": True, "normalized": False}
     model = {"type": "BPE", "vocab": vocab, "merges": ["t h"]}
-    return {"added_tokens": [end], "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False}, "model": model}
+    split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    end = added_token(size - 1, "<|end|>")
+    return {"added_tokens": [end], "pre_tokenizer": split, "decoder": split, "model": model}
+
+
+def added_token(number: int, text: str) -> dict[str, Any]:
+    """Return a special token as tokenizer.json has it."""
+    stripped = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    return {"id": number, "content": text, **stripped, "special": True, "normalized": False}
 
 
 def moe_config(**more: Any) -> dict[str, Any]:
@@ -93,7 +100,8 @@ def write_checkpoint(
     arrays = moe_arrays() if arrays is None else arrays
     (folder / "config.json").write_text(json.dumps(config or moe_config()))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer()))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": "{{ x }}"}))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": "{{ x }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
     if shards == 1:
         write_safetensors(folder / "model.safetensors", arrays)
         return folder

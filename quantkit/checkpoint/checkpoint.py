@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from quantkit.checkpoint.expressions import (
     TYPE_BF16,
     TYPE_F16,
     TYPE_F32,
-    Constant,
     Expression,
     Shaped,
     Stored,
@@ -25,10 +24,12 @@ from quantkit.checkpoint.expressions import (
     value_bytes,
     values_in,
 )
+from quantkit.checkpoint.fused import fused
 from quantkit.checkpoint.general import General, ParameterCount, read_general
 from quantkit.checkpoint.keys import Keys
-from quantkit.checkpoint.policy import OutType, find_outtype, type_of
-from quantkit.checkpoint.quantized import decoded, outer_scales, weights_only
+from quantkit.checkpoint.policy import OutType, find_outtype, type_of, type_of_float8
+from quantkit.checkpoint.quantized import decoded, weights_only
+from quantkit.checkpoint.quantized.beside import with_scales
 from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.tensor_names import TensorNames
 from quantkit.checkpoint.tensors import Context, Tensor, applied, named_tensors, text_name
@@ -43,6 +44,7 @@ from quantkit.helpers import round_up
 from quantkit.types import TensorType
 
 _FLOATS = (TYPE_F32, TYPE_F16, TYPE_BF16)
+_FLOAT8 = ("F8_E4M3", "F8_E5M2")
 #: Bytes hashed at each end of every stored tensor for the fingerprint.
 _SAMPLE = 4096
 #: Files beside the weights that decide metadata.
@@ -137,6 +139,10 @@ def open_checkpoint(
     model_name: str | None = None,
     metadata: Path | None = None,
     lossless: bool = False,
+    no_nextn: bool = False,
+    fuse_gate_up_exps: bool = False,
+    fuse_qkv: bool = False,
+    fp8_as_q8: bool = False,
 ) -> Checkpoint:
     """Open the checkpoint in a directory.
 
@@ -148,6 +154,10 @@ def open_checkpoint(
         model_name: general.name.
         metadata: a JSON file of keys that override what is found.
         lossless: keep quantized weights as blocks wherever that changes no value.
+        no_nextn: leave out layers that predict further tokens.
+        fuse_gate_up_exps: make gate and up of experts one tensor.
+        fuse_qkv: make queries, keys and values one tensor where a layer has all of them.
+        fp8_as_q8: matrices that are stored as float8 become Q8_0, whatever ``outtype`` is.
 
     Raises:
         FormatError: a file is broken, missing or of another model; the message names file and tensor.
@@ -156,18 +166,23 @@ def open_checkpoint(
     path = Path(folder)
     config = read_config(path)
     row = find_architecture(config)
+    indexed = read_checkpoint(path)
+    if no_nextn:
+        indexed = without_predicting(indexed, config)
     row.prepare(config)
+    row.look(config, {name for tensors in indexed for name in tensors})
     names = TensorNames(row.arch, row.layers(config))
     context = Context(config, names)
-    indexed = read_checkpoint(path)
     stored = _stored(indexed, row, context)
     chosen = find_outtype(outtype, stored.values())
     meant = decoded(stored, config, lossless=lossless)
     made: list[Made] = []
     at = 0  # where it would lie in a file of its own: offsets only give the order
     given = named_tensors(meant.tensors, row.rules, context, row.extra(config), meant.first)
-    for name, tensor in _with_scales(given):
-        made.append(_made(name, tensor, names, chosen, exact, at))
+    if fuse_gate_up_exps or fuse_qkv:
+        given = iter(fused(given, names, gate_up=fuse_gate_up_exps, qkv=fuse_qkv))
+    for name, tensor in with_scales(given):
+        made.append(_made(name, tensor, names, chosen, exact, at, fp8_as_q8))
         at += round_up(made[-1].info.nbytes, 32)
     chosen = _as_stored(chosen, made)
     keys = Keys(row.arch, config.path)
@@ -195,13 +210,21 @@ def open_checkpoint(
     return opened
 
 
-def _with_scales(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors, and behind each the scales that belong beside it in a file."""
-    for name, tensor in tensors:
-        yield name, tensor
-        for end, values in outer_scales(tensor.x).items():
-            beside = name.removesuffix("weight") + end
-            yield beside, replace(tensor, name=beside, x=Constant(tuple(values)))
+#: A layer that predicts further tokens has a number behind the others, or is stored as one of these.
+_PREDICTING = re.compile(r"(?:^|\.)mtp\.")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
+
+
+def without_predicting(indexed: list[dict[str, StoredTensor]], config: Config) -> list[dict[str, StoredTensor]]:
+    """Return the stored tensors without those of layers that predict further tokens; ``config`` forgets these."""
+    for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+        config.values.pop(key, None)
+
+    def stays(name: str) -> bool:
+        layer = _LAYER.search(name)
+        return not _PREDICTING.search(name) and (layer is None or int(layer[1]) < config.layers)
+
+    return [{name: tensor for name, tensor in tensors.items() if stays(name)} for tensors in indexed]
 
 
 #: Types of blocks in which tensors are kept -> llama.cpp's number of such files, their name.
@@ -246,11 +269,13 @@ def _stored(indexed: list[dict[str, StoredTensor]], row: Architecture, context: 
     return stored
 
 
-def _made(name: str, tensor: Tensor, names: TensorNames, outtype: OutType, exact: bool, at: int) -> Made:
+def _made(name: str, tensor: Tensor, names: TensorNames, outtype: OutType, exact: bool, at: int, q8: bool) -> Made:
     x = tensor.x
     if not x.shape:
         x = Shaped(x, (1,))
     wanted = type_of(name, x, tensor.layer, names, outtype.type)
+    if q8 and x.type.block == 1 and any(part.dtype in _FLOAT8 for part in x.parts()):
+        wanted = type_of_float8(name, x)
     if x.type.name in ("Q4_0", "Q8_0") and type_of(name, floats(x), tensor.layer, names, TYPE_F16) is TYPE_F32:
         x, wanted = floats(x), TYPE_F32  # a router, say
     given = x.type

@@ -7,7 +7,9 @@ that AutoConfig does not know it reads the JSON as it is, and so do we.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,18 @@ class Config:
             raise FormatError(f"{self.path}: it has no {key}")
         return self.values[key]
 
+    def with_values(self, values: Json) -> Config:
+        """Return a copy with other values."""
+        changed = copy(self)
+        changed.values = {**self.values, **values}
+        return changed
+
+    def without(self, *keys: str) -> Config:
+        """Return a copy that lacks some keys."""
+        changed = copy(self)
+        changed.values = {key: value for key, value in self.values.items() if key not in keys}
+        return changed
+
     def get(self, key: str, default: Any = None) -> Any:
         """Return a value, also one that is null, or ``default`` if the key is missing."""
         return self.values.get(key, default)
@@ -108,6 +122,14 @@ class Config:
         """The parameters of rope of layers that attend to everything."""
         found = self.rope.get("full_attention", self.rope)
         return found if isinstance(found, dict) else {}
+
+    def rotary_part(self, default: float | None, key: str = "partial_rotary_factor", of: Json | None = None) -> float:
+        """Return the part of a head that rope turns: as ``of`` says, the parameters of rope; ``default`` without it."""
+        part = (self.rope if of is None else of).get(key, default)
+        part = default if part is None and default is not None else part
+        if not isinstance(part, (int, float)) or not math.isfinite(part) or not 0 <= part <= 1:
+            raise FormatError(f"{self.path}: {key} is {short(part)}, not a part of a head")
+        return part
 
     def _rope(self) -> Json:
         """Return the parameters of rope; others of the configuration are mirrored into it (TextModel.__init__)."""

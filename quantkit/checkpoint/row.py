@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,10 @@ class Architecture:
     layers: Callable[[Config], int] = field(default=lambda config: config.layers)
     #: Changes to the configuration before anything else.
     prepare: Callable[[Config], None] = field(default=lambda config: None)
+    #: The same by the names of the stored tensors: what config.json does not say.
+    look: Callable[[Config, Collection[str]], None] = field(default=lambda config, names: None)
+    #: Another row for some configurations of the class.
+    instead: Callable[[Config], Architecture | None] = field(default=lambda config: None)
     #: Tensors that are not stored; they come first.
     extra: Callable[[Config], Iterable[Tensor]] = field(default=lambda config: ())
     #: Keys that are set before general.type.

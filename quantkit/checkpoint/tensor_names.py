@@ -1,7 +1,8 @@
 """What tensors are called: in a GGUF file of each architecture, and in checkpoints.
 
 Facts of llama.cpp b11434 (gguf-py/gguf/constants.py, MODEL_TENSORS, and tensor_mapping.py), for its text models. A kind
-of tensor is named as in the file; ``*`` stands for the layer, in a kind for ``blk.LAYER.``
+of tensor is named as in the file; ``*`` stands for the layer, in a kind for ``blk.LAYER.``; what follows a colon tells
+apart kinds that have one name in files.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ KINDS: dict[str, str] = {
     "afmoe": (
         "token_embd output_norm output *attn_norm *post_attention_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
         "*attn_q_norm *attn_k_norm *attn_gate *ffn_gate *ffn_down *ffn_up *ffn_gate_inp *ffn_gate_exps *ffn_down_exps "
-        "*ffn_up_exps *ffn_gate_shexp *ffn_up_shexp *ffn_down_shexp *ffn_norm *post_ffw_norm *exp_probs_b"
+        "*ffn_up_exps *ffn_gate_shexp *ffn_up_shexp *ffn_down_shexp *ffn_norm:pre *post_ffw_norm *exp_probs_b"
     ),
     "apertus": (
         "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
@@ -119,7 +120,7 @@ KINDS: dict[str, str] = {
     "falcon": "token_embd output_norm output *attn_norm *attn_norm_2 *attn_qkv *attn_output *ffn_down *ffn_up",
     "falcon-h1": (
         "token_embd *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ssm_in *ssm_conv1d *ssm_dt *ssm_a "
-        "*ssm_d *ssm_norm *ssm_out *ffn_norm *ffn_gate *ffn_down *ffn_up output_norm output"
+        "*ssm_d *ssm_norm *ssm_out *ffn_norm:pre *ffn_gate *ffn_down *ffn_up output_norm output"
     ),
     "gemma": (
         "token_embd output_norm *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_gate *ffn_down *ffn_up "
@@ -127,15 +128,15 @@ KINDS: dict[str, str] = {
     ),
     "gemma2": (
         "token_embd output_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_gate *ffn_down *ffn_up *attn_norm "
-        "*post_attention_norm *ffn_norm *post_ffw_norm"
+        "*post_attention_norm *ffn_norm:pre *post_ffw_norm"
     ),
     "gemma3": (
         "token_embd output output_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v *attn_output "
-        "*ffn_gate *ffn_down *ffn_up *attn_norm *post_attention_norm *ffn_norm *post_ffw_norm"
+        "*ffn_gate *ffn_down *ffn_up *attn_norm *post_attention_norm *ffn_norm:pre *post_ffw_norm"
     ),
     "gemma3n": (
         "token_embd output output_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v *attn_output "
-        "*ffn_gate *ffn_down *ffn_up *attn_norm *post_attention_norm *ffn_norm *post_ffw_norm per_layer_token_embd "
+        "*ffn_gate *ffn_down *ffn_up *attn_norm *post_attention_norm *ffn_norm:pre *post_ffw_norm per_layer_token_embd "
         "per_layer_model_proj *inp_gate *proj per_layer_proj_norm *post_norm altup_proj altup_unembd_proj "
         "*altup_correct_coef *altup_correct_scale *altup_predict_coef *altup_router *altup_router_norm *laurel_l "
         "*laurel_r *laurel_post_norm"
@@ -143,7 +144,7 @@ KINDS: dict[str, str] = {
     "gemma4": (
         "rope_freqs token_embd output output_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
         "*attn_output *ffn_gate *ffn_down *ffn_up *ffn_gate_up_exps *ffn_gate_exps *ffn_up_exps *ffn_down_exps "
-        "*attn_norm *post_attention_norm *ffn_gate_inp *ffn_norm *pre_ffw_norm_2 *post_ffw_norm *post_ffw_norm_1 "
+        "*attn_norm *post_attention_norm *ffn_gate_inp *ffn_norm:pre *pre_ffw_norm_2 *post_ffw_norm *post_ffw_norm_1 "
         "*post_ffw_norm_2 *layer_output_scale per_layer_token_embd per_layer_model_proj *inp_gate *proj "
         "per_layer_proj_norm *post_norm"
     ),
@@ -530,9 +531,11 @@ PATTERNS: dict[str, str] = {
         "encoder.layers.*.post_attention_layernorm transformer.layers.*.ffn_norm model.layers.*.pre_ff_layernorm "
         "model.layers.*.pre_moe_layernorm transformer_encoder.*.ffn_norm model.layers.layers.*.pre_mlp_norm "
         "model.transformer.blocks.*.ff_norm layers.*.post_attention_layernorm model.layers.*.feedforward_layernorm "
-        "model.layers.*.pre_mlp_layernorm layers.*.mlp_norm head.layers.*.norm2 "
+        "model.layers.*.pre_mlp_layernorm layers.*.mlp_norm head.layers.*.norm2"
+    ),
+    "*ffn_norm:pre": (
         "model.layers.*.pre_feedforward_layernorm layers.*.pre_feedforward_layernorm "
-        "model.layers.*.pre_ff_layernorm.weight"
+        "model.layers.*.pre_ff_layernorm.weight model.layers.*.pre_mlp_layernorm"
     ),
     "*pre_ffw_norm_2": "model.layers.*.pre_feedforward_layernorm_2",
     "*post_ffw_norm": (
@@ -766,7 +769,9 @@ class TensorNames:
         self._kind_of: dict[str, str] = {}
         for kind in [k for k in PATTERNS if not k.startswith("*")] + [k for k in PATTERNS if k.startswith("*")]:
             if kind in self.kinds:
-                self._kind_of |= dict.fromkeys([kind.replace("*", "blk.*."), *PATTERNS[kind].split()], kind)
+                self._kind_of |= dict.fromkeys(
+                    [kind.partition(":")[0].replace("*", "blk.*."), *PATTERNS[kind].split()], kind
+                )
 
     def find(self, name: str) -> str | None:
         """Return what the tensor ``name`` of a checkpoint is called in a file, None if it is not known."""
@@ -794,4 +799,5 @@ class TensorNames:
 
 def file_name(kind: str, layer: int | None = None) -> str:
     """Return the name of a kind of tensor in a file, without suffix."""
+    kind = kind.partition(":")[0]
     return f"blk.{layer}.{kind[1:]}" if kind.startswith("*") else kind

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Protocol
 
 from quantkit.checkpoint.config import Config
@@ -19,12 +20,11 @@ from quantkit.checkpoint.expressions import (
     Mapped,
     Shaped,
     Transposed,
-    chunk,
     head_permuted,
     stacked,
     taken,
 )
-from quantkit.checkpoint.tensor_names import TensorNames
+from quantkit.checkpoint.tensor_names import TensorNames, file_name
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 
@@ -64,14 +64,29 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class Renamed:
-    """Names in which the regular expression ``pattern`` is found get ``by`` in its place."""
+    """Names in which the regular expression ``pattern`` is found get ``by`` in its place; with ``when``, only then."""
 
     pattern: str
     by: str
+    when: Callable[[Config], bool] = lambda config: True
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         name = re.sub(self.pattern, self.by, tensor.name)
-        return None if name == tensor.name else (replace(tensor, name=name),)
+        return None if name == tensor.name or not self.when(context.config) else (replace(tensor, name=name),)
+
+
+@dataclass(frozen=True)
+class Named:
+    """Tensors whose names the regular expression finds are of a ``kind`` that the name map cannot tell."""
+
+    pattern: str
+    kind: str
+    suffix: str = ".weight"
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        if not re.search(self.pattern, tensor.name):
+            return None
+        return (replace(tensor, name_in_file=file_name(self.kind, tensor.layer) + self.suffix),)
 
 
 @dataclass(frozen=True)
@@ -128,8 +143,10 @@ def query_heads(tensor: Tensor, context: Context) -> Expression:
 
 def key_heads(tensor: Tensor, context: Context) -> Expression:
     """Undo the permutation of keys for rope."""
-    heads = context.config.find("n_kv_heads", "num_key_value_heads")
-    return _permuted(tensor, context.config.number("n_heads", "num_attention_heads") if heads is None else heads)
+    heads = ("n_kv_heads", "num_key_value_heads")
+    if context.config.find(*heads) is None:
+        heads = ("n_heads", "num_attention_heads")
+    return _permuted(tensor, context.config.number(*heads))
 
 
 def _permuted(tensor: Tensor, heads: int) -> Expression:
@@ -141,33 +158,39 @@ def _permuted(tensor: Tensor, heads: int) -> Expression:
 
 @dataclass(frozen=True)
 class Split:
-    """A tensor becomes equal parts along ``axis``, each under a name: ``pattern`` replaced by one of ``names``.
+    """A tensor becomes parts along ``axis``, each under a name: ``pattern`` replaced by one of ``names``.
 
-    ``interleaved``: the parts are every n-th slice, not runs of them.
+    They are equal, or of ``sizes``; ``interleaved``: the parts are every n-th slice, not runs of them.
     """
 
     pattern: str
     names: tuple[str, ...]
     axis: int = 0
     interleaved: bool = False
+    sizes: Callable[[Config], Sequence[int]] | None = None
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if not re.search(self.pattern, tensor.name):
             return None
-        n, shape = len(self.names), tensor.x.shape
-        if not -len(shape) <= self.axis < len(shape) or shape[self.axis] % n:
-            raise context.fail(tensor, f"its shape {list(shape)} cannot be split into {n}")
-        size = shape[self.axis]
+        shape = tensor.x.shape
+        if not -len(shape) <= self.axis < len(shape):
+            raise context.fail(tensor, f"its shape {list(shape)} cannot be split into {len(self.names)}")
+        parts = self._parts(shape[self.axis], context.config)
+        if sum(map(len, parts)) != shape[self.axis]:
+            raise context.fail(tensor, f"its shape {list(shape)} cannot be split into {[len(part) for part in parts]}")
         return [
-            replace(
-                tensor,
-                name=re.sub(self.pattern, name, tensor.name),
-                x=taken(tensor.x, self.axis, range(i, size, n))
-                if self.interleaved
-                else chunk(tensor.x, self.axis % len(shape), i, n),
-            )
-            for i, name in enumerate(self.names)
+            replace(tensor, name=re.sub(self.pattern, name, tensor.name), x=taken(tensor.x, self.axis, part))
+            for name, part in zip(self.names, parts, strict=True)
         ]
+
+    def _parts(self, size: int, config: Config) -> list[range]:
+        """Return the slices of each part; equal ones leave out what cannot be divided."""
+        n = len(self.names)
+        if self.interleaved:
+            return [range(i, size // n * n, n) for i in range(n)]
+        sizes = [size // n] * n if self.sizes is None else self.sizes(config)
+        ends = list(accumulate(sizes))
+        return [range(end - each, end) for each, end in zip(sizes, ends, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -189,6 +212,8 @@ class Experts:
         if tensor.layer is None:
             raise context.fail(tensor, "an expert outside of any layer")
         n = context.config.number("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+        if not n:
+            raise context.fail(tensor, "an expert, of which config.json says that there are none")
         held = context.held.setdefault((id(self), tensor.layer), {})
         held[tensor.name] = tensor
         if len(held) < n * len(self.weights):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from quantkit.checkpoint.config import Config
+from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.expressions import Constant
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.row import Copied, SetKeys
@@ -39,30 +39,35 @@ def rope_factors(config: Config, factor: float = 8.0) -> Iterable[Tensor]:
     rope = config.full_rope
     if str(rope.get("rope_type", "")).lower() != "llama3":
         return
-    f32 = np.float32
     try:
-        base = float(rope.get("rope_theta", 10000.0))
-        factor = rope.get("factor", factor)
-        low, high = rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)
-        length = rope.get("original_max_position_embeddings", 8192)
-        long_wave, short_wave = length / low, length / high
-        width = config.head_dim
-        exponents = np.arange(0, width, 2, dtype=f32) / f32(width)
-        frequencies = f32(1) / np.power(base, exponents.astype(np.float64)).astype(f32)
-        values = []
-        for frequency in frequencies:
-            wave = f32(1) / frequency * f32(2 * math.pi)
-            if wave < short_wave:
-                values.append(1.0)
-            elif wave > long_wave:
-                values.append(float(factor))
-            else:
-                smooth = (f32(1) / wave * f32(length) - f32(low)) / f32(high - low)
-                inverse = (f32(1) - smooth) / f32(factor) + smooth
-                values.append(float(f32(1) / inverse))
-    except (TypeError, ValueError, ZeroDivisionError) as e:
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            values = _llama3_factors(config, rope, factor)
+    except (TypeError, ValueError, ZeroDivisionError, OverflowError) as e:
         raise FormatError(f"{config.path}: rope of Llama 3 with values that are none: {e}") from None
-    yield Tensor("rope_freqs.weight", Constant(tuple(values)), None, "rope_freqs.weight")
+    yield Tensor("rope_freqs.weight", Constant(values), None, "rope_freqs.weight")
+
+
+def _llama3_factors(config: Config, rope: Json, factor: float) -> tuple[float, ...]:
+    f32 = np.float32
+    base, factor = float(rope.get("rope_theta", 10000.0)), float(rope.get("factor", factor))
+    low, high = rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)
+    length = rope.get("original_max_position_embeddings", 8192)
+    long_wave, short_wave = length / low, length / high
+    width = config.head_dim
+    exponents = np.arange(0, width, 2, dtype=f32) / f32(width)
+    frequencies = f32(1) / np.power(base, exponents.astype(np.float64)).astype(f32)
+    values = []
+    for frequency in frequencies:
+        wave = f32(1) / frequency * f32(2 * math.pi)
+        if wave < short_wave:
+            values.append(1.0)
+        elif wave > long_wave:
+            values.append(factor)
+        else:
+            smooth = (f32(1) / wave * f32(length) - f32(low)) / f32(high - low)
+            inverse = (f32(1) - smooth) / f32(factor) + smooth
+            values.append(float(f32(1) / inverse))
+    return tuple(values)
 
 
 LLAMA_KEYS: tuple[SetKeys, ...] = (Copied(".vocab_size", "vocab_size", needed=True), set_rope_width)

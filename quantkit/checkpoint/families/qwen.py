@@ -9,7 +9,7 @@ from typing import Any
 from quantkit.checkpoint.config import Config, read_json
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.row import Copied
-from quantkit.checkpoint.tensors import Experts, Renamed, Split
+from quantkit.checkpoint.tensors import Changed, Experts, Renamed, Split, transposed
 from quantkit.errors import FormatError
 from quantkit.formats.outputs import read_text
 
@@ -23,10 +23,30 @@ _FUSED_EXPERTS = (
 #: Experts of Qwen and those like it: each on its own, or all in one.
 QWEN_EXPERTS = (*_FUSED_EXPERTS, Experts())
 
+#: Those of Qwen3-VL are stored the other way round: [expert, in, out].
+VL_EXPERTS = (Changed(r"mlp\.experts\.(down_proj|gate_up_proj)(\.weight)?$", transposed), *QWEN_EXPERTS)
+#: Models that are saved without their head have names without what wraps the rest.
+BARE = (Renamed(r"^", "model."),)
+#: The names of Qwen 3 Omni's text model begin with it.
+UNWRAPPED = (Renamed(r"thinker\.", ""),)
+
 EXPERT_WIDTHS = (
     Copied(".expert_feed_forward_length", "moe_intermediate_size", "count"),
     Copied(".expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
 )
+
+
+#: The layers whose outputs Qwen3-VL's vision tower adds to the text model, unless the configuration names them.
+_DEEPSTACK = (8, 16, 24)
+
+
+def set_deepstack(keys: Keys, config: Config) -> None:
+    """How many outputs of the vision tower the first layers add."""
+    vision = config.get("vision_config") or {}
+    layers = vision.get("deepstack_visual_indexes", _DEEPSTACK) if isinstance(vision, dict) else None
+    if not isinstance(layers, (list, tuple)):
+        raise FormatError(f"{config.path}: vision_config does not list the layers of deepstack_visual_indexes")
+    keys.u32(".n_deepstack_layers", len(layers))
 
 
 def _listed(path: Path) -> list[Any]:

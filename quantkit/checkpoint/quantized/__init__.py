@@ -12,14 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quantkit.checkpoint.config import Config, optional_json
-from quantkit.checkpoint.expressions import Expression, Stored, floats
+from quantkit.checkpoint.expressions import Expression, Stored
 from quantkit.checkpoint.quantized import awq, bitnet, fp8, gptq, modelopt, mxfp4, packed
-from quantkit.checkpoint.quantized.blocks import outer_scales
 from quantkit.checkpoint.quantized.found import Decoded, Found
 from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.formats.gguf.rules import short
 
-__all__ = ["SCHEMES", "Decoded", "decoded", "floats", "outer_scales", "quantization_of", "weights_only"]
+__all__ = ["SCHEMES", "Decoded", "decoded", "quantization_of", "weights_only"]
 
 #: quant_method -> what puts the weights together.
 SCHEMES: dict[str, Callable[[Found], None]] = {

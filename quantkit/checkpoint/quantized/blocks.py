@@ -3,7 +3,7 @@
 ``MXFP4`` and ``NVFP4`` as convert_hf_to_gguf.py writes them; ``Q4_0`` and ``Q8_0`` of symmetric integers, which it does
 not do. Each knows the floats that it stands for (``floats``), for where blocks cannot go.
 
-NVFP4 has a scale of the whole tensor beside it, which a GGUF file holds as a tensor of its own: see ``outer_scales``.
+NVFP4 has a scale of the whole tensor beside it, which a GGUF file holds as a tensor of its own: see ``beside``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.checkpoint.expressions import F32, Expression, Gathered, Joined, Shaped, Transposed
+from quantkit.checkpoint.expressions import F32, Expression
 from quantkit.checkpoint.quantized.matrices import Grid, Matrix, fail
-from quantkit.checkpoint.quantized.rows import Float4, Integers, RowWise, Scaled, Step
+from quantkit.checkpoint.quantized.rows import Float4, RowWise, Scaled, Step
 from quantkit.formats.ranges import U8
 from quantkit.formats.safetensors import StoredTensor
 from quantkit.types import TensorType, type_by_name
@@ -40,7 +40,7 @@ def _halved(codes: U8, group: int) -> U8:
     both = odd.view(np.uint8).astype(np.uint16)
     both <<= 8
     both |= even.view(np.uint8)
-    return both.view(np.uint8)
+    return np.asarray(both.view(np.uint8))
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class Mxfp4(RowWise):
 
     def fill(self, first: int, rows: U8) -> None:
         n = len(rows)
-        blocks = rows.reshape(n, -1, 17)
+        blocks = rows.view([("scale", "u1"), ("codes", "V16")])
         scales = self.scales.rows(first, n).view(np.uint8)
         if (scales == 255).any():
             raise fail(next(self.scales.parts()), "a scale is NaN, so what it scales has no value")
-        blocks[:, :, 0] = scales
-        blocks[:, :, 1:] = _halved(self.codes.rows(first, n).view(np.uint8), 32).reshape(n, -1, 16)
+        blocks["scale"] = scales
+        blocks["codes"] = _halved(self.codes.rows(first, n).view(np.uint8), 32).view("V16").reshape(n, -1)
 
     @property
     def floats(self) -> Expression:
@@ -98,12 +98,12 @@ class Nvfp4(RowWise):
 
     def fill(self, first: int, rows: U8) -> None:
         n = len(rows)
-        blocks = rows.reshape(n, -1, 36)
+        blocks = rows.view([("scales", "V4"), ("codes", "V32")])
         scales = self.scales.rows(first, n).view(np.uint8) & 0x7F
         if (scales == 0x7F).any():
             raise fail(next(self.scales.parts()), "a scale is NaN, so what it scales has no value")
-        blocks[:, :, :4] = scales.reshape(n, -1, 4)
-        blocks[:, :, 4:] = _halved(self.codes.rows(first, n).view(np.uint8), 16).reshape(n, -1, 32)
+        blocks["scales"] = scales.view("V4")
+        blocks["codes"] = _halved(self.codes.rows(first, n).view(np.uint8), 16).view("V32").reshape(n, -1)
 
     @property
     def floats(self) -> Expression:
@@ -159,10 +159,10 @@ class Q4Rows(RowWise):
 
     def fill(self, first: int, rows: U8) -> None:
         n = len(rows)
-        blocks = rows.reshape(n, -1, 18)
-        blocks[:, :, :2] = _half_scales(self.scales, first, blocks.shape[:2], self.group)
+        blocks = rows.view([("scale", "<f2"), ("codes", "V16")])
+        blocks["scale"] = _half_scales(self.scales, first, blocks.shape, self.group)
         codes = self.codes.rows(first, n).view(np.uint8)[:, : self.shape[-1] // 2]
-        blocks[:, :, 2:] = _halved(np.ascontiguousarray(codes), 32).reshape(n, -1, 16)
+        blocks["codes"] = _halved(np.ascontiguousarray(codes), 32).view("V16").reshape(n, -1)
 
     def parts(self) -> Iterator[StoredTensor]:
         return self.floats.parts()
@@ -185,23 +185,21 @@ class Q8Rows(RowWise):
 
     def fill(self, first: int, rows: U8) -> None:
         n = len(rows)
-        blocks = rows.reshape(n, -1, 34)
-        blocks[:, :, :2] = _half_scales(self.scales, first, blocks.shape[:2], self.group)
+        blocks = rows.view([("scale", "<f2"), ("codes", "V32")])
+        blocks["scale"] = _half_scales(self.scales, first, blocks.shape, self.group)
         codes = self.codes.rows(first, n).view(np.uint8)[:, : self.shape[-1]]
-        blocks[:, :, 2:] = (codes - np.uint8(self.offset)).reshape(n, -1, 32)
+        blocks["codes"] = (codes - np.uint8(self.offset)).view("V32")
 
     def parts(self) -> Iterator[StoredTensor]:
         return self.floats.parts()
 
 
-def _half_scales(scales: Grid, first: int, blocks: Sequence[int], group: int) -> U8:
-    """Return the scales of blocks of 32 as the bytes of float16, which they fit."""
+def _half_scales(scales: Grid, first: int, blocks: Sequence[int], group: int) -> npt.NDArray[np.float16]:
+    """Return the scales of [rows, blocks] of 32 as float16, which they fit."""
     n, each = blocks
     cells = scales.read(first, n)
-    if not fits_half(cells):
-        raise fail(scales.tensor, "a scale that float16 does not hold: convert without --lossless")
-    halves = np.repeat(cells.astype(np.float16), 1 if cells.shape[1] == each else group // 32, axis=1)
-    return np.ascontiguousarray(halves[:, :each]).view(np.uint8).reshape(n, each, 2)
+    halves = cells.astype(np.float16)  # that this is exact was found out before (scales_fit)
+    return halves if cells.shape[1] == each else np.repeat(halves, group // 32, axis=1)[:, :each]
 
 
 def fits_half(values: F32) -> bool:
@@ -237,30 +235,3 @@ def as_blocks(floats: Scaled, bits: int, codes: Matrix, offset: int, scales: Gri
     if bits == 4 and offset == 8:
         return Q4Rows(floats.shape, codes, scales, group, floats)
     return Q8Rows(floats.shape, codes, offset, scales, group, floats) if bits == 8 else None
-
-
-def outer_scales(x: Expression) -> dict[str, list[float]]:
-    """Return the numbers that belong beside a tensor, by the end of their name: of NVFP4, a scale for each matrix.
-
-    What is 1 for all is left out: convert_hf_to_gguf.py's rule, so what a file holds depends on its values.
-    """
-    found = _outer(x)
-    return {
-        end: values
-        for end, values in found.items()
-        if not (abs(values[0] - 1.0) < 1e-6 if len(values) == 1 else np.allclose(values, 1.0, atol=1e-6))
-    }
-
-
-def _outer(x: Expression) -> dict[str, list[float]]:
-    if isinstance(x, Nvfp4):
-        return {"scale": list(x.scale.values), "input_scale": list(x.input_scale.values)}
-    if isinstance(x, Joined):
-        parts = [_outer(each) for each in x.xs]
-        if len(x.shape) == len(x.xs[0].shape):  # along a dimension there is: the same scale for all, see joined
-            return parts[0]
-        return {end: [value for part in parts for value in part[end]] for end in parts[0]}
-    return _outer(x.x) if isinstance(x, (Gathered, Shaped, Transposed)) else {}
-
-
-__all__ = ["Integers", "Mxfp4", "Nvfp4", "Outer", "Q4Rows", "Q8Rows", "as_blocks", "nvfp4_floats", "outer_scales"]

@@ -49,7 +49,7 @@ def _weight(found: Found, base: str, codes: StoredTensor, bits: int, v2: bool) -
     if index is not None and index.n_values and "dynamic" in found.given:  # bits of its own
         bits = next((b for b in BITS if _words(b, index.n_values) == words), bits)
     columns = words * 32 // bits if index is None else index.n_values
-    if _words(bits, columns) != words:
+    if columns * bits != words * 32:
         raise fail(codes, f"{list(codes.shape)} are no {columns} columns of {bits} bits")
     packing = Packing(bits, dense=True)
     if len(scales.shape) != 2 or scales.dtype not in ("F16", "BF16", "F32"):
@@ -61,20 +61,19 @@ def _weight(found: Found, base: str, codes: StoredTensor, bits: int, v2: bool) -
     if index is not None and (group_index(index, columns, groups) == _in_order(columns, group)).all():
         index = None
     offset = 0 if v2 else 1
-    points: Grid | None = Grid(UnpackedDown(Columns(zeros), packing, rows), 1, rows)
+    points, middle = Grid(UnpackedDown(Columns(zeros), packing, rows), 1, rows), 1 << (bits - 1)
     could = index is None and bits in (4, 8)
-    if could and found.lossless and (same := _only_value(points)) is not None and same + offset == 1 << (bits - 1):
-        points, offset = None, 1 << (bits - 1)
-    elif could and not found.lossless and found.given.get("sym") is True and columns % 32 == 0:
+    symmetric = could and found.lossless and _only_value(points) == middle - offset
+    if could and not found.lossless and found.given.get("sym") is True and columns % 32 == 0:
         found.could += 1
     return integers(
         found,
         (rows, columns),
         Unpacked(Columns(codes), packing, columns),
-        offset,
+        middle if symmetric else offset,
         Grid(Columns(scales), 1, rows),
         group=group,
-        zeros=points,
+        zeros=None if symmetric else points,
         index=index,
         bits=bits,
         raw=Columns(codes),

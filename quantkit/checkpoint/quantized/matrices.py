@@ -21,7 +21,7 @@ import numpy.typing as npt
 from quantkit.checkpoint.expressions import F32, I64, float8_values
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
-from quantkit.formats.ranges import read_range
+from quantkit.formats.ranges import read_range, read_strided
 from quantkit.formats.safetensors import StoredTensor
 
 Array = npt.NDArray[Any]
@@ -33,7 +33,9 @@ _RAW = {
     **{"F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1"},
 }
 #: Bytes of columns that are read at a time, and how many such slabs a thread keeps: weights, scales, zero points.
-_SLAB, _SLABS = 1 << 19, 4
+_SLAB, _SLABS = 1 << 21, 4
+#: Lines of columns that are turned into rows at a time.
+_LINES = 64
 
 
 class Matrix(Protocol):
@@ -67,7 +69,8 @@ def as_numbers(t: StoredTensor, raw: Array) -> F32:
     if t.dtype == "BF16":
         return (raw.astype(np.uint32) << 16).view(np.float32)
     table = float8_values(t.dtype)
-    return raw.astype(np.float32) if table is None else table[raw]
+    with np.errstate(over="ignore"):  # what becomes infinite is found by who reads it
+        return raw.astype(np.float32) if table is None else table[raw]
 
 
 def read_all(t: StoredTensor) -> Array:
@@ -114,10 +117,10 @@ class Columns:
 
     def rows(self, first: int, n: int) -> Array:
         begin, slab = self._slab(first, n)
-        return np.ascontiguousarray(slab[:, first - begin : first - begin + n].T)
+        return slab[first - begin : first - begin + n]
 
     def _slab(self, first: int, n: int) -> tuple[int, Array]:
-        """Return columns around those asked for, and which is the first of them."""
+        """Return columns around those asked for, as rows, and which is the first of them."""
         t = self.tensor
         if not hasattr(_kept, "slabs"):
             _kept.slabs = OrderedDict()
@@ -125,7 +128,7 @@ class Columns:
         now = os.stat(t.path)
         key = (t.path, t.offset, t.shape, now.st_ino, now.st_size, now.st_mtime_ns)
         found = slabs.get(key)
-        if found is None or not found[0] <= first <= first + n <= found[0] + found[1].shape[1]:
+        if found is None or not found[0] <= first <= first + n <= found[0] + len(found[1]):
             found = slabs[key] = first, self._read(first, n)
         slabs.move_to_end(key)
         while len(slabs) > _SLABS:
@@ -133,17 +136,17 @@ class Columns:
         return found
 
     def _read(self, first: int, n: int) -> Array:
+        """Return columns from ``first`` on, at least ``n``, as rows; some lines are read, then turned, at a time."""
         t, dtype = self.tensor, raw_dtype(self.tensor)
         lines, columns = t.shape
         n = min(columns - first, max(n, _SLAB // max(1, lines * dtype.itemsize)))
-        slab = np.empty((lines, n), dtype)
-        width = columns * dtype.itemsize
-        if n == columns:
-            read_range(t.path, slab.view(np.uint8).reshape(-1), t.offset)
-            return slab
-        at = t.offset + first * dtype.itemsize
-        for line, into in enumerate(slab.view(np.uint8)):
-            read_range(t.path, into, at + line * width)
+        slab = np.empty((n, lines), dtype)
+        some, width = np.empty((_LINES, n), dtype), columns * dtype.itemsize
+        at, step = t.offset + first * dtype.itemsize, n * dtype.itemsize
+        for line in range(0, lines, _LINES):
+            here = some[: lines - line]
+            read_strided(t.path, here.view(np.uint8).reshape(-1), at + line * width, step, width)
+            slab[:, line : line + len(here)] = here.T
         return slab
 
     def parts(self) -> Iterator[StoredTensor]:
@@ -183,7 +186,7 @@ class Packing:
         if shift + self.bits > 32:
             found |= words[word + 1] << np.uint32(32 - shift)
         found &= np.uint32((1 << self.bits) - 1)
-        return found.astype(np.uint8)
+        return np.asarray(found.astype(np.uint8))
 
 
 @dataclass(frozen=True)
@@ -223,11 +226,11 @@ def _spread(data: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
         pairs = data.astype(np.uint16)
         pairs |= pairs << 4
         pairs &= 0x0F0F
-        return pairs.view(np.uint8)
+        return np.asarray(pairs.view(np.uint8))
     fours = data.astype(np.uint32)
     fours |= (fours << 6) | (fours << 12) | (fours << 18)
     fours &= 0x03030303
-    return fours.view(np.uint8)
+    return np.asarray(fours.view(np.uint8))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from quantkit.checkpoint.quantized.matrices import (
     Unpacked,
     UnpackedDown,
     fail,
-    raw_dtype,
     read_all,
 )
 from quantkit.checkpoint.quantized.mxfp4 import EXPONENTS, mxfp4_of
@@ -67,7 +66,8 @@ def _groups(found: Found) -> list[Arguments]:
     groups = found.given.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise FormatError(f"{where}: config_groups is {short(groups)}, so nothing is known about the weights")
-    if found.given.get("sparsity_config", {}).get("format", "dense") != "dense":
+    sparsity = found.given.get("sparsity_config") or {"format": "dense"}
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
         raise FormatError(f"{where}: weights are stored sparse, which is not read")
     weights = []
     for name, group in groups.items():
@@ -129,7 +129,7 @@ def _packed(found: Found, base: str, codes: StoredTensor, scale: StoredTensor, g
             continue
         if index is not None and group_index(index, columns, cells).tolist() == [i // group for i in range(columns)]:
             index = None
-        zeros = None if zero is None else _zeros(zero, shape, cells, bits)
+        zeros = None if zero is None else _zeros(zero, shape, cells, packing)
         offset = 1 << (bits - 1)
         if zeros is not None and zeros.tensor.dtype == "I32":
             offset = 0  # the zero points have it, too
@@ -175,16 +175,11 @@ def _packing_of(bits: int, columns: int, words: int) -> Packing | None:
     return next((p for p in (Packing(bits), Packing(bits, dense=True)) if p.words_of(columns) == words), None)
 
 
-def _zeros(t: StoredTensor, shape: tuple[int, ...], cells: int, bits: int) -> Grid:
+def _zeros(t: StoredTensor, shape: tuple[int, ...], cells: int, packing: Packing) -> Grid:
     """Return zero points: packed down the rows, or one in each element."""
     rows = shape[0]
     if t.dtype == "I8" and t.shape == (rows, cells):
         return Grid(Rows(t), 1, rows)
-    wrong = fail(t, f"zero points {t.dtype} {list(t.shape)} do not fit a weight {list(shape)} with {cells} groups")
-    if t.dtype != "I32" or len(t.shape) != 2 or len(shape) != 2 or t.shape[1] != cells:
-        raise wrong
-    packing = _packing_of(bits, rows, t.shape[0])
-    if packing is None:
-        raise wrong
-    raw_dtype(t)
+    if t.dtype != "I32" or len(shape) != 2 or t.shape != (packing.words_of(rows), cells):
+        raise fail(t, f"zero points {t.dtype} {list(t.shape)} do not fit a weight {list(shape)} with {cells} groups")
     return Grid(UnpackedDown(Rows(t), packing, rows), 1, rows)

@@ -151,8 +151,10 @@ class Step:
         operation: Any = getattr(np, self.operation)
         n, columns = x.shape
         cells = self.grid.read(first, n)
+        if self.operation == "divide" and not cells.all():
+            raise fail(self.grid.tensor, "a scale of 0, which divides, so what it scales has no value")
         if self.index is not None:
-            operation(x, cells[:, group_index(self.index, columns, cells.shape[1])], out=x)
+            operation(x, cells.take(group_index(self.index, columns, cells.shape[1]), axis=1, mode="clip"), out=x)
         elif cells.shape[1] == 1:
             operation(x, cells, out=x)
         elif cells.shape[1] * self.width == columns:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from quantkit.checkpoint.vocab.special import special_tokens
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from quantkit.checkpoint.vocab.special import KINDS, special_tokens
 from quantkit.checkpoint.vocab.tokenizer import (
     CONTROL,
     NORMAL,
@@ -13,6 +16,9 @@ from quantkit.checkpoint.vocab.tokenizer import (
     checked_size,
     looks_special,
 )
+from quantkit.errors import FormatError
+
+NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def bpe_tokens(v: Vocabulary) -> tuple[list[str], list[int]]:
@@ -38,11 +44,22 @@ def _added(v: Vocabulary, token: AddedToken) -> tuple[str, int]:
     return text.replace("\u2581", " "), USER_DEFINED
 
 
-def write_bpe(v: Vocabulary) -> None:
-    """Set the keys of a byte-level BPE vocabulary."""
+def write_bpe(v: Vocabulary, special: Mapping[str, str] = NONE, kinds: Sequence[str] = KINDS) -> None:
+    """Set the keys of a byte-level BPE vocabulary.
+
+    Args:
+        v: the vocabulary.
+        special: kind -> added token, where files name none of that kind.
+        kinds: of special tokens that files are asked for.
+    """
     tokens, types = bpe_tokens(v)
     v.keys.text("tokenizer.ggml.model", "gpt2")
     v.keys.text("tokenizer.ggml.pre", v.pre_name)
     v.keys.array("tokenizer.ggml.tokens", tokens)
     v.keys.array("tokenizer.ggml.token_type", types)
-    special_tokens(v.folder, merges=True).write(v.keys)
+    found = special_tokens(v.folder, merges=True, kinds=kinds)
+    for kind, text in special.items():
+        if text not in v.added:
+            raise FormatError(f"{v.where}: it has no token {text}, which tokenizers of this model have")
+        found.set(kind, v.added[text].number)
+    found.write(v.keys)

@@ -94,9 +94,30 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 def sentencepiece_tokens(v: Vocabulary) -> list[Piece]:
     """Return all tokens: the pieces, then what added_tokens.json and tokenizer_config.json put in their places."""
-    path = v.folder / "tokenizer.model"
-    pieces = read_pieces(path)
-    size = v.config.find("vocab_size_per_layer_input", "vocab_size") or len(pieces)
+    tokens = _padded(v, "vocab_size_per_layer_input", "vocab_size")
+    for where, number, text, special in _listed(v):
+        if _fits(where, number, len(tokens)):
+            control = special or looks_special(text)
+            tokens[number] = Piece(
+                text if control else text.replace("\u2581", " "), -1000.0, CONTROL if control else USER_DEFINED
+            )
+    return tokens
+
+
+def phi_tokens(v: Vocabulary) -> list[Piece]:
+    """Return all tokens of Phi 3, where only what is marked so is a token for control, also in tokenizer.json."""
+    tokens = _padded(v, "vocab_size")
+    added = [(v.where, t.number, t.text, t.special) for t in v.added_in_json] if v.has("tokenizer.json") else []
+    for where, number, text, special in (*_listed(v), *added):
+        if _fits(where, number, len(tokens)):
+            tokens[number] = Piece(text, -1000.0, CONTROL if special else USER_DEFINED)
+    return tokens
+
+
+def _padded(v: Vocabulary, *size_keys: str) -> list[Piece]:
+    """Return the pieces, as many as the vocabulary has, and those of added_tokens.json in their places."""
+    pieces = read_pieces(v.folder / "tokenizer.model")
+    size = v.config.find(*size_keys) or len(pieces)
     if not isinstance(size, int) or not 0 < size <= MAX_TOKENS:
         raise FormatError(f"{v.config.path}: vocab_size is {short(size)}")
     tokens = pieces[:size] + [Piece(f"[PAD{i}]", -10000.0, UNUSED) for i in range(len(pieces), size)]
@@ -104,21 +125,20 @@ def sentencepiece_tokens(v: Vocabulary) -> list[Piece]:
     for text, number in (optional_json(where) or {}).items():
         if _fits(where, number, size):
             tokens[number] = Piece(text, -1000.0, USER_DEFINED)
+    return tokens
+
+
+def _listed(v: Vocabulary) -> Iterator[tuple[Path, int, str, bool]]:
+    """Yield the tokens of added_tokens_decoder: where, id, text, whether marked as special."""
     where = v.folder / "tokenizer_config.json"
     listed = v.tokenizer_config.get("added_tokens_decoder") or {}
     if not isinstance(listed, dict):
         raise FormatError(f"{where}: added_tokens_decoder is no table of tokens by id")
     for key, entry in listed.items():
-        content = entry.get("content") if isinstance(entry, dict) else None
-        if not str(key).isdecimal() or not isinstance(content, str):
+        text = entry.get("content") if isinstance(entry, dict) else None
+        if not str(key).isdecimal() or not isinstance(text, str):
             raise FormatError(f"{where}: the added token {short(entry)} has no id or no content")
-        if not _fits(where, int(key), size):
-            continue
-        if entry.get("special") or looks_special(content):
-            tokens[int(key)] = Piece(content, -1000.0, CONTROL)
-        else:
-            tokens[int(key)] = Piece(content.replace("\u2581", " "), -1000.0, USER_DEFINED)
-    return tokens
+        yield where, int(key), text, bool(entry.get("special"))
 
 
 def _fits(where: Path, number: object, size: int) -> bool:

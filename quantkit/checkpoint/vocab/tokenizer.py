@@ -23,11 +23,25 @@ MAX_TOKENS = 1 << 24
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 #: Classes that replace what tokenizer.json does after encoding: BOS, and perhaps EOS, around the text.
 _OWN_TEMPLATE = ("Llama", "CodeLlama", "Gemma", "Cohere")
+_END = "<|endoftext|>"
+#: Special tokens that classes have where tokenizer_config.json does not speak of them (null is to speak of them).
+_CLASS_TOKENS: dict[str, Json] = {
+    **dict.fromkeys(("Llama", "CodeLlama"), {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}),
+    "Gemma": {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"},
+    "Cohere": {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "unk_token": "<UNK>"},
+    **dict.fromkeys(("GPT2", "GPTNeoX", "CodeGen"), {"bos_token": _END, "eos_token": _END, "unk_token": _END}),
+    "Qwen2": {"eos_token": _END, "unk_token": _END, "pad_token": _END},
+    "Bloom": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
+}
 #: Model types whose class is one of those, where tokenizer_config.json names none.
 _CLASS_OF_TYPE = {
-    **dict.fromkeys(("llama", "mistral", "mixtral", "llama4_text", "granite", "phi3", "smollm3"), "Llama"),
+    **dict.fromkeys(("llama", "mistral", "mixtral", "mistral3", "llama4", "llama4_text", "phi3", "phimoe"), "Llama"),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe"), "Llama"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "Gemma"),
     **dict.fromkeys(("cohere", "cohere2"), "Cohere"),
+    **dict.fromkeys(("granite", "granitemoe", "granitemoehybrid", "starcoder2", "exaone4", "olmo3"), "GPT2"),
+    **dict.fromkeys(("olmo2", "olmoe", "stablelm"), "GPTNeoX"),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), "Qwen2"),
 }
 
 
@@ -90,28 +104,39 @@ class Vocabulary:
             raise FormatError(f"{self.where}: model.vocab is no table of tokens and their ids")
         return vocab
 
-    @cached_property
-    def added(self) -> dict[str, AddedToken]:
-        """Added tokens by their text: of tokenizer.json, of tokenizer_config.json, and special ones of neither."""
-        found: dict[str, AddedToken] = {}
+    @property
+    def added_in_json(self) -> Iterator[AddedToken]:
+        """The added tokens of tokenizer.json, as they are listed."""
         for entry in self._entries(self.json.get("added_tokens") or [], self.where):
             number = entry.get("id")
             if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < MAX_TOKENS:
                 raise FormatError(f"{self.where}: the added token {short(entry.get('content'))} has no id")
-            self._add(found, entry["content"], bool(entry.get("special")), bool(entry.get("normalized")), number)
+            yield AddedToken(number, entry["content"], bool(entry.get("special")), bool(entry.get("normalized")))
+
+    @cached_property
+    def added(self) -> dict[str, AddedToken]:
+        """Added tokens by their text: of tokenizer.json, of tokenizer_config.json, and special ones of neither."""
+        found: dict[str, AddedToken] = {}
+        for token in self.added_in_json:
+            self._add(found, token.text, token.special, token.normalized, token.number)
         special = self.special_texts
-        listed = self.tokenizer_config.get("added_tokens_decoder") or {}
-        where = self.folder / "tokenizer_config.json"
-        if not isinstance(listed, dict) or not all(str(key).isdecimal() for key in listed):
-            raise FormatError(f"{where}: added_tokens_decoder is no table of tokens by id")
-        for _, entry in sorted(listed.items(), key=lambda item: int(item[0])):
-            (entry,) = self._entries([entry], where)
+        for _, entry in self.listed:
             is_special = bool(entry.get("special")) or entry["content"] in special
             self._add(found, entry["content"], is_special, bool(entry.get("normalized", not is_special)))
         for text, normalized in special.items():
             if text not in found:
                 self._add(found, text, True, normalized)
         return found
+
+    @property
+    def listed(self) -> list[tuple[int, Json]]:
+        """Tokens that tokenizer_config.json lists, and their ids, in the order of these."""
+        listed = self.tokenizer_config.get("added_tokens_decoder") or {}
+        where = self.folder / "tokenizer_config.json"
+        if not isinstance(listed, dict) or not all(str(key).isdecimal() and len(str(key)) < 10 for key in listed):
+            raise FormatError(f"{where}: added_tokens_decoder is no table of tokens by id")
+        found = sorted(((int(key), entry) for key, entry in listed.items()), key=lambda item: item[0])
+        return list(zip((number for number, _ in found), self._entries([e for _, e in found], where), strict=True))
 
     @staticmethod
     def _entries(entries: Any, where: Path) -> Iterator[Json]:
@@ -137,9 +162,22 @@ class Vocabulary:
         found[text] = AddedToken(number, text, special, normalized)
 
     @property
+    def class_name(self) -> str:
+        """Its class in transformers, without what all are called: Llama, GPT2; "" if nothing names one."""
+        name = str(self.tokenizer_config.get("tokenizer_class") or "")
+        name = name or _CLASS_OF_TYPE.get(str(self.config.outer.get("model_type")), "")
+        return name.removesuffix("Fast").removesuffix("Tokenizer")
+
+    @cached_property
+    def settings(self) -> Json:
+        """tokenizer_config.json over special_tokens_map.json over what the class has."""
+        named = optional_json(self.folder / "special_tokens_map.json") or {}
+        return {**_CLASS_TOKENS.get(self.class_name, {}), **named, **self.tokenizer_config}
+
+    @property
     def special_texts(self) -> dict[str, bool]:
         """Special tokens by their text; True: text is normalized before it is searched for them."""
-        config = {**(optional_json(self.folder / "special_tokens_map.json") or {}), **self.tokenizer_config}
+        config = self.settings
         more = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
         tokens = [config.get(name) for name in _NAMED] + (list(more) if isinstance(more, list) else [])
         found: dict[str, bool] = {}
@@ -182,15 +220,13 @@ class Vocabulary:
 
     def _set_template(self, made: Any) -> None:
         """Put BOS and EOS around texts, as some classes of transformers do whatever the file says."""
-        name = str(self.tokenizer_config.get("tokenizer_class") or "")
-        name = name or _CLASS_OF_TYPE.get(str(self.config.outer.get("model_type")), "")
-        if name.removesuffix("Fast").removesuffix("Tokenizer") not in _OWN_TEMPLATE:
+        if self.class_name not in _OWN_TEMPLATE:
             return
         from tokenizers.processors import TemplateProcessing
 
         single, tokens = ["$A:0"], []
         for key, default, place in (("bos", True, 0), ("eos", False, 2)):
-            token = self.tokenizer_config.get(f"{key}_token")
+            token = self.settings.get(f"{key}_token")
             text = token.get("content") if isinstance(token, dict) else token
             if self.tokenizer_config.get(f"add_{key}_token", default) and isinstance(text, str):
                 single.insert(place, f"{text}:0")
