@@ -35,9 +35,10 @@ INTERMEDIATES = ("auto", "bf16", "f16", "f32", "none")
 class ConvertOptions:
     """Everything about a conversion but directory, output and type; names as on the command line.
 
-    ``outtype`` is for a conversion without a type, ``intermediate`` for one that also quantizes. ``lossless`` keeps
-    quantized weights as blocks wherever that changes no value; ``no_nextn`` leaves out layers that predict further
-    tokens; ``fuse_gate_up_exps`` and ``fuse_qkv`` make tensors one. Splits are those of convert_hf_to_gguf.py.
+    ``outtype`` and ``fp8_as_q8`` (float8 matrices become Q8_0) are for a conversion without a type, ``intermediate``
+    for one that also quantizes. ``lossless`` keeps quantized weights as blocks wherever that changes no value;
+    ``no_nextn`` leaves out layers that predict further tokens; ``fuse_gate_up_exps`` and ``fuse_qkv`` make tensors one.
+    Splits are those of convert_hf_to_gguf.py.
     """
 
     outtype: str = "auto"
@@ -49,6 +50,7 @@ class ConvertOptions:
     no_nextn: bool = False
     fuse_gate_up_exps: bool = False
     fuse_qkv: bool = False
+    fp8_as_q8: bool = False
     split_max_tensors: int = 0
     split_max_size: str | int | None = None
     no_tensor_first_split: bool = False
@@ -141,7 +143,7 @@ def _check(options: ConvertOptions, type: str | None, quantize: QuantizeOptions 
         if quantize is not None and quantize != QuantizeOptions():
             raise RecipeError("options of quantize need a TYPE to quantize to: quantkit convert DIR OUT.gguf Q4_K_M")
         return
-    for name in ("outtype", "split_max_tensors", "no_tensor_first_split", "split_max_size"):
+    for name in ("outtype", "fp8_as_q8", "split_max_tensors", "no_tensor_first_split", "split_max_size"):
         if getattr(options, name) != getattr(default, name):
             raise RecipeError(f"--{name.replace('_', '-')} is for a conversion without TYPE: leave one of them away")
     if quantize is not None and (quantize.keep_split or quantize.repack or quantize.unrepack):
@@ -161,6 +163,7 @@ def _open(folder: str | Path, options: ConvertOptions, outtype: str) -> Checkpoi
         no_nextn=options.no_nextn,
         fuse_gate_up_exps=options.fuse_gate_up_exps,
         fuse_qkv=options.fuse_qkv,
+        fp8_as_q8=options.fp8_as_q8,
     )
 
 

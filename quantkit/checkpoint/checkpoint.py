@@ -27,7 +27,7 @@ from quantkit.checkpoint.expressions import (
 from quantkit.checkpoint.fused import fused
 from quantkit.checkpoint.general import General, ParameterCount, read_general
 from quantkit.checkpoint.keys import Keys
-from quantkit.checkpoint.policy import OutType, find_outtype, type_of
+from quantkit.checkpoint.policy import OutType, find_outtype, type_of, type_of_float8
 from quantkit.checkpoint.quantized import decoded, weights_only
 from quantkit.checkpoint.quantized.beside import with_scales
 from quantkit.checkpoint.row import Architecture
@@ -44,6 +44,7 @@ from quantkit.helpers import round_up
 from quantkit.types import TensorType
 
 _FLOATS = (TYPE_F32, TYPE_F16, TYPE_BF16)
+_FLOAT8 = ("F8_E4M3", "F8_E5M2")
 #: Bytes hashed at each end of every stored tensor for the fingerprint.
 _SAMPLE = 4096
 #: Files beside the weights that decide metadata.
@@ -141,6 +142,7 @@ def open_checkpoint(
     no_nextn: bool = False,
     fuse_gate_up_exps: bool = False,
     fuse_qkv: bool = False,
+    fp8_as_q8: bool = False,
 ) -> Checkpoint:
     """Open the checkpoint in a directory.
 
@@ -155,6 +157,7 @@ def open_checkpoint(
         no_nextn: leave out layers that predict further tokens.
         fuse_gate_up_exps: make gate and up of experts one tensor.
         fuse_qkv: make queries, keys and values one tensor where a layer has all of them.
+        fp8_as_q8: matrices that are stored as float8 become Q8_0, whatever ``outtype`` is.
 
     Raises:
         FormatError: a file is broken, missing or of another model; the message names file and tensor.
@@ -179,7 +182,7 @@ def open_checkpoint(
     if fuse_gate_up_exps or fuse_qkv:
         given = iter(fused(given, names, gate_up=fuse_gate_up_exps, qkv=fuse_qkv))
     for name, tensor in with_scales(given):
-        made.append(_made(name, tensor, names, chosen, exact, at))
+        made.append(_made(name, tensor, names, chosen, exact, at, fp8_as_q8))
         at += round_up(made[-1].info.nbytes, 32)
     chosen = _as_stored(chosen, made)
     keys = Keys(row.arch, config.path)
@@ -266,11 +269,13 @@ def _stored(indexed: list[dict[str, StoredTensor]], row: Architecture, context: 
     return stored
 
 
-def _made(name: str, tensor: Tensor, names: TensorNames, outtype: OutType, exact: bool, at: int) -> Made:
+def _made(name: str, tensor: Tensor, names: TensorNames, outtype: OutType, exact: bool, at: int, q8: bool) -> Made:
     x = tensor.x
     if not x.shape:
         x = Shaped(x, (1,))
     wanted = type_of(name, x, tensor.layer, names, outtype.type)
+    if q8 and x.type.block == 1 and any(part.dtype in _FLOAT8 for part in x.parts()):
+        wanted = type_of_float8(name, x)
     if x.type.name in ("Q4_0", "Q8_0") and type_of(name, floats(x), tensor.layer, names, TYPE_F16) is TYPE_F32:
         x, wanted = floats(x), TYPE_F32  # a router, say
     given = x.type

@@ -24,6 +24,7 @@ OUTTYPES = {
     name.lower(): OutType(type_by_name(name), number, name)
     for name, number in (("F32", 0), ("F16", 1), ("BF16", 32), ("Q8_0", 7), ("TQ1_0", 36), ("TQ2_0", 37))
 }
+TYPE_Q8_0 = type_by_name("Q8_0")
 #: What --outtype takes.
 OUTTYPE_NAMES = (*OUTTYPES, "auto")
 #: Kinds that are always F32.
@@ -46,6 +47,13 @@ def find_outtype(name: str, stored: Iterable[Expression]) -> OutType:
     types = (x.type for x in stored if len(x.shape) >= 2)
     found = next((t for t in types if t in (TYPE_BF16, TYPE_F16)), TYPE_F16)
     return OUTTYPES[found.name.lower()]
+
+
+def type_of_float8(name: str, x: Expression) -> TensorType:
+    """Return the type of a tensor that was stored as float8, in a file of --fp8-as-q8."""
+    if len(x.shape) <= 1 or name.endswith("_norm.weight"):
+        return TYPE_F32
+    return TYPE_Q8_0 if x.shape[-1] % TYPE_Q8_0.block == 0 else TYPE_F16
 
 
 def type_of(name: str, x: Expression, layer: int | None, names: TensorNames, wanted: TensorType) -> TensorType:

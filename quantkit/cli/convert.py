@@ -53,6 +53,7 @@ _convert_options = options(
     ),
     option("--no-nextn", group=_SOURCE, is_flag=True, help="Leave out layers that predict further tokens (MTP)."),
     option("--fuse-gate-up-exps", group=_SOURCE, is_flag=True, help="Make gate and up of experts one tensor."),
+    option("--fp8-as-q8", group=_SOURCE, is_flag=True, help="Without TYPE: matrices stored as float8 become Q8_0."),
     option("--fuse-qkv", group=_SOURCE, is_flag=True, help="Make queries, keys and values one tensor."),
     option("--pre", group=_SOURCE, metavar="NAME", help="Name of the pre-tokenizer, where it is not recognized."),
     option("--model-name", group=_SOURCE, metavar="NAME", help="Name of the model (general.name)."),

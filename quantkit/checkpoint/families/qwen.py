@@ -43,7 +43,10 @@ _DEEPSTACK = (8, 16, 24)
 def set_deepstack(keys: Keys, config: Config) -> None:
     """How many outputs of the vision tower the first layers add."""
     vision = config.get("vision_config") or {}
-    keys.u32(".n_deepstack_layers", len(vision.get("deepstack_visual_indexes", _DEEPSTACK)))
+    layers = vision.get("deepstack_visual_indexes", _DEEPSTACK) if isinstance(vision, dict) else None
+    if not isinstance(layers, (list, tuple)):
+        raise FormatError(f"{config.path}: vision_config does not list the layers of deepstack_visual_indexes")
+    keys.u32(".n_deepstack_layers", len(layers))
 
 
 def _listed(path: Path) -> list[Any]:
