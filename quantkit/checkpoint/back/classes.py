@@ -75,6 +75,13 @@ SPELLINGS: dict[str, Spelling] = {
     "Qwen2ForCausalLM": Spelling("qwen2"),
     "Qwen3ForCausalLM": Spelling("qwen3", biases=("attention_bias",)),
     "Qwen2MoeForCausalLM": Spelling("qwen2_moe", _QWEN2_SHARED, always={"norm_topk_prob": False}),
+    "SmolLM3ForCausalLM": Spelling("smollm3", always={"sliding_window": None}, biases=("attention_bias", "mlp_bias")),
+    "SeedOssForCausalLM": Spelling("seed_oss", biases=("attention_bias",)),
+    "OlmoeForCausalLM": Spelling("olmoe", always={"norm_topk_prob": False}),
+    "Olmo2ForCausalLM": Spelling("olmo2"),
+    "GraniteForCausalLM": Spelling("granite", biases=("attention_bias", "mlp_bias")),
+    "Dots1ForCausalLM": Spelling("dots1"),
+    "Starcoder2ForCausalLM": Spelling("starcoder2", "model.layers.*.mlp.c_fc model.layers.*.mlp.c_proj"),
     "Qwen3MoeForCausalLM": Spelling("qwen3_moe", always={"norm_topk_prob": True}, biases=("attention_bias",)),
 }
 
