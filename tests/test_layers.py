@@ -43,6 +43,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "imatrix": {"calibration", "evaluate"},
         "merge": {"imatrix"},
         "convert": {"quantize"},
+        "export": {"quantize"},
     },
     "quantkit.model": {
         **dict.fromkeys(("ops", "batch", "arch", "hparams", "copied", "interleaved", "merged"), set()),

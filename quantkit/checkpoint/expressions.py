@@ -394,6 +394,24 @@ def head_permuted(x: Expression, heads: int) -> Expression:
     return Gathered(x, 0, tuple(pairs))
 
 
+def head_restored(x: Expression, heads: int) -> Expression:
+    """Permute rotary rows as transformers' Llama has them: undoes ``head_permuted``."""
+    rows = x.shape[0] // heads
+    return Gathered(x, 0, tuple(range(h * rows + j, (h + 1) * rows, 2) for h in range(heads) for j in (0, 1)))
+
+
+def joined_along(xs: Sequence[Expression], axis: int) -> Expression:
+    """Return tensors one behind the other along any dimension (negative from the innermost)."""
+    axis %= len(xs[0].shape)
+    if axis == 0:
+        return joined(xs)
+    outer = math.prod(xs[0].shape[:axis])
+    flat = [Shaped(x, (outer, size_of(x) // outer)) for x in xs]
+    slices = tuple(taken(x, 0, range(at, at + 1)) for at in range(outer) for x in flat)
+    shape = (*xs[0].shape[:axis], sum(x.shape[axis] for x in xs), *xs[0].shape[axis + 1 :])
+    return Joined(slices, shape)
+
+
 @dataclass(frozen=True)
 class Transposed:
     """The last two dimensions exchanged; of blocks, the floats that they stand for."""
@@ -439,6 +457,10 @@ def _plus_one(x: F32) -> F32:
     return x + np.float32(1)
 
 
+def _minus_one(x: F32) -> F32:
+    return x - np.float32(1)
+
+
 def _negative_exp(x: F32) -> F32:
     return -np.exp(x.astype(np.float64)).astype(np.float32)
 
@@ -450,6 +472,7 @@ def _negative(x: F32) -> F32:
 #: What ``Mapped`` can do, by name.
 FUNCTIONS: dict[str, Callable[[F32], F32]] = {
     "plus one": _plus_one,
+    "minus one": _minus_one,
     "negative exp": _negative_exp,
     "negative": _negative,
 }

@@ -134,6 +134,28 @@ def _tensor(path: Path, name: str, entry: object, begin: int, size: int) -> Stor
     return StoredTensor(name, dtype, tuple(shape), path, begin + first, last - first)
 
 
+def layout_safetensors(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[int], int]:
+    """Lay out a file of tensors, each a name, a dtype and a shape, outermost first.
+
+    Data is in order of width, then of name, as the safetensors library has it, without gaps.
+
+    Returns:
+        the beginning of the file, the offset of each tensor from there on as given, and the bytes of the file.
+    """
+    order = sorted(range(len(tensors)), key=lambda i: (-DTYPES[tensors[i][1]], tensors[i][0]))
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets, at = [0] * len(tensors), 0
+    for i in order:
+        name, dtype, shape = tensors[i]
+        nbytes = math.prod(shape) * DTYPES[dtype] // 8
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        offsets[i], at = at, at + nbytes
+    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    header += b" " * (-len(header) % 8)
+    begin = len(header) + 8
+    return len(header).to_bytes(8, "little") + header, [begin + offset for offset in offsets], begin + at
+
+
 def read_checkpoint(folder: Path, prefix: str = "model") -> list[dict[str, StoredTensor]]:
     """Return the tensors of each file of a checkpoint, in the order convert_hf_to_gguf.py (b11434) reads them.
 

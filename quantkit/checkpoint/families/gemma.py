@@ -12,7 +12,7 @@ from quantkit.checkpoint.config import Config, optional_json
 from quantkit.checkpoint.expressions import Constant, Expression, taken
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.row import Copied, SetKeys
-from quantkit.checkpoint.tensors import Changed, Context, Dropped, Named, Renamed, Tensor, plus_one
+from quantkit.checkpoint.tensors import Changed, Context, Dropped, Experts, Named, Renamed, Tensor, plus_one
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 
@@ -82,8 +82,14 @@ GEMMA4_STORED = (
     Renamed(r"(per_dim_scale|layer_scalar)$", r"\1.weight"),
     Renamed(r"^(.*\.experts\.(?!.*\.(weight|(weight|input)_\w+|g_idx|q\w+|scales)$).*)$", r"\1.weight"),
 )
+#: Experts that are stored each on its own, as quantizers write them.
+_GEMMA4_EXPERTS = Experts(
+    name="model.layers.{layer}.experts.{expert}.{weight}.weight",
+    merged="model.layers.{layer}.mlp.experts.{weight}.weight",
+)
 GEMMA4_RULES = (
     TOKENS,
+    _GEMMA4_EXPERTS,
     Named(r"router\.scale$", "*ffn_gate_inp", ".scale"),
     Named(r"\.per_expert_scale", "*ffn_down_exps", ".scale"),
 )

@@ -1,8 +1,7 @@
 """AWQ, layout of AutoAWQ's GEMM kernels: qweight I32 [columns, rows / 8], qzeros I32 [groups, rows / 8], scales.
 
 A word has the codes of eight rows (outputs), in the order 0 2 4 6 1 3 5 7 from the lowest bits on. Values are
-(code - zero point) * scale of the column's group. convert_hf_to_gguf.py does not read it; fact of AutoAWQ's
-utils/packing_utils.py.
+(code - zero point) * scale of the column's group. convert_hf_to_gguf.py does not read it; facts of AutoAWQ's packing.
 """
 
 from __future__ import annotations
