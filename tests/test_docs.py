@@ -18,7 +18,15 @@ KINDS = ("py", "cu", "cuh", "npz", "md", "toml")
 #: Matches the name of a file, with or without folders: a whole one, without wildcards or <parts> to fill in.
 NAMED = re.compile(rf"(?<![\w*<>{{}}./-])((?:[\w-]+/)*[\w-]+\.(?:{'|'.join(KINDS)}))(?![\w*({{-])")
 #: Files of others, or of users.
-OTHERS = {"constants.py", "convert_hf_to_gguf.py", "gpu_check.md", "OUT/gpu_check.md", "OUT.npz", "out.md"}
+OTHERS = {
+    "constants.py",
+    "convert_hf_to_gguf.py",
+    "convert_hf_to_gguf_update.py",
+    "gpu_check.md",
+    "OUT/gpu_check.md",
+    "OUT.npz",
+    "out.md",
+}
 #: Of llama.cpp's converter, and what checkpoints have.
 OTHERS |= {f"gguf-py/gguf/{name}.py" for name in ("constants", "metadata")} | {"README.md"}
 OTHERS |= {"gguf_writer.py", "quants.py", "tensor_mapping.py", "exaone.py", "stablelm.py", "starcoder.py"}
