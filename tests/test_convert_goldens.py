@@ -27,6 +27,9 @@ DATA = Path(__file__).parent / "data"
 EXPECTED: dict[str, Any] = json.loads((DATA / "convert-sha256.json").read_text())
 LOGITS = np.load(DATA / "convert-logits.npz")
 BOUND = 1e-5
+#: Converted, but not run by the engine yet: their logits wait for it.
+NOT_RUN = {"arcee", "command-r", "deepseek32", "gemma", "gemma4", "glm-dsa", "granitehybrid", "olmo", "phi2", "qwen3vl"}
+NOT_RUN |= {"starcoder"}
 SPLITS = {
     "bf16 by size": {"split_max_size": "2M"},
     "bf16 by tensors": {"split_max_tensors": 10},
@@ -101,10 +104,11 @@ def test_the_logits_are_those_of_transformers(name: str, drawn: Path, tmp_path: 
     options = replace(options_of(checkpoints.describe(name)), outtype="f32")
     (path,) = convert(drawn, tmp_path / "f32.gguf", None, options).paths
     with open_gguf(path) as file:
-        try:
-            arch_by_name(file.get("general.architecture"))
-        except TypeNotSupported:
-            pytest.skip("the engine does not run this architecture")
+        arch = str(file.get("general.architecture"))
+    if arch in NOT_RUN:
+        with pytest.raises(TypeNotSupported):
+            arch_by_name(arch)
+        return
     placement = Placement(gpu_layers=99, rules=((".*", "REFERENCE"),), accelerators=("REFERENCE",))
     with load(path, n_ctx=512, kv_type="f32", placement=placement) as model:
         logits = model.forward(np.array(checkpoints.PROMPT, np.int32))[-4:]

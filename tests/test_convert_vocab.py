@@ -109,7 +109,6 @@ def test_a_class_that_is_not_known(tmp_path: Path) -> None:
 
 
 def test_what_to_try_for_an_unknown_hash(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
     folder = write_checkpoint(tmp_path / "m")
     with pytest.raises(FormatError, match=r"hash [0-9a-f]{64}.*--pre gpt-2 splits a difficult text as") as e:
         convert(folder, tmp_path / "x.gguf", None, VOCAB)
