@@ -478,6 +478,14 @@ FUNCTIONS: dict[str, Callable[[F32], F32]] = {
 }
 
 
+def fill_mapped(x: Expression, t: TensorType, function: Callable[[F32], F32], start: int, into: U8) -> None:
+    """Fill ``into`` with a function of each value of ``x`` from ``start`` on, as F32, F16 or BF16, piece by piece."""
+    size = t.block_bytes
+    for at in range(0, into.size // size, PIECE):
+        piece = into[at * size : (at + PIECE) * size]
+        from_f32(t, function(read_f32(x, start + at, piece.size // size)), piece)
+
+
 @dataclass(frozen=True)
 class Mapped:
     """A function of each value."""
@@ -494,10 +502,7 @@ class Mapped:
         return TYPE_F16 if self.x.type is TYPE_F16 else TYPE_F32
 
     def read(self, start: int, into: U8, ahead: int = 0) -> None:
-        size = self.type.block_bytes
-        for at in range(0, into.size // size, PIECE):
-            piece = into[at * size : (at + PIECE) * size]
-            from_f32(self.type, FUNCTIONS[self.function](read_f32(self.x, start + at, piece.size // size)), piece)
+        fill_mapped(self.x, self.type, FUNCTIONS[self.function], start, into)
 
     def parts(self) -> Iterator[StoredTensor]:
         return self.x.parts()

@@ -11,11 +11,11 @@ import click
 
 from quantkit.cli.ignored import Ignored
 from quantkit.cli.options import echo_notes, on_command_line, option, options
-from quantkit.cli.quantize import QuantizeCommand, is_count, is_type, parsed_layers, quantize_options
+from quantkit.cli.quantize import QuantizeCommand, is_count, is_type, parsed_layers, quantize_options, run_shown
 from quantkit.cli.refused import refused_options
-from quantkit.cli.summary import DryRunReport, RunReport
+from quantkit.cli.summary import DryRunReport
 from quantkit.cli.table import table
-from quantkit.pipeline.run import refusal
+from quantkit.pipeline.run import RunOptions, refusal
 
 _SOURCE = "The checkpoint"
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -123,7 +123,7 @@ def command(
     16-bit type (float8, F32).
     """
     from quantkit.convert import ConvertOptions, plan_convert
-    from quantkit.quantize import QuantizeOptions, run_quantize
+    from quantkit.quantize import QuantizeOptions
 
     folder, output, type_name, positional = _positionals(arguments)
     if outfile is not None and output is not None:
@@ -147,18 +147,8 @@ def command(
         report = DryRunReport(plan, refusal(plan, resume=resume, overwrite=overwrite))
         click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
         return
-    run = RunReport(plan, quiet=as_json)
-    with run.shown("what is done is kept, continue with --resume"):
-        result = run_quantize(
-            plan,
-            threads=threads or positional,
-            max_ram=max_ram,
-            resume=resume,
-            overwrite=overwrite,
-            measure_error=measure_error,
-            observer=run,
-        )
-    click.echo(json.dumps(run.as_dict(result), indent=2) if as_json else run.text(result))
+    how: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite}
+    run_shown(plan, max_ram, {**how, "measure_error": measure_error}, as_json=as_json)
 
 
 def _positionals(arguments: tuple[str, ...]) -> tuple[str, str | None, str | None, int | None]:

@@ -30,7 +30,7 @@ from quantkit.helpers import available_cpus, format_size
 from quantkit.kernels.formats import ENCODERS
 from quantkit.pipeline.plan import Plan, without_existing
 from quantkit.pipeline.presets import RULES
-from quantkit.pipeline.run import refusal
+from quantkit.pipeline.run import RunOptions, refusal
 from quantkit.pipeline.work import least_ram
 
 _WHAT, _TYPES, _IMATRIX, _META, _RUN, _OUT = (
@@ -261,7 +261,7 @@ def command(
     Quantized to an interleaved type, tensors get ik_llama.cpp's bytes; --encoder mainline gives those of llama.cpp's
     encoder, interleaved.
     """
-    from quantkit.quantize import QuantizeOptions, plan_quantize, run_quantize
+    from quantkit.quantize import QuantizeOptions, plan_quantize
 
     repack = "REPACK" if given["repack"] else "UNREPACK" if given["unrepack"] else None
     source, output, type_name, positional = _positionals(_with_a_type(arguments, repack) if repack else arguments)
@@ -289,17 +289,18 @@ def command(
         return
     if max_buffer_size is not None:
         max_ram = _buffer_ram(plan, threads or positional, max_buffer_size)
+    how: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite}
+    run_shown(plan, max_ram, {**how, "measure_error": measure_error}, as_json=as_json)
+
+
+def run_shown(plan: Plan, max_ram: int, how: RunOptions, *, as_json: bool) -> None:
+    """Carry out a plan with progress, and print how it went."""
+    from quantkit.quantize import run_quantize
+
     run = RunReport(plan, quiet=as_json)
     with run.shown("what is done is kept, continue with --resume"):
-        result = run_quantize(
-            plan,
-            threads=threads or positional,
-            max_ram=max_ram,
-            resume=resume,
-            overwrite=overwrite,
-            measure_error=measure_error,
-            observer=run,
-        )
+        given: RunOptions = {**how, "observer": run}
+        result = run_quantize(plan, max_ram=max_ram, **given)
     click.echo(json.dumps(run.as_dict(result), indent=2) if as_json else run.text(result))
 
 

@@ -17,7 +17,7 @@ from quantkit.checkpoint.expressions import (
     TYPE_F16,
     TYPE_F32,
     Expression,
-    from_f32,
+    fill_mapped,
     read_f32,
     size_of,
 )
@@ -54,11 +54,8 @@ class Ternary:
         return np.float32(np.float32(1) / np.maximum(np.float32(total / n), np.float32(1e-5)))
 
     def read(self, start: int, into: U8, ahead: int = 0) -> None:
-        size, inverse = self.type.block_bytes, self._inverse
-        for at in range(0, into.size // size, PIECE):
-            piece = into[at * size : (at + PIECE) * size]
-            values = read_f32(self.x, start + at, piece.size // size)
-            from_f32(self.type, np.clip(np.rint(values * inverse), -1, 1) / inverse, piece)
+        inverse = self._inverse
+        fill_mapped(self.x, self.type, lambda x: np.clip(np.rint(x * inverse), -1, 1) / inverse, start, into)
 
     def parts(self) -> Iterator[StoredTensor]:
         return self.x.parts()

@@ -7,6 +7,7 @@ order torch has.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,22 +23,23 @@ from quantkit.formats.safetensors import StoredTensor
 from quantkit.types import TensorType
 
 
-class RowWise:
+class RowWise(ABC):
     """An expression that makes whole rows: subclasses have ``shape``, ``type``, ``parts`` and ``fill``."""
 
     shape: tuple[int, ...]
 
     @property
+    @abstractmethod
     def type(self) -> TensorType:
-        raise NotImplementedError
+        """The type of the values."""
 
+    @abstractmethod
     def fill(self, first: int, rows: U8) -> None:
         """Fill ``rows``, [n, bytes of a row], with rows from ``first`` on; outer dimensions one behind the other."""
-        raise NotImplementedError
 
+    @abstractmethod
     def parts(self) -> Iterator[StoredTensor]:
         """Yield the stored tensors it is made of."""
-        raise NotImplementedError
 
     def read(self, start: int, into: U8, ahead: int = 0) -> None:
         """Fill ``into`` with values from ``start`` on; see ``Expression``."""
