@@ -118,7 +118,7 @@ def _glu(b: CPULowering, op: ops.Glu) -> None:
 @LOWER.of(ops.Activate)
 def _activate(b: CPULowering, op: ops.Activate) -> None:
     if op.activation.kind == "softplus":
-        _map(b, elementwise.softplus, op.out, op.x)
+        _map(b, elementwise.softplus, op.out, op.x, by=0.0)
         return
     operation = glu.activate(op.activation)
     limits = {name: value for name, value in glu.limits(op.activation).items() if name in operation.slots}
