@@ -359,6 +359,11 @@ def _delta_net(b: CPULowering, op: ops.DeltaNet) -> None:
     b.emit(recurrent.delta_net, **slots.delta_net(b, op))
 
 
+@LOWER.of(ops.SsmScan)
+def _ssm_scan(b: CPULowering, op: ops.SsmScan) -> None:
+    b.emit(recurrent.ssm_scan, **slots.ssm_scan(b, op))
+
+
 LOWER |= observe.LOWER
 
 
