@@ -87,8 +87,8 @@ def test_ssm_scan(memory: Memory, case: Scan, batches: list[Tokens]) -> None:
 def test_as_the_reference_does(memory: Memory) -> None:
     delta, scan, rng = DeltaRule((2, 4), 16, 8), Scan((2, 4), 8, 16), np.random.default_rng(3)
     conv = Convolution(delta.n_out, 4, biased=True)
-    value = {name: Value(name, width) for name, width in (delta.widths | scan.widths).items()}
-    weights = {name: matrix(x, name) for case in (conv, scan) for name, x in case.weights.items()}
+    value: dict[str, Any] = {name: Value(name, width) for name, width in (delta.widths | scan.widths).items()}
+    weights: dict[str, Any] = {name: matrix(x, name) for case in (conv, scan) for name, x in case.weights.items()}
     arrays = {weights[name]: x for case in (conv, scan) for name, x in case.weights.items()}
     out = Value("out", delta.n_out)
     ops = (

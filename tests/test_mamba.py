@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import drawn
+import numpy as np
 import pytest
 from test_engine_hostile import CHANGES, changed
 
@@ -129,6 +130,24 @@ def test_the_cpu_gives_the_references_logits(variant: str, fusion: Fusion, tmp_p
     path, tokens = hybrid(tmp_path / "model.gguf", changes, **tensors), drawn.ids(24)
     with load(path, kv_type="f32", fusion=fusion, threads=2) as model:
         assert nmse(model.forward(tokens), drawn.logits(path, tokens)) < 1e-11
+
+
+def test_on_the_cpu_batches_and_sequences_do_not_matter(tmp_path: Path) -> None:
+    """Prompts, single tokens, two sequences by turns, and one that begins anew."""
+    path, first, second = hybrid(tmp_path / "model.gguf"), drawn.ids(24), drawn.ids(24, 2)
+    with load(path, kv_type="f32", threads=2) as model:
+        wanted, session = [model.forward(tokens) for tokens in (first, second)], model.session(64, n_seq=2)
+        for _ in range(2):
+            found: list[list[Any]] = [[], []]
+            for begin, end in ((0, 5), (5, 6), (6, 7), (7, 24)):
+                tokens = np.stack([first[begin:end], second[begin:end]], 1).reshape(-1)
+                logits = session.decode(tokens, np.tile(np.arange(2, dtype=np.int32), end - begin))
+                assert logits is not None
+                found[0].append(logits[0::2])
+                found[1].append(logits[1::2])
+            for rows, logits in zip(found, wanted, strict=True):
+                assert nmse(np.concatenate(rows), logits) < 1e-11
+            session.clear()
 
 
 def test_layers_are_of_mamba_where_there_are_no_heads_of_keys(tmp_path: Path) -> None:
