@@ -10,6 +10,7 @@ from typing import Any
 import drawn
 import numpy as np
 import pytest
+from test_cuda_backend import everywhere
 from test_engine_hostile import CHANGES, changed
 
 from libllama import Libllama, nmse
@@ -148,6 +149,17 @@ def test_on_the_cpu_batches_and_sequences_do_not_matter(tmp_path: Path) -> None:
             for rows, logits in zip(found, wanted, strict=True):
                 assert nmse(np.concatenate(rows), logits) < 1e-11
             session.clear()
+
+
+@pytest.mark.parametrize("rules", ["", r"blk\.[13]\.=CPU", "ssm_out=CPU"])
+def test_a_card_gives_the_references_logits(rules: str, tmp_path: Path, cuda_devices: tuple[str, ...]) -> None:
+    """A prompt, a few tokens and single ones; layers, or matrices, on the other device."""
+    changes, tensors = VARIANTS["moe"]
+    path, tokens = hybrid(tmp_path / "model.gguf", changes, **tensors), drawn.ids(16)
+    with load(path, kv_type="f32", placement=everywhere("CUDA0", rules=rules)) as model:
+        session = model.session(16)
+        logits: list[Any] = [session.decode(piece) for piece in np.split(tokens, (10, 14, 15))]
+        assert nmse(np.concatenate(logits), drawn.logits(path, tokens)) < 1e-11
 
 
 def test_layers_are_of_mamba_where_there_are_no_heads_of_keys(tmp_path: Path) -> None:
