@@ -5,6 +5,11 @@ All partitions are tried with plain and raised values: 816 of 16 values; of 32 v
 23 and the last one at most 24, 5744. Sums over runs are differences of sums from the start. A partition is rated by
 sum(w q x)^2 / sum(w q q); the best has the scale sum(w q x) / sum(w q q). A lane is a sub-block.
 
+Most need not be tried. With a scale of their own for the first two runs and another for the last two, both only get
+better: a partition is rated at most as high as its halves together (Cauchy and Schwarz). Two first runs are passed
+over if they and the best two last ones that can follow are below what is reached already, in all lanes. The result is
+that of trying all.
+
 Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp, quantize_row_iq2_k_impl, quantize_row_iq2_ks_impl.
 """
 
@@ -16,18 +21,25 @@ import numpy as np
 
 from quantkit.kernels.cpu.core.jit import helper, inline, specialize
 from quantkit.kernels.cpu.core.simd import any_lane, f32x16, load, select, splat, stack_bytes, store, vabs, vmax
+from quantkit.kernels.cpu.encode.ik_levels import IQ2
 from quantkit.kernels.cpu.encode.ik_search import keep_better
 from quantkit.kernels.tables import table
 
-F = np.float32
+F, I32 = np.float32, np.int32
 _PLAIN = tuple(float(v) for v in table("kvalues_iq2nl"))
 _RAISED = tuple(v + 5 for v in _PLAIN)
 #: The values of runs, and whether they are raised, in the reference's order.
 _RUNS = (_PLAIN, _RAISED, _PLAIN[::-1], _RAISED[::-1])
 
-# Offsets: sorted values and their weights; sums of w x and of w before each; terms of the last run.
-_X, _W, _SUMX, _SUMW, _LAST = 0, 2048, 4096, 4096 + 33 * 64, 4096 + 66 * 64
+# Offsets: sorted values and their weights; sums of w x and of w before each; of each value, four vectors: what the last
+# two runs, the first of which begins there, add to a rating at most; eight: the terms of the last run.
+_X, _W, _SUMX, _SUMW = 0, 2048, 4096, 4096 + 33 * 64
+_BOUNDS, _LAST = 4096 + 66 * 64, 4096 + 66 * 64 + 32 * 256
 _BYTES = _LAST + 32 * 512
+
+#: What bounds may be off by, for they are rounded: a part of sum(w x x). Below and above these, squares of sums may
+#: have lost bits or overflowed.
+_SLACK, _LEAST, _MOST = F(1e-5), F(1e-25), F(1e33)
 
 #: Values of a sub-block, the end of first runs, the least start of last ones.
 span = end_first = start_last = 0
@@ -48,16 +60,16 @@ def _sort(s):
 
 
 def _sum_up(s):
-    """Write the sums of w x and w before each value, and after the last; return the largest magnitude."""
-    sumx = sumw = amax = splat(f32x16, F(0))
+    """Write the sums of w x and w before each value, and after the last; return sum(w x x) and the largest |x|."""
+    sumx = sumw = sumx2 = amax = splat(f32x16, F(0))
     for i in range(span):
         store(s, _SUMX + 64 * i, sumx)
         store(s, _SUMW + 64 * i, sumw)
         x, w = load(f32x16, s, _X + 64 * i), load(f32x16, s, _W + 64 * i)
-        sumx, sumw, amax = sumx + w * x, sumw + w, vmax(amax, vabs(x))
+        sumx, sumw, sumx2, amax = sumx + w * x, sumw + w, sumx2 + w * x * x, vmax(amax, vabs(x))
     store(s, _SUMX + 64 * span, sumx)
     store(s, _SUMW + 64 * span, sumw)
-    return amax
+    return sumx2, amax
 
 
 @inline
@@ -68,41 +80,126 @@ def _run(s, i, j):
 
 
 @inline
-def _terms(sums, level):
-    """Return the terms of a run in sum(w q x), and in sum(w q q), for each of the four values of its level."""
-    wx, w = sums
-    a, b, c, d = F(_RUNS[0][level]), F(_RUNS[1][level]), F(_RUNS[2][level]), F(_RUNS[3][level])
-    return (wx * a, wx * b, wx * c, wx * d), (w * a * a, w * b * b, w * c * c, w * d * d)
+def _terms(s, i, j, level, down):
+    """Return the terms of values i .. j - 1 in sum(w q x), twice, and in sum(w q q), for plain and raised values."""
+    wx, w = _run(s, i, j)
+    a, b = F(_RUNS[2 * down][level]), F(_RUNS[2 * down + 1][level])
+    return wx * a, wx * b, w * a * a, w * b * b
 
 
 @inline
 def _plus(a, b):
-    return (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3])
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
+
+
+@inline
+def _load4(s, at):
+    return load(f32x16, s, at), load(f32x16, s, at + 64), load(f32x16, s, at + 128), load(f32x16, s, at + 192)
+
+
+@inline
+def _rating(qx, q2):
+    return select(q2 > F(0), (qx / q2) * qx, select(qx != F(0), splat(f32x16, F(np.inf)), F(0)))
 
 
 def _store_last(s):
     """Write the terms of each run that ends with the last value."""
     for i in range(span):
-        qx, q2 = _terms(_run(s, i, span), 3)
-        at = _LAST + 512 * i
-        store(s, at, qx[0])
-        store(s, at + 64, qx[1])
-        store(s, at + 128, qx[2])
-        store(s, at + 192, qx[3])
-        store(s, at + 256, q2[0])
-        store(s, at + 320, q2[1])
-        store(s, at + 384, q2[2])
-        store(s, at + 448, q2[3])
+        for down in range(2):
+            terms, at = _terms(s, i, span, 3, down), _LAST + 512 * i + 256 * down
+            store(s, at, terms[0])
+            store(s, at + 64, terms[1])
+            store(s, at + 128, terms[2])
+            store(s, at + 192, terms[3])
+
+
+def _store_bounds(s):
+    """Write the most that the last two runs, from each value on, add to a rating."""
+    for i in range(span):
+        for down in range(2):
+            plain = raised = splat(f32x16, F(0))
+            for j in range(max(i, start_last), span):
+                terms = _plus(_terms(s, i, j, 2, down), _load4(s, _LAST + 512 * j + 256 * down))
+                plain, raised = vmax(plain, _rating(terms[0], terms[2])), vmax(raised, _rating(terms[1], terms[3]))
+            store(s, _BOUNDS + 256 * i + 128 * down, plain)
+            store(s, _BOUNDS + 256 * i + 128 * down + 64, raised)
 
 
 @inline
-def _four(s, at):
-    return (load(f32x16, s, at), load(f32x16, s, at + 64), load(f32x16, s, at + 128), load(f32x16, s, at + 192))
+def _keep(s, two, i2, i3, down, best, d, raised):
+    """Take the scale of a partition with the terms ``two`` of its first two runs in lanes where it is rated better."""
+    terms = _plus(_plus(two, _terms(s, i2, i3, 2, down)), _load4(s, _LAST + 512 * i3 + 256 * down))
+    if any_lane((terms[0] * terms[0] > best * terms[2]) | (terms[1] * terms[1] > best * terms[3])):
+        best, d, raised = keep_better(best, d, raised, terms[0], terms[2], 0)
+        best, d, raised = keep_better(best, d, raised, terms[1], terms[3], 1)
+    return best, d, raised
+
+
+round_any: Any = None
+
+
+def _fit(s, d, raised, best):
+    """Return the scale fitted to the levels nearest to x / d, and the better of its rating and ``best``.
+
+    Levels that no partition gives, since runs have bounds, are not rated.
+    """
+    zero = splat(f32x16, F(0))
+    inverse, is_raised, qx, q2, lowest, highest = F(1) / d, raised > F(0), zero, zero, zero, zero
+    for i in range(span):
+        x, w = load(f32x16, s, _X + 64 * i), load(f32x16, s, _W + 64 * i)
+        level, q = round_any(inverse * x, is_raised)
+        qx, q2 = qx + w * q * x, q2 + w * q * q
+        lowest = lowest + select(level == I32(0), splat(f32x16, F(1)), F(0))
+        highest = highest + select(level == I32(3), splat(f32x16, F(1)), F(0))
+    up = d > F(0)
+    first, last = select(up, lowest, highest), select(up, highest, lowest)
+    allowed = (first < F(end_first)) & (last > F(0)) & (last <= F(span - start_last))
+    ratio = qx / q2
+    better = allowed & (q2 > F(0)) & (ratio * qx > best)
+    return select(q2 > F(0), ratio, d), select(better, ratio * qx, best)
+
+
+fit: Any = None
+
+
+def _reached(s):
+    """Return what a likely partition is rated: the best of a few, fitted by turns to levels and scale."""
+    best = d = raised = splat(f32x16, F(0))
+    n = span // 16
+    for i1 in range(n, 5 * n, 2 * n):
+        for i2 in range(4 * n, 9 * n, 2 * n):
+            for down in range(2):
+                two = _plus(_terms(s, 0, i1, 0, down), _terms(s, i1, i2, 1, down))
+                for i3 in range(10 * n, 15 * n, 2 * n):
+                    best, d, raised = _keep(s, two, i2, i3, down, best, d, raised)
+    for kind in range(2):
+        scale = d
+        for _ in range(2):
+            scale, best = fit(s, scale, splat(f32x16, F(kind)), best)
+    return best
+
+
+@inline
+def _may_exceed(s, two, i2, down, needed):
+    """Whether two first runs, with any two last ones, can be rated above what is needed in some lane."""
+    at = _BOUNDS + 256 * i2 + 128 * down
+    plain = _rating(two[0], two[2]) + load(f32x16, s, at) > needed
+    return any_lane(plain | (_rating(two[1], two[3]) + load(f32x16, s, at + 64) > needed))
 
 
 sort: Any = None
 sum_up: Any = None
 store_last: Any = None
+store_bounds: Any = None
+reached: Any = None
+needed_by: Any = None
+
+
+def _needed(s, sumx2, dead):
+    """Return what a bound must exceed: nothing where x is almost 0, anything where sums are too small or large."""
+    known, sumw = reached(s), load(f32x16, s, _SUMW + 64 * span)
+    sound = (known * sumw > _LEAST) & (sumx2 * sumw < _MOST)
+    return select(dead, splat(f32x16, F(np.inf)), select(sound, known - _SLACK * sumx2, F(-1)))
 
 
 def _search(xt, wt, scales, raised_by):
@@ -112,37 +209,44 @@ def _search(xt, wt, scales, raised_by):
         store(s, _X + at, load(f32x16, xt, at))
         store(s, _W + at, load(f32x16, wt, at))
     sort(s)
-    amax = sum_up(s)
+    sumx2, amax = sum_up(s)
     store_last(s)
+    store_bounds(s)
+    dead = amax < F(1e-16)
+    needed = needed_by(s, sumx2, dead)
     best = d = raised = splat(f32x16, F(0))
     for i1 in range(end_first):
-        first_qx, first_q2 = _terms(_run(s, 0, i1), 0)
+        first_up, first_down = _terms(s, 0, i1, 0, 0), _terms(s, 0, i1, 0, 1)
         for i2 in range(i1, span):
-            second_qx, second_q2 = _terms(_run(s, i1, i2), 1)
-            two_qx, two_q2 = _plus(first_qx, second_qx), _plus(first_q2, second_q2)
+            two_up = _plus(first_up, _terms(s, i1, i2, 1, 0))
+            two_down = _plus(first_down, _terms(s, i1, i2, 1, 1))
+            up, down = _may_exceed(s, two_up, i2, 0, needed), _may_exceed(s, two_down, i2, 1, needed)
+            if not (up | down):
+                continue
             for i3 in range(max(i2, start_last), span):
-                third_qx, third_q2 = _terms(_run(s, i2, i3), 2)
-                at = _LAST + 512 * i3
-                qx = _plus(_plus(two_qx, third_qx), _four(s, at))
-                q2 = _plus(_plus(two_q2, third_q2), _four(s, at + 256))
-                some = (qx[0] * qx[0] > best * q2[0]) | (qx[1] * qx[1] > best * q2[1])
-                if any_lane(some | (qx[2] * qx[2] > best * q2[2]) | (qx[3] * qx[3] > best * q2[3])):
-                    best, d, raised = keep_better(best, d, raised, qx[0], q2[0], 0)
-                    best, d, raised = keep_better(best, d, raised, qx[1], q2[1], 1)
-                    best, d, raised = keep_better(best, d, raised, qx[2], q2[2], 0)
-                    best, d, raised = keep_better(best, d, raised, qx[3], q2[3], 1)
-    dead = amax < F(1e-16)
+                if up:
+                    best, d, raised = _keep(s, two_up, i2, i3, 0, best, d, raised)
+                if down:
+                    best, d, raised = _keep(s, two_down, i2, i3, 1, best, d, raised)
     store(scales, 0, select(dead, F(0), d))
     store(raised_by, 0, select(dead, F(0), raised))
 
 
 def _make(values: int, end_first: int, start_last: int) -> Any:
-    functions = {name: specialize(f, str(values), span=values) for name, f in _FUNCTIONS.items()}
     runs = {"span": values, "end_first": end_first, "start_last": start_last}
-    return specialize(_search, str(values), helper, **runs, **functions)
+    functions = {name: specialize(f, str(values), **runs) for name, f in _FUNCTIONS.items()}
+    fit = specialize(_fit, str(values), **runs, round_any=IQ2.round_any)
+    reached = specialize(_reached, str(values), span=values, fit=fit)
+    needed = specialize(_needed, str(values), span=values, reached=reached)
+    return specialize(_search, str(values), helper, **runs, **functions, needed_by=needed)
 
 
-_FUNCTIONS = {"sort": _sort, "sum_up": _sum_up, "store_last": _store_last}
+_FUNCTIONS = {
+    "sort": _sort,
+    "sum_up": _sum_up,
+    "store_last": _store_last,
+    "store_bounds": _store_bounds,
+}
 
 #: search(xt, wt, scales, raised) of sub-blocks of 16 and of 32 values: see ``_search``.
 search_16, search_32 = _make(16, 16, 0), _make(32, 24, 8)
