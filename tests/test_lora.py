@@ -29,6 +29,7 @@ from quantkit.export import ExportOptions, export
 from quantkit.formats.gguf import open_gguf
 from quantkit.formats.safetensors import read_header
 from quantkit.kernels import dequantize
+from quantkit.kernels.cpu.low_rank import add_low_rank, strips
 from quantkit.lora import convert_lora, plan_convert_lora
 from quantkit.pipeline.work import Worker
 from quantkit.quantize import QuantizeOptions
@@ -170,6 +171,21 @@ def test_what_is_merged_is_the_product(tmp_path: Path) -> None:
         for module, name in (("self_attn.q_proj", "attn_q"), ("mlp.down_proj", "ffn_down"), ("mlp.up_proj", "ffn_up")):
             wanted = plain[f"blk.1.{name}.weight"] + strength * adapters.delta(what, f"model.layers.1.{module}")
             assert np.abs(merged[f"blk.1.{name}.weight"] - wanted).max() < 3e-7
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "rank"), [(1, 1, 1), (1, 3, 2), (4, 16, 1), (5, 17, 3), (7, 40, 5), (33, 256, 8)]
+)
+def test_every_value_is_a_sum_in_the_order_of_the_rank(rows: int, columns: int, rank: int) -> None:
+    random = np.random.default_rng(rows)
+    shapes = (rows, columns), (rank, columns), (rows, rank)
+    x, a, b = (random.standard_normal(shape, dtype=np.float32) for shape in shapes)
+    total = b[:, :1] * a[0]
+    for k in range(1, rank):
+        total = total + b[:, k : k + 1] * a[k]
+    wanted = x + total * np.float32(1.7)
+    add_low_rank(x, strips(a), b, np.float32(1.7))
+    assert np.array_equal(x, wanted)
 
 
 QUANTIZED = ("llama-gptq", "llama-ct-int4-asym", "llama-fp8-e5m2", "llama-nvfp4", "llama-ct-int8")

@@ -7,7 +7,7 @@ A ``LowRank`` goes through the rules of an architecture like any other tensor. W
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -33,9 +33,6 @@ from quantkit.checkpoint.quantized.rows import RowWise
 from quantkit.formats.ranges import U8
 from quantkit.formats.safetensors import StoredTensor
 from quantkit.types import TensorType
-
-#: Values of a product that are summed at a time: with what is added to them they fit a cache.
-_TILE = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -65,26 +62,15 @@ class LowRank(RowWise):
         return self.alpha / self.rank * self.strength
 
     def fill(self, first: int, rows: U8) -> None:
-        self.product(first, rows.view(np.float32))
+        into = rows.view(np.float32)
+        into[...] = 0
+        self.add_to(into, first)
 
-    def product(self, first: int, into: F32) -> None:
-        """Fill ``into`` [n, columns] with rows from ``first`` on.
+    def add_to(self, x: F32, first: int) -> None:
+        """Add rows from ``first`` on to ``x`` [n, columns]: see ``add_low_rank``."""
+        from quantkit.kernels.cpu.low_rank import add_low_rank
 
-        In float32, over the rank in its order, then times the scale: the same bytes whatever is asked for at a time.
-        """
-        n, columns = into.shape
-        a, b = _whole(self.a), _rows(self.b, first, n)
-        step = max(1, _TILE // columns)
-        scale, more = np.float32(self.scale), np.empty((min(step, n), columns), np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):
-            for at in range(0, n, step):
-                sums, part = into[at : at + step], b[at : at + step]
-                term = more[: len(sums)]
-                np.multiply(part[:, :1], a[0], out=sums)
-                for k in range(1, self.rank):
-                    np.multiply(part[:, k : k + 1], a[k], out=term)
-                    np.add(sums, term, out=sums)
-                np.multiply(sums, scale, out=sums)
+        add_low_rank(x, _recent(_strips, self.a), _rows(self.b, first, len(x)), np.float32(self.scale))
 
     def parts(self) -> Iterator[StoredTensor]:
         yield from self.a.parts()
@@ -94,21 +80,31 @@ class LowRank(RowWise):
 def _rows(x: Expression, first: int, n: int) -> F32:
     """Return rows of a factor; of one that is stored the other way round it is cheaper to hold all."""
     if isinstance(x, Transposed):
-        return _whole(x)[first : first + n]
+        return np.ascontiguousarray(_recent(_whole, x)[first : first + n])
     return read_f32(x, first * x.shape[1], n * x.shape[1]).reshape(n, x.shape[1])
 
 
 def _whole(x: Expression) -> F32:
-    """Return a factor; the last ones are kept, for they are read again for every run of rows."""
+    return read_f32(x, 0, size_of(x)).reshape(x.shape)
+
+
+def _strips(x: Expression) -> F32:
+    from quantkit.kernels.cpu.low_rank import strips
+
+    return strips(_whole(x))
+
+
+def _recent(make: Callable[[Expression], F32], x: Expression) -> F32:
+    """Return what is made of a factor; the last ones are kept, for they are needed again for every run of rows."""
     part = next(x.parts())
     found = os.stat(part.path)
-    expression: Any = x
-    return _kept(expression, found.st_mtime_ns, found.st_size)
+    factor: Any = x  # frozen, so it can be a key
+    return _kept(make, factor, found.st_mtime_ns, found.st_size)
 
 
 @lru_cache(maxsize=8)
-def _kept(x: Any, changed: int, size: int) -> F32:  # an expression is frozen, so it can be a key
-    return read_f32(x, 0, size_of(x)).reshape(x.shape)
+def _kept(make: Callable[[Expression], F32], x: Any, changed: int, size: int) -> F32:
+    return make(x)
 
 
 @dataclass(frozen=True)
@@ -130,10 +126,8 @@ class Added(RowWise):
         into = rows.view(np.float32)
         n, columns = into.shape
         into.reshape(-1)[...] = read_f32(self.x, first * columns, n * columns)
-        term = np.empty_like(into)
         for each in self.more:
-            each.product(first, term)
-            np.add(into, term, out=into)
+            each.add_to(into, first)
 
     def parts(self) -> Iterator[StoredTensor]:
         yield from self.x.parts()
