@@ -541,6 +541,11 @@ def test_no_input_is_replaced(llama: Path, tmp_path: Path) -> None:
         with pytest.raises(ResourceError):
             convert(llama, source / file, None, options_of("llama", merge_lora=(str(source),)), overwrite=True)
         assert (source / file).read_bytes() == before
+    for path in (*llama.glob("model*"), llama / "config.json"):
+        before = path.read_bytes()
+        with pytest.raises(ResourceError):
+            convert_lora(source, path, base=llama, overwrite=True)
+        assert path.read_bytes() == before
 
 
 # --- the command line, and llama.cpp ---------------------------------------------------------------------------------

@@ -78,7 +78,8 @@ def _open(base: Path, adapter: Adapter, outtype: str) -> Checkpoint:
         if tokens:
             keys.counts("adapter.alora.invocation_tokens", tokens)
     keys.u32("general.quantization_version", 2)
-    files = [*adapter.files, *(p for p in (config.path, adapter.path / "README.md") if p.is_file())]
+    files = [*adapter.files, config.path, *sorted(base.glob("model*.safetensors*"))]
+    files += [card] if (card := adapter.path / "README.md").is_file() else []
     opened = Checkpoint(adapter.path, tuple(files), keys.fields, made, chosen, adapter.digest())
     opened.general, opened.kind = general, "lora"
     opened.notes = (*notes, *copy_notes(adapter))
