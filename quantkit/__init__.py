@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quantkit.evaluate import kld, logits, perplexity
     from quantkit.imatrix import ImatrixOptions, imatrix
     from quantkit.inspect import inspect
+    from quantkit.lora import convert_lora, plan_convert_lora
     from quantkit.merge import merge_up_gate, split_up_gate
     from quantkit.model.engine import load
     from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
@@ -36,6 +37,7 @@ __all__ = [
     "calibration",
     "compare",
     "convert",
+    "convert_lora",
     "imatrix",
     "inspect",
     "kld",
@@ -44,6 +46,7 @@ __all__ = [
     "merge_up_gate",
     "perplexity",
     "plan_convert",
+    "plan_convert_lora",
     "plan_quantize",
     "quantize",
     "split_up_gate",
@@ -60,6 +63,7 @@ _HOME = {
     "calibration": "calibration",
     "compare": "compare",
     "convert": "convert",
+    "convert_lora": "lora",
     "imatrix": "imatrix",
     "inspect": "inspect",
     "kld": "evaluate",
@@ -68,6 +72,7 @@ _HOME = {
     "merge_up_gate": "merge",
     "perplexity": "evaluate",
     "plan_convert": "convert",
+    "plan_convert_lora": "lora",
     "plan_quantize": "quantize",
     "quantize": "quantize",
     "split_up_gate": "merge",

@@ -16,6 +16,7 @@ from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.checkpoint.architectures import ROWS
 from quantkit.checkpoint.fused import FUSIONS
 from quantkit.checkpoint.general import templated
+from quantkit.checkpoint.lora.peft import parse_adapter
 from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT
 from quantkit.checkpoint.policy import OUTTYPE_NAMES
 from quantkit.errors import RecipeError, TypeNotSupported
@@ -46,6 +47,7 @@ class ConvertOptions:
     ``outtype``, ``fp8_as_q8``, ``vocab_only`` and splits (those of convert_hf_to_gguf.py) are for a conversion without
     a type, ``intermediate`` for one that also quantizes. ``mtp`` and ``no_nextn`` are about layers that predict more
     tokens: only them, or none of them. ``lossless`` keeps quantized weights as blocks wherever that changes no value.
+    ``merge_lora``: directories of LoRA adapters, each with ":SCALE" or without, that are merged in their order.
     """
 
     outtype: str = "auto"
@@ -60,6 +62,7 @@ class ConvertOptions:
     fp8_as_q8: bool = False
     vocab_only: bool = False
     lossless: bool = False
+    merge_lora: tuple[str, ...] = ()
     split_max_tensors: int = 0
     split_max_size: str | int | None = None
     no_tensor_first_split: bool = False
@@ -117,7 +120,11 @@ def plan_convert(
             more = "; --lossless keeps them as they are" if e.message.startswith("already quantized") else ""
             raise TypeNotSupported(e.message + more) from None
         return replace(plan, notes=(*opened.notes, *plan.notes))
-    opened = _open(folder, options, options.outtype)
+    return plan_opened(_open(folder, options, options.outtype), output, options)
+
+
+def plan_opened(opened: Checkpoint, output: str | Path | None, options: ConvertOptions) -> Plan:
+    """Decide everything about a conversion without a type; ``options`` say how it is split."""
     chosen = [_chosen(opened, name) for name in opened.tensors]
     return plan_output(
         opened,
@@ -147,6 +154,8 @@ def _check(options: ConvertOptions, type: str | None, quantize: QuantizeOptions 
         raise RecipeError(f"--outtype {options.outtype}: there are {', '.join(OUTTYPE_NAMES)}")
     if options.intermediate not in INTERMEDIATES:
         raise RecipeError(f"--intermediate {options.intermediate}: there are {', '.join(INTERMEDIATES)}")
+    if options.vocab_only and options.merge_lora:
+        raise RecipeError("--merge-lora changes weights, and --vocab-only has none: leave one of them away")
     if options.mtp and options.no_nextn:
         raise RecipeError("--mtp and --no-nextn exclude each other: run twice for two files")
     if type is None:
@@ -176,6 +185,7 @@ def _open(folder: str | Path, options: ConvertOptions, outtype: str) -> Checkpoi
         fp8_as_q8=options.fp8_as_q8,
         vocab_only=options.vocab_only,
         lossless=options.lossless,
+        adapters=[parse_adapter(str(each)) for each in options.merge_lora],
     )
 
 

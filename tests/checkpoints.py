@@ -177,7 +177,7 @@ def encode(x: npt.NDArray[np.float32], dtype: str) -> tuple[str, Shape, bytes]:
 def write_shards(path: Path, tensors: list[tuple[str, str, Shape, bytes]], shards: int) -> None:
     """Write model.safetensors, or that many shards of about the same size and their index."""
     if shards == 1:
-        _write_safetensors(path / "model.safetensors", tensors)
+        write_safetensors(path / "model.safetensors", tensors)
         return
     total, groups, done = sum(len(t[3]) for t in tensors), [[] for _ in range(shards)], 0  # type: ignore[var-annotated]
     for tensor in tensors:
@@ -186,12 +186,12 @@ def write_shards(path: Path, tensors: list[tuple[str, str, Shape, bytes]], shard
     index: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         file = f"model-{number:05d}-of-{shards:05d}.safetensors"
-        _write_safetensors(path / file, group)
+        write_safetensors(path / file, group)
         index.update((name, file) for name, *_ in group)
     _write_json(path / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
 
 
-def _write_safetensors(path: Path, tensors: list[tuple[str, str, Shape, bytes]]) -> None:
+def write_safetensors(path: Path, tensors: list[tuple[str, str, Shape, bytes]]) -> None:
     header: Json = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, dtype, shape, data in tensors:

@@ -48,6 +48,7 @@ def values(line: str) -> list[str]:
         ("inspect sub/", ["sub/m.gguf"]),
         ("perplexity -m ", ["model-bf16.gguf", "empty/", "other/", "sub/"]),
         ("imatrix show im", ["imatrix.dat"]),
+        ("convert-lora sub mod", ["model-bf16.gguf"]),
     ],
 )
 def test_values(line: str, expected: list[str]) -> None:
@@ -56,10 +57,20 @@ def test_values(line: str, expected: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("line", "kind"),
-    [("inspect no", "file"), ("inspect emp", "dir"), ("inspect other/", "file"), ("inspect gone/x", "file")],
+    [
+        ("inspect no", "file"),
+        ("inspect emp", "dir"),
+        ("inspect other/", "file"),
+        ("inspect gone/x", "file"),
+        ("convert-lora emp", "dir"),
+    ],
 )
 def test_what_the_shell_completes_itself(line: str, kind: str) -> None:
     assert [(item.type, item.value) for item in items(line)] == [(kind, line.split()[1])]
+
+
+def test_adapters_are_directories() -> None:
+    assert [(item.type, item.value) for item in items("convert DIR --merge-lora emp")] == [("dir", "emp")]
 
 
 def test_types_that_cannot_be_encoded_are_left_out() -> None:

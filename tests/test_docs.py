@@ -22,6 +22,8 @@ OTHERS = {
     "constants.py",
     "convert_hf_to_gguf.py",
     "convert_hf_to_gguf_update.py",
+    "convert_lora_to_gguf.py",
+    "gguf_convert_endian.py",
     "gpu_check.md",
     "OUT/gpu_check.md",
     "OUT.npz",
@@ -30,7 +32,8 @@ OTHERS = {
 #: Of llama.cpp's converter, and what checkpoints have.
 OTHERS |= {f"gguf-py/gguf/{name}.py" for name in ("constants", "metadata")} | {"README.md"}
 OTHERS |= {"gguf_writer.py", "quants.py", "tensor_mapping.py", "exaone.py", "stablelm.py", "starcoder.py"}
-#: Of transformers, AutoAWQ, and repositories of models.
+#: Of transformers, PEFT, AutoAWQ, and repositories of models.
+OTHERS |= {"tuners/lora/config.py", "tuners/lora/model.py", "tuners/lora/layer.py", "utils/other.py"}
 OTHERS |= {"convert_slow_tokenizer.py", "utils/packing_utils.py", "tokenization_hy.py", "tokenization_kimi.py"}
 
 FILES = {p.relative_to(ROOT).as_posix() for kind in KINDS for p in ROOT.rglob(f"*.{kind}") if ".venv" not in p.parts}

@@ -44,6 +44,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "merge": {"imatrix"},
         "convert": {"quantize"},
         "export": {"quantize"},
+        "lora": {"convert", "quantize"},
     },
     "quantkit.model": {
         **dict.fromkeys(("ops", "batch", "arch", "hparams", "copied", "interleaved", "merged"), set()),

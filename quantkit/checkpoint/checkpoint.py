@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -28,13 +28,14 @@ from quantkit.checkpoint.expressions import (
 from quantkit.checkpoint.fused import fused
 from quantkit.checkpoint.general import General, ParameterCount, read_general
 from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.lora.merged import Given, identity, merged, notes_of, read_adapters
 from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT, check_nextn, is_taken, predicts
 from quantkit.checkpoint.policy import OutType, find_outtype, type_of, type_of_float8
 from quantkit.checkpoint.quantized import Decoded, decoded, weights_only
 from quantkit.checkpoint.quantized.beside import with_scales
 from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.tensor_names import TensorNames
-from quantkit.checkpoint.tensors import Context, Tensor, applied, named_tensors, text_name
+from quantkit.checkpoint.tensors import Context, Tensor, named_tensors, text_name, text_tensors
 from quantkit.checkpoint.vocab import WRITERS
 from quantkit.checkpoint.vocab.tokenizer import Vocabulary
 from quantkit.errors import FormatError
@@ -81,7 +82,13 @@ class Checkpoint:
     """
 
     def __init__(
-        self, folder: Path, files: tuple[Path, ...], fields: dict[str, Field], made: list[Made], outtype: OutType
+        self,
+        folder: Path,
+        files: tuple[Path, ...],
+        fields: dict[str, Field],
+        made: list[Made],
+        outtype: OutType,
+        identity: str = "",
     ) -> None:
         self.paths: tuple[Path, ...] = (folder,)
         self.files = files
@@ -89,6 +96,8 @@ class Checkpoint:
         self.made: dict[str, Made] = {each.info.name: each for each in made}
         self.tensors: dict[str, TensorInfo] = {each.info.name: each.info for each in made}
         self.outtype = outtype
+        #: What decides its bytes and cannot be told from metadata and stored tensors.
+        self.identity = identity
         self.general = General({}, {})
         self.kind = ""
         #: What is worth saying about it.
@@ -115,7 +124,7 @@ class Checkpoint:
 
     def fingerprint(self) -> str:
         """Return a SHA-256 over metadata, names and types, and both ends of every stored tensor."""
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(self.identity.encode())
         for item in self.fields.values():
             digest.update(item.encode())
         parts: dict[tuple[Path, int], StoredTensor] = {}
@@ -141,7 +150,7 @@ class Checkpoint:
 _MISTAKEN = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError)
 
 
-def _refusing(function: Callable[P, Checkpoint]) -> Callable[P, Checkpoint]:
+def refusing(function: Callable[P, Checkpoint]) -> Callable[P, Checkpoint]:
     """Return ``function`` with such mistakes as FormatErrors."""
 
     @wraps(function)
@@ -155,7 +164,7 @@ def _refusing(function: Callable[P, Checkpoint]) -> Callable[P, Checkpoint]:
     return refusing
 
 
-@_refusing
+@refusing
 def open_checkpoint(
     folder: str | os.PathLike[str],
     *,
@@ -169,6 +178,7 @@ def open_checkpoint(
     fp8_as_q8: bool = False,
     vocab_only: bool = False,
     lossless: bool = False,
+    adapters: Sequence[Given] = (),
 ) -> Checkpoint:
     """Open the checkpoint in a directory.
 
@@ -184,6 +194,7 @@ def open_checkpoint(
         fp8_as_q8: matrices that are stored as float8 become Q8_0, whatever ``outtype`` is.
         vocab_only: metadata and vocabulary, no tensors.
         lossless: keep quantized weights as blocks wherever that changes no value.
+        adapters: directories of LoRA adapters to merge into the weights, and by what their scales are multiplied.
 
     Raises:
         FormatError: a file is broken, missing or of another model; the message names file and tensor.
@@ -199,16 +210,19 @@ def open_checkpoint(
     row.look(config, {name for name in found if is_taken(text_name(name) or "", nextn, config)})
     layers = config.layers if nextn == WITHOUT else row.layers(config)
     context = Context(config, TensorNames(row.arch, layers))
-    stored = _stored(indexed, row, context, nextn)
+    stored = stored_tensors(indexed, row, context, nextn)
     if nextn == ONLY and not vocab_only and not any(predicts(name, config) for name in stored):
         raise FormatError(f"{path}: it has no layers that predict more tokens: leave --mtp away")
     chosen = find_outtype(outtype, stored.values())
     meant = Decoded({}) if vocab_only else decoded(stored, config, lossless=lossless)
+    tuned = read_adapters(adapters)
+    if tuned:
+        meant = merged(meant, tuned, row, context)
     made: list[Made] = []
     if not vocab_only:
         named = named_tensors(meant.tensors, row.rules, context, row.extra(config), meant.first)
         named = with_scales(fused(named, fuse, meant.tensors, context))
-        made = _all_made(named, context.names, chosen, exact, fp8_as_q8)
+        made = all_made(named, context.names, chosen, exact, fp8_as_q8)
         chosen = _as_stored(chosen, made)
     keys = Keys(row.arch, config.path)
     for write in () if vocab_only else row.early:
@@ -227,7 +241,8 @@ def open_checkpoint(
     WRITERS[row.vocab](Vocabulary(path, config, keys, pre))
     files = [each for tensors in indexed for each in {t.path for t in tensors.values()}]
     files += [path / name for name in _OTHER_FILES if (path / name).is_file()] + ([metadata] if metadata else [])
-    opened = Checkpoint(path, tuple(files), keys.fields, made, chosen)
+    files += [each for adapter in tuned for each in adapter.files]
+    opened = Checkpoint(path, tuple(files), keys.fields, made, chosen, identity(tuned))
     opened.general = general
     opened.kind = "vocab" if vocab_only else "mtp" if nextn == ONLY else ""
     if meant.could and not lossless:
@@ -235,6 +250,7 @@ def open_checkpoint(
             f"{meant.could} weights are symmetric integers with scales of groups: --lossless keeps them as Q4_0 or "
             "Q8_0, with every value as it is",
         )
+    opened.notes += tuple(notes_of(tuned, config))
     return opened
 
 
@@ -265,24 +281,23 @@ def _set_precision(keys: Keys, config: Config, made: list[Made]) -> None:
     keys.array("general.tensor_extra.prec_a4", [False] * len(names))
 
 
-def _stored(
+def stored_tensors(
     indexed: list[dict[str, StoredTensor]], row: Architecture, context: Context, nextn: str
 ) -> dict[str, Expression]:
     """Return the stored tensors of the text model, by the names they have there."""
     stored: dict[str, Expression] = {}
     for tensors in indexed:
         for name, tensor in tensors.items():
-            for item in applied(row.stored, Tensor(name, Stored(tensor), None), context):
-                found = text_name(item.name)
-                if found is None or not is_taken(found, nextn, context.config):
+            for found, x in text_tensors(row.stored, name, Stored(tensor), context):
+                if not is_taken(found, nextn, context.config):
                     continue
                 if found in stored:
                     raise FormatError(f"{tensor.path}: tensor {short(name)}: two tensors are called {short(found)}")
-                stored[found] = item.x
+                stored[found] = x
     return stored
 
 
-def _all_made(
+def all_made(
     named: Iterable[tuple[str, Tensor]], names: TensorNames, outtype: OutType, exact: bool, q8: bool
 ) -> list[Made]:
     """Return the tensors of the file in order; ``q8``: those of float8 are to be Q8_0."""

@@ -81,6 +81,11 @@ class ParameterCount:
                 shared += size
         return cls(total, shared, expert, experts // n if n else 0)
 
+    @classmethod
+    def of_adapter(cls, total: int) -> ParameterCount:
+        """Count the weights that an adapter changes: negative, for it need not change all that a model has."""
+        return cls(-total, 0, 0, 0)
+
     @property
     def label(self) -> str:
         """general.size_label: 8x7B, 1.1B."""
@@ -134,14 +139,15 @@ class General:
         """Return the default name of the output: Llama-3.2-1B-Instruct-BF16.gguf.
 
         ``encoding`` is None for a file without tensors; ``kind`` is "vocab" or "mtp" for a part of the model, whose
-        size the name does not say.
+        size the name does not say, and "lora" for an adapter.
         """
         v = self.values
         base = v.get("basename") if v.get("basename") is not None else v.get("name")
         name = "ggml-model" if base is None else str(base).strip().replace(" ", "-").replace("/", "-")
-        size = f"-{v['size_label']}" if v.get("size_label") is not None and not kind else ""
+        size = f"-{v['size_label']}" if v.get("size_label") is not None and kind in ("", "lora") else ""
         more = [f"-{str(v[k]).strip().replace(' ', '-')}" for k in ("finetune", "version") if v.get(k) is not None]
         end = "-vocab" if encoding is None else f"-{encoding.upper()}"
+        end += "-LoRA" if kind == "lora" else ""
         return f"{'mtp-' if kind == 'mtp' else ''}{name}{size}{''.join(more)}{end}.gguf"
 
 
@@ -159,7 +165,7 @@ def read_general(
     general = General({}, {})
     card = read_card(folder / "README.md")
     _from_card(general, card, count.total)
-    path = read_json(folder / "config.json").get("_name_or_path")
+    path = (optional_json(folder / "config.json") or {}).get("_name_or_path")
     if isinstance(path, str) and path.count("/") <= 1:
         _from_name(general, path, count.total)
     _from_name(general, folder.resolve().name if folder.name in ("", ".", "..") else folder.name, count.total)
@@ -301,7 +307,8 @@ _TUNED = re.compile(r"chat|instruct|vision|lora", re.IGNORECASE)
 def split_name(model_id: str, total: int) -> Mapping[str, str | None]:
     """Return the parts of ORGANIZATION/NAME: full (the name), organization, basename, finetune, version, size_label.
 
-    ``total`` is the number of weights, 0 if it is not known: a size that is far from it is a length of context.
+    ``total`` is the number of weights, 0 if it is not known: a size that is far from it is a length of context. Less
+    than 0: of an adapter, which changes so many, of a model that may be of any larger size.
     """
     nothing = dict.fromkeys(("full", "organization", *_PARTS_OF_NAME))
     if " " in model_id:  # a name for people
@@ -346,7 +353,8 @@ def _kind_of(part: str, place: int, total: int) -> tuple[str, set[str]]:
     if place == 0:
         return part, set()
     if not _SIZE.fullmatch(part):
-        return part, {"finetune"} if _TUNED.fullmatch(part) else set()
+        tuned = {"type"} if total < 0 and part.lower() == "lora" else {"finetune"}
+        return part, tuned if _TUNED.fullmatch(part) else set()
     part = part.replace("_", ".")
     if part[-1].isdecimal():  # bloom-7b1
         part = f"{part[:-2]}.{part[-1]}{part[-2]}"
@@ -357,7 +365,7 @@ def _kind_of(part: str, place: int, total: int) -> tuple[str, set[str]]:
             weights = float(part[:-1]) * pow(1000, " KMBT".find(part[-1]))
         except ValueError:
             return part, {"size_label"}
-        if abs(weights - total) > 7 * total // 8:
+        if weights < -total // 8 if total < 0 else abs(weights - total) > 7 * total // 8:
             return part[:-1] + part[-1].lower(), {"finetune"}
     return part, {"size_label"}
 

@@ -66,6 +66,10 @@ class Keys:
             raise FormatError(f"{self.where}: key {key}: {short(list(values))} is no list of one type")
         self._set(key, list(values), ValueType.ARRAY, item)
 
+    def counts(self, key: str, values: Sequence[int]) -> None:
+        """Set a list of counts, none of them less than 0."""
+        self._set(key, list(values), ValueType.ARRAY, ValueType.UINT32)
+
     def remove(self, key: str) -> None:
         """Remove a key, if it is there."""
         self.fields.pop(f"{self.arch}{key}" if key.startswith(".") else key, None)

@@ -257,6 +257,16 @@ def text_name(name: str) -> str | None:
     return name.replace("language_model.", "")
 
 
+def text_tensors(
+    stored: Sequence[Rule], name: str, x: Expression, context: Context
+) -> Iterator[tuple[str, Expression]]:
+    """Yield what ``stored``, the rules of an index, make of a stored tensor, by its name in the text model, if any."""
+    for tensor in applied(stored, Tensor(name, x, None), context):
+        found = text_name(tensor.name)
+        if found is not None:
+            yield found, tensor.x
+
+
 def layer_of(name: str) -> int | None:
     """Return the first number in a name."""
     return next((int(part) for part in name.split(".") if part.isdecimal() and len(part) < 10), None)

@@ -18,6 +18,7 @@ from quantkit.version import __version__
 COMMANDS = {
     "quantize": "Quantize a GGUF model: the bytes of llama-quantize, several times faster.",
     "convert": "Convert a Hugging Face checkpoint to GGUF, and quantize it in the same pass.",
+    "convert-lora": "Convert a LoRA adapter of PEFT to GGUF.",
     "export": "Export a GGUF file as a checkpoint that transformers loads.",
     "merge-up-gate": "Merge the up and gate experts of a MoE model into one tensor, byte for byte.",
     "split-up-gate": "Split merged up and gate experts; undoes merge-up-gate exactly.",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from quantkit.cli.ignored import Ignored
 from quantkit.cli.options import echo_notes, on_command_line, option, options
@@ -59,6 +60,14 @@ _convert_options = options(
         group=_SOURCE,
         is_flag=True,
         help="Keep weights that are quantized already as they are: int4 as Q4_0, int8 as Q8_0, where no value changes.",
+    ),
+    option(
+        "--merge-lora",
+        group=_SOURCE,
+        multiple=True,
+        metavar="ADAPTER[:SCALE]",
+        shell_complete=lambda ctx, param, incomplete: [CompletionItem(incomplete, type="dir")],
+        help="Merge a LoRA adapter of PEFT, a directory, into the weights; several in their order.",
     ),
     option("--pre", group=_SOURCE, metavar="NAME", help="Name of the pre-tokenizer, where it is not recognized."),
     option("--model-name", group=_SOURCE, metavar="NAME", help="Name of the model (general.name)."),

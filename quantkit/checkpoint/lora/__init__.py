@@ -1,0 +1,6 @@
+"""LoRA adapters as PEFT saves them: what they hold, as a file of their own, and merged into a checkpoint.
+
+* ``low_rank``: an expression that is the product of two factors; rules are applied to it as to any tensor.
+* ``peft``: reads and checks a directory of PEFT.
+* ``opened``: an adapter as a GGUF file. ``merged``: added to the weights of a checkpoint while they are read.
+"""

@@ -1,0 +1,207 @@
+"""Weights of low rank: B @ A, never computed unless they are merged.
+
+A ``LowRank`` goes through the rules of an architecture like any other tensor. What comes out is a product again, and
+``factors_of`` says of which factors: what moves columns moves those of A, what moves rows moves those of B.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from quantkit.checkpoint.expressions import (
+    F32,
+    TYPE_F32,
+    Expression,
+    Gathered,
+    Joined,
+    Shaped,
+    Transposed,
+    fill_mapped,
+    floats,
+    joined,
+    read_f32,
+    size_of,
+    stacked,
+)
+from quantkit.checkpoint.quantized.rows import RowWise
+from quantkit.formats.ranges import U8
+from quantkit.formats.safetensors import StoredTensor
+from quantkit.types import TensorType
+
+
+@dataclass(frozen=True)
+class LowRank(RowWise):
+    """``b`` [rows, rank] @ ``a`` [rank, columns] * alpha / rank * strength; ``strength`` is the user's."""
+
+    a: Expression
+    b: Expression
+    alpha: float
+    strength: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.b.shape[0], self.a.shape[1]
+
+    @property
+    def type(self) -> TensorType:
+        return TYPE_F32
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def scale(self) -> float:
+        """By what the product is multiplied: PEFT's scaling, times the strength."""
+        return self.alpha / self.rank * self.strength
+
+    def fill(self, first: int, rows: U8) -> None:
+        into = rows.view(np.float32)
+        into[...] = 0
+        self.add_to(into, first)
+
+    def add_to(self, x: F32, first: int) -> None:
+        """Add rows from ``first`` on to ``x`` [n, columns]: see ``add_low_rank``."""
+        from quantkit.kernels.cpu.low_rank import add_low_rank
+
+        add_low_rank(x, _recent(_strips, self.a), _rows(self.b, first, len(x)), np.float32(self.scale))
+
+    def parts(self) -> Iterator[StoredTensor]:
+        yield from self.a.parts()
+        yield from self.b.parts()
+
+
+def _rows(x: Expression, first: int, n: int) -> F32:
+    """Return rows of a factor; of one that is stored the other way round it is cheaper to hold all."""
+    if isinstance(x, Transposed):
+        return np.ascontiguousarray(_recent(_whole, x)[first : first + n])
+    return read_f32(x, first * x.shape[1], n * x.shape[1]).reshape(n, x.shape[1])
+
+
+def _whole(x: Expression) -> F32:
+    return read_f32(x, 0, size_of(x)).reshape(x.shape)
+
+
+def _strips(x: Expression) -> F32:
+    from quantkit.kernels.cpu.low_rank import strips
+
+    return strips(_whole(x))
+
+
+def _recent(make: Callable[[Expression], F32], x: Expression) -> F32:
+    """Return what is made of a factor; the last ones are kept, for they are needed again for every run of rows."""
+    part = next(x.parts())
+    found = os.stat(part.path)
+    factor: Any = x  # frozen, so it can be a key
+    return _kept(make, factor, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=8)
+def _kept(make: Callable[[Expression], F32], x: Any, changed: int, size: int) -> F32:
+    return make(x)
+
+
+@dataclass(frozen=True)
+class Added(RowWise):
+    """A weight with products of low rank added, one after another, in float32."""
+
+    x: Expression
+    more: tuple[LowRank, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.x.shape
+
+    @property
+    def type(self) -> TensorType:
+        return TYPE_F32
+
+    def fill(self, first: int, rows: U8) -> None:
+        into = rows.view(np.float32)
+        n, columns = into.shape
+        into.reshape(-1)[...] = read_f32(self.x, first * columns, n * columns)
+        for each in self.more:
+            each.add_to(into, first)
+
+    def parts(self) -> Iterator[StoredTensor]:
+        yield from self.x.parts()
+        for each in self.more:
+            yield from each.parts()
+
+
+def added(x: Expression, more: tuple[LowRank, ...]) -> Expression:
+    """Return a weight with products of low rank added; of blocks, the floats that they stand for."""
+    return Added(floats(x), more)
+
+
+@dataclass(frozen=True)
+class Multiplied:
+    """Every value times a number, in float32."""
+
+    x: Expression
+    by: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+    @property
+    def type(self) -> TensorType:
+        return TYPE_F32
+
+    def read(self, start: int, into: U8, ahead: int = 0) -> None:
+        by = np.float32(self.by)
+        fill_mapped(self.x, TYPE_F32, lambda x: x * by, start, into)
+
+    def parts(self) -> Iterator[StoredTensor]:
+        return self.x.parts()
+
+
+def products_in(x: Expression) -> Iterator[LowRank]:
+    """Yield the products that an expression is made of."""
+    if isinstance(x, LowRank):
+        yield x
+    elif isinstance(x, Joined):
+        for each in x.xs:
+            yield from products_in(each)
+    elif isinstance(x, (Gathered, Shaped, Transposed)):
+        yield from products_in(x.x)
+
+
+def factors_of(x: Expression, alpha: float) -> tuple[Expression, Expression]:
+    """Return A and B of what rules made of products, such that B @ A * alpha / rank is it.
+
+    Args:
+        x: of shape [.., rows, columns].
+        alpha: that of the file, one for all; a product with another alpha has the difference in B.
+
+    Raises:
+        ValueError: it is no product of two factors with the same scale.
+    """
+    if isinstance(x, LowRank):
+        own = x.alpha * x.strength
+        return x.a, x.b if own == alpha else Multiplied(x.b, own / alpha)
+    if isinstance(x, Gathered):
+        a, b = factors_of(x.x, alpha)
+        side = len(x.shape) - x.axis
+        if side == 1:
+            return Gathered(a, x.axis, x.index), b
+        return (a if side == 2 else Gathered(a, x.axis, x.index)), Gathered(b, x.axis, x.index)
+    if isinstance(x, Transposed):
+        a, b = factors_of(x.x, alpha)
+        return Transposed(b), Transposed(a)
+    if isinstance(x, Joined) and x.axis == 0:
+        pairs = [factors_of(each, alpha) for each in x.xs]
+        ranks = sorted({a.shape[-2] for a, _ in pairs})
+        if len(ranks) > 1:
+            raise ValueError(f"its parts have the ranks {', '.join(map(str, ranks))}; llama.cpp has one rank for all")
+        of = stacked if len(x.shape) > len(x.xs[0].shape) else joined if len(x.shape) > 2 else None
+        if of is not None:
+            return of([a for a, _ in pairs]), of([b for _, b in pairs])
+    raise ValueError("what this architecture makes of it is no product of two matrices any more, which llama.cpp needs")

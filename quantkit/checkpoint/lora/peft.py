@@ -1,0 +1,267 @@
+"""PEFT's directory of a LoRA adapter: adapter_config.json and adapter_model.safetensors.
+
+What the two factors of a weight mean follows from both, so everything is checked against both before anything is read.
+PEFT has features under the name of LoRA that are more than a product of two factors; each is refused by name, for a
+file or a merged model without it would be another model. Facts of PEFT 0.17.1: tuners/lora/config.py,
+tuners/lora/model.py, tuners/lora/layer.py, utils/other.py (get_pattern_key).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.config import Json, read_json
+from quantkit.checkpoint.expressions import Stored, Transposed
+from quantkit.checkpoint.lora.low_rank import LowRank
+from quantkit.errors import FormatError, RecipeError
+from quantkit.formats.gguf.rules import short
+from quantkit.formats.safetensors import StoredTensor, read_header
+from quantkit.patterns import Pattern
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_DTYPES = ("F32", "F16", "BF16", "F64")
+#: Ends of names of factors, and which they are; of embeddings they stand the other way round.
+_ENDS = {
+    ".lora_A.weight": ("A", False),
+    ".lora_B.weight": ("B", False),
+    ".lora_embedding_A": ("A", True),
+    ".lora_embedding_B": ("B", True),
+}
+#: Keys of adapter_config.json that are more than two factors wherever they are set, and what they mean.
+_MORE = {
+    "use_dora": "DoRA, which rescales every row of the merged weight",
+    "use_qalora": "QALoRA, whose A is for groups of columns",
+    "fan_in_fan_out": "weights stored the other way round (fan_in_fan_out)",
+    "lora_bias": "biases of B (lora_bias)",
+    "modules_to_save": "whole modules beside the factors (modules_to_save)",
+    "trainable_token_indices": "rows of the embeddings (trainable_token_indices)",
+    "layer_replication": "layers that are repeated (layer_replication)",
+    "target_parameters": "factors of parameters that hold all experts (target_parameters)",
+    "use_bdlora": "factors in blocks (BD-LoRA)",
+    "arrow_config": "experts that are chosen while it runs (Arrow)",
+    "invocation_string": "an invocation as text, which PEFT has as alora_invocation_tokens now: tokenize it",
+}
+#: Beginnings that leave the weights of the base as they are; others are defined on a base that they change.
+_BEGUN = (None, True, False, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter whose files are checked.
+
+    ``weights``: by the name of the weight in the base, in the order of the file. ``alpha``: of weights without a
+    pattern; with rsLoRA times the root of the rank. ``copies`` of weights of the base lie beside the factors.
+    """
+
+    path: Path
+    config: Json
+    weights: dict[str, LowRank]
+    alpha: float
+    copies: dict[str, StoredTensor]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.path / CONFIG, self.path / WEIGHTS
+
+    @property
+    def one_alpha(self) -> float:
+        """The alpha that most weights have, so that theirs need no other values."""
+        alphas = {each.alpha for each in self.weights.values()}
+        return alphas.pop() if len(alphas) == 1 else self.alpha
+
+    def digest(self) -> str:
+        """Return a SHA-256 of both files."""
+        digest = hashlib.sha256()
+        for path in self.files:
+            try:
+                with open(path, "rb") as file:
+                    digest.update(hashlib.file_digest(file, "sha256").digest())
+            except OSError as e:
+                raise FormatError(f"{path}: cannot be read: {e.strerror or e}") from None
+        return digest.hexdigest()
+
+    def base(self) -> Path:
+        """Return the directory that the adapter names as its base. Raises FormatError if it is none."""
+        name = self.config.get("base_model_name_or_path")
+        if isinstance(name, str) and name and "\0" not in name and Path(name).is_dir():
+            return Path(name)
+        raise FormatError(
+            f"{self.path / CONFIG}: base_model_name_or_path is {short(name)}, no directory here; nothing is "
+            "downloaded: give --base DIR (its config.json is enough)"
+        )
+
+    def fail(self, name: str, what: str) -> FormatError:
+        """Return an error about a weight of it."""
+        return FormatError(f"{self.path / WEIGHTS}: tensor {short(name)}: {what}")
+
+
+def read_adapter(path: Path, strength: float = 1.0) -> Adapter:
+    """Read and check an adapter.
+
+    Args:
+        path: the directory.
+        strength: by what its scale is multiplied.
+
+    Raises:
+        FormatError: a file is missing or broken, or the adapter is more than factors; the message says what.
+    """
+    config = _config(path)
+    patterns = _Patterns(path / CONFIG, config)
+    pairs, copies = _pairs(path, read_header(path / WEIGHTS))
+    weights = {name: _product(path, name, pair, patterns, strength) for name, pair in pairs.items()}
+    if not weights:
+        raise FormatError(f"{path / WEIGHTS}: it has no factors (lora_A, lora_B)")
+    return Adapter(path, config, weights, patterns.default, copies)
+
+
+def _config(path: Path) -> Json:
+    where = path / CONFIG
+    if not where.is_file():
+        what = f"it has no {CONFIG}, so this is no adapter of PEFT" if path.is_dir() else "no such directory"
+        raise FormatError(f"{path}: {what}")
+    if not (path / WEIGHTS).exists():
+        other = " only adapter_model.bin: load and save it with PEFT" if (path / "adapter_model.bin").exists() else ""
+        raise FormatError(f"{path}: it has no {WEIGHTS}{',' if other else ''}{other}")
+    config = read_json(where)
+    if config.get("peft_type") != "LORA":
+        raise FormatError(f"{where}: peft_type is {short(config.get('peft_type'))}; only LORA is converted")
+    for key, what in _MORE.items():
+        if config.get(key) and not (key == "invocation_string" and config.get("alora_invocation_tokens")):
+            raise FormatError(f"{where}: {key} is {short(config[key])}: the adapter has {what}, which is not converted")
+    if config.get("bias", "none") != "none":
+        raise FormatError(f"{where}: bias is {short(config['bias'])}: the adapter has biases, which are not converted")
+    begun = config.get("init_lora_weights")
+    if not any(begun is each or (isinstance(begun, str) and begun == each) for each in _BEGUN):
+        raise FormatError(
+            f"{where}: init_lora_weights is {short(begun)}: the adapter is for a base whose weights that changed; save "
+            "it with path_initial_model_for_weight_conversion, which makes it one for the base as it is"
+        )
+    return config
+
+
+class _Patterns:
+    """Rank and alpha of a module, as PEFT finds them in adapter_config.json."""
+
+    def __init__(self, where: Path, config: Json) -> None:
+        self.where = where
+        self.rank = self._rank("r", config.get("r", 8))
+        self.alpha = self._alpha("lora_alpha", config.get("lora_alpha", 8))
+        self.rooted = config.get("use_rslora", False)
+        if not isinstance(self.rooted, bool):
+            raise FormatError(f"{where}: use_rslora is {short(self.rooted)}, not true or false")
+        self._ranks = {k: self._rank("rank_pattern", v) for k, v in self._given(config, "rank_pattern").items()}
+        self._alphas = {k: self._alpha("alpha_pattern", v) for k, v in self._given(config, "alpha_pattern").items()}
+        self._compiled: dict[str, Pattern] = {}
+
+    @property
+    def default(self) -> float:
+        return self._effective(self.alpha, self.rank)
+
+    def of(self, module: str) -> tuple[int, float]:
+        """Return the rank of a module, and the alpha that divided by it is PEFT's scale."""
+        rank = self._found(self._ranks, module, self.rank)
+        return rank, self._effective(self._found(self._alphas, module, self.alpha), rank)
+
+    def _effective(self, alpha: float, rank: int) -> float:
+        return alpha * math.sqrt(rank) if self.rooted else alpha
+
+    def _found(self, patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+        for text, value in patterns.items():
+            if text not in self._compiled:
+                self._compiled[text] = Pattern(rf"\A(.*\.)?({text})$", f"{self.where}: a pattern")
+            if self._compiled[text].search(module):
+                return value
+        return patterns.get(module, default)
+
+    def _given(self, config: Json, key: str) -> Json:
+        found = config.get(key) or {}
+        if not isinstance(found, dict):
+            raise FormatError(f"{self.where}: {key} is {short(found)}, not a table by module")
+        return found
+
+    def _rank(self, key: str, value: object) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 20:
+            raise FormatError(f"{self.where}: {key}: {short(value)} is no rank")
+        return value
+
+    def _alpha(self, key: str, value: object) -> float:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 1e-30 < abs(value) < 1e30:
+            zero = ": the adapter changes nothing, but llama.cpp takes 0 for no scale at all" if value == 0 else ""
+            raise FormatError(f"{self.where}: {key}: {short(value)} is no alpha{zero}")
+        return float(value)
+
+
+_Pair = dict[str, tuple[StoredTensor, bool]]
+
+
+def _pairs(path: Path, header: dict[str, StoredTensor]) -> tuple[dict[str, _Pair], dict[str, StoredTensor]]:
+    """Return the factors of each weight of the base, and copies of weights, by the names they have there."""
+    pairs: dict[str, _Pair] = {}
+    copies: dict[str, StoredTensor] = {}
+    for t in sorted(header.values(), key=lambda t: (t.offset, t.name)):
+        name = t.name.replace("base_model.model.", "")
+        end = next((end for end in _ENDS if name.endswith(end)), None)
+        if end is None:
+            if not name.endswith(".base_layer.weight"):
+                raise FormatError(f"{t.path}: tensor {short(t.name)} {_other(name)}")
+            copies[name.replace(".base_layer.weight", ".weight")] = t
+            continue
+        letter, flipped = _ENDS[end]
+        pair = pairs.setdefault(name.removesuffix(end) + ".weight", {})
+        if letter in pair:
+            raise FormatError(f"{t.path}: tensor {short(t.name)}: two tensors are {letter} of the same weight")
+        pair[letter] = t, flipped
+    return pairs, copies
+
+
+def _other(name: str) -> str:
+    """Return what a tensor is that is no factor."""
+    if ".lora_magnitude_vector" in name:
+        return "belongs to DoRA, which is not converted"
+    if re.search(r"\.lora_[AB]\.(?!weight$)", name):
+        return "is more than the weight of a factor: a bias, or an adapter under a name of its own; save it with PEFT"
+    if "embed_tokens" in name or "lm_head" in name:
+        return "is a whole matrix, as of tokens that were added: merge the adapter with PEFT and convert the result"
+    return "is no factor of LoRA: it would be lost, so the adapter is not converted"
+
+
+def _product(path: Path, name: str, pair: _Pair, patterns: _Patterns, strength: float) -> LowRank:
+    for letter, other in ("AB", "BA"):
+        if letter not in pair:
+            raise FormatError(f"{path / WEIGHTS}: tensor {short(pair[other][0].name)}: {letter} is missing beside it")
+    (a, flipped), (b, also) = pair["A"], pair["B"]
+    for t in (a, b):
+        if t.dtype not in _DTYPES or len(t.shape) != 2 or 0 in t.shape:
+            raise FormatError(f"{t.path}: tensor {short(t.name)}: {t.dtype} {list(t.shape)} is no matrix of floats")
+    if flipped != also:
+        raise FormatError(f"{a.path}: tensor {short(a.name)}: A is of embeddings, or B is, but not both")
+    rank, alpha = patterns.of(name.removesuffix(".weight"))
+    if a.shape[0] != b.shape[1]:
+        raise FormatError(
+            f"{a.path}: tensor {short(a.name)}: A {list(a.shape)} and B {list(b.shape)} have no rank in common"
+        )
+    if a.shape[0] != rank:
+        raise FormatError(f"{a.path}: tensor {short(a.name)} has the rank {a.shape[0]}, {CONFIG} says {rank}")
+    if flipped:
+        return LowRank(Transposed(Stored(b)), Transposed(Stored(a)), alpha, strength)
+    return LowRank(Stored(a), Stored(b), alpha, strength)
+
+
+def parse_adapter(text: str) -> tuple[Path, float]:
+    """Return directory and strength of ADAPTER[:SCALE]. Raises RecipeError."""
+    path, colon, number = text.rpartition(":")
+    if not colon or Path(text).exists():
+        return Path(text), 1.0
+    try:
+        strength = float(number)
+    except ValueError:
+        return Path(text), 1.0
+    if not math.isfinite(strength) or not strength:
+        raise RecipeError(f"--merge-lora {text}: a scale of {number}; give a number that is not 0, such as 0.5")
+    return Path(path), strength

@@ -1,0 +1,133 @@
+"""What is to be expected of `quantkit convert-lora`: the bytes of llama.cpp's converter for every adapter.
+
+    PYTHON scripts/make_lora_goldens.py --llama DIR --work DIR [NAME ...]
+
+draws the adapters of tests/adapters.py, runs convert_lora_to_gguf.py of llama.cpp b11434 on each (in forks of one
+process) and enters hashes in tests/data/lora-sha256.json. PYTHON has transformers 4.57.6, as for
+make_convert_goldens.py. Of adapters whose scale is not one for all (rsLoRA, patterns) the reference has another scale
+than PEFT: their hashes only say so.
+
+    PYTHON scripts/make_lora_goldens.py --peft --work DIR [NAME ...]
+
+merges each into its checkpoint with PEFT itself and compares that with what the tests expect of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import shutil
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
+
+import adapters  # noqa: E402
+import checkpoints  # noqa: E402
+from gguf_digests import digests  # noqa: E402
+from make_convert_goldens import enter  # noqa: E402
+
+SHA256 = ROOT / "tests" / "data" / "lora-sha256.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    parser.add_argument("--llama", type=Path, help="llama.cpp's tree")
+    parser.add_argument("--work", type=Path, required=True, help="directory for adapters and the reference's files")
+    parser.add_argument("--peft", action="store_true", help="compare with PEFT")
+    args = parser.parse_intermixed_args()
+    failed = 0
+    for name in args.names or list(adapters.ADAPTERS):
+        what = adapters.ADAPTERS[name]
+        if not what.outtypes and not args.peft:  # the reference stops at it
+            continue
+        failed += not (compare_with_peft(what, args.work) if args.peft else reference_of(what, args))
+    sys.exit(failed)
+
+
+def reference_of(what: adapters.Adapter, args: argparse.Namespace) -> bool:
+    """Convert an adapter in every way and enter the hashes; False where that fails."""
+    import torch  # noqa: F401 - before the forks
+    import transformers
+
+    if transformers.__version__ != "4.57.6":
+        sys.exit(f"transformers is {transformers.__version__}; the reference's is 4.57.6")
+    source = adapters.write_adapter(what, args.work / "adapters")
+    base = adapters.write_base(what, args.work / "bases")
+    row: dict[str, Any] = {"adapter": adapters.digest(what)}
+    for outtype in what.outtypes:
+        out = args.work / "out" / f"{what.name}-{outtype}.gguf"
+        run_reference(args.llama, source, base, outtype, out)
+        if not out.exists():
+            print("FAILED", what.name, out.with_suffix(".log").read_text()[-300:].replace("\n", " | "), flush=True)
+            return False
+        row[outtype] = digests(out)
+    enter(SHA256, {what.name: row})
+    print(what.name, {key: value["sha256"][:8] for key, value in row.items() if key != "adapter"}, flush=True)
+    return True
+
+
+def run_reference(llama: Path, source: Path, base: Path, outtype: str, out: Path) -> None:
+    """Run the converter in a fork. Without ``out`` afterwards, it failed."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.unlink(missing_ok=True)
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+        return
+    try:
+        with out.with_suffix(".log").open("w") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        sys.path[:0] = [str(llama), str(llama / "gguf-py")]
+        sys.argv = ["convert_lora_to_gguf.py", str(source), "--base", str(base), "--outtype", outtype]
+        sys.argv += ["--outfile", str(out)]
+        runpy.run_path(str(llama / "convert_lora_to_gguf.py"), run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+        out.unlink(missing_ok=True)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def compare_with_peft(what: adapters.Adapter, work: Path) -> bool:
+    """Merge with PEFT; tell whether every weight is that of the tests but for the rounding of float32."""
+    import torch
+    import transformers
+    from peft import PeftModel
+
+    torch.set_num_threads(1)
+    about = checkpoints.describe(what.base)
+    kind = getattr(transformers, about.model or about.config["architectures"][0], None)
+    if kind is None:
+        print(what.name, "is of a class that this version of transformers does not have", flush=True)
+        return True
+    base = checkpoints.write_checkpoint(what.base, work / "checkpoints")
+    source = adapters.write_adapter(what, work / "adapters", str(base))
+    model = kind.from_pretrained(base, dtype=torch.float32, local_files_only=True)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    merged = PeftModel.from_pretrained(model, source).merge_and_unload().state_dict()
+    changed = {name for name, x in before.items() if not torch.equal(x, merged[name])}
+    expected = {
+        f"{module.replace(*what.renamed) if what.renamed[0] else module}.weight": module
+        for module, _ in adapters.modules(what)
+    }
+    worst = 0.0
+    for name, module in expected.items():
+        wanted = before[name].double().numpy() + adapters.delta(what, module)
+        worst = max(worst, float(np.abs(merged[name].double().numpy() - wanted).max()))
+    print(what.name, f"{len(changed)} changed, {len(expected)} expected, error {worst:.2g}", flush=True)
+    shutil.rmtree(base)
+    return changed == set(expected) and worst < 1e-5
+
+
+if __name__ == "__main__":
+    main()
