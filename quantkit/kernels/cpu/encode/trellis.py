@@ -699,9 +699,9 @@ encode_iq2_kt = _encoder(
 )  # fmt: skip
 encode_iq3_kt = _encoder(
     "IQ3_KT", 65536, 8, put_iq3_kt, small_levels, largest=15, depths=(2, 3), deep=(3, 4), searches=(2, 2, 4),
-    spread=2, polished=True, signs=1,
+    spread=2, polished=True, signs=1, very_much=2.0,
 )  # fmt: skip
 encode_iq4_kt = _encoder(
-    "IQ4_KT", 32768, 4, put_iq4_kt, wide_levels, largest=64, depths=(2, 2), deep=(2, 3), searches=(1, 2, 4),
+    "IQ4_KT", 32768, 4, put_iq4_kt, wide_levels, largest=64, depths=(2, 2), deep=(2, 3), searches=(2, 2, 4),
     spread=2, polished=True, books=2,
 )  # fmt: skip
