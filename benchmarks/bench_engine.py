@@ -4,9 +4,11 @@
     benchmarks/bench_engine.py --types IQ4_KS,IQ3_K,IQ2_KL,Q4_K_R4 --work FOLDER
     benchmarks/bench_engine.py --types IQ2_KT --layers 1 --work FOLDER     trellis types take minutes to encode
 
-Every turn is a new process that loads the model, warms up and measures once; the median of the turns counts. A peer is
-run with each of its settings of PEER_SETTINGS, and for every row the faster counts, which the table names. A model that
-a peer cannot run has "-", with the reason below the table.
+Every engine, with each of its settings, is a process that has the model loaded (engine_worker.py) and waits. In a round
+each runs the test once, a fraction of a second, in rotated order, so that what the machine does meanwhile meets all
+alike. Of an engine its faster setting counts, by the median, which the table names; ratios are medians over the ratios
+within a round. A model that a peer cannot run has "-", with the reason below the table. "read" is the share of the
+bandwidth of reading, measured in the same rounds, that generation uses.
 
 The MoE is that of make_moe.py: shapes of Qwen3-30B-A3B (2048 wide, 128 experts of 768, 8 used), 3 layers, and
 tiny-moe's vocabulary, so that the output head does not dominate. --types are types and presets of `quantkit quantize`.
@@ -16,124 +18,160 @@ tiny-moe's vocabulary, so that the output head does not dominate. --types are ty
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import re
 import signal
 import statistics
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
-from processes import Outcome, llama_bin, machine, make_moe, package_folder, quantkit, run, work_folder
+from processes import llama_bin, machine, make_moe, package_folder, quantkit, run, work_folder
 
 TYPES = "Q4_K_M,IQ4_XS,Q8_0"
 TESTS = ("pp", "tg")
 #: What is in the line of a log that says why a program ended.
 TELLING = re.compile("error|invalid|unsupported|unknown|assert|fatal", re.IGNORECASE)
-REPACKED = ["--set", "repack_tensors=1", "use_mmap=0"]
-#: How each peer is set, in turn: what the table says, and the options. Flash attention is on in all.
-PEER_SETTINGS: dict[str, dict[str, list[str]]] = {
-    "llama.cpp": {"plain": ["--repack", "0", "-fa", "on"], "repacked": ["--repack", "1", "-fa", "on"]},
+REPACKED = ["repack_tensors=1", "use_mmap=0"]
+#: How each engine is set, in turn: what the table says, and what engine_worker.py sets. Quantkit comes first.
+SETTINGS: dict[str, dict[str, list[str]]] = {
+    "quantkit": {"mapped": [], "copied": ["mmap=0"]},
+    "llama.cpp": {"plain": ["use_extra_bufts=0"], "repacked": ["use_extra_bufts=1"]},
     "ik_llama.cpp": {
         "plain": [],
         "repacked": REPACKED,
         "repacked, merged": [*REPACKED, "merge_qkv=1", "merge_up_gate_exps=1"],
     },
 }
+#: Peers' threads go on spinning for a moment.
+PAUSE = 0.03
 
 
 @dataclass
 class Runner:
-    """One way to run a model: an engine with a setting, and what it measured."""
+    """An engine with a setting: the process that has the model, and the seconds of each test, round by round."""
 
     engine: str
     setting: str
-    program: Sequence[str | Path]
-    options: Sequence[str]
+    process: subprocess.Popen[str]
+    log: IO[str]
     samples: dict[str, list[float]] = field(default_factory=dict)
     reason: str = ""  #: why it cannot run the model
 
-    def turn(self, model: Path, threads: int, prompt: int, gen: int) -> None:
-        """Run once, in a new process; a failure is noted, and the last turn."""
+    def ready(self) -> None:
+        """Wait until the model is loaded."""
+        while not self.reason and self._line() != "ready":
+            pass
+
+    def turn(self, test: str, n: int, *, timed: bool = True) -> None:
+        """Run a test once, timed or not; a failure is noted, and the last turn."""
         if self.reason:
             return
-        numbers = {"-p": prompt, "-n": gen, "-t": threads}
-        given = [text for name, number in numbers.items() for text in (name, str(number))]
-        outcome = run([*self.program, "-m", model, *given, *self.options])
-        if outcome.returncode != 0:
-            self.reason = reason_of(outcome)
-            return
-        for row in json.loads(outcome.stdout):
-            self.samples.setdefault("pp" if row["n_prompt"] else "tg", []).append(row["avg_ts"])
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            print(test, n, file=self.process.stdin, flush=True)
+        line = self._line()
+        if timed and not self.reason:
+            self.samples.setdefault(test, []).append(float(line))
+        time.sleep(PAUSE)
 
-    def speed(self, test: str) -> float:
-        """Return the median of a test's tokens a second; 0 if it cannot run."""
-        return 0.0 if self.reason else statistics.median(self.samples[test])
+    def _line(self) -> str:
+        """Return the next line of the process; at its end, note why."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self.log.seek(0)
+            self.reason = reason_of(self.process.wait(), self.log.read())
+        return line.strip()
+
+    def seconds(self, test: str) -> float:
+        """Return the median of a test's seconds; infinite if it cannot run."""
+        return float("inf") if self.reason else statistics.median(self.samples[test])
 
 
-def reason_of(outcome: Outcome) -> str:
+def reason_of(returncode: int, log: str) -> str:
     """Return the line in which a program that failed says why, or what it died of."""
-    lines = [line.strip() for line in (outcome.stdout + outcome.stderr).splitlines() if line.strip()]
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
     if telling := next((line for line in lines if TELLING.search(line)), None):
         return telling
-    if outcome.returncode < 0:
-        return f"died of {signal.Signals(-outcome.returncode).name}"
-    return lines[-1] if lines else f"ended with {outcome.returncode}"
+    if returncode < 0:
+        return f"died of {signal.Signals(-returncode).name}"
+    return lines[-1] if lines else f"ended with {returncode}"
 
 
-def programs() -> dict[str, list[str | Path]]:
-    """Return the command line of every engine that is here, quantkit's first."""
-    found: dict[str, list[str | Path]] = {"quantkit": [*quantkit("bench"), "-r", "1", "-o", "json"]}
-    if (folder := llama_bin()) is not None:
-        found["llama.cpp"] = [folder / "llama-bench", "-r", "1", "-o", "json"]
-    if package_folder("ik_llama_cpp") is not None:
-        found["ik_llama.cpp"] = [sys.executable, Path(__file__).with_name("ik_bench.py")]
-    return found
+def engines() -> list[str]:
+    """Return the engines that are here, quantkit first."""
+    here = {"quantkit": True, "llama.cpp": llama_bin() is not None, "ik_llama.cpp": package_folder("ik_llama_cpp")}
+    return [engine for engine in SETTINGS if here[engine]]
 
 
-def runners() -> list[Runner]:
-    """Return a runner for each setting of each engine."""
-    return [
-        Runner(engine, setting, program, options)
-        for engine, program in programs().items()
-        for setting, options in PEER_SETTINGS.get(engine, {"": []}).items()
-    ]
+def start(engine: str, setting: str, model: Path, options: argparse.Namespace) -> Runner:
+    """Start a process that loads a model."""
+    given = SETTINGS[engine][setting]
+    worker = [sys.executable, Path(__file__).with_name("engine_worker.py"), engine, "-m", model]
+    worker += ["-t", options.threads, "-c", max(options.prompt, options.gen), *(["--set", *given] if given else [])]
+    log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - the runner reads it
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([str(w) for w in worker], stdin=pipe, stdout=pipe, stderr=log, text=True)
+    return Runner(engine, setting, process, log)
 
 
 def measure(model: Path, options: argparse.Namespace) -> list[Runner]:
     """Run all in turns, in rotated order, and return them with their samples."""
-    found = runners()
+    found = [start(engine, setting, model, options) for engine in engines() for setting in SETTINGS[engine]]
+    tests = [(test, n) for test, n in zip(TESTS, (options.prompt, options.gen), strict=True) if n]
+    for runner in found:
+        runner.ready()
+        for test, n in tests:
+            runner.turn(test, n, timed=False)
     for turn in range(options.rounds):
-        for i in range(len(found)):
-            found[(turn + i) % len(found)].turn(model, options.threads, options.prompt, options.gen)
+        for test, n in tests:
+            for i in range(len(found)):
+                found[(turn + i) % len(found)].turn(test, n)
+        if options.gen:
+            found[0].turn("read", options.gen)
+    for runner in found:
+        runner.process.kill()
     return found
 
 
-def header(engines: Sequence[str]) -> str:
+def header(names: Sequence[str]) -> str:
     """Return the head of the table."""
-    names = ["model", "test", "quantkit t/s", *(cell for e in engines[1:] for cell in (f"{e} t/s", f"/ {e}"))]
-    return f"| {' | '.join(names)} |\n|{'---|' * len(names)}"
+    cells = ["model", "test", "quantkit t/s", "read", *(cell for e in names[1:] for cell in (f"{e} t/s", f"/ {e}"))]
+    return f"| {' | '.join(cells)} |\n|{'---|' * len(cells)}"
+
+
+def ratio(test: str, mine: Runner, other: Runner, by: str = "") -> float:
+    """Return the median, over rounds, of how many times as fast as another one is; ``by``: the other's test."""
+    pairs = zip(mine.samples[test], other.samples[by or test], strict=True)
+    return statistics.median(theirs / ours for ours, theirs in pairs)
 
 
 def row(name: str, test: str, n: int, measured: Sequence[Runner]) -> str:
-    """Return a row of the table: of every peer its faster setting."""
-    ours, *peers = [[r for r in measured if r.engine == e] for e in dict.fromkeys(r.engine for r in measured)]
-    mine = ours[0].speed(test)
-    cells = [name, f"{test}{n}", f"{mine:.1f}" if mine else "-"]
+    """Return a row of the table: of every engine its faster setting."""
+    by_engine = [[r for r in measured if r.engine == e] for e in dict.fromkeys(r.engine for r in measured)]
+    mine, *peers = [min(settings, key=lambda r: r.seconds(test)) for settings in by_engine]
+    read = f"{ratio(test, mine, measured[0], 'read'):.0%}" if test == "tg" else ""
+    cells = [name, f"{test}{n}", f"{n / mine.seconds(test):.1f} {mine.setting}", read]
     for peer in peers:
-        best = max(peer, key=lambda r: r.speed(test))
-        speed = best.speed(test)
-        cells += [f"{speed:.1f} {best.setting}" if speed else "-", f"{mine / speed:.2f}x" if mine and speed else "-"]
+        cells += ["-", "-"] if peer.reason else [f"{n / peer.seconds(test):.1f} {peer.setting}"]
+        cells += [] if peer.reason else [f"{ratio(test, mine, peer):.2f}x"]
     return f"| {' | '.join(cells)} |"
 
 
 def compare(models: Sequence[tuple[str, Path]], options: argparse.Namespace) -> None:
     """Print the table, row by row, and why cells are empty."""
-    print(header(list(programs())))
+    print(header(engines()))
     reasons: dict[str, None] = {}
     for name, model in models:
         measured = measure(model, options)
+        if measured[0].reason:
+            sys.exit(f"quantkit, {name}: {measured[0].reason}")
         for test, n in zip(TESTS, (options.prompt, options.gen), strict=True):
             if n:
                 print(row(name, test, n, measured), flush=True)
@@ -161,7 +199,7 @@ def main() -> None:
         "--types", default=TYPES, metavar="LIST", help=f"types or presets of the MoE (default: {TYPES})"
     )
     parser.add_argument("--models", type=Path, nargs="*", default=[], metavar="GGUF", help="other models")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N")
+    parser.add_argument("--rounds", type=int, default=15, metavar="N")
     parser.add_argument("--prompt", type=int, default=512, metavar="N")
     parser.add_argument("--gen", type=int, default=64, metavar="N")
     parser.add_argument("--threads", type=int, default=2, metavar="N")

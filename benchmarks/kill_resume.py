@@ -1,6 +1,7 @@
 """Kill a quantization at random moments, resume it, and compare: every output must be the same file.
 
     benchmarks/kill_resume.py --trials 100
+    benchmarks/kill_resume.py --trials 50 --convert     the conversion of a checkpoint, quantized in the same pass
 
 A model of 1.1 GB is generated and quantized once undisturbed (the reference), then TRIALS times: the run is killed with
 SIGKILL after a random part of the reference's time, sometimes killed again while resuming, and then resumed to its end.
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from processes import Outcome, machine, make_moe, quantkit, run, sha256, work_folder
@@ -113,7 +115,8 @@ def check(case: Case, done: Trial, resume: Outcome | None) -> None:
 def reference(model: Path, output: Path, options: argparse.Namespace) -> Case:
     """Run once undisturbed, after a run that compiles the kernels."""
     extra = ["--threads", str(options.threads)] if options.threads else []
-    command = quantkit("quantize", "--json", *extra, model, output, options.to)
+    verb = ("convert", "--pre", "qwen2") if options.convert else ("quantize",)
+    command = quantkit(*verb, "--json", *extra, model, output, options.to)
     run([*command, "--overwrite"]).checked("the first run")
     outcome = run([*command, "--overwrite"]).checked("the reference run")
     tensors = len(json.loads(outcome.stdout)["tensors"])
@@ -125,6 +128,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--trials", type=int, default=100)
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--size", default="1.1G", help="size of the generated model (default: 1.1G)")
+    p.add_argument("--convert", action="store_true", help="convert a checkpoint, instead of quantizing a GGUF file")
     p.add_argument("--model", type=Path, metavar="GGUF", help="use this model instead of generating one")
     p.add_argument("--to", default="Q4_K_M", metavar="TYPE", help="default: Q4_K_M")
     p.add_argument("--again", type=float, default=0.3, metavar="P", help="probability of killing a resume (0.3)")
@@ -138,7 +142,9 @@ def main() -> None:
     rng = random.Random(options.seed)
     with work_folder(options.work) as folder:
         # 16 experts, for many tensors of moderate size that a resume may find done or not.
-        model = options.model or make_moe(folder / "model.gguf", "--size", options.size, "--experts", "16")
+        shape = ("--size", options.size, "--experts", "16")
+        make = partial(make_moe, script="make_moe_checkpoint.py") if options.convert else make_moe
+        model = options.model or make(folder / ("Model" if options.convert else "model.gguf"), *shape)
         case = reference(model, folder / "killed.gguf", options)
         print(
             f"{machine()}\nreference: {case.seconds:.2f} s, {case.tensors} tensors, SHA-256 {case.sha256}", flush=True

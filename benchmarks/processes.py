@@ -78,9 +78,9 @@ def llama_bin() -> Path | None:
     return folder if (folder / "llama-quantize").exists() else None
 
 
-def make_moe(path: Path, *arguments: str) -> Path:
-    """Write a model with scripts/make_moe.py, in a separate process."""
-    outcome = run([sys.executable, SCRIPTS / "make_moe.py", path, *arguments]).checked("make_moe")
+def make_moe(path: Path, *arguments: str, script: str = "make_moe.py") -> Path:
+    """Write a model with a script, in a separate process."""
+    outcome = run([sys.executable, SCRIPTS / script, path, *arguments]).checked(script)
     print(outcome.stdout.strip(), flush=True)
     return path
 

@@ -3,9 +3,9 @@
     benchmarks/profile_engine.py MODEL.gguf                  tokens one by one
     benchmarks/profile_engine.py MODEL.gguf --batch 512      prompts of 512 tokens
 
-Every step is run twice: as always, and with a clock read after each entry (its barrier included), so that what is lost
-between steps shows as the difference of the two sums. Medians over the steps; random tokens, for choosing experts is
-part of the work.
+Every second step is run with a clock read after each entry (its barrier included), the others as always, so that what
+is lost between steps shows as the difference of the two sums. Medians over the steps; random tokens, for choosing
+experts is part of the work.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ def kinds_of(timings: Sequence[Timing], microseconds: Sequence[float], tokens: i
 def measure(program: CPUProgram, batches: Sequence[Batch]) -> tuple[list[Timing], Any, float]:
     """Return the entries, their median microseconds, and the median microseconds of whole steps."""
     runs, whole = [], []
-    for batch in batches:
+    for batch, another in zip(batches[::2], batches[1::2], strict=True):  # of the same one weights would be in caches
         began = time.perf_counter_ns()
         program.run(batch)
         whole.append((time.perf_counter_ns() - began) / 1e3)
-        runs.append(program.profile(batch))
+        runs.append(program.profile(another))
     entries = np.median([[timing.nanoseconds for timing in run] for run in runs], axis=0) / 1e3
     return runs[0], entries, float(np.median(whole))
 
 
 def batches_of(n_vocab: int, options: argparse.Namespace) -> list[Batch]:
-    """Return one batch of random tokens for every step, each where the last one ended; the first warms up."""
-    tokens = np.random.default_rng(1).integers(0, n_vocab, (options.steps, options.batch)).astype(np.int32)
+    """Return two batches of random tokens for every step, each where the last one ended."""
+    tokens = np.random.default_rng(1).integers(0, n_vocab, (2 * options.steps, options.batch)).astype(np.int32)
     outputs, sequences = np.array([options.batch - 1], np.int32), np.zeros(options.batch, np.int32)
     positions = np.arange(tokens.size, dtype=np.int32).reshape(tokens.shape)
     return [Batch(t, p, sequences, outputs) for t, p in zip(tokens, positions, strict=True)]
@@ -81,11 +81,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="tokens of a step (default: 1)")
     parser.add_argument("--steps", type=int, default=100, metavar="N")
     parser.add_argument("--threads", type=int, default=2, metavar="N")
+    parser.add_argument("--no-mmap", action="store_true", help="copy weights to memory")
     options = parser.parse_args()
-    with load(options.model, threads=options.threads, n_ubatch=options.batch) as model:
+    with load(options.model, threads=options.threads, n_ubatch=options.batch, mmap=not options.no_mmap) as model:
         batches = batches_of(model.n_vocab, options)
         (segment,) = model.segments
-        limits = model.session(options.batch * options.steps).limits
+        limits = model.session(2 * options.batch * options.steps).limits
         program = model.backend(segment.device).compile(segment.ops, limits, segment.leaves)
         assert isinstance(program, CPUProgram)
         for batch in batches[:2]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quantkit.bench import bench, sweep_bench
     from quantkit.calibration import calibration
     from quantkit.compare import compare
+    from quantkit.convert import ConvertOptions, convert, plan_convert
     from quantkit.errors import QuantkitError
     from quantkit.evaluate import kld, logits, perplexity
     from quantkit.imatrix import ImatrixOptions, imatrix
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
 
 __all__ = [
+    "ConvertOptions",
     "ImatrixOptions",
     "QuantizeOptions",
     "QuantkitError",
@@ -33,6 +35,7 @@ __all__ = [
     "bench",
     "calibration",
     "compare",
+    "convert",
     "imatrix",
     "inspect",
     "kld",
@@ -40,6 +43,7 @@ __all__ = [
     "logits",
     "merge_up_gate",
     "perplexity",
+    "plan_convert",
     "plan_quantize",
     "quantize",
     "split_up_gate",
@@ -48,12 +52,14 @@ __all__ = [
 
 #: The module of every name above.
 _HOME = {
+    "ConvertOptions": "convert",
     "ImatrixOptions": "imatrix",
     "QuantizeOptions": "quantize",
     "QuantkitError": "errors",
     "bench": "bench",
     "calibration": "calibration",
     "compare": "compare",
+    "convert": "convert",
     "imatrix": "imatrix",
     "inspect": "inspect",
     "kld": "evaluate",
@@ -61,6 +67,7 @@ _HOME = {
     "logits": "evaluate",
     "merge_up_gate": "merge",
     "perplexity": "evaluate",
+    "plan_convert": "convert",
     "plan_quantize": "quantize",
     "quantize": "quantize",
     "split_up_gate": "merge",

@@ -60,6 +60,7 @@ class Setting:
     fused_qkv: bool = True
     fused_launches: bool = True
     merge_up_gate: bool = False
+    mmap: bool = True
     placement: Placement = Placement()
     max_ram: int | None = None
     max_vram: int | None = None
@@ -67,7 +68,7 @@ class Setting:
 
 
 #: The settings that are on or off.
-SWITCHES = ("fused_up_gate", "fused_moe", "fused_qkv", "fused_launches", "merge_up_gate")
+SWITCHES = ("fused_up_gate", "fused_moe", "fused_qkv", "fused_launches", "merge_up_gate", "mmap")
 
 
 @dataclass(frozen=True)
@@ -271,6 +272,7 @@ def _load(model: str | Path, s: Setting) -> Model:
         kv_type=s.kv_type,
         fusion=Fusion(s.fused_up_gate, s.fused_moe, s.fused_qkv, s.fused_launches),
         merge_up_gate=s.merge_up_gate,
+        mmap=s.mmap,
         placement=s.placement,
         max_ram=s.max_ram,
         max_vram=s.max_vram,

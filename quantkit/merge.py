@@ -18,7 +18,7 @@ from quantkit.formats.outputs import end_of_links
 from quantkit.imatrix.fill import with_entries
 from quantkit.pipeline.experts import Layer, merge_layer, split_layer
 from quantkit.pipeline.importance import check_importance
-from quantkit.pipeline.plan import Plan, check_kernels, plan_output, source_fingerprint
+from quantkit.pipeline.plan import Plan, check_kernels, plan_output
 from quantkit.pipeline.regroup import Decide, regroup
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, run_plan
 from quantkit.types import type_by_name
@@ -123,7 +123,7 @@ def _plan(
             notes=found.refusals(),
             shard_of=shards,
             split_max_size=split_max_size,
-            identity=f"{__version__} {verb} {source_fingerprint(opened)}",
+            identity=f"{__version__} {verb} {opened.fingerprint()}",
         )
         return MergePlan(plan, found.changed, found.refused, found.loads_merged)
 

@@ -17,7 +17,7 @@ from typing import Any, Unpack
 from quantkit.calibration.heldout import held_out_used
 from quantkit.errors import FormatError, RecipeError, TypeNotSupported
 from quantkit.formats.experts import MERGED
-from quantkit.formats.gguf import Field, GGUFFile, open_model
+from quantkit.formats.gguf import Field, open_model
 from quantkit.formats.imatrix import Imatrix, read_imatrix
 from quantkit.formats.outputs import end_of_links
 from quantkit.helpers import available_cpus, parse_size
@@ -46,7 +46,7 @@ from quantkit.pipeline.metadata import (
     set_provenance,
     set_quantization,
 )
-from quantkit.pipeline.plan import Chosen, Plan, plan_output, source_fingerprint
+from quantkit.pipeline.plan import Chosen, Plan, plan_output
 from quantkit.pipeline.presets import (
     FTYPE_UNKNOWN,
     PRESET_ALIASES,
@@ -63,6 +63,7 @@ from quantkit.pipeline.regroup import Regrouped, as_it_is, prune_record, regroup
 from quantkit.pipeline.repack import Repack, bf16_r16_notes
 from quantkit.pipeline.requantize import requantize_notes
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, run_plan
+from quantkit.pipeline.source import Source
 from quantkit.pipeline.work import whole
 from quantkit.types import TensorType, type_by_name
 from quantkit.version import __version__
@@ -137,7 +138,7 @@ class QuantizeResult:
 class _Draft:
     """A plan in the making; ``taken`` are the source's tensors as they are taken up, merged where that is asked for."""
 
-    source: GGUFFile
+    source: Source
     preset: Preset
     options: QuantizeOptions
     taken: Regrouped = field(init=False)
@@ -160,7 +161,7 @@ class _Draft:
 
     @cached_property
     def fingerprint(self) -> str:
-        return source_fingerprint(self.source)
+        return self.source.fingerprint()
 
     @property
     def adds_output(self) -> bool:
@@ -204,7 +205,7 @@ def run_quantize(plan: Plan, *, max_ram: int | str = DEFAULT_MAX_RAM, **run: Unp
     """Carry out a plan of ``plan_quantize``; arguments and errors as for ``quantize``."""
     given = run.get("threads") or 0
     run["threads"] = threads = given if given > 0 else available_cpus()
-    return QuantizeResult(plan, run_plan(plan, max_ram=_size(max_ram), **run), threads)
+    return QuantizeResult(plan, run_plan(plan, max_ram=size_of(max_ram), **run), threads)
 
 
 def plan_quantize(
@@ -215,45 +216,67 @@ def plan_quantize(
 ) -> Plan:
     """Decide everything about a quantization and write nothing; arguments and errors as for ``quantize``."""
     options = options or QuantizeOptions()
+    check_options(type, options)
+    with open_model(source) as opened:
+        return plan_from(opened, output_path(source, output, type, options), type, options)
+
+
+def check_options(type: str, options: QuantizeOptions) -> None:  # noqa: A002
+    """Raise what is wrong with the options, before any file is opened."""
     for pair in (("keep_split", "split_max_size"), ("merge_up_gate", "split_up_gate"), ("repack", "unrepack")):
         if all(getattr(options, name) not in (None, False) for name in pair):
             first, second = (f"--{name.replace('_', '-')}" for name in pair)
             raise RecipeError(f"{first} and {second} exclude each other: give only one of them")
     check_encoder(options.encoder)
     _check_repack(options)
+
+
+def plan_from(
+    source: Source,
+    output: Path,
+    type: str,  # noqa: A002
+    options: QuantizeOptions,
+    *,
+    reads: Sequence[Path] = (),
+    identity: str = "",
+) -> Plan:
+    """Plan the quantization of a source that is open, with options that are checked.
+
+    ``reads`` are its files, where it does not name them, ``identity`` what else decides its bytes.
+    """
     repack = options.repack or options.unrepack
-    with open_model(source) as opened:
-        if repack and type not in ("REPACK", "UNREPACK"):
-            _preset(type, options)  # a typing error, which would only be the name of the output
-        draft = _Draft(opened, _preset("COPY" if repack else type, options), options)
-        _check_source(draft)
-        draft.taken = _taken(draft)
-        _load_importance(draft)
-        request = _request(draft)
-        tensors, choices = _choose(draft, request)
-        _lint(draft, request, tensors, choices)
-        chosen = _with_importance(draft, request, tensors, choices)
-        draft.notes += requantize_notes(opened, chosen)
-        changed = [(part.source.type, c.type) for c in chosen for part in c.parts]
-        draft.notes += request.repack.notes(changed, [c.reason for c in chosen]) if request.repack else []
-        draft.notes += bf16_r16_notes(changed)
-        if options.encoder is not None and not any(_other_encoder(c.type, c.encoder) for c in chosen):
-            draft.notes.append(f"--encoder {options.encoder} changes nothing: types are encoded like that without it")
-        if options.symmetric_q40 and not any(c.encoder == SYMMETRIC for c in chosen):
-            draft.notes.append("--symmetric-q40 changes nothing: no tensor is encoded as Q4_0")
-        return plan_output(
-            opened,
-            _output_path(source, output, type, options),
-            _metadata(draft, request).fields(),
-            chosen,
-            title="REPACK" if options.repack else "UNREPACK" if options.unrepack else draft.preset.name,
-            rules="" if request.repack else "ik" if request.ik else "mainline",
-            notes=draft.notes,
-            shard_of=_shards(draft),
-            split_max_size=None if options.split_max_size is None else _size(options.split_max_size),
-            reads=[Path(p) for p in (*options.recipe, *options.tensor_type_file, options.imatrix) if p is not None],
-            identity=f"{__version__} {draft.fingerprint} {draft.imatrix.sha256 if draft.imatrix else None}",
-        )
+    if repack and type not in ("REPACK", "UNREPACK"):
+        _preset(type, options)  # a typing error, which would only be the name of the output
+    draft = _Draft(source, _preset("COPY" if repack else type, options), options)
+    _check_source(draft)
+    draft.taken = _taken(draft)
+    _load_importance(draft)
+    request = _request(draft)
+    tensors, choices = _choose(draft, request)
+    _lint(draft, request, tensors, choices)
+    chosen = _with_importance(draft, request, tensors, choices)
+    draft.notes += requantize_notes(source, chosen)
+    changed = [(part.source.type, c.type) for c in chosen for part in c.parts]
+    draft.notes += request.repack.notes(changed, [c.reason for c in chosen]) if request.repack else []
+    draft.notes += bf16_r16_notes(changed)
+    if options.encoder is not None and not any(_other_encoder(c.type, c.encoder) for c in chosen):
+        draft.notes.append(f"--encoder {options.encoder} changes nothing: types are encoded like that without it")
+    if options.symmetric_q40 and not any(c.encoder == SYMMETRIC for c in chosen):
+        draft.notes.append("--symmetric-q40 changes nothing: no tensor is encoded as Q4_0")
+    files = (*options.recipe, *options.tensor_type_file, options.imatrix, *reads)
+    return plan_output(
+        source,
+        output,
+        _metadata(draft, request).fields(),
+        chosen,
+        title="REPACK" if options.repack else "UNREPACK" if options.unrepack else draft.preset.name,
+        rules="" if request.repack else "ik" if request.ik else "mainline",
+        notes=draft.notes,
+        shard_of=_shards(draft),
+        split_max_size=None if options.split_max_size is None else size_of(options.split_max_size),
+        reads=[Path(p) for p in files if p is not None],
+        identity=f"{__version__} {draft.fingerprint} {draft.imatrix.sha256 if draft.imatrix else None}{identity}",
+    )
 
 
 def _preset(type: str, options: QuantizeOptions) -> Preset:  # noqa: A002
@@ -283,7 +306,7 @@ def _check_repack(options: QuantizeOptions) -> None:
             )
 
 
-def _size(value: int | str) -> int:
+def size_of(value: int | str) -> int:
     if isinstance(value, int):
         return value
     try:
@@ -596,7 +619,7 @@ def _shown(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _output_path(source: str | Path, output: str | Path | None, type_text: str, options: QuantizeOptions) -> Path:
+def output_path(source: str | Path, output: str | Path | None, type_text: str, options: QuantizeOptions) -> Path:
     """Return the output's path; without one, ggml-model-TYPE.gguf beside the source, with the name of a number."""
     if output is not None:
         return end_of_links(output)

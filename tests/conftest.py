@@ -113,6 +113,27 @@ def plain_output() -> None:
     first_run.mute()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def unsynced() -> Iterator[None]:
+    """What tests write need not outlive a power failure: a sync asks only whether the file is open."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        patch.setattr(os, "fdatasync", os.fstat)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Let models run on one thread where workers share the cores: teams would wait for threads that have none.
+
+    How teams share work is asked with threads that are named: test_engine_zoo.py, test_cpu_backend.py, test_tape.py.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            patch.setattr("quantkit.model.engine.available_cpus", lambda: 1)
+        yield
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "run all cases, of sm_75 and sm_80, too, and whole models as PTX on the CPU; compare each with the shim's"
     parser.addoption("--all-ptx", action="store_true", help=text)
@@ -184,8 +205,27 @@ def keep_seconds(reporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let xdist keep the order of files; it would begin with those of the most tests and end with the longest."""
+    """Let xdist keep the order of files; it would begin with those of the most tests and end with the longest.
+
+    Nor start another worker where one was killed: it would run the same test again, be killed, and so on.
+    """
     config.option.loadscopereorder = False
+    config.option.maxworkerrestart = 0
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport, sched: Any) -> None:
+    """End the run at once when a test kills its worker, as sanitizers do; xdist would wait for the others."""
+    sched.config.hook.pytest_runtest_logreport(report=report)
+    pytest.exit(f"{crashitem} killed its worker", returncode=pytest.ExitCode.TESTS_FAILED)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Let a run fail whose worker died between tests."""
+    if error:
+        session = node.config.pluginmanager.getplugin("dsession")
+        session.shouldstop = session.shouldstop or f"worker {node.gateway.id} was killed: {error}"
 
 
 def pytest_report_header() -> str:

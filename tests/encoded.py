@@ -16,6 +16,18 @@ GGMLS = [t for t in ENCODED if t.trees != "ik"]
 WEIGHTED = [t for t in ENCODED if t.imatrix != "ignored"]
 #: Those that work without one.
 UNWEIGHTED = [t for t in ENCODED if t.imatrix != "required"]
+#: For what is written once over unpackers: floats, and one type of each family, block and kind of row.
+DECODED_ALIKE = list(
+    {(t.family, t.block, t.row_header > 0, t.name if t.block == 1 else ""): t for t in DECODED}.values()
+)
+#: One of each way to decode and to search: the levels of a family's types differ otherwise, not the code.
+ONE_OF_EACH = list(
+    {
+        (t.family, t.block, t.row_header, t.imatrix, t.name if (f := FORMATS.get(t.name)) is None or f.is_float
+         else (f.span, f.mins, f.grid > 0)): t
+        for t in DECODED
+    }.values()
+)  # fmt: skip
 #: Types with a search of our own: not the reference's bytes, but no larger error (test_encode_trellis.py).
 SEARCHED = [t for t in ENCODED if t.family == "trellis"]
 #: Floats are their own specification: test_encode_corners.py. Single rows are in no file: ik's bytes are those of four.

@@ -9,8 +9,9 @@ Everything runs on the CPU, without flash attention unless told otherwise, with 
 has none (it refuses f32 values without flash attention, and with it both), with an f16 cache.
 
 The two libraries export the same names with different structs, so two of them must never meet in one process: tests
-use ``Libllama``, which starts this file anew for every call. A model that the library refuses, or dies of, is a
-``LibllamaError`` with all that it printed.
+use ``Libllama``, which starts this file once for each library; it loads the library and forks for every call, so that
+none meets what another left behind. A model that the library refuses, or dies of, is a ``LibllamaError`` with all that
+it printed.
 
 The structs of llama.cpp are those of include/llama.h at b11434. Those of ik_llama.cpp come with the wheel
 ik-llama-cpp-python, whose library is older than any header at hand. Both are checked against the library's defaults.
@@ -19,15 +20,20 @@ ik-llama-cpp-python, whose library is older than any header at hand. Both are ch
 from __future__ import annotations
 
 import argparse
+import atexit
 import ctypes
 import importlib
+import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int, c_int8, c_int32, c_size_t, c_uint32, c_void_p
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +63,7 @@ class Libllama:
     lib: Path
     ik: bool = False
     threads: int = 1
-    timeout: float = 300
+    timeout: int = 300
 
     def logits(
         self,
@@ -84,17 +90,39 @@ class Libllama:
 
     def _run(self, model: Path, given: Path, options: Sequence[str]) -> npt.NDArray[Any]:
         with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder, "out.npy")
-            command = [sys.executable, __file__, str(model), str(given), str(out), "--lib", str(self.lib)]
-            command += ["--threads", str(self.threads), *(["--ik"] if self.ik else []), *options]
-            # A library that aborts would start gdb on itself.
-            environment = os.environ | {"GGML_NO_BACKTRACE": "1"}
-            done = subprocess.run(command, capture_output=True, timeout=self.timeout, env=environment, check=False)
-            if done.returncode != 0:
-                log = (done.stdout + done.stderr).decode(errors="replace")
-                raise LibllamaError(f"{self.lib}/libllama.so: {model} ended with {done.returncode}", log)
+            out, log = Path(folder, "out.npy"), Path(folder, "log")
+            arguments = [str(model), str(given), str(out), "--threads", str(self.threads), *options]
+            status = _server(self.lib.resolve(), self.ik).run(arguments, log, self.timeout)
+            if status != 0:
+                text = log.read_text(errors="replace")
+                raise LibllamaError(f"{self.lib}/libllama.so: {model} ended with {status}", text)
             result: npt.NDArray[Any] = np.load(out)
             return result
+
+
+class Server:
+    """The process that has loaded a library and forks for every call."""
+
+    def __init__(self, lib: Path, ik: bool) -> None:
+        command = [sys.executable, __file__, "--serve", "--lib", str(lib), *(["--ik"] if ik else [])]
+        # A library that aborts would start gdb on itself.
+        environment = os.environ | {"GGML_NO_BACKTRACE": "1"}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        atexit.register(self.process.communicate)
+
+    def run(self, arguments: Sequence[str], log: Path, timeout: int) -> int:
+        """Return the exit status of a call, its output in ``log``."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([list(arguments), str(log), timeout]) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline() or sys.exit("the process with the library has ended"))
+
+
+@cache
+def _server(lib: Path, ik: bool) -> Server:
+    return Server(lib, ik)
 
 
 def nmse(found: npt.ArrayLike, expected: npt.ArrayLike) -> float:
@@ -367,20 +395,46 @@ def tokenize(api: Mainline | Ik, model: int, vocab: int, text: bytes) -> Ids:
     return np.array(ids[:n], np.int32)
 
 
-def main() -> None:
+def serve(api: Mainline | Ik) -> None:
+    """Carry out calls, a line of JSON each, in forks; answer with their exit status."""
+    for line in sys.stdin:
+        arguments, log, timeout = json.loads(line)
+        if (child := os.fork()) == 0:
+            os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
+            os.dup2(1, 2)
+            signal.alarm(timeout)
+            os._exit(_status(api, arguments))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def _status(api: Mainline | Ik, arguments: Sequence[str]) -> int:
+    """Return the exit status that a process of its own would have ended with."""
+    try:
+        carry_out(api, parser().parse_args(arguments))
+    except SystemExit as e:
+        print(e.code, file=sys.stderr, flush=True)
+        return e.code if isinstance(e.code, int) else 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("tokens", type=Path, help="token ids (.npy), or a text with --tokenize")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--lib", type=Path, required=True, metavar="DIR", help="the folder of libllama.so")
-    parser.add_argument("--ik", action="store_true", help="it is ik_llama.cpp's")
     parser.add_argument("--batch", type=int, default=512, metavar="N", help="tokens computed at once (default: 512)")
     parser.add_argument("--threads", type=int, default=1, metavar="N")
     parser.add_argument("--flash-attn", type=int, choices=(0, 1), default=0)
     parser.add_argument("--kv", choices=KV_TYPES, help="type of the cache (default: f32; ik_llama.cpp: f16)")
     parser.add_argument("--tokenize", action="store_true", help="write the ids of a text instead")
-    options = parser.parse_args()
-    api = Ik(options.lib.resolve()) if options.ik else Mainline(options.lib.resolve())
+    return parser
+
+
+def carry_out(api: Mainline | Ik, options: argparse.Namespace) -> None:
+    """Compute what is asked for, and write it."""
     model = open_model(api, options.model, options.tokenize)
     for name, kind in (("llama_model_get_vocab", c_void_p), ("llama_vocab_n_tokens", c_int32)):
         getattr(api.c, name).restype, getattr(api.c, name).argtypes = kind, [c_void_p]
@@ -391,6 +445,20 @@ def main() -> None:
         result = compute(api, model, api.c.llama_vocab_n_tokens(vocab), options)
     with options.out.open("wb") as file:
         np.save(file, result)
+
+
+def main() -> None:
+    library = argparse.ArgumentParser(add_help=False)
+    library.add_argument("--lib", type=Path, required=True, metavar="DIR", help="the folder of libllama.so")
+    library.add_argument("--ik", action="store_true", help="it is ik_llama.cpp's")
+    library.add_argument("--serve", action="store_true", help="carry out calls from stdin, for Libllama")
+    options, arguments = library.parse_known_args()
+    call = None if options.serve else parser().parse_args(arguments)
+    api = Ik(options.lib.resolve()) if options.ik else Mainline(options.lib.resolve())
+    if call is None:
+        serve(api)
+    else:
+        carry_out(api, call)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import test_kernels
 import test_matmul
 import test_observers
 import test_simd
-from encoded import DECODED, ENCODED
+from encoded import DECODED, ENCODED, ONE_OF_EACH
 
 from awkward import hashes
 from conftest import golden_bytes, names_of
@@ -40,15 +40,19 @@ Test = Callable[..., None]
 
 #: One type of each set of operations with code of their own for some CPUs that encoders and decoders are made of:
 #: halves, sums of products, each kind of lookup.
-ONE_OF_EACH = ("F16", "BF16", "Q4_0", "Q8_0", "Q3_K", "Q4_K", "MXFP4", "IQ4_NL", "IQ4_KS", "IQ3_KT")
-#: Of CPUs with AVX2 there are many: all types. SSE2 takes what no other has, the portable form of these operations.
-TYPES = DECODED if "avx2" in FEATURES else [BY_NAME[name] for name in ONE_OF_EACH]
+OPERATIONS = ("F16", "BF16", "Q4_0", "Q8_0", "Q3_K", "Q4_K", "MXFP4", "IQ4_NL", "IQ4_KS", "IQ3_KT")
+#: Of CPUs with AVX2 there are many. SSE2 takes what no other has, the portable form of these operations.
+TYPES = ONE_OF_EACH if "avx2" in FEATURES else [BY_NAME[name] for name in OPERATIONS]
+if os.environ.get("QUANTKIT_ALL"):
+    TYPES = DECODED
 PRODUCTS = ["Q4_K", "IQ4_XS", "F16", "IQ3_K", "IQ2_KT"]
 if "avx2" in FEATURES:
-    PRODUCTS += ["Q8_0", "Q5_1", "Q6_0", "IQ5_K", "IQ3_XXS"]
+    PRODUCTS += ["Q8_0", "Q5_1", "Q6_0", "IQ3_XXS"]
+#: With every kind of operation; on SSE2 those that all have.
+MODELS = ["llama-dense", *(["qwen3next-moe", "gpt-oss-moe"] if "avx2" in FEATURES else [])]
 
 #: Tests, each with those values of its parameters that are to be had; all of a parameter that is not named.
-#: Of SIMD what has code of its own for some CPUs; of the engine three zoo models with every kind of operation.
+#: Of SIMD what has code of its own for some CPUs.
 TESTS: list[tuple[Test, dict[str, Any]]] = [
     (test_simd.test_half_floats_in_vectors, {}),
     (test_simd.test_half_float_scalars, {}),
@@ -76,7 +80,7 @@ TESTS: list[tuple[Test, dict[str, Any]]] = [
     (test_matmul.test_products, {"name": PRODUCTS}),
     (
         test_engine_zoo.test_logits_are_llama_cpps,
-        {"name": ["llama-dense", "qwen3next-moe", "gpt-oss-moe"], "device": ["CPU"], "fusion": [Fusion()]},
+        {"name": MODELS, "device": ["CPU"], "fusion": [Fusion()]},
     ),
     (test_observers.test_sums_of_columns_are_exact, {}),
     (test_observers.test_sums_by_expert_are_exact, {}),

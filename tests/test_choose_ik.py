@@ -161,14 +161,20 @@ def snapshots() -> dict[str, str]:
 
 
 SNAPSHOTS = snapshots()
+#: Models that, without options, meet every row of the tables on both sides of its conditions; for all else models take
+#: turns: time.
+IN_FULL = {"dflash", "falcon", "qwen2-70b", "2-experts", "6-experts", "gemma4", "7b", "8b", "clip", "tied"}
 
 
 @pytest.mark.parametrize("model", SNAPSHOTS)
 def test_types_equal_ik_llama_cpps_snapshots(model: str) -> None:
     metadata, tensors = make_model(model)
-    for line in SNAPSHOTS[model].splitlines():
+    turn = list(SNAPSHOTS).index(model) % 3
+    for i, line in enumerate(SNAPSHOTS[model].splitlines()):
         head, _, text = line.partition(": ")
         preset, option, importance = head.split("/")
+        if i % 3 != turn and (option or model not in IN_FULL):
+            continue
         ours = choose(metadata, tensors, preset, has_imatrix=importance == "imatrix", **OPTIONS[option][1])
         ours.sort(key=by_part)
         theirs = [readable(c.name, name) for c, name in zip(ours, lengthened(text), strict=True)]
@@ -205,7 +211,8 @@ def test_types_equal_ik_llama_quantizes(model: str, ik_bin: Path, tmp_path: Path
     write_sparse(tmp_path / "m.gguf", metadata, tensors)
     (tmp_path / "i.dat").write_bytes(struct.pack("<ii", 1, 1) + b"x" + struct.pack("<ii32f", 1, 32, *[1.0] * 32))
     names = list(OPTIONS)
-    for i, preset in enumerate(name for name in IK if name != "MXFP4_R8"):
+    turn = list(MODELS).index(model) % 3  # models take turns: time
+    for i, preset in list(enumerate(name for name in IK if name != "MXFP4_R8"))[turn::3]:
         option = names[i % len(names)]
         if model == "clip" and preset == "IQ3_KT":  # ik asks for its heads per kv head, and aborts
             continue

@@ -17,7 +17,7 @@ from quantkit.errors import ResourceError
 from quantkit.model.engine import Model, load
 from quantkit.model.fusion import Fusion, summary
 from quantkit.model.observers import Wanted, covariances, every_token, inputs, observe, similarity, up_to_layer
-from quantkit.model.ops import Glu, Graph, MulMat, MulMatId, Observe, Op, UpGateId
+from quantkit.model.ops import Attention, Glu, Graph, MulMat, MulMatId, Observe, Op, UpGateId
 from quantkit.model.placement import ALL_LAYERS, Placement, parse_rules
 from zoo import NAMES
 from zoo import expected as tokens_and_logits
@@ -38,10 +38,12 @@ def open_zoo(zoo: Zoo, name: str, placement: Placement, **options: Any) -> Model
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_llama_cpps(zoo: Zoo, name: str, cuda_devices: Devices) -> None:
+    """Of a tile of tokens; or so many that windows, of 32, hide the first."""
     tokens, logits = tokens_and_logits(name)
     with open_zoo(zoo, name, everywhere("CUDA0")) as model:
         assert {segment.device for segment in model.segments} == {"CUDA0"}
-        assert nmse(model.forward(tokens), logits) <= BOUND
+        n = 40 if any(isinstance(op, Attention) and op.window == 32 for op in model.graph.ops) else 24
+        assert nmse(model.forward(tokens[:n]), logits[:n]) <= BOUND
 
 
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "gpt-oss-moe", "deepseek2-moe", "gemma2-dense"])
@@ -50,11 +52,11 @@ def test_token_by_token_is_the_sequence(zoo: Zoo, name: str, cuda_devices: Devic
     tokens, logits = tokens_and_logits(name)
     with open_zoo(zoo, name, everywhere("CUDA0")) as model:
         session = model.session(300)  # so many cells that attention goes in parts
-        pieces = [tokens[i : i + 1] for i in range(5)] + [tokens[5:25], *(tokens[i : i + 1] for i in range(25, 30))]
+        pieces = [tokens[i : i + 1] for i in range(4)] + [tokens[4:14], *(tokens[i : i + 1] for i in range(14, 17))]
         found = np.concatenate([session.decode(piece) for piece in pieces])
-        assert nmse(found, logits[:30]) <= BOUND
-        session.rewind(0, 10)
-        assert nmse(session.decode(tokens[10:30]), logits[10:30]) <= BOUND
+        assert nmse(found, logits[:17]) <= BOUND
+        session.rewind(0, 6)
+        assert nmse(session.decode(tokens[6:17]), logits[6:17]) <= BOUND
 
 
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "gpt-oss-moe", "llama4-moe", "gemma3-dense"])
@@ -64,7 +66,7 @@ def test_fused_and_unfused_agree(zoo: Zoo, name: str, cuda_devices: Devices) -> 
     for fusion in (Fusion(), Fusion.none()):
         with open_zoo(zoo, name, everywhere("CUDA0"), fusion=fusion) as model:
             session = model.session(40)
-            found.append(np.concatenate([session.decode(part) for part in (tokens[:37], tokens[37:40])]))
+            found.append(np.concatenate([session.decode(part) for part in (tokens[:12], tokens[12:15])]))
     assert nmse(found[0], found[1]) <= 1e-10
 
 
@@ -73,7 +75,7 @@ def test_merged_experts_give_the_same_logits(zoo: Zoo, name: str, cuda_devices: 
     tokens, logits = tokens_and_logits(name)
     with open_zoo(zoo, name, everywhere("CUDA0"), merge_up_gate=True) as model:
         assert any("gate_up_exps" in m.tensor.name for op in model.graph.ops for m in op.matrices())
-        for n in (2, 40):
+        for n in (2, 12):
             assert nmse(model.forward(tokens[:n]), logits[:n]) <= BOUND
 
 
@@ -93,12 +95,12 @@ def test_sequences_do_not_see_each_other(zoo: Zoo, name: str, cuda_devices: Devi
 
 @pytest.mark.parametrize(("name", "kv_type"), [("qwen3moe-moe", "q8_0"), ("gemma2-dense", "f16")])
 def test_caches_of_other_types_agree_with_the_cpus(zoo: Zoo, name: str, kv_type: str, cuda_devices: Devices) -> None:
-    tokens = tokens_and_logits(name)[0][:40]
+    tokens = tokens_and_logits(name)[0][:24]
     found = []
     for placement in (everywhere("CUDA0"), Placement()):
         with open_zoo(zoo, name, placement, kv_type=kv_type) as model:
             session = model.session(200)
-            found.append(np.concatenate([session.decode(part) for part in (tokens[:30], tokens[30:31], tokens[31:])]))
+            found.append(np.concatenate([session.decode(part) for part in (tokens[:14], tokens[14:15], tokens[15:])]))
     assert nmse(found[0], found[1]) <= 1e-7
 
 
@@ -124,8 +126,8 @@ def test_any_tensor_on_any_device(zoo: Zoo, name: str, rules: str, cuda_devices:
     with open_zoo(zoo, name, everywhere("CUDA0", rules=rules)) as model:
         assert len(model.segments) > 1
         session = model.session(32)
-        found = np.concatenate([session.decode(part) for part in (tokens[:20], tokens[20:21], tokens[21:22])])
-        assert nmse(found, logits[:22]) <= BOUND
+        found = np.concatenate([session.decode(part) for part in (tokens[:10], tokens[10:11], tokens[11:12])])
+        assert nmse(found, logits[:12]) <= BOUND
 
 
 def test_issue_861_up_and_gate_on_the_gpu_down_on_the_cpu(zoo: Zoo, cuda_devices: Devices) -> None:
@@ -178,8 +180,8 @@ def test_weights_beyond_the_budget_are_sent_for_every_batch(zoo: Zoo, budget: in
     with open_zoo(zoo, "qwen3moe-moe", everywhere("CUDA0"), max_vram=budget) as model:
         assert any("more than --max-vram" in note for note in model.notes)
         session = model.session(64)
-        found = np.concatenate([session.decode(part) for part in (tokens[:40], tokens[40:41], tokens[41:42])])
-        assert nmse(found, logits[:42]) <= BOUND
+        found = np.concatenate([session.decode(part) for part in (tokens[:12], tokens[12:13], tokens[13:14])])
+        assert nmse(found, logits[:14]) <= BOUND
         weights = model.backend("CUDA0").weights  # type: ignore[attr-defined]
         assert weights.nbytes <= budget
         assert weights._staged
@@ -207,12 +209,12 @@ def everything(graph: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "deepseek2-moe", "cohere2-dense"])
 def test_sums_are_those_of_the_reference(zoo: Zoo, name: str, cuda_devices: Devices) -> None:
-    tokens = tokens_and_logits(name)[0]
+    tokens = tokens_and_logits(name)[0][:24]
     found = []
     for placement in (everywhere("CUDA0"), everywhere("REFERENCE")):
         with open_zoo(zoo, name, placement, fusion=Fusion.none(), rewrite=everything) as model:
             session = model.session(64)
-            for part in (tokens[:24], tokens[24:25], tokens[25:]):
+            for part in (tokens[:14], tokens[14:15], tokens[15:]):
                 session.decode(part)
             assert not session.take_not_finite()
             found.append({of: {k: v.copy() for k, v in a.items()} for of, a in session.accumulators.items()})

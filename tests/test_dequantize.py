@@ -238,7 +238,16 @@ def unpacked(made, data):
     return out[:256].view(np.int8), out[256:320].view(np.float32), out[320:].view(np.float32)
 
 
-@pytest.mark.parametrize("t", UNPACKED, ids=str)
+def contract(t):
+    """Return what types of a family have in common, to whom unpackers hand levels and scales in the same way."""
+    of = format_of(t)
+    return t.family, t.block, t.row_header > 0, of.span, of.mins, of.signed
+
+
+CONTRACTS = {contract(t): t for t in UNPACKED}
+
+
+@pytest.mark.parametrize("t", CONTRACTS.values(), ids=str)
 def test_levels_and_scales_in_registers_make_the_values(t):
     made, of = unpacker(t), format_of(t)
     assert of.unit_bytes * t.block == 256 * t.block_bytes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from blocks import random_rows
+from encoded import DECODED, DECODED_ALIKE
 from operations import run_operation
-from test_dequantize import DECODED
 
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels import dequantize
@@ -174,8 +174,8 @@ def test_select_outputs(threads):
     np.testing.assert_array_equal(out, x[wanted])
 
 
-@pytest.mark.parametrize("t", DECODED, ids=str)
-def test_embeddings_of_every_type(t):
+@pytest.mark.parametrize("t", DECODED_ALIKE, ids=str)
+def test_embeddings_of_every_kind_of_type(t):
     width, n_vocab = (512 if t.block == 256 else 384 if t.block > 64 else 320), 20
     weight = random_rows(t, n_vocab, width)
     tokens = np.array([0, 19, 7, 7, *range(20)] * 2)

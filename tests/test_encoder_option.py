@@ -123,29 +123,63 @@ def test_the_weighted_error_is_no_larger_than_mainlines(t: TensorType) -> None:
     assert ours < 1.01 * mainlines
 
 
+# ---------------------------------------------------------------- beside the wheel's library
+
+
 class InitParams(ctypes.Structure):
     _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
 
 
-@pytest.mark.peer
-@pytest.mark.parametrize("t", IK_ENCODED, ids=str)
-def test_random_rows_like_the_wheels(ik_bin: Path, t: TensorType) -> None:
-    """The wheel is built with FMA, which decides a few searches differently: nearly the same bytes and error."""
+@pytest.fixture(scope="module")
+def wheel(ik_bin: Path) -> ctypes.CDLL:
+    """The wheel's libggml, which takes 10 seconds to make the tables of IQ1_S's grid: for one process, once.
+
+    It is built with FMA, which decides a few searches differently: nearly the same bytes and error.
+    """
     lib = ctypes.CDLL(str(ik_bin.parent / "lib/libggml.so"))
     lib.ggml_init.argtypes, lib.ggml_init.restype = [InitParams], ctypes.c_void_p
     assert lib.ggml_init(InitParams(1 << 20, None, False))  # makes the table that halves are widened by
     pointer, i64 = ctypes.c_void_p, ctypes.c_int64
     lib.ggml_quantize_chunk.argtypes = [ctypes.c_int, pointer, pointer, i64, i64, i64, pointer, pointer]
     lib.ggml_quantize_chunk.restype = ctypes.c_size_t
+    return lib
+
+
+def encoded_there(wheel: ctypes.CDLL, t: TensorType, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    out = np.empty((len(x), t.row_bytes(x.shape[1])), np.uint8)
+    given = weights.ctypes.data if weights.size else None
+    wheel.ggml_quantize_chunk(t.id, x.ctypes.data, out.ctypes.data, 0, *x.shape, given, None)
+    return out
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("t", IK_ENCODED, ids=str)
+def test_random_rows_like_the_wheels(wheel: ctypes.CDLL, t: TensorType) -> None:
     x, importance = drawn(t)
     for weights in (importance, *((NO_WEIGHTS,) if t in UNWEIGHTED else ())):
-        theirs = np.empty((len(x), t.row_bytes(x.shape[1])), np.uint8)
-        given = weights.ctypes.data if weights.size else None
-        lib.ggml_quantize_chunk(t.id, x.ctypes.data, theirs.ctypes.data, 0, *x.shape, given, None)
-        ours = encode(t, x, weights, "ik")
+        ours, theirs = encode(t, x, weights, "ik"), encoded_there(wheel, t, x, weights)
         assert (ours == theirs).mean() > 0.92
         errors = [weighted_error(t, x, data, weights if weights.size else np.ones(1024)) for data in (ours, theirs)]
         assert errors[0] == pytest.approx(errors[1], rel=2e-2)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", ["IQ1_S_R4", "IQ1_M_R4"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_formats_of_their_own_nearly_as_the_wheels(wheel: ctypes.CDLL, name: str, weighted: bool) -> None:
+    """Rows of 32 times 37 values, as neither IQ1_S nor IQ1_M has."""
+    rng, n = np.random.default_rng(7), 32 * 37
+    x = (rng.standard_t(5, (96, n)) * np.exp(rng.standard_normal((96, 1)))).astype(np.float32)
+    weights = rng.chisquare(2, n).astype(np.float32) if weighted else NO_WEIGHTS
+    ours = quantize(x, name, weights if weighted else None)
+    theirs = encoded_there(wheel, BY_NAME[name], x, weights)
+    assert (ours == theirs).mean() > 0.97
+    w = weights if weighted else np.ones(n)
+    errors = [weighted_error(BY_NAME[name], x, data, w) for data in (ours, theirs)]
+    assert errors[0] == pytest.approx(errors[1], rel=5e-3)
+
+
+# ---------------------------------------------------------------- interleaved
 
 
 WOVEN = [t for t in map(BY_NAME.__getitem__, BASES) if base_of(t) in IK_ENCODED]

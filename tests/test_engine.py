@@ -12,6 +12,7 @@ import pytest
 from libllama import nmse
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError, TypeNotSupported
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
+from quantkit.model.backends.cpu.streaming import pages
 from quantkit.model.cost import token_cost
 from quantkit.model.engine import Model, load
 from quantkit.model.fusion import Fusion, summary
@@ -261,6 +262,20 @@ def test_the_cost_of_a_token_counts_the_experts_it_uses(zoo: Callable[[str], Pat
         assert cost.weight_bytes == pytest.approx(expected_bytes)
         kv_width = sum(c.k_width + c.v_width for c in model.graph.caches)
         assert deep.cache_bytes - cost.cache_bytes == 100 * kv_width * 2
+
+
+@pytest.mark.parametrize("merge_up_gate", [False, True])
+def test_weights_in_memory_give_the_logits_of_the_mapped_file(zoo: Callable[[str], Path], merge_up_gate: bool) -> None:
+    with open_zoo(zoo, "qwen3moe-moe", merge_up_gate=merge_up_gate) as model:
+        expected = model.forward(TOKENS)
+    with open_zoo(zoo, "qwen3moe-moe", merge_up_gate=merge_up_gate, mmap=False) as model:
+        found = model.forward(TOKENS)
+        data = model.source.data("blk.0.attn_q.weight")
+        assert pages(data) is None
+        assert model.source.data("blk.0.attn_q.weight") is data
+    np.testing.assert_array_equal(found, expected)
+    with pytest.raises(RecipeError, match="--no-mmap copies all weights"):
+        open_zoo(zoo, "qwen3moe-moe", mmap=False, max_ram=1 << 20)
 
 
 def test_a_model_tells_what_could_not_be_fused_or_merged(zoo: Callable[[str], Path]) -> None:

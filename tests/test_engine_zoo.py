@@ -54,7 +54,7 @@ def placed(device: str) -> Placement:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fusion", [Fusion(), Fusion.none()], ids=["fused", "unfused"])
 def test_logits_are_llama_cpps(zoo: Callable[[str], Path], name: str, device: str, fusion: Fusion) -> None:
-    with load(zoo(name), kv_type="f32", fusion=fusion, placement=placed(device)) as model:
+    with load(zoo(name), kv_type="f32", fusion=fusion, placement=placed(device), threads=2) as model:
         assert nmse(model.forward(TOKENS), expected(name)) <= BOUND
 
 
@@ -86,10 +86,14 @@ class Changed:
         )
 
 
+#: As many as windows, of 32, do not hide from.
+SOME = TOKENS[:40]
+
+
 def logits(source: GGUFFile, graph: Graph) -> Floats:
-    rows = np.arange(len(TOKENS), dtype=np.int32)
-    program = Reference(source).compile(graph.ops, Limits(len(TOKENS)))
-    program.run(Batch(TOKENS, rows, np.zeros_like(rows), rows))
+    rows = np.arange(len(SOME), dtype=np.int32)
+    program = Reference(source).compile(graph.ops, Limits(len(SOME)))
+    program.run(Batch(SOME, rows, np.zeros_like(rows), rows))
     result: Floats = program.read(graph.logits)
     return result
 
@@ -146,7 +150,7 @@ def no_head_norm(op: Op) -> list[Op] | None:
 
 def no_window(op: Op) -> list[Op] | None:
     # Windows wider than the tokens here cannot be missed.
-    if not isinstance(op, Attention) or op.mask == "causal" or op.window >= len(TOKENS):
+    if not isinstance(op, Attention) or op.mask == "causal" or op.window >= len(SOME):
         return None
     return [replace(op, mask="causal")]
 
@@ -195,6 +199,6 @@ def mutants(source: GGUFFile) -> Iterator[tuple[str, Graph]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_mutant_misses_the_bound_by_far(zoo: Callable[[str], Path], name: str) -> None:
     with open_gguf(zoo(name)) as source:
-        missed = {mutant: nmse(logits(source, graph), expected(name)) for mutant, graph in mutants(source)}
+        missed = {mutant: nmse(logits(source, graph), expected(name)[: len(SOME)]) for mutant, graph in mutants(source)}
     assert len(missed) >= 4
     assert {mutant: error for mutant, error in missed.items() if not error > 100 * BOUND} == {}

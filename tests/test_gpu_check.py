@@ -32,8 +32,9 @@ check.use_shim()
 from quantkit.kernels.cuda.core.device import open_device
 speed._CARD.append(speed.Card(open_device("CUDA0"), 1.0, 1.0))
 speed.SIZES = speed.Sizes(
-    matrix_bytes=1 << 15, in_turn=2, few=(1, 4), n_in=512, dense=256, wide=288, tokens=40, experts=4, used=2,
-    expert_in=256, expert_out=256, gates=(1, 40), depths=(100,), latent_heads=2, layers=1, single=2, repetitions=1,
+    matrix_bytes=1 << 15, in_turn=2, few=(1, 4), n_in=512, dense=256, wide=288, tokens=12, experts=4, used=2,
+    expert_in=256, expert_out=256, heads=4, vocab=96, gates=(1, 12), depths=(100,), latent_heads=2, layers=1, single=1,
+    repetitions=1,
     of_products=1, of_model=1, types=("Q8_0", "F16"), caches=("f16",),
 )
 from pathlib import Path

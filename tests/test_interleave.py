@@ -544,26 +544,6 @@ def test_the_engine_runs_formats_of_their_own(tmp_path: Path, name: str) -> None
     assert (off**2).sum() < 1e-3 * (logits[1] ** 2).sum()
 
 
-@pytest.mark.peer
-@pytest.mark.parametrize("name", ["IQ1_S_R4", "IQ1_M_R4"])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_formats_of_their_own_are_encoded_nearly_as_the_wheels(ik_bin: Path, name: str, weighted: bool) -> None:
-    """The wheel is built with FMA, which decides a few searches differently; rows of 32 times 37 values."""
-    lib, t = ik_library(ik_bin), BY_NAME[name]
-    rng, n = np.random.default_rng(7), 32 * 37
-    x = (rng.standard_t(5, (96, n)) * np.exp(rng.standard_normal((96, 1)))).astype(np.float32)
-    weights = rng.chisquare(2, n).astype(np.float32) if weighted else None
-    theirs = np.empty((len(x), t.row_bytes(n)), np.uint8)
-    chunk, pointer, i64 = lib.ggml_quantize_chunk, ctypes.c_void_p, ctypes.c_int64
-    chunk.argtypes, chunk.restype = [ctypes.c_int, pointer, pointer, i64, i64, i64, pointer, pointer], ctypes.c_size_t
-    chunk(t.id, x.ctypes.data, theirs.ctypes.data, 0, *x.shape, None if weights is None else weights.ctypes.data, None)
-    ours = encode(x, t, weights)
-    assert (ours == theirs).mean() > 0.97
-    w = np.ones(n) if weights is None else weights
-    errors = [float((w * (dequantize(data, t, n) - x).astype(np.float64) ** 2).sum()) for data in (ours, theirs)]
-    assert errors[0] == pytest.approx(errors[1], rel=5e-3)
-
-
 def test_rows_that_make_no_whole_units_are_refused() -> None:
     """BF16_R16 interleaves pairs of values, and a file may hold rows of one."""
     with pytest.raises(TypeNotSupported, match="BF16_R16: rows of 1 values cannot be taken apart"):

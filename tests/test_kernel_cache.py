@@ -33,7 +33,7 @@ LOOK_UP = """
 import sys
 from quantkit.kernels.cpu.layer.elementwise import embed
 from quantkit.types import BY_NAME
-from test_elementwise import test_embeddings_of_every_type as check
+from test_elementwise import test_embeddings_of_every_kind_of_type as check
 for name in sys.argv[1:]:
     check(BY_NAME[name])
     assert embed(BY_NAME[name]).from_cache, name

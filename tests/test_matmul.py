@@ -78,10 +78,11 @@ def shapes(t):
 def test_products(name):
     t, rng = BY_NAME[name], np.random.default_rng(1)
     for n_out, n_in in shapes(t):
+        every = (n_out, n_in) == shapes(t)[-1]
         data = weights(t, n_out, n_in)
         x = (rng.standard_normal((64, n_in)) * np.exp(rng.standard_normal(n_in))).astype(np.float32)
         want, magnitudes = expected(t, data, Rows(t, x))
-        for count in (1, 2, 3, 4, 5, 7, 8, 13, 33, 61, 64):
+        for count in (1, 2, 3, 4, 5, 7, 8, 13, 33, 61, 64) if every else (1, 3, 5, 61):
             out = multiply(t, data, n_out, Rows(t, x[:count]))
             worst = np.max(np.abs(out - want[:count]) / magnitudes[:count])
             assert worst < 5e-7, f"{n_out} x {n_in}, {count} rows: {worst}"

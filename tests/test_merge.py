@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +116,14 @@ def test_split_then_merge_is_the_identity_too(tmp_path: Path) -> None:
     ]
     again = carry_out(plan_merge_up_gate(apart, tmp_path / "again.gguf"))
     assert again.read_bytes() == merged.read_bytes()
+
+
+def test_merged_experts_take_the_place_of_the_first_half(tmp_path: Path, zoo: Callable[[str], Path]) -> None:
+    """In the zoo, ffn_down_exps lies between the two."""
+    run_merge(plan_merge_up_gate(zoo("qwen3moe-moe"), tmp_path / "m.gguf"))
+    with open_gguf(tmp_path / "m.gguf") as merged:
+        names = [name.removeprefix("blk.0.") for name in merged.tensors if name.startswith("blk.0.")]
+    assert names[-3:] == ["ffn_gate_inp.weight", "ffn_gate_up_exps.weight", "ffn_down_exps.weight"]
 
 
 def test_only_what_was_merged_here_is_taken_apart(tmp_path: Path) -> None:

@@ -509,11 +509,8 @@ def test_tiny_moe_is_the_file_of_ik_llama_quantize(data: Path, tiny_moe: Path, t
 
 # ---------------------------------------------------------------- parity with the programs themselves
 
-CASES = [
-    (t, imatrix)
-    for t in ("Q4_K_M", "Q8_0", "IQ4_XS", "Q2_K", "Q3_K_M", "Q6_K", "MXFP4_MOE", "IQ3_M")
-    for imatrix in (False, True)
-] + [(t, True) for t in ("IQ1_M", "IQ2_XXS", "IQ2_M", "IQ3_XXS")]
+#: Whole files, with their metadata; the tensors of all presets are above.
+CASES = [("Q4_K_M", False), ("Q4_K_M", True), ("Q8_0", True), ("IQ4_XS", False), ("MXFP4_MOE", True), ("IQ3_M", True)]
 
 
 @pytest.mark.peer
@@ -533,14 +530,11 @@ def test_whole_files_equal_llama_quantize(
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("type_name", ["Q4_K_M", "Q8_0"])
-def test_a_quantized_source_equals_llama_quantize(
-    llama_bin: Path, smollm2: Path, tmp_path: Path, type_name: str
-) -> None:
+def test_a_quantized_source_equals_llama_quantize(llama_bin: Path, smollm2: Path, tmp_path: Path) -> None:
     theirs, ours = tmp_path / "theirs.gguf", tmp_path / "ours.gguf"
-    command = [llama_bin / "llama-quantize", "--allow-requantize", smollm2, theirs, type_name, "2"]
+    command = [llama_bin / "llama-quantize", "--allow-requantize", smollm2, theirs, "Q4_K_M", "2"]
     subprocess.run(command, check=True, capture_output=True)
-    quantize(smollm2, ours, type_name, QuantizeOptions(allow_requantize=True, no_provenance=True))
+    quantize(smollm2, ours, "Q4_K_M", QuantizeOptions(allow_requantize=True, no_provenance=True))
     assert ours.read_bytes() == theirs.read_bytes()
 
 

@@ -81,8 +81,10 @@ def assert_one_pass_is_two(
 # ---------------------------------------------------------------- one pass is two
 
 
-@pytest.mark.parametrize("imatrix", [False, True])
-@pytest.mark.parametrize("type_name", ["Q4_K_M", "Q2_K", "Q3_K_L", "IQ4_XS", "Q8_0", "MXFP4_MOE", "F16", "COPY"])
+@pytest.mark.parametrize(
+    ("type_name", "imatrix"),
+    [("Q4_K_M", True), ("Q4_K_M", False), ("IQ4_XS", True), ("Q8_0", False), ("MXFP4_MOE", True), ("COPY", False)],
+)
 def test_tiny_moe(tmp_path: Path, data: Path, tiny_moe: Path, type_name: str, imatrix: bool) -> None:
     options = replace(PLAIN, imatrix=data / "tiny-moe-imatrix.gguf" if imatrix else None)
     assert_one_pass_is_two(tmp_path / "merge", tiny_moe, type_name, options)

@@ -23,8 +23,8 @@ print("TOKENS", *model.generate(model.tokenize("def main():\\n    import"), max_
 """
 
 
-def perplexity(llama_bin: Path, model: Path, text: Path) -> float:
-    command = [llama_bin / "llama-perplexity", "-m", model, "-f", text, "-c", "256", "-t", "2"]
+def perplexity(llama_bin: Path, model: Path, text: Path, *more: str) -> float:
+    command = [llama_bin / "llama-perplexity", "-m", model, "-f", text, "-c", "256", "-t", "2", "--chunks", "4", *more]
     for _ in range(10):  # on a busy machine it sometimes ends before its log thread has printed the last line
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         found = re.search(r"PPL = (\S+)", done.stdout + done.stderr)
@@ -47,7 +47,7 @@ def baseline(llama_bin: Path, tiny_moe: Path, data: Path) -> float:
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("type_name", ["Q4_K_M", "Q8_0", "IQ4_XS", "Q2_K", "Q3_K_M", "Q6_K", "MXFP4_MOE"])
+@pytest.mark.parametrize("type_name", ["Q4_K_M", "IQ4_XS", "MXFP4_MOE"])
 def test_llama_cpp_computes_with_the_file(
     llama_bin: Path, baseline: float, data: Path, tiny_moe: Path, tmp_path: Path, type_name: str
 ) -> None:
@@ -71,7 +71,7 @@ def test_ik_llama_cpp_generates_with_the_file(
 def test_a_requantized_dense_model_loads(llama_bin: Path, smollm2: Path, data: Path, tmp_path: Path) -> None:
     quantize(smollm2, tmp_path / "o.gguf", "Q4_K_M", QuantizeOptions(allow_requantize=True))
     text = data / "tiny-moe-evaluation.txt"
-    before, after = perplexity(llama_bin, smollm2, text), perplexity(llama_bin, tmp_path / "o.gguf", text)
+    before, after = (perplexity(llama_bin, m, text, "--chunks", "1") for m in (smollm2, tmp_path / "o.gguf"))
     assert after == pytest.approx(before, rel=NEAR)
 
 

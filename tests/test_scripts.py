@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -180,45 +179,51 @@ def test_benchmark_notices_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.differing_rows(bench.BY_NAME["Q8_0"], measured, weights, encode, other) == 1
 
 
-def test_benchmark_of_engines_takes_a_peers_faster_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_of_engines_takes_the_faster_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = load("bench_engine", monkeypatch)
 
-    def measured(engine: str, setting: str, *samples: float, reason: str = "") -> object:
-        return bench.Runner(engine, setting, [], [], {"tg": list(samples)}, reason)
+    def measured(engine: str, setting: str, *seconds: float, reason: str = "") -> object:
+        return bench.Runner(engine, setting, None, None, {"tg": list(seconds), "read": [1, 1, 1]}, reason)
 
     runners = [
-        measured("quantkit", "", 30, 10, 20),
-        measured("llama.cpp", "plain", 10, 10, 99),
-        measured("llama.cpp", "repacked", 16, 15, 17),
+        measured("quantkit", "mapped", 2, 3, 9),
+        measured("quantkit", "copied", 2, 2, 4),
+        measured("llama.cpp", "plain", 5, 5, 1),
+        measured("llama.cpp", "repacked", 4, 3, 2),
         measured("ik_llama.cpp", "plain", reason="no such type"),
     ]
-    assert bench.row("MoE", "tg", 64, runners) == "| MoE | tg64 | 20.0 | 16.0 repacked | 1.25x | - | - |"
-    assert bench.header(["quantkit", "ik"]) == "| model | test | quantkit t/s | ik t/s | / ik |\n|---|---|---|---|---|"
+    assert bench.row("MoE", "tg", 64, runners) == "| MoE | tg64 | 32.0 copied | 50% | 21.3 repacked | 1.50x | - | - |"
+    assert bench.header(["quantkit", "ik"]).startswith("| model | test | quantkit t/s | read | ik t/s | / ik |\n|---|")
 
 
-def test_benchmark_of_engines_says_why_one_cannot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_benchmark_of_engines_says_why_one_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = load("bench_engine", monkeypatch)
-    code = "import sys; print('loading'); print('invalid ggml type 144', file=sys.stderr); print('bye'); sys.exit(3)"
-    runner = bench.Runner("peer", "plain", [sys.executable, "-c", code], [])
-    for _ in range(2):  # the second turn starts nothing
-        runner.turn(tmp_path / "m.gguf", 1, 1, 1)
-        runner.program = ["/there/is/no/such/program"]
-    assert runner.reason == "invalid ggml type 144"
-    assert runner.speed("pp") == 0
-    for code, reason in {"sys.exit(1)": "ended with 1", "os.kill(os.getpid(), 8)": "died of SIGFPE"}.items():
-        runner = bench.Runner("peer", "plain", [sys.executable, "-c", f"import os, sys; {code}"], [])
-        runner.turn(tmp_path / "m.gguf", 1, 1, 1)
-        assert runner.reason == reason
+    log = "loading\ninvalid ggml type 144\nbye\n"
+    assert bench.reason_of(3, log) == "invalid ggml type 144"
+    assert bench.reason_of(-8, "loading\n") == "died of SIGFPE"
+    assert bench.reason_of(1, "") == "ended with 1"
+
+
+def worker(engine: str, *arguments: str | Path, lines: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "benchmarks/engine_worker.py", engine, "-m", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, input=lines, timeout=120)
+
+
+def test_worker_runs_what_it_is_told(tiny_moe: Path) -> None:
+    found = worker("quantkit", tiny_moe, "--set", "mmap=0", lines="pp 8\ntg 2\n")
+    assert found.returncode == 0, found.stderr
+    ready, *seconds = found.stdout.split()
+    assert (ready, len(seconds)) == ("ready", 2)
+    assert all(float(s) > 0 for s in seconds)
+    assert "quantkit takes merge_up_gate and mmap" in worker("quantkit", tiny_moe, "--set", "speed=9").stderr
 
 
 @pytest.mark.peer
-def test_benchmark_of_engines_runs_ik(tmp_path: Path, tiny_moe: Path, ik_bin: Path) -> None:
-    command = [sys.executable, ROOT / "benchmarks/ik_bench.py", "-m", tiny_moe, "-p", "8", "-n", "2"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    rows = json.loads(found.stdout)
-    assert [(row["n_prompt"], row["n_gen"]) for row in rows] == [(8, 0), (0, 2)]
-    assert all(row["avg_ts"] > 0 for row in rows)
-    refused = subprocess.run([*command, "--set", "speed=9"], capture_output=True, text=True, timeout=120)
+def test_worker_runs_ik(tiny_moe: Path, ik_bin: Path) -> None:
+    found = worker("ik_llama.cpp", tiny_moe, lines="pp 8\ntg 2\n")
+    assert found.returncode == 0, found.stderr
+    assert [float(s) > 0 for s in found.stdout.split()[-2:]] == [True, True]
+    refused = worker("ik_llama.cpp", tiny_moe, "--set", "speed=9")
     assert refused.returncode == 1
     assert "no such parameter" in refused.stderr
 

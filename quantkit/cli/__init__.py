@@ -17,6 +17,8 @@ from quantkit.version import __version__
 #: Command -> one line of help; the module of that name in this package holds the click command, ``command``.
 COMMANDS = {
     "quantize": "Quantize a GGUF model: the bytes of llama-quantize, several times faster.",
+    "convert": "Convert a Hugging Face checkpoint to GGUF, and quantize it in the same pass.",
+    "export": "Export a GGUF file as a checkpoint that transformers loads.",
     "merge-up-gate": "Merge the up and gate experts of a MoE model into one tensor, byte for byte.",
     "split-up-gate": "Split merged up and gate experts; undoes merge-up-gate exactly.",
     "inspect": "Show what is in a GGUF file: tensors, types, sizes, metadata, shards.",

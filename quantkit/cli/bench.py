@@ -55,6 +55,7 @@ def flags(*names: str, help: str, default: str) -> Any:  # noqa: A002
 @flags("-fqkv", "--fused-qkv", default="1", help="Fuse q, k and v.")
 @flags("-flaunch", "--fused-launches", default="1", help="On GPUs, fuse neighbouring operations into one launch.")
 @flags("-muge", "--merge-up-gate-experts", default="0", help="Merge up and gate experts while loading.")
+@flags("-mmp", "--mmap", default="1", help="Use weights in the mapped file; 0 copies them to memory.")
 @placement_options
 @ignored_options
 @setting("-o", "--output", "form", group=_OUT, type=click.Choice(FORMATS), default="md", help="Format.")
@@ -132,6 +133,7 @@ _OPTIONAL: tuple[tuple[str, str, Callable[[Setting], object]], ...] = (
     ("fqkv", "fused_qkv", lambda s: int(s.fused_qkv)),
     ("flaunch", "fused_launches", lambda s: int(s.fused_launches)),
     ("muge", "merge_up_gate_experts", lambda s: int(s.merge_up_gate)),
+    ("mmap", "mmap", lambda s: int(s.mmap)),
 )
 
 

@@ -140,6 +140,12 @@ run_options = options(
     option(
         "-muge", "--merge-up-gate-experts", group=RUN, is_flag=True, help="Merge up and gate experts while loading."
     ),
+    option(
+        "--mmap/--no-mmap",
+        group=RUN,
+        default=True,
+        help="Use weights in the mapped file (default), or copy them to memory, for faster single tokens.",
+    ),
     placement_options,
     ignored_options,
     option("--max-ram", group=RUN, type=SIZE, metavar="SIZE", help="Memory for weights; the rest is streamed."),
@@ -154,6 +160,7 @@ def load_options(run: Mapping[str, Any]) -> LoadOptions:
         "threads": run["threads"] or None,
         "n_ubatch": run["n_ubatch"],
         "kv_type": run["kv_type"],
+        "mmap": run["mmap"],
         "max_ram": run["max_ram"],
         "max_vram": run["max_vram"],
         "cublas": run["cublas"],

@@ -14,7 +14,7 @@ from quantkit.cli.options import GroupedOption, echo_notes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_MAPPED = "weights are mapped from the file, neither copied nor locked; --max-ram bounds what stays in memory"
+_NOT_LOCKED = "weights are never locked in memory; --no-mmap copies them there, --max-ram bounds what stays"
 _AS_THEY_LIE = "weights are computed with as they lie in the file; nothing is repacked"
 _SWITCH = click.Choice(["on", "off", "auto", "0", "1", "0,1"])
 
@@ -26,10 +26,8 @@ _IGNORED: tuple[tuple[tuple[str, ...], Any, str], ...] = (
     (("-rtr", "--run-time-repack"), _SWITCH, _AS_THEY_LIE),
     (("--repack",), _SWITCH, _AS_THEY_LIE),
     (("-nr", "--no-repack"), None, _AS_THEY_LIE),
-    (("-mmp", "--mmap"), _SWITCH, _MAPPED),
-    (("--no-mmap",), None, _MAPPED),
-    (("--mlock",), None, _MAPPED),
-    (("-lm", "--load-mode"), str, _MAPPED),
+    (("--mlock",), None, _NOT_LOCKED),
+    (("-lm", "--load-mode"), str, _NOT_LOCKED),
     (("-tb", "--threads-batch"), int, "-t is the number of threads for prompts as well"),
     (("-np", "--parallel"), int, "-b and -c decide how many sequences run at once"),
     (("-s", "--seed"), int, "no result depends on a seed"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from quantkit.cli.complete import IMATRIX_FILE, targets, types
 from quantkit.cli.ignored import Ignored
 from quantkit.cli.options import (
     SIZE,
+    F,
     GroupedCommand,
     echo_notes,
     on_command_line,
@@ -28,7 +30,7 @@ from quantkit.helpers import available_cpus, format_size
 from quantkit.kernels.formats import ENCODERS
 from quantkit.pipeline.plan import Plan, without_existing
 from quantkit.pipeline.presets import RULES
-from quantkit.pipeline.run import refusal
+from quantkit.pipeline.run import RunOptions, refusal
 from quantkit.pipeline.work import least_ram
 
 _WHAT, _TYPES, _IMATRIX, _META, _RUN, _OUT = (
@@ -60,7 +62,7 @@ _class_options = options(
 )
 
 
-class _Command(GroupedCommand):
+class QuantizeCommand(GroupedCommand):
     """Takes a negative THREADS for all CPUs, as llama-quantize does; click would read it as an option."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -69,87 +71,160 @@ class _Command(GroupedCommand):
         return super().parse_args(ctx, args)
 
 
-@click.command("quantize", cls=_Command, context_settings={"ignore_unknown_options": False})
+#: Every option of `quantize`, by name: `convert` has most of them, too.
+_OPTIONS: dict[str, Callable[[Any], Any]] = {
+    "allow_requantize": option(
+        "--allow-requantize", group=_WHAT, is_flag=True, help="Re-quantize tensors that are already quantized."
+    ),
+    "leave_output_tensor": option(
+        "--leave-output-tensor", group=_WHAT, is_flag=True, help="Keep output.weight as it is."
+    ),
+    "pure": option(
+        "--pure", group=_WHAT, is_flag=True, help="No mixture, only the base type; rules and type options still apply."
+    ),
+    "rules": option(
+        "--rules",
+        group=_TYPES,
+        type=click.Choice(RULES, case_sensitive=False),
+        help="Whose mixtures, fallbacks and order of the file: llama.cpp's or ik_llama.cpp's.  [default: that of TYPE]",
+    ),
+    "merge_up_gate": option(
+        "--merge-up-gate", group=_WHAT, is_flag=True, help="Merge up and gate experts, as `quantkit merge-up-gate`."
+    ),
+    "split_up_gate": option(
+        "--split-up-gate", group=_WHAT, is_flag=True, help="Split merged experts, as `quantkit split-up-gate`."
+    ),
+    "repack": option(
+        "--repack", group=_WHAT, is_flag=True, help="Interleave rows (Q4_K to Q4_K_R4); no value changes."
+    ),
+    "unrepack": option(
+        "--unrepack", group=_WHAT, is_flag=True, help="Take interleaved rows apart (Q4_K_R4 to Q4_K): the way back."
+    ),
+    "repack_pattern": option(
+        "--repack-pattern",
+        group=_WHAT,
+        multiple=True,
+        metavar="RE,RE,..",
+        help="Repack only tensors whose names match.",
+    ),
+    "prune_layers": option(
+        "--prune-layers", group=_WHAT, metavar="L,L,..", help="Drop these layers (3,7-9) and renumber the rest."
+    ),
+    "output_tensor_type": option("--output-tensor-type", **_A_TYPE, help="Type of output.weight."),
+    "token_embedding_type": option("--token-embedding-type", **_A_TYPE, help="Type of the token embeddings."),
+    "per_layer_token_embedding_type": option(
+        "--per-layer-token-embedding-type", **_A_TYPE, help="Type of the embeddings per layer (Gemma 3n and 4)."
+    ),
+    "extra_output_tensor": option(
+        "--extra-output-tensor", **_A_TYPE, help="Add a second output of this type, with which ik_llama.cpp drafts."
+    ),
+    "ffn_gate_inp_type": option(
+        "--ffn-gate-inp-type", **_A_TYPE, help="Type of the MoE router, otherwise kept as it is."
+    ),
+    "recipe": option(
+        "-r", "--recipe", group=_TYPES, type=_FILE, multiple=True, help="File of rules `regex = type`, one per line."
+    ),
+    "tensor_type": option(
+        "--tensor-type", multiple=True, **{**_A_TYPE, "metavar": "RE=TYPE"}, help="One rule; repeatable."
+    ),
+    "tensor_type_file": option(
+        "--tensor-type-file",
+        group=_TYPES,
+        type=_FILE,
+        multiple=True,
+        help="File of RE=TYPE words, as in llama-quantize.",
+    ),
+    "custom_q": option(
+        "--custom-q", multiple=True, **{**_A_TYPE, "metavar": "RE=TYPE,.."}, help="Rules as ik_llama.cpp takes them."
+    ),
+    "class types": _class_options,
+    "fallback": setting(
+        "--fallback",
+        group=_TYPES,
+        shell_complete=types,
+        default="next",
+        metavar="error|next|TYPE",
+        help="For rows that do not divide into blocks: fail, take llama.cpp's next type, or TYPE.",
+    ),
+    "encoder": option(
+        "--encoder",
+        group=_TYPES,
+        type=click.Choice(ENCODERS, case_sensitive=False),
+        help="Whose search encodes types that llama.cpp and ik_llama.cpp both have; "
+        "default: mainline, ik if interleaved.",
+    ),
+    "symmetric_q40": option(
+        "--symmetric-q40", group=_TYPES, is_flag=True, help="Q4_0 in levels -7 .. 7; the importance matrix is ignored."
+    ),
+    "slow_iq2ks": click.option(
+        "--slow-iq2ks", cls=Ignored, is_flag=True, note="IQ2_KS always has the bytes of that search"
+    ),
+    "imatrix": option("--imatrix", group=_IMATRIX, type=IMATRIX_FILE, help="Importance matrix, GGUF or .dat."),
+    "include_weights": option(
+        "--include-weights",
+        group=_IMATRIX,
+        multiple=True,
+        metavar="TEXT",
+        help="Use only entries with TEXT in the name.",
+    ),
+    "exclude_weights": option(
+        "--exclude-weights", group=_IMATRIX, multiple=True, metavar="TEXT", help="Ignore entries with TEXT in the name."
+    ),
+    "ignore_imatrix_rules": option(
+        "--ignore-imatrix-rules", group=_IMATRIX, is_flag=True, help="Allow low-bit types without importance."
+    ),
+    "hide_imatrix": option(
+        "--hide-imatrix", group=_IMATRIX, is_flag=True, help="Keep the importance matrix's name out of the metadata."
+    ),
+    "override_kv": option(
+        "--override-kv",
+        group=_META,
+        multiple=True,
+        metavar="KEY=T:V",
+        help="Set a key; T: int, float, bool, str, u8 .. f64.",
+    ),
+    "keep_split": option("--keep-split", group=_META, is_flag=True, help="One output shard per input shard."),
+    "split_max_size": option(
+        "--split-max-size", group=_META, type=SIZE, help="Start a new shard beyond this size (48G)."
+    ),
+    "no_provenance": option(
+        "--no-provenance",
+        group=_META,
+        is_flag=True,
+        help="Write no quantkit.quantize.* keys: llama-quantize's exact file.",
+    ),
+    "threads": threads_option,
+    "max_ram": setting("--max-ram", group=_RUN, type=SIZE, default="512MiB", help="Memory for all buffers."),
+    "max_buffer_size": option(
+        "--max-buffer-size",
+        group=_RUN,
+        type=click.IntRange(1),
+        metavar="MIB",
+        help="--max-ram in MiB, as llama-quantize.",
+    ),
+    "partial_requant": option(
+        "--partial-requant", group=_RUN, is_flag=True, help="Keep files of the output that are there; make the others."
+    ),
+    "resume": option("--resume", group=_RUN, is_flag=True, help="Continue an interrupted run."),
+    "overwrite": option("--overwrite", group=_RUN, is_flag=True, help="Replace an existing output."),
+    "measure_error": option(
+        "--measure-error", group=_RUN, is_flag=True, help="Decode the result and report the error by tensor class."
+    ),
+    "dry_run": option("--dry-run", group=_OUT, is_flag=True, help="Only print the plan: every type with its reason."),
+    "json": option("--json", "as_json", group=_OUT, is_flag=True, help="Print the summary as JSON."),
+}
+
+
+def quantize_options(without: Collection[str] = ()) -> Callable[[F], F]:
+    """Declare the options of `quantize`, but not those ``without``."""
+    return options(*(declare for name, declare in _OPTIONS.items() if name not in without))
+
+
+@click.command("quantize", cls=QuantizeCommand, context_settings={"ignore_unknown_options": False})
 @click.argument(
     "arguments", nargs=-1, metavar="IN.gguf [OUT.gguf] TYPE [THREADS]", required=True, shell_complete=targets
 )
-@option("--allow-requantize", group=_WHAT, is_flag=True, help="Re-quantize tensors that are already quantized.")
-@option("--leave-output-tensor", group=_WHAT, is_flag=True, help="Keep output.weight as it is.")
-@option("--pure", group=_WHAT, is_flag=True, help="No mixture, only the base type; rules and type options still apply.")
-@option(
-    "--rules",
-    group=_TYPES,
-    type=click.Choice(RULES, case_sensitive=False),
-    help="Whose mixtures, fallbacks and order of the file: llama.cpp's or ik_llama.cpp's.  [default: that of TYPE]",
-)
-@option("--merge-up-gate", group=_WHAT, is_flag=True, help="Merge up and gate experts, as `quantkit merge-up-gate`.")
-@option("--split-up-gate", group=_WHAT, is_flag=True, help="Split merged experts, as `quantkit split-up-gate`.")
-@option("--repack", group=_WHAT, is_flag=True, help="Interleave rows (Q4_K to Q4_K_R4); no value changes.")
-@option("--unrepack", group=_WHAT, is_flag=True, help="Take interleaved rows apart (Q4_K_R4 to Q4_K): the way back.")
-@option(
-    "--repack-pattern", group=_WHAT, multiple=True, metavar="RE,RE,..", help="Repack only tensors whose names match."
-)
-@option("--prune-layers", group=_WHAT, metavar="L,L,..", help="Drop these layers (3,7-9) and renumber the rest.")
-@option("--output-tensor-type", **_A_TYPE, help="Type of output.weight.")
-@option("--token-embedding-type", **_A_TYPE, help="Type of the token embeddings.")
-@option("--per-layer-token-embedding-type", **_A_TYPE, help="Type of the embeddings per layer (Gemma 3n and 4).")
-@option("--extra-output-tensor", **_A_TYPE, help="Add a second output of this type, with which ik_llama.cpp drafts.")
-@option("--ffn-gate-inp-type", **_A_TYPE, help="Type of the MoE router, otherwise kept as it is.")
-@option("-r", "--recipe", group=_TYPES, type=_FILE, multiple=True, help="File of rules `regex = type`, one per line.")
-@option("--tensor-type", multiple=True, **{**_A_TYPE, "metavar": "RE=TYPE"}, help="One rule; repeatable.")
-@option(
-    "--tensor-type-file", group=_TYPES, type=_FILE, multiple=True, help="File of RE=TYPE words, as in llama-quantize."
-)
-@option("--custom-q", multiple=True, **{**_A_TYPE, "metavar": "RE=TYPE,.."}, help="Rules as ik_llama.cpp takes them.")
-@_class_options
-@setting(
-    "--fallback",
-    group=_TYPES,
-    shell_complete=types,
-    default="next",
-    metavar="error|next|TYPE",
-    help="For rows that do not divide into blocks: fail, take llama.cpp's next type, or TYPE.",
-)
-@option(
-    "--encoder",
-    group=_TYPES,
-    type=click.Choice(ENCODERS, case_sensitive=False),
-    help="Whose search encodes types that llama.cpp and ik_llama.cpp both have; default: mainline, ik if interleaved.",
-)
-@option("--symmetric-q40", group=_TYPES, is_flag=True, help="Q4_0 in levels -7 .. 7; the importance matrix is ignored.")
-@click.option("--slow-iq2ks", cls=Ignored, is_flag=True, note="IQ2_KS always has the bytes of that search")
-@option("--imatrix", group=_IMATRIX, type=IMATRIX_FILE, help="Importance matrix, GGUF or .dat.")
-@option(
-    "--include-weights", group=_IMATRIX, multiple=True, metavar="TEXT", help="Use only entries with TEXT in the name."
-)
-@option(
-    "--exclude-weights", group=_IMATRIX, multiple=True, metavar="TEXT", help="Ignore entries with TEXT in the name."
-)
-@option("--ignore-imatrix-rules", group=_IMATRIX, is_flag=True, help="Allow low-bit types without importance.")
-@option("--hide-imatrix", group=_IMATRIX, is_flag=True, help="Keep the importance matrix's name out of the metadata.")
-@option(
-    "--override-kv",
-    group=_META,
-    multiple=True,
-    metavar="KEY=T:V",
-    help="Set a key; T: int, float, bool, str, u8 .. f64.",
-)
-@option("--keep-split", group=_META, is_flag=True, help="One output shard per input shard.")
-@option("--split-max-size", group=_META, type=SIZE, help="Start a new shard beyond this size (48G).")
-@option(
-    "--no-provenance", group=_META, is_flag=True, help="Write no quantkit.quantize.* keys: llama-quantize's exact file."
-)
-@threads_option
-@setting("--max-ram", group=_RUN, type=SIZE, default="512MiB", help="Memory for all buffers.")
-@option(
-    "--max-buffer-size", group=_RUN, type=click.IntRange(1), metavar="MIB", help="--max-ram in MiB, as llama-quantize."
-)
-@option("--partial-requant", group=_RUN, is_flag=True, help="Keep files of the output that are there; make the others.")
-@option("--resume", group=_RUN, is_flag=True, help="Continue an interrupted run.")
-@option("--overwrite", group=_RUN, is_flag=True, help="Replace an existing output.")
-@option("--measure-error", group=_RUN, is_flag=True, help="Decode the result and report the error by tensor class.")
-@option("--dry-run", group=_OUT, is_flag=True, help="Only print the plan: every type with its reason.")
-@option("--json", "as_json", group=_OUT, is_flag=True, help="Print the summary as JSON.")
+@quantize_options()
 def command(
     arguments: tuple[str, ...],
     threads: int | None,
@@ -186,7 +261,7 @@ def command(
     Quantized to an interleaved type, tensors get ik_llama.cpp's bytes; --encoder mainline gives those of llama.cpp's
     encoder, interleaved.
     """
-    from quantkit.quantize import QuantizeOptions, plan_quantize, run_quantize
+    from quantkit.quantize import QuantizeOptions, plan_quantize
 
     repack = "REPACK" if given["repack"] else "UNREPACK" if given["unrepack"] else None
     source, output, type_name, positional = _positionals(_with_a_type(arguments, repack) if repack else arguments)
@@ -198,7 +273,7 @@ def command(
         raise click.UsageError(f"THREADS is {positional} and --threads {threads}: give one of them")
     names = {f.name for f in fields(QuantizeOptions)}
     options = QuantizeOptions(
-        prune_layers=_layers(prune_layers), **{name: value for name, value in given.items() if name in names}
+        prune_layers=parsed_layers(prune_layers), **{name: value for name, value in given.items() if name in names}
     )
     plan = plan_quantize(source, output, type_name, options)
     echo_notes(plan.notes)
@@ -214,17 +289,18 @@ def command(
         return
     if max_buffer_size is not None:
         max_ram = _buffer_ram(plan, threads or positional, max_buffer_size)
+    how: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite}
+    run_shown(plan, max_ram, {**how, "measure_error": measure_error}, as_json=as_json)
+
+
+def run_shown(plan: Plan, max_ram: int, how: RunOptions, *, as_json: bool) -> None:
+    """Carry out a plan with progress, and print how it went."""
+    from quantkit.quantize import run_quantize
+
     run = RunReport(plan, quiet=as_json)
     with run.shown("what is done is kept, continue with --resume"):
-        result = run_quantize(
-            plan,
-            threads=threads or positional,
-            max_ram=max_ram,
-            resume=resume,
-            overwrite=overwrite,
-            measure_error=measure_error,
-            observer=run,
-        )
+        given: RunOptions = {**how, "observer": run}
+        result = run_quantize(plan, max_ram=max_ram, **given)
     click.echo(json.dumps(run.as_dict(result), indent=2) if as_json else run.text(result))
 
 
@@ -243,7 +319,7 @@ def _positionals(arguments: tuple[str, ...]) -> tuple[str, str | None, str, int 
         raise click.UsageError("expected IN.gguf [OUT.gguf] TYPE [THREADS]")
     source, rest = arguments[0], list(arguments[1:])
     output = None
-    if not _is_type(rest[0]) or (len(rest) > 1 and _is_type(rest[1]) and not _is_count(rest[1])):
+    if not is_type(rest[0]) or (len(rest) > 1 and is_type(rest[1]) and not is_count(rest[1])):
         output = rest.pop(0)
     if not rest:
         # The one argument besides IN was meant as TYPE, so the error is about it as a type.
@@ -251,23 +327,23 @@ def _positionals(arguments: tuple[str, ...]) -> tuple[str, str | None, str, int 
     type_name, rest = rest[0], rest[1:]
     if len(rest) > 1:
         raise click.UsageError(f"unexpected argument {rest[1]!r}: expected IN.gguf [OUT.gguf] TYPE [THREADS]")
-    if rest and not _is_count(rest[0]):
+    if rest and not is_count(rest[0]):
         raise click.UsageError(f"THREADS must be a number, not {rest[0]!r}")
     return source, output, type_name, int(rest[0]) if rest and int(rest[0]) > 0 else None
 
 
 def _with_a_type(arguments: tuple[str, ...], name: str) -> tuple[str, ...]:
     """Return arguments with a TYPE, which --repack and --unrepack need only as a ``name`` if there is no OUT."""
-    if len(arguments) == 1 or (len(arguments) == 2 and not _is_type(arguments[1])):
+    if len(arguments) == 1 or (len(arguments) == 2 and not is_type(arguments[1])):
         return (*arguments, name)
     return arguments
 
 
-def _is_count(text: str) -> bool:
+def is_count(text: str) -> bool:
     return text.removeprefix("-").isdecimal()
 
 
-def _is_type(text: str) -> bool:
+def is_type(text: str) -> bool:
     from quantkit.pipeline.presets import preset_by_name
 
     if text in ("REPACK", "UNREPACK"):
@@ -279,7 +355,7 @@ def _is_type(text: str) -> bool:
     return True
 
 
-def _layers(text: str | None) -> tuple[int, ...]:
+def parsed_layers(text: str | None) -> tuple[int, ...]:
     """Return the layers of --prune-layers: numbers and ranges such as 20-27, separated by commas."""
     layers: set[int] = set()
     for part in (text or "").split(","):

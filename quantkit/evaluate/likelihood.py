@@ -212,8 +212,6 @@ _Sink = _LlamaSink | _CompactSink
 
 
 def _sink(model: Model, windows: I32, save: SaveLogits, path: Path, stack: ExitStack) -> _Sink:
-    from quantkit.pipeline.plan import source_fingerprint
-
     chunks = Chunks(model.n_vocab, windows)
     if save.format == "llama.cpp":
         return _LlamaSink(LlamaWriter(path, chunks, save.clip))
@@ -222,7 +220,7 @@ def _sink(model: Model, windows: I32, save: SaveLogits, path: Path, stack: ExitS
     if save.top_k < 1 or not 0 <= save.residual < 1:
         raise RecipeError(f"top-k {save.top_k} must be above 0, and a residual of {save.residual} within [0, 1)")
     with open_gguf(model.path) as source:
-        fingerprint = source_fingerprint(source)
+        fingerprint = source.fingerprint()
     name = Path(model.path).name
     kept = min(save.top_k, model.n_vocab)
     writer = CompactWriter(path, chunks, top_k=kept, codec=save.codec, model=name, fingerprint=fingerprint)

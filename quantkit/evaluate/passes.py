@@ -83,6 +83,7 @@ class LoadOptions(TypedDict, total=False):
     threads: int | None
     n_ubatch: int
     kv_type: str
+    mmap: bool
     max_ram: int | None
     max_vram: int | None
     cublas: bool

@@ -55,6 +55,26 @@ def read_range(path: Path, into: U8, offset: int, ahead: int = 0) -> None:
         os.close(fd)
 
 
+def read_strided(path: Path, into: U8, offset: int, width: int, apart: int) -> None:
+    """Fill ``into`` with pieces of ``width`` bytes, which begin ``apart`` bytes from each other; see ``read_range``."""
+    if width == apart:
+        read_range(path, into, offset)
+        return
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        view = into.data
+        for number, at in enumerate(range(0, len(view), width)):
+            piece, where = view[at : at + width], offset + number * apart
+            while (got := os.preadv(fd, [piece], where)) < len(piece):
+                if got == 0:
+                    raise FormatError(f"{path}: ends at byte {where}, within tensor data: it was truncated")
+                piece, where = piece[got:], where + got
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, str(path)) from None
+    finally:
+        os.close(fd)
+
+
 def write_range(path: Path, data: U8, offset: int) -> None:
     """Write ``data`` at byte ``offset`` of an existing file. Raises OSError."""
     fd = os.open(path, os.O_WRONLY)

@@ -54,7 +54,6 @@ from quantkit.model.nextn import nextn_layers
 from quantkit.model.observers import ALL_EXPERTS, fewest_rows, observe, observe_hidden
 from quantkit.model.observers import similarity as observe_similarity
 from quantkit.model.ops import Graph, SumColumns
-from quantkit.pipeline.plan import source_fingerprint
 
 #: Dropped chunks, and why: "17: blk.3.ffn_down.weight at position 5".
 DROPPED_KEY = "quantkit.imatrix.dropped"
@@ -596,7 +595,7 @@ class _Collector:
 def fingerprint_of(model: Model) -> str:
     """Return the fingerprint of a model's file on disk."""
     with open_model(model.path) as source:
-        return source_fingerprint(source)
+        return source.fingerprint()
 
 
 def _names(graph: Graph) -> dict[str, tuple[int, tuple[str, ...]]]:

@@ -24,6 +24,7 @@ from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.backends.registry import backend_of
 from quantkit.model.batch import Batch, Floats, Ints
 from quantkit.model.check import check_ops
+from quantkit.model.copied import CopiedSource
 from quantkit.model.cost import KV_BYTES
 from quantkit.model.devices import check_devices
 from quantkit.model.fusion import Decision, Fusion, fuse, summary
@@ -48,6 +49,7 @@ def load(
     fusion: Fusion | None = None,
     merge_up_gate: bool = False,
     placement: Placement | None = None,
+    mmap: bool = True,
     max_ram: int | None = None,
     max_vram: int | None = None,
     cublas: bool = False,
@@ -66,6 +68,7 @@ def load(
         fusion: which operations are fused; all without, with an observer those that hide nothing from it.
         merge_up_gate: merge up and gate experts in memory while loading.
         placement: which tensors lie on which device; all on the CPU without.
+        mmap: use weights where the mapped file has them; without, they are copied to memory, see copied.py.
         max_ram: bytes of weights to keep in memory; without, the system decides.
         max_vram: bytes of weights to keep on each CUDA device; the others are sent for every batch, of experts only
             those in use.
@@ -85,8 +88,10 @@ def load(
     fusion = fusion or (Fusion() if observer is None else Fusion().observed())
     if observer is not None and fusion != fusion.observed():
         raise RecipeError("a run that observes activations has no fused operations: leave the fusion switches away")
+    if not mmap and max_ram is not None:
+        raise RecipeError("--no-mmap copies all weights to memory, --max-ram keeps some of them in the file: give one")
     options = Options(threads or available_cpus(), fusion, max_ram, max_vram, cublas, observer)
-    model = Model(path, options, n_ubatch, kv_type, merge_up_gate)
+    model = Model(path, options, n_ubatch, kv_type, merge_up_gate, mmap)
     graph = build(model.source, n_ctx or 0)
     model.prepare(graph if rewrite is None else rewrite(graph), placement or Placement())
     return model
@@ -99,10 +104,13 @@ class Model:
     decisions: tuple[Decision, ...]
     segments: list[Segment]
 
-    def __init__(self, path: str | Path, options: Options, n_ubatch: int, kv_type: str, merge_up_gate: bool) -> None:
+    def __init__(
+        self, path: str | Path, options: Options, n_ubatch: int, kv_type: str, merge_up_gate: bool, mmap: bool
+    ) -> None:
         self.path, self.threads, self.n_ubatch, self.kv_type = Path(path), options.threads, n_ubatch, kv_type
         self._options = options
-        opened = plain_source(open_model(path))
+        file = open_model(path)
+        opened = plain_source(file if mmap else CopiedSource(file))  # type: ignore[arg-type]
         self.source: GGUFFile = MergedSource(opened) if merge_up_gate else opened  # type: ignore[assignment]
         self.h = HParams(self.source)
         self.arch = self.h.arch

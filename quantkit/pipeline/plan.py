@@ -15,7 +15,6 @@ from pathlib import Path
 from quantkit.errors import FormatError, ResourceError, TypeNotSupported
 from quantkit.formats.gguf import (
     Field,
-    GGUFFile,
     Layout,
     layout_gguf,
     parse_split_path,
@@ -27,11 +26,9 @@ from quantkit.kernels.formats import has_decoder, has_encoder
 from quantkit.kernels.interleave import repacks
 from quantkit.kernels.tensor_scale import TENSOR_SCALED, check_rows, decoded_as
 from quantkit.pipeline.facts import n_dims
+from quantkit.pipeline.source import Source
 from quantkit.pipeline.work import PlannedTensor, RowSlice
 from quantkit.types import TensorType
-
-#: Bytes hashed at each end of every tensor for the fingerprint of a source.
-_SAMPLE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,7 @@ class PlannedShard:
 class Plan:
     """A whole output: ``tensors`` in the order of writing, ``notes`` for the user."""
 
-    source: GGUFFile
+    source: Source
     title: str
     shards: tuple[PlannedShard, ...]
     tensors: tuple[PlannedTensor, ...]
@@ -96,27 +93,8 @@ class Plan:
         return 8 * sum(tensor.nbytes for tensor in self.tensors) / max(1, self.n_values)
 
 
-def source_fingerprint(source: GGUFFile) -> str:
-    """Return a SHA-256 that identifies a source, over all headers and both ends of every tensor.
-
-    Hashing all of a 500 GB model would take longer than quantizing it; the first and last 4 KiB of every tensor are
-    enough to distinguish trained models.
-    """
-    digest = hashlib.sha256()
-    for field in source.fields.values():
-        digest.update(field.encode())
-    for tensor in source.tensors.values():
-        digest.update(f"{tensor.name} {tensor.shape} {tensor.type.id} {tensor.nbytes}".encode())
-        with open(source.paths[tensor.shard], "rb") as file:
-            file.seek(tensor.offset)
-            digest.update(file.read(min(_SAMPLE, tensor.nbytes)))
-            file.seek(tensor.offset + max(0, tensor.nbytes - _SAMPLE))
-            digest.update(file.read(min(_SAMPLE, tensor.nbytes)))
-    return digest.hexdigest()
-
-
 def plan_output(
-    source: GGUFFile,
+    source: Source,
     output: Path,
     fields: Sequence[Field],
     chosen: Sequence[Chosen],
@@ -128,6 +106,9 @@ def plan_output(
     split_max_size: int | None = None,
     identity: str,
     reads: Sequence[Path] = (),
+    all_dims: bool = False,
+    empty_first: bool = False,
+    pad_header: bool = True,
 ) -> Plan:
     """Place the chosen tensors in one file, or in shards.
 
@@ -143,15 +124,21 @@ def plan_output(
         split_max_size: start a new shard before this many bytes of tensors are exceeded.
         identity: what else decides the bytes (hashes of source and imatrix), for the fingerprint.
         reads: the other files that were read, none of which may be replaced.
+        empty_first: begin with a shard of metadata alone.
+        all_dims: write trailing dimensions of 1, too: see ``layout_gguf``.
+        pad_header: False for a file without tensors that ends with its last key, as vocabularies do.
     """
-    groups = _groups(chosen, shard_of, split_max_size)
+    groups: list[list[Chosen]] = [[] for _ in range(empty_first)]
+    groups += _groups(chosen, shard_of, split_max_size)
     n = len(chosen)
     shards, tensors = [], []
     for no, group in enumerate(groups):
         # Existing split keys keep their place.
         entries = {field.key: field for field in (fields if no == 0 else ())}
         entries |= {field.key: field for field in (split_fields(no, len(groups), n) if len(groups) > 1 else ())}
-        layout = layout_gguf(entries.values(), [(c.name, c.shape, c.type) for c in group])
+        layout = layout_gguf(
+            entries.values(), [(c.name, c.shape, c.type) for c in group], all_dims=all_dims, pad_header=pad_header
+        )
         shards.append(PlannedShard(_shard_path(output, no, len(groups)), layout))
         tensors += [_place(c, no, offset) for c, offset in zip(group, layout.offsets, strict=True)]
     digest = hashlib.sha256(identity.encode())
@@ -162,7 +149,7 @@ def plan_output(
     return Plan(source, title, tuple(shards), tuple(tensors), tuple(notes), digest.hexdigest(), tuple(reads), rules)
 
 
-def _leftovers(source: GGUFFile, paths: Sequence[Path]) -> list[str]:
+def _leftovers(source: Source, paths: Sequence[Path]) -> list[str]:
     """Return a note if other files named like the output's shards lie next to it, probably from an earlier run."""
 
     def prefix(path: Path) -> str:

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 
 from quantkit.errors import RecipeError
 from quantkit.formats.experts import GATE, MERGED, UP, find_layers
-from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType
+from quantkit.formats.gguf import Field, TensorInfo, ValueType
 from quantkit.pipeline.experts import Joined, Layer, runtimes
 from quantkit.pipeline.metadata import Metadata, prune_names
 from quantkit.pipeline.plan import Chosen
+from quantkit.pipeline.source import Source
 from quantkit.pipeline.work import whole
 
 ORDER_KEY, SHARDS_KEY = "quantkit.merge.tensors", "quantkit.merge.shards"
@@ -69,7 +70,7 @@ class Regrouped:
         return [f"{layer_names(layers)}: left alone: {reason}" for reason, layers in by_reason.items()]
 
 
-def as_it_is(source: GGUFFile, *, keep_split: bool, by_offset: bool = True) -> Regrouped:
+def as_it_is(source: Source, *, keep_split: bool, by_offset: bool = True) -> Regrouped:
     """Return a source unchanged; with ``keep_split`` ordered by shard and, in llama.cpp, ``by_offset``."""
     tensors = list(source.tensors.values())
     keeps = keep_split and len(source.paths) > 1
@@ -80,7 +81,7 @@ def as_it_is(source: GGUFFile, *, keep_split: bool, by_offset: bool = True) -> R
 
 
 def regroup(
-    source: GGUFFile,
+    source: Source,
     decide: Decide,
     verb: str,
     *,
@@ -158,7 +159,7 @@ def _taken_over(tensor: TensorInfo) -> Chosen:
     return Chosen(tensor.name, tensor.shape, tensor.type, "copied", (whole(tensor),))
 
 
-def _nothing_to_do(source: GGUFFile, verb: str, refused: Sequence[Layer]) -> str:
+def _nothing_to_do(source: Source, verb: str, refused: Sequence[Layer]) -> str:
     if refused:
         reasons = "; ".join(f"{layer.prefix}*: {layer.refusal}" for layer in refused[:4])
         more = f"; and {len(refused) - 4} layers more" if len(refused) > 4 else ""
@@ -169,19 +170,19 @@ def _nothing_to_do(source: GGUFFile, verb: str, refused: Sequence[Layer]) -> str
     return f"{source.paths[0]}: it has no {what} tensors"
 
 
-def _recorded(source: GGUFFile) -> list[str]:
+def _recorded(source: Source) -> list[str]:
     order = source.get(ORDER_KEY, [])
     return list(order) if isinstance(order, list) else []
 
 
-def _only_recorded(source: GGUFFile, layers: list[Layer]) -> list[Layer]:
+def _only_recorded(source: Source, layers: list[Layer]) -> list[Layer]:
     """Return the layers that quantkit itself changed earlier, or all if it changed none."""
     recorded = set(_recorded(source))
     ours = [layer for layer in layers if all(joined.name in recorded for joined in layer.made)]
     return ours or layers
 
 
-def _replace(source: GGUFFile, changed: Iterable[Layer]) -> list[Chosen]:
+def _replace(source: Source, changed: Iterable[Layer]) -> list[Chosen]:
     """Return all tensors of the output; a new one takes the place of the first tensor it is made of."""
     made: dict[str, list[Joined]] = {}
     gone: set[str] = set()
@@ -204,7 +205,7 @@ def _first_shard(tensor: Chosen) -> int:
     return min(part.source.shard for part in tensor.parts)
 
 
-def _restore(source: GGUFFile, tensors: list[Chosen]) -> tuple[list[Chosen], list[int] | None, bool]:
+def _restore(source: Source, tensors: list[Chosen]) -> tuple[list[Chosen], list[int] | None, bool]:
     """Return the tensors in the recorded order, their shards, and True, if they are the recorded ones."""
     order = _recorded(source)
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -215,7 +216,7 @@ def _restore(source: GGUFFile, tensors: list[Chosen]) -> tuple[list[Chosen], lis
     return [by_name[name] for name in order], list(shards) if known and isinstance(shards, list) else None, True
 
 
-def _record(metadata: Metadata, source: GGUFFile) -> None:
+def _record(metadata: Metadata, source: Source) -> None:
     """Record the order and the shards of the source's tensors for the inverse."""
     metadata.set(Field.of(ORDER_KEY, list(source.tensors), ValueType.ARRAY, ValueType.STRING))
     metadata.remove(SHARDS_KEY)

@@ -9,13 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import QuantkitError
-from quantkit.formats.gguf import GGUFFile
-from quantkit.formats.ranges import read_range
 from quantkit.kernels import dequantize, quantize
 from quantkit.kernels.formats import has_decoder, has_encoder
 from quantkit.kernels.interleave import base_of, repacks
 from quantkit.pipeline.plan import Chosen
 from quantkit.pipeline.quality import QUALITY
+from quantkit.pipeline.source import Source
 from quantkit.pipeline.work import RowSlice
 from quantkit.types import TensorType
 
@@ -30,7 +29,7 @@ class _Sums(NamedTuple):
     square: float
 
 
-def requantize_notes(source: GGUFFile, chosen: Sequence[Chosen]) -> list[str]:
+def requantize_notes(source: Source, chosen: Sequence[Chosen]) -> list[str]:
     """Return a note for each pair of types that tensors are re-quantized from and to: the error it adds, and has."""
     pairs: dict[tuple[TensorType, TensorType], list[tuple[RowSlice, str]]] = {}
     for tensor in chosen:
@@ -45,7 +44,7 @@ def _is_requantized(source: TensorType, t: TensorType) -> bool:
     return lossy and has_decoder(source) and has_encoder(t)
 
 
-def _note(file: GGUFFile, source: TensorType, t: TensorType, parts: Sequence[tuple[RowSlice, str]]) -> str:
+def _note(file: Source, source: TensorType, t: TensorType, parts: Sequence[tuple[RowSlice, str]]) -> str:
     step = max(1, (len(parts) - 1) // (_TENSORS - 1))
     sums = [s for part, encoder in parts[::step][:_TENSORS] for s in _measure(file, part, t, encoder)]
     error, square = sum(s.error for s in sums), sum(s.square for s in sums)
@@ -59,17 +58,17 @@ def _note(file: GGUFFile, source: TensorType, t: TensorType, parts: Sequence[tup
     return note
 
 
-def _measure(file: GGUFFile, part: RowSlice, t: TensorType, encoder: str) -> Iterator[_Sums]:
+def _measure(file: Source, part: RowSlice, t: TensorType, encoder: str) -> Iterator[_Sums]:
     """Yield the sums over some rows in the middle of a tensor; nothing if they cannot be encoded, as the run says."""
     n, matrix = part.values, part.matrices // 2
     rows = min(_ROWS, part.source_rows)
     first = (part.source_rows - rows) // 2 // 16 * 16
     data = np.empty((rows, part.source.type.row_bytes(n)), np.uint8)
-    at = part.source.offset + (matrix * part.source_rows + first) * data.shape[1]
+    at = (matrix * part.source_rows + first) * data.shape[1]
     weights = None if part.found is None else part.found.weights
     importance = None if weights is None else weights[min(matrix, len(weights) - 1)]
     try:
-        read_range(file.paths[part.source.shard], data.reshape(-1), at)
+        file.read(part.source, data.reshape(-1), at)
         x = dequantize(data, part.source.type, n)
         y = dequantize(quantize(x, t, importance, encoder or None), t, n)
     except QuantkitError:

@@ -11,6 +11,7 @@ import os
 import queue
 import shutil
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ import numpy as np
 
 from quantkit.errors import QuantkitError, ResourceError, TypeNotSupported
 from quantkit.formats.outputs import Output, check_apart, check_free, part_path
-from quantkit.formats.ranges import crc32_range, reserve, sync, write_range
+from quantkit.formats.ranges import Buffers, crc32_range, reserve, sync, write_range
 from quantkit.helpers import available_cpus, crc32_combine, format_size
 from quantkit.kernels.first_run import compile_together, working_seconds
 from quantkit.pipeline.journal import Journal
@@ -221,10 +222,11 @@ def _is_intact(plan: Plan, at: int, tensor: PlannedTensor, crc: int) -> bool:
     path = part_path(plan.shards[tensor.shard].path)
     if crc != NO_CRC:
         return crc32_range(path, tensor.offset, tensor.nbytes) == crc
+    buffers = Buffers()
     for job in cut_jobs(at, tensor, JOB):
-        source = plan.source.paths[tensor.parts[job.part].source.shard]
-        copied = crc32_range(path, job.target_offset, job.target_bytes)
-        if copied != crc32_range(source, job.source_offset, job.target_bytes):
+        source = buffers.get("source", job.target_bytes)
+        plan.source.read(tensor.parts[job.part].source, source, job.source_offset)
+        if crc32_range(path, job.target_offset, job.target_bytes) != zlib.crc32(source.data):
             return False
     return True
 
@@ -296,7 +298,7 @@ class _Executor:
 
     def _work(self, jobs: Iterator[Job]) -> None:
         worker = Worker(
-            self.plan.source.paths,
+            self.plan.source,
             tuple(part_path(s.path) for s in self.plan.shards),
             measure=self.measure,
             ahead=2 * self.threads,

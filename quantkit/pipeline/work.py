@@ -19,10 +19,11 @@ import numpy.typing as npt
 
 from quantkit.errors import FormatError, QuantkitError, ResourceError
 from quantkit.formats.gguf import TensorInfo
-from quantkit.formats.ranges import U8, Buffers, copy_range, read_range, write_range
+from quantkit.formats.ranges import U8, Buffers, copy_range, write_range
 from quantkit.kernels.interleave import base_of, is_woven, repacks
 from quantkit.kernels.tensor_scale import TAIL, TENSOR_SCALED, decoded_as, with_row_scales
 from quantkit.pipeline.importance import Found
+from quantkit.pipeline.source import Source
 from quantkit.types import TensorType
 
 F32 = npt.NDArray[np.float32]
@@ -117,7 +118,10 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Rows ``row`` .. ``row + rows`` of one matrix of a part; in a copy a row may be any run of bytes."""
+    """Rows ``row`` .. ``row + rows`` of one matrix of a part; in a copy a row may be any run of bytes.
+
+    ``source_offset`` counts from the beginning of the source tensor, ``target_offset`` from that of the output file.
+    """
 
     tensor: int
     part: int
@@ -203,7 +207,7 @@ def _cut(
                 matrix,
                 row,
                 min(step, part.rows - row),
-                part.source.offset + source * source_row,
+                source * source_row,
                 source_row,
                 tensor.offset + target * target_row,
                 target_row,
@@ -243,8 +247,8 @@ def job_values(tensors: list[PlannedTensor], threads: int, max_ram: int) -> int:
 class Worker:
     """Runs jobs one after another, with its own buffers."""
 
-    def __init__(self, sources: tuple[Path, ...], targets: tuple[Path, ...], *, measure: bool, ahead: int) -> None:
-        self.sources, self.targets, self.measure, self.ahead = sources, targets, measure, ahead
+    def __init__(self, source: Source, targets: tuple[Path, ...], *, measure: bool, ahead: int) -> None:
+        self.source, self.targets, self.measure, self.ahead = source, targets, measure, ahead
         self._buffers = Buffers()
         self._kernel_copies = True
         self._weights: tuple[tuple[int, int], F32] = ((-1, 0), np.zeros((0, 0), np.float32))
@@ -258,7 +262,7 @@ class Worker:
         nbytes = job.rows * job.source_row
         source = self._buffers.get("source", nbytes)
         # While this job computes, the kernel reads ahead for the next ones.
-        read_range(self.sources[part.source.shard], source, job.source_offset, self.ahead * nbytes)
+        self.source.read(part.source, source, job.source_offset, self.ahead * nbytes)
         copied = part.source.type is tensor.type
         if copied:
             target, sums = source, ErrorSums()
@@ -276,9 +280,10 @@ class Worker:
     def _write(self, job: Job, tensor: PlannedTensor, part: RowSlice, data: U8, copied: bool) -> None:
         """Put the bytes where they go; those that are taken over need not pass through this process a second time."""
         path = self.targets[tensor.shard]
-        if copied and self._kernel_copies:
-            source = self.sources[part.source.shard]
-            self._kernel_copies = copy_range(source, path, job.source_offset, job.target_offset, data.size)
+        place = self.source.place(part.source) if copied and self._kernel_copies else None
+        if place is not None:
+            file, begin = place
+            self._kernel_copies = copy_range(file, path, begin + job.source_offset, job.target_offset, data.size)
             if self._kernel_copies:
                 return
         write_range(path, data, job.target_offset)
@@ -336,10 +341,10 @@ class Worker:
     def _with_row_scales(self, part: RowSlice, rows: U8) -> U8:
         """Return rows whose scale lies at the end of their tensor as rows that begin with it."""
         tail = self._buffers.get("tail", 4)
-        read_range(self.sources[part.source.shard], tail, part.source.offset + part.source.nbytes - TAIL)
+        self.source.read(part.source, tail, part.source.nbytes - TAIL)
         scale = tail.view("<f4")[0]
         if not np.isfinite(scale):
-            raise FormatError(f"{self.sources[part.source.shard]}: tensor {part.source.name} has a scale of {scale}")
+            raise FormatError(f"{self.source.where(part.source)}: tensor {part.source.name} has a scale of {scale}")
         return with_row_scales(rows, scale)
 
     def _weights_of(self, job: Job, part: RowSlice) -> F32:
@@ -387,5 +392,5 @@ class Worker:
     def _where(self, part: RowSlice, job: Job, row: int) -> str:
         """Return the place of a job's row in the source, for messages."""
         matrix = f" of matrix {job.matrix}" if part.matrices > 1 else ""
-        path = self.sources[part.source.shard]
-        return f"{path}: tensor {part.source.name}, row {part.source_row + job.row + row}{matrix}"
+        where, at = self.source.where(part.source), part.source_row + job.row + row
+        return f"{where}: tensor {part.source.name}, row {at}{matrix}"

@@ -58,6 +58,8 @@ class Sizes:
     used: int = 8
     expert_in: int = 2048
     expert_out: int = 768
+    heads: int = 32
+    vocab: int = 4096
     gates: tuple[int, ...] = (1, 4, 64, 512, 2048)
     depths: tuple[int, ...] = (4096, 32768)
     latent_heads: int = 128
@@ -496,7 +498,8 @@ def _attend(kind: str, h: Heads, rows: int, n_ctx: int) -> float:
 def write_moe(path: Path, matrix: str, router: str) -> Path:
     """Write a MoE with the shapes of Qwen3-30B-A3B and random blocks; tensors of one type and size are the same."""
     s = SIZES
-    shapes = Shapes(layers=s.layers, experts=s.experts, used=s.used, embd=s.expert_in, ff=s.expert_out)
+    moe = {"experts": s.experts, "used": s.used, "embd": s.expert_in, "ff": s.expert_out}
+    shapes = Shapes(layers=s.layers, heads=s.heads, vocab=s.vocab, **moe)
     t, r, f32 = BY_NAME[matrix], BY_NAME[router], BY_NAME["F32"]
     tensors = []
     for name, shape in shapes.tensors().items():

@@ -3,8 +3,8 @@
 So a file begins with tests of random inputs, which show any mistake; those of special ones come behind.
 
 A kernel is a source, a name and the macros that choose code, for a capability. Sizes choose none, and types only
-where they are multiplied by tensor cores: the rest of their code is C++ alone, but for what tests/kernels takes
-together. The shim's run of the same case tells what it launches.
+where they are multiplied by tensor cores, where they choose a way to multiply: the rest of their code is C++ alone, but
+for what tests/kernels takes together. The shim's run of the same case tells what it launches.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.kernels.cuda.core.kernel import Kernel
+from quantkit.kernels.formats import FORMATS
 
 #: Macros that are sizes, and types of weights.
 SIZES = {"BLOCKS_AT_ONCE", "COLUMNS", "HEAD", "HEAD_K", "HEAD_V", "KEYS", "LANES", "ROWS", "THREADS", "TOKENS", "UNITS"}
@@ -27,9 +28,18 @@ def kinds(launched: set[tuple[Kernel, int]]) -> Kinds:
     return {(kernel.file, kernel.name, capability, *_choices(kernel)) for kernel, capability in launched}
 
 
-def _choices(kernel: Kernel) -> tuple[tuple[str, str], ...]:
-    passed_over = SIZES if kernel.file == TENSOR_CORES else SIZES | TYPES
-    return tuple(define for define in kernel.defines if define[0] not in passed_over)
+def _choices(kernel: Kernel) -> tuple[object, ...]:
+    chosen = tuple(define for define in kernel.defines if define[0] not in SIZES | TYPES)
+    if kernel.file == TENSOR_CORES:  # the shared memory that a tile and a type take is a size, too
+        macros = dict(kernel.defines)
+        return macros["TOKENS"], macros.get("ACTIVATION"), _way(macros["TYPE"])
+    return chosen
+
+
+def _way(name: str) -> tuple[object, ...]:
+    """Return how tensor cores multiply by a type; other types of the same way differ in their unpacker."""
+    of = FORMATS[name]
+    return of.span, of.mins, of.planes, of.grid > 0, name if of.is_float else ""
 
 
 class Chosen:

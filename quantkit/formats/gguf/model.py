@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import re
@@ -20,9 +21,12 @@ from quantkit.errors import FormatError
 from quantkit.formats.gguf.fields import Field, ValueType
 from quantkit.formats.gguf.reader import Shard, TensorInfo, map_file, read_shard
 from quantkit.formats.gguf.rules import short
+from quantkit.formats.ranges import U8, read_range
 
 #: Shard mappings kept open at once; each holds a file descriptor, and there may be thousands of shards.
 _OPEN_MAPS = 64
+#: Bytes hashed at each end of every tensor for the fingerprint of a model.
+_SAMPLE = 4096
 
 
 class GGUFFile:
@@ -86,6 +90,39 @@ class GGUFFile:
         mapping: mmap.mmap = view.obj  # type: ignore[assignment]
         start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
         mapping.madvise(mmap.MADV_DONTNEED, start, info.offset + info.nbytes - start)
+
+    def read(self, tensor: TensorInfo, into: U8, at: int, ahead: int = 0) -> None:
+        """Fill ``into`` from byte ``at`` of a tensor on, with pread; the kernel reads ``ahead`` bytes more meanwhile.
+
+        Works when closed, too. Raises FormatError when the file ends before, OSError when it cannot be read.
+        """
+        read_range(self.paths[tensor.shard], into, tensor.offset + at, ahead)
+
+    def place(self, tensor: TensorInfo) -> tuple[Path, int] | None:
+        """Return the file and the offset of a tensor's bytes."""
+        return self.paths[tensor.shard], tensor.offset
+
+    def where(self, tensor: TensorInfo) -> str:
+        """Return the file of a tensor, for messages."""
+        return str(self.paths[tensor.shard])
+
+    def fingerprint(self) -> str:
+        """Return a SHA-256 that identifies the model, over all headers and both ends of every tensor.
+
+        Hashing all of a 500 GB model would take longer than quantizing it; the first and last 4 KiB of every tensor are
+        enough to distinguish trained models.
+        """
+        digest = hashlib.sha256()
+        for field in self.fields.values():
+            digest.update(field.encode())
+        for tensor in self.tensors.values():
+            digest.update(f"{tensor.name} {tensor.shape} {tensor.type.id} {tensor.nbytes}".encode())
+            with open(self.paths[tensor.shard], "rb") as file:
+                file.seek(tensor.offset)
+                digest.update(file.read(min(_SAMPLE, tensor.nbytes)))
+                file.seek(tensor.offset + max(0, tensor.nbytes - _SAMPLE))
+                digest.update(file.read(min(_SAMPLE, tensor.nbytes)))
+        return digest.hexdigest()
 
     def _view(self, shard: int) -> memoryview:
         with self._lock:

@@ -41,13 +41,17 @@ def layout_gguf(
     *,
     version: int = 3,
     alignment: int | None = None,
+    all_dims: bool = False,
+    pad_header: bool = True,
 ) -> Layout:
     """Lay out a file as llama.cpp's writer does (b11434 gguf.cpp, gguf_write_out).
 
     Args:
         fields: the metadata, in order.
-        tensors: name, shape (innermost first) and type of each; trailing dimensions of 1 are not written.
+        tensors: name, shape (innermost first) and type of each.
         version: 2 or 3.
+        all_dims: write trailing dimensions of 1, as convert_hf_to_gguf.py does and llama.cpp's own writer does not.
+        pad_header: False: a file without tensors ends with its last key.
         alignment: that of the field general.alignment, or 32 without one; another value is refused.
 
     Raises:
@@ -72,15 +76,15 @@ def layout_gguf(
         raise FormatError(
             f"cannot align to {alignment}: a reader would take {of_field} from {ALIGNMENT_KEY} or its default"
         )
-    infos, relative, size = _layout_tensors(tensors, of_field)
+    infos, relative, size = _layout_tensors(tensors, of_field, all_dims)
     head = struct.pack("<4sIQQ", MAGIC, version, len(tensors), len(entries))
     header = b"".join((head, *(e.encode() for e in entries.values()), infos))
-    start = round_up(len(header), of_field)
+    start = round_up(len(header), of_field) if tensors or pad_header else len(header)
     return Layout(header.ljust(start, b"\0"), tuple(start + r for r in relative), start + size)
 
 
 def _layout_tensors(
-    tensors: Sequence[tuple[str, tuple[int, ...], TensorType]], alignment: int
+    tensors: Sequence[tuple[str, tuple[int, ...], TensorType]], alignment: int, all_dims: bool
 ) -> tuple[bytes, list[int], int]:
     """Return the tensor infos' bytes, the offsets within the data, and the data's size."""
     parts, offsets, size, names = [], [], 0, set()
@@ -95,7 +99,7 @@ def _layout_tensors(
             raise FormatError(f"tensor {short(name)}: {e}") from None
         except TypeNotSupported as e:
             raise TypeNotSupported(f"tensor {short(name)}: {e.message}") from None
-        n_dims = max((i + 1 for i, ne in enumerate(shape) if ne > 1), default=1)
+        n_dims = len(shape) if all_dims else max((i + 1 for i, ne in enumerate(shape) if ne > 1), default=1)
         dims = struct.pack(f"<I{n_dims}Q", n_dims, *shape[:n_dims])
         parts.append(b"".join((struct.pack("<Q", len(data)), data, dims, struct.pack("<IQ", tensor_type.id, size))))
         offsets.append(size)

@@ -1,0 +1,134 @@
+"""Measure `quantkit convert DIR OUT TYPE` against convert_hf_to_gguf.py followed by llama-quantize, in one run.
+
+    benchmarks/bench_convert.py --llama LLAMA.CPP --python PYTHON
+
+A checkpoint of 3 GB in BF16 is generated (shapes of a Qwen3 mixture of experts, Qwen's vocabulary), and becomes Q4_K_M:
+by us in one pass, by the two programs through a file in between. LLAMA.CPP is its source tree, b11434; PYTHON has
+torch and transformers 4.57.6; llama-quantize is that of scripts/peers. Programs are processes, from start to exit, in
+turns; the median counts. All run once before, so that the input is in the page cache and our kernels are compiled. The
+outputs must be one file, byte for byte. We also flush our output to disk (fsync).
+
+Also measured: the conversion alone, BF16 to BF16, beside the reference's and beside cp of the result; and a dry run,
+the time until the first byte. With --ours nothing of llama.cpp is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from pathlib import Path
+
+from processes import SCRIPTS, Outcome, llama_bin, machine, quantkit, run, sha256, work_folder
+
+from quantkit.helpers import available_cpus, format_size, parse_size
+
+#: Bytes that a process may use beyond --max-ram, and how many times as fast it is asked to be.
+ALLOWANCE, ASKED = 300 * 1000**2, 8
+OURS, CONVERT, QUANTIZE = "quantkit convert to {to}", "convert_hf_to_gguf.py", "llama-quantize to {to}"
+COPY, COPY_OURS, DRY = "cp of the BF16 file", "quantkit convert to BF16", "quantkit convert --dry-run"
+
+
+def commands(options: argparse.Namespace, work: Path, model: Path) -> dict[str, list[str]]:
+    """Return what is run in a turn, in order, by name."""
+    between, copy, threads = work / "between.gguf", work / "copy.gguf", str(options.threads)
+    given = ["--overwrite", "--max-ram", options.max_ram, "-j", threads]
+    first = {DRY: quantkit("convert", model, work / "ours.gguf", options.to, "--dry-run")}
+    second = {
+        OURS: quantkit("convert", model, work / "ours.gguf", options.to, "--no-provenance", *given),
+        COPY_OURS: quantkit("convert", model, copy, *given),
+    }
+    folder = llama_bin()
+    if options.ours:
+        return first | second
+    if folder is None:
+        sys.exit("there is no llama-quantize: run scripts/peers, or set QUANTKIT_LLAMA_BIN, or measure --ours alone")
+    if options.llama is None:
+        sys.exit("--llama: the source tree of llama.cpp is needed, or --ours")
+    converter = [options.python, options.llama / "convert_hf_to_gguf.py", model, "--outfile", between]
+    theirs = {
+        CONVERT: [str(part) for part in converter],
+        QUANTIZE: [
+            str(part) for part in (folder / "llama-quantize", between, work / "theirs.gguf", options.to, threads)
+        ],
+        COPY: ["cp", str(between), str(work / "cp.gguf")],
+    }
+    return first | second | theirs
+
+
+def measured(options: argparse.Namespace, work: Path, model: Path) -> dict[str, list[Outcome]]:
+    """Run all in turns; the first turn warms up."""
+    results: dict[str, list[Outcome]] = {}
+    for turn in range(options.rounds + 1):
+        for name, command in commands(options, work, model).items():
+            os.sync()  # dirty pages of the program before do not count
+            outcome = run(command).checked(name)
+            if turn:
+                results.setdefault(name, []).append(outcome)
+        (work / "cp.gguf").unlink(missing_ok=True)
+    return results
+
+
+def report(results: dict[str, list[Outcome]], options: argparse.Namespace) -> list[str]:
+    """Print the tables; return what is not as asked."""
+    seconds = {name: statistics.median(o.seconds for o in outcomes) for name, outcomes in results.items()}
+    print("| program | wall time | all runs | peak RSS |\n|---|---|---|---|")
+    for name, outcomes in results.items():
+        runs, peak = ", ".join(f"{o.seconds:.2f}" for o in outcomes), max(o.peak_rss for o in outcomes)
+        print(f"| {name.format(to=options.to)} | {seconds[name]:.2f} s | {runs} | {format_size(peak)} |")
+    wrong = []
+    beyond = max(o.peak_rss for name in (OURS, COPY_OURS) for o in results[name]) - parse_size(options.max_ram)
+    print(f"\npeak RSS beyond --max-ram {options.max_ram}: {format_size(max(0, beyond))}")
+    if beyond > ALLOWANCE:
+        wrong.append(f"peak RSS is --max-ram + {format_size(beyond)}, more than + {format_size(ALLOWANCE)}")
+    if CONVERT in seconds:
+        ratio = (seconds[CONVERT] + seconds[QUANTIZE]) / seconds[OURS]
+        alone, cp = seconds[CONVERT] / seconds[COPY_OURS], seconds[COPY_OURS] / seconds[COPY]
+        print(f"in one pass {ratio:.2f} times as fast as the two programs")
+        print(f"the conversion alone {alone:.2f} times as fast as convert_hf_to_gguf.py, {cp:.2f} times the time of cp")
+        if ratio < ASKED:
+            wrong.append(f"{ratio:.2f} times as fast as the two programs; {ASKED} are asked")
+    return wrong
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--llama", type=Path, metavar="FOLDER", help="source tree of llama.cpp b11434")
+    p.add_argument("--python", default=sys.executable, metavar="PYTHON", help="one with torch and transformers 4.57.6")
+    p.add_argument("--ours", action="store_true", help="run nothing of llama.cpp")
+    p.add_argument("--to", default="Q4_K_M", metavar="TYPE", help="default: Q4_K_M")
+    p.add_argument("--size", default="3G", help="size of the generated checkpoint (default: 3G)")
+    p.add_argument("--model", type=Path, metavar="DIR", help="use this checkpoint instead of generating one")
+    p.add_argument("--max-ram", default="512M", metavar="SIZE", help="of our runs (default: 512M)")
+    p.add_argument("--threads", type=int, default=available_cpus(), metavar="N")
+    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--work", type=Path, metavar="FOLDER", help="folder of the large files (default: a temporary one)")
+    return p
+
+
+def main() -> None:
+    options = parser().parse_args()
+    with work_folder(options.work) as work:
+        model = options.model or work / "Qwen3-Bench"
+        if options.model is None and not (model / "config.json").exists():
+            vocab = ["--vocab", options.llama / "models/ggml-vocab-qwen2.gguf"] if options.llama else []
+            maker = [sys.executable, SCRIPTS / "make_moe_checkpoint.py", model, "--size", options.size, *vocab]
+            print(run(maker).checked("make_moe_checkpoint").stdout.strip())
+        total = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+        print(f"\n{model.name}, {format_size(total)}, to {options.to}, {options.threads} threads, ", end="")
+        print(f"median of {options.rounds} runs in turns; {machine()}\n", flush=True)
+        wrong = report(measured(options, work, model), options)
+        if not options.ours:
+            for ours, theirs in (("ours.gguf", "theirs.gguf"), ("copy.gguf", "between.gguf")):
+                if sha256(work / ours) != sha256(work / theirs):
+                    wrong.append(f"{ours} and {theirs} differ")
+            print("outputs: identical, byte for byte" if not any("differ" in each for each in wrong) else "")
+        for name in ("ours", "theirs", "copy", "between"):
+            (work / f"{name}.gguf").unlink(missing_ok=True)
+    if wrong:
+        sys.exit("; ".join(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""A loaded model of one engine that runs a test whenever it is told to, so that engines take turns of a moment.
+
+    benchmarks/engine_worker.py quantkit -m MODEL.gguf --set mmap=0
+    benchmarks/engine_worker.py llama.cpp -m MODEL.gguf --set use_extra_bufts=0
+    benchmarks/engine_worker.py ik_llama.cpp -m MODEL.gguf --set repack_tensors=1 use_mmap=0
+
+Prints "ready", then for each line "pp N" or "tg N" of stdin the seconds of a prompt of N tokens in one batch, with
+logits of the last one, or of N tokens one by one, each from an empty cache. Tokens are random, for choosing experts is
+part of the work. "read N", for quantkit, is answered with the seconds in which memory gives what N tokens read, at the
+bandwidth measured now. Peers run through their libraries, with flash attention and otherwise their defaults; --set
+changes any field of their parameters of the model or the context, of quantkit's ``load`` merge_up_gate and mmap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from ctypes import c_int32, c_void_p
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from processes import llama_bin, package_folder
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from libllama import Ik, Mainline, batch_of, decode_batch, open_context, open_model  # noqa: E402
+
+I32 = npt.NDArray[np.int32]
+
+
+class Engine(Protocol):
+    """A model and an empty sequence."""
+
+    n_vocab: int
+
+    def prepare(self, batches: Sequence[I32]) -> Callable[[], None]:
+        """Return what computes batches of tokens, one after the other, from an empty cache."""
+
+
+class Quantkit:
+    """This engine."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from quantkit.model.engine import load
+
+        known = ("merge_up_gate", "mmap")
+        given: dict[str, Any] = {name: bool(value) for name, value in options.set.items()}
+        if unknown := [name for name in given if name not in known]:
+            sys.exit(f"--set {unknown[0]}: quantkit takes {' and '.join(known)}")
+        self.model = load(options.model, threads=options.threads, **given)
+        self.session = self.model.session(options.n_ctx)
+        self.n_vocab = self.model.n_vocab
+
+    def prepare(self, batches: Sequence[I32]) -> Callable[[], None]:
+        wanted = [np.arange(len(batch)) == len(batch) - 1 for batch in batches]
+
+        def compute() -> None:
+            self.session.clear()
+            for batch, outputs in zip(batches, wanted, strict=True):
+                self.session.decode(batch, outputs=outputs)
+
+        return compute
+
+    def reading(self, n: int) -> float:
+        """Return the seconds in which memory gives the weights and caches that n single tokens read."""
+        from quantkit.kernels.cpu.core.peak import read_gb_s
+        from quantkit.model.cost import token_cost
+
+        return n * token_cost(self.model.graph, "f16", n // 2).bytes / read_gb_s(self.model.threads) / 1e9
+
+
+class Library:
+    """A peer's libllama."""
+
+    def __init__(self, api: Mainline | Ik, options: argparse.Namespace) -> None:
+        self.api = api
+        of_model, of_context = settings_of(api, options.set)
+        model = open_model(api, options.model, **of_model)
+        options.flash_attn, options.kv, options.batch = 1, "f16", options.n_ctx
+        self.context = open_context(api, model, options.n_ctx, options, **of_context)
+        for name, result in (("llama_model_get_vocab", c_void_p), ("llama_vocab_n_tokens", c_int32)):
+            getattr(api.c, name).restype, getattr(api.c, name).argtypes = result, [c_void_p]
+        api.c.llama_synchronize.argtypes = [c_void_p]
+        self.n_vocab = api.c.llama_vocab_n_tokens(api.c.llama_model_get_vocab(model))
+
+    def prepare(self, batches: Sequence[I32]) -> Callable[[], None]:
+        starts = np.cumsum([0, *map(len, batches)])
+        made = [
+            batch_of(self.api, batch, int(start), [0] * (len(batch) - 1) + [1])
+            for batch, start in zip(batches, starts, strict=False)
+        ]
+
+        def compute() -> None:
+            self.api.clear(self.context)
+            for batch in made:
+                decode_batch(self.api, self.context, batch)
+                self.api.c.llama_synchronize(self.context)
+
+        return compute
+
+
+def settings_of(api: Mainline | Ik, given: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return settings as fields of the model's and of the context's parameters; exits for unknown ones."""
+    found: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    for name, value in given.items():
+        at = [i for i, kind in enumerate((api.ModelParams, api.ContextParams)) if hasattr(kind, name)]
+        if not at:
+            sys.exit(f"--set {name}: this library has no such parameter")
+        for i in at:
+            found[i][name] = value
+    return found
+
+
+def library_folder(engine: str) -> Path:
+    """Return the folder of a peer's libllama.so; exits if it is not here."""
+    package = package_folder("ik_llama_cpp")
+    folder = llama_bin() if engine == "llama.cpp" else package and package / "lib"
+    return folder or sys.exit(f"{engine} is not here: scripts/peers builds llama.cpp, ik_llama.cpp's is a wheel")
+
+
+def opened(options: argparse.Namespace) -> Engine:
+    """Load the model with the engine that is asked for."""
+    if options.engine == "quantkit":
+        return Quantkit(options)
+    api = (Mainline if options.engine == "llama.cpp" else Ik)(library_folder(options.engine))
+    return Library(api, options)
+
+
+def seconds(engine: Engine, test: str, n: int) -> float:
+    """Return how long a prompt of n tokens takes ("pp"), n single ones ("tg"), or reading alone what these read."""
+    if test == "read":
+        assert isinstance(engine, Quantkit)
+        return engine.reading(n)
+    tokens = np.random.default_rng(1).integers(0, engine.n_vocab, n).astype(np.int32)
+    compute = engine.prepare([tokens] if test == "pp" else np.split(tokens, n))
+    began = time.perf_counter()
+    compute()
+    return time.perf_counter() - began
+
+
+def setting(text: str) -> tuple[str, int]:
+    """Parse NAME=NUMBER."""
+    name, _, value = text.partition("=")
+    return name, int(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=("quantkit", "llama.cpp", "ik_llama.cpp"))
+    parser.add_argument("-m", "--model", type=Path, required=True)
+    parser.add_argument("-c", "--n-ctx", type=int, default=512, metavar="N", help="tokens of the longest test")
+    parser.add_argument("-t", "--threads", type=int, default=2, metavar="N")
+    parser.add_argument("--set", nargs="*", type=setting, default=[], metavar="NAME=NUMBER", help="such as mmap=0")
+    options = parser.parse_args()
+    options.set = dict(options.set)
+    engine = opened(options)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        test, n = line.split()
+        print(seconds(engine, test, int(n)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""A checkpoint of Hugging Face as the GGUF file it converts to.
+
+``open_checkpoint`` reads configuration, tokenizer and the headers of all files, and returns a ``Checkpoint``: a source
+of the pipeline like a GGUF file, with the metadata and the tensors, in their order, that convert_hf_to_gguf.py (b11434)
+would write. No weight is read before it is asked for; then rows are made from just the bytes they need.
+
+* ``config``: config.json with the defaults of transformers' classes (``class_defaults``).
+* ``architectures``: a row for each class; ``families``: what rows cannot say; ``tensors``: the rules rows are made of;
+  ``tensor_names``: the map of names; ``expressions``: what tensors are made of; ``fused``: tensors made one on request.
+* ``keys``, ``general``, ``vocab``: metadata. ``policy``: types. ``quantized``: weights that are quantized already.
+"""
+
+from __future__ import annotations
+
+from quantkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
+
+__all__ = ["Checkpoint", "open_checkpoint"]

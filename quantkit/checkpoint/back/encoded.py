@@ -1,0 +1,85 @@
+"""A tensor of a GGUF file as values, whatever its type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from quantkit.checkpoint.expressions import F32, PIECE, TYPE_BF16, TYPE_F16, TYPE_F32, value_bytes
+from quantkit.errors import TypeNotSupported
+from quantkit.formats.gguf import TensorInfo
+from quantkit.formats.ranges import U8, read_range
+from quantkit.formats.safetensors import StoredTensor
+from quantkit.kernels.formats import has_decoder
+from quantkit.kernels.tensor_scale import TAIL, TENSOR_SCALED, check_rows, decoded_as, with_row_scales
+from quantkit.types import TensorType
+
+_FLOATS = (TYPE_F32, TYPE_F16, TYPE_BF16)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A tensor as it is in its file; of other types than F32, F16 and BF16 the decoded values, float32."""
+
+    path: Path
+    info: TensorInfo
+
+    def __post_init__(self) -> None:
+        t = self.info.type
+        if t is TENSOR_SCALED:
+            check_rows(self.info.shape[0])
+        if t not in _FLOATS and not has_decoder(decoded_as(t)):
+            raise TypeNotSupported(
+                f"{self.path}: tensor {self.info.name} is {t}, for which this version has no decoder"
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.info.shape[::-1]
+
+    @property
+    def type(self) -> TensorType:
+        return self.info.type if self.info.type in _FLOATS else TYPE_F32
+
+    def read(self, start: int, into: U8, ahead: int = 0) -> None:
+        if self.info.type in _FLOATS:
+            read_range(self.path, into, self.info.offset + value_bytes(self.type, start), ahead)
+            return
+        values, width = into.view(np.float32), self.info.shape[0]
+        group = self.info.type.interleave
+        step, at = max(1, PIECE // width // group) * group, 0
+        while at < values.size:
+            row, skip = divmod(start + at, width)
+            first = row // group * group
+            last = -(-(start + values.size) // width)
+            rows = min(step, -(-(last - first) // group) * group)
+            begin = (row - first) * width + skip
+            n = min(rows * width - begin, values.size - at)
+            if begin == 0 and n == rows * width:
+                self._decode(first, values[at : at + n].reshape(rows, width))
+            else:
+                whole = np.empty((rows, width), np.float32)
+                self._decode(first, whole)
+                values[at : at + n] = whole.reshape(-1)[begin : begin + n]
+            at += n
+
+    def _decode(self, first: int, values: F32) -> None:
+        """Decode rows from ``first`` on, whole groups of them."""
+        from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
+
+        t, (rows, width) = self.info.type, values.shape
+        nbytes = t.row_bytes(width)
+        data = np.empty((rows, nbytes), np.uint8)
+        read_range(self.path, data.reshape(-1), self.info.offset + first * nbytes, data.size)
+        if t is TENSOR_SCALED:
+            tail = np.empty(4, np.uint8)
+            read_range(self.path, tail, self.info.offset + self.info.nbytes - TAIL)
+            data = with_row_scales(data, float(tail.view("<f4")[0]))
+        dequantize_rows(decoded_as(t), data, values)
+
+    def parts(self) -> Iterator[StoredTensor]:
+        t = self.info
+        yield StoredTensor(t.name, t.type.name, self.shape, self.path, t.offset, t.nbytes)

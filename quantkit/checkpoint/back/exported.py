@@ -1,0 +1,253 @@
+"""A GGUF file as the source of a checkpoint's tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit.checkpoint.back.classes import Spelling, find_class, spelled_kinds
+from quantkit.checkpoint.back.config import check_keys, make_config
+from quantkit.checkpoint.back.encoded import Encoded
+from quantkit.checkpoint.back.rules import Backward, all_undone
+from quantkit.checkpoint.back.tokenizer import tokenizer_files
+from quantkit.checkpoint.class_defaults import with_defaults
+from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.expressions import (
+    PIECE,
+    TYPE_BF16,
+    TYPE_F16,
+    TYPE_F32,
+    Expression,
+    as_f32,
+    cast,
+    from_f32,
+    read_f32,
+    size_of,
+    value_bytes,
+    values_in,
+)
+from quantkit.checkpoint.policy import type_of
+from quantkit.checkpoint.row import Architecture
+from quantkit.checkpoint.tensor_names import TensorNames
+from quantkit.checkpoint.tensors import Context, Tensor, applied, named_tensors, text_name
+from quantkit.errors import FormatError, RecipeError, TypeNotSupported
+from quantkit.formats.gguf import Field, GGUFFile, TensorInfo
+from quantkit.formats.gguf.rules import short
+from quantkit.formats.ranges import U8
+from quantkit.types import TensorType
+
+#: What --outtype takes, by the dtype of transformers.
+DTYPES = {"f32": ("float32", TYPE_F32), "f16": ("float16", TYPE_F16), "bf16": ("bfloat16", TYPE_BF16)}
+#: What is renamed in every checkpoint (``tensors.text_name`` backwards).
+_RENAMED = ((r"e_score_correction\.bias$", "e_score_correction_bias"),)
+
+
+@dataclass
+class Exported:
+    """An open export: ``made`` says what each tensor is made of, ``files`` what lies beside the weights, as text.
+
+    ``origins``: the type of what a tensor was made of, for people.
+    """
+
+    model: GGUFFile
+    architecture: str
+    dtype: str
+    made: dict[str, Expression]
+    origins: dict[str, str]
+    files: dict[str, bytes]
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.paths: tuple[Path, ...] = self.model.paths
+        #: A checkpoint has no metadata of this kind.
+        self.fields: dict[str, Field] = {}
+        self.tensors = {
+            name: TensorInfo(name, x.shape[::-1], x.type, value_bytes(x.type, size_of(x)), 0, 0)
+            for name, x in self.made.items()
+        }
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return ``default``: a checkpoint has no metadata of this kind."""
+        return default
+
+    def read(self, tensor: TensorInfo, into: U8, at: int, ahead: int = 0) -> None:
+        """Fill ``into`` from byte ``at`` of a tensor on. See ``pipeline.source``."""
+        self.made[tensor.name].read(values_in(tensor.type, at), into, ahead)
+        if tensor.type is TYPE_F16 and not np.isfinite(into.view(np.float16)).all():
+            raise FormatError(
+                f"{self.where(tensor)}: tensor {short(tensor.name)} holds values beyond float16 or none at all: "
+                "--outtype bf16 or f32 takes them, if they are finite"
+            )
+
+    def place(self, tensor: TensorInfo) -> tuple[Path, int] | None:
+        """Return where a tensor lies as it is, or None if it has to be made."""
+        x = self.made[tensor.name]
+        return (x.path, x.info.offset) if isinstance(x, Encoded) and x.info.nbytes == tensor.nbytes else None
+
+    def where(self, tensor: TensorInfo) -> str:
+        """Return the file that a tensor is made from."""
+        part = next(self.made[tensor.name].parts(), None)
+        return str(self.paths[0] if part is None else part.path)
+
+    def fingerprint(self) -> str:
+        """Return a SHA-256 over the file and what is made of it."""
+        digest = hashlib.sha256(self.model.fingerprint().encode())
+        digest.update(f"{self.architecture} {self.dtype}".encode())
+        for name, data in self.files.items():
+            digest.update(name.encode() + data)
+        return digest.hexdigest()
+
+
+def open_export(
+    model: GGUFFile, *, outtype: str = "auto", architecture: str | None = None, tokenizer: bool = True
+) -> Exported:
+    """Read a GGUF file as the checkpoint it may come from.
+
+    Args:
+        model: an open file.
+        outtype: f32, f16, bf16, or auto: the type of the first matrix that is one of them, else bf16.
+        architecture: the class of transformers, where an architecture has several.
+        tokenizer: also make the files of the tokenizer.
+
+    Raises:
+        FormatError: the file is broken, or not what its metadata says.
+        TypeNotSupported: an architecture, a key, a tensor, a type or a vocabulary that cannot be exported; why.
+    """
+    if outtype not in (*DTYPES, "auto"):
+        raise RecipeError(f"--outtype {outtype}: there are {', '.join(DTYPES)}, auto")
+    name, row, spelling = find_class(model, architecture)
+    dtype, wanted = DTYPES[_found_type(model) if outtype == "auto" else outtype]
+    values = make_config(model, name, row, spelling, dtype)
+    where = model.paths[0].parent / "config.json"
+    notes = check_keys(model, row, values, where)
+    config = Config(where, with_defaults(values))
+    row.prepare(config)
+    names = TensorNames(row.arch, row.layers(config))
+    tensors = _tensors(model, row, spelling, Context(config, names))
+    _check_return(model, row, tensors, config, names)
+    made, origins = {}, {}
+    for each, x in sorted(tensors.items()):
+        origins[each] = "+".join(dict.fromkeys(part.dtype for part in x.parts()))
+        made[each] = _typed(x, wanted, row, names)
+    files = {"config.json": _json(values), "generation_config.json": _json(_generation(model, values))}
+    if tokenizer:
+        made_files, more = tokenizer_files(model)
+        files |= made_files
+        notes += more
+    return Exported(model, name, dtype, made, origins, files, notes)
+
+
+def _found_type(model: GGUFFile) -> str:
+    """Return the type of the first matrix that is none of blocks."""
+    matrices = [t.type for t in model.tensors.values() if len(t.shape) > 1]
+    if any(t not in (TYPE_F32, TYPE_F16, TYPE_BF16) for t in matrices):
+        return "bf16"
+    found = next((t for t in matrices if t is not TYPE_F32), TYPE_F32)
+    return found.name.lower()
+
+
+def _tensors(model: GGUFFile, row: Architecture, spelling: Spelling, context: Context) -> dict[str, Expression]:
+    """Return the tensors of a checkpoint by name."""
+    spelled, back = spelled_kinds(row.arch, spelling), Backward(context, spelling.fused)
+    extra = {tensor.name_in_file or tensor.name for tensor in row.extra(context.config)}
+    found: dict[str, Expression] = {}
+    for info in model.tensors.values():
+        if info.name in extra:
+            continue
+        x = Encoded(model.paths[info.shard], info)
+        tensor = Tensor(_spelled(model, info.name, spelled), x, None)
+        match = re.match(r"blk\.(\d+)\.", info.name)
+        given = Tensor(tensor.name, x, int(match[1]) if match else None)
+        for made in all_undone(row.rules, given, back):
+            name = made.name
+            for pattern, by in (*_RENAMED, *spelling.renamed):
+                name = re.sub(pattern, by, name)
+            if name in found:
+                raise FormatError(f"{model.paths[info.shard]}: tensor {short(info.name)}: {name} would be there twice")
+            found[name] = made.x
+    waiting = next((whole for _, whole in back.held), None)
+    if waiting is not None:
+        raise FormatError(f"{model.paths[0]}: a part of {waiting} is missing")
+    return found
+
+
+def _spelled(model: GGUFFile, name: str, spelled: dict[str, str]) -> str:
+    """Return what a file's tensor is called in the checkpoint, before rules are undone."""
+    stem, _, suffix = name.rpartition(".")
+    match = re.fullmatch(r"blk\.(\d+)\.(.+)", stem)
+    found = spelled.get(stem if match is None else f"*{match[2]}")
+    if suffix not in ("weight", "bias") or found is None:
+        raise TypeNotSupported(
+            f"{model.paths[0]}: tensor {short(name)} has no place in a checkpoint of this architecture"
+        )
+    return f"{found if match is None else found.replace('*', match[1])}.{suffix}"
+
+
+def _check_return(
+    model: GGUFFile, row: Architecture, tensors: dict[str, Expression], config: Config, names: TensorNames
+) -> None:
+    """Go the way here over what was made: the same tensors, with the same shapes, must come out."""
+    context = Context(config, names)
+    stored: dict[str, Expression] = {}
+    for name, x in sorted(tensors.items()):
+        for item in applied(row.stored, Tensor(name, x, None), context):
+            if (text := text_name(item.name)) is not None:
+                stored[text] = item.x
+    back = {name: t.x.shape for name, t in named_tensors(stored, row.rules, context, row.extra(config))}
+    have = {t.name: t.shape[::-1] for t in model.tensors.values()}
+    for name in (*have, *back):
+        if have.get(name) != back.get(name):
+            raise TypeNotSupported(
+                f"{model.paths[0]}: tensor {short(name)}: {_shape(have.get(name))} in the file, "
+                f"{_shape(back.get(name))} after converting the checkpoint: it would not be this model"
+            )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else str(list(shape))
+
+
+def _typed(x: Expression, wanted: TensorType, row: Architecture, names: TensorNames) -> Expression:
+    """Return a tensor in the wanted type; one that files keep in F32 stays so if values would be lost."""
+    part = next(x.parts(), None)
+    if part is None or wanted is TYPE_F32 or x.type is not TYPE_F32:
+        return cast(x, wanted)
+    match = re.match(r"blk\.(\d+)\.", part.name)
+    kept = type_of(part.name, x, int(match[1]) if match else None, names, wanted) is TYPE_F32
+    return x if kept and not _fits(x, wanted) else cast(x, wanted)
+
+
+def _fits(x: Expression, wanted: TensorType) -> bool:
+    """Tell whether all values are ones of a type."""
+    for at in range(0, size_of(x), PIECE):
+        values = read_f32(x, at, min(PIECE, size_of(x) - at))
+        data = np.empty(value_bytes(wanted, values.size), np.uint8)
+        from_f32(wanted, values, data)
+        if not np.array_equal(as_f32(wanted, data), values):
+            return False
+    return True
+
+
+def _generation(model: GGUFFile, config: Json) -> Json:
+    """Return generation_config.json: special tokens, and how to sample."""
+    made = {key: value for key, value in config.items() if key.endswith("_token_id")}
+    for key, name in (
+        ("top_k", "top_k"),
+        ("top_p", "top_p"),
+        ("min_p", "min_p"),
+        ("temp", "temperature"),
+        ("penalty_repeat", "repetition_penalty"),
+    ):
+        if (value := model.get(f"general.sampling.{key}")) is not None:
+            made |= {"do_sample": True, name: float(str(np.float32(value))) if isinstance(value, float) else int(value)}
+    return made
+
+
+def _json(value: Json) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

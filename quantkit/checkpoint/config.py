@@ -1,0 +1,203 @@
+"""config.json as convert_hf_to_gguf.py (b11434) sees it: with the defaults of transformers' configuration classes.
+
+It loads the file through AutoConfig, so what a class fills in becomes metadata: see ``class_defaults``. Of a model type
+that AutoConfig does not know it reads the JSON as it is, and so do we.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from copy import copy
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.class_defaults import with_defaults
+from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
+from quantkit.formats.outputs import read_whole
+
+Json = dict[str, Any]
+
+#: The most bytes of a JSON file that are read; tokenizers have up to some 30 MB.
+MAX_JSON = 1 << 28
+#: Architectures that stay what they are, although their text_config names another (get_model_architecture).
+_OUTER = {
+    "StepVLForConditionalGeneration",
+    "Sarashina2VisionForCausalLM",
+    "Exaone4_5_ForConditionalGeneration",
+    "Step3p7ForConditionalGeneration",
+    "KimiK3ForConditionalGeneration",
+}
+
+
+def read_json(path: Path) -> Json:
+    """Return the object in a JSON file. Raises FormatError."""
+    try:
+        found = json.loads(read_whole(path, MAX_JSON).decode("utf-8-sig"))
+    except (ValueError, RecursionError) as e:
+        raise FormatError(f"{path}: not JSON: {e}") from None
+    if not isinstance(found, dict):
+        raise FormatError(f"{path}: not a JSON object but {short(found)}")
+    return found
+
+
+def large_json(path: Path) -> Json:
+    """Return the object in a JSON file that is read several times: one object, which nobody may change."""
+    found = path.stat()
+    return _kept(path, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=1)
+def _kept(path: Path, changed: int, size: int) -> Json:
+    return read_json(path)
+
+
+def optional_json(path: Path) -> Json | None:
+    """Return the object in a JSON file, or None if there is no such file."""
+    return read_json(path) if path.is_file() else None
+
+
+class Config:
+    """The hyperparameters of a text model: those of text_config, if there is one, before those outside of it."""
+
+    def __init__(self, path: Path, values: Json) -> None:
+        self.path = path
+        #: As AutoConfig gives them, nested.
+        self.outer = values
+        text = values.get("text_config")
+        if "text_config" in values and not isinstance(text, dict):
+            raise FormatError(f"{path}: text_config is {short(text)}, not an object")
+        self.architecture = _architecture(path, values)
+        self.values: Json = {**values, **(text or {})}
+        self.rope = self._rope()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.values
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self.values:
+            raise FormatError(f"{self.path}: it has no {key}")
+        return self.values[key]
+
+    def with_values(self, values: Json) -> Config:
+        """Return a copy with other values."""
+        changed = copy(self)
+        changed.values = {**self.values, **values}
+        return changed
+
+    def without(self, *keys: str) -> Config:
+        """Return a copy that lacks some keys."""
+        changed = copy(self)
+        changed.values = {key: value for key, value in self.values.items() if key not in keys}
+        return changed
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value, also one that is null, or ``default`` if the key is missing."""
+        return self.values.get(key, default)
+
+    def find(self, *keys: str) -> Any:
+        """Return the value of the first key that is there, None if none is."""
+        return next((self.values[key] for key in keys if key in self.values), None)
+
+    def number(self, *keys: str) -> int:
+        """Return the value of the first key that is there: a whole number, which the model cannot do without."""
+        value = self.find(*keys)
+        if value is None:
+            raise FormatError(f"{self.path}: it has no {' or '.join(keys)}")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 31:
+            raise FormatError(f"{self.path}: {next(k for k in keys if k in self)} is {short(value)}, not a count")
+        return value
+
+    @property
+    def layers(self) -> int:
+        """The number of layers that the configuration speaks of."""
+        n = self.number("n_layers", "num_hidden_layers", "n_layer", "num_layers")
+        if n > 1 << 16:
+            raise FormatError(f"{self.path}: {n} layers")
+        return n
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a head: head_dim, or what there is for each head."""
+        heads = self.number("num_attention_heads") if self.get("head_dim") is None else 1
+        if not heads:
+            raise FormatError(f"{self.path}: num_attention_heads is 0")
+        width = self.number("hidden_size") // heads if self.get("head_dim") is None else self.number("head_dim")
+        if width > 1 << 16:
+            raise FormatError(f"{self.path}: heads of {width} values")
+        return width
+
+    @property
+    def full_rope(self) -> Json:
+        """The parameters of rope of layers that attend to everything."""
+        found = self.rope.get("full_attention", self.rope)
+        return found if isinstance(found, dict) else {}
+
+    def rotary_part(self, default: float | None, key: str = "partial_rotary_factor", of: Json | None = None) -> float:
+        """Return the part of a head that rope turns: as ``of`` says, the parameters of rope; ``default`` without it."""
+        part = (self.rope if of is None else of).get(key, default)
+        part = default if part is None and default is not None else part
+        if not isinstance(part, (int, float)) or not math.isfinite(part) or not 0 <= part <= 1:
+            raise FormatError(f"{self.path}: {key} is {short(part)}, not a part of a head")
+        return part
+
+    def _rope(self) -> Json:
+        """Return the parameters of rope; others of the configuration are mirrored into it (TextModel.__init__)."""
+        key = "rope_parameters" if "rope_parameters" in self else "rope_scaling"
+        given = self.get(key) or {}
+        if not isinstance(given, dict):
+            raise FormatError(f"{self.path}: {key} is {short(given)}, not an object")
+        rope = dict(given)
+        if "full_attention" in rope or "sliding_attention" in rope:
+            return rope
+        theta = self.find(
+            "global_rope_theta", "rope_global_theta", "rope_theta_global", "rope_theta", "rotary_emb_base"
+        )
+        local = self.find(
+            *("local_rope_theta", "rope_local_theta", "rope_theta_local", "swa_rope_theta", "rope_local_base_freq")
+        )
+        if local is not None:
+            rope["sliding_attention"] = {"rope_theta": local}
+        mirrored = {
+            "rope_theta": theta,
+            "rope_type": rope.get("type"),
+            "partial_rotary_factor": self.find("partial_rotary_factor", "rope_pct", "rope_percent"),
+            "original_max_position_embeddings": self.find("original_max_position_embeddings"),
+        }
+        return rope | {k: v for k, v in mirrored.items() if v is not None and k not in rope}
+
+
+def _architecture(path: Path, values: Mapping[str, Any]) -> str:
+    """Return the class of the text model."""
+    names: list[Iterable[object]] = []
+    for of in (values, values.get("text_config") or {}):
+        found = of.get("architectures") or []
+        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+            raise FormatError(f"{path}: architectures is {short(found)}, not a list of names")
+        names.append(found)
+    outer, inner = (next(iter(found), None) for found in names)
+    arch = outer if outer in _OUTER or inner is None else inner
+    if arch is None and isinstance(ssm := values.get("ssm_cfg"), dict):
+        arch = f"{ssm.get('layer', 'Mamba')}ForCausalLM"
+    if arch is None:
+        raise FormatError(f"{path}: it names no architectures, so this is no model that can be converted")
+    return str(arch)
+
+
+def read_config(folder: Path) -> Config:
+    """Return the configuration of a checkpoint. Raises FormatError."""
+    path = folder / "config.json"
+    if not path.is_file():
+        what = "it has no config.json, so this is no checkpoint" if folder.is_dir() else "no such directory"
+        raise FormatError(f"{folder}: {what}")
+    values = with_defaults(read_json(path))
+    for key, inner in (("llm_config", None), ("lm_config", None), ("thinker_config", "text_config")):
+        if isinstance(values.get(key), dict):
+            values["text_config"] = values[key] if inner is None else values[key].get(inner, {})
+    for key in ("language_config", "lfm"):
+        if isinstance(values.get(key), dict):
+            values["text_config"] = values[key]
+    return Config(path, values)

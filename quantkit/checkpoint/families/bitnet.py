@@ -1,0 +1,79 @@
+"""BitNet b1.58.
+
+Facts of llama.cpp b11434, conversion/bitnet.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from quantkit.checkpoint.config import Config
+from quantkit.checkpoint.expressions import (
+    PIECE,
+    TYPE_F16,
+    TYPE_F32,
+    Expression,
+    fill_mapped,
+    read_f32,
+    size_of,
+)
+from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.tensors import Changed, Context, Renamed, Tensor
+from quantkit.formats.ranges import U8
+from quantkit.formats.safetensors import StoredTensor
+from quantkit.types import TensorType
+
+
+@dataclass(frozen=True)
+class Ternary:
+    """Weights as -1, 0 and 1 times the mean of their magnitudes: what the model computes with.
+
+    The mean is that of the whole tensor, which is read once for it. torch adds in another order and in float32, so the
+    last bit of the scale may differ.
+    """
+
+    x: Expression
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+    @property
+    def type(self) -> TensorType:
+        return TYPE_F16 if self.x.type is TYPE_F16 else TYPE_F32
+
+    @cached_property
+    def _inverse(self) -> np.float32:
+        n = size_of(self.x)
+        pieces = (read_f32(self.x, at, min(PIECE, n - at)) for at in range(0, n, PIECE))
+        total = sum(float(np.abs(piece).sum(dtype=np.float64)) for piece in pieces)
+        return np.float32(np.float32(1) / np.maximum(np.float32(total / n), np.float32(1e-5)))
+
+    def read(self, start: int, into: U8, ahead: int = 0) -> None:
+        inverse = self._inverse
+        fill_mapped(self.x, self.type, lambda x: np.clip(np.rint(x * inverse), -1, 1) / inverse, start, into)
+
+    def parts(self) -> Iterator[StoredTensor]:
+        return self.x.parts()
+
+
+def _ternary(tensor: Tensor, context: Context) -> Expression:
+    return Ternary(tensor.x)
+
+
+BITNET_RULES = (
+    # microsoft/bitnet-b1.58-2B-4T's names, as transformers has them; convert_hf_to_gguf.py knows the older ones only.
+    Renamed(r"self_attn\.attn_sub_norm", "self_attn.inner_attn_ln"),
+    Renamed(r"mlp\.ffn_sub_norm", "mlp.ffn_layernorm"),
+    Changed(r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight$", _ternary),
+)
+
+
+def set_linear(keys: Keys, config: Config) -> None:
+    """Rope is scaled by one."""
+    keys.text(".rope.scaling.type", "linear")
+    keys.f32(".rope.scaling.factor", 1.0)

@@ -1,0 +1,123 @@
+"""DeepSeek V2, V3, V3.2, and what is built like them: Kimi K2, GLM 4.7 Flash, GLM 5, Mistral 4."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from quantkit.checkpoint.config import Config
+from quantkit.checkpoint.expressions import Shaped, Transposed, taken
+from quantkit.checkpoint.keys import Keys, set_base_keys
+from quantkit.checkpoint.row import Copied, SetKeys
+from quantkit.checkpoint.tensors import Context, Dropped, Experts, Tensor
+from quantkit.errors import FormatError
+
+
+def is_tied(config: Config) -> bool:
+    """Tell whether the embeddings are the output matrix, too."""
+    return bool(config.get("tie_word_embeddings", False))
+
+
+#: An output matrix that is stored although it is tied.
+TIED_OUTPUT = Dropped(r"^(model\.)?lm_head\.weight$", is_tied)
+
+
+@dataclass(frozen=True)
+class LatentHeads:
+    """kv_b_proj, which makes keys and values of the latent, becomes k_b_proj, transposed per head, and v_b_proj."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        if not tensor.name.endswith("kv_b_proj.weight"):
+            return None
+        config = context.config
+        heads = config.number("num_key_value_heads")
+        nope, v = config.number("qk_nope_head_dim"), config.number("v_head_dim")
+        if len(tensor.x.shape) != 2 or not heads or tensor.x.shape[0] != heads * (nope + v):
+            raise context.fail(tensor, f"its shape {list(tensor.x.shape)} is not {heads} heads of {nope} + {v} rows")
+        by_head = Shaped(tensor.x, (heads, nope + v, tensor.x.shape[1]))
+        parts = (
+            ("k_b_proj", Transposed(taken(by_head, 1, range(nope)))),
+            ("v_b_proj", taken(by_head, 1, range(nope, nope + v))),
+        )
+        return [replace(tensor, name=tensor.name.replace("kv_b_proj", name), x=x) for name, x in parts]
+
+
+@dataclass(frozen=True)
+class LaterLayersDropped:
+    """Layers behind num_hidden_layers, which predict more tokens, are left out (DeepseekV2Model.skip_mtp).
+
+    ``unless_named``: only if the configuration speaks of none.
+    """
+
+    unless_named: bool = False
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        if self.unless_named and predicting_layers(context.config):
+            return None
+        match = re.match(r"model\.layers\.(\d{1,9})", tensor.name)
+        return () if match and int(match[1]) >= context.config.layers else None
+
+
+LATENT_RULES = (TIED_OUTPUT, Experts(), LatentHeads())
+
+
+def predicting_layers(config: Config) -> int:
+    """Return how many layers predict more tokens: they follow the others."""
+    return config.number("num_nextn_predict_layers") if config.get("num_nextn_predict_layers") is not None else 0
+
+
+def all_layers(config: Config) -> int:
+    """Return the number of layers with those that predict more tokens."""
+    return config.layers + predicting_layers(config)
+
+
+def set_latent_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
+    """The base keys of a model whose heads share one latent: a single head of keys and values."""
+    changed = {"num_key_value_heads": 1, "rms_norm_eps": config.get("rms_norm_eps", 1e-6)}
+    set_base_keys(keys, config.with_values(changed), layers, file_type)
+
+
+def set_latent_keys(keys: Keys, config: Config) -> None:
+    """Set the widths of the latent and of what is made of it, and the keys of experts (DeepseekV2Model)."""
+    dense = config.get("first_k_dense_replace")
+    if dense is None:
+        dense = 0 if config.get("n_routed_experts") is not None else config.number("num_hidden_layers")
+    keys.u32(".leading_dense_block_count", dense)
+    keys.u32(".vocab_size", config["vocab_size"])
+    if config.get("q_lora_rank") is not None:
+        keys.u32(".attention.q_lora_rank", config["q_lora_rank"])
+    rank = config.number("kv_lora_rank") if "kv_lora_rank" in config else 512
+    rope, nope = config.number("qk_rope_head_dim"), config.number("qk_nope_head_dim")
+    keys.u32(".attention.kv_lora_rank", rank)
+    keys.u32(".attention.key_length", rank + rope)
+    keys.u32(".attention.value_length", rank)
+    keys.u32(".attention.key_length_mla", nope + rope)
+    keys.u32(".attention.value_length_mla", config["v_head_dim"])
+    for each in _EXPERTS:
+        each(keys, config)
+    if config.get("norm_topk_prob"):
+        keys.flag(".expert_weights_norm", config["norm_topk_prob"])
+    keys.u32(".rope.dimension_count", rope)
+    if (scale := config.rope.get("mscale_all_dim")) is not None:
+        if not isinstance(scale, (int, float)):
+            raise FormatError(f"{config.path}: mscale_all_dim of rope is no number")
+        keys.f32(".rope.scaling.yarn_log_multiplier", 0.1 * scale)
+
+
+def _set_shared_count(keys: Keys, config: Config) -> None:
+    keys.u32(".expert_shared_count", config.get("n_shared_experts", 0))
+
+
+_EXPERTS: tuple[SetKeys, ...] = (
+    Copied(".expert_feed_forward_length", "moe_intermediate_size intermediate_size", needed=True),
+    Copied(".expert_count", "n_routed_experts"),
+    _set_shared_count,
+    Copied(".expert_weights_scale", "routed_scaling_factor", "f32"),
+)
+PREDICTING_LAYERS = Copied(".nextn_predict_layers", "num_nextn_predict_layers")
+INDEXER: tuple[SetKeys, ...] = (
+    Copied(".attention.indexer.head_count", "index_n_heads", needed=True),
+    Copied(".attention.indexer.key_length", "index_head_dim", needed=True),
+    Copied(".attention.indexer.top_k", "index_topk", needed=True),
+)

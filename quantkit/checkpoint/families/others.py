@@ -1,0 +1,138 @@
+"""OLMo, EXAONE, StarCoder, StableLM: models of which a rule or a few keys are their own.
+
+Facts of llama.cpp b11434, conversion/olmo.py, exaone.py, starcoder.py, stablelm.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from quantkit.checkpoint.config import Config
+from quantkit.checkpoint.expressions import stacked
+from quantkit.checkpoint.families.llama import rope_factors
+from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.row import Copied, SetKeys
+from quantkit.checkpoint.tensors import Context, Tensor
+
+# --- OLMo ------------------------------------------------------------------------------------------------------------
+
+
+def set_every_fourth(keys: Keys, config: Config) -> None:
+    """Set the window of OLMo 3, and which layers have it: all but every fourth, if the configuration does not say.
+
+    A window of null is none, as of OLMo 2; convert_hf_to_gguf.py stops there.
+    """
+    if config.get("sliding_window") is None:
+        return
+    keys.u32(".attention.sliding_window", config["sliding_window"])
+    kinds = config.get("layer_types")
+    slides = [(i + 1) % 4 != 0 for i in range(config.layers)]
+    if isinstance(kinds, list):
+        slides = [kind == "sliding_attention" for kind in kinds]
+    keys.array(".attention.sliding_window_pattern", slides)
+
+
+def set_epsilon(keys: Keys, config: Config) -> None:
+    """OLMoE's norms have this epsilon whatever its configuration says."""
+    keys.f32(".attention.layer_norm_rms_epsilon", 1e-5)
+
+
+def set_olmo_norms(keys: Keys, config: Config) -> None:
+    """The norms of the first OLMo have no weights, but an epsilon."""
+    keys.f32(".attention.layer_norm_epsilon", 1e-5)
+    Copied(".attention.clamp_kqv", "clip_qkv", "f32")(keys, config)
+
+
+# --- EXAONE ----------------------------------------------------------------------------------------------------------
+
+
+def set_exaone_window(keys: Keys, config: Config) -> None:
+    """Set the window of EXAONE 4, and which layers have it: a list of kinds, a word such as LLLG, or a period."""
+    if config.get("sliding_window") is None:
+        return
+    keys.u32(".attention.sliding_window", config["sliding_window"])
+    kinds, pattern, layers = config.get("layer_types"), config.get("sliding_window_pattern"), config.layers
+    if isinstance(kinds, list):
+        keys.array(".attention.sliding_window_pattern", [kind == "sliding_attention" for kind in kinds])
+    elif isinstance(pattern, str) and pattern:
+        keys.array(".attention.sliding_window_pattern", [pattern[i % len(pattern)] == "L" for i in range(layers)])
+    elif isinstance(pattern, int) and pattern > 0:
+        keys.array(".attention.sliding_window_pattern", [(i + 1) % pattern != 0 for i in range(layers)])
+
+
+EXAONE4_KEYS: tuple[SetKeys, ...] = (Copied(".vocab_size", "vocab_size", needed=True), set_exaone_window)
+#: The factors of its rope, if the configuration does not say by how much.
+exaone4_rope = partial(rope_factors, factor=16.0)
+
+
+def set_exaone_rope(keys: Keys, config: Config) -> None:
+    """Set how much of a head rope turns (EXAONE 3)."""
+    width = config.number("hidden_size") // max(1, config.number("num_attention_heads"))
+    keys.u32(".rope.dimension_count", int(config.rotary_part(1.0) * width))
+
+
+# --- StarCoder -------------------------------------------------------------------------------------------------------
+
+
+def set_starcoder_keys(keys: Keys, config: Config, layers: int, file_type: int) -> None:
+    """Set the keys of the first StarCoder, whose heads of queries have one of keys and values."""
+    width = config.number("n_embd")
+    keys.u32(".context_length", config["n_positions"])
+    keys.u32(".embedding_length", width)
+    keys.u32(".feed_forward_length", 4 * width)
+    keys.u32(".block_count", layers)
+    keys.u32(".attention.head_count", config["n_head"])
+    keys.u32(".attention.head_count_kv", 1)
+    keys.f32(".attention.layer_norm_epsilon", config["layer_norm_epsilon"])
+    keys.u32("general.file_type", file_type)
+
+
+# --- StableLM --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """Norms of single heads become one tensor, a row for each.
+
+    convert_hf_to_gguf.py means to do that and drops them: it converts no StableLM that has them (2-12B).
+    """
+
+    pattern: str = r"(self_attn\.[qk]_layernorm)\.norms\.(\d{1,6})\.weight$"
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        match = re.search(self.pattern, tensor.name)
+        if match is None:
+            return None
+        name = tensor.name[: match.end(1)] + ".weight"
+        of_keys = match[1].endswith("k_layernorm")
+        n = context.config.number("num_key_value_heads" if of_keys else "num_attention_heads")
+        held = context.held.setdefault((id(self), (tensor.layer or 0) * 2 + of_keys), {})
+        held[match[2]] = tensor
+        if len(held) < n:
+            return ()
+        missing = next((i for i in range(n) if str(i) not in held), None)
+        if missing is not None:
+            raise context.fail(tensor, f"there are {n} heads, but the norm of head {missing} is missing")
+        norms = [held.pop(str(i)) for i in range(n)]
+        if len({norm.x.shape for norm in norms}) > 1:
+            raise context.fail(tensor, "the norms of the heads are not of one shape")
+        return (replace(tensor, name=name, x=stacked([norm.x for norm in norms])),)
+
+
+def set_stablelm_keys(keys: Keys, config: Config, layers: int, file_type: int) -> None:
+    """Set the keys of StableLM: an order of their own."""
+    heads = config.number("num_attention_heads")
+    keys.u32(".context_length", config["max_position_embeddings"])
+    keys.u32(".embedding_length", config["hidden_size"])
+    keys.u32(".block_count", layers)
+    keys.u32(".feed_forward_length", config["intermediate_size"])
+    part = config.rotary_part(0.25)
+    keys.u32(".rope.dimension_count", int(part * (config.number("hidden_size") // max(1, heads))))
+    keys.u32(".attention.head_count", heads)
+    keys.u32(".attention.head_count_kv", config["num_key_value_heads"])
+    keys.flag(".use_parallel_residual", config.get("use_parallel_residual", True))
+    keys.f32(".attention.layer_norm_epsilon", config.find("layer_norm_eps", "norm_eps"))
+    keys.u32("general.file_type", file_type)

@@ -1,0 +1,387 @@
+"""general.*: what a model is called and where it comes from, guessed as convert_hf_to_gguf.py (b11434) does.
+
+Sources, the first that knows: the front matter of README.md, _name_or_path of config.json, the name of the directory
+(gguf-py/gguf/metadata.py); generation_config.json gives sampling; --metadata overrides, and --model-name last.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.config import optional_json, read_json
+from quantkit.checkpoint.keys import Keys
+from quantkit.errors import FormatError, ResourceError
+from quantkit.formats.gguf.rules import short
+from quantkit.formats.outputs import read_text
+
+Json = dict[str, Any]
+
+#: general.sampling.* in order: key, names in generation_config.json, how it is written.
+_SAMPLING = (
+    ("sequence", ("sequence",), "text"),
+    ("top_k", ("top_k",), "i32"),
+    ("top_p", ("top_p",), "f32"),
+    ("min_p", ("min_p",), "f32"),
+    ("xtc_probability", ("xtc_probability",), "f32"),
+    ("xtc_threshold", ("xtc_threshold",), "f32"),
+    ("temp", ("temperature",), "f32"),
+    ("penalty_last_n", ("penalty_last_n",), "i32"),
+    ("penalty_repeat", ("penalty_repeat", "repetition_penalty"), "f32"),
+    ("mirostat", ("mirostat",), "i32"),
+    ("mirostat_tau", ("mirostat_tau",), "f32"),
+    ("mirostat_eta", ("mirostat_eta",), "f32"),
+)
+#: general.* in order, up to the models it is based on.
+_KEYS = (
+    *("name", "author", "version", "organization", "finetune", "basename", "description", "quantized_by"),
+    *("size_label", "license", "license.name", "license.link", "url", "doi", "uuid", "repo_url"),
+    *("source.url", "source.doi", "source.uuid", "source.repo_url"),
+)
+#: Keys of a model card, in the order in which they are asked, and what they say.
+_CARD = (
+    *((name, name) for name in ("name", "author", "version", "organization", "description", "finetune", "basename")),
+    ("size_label", "size_label"),
+    *((name, f"source.{name}") for name in ("url", "doi", "uuid", "repo_url")),
+    *((f"model_{name}", name) for name in ("name", "author", "version", "organization", "description", "finetune")),
+    *(("model_basename", "basename"), ("model_size_label", "size_label")),
+    *((f"model_{name}", f"source.{name}") for name in ("url", "doi", "uuid", "repo_url")),
+    *(("model_creator", "author"), ("model_type", "basename")),
+)
+_LICENSE = (("license", "license"), ("license_name", "license.name"), ("license_link", "license.link"))
+#: Keys of an entry about another model or a dataset, in order.
+_RELATED = ("name", "author", "version", "organization", "description", "url", "doi", "uuid", "repo_url")
+_PARTS_OF_NAME = ("basename", "finetune", "version", "size_label")
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """How many weights a model has: all, those outside of experts, those of one expert; and how many experts."""
+
+    total: int
+    shared: int
+    expert: int
+    experts: int
+
+    @classmethod
+    def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> ParameterCount:
+        """Count over the tensors of a GGUF file, their shapes outermost first."""
+        total = shared = expert = experts = n = 0
+        for name, shape in shapes:
+            size = math.prod(shape)
+            total += size
+            if "_exps." in name and len(shape) >= 3:
+                count = shape[-2 if ".bias" in name else -3]
+                expert, experts, n = expert + size // count, experts + count, n + 1
+            else:
+                shared += size
+        return cls(total, shared, expert, experts // n if n else 0)
+
+    @property
+    def label(self) -> str:
+        """general.size_label: 8x7B, 1.1B."""
+        if self.experts:
+            return f"{self.experts}x{_rounded(self.shared + self.expert)}"
+        return _rounded(self.total)
+
+
+def _rounded(n: int) -> str:
+    units = ((1e12, 1e-12, "T"), (1e9, 1e-9, "B"), (1e6, 1e-6, "M"), (-1.0, 1e-3, "K"))
+    _, factor, letter = next(unit for unit in units if n > unit[0])
+    scaled = n * factor
+    digits = max(2 - len(str(round(scaled)).lstrip("0")), 0)
+    return f"{scaled:.{digits}f}{letter}"
+
+
+@dataclass
+class General:
+    """What is known about a model: ``values`` by the key behind ``general.``"""
+
+    values: Json
+    sampling: Json
+    base_models: list[Json] | None = None
+    datasets: list[Json] | None = None
+    tags: list[Any] | None = None
+    languages: list[Any] | None = None
+
+    def write(self, keys: Keys) -> None:
+        """Set the keys, in the converter's order."""
+        for name, _, kind in _SAMPLING:
+            if self.sampling.get(name) is not None:
+                getattr(keys, kind)(f"general.sampling.{name}", self.sampling[name])
+        for name in _KEYS:
+            value = self.values.get(name)
+            if name == "license" and isinstance(value, list):
+                value = ",".join(map(str, value))
+            if value is not None:
+                keys.text(f"general.{name}", value)
+        for kind, entries in (("base_model", self.base_models), ("dataset", self.datasets)):
+            if entries is not None:
+                keys.u32(f"general.{kind}.count", len(entries))
+                for i, entry in enumerate(entries):
+                    for name in _RELATED:
+                        if name in entry:
+                            keys.text(f"general.{kind}.{i}.{name}", entry[name])
+        for name, items in (("tags", self.tags), ("languages", self.languages)):
+            if items is not None:
+                keys.array(f"general.{name}", items)
+
+    def file_name(self, encoding: str | None, *, kind: str = "") -> str:
+        """Return the default name of the output: Llama-3.2-1B-Instruct-BF16.gguf.
+
+        ``encoding`` is None for a file without tensors; ``kind`` is "vocab" or "mtp" for a part of the model, whose
+        size the name does not say.
+        """
+        v = self.values
+        base = v.get("basename") if v.get("basename") is not None else v.get("name")
+        name = "ggml-model" if base is None else str(base).strip().replace(" ", "-").replace("/", "-")
+        size = f"-{v['size_label']}" if v.get("size_label") is not None and not kind else ""
+        more = [f"-{str(v[k]).strip().replace(' ', '-')}" for k in ("finetune", "version") if v.get(k) is not None]
+        end = "-vocab" if encoding is None else f"-{encoding.upper()}"
+        return f"{'mtp-' if kind == 'mtp' else ''}{name}{size}{''.join(more)}{end}.gguf"
+
+
+def read_general(
+    folder: Path, count: ParameterCount, *, model_name: str | None = None, metadata: Path | None = None
+) -> General:
+    """Return what is known about the model in ``folder``.
+
+    Args:
+        folder: the checkpoint.
+        count: its weights: a size in a name that is far from them is no size.
+        model_name: --model-name, before everything.
+        metadata: --metadata, a JSON file with keys of GGUF.
+    """
+    general = General({}, {})
+    card = read_card(folder / "README.md")
+    _from_card(general, card, count.total)
+    path = read_json(folder / "config.json").get("_name_or_path")
+    if isinstance(path, str) and path.count("/") <= 1:
+        _from_name(general, path, count.total)
+    _from_name(general, folder.resolve().name if folder.name in ("", ".", "..") else folder.name, count.total)
+    generation = _generation_config(folder / "generation_config.json")
+    for name, names, _ in _SAMPLING:
+        general.sampling[name] = next((generation[n] for n in names if n in generation), None)
+    _override(general, {} if metadata is None else read_json(metadata))
+    if model_name is not None:
+        general.values["name"] = model_name
+    if general.values.get("name") is None:
+        general.values["name"] = folder.name
+    if general.values.get("size_label") is None and count.total > 0:
+        general.values["size_label"] = count.label
+    return general
+
+
+def _generation_config(path: Path) -> Json:
+    try:
+        return optional_json(path) or {}
+    except FormatError:  # not every model has a valid one
+        return {}
+
+
+def _override(general: General, given: Json) -> None:
+    for name, _, _ in _SAMPLING:
+        general.sampling[name] = given.get(f"general.sampling.{name}", general.sampling[name])
+    for name in _KEYS:
+        if name != "license" and f"general.{name}" in given:
+            general.values[name] = given[f"general.{name}"]
+    for name in ("base_models", "datasets", "tags", "languages"):
+        if f"general.{name}" in given:
+            value = given[f"general.{name}"]
+            if not isinstance(value, list):
+                raise FormatError(f"--metadata: general.{name} is {short(value)}, not a list")
+            setattr(general, name, value)
+
+
+def read_card(path: Path) -> Json:
+    """Return the front matter of a model card, {} without one."""
+    if not path.is_file():
+        return {}
+    lines = read_text(path).decode("utf-8", "replace").splitlines()
+    if not lines or lines[0] != "---":
+        return {}
+    end = lines.index("---", 1) if "---" in lines[1:] else len(lines)
+    # "no" is Norwegian, not false, and YAML has no tabs.
+    text = ("\n".join(lines[1:end]) + "\n").replace("- no\n", '- "no"\n').replace("\t", "  ")
+    try:
+        import yaml
+    except ImportError:
+        raise ResourceError(
+            f"{path}: to read it the package pyyaml is needed: pip install 'gguf-quantkit[convert]', or remove its "
+            "front matter"
+        ) from None
+    try:
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        raise FormatError(f"{path}: its front matter is not YAML: {short(str(e))}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _from_card(general: General, card: Json, total: int) -> None:
+    values = general.values
+    for key, name in _CARD:
+        if key in card and values.get(name) is None:
+            values[name] = card[key]
+    for attribute, keys in (
+        ("base_models", ("base_model", "base_models", "base_model_sources")),
+        ("datasets", ("datasets", "dataset", "dataset_sources")),
+    ):
+        if present := [key for key in keys if key in card]:
+            found = card[present[0]]
+            items = found if isinstance(found, list) else [found] if isinstance(found, str) else []
+            setattr(general, attribute, [_related(item, total) for item in items])
+    for key, name in _LICENSE:
+        if key in card and values.get(name) is None:
+            values[name] = card[key]
+    for key, attribute in (
+        *(("tags", "tags"), ("pipeline_tag", "tags"), ("languages", "languages"), ("language", "languages")),
+    ):
+        found = card.get(key)
+        if found is not None:
+            more = found if isinstance(found, list) else [found] if isinstance(found, str) else []
+            setattr(general, attribute, [*(getattr(general, attribute) or []), *more])
+
+
+def _related(item: object, total: int) -> Json:
+    """Return what the name or the address of another model, or of a dataset, says about it."""
+    if isinstance(item, dict):
+        return {str(key): value for key, value in item.items()}
+    if not isinstance(item, str):
+        return {}
+    entry: Json = {}
+    model_id: Any = item
+    is_address = item.startswith(("http://", "https://", "ssh://"))
+    if is_address:
+        entry["repo_url"] = item
+        match = re.match(r"https?://huggingface.co/([^/]+/[^/]+)$", item)
+        model_id = match[1] if match else None
+    if model_id is None:
+        return entry
+    name = split_name(model_id, total)
+    entry["name"] = title(name["full"] or "")
+    if name["organization"] is not None:
+        entry["organization"] = title(name["organization"])
+    if name["version"] is not None:
+        entry["version"] = name["version"]
+    if name["organization"] is not None and not is_address:
+        entry["repo_url"] = f"https://huggingface.co/{name['organization']}/{name['full']}"
+    return entry
+
+
+def _from_name(general: General, model_id: str, total: int) -> None:
+    name, values = split_name(model_id, total), general.values
+    for key, of in (("name", "full"), ("organization", "organization")):
+        found = name[of]
+        if values.get(key) is None and found is not None:
+            values[key] = title(found)
+    for key in _PARTS_OF_NAME:
+        if values.get(key) is None and name[key] is not None:
+            values[key] = name[key]
+
+
+def title(text: str) -> str:
+    """Return a name in words that begin with capitals, but for versions and what has capitals."""
+
+    def cased(word: str) -> str:
+        return word.title() if word.islower() and not re.match(r"^(v\d+(?:\.\d+)*|\d.*)$", word) else word
+
+    return " ".join(map(cased, text.strip().replace("-", " ").split()))
+
+
+_VERSION = re.compile(r"(v|iter)?\d+([.]\d+)*", re.IGNORECASE)
+_TYPE = re.compile(r"i?q\d(_\w)*|b?fp?(16|32)", re.IGNORECASE)
+_SIZE = re.compile(r"(([A]|\d+[x])?\d+([._]\d+)?[KMBT][\d]?|small|mini|medium|large|x?xl)", re.IGNORECASE)
+_TUNED = re.compile(r"chat|instruct|vision|lora", re.IGNORECASE)
+
+
+def split_name(model_id: str, total: int) -> Mapping[str, str | None]:
+    """Return the parts of ORGANIZATION/NAME: full (the name), organization, basename, finetune, version, size_label.
+
+    ``total`` is the number of weights, 0 if it is not known: a size that is far from it is a length of context.
+    """
+    nothing = dict.fromkeys(("full", "organization", *_PARTS_OF_NAME))
+    if " " in model_id:  # a name for people
+        return {**nothing, "full": model_id}
+    organization, slash, full = model_id.partition("/")
+    if not slash:
+        organization, full = "", model_id
+    parts = [part for part in full.split("-") if part]
+    kinds: list[set[str]] = []
+    for i, part in enumerate(parts):
+        parts[i], kind = _kind_of(part, i, total)
+        kinds.append(kind)
+    sizes = [part for part, kind in zip(parts, kinds, strict=True) if "size_label" in kind]
+    if any(c.isdecimal() for size in sizes for c in size):  # words do not count beside numbers
+        for part, kind in zip(parts, kinds, strict=True):
+            if part.isalpha():
+                kind.discard("size_label")
+    _find_basename(parts, kinds)
+
+    def those(name: str) -> list[str]:
+        return [part for part, kind in zip(parts, kinds, strict=True) if name in kind]
+
+    versions = [part for part, kind in zip(parts, kinds, strict=True) if "version" in kind and "basename" not in kind]
+    found = {
+        "basename": "-".join(those("basename")) or None,
+        "finetune": "-".join(those("finetune")) or None,
+        "version": "-".join(versions) or None,
+        "size_label": "-".join(dict.fromkeys(those("size_label"))) or None,
+    }
+    if not any(found[key] for key in ("finetune", "version", "size_label")):  # too little to tell
+        found["basename"] = None
+    owner = organization if slash and not organization.startswith(".") else None
+    return {"full": full, "organization": owner, **found}
+
+
+def _kind_of(part: str, place: int, total: int) -> tuple[str, set[str]]:
+    """Return a part of a name, in its usual spelling, and what it is."""
+    if _VERSION.fullmatch(part):
+        return part, {"version"}
+    if _TYPE.fullmatch(part):
+        return part.upper(), {"type"}
+    if place == 0:
+        return part, set()
+    if not _SIZE.fullmatch(part):
+        return part, {"finetune"} if _TUNED.fullmatch(part) else set()
+    part = part.replace("_", ".")
+    if part[-1].isdecimal():  # bloom-7b1
+        part = f"{part[:-2]}.{part[-1]}{part[-2]}"
+    if len(part) > 1 and part[-2].isdecimal() and part[-1] in "kmbt":
+        part = part[:-1] + part[-1].upper()
+    if total:
+        try:
+            weights = float(part[:-1]) * pow(1000, " KMBT".find(part[-1]))
+        except ValueError:
+            return part, {"size_label"}
+        if abs(weights - total) > 7 * total // 8:
+            return part[:-1] + part[-1].lower(), {"finetune"}
+    return part, {"size_label"}
+
+
+def _find_basename(parts: list[str], kinds: list[set[str]]) -> None:
+    """Mark the parts at the beginning as the basename, and what is still unknown as a finetune."""
+    at_start = True
+    for part, kind in zip(parts, kinds, strict=True):
+        if at_start and ((not kind and part[0].isalpha()) or "version" in kind):
+            kind.add("basename")
+        else:
+            at_start = False
+            if not kind:
+                kind.add("finetune")
+    for kind in reversed(kinds):  # but not a version at its end
+        if "basename" not in kind or len(kind) == 1:
+            break
+        kind.remove("basename")
+
+
+def templated(name: str, encoding: str) -> str:
+    """Return a file name with {ftype}, {outtype} (or in capitals) replaced by the name of its encoding."""
+    low, high = encoding.lower(), encoding.upper()
+    try:
+        return name.format(low, outtype=low, ftype=low, OUTTYPE=high, FTYPE=high)
+    except (LookupError, ValueError):
+        raise FormatError(f"{name}: in braces only ftype, outtype, FTYPE and OUTTYPE have a meaning") from None

@@ -1,0 +1,803 @@
+"""What tensors are called: in a GGUF file of each architecture, and in checkpoints.
+
+Facts of llama.cpp b11434 (gguf-py/gguf/constants.py, MODEL_TENSORS, and tensor_mapping.py), for its text models. A kind
+of tensor is named as in the file; ``*`` stands for the layer, in a kind for ``blk.LAYER.``; what follows a colon tells
+apart kinds that have one name in files.
+"""
+
+from __future__ import annotations
+
+import re
+
+#: Architecture -> the kinds it has.
+KINDS: dict[str, str] = {
+    "afmoe": (
+        "token_embd output_norm output *attn_norm *post_attention_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
+        "*attn_q_norm *attn_k_norm *attn_gate *ffn_gate *ffn_down *ffn_up *ffn_gate_inp *ffn_gate_exps *ffn_down_exps "
+        "*ffn_up_exps *ffn_gate_shexp *ffn_up_shexp *ffn_down_shexp *ffn_norm:pre *post_ffw_norm *exp_probs_b"
+    ),
+    "apertus": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
+        "*attn_rot_embd *attn_q_norm *attn_k_norm *ffn_norm *ffn_gate *ffn_down *ffn_up"
+    ),
+    "arcee": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
+        "*attn_rot_embd *ffn_norm *ffn_down *ffn_up"
+    ),
+    "baichuan": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
+        "*attn_rot_embd *ffn_norm *ffn_gate *ffn_down *ffn_up"
+    ),
+    "bailingmoe": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
+        "*ffn_gate_inp *ffn_norm *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp *ffn_down_shexp "
+        "*ffn_up_shexp"
+    ),
+    "bailingmoe2": (
+        "token_embd output_norm output *attn_norm *attn_q_norm *attn_k_norm *attn_qkv *attn_output *ffn_gate_inp "
+        "*exp_probs_b *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp "
+        "*ffn_down_shexp *ffn_up_shexp *nextn.eh_proj *nextn.embed_tokens *nextn.enorm *nextn.hnorm "
+        "*nextn.shared_head_head *nextn.shared_head_norm *layer_output_norm"
+    ),
+    "bitnet": (
+        "*attn_q *attn_k *attn_v token_embd output_norm *attn_norm *attn_output *ffn_norm *ffn_gate *ffn_down *ffn_up "
+        "*attn_sub_norm *ffn_sub_norm"
+    ),
+    "bloom": (
+        "token_embd token_embd_norm output_norm output *attn_norm *attn_qkv *attn_output *ffn_norm *ffn_down *ffn_up"
+    ),
+    "chatglm": (
+        "token_embd rope_freqs output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
+        "*ffn_down *ffn_up"
+    ),
+    "cohere2": (
+        "token_embd output_norm *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_gate *ffn_down *ffn_up"
+    ),
+    "command-r": (
+        "token_embd output_norm *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_gate *ffn_down *ffn_up "
+        "*attn_k_norm *attn_q_norm"
+    ),
+    "dbrx": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_output *attn_output_norm *ffn_gate_inp "
+        "*ffn_gate_exps *ffn_down_exps *ffn_up_exps"
+    ),
+    "deci": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
+        "*attn_rot_embd *ffn_gate_inp *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
+    ),
+    "deepseek": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
+        "*attn_rot_embd *ffn_gate_inp *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps "
+        "*ffn_gate_shexp *ffn_down_shexp *ffn_up_shexp"
+    ),
+    "deepseek2": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_q *attn_q_a *attn_q_b *attn_kv_a_mqa *attn_kv_b "
+        "*attn_k *attn_k_b *attn_v *attn_v_b *attn_q_a_norm *attn_kv_a_norm *attn_output *attn_rot_embd *ffn_gate_inp "
+        "*ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp "
+        "*ffn_down_shexp *ffn_up_shexp *exp_probs_b *nextn.eh_proj *nextn.embed_tokens *nextn.enorm *nextn.hnorm "
+        "*nextn.shared_head_head *nextn.shared_head_norm"
+    ),
+    "deepseek32": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_q *attn_q_a *attn_q_b *attn_kv_a_mqa *attn_k_b "
+        "*attn_v_b *attn_q_a_norm *attn_kv_a_norm *attn_output *attn_rot_embd *ffn_gate_inp *ffn_norm *ffn_gate "
+        "*ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp *ffn_down_shexp *ffn_up_shexp "
+        "*exp_probs_b *indexer.k_norm *indexer.proj *indexer.attn_k *indexer.attn_q_b *nextn.eh_proj "
+        "*nextn.embed_tokens *nextn.enorm *nextn.hnorm *nextn.shared_head_head *nextn.shared_head_norm"
+    ),
+    "dots1": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
+        "*attn_output *exp_probs_b *ffn_norm *ffn_gate *ffn_gate_exps *ffn_gate_inp *ffn_gate_shexp *ffn_down "
+        "*ffn_down_exps *ffn_down_shexp *ffn_up *ffn_up_exps *ffn_up_shexp"
+    ),
+    "dream": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
+        "*ffn_gate *ffn_down *ffn_up"
+    ),
+    "ernie4_5": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate "
+        "*ffn_down *ffn_up"
+    ),
+    "ernie4_5-moe": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate "
+        "*ffn_down *ffn_up *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp *ffn_down_shexp "
+        "*ffn_up_shexp *exp_probs_b"
+    ),
+    "exaone": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
+        "*attn_rot_embd *ffn_norm *ffn_gate *ffn_down *ffn_up"
+    ),
+    "exaone-moe": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm "
+        "*attn_v *attn_output *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_inp *ffn_gate_exps *ffn_down_exps "
+        "*ffn_up_exps *ffn_gate_shexp *ffn_down_shexp *ffn_up_shexp *exp_probs_b *nextn.eh_proj *nextn.embed_tokens "
+        "*nextn.enorm *nextn.hnorm *nextn.shared_head_head *nextn.shared_head_norm"
+    ),
+    "exaone4": (
+        "token_embd output_norm output rope_freqs *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
+        "*attn_output *post_attention_norm *ffn_gate *ffn_down *ffn_up *post_ffw_norm *nextn.eh_proj "
+        "*nextn.embed_tokens *nextn.enorm *nextn.hnorm *nextn.shared_head_head *nextn.shared_head_norm"
+    ),
+    "falcon": "token_embd output_norm output *attn_norm *attn_norm_2 *attn_qkv *attn_output *ffn_down *ffn_up",
+    "falcon-h1": (
+        "token_embd *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ssm_in *ssm_conv1d *ssm_dt *ssm_a "
+        "*ssm_d *ssm_norm *ssm_out *ffn_norm:pre *ffn_gate *ffn_down *ffn_up output_norm output"
+    ),
+    "gemma": (
+        "token_embd output_norm *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_gate *ffn_down *ffn_up "
+        "*ffn_norm"
+    ),
+    "gemma2": (
+        "token_embd output_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_gate *ffn_down *ffn_up *attn_norm "
+        "*post_attention_norm *ffn_norm:pre *post_ffw_norm"
+    ),
+    "gemma3": (
+        "token_embd output output_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v *attn_output "
+        "*ffn_gate *ffn_down *ffn_up *attn_norm *post_attention_norm *ffn_norm:pre *post_ffw_norm"
+    ),
+    "gemma3n": (
+        "token_embd output output_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v *attn_output "
+        "*ffn_gate *ffn_down *ffn_up *attn_norm *post_attention_norm *ffn_norm:pre *post_ffw_norm per_layer_token_embd "
+        "per_layer_model_proj *inp_gate *proj per_layer_proj_norm *post_norm altup_proj altup_unembd_proj "
+        "*altup_correct_coef *altup_correct_scale *altup_predict_coef *altup_router *altup_router_norm *laurel_l "
+        "*laurel_r *laurel_post_norm"
+    ),
+    "gemma4": (
+        "rope_freqs token_embd output output_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
+        "*attn_output *ffn_gate *ffn_down *ffn_up *ffn_gate_up_exps *ffn_gate_exps *ffn_up_exps *ffn_down_exps "
+        "*attn_norm *post_attention_norm *ffn_gate_inp *ffn_norm:pre *pre_ffw_norm_2 *post_ffw_norm *post_ffw_norm_1 "
+        "*post_ffw_norm_2 *layer_output_scale per_layer_token_embd per_layer_model_proj *inp_gate *proj "
+        "per_layer_proj_norm *post_norm"
+    ),
+    "glm-dsa": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_q *attn_q_a *attn_q_b *attn_kv_a_mqa *attn_kv_b "
+        "*attn_k_b *attn_v_b *attn_q_a_norm *attn_kv_a_norm *attn_output *attn_rot_embd *ffn_gate_inp *ffn_norm "
+        "*ffn_gate *ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp *ffn_down_shexp "
+        "*ffn_up_shexp *exp_probs_b *indexer.k_norm *indexer.proj *indexer.attn_k *indexer.attn_q_b *nextn.eh_proj "
+        "*nextn.embed_tokens *nextn.enorm *nextn.hnorm *nextn.shared_head_head *nextn.shared_head_norm"
+    ),
+    "glm4": (
+        "token_embd rope_freqs output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
+        "*ffn_down *ffn_up *post_attention_norm *post_ffw_norm *nextn.eh_proj *nextn.embed_tokens *nextn.enorm "
+        "*nextn.hnorm *nextn.shared_head_head *nextn.shared_head_norm"
+    ),
+    "glm4moe": (
+        "token_embd output_norm output *attn_norm *post_attention_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
+        "*attn_q_norm *attn_k_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_inp *ffn_gate_exps *ffn_down_exps "
+        "*ffn_up_exps *ffn_gate_shexp *ffn_down_shexp *ffn_up_shexp *exp_probs_b *nextn.eh_proj *nextn.embed_tokens "
+        "*nextn.enorm *nextn.hnorm *nextn.shared_head_head *nextn.shared_head_norm"
+    ),
+    "gpt-oss": (
+        "token_embd output_norm output *attn_norm *post_attention_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
+        "*attn_sinks *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
+    ),
+    "gpt2": "token_embd position_embd output_norm output *attn_norm *attn_qkv *attn_output *ffn_norm *ffn_down *ffn_up",
+    "gptneox": "token_embd output_norm output *attn_norm *attn_qkv *attn_output *ffn_norm *ffn_down *ffn_up",
+    "granite": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate "
+        "*ffn_down *ffn_up"
+    ),
+    "granitehybrid": (
+        "token_embd output_norm output *attn_norm *ssm_in *ssm_conv1d *ssm_dt *ssm_a *ssm_d *ssm_norm *ssm_out "
+        "*attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_down_exps "
+        "*ffn_up_exps *ffn_gate_shexp *ffn_up_shexp *ffn_down_shexp *ffn_gate *ffn_down *ffn_up"
+    ),
+    "granitemoe": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
+        "*ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp *ffn_up_shexp *ffn_down_shexp"
+    ),
+    "grok": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
+        "*attn_rot_embd *attn_output_norm *ffn_gate_inp *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_exps "
+        "*ffn_down_exps *ffn_up_exps *post_ffw_norm *layer_output_norm"
+    ),
+    "grovemoe": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
+        "*attn_output *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_chexps "
+        "*ffn_down_chexps *ffn_up_chexps"
+    ),
+    "hunyuan-dense": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
+        "*attn_output *ffn_norm *ffn_gate *ffn_down *ffn_up"
+    ),
+    "hunyuan-moe": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm "
+        "*attn_v *attn_output *ffn_gate_inp *ffn_norm *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp "
+        "*ffn_down_shexp *ffn_up_shexp"
+    ),
+    "internlm2": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *attn_rot_embd "
+        "*ffn_norm *ffn_gate *ffn_down *ffn_up"
+    ),
+    "jamba": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ssm_in *ssm_conv1d "
+        "*ssm_x *ssm_dt *ssm_dt_norm *ssm_a *ssm_b_norm *ssm_c_norm *ssm_d *ssm_out *ffn_gate_inp *ffn_norm *ffn_gate "
+        "*ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
+    ),
+    "kimi-linear": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *attn_q_a *attn_q_b "
+        "*attn_kv_a_mqa *attn_kv_b *attn_k_b *attn_v_b *attn_q_a_norm *attn_kv_a_norm *ffn_norm *ffn_gate *ffn_down "
+        "*ffn_up *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ssm_conv1d_q *ssm_conv1d_k *ssm_conv1d_v "
+        "*ssm_f_a *ssm_f_b *ssm_beta *ssm_a *ssm_g_a *ssm_g_b *ssm_dt *ssm_norm *exp_probs_b *ffn_gate_shexp "
+        "*ffn_down_shexp *ffn_up_shexp"
+    ),
+    "lfm2": (
+        "token_embd token_embd_norm *shortconv.conv *shortconv.in_proj *shortconv.out_proj *ffn_gate *ffn_down *ffn_up "
+        "*ffn_norm *attn_norm *attn_q_norm *attn_k_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output output dense_2"
+    ),
+    "lfm2moe": (
+        "token_embd token_embd_norm *shortconv.conv *shortconv.in_proj *shortconv.out_proj *ffn_gate *ffn_down *ffn_up "
+        "*ffn_norm *attn_norm *attn_q_norm *attn_k_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_gate_inp "
+        "*ffn_gate_exps *ffn_down_exps *ffn_up_exps *exp_probs_b"
+    ),
+    "llada": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
+        "*ffn_gate *ffn_down *ffn_up"
+    ),
+    "llama": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
+        "*attn_rot_embd *ffn_gate_inp *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
+    ),
+    "llama4": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
+        "*attn_rot_embd *ffn_gate_inp *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps "
+        "*ffn_gate_shexp *ffn_down_shexp *ffn_up_shexp"
+    ),
+    "maincoder": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
+        "*attn_output *ffn_norm *ffn_gate *ffn_down *ffn_up"
+    ),
+    "mamba": "token_embd output_norm output *attn_norm *ssm_in *ssm_conv1d *ssm_x *ssm_dt *ssm_a *ssm_d *ssm_out",
+    "mamba2": "token_embd output_norm output *attn_norm *ssm_in *ssm_conv1d *ssm_dt *ssm_a *ssm_d *ssm_norm *ssm_out",
+    "mellum": (
+        "token_embd output_norm output *attn_norm *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v *attn_output "
+        "*ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
+    ),
+    "minicpm": (
+        "token_embd output output_norm rope_freqs rope_factors_long rope_factors_short *attn_norm *attn_qkv *attn_q "
+        "*attn_k *attn_v *attn_output *attn_rot_embd *ffn_gate_inp *ffn_norm *ffn_gate *ffn_down *ffn_up "
+        "*ffn_gate_exps *ffn_down_exps *ffn_up_exps"
+    ),
+    "minicpm3": (
+        "token_embd output_norm output rope_factors_long rope_factors_short *attn_norm *attn_q_a *attn_q_b "
+        "*attn_kv_a_mqa *attn_kv_b *attn_q_a_norm *attn_kv_a_norm *attn_output *ffn_norm *ffn_gate *ffn_down *ffn_up"
+    ),
+    "minimax-m2": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
+        "*attn_output *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps *exp_probs_b"
+    ),
+    "mistral3": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
+        "*attn_rot_embd *ffn_gate_inp *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
+    ),
+    "mistral4": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_q *attn_q_a *attn_q_b *attn_kv_a_mqa *attn_kv_b "
+        "*attn_k_b *attn_v_b *attn_q_a_norm *attn_kv_a_norm *attn_output *attn_rot_embd *ffn_gate_inp *ffn_norm "
+        "*ffn_gate *ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_up_exps *ffn_gate_shexp "
+        "*ffn_down_shexp *ffn_up_shexp *exp_probs_b"
+    ),
+    "mpt": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_output *ffn_norm *ffn_down *ffn_up *ffn *attn_q_norm "
+        "*attn_k_norm position_embd"
+    ),
+    "nemotron": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
+        "*attn_rot_embd *ffn_norm *ffn_down *ffn_up"
+    ),
+    "nemotron_h": (
+        "token_embd output_norm output *attn_norm *ssm_in *ssm_conv1d *ssm_dt *ssm_a *ssm_d *ssm_norm *ssm_out "
+        "*attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_down *ffn_up"
+    ),
+    "olmo": "token_embd output *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_gate *ffn_down *ffn_up",
+    "olmo2": (
+        "token_embd output_norm output *attn_qkv *attn_q *attn_k *attn_v *attn_output *post_attention_norm "
+        "*attn_q_norm *attn_k_norm *post_ffw_norm *ffn_gate *ffn_down *ffn_up"
+    ),
+    "olmoe": (
+        "token_embd output_norm output *attn_output *attn_qkv *attn_q *attn_k *attn_v *attn_norm *attn_q_norm "
+        "*attn_k_norm *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_up_exps *ffn_down_exps"
+    ),
+    "openelm": (
+        "token_embd output_norm *attn_norm *attn_qkv *attn_q_norm *attn_k_norm *attn_output *ffn_norm *ffn_gate "
+        "*ffn_down *ffn_up"
+    ),
+    "orion": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
+        "*attn_rot_embd *ffn_norm *ffn_gate *ffn_down *ffn_up"
+    ),
+    "pangu-embedded": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate "
+        "*ffn_down *ffn_up"
+    ),
+    "phi2": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_down "
+        "*ffn_up"
+    ),
+    "phi3": (
+        "token_embd output_norm output rope_factors_long rope_factors_short *attn_norm *attn_qkv *attn_q *attn_k "
+        "*attn_v *attn_output *ffn_norm *ffn_down *ffn_up"
+    ),
+    "phimoe": (
+        "token_embd output_norm output rope_factors_long rope_factors_short *attn_norm *attn_qkv *attn_q *attn_k "
+        "*attn_v *attn_output *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
+    ),
+    "plamo2": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_output *attn_rot_embd "
+        "*attn_q_norm *attn_k_norm *post_attention_norm *ffn_norm *ffn_gate *ffn_down *ffn_up *post_ffw_norm *ssm_in "
+        "*ssm_conv1d *ssm_x *ssm_dt *ssm_a *ssm_d *ssm_out *ssm_dt_norm *ssm_b_norm *ssm_c_norm"
+    ),
+    "plm": (
+        "token_embd output output_norm *attn_norm *attn_q *attn_kv_a_mqa *attn_kv_a_norm *attn_kv_b *attn_output "
+        "*ffn_norm *ffn_up *ffn_down"
+    ),
+    "qwen2": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
+        "*ffn_gate *ffn_down *ffn_up"
+    ),
+    "qwen2moe": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
+        "*ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_inp_shexp *ffn_gate_shexp *ffn_down_shexp "
+        "*ffn_up_shexp"
+    ),
+    "qwen3": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm "
+        "*attn_v *attn_output *ffn_norm *ffn_gate *ffn_down *ffn_up"
+    ),
+    "qwen35": (
+        "token_embd output_norm output cls.output *attn_norm *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
+        "*attn_output *post_attention_norm *attn_gate *attn_qkv *ffn_gate *ffn_down *ffn_up *ssm_a *ssm_conv1d *ssm_dt "
+        "*ssm_norm *ssm_beta *ssm_alpha *ssm_out *nextn.eh_proj *nextn.embed_tokens *nextn.enorm *nextn.hnorm "
+        "*nextn.shared_head_head *nextn.shared_head_norm"
+    ),
+    "qwen35moe": (
+        "token_embd output_norm output *attn_norm *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v *attn_output "
+        "*post_attention_norm *attn_gate *attn_qkv *ffn_gate_inp *ffn_gate_inp_shexp *ffn_up_shexp *ffn_down_shexp "
+        "*ffn_gate_shexp *ffn_down_exps *ffn_up_exps *ffn_gate_exps *ffn_gate_up_exps *ssm_a *ssm_conv1d *ssm_dt "
+        "*ssm_norm *ssm_beta *ssm_alpha *ssm_out *nextn.eh_proj *nextn.embed_tokens *nextn.enorm *nextn.hnorm "
+        "*nextn.shared_head_head *nextn.shared_head_norm"
+    ),
+    "qwen3moe": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
+        "*attn_output *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
+    ),
+    "qwen3next": (
+        "token_embd output_norm output *attn_norm *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v *attn_output "
+        "*post_attention_norm *attn_gate *attn_qkv *ffn_gate_inp *ffn_gate_inp_shexp *ffn_up_shexp *ffn_down_shexp "
+        "*ffn_gate_shexp *ffn_down_exps *ffn_up_exps *ffn_gate_exps *ffn_gate_up_exps *ssm_a *ssm_conv1d *ssm_dt "
+        "*ssm_norm *ssm_in *ssm_ba *ssm_out *nextn.eh_proj *nextn.embed_tokens *nextn.enorm *nextn.hnorm "
+        "*nextn.shared_head_head *nextn.shared_head_norm"
+    ),
+    "qwen3vl": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm "
+        "*attn_v *attn_output *ffn_norm *ffn_gate *ffn_down *ffn_up"
+    ),
+    "qwen3vlmoe": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
+        "*attn_output *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
+    ),
+    "refact": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate "
+        "*ffn_down *ffn_up"
+    ),
+    "rnd1": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
+        "*attn_output *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
+    ),
+    "seed_oss": (
+        "token_embd *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *post_attention_norm *ffn_gate *ffn_down "
+        "*ffn_up output_norm output"
+    ),
+    "smallthinker": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate "
+        "*ffn_down *ffn_up *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
+    ),
+    "smollm3": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
+        "*attn_rot_embd *ffn_norm *ffn_gate *ffn_down *ffn_up"
+    ),
+    "stablelm": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
+        "*ffn_gate *ffn_down *ffn_up *attn_q_norm *attn_k_norm"
+    ),
+    "starcoder": (
+        "token_embd position_embd output_norm output *attn_norm *attn_qkv *attn_output *ffn_norm *ffn_down *ffn_up"
+    ),
+    "starcoder2": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
+        "*attn_rot_embd *ffn_norm *ffn_down *ffn_up"
+    ),
+    "xverse": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
+        "*attn_rot_embd *ffn_norm *ffn_gate *ffn_down *ffn_up"
+    ),
+}
+
+#: Kind -> what it is called in checkpoints, without .weight and .bias. Of two kinds of an architecture with one name,
+#: the later has it.
+PATTERNS: dict[str, str] = {
+    "token_embd": (
+        "gpt_neox.embed_in transformer.wte transformer.word_embeddings word_embeddings model.embed_tokens embed_tokens "
+        "tok_embeddings embeddings.word_embeddings embeddings.tok_embeddings wte transformer.embd.wte "
+        "model.tok_embeddings model.embedding backbone.embedding backbone.embeddings transformer.in_out_embed "
+        "embedding.word_embeddings transformer.token_embeddings shared rwkv.embeddings model.embeddings "
+        "model.word_embeddings encoder model.transformer.wte model.embed"
+    ),
+    "token_embd_norm": (
+        "word_embeddings_layernorm embeddings.LayerNorm embeddings.norm emb_ln transformer.norm rwkv.blocks.0.pre_ln "
+        "model.pre_ln model.layers.0.pre_norm backbone.norm model.embedding_norm"
+    ),
+    "position_embd": "transformer.wpe embeddings.position_embeddings wpe model.embed_positions",
+    "output": (
+        "embed_out lm_head output word_embeddings_for_head lm_head.linear output_layer head head.out model.lm_head "
+        "model.transformer.ff_out head.decoder"
+    ),
+    "dense_2": "dense_2_out",
+    "output_norm": (
+        "gpt_neox.final_layer_norm transformer.ln_f model.norm norm transformer.norm_f ln_f model.final_layernorm "
+        "lm_head.ln model.norm_f backbone.norm_f transformer.rms_norm encoder.final_layernorm transformer.norm "
+        "rwkv.ln_out model.ln_out backbone.final_layer_norm model.transformer.ln_f final_norm"
+    ),
+    "rope_factors_long": "",
+    "rope_factors_short": "",
+    "*attn_norm": (
+        "gpt_neox.layers.*.input_layernorm transformer.h.*.ln_1 transformer.blocks.*.norm_1 "
+        "transformer.h.*.input_layernorm h.*.input_layernorm transformer.h.*.ln_mlp model.layers.*.input_layernorm "
+        "layers.*.attention_norm model.layers.*.ln1 h.*.ln_1 transformer.h.*.ln model.layers.layers.*.norm "
+        "model.layers.layers.*.pre_mixer_norm model.layers.*.attention_norm model.layers.*.norm backbone.layers.*.norm "
+        "transformer.decoder_layer.*.rms_norm model.layers.*.pre_attn_norm transformer.blocks.*.norm_attn_norm.norm_1 "
+        "encoder.layers.*.input_layernorm transformer.layers.*.attn_norm rwkv.blocks.*.ln1 layers.*.input_layernorm "
+        "transformer_encoder.*.attention_norm layers.*.attn_norm model.layers.*.operator_norm "
+        "model.transformer.blocks.*.attn_norm model.layers.*.attention_layernorm "
+        "model.layers.*.pre_attention_layernorm head.layers.*.norm1"
+    ),
+    "*attn_norm_2": (
+        "transformer.h.*.ln_attn encoder.layer.*.layer_norm_1 rwkv.blocks.*.ln2 model.layers.*.ln2 "
+        "model.layers.*.post_attention_layernorm model.layers.*.self_attn.norm"
+    ),
+    "*attn_qkv": (
+        "gpt_neox.layers.*.attention.query_key_value transformer.h.*.attn.c_attn transformer.blocks.*.attn.Wqkv "
+        "transformer.blocks.*.norm_attn_norm.attn.Wqkv transformer.h.*.self_attention.query_key_value "
+        "h.*.self_attention.query_key_value model.layers.*.self_attn.query_key_value "
+        "model.layers.*.attention.query_key_value h.*.attn.c_attn transformer.h.*.mixer.Wqkv "
+        "encoder.layers.*.attn.Wqkv encoder.layers.*.mixer.Wqkv model.layers.*.self_attn.qkv_proj "
+        "model.layers.layers.*.mixer.qkv_proj encoder.layers.*.self_attention.query_key_value "
+        "transformer.layers.*.attn.qkv_proj transformer_encoder.*.qkv layers.*.attn.Wqkv "
+        "model.layers.*.self_attn.language_expert_query_key_value model.layers.*.linear_attn.in_proj_qkv "
+        "head.layers.*.self_attn.in_proj"
+    ),
+    "*attn_q": (
+        "model.layers.*.self_attn.q_proj model.layers.*.attention.q_proj layers.*.self_attn.q_proj "
+        "model.layers.*.self_attn.q_proj_no_perm layers.*.attention.wq encoder.layer.*.attention.self.query "
+        "transformer.layer.*.attention.q_lin transformer.h.*.attn.q_proj model.layers.layers.*.self_attn.q_proj "
+        "model.layers.*.attention.wq transformer.decoder_layer.*.multi_head_attention.query "
+        "transformer.h.*.attn.attention.q_proj model.transformer.blocks.*.q_proj backbone.layers.*.mixer.q_proj "
+        "model.blocks.*.attn.attn_query"
+    ),
+    "*attn_k": (
+        "model.layers.*.self_attn.k_proj model.layers.*.attention.k_proj layers.*.self_attn.k_proj "
+        "model.layers.*.self_attn.k_proj_no_perm layers.*.attention.wk encoder.layer.*.attention.self.key "
+        "transformer.layer.*.attention.k_lin transformer.h.*.attn.k_proj transformer.h.*.attn.k "
+        "model.layers.layers.*.self_attn.k_proj model.layers.*.attention.wk "
+        "transformer.decoder_layer.*.multi_head_attention.key transformer.h.*.attn.attention.k_proj "
+        "model.transformer.blocks.*.k_proj backbone.layers.*.mixer.k_proj model.blocks.*.attn.attn_key"
+    ),
+    "*attn_v": (
+        "model.layers.*.self_attn.v_proj model.layers.*.attention.v_proj layers.*.self_attn.v_proj "
+        "layers.*.attention.wv encoder.layer.*.attention.self.value transformer.layer.*.attention.v_lin "
+        "transformer.h.*.attn.v_proj transformer.h.*.attn.v model.layers.layers.*.self_attn.v_proj "
+        "model.layers.*.attention.wv transformer.decoder_layer.*.multi_head_attention.value "
+        "transformer.h.*.attn.attention.v_proj model.transformer.blocks.*.v_proj backbone.layers.*.mixer.v_proj "
+        "model.blocks.*.attn.attn_value"
+    ),
+    "*attn_output": (
+        "gpt_neox.layers.*.attention.dense transformer.h.*.attn.c_proj transformer.blocks.*.attn.out_proj "
+        "transformer.h.*.self_attention.dense h.*.self_attention.dense model.layers.*.self_attn.o_proj "
+        "model.layers.*.attention.o_proj model.layers.*.attention.dense layers.*.self_attn.o_proj "
+        "model.layers.*.self_attn.out_proj model.layers.*.self_attn.linear_attn layers.*.attention.wo "
+        "encoder.layer.*.attention.output.dense layers.*.attn.Wo transformer.layer.*.attention.out_lin "
+        "transformer.h.*.attn.out_proj model.layers.*.self_attn.dense h.*.attn.c_proj transformer.h.*.mixer.out_proj "
+        "model.layers.layers.*.self_attn.o_proj model.layers.layers.*.mixer.o_proj model.layers.*.attention.wo "
+        "encoder.layers.*.attn.out_proj encoder.layers.*.mixer.out_proj "
+        "transformer.decoder_layer.*.multi_head_attention.linear transformer.blocks.*.norm_attn_norm.attn.out_proj "
+        "encoder.layers.*.self_attention.dense transformer.layers.*.attn.out_proj "
+        "transformer.h.*.attn.attention.out_proj transformer_encoder.*.wo model.transformer.blocks.*.attn_out "
+        "backbone.layers.*.mixer.o_proj model.layers.*.self_attn.language_expert_dense model.blocks.*.attn.attn_resid "
+        "head.layers.*.self_attn.out_proj"
+    ),
+    "*attn_output_norm": (
+        "encoder.layer.*.attention.output.LayerNorm transformer.layer.*.sa_layer_norm encoder.layers.*.norm1 "
+        "transformer.decoder_layer.*.rms_norm_1 model.layers.*.post_attn_norm "
+        "transformer.blocks.*.norm_attn_norm.norm_2"
+    ),
+    "*post_attention_norm": (
+        "model.layers.*.post_attention_layernorm layers.*.post_attention_layernorm "
+        "model.layers.*.post_self_attn_layernorm model.layers.layers.*.post_mixer_norm.weight"
+    ),
+    "*attn_rot_embd": (
+        "model.layers.*.self_attn.rotary_emb.inv_freq layers.*.attention.inner_attention.rope.freqs "
+        "model.layers.layers.*.self_attn.rotary_emb.inv_freq transformer.h.*.attn.rotary_emb.inv_freq"
+    ),
+    "*attn_sinks": (
+        "model.layers.*.self_attn.sinks model.layers.*.self_attn.attention_sink_bias "
+        "model.layers.*.self_attn.learnable_sink_param"
+    ),
+    "*attn_gate": (
+        "model.layers.*.self_attn.gate_proj model.layers.*.linear_attn.in_proj_z model.layers.*.self_attn.g_proj "
+        "model.layers.*.self_attn.output_gate model.layers.*.self_attn.linear_gate"
+    ),
+    "*ffn_norm": (
+        "gpt_neox.layers.*.post_attention_layernorm transformer.h.*.ln_2 h.*.post_attention_layernorm "
+        "transformer.blocks.*.norm_2 model.layers.*.post_attention_layernorm layers.*.ffn_norm model.layers.*.ln2 "
+        "h.*.ln_2 model.layers.*.ffn_norm transformer.decoder_layer.*.rms_norm_2 model.layers.*.pre_moe_norm "
+        "encoder.layers.*.post_attention_layernorm transformer.layers.*.ffn_norm model.layers.*.pre_ff_layernorm "
+        "model.layers.*.pre_moe_layernorm transformer_encoder.*.ffn_norm model.layers.layers.*.pre_mlp_norm "
+        "model.transformer.blocks.*.ff_norm layers.*.post_attention_layernorm model.layers.*.feedforward_layernorm "
+        "model.layers.*.pre_mlp_layernorm layers.*.mlp_norm head.layers.*.norm2"
+    ),
+    "*ffn_norm:pre": (
+        "model.layers.*.pre_feedforward_layernorm layers.*.pre_feedforward_layernorm "
+        "model.layers.*.pre_ff_layernorm.weight model.layers.*.pre_mlp_layernorm"
+    ),
+    "*pre_ffw_norm_2": "model.layers.*.pre_feedforward_layernorm_2",
+    "*post_ffw_norm": (
+        "model.layers.*.post_feedforward_layernorm layers.*.post_feedforward_layernorm "
+        "model.layers.*.post_mlp_layernorm model.layers.layers.*.post_mlp_norm.weight "
+        "model.layers.*.feed_forward.up_proj model.layers.*.post_moe_norm"
+    ),
+    "*post_ffw_norm_1": "model.layers.*.post_feedforward_layernorm_1",
+    "*post_ffw_norm_2": "model.layers.*.post_feedforward_layernorm_2",
+    "*ffn_gate_inp": (
+        "layers.*.feed_forward.gate model.layers.*.block_sparse_moe.gate model.layers.*.mlp.gate "
+        "transformer.decoder_layer.*.router transformer.blocks.*.ffn.router.layer "
+        "model.layers.*.block_sparse_moe.router.layer model.layers.*.block_sparse_moe.router "
+        "model.layers.*.feed_forward.router encoder.layers.*.mlp.router.layer model.layers.*.mlp.router "
+        "model.layers.*.mlp.gate.wg model.layers.*.block_sparse_moe.primary_router model.layers.*.feed_forward.gate "
+        "model.layers.*.mlp.router.gate layers.*.gate backbone.layers.*.mixer.gate model.layers.*.moe.gate "
+        "model.layers.*.router.proj"
+    ),
+    "*ffn_gate_inp_shexp": "model.layers.*.mlp.shared_expert_gate",
+    "*exp_probs_b": (
+        "model.layers.*.mlp.gate.e_score_correction model.layers.*.mlp.moe_statics.e_score_correction "
+        "model.layers.*.mlp.gate.expert_bias model.layers.*.mlp.expert_bias model.layers.*.feed_forward.expert_bias "
+        "model.layers.*.block_sparse_moe.e_score_correction backbone.layers.*.mixer.gate.e_score_correction "
+        "model.layers.*.mlp.e_score_correction model.layers.*.block_sparse_moe.gate.e_score_correction "
+        "model.layers.*.moe.router_bias model.layers.*.mlp.experts.e_score_correction"
+    ),
+    "*ffn_up": (
+        "gpt_neox.layers.*.mlp.dense_h_to_4h transformer.h.*.mlp.c_fc transformer.blocks.*.ffn.up_proj "
+        "transformer.h.*.mlp.dense_h_to_4h h.*.mlp.dense_h_to_4h model.layers.*.mlp.up_proj layers.*.mlp.up_proj "
+        "layers.*.feed_forward.w3 encoder.layer.*.intermediate.dense layers.*.mlp.Wi transformer.layer.*.ffn.lin1 "
+        "transformer.h.*.mlp.fc_in transformer.h.*.mlp.linear_3 model.layers.*.mlp.dense_h_to_4h "
+        "transformer.h.*.mlp.w1 h.*.mlp.c_fc transformer.h.*.mlp.fc1 model.layers.*.mlp.fc1 "
+        "model.layers.*.mlp.gate_up_proj model.layers.layers.*.mlp.up_proj model.layers.layers.*.mlp.gate_up_proj "
+        "model.layers.*.feed_forward.w3 encoder.layers.*.mlp.fc11 encoder.layers.*.mlp.fc1 model.layers.*.mlp.c_fc "
+        "encoder.layer.*.mlp.gated_layers_v encoder.layer.*.mlp.gated_layers encoder.layer.*.mlp.up_gated_layer "
+        "model.layers.*.residual_mlp.w3 encoder.layers.*.mlp.dense_h_to_4h transformer.h.*.mlp.c_fc_1 "
+        "model.layers.*.feed_forward.up_proj transformer_encoder.*.ffn.w12 model.layers.*.block_sparse_moe.up "
+        "model.transformer.blocks.*.up_proj backbone.layers.*.mixer.up_proj model.layers.*.mlp.language_mlp.up_proj "
+        "model.blocks.*.mlp.mlp_linear head.layers.*.linear1"
+    ),
+    "*ffn_up_exps": (
+        "layers.*.feed_forward.experts.w3 transformer.decoder_layer.*.moe.linear_v "
+        "transformer.blocks.*.ffn.experts.mlp.v1 model.layers.*.mlp.experts.up_proj "
+        "model.layers.*.block_sparse_moe.experts.w3 model.layers.*.feed_forward.experts.up_proj "
+        "encoder.layers.*.mlp.experts.mlp.w1 model.layers.*.block_sparse_moe.experts.up model.layers.*.moe.up_proj"
+    ),
+    "*ffn_up_shexp": (
+        "model.layers.*.mlp.shared_expert.up_proj model.layers.*.mlp.shared_experts.up_proj "
+        "model.layers.*.feed_forward.shared_expert.up_proj model.layers.*.feed_forward.down_proj "
+        "model.layers.*.mlp.shared_mlp.up_proj layers.*.shared_experts.w3 "
+        "backbone.layers.*.mixer.shared_experts.up_proj model.layers.*.block_sparse_moe.shared_experts.up_proj "
+        "model.layers.*.share_expert.up_proj"
+    ),
+    "*ffn_up_chexps": "model.layers.*.mlp.chunk_experts.up_proj",
+    "*ffn": "transformer.blocks.*.ffn.act",
+    "*ffn_gate": (
+        "model.layers.*.mlp.gate_proj layers.*.mlp.gate_proj layers.*.feed_forward.w1 transformer.h.*.mlp.w2 "
+        "transformer.h.*.mlp.c_fc2 model.layers.layers.*.mlp.gate_proj model.layers.*.feed_forward.w1 "
+        "encoder.layers.*.mlp.fc12 encoder.layer.*.mlp.gated_layers_w transformer.h.*.mlp.linear_1 "
+        "model.layers.*.residual_mlp.w1 transformer.h.*.mlp.c_fc_0 model.layers.*.feed_forward.gate_proj "
+        "model.transformer.blocks.*.ff_proj model.layers.*.mlp.language_mlp.gate_proj model.blocks.*.mlp.mlp_gate"
+    ),
+    "*ffn_gate_exps": (
+        "layers.*.feed_forward.experts.w1 transformer.decoder_layer.*.moe.linear "
+        "transformer.blocks.*.ffn.experts.mlp.w1 model.layers.*.mlp.experts.gate_proj "
+        "model.layers.*.block_sparse_moe.experts.w1 model.layers.*.feed_forward.experts.gate_proj "
+        "model.layers.*.block_sparse_moe.experts.gate model.layers.*.moe.gate_proj"
+    ),
+    "*ffn_gate_shexp": (
+        "model.layers.*.mlp.shared_expert.gate_proj model.layers.*.mlp.shared_experts.gate_proj "
+        "model.layers.*.feed_forward.shared_expert.gate_proj model.layers.*.mlp.shared_mlp.gate_proj "
+        "layers.*.shared_experts.w1 model.layers.*.block_sparse_moe.shared_experts.gate_proj "
+        "model.layers.*.share_expert.gate_proj"
+    ),
+    "*ffn_gate_chexps": "model.layers.*.mlp.chunk_experts.gate_proj",
+    "*ffn_gate_up_exps": "model.layers.*.mlp.experts.gate_up_proj model.layers.*.experts.gate_up_proj",
+    "*ffn_down": (
+        "gpt_neox.layers.*.mlp.dense_4h_to_h transformer.h.*.mlp.c_proj transformer.blocks.*.ffn.down_proj "
+        "transformer.h.*.mlp.dense_4h_to_h h.*.mlp.dense_4h_to_h model.layers.*.mlp.down_proj layers.*.mlp.down_proj "
+        "layers.*.feed_forward.w2 encoder.layer.*.output.dense layers.*.mlp.Wo transformer.layer.*.ffn.lin2 "
+        "transformer.h.*.mlp.fc_out model.layers.*.mlp.dense_4h_to_h h.*.mlp.c_proj transformer.h.*.mlp.fc2 "
+        "model.layers.*.mlp.fc2 model.layers.layers.*.mlp.down_proj model.layers.*.feed_forward.w2 "
+        "encoder.layers.*.mlp.fc2 model.layers.*.mlp.c_proj encoder.layer.*.mlp.wo transformer.layers.*.ffn.proj_2 "
+        "model.layers.*.residual_mlp.w2 encoder.layer.*.mlp.down_layer encoder.layers.*.mlp.dense_4h_to_h "
+        "model.layers.h.*.mlp.c_proj model.layers.*.feed_forward.down_proj transformer_encoder.*.ffn.w3 "
+        "model.layers.*.block_sparse_moe.down model.transformer.blocks.*.ff_out backbone.layers.*.mixer.down_proj "
+        "model.layers.*.mlp.language_mlp.down_proj model.blocks.*.mlp.mlp_resid head.layers.*.linear2"
+    ),
+    "*ffn_down_exps": (
+        "layers.*.feed_forward.experts.w2 transformer.decoder_layer.*.moe.linear_1 "
+        "transformer.blocks.*.ffn.experts.mlp.w2 model.layers.*.mlp.experts.down_proj "
+        "model.layers.*.block_sparse_moe.output_linear model.layers.*.block_sparse_moe.experts.w2 "
+        "model.layers.*.feed_forward.experts.down_proj encoder.layers.*.mlp.experts.mlp.w2 "
+        "model.layers.*.block_sparse_moe.experts.down model.layers.*.moe.down_proj model.layers.*.experts.down_proj"
+    ),
+    "*ffn_down_shexp": (
+        "model.layers.*.mlp.shared_expert.down_proj model.layers.*.mlp.shared_experts.down_proj "
+        "model.layers.*.feed_forward.shared_expert.down_proj model.layers.*.shared_mlp.output_linear "
+        "model.layers.*.mlp.shared_mlp.down_proj layers.*.shared_experts.w2 "
+        "backbone.layers.*.mixer.shared_experts.down_proj model.layers.*.block_sparse_moe.shared_experts.down_proj "
+        "model.layers.*.share_expert.down_proj"
+    ),
+    "*ffn_down_chexps": "model.layers.*.mlp.chunk_experts.down_proj",
+    "*attn_q_norm": (
+        "encoder.layers.*.self_attention.q_layernorm model.layers.*.self_attn.q_layernorm "
+        "model.layers.*.self_attn.query_layernorm model.layers.*.attention.query_layernorm "
+        "model.layers.*.self_attn.q_norm layers.*.self_attn.q_norm transformer.blocks.*.attn.q_ln "
+        "encoder.layer.*.attention.self.layer_norm_q transformer.layers.*.attn.q_norm model.layers.layers.*.mixer.q "
+        "model.layers.layers.*.mixer.q_norm model.blocks.*.attn.head_gain.head_g"
+    ),
+    "*attn_k_norm": (
+        "encoder.layers.*.self_attention.k_layernorm model.layers.*.self_attn.k_layernorm "
+        "model.layers.*.self_attn.key_layernorm model.layers.*.attention.key_layernorm model.layers.*.self_attn.k_norm "
+        "layers.*.self_attn.k_norm transformer.blocks.*.attn.k_ln encoder.layer.*.attention.self.layer_norm_k "
+        "transformer.layers.*.attn.k_norm model.layers.layers.*.mixer.k model.layers.layers.*.mixer.k_norm "
+        "model.layers.*.self_attn.k_rope_only_layernorm"
+    ),
+    "rope_freqs": "rope.freqs rotary_pos_emb.inv_freq encoder.layers.*.self_attention.rotary_emb.inv_freq",
+    "*layer_output_norm": (
+        "encoder.layer.*.output.LayerNorm transformer.layer.*.output_layer_norm encoder.layers.*.norm2 "
+        "transformer.decoder_layer.*.rms_norm_3 encoder.layer.*.mlp.layernorm encoder.layer.*.layer_norm_2 "
+        "model.layers.*.final_layernorm"
+    ),
+    "*layer_output_scale": "model.layers.*.layer_scalar model.blocks.*.embed_skip.a_g",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "altup_proj": "model.altup_projections",
+    "altup_unembd_proj": "model.altup_unembed_projections",
+    "*inp_gate": "model.layers.*.per_layer_input_gate",
+    "*proj": "model.layers.*.per_layer_projection",
+    "*post_norm": "model.layers.*.post_per_layer_input_norm",
+    "*altup_correct_coef": "model.layers.*.altup.correction_coefs",
+    "*altup_correct_scale": "model.layers.*.altup.correct_output_scale",
+    "*altup_predict_coef": "model.layers.*.altup.prediction_coefs",
+    "*altup_router": "model.layers.*.altup.modality_router",
+    "*altup_router_norm": "model.layers.*.altup.router_norm",
+    "*laurel_l": "model.layers.*.laurel.linear_left",
+    "*laurel_r": "model.layers.*.laurel.linear_right",
+    "*laurel_post_norm": "model.layers.*.laurel.post_laurel_norm",
+    "*ssm_in": (
+        "model.layers.*.in_proj backbone.layers.*.mixer.in_proj model.layers.*.mamba.in_proj "
+        "model.layers.layers.*.mixer.in_proj model.layers.*.linear_attn.in_proj_qkvz"
+    ),
+    "*ssm_conv1d": (
+        "model.layers.*.conv1d backbone.layers.*.mixer.conv1d model.layers.*.mamba.conv1d "
+        "model.layers.layers.*.mixer.conv1d model.layers.*.linear_attn.conv1d"
+    ),
+    "*ssm_x": (
+        "model.layers.*.x_proj backbone.layers.*.mixer.x_proj model.layers.*.mamba.x_proj "
+        "model.layers.layers.*.mixer.bcdt_proj"
+    ),
+    "*ssm_dt": (
+        "model.layers.*.dt_proj backbone.layers.*.mixer.dt_proj model.layers.*.mamba.dt_proj "
+        "model.layers.layers.*.mixer.dt_proj model.layers.*.linear_attn.dt_proj backbone.layers.*.mixer.dt "
+        "model.layers.*.self_attn.dt_proj model.layers.*.attention.dt_proj"
+    ),
+    "*ssm_dt_norm": "model.layers.layers.*.mixer.dt_norm.weight model.layers.*.mamba.dt_layernorm",
+    "*ssm_a": (
+        "model.layers.*.A_log backbone.layers.*.mixer.A_log model.layers.*.mamba.A_log "
+        "model.layers.layers.*.mixer.A_log model.layers.*.linear_attn.A_log model.layers.*.self_attn.A_log "
+        "model.layers.*.attention.A_log"
+    ),
+    "*ssm_b_norm": (
+        "model.layers.*.mamba.b_layernorm model.layers.*.mamba.B_layernorm model.layers.layers.*.mixer.B_norm.weight"
+    ),
+    "*ssm_c_norm": (
+        "model.layers.*.mamba.c_layernorm model.layers.*.mamba.C_layernorm model.layers.layers.*.mixer.C_norm.weight"
+    ),
+    "*ssm_d": "model.layers.*.D backbone.layers.*.mixer.D model.layers.*.mamba.D model.layers.layers.*.mixer.D",
+    "*ssm_norm": (
+        "model.layers.*.mamba.norm model.layers.*.linear_attn.norm backbone.layers.*.mixer.norm "
+        "model.layers.*.self_attn.o_norm model.layers.*.attention.o_norm"
+    ),
+    "*ssm_out": (
+        "model.layers.*.out_proj backbone.layers.*.mixer.out_proj model.layers.*.mamba.out_proj "
+        "model.layers.*.linear_attn.out_proj model.layers.layers.*.mixer.out_proj"
+    ),
+    "*ssm_alpha": "model.layers.*.linear_attn.in_proj_a",
+    "*ssm_ba": "model.layers.*.linear_attn.in_proj_ba",
+    "*ssm_conv1d_q": "model.layers.*.self_attn.q_conv1d model.layers.*.attention.q_conv1d",
+    "*ssm_conv1d_k": "model.layers.*.self_attn.k_conv1d model.layers.*.attention.k_conv1d",
+    "*ssm_conv1d_v": "model.layers.*.self_attn.v_conv1d model.layers.*.attention.v_conv1d",
+    "*ssm_f_a": "model.layers.*.self_attn.f_a_proj",
+    "*ssm_f_b": "model.layers.*.self_attn.f_b_proj",
+    "*ssm_beta": "model.layers.*.linear_attn.in_proj_b model.layers.*.self_attn.b_proj model.layers.*.attention.b_proj",
+    "*ssm_g_a": "model.layers.*.self_attn.g_a_proj",
+    "*ssm_g_b": "model.layers.*.self_attn.g_b_proj",
+    "*attn_q_a": "model.layers.*.self_attn.q_a_proj model.layers.*.attention.q_a_proj layers.*.attention.wq_a",
+    "*attn_q_b": "model.layers.*.self_attn.q_b_proj model.layers.*.attention.q_b_proj layers.*.attention.wq_b",
+    "*attn_kv_a_mqa": (
+        "model.layers.*.self_attn.kv_a_proj_with_mqa model.layers.*.attention.kv_a_proj_with_mqa "
+        "layers.*.attention.wkv_a_with_mqa"
+    ),
+    "*attn_kv_b": "model.layers.*.self_attn.kv_b_proj model.layers.*.attention.kv_b_proj",
+    "*attn_k_b": "model.layers.*.self_attn.k_b_proj model.layers.*.attention.k_b_proj layers.*.attention.k_b_proj",
+    "*attn_v_b": "model.layers.*.self_attn.v_b_proj model.layers.*.attention.v_b_proj layers.*.attention.v_b_proj",
+    "*attn_q_a_norm": (
+        "model.layers.*.self_attn.q_a_layernorm model.layers.*.attention.q_a_layernorm layers.*.attention.q_a_norm"
+    ),
+    "*attn_kv_a_norm": (
+        "model.layers.*.self_attn.kv_a_layernorm model.layers.*.attention.kv_a_layernorm layers.*.attention.kv_a_norm"
+    ),
+    "*attn_sub_norm": "model.layers.*.self_attn.inner_attn_ln",
+    "*ffn_sub_norm": "model.layers.*.mlp.ffn_layernorm",
+    "*indexer.k_norm": "model.layers.*.self_attn.indexer.k_norm model.layers.*.self_attn.index_k_norm",
+    "*indexer.proj": "model.layers.*.self_attn.indexer.weights_proj",
+    "*indexer.attn_k": "model.layers.*.self_attn.indexer.wk",
+    "*indexer.attn_q_b": "model.layers.*.self_attn.indexer.wq_b",
+    "cls.output": "classifier.out_proj scorer.3",
+    "*shortconv.conv": "model.layers.*.conv.conv",
+    "*shortconv.in_proj": "model.layers.*.conv.in_proj",
+    "*shortconv.out_proj": "model.layers.*.conv.out_proj",
+    "*nextn.eh_proj": "model.layers.*.eh_proj",
+    "*nextn.embed_tokens": "model.layers.*.embed_tokens",
+    "*nextn.enorm": "model.layers.*.enorm",
+    "*nextn.hnorm": "model.layers.*.hnorm",
+    "*nextn.shared_head_head": "model.layers.*.shared_head.head",
+    "*nextn.shared_head_norm": "model.layers.*.shared_head.norm",
+}
+
+_LAYER = re.compile(r"(?<=\.)(\d+)(?=\.)|^(\d+)(?=\.)")
+
+
+class TensorNames:
+    """The names of one architecture's tensors."""
+
+    def __init__(self, arch: str, layers: int) -> None:
+        self.arch, self.kinds = arch, KINDS[arch].split()
+        self.layers = layers
+        self._kind_of: dict[str, str] = {}
+        for kind in [k for k in PATTERNS if not k.startswith("*")] + [k for k in PATTERNS if k.startswith("*")]:
+            if kind in self.kinds:
+                self._kind_of |= dict.fromkeys(
+                    [kind.partition(":")[0].replace("*", "blk.*."), *PATTERNS[kind].split()], kind
+                )
+
+    def find(self, name: str) -> str | None:
+        """Return what the tensor ``name`` of a checkpoint is called in a file, None if it is not known."""
+        for suffix in ("", ".weight", ".bias"):
+            if name.endswith(suffix) and (found := self._find(name.removesuffix(suffix))) is not None:
+                return found + suffix
+        return None
+
+    def _find(self, stem: str) -> str | None:
+        if stem in self._kind_of and "*" not in stem:
+            return self._kind_of[stem]
+        for match in _LAYER.finditer(stem + "."):
+            layer = match[0]
+            kind = self._kind_of.get(f"{stem[: match.start()]}*{stem[match.end() :]}")
+            if kind is not None and int(layer) < self.layers and str(int(layer)) == layer:
+                return file_name(kind, int(layer))
+        return None
+
+    def is_kind(self, name: str, kind: str, layer: int | None, suffix: str = ".weight") -> bool:
+        """Tell whether the file's tensor ``name`` is of a kind that the architecture has, in this layer (or none)."""
+        if kind not in self.kinds or kind.startswith("*") != (layer is not None):
+            return False
+        return name == file_name(kind, layer) + suffix
+
+
+def file_name(kind: str, layer: int | None = None) -> str:
+    """Return the name of a kind of tensor in a file, without suffix."""
+    kind = kind.partition(":")[0]
+    return f"blk.{layer}.{kind[1:]}" if kind.startswith("*") else kind

@@ -1,0 +1,74 @@
+"""Vocabularies of single families: those of ``sentencepiece``, ``llama_hf`` and ``bpe`` with what is their own."""
+
+from __future__ import annotations
+
+from quantkit.checkpoint.vocab.bpe import write_bpe
+from quantkit.checkpoint.vocab.llama_hf import is_llama_hf, llama_hf_tokens
+from quantkit.checkpoint.vocab.sentencepiece import phi_tokens, write_pieces, write_sentencepiece
+from quantkit.checkpoint.vocab.special import special_tokens
+from quantkit.checkpoint.vocab.tokenizer import USER_DEFINED, Vocabulary, checked_size
+from quantkit.errors import FormatError
+
+#: Tokens of Gemma 4 that a chat's parser must see.
+_VISIBLE = frozenset(
+    ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>')
+)
+
+
+def write_sentencepiece_or_bpe(v: Vocabulary) -> None:
+    """tokenizer.model if there is one, else tokenizer.json (Qwen2Model)."""
+    if v.has("tokenizer.model"):
+        write_sentencepiece(v)
+    else:
+        write_bpe(v)
+
+
+def write_gemma(v: Vocabulary) -> None:
+    """SentencePiece without a space put before texts (Gemma2Model); Gemma 3 may have a tokenizer.json only."""
+    if v.has("tokenizer.model"):
+        write_sentencepiece(v)
+        v.keys.flag("tokenizer.ggml.add_space_prefix", False)
+    else:
+        write_bpe(v)
+
+
+def write_gemma1(v: Vocabulary) -> None:
+    """SentencePiece, with the tokens of CodeGemma (GemmaModel)."""
+    write_sentencepiece(v)
+    special = special_tokens(v.folder, kinds=("prefix", "suffix", "middle", "fsep", "eot"))
+    special.set("eot", 107)
+    special.template = None
+    special.write(v.keys)
+    v.keys.flag("tokenizer.ggml.add_space_prefix", False)
+
+
+def write_gemma4(v: Vocabulary) -> None:
+    """Llama's pieces with their merges (Gemma4Model)."""
+    if not is_llama_hf(v):
+        raise FormatError(f"{v.where}: a tokenizer of Gemma 4 is BPE of pieces, with bytes to fall back on")
+    tokens = llama_hf_tokens(v)
+    v.keys.text("tokenizer.ggml.model", "gemma4")
+    v.keys.array("tokenizer.ggml.tokens", [piece.text for piece in tokens])
+    v.keys.array("tokenizer.ggml.scores", [piece.score for piece in tokens])
+    types = [USER_DEFINED if piece.text in _VISIBLE else piece.type for piece in tokens]
+    v.keys.array("tokenizer.ggml.token_type", types)
+    special_tokens(v.folder, merges=True).write(v.keys)
+    v.keys.flag("tokenizer.ggml.add_space_prefix", False)
+    v.keys.flag("tokenizer.ggml.add_bos_token", True)
+
+
+def write_phi(v: Vocabulary) -> None:
+    """Phi 4 has a BPE vocabulary, others SentencePiece (Phi3MiniModel)."""
+    if v.tokenizer_config.get("tokenizer_class") == "GPT2Tokenizer" or not v.has("tokenizer.model"):
+        write_bpe(v)
+    else:
+        write_pieces(v, phi_tokens(v))
+
+
+def write_mamba(v: Vocabulary) -> None:
+    """Either kind, filled up to a multiple of pad_vocab_size_multiple tokens (Mamba2Model)."""
+    size, of = v.config["vocab_size"], v.config.get("pad_vocab_size_multiple", 16)
+    if not isinstance(of, int) or isinstance(of, bool) or of < 1:
+        raise FormatError(f"{v.config.path}: pad_vocab_size_multiple is {of!r}")
+    v.config.values["vocab_size"] = -(checked_size(v, size, 0) // -of) * of
+    write_sentencepiece_or_bpe(v)

@@ -1,0 +1,164 @@
+"""SentencePiece: tokenizer.model as llama.cpp's "llama" vocabulary (TextModel._create_vocab_sentencepiece).
+
+A tokenizer.model is a protobuf message; of it only the pieces are read (field 1: text, score, type).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from quantkit.checkpoint.config import MAX_JSON, optional_json
+from quantkit.checkpoint.vocab.special import special_tokens
+from quantkit.checkpoint.vocab.tokenizer import (
+    BYTE,
+    CONTROL,
+    MAX_PADDING,
+    MAX_TOKENS,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    Vocabulary,
+    looks_special,
+)
+from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
+from quantkit.formats.outputs import read_whole
+
+#: Types in a tokenizer.model (NORMAL 1 .. BYTE 6) that stay; user-defined pieces (4) become normal ones, as there.
+_KEPT = {2: UNKNOWN, 3: CONTROL, 5: UNUSED, 6: BYTE}
+
+
+class Piece(NamedTuple):
+    """A token with its score and its type in llama.cpp."""
+
+    text: str
+    score: float
+    type: int
+
+
+def read_pieces(path: Path) -> list[Piece]:
+    """Return the pieces of a tokenizer.model. Raises FormatError."""
+    data = read_whole(path, MAX_JSON)
+    try:
+        return [_piece(body) for number, body in _fields(data) if number == 1 and isinstance(body, bytes)]
+    except (IndexError, UnicodeDecodeError, struct.error) as e:
+        raise FormatError(f"{path}: not a SentencePiece model: {e}") from None
+
+
+def _piece(data: bytes) -> Piece:
+    text, score, kind = "", 0.0, 1
+    for number, value in _fields(data):
+        if number == 1 and isinstance(value, bytes):
+            text = value.decode()
+        elif number == 2 and isinstance(value, bytes):
+            score = struct.unpack("<f", value)[0]
+        elif number == 3 and isinstance(value, int):
+            kind = value
+    return Piece(text, score, _KEPT.get(kind, NORMAL))
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
+    """Yield number and value of each field of a protobuf message. Raises IndexError where it ends too early."""
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        wire, value = tag & 7, 0
+        if wire == 0:
+            value, at = _varint(data, at)
+            yield tag >> 3, value
+            continue
+        if wire == 2:
+            n, at = _varint(data, at)
+        elif wire in (1, 5):
+            n = 8 if wire == 1 else 4
+        else:
+            raise IndexError(f"a field of wire type {wire} at byte {at}")
+        if n > len(data) - at:
+            raise IndexError(f"a field ends beyond the file at byte {at}")
+        yield tag >> 3, data[at : at + n]
+        at += n
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while shift < 64:
+        byte = data[at]
+        value, at, shift = value | (byte & 0x7F) << shift, at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
+    raise IndexError(f"a number of more than 64 bits at byte {at}")
+
+
+def sentencepiece_tokens(v: Vocabulary) -> list[Piece]:
+    """Return all tokens: the pieces, then what added_tokens.json and tokenizer_config.json put in their places."""
+    tokens = _padded(v, "vocab_size_per_layer_input", "vocab_size")
+    for where, number, text, special in _listed(v):
+        if _fits(where, number, len(tokens)):
+            control = special or looks_special(text)
+            tokens[number] = Piece(
+                text if control else text.replace("\u2581", " "), -1000.0, CONTROL if control else USER_DEFINED
+            )
+    return tokens
+
+
+def phi_tokens(v: Vocabulary) -> list[Piece]:
+    """Return all tokens of Phi 3, where only what is marked so is a token for control, also in tokenizer.json."""
+    tokens = _padded(v, "vocab_size")
+    added = [(v.where, t.number, t.text, t.special) for t in v.added_in_json] if v.has("tokenizer.json") else []
+    for where, number, text, special in (*_listed(v), *added):
+        if _fits(where, number, len(tokens)):
+            tokens[number] = Piece(text, -1000.0, CONTROL if special else USER_DEFINED)
+    return tokens
+
+
+def _padded(v: Vocabulary, *size_keys: str) -> list[Piece]:
+    """Return the pieces, as many as the vocabulary has, and those of added_tokens.json in their places."""
+    pieces = read_pieces(v.folder / "tokenizer.model")
+    size = v.config.find(*size_keys) or len(pieces)
+    if not isinstance(size, int) or not 0 < size <= min(MAX_TOKENS, len(pieces) + MAX_PADDING):
+        raise FormatError(f"{v.config.path}: vocab_size is {short(size)}")
+    tokens = pieces[:size] + [Piece(f"[PAD{i}]", -10000.0, UNUSED) for i in range(len(pieces), size)]
+    where = v.folder / "added_tokens.json"
+    for text, number in (optional_json(where) or {}).items():
+        if _fits(where, number, size):
+            tokens[number] = Piece(text, -1000.0, USER_DEFINED)
+    return tokens
+
+
+def _listed(v: Vocabulary) -> Iterator[tuple[Path, int, str, bool]]:
+    """Yield the tokens of added_tokens_decoder: where, id, text, whether marked as special."""
+    where = v.folder / "tokenizer_config.json"
+    listed = v.tokenizer_config.get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict):
+        raise FormatError(f"{where}: added_tokens_decoder is no table of tokens by id")
+    for key, entry in listed.items():
+        text = entry.get("content") if isinstance(entry, dict) else None
+        if not str(key).isdecimal() or not isinstance(text, str):
+            raise FormatError(f"{where}: the added token {short(entry)} has no id or no content")
+        yield where, int(key), text, bool(entry.get("special"))
+
+
+def _fits(where: Path, number: object, size: int) -> bool:
+    """Tell whether a token lies in the vocabulary; one beyond it is left out."""
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise FormatError(f"{where}: {short(number)} is no id of a token")
+    return number < size
+
+
+def write_pieces(v: Vocabulary, tokens: list[Piece]) -> None:
+    """Set the keys of a vocabulary of pieces."""
+    v.keys.text("tokenizer.ggml.model", "llama")
+    v.keys.text("tokenizer.ggml.pre", "default")
+    v.keys.array("tokenizer.ggml.tokens", [piece.text for piece in tokens])
+    v.keys.array("tokenizer.ggml.scores", [piece.score for piece in tokens])
+    v.keys.array("tokenizer.ggml.token_type", [piece.type for piece in tokens])
+    special_tokens(v.folder, n_tokens=len(tokens)).write(v.keys)
+
+
+def write_sentencepiece(v: Vocabulary) -> None:
+    """Set the keys of a tokenizer.model."""
+    write_pieces(v, sentencepiece_tokens(v))

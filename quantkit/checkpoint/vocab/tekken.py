@@ -1,0 +1,123 @@
+"""tekken.json, Mistral's vocabularies: the keys that TextModel._set_vocab_mistral (llama.cpp b11434) sets.
+
+A file has a list of tokens, as bytes in Base64, by rank, of which the first 256 are the bytes themselves; special
+tokens come before them, as many as the file says. Merges are not stored: every two tokens that make up a third are one.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Any
+
+from quantkit.checkpoint.config import Json, read_json
+from quantkit.checkpoint.vocab.special import SpecialTokens, special_tokens, write_template
+from quantkit.checkpoint.vocab.spelling import spelled
+from quantkit.checkpoint.vocab.tokenizer import CONTROL, MAX_PADDING, MAX_TOKENS, NORMAL, Vocabulary
+from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
+
+FILE = "tekken.json"
+#: Bytes of a token: far more than the longest there are.
+_MAX_TOKEN = 4096
+#: Special tokens of files that name none.
+_SPECIAL = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
+    *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+)
+#: Templates that llama.cpp knows by name, by the version of the tokenizer.
+_TEMPLATES = {"v3": "mistral-v3-tekken", "v7": "mistral-v7-tekken"}
+
+
+def write_tekken(v: Vocabulary) -> None:
+    """Set the keys of such a vocabulary.
+
+    The chat template is one that llama.cpp has by name, or else that of the checkpoint; convert_hf_to_gguf.py takes
+    one of its own files for versions from 11 on.
+    """
+    path = v.folder / FILE
+    data = read_json(path)
+    config = data.get("config")
+    if not isinstance(config, dict):
+        raise FormatError(f"{path}: it has no config")
+    size, n = (_count(v, config, key) for key in ("default_vocab_size", "default_num_special_tokens"))
+    if n > MAX_PADDING:
+        raise FormatError(f"{path}: it has {n} special tokens")
+    special = _special(v, data, n)
+    ranks = _ranks(v, data, size - n)
+    keys = v.keys
+    keys.text("tokenizer.ggml.model", "gpt2")
+    keys.text("tokenizer.ggml.pre", "tekken")
+    keys.array("tokenizer.ggml.merges", _merges(v, ranks))
+    ids = {text: i for i, text in reversed(list(enumerate(special)))}
+    for key, text in (("bos", "<s>"), ("eos", "</s>"), ("unknown", "<unk>"), ("padding", "<pad>")):
+        if text not in ids:
+            raise FormatError(f"{path}: it has no special token {text}")
+        keys.u32(f"tokenizer.ggml.{key}_token_id", ids[text])
+    keys.array("tokenizer.ggml.tokens", [*special, *map(spelled, ranks)])
+    keys.array("tokenizer.ggml.scores", [0] * size)
+    keys.array("tokenizer.ggml.token_type", [CONTROL] * n + [NORMAL] * (size - n))
+    keys.u32(".vocab_size", size)
+    keys.flag("tokenizer.ggml.add_bos_token", True)
+    keys.flag("tokenizer.ggml.add_eos_token", False)
+    named = _TEMPLATES.get(str(config.get("version")))
+    write_template(keys, named if named is not None else _own_template(v))
+
+
+def _count(v: Vocabulary, config: Json, key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_TOKENS:
+        raise FormatError(f"{v.folder / FILE}: {key} is {short(value)}")
+    return value
+
+
+def _own_template(v: Vocabulary) -> Any:
+    found: SpecialTokens = special_tokens(v.folder, kinds=())
+    return found.template
+
+
+def _special(v: Vocabulary, data: Json, n: int) -> list[str]:
+    """Return the special tokens, filled up to ``n``."""
+    path, given = v.folder / FILE, data.get("special_tokens")
+    if given is None:
+        texts: list[Any] = list(_SPECIAL)
+    elif isinstance(given, list):
+        texts = [entry.get("token_str") if isinstance(entry, dict) else None for entry in given]
+    else:
+        raise FormatError(f"{path}: special_tokens is {short(given)}, not a list")
+    texts += [f"<SPECIAL_{i}>" for i in range(len(texts), n)]
+    if len(texts) != n or not all(isinstance(text, str) for text in texts) or len(set(texts)) < n:
+        raise FormatError(f"{path}: its special tokens are not {n} different texts")
+    return texts
+
+
+def _ranks(v: Vocabulary, data: Json, n: int) -> dict[bytes, int]:
+    """Return the ranks of the first ``n`` tokens."""
+    path, entries = v.folder / FILE, data.get("vocab")
+    if not isinstance(entries, list) or not 256 <= n <= len(entries):
+        raise FormatError(f"{path}: its vocab does not hold {n} tokens")
+    ranks: dict[bytes, int] = {}
+    for i, entry in enumerate(entries[:n]):
+        try:
+            token = base64.b64decode(entry["token_bytes"], validate=True)
+        except (KeyError, TypeError, ValueError, binascii.Error):
+            raise FormatError(f"{path}: token {i} has no bytes in Base64: {short(entry)}") from None
+        if entry.get("rank") != i or (i < 256 and token != bytes([i])) or not 0 < len(token) <= _MAX_TOKEN:
+            raise FormatError(f"{path}: token {i} is not the one of this rank: {short(entry)}")
+        if token in ranks:
+            raise FormatError(f"{path}: tokens {ranks[token]} and {i} are the same")
+        ranks[token] = i
+    return ranks
+
+
+def _merges(v: Vocabulary, ranks: dict[bytes, int]) -> list[str]:
+    """Return every pair of tokens that is a third, in the order of that one, then of the parts."""
+    merges: list[str] = []
+    for token in list(ranks)[256:]:
+        cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
+        pairs = sorted((ranks[a], ranks[b], a, b) for a, b in cuts if a in ranks and b in ranks)
+        if not pairs:
+            raise FormatError(f"{v.folder / FILE}: token {ranks[token]} is made of no two others: {short(token)}")
+        merges += [f"{spelled(a)} {spelled(b)}" for _, _, a, b in pairs]
+    return merges

@@ -1,0 +1,126 @@
+"""Files of ranks as the package tiktoken reads them: Kimi's tiktoken.model, Hunyuan's hy.tiktoken.
+
+A line is a token, in Base64, and its rank, which is its id. Merges are not stored: of each token they are the two parts
+that are left when its bytes are joined by ranks below its own (HunYuanMoEModel.set_vocab and DeepseekV2Model.set_vocab
+of llama.cpp b11434). What splits a text, and most special tokens, stand in programs beside the file, which are not run
+here; so their names are in a table.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.checkpoint.config import MAX_JSON
+from quantkit.checkpoint.vocab.special import special_tokens
+from quantkit.checkpoint.vocab.spelling import spelled
+from quantkit.checkpoint.vocab.tokenizer import CONTROL, MAX_PADDING, MAX_TOKENS, NORMAL, UNUSED, Vocabulary
+from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
+from quantkit.formats.outputs import read_whole
+
+#: Bytes of a token: ten times those of the longest there are.
+MAX_TOKEN = 1280
+
+Ranks = dict[bytes, int]
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """A kind of such files: its name, its pre-tokenizer, and the special tokens behind the ranks.
+
+    ``special`` names that of a place among them and of an id; there are ``most``, or as many as the model has rows for.
+    """
+
+    file: str
+    pre: str
+    special: Callable[[int, int], str]
+    most: int
+
+
+_HUNYUAN_SPECIAL = ("<|endoftext|>", "<|startoftext|>", "<|bos|>", "<|eos|>", "<|pad|>")
+
+
+def _hunyuan_special(place: int, number: int) -> str:
+    n = len(_HUNYUAN_SPECIAL)
+    return _HUNYUAN_SPECIAL[place] if place < n else f"<|extra_{place - n}|>"
+
+
+#: tokenization_kimi.py and tokenization_hy.py beside the files name these.
+KIMI = RankFile("tiktoken.model", "kimi-k2", lambda place, number: f"<|reserved_token_{number}|>", 256)
+HUNYUAN = RankFile("hy.tiktoken", "hunyuan", _hunyuan_special, MAX_TOKENS)
+
+
+def read_ranks(path: Path) -> Ranks:
+    """Return the tokens in a file and their ranks. Raises FormatError."""
+    ranks: Ranks = {}
+    for at, line in enumerate(read_whole(path, MAX_JSON).splitlines(), 1):
+        try:
+            text, rank = line.split()
+            token, number = base64.b64decode(text, validate=True), int(rank)
+        except (ValueError, binascii.Error):
+            raise FormatError(f"{path}: line {at} is no token in Base64 with its rank: {short(line)}") from None
+        if not 0 < len(token) <= MAX_TOKEN or not 0 <= number < MAX_TOKENS:
+            raise FormatError(f"{path}: line {at}: a token of {len(token)} bytes, of rank {number}")
+        ranks[token] = number
+    return ranks
+
+
+def merges_of(ranks: Ranks) -> Iterator[str]:
+    """Yield the two parts of every token that is made of two."""
+    for token, rank in ranks.items():
+        if len(token) > 1:
+            parts = _parts(ranks, token, rank)
+            if len(parts) == 2:
+                yield f"{spelled(parts[0])} {spelled(parts[1])}"
+
+
+def _parts(ranks: Ranks, token: bytes, below: int) -> list[bytes]:
+    """Return what is left of a token's bytes when those that have a rank ``below`` are joined, the lowest first."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    found = [_rank(ranks, parts, i, below) for i in range(len(parts) - 1)]
+    while found:
+        lowest = min(found)
+        if lowest == below:
+            break
+        i = found.index(lowest)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        del found[i]
+        for j in (i - 1, i):
+            if 0 <= j < len(found):
+                found[j] = _rank(ranks, parts, j, below)
+    return parts
+
+
+def _rank(ranks: Ranks, parts: list[bytes], i: int, below: int) -> int:
+    return min(below, ranks.get(parts[i] + parts[i + 1], below))
+
+
+def write_ranks(v: Vocabulary, kind: RankFile) -> None:
+    """Set the keys of such a vocabulary."""
+    path = v.folder / kind.file
+    if not path.is_file():
+        raise FormatError(f"{v.folder}: it has neither tokenizer.json nor {kind.file}, so there is no vocabulary")
+    ranks = read_ranks(path)
+    size = v.config.number("vocab_size")
+    if not max(ranks.values(), default=0) < size <= min(MAX_TOKENS, len(ranks) + MAX_PADDING):
+        raise FormatError(f"{path}: it has {len(ranks)} tokens, and vocab_size of config.json is {size}")
+    first = len(ranks)
+    last = min(size, first + kind.most)
+    special = {number: kind.special(number - first, number) for number in range(first, last)}
+    special |= {number: entry["content"] for number, entry in v.listed if number < size}
+    ids = {spelled(token): rank for token, rank in ranks.items()} | {text: n for n, text in sorted(special.items())}
+    texts = {number: text for text, number in ids.items()}
+    controls = {number for number in special if texts.get(number) == special[number]}
+    v.keys.text("tokenizer.ggml.model", "gpt2")
+    v.keys.text("tokenizer.ggml.pre", v.pre or kind.pre)
+    v.keys.array("tokenizer.ggml.tokens", [texts.get(number, f"[PAD{number}]") for number in range(size)])
+    v.keys.array(
+        "tokenizer.ggml.token_type",
+        [(CONTROL if n in controls else NORMAL) if n in texts else UNUSED for n in range(size)],
+    )
+    v.keys.array("tokenizer.ggml.merges", list(merges_of(ranks)))
+    special_tokens(v.folder).write(v.keys)

@@ -1,0 +1,81 @@
+"""``quantkit export``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantkit.cli.complete import MODEL_FILE
+from quantkit.cli.options import SIZE, GroupedCommand, echo_notes, option, options, setting, threads_option
+from quantkit.cli.summary import DryRunReport, RunReport
+from quantkit.helpers import available_cpus, printable
+
+_WRITTEN, _RUN, _OUT = "The checkpoint", "The run", "Output"
+
+_export_options = options(
+    option(
+        "--outtype",
+        group=_WRITTEN,
+        type=click.Choice(("f32", "f16", "bf16", "auto"), case_sensitive=False),
+        default="auto",
+        help="Type of the values; auto: that of the matrices, bf16 if they are quantized.  [default: auto]",
+    ),
+    option("--class", "architecture", group=_WRITTEN, metavar="NAME", help="Class of transformers, if there are two."),
+    option("--no-tokenizer", group=_WRITTEN, is_flag=True, help="Leave out the files of the tokenizer."),
+    setting("--max-shard-size", group=_WRITTEN, type=SIZE, default="5GB", help="Begin a new file beyond this size."),
+    threads_option,
+    setting("--max-ram", group=_RUN, type=SIZE, default="512MiB", help="Memory for all buffers."),
+    option("--resume", group=_RUN, is_flag=True, help="Continue an interrupted run."),
+    option("--overwrite", group=_RUN, is_flag=True, help="Replace existing files."),
+    option("--dry-run", group=_OUT, is_flag=True, help="Only print the plan."),
+    option("--json", "as_json", group=_OUT, is_flag=True, help="Print the summary as JSON."),
+)
+
+
+@click.command("export", cls=GroupedCommand)
+@click.argument("source", metavar="IN.gguf", type=MODEL_FILE)
+@click.argument("folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
+@_export_options
+def command(
+    source: Path,
+    folder: Path,
+    outtype: str,
+    architecture: str | None,
+    no_tokenizer: bool,
+    max_shard_size: int,
+    dry_run: bool,
+    as_json: bool,
+    **run: Any,
+) -> None:
+    """Export a GGUF file as a checkpoint that transformers loads: the way back of `quantkit convert`.
+
+    Writes safetensors, in shards with an index if they are large, config.json and the files of the tokenizer to DIR.
+    Tensors get the names, the order of rows and the experts of their own that the class of transformers has;
+    quantized ones are decoded. What `quantkit convert` would not turn into the same model again is refused.
+    """
+    from quantkit.export import ExportOptions, plan_export, refusal, run_export
+    from quantkit.quantize import QuantizeResult
+
+    given = ExportOptions(
+        outtype=outtype, architecture=architecture, tokenizer=not no_tokenizer, max_shard_size=max_shard_size
+    )
+    planned = plan_export(source, folder, given)
+    echo_notes(planned.plan.notes)
+    if dry_run:
+        report = DryRunReport(planned.plan, refusal(planned, resume=run["resume"], overwrite=run["overwrite"]))
+        click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
+        return
+    run["threads"] = run["threads"] or available_cpus()
+    shown = RunReport(planned.plan, quiet=as_json)
+    with shown.shown("what is done is kept, continue with --resume"):
+        done = run_export(planned, observer=shown, **run)
+    result = QuantizeResult(planned.plan, done, run["threads"])
+    if as_json:
+        click.echo(json.dumps(shown.as_dict(result), indent=2))
+        return
+    click.echo(
+        f"{shown.text(result)}\nbeside them, for {planned.architecture}: {', '.join(map(printable, planned.files))}"
+    )

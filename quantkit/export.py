@@ -1,0 +1,207 @@
+"""Export a GGUF file as a checkpoint of Hugging Face: ``quantkit export``, the way back of ``convert``.
+
+plan_export(...)  ->  ExportPlan    every tensor, shard and byte count, from the header alone, nothing written
+run_export(plan)  ->  RunResult     the plan carried out
+export(...)       ->  RunResult     both
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Unpack
+
+from quantkit.checkpoint.back import Exported, open_export
+from quantkit.errors import RecipeError, ResourceError
+from quantkit.formats.gguf import Layout, TensorInfo, open_model
+from quantkit.formats.outputs import Output, check_apart, check_free, written
+from quantkit.formats.safetensors import layout_safetensors
+from quantkit.pipeline.plan import Plan, PlannedShard
+from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, journal_path, run_plan
+from quantkit.pipeline.run import refusal as plan_refusal
+from quantkit.pipeline.work import PlannedTensor, whole
+from quantkit.quantize import size_of
+from quantkit.version import __version__
+
+#: Where transformers begins a new shard.
+DEFAULT_SHARD = "5GB"
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """Everything about an export but input and directory; names as on the command line.
+
+    ``outtype``: f32, f16, bf16 or auto. ``architecture``: the class of transformers, where an architecture has several.
+    """
+
+    outtype: str = "auto"
+    architecture: str | None = None
+    tokenizer: bool = True
+    max_shard_size: int | str = DEFAULT_SHARD
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What will lie in ``folder``: the shards of ``plan``, and ``files``, which are small."""
+
+    folder: Path
+    plan: Plan
+    files: dict[str, bytes]
+    architecture: str
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All files, the weights first."""
+        return (*(shard.path for shard in self.plan.shards), *(self.folder / name for name in self.files))
+
+
+def export(
+    source: str | Path,
+    folder: str | Path,
+    options: ExportOptions | None = None,
+    *,
+    max_ram: int | str = DEFAULT_MAX_RAM,
+    **run: Unpack[RunOptions],
+) -> RunResult:
+    """Write the checkpoint of a GGUF file into ``folder``, which is made if it is not there.
+
+    Args:
+        source: a GGUF file, or any of its shards.
+        folder: a directory.
+        options: everything else that decides what is written.
+        max_ram: bytes (or "2G") that the workers' buffers may take together.
+        run: threads, resume, overwrite, observer: see ``RunOptions``.
+
+    Raises:
+        QuantkitError: see quantkit.errors; nothing stands under a final name then.
+    """
+    return run_export(plan_export(source, folder, options), max_ram=max_ram, **run)
+
+
+def plan_export(source: str | Path, folder: str | Path, options: ExportOptions | None = None) -> ExportPlan:
+    """Decide everything about an export and write nothing; arguments and errors as for ``export``."""
+    options = options or ExportOptions()
+    most = size_of(options.max_shard_size)
+    if most < 1:
+        raise RecipeError("--max-shard-size 0: a file holds at least one tensor; leave it away for 5GB")
+    path = Path(folder)
+    with open_model(source) as model:
+        opened = open_export(
+            model, outtype=options.outtype, architecture=options.architecture, tokenizer=options.tokenizer
+        )
+        groups = _shards(opened, most)
+        names = [_shard_name(no, len(groups)) for no in range(len(groups))]
+        shards, tensors = [], []
+        digest = hashlib.sha256(f"{__version__} export {opened.fingerprint()}".encode())
+        for no, group in enumerate(groups):
+            header, offsets, nbytes = layout_safetensors([(t.name, t.type.name, t.shape[::-1]) for t in group])
+            shards.append(PlannedShard(path / names[no], Layout(header, tuple(offsets), nbytes)))
+            digest.update(header)
+            tensors += [_planned(opened, t, no, offset) for t, offset in zip(group, offsets, strict=True)]
+        files = dict(opened.files)
+        if len(groups) > 1:
+            files[INDEX] = _index(groups, names)
+        notes = tuple(opened.notes)
+        plan = Plan(opened, opened.dtype, tuple(shards), tuple(tensors), notes, digest.hexdigest())
+        return ExportPlan(path, plan, files, opened.architecture)
+
+
+def _shards(opened: Exported, most: int) -> list[list[TensorInfo]]:
+    groups: list[list[TensorInfo]] = [[]]
+    size = 0
+    for t in opened.tensors.values():
+        if groups[-1] and size + t.nbytes > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(t)
+        size += t.nbytes
+    return groups
+
+
+def _shard_name(no: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{no + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _planned(opened: Exported, t: TensorInfo, shard: int, offset: int) -> PlannedTensor:
+    reason = f"from {opened.origins[t.name]}"
+    return PlannedTensor(t.name, t.shape, t.type, reason, None, (whole(t),), shard, offset, t.nbytes)
+
+
+def _index(groups: Sequence[Sequence[TensorInfo]], names: Sequence[str]) -> bytes:
+    where = {t.name: name for group, name in zip(groups, names, strict=True) for t in group}
+    total = sum(t.nbytes for group in groups for t in group)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    return (json.dumps(index, indent=2) + "\n").encode()
+
+
+def run_export(planned: ExportPlan, *, max_ram: int | str = DEFAULT_MAX_RAM, **run: Unpack[RunOptions]) -> RunResult:
+    """Carry out a plan of ``plan_export``; arguments and errors as for ``export``.
+
+    The weights appear under their names when all of them are on the disk, the other files after them.
+    """
+    made = _make_folder(planned.folder)
+    try:
+        check_free_folder(planned, resume=run.get("resume", False), overwrite=run.get("overwrite", False))
+        with ExitStack() as stack:
+            replaces = run.get("overwrite", False) or run.get("resume", False)
+            held = [stack.enter_context(Output(planned.folder / name, overwrite=replaces)) for name in planned.files]
+            result = run_plan(planned.plan, max_ram=size_of(max_ram), **run)
+            for output, data in zip(held, planned.files.values(), strict=True):
+                with written(output.path) as part:
+                    part.write_bytes(data)
+            if INDEX not in planned.files:
+                (planned.folder / INDEX).unlink(missing_ok=True)
+    finally:
+        if made:
+            with suppress(OSError):  # not empty: it holds the result
+                planned.folder.rmdir()
+    return result
+
+
+def _make_folder(folder: Path) -> bool:
+    """Make the directory; return whether it was not there."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        if not folder.is_dir():
+            raise ResourceError(f"{folder} is no directory; name one") from None
+        return False
+    except OSError as e:
+        raise ResourceError(f"{folder}: {e.strerror or e}") from None
+    return True
+
+
+def check_free_folder(planned: ExportPlan, *, resume: bool, overwrite: bool) -> None:
+    """Refuse a directory in which files would be destroyed, or others would be taken for parts of the checkpoint."""
+    check_apart(planned.paths, planned.plan.source.paths)
+    started = os.path.exists(journal_path(planned.plan.shards[0].path))
+    for name in planned.files:
+        check_free(planned.folder / name, overwrite=overwrite or resume and started)
+    known = {path.name for path in planned.paths}
+    names = os.listdir(planned.folder)
+    other = sorted(n for n in names if n.startswith("model") and n.endswith(".safetensors") and n not in known)
+    if other:
+        raise ResourceError(
+            f"{planned.folder}: {other[0]} is not part of this checkpoint, and would be taken for it; remove it, or "
+            "name another directory"
+        )
+    if INDEX in names and INDEX not in known and not overwrite:
+        raise ResourceError(f"{planned.folder / INDEX} exists; give another directory, or --overwrite to replace it")
+
+
+def refusal(planned: ExportPlan, *, resume: bool = False, overwrite: bool = False) -> str | None:
+    """Return why a run would refuse, for a dry run; None if it would not."""
+    if not planned.folder.exists():
+        here = planned.folder.parent
+        return None if here.is_dir() else f"{here}: no such directory"
+    try:
+        check_free_folder(planned, resume=resume, overwrite=overwrite)
+    except ResourceError as e:
+        return e.message
+    return plan_refusal(planned.plan, resume=resume, overwrite=overwrite)

@@ -1,0 +1,45 @@
+"""What the pipeline reads: a model that is a GGUF file, or that is opened as one.
+
+``GGUFFile`` is a source, and so is a checkpoint (``quantkit.checkpoint``), whose tensors are made while they are read.
+Plans, jobs and runs know nothing but this.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from quantkit.formats.gguf import Field, TensorInfo
+from quantkit.formats.ranges import U8
+
+
+class Source(Protocol):
+    """Metadata, tensors by name in their order, and their bytes. All methods may be called from any thread."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The shards of a GGUF file; the directory of a checkpoint. For messages, and nothing may be written there."""
+
+    @property
+    def fields(self) -> dict[str, Field]: ...
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]: ...
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a metadata key, or ``default``."""
+
+    def fingerprint(self) -> str:
+        """Return a SHA-256 that tells this source from others, without reading all of it."""
+
+    def read(self, tensor: TensorInfo, into: U8, at: int, ahead: int = 0) -> None:
+        """Fill ``into`` from byte ``at`` of a tensor on; ``ahead`` bytes behind will be wanted next.
+
+        Raises FormatError if they are not there, OSError if they cannot be read.
+        """
+
+    def place(self, tensor: TensorInfo) -> tuple[Path, int] | None:
+        """Return the file and the offset where the tensor lies byte for byte, or None if it is made while read."""
+
+    def where(self, tensor: TensorInfo) -> str:
+        """Return the file of a tensor, for messages."""

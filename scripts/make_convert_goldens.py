@@ -1,0 +1,336 @@
+"""What is to be expected of `quantkit convert`: the reference's bytes and transformers' logits of every checkpoint.
+
+    PYTHON scripts/make_convert_goldens.py reference --llama DIR --checkpoints DIR --out DIR [NAME ...]
+    PYTHON scripts/make_convert_goldens.py logits --checkpoints DIR [NAME ...]
+
+``reference`` draws the checkpoints, runs convert_hf_to_gguf.py of llama.cpp b11434 on each (in forks of one process:
+torch is imported once) and enters hashes in tests/data/convert-sha256.json. PYTHON has transformers 4.57.6, the version
+whose defaults llama.cpp relies on. ``logits`` enters transformers' own float32 logits in tests/data/convert-logits.npz;
+run it with 4.57.6 and with 5.18.0: each takes the checkpoints that it can run.
+
+Vocabularies are too small for llama.cpp to know them by their hash: what it would have named them is in the description
+(``pre``; ours is told by --pre).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+import checkpoints  # noqa: E402
+from gguf_digests import digests  # noqa: E402
+
+SHA256 = ROOT / "tests" / "data" / "convert-sha256.json"
+LOGITS = ROOT / "tests" / "data" / "convert-logits.npz"
+#: Names of ways to split, and the options.
+SPLITS = {
+    "size": ("--split-max-size", "2M"),
+    "tensors": ("--split-max-tensors", "10"),
+    "tensors-after-metadata": ("--split-max-tensors", "10", "--no-tensor-first-split"),
+}
+
+Json = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("reference", "logits"))
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    parser.add_argument("--checkpoints", type=Path, required=True, help="directory where checkpoints are drawn")
+    parser.add_argument("--llama", type=Path, help="llama.cpp's tree")
+    parser.add_argument("--out", type=Path, help="directory of the reference's files, NAME-OUTTYPE.gguf")
+    args = parser.parse_intermixed_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of named chat templates depends on it
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
+    names = args.names or list(checkpoints.NAMES)
+    failed = make_reference(names, args) if args.what == "reference" else make_logits(names, args.checkpoints)
+    sys.exit(bool(failed))
+
+
+# --- the reference's files -------------------------------------------------------------------------------------------
+
+
+def make_reference(names: list[str], args: argparse.Namespace) -> list[str]:
+    """Convert checkpoints; return those that the reference cannot."""
+    sys.path[:0] = [str(args.llama), str(args.llama / "gguf-py")]
+    import convert_hf_to_gguf
+    import torch
+    import transformers
+
+    if transformers.__version__ != "4.57.6":
+        sys.exit(f"transformers is {transformers.__version__}; the reference's is 4.57.6")
+    torch.set_num_threads(1)
+    args.out.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for name in names:
+        row = reference_of(convert_hf_to_gguf, checkpoints.describe(name), args)
+        if row is None:
+            failed.append(name)
+            print("FAILED", name, (args.out / f"{name}.log").read_text()[-300:].replace("\n", " | "), flush=True)
+            continue
+        enter(SHA256, {name: row})
+        print(name, {key: value["sha256"][:8] for key, value in row.items() if isinstance(value, dict)}, flush=True)
+    return failed
+
+
+def reference_of(program: Any, what: checkpoints.Description, args: argparse.Namespace) -> Json | None:
+    """Draw a checkpoint, convert it in every way; None where that fails."""
+    name, source = what.name, args.checkpoints
+    shutil.rmtree(source / name, ignore_errors=True)
+    row: Json = {"checkpoint": checkpoints.digest(checkpoints.write_description(what, source))}
+    if what.vocab["kind"] == "bpe":
+        row["check"] = check_hash(source / name)
+    if what.formula:
+        source /= "meant"
+        checkpoints.write_description(checkpoints.meant(what), source)
+    for outtype in [t for t in what.outtypes if not (what.formula and t == "auto")]:
+        out = args.out / f"{name}-{outtype}.gguf"
+        run_reference(program, what, source / name, outtype, out, ())
+        if not out.exists():
+            return None
+        row[outtype] = digests(out)
+    for split, options in SPLITS.items() if len(what.outtypes) > 2 else ():
+        out = args.out / f"{name}-by-{split}.gguf"
+        run_reference(program, what, source / name, "bf16", out, options)
+        parts = sorted(args.out.glob(f"{out.stem}-0*.gguf")) or [out]
+        row[f"bf16 by {split}"] = [hashlib.sha256(part.read_bytes()).hexdigest() for part in parts]
+    return row
+
+
+def run_reference(
+    program: Any, what: checkpoints.Description, source: Path, outtype: str, out: Path, more: tuple[str, ...]
+) -> None:
+    """Run the converter in a fork: its classes keep state. Without ``out`` afterwards, it failed."""
+    for old in out.parent.glob(f"{out.stem}*.gguf"):
+        if old == out or old.stem.startswith(f"{out.stem}-0"):
+            old.unlink()
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+        return
+    code = 1
+    try:
+        with (out.parent / f"{what.name}.log").open("w") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        name_vocabulary(what.vocab)
+        logging.getLogger("hf-to-gguf").setLevel(logging.INFO)
+        logging.getLogger().handlers.clear()
+        # torch 2.13 cannot shift meta tensors as that scheme does.
+        more += ("--no-lazy",) if (what.quantized or {}).get("method") == "bitnet" else ()
+        options = ["--outfile", str(out), "--outtype", outtype, *what.options, *more]
+        sys.argv = ["convert_hf_to_gguf.py", str(source), *options]
+        program.main()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        if code:
+            out.unlink(missing_ok=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def check_hash(path: Path) -> str:
+    """Return the hash by which the reference would know the vocabulary: of the ids of its check text."""
+    import transformers
+    from conversion.base import TextModel
+
+    class Recorder:
+        ids: list[int]
+
+        def encode(self, text: str) -> list[int]:
+            self.ids = transformers.AutoTokenizer.from_pretrained(path).encode(text)
+            return self.ids
+
+    recorder = Recorder()
+    logging.getLogger("hf-to-gguf").setLevel(logging.ERROR)  # it is not known, and says so at length
+    with contextlib.suppress(NotImplementedError):
+        TextModel.get_vocab_base_pre(None, recorder)
+    return hashlib.sha256(str(recorder.ids).encode()).hexdigest()
+
+
+def name_vocabulary(vocab: Json) -> None:
+    """Tell the reference the name of the pre-tokenizer, and give it the tokenizers whose classes are remote code."""
+    import transformers
+    from conversion.base import TextModel
+
+    TextModel.get_vocab_base_pre = lambda self, tokenizer: vocab["pre"]
+    if vocab["kind"] == "tiktoken":
+        transformers.AutoTokenizer.from_pretrained = lambda path, **_: Ranks(Path(path), vocab)
+
+
+class Ranks:
+    """What the converter reads of the tokenizers of Kimi and Hunyuan."""
+
+    def __init__(self, path: Path, vocab: Json) -> None:
+        import base64
+
+        lines = (path / vocab["file"]).read_bytes().splitlines()
+        self.mergeable_ranks = {base64.b64decode(a): int(b) for a, b in (line.split() for line in lines)}
+        added = json.loads((path / "tokenizer_config.json").read_text())["added_tokens_decoder"]
+        first = len(self.mergeable_ranks)
+        names = {i: f"<|reserved_token_{i}|>" for i in range(first, first + vocab.get("reserved", 0))}
+        names |= {int(i): token["content"] for i, token in added.items()}
+        self.special_tokens = {text: i for i, text in sorted(names.items())}
+        self.vocab_size = first + len(self.special_tokens)
+        self.model = self
+        self._mergeable_ranks = self.mergeable_ranks
+
+
+def enter(path: Path, rows: Json) -> None:
+    """Enter rows in a JSON file, sorted, a line per row and way."""
+    with Path(__file__).open() as lock:  # several runs may enter theirs
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _enter(path, rows)
+
+
+def _enter(path: Path, rows: Json) -> None:
+    table = json.loads(path.read_text()) if path.exists() else {}
+    table |= rows
+    lines = []
+    for name, row in sorted(table.items()):
+        inner = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in row.items())
+        lines.append(f" {json.dumps(name)}: {{\n{inner}\n }}")
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8", newline="\n")
+
+
+# --- transformers' logits --------------------------------------------------------------------------------------------
+
+
+def make_logits(names: list[str], where: Path) -> list[str]:
+    """Run checkpoints in float32; return those that fail."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    version = int(transformers.__version__.split(".")[0])
+    rows: dict[str, np.ndarray] = {}
+    failed = []
+    for name in names:
+        what = checkpoints.describe(name)
+        if what.transformers != version:
+            continue
+        try:
+            with phimoe_as_llama_cpp_has_it() if what.model == "PhimoeForCausalLM" else contextlib.nullcontext():
+                rows[name] = logits(checkpoints.write_description(what, where), what)
+            print(name, rows[name].shape, float(rows[name].std()), flush=True)
+        except Exception as error:
+            failed.append(name)
+            print("FAILED", name, type(error).__name__, error, flush=True)
+            traceback.print_exc()
+    if LOGITS.exists():
+        with np.load(LOGITS) as old:
+            rows = dict(old) | rows
+    with LOGITS.open("wb") as file:
+        np.savez_compressed(file, **{name: rows[name] for name in sorted(rows)})  # type: ignore[arg-type]
+    return failed
+
+
+def logits(path: Path, what: checkpoints.Description) -> np.ndarray:
+    """Return transformers' logits [4, vocabulary] after the last four tokens of the prompt."""
+    import torch
+    import transformers
+
+    if what.config["architectures"] == ["BailingMoeV2ForCausalLM"]:
+        model = bailing_as_glm(what)
+    else:
+        cls = getattr(transformers, what.model or what.config["architectures"][0])
+        model, info = cls.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, local_files_only=True
+        )
+        after = f"model.layers.{what.config.get('num_hidden_layers')}."  # prediction layers
+        for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            bad = [name for name in map(str, info[key]) if not name.startswith(("mtp.", after, "lm_head."))]
+            if bad:
+                raise ValueError(f"{key}: {bad[:5]}")
+    with torch.no_grad():
+        out = model.eval()(torch.tensor([checkpoints.PROMPT]), use_cache=False).logits
+    result: np.ndarray = out[0, -4:].to(torch.float32).numpy()
+    if not np.isfinite(result).all():
+        raise ValueError("not finite")
+    return result
+
+
+@contextlib.contextmanager
+def phimoe_as_llama_cpp_has_it() -> Iterator[None]:
+    """Change transformers' PhiMoE to what llama.cpp computes: RMS norms, and the softmax of the two best scores.
+
+    Its own norms subtract the mean, and sparsemixer gives either expert nearly 1.
+    """
+    import torch
+    from transformers.models.phimoe import modeling_phimoe
+
+    class Norm(torch.nn.LayerNorm):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.rms_norm(x, self.normalized_shape, self.weight, self.eps) + self.bias
+
+    def softmax_of_two(scores: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        best = scores.topk(2, dim=-1)
+        return best.values.softmax(dim=-1), best.indices
+
+    with (
+        mock.patch.object(torch.nn, "LayerNorm", Norm),
+        mock.patch.object(modeling_phimoe, "sparsemixer", softmax_of_two),
+    ):
+        yield
+
+
+def bailing_as_glm(what: checkpoints.Description) -> Any:
+    """Return a Bailing V2 model as GLM 4.5's class, which computes the same: its own is remote code."""
+    import torch
+    import transformers
+
+    own = ("use_qkv_bias", "model_type", "architectures", "torch_dtype", "num_experts", "num_shared_experts")
+    args = {key: value for key, value in what.config.items() if key not in own}
+    config = transformers.Glm4MoeConfig(
+        n_routed_experts=what.config["num_experts"], n_shared_experts=what.config["num_shared_experts"], **args
+    )
+    config._attn_implementation = "eager"
+    state: dict[str, torch.Tensor] = {}
+    heads, kv = what.config["num_attention_heads"], what.config["num_key_value_heads"]
+    for name, dtype, shape, data in checkpoints.stored_tensors(what):
+        x = torch.frombuffer(bytearray(data), dtype=torch.bfloat16 if dtype == "BF16" else torch.float32)
+        x = x.reshape(shape).float()
+        for old, new in _BAILING_NAMES.items():
+            name = name.replace(old, new)
+        if "query_key_value" in name:
+            d = shape[0] // (heads + 2 * kv)
+            for part, rows in zip("qkv", x.split([heads * d, kv * d, kv * d]), strict=True):
+                state[name.replace("query_key_value", f"{part}_proj")] = rows
+        elif not name.startswith(f"model.layers.{what.config['num_hidden_layers']}."):
+            state[name] = x
+    model = transformers.Glm4MoeForCausalLM(config)
+    model.load_state_dict({k: v for k, v in state.items() if f".layers.{config.num_hidden_layers}." not in k})
+    return model
+
+
+_BAILING_NAMES = {
+    "word_embeddings": "embed_tokens",
+    ".attention.dense.": ".self_attn.o_proj.",
+    ".attention.": ".self_attn.",
+    "query_layernorm": "q_norm",
+    "key_layernorm": "k_norm",
+    "expert_bias": "e_score_correction_bias",
+}
+
+
+if __name__ == "__main__":
+    main()

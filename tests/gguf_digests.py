@@ -1,0 +1,74 @@
+"""Hashes of a GGUF file and of what it is made of, to say where another one differs; read here and not by quantkit."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+
+
+def digests(path: Path) -> Json:
+    """Return the hash of a file, and of what it is made of: to find out where another one differs."""
+    data = path.read_bytes()
+    kv, infos, start, tensors = gguf_parts(data)
+    return {
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "bytes": len(data),
+        "metadata": f"{zlib.crc32(data[24:kv]):08x}",
+        "infos": f"{zlib.crc32(data[kv:infos]):08x}",
+        "tensors": "".join(f"{zlib.crc32(data[start + at : start + end]):08x}" for at, end in tensors),
+    }
+
+
+def gguf_parts(data: bytes) -> tuple[int, int, int, list[tuple[int, int]]]:
+    """Return where metadata and infos end, where tensor data begins, and every tensor's padded place in it."""
+    n_tensors, n_kv = struct.unpack_from("<QQ", data, 8)
+    sizes, at = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}, 24
+
+    def skip(at: int, kind: int) -> int:
+        if kind == 8:
+            return at + 8 + int.from_bytes(data[at : at + 8], "little")
+        if kind != 9:
+            return at + sizes[kind]
+        item, n = struct.unpack_from("<IQ", data, at)
+        at += 12
+        if item in sizes:
+            return at + sizes[item] * int(n)
+        for _ in range(n):
+            at = skip(at, item)
+        return at
+
+    for _ in range(n_kv):
+        at = skip(at, 8)
+        at = skip(at + 4, struct.unpack_from("<I", data, at)[0])
+    kv, offsets = at, []
+    for _ in range(n_tensors):
+        at = skip(at, 8)
+        (n_dims,) = struct.unpack_from("<I", data, at)
+        at += 4 + 8 * n_dims + 4
+        offsets.append(struct.unpack_from("<Q", data, at)[0])
+        at += 8
+    start = at + -at % 32
+    return kv, at, start, list(zip(offsets, [*offsets[1:], len(data) - start], strict=True))
+
+
+def differences(expected: Json, found: Json, names: list[str]) -> str:
+    """Return in words where two files differ; names: of the tensors of the one found, in its order."""
+    if expected["sha256"] == found["sha256"]:
+        return ""
+    parts = [f"{key} differ" for key in ("metadata", "infos") if expected[key] != found[key]]
+    a, b = (split(x["tensors"]) for x in (expected, found))
+    if len(a) != len(b):
+        parts.append(f"{len(b)} tensors, not {len(a)}")
+    else:
+        parts += [f"{name} differs" for name, x, y in zip(names, a, b, strict=True) if x != y]
+    return "; ".join(parts) or "something between the parts differs"
+
+
+def split(tensors: str) -> list[str]:
+    """Return the CRC-32 of each tensor."""
+    return [tensors[i : i + 8] for i in range(0, len(tensors), 8)]

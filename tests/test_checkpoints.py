@@ -1,0 +1,106 @@
+"""Checkpoints are drawn the same everywhere, and what quantized ones store means what they say it does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import checkpoints
+import quantized_checkpoints
+
+DATA = Path(__file__).parent / "data"
+EXPECTED: dict[str, Any] = json.loads((DATA / "convert-sha256.json").read_text())
+NAMES = sorted(EXPECTED)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bytes_are_those_that_the_reference_converted(name: str, tmp_path: Path) -> None:
+    path = checkpoints.write_checkpoint(name, tmp_path)
+    assert checkpoints.digest(path) == EXPECTED[name]["checkpoint"]
+    shutil.rmtree(path)  # pytest would keep a gigabyte of them
+
+
+def test_every_description_was_converted_or_is_known_not_to_be() -> None:
+    assert set(checkpoints.NAMES) - set(NAMES) == set()
+
+
+def test_logits_are_those_of_described_checkpoints() -> None:
+    with np.load(DATA / "convert-logits.npz") as logits:
+        runs = {name for name in checkpoints.NAMES if checkpoints.describe(name).transformers}
+        assert set(logits) == runs
+        for name in runs:
+            config = checkpoints.describe(name).config
+            assert logits[name].shape == (4, config.get("text_config", config)["vocab_size"])
+            assert max(checkpoints.PROMPT) < logits[name].shape[1]
+
+
+def test_shards_hold_what_the_index_says(tmp_path: Path) -> None:
+    path = checkpoints.write_checkpoint("qwen3-moe", tmp_path)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    found: dict[str, str] = {}
+    total = 0
+    for file in sorted(path.glob("model-*.safetensors")):
+        data = file.read_bytes()
+        (n,) = struct.unpack_from("<Q", data)
+        header = json.loads(data[8 : 8 + n])
+        del header["__metadata__"]
+        found |= dict.fromkeys(header, file.name)
+        assert len(data) == 8 + n + max(info["data_offsets"][1] for info in header.values())
+        total += len(data) - 8 - n
+    assert found == index["weight_map"]
+    assert total == index["metadata"]["total_size"]
+
+
+def test_patterns_expand_to_whole_grids_in_order_of_layers() -> None:
+    names = checkpoints.expand({"b.{0,2}.x.{9-10}.w": [2], "a": [1], "b.{1}.y": [3]})
+    assert names == [
+        ("a", (1,)),
+        ("b.0.x.9.w", (2,)),
+        ("b.0.x.10.w", (2,)),
+        ("b.1.y", (3,)),
+        ("b.2.x.9.w", (2,)),
+        ("b.2.x.10.w", (2,)),
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_stored_floats_are_the_nearest(dtype: str) -> None:
+    x = checkpoints.draw("key", "w", (64, 64))
+    kind, shape, data = checkpoints.encode(x, dtype)
+    if kind == "BF16":
+        back = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    else:
+        back = np.frombuffer(data, {"F16": "<f2", "F32": "<f4"}[kind]).astype(np.float32)
+    bound = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 0.0}[kind]
+    assert shape == x.shape
+    assert np.all(np.abs(back - x.ravel()) <= np.maximum(np.abs(x.ravel()), 2.0**-14) * bound)
+
+
+#: Relative errors of schemes, root mean square, of evenly spread weights.
+ERRORS = {"fp8": 0.04, "mxfp4": 0.15, "nvfp4": 0.13, "int8": 0.006, "packed": 0.08, "gptq": 0.09, "awq": 0.08}
+
+
+@pytest.mark.parametrize("name", [name for name in checkpoints.NAMES if checkpoints.describe(name).quantized])
+def test_quantized_weights_are_close_to_the_drawn_ones(name: str) -> None:
+    scheme = dict(checkpoints.describe(name).quantized or {})
+    method, bits = scheme.pop("method"), scheme.get("bits", 4)
+    stacked = method == "mxfp4" and not scheme.get("packed")
+    x = checkpoints.draw(name, "w", (2, 256, 64) if stacked else (128, 256))
+    options = {key: value for key, value in scheme.items() if key not in ("targets", "but")}
+    _, weights = quantized_checkpoints.METHODS[method](x, **options)
+    error = float(np.sqrt(((weights - x) ** 2).mean() / (x**2).mean()))
+    bound = 0.7 if method == "bitnet" else ERRORS[method] * 2.0 ** max(0, 4 - bits)
+    assert error < (bound * 2 if "E5M2" in scheme.get("codes", "") else bound)
+
+
+def test_words_are_a_stream_of_bits() -> None:
+    values = np.arange(64).reshape(2, 32) % 8
+    words = quantized_checkpoints._words(values, 3, 1).view(np.uint32)
+    streams = [sum(int(word) << 32 * i for i, word in enumerate(row)) for row in words]
+    assert [[stream >> 3 * i & 7 for i in range(32)] for stream in streams] == values.tolist()

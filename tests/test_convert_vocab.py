@@ -1,0 +1,134 @@
+"""Vocabularies that are not in a tokenizer.json, and pre-tokenizers that are not known by their hash."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drawn_checkpoints import moe_config, tokenizer, write_checkpoint
+
+from quantkit.checkpoint.vocab.nearest import nearest
+from quantkit.convert import ConvertOptions, convert
+from quantkit.errors import FormatError
+from quantkit.formats.gguf import open_gguf
+
+VOCAB = ConvertOptions(vocab_only=True)
+#: Of what convert_hf_to_gguf.py b11434 (mistral_common 1.13.1) makes of ``write_tekken``'s files.
+TEKKEN = "10805ca87b8132e4d56b11c8fd30ce0fb55904d81ef39c8378f161e8ca1b1297"
+
+
+def write_tekken(folder: Path, **more: Any) -> Path:
+    """Write a Llama without weights whose tokens are in a tekken.json, 600 of them, 30 special."""
+    folder.mkdir(parents=True)
+    config = {
+        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 600, "hidden_size": 64},
+        **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    rng = random.Random(5)
+    tokens = [bytes([i]) for i in range(256)]
+    while len(tokens) < 600:  # more than there are ids
+        new = rng.choice(tokens) + rng.choice(tokens)
+        if len(new) < 9 and new not in tokens:
+            tokens.append(new)
+    listed = [{"rank": i, "token_bytes": base64.b64encode(t).decode(), "token_str": None} for i, t in enumerate(tokens)]
+    sizes = {"num_vocab_tokens": 600, "default_vocab_size": 600, "default_num_special_tokens": 30}
+    data = {"config": {"pattern": r"\S+|\s+", "version": "v3", **sizes}, "vocab": listed}
+    (folder / "tekken.json").write_text(json.dumps({**data, **more}))
+    return folder
+
+
+def test_tekken_is_the_references(tmp_path: Path) -> None:
+    (path,) = convert(write_tekken(tmp_path / "Tiny-Tekken"), tmp_path / "x.gguf", None, VOCAB).paths
+    assert sha256(path.read_bytes()).hexdigest() == TEKKEN
+
+
+_A = base64.b64encode(b"a").decode()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"config": None}, "config"),
+        ({"config": {"default_vocab_size": 1 << 40, "default_num_special_tokens": 30}}, "default_vocab_size"),
+        ({"config": {"default_vocab_size": 600, "default_num_special_tokens": 590}}, "hold"),
+        ({"vocab": []}, "hold"),
+        ({"vocab": [{"rank": i, "token_bytes": _A} for i in range(600)]}, "token 0"),
+        ({"vocab": [{"rank": 0, "token_bytes": "?"}] * 600}, "Base64"),
+        ({"vocab": [7] * 600}, "Base64"),
+        ({"special_tokens": 7}, "special_tokens"),
+        ({"special_tokens": [{"token_str": "x"}, {"token_str": "x"}]}, "different"),
+        ({"special_tokens": [{"token_str": "x"}]}, "<s>"),
+    ],
+)
+def test_tekken_files_that_are_broken(tmp_path: Path, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(FormatError) as e:
+        convert(write_tekken(tmp_path / "m", **more), tmp_path / "x.gguf", None, VOCAB)
+    assert "tekken.json" in e.value.message
+    assert message in e.value.message
+
+
+def write_pairs(folder: Path, class_name: str | None) -> Path:
+    """Write a checkpoint with vocab.json and merges.txt instead of tokenizer.json."""
+    write_checkpoint(folder, moe_config(model_type="none"))
+    made = tokenizer()["model"]
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(made["vocab"]))
+    (folder / "merges.txt").write_text("#version: 0.2\nt h\n\n")
+    (folder / "added_tokens.json").write_text(json.dumps({"<|end|>": 95}))
+    said = {"tokenizer_class": class_name, "eos_token": "<|end|>", "unk_token": "<|end|>", "bos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2Tokenizer"])
+def test_vocab_json_and_merges(tmp_path: Path, name: str) -> None:
+    folder = write_pairs(tmp_path / "m", name)
+    more = {"pad_token": "<|end|>"}
+    given = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(given | more))
+    convert(folder, tmp_path / "x.gguf", None, replace(VOCAB, pre="gpt-2"))
+    with open_gguf(tmp_path / "x.gguf") as file:
+        tokens = file.get("tokenizer.ggml.tokens")
+        assert tokens[:3] == ["!", '"', "#"]
+        assert tokens[94:] == ["th", "<|end|>"]
+        assert file.get("tokenizer.ggml.merges") == ["t h"]
+        assert file.get("tokenizer.ggml.token_type")[94:] == [1, 3]
+
+
+def test_a_class_that_is_not_known(tmp_path: Path) -> None:
+    folder = write_pairs(tmp_path / "m", "MyTokenizer")
+    with pytest.raises(FormatError, match="class My; only for GPT2"):
+        convert(folder, tmp_path / "x.gguf", None, replace(VOCAB, pre="gpt-2"))
+
+
+def test_what_to_try_for_an_unknown_hash(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m")
+    with pytest.raises(FormatError, match=r"hash [0-9a-f]{64}.*--pre gpt-2 splits a difficult text as") as e:
+        convert(folder, tmp_path / "x.gguf", None, VOCAB)
+    assert "tokenizer.json" in e.value.message
+    made = tokenizer() | {"pre_tokenizer": {"type": "Digits", "individual_digits": True}}
+    (folder / "tokenizer.json").write_text(json.dumps(made))
+    with pytest.raises(FormatError, match=r"nearest is --pre \S+, which ends \d+%"):
+        convert(folder, tmp_path / "x.gguf", None, VOCAB)
+
+
+def test_the_nearest_splits_alike() -> None:
+    from itertools import accumulate
+
+    from quantkit.checkpoint.vocab.pre_hashes import TEXT
+    from quantkit.formats.tokenizer.pre import PRE
+    from quantkit.formats.tokenizer.split import Splitter
+
+    for name in ("gpt-2", "qwen2", "llama-bpe", "deepseek-v3", "tekken"):
+        ends = set(accumulate(map(len, Splitter(PRE[name].patterns).words(TEXT))))
+        share, names = nearest(ends, PRE[name].ignore_merges)
+        assert share == 1
+        assert name in names
+        assert PRE[names[0]].ignore_merges == PRE[name].ignore_merges

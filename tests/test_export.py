@@ -1,0 +1,100 @@
+"""The verb export: converted again, what it writes is the same model; what it cannot say is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drawn_checkpoints import write_checkpoint
+
+from quantkit.convert import ConvertOptions, convert
+from quantkit.errors import FormatError, QuantkitError, ResourceError, TypeNotSupported
+from quantkit.export import ExportOptions, export, plan_export
+from quantkit.formats.gguf import open_gguf
+from quantkit.formats.safetensors import read_checkpoint
+from quantkit.kernels import dequantize
+from quantkit.quantize import QuantizeOptions, quantize
+
+PRE = ConvertOptions(pre="gpt-2")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export")
+    convert(write_checkpoint(folder / "Small-Moe", shards=3), folder / "x.gguf", None, PRE)
+    return folder / "x.gguf"
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "300K"])
+def test_there_and_back(model: Path, tmp_path: Path, max_shard_size: str) -> None:
+    export(model, tmp_path / "back", ExportOptions(max_shard_size=max_shard_size))
+    convert(tmp_path / "back", tmp_path / "y.gguf", None, PRE)
+    with open_gguf(model) as a, open_gguf(tmp_path / "y.gguf") as b:
+        assert a.tensors.keys() == b.tensors.keys()
+        for name, t in a.tensors.items():
+            assert (t.type, t.shape) == (b.tensors[name].type, b.tensors[name].shape)
+            assert a.data(name).tobytes() == b.data(name).tobytes()
+        own = [key for key in a.fields if not key.startswith("general.")]
+        assert {key: a.fields[key].encode() for key in own} == {key: b.fields[key].encode() for key in own}
+
+
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K_M", "Q4_0_R8"])
+def test_quantized_values_are_decoded(model: Path, tmp_path: Path, type_name: str) -> None:
+    quantize(model, tmp_path / "q.gguf", type_name, QuantizeOptions(no_provenance=True))
+    export(tmp_path / "q.gguf", tmp_path / "back", ExportOptions(outtype="f32"))
+    convert(tmp_path / "back", tmp_path / "y.gguf", None, ConvertOptions(pre="gpt-2", outtype="f32"))
+    with open_gguf(tmp_path / "q.gguf") as a, open_gguf(tmp_path / "y.gguf") as b:
+        for name, t in a.tensors.items():
+            rows = a.data(name).reshape(-1, t.type.row_bytes(t.shape[0]))
+            values = dequantize(rows, t.type, t.shape[0]).reshape(-1)
+            assert np.array_equal(values, b.data(name).view(np.float32)), name
+
+
+def test_memory_threads_and_shards_do_not_matter(model: Path, tmp_path: Path) -> None:
+    for no, ram in enumerate(("16M", "512M")):
+        export(model, tmp_path / str(no), max_ram=ram, threads=1 + no)
+    assert (tmp_path / "0/model.safetensors").read_bytes() == (tmp_path / "1/model.safetensors").read_bytes()
+    assert len(read_checkpoint(tmp_path / "0")) == 1
+
+
+def test_what_is_there_is_kept(model: Path, tmp_path: Path) -> None:
+    export(model, tmp_path / "back")
+    with pytest.raises(ResourceError, match="overwrite"):
+        export(model, tmp_path / "back")
+    export(model, tmp_path / "back", overwrite=True)
+    (tmp_path / "back/model-00001-of-00002.safetensors").write_bytes(b"")
+    with pytest.raises(ResourceError, match="would be taken for it"):
+        export(model, tmp_path / "back", overwrite=True)
+
+
+def test_a_failed_export_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    data = bytearray(model.read_bytes())
+    with open_gguf(model) as file:
+        at = file.tensors["blk.0.ffn_down_exps.weight"].offset
+    data[at : at + 2] = np.array([0x7F80], np.uint16).tobytes()
+    broken.write_bytes(data)
+    with pytest.raises(QuantkitError, match="finite"):
+        export(broken, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_what_cannot_be_exported(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(TypeNotSupported, match="not exported as LlamaForCausalLM"):
+        plan_export(model, tmp_path / "back", ExportOptions(architecture="LlamaForCausalLM"))
+    quantize(model, tmp_path / "key.gguf", "BF16", QuantizeOptions(override_kv=("qwen3moe.expert_odd=int:3",)))
+    with pytest.raises(TypeNotSupported, match="expert_odd = 3 cannot be said"):
+        plan_export(tmp_path / "key.gguf", tmp_path / "back")
+    quantize(model, tmp_path / "heads.gguf", "BF16", QuantizeOptions(override_kv=("qwen3moe.expert_count=int:3",)))
+    with pytest.raises(FormatError, match="not that of 3 experts"):
+        plan_export(tmp_path / "heads.gguf", tmp_path / "back")
+
+
+def test_the_configuration(model: Path, tmp_path: Path) -> None:
+    config = json.loads(plan_export(model, tmp_path / "back").files["config.json"])
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert config["num_experts"] == 4
+    assert config["rms_norm_eps"] == 1e-6
+    assert config["norm_topk_prob"] is True
