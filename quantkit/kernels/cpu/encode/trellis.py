@@ -521,6 +521,7 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
     _scanned_scales(ratios)
     for i in range(books * lines_ranked):
         store(address(scratch), points.LINES + 4 * i, I32(i))
+    store(address(scratch), points.ONE, 1)
     largest_weight = np.float64(_top(weights))
     top = largest_weight if largest_weight > 0 else 1.0
     for row in range(row0, row1):

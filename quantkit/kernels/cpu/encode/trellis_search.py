@@ -63,9 +63,10 @@ F, I32 = np.float32, np.int32
 SURVIVORS, MOST, NUMBER, FARTHEST = 16, 0x7FFFFFFF, 12, F(140)
 
 #: Offsets into a group's part of the scratch: a query; lists of families, of cells; survivors; their levels.
-#: After the parts of 8 groups: the list of lines that are ranked first.
+#: After the parts of 8 groups: the list of lines that are ranked first; a 1 of 64 bits. Numbers of turns are times that,
+#: read from memory, so that LLVM keeps loops, whose bodies would take several times the cache of instructions.
 QUERY, FAMILIES, CELLS, POINTS, WORDS, PART = 0, 64, 320, 576, 704, 832
-LINES, SCRATCH = 8 * PART, 8 * PART + 256
+LINES, ONE, SCRATCH = 8 * PART, 8 * PART + 256, 8 * PART + 320
 
 lanes16 = make_constant(i32x16, range(16), "trellis_lanes")
 i16x4 = VecType(types.int16, 4)
@@ -276,22 +277,24 @@ def search(book, sign, inverse, x, w, lines, s, kept, width):
     2 P, Q and the places of ``width`` points, of which these are SURVIVORS; P is that of sign * x. Each step is done
     for all groups, so that none waits for its own result.
     """
+    one = load(types.int64, s, ONE)
+    end = s + PART * (32 // size) * one
     for group in range(32 // size):
         at = 4 * size * group
         y = vmax(vmin(load(floats, x, at) * inverse, FARTHEST), -FARTHEST)
         query_prepared(y, load(floats, w, at), s + PART * group)
     first = s + LINES + 4 * book * (lines_of_families if lines_of_families > 0 else lines_of_cells)
     if lines_of_families > 0:
-        for t in range(s, s + PART * (32 // size), PART):
+        for t in range(s, end, PART):
             rank_families(lines[2], first, lines_of_families, t, FAMILIES)
-        for t in range(s, s + PART * (32 // size), PART):
-            rank_cells(lines[1], t + FAMILIES, 16 * family_depth, t, CELLS)
+        for t in range(s, end, PART):
+            rank_cells(lines[1], t + FAMILIES, 16 * family_depth * one, t, CELLS)
     else:
-        for t in range(s, s + PART * (32 // size), PART):
-            rank_cells(lines[1], first, lines_of_cells, t, CELLS)
-    for t in range(s, s + PART * (32 // size), PART):
-        rank_points(lines[0], t + CELLS, 16 * cell_depth, t, POINTS)
-    for group in range(32 // size):
+        for t in range(s, end, PART):
+            rank_cells(lines[1], first, lines_of_cells * one, t, CELLS)
+    for t in range(s, end, PART):
+        rank_points(lines[0], t + CELLS, 16 * cell_depth * one, t, POINTS)
+    for group in range(32 // size * one):
         at = 4 * size * group
         points_rated(lines[0], x + at, w + at, s + PART * group, sign, kept + 12 * width * group, width)
 
