@@ -53,11 +53,11 @@ MARGINS: dict[str, tuple[float, float]] = {
     "IQ3_KT+imatrix golden": (1.0, 1.06),
     "IQ3_KT+imatrix laplace": (1.0, 1.05),
     "IQ3_KT+imatrix t3": (1.0, 1.03),
-    "IQ4_KT golden": (1.0, 1.12),
+    "IQ4_KT golden": (1.0, 1.10),
     "IQ4_KT laplace": (1.0, 1.10),
-    "IQ4_KT outliers": (1.0, 1.04),
-    "IQ4_KT t3": (1.0, 1.04),
-    "IQ4_KT+imatrix laplace": (1.0, 1.10),
+    "IQ4_KT t3": (1.0, 1.06),
+    "IQ4_KT+imatrix golden": (1.0, 1.19),
+    "IQ4_KT+imatrix laplace": (1.0, 1.14),
     "IQ4_KT+imatrix t3": (1.0, 1.04),
 }
 #: Random rows: kinds of values; length and number of rows.

@@ -8,7 +8,8 @@ possible, so it is not repeated here. This one:
 1. guesses the scale of 32 values from their fourth powers;
 2. finds the points near them for scales around the guess, either sign, either codebook: the more searches, and the
    deeper, the more of a row's error these values make; where they make most of it, all points are ranked; and from the
-   points the error of 32 values as a curve over the scale, in long rows for some of them;
+   points the error of 32 values as a curve over the scale, in long rows for some of them; IQ4_KT searches the better
+   codebook of either sign once more, where the curve is lowest;
 3. chooses the scale d of the row for which the levels of scales cost the least on all curves: the cheapest, or, where
    few values make the error and curves say little, the best of many;
 4. chooses levels and points among those found, fits d to them, and again while the error falls; IQ3_KT and IQ4_KT
@@ -357,8 +358,9 @@ deeply_searched: Any = None
 scanned: Any = None
 few = some = 1
 much, very_much = 2.0, 4.0
-#: Binding: whether levels depend on the curve.
-every_curve = False
+#: Bindings: whether levels depend on the curve; whether the better codebook of either sign, where values were searched
+#: for once, is searched again, around the scale at which its error is least.
+every_curve = again = False
 
 
 def survey(x, w, n, guesses, energies, lines, s, kept, curves, filled, ratios, step, counted):
@@ -373,31 +375,43 @@ def survey(x, w, n, guesses, energies, lines, s, kept, curves, filled, ratios, s
     for b in range(n // 32):
         at, xb, wb, center = kept + part * signs * books * b, x + 128 * b, w + 128 * b, guesses[b]
         energy = np.float64(energies[b]) if center > F(0) else 0.0
+        count = slots - 1
         if energy > HEAVY * total:
-            filled[b] = slots - 1
             scanned(xb, wb, center, lines, s, at, ratios)
         elif energy > min(DEEP * total, very_much * mean):
-            filled[b] = slots - 1
             deeply_searched(xb, wb, center, slots - 1, lines, s, at)
         else:
             searches = some if energy > much * mean else few
-            filled[b] = searches * spread
+            count = searches * spread
             searched_around(xb, wb, center if center > F(0) else F(1), searches, lines, s, at)
+        for c in range(signs * books):
+            filled[signs * books * b + c] = count
         # Few values that weigh much can make the error of a long row: all of them count.
         counted[b] = F(1) if energy > much * mean else F(step) if b % step == 0 else F(0)
         if counted[b] == F(0) and not every_curve:
             continue
         for side in range(signs):
-            least = splat(f32x16, F(0))
+            least, lowest, better = splat(f32x16, F(0)), F(3e38), 0
             for book in range(books):
                 of = at + part * (side * books + book)
-                found = points.errors(of, groups, points.SURVIVORS * slots, filled[b], grid() * guesses[b])
+                found = points.errors(of, groups, points.SURVIVORS * slots, count, grid() * center)
                 least = found if book == 0 else vmin(found, least)
+                if hmin(found) < lowest:
+                    lowest, better, scale = hmin(found), book, center * extract(grid(), best_lane(found))
+            if again and count == spread and center > F(0):
+                of, sign = at + part * (side * books + better), F(1) if side == 0 else F(-1)
+                search(
+                    better, sign, sign / scale, xb, wb, lines, s, of + 4 * points.SURVIVORS * spread,
+                    points.SURVIVORS * slots,
+                )  # fmt: skip
+                filled[signs * books * b + side * books + better] += spread
+                found = points.errors(of, groups, points.SURVIVORS * slots, 2 * spread, grid() * center)
+                least = vmin(found, least)
             store(curves, CURVES * b + CURVES // 2 * side, least)
 
 
 @inline
-def _best_level(guess, d, count, kept, curves):
+def _best_level(guess, d, filled, first, kept, curves):
     """Return the level of the scale of 32 values with the least error, and its sign and codebook as an index."""
     lowest, level, combination = F(3e38), F(0), 0
     for side in range(signs):
@@ -407,6 +421,7 @@ def _best_level(guess, d, count, kept, curves):
         scales = levels * (d * sign)
         for book in range(books):
             of = kept + part * (side * books + book)
+            count = filled[first + side * books + book]
             found = points.errors(of, groups, points.SURVIVORS * slots, count, vmax(scales, F(0)))
             found = select(scales < F(0), F(3e38), found)
             if hmin(found) < lowest:
@@ -428,15 +443,17 @@ def choose(x, w, n, d, first, last, guesses, curves, lines, s, kept, filled, lev
     width = points.SURVIVORS * slots
     for b in range(n // 32):
         at, xb, wb = kept + part * signs * books * b, x + 128 * b, w + 128 * b
-        level, combination = best_level(guesses[b], d, filled[b], at, curves + CURVES * b)
+        begin = signs * books * b
+        level, combination = best_level(guesses[b], d, filled, begin, at, curves + CURVES * b)
         scale = abs(level * d)
         if first and (scale > F(1.65) * guesses[b] or scale < F(0.6) * guesses[b]) and scale > F(0):
-            filled[b] = 1
+            for c in range(begin, begin + signs * books):
+                filled[c] = 1
             deeply_searched(xb, wb, scale, 1, lines, s, at)
-            level, combination = best_level(guesses[b], d, 1, at, curves + CURVES * b)
+            level, combination = best_level(guesses[b], d, filled, begin, at, curves + CURVES * b)
             scale = abs(level * d)
         levels[b], combinations[b] = level, combination
-        of, count = at + part * combination, filled[b]
+        of, count = at + part * combination, filled[begin + combination]
         if polished and last and scale > F(0) and count < slots:
             sign = F(-1) if combination >= books else F(1)
             search(combination % books, sign, sign / scale, xb, wb, lines, s, of + 4 * points.SURVIVORS * count, width)
@@ -512,7 +529,7 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
     xs, ws = np.empty(n, np.float32), np.empty(n, np.float32)
     guesses, energies = np.empty(count, np.float32), np.empty(count, np.float32)
     counted = np.empty(count, np.float32)
-    curves, filled = np.zeros(count * (CURVES // 4) + 16, np.float32), np.empty(count, np.int64)
+    curves, filled = np.zeros(count * (CURVES // 4) + 16, np.float32), np.empty(count * signs * books, np.int64)
     kept = np.empty(count * part * signs * books + 64, np.uint8)
     levels, combinations = np.empty((2, count), np.float32), np.empty((2, count), np.int64)
     scales, costs = np.empty(64, np.float32), np.empty(64, np.float32)
@@ -591,6 +608,8 @@ def _ranks(name: str, size: int, bias: int, coarse: bool) -> dict[str, Any]:
         points.prepare_fine, name, size=size, floats=floats, shorts_of=i16x8 if size == 8 else points.i16x4,
         paired=points.even_odd if size == 8 else points.in_order,
     )  # fmt: skip
+    if size == 4:
+        prepared = specialize(points.prepare_both, name, prepare_4=prepared, largest=F(64))
     return {
         "query_of": points.fine_query8 if size == 8 else points.fine_query4, "query_prepared": prepared,
         "score": specialize(points.fine_score, name, fine_sums=sums), "fine_sums": sums,
@@ -606,9 +625,13 @@ def _rated(name: str, size: int, bias: int, spread: int) -> dict[str, Any]:
     levels = specialize(points.levels8, name, bias=bias) if size == 8 else points.levels4
     rated = specialize(
         points.rate_points, f"{name}_{spread}", helper,
-        size=size, line_bytes=256 if size == 8 else 128, levels=levels, spread=spread,
+        size=size, levels=levels, spread=spread,
     )  # fmt: skip
-    return {"size": size, "floats": f32x8 if size == 8 else f32x4, "points_rated": rated}
+    gathered = specialize(
+        points.gather_points, f"{name}_{spread}", helper, line_bytes=256 if size == 8 else 128, spread=spread
+    )
+    floats = f32x8 if size == 8 else f32x4
+    return {"size": size, "floats": floats, "points_gathered": gathered, "points_rated": rated}
 
 
 def _search(
@@ -617,9 +640,10 @@ def _search(
     """Return ``points.search`` for codebooks of ``count`` points; ``depths``: families, cells of a lane that stay."""
     ranks, families = _ranks(name, size, bias, coarse), count // 4096 if depths[0] else 0
     kinds = _bound(ranks, "query_of", "score")
+    tree = kinds if size == 8 else {"query_of": points.coarse_query4, "score": points.coarse_score4}
     steps = {
-        f"rank_{step}": specialize(points.rank, f"{name}_{depth}", helper, depth=depth, **kinds)
-        for step, depth in (("families", max(depths[0], 1)), ("cells", depths[1]), ("points", 1))
+        f"rank_{step}": specialize(points.rank, f"{name}_{step}_{depth}", helper, depth=depth, **of)
+        for step, depth, of in (("families", max(depths[0], 1), tree), ("cells", depths[1], tree), ("points", 1, kinds))
     }
     if spread == 2:
         kinds = _bound(ranks, "query_of", "fine_sums")
@@ -644,8 +668,8 @@ def _scan(name: str, count: int, size: int, bias: int) -> Any:
 def _encoder(
     name: str, count: int, size: int, put: Any, levels: Any, *,
     largest: int, depths: tuple[int, int], deep: tuple[int, int], searches: tuple[int, int, int],
-    coarse: bool = False, much: float = 2.0, very_much: float = 4.0, spread: int = 1, polished: bool = False,
-    signs: int = 2, books: int = 1, stretch: float = 1.0,
+    coarse: bool = False, again: bool = False, much: float = 2.0, very_much: float = 4.0, spread: int = 1,
+    polished: bool = False, signs: int = 2, books: int = 1, stretch: float = 1.0,
 ) -> Encoder:  # fmt: skip
     """Return the encoder of a type: codebooks of ``count`` points; the functions and numbers that differ.
 
@@ -662,7 +686,7 @@ def _encoder(
         survey, suffix, helper, deeply_searched=deeply_searched, **shared, few=searches[0], some=searches[1],
         searched_around=specialize(search_around, suffix, search=around, spread=spread, **sides), spread=spread,
         scanned=specialize(scan_around, suffix, scan=_scan(suffix, count, size, bias), **sides),
-        much=much, very_much=very_much, every_curve=levels is wide_levels,
+        much=much, very_much=very_much, every_curve=again or levels is wide_levels, again=again, search=around,
     )  # fmt: skip
     cost = specialize(
         cost_of_wide if levels is wide_levels else cost_of_levels, suffix, helper, levels_near=levels, signs=signs
@@ -703,6 +727,6 @@ encode_iq3_kt = _encoder(
     spread=2, polished=True, signs=1, very_much=2.0,
 )  # fmt: skip
 encode_iq4_kt = _encoder(
-    "IQ4_KT", 32768, 4, put_iq4_kt, wide_levels, largest=64, depths=(2, 2), deep=(2, 3), searches=(2, 2, 4),
-    spread=2, polished=True, books=2,
+    "IQ4_KT", 32768, 4, put_iq4_kt, wide_levels, largest=64, depths=(2, 2), deep=(2, 3), searches=(1, 2, 4),
+    spread=2, polished=True, books=2, again=True,
 )  # fmt: skip

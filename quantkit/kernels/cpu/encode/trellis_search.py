@@ -5,8 +5,8 @@ Q = sum(w v v). A search for one d (*center*):
 
 1. ranks the centers of all families by that error in integers, of 8 bits (weights of 7) or 16; the best few of each
    lane stay;
-2. ranks the centers of the cells of these families likewise, and the points of these cells: the best of each lane
-   remains, or the best for two scales around d;
+2. ranks the centers of the cells of these families likewise, and the points of these cells (of 4 values: in 16 bits,
+   centers in 8): the best of each lane remains, or the best for two scales around d;
 3. computes P and Q of these in f32. Any scale, the best of them for it: three operations a point.
 
 A scan ranks all points, for 16 scales: where the weights of 8 values differ a lot, as beside outliers, a tree loses the
@@ -31,6 +31,7 @@ from quantkit.kernels.cpu.core.simd import (
     dot2,
     dot4,
     extract,
+    f32x4,
     f32x8,
     f32x16,
     hmax,
@@ -63,13 +64,13 @@ F, I32 = np.float32, np.int32
 SURVIVORS, MOST, NUMBER, FARTHEST = 16, 0x7FFFFFFF, 12, F(140)
 
 #: Offsets into a group's part of the scratch: a query; lists of families, of cells; survivors; their levels.
-#: After the parts of 8 groups: the list of lines that are ranked first; a 1 of 64 bits. Numbers of turns are times that,
-#: read from memory, so that LLVM keeps loops, whose bodies would take several times the cache of instructions.
-QUERY, FAMILIES, CELLS, POINTS, WORDS, PART = 0, 64, 320, 576, 704, 832
-LINES, ONE, SCRATCH = 8 * PART, 8 * PART + 256, 8 * PART + 320
+#: After the parts of 8 groups: the list of lines that are ranked first; a 1 of 64 bits. Numbers of turns are times it,
+#: read from memory, so that LLVM keeps loops, which it would unroll to several times the cache of instructions.
+QUERY, FAMILIES, CELLS, POINTS, WORDS, PART = 0, 64, 320, 576, 704, 960
+COARSE, LINES, ONE, SCRATCH = 32, 8 * PART, 8 * PART + 256, 8 * PART + 320
 
 lanes16 = make_constant(i32x16, range(16), "trellis_lanes")
-i16x4 = VecType(types.int16, 4)
+i8x4, i16x4 = VecType(types.int8, 4), VecType(types.int16, 4)
 even_odd = make_shuffle([0, 2, 1, 3, 4, 6, 5, 7], "trellis_even_odd")
 in_order = make_shuffle([0, 1, 2, 3], "trellis_in_order")
 
@@ -96,6 +97,36 @@ def prepare_coarse(y, weights, s):
     a = vmax(vmin(convert(f32x8, u) * y * F(-1 / 32), largest), -largest)
     store(s, QUERY, convert(i8x8, nearest_int(a)))
     store(s, QUERY + 8, convert(i8x8, u))
+
+
+#: Binding of ``prepare_both``.
+prepare_4: Any = None
+
+
+@inline
+def prepare_both(y, weights, s):
+    """Store the coarse query of 4 values, and the fine one."""
+    prepare_4(y, weights, s)
+    top = max(hmax(weights) * F(1 / 64), hmax(weights * vabs(y)) * (F(1 / 32) / largest))
+    factor = F(1) / top if top > F(1e-33) else F(0)
+    u = nearest_int(weights * factor)
+    a = vmax(vmin(convert(f32x4, u) * y * F(-1 / 32), largest), -largest)
+    store(s, COARSE, convert(i8x4, nearest_int(a)))
+    store(s, COARSE + 4, convert(i8x4, u))
+
+
+@inline
+def coarse_query4(s):
+    """Return the words of a coarse query of 4 values."""
+    a, b = _word(s, COARSE), _word(s, COARSE + 4)
+    return cast(i8x64, a), cast(i8x64, b)
+
+
+@inline
+def coarse_score4(lines, number, query):
+    """Return the errors of a line of 16 points of 4 values."""
+    at, (a, b) = 128 * number, query
+    return dot4(dot4(splat(i32x16, 0), load(u8x64, lines, at), a), load(u8x64, lines, at + 64), b)
 
 
 @inline
@@ -243,17 +274,22 @@ levels: Any = None
 spread = 1
 
 
-def rate_points(lines, x, w, s, sign, kept, width):
-    """Compute 2 P, of x or -x, and Q of the 32 points listed, and keep them and where the points are."""
+def gather_points(lines, s):
+    """Copy the levels of the points listed: long before they are read as vectors, which waits for such small stores."""
+    for i in range(0, 4 * SURVIVORS * spread, 4):
+        place = load(types.int32, s, POINTS + i)
+        at, to = (place >> 4) * line_bytes + 4 * (place & 15), WORDS + i + (i // 64) * 64
+        store(s, to, load(types.uint32, lines, at))
+        store(s, to + 64, load(types.uint32, lines, at + 64))
+
+
+def rate_points(x, w, s, sign, kept, width):
+    """Compute 2 P, of x or -x, and Q of the points gathered, and keep them and where the points are."""
     for half in range(0, 4 * SURVIVORS * spread, 64):
-        for i in range(0, 64, 4):
-            place = load(types.int32, s, POINTS + half + i)
-            at = (place >> 4) * line_bytes + 4 * (place & 15)
-            store(s, WORDS + i, load(types.uint32, lines, at))
-            store(s, WORDS + 64 + i, load(types.uint32, lines, at + 64))
         p = q = splat(f32x16, F(0))
         for j in range(size):
-            v = convert(f32x16, levels(load(u32x16, s, WORDS + 64 * (j // (size // 2))), j))
+            words = load(u32x16, s, WORDS + 2 * half + 64 * (j // (size // 2)))
+            v = convert(f32x16, levels(words, j))
             wv = v * load(types.float32, w, 4 * j)
             p, q = p + wv * load(types.float32, x, 4 * j), q + wv * v
         store(kept, half, p * (sign + sign))
@@ -267,6 +303,7 @@ query_prepared: Any = None
 rank_families: Any = None
 rank_cells: Any = None
 rank_points: Any = None
+points_gathered: Any = None
 points_rated: Any = None
 
 
@@ -294,9 +331,11 @@ def search(book, sign, inverse, x, w, lines, s, kept, width):
             rank_cells(lines[1], first, lines_of_cells * one, t, CELLS)
     for t in range(s, end, PART):
         rank_points(lines[0], t + CELLS, 16 * cell_depth * one, t, POINTS)
+    for t in range(s, end, PART):
+        points_gathered(lines[0], t)
     for group in range(32 // size * one):
         at = 4 * size * group
-        points_rated(lines[0], x + at, w + at, s + PART * group, sign, kept + 12 * width * group, width)
+        points_rated(x + at, w + at, s + PART * group, sign, kept + 12 * width * group, width)
 
 
 #: Bindings of ``scan``: all lines of a codebook.
@@ -344,7 +383,8 @@ def scan(book, sign, inverse, x, w, lines, s, kept, width, ratios):
         query_prepared(load(floats, x, at) * inverse, load(floats, w, at), t)
         for i in range(0, 64, 16):
             scan_four(lines[0], book * all_lines, ratios + i, t, POINTS + i)
-        points_rated(lines[0], x + at, w + at, t, sign, kept + 12 * width * group, width)
+        points_gathered(lines[0], t)
+        points_rated(x + at, w + at, t, sign, kept + 12 * width * group, width)
 
 
 @inline
