@@ -1,4 +1,4 @@
-"""Measure delta nets and attention: prompts in GFLOP/s of the f32 peak, generation in GB/s of the read bandwidth.
+"""Measure recurrent layers and attention: prompts in GFLOP/s of the f32 peak, generation in GB/s of the read bandwidth.
 
     benchmarks/bench_attention.py [--threads 1,2] [--rounds 15]
 
@@ -24,7 +24,7 @@ from quantkit.kernels.cpu.attention.attention_tiles import outer, store_tile, ze
 from quantkit.kernels.cpu.core.simd import f32x16, hsum, load, prefetch, splat, store
 from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of, arg, first_of, operation
 from quantkit.kernels.cpu.core.team import Team
-from quantkit.kernels.cpu.layer.recurrent import convolve, delta_net
+from quantkit.kernels.cpu.layer.recurrent import convolve, delta_net, ssm_scan
 from quantkit.kernels.parameters import MASKS
 from quantkit.types import BY_NAME
 
@@ -141,7 +141,7 @@ def prompts(team: Team, top: float, rounds: int, only: str) -> None:
             batch, tape = layer(team, shape, kind, 2048, 2048)
             cells = []
             for n in (128, 512, 2048):
-                batch.set(np.zeros(n))
+                batch.set(np.zeros(n), np.arange(n) + 1)
                 flops = 2 * shape[0] * (shape[2] + shape[3]) * n * (n + 1) / 2
                 rate = flops / fastest(tape.run, rounds, team.threads) / 1e9
                 cells.append(f"{rate:6.1f} ({rate / top:4.0%})")
@@ -165,7 +165,9 @@ def generation(team: Team, bandwidth: float, rounds: int, only: str) -> None:
 
 
 def recurrent(team: Team, rounds: int) -> None:
-    """Measure Qwen3-Next's gated delta net (16 key, 32 value heads, 128 x 128) and convolution (8192 wide)."""
+    """Measure Qwen3-Next's gated delta net (16 key, 32 value heads, 128 x 128) and convolution (8192 wide), and the
+    scan of Granite 4 H Tiny (48 heads of 64, a state of 128).
+    """
     rng, n_max = np.random.default_rng(1), 512
     batch = Batch(team, n_max)
     q, k, v, x, out = (rng.normal(0, 0.05, (n_max, w)).astype(np.float32) for w in (2048, 2048, 4096, 8192, 8192))
@@ -179,12 +181,19 @@ def recurrent(team: Team, rounds: int) -> None:
     shape = {"n_k_head": 16, "n_v_head": 32, "head_k": 128, "head_v": 128, "scale": 128**-0.5, "tiled": 0}
     delta = delta_net.block(batch=batch.address, **{name: address_of(a) for name, a in named.items()}, **shape)
     named = {"x": x, "out": out, "weight": weight, "state": taps}
-    conv = convolve.block(batch=batch.address, **{name: address_of(a) for name, a in named.items()}, taps=4, width=8192)
+    addresses = {name: address_of(a) for name, a in named.items()}
+    conv = convolve.block(batch=batch.address, **addresses, bias=0, taps=4, width=8192)
+    a, d, bias = np.full(48, -1.0, np.float32), np.ones(48, np.float32), np.full(48, -2.0, np.float32)
+    named = {"x": x, "z": v, "b": q, "c": k, "dt": np.ones((n_max, 48), np.float32), "dt_bias": bias, "a": a, "d": d}
+    named |= {"out": out, "state": np.zeros(48 * 128 * 64, np.float32)}
+    addresses = {name: address_of(of) for name, of in named.items()}
+    scan = ssm_scan.block(batch=batch.address, **addresses, n_head=48, n_group=1, head=64, d_state=128)
+    flops = {delta_net: 32 * 128 * 128 * 7, ssm_scan: 48 * 128 * 64 * 5}
     for n in (1, n_max):
-        batch.set(np.zeros(n))
-        for operation_, block in ((delta_net, delta), (convolve, conv)):
+        batch.set(np.zeros(n), np.arange(n) + 1)
+        for operation_, block in ((delta_net, delta), (convolve, conv), (ssm_scan, scan)):
             seconds = fastest(Tape(team, batch, [(operation_, block)]).run, rounds, team.threads)
-            rate = f", {n * 32 * 128 * 128 * 7 / seconds / 1e9:.0f} GFLOP/s" if operation_ is delta_net else ""
+            rate = f", {n * flops[operation_] / seconds / 1e9:.0f} GFLOP/s" if operation_ in flops else ""
             print(
                 f"{team.threads}T {operation_.name:9} {n:4} tokens: {seconds / n * 1e6:7.1f} us a token{rate}",
                 flush=True,

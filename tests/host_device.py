@@ -40,6 +40,8 @@ FLAGS = [
     "-fno-sanitize-recover=all",
     "-DQUANTKIT_HOST",
 ]
+#: A library finds those it needs beside itself, so a copied or moved cache never names a folder that is gone.
+RUNPATH = "-Wl,-rpath,$ORIGIN:$ORIGIN/../cuda-host"
 
 
 def compiler() -> str | None:
@@ -75,7 +77,7 @@ def digest(text: str, *more: object) -> str:
 
 def build(text: str, arch: int = 900, *libraries: Path) -> Path:
     """Compile C++ text to a library, linked to others, once for each version of what it is made of."""
-    library = CACHE / f"{digest(text, version(), FLAGS, arch, *(path.name for path in libraries))}.so"
+    library = CACHE / f"{digest(text, version(), FLAGS, RUNPATH, arch, *(path.name for path in libraries))}.so"
     if library.exists():
         return library
     flags = [*FLAGS, f"-DQUANTKIT_HOST_ARCH={arch}", f"-I{SOURCES}", f"-I{SHIM}"]
@@ -94,7 +96,8 @@ def make_library(library: Path, text: str, flags: Sequence[str], libraries: Sequ
             header = Path(folder) / name
             header.parent.mkdir(exist_ok=True)
             header.write_text(generated)
-        arguments = [command, *flags, f"-I{folder}", str(unit), *map(str, libraries), "-o", str(made)]
+        flags = [*flags, f"-I{folder}", f"-Wl,-soname,{library.name}", RUNPATH]
+        arguments = [command, *flags, str(unit), *map(str, libraries), "-o", str(made)]
         done = subprocess.run(arguments, capture_output=True, text=True)
         assert done.returncode == 0, f"{done.stderr[-6000:]}\n{text[:300]}"
         made.rename(library)

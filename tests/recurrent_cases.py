@@ -1,4 +1,4 @@
-"""Convolution and the gated delta rule: what they are in float64, batch after batch, for the CPU and CUDA devices."""
+"""Convolution, the gated delta rule and the scan: what they are in float64, batch by batch, for the CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -36,10 +36,14 @@ class Convolution:
 
     width: int
     taps: int
+    biased: bool = False
 
     def __post_init__(self) -> None:
-        self.weight = np.random.default_rng(self.width).normal(0, 1, (self.width, self.taps)).astype(np.float32)
-        self.slots: dict[str, Any] = {"taps": self.taps, "width": self.width}
+        rng = np.random.default_rng(self.width)
+        self.weights = {"weight": rng.normal(0, 1, (self.width, self.taps)).astype(np.float32)}
+        if self.biased:
+            self.weights["bias"] = rng.normal(0, 1, self.width).astype(np.float32)
+        self.slots: dict[str, Any] = {"taps": self.taps, "width": self.width} | ({} if self.biased else {"bias": 0})
         self.widths, self.n_out, self.empty = {"x": self.width}, self.width, np.zeros((self.taps - 1, self.width))
 
     def draw(self, rng: np.random.Generator, n: int) -> Arrays:
@@ -48,7 +52,7 @@ class Convolution:
     def step(self, state: Any, x: Any) -> tuple[Any, Any]:
         """Return the state and out after one token."""
         rows = np.vstack([state, x])
-        return rows[1:], (rows * self.weight.T).sum(0)
+        return rows[1:], (rows * self.weights["weight"].T).sum(0) + self.weights.get("bias", 0)
 
 
 @dataclass
@@ -62,6 +66,7 @@ class DeltaRule:
 
     def __post_init__(self) -> None:
         n_k, n_v = self.heads
+        self.weights: Arrays = {}
         self.slots: dict[str, Any] = {"n_k_head": n_k, "n_v_head": n_v, "head_k": self.head_k, "head_v": self.head_v}
         self.slots |= {"tiled": int(self.tiled), "scale": self.head_k**-0.5}
         keys, values = n_k * self.head_k, n_v * self.head_v
@@ -88,6 +93,45 @@ class DeltaRule:
         return s, np.einsum("hkv,hk->hv", s, q * np.float32(self.head_k**-0.5)).reshape(-1)
 
 
+@dataclass
+class Scan:
+    """Mamba 2's scan of n_group groups of heads; its state is S of every head."""
+
+    groups: tuple[int, int]
+    head: int
+    d_state: int
+
+    def __post_init__(self) -> None:
+        n_group, n_head = self.groups
+        rng = np.random.default_rng(n_head)
+        drawn = {
+            "dt_bias": rng.normal(-2, 3, n_head),
+            "a": -np.exp(rng.normal(0, 1, n_head)),
+            "d": rng.normal(1, 1, n_head),
+        }
+        self.weights: Arrays = {name: x.astype(np.float32) for name, x in drawn.items()}
+        self.slots: dict[str, Any] = {"n_head": n_head, "n_group": n_group, "head": self.head, "d_state": self.d_state}
+        shared, self.n_out = n_group * self.d_state, n_head * self.head
+        self.widths = {"x": self.n_out, "z": self.n_out, "dt": n_head, "b": shared, "c": shared}
+        self.empty = np.zeros((n_head, self.d_state, self.head))
+
+    def draw(self, rng: np.random.Generator, n: int) -> Arrays:
+        return {name: rng.normal(0, 1, (n, width)).astype(np.float32) for name, width in self.widths.items()}
+
+    def step(self, state: Any, x: Any, z: Any, dt: Any, b: Any, c: Any) -> tuple[Any, Any]:
+        """Return S of all heads and out, after one token."""
+        n_group, n_head = self.groups
+        at, x = np.arange(n_head) // (n_head // n_group), x.reshape(n_head, -1).astype(np.float64)
+        b, c = (v.reshape(n_group, -1)[at].astype(np.float64) for v in (b, c))
+        dt = np.logaddexp(0, dt.astype(np.float64) + self.weights["dt_bias"])
+        s = state * np.exp(dt * self.weights["a"])[:, None, None] + b[:, :, None] * (x * dt[:, None])[:, None, :]
+        y = (np.einsum("hsv,hs->hv", s, c) + x * self.weights["d"][:, None]).reshape(-1)
+        return s, y * z / (1 + np.exp(-z.astype(np.float64)))
+
+
+Case = Convolution | DeltaRule | Scan
+
+
 class Layer(Protocol):
     """An operation with its state, [N_SEQ, ...], which begins as NaN: position 0 must not see it."""
 
@@ -96,7 +140,7 @@ class Layer(Protocol):
     def kept(self) -> Any: ...
 
 
-def check(layer: Layer, case: Convolution | DeltaRule, batches: list[Tokens], error: float, of_state: float) -> None:
+def check(layer: Layer, case: Case, batches: list[Tokens], error: float, of_state: float) -> None:
     """Compare what a layer writes, batch after batch, and the states it leaves."""
     rng, states = np.random.default_rng(case.n_out), dict[int, Any]()
     for tokens in batches:

@@ -50,6 +50,7 @@ from quantkit.model.ops import (
     ScaleByPosition,
     SelectOutputs,
     Softcap,
+    SsmScan,
     State,
     Take,
     UpGate,
@@ -260,6 +261,24 @@ def _recurrent():
     )
 
 
+def _scan():
+    x, z, b, c, dt = Value("x", 48), Value("z", 48), Value("b", 32), Value("c", 32), Value("dt", 4)
+    convolved = Value("convolved", N_EMBD)
+    return embedded(
+        lambda m: Convolve(out=convolved, x=X, weight=m("taps"), bias=m("vector"), state=State("c", 3 * N_EMBD)),
+        lambda m: Take(out=x, x=convolved, start=0, period=N_EMBD),
+        lambda m: Take(out=z, x=X, start=11, period=N_EMBD),
+        lambda m: Take(out=b, x=convolved, start=48, period=N_EMBD),
+        lambda m: Take(out=c, x=convolved, start=16, period=N_EMBD),
+        lambda m: Take(out=dt, x=X, start=7, period=N_EMBD),
+        lambda m: SsmScan(
+            out=out(48),
+            **{"x": x, "z": z, "dt": dt, "b": b, "c": c, "dt_bias": m("scan.bias"), "a": m("scan.a"), "d": m("scan.d")},
+            **{"n_head": 4, "n_group": 2, "state": State("s", 4 * 16 * 12)},
+        ),
+    )
+
+
 def _outputs():
     selected, normed = Value("selected", N_EMBD, outputs=True), Value("normed", N_EMBD, outputs=True)
     logits = Value("logits", 200, outputs=True)
@@ -281,6 +300,7 @@ GRAPHS |= {
     "by_expert": _by_expert(fused=False),
     "by_expert_fused": _by_expert(fused=True),
     "recurrent": _recurrent(),
+    "scan": _scan(),
     "outputs": _outputs(),
     "softplus": simple(Activate, activation=Activation("softplus")),
 }
@@ -308,6 +328,8 @@ def source(tmp_path_factory):
     t.add("down", 40, N_EMBD, 6)
     t.add("down.scale", 6, mean=1.0)
     t.add("taps", 4, N_EMBD)
+    for name, mean in (("bias", 0.5), ("a", -5.0), ("d", 1.0)):
+        t.add(f"scan.{name}", 1, 4, mean=mean)
     with t.open(tmp_path_factory.mktemp("cpu") / "tensors.gguf") as opened:
         yield opened
 

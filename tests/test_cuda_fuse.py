@@ -11,6 +11,7 @@ import drawn
 import numpy as np
 import pytest
 import test_delta_net
+import test_mamba
 import test_mla
 
 import quantkit
@@ -65,15 +66,19 @@ def test_fused_and_not_agree(zoo: Zoo, name: str, kv_type: str, cuda_devices: De
 
 LATENT = ("expanded", "lite", "temperature")
 DELTA = ("next-ssm-in", "next-fused-qkv")
+MAMBA = ("groups", "moe")
 
 
-@pytest.mark.parametrize("variant", [*LATENT, "minicpm3", *DELTA])
+@pytest.mark.parametrize("variant", [*LATENT, "minicpm3", *DELTA, *MAMBA])
 def test_other_forms_fused_and_not_agree(variant: str, tmp_path: Path, cuda_devices: Devices) -> None:
-    """Latent attention whose keys are expanded, or without latent queries; delta nets of old files."""
+    """Latent attention whose keys are expanded, or without latent queries; delta nets of old files; hybrids."""
     path = tmp_path / "model.gguf"
     if variant in DELTA:
         arch, changes, tensors = test_delta_net.VARIANTS[variant]
         test_delta_net.qwen(path, arch, changes, **tensors)
+    elif variant in MAMBA:
+        changes, tensors = test_mamba.VARIANTS[variant]
+        test_mamba.hybrid(path, changes, **tensors)
     elif variant in LATENT:
         changes, tensors = test_mla.VARIANTS[variant]
         test_mla.deepseek2(path, changes, **tensors)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import test_delta_net
+import test_mamba
 import test_mla
 from null_device import launches_of
 
@@ -23,6 +24,7 @@ LATENT = "mul_mats row_epilogue mul_mat per_head mul_mat_heads attention attenti
 LATENT += "row_epilogue "
 GATED = "mul_mats per_head attention attention_combine per_head mul_mat row_epilogue "
 DELTA = "mul_mats convolve per_head delta_net per_head mul_mat row_epilogue "
+MAMBA = "mul_mat per_head convolve per_head ssm_scan row_epilogue mul_mat row_epilogue "
 UP_GATE = "up_gate_to mul_mat row_epilogue"
 #: One matrix for gate and up, or no gate.
 UP = "mul_mat per_head mul_mat row_epilogue"
@@ -127,6 +129,12 @@ def test_delta_nets(variant: str, more: str, tmp_path: Path, monkeypatch: pytest
     path = test_delta_net.qwen(tmp_path / "model.gguf", arch, changes, **tensors)
     names, first = of_a_token(monkeypatch, path), DELTA.replace("convolve", f"{more}convolve").split()
     assert names[2 : 2 + len(first)] == first
+
+
+def test_layers_of_mamba(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes, tensors = test_mamba.VARIANTS["dense"]
+    names = of_a_token(monkeypatch, test_mamba.hybrid(tmp_path / "model.gguf", changes, **tensors))
+    assert names[2 : 2 + len(MAMBA.split())] == MAMBA.split()
 
 
 def test_q_k_and_v_may_be_of_two_types(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

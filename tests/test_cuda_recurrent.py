@@ -1,4 +1,4 @@
-"""Convolution and the gated delta rule on the device: against float64, sequences in pieces, mixed and restarted."""
+"""Recurrent layers on the device: against float64, sequences in pieces, mixed and restarted."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from device_memory import Memory
 from meaning import batch_of, matrix, program
-from recurrent_cases import MIXED, N_SEQ, Arrays, Convolution, DeltaRule, Tokens, alone, check, nmse
+from recurrent_cases import MIXED, N_SEQ, Arrays, Case, Convolution, DeltaRule, Scan, Tokens, alone, check, nmse
 
-from quantkit.kernels.cuda.layer.recurrent import HEADS, TAPS, convolve, delta_net
-from quantkit.model.ops import Convolve, DeltaNet, State, Value
+from quantkit.kernels.cuda.layer.recurrent import HEADS, TAPS, convolve, delta_net, ssm_scan
+from quantkit.model.ops import Convolve, DeltaNet, SsmScan, State, Value
 
 batches = pytest.mark.parametrize("batches", [alone(37, 1, 1, 6), MIXED], ids=["alone", "mixed"])
 
@@ -19,11 +19,13 @@ batches = pytest.mark.parametrize("batches", [alone(37, 1, 1, 6), MIXED], ids=["
 class Layer:
     """An operation, its state on the device."""
 
-    def __init__(self, memory: Memory, case: Convolution | DeltaRule) -> None:
+    def __init__(self, memory: Memory, case: Case) -> None:
         self.memory, self.case, self.slots = memory, case, dict(case.slots)
+        self.slots |= {name: memory.put(weight) for name, weight in case.weights.items()}
         if isinstance(case, Convolution):
             self.shape = convolve(case.taps, case.width)
-            self.slots["weight"] = memory.put(case.weight)
+        elif isinstance(case, Scan):
+            self.shape = ssm_scan(case.groups[1], case.head, case.d_state)
         else:
             self.shape = delta_net(case.heads[1], case.head_k, case.head_v)
         self.state = memory.room((N_SEQ, case.empty.size))
@@ -51,7 +53,7 @@ class Layer:
 @batches
 @pytest.mark.parametrize(("width", "taps"), [(64, 4), (5, 3), (70, 2), (40, TAPS), (33, 1)])
 def test_convolve(memory: Memory, width: int, taps: int, batches: list[Tokens]) -> None:
-    case = Convolution(width, taps)
+    case = Convolution(width, taps, biased=taps != 4)
     check(Layer(memory, case), case, batches, 1e-13, of_state=0)
 
 
@@ -72,24 +74,42 @@ def test_delta_net(memory: Memory, case: DeltaRule, batches: list[Tokens]) -> No
     check(Layer(memory, case), case, batches, 1e-12, of_state=1e-12)
 
 
+@batches
+@pytest.mark.parametrize(
+    "case",
+    [Scan((1, 2), 64, 128), Scan((1, 1), 3, 256), Scan((2, 4), 40, 64), Scan((2, 2), 33, 22), Scan((1, 3), 8, 16)],
+    ids=str,
+)
+def test_ssm_scan(memory: Memory, case: Scan, batches: list[Tokens]) -> None:
+    check(Layer(memory, case), case, batches, 1e-12, of_state=1e-12)
+
+
 def test_as_the_reference_does(memory: Memory) -> None:
-    delta, rng = DeltaRule((2, 4), 16, 8), np.random.default_rng(3)
-    conv = Convolution(delta.n_out, 4)
-    value = {name: Value(name, width) for name, width in delta.widths.items()}
-    w, out = matrix(conv.weight), Value("out", delta.n_out)
+    delta, scan, rng = DeltaRule((2, 4), 16, 8), Scan((2, 4), 8, 16), np.random.default_rng(3)
+    conv = Convolution(delta.n_out, 4, biased=True)
+    value: dict[str, Any] = {name: Value(name, width) for name, width in (delta.widths | scan.widths).items()}
+    weights: dict[str, Any] = {name: matrix(x, name) for case in (conv, scan) for name, x in case.weights.items()}
+    arrays = {weights[name]: x for case in (conv, scan) for name, x in case.weights.items()}
+    out = Value("out", delta.n_out)
     ops = (
         DeltaNet(
-            out=out, **value, state=State("s", delta.empty.size),
+            out=out, **{name: value[name] for name in delta.widths}, state=State("s", delta.empty.size),
             n_k_head=delta.heads[0], n_v_head=delta.heads[1], scale=delta.head_k**-0.5,
         ),
-        Convolve(out=out, x=value["v"], weight=w, state=State("c", conv.empty.size)),
+        Convolve(
+            out=out, x=value["v"], weight=weights["weight"], bias=weights["bias"], state=State("c", conv.empty.size)
+        ),
+        SsmScan(
+            out=out, **{name: value[name] for name in scan.widths}, **{name: weights[name] for name in scan.weights},
+            state=State("h", scan.empty.size), n_head=scan.groups[1], n_group=scan.groups[0],
+        ),
     )  # fmt: skip
-    layers = Layer(memory, delta), Layer(memory, conv)
-    programs = [program(op, {w: conv.weight}) for op in ops]
+    layers = Layer(memory, delta), Layer(memory, conv), Layer(memory, scan)
+    programs = [program(op, arrays) for op in ops]
     for tokens in MIXED[:4]:
-        x = delta.draw(rng, len(tokens))
-        for p, layer, inputs in zip(programs, layers, (x, {"x": x["v"]}), strict=True):
-            p.values.update({value[name]: array for name, array in x.items()})
+        x, of_scan = delta.draw(rng, len(tokens)), scan.draw(rng, len(tokens))
+        for p, layer, inputs in zip(programs, layers, (x, {"x": x["v"]}, of_scan), strict=True):
+            p.values.update({value[name]: array for name, array in (x | of_scan).items()})
             p.run(batch_of([at for _, at in tokens], [s for s, _ in tokens]))
             assert nmse(layer.run(tokens, inputs), p.values[out]) < 1e-12
 
@@ -99,3 +119,5 @@ def test_what_there_is_no_room_for() -> None:
         convolve(TAPS + 1, 8)
     with pytest.raises(ValueError, match=f"1 to {HEADS[-1]}"):
         delta_net(2, HEADS[-1] + 1, 8)
+    with pytest.raises(ValueError, match=f"1 to {HEADS[-1]}"):
+        ssm_scan(2, 8, HEADS[-1] + 1)

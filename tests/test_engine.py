@@ -264,6 +264,13 @@ def test_the_cost_of_a_token_counts_the_experts_it_uses(zoo: Callable[[str], Pat
         assert deep.cache_bytes - cost.cache_bytes == 100 * kv_width * 2
 
 
+def test_the_cost_of_a_token_counts_states_read_and_written(zoo: Callable[[str], Path]) -> None:
+    with open_zoo(zoo, "qwen3next-moe") as model:
+        cost, deep = token_cost(model.graph, "f16", 0), token_cost(model.graph, "f16", 100)
+        assert cost.state_bytes == deep.state_bytes == 8 * sum(state.width for state in model.graph.states) > 0
+        assert cost.bytes == cost.weight_bytes + cost.state_bytes
+
+
 @pytest.mark.parametrize("merge_up_gate", [False, True])
 def test_weights_in_memory_give_the_logits_of_the_mapped_file(zoo: Callable[[str], Path], merge_up_gate: bool) -> None:
     with open_zoo(zoo, "qwen3moe-moe", merge_up_gate=merge_up_gate) as model:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 from glu_cases import KINDS, activated, close, gated
 
-from quantkit.kernels.cpu.core.functions import erf, exp, sigmoid, tanh
+from quantkit.kernels.cpu.core.functions import erf, exp, sigmoid, softplus, tanh
 from quantkit.kernels.cpu.core.jit import kernel, specialize
 from quantkit.kernels.cpu.core.simd import f32x16, load, store
 from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
@@ -29,9 +29,9 @@ def run_function(x: F32, y: F32) -> None:
         store(y, 4 * i, function(load(f32x16, x, 4 * i)))
 
 
-run_exp, run_sigmoid, run_tanh, run_erf = (
+run_exp, run_sigmoid, run_tanh, run_erf, run_softplus = (
     specialize(run_function, name, kernel, function=of)
-    for name, of in (("exp", exp), ("sigmoid", sigmoid), ("tanh", tanh), ("erf", erf))
+    for name, of in (("exp", exp), ("sigmoid", sigmoid), ("tanh", tanh), ("erf", erf), ("softplus", softplus))
 )
 
 
@@ -42,8 +42,9 @@ run_exp, run_sigmoid, run_tanh, run_erf = (
         (run_sigmoid, lambda x: 1 / (1 + np.exp(-x)), -86, 86, 2.5),
         (run_tanh, np.tanh, -12, 12, 2.0),
         (run_erf, np.vectorize(math.erf), -5, 5, 2.5),
+        (run_softplus, lambda x: np.logaddexp(0, x), -86, 86, 3.0),
     ],
-    ids=["exp", "sigmoid", "tanh", "erf"],
+    ids=["exp", "sigmoid", "tanh", "erf", "softplus"],
 )
 def test_functions_are_within_their_ulps(run, exact, low, high, ulps) -> None:
     x = np.linspace(low, high, 1 << 17).astype(np.float32)

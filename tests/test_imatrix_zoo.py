@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import test_delta_net
+import test_mamba
 import test_mla
 
 from quantkit.formats.gguf import Field, ValueType, open_gguf, write_gguf
@@ -43,6 +44,8 @@ DRAWN: dict[str, Callable[[Path], Path]] = {
     "deepseek2-expanded": lambda path: test_mla.deepseek2(path, absorbed=False),
     "deepseek2-ocr": test_mla.ocr,
     "ernie4_5": lambda path: renamed(path, "smollm3-dense", "ernie4_5"),
+    "granitehybrid": test_mamba.hybrid,
+    "granitehybrid-moe": lambda path: test_mamba.hybrid(path, n_expert=8),
     "hunyuan-dense": lambda path: renamed(path, "qwen3-dense", "hunyuan-dense"),
     "minicpm3": lambda path: test_mla.plain(path, "minicpm3"),
     "mistral4": lambda path: test_mla.deepseek2(path, arch="mistral4"),

@@ -51,9 +51,10 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "devices": {"placement"},
         "check": {"op_table", "ops"},
         "builder": {"arch", "hparams", "ops"},
-        **dict.fromkeys(("attention", "feed_forward"), _BLOCK),
-        **dict.fromkeys(("mla", "delta_net"), _BLOCK | {"attention"}),
-        "graph": _BLOCK | {"attention", "check", "delta_net", "feed_forward", "mla"},
+        **dict.fromkeys(("attention", "feed_forward", "recurrent"), _BLOCK),
+        "mla": _BLOCK | {"attention"},
+        **dict.fromkeys(("delta_net", "mamba"), _BLOCK | {"attention", "recurrent"}),
+        "graph": _BLOCK | {"attention", "check", "delta_net", "feed_forward", "mamba", "mla"},
         "nextn": _BLOCK | {"check", "graph", "hparams"},
         # Backends know operations, not architectures.
         "backends": {"batch", "check", "fusion", "op_table", "ops"},

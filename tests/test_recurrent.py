@@ -1,34 +1,33 @@
-"""Convolution and the gated delta rule: against float64 written from the operations' docstrings (model/ops.py)."""
+"""Recurrent layers: against float64 written from the operations' docstrings (model/ops.py)."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from recurrent_cases import MIXED, N_SEQ, Arrays, Convolution, DeltaRule, Tokens, alone, check, nmse
+from recurrent_cases import MIXED, N_SEQ, Arrays, Case, Convolution, DeltaRule, Scan, Tokens, alone, check, nmse
 
 from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
 from quantkit.kernels.cpu.core.team import Team
-from quantkit.kernels.cpu.layer.recurrent import convolve, delta_net
+from quantkit.kernels.cpu.layer.recurrent import convolve, delta_net, ssm_scan
 
 Array = npt.NDArray[np.float32]
 batches = pytest.mark.parametrize("batches", [alone(9, 1, 1, 49), MIXED], ids=["alone", "mixed"])
 N_MAX = 64
+OPERATIONS = {Convolution: convolve, DeltaRule: delta_net, Scan: ssm_scan}
 
 
 class Layer:
     """An operation with its inputs, output and state."""
 
-    def __init__(self, case: Convolution | DeltaRule, threads: int) -> None:
+    def __init__(self, case: Case, threads: int) -> None:
         self.team, self.case = Team(threads), case
         self.batch = Batch(self.team, N_MAX)
         self.inputs = {name: np.zeros((N_MAX, w), np.float32) for name, w in case.widths.items()}
         self.out = np.zeros((N_MAX, case.n_out), np.float32)
         self.state = np.full((N_SEQ, case.empty.size), np.nan, np.float32)
-        arrays = {**self.inputs, "out": self.out, "state": self.state}
-        if isinstance(case, Convolution):
-            arrays["weight"] = case.weight
-        operation = convolve if isinstance(case, Convolution) else delta_net
+        arrays = {**self.inputs, **case.weights, "out": self.out, "state": self.state}
+        operation = OPERATIONS[type(case)]
         addresses = {name: address_of(a) for name, a in arrays.items()}
         block = operation.block(batch=self.batch.address, **addresses, **case.slots)
         self.tape = Tape(self.team, self.batch, [(operation, block)])
@@ -51,7 +50,7 @@ class Layer:
 @batches
 @pytest.mark.parametrize(("width", "taps"), [(64, 4), (200, 4), (5, 3), (1000, 2), (70, 16), (33, 1)])
 def test_convolve(width: int, taps: int, batches: list[Tokens], threads: int) -> None:
-    case = Convolution(width, taps)
+    case = Convolution(width, taps, biased=threads > 1)
     check(Layer(case, threads), case, batches, 1e-13, of_state=0)
 
 
@@ -71,26 +70,46 @@ def test_delta_net(case: DeltaRule, batches: list[Tokens]) -> None:
     check(Layer(case, 2), case, batches, 1e-12, of_state=1e-12)
 
 
-def run_both(threads: int, size: int) -> Array:
+@batches
+@pytest.mark.parametrize("case", [Scan((1, 4), 64, 128), Scan((2, 6), 80, 16), Scan((3, 3), 23, 9)], ids=str)
+def test_ssm_scan(case: Scan, batches: list[Tokens]) -> None:
+    check(Layer(case, 2), case, batches, 1e-12, of_state=1e-12)
+
+
+def test_how_batches_of_a_scan_are_cut_changes_no_bit() -> None:
+    case = Scan((1, 2), 96, 32)
+    values = case.draw(np.random.default_rng(0), 40)
+    outs = []
+    for size in (40, 1, 7):
+        layer, parts = Layer(case, 2), range(0, 40, size)
+        cut = [(i, {name: x[i : i + size] for name, x in values.items()}) for i in parts]
+        outs.append(np.vstack([layer.run([(0, i + j) for j in range(len(x["dt"]))], x) for i, x in cut]))
+    np.testing.assert_array_equal(outs[0], outs[1])
+    np.testing.assert_array_equal(outs[0], outs[2])
+
+
+def run_all(threads: int, size: int) -> Array:
     """Outputs of 40 tokens, in batches of ``size``."""
-    cases = DeltaRule((2, 4), 64, 128), Convolution(512, 4)
+    cases = DeltaRule((2, 4), 64, 128), Convolution(512, 4), Scan((2, 8), 64, 64)
     x = cases[0].draw(np.random.default_rng(0), 40)
-    delta, conv = (Layer(case, threads) for case in cases)
+    scanned = cases[2].draw(np.random.default_rng(1), 40)
+    delta, conv, scan = (Layer(case, threads) for case in cases)
     outs = []
     for i in range(0, 40, size):
         tokens = [(0, p) for p in range(i, min(40, i + size))]
         part = {name: values[i : i + size] for name, values in x.items()}
-        outs.append(np.hstack([delta.run(tokens, part), conv.run(tokens, {"x": part["v"]})]))
+        of_scan = scan.run(tokens, {name: values[i : i + size] for name, values in scanned.items()})
+        outs.append(np.hstack([delta.run(tokens, part), conv.run(tokens, {"x": part["v"]}), of_scan]))
     return np.concatenate(outs)
 
 
 def test_every_thread_count_gives_the_same_bits() -> None:
-    first = run_both(1, 40)
+    first = run_all(1, 40)
     for threads in (2, 3, 5):
-        np.testing.assert_array_equal(first, run_both(threads, 40))
+        np.testing.assert_array_equal(first, run_all(threads, 40))
 
 
 def test_batches_of_one_and_of_many_agree() -> None:
-    first = run_both(1, 40)
+    first = run_all(1, 40)
     for size in (1, 7, 16):
-        assert nmse(run_both(1, size), first.astype(np.float64)) < 1e-13
+        assert nmse(run_all(1, size), first.astype(np.float64)) < 1e-13

@@ -171,6 +171,8 @@ _ROWS = (
     Arch(name="granite", rope="normal", rope_if_finetuned=True, scales=True, attention_scale=True,
          logit_scale="divide"),
     Arch(name="granitemoe", rope="normal", scales=True, attention_scale=True, logit_scale="divide", moe=_NORMED),
+    Arch(name="granitehybrid", rope="normal", attention="mamba2_hybrid", rope_if_finetuned=True, scales=True,
+         attention_scale=True, logit_scale="divide", moe=_NORMED),
     Arch(name="ernie4_5", rope="normal", output_bias=False),
     Arch(name="ernie4_5-moe", rope="normal", output_bias=False, moe=_NORMED),
     Arch(name="hunyuan-dense", rope="neox", norm_after_rope=True),

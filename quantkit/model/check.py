@@ -235,6 +235,7 @@ def _convolve(op: ops.Convolve, experts: dict[Value, int]) -> None:
     taps = op.weight.n_in
     fit(_count(op.weight) == taps * op.x.width, op, op.weight, f"where {op.x.width} columns are convolved")
     fit(1 < taps <= 16 and op.state.width == (taps - 1) * op.x.width, op, op.weight, f"with {taps} taps, not 2 to 16")
+    _vector(op, op.bias, op.x.width, "a bias")
     _same(op, experts)
 
 
@@ -247,6 +248,19 @@ def _delta_net(op: ops.DeltaNet, experts: dict[Value, int]) -> None:
     fit(right, op, None, f"keys of {op.k.width} and values of {op.v.width} columns")
     size = op.n_v_head * (op.k.width // op.n_k_head) * (op.v.width // op.n_v_head)
     fit(op.state.width == size, op, None, f"a state of {op.state.width} for {size}")
+
+
+@CHECK.of(ops.SsmScan)
+def _ssm_scan(op: ops.SsmScan, experts: dict[Value, int]) -> None:
+    heads = op.n_head > 0 and op.n_group > 0 and op.n_head % op.n_group == 0
+    fit(heads, op, None, f"{op.n_head} heads in {op.n_group} groups")
+    right = op.x.width == op.z.width == op.out.width and op.x.width % op.n_head == 0 and op.dt.width == op.n_head
+    right = right and op.b.width == op.c.width and op.b.width % op.n_group == 0
+    fit(right, op, None, f"{op.n_head} heads of {op.x.width} columns, {op.dt.width} steps and {op.b.width} inputs")
+    size = op.x.width * (op.b.width // op.n_group)
+    fit(op.state.width == size, op, None, f"a state of {op.state.width} for {size}")
+    for vector in (op.dt_bias, op.a, op.d):
+        _vector(op, vector, op.n_head, "a scan")
 
 
 # ---------------------------------------------------------------- observers

@@ -12,15 +12,17 @@ KV_BYTES = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one token at some depth: bytes of weights and of cache that are read, and multiply-adds with weights."""
+    """Of one token at some depth: bytes of weights and caches read, of states read and written, multiply-adds with
+    weights."""
 
     weight_bytes: float
     cache_bytes: float
     mul_adds: float
+    state_bytes: float = 0.0
 
     @property
     def bytes(self) -> float:
-        return self.weight_bytes + self.cache_bytes
+        return self.weight_bytes + self.cache_bytes + self.state_bytes
 
 
 def token_cost(graph: Graph, kv_type: str = "f16", depth: int = 0) -> Cost:
@@ -36,7 +38,7 @@ def token_cost(graph: Graph, kv_type: str = "f16", depth: int = 0) -> Cost:
         if isinstance(op, Attention):
             seen = min(depth, op.window) if op.mask != "causal" else depth
             cache += seen * (op.cache.k_width + op.cache.v_width) * KV_BYTES[kv_type]
-    return Cost(weights, cache, mul_adds)
+    return Cost(weights, cache, mul_adds, sum(2.0 * 4 * state.width for state in graph.states))
 
 
 def _used(op: Op) -> int:

@@ -18,7 +18,8 @@ import math
 from quantkit.errors import FormatError
 from quantkit.model.attention import attend, qkv, rope_config
 from quantkit.model.builder import Builder
-from quantkit.model.ops import Activate, Activation, Convolve, DeltaNet, Glu, Join, MultiplyBy, State, Value
+from quantkit.model.ops import Activation, DeltaNet, Glu, Join, MultiplyBy, Value
+from quantkit.model.recurrent import activated, check_width, convolved, new_state
 
 
 def delta_nets(b: Builder, x: Value) -> Value:
@@ -81,7 +82,7 @@ def delta_net(b: Builder, x: Value) -> Value:
             v=v,
             g=g,
             beta=beta,
-            state=_state(b, "delta", n_v * head * head),
+            state=new_state(b, "delta", n_v * head * head),
             n_k_head=n_k,
             n_v_head=n_v,
             scale=1.0 / math.sqrt(head),
@@ -100,15 +101,15 @@ def _projections(b: Builder, x: Value, n_k: int, n_v: int, head: int) -> tuple[V
         mixed, z = b.mul_mat(x, "attn_qkv", scale=scale), b.mul_mat(x, "attn_gate", scale=scale)
     else:
         both, width = b.mul_mat(x, "ssm_in", scale=False), n_v * head // n_k
-        _check_width(b, both, 2 * n_k * head + 2 * n_v * head)
+        check_width(b, both, 2 * n_k * head + 2 * n_v * head)
         period = 2 * head + 2 * width
         q = b.take(both, "q_flat", n_k * head, 0, period)
         k = b.take(both, "k_flat", n_k * head, head, period)
         v = b.take(both, "v_flat", n_v * head, 2 * head, period)
         z = b.take(both, "z", n_v * head, 2 * head + width, period)
         mixed = _beside(b, "qkv_flat", _beside(b, "qk_flat", q, k), v)
-    _check_width(b, mixed, 2 * n_k * head + n_v * head)
-    _check_width(b, z, n_v * head)
+    check_width(b, mixed, 2 * n_k * head + n_v * head)
+    check_width(b, z, n_v * head)
     return mixed, z
 
 
@@ -119,41 +120,21 @@ def _rates(b: Builder, x: Value, n_k: int, n_v: int) -> tuple[Value, Value]:
         alpha = b.mul_mat(x, "ssm_alpha", scale="ssm" in b.arch.tensor_scales)
     else:
         both, group = b.mul_mat(x, "ssm_ba", scale=False), n_v // n_k
-        _check_width(b, both, 2 * n_v)
+        check_width(b, both, 2 * n_v)
         beta = b.take(both, "ssm_beta", n_v, 0, 2 * group)
         alpha = b.take(both, "ssm_alpha", n_v, group, 2 * group)
-    _check_width(b, beta, n_v)
-    _check_width(b, alpha, n_v)
+    check_width(b, beta, n_v)
+    check_width(b, alpha, n_v)
     shifted, g = b.value("alpha_shifted", n_v, x), b.value("decay", n_v, x)
     b.add(MultiplyBy(out=shifted, x=alpha, vector=b.matrix("ssm_dt.bias"), add=True))
-    b.add(MultiplyBy(out=g, x=_activated(b, shifted, "softplus"), vector=b.matrix("ssm_a")))
-    return _activated(b, beta, "sigmoid"), g
+    b.add(MultiplyBy(out=g, x=activated(b, shifted, "softplus"), vector=b.matrix("ssm_a")))
+    return activated(b, beta, "sigmoid"), g
 
 
 def _convolved(b: Builder, mixed: Value, k_width: int, v_width: int) -> tuple[Value, Value, Value]:
-    weight = b.matrix("ssm_conv1d.weight")
-    if weight.n_out != mixed.width or weight.n_in < 2:
-        raise FormatError(
-            f"{b.source.paths[0]}: {weight.tensor.name} is {weight.tensor.shape}, wanted one row for each of "
-            f"{mixed.width} columns"
-        )
-    out = b.value("convolved", mixed.width, mixed)
-    b.add(Convolve(out=out, x=mixed, weight=weight, state=_state(b, "convolution", (weight.n_in - 1) * mixed.width)))
-    out = _activated(b, out, "silu")
+    out = convolved(b, mixed)
     q, k = b.take(out, "q_convolved", k_width, 0), b.take(out, "k_convolved", k_width, k_width)
     return q, k, b.take(out, "v_convolved", v_width, 2 * k_width)
-
-
-def _state(b: Builder, name: str, width: int) -> State:
-    state = State(f"{name}_{b.layer}", width)
-    b.states.append(state)
-    return state
-
-
-def _activated(b: Builder, x: Value, kind: str) -> Value:
-    y = b.value(f"{x.name.split('.')[-1]}_{kind}", x.width, x)
-    b.add(Activate(out=y, x=x, activation=Activation(kind)))
-    return y
 
 
 def _gated(b: Builder, x: Value, gate: Value, kind: str) -> Value:
@@ -166,11 +147,3 @@ def _beside(b: Builder, name: str, first: Value, second: Value) -> Value:
     y = b.value(name, first.width + second.width, first)
     b.add(Join(out=y, a=first, b=second, period_a=first.width, period_b=second.width))
     return y
-
-
-def _check_width(b: Builder, x: Value, width: int) -> None:
-    if x.width != width:
-        raise FormatError(
-            f"{b.source.paths[0]}: {x.name} has {x.width} columns, by the metadata {width}: the shapes of this model "
-            "do not fit together"
-        )

@@ -1,8 +1,8 @@
 """One forward pass, written once: a model's tensors and its architecture's row become a list of operations.
 
 ``build_graph`` walks the layers; a layer asks its tensors for what there is (biases, norms, experts, a shared expert)
-and the row of arch.py for what tensors cannot say. The blocks of a layer lie in attention.py, mla.py, delta_net.py
-and feed_forward.py; attention blocks are entered in ATTENTION. No backend is known here.
+and the row of arch.py for what tensors cannot say. The blocks of a layer lie in attention.py, mla.py, delta_net.py,
+mamba.py and feed_forward.py; attention blocks are entered in ATTENTION. No backend is known here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from quantkit.model.builder import Builder
 from quantkit.model.check import check_graph
 from quantkit.model.delta_net import delta_nets
 from quantkit.model.feed_forward import feed_forward
+from quantkit.model.mamba import mamba2_hybrid
 from quantkit.model.mla import mla, mla_plain, unscaled
 from quantkit.model.ops import Embed, Graph, Softcap, Value
 
@@ -27,6 +28,7 @@ ATTENTION: Mapping[str, Callable[[Builder, Value], Value]] = {
     "mla": mla,
     "mla_plain": mla_plain,
     "delta_nets": delta_nets,
+    "mamba2_hybrid": mamba2_hybrid,
 }
 
 

@@ -397,12 +397,13 @@ class Attention(Op):
 
 
 class Convolve(_Map):
-    """Causal convolution along the sequence, every column by itself: out[t] = sum over i of w[i] x[t - n + 1 + i].
+    """Causal convolution along the sequence, column by column: out[t] = sum over i of w[i] x[t - n + 1 + i] + bias.
 
     weight: [n, width], f32; the state holds the last n - 1 rows of the sequence.
     """
 
     weight: Matrix
+    bias: Matrix | None = None
     state: State
 
 
@@ -424,6 +425,28 @@ class DeltaNet(Op):
     n_v_head: int
     scale: float
     tiled: bool = False
+
+
+class SsmScan(Op):
+    """Mamba 2's selective scan, token by token, with dt = softplus(dt + dt_bias) of each head:
+    S = exp(a dt) S; S += b (dt x)^T; out = (S^T c + d x) silu(z).
+
+    x, z, out: [n_head * head]; b, c: [n_group * d_state]; dt: [n_head]; a, d, dt_bias: a value a head. S of a head is
+    [d_state, head]; head h reads b and c of group h // (n_head / n_group).
+    """
+
+    out: Value
+    x: Value
+    z: Value
+    dt: Value
+    b: Value
+    c: Value
+    dt_bias: Matrix
+    a: Matrix
+    d: Matrix
+    state: State
+    n_head: int
+    n_group: int
 
 
 # ---------------------------------------------------------------- observers

@@ -532,7 +532,7 @@ def _convolve(p: ReferenceProgram, op: ops.Convolve) -> None:
         line = np.concatenate([state, x[rows]])
         out[rows] = sum(line[i : i + len(rows)] * w[:, i] for i in range(n))
         state[...] = line[len(rows) :]
-    p.values[op.out] = out
+    p.values[op.out] = out if op.bias is None else out + p.weight(op.bias).reshape(-1)
 
 
 @RUN.of(ops.DeltaNet)
@@ -552,6 +552,23 @@ def _delta_net(p: ReferenceProgram, op: ops.DeltaNet) -> None:
         s += kt[:, :, None] * delta[:, None, :]
         out[t] = np.einsum("hkv,hk->hv", s, qt)
     p.values[op.out] = out.reshape(n, -1)
+
+
+@RUN.of(ops.SsmScan)
+def _ssm_scan(p: ReferenceProgram, op: ops.SsmScan) -> None:
+    n, d_state = len(p.batch.tokens), op.b.width // op.n_group
+    bias, a, d = (p.weight(m).reshape(-1) for m in (op.dt_bias, op.a, op.d))
+    x = p.values[op.x].reshape(n, op.n_head, -1)
+    groups = np.arange(op.n_head) // (op.n_head // op.n_group)
+    b, c = (p.values[v].reshape(n, op.n_group, d_state)[:, groups] for v in (op.b, op.c))
+    dt = activate(Activation("softplus"), p.values[op.dt] + bias)
+    decay, out = np.exp(dt * a), np.empty_like(x)
+    for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
+        s = p.state(op.state, int(sequence), int(position)).reshape(op.n_head, d_state, -1)
+        s *= decay[t][:, None, None]
+        s += b[t][:, :, None] * (x[t] * dt[t][:, None])[:, None, :]
+        out[t] = np.einsum("hsv,hs->hv", s, c[t]) + x[t] * d[:, None]
+    p.values[op.out] = gate(Activation("silu"), p.values[op.z], out.reshape(n, -1))
 
 
 @RUN.of(ops.Observe)

@@ -38,7 +38,7 @@ def rope_table(b: Lowering, op: ops.RopeTable) -> Slots:
 
 def convolve(b: Lowering, op: ops.Convolve) -> Slots:
     """Return the slots of ``convolve``."""
-    given: Slots = {"weight": b.vector(op.weight), "state": b.state(op.state)}
+    given: Slots = {"weight": b.vector(op.weight), "bias": b.vector(op.bias), "state": b.state(op.state)}
     return buffers(b, op, "x", "out") | given | {"taps": op.weight.n_in, "width": op.x.width}
 
 
@@ -47,6 +47,14 @@ def delta_net(b: Lowering, op: ops.DeltaNet) -> Slots:
     heads: Slots = {"n_k_head": op.n_k_head, "n_v_head": op.n_v_head, "scale": op.scale, "tiled": int(op.tiled)}
     heads |= {"head_k": op.k.width // op.n_k_head, "head_v": op.v.width // op.n_v_head, "state": b.state(op.state)}
     return buffers(b, op, "q", "k", "v", "g", "beta", "out") | heads
+
+
+def ssm_scan(b: Lowering, op: ops.SsmScan) -> Slots:
+    """Return the slots of ``ssm_scan``."""
+    vectors: Slots = {"dt_bias": b.vector(op.dt_bias), "a": b.vector(op.a), "d": b.vector(op.d)}
+    heads: Slots = {"n_head": op.n_head, "n_group": op.n_group, "state": b.state(op.state)}
+    heads |= {"head": op.x.width // op.n_head, "d_state": op.b.width // op.n_group}
+    return buffers(b, op, "x", "z", "dt", "b", "c", "out") | vectors | heads
 
 
 # ---------------------------------------------------------------- experts

@@ -1,4 +1,4 @@
-"""Vector functions (exp, sigmoid, tanh, erf, rounding to f16) and partial vectors at the end of a row.
+"""Vector functions (exp, sigmoid, softplus, tanh, erf, rounding to f16) and partial vectors at the end of a row.
 
 exp(x) = 2^n e^r with n = round(x / ln 2) and |r| <= ln(2) / 2: r by Cody and Waite's two-part constant, e^r by a
 minimax polynomial of degree 6 (error 0.06 ulp), 2^n in two factors so that denormal results are right. Within 1 ulp
@@ -95,6 +95,8 @@ _tanh = make_polynomial(
     (-0.33333271741867065, 0.13331152498722076, -0.05371410399675369, 0.020551711320877075, -0.00560390530154109),
     "tanh.p",
 )
+#: (atanh(x) / x - 1) / x^2 in powers of x^2, |x| < 1/3.
+_atanh = make_polynomial((0.3333320617675781, 0.20010896027088165, 0.13999086618423462, 0.1401381939649582), "atanh.p")
 #: erf(x) / x in powers of x^2, |x| < 1.
 _erf_near = make_polynomial(
     (
@@ -132,6 +134,15 @@ def exp(x):
 def sigmoid(x):
     """1 / (1 + e^-x)"""
     return 1.0 / (exp(-x) + 1.0)
+
+
+@inline
+def softplus(x):
+    """log(1 + e^x) = max(x, 0) + log(1 + y), y = e^-|x|; log(1 + y) = 2 atanh(y / (2 + y))."""
+    y = exp(-vabs(x))
+    z = y / (y + 2.0)
+    twice, s = z + z, z * z
+    return vmax(0.0, x) + muladd(twice * s, _atanh(s), twice)
 
 
 @inline

@@ -4,7 +4,7 @@
     select_outputs batch out x width                                                  width: all columns of a token
     add            batch out a b width rows_of per
     scale clamp softcap    batch out x width rows_of per by:f
-    softplus       batch out x width rows_of per                                      ops.Activate's softplus
+    softplus       batch out x width rows_of per by:f                                 ops.Activate's; by is unused
     scale_by_position      batch out x width rows_of per floor_scale:f alpha:f offset:f
     multiply_by plus_vector    batch out x vector n width rows_of per                 vector repeats along a row
     take           batch out x width x_width start period rows_of per
@@ -22,6 +22,7 @@ from typing import Any
 
 from numba.core import types
 
+from quantkit.kernels.cpu.core import functions
 from quantkit.kernels.cpu.core.functions import load_part, store_part, tanh
 from quantkit.kernels.cpu.core.jit import helper, inline
 from quantkit.kernels.cpu.core.simd import f32x16, load, store, vmax, vmin
@@ -102,9 +103,15 @@ def _capped(x, by):
     return tanh(x / by) * by
 
 
+@inline
+def _softplus(x, by):
+    return functions.softplus(x)
+
+
 scale = _map.bind("scale", each=_times)
 clamp = _map.bind("clamp", each=_clamped)
 softcap = _map.bind("softcap", each=_capped)
+softplus = _map.bind("softplus", each=_softplus)
 
 _A, _B, _ADD_WIDTH, _ADD_ROWS_OF, _ADD_PER = range(2, 7)
 
@@ -121,17 +128,6 @@ def add(args, tid, nth):
     if rest and 16 * end > total:
         at = 4 * (total - rest)
         store_part(out, at, load_part(f32x16, a, at, rest) + load_part(f32x16, b, at, rest), rest)
-
-
-@operation("batch out x width rows_of per")
-def softplus(args, tid, nth):
-    """out = log(1 + e^x), x above 20; scalar code, since a token has only a few (decays of heads)."""
-    total = batch_word(args, arg(args, _ROWS_OF)) * arg(args, _PER) * arg(args, _WIDTH)
-    out, x = arg(args, _OUT), arg(args, _X)
-    first, end = share(total, 16, tid, nth)
-    for i in range(first, end):
-        v = load(types.float32, x, 4 * i)
-        store(out, 4 * i, v if v > 20.0 else types.float32(math.log(1.0 + math.exp(types.float64(v)))))
 
 
 # ---------------------------------------------------------------- rows

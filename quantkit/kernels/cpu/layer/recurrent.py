@@ -1,13 +1,15 @@
-"""Recurrent layers with a state of fixed size per sequence: causal convolution and the gated delta rule.
+"""Recurrent layers with a state of fixed size per sequence: causal convolution, the gated delta rule, selective scan.
 
 A state is float32 [sequences, width]; a token at position 0 starts from zeros, whatever the state holds. Tokens are
 processed in batch order; sequences may be mixed. Columns are independent, so threads share columns and no result
 depends on the number of threads.
 
-    convolve     out[t] = sum over i of w[i] x[t - n + 1 + i] for each column; state: rows t - n + 1 ... t - 1
-                 weight: float32 [width, n] (the n taps of a column contiguous, as in the GGUF tensor)
+    convolve     out[t] = bias + sum over i of w[i] x[t - n + 1 + i] for each column; state: rows t - n + 1 ... t - 1
+                 weight: float32 [width, n] (the n taps of a column contiguous, as in the GGUF tensor); bias: or 0
     delta_net    for each value head, with S [head_k, head_v]:
                  S = exp(g) S;  d = beta (v - S^T k);  S = S + k d^T;  out = scale S^T q
+    ssm_scan     for each head, with S [d_state, head] and dt = softplus(dt + dt_bias):
+                 S = exp(a dt) S + b (dt x)^T;  out = (S^T c + d x) silu(z)
 
 The delta rule (Yang, Kautz & Hatamizadeh 2024, "Gated Delta Networks") runs on ROWS = 4 tokens of a sequence at a time
 where possible: S is read once for all four, and their effect on each other reduces to dot products. With e_i the
@@ -19,6 +21,10 @@ decays, D_i = e_1 ... e_i, P_ji = e_j+1 ... e_i and S before the four:
 
 A single token takes two passes over S: S^T k; then decay, update and S^T q together. A unit of work is 64 columns of
 a head.
+
+The scan (Dao & Gu 2024, "Transformers are SSMs") takes one pass a token, over 64 columns that stay in the L1 cache from
+token to token. Taking tokens together would save the decay alone, one of three operations on each value of S; so how
+batches are cut changes no bit.
 """
 
 from __future__ import annotations
@@ -36,13 +42,14 @@ from quantkit.kernels.cpu.attention.attention_tiles import (
     zero_products,
     zero_tile,
 )
-from quantkit.kernels.cpu.core.functions import exp, load_up_to, store_up_to
+from quantkit.kernels.cpu.core.functions import exp, load_up_to, sigmoid, softplus, store_up_to
 from quantkit.kernels.cpu.core.jit import helper, inline
 from quantkit.kernels.cpu.core.simd import extract, f32x16, load, muladd, splat, stack_bytes, store
 from quantkit.kernels.cpu.core.tape import N_TOKENS, POSITIONS, SEQUENCES, arg, batch_word, farg, first_of, operation
 
-_CONVOLVE_X, _CONVOLVE_OUT, _WEIGHT, _CONVOLVE_STATE, _TAPS, _WIDTH = range(1, 7)
+_CONVOLVE_X, _CONVOLVE_OUT, _WEIGHT, _CONVOLVE_BIAS, _CONVOLVE_STATE, _TAPS, _WIDTH = range(1, 8)
 _Q, _K, _V, _G, _BETA, _OUT, _STATE, _N_K_HEAD, _N_V_HEAD, _HEAD_K, _HEAD_V, _SCALE, _TILED = range(1, 14)
+_X, _Z, _DT, _B, _C, _DT_BIAS, _A, _D_SKIP, _SCAN_OUT, _SCAN_STATE, _N_HEAD, _N_GROUP, _HEAD, _D_STATE = range(1, 15)
 
 #: Columns of a unit of work.
 PART = 64
@@ -78,7 +85,10 @@ def _row_before(x, state, stride, r, begin, taps, byte, n, begins):
 
 @helper
 def _convolve_run(x, out, state, stride, begin, end, begins, taps, weights, n):
-    """Convolve n columns of rows begin..end of one sequence, then update the state; begins: the sequence starts."""
+    """Convolve n columns of rows begin..end of one sequence, then update the state; begins: the sequence starts.
+
+    weights: [taps][CONVOLVE_PART], and the biases as one row more.
+    """
     for t in range(begin, end):
         for c in range(0, n, 16):
             total = splat(f32x16, 0.0)
@@ -90,6 +100,7 @@ def _convolve_run(x, out, state, stride, begin, end, begins, taps, weights, n):
                 for i in range(taps):
                     before = _row_before(x, state, stride, t - taps + 1 + i, begin, taps, 4 * c, n - c, begins)
                     total = muladd(before, load(f32x16, weights, 4 * (CONVOLVE_PART * i + c)), total)
+            total = total + load(f32x16, weights, 4 * (CONVOLVE_PART * taps + c))
             store_up_to(out, stride * t + 4 * c, total, n - c)
     for i in range(taps - 1):
         for c in range(0, n, 16):
@@ -97,10 +108,10 @@ def _convolve_run(x, out, state, stride, begin, end, begins, taps, weights, n):
             store_up_to(state, stride * i + 4 * c, row, n - c)
 
 
-@operation("batch x out weight state taps width")
+@operation("batch x out weight bias state taps width")
 def convolve(args, tid, nth):
     """Causal convolution of every column with 1 <= taps <= TAPS; state: [sequences][taps - 1][width]."""
-    weights = stack_bytes(16384)  # [TAPS][CONVOLVE_PART]
+    weights = stack_bytes(17408)  # [TAPS + 1][CONVOLVE_PART]
     width, taps, n_tokens = arg(args, _WIDTH), arg(args, _TAPS), batch_word(args, N_TOKENS)
     positions, sequences = batch_word(args, POSITIONS), batch_word(args, SEQUENCES)
     parts = (width + CONVOLVE_PART - 1) // CONVOLVE_PART
@@ -111,6 +122,11 @@ def convolve(args, tid, nth):
             for c in range(n):
                 w = load(types.float32, arg(args, _WEIGHT), 4 * ((first + c) * taps + i))
                 store(weights, 4 * (CONVOLVE_PART * i + c), w)
+        for c in range(0, n, 16):
+            bias = splat(f32x16, 0.0)
+            if arg(args, _CONVOLVE_BIAS):
+                bias = load_up_to(arg(args, _CONVOLVE_BIAS), 4 * (first + c), n - c)
+            store(weights, 4 * (CONVOLVE_PART * taps + c), bias)
         begin = 0
         while begin < n_tokens:
             end = _run_end(positions, sequences, begin, n_tokens)
@@ -315,3 +331,96 @@ def delta_net(args, tid, nth):
             many = n == PART and arg(args, _HEAD_K) % 16 == 0 and _alike(positions, sequences, t, n_tokens)
             _advance(args, t, many, head, from_head, first, n, shared)
             t += ROWS if many else 1
+
+
+# ---------------------------------------------------------------- the selective scan
+
+
+@inline
+def _silu(z):
+    return z * sigmoid(z)
+
+
+@helper
+def _scan_step(s, stride, b, c, x, z, out, rows, decay, dt, skip):
+    """Process one token on 64 columns of a head; S is ``rows`` rows, ``stride`` bytes apart."""
+    x0, x1, x2, x3 = load(f32x16, x, 0), load(f32x16, x, 64), load(f32x16, x, 128), load(f32x16, x, 192)
+    d0, d1, d2, d3 = x0 * dt, x1 * dt, x2 * dt, x3 * dt
+    o0 = o1 = o2 = o3 = splat(f32x16, 0.0)
+    for i in range(rows):
+        at = s + stride * i
+        y, w = splat(f32x16, load(types.float32, b, 4 * i)), splat(f32x16, load(types.float32, c, 4 * i))
+        s0 = muladd(d0, y, load(f32x16, at, 0) * decay)
+        s1 = muladd(d1, y, load(f32x16, at, 64) * decay)
+        s2 = muladd(d2, y, load(f32x16, at, 128) * decay)
+        s3 = muladd(d3, y, load(f32x16, at, 192) * decay)
+        store(at, 0, s0)
+        store(at, 64, s1)
+        store(at, 128, s2)
+        store(at, 192, s3)
+        o0, o1, o2, o3 = muladd(s0, w, o0), muladd(s1, w, o1), muladd(s2, w, o2), muladd(s3, w, o3)
+    store(out, 0, muladd(x0, skip, o0) * _silu(load(f32x16, z, 0)))
+    store(out, 64, muladd(x1, skip, o1) * _silu(load(f32x16, z, 64)))
+    store(out, 128, muladd(x2, skip, o2) * _silu(load(f32x16, z, 128)))
+    store(out, 192, muladd(x3, skip, o3) * _silu(load(f32x16, z, 192)))
+
+
+@helper
+def _scan_step_part(s, stride, b, c, x, z, out, rows, decay, dt, skip, n):
+    """As _scan_step, for n <= 16 columns."""
+    x0 = load_up_to(x, 0, n)
+    d, o = x0 * dt, splat(f32x16, 0.0)
+    for i in range(rows):
+        y = muladd(d, splat(f32x16, load(types.float32, b, 4 * i)), load_up_to(s, stride * i, n) * decay)
+        store_up_to(s, stride * i, y, n)
+        o = muladd(y, splat(f32x16, load(types.float32, c, 4 * i)), o)
+    store_up_to(out, 0, muladd(x0, skip, o) * _silu(load_up_to(z, 0, n)), n)
+
+
+@helper
+def _set_steps(args, head, t, n, steps):
+    """Fill in dt and exp(a dt) of tokens t ... t + n, 16 of each."""
+    n_head, bias = arg(args, _N_HEAD), load(types.float32, arg(args, _DT_BIAS), 4 * head)
+    for i in range(16):
+        x = load(types.float32, arg(args, _DT), 4 * ((t + i) * n_head + head)) if i < n else types.float32(0)
+        store(steps, 4 * i, types.float32(x + bias))
+    dt = softplus(load(f32x16, steps, 0))
+    store(steps, 0, dt)
+    store(steps, 64, exp(dt * load(types.float32, arg(args, _A), 4 * head)))
+
+
+@helper
+def _scan_token(args, t, head, first, n, dt, decay):
+    """Advance n columns of a head, from ``first``, by token t."""
+    n_head, width, rows = arg(args, _N_HEAD), arg(args, _HEAD), arg(args, _D_STATE)
+    sequence = types.int64(load(types.int32, batch_word(args, SEQUENCES), 4 * t))
+    s = arg(args, _SCAN_STATE) + 4 * ((sequence * n_head + head) * rows * width + first)
+    if load(types.int32, batch_word(args, POSITIONS), 4 * t) == 0:
+        _zero(s, 4 * width, rows, n)
+    at = 4 * (t * arg(args, _N_GROUP) + head // (n_head // arg(args, _N_GROUP))) * rows
+    b, c = arg(args, _B) + at, arg(args, _C) + at
+    at = 4 * ((t * n_head + head) * width + first)
+    x, z, out = arg(args, _X) + at, arg(args, _Z) + at, arg(args, _SCAN_OUT) + at
+    skip = load(types.float32, arg(args, _D_SKIP), 4 * head)
+    if n == PART:
+        _scan_step(s, 4 * width, b, c, x, z, out, rows, decay, dt, skip)
+        return
+    for i in range(0, 4 * n, 64):
+        rest = min(16, n - i // 4)
+        _scan_step_part(s + i, 4 * width, b, c, x + i, z + i, out + i, rows, decay, dt, skip, rest)
+
+
+@operation("batch x z dt b c dt_bias a d out state n_head n_group head d_state")
+def ssm_scan(args, tid, nth):
+    """Apply Mamba 2's selective scan to all tokens of the batch; state: [sequences][n_head][d_state][head]."""
+    width, n_tokens, steps = arg(args, _HEAD), batch_word(args, N_TOKENS), stack_bytes(128)
+    parts = (width + PART - 1) // PART
+    units = arg(args, _N_HEAD) * parts
+    for unit in range(first_of(units, tid, nth), first_of(units, tid + 1, nth)):
+        head, first = unit // parts, unit % parts * PART
+        for begin in range(0, n_tokens, 16):
+            n = min(16, n_tokens - begin)
+            _set_steps(args, head, begin, n, steps)
+            for i in range(n):
+                dt, decay = load(types.float32, steps, 4 * i), load(types.float32, steps, 64 + 4 * i)
+                _scan_token(args, begin + i, head, first, min(PART, width - first), dt, decay)

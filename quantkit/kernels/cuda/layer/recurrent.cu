@@ -1,7 +1,7 @@
-// Recurrent layers with a state of fixed size per sequence: causal convolution and the gated delta rule.
+// Recurrent layers with a state of fixed size per sequence: causal convolution, the gated delta rule, selective scan.
 // A state is float32 [sequences, width]; a token at position 0 starts from zeros, whatever the state holds. Tokens are
 // processed in batch order; sequences may be mixed. Columns are independent.
-#include "core/device.cuh"
+#include "core/functions.cuh"
 
 // ---- convolution: a block takes 32 columns, its warps share the tokens
 
@@ -42,12 +42,12 @@ INLINE float value_at(Place p, const float* x, const float* state, int64_t width
     return p.row == ZERO_BEFORE ? 0.0f : state[(taps - 1 - p.missing) * width];
 }
 
-// weight: [width, taps], taps <= TAPS; state: [sequences][taps - 1][width].
+// weight: [width, taps], taps <= TAPS; bias: [width], or none; state: [sequences][taps - 1][width].
 struct convolve_args {
     const Batch* batch;
     const float* x;
     float* out;
-    const float* weight;
+    const float *weight, *bias;
     float* state;
     int64_t taps, width, rows;
 };
@@ -69,7 +69,7 @@ KERNEL(convolve, 512) {
                 place = step_back(a.batch, place);
                 sum = fmaf(value_at(place, a.x + column, state, a.width, taps), weights[i][lane], sum);
             }
-            a.out[t * a.width + column] = sum;
+            a.out[t * a.width + column] = a.bias ? sum + a.bias[column] : sum;
         }
     }
     __syncthreads();  // all have read the state
@@ -85,10 +85,10 @@ KERNEL(convolve, 512) {
     }
 }
 
-// ---- the gated delta rule: S = exp(g) S;  d = beta (v - S^T k);  S = S + k d^T;  out = scale S^T q
+// ---- the state of a head, which the delta rule and the scan share
 
 // Four lanes hold a column of S in registers, lane l its rows 4 * (l + 4 * i) + 0 ... 3; a warp has 8 columns of one
-// head, a block 32. Tokens come in chunks, whose q, k, v, decays and betas are loaded to shared memory together.
+// head, a block 32. Tokens come in chunks, of which what all lanes read is loaded to shared memory together.
 #define COLUMNS 32
 #define CHUNK (HEAD > 64 ? 4096 / HEAD : 64)
 #define QUADS (HEAD / 16)
@@ -99,16 +99,6 @@ INLINE float quad_sum(float v) {
     v += __shfl_xor_sync(FULL, v, 1);
     return v + __shfl_xor_sync(FULL, v, 2);
 }
-
-// state: [sequences][n_v_head][head_k][head_v]; head_k <= HEAD. Value head h reads key head h % n_k_head if tiled,
-// else h / (n_v_head / n_k_head). Blocks are (value head, 32 of its columns).
-struct delta_net_args {
-    const Batch* batch;
-    const float *q, *k, *v, *g, *beta;
-    float *out, *state;
-    int64_t n_k_head, n_v_head, head_k, head_v, tiled, rows;
-    double scale;
-};
 
 // This lane's part of a state's column, s at its first row.
 INLINE void load_state(float4 (&s)[QUADS], const float* from, int lane_row, int head_k, int head_v, bool zero) {
@@ -135,6 +125,26 @@ INLINE void store_state(const float4 (&s)[QUADS], float* to, int lane_row, int h
     }
 }
 
+// Columns of a chunk's rows, zeros beyond n; row t of the chunk begins at from + t * stride.
+template <int WIDTH> INLINE void load_rows(float* to, const float* from, int64_t stride, int tokens, int n) {
+    for (int i = threadIdx.x; i < tokens * WIDTH; i += 128) {
+        const int t = i / WIDTH, c = i % WIDTH;
+        to[i] = c < n ? from[t * stride + c] : 0.0f;
+    }
+}
+
+// ---- the gated delta rule: S = exp(g) S;  d = beta (v - S^T k);  S = S + k d^T;  out = scale S^T q
+
+// state: [sequences][n_v_head][head_k][head_v]; head_k <= HEAD. Value head h reads key head h % n_k_head if tiled,
+// else h / (n_v_head / n_k_head). Blocks are (value head, 32 of its columns).
+struct delta_net_args {
+    const Batch* batch;
+    const float *q, *k, *v, *g, *beta;
+    float *out, *state;
+    int64_t n_k_head, n_v_head, head_k, head_v, tiled, rows;
+    double scale;
+};
+
 KERNEL(delta_net, 128) {
     __shared__ float4 q[CHUNK][HEAD / 4], k[CHUNK][HEAD / 4];
     __shared__ float v[CHUNK][COLUMNS];
@@ -152,16 +162,11 @@ KERNEL(delta_net, 128) {
     for (int begin = 0; begin < a.rows; begin += CHUNK) {
         const int n = (int)min((int64_t)CHUNK, a.rows - begin);
         __syncthreads();  // the previous chunk may still be read
-        for (int i = threadIdx.x; i < n * HEAD; i += 128) {
-            const int t = i / HEAD, c = i % HEAD;
-            const int64_t at = ((begin + t) * a.n_k_head + from_head) * head_k + c;
-            ((float*)q[t])[c] = c < head_k ? a.q[at] : 0.0f;
-            ((float*)k[t])[c] = c < head_k ? a.k[at] : 0.0f;
-        }
-        for (int i = threadIdx.x; i < n * COLUMNS; i += 128) {
-            const int t = i / COLUMNS, c = first + i % COLUMNS;
-            v[t][i % COLUMNS] = c < head_v ? a.v[((begin + t) * a.n_v_head + head) * head_v + c] : 0.0f;
-        }
+        const int64_t of_keys = (begin * a.n_k_head + from_head) * head_k;
+        load_rows<HEAD>((float*)q, a.q + of_keys, a.n_k_head * head_k, n, head_k);
+        load_rows<HEAD>((float*)k, a.k + of_keys, a.n_k_head * head_k, n, head_k);
+        const float* const values = a.v + (begin * a.n_v_head + head) * head_v + first;
+        load_rows<COLUMNS>((float*)v, values, a.n_v_head * head_v, n, head_v - first);
         for (int t = threadIdx.x; t < n; t += 128) {
             decay[t] = expf(a.g[(begin + t) * a.n_v_head + head]);
             beta[t] = a.beta[(begin + t) * a.n_v_head + head];
@@ -203,4 +208,74 @@ KERNEL(delta_net, 128) {
         }
     }
     if (here && sequence >= 0) store_state(s, states + sequence * a.n_v_head * size, lane_row, head_k, head_v);
+}
+
+// ---- the selective scan: dt = softplus(dt + dt_bias);  S = exp(a dt) S + b (dt x)^T;  out = (S^T c + d x) silu(z)
+
+// state: [sequences][n_head][d_state][head]; d_state <= HEAD. Head h reads b and c of group h / (n_head / n_group).
+// Blocks are (head, 32 of its columns).
+struct ssm_scan_args {
+    const Batch* batch;
+    const float *x, *z, *dt, *b, *c, *dt_bias, *a, *d;
+    float *out, *state;
+    int64_t n_head, n_group, head, d_state, rows;
+};
+
+KERNEL(ssm_scan, 128) {
+    __shared__ float4 b[CHUNK][HEAD / 4], c[CHUNK][HEAD / 4];
+    __shared__ float x[CHUNK][COLUMNS];
+    __shared__ float decay[CHUNK], step[CHUNK];
+    __shared__ int sequences[CHUNK], positions[CHUNK];
+    const int head = blockIdx.x, width = (int)a.head, d_state = (int)a.d_state;
+    const int group = (int)(head / (a.n_head / a.n_group));
+    const int first = COLUMNS * blockIdx.y, column = threadIdx.x >> 2, lane_row = 4 * (threadIdx.x & 3);
+    const bool here = first + column < width;
+    const int64_t size = (int64_t)d_state * width;
+    const float skip = a.d[head];
+    float* const states = a.state + head * size + first + column;
+    float4 s[QUADS];
+    int sequence = -1;
+    for (int begin = 0; begin < a.rows; begin += CHUNK) {
+        const int n = (int)min((int64_t)CHUNK, a.rows - begin);
+        __syncthreads();  // the previous chunk may still be read
+        const int64_t of_group = (begin * a.n_group + group) * d_state;
+        load_rows<HEAD>((float*)b, a.b + of_group, a.n_group * d_state, n, d_state);
+        load_rows<HEAD>((float*)c, a.c + of_group, a.n_group * d_state, n, d_state);
+        const float* const values = a.x + (begin * a.n_head + head) * width + first;
+        load_rows<COLUMNS>((float*)x, values, a.n_head * width, n, width - first);
+        for (int t = threadIdx.x; t < n; t += 128) {
+            step[t] = activation(ACT_SOFTPLUS, a.dt[(begin + t) * a.n_head + head] + a.dt_bias[head], 0.0f);
+            decay[t] = expf(step[t] * a.a[head]);
+            sequences[t] = a.batch->sequences[begin + t];
+            positions[t] = a.batch->positions[begin + t];
+        }
+        __syncthreads();
+        for (int t = 0; t < n; t++) {
+            if (sequences[t] != sequence || positions[t] == 0) {
+                if (here && sequence >= 0 && sequences[t] != sequence)
+                    store_state(s, states + sequence * a.n_head * size, lane_row, d_state, width);
+                sequence = sequences[t];
+                const float* from = states + sequence * a.n_head * size;
+                load_state(s, from, lane_row, d_state, width, !here || positions[t] == 0);
+            }
+            const float4 *bt = b[t] + lane_row / 4, *ct = c[t] + lane_row / 4;
+            const float value = x[t][column], d = value * step[t];
+            float part0 = 0, part1 = 0;
+#pragma unroll
+            for (int i = 0; i < QUADS; i++) {
+                const float4 y = bt[4 * i];
+                s[i].x = fmaf(y.x, d, s[i].x * decay[t]);
+                s[i].y = fmaf(y.y, d, s[i].y * decay[t]);
+                s[i].z = fmaf(y.z, d, s[i].z * decay[t]);
+                s[i].w = fmaf(y.w, d, s[i].w * decay[t]);
+                (i % 2 ? part1 : part0) = dot4(s[i], ct[4 * i], i % 2 ? part1 : part0);
+            }
+            const float o = quad_sum(part0 + part1);
+            if (here && lane_row == 0) {
+                const int64_t at = ((begin + t) * a.n_head + head) * width + first + column;
+                a.out[at] = fmaf(value, skip, o) * activation(ACT_SILU, a.z[at], 0.0f);
+            }
+        }
+    }
+    if (here && sequence >= 0) store_state(s, states + sequence * a.n_head * size, lane_row, d_state, width);
 }

@@ -1,9 +1,12 @@
-"""Layers that remember a sequence, on the device: recurrent.cu. Causal convolution and the gated delta rule.
+"""Layers that remember a sequence, on the device: recurrent.cu. Convolution, the gated delta rule, the selective scan.
 
-    convolve     batch x out weight state taps width rows
-                 weight: f32 [width, taps], taps <= TAPS; state: f32 [sequences, taps - 1, width]
+    convolve     batch x out weight bias state taps width rows
+                 weight: f32 [width, taps], taps <= TAPS; bias: f32 [width], or 0
+                 state: f32 [sequences, taps - 1, width]
     delta_net    batch q k v g beta out state n_k_head n_v_head head_k head_v scale tiled rows
                  state: f32 [sequences, n_v_head, head_k, head_v]
+    ssm_scan     batch x z dt b c dt_bias a d out state n_head n_group head d_state rows
+                 state: f32 [sequences, n_head, d_state, head]
 
 rows: tokens. A token at position 0 finds zeros in the state; otherwise what is there counts, so it begins as zeros.
 """
@@ -31,20 +34,26 @@ def convolve(taps: int, width: int) -> Shape:
     return Shape(Kernel(FILE, "convolve").bind(HEAD=HEADS[-2]), (-(-width // _COLUMNS), 1, 1))
 
 
-def _delta_net(head: int) -> Kernel:
-    return Kernel(FILE, "delta_net").bind(HEAD=head)
+def _of_heads(name: str, rows: int) -> Kernel:
+    return Kernel(FILE, name).bind(HEAD=next(head for head in HEADS if head >= rows))
 
 
 def delta_net(n_v_head: int, head_k: int, head_v: int) -> Shape:
     """Return how to apply the delta rule to all heads; ValueError for longer keys than there is room for."""
     if not 0 < head_k <= HEADS[-1]:
         raise ValueError(f"keys of {head_k} values: 1 to {HEADS[-1]} are possible")
-    head = next(head for head in HEADS if head >= head_k)
-    return Shape(_delta_net(head), (n_v_head, -(-head_v // _COLUMNS), 1))
+    return Shape(_of_heads("delta_net", head_k), (n_v_head, -(-head_v // _COLUMNS), 1))
+
+
+def ssm_scan(n_head: int, head: int, d_state: int) -> Shape:
+    """Return how to scan all heads of ``head`` columns; ValueError for a larger state than there is room for."""
+    if not 0 < d_state <= HEADS[-1]:
+        raise ValueError(f"a state of {d_state} rows: 1 to {HEADS[-1]} are possible")
+    return Shape(_of_heads("ssm_scan", d_state), (n_head, -(-head // _COLUMNS), 1))
 
 
 def kernels() -> Iterator[Kernel]:
     """Yield every kernel of this file."""
     yield convolve(1, 1).kernel
     for head in HEADS:
-        yield _delta_net(head)
+        yield from (_of_heads(name, head) for name in ("delta_net", "ssm_scan"))

@@ -118,7 +118,7 @@ def _glu(b: CPULowering, op: ops.Glu) -> None:
 @LOWER.of(ops.Activate)
 def _activate(b: CPULowering, op: ops.Activate) -> None:
     if op.activation.kind == "softplus":
-        _map(b, elementwise.softplus, op.out, op.x)
+        _map(b, elementwise.softplus, op.out, op.x, by=0.0)
         return
     operation = glu.activate(op.activation)
     limits = {name: value for name, value in glu.limits(op.activation).items() if name in operation.slots}
@@ -357,6 +357,11 @@ def _convolve(b: CPULowering, op: ops.Convolve) -> None:
 @LOWER.of(ops.DeltaNet)
 def _delta_net(b: CPULowering, op: ops.DeltaNet) -> None:
     b.emit(recurrent.delta_net, **slots.delta_net(b, op))
+
+
+@LOWER.of(ops.SsmScan)
+def _ssm_scan(b: CPULowering, op: ops.SsmScan) -> None:
+    b.emit(recurrent.ssm_scan, **slots.ssm_scan(b, op))
 
 
 LOWER |= observe.LOWER

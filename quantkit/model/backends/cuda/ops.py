@@ -251,6 +251,12 @@ def _delta_net(b: CUDALowering, op: ops.DeltaNet) -> None:
     b.emit(lambda rows: recurrent.delta_net(op.n_v_head, head_k, head_v), op.out, **slots.delta_net(b, op))
 
 
+@LOWER.of(ops.SsmScan)
+def _ssm_scan(b: CUDALowering, op: ops.SsmScan) -> None:
+    head, d_state = op.x.width // op.n_head, op.b.width // op.n_group
+    b.emit(lambda rows: recurrent.ssm_scan(op.n_head, head, d_state), op.out, **slots.ssm_scan(b, op))
+
+
 LOWER |= {**products.LOWER, **lower_fused.LOWER, **observe.LOWER}
 
 
