@@ -6,10 +6,14 @@ weights are almost 0. Its bytes depend on its CPU's vectors, and its search leav
 possible, so it is not repeated here. This one:
 
 1. guesses the scale of 32 values from their fourth powers;
-2. finds the points near them for scales around the guess, either sign, either codebook, and more of them for values
-   that weigh much; and from these the error of each 32 values as a curve over the scale;
-3. chooses the scale d of the row for which the levels of scales cost the least on all curves;
-4. chooses levels and points among those found, fits d to them, and again while the error falls.
+2. finds the points near them for scales around the guess, either sign, either codebook: the more searches, and the
+   deeper, the more of a row's error these values make; where they make most of it, all points are ranked; and from the
+   points the error of 32 values as a curve over the scale, in long rows for some of them; IQ4_KT searches the better
+   codebook of either sign once more, where the curve is lowest;
+3. chooses the scale d of the row for which the levels of scales cost the least on all curves: the cheapest, or, where
+   few values make the error and curves say little, the best of many;
+4. chooses levels and points among those found, fits d to them, and again while the error falls; IQ3_KT and IQ4_KT
+   search once more for the scales chosen.
 
 Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp, QuantizerIQKT::set_weights and quantize_row_iq*_kt_impl.
 """
@@ -186,34 +190,34 @@ levels_near: Any = None
 signs = books = groups = 1
 
 
-def cost_of_levels(d, sign, guesses, curves, count):
+def cost_of_levels(d, sign, guesses, curves, count, counted):
     """Return the errors of a row for its scales sign * d, d in 16 lanes: scales are one of 16 levels times that."""
     total = splat(f32x16, F(0))
     least_d, most_d = hmin(d), hmax(d)
     for b in range(count):
-        if guesses[b] > F(0):
+        if guesses[b] > F(0) and counted[b] > F(0):
             least, inverse = splat(f32x16, F(0)), F(1) / guesses[b]
             for i in range(16):
                 level = extract(levels_near(F(0)), i) * inverse
                 curve = curves + CURVES * b + (CURVES // 2 if (level < F(0)) == (sign > F(0)) else 0)
                 if abs(level) * least_d < F(1.65) and abs(level) * most_d > F(0.3):
                     least = vmin(_gain(curve, d * abs(level)), least)
-            total = total + least
+            total = total + least * counted[b]
     return total
 
 
-def cost_of_wide(d, sign, guesses, curves, count):
+def cost_of_wide(d, sign, guesses, curves, count, counted):
     """Return the errors of a row for its scales sign * d, d in 16 lanes: scales are -64 .. 63 times that."""
     total = splat(f32x16, F(0))
     for b in range(count):
-        if guesses[b] > F(0):
+        if guesses[b] > F(0) and counted[b] > F(0):
             least, inverse = splat(f32x16, F(0)), F(1) / guesses[b]
             for side in range(2):
                 most = F(63) if (side == 0) == (sign > F(0)) else F(64)
                 for i in range(16):
                     level = vmin(round_even(splat(f32x16, guesses[b] * extract(grid(), i)) / d), most)
                     least = vmin(_gain(curves + CURVES * b + 128 * side, level * d * inverse), least)
-            total = total + least
+            total = total + least * counted[b]
     return total
 
 
@@ -222,7 +226,7 @@ cost_of: Any = None
 largest = F(0)
 
 
-def rate_row_scales(guesses, curves, count, scales, costs):
+def rate_row_scales(guesses, curves, count, counted, scales, costs):
     """Write 64 scales that the row may have, and what they cost."""
     top = F(0)
     for b in range(count):
@@ -233,7 +237,7 @@ def rate_row_scales(guesses, curves, count, scales, costs):
         wider = d * F(1.448) if i % 32 else d
         cost = splat(f32x16, F(0))
         if signs == 2 or sign > F(0):
-            cost = cost_of(wider, sign, guesses, curves, count)
+            cost = cost_of(wider, sign, guesses, curves, count, counted)
         store(scales, 4 * i, wider * sign)
         store(costs, 4 * i, cost)
 
@@ -294,50 +298,121 @@ def put_iq4_kt(block, b, level, book, x, q):
 
 # ---------------------------------------------------------------- rows
 
-#: Bindings: points.search; searches of 32 values that weigh little, and much; a kept group of a search, in floats.
+#: Shares of a row's sum(w x x) from which 32 values are searched for more deeply, and all points are ranked for them.
+DEEP, HEAVY = 1 / 16, 2 / 5
+
+#: Bindings: points.search; how many slots of survivors one search fills, and there are; the bytes of those of 32 values
+#: for one sign and codebook.
 search: Any = None
-few = many = 1
+spread = slots = 1
+part = 0
 
 
 @inline
-def _searches(x, w, center, searches, lines, s, kept):
+def search_around(x, w, center, searches, lines, s, kept):
     """Keep the points near 32 values for scales around ``center``, either sign, either codebook."""
     ratio = F(1)
     for _ in range(searches - 1):
         ratio *= F(0.8944272)
     for side in range(signs):
         for book in range(books):
-            to = kept + (side * books + book) * (12 * points.SURVIVORS * many * groups)
-            at = center * ratio
+            to, at = kept + part * (side * books + book), center * ratio
+            sign = F(1) if side == 0 else F(-1)
             for k in range(searches):
-                sign = F(1) if side == 0 else F(-1)
-                search(book, sign, sign / at, x, w, lines, s, to + 4 * points.SURVIVORS * k, points.SURVIVORS * many)
+                to_slot = to + 4 * points.SURVIVORS * spread * k
+                search(book, sign, sign / at, x, w, lines, s, to_slot, points.SURVIVORS * slots)
                 at *= F(1.25)
 
 
-def survey(x, w, n, guesses, energies, lines, s, kept, curves, searched):
-    """Search for all values of a row; write the curves of errors."""
+#: Binding: points.scan.
+scan: Any = None
+
+
+@inline
+def scan_around(x, w, center, lines, s, kept, ratios):
+    """Keep the points nearest to 32 values for many scales around ``center``, either sign, either codebook."""
+    for side in range(signs):
+        for book in range(books):
+            to = kept + part * (side * books + book)
+            sign = F(1) if side == 0 else F(-1)
+            for k in range(slots - 1):
+                to_slot = to + 4 * points.SURVIVORS * k
+                scan(book, sign, sign / center, x, w, lines, s, to_slot, points.SURVIVORS * slots, ratios + 64 * k)
+
+
+@inline
+def _scanned_scales(ratios):
+    """Write guesses over the scales for which all points are ranked, times 128."""
+    ratio = F(128)
+    for _ in range(ratios.size // 2):
+        ratio *= F(1 / 1.0123)
+    for i in range(ratios.size):
+        ratios[i] = ratio
+        ratio *= F(1.0123)
+
+
+#: Bindings: ``search_around``, and deeper; ``scan_around``; searches of 32 values that weigh little, and that weigh
+#: ``much`` times the mean; from ``very_much`` times the mean on, they are searched for more deeply.
+searched_around: Any = None
+deeply_searched: Any = None
+scanned: Any = None
+few = some = 1
+much, very_much = 2.0, 4.0
+#: Bindings: whether levels depend on the curve; whether the better codebook of either sign, where values were searched
+#: for once, is searched again, around the scale at which its error is least.
+every_curve = again = False
+
+
+def survey(x, w, n, guesses, energies, lines, s, kept, curves, filled, ratios, step, counted):
+    """Search for all values of a row; write how many slots are filled, and curves of errors.
+
+    ``counted``: how many times one counts where the row's scale is chosen: one in ``step`` if it weighs little.
+    """
     total = 0.0
     for b in range(n // 32):
         total += np.float64(energies[b])
-    mean = F(total * 32 / n)
+    mean = total * 32 / n
     for b in range(n // 32):
-        at = kept + b * (12 * points.SURVIVORS * many * groups * signs * books)
-        count = many if energies[b] > F(1.5) * mean else few
-        searched[b] = count if guesses[b] > F(0) else 1
-        _searches(x + 128 * b, w + 128 * b, guesses[b] if guesses[b] > F(0) else F(1), searched[b], lines, s, at)
+        at, xb, wb, center = kept + part * signs * books * b, x + 128 * b, w + 128 * b, guesses[b]
+        energy = np.float64(energies[b]) if center > F(0) else 0.0
+        count = slots - 1
+        if energy > HEAVY * total:
+            scanned(xb, wb, center, lines, s, at, ratios)
+        elif energy > min(DEEP * total, very_much * mean):
+            deeply_searched(xb, wb, center, slots - 1, lines, s, at)
+        else:
+            searches = some if energy > much * mean else few
+            count = searches * spread
+            searched_around(xb, wb, center if center > F(0) else F(1), searches, lines, s, at)
+        for c in range(signs * books):
+            filled[signs * books * b + c] = count
+        # Few values that weigh much can make the error of a long row: all of them count.
+        counted[b] = F(1) if energy > much * mean else F(step) if b % step == 0 else F(0)
+        if counted[b] == F(0) and not every_curve:
+            continue
         for side in range(signs):
-            least = splat(f32x16, F(0))
+            least, lowest, better = splat(f32x16, F(0)), F(3e38), 0
             for book in range(books):
-                of = at + (side * books + book) * (12 * points.SURVIVORS * many * groups)
-                found = points.errors(of, groups, points.SURVIVORS * many, searched[b], grid() * guesses[b])
+                of = at + part * (side * books + book)
+                found = points.errors(of, groups, points.SURVIVORS * slots, count, grid() * center)
                 least = found if book == 0 else vmin(found, least)
+                if hmin(found) < lowest:
+                    lowest, better, scale = hmin(found), book, center * extract(grid(), best_lane(found))
+            if again and count == spread and center > F(0):
+                of, sign = at + part * (side * books + better), F(1) if side == 0 else F(-1)
+                search(
+                    better, sign, sign / scale, xb, wb, lines, s, of + 4 * points.SURVIVORS * spread,
+                    points.SURVIVORS * slots,
+                )  # fmt: skip
+                filled[signs * books * b + side * books + better] += spread
+                found = points.errors(of, groups, points.SURVIVORS * slots, 2 * spread, grid() * center)
+                least = vmin(found, least)
             store(curves, CURVES * b + CURVES // 2 * side, least)
 
 
 @inline
-def _best_level(guess, d, searches, kept, curves):
-    """Return the least error of 32 values, the level of their scale, the codebook, and the index of both."""
+def _best_level(guess, d, filled, first, kept, curves):
+    """Return the level of the scale of 32 values with the least error, and its sign and codebook as an index."""
     lowest, level, combination = F(3e38), F(0), 0
     for side in range(signs):
         sign = F(1) if side == 0 else F(-1)
@@ -345,30 +420,46 @@ def _best_level(guess, d, searches, kept, curves):
         levels = levels_near(sign * near / d)
         scales = levels * (d * sign)
         for book in range(books):
-            of = kept + (side * books + book) * (12 * points.SURVIVORS * many * groups)
-            found = points.errors(of, groups, points.SURVIVORS * many, searches, vmax(scales, F(0)))
+            of = kept + part * (side * books + book)
+            count = filled[first + side * books + book]
+            found = points.errors(of, groups, points.SURVIVORS * slots, count, vmax(scales, F(0)))
             found = select(scales < F(0), F(3e38), found)
             if hmin(found) < lowest:
                 lowest, level, combination = hmin(found), extract(levels, best_lane(found)), side * books + book
     return level, combination
 
 
-def choose(x, w, n, d, first, guesses, curves, lines, s, kept, searched, levels, combinations, places):
-    """Choose levels and points for a row's scale d; return sum(w q x) and sum(w q q), q in units of d."""
+#: Bindings: ``_best_level``; whether a last search is for the scale that was chosen, and the slots that it fills.
+best_level: Any = None
+polished = False
+
+
+def choose(x, w, n, d, first, last, guesses, curves, lines, s, kept, filled, levels, combinations, places):
+    """Choose levels and points for a row's scale d; return sum(w q x) and sum(w q q), q in units of d.
+
+    ``first``: of the row: search again where the scale is far from the guess; ``last``: search for the scale chosen.
+    """
     sumqx = sumq2 = 0.0
+    width = points.SURVIVORS * slots
     for b in range(n // 32):
-        at = kept + b * (12 * points.SURVIVORS * many * groups * signs * books)
-        level, combination = _best_level(guesses[b], d, searched[b], at, curves + CURVES * b)
+        at, xb, wb = kept + part * signs * books * b, x + 128 * b, w + 128 * b
+        begin = signs * books * b
+        level, combination = best_level(guesses[b], d, filled, begin, at, curves + CURVES * b)
         scale = abs(level * d)
         if first and (scale > F(1.65) * guesses[b] or scale < F(0.6) * guesses[b]) and scale > F(0):
-            searched[b] = 1
-            _searches(x + 128 * b, w + 128 * b, scale, 1, lines, s, at)
-            level, combination = _best_level(guesses[b], d, 1, at, curves + CURVES * b)
+            for c in range(begin, begin + signs * books):
+                filled[c] = 1
+            deeply_searched(xb, wb, scale, 1, lines, s, at)
+            level, combination = best_level(guesses[b], d, filled, begin, at, curves + CURVES * b)
+            scale = abs(level * d)
         levels[b], combinations[b] = level, combination
-        of = at + combination * (12 * points.SURVIVORS * many * groups)
+        of, count = at + part * combination, filled[begin + combination]
+        if polished and last and scale > F(0) and count < slots:
+            sign = F(-1) if combination >= books else F(1)
+            search(combination % books, sign, sign / scale, xb, wb, lines, s, of + 4 * points.SURVIVORS * count, width)
+            count += 1
         for group in range(groups):
-            width = points.SURVIVORS * many
-            p, q, place = points.pick(of + 12 * width * group, width, searched[b], abs(level * d))
+            p, q, place = points.pick(of + 12 * width * group, width, count, scale)
             sumqx += np.float64(abs(level)) * np.float64(p)
             sumq2 += np.float64(level) * np.float64(level) * np.float64(q)
             places[b, group] = place
@@ -392,6 +483,7 @@ levels_chosen: Any = None
 put: Any = None
 block_bytes = lines_ranked = 0
 magnitudes = False
+least_fits = least_tries = 1
 #: By how much a row's scale exceeds that of least squares, with which values come out too small on average.
 stretch = 1.0
 
@@ -415,13 +507,19 @@ def _prepare(x, row, xs, guesses, unit, magnitudes):
         guesses[b] = guess_scale(address(xs) + 128 * b) if _top(x[row, 32 * b : 32 * b + 32]) >= F(1e-16) else F(0)
 
 
+#: Scales tried for a row of which one block of 32 values makes all of the error, if that were not limited to 64.
+ATTEMPTS = 500.0
+
+
 @inline
 def _attempts(energies):
-    """Return how many scales of a row are tried: more than one where few values make most of the error."""
-    top = total = F(0)
+    """Return how many scales of a row are tried: the more the fewer values make most of the error."""
+    total = squares = 0.0
     for b in range(energies.size):
-        top, total = max(top, energies[b]), total + energies[b]
-    return 8 if top * F(16) > total else 1
+        total += np.float64(energies[b])
+        squares += np.float64(energies[b]) * np.float64(energies[b])
+    share = squares / (total * total) if total > 0 else 0.0
+    return min(max(np.int64(ATTEMPTS * share * (share + 0.08)), least_tries), 64)
 
 
 def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_of_families, indices):
@@ -430,13 +528,17 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
     count = n // 32
     xs, ws = np.empty(n, np.float32), np.empty(n, np.float32)
     guesses, energies = np.empty(count, np.float32), np.empty(count, np.float32)
-    curves, searched = np.zeros(count * (CURVES // 4) + 16, np.float32), np.empty(count, np.int64)
-    kept = np.empty(count * 12 * points.SURVIVORS * many * groups * signs * books + 64, np.uint8)
+    counted = np.empty(count, np.float32)
+    curves, filled = np.zeros(count * (CURVES // 4) + 16, np.float32), np.empty(count * signs * books, np.int64)
+    kept = np.empty(count * part * signs * books + 64, np.uint8)
     levels, combinations = np.empty((2, count), np.float32), np.empty((2, count), np.int64)
     scales, costs = np.empty(64, np.float32), np.empty(64, np.float32)
     places, scratch = np.empty((2, count, 8), np.int32), np.zeros(points.SCRATCH + 128, np.uint8)
+    ratios = np.empty(16 * (slots - 1), np.float32)
+    _scanned_scales(ratios)
     for i in range(books * lines_ranked):
         store(address(scratch), points.LINES + 4 * i, I32(i))
+    store(address(scratch), points.ONE, 1)
     largest_weight = np.float64(_top(weights))
     top = largest_weight if largest_weight > 0 else 1.0
     for row in range(row0, row1):
@@ -452,17 +554,21 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
         _weigh(px, pw, address(weights) if weights.size else 0, n, unit, top)
         for b in range(count):
             energies[b] = _energy(px + 128 * b, pw + 128 * b)
-        row_surveyed(px, pw, n, guesses, energies, lines, s, found, address(curves), searched)
-        row_scales(guesses, address(curves), count, address(scales), address(costs))
+        tries = _attempts(energies)
+        step = 1 if tries > 1 else max(count // 32, 1)
+        row_surveyed(
+            px, pw, n, guesses, energies, lines, s, found, address(curves), filled, address(ratios), step, counted
+        )
+        row_scales(guesses, address(curves), count, counted, address(scales), address(costs))
         best, scale, at = -1.0, 0.0, 0
-        for attempt in range(_attempts(energies)):
+        for attempt in range(tries):
             cheapest = costs.size - 1 - costs[::-1].argmin()
             if costs[cheapest] >= F(0) and attempt > 0:
                 break
             d, before, costs[cheapest] = scales[cheapest], -1.0, F(0)
-            for k in range(3):
+            for k in range(3 if tries > 1 else least_fits):
                 qx, q2 = levels_chosen(
-                    px, pw, n, d, attempt + k == 0, guesses, address(curves), lines, s, found, searched,
+                    px, pw, n, d, attempt + k == 0, False, guesses, address(curves), lines, s, found, filled,
                     levels[at], combinations[at], places[at],
                 )  # fmt: skip
                 gain = qx * qx / q2 if q2 > 0 else 0.0
@@ -472,6 +578,12 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
                     break
                 d, before = F(qx / q2), gain
         if best >= 0.0:
+            qx, q2 = levels_chosen(
+                px, pw, n, F(scale), False, True, guesses, address(curves), lines, s, found, filled,
+                levels[at], combinations[at], places[at],
+            )  # fmt: skip
+            if q2 > 0 and qx * qx / q2 > best:
+                scale, at = qx / q2, 1 - at
             store(address(out) + out.shape[1] * row, 0, F(scale * stretch * unit))
             if scale != 0.0:
                 target = address(out) + out.shape[1] * row + 4
@@ -485,60 +597,109 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
 
 
 @cache
-def _search(name: str, count: int, size: int, bias: int, depths: tuple[int, int], coarse_from: int) -> Any:
-    """Return ``points.search`` for codebooks of ``count`` points; ``depths``: families, cells of a lane that stay."""
-    kinds: dict[str, Any] = {"floats": f32x8 if size == 8 else f32x4}
-    fine_score = specialize(points.fine_score8 if size == 8 else points.fine_score4, name, bias=bias)
-
-    def rank(depth: int, score: Any) -> Any:
-        return specialize(points.rank, f"{name}_{depth}", score=score, depth=depth)
-
-    depth_of = max(depths[0], 1), depths[1], 2
-    bound: dict[str, Any] = {}
-    for step, depth in zip(("families", "cells", "points"), depth_of, strict=True):
-        bound[f"rank_{step}"] = rank(depth, fine_score)
-        bound[f"coarsely_rank_{step}"] = rank(depth, points.coarse_score if size == 8 else fine_score)
+def _ranks(name: str, size: int, bias: int, coarse: bool) -> dict[str, Any]:
+    """Return the bindings of points.rank and points.search that depend on how a query is stored; coarse: in 8 bits."""
+    floats = f32x8 if size == 8 else f32x4
+    if coarse:
+        prepared = specialize(points.prepare_coarse, name, largest=F(64 if bias else 126))
+        return {"query_of": points.coarse_query, "score": points.coarse_score, "query_prepared": prepared}
+    sums = specialize(points.fine_sums8 if size == 8 else points.fine_sums4, name, bias=bias)
     prepared = specialize(
-        points._prepare, name, **kinds, coarse_from=coarse_from,
-        coarse_prepared=specialize(points.prepare_coarse, name, largest=F(64 if bias else 126))
-        if size == 8 else points.prepare_no_coarse,
-        fine_prepared=specialize(
-            points.prepare_fine, name, size=size, **kinds, shorts_of=i16x8 if size == 8 else points.i16x4,
-            paired=points.even_odd if size == 8 else points.in_order,
-        ),
+        points.prepare_fine, name, size=size, floats=floats, shorts_of=i16x8 if size == 8 else points.i16x4,
+        paired=points.even_odd if size == 8 else points.in_order,
     )  # fmt: skip
+    if size == 4:
+        prepared = specialize(points.prepare_both, name, prepare_4=prepared, largest=F(64))
+    return {
+        "query_of": points.fine_query8 if size == 8 else points.fine_query4, "query_prepared": prepared,
+        "score": specialize(points.fine_score, name, fine_sums=sums), "fine_sums": sums,
+    }  # fmt: skip
+
+
+def _bound(bindings: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: bindings[name] for name in names}
+
+
+def _rated(name: str, size: int, bias: int, spread: int) -> dict[str, Any]:
+    """Return the bindings that ``points.search`` and ``points.scan`` share."""
+    levels = specialize(points.levels8, name, bias=bias) if size == 8 else points.levels4
+    rated = specialize(
+        points.rate_points, f"{name}_{spread}", helper,
+        size=size, levels=levels, spread=spread,
+    )  # fmt: skip
+    gathered = specialize(
+        points.gather_points, f"{name}_{spread}", helper, line_bytes=256 if size == 8 else 128, spread=spread
+    )
+    floats = f32x8 if size == 8 else f32x4
+    return {"size": size, "floats": floats, "points_gathered": gathered, "points_rated": rated}
+
+
+def _search(
+    name: str, count: int, size: int, bias: int, depths: tuple[int, int], coarse: bool = False, spread: int = 1
+) -> Any:
+    """Return ``points.search`` for codebooks of ``count`` points; ``depths``: families, cells of a lane that stay."""
+    ranks, families = _ranks(name, size, bias, coarse), count // 4096 if depths[0] else 0
+    kinds = _bound(ranks, "query_of", "score")
+    tree = kinds if size == 8 else {"query_of": points.coarse_query4, "score": points.coarse_score4}
+    steps = {
+        f"rank_{step}": specialize(points.rank, f"{name}_{step}_{depth}", helper, depth=depth, **of)
+        for step, depth, of in (("families", max(depths[0], 1), tree), ("cells", depths[1], tree), ("points", 1, kinds))
+    }
+    if spread == 2:
+        kinds = _bound(ranks, "query_of", "fine_sums")
+        steps["rank_points"] = specialize(points.rank_around, name, helper, **kinds)
     return specialize(
-        points.search, name, helper, size=size, coarse_from=coarse_from, **bound, prepared=prepared,
-        fine_query=points.fine_query8 if size == 8 else points.fine_query4,
-        coarse_query=points.coarse_query if size == 8 else points.fine_query4,
-        lines_of_families=count // 4096 if depths[0] else 0, lines_of_cells=count // 256,
-        family_depth=depths[0], cell_depth=depths[1],
-        points_rated=specialize(
-            points.rate_points, name, size=size, line_bytes=256 if size == 8 else 128,
-            levels=specialize(points.levels8, name, bias=bias) if size == 8 else points.levels4,
-        ),
+        points.search, name, helper, lines_of_families=families, lines_of_cells=count // 256,
+        family_depth=depths[0], cell_depth=depths[1], query_prepared=ranks["query_prepared"], **steps,
+        **_rated(name, size, bias, spread),
+    )  # fmt: skip
+
+
+def _scan(name: str, count: int, size: int, bias: int) -> Any:
+    """Return ``points.scan`` for codebooks of ``count`` points."""
+    ranks, lines = _ranks(name, size, bias, False), count // 16
+    four = specialize(points.scan4, name, helper, all_lines=lines, **_bound(ranks, "query_of", "fine_sums"))
+    return specialize(
+        points.scan, name, helper, all_lines=lines, scan_four=four, query_prepared=ranks["query_prepared"],
+        **_rated(name, size, bias, 1),
     )  # fmt: skip
 
 
 def _encoder(
     name: str, count: int, size: int, put: Any, levels: Any, *,
-    largest: int, depths: tuple[int, int], coarse_from: int, searches: tuple[int, int], signs: int = 2, books: int = 1,
-    stretch: float = 1.0,
+    largest: int, depths: tuple[int, int], deep: tuple[int, int], searches: tuple[int, int, int],
+    coarse: bool = False, again: bool = False, much: float = 2.0, very_much: float = 4.0, spread: int = 1,
+    polished: bool = False, signs: int = 2, books: int = 1, stretch: float = 1.0,
 ) -> Encoder:  # fmt: skip
-    """Return the encoder of a type: codebooks of ``count`` points; the functions and numbers that differ."""
-    suffix = name.lower()
-    shared = {"signs": signs, "books": books, "groups": 32 // size, "many": max(searches)}
-    search = _search(suffix, count, size, 126 if signs == 2 else 0, depths, coarse_from)
-    searches_of = specialize(_searches, suffix, search=search, **shared)
+    """Return the encoder of a type: codebooks of ``count`` points; the functions and numbers that differ.
+
+    ``searches``: of 32 values that weigh little, that weigh much, and deeper ones.
+    """
+    suffix, bias, slots = name.lower(), 126 if signs == 2 else 0, searches[2] + 1
+    shared = {"signs": signs, "books": books, "groups": 32 // size, "slots": slots}
+    shared["part"] = 12 * points.SURVIVORS * slots * (32 // size)
+    sides = _bound(shared, "signs", "books", "slots", "part")
+    search, deep_search = (_search(suffix, count, size, bias, d, c) for d, c in ((depths, coarse), (deep, False)))
+    around = _search(suffix, count, size, bias, depths, coarse, spread)
+    deeply_searched = specialize(search_around, f"{suffix}_deeply", search=deep_search, **sides)
+    surveyed = specialize(
+        survey, suffix, helper, deeply_searched=deeply_searched, **shared, few=searches[0], some=searches[1],
+        searched_around=specialize(search_around, suffix, search=around, spread=spread, **sides), spread=spread,
+        scanned=specialize(scan_around, suffix, scan=_scan(suffix, count, size, bias), **sides),
+        much=much, very_much=very_much, every_curve=again or levels is wide_levels, again=again, search=around,
+    )  # fmt: skip
     cost = specialize(
         cost_of_wide if levels is wide_levels else cost_of_levels, suffix, helper, levels_near=levels, signs=signs
     )
-    best = specialize(_best_level, suffix, levels_near=levels, **shared)
+    chosen = specialize(
+        choose, suffix, helper, deeply_searched=deeply_searched, polished=polished,
+        search=search if coarse else deep_search, **shared,
+        best_level=specialize(_best_level, suffix, levels_near=levels, **shared),
+    )  # fmt: skip
     encode_rows: Callable[..., None] = specialize(
-        encode, suffix, kernel, **shared, magnitudes=signs == 1, stretch=stretch,
-        row_surveyed=specialize(survey, suffix, helper, _searches=searches_of, few=searches[0], **shared),
+        encode, suffix, kernel, **sides, magnitudes=signs == 1, stretch=stretch,
+        least_fits=1 if coarse else 2, least_tries=2 if signs == 1 else 1, row_surveyed=surveyed, levels_chosen=chosen,
         row_scales=specialize(rate_row_scales, suffix, helper, cost_of=cost, largest=F(largest), signs=signs),
-        levels_chosen=specialize(choose, suffix, helper, _searches=searches_of, _best_level=best, **shared),
         write=specialize(write, suffix, put=put, block_bytes=BY_NAME[name].block_bytes, books=books, groups=32 // size),
         lines_ranked=count // 4096 if depths[0] else count // 256,
     )  # fmt: skip
@@ -554,15 +715,18 @@ def _encoder(
 
 
 encode_iq1_kt = _encoder(
-    "IQ1_KT", 8192, 8, put_iq1_kt, codebook_levels, largest=127, depths=(0, 2), coarse_from=6, searches=(1, 3),
-    stretch=1.07,
+    "IQ1_KT", 8192, 8, put_iq1_kt, codebook_levels, largest=127, depths=(0, 3), deep=(0, 4), searches=(1, 3, 3),
+    coarse=True, very_much=8.0, stretch=1.07,
 )  # fmt: skip
 encode_iq2_kt = _encoder(
-    "IQ2_KT", 65536, 8, put_iq2_kt, codebook_levels, largest=127, depths=(2, 3), coarse_from=6, searches=(1, 3)
-)
+    "IQ2_KT", 65536, 8, put_iq2_kt, codebook_levels, largest=127, depths=(2, 3), deep=(3, 4), searches=(1, 2, 3),
+    coarse=True, much=3.0, very_much=8.0,
+)  # fmt: skip
 encode_iq3_kt = _encoder(
-    "IQ3_KT", 65536, 8, put_iq3_kt, small_levels, largest=15, depths=(2, 3), coarse_from=65, searches=(3, 3), signs=1
-)
+    "IQ3_KT", 65536, 8, put_iq3_kt, small_levels, largest=15, depths=(2, 3), deep=(3, 4), searches=(2, 2, 4),
+    spread=2, polished=True, signs=1, very_much=2.0,
+)  # fmt: skip
 encode_iq4_kt = _encoder(
-    "IQ4_KT", 32768, 4, put_iq4_kt, wide_levels, largest=64, depths=(2, 2), coarse_from=65, searches=(2, 4), books=2
-)
+    "IQ4_KT", 32768, 4, put_iq4_kt, wide_levels, largest=64, depths=(2, 2), deep=(2, 3), searches=(1, 2, 4),
+    spread=2, polished=True, books=2, again=True,
+)  # fmt: skip

@@ -3,7 +3,7 @@
 A point is the 8 (IQ4_KT: 4) levels of an index. Points are split in halves along the dimension in which they vary most,
 until cells of 16 are left; 16 consecutive cells are a family. Groups of 16 points, of 16 cells' centers and of 16
 families' centers are stored as lines of 64 bytes, a word per point: four levels plus 126 (IQ3_KT: magnitudes), then
-four squares / 64 rounded, as bytes; IQ4_KT's, two levels of 16 bits.
+four squares / 64 rounded, as bytes; IQ4_KT's points, two levels of 16 bits.
 
 All of it is integer arithmetic: the same cells everywhere.
 """
@@ -63,10 +63,10 @@ def _sorted_by_cell(points: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return sorted_points
 
 
-def _lines(values: npt.NDArray[np.int64], bias: int) -> npt.NDArray[np.uint8]:
-    """Return the lines of groups of 16 points [16 n, size]."""
+def _lines(values: npt.NDArray[np.int64], bias: int, wide: bool) -> npt.NDArray[np.uint8]:
+    """Return the lines of groups of 16 points [16 n, size]; wide: levels of 16 bits."""
     kind: np.dtype[Any]
-    if values.shape[1] == 4:
+    if wide:
         words, kind = values, np.dtype(np.int16)
     else:
         words, kind = np.concatenate([values + bias, (values**2 + 32) // 64], 1), np.dtype(np.uint8)
@@ -89,6 +89,6 @@ def codebook(count: int, size: int, magnitudes: bool = False, books: int = 1) ->
         levels, bias = (abs(levels), 0) if magnitudes else (levels, 126)
         order = _sorted_by_cell(levels)
         by_cell = levels[order]
-        kinds = by_cell, _centers(by_cell, 16), _centers(by_cell, 256)
-        parts.append((*(_lines(values, bias) for values in kinds), order.astype(np.int32)))
+        centers = (_lines(_centers(by_cell, points), bias, False) for points in (16, 256))
+        parts.append((_lines(by_cell, bias, size == 4), *centers, order.astype(np.int32)))
     return Codebook(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))

@@ -3,9 +3,14 @@
 The error of point v for values x, weights w and a scale d is, less a constant, d^2 Q - 2 d P, where P = sum(w x v) and
 Q = sum(w v v). A search for one d (*center*):
 
-1. ranks the centers of all families by that error in integers, with weights of 7 bits; the best few of each lane stay;
-2. ranks the centers of the cells of these families likewise, and the points of these cells: the best 32 remain;
+1. ranks the centers of all families by that error in integers, of 8 bits (weights of 7) or 16; the best few of each
+   lane stay;
+2. ranks the centers of the cells of these families likewise, and the points of these cells (of 4 values: in 16 bits,
+   centers in 8): the best of each lane remains, or the best for two scales around d;
 3. computes P and Q of these in f32. Any scale, the best of them for it: three operations a point.
+
+A scan ranks all points, for 16 scales: where the weights of 8 values differ a lot, as beside outliers, a tree loses the
+best point.
 
 Rounding disturbs the order of points by some percent of the error; few points are that near to the best one, and the
 best one is among those that remain. Integers and the fixed order of f32 operations give the same points on every CPU.
@@ -25,6 +30,8 @@ from quantkit.kernels.cpu.core.simd import (
     convert,
     dot2,
     dot4,
+    extract,
+    f32x4,
     f32x8,
     f32x16,
     hmax,
@@ -54,15 +61,16 @@ from quantkit.kernels.cpu.core.simd import (
 F, I32 = np.float32, np.int32
 
 #: Survivors of a search; a score that none has; the bits of a ranked score that number a line; the largest query.
-SURVIVORS, MOST, NUMBER, FARTHEST = 32, 0x7FFFFFFF, 12, F(140)
+SURVIVORS, MOST, NUMBER, FARTHEST = 16, 0x7FFFFFFF, 12, F(140)
 
-#: Offsets into a group's part of the scratch: a query; lists of families, of cells; survivors; their levels; whether
-#: the query is fine. After the parts of 8 groups: the list of lines that are ranked first.
-QUERY, FAMILIES, CELLS, POINTS, WORDS, FINE, PART = 0, 64, 320, 576, 704, 832, 896
-LINES, SCRATCH = 8 * PART, 8 * PART + 256
+#: Offsets into a group's part of the scratch: a query; lists of families, of cells; survivors; their levels.
+#: After the parts of 8 groups: the list of lines that are ranked first; a 1 of 64 bits. Numbers of turns are times it,
+#: read from memory, so that LLVM keeps loops, which it would unroll to several times the cache of instructions.
+QUERY, FAMILIES, CELLS, POINTS, WORDS, PART = 0, 64, 320, 576, 704, 960
+COARSE, LINES, ONE, SCRATCH = 32, 8 * PART, 8 * PART + 256, 8 * PART + 320
 
 lanes16 = make_constant(i32x16, range(16), "trellis_lanes")
-i16x4 = VecType(types.int16, 4)
+i8x4, i16x4 = VecType(types.int8, 4), VecType(types.int16, 4)
 even_odd = make_shuffle([0, 2, 1, 3, 4, 6, 5, 7], "trellis_even_odd")
 in_order = make_shuffle([0, 1, 2, 3], "trellis_in_order")
 
@@ -82,20 +90,43 @@ def _word(s, at):
 
 @inline
 def prepare_coarse(y, weights, s):
-    """Store the query of 8 values y with weights: rounded weights u, and -2 u y in units of 64; return the least u."""
+    """Store the query of 8 values y with weights: rounded weights u, and -2 u y in units of 64."""
     top = max(hmax(weights) * F(1 / 64), hmax(weights * vabs(y)) * (F(1 / 32) / largest))
     factor = F(1) / top if top > F(1e-33) else F(0)
     u = nearest_int(weights * factor)
     a = vmax(vmin(convert(f32x8, u) * y * F(-1 / 32), largest), -largest)
     store(s, QUERY, convert(i8x8, nearest_int(a)))
     store(s, QUERY + 8, convert(i8x8, u))
-    return hmin(u)
+
+
+#: Binding of ``prepare_both``.
+prepare_4: Any = None
 
 
 @inline
-def prepare_no_coarse(y, weights, s):
-    """Stand for ``prepare_coarse`` where all queries are fine."""
-    return I32(0)
+def prepare_both(y, weights, s):
+    """Store the coarse query of 4 values, and the fine one."""
+    prepare_4(y, weights, s)
+    top = max(hmax(weights) * F(1 / 64), hmax(weights * vabs(y)) * (F(1 / 32) / largest))
+    factor = F(1) / top if top > F(1e-33) else F(0)
+    u = nearest_int(weights * factor)
+    a = vmax(vmin(convert(f32x4, u) * y * F(-1 / 32), largest), -largest)
+    store(s, COARSE, convert(i8x4, nearest_int(a)))
+    store(s, COARSE + 4, convert(i8x4, u))
+
+
+@inline
+def coarse_query4(s):
+    """Return the words of a coarse query of 4 values."""
+    a, b = _word(s, COARSE), _word(s, COARSE + 4)
+    return cast(i8x64, a), cast(i8x64, b)
+
+
+@inline
+def coarse_score4(lines, number, query):
+    """Return the errors of a line of 16 points of 4 values."""
+    at, (a, b) = 128 * number, query
+    return dot4(dot4(splat(i32x16, 0), load(u8x64, lines, at), a), load(u8x64, lines, at + 64), b)
 
 
 @inline
@@ -117,7 +148,7 @@ def coarse_score(lines, number, query):
 def prepare_fine(y, weights, s):
     """Store the query of 8 or 4 values y with weights: weights u of up to 15 bits, -2 u y in units of 128."""
     ay = weights * vabs(y)
-    top = max(hsum(weights * F(15876) + ay * F(280)) * F(1 / 2.0e9), hmax(weights) * F(1 / 32000))
+    top = max(hsum(weights * F(15876) + ay * F(320)) * F(1 / 2.0e9), hmax(weights) * F(1 / 32000))
     top = max(top, hmax(ay) * F(1 / 64 / 32000))
     factor = F(1) / top if top > F(1e-33) else F(0)
     u = round_even(weights * factor)
@@ -142,8 +173,8 @@ def fine_query4(s):
 
 
 @inline
-def fine_score8(lines, number, query):
-    """Return the errors of a line of 16 points of 8 values, in fewer bits."""
+def fine_sums8(lines, number, query):
+    """Return -2 u y v / 128 and u v v, summed, of a line of 16 points v of 8 values."""
     p = q = splat(i32x16, 0)
     (a, b, c, d), (e, f, g, h) = query
     x = load(u16x32, lines, 256 * number)
@@ -152,31 +183,44 @@ def fine_score8(lines, number, query):
     x = load(u16x32, lines, 256 * number + 64)
     u, v = cast(i16x32, x & np.uint16(255)) - np.int16(bias), cast(i16x32, x >> np.uint16(8)) - np.int16(bias)
     p, q = dot2(dot2(p, u, c), v, d), dot2(dot2(q, u * u, g), v * v, h)
-    return ((p << 7) + q) >> NUMBER
+    return p, q
 
 
 @inline
-def fine_score4(lines, number, query):
-    """Return the errors of a line of 16 points of 4 values, in fewer bits."""
+def fine_sums4(lines, number, query):
+    """Return -2 u y v / 128 and u v v, summed, of a line of 16 points v of 4 values."""
     p = q = splat(i32x16, 0)
     (a, b), (c, d) = query
     u, v = load(i16x32, lines, 128 * number), load(i16x32, lines, 128 * number + 64)
     p, q = dot2(dot2(p, u, a), v, b), dot2(dot2(q, u * u, c), v * v, d)
+    return p, q
+
+
+#: Binding of ``fine_score``.
+fine_sums: Any = None
+
+
+@inline
+def fine_score(lines, number, query):
+    """Return the errors of a line of 16 points, in fewer bits."""
+    p, q = fine_sums(lines, number, query)
     return ((p << 7) + q) >> NUMBER
 
 
-#: Binding of ``rank``.
+#: Bindings of ``rank``.
+query_of: Any = None
 score: Any = None
 
 #: Bindings of ``rank``: how many of each lane remain.
 depth = 0
 
 
-def rank(lines, source, count, query, s, to):
+def rank(lines, source, count, s, to):
     """Rank the points of the lines listed at ``source``; list the best few of each lane at ``to``."""
+    query = query_of(s)
     a = b = c = d = splat(i32x16, MOST)
     for i in range(source, source + 4 * count, 4):
-        number = load(types.int32, s, i)
+        number = load(types.int32, i, 0)
         found = (score(lines, number, query) << NUMBER) | number
         a, found = vmin(a, found), vmax(a, found)
         if depth > 1:
@@ -192,6 +236,20 @@ def rank(lines, source, count, query, s, to):
         _list(c, s, to + 128)
     if depth > 3:
         _list(d, s, to + 192)
+
+
+def rank_around(lines, source, count, s, to):
+    """Rank points as ``rank`` does, for two scales 1/8 above and below: list the best of each lane, for either."""
+    query = query_of(s)
+    a = b = splat(i32x16, MOST)
+    for i in range(source, source + 4 * count, 4):
+        number = load(types.int32, i, 0)
+        p, q = fine_sums(lines, number, query)
+        found, more = (p << 7) + q, p << 4
+        a = vmin(a, (((found + more) >> NUMBER) << NUMBER) | number)
+        b = vmin(b, (((found - more) >> NUMBER) << NUMBER) | number)
+    _list(a, s, to)
+    _list(b, s, to + 64)
 
 
 @inline
@@ -211,20 +269,27 @@ def levels4(words, j):
     return cast(i32x16, words << (16 - 16 * (j % 2))) >> 16
 
 
+#: Bindings: levels of points; for how many scales points are ranked.
 levels: Any = None
+spread = 1
 
 
-def rate_points(lines, x, w, s, sign, kept, width):
-    """Compute 2 P, of x or -x, and Q of the 32 points listed, and keep them and where the points are."""
-    for half in range(0, 128, 64):
-        for i in range(0, 64, 4):
-            place = load(types.int32, s, POINTS + half + i)
-            at = (place >> 4) * line_bytes + 4 * (place & 15)
-            store(s, WORDS + i, load(types.uint32, lines, at))
-            store(s, WORDS + 64 + i, load(types.uint32, lines, at + 64))
+def gather_points(lines, s):
+    """Copy the levels of the points listed: long before they are read as vectors, which waits for such small stores."""
+    for i in range(0, 4 * SURVIVORS * spread, 4):
+        place = load(types.int32, s, POINTS + i)
+        at, to = (place >> 4) * line_bytes + 4 * (place & 15), WORDS + i + (i // 64) * 64
+        store(s, to, load(types.uint32, lines, at))
+        store(s, to + 64, load(types.uint32, lines, at + 64))
+
+
+def rate_points(x, w, s, sign, kept, width):
+    """Compute 2 P, of x or -x, and Q of the points gathered, and keep them and where the points are."""
+    for half in range(0, 4 * SURVIVORS * spread, 64):
         p = q = splat(f32x16, F(0))
         for j in range(size):
-            v = convert(f32x16, levels(load(u32x16, s, WORDS + 64 * (j // (size // 2))), j))
+            words = load(u32x16, s, WORDS + 2 * half + 64 * (j // (size // 2)))
+            v = convert(f32x16, levels(words, j))
             wv = v * load(types.float32, w, 4 * j)
             p, q = p + wv * load(types.float32, x, 4 * j), q + wv * v
         store(kept, half, p * (sign + sign))
@@ -232,68 +297,94 @@ def rate_points(lines, x, w, s, sign, kept, width):
         store(kept, 8 * width + half, load(i32x16, s, POINTS + half))
 
 
-#: Bindings of ``search``: lines of families of a codebook, none if all cells are ranked; how many of each lane stay;
-#: the least weight, of 64, with which a query may be coarse, 65 if none may.
+#: Bindings of ``search``: lines of families of a codebook, none if all cells are ranked; how many of each lane stay.
 lines_of_families = lines_of_cells = family_depth = cell_depth = 0
-coarse_from = 65
-fine_prepared: Any = None
-coarse_prepared: Any = None
-fine_query: Any = None
+query_prepared: Any = None
 rank_families: Any = None
 rank_cells: Any = None
 rank_points: Any = None
-coarsely_rank_families: Any = None
-coarsely_rank_cells: Any = None
-coarsely_rank_points: Any = None
+points_gathered: Any = None
 points_rated: Any = None
-
-
-@inline
-def _prepare(x, w, inverse, s):
-    y, weights = vmax(vmin(load(floats, x, 0) * inverse, FARTHEST), -FARTHEST), load(floats, w, 0)
-    coarse = 0
-    if coarse_from <= 64:
-        coarse = 1 if coarse_prepared(y, weights, s) >= I32(coarse_from) else 0
-    if coarse == 0:
-        fine_prepared(y, weights, s)
-    store(s, FINE, I32(coarse))
 
 
 def search(book, sign, inverse, x, w, lines, s, kept, width):
     """Keep the survivors of each group of 32 values at x, with weights at w, for scales around 1 / |inverse|.
 
     ``sign``: of the scales; ``lines``: addresses of lines of points, of cells, of families. For each group at ``kept``:
-    2 P, Q and the places of ``width`` points, of which these are 32; P is that of sign * x. Each step is done for all
-    groups, so that none waits for its own result.
+    2 P, Q and the places of ``width`` points, of which these are SURVIVORS; P is that of sign * x. Each step is done
+    for all groups, so that none waits for its own result.
     """
+    one = load(types.int64, s, ONE)
+    end = s + PART * (32 // size) * one
     for group in range(32 // size):
         at = 4 * size * group
-        prepared(x + at, w + at, inverse, s + PART * group)
+        y = vmax(vmin(load(floats, x, at) * inverse, FARTHEST), -FARTHEST)
+        query_prepared(y, load(floats, w, at), s + PART * group)
     first = s + LINES + 4 * book * (lines_of_families if lines_of_families > 0 else lines_of_cells)
     if lines_of_families > 0:
-        for t in range(s, s + PART * (32 // size), PART):
-            if coarse_from <= 64 and load(types.int32, t, FINE) != I32(0):
-                coarsely_rank_families(lines[2], first - t, lines_of_families, coarse_query(t), t, FAMILIES)
-            else:
-                rank_families(lines[2], first - t, lines_of_families, fine_query(t), t, FAMILIES)
-    for t in range(s, s + PART * (32 // size), PART):
-        source = FAMILIES if lines_of_families > 0 else first - t
-        count = 16 * family_depth if lines_of_families > 0 else lines_of_cells
-        if coarse_from <= 64 and load(types.int32, t, FINE) != I32(0):
-            coarsely_rank_cells(lines[1], source, count, coarse_query(t), t, CELLS)
-        else:
-            rank_cells(lines[1], source, count, fine_query(t), t, CELLS)
-    for t in range(s, s + PART * (32 // size), PART):
-        if coarse_from <= 64 and load(types.int32, t, FINE) != I32(0):
-            coarsely_rank_points(lines[0], CELLS, 16 * cell_depth, coarse_query(t), t, POINTS)
-        else:
-            rank_points(lines[0], CELLS, 16 * cell_depth, fine_query(t), t, POINTS)
-    for group in range(32 // size):
+        for t in range(s, end, PART):
+            rank_families(lines[2], first, lines_of_families, t, FAMILIES)
+        for t in range(s, end, PART):
+            rank_cells(lines[1], t + FAMILIES, 16 * family_depth * one, t, CELLS)
+    else:
+        for t in range(s, end, PART):
+            rank_cells(lines[1], first, lines_of_cells * one, t, CELLS)
+    for t in range(s, end, PART):
+        rank_points(lines[0], t + CELLS, 16 * cell_depth * one, t, POINTS)
+    for t in range(s, end, PART):
+        points_gathered(lines[0], t)
+    for group in range(32 // size * one):
         at = 4 * size * group
-        points_rated(lines[0], x + at, w + at, s + PART * group, sign, kept + 12 * width * group, width)
+        points_rated(x + at, w + at, s + PART * group, sign, kept + 12 * width * group, width)
 
 
-prepared: Any = None
+#: Bindings of ``scan``: all lines of a codebook.
+all_lines = 0
+
+
+def scan4(lines, first, ratios, s, to):
+    """List the nearest point for each of 4 scales, of ``ratios`` to that of the query: f32 at an address."""
+    query = query_of(s)
+    a = b = c = d = splat(f32x16, F(3e38))
+    at_a = at_b = at_c = at_d = splat(i32x16, 0)
+    ra, rb = load(types.float32, ratios, 0), load(types.float32, ratios, 4)
+    rc, rd = load(types.float32, ratios, 8), load(types.float32, ratios, 12)
+    for number in range(first, first + all_lines):
+        p, q = fine_sums(lines, number, query)
+        pf, qf, place = convert(f32x16, p), convert(f32x16, q), splat(i32x16, number)
+        t = qf + pf * ra
+        at_a, a = select(t < a, place, at_a), vmin(t, a)
+        t = qf + pf * rb
+        at_b, b = select(t < b, place, at_b), vmin(t, b)
+        t = qf + pf * rc
+        at_c, c = select(t < c, place, at_c), vmin(t, c)
+        t = qf + pf * rd
+        at_d, d = select(t < d, place, at_d), vmin(t, d)
+    _nearest(a, at_a, s, to)
+    _nearest(b, at_b, s, to + 4)
+    _nearest(c, at_c, s, to + 8)
+    _nearest(d, at_d, s, to + 12)
+
+
+@inline
+def _nearest(found, at, s, to):
+    lane = best_lane(found)
+    store(s, to, I32((extract(at, lane) << 4) | lane))
+
+
+#: Binding of ``scan``.
+scan_four: Any = None
+
+
+def scan(book, sign, inverse, x, w, lines, s, kept, width, ratios):
+    """Keep, as ``search`` does, the nearest of all points for each of 16 scales of 1 / (|inverse| * ratio)."""
+    for group in range(32 // size):
+        at, t = 4 * size * group, s + PART * group
+        query_prepared(load(floats, x, at) * inverse, load(floats, w, at), t)
+        for i in range(0, 64, 16):
+            scan_four(lines[0], book * all_lines, ratios + i, t, POINTS + i)
+        points_gathered(lines[0], t)
+        points_rated(x + at, w + at, t, sign, kept + 12 * width * group, width)
 
 
 @inline
