@@ -53,7 +53,8 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "builder": {"arch", "hparams", "ops"},
         **dict.fromkeys(("attention", "feed_forward"), _BLOCK),
         **dict.fromkeys(("mla", "delta_net"), _BLOCK | {"attention"}),
-        "graph": _BLOCK | {"attention", "check", "delta_net", "feed_forward", "mla"},
+        "gemma4": _BLOCK | {"attention", "feed_forward"},
+        "graph": _BLOCK | {"attention", "check", "delta_net", "feed_forward", "gemma4", "mla"},
         "nextn": _BLOCK | {"check", "graph", "hparams"},
         # Backends know operations, not architectures.
         "backends": {"batch", "check", "fusion", "op_table", "ops"},
