@@ -68,6 +68,17 @@ def test_a_second_output_changes_nothing(zoo: Callable[[str], Path], tmp_path: P
         assert nmse(model.forward(TOKENS), expected("qwen35moe-moe")) <= BOUND
 
 
+@pytest.mark.parametrize("layers", range(1, 6))
+def test_a_segment_keeps_what_it_attends_to(zoo: Callable[[str], Path], layers: int) -> None:
+    """The last layers, which may share caches with layers elsewhere, on another device."""
+    placement = Placement(gpu_layers=layers, accelerators=("REFERENCE",))
+    with load(zoo("gemma4-dense"), kv_type="f32", placement=placement) as model:
+        assert [segment.device for segment in model.segments] == ["CPU", "REFERENCE"]
+        session = model.session(40)
+        parts = [session.decode(part) for part in (TOKENS[:9], TOKENS[9:10], TOKENS[10:40])]
+        assert nmse(np.concatenate(parts), expected("gemma4-dense")[:40]) <= BOUND
+
+
 # ---------------------------------------------------------------- mutants
 
 
