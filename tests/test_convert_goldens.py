@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 import zlib
 from dataclasses import replace
@@ -20,7 +21,9 @@ from quantkit.convert import ConvertOptions, convert
 from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf import open_gguf
 from quantkit.model.arch import arch_by_name
+from quantkit.model.backends import reference
 from quantkit.model.engine import load
+from quantkit.model.ops import RopeConfig
 from quantkit.model.placement import Placement
 
 DATA = Path(__file__).parent / "data"
@@ -108,7 +111,30 @@ def test_the_logits_are_those_of_transformers(name: str, drawn: Path, tmp_path: 
         with pytest.raises(TypeNotSupported):
             arch_by_name(arch)
         return
+    assert nmse(last_logits(path), LOGITS[name]) <= BOUND
+
+
+def last_logits(path: Path) -> Any:
+    """Return the reference backend's logits after the last tokens of the prompt."""
     placement = Placement(gpu_layers=99, rules=((".*", "REFERENCE"),), accelerators=("REFERENCE",))
     with load(path, n_ctx=512, kv_type="f32", placement=placement) as model:
-        logits = model.forward(np.array(checkpoints.PROMPT, np.int32))[-4:]
-    assert nmse(logits, LOGITS[name]) <= BOUND
+        return model.forward(np.array(checkpoints.PROMPT, np.int32))[-4:]
+
+
+@pytest.mark.parametrize("drawn", ["gpt-oss"], indirect=True)
+def test_gpt_oss_differs_by_whole_dimensions_alone(
+    drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its yarn goes between dimensions that are no whole numbers (``truncate`` false); ggml's always are, and no key of
+    GGUF says otherwise."""
+
+    def between(c: RopeConfig) -> tuple[float, float]:
+        low, high = (math.log(c.n_ctx_orig / (beta * 2 * math.pi)) for beta in (c.beta_fast, c.beta_slow))
+        scale = c.n_rot / (2 * math.log(c.freq_base))
+        return max(0.0, scale * low), min(c.n_rot - 1.0, scale * high)
+
+    options = replace(options_of(checkpoints.describe("gpt-oss")), outtype="f32")
+    (path,) = convert(drawn, tmp_path / "f32.gguf", None, options).paths
+    assert nmse(last_logits(path), LOGITS["gpt-oss"]) > 1e-6
+    monkeypatch.setattr(reference, "_yarn_range", between)
+    assert nmse(last_logits(path), LOGITS["gpt-oss"]) <= 1e-10

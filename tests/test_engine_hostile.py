@@ -73,7 +73,7 @@ def test_other_shapes_are_refused_or_harmless(
                 opened.forward([1, 2, 3])
         except QuantkitError:
             refused += 1
-    assert refused > 5
+    assert refused > 4
 
 
 @pytest.mark.parametrize("type_name", ["I32", "I8"])
