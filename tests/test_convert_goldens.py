@@ -16,7 +16,7 @@ import pytest
 
 import checkpoints
 from gguf_digests import differences, digests
-from libllama import nmse
+from libllama import Libllama, LibllamaError, nmse
 from quantkit.convert import ConvertOptions, convert
 from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf import open_gguf
@@ -32,6 +32,8 @@ LOGITS = np.load(DATA / "convert-logits.npz")
 BOUND = 1e-5
 #: Converted, but not run by the engine yet: their logits wait for it.
 NOT_RUN = {"deepseek32", "glm-dsa", "granitehybrid"}
+#: llama.cpp does not load what its converter makes of these, and says so.
+REFUSED = {"command-r": "wrong number of tensors"}  # norms of q and k, in fewer than 64 layers
 SPLITS = {
     "bf16 by size": {"split_max_size": "2M"},
     "bf16 by tensors": {"split_max_tensors": 10},
@@ -112,6 +114,23 @@ def test_the_logits_are_those_of_transformers(name: str, drawn: Path, tmp_path: 
             arch_by_name(arch)
         return
     assert nmse(last_logits(path), LOGITS[name]) <= BOUND
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize(("name", "drawn"), [(name, name) for name in LOGITS], indirect=["drawn"], ids=list(LOGITS))
+def test_the_logits_are_those_of_llama_cpp(name: str, drawn: Path, tmp_path: Path, llama_bin: Path) -> None:
+    options = replace(options_of(checkpoints.describe(name)), outtype="f32")
+    (path,) = convert(drawn, tmp_path / "f32.gguf", None, options).paths
+    with open_gguf(path) as file:
+        if str(file.get("general.architecture")) in NOT_RUN:
+            return
+    tokens = np.array(checkpoints.PROMPT, np.int32)
+    if name in REFUSED:
+        with pytest.raises(LibllamaError, match=REFUSED[name]):
+            Libllama(llama_bin).logits(path, tokens)
+        return
+    with load(path, n_ctx=512, kv_type="f32") as model:
+        assert nmse(model.forward(tokens), Libllama(llama_bin).logits(path, tokens)) <= 1e-8
 
 
 def last_logits(path: Path) -> Any:
