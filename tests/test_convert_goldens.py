@@ -33,7 +33,12 @@ BOUND = 1e-5
 #: Converted, but not run by the engine yet: their logits wait for it.
 NOT_RUN = {"deepseek32", "glm-dsa", "granitehybrid"}
 #: llama.cpp does not load what its converter makes of these, and says so.
-REFUSED = {"command-r": "wrong number of tensors"}  # norms of q and k, in fewer than 64 layers
+REFUSED = {
+    "command-r": "wrong number of tensors",  # norms of q and k, in fewer than 64 layers
+    "deepseek-v2": "q_lora_rank",  # it has none, and is no DeepSeek 2 Lite by its layers
+    "olmoe": "wrong shape",  # fewer heads of keys than of queries
+    "qwen3.5": "n_expert_used_max",  # no experts
+}
 SPLITS = {
     "bf16 by size": {"split_max_size": "2M"},
     "bf16 by tensors": {"split_max_tensors": 10},
