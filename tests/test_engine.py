@@ -61,7 +61,7 @@ def test_sequences_do_not_see_each_other(zoo: Callable[[str], Path], name: str) 
         for sequence in range(3):
             alone = model.forward(tokens[of == sequence])
             # gelu is looked up in half precision: a last bit before it may be a step of its table.
-            assert nmse(mixed[of == sequence], alone) <= (1e-9 if model.arch in ("gemma4", "starcoder") else SAME)
+            assert nmse(mixed[of == sequence], alone) <= (1e-8 if model.arch in ("gemma4", "starcoder") else SAME)
 
 
 def test_small_batches_of_the_engine_change_nothing(zoo: Callable[[str], Path]) -> None:
