@@ -15,6 +15,7 @@ import pytest
 from choices import DENSE, FUSED, MIXED, MLA, MOE, SHARED, Tensor, drawn_up, write_sparse
 
 from quantkit.errors import TypeNotSupported
+from quantkit.formats.gguf import open_gguf
 from quantkit.pipeline import recipe
 from quantkit.pipeline.choose import (
     Choice,
@@ -26,6 +27,7 @@ from quantkit.pipeline.choose import (
 )
 from quantkit.pipeline.presets import PRESETS, preset_by_name
 from quantkit.types import BY_NAME, TensorType, type_by_name
+from zoo import NAMES, write_zoo
 
 MAINLINE = [p.name for p in PRESETS if p.trees != "ik"]
 DATA = Path(__file__).parent / "data"
@@ -180,6 +182,17 @@ def test_every_preset_as_llama_quantize(index: int, llama_bin: Path, tmp_path: P
     for preset in presets:
         compared += assert_equal(llama_bin, tmp_path / "m.gguf", preset, choose(metadata, tensors, preset))
     assert compared >= len(tensors) * (len(presets) - 1)  # rows of 500 stop it at Q1_0
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", NAMES)
+def test_types_of_the_zoo_as_llama_quantize(name: str, llama_bin: Path, tmp_path: Path) -> None:
+    with open_gguf(write_zoo(name, tmp_path / "m.gguf")) as model:
+        metadata = {key: model.get(key) for key in model.fields}
+        tensors = [Tensor(t.name, t.shape) for t in model.tensors.values()]
+    for preset in ("Q4_K_M", "Q3_K_L", "Q2_K", "Q5_K_S", "IQ4_XS", "MXFP4_MOE"):
+        ours = choose(metadata, tensors, preset)
+        assert assert_equal(llama_bin, tmp_path / "m.gguf", preset, ours) == len(tensors)
 
 
 RULES = (r"attn_V=q5_K", r"blk\.(1|2)\.ffn=iq4_xs", r"per_layer=q6_K", "ffn_gate=f16", "output=q8_0", "^output=q5_1")

@@ -46,7 +46,7 @@ def test_logits_are_llama_cpps(zoo: Zoo, name: str, cuda_devices: Devices) -> No
         assert nmse(model.forward(tokens[:n]), logits[:n]) <= BOUND
 
 
-@pytest.mark.parametrize("name", ["qwen3moe-moe", "gpt-oss-moe", "deepseek2-moe", "gemma2-dense"])
+@pytest.mark.parametrize("name", ["qwen3moe-moe", "gpt-oss-moe", "deepseek2-moe", "gemma2-dense", "gemma4-dense"])
 def test_token_by_token_is_the_sequence(zoo: Zoo, name: str, cuda_devices: Devices) -> None:
     """Launches of one token are recorded and run again at other positions; pieces of other sizes between."""
     tokens, logits = tokens_and_logits(name)
@@ -59,7 +59,10 @@ def test_token_by_token_is_the_sequence(zoo: Zoo, name: str, cuda_devices: Devic
         assert nmse(session.decode(tokens[6:17]), logits[6:17]) <= BOUND
 
 
-@pytest.mark.parametrize("name", ["qwen3moe-moe", "gpt-oss-moe", "llama4-moe", "gemma3-dense"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3moe-moe", "gpt-oss-moe", "llama4-moe", "gemma3-dense", "gemma4-dense", "gemma4-moe", "starcoder-dense"],
+)
 def test_fused_and_unfused_agree(zoo: Zoo, name: str, cuda_devices: Devices) -> None:
     tokens = tokens_and_logits(name)[0]
     found = []
@@ -172,6 +175,16 @@ def test_the_last_layers_go_to_the_device(zoo: Zoo, cuda_devices: Devices) -> No
 
 
 # ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("layers", [2, 3, 5])
+def test_caches_that_layers_of_two_devices_read(zoo: Zoo, layers: int, cuda_devices: Devices) -> None:
+    """Layers 4 and 5 read what 2 and 3 keep: on the CPU, or on both devices."""
+    tokens, logits = tokens_and_logits("gemma4-dense")
+    with open_zoo(zoo, "gemma4-dense", Placement(layers)) as model:
+        session = model.session(32)
+        found = np.concatenate([session.decode(part) for part in (tokens[:9], tokens[9:10], tokens[10:14])])
+        assert nmse(found, logits[:14]) <= BOUND
 
 
 @pytest.mark.parametrize("budget", [0, 2_000_000])

@@ -112,5 +112,6 @@ def test_kernels_of_one_type(memory: Memory, name: str) -> None:
     tokens = [5, 36, 0]
     out, batch = memory.room((3, n)), memory.batch(tokens, [0, 1, 2])
     slots = {"batch": batch, "w": w, "row_bytes": data.shape[1], "rows": 3, "n": n, "out": out, "out_stride": 4 * n}
-    memory.run(dequantize.embed(t, n, 3), **slots, scale=2.5)
-    assert_same_bits(memory.get(out, (3, n)), want[tokens] * np.float32(2.5))
+    for by_position, named in enumerate((tokens, [0, 1, 2])):
+        memory.run(dequantize.embed(t, n, 3), **slots, scale=2.5, by_position=by_position)
+        assert_same_bits(memory.get(out, (3, n)), want[named] * np.float32(2.5))

@@ -182,14 +182,15 @@ def test_embeddings_of_every_kind_of_type(t):
     weight = random_rows(t, n_vocab, width)
     tokens = np.array([0, 19, 7, 7, *range(20)] * 2)
     rows = dequantize(weight, t, width)
-    for threads, scale in ((1, 1.0), (3, 0.5)):
+    for threads, scale, by in ((1, 1.0, "token"), (3, 0.5, "token"), (2, 1.0, "position")):
         bytes_each = embed_scratch_bytes(t, width)
         out = run_operation(
             embed(t),
             (len(tokens), width),
             threads=threads,
-            batch={"tokens": tokens},
+            batch={"tokens": tokens[::-1].copy(), "positions": tokens[::-1].copy(), f"{by}s": tokens},
             weight=weight,
+            rows_by=elementwise.ROWS_BY[by],
             row_bytes=weight.shape[1],
             width=width,
             scale=scale,

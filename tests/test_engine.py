@@ -32,7 +32,13 @@ def open_zoo(zoo: Callable[[str], Path], name: str, **options: Any) -> Model:
 # ---------------------------------------------------------------- sessions
 
 
-@pytest.mark.parametrize("name", ["qwen3moe-moe", "gemma3-dense", "deepseek2-moe", "qwen3next-moe", "llama4-moe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen3moe-moe", "gemma3-dense", "deepseek2-moe", "qwen3next-moe", "llama4-moe", "gemma4-dense"),
+        "starcoder-dense",
+    ],
+)
 @pytest.mark.parametrize("pieces", [(64,), (1,) * 64, (7, 1, 30, 26), (33, 31)], ids=str)
 def test_pieces_of_a_sequence_are_the_sequence(zoo: Callable[[str], Path], name: str, pieces: tuple[int, ...]) -> None:
     with open_zoo(zoo, name) as model:
@@ -44,7 +50,7 @@ def test_pieces_of_a_sequence_are_the_sequence(zoo: Callable[[str], Path], name:
         assert nmse(np.concatenate(parts), expected(name)[1]) <= 1e-8  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["qwen3moe-moe", "qwen3next-moe", "gpt-oss-moe"])
+@pytest.mark.parametrize("name", ["qwen3moe-moe", "qwen3next-moe", "gpt-oss-moe", "gemma4-dense", "starcoder-dense"])
 def test_sequences_do_not_see_each_other(zoo: Callable[[str], Path], name: str) -> None:
     with open_zoo(zoo, name) as model:
         session = model.session(40, n_seq=3)
@@ -54,7 +60,8 @@ def test_sequences_do_not_see_each_other(zoo: Callable[[str], Path], name: str) 
         assert mixed is not None
         for sequence in range(3):
             alone = model.forward(tokens[of == sequence])
-            assert nmse(mixed[of == sequence], alone) <= SAME
+            # gelu is looked up in half precision: a last bit before it may be a step of its table.
+            assert nmse(mixed[of == sequence], alone) <= (1e-8 if model.arch in ("gemma4", "starcoder") else SAME)
 
 
 def test_small_batches_of_the_engine_change_nothing(zoo: Callable[[str], Path]) -> None:
@@ -124,7 +131,10 @@ def test_what_cannot_be_decoded_is_refused(
 # ---------------------------------------------------------------- fusion
 
 
-@pytest.mark.parametrize("name", ["llama-dense", "qwen3moe-moe", "deepseek2-moe", "gpt-oss-moe", "gemma2-dense"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama-dense", "qwen3moe-moe", "deepseek2-moe", "gpt-oss-moe", "gemma2-dense", "gemma4-dense", "gemma4-moe"],
+)
 def test_fused_and_unfused_give_the_same_logits(zoo: Callable[[str], Path], name: str) -> None:
     with open_zoo(zoo, name) as fused, open_zoo(zoo, name, fusion=Fusion.none()) as plain:
         assert any(d.fused for d in fused.decisions)
@@ -179,7 +189,7 @@ PLACEMENTS = {
 
 
 @pytest.mark.parametrize("rules", PLACEMENTS.values(), ids=PLACEMENTS.keys())
-@pytest.mark.parametrize("name", ["qwen3moe-moe", "deepseek2-moe"])
+@pytest.mark.parametrize("name", ["qwen3moe-moe", "deepseek2-moe", "gemma4-dense"])
 def test_logits_do_not_depend_on_placement(zoo: Callable[[str], Path], name: str, rules: tuple[str, ...]) -> None:
     with open_zoo(zoo, name, placement=Placement(rules=parse_rules(rules))) as model:
         assert nmse(model.forward(TOKENS), expected(name)[1]) <= 1e-8

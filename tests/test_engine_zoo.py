@@ -21,10 +21,13 @@ from quantkit.model.graph import build_graph
 from quantkit.model.ops import (
     Activate,
     Attention,
+    Clamp,
+    Embed,
     Glu,
     Graph,
     MulMat,
     MulMatId,
+    MultiplyBy,
     Norm,
     Op,
     Rope,
@@ -63,6 +66,17 @@ def test_a_second_output_changes_nothing(zoo: Callable[[str], Path], tmp_path: P
     quantize(zoo("qwen35moe-moe"), tmp_path / "m.gguf", "COPY", QuantizeOptions(extra_output_tensor="q8_0"))
     with load(tmp_path / "m.gguf", kv_type="f32", placement=placed("CPU")) as model:
         assert nmse(model.forward(TOKENS), expected("qwen35moe-moe")) <= BOUND
+
+
+@pytest.mark.parametrize("layers", range(1, 6))
+def test_a_segment_keeps_what_it_attends_to(zoo: Callable[[str], Path], layers: int) -> None:
+    """The last layers, which may share caches with layers elsewhere, on another device."""
+    placement = Placement(gpu_layers=layers, accelerators=("REFERENCE",))
+    with load(zoo("gemma4-dense"), kv_type="f32", placement=placement) as model:
+        assert [segment.device for segment in model.segments] == ["CPU", "REFERENCE"]
+        session = model.session(40)
+        parts = [session.decode(part) for part in (TOKENS[:9], TOKENS[9:10], TOKENS[10:40])]
+        assert nmse(np.concatenate(parts), expected("gemma4-dense")[:40]) <= BOUND
 
 
 # ---------------------------------------------------------------- mutants
@@ -167,6 +181,29 @@ def no_scale(op: Op) -> list[Op] | None:
     return [replace(op, scale=None)] if isinstance(op, MulMat | MulMatId) and op.scale is not None else None
 
 
+def other_norm(op: Op) -> list[Op] | None:
+    kind = {"rms": "layer", "layer": "rms"}.get(op.kind) if isinstance(op, Norm) else None
+    return None if kind is None else [replace(op, kind=kind)]
+
+
+def no_clamp(op: Op) -> list[Op] | None:
+    return same(op, op.x, op.out) if isinstance(op, Clamp) else None
+
+
+def no_vector(op: Op) -> list[Op] | None:
+    return same(op, op.x, op.out) if isinstance(op, MultiplyBy) else None
+
+
+def positions_of_tokens(op: Op) -> list[Op] | None:
+    return [replace(op, by_position=False)] if isinstance(op, Embed) and op.by_position else None
+
+
+def other_layers_input(op: Op) -> list[Op] | None:
+    if not isinstance(op, Take) or "layer_input" not in op.out.name:
+        return None
+    return [replace(op, start=op.x.width - op.out.width - op.start)]
+
+
 REWRITES = (
     no_rope,
     other_rope,
@@ -177,6 +214,11 @@ REWRITES = (
     no_sinks,
     no_bias,
     no_scale,
+    other_norm,
+    no_clamp,
+    no_vector,
+    positions_of_tokens,
+    other_layers_input,
 )
 
 
@@ -190,6 +232,8 @@ def mutants(source: GGUFFile) -> Iterator[tuple[str, Graph]]:
     if source.get(f"{arch}.expert_count"):
         more = Changed(source, expert_used_count=lambda n: n + 1)
         yield "one_expert_more", build_graph(more)  # type: ignore[arg-type]
+    if not any(isinstance(op, Rope) for op in graph.ops):
+        return
     base = Changed(
         source, **{"rope.freq_base": lambda n: 3 * (n or 1e4), "rope.freq_base_swa": lambda n: 3 * (n or 1e4)}
     )

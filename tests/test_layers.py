@@ -54,8 +54,9 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "builder": {"arch", "hparams", "ops"},
         **dict.fromkeys(("attention", "feed_forward", "recurrent"), _BLOCK),
         "mla": _BLOCK | {"attention"},
+        "gemma4": _BLOCK | {"attention", "feed_forward"},
         **dict.fromkeys(("delta_net", "mamba"), _BLOCK | {"attention", "recurrent"}),
-        "graph": _BLOCK | {"attention", "check", "delta_net", "feed_forward", "mamba", "mla"},
+        "graph": _BLOCK | {"attention", "check", "delta_net", "feed_forward", "gemma4", "mamba", "mla"},
         "nextn": _BLOCK | {"check", "graph", "hparams"},
         # Backends know operations, not architectures.
         "backends": {"batch", "check", "fusion", "op_table", "ops"},

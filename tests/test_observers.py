@@ -34,9 +34,9 @@ from quantkit.model.observers import (
     similarity,
     up_to_layer,
 )
-from quantkit.model.ops import MulMat, MulMatId, Route, SelectOutputs, SumColumns
+from quantkit.model.ops import MulMat, MulMatId, Route, SelectOutputs, Similarity, SumColumns
 from quantkit.model.placement import Placement
-from zoo import expected, write_zoo
+from zoo import NAMES, ZOO, expected, write_zoo
 
 
 def batch_of(team: Team) -> Batch:
@@ -108,8 +108,25 @@ def everything(graph):
     return similarity(observe(graph, process_output=True, all_experts=True))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_every_layer_is_compared_with_its_input(name: str) -> None:
+    with open_gguf(ZOO / "headers" / f"{name}.head", header_only=True) as source:
+        graph = similarity(build_graph(source))
+    found = {op.of: op for op in graph.ops if isinstance(op, Similarity)}
+    n_layer = max(op.layer for op in graph.ops)
+    assert found.keys() == {f"{part} {i}" for part in ("attention", "feed-forward", "layer") for i in range(n_layer)}
+    assert found["layer 0"].a.name == "embeddings"
+    for i in range(n_layer):
+        assert found[f"layer {i}"].b.name == f"{i}.layer_out"
+        assert found[f"layer {i}"].a is (found[f"layer {i - 1}"].b if i else found["attention 0"].a)
+
+
 @pytest.mark.parametrize(
-    "name", ["qwen3moe-moe", "deepseek2-moe", "cohere2-dense", "qwen3next-moe", "gpt-oss-moe", "llama4-moe"]
+    "name",
+    [
+        *("qwen3moe-moe", "deepseek2-moe", "cohere2-dense", "qwen3next-moe", "gpt-oss-moe", "llama4-moe"),
+        *("gemma4-dense", "gemma4-moe", "starcoder-dense", "olmo-dense"),
+    ],
 )
 def test_backends_agree_and_logits_stay(name: str, tmp_path: Path) -> None:
     tokens, logits = expected(name)

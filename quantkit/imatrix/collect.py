@@ -60,8 +60,13 @@ DROPPED_KEY = "quantkit.imatrix.dropped"
 #: Whether every token went through every expert.
 ALL_EXPERTS_KEY = "quantkit.imatrix.all_experts"
 
-#: Weights that llama.cpp loads but never multiplies by, and the weight with the same input.
-_SAME_INPUT = {"ssm_in.weight": "attn_qkv.weight"}
+#: Weights that llama.cpp loads but never multiplies by (of Gemma 4 in layers that share caches), and the weight with
+#: the same input.
+_SAME_INPUT = {
+    "ssm_in.weight": "attn_qkv.weight",
+    "attn_k.weight": "attn_q.weight",
+    "attn_v.weight": "attn_q.weight",
+}
 
 I32 = npt.NDArray[np.int32]
 
@@ -605,13 +610,13 @@ def _names(graph: Graph) -> dict[str, tuple[int, tuple[str, ...]]]:
 
 def also_read(names: Sequence[str], tensors: Collection[str]) -> tuple[str, ...]:
     """Return the names, and those of the model's weights with the same input that are never multiplied by."""
-    others = (name for name in tensors if name.endswith(tuple(_SAME_INPUT)) and _same(name) in names)
-    return (*names, *(name for name in others if name not in names))
+    known = set(names)
+    return (*names, *(name for name in tensors if name not in known and _same(name) in known))
 
 
 def _same(name: str) -> str:
-    layer, _, kind = name.partition(".ssm_in")
-    return f"{layer}.{_SAME_INPUT[f'ssm_in{kind}']}"
+    layer, n, kind = (*name.split(".", 2), "", "")[:3]
+    return f"{layer}.{n}.{_SAME_INPUT.get(kind, '')}"
 
 
 def entry_of(accumulator: Accumulator, width: int) -> ImatrixEntry:

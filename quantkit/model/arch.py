@@ -75,6 +75,12 @@ class Arch:
     attention: str = "gqa"
     norm: str = "rms"
     activation: str = "silu"
+    #: Norms of rows have no weights (OLMo).
+    plain_norms: bool = False
+    #: Embeddings of positions are added to those of tokens (StarCoder).
+    position_embeddings: bool = False
+    #: q, k and v are clamped where ``attention.clamp_kqv`` says so (OLMo).
+    clamp_qkv: bool = False
     #: Dense feed-forward without a gate tensor: ``ffn_up`` holds gate and up (glu), or there is no gate.
     glu_in_up: bool = False
     window: Window | None = None
@@ -88,7 +94,8 @@ class Arch:
     norm_after_rope: bool = False
     #: The norm before the feed-forward layer is called post_attention_norm.
     ffn_norm_is_post_attention: bool = False
-    #: Attention and feed-forward layer read the same norm and are added together (Cohere 2; StableLM without ffn_norm).
+    #: Attention and feed-forward layer read the same norm and are added together (Cohere, Phi 2; StableLM without
+    #: ffn_norm).
     parallel: bool = False
     #: Embeddings are multiplied by sqrt(n_embd) (Gemma).
     embed_sqrt: bool = False
@@ -129,6 +136,7 @@ _DEEPSEEK = Moe(scaled=True, default_gating="softmax", sigmoid_sizes=((47, 15488
 # fmt: off
 _ROWS = (
     Arch(name="llama", rope="normal", tensor_scales=frozenset({"ffn", "exps"}), moe=_NORMED),
+    Arch(name="arcee", rope="normal", activation="relu_sqr"),
     Arch(name="llama4", rope="normal", window=Window(period=4, fixed=8192, mask="chunked"), temperature="llama4",
          plain_qk_norm=True, no_rope_step=4, moe=Moe(gating="sigmoid", norm=False, weight_before=True)),
     Arch(name="mistral3", rope="normal", temperature="mistral3", yarn_keys=True,
@@ -144,6 +152,7 @@ _ROWS = (
     Arch(name="qwen35moe", nextn=True, rope="imrope", attention="delta_nets", tiled_heads=True,
          ffn_norm_is_post_attention=True, output_bias=False, tensor_scales=frozenset({"exps", "shexp", "ssm"}),
          moe=_NORMED),
+    Arch(name="qwen3vl", rope="imrope"),
     Arch(name="qwen3vlmoe", rope="imrope", moe=_NORMED),
     Arch(name="gpt-oss", rope="neox", activation="swiglu_oai", window=Window(period=2), ffn_norm_is_post_attention=True,
          moe=Moe(gating="softmax_weight", norm=False)),
@@ -160,12 +169,18 @@ _ROWS = (
     Arch(name="glm4", rope="glm", glu_in_up=True, output_bias=False),
     Arch(name="glm4moe", nextn=True, rope="glm_moe", ffn_norm_is_post_attention=True, output_bias=False,
          moe=Moe(scaled=True, default_gating="sigmoid")),
+    Arch(name="gemma", rope="neox", output_bias=False, activation="gelu", embed_sqrt=True),
     Arch(name="gemma2", rope="neox", output_bias=False, activation="gelu", embed_sqrt=True, attn_softcap=True,
          final_softcap=30.0, window=Window(period=2, default=4096)),
     Arch(name="gemma3", rope="neox", output_bias=False, activation="gelu", embed_sqrt=True, final_softcap=0.0,
          window=Window(period=6, freq_base=10000.0, scaled=False)),
+    Arch(name="gemma4", rope="neox", attention="gemma4", output_bias=False, activation="gelu", embed_sqrt=True,
+         final_softcap=0.0, tensor_scales=frozenset({"ffn", "exps"}), moe=_NORMED,
+         window=Window(period=1, freq_base=10000.0, scaled=False)),
+    Arch(name="phi2", rope="neox", norm="layer", activation="gelu", parallel=True),
     Arch(name="phi3", rope="neox", glu_in_up=True, moe=_NORMED),
     Arch(name="phimoe", rope="neox", glu_in_up=True, moe=_NORMED),
+    Arch(name="olmo", rope="normal", norm="layer", plain_norms=True, clamp_qkv=True, output_bias=False),
     Arch(name="olmoe", rope="neox", output_bias=False, moe=_PLAIN),
     Arch(name="olmo2", rope="neox", output_bias=False, window=Window(period=4, scaled=False)),
     Arch(name="granite", rope="normal", rope_if_finetuned=True, scales=True, attention_scale=True,
@@ -179,12 +194,14 @@ _ROWS = (
     Arch(name="hunyuan-moe", rope="neox", norm_after_rope=True, moe=_NORMED),
     Arch(name="minimax-m2", rope="neox", output_bias=False, moe=Moe(norm=True)),
     Arch(name="bailingmoe2", rope="neox", moe=Moe(scaled=True)),
+    Arch(name="command-r", rope="normal", norm="layer", parallel=True, logit_scale="multiply"),
     Arch(name="cohere2", rope="normal", norm="layer", parallel=True, logit_scale="multiply", rope_only_windowed=True,
          window=Window(period=4)),
     Arch(name="smollm3", rope="normal", no_rope_step=4),
     Arch(name="seed_oss", rope="neox", ffn_norm_is_post_attention=True),
     Arch(name="exaone4", rope="neox", rope_only_windowed=True, output_bias=False,
          window=Window(period=4, default=4096, only_if_layers=64)),
+    Arch(name="starcoder", rope="none", norm="layer", activation="gelu", position_embeddings=True),
     Arch(name="starcoder2", rope="neox", norm="layer", activation="gelu"),
     Arch(name="stablelm", rope="neox", norm="layer", parallel=True, output_bias=False),
 )

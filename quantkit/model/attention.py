@@ -6,7 +6,17 @@ import math
 
 from quantkit.errors import FormatError
 from quantkit.model.builder import Builder
-from quantkit.model.ops import Attention, Cache, CacheWrite, Matrix, MultiplyBy, RopeConfig, ScaleByPosition, Value
+from quantkit.model.ops import (
+    Attention,
+    Cache,
+    CacheWrite,
+    Clamp,
+    Matrix,
+    MultiplyBy,
+    RopeConfig,
+    ScaleByPosition,
+    Value,
+)
 
 #: Kinds of rope that read ``rope.dimension_sections``.
 _SECTIONED = ("imrope", "glm", "glm_moe")
@@ -18,18 +28,18 @@ def has_windows(b: Builder) -> bool:
     return w is not None and window_size(b) > 0 and w.only_if_layers in (0, b.h.n_layer)
 
 
-def is_windowed(b: Builder) -> bool:
-    """Tell whether the current layer attends to a window only."""
-    w = b.arch.window
+def is_windowed(b: Builder, layer: int | None = None) -> bool:
+    """Tell whether a layer, the current one if none is named, attends to a window only."""
+    w, layer = b.arch.window, b.layer if layer is None else layer
     if w is None or not has_windows(b):
         return False
     pattern = b.h.get("attention.sliding_window_pattern", None)
     if isinstance(pattern, list):
-        return bool(b.h.layer_int("attention.sliding_window_pattern", b.layer))
+        return bool(b.h.layer_int("attention.sliding_window_pattern", layer))
     period = int(pattern) if pattern is not None else w.period
     if period == 0:
         return True
-    return b.layer % period != 0 if w.dense_first else b.layer % period < period - 1
+    return layer % period != 0 if w.dense_first else layer % period < period - 1
 
 
 def window_size(b: Builder) -> int:
@@ -97,18 +107,18 @@ def rope_factors(b: Builder) -> Matrix | None:
 def gqa(b: Builder, x: Value) -> Value:
     """Attention with grouped queries: q, k, v, their norms and rope, the cache, and the output matrix."""
     h = b.h
-    n_head, n_kv = h.layer_int("attention.head_count", b.layer), _n_head_kv(b)
+    n_head, n_kv = h.layer_int("attention.head_count", b.layer), n_head_kv(b)
     windowed = is_windowed(b)
     head_k = h.int("attention.key_length_swa", h.head_k) if windowed else h.head_k
     head_v = h.int("attention.value_length_swa", h.head_v) if windowed else h.head_v
     q, k, v = qkv(b, x, n_head * head_k, n_kv * head_k, n_kv * head_v)
     if not b.arch.norm_after_rope:
-        q, k = _head_norm(b, q, "attn_q_norm", head_k), _head_norm(b, k, "attn_k_norm", head_k)
+        q, k = head_norm(b, q, "attn_q_norm", head_k), head_norm(b, k, "attn_k_norm", head_k)
     if rotates(b):
         config, factors = rope_config(b, head_k), rope_factors(b)
         q, k = b.rope(q, config, head_k, factors=factors), b.rope(k, config, head_k, factors=factors)
     if b.arch.norm_after_rope:
-        q, k = _head_norm(b, q, "attn_q_norm", head_k), _head_norm(b, k, "attn_k_norm", head_k)
+        q, k = head_norm(b, q, "attn_q_norm", head_k), head_norm(b, k, "attn_k_norm", head_k)
     q, k = _after_rope(b, q, k, head_k)
     attended = attend(b, q, k, v, n_head, n_kv, head_k, head_v, _attention_scale(b, head_k))
     return b.mul_mat(attended, "attn_output", bias=b.arch.output_bias)
@@ -118,9 +128,21 @@ def attend(
     b: Builder, q: Value, k: Value, v: Value | None, n_head: int, n_kv: int, head_k: int, head_v: int, scale: float
 ) -> Value:
     """Keep keys and values and attend: the part that all kinds of attention share."""
+    return attend_to(b, q, keep(b, k, v), n_head, n_kv, head_k, head_v, scale)
+
+
+def keep(b: Builder, k: Value, v: Value | None) -> Cache:
+    """Keep keys and values, and return their cache."""
     cache = Cache(f"cache_{b.layer}", k.width, 0 if v is None else v.width)
     b.caches.append(cache)
     b.add(CacheWrite(cache=cache, k=k, v=v))
+    return cache
+
+
+def attend_to(
+    b: Builder, q: Value, cache: Cache, n_head: int, n_kv: int, head_k: int, head_v: int, scale: float
+) -> Value:
+    """Attend to the keys and values in a cache, within the current layer's window."""
     out = b.value("attended", n_head * head_v, q)
     windowed = is_windowed(b)
     b.add(
@@ -142,12 +164,26 @@ def attend(
     return out
 
 
-def _n_head_kv(b: Builder) -> int:
+def n_head_kv(b: Builder) -> int:
     return b.h.layer_int("attention.head_count_kv", b.layer, b.h.layer_int("attention.head_count", b.layer))
 
 
 def qkv(b: Builder, x: Value, q_width: int, k_width: int, v_width: int) -> tuple[Value, Value, Value]:
     """Return q, k and v, of three matrices or of one."""
+    limit = b.h.float("attention.clamp_kqv", 0.0) if b.arch.clamp_qkv else 0.0
+    q, k, v = _qkv(b, x, q_width, k_width, v_width)
+    return _clamped(b, q, limit), _clamped(b, k, limit), _clamped(b, v, limit)
+
+
+def _clamped(b: Builder, x: Value, limit: float) -> Value:
+    if limit <= 0:
+        return x
+    y = b.value(f"{x.name.split('.')[-1]}_clamped", x.width, x)
+    b.add(Clamp(out=y, x=x, limit=limit))
+    return y
+
+
+def _qkv(b: Builder, x: Value, q_width: int, k_width: int, v_width: int) -> tuple[Value, Value, Value]:
     if not b.has("attn_qkv.weight"):
         return b.mul_mat(x, "attn_q"), b.mul_mat(x, "attn_k"), b.mul_mat(x, "attn_v")
     both = b.mul_mat(x, "attn_qkv")
@@ -169,7 +205,7 @@ def _biased(b: Builder, x: Value, name: str) -> Value:
     return y
 
 
-def _head_norm(b: Builder, x: Value, name: str, head: int) -> Value:
+def head_norm(b: Builder, x: Value, name: str, head: int) -> Value:
     """Normalize q or k: every head, unless the weight covers the whole row in one dimension."""
     if not b.has(f"{name}.weight"):
         return x

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.formats.gguf import GGUFFile
 from quantkit.model.arch import Arch, arch_by_name
@@ -11,6 +13,7 @@ from quantkit.model.ops import (
     Cache,
     Matrix,
     MulMat,
+    MultiplyBy,
     Norm,
     Op,
     Rope,
@@ -35,6 +38,8 @@ class Builder:
         self.ops: list[Op] = []
         self.caches: list[Cache] = []
         self.states: list[State] = []
+        #: What each layer is given beside its input (Gemma 4).
+        self.per_layer: Sequence[Value] = ()
         self.layer = -1
         #: Layers below this have names "blk.N."; a prediction layer comes after those of the model.
         self.n_blocks = self.h.n_layer
@@ -108,7 +113,7 @@ class Builder:
     def norm(self, x: Value, name: str, *, group: int = 0, kind: str = "", out: str = "") -> Value:
         """Normalize the row, or every ``group`` columns, by the weight ``name``."""
         weight, bias = self.maybe(f"{name}.weight"), self.maybe(f"{name}.bias")
-        if weight is None:
+        if weight is None and not self.arch.plain_norms:
             raise FormatError(f"{self.source.paths[0]}: there is no tensor {self.full_name(name)}.weight")
         y = self.value(out or name, x.width, x, x.per)
         kind = kind or self.arch.norm
@@ -136,6 +141,12 @@ class Builder:
         added = self.maybe(f"{of or name}.bias")
         scaled = self.maybe(f"{of or name}.scale") if scale else None
         self.add(MulMat(out=y, x=x, weight=weight, bias=added if bias else None, scale=scaled))
+        return y
+
+    def times(self, x: Value, name: str, out: str) -> Value:
+        """Multiply by the vector ``name``, which repeats along the row."""
+        y = self.value(out, x.width, x, x.per)
+        self.add(MultiplyBy(out=y, x=x, vector=self.matrix(name)))
         return y
 
     def sum(self, a: Value, b: Value, name: str) -> Value:

@@ -217,6 +217,11 @@ class Model:
                     f"a cache of Q8_0 has blocks of 32 values, this model has heads of {op.head_k} and {op.head_v}: "
                     "choose f16"
                 )
+            if isinstance(op, Embed) and op.by_position and n_ctx > op.weight.n_out:
+                raise RecipeError(
+                    f"sequences of {n_ctx} tokens: this model has embeddings of {op.weight.n_out} positions and no "
+                    "more; choose a smaller context"
+                )
         segments = self.segments if kv == self.kv_type else self._fused(kv)[0]
         return Session(self, Limits(n_ctx, n_seq, min(self.n_ubatch, n_ctx * n_seq), kv), segments)
 

@@ -83,10 +83,13 @@ def _gating(b: Builder) -> str | None:
     return "sigmoid" if size in b.arch.moe.sigmoid_sizes else b.arch.moe.default_gating
 
 
-def experts(b: Builder, x: Value) -> Value:
-    """A mixture of experts: the router's choice, up and gate, activation, down, the weighted sum."""
+def experts(b: Builder, x: Value, logits: Value | None = None) -> Value:
+    """A mixture of experts: the router's choice, up and gate, activation, down, the weighted sum.
+
+    logits: the router's; without, those that ``ffn_gate_inp`` makes of x.
+    """
     r = routing(b)
-    logits = b.mul_mat(x, "ffn_gate_inp")
+    logits = b.mul_mat(x, "ffn_gate_inp") if logits is None else logits
     ids = Value(f"{b.layer}.experts", r.n_used, 1, x.outputs, True)
     weights = b.value("expert_weights", r.n_used, x)
     b.add(Route(ids=ids, weights=weights, logits=logits, bias=b.maybe("exp_probs_b.bias"), routing=r))

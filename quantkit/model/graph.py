@@ -2,7 +2,7 @@
 
 ``build_graph`` walks the layers; a layer asks its tensors for what there is (biases, norms, experts, a shared expert)
 and the row of arch.py for what tensors cannot say. The blocks of a layer lie in attention.py, mla.py, delta_net.py,
-mamba.py and feed_forward.py; attention blocks are entered in ATTENTION. No backend is known here.
+gemma4.py, mamba.py and feed_forward.py; attention blocks are entered in ATTENTION. No backend is known here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from quantkit.model.builder import Builder
 from quantkit.model.check import check_graph
 from quantkit.model.delta_net import delta_nets
 from quantkit.model.feed_forward import feed_forward
+from quantkit.model.gemma4 import beside_experts, gemma4, layer_inputs, with_layer_input
 from quantkit.model.mamba import mamba2_hybrid
 from quantkit.model.mla import mla, mla_plain, unscaled
 from quantkit.model.ops import Embed, Graph, Softcap, Value
@@ -29,6 +30,7 @@ ATTENTION: Mapping[str, Callable[[Builder, Value], Value]] = {
     "mla_plain": mla_plain,
     "delta_nets": delta_nets,
     "mamba2_hybrid": mamba2_hybrid,
+    "gemma4": gemma4,
 }
 
 
@@ -44,8 +46,8 @@ def build_graph(source: GGUFFile, n_ctx: int = 0) -> Graph:
         FormatError: a tensor or key that the model needs is missing.
     """
     b = Builder(source, n_ctx)
-    x = b.value("embeddings", b.h.n_embd)
-    b.add(Embed(out=x, weight=b.matrix("token_embd.weight"), scale=_embed_scale(b)))
+    x = _embeddings(b)
+    b.per_layer = layer_inputs(b, x)
     for layer in range(b.h.n_layer):
         b.layer = layer
         x = add_layer(b, x)
@@ -60,6 +62,18 @@ def build_graph(source: GGUFFile, n_ctx: int = 0) -> Graph:
 
 
 # ---------------------------------------------------------------- beginning and end
+
+
+def _embeddings(b: Builder) -> Value:
+    """Return the input of the first layer."""
+    name = "token_embeddings" if b.arch.position_embeddings else "embeddings"
+    x = b.value(name, b.h.n_embd)
+    b.add(Embed(out=x, weight=b.matrix("token_embd.weight"), scale=_embed_scale(b)))
+    if not b.arch.position_embeddings:
+        return x
+    positions = b.value("position_embeddings", b.h.n_embd)
+    b.add(Embed(out=positions, weight=b.matrix("position_embd.weight"), by_position=True))
+    return b.sum(x, positions, "embeddings")
 
 
 def _embed_scale(b: Builder) -> float:
@@ -91,9 +105,9 @@ def _logits(b: Builder, logits: Value) -> Value:
 
 def add_layer(b: Builder, x: Value) -> Value:
     """Add the operations of the current layer and return its output."""
-    own_ffn_norm = b.has("ffn_norm.weight")
+    own_ffn_norm = b.has("ffn_norm.weight") or b.arch.plain_norms
     with_attention = b.arch.parallel and not own_ffn_norm  # the same input for both
-    normed = b.norm(x, "attn_norm") if b.has("attn_norm.weight") else x
+    normed = b.norm(x, "attn_norm") if b.has("attn_norm.weight") or b.arch.plain_norms else x
     attended = ATTENTION[b.arch.attention](b, normed)
     if b.layer == b.h.n_layer - 1:
         attended, x = b.selected(attended), b.selected(x)
@@ -111,8 +125,19 @@ def add_layer(b: Builder, x: Value) -> Value:
         ready = b.norm(middle, "post_attention_norm")
     else:
         ready = middle
-    fed = _post_norm(b, feed_forward(b, ready), "post_ffw_norm")
-    return b.sum(b.scaled(fed, _residual_scale(b)), middle, "layer_out")
+    fed = beside_experts(b, middle, ready) if b.has("pre_ffw_norm_2.weight") else feed_forward(b, ready)
+    fed = b.scaled(_post_norm(b, fed, "post_ffw_norm"), _residual_scale(b))
+    return _layer_out(b, fed, middle)
+
+
+def _layer_out(b: Builder, fed: Value, middle: Value) -> Value:
+    """Return the sum, with what follows in Gemma 4: the layer's second input, a factor."""
+    scaled = b.has("layer_output_scale.weight")
+    name = "layer_out_unscaled" if scaled else "layer_out"
+    out = b.sum(fed, middle, "ffn_out" if b.per_layer else name)
+    if b.per_layer:
+        out = with_layer_input(b, out, name)
+    return b.times(out, "layer_output_scale.weight", "layer_out") if scaled else out
 
 
 def _post_norm(b: Builder, x: Value, name: str) -> Value:

@@ -146,7 +146,7 @@ def _of_all_rows(graph: Graph) -> set[Value]:
 def up_to_layer(graph: Graph, last: int) -> Graph:
     """Return the graph without the layers after ``last``; its logits are no longer the model's."""
     end = _output(graph).layer
-    outs = {op.layer: op.out for op in graph.ops if isinstance(op, ops.Add) and op.out.name.endswith(".layer_out")}
+    outs = {op.layer: value for op in graph.ops for value in op.outputs() if value.name.endswith(".layer_out")}
     whole, cut_off = outs[max(outs)], outs[last]
     kept = [op for op in graph.ops if op.layer <= last or op.layer >= end]
     return replace(graph, ops=tuple(_mapped(op, lambda v: cut_off if v is whole else v) for op in kept))
@@ -378,25 +378,26 @@ def similarity(graph: Graph) -> Graph:
     attended: dict[int, Value] = {}
     for op in graph.ops:
         listed.append(op)
-        if not isinstance(op, ops.Add):
-            x = op.outputs()[0] if x is None and op.outputs() else x
+        out = next(iter(op.outputs()), None)
+        if out is None:
             continue
-        assert x is not None
-        kind = op.out.name.partition(".")[2]
-        if kind == "attn_residual":
-            middle = op.out
+        kind = out.name.rpartition(".")[2]
+        if x is None or kind == "embeddings":
+            x = out
+        elif kind == "attn_residual":
+            middle = out
             listed.append(ops.Similarity(layer=op.layer, a=x, b=middle, of=f"attention {op.layer}"))
         elif kind == "ffn_residual":  # attention and feed-forward part side by side
-            listed.append(ops.Similarity(layer=op.layer, a=x, b=op.out, of=f"feed-forward {op.layer}"))
+            listed.append(ops.Similarity(layer=op.layer, a=x, b=out, of=f"feed-forward {op.layer}"))
         elif kind == "layer_out":
             if middle is not None:
-                listed.append(ops.Similarity(layer=op.layer, a=middle, b=op.out, of=f"feed-forward {op.layer}"))
-            else:
-                attended[op.layer] = Value(f"{op.layer}.attn_residual", op.out.width)
+                listed.append(ops.Similarity(layer=op.layer, a=middle, b=out, of=f"feed-forward {op.layer}"))
+            elif isinstance(op, ops.Add):
+                attended[op.layer] = Value(f"{op.layer}.attn_residual", out.width)
                 listed.append(ops.Add(layer=op.layer, out=attended[op.layer], a=x, b=op.b))
                 listed.append(ops.Similarity(layer=op.layer, a=x, b=attended[op.layer], of=f"attention {op.layer}"))
-            listed.append(ops.Similarity(layer=op.layer, a=x, b=op.out, of=f"layer {op.layer}"))
-            x, middle = op.out, None
+            listed.append(ops.Similarity(layer=op.layer, a=x, b=out, of=f"layer {op.layer}"))
+            x, middle = out, None
     return replace(graph, ops=tuple(listed))
 
 

@@ -144,11 +144,12 @@ class _Sink(Op):
 
 
 class Embed(Op):
-    """out = scale * the rows of ``weight`` that the tokens name."""
+    """out = scale * the rows of ``weight`` that the tokens name, or their positions (by_position)."""
 
     out: Value
     weight: Matrix
     scale: float = 1.0
+    by_position: bool = False
 
 
 class SelectOutputs(_Map):
@@ -370,6 +371,8 @@ class CacheWrite(_Sink):
 
 class Attention(Op):
     """Causal attention of q over the cache, as far as this token's sequence goes, its own position included.
+
+    The cache may be that of an earlier layer (Gemma 4).
 
     n_head heads of head_k columns; head h reads key-value head h // (n_head / n_head_kv); out has n_head * head_v
     columns. A cache without values (MLA): they are the first head_v columns of the keys. scale multiplies the

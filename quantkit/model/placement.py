@@ -9,12 +9,12 @@ must; attention and recurrent layers, which own memory, and the choice of output
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from quantkit.errors import RecipeError, ResourceError
 from quantkit.model import ops
-from quantkit.model.ops import Graph, Op, Value
+from quantkit.model.ops import Cache, Graph, Op, Value
 from quantkit.patterns import Pattern
 
 #: Operations that own memory of a layer, and the choice of its rows.
@@ -127,14 +127,21 @@ class Segment:
 
 
 def cut(graph: Graph, device: dict[int, str]) -> list[Segment]:
-    """Cut a graph into segments, in order."""
+    """Cut a graph into segments, in order.
+
+    Every segment has caches of its own: one that attends to what another keeps keeps it, too.
+    """
     segments: list[Segment] = []
     made_in: dict[Value, Segment] = {}
-    for op in graph.ops:
-        where = device[id(op)]
-        if not segments or segments[-1].device != where:
-            segments.append(Segment(where))
+    writes = {op.cache: op for op in graph.ops if isinstance(op, ops.CacheWrite)}
+    kept = set[tuple[int, Cache]]()
+
+    def put(op: Op) -> None:
         here = segments[-1]
+        if isinstance(op, ops.CacheWrite):
+            kept.add((len(segments), op.cache))
+        elif isinstance(op, ops.Attention) and (len(segments), op.cache) not in kept:
+            put(replace(writes[op.cache], layer=op.layer))
         here.ops.append(op)
         for value in op.inputs():
             maker = None if value in graph.given else made_in[value]
@@ -144,6 +151,11 @@ def cut(graph: Graph, device: dict[int, str]) -> list[Segment]:
                 if maker is not None and value not in maker.leaves:
                     maker.leaves.append(value)
         made_in.update(dict.fromkeys(op.outputs(), here))
+
+    for op in graph.ops:
+        if not segments or segments[-1].device != device[id(op)]:
+            segments.append(Segment(device[id(op)]))
+        put(op)
     if graph.logits not in made_in[graph.logits].leaves:
         made_in[graph.logits].leaves.append(graph.logits)
     return segments

@@ -18,7 +18,7 @@ from quantkit.formats.gguf import GGUFFile
 from quantkit.kernels.reference import decode_rows
 from quantkit.model.backends import Limits, Observer
 from quantkit.model.backends.arena import Buffer, Entry
-from quantkit.model.ops import Matrix, Norm, Op, State, Value
+from quantkit.model.ops import Embed, Matrix, Norm, Op, State, Value
 
 T = TypeVar("T")
 
@@ -40,6 +40,7 @@ class Lowering(ABC):
         self.entries: list[Entry] = []
         self.values: dict[Value, Buffer] = {}
         self.n_vocab = 0  # of the embeddings, 0 if they are not here
+        self.n_positions = limits.n_ctx
         self.op: Op | None = None  # the operation being lowered
         self._scratch = Buffer("scratch", LINE, kept_after=True, set_before=True)
         self._activations: dict[tuple[Value, str, int], Buffer] = {}
@@ -52,6 +53,13 @@ class Lowering(ABC):
             self._once[key] = make()
         made: T = self._once[key]
         return made
+
+    def looks_up(self, op: Embed) -> None:
+        """Bound the tokens, or the positions, of a batch by the rows that an operation looks up."""
+        if op.by_position:
+            self.n_positions = min(self.n_positions, op.weight.n_out)
+        else:
+            self.n_vocab = min(self.n_vocab or op.weight.n_out, op.weight.n_out)
 
     def may_overwrite(self, entry: Entry, out: Value, x: Value) -> None:
         """Let an entry's output lie where its input does: it works element by element."""

@@ -132,7 +132,7 @@ class ReferenceProgram:
 
 @RUN.of(ops.Embed)
 def _embed(p: ReferenceProgram, op: ops.Embed) -> None:
-    rows = p.weight(op.weight)[p.batch.tokens]
+    rows = p.weight(op.weight)[p.batch.positions if op.by_position else p.batch.tokens]
     p.values[op.out] = rows * f32(op.scale) if op.scale != 1 else rows
 
 

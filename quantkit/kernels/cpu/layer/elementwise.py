@@ -1,6 +1,6 @@
 """Elementwise and row-wise operations, and copies of columns and rows.
 
-    embed          batch out weight row_bytes width scale:f scratch scratch_bytes     decoded rows of token_embd
+    embed          batch out weight row_bytes width scale:f scratch scratch_bytes rows_by     decoded rows
     select_outputs batch out x width                                                  width: all columns of a token
     add            batch out a b width rows_of per
     scale clamp softcap    batch out x width rows_of per by:f
@@ -240,18 +240,21 @@ def select_outputs(args, tid, nth):
 #: dequantize.decode_rows of the weight's type; bound for each type.
 decode: Any = None
 
-_WEIGHT, _ROW_BYTES, _EMBED_WIDTH, _EMBED_SCALE, _SCRATCH, _SCRATCH_BYTES = range(2, 8)
+_WEIGHT, _ROW_BYTES, _EMBED_WIDTH, _EMBED_SCALE, _SCRATCH, _SCRATCH_BYTES, _ROWS_BY = range(2, 9)
+
+#: What names the rows: words of the batch block.
+ROWS_BY = {"token": TOKENS, "position": POSITIONS}
 
 
-@operation("batch out weight row_bytes width scale:f scratch scratch_bytes")
+@operation("batch out weight row_bytes width scale:f scratch scratch_bytes rows_by")
 def _embed(args, tid, nth):
-    """Decode the rows of the tokens, times scale; scratch: scratch_bytes zeroed bytes per thread."""
+    """Decode the rows that tokens (or positions) name, times scale; scratch: scratch_bytes zeroed bytes per thread."""
     width, row_bytes, factor = arg(args, _EMBED_WIDTH), arg(args, _ROW_BYTES), farg(args, _EMBED_SCALE)
-    scratch, tokens = arg(args, _SCRATCH) + tid * arg(args, _SCRATCH_BYTES), batch_word(args, TOKENS)
+    scratch, names = arg(args, _SCRATCH) + tid * arg(args, _SCRATCH_BYTES), batch_word(args, arg(args, _ROWS_BY))
     first, end = share(batch_word(args, N_TOKENS), width, tid, nth)
     for row in range(first, end):
         out = arg(args, _OUT) + 4 * row * width
-        source = arg(args, _WEIGHT) + row_bytes * types.int64(load(types.int32, tokens, 4 * row))
+        source = arg(args, _WEIGHT) + row_bytes * types.int64(load(types.int32, names, 4 * row))
         decode(source, row_bytes, out, 4 * width, 1, width, scratch)
         if factor != 1.0:
             scale_row(out, out, width, factor)

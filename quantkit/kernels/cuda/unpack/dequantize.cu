@@ -17,12 +17,12 @@ struct dequantize_args {
     int64_t row_bytes, rows, n, out_stride, to;  // strides in bytes; to: TO_F32 ...
 };
 
-// out = scale * the rows of w named by the tokens of a batch.
+// out = scale * the rows of w named by the tokens of a batch, or by their positions.
 struct embed_args {
     const Batch* batch;
     const uint8_t* w;
     uint8_t* out;
-    int64_t row_bytes, rows, n, out_stride;
+    int64_t row_bytes, rows, n, out_stride, by_position;
     double scale;
 };
 
@@ -132,5 +132,6 @@ KERNEL(dequantize, 256) {
 
 KERNEL(embed, 256) {
     __shared__ Staged shared[WARPS][32];
-    Rows<TYPE>::write_parts(a, a.batch->tokens, (float)a.scale, TO_F32, shared);
+    const int32_t* named = a.by_position ? a.batch->positions : a.batch->tokens;
+    Rows<TYPE>::write_parts(a, named, (float)a.scale, TO_F32, shared);
 }

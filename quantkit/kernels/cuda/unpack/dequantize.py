@@ -31,7 +31,10 @@ def dequantize(t: TensorType, n: int, rows: int, for_product: bool = False) -> S
 
 
 def embed(t: TensorType, n: int, rows: int) -> Shape:
-    """Return how to write scale * the row of each token: slots batch, w, row_bytes, rows, n, out, out_stride, scale."""
+    """Return how to write scale * the row of each token, or of its position.
+
+    Slots: batch, w, row_bytes, rows, n, out, out_stride, by_position, scale.
+    """
     return _shape("embed", t, n, rows)
 
 

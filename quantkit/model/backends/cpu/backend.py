@@ -94,7 +94,8 @@ class CPUProgram(Boundary):
         self._lower(low, ops)
         self._memory = Memory(place(low.entries))
         self._steps = self._make_steps(low.entries)
-        self._states, self._watched, self._n_vocab = low.states, low.watched, low.n_vocab
+        self._states, self._watched = low.states, low.watched
+        self._n_vocab, self._n_positions = low.n_vocab, low.n_positions
         self._kept = low.kept
         #: The sums of observing operations so far.
         self.accumulators: dict[str, Accumulator] = low.accumulators
@@ -182,7 +183,7 @@ class CPUProgram(Boundary):
         return timings
 
     def _begin(self, batch: Batch) -> None:
-        batch.check(self.limits.n_ctx, self.limits.n_seq, self._n_vocab)
+        batch.check(self._n_positions, self.limits.n_seq, self._n_vocab)
         self._block.set(batch.tokens, batch.positions, batch.sequences, batch.outputs)
         self._batch = batch
 

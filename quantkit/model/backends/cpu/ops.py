@@ -34,7 +34,7 @@ LOWER = OpTable("the cpu backend")
 def _embed(b: CPULowering, op: ops.Embed) -> None:
     t, width = op.weight.tensor.type, op.out.width
     each = elementwise.embed_scratch_bytes(t, width)
-    b.n_vocab = op.weight.n_out
+    b.looks_up(op)
     b.emit(
         elementwise.embed(t),
         out=b.buffer(op.out),
@@ -44,6 +44,7 @@ def _embed(b: CPULowering, op: ops.Embed) -> None:
         scale=op.scale,
         scratch=b.array(np.zeros(max(1, each * b.threads), np.uint8)),
         scratch_bytes=each,
+        rows_by=elementwise.ROWS_BY["position" if op.by_position else "token"],
     )
 
 

@@ -117,7 +117,8 @@ class CUDAProgram(Boundary):
         for op in ops:
             lower(low, op)
         self._start = low.room(place(low.entries))
-        self._entries, self._states, self._n_vocab = low.entries, low.states, low.n_vocab
+        self._entries, self._states = low.entries, low.states
+        self._n_vocab, self._n_positions = low.n_vocab, low.n_positions
         self._prepare()
         weakref.finalize(self, _free, self.device, owned)
 
@@ -184,7 +185,7 @@ class CUDAProgram(Boundary):
 
     def run(self, batch: Batch) -> None:
         """Carry out all operations for a batch of at most ``n_ubatch`` tokens; ValueError for one that cannot be."""
-        batch.check(self.limits.n_ctx, self.limits.n_seq, self._n_vocab)
+        batch.check(self._n_positions, self.limits.n_seq, self._n_vocab)
         self._batch = batch
         self._sums.before_run()
         self._send(batch)

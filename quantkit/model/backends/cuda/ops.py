@@ -30,8 +30,9 @@ LOWER = OpTable("the cuda backend")
 @LOWER.of(ops.Embed)
 def _embed(b: CUDALowering, op: ops.Embed) -> None:
     t, width = op.weight.tensor.type, op.out.width
-    b.n_vocab = op.weight.n_out
+    b.looks_up(op)
     slots: dict[str, Slot] = {"w": b.weight(op.weight), "row_bytes": row_bytes_of(op.weight), "scale": op.scale}
+    slots["by_position"] = int(op.by_position)
     out = b.buffer(op.out)
     b.emit(lambda rows: dequantize.embed(t, width, rows), op.out, out=out, n=width, out_stride=4 * width, **slots)
 

@@ -1,0 +1,238 @@
+"""Add models to the zoo: write tests/data/zoo/headers/NAME.head and enter llama.cpp b11434's logits in logits.npz.
+
+    scripts/make_zoo.py [NAME ...] --lib DIR
+
+The models are those described here; the headers of the others came from llama.cpp itself and have every key that it
+knows. Logits are computed for the weights of seed 1, as tests/data/zoo/README.md says. They are those of a program that
+may be compiled for any machine: a model that is named here is entered anew, every other one stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from libllama import Libllama  # noqa: E402
+from quantkit.formats.gguf import Field, write_gguf  # noqa: E402
+from quantkit.types import BY_NAME  # noqa: E402
+from zoo import SEED, ZOO, write_zoo  # noqa: E402
+
+Shapes = dict[str, tuple[int, ...]]
+E, FF, HEAD, N_HEAD, N_KV, VOCAB, N_CTX = 256, 512, 64, 4, 2, 128, 512
+
+
+def usual(n_layer: int, eps: str = "layer_norm_rms_epsilon", **more: Any) -> dict[str, Any]:
+    """Return the fields that every model has, and more; ``__`` in a name is a point."""
+    fields = {"block_count": n_layer, "context_length": N_CTX, "embedding_length": E, "feed_forward_length": FF}
+    fields |= {"attention.head_count": N_HEAD, "attention.head_count_kv": N_KV, f"attention.{eps}": 1e-5}
+    return fields | {"vocab_size": VOCAB} | {key.replace("__", "."): value for key, value in more.items()}
+
+
+def ends(output: bool = True, norm: bool = True, bias: bool = False) -> Shapes:
+    shapes: Shapes = {"token_embd.weight": (E, VOCAB)}
+    shapes |= {"output_norm.weight": (E,)} if norm else {}
+    shapes |= {"output_norm.bias": (E,)} if bias else {}
+    return shapes | ({"output.weight": (E, VOCAB)} if output else {})
+
+
+def norms(layer: int, *names: str, bias: bool = False) -> Shapes:
+    kinds = ("weight", "bias") if bias else ("weight",)
+    return {f"blk.{layer}.{name}.{kind}": (E,) for name in names for kind in kinds}
+
+
+def attention(
+    layer: int, head: int = HEAD, n_kv: int = N_KV, *, bias: bool = False, head_norms: bool = False
+) -> Shapes:
+    q, kv = N_HEAD * head, n_kv * head
+    shapes = {"attn_q": (E, q), "attn_k": (E, kv), "attn_v": (E, kv), "attn_output": (q, E)}
+    made: Shapes = {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+    if head_norms:
+        made |= {f"blk.{layer}.{name}.weight": (head,) for name in ("attn_q_norm", "attn_k_norm")}
+    return made | ({f"blk.{layer}.{name}.bias": shape[1:] for name, shape in shapes.items()} if bias else {})
+
+
+def dense(layer: int, *, gate: bool = True, bias: bool = False, width: int = FF) -> Shapes:
+    shapes = {"ffn_up": (E, width), "ffn_down": (width, E)} | ({"ffn_gate": (E, width)} if gate else {})
+    made: Shapes = {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+    return made | ({f"blk.{layer}.{name}.bias": shape[1:] for name, shape in shapes.items()} if bias else {})
+
+
+def layers(n: int, *of: Callable[[int], Shapes]) -> Shapes:
+    return {name: shape for layer in range(n) for make in of for name, shape in make(layer).items()}
+
+
+def gemma() -> tuple[dict[str, Any], Shapes]:
+    more = {"attention.key_length": 32, "attention.value_length": 32}
+    return usual(3, **more), ends(output=False) | layers(
+        3, lambda i: norms(i, "attn_norm", "ffn_norm"), lambda i: attention(i, 32), dense
+    )
+
+
+def olmo() -> tuple[dict[str, Any], Shapes]:
+    fields = usual(3, "layer_norm_epsilon", attention__clamp_kqv=1.25)
+    return fields, ends(norm=False) | layers(3, attention, dense)
+
+
+def arcee() -> tuple[dict[str, Any], Shapes]:
+    return usual(3, rope__dimension_count=HEAD), ends() | {"rope_freqs.weight": (HEAD // 2,)} | layers(
+        3, lambda i: norms(i, "attn_norm", "ffn_norm"), attention, lambda i: dense(i, gate=False)
+    )
+
+
+def command_r() -> tuple[dict[str, Any], Shapes]:
+    fields = usual(3, "layer_norm_epsilon", logit_scale=0.25, rope__scaling__type="none")
+    return fields, ends(output=False) | layers(3, lambda i: norms(i, "attn_norm"), attention, dense)
+
+
+def starcoder() -> tuple[dict[str, Any], Shapes]:
+    def fused(layer: int) -> Shapes:
+        shapes = {"attn_qkv": (E, E + 2 * HEAD), "attn_output": (E, E)}
+        return {f"blk.{layer}.{n}.weight": s for n, s in shapes.items()} | {
+            f"blk.{layer}.{n}.bias": s[1:] for n, s in shapes.items()
+        }
+
+    fields = usual(3, "layer_norm_epsilon") | {"attention.head_count_kv": 1}
+    return fields, ends(output=False, bias=True) | {"position_embd.weight": (E, N_CTX)} | layers(
+        3,
+        lambda i: norms(i, "attn_norm", "ffn_norm", bias=True),
+        fused,
+        lambda i: dense(i, gate=False, bias=True),
+    )
+
+
+def phi2() -> tuple[dict[str, Any], Shapes]:
+    fields = usual(3, "layer_norm_epsilon", rope__dimension_count=32)
+    return fields, ends(bias=True) | {"output.bias": (VOCAB,)} | layers(
+        3,
+        lambda i: norms(i, "attn_norm", bias=True),
+        lambda i: attention(i, bias=True),
+        lambda i: dense(i, gate=False, bias=True),
+    )
+
+
+def qwen3vl() -> tuple[dict[str, Any], Shapes]:
+    more = {"attention.key_length": HEAD, "attention.value_length": HEAD, "rope.dimension_sections": [12, 10, 10, 0]}
+    return usual(3, rope__freq_base=5e6, n_deepstack_layers=1, **more), ends() | layers(
+        3, lambda i: norms(i, "attn_norm", "ffn_norm"), lambda i: attention(i, head_norms=True), dense
+    )
+
+
+_WINDOWED = [True, True, True, False, True, False]
+_GEMMA4 = {
+    "attention.key_length": 2 * HEAD,
+    "attention.value_length": 2 * HEAD,
+    "attention.key_length_swa": HEAD,
+    "attention.value_length_swa": HEAD,
+    "attention.sliding_window": 32,
+    "attention.sliding_window_pattern": _WINDOWED,
+    "rope.dimension_count": 2 * HEAD,
+    "rope.dimension_count_swa": HEAD,
+    "rope.freq_base": 1e6,
+    "rope.freq_base_swa": 1e4,
+    "final_logit_softcapping": 20.0,
+}
+
+
+def _gemma4_attention(layer: int, n_kv: int) -> Shapes:
+    names = ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm")
+    head = HEAD if _WINDOWED[layer] else 2 * HEAD
+    scale: Shapes = {f"blk.{layer}.layer_output_scale.weight": (1,)}
+    return norms(layer, *names) | attention(layer, head, n_kv, head_norms=True) | scale
+
+
+def gemma4() -> tuple[dict[str, Any], Shapes]:
+    """Embeddings for every layer; layers 4 and 5 share the caches of 2 and 3; some weights have scales."""
+    n, width = len(_WINDOWED), 256
+    widths = [FF] * 4 + [2 * FF] * 2
+    fields = usual(n, **_GEMMA4) | {"feed_forward_length": widths, "attention.shared_kv_layers": 2}
+    shapes = ends(output=False) | {"rope_freqs.weight": (HEAD,), "per_layer_token_embd.weight": (n * width, VOCAB)}
+    shapes |= {"per_layer_model_proj.weight": (E, n * width), "per_layer_proj_norm.weight": (width,)}
+    shapes |= layers(n, lambda i: _gemma4_attention(i, N_KV), lambda i: dense(i, width=widths[i]))
+    shapes |= {f"blk.{i}.inp_gate.weight": (E, width) for i in range(n)}
+    shapes |= {f"blk.{i}.proj.weight": (width, E) for i in range(n)}
+    shapes |= layers(n, lambda i: norms(i, "post_norm"))
+    for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_gate", "ffn_down"):
+        shapes[f"blk.1.{name}.scale"] = (1,)
+    shared = {f"blk.{i}.{name}.weight" for i in (4, 5) for name in ("attn_k", "attn_v", "attn_k_norm")}
+    return fields | {"embedding_length_per_layer_input": width}, {k: v for k, v in shapes.items() if k not in shared}
+
+
+def gemma4_moe() -> tuple[dict[str, Any], Shapes]:
+    """Experts beside dense layers; layers without a window have one head of keys, which are their values, too."""
+    n, n_expert, width = 4, 8, 256
+    n_kv = [N_KV if _WINDOWED[i] else 1 for i in range(n)]
+    pattern = {"attention.sliding_window_pattern": _WINDOWED[:n], "attention.head_count_kv": n_kv}
+    fields = usual(n, expert_count=n_expert, expert_used_count=2, expert_feed_forward_length=width) | _GEMMA4 | pattern
+    shapes = ends(output=False) | {"rope_freqs.weight": (HEAD,)}
+    shapes |= layers(
+        n,
+        lambda i: _gemma4_attention(i, n_kv[i]),
+        dense,
+        lambda i: norms(i, "pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"),
+    )
+    for i in range(n):
+        shapes |= {f"blk.{i}.ffn_gate_inp.weight": (E, n_expert), f"blk.{i}.ffn_gate_inp.scale": (E,)}
+        shapes |= {f"blk.{i}.ffn_gate_up_exps.weight": (E, 2 * width, n_expert)}
+        shapes |= {f"blk.{i}.ffn_down_exps.weight": (width, E, n_expert), f"blk.{i}.ffn_down_exps.scale": (n_expert,)}
+    none = {f"blk.{i}.attn_v.weight" for i in range(n) if not _WINDOWED[i]}
+    return fields | {"attention.shared_kv_layers": 0, "embedding_length_per_layer_input": 0}, {
+        k: v for k, v in shapes.items() if k not in none
+    }
+
+
+MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
+    "arcee-dense": arcee,
+    "command-r-dense": command_r,
+    "gemma-dense": gemma,
+    "gemma4-dense": gemma4,
+    "gemma4-moe": gemma4_moe,
+    "olmo-dense": olmo,
+    "phi2-dense": phi2,
+    "qwen3vl-dense": qwen3vl,
+    "starcoder-dense": starcoder,
+}
+
+
+def write_header(name: str) -> None:
+    """Write the beginning of a model's file, up to its tensors' data."""
+    arch = name.rpartition("-")[0]
+    fields, shapes = MODELS[name]()
+    listed = [Field.of("general.architecture", arch), Field.of("tokenizer.ggml.model", "no_vocab")]
+    listed += [Field.of(f"{arch}.{key}", value) for key, value in fields.items()]
+    tensors = [(key, shape, BY_NAME["F32"], bytes(4 * int(np.prod(shape)))) for key, shape in shapes.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.gguf")
+        write_gguf(path, listed, tensors)
+        data = path.read_bytes()
+    size = sum(-(-len(raw) // 32) * 32 for *_, raw in tensors)
+    (ZOO / "headers" / f"{name}.head").write_bytes(data[: len(data) - size])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all that are described here")
+    parser.add_argument("--lib", type=Path, required=True, help="where libllama.so of llama.cpp b11434 is")
+    options = parser.parse_args()
+    with np.load(ZOO / "logits.npz") as npz:
+        known = dict(npz)
+    for name in options.names or MODELS:
+        write_header(name)
+        with tempfile.TemporaryDirectory() as folder:
+            model = write_zoo(name, Path(folder, "model.gguf"), SEED)
+            known[name] = Libllama(options.lib).logits(model, known["tokens"])
+    made = io.BytesIO()
+    np.savez_compressed(made, **dict(sorted(known.items())))
+    (ZOO / "logits.npz").write_bytes(made.getvalue())
+
+
+if __name__ == "__main__":
+    main()
