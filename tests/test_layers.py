@@ -51,8 +51,9 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "devices": {"placement"},
         "check": {"op_table", "ops"},
         "builder": {"arch", "hparams", "ops"},
-        **dict.fromkeys(("attention", "feed_forward"), _BLOCK),
-        **dict.fromkeys(("mla", "delta_net"), _BLOCK | {"attention"}),
+        **dict.fromkeys(("attention", "feed_forward", "indexer"), _BLOCK),
+        "delta_net": _BLOCK | {"attention"},
+        "mla": _BLOCK | {"attention", "indexer"},
         "graph": _BLOCK | {"attention", "check", "delta_net", "feed_forward", "mla"},
         "nextn": _BLOCK | {"check", "graph", "hparams"},
         # Backends know operations, not architectures.

@@ -115,7 +115,16 @@ def gqa(b: Builder, x: Value) -> Value:
 
 
 def attend(
-    b: Builder, q: Value, k: Value, v: Value | None, n_head: int, n_kv: int, head_k: int, head_v: int, scale: float
+    b: Builder,
+    q: Value,
+    k: Value,
+    v: Value | None,
+    n_head: int,
+    n_kv: int,
+    head_k: int,
+    head_v: int,
+    scale: float,
+    selected: Value | None = None,
 ) -> Value:
     """Keep keys and values and attend: the part that all kinds of attention share."""
     cache = Cache(f"cache_{b.layer}", k.width, 0 if v is None else v.width)
@@ -137,6 +146,7 @@ def attend(
             sinks=b.maybe("attn_sinks.weight"),
             mask=b.arch.window.mask if windowed and b.arch.window else "causal",
             window=window_size(b) if windowed else 0,
+            selected=selected,
         )
     )
     return out

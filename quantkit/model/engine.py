@@ -32,7 +32,7 @@ from quantkit.model.graph import build_graph
 from quantkit.model.hparams import HParams
 from quantkit.model.interleaved import PlainSource, plain_source
 from quantkit.model.merged import MergedSource
-from quantkit.model.ops import Attention, Embed, Graph, Value
+from quantkit.model.ops import Attention, Embed, Graph, LightningIndexer, Value
 from quantkit.model.placement import Placement, Segment, cut, devices_of
 
 #: Is called with the index of a block's first output and its logits [k, n_vocab], valid during the call.
@@ -211,10 +211,12 @@ class Model:
             raise RecipeError(f"there is no cache of type {kv}: choose among {', '.join(KV_BYTES)}")
         if n_ctx < 1 or n_seq < 1:
             raise RecipeError(f"{n_seq} sequences of {n_ctx} tokens: give at least 1 of each")
-        for op in self.graph.ops:
-            if kv == "q8_0" and isinstance(op, Attention) and (op.head_k % 32 or op.head_v % 32):
+        for op in self.graph.ops if kv == "q8_0" else ():
+            heads = (op.head_k, op.head_v) if isinstance(op, Attention) else ()
+            heads = (op.head, op.head) if isinstance(op, LightningIndexer) else heads
+            if any(head % 32 for head in heads):
                 raise RecipeError(
-                    f"a cache of Q8_0 has blocks of 32 values, this model has heads of {op.head_k} and {op.head_v}: "
+                    f"a cache of Q8_0 has blocks of 32 values, this model has heads of {heads[0]} and {heads[1]}: "
                     "choose f16"
                 )
         segments = self.segments if kv == self.kv_type else self._fused(kv)[0]

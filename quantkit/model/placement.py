@@ -18,7 +18,7 @@ from quantkit.model.ops import Graph, Op, Value
 from quantkit.patterns import Pattern
 
 #: Operations that own memory of a layer, and the choice of its rows.
-_OF_LAYER = (ops.Attention, ops.CacheWrite, ops.Convolve, ops.DeltaNet, ops.SelectOutputs)
+_OF_LAYER = (*(ops.Attention, ops.CacheWrite, ops.LightningIndexer, ops.Convolve, ops.DeltaNet, ops.SelectOutputs),)
 
 #: Operations whose weights are so small that they go with their input.
 _LIGHT = (ops.MultiplyBy, ops.RopeTable, ops.Route)
