@@ -17,7 +17,8 @@ from quantkit.formats.gguf import open_gguf
 from quantkit.model.cost import token_cost
 from quantkit.model.engine import load
 from quantkit.model.graph import build_graph
-from quantkit.model.ops import Attention, LightningIndexer
+from quantkit.model.observers import observe
+from quantkit.model.ops import Attention, CacheWrite, LightningIndexer, SumColumns
 from quantkit.model.placement import ALL_LAYERS, Placement
 
 #: So many heads that no score is 0, as that of a key which all of them pass over: llama.cpp leaves the order of equal
@@ -122,6 +123,26 @@ def test_batches_and_sequences_do_not_matter(folder: Path) -> None:
     both = drawn.logits_of_two(path, first, second)
     assert nmse(both[0], whole) < 1e-12
     assert nmse(both[1], drawn.logits(path, second)) < 1e-12
+
+
+def test_short_sequences_have_no_selection(folder: Path) -> None:
+    """Nothing is read that plain latent attention does not read; what observes an indexer's input still does."""
+    path, tokens = model_of(folder, "glm-dsa-shared"), drawn.ids(TOP_K)
+    with load(path, kv_type="f32") as model:
+        for n_ctx in (TOP_K, TOP_K + 1):
+            session = model.session(n_ctx)
+            listed = [op for segment in session._segments for op in segment.ops]
+            read = {m.tensor.name for op in listed for m in op.matrices() if ".indexer." in m.tensor.name}
+            found = [type(op) for op in listed]
+            assert (LightningIndexer in found, bool(read)) == (n_ctx > TOP_K,) * 2
+            assert found.count(CacheWrite) == (4 if n_ctx == TOP_K else 6)
+            assert nmse(session.decode(tokens), drawn.logits(path, tokens)) < 1e-11  # type: ignore[arg-type]
+    with load(path, kv_type="f32", rewrite=observe) as model:
+        session = model.session(TOP_K)
+        session.decode(tokens)
+        listed = [op for segment in session._segments for op in segment.ops]
+        names = {name for op in listed if isinstance(op, SumColumns) for name in op.names}
+        assert {f"blk.{i}.indexer.{name}.weight" for i in (0, 2) for name in ("attn_k", "attn_q_b", "proj")} <= names
 
 
 def test_what_a_token_reads(folder: Path) -> None:

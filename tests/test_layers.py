@@ -47,7 +47,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
     },
     "quantkit.model": {
         **dict.fromkeys(("ops", "batch", "arch", "hparams", "copied", "interleaved", "merged"), set()),
-        **dict.fromkeys(("op_table", "fusion", "placement", "cost", "observers"), {"ops"}),
+        **dict.fromkeys(("op_table", "fusion", "placement", "cost", "observers", "selection"), {"ops"}),
         "devices": {"placement"},
         "check": {"op_table", "ops"},
         "builder": {"arch", "hparams", "ops"},
@@ -59,7 +59,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         # Backends know operations, not architectures.
         "backends": {"batch", "check", "fusion", "op_table", "ops"},
         "engine": {"backends", "batch", "check", "cost", "devices", "fusion", "graph", "hparams", "merged", "ops"}
-        | {"copied", "interleaved", "placement"},
+        | {"copied", "interleaved", "placement", "selection"},
     },
     "quantkit.model.backends": {
         "accumulators": set(),
