@@ -126,6 +126,8 @@ def layer(team: Team, shape: tuple[int, int, int, int, bool], kind: str, n_ctx: 
         mask=MASKS.index("causal"),
         window=0,
         alibi=0.0,
+        selected=0,
+        n_selected=0,
         scratch=-(-scratch // 64) * 64,
     )
     tape = Tape(team, batch, [(attention, block)])

@@ -13,7 +13,7 @@ Doubles = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Case:
-    """An attention operation; ``mla``: the cache has no values."""
+    """An attention operation; ``mla``: the cache has no values; ``selected``: how many keys a token sees, 0: all."""
 
     n_head: int = 4
     n_head_kv: int = 2
@@ -25,6 +25,7 @@ class Case:
     sinks: bool = False
     alibi: float = 0.0
     mla: bool = False
+    selected: int = 0
 
     @property
     def scale(self) -> float:
@@ -37,7 +38,17 @@ class Case:
             first = max(0, position - self.window + 1)
         elif self.mask == "chunked":
             first = position // self.window * self.window
+        elif 0 < self.selected <= position:
+            return np.sort(np.random.default_rng(position).permutation(position + 1)[: self.selected])
         return np.arange(first, position + 1)
+
+    def selection(self, positions: Any) -> npt.NDArray[np.int32]:
+        """Return the rows of ``selected``: the positions that each token sees, then -1."""
+        out = np.full((len(positions), self.selected), -1, np.int32)
+        for i, position in enumerate(positions if self.selected else ()):
+            seen = self.seen(int(position))
+            out[i, : len(seen)] = seen
+        return out
 
     def attend(self, q: Any, position: int, k: Doubles, v: Doubles, sinks: Any) -> Doubles:
         """Return a token's output; k and v: [seen, n_head_kv, head], what the cache holds of what it sees."""
@@ -79,5 +90,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "all": {
         "mask": "sliding", "window": 70, "softcap": 5.0, "sinks": True, "alibi": 8.0, "n_head": 12, "n_head_kv": 6,
     },
+    "selected": {"selected": 70, "mla": True, "n_head": 6, "n_head_kv": 1, "head_k": 96},
     "chunked_all": {"mask": "chunked", "window": 100, "softcap": 20.0, "sinks": True, "alibi": 4.0},
 }  # fmt: skip

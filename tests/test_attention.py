@@ -45,7 +45,8 @@ class Model:
         self.q = np.zeros((n_max, case.n_head * case.head_k), np.float32)
         self.out = np.zeros((n_max, case.n_head * case.head_v), np.float32)
         self.sinks = np.random.default_rng(7).normal(0, 2, case.n_head).astype(np.float32)
-        self.scratch = np.full(scratch_bytes(case.head_k, case.head_v, threads) + 64, 255, np.uint8)
+        self.scratch = np.full(scratch_bytes(case.head_k, case.head_v, threads, case.selected > 0) + 64, 255, np.uint8)
+        self.selected = np.zeros((n_max, case.selected), np.int32)
         caches = {"k_cache": address_of(self.k_cache), "k_type": self.k_type.id, "v_type": self.v_type.id}
         v_cache = 0 if case.mla else address_of(self.v_cache)
         shared = {"batch": self.batch.address, **caches, "v_cache": v_cache}
@@ -70,6 +71,8 @@ class Model:
             mask=MASKS.index(case.mask),
             window=case.window,
             alibi=case.alibi,
+            selected=address_of(self.selected) if case.selected else 0,
+            n_selected=case.selected,
             scratch=-(-address_of(self.scratch) // 64) * 64,
         )
         self.tape = Tape(self.team, self.batch, [(cache_write, write), (attention, attend)])
@@ -85,6 +88,7 @@ class Model:
         n = len(q)
         self.q[:n], self.k[:n], self.v[:n] = q, k, v
         self.batch.set(np.zeros(n), positions, sequences)
+        self.selected[:n] = self.case.selection(np.broadcast_to(positions, n))
         self.out[:] = np.nan
         self.tape.run()
         assert not self.batch.words[8:].any()
@@ -155,6 +159,8 @@ SHAPES = {
     "mla": Case(16, 1, 576, 512, mla=True),
     "mla_sinks": Case(16, 1, 576, 512, mla=True, sinks=True),
     "mla_70": Case(70, 1, 80, 64, mla=True),
+    "selected_few": Case(3, 1, 72, 64, mla=True, selected=17),
+    "selected_70": Case(70, 1, 80, 64, mla=True, selected=64),
 }
 
 
@@ -165,6 +171,7 @@ def test_shapes(name: str) -> None:
 
 #: Rows of Q8_0 consist of blocks of 32, so an odd width has other types.
 CACHES = [(n, t) for n in ("features", "mla") for t in ("F16 F16", "Q8_0 Q8_0", "F16 Q8_0", "Q8_0 F32")]
+CACHES += [(n, t) for n in ("selected", "selected_few") for t in ("F16 F16", "Q8_0 Q8_0")]
 
 
 @pytest.mark.parametrize(("name", "types"), [*CACHES, ("odd", "F16 F16")])
@@ -173,6 +180,8 @@ def test_cache_types(name: str, types: str) -> None:
     case = {
         "features": replace(FEATURES["all"], head_k=96),
         "mla": Case(16, 1, 96, 64, mla=True),
+        "selected": Case(20, 1, 96, 64, mla=True, selected=20),
+        "selected_few": Case(8, 1, 96, 64, mla=True, selected=20),
         "odd": Case(4, 2, 40, 24),
     }
     k_type, v_type = types.split()
@@ -224,6 +233,7 @@ DEEP = {
     "gqa": Case(8, 2, 64, 64, sinks=True),
     "window": Case(8, 2, 64, 64, mask="sliding", window=1000, k_type="F16", v_type="F16"),
     "mla": Case(16, 1, 96, 64, mla=True, k_type="F16", v_type="F16"),
+    "selected": Case(16, 1, 96, 64, mla=True, selected=1100, k_type="F16", v_type="F16"),
 }
 
 
@@ -247,7 +257,7 @@ def test_depths_where_the_keys_are_split(name: str) -> None:
     np.testing.assert_array_equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("name", ["plain", "all", "chunked_all"])
+@pytest.mark.parametrize("name", ["plain", "all", "chunked_all", "selected"])
 def test_every_thread_count_gives_the_same_bits(name: str) -> None:
     found = []
     for threads in (1, 2, 3, 7):
@@ -259,7 +269,7 @@ def test_every_thread_count_gives_the_same_bits(name: str) -> None:
         np.testing.assert_array_equal(found[0], other)
 
 
-@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize("name", ["plain", "all", "selected"])
 def test_batches_of_one_and_of_many_agree(name: str) -> None:
     case = FEATURES[name]
     q, k, v = draw(case, 128, 1)

@@ -105,7 +105,8 @@ class Model:
         case, n, memory = self.case, len(q), self.memory
         sizes = (case.n_head, case.n_head_kv, case.head_k, case.head_v)
         of = memory.device.capability
-        chosen = attention(case.kind, *sizes, n, self.n_ctx, mla=case.mla, way=way, splits=splits, capability=of)
+        more: dict[str, Any] = {"mla": case.mla, "selected": case.selected, "capability": of}
+        chosen = attention(case.kind, *sizes, n, self.n_ctx, way=way, splits=splits, **more)
         out = memory.room((n, case.n_head * case.head_v))
         sinks = memory.put(self.sinks) if case.sinks else 0
         scratch = memory.room((chosen.scratch,), np.uint8) if chosen.scratch else 0
@@ -124,6 +125,8 @@ class Model:
             mask=MASKS.index(case.mask),
             window=case.window,
             alibi=case.alibi,
+            selected=memory.put(case.selection(positions)) if case.selected else 0,
+            n_selected=case.selected,
             **shared,
         )
         if chosen.combine is not None:
@@ -172,7 +175,7 @@ WAYS = pytest.mark.parametrize(("way", "kind"), WAYS_AND_KINDS)
 
 
 #: What combines features meets every way; each of them alone, which then tells where a mistake is, one way.
-EVERY_WAY = ("plain", "one", "all", "chunked_all")
+EVERY_WAY = ("plain", "one", "all", "chunked_all", "selected")
 WITH_FEATURES = [(name, way, kind) for name in EVERY_WAY for way, kind in WAYS_AND_KINDS]
 WITH_FEATURES += [
     ("sliding", FEW, "f32"),
@@ -202,6 +205,7 @@ SHAPES = {
     "6_3": (Case(2, 1, 6, 3), (FEW, TILE)),
     "mla": (Case(16, 1, 576, 512, mla=True, sinks=True), (FEW, TILE, TENSOR)),
     "mla_72": (Case(70, 1, 72, 64, mla=True), (TENSOR,)),
+    "selected_72": (Case(20, 1, 72, 64, mla=True, selected=33), (FEW, TILE, TENSOR)),
 }
 
 

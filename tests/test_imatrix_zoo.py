@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import test_delta_net
+import test_indexer
 import test_mamba
 import test_mla
 
@@ -43,6 +44,8 @@ DRAWN: dict[str, Callable[[Path], Path]] = {
     "deepseek2-absorbed": test_mla.deepseek2,
     "deepseek2-expanded": lambda path: test_mla.deepseek2(path, absorbed=False),
     "deepseek2-ocr": test_mla.ocr,
+    "deepseek32": test_indexer.sparse,
+    "glm-dsa": lambda path: test_indexer.sparse(path, "glm-dsa"),
     "ernie4_5": lambda path: renamed(path, "smollm3-dense", "ernie4_5"),
     "granitehybrid": test_mamba.hybrid,
     "granitehybrid-moe": lambda path: test_mamba.hybrid(path, n_expert=8),

@@ -48,12 +48,12 @@ WITHIN: dict[str, dict[str, set[str]]] = {
     },
     "quantkit.model": {
         **dict.fromkeys(("ops", "batch", "arch", "hparams", "copied", "interleaved", "merged"), set()),
-        **dict.fromkeys(("op_table", "fusion", "placement", "cost", "observers"), {"ops"}),
+        **dict.fromkeys(("op_table", "fusion", "placement", "cost", "observers", "selection"), {"ops"}),
         "devices": {"placement"},
         "check": {"op_table", "ops"},
         "builder": {"arch", "hparams", "ops"},
-        **dict.fromkeys(("attention", "feed_forward", "recurrent"), _BLOCK),
-        "mla": _BLOCK | {"attention"},
+        **dict.fromkeys(("attention", "feed_forward", "indexer", "recurrent"), _BLOCK),
+        "mla": _BLOCK | {"attention", "indexer"},
         "gemma4": _BLOCK | {"attention", "feed_forward"},
         **dict.fromkeys(("delta_net", "mamba"), _BLOCK | {"attention", "recurrent"}),
         "graph": _BLOCK | {"attention", "check", "delta_net", "feed_forward", "gemma4", "mamba", "mla"},
@@ -61,7 +61,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         # Backends know operations, not architectures.
         "backends": {"batch", "check", "fusion", "op_table", "ops"},
         "engine": {"backends", "batch", "check", "cost", "devices", "fusion", "graph", "hparams", "merged", "ops"}
-        | {"copied", "interleaved", "placement"},
+        | {"copied", "interleaved", "placement", "selection"},
     },
     "quantkit.model.backends": {
         "accumulators": set(),

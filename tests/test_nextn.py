@@ -11,6 +11,7 @@ import drawn
 import numpy as np
 import pytest
 import test_delta_net
+import test_indexer
 import test_mla
 from click.testing import CliRunner
 from test_imatrix_collect import StopAfter, spoilt
@@ -29,7 +30,7 @@ from zoo import draw, write_zoo
 E, N_CTX = drawn.N_EMBD, 32
 #: Tensors that a prediction layer may have of its own, or else takes the model's.
 OWN = {"embed_tokens": (E, 128), "shared_head_norm": (E,), "shared_head_head": (E, 128)}
-FAMILIES = ("qwen35", "qwen35moe", "qwen3next", "deepseek2", "glm4moe")
+FAMILIES = ("qwen35", "qwen35moe", "qwen3next", "deepseek2", "glm4moe", "deepseek32", "glm-dsa")
 
 
 def joint(layer: int, n_embd: int, own: bool) -> drawn.Shapes:
@@ -47,6 +48,11 @@ def predicting(path: Path, arch: str, own: bool) -> Path:
     if arch == "deepseek2":
         more = test_mla.attention(2, True, True) | drawn.experts(2, 8, 32, 32) | joint(2, E, own)
         return test_mla.deepseek2(path, {"block_count": 3, "nextn_predict_layers": 1}, more=more)
+    if arch in ("deepseek32", "glm-dsa"):
+        more = test_indexer.layer(4) | joint(4, E, own)
+        # llama.cpp's prediction layer sees all keys, ours as many as the model's other layers do.
+        changes = {"block_count": 5, "nextn_predict_layers": 1, "attention.indexer.top_k": N_CTX}
+        return test_indexer.sparse(path, arch, changes, more)
     more = {"blk.4.attn_norm.weight": (E,), "blk.4.post_attention_norm.weight": (E,)}
     more |= test_delta_net.attention("blk.4.", False) | joint(4, E, own)
     if arch == "qwen35":

@@ -265,6 +265,7 @@ MEANINGS: dict[str, Callable[[int, int, int], int | None]] = {
     "cvt.u16.u32 %rs1, %r1; cvt.s16.s8 %rs2, %rs1; mul.wide.u16 %r4, %rs2, 3;": lambda a, b, c: s(a, 8) % 2**16 * 3,
     "mov.b32 {%rs1, %rs2}, %r1; mov.b32 %r4, {%rs2, %rs1};": lambda a, b, c: (a << 16 | a >> 16) & M32,
     "setp.lt.s32 %p1, %r1, %r2; selp.b32 %r4, %r3, 5, %p1;": lambda a, b, c: c if s(a) < s(b) else 5,
+    "setp.le.u32 %p1, %r1, %r2; selp.b32 %r4, %r3, 5, %p1;": lambda a, b, c: c if a <= b else 5,
     "setp.ltu.f32 %p1, %f1, %f2; selp.b32 %r4, 1, 0, %p1;": lambda a, b, c: not single(a) >= single(b),
     "setp.neu.f32 %p1, %f1, %f2; selp.b32 %r4, 1, 0, %p1;": lambda a, b, c: single(a) != single(b),
     "setp.leu.f32 %p1, %f1, %f2; @!%p1 mov.u32 %r4, 9;": lambda a, b, c: 9 if single(a) > single(b) else 0,

@@ -122,6 +122,10 @@ class Arch:
     yarn_keys: bool = False
     #: yarn's two multipliers are one, so that cos and sin keep their length (DeepSeek 2).
     yarn_cancels: bool = False
+    #: So is the log multiplier where keys are latent rows.
+    yarn_log: bool = True
+    #: How columns of the lightning indexer rotate, ``normal`` or ``neox``; empty: there is none (indexer.py).
+    indexer: str = ""
     #: Value head h of a delta net has key head h % n (Qwen3.5), and not h // (heads of a key head) (Qwen3-Next).
     tiled_heads: bool = False
     #: Its prediction layer is one like the others (nextn.py).
@@ -159,6 +163,10 @@ _ROWS = (
     Arch(name="deepseek", rope="normal", moe=Moe(gating="softmax", norm=False, scaled=True)),
     Arch(name="deepseek2", nextn=True, rope="normal", attention="mla", yarn_cancels=True, output_bias=False,
          moe=_DEEPSEEK),
+    Arch(name="deepseek32", nextn=True, rope="normal", attention="mla", indexer="neox", output_bias=False,
+         moe=Moe(scaled=True)),
+    Arch(name="glm-dsa", nextn=True, rope="normal", attention="mla", indexer="normal", yarn_log=False,
+         output_bias=False, moe=Moe(scaled=True, default_gating="sigmoid")),
     Arch(name="mistral4", rope="normal", attention="mla", output_bias=False, moe=_DEEPSEEK),
     Arch(name="deepseek2-ocr", rope="neox", attention="unscaled", output_bias=False,
          moe=Moe(scaled=True, default_gating="softmax")),

@@ -125,7 +125,16 @@ def gqa(b: Builder, x: Value) -> Value:
 
 
 def attend(
-    b: Builder, q: Value, k: Value, v: Value | None, n_head: int, n_kv: int, head_k: int, head_v: int, scale: float
+    b: Builder,
+    q: Value,
+    k: Value,
+    v: Value | None,
+    n_head: int,
+    n_kv: int,
+    head_k: int,
+    head_v: int,
+    scale: float,
+    selected: Value | None = None,
 ) -> Value:
     """Keep keys and values and attend: the part that all kinds of attention share."""
     return attend_to(b, q, keep(b, k, v), n_head, n_kv, head_k, head_v, scale)
@@ -159,6 +168,7 @@ def attend_to(
             sinks=b.maybe("attn_sinks.weight"),
             mask=b.arch.window.mask if windowed and b.arch.window else "causal",
             window=window_size(b) if windowed else 0,
+            selected=selected,
         )
     )
     return out

@@ -44,6 +44,8 @@ class Builder:
         #: Layers below this have names "blk.N."; a prediction layer comes after those of the model.
         self.n_blocks = self.h.n_layer
         self.used: set[str] = set()
+        #: The positions that the last lightning indexer chose.
+        self.selection: Value | None = None
         self._tables: dict[tuple[RopeConfig, Matrix | None], Value] = {}
 
     # ------------------------------------------------ tensors
@@ -110,14 +112,16 @@ class Builder:
         full = f"{self.layer}.{name}" if 0 <= self.layer < self.n_blocks else name
         return Value(full, width, per, like is not None and like.outputs)
 
-    def norm(self, x: Value, name: str, *, group: int = 0, kind: str = "", out: str = "") -> Value:
+    def norm(
+        self, x: Value, name: str, *, group: int = 0, kind: str = "", out: str = "", eps: float | None = None
+    ) -> Value:
         """Normalize the row, or every ``group`` columns, by the weight ``name``."""
         weight, bias = self.maybe(f"{name}.weight"), self.maybe(f"{name}.bias")
         if weight is None and not self.arch.plain_norms:
             raise FormatError(f"{self.source.paths[0]}: there is no tensor {self.full_name(name)}.weight")
         y = self.value(out or name, x.width, x, x.per)
-        kind = kind or self.arch.norm
-        self.add(Norm(out=y, x=x, weight=weight, bias=bias, eps=self.h.eps, kind=kind, group=group or x.width))
+        kind, eps = kind or self.arch.norm, self.h.eps if eps is None else eps
+        self.add(Norm(out=y, x=x, weight=weight, bias=bias, eps=eps, kind=kind, group=group or x.width))
         return y
 
     def plain_norm(self, x: Value, group: int, *, kind: str = "rms", eps: float | None = None) -> Value:

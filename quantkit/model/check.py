@@ -228,6 +228,18 @@ def _attention(op: ops.Attention, experts: dict[Value, int]) -> None:
     right = c.k_width == op.n_head_kv * op.head_k and values
     fit(right, op, None, f"keys of {c.k_width} and values of {c.v_width} columns for {op.n_head_kv} heads")
     _vector(op, op.sinks, op.n_head, "sinks")
+    if op.selected is not None:
+        right = op.selected.integer and op.selected.width > 0 and op.selected.outputs == op.out.outputs
+        fit(right, op, None, f"{op.selected.width} positions are selected")
+        fit(not c.v_width and op.mask == "causal" and not op.alibi, op, None, "only latent rows are selected")
+
+
+@CHECK.of(ops.LightningIndexer)
+def _lightning_indexer(op: ops.LightningIndexer, experts: dict[Value, int]) -> None:
+    right = op.n_head > 0 and op.head > 0 and op.q.width == op.n_head * op.head and op.weights.width == op.n_head
+    fit(right, op, None, f"{op.q.width} columns of queries and {op.weights.width} weights for {op.n_head} heads")
+    fit((op.cache.k_width, op.cache.v_width) == (op.head, 0), op, None, f"keys of {op.cache.k_width} columns")
+    fit(op.out.integer and op.out.width > 0, op, None, f"{op.out.width} positions are selected")
 
 
 @CHECK.of(ops.Convolve)

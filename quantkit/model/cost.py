@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantkit.model.ops import Attention, Embed, Graph, MulMatId, Op, UpGateId
+from quantkit.model.ops import Attention, Embed, Graph, LightningIndexer, MulMatId, Op, UpGateId
 
 #: Bytes of a cached key or value.
 KV_BYTES = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}
@@ -37,7 +37,11 @@ def token_cost(graph: Graph, kv_type: str = "f16", depth: int = 0) -> Cost:
             weights += part
         if isinstance(op, Attention):
             seen = min(depth, op.window) if op.mask != "causal" else depth
+            if op.selected is not None:
+                seen = min(seen, op.selected.width)
             cache += seen * (op.cache.k_width + op.cache.v_width) * KV_BYTES[kv_type]
+        if isinstance(op, LightningIndexer) and depth > op.out.width:
+            cache += depth * op.cache.k_width * KV_BYTES[kv_type]
     return Cost(weights, cache, mul_adds, sum(2.0 * 4 * state.width for state in graph.states))
 
 

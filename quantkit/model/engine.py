@@ -32,8 +32,9 @@ from quantkit.model.graph import build_graph
 from quantkit.model.hparams import HParams
 from quantkit.model.interleaved import PlainSource, plain_source
 from quantkit.model.merged import MergedSource
-from quantkit.model.ops import Attention, Embed, Graph, Value
+from quantkit.model.ops import Attention, Embed, Graph, LightningIndexer, Value
 from quantkit.model.placement import Placement, Segment, cut, devices_of
+from quantkit.model.selection import without_selection
 
 #: Is called with the index of a block's first output and its logits [k, n_vocab], valid during the call.
 Each = Callable[[int, Floats], None]
@@ -121,11 +122,24 @@ class Model:
         """Fuse a graph, cut it into segments, and fuse and check these."""
         self.n_vocab = graph.logits.width
         check_devices(placement)
-        before = devices_of(graph, placement, self.n_layer)
-        self.graph, decisions = fuse(graph, self._options.fusion, lambda op: before[id(op)])
-        self._placed = cut(self.graph, devices_of(self.graph, placement, self.n_layer))
-        self.segments, of_devices = self._fused(self.kv_type)
+        self._whole, self._placement = graph, placement
+        self.graph, placed, decisions = self._placed(graph)
+        self._placed_whole = placed
+        self.segments, of_devices = self._fused(placed, self.kv_type)
         self.decisions = (*decisions, *of_devices)
+
+    def _placed(self, graph: Graph) -> tuple[Graph, list[Segment], tuple[Decision, ...]]:
+        """Return a graph fused, its segments, and what was decided."""
+        before = devices_of(graph, self._placement, self.n_layer)
+        fused, decisions = fuse(graph, self._options.fusion, lambda op: before[id(op)])
+        return fused, cut(fused, devices_of(fused, self._placement, self.n_layer)), decisions
+
+    def _segments_for(self, n_ctx: int, kv_type: str) -> list[Segment]:
+        """Return the segments of a session."""
+        graph = without_selection(self._whole, n_ctx)
+        if graph is not self._whole:
+            return self._fused(self._placed(graph)[1], kv_type)[0]
+        return self.segments if kv_type == self.kv_type else self._fused(self._placed_whole, kv_type)[0]
 
     def __enter__(self) -> Self:
         return self
@@ -133,10 +147,10 @@ class Model:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _fused(self, kv_type: str) -> tuple[list[Segment], list[Decision]]:
-        """Return the segments as they run with caches of a type, every operation checked."""
+    def _fused(self, placed: Sequence[Segment], kv_type: str) -> tuple[list[Segment], list[Decision]]:
+        """Return segments as they run with caches of a type, every operation checked."""
         segments, decisions = list[Segment](), list[Decision]()
-        for segment in self._placed:
+        for segment in placed:
             row = backend_of(segment.device)
             ops, decided = row.fuse(segment.ops, segment.leaves, self._options, kv_type)
             segments.append(replace(segment, ops=list(ops)))
@@ -211,19 +225,22 @@ class Model:
             raise RecipeError(f"there is no cache of type {kv}: choose among {', '.join(KV_BYTES)}")
         if n_ctx < 1 or n_seq < 1:
             raise RecipeError(f"{n_seq} sequences of {n_ctx} tokens: give at least 1 of each")
-        for op in self.graph.ops:
-            if kv == "q8_0" and isinstance(op, Attention) and (op.head_k % 32 or op.head_v % 32):
+        for op in self.graph.ops if kv == "q8_0" else ():
+            heads: tuple[int, ...] = (op.head_k, op.head_v) if isinstance(op, Attention) else ()
+            heads = (op.head, op.head) if isinstance(op, LightningIndexer) else heads
+            if any(head % 32 for head in heads):
                 raise RecipeError(
-                    f"a cache of Q8_0 has blocks of 32 values, this model has heads of {op.head_k} and {op.head_v}: "
+                    f"a cache of Q8_0 has blocks of 32 values, this model has heads of {heads[0]} and {heads[1]}: "
                     "choose f16"
                 )
+        for op in self.graph.ops:
             if isinstance(op, Embed) and op.by_position and n_ctx > op.weight.n_out:
                 raise RecipeError(
                     f"sequences of {n_ctx} tokens: this model has embeddings of {op.weight.n_out} positions and no "
                     "more; choose a smaller context"
                 )
-        segments = self.segments if kv == self.kv_type else self._fused(kv)[0]
-        return Session(self, Limits(n_ctx, n_seq, min(self.n_ubatch, n_ctx * n_seq), kv), segments)
+        limits = Limits(n_ctx, n_seq, min(self.n_ubatch, n_ctx * n_seq), kv)
+        return Session(self, limits, self._segments_for(n_ctx, kv))
 
     def backend(self, device: str) -> Backend:
         """Return the backend of a device."""

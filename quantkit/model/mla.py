@@ -19,6 +19,7 @@ from dataclasses import replace
 from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.model.attention import attend, gqa, rope_config, rope_factors
 from quantkit.model.builder import Builder
+from quantkit.model.indexer import select_keys
 from quantkit.model.ops import Join, Matrix, MulMatHeads, RopeConfig, ScaleByPosition, Value
 
 
@@ -38,10 +39,17 @@ def mla(b: Builder, x: Value) -> Value:
         )
     heads = Heads(b, key_length or b.h.head_k, value_length or b.h.head_v)
     config, scale = yarn(b, heads)
-    q = by_position(b, b.rope(queries(b, x, heads), config, heads.k, heads.nope))
+    row = query_row(b, x)
+    q = queries(b, row, heads)
+    selected = select_keys(b, x, row, config) if b.arch.indexer else None
+    q = by_position(b, b.rope(q, config, heads.k, heads.nope))
     latent, k_rope = latents(b, x, heads, config)
     if key_length:
-        return absorbed(b, heads, q, latent, k_rope, scale)
+        return absorbed(b, heads, q, latent, k_rope, scale, selected)
+    if b.arch.indexer:
+        raise FormatError(
+            f"{b.source.paths[0]}: {b.h.arch} needs {b.h.arch}.attention.key_length_mla; convert the model again"
+        )
     return expanded(b, heads, q, latent, k_rope, scale)
 
 
@@ -49,7 +57,7 @@ def mla_plain(b: Builder, x: Value) -> Value:
     """The expanded form without DeepSeek's rules: MiniCPM 3, PLM."""
     heads = Heads(b, b.h.head_k, b.h.head_v)
     config, factors = rope_config(b, heads.k, heads.n_rot), rope_factors(b)
-    q = b.rope(queries(b, x, heads), config, heads.k, heads.nope, factors)
+    q = b.rope(queries(b, query_row(b, x), heads), config, heads.k, heads.nope, factors)
     latent, k_rope = latents(b, x, heads, config, factors)
     return expanded(b, heads, q, latent, k_rope, 1.0 / math.sqrt(heads.k))
 
@@ -87,7 +95,7 @@ class Heads:
 
 def yarn(b: Builder, heads: Heads) -> tuple[RopeConfig, float]:
     """Return how the rotating columns turn, and the scale of the products, which has yarn's factor squared."""
-    log_mul = b.h.float("rope.scaling.yarn_log_multiplier", 0.0) / 0.1
+    log_mul = b.h.float("rope.scaling.yarn_log_multiplier", 0.0) / 0.1 if b.arch.yarn_log else 0.0
     attn_factor = b.h.yarn_attn_factor(log_mul, log_mul if b.arch.yarn_cancels else 1.0)
     config = replace(rope_config(b, heads.k, heads.n_rot), attn_factor=attn_factor)
     # llama.cpp does it for any scaling, not for yarn alone.
@@ -96,12 +104,15 @@ def yarn(b: Builder, heads: Heads) -> tuple[RopeConfig, float]:
     return config, mscale * mscale / math.sqrt(heads.k)
 
 
-def queries(b: Builder, x: Value, heads: Heads) -> Value:
-    """Return q, heads side by side, each with its rotating columns last; through a latent row if there is q_a."""
-    if b.has("attn_q_a.weight"):
-        x = b.norm(project(b, x, "attn_q_a"), "attn_q_a_norm")
-        return fitting(b, project(b, x, "attn_q_b"), heads.n * heads.k)
-    return fitting(b, project(b, x, "attn_q"), heads.n * heads.k)
+def query_row(b: Builder, x: Value) -> Value:
+    """Return what queries are made of: a latent row, normalized, if there is q_a, else x."""
+    return b.norm(project(b, x, "attn_q_a"), "attn_q_a_norm") if b.has("attn_q_a.weight") else x
+
+
+def queries(b: Builder, row: Value, heads: Heads) -> Value:
+    """Return q, heads side by side, each with its rotating columns last."""
+    name = "attn_q_b" if b.has("attn_q_a.weight") else "attn_q"
+    return fitting(b, project(b, row, name), heads.n * heads.k)
 
 
 def latents(
@@ -113,14 +124,16 @@ def latents(
     return latent, b.rope(b.take(both, "k_rope", heads.n_rot, heads.rank), config, heads.n_rot, 0, factors)
 
 
-def absorbed(b: Builder, heads: Heads, q: Value, latent: Value, k_rope: Value, scale: float) -> Value:
+def absorbed(
+    b: Builder, heads: Heads, q: Value, latent: Value, k_rope: Value, scale: float, selected: Value | None = None
+) -> Value:
     """Attend to the latent rows: one key-value head, whose values are the first columns of its keys."""
     plain = per_head(b, b.take(q, "q_nope", heads.n * heads.nope, 0, heads.k), "attn_k_b", heads.n, heads.rank)
     rotated = b.take(q, "q_rope", heads.n * heads.n_rot, heads.nope, heads.k)
     width = heads.rank + heads.n_rot
     q = join(b, "q_absorbed", plain, rotated, heads.rank, heads.n_rot)
     k = join(b, "k_latent", latent, k_rope, heads.rank, heads.n_rot)
-    mixed = attend(b, q, k, None, heads.n, 1, width, heads.rank, scale)
+    mixed = attend(b, q, k, None, heads.n, 1, width, heads.rank, scale, selected)
     attended = per_head(b, mixed, "attn_v_b", heads.n, heads.v)
     return b.mul_mat(attended, "attn_output", bias=False)
 

@@ -369,6 +369,23 @@ class CacheWrite(_Sink):
     v: Value | None
 
 
+class LightningIndexer(Op):
+    """out, int32 [tokens, top_k]: the positions with the largest scores, ascending; then -1 if there are fewer.
+
+    The score of a position of this token's sequence, its own and those before, with q and weights of its row:
+    sum over heads of scale * weights[h] * max(q[h] . key, 0); n_head heads share keys of ``head`` columns. Of equal
+    scores the lower position comes first.
+    """
+
+    out: Value
+    q: Value
+    weights: Value
+    cache: Cache
+    n_head: int
+    head: int
+    scale: float
+
+
 class Attention(Op):
     """Causal attention of q over the cache, as far as this token's sequence goes, its own position included.
 
@@ -378,7 +395,7 @@ class Attention(Op):
     columns. A cache without values (MLA): they are the first head_v columns of the keys. scale multiplies the
     products, softcap (0: none) follows; sinks, one value a head, join the softmax's denominator.
     mask: ``causal``; ``sliding``: the last ``window`` positions; ``chunked``: those of the same chunk of ``window``.
-    alibi: the largest bias (0: none).
+    alibi: the largest bias (0: none). selected: the positions that a token sees, as LightningIndexer makes them.
     """
 
     out: Value
@@ -394,6 +411,7 @@ class Attention(Op):
     mask: str = "causal"
     window: int = 0
     alibi: float = 0.0
+    selected: Value | None = None
 
 
 # ---------------------------------------------------------------- recurrent layers

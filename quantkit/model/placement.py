@@ -18,7 +18,10 @@ from quantkit.model.ops import Cache, Graph, Op, Value
 from quantkit.patterns import Pattern
 
 #: Operations that own memory of a layer, and the choice of its rows.
-_OF_LAYER = (ops.Attention, ops.CacheWrite, ops.Convolve, ops.DeltaNet, ops.SelectOutputs, ops.SsmScan)
+_OF_LAYER = (
+    *(ops.Attention, ops.CacheWrite, ops.LightningIndexer),
+    *(ops.Convolve, ops.DeltaNet, ops.SelectOutputs, ops.SsmScan),
+)
 
 #: Operations whose weights are so small that they go with their input.
 _LIGHT = (ops.MultiplyBy, ops.RopeTable, ops.Route)
@@ -140,7 +143,7 @@ def cut(graph: Graph, device: dict[int, str]) -> list[Segment]:
         here = segments[-1]
         if isinstance(op, ops.CacheWrite):
             kept.add((len(segments), op.cache))
-        elif isinstance(op, ops.Attention) and (len(segments), op.cache) not in kept:
+        elif isinstance(op, ops.Attention | ops.LightningIndexer) and (len(segments), op.cache) not in kept:
             put(replace(writes[op.cache], layer=op.layer))
         here.ops.append(op)
         for value in op.inputs():

@@ -78,7 +78,7 @@ VALUES: dict[str, tuple[str, ...]] = {
             "setp.eq": "s16 b32 b64 s32 s64 f32 f64",
             "setp.ne": "s16 s32 s64",
             "setp.lt": "s32 u32 s64 u64 f32",
-            "setp.le": "s32 s64 u64 f32 f64",
+            "setp.le": "s32 u32 s64 u64 f32 f64",
             "setp.gt": "s16 s32 u32 s64 u64 f32 f64",
             "setp.ge": "s32 u32 s64 u64 f32",
             "setp.neu": "f32 f64",

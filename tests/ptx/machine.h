@@ -190,6 +190,7 @@ static inline uint64_t as_b64(double f) {
 #define setp_lt_u64(a, b) ((a) < (b))
 #define setp_lt_f32(a, b) ((a) < (b))
 #define setp_le_s32(a, b) (S32(a) <= S32(b))
+#define setp_le_u32(a, b) ((a) <= (b))
 #define setp_le_s64(a, b) (S64(a) <= S64(b))
 #define setp_le_u64(a, b) ((a) <= (b))
 #define setp_le_f32(a, b) ((a) <= (b))

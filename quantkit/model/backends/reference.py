@@ -475,6 +475,21 @@ def _cache_write(p: ReferenceProgram, op: ops.CacheWrite) -> None:
         v[p.cells()] = p.values[op.v]
 
 
+@RUN.of(ops.LightningIndexer)
+def _lightning_indexer(p: ReferenceProgram, op: ops.LightningIndexer) -> None:
+    keys, _ = p.cache(op.cache)
+    q = p.values[op.q].reshape(-1, op.n_head, op.head)
+    weights = p.values[op.weights] * f32(op.scale)
+    out = np.full((len(q), op.out.width), -1, np.int32)
+    for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
+        n = int(position) + 1
+        cell = sequence * p.n_ctx
+        scores = np.fmax(q[t] @ keys[cell : cell + n].T, f32(0)).T @ weights[t]
+        chosen = np.arange(n) if n <= op.out.width else np.sort(top(scores, op.out.width))
+        out[t, : len(chosen)] = chosen
+    p.values[op.out] = out
+
+
 @RUN.of(ops.Attention)
 def _attention(p: ReferenceProgram, op: ops.Attention) -> None:
     keys, values = p.cache(op.cache)
@@ -486,7 +501,10 @@ def _attention(p: ReferenceProgram, op: ops.Attention) -> None:
     group = op.n_head // op.n_head_kv
     for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
         first = _first_position(op, int(position))
-        cells = slice(sequence * p.n_ctx + first, sequence * p.n_ctx + position + 1)
+        cells: Any = slice(sequence * p.n_ctx + first, sequence * p.n_ctx + position + 1)
+        if op.selected is not None:
+            chosen = p.values[op.selected][t]
+            cells = sequence * p.n_ctx + chosen[chosen >= 0]
         k = keys[cells].reshape(-1, op.n_head_kv, op.head_k)
         v = values[cells].reshape(-1, op.n_head_kv, op.head_v)
         for h in range(op.n_head):

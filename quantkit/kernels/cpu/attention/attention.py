@@ -22,6 +22,9 @@ take units from a counter, and no result depends on which thread takes which.
     sinks       float32 [n_head], or 0
     mask        CAUSAL, SLIDING, CHUNKED, with window
     softcap     0: none;  alibi: largest bias, 0: none
+    selected    int32 [n_tokens, n_selected]: the positions that a token sees (lightning_indexer.py), or 0. Up to
+                position n_selected they are all before it, and read in place; later ones are copied, block by block,
+                side by side. The keys of a tile, one token then, are counted as they come in this row.
     scratch     ``scratch_bytes(...)`` bytes, aligned to 64; any contents
 
 Everything is float32. Tiles of one sequence in a batch are independent: cache_write has already stored all its keys.
@@ -49,6 +52,7 @@ from quantkit.kernels.cpu.attention.attention_blocks import (
     many_scores,
     many_values,
     o_at,
+    prefetch_row,
     q_at,
     thread_bytes,
     transpose_keys,
@@ -78,22 +82,24 @@ CAUSAL, SLIDING, CHUNKED = range(3)
 
 #: Most rows of q for which products are taken along the head.
 FEW = 16
+#: How many selected rows ahead of the one being copied are prefetched.
+AHEAD = 8
 #: Batches of at most SPLIT_ROWS rows (tokens * heads) are split along the keys: blocks a part, most parts.
 SPLIT_ROWS, SPLIT_BLOCKS, SPLITS = 512, 8, 16
 #: Word of the batch block that counts the units taken.
 COUNTER = 8
 
 _Q, _OUT, _K_CACHE, _V_CACHE, _K_TYPE, _V_TYPE, _N_HEAD, _N_HEAD_KV, _HEAD_K, _HEAD_V = range(1, 11)
-_SCALE, _SOFTCAP, _SINKS, _MASK, _WINDOW, _ALIBI, _SCRATCH = range(11, 18)
+_SCALE, _SOFTCAP, _SINKS, _MASK, _WINDOW, _ALIBI, _SELECTED, _N_SELECTED, _SCRATCH = range(11, 20)
 
 
 # ---------------------------------------------------------------- tiles and what their rows see
 
 
-def scratch_bytes(head_k: int, head_v: int, threads: int) -> int:
+def scratch_bytes(head_k: int, head_v: int, threads: int, selected: bool = False) -> int:
     """Return the scratch bytes of attention; one scratch, sized for the largest, serves a whole tape."""
     k, v = (head_k + 15) // 16, (head_v + 15) // 16
-    thread = SIXTEEN + 1024 * k + 64 * (TILE + BLOCK) * (k + v)
+    thread = SIXTEEN + 1024 * k + 64 * (TILE + BLOCK) * (k + v) + (64 * BLOCK * k if selected else 0)
     return thread * threads + SPLIT_ROWS * SPLITS * 64 * (v + 1)
 
 
@@ -126,14 +132,21 @@ def _tile_begin(sequences, end, tokens):
     return begin
 
 
+@inline
+def _last_key(args, position):
+    """Return the number of the last key that a token sees: its position, or how many are selected."""
+    return min(position, arg(args, _N_SELECTED) - 1) if arg(args, _SELECTED) != 0 else position
+
+
 @helper
-def _blocks(positions, begin, end, mask, window):
+def _blocks(args, begin, end):
     """Return the first and last + 1 block of keys visible to tokens begin..end of a tile."""
+    positions, mask, window = batch_word(args, POSITIONS), arg(args, _MASK), arg(args, _WINDOW)
     first, last = _first_seen(integer(positions, begin), mask, window), integer(positions, begin)
     for t in range(begin + 1, end):
         first = min(first, _first_seen(integer(positions, t), mask, window))
         last = max(last, integer(positions, t))
-    return first // BLOCK, last // BLOCK + 1
+    return first // BLOCK, _last_key(args, last) // BLOCK + 1
 
 
 @inline
@@ -148,11 +161,11 @@ def _count_parts(args, tokens):
     n_tokens = batch_word(args, N_TOKENS)
     if n_tokens * arg(args, _N_HEAD) > SPLIT_ROWS:
         return 1
-    positions, sequences = batch_word(args, POSITIONS), batch_word(args, SEQUENCES)
+    sequences = batch_word(args, SEQUENCES)
     parts, end = 1, n_tokens
     while end > 0:
         begin = _tile_begin(sequences, end, tokens)
-        b0, b1 = _blocks(positions, begin, end, arg(args, _MASK), arg(args, _WINDOW))
+        b0, b1 = _blocks(args, begin, end)
         per = _part_blocks(b1 - b0)
         parts = max(parts, (b1 - b0 + per - 1) // per)
         end = begin
@@ -182,7 +195,7 @@ def _set_rows(args, begin, end, head, heads, rows, me):
         position = integer(positions, token) if there else types.int64(-1)
         first = _first_seen(position, mask, window) if there else types.int64(0)
         store(at, FIRST, types.int32(first))
-        store(at, LAST, types.int32(position))
+        store(at, LAST, types.int32(_last_key(args, position)))
         store(at, HEAD, types.int32(head + r % heads))
         store(at, TOKEN, types.int32(token))
         store(at, M, NONE)
@@ -295,14 +308,44 @@ def _last_seen(me, rows):
     return last
 
 
+@inline
+def _thread_bytes(args, k, v):
+    """Return the bytes of a thread's scratch; at its end is room for the rows of a block of selected keys."""
+    return thread_bytes(k, v) + (64 * BLOCK * k if arg(args, _SELECTED) != 0 else 0)
+
+
+@inline
+def _copy_row(source, to, n_bytes):
+    for i in range(0, n_bytes - 63, 64):
+        store(to, i, load(f32x16, source, i))
+    for i in range(n_bytes - n_bytes % 64, n_bytes, 2):
+        store(to, i, load(types.int16, source, i))
+
+
 @helper
-def _value_rows(args):
-    """Return address, type and row bytes of the values; without a v_cache they lie in the keys."""
+def _key_rows(args, me, start, keys, row_bytes, to):
+    """Return where the rows of keys ``start``, ... of a tile lie: in the cache; if selected, copied side by side."""
+    token, n = field(me, TOKEN), arg(args, _N_SELECTED)
+    cells = arg(args, _K_CACHE) + integer(batch_word(args, SEQUENCES), token) * batch_word(args, N_CTX) * row_bytes
+    if arg(args, _SELECTED) == 0 or integer(batch_word(args, POSITIONS), token) < n:
+        return cells + start * row_bytes
+    ids = arg(args, _SELECTED) + 4 * (token * n + start)
+    for i in range(keys):
+        prefetch_row(cells + integer(ids, min(i + AHEAD, keys - 1)) * row_bytes, row_bytes)
+        _copy_row(cells + integer(ids, i) * row_bytes, to + i * row_bytes, row_bytes)
+    return to
+
+
+@helper
+def _value_rows(args, me, start, keys):
+    """Return where the rows of values ``start``, ... lie, their type and bytes; without a v_cache: within the keys."""
     if arg(args, _V_CACHE) == 0:
         kind = arg(args, _K_TYPE)
-        return arg(args, _K_CACHE), kind, bytes_of(kind, arg(args, _HEAD_K) * arg(args, _N_HEAD_KV))
+        return keys, kind, bytes_of(kind, arg(args, _HEAD_K) * arg(args, _N_HEAD_KV))
     kind = arg(args, _V_TYPE)
-    return arg(args, _V_CACHE), kind, bytes_of(kind, arg(args, _HEAD_V) * arg(args, _N_HEAD_KV))
+    row_bytes = bytes_of(kind, arg(args, _HEAD_V) * arg(args, _N_HEAD_KV))
+    cell = integer(batch_word(args, SEQUENCES), field(me, TOKEN)) * batch_word(args, N_CTX) + start
+    return arg(args, _V_CACHE) + cell * row_bytes, kind, row_bytes
 
 
 @helper
@@ -312,18 +355,16 @@ def _many(args, kv_head, b0, b1, rows, me):
     k, v = (n + 15) // 16, (nv + 15) // 16
     k_type = arg(args, _K_TYPE)
     k_bytes = bytes_of(k_type, n * arg(args, _N_HEAD_KV))
-    v_cache, v_type, v_bytes = _value_rows(args)
-    cells = integer(batch_word(args, SEQUENCES), field(me, TOKEN)) * batch_word(args, N_CTX)
     scale, softcap = farg(args, _SCALE), farg(args, _SOFTCAP)
     bent, last = softcap > 0 or farg(args, _ALIBI) > 0, _last_seen(me, rows)
-    k_source = arg(args, _K_CACHE) + kv_head * bytes_of(k_type, n)
-    v_source = v_cache + kv_head * bytes_of(v_type, nv)
     for block in range(b0, b1):
         start = block * BLOCK
         keys = min(BLOCK, last + 1 - start)
-        at = cells + start
-        transpose_keys(k_source + at * k_bytes, k_bytes, k_type, keys, n, me + SIXTEEN, me + keys_at(k))
-        read_rows(v_source + at * v_bytes, v_bytes, v_type, keys, nv, COLUMNS, me + values_at(k))
+        k_rows = _key_rows(args, me, start, keys, k_bytes, me + thread_bytes(k, v))
+        v_rows, v_type, v_bytes = _value_rows(args, me, start, k_rows)
+        k_source, v_source = k_rows + kv_head * bytes_of(k_type, n), v_rows + kv_head * bytes_of(v_type, nv)
+        transpose_keys(k_source, k_bytes, k_type, keys, n, me + SIXTEEN, me + keys_at(k))
+        read_rows(v_source, v_bytes, v_type, keys, nv, COLUMNS, me + values_at(k))
         many_scores(me, rows, k, n, start, scale, softcap, bent)
         many_values(me, rows, k, v, start)
 
@@ -338,17 +379,16 @@ def _few(args, kv_head, kv_heads, b0, b1, rows, me):
     k, v = (n + 15) // 16, (nv + 15) // 16
     k_type = arg(args, _K_TYPE)
     k_bytes = bytes_of(k_type, n * arg(args, _N_HEAD_KV))
-    v_cache, v_type, v_bytes = _value_rows(args)
-    k_head, v_head = bytes_of(k_type, n), bytes_of(v_type, nv)
-    cells = integer(batch_word(args, SEQUENCES), field(me, TOKEN)) * batch_word(args, N_CTX)
     scale, softcap = farg(args, _SCALE), farg(args, _SOFTCAP)
     bent, last = softcap > 0 or farg(args, _ALIBI) > 0, _last_seen(me, rows)
-    k_direct, v_direct = k_type != Q8_0 and n % 16 == 0, v_type != Q8_0 and nv % 16 == 0
+    k_head, k_direct = bytes_of(k_type, n), k_type != Q8_0 and n % 16 == 0
     for block in range(b0, b1):
         start = block * BLOCK
         keys = min(BLOCK, last + 1 - start)
-        k_at = arg(args, _K_CACHE) + (cells + start) * k_bytes + kv_head * k_head
-        v_at = v_cache + (cells + start) * v_bytes + kv_head * v_head
+        k_rows = _key_rows(args, me, start, keys, k_bytes, me + thread_bytes(k, v))
+        v_rows, v_type, v_bytes = _value_rows(args, me, start, k_rows)
+        v_head, v_direct = bytes_of(v_type, nv), v_type != Q8_0 and nv % 16 == 0
+        k_at, v_at = k_rows + kv_head * k_head, v_rows + kv_head * v_head
         for head in range(kv_heads):
             source, stride, kind = k_at + head * k_head, k_bytes, k_type
             after = k_at + BLOCK * (k_bytes + head * k_head)
@@ -380,7 +420,7 @@ def _heads_of_unit(args, rows, heads, work, nth):
 
 @operation(
     "batch q out k_cache v_cache k_type v_type n_head n_head_kv head_k head_v scale:f softcap:f sinks mask window"
-    " alibi:f scratch"
+    " alibi:f selected n_selected scratch"
 )
 def attention(args, tid, nth):
     """Causal attention of every token over the cells of its sequence; slots: see the top of this file."""
@@ -388,11 +428,11 @@ def attention(args, tid, nth):
     k, v = (arg(args, _HEAD_K) + 15) // 16, (arg(args, _HEAD_V) + 15) // 16
     group, n_tokens = n_head // n_head_kv, batch_word(args, N_TOKENS)
     heads = min(group, TILE)
-    head_tiles, tokens = (group + heads - 1) // heads, TILE // heads
+    head_tiles, tokens = (group + heads - 1) // heads, 1 if arg(args, _SELECTED) != 0 else TILE // heads
     n_parts = _count_parts(args, tokens)
-    me = arg(args, _SCRATCH) + tid * thread_bytes(k, v)
-    parts = arg(args, _SCRATCH) + nth * thread_bytes(k, v)
-    positions, sequences = batch_word(args, POSITIONS), batch_word(args, SEQUENCES)
+    me = arg(args, _SCRATCH) + tid * _thread_bytes(args, k, v)
+    parts = arg(args, _SCRATCH) + nth * _thread_bytes(args, k, v)
+    sequences = batch_word(args, SEQUENCES)
     kv_heads = _heads_of_unit(args, padded(min(n_tokens, tokens) * heads), heads, n_parts * head_tiles, nth)
     kv_units = (n_head_kv + kv_heads - 1) // kv_heads
     units = kv_units * head_tiles * n_parts
@@ -408,7 +448,7 @@ def attention(args, tid, nth):
             break
         part, rest = unit % n_parts, unit % units // n_parts
         kv_head, first = rest // head_tiles * kv_heads, rest % head_tiles * heads
-        b0, b1 = _blocks(positions, begin, end, arg(args, _MASK), arg(args, _WINDOW))
+        b0, b1 = _blocks(args, begin, end)
         if n_parts > 1:
             per = _part_blocks(b1 - b0)
             b0, b1 = min(b1, b0 + part * per), min(b1, b0 + part * per + per)

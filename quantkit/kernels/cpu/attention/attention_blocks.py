@@ -129,7 +129,7 @@ def _score(tile, keys, key_stride, q, begin, end, scores):
 
 
 @inline
-def _outer_scores(q, keys, k, n, first, last, scores):
+def outer_scores(q, keys, k, n, first, last, scores):
     """Score ROWS rows (of a transposed panel of q) against the keys of vectors first..last.
 
     Sums cover SUMMED columns and are then added, or rounding errors grow with the square of the head's length.
@@ -147,7 +147,7 @@ def _outer_scores(q, keys, k, n, first, last, scores):
 
 
 @inline
-def _prefetch_row(address, n):
+def prefetch_row(address, n):
     for i in range(0, n, 64):
         prefetch_l2(address, i)
 
@@ -165,7 +165,7 @@ def _inner_scores(q, keys, stride, kind, k, first, last, scores, after, n_bytes)
         tile = zero_products()
         if n_bytes > 0:
             for c in range(KEYS):
-                _prefetch_row(after + n_bytes * (key + c), n_bytes)
+                prefetch_row(after + n_bytes * (key + c), n_bytes)
         if kind == F16:
             for j in range(k):
                 tile = inner_half(tile, k0 + 32 * j, k1 + 32 * j, k2 + 32 * j, k3 + 32 * j, q + 64 * j, 64 * k)
@@ -250,7 +250,7 @@ def many_scores(me, rows, k, n, start, scale, softcap, bent):
             continue
         scores, q = me + SCORES + 4 * BLOCK * r, me + q_at(k) + 1024 * k * (r // 16) + 4 * (r % 16)
         n0, n1 = first // 16, (end + 15) // 16
-        _outer_scores(q, me + keys_at(k), k, n, n0, n1, scores)
+        outer_scores(q, me + keys_at(k), k, n, n0, n1, scores)
         _softmax(me + 64 * r, me + FACTORS + 4 * r, scores, start, n0, n1, scale, softcap, bent)
 
 
@@ -275,7 +275,7 @@ def _weigh(tile, o, o_stride, factors, weights, first, end, values, stride, vect
     """
     tile = load_tile(tile, o, o_stride, factors)
     for i in range(first, end):
-        _prefetch_row(ahead + n_bytes * i, n_bytes)
+        prefetch_row(ahead + n_bytes * i, n_bytes)
         if half:
             tile = outer_half(tile, values + stride * i, vector, weights + 4 * i, 4 * BLOCK)
         else:

@@ -12,11 +12,13 @@
 //
 // WAY: FEW rows (attention_few.cuh), TILE of rows in f32 (attention_tile.cuh), TENSOR cores (attention_tensor.cuh).
 // HEAD_K, HEAD_V: columns of a head's key and value; CACHE: type of the cache; ROWS of q and THREADS per block.
+// SELECTED 1: a token sees the keys at the positions of its row of `selected` (lightning_indexer.cu).
 #include "matmul/activations.cuh"
 #include "core/last_block.cuh"
 
 // q: [rows][n_head][HEAD_K], out: [rows][n_head][HEAD_V]; v_cache 0: values are the first columns of the keys;
-// sinks: [n_head] or 0; mask CAUSAL, SLIDING, CHUNKED with window; scratch: if splits > 1, see attention.py.
+// sinks: [n_head] or 0; mask CAUSAL, SLIDING, CHUNKED with window; scratch: if splits > 1, see attention.py;
+// selected: [rows][n_selected], if SELECTED.
 struct attention_args {
     const Batch* batch;
     int64_t rows;
@@ -30,6 +32,8 @@ struct attention_args {
     double alibi;
     int64_t splits;
     float* scratch;
+    const int32_t* selected;
+    int64_t n_selected;
 };
 
 #define FEW 0

@@ -2,9 +2,14 @@
 //
 // Rows of q that share a key-value head are numbered token by token, head by head of the group: row = token * group +
 // head. A block takes ROWS of them and one of `splits` parts of the keys. If its tokens belong to several sequences, it
-// processes one sequence after another, and rows of the others see no keys meanwhile.
+// processes one sequence after another, and rows of the others see no keys meanwhile. With SELECTED keys each token is
+// a sequence of its own, whose keys are numbered as they come in its row of `selected`.
 #pragma once
 #include "attention/cache.cuh"
+
+#ifndef SELECTED
+#define SELECTED 0
+#endif
 
 #define CAUSAL 0
 #define SLIDING 1
@@ -26,6 +31,9 @@ INLINE int first_seen(const attention_args& a, int position) {
     return 0;
 }
 
+// The number of the last key that a token sees: its position, or how many are selected.
+INLINE int last_seen(const attention_args& a, int position) { return SELECTED ? min(position, (int)a.n_selected - 1) : position; }
+
 // A row of q: its number (token * n_head + head; -1: none) and what it sees.
 struct Row {
     int64_t number;
@@ -46,7 +54,8 @@ INLINE Row row_of(const attention_args& a, int kv_head, int row) {
     const int group = (int)(a.n_head / a.n_head_kv), token = row / group, head = kv_head * group + row % group;
     if (token >= a.rows) return Row{-1, -1, 0, -1, 0.0f};
     const int position = a.batch->positions[token];
-    return Row{token * a.n_head + head, a.batch->sequences[token], first_seen(a, position), position,
+    const int sequence = SELECTED ? token : a.batch->sequences[token];
+    return Row{token * a.n_head + head, sequence, first_seen(a, position), last_seen(a, position),
                slope_of(a.alibi, head, (int)a.n_head)};
 }
 
@@ -59,6 +68,10 @@ struct Range {
 INLINE Range next_range(const attention_args& a, int begin, int end, int after) {
     const int lane = threadIdx.x & 31;
     const int32_t *sequences = a.batch->sequences, *positions = a.batch->positions;
+    if (SELECTED) {
+        const int token = max(begin, after + 1);
+        return token < end ? Range{token, 0, last_seen(a, positions[token])} : Range{NO_SEQUENCE, 0, -1};
+    }
     if (end - begin == 1) {
         const int position = positions[begin];
         return Range{sequences[begin] > after ? sequences[begin] : NO_SEQUENCE, first_seen(a, position), position};
@@ -112,15 +125,24 @@ INLINE float bend(const attention_args& a, const Row& row, int key, float s) {
 
 INLINE float mask(const Row& row, int key, float s) { return key >= row.first && key <= row.last ? s : __int_as_float(0xff800000); }
 
-INLINE const uint8_t* key_row(const attention_args& a, int kv_head, int sequence, int key) {
-    const int64_t cell = sequence * a.batch->n_ctx + key;
+// Where the cells of a sequence, or of a token's, begin; and the cell of a key, counted from there.
+INLINE int64_t first_cell(const attention_args& a, int sequence) {
+    return (SELECTED ? a.batch->sequences[sequence] : sequence) * a.batch->n_ctx;
+}
+
+INLINE const int32_t* selected_of(const attention_args& a, int sequence) {
+    return SELECTED ? a.selected + sequence * a.n_selected : nullptr;
+}
+
+INLINE int nth_cell(const int32_t* selected, int key) { return SELECTED ? selected[key] : key; }
+
+INLINE const uint8_t* key_row(const attention_args& a, int kv_head, int64_t cell) {
     return a.k_cache + cell * cache_bytes(a.n_head_kv * HEAD_K) + cache_bytes(kv_head * HEAD_K);
 }
 
 // Without a value cache, values are the first columns of the keys.
-INLINE const uint8_t* value_row(const attention_args& a, int kv_head, int sequence, int key) {
-    if (!a.v_cache) return key_row(a, kv_head, sequence, key);
-    const int64_t cell = sequence * a.batch->n_ctx + key;
+INLINE const uint8_t* value_row(const attention_args& a, int kv_head, int64_t cell) {
+    if (!a.v_cache) return key_row(a, kv_head, cell);
     return a.v_cache + cell * cache_bytes(a.n_head_kv * HEAD_V) + cache_bytes(kv_head * HEAD_V);
 }
 

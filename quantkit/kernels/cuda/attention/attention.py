@@ -63,20 +63,23 @@ def attention(
     n_ctx: int,
     *,
     mla: bool = False,
+    selected: int = 0,
     capability: int = 90,
     way: int | None = None,
     splits: int | None = None,
 ) -> Attention:
     """Return how ``rows`` tokens attend to a cache of type ``kind`` (f32, f16, q8_0) with n_ctx cells a sequence.
 
-    mla: the cache has no values. way and splits are chosen without; tests choose them.
+    mla: the cache has no values. selected: a token sees so many keys (0: all). way and splits are chosen without;
+    tests choose them.
     """
     group = n_head // n_head_kv
     chosen = _choose(kind, head_k, head_v, rows * group, mla, SHARED.get(capability, 99 << 10), way)
     tiles = -(-rows * group // chosen.rows) * n_head_kv
     if splits is None:
-        splits = max(1, min(SPLITS, MULTIPROCESSORS * chosen.at_once // tiles, -(-n_ctx // 64)))
+        splits = max(1, min(SPLITS, MULTIPROCESSORS * chosen.at_once // tiles, -(-min(n_ctx, selected or n_ctx) // 64)))
     bound = chosen.kernel.bind(CACHE=TYPES.index(kind), HEAD_K=head_k, HEAD_V=head_v)
+    bound = bound.bind(SELECTED=1) if selected else bound
     attend = Shape(bound, (tiles, splits, 1), chosen.shared)
     if splits == 1:
         return Attention(attend, 1, 0, None)
@@ -85,9 +88,12 @@ def attention(
 
 
 @cache
-def most_scratch(kind: str, *sizes: int, rows: int, n_ctx: int, mla: bool = False, capability: int = 90) -> int:
+def most_scratch(
+    kind: str, *sizes: int, rows: int, n_ctx: int, mla: bool = False, selected: int = 0, capability: int = 90
+) -> int:
     """Return the bytes of scratch that up to ``rows`` tokens take, as ``attention`` says for each number of them."""
-    ways = (attention(kind, *sizes, n, n_ctx, mla=mla, capability=capability) for n in range(1, rows + 1))
+    of: dict[str, int] = {"mla": mla, "selected": selected, "capability": capability}
+    ways = (attention(kind, *sizes, n, n_ctx, **of) for n in range(1, rows + 1))
     return max(way.scratch for way in ways)
 
 
@@ -188,8 +194,11 @@ def kernels() -> Iterator[Kernel]:
     for kind, some in sizes.items():
         for n_head, n_head_kv, head, rows in some:
             mla = head == 576
-            chosen = attention(kind, n_head, n_head_kv, head, 512 if mla else head, rows, 4096, mla=mla)
+            heads = n_head, n_head_kv, head, 512 if mla else head
+            chosen = attention(kind, *heads, rows, 4096, mla=mla)
             yield chosen.attend.kernel
+            if mla:
+                yield attention(kind, *heads, rows, 4096, mla=True, selected=2048).attend.kernel
             for shape in (chosen.combine, combine_to(chosen, head)):
                 if shape is not None:
                     yield shape.kernel

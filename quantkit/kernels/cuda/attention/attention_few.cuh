@@ -95,9 +95,10 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
 
     for (; range.sequence != NO_SEQUENCE; range = next_range(a, begin, end, range.sequence)) {
         const Row mine = in_range(row_of(a, kv_head, first_row + lane / SPAN), range);
-        const Lane<HEAD_K, K_WIDTH, K_TIMES> keys(key_row(a, kv_head, range.sequence, 0), a.n_head_kv * HEAD_K);
-        const Lane<HEAD_V, V_WIDTH, V_TIMES> values(value_row(a, kv_head, range.sequence, 0),
-                                                    a.n_head_kv * (a.v_cache ? HEAD_V : HEAD_K));
+        const int64_t cells = first_cell(a, range.sequence);
+        const int32_t* selected = selected_of(a, range.sequence);
+        const Lane<HEAD_K, K_WIDTH, K_TIMES> keys(key_row(a, kv_head, cells), a.n_head_kv * HEAD_K);
+        const Lane<HEAD_V, V_WIDTH, V_TIMES> values(value_row(a, kv_head, cells), a.n_head_kv * (a.v_cache ? HEAD_V : HEAD_K));
         blocks = blocks_of(a, range, 32, split);
         for (int block = blocks.begin + warp; block < blocks.end; block += WARPS) {
             const int start = 32 * block;
@@ -108,7 +109,7 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
 #pragma unroll
                 for (int i = 0; i < SPAN; i++) {
                     float k[K_WIDTH * K_TIMES], d[K_TIMES];
-                    keys.read(min(max(start + SPAN * j + i, range.first), range.last), k, d);
+                    keys.read(nth_cell(selected, min(max(start + SPAN * j + i, range.first), range.last)), k, d);
 #pragma unroll
                     for (int r = 0; r < ROWS; r++) {
                         float sum = 0;
@@ -156,7 +157,8 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
 #pragma unroll(ROWS <= 2 ? 16 : 8)
             for (int i = 0; i < 32; i++) {
                 float v[V_WIDTH * V_TIMES], d[V_TIMES];
-                values.read(min(max(start + i, range.first), range.last), v, d);  // clamped keys have weight 0
+                // Clamped keys have weight 0.
+                values.read(nth_cell(selected, min(max(start + i, range.first), range.last)), v, d);
 #pragma unroll
                 for (int r = 0; r < ROWS; r++) {
                     const float p = weights[warp][i][r];

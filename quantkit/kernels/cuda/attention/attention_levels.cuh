@@ -22,16 +22,19 @@ struct Cells {
     const uint8_t* base;     // a multiple of 16
     uint32_t begin0, bytes;  // offset of row 0 from base, row stride
     int first, last;
+    const int32_t* selected;
 
-    __device__ __forceinline__ uint64_t at(int i) const { return (uint64_t)(uint32_t)min(max(i, first), last) * bytes + begin0; }
+    __device__ __forceinline__ uint64_t at(int i) const {
+        return (uint64_t)(uint32_t)nth_cell(selected, min(max(i, first), last)) * bytes + begin0;
+    }
     // The 16-byte piece in which a row begins, and the offset within it.
     __device__ __forceinline__ const uint8_t* piece(int i) const { return base + (at(i) & ~(uint64_t)15); }
     __device__ __forceinline__ int begin(int i) const { return (int)((uint32_t)at(i) & 15); }
 };
 
-INLINE Cells cells_of(const uint8_t* row0, int64_t values, const Range& range) {
+INLINE Cells cells_of(const attention_args& a, const uint8_t* row0, int64_t values, const Range& range) {
     const uint32_t begin0 = (uint32_t)((uint64_t)row0 & 15);
-    return Cells{row0 - begin0, begin0, (uint32_t)cache_bytes(values), range.first, range.last};
+    return Cells{row0 - begin0, begin0, (uint32_t)cache_bytes(values), range.first, range.last, selected_of(a, range.sequence)};
 }
 
 // Unpacks the copied levels of rows start ... start + KEYS to the f16 of a tile, 16 at a time.

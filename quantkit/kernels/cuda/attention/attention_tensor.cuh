@@ -166,8 +166,10 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
     if (nothing_to_do(a, range, blocks, begin, end)) return leave(a, kv_head, first_row, part);
 
     bool fetched = blocks.begin < blocks.end;
-    if (fetched)
-        fetch_keys(cells_of(key_row(a, kv_head, range.sequence, 0), a.n_head_kv * HEAD_K, range), KEYS * blocks.begin, incoming);
+    if (fetched) {
+        const uint8_t* row0 = key_row(a, kv_head, first_cell(a, range.sequence));
+        fetch_keys(cells_of(a, row0, a.n_head_kv * HEAD_K, range), KEYS * blocks.begin, incoming);
+    }
     keep_q(a, kv_head, first_row, q_high, q_low, factors);
     __syncthreads();
     uint32_t high_q[SLICED ? STEPS : 1][4], low_q[SLICED ? STEPS : 1][4];
@@ -195,8 +197,9 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
         const Row seeing[2] = {in_range(row_of(a, kv_head, first_row + top + g), range),
                                in_range(row_of(a, kv_head, first_row + top + g + 8), range)};
         blocks = blocks_of(a, range, KEYS, part);
-        const Cells keys = cells_of(key_row(a, kv_head, range.sequence, 0), a.n_head_kv * HEAD_K, range);
-        const Cells values = cells_of(value_row(a, kv_head, range.sequence, 0), a.n_head_kv * HEAD_V, range);
+        const int64_t cells = first_cell(a, range.sequence);
+        const Cells keys = cells_of(a, key_row(a, kv_head, cells), a.n_head_kv * HEAD_K, range);
+        const Cells values = cells_of(a, value_row(a, kv_head, cells), a.n_head_kv * HEAD_V, range);
         if (blocks.begin < blocks.end && !fetched) fetch_keys(keys, KEYS * blocks.begin, LEVELS ? incoming : here);
         fetched = false;
         for (int block = blocks.begin; block < blocks.end; block++) {

@@ -25,7 +25,8 @@ INLINE void stage(const attention_args& a, int kv_head, const Range& range, int 
 #pragma unroll
         for (int j = 0; j < numbers; j++) v[j] = 0;
         if (from + column < HEAD && key >= range.first && key <= range.last) {
-            const uint8_t* row = OF_K ? key_row(a, kv_head, range.sequence, key) : value_row(a, kv_head, range.sequence, key);
+            const int64_t cell = first_cell(a, range.sequence) + nth_cell(selected_of(a, range.sequence), key);
+            const uint8_t* row = OF_K ? key_row(a, kv_head, cell) : value_row(a, kv_head, cell);
             read_cache<numbers>(row, from + column, v);
         }
         float* out = to + (key - start) * stride + column;
@@ -68,6 +69,7 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
         q[i / (Q_STRIDE - 4) * Q_STRIDE + column] = token < a.rows && column < HEAD_K ? from[column] : 0.0f;
     }
     for (int i = threadIdx.x; i < ROWS; i += THREADS) rows[i] = row_of(a, kv_head, first_row + i);
+    __syncthreads();  // rows are read even if this part has no keys of any sequence
     float m[4], l[4], o[4][4 * V_PARTS];
 #pragma unroll
     for (int r = 0; r < 4; r++) {

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from quantkit.helpers import round_up
-from quantkit.kernels.cpu.attention import attention, cache
+from quantkit.kernels.cpu.attention import attention, cache, lightning_indexer
 from quantkit.kernels.cpu.core.tape import TapeOp
 from quantkit.kernels.cpu.layer import elementwise, glu, norms, recurrent, rope, route
 from quantkit.kernels.cpu.matmul import matmul, moe
@@ -326,6 +326,21 @@ def _cache_write(b: CPULowering, op: ops.CacheWrite) -> None:
     )
 
 
+@LOWER.of(ops.LightningIndexer)
+def _lightning_indexer(b: CPULowering, op: ops.LightningIndexer) -> None:
+    keys, _, kind = b.cache(op.cache)
+    scratch = lightning_indexer.scratch_bytes(op.n_head, op.head, b.limits.n_ctx, b.threads)
+    sizes = {"n_head": op.n_head, "head": op.head, "n_selected": op.out.width, "scale": op.scale}
+    b.emit(
+        lightning_indexer.lightning_indexer,
+        k_cache=keys,
+        k_type=kind,
+        scratch=b.scratch(scratch),
+        **sizes,
+        **slots.buffers(b, op, "out", "q", "weights"),
+    )
+
+
 @LOWER.of(ops.Attention)
 def _attention(b: CPULowering, op: ops.Attention) -> None:
     keys, values, kind = b.cache(op.cache)
@@ -341,7 +356,9 @@ def _attention(b: CPULowering, op: ops.Attention) -> None:
         v_type=kind,
         sinks=b.vector(op.sinks),
         mask=MASKS.index(op.mask),
-        scratch=b.scratch(attention.scratch_bytes(op.head_k, op.head_v, b.threads)),
+        selected=0 if op.selected is None else b.buffer(op.selected),
+        n_selected=0 if op.selected is None else op.selected.width,
+        scratch=b.scratch(attention.scratch_bytes(op.head_k, op.head_v, b.threads, op.selected is not None)),
         **numbers,
         **floats,
     )

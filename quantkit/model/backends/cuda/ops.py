@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from quantkit.kernels.cuda.attention import attention, cache
+from quantkit.kernels.cuda.attention import attention, cache, lightning_indexer
 from quantkit.kernels.cuda.core.kernel import Shape
 from quantkit.kernels.cuda.layer import elementwise, glu, norms, recurrent, rope, route
 from quantkit.kernels.cuda.matmul import activations
@@ -186,6 +186,30 @@ def _cache_write(b: CUDALowering, op: ops.CacheWrite) -> None:
     )
 
 
+@LOWER.of(ops.LightningIndexer)
+def _lightning_indexer(b: CUDALowering, op: ops.LightningIndexer) -> None:
+    """Two launches for some tokens at a time: as many as scratch holds the scores of."""
+    keys, _, kind = b.cache(op.cache)
+    n_ctx, n_ubatch = b.limits.n_ctx, b.limits.n_ubatch
+    each = lightning_indexer.tokens_at_once(n_ctx, n_ubatch)
+    scores = b.scratch(lightning_indexer.scratch_bytes(n_ctx, each))
+    common: dict[str, Slot | Rows] = {"scores": scores, "rows": Rows(), "n_selected": op.out.width}
+    for first in range(0, n_ubatch, each):
+        b.emit(
+            partial(lightning_indexer.indexer_scores, kind, op.head, n_ctx, first, each),
+            op.out,
+            k_cache=keys,
+            n_head=op.n_head,
+            scale=op.scale,
+            first=first,
+            **slots.buffers(b, op, "q", "weights"),
+            **common,
+        )
+        b.emit(
+            partial(lightning_indexer.indexer_select, first, each), op.out, out=b.buffer(op.out), first=first, **common
+        )
+
+
 @LOWER.of(ops.Attention)
 def _attention(b: CUDALowering, op: ops.Attention, form: str = "", q_width: int = 0) -> None:
     """form: a format of activations that the result is made in, too, rows of q_width."""
@@ -193,11 +217,13 @@ def _attention(b: CUDALowering, op: ops.Attention, form: str = "", q_width: int 
     n_ctx, mla, card = b.limits.n_ctx, not op.cache.v_width, b.device.capability
     sizes = op.n_head, op.n_head_kv, op.head_k, op.head_v
 
+    selected = 0 if op.selected is None else op.selected.width
+
     def way(rows: int) -> attention.Attention:
-        return attention.attention(kind, *sizes, rows, n_ctx, mla=mla, capability=card)
+        return attention.attention(kind, *sizes, rows, n_ctx, mla=mla, selected=selected, capability=card)
 
     n_ubatch = b.limits.n_ubatch
-    most = attention.most_scratch(kind, *sizes, rows=n_ubatch, n_ctx=n_ctx, mla=mla, capability=card)
+    most = attention.most_scratch(kind, *sizes, rows=n_ubatch, n_ctx=n_ctx, mla=mla, selected=selected, capability=card)
     scratch = b.scratch(most)
     common: dict[str, Slot] = {"out": b.buffer(op.out), "sinks": b.vector(op.sinks), "scratch": scratch}
     common |= {"n_head": op.n_head}
@@ -213,6 +239,8 @@ def _attention(b: CUDALowering, op: ops.Attention, form: str = "", q_width: int 
         mask=MASKS.index(op.mask),
         window=op.window,
         alibi=op.alibi,
+        selected=0 if op.selected is None else b.buffer(op.selected),
+        n_selected=selected,
         **common,
     )
     entry.by_rows = lambda rows: {"splits": way(rows).splits}

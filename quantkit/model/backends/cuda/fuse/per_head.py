@@ -16,7 +16,7 @@ from quantkit.model.backends.cuda.fuse.column_trace import PER_COLUMN, ColumnCha
 from quantkit.model.backends.cuda.fuse.def_use import DefUse, extended
 from quantkit.model.check import CHECK, fit
 from quantkit.model.fusion import Decisions
-from quantkit.model.ops import Attention, Cache, CacheWrite, Matrix, MulMatHeads, Norm, Op, Value
+from quantkit.model.ops import Attention, Cache, CacheWrite, LightningIndexer, Matrix, MulMatHeads, Norm, Op, Value
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,8 @@ def _deadline(def_use: DefUse, target: Target) -> int:
     """Return the number of the first operation that reads it."""
     if target.cache is None:
         return min(_readers(def_use, target.value), default=len(def_use.ops))
-    at = [i for i, op in enumerate(def_use.ops) if isinstance(op, CacheWrite | Attention) and op.cache is target.cache]
+    users = CacheWrite | Attention | LightningIndexer
+    at = [i for i, op in enumerate(def_use.ops) if isinstance(op, users) and op.cache is target.cache]
     return at[0] if len(at) == 1 else at[1]
 
 

@@ -1,0 +1,88 @@
+"""The lightning indexer: latent attention sees the keys it chooses, not all (DeepSeek V3.2, GLM 5).
+
+A token has an indexer key k of ``key_length`` columns (a layer norm, then rope of the first n_rot), kept in a cache of
+its own, ``head_count`` queries q[h], made of the latent row of attention's own, and a weight w[h] for each:
+
+    score of a position = sum over h of w[h] / sqrt(head_count * key_length) * max(q[h] . k, 0)
+
+Attention then sees the ``top_k`` positions with the largest scores, and so all while there are no more than these.
+GLM 5.2 has layers without an indexer (``indexer.types``): they see what the last one before them chose.
+
+Sources: llama.cpp b11434 src/models/deepseek32.cpp, glm-dsa.cpp; transformers 5.18 DeepseekV32Indexer,
+GlmMoeDsaAttention. llama.cpp also multiplies q and k by a Hadamard matrix, which leaves their products as they are. Its
+prediction layers see all keys; those here choose as the model's other layers do.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from quantkit.errors import FormatError
+from quantkit.model.builder import Builder
+from quantkit.model.ops import Cache, CacheWrite, LightningIndexer, RopeConfig, Value
+
+#: Epsilon of the keys' norm, which no metadata holds.
+EPS = 1e-6
+#: GLM 5.2 has this context; its first files have no ``indexer.types``.
+_CTX_OF_GLM_5_2 = 1 << 20
+_TENSORS = ("k_norm.weight", "k_norm.bias", "proj.weight", "attn_k.weight", "attn_q_b.weight")
+
+
+def select_keys(b: Builder, x: Value, row: Value, config: RopeConfig) -> Value | None:
+    """Return the positions that the tokens of the current layer attend to; None: all.
+
+    Args:
+        x: the layer's normalized input; row: what attention's queries are made of.
+        config: how their columns rotate.
+
+    Raises:
+        FormatError: a tensor or key is missing, shapes do not fit, or no layer before this one has an indexer.
+    """
+    if not _has_indexer(b):
+        for name in _TENSORS:
+            b.maybe(f"indexer.{name}")  # llama.cpp passes over them, too
+        if b.selection is None and b.layer < b.h.n_layer:
+            raise FormatError(
+                f"{b.source.paths[0]}: by {b.h.arch}.attention.indexer.types layer {b.layer} attends to the keys that "
+                "a layer before it has chosen, and there is none"
+            )
+        return b.selection
+    n_head, head, top_k = (_positive(b, key) for key in ("head_count", "key_length", "top_k"))
+    config = replace(config, kind=b.arch.indexer)
+    if config.n_rot > head:
+        raise FormatError(
+            f"{b.source.paths[0]}: {config.n_rot} columns rotate ({b.h.arch}.rope.dimension_count) of indexer keys of "
+            f"{head} ({b.h.arch}.attention.indexer.key_length)"
+        )
+    q = b.mul_mat(row, "indexer.attn_q_b", scale=False, bias=False)
+    k = b.mul_mat(x, "indexer.attn_k", scale=False, bias=False)
+    weights = b.mul_mat(x, "indexer.proj", scale=False, bias=False)
+    k = b.rope(b.norm(k, "indexer.k_norm", kind="layer", eps=EPS), config, head)
+    q = b.rope(q, config, head)
+    cache = Cache(f"cache_{b.layer}_indexer", k.width, 0)
+    b.caches.append(cache)
+    b.add(CacheWrite(cache=cache, k=k, v=None))
+    out = replace(b.value("selected", top_k, q), integer=True)
+    scale = 1.0 / math.sqrt(n_head * head)
+    b.add(LightningIndexer(out=out, q=q, weights=weights, cache=cache, n_head=n_head, head=head, scale=scale))
+    b.selection = out
+    return out
+
+
+def _has_indexer(b: Builder) -> bool:
+    if b.layer >= b.h.n_layer:  # a prediction layer
+        return b.has("indexer.attn_k.weight")
+    if b.h.arch != "glm-dsa":
+        return True
+    if b.h.get("attention.indexer.types", None) is not None:
+        return b.h.layer_int("attention.indexer.types", b.layer) != 0
+    return b.h.n_ctx_train < _CTX_OF_GLM_5_2 or b.layer < 2 or b.layer % 4 == 2
+
+
+def _positive(b: Builder, key: str) -> int:
+    key = f"attention.indexer.{key}"
+    n = b.h.int(key)
+    if n < 1:
+        raise FormatError(f"{b.source.paths[0]}: {b.h.arch}.{key} is {n}; it must be positive")
+    return n
