@@ -137,7 +137,7 @@ def attend(
     selected: Value | None = None,
 ) -> Value:
     """Keep keys and values and attend: the part that all kinds of attention share."""
-    return attend_to(b, q, keep(b, k, v), n_head, n_kv, head_k, head_v, scale)
+    return attend_to(b, q, keep(b, k, v), n_head, n_kv, head_k, head_v, scale, selected)
 
 
 def keep(b: Builder, k: Value, v: Value | None) -> Cache:
@@ -149,7 +149,15 @@ def keep(b: Builder, k: Value, v: Value | None) -> Cache:
 
 
 def attend_to(
-    b: Builder, q: Value, cache: Cache, n_head: int, n_kv: int, head_k: int, head_v: int, scale: float
+    b: Builder,
+    q: Value,
+    cache: Cache,
+    n_head: int,
+    n_kv: int,
+    head_k: int,
+    head_v: int,
+    scale: float,
+    selected: Value | None = None,
 ) -> Value:
     """Attend to the keys and values in a cache, within the current layer's window."""
     out = b.value("attended", n_head * head_v, q)
