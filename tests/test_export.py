@@ -82,7 +82,7 @@ def test_a_failed_export_leaves_nothing(model: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_exported(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(TypeNotSupported, match="not exported as LlamaForCausalLM"):
+    with pytest.raises(TypeNotSupported, match="not exported as 'LlamaForCausalLM'"):
         plan_export(model, tmp_path / "back", ExportOptions(architecture="LlamaForCausalLM"))
     quantize(model, tmp_path / "key.gguf", "BF16", QuantizeOptions(override_kv=("qwen3moe.expert_odd=int:3",)))
     with pytest.raises(TypeNotSupported, match="expert_odd = 3 cannot be said"):

@@ -60,11 +60,11 @@ class _Tokens:
         return found if isinstance(found, bool) else None
 
     def special(self) -> dict[str, str]:
-        """Return the texts of special tokens by kind."""
+        """Return the texts of special tokens by kind; an id of a plain token is in config.json only."""
         found = {}
         for kind in KINDS:
             number = self.model.get(f"tokenizer.ggml.{_ID_NAMES.get(kind, kind)}_token_id")
-            if isinstance(number, int) and number < len(self.texts):
+            if isinstance(number, int) and number < len(self.texts) and self.types[number] not in (NORMAL, UNUSED):
                 found[kind] = self.texts[number]
         return found
 
@@ -224,9 +224,6 @@ def _pieces(tokens: _Tokens) -> tuple[Json, dict[str, bytes]]:
     found.sort(key=lambda each: -each[0])
     has_bytes = BYTE in types
     prefix = tokens.flag("add_space_prefix") is not False
-    unknown = tokens.special().get("unk") or next(
-        (text for text, kind in zip(tokens.texts, types, strict=True) if kind == UNKNOWN), None
-    )
     escape = {"type": "Replace", "pattern": {"String": " "}, "content": _META}
     steps: list[Json] = [{"type": "Replace", "pattern": {"String": _META}, "content": " "}]
     steps += [{"type": "ByteFallback"}] * has_bytes + [{"type": "Fuse"}]
@@ -240,11 +237,37 @@ def _pieces(tokens: _Tokens) -> tuple[Json, dict[str, bytes]]:
         post_processor=_template(tokens, (True, False)),
         decoder={"type": "Sequence", "decoders": steps},
         model={
-            **{"unk_token": unknown, "fuse_unk": True, "byte_fallback": has_bytes, "vocab": vocab},
+            **{"unk_token": _unknown(tokens), "fuse_unk": True, "byte_fallback": has_bytes, "vocab": vocab},
             "merges": [list(pair) for _, pair in found],
         },
     )
     return made, {"tokenizer.model": _sentencepiece(tokens, scores, prefix)}
+
+
+def _merged_pieces(tokens: _Tokens) -> tuple[Json, dict[str, bytes]]:
+    """Gemma 4's: pieces of SentencePiece with merges of their own."""
+    pairs = [_pair(tokens, merge) for merge in tokens.merges()]
+    if not pairs:
+        raise FormatError(f"{tokens.where}: a BPE vocabulary without tokenizer.ggml.merges")
+    escape = {"type": "Replace", "pattern": {"String": " "}, "content": _META}
+    steps = [{"type": "Replace", "pattern": {"String": _META}, "content": " "}, {"type": "ByteFallback"}]
+    made = _tokenizer(
+        tokens,
+        normalizer=escape,
+        pre_tokenizer=None,
+        post_processor=_template(tokens, (True, False)),
+        decoder={"type": "Sequence", "decoders": [*steps, {"type": "Fuse"}]},
+        model={
+            **{"unk_token": _unknown(tokens), "fuse_unk": True, "byte_fallback": True, "vocab": tokens.vocab()},
+            "merges": [[part.replace("\u0120", " ") for part in pair] for pair in pairs],
+        },
+    )
+    return made, {}
+
+
+def _unknown(tokens: _Tokens) -> str | None:
+    found = (text for text, kind in zip(tokens.texts, tokens.types, strict=True) if kind == UNKNOWN)
+    return tokens.special().get("unk") or next(found, None)
 
 
 def _sentencepiece(tokens: _Tokens, scores: list[float], prefix: bool) -> bytes:
@@ -289,4 +312,8 @@ def _septets(value: int) -> Iterator[int]:
     yield value
 
 
-_WRITERS: dict[str, Callable[[_Tokens], tuple[Json, dict[str, bytes]]]] = {"gpt2": _bpe, "llama": _pieces}
+_WRITERS: dict[str, Callable[[_Tokens], tuple[Json, dict[str, bytes]]]] = {
+    "gpt2": _bpe,
+    "llama": _pieces,
+    "gemma4": _merged_pieces,
+}
