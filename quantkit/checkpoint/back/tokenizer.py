@@ -34,6 +34,7 @@ class _Tokens:
 
     def __init__(self, model: GGUFFile) -> None:
         self.model, self.where = model, model.paths[0]
+        self.notes: list[str] = []
         self.texts: list[str] = self._list("tokens", str)
         self.types: list[int] = self._list("token_type", int) or [NORMAL] * len(self.texts)
         if len(self.types) != len(self.texts):
@@ -115,7 +116,7 @@ def tokenizer_files(model: GGUFFile) -> tuple[dict[str, bytes], list[str]]:
     if added:
         config = {"added_tokens_decoder": added, **config}
     files = {"tokenizer.json": _dumped(made), "tokenizer_config.json": _dumped(config), **more}
-    return files, []
+    return files, tokens.notes
 
 
 def _dumped(value: Json) -> bytes:
@@ -185,10 +186,13 @@ def _bpe(tokens: _Tokens) -> tuple[Json, dict[str, bytes]]:
     except TypeNotSupported as e:
         raise TypeNotSupported(f"{tokens.where}: {e.message}") from None
     vocab = tokens.vocab(without=(CONTROL, USER_DEFINED, UNKNOWN))
+    behind = range(len(vocab), len(vocab) + len(tokens.added()))
+    if [each["id"] for each in tokens.added()] != list(behind):  # others would get the ids of these
+        vocab = tokens.vocab()
     merges = tokens.merges()
     if not merges:
         raise FormatError(f"{tokens.where}: a BPE vocabulary without tokenizer.ggml.merges")
-    pairs = [_pair(tokens, merge) for merge in merges]
+    pairs = _usable(tokens, vocab, [_pair(tokens, merge) for merge in merges])
     row = PRE[name]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     made = _tokenizer(
@@ -200,6 +204,14 @@ def _bpe(tokens: _Tokens) -> tuple[Json, dict[str, bytes]]:
         model={"ignore_merges": row.ignore_merges, "vocab": vocab, "merges": pairs},
     )
     return made, {}
+
+
+def _usable(tokens: _Tokens, vocab: dict[str, int], pairs: list[list[str]]) -> list[list[str]]:
+    """Leave out merges of or to what is no token: with them the file would not load."""
+    found = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab and "".join(pair) in vocab]
+    if len(found) < len(pairs):
+        tokens.notes.append(f"{len(pairs) - len(found)} merges of what is no token are left out of tokenizer.json")
+    return found
 
 
 def _pair(tokens: _Tokens, merge: str) -> list[str]:
