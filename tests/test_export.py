@@ -15,7 +15,8 @@ from quantkit.export import ExportOptions, export, plan_export
 from quantkit.formats.gguf import open_gguf
 from quantkit.formats.safetensors import read_checkpoint
 from quantkit.kernels import dequantize
-from quantkit.quantize import QuantizeOptions, quantize
+from quantkit.pipeline.work import PlannedTensor
+from quantkit.quantize import QuantizeOptions, quantize, size_of
 
 PRE = ConvertOptions(pre="gpt-2")
 
@@ -40,7 +41,7 @@ def test_there_and_back(model: Path, tmp_path: Path, max_shard_size: str) -> Non
         assert {key: a.fields[key].encode() for key in own} == {key: b.fields[key].encode() for key in own}
 
 
-@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K_M", "Q4_0_R8"])
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K_M", "Q4_0_R8", "IQ4_XS", "IQ4_K", "MXFP4", "NVFP4", "TQ2_0"])
 def test_quantized_values_are_decoded(model: Path, tmp_path: Path, type_name: str) -> None:
     quantize(model, tmp_path / "q.gguf", type_name, QuantizeOptions(no_provenance=True))
     export(tmp_path / "q.gguf", tmp_path / "back", ExportOptions(outtype="f32"))
@@ -67,6 +68,59 @@ def test_what_is_there_is_kept(model: Path, tmp_path: Path) -> None:
     (tmp_path / "back/model-00001-of-00002.safetensors").write_bytes(b"")
     with pytest.raises(ResourceError, match="would be taken for it"):
         export(model, tmp_path / "back", overwrite=True)
+
+
+class Stopping:
+    """An observer that ends a run when some tensors are written."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+        self.kept = 0
+
+    def resumed(self, tensors: int, nbytes: int) -> None:
+        self.kept = tensors
+
+    def wrote(self, nbytes: int) -> None:
+        pass
+
+    def finished(self, tensor: PlannedTensor) -> None:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+def test_a_run_that_was_ended_goes_on(model: Path, tmp_path: Path) -> None:
+    """Nothing is under a final name until all is written; --resume ends with the bytes of an undisturbed run."""
+    options = ExportOptions(max_shard_size="600K")
+    export(model, tmp_path / "whole", options)
+    with pytest.raises(KeyboardInterrupt):
+        export(model, tmp_path / "back", options, threads=1, observer=Stopping(20))
+    assert not [p for p in (tmp_path / "back").iterdir() if p.suffix in (".json", ".safetensors")]
+    with pytest.raises(ResourceError, match="--resume"):
+        export(model, tmp_path / "back", options)
+    went_on = Stopping(0)
+    export(model, tmp_path / "back", options, resume=True, observer=went_on)
+    assert went_on.kept > 0
+    names = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == names
+    assert all((tmp_path / "back" / n).read_bytes() == (tmp_path / "whole" / n).read_bytes() for n in names)
+
+
+@pytest.mark.parametrize("size", ["1", "300K", "1M", "5GB"])
+def test_sizes_of_shards(size: str, model: Path, tmp_path: Path) -> None:
+    """No shard holds more than was asked for, but for one of a single tensor; the index names them all."""
+    export(model, tmp_path / "back", ExportOptions(max_shard_size=size, tokenizer=False))
+    files = sorted((tmp_path / "back").glob("*.safetensors"))
+    stored = read_checkpoint(tmp_path / "back")
+    most = size_of(size)
+    held = [[t.nbytes for t in tensors.values()] for tensors in stored]
+    assert all(sum(sizes) <= most or len(sizes) == 1 for sizes in held)
+    index = tmp_path / "back" / "model.safetensors.index.json"
+    assert index.exists() == (len(files) > 1)
+    if index.exists():
+        found = json.loads(index.read_text())
+        assert found["metadata"]["total_size"] == sum(map(sum, held))
+        assert set(found["weight_map"].values()) == {path.name for path in files}
 
 
 def test_a_failed_export_leaves_nothing(model: Path, tmp_path: Path) -> None:
