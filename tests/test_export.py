@@ -7,8 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import test_tensor_scale as i2_s
 from drawn_checkpoints import write_checkpoint
 
+from quantkit.checkpoint.back.encoded import encoded_tensors
+from quantkit.checkpoint.expressions import read_f32
+from quantkit.checkpoint.expressions import size_of as size_of_tensor
 from quantkit.convert import ConvertOptions, convert
 from quantkit.errors import FormatError, QuantkitError, ResourceError, TypeNotSupported
 from quantkit.export import ExportOptions, export, plan_export
@@ -152,3 +156,12 @@ def test_the_configuration(model: Path, tmp_path: Path) -> None:
     assert config["num_experts"] == 4
     assert config["rms_norm_eps"] == 1e-6
     assert config["norm_topk_prob"] is True
+
+
+def test_values_of_i2_s_have_their_scale(tmp_path: Path) -> None:
+    data = i2_s.drawn()
+    with open_gguf(i2_s.model(tmp_path / "x.gguf", data)) as file:
+        x = encoded_tensors(file, {})["blk.0.ffn_up.weight"]
+        wanted = i2_s.values(data, size_of_tensor(x))
+        assert np.array_equal(read_f32(x, 0, wanted.size), wanted.reshape(-1))
+        assert np.array_equal(read_f32(x, 300, 1000), wanted.reshape(-1)[300:1300])
