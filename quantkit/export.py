@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Unpack
 
 from quantkit.checkpoint.back import Exported, open_export
+from quantkit.checkpoint.back.classes import of_architecture
+from quantkit.checkpoint.tensor_names import KINDS
 from quantkit.errors import RecipeError, ResourceError
 from quantkit.formats.gguf import Layout, TensorInfo, open_model
 from quantkit.formats.outputs import Output, check_apart, check_free, written
@@ -110,6 +112,11 @@ def plan_export(source: str | Path, folder: str | Path, options: ExportOptions |
         notes = tuple(opened.notes)
         plan = Plan(opened, opened.dtype, tuple(shards), tuple(tensors), notes, digest.hexdigest())
         return ExportPlan(path, plan, files, opened.architecture)
+
+
+def exported_classes() -> dict[str, list[str]]:
+    """Return the architectures that are exported, and the classes of transformers that each may become."""
+    return {arch: of_architecture(arch) for arch in sorted(KINDS) if of_architecture(arch)}
 
 
 def _shards(opened: Exported, most: int) -> list[list[TensorInfo]]:

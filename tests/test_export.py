@@ -7,15 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import test_tensor_scale as i2_s
 from drawn_checkpoints import write_checkpoint
 
+from quantkit.checkpoint.back.encoded import encoded_tensors
+from quantkit.checkpoint.expressions import read_f32
+from quantkit.checkpoint.expressions import size_of as size_of_tensor
 from quantkit.convert import ConvertOptions, convert
 from quantkit.errors import FormatError, QuantkitError, ResourceError, TypeNotSupported
 from quantkit.export import ExportOptions, export, plan_export
 from quantkit.formats.gguf import open_gguf
 from quantkit.formats.safetensors import read_checkpoint
 from quantkit.kernels import dequantize
-from quantkit.quantize import QuantizeOptions, quantize
+from quantkit.pipeline.work import PlannedTensor
+from quantkit.quantize import QuantizeOptions, quantize, size_of
 
 PRE = ConvertOptions(pre="gpt-2")
 
@@ -40,7 +45,7 @@ def test_there_and_back(model: Path, tmp_path: Path, max_shard_size: str) -> Non
         assert {key: a.fields[key].encode() for key in own} == {key: b.fields[key].encode() for key in own}
 
 
-@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K_M", "Q4_0_R8"])
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K_M", "Q4_0_R8", "IQ4_XS", "IQ4_K", "MXFP4", "NVFP4", "TQ2_0"])
 def test_quantized_values_are_decoded(model: Path, tmp_path: Path, type_name: str) -> None:
     quantize(model, tmp_path / "q.gguf", type_name, QuantizeOptions(no_provenance=True))
     export(tmp_path / "q.gguf", tmp_path / "back", ExportOptions(outtype="f32"))
@@ -69,6 +74,59 @@ def test_what_is_there_is_kept(model: Path, tmp_path: Path) -> None:
         export(model, tmp_path / "back", overwrite=True)
 
 
+class Stopping:
+    """An observer that ends a run when some tensors are written."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+        self.kept = 0
+
+    def resumed(self, tensors: int, nbytes: int) -> None:
+        self.kept = tensors
+
+    def wrote(self, nbytes: int) -> None:
+        pass
+
+    def finished(self, tensor: PlannedTensor) -> None:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+def test_a_run_that_was_ended_goes_on(model: Path, tmp_path: Path) -> None:
+    """Nothing is under a final name until all is written; --resume ends with the bytes of an undisturbed run."""
+    options = ExportOptions(max_shard_size="600K")
+    export(model, tmp_path / "whole", options)
+    with pytest.raises(KeyboardInterrupt):
+        export(model, tmp_path / "back", options, threads=1, observer=Stopping(20))
+    assert not [p for p in (tmp_path / "back").iterdir() if p.suffix in (".json", ".safetensors")]
+    with pytest.raises(ResourceError, match="--resume"):
+        export(model, tmp_path / "back", options)
+    went_on = Stopping(0)
+    export(model, tmp_path / "back", options, resume=True, observer=went_on)
+    assert went_on.kept > 0
+    names = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == names
+    assert all((tmp_path / "back" / n).read_bytes() == (tmp_path / "whole" / n).read_bytes() for n in names)
+
+
+@pytest.mark.parametrize("size", ["1", "300K", "1M", "5GB"])
+def test_sizes_of_shards(size: str, model: Path, tmp_path: Path) -> None:
+    """No shard holds more than was asked for, but for one of a single tensor; the index names them all."""
+    export(model, tmp_path / "back", ExportOptions(max_shard_size=size, tokenizer=False))
+    files = sorted((tmp_path / "back").glob("*.safetensors"))
+    stored = read_checkpoint(tmp_path / "back")
+    most = size_of(size)
+    held = [[t.nbytes for t in tensors.values()] for tensors in stored]
+    assert all(sum(sizes) <= most or len(sizes) == 1 for sizes in held)
+    index = tmp_path / "back" / "model.safetensors.index.json"
+    assert index.exists() == (len(files) > 1)
+    if index.exists():
+        found = json.loads(index.read_text())
+        assert found["metadata"]["total_size"] == sum(map(sum, held))
+        assert set(found["weight_map"].values()) == {path.name for path in files}
+
+
 def test_a_failed_export_leaves_nothing(model: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     data = bytearray(model.read_bytes())
@@ -82,7 +140,7 @@ def test_a_failed_export_leaves_nothing(model: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_exported(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(TypeNotSupported, match="not exported as LlamaForCausalLM"):
+    with pytest.raises(TypeNotSupported, match="not exported as 'LlamaForCausalLM'"):
         plan_export(model, tmp_path / "back", ExportOptions(architecture="LlamaForCausalLM"))
     quantize(model, tmp_path / "key.gguf", "BF16", QuantizeOptions(override_kv=("qwen3moe.expert_odd=int:3",)))
     with pytest.raises(TypeNotSupported, match="expert_odd = 3 cannot be said"):
@@ -98,3 +156,12 @@ def test_the_configuration(model: Path, tmp_path: Path) -> None:
     assert config["num_experts"] == 4
     assert config["rms_norm_eps"] == 1e-6
     assert config["norm_topk_prob"] is True
+
+
+def test_values_of_i2_s_have_their_scale(tmp_path: Path) -> None:
+    data = i2_s.drawn()
+    with open_gguf(i2_s.model(tmp_path / "x.gguf", data)) as file:
+        x = encoded_tensors(file, {})["blk.0.ffn_up.weight"]
+        wanted = i2_s.values(data, size_of_tensor(x))
+        assert np.array_equal(read_f32(x, 0, wanted.size), wanted.reshape(-1))
+        assert np.array_equal(read_f32(x, 300, 1000), wanted.reshape(-1)[300:1300])

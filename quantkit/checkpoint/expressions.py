@@ -400,18 +400,6 @@ def head_restored(x: Expression, heads: int) -> Expression:
     return Gathered(x, 0, tuple(range(h * rows + j, (h + 1) * rows, 2) for h in range(heads) for j in (0, 1)))
 
 
-def joined_along(xs: Sequence[Expression], axis: int) -> Expression:
-    """Return tensors one behind the other along any dimension (negative from the innermost)."""
-    axis %= len(xs[0].shape)
-    if axis == 0:
-        return joined(xs)
-    outer = math.prod(xs[0].shape[:axis])
-    flat = [Shaped(x, (outer, size_of(x) // outer)) for x in xs]
-    slices = tuple(taken(x, 0, range(at, at + 1)) for at in range(outer) for x in flat)
-    shape = (*xs[0].shape[:axis], sum(x.shape[axis] for x in xs), *xs[0].shape[axis + 1 :])
-    return Joined(slices, shape)
-
-
 @dataclass(frozen=True)
 class Transposed:
     """The last two dimensions exchanged; of blocks, the floats that they stand for."""
@@ -465,6 +453,17 @@ def _negative_exp(x: F32) -> F32:
     return -np.exp(x.astype(np.float64)).astype(np.float32)
 
 
+def _log_of_negative(x: F32) -> F32:
+    """Return what ``_negative_exp`` made ``x`` of: of several values the one of the fewest bits, as it was stored."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = np.log(-x.astype(np.float64)).astype(np.float32)
+    made, bits = found, found.view(np.uint32)
+    for dropped in range(1, 23):
+        short = ((bits + (1 << dropped - 1)) >> dropped << dropped).view(np.float32)
+        made = np.where(_negative_exp(short) == x, short, made)
+    return made
+
+
 def _negative(x: F32) -> F32:
     return -x
 
@@ -474,6 +473,7 @@ FUNCTIONS: dict[str, Callable[[F32], F32]] = {
     "plus one": _plus_one,
     "minus one": _minus_one,
     "negative exp": _negative_exp,
+    "log of negative": _log_of_negative,
     "negative": _negative,
 }
 

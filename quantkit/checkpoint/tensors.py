@@ -64,11 +64,15 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class Renamed:
-    """Names in which the regular expression ``pattern`` is found get ``by`` in its place; with ``when``, only then."""
+    """Names in which the regular expression ``pattern`` is found get ``by`` in its place; with ``when``, only then.
+
+    ``foreign``: names that transformers does not use, so that nothing is called so on the way back.
+    """
 
     pattern: str
     by: str
     when: Callable[[Config], bool] = lambda config: True
+    foreign: bool = False
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         name = re.sub(self.pattern, self.by, tensor.name)
@@ -77,11 +81,15 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Named:
-    """Tensors whose names the regular expression finds are of a ``kind`` that the name map cannot tell."""
+    """Tensors whose names the regular expression finds are of a ``kind`` that the name map cannot tell.
+
+    ``name``: the whole of such a name, ``*`` for the layer.
+    """
 
     pattern: str
     kind: str
-    suffix: str = ".weight"
+    suffix: str
+    name: str
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if not re.search(self.pattern, tensor.name):

@@ -11,9 +11,21 @@ import click
 from quantkit.cli.complete import MODEL_FILE
 from quantkit.cli.options import SIZE, GroupedCommand, echo_notes, option, options, setting, threads_option
 from quantkit.cli.summary import DryRunReport, RunReport
+from quantkit.cli.table import table
 from quantkit.helpers import available_cpus, printable
 
 _WRITTEN, _RUN, _OUT = "The checkpoint", "The run", "Output"
+
+
+def _list_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    """Print what is exported, and end."""
+    from quantkit.export import exported_classes
+
+    if value:
+        rows = [(arch, ", ".join(classes)) for arch, classes in exported_classes().items()]
+        click.echo(table(["architecture", "classes of transformers"], rows, left=2))
+        ctx.exit()
+
 
 _export_options = options(
     option(
@@ -24,6 +36,15 @@ _export_options = options(
         help="Type of the values; auto: that of the matrices, bf16 if they are quantized.  [default: auto]",
     ),
     option("--class", "architecture", group=_WRITTEN, metavar="NAME", help="Class of transformers, if there are two."),
+    option(
+        "--list",
+        group=_WRITTEN,
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_list_all,
+        help="List the architectures that are exported.",
+    ),
     option("--no-tokenizer", group=_WRITTEN, is_flag=True, help="Leave out the files of the tokenizer."),
     setting("--max-shard-size", group=_WRITTEN, type=SIZE, default="5GB", help="Begin a new file beyond this size."),
     threads_option,

@@ -6,30 +6,31 @@ is read by the way here again (``check_keys``), so a key that it does not carry 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from quantkit.checkpoint.back.classes import Spelling
-from quantkit.checkpoint.class_defaults import DEFAULTS, with_defaults
+from quantkit.checkpoint.back.said import Said, plain
+from quantkit.checkpoint.class_defaults import DEFAULTS
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.families import llama
 from quantkit.checkpoint.keys import GATING, Keys
 from quantkit.checkpoint.row import Architecture, Copied
 from quantkit.errors import FormatError, TypeNotSupported
-from quantkit.formats.gguf import Field, GGUFFile, ValueType
+from quantkit.formats.gguf import Field, GGUFFile
 from quantkit.formats.gguf.rules import short
 from quantkit.version import __version__
 
 #: Key -> names in config.json, as in ``keys.set_base_keys``; of several the first that the class knows.
-_BASE = {
-    ".block_count": "num_hidden_layers",
-    ".context_length": "max_position_embeddings",
-    ".embedding_length": "hidden_size",
-    ".feed_forward_length": "intermediate_size",
-    ".attention.head_count": "num_attention_heads",
+_USUAL = {
+    ".block_count": "num_hidden_layers n_layer",
+    ".context_length": "max_position_embeddings n_positions",
+    ".embedding_length": "hidden_size n_embd",
+    ".feed_forward_length": "intermediate_size n_inner",
+    ".attention.head_count": "num_attention_heads n_head",
     ".attention.head_count_kv": "num_key_value_heads",
     ".rope.freq_base": "rope_theta",
     ".rope.freq_base_swa": "rope_local_base_freq",
@@ -40,55 +41,74 @@ _BASE = {
     ".expert_group_count": "n_group",
     ".expert_group_used_count": "topk_group",
     ".attention.key_length": "head_dim",
+    ".attention.sliding_window": "sliding_window",
+    ".attention.kv_lora_rank": "kv_lora_rank",
+    ".attention.q_lora_rank": "q_lora_rank",
+    ".attention.clamp_kqv": "clip_qkv",
+    ".attn_logit_softcapping": "attn_logit_softcapping",
+    ".final_logit_softcapping": "final_logit_softcapping",
+    ".expert_feed_forward_length": "moe_intermediate_size",
+    ".expert_shared_count": "n_shared_experts",
+    ".expert_weights_norm": "norm_topk_prob",
+    ".expert_weights_scale": "routed_scaling_factor",
+    ".leading_dense_block_count": "first_k_dense_replace",
+    ".nextn_predict_layers": "num_nextn_predict_layers",
+    ".embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    ".full_attention_interval": "full_attention_interval",
+    ".rope.scaling.original_context_length": "original_max_position_embeddings",
+    ".use_parallel_residual": "use_parallel_residual",
 }
 #: Keys that the class says by itself, or no runtime reads.
 _UNSAID = frozenset((".vocab_size", ".attention.causal"))
+#: Special tokens of config.json -> what their keys are called.
+_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown", "sep": "seperator"}
+_EVERY = ("bos", "eos", "pad")
 #: Rope of Llama 3: what released models have of low_freq_factor, high_freq_factor and the original context.
 _ROPE_FACTORS = [(low, high, length) for length in (8192, 4096, 32768) for low, high in ((1, 4), (1, 1), (1, 2))]
 
 
-def plain(value: Any, kind: ValueType | None = None) -> Any:
-    """Return a value as JSON has it; a float of a file by the shortest digits that mean it."""
-    if isinstance(value, np.ndarray):
-        return [plain(each, kind) for each in value.tolist()]
-    if isinstance(value, (list, tuple)):
-        return [plain(each, kind) for each in value]
-    if isinstance(value, (float, np.floating)):
-        return float(str(np.float32(value)))
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def make_config(model: GGUFFile, name: str, row: Architecture, spelling: Spelling, dtype: str) -> Json:
-    """Return config.json of a file as the class ``name``; values have the dtype ``dtype``."""
-    arch, known = row.arch, DEFAULTS.get(spelling.model_type, {})
-
-    def get(key: str) -> Any:
-        found = model.fields.get(f"{arch}{key}")
-        return None if found is None else plain(found.value)
-
+def make_config(said: Said, name: str, row: Architecture, spelling: Spelling, dtype: str) -> Json:
+    """Return the configuration of the text model of a file as the class ``name``; values have the dtype ``dtype``."""
+    known = DEFAULTS.get(spelling.model_type, {})
     config: Json = {"architectures": [name], "model_type": spelling.model_type}
     copied = {each.key: each.names for each in row.keys if isinstance(each, Copied)}
-    for key, names in {**_BASE, **copied}.items():
-        if (value := get(key)) is not None:
+    for key, names in {**_USUAL, **copied, **spelling.keys}.items():
+        if names and (value := said.get(key)) is not None:
             config[_known(names, known)] = value
-    if (width := get(".rope.dimension_count")) is not None and llama.set_rope_width in row.keys:
+    if (
+        (width := said.get(".rope.dimension_count")) is not None
+        and llama.set_rope_width in row.keys
+        and (width != said.head)
+    ):
         config.setdefault("head_dim", width)
-    if spelling.model_type in ("mistral", "mixtral"):
-        config.pop("head_dim", None)
-    _set_gating(config, get(".expert_gating_func"), known)
-    if (scaling := _rope_scaling(model, get, known)) is not None:
+    _set_gating(config, said.get(".expert_gating_func"), known)
+    if (scaling := _rope_scaling(said)) is not None:
         config["rope_scaling"] = scaling
-    config["vocab_size"] = _vocab_size(model)
-    config["tie_word_embeddings"] = "output.weight" not in model.tensors
+    config["vocab_size"] = _vocab_size(said.model)
+    config["tie_word_embeddings"] = not said.has("output.weight")
     for flag in spelling.biases:
         parts = ("attn_q", "attn_output") if flag == "attention_bias" else ("ffn_up",)
-        config[flag] = any(f"blk.0.{part}.bias" in model.tensors for part in parts)
-    _set_dense_layers(config, model, get, known)
-    config |= spelling.always
-    for kind, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        if isinstance(number := model.get(f"tokenizer.ggml.{key}_token_id"), int):
-            config[f"{kind}_token_id"] = number
-    return config | {"torch_dtype": dtype, "quantkit_version": __version__}
+        config[flag] = any(said.has(f"{part}.bias") for part in parts)
+    config = {**spelling.otherwise, **config}
+    for derive in spelling.derived:
+        derive(said, config)
+    return config | token_ids(said.model) | {"torch_dtype": dtype, "quantkit_version": __version__}
+
+
+def token_ids(model: GGUFFile) -> Json:
+    """Return the ids of special tokens that a configuration names; of those that every class has, null for none."""
+    found = {name: model.get(f"tokenizer.ggml.{key}_token_id") for name, key in _TOKENS.items()}
+    return {f"{name}_token_id": number for name, number in found.items() if number is not None or name in _EVERY}
+
+
+def nested(config: Json, spelling: Spelling) -> Json:
+    """Return config.json: the configuration of the text model, or that within one of a whole."""
+    if not spelling.inside:
+        return config
+    apart = ("architectures", "torch_dtype", "quantkit_version", "vision_config")
+    outer = {key: config.pop(key) for key in apart if key in config}
+    outer |= spelling.beside | {"tie_word_embeddings": config["tie_word_embeddings"], spelling.inside: config}
+    return outer
 
 
 def _known(names: str, known: Mapping[str, Any]) -> str:
@@ -109,15 +129,8 @@ def _set_gating(config: Json, number: Any, known: Mapping[str, Any]) -> None:
         config[_known("scoring_func score_function score_func", known)] = name
 
 
-def _set_dense_layers(config: Json, model: GGUFFile, get: Callable[[str], Any], known: Mapping[str, Any]) -> None:
-    """Name the layers without experts, where the class has a list of them."""
-    if "decoder_sparse_step" in known or config["model_type"] in ("qwen2_moe", "qwen3_moe"):
-        layers = range(int(get(".block_count") or 0))
-        config["mlp_only_layers"] = [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in model.tensors]
-        config["decoder_sparse_step"] = 1
-
-
-def _rope_scaling(model: GGUFFile, get: Callable[[str], Any], known: Mapping[str, Any]) -> Json | None:
+def _rope_scaling(said: Said) -> Json | None:
+    get = said.get
     kind, found = get(".rope.scaling.type"), None
     if kind in ("linear", "yarn"):
         given = {
@@ -130,18 +143,18 @@ def _rope_scaling(model: GGUFFile, get: Callable[[str], Any], known: Mapping[str
         }
         values = {name: get(key) for name, key in given.items()}
         found = {"rope_type": kind, **{name: value for name, value in values.items() if value is not None}}
-    elif kind not in (None, "none"):
-        raise TypeNotSupported(f"{model.paths[0]}: rope scaled by {short(kind)} is not exported by this version")
-    elif "rope_freqs.weight" in model.tensors:
-        found = _llama3_rope(model, get)
+    elif kind not in (None, "none", "longrope"):
+        raise TypeNotSupported(f"{said.where}: rope scaled by {short(kind)} is not exported by this version")
+    elif said.has("rope_freqs.weight") and get(".attention.key_length_swa") is None:
+        found = _llama3_rope(said)
     if (sections := get(".rope.dimension_sections")) is not None:
         found = {"rope_type": "default", **(found or {}), "mrope_section": sections[:3]}
     return found
 
 
-def _llama3_rope(model: GGUFFile, get: Callable[[str], Any]) -> Json:
+def _llama3_rope(said: Said) -> Json:
     """Return the parameters that make just these factors (``llama.rope_factors``)."""
-    values = model.data("rope_freqs.weight").view(np.float32)
+    values = said.model.data("rope_freqs.weight").view(np.float32)
     factor = float(values.max())
     for low, high, length in _ROPE_FACTORS:
         rope = {
@@ -152,25 +165,23 @@ def _llama3_rope(model: GGUFFile, get: Callable[[str], Any]) -> Json:
             "original_max_position_embeddings": length,
         }
         config = {"architectures": ["LlamaForCausalLM"], "rope_scaling": rope, "head_dim": 2 * values.size}
-        config["rope_theta"] = get(".rope.freq_base") or 10000.0
+        config["rope_theta"] = said.get(".rope.freq_base") or 10000.0
         made = next(iter(llama.rope_factors(Config(Path("config.json"), config)))).x
         same = np.empty(values.nbytes, np.uint8)
         made.read(0, same)
         if np.array_equal(same.view(np.float32), values):
             return rope
     raise TypeNotSupported(
-        f"{model.paths[0]}: tensor rope_freqs.weight: its factors are none that config.json of Llama 3 can say"
+        f"{said.where}: tensor rope_freqs.weight: its factors are none that config.json of Llama 3 can say"
     )
 
 
-def check_keys(model: GGUFFile, row: Architecture, values: Json, where: Path) -> list[str]:
+def check_keys(model: GGUFFile, row: Architecture, config: Config) -> list[str]:
     """Read a configuration as the way here does, and return what it says beyond the file, as notes.
 
     Raises TypeNotSupported for keys of the architecture that it does not say, or says otherwise.
     """
-    config = Config(where, with_defaults(values))
-    row.prepare(config)
-    keys = Keys(row.arch, where)
+    keys = Keys(row.arch, config.path)
     for write in row.early:
         write(keys, config)
     row.base(keys, config, row.layers(config), 0)
@@ -181,7 +192,7 @@ def check_keys(model: GGUFFile, row: Architecture, values: Json, where: Path) ->
     if lost:
         raise TypeNotSupported(
             f"{model.paths[0]}: key {lost[0]} = {short(plain(own[lost[0]].value))} cannot be said in config.json of "
-            f"{values['architectures'][0]}{_more(lost[1:])}; the checkpoint would compute something else"
+            f"{config.architecture}{_more(lost[1:])}; the checkpoint would compute something else"
         )
     added = [key for key in keys.fields if key.startswith(f"{row.arch}.") and key not in own]
     return [f"converted again, it also says {', '.join(sorted(added))}"] if added else []

@@ -11,11 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from quantkit.checkpoint.back import families  # noqa: F401  what undoes rules of single families
 from quantkit.checkpoint.back.classes import Spelling, find_class, spelled_kinds
-from quantkit.checkpoint.back.config import check_keys, make_config
-from quantkit.checkpoint.back.encoded import Encoded
+from quantkit.checkpoint.back.config import check_keys, make_config, nested, token_ids
+from quantkit.checkpoint.back.encoded import Encoded, encoded_tensors
 from quantkit.checkpoint.back.rules import Backward, all_undone
+from quantkit.checkpoint.back.said import Said
 from quantkit.checkpoint.back.tokenizer import tokenizer_files
+from quantkit.checkpoint.back.unfused import unfused
 from quantkit.checkpoint.class_defaults import with_defaults
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.expressions import (
@@ -121,21 +124,25 @@ def open_export(
     """
     if outtype not in (*DTYPES, "auto"):
         raise RecipeError(f"--outtype {outtype}: there are {', '.join(DTYPES)}, auto")
-    name, row, spelling = find_class(model, architecture)
+    said = Said(model, str(model.get("general.architecture")))
+    name, row, spelling = find_class(said, architecture)
     dtype, wanted = DTYPES[_found_type(model) if outtype == "auto" else outtype]
-    values = make_config(model, name, row, spelling, dtype)
-    where = model.paths[0].parent / "config.json"
-    notes = check_keys(model, row, values, where)
-    config = Config(where, with_defaults(values))
+    values = nested(make_config(said, name, row, spelling, dtype), spelling)
+    config = Config(model.paths[0].parent / "config.json", with_defaults(values))
     row.prepare(config)
+    notes = check_keys(model, row, config)
     names = TensorNames(row.arch, row.layers(config))
-    tensors = _tensors(model, row, spelling, Context(config, names))
-    _check_return(model, row, tensors, config, names)
+    kinds = spelled_kinds(row, spelling)
+    parts, options = unfused(encoded_tensors(model, kinds), kinds, spelling.names, config)
+    tensors = _tensors(parts, row, spelling, Context(config, names))
+    _check_return(parts, row, tensors, Context(config, names))
+    if options:
+        notes.append(f"the file's fused tensors are apart here; to have them again convert with {' '.join(options)}")
     made, origins = {}, {}
     for each, x in sorted(tensors.items()):
         origins[each] = "+".join(dict.fromkeys(part.dtype for part in x.parts()))
         made[each] = _typed(x, wanted, row, names)
-    files = {"config.json": _json(values), "generation_config.json": _json(_generation(model, values))}
+    files = {"config.json": _json(values), "generation_config.json": _json(_generation(model))}
     if tokenizer:
         made_files, more = tokenizer_files(model)
         files |= made_files
@@ -152,59 +159,59 @@ def _found_type(model: GGUFFile) -> str:
     return found.name.lower()
 
 
-def _tensors(model: GGUFFile, row: Architecture, spelling: Spelling, context: Context) -> dict[str, Expression]:
+def _tensors(
+    parts: dict[str, Expression], row: Architecture, spelling: Spelling, context: Context
+) -> dict[str, Expression]:
     """Return the tensors of a checkpoint by name."""
-    spelled, back = spelled_kinds(row.arch, spelling), Backward(context, spelling.fused)
+    spelled, back = spelled_kinds(row, spelling), Backward(context, spelling.fused)
     extra = {tensor.name_in_file or tensor.name for tensor in row.extra(context.config)}
     found: dict[str, Expression] = {}
-    for info in model.tensors.values():
-        if info.name in extra:
+    for name, x in parts.items():
+        if name in extra:
             continue
-        x = Encoded(model.paths[info.shard], info)
-        tensor = Tensor(_spelled(model, info.name, spelled), x, None)
-        match = re.match(r"blk\.(\d+)\.", info.name)
-        given = Tensor(tensor.name, x, int(match[1]) if match else None)
-        for made in all_undone(row.rules, given, back):
-            name = made.name
+        match = re.match(r"blk\.(\d+)\.", name)
+        given = Tensor(_spelled(context, name, spelled), x, int(match[1]) if match else None)
+        for made in all_undone((*row.stored, *row.rules), given, back):
+            last = made.name
             for pattern, by in (*_RENAMED, *spelling.renamed):
-                name = re.sub(pattern, by, name)
-            if name in found:
-                raise FormatError(f"{model.paths[info.shard]}: tensor {short(info.name)}: {name} would be there twice")
-            found[name] = made.x
+                last = re.sub(pattern, by, last)
+            if last in found:
+                raise context.fail(made, f"{last} would be there twice")
+            found[last] = made.x
     waiting = next((whole for _, whole in back.held), None)
     if waiting is not None:
-        raise FormatError(f"{model.paths[0]}: a part of {waiting} is missing")
+        raise FormatError(f"{context.config.path.parent}: a part of {waiting} is missing")
     return found
 
 
-def _spelled(model: GGUFFile, name: str, spelled: dict[str, str]) -> str:
+def _spelled(context: Context, name: str, spelled: dict[str, str]) -> str:
     """Return what a file's tensor is called in the checkpoint, before rules are undone."""
-    stem, _, suffix = name.rpartition(".")
-    match = re.fullmatch(r"blk\.(\d+)\.(.+)", stem)
-    found = spelled.get(stem if match is None else f"*{match[2]}")
-    if suffix not in ("weight", "bias") or found is None:
-        raise TypeNotSupported(
-            f"{model.paths[0]}: tensor {short(name)} has no place in a checkpoint of this architecture"
-        )
-    return f"{found if match is None else found.replace('*', match[1])}.{suffix}"
+    stem, layer = re.sub(r"^blk\.\d+\.", "*", name), re.match(r"blk\.(\d+)\.", name)
+    for suffix in ("", ".weight", ".bias"):
+        found = spelled.get(stem.removesuffix(suffix)) if stem.endswith(suffix) else None
+        if found is not None:
+            return (found.replace("*", layer[1]) if layer else found) + suffix
+    raise TypeNotSupported(
+        f"{context.config.path.parent}: tensor {short(name)} has no place in a checkpoint of "
+        f"{context.config.architecture}"
+    )
 
 
 def _check_return(
-    model: GGUFFile, row: Architecture, tensors: dict[str, Expression], config: Config, names: TensorNames
+    parts: dict[str, Expression], row: Architecture, tensors: dict[str, Expression], context: Context
 ) -> None:
     """Go the way here over what was made: the same tensors, with the same shapes, must come out."""
-    context = Context(config, names)
     stored: dict[str, Expression] = {}
     for name, x in sorted(tensors.items()):
         for item in applied(row.stored, Tensor(name, x, None), context):
             if (text := text_name(item.name)) is not None:
                 stored[text] = item.x
-    back = {name: t.x.shape for name, t in named_tensors(stored, row.rules, context, row.extra(config))}
-    have = {t.name: t.shape[::-1] for t in model.tensors.values()}
+    back = {name: t.x.shape for name, t in named_tensors(stored, row.rules, context, row.extra(context.config))}
+    have = {name: x.shape for name, x in parts.items()}
     for name in (*have, *back):
         if have.get(name) != back.get(name):
             raise TypeNotSupported(
-                f"{model.paths[0]}: tensor {short(name)}: {_shape(have.get(name))} in the file, "
+                f"{context.config.path.parent}: tensor {short(name)}: {_shape(have.get(name))} in the file, "
                 f"{_shape(back.get(name))} after converting the checkpoint: it would not be this model"
             )
 
@@ -234,9 +241,9 @@ def _fits(x: Expression, wanted: TensorType) -> bool:
     return True
 
 
-def _generation(model: GGUFFile, config: Json) -> Json:
+def _generation(model: GGUFFile) -> Json:
     """Return generation_config.json: special tokens, and how to sample."""
-    made = {key: value for key, value in config.items() if key.endswith("_token_id")}
+    made: Json = {name: number for name, number in token_ids(model).items() if number is not None}
     for key, name in (
         ("top_k", "top_k"),
         ("top_p", "top_p"),

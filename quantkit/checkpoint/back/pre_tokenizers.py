@@ -1,7 +1,9 @@
 r"""tokenizer.ggml.pre as the normalizer and the pre_tokenizer of a tokenizer.json.
 
 The patterns are those of the original tokenizers where llama.cpp's differ (``formats.tokenizer.pre`` says how), else
-those that llama.cpp runs. Facts of the tokenizer.json files that convert_hf_to_gguf_update.py (b11434) names.
+those that llama.cpp runs. Facts of llama.cpp b11434 (src/llama-vocab.cpp quotes tokenizer.json's patterns of Tekken
+and GPT-4o), of Moonshot's tokenization_kimi.py, and of the tokenizer.json files that
+convert_hf_to_gguf_update.py names.
 """
 
 from __future__ import annotations
@@ -28,21 +30,21 @@ _KIMI = (
 _GPT4O = _CASED.format(_SUFFIX, r"\p{N}{1,3}")
 
 #: Name -> patterns of the original, where those of ``PRE`` are no regular expressions of the original's kind.
-_ORIGINAL: dict[str, tuple[str, ...]] = {
+ORIGINAL: dict[str, tuple[str, ...]] = {
     "tekken": (_CASED.format("", r"\p{N}"),),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), (_GPT4O,)),
     "kimi-k2": (_KIMI,),
 }
 #: Vocabularies of tokenizers that bring text into normal form C first.
-_NFC = frozenset(("qwen2", "qwen35", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2", "command-r", "stablelm2"))
+NFC = frozenset(("qwen2", "qwen35", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2", "command-r", "stablelm2", "mpt"))
 
 
 def pre_tokenizer(name: str) -> tuple[Json | None, Json]:
     """Return normalizer and pre_tokenizer of a name. Raises TypeNotSupported for one that has none here."""
     row = PRE.get(name)
-    patterns = _ORIGINAL.get(name, row.patterns if row is not None else ())
+    patterns = ORIGINAL.get(name, row.patterns if row is not None else ())
     odd = row is None or row.raw or row.metaspace or row.escape_spaces
-    if odd or name not in _ORIGINAL and any(_is_odd(pattern) for pattern in patterns):
+    if odd or name not in ORIGINAL and any(_is_odd(pattern) for pattern in patterns):
         raise TypeNotSupported(
             f"the pre-tokenizer {name[:40]!r} has no counterpart in tokenizer.json here; --no-tokenizer leaves the "
             "tokenizer out: take that of the original model"
@@ -52,7 +54,7 @@ def pre_tokenizer(name: str) -> tuple[Json | None, Json]:
         for pattern in patterns
     ]
     splits.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})
-    return {"type": "NFC"} if name in _NFC else None, {"type": "Sequence", "pretokenizers": splits}
+    return {"type": "NFC"} if name in NFC else None, {"type": "Sequence", "pretokenizers": splits}
 
 
 def _is_odd(pattern: str) -> bool:

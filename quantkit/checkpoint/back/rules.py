@@ -1,7 +1,8 @@
 """What the rules of a row (``tensors``) did, undone: from a file's tensors to those of a checkpoint.
 
-``undone`` knows the inverse of each kind of rule, and ``CHANGES`` that of each change of values. Rules are undone from
-the last to the first; one without an inverse makes its architecture one that cannot be exported.
+``undone`` knows the inverse of each kind of rule, and ``CHANGES`` that of each change of values; those of single
+families are in ``families``. Rules are undone from the last to the first; one without an inverse makes its architecture
+one that cannot be exported.
 """
 
 from __future__ import annotations
@@ -10,29 +11,25 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import singledispatch
+from typing import Protocol, runtime_checkable
 
 from quantkit.checkpoint.config import Config
-from quantkit.checkpoint.expressions import (
-    Expression,
-    Mapped,
-    Shaped,
-    Transposed,
-    head_restored,
-    joined_along,
-    taken,
-)
+from quantkit.checkpoint.expressions import Expression, Mapped, Shaped, Transposed, head_restored, joined, taken
 from quantkit.checkpoint.tensors import (
     Changed,
     Context,
     Dropped,
     Experts,
+    Named,
     Renamed,
     Rule,
     Split,
     Tensor,
     key_heads,
+    negative_exp,
     plus_one,
     query_heads,
+    squeezed,
     transposed,
 )
 from quantkit.errors import TypeNotSupported
@@ -65,7 +62,24 @@ def undone(rule: Rule, tensor: Tensor, back: Backward) -> Iterable[Tensor] | Non
 
 @undone.register
 def _(rule: Renamed, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
-    """Leave the name as it is: it is one that the rule gives, or leaves alone."""
+    """Name it as before, unless only other tools' checkpoints are called so."""
+    if rule.foreign or not rule.by or not rule.when(back.config):
+        return None
+    pattern, by = _backward(rule)
+    name = re.sub(pattern, by, tensor.name)
+    return None if name == tensor.name else (replace(tensor, name=name),)
+
+
+def _backward(rule: Renamed) -> tuple[str, str]:
+    """Return what a renaming with at most one group looks for on the way back, and what it puts there."""
+    group = re.search(r"(?<!\\)\((.*)\)", rule.pattern)
+    ends = "$" if "$" in rule.pattern else ""
+    found = re.escape(rule.by).replace(r"\\1", f"({group[1].removesuffix('$')})" if group else "") + ends
+    return found, literal(rule.pattern if group is None else rule.pattern.replace(group[0], r"\1"))
+
+
+@undone.register
+def _(rule: Named, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
     return None
 
 
@@ -97,20 +111,38 @@ def _transposed(tensor: Tensor, context: Context) -> Expression:
     return Transposed(tensor.x)
 
 
+def _log(tensor: Tensor, context: Context) -> Expression:
+    return Mapped(tensor.x, "log of negative")
+
+
+def _unsqueezed(tensor: Tensor, context: Context) -> Expression:
+    """Give a convolution of single channels the dimension that says so; biases have none."""
+    return tensor.x if len(tensor.x.shape) != 2 else Shaped(tensor.x, (tensor.x.shape[0], 1, tensor.x.shape[1]))
+
+
 #: A change of values or shape (``Changed.by``) -> the one that undoes it.
 CHANGES: dict[Callable[[Tensor, Context], Expression], Callable[[Tensor, Context], Expression]] = {
     query_heads: _heads_back,
     key_heads: _key_heads_back,
     plus_one: _minus_one,
     transposed: _transposed,
+    negative_exp: _log,
+    squeezed: _unsqueezed,
 }
+
+
+@runtime_checkable
+class Undoable(Protocol):
+    """A change that knows what undoes it."""
+
+    def back(self) -> Callable[[Tensor, Context], Expression]: ...
 
 
 @undone.register
 def _(rule: Changed, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
     if not re.search(rule.pattern, tensor.name):
         return None
-    inverse = CHANGES.get(rule.by)
+    inverse = rule.by.back() if isinstance(rule.by, Undoable) else CHANGES.get(rule.by)
     if inverse is None:
         raise TypeNotSupported(
             f"{back.config.architecture} cannot be exported by this version: what "
@@ -155,22 +187,19 @@ def _(rule: Split, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
         return ()
     parts = [held.pop(each).x for each in rule.names]
     del back.held[id(rule), whole]
-    return (replace(tensor, name=whole, x=_woven(parts, rule.axis) if rule.interleaved else _joined(parts, rule.axis)),)
-
-
-def _joined(parts: Sequence[Expression], axis: int) -> Expression:
-    return joined_along(parts, axis)
+    axis = rule.axis % len(parts[0].shape)
+    return (replace(tensor, name=whole, x=_woven(parts, axis) if rule.interleaved else joined(parts, axis)),)
 
 
 def _woven(parts: Sequence[Expression], axis: int) -> Expression:
     """Return slices along ``axis`` of one part and another in turn."""
     n, size = len(parts), parts[0].shape[axis]
-    return taken(joined_along(parts, axis), axis, *(range(i, n * size, size) for i in range(size)))
+    return taken(joined(parts, axis), axis, *(range(i, n * size, size) for i in range(size)))
 
 
 def literal(pattern: str) -> str:
-    """Return the shortest text that a simple regular expression matches: optional groups are left out."""
-    return re.sub(r"\([^()]*\)\?|[$^]", "", pattern).replace("\\.", ".")
+    """Return the shortest text that a simple regular expression matches: optional groups and what is beside are not."""
+    return re.sub(r"\(\?<?[!=][^()]*\)|\([^()]*\)\?|[$^]", "", pattern).replace("\\.", ".")
 
 
 def all_undone(rules: Sequence[Rule], tensor: Tensor, back: Backward) -> list[Tensor]:

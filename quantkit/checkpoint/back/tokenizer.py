@@ -34,6 +34,7 @@ class _Tokens:
 
     def __init__(self, model: GGUFFile) -> None:
         self.model, self.where = model, model.paths[0]
+        self.notes: list[str] = []
         self.texts: list[str] = self._list("tokens", str)
         self.types: list[int] = self._list("token_type", int) or [NORMAL] * len(self.texts)
         if len(self.types) != len(self.texts):
@@ -60,11 +61,11 @@ class _Tokens:
         return found if isinstance(found, bool) else None
 
     def special(self) -> dict[str, str]:
-        """Return the texts of special tokens by kind."""
+        """Return the texts of special tokens by kind; an id of a plain token is in config.json only."""
         found = {}
         for kind in KINDS:
             number = self.model.get(f"tokenizer.ggml.{_ID_NAMES.get(kind, kind)}_token_id")
-            if isinstance(number, int) and number < len(self.texts):
+            if isinstance(number, int) and number < len(self.texts) and self.types[number] not in (NORMAL, UNUSED):
                 found[kind] = self.texts[number]
         return found
 
@@ -115,7 +116,7 @@ def tokenizer_files(model: GGUFFile) -> tuple[dict[str, bytes], list[str]]:
     if added:
         config = {"added_tokens_decoder": added, **config}
     files = {"tokenizer.json": _dumped(made), "tokenizer_config.json": _dumped(config), **more}
-    return files, []
+    return files, tokens.notes
 
 
 def _dumped(value: Json) -> bytes:
@@ -185,10 +186,13 @@ def _bpe(tokens: _Tokens) -> tuple[Json, dict[str, bytes]]:
     except TypeNotSupported as e:
         raise TypeNotSupported(f"{tokens.where}: {e.message}") from None
     vocab = tokens.vocab(without=(CONTROL, USER_DEFINED, UNKNOWN))
+    behind = range(len(vocab), len(vocab) + len(tokens.added()))
+    if [each["id"] for each in tokens.added()] != list(behind):  # others would get the ids of these
+        vocab = tokens.vocab()
     merges = tokens.merges()
     if not merges:
         raise FormatError(f"{tokens.where}: a BPE vocabulary without tokenizer.ggml.merges")
-    pairs = [_pair(tokens, merge) for merge in merges]
+    pairs = _usable(tokens, vocab, [_pair(tokens, merge) for merge in merges])
     row = PRE[name]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     made = _tokenizer(
@@ -200,6 +204,14 @@ def _bpe(tokens: _Tokens) -> tuple[Json, dict[str, bytes]]:
         model={"ignore_merges": row.ignore_merges, "vocab": vocab, "merges": pairs},
     )
     return made, {}
+
+
+def _usable(tokens: _Tokens, vocab: dict[str, int], pairs: list[list[str]]) -> list[list[str]]:
+    """Leave out merges of or to what is no token: with them the file would not load."""
+    found = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab and "".join(pair) in vocab]
+    if len(found) < len(pairs):
+        tokens.notes.append(f"{len(pairs) - len(found)} merges of what is no token are left out of tokenizer.json")
+    return found
 
 
 def _pair(tokens: _Tokens, merge: str) -> list[str]:
@@ -224,9 +236,6 @@ def _pieces(tokens: _Tokens) -> tuple[Json, dict[str, bytes]]:
     found.sort(key=lambda each: -each[0])
     has_bytes = BYTE in types
     prefix = tokens.flag("add_space_prefix") is not False
-    unknown = tokens.special().get("unk") or next(
-        (text for text, kind in zip(tokens.texts, types, strict=True) if kind == UNKNOWN), None
-    )
     escape = {"type": "Replace", "pattern": {"String": " "}, "content": _META}
     steps: list[Json] = [{"type": "Replace", "pattern": {"String": _META}, "content": " "}]
     steps += [{"type": "ByteFallback"}] * has_bytes + [{"type": "Fuse"}]
@@ -240,11 +249,37 @@ def _pieces(tokens: _Tokens) -> tuple[Json, dict[str, bytes]]:
         post_processor=_template(tokens, (True, False)),
         decoder={"type": "Sequence", "decoders": steps},
         model={
-            **{"unk_token": unknown, "fuse_unk": True, "byte_fallback": has_bytes, "vocab": vocab},
+            **{"unk_token": _unknown(tokens), "fuse_unk": True, "byte_fallback": has_bytes, "vocab": vocab},
             "merges": [list(pair) for _, pair in found],
         },
     )
     return made, {"tokenizer.model": _sentencepiece(tokens, scores, prefix)}
+
+
+def _merged_pieces(tokens: _Tokens) -> tuple[Json, dict[str, bytes]]:
+    """Gemma 4's: pieces of SentencePiece with merges of their own."""
+    pairs = [_pair(tokens, merge) for merge in tokens.merges()]
+    if not pairs:
+        raise FormatError(f"{tokens.where}: a BPE vocabulary without tokenizer.ggml.merges")
+    escape = {"type": "Replace", "pattern": {"String": " "}, "content": _META}
+    steps = [{"type": "Replace", "pattern": {"String": _META}, "content": " "}, {"type": "ByteFallback"}]
+    made = _tokenizer(
+        tokens,
+        normalizer=escape,
+        pre_tokenizer=None,
+        post_processor=_template(tokens, (True, False)),
+        decoder={"type": "Sequence", "decoders": [*steps, {"type": "Fuse"}]},
+        model={
+            **{"unk_token": _unknown(tokens), "fuse_unk": True, "byte_fallback": True, "vocab": tokens.vocab()},
+            "merges": [[part.replace("\u0120", " ") for part in pair] for pair in pairs],
+        },
+    )
+    return made, {}
+
+
+def _unknown(tokens: _Tokens) -> str | None:
+    found = (text for text, kind in zip(tokens.texts, tokens.types, strict=True) if kind == UNKNOWN)
+    return tokens.special().get("unk") or next(found, None)
 
 
 def _sentencepiece(tokens: _Tokens, scores: list[float], prefix: bool) -> bytes:
@@ -289,4 +324,8 @@ def _septets(value: int) -> Iterator[int]:
     yield value
 
 
-_WRITERS: dict[str, Callable[[_Tokens], tuple[Json, dict[str, bytes]]]] = {"gpt2": _bpe, "llama": _pieces}
+_WRITERS: dict[str, Callable[[_Tokens], tuple[Json, dict[str, bytes]]]] = {
+    "gpt2": _bpe,
+    "llama": _pieces,
+    "gemma4": _merged_pieces,
+}

@@ -14,7 +14,7 @@ def _heads(config: Config) -> tuple[int, ...]:
     return (config.number("num_attention_heads") * width, shared * width, shared * width)
 
 
-RENAMED = Renamed(r"ernie\.", "model.")
+RENAMED = Renamed(r"ernie\.", "model.", foreign=True)
 FUSED = (
     Split(r"qkv_proj\.weight$", ("q_proj.weight", "k_proj.weight", "v_proj.weight"), sizes=_heads),
     Split(r"up_gate_proj\.weight$", ("gate_proj.weight", "up_proj.weight")),

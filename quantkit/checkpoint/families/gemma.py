@@ -60,7 +60,7 @@ def set_gemma3_keys(keys: Keys, config: Config) -> None:
     keys.count(".attention.head_count_kv", config.get("num_key_value_heads", 4))
 
 
-def _known_tokens(tensor: Tensor, context: Context) -> Expression:
+def known_tokens(tensor: Tensor, context: Context) -> Expression:
     """Leave out the rows of embeddings that no token has (Gemma3Model.modify_tensors)."""
     config = context.config
     folder = config.path.parent
@@ -73,7 +73,7 @@ def _known_tokens(tensor: Tensor, context: Context) -> Expression:
     return taken(tensor.x, 0, range(n)) if isinstance(n, int) and 0 < n < tensor.x.shape[0] else tensor.x
 
 
-TOKENS = Changed(r"embed_tokens\.weight", _known_tokens)
+TOKENS = Changed(r"embed_tokens\.weight", known_tokens)
 
 # --- Gemma 4 ---------------------------------------------------------------------------------------------------------
 
@@ -90,8 +90,8 @@ _GEMMA4_EXPERTS = Experts(
 GEMMA4_RULES = (
     TOKENS,
     _GEMMA4_EXPERTS,
-    Named(r"router\.scale$", "*ffn_gate_inp", ".scale"),
-    Named(r"\.per_expert_scale", "*ffn_down_exps", ".scale"),
+    Named(r"router\.scale$", "*ffn_gate_inp", ".scale", "model.layers.*.router.scale"),
+    Named(r"\.per_expert_scale", "*ffn_down_exps", ".scale", "model.layers.*.router.per_expert_scale"),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quantkit.checkpoint.config import Config
@@ -25,8 +26,18 @@ class PartialRope:
         keys.u32(".rope.dimension_count", int(width * config.rotary_part(self.default)))
 
 
-def _halves(tensor: Tensor, context: Context) -> Expression:
+def halves(tensor: Tensor, context: Context) -> Expression:
     """Put the pairs of rope apart, where positions have several dimensions (Glm4Model.normal_to_neox)."""
+    return _reordered(tensor, context, lambda h, n: (range(h, h + n, 2), range(h + 1, h + n, 2)))
+
+
+def pairs(tensor: Tensor, context: Context) -> Expression:
+    """Put them together again: undoes ``halves``."""
+    return _reordered(tensor, context, lambda h, n: [range(h + i, h + n, n // 2) for i in range(n // 2)])
+
+
+def _reordered(tensor: Tensor, context: Context, order: Callable[[int, int], Sequence[range]]) -> Expression:
+    """Return rows of which ``order`` chooses those that rope turns, by the first of a head and their number."""
     config, x = context.config, tensor.x
     if "mrope_section" not in config.rope:
         return x
@@ -35,11 +46,11 @@ def _halves(tensor: Tensor, context: Context) -> Expression:
     if x.shape[0] % width or turned % 2:
         raise ValueError(f"it has no heads of {width} rows, {turned} of them turned by rope")
     heads = range(0, x.shape[0], width)
-    parts = ((range(h, h + turned, 2), range(h + 1, h + turned, 2), range(h + turned, h + width)) for h in heads)
+    parts = ((*order(h, turned), range(h + turned, h + width)) for h in heads)
     return Gathered(x, 0, tuple(part for head in parts for part in head))
 
 
-ROPE_HALVES = (Changed(r"[qk]_proj\.(weight|bias)$", _halves),)
+ROPE_HALVES = (Changed(r"[qk]_proj\.(weight|bias)$", halves),)
 
 
 def _set_sigmoid(keys: Keys, config: Config) -> None:

@@ -97,19 +97,19 @@ def _groups(config: Config) -> int:
     return config.number("n_groups", "num_groups", "mamba_n_groups", "mamba_num_groups")
 
 
-def _grouped(tensor: Tensor, context: Context) -> Expression:
+def grouped(tensor: Tensor, context: Context) -> Expression:
     n = _groups(context.config)
     return Shaped(tensor.x, (n, _inner_size(context.config) // n))
 
 
-def _column(tensor: Tensor, context: Context) -> Expression:
+def column(tensor: Tensor, context: Context) -> Expression:
     return Shaped(tensor.x, (*tensor.x.shape, 1))
 
 
 MAMBA_RULES = (
     Changed(r"\.mamba\.conv1d\.weight$", squeezed),
-    Changed(r"\.mamba\.(A_log|D)$", _column),
-    Changed(r"\.mamba\.norm\.weight$", _grouped),
+    Changed(r"\.mamba\.(A_log|D)$", column),
+    Changed(r"\.mamba\.norm\.weight$", grouped),
     Changed(r"\.A_log$", negative_exp),
 )
 DT_BIAS = Renamed(r"\.dt_bias$", ".dt_proj.bias")

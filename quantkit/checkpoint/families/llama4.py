@@ -8,9 +8,9 @@ from quantkit.checkpoint.row import Copied, SetKeys
 from quantkit.checkpoint.tensors import Changed, Renamed, Split, transposed
 
 EXPERTS = (
-    Changed(r"(gate_up|down)_proj$", transposed),
-    Split(r"gate_up_proj$", ("gate_proj.weight", "up_proj.weight"), -2),
-    Renamed(r"down_proj$", "down_proj.weight"),
+    Changed(r"experts\.(gate_up|down)_proj$", transposed),
+    Split(r"experts\.gate_up_proj$", ("experts.gate_proj.weight", "experts.up_proj.weight"), -2),
+    Renamed(r"experts\.down_proj$", "experts.down_proj.weight"),
 )
 
 

@@ -22,7 +22,7 @@ from quantkit.formats.gguf.rules import short
 
 _AHEAD = re.compile(r"^(?:model\.)?(?:language_model\.)?mtp\.(?:layers\.(\d{1,4})\.)?(.+)$")
 #: What is beside those layers, as the name map knows it in one of them.
-_BESIDE = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
+BESIDE = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
 #: How many there are; in the configuration of Qwen 3.5, in none of Qwen3-Next.
 _COUNT = "mtp_num_hidden_layers"
 
@@ -54,7 +54,7 @@ class LayersAhead:
         layer, rest = context.config.layers + int(match[1] or 0), match[2]
         if match[1] is None:
             stem, dot, suffix = rest.partition(".")
-            rest = _BESIDE.get(stem, stem) + dot + suffix
+            rest = BESIDE.get(stem, stem) + dot + suffix
         return (replace(tensor, name=f"model.layers.{layer}.{rest}"),)
 
 
@@ -82,31 +82,45 @@ class _Heads:
         """Rows of queries, and of keys."""
         return self.keys * self.key_width
 
-    def tiled(self, x: Expression, axis: int, width: int, start: int = 0) -> Expression:
+    def tiled(self, x: Expression, axis: int, width: int, start: int = 0, back: bool = False) -> Expression:
         """Order heads of values, from ``start`` on along ``axis``, so that one of each key follow one another.
 
-        They are stored by key, as transformers repeats keys; ggml repeats them all at once.
+        They are stored by key, as transformers repeats keys; ggml repeats them all at once. ``back``: the other way.
         """
         if x.shape[axis] != start + self.keys * self.each * width:
             raise ValueError(f"{x.shape[axis]}, not {start} and {self.keys * self.each} heads of {width}")
-        heads = [key * self.each + i for i in range(self.each) for key in range(self.keys)]
+        outer, inner = (self.keys, self.each) if back else (self.each, self.keys)
+        heads = [j * outer + i for i in range(outer) for j in range(inner)]
         moved = [range(start + head * width, start + (head + 1) * width) for head in heads]
         return taken(x, axis, range(start), *moved)
 
 
 @dataclass(frozen=True)
-class _Tiled:
-    """Orders heads of values along ``axis``: single rows, heads, or heads behind queries and keys."""
+class Tiled:
+    """Orders heads of values along ``axis``: single rows, heads, or heads behind queries and keys; or undoes that."""
 
     what: str
     axis: int = 0
+    undoing: bool = False
 
     def __call__(self, tensor: Tensor, context: Context) -> Expression:
         heads, x = _Heads.of(context.config), tensor.x
         if heads.each == 1:
             return x
         width = 1 if self.what == "rows" else heads.value_width
-        return heads.tiled(x, self.axis, width, 2 * heads.query_rows if self.what == "behind queries" else 0)
+        start = 2 * heads.query_rows if self.what == "behind queries" else 0
+        return heads.tiled(x, self.axis, width, start, self.undoing)
+
+    def back(self) -> Tiled:
+        """Return what undoes it."""
+        return replace(self, undoing=not self.undoing)
+
+
+def woven_widths(config: Config) -> tuple[int, int, int, int]:
+    """Return the rows of query, key, values and gates of one head in in_proj_qkvz of Qwen3-Next."""
+    heads = _Heads.of(config)
+    values = heads.each * heads.value_width
+    return (heads.key_width, heads.key_width, values, values)
 
 
 @dataclass(frozen=True)
@@ -120,7 +134,7 @@ class QueriesByHead:
         if "in_proj_qkvz.weight" not in tensor.name:
             return None
         heads = _Heads.of(context.config)
-        widths = (heads.key_width, heads.key_width, heads.each * heads.value_width, heads.each * heads.value_width)
+        widths = woven_widths(context.config)
         size = sum(widths)
         if tensor.x.shape[:1] != (heads.keys * size,):
             raise context.fail(tensor, f"its shape {list(tensor.x.shape)} is not that of {heads.keys} heads of {size}")
@@ -136,23 +150,23 @@ class QueriesByHead:
         )
 
 
-#: Rules of Qwen3-Next.
-NEXT_RULES = (
+_RULES = (
     Changed(r"\.A_log$", negative_exp),
     Renamed(r"\.dt_bias$", ".dt_proj.bias"),
     Changed(r"conv1d", squeezed),
     Changed(r"(?<!linear_attn\.)norm\.weight$", plus_one),
-    QueriesByHead(),
     *QWEN_EXPERTS,
 )
+#: Rules of Qwen3-Next.
+NEXT_RULES = (QueriesByHead(), *_RULES)
 #: Rules of Qwen 3.5, where there are more heads of values than of keys.
 TILED_RULES = (
-    Changed(r"linear_attn\.in_proj_qkv\.", _Tiled("behind queries")),
-    Changed(r"linear_attn\.in_proj_z\.", _Tiled("heads")),
-    Changed(r"linear_attn\.(in_proj_[ab]\.|A_log|dt_bias)", _Tiled("rows")),
-    Changed(r"linear_attn\.conv1d", _Tiled("behind queries")),
-    Changed(r"linear_attn\.out_proj\.", _Tiled("heads", 1)),
-    *NEXT_RULES,
+    Changed(r"linear_attn\.in_proj_qkv\.", Tiled("behind queries")),
+    Changed(r"linear_attn\.in_proj_z\.", Tiled("heads")),
+    Changed(r"linear_attn\.(in_proj_[ab]\.|A_log|dt_bias)", Tiled("rows")),
+    Changed(r"linear_attn\.conv1d", Tiled("behind queries")),
+    Changed(r"linear_attn\.out_proj\.", Tiled("heads", 1)),
+    *_RULES,
 )
 
 

@@ -78,7 +78,10 @@ def write_deepseek_32(v: Vocabulary) -> None:
 
 
 def write_hunyuan_moe(v: Vocabulary) -> None:
-    """Hunyuan's ranks; its config.json names a wrong BOS (HunYuanMoEModel)."""
+    """Hunyuan's ranks, without them tokenizer.json; its config.json names a wrong BOS (HunYuanMoEModel)."""
+    if not v.has(HUNYUAN.file):
+        write_bpe(v)
+        return
     write_ranks(v, HUNYUAN)
     v.keys.u32("tokenizer.ggml.bos_token_id", 127959)
 

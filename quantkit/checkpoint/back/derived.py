@@ -1,0 +1,298 @@
+"""Values of config.json that are more than copies of keys: what rows compute from them (``families``), backwards.
+
+Each is a function that changes config.json by what a file says; a class names those it needs (``classes``). Some values
+are in no file, for llama.cpp (b11434, src/models/*.cpp) has them in its code: they come from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quantkit.checkpoint.back.said import Said
+
+Json = dict[str, Any]
+Derive = Callable[[Said, Json], None]
+
+
+def _as_stored(value: float, function: Callable[[float], float]) -> float:
+    """Return the argument of the fewest digits for which ``function`` gives float32 ``value``."""
+    inverse = value
+    for digits in range(17):
+        inverse = float(f"{value:.{digits}e}")
+        if np.float32(function(inverse)) == np.float32(function(value)):
+            return inverse
+    return inverse
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def kinds_of_layers(said: Said, config: Json) -> None:
+    """Name the layers with a window, where the file lists them."""
+    slides = said.flags(".attention.sliding_window_pattern")
+    if slides is not None:
+        config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in slides]
+
+
+def no_layer_slides(said: Said, config: Json) -> None:
+    """Say of every layer that it has no window, where the file knows of none (EXAONE 4)."""
+    if config["sliding_window"] is None:
+        config["layer_types"] = ["full_attention"] * said.number(".block_count")
+
+
+def window_or_none(said: Said, config: Json) -> None:
+    """A window of 0 is none."""
+    config["sliding_window"] = config.get("sliding_window") or None
+
+
+def only_full_attention(said: Said, config: Json) -> None:
+    """Say that no layer has a window if the file says that it is 0 (Llama 4)."""
+    if config.pop("sliding_window", None) == 0:
+        config["layer_types"] = ["full_attention"] * said.number(".block_count")
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """Queries are divided by the square root of this: the width of a head, of models with ``wide`` layers another."""
+
+    wide: int
+
+    def __call__(self, said: Said, config: Json) -> None:
+        width = said.head
+        if said.number(".block_count") == self.wide:
+            width = said.number(".embedding_length") // said.number(".attention.head_count")
+        config["query_pre_attn_scalar"] = width
+
+
+def rotary_part(said: Said, config: Json) -> None:
+    """Say which part of a head rope turns."""
+    turned, width = said.number(".rope.dimension_count"), said.head
+    config["partial_rotary_factor"] = turned / width if width else 1.0
+
+
+def latent(said: Said, config: Json) -> None:
+    """Say how wide the parts of heads are that a latent makes (DeepSeek)."""
+    rope = said.number(".rope.dimension_count")
+    config |= {
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": said.number(".attention.key_length_mla") - rope,
+        "v_head_dim": said.number(".attention.value_length_mla"),
+        "num_key_value_heads": said.number(".attention.head_count"),
+    }
+    config.pop("head_dim", None)
+    config.setdefault("q_lora_rank", None)
+    log = said.get(".rope.scaling.yarn_log_multiplier")
+    if log is not None and "rope_scaling" in config:
+        # llama.cpp knows one of the two; released models have the same for both.
+        scale = _as_stored(log * 10, lambda x: 0.1 * x)
+        config["rope_scaling"] |= {"mscale": scale, "mscale_all_dim": scale}
+
+
+def temperature(said: Said, config: Json) -> None:
+    """Say how YaRN and the temperature of attention are scaled (Ministral 3)."""
+    if "rope_scaling" in config:
+        scale, beta = said.get(".rope.scaling.yarn_log_multiplier"), said.get(".attention.temperature_scale")
+        config["rope_scaling"] |= {"mscale": scale, "mscale_all_dim": scale, "llama_4_scaling_beta": beta}
+
+
+def indexer(said: Said, config: Json) -> None:
+    """Name the layers that choose tokens for themselves, where the file lists them (GLM 5)."""
+    types = said.flags(".attention.indexer.types")
+    if types is not None:
+        config["indexer_types"] = ["full" if each else "shared" for each in types]
+
+
+def has_head_norms(said: Said, config: Json) -> None:
+    config["use_qk_norm"] = said.has("attn_q_norm.weight")
+
+
+def kq_norm(said: Said, config: Json) -> None:
+    """Heads are normalized, but in the model of 128 experts (Llama 4)."""
+    config["use_qk_norm"] = said.get(".expert_count") != 128
+
+
+# --- rope ------------------------------------------------------------------------------------------------------------
+
+
+def untruncated(said: Said, config: Json) -> None:
+    """YaRN's bounds are not rounded to whole dimensions (gpt-oss)."""
+    if "rope_scaling" in config:
+        config["rope_scaling"]["truncate"] = False
+
+
+def long_rope(said: Said, config: Json) -> None:
+    """Take the factors of rope for long and short texts from the tensors that hold them."""
+    if not said.has("rope_factors_long.weight"):
+        config["rope_scaling"] = None
+        return
+    rope: Json = {"type": "longrope"}
+    for name in ("long", "short"):
+        rope[f"{name}_factor"] = said.values(f"rope_factors_{name}.weight")
+    config["rope_scaling"] = rope
+
+
+def long_rope_scale(said: Said, config: Json) -> None:
+    """What Phi's mixture of experts multiplies attention by, for both kinds of text."""
+    if rope := config["rope_scaling"]:
+        scale = said.get(".rope.scaling.attn_factor")
+        rope |= {"rope_type": "longrope", "long_mscale": scale, "short_mscale": scale}
+        rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+
+
+def scaled_base(said: Said, config: Json) -> None:
+    """A base that was scaled by alpha stands for a scale (Hunyuan)."""
+    base = said.get(".rope.freq_base")
+    if said.get(".rope.scaling.type") != "none" or base is None:
+        return
+    width, theta = said.head, 10000.0
+    power = width / (width - 2) if width > 2 else 1.0
+    alpha = _as_stored((base / theta) ** (1 / power), lambda x: theta * x**power)
+    config |= {"rope_theta": theta, "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": alpha}}
+    config["rope_scaling"]["rope_type"] = "dynamic"
+
+
+def as_parameters(said: Said, config: Json) -> None:
+    """Say what rope does as transformers 5 does: in one object."""
+    rope: Json = {"rope_type": "default", **(config.pop("rope_scaling", None) or {})}
+    rope["rope_theta"] = config.pop("rope_theta", 10000.0)
+    if (part := config.pop("partial_rotary_factor", None)) is not None:
+        rope["partial_rotary_factor"] = part
+    config["rope_parameters"] = rope
+
+
+def interleaved_sections(said: Said, config: Json) -> None:
+    """Positions of several dimensions are interleaved (Qwen3-VL and later)."""
+    if "mrope_section" in (config.get("rope_scaling") or {}):
+        config["rope_scaling"]["mrope_interleaved"] = True
+
+
+def small_tower(said: Said, config: Json) -> None:
+    """Describe a vision tower, which is in no file of a text model, as small as can be (Qwen3-VL)."""
+    n = said.get(".n_deepstack_layers") or 0
+    config["vision_config"] = {
+        **{"depth": max(1, n), "hidden_size": 64, "intermediate_size": 64, "num_heads": 2},
+        **{"out_hidden_size": said.number(".embedding_length"), "deepstack_visual_indexes": list(range(n))},
+    }
+
+
+# --- layers ----------------------------------------------------------------------------------------------------------
+
+
+def layers_ahead(said: Said, config: Json) -> None:
+    """Layers that predict more tokens are not counted among the others."""
+    config["num_hidden_layers"] -= said.get(".nextn_predict_layers") or 0
+
+
+def linear_attention(said: Said, config: Json) -> None:
+    """Say what layers of linear attention have, and which they are (Qwen3-Next)."""
+    heads = said.number(".ssm.time_step_rank")
+    config["linear_value_head_dim"] = said.number(".ssm.inner_size") // max(1, heads)
+    recurrent = said.flags(".attention.recurrent_layers")
+    if recurrent is not None:
+        kinds = ("full_attention", "linear_attention")
+        config["layer_types"] = [kinds[each] for each in recurrent[: config["num_hidden_layers"]]]
+
+
+def mamba(said: Said, config: Json) -> None:
+    """Say what layers of Mamba have, and which they are."""
+    heads, inner = said.number(".ssm.time_step_rank"), said.number(".ssm.inner_size")
+    attends = said.get(".attention.head_count_kv")
+    listed = attends if isinstance(attends, list) else [attends] * said.number(".block_count")
+    config |= {
+        "num_key_value_heads": max(listed),
+        "layer_types": ["attention" if each else "mamba" for each in listed],
+        "mamba_d_head": inner // max(1, heads),
+        "mamba_expand": inner // max(1, said.number(".embedding_length")),
+        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in said.model.tensors),
+        "mamba_proj_bias": any(name.endswith("ssm_in.bias") for name in said.model.tensors),
+    }
+
+
+def positions(said: Said, config: Json) -> None:
+    """Say whether there is rope (Granite's hybrids)."""
+    config["position_embedding_type"] = "rope" if said.get(".rope.scaling.finetuned") else "nope"
+
+
+def attention_indices(said: Said, config: Json) -> None:
+    """Name the layers of attention by their numbers (Bamba)."""
+    kinds = config.pop("layer_types")
+    if said.get(".attention.key_length") is None:
+        config.pop("head_dim", None)
+    config["attn_layer_indices"] = [i for i, kind in enumerate(kinds) if kind == "attention"]
+
+
+# --- feed forward ----------------------------------------------------------------------------------------------------
+
+
+def sparse_layers(said: Said, config: Json) -> None:
+    """Name the layers without experts (Qwen)."""
+    layers = range(config["num_hidden_layers"])
+    config["mlp_only_layers"] = [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in said.model.tensors]
+    config["decoder_sparse_step"] = 1
+
+
+def greedy_groups(said: Said, config: Json) -> None:
+    """How experts are chosen (DeepSeek V2)."""
+    config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
+
+
+def shared_experts(said: Said, config: Json) -> None:
+    """Say how wide shared experts are, if not as wide as others (Bailing)."""
+    width = said.get(".expert_shared_feed_forward_length")
+    if width is not None and width != config["moe_intermediate_size"] * config["num_shared_experts"]:
+        config["moe_shared_expert_intermediate_size"] = width
+
+
+def expert_lists(said: Said, config: Json) -> None:
+    """Say the same of every layer (Hunyuan)."""
+    for name in ("moe_topk", "moe_intermediate_size", "num_shared_expert"):
+        config[name] = [config[name]] * config["num_hidden_layers"]
+
+
+# --- flags -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Flag:
+    """``name`` of config.json is true if there is such a tensor: of the whole model, or of its first layer."""
+
+    name: str
+    tensor: str
+
+    def __call__(self, said: Said, config: Json) -> None:
+        config[self.name] = said.has(self.tensor)
+
+
+def two_kinds(said: Said, config: Json) -> None:
+    """What layers of the two kinds of attention have (Gemma 4)."""
+    kinds_of_layers(said, config)
+    kinds, shared = config["layer_types"], said.number(".attention.shared_kv_layers")
+    config["head_dim"] = said.number(".attention.key_length_swa")
+    config["global_head_dim"] = said.number(".attention.key_length")
+    heads, width = said.get(".attention.head_count_kv"), said.get(".feed_forward_length")
+    if isinstance(heads, list):
+        of_kind = dict(zip(kinds, heads, strict=True))
+        config["num_key_value_heads"] = of_kind.get("sliding_attention", heads[0])
+        config["num_global_key_value_heads"] = of_kind.get("full_attention", heads[0])
+    if isinstance(width, list):
+        config |= {"intermediate_size": width[0], "use_double_wide_mlp": len(set(width)) > 1}
+    own = range(said.number(".block_count") - shared)
+    config["attention_k_eq_v"] = any(f"blk.{i}.attn_v.weight" not in said.model.tensors for i in own)
+    config["enable_moe_block"] = said.get(".expert_count") is not None
+    if (table := said.model.tensors.get("per_layer_token_embd.weight")) is not None:
+        config["vocab_size_per_layer_input"] = table.shape[1]
+
+
+def proportional_rope(said: Said, config: Json) -> None:
+    """Say what rope does in layers of the two kinds of attention (Gemma 4)."""
+    factors = said.values("rope_freqs.weight")
+    full = {"rope_type": "proportional", "partial_rotary_factor": factors.count(1.0) / len(factors)}
+    config["rope_parameters"] = {
+        "full_attention": {**full, "rope_theta": config.pop("rope_theta")},
+        "sliding_attention": {"rope_type": "default", "rope_theta": config.pop("rope_local_base_freq", 10000.0)},
+    }
+    config.pop("rope_scaling", None)

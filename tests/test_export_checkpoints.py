@@ -1,0 +1,179 @@
+"""Every checkpoint that can be exported: converted, exported and converted again, it is the same file.
+
+What is exported of a plain checkpoint is that checkpoint, tensor for tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from test_convert_goldens import options_of
+
+import checkpoints
+from quantkit.checkpoint.architectures import ROWS
+from quantkit.checkpoint.back.classes import SPELLINGS, of_architecture
+from quantkit.checkpoint.expressions import Stored, read_f32, size_of
+from quantkit.convert import convert
+from quantkit.errors import TypeNotSupported
+from quantkit.export import ExportOptions, export, plan_export
+from quantkit.formats.gguf import GGUFFile, TensorInfo, open_gguf
+from quantkit.formats.safetensors import StoredTensor, read_checkpoint
+from quantkit.kernels import dequantize
+
+#: Architectures that are not exported: what their rules do to weights loses values.
+NOT_EXPORTED = {"bitnet"}
+NAMES = [name for name in checkpoints.NAMES if checkpoints.describe(name).config["model_type"] != "bitnet"]
+ADD_BOS, ADD_EOS = "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token"
+#: Files of ranks and tokenizer.model do not say what is put around texts, tokenizer.json does: what runtimes do anyway.
+SAID = {ADD_BOS: (None, True)}
+UNSAID = {ADD_BOS: (None, False), ADD_EOS: (None, False)}
+#: Checkpoint -> keys that are different after all, with both values.
+KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
+    **dict.fromkeys(
+        (
+            *("byte-fallback", "ernie4.5", "ernie4.5-fused", "ernie4.5-moe", "gemma", "gemma2", "gemma3", "llama-tied"),
+            *("mistral", "phi3", "phi3-long", "phimoe", "user-pieces"),
+        ),
+        SAID,
+    ),
+    **dict.fromkeys(("hunyuan-moe", "kimi-k2", "kimi-k2-ct-int4", "kimi-k2-ct-mxfp4"), UNSAID),
+    # Its template for pairs has nothing between them; ours does not either, and says so.
+    "llama-class-drops-bos": {"tokenizer.ggml.add_sep_token": (None, False)},
+}
+#: Tensors of checkpoints that no file of the text model has, and layers that some converters leave out.
+APART = ("visual.", "vision", "multi_modal_projector.", "mtp.")
+#: Checkpoints whose names are not those that transformers gives them, and some without their last layers.
+OTHER_NAMES = {"ernie4.5-fused", "gemma3-vl", "mistral3"}
+LAST_LEFT_OUT = {"deepseek-v3", "deepseek-v3-sparse", "glm4-moe-no-nextn", "qwen3.5-moe-no-nextn"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    shutil.rmtree(tmp_path)  # pytest would keep gigabytes of them
+
+
+@pytest.mark.parametrize("outtype", ["f32", "bf16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_there_and_back(name: str, outtype: str, folder: Path) -> None:
+    what = checkpoints.describe(name)
+    drawn = checkpoints.write_checkpoint(name, folder / "drawn")
+    options = replace(options_of(what), outtype=outtype)
+    convert(drawn, folder / "a.gguf", None, options)
+    export(folder / "a.gguf", folder / "back", ExportOptions(outtype=outtype))
+    with open_gguf(folder / "a.gguf") as a:
+        if a.get("tokenizer.ggml.model") != "gpt2":
+            options = replace(options, pre=None)
+        else:
+            options = replace(options, pre=a.get("tokenizer.ggml.pre"))
+        convert(folder / "back", folder / "b.gguf", None, options)
+        with open_gguf(folder / "b.gguf") as b:
+            assert differing_tensors(a, b) == []
+            assert differing_keys(a, b) == KEYS.get(name, {})
+    if what.quantized is None and outtype == "f32":
+        assert differences(what, stored_in(drawn), stored_in(folder / "back")) == []
+
+
+def differing_tensors(a: GGUFFile, b: GGUFFile) -> list[str]:
+    """Return the names of tensors that are not in both, or not the same there; blocks of the first as values."""
+    beside = {name for name in a.tensors if name.endswith((".scale", ".input_scale")) and name not in b.tensors}
+    names = dict.fromkeys((*a.tensors, *b.tensors))
+    return [name for name in names if name not in beside and not same(a, b, name, f"{name[:-6]}scale" in beside)]
+
+
+def same(a: GGUFFile, b: GGUFFile, name: str, scaled: bool) -> bool:
+    if name not in a.tensors or name not in b.tensors or a.tensors[name].shape != b.tensors[name].shape:
+        return False
+    one, other = a.tensors[name], b.tensors[name]
+    if one.type is other.type:
+        return a.data(one).tobytes() == b.data(other).tobytes()
+    values = decoded(a, one)
+    if scaled:
+        scales = a.data(f"{name[:-6]}scale").view(np.float32)
+        values = (values.reshape(scales.size, -1) * scales[:, None]).reshape(-1)
+    wanted = decoded(b, other)
+    if other.type.name == "BF16":
+        values = bf16(values)
+    return one.type.block > 1 and np.array_equal(values, wanted)
+
+
+def bf16(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    bits = x.view(np.uint32)
+    rounded: npt.NDArray[np.float32] = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16).view(np.float32)
+    return rounded
+
+
+def decoded(file: GGUFFile, t: TensorInfo) -> npt.NDArray[np.float32]:
+    rows = file.data(t).reshape(-1, t.type.row_bytes(t.shape[0]))
+    return dequantize(rows, t.type, t.shape[0]).reshape(-1)
+
+
+def differing_keys(a: GGUFFile, b: GGUFFile) -> dict[str, tuple[Any, Any]]:
+    own = [key for key in {**a.fields, **b.fields} if not key.startswith("general.")]
+    encoded = {key: [file.fields[key].encode() if key in file.fields else b"" for file in (a, b)] for key in own}
+    return {key: (a.get(key), b.get(key)) for key, (one, other) in encoded.items() if one != other}
+
+
+def stored_in(path: Path) -> dict[str, StoredTensor]:
+    return {name: tensor for file in read_checkpoint(path) for name, tensor in file.items()}
+
+
+def differences(what: checkpoints.Description, a: dict[str, StoredTensor], b: dict[str, StoredTensor]) -> list[str]:
+    """Return tensors of a checkpoint that were not exported, or are something else, and those it does not have."""
+    a = {name: t for name, t in a.items() if not any(part in name for part in APART) or name in b}
+    if what.name in LAST_LEFT_OUT:
+        a = {name: t for name, t in a.items() if name in b}
+    if what.config.get("tie_word_embeddings"):
+        a.pop("lm_head.weight", None)
+    if what.name in OTHER_NAMES:
+        return [] if len(a) == len(b) or what.name == "ernie4.5-fused" else [f"{len(a)} tensors, {len(b)}"]
+    found = [name for name in {**a, **b} if (name in a) != (name in b)]
+    return found + [name for name in a if name in b and not equal(Stored(a[name]), Stored(b[name]))]
+
+
+def equal(x: Stored, y: Stored) -> bool:
+    return x.shape == y.shape and np.array_equal(read_f32(x, 0, size_of(x)), read_f32(y, 0, size_of(y)))
+
+
+def test_what_is_not_exported_says_so(folder: Path) -> None:
+    drawn = checkpoints.write_checkpoint("bitnet", folder / "drawn")
+    convert(drawn, folder / "a.gguf", None, options_of(checkpoints.describe("bitnet")))
+    with pytest.raises(TypeNotSupported, match=r"'bitnet' is not exported by this version: `quantkit export --list`"):
+        plan_export(folder / "a.gguf", folder / "back")
+
+
+def test_every_row_is_exported_but_those() -> None:
+    assert {row.arch for row in ROWS.values() if not of_architecture(row.arch)} == NOT_EXPORTED
+    assert SPELLINGS.keys() <= ROWS.keys()
+
+
+@pytest.mark.parametrize(("name", "error"), [("qwen3-moe-nvfp4", 1e-6), ("llama-nvfp4", 1e-6), ("gpt-oss-mxfp4", 0)])
+def test_floats_of_blocks_are_those_that_are_meant(name: str, error: float, folder: Path) -> None:
+    """NVFP4's up to the order of two products."""
+    what = checkpoints.describe(name)
+    drawn = checkpoints.write_checkpoint(name, folder / "drawn")
+    convert(drawn, folder / "a.gguf", None, options_of(what))
+    export(folder / "a.gguf", folder / "back", ExportOptions(outtype="f32"))
+    meant = stored_in(checkpoints.write_description(checkpoints.meant(what), folder / "meant"))
+    found = stored_in(folder / "back")
+    assert meant.keys() == found.keys()
+    for key, tensor in meant.items():
+        x, y = (read_f32(Stored(t), 0, t.n_values) for t in (tensor, found[key]))
+        assert np.allclose(x, y, rtol=error, atol=0), key
+
+
+def test_the_class_of_a_file(folder: Path) -> None:
+    """Of several classes of one architecture that is taken which the keys tell."""
+    for name in ("deepseek-v2", "deepseek-v3", "glm4-moe-lite", "olmo2", "olmo3", "granite-hybrid", "bamba", "mixtral"):
+        drawn = checkpoints.write_checkpoint(name, folder / name)
+        convert(drawn, folder / f"{name}.gguf", None, options_of(checkpoints.describe(name)))
+        config = json.loads(plan_export(folder / f"{name}.gguf", folder / "back").files["config.json"])
+        assert config["architectures"] == checkpoints.describe(name).config["architectures"]
