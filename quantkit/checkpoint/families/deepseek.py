@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.expressions import Shaped, Transposed, taken
+from quantkit.checkpoint.families.llama import set_rope_width
 from quantkit.checkpoint.keys import Keys, set_base_keys
-from quantkit.checkpoint.row import Copied, SetKeys
+from quantkit.checkpoint.row import Always, Copied, SetKeys
 from quantkit.checkpoint.tensors import Context, Dropped, Experts, Tensor
 from quantkit.errors import FormatError
 
@@ -120,4 +121,16 @@ INDEXER: tuple[SetKeys, ...] = (
     Copied(".attention.indexer.head_count", "index_n_heads", needed=True),
     Copied(".attention.indexer.key_length", "index_head_dim", needed=True),
     Copied(".attention.indexer.top_k", "index_topk", needed=True),
+)
+
+#: Of the first DeepSeek mixture of experts, which is a Llama with experts.
+FIRST_KEYS: tuple[SetKeys, ...] = (
+    set_rope_width,
+    Always(".rope.scaling.type", "none", "text"),
+    Copied(".leading_dense_block_count", "first_k_dense_replace", needed=True),
+    Copied(".vocab_size", "vocab_size", needed=True),
+    Copied(".expert_feed_forward_length", "moe_intermediate_size", needed=True),
+    Always(".expert_weights_scale", 1.0, "f32"),
+    Copied(".expert_count", "n_routed_experts", needed=True),
+    Copied(".expert_shared_count", "n_shared_experts", needed=True),
 )

@@ -12,9 +12,10 @@ from functools import partial
 
 from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.expressions import stacked
+from quantkit.checkpoint.families.deepseek import predicting_layers
 from quantkit.checkpoint.families.llama import rope_factors
-from quantkit.checkpoint.keys import Keys
-from quantkit.checkpoint.row import Copied, SetKeys
+from quantkit.checkpoint.keys import GATING, Keys
+from quantkit.checkpoint.row import Always, Copied, SetKeys
 from quantkit.checkpoint.tensors import Context, Tensor
 
 # --- OLMo ------------------------------------------------------------------------------------------------------------
@@ -66,6 +67,41 @@ def set_exaone_window(keys: Keys, config: Config) -> None:
 EXAONE4_KEYS: tuple[SetKeys, ...] = (Copied(".vocab_size", "vocab_size", needed=True), set_exaone_window)
 #: The factors of its rope, if the configuration does not say by how much.
 exaone4_rope = partial(rope_factors, factor=16.0)
+
+
+_BESIDE = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
+
+
+@dataclass(frozen=True)
+class LayersBehind:
+    """Layers that predict more tokens are stored under mtp.; what is beside them is of each (ExaoneMoEModel)."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        match = re.match(r"mtp\.(?:layers\.(\d{1,4})|(\w+))\.(.+)$", tensor.name)
+        if match is None:
+            return None
+        n, config = context.config.layers, context.config
+        if match[1] is not None:
+            return (replace(tensor, name=f"model.layers.{n + int(match[1])}.{match[3]}"),)
+        if match[2] not in _BESIDE:
+            return None
+        name = f"{_BESIDE[match[2]]}.{match[3]}"
+        return [replace(tensor, name=f"model.layers.{i}.{name}") for i in range(n, n + predicting_layers(config))]
+
+
+def _set_exaone_mixture(keys: Keys, config: Config) -> None:
+    width, shared = config.number("moe_intermediate_size"), config.number("num_shared_experts")
+    keys.u32(".expert_feed_forward_length", width)
+    keys.u32(".expert_shared_count", shared)
+    keys.u32(".expert_shared_feed_forward_length", width * shared)
+    keys.f32(".expert_weights_scale", config["routed_scaling_factor"])
+    keys.flag(".expert_weights_norm", config["norm_topk_prob"])
+    dense = config.find("first_k_dense_replace", "first_last_k_dense_replace")
+    keys.u32(".leading_dense_block_count", dense or 0)
+    keys.u32(".nextn_predict_layers", predicting_layers(config))
+
+
+EXAONE_MOE_KEYS: tuple[SetKeys, ...] = (_set_exaone_mixture, Always(".rope.scaling.type", "none", "text"))
 
 
 def set_exaone_rope(keys: Keys, config: Config) -> None:
@@ -136,3 +172,22 @@ def set_stablelm_keys(keys: Keys, config: Config, layers: int, file_type: int) -
     keys.flag(".use_parallel_residual", config.get("use_parallel_residual", True))
     keys.f32(".attention.layer_norm_epsilon", config.find("layer_norm_eps", "norm_eps"))
     keys.u32("general.file_type", file_type)
+
+
+# --- SmallThinker ----------------------------------------------------------------------------------------------------
+
+
+def _set_small_thinker(keys: Keys, config: Config) -> None:
+    if (width := config.get("moe_ffn_hidden_size")) is not None:
+        keys.u32(".expert_feed_forward_length", width)
+        keys.u32(".feed_forward_length", width)
+    keys.u32(".expert_gating_func", GATING["softmax" if config.get("moe_primary_router_apply_softmax") else "sigmoid"])
+    if any(config.get("sliding_window_layout") or ()) and (window := config.get("sliding_window_size")):
+        keys.u32(".attention.sliding_window", window)
+
+
+SMALL_THINKER_KEYS: tuple[SetKeys, ...] = (
+    Copied(".expert_count", "moe_num_primary_experts"),
+    Copied(".expert_used_count", "moe_num_active_primary_experts"),
+    _set_small_thinker,
+)

@@ -8,7 +8,7 @@ from typing import Any
 
 from quantkit.checkpoint.config import Config, read_json
 from quantkit.checkpoint.keys import Keys
-from quantkit.checkpoint.row import Copied
+from quantkit.checkpoint.row import Always, Copied, SetKeys
 from quantkit.checkpoint.tensors import Changed, Experts, Renamed, Split, transposed
 from quantkit.errors import FormatError
 from quantkit.formats.outputs import read_text
@@ -35,6 +35,12 @@ EXPERT_WIDTHS = (
     Copied(".expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
 )
 
+#: GroveMoE: experts of Qwen 3 in pairs, each pair with a narrow one of its own. Constants of its modeling file.
+GROVE_KEYS: tuple[SetKeys, ...] = (
+    lambda keys, config: keys.u32(".expert_chunk_feed_forward_length", config.get("head_dim") or 128),
+    Always(".experts_per_group", 2),
+    Always(".expert_group_scale", 0.05, "f32"),
+)
 
 #: The layers whose outputs Qwen3-VL's vision tower adds to the text model, unless the configuration names them.
 _DEEPSTACK = (8, 16, 24)
