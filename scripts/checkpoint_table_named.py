@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from checkpoint_table import Json, Row, bpe
+from checkpoint_table import Json, Row, bpe, spm
 
 _OUTTYPES = ("f32", "f16", "bf16", "q8_0")
 _CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -79,6 +79,30 @@ def ahead(layer: int) -> dict[str, list[int]]:
 
 _MTP = {"mtp.fc.weight": [64, 128], **of("mtp.", "norm:64 pre_fc_norm_embedding:64 pre_fc_norm_hidden:64")}
 
+_LATENT: Json = _MIXTURE | {
+    "kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+_LATENT_ATTENTION = (
+    " self_attn.q_a_proj:32x64 self_attn.q_a_layernorm:32 self_attn.q_b_proj:192x32 self_attn.kv_a_proj_with_mqa:48x64"
+    " self_attn.kv_a_layernorm:32 self_attn.kv_b_proj:256x32 self_attn.o_proj:64x128"
+)
+_LATENT_KV = _LATENT_ATTENTION[_LATENT_ATTENTION.index(" self_attn.kv_a") :]
+_INDEXER = (
+    " self_attn.indexer.wq_b:64x32 self_attn.indexer.wk:32x64 self_attn.indexer.k_norm:32"
+    " self_attn.indexer.k_norm.bias!:32 self_attn.indexer.weights_proj:2x64"
+)
+_INDEX: Json = {"index_n_heads": 2, "index_head_dim": 32, "index_topk": 8}
+_W = "".join(f" block_sparse_moe.experts.{{0-3}}.{w}" for w in ("w1:32x64", "w2:64x32", "w3:32x64"))
+_HEAD_NORMS = " self_attn.q_norm:16 self_attn.k_norm:16"
+_KIMI_VOCAB: Json = {
+    "kind": "tiktoken", "file": "tiktoken.model", "pre": "kimi-k2", "reserved": 256,
+    "special": ["[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>"],
+    "config": {"tokenizer_class": "TikTokenTokenizer", "bos_token": "[BOS]", "eos_token": "[EOS]",
+               "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}},
+}  # fmt: skip
+
 NAMED = (
     written("deepseek-v1", "DeepseekForCausalLM",
             _MIXTURE | {"model_type": "deepseek", "n_routed_experts": 4, "n_shared_experts": 2,
@@ -117,4 +141,147 @@ NAMED = (
                      "sliding_window_layout": [0, 1, 1], "sliding_window_size": 8, "rope_layout": [0, 1, 1]},
             decoder({"0-2": _NORMS + _ATTENTION + " block_sparse_moe.primary_router:4x64"
                      + narrow("block_sparse_moe.experts.{0-3}").replace("_proj", "")})),
+    written("step3p5", "Step3p5ForCausalLM", _HEAD | {
+        "model_type": "step3p5", "num_hidden_layers": 4, "num_attention_groups": 2,
+        "rope_theta": [5e6, 1e4, 1e4, 5e6, 5e6],
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+        "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5, 0.5], "sliding_window": 8, "moe_num_experts": 4, "moe_top_k": 2,
+        "attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 2, "head_dim": 16},
+        "moe_intermediate_size": 32, "share_expert_dim": 32, "moe_router_scaling_factor": 3.0,
+        "norm_expert_weight": True, "moe_layers_enum": "1,2,3", "swiglu_limits": [0, 7.0, None, 7.0],
+        "swiglu_limits_shared": [0, 16.0, 16.0, 16.0], "num_nextn_predict_layers": 1, "rope_scaling": {
+            "rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 131072, "low_freq_factor": 1.0,
+            "high_freq_factor": 32.0}},
+        decoder({
+            "0-4": _NORMS + _HEAD_NORMS, "0,3,4": _ATTENTION + " self_attn.g_proj:4x64",
+            "1,2": " self_attn.q_proj:128x64 self_attn.k_proj:32x64 self_attn.v_proj:32x64 self_attn.o_proj:64x128"
+                   " self_attn.g_proj:8x64", "0,4": _DENSE,
+            "1-3": " moe.gate:4x64 moe.router_bias!:4 moe.gate_proj:4x32x64 moe.up_proj:4x32x64 moe.down_proj:4x64x32"
+                   + narrow("share_expert"),
+            "4": "eh_proj:64x128 enorm:64 hnorm:64 transformer.shared_head.norm:64"
+                 " transformer.shared_head.output:640x64"}),
+        f32=("router_bias",)),
+    named("mimo-v2", "MiMoV2FlashForCausalLM", _MIXTURE | {
+        "num_hidden_layers": 3, "n_routed_experts": 4, "sliding_window": 8, "head_dim": 32, "v_head_dim": 16},
+        config={"hybrid_layer_pattern": [0, 1, 1], "swa_num_key_value_heads": 2, "swa_num_attention_heads": 4,
+                "swa_head_dim": 32, "swa_v_head_dim": 16, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+                "layernorm_epsilon": 1e-5, "partial_rotary_factor": 0.334, "rope_theta": 5e6, "swa_rope_theta": 1e4},
+        drop=("rope_parameters",),
+        more=of("model.mtp.layers.{0-2}.", _NORMS + _DENSE + " eh_proj:64x128 enorm:64 hnorm:64 final_layernorm:64"
+                " self_attn.q_proj:128x64 self_attn.k_proj:64x64 self_attn.v_proj:32x64 self_attn.o_proj:64x64"
+                " self_attn.attention_sink_bias!:4")),
+    written("minimax-m3", "MiniMaxM3SparseForCausalLM", _HEAD | {
+        "model_type": "minimax_m3", "intermediate_size": 32, "dense_intermediate_size": 128, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "n_shared_experts": 1, "routed_scaling_factor": 2.0, "scoring_func": "sigmoid",
+        "rotary_dim": 8, "moe_layer_freq": [0, 1, 1], "use_gemma_norm": True, "sparse_attention_config": {
+            "sparse_num_index_heads": 2, "sparse_index_dim": 32, "sparse_topk_blocks": 4, "sparse_block_size": 16,
+            "sparse_local_block": 1}},
+        decoder({"0-2": _NORMS + _ATTENTION + _HEAD_NORMS, "0": _DENSE,
+                 "1-2": " self_attn.index_q_proj:64x64 self_attn.index_k_proj:32x64 self_attn.index_q_norm:32"
+                        " self_attn.index_k_norm:32 block_sparse_moe.gate:4x64"
+                        " block_sparse_moe.e_score_correction_bias!:4" + _W
+                        + narrow("block_sparse_moe.shared_experts")})),
+    written("hy-v4", "HYV4ForCausalLM", _LATENT | _INDEX | {
+        "model_type": "hy_v4_preview", "num_key_value_heads": 2, "hc_mult": 2, "hc_eps": 1e-6, "hc_magnitude": 2.0,
+        "indexer_types": ["full", "shared", "full"], "mlp_layer_types": ["dense", "sparse", "sparse"], "n_group": 1,
+        "topk_group": 1, "swiglu_limit": 10.0, "num_nextn_predict_layers": 1, "enable_lm_head_fp32": True},
+        decoder({"0-2": _NORMS + _LATENT_ATTENTION + " self_attn.learnable_sink_param!:4 self_attn.linear_gate:128x64"
+                 " hc_attn_layer.hc_pre.hc_fn!:4x128 hc_attn_layer.hc_pre.hc_base!:4 hc_attn_layer.hc_pre.hc_scale!:2"
+                 " hc_mlp_layer.hc_pre.hc_fn!:4x128 hc_mlp_layer.hc_pre.hc_base!:4 hc_mlp_layer.hc_pre.hc_scale!:2",
+                 "0,2": _INDEXER, "0": _DENSE,
+                 "1-2": " mlp.gate:4x64 mlp.gate.e_score_correction_bias!:4 mlp.experts.gate_up_proj!:4x64x64"
+                        " mlp.experts.down_proj!:4x64x32" + _SHARED})
+        | of("model.hc_head.", "hc_head_fn!:2x128 hc_head_base!:2 hc_head_scale!:1")
+        | of("model.mtp_layers.0.", "enorm:64 hnorm:64"), f32=("hc_fn", "hc_base", "hc_scale")),
+    written("dots3-note", "Dots3NoteForCausalLM", _LATENT | _INDEX | {
+        "model_type": "dots3_note", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window_size": 8,
+        "swa_num_attention_heads": 2, "swa_qk_nope_head_dim": 16, "swa_qk_rope_head_dim": 16, "swa_v_head_dim": 64,
+        "swa_head_dim": 32, "swa_kv_lora_rank": 64, "swa_q_lora_rank": 32, "swa_rope_theta": 5000.0, "head_dim": 16,
+        "apply_mla_qkv_lora_rescale": True},
+        decoder({"0-3": _NORMS + " self_attn.k_rope_only_layernorm:16",
+                 "0": _LATENT_ATTENTION + _INDEXER + _DENSE + " self_attn.linear_gate:4x64",
+                 "1-3": " self_attn.q_a_proj:32x64 self_attn.q_a_layernorm:32 self_attn.q_b_proj:64x32"
+                        " self_attn.kv_a_proj_with_mqa:80x64 self_attn.kv_a_layernorm:64 self_attn.kv_b_proj:160x64"
+                        " self_attn.o_proj:64x128 self_attn.linear_gate:2x64",
+                 "1-2": _EXPERTS + _SHARED + " mlp.gate.e_score_correction_bias!:4",
+                 "3": _DENSE + " eh_proj:64x128 enorm:64 hnorm:64 shared_head.norm:64"})
+        | of("model.mtp.", "embed_tokens:640x64"),
+        vocab=_VOCAB | {"special": [*_VOCAB["special"], "<|endofassistant|>"]}),
+    named("laguna", "LagunaForCausalLM", _MIXTURE | _HEAD | {
+        "num_experts": 4, "shared_expert_intermediate_size": 32, "sliding_window": 8, "moe_routed_scaling_factor": 2.5,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "num_attention_heads_per_layer": [4, 8, 8], "eos_token_id": [577, 579]},
+        vocab=_VOCAB | {"user": ["</assistant>"]}, files={"chat_template.jinja": "{{ messages }}"}),
+    written("kimi-linear", "KimiLinearForCausalLM", _LATENT | {
+        "model_type": "kimi_linear", "vocab_size": 832, "head_dim": 24, "num_experts": 4, "num_experts_per_token": 2,
+        "num_shared_experts": 1, "moe_router_activation_func": "sigmoid", "q_lora_rank": None,
+        "linear_attn_config": {"full_attn_layers": [3], "kda_layers": [1, 2], "head_dim": 32, "num_heads": 4,
+                               "short_conv_kernel_size": 4}},
+        of("model.", "embed_tokens:832x64 norm:64") | of("", "lm_head:832x64") | of(
+            "model.layers.{0-1}.", "self_attn.q_proj:128x64 self_attn.k_proj:128x64 self_attn.v_proj:128x64"
+            " self_attn.q_conv1d:128x1x4 self_attn.k_conv1d:128x1x4 self_attn.v_conv1d:128x1x4 self_attn.o_norm:32"
+            " self_attn.A_log!:1x1x4x1 self_attn.dt_bias!:128 self_attn.f_a_proj:32x64 self_attn.f_b_proj:128x32"
+            " self_attn.b_proj:4x64 self_attn.g_a_proj:32x64 self_attn.g_b_proj:128x32 self_attn.o_proj:64x128")
+        | of("model.layers.2.", "self_attn.q_proj:192x64" + _LATENT_KV)
+        | of("model.layers.{0-2}.", _NORMS) | of("model.layers.0.", _DENSE)
+        | of("model.layers.{1-2}.", "block_sparse_moe.gate:4x64 block_sparse_moe.gate.e_score_correction_bias!:4" + _W
+             + narrow("block_sparse_moe.shared_experts")),
+        vocab=_KIMI_VOCAB, f32=("A_log", "dt_bias")),
+    written("bailing-moe-v3", "BailingMoeV3ForCausalLM", _LATENT | {
+        "model_type": "bailing_hybrid", "num_hidden_layers": 4, "num_experts": 4, "num_shared_experts": 1,
+        "moe_shared_expert_intermediate_size": 32, "norm_topk_prob": True, "layer_group_size": 2, "head_dim": 32,
+        "score_function": "sigmoid", "n_group": 2, "topk_group": 1, "no_kda_lora": True, "kda_safe_gate": True,
+        "kda_lower_bound": -5.0, "gated_attention_proj_granularity_type": "head_wise", "short_conv_kernel_size": 4,
+        "expert_swiglu_limit_list": [None, 7.0, 7.0], "num_nextn_predict_layers": 1},
+        of("model.", "word_embeddings:640x64 norm:64") | of("", _HEADS) | of("model.layers.{0-4}.", _NORMS) | of(
+            "model.layers.{0,2}.", "attention.q_proj:128x64 attention.k_proj:128x64 attention.v_proj:128x64"
+            " attention.q_conv1d:128x1x4 attention.k_conv1d:128x1x4 attention.v_conv1d:128x1x4 attention.o_norm:32"
+            " attention.A_log!:4 attention.dt_bias!:128 attention.f_proj:128x64 attention.b_proj:4x64"
+            " attention.g_proj:128x64 attention.o_proj:64x128")
+        | of("model.layers.{1,3,4}.", _LATENT_ATTENTION.replace("self_attn.", "attention.").replace(".o_proj", ".dense")
+             + " attention.g_proj:4x64") | of("model.layers.0.", _DENSE)
+        | of("model.layers.{1-4}.", _EXPERTS + _SHARED + " mlp.gate.expert_bias!:4")
+        | ahead(4) | of("model.layers.4.", "final_layernorm:64"), f32=("A_log", "dt_bias")),
+    written("qwen2-vl", "Qwen2VLForConditionalGeneration", {
+        "model_type": "qwen2_vl", "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]},
+        "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}, "use_sliding_window": False},
+        decoder({"0-2": _NORMS + _ATTENTION + _DENSE + " self_attn.q_proj.bias!:64 self_attn.k_proj.bias!:32"
+                 " self_attn.v_proj.bias!:32"}) | of("visual.", "merger.mlp.0:64x128 merger.ln_q:32")),
+    written("qwen3-omni-moe", "Qwen3OmniMoeForConditionalGeneration", {
+        "model_type": "qwen3_omni_moe", "thinker_config": {"model_type": "qwen3_omni_moe_thinker", "text_config":
+            _SIZES | _LLAMA | _MIXTURE | _HEAD | {"model_type": "qwen3_omni_moe_text", "num_experts": 4,
+                "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}}}},
+        {f"thinker.{name}": shape for name, shape in decoder(
+            {"0-2": _NORMS + _ATTENTION + _HEAD_NORMS + _EXPERTS}).items()}
+        | of("talker.model.", "norm:64") | of("code2wav.", "norm:64"),
+        vocab=_VOCAB | {"special": [*_VOCAB["special"], "<|im_end|>"]}),
+    named("granite-swa", "GraniteSWAForCausalLM", {
+        "num_hidden_layers": 4, "sliding_window": 8, "attention_multiplier": 0.25, "pad_token_id": None},
+        config={"no_rope_layers": [0, 1, 1, 1]}),
+    written("granite-moe-swa", "GraniteMoeSWAForCausalLM", {
+        "model_type": "granitemoe_swa", "intermediate_size": 32, "shared_intermediate_size": 64, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "embedding_multiplier": 12.0, "attention_multiplier": 0.25, "logits_scaling": 8.0,
+        "residual_multiplier": 0.22, "sliding_window": 8},
+        decoder({"0-2": _NORMS + _ATTENTION + " self_attn.sinks!:4 block_sparse_moe.router.layer:4x64"
+                 " shared_mlp.input_linear:128x64 shared_mlp.output_linear:64x64",
+                 "0": " block_sparse_moe.input_linear:4x64x64 block_sparse_moe.output_linear:4x64x32",
+                 "1-2": " block_sparse_moe.experts.gate_up_proj!:4x64x64"
+                        " block_sparse_moe.experts.down_proj!:4x64x32"})),
+    named("mellum", "MellumForCausalLM", _HEAD | {
+        "moe_intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
+    written("maincoder", "MaincoderForCausalLM", _HEAD | {"model_type": "maincoder"},
+            decoder({"0-2": _NORMS + _ATTENTION + _HEAD_NORMS + _DENSE})),
+    written("pangu", "PanguEmbeddedForCausalLM", {"model_type": "PanguEmbedded", "tie_word_embeddings": True},
+            decoder({"0-2": _NORMS + _ATTENTION + _DENSE}), vocab=spm(config={"add_prefix_space": False})),
+    named("glm", "GlmForCausalLM", {"head_dim": 16, "partial_rotary_factor": 0.5, "pad_token_id": 576}, version=4,
+          vocab=bpe("chatglm-bpe", "<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", pad="<|endoftext|>")),
+    named("lfm2", "Lfm2ForCausalLM", {"num_hidden_layers": 4, "full_attn_idxs": [2], "block_multiple_of": 32},
+          version=4),
+    named("lfm2-moe", "Lfm2MoeForCausalLM", _MIXTURE | {
+        "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], "num_experts": 4,
+        "num_dense_layers": 1}),
+    named("apertus", "ApertusForCausalLM", {}, version=4),
+    named("nemotron", "NemotronForCausalLM", {"head_dim": 16}, version=4, vocab=spm()),
+    named("jais2", "Jais2ForCausalLM", _HEAD),
 )  # fmt: skip

@@ -191,6 +191,8 @@ class Ranks:
         names |= {int(i): token["content"] for i, token in added.items()}
         self.special_tokens = {text: i for i, text in sorted(names.items())}
         self.vocab_size = first + len(self.special_tokens)
+        ends = json.loads((path / "tokenizer_config.json").read_text()).get("eos_token")
+        self.eos_id = self.special_tokens.get(ends)
         self.model = self
         self._mergeable_ranks = self.mergeable_ranks
 

@@ -465,6 +465,11 @@ def _negative_exp(x: F32) -> F32:
     return -np.exp(x.astype(np.float64)).astype(np.float32)
 
 
+def _exp(x: F32) -> F32:
+    with np.errstate(over="ignore"):
+        return np.exp(x)
+
+
 def _negative(x: F32) -> F32:
     return -x
 
@@ -474,6 +479,7 @@ FUNCTIONS: dict[str, Callable[[F32], F32]] = {
     "plus one": _plus_one,
     "minus one": _minus_one,
     "negative exp": _negative_exp,
+    "exp": _exp,
     "negative": _negative,
 }
 
@@ -506,6 +512,17 @@ class Mapped:
 
     def parts(self) -> Iterator[StoredTensor]:
         return self.x.parts()
+
+
+@dataclass(frozen=True)
+class Scaled(Mapped):
+    """Each value times ``factor``, a float32."""
+
+    function: str = "times"
+    factor: float = 1.0
+
+    def read(self, start: int, into: U8, ahead: int = 0) -> None:
+        fill_mapped(self.x, self.type, lambda x: x * np.float32(self.factor), start, into)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,30 @@ Facts of llama.cpp b11434, conversion/*.py; see architectures.py, which has the 
 
 from __future__ import annotations
 
-from quantkit.checkpoint.families import bailing, cohere, deepseek, glm, hunyuan, others, qwen
+from dataclasses import replace
+
+from quantkit.checkpoint.families import (
+    bailing,
+    cohere,
+    deepseek,
+    dots3,
+    glm,
+    granite,
+    hunyuan,
+    hunyuan4,
+    kimi,
+    laguna,
+    lfm,
+    mimo,
+    minimax,
+    others,
+    qwen,
+    step,
+)
 from quantkit.checkpoint.families.llama import LLAMA_KEYS, ROPE_PERMUTED, rope_factors, set_rope_width
 from quantkit.checkpoint.families.others import exaone4_rope
-from quantkit.checkpoint.row import Architecture, Copied
-from quantkit.checkpoint.tensors import Dropped, Experts, Renamed
+from quantkit.checkpoint.row import Always, Architecture, Copied
+from quantkit.checkpoint.tensors import Changed, Dropped, Experts, Renamed, plus_one
 
 #: A bias of the router is stored without an ending.
 _ROUTER_BIAS = Renamed(r"\.expert_bias$", ".expert_bias.bias")
@@ -38,6 +57,61 @@ _GROVE_MOE = Architecture(
     ),
     keys=(_EXPERT_WIDTH, *qwen.GROVE_KEYS),
 )
+_STEP = Architecture(
+    "step35",
+    stored=step.STORED,
+    rules=step.RULES,
+    keys=step.KEYS,
+    layers=deepseek.all_layers,
+    prepare=step.split_theta,
+    extra=step.rope_factors,
+    nextn=True,
+)
+_MIMO_2 = Architecture(
+    "mimo2",
+    stored=(*mimo.STORED, mimo.LayersAhead()),
+    rules=(_GATE_FIRST,),
+    keys=mimo.KEYS,
+    layers=mimo.layers_with_ahead,
+    look=mimo.refuse_sharded,
+    nextn=True,
+)
+_MINIMAX_M3 = Architecture("minimax-m3", rules=minimax.M3_RULES, keys=minimax.M3_KEYS)
+_DOTS_3 = Architecture(
+    "dots3note",
+    stored=dots3.STORED,
+    rules=dots3.RULES,
+    base=dots3.set_base,
+    keys=dots3.KEYS,
+    vocab="dots 3",
+    layers=deepseek.all_layers,
+    look=dots3.look,
+    nextn=True,
+)
+_KIMI_LINEAR = Architecture(
+    "kimi-linear", rules=kimi.LINEAR_RULES, base=kimi.set_single_base, keys=kimi.LINEAR_KEYS, vocab="kimi linear"
+)
+_BAILING_V3 = Architecture(
+    "bailingmoe3",
+    stored=bailing.V3_STORED,
+    rules=bailing.V3_RULES,
+    base=kimi.set_single_base,
+    keys=bailing.V3_KEYS,
+    layers=deepseek.all_layers,
+    nextn=True,
+)
+_QWEN2_VL = Architecture("qwen2vl", stored=qwen.UNWRAPPED, vocab="sentencepiece or bpe")
+_GRANITE_SWA = Architecture(
+    "granite_swa",
+    stored=(granite.SINKS, granite.OTHER_PARTS),
+    rules=ROPE_PERMUTED,
+    keys=granite.WINDOW_KEYS,
+    vocab="llama",
+    prepare=granite.without_head_dim,
+    extra=rope_factors,
+)
+_CHAT_GLM = Architecture("chatglm", stored=(Renamed(r"^transformer\.", ""),), base=glm.set_chat_base, vocab="chatglm")
+_LFM_2 = Architecture("lfm2", stored=lfm.STORED, rules=(lfm.CONVOLUTIONS,), base=lfm.set_hybrid_base, keys=lfm.KEYS)
 
 #: Class of transformers -> how it is converted.
 NAMED: dict[str, Architecture] = {
@@ -90,4 +164,72 @@ NAMED: dict[str, Architecture] = {
         ),
         keys=others.SMALL_THINKER_KEYS,
     ),
+    **dict.fromkeys(("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"), _STEP),
+    **dict.fromkeys(("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"), _MIMO_2),
+    **dict.fromkeys(("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration"), _MINIMAX_M3),
+    "HYV4ForCausalLM": Architecture(
+        "hy_v4",
+        stored=hunyuan4.STORED,
+        rules=hunyuan4.RULES,
+        base=hunyuan4.set_base,
+        keys=hunyuan4.KEYS,
+        vocab="deepseek",
+        prepare=hunyuan4.prepare,
+    ),
+    **dict.fromkeys(("Dots3NoteForCausalLM", "Dots3NoteForConditionalGeneration", "Dots3NoteTextForCausalLM"), _DOTS_3),
+    "LagunaForCausalLM": Architecture("laguna", rules=(_GATE_FIRST,), keys=laguna.KEYS, vocab="laguna"),
+    **dict.fromkeys(("KimiLinearForCausalLM", "KimiLinearModel"), _KIMI_LINEAR),
+    "BailingMoeV3ForCausalLM": _BAILING_V3,
+    "BailingMoeV3VLForConditionalGeneration": replace(
+        _BAILING_V3,
+        stored=(Dropped(r"^linear_proj"), *bailing.V3_STORED),
+        keys=(*bailing.V3_KEYS, bailing.set_sections),
+    ),
+    **dict.fromkeys(("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"), _QWEN2_VL),
+    **dict.fromkeys(("Qwen2VLModel", "Qwen2_5OmniModel"), _QWEN2_VL),
+    "Qwen3OmniMoeForConditionalGeneration": Architecture(
+        "qwen3vlmoe",
+        stored=qwen.UNWRAPPED,
+        rules=qwen.VL_EXPERTS,
+        keys=(*qwen.EXPERT_WIDTHS, Always(".n_deepstack_layers", 0)),
+        vocab="omni",
+    ),
+    "GraniteSWAForCausalLM": _GRANITE_SWA,
+    "GraniteMoeSWAForCausalLM": replace(
+        _GRANITE_SWA,
+        rules=(*granite.WINDOW_EXPERTS, *ROPE_PERMUTED),
+        keys=(
+            *granite.WINDOW_KEYS,
+            Copied(".expert_shared_feed_forward_length", "shared_intermediate_size", unless_zero=True),
+        ),
+    ),
+    "MellumForCausalLM": Architecture("mellum", rules=(Experts(),), keys=(_EXPERT_WIDTH, others.set_mellum_window)),
+    "MaincoderForCausalLM": Architecture("maincoder", keys=(Copied(".rope.dimension_count", "head_dim"),)),
+    "PanguEmbeddedForCausalLM": Architecture(
+        "pangu-embedded",
+        rules=(deepseek.TIED_OUTPUT,),
+        keys=(Copied(".vocab_size", "vocab_size", needed=True), others.set_pangu_heads),
+        vocab="ernie",
+    ),
+    **dict.fromkeys(("GlmForCausalLM", "ChatGLMModel", "ChatGLMForConditionalGeneration"), _CHAT_GLM),
+    **dict.fromkeys(("Lfm2ForCausalLM", "LFM2ForCausalLM"), _LFM_2),
+    "Lfm2MoeForCausalLM": replace(
+        _LFM_2,
+        arch="lfm2moe",
+        stored=(_ROUTER_BIAS,),
+        rules=(lfm.CONVOLUTIONS, lfm.EXPERTS),
+        keys=lfm.MOE_KEYS,
+    ),
+    "ApertusForCausalLM": Architecture(
+        "apertus",
+        rules=(others.Activations(),),
+        keys=LLAMA_KEYS,
+        vocab="llama",
+        early=(others.set_activations,),
+        extra=rope_factors,
+    ),
+    "NemotronForCausalLM": Architecture(
+        "nemotron", rules=(Changed(r"norm\.weight$", plus_one),), keys=(others.set_nemotron,), vocab="nemotron"
+    ),
+    "Jais2ForCausalLM": Architecture("jais2", keys=(set_rope_width,)),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.config import Config
@@ -24,16 +24,21 @@ def is_tied(config: Config) -> bool:
 TIED_OUTPUT = Dropped(r"^(model\.)?lm_head\.weight$", is_tied)
 
 
+def latent_widths(config: Config, layer: int | None) -> tuple[int, int, int]:
+    """Return the heads of a layer, and the widths of their keys without rope and of their values."""
+    return config.number("num_key_value_heads"), config.number("qk_nope_head_dim"), config.number("v_head_dim")
+
+
 @dataclass(frozen=True)
 class LatentHeads:
     """kv_b_proj, which makes keys and values of the latent, becomes k_b_proj, transposed per head, and v_b_proj."""
 
+    widths: Callable[[Config, int | None], tuple[int, int, int]] = latent_widths
+
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if not tensor.name.endswith("kv_b_proj.weight"):
             return None
-        config = context.config
-        heads = config.number("num_key_value_heads")
-        nope, v = config.number("qk_nope_head_dim"), config.number("v_head_dim")
+        heads, nope, v = self.widths(context.config, tensor.layer)
         if len(tensor.x.shape) != 2 or not heads or tensor.x.shape[0] != heads * (nope + v):
             raise context.fail(tensor, f"its shape {list(tensor.x.shape)} is not {heads} heads of {nope} + {v} rows")
         by_head = Shaped(tensor.x, (heads, nope + v, tensor.x.shape[1]))

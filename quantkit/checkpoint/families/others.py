@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from quantkit.checkpoint.config import Config
-from quantkit.checkpoint.expressions import stacked
+from quantkit.checkpoint.expressions import read_f32, size_of, stacked
 from quantkit.checkpoint.families.deepseek import predicting_layers
 from quantkit.checkpoint.families.llama import rope_factors
 from quantkit.checkpoint.keys import GATING, Keys
@@ -191,3 +191,66 @@ SMALL_THINKER_KEYS: tuple[SetKeys, ...] = (
     Copied(".expert_used_count", "moe_num_active_primary_experts"),
     _set_small_thinker,
 )
+
+
+# --- Mellum, Pangu ---------------------------------------------------------------------------------------------------
+
+
+def set_mellum_window(keys: Keys, config: Config) -> None:
+    """Set the window of Mellum, unless it is not used, and which layers have it."""
+    used, window = config.get("use_sliding_window"), config.get("sliding_window")
+    if used in (True, None) and window is not None:
+        keys.u32(".attention.sliding_window", window)
+        kinds = config["layer_types"]
+        keys.array(".attention.sliding_window_pattern", [kind == "sliding_attention" for kind in kinds])
+
+
+def set_pangu_heads(keys: Keys, config: Config) -> None:
+    """Set the widths of Pangu's heads."""
+    keys.u32(".rope.dimension_count", config.head_dim)
+    if config.get("head_dim") is None:
+        keys.u32(".attention.key_length", config.head_dim)
+        keys.u32(".attention.value_length", config.head_dim)
+
+
+# --- Nemotron --------------------------------------------------------------------------------------------------------
+
+
+def set_nemotron(keys: Keys, config: Config) -> None:
+    """Set the norms and the rope of Nemotron."""
+    keys.u32(".vocab_size", config["vocab_size"])
+    names = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+    keys.f32(".attention.layer_norm_epsilon", config.find(*names))
+    width, heads = config.number("hidden_size", "n_embd"), config.number("num_attention_heads", "n_head")
+    keys.u32(".rope.dimension_count", int(config.rotary_part(None) * width) // max(1, heads))
+    factor = config.get("factor") or config.rope.get("factor")
+    keys.text(".rope.scaling.type", "none" if factor is None else "linear")
+    if factor is not None:
+        keys.f32(".rope.scaling.factor", factor)
+
+
+# --- Apertus ---------------------------------------------------------------------------------------------------------
+
+_XIELU = ("alpha_n", "alpha_p", "beta", "eps")
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The parameters of each layer's xIELU become metadata: they are kept in the configuration."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        match = re.search(r"\.act_fn\.(\w+)$", tensor.name)
+        if match is None or match[1] not in _XIELU or tensor.layer is None:
+            return None
+        if size_of(tensor.x) != 1:
+            raise context.fail(tensor, "a parameter of more than one value")
+        context.config.values.setdefault(f"xielu_{match[1]}", {})[tensor.layer] = float(read_f32(tensor.x, 0, 1)[0])
+        return ()
+
+
+def set_activations(keys: Keys, config: Config) -> None:
+    """Set the parameters of xIELU, those that all layers have."""
+    for name in _XIELU:
+        values = config.get(f"xielu_{name}") or {}
+        if len(values) == config.layers:
+            keys.array(f"xielu.{name}", [values[layer] for layer in sorted(values)])

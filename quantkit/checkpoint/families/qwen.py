@@ -14,14 +14,14 @@ from quantkit.errors import FormatError
 from quantkit.formats.outputs import read_text
 
 #: Experts that are stored as one tensor already; gate and up in one.
-_FUSED_EXPERTS = (
+FUSED_EXPERTS = (
     Renamed(r"(mlp\.experts\.down_proj)$", r"\1.weight"),
     Split(
         r"mlp\.experts\.gate_up_proj(\.weight)?$", ("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight"), -2
     ),
 )
 #: Experts of Qwen and those like it: each on its own, or all in one.
-QWEN_EXPERTS = (*_FUSED_EXPERTS, Experts())
+QWEN_EXPERTS = (*FUSED_EXPERTS, Experts())
 
 #: Those of Qwen3-VL are stored the other way round: [expert, in, out].
 VL_EXPERTS = (Changed(r"mlp\.experts\.(down_proj|gate_up_proj)(\.weight)?$", transposed), *QWEN_EXPERTS)

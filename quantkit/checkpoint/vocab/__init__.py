@@ -16,7 +16,11 @@ from quantkit.checkpoint.vocab.families import (
     write_gemma,
     write_gemma1,
     write_gemma4,
+    write_kimi_linear,
+    write_laguna,
     write_mamba,
+    write_nemotron,
+    write_omni,
     write_phi,
     write_sentencepiece_or_bpe,
 )
@@ -102,6 +106,7 @@ def write_hunyuan(v: Vocabulary) -> None:
 
 _GLM_4 = {"eos": "<|endoftext|>", "eot": "<|user|>", "unk": "<|endoftext|>", "bos": "<|endoftext|>"}
 _GLM = {"bos": "[gMASK]", "eot": "<|user|>", "unk": "<|endoftext|>", "eom": "<|observation|>"}
+_CHAT_GLM = {"eos": "<|endoftext|>", "eot": "<|user|>", "unk": "<|endoftext|>"}
 _SOLAR = {"eos": "<|endoftext|>", "eot": "<|endoftext|>", "unk": "<unk>", "bos": "<|startoftext|>"}
 
 WRITERS: dict[str, Callable[[Vocabulary], None]] = {
@@ -116,6 +121,12 @@ WRITERS: dict[str, Callable[[Vocabulary], None]] = {
     "mamba": write_mamba,
     "deepseek": write_deepseek,
     "deepseek 3.2": write_deepseek_32,
+    "chatglm": partial(write_bpe, special=_CHAT_GLM),
+    "nemotron": write_nemotron,
+    "omni": write_omni,
+    "dots 3": partial(write_bpe, special={"eot": "<|endofassistant|>"}),
+    "kimi linear": write_kimi_linear,
+    "laguna": write_laguna,
     "ernie": write_ernie,
     "glm 4": partial(write_bpe, special=_GLM_4),
     "glm": partial(write_bpe, special=_GLM),
