@@ -96,6 +96,16 @@ _INDEXER = (
 _INDEX: Json = {"index_n_heads": 2, "index_head_dim": 32, "index_topk": 8}
 _W = "".join(f" block_sparse_moe.experts.{{0-3}}.{w}" for w in ("w1:32x64", "w2:64x32", "w3:32x64"))
 _HEAD_NORMS = " self_attn.q_norm:16 self_attn.k_norm:16"
+_MAMBA_2 = (
+    " mixer.in_proj:328x64 mixer.conv1d:192x1x4 mixer.conv1d.bias!:192 mixer.A_log!:8 mixer.D!:8 mixer.dt_bias!:8"
+    " mixer.norm:128 mixer.out_proj:64x128"
+)
+_LATENT_EXPERTS = (
+    " mixer.gate:4x64 mixer.gate.e_score_correction_bias!:4 mixer.experts.{0-3}.up_proj:32x32"
+    " mixer.experts.{0-3}.down_proj:32x32 mixer.shared_experts.up_proj:64x64 mixer.shared_experts.down_proj:64x64"
+    " mixer.fc1_latent_proj:32x64 mixer.fc2_latent_proj:64x32"
+)
+_AFTER = " post_attention_layernorm:64 post_feedforward_layernorm:64"
 _KIMI_VOCAB: Json = {
     "kind": "tiktoken", "file": "tiktoken.model", "pre": "kimi-k2", "reserved": 256,
     "special": ["[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>"],
@@ -284,4 +294,116 @@ NAMED = (
     named("apertus", "ApertusForCausalLM", {}, version=4),
     named("nemotron", "NemotronForCausalLM", {"head_dim": 16}, version=4, vocab=spm()),
     named("jais2", "Jais2ForCausalLM", _HEAD),
+    written("kimi-k3", "KimiK3ForConditionalGeneration", {
+        "model_type": "kimi_k3", "text_config": _SIZES | _LLAMA | _LATENT | {
+            "model_type": "kimi_linear", "head_dim": 24, "num_experts": 4, "num_experts_per_token": 2,
+            "num_shared_experts": 1, "moe_router_activation_func": "sigmoid", "moe_renormalize": True,
+            "mla_use_nope": True, "routed_expert_hidden_size": 32, "hidden_act": "situ", "activation_situ_beta": 4.0,
+            "activation_situ_linear_beta": 25.0, "attn_res_block_size": 2, "linear_attn_config": {
+                "full_attn_layers": [3], "kda_layers": [1, 2], "head_dim": 32, "num_heads": 4,
+                "short_conv_kernel_size": 4, "gate_lower_bound": -5.0}}},
+        of("language_model.model.", _OUTSIDE + " output_attn_res_norm:64 output_attn_res_proj:1x64")
+        | of("language_model.", _HEADS) | of(
+            "language_model.model.layers.{0-1}.", "self_attn.q_proj:128x64 self_attn.k_proj:128x64"
+            " self_attn.v_proj:128x64 self_attn.q_conv1d:128x1x4 self_attn.k_conv1d:128x1x4 self_attn.v_conv1d:128x1x4"
+            " self_attn.o_norm:32 self_attn.A_log!:4 self_attn.dt_bias!:128 self_attn.f_a_proj:32x64"
+            " self_attn.f_b_proj:128x32 self_attn.b_proj:4x64 self_attn.g_proj:128x64 self_attn.o_proj:64x128")
+        | of("language_model.model.layers.2.", _LATENT_ATTENTION + " self_attn.g_proj:128x64")
+        | of("language_model.model.layers.{0-2}.", _NORMS + " self_attention_res_norm:64 self_attention_res_proj:1x64"
+             " mlp_res_norm:64 mlp_res_proj:1x64") | of("language_model.model.layers.0.", _DENSE)
+        | of("language_model.model.layers.{1-2}.", "block_sparse_moe.gate:4x64"
+             " block_sparse_moe.gate.e_score_correction_bias!:4"
+             + _W.replace("32x64", "32x32").replace("64x32", "32x32") + narrow("block_sparse_moe.shared_experts"))
+        | of("vision_tower.", "norm:64") | of("mm_projector.", "proj:64x64"), f32=("A_log", "dt_bias")),
+    named("mamba", "MambaForCausalLM", {"state_size": 16, "intermediate_size": 128, "time_step_rank": 4}, version=4,
+          f32=("A_log",)),
+    named("falcon-mamba", "FalconMambaForCausalLM", {
+        "state_size": 16, "intermediate_size": 128, "time_step_rank": 4, "vocab_size": 636,
+        "tie_word_embeddings": False}, version=4, f32=("A_log",)),
+    named("mamba2", "Mamba2ForCausalLM", {
+        "state_size": 16, "num_heads": 8, "head_dim": 16, "n_groups": 2, "expand": 2, "conv_kernel": 4}, version=4,
+        drop=("intermediate_size",), f32=("A_log",)),
+    written("nemotron-h", "NemotronHForCausalLM", _HEAD | {
+        "model_type": "nemotron_h", "num_hidden_layers": 4, "hybrid_override_pattern": "M-*M", "mamba_num_heads": 8,
+        "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "conv_kernel": 4, "expand": 2, "vocab_size": 636,
+        "layer_norm_epsilon": 1e-5, "hidden_act": None},
+        of("backbone.", "embeddings:636x64 norm_f:64") | of("", "lm_head:636x64")
+        | of("backbone.layers.{0-3}.", "norm:64") | of("backbone.layers.{0,3}.", _MAMBA_2)
+        | of("backbone.layers.1.", "mixer.up_proj:128x64 mixer.down_proj:64x128")
+        | of("backbone.layers.2.", _QKV.replace("self_attn", "mixer") + " mixer.o_proj:64x64"), f32=("A_log",)),
+    written("nemotron-h-moe", "NemotronHForCausalLM", _HEAD | _MIXTURE | {
+        "model_type": "nemotron_h", "num_hidden_layers": 3, "hybrid_override_pattern": "ME*", "mamba_num_heads": 8,
+        "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "conv_kernel": 4, "expand": 2, "norm_eps": 1e-5,
+        "hidden_act": None, "n_routed_experts": 4, "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 64,
+        "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "moe_latent_size": 32,
+        "num_nextn_predict_layers": 1},
+        of("backbone.", "embeddings:640x64 norm_f:64") | of("", _HEADS)
+        | of("backbone.layers.{0-2}.", "norm:64") | of("backbone.layers.0.", _MAMBA_2)
+        | of("backbone.layers.1.", _LATENT_EXPERTS)
+        | of("backbone.layers.2.", _QKV.replace("self_attn", "mixer") + " mixer.o_proj:64x64")
+        | of("mtp.layers.0.", "enorm:64 hnorm:64 eh_proj:64x128 norm:64" + _QKV.replace("self_attn", "mixer")
+             + " mixer.o_proj:64x64") | of("mtp.layers.1.", "norm:64 final_layernorm:64" + _LATENT_EXPERTS),
+        f32=("A_log", "correction_bias")),
+    written("llava", "LlavaForConditionalGeneration", {
+        "model_type": "llava", "text_config": _SIZES | {"model_type": "llama", "rms_norm_eps": 1e-5},
+        "vision_config": {"model_type": "clip_vision_model"}},
+        {f"language_model.{name}": shape for name, shape in decoder({"0-2": _NORMS + _ATTENTION + _DENSE}).items()}
+        | of("vision_tower.", "norm:64") | of("multi_modal_projector.", "linear_1:64x64")),
+    written("llama-model", "LlamaModel", {"model_type": "llama", "architectures": ["LlamaModel"]},
+            {name.removeprefix("model."): shape for name, shape in decoder(
+                {"0-2": _NORMS + _ATTENTION + _DENSE}, head=False).items()}),
+    written("nanbeige", "NanbeigeForCausalLM", {"model_type": "nanbeige", "num_loops": 2},
+            decoder({"0-2": _NORMS + _ATTENTION + _DENSE})),
+    written("rnd1", "RND1", _MIXTURE | _HEAD | {"model_type": "rnd1", "num_experts": 4, "mask_token_id": 12},
+            decoder({"0-2": _NORMS + _ATTENTION + _HEAD_NORMS + _EXPERTS})),
+    written("llada-moe", "LLaDAMoEModelLM", {
+        "model_type": "llada_moe", "num_experts": 4, "num_experts_per_tok": 2, "expert_intermediate_size": 32},
+        decoder({"0-2": _NORMS + _ATTENTION + _HEAD_NORMS + _EXPERTS})),
+    written("plm", "PLMForCausalLM", _LATENT | {"model_type": "plm", "n_routed_experts": None, "q_lora_rank": None},
+            decoder({"0-2": _NORMS + " self_attn.q_proj:192x64" + _LATENT_KV + " mlp.up_proj:128x64"
+                     " mlp.down_proj:64x128"})),
+    written("spark2.5", "Spark2_5ForCausalLM", _HEAD | {
+        "model_type": "spark2_5", "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "gate_attn_act_mode": "sigmoid", "headwise_attn_output_gate": True, "hidden_act": "gelu", "sliding_window": 8,
+        "rope_parameters": {"full_attention": {"rope_theta": 1e6, "partial_rotary_factor": 0.5},
+                            "sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}}},
+        decoder({"0-2": _NORMS + _DENSE + " self_attn.q_k_v_proj:128x64 self_attn.o_proj:64x64"
+                 " self_attn.g_proj:4x64"})),
+    written("exaone4.5", "Exaone4_5_ForConditionalGeneration", {
+        "model_type": "exaone4_5", "text_config": _SIZES | _LLAMA | _HEAD | {
+            "model_type": "exaone4_5_text", "num_hidden_layers": 4, "sliding_window": 8,
+            "sliding_window_pattern": "LLLG", "num_nextn_predict_layers": 2, "mtp_share_layers": True, "rope_scaling": {
+                "rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 8192}}},
+        {name.replace("model.", "model.language_model.", 1): shape for name, shape in decoder(
+            {"0-3": _AFTER + _ATTENTION + _HEAD_NORMS + _DENSE}).items()}
+        | of("mtp.layers.0.", _AFTER + _ATTENTION + _HEAD_NORMS + _DENSE) | _MTP | of("model.visual.", "norm:64")),
+    written("paddleocr", "PaddleOCRVLForConditionalGeneration", _HEAD | {
+        "model_type": "paddleocr_vl", "rope_scaling": {"type": "default", "mrope_section": [4, 2, 2]}},
+        decoder({"0-2": _NORMS + _ATTENTION + _DENSE}) | of("visual.vision_model.", "norm:64"), vocab=spm()),
+    named("gpt2", "GPT2LMHeadModel", {}, version=4, config={"n_ctx": 1024}, copies=(),
+          vocab=bpe("gpt-2", "<|endoftext|>", bos="<|endoftext|>"),
+          drop=("n_inner",)),
+    named("gptneox", "GPTNeoXForCausalLM", {"rotary_pct": 0.5}, version=4),
+    named("bloom", "BloomForCausalLM", {}, version=4),
+    named("falcon", "FalconForCausalLM", {"multi_query": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+          version=4),
+    written("orion", "OrionForCausalLM", {"model_type": "orion"}, decoder({
+        "0-2": _NORMS + _ATTENTION + _DENSE + " input_layernorm.bias!:64 post_attention_layernorm.bias!:64"})
+        | of("model.", "norm.bias!:64"), vocab=spm()),
+    written("codeshell", "CodeShellForCausalLM", {
+        "model_type": "codeshell", "n_positions": 4096, "n_embd": 64, "n_layer": 3, "n_head": 4, "num_query_groups": 2,
+        "layer_norm_epsilon": 1e-5},
+        of("transformer.", "wte:640x64 ln_f:64 ln_f.bias!:64") | of("", _HEADS) | of(
+            "transformer.h.{0-2}.", "ln_1:64 ln_1.bias!:64 ln_2:64 ln_2.bias!:64 attn.c_attn:128x64"
+            " attn.c_attn.bias!:128 attn.c_proj:64x64 attn.c_proj.bias!:64 mlp.c_fc:256x64 mlp.c_fc.bias!:256"
+            " mlp.c_proj:64x256 mlp.c_proj.bias!:64")),
+    written("minicpm", "MiniCPMForCausalLM", {
+        "model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 32, "rope_scaling": {
+            "type": "longrope", "long_factor": [1.0 + i for i in range(8)], "short_factor": [1.0] * 8,
+            "original_max_position_embeddings": 4096}},
+        decoder({"0-2": _NORMS + _ATTENTION + _DENSE}), vocab=spm()),
+    written("minicpm3", "MiniCPM3ForCausalLM", _LATENT | {
+        "model_type": "minicpm3", "rope_scaling": {"type": "longrope", "long_factor": [1.0 + i for i in range(8)],
+            "short_factor": [1.0] * 8, "original_max_position_embeddings": 4096}},
+        decoder({"0-2": _NORMS + _LATENT_ATTENTION + _DENSE}), vocab=spm()),
 )  # fmt: skip

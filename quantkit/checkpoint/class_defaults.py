@@ -278,6 +278,24 @@ _QWEN2_VL: Json = {
     **{"num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
 }
 DEFAULTS |= {
+    "llava": {},
+    "voxtral": {},
+    "gpt2": {
+        **{"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None},
+        "layer_norm_epsilon": 1e-5,
+    },
+    "gpt_neox": {
+        **{"vocab_size": 50432, "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64},
+        **{"intermediate_size": 24576, "rotary_pct": 0.25, "rotary_emb_base": 10000, "max_position_embeddings": 2048},
+        **{"layer_norm_eps": 1e-5, "use_parallel_residual": True, "rope_scaling": None},
+    },
+    "bloom": {
+        **{"vocab_size": 250880, "hidden_size": 64, "n_layer": 2, "n_head": 8, "layer_norm_epsilon": 1e-5},
+    },
+    "falcon": {
+        **{"vocab_size": 65024, "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71},
+        **{"layer_norm_epsilon": 1e-5, "num_kv_heads": None, "max_position_embeddings": 2048, "rope_theta": 10000.0},
+    },
     "qwen2_vl": {},
     "qwen2_vl_text": _QWEN2_VL,
     "qwen2_5_vl": {},
@@ -391,6 +409,18 @@ def _chunked_layers(values: Json) -> None:
         values["layer_types"] = ["chunked_attention" if each else "full_attention" for each in rope]
 
 
+def _all_keys(values: Json) -> None:
+    """Falcon: as many heads of keys as of queries, unless it says otherwise; the old name of its width counts."""
+    values["hidden_size"] = values.get("n_embed") or values["hidden_size"]
+    if values.get("num_kv_heads") is None:
+        values["num_kv_heads"] = values.get("num_attention_heads")
+
+
+def _old_width(values: Json) -> None:
+    """BLOOM's width had another name."""
+    values["hidden_size"] = values.get("n_embed") or values["hidden_size"]
+
+
 def _text_inside(values: Json) -> None:
     """Qwen 2 VL's configurations were flat; the class puts what is of the text into a configuration of its own."""
     kind, text = f"{values['model_type']}_text", values.get("text_config")
@@ -466,6 +496,8 @@ DERIVED: dict[str, tuple[Callable[[Json], None], ...]] = {
     "lfm2": (_convolutions,),
     "nemotron": (_heads_as_queries, _divided_head),
     "apertus": (_heads_as_queries,),
+    "bloom": (_old_width,),
+    "falcon": (_all_keys,),
 }
 
 #: Model type -> keys that hold the configuration of a part, and its type if it does not name one.
@@ -477,6 +509,8 @@ PARTS: dict[str, dict[str, str]] = {
     "glm4v_moe": {"text_config": "glm4v_moe_text"},
     "llama4": {"text_config": "llama4_text"},
     "mistral3": {"text_config": "mistral"},
+    "llava": {"text_config": "llama"},
+    "voxtral": {"text_config": "llama"},
     "qwen3_omni_moe": {"thinker_config": "qwen3_omni_moe_thinker"},
     "qwen3_omni_moe_thinker": {"text_config": "qwen3_omni_moe_text"},
 }

@@ -526,6 +526,32 @@ class Scaled(Mapped):
 
 
 @dataclass(frozen=True)
+class Product:
+    """Values of two tensors multiplied: as many of each, float32, in one dimension."""
+
+    x: Expression
+    y: Expression
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (size_of(self.x),)
+
+    @property
+    def type(self) -> TensorType:
+        return TYPE_F32
+
+    def read(self, start: int, into: U8, ahead: int = 0) -> None:
+        values = into.view(np.float32)
+        for at in range(0, values.size, PIECE):
+            n = min(PIECE, values.size - at)
+            values[at : at + n] = read_f32(self.x, start + at, n) * read_f32(self.y, start + at, n)
+
+    def parts(self) -> Iterator[StoredTensor]:
+        yield from self.x.parts()
+        yield from self.y.parts()
+
+
+@dataclass(frozen=True)
 class Cast:
     """The values as F32, F16 or BF16."""
 

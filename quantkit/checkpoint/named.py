@@ -12,6 +12,8 @@ from quantkit.checkpoint.families import (
     cohere,
     deepseek,
     dots3,
+    early,
+    ernie,
     glm,
     granite,
     hunyuan,
@@ -19,6 +21,8 @@ from quantkit.checkpoint.families import (
     kimi,
     laguna,
     lfm,
+    llama,
+    mamba,
     mimo,
     minimax,
     others,
@@ -112,6 +116,28 @@ _GRANITE_SWA = Architecture(
 )
 _CHAT_GLM = Architecture("chatglm", stored=(Renamed(r"^transformer\.", ""),), base=glm.set_chat_base, vocab="chatglm")
 _LFM_2 = Architecture("lfm2", stored=lfm.STORED, rules=(lfm.CONVOLUTIONS,), base=lfm.set_hybrid_base, keys=lfm.KEYS)
+_MAMBA = Architecture("mamba", rules=mamba.MAMBA_RULES, base=mamba.set_mamba_base, vocab="mamba 1")
+_NEMOTRON_H_MOE = Architecture(
+    "nemotron_h_moe",
+    stored=mamba.NEMOTRON_STORED,
+    rules=mamba.NEMOTRON_RULES,
+    keys=mamba.NEMOTRON_KEYS,
+    vocab="nemotron h",
+    layers=mamba.layers_with_ahead,
+    prepare=mamba.prepare_nemotron,
+    nextn=True,
+)
+_LLAMA = Architecture(
+    "llama",
+    stored=(Renamed(r"text_model\.", ""),),
+    rules=(*ROPE_PERMUTED, llama.MIXTRAL_EXPERTS),
+    keys=LLAMA_KEYS,
+    vocab="llama",
+    extra=rope_factors,
+)
+_LLADA_MOE = Architecture("llada-moe", rules=(Experts(),), keys=others.LLADA_MOE_KEYS)
+_BLOOM = Architecture("bloom", rules=(Renamed(r"transformer\.", ""), *early.BY_HEAD), base=early.set_bloom_base)
+_FALCON = Architecture("falcon", rules=early.BY_KEY, base=early.set_falcon_base)
 
 #: Class of transformers -> how it is converted.
 NAMED: dict[str, Architecture] = {
@@ -232,4 +258,65 @@ NAMED: dict[str, Architecture] = {
         "nemotron", rules=(Changed(r"norm\.weight$", plus_one),), keys=(others.set_nemotron,), vocab="nemotron"
     ),
     "Jais2ForCausalLM": Architecture("jais2", keys=(set_rope_width,)),
+    "KimiK3ForConditionalGeneration": Architecture(
+        "kimi-k3",
+        stored=kimi.K3_STORED,
+        rules=kimi.K3_RULES,
+        base=kimi.set_single_base,
+        keys=kimi.K3_KEYS,
+        vocab="kimi k3",
+    ),
+    **dict.fromkeys(("MambaForCausalLM", "MambaLMHeadModel", "FalconMambaForCausalLM"), _MAMBA),
+    "Mamba2ForCausalLM": Architecture(
+        "mamba2", stored=mamba.MAMBA2_STORED, rules=mamba.MAMBA2_RULES, base=mamba.set_mamba2_base, vocab="mamba"
+    ),
+    "NemotronHForCausalLM": replace(
+        _NEMOTRON_H_MOE,
+        arch="nemotron_h",
+        instead=lambda config: _NEMOTRON_H_MOE if mamba.has_experts(config) else None,
+    ),
+    **dict.fromkeys(("LlavaForConditionalGeneration", "VoxtralForConditionalGeneration"), _LLAMA),
+    "VLlama3ForCausalLM": replace(_LLAMA, prepare=lambda config: config.values.setdefault("num_attention_heads", 32)),
+    "LlamaModel": replace(_LLAMA, rules=(*qwen.BARE, *_LLAMA.rules)),
+    "Sarashina2VisionForCausalLM": replace(
+        _LLAMA, stored=(Dropped(r"^norm\."), Renamed(r"^llm\.", ""), *_LLAMA.stored)
+    ),
+    "NanbeigeForCausalLM": replace(_LLAMA, arch="nanbeige", keys=(*LLAMA_KEYS, others.set_loops)),
+    "RND1": Architecture("rnd1", rules=qwen.QWEN_EXPERTS, keys=(*qwen.EXPERT_WIDTHS, *others.DIFFUSION_KEYS)),
+    **dict.fromkeys(("LLaDAMoEModel", "LLaDAMoEModelLM"), _LLADA_MOE),
+    "PLMForCausalLM": Architecture("plm", keys=(others.set_plm_heads,)),
+    "Spark2_5ForCausalLM": Architecture(
+        "spark2_5", rules=(Renamed(r"\.self_attn\.q_k_v_proj\.", ".self_attn.qkv_proj."),), keys=(others.set_spark,)
+    ),
+    "Exaone4_5_ForConditionalGeneration": Architecture(
+        "exaone4",
+        rules=(Dropped(r"^mtp\.", when=lambda config: not deepseek.predicting_layers(config)), others.LayersBehind()),
+        keys=(*others.EXAONE4_KEYS, glm.set_predicting_layers),
+        layers=deepseek.all_layers,
+        extra=exaone4_rope,
+    ),
+    "PaddleOCRVLForConditionalGeneration": Architecture(
+        "paddleocr", stored=(ernie.RENAMED,), rules=ernie.FUSED, vocab="ernie"
+    ),
+    "GPT2LMHeadModel": Architecture(
+        "gpt2",
+        stored=(Dropped(r"\.attn\.(masked_)?bias$"),),
+        rules=early.GPT2_RULES,
+        base=early.set_gpt2_base,
+    ),
+    "GPTNeoXForCausalLM": Architecture("gptneox", rules=early.BY_HEAD, base=early.set_neox_base),
+    **dict.fromkeys(("BloomForCausalLM", "BloomModel"), _BLOOM),
+    **dict.fromkeys(("FalconForCausalLM", "RWForCausalLM"), _FALCON),
+    "OrionForCausalLM": Architecture("orion", base=early.set_orion_base, vocab="sentencepiece"),
+    "CodeShellForCausalLM": Architecture("codeshell", base=early.set_codeshell_base),
+    "MiniCPMForCausalLM": Architecture(
+        "minicpm",
+        rules=ROPE_PERMUTED,
+        keys=(early.set_minicpm_scales,),
+        vocab="sentencepiece",
+        extra=early.rope_factors,
+    ),
+    "MiniCPM3ForCausalLM": Architecture(
+        "minicpm3", base=early.set_minicpm3_base, vocab="sentencepiece", extra=early.rope_factors
+    ),
 }

@@ -16,6 +16,7 @@ WITH, WITHOUT, ONLY = "with", "without", "only"
 _SHARED = {
     *("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
     *("embed_tokens.weight", "norm.weight", "model.word_embeddings.weight"),
+    *("backbone.embeddings.weight", "backbone.norm_f.weight"),
 }
 _LAYER, _APART = re.compile(r"model\.layers\.(\d{1,9})\."), re.compile(r"(?:model\.)?mtp\.")
 _OPTION = {WITHOUT: "--no-nextn", ONLY: "--mtp"}

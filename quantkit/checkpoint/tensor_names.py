@@ -57,6 +57,10 @@ KINDS: dict[str, str] = {
         "token_embd rope_freqs output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
         "*ffn_down *ffn_up"
     ),
+    "codeshell": (
+        "token_embd position_embd output_norm output *attn_norm *attn_qkv *attn_output *attn_rot_embd *ffn_norm "
+        "*ffn_down *ffn_up"
+    ),
     "cohere2": (
         "token_embd output_norm *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_gate *ffn_down *ffn_up"
     ),
@@ -298,6 +302,10 @@ KINDS: dict[str, str] = {
         "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
         "*ffn_gate *ffn_down *ffn_up"
     ),
+    "llada-moe": (
+        "token_embd output_norm output *attn_output *attn_qkv *attn_q *attn_k *attn_v *attn_norm *attn_q_norm "
+        "*attn_k_norm *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_up_exps *ffn_down_exps"
+    ),
     "llama": (
         "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
         "*attn_rot_embd *ffn_gate_inp *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
@@ -360,6 +368,10 @@ KINDS: dict[str, str] = {
         "token_embd output_norm output *attn_norm *attn_qkv *attn_output *ffn_norm *ffn_down *ffn_up *ffn *attn_q_norm "
         "*attn_k_norm position_embd"
     ),
+    "nanbeige": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_q *attn_k *attn_v *attn_output *attn_rot_embd "
+        "*ffn_norm *ffn_gate *ffn_down *ffn_up"
+    ),
     "nemotron": (
         "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
         "*attn_rot_embd *ffn_norm *ffn_down *ffn_up"
@@ -390,6 +402,10 @@ KINDS: dict[str, str] = {
     "orion": (
         "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
         "*attn_rot_embd *ffn_norm *ffn_gate *ffn_down *ffn_up"
+    ),
+    "paddleocr": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate "
+        "*ffn_down *ffn_up"
     ),
     "pangu-embedded": (
         "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate "
@@ -484,6 +500,10 @@ KINDS: dict[str, str] = {
     "smollm3": (
         "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
         "*attn_rot_embd *ffn_norm *ffn_gate *ffn_down *ffn_up"
+    ),
+    "spark2_5": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_gate *attn_output *ffn_norm *ffn_gate *ffn_down "
+        "*ffn_up"
     ),
     "stablelm": (
         "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "

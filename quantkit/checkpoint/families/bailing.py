@@ -1,6 +1,6 @@
 """Bailing: Ling and Ring, the first and the third of them.
 
-Facts of llama.cpp b11434, conversion/bailingmoe.py, bailingmoe3.py. Bailing V2 is in more_experts.py.
+Facts of llama.cpp b11434, conversion/bailingmoe.py, conversion/bailingmoe3.py. Bailing V2 is in more_experts.py.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from quantkit.checkpoint.families.llama import rope_factors
 from quantkit.checkpoint.keys import GATING, Keys
 from quantkit.checkpoint.row import Always, Copied, SetKeys
 from quantkit.checkpoint.tensors import Context, Tensor
+from quantkit.errors import FormatError
 
 # --- OLMo ------------------------------------------------------------------------------------------------------------
 
@@ -82,7 +83,8 @@ class LayersBehind:
             return None
         n, config = context.config.layers, context.config
         if match[1] is not None:
-            return (replace(tensor, name=f"model.layers.{n + int(match[1])}.{match[3]}"),)
+            shared = range(predicting_layers(config)) if config.get("mtp_share_layers") else (int(match[1]),)
+            return [replace(tensor, name=f"model.layers.{n + i}.{match[3]}") for i in shared]
         if match[2] not in _BESIDE:
             return None
         name = f"{_BESIDE[match[2]]}.{match[3]}"
@@ -254,3 +256,49 @@ def set_activations(keys: Keys, config: Config) -> None:
         values = config.get(f"xielu_{name}") or {}
         if len(values) == config.layers:
             keys.array(f"xielu.{name}", [values[layer] for layer in sorted(values)])
+
+
+# --- single keys -----------------------------------------------------------------------------------------------------
+
+
+def set_loops(keys: Keys, config: Config) -> None:
+    """Set how often Nanbeige runs its layers."""
+    keys.u32(".num_loops", max(1, int(config.get("num_loops", 1) or 1)))
+    keys.flag(".skip_loop_final_norm", config.get("skip_loop_final_norm", False))
+
+
+def set_plm_heads(keys: Keys, config: Config) -> None:
+    """Set the widths of PLM's latent and heads."""
+    rope = config.number("qk_rope_head_dim")
+    keys.u32(".vocab_size", config["vocab_size"])
+    keys.u32(".attention.kv_lora_rank", config["kv_lora_rank"])
+    keys.u32(".attention.key_length", config.number("qk_nope_head_dim") + rope)
+    keys.u32(".attention.value_length", config["v_head_dim"])
+    keys.u32(".rope.dimension_count", rope)
+
+
+def set_spark(keys: Keys, config: Config) -> None:
+    """Set the windows of Spark 2.5, and what rope turns of heads with and without."""
+    gate = config.get("gate_attn_act_mode"), config.get("headwise_attn_output_gate"), config.get("hidden_act")
+    kinds = config["layer_types"]
+    if gate != ("sigmoid", True, "gelu") or len(kinds) != config.layers:
+        raise FormatError(f"{config.path}: gates, activation or layer_types are not those that llama.cpp runs")
+    keys.u32(".vocab_size", config["vocab_size"])
+    keys.u32(".attention.sliding_window", config["sliding_window"])
+    keys.array(".attention.sliding_window_pattern", [kind == "sliding_attention" for kind in kinds])
+    for key, of in (("", "full_attention"), ("_swa", "sliding_attention")):
+        part = config.rotary_part(None, of=config.rope[of])
+        keys.u32(f".rope.dimension_count{key}", int(config.number("head_dim") * part))
+
+
+#: Of models that fill in masked tokens of a text.
+DIFFUSION_KEYS: tuple[SetKeys, ...] = (
+    Always(".attention.causal", False, "flag"),
+    Copied("tokenizer.ggml.mask_token_id", "mask_token_id"),
+)
+LLADA_MOE_KEYS: tuple[SetKeys, ...] = (
+    Copied(".expert_feed_forward_length", "expert_intermediate_size"),
+    Always("tokenizer.ggml.mask_token_id", 156895),
+    Always(".attention.causal", False, "flag"),
+    Always("diffusion.shift_logits", False, "flag"),
+)

@@ -115,3 +115,28 @@ def write_omni(v: Vocabulary) -> None:
     if number is not None:
         v.keys.u32("tokenizer.ggml.bos_token_id", number)
         v.keys.u32("tokenizer.ggml.eos_token_id", number)
+
+
+def write_kimi_k3(v: Vocabulary) -> None:
+    """As Kimi Linear's, but texts end where the configuration says (KimiK3Model)."""
+    write_kimi_linear(v)
+    if (end := v.config.get("eos_token_id")) is not None:
+        v.keys.u32("tokenizer.ggml.eos_token_id", end)
+
+
+def write_nemotron_h(v: Vocabulary) -> None:
+    """BPE, filled up to a multiple of eight tokens (NemotronHModel)."""
+    v.config.values["vocab_size"] = -(checked_size(v, v.config["vocab_size"], 0) // -8) * 8
+    write_bpe(v)
+
+
+def write_mamba1(v: Vocabulary) -> None:
+    """tokenizer.json, else SentencePiece, filled up to a multiple of pad_vocab_size_multiple tokens (MambaModel)."""
+    size, of = v.config["vocab_size"], v.config.get("pad_vocab_size_multiple", 8)
+    if not isinstance(of, int) or isinstance(of, bool) or of < 1:
+        raise FormatError(f"{v.config.path}: pad_vocab_size_multiple is {of!r}")
+    v.config.values["vocab_size"] = -(checked_size(v, size, 0) // -of) * of
+    if v.has("tokenizer.json") or not v.has("tokenizer.model"):
+        write_bpe(v)
+    else:
+        write_sentencepiece(v)
