@@ -406,4 +406,29 @@ NAMED = (
         "model_type": "minicpm3", "rope_scaling": {"type": "longrope", "long_factor": [1.0 + i for i in range(8)],
             "short_factor": [1.0] * 8, "original_max_position_embeddings": 4096}},
         decoder({"0-2": _NORMS + _LATENT_ATTENTION + _DENSE}), vocab=spm()),
+    named("falcon-h1", "FalconH1ForCausalLM", {
+        "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16,
+        "mamba_rms_norm": True, "attention_in_multiplier": 0.9, "attention_out_multiplier": 1.1, "key_multiplier": 0.3,
+        "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.7, "mlp_multipliers": [0.88, 1.5], "lm_head_multiplier": 0.3,
+        "ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.36], "embedding_multiplier": 5.65}, config={"head_dim": 16},
+        version=4, f32=("A_log",)),
+    named("jamba", "JambaForCausalLM", {
+        "num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 4, "mamba_d_state": 16,
+        "use_mamba_kernels": False}, version=4, vocab=spm(), f32=("A_log",)),
+    # transformers 4.57.6 saves per_layer_model_projection under a name that it does not read.
+    written("gemma3n", "Gemma3nForCausalLM", _HEAD | {
+        "model_type": "gemma3n_text", "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2, "laurel_rank": 32,
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8,
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0], "vocab_size_per_layer_input": 632,
+        "intermediate_size": [128] * 4, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "altup_active_idx": 0,
+        "altup_num_inputs": 4, "final_logit_softcapping": 30.0, "max_position_embeddings": 4096, "rope_scaling": None},
+        of("model.language_model.", "altup_projections.{0-2}:64x64 altup_unembed_projections.{0-2}:64x64 norm:64"
+           " embed_tokens:640x64 embed_tokens_per_layer:632x128 per_layer_model_projection:128x64"
+           " per_layer_projection_norm:32")
+        | of("model.language_model.layers.{0-3}.", _NORMS + _ATTENTION + _HEAD_NORMS + _DENSE
+             + " altup.correct_output_scale!:64 altup.correction_coefs:4x4 altup.modality_router:4x64"
+             " altup.prediction_coefs:16x4 altup.router_norm:64 laurel.linear_left:32x64 laurel.linear_right:64x32"
+             " laurel.post_laurel_norm:64 per_layer_input_gate:32x64 per_layer_projection:64x32"
+             " post_feedforward_layernorm:64 post_per_layer_input_norm:64 pre_feedforward_layernorm:64"),
+        vocab=spm("GemmaTokenizer", ("<pad>", "<eos>", "<bos>", "<unk>"))),
 )  # fmt: skip

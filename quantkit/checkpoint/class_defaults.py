@@ -278,6 +278,13 @@ _QWEN2_VL: Json = {
     **{"num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
 }
 DEFAULTS |= {
+    "jamba": {
+        **{"vocab_size": 65536, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 262144},
+        **{"rms_norm_eps": 1e-6, "num_experts_per_tok": 2, "num_experts": 16, "expert_layer_period": 2},
+        **{"expert_layer_offset": 1, "attn_layer_period": 8, "attn_layer_offset": 4, "mamba_d_state": 16},
+        **{"mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": "auto"},
+    },
     "llava": {},
     "voxtral": {},
     "gpt2": {
@@ -416,6 +423,12 @@ def _all_keys(values: Json) -> None:
         values["num_kv_heads"] = values.get("num_attention_heads")
 
 
+def _time_steps(values: Json) -> None:
+    """Jamba's time steps have a sixteenth of the width, unless it says how many."""
+    if values.get("mamba_dt_rank") == "auto":
+        values["mamba_dt_rank"] = -(values["hidden_size"] // -16)
+
+
 def _old_width(values: Json) -> None:
     """BLOOM's width had another name."""
     values["hidden_size"] = values.get("n_embed") or values["hidden_size"]
@@ -497,6 +510,7 @@ DERIVED: dict[str, tuple[Callable[[Json], None], ...]] = {
     "nemotron": (_heads_as_queries, _divided_head),
     "apertus": (_heads_as_queries,),
     "bloom": (_old_width,),
+    "jamba": (_time_steps,),
     "falcon": (_all_keys,),
 }
 

@@ -199,6 +199,20 @@ class Constant:
 
 
 @dataclass(frozen=True)
+class Zeros:
+    """Zeros: float32."""
+
+    shape: tuple[int, ...]
+    type: TensorType = TYPE_F32
+
+    def read(self, start: int, into: U8, ahead: int = 0) -> None:
+        into[...] = 0
+
+    def parts(self) -> Iterator[StoredTensor]:
+        yield from ()
+
+
+@dataclass(frozen=True)
 class Shaped:
     """The same values in another shape."""
 

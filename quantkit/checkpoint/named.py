@@ -14,10 +14,12 @@ from quantkit.checkpoint.families import (
     dots3,
     early,
     ernie,
+    gemma,
     glm,
     granite,
     hunyuan,
     hunyuan4,
+    hybrids,
     kimi,
     laguna,
     lfm,
@@ -138,6 +140,13 @@ _LLAMA = Architecture(
 _LLADA_MOE = Architecture("llada-moe", rules=(Experts(),), keys=others.LLADA_MOE_KEYS)
 _BLOOM = Architecture("bloom", rules=(Renamed(r"transformer\.", ""), *early.BY_HEAD), base=early.set_bloom_base)
 _FALCON = Architecture("falcon", rules=early.BY_KEY, base=early.set_falcon_base)
+_GEMMA_3N = Architecture(
+    "gemma3n",
+    stored=gemma.GEMMA3N_STORED,
+    rules=gemma.GEMMA3N_RULES,
+    keys=gemma.GEMMA3N_KEYS,
+    vocab="gemma 3n",
+)
 
 #: Class of transformers -> how it is converted.
 NAMED: dict[str, Architecture] = {
@@ -319,4 +328,13 @@ NAMED: dict[str, Architecture] = {
     "MiniCPM3ForCausalLM": Architecture(
         "minicpm3", base=early.set_minicpm3_base, vocab="sentencepiece", extra=early.rope_factors
     ),
+    "FalconH1ForCausalLM": Architecture(
+        "falcon-h1",
+        stored=hybrids.FALCON_STORED,
+        rules=hybrids.FALCON_RULES,
+        base=hybrids.set_falcon_base,
+        keys=hybrids.FALCON_KEYS,
+    ),
+    "JambaForCausalLM": Architecture("jamba", rules=hybrids.JAMBA_RULES, base=hybrids.set_jamba_base, vocab="jamba"),
+    **dict.fromkeys(("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"), _GEMMA_3N),
 }

@@ -15,7 +15,9 @@ from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.families import (
     write_gemma,
     write_gemma1,
+    write_gemma3n,
     write_gemma4,
+    write_jamba,
     write_kimi_k3,
     write_kimi_linear,
     write_laguna,
@@ -125,6 +127,8 @@ WRITERS: dict[str, Callable[[Vocabulary], None]] = {
     "deepseek": write_deepseek,
     "deepseek 3.2": write_deepseek_32,
     "chatglm": partial(write_bpe, special=_CHAT_GLM),
+    "gemma 3n": write_gemma3n,
+    "jamba": write_jamba,
     "nemotron": write_nemotron,
     "nemotron h": write_nemotron_h,
     "mamba 1": write_mamba1,

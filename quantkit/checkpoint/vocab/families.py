@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quantkit.checkpoint.vocab.bpe import write_bpe
-from quantkit.checkpoint.vocab.llama_hf import is_llama_hf, llama_hf_tokens
+from quantkit.checkpoint.vocab.llama_hf import is_llama_hf, llama_hf_tokens, write_llama_hf
 from quantkit.checkpoint.vocab.sentencepiece import phi_tokens, write_pieces, write_sentencepiece
 from quantkit.checkpoint.vocab.special import special_tokens, template_file
 from quantkit.checkpoint.vocab.tiktoken import KIMI, write_ranks
@@ -140,3 +140,18 @@ def write_mamba1(v: Vocabulary) -> None:
         write_bpe(v)
     else:
         write_sentencepiece(v)
+
+
+def write_gemma3n(v: Vocabulary) -> None:
+    """As Gemma's, of all tokens, also those that have no embeddings of each layer (Gemma3NModel)."""
+    v.config = v.config.without("vocab_size_per_layer_input")
+    write_gemma(v)
+
+
+def write_jamba(v: Vocabulary) -> None:
+    """SentencePiece, or Llama's pieces in a tokenizer.json without a space put before texts (JambaModel)."""
+    if v.has("tokenizer.model"):
+        write_sentencepiece(v)
+    else:
+        write_llama_hf(v)
+        v.keys.flag("tokenizer.ggml.add_space_prefix", False)
