@@ -147,6 +147,7 @@ _GEMMA_3N = Architecture(
     keys=gemma.GEMMA3N_KEYS,
     vocab="gemma 3n",
 )
+_MINIMAX_M1 = Architecture("minimax-01", rules=minimax.M1_RULES, keys=minimax.M1_KEYS, vocab="minimax m1")
 
 #: Class of transformers -> how it is converted.
 NAMED: dict[str, Architecture] = {
@@ -337,4 +338,6 @@ NAMED: dict[str, Architecture] = {
     ),
     "JambaForCausalLM": Architecture("jamba", rules=hybrids.JAMBA_RULES, base=hybrids.set_jamba_base, vocab="jamba"),
     **dict.fromkeys(("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"), _GEMMA_3N),
+    **dict.fromkeys(("MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM"), _MINIMAX_M1),
+    "InternLM3ForCausalLM": Architecture("llama", rules=ROPE_PERMUTED, keys=LLAMA_KEYS, vocab="internlm 3"),
 }

@@ -1,17 +1,21 @@
-"""MiniMax M3. MiniMax M2 is in more_experts.py.
+"""MiniMax Text 01, M1 and M3. MiniMax M2 is in more_experts.py.
 
 Facts of llama.cpp b11434, conversion/minimax.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import takewhile
 
-from quantkit.checkpoint.config import Config
+from quantkit.checkpoint.config import Config, optional_json
+from quantkit.checkpoint.expressions import read_f32
 from quantkit.checkpoint.families.more_experts import MINIMAX_EXPERTS, MINIMAX_KEYS
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.row import Always, Copied, SetKeys
-from quantkit.checkpoint.tensors import Changed, Full, plus_one
+from quantkit.checkpoint.tensors import Changed, Context, Full, Tensor, plus_one
+from quantkit.errors import FormatError
 
 M3_RULES = (Changed(r"norm\.weight$", plus_one), Full(r"\.self_attn\.index(er\.|_)"), MINIMAX_EXPERTS)
 
@@ -36,3 +40,37 @@ M3_KEYS: tuple[SetKeys, ...] = (
     Always(".expert_weights_norm", True, "flag"),
     _set_sparse,
 )
+
+# --- Text 01 and M1 --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Silent:
+    """Tokens beside those of the model whose embeddings are zero are noted in the configuration: they must not come."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        if tensor.name != "model.embed_tokens.weight" or len(tensor.x.shape) != 2:
+            return None
+        tokenizer = optional_json(context.config.path.parent / "tokenizer.json") or {}
+        model = tokenizer.get("model")
+        first = len(model.get("vocab") or ()) if isinstance(model, dict) else 0
+        rows, width = tensor.x.shape
+        silent = [row for row in range(first, rows) if not read_f32(tensor.x, row * width, width).any()]
+        context.config.values["_silent"] = silent
+        return None
+
+
+M1_RULES = (_Silent(), MINIMAX_EXPERTS)
+
+
+def _set_m1(keys: Keys, config: Config) -> None:
+    keys.array("tokenizer.ggml.suppress_tokens", config.get("_silent") or [])
+    parts = ("full_attention", "linear_attention", "mlp")
+    alphas, betas = ({config[f"layernorm_{part}_{which}"] for part in parts} for which in ("alpha", "beta"))
+    if len(alphas) > 1 or betas != {1.0}:
+        raise FormatError(f"{config.path}: layers add to what was before by several numbers; only one is known")
+    keys.f32(".residual_scale", alphas.pop())
+    keys.u32(".rope.dimension_count", config["rotary_dim"])
+
+
+M1_KEYS: tuple[SetKeys, ...] = (_set_m1,)

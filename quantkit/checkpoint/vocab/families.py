@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.llama_hf import is_llama_hf, llama_hf_tokens, write_llama_hf
-from quantkit.checkpoint.vocab.sentencepiece import phi_tokens, write_pieces, write_sentencepiece
+from quantkit.checkpoint.vocab.sentencepiece import (
+    phi_tokens,
+    sentencepiece_tokens,
+    set_pieces,
+    write_pieces,
+    write_sentencepiece,
+)
 from quantkit.checkpoint.vocab.special import special_tokens, template_file
 from quantkit.checkpoint.vocab.tiktoken import KIMI, write_ranks
 from quantkit.checkpoint.vocab.tokenizer import CONTROL, USER_DEFINED, Vocabulary, checked_size
@@ -155,3 +161,26 @@ def write_jamba(v: Vocabulary) -> None:
     else:
         write_llama_hf(v)
         v.keys.flag("tokenizer.ggml.add_space_prefix", False)
+
+
+def write_minimax_m1(v: Vocabulary) -> None:
+    """BPE; chat_template.jinja counts, if there is one.
+
+    Without one the reference writes a template of llama.cpp's own, we that of the tokenizer (MiniMaxText01Model).
+    """
+    write_bpe(v)
+    if v.has("chat_template.jinja"):
+        v.keys.text("tokenizer.chat_template", template_file(v.folder))
+
+
+def write_internlm3(v: Vocabulary) -> None:
+    """SentencePiece; the end of a turn ends a text (InternLM3Model)."""
+    tokens = sentencepiece_tokens(v)
+    set_pieces(v, tokens)
+    special = special_tokens(v.folder, n_tokens=len(tokens))
+    if "add_prefix_space" in v.tokenizer_config:
+        v.keys.flag("tokenizer.ggml.add_space_prefix", v.tokenizer_config["add_prefix_space"])
+    for number, entry in v.listed:
+        if entry.get("special") and entry["content"] == "<|im_end|>" and "eos" in special.ids:
+            special.ids["eos"] = number
+    special.write(v.keys)
