@@ -1,4 +1,4 @@
-"""Describe the checkpoints of tests/data/checkpoints: scripts/checkpoint_table.py, and what transformers makes of it.
+"""Describe the checkpoints of tests/data/checkpoints: scripts/checkpoint_table*.py, and what transformers makes of it.
 
     for python in PYTHON_WITH_4_57_6 PYTHON_WITH_5_18_0; do $python scripts/make_checkpoints.py [NAME ...]; done
 
@@ -19,6 +19,8 @@ from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from checkpoint_table_named import NAMED
 
 from checkpoint_table import BASE, QUANTIZED, ROWS, SPARSE, VARIANTS, Json, Quantized, Row, Variant
 
@@ -155,7 +157,7 @@ def main() -> None:
 
     version = int(transformers.__version__.split(".")[0])
     failed = 0
-    jobs = {row.name: partial(describe, row) for row in ROWS if row.version in (0, version)}
+    jobs = {row.name: partial(describe, row) for row in ROWS + NAMED if row.version in (0, version)}
     jobs |= {row.name: partial(describe_quantized, row) for row in QUANTIZED}
     jobs |= {row.name: partial(describe_variant, row) for row in VARIANTS}
     if version == 4:

@@ -106,7 +106,7 @@ def reference_of(program: Any, what: checkpoints.Description, args: argparse.Nam
         if not out.exists():
             return None
         row[outtype] = digests(out)
-    for split, options in SPLITS.items() if len(what.outtypes) > 2 else ():
+    for split, options in SPLITS.items() if "auto" in what.outtypes else ():
         out = args.out / f"{name}-by-{split}.gguf"
         run_reference(program, what, source / name, "bf16", out, options)
         parts = sorted(args.out.glob(f"{out.stem}-0*.gguf")) or [out]
@@ -191,6 +191,8 @@ class Ranks:
         names |= {int(i): token["content"] for i, token in added.items()}
         self.special_tokens = {text: i for i, text in sorted(names.items())}
         self.vocab_size = first + len(self.special_tokens)
+        ends = json.loads((path / "tokenizer_config.json").read_text()).get("eos_token")
+        self.eos_id = self.special_tokens.get(ends)
         self.model = self
         self._mergeable_ranks = self.mergeable_ranks
 

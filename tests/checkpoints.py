@@ -154,7 +154,7 @@ def _spread(name: str, shape: Shape) -> tuple[float, float]:
         return 0.1, 0.0
     if last.endswith("bias"):
         return 0.2, 0.0
-    if len(shape) == 1 or ("norm" in last and name.endswith("weight")):
+    if len(shape) <= 1 or ("norm" in last and name.endswith("weight")):
         return 0.4, 1.0
     if "embed" in name or last in ("conv1d", "word_embeddings", "wte"):
         return 1.0, 0.0

@@ -30,6 +30,7 @@ from quantkit.checkpoint.families import (
     qwen,
     qwen_next,
 )
+from quantkit.checkpoint.named import NAMED
 from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.tensors import Dropped, Experts, Renamed
 from quantkit.errors import TypeNotSupported
@@ -262,6 +263,7 @@ ROWS: dict[str, Architecture] = {
         ),
     ),
     **dict.fromkeys(("Mistral3ForConditionalGeneration", "Ministral3ForCausalLM"), _MISTRAL_3),
+    **NAMED,
 }
 
 

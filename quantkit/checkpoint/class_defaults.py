@@ -272,6 +272,79 @@ DEFAULTS: dict[str, Json] = {
     },
 }
 
+_QWEN2_VL: Json = {
+    **_QWEN,
+    **{"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80},
+    **{"num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
+}
+DEFAULTS |= {
+    "jamba": {
+        **{"vocab_size": 65536, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 262144},
+        **{"rms_norm_eps": 1e-6, "num_experts_per_tok": 2, "num_experts": 16, "expert_layer_period": 2},
+        **{"expert_layer_offset": 1, "attn_layer_period": 8, "attn_layer_offset": 4, "mamba_d_state": 16},
+        **{"mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": "auto"},
+    },
+    "llava": {},
+    "voxtral": {},
+    "gpt2": {
+        **{"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None},
+        "layer_norm_epsilon": 1e-5,
+    },
+    "gpt_neox": {
+        **{"vocab_size": 50432, "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64},
+        **{"intermediate_size": 24576, "rotary_pct": 0.25, "rotary_emb_base": 10000, "max_position_embeddings": 2048},
+        **{"layer_norm_eps": 1e-5, "use_parallel_residual": True, "rope_scaling": None},
+    },
+    "bloom": {
+        **{"vocab_size": 250880, "hidden_size": 64, "n_layer": 2, "n_head": 8, "layer_norm_epsilon": 1e-5},
+    },
+    "falcon": {
+        **{"vocab_size": 65024, "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71},
+        **{"layer_norm_epsilon": 1e-5, "num_kv_heads": None, "max_position_embeddings": 2048, "rope_theta": 10000.0},
+    },
+    "qwen2_vl": {},
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl": {},
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen3_omni_moe": {},
+    "qwen3_omni_moe_thinker": {},
+    "qwen3_omni_moe_text": {
+        **_DENSE,
+        **{"vocab_size": 3584, "hidden_size": 2048, "intermediate_size": 18944, "num_hidden_layers": 28},
+        **{"num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 32768},
+        **{"rope_theta": 1000000.0, "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128},
+        **{"norm_topk_prob": True, "sliding_window": None},
+    },
+    "glm": {
+        **_GLM,
+        **{"intermediate_size": 13696, "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 2},
+        **{"partial_rotary_factor": 0.5, "head_dim": 128, "rms_norm_eps": 1.5625e-07},
+    },
+    "lfm2": {
+        **_without("rms_norm_eps", _DENSE),
+        **{"vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "max_position_embeddings": 128000},
+        **{"rope_theta": 1000000.0, "norm_eps": 1e-5, "num_key_value_heads": 8, "conv_L_cache": 3},
+        **{"block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True},
+        **{"tie_word_embeddings": True, "layer_types": None},
+    },
+    "nemotron": {
+        **_without("rms_norm_eps", _without("rope_scaling", _DENSE)),
+        **{"vocab_size": 256000, "hidden_size": 6144, "intermediate_size": 24576, "num_attention_heads": 48},
+        **{"head_dim": None, "num_key_value_heads": None, "max_position_embeddings": 4096, "norm_eps": 1e-5},
+        "partial_rotary_factor": 0.5,
+    },
+    "apertus": {
+        **_DENSE,
+        **{"vocab_size": 131072, "intermediate_size": 14336, "max_position_embeddings": 65536, "rms_norm_eps": 1e-5},
+        **{"rope_theta": 12000000.0, "num_key_value_heads": None},
+        "rope_scaling": {
+            **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            "original_max_position_embeddings": 8192,
+        },
+    },
+}
+
 
 def _heads_as_queries(values: Json) -> None:
     """Of a class with num_key_value_heads null: as many as there are heads."""
@@ -343,6 +416,42 @@ def _chunked_layers(values: Json) -> None:
         values["layer_types"] = ["chunked_attention" if each else "full_attention" for each in rope]
 
 
+def _all_keys(values: Json) -> None:
+    """Falcon: as many heads of keys as of queries, unless it says otherwise; the old name of its width counts."""
+    values["hidden_size"] = values.get("n_embed") or values["hidden_size"]
+    if values.get("num_kv_heads") is None:
+        values["num_kv_heads"] = values.get("num_attention_heads")
+
+
+def _time_steps(values: Json) -> None:
+    """Jamba's time steps have a sixteenth of the width, unless it says how many."""
+    if values.get("mamba_dt_rank") == "auto":
+        values["mamba_dt_rank"] = -(values["hidden_size"] // -16)
+
+
+def _old_width(values: Json) -> None:
+    """BLOOM's width had another name."""
+    values["hidden_size"] = values.get("n_embed") or values["hidden_size"]
+
+
+def _text_inside(values: Json) -> None:
+    """Qwen 2 VL's configurations were flat; the class puts what is of the text into a configuration of its own."""
+    kind, text = f"{values['model_type']}_text", values.get("text_config")
+    if not isinstance(text, dict):
+        text = {k: v for k, v in values.items() if k not in ("vision_config", "text_config", "model_type")}
+    values["text_config"] = with_defaults({"model_type": kind, **text})
+
+
+def _convolutions(values: Json) -> None:
+    """LFM 2's layers are convolutions, but for those that are listed; its old names count."""
+    values["intermediate_size"] = values.get("block_ff_dim", values["intermediate_size"])
+    values["rope_theta"] = values.get("theta", values["rope_theta"])
+    layers, full = values.get("num_hidden_layers"), values.get("full_attn_idxs")
+    if values.get("layer_types") is None and isinstance(layers, int) and 0 <= layers < 1 << 16:
+        attends = range(layers) if full is None else full
+        values["layer_types"] = ["full_attention" if i in attends else "conv" for i in range(layers)]
+
+
 def _no_end_of_document(values: Json) -> None:
     """Hunyuan's classes take eod_token_id, and forget it."""
     values.pop("eod_token_id", None)
@@ -393,6 +502,16 @@ DERIVED: dict[str, tuple[Callable[[Json], None], ...]] = {
     "starcoder2": (_named_rope,),
     "stablelm": (_named_rope,),
     "bitnet": (_heads_as_queries,),
+    "qwen2_vl": (_text_inside,),
+    "qwen2_vl_text": (_heads_as_queries, _no_window),
+    "qwen2_5_vl": (_text_inside,),
+    "qwen2_5_vl_text": (_heads_as_queries, _no_window),
+    "lfm2": (_convolutions,),
+    "nemotron": (_heads_as_queries, _divided_head),
+    "apertus": (_heads_as_queries,),
+    "bloom": (_old_width,),
+    "jamba": (_time_steps,),
+    "falcon": (_all_keys,),
 }
 
 #: Model type -> keys that hold the configuration of a part, and its type if it does not name one.
@@ -404,6 +523,10 @@ PARTS: dict[str, dict[str, str]] = {
     "glm4v_moe": {"text_config": "glm4v_moe_text"},
     "llama4": {"text_config": "llama4_text"},
     "mistral3": {"text_config": "mistral"},
+    "llava": {"text_config": "llama"},
+    "voxtral": {"text_config": "llama"},
+    "qwen3_omni_moe": {"thinker_config": "qwen3_omni_moe_thinker"},
+    "qwen3_omni_moe_thinker": {"text_config": "qwen3_omni_moe_text"},
 }
 
 

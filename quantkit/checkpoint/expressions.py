@@ -199,6 +199,20 @@ class Constant:
 
 
 @dataclass(frozen=True)
+class Zeros:
+    """Zeros: float32."""
+
+    shape: tuple[int, ...]
+    type: TensorType = TYPE_F32
+
+    def read(self, start: int, into: U8, ahead: int = 0) -> None:
+        into[...] = 0
+
+    def parts(self) -> Iterator[StoredTensor]:
+        yield from ()
+
+
+@dataclass(frozen=True)
 class Shaped:
     """The same values in another shape."""
 
@@ -453,6 +467,9 @@ def _negative_exp(x: F32) -> F32:
     return -np.exp(x.astype(np.float64)).astype(np.float32)
 
 
+def _exp(x: F32) -> F32:
+    with np.errstate(over="ignore"):
+        return np.exp(x)
 def _log_of_negative(x: F32) -> F32:
     """Return what ``_negative_exp`` made ``x`` of: of several values the one of the fewest bits, as it was stored."""
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -474,6 +491,7 @@ FUNCTIONS: dict[str, Callable[[F32], F32]] = {
     "minus one": _minus_one,
     "negative exp": _negative_exp,
     "log of negative": _log_of_negative,
+    "exp": _exp,
     "negative": _negative,
 }
 
@@ -506,6 +524,43 @@ class Mapped:
 
     def parts(self) -> Iterator[StoredTensor]:
         return self.x.parts()
+
+
+@dataclass(frozen=True)
+class Scaled(Mapped):
+    """Each value times ``factor``, a float32."""
+
+    function: str = "times"
+    factor: float = 1.0
+
+    def read(self, start: int, into: U8, ahead: int = 0) -> None:
+        fill_mapped(self.x, self.type, lambda x: x * np.float32(self.factor), start, into)
+
+
+@dataclass(frozen=True)
+class Product:
+    """Values of two tensors multiplied: as many of each, float32, in one dimension."""
+
+    x: Expression
+    y: Expression
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (size_of(self.x),)
+
+    @property
+    def type(self) -> TensorType:
+        return TYPE_F32
+
+    def read(self, start: int, into: U8, ahead: int = 0) -> None:
+        values = into.view(np.float32)
+        for at in range(0, values.size, PIECE):
+            n = min(PIECE, values.size - at)
+            values[at : at + n] = read_f32(self.x, start + at, n) * read_f32(self.y, start + at, n)
+
+    def parts(self) -> Iterator[StoredTensor]:
+        yield from self.x.parts()
+        yield from self.y.parts()
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,11 @@ class Keys:
             self.u32(key, value)
 
 
+def layers_in_file(keys: Keys) -> int:
+    """Return the number of layers in the file, of keys that have it already."""
+    return int(keys.fields[f"{keys.arch}.block_count"].value)
+
+
 def set_base_keys(keys: Keys, config: Config, layers: int, file_type: int) -> None:
     """Set what every text model has, ``layers`` of them; ``file_type`` is a number of llama.cpp's."""
     keys.u32(".block_count", layers)

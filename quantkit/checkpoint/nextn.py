@@ -15,7 +15,8 @@ WITH, WITHOUT, ONLY = "with", "without", "only"
 #: What a file of the layers that predict has of the rest of the model.
 _SHARED = {
     *("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
-    *("embed_tokens.weight", "norm.weight"),
+    *("embed_tokens.weight", "norm.weight", "model.word_embeddings.weight"),
+    *("backbone.embeddings.weight", "backbone.norm_f.weight"),
 }
 _LAYER, _APART = re.compile(r"model\.layers\.(\d{1,9})\."), re.compile(r"(?:model\.)?mtp\.")
 _OPTION = {WITHOUT: "--no-nextn", ONLY: "--mtp"}

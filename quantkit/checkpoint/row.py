@@ -38,6 +38,18 @@ class Copied:
 
 
 @dataclass(frozen=True)
+class Always:
+    """A key that has the same value in all files. ``kind`` is the method of ``Keys`` that writes it."""
+
+    key: str
+    value: Any
+    kind: str = "u32"
+
+    def __call__(self, keys: Keys, config: Config) -> None:
+        getattr(keys, self.kind)(self.key, self.value)
+
+
+@dataclass(frozen=True)
 class Architecture:
     """How checkpoints of some classes become a GGUF file."""
 

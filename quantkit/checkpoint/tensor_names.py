@@ -39,6 +39,13 @@ KINDS: dict[str, str] = {
         "*ffn_down_shexp *ffn_up_shexp *nextn.eh_proj *nextn.embed_tokens *nextn.enorm *nextn.hnorm "
         "*nextn.shared_head_head *nextn.shared_head_norm *layer_output_norm"
     ),
+    "bailingmoe3": (
+        "token_embd output_norm output *attn_norm *attn_q *attn_q_a *attn_q_b *attn_q_a_norm *attn_k *attn_v "
+        "*attn_output *attn_gate *attn_kv_a_mqa *attn_kv_b *attn_k_b *attn_v_b *attn_kv_a_norm *ffn_norm *ffn_gate "
+        "*ffn_down *ffn_up *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp *ffn_down_shexp "
+        "*ffn_up_shexp *exp_probs_b *ssm_conv1d_q *ssm_conv1d_k *ssm_conv1d_v *ssm_f_a *ssm_beta *ssm_a *ssm_g_a "
+        "*ssm_dt *ssm_norm *nextn.eh_proj *nextn.enorm *nextn.hnorm *layer_output_norm"
+    ),
     "bitnet": (
         "*attn_q *attn_k *attn_v token_embd output_norm *attn_norm *attn_output *ffn_norm *ffn_gate *ffn_down *ffn_up "
         "*attn_sub_norm *ffn_sub_norm"
@@ -50,8 +57,18 @@ KINDS: dict[str, str] = {
         "token_embd rope_freqs output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
         "*ffn_down *ffn_up"
     ),
+    "codeshell": (
+        "token_embd position_embd output_norm output *attn_norm *attn_qkv *attn_output *attn_rot_embd *ffn_norm "
+        "*ffn_down *ffn_up"
+    ),
     "cohere2": (
         "token_embd output_norm *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_gate *ffn_down *ffn_up"
+    ),
+    "cohere2moe": (
+        "token_embd output_norm output *attn_norm *attn_q *attn_k *attn_v *attn_output *ffn_gate *ffn_down *ffn_up "
+        "*ffn_gate_inp *ffn_gate_exps *ffn_gate_up_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp *ffn_down_shexp "
+        "*ffn_up_shexp *nextn.eh_proj *nextn.embed_tokens *nextn.enorm *nextn.hnorm *nextn.shared_head_head "
+        "*nextn.shared_head_norm"
     ),
     "command-r": (
         "token_embd output_norm *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_gate *ffn_down *ffn_up "
@@ -84,10 +101,27 @@ KINDS: dict[str, str] = {
         "*exp_probs_b *indexer.k_norm *indexer.proj *indexer.attn_k *indexer.attn_q_b *nextn.eh_proj "
         "*nextn.embed_tokens *nextn.enorm *nextn.hnorm *nextn.shared_head_head *nextn.shared_head_norm"
     ),
+    "deepseek4": (
+        "token_embd output_norm output output_hc_fn output_hc_base output_hc_scale *attn_norm *attn_sinks *attn_q_a "
+        "*attn_q_b *attn_q_a_norm *attn_kv *attn_kv_a_norm:kv *attn_output_a *attn_output_b *hc_attn_fn *hc_attn_base "
+        "*hc_attn_scale *hc_ffn_fn *hc_ffn_base *hc_ffn_scale *attn_compressor_kv *attn_compressor_gate "
+        "*attn_compressor_ape *attn_compressor_norm *indexer.proj *indexer.attn_q_b *indexer_compressor_kv "
+        "*indexer_compressor_gate *indexer_compressor_ape *indexer_compressor_norm *ffn_gate_inp *ffn_gate_tid2eid "
+        "*exp_probs_b *exp_probs_b_vl *ffn_norm *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp "
+        "*ffn_down_shexp *ffn_up_shexp *nextn.eh_proj *nextn.embed_tokens *nextn.enorm *nextn.hnorm "
+        "*nextn.shared_head_head *nextn.shared_head_norm"
+    ),
     "dots1": (
         "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
         "*attn_output *exp_probs_b *ffn_norm *ffn_gate *ffn_gate_exps *ffn_gate_inp *ffn_gate_shexp *ffn_down "
         "*ffn_down_exps *ffn_down_shexp *ffn_up *ffn_up_exps *ffn_up_shexp"
+    ),
+    "dots3note": (
+        "token_embd output_norm output *attn_norm *attn_q_a *attn_q_b *attn_kv_a_mqa *attn_k_b *attn_v_b "
+        "*attn_q_a_norm *attn_kv_a_norm *attn_k_norm *attn_gate *attn_output *ffn_norm *ffn_gate *ffn_down *ffn_up "
+        "*ffn_gate_inp *exp_probs_b *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp *ffn_down_shexp "
+        "*ffn_up_shexp *indexer.k_norm *indexer.proj *indexer.attn_k *indexer.attn_q_b *nextn.eh_proj "
+        "*nextn.embed_tokens *nextn.enorm *nextn.hnorm *nextn.shared_head_norm"
     ),
     "dream": (
         "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
@@ -176,6 +210,11 @@ KINDS: dict[str, str] = {
         "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate "
         "*ffn_down *ffn_up"
     ),
+    "granite_swa": (
+        "token_embd output_norm output *attn_norm *attn_q *attn_k *attn_v *attn_output *attn_sinks rope_freqs "
+        "*ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_inp *ffn_gate_exps *ffn_gate_up_exps *ffn_down_exps "
+        "*ffn_up_exps *ffn_up_shexp *ffn_down_shexp"
+    ),
     "granitehybrid": (
         "token_embd output_norm output *attn_norm *ssm_in *ssm_conv1d *ssm_dt *ssm_a *ssm_d *ssm_norm *ssm_out "
         "*attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_down_exps "
@@ -204,14 +243,39 @@ KINDS: dict[str, str] = {
         "*attn_v *attn_output *ffn_gate_inp *ffn_norm *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp "
         "*ffn_down_shexp *ffn_up_shexp"
     ),
+    "hy_v3": (
+        "token_embd output_norm output *attn_norm *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v *attn_output "
+        "*ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_inp *exp_probs_b *ffn_gate_exps *ffn_down_exps *ffn_up_exps "
+        "*ffn_gate_shexp *ffn_down_shexp *ffn_up_shexp *nextn.eh_proj *nextn.embed_tokens *nextn.enorm *nextn.hnorm "
+        "*nextn.shared_head_head *nextn.shared_head_norm"
+    ),
+    "hy_v4": (
+        "token_embd output_norm output rope_freqs output_hc_fn output_hc_base output_hc_scale *attn_norm *attn_sinks "
+        "*attn_q_a *attn_q_a_norm *attn_q_b *attn_kv_a_mqa *attn_kv_a_norm *attn_k_b *attn_v_b *attn_output *attn_gate "
+        "*indexer.k_norm *indexer.proj *indexer.attn_k *indexer.attn_q_b *hc_attn_fn *hc_attn_base *hc_attn_scale "
+        "*hc_ffn_fn *hc_ffn_base *hc_ffn_scale *ffn_gate_inp *exp_probs_b *ffn_norm *ffn_gate *ffn_down *ffn_up "
+        "*ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp *ffn_down_shexp *ffn_up_shexp"
+    ),
     "internlm2": (
         "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *attn_rot_embd "
         "*ffn_norm *ffn_gate *ffn_down *ffn_up"
+    ),
+    "jais2": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_down "
+        "*ffn_up"
     ),
     "jamba": (
         "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ssm_in *ssm_conv1d "
         "*ssm_x *ssm_dt *ssm_dt_norm *ssm_a *ssm_b_norm *ssm_c_norm *ssm_d *ssm_out *ffn_gate_inp *ffn_norm *ffn_gate "
         "*ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
+    ),
+    "kimi-k3": (
+        "token_embd output_norm output output_res_score *attn_norm *attn_res_score *ffn_res_score *attn_q *attn_k "
+        "*attn_v *attn_output *attn_gate *attn_q_a *attn_q_b *attn_kv_a_mqa *attn_kv_b *attn_k_b *attn_v_b "
+        "*attn_q_a_norm *attn_kv_a_norm *ssm_conv1d_q *ssm_conv1d_k *ssm_conv1d_v *ssm_f_a *ssm_f_b *ssm_beta *ssm_a "
+        "*ssm_g *ssm_dt *ssm_norm *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_inp *exp_probs_b *ffn_gate_exps "
+        "*ffn_down_exps *ffn_up_exps *ffn_gate_shexp *ffn_down_shexp *ffn_up_shexp *ffn_routed_down *ffn_routed_up "
+        "*ffn_routed_norm"
     ),
     "kimi-linear": (
         "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *attn_q_a *attn_q_b "
@@ -219,6 +283,11 @@ KINDS: dict[str, str] = {
         "*ffn_up *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ssm_conv1d_q *ssm_conv1d_k *ssm_conv1d_v "
         "*ssm_f_a *ssm_f_b *ssm_beta *ssm_a *ssm_g_a *ssm_g_b *ssm_dt *ssm_norm *exp_probs_b *ffn_gate_shexp "
         "*ffn_down_shexp *ffn_up_shexp"
+    ),
+    "laguna": (
+        "token_embd output_norm output *attn_norm *attn_q *attn_k *attn_v *attn_output *attn_q_norm *attn_k_norm "
+        "*attn_gate *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_inp *exp_probs_b *ffn_gate_exps *ffn_down_exps "
+        "*ffn_up_exps *ffn_gate_shexp *ffn_up_shexp *ffn_down_shexp"
     ),
     "lfm2": (
         "token_embd token_embd_norm *shortconv.conv *shortconv.in_proj *shortconv.out_proj *ffn_gate *ffn_down *ffn_up "
@@ -232,6 +301,10 @@ KINDS: dict[str, str] = {
     "llada": (
         "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
         "*ffn_gate *ffn_down *ffn_up"
+    ),
+    "llada-moe": (
+        "token_embd output_norm output *attn_output *attn_qkv *attn_q *attn_k *attn_v *attn_norm *attn_q_norm "
+        "*attn_k_norm *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_up_exps *ffn_down_exps"
     ),
     "llama": (
         "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
@@ -252,6 +325,12 @@ KINDS: dict[str, str] = {
         "token_embd output_norm output *attn_norm *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v *attn_output "
         "*ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
     ),
+    "mimo2": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_sinks *attn_output *ffn_norm "
+        "*ffn_gate *ffn_down *ffn_up *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps *exp_probs_b "
+        "*layer_output_norm *nextn.eh_proj *nextn.embed_tokens *nextn.enorm *nextn.hnorm *nextn.shared_head_head "
+        "*nextn.shared_head_norm"
+    ),
     "minicpm": (
         "token_embd output output_norm rope_freqs rope_factors_long rope_factors_short *attn_norm *attn_qkv *attn_q "
         "*attn_k *attn_v *attn_output *attn_rot_embd *ffn_gate_inp *ffn_norm *ffn_gate *ffn_down *ffn_up "
@@ -261,9 +340,19 @@ KINDS: dict[str, str] = {
         "token_embd output_norm output rope_factors_long rope_factors_short *attn_norm *attn_q_a *attn_q_b "
         "*attn_kv_a_mqa *attn_kv_b *attn_q_a_norm *attn_kv_a_norm *attn_output *ffn_norm *ffn_gate *ffn_down *ffn_up"
     ),
+    "minimax-01": (
+        "token_embd output_norm output *attn_norm *attn_norm_2 *attn_qkv *attn_q *attn_k *attn_v *attn_output "
+        "*attn_gate *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
+    ),
     "minimax-m2": (
         "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
         "*attn_output *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps *exp_probs_b"
+    ),
+    "minimax-m3": (
+        "token_embd output_norm output *attn_norm *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v *attn_output "
+        "*ffn_norm *ffn_gate_inp *exp_probs_b *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp "
+        "*ffn_down_shexp *ffn_up_shexp *ffn_gate *ffn_down *ffn_up *indexer.q_proj *indexer.k_proj *indexer.q_norm "
+        "*indexer.k_norm"
     ),
     "mistral3": (
         "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
@@ -279,6 +368,10 @@ KINDS: dict[str, str] = {
         "token_embd output_norm output *attn_norm *attn_qkv *attn_output *ffn_norm *ffn_down *ffn_up *ffn *attn_q_norm "
         "*attn_k_norm position_embd"
     ),
+    "nanbeige": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_q *attn_k *attn_v *attn_output *attn_rot_embd "
+        "*ffn_norm *ffn_gate *ffn_down *ffn_up"
+    ),
     "nemotron": (
         "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
         "*attn_rot_embd *ffn_norm *ffn_down *ffn_up"
@@ -286,6 +379,12 @@ KINDS: dict[str, str] = {
     "nemotron_h": (
         "token_embd output_norm output *attn_norm *ssm_in *ssm_conv1d *ssm_dt *ssm_a *ssm_d *ssm_norm *ssm_out "
         "*attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_down *ffn_up"
+    ),
+    "nemotron_h_moe": (
+        "token_embd output_norm output *attn_norm *ssm_in *ssm_conv1d *ssm_dt *ssm_a *ssm_d *ssm_norm *ssm_out "
+        "*attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_down *ffn_up *ffn_gate_inp *ffn_up_exps *ffn_down_exps "
+        "*ffn_latent_down *ffn_latent_up *ffn_down_shexp *ffn_up_shexp *exp_probs_b *post_attention_norm "
+        "*nextn.eh_proj *nextn.enorm *nextn.hnorm *nextn.shared_head_norm"
     ),
     "olmo": "token_embd output *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_gate *ffn_down *ffn_up",
     "olmo2": (
@@ -303,6 +402,10 @@ KINDS: dict[str, str] = {
     "orion": (
         "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
         "*attn_rot_embd *ffn_norm *ffn_gate *ffn_down *ffn_up"
+    ),
+    "paddleocr": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate "
+        "*ffn_down *ffn_up"
     ),
     "pangu-embedded": (
         "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate "
@@ -337,6 +440,10 @@ KINDS: dict[str, str] = {
         "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
         "*ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_inp_shexp *ffn_gate_shexp *ffn_down_shexp "
         "*ffn_up_shexp"
+    ),
+    "qwen2vl": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate "
+        "*ffn_down *ffn_up"
     ),
     "qwen3": (
         "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm "
@@ -394,6 +501,10 @@ KINDS: dict[str, str] = {
         "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
         "*attn_rot_embd *ffn_norm *ffn_gate *ffn_down *ffn_up"
     ),
+    "spark2_5": (
+        "token_embd output_norm output *attn_norm *attn_qkv *attn_gate *attn_output *ffn_norm *ffn_gate *ffn_down "
+        "*ffn_up"
+    ),
     "stablelm": (
         "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
         "*ffn_gate *ffn_down *ffn_up *attn_q_norm *attn_k_norm"
@@ -404,6 +515,12 @@ KINDS: dict[str, str] = {
     "starcoder2": (
         "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
         "*attn_rot_embd *ffn_norm *ffn_down *ffn_up"
+    ),
+    "step35": (
+        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm "
+        "*attn_v *attn_gate *attn_output *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_inp *ffn_gate_exps "
+        "*ffn_down_exps *ffn_up_exps *ffn_up_shexp *ffn_gate_shexp *ffn_down_shexp *exp_probs_b *nextn.eh_proj "
+        "*nextn.embed_tokens *nextn.enorm *nextn.hnorm *nextn.shared_head_head *nextn.shared_head_norm"
     ),
     "xverse": (
         "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
@@ -612,6 +729,8 @@ PATTERNS: dict[str, str] = {
     ),
     "*ffn_gate_chexps": "model.layers.*.mlp.chunk_experts.gate_proj",
     "*ffn_gate_up_exps": "model.layers.*.mlp.experts.gate_up_proj model.layers.*.experts.gate_up_proj",
+    "*ffn_latent_down": "backbone.layers.*.mixer.fc1_latent_proj",
+    "*ffn_latent_up": "backbone.layers.*.mixer.fc2_latent_proj",
     "*ffn_down": (
         "gpt_neox.layers.*.mlp.dense_4h_to_h transformer.h.*.mlp.c_proj transformer.blocks.*.ffn.down_proj "
         "transformer.h.*.mlp.dense_4h_to_h h.*.mlp.dense_4h_to_h model.layers.*.mlp.down_proj layers.*.mlp.down_proj "
@@ -722,6 +841,9 @@ PATTERNS: dict[str, str] = {
     "*ssm_f_a": "model.layers.*.self_attn.f_a_proj",
     "*ssm_f_b": "model.layers.*.self_attn.f_b_proj",
     "*ssm_beta": "model.layers.*.linear_attn.in_proj_b model.layers.*.self_attn.b_proj model.layers.*.attention.b_proj",
+    "*ffn_routed_down": "model.layers.*.block_sparse_moe.routed_expert_down_proj",
+    "*ffn_routed_up": "model.layers.*.block_sparse_moe.routed_expert_up_proj",
+    "*ffn_routed_norm": "model.layers.*.block_sparse_moe.routed_expert_norm",
     "*ssm_g_a": "model.layers.*.self_attn.g_a_proj",
     "*ssm_g_b": "model.layers.*.self_attn.g_b_proj",
     "*attn_q_a": "model.layers.*.self_attn.q_a_proj model.layers.*.attention.q_a_proj layers.*.attention.wq_a",
@@ -745,6 +867,18 @@ PATTERNS: dict[str, str] = {
     "*indexer.proj": "model.layers.*.self_attn.indexer.weights_proj",
     "*indexer.attn_k": "model.layers.*.self_attn.indexer.wk",
     "*indexer.attn_q_b": "model.layers.*.self_attn.indexer.wq_b",
+    "*indexer.q_proj": "model.layers.*.self_attn.index_q_proj",
+    "*indexer.k_proj": "model.layers.*.self_attn.index_k_proj",
+    "*indexer.q_norm": "model.layers.*.self_attn.index_q_norm",
+    "*hc_attn_fn": "model.layers.*.hc_attn_layer.hc_pre.hc_fn model.layers.*.hc_attn_fn",
+    "*hc_attn_base": "model.layers.*.hc_attn_layer.hc_pre.hc_base model.layers.*.hc_attn_base",
+    "*hc_attn_scale": "model.layers.*.hc_attn_layer.hc_pre.hc_scale model.layers.*.hc_attn_scale",
+    "*hc_ffn_fn": "model.layers.*.hc_mlp_layer.hc_pre.hc_fn model.layers.*.hc_ffn_fn",
+    "*hc_ffn_base": "model.layers.*.hc_mlp_layer.hc_pre.hc_base model.layers.*.hc_ffn_base",
+    "*hc_ffn_scale": "model.layers.*.hc_mlp_layer.hc_pre.hc_scale model.layers.*.hc_ffn_scale",
+    "output_hc_fn": "model.hc_head.hc_head_fn",
+    "output_hc_base": "model.hc_head.hc_head_base",
+    "output_hc_scale": "model.hc_head.hc_head_scale",
     "cls.output": "classifier.out_proj scorer.3",
     "*shortconv.conv": "model.layers.*.conv.conv",
     "*shortconv.in_proj": "model.layers.*.conv.in_proj",
@@ -755,6 +889,24 @@ PATTERNS: dict[str, str] = {
     "*nextn.hnorm": "model.layers.*.hnorm",
     "*nextn.shared_head_head": "model.layers.*.shared_head.head",
     "*nextn.shared_head_norm": "model.layers.*.shared_head.norm",
+    "*attn_output_a": "",
+    "*ffn_gate_tid2eid": "",
+    "*attn_compressor_gate": "",
+    "*indexer_compressor_kv": "",
+    "*attn_compressor_norm": "",
+    "*attn_output_b": "",
+    "*ssm_g": "",
+    "*indexer_compressor_ape": "",
+    "*attn_compressor_kv": "",
+    "*attn_kv_a_norm:kv": "",
+    "*indexer_compressor_norm": "",
+    "*ffn_res_score": "",
+    "*exp_probs_b_vl": "",
+    "*attn_kv": "",
+    "*attn_res_score": "",
+    "*indexer_compressor_gate": "",
+    "output_res_score": "",
+    "*attn_compressor_ape": "",
 }
 
 _LAYER = re.compile(r"(?<=\.)(\d+)(?=\.)|^(\d+)(?=\.)")

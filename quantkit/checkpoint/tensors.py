@@ -33,13 +33,14 @@ from quantkit.formats.gguf.rules import short
 class Tensor:
     """A tensor on its way: its name in the checkpoint, what it is made of, and its layer, the first number in the name.
 
-    ``name_in_file`` is set by rules that know it; the name map is not asked then.
+    ``name_in_file`` is set by rules that know it; the name map is not asked then. ``full``: it is F32 in every file.
     """
 
     name: str
     x: Expression
     layer: int | None
     name_in_file: str | None = None
+    full: bool = False
 
 
 @dataclass
@@ -95,6 +96,18 @@ class Named:
         if not re.search(self.pattern, tensor.name):
             return None
         return (replace(tensor, name_in_file=file_name(self.kind, tensor.layer) + self.suffix),)
+
+
+@dataclass(frozen=True)
+class Full:
+    """Tensors whose names the regular expression finds are F32, whatever the type of the file."""
+
+    pattern: str
+    when: Callable[[Config], bool] = lambda config: True
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        found = re.search(self.pattern, tensor.name) and self.when(context.config)
+        return (replace(tensor, full=True),) if found else None
 
 
 @dataclass(frozen=True)
@@ -201,25 +214,31 @@ class Split:
         return [range(end - each, end) for each, end in zip(sizes, ends, strict=True)]
 
 
+#: What configurations call the number of experts.
+_COUNTS = ("moe_num_primary_experts", "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
 @dataclass(frozen=True)
 class Experts:
     """The experts of a layer, each with its own tensors, become one tensor for each of ``weights``, in that order.
 
     They come where the last of them was. ``name`` is that of an expert's tensor, ``{layer}``, ``{expert}`` and
-    ``{weight}`` left open; ``merged`` that of all. Every name in which ``marked`` is found must be one of them.
+    ``{weight}`` left open; ``merged`` that of all. Every name in which ``marked`` is found must be one of them. There
+    is one for ``shared`` experts that the configuration speaks of.
     """
 
     weights: tuple[str, ...] = ("down_proj", "gate_proj", "up_proj")
     name: str = "model.layers.{layer}.mlp.experts.{expert}.{weight}.weight"
     merged: str = "model.layers.{layer}.mlp.experts.{weight}.weight"
     marked: str = r"experts\.\d+\."
+    shared: int = 1
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if not re.search(self.marked, tensor.name):
             return None
         if tensor.layer is None:
             raise context.fail(tensor, "an expert outside of any layer")
-        n = context.config.number("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+        n = context.config.number(*_COUNTS) // self.shared
         if not n:
             raise context.fail(tensor, "an expert, of which config.json says that there are none")
         held = context.held.setdefault((id(self), tensor.layer), {})

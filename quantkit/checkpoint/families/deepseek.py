@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.expressions import Shaped, Transposed, taken
+from quantkit.checkpoint.families.llama import set_rope_width
 from quantkit.checkpoint.keys import Keys, set_base_keys
-from quantkit.checkpoint.row import Copied, SetKeys
+from quantkit.checkpoint.row import Always, Copied, SetKeys
 from quantkit.checkpoint.tensors import Context, Dropped, Experts, Tensor
 from quantkit.errors import FormatError
 
@@ -23,16 +24,21 @@ def is_tied(config: Config) -> bool:
 TIED_OUTPUT = Dropped(r"^(model\.)?lm_head\.weight$", is_tied)
 
 
+def latent_widths(config: Config, layer: int | None) -> tuple[int, int, int]:
+    """Return the heads of a layer, and the widths of their keys without rope and of their values."""
+    return config.number("num_key_value_heads"), config.number("qk_nope_head_dim"), config.number("v_head_dim")
+
+
 @dataclass(frozen=True)
 class LatentHeads:
     """kv_b_proj, which makes keys and values of the latent, becomes k_b_proj, transposed per head, and v_b_proj."""
 
+    widths: Callable[[Config, int | None], tuple[int, int, int]] = latent_widths
+
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if not tensor.name.endswith("kv_b_proj.weight"):
             return None
-        config = context.config
-        heads = config.number("num_key_value_heads")
-        nope, v = config.number("qk_nope_head_dim"), config.number("v_head_dim")
+        heads, nope, v = self.widths(context.config, tensor.layer)
         if len(tensor.x.shape) != 2 or not heads or tensor.x.shape[0] != heads * (nope + v):
             raise context.fail(tensor, f"its shape {list(tensor.x.shape)} is not {heads} heads of {nope} + {v} rows")
         by_head = Shaped(tensor.x, (heads, nope + v, tensor.x.shape[1]))
@@ -120,4 +126,16 @@ INDEXER: tuple[SetKeys, ...] = (
     Copied(".attention.indexer.head_count", "index_n_heads", needed=True),
     Copied(".attention.indexer.key_length", "index_head_dim", needed=True),
     Copied(".attention.indexer.top_k", "index_topk", needed=True),
+)
+
+#: Of the first DeepSeek mixture of experts, which is a Llama with experts.
+FIRST_KEYS: tuple[SetKeys, ...] = (
+    set_rope_width,
+    Always(".rope.scaling.type", "none", "text"),
+    Copied(".leading_dense_block_count", "first_k_dense_replace", needed=True),
+    Copied(".vocab_size", "vocab_size", needed=True),
+    Copied(".expert_feed_forward_length", "moe_intermediate_size", needed=True),
+    Always(".expert_weights_scale", 1.0, "f32"),
+    Copied(".expert_count", "n_routed_experts", needed=True),
+    Copied(".expert_shared_count", "n_shared_experts", needed=True),
 )

@@ -1,15 +1,19 @@
-"""Gemma 1, 2, 3 and 4 (text).
+"""Gemma 1, 2, 3, 3n and 4 (text).
 
 Facts of llama.cpp b11434, conversion/gemma.py.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Any
 
 from quantkit.checkpoint.config import Config, optional_json
-from quantkit.checkpoint.expressions import Constant, Expression, taken
+from quantkit.checkpoint.expressions import Constant, Expression, Zeros, joined, stacked, taken
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.row import Copied, SetKeys
 from quantkit.checkpoint.tensors import Changed, Context, Dropped, Experts, Named, Renamed, Tensor, plus_one
@@ -74,6 +78,53 @@ def known_tokens(tensor: Tensor, context: Context) -> Expression:
 
 
 TOKENS = Changed(r"embed_tokens\.weight", known_tokens)
+
+# --- Gemma 3n --------------------------------------------------------------------------------------------------------
+
+#: Parameters that are stored without a suffix.
+GEMMA3N_STORED = (Renamed(r"_scale$", "_scale.weight"),)
+
+
+def _filled_up(tensor: Tensor, context: Context) -> Expression:
+    """Add rows of zeros for tokens that stand for pictures and sounds."""
+    n, (rows, width) = context.config.number("vocab_size"), tensor.x.shape
+    return joined([tensor.x, Zeros((n - rows, width), tensor.x.type)]) if rows < n else tensor.x
+
+
+@dataclass(frozen=True)
+class _Projections:
+    """Three projections become one tensor."""
+
+    pattern: str = r"(altup_(unembed_)?projections)\.([012])\.weight$"
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        match = re.search(self.pattern, tensor.name)
+        if match is None:
+            return None
+        held = context.held.setdefault((id(self), -1 if match[2] else -2), {})
+        held[match[3]] = tensor
+        if len(held) < 3:
+            return ()
+        return (replace(tensor, name=f"model.{match[1]}.weight", x=stacked([held.pop(i).x for i in "012"])),)
+
+
+GEMMA3N_RULES = (Changed(r"embed_tokens(\.weight|_per_layer)", _filled_up), _Projections())
+
+
+def _set_altup(keys: Keys, config: Config) -> None:
+    if config["altup_num_inputs"] != 4:
+        raise FormatError(f"{config.path}: altup_num_inputs is {short(config['altup_num_inputs'])}; only 4 is run")
+    keys.u32(".altup.active_idx", config["altup_active_idx"])
+    keys.u32(".altup.num_inputs", 4)
+    keys.u32(".embedding_length_per_layer_input", config["hidden_size_per_layer_input"])
+    keys.u32(".attention.shared_kv_layers", config["num_kv_shared_layers"])
+    sparse = [NormalDist().inv_cdf(s) if s else -math.inf for s in config["activation_sparsity_pattern"]]
+    keys.array(".activation_sparsity_scale", sparse)
+    kinds = config["layer_types"]
+    keys.array(".attention.sliding_window_pattern", [kind == "sliding_attention" for kind in kinds])
+
+
+GEMMA3N_KEYS: tuple[SetKeys, ...] = (set_gemma3_keys, _set_altup)
 
 # --- Gemma 4 ---------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""GLM 4, 4.5, 4.7 Flash and 5."""
+"""ChatGLM, GLM 4, 4.5, 4.7 Flash and 5."""
 
 from __future__ import annotations
 
@@ -83,3 +83,23 @@ def set_indexer_types(keys: Keys, config: Config) -> None:
         if not isinstance(types, list):
             raise FormatError(f"{config.path}: indexer_types is no list")
         keys.array(".attention.indexer.types", [each == "full" for each in types])
+
+
+def set_chat_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
+    """Set the keys of ChatGLM: an order of their own (ChatGLMModel)."""
+    width = config.number("hidden_size", "n_embd", "n_embed")
+    heads = config.number("n_head", "num_attention_heads")
+    keys.u32(".context_length", config.get("seq_length", width))
+    keys.u32(".embedding_length", width)
+    feed = config.find("ffn_hidden_size", "intermediate_size")
+    keys.u32(".feed_forward_length", 4 * width if feed is None else feed)
+    keys.u32(".block_count", layers)
+    keys.u32(".attention.head_count", heads)
+    groups = config.find("multi_query_group_num", "num_key_value_heads")
+    keys.u32(".attention.head_count_kv", heads if groups is None else groups)
+    keys.f32(".attention.layer_norm_rms_epsilon", config.get("layernorm_epsilon", 1e-5))
+    keys.u32("general.file_type", file_type)
+    turned = config["attention_dim"] if "attention_dim" in config else width // max(1, heads)
+    keys.u32(".rope.dimension_count", int(turned * config.rotary_part(0.5)))
+    keys.flag("tokenizer.ggml.add_bos_token", False)
+    keys.f32(".rope.freq_base", 10000 * config.get("rope_ratio", 1))

@@ -14,6 +14,7 @@ from quantkit.checkpoint.tensors import (
     Changed,
     Context,
     Dropped,
+    Named,
     Renamed,
     Split,
     Tensor,
@@ -164,3 +165,27 @@ def set_mamba(keys: Keys, config: Config) -> None:
 
 
 HYBRID_KEYS: tuple[SetKeys, ...] = (*MOE_KEYS, set_mamba)
+
+
+# --- windows ---------------------------------------------------------------------------------------------------------
+
+SINKS = Renamed(r"(sinks)$", r"\1.weight")
+#: Gate and up stay in one.
+WINDOW_EXPERTS = (
+    Named(r"block_sparse_moe\.(experts\.gate_up_proj|input_linear\.weight)$", "*ffn_gate_up_exps"),
+    Named(r"block_sparse_moe\.experts\.down_proj$", "*ffn_down_exps"),
+    Named(r"shared_mlp\.input_linear\.weight$", "*ffn_up_shexp"),
+    Named(r"shared_mlp\.output_linear\.weight$", "*ffn_down_shexp"),
+)
+
+
+def _set_windows(keys: Keys, config: Config) -> None:
+    kinds = config.get("layer_types")
+    slides = [kind == "sliding_attention" for kind in kinds] if kinds else [i % 4 != 0 for i in range(config.layers)]
+    keys.u32(".attention.sliding_window", config.get("sliding_window", 128))
+    keys.array(".attention.sliding_window_pattern", slides)
+    if turned := config.get("no_rope_layers"):
+        keys.array(".attention.rope_pattern", [bool(each) for each in turned])
+
+
+WINDOW_KEYS: tuple[SetKeys, ...] = (*GRANITE_KEYS, _set_windows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quantkit.checkpoint.config import Config
-from quantkit.checkpoint.keys import Keys, set_base_keys
+from quantkit.checkpoint.keys import GATING, Keys, set_base_keys
 from quantkit.checkpoint.row import SetKeys
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
@@ -70,3 +70,17 @@ def _set_moe_rope(keys: Keys, config: Config) -> None:
 
 DENSE_KEYS: tuple[SetKeys, ...] = (_set_dense_rope,)
 MOE_KEYS: tuple[SetKeys, ...] = (_set_experts, _set_moe_rope)
+
+# --- Hunyuan 3 -------------------------------------------------------------------------------------------------------
+
+
+def _set_v3(keys: Keys, config: Config) -> None:
+    width = config.number("moe_intermediate_size")
+    keys.u32(".expert_feed_forward_length", width)
+    keys.u32(".expert_shared_feed_forward_length", width * config.get("num_shared_experts", 1))
+    keys.flag(".expert_weights_norm", config.get("route_norm", True))
+    keys.f32(".expert_weights_scale", float(config.get("router_scaling_factor", 1.0)))
+    keys.u32(".expert_gating_func", GATING["sigmoid"])
+
+
+V3_KEYS: tuple[SetKeys, ...] = (_set_v3,)

@@ -8,20 +8,20 @@ from typing import Any
 
 from quantkit.checkpoint.config import Config, read_json
 from quantkit.checkpoint.keys import Keys
-from quantkit.checkpoint.row import Copied
+from quantkit.checkpoint.row import Always, Copied, SetKeys
 from quantkit.checkpoint.tensors import Changed, Experts, Renamed, Split, transposed
 from quantkit.errors import FormatError
 from quantkit.formats.outputs import read_text
 
 #: Experts that are stored as one tensor already; gate and up in one.
-_FUSED_EXPERTS = (
+FUSED_EXPERTS = (
     Renamed(r"(mlp\.experts\.down_proj)$", r"\1.weight"),
     Split(
         r"mlp\.experts\.gate_up_proj(\.weight)?$", ("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight"), -2
     ),
 )
 #: Experts of Qwen and those like it: each on its own, or all in one.
-QWEN_EXPERTS = (*_FUSED_EXPERTS, Experts())
+QWEN_EXPERTS = (*FUSED_EXPERTS, Experts())
 
 #: Those of Qwen3-VL are stored the other way round: [expert, in, out].
 VL_EXPERTS = (Changed(r"mlp\.experts\.(down_proj|gate_up_proj)(\.weight)?$", transposed), *QWEN_EXPERTS)
@@ -35,6 +35,12 @@ EXPERT_WIDTHS = (
     Copied(".expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
 )
 
+#: GroveMoE: experts of Qwen 3 in pairs, each pair with a narrow one of its own. Constants of its modeling file.
+GROVE_KEYS: tuple[SetKeys, ...] = (
+    lambda keys, config: keys.u32(".expert_chunk_feed_forward_length", config.get("head_dim") or 128),
+    Always(".experts_per_group", 2),
+    Always(".expert_group_scale", 0.05, "f32"),
+)
 
 #: The layers whose outputs Qwen3-VL's vision tower adds to the text model, unless the configuration names them.
 _DEEPSTACK = (8, 16, 24)

@@ -15,8 +15,19 @@ from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.families import (
     write_gemma,
     write_gemma1,
+    write_gemma3n,
     write_gemma4,
+    write_internlm3,
+    write_jamba,
+    write_kimi_k3,
+    write_kimi_linear,
+    write_laguna,
     write_mamba,
+    write_mamba1,
+    write_minimax_m1,
+    write_nemotron,
+    write_nemotron_h,
+    write_omni,
     write_phi,
     write_sentencepiece_or_bpe,
 )
@@ -105,6 +116,7 @@ def write_hunyuan(v: Vocabulary) -> None:
 
 _GLM_4 = {"eos": "<|endoftext|>", "eot": "<|user|>", "unk": "<|endoftext|>", "bos": "<|endoftext|>"}
 _GLM = {"bos": "[gMASK]", "eot": "<|user|>", "unk": "<|endoftext|>", "eom": "<|observation|>"}
+_CHAT_GLM = {"eos": "<|endoftext|>", "eot": "<|user|>", "unk": "<|endoftext|>"}
 _SOLAR = {"eos": "<|endoftext|>", "eot": "<|endoftext|>", "unk": "<unk>", "bos": "<|startoftext|>"}
 
 WRITERS: dict[str, Callable[[Vocabulary], None]] = {
@@ -119,6 +131,19 @@ WRITERS: dict[str, Callable[[Vocabulary], None]] = {
     "mamba": write_mamba,
     "deepseek": write_deepseek,
     "deepseek 3.2": write_deepseek_32,
+    "chatglm": partial(write_bpe, special=_CHAT_GLM),
+    "gemma 3n": write_gemma3n,
+    "jamba": write_jamba,
+    "internlm 3": write_internlm3,
+    "minimax m1": write_minimax_m1,
+    "nemotron": write_nemotron,
+    "nemotron h": write_nemotron_h,
+    "mamba 1": write_mamba1,
+    "kimi k3": write_kimi_k3,
+    "omni": write_omni,
+    "dots 3": partial(write_bpe, special={"eot": "<|endofassistant|>"}),
+    "kimi linear": write_kimi_linear,
+    "laguna": write_laguna,
     "ernie": write_ernie,
     "glm 4": partial(write_bpe, special=_GLM_4),
     "glm": partial(write_bpe, special=_GLM),

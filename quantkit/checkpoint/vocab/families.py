@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from quantkit.checkpoint.vocab.bpe import write_bpe
-from quantkit.checkpoint.vocab.llama_hf import is_llama_hf, llama_hf_tokens
-from quantkit.checkpoint.vocab.sentencepiece import phi_tokens, write_pieces, write_sentencepiece
-from quantkit.checkpoint.vocab.special import special_tokens
-from quantkit.checkpoint.vocab.tokenizer import USER_DEFINED, Vocabulary, checked_size
+from quantkit.checkpoint.vocab.llama_hf import is_llama_hf, llama_hf_tokens, write_llama_hf
+from quantkit.checkpoint.vocab.sentencepiece import (
+    phi_tokens,
+    sentencepiece_tokens,
+    set_pieces,
+    write_pieces,
+    write_sentencepiece,
+)
+from quantkit.checkpoint.vocab.special import special_tokens, template_file
+from quantkit.checkpoint.vocab.tiktoken import KIMI, write_ranks
+from quantkit.checkpoint.vocab.tokenizer import CONTROL, USER_DEFINED, Vocabulary, checked_size
 from quantkit.errors import FormatError
 
 #: Tokens of Gemma 4 that a chat's parser must see.
@@ -72,3 +79,108 @@ def write_mamba(v: Vocabulary) -> None:
         raise FormatError(f"{v.config.path}: pad_vocab_size_multiple is {of!r}")
     v.config.values["vocab_size"] = -(checked_size(v, size, 0) // -of) * of
     write_sentencepiece_or_bpe(v)
+
+
+def write_kimi_linear(v: Vocabulary) -> None:
+    """tokenizer.json, else Kimi's ranks, and the end of texts that the tokenizer names (KimiLinearModel)."""
+    if v.has("tokenizer.json") or not v.has(KIMI.file):
+        write_bpe(v)
+        return
+    write_ranks(v, KIMI)
+    end = v.tokenizer_config.get("eos_token")
+    numbers = [number for number, entry in v.listed if entry["content"] == end]
+    if not numbers:
+        raise FormatError(f"{v.folder / 'tokenizer_config.json'}: its eos_token is none of its added tokens")
+    v.keys.u32("tokenizer.ggml.eos_token_id", numbers[0])
+
+
+def write_laguna(v: Vocabulary) -> None:
+    """BPE; what ends an assistant's turn is a token for control (LagunaModel)."""
+    write_bpe(v)
+    tokens, types = (list(v.keys.fields[f"tokenizer.ggml.{key}"].value) for key in ("tokens", "token_type"))
+    turned = [CONTROL if text == "</assistant>" else kind for text, kind in zip(tokens, types, strict=True)]
+    v.keys.array("tokenizer.ggml.token_type", turned)
+    if v.has("chat_template.jinja"):
+        v.keys.text("tokenizer.chat_template", template_file(v.folder))
+    ends, bos = v.config.get("eos_token_id"), v.config.get("bos_token_id")
+    if isinstance(ends, list) and (others := [end for end in ends if end != bos]):
+        v.keys.u32("tokenizer.ggml.eot_token_id", others[0])
+
+
+def write_nemotron(v: Vocabulary) -> None:
+    """SentencePiece, of which no file says what pads (NemotronModel)."""
+    write_sentencepiece(v)
+    v.keys.u32("tokenizer.ggml.padding_token_id", 0)
+    v.keys.u32("tokenizer.ggml.unknown_token_id", 1)
+
+
+def write_omni(v: Vocabulary) -> None:
+    """BPE; texts begin and end with the end of a turn (Qwen3OmniMoeTextModel)."""
+    write_bpe(v)
+    number = next((number for number, entry in v.listed if entry["content"] == "<|im_end|>"), None)
+    if number is not None:
+        v.keys.u32("tokenizer.ggml.bos_token_id", number)
+        v.keys.u32("tokenizer.ggml.eos_token_id", number)
+
+
+def write_kimi_k3(v: Vocabulary) -> None:
+    """As Kimi Linear's, but texts end where the configuration says (KimiK3Model)."""
+    write_kimi_linear(v)
+    if (end := v.config.get("eos_token_id")) is not None:
+        v.keys.u32("tokenizer.ggml.eos_token_id", end)
+
+
+def write_nemotron_h(v: Vocabulary) -> None:
+    """BPE, filled up to a multiple of eight tokens (NemotronHModel)."""
+    v.config.values["vocab_size"] = -(checked_size(v, v.config["vocab_size"], 0) // -8) * 8
+    write_bpe(v)
+
+
+def write_mamba1(v: Vocabulary) -> None:
+    """tokenizer.json, else SentencePiece, filled up to a multiple of pad_vocab_size_multiple tokens (MambaModel)."""
+    size, of = v.config["vocab_size"], v.config.get("pad_vocab_size_multiple", 8)
+    if not isinstance(of, int) or isinstance(of, bool) or of < 1:
+        raise FormatError(f"{v.config.path}: pad_vocab_size_multiple is {of!r}")
+    v.config.values["vocab_size"] = -(checked_size(v, size, 0) // -of) * of
+    if v.has("tokenizer.json") or not v.has("tokenizer.model"):
+        write_bpe(v)
+    else:
+        write_sentencepiece(v)
+
+
+def write_gemma3n(v: Vocabulary) -> None:
+    """As Gemma's, of all tokens, also those that have no embeddings of each layer (Gemma3NModel)."""
+    v.config = v.config.without("vocab_size_per_layer_input")
+    write_gemma(v)
+
+
+def write_jamba(v: Vocabulary) -> None:
+    """SentencePiece, or Llama's pieces in a tokenizer.json without a space put before texts (JambaModel)."""
+    if v.has("tokenizer.model"):
+        write_sentencepiece(v)
+    else:
+        write_llama_hf(v)
+        v.keys.flag("tokenizer.ggml.add_space_prefix", False)
+
+
+def write_minimax_m1(v: Vocabulary) -> None:
+    """BPE; chat_template.jinja counts, if there is one.
+
+    Without one the reference writes a template of llama.cpp's own, we that of the tokenizer (MiniMaxText01Model).
+    """
+    write_bpe(v)
+    if v.has("chat_template.jinja"):
+        v.keys.text("tokenizer.chat_template", template_file(v.folder))
+
+
+def write_internlm3(v: Vocabulary) -> None:
+    """SentencePiece; the end of a turn ends a text (InternLM3Model)."""
+    tokens = sentencepiece_tokens(v)
+    set_pieces(v, tokens)
+    special = special_tokens(v.folder, n_tokens=len(tokens))
+    if "add_prefix_space" in v.tokenizer_config:
+        v.keys.flag("tokenizer.ggml.add_space_prefix", v.tokenizer_config["add_prefix_space"])
+    for number, entry in v.listed:
+        if entry.get("special") and entry["content"] == "<|im_end|>" and "eos" in special.ids:
+            special.ids["eos"] = number
+    special.write(v.keys)

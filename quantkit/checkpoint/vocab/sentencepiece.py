@@ -149,13 +149,18 @@ def _fits(where: Path, number: object, size: int) -> bool:
     return number < size
 
 
-def write_pieces(v: Vocabulary, tokens: list[Piece]) -> None:
-    """Set the keys of a vocabulary of pieces."""
+def set_pieces(v: Vocabulary, tokens: list[Piece]) -> None:
+    """Set the keys of pieces, none of special tokens."""
     v.keys.text("tokenizer.ggml.model", "llama")
     v.keys.text("tokenizer.ggml.pre", "default")
     v.keys.array("tokenizer.ggml.tokens", [piece.text for piece in tokens])
     v.keys.array("tokenizer.ggml.scores", [piece.score for piece in tokens])
     v.keys.array("tokenizer.ggml.token_type", [piece.type for piece in tokens])
+
+
+def write_pieces(v: Vocabulary, tokens: list[Piece]) -> None:
+    """Set the keys of a vocabulary of pieces."""
+    set_pieces(v, tokens)
     special_tokens(v.folder, n_tokens=len(tokens)).write(v.keys)
 
 

@@ -260,6 +260,11 @@ def _template(folder: Path, config: Json) -> Any:
     return found if isinstance(found, (str, list)) else None
 
 
+def template_file(folder: Path) -> str:
+    """Return the text of chat_template.jinja."""
+    return _text(folder / "chat_template.jinja")
+
+
 def _text(path: Path) -> str:
     """Return a text with its ends of lines as Python reads them."""
     try:

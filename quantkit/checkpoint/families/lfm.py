@@ -1,0 +1,54 @@
+"""LFM 2: short convolutions between layers of attention; also with experts.
+
+Facts of llama.cpp b11434, conversion/lfm2.py.
+"""
+
+from __future__ import annotations
+
+from quantkit.checkpoint.config import Config
+from quantkit.checkpoint.keys import GATING, Keys, set_base_keys
+from quantkit.checkpoint.row import Always, Copied, SetKeys
+from quantkit.checkpoint.tensors import Changed, Dropped, Experts, Renamed, squeezed
+
+#: Of the models that also hear.
+STORED = (
+    Dropped(r"audio|codebook|conformer|depth_embedding|depthformer|depth_linear"),
+    Renamed(r"lfm\.", "model."),
+)
+CONVOLUTIONS = Changed(r"conv\.conv", squeezed)
+EXPERTS = Experts(
+    weights=("w1", "w2", "w3"),
+    name="model.layers.{layer}.feed_forward.experts.{expert}.{weight}.weight",
+    merged="layers.{layer}.feed_forward.experts.{weight}.weight",
+)
+
+
+def set_hybrid_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
+    """The base keys; layers of convolutions have no heads of keys."""
+    heads = config.number("num_key_value_heads")
+    each = [0 if kind == "conv" else heads for kind in config["layer_types"]]
+    set_base_keys(keys, config.with_values({"num_key_value_heads": each}), layers, file_type)
+
+
+def _set_width(keys: Keys, config: Config) -> None:
+    width = config.number("block_ff_dim", "intermediate_size")
+    if config["block_auto_adjust_ff_dim"]:
+        width, of = int(2 * width / 3), config.number("block_multiple_of")
+        if (factor := config["block_ffn_dim_multiplier"]) is not None:
+            width = int(factor * width)
+        width = of * ((width + of - 1) // of)
+    keys.u32(".feed_forward_length", width)
+
+
+KEYS: tuple[SetKeys, ...] = (
+    Copied(".vocab_size", "vocab_size", needed=True),
+    Copied(".shortconv.l_cache", "conv_L_cache", needed=True),
+    Copied(".attention.layer_norm_rms_epsilon", "norm_eps", "f32", needed=True),
+    _set_width,
+)
+MOE_KEYS: tuple[SetKeys, ...] = (
+    Copied(".expert_feed_forward_length", "moe_intermediate_size", needed=True),
+    Copied(".leading_dense_block_count", "num_dense_layers", needed=True),
+    Always(".expert_gating_func", GATING["sigmoid"]),
+    *KEYS[:2],
+)
