@@ -32,7 +32,12 @@ E, FF, HEAD, N_HEAD, N_KV, VOCAB, N_CTX = 256, 512, 64, 4, 2, 128, 512
 
 def usual(n_layer: int, eps: str = "layer_norm_rms_epsilon", **more: Any) -> dict[str, Any]:
     """Return the fields that every model has, and more; ``__`` in a name is a point."""
-    fields = {"block_count": n_layer, "context_length": N_CTX, "embedding_length": E, "feed_forward_length": FF}
+    fields: dict[str, Any] = {
+        "block_count": n_layer,
+        "context_length": N_CTX,
+        "embedding_length": E,
+        "feed_forward_length": FF,
+    }
     fields |= {"attention.head_count": N_HEAD, "attention.head_count_kv": N_KV, f"attention.{eps}": 1e-5}
     return fields | {"vocab_size": VOCAB} | {key.replace("__", "."): value for key, value in more.items()}
 
@@ -71,7 +76,7 @@ def layers(n: int, *of: Callable[[int], Shapes]) -> Shapes:
 
 
 def gemma() -> tuple[dict[str, Any], Shapes]:
-    more = {"attention.key_length": 32, "attention.value_length": 32}
+    more: dict[str, Any] = {"attention.key_length": 32, "attention.value_length": 32}
     return usual(3, **more), ends(output=False) | layers(
         3, lambda i: norms(i, "attn_norm", "ffn_norm"), lambda i: attention(i, 32), dense
     )
@@ -120,14 +125,18 @@ def phi2() -> tuple[dict[str, Any], Shapes]:
 
 
 def qwen3vl() -> tuple[dict[str, Any], Shapes]:
-    more = {"attention.key_length": HEAD, "attention.value_length": HEAD, "rope.dimension_sections": [12, 10, 10, 0]}
+    more: dict[str, Any] = {
+        "attention.key_length": HEAD,
+        "attention.value_length": HEAD,
+        "rope.dimension_sections": [12, 10, 10, 0],
+    }
     return usual(3, rope__freq_base=5e6, n_deepstack_layers=1, **more), ends() | layers(
         3, lambda i: norms(i, "attn_norm", "ffn_norm"), lambda i: attention(i, head_norms=True), dense
     )
 
 
 _WINDOWED = [True, True, True, False, True, False]
-_GEMMA4 = {
+_GEMMA4: dict[str, Any] = {
     "attention.key_length": 2 * HEAD,
     "attention.value_length": 2 * HEAD,
     "attention.key_length_swa": HEAD,

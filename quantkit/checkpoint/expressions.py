@@ -470,6 +470,8 @@ def _negative_exp(x: F32) -> F32:
 def _exp(x: F32) -> F32:
     with np.errstate(over="ignore"):
         return np.exp(x)
+
+
 def _log_of_negative(x: F32) -> F32:
     """Return what ``_negative_exp`` made ``x`` of: of several values the one of the fewest bits, as it was stored."""
     with np.errstate(divide="ignore", invalid="ignore"):

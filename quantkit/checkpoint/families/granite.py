@@ -172,10 +172,22 @@ HYBRID_KEYS: tuple[SetKeys, ...] = (*MOE_KEYS, set_mamba)
 SINKS = Renamed(r"(sinks)$", r"\1.weight")
 #: Gate and up stay in one.
 WINDOW_EXPERTS = (
-    Named(r"block_sparse_moe\.(experts\.gate_up_proj|input_linear\.weight)$", "*ffn_gate_up_exps"),
-    Named(r"block_sparse_moe\.experts\.down_proj$", "*ffn_down_exps"),
-    Named(r"shared_mlp\.input_linear\.weight$", "*ffn_up_shexp"),
-    Named(r"shared_mlp\.output_linear\.weight$", "*ffn_down_shexp"),
+    Named(
+        r"block_sparse_moe\.(experts\.gate_up_proj|input_linear\.weight)$",
+        *("*ffn_gate_up_exps", ".weight", "model.layers.*.block_sparse_moe.experts.gate_up_proj"),
+    ),
+    Named(
+        r"block_sparse_moe\.experts\.down_proj$",
+        *("*ffn_down_exps", ".weight", "model.layers.*.block_sparse_moe.experts.down_proj"),
+    ),
+    Named(
+        r"shared_mlp\.input_linear\.weight$",
+        *("*ffn_up_shexp", ".weight", "model.layers.*.shared_mlp.input_linear.weight"),
+    ),
+    Named(
+        r"shared_mlp\.output_linear\.weight$",
+        *("*ffn_down_shexp", ".weight", "model.layers.*.shared_mlp.output_linear.weight"),
+    ),
 )
 
 
