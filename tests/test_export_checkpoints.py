@@ -28,9 +28,21 @@ from quantkit.formats.gguf import GGUFFile, TensorInfo, open_gguf
 from quantkit.formats.safetensors import StoredTensor, read_checkpoint
 from quantkit.kernels import dequantize
 
-#: Architectures that are not exported: what their rules do to weights loses values.
-NOT_EXPORTED = {"bitnet"}
-NAMES = [name for name in checkpoints.NAMES if checkpoints.describe(name).config["model_type"] != "bitnet"]
+#: Architectures that have no way back: BitNet's rules lose values, of the others nobody has written it.
+NOT_EXPORTED = {
+    *("afmoe", "apertus", "bailingmoe", "bailingmoe3", "bitnet", "bloom", "chatglm", "codeshell"),
+    *("cohere2moe", "deepseek", "dots3note", "exaone-moe", "falcon", "falcon-h1", "gemma3n", "gpt2"),
+    *("gptneox", "granite_swa", "grovemoe", "hy_v3", "hy_v4", "jais2", "jamba", "kimi-k3", "kimi-linear"),
+    *("laguna", "lfm2", "lfm2moe", "llada-moe", "maincoder", "mamba", "mamba2", "mellum", "mimo2", "minicpm"),
+    *("minicpm3", "minimax-01", "minimax-m3", "nanbeige", "nemotron", "nemotron_h", "orion", "paddleocr"),
+    *("pangu-embedded", "plm", "qwen2vl", "rnd1", "smallthinker", "spark2_5", "step35"),
+}
+NAMES = [
+    name
+    for name in checkpoints.NAMES
+    if ROWS[checkpoints.describe(name).config["architectures"][0]].arch not in NOT_EXPORTED
+    and name != "exaone4.5"  # config.json cannot say how many layers predict: refused
+]
 ADD_BOS, ADD_EOS = "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token"
 #: Files of ranks and tokenizer.model do not say what is put around texts, tokenizer.json does: what runtimes do anyway.
 SAID = {ADD_BOS: (None, True)}
@@ -49,9 +61,11 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
     "llama-class-drops-bos": {"tokenizer.ggml.add_sep_token": (None, False)},
 }
 #: Tensors of checkpoints that no file of the text model has, and layers that some converters leave out.
-APART = ("visual.", "vision", "multi_modal_projector.", "mtp.")
+APART = ("visual.", "vision", "multi_modal_projector.", "mtp.", "audio_tower.", "talker.", "code2wav.")
+#: Checkpoints whose tensors are fused where transformers has several, or the other way round.
+FUSED = {"ernie4.5-fused", "qwen3-omni-moe"}
 #: Checkpoints whose names are not those that transformers gives them, and some without their last layers.
-OTHER_NAMES = {"ernie4.5-fused", "gemma3-vl", "mistral3"}
+OTHER_NAMES = {*FUSED, "gemma3-vl", "llama-model", "llava", "mistral3"}
 LAST_LEFT_OUT = {"deepseek-v3", "deepseek-v3-sparse", "glm4-moe-no-nextn", "qwen3.5-moe-no-nextn"}
 
 
@@ -134,7 +148,7 @@ def differences(what: checkpoints.Description, a: dict[str, StoredTensor], b: di
     if what.config.get("tie_word_embeddings"):
         a.pop("lm_head.weight", None)
     if what.name in OTHER_NAMES:
-        return [] if len(a) == len(b) or what.name == "ernie4.5-fused" else [f"{len(a)} tensors, {len(b)}"]
+        return [] if len(a) == len(b) or what.name in FUSED else [f"{len(a)} tensors, {len(b)}"]
     found = [name for name in {**a, **b} if (name in a) != (name in b)]
     return found + [name for name in a if name in b and not equal(Stored(a[name]), Stored(b[name]))]
 
