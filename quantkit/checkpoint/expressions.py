@@ -192,7 +192,8 @@ class Constant:
 
     def read(self, start: int, into: U8, ahead: int = 0) -> None:
         n = into.size // 4
-        into.view(np.float32)[...] = np.array(self.values[start : start + n], np.float32)
+        with np.errstate(over="ignore"):
+            into.view(np.float32)[...] = np.array(self.values[start : start + n], np.float32)
 
     def parts(self) -> Iterator[StoredTensor]:
         yield from ()

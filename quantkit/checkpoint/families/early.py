@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.expressions import Constant, Expression, taken
+from quantkit.checkpoint.families.others import set_n_embd_keys
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.tensors import Changed, Context, Tensor, transposed
 from quantkit.errors import FormatError
@@ -109,15 +110,7 @@ def set_orion_base(keys: Keys, config: Config, layers: int, file_type: int) -> N
 
 def set_codeshell_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
     """Set the keys of CodeShell."""
-    width = config.number("n_embd")
-    keys.u32(".context_length", config["n_positions"])
-    keys.u32(".embedding_length", width)
-    keys.u32(".feed_forward_length", 4 * width)
-    keys.u32(".block_count", layers)
-    keys.u32(".attention.head_count", config["n_head"])
-    keys.u32(".attention.head_count_kv", config["num_query_groups"])
-    keys.f32(".attention.layer_norm_epsilon", config["layer_norm_epsilon"])
-    keys.u32("general.file_type", file_type)
+    set_n_embd_keys(keys, config, layers, file_type, config.number("num_query_groups"))
     keys.f32(".rope.freq_base", 10000.0)
     keys.text(".rope.scaling.type", "linear")
     keys.f32(".rope.scaling.factor", 1.0)

@@ -117,13 +117,18 @@ def set_exaone_rope(keys: Keys, config: Config) -> None:
 
 def set_starcoder_keys(keys: Keys, config: Config, layers: int, file_type: int) -> None:
     """Set the keys of the first StarCoder, whose heads of queries have one of keys and values."""
+    set_n_embd_keys(keys, config, layers, file_type, 1)
+
+
+def set_n_embd_keys(keys: Keys, config: Config, layers: int, file_type: int, heads_kv: int) -> None:
+    """Set the keys of decoders that name their sizes as GPT-2 does, with ``heads_kv`` heads of keys and values."""
     width = config.number("n_embd")
     keys.u32(".context_length", config["n_positions"])
     keys.u32(".embedding_length", width)
     keys.u32(".feed_forward_length", 4 * width)
     keys.u32(".block_count", layers)
     keys.u32(".attention.head_count", config["n_head"])
-    keys.u32(".attention.head_count_kv", 1)
+    keys.u32(".attention.head_count_kv", heads_kv)
     keys.f32(".attention.layer_norm_epsilon", config["layer_norm_epsilon"])
     keys.u32("general.file_type", file_type)
 
