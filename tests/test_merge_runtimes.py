@@ -15,7 +15,7 @@ from quantkit.merge import merge_up_gate, split_up_gate
 from quantkit.quantize import QuantizeOptions, quantize
 from zoo import NAMES, expected, write_zoo
 
-MERGED = ["deepseek2-moe", "qwen3next-moe", "qwen35moe-moe"]
+MERGED = ["deepseek2-moe", "gemma4-moe", "qwen3next-moe", "qwen35moe-moe"]
 SCALED = ["glm4moe-moe", "olmoe-moe", "qwen2moe-moe"]
 SEPARATE = [name for name in NAMES if name.endswith("-moe") and name not in MERGED + SCALED]
 MAINLINE, IK = "llama.cpp b11434", "ik_llama.cpp 8337e4cd3"
