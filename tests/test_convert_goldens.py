@@ -39,8 +39,8 @@ REFUSED = {
     "olmoe": "wrong shape",  # fewer heads of keys than of queries
     "qwen3.5": "n_expert_used_max",  # no experts
 }
-#: llama.cpp, and so the engine, computes something else of its converter's file than transformers does: it norms Mamba's
-#: outputs by groups, and the converter permutes whole heads where only a part of them rotates. With one norm and rows
+#: llama.cpp, and so the engine, computes something else of its converter's file than transformers does: Mamba's outputs
+#: are normed by groups, and the converter permutes whole heads where only a part of them rotates. With one norm and rows
 #: as they are stored, the logits agree to 5e-12.
 UNLIKE = {"bamba"}
 SPLITS = {
