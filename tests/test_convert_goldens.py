@@ -40,8 +40,8 @@ REFUSED = {
     "qwen3.5": "n_expert_used_max",  # no experts
 }
 #: llama.cpp, and so the engine, computes something else of its converter's file than transformers does: Mamba's outputs
-#: are normed by groups, and the converter permutes whole heads where only a part of them rotates. With one norm and rows
-#: as they are stored, the logits agree to 5e-12.
+#: are normed by groups, and the converter permutes whole heads where only a part of them rotates. With one norm and
+#: rows as they are stored, the logits agree to 5e-12.
 UNLIKE = {"bamba"}
 SPLITS = {
     "bf16 by size": {"split_max_size": "2M"},
