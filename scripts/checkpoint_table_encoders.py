@@ -77,7 +77,7 @@ ENCODERS = (
         | of("model.transformer_encoder.{0-2}.", "qkv:192x64 wo:64x64 ffn.w12:256x64 ffn.w3:64x128 attention_norm:64"
              " ffn_norm:64"), vocab=_WORDS),
     named("modernbert", "ModernBertModel", _MODERN | {"local_attention": 64, "reference_compile": False}, version=4,
-          vocab=_BYTES | {"pre": "modern-bert"}, files=_CLS),
+          config={"layer_norm_eps": 1e-5}, vocab=_BYTES | {"pre": "modern-bert"}, files=_CLS),
     named("modernbert-classifier", "ModernBertForSequenceClassification",
           _MODERN | {"id2label": {0: "a", 1: "b", 2: "c"}, "reference_compile": False, "classifier_pooling": "mean"},
           version=4, vocab=_BYTES | {"pre": "mmbert", "user": ["  ", "   "]}),
