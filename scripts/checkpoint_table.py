@@ -622,7 +622,7 @@ SPARSE = (
     "llama", "mistral", "mixtral", "qwen2", "qwen2-moe", "qwen3", "qwen3-moe", "qwen3-next", "gpt-oss", "deepseek-v2",
     "deepseek-v3", "glm4", "glm4-moe", "gemma2", "gemma3", "phi3", "olmo2", "olmo3", "olmoe", "granite", "granite-moe",
     "ernie4.5", "ernie4.5-moe", "dots1", "llama4", "cohere2", "smollm3", "seed-oss", "exaone4", "starcoder2",
-    "stablelm", "hunyuan-dense",
+    "stablelm", "hunyuan-dense", "bert-masked", "distilbert", "roberta", "modernbert-classifier",
 )  # fmt: skip
 
 

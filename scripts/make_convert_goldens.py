@@ -95,7 +95,7 @@ def reference_of(program: Any, what: checkpoints.Description, args: argparse.Nam
     name, source = what.name, args.checkpoints
     shutil.rmtree(source / name, ignore_errors=True)
     row: Json = {"checkpoint": checkpoints.digest(checkpoints.write_description(what, source))}
-    if what.vocab["kind"] == "bpe":
+    if what.vocab["kind"] in ("bpe", "wordpiece"):
         row["check"] = check_hash(source / name)
     if what.formula:
         source /= "meant"

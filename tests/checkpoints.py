@@ -227,8 +227,8 @@ def _write_json(path: Path, content: Any) -> None:
 def vocab_files(vocab: Json) -> dict[str, bytes]:
     """Return the files of a tokenizer by name.
 
-    vocab: ``kind`` (bpe, spm, spm_bpe, tiktoken), ``special`` and ``user`` (tokens after the pieces), ``config`` (keys
-    of tokenizer_config.json), and what the kinds read.
+    vocab: ``kind`` (bpe, wordpiece, spm, spm_bpe, tiktoken), ``special`` and ``user`` (tokens after the pieces),
+    ``config`` (keys of tokenizer_config.json), and what the kinds read.
     """
     files = {name: data for name, data in _KINDS[vocab["kind"]](vocab).items() if name not in vocab.get("without", ())}
     return {
@@ -405,7 +405,37 @@ def _tiktoken(vocab: Json) -> dict[str, Any]:
     return {vocab["file"]: b"".join(lines), "tokenizer_config.json": _tokenizer_config(vocab, _added(vocab, len(ids)))}
 
 
-_KINDS = {"bpe": _bpe, "spm": _spm, "spm_bpe": _spm_bpe, "tiktoken": _tiktoken}
+def _wordpiece(vocab: Json) -> dict[str, Any]:
+    """WordPiece: tokenizer.json, or with ``list`` vocab.txt, and tokenizer_config.json; ``first``: before pieces."""
+    texts = [text for text, _ in _texts() if text != "\u2581" and text.isprintable()]
+    words = dict.fromkeys(text.removeprefix("\u2581") for text in texts if text.startswith("\u2581") or len(text) == 1)
+    inside = [f"##{text}" for text in texts if "\u2581" not in text]
+    first = vocab.get("first", ("[PAD]", "[unused0]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"))
+    ids = {text: i for i, text in enumerate([*first, *words, *inside][: vocab.get("pieces", 600)])}
+    special = {kind: f"[{kind.upper()}]" for kind in ("unk", "sep", "pad", "cls", "mask")}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    own = [{"id": ids[text], "content": text} | flags for text in first if text in special.values()]
+    added = own + _added(vocab, len(ids))
+    config = _tokenizer_config(vocab, added)
+    if vocab.get("list"):
+        return {"vocab.txt": "".join(f"{text}\n" for text in ids).encode(), "tokenizer_config.json": config}
+    cls, sep, a, b = (
+        *({"SpecialToken": {"id": special[kind], "type_id": 0}} for kind in ("cls", "sep")),
+        *({"Sequence": {"id": each, "type_id": i}} for i, each in enumerate("AB")),
+    )
+    numbers = {t: {"id": t, "ids": [ids[t]], "tokens": [t]} for t in (special["cls"], special["sep"])}
+    post = {"type": "TemplateProcessing", "single": [cls, a, sep], "pair": [cls, a, sep, b, sep]}
+    normalizer = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None}
+    model = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##"}
+    tokenizer: Json = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+    tokenizer |= {"normalizer": normalizer | {"lowercase": True}, "pre_tokenizer": {"type": "BertPreTokenizer"}}
+    tokenizer |= {"post_processor": post | {"special_tokens": numbers}}
+    tokenizer |= {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}
+    tokenizer |= {"model": model | {"max_input_chars_per_word": 100, "vocab": ids}}
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
+
+
+_KINDS = {"wordpiece": _wordpiece, "bpe": _bpe, "spm": _spm, "spm_bpe": _spm_bpe, "tiktoken": _tiktoken}
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from drawn_checkpoints import moe_config, tokenizer, write_checkpoint
 
+import checkpoints
 from quantkit.checkpoint.vocab.nearest import nearest
 from quantkit.convert import ConvertOptions, convert
 from quantkit.errors import FormatError
@@ -132,3 +133,92 @@ def test_the_nearest_splits_alike() -> None:
         assert share == 1
         assert name in names
         assert PRE[names[0]].ignore_merges == PRE[name].ignore_merges
+
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "##s", "a", "##", "b"]
+BERT = {
+    **{"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 64, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 12},
+}
+WORDPIECE = replace(VOCAB, pre="jina-v2-en")
+
+
+def write_bert(folder: Path, vocab: str, *, config: dict[str, Any] | None = None, **settings: Any) -> Path:
+    """Write a BERT without weights and with a vocab.txt; ``settings``: of tokenizer_config.json."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(BERT | (config or {})))
+    (folder / "vocab.txt").write_bytes(vocab.encode())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"} | settings))
+    return folder
+
+
+def pieces_of(folder: Path, out: Path, options: ConvertOptions = WORDPIECE) -> tuple[list[str], list[int], Any]:
+    """Return tokens, types and a function of the other keys."""
+    convert(folder, out, None, options, overwrite=True)
+    with open_gguf(out) as file:
+        keys = {
+            key.removeprefix("tokenizer.ggml."): file.get(key) for key in file.fields if key.startswith("tokenizer")
+        }
+    assert keys["model"] == "bert"
+    return keys["tokens"], keys["token_type"], keys.get
+
+
+def test_words_begin_with_a_space_and_pieces_do_not(tmp_path: Path) -> None:
+    """Numbers without a token are filled up; a control token stays what it is, an added one for users does not."""
+    added = {"9": {"content": "b", "special": False, "normalized": False}}
+    folder = write_bert(tmp_path / "m", "\r\n".join(WORDS), added_tokens_decoder=added)
+    tokens, types, key = pieces_of(folder, tmp_path / "x.gguf")
+    assert tokens == [*WORDS[:5], "▁the", "s", "▁a", "", "▁b", "▁[PAD10]", "▁[PAD11]"]
+    assert types == [3] * 5 + [1] * 4 + [4, 5, 5]
+    assert (key("pre"), key("token_type_count")) == ("jina-v2-en", 2)
+    assert key("seperator_token_id") is None  # there is no tokenizer.json, in which it would be looked for
+
+
+def test_the_last_of_equal_words_counts(tmp_path: Path) -> None:
+    tokens, types, _ = pieces_of(write_bert(tmp_path / "m", "\n".join([*WORDS, "a", ""])), tmp_path / "x.gguf")
+    assert (tokens[7], types[7]) == ("▁[PAD7]", 5)
+    assert (tokens[10], types[10]) == ("▁a", 1)
+
+
+def test_special_tokens_that_are_missing_follow_the_others(tmp_path: Path) -> None:
+    """In the order in which transformers adds them; a vocabulary that they do not fit is refused."""
+    few = [word for word in WORDS if word not in ("[UNK]", "[MASK]")]
+    tokens, types, _ = pieces_of(write_bert(tmp_path / "m", "\n".join(few)), tmp_path / "x.gguf")
+    assert tokens[8:] == ["[UNK]", "[MASK]", "▁[PAD10]", "▁[PAD11]"]
+    assert types[8:] == [3, 3, 5, 5]
+    with pytest.raises(FormatError, match="it has a token 9, but vocab_size"):
+        convert(
+            write_bert(tmp_path / "n", "\n".join(few), config={"vocab_size": 9}), tmp_path / "y.gguf", None, WORDPIECE
+        )
+
+
+def test_an_unknown_hash_of_words_names_what_does(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"vocab.txt: .*hash [0-9a-f]{64}.*--pre jina-v2-en"):
+        convert(write_bert(tmp_path / "m", "\n".join(WORDS)), tmp_path / "x.gguf", None, VOCAB)
+
+
+def test_a_vocab_txt_that_is_no_text(tmp_path: Path) -> None:
+    folder = write_bert(tmp_path / "m", "")
+    (folder / "vocab.txt").write_bytes(b"a\n\xff\n")
+    with pytest.raises(FormatError, match=r"vocab.txt: not UTF-8"):
+        convert(folder, tmp_path / "x.gguf", None, WORDPIECE)
+
+
+def test_a_tokenizer_without_its_token_for_what_is_unknown(tmp_path: Path) -> None:
+    """The package tokenizers stops at a text of such characters."""
+    folder = checkpoints.write_checkpoint("bert", tmp_path)
+    made = json.loads((folder / "tokenizer.json").read_text())
+    made["model"]["unk_token"] = "<none>"
+    (folder / "tokenizer.json").write_text(json.dumps(made))
+    with pytest.raises(FormatError, match=r"tokenizer.json: .*Missing \[UNK\] token"):
+        convert(folder, tmp_path / "x.gguf", None, VOCAB)
+
+
+NAMED = [name for name in checkpoints.NAMES if checkpoints.describe(name).vocab["kind"] == "wordpiece"]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_hash_of_words_is_the_references(name: str, tmp_path: Path) -> None:
+    expected = json.loads((Path(__file__).parent / "data" / "convert-sha256.json").read_text())[name]["check"]
+    with pytest.raises(FormatError, match=f"hash {expected}"):
+        convert(checkpoints.write_checkpoint(name, tmp_path), tmp_path / "x.gguf", None, VOCAB)

@@ -35,6 +35,7 @@ NOT_EXPORTED = {
     *("gptneox", "granite_swa", "grovemoe", "hy_v3", "hy_v4", "jais2", "jamba", "kimi-k3", "kimi-linear"),
     *("laguna", "lfm2", "lfm2moe", "llada-moe", "maincoder", "mamba", "mamba2", "mellum", "mimo2", "minicpm"),
     *("minicpm3", "minimax-01", "minimax-m3", "nanbeige", "nemotron", "nemotron_h", "orion", "paddleocr"),
+    *("bert", "eurobert", "jina-bert-v2", "modern-bert", "neo-bert", "nomic-bert"),
     *("pangu-embedded", "plm", "qwen2vl", "rnd1", "smallthinker", "spark2_5", "step35"),
 }
 NAMES = [

@@ -56,7 +56,7 @@ _SAMPLE = 4096
 _OTHER_FILES = (
     *("config.json", "generation_config.json", "README.md", "tokenizer.json", "tokenizer_config.json"),
     *("tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
-    *("merges.txt", "vocab.json", "model.safetensors.index.json", "hf_quant_config.json", "modules.json"),
+    *("merges.txt", "vocab.json", "vocab.txt", "model.safetensors.index.json", "hf_quant_config.json", "modules.json"),
 )
 
 

@@ -277,6 +277,11 @@ _QWEN2_VL: Json = {
     **{"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80},
     **{"num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
 }
+_BERT: Json = {
+    **{"vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
+    **{"intermediate_size": 3072, "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12},
+    "pad_token_id": 0,
+}
 DEFAULTS |= {
     "jamba": {
         **{"vocab_size": 65536, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
@@ -302,6 +307,18 @@ DEFAULTS |= {
     "falcon": {
         **{"vocab_size": 65024, "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71},
         **{"layer_norm_epsilon": 1e-5, "num_kv_heads": None, "max_position_embeddings": 2048, "rope_theta": 10000.0},
+    },
+    "bert": _BERT,
+    "distilbert": {
+        **{"vocab_size": 30522, "dim": 768, "hidden_dim": 3072, "n_layers": 6, "n_heads": 12, "pad_token_id": 0},
+        "max_position_embeddings": 512,
+    },
+    "roberta": _BERT | {"vocab_size": 50265, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
+    "modernbert": {
+        **{"vocab_size": 50368, "hidden_size": 768, "intermediate_size": 1152, "num_hidden_layers": 22},
+        **{"num_attention_heads": 12, "hidden_activation": "gelu", "max_position_embeddings": 8192, "norm_eps": 1e-5},
+        **{"global_rope_theta": 160000.0, "global_attn_every_n_layers": 3, "local_attention": 128},
+        **{"local_rope_theta": 10000.0, "classifier_pooling": "cls"},
     },
     "qwen2_vl": {},
     "qwen2_vl_text": _QWEN2_VL,
@@ -457,6 +474,15 @@ def _no_end_of_document(values: Json) -> None:
     values.pop("eod_token_id", None)
 
 
+def _labels(values: Json) -> None:
+    """Labels are counted by numbers; there are two without names unless something else is said."""
+    given = values.get("id2label")
+    if given is None:
+        values["id2label"] = {i: f"LABEL_{i}" for i in range(min(int(values.get("num_labels", 2)), 1 << 16))}
+    else:
+        values["id2label"] = {int(i): text for i, text in given.items()}
+
+
 #: Model type -> what a class computes from other values, in order.
 DERIVED: dict[str, tuple[Callable[[Json], None], ...]] = {
     "deepseek_v2": (_heads_as_queries, _latent_head, _named_rope),
@@ -512,6 +538,10 @@ DERIVED: dict[str, tuple[Callable[[Json], None], ...]] = {
     "bloom": (_old_width,),
     "jamba": (_time_steps,),
     "falcon": (_all_keys,),
+    "bert": (_labels,),
+    "distilbert": (_labels,),
+    "roberta": (_labels,),
+    "modernbert": (_labels,),
 }
 
 #: Model type -> keys that hold the configuration of a part, and its type if it does not name one.

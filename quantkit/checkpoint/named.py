@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from quantkit.checkpoint.families import (
     bailing,
+    bert,
     cohere,
     deepseek,
     dots3,
@@ -148,6 +149,42 @@ _GEMMA_3N = Architecture(
     vocab="gemma 3n",
 )
 _MINIMAX_M1 = Architecture("minimax-01", rules=minimax.M1_RULES, keys=minimax.M1_KEYS, vocab="minimax m1")
+
+_BERT = Architecture("bert", stored=bert.STORED, rules=(bert.HEAD,), keys=bert.KEYS, vocab="wordpiece")
+_DISTIL_BERT = replace(
+    _BERT,
+    stored=(Renamed(r"^distilbert\.", ""), Dropped(r"^vocab_"), *bert.STORED),
+    base=bert.set_distil_base,
+)
+_ROBERTA = replace(
+    _BERT,
+    stored=(Renamed(r"^roberta\.", ""), *bert.STORED),
+    rules=(bert.POSITIONS, bert.HEAD),
+    vocab="roberta",
+    prepare=bert.cut_positions,
+)
+_NOMIC_BERT = replace(_BERT, arch="nomic-bert", stored=bert.NOMIC_STORED, vocab="nomic", prepare=bert.prepare_nomic)
+_NOMIC_BERT_MOE = replace(
+    _NOMIC_BERT,
+    arch="nomic-bert-moe",
+    rules=(*bert.NOMIC_EXPERTS, bert.HEAD),
+    keys=(*bert.KEYS, *bert.NOMIC_EXPERT_KEYS),
+)
+_JINA_BERT = replace(_BERT, arch="jina-bert-v2", vocab="jina bert")
+_NEO_BERT = replace(
+    _BERT,
+    arch="neo-bert",
+    stored=(Dropped(r"^decoder\."), Renamed(r"^model\.", ""), *bert.STORED),
+    keys=(*bert.KEYS, bert.set_neo),
+)
+_MODERN_BERT = replace(
+    _BERT,
+    arch="modern-bert",
+    stored=(Renamed(r"^model\.", ""), *bert.STORED),
+    keys=(*bert.KEYS, *bert.MODERN_KEYS),
+    vocab="modern bert",
+)
+_EURO_BERT = Architecture("eurobert", stored=(Renamed(r"^model\.", ""),), keys=bert.EURO_KEYS, vocab="euro bert")
 
 #: Class of transformers -> how it is converted.
 NAMED: dict[str, Architecture] = {
@@ -340,4 +377,14 @@ NAMED: dict[str, Architecture] = {
     **dict.fromkeys(("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"), _GEMMA_3N),
     **dict.fromkeys(("MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM"), _MINIMAX_M1),
     "InternLM3ForCausalLM": Architecture("llama", rules=ROPE_PERMUTED, keys=LLAMA_KEYS, vocab="internlm 3"),
+    **dict.fromkeys(("BertModel", "BertForMaskedLM", "BertForSequenceClassification"), _BERT),
+    **dict.fromkeys(("DistilBertModel", "DistilBertForMaskedLM", "DistilBertForSequenceClassification"), _DISTIL_BERT),
+    **dict.fromkeys(("RobertaModel", "RobertaForSequenceClassification"), _ROBERTA),
+    "NomicBertModel": replace(
+        _NOMIC_BERT, instead=lambda config: _NOMIC_BERT_MOE if bert.has_experts(config) else None
+    ),
+    **dict.fromkeys(("JinaBertModel", "JinaBertForMaskedLM"), _JINA_BERT),
+    **dict.fromkeys(("NeoBERT", "NeoBERTLMHead", "NeoBERTForSequenceClassification"), _NEO_BERT),
+    **dict.fromkeys(("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification"), _MODERN_BERT),
+    **dict.fromkeys(("EuroBertModel", "JinaEmbeddingsV5Model"), _EURO_BERT),
 }

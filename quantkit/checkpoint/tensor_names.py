@@ -46,6 +46,10 @@ KINDS: dict[str, str] = {
         "*ffn_up_shexp *exp_probs_b *ssm_conv1d_q *ssm_conv1d_k *ssm_conv1d_v *ssm_f_a *ssm_beta *ssm_a *ssm_g_a "
         "*ssm_dt *ssm_norm *nextn.eh_proj *nextn.enorm *nextn.hnorm *layer_output_norm"
     ),
+    "bert": (
+        "token_embd token_embd_norm token_types position_embd output_norm *attn_output_norm *attn_qkv *attn_q *attn_k "
+        "*attn_v *attn_output *ffn_down *ffn_up *layer_output_norm cls cls.output"
+    ),
     "bitnet": (
         "*attn_q *attn_k *attn_v token_embd output_norm *attn_norm *attn_output *ffn_norm *ffn_gate *ffn_down *ffn_up "
         "*attn_sub_norm *ffn_sub_norm"
@@ -135,6 +139,10 @@ KINDS: dict[str, str] = {
         "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate "
         "*ffn_down *ffn_up *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp *ffn_down_shexp "
         "*ffn_up_shexp *exp_probs_b"
+    ),
+    "eurobert": (
+        "token_embd output_norm *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate *ffn_up "
+        "*ffn_down"
     ),
     "exaone": (
         "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
@@ -269,6 +277,10 @@ KINDS: dict[str, str] = {
         "*ssm_x *ssm_dt *ssm_dt_norm *ssm_a *ssm_b_norm *ssm_c_norm *ssm_d *ssm_out *ffn_gate_inp *ffn_norm *ffn_gate "
         "*ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
     ),
+    "jina-bert-v2": (
+        "token_embd token_embd_norm token_types *attn_norm_2 *attn_output_norm *attn_qkv *attn_q *attn_q_norm *attn_k "
+        "*attn_k_norm *attn_v *attn_output *ffn_up *ffn_gate *ffn_down *layer_output_norm cls"
+    ),
     "kimi-k3": (
         "token_embd output_norm output output_res_score *attn_norm *attn_res_score *ffn_res_score *attn_q *attn_k "
         "*attn_v *attn_output *attn_gate *attn_q_a *attn_q_b *attn_kv_a_mqa *attn_kv_b *attn_k_b *attn_v_b "
@@ -364,6 +376,10 @@ KINDS: dict[str, str] = {
         "*ffn_gate *ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_up_exps *ffn_gate_shexp "
         "*ffn_down_shexp *ffn_up_shexp *exp_probs_b"
     ),
+    "modern-bert": (
+        "token_embd token_embd_norm token_types output_norm *attn_norm *attn_output *attn_qkv *ffn_up *ffn_down "
+        "*ffn_norm cls cls.output cls.norm"
+    ),
     "mpt": (
         "token_embd output_norm output *attn_norm *attn_qkv *attn_output *ffn_norm *ffn_down *ffn_up *ffn *attn_q_norm "
         "*attn_k_norm position_embd"
@@ -385,6 +401,17 @@ KINDS: dict[str, str] = {
         "*attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_down *ffn_up *ffn_gate_inp *ffn_up_exps *ffn_down_exps "
         "*ffn_latent_down *ffn_latent_up *ffn_down_shexp *ffn_up_shexp *exp_probs_b *post_attention_norm "
         "*nextn.eh_proj *nextn.enorm *nextn.hnorm *nextn.shared_head_norm"
+    ),
+    "neo-bert": (
+        "token_embd *attn_norm *attn_qkv *attn_output *ffn_norm *ffn_down *ffn_up enc.output_norm cls cls.output"
+    ),
+    "nomic-bert": (
+        "token_embd token_embd_norm token_types position_embd output_norm *attn_output_norm *attn_qkv *attn_output "
+        "*ffn_gate *ffn_down *ffn_up *layer_output_norm"
+    ),
+    "nomic-bert-moe": (
+        "token_embd token_embd_norm token_types position_embd output_norm *attn_output_norm *attn_qkv *attn_output "
+        "*ffn_down *ffn_up *ffn_gate_inp *ffn_down_exps *ffn_up_exps *layer_output_norm"
     ),
     "olmo": "token_embd output *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_gate *ffn_down *ffn_up",
     "olmo2": (
@@ -542,6 +569,7 @@ PATTERNS: dict[str, str] = {
         "word_embeddings_layernorm embeddings.LayerNorm embeddings.norm emb_ln transformer.norm rwkv.blocks.0.pre_ln "
         "model.pre_ln model.layers.0.pre_norm backbone.norm model.embedding_norm"
     ),
+    "token_types": "embeddings.token_type_embeddings type_emb joint_head.type_embedding",
     "position_embd": "transformer.wpe embeddings.position_embeddings wpe model.embed_positions",
     "output": (
         "embed_out lm_head output word_embeddings_for_head lm_head.linear output_layer head head.out model.lm_head "
@@ -879,7 +907,10 @@ PATTERNS: dict[str, str] = {
     "output_hc_fn": "model.hc_head.hc_head_fn",
     "output_hc_base": "model.hc_head.hc_head_base",
     "output_hc_scale": "model.hc_head.hc_head_scale",
+    "enc.output_norm": "encoder.final_layer_norm layer_norm model.hidden_norm encoder.output_norm_enc",
+    "cls": "classifier classifier.dense pre_classifier dense head.dense scorer.1",
     "cls.output": "classifier.out_proj scorer.3",
+    "cls.norm": "head.norm scorer.0",
     "*shortconv.conv": "model.layers.*.conv.conv",
     "*shortconv.in_proj": "model.layers.*.conv.in_proj",
     "*shortconv.out_proj": "model.layers.*.conv.out_proj",

@@ -12,6 +12,13 @@ from functools import partial
 
 from quantkit.checkpoint.config import optional_json
 from quantkit.checkpoint.vocab.bpe import write_bpe
+from quantkit.checkpoint.vocab.encoders import (
+    write_euro_bert,
+    write_jina_bert,
+    write_modern_bert,
+    write_nomic,
+    write_roberta,
+)
 from quantkit.checkpoint.vocab.families import (
     write_gemma,
     write_gemma1,
@@ -37,6 +44,7 @@ from quantkit.checkpoint.vocab.special import KINDS, special_tokens
 from quantkit.checkpoint.vocab.tekken import write_tekken
 from quantkit.checkpoint.vocab.tiktoken import HUNYUAN, KIMI, write_ranks
 from quantkit.checkpoint.vocab.tokenizer import Vocabulary
+from quantkit.checkpoint.vocab.wordpiece import write_wordpiece
 from quantkit.errors import FormatError
 
 
@@ -150,4 +158,10 @@ WRITERS: dict[str, Callable[[Vocabulary], None]] = {
     "solar": partial(write_bpe, special=_SOLAR),
     "hunyuan": write_hunyuan,
     "hunyuan moe": write_hunyuan_moe,
+    "wordpiece": write_wordpiece,
+    "roberta": write_roberta,
+    "nomic": write_nomic,
+    "jina bert": write_jina_bert,
+    "modern bert": write_modern_bert,
+    "euro bert": write_euro_bert,
 }

@@ -12,7 +12,7 @@ from typing import Any
 
 from quantkit.checkpoint.config import Config, Json, large_json, optional_json
 from quantkit.checkpoint.keys import Keys
-from quantkit.checkpoint.vocab import pairs
+from quantkit.checkpoint.vocab import pairs, vocab_txt
 from quantkit.checkpoint.vocab.pre_hashes import PRE_HASHES, TEXT
 from quantkit.errors import FormatError, ResourceError
 from quantkit.formats.gguf.rules import short
@@ -34,6 +34,11 @@ _CLASS_TOKENS: dict[str, Json] = {
     "Cohere": {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "unk_token": "<UNK>"},
     **dict.fromkeys(("GPT2", "GPTNeoX", "CodeGen"), {"bos_token": _END, "eos_token": _END, "unk_token": _END}),
     "Qwen2": {"eos_token": _END, "unk_token": _END, "pad_token": _END},
+    **dict.fromkeys(vocab_txt.CLASSES, vocab_txt.TOKENS),
+    "Roberta": {
+        **{"bos_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "cls_token": "<s>", "unk_token": "<unk>"},
+        **{"pad_token": "<pad>", "mask_token": "<mask>"},
+    },
     "Bloom": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
 }
 #: Model types whose class is one of those, where tokenizer_config.json names none.
@@ -45,6 +50,7 @@ _CLASS_OF_TYPE = {
     **dict.fromkeys(("granite", "granitemoe", "granitemoehybrid", "starcoder2", "exaone4", "olmo3"), "GPT2"),
     **dict.fromkeys(("olmo2", "olmoe", "stablelm"), "GPTNeoX"),
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), "Qwen2"),
+    **{"bert": "Bert", "distilbert": "DistilBert", "roberta": "Roberta"},
 }
 
 
@@ -75,10 +81,12 @@ class Vocabulary:
 
     @cached_property
     def json(self) -> Json:
-        """tokenizer.json; without one, what vocab.json and merges.txt make."""
+        """tokenizer.json; without one, what vocab.txt, or vocab.json and merges.txt make."""
         path = self.folder / "tokenizer.json"
         if path.is_file():
             return large_json(path)
+        if self._is_list:
+            return vocab_txt.made_json(self.folder, self.settings)
         if all(map(self.has, pairs.FILES)):
             listed = "added_tokens_decoder" in self.tokenizer_config
             return pairs.made_json(self.folder, self.class_name, self.settings, listed)
@@ -87,9 +95,17 @@ class Vocabulary:
         )
 
     @property
+    def _is_list(self) -> bool:
+        """Its tokens are in a vocab.txt."""
+        others = self.has("tokenizer.json") or self.class_name not in vocab_txt.CLASSES
+        return not others and self.has(vocab_txt.FILE)
+
+    @property
     def where(self) -> Path:
         """Where the tokens are from, for messages."""
         path = self.folder / "tokenizer.json"
+        if self._is_list:
+            return self.folder / vocab_txt.FILE
         return path if path.is_file() or not self.has(pairs.FILES[0]) else self.folder / pairs.FILES[0]
 
     @cached_property
@@ -212,7 +228,8 @@ class Vocabulary:
                 f"{self.where}: to tell its pre-tokenizer the package tokenizers is needed: "
                 "pip install 'gguf-quantkit[convert]', or name it with --pre"
             ) from None
-        if self.model.get("continuing_subword_prefix"):  # the package panics where a merge lacks it
+        is_bpe = self.model.get("type", "BPE") == "BPE"
+        if is_bpe and self.model.get("continuing_subword_prefix"):  # the package panics where a merge lacks it
             raise FormatError(f"{self.where}: model.continuing_subword_prefix is not empty: no byte-level BPE")
         try:
             if self.has("tokenizer.json"):
@@ -231,17 +248,33 @@ class Vocabulary:
             made.pre_tokenizer = pre_tokenizers.ByteLevel(
                 add_prefix_space=wanted, use_regex=bool(state.get("use_regex", True))
             )
+        self._set_normalizer(made)
         self._set_template(made)
         return made
 
+    def _set_normalizer(self, made: Any) -> None:
+        """Change BERT's normalizer where tokenizer_config.json says otherwise."""
+        state = self.json.get("normalizer")
+        if self.class_name not in vocab_txt.CLASSES or not isinstance(state, dict):
+            return
+        from tokenizers import normalizers
+
+        wanted = vocab_txt.normalizer(self.settings)
+        if state.get("type") == "BertNormalizer" and any(state.get(k, v) != v for k, v in wanted.items()):
+            made.normalizer = normalizers.BertNormalizer(clean_text=bool(state.get("clean_text", True)), **wanted)
+
     def _set_template(self, made: Any) -> None:
         """Put BOS and EOS around texts, as some classes of transformers do whatever the file says."""
-        if self.class_name not in _OWN_TEMPLATE:
+        if self._is_list:
+            around = (("cls", True, 0), ("sep", True, 2))
+        elif self.class_name in _OWN_TEMPLATE:
+            around = (("bos", True, 0), ("eos", False, 2))
+        else:
             return
         from tokenizers.processors import TemplateProcessing
 
         single, tokens = ["$A:0"], []
-        for key, default, place in (("bos", True, 0), ("eos", False, 2)):
+        for key, default, place in around:
             token = self.settings.get(f"{key}_token")
             text = token.get("content") if isinstance(token, dict) else token
             if self.tokenizer_config.get(f"add_{key}_token", default) and isinstance(text, str):
@@ -254,7 +287,12 @@ class Vocabulary:
         """The name of the pre-tokenizer: that of --pre, or of the hash of what it makes of one text."""
         if self.pre is not None:
             return self.pre
-        found = sha256(str(self.library.encode(TEXT).ids).encode()).hexdigest()
+        found = sha256(str(self._ids(TEXT)).encode()).hexdigest()
+        if found not in PRE_HASHES and self.model.get("type") == "WordPiece":
+            raise FormatError(
+                f"{self.where}: its pre-tokenizer is not known (hash {found}); it is one of words and pieces, which "
+                "llama.cpp splits in one way whatever it is called: name it with --pre jina-v2-en"
+            )
         if found not in PRE_HASHES:
             from quantkit.checkpoint.vocab.nearest import advice  # it loads all of llama.cpp's pre-tokenizers
 
@@ -274,8 +312,17 @@ class Vocabulary:
                 return token.text
         return self._round_trip(token.text)
 
+    def _ids(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        try:
+            found: list[int] = self.library.encode(text, add_special_tokens=add_special_tokens).ids
+        except (KeyboardInterrupt, SystemExit, FormatError, ResourceError):
+            raise
+        except BaseException as e:  # such as a token for what is unknown that the vocabulary lacks
+            raise FormatError(f"{self.where}: {short(str(e))}") from None
+        return found
+
     def _round_trip(self, text: str) -> str:
-        ids = self.library.encode(text, add_special_tokens=False).ids
+        ids = self._ids(text, add_special_tokens=False)
         return clean_up(self.library.decode(ids, skip_special_tokens=False), self.tokenizer_config)
 
 
