@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from quantkit.checkpoint.back.rules import CHANGES, Backward, undone
 from quantkit.checkpoint.expressions import Expression, Shaped, Transposed, joined, taken
-from quantkit.checkpoint.families import cohere, deepseek, gemma, glm, granite, others, qwen_next
-from quantkit.checkpoint.tensors import Context, Tensor
+from quantkit.checkpoint.families import cohere, deepseek, early, gemma, glm, granite, mimo, others, qwen_next
+from quantkit.checkpoint.tensors import Context, Rule, Tensor
 
 
 def _unchanged(tensor: Tensor, context: Context) -> Expression:
@@ -29,6 +29,7 @@ CHANGES |= {
     granite.grouped: _flat,
     granite.column: _flat,
     glm.halves: glm.pairs,
+    early.by_head: early.by_head_back,
 }
 
 
@@ -82,7 +83,15 @@ def _(rule: others.HeadNorms, tensor: Tensor, back: Backward) -> Iterable[Tensor
 
 
 @undone.register
-def _(rule: qwen_next.LayersAhead, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
+def _(rule: mimo.LayersAhead, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", tensor.name)
+    ahead = -1 if match is None else int(match[1]) - back.config.layers
+    return None if match is None or ahead < 0 else (replace(tensor, name=f"model.mtp.layers.{ahead}.{match[2]}"),)
+
+
+@undone.register(qwen_next.LayersAhead)
+@undone.register(others.LayersBehind)
+def _(rule: Rule, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", tensor.name)
     ahead = -1 if match is None else int(match[1]) - back.config.layers
     if match is None or ahead < 0:

@@ -40,8 +40,19 @@ def _grouped(x: Expression, groups: int, each: int) -> Expression:
     return taken(x, 0, *(range(head * width, (head + 1) * width) for head in heads))
 
 
-def _by_head(tensor: Tensor, context: Context) -> Expression:
+def by_head(tensor: Tensor, context: Context) -> Expression:
+    """Put queries, keys and values of all heads apart, which are stored head by head."""
     return _grouped(tensor.x, context.config.number("n_head", "num_attention_heads"), 3)
+
+
+def by_head_back(tensor: Tensor, context: Context) -> Expression:
+    """Put them together again: undoes ``by_head``."""
+    heads = context.config.number("n_head", "num_attention_heads")
+    width, left = divmod(tensor.x.shape[0], 3 * heads)
+    if left:
+        raise ValueError(f"{tensor.x.shape[0]} rows make no {heads} heads")
+    firsts = (width * (heads * part + head) for head in range(heads) for part in range(3))
+    return taken(tensor.x, 0, *(range(first, first + width) for first in firsts))
 
 
 def _by_key(tensor: Tensor, context: Context) -> Expression:
@@ -50,7 +61,7 @@ def _by_key(tensor: Tensor, context: Context) -> Expression:
     return _grouped(tensor.x, keys, heads // keys + 2)
 
 
-BY_HEAD = (Changed(r"attention\.query_key_value\.(weight|bias)$", _by_head),)
+BY_HEAD = (Changed(r"attention\.query_key_value\.(weight|bias)$", by_head),)
 BY_KEY = (Changed(r"query_key_value", _by_key),)
 
 
