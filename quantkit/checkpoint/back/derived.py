@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.checkpoint.back.said import Said
+from quantkit.errors import TypeNotSupported
 
 Json = dict[str, Any]
 Derive = Callable[[Said, Json], None]
@@ -422,6 +423,24 @@ def latent_heads(said: Said, config: Json) -> None:
         config["v_head_dim"] = output.shape[0] // max(1, said.number(".attention.head_count"))
     config.pop("head_dim", None)
     config.setdefault("q_lora_rank", None)
+
+
+def only_mamba(said: Said, config: Json) -> None:
+    """Say what layers of Mamba have, of models that have no others."""
+    inner, width = said.number(".ssm.inner_size"), said.number(".embedding_length")
+    config |= {"expand": inner // max(1, width), "intermediate_size": inner}
+    heads = said.get(".ssm.time_step_rank")
+    if said.get(".ssm.group_count") is not None:
+        config |= {"num_heads": heads, "head_dim": inner // max(1, heads)}
+        config.pop("intermediate_size")
+    config["use_conv_bias"] = said.has("ssm_conv1d.bias")
+    config["use_bias"] = said.has("ssm_in.bias")
+
+
+def two_norms(said: Said, config: Json) -> None:
+    """Refuse the first Falcons, whose layers have one norm for both: they are spelled otherwise."""
+    if not said.has("attn_norm_2.weight"):
+        raise TypeNotSupported(f"{said.where}: a Falcon of the first architecture is not exported by this version")
 
 
 def two_ends(said: Said, config: Json) -> None:

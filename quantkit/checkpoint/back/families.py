@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from quantkit.checkpoint.back.rules import CHANGES, Backward, undone
 from quantkit.checkpoint.expressions import Expression, Shaped, Transposed, joined, taken
-from quantkit.checkpoint.families import cohere, deepseek, early, gemma, glm, granite, mimo, others, qwen_next
+from quantkit.checkpoint.families import cohere, deepseek, early, gemma, glm, granite, mamba, mimo, others, qwen_next
 from quantkit.checkpoint.tensors import Context, Rule, Tensor
 
 
@@ -30,6 +30,9 @@ CHANGES |= {
     granite.column: _flat,
     glm.halves: glm.pairs,
     early.by_head: early.by_head_back,
+    early.by_key: early.by_key_back,
+    mamba.column: _flat,
+    mamba.grouped: _flat,
 }
 
 
@@ -39,6 +42,7 @@ def _(rule: cohere.NoBias, tensor: Tensor, back: Backward) -> Iterable[Tensor] |
     return None
 
 
+@undone.register(mamba.OwnOutput)
 @undone.register
 def _(rule: deepseek.LaterLayersDropped, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
     return None

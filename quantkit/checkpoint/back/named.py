@@ -28,6 +28,20 @@ _BIASES = ("attention_bias", "mlp_bias")
 _NO_GATING = {".expert_gating_func": ""}
 _QWEN_2_VL = Spelling("qwen2_vl", derived=(d.tower_of_two,))
 _GRANITE_SWA = Spelling("granite_swa", derived=(d.kinds_of_layers, d.rope_layers))
+_MAMBA = Spelling(
+    "mamba",
+    "backbone.embeddings backbone.norm_f backbone.layers.*.norm "
+    + " ".join(
+        f"backbone.layers.*.mixer.{name}"
+        for name in ("A_log", "D", "conv1d", "dt_proj", "in_proj", "out_proj", "x_proj", "norm")
+    ),
+    keys={
+        **{".context_length": "", ".feed_forward_length": "", ".attention.head_count": ""},
+        **{".ssm.conv_kernel": "conv_kernel", ".ssm.state_size": "state_size"},
+        **{".ssm.time_step_rank": "time_step_rank", ".attention.layer_norm_rms_epsilon": "layer_norm_epsilon"},
+    },
+    derived=(d.only_mamba,),
+)
 
 #: Class of transformers -> how it spells.
 NAMED: dict[str, Spelling] = {
@@ -187,6 +201,28 @@ NAMED: dict[str, Spelling] = {
             ".attention.layer_norm_epsilon": "layer_norm_epsilon",
         },
         renamed=((r"^(?!lm_head)", "transformer."),),
+    ),
+    # Of those that have norms of their own for attention and feed forward.
+    "FalconForCausalLM": Spelling(
+        "falcon",
+        "transformer.word_embeddings transformer.ln_f transformer.h.*.ln_attn transformer.h.*.ln_mlp "
+        + " ".join(f"transformer.h.*.{name.replace('attention.', 'self_attention.')}" for name in _FIRST[:-1]),
+        keys={
+            **{".context_length": "max_position_embeddings", ".feed_forward_length": ""},
+            **{".attention.head_count_kv": "num_kv_heads", ".block_count": "num_hidden_layers"},
+            **{".embedding_length": "hidden_size", ".attention.head_count": "num_attention_heads"},
+            ".attention.layer_norm_epsilon": "layer_norm_epsilon",
+        },
+        otherwise={
+            **{"new_decoder_architecture": True, "num_ln_in_parallel_attn": 2, "parallel_attn": True, "alibi": False},
+            **{"multi_query": False, "bias": False},
+        },
+        derived=(d.two_norms,),
+    ),
+    "FalconMambaForCausalLM": replace(_MAMBA, model_type="falcon_mamba", when=has("ssm.dt_b_c_rms")),
+    "MambaForCausalLM": _MAMBA,
+    "Mamba2ForCausalLM": replace(
+        _MAMBA, model_type="mamba2", keys={**_MAMBA.keys, ".ssm.group_count": "n_groups", ".ssm.time_step_rank": ""}
     ),
     "OrionForCausalLM": Spelling("orion", keys={".attention.layer_norm_epsilon": "rms_norm_eps"}),
     "MiniCPMForCausalLM": Spelling("minicpm", derived=(d.long_rope, d.scales)),
