@@ -31,8 +31,7 @@ from quantkit.kernels import dequantize
 #: Architectures that have no way back: BitNet's rules lose values, of the others nobody has written it.
 NOT_EXPORTED = {
     *("apertus", "bailingmoe3", "bitnet", "dots3note", "falcon-h1", "gemma3n", "hy_v4"),
-    *("jamba", "kimi-k3", "kimi-linear", "minimax-01", "minimax-m3", "nemotron_h"),
-    *("paddleocr", "step35"),
+    *("jamba", "kimi-k3", "kimi-linear", "minimax-01", "minimax-m3", "nemotron_h", "step35"),
 }
 NAMES = [
     name

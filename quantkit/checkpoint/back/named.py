@@ -202,6 +202,7 @@ NAMED: dict[str, Spelling] = {
         },
         renamed=((r"^(?!lm_head)", "transformer."),),
     ),
+    "PaddleOCRVLForConditionalGeneration": Spelling("paddleocr_vl"),
     # Of those that have norms of their own for attention and feed forward.
     "FalconForCausalLM": Spelling(
         "falcon",
