@@ -30,13 +30,9 @@ from quantkit.kernels import dequantize
 
 #: Architectures that have no way back: BitNet's rules lose values, of the others nobody has written it.
 NOT_EXPORTED = {
-    *("afmoe", "apertus", "bailingmoe", "bailingmoe3", "bitnet", "bloom", "chatglm", "codeshell"),
-    *("cohere2moe", "deepseek", "dots3note", "exaone-moe", "falcon", "falcon-h1", "gemma3n", "gpt2"),
-    *("gptneox", "granite_swa", "grovemoe", "hy_v3", "hy_v4", "jais2", "jamba", "kimi-k3", "kimi-linear"),
-    *("laguna", "lfm2", "lfm2moe", "llada-moe", "maincoder", "mamba", "mamba2", "mellum", "mimo2", "minicpm"),
-    *("minicpm3", "minimax-01", "minimax-m3", "nanbeige", "nemotron", "nemotron_h", "orion", "paddleocr"),
+    *("apertus", "bailingmoe3", "bitnet", "dots3note", "falcon-h1", "gemma3n", "hy_v4"),
+    *("jamba", "kimi-k3", "kimi-linear", "minimax-01", "minimax-m3", "nemotron_h", "step35"),
     *("bert", "eurobert", "jina-bert-v2", "modern-bert", "neo-bert", "nomic-bert"),
-    *("pangu-embedded", "plm", "qwen2vl", "rnd1", "smallthinker", "spark2_5", "step35"),
 }
 NAMES = [
     name
@@ -63,10 +59,12 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
 }
 #: Tensors of checkpoints that no file of the text model has, and layers that some converters leave out.
 APART = ("visual.", "vision", "multi_modal_projector.", "mtp.", "audio_tower.", "talker.", "code2wav.")
+#: Biases of routers that converters leave out.
+DROPPED = {"grove-moe": ".mlp.expert_bias"}
 #: Checkpoints whose tensors are fused where transformers has several, or the other way round.
 FUSED = {"ernie4.5-fused", "qwen3-omni-moe"}
 #: Checkpoints whose names are not those that transformers gives them, and some without their last layers.
-OTHER_NAMES = {*FUSED, "gemma3-vl", "llama-model", "llava", "mistral3"}
+OTHER_NAMES = {*FUSED, "gemma3-vl", "granite-moe-swa", "llama-model", "llava", "mistral3"}
 LAST_LEFT_OUT = {"deepseek-v3", "deepseek-v3-sparse", "glm4-moe-no-nextn", "qwen3.5-moe-no-nextn"}
 
 
@@ -144,6 +142,8 @@ def stored_in(path: Path) -> dict[str, StoredTensor]:
 def differences(what: checkpoints.Description, a: dict[str, StoredTensor], b: dict[str, StoredTensor]) -> list[str]:
     """Return tensors of a checkpoint that were not exported, or are something else, and those it does not have."""
     a = {name: t for name, t in a.items() if not any(part in name for part in APART) or name in b}
+    if (ending := DROPPED.get(what.name)) is not None:
+        a = {name: t for name, t in a.items() if not name.endswith(ending)}
     if what.name in LAST_LEFT_OUT:
         a = {name: t for name, t in a.items() if name in b}
     if what.config.get("tie_word_embeddings"):

@@ -181,7 +181,8 @@ def _permuted(tensor: Tensor, heads: int) -> Expression:
 class Split:
     """A tensor becomes parts along ``axis``, each under a name: ``pattern`` replaced by one of ``names``.
 
-    They are equal, or of ``sizes``; ``interleaved``: the parts are every n-th slice, not runs of them.
+    They are equal, or of ``sizes``; ``interleaved``: the parts are every n-th slice, not runs of them. ``always``: all
+    classes have them in one.
     """
 
     pattern: str
@@ -189,6 +190,7 @@ class Split:
     axis: int = 0
     interleaved: bool = False
     sizes: Callable[[Config], Sequence[int]] | None = None
+    always: bool = False
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if not re.search(self.pattern, tensor.name):
@@ -215,7 +217,7 @@ class Split:
 
 
 #: What configurations call the number of experts.
-_COUNTS = ("moe_num_primary_experts", "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_COUNTS = ("moe_num_primary_experts", "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ class Experts:
             return None
         if tensor.layer is None:
             raise context.fail(tensor, "an expert outside of any layer")
-        n = context.config.number(*_COUNTS) // self.shared
+        n = context.config.number(*EXPERT_COUNTS) // self.shared
         if not n:
             raise context.fail(tensor, "an expert, of which config.json says that there are none")
         held = context.held.setdefault((id(self), tensor.layer), {})

@@ -7,54 +7,18 @@ here, else the first by ``_ORDER``. Facts of transformers 4.57.6 (models/*/model
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 from quantkit.checkpoint.architectures import ROWS
 from quantkit.checkpoint.back import derived as d
-from quantkit.checkpoint.back.derived import Derive
+from quantkit.checkpoint.back.named import NAMED
 from quantkit.checkpoint.back.said import Said
+from quantkit.checkpoint.back.spelling import Json, Spelling, has
 from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.tensor_names import KINDS, PATTERNS
 from quantkit.checkpoint.tensors import Named
 from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf.rules import short
-
-Json = dict[str, Any]
-
-
-def _always(said: Said) -> bool:
-    return True
-
-
-@dataclass(frozen=True)
-class Spelling:
-    """A class: its model_type, and what is particular about it."""
-
-    model_type: str
-    #: Names of tensors, where the usual ones are not this class's.
-    names: str = ""
-    #: Values of config.json where a file says nothing.
-    otherwise: Json = field(default_factory=dict)
-    #: Key -> its name in config.json, where it is none of the usual ones.
-    keys: dict[str, str] = field(default_factory=dict)
-    #: What config.json says beyond copies of keys.
-    derived: tuple[Derive, ...] = ()
-    #: Flags of config.json that say whether there are biases.
-    biases: tuple[str, ...] = ()
-    #: Experts, or projections, are one tensor where others have several.
-    fused: bool = False
-    #: Changes to names at the very end: regular expression, replacement.
-    renamed: tuple[tuple[str, str], ...] = ()
-    #: The part of config.json that the text model is described in, and what is beside it.
-    inside: str = ""
-    beside: Json = field(default_factory=dict)
-    #: Tells whether a file of the architecture is one of this class, if there are several; the first is taken.
-    when: Callable[[Said], bool] = _always
-    #: Architectures that files of this class have beside that of its row.
-    archs: tuple[str, ...] = ()
-
 
 #: Names that most classes use, where there are several.
 _USUAL = {
@@ -113,10 +77,6 @@ _VL = Spelling(
 )
 
 
-def _has(key: str) -> Callable[[Said], bool]:
-    return lambda said: bool(said.get(f".{key}"))
-
-
 def _no_key_length(said: Said) -> bool:
     """Tell a file that Mistral's configuration, with head_dim null, becomes."""
     return said.get(".attention.key_length") is None and not said.has("rope_freqs.weight")
@@ -147,7 +107,7 @@ SPELLINGS: dict[str, Spelling] = {
         "model.layers.*.block_sparse_moe.gate layers.*.feed_forward.experts.w1 layers.*.feed_forward.experts.w2 "
         "layers.*.feed_forward.experts.w3",
         otherwise=_NO_WINDOW,
-        when=_has("expert_count"),
+        when=has("expert_count"),
     ),
     "MistralForCausalLM": Spelling("mistral", otherwise=_NO_WINDOW, when=_no_key_length),
     "LlamaForCausalLM": Spelling("llama", biases=("attention_bias", "mlp_bias")),
@@ -156,7 +116,7 @@ SPELLINGS: dict[str, Spelling] = {
         "ministral3",
         otherwise=_NO_WINDOW,
         derived=(d.temperature, d.as_parameters),
-        when=_has("attention.temperature_scale"),
+        when=has("attention.temperature_scale"),
     ),
     "Mistral3ForConditionalGeneration": Spelling(
         "mistral",
@@ -226,7 +186,7 @@ SPELLINGS: dict[str, Spelling] = {
         biases=_ATTENTION_BIAS,
     ),
     "OlmoForCausalLM": Spelling("olmo"),
-    "Olmo3ForCausalLM": Spelling("olmo3", derived=(d.kinds_of_layers,), when=_has("attention.sliding_window")),
+    "Olmo3ForCausalLM": Spelling("olmo3", derived=(d.kinds_of_layers,), when=has("attention.sliding_window")),
     "Olmo2ForCausalLM": Spelling("olmo2"),
     "OlmoeForCausalLM": Spelling("olmoe", otherwise={"norm_topk_prob": False}),
     "GraniteMoeHybridForCausalLM": Spelling(
@@ -247,7 +207,7 @@ SPELLINGS: dict[str, Spelling] = {
     ),
     "GraniteForCausalLM": Spelling("granite", biases=("attention_bias", "mlp_bias")),
     "GraniteMoeSharedForCausalLM": Spelling(
-        "granitemoeshared", _GRANITE, fused=True, when=_has("expert_shared_feed_forward_length")
+        "granitemoeshared", _GRANITE, fused=True, when=has("expert_shared_feed_forward_length")
     ),
     "GraniteMoeForCausalLM": Spelling("granitemoe", _GRANITE, fused=True),
     "CohereForCausalLM": Spelling("cohere", derived=(d.has_head_norms,)),
@@ -373,6 +333,7 @@ SPELLINGS: dict[str, Spelling] = {
         derived=(d.only_full_attention, d.kq_norm),
         fused=True,
     ),
+    **NAMED,
 }
 
 

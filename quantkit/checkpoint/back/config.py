@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.checkpoint.back.classes import Spelling
 from quantkit.checkpoint.back.said import Said, plain
+from quantkit.checkpoint.back.spelling import Spelling
 from quantkit.checkpoint.class_defaults import DEFAULTS
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.families import llama
@@ -58,6 +58,7 @@ _USUAL = {
     ".rope.scaling.original_context_length": "original_max_position_embeddings",
     ".use_parallel_residual": "use_parallel_residual",
 }
+_GATING = ".expert_gating_func"
 #: Keys that the class says by itself, or no runtime reads.
 _UNSAID = frozenset((".vocab_size", ".attention.causal"))
 #: Special tokens of config.json -> what their keys are called.
@@ -73,7 +74,7 @@ def make_config(said: Said, name: str, row: Architecture, spelling: Spelling, dt
     config: Json = {"architectures": [name], "model_type": spelling.model_type}
     copied = {each.key: each.names for each in row.keys if isinstance(each, Copied)}
     for key, names in {**_USUAL, **copied, **spelling.keys}.items():
-        if names and (value := said.get(key)) is not None:
+        if key != _GATING and names and (value := said.get(key)) is not None:
             config[_known(names, known)] = value
     if (
         (width := said.get(".rope.dimension_count")) is not None
@@ -81,7 +82,8 @@ def make_config(said: Said, name: str, row: Architecture, spelling: Spelling, dt
         and (width != said.head)
     ):
         config.setdefault("head_dim", width)
-    _set_gating(config, said.get(".expert_gating_func"), known)
+    how = spelling.keys.get(_GATING, _known("scoring_func score_function score_func", known))
+    _set_gating(config, how, said.get(_GATING))
     if (scaling := _rope_scaling(said)) is not None:
         config["rope_scaling"] = scaling
     config["vocab_size"] = _vocab_size(said.model)
@@ -92,7 +94,7 @@ def make_config(said: Said, name: str, row: Architecture, spelling: Spelling, dt
     config = {**spelling.otherwise, **config}
     for derive in spelling.derived:
         derive(said, config)
-    return config | token_ids(said.model) | {"torch_dtype": dtype, "quantkit_version": __version__}
+    return {**token_ids(said.model), **config} | {"torch_dtype": dtype, "quantkit_version": __version__}
 
 
 def token_ids(model: GGUFFile) -> Json:
@@ -123,10 +125,10 @@ def _vocab_size(model: GGUFFile) -> int:
     return embeddings.shape[1]
 
 
-def _set_gating(config: Json, number: Any, known: Mapping[str, Any]) -> None:
+def _set_gating(config: Json, key: str, number: Any) -> None:
     name = next((name for name, value in GATING.items() if value == number), None)
-    if name is not None:
-        config[_known("scoring_func score_function score_func", known)] = name
+    if key and name is not None:
+        config[key] = name
 
 
 def _rope_scaling(said: Said) -> Json | None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.checkpoint.back.said import Said
+from quantkit.errors import TypeNotSupported
 
 Json = dict[str, Any]
 Derive = Callable[[Said, Json], None]
@@ -296,3 +297,181 @@ def proportional_rope(said: Said, config: Json) -> None:
         "sliding_attention": {"rope_type": "default", "rope_theta": config.pop("rope_local_base_freq", 10000.0)},
     }
     config.pop("rope_scaling", None)
+
+
+# --- classes that are only converted (``named``) ---------------------------------------------------------------------
+
+
+def kinds_of_feed_forward(said: Said, config: Json) -> None:
+    """Name the layers with experts."""
+    layers = range(config["num_hidden_layers"])
+    sparse = (f"blk.{i}.ffn_gate_inp.weight" in said.model.tensors for i in layers)
+    config["mlp_layer_types"] = ["sparse" if each else "dense" for each in sparse]
+
+
+@dataclass(frozen=True)
+class EveryFourth:
+    """Name the layers with a window, if there is one: all but every fourth, from the first on or the ``last``."""
+
+    last: bool = False
+
+    def __call__(self, said: Said, config: Json) -> None:
+        slides = bool(said.get(".attention.sliding_window"))
+        places = (i + self.last for i in range(config["num_hidden_layers"]))
+        config["layer_types"] = ["sliding_attention" if slides and i % 4 else "full_attention" for i in places]
+
+
+def shared_count(said: Said, config: Json) -> None:
+    """Say how many experts are shared by how wide they are together (Hunyuan 3)."""
+    width = said.number(".expert_shared_feed_forward_length")
+    config["num_shared_experts"] = width // max(1, said.number(".expert_feed_forward_length"))
+
+
+def window_layout(said: Said, config: Json) -> None:
+    """List which layers have a window and rope, all but every fourth from the first, and how experts are chosen."""
+    layers, slides = range(said.number(".block_count")), said.get(".attention.sliding_window") is not None
+    config |= {
+        "moe_primary_router_apply_softmax": said.get(".expert_gating_func") == 1,
+        "sliding_window_layout": [int(slides and i % 4 != 0) for i in layers],
+        "rope_layout": [int(not slides or i % 4 != 0) for i in layers],
+    }
+
+
+def hybrid_windows(said: Said, config: Json) -> None:
+    """Say what layers with and without a window have (MiMo V2)."""
+    slides = (said.flags(".attention.sliding_window_pattern") or [])[: config["num_hidden_layers"]]
+    heads = config["num_key_value_heads"]
+    of_kind = dict(zip(slides, heads, strict=False)) if isinstance(heads, list) else {}
+    given = {each: of_kind.get(each, max(heads) if isinstance(heads, list) else heads) for each in (False, True)}
+    config |= {
+        "hybrid_layer_pattern": [int(each) for each in slides],
+        "num_key_value_heads": given[False],
+        "swa_num_key_value_heads": given[True],
+        "swa_num_attention_heads": config["num_attention_heads"],
+        "swa_head_dim": config["head_dim"],
+        "swa_v_head_dim": config["v_head_dim"],
+    }
+
+
+def rope_layers(said: Said, config: Json) -> None:
+    """Name the layers with rope, where the file lists them (Granite with windows)."""
+    turned = said.flags(".attention.rope_pattern")
+    if turned is not None:
+        config["no_rope_layers"] = [int(each) for each in turned]
+
+
+def heads_per_layer(said: Said, config: Json) -> None:
+    """Say how many heads each layer has; gates are of heads, or of single values (Laguna)."""
+    heads = said.get(".attention.head_count")
+    listed = heads if isinstance(heads, list) else [heads] * said.number(".block_count")
+    config |= {"num_attention_heads": listed[0], "num_attention_heads_per_layer": listed}
+    gate = said.model.tensors.get("blk.0.attn_gate.weight")
+    config["gating"] = "per-head" if gate is not None and gate.shape[1] == listed[0] else "per-element"
+
+
+def two_ropes(said: Said, config: Json) -> None:
+    """Say what rope does in layers with and without a window."""
+    theta = config.pop("rope_theta", 10000.0)
+    full: Json = {"rope_type": "default", **(config.pop("rope_scaling", None) or {}), "rope_theta": theta}
+    sliding: Json = {"rope_type": "default", "rope_theta": config.pop("rope_local_base_freq", theta)}
+    for rope, key in ((full, ".rope.dimension_count"), (sliding, ".rope.dimension_count_swa")):
+        if (turned := said.get(key)) is not None:
+            rope["partial_rotary_factor"] = turned / said.head
+    config["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
+
+
+def tower_of_two(said: Said, config: Json) -> None:
+    """Describe a vision tower, which is in no file of a text model, as small as can be (Qwen2-VL)."""
+    width = said.number(".embedding_length")
+    config["vision_config"] = {"depth": 1, "num_heads": 2} | (
+        {"embed_dim": 64, "hidden_size": width}
+        if config["model_type"] == "qwen2_vl"
+        else {"hidden_size": 64, "intermediate_size": 64, "out_hidden_size": width, "fullatt_block_indexes": [0]}
+    )
+    config.setdefault("rope_scaling", {})
+
+
+def chat_rope(said: Said, config: Json) -> None:
+    """Say what ChatGLM calls otherwise, beside the names of transformers."""
+    theta = config.get("rope_theta") or 10000.0
+    ratio = _as_stored(theta / 10000.0, lambda x: 10000 * x)
+    config |= {"layernorm_epsilon": config["rms_norm_eps"], "rope_ratio": ratio, "head_dim": said.head}
+    config["seq_length"] = config["max_position_embeddings"]
+    rotary_part(said, config)
+
+
+def short_convolutions(said: Said, config: Json) -> None:
+    """Name the layers of attention: those with heads of keys (LFM 2)."""
+    heads = config["num_key_value_heads"]
+    listed = heads if isinstance(heads, list) else [heads] * said.number(".block_count")
+    config |= {
+        "num_key_value_heads": max(listed),
+        "layer_types": ["full_attention" if each else "conv" for each in listed],
+        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in said.model.tensors),
+        "block_auto_adjust_ff_dim": False,
+    }
+    if "rope_theta" in config and config["model_type"] == "lfm2_moe":
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+
+
+def latent_heads(said: Said, config: Json) -> None:
+    """Say how wide the parts of heads are that a latent makes, which the file has in one matrix (PLM, MiniCPM 3)."""
+    rope = said.number(".rope.dimension_count")
+    config |= {"qk_rope_head_dim": rope, "qk_nope_head_dim": said.number(".attention.key_length") - rope}
+    output = said.model.tensors.get("blk.0.attn_output.weight")
+    if output is not None:
+        config["v_head_dim"] = output.shape[0] // max(1, said.number(".attention.head_count"))
+    config.pop("head_dim", None)
+    config.setdefault("q_lora_rank", None)
+
+
+def only_mamba(said: Said, config: Json) -> None:
+    """Say what layers of Mamba have, of models that have no others."""
+    inner, width = said.number(".ssm.inner_size"), said.number(".embedding_length")
+    config |= {"expand": inner // max(1, width), "intermediate_size": inner}
+    heads = said.get(".ssm.time_step_rank")
+    if said.get(".ssm.group_count") is not None:
+        config |= {"num_heads": heads, "head_dim": inner // max(1, heads)}
+        config.pop("intermediate_size")
+    config["use_conv_bias"] = said.has("ssm_conv1d.bias")
+    config["use_bias"] = said.has("ssm_in.bias")
+
+
+def two_norms(said: Said, config: Json) -> None:
+    """Refuse the first Falcons, whose layers have one norm for both: they are spelled otherwise."""
+    if not said.has("attn_norm_2.weight"):
+        raise TypeNotSupported(f"{said.where}: a Falcon of the first architecture is not exported by this version")
+
+
+def two_ends(said: Said, config: Json) -> None:
+    """Name the token that ends a turn beside the one that ends a text (Laguna)."""
+    ids = [said.model.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eot", "eos")]
+    if None not in ids:
+        config["eos_token_id"] = ids
+
+
+def mask_token(said: Said, config: Json) -> None:
+    """Name the token that stands for one to be filled in."""
+    config["mask_token_id"] = said.model.get("tokenizer.ggml.mask_token_id")
+
+
+def table_length(said: Said, config: Json) -> None:
+    """Say how many positions the table of them has, which may be more than the model is made for (GPT-2)."""
+    table = said.model.tensors.get("position_embd.weight")
+    config["n_positions"] = config["n_ctx"] if table is None else table.shape[1]
+
+
+def turned_part(said: Said, config: Json) -> None:
+    """Say which part of a head rope turns, as GPT-NeoX does."""
+    config["rotary_pct"] = said.number(".rope.dimension_count") / said.head
+
+
+def scales(said: Said, config: Json) -> None:
+    """Say what embeddings, layers and logits are multiplied by (MiniCPM)."""
+    root = said.number(".block_count") ** 0.5
+    residual = float(said.get(".residual_scale") or 1.0)
+    config |= {
+        "scale_emb": said.get(".embedding_scale"),
+        "scale_depth": _as_stored(residual * root, lambda x: x / root),
+        "dim_model_base": _as_stored(config["hidden_size"] / float(said.get(".logit_scale") or 1.0), lambda x: x),
+    }

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from quantkit.checkpoint.back import families  # noqa: F401  what undoes rules of single families
-from quantkit.checkpoint.back.classes import Spelling, find_class, spelled_kinds
+from quantkit.checkpoint.back.classes import find_class, spelled_kinds
 from quantkit.checkpoint.back.config import check_keys, make_config, nested, token_ids
 from quantkit.checkpoint.back.encoded import Encoded, encoded_tensors
 from quantkit.checkpoint.back.rules import Backward, all_undone
 from quantkit.checkpoint.back.said import Said
+from quantkit.checkpoint.back.spelling import Spelling
 from quantkit.checkpoint.back.tokenizer import tokenizer_files
 from quantkit.checkpoint.back.unfused import unfused
 from quantkit.checkpoint.class_defaults import with_defaults

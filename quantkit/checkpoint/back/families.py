@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from quantkit.checkpoint.back.rules import CHANGES, Backward, undone
 from quantkit.checkpoint.expressions import Expression, Shaped, Transposed, joined, taken
-from quantkit.checkpoint.families import cohere, deepseek, gemma, glm, granite, others, qwen_next
-from quantkit.checkpoint.tensors import Context, Tensor
+from quantkit.checkpoint.families import cohere, deepseek, early, gemma, glm, granite, mamba, mimo, others, qwen_next
+from quantkit.checkpoint.tensors import Context, Rule, Tensor
 
 
 def _unchanged(tensor: Tensor, context: Context) -> Expression:
@@ -29,6 +29,10 @@ CHANGES |= {
     granite.grouped: _flat,
     granite.column: _flat,
     glm.halves: glm.pairs,
+    early.by_head: early.by_head_back,
+    early.by_key: early.by_key_back,
+    mamba.column: _flat,
+    mamba.grouped: _flat,
 }
 
 
@@ -38,6 +42,7 @@ def _(rule: cohere.NoBias, tensor: Tensor, back: Backward) -> Iterable[Tensor] |
     return None
 
 
+@undone.register(mamba.OwnOutput)
 @undone.register
 def _(rule: deepseek.LaterLayersDropped, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
     return None
@@ -82,7 +87,15 @@ def _(rule: others.HeadNorms, tensor: Tensor, back: Backward) -> Iterable[Tensor
 
 
 @undone.register
-def _(rule: qwen_next.LayersAhead, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
+def _(rule: mimo.LayersAhead, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", tensor.name)
+    ahead = -1 if match is None else int(match[1]) - back.config.layers
+    return None if match is None or ahead < 0 else (replace(tensor, name=f"model.mtp.layers.{ahead}.{match[2]}"),)
+
+
+@undone.register(qwen_next.LayersAhead)
+@undone.register(others.LayersBehind)
+def _(rule: Rule, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", tensor.name)
     ahead = -1 if match is None else int(match[1]) - back.config.layers
     if match is None or ahead < 0:

@@ -16,6 +16,7 @@ from typing import Protocol, runtime_checkable
 from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.expressions import Expression, Mapped, Shaped, Transposed, head_restored, joined, taken
 from quantkit.checkpoint.tensors import (
+    EXPERT_COUNTS,
     Changed,
     Context,
     Dropped,
@@ -159,7 +160,7 @@ def _(rule: Experts, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
     weight = next((w for w in rule.weights if tensor.name == rule.merged.format(layer=tensor.layer, weight=w)), None)
     if weight is None:
         return None
-    n = back.config.number("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    n = back.config.number(*EXPERT_COUNTS) // rule.shared
     x = tensor.x
     if len(x.shape) != 3 or x.shape[0] != n:
         raise back.context.fail(tensor, f"its shape {list(x.shape)} is not that of {n} experts")
@@ -178,7 +179,7 @@ def _(rule: Split, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
     """Join the parts again, where the class keeps them in one tensor."""
     ends = [(name, re.search(re.escape(name).replace(r"\1", ".*") + r"$", tensor.name)) for name in rule.names]
     name = next((name for name, match in ends if match), None)
-    if name is None or not back.fused:
+    if name is None or not (back.fused or rule.always):
         return None
     whole = tensor.name[: -len(name)] + literal(rule.pattern)
     held = back.held.setdefault((id(rule), whole), {})

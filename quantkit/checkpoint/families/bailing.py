@@ -26,7 +26,10 @@ def _widths(config: Config) -> Sequence[int]:
 
 
 QUERY_KEY_VALUE = Split(
-    r"attention\.query_key_value\.weight$", tuple(f"self_attn.{each}_proj.weight" for each in "qkv"), sizes=_widths
+    r"attention\.query_key_value\.weight$",
+    tuple(f"self_attn.{each}_proj.weight" for each in "qkv"),
+    sizes=_widths,
+    always=True,
 )
 FIRST_KEYS: tuple[SetKeys, ...] = (
     Copied(".leading_dense_block_count", "first_k_dense_replace", needed=True),

@@ -40,18 +40,46 @@ def _grouped(x: Expression, groups: int, each: int) -> Expression:
     return taken(x, 0, *(range(head * width, (head + 1) * width) for head in heads))
 
 
-def _by_head(tensor: Tensor, context: Context) -> Expression:
+def by_head(tensor: Tensor, context: Context) -> Expression:
+    """Put queries, keys and values of all heads apart, which are stored head by head."""
     return _grouped(tensor.x, context.config.number("n_head", "num_attention_heads"), 3)
 
 
-def _by_key(tensor: Tensor, context: Context) -> Expression:
-    config = context.config
+def by_head_back(tensor: Tensor, context: Context) -> Expression:
+    """Put them together again: undoes ``by_head``."""
+    return _woven(tensor.x, context.config.number("n_head", "num_attention_heads"), 3)
+
+
+def _woven(x: Expression, groups: int, each: int) -> Expression:
+    """Undo ``_grouped``."""
+    width, left = divmod(x.shape[0], groups * each)
+    if left:
+        raise ValueError(f"{x.shape[0]} rows make no {groups} groups of {each} heads")
+    n = groups * (each - 2)
+    heads = [
+        head for i in range(groups) for head in (*range(i * (each - 2), (i + 1) * (each - 2)), n + i, n + groups + i)
+    ]
+    return taken(x, 0, *(range(head * width, (head + 1) * width) for head in heads))
+
+
+def by_key(tensor: Tensor, context: Context) -> Expression:
+    """Put queries, keys and values apart, which are stored by heads of keys."""
+    return _grouped(tensor.x, *_groups(context.config))
+
+
+def by_key_back(tensor: Tensor, context: Context) -> Expression:
+    """Put them together again: undoes ``by_key``."""
+    return _woven(tensor.x, *_groups(context.config))
+
+
+def _groups(config: Config) -> tuple[int, int]:
+    """Return how many groups there are, and how many heads are in each."""
     heads, keys = config.number("num_attention_heads", "n_head"), config.find("num_kv_heads", "n_head_kv") or 1
-    return _grouped(tensor.x, keys, heads // keys + 2)
+    return keys, heads // keys + 2
 
 
-BY_HEAD = (Changed(r"attention\.query_key_value\.(weight|bias)$", _by_head),)
-BY_KEY = (Changed(r"query_key_value", _by_key),)
+BY_HEAD = (Changed(r"attention\.query_key_value\.(weight|bias)$", by_head),)
+BY_KEY = (Changed(r"query_key_value", by_key),)
 
 
 def set_neox_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:

@@ -13,7 +13,7 @@ from quantkit.checkpoint.tensors import Changed, Dropped, Experts, Renamed, sque
 #: Of the models that also hear.
 STORED = (
     Dropped(r"audio|codebook|conformer|depth_embedding|depthformer|depth_linear"),
-    Renamed(r"lfm\.", "model."),
+    Renamed(r"lfm\.", "model.", foreign=True),
 )
 CONVOLUTIONS = Changed(r"conv\.conv", squeezed)
 EXPERTS = Experts(

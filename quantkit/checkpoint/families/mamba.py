@@ -22,7 +22,7 @@ from quantkit.errors import FormatError
 
 
 @dataclass(frozen=True)
-class _OwnOutput:
+class OwnOutput:
     """An output matrix that has the values of the embeddings is left out; it follows them."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
@@ -38,7 +38,7 @@ def _same(a: Expression, b: Expression) -> bool:
     return a.shape == b.shape and all((read_f32(a, *piece) == read_f32(b, *piece)).all() for piece in pieces)
 
 
-MAMBA_RULES = (_OwnOutput(), Changed(r"\.A_log$", negative_exp), Changed(r"\.mixer\.conv1d\.weight$", squeezed))
+MAMBA_RULES = (OwnOutput(), Changed(r"\.A_log$", negative_exp), Changed(r"\.mixer\.conv1d\.weight$", squeezed))
 
 
 def _set_unused(keys: Keys, width: int) -> None:
@@ -68,22 +68,22 @@ def set_mamba_base(keys: Keys, config: Config, layers: int, file_type: int) -> N
 
 # --- Mamba 2 ---------------------------------------------------------------------------------------------------------
 
-MAMBA2_STORED = (Renamed(r"^model\.(backbone|lm_head)", r"\1"), granite.DT_BIAS)
+MAMBA2_STORED = (Renamed(r"^model\.(backbone|lm_head)", r"\1", foreign=True), granite.DT_BIAS)
 
 
-def _column(tensor: Tensor, context: Context) -> Expression:
+def column(tensor: Tensor, context: Context) -> Expression:
     return Shaped(tensor.x, (size_of(tensor.x), 1))
 
 
-def _grouped(tensor: Tensor, context: Context) -> Expression:
+def grouped(tensor: Tensor, context: Context) -> Expression:
     n = context.config.find("n_groups", "num_groups") or 1
     return Shaped(tensor.x, (n, size_of(tensor.x) // n))
 
 
 MAMBA2_RULES = (
     Changed(r"\.mixer\.conv1d\.weight$", squeezed),
-    Changed(r"\.mixer\.(A_log|D)$", _column),
-    Changed(r"\.mixer\.norm\.weight$", _grouped),
+    Changed(r"\.mixer\.(A_log|D)$", column),
+    Changed(r"\.mixer\.norm\.weight$", grouped),
     Changed(r"\.A_log$", negative_exp),
 )
 

@@ -1,0 +1,49 @@
+"""How a class of transformers spells what a file of its architecture says: a row of ``classes`` or ``named``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from quantkit.checkpoint.back.derived import Derive
+from quantkit.checkpoint.back.said import Said
+
+Json = dict[str, Any]
+
+
+def _always(said: Said) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """A class: its model_type, and what is particular about it."""
+
+    model_type: str
+    #: Names of tensors, where the usual ones are not this class's.
+    names: str = ""
+    #: Values of config.json where a file says nothing.
+    otherwise: Json = field(default_factory=dict)
+    #: Key -> its name in config.json, where it is none of the usual ones.
+    keys: dict[str, str] = field(default_factory=dict)
+    #: What config.json says beyond copies of keys.
+    derived: tuple[Derive, ...] = ()
+    #: Flags of config.json that say whether there are biases.
+    biases: tuple[str, ...] = ()
+    #: Experts, or projections, are one tensor where others have several.
+    fused: bool = False
+    #: Changes to names at the very end: regular expression, replacement.
+    renamed: tuple[tuple[str, str], ...] = ()
+    #: The part of config.json that the text model is described in, and what is beside it.
+    inside: str = ""
+    beside: Json = field(default_factory=dict)
+    #: Tells whether a file of the architecture is one of this class, if there are several; the first is taken.
+    when: Callable[[Said], bool] = _always
+    #: Architectures that files of this class have beside that of its row.
+    archs: tuple[str, ...] = ()
+
+
+def has(key: str) -> Callable[[Said], bool]:
+    """Tell files that say something of a key."""
+    return lambda said: bool(said.get(f".{key}"))
