@@ -499,20 +499,11 @@ FUNCTIONS: dict[str, Callable[[F32], F32]] = {
 }
 
 
-def fill_mapped(x: Expression, t: TensorType, function: Callable[[F32], F32], start: int, into: U8) -> None:
-    """Fill ``into`` with a function of each value of ``x`` from ``start`` on, as F32, F16 or BF16, piece by piece."""
-    size = t.block_bytes
-    for at in range(0, into.size // size, PIECE):
-        piece = into[at * size : (at + PIECE) * size]
-        from_f32(t, function(read_f32(x, start + at, piece.size // size)), piece)
-
-
 @dataclass(frozen=True)
-class Mapped:
-    """A function of each value."""
+class ByValue:
+    """Values that are each made of one of ``x``, in float32; F16 stays F16."""
 
     x: Expression
-    function: str
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -522,22 +513,38 @@ class Mapped:
     def type(self) -> TensorType:
         return TYPE_F16 if self.x.type is TYPE_F16 else TYPE_F32
 
+    def computed(self, x: F32) -> F32:
+        """Return what becomes of values."""
+        raise NotImplementedError
+
     def read(self, start: int, into: U8, ahead: int = 0) -> None:
-        fill_mapped(self.x, self.type, FUNCTIONS[self.function], start, into)
+        size = self.type.block_bytes
+        for at in range(0, into.size // size, PIECE):
+            piece = into[at * size : (at + PIECE) * size]
+            from_f32(self.type, self.computed(read_f32(self.x, start + at, piece.size // size)), piece)
 
     def parts(self) -> Iterator[StoredTensor]:
         return self.x.parts()
 
 
 @dataclass(frozen=True)
-class Scaled(Mapped):
+class Mapped(ByValue):
+    """A function of each value, by its name in ``FUNCTIONS``."""
+
+    function: str
+
+    def computed(self, x: F32) -> F32:
+        return FUNCTIONS[self.function](x)
+
+
+@dataclass(frozen=True)
+class Multiplied(ByValue):
     """Each value times ``factor``, a float32."""
 
-    function: str = "times"
-    factor: float = 1.0
+    factor: float
 
-    def read(self, start: int, into: U8, ahead: int = 0) -> None:
-        fill_mapped(self.x, self.type, lambda x: x * np.float32(self.factor), start, into)
+    def computed(self, x: F32) -> F32:
+        return x * np.float32(self.factor)
 
 
 @dataclass(frozen=True)

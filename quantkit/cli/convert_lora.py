@@ -10,7 +10,7 @@ import click
 
 from quantkit.cli.complete import MODEL
 from quantkit.cli.ignored import Ignored
-from quantkit.cli.options import SIZE, GroupedCommand, echo_notes, option, options, setting, threads_option
+from quantkit.cli.options import GroupedCommand, echo_notes, option, options, plan_options
 from quantkit.cli.quantize import run_shown
 from quantkit.cli.refused import Refused
 from quantkit.cli.summary import DryRunReport
@@ -29,12 +29,7 @@ _lora_options = options(
         help="Type of the matrices; auto: the one they are stored in.  [default: f32]",
     ),
     option("--outfile", group=_FILE, metavar="FILE", help="The same as OUT.gguf."),
-    threads_option,
-    setting("--max-ram", group=_RUN, type=SIZE, default="512MiB", help="Memory for all buffers."),
-    option("--resume", group=_RUN, is_flag=True, help="Continue an interrupted run."),
-    option("--overwrite", group=_RUN, is_flag=True, help="Replace an existing output."),
-    option("--dry-run", group=_OUT, is_flag=True, help="Only print the plan."),
-    option("--json", "as_json", group=_OUT, is_flag=True, help="Print the summary as JSON."),
+    plan_options,
     click.option("--no-lazy", cls=Ignored, is_flag=True, note="nothing is held back until the end"),
     click.option("--verbose", cls=Ignored, is_flag=True, note="--dry-run shows every tensor, --json as data"),
     click.option("--trust-remote-code", cls=Ignored, is_flag=True, note="no code of a checkpoint is ever run"),

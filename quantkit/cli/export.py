@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from quantkit.cli.complete import MODEL_FILE
-from quantkit.cli.options import SIZE, GroupedCommand, echo_notes, option, options, setting, threads_option
+from quantkit.cli.options import SIZE, GroupedCommand, echo_notes, option, options, plan_options, setting
 from quantkit.cli.summary import DryRunReport, RunReport
 from quantkit.cli.table import table
 from quantkit.helpers import available_cpus, printable
@@ -47,12 +47,7 @@ _export_options = options(
     ),
     option("--no-tokenizer", group=_WRITTEN, is_flag=True, help="Leave out the files of the tokenizer."),
     setting("--max-shard-size", group=_WRITTEN, type=SIZE, default="5GB", help="Begin a new file beyond this size."),
-    threads_option,
-    setting("--max-ram", group=_RUN, type=SIZE, default="512MiB", help="Memory for all buffers."),
-    option("--resume", group=_RUN, is_flag=True, help="Continue an interrupted run."),
-    option("--overwrite", group=_RUN, is_flag=True, help="Replace existing files."),
-    option("--dry-run", group=_OUT, is_flag=True, help="Only print the plan."),
-    option("--json", "as_json", group=_OUT, is_flag=True, help="Print the summary as JSON."),
+    plan_options,
 )
 
 

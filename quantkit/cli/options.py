@@ -221,6 +221,17 @@ threads_option = option(
 )
 
 
+#: What commands share that make one output from a plan.
+plan_options = options(
+    threads_option,
+    setting("--max-ram", group="The run", type=SIZE, default="512MiB", help="Memory for all buffers."),
+    option("--resume", group="The run", is_flag=True, help="Continue an interrupted run."),
+    option("--overwrite", group="The run", is_flag=True, help="Replace an existing output."),
+    option("--dry-run", group="Output", is_flag=True, help="Only print the plan."),
+    option("--json", "as_json", group="Output", is_flag=True, help="Print the summary as JSON."),
+)
+
+
 def on_command_line(name: str) -> bool:
     """Tell whether the command line, not a default, gives the current command's parameter ``name``."""
     return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE

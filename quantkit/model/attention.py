@@ -120,24 +120,8 @@ def gqa(b: Builder, x: Value) -> Value:
     if b.arch.norm_after_rope:
         q, k = head_norm(b, q, "attn_q_norm", head_k), head_norm(b, k, "attn_k_norm", head_k)
     q, k = _after_rope(b, q, k, head_k)
-    attended = attend(b, q, k, v, n_head, n_kv, head_k, head_v, _attention_scale(b, head_k))
+    attended = attend(b, q, keep(b, k, v), n_head, n_kv, head_k, head_v, _attention_scale(b, head_k))
     return b.mul_mat(attended, "attn_output", bias=b.arch.output_bias)
-
-
-def attend(
-    b: Builder,
-    q: Value,
-    k: Value,
-    v: Value | None,
-    n_head: int,
-    n_kv: int,
-    head_k: int,
-    head_v: int,
-    scale: float,
-    selected: Value | None = None,
-) -> Value:
-    """Keep keys and values and attend: the part that all kinds of attention share."""
-    return attend_to(b, q, keep(b, k, v), n_head, n_kv, head_k, head_v, scale, selected)
 
 
 def keep(b: Builder, k: Value, v: Value | None) -> Cache:
@@ -148,7 +132,7 @@ def keep(b: Builder, k: Value, v: Value | None) -> Cache:
     return cache
 
 
-def attend_to(
+def attend(
     b: Builder,
     q: Value,
     cache: Cache,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 
 from quantkit.errors import FormatError
-from quantkit.model.attention import attend, qkv, rope_config
+from quantkit.model.attention import attend, keep, qkv, rope_config
 from quantkit.model.builder import Builder
 from quantkit.model.ops import Activation, DeltaNet, Glu, Join, MultiplyBy, Value
 from quantkit.model.recurrent import activated, check_width, convolved, new_state
@@ -39,7 +39,7 @@ def gated_attention(b: Builder, x: Value) -> Value:
     k = b.norm(k, "attn_k_norm", group=head)
     config = rope_config(b, head)
     q, k = b.rope(q, config, head), b.rope(k, config, head)
-    attended = attend(b, q, k, v, n_head, n_kv, head, head, 1.0 / math.sqrt(head))
+    attended = attend(b, q, keep(b, k, v), n_head, n_kv, head, head, 1.0 / math.sqrt(head))
     return b.mul_mat(_gated(b, attended, gate, "sigmoid"), "attn_output", bias=b.arch.output_bias)
 
 

@@ -20,7 +20,7 @@ import math
 
 from quantkit.errors import FormatError
 from quantkit.model.attention import (
-    attend_to,
+    attend,
     head_norm,
     is_windowed,
     keep,
@@ -50,7 +50,7 @@ def gemma4(b: Builder, x: Value) -> Value:
     if cache is None:
         k = b.rope(head_norm(b, k, "attn_k_norm", head), config, head, factors=factors)
         cache = keep(b, k, b.plain_norm(v, head))
-    attended = attend_to(b, q, cache, n_head, n_kv, head, head, 1.0)
+    attended = attend(b, q, cache, n_head, n_kv, head, head, 1.0)
     return b.mul_mat(attended, "attn_output", bias=False)
 
 

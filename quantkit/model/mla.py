@@ -17,7 +17,7 @@ import math
 from dataclasses import replace
 
 from quantkit.errors import FormatError, TypeNotSupported
-from quantkit.model.attention import attend, gqa, rope_config, rope_factors
+from quantkit.model.attention import attend, gqa, keep, rope_config, rope_factors
 from quantkit.model.builder import Builder
 from quantkit.model.indexer import select_keys
 from quantkit.model.ops import Join, Matrix, MulMatHeads, RopeConfig, ScaleByPosition, Value
@@ -133,7 +133,7 @@ def absorbed(
     width = heads.rank + heads.n_rot
     q = join(b, "q_absorbed", plain, rotated, heads.rank, heads.n_rot)
     k = join(b, "k_latent", latent, k_rope, heads.rank, heads.n_rot)
-    mixed = attend(b, q, k, None, heads.n, 1, width, heads.rank, scale, selected)
+    mixed = attend(b, q, keep(b, k, None), heads.n, 1, width, heads.rank, scale, selected)
     attended = per_head(b, mixed, "attn_v_b", heads.n, heads.v)
     return b.mul_mat(attended, "attn_output", bias=False)
 
@@ -145,7 +145,7 @@ def expanded(b: Builder, heads: Heads, q: Value, latent: Value, k_rope: Value, s
     k_nope = b.take(kv, "k_nope", heads.n * heads.nope, 0, period)
     v = b.take(kv, "v", heads.n * heads.v, heads.nope, period)
     k = join(b, "k", k_nope, k_rope, heads.nope, heads.n_rot)
-    attended = attend(b, q, k, v, heads.n, heads.n, heads.k, heads.v, scale)
+    attended = attend(b, q, keep(b, k, v), heads.n, heads.n, heads.k, heads.v, scale)
     return b.mul_mat(attended, "attn_output", bias=False)
 
 

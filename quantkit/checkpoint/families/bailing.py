@@ -12,7 +12,7 @@ from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.expressions import Expression, Mapped, Shaped, size_of
 from quantkit.checkpoint.families.deepseek import LatentHeads
 from quantkit.checkpoint.families.glm import set_predicting_layers
-from quantkit.checkpoint.families.kimi import CONVOLUTIONS
+from quantkit.checkpoint.families.kimi import CONVOLUTIONS, set_latent
 from quantkit.checkpoint.keys import Keys, layers_in_file
 from quantkit.checkpoint.row import Always, Copied, SetKeys
 from quantkit.checkpoint.tensors import Changed, Context, Experts, Renamed, Split, Tensor
@@ -96,15 +96,6 @@ def _check(keys: Keys, config: Config) -> None:
     keys.array(".attention.head_count_kv", [int(_attends(config, layer)) for layer in layers])
 
 
-def _set_latent(keys: Keys, config: Config) -> None:
-    rank, rope = config.number("kv_lora_rank"), config.number("qk_rope_head_dim")
-    keys.u32(".attention.kv_lora_rank", rank)
-    keys.u32(".rope.dimension_count", rope)
-    keys.u32(".attention.key_length", rank + rope)
-    keys.u32(".attention.key_length_mla", config.number("qk_nope_head_dim") + rope)
-    keys.u32(".attention.value_length_mla", config["v_head_dim"])
-
-
 def _set_shared(keys: Keys, config: Config) -> None:
     keys.u32(".expert_shared_count", config.get("num_shared_experts", 1))
 
@@ -128,7 +119,7 @@ V3_KEYS: tuple[SetKeys, ...] = (
     Copied(".kda.safe_gate", "kda_safe_gate", "flag", needed=True),
     Copied(".kda.gate_lower_bound", "kda_lower_bound", "f32", needed=True),
     Copied(".attention.q_lora_rank", "q_lora_rank"),
-    _set_latent,
+    set_latent,
     Copied(".expert_feed_forward_length", "moe_intermediate_size", needed=True),
     Copied(".expert_shared_feed_forward_length", "moe_shared_expert_intermediate_size", needed=True),
     _set_shared,

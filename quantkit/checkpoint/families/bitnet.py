@@ -5,7 +5,6 @@ Facts of llama.cpp b11434, conversion/bitnet.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,38 +12,24 @@ import numpy as np
 
 from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.expressions import (
+    F32,
     PIECE,
-    TYPE_F16,
-    TYPE_F32,
+    ByValue,
     Expression,
-    fill_mapped,
     read_f32,
     size_of,
 )
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.tensors import Changed, Context, Renamed, Tensor
-from quantkit.formats.ranges import U8
-from quantkit.formats.safetensors import StoredTensor
-from quantkit.types import TensorType
 
 
 @dataclass(frozen=True)
-class Ternary:
+class Ternary(ByValue):
     """Weights as -1, 0 and 1 times the mean of their magnitudes: what the model computes with.
 
     The mean is that of the whole tensor, which is read once for it. torch adds in another order and in float32, so the
     last bit of the scale may differ.
     """
-
-    x: Expression
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.x.shape
-
-    @property
-    def type(self) -> TensorType:
-        return TYPE_F16 if self.x.type is TYPE_F16 else TYPE_F32
 
     @cached_property
     def _inverse(self) -> np.float32:
@@ -53,12 +38,9 @@ class Ternary:
         total = sum(float(np.abs(piece).sum(dtype=np.float64)) for piece in pieces)
         return np.float32(np.float32(1) / np.maximum(np.float32(total / n), np.float32(1e-5)))
 
-    def read(self, start: int, into: U8, ahead: int = 0) -> None:
-        inverse = self._inverse
-        fill_mapped(self.x, self.type, lambda x: np.clip(np.rint(x * inverse), -1, 1) / inverse, start, into)
-
-    def parts(self) -> Iterator[StoredTensor]:
-        return self.x.parts()
+    def computed(self, x: F32) -> F32:
+        signs: F32 = np.clip(np.rint(x * self._inverse), -1, 1)
+        return signs / self._inverse
 
 
 def _ternary(tensor: Tensor, context: Context) -> Expression:

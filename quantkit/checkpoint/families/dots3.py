@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.config import Config
-from quantkit.checkpoint.expressions import Scaled
+from quantkit.checkpoint.expressions import Multiplied
 from quantkit.checkpoint.families.deepseek import INDEXER, TIED_OUTPUT, LatentHeads, set_latent_base, set_latent_keys
 from quantkit.checkpoint.families.glm import set_predicting_layers
 from quantkit.checkpoint.keys import Keys, layers_in_file
@@ -73,7 +73,7 @@ class _Rescaled:
             rank = config.number(("swa_" if _slides(config, tensor.layer) else "") + "kv_lora_rank")
         else:
             return None
-        return (replace(tensor, x=Scaled(tensor.x, factor=math.sqrt(config.number("hidden_size") / rank))),)
+        return (replace(tensor, x=Multiplied(tensor.x, factor=math.sqrt(config.number("hidden_size") / rank))),)
 
 
 RULES = (_EmbeddingAhead(), _Rescaled(), TIED_OUTPUT, Experts(), LatentHeads(_widths))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from quantkit.checkpoint.config import Config
-from quantkit.checkpoint.expressions import Expression, Scaled, Shaped, joined, size_of, taken
+from quantkit.checkpoint.expressions import Expression, Multiplied, Shaped, joined, size_of, taken
 from quantkit.checkpoint.families.granite import DT_BIAS
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.row import Copied, SetKeys
@@ -46,7 +46,7 @@ class _Multiplied:
         x = tensor.x
         for key, place in names:
             value = config[key] if place is None else config[key][place]
-            x = Scaled(x, factor=float(value))
+            x = Multiplied(x, factor=float(value))
         if part == "in_proj":
             x = _by_parts(x, tensor, context)
         return (replace(tensor, x=x),) if names else None
@@ -62,7 +62,7 @@ def _by_parts(x: Expression, tensor: Tensor, context: Context) -> Expression:
         raise context.fail(tensor, f"its {x.shape[0]} rows are not those of the configuration")
     ends = list(accumulate(sizes))
     rows = [range(end - size, end) for size, end in zip(sizes, ends, strict=True) if size]
-    return joined([Scaled(taken(x, 0, r), factor=float(f)) for r, f in zip(rows, factors, strict=False)])
+    return joined([Multiplied(taken(x, 0, r), factor=float(f)) for r, f in zip(rows, factors, strict=False)])
 
 
 def _column(tensor: Tensor, context: Context) -> Expression:

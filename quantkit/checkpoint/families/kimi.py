@@ -60,11 +60,14 @@ def _set_linear(keys: Keys, config: Config) -> None:
         keys.u32(".kda.head_dim", width)
 
 
-def _set_latent(keys: Keys, config: Config) -> None:
+def set_latent(keys: Keys, config: Config, *, values: bool = False) -> None:
+    """Set the sizes of latent attention; values: that of the rows as values, too."""
     rank, rope = config.number("kv_lora_rank", "n_lora_kv"), config.number("qk_rope_head_dim", "n_rot")
     keys.u32(".attention.kv_lora_rank", rank)
     keys.u32(".rope.dimension_count", rope)
     keys.u32(".attention.key_length", rank + rope)
+    if values:
+        keys.u32(".attention.value_length", rank)
     keys.u32(".attention.key_length_mla", config.number("qk_nope_head_dim") + rope)
     keys.u32(".attention.value_length_mla", config["v_head_dim"])
 
@@ -73,7 +76,7 @@ LINEAR_KEYS: tuple[SetKeys, ...] = (
     Copied(".vocab_size", "vocab_size", needed=True),
     _set_linear,
     Copied(".attention.q_lora_rank", "q_lora_rank n_lora_q"),
-    _set_latent,
+    set_latent,
     Copied(".expert_feed_forward_length", "moe_intermediate_size", needed=True),
     Copied(".expert_shared_count", "num_shared_experts", needed=True),
     Copied(".leading_dense_block_count", "first_k_dense_replace", needed=True),
@@ -155,13 +158,7 @@ def _set_k3_layers(keys: Keys, config: Config) -> None:
 def _set_k3_latent(keys: Keys, config: Config) -> None:
     if not config.get("mla_use_nope") or config["moe_router_activation_func"] != "sigmoid":
         raise FormatError(f"{config.path}: K3 is only run with mla_use_nope and experts chosen by sigmoid")
-    rank, rope = config.number("kv_lora_rank"), config.number("qk_rope_head_dim")
-    keys.u32(".attention.kv_lora_rank", rank)
-    keys.u32(".rope.dimension_count", rope)
-    keys.u32(".attention.key_length", rank + rope)
-    keys.u32(".attention.value_length", rank)
-    keys.u32(".attention.key_length_mla", config.number("qk_nope_head_dim") + rope)
-    keys.u32(".attention.value_length_mla", config["v_head_dim"])
+    set_latent(keys, config, values=True)
 
 
 K3_KEYS: tuple[SetKeys, ...] = (

@@ -20,9 +20,10 @@ from quantkit.checkpoint.expressions import (
     Expression,
     Gathered,
     Joined,
+    Multiplied,
     Shaped,
     Transposed,
-    fill_mapped,
+    cast,
     floats,
     joined,
     read_f32,
@@ -140,29 +141,6 @@ def added(x: Expression, more: tuple[LowRank, ...]) -> Expression:
     return Added(floats(x), more)
 
 
-@dataclass(frozen=True)
-class Multiplied:
-    """Every value times a number, in float32."""
-
-    x: Expression
-    by: float
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.x.shape
-
-    @property
-    def type(self) -> TensorType:
-        return TYPE_F32
-
-    def read(self, start: int, into: U8, ahead: int = 0) -> None:
-        by = np.float32(self.by)
-        fill_mapped(self.x, TYPE_F32, lambda x: x * by, start, into)
-
-    def parts(self) -> Iterator[StoredTensor]:
-        return self.x.parts()
-
-
 def products_in(x: Expression) -> Iterator[LowRank]:
     """Yield the products that an expression is made of."""
     if isinstance(x, LowRank):
@@ -186,7 +164,7 @@ def factors_of(x: Expression, alpha: float) -> tuple[Expression, Expression]:
     """
     if isinstance(x, LowRank):
         own = x.alpha * x.strength
-        return x.a, x.b if own == alpha else Multiplied(x.b, own / alpha)
+        return x.a, x.b if own == alpha else Multiplied(cast(x.b, TYPE_F32), own / alpha)
     if isinstance(x, Gathered):
         a, b = factors_of(x.x, alpha)
         side = len(x.shape) - x.axis
