@@ -1,0 +1,219 @@
+"""Rows encoded with error feedback: the reference's bytes, improved where that lowers the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.kernels.cpu.feedback.scales import fit_factors, fit_super_scales
+from quantkit.kernels.cpu.feedback.sweeps import codebook, descend, feed, gradient
+from quantkit.kernels.cpu.feedback.tiles import ROWS, pack_columns
+from quantkit.kernels.levels import (
+    Integers,
+    Levels,
+    decoded,
+    levels_of,
+    read_integers,
+    scales_and_minimums,
+    write_integers,
+)
+from quantkit.types import TensorType
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+U8 = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Metric:
+    """A covariance, ready for sweeps: columns in descending order of their variance.
+
+    columns: the column at each place, int32 [n]. u, h: packed factor and covariance. per_diagonal: 1 / H_kk.
+    """
+
+    columns: Ints
+    u: F32
+    h: F32
+    per_diagonal: F32
+
+    @property
+    def n(self) -> int:
+        """Columns."""
+        return len(self.columns)
+
+
+def metric(covariance: F64, damping: float) -> Metric:
+    """Return the metric of a covariance [n, n] whose diagonal is raised by ``damping`` times its mean.
+
+    Raises numpy.linalg.LinAlgError if it is not positive definite even so.
+    """
+    n = len(covariance)
+    diagonal = np.diagonal(covariance)
+    columns = np.argsort(-diagonal, kind="stable")
+    h = covariance[np.ix_(columns, columns)].astype(np.float64)
+    h[np.diag_indices(n)] += damping * diagonal.mean()
+    upper = np.linalg.cholesky(h[::-1, ::-1])[::-1, ::-1]  # H = upper upper^T
+    u = upper / np.diagonal(upper)
+    return Metric(columns.astype(np.int32), pack_columns(u), pack_columns(h), (1 / np.diagonal(h)).astype(np.float32))
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How levels are chosen: how often feedback, sweeps and the fit of scales are repeated; sweeps of each round."""
+
+    rounds: int = 2
+    sweeps: int = 1
+    fits: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Rounded:
+    """Encoded rows, uint8 [rows, row bytes]; losses by row of the reference's bytes and of these, float64 [rows]."""
+
+    rows: U8
+    before: F64
+    after: F64
+
+
+def round_rows(
+    t: TensorType, x: F32, encode: Callable[[F32, U8], None], by: Metric, how: Rounding, target: F32 | None = None
+) -> Rounded:
+    """Encode rows.
+
+    Args:
+        t: the type.
+        x: the rows, float32 [rows, n], which the reference's encoder is given.
+        encode: fills the rows of the second argument with the reference's bytes of the first.
+        by: the metric.
+        how: what is done.
+        target: what the values shall come near to, if that is not x.
+    """
+    target = x if target is None else target
+    made = np.zeros((len(x), t.row_bytes(x.shape[1])), np.uint8)
+    encode(x, made)
+    before, after = np.empty(len(x)), np.empty(len(x))
+    for first in range(0, len(x), ROWS):
+        rows = slice(first, min(first + ROWS, len(x)))
+        tile = _Tile(levels_of(t), target[rows], made[rows], by)
+        before[rows], after[rows] = tile.improve(how)
+        made[rows] = tile.best
+    return Rounded(made, before, after)
+
+
+class _Tile:
+    """Up to ``ROWS`` rows; the lanes of missing ones repeat the last."""
+
+    def __init__(self, of: Levels, x: F32, rows: U8, by: Metric) -> None:
+        self.of, self.by, self.count, n = of, by, len(x), by.n
+        fill = np.minimum(np.arange(ROWS), len(x) - 1)
+        self.best = rows.copy()
+        self.integers = read_integers(of.type, rows[fill])
+        self.sub = (by.columns // of.span).astype(np.int32)
+        self.order = np.arange(n, dtype=np.int32)
+        place = np.empty(n, np.int32)
+        place[by.columns] = self.order
+        self.members = place.reshape(-1, of.span)
+        self.supers = place.reshape(-1, n if self.integers.d is not None and self.integers.d.shape[1] == 1 else of.super_block)
+        self.x = self._lanes(x[fill])
+        self.levels, self.v, self.g, self.scratch, self.c = (np.empty((n, ROWS), np.float32) for _ in range(5))
+        self.book = codebook(of.codebook)
+
+    def _lanes(self, rows: F32) -> F32:
+        """Bring values of rows into the order of columns, a row a lane."""
+        return np.ascontiguousarray(rows.T[self.by.columns])
+
+    def improve(self, how: Rounding) -> tuple[F64, F64]:
+        """Return the losses of the reference's bytes, and of the best."""
+        before = self._loss(self.best)
+        best = before.copy()
+        for _ in range(how.rounds):
+            self._feed()
+            self._descend(how.sweeps)
+            self._keep(best)
+            if how.fits:
+                self._fit(how.fits)
+                self._descend(how.sweeps)
+                self._keep(best)
+        return before[: self.count], best[: self.count]
+
+    def _loss(self, rows: U8) -> F64:
+        fill = np.minimum(np.arange(ROWS), self.count - 1)
+        v = self._lanes(decoded(self.of.type, read_integers(self.of.type, rows[fill])))
+        gradient(self.x, v, self.by.h, self.order, self.c, self.scratch)
+        return np.einsum("kr,kr->r", self.c, self.scratch, dtype=np.float64)
+
+    def _scales(self) -> tuple[F32, F32, F32]:
+        scale, low = scales_and_minimums(self.of.type, self.integers)
+        low = np.zeros_like(scale) if low is None else low
+        with np.errstate(divide="ignore"):
+            inverse = np.where(scale == 0, np.float32(0), 1 / scale)
+        return tuple(np.ascontiguousarray(a.T, np.float32) for a in (scale, low, inverse))  # type: ignore[return-value]
+
+    def _feed(self) -> None:
+        feed(self.x, self.by.u, self.order, self.sub, *self._scales(), self.book, self.levels, self.v, self.scratch, self.c)
+        gradient(self.x, self.v, self.by.h, self.order, self.g, self.scratch)
+
+    def _descend(self, sweeps: int) -> None:
+        scales = self._scales()
+        for _ in range(sweeps):
+            descend(
+                self.by.h, self.order, self.sub, self.by.per_diagonal, *scales, self.book, self.levels, self.v, self.g,
+                self.scratch,
+            )  # fmt: skip
+
+    def _fit(self, times: int) -> None:
+        i, of = self.integers, self.of
+        up = self.levels if i.shift is None else self.levels + np.float32(of.by) * i.shift.T[self.sub]
+        one = np.full_like(up, -1 if not of.added else 1)
+        for _ in range(times):
+            if i.s is not None and of.factors is not None:
+                self._fit_codes(i.s, of.factors, up, i.d)
+            if i.m is not None and i.dmin is not None:
+                self._fit_codes(i.m, np.arange(256, dtype=np.float32)[: 1 << of.minimum.shape[1]], one, i.dmin)  # type: ignore[union-attr]
+            if i.d is not None:
+                self._fit_supers(up, one)
+
+    def _fit_codes(self, codes: U8, factors: F32, t: F32, d: F32 | None) -> None:
+        code_of = np.unique(factors, return_index=True)[1]
+        ascending = factors[code_of]
+        places = np.ascontiguousarray(np.searchsorted(ascending, factors[codes]).T.astype(np.int32))
+        supers = np.ones((1, ROWS), np.float32) if d is None else np.ascontiguousarray(d.T)
+        per = len(self.members) // len(supers)
+        fit_factors(self.by.h, self.members, t, supers, per, places, ascending, self.v, self.g, self.scratch)
+        codes[:] = code_of[places].T
+
+    def _fit_supers(self, up: F32, one: F32) -> None:
+        i, of = self.integers, self.of
+        assert i.d is not None
+        factor = np.ones((ROWS, len(self.members)), np.float32) if i.s is None else of.factors[i.s]  # type: ignore[index]
+        t = factor.T[self.sub] * up
+        d = np.ascontiguousarray(i.d.T)
+        s, dmin = np.zeros((0, ROWS), np.float32), np.zeros((0, ROWS), np.float32)
+        if i.dmin is not None:
+            m = np.ones_like(factor) if i.m is None else i.m.astype(np.float32)
+            s, dmin = m.T[self.sub] * one, np.ascontiguousarray(i.dmin.T)
+        fit_super_scales(self.by.h, self.supers, t, s, d, dmin, of.added, self.v, self.g, self.scratch)
+        i.d[:] = d.T
+        if i.dmin is not None:
+            i.dmin[:] = dmin.T
+
+    def _keep(self, best: F64) -> None:
+        """Take over rows whose loss, of their very bytes, is the lowest so far."""
+        of, i = self.of, self.integers
+        rows = np.empty((self.by.n, ROWS), np.float32)
+        rows[self.by.columns] = self.levels
+        ranks = np.unique(of.codebook, return_index=True)
+        q = ranks[1][np.searchsorted(ranks[0], rows.T)].astype(np.uint8)
+        made = self.best.copy()
+        n = self.count
+        cut = Integers(*(None if a is None else a[:n] for a in (q, i.s, i.m, i.shift, i.d, i.dmin)))  # type: ignore[arg-type]
+        write_integers(of.type, cut, made)
+        loss = self._loss(made)
+        better = loss < best
+        best[better] = loss[better]
+        self.best[better[:n]] = made[better[:n]]
+

@@ -1,0 +1,154 @@
+"""Scales and minimums fitted to levels that are chosen, in the metric of the covariance.
+
+A value is v = d * factor * level - dmin * m: a sub-block's factor, one of a codebook, moves its columns by d * level,
+its m by -dmin, a super-block's d by factor * level, its dmin by -m. Along such a direction t the loss changes by
+-2 x t.g + x^2 t.H.t, g = H (w - v): each is set, in turn, to where that is least, and g is kept up to date. Layouts and
+arguments are those of sweeps.py; besides:
+
+members: the columns of each sub-block, int32 [sub-blocks, span]; of each super-block for ``fit_super_scales``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.kernels.cpu.core.jit import inline, kernel
+from quantkit.kernels.cpu.core.simd import f16_to_f32, f32_to_f16, f32x16, load, muladd, splat, store
+from quantkit.kernels.cpu.feedback.tiles import LINE, ROWS, element, multiply
+
+F32 = npt.NDArray[np.float32]
+F = np.float32
+
+
+@inline
+def _slope(t: Any, g: Any, columns: Any, out: Any) -> Any:
+    """out = sum of t g over some columns, float32 [ROWS]."""
+    for half in range(0, LINE, 64):
+        total = splat(f32x16, F(0))
+        for i in range(len(columns)):
+            at = LINE * columns[i] + half
+            total = muladd(load(f32x16, t, at), load(f32x16, g, at), total)
+        store(out, half, total)
+
+
+@inline
+def _curvature(t: Any, s: Any, h: Any, n: Any, columns: Any, out: Any) -> Any:
+    """out = t.H.s over some columns, float32 [ROWS]."""
+    for half in range(0, LINE, 64):
+        total = splat(f32x16, F(0))
+        for i in range(len(columns)):
+            line = splat(f32x16, F(0))
+            for j in range(len(columns)):
+                line = muladd(load(f32x16, s, LINE * columns[j] + half), element(h, n, columns[i], columns[j]), line)
+            total = muladd(load(f32x16, t, LINE * columns[i] + half), line, total)
+        store(out, half, total)
+
+
+@inline
+def _move(t: Any, by: Any, columns: Any, v: Any, d: Any) -> Any:
+    """v += by * t for some columns; d gets what v loses."""
+    for half in range(0, LINE, 64):
+        step = load(f32x16, by, half)
+        for i in range(len(columns)):
+            at = LINE * columns[i] + half
+            move = step * load(f32x16, t, at)
+            store(v, at, load(f32x16, v, at) + move)
+            store(d, at, splat(f32x16, F(0)) - move)
+
+
+@inline
+def _best_code(codes: Any, ascending: Any, code: Any, d: Any, slope: Any, curvature: Any) -> Any:
+    """Return the place in ``ascending`` of the factor of least loss, from that of ``code`` on."""
+    now = ascending[code]
+    wanted = now + slope / (curvature * d)
+    best = np.searchsorted(ascending, wanted)
+    if best > 0 and (best == len(ascending) or wanted - ascending[best - 1] < ascending[best] - wanted):
+        best -= 1
+    return best
+
+
+@kernel
+def fit_factors(h: F32, members: Any, t: F32, d: F32, per_d: int, codes: Any, ascending: F32, v: F32, g: F32,
+                changes: F32) -> None:  # fmt: skip
+    """Set the factor of every sub-block, or its m, in turn.
+
+    Args:
+        t: what a factor of 1 adds to each column if d is 1: the level, or -1 for m; float32 [n, ROWS].
+        d: d or dmin of super-blocks, float32 [super-blocks, ROWS]; per_d: the sub-blocks of one.
+        codes: the places of factors in ``ascending``, int32 [sub-blocks, ROWS]; set.
+        changes: scratch, float32 [n, ROWS].
+    """
+    n = t.shape[0]
+    slope, curvature, by = np.empty(ROWS, F), np.empty(ROWS, F), np.empty(ROWS, F)
+    for a in range(len(members)):
+        columns = members[a]
+        _slope(t, g, columns, slope)
+        _curvature(t, t, h, n, columns, curvature)
+        moved = False
+        for row in range(ROWS):
+            by[row] = F(0)
+            each = d[a // per_d, row]
+            if each != F(0) and curvature[row] > F(0):
+                code = codes[a, row]
+                best = _best_code(codes, ascending, code, each, slope[row], curvature[row])
+                if best != code:
+                    by[row] = each * (ascending[best] - ascending[code])
+                    codes[a, row] = best
+                    moved = True
+        if moved:
+            _move(t, by, columns, v, changes)
+            multiply(g, h, changes, n, columns, 0, len(columns), 0, n)
+
+
+@kernel
+def fit_super_scales(h: F32, members: Any, t: F32, s: F32, d: F32, dmin: F32, any_sign: bool, v: F32,
+                     g: F32, changes: F32) -> None:  # fmt: skip
+    """Set d, and dmin, of every super-block to the best half floats.
+
+    Args:
+        t, s: what d and dmin of 1 add to each column: factor * level and -m, float32 [n, ROWS]; s has no rows if there
+            are no minimums.
+        d, dmin: of super-blocks, float32 [super-blocks, ROWS]; set.
+        any_sign: dmin may be negative.
+        changes: scratch, float32 [n, ROWS].
+    """
+    n, two = t.shape[0], len(s) > 0
+    gt, gs, tt, ts, ss = np.empty(ROWS, F), np.zeros(ROWS, F), np.empty(ROWS, F), np.zeros(ROWS, F), np.zeros(ROWS, F)
+    by, by_min = np.empty(ROWS, F), np.empty(ROWS, F)
+    for a in range(len(members)):
+        columns = members[a]
+        _slope(t, g, columns, gt)
+        _curvature(t, t, h, n, columns, tt)
+        if two:
+            _slope(s, g, columns, gs)
+            _curvature(t, s, h, n, columns, ts)
+            _curvature(s, s, h, n, columns, ss)
+        for row in range(ROWS):
+            x, y = _least(gt[row], gs[row], tt[row], ts[row], ss[row])
+            x = f16_to_f32(f32_to_f16(d[a, row] + x)) - d[a, row]
+            y = f16_to_f32(f32_to_f16(dmin[a, row] + y)) - dmin[a, row] if two else F(0)
+            loss = x * x * tt[row] + F(2) * x * y * ts[row] + y * y * ss[row] - F(2) * (x * gt[row] + y * gs[row])
+            better = loss < F(0) and (not two or any_sign or dmin[a, row] + y >= F(0))
+            by[row], by_min[row] = (x, y) if better else (F(0), F(0))
+            d[a, row] += by[row]
+            if two:
+                dmin[a, row] += by_min[row]
+        _move(t, by, columns, v, changes)
+        multiply(g, h, changes, n, columns, 0, len(columns), 0, n)
+        if two:
+            _move(s, by_min, columns, v, changes)
+            multiply(g, h, changes, n, columns, 0, len(columns), 0, n)
+
+
+@inline
+def _least(gt: Any, gs: Any, tt: Any, ts: Any, ss: Any) -> Any:
+    """Return where -2 (x gt + y gs) + x^2 tt + 2 x y ts + y^2 ss is least; y is 0 if ss is."""
+    if not tt > F(0):
+        return F(0), F(0)
+    determinant = tt * ss - ts * ts
+    if not determinant > F(1e-6) * tt * ss:
+        return gt / tt, F(0)
+    return (gt * ss - gs * ts) / determinant, (gs * tt - gt * ts) / determinant
