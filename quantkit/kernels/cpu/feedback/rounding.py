@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.kernels.cpu.feedback.factor import cholesky
 from quantkit.kernels.cpu.feedback.scales import fit_factors, fit_super_scales
-from quantkit.kernels.cpu.feedback.sweeps import codebook, descend, feed, gradient
+from quantkit.kernels.cpu.feedback.sweeps import codebook, descend, dot_columns, feed, gradient
 from quantkit.kernels.cpu.feedback.tiles import ROWS, pack_columns
 from quantkit.kernels.levels import (
     Integers,
@@ -46,7 +47,7 @@ class Metric:
         return len(self.columns)
 
 
-def metric(covariance: F64, damping: float) -> Metric:
+def metric(covariance: F64, damping: float, threads: int = 1) -> Metric:
     """Return the metric of a covariance [n, n] whose diagonal is raised by ``damping`` times its mean.
 
     Raises numpy.linalg.LinAlgError if it is not positive definite even so.
@@ -56,7 +57,7 @@ def metric(covariance: F64, damping: float) -> Metric:
     columns = np.argsort(-diagonal, kind="stable")
     h = covariance[np.ix_(columns, columns)].astype(np.float64)
     h[np.diag_indices(n)] += damping * diagonal.mean()
-    upper = np.linalg.cholesky(h[::-1, ::-1])[::-1, ::-1]  # H = upper upper^T
+    upper = np.triu(cholesky(h[::-1, ::-1], threads))[::-1, ::-1].T  # H = upper upper^T
     u = upper / np.diagonal(upper)
     return Metric(columns.astype(np.int32), pack_columns(u), pack_columns(h), (1 / np.diagonal(h)).astype(np.float32))
 
@@ -144,7 +145,7 @@ class _Tile:
         fill = np.minimum(np.arange(ROWS), self.count - 1)
         v = self._lanes(decoded(self.of.type, read_integers(self.of.type, rows[fill])))
         gradient(self.x, v, self.by.h, self.order, self.c, self.scratch)
-        return np.einsum("kr,kr->r", self.c, self.scratch, dtype=np.float64)
+        return dot_columns(self.c, self.scratch)
 
     def _scales(self) -> tuple[F32, F32, F32]:
         scale, low = scales_and_minimums(self.of.type, self.integers)

@@ -124,3 +124,13 @@ def descend(h: F32, order: Any, sub: Any, per_diagonal: F32, scale: F32, low: F3
                     store(g, to, muladd(change, element(h, n, k, j), load(f32x16, g, to)))
         multiply(g, h, d, n, order, begin, end, 0, begin)
         multiply(g, h, d, n, order, begin, end, end, n)
+
+
+@kernel
+def dot_columns(a: F32, b: F32) -> npt.NDArray[np.float64]:
+    """Return the sum of a b over the columns, float64 [ROWS]."""
+    total = np.zeros(a.shape[1], np.float64)
+    for k in range(len(a)):
+        for row in range(a.shape[1]):
+            total[row] += np.float64(a[k, row]) * np.float64(b[k, row])
+    return total
