@@ -32,9 +32,7 @@ class Covariances:
         self._file: GGUFFile = open_model(path)
         lines = self._file.get(INPUTS_KEY)
         if self._file.get("general.type") != "covariance" or not isinstance(lines, list):
-            raise FormatError(
-                f"{path}: this is no file of covariances; `quantkit imatrix --covariance FILE` makes one"
-            )
+            raise FormatError(f"{path}: this is no file of covariances; `quantkit imatrix --covariance FILE` makes one")
         self.entries: dict[str, str] = {}
         for line in lines:
             first, _, others = str(line).partition(":")

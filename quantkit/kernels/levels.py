@@ -243,7 +243,8 @@ def scales_and_minimums(t: TensorType, i: Integers) -> tuple[F32, F32 | None]:
         low = np.repeat(-i.dmin if of.added else i.dmin, n // i.dmin.shape[1], axis=1)
         low = low if i.m is None else low * i.m.astype(np.float32)
     if i.shift is not None:
-        low = -scale * (np.float32(of.by) * i.shift) - (0 if low is None else -low)
+        raised = scale * (np.float32(of.by) * i.shift.astype(np.float32))
+        low = -raised if low is None else low - raised
     return scale, low
 
 

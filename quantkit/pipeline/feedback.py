@@ -26,7 +26,7 @@ from quantkit.types import TensorType
 if TYPE_CHECKING:
     from quantkit.kernels.cpu.feedback.rounding import Metric
 
-#: What is added to the diagonal, in means of it; from ``ENOUGH`` tokens a column on less will do. With fewer tokens than
+#: What is added to the diagonal, in means of it: less from ``ENOUGH`` tokens a column on. With fewer tokens than
 #: columns a covariance is not of full rank, and feedback does harm.
 DAMPING, FEW_DAMPING, ENOUGH = 0.02, 0.1, 4
 

@@ -56,8 +56,17 @@ class Ledger:
     Leaving it waits until every tensor that is complete is in the journal.
     """
 
-    def __init__(self, plan: Plan, target: Target, journal: Journal, values: int, observer: Progress | None) -> None:
-        self.plan, self.target, self.journal, self.values, self.observer = plan, target, journal, values, observer
+    def __init__(
+        self,
+        plan: Plan,
+        target: Target,
+        journal: Journal,
+        values: int,
+        max_ram: int,
+        observer: Progress | None,
+    ) -> None:
+        self.plan, self.target, self.journal, self.observer = plan, target, journal, observer
+        self.values, self.max_ram = values, max_ram
         #: Set when the run is to end early, because something failed or was interrupted.
         self.stop = threading.Event()
         self._lock = threading.Lock()

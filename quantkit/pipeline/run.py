@@ -100,7 +100,7 @@ def run_plan(plan: Plan, *, max_ram: int = DEFAULT_MAX_RAM, **options: Unpack[Ru
             observer.resumed(len(resumed), sum(t.nbytes for t in plan.tensors if t.name in resumed))
         if not journal.sealed:
             try:
-                with Ledger(plan, target, journal, values, observer) as ledger:
+                with Ledger(plan, target, journal, values, max_ram, observer) as ledger:
                     executor.run(ledger, measure=measure)
                 target.sync(range(len(plan.shards)))
             except QuantkitError:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 
 from quantkit.kernels.first_run import compile_together
+from quantkit.pipeline.feedback import Metrics, room_for_metrics
 from quantkit.pipeline.ledger import Ledger
 from quantkit.pipeline.warm import kernel_calls
 from quantkit.pipeline.work import Job, Worker
@@ -21,8 +22,10 @@ class Threads:
         """Compile, then run all jobs of a ledger; on return all threads have ended, and failures are in the ledger."""
         compile_together(kernel_calls(ledger.plan.tensors, measure))
         jobs, lock = ledger.jobs(), threading.Lock()
+        parts = [part.inputs for tensor in ledger.plan.tensors for part in tensor.parts]
+        metrics = Metrics(room_for_metrics(parts, ledger.max_ram), self.count)
         threads = [
-            threading.Thread(target=self._work, args=(ledger, jobs, lock, measure), name=f"encode-{i}")
+            threading.Thread(target=self._work, args=(ledger, metrics, jobs, lock, measure), name=f"encode-{i}")
             for i in range(self.count)
         ]
         for thread in threads:
@@ -38,8 +41,8 @@ class Threads:
             for thread in threads:
                 thread.join()
 
-    def _work(self, ledger: Ledger, jobs: Iterator[Job], lock: threading.Lock, measure: bool) -> None:
-        worker = Worker(ledger.plan.source, ledger.target, measure=measure, ahead=2 * self.count)
+    def _work(self, ledger: Ledger, metrics: Metrics, jobs: Iterator[Job], lock: threading.Lock, measure: bool) -> None:
+        worker = Worker(ledger.plan.source, ledger.target, metrics, measure=measure, ahead=2 * self.count)
         try:
             while not ledger.stop.is_set():
                 with lock:

@@ -21,6 +21,7 @@ from quantkit.formats.gguf import TensorInfo
 from quantkit.formats.ranges import U8, Buffers
 from quantkit.kernels.interleave import base_of, is_woven, repacks
 from quantkit.kernels.tensor_scale import TAIL, TENSOR_SCALED, decoded_as, with_row_scales
+from quantkit.pipeline.feedback import Inputs, Metrics
 from quantkit.pipeline.importance import Found
 from quantkit.pipeline.source import Source
 from quantkit.pipeline.target import Target
@@ -53,6 +54,8 @@ class RowSlice:
     target_rows: int
     source_row: int = 0
     target_row: int = 0
+    #: The covariance of what it multiplies, if it is encoded with feedback.
+    inputs: Inputs | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -139,12 +142,18 @@ class Job:
 
 
 class ErrorSums(NamedTuple):
-    """Sums in f64 over values x and their decoded encodings y: x^2, (x-y)^2, w x^2, w (x-y)^2."""
+    """Sums in f64 over values x and their decoded encodings y: x^2, (x-y)^2, w x^2, w (x-y)^2.
+
+    Of rows encoded with feedback also the losses of the reference's bytes and of those written, and their number.
+    """
 
     square: float = 0.0
     error: float = 0.0
     weighted_square: float = 0.0
     weighted_error: float = 0.0
+    loss_before: float = 0.0
+    loss_after: float = 0.0
+    rows_fed: float = 0.0
 
     def __add__(self, other: tuple[float, ...]) -> ErrorSums:  # type: ignore[override]
         return ErrorSums(*(a + b for a, b in zip(self, other, strict=True)))
@@ -218,6 +227,11 @@ def _whole_groups(rows: int, group: int) -> int:
     return max(group, rows // group * group)
 
 
+def _tile_of(part: RowSlice, job: Job) -> int:
+    """Return how many rows of a job are best encoded together with feedback; 0 if they are encoded without."""
+    return 32 if part.inputs is not None and part.inputs.damping(job.matrix) is not None else 0
+
+
 def _longest(tensors: list[PlannedTensor]) -> int:
     """Return the most values that a worker must hold at once: a row, or a group of rows."""
     return max((t.shape[0] * group_of(p, t.type) for t in tensors if not t.is_copy for p in t.parts), default=1)
@@ -247,8 +261,8 @@ def job_values(tensors: list[PlannedTensor], threads: int, max_ram: int) -> int:
 class Worker:
     """Runs jobs one after another, with its own buffers."""
 
-    def __init__(self, source: Source, target: Target, *, measure: bool, ahead: int) -> None:
-        self.source, self.target, self.measure, self.ahead = source, target, measure, ahead
+    def __init__(self, source: Source, target: Target, metrics: Metrics, *, measure: bool, ahead: int) -> None:
+        self.source, self.target, self.metrics, self.measure, self.ahead = source, target, metrics, measure, ahead
         self._buffers = Buffers()
         self._kernel_copies = True
         self._weights: tuple[tuple[int, int], F32] = ((-1, 0), np.zeros((0, 0), np.float32))
@@ -290,23 +304,38 @@ class Worker:
         self.target.write(tensor.shard, data, job.target_offset)
 
     def _encode(self, job: Job, tensor: PlannedTensor, part: RowSlice, source: U8, target: U8) -> ErrorSums:
-        from quantkit.kernels.cpu.encode import encoder
         from quantkit.kernels.cpu.encode.check import first_nonfinite_row
 
-        n, encode = part.values, encoder(tensor.type, tensor.encoder or None)
         rows_in, rows_out = source.reshape(job.rows, -1), target.reshape(job.rows, -1)
-        weights = self._weights_of(job, part)
-        step, sums = _whole_groups(max(1, PIECE // n), group_of(part, tensor.type)), ErrorSums()
+        weights, sums = self._weights_of(job, part), ErrorSums()
+        step = _whole_groups(max(1, PIECE // part.values), max(group_of(part, tensor.type), _tile_of(part, job)))
         for row in range(0, job.rows, step):
             stop = min(row + step, job.rows)
             x = self._decoded(part, rows_in[row:stop])
             bad = first_nonfinite_row(x, 0, stop - row)
             if bad >= 0:
                 raise self._non_finite(part, job, row + bad, x[bad])
-            encode(x, weights, rows_out[row:stop], 0, stop - row)
+            sums += self._encode_rows(job, tensor, part, x, weights, rows_out[row:stop])
             if self.measure:
                 sums += self._error(tensor, x, rows_out[row:stop], weights)
         return sums
+
+    def _encode_rows(self, job: Job, tensor: PlannedTensor, part: RowSlice, x: F32, weights: F32, out: U8) -> ErrorSums:
+        """Fill ``out`` with the encoded rows x; return what feedback made of the loss."""
+        from quantkit.kernels.cpu.encode import encoder
+
+        encode = encoder(tensor.type, tensor.encoder or None)
+        if not _tile_of(part, job):
+            encode(x, weights, out, 0, len(x))
+            return ErrorSums()
+        from quantkit.kernels.cpu.feedback.rounding import Rounding, round_rows
+
+        assert part.inputs is not None
+        with self.metrics.held(part.inputs, job.matrix) as metric:
+            made = round_rows(tensor.type, x, lambda a, b: encode(a, weights, b, 0, len(a)), metric, Rounding())
+        out[...] = made.rows
+        fed = float(np.count_nonzero(made.after < made.before))
+        return ErrorSums(loss_before=made.before.sum(), loss_after=made.after.sum(), rows_fed=fed)
 
     def _repack(self, job: Job, tensor: PlannedTensor, part: RowSlice, source: U8, target: U8) -> None:
         """Interleave rows, or take them apart, or both: not a value is touched."""

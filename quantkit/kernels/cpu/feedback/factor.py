@@ -84,7 +84,7 @@ def cholesky(matrix: F64, threads: int = 1) -> F64:
             if bad >= 0:
                 raise np.linalg.LinAlgError(f"not positive definite: column {bad} of {n}")
             edges = _shares(end, n, threads)
-            list(pool.map(lambda part, b=begin, e=end: _update(r, b, e, *part), edges))  # type: ignore[misc]
+            list(pool.map(lambda part, b=begin, e=end: _update(r, b, e, *part), edges))
     return r
 
 

@@ -118,7 +118,9 @@ class _Tile:
         place = np.empty(n, np.int32)
         place[by.columns] = self.order
         self.members = place.reshape(-1, of.span)
-        self.supers = place.reshape(-1, n if self.integers.d is not None and self.integers.d.shape[1] == 1 else of.super_block)
+        self.supers = place.reshape(
+            -1, n if self.integers.d is not None and self.integers.d.shape[1] == 1 else of.super_block
+        )
         self.x = self._lanes(x[fill])
         self.levels, self.v, self.g, self.scratch, self.c = (np.empty((n, ROWS), np.float32) for _ in range(5))
         self.book = codebook(of.codebook)
@@ -155,7 +157,18 @@ class _Tile:
         return tuple(np.ascontiguousarray(a.T, np.float32) for a in (scale, low, inverse))  # type: ignore[return-value]
 
     def _feed(self) -> None:
-        feed(self.x, self.by.u, self.order, self.sub, *self._scales(), self.book, self.levels, self.v, self.scratch, self.c)
+        feed(
+            self.x,
+            self.by.u,
+            self.order,
+            self.sub,
+            *self._scales(),
+            self.book,
+            self.levels,
+            self.v,
+            self.scratch,
+            self.c,
+        )
         gradient(self.x, self.v, self.by.h, self.order, self.g, self.scratch)
 
     def _descend(self, sweeps: int) -> None:
@@ -217,4 +230,3 @@ class _Tile:
         better = loss < best
         best[better] = loss[better]
         self.best[better[:n]] = made[better[:n]]
-
