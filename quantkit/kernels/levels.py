@@ -50,9 +50,9 @@ class Levels:
     by: float = 0.0
 
     @property
-    def super_block(self) -> int:
-        """Values that share d, if it is not the row's."""
-        return self.type.block
+    def has_half_scales(self) -> bool:
+        """Whether d, if there is one, is a half float."""
+        return "f16" in self.d
 
 
 @dataclass(eq=False)
@@ -103,6 +103,14 @@ def _counted(n: int, first: int = 0) -> F32:
     return np.arange(first, first + n, dtype=np.float32)
 
 
+def _odd(n: int) -> F32:
+    return 2 * _counted(n) - (n - 1)
+
+
+def _nonlinear(which: str) -> F32:
+    return table(f"kvalues_{which}nl").astype(np.float32)[: 1 << int(which[2:])]
+
+
 def _int8() -> F32:
     return np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)
 
@@ -129,6 +137,7 @@ def all_levels() -> dict[str, Levels]:
     fp4 = table("kvalues_fp4").astype(np.float32)
     s, m = _k_scales()
     odd = 2 * _counted(16) + 1
+    six = join(in_turn(8, 8, 4), in_turn(4, 4, 2))
 
     def of(name: str, levels: Bits, codebook: F32, span: int, d: str = "", **more: object) -> Levels:
         return Levels(BY_NAME[name], levels, codebook, span, d, **more)  # type: ignore[arg-type]
@@ -157,11 +166,28 @@ def all_levels() -> dict[str, Levels]:
         of("MXFP4", planes(1, 16, 4), fp4, 32, scale=field(0, 0, 8, 1),
            factors=np.ldexp(np.float32(1), np.arange(256) - 128)),
         of("NVFP4", planes(4, 8, 4, 4), fp4, 16, scale=field(0, 0, 8, 4), factors=_ue4m3()),
-        of("IQ2_K", planes(12, 32, 2, 2), table("kvalues_iq2nl").astype(np.float32)[:4], 16, "f16@0",
+        of("IQ2_K", planes(12, 32, 2, 2), _nonlinear("iq2"), 16, "f16@0",
            scale=in_turn(4, 8, 4), factors=_counted(16, -8), shift=in_turn(2, 2, 1), by=5),
-        of("IQ3_K", join(planes(14, 32, 2, 2), planes(78, 32, 1)), table("kvalues_iq3nl").astype(np.float32)[:8], 16,
+        of("IQ3_K", join(planes(14, 32, 2, 2), planes(78, 32, 1)), _nonlinear("iq3"), 16,
            "f16@0", scale=join(in_turn(6, 8, 4), in_turn(4, 2, 1)), factors=np.concatenate([odd, -odd]),
            shift=in_turn(2, 2, 1), by=4),
+        of("IQ4_K", planes(16, 16, 4, 8), iq4, 16, "f16@0", scale=six, factors=_counted(64, -32),
+           shift=in_turn(2, 2, 1), by=4),
+        of("IQ5_K", join(planes(16, 32, 4, 4), planes(144, 32, 1)), _nonlinear("iq5"), 16, "f16@0", scale=six,
+           factors=_counted(64, -32), shift=in_turn(2, 2, 1), by=2),
+        of("IQ6_K", join(planes(20, 32, 4, 4), planes(148, 32, 2, 2)), _nonlinear("iq6"), 16, "f16@0",
+           scale=field(4, 0, 8, 16), factors=_int8(), shift=in_turn(2, 2, 1), by=1),
+        of("IQ2_KS", planes(6, 32, 2, 2), _nonlinear("iq2"), 32, "row:f16@0",
+           scale=join(in_turn(2, 4, 4), in_turn(1, 1, 1)), factors=_counted(32, -16), shift=in_turn(0, 1, 1), by=5),
+        of("IQ3_KS", join(planes(6, 32, 2, 2), planes(70, 32, 1)), _nonlinear("iq3"), 32, "row:f16@0",
+           scale=join(planes(2, 4, 4), in_turn(0, 1, 1)), factors=_counted(32, -16), shift=in_turn(1, 1, 1), by=4),
+        of("IQ4_KS", planes(8, 16, 4, 8), iq4, 32, "row:f32@0", scale=field(0, 1, 7, 8), factors=_odd(128),
+           shift=field(0, 0, 1, 8), by=4),
+        of("IQ5_KS", join(planes(8, 32, 4, 4), planes(136, 32, 1)), _nonlinear("iq5"), 32, "row:f32@0",
+           scale=field(0, 1, 7, 8), factors=_odd(128), shift=field(0, 0, 1, 8), by=2),
+        of("TQ2_0", planes(0, 32, 2, 2), np.array([-1, 0, 1, 1], np.float32), 256, "f16@64"),
+        of("Q2_0", in_turn(2, 16, 2), _counted(4, -1), 64, "f16@0"),
+        of("Q1_0", in_turn(2, 16, 1), np.array([-1, 1], np.float32), 128, "f16@0"),
     )  # fmt: skip
     return {each.type.name: each for each in rows}
 
@@ -200,7 +226,7 @@ def read_integers(t: TensorType, rows: U8) -> Integers:
 
     q = of_rows(of.levels)
     assert q is not None
-    d, dmin = (_floats(kind, blocks, n) for kind in (of.d, of.dmin))
+    d, dmin = (_floats(kind, rows, blocks) for kind in (of.d, of.dmin))
     return Integers(q, of_rows(of.scale), of_rows(of.minimum), of_rows(of.shift), d, dmin)
 
 
@@ -208,11 +234,19 @@ def _blocks(t: TensorType, rows: U8) -> U8:
     return np.ascontiguousarray(rows[:, t.row_header :]).reshape(-1, t.block_bytes)
 
 
-def _floats(kind: str, blocks: U8, n: int) -> F32 | None:
+def _place(kind: str) -> tuple[bool, str, slice]:
+    """Return whether a float is the row's, its dtype, and its bytes."""
+    name, _, at = kind.removeprefix("row:").partition("@")
+    dtype = {"f16": "<f2", "f32": "<f4"}[name]
+    return kind.startswith("row:"), dtype, slice(int(at), int(at) + np.dtype(dtype).itemsize)
+
+
+def _floats(kind: str, rows: U8, blocks: U8) -> F32 | None:
     if not kind:
         return None
-    at = int(kind.partition("@")[2])
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32).reshape(n, -1)
+    of_row, dtype, where = _place(kind)
+    found = np.ascontiguousarray((rows if of_row else blocks)[:, where]).view(dtype)
+    return found.astype(np.float32).reshape(len(rows), -1)
 
 
 def write_integers(t: TensorType, integers: Integers, rows: U8) -> None:
@@ -226,8 +260,8 @@ def write_integers(t: TensorType, integers: Integers, rows: U8) -> None:
     blocks = np.packbits(bits, axis=1, bitorder="little")
     for kind, floats in ((of.d, i.d), (of.dmin, i.dmin)):
         if kind and floats is not None:
-            at = int(kind.partition("@")[2])
-            blocks[:, at : at + 2] = floats.reshape(-1, 1).astype("<f2").view(np.uint8)
+            of_row, dtype, where = _place(kind)
+            (rows if of_row else blocks)[:, where] = floats.reshape(-1, 1).astype(dtype).view(np.uint8)
     rows[:, t.row_header :] = blocks.reshape(len(rows), -1)
 
 

@@ -118,9 +118,8 @@ class _Tile:
         place = np.empty(n, np.int32)
         place[by.columns] = self.order
         self.members = place.reshape(-1, of.span)
-        self.supers = place.reshape(
-            -1, n if self.integers.d is not None and self.integers.d.shape[1] == 1 else of.super_block
-        )
+        d = self.integers.d
+        self.supers = place.reshape(1 if d is None else d.shape[1], -1)
         self.x = self._lanes(x[fill])
         self.levels, self.v, self.g, self.scratch, self.c = (np.empty((n, ROWS), np.float32) for _ in range(5))
         self.book = codebook(of.codebook)
@@ -210,7 +209,9 @@ class _Tile:
         if i.dmin is not None:
             m = np.ones_like(factor) if i.m is None else i.m.astype(np.float32)
             s, dmin = m.T[self.sub] * one, np.ascontiguousarray(i.dmin.T)
-        fit_super_scales(self.by.h, self.supers, t, s, d, dmin, of.added, self.v, self.g, self.scratch)
+        fit_super_scales(
+            self.by.h, self.supers, t, s, d, dmin, of.added, of.has_half_scales, self.v, self.g, self.scratch
+        )
         i.d[:] = d.T
         if i.dmin is not None:
             i.dmin[:] = dmin.T

@@ -104,15 +104,16 @@ def fit_factors(h: F32, members: Any, t: F32, d: F32, per_d: int, codes: Any, as
 
 
 @kernel
-def fit_super_scales(h: F32, members: Any, t: F32, s: F32, d: F32, dmin: F32, any_sign: bool, v: F32,
+def fit_super_scales(h: F32, members: Any, t: F32, s: F32, d: F32, dmin: F32, any_sign: bool, half: bool, v: F32,
                      g: F32, changes: F32) -> None:  # fmt: skip
-    """Set d, and dmin, of every super-block to the best half floats.
+    """Set d, and dmin, of every super-block to the best values.
 
     Args:
         t, s: what d and dmin of 1 add to each column: factor * level and -m, float32 [n, ROWS]; s has no rows if there
             are no minimums.
         d, dmin: of super-blocks, float32 [super-blocks, ROWS]; set.
         any_sign: dmin may be negative.
+        half: d is a half float.
         changes: scratch, float32 [n, ROWS].
     """
     n, two = t.shape[0], len(s) > 0
@@ -128,7 +129,8 @@ def fit_super_scales(h: F32, members: Any, t: F32, s: F32, d: F32, dmin: F32, an
             _curvature(s, s, h, n, columns, ss)
         for row in range(ROWS):
             x, y = _least(gt[row], gs[row], tt[row], ts[row], ss[row])
-            x = f16_to_f32(f32_to_f16(d[a, row] + x)) - d[a, row]
+            if half:
+                x = f16_to_f32(f32_to_f16(d[a, row] + x)) - d[a, row]
             y = f16_to_f32(f32_to_f16(dmin[a, row] + y)) - dmin[a, row] if two else F(0)
             loss = x * x * tt[row] + F(2) * x * y * ts[row] + y * y * ss[row] - F(2) * (x * gt[row] + y * gs[row])
             better = loss < F(0) and (not two or any_sign or dmin[a, row] + y >= F(0))
