@@ -151,8 +151,8 @@ class _Tile:
     def _scales(self) -> tuple[F32, F32, F32]:
         scale, low = scales_and_minimums(self.of.type, self.integers)
         low = np.zeros_like(scale) if low is None else low
-        with np.errstate(divide="ignore"):
-            inverse = np.where(scale == 0, np.float32(0), 1 / scale)
+        usable = np.abs(scale) > np.finfo(np.float32).tiny
+        inverse = np.where(usable, 1 / np.where(usable, scale, np.float32(1)), np.float32(0))
         return tuple(np.ascontiguousarray(a.T, np.float32) for a in (scale, low, inverse))  # type: ignore[return-value]
 
     def _feed(self) -> None:
