@@ -82,9 +82,8 @@ def test_feedback_and_descent_are_what_they_say() -> None:
     upper = np.linalg.cholesky(h[::-1, ::-1])[::-1, ::-1]
     u = upper / np.diagonal(upper)
     chosen, v, g, e, c = (np.zeros((n, ROWS), np.float32) for _ in range(5))
-    order = np.arange(n, dtype=np.int32)
     fixed = (sub, scale, low, inverse, sweeps.codebook(book))
-    sweeps.feed(x, pack_columns(u), order, *fixed, chosen, v, e, c)
+    sweeps.feed(x, pack_columns(u), *fixed, chosen, v, e, c)
     wanted, error = np.zeros((n, ROWS)), np.zeros((n, ROWS))
     for k in range(n):
         target = x[k] + u[:k, k] @ error[:k]
@@ -96,10 +95,10 @@ def test_feedback_and_descent_are_what_they_say() -> None:
         return ((x - v) * (h @ (x - v).astype(np.float64))).sum(0)  # type: ignore[no-any-return]
 
     packed, diagonal = pack_columns(h), (1 / np.diagonal(h)).astype(np.float32)
-    sweeps.gradient(x, v, packed, order, g, e)
+    sweeps.gradient(x, v, packed, g, e)
     for _ in range(3):
         before = loss()
-        sweeps.descend(packed, order, sub, diagonal, *fixed[1:], chosen, v, g, c)
+        sweeps.descend(packed, sub, diagonal, *fixed[1:], chosen, v, g, c)
         assert (loss() <= before * (1 + 1e-5)).all()
         assert np.allclose(g, h @ (x - v), atol=1e-4 * np.abs(h).max())
         assert np.allclose(v, scale[sub] * chosen - low[sub], atol=1e-6)

@@ -31,9 +31,10 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class Metric:
-    """A covariance, ready for sweeps: columns in descending order of their variance.
+    """A covariance, ready for sweeps.
 
-    columns: the column at each place, int32 [n]. u, h: packed factor and covariance. per_diagonal: 1 / H_kk.
+    columns: in descending order of their variance, int32 [n]; u: the factor of the covariance in that order, packed.
+    h: the covariance, packed, columns in their own order; per_diagonal: 1 / H_kk.
     """
 
     columns: Ints
@@ -52,14 +53,12 @@ def metric(covariance: F64, damping: float, threads: int = 1) -> Metric:
 
     Raises numpy.linalg.LinAlgError if it is not positive definite even so.
     """
-    n = len(covariance)
-    diagonal = np.diagonal(covariance)
-    columns = np.argsort(-diagonal, kind="stable")
-    h = covariance[np.ix_(columns, columns)].astype(np.float64)
-    h[np.diag_indices(n)] += damping * diagonal.mean()
-    upper = np.triu(cholesky(h[::-1, ::-1], threads))[::-1, ::-1].T  # H = upper upper^T
-    u = upper / np.diagonal(upper)
-    return Metric(columns.astype(np.int32), pack_columns(u), pack_columns(h), (1 / np.diagonal(h)).astype(np.float32))
+    h = covariance + damping * np.diagonal(covariance).mean() * np.eye(len(covariance))
+    columns = np.argsort(-np.diagonal(h), kind="stable")
+    last_first = columns[::-1]
+    upper = np.triu(cholesky(h[np.ix_(last_first, last_first)], threads))[::-1, ::-1].T  # H = upper upper^T
+    u = pack_columns(upper / np.diagonal(upper))
+    return Metric(columns.astype(np.int32), u, pack_columns(h), (1 / np.diagonal(h)).astype(np.float32))
 
 
 @dataclass(frozen=True)
@@ -113,20 +112,10 @@ class _Tile:
         fill = np.minimum(np.arange(ROWS), len(x) - 1)
         self.best = rows.copy()
         self.integers = read_integers(of.type, rows[fill])
-        self.sub = (by.columns // of.span).astype(np.int32)
-        self.order = np.arange(n, dtype=np.int32)
-        place = np.empty(n, np.int32)
-        place[by.columns] = self.order
-        self.members = place.reshape(-1, of.span)
-        d = self.integers.d
-        self.supers = place.reshape(1 if d is None else d.shape[1], -1)
-        self.x = self._lanes(x[fill])
+        self.sub = np.arange(n, dtype=np.int32) // np.int32(of.span)
+        self.x = np.ascontiguousarray(x[fill].T)
         self.levels, self.v, self.g, self.scratch, self.c = (np.empty((n, ROWS), np.float32) for _ in range(5))
         self.book = codebook(of.codebook)
-
-    def _lanes(self, rows: F32) -> F32:
-        """Bring values of rows into the order of columns, a row a lane."""
-        return np.ascontiguousarray(rows.T[self.by.columns])
 
     def improve(self, how: Rounding) -> tuple[F64, F64]:
         """Return the losses of the reference's bytes, and of the best."""
@@ -135,17 +124,16 @@ class _Tile:
         for _ in range(how.rounds):
             self._feed()
             self._descend(how.sweeps)
-            self._keep(best)
             if how.fits:
                 self._fit(how.fits)
                 self._descend(how.sweeps)
-                self._keep(best)
+            self._keep(best)
         return before[: self.count], best[: self.count]
 
     def _loss(self, rows: U8) -> F64:
         fill = np.minimum(np.arange(ROWS), self.count - 1)
-        v = self._lanes(decoded(self.of.type, read_integers(self.of.type, rows[fill])))
-        gradient(self.x, v, self.by.h, self.order, self.c, self.scratch)
+        v = np.ascontiguousarray(decoded(self.of.type, read_integers(self.of.type, rows[fill])).T)
+        gradient(self.x, v, self.by.h, self.c, self.scratch)
         return dot_columns(self.c, self.scratch)
 
     def _scales(self) -> tuple[F32, F32, F32]:
@@ -156,25 +144,20 @@ class _Tile:
         return tuple(np.ascontiguousarray(a.T, np.float32) for a in (scale, low, inverse))  # type: ignore[return-value]
 
     def _feed(self) -> None:
+        columns = self.by.columns
+        levels, v = np.empty_like(self.v), np.empty_like(self.v)
         feed(
-            self.x,
-            self.by.u,
-            self.order,
-            self.sub,
-            *self._scales(),
-            self.book,
-            self.levels,
-            self.v,
-            self.scratch,
-            self.c,
-        )
-        gradient(self.x, self.v, self.by.h, self.order, self.g, self.scratch)
+            self.x[columns], self.by.u, self.sub[columns], *self._scales(), self.book, levels, v,
+            self.scratch, self.c,
+        )  # fmt: skip
+        self.levels[columns], self.v[columns] = levels, v
+        gradient(self.x, self.v, self.by.h, self.g, self.scratch)
 
     def _descend(self, sweeps: int) -> None:
         scales = self._scales()
         for _ in range(sweeps):
             descend(
-                self.by.h, self.order, self.sub, self.by.per_diagonal, *scales, self.book, self.levels, self.v, self.g,
+                self.by.h, self.sub, self.by.per_diagonal, *scales, self.book, self.levels, self.v, self.g,
                 self.scratch,
             )  # fmt: skip
 
@@ -195,23 +178,23 @@ class _Tile:
         ascending = factors[code_of]
         places = np.ascontiguousarray(np.searchsorted(ascending, factors[codes]).T.astype(np.int32))
         supers = np.ones((1, ROWS), np.float32) if d is None else np.ascontiguousarray(d.T)
-        per = len(self.members) // len(supers)
-        fit_factors(self.by.h, self.members, t, supers, per, places, ascending, self.v, self.g, self.scratch)
+        per = self.by.n // self.of.span // len(supers)
+        which = (self.by.h, self.of.span)
+        fit_factors(*which, t, supers, per, places, ascending, self.v, self.g, self.scratch)
         codes[:] = code_of[places].T
 
     def _fit_supers(self, up: F32, one: F32) -> None:
         i, of = self.integers, self.of
         assert i.d is not None
-        factor = np.ones((ROWS, len(self.members)), np.float32) if i.s is None else of.factors[i.s]  # type: ignore[index]
+        factor = np.ones((ROWS, self.by.n // of.span), np.float32) if i.s is None else of.factors[i.s]  # type: ignore[index]
         t = factor.T[self.sub] * up
         d = np.ascontiguousarray(i.d.T)
         s, dmin = np.zeros((0, ROWS), np.float32), np.zeros((0, ROWS), np.float32)
         if i.dmin is not None:
             m = np.ones_like(factor) if i.m is None else i.m.astype(np.float32)
             s, dmin = m.T[self.sub] * one, np.ascontiguousarray(i.dmin.T)
-        fit_super_scales(
-            self.by.h, self.supers, t, s, d, dmin, of.added, of.has_half_scales, self.v, self.g, self.scratch
-        )
+        which, kinds = (self.by.h, self.by.n // i.d.shape[1]), (of.added, of.has_half_scales)
+        fit_super_scales(*which, t, s, d, dmin, *kinds, self.v, self.g, self.scratch, self.c)
         i.d[:] = d.T
         if i.dmin is not None:
             i.dmin[:] = dmin.T
@@ -219,10 +202,8 @@ class _Tile:
     def _keep(self, best: F64) -> None:
         """Take over rows whose loss, of their very bytes, is the lowest so far."""
         of, i = self.of, self.integers
-        rows = np.empty((self.by.n, ROWS), np.float32)
-        rows[self.by.columns] = self.levels
         ranks = np.unique(of.codebook, return_index=True)
-        q = ranks[1][np.searchsorted(ranks[0], rows.T)].astype(np.uint8)
+        q = ranks[1][np.searchsorted(ranks[0], self.levels.T)].astype(np.uint8)
         made = self.best.copy()
         n = self.count
         cut = Integers(*(None if a is None else a[:n] for a in (q, i.s, i.m, i.shift, i.d, i.dmin)))  # type: ignore[arg-type]

@@ -6,10 +6,10 @@ rounded to w_k + sum_{j<k} U_jk e_j (LDLQ: Chee et al. 2023, arXiv:2307.13304; t
 arXiv:2210.17323). ``feed`` does that. ``descend`` then visits each column again, rounding it to what minimizes the loss
 while all others stay; the ``gradient`` H e is kept up to date meanwhile.
 
-Columns are in the order in which they are rounded. Arguments that all have: x, the targets, levels and v, what was
+Columns are in the order in which they are visited. Arguments that all have: x, the targets, levels and v, what was
 chosen and its values, float32 [n, ROWS]; sub, the sub-block of each column, int32 [n]; scale, low, inverse, of
 sub-blocks, float32 [sub-blocks, ROWS]: v = scale * level - low, inverse is 1 / scale, or 0 for 0; book, the levels
-(``codebook``); order, int32 [n], 0, 1, 2 ...; u and h, packed (tiles.py).
+(``codebook``); u and h, packed (tiles.py).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _choose(x: Any, at: Any, levels: Any, v: Any, place: Any, scale: Any, low: A
 
 
 @kernel
-def feed(x: F32, u: F32, order: Any, sub: Any, scale: F32, low: F32, inverse: F32, book: F32, levels: F32, v: F32,
+def feed(x: F32, u: F32, sub: Any, scale: F32, low: F32, inverse: F32, book: F32, levels: F32, v: F32,
          e: F32, c: F32) -> None:  # fmt: skip
     """Choose the levels of a tile, column after column; e and c are scratch, float32 [n, ROWS]."""
     n = len(sub)
@@ -79,7 +79,7 @@ def feed(x: F32, u: F32, order: Any, sub: Any, scale: F32, low: F32, inverse: F3
         end = min(begin + BLOCK, n)
         for at in range(LINE * begin, LINE * end, 64):
             store(c, at, load(f32x16, x, at))
-        multiply(c, u, e, n, order, 0, begin, begin, end)
+        multiply(c, u, e, n, 0, begin, begin, end)
         for k in range(begin, end):
             for half in range(0, LINE, 64):
                 at, place = LINE * k + half, LINE * sub[k] + half
@@ -92,18 +92,18 @@ def feed(x: F32, u: F32, order: Any, sub: Any, scale: F32, low: F32, inverse: F3
 
 
 @kernel
-def gradient(x: F32, v: F32, h: F32, order: Any, g: F32, e: F32) -> None:
+def gradient(x: F32, v: F32, h: F32, g: F32, e: F32) -> None:
     """Set e = x - v and g = H e."""
-    n = len(order)
+    n = len(x)
     zero = splat(f32x16, F(0))
     for at in range(0, LINE * n, 64):
         store(e, at, load(f32x16, x, at) - load(f32x16, v, at))
         store(g, at, zero)
-    multiply(g, h, e, n, order, 0, n, 0, n)
+    multiply(g, h, e, n, 0, n, 0, n)
 
 
 @kernel
-def descend(h: F32, order: Any, sub: Any, per_diagonal: F32, scale: F32, low: F32, inverse: F32, book: F32,
+def descend(h: F32, sub: Any, per_diagonal: F32, scale: F32, low: F32, inverse: F32, book: F32,
             levels: F32, v: F32, g: F32, d: F32) -> None:  # fmt: skip
     """Choose every level again, to minimize the loss while the others stay, and keep g = H (x - v).
 
@@ -122,8 +122,8 @@ def descend(h: F32, order: Any, sub: Any, per_diagonal: F32, scale: F32, low: F3
                 for j in range(begin, end):
                     to = LINE * j + half
                     store(g, to, muladd(change, element(h, n, k, j), load(f32x16, g, to)))
-        multiply(g, h, d, n, order, begin, end, 0, begin)
-        multiply(g, h, d, n, order, begin, end, end, n)
+        multiply(g, h, d, n, begin, end, 0, begin)
+        multiply(g, h, d, n, begin, end, end, n)
 
 
 @kernel

@@ -18,9 +18,9 @@ from quantkit.kernels.cpu.core.simd import f32x16, load, muladd, splat, store
 F32 = npt.NDArray[np.float32]
 
 LANES = 16
-#: Rows of a tile, two vectors, and their bytes.
-ROWS = 2 * LANES
-LINE = 4 * ROWS
+#: Rows of a tile, and their bytes; two vectors are multiplied together.
+ROWS = 64
+LINE, PAIR = 4 * ROWS, 8 * LANES
 #: Columns of a strip of a packed matrix.
 STRIP = 4
 
@@ -32,34 +32,36 @@ def pack_columns(matrix: npt.NDArray[np.floating[Any]]) -> F32:
 
 
 @inline
-def multiply(c: Any, a: Any, e: Any, n: Any, order: Any, k0: Any, k1: Any, j0: Any, j1: Any) -> Any:
-    """c[j] += sum of a[k, j] e[k], for columns j0 to j1, over the columns k that ``order`` lists from k0 to k1."""
+def multiply(c: Any, a: Any, e: Any, n: Any, k0: Any, k1: Any, j0: Any, j1: Any) -> Any:
+    """c[j] += sum of a[k, j] e[k], for columns j0 to j1, over the columns k from k0 to k1."""
     for strip in range(j0 // STRIP, j1 // STRIP):
-        base, at = 16 * strip * n, 4 * STRIP * ROWS * strip
-        c00, c01 = load(f32x16, c, at), load(f32x16, c, at + 64)
-        c10, c11 = load(f32x16, c, at + 128), load(f32x16, c, at + 192)
-        c20, c21 = load(f32x16, c, at + 256), load(f32x16, c, at + 320)
-        c30, c31 = load(f32x16, c, at + 384), load(f32x16, c, at + 448)
-        for i in range(k0, k1):
-            k = types.int64(order[i])
-            e0, e1 = load(f32x16, e, 128 * k), load(f32x16, e, 128 * k + 64)
-            place = base + 16 * k
-            w = splat(f32x16, load(types.float32, a, place))
-            c00, c01 = muladd(e0, w, c00), muladd(e1, w, c01)
-            w = splat(f32x16, load(types.float32, a, place + 4))
-            c10, c11 = muladd(e0, w, c10), muladd(e1, w, c11)
-            w = splat(f32x16, load(types.float32, a, place + 8))
-            c20, c21 = muladd(e0, w, c20), muladd(e1, w, c21)
-            w = splat(f32x16, load(types.float32, a, place + 12))
-            c30, c31 = muladd(e0, w, c30), muladd(e1, w, c31)
-        store(c, at, c00)
-        store(c, at + 64, c01)
-        store(c, at + 128, c10)
-        store(c, at + 192, c11)
-        store(c, at + 256, c20)
-        store(c, at + 320, c21)
-        store(c, at + 384, c30)
-        store(c, at + 448, c31)
+        base = 16 * strip * n
+        for half in range(0, LINE, PAIR):
+            at0 = LINE * STRIP * strip + half
+            at1, at2, at3 = at0 + LINE, at0 + 2 * LINE, at0 + 3 * LINE
+            c00, c01 = load(f32x16, c, at0), load(f32x16, c, at0 + 64)
+            c10, c11 = load(f32x16, c, at1), load(f32x16, c, at1 + 64)
+            c20, c21 = load(f32x16, c, at2), load(f32x16, c, at2 + 64)
+            c30, c31 = load(f32x16, c, at3), load(f32x16, c, at3 + 64)
+            for k in range(k0, k1):
+                place, line = base + 16 * k, LINE * k + half
+                e0, e1 = load(f32x16, e, line), load(f32x16, e, line + 64)
+                w = splat(f32x16, load(types.float32, a, place))
+                c00, c01 = muladd(e0, w, c00), muladd(e1, w, c01)
+                w = splat(f32x16, load(types.float32, a, place + 4))
+                c10, c11 = muladd(e0, w, c10), muladd(e1, w, c11)
+                w = splat(f32x16, load(types.float32, a, place + 8))
+                c20, c21 = muladd(e0, w, c20), muladd(e1, w, c21)
+                w = splat(f32x16, load(types.float32, a, place + 12))
+                c30, c31 = muladd(e0, w, c30), muladd(e1, w, c31)
+            store(c, at0, c00)
+            store(c, at0 + 64, c01)
+            store(c, at1, c10)
+            store(c, at1 + 64, c11)
+            store(c, at2, c20)
+            store(c, at2 + 64, c21)
+            store(c, at3, c30)
+            store(c, at3 + 64, c31)
 
 
 @inline
