@@ -285,15 +285,15 @@ NAMED = (
     written("pangu", "PanguEmbeddedForCausalLM", {"model_type": "PanguEmbedded", "tie_word_embeddings": True},
             decoder({"0-2": _NORMS + _ATTENTION + _DENSE}), vocab=spm(config={"add_prefix_space": False})),
     named("glm", "GlmForCausalLM", {"head_dim": 16, "partial_rotary_factor": 0.5, "pad_token_id": 576}, version=4,
-          vocab=bpe("chatglm-bpe", "<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", pad="<|endoftext|>")),
+          runs=4, vocab=bpe("chatglm-bpe", "<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", pad="<|endoftext|>")),
     named("lfm2", "Lfm2ForCausalLM", {"num_hidden_layers": 4, "full_attn_idxs": [2], "block_multiple_of": 32},
           version=4),
     named("lfm2-moe", "Lfm2MoeForCausalLM", _MIXTURE | {
         "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], "num_experts": 4,
         "num_dense_layers": 1}),
-    named("apertus", "ApertusForCausalLM", {}, version=4),
-    named("nemotron", "NemotronForCausalLM", {"head_dim": 16}, version=4, vocab=spm()),
-    named("jais2", "Jais2ForCausalLM", _HEAD),
+    named("apertus", "ApertusForCausalLM", {}, version=4, runs=4),
+    named("nemotron", "NemotronForCausalLM", {"head_dim": 16}, version=4, runs=4, vocab=spm()),
+    named("jais2", "Jais2ForCausalLM", _HEAD, runs=5),
     written("kimi-k3", "KimiK3ForConditionalGeneration", {
         "model_type": "kimi_k3", "text_config": _SIZES | _LLAMA | _LATENT | {
             "model_type": "kimi_linear", "head_dim": 24, "num_experts": 4, "num_experts_per_token": 2,
@@ -380,13 +380,13 @@ NAMED = (
     written("paddleocr", "PaddleOCRVLForConditionalGeneration", _HEAD | {
         "model_type": "paddleocr_vl", "rope_scaling": {"type": "default", "mrope_section": [4, 2, 2]}},
         decoder({"0-2": _NORMS + _ATTENTION + _DENSE}) | of("visual.vision_model.", "norm:64"), vocab=spm()),
-    named("gpt2", "GPT2LMHeadModel", {}, version=4, config={"n_ctx": 1024}, copies=(),
+    named("gpt2", "GPT2LMHeadModel", {}, version=4, runs=4, config={"n_ctx": 1024}, copies=(),
           vocab=bpe("gpt-2", "<|endoftext|>", bos="<|endoftext|>"),
           drop=("n_inner",)),
-    named("gptneox", "GPTNeoXForCausalLM", {"rotary_pct": 0.5}, version=4),
-    named("bloom", "BloomForCausalLM", {}, version=4),
+    named("gptneox", "GPTNeoXForCausalLM", {"rotary_pct": 0.5}, version=4, runs=4),
+    named("bloom", "BloomForCausalLM", {}, version=4, runs=4),
     named("falcon", "FalconForCausalLM", {"multi_query": False, "new_decoder_architecture": True, "num_kv_heads": 2},
-          version=4),
+          version=4, runs=4),
     written("orion", "OrionForCausalLM", {"model_type": "orion"}, decoder({
         "0-2": _NORMS + _ATTENTION + _DENSE + " input_layernorm.bias!:64 post_attention_layernorm.bias!:64"})
         | of("model.", "norm.bias!:64"), vocab=spm()),

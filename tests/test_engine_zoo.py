@@ -173,6 +173,10 @@ def no_sinks(op: Op) -> list[Op] | None:
     return [replace(op, sinks=None)] if isinstance(op, Attention) and op.sinks is not None else None
 
 
+def no_alibi(op: Op) -> list[Op] | None:
+    return [replace(op, alibi=0.0)] if isinstance(op, Attention) and op.alibi else None
+
+
 def no_bias(op: Op) -> list[Op] | None:
     return [replace(op, bias=None)] if isinstance(op, MulMat | MulMatId) and op.bias is not None else None
 
@@ -212,6 +216,7 @@ REWRITES = (
     no_head_norm,
     no_window,
     no_sinks,
+    no_alibi,
     no_bias,
     no_scale,
     other_norm,

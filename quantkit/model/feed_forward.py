@@ -41,6 +41,8 @@ def dense(b: Builder, x: Value, gate: str, up: str, down: str, part: str) -> Val
     else:
         hidden = b.value(f"{part}_hidden", ups.width, x)
         b.add(Activate(out=hidden, x=ups, activation=activation))
+    if b.has(f"{part}_sub_norm.weight"):
+        hidden = b.norm(hidden, f"{part}_sub_norm")
     return _dense_mul_mat(b, hidden, down, part)
 
 
