@@ -47,6 +47,45 @@ def of(prefix: str, names: str) -> dict[str, list[int]]:
     return tensors
 
 
+def gemma3n(
+    name: str, n: int, head: int, width: int, rank: int, kinds: list[str], sparsity: list[float], **more: Any
+) -> Row:
+    """Return a row of n layers, with short rows of ``width`` for each and a way around attention of ``rank``.
+
+    It is written: transformers 4.57.6 saves per_layer_model_projection under a name that it does not read.
+    """
+    attention = (
+        f" self_attn.q_proj:{4 * head}x64 self_attn.k_proj:{2 * head}x64 self_attn.v_proj:{2 * head}x64"
+        f" self_attn.o_proj:64x{4 * head} self_attn.q_norm:{head} self_attn.k_norm:{head}"
+    )
+    config = {
+        "head_dim": head, "model_type": "gemma3n_text", "hidden_size_per_layer_input": width, "num_kv_shared_layers": 2,
+        "laurel_rank": rank, "num_hidden_layers": n, "layer_types": kinds, "sliding_window": 8,
+        "activation_sparsity_pattern": sparsity, "vocab_size_per_layer_input": 632, "intermediate_size": [128] * n,
+        "rope_theta": 1e6, "rope_local_base_freq": 1e4, "altup_active_idx": 0, "altup_num_inputs": 4,
+        "final_logit_softcapping": 30.0, "max_position_embeddings": 4096, "rope_scaling": None,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    outside = of(
+        "model.language_model.",
+        "altup_projections.{0-2}:64x64 altup_unembed_projections.{0-2}:64x64 norm:64 embed_tokens:640x64"
+        f" embed_tokens_per_layer:632x{n * width} per_layer_model_projection:{n * width}x64"
+        f" per_layer_projection_norm:{width}",
+    )
+    layers = of(
+        f"model.language_model.layers.{{0-{n - 1}}}.",
+        _NORMS
+        + attention
+        + _DENSE
+        + " altup.correct_output_scale!:64 altup.correction_coefs:4x4 altup.modality_router:4x64"
+        f" altup.prediction_coefs:16x4 altup.router_norm:64 laurel.linear_left:{rank}x64 laurel.linear_right:64x{rank}"
+        f" laurel.post_laurel_norm:64 per_layer_input_gate:{width}x64 per_layer_projection:64x{width}"
+        " post_feedforward_layernorm:64 post_per_layer_input_norm:64 pre_feedforward_layernorm:64",
+    )
+    vocab = spm("GemmaTokenizer", ("<pad>", "<eos>", "<bos>", "<unk>"))
+    return written(name, "Gemma3nForCausalLM", config, outside | layers, vocab=vocab, **more)
+
+
 _OUTSIDE = "embed_tokens:640x64 norm:64"
 _HEADS = "lm_head:640x64"
 _NORMS = " input_layernorm:64 post_attention_layernorm:64"
@@ -415,22 +454,10 @@ NAMED = (
     named("jamba", "JambaForCausalLM", {
         "num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 4, "mamba_d_state": 16,
         "use_mamba_kernels": False}, version=4, vocab=spm(), f32=("A_log",)),
-    # transformers 4.57.6 saves per_layer_model_projection under a name that it does not read.
-    written("gemma3n", "Gemma3nForCausalLM", _HEAD | {
-        "model_type": "gemma3n_text", "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2, "laurel_rank": 32,
-        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8,
-        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0], "vocab_size_per_layer_input": 632,
-        "intermediate_size": [128] * 4, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "altup_active_idx": 0,
-        "altup_num_inputs": 4, "final_logit_softcapping": 30.0, "max_position_embeddings": 4096, "rope_scaling": None},
-        of("model.language_model.", "altup_projections.{0-2}:64x64 altup_unembed_projections.{0-2}:64x64 norm:64"
-           " embed_tokens:640x64 embed_tokens_per_layer:632x128 per_layer_model_projection:128x64"
-           " per_layer_projection_norm:32")
-        | of("model.language_model.layers.{0-3}.", _NORMS + _ATTENTION + _HEAD_NORMS + _DENSE
-             + " altup.correct_output_scale!:64 altup.correction_coefs:4x4 altup.modality_router:4x64"
-             " altup.prediction_coefs:16x4 altup.router_norm:64 laurel.linear_left:32x64 laurel.linear_right:64x32"
-             " laurel.post_laurel_norm:64 per_layer_input_gate:32x64 per_layer_projection:64x32"
-             " post_feedforward_layernorm:64 post_per_layer_input_norm:64 pre_feedforward_layernorm:64"),
-        vocab=spm("GemmaTokenizer", ("<pad>", "<eos>", "<bos>", "<unk>"))),
+    gemma3n("gemma3n", 4, 16, 32, 32, ["sliding_attention", "full_attention"] * 2, [0.95, 0.95, 0.0, 0.0]),
+    # What llama.cpp has as constants: ten layers with sparse gates, twenty with caches of their own, these two widths.
+    gemma3n("gemma3n-deep", 22, 8, 256, 64, (["sliding_attention"] * 4 + ["full_attention"]) * 4
+            + ["sliding_attention", "full_attention"], [0.95] * 10 + [0.0] * 12, runs=4),
     written("minimax-m1", "MiniMaxM1ForCausalLM", _HEAD | {
         "model_type": "minimax_m1", "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
         "rotary_dim": 8, "attn_type_list": [0, 0, 1], "layernorm_full_attention_alpha": 3.5565588200778455,

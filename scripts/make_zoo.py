@@ -31,7 +31,10 @@ E, FF, HEAD, N_HEAD, N_KV, VOCAB, N_CTX = 256, 512, 64, 4, 2, 128, 512
 
 
 def usual(n_layer: int, eps: str = "layer_norm_rms_epsilon", **more: Any) -> dict[str, Any]:
-    """Return the fields that every model has, and more; ``__`` in a name is a point."""
+    """Return the fields that every model has, and more; ``__`` in a name is a point.
+
+    Names are given without the architecture's; one that begins with a point stands alone.
+    """
     fields: dict[str, Any] = {
         "block_count": n_layer,
         "context_length": N_CTX,
@@ -200,6 +203,18 @@ def bitnet() -> tuple[dict[str, Any], Shapes]:
     return fields, shapes | {name.replace(".weight", ".scale"): (1,) for name in matrices}
 
 
+def apertus() -> tuple[dict[str, Any], Shapes]:
+    fields, shapes = llama(head_norms=True)
+    fields |= {
+        ".xielu.alpha_n": [0.3, -1.2, 2.0],
+        ".xielu.alpha_p": [0.8, 0.1, -0.5],
+        ".xielu.beta": [0.5, 0.25, 0.75],
+        ".xielu.eps": [-1e-6, -0.125, -1e-6],
+    }
+    gone = {f"blk.{i}.ffn_gate.weight" for i in range(3)}
+    return fields, {k: v for k, v in shapes.items() if k not in gone} | {"rope_freqs.weight": (HEAD // 2,)}
+
+
 def spark() -> tuple[dict[str, Any], Shapes]:
     """Windowed layers rotate whole heads, by a base of their own; a gate a head."""
     more: dict[str, Any] = {
@@ -298,7 +313,31 @@ def gemma4_moe() -> tuple[dict[str, Any], Shapes]:
     }
 
 
+def gemma3n(n: int = 6) -> tuple[dict[str, Any], Shapes]:
+    """Sizes are those that llama.cpp has as constants; layers from the 21st on would share caches."""
+    e, ff, head, streams, rank, width = 128, 256, 32, 4, 64, 256
+    windowed = [i % 5 < 4 for i in range(n - 1)] + [False]
+    fields = usual(n) | {"embedding_length": e, "feed_forward_length": ff, "rope.freq_base": 1e6}
+    fields |= {"attention.key_length": head, "attention.value_length": head, "attention.sliding_window": 32}
+    fields |= {"attention.sliding_window_pattern": windowed, "embedding_length_per_layer_input": width}
+    shapes: Shapes = {"token_embd.weight": (e, VOCAB), "output_norm.weight": (e,)}
+    shapes |= {f"altup_{name}.weight": (e, e, streams - 1) for name in ("proj", "unembd_proj")}
+    shapes |= {"per_layer_token_embd.weight": (n * width, VOCAB), "per_layer_model_proj.weight": (e, n * width)}
+    shapes |= {"per_layer_proj_norm.weight": (width,)}
+    q, kv = N_HEAD * head, N_KV * head
+    of_layer: Shapes = {
+        **{f"{name}_norm": (e,) for name in ("attn", "post_attention", "ffn", "post_ffw", "post", "laurel_post")},
+        **{"attn_q": (e, q), "attn_k": (e, kv), "attn_v": (e, kv), "attn_output": (q, e), "laurel_l": (e, rank)},
+        **{"attn_q_norm": (head,), "attn_k_norm": (head,), "laurel_r": (rank, e), "altup_router_norm": (e,)},
+        **{"ffn_up": (e, ff), "ffn_gate": (e, ff), "ffn_down": (ff, e), "inp_gate": (e, width), "proj": (width, e)},
+        **{"altup_router": (e, streams), "altup_correct_scale": (e,), "altup_correct_coef": (streams, streams)},
+        **{"altup_predict_coef": (streams, streams * streams)},
+    }
+    return fields, shapes | {f"blk.{i}.{name}.weight": shape for i in range(n) for name, shape in of_layer.items()}
+
+
 MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
+    "apertus-dense": apertus,
     "arcee-dense": arcee,
     "bitnet-dense": bitnet,
     "bloom-dense": bloom,
@@ -308,6 +347,7 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "exaone-dense": exaone,
     "falcon-dense": falcon,
     "gemma-dense": gemma,
+    "gemma3n-dense": gemma3n,
     "gemma4-dense": gemma4,
     "gemma4-moe": gemma4_moe,
     "gpt2-dense": lambda: starcoder(N_HEAD),
@@ -335,7 +375,8 @@ def write_header(name: str) -> None:
     arch = name.rpartition("-")[0]
     fields, shapes = MODELS[name]()
     listed = [Field.of("general.architecture", arch), Field.of("tokenizer.ggml.model", "no_vocab")]
-    listed += [Field.of(f"{arch}.{key}", value) for key, value in fields.items()]
+    for key, value in fields.items():
+        listed.append(Field.of(key[1:] if key.startswith(".") else f"{arch}.{key}", value))
     tensors = [(key, shape, BY_NAME["F32"], bytes(4 * int(np.prod(shape)))) for key, shape in shapes.items()]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.gguf")

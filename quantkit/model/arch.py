@@ -133,6 +133,10 @@ class Arch:
     indexer: str = ""
     #: Value head h of a delta net has key head h % n (Qwen3.5), and not h // (heads of a key head) (Qwen3-Next).
     tiled_heads: bool = False
+    #: A layer has several residual streams (gemma3n.py); ``final_logit_softcapping`` of the metadata is ignored.
+    altup: bool = False
+    #: As many layers have caches of their own, others share them; 0: as the metadata say.
+    own_caches: int = 0
     #: Its prediction layer is one like the others (nextn.py).
     nextn: bool = False
 
@@ -191,6 +195,8 @@ _ROWS = (
          final_softcap=30.0, window=Window(period=2, default=4096)),
     Arch(name="gemma3", rope="neox", output_bias=False, activation="gelu", embed_sqrt=True, final_softcap=0.0,
          window=Window(period=6, freq_base=10000.0, scaled=False)),
+    Arch(name="gemma3n", rope="neox", attention="gemma4", output_bias=False, activation="gelu", embed_sqrt=True,
+         final_softcap=30.0, altup=True, own_caches=20, window=Window(period=5, freq_base=10000.0, scaled=False)),
     Arch(name="gemma4", rope="neox", attention="gemma4", output_bias=False, activation="gelu", embed_sqrt=True,
          final_softcap=0.0, tensor_scales=frozenset({"ffn", "exps"}), moe=_NORMED,
          window=Window(period=1, freq_base=10000.0, scaled=False)),
@@ -231,6 +237,7 @@ _ROWS = (
     Arch(name="orion", rope="neox", norm="layer", output_bias=False),
     Arch(name="nemotron", rope="neox", norm="layer", activation="relu_sqr"),
     Arch(name="jais2", rope="neox", norm="layer", activation="relu_sqr"),
+    Arch(name="apertus", rope="neox", activation="xielu"),
     Arch(name="maincoder", rope="normal", norm_after_rope=True),
     Arch(name="nanbeige", rope="normal", tensor_scales=frozenset({"ffn"})),
     Arch(name="pangu-embedded", rope="neox"),

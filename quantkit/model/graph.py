@@ -2,7 +2,8 @@
 
 ``build_graph`` walks the layers; a layer asks its tensors for what there is (biases, norms, experts, a shared expert)
 and the row of arch.py for what tensors cannot say. The blocks of a layer lie in attention.py, mla.py, delta_net.py,
-gemma4.py, mamba.py and feed_forward.py; attention blocks are entered in ATTENTION. No backend is known here.
+gemma4.py, mamba.py and feed_forward.py, layers that are other altogether in gemma3n.py; attention blocks are entered in
+ATTENTION. No backend is known here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from quantkit.model.builder import Builder
 from quantkit.model.check import check_graph
 from quantkit.model.delta_net import delta_nets
 from quantkit.model.feed_forward import feed_forward
+from quantkit.model.gemma3n import add_altup_layer, merged, streams
 from quantkit.model.gemma4 import beside_experts, gemma4, layer_inputs, with_layer_input
 from quantkit.model.mamba import mamba2_hybrid
 from quantkit.model.mla import mla, mla_plain, unscaled
@@ -48,11 +50,12 @@ def build_graph(source: GGUFFile, n_ctx: int = 0) -> Graph:
     b = Builder(source, n_ctx)
     x = _embeddings(b)
     b.per_layer = layer_inputs(b, x)
+    x = streams(b, x) if b.arch.altup else x
     for layer in range(b.h.n_layer):
         b.layer = layer
-        x = _between_loops(b, add_layer(b, x))
+        x = _between_loops(b, add_altup_layer(b, x) if b.arch.altup else add_layer(b, x))
     b.layer = b.h.n_layer
-    x = b.norm(x, "output_norm")
+    x = b.norm(merged(b, x) if b.arch.altup else x, "output_norm")
     logits = b.mul_mat(x, "output" if b.has("output.weight") else "token_embd", out="logits", of="output")
     logits = _logits(b, logits)
     b.check_all_used()
@@ -92,7 +95,7 @@ def _logits(b: Builder, logits: Value) -> Value:
         logits = b.scaled(logits, 1.0 / scale if b.arch.logit_scale == "divide" else scale)
     cap = 0.0
     if b.arch.final_softcap is not None:
-        cap = b.h.float("final_logit_softcapping", b.arch.final_softcap)
+        cap = b.arch.final_softcap if b.arch.altup else b.h.float("final_logit_softcapping", b.arch.final_softcap)
     if not cap:
         return logits
     capped = Value("logits_capped", logits.width, 1, logits.outputs)

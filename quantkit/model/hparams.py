@@ -71,6 +71,13 @@ class HParams:
         """Return an integer that may be an array with one element a layer."""
         return self._integer(key, self._of_layer(key, layer, self.get(key, default)))
 
+    def xielu(self, key: str, layer: Integer) -> Real:
+        """Return a number of a layer's xIELU; these keys have no architecture before them."""
+        value = self.source.get(f"xielu.{key}", None)
+        if value is None:
+            raise FormatError(f"{self.source.paths[0]}: there is no xielu.{key}, which {self.arch} needs")
+        return self._real(f"xielu.{key}", self._of_layer(f"xielu.{key}", layer, value))
+
     def _n_loops(self) -> Integer:
         n = self.int("num_loops", 1)
         if n < 1 or (n > 1 and n * self.n_stored > MAX_LAYERS):
