@@ -296,7 +296,7 @@ NAMED = (
         "model_type": "qwen2_vl", "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]},
         "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}, "use_sliding_window": False},
         decoder({"0-2": _NORMS + _ATTENTION + _DENSE + " self_attn.q_proj.bias!:64 self_attn.k_proj.bias!:32"
-                 " self_attn.v_proj.bias!:32"}) | of("visual.", "merger.mlp.0:64x128 merger.ln_q:32")),
+                 " self_attn.v_proj.bias!:32"}) | of("visual.", "merger.mlp.0:64x128 merger.ln_q:32"), runs=4),
     written("qwen3-omni-moe", "Qwen3OmniMoeForConditionalGeneration", {
         "model_type": "qwen3_omni_moe", "thinker_config": {"model_type": "qwen3_omni_moe_thinker", "text_config":
             _SIZES | _LLAMA | _MIXTURE | _HEAD | {"model_type": "qwen3_omni_moe_text", "num_experts": 4,
@@ -320,9 +320,9 @@ NAMED = (
     named("mellum", "MellumForCausalLM", _HEAD | {
         "moe_intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
     written("maincoder", "MaincoderForCausalLM", _HEAD | {"model_type": "maincoder"},
-            decoder({"0-2": _NORMS + _ATTENTION + _HEAD_NORMS + _DENSE})),
+            decoder({"0-2": _NORMS + _ATTENTION + _HEAD_NORMS + _DENSE}), runs=4),
     written("pangu", "PanguEmbeddedForCausalLM", {"model_type": "PanguEmbedded", "tie_word_embeddings": True},
-            decoder({"0-2": _NORMS + _ATTENTION + _DENSE}), vocab=spm(config={"add_prefix_space": False})),
+            decoder({"0-2": _NORMS + _ATTENTION + _DENSE}), vocab=spm(config={"add_prefix_space": False}), runs=4),
     named("glm", "GlmForCausalLM", {"head_dim": 16, "partial_rotary_factor": 0.5, "pad_token_id": 576}, version=4,
           runs=4, vocab=bpe("chatglm-bpe", "<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", pad="<|endoftext|>")),
     named("lfm2", "Lfm2ForCausalLM", {"num_hidden_layers": 4, "full_attn_idxs": [2], "block_multiple_of": 32},
@@ -392,7 +392,7 @@ NAMED = (
             {name.removeprefix("model."): shape for name, shape in decoder(
                 {"0-2": _NORMS + _ATTENTION + _DENSE}, head=False).items()}),
     written("nanbeige", "NanbeigeForCausalLM", {"model_type": "nanbeige", "num_loops": 2},
-            decoder({"0-2": _NORMS + _ATTENTION + _DENSE})),
+            decoder({"0-2": _NORMS + _ATTENTION + _DENSE}), runs=4),
     written("rnd1", "RND1", _MIXTURE | _HEAD | {"model_type": "rnd1", "num_experts": 4, "mask_token_id": 12},
             decoder({"0-2": _NORMS + _ATTENTION + _HEAD_NORMS + _EXPERTS})),
     written("llada-moe", "LLaDAMoEModelLM", {
@@ -418,7 +418,8 @@ NAMED = (
         | of("mtp.layers.0.", _AFTER + _ATTENTION + _HEAD_NORMS + _DENSE) | _MTP | of("model.visual.", "norm:64")),
     written("paddleocr", "PaddleOCRVLForConditionalGeneration", _HEAD | {
         "model_type": "paddleocr_vl", "rope_scaling": {"type": "default", "mrope_section": [4, 2, 2]}},
-        decoder({"0-2": _NORMS + _ATTENTION + _DENSE}) | of("visual.vision_model.", "norm:64"), vocab=spm()),
+        decoder({"0-2": _NORMS + _ATTENTION + _DENSE}) | of("visual.vision_model.", "norm:64"), vocab=spm(),
+        runs=5),
     named("gpt2", "GPT2LMHeadModel", {}, version=4, runs=4, config={"n_ctx": 1024}, copies=(),
           vocab=bpe("gpt-2", "<|endoftext|>", bos="<|endoftext|>"),
           drop=("n_inner",)),
@@ -428,19 +429,19 @@ NAMED = (
           version=4, runs=4),
     written("orion", "OrionForCausalLM", {"model_type": "orion"}, decoder({
         "0-2": _NORMS + _ATTENTION + _DENSE + " input_layernorm.bias!:64 post_attention_layernorm.bias!:64"})
-        | of("model.", "norm.bias!:64"), vocab=spm()),
+        | of("model.", "norm.bias!:64"), vocab=spm(), runs=4),
     written("codeshell", "CodeShellForCausalLM", {
         "model_type": "codeshell", "n_positions": 4096, "n_embd": 64, "n_layer": 3, "n_head": 4, "num_query_groups": 2,
         "layer_norm_epsilon": 1e-5},
         of("transformer.", "wte:640x64 ln_f:64 ln_f.bias!:64") | of("", _HEADS) | of(
             "transformer.h.{0-2}.", "ln_1:64 ln_1.bias!:64 ln_2:64 ln_2.bias!:64 attn.c_attn:128x64"
             " attn.c_attn.bias!:128 attn.c_proj:64x64 attn.c_proj.bias!:64 mlp.c_fc:256x64 mlp.c_fc.bias!:256"
-            " mlp.c_proj:64x256 mlp.c_proj.bias!:64")),
+            " mlp.c_proj:64x256 mlp.c_proj.bias!:64"), runs=4),
     written("minicpm", "MiniCPMForCausalLM", {
         "model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 32, "rope_scaling": {
             "type": "longrope", "long_factor": [1.0 + i for i in range(8)], "short_factor": [1.0] * 8,
             "original_max_position_embeddings": 4096}},
-        decoder({"0-2": _NORMS + _ATTENTION + _DENSE}), vocab=spm()),
+        decoder({"0-2": _NORMS + _ATTENTION + _DENSE}), vocab=spm(), runs=4),
     written("minicpm3", "MiniCPM3ForCausalLM", _LATENT | {
         "model_type": "minicpm3", "rope_scaling": {"type": "longrope", "long_factor": [1.0 + i for i in range(8)],
             "short_factor": [1.0] * 8, "original_max_position_embeddings": 4096}},

@@ -251,9 +251,13 @@ def logits(path: Path, what: checkpoints.Description) -> np.ndarray:
     """Return transformers' logits [4, vocabulary] after the last four tokens of the prompt."""
     import torch
     import transformers
+    from stand_ins import STAND_INS
 
-    if what.config["architectures"] == ["BailingMoeV2ForCausalLM"]:
+    named = what.config["architectures"][0]
+    if named == "BailingMoeV2ForCausalLM":
         model = bailing_as_glm(what)
+    elif named in STAND_INS:
+        model = STAND_INS[named](what)
     else:
         cls = getattr(transformers, what.model or what.config["architectures"][0])
         model, info = cls.from_pretrained(

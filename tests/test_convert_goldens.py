@@ -38,6 +38,8 @@ NOT_RUN: set[str] = set()
 REFUSED = {
     "command-r": "wrong number of tensors",  # norms of q and k, in fewer than 64 layers
     "gpt2": "wrong shape",  # n_positions and n_ctx differ
+    "exaone": "layer_norm_rms_epsilon",  # config.json says layer_norm_epsilon, and so does the file
+    "pangu": "attn_output.bias",  # there is none
     "deepseek-v2": "q_lora_rank",  # it has none, and is no DeepSeek 2 Lite by its layers
     "olmoe": "wrong shape",  # fewer heads of keys than of queries
     "qwen3.5": "n_expert_used_max",  # no experts

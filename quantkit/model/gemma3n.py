@@ -26,7 +26,9 @@ N_SPARSE, DEVIATIONS = 10, 1.6448533535003662
 
 
 def streams(b: Builder, x: Value) -> Value:
-    """Return the streams of the first layer, side by side, for x, the embeddings."""
+    """Return the streams of the first layer, side by side, for x, the embeddings; FormatError without layer inputs."""
+    if not b.per_layer:
+        raise FormatError(f"{b.source.paths[0]}: {b.h.arch}.embedding_length_per_layer_input must be above 0")
     return _join(b, x, _projected(b, x, _repeated(b, x, _n(b) - 1), "altup_proj"), "embeddings")
 
 
