@@ -1,6 +1,6 @@
-"""More of the table of checkpoints: classes that quantkit converts and does not run (quantkit/checkpoint/named.py).
+"""More of the table of checkpoints: the classes of quantkit/checkpoint/named.py.
 
-Their models are narrow, for bytes are all that is compared. Those of ``written`` are of classes that neither version of
+Their models are narrow: bytes are what is compared, and logits where the engine runs them (``runs``). Those of ``written`` are of classes that neither version of
 transformers has: config.json has what the converter reads, names and shapes are those that its name map knows.
 """
 

@@ -137,12 +137,13 @@ def codeshell() -> tuple[dict[str, Any], Shapes]:
     return fields, shapes | {"output.weight": (E, VOCAB)}
 
 
-def falcon() -> tuple[dict[str, Any], Shapes]:
-    """As the large ones have it: attention's input is normed apart from the feed-forward layer's."""
-    return usual(3, "layer_norm_epsilon"), ends(output=False, bias=True) | layers(
+def falcon(n_kv: int, *of_layer: str) -> tuple[dict[str, Any], Shapes]:
+    """of_layer: norms; large ones have two, attention's input is normed apart from the feed-forward layer's."""
+    fields = usual(3, "layer_norm_epsilon") | {"attention.head_count_kv": n_kv}
+    return fields, ends(output=False, bias=True) | layers(
         3,
-        lambda i: norms(i, "attn_norm", "attn_norm_2", bias=True),
-        lambda i: fused(i, N_KV, bias=()),
+        lambda i: norms(i, *of_layer, bias=True),
+        lambda i: fused(i, n_kv, bias=()),
         lambda i: dense(i, gate=False),
     )
 
@@ -345,7 +346,8 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "codeshell-dense": codeshell,
     "command-r-dense": command_r,
     "exaone-dense": exaone,
-    "falcon-dense": falcon,
+    "falcon-dense": lambda: falcon(N_KV, "attn_norm", "attn_norm_2"),
+    "falcon-small": lambda: falcon(1, "attn_norm"),
     "gemma-dense": gemma,
     "gemma3n-dense": gemma3n,
     "gemma4-dense": gemma4,
