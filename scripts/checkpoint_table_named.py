@@ -1,7 +1,8 @@
 """More of the table of checkpoints: the classes of quantkit/checkpoint/named.py.
 
-Their models are narrow: bytes are what is compared, and logits where the engine runs them (``runs``). Those of ``written`` are of classes that neither version of
-transformers has: config.json has what the converter reads, names and shapes are those that its name map knows.
+Their models are narrow: bytes are what is compared, and logits where the engine runs them (``runs``). Those of
+``written`` are of classes that neither version of transformers has: config.json has what the converter reads, names and
+shapes are those that its name map knows.
 """
 
 from __future__ import annotations
