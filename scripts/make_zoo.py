@@ -28,6 +28,7 @@ from zoo import SEED, ZOO, write_zoo  # noqa: E402
 
 Shapes = dict[str, tuple[int, ...]]
 E, FF, HEAD, N_HEAD, N_KV, VOCAB, N_CTX = 256, 512, 64, 4, 2, 128, 512
+N_EXPERT, WIDTH = 8, 256
 
 
 def usual(n_layer: int, eps: str = "layer_norm_rms_epsilon", **more: Any) -> dict[str, Any]:
@@ -55,10 +56,17 @@ def norms(layer: int, *names: str, bias: bool = False) -> Shapes:
 
 
 def attention(
-    layer: int, head: int = HEAD, n_kv: int = N_KV, *, bias: bool = False, head_norms: bool = False
+    layer: int,
+    head: int = HEAD,
+    n_kv: int = N_KV,
+    *,
+    n_head: int = N_HEAD,
+    head_v: int = 0,
+    bias: bool = False,
+    head_norms: bool = False,
 ) -> Shapes:
-    q, kv = N_HEAD * head, n_kv * head
-    shapes = {"attn_q": (E, q), "attn_k": (E, kv), "attn_v": (E, kv), "attn_output": (q, E)}
+    q, k, v = n_head * head, n_kv * head, n_kv * (head_v or head)
+    shapes = {"attn_q": (E, q), "attn_k": (E, k), "attn_v": (E, v), "attn_output": (n_head * (head_v or head), E)}
     made: Shapes = {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
     if head_norms:
         made |= {f"blk.{layer}.{name}.weight": (head,) for name in ("attn_q_norm", "attn_k_norm")}
@@ -69,6 +77,22 @@ def dense(layer: int, *, gate: bool = True, bias: bool = False, width: int = FF)
     shapes = {"ffn_up": (E, width), "ffn_down": (width, E)} | ({"ffn_gate": (E, width)} if gate else {})
     made: Shapes = {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
     return made | ({f"blk.{layer}.{name}.bias": shape[1:] for name, shape in shapes.items()} if bias else {})
+
+
+def mixture(layer: int, *, shared: int = 0, bias: str = "", width: int = WIDTH) -> Shapes:
+    """Return experts, their router with a bias of that name, and a shared one."""
+    shapes: Shapes = {"ffn_gate_inp.weight": (E, N_EXPERT), "ffn_down_exps.weight": (width, E, N_EXPERT)}
+    shapes |= {f"ffn_{name}_exps.weight": (E, width, N_EXPERT) for name in ("gate", "up")}
+    if shared:
+        shapes |= {f"ffn_{name}_shexp.weight": (E, shared) for name in ("gate", "up")}
+        shapes |= {"ffn_down_shexp.weight": (shared, E)}
+    if bias:
+        shapes |= {bias: (N_EXPERT,)}
+    return {f"blk.{layer}.{name}": shape for name, shape in shapes.items()}
+
+
+def one(layer: int, name: str, *shape: int) -> Shapes:
+    return {f"blk.{layer}.{name}": shape}
 
 
 def layers(n: int, *of: Callable[[int], Shapes]) -> Shapes:
@@ -135,6 +159,169 @@ def qwen3vl() -> tuple[dict[str, Any], Shapes]:
     )
 
 
+# ---------------------------------------------------------------- mixtures of experts
+
+_EXPERTS: dict[str, Any] = {
+    "expert_count": N_EXPERT,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": WIDTH,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 1.5,
+}
+_SIGMOID = {"expert_gating_func": 2}
+_SHARED = {"expert_shared_count": 1, "expert_shared_feed_forward_length": WIDTH}
+_DENSE_LEAD = {"leading_dense_block_count": 1}
+_CHOICE = "exp_probs_b.bias"
+
+
+def _yarn(n_rot: int) -> dict[str, Any]:
+    return {
+        "rope.dimension_count": n_rot,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 128,
+        "rope.freq_base": 5e5,
+    }
+
+
+def _norms(layer: int) -> Shapes:
+    return norms(layer, "attn_norm", "ffn_norm")
+
+
+def _after_dense(layer: int, **more: Any) -> Shapes:
+    """Return a layer that is dense if it is the first, and else has experts and a shared one."""
+    return mixture(layer, shared=WIDTH, **more) if layer else dense(layer)
+
+
+def bailingmoe() -> tuple[dict[str, Any], Shapes]:
+    more = {"attention.key_length": 32, "attention.value_length": 32, "rope.dimension_count": 32}
+    return usual(3) | _EXPERTS | _SHARED | more, ends() | layers(
+        3, _norms, lambda i: attention(i, 32), lambda i: mixture(i, shared=WIDTH)
+    )
+
+
+def granite_swa() -> tuple[dict[str, Any], Shapes]:
+    """Gate and up in one tensor, of experts and of the shared one; a layer that does not rotate."""
+    fields = usual(4, embedding_scale=3.0, residual_scale=0.5, logit_scale=2.0) | _EXPERTS | _SHARED
+    fields |= {"feed_forward_length": WIDTH, "attention.scale": 0.2, "attention.sliding_window": 32}
+    fields |= {"attention.sliding_window_pattern": [False, True, True, False], "attention.rope_pattern": [0, 1, 1, 1]}
+    fields |= {"rope.freq_base": 2e4, "rope.freq_base_swa": 1e3}  # which holds for none
+
+    def experts(layer: int) -> Shapes:
+        shapes = mixture(layer) | one(layer, "ffn_gate_up_exps.weight", E, 2 * WIDTH, N_EXPERT)
+        shapes |= one(layer, "ffn_up_shexp.weight", E, 2 * WIDTH) | one(layer, "ffn_down_shexp.weight", WIDTH, E)
+        apart = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
+        return {name: shape for name, shape in shapes.items() if not name.endswith(apart)}
+
+    return fields, ends(output=False) | {"rope_freqs.weight": (HEAD // 2,)} | layers(
+        4, _norms, attention, lambda i: one(i, "attn_sinks.weight", N_HEAD), experts
+    )
+
+
+def exaone_moe() -> tuple[dict[str, Any], Shapes]:
+    fields = usual(5) | _EXPERTS | _SHARED | _DENSE_LEAD | _SIGMOID | {"attention.sliding_window": 32}
+    fields |= {"rope.freq_base": 1e5, "rope.freq_base_swa": 1e3}  # which holds for none
+    return fields, ends() | {"rope_freqs.weight": (HEAD // 2,)} | layers(
+        5, _norms, lambda i: attention(i, head_norms=True), lambda i: _after_dense(i, bias=_CHOICE)
+    )
+
+
+def cohere2moe() -> tuple[dict[str, Any], Shapes]:
+    fields = usual(5, "layer_norm_epsilon", logit_scale=0.25) | _EXPERTS | _SHARED | _DENSE_LEAD
+    fields |= {"attention.sliding_window": 32, "rope.freq_base_swa": 1e3}  # which holds for none
+    return fields, ends(output=False) | layers(5, lambda i: norms(i, "attn_norm"), attention, _after_dense)
+
+
+def hy_v3() -> tuple[dict[str, Any], Shapes]:
+    """The bias of the router's choice has no ending."""
+    return usual(3) | _EXPERTS | _SHARED, ends() | layers(
+        3, _norms, lambda i: attention(i, head_norms=True), lambda i: _after_dense(i, bias="exp_probs_b")
+    )
+
+
+def laguna() -> tuple[dict[str, Any], Shapes]:
+    """Windowed layers have more heads, which rotate whole and without yarn; a gate for each head."""
+    n_head = [4, 8, 8, 8, 4]
+    fields = usual(5) | _EXPERTS | _SHARED | _DENSE_LEAD | _yarn(32) | {"attention.head_count": n_head}
+    fields |= {"attention.key_length": HEAD, "attention.value_length": HEAD, "attention.sliding_window": 32}
+    fields |= {"rope.dimension_count_swa": HEAD, "rope.freq_base_swa": 1e4}
+    return fields, ends() | layers(
+        5,
+        _norms,
+        lambda i: attention(i, n_head=n_head[i], head_norms=True),
+        lambda i: one(i, "attn_gate.weight", E, n_head[i]),
+        lambda i: _after_dense(i, bias=_CHOICE),
+    )
+
+
+def laguna_elements() -> tuple[dict[str, Any], Shapes]:
+    """No windows; a gate for each column."""
+    return usual(3) | _EXPERTS | _SHARED | _DENSE_LEAD | _yarn(HEAD), ends() | layers(
+        3,
+        _norms,
+        lambda i: attention(i, head_norms=True),
+        lambda i: one(i, "attn_gate.weight", E, N_HEAD * HEAD),
+        lambda i: _after_dense(i, bias=_CHOICE),
+    )
+
+
+def mellum() -> tuple[dict[str, Any], Shapes]:
+    fields = usual(5) | _EXPERTS | _yarn(HEAD) | {"attention.sliding_window": 32, "rope.freq_base_swa": 1e3}
+    return fields, ends() | layers(5, _norms, lambda i: attention(i, head_norms=True), mixture)
+
+
+def afmoe() -> tuple[dict[str, Any], Shapes]:
+    fields = usual(5) | _EXPERTS | _SHARED | _DENSE_LEAD
+    fields |= {"attention.sliding_window": 32, "rope.freq_base_swa": 2e3}
+    return fields, ends() | layers(
+        5,
+        lambda i: norms(i, "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"),
+        lambda i: attention(i, head_norms=True),
+        lambda i: one(i, "attn_gate.weight", E, N_HEAD * HEAD),
+        lambda i: _after_dense(i, bias=_CHOICE),
+    )
+
+
+def smallthinker() -> tuple[dict[str, Any], Shapes]:
+    """Its windows are of 4096 tokens, whatever its metadata say."""
+    fields = usual(5) | _EXPERTS | _SIGMOID | {"attention.sliding_window": 32}
+    return fields, ends() | layers(5, _norms, attention, mixture)
+
+
+def mimo2() -> tuple[dict[str, Any], Shapes]:
+    """Heads of values narrower than those of keys, sinks in windowed layers; q, k and v of one in one tensor."""
+    n_kv = [1, 2, 2]
+    fields = usual(3) | _EXPERTS | {"attention.head_count_kv": n_kv, "attention.value_scale": 0.7}
+    fields |= {"attention.key_length": HEAD, "attention.value_length": 32, "attention.sliding_window": 32}
+    fields |= {"attention.sliding_window_pattern": [False, True, True], "rope.dimension_count": 32}
+    fields |= {"rope.freq_base": 1e6, "rope.freq_base_swa": 1e4}
+    shapes = ends() | layers(
+        3, _norms, lambda i: attention(i, HEAD, n_kv[i], head_v=32), lambda i: mixture(i, bias=_CHOICE)
+    )
+    for name in ("attn_q", "attn_k", "attn_v"):
+        del shapes[f"blk.2.{name}.weight"]
+    shapes |= one(2, "attn_qkv.weight", E, N_HEAD * HEAD + 2 * (HEAD + 32))
+    return fields, shapes | one(1, "attn_sinks.weight", N_HEAD) | one(2, "attn_sinks.weight", N_HEAD)
+
+
+def step35() -> tuple[dict[str, Any], Shapes]:
+    """Layers without a window rotate half the columns, and only they by factors; limits, of some layers."""
+    n_head = [4, 8, 8, 8, 4]
+    fields = usual(5) | _EXPERTS | _SHARED | {"attention.head_count": n_head, "attention.sliding_window": 32}
+    fields |= {"attention.key_length": HEAD, "attention.value_length": HEAD, "rope.freq_base": 1e6}
+    fields |= {"attention.sliding_window_pattern": [False, True, True, True, False]}
+    fields |= {"swiglu_clamp_exp": [0.0, 0.5, 0.0, 0.4, 0.5], "swiglu_clamp_shexp": [0.5, 0.0, 0.5, 0.4, 0.0]}
+    return fields, ends() | {"rope_freqs.weight": (HEAD // 2,)} | layers(
+        5,
+        _norms,
+        lambda i: attention(i, n_head=n_head[i], head_norms=i > 1),
+        lambda i: one(i, "attn_gate.weight", E, n_head[i]) if i != 2 else {},
+        lambda i: _after_dense(i, bias=_CHOICE),
+    )
+
+
+# ---------------------------------------------------------------- Gemma 4
+
 _WINDOWED = [True, True, True, False, True, False]
 _GEMMA4: dict[str, Any] = {
     "attention.key_length": 2 * HEAD,
@@ -199,15 +386,27 @@ def gemma4_moe() -> tuple[dict[str, Any], Shapes]:
 
 
 MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
+    "afmoe-moe": afmoe,
     "arcee-dense": arcee,
+    "bailingmoe-moe": bailingmoe,
+    "cohere2moe-moe": cohere2moe,
     "command-r-dense": command_r,
+    "exaone-moe-moe": exaone_moe,
     "gemma-dense": gemma,
     "gemma4-dense": gemma4,
     "gemma4-moe": gemma4_moe,
+    "granite_swa-moe": granite_swa,
+    "hy_v3-moe": hy_v3,
+    "laguna-elements": laguna_elements,
+    "laguna-moe": laguna,
+    "mellum-moe": mellum,
+    "mimo2-moe": mimo2,
     "olmo-dense": olmo,
     "phi2-dense": phi2,
     "qwen3vl-dense": qwen3vl,
+    "smallthinker-moe": smallthinker,
     "starcoder-dense": starcoder,
+    "step35-moe": step35,
 }
 
 
@@ -230,17 +429,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all that are described here")
     parser.add_argument("--lib", type=Path, required=True, help="where libllama.so of llama.cpp b11434 is")
+    parser.add_argument("--into", default="logits.npz", metavar="FILE", help="where logits are entered, in the zoo")
     options = parser.parse_args()
     with np.load(ZOO / "logits.npz") as npz:
-        known = dict(npz)
+        tokens = npz["tokens"]
+    into, known = ZOO / options.into, {}
+    if into.exists():
+        with np.load(into) as npz:
+            known = dict(npz)
     for name in options.names or MODELS:
         write_header(name)
         with tempfile.TemporaryDirectory() as folder:
             model = write_zoo(name, Path(folder, "model.gguf"), SEED)
-            known[name] = Libllama(options.lib).logits(model, known["tokens"])
+            known[name] = Libllama(options.lib).logits(model, tokens)
     made = io.BytesIO()
     np.savez_compressed(made, **dict(sorted(known.items())))
-    (ZOO / "logits.npz").write_bytes(made.getvalue())
+    into.write_bytes(made.getvalue())
 
 
 if __name__ == "__main__":

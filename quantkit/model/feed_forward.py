@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from quantkit.errors import FormatError
 from quantkit.model.builder import Builder
-from quantkit.model.ops import Activate, Activation, Combine, Glu, MulMatId, MultiplyBy, Repeat, Route, Routing, Value
+from quantkit.model.ops import (
+    Activate,
+    Activation,
+    Combine,
+    Glu,
+    Matrix,
+    MulMatId,
+    MultiplyBy,
+    Repeat,
+    Route,
+    Routing,
+    Value,
+)
 
 #: expert_gating_func of the metadata.
 GATING: Mapping[int, str] = {1: "softmax", 2: "sigmoid", 3: "softmax_weight"}
 
 
-def feed_forward(b: Builder, x: Value) -> Value:
+def feed_forward(b: Builder, x: Value, logits: Value | None = None) -> Value:
+    """The feed-forward layer of x; logits: those of the router, where another value than x decides them."""
     if not b.has("ffn_gate_inp.weight"):
         return dense(b, x, "ffn_gate", "ffn_up", "ffn_down", "ffn")
-    routed = experts(b, x)
+    routed = experts(b, x, logits)
     if not b.has("ffn_up_shexp.weight"):
         return routed
     shared = dense(b, x, "ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp", "shexp")
@@ -24,13 +38,14 @@ def feed_forward(b: Builder, x: Value) -> Value:
         y = b.value("shexp_gated", shared.width, shared)
         b.add(Glu(out=y, gate=gate, up=shared, activation=Activation("sigmoid")))
         shared = y
-    return b.sum(routed, shared, "ffn_sum")
+    both = b.sum(routed, shared, "ffn_sum")
+    return b.scaled(both, 0.5) if b.arch.moe.shared_half else both
 
 
 def dense(b: Builder, x: Value, gate: str, up: str, down: str, part: str) -> Value:
     """A feed-forward layer: gate and up, activation, down; or up alone, or both in one tensor."""
     ups = _dense_mul_mat(b, x, up, part)
-    activation = Activation(b.arch.activation)
+    activation = _activation(b, part)
     if b.has(f"{gate}.weight"):
         gates = _dense_mul_mat(b, x, gate, part)
         hidden = b.value(f"{part}_hidden", ups.width, x)
@@ -53,6 +68,17 @@ def _dense_mul_mat(b: Builder, x: Value, name: str, part: str) -> Value:
     y = b.value(f"{name}_scaled", plain.width, x)
     b.add(MultiplyBy(out=y, x=plain, vector=b.matrix(f"{name}.scale")))
     return y
+
+
+def _activation(b: Builder, part: str) -> Activation:
+    """Return the activation of a part of the current layer, with its limits."""
+    plain, limits = Activation(b.arch.activation), b.arch.swiglu_limits
+    if not limits or (limits == "before" and part != "exps"):
+        return plain
+    limit = b.h.layer_float("swiglu_clamp_exp" if part == "exps" else "swiglu_clamp_shexp", b.layer, 0.0)
+    if limit <= 1e-6:
+        return plain
+    return replace(plain, up_limit=limit, **{"gate_limit" if limits == "before" else "act_limit": limit})
 
 
 def routing(b: Builder) -> Routing:
@@ -92,7 +118,7 @@ def experts(b: Builder, x: Value, logits: Value | None = None) -> Value:
     logits = b.mul_mat(x, "ffn_gate_inp") if logits is None else logits
     ids = Value(f"{b.layer}.experts", r.n_used, 1, x.outputs, True)
     weights = b.value("expert_weights", r.n_used, x)
-    b.add(Route(ids=ids, weights=weights, logits=logits, bias=b.maybe("exp_probs_b.bias"), routing=r))
+    b.add(Route(ids=ids, weights=weights, logits=logits, bias=_choice_bias(b), routing=r))
     if b.arch.moe.weight_before:
         weighted = b.value("weighted", x.width, x, r.n_used)
         b.add(Repeat(out=weighted, x=x, weights=weights))
@@ -102,6 +128,11 @@ def experts(b: Builder, x: Value, logits: Value | None = None) -> Value:
     out = b.value("ffn_moe", down.width, x)
     b.add(Combine(out=out, x=down, weights=None if b.arch.moe.weight_before else weights))
     return out
+
+
+def _choice_bias(b: Builder) -> Matrix | None:
+    """Return the bias of the router's choice, which has no ending in HY V3."""
+    return b.maybe("exp_probs_b.bias") or b.maybe("exp_probs_b")
 
 
 def mul_mat_id(b: Builder, x: Value, ids: Value, name: str, n_used: int, rows: tuple[int, int] | None = None) -> Value:
@@ -114,7 +145,7 @@ def mul_mat_id(b: Builder, x: Value, ids: Value, name: str, n_used: int, rows: t
 
 
 def _expert_hidden(b: Builder, x: Value, ids: Value, n_used: int) -> Value:
-    activation = Activation(b.arch.activation)
+    activation = _activation(b, "exps")
     if b.has("ffn_gate_up_exps.weight"):
         both = mul_mat_id(b, x, ids, "ffn_gate_up_exps", n_used)
         hidden = b.value("exps_hidden", both.width // 2, ids, n_used)

@@ -107,11 +107,13 @@ def add_layer(b: Builder, x: Value) -> Value:
     """Add the operations of the current layer and return its output."""
     own_ffn_norm = b.has("ffn_norm.weight") or b.arch.plain_norms
     with_attention = b.arch.parallel and not own_ffn_norm  # the same input for both
+    router = b.mul_mat(x, "ffn_gate_inp") if b.arch.moe.on_input and b.has("ffn_gate_inp.weight") else None
     normed = b.norm(x, "attn_norm") if b.has("attn_norm.weight") or b.arch.plain_norms else x
     attended = ATTENTION[b.arch.attention](b, normed)
     if b.layer == b.h.n_layer - 1:
         attended, x = b.selected(attended), b.selected(x)
         normed = b.selected(normed) if with_attention else normed
+        router = None if router is None else b.selected(router)
     if not b.arch.ffn_norm_is_post_attention:
         attended = _post_norm(b, attended, "post_attention_norm")
     attended = b.scaled(attended, _residual_scale(b))
@@ -125,7 +127,7 @@ def add_layer(b: Builder, x: Value) -> Value:
         ready = b.norm(middle, "post_attention_norm")
     else:
         ready = middle
-    fed = beside_experts(b, middle, ready) if b.has("pre_ffw_norm_2.weight") else feed_forward(b, ready)
+    fed = beside_experts(b, middle, ready) if b.has("pre_ffw_norm_2.weight") else feed_forward(b, ready, router)
     fed = b.scaled(_post_norm(b, fed, "post_ffw_norm"), _residual_scale(b))
     return _layer_out(b, fed, middle)
 
