@@ -20,7 +20,7 @@ from libllama import Libllama, LibllamaError, nmse
 from quantkit.convert import ConvertOptions, convert
 from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf import open_gguf
-from quantkit.model.arch import arch_by_name
+from quantkit.model.arch import ARCHS, arch_by_name
 from quantkit.model.backends import reference
 from quantkit.model.engine import load
 from quantkit.model.ops import RopeConfig
@@ -28,7 +28,9 @@ from quantkit.model.placement import Placement
 
 DATA = Path(__file__).parent / "data"
 EXPECTED: dict[str, Any] = json.loads((DATA / "convert-sha256.json").read_text())
-LOGITS = np.load(DATA / "convert-logits.npz")
+LOGITS: dict[str, Any] = {}
+for _path in sorted(DATA.glob("convert-logits*.npz")):
+    LOGITS |= np.load(_path)
 BOUND = 1e-5
 #: Converted, but not run by the engine yet: their logits wait for it.
 NOT_RUN: set[str] = set()
@@ -41,8 +43,8 @@ REFUSED = {
 }
 #: llama.cpp, and so the engine, computes something else of its converter's file than transformers does: Mamba's outputs
 #: are normed by groups, and the converter permutes whole heads where only a part of them rotates. With one norm and
-#: rows as they are stored, the logits agree to 5e-12.
-UNLIKE = {"bamba"}
+#: rows as they are stored, the logits agree to 5e-12. Mellum's windowed layers turn by the base of the others.
+UNLIKE = {"bamba", "mellum"}
 SPLITS = {
     "bf16 by size": {"split_max_size": "2M"},
     "bf16 by tensors": {"split_max_tensors": 10},
@@ -166,3 +168,14 @@ def test_gpt_oss_differs_by_whole_dimensions_alone(
     assert nmse(last_logits(path), LOGITS["gpt-oss"]) > 1e-6
     monkeypatch.setattr(reference, "_yarn_range", between)
     assert nmse(last_logits(path), LOGITS["gpt-oss"]) <= 1e-10
+
+
+@pytest.mark.parametrize("drawn", ["mellum"], indirect=True)
+def test_mellum_differs_by_its_base_alone(drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp passes over ``rope.freq_base_swa`` of this architecture."""
+    options = replace(options_of(checkpoints.describe("mellum")), outtype="f32")
+    (path,) = convert(drawn, tmp_path / "f32.gguf", None, options).paths
+    row = ARCHS["mellum"]
+    assert row.window is not None
+    monkeypatch.setitem(ARCHS, "mellum", replace(row, window=replace(row.window, own_base=True)))
+    assert nmse(last_logits(path), LOGITS["mellum"]) <= 1e-10
