@@ -320,6 +320,100 @@ def step35() -> tuple[dict[str, Any], Shapes]:
     )
 
 
+def _latent(layer: int, n_head: int, rank: int, nope: int, head_v: int, n_rot: int = 32) -> Shapes:
+    """Return latent attention, absorbed; queries are made of rows of 128 columns."""
+    shapes: Shapes = {"attn_q_a": (E, 128), "attn_q_a_norm": (128,), "attn_q_b": (128, n_head * (nope + n_rot))}
+    shapes |= {"attn_kv_a_mqa": (E, rank + n_rot), "attn_kv_a_norm": (rank,), "attn_k_b": (nope, rank, n_head)}
+    shapes |= {"attn_v_b": (rank, head_v, n_head), "attn_output": (n_head * head_v, E)}
+    return {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+
+
+#: So many heads that no score is 0: llama.cpp leaves the order of equal scores open.
+_INDEXER = {"attention.indexer.head_count": 16, "attention.indexer.key_length": 64, "attention.indexer.top_k": 20}
+
+
+def _indexer(layer: int) -> Shapes:
+    shapes: Shapes = {"k_norm.weight": (64,), "k_norm.bias": (64,), "proj.weight": (E, 16)}
+    shapes |= {"attn_k.weight": (E, 64), "attn_q_b.weight": (128, 16 * 64)}
+    return {f"blk.{layer}.indexer.{name}": shape for name, shape in shapes.items()}
+
+
+def dots3note() -> tuple[dict[str, Any], Shapes]:
+    """Latent attention of two geometries: to the keys that an indexer selects, or within a window."""
+    slides, n_head = [False, True, True, False], [4, 2, 2, 4]
+    fields = usual(4) | _EXPERTS | _SHARED | _DENSE_LEAD | _SIGMOID | _INDEXER | {"attention.head_count": n_head}
+    fields |= {"attention.head_count_kv": 1, "rope.dimension_count": 32, "rope.freq_base": 1e6}
+    fields |= {"rope.freq_base_swa": 5e3, "attention.q_lora_rank": 128, "attention.sliding_window": 32}
+    fields |= {"attention.sliding_window_pattern": slides, "attention.indexer.types": [not each for each in slides]}
+    for of, rank, k, v in (("", 128, 96, 64), ("_swa", 64, 64, 128)):
+        fields |= {f"attention.kv_lora_rank{of}": rank, f"attention.key_length{of}": rank + 32}
+        fields |= {f"attention.value_length{of}": rank, f"attention.key_length_mla{of}": k}
+        fields |= {f"attention.value_length_mla{of}": v}
+    return fields, ends() | layers(
+        4,
+        _norms,
+        lambda i: _latent(i, 2, 64, 32, 128) if slides[i] else _latent(i, 4, 128, 64, 64) | _indexer(i),
+        lambda i: one(i, "attn_k_norm.weight", 32) | one(i, "attn_gate.weight", E, n_head[i]),
+        lambda i: _after_dense(i, bias=_CHOICE),
+    )
+
+
+def minimax_m3() -> tuple[dict[str, Any], Shapes]:
+    """llama.cpp selects blocks of keys only with flash attention; here are as many as there can be."""
+    fields = usual(3, rope__dimension_count=32) | _EXPERTS | _SHARED | _DENSE_LEAD | _SIGMOID
+    fields |= {"attention.indexer.head_count": N_KV, "attention.indexer.key_length": 64}
+    fields |= {"attention.indexer.top_k": 4, "attention.indexer.block_size": 128, "attention.indexer.local_blocks": 1}
+
+    def indexer(layer: int) -> Shapes:
+        shapes: Shapes = {"q_proj": (E, N_KV * 64), "k_proj": (E, 64), "q_norm": (64,), "k_norm": (64,)}
+        return {f"blk.{layer}.indexer.{name}.weight": shape for name, shape in shapes.items() if layer}
+
+    return fields, ends() | layers(
+        3, _norms, lambda i: attention(i, head_norms=True), lambda i: _after_dense(i, bias=_CHOICE), indexer
+    )
+
+
+def hy_v4() -> tuple[dict[str, Any], Shapes]:
+    """Streams beside the layers; every other layer attends to the keys that the one before has selected."""
+    n_stream, own = 4, [True, False, True, False]
+    fields = usual(4) | _EXPERTS | _SHARED | _DENSE_LEAD | _SIGMOID | _INDEXER | {"attention.head_count_kv": 1}
+    fields |= {"rope.dimension_count": 32, "attention.q_lora_rank": 128, "attention.kv_lora_rank": 128}
+    fields |= {"attention.key_length": 160, "attention.value_length": 128, "attention.indexer.types": own}
+    fields |= {"attention.key_length_mla": 96, "attention.value_length_mla": 64, "swiglu_clamp_exp": [0.5] * 4}
+    fields |= {"hyper_connection.count": n_stream, "hyper_connection.epsilon": 1e-2, "hyper_connection.magnitude": 1.5}
+
+    def streams(layer: int) -> Shapes:
+        shapes: Shapes = {"fn": (n_stream * E, 2 * n_stream), "base": (2 * n_stream,), "scale": (2,)}
+        return {f"blk.{layer}.hc_{of}_{name}.weight": ne for of in ("attn", "ffn") for name, ne in shapes.items()}
+
+    last: Shapes = {"output_hc_fn.weight": (n_stream * E, n_stream), "output_hc_base.weight": (n_stream,)}
+    return fields, ends() | last | {"output_hc_scale.weight": (1,)} | layers(
+        4,
+        _norms,
+        lambda i: _latent(i, N_HEAD, 128, 64, 64) | (_indexer(i) if own[i] else {}),
+        lambda i: one(i, "attn_gate.weight", E, N_HEAD * 64) | one(i, "attn_sinks.weight", N_HEAD),
+        lambda i: _after_dense(i, bias=_CHOICE),
+        streams,
+    )
+
+
+def grovemoe() -> tuple[dict[str, Any], Shapes]:
+    """Two experts share a smaller one."""
+    fields = usual(3, expert_group_scale=0.3, experts_per_group=2, expert_chunk_feed_forward_length=WIDTH) | _EXPERTS
+
+    def chunks(layer: int) -> Shapes:
+        n = N_EXPERT // 2
+        shapes: Shapes = {"gate": (E, WIDTH, n), "up": (E, WIDTH, n), "down": (WIDTH, E, n)}
+        return {f"blk.{layer}.ffn_{name}_chexps.weight": shape for name, shape in shapes.items()}
+
+    return fields, ends() | layers(3, _norms, lambda i: attention(i, head_norms=True), mixture, chunks)
+
+
+def diffusion() -> tuple[dict[str, Any], Shapes]:
+    """Every token sees all others."""
+    return usual(3) | _EXPERTS, ends() | layers(3, _norms, lambda i: attention(i, head_norms=True), mixture)
+
+
 # ---------------------------------------------------------------- Gemma 4
 
 _WINDOWED = [True, True, True, False, True, False]
@@ -391,19 +485,25 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "bailingmoe-moe": bailingmoe,
     "cohere2moe-moe": cohere2moe,
     "command-r-dense": command_r,
+    "dots3note-moe": dots3note,
     "exaone-moe-moe": exaone_moe,
     "gemma-dense": gemma,
     "gemma4-dense": gemma4,
     "gemma4-moe": gemma4_moe,
     "granite_swa-moe": granite_swa,
+    "grovemoe-moe": grovemoe,
     "hy_v3-moe": hy_v3,
+    "hy_v4-moe": hy_v4,
     "laguna-elements": laguna_elements,
     "laguna-moe": laguna,
+    "llada-moe-moe": diffusion,
     "mellum-moe": mellum,
     "mimo2-moe": mimo2,
+    "minimax-m3-moe": minimax_m3,
     "olmo-dense": olmo,
     "phi2-dense": phi2,
     "qwen3vl-dense": qwen3vl,
+    "rnd1-moe": diffusion,
     "smallthinker-moe": smallthinker,
     "starcoder-dense": starcoder,
     "step35-moe": step35,

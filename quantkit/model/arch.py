@@ -55,6 +55,8 @@ class Moe:
     on_input: bool = False
     #: The experts and the shared one count half each (Cohere 2 MoE).
     shared_half: bool = False
+    #: Neighbouring experts share a smaller one, which adds its part (Grove MoE).
+    chunks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,10 @@ class Arch:
     temperature: str = ""
     #: q and k are normalized after rope, without weights (Llama 4 but its largest).
     plain_qk_norm: bool = False
+    #: Several streams run beside the layers (hyper.py).
+    hyper: bool = False
+    #: Every token sees all of its sequence (models of diffusion).
+    causal: bool = True
     #: The bias of attn_output, which llama.cpp reads from any file, is added.
     output_bias: bool = True
     #: yarn's beta_fast, beta_slow and log multiplier of the metadata are read.
@@ -147,6 +153,8 @@ class Arch:
     yarn_log: bool = True
     #: How columns of the lightning indexer rotate, ``normal`` or ``neox``; empty: there is none (indexer.py).
     indexer: str = ""
+    #: The last columns do, not the first.
+    indexer_tail: bool = False
     #: Value head h of a delta net has key head h % n (Qwen3.5), and not h // (heads of a key head) (Qwen3-Next).
     tiled_heads: bool = False
     #: Its prediction layer is one like the others (nextn.py).
@@ -256,6 +264,15 @@ _ROWS = (
          window=Window(period=4, dense_first=True, fixed=4096), moe=Moe(norm=True, on_input=True)),
     Arch(name="mimo2", rope="neox", value_scale=True, output_bias=False, moe=Moe(gating="sigmoid", norm=True),
          window=Window(period=1, freq_base=10000.0, scaled=False)),
+    Arch(name="dots3note", rope="normal", attention="mla_gated", attention_gate="sigmoid", indexer="neox",
+         output_bias=False, tensor_scales=_ALL_SCALES, window=Window(period=1, freq_base=10000.0),
+         moe=Moe(scaled=True)),
+    Arch(name="hy_v4", rope="normal", attention="mla_gated", attention_gate="sigmoid", indexer="normal",
+         indexer_tail=True, hyper=True, swiglu_limits="before", output_bias=False, moe=Moe(scaled=True)),
+    Arch(name="grovemoe", rope="neox", moe=Moe(gating="softmax", norm=True, chunks=True)),
+    Arch(name="llada-moe", rope="neox", causal=False, output_bias=False, moe=_PLAIN),
+    Arch(name="rnd1", rope="neox", causal=False, moe=_NORMED),
+    Arch(name="minimax-m3", rope="neox", activation="swiglu_oai", output_bias=False, moe=Moe(scaled=True)),
     Arch(name="step35", rope="neox", rope_half=True, attention_gate="sigmoid", swiglu_limits="after",
          output_bias=False, window=Window(period=1, freq_base=10000.0, scaled=False), moe=_SIGMOID),
 )

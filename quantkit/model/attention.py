@@ -25,6 +25,10 @@ from quantkit.model.ops import (
 _SECTIONED = ("imrope", "glm", "glm_moe")
 
 
+#: What selects blocks of keys (MiniMax M3): not yet read.
+_BLOCK_INDEXER = ("q_proj", "k_proj", "q_norm", "k_norm")
+
+
 def has_windows(b: Builder) -> bool:
     """Tell whether any layer of the model may attend to a window only."""
     w = b.arch.window
@@ -135,6 +139,9 @@ def gqa(b: Builder, x: Value) -> Value:
     head_k = h.int("attention.key_length_swa", h.head_k) if windowed else h.head_k
     head_v = h.int("attention.value_length_swa", h.head_v) if windowed else h.head_v
     q, k, v = qkv(b, x, n_head * head_k, n_kv * head_k, n_kv * head_v)
+    gate = gate_of(b, x)
+    for name in _BLOCK_INDEXER:
+        b.maybe(f"indexer.{name}.weight")
     if not b.arch.norm_after_rope:
         q, k = head_norm(b, q, "attn_q_norm", head_k), head_norm(b, k, "attn_k_norm", head_k)
     if rotates(b):
@@ -144,19 +151,28 @@ def gqa(b: Builder, x: Value) -> Value:
         q, k = head_norm(b, q, "attn_q_norm", head_k), head_norm(b, k, "attn_k_norm", head_k)
     q, k = _after_rope(b, q, k, head_k)
     attended = attend(b, q, keep(b, k, v), n_head, n_kv, head_k, head_v, _attention_scale(b, head_k))
-    out = b.mul_mat(gated(b, x, attended), "attn_output", bias=b.arch.output_bias)
+    out = b.mul_mat(gated(b, attended, gate), "attn_output", bias=b.arch.output_bias)
     return b.scaled(out, (b.h.float("attention.value_scale", 0.0) if b.arch.value_scale else 0.0) or 1.0)
 
 
-def gated(b: Builder, x: Value, attended: Value) -> Value:
-    """Multiply what attention gives by a function of the product of ``attn_gate`` and x, if the model has that."""
+def gate_of(b: Builder, x: Value) -> Value | None:
+    """Return the product of ``attn_gate`` and x, if the model multiplies what attention gives by a function of it."""
     if not b.arch.attention_gate or not b.has("attn_gate.weight"):
+        return None
+    gate = b.mul_mat(x, "attn_gate")
+    if b.arch.attention_gate != "softplus":
+        return gate
+    y = b.value("attn_gate_softplus", gate.width, gate)
+    b.add(Activate(out=y, x=gate, activation=Activation("softplus")))
+    return y
+
+
+def gated(b: Builder, attended: Value, gate: Value | None) -> Value:
+    """Multiply what attention gives by the row's function of its gate, a value a head or a column."""
+    if gate is None:
         return attended
-    gate, kind = b.mul_mat(x, "attn_gate"), b.arch.attention_gate
-    if kind == "softplus":  # never negative, so relu passes it on
-        positive = b.value("attn_gate_softplus", gate.width, gate)
-        b.add(Activate(out=positive, x=gate, activation=Activation(kind)))
-        gate, kind = positive, "relu"
+    # softplus is never negative, so relu passes it on.
+    kind = "relu" if b.arch.attention_gate == "softplus" else b.arch.attention_gate
     y = b.value("attended_gated", attended.width, attended)
     b.add(Glu(out=y, gate=gate, up=attended, activation=Activation(kind)))
     return y
@@ -196,7 +212,7 @@ def attend(
             scale=scale,
             softcap=b.h.float("attn_logit_softcapping", 50.0) if b.arch.attn_softcap else 0.0,
             sinks=b.maybe("attn_sinks.weight"),
-            mask=b.arch.window.mask if windowed and b.arch.window else "causal",
+            mask=b.arch.window.mask if windowed and b.arch.window else "causal" if b.arch.causal else "whole",
             window=window_size(b) if windowed else 0,
             selected=selected,
         )

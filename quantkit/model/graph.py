@@ -2,7 +2,7 @@
 
 ``build_graph`` walks the layers; a layer asks its tensors for what there is (biases, norms, experts, a shared expert)
 and the row of arch.py for what tensors cannot say. The blocks of a layer lie in attention.py, mla.py, delta_net.py,
-gemma4.py, mamba.py and feed_forward.py; attention blocks are entered in ATTENTION. No backend is known here.
+gemma4.py, mamba.py, hyper.py and feed_forward.py; attention blocks are entered in ATTENTION. No backend is known here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 from quantkit.formats.gguf import GGUFFile
 from quantkit.kernels.formats import has_decoder
+from quantkit.model import hyper
 from quantkit.model.attention import gqa
 from quantkit.model.builder import Builder
 from quantkit.model.check import check_graph
@@ -19,7 +20,7 @@ from quantkit.model.delta_net import delta_nets
 from quantkit.model.feed_forward import feed_forward
 from quantkit.model.gemma4 import beside_experts, gemma4, layer_inputs, with_layer_input
 from quantkit.model.mamba import mamba2_hybrid
-from quantkit.model.mla import mla, mla_plain, unscaled
+from quantkit.model.mla import mla, mla_gated, mla_plain, unscaled
 from quantkit.model.ops import Embed, Graph, Softcap, Value
 
 #: The blocks an attention layer can be.
@@ -28,6 +29,7 @@ ATTENTION: Mapping[str, Callable[[Builder, Value], Value]] = {
     "unscaled": unscaled,
     "mla": mla,
     "mla_plain": mla_plain,
+    "mla_gated": mla_gated,
     "delta_nets": delta_nets,
     "mamba2_hybrid": mamba2_hybrid,
     "gemma4": gemma4,
@@ -48,11 +50,12 @@ def build_graph(source: GGUFFile, n_ctx: int = 0) -> Graph:
     b = Builder(source, n_ctx)
     x = _embeddings(b)
     b.per_layer = layer_inputs(b, x)
+    x = hyper.spread(b, x) if b.arch.hyper else x
     for layer in range(b.h.n_layer):
         b.layer = layer
         x = add_layer(b, x)
     b.layer = b.h.n_layer
-    x = b.norm(x, "output_norm")
+    x = b.norm(hyper.head(b, x) if b.arch.hyper else x, "output_norm")
     logits = b.mul_mat(x, "output" if b.has("output.weight") else "token_embd", out="logits", of="output")
     logits = _logits(b, logits)
     b.check_all_used()
@@ -105,6 +108,8 @@ def _logits(b: Builder, logits: Value) -> Value:
 
 def add_layer(b: Builder, x: Value) -> Value:
     """Add the operations of the current layer and return its output."""
+    if b.arch.hyper:
+        return _add_layer_of_streams(b, x)
     own_ffn_norm = b.has("ffn_norm.weight") or b.arch.plain_norms
     with_attention = b.arch.parallel and not own_ffn_norm  # the same input for both
     router = b.mul_mat(x, "ffn_gate_inp") if b.arch.moe.on_input and b.has("ffn_gate_inp.weight") else None
@@ -130,6 +135,16 @@ def add_layer(b: Builder, x: Value) -> Value:
     fed = beside_experts(b, middle, ready) if b.has("pre_ffw_norm_2.weight") else feed_forward(b, ready, router)
     fed = b.scaled(_post_norm(b, fed, "post_ffw_norm"), _residual_scale(b))
     return _layer_out(b, fed, middle)
+
+
+def _add_layer_of_streams(b: Builder, streams: Value) -> Value:
+    x, counts = hyper.gather(b, streams, "attn")
+    attended = ATTENTION[b.arch.attention](b, b.norm(x, "attn_norm"))
+    if b.layer == b.h.n_layer - 1:
+        attended, streams, counts = b.selected(attended), b.selected(streams), b.selected(counts)
+    streams = hyper.scatter(b, attended, streams, counts, "attn_residual")
+    x, counts = hyper.gather(b, streams, "ffn")
+    return hyper.scatter(b, feed_forward(b, b.norm(x, "ffn_norm")), streams, counts, "layer_out")
 
 
 def _layer_out(b: Builder, fed: Value, middle: Value) -> Value:

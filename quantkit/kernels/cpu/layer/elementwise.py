@@ -3,7 +3,7 @@
     embed          batch out weight row_bytes width scale:f scratch scratch_bytes rows_by     decoded rows
     select_outputs batch out x width                                                  width: all columns of a token
     add            batch out a b width rows_of per
-    scale clamp softcap    batch out x width rows_of per by:f
+    scale shift clamp softcap    batch out x width rows_of per by:f
     softplus       batch out x width rows_of per by:f                                 ops.Activate's; by is unused
     scale_by_position      batch out x width rows_of per floor_scale:f alpha:f offset:f
     multiply_by plus_vector    batch out x vector n width rows_of per                 vector repeats along a row
@@ -94,6 +94,11 @@ def _times(x, by):
 
 
 @inline
+def _plus(x, by):
+    return x + by
+
+
+@inline
 def _clamped(x, by):
     return vmax(-by, vmin(by, x))
 
@@ -109,6 +114,7 @@ def _softplus(x, by):
 
 
 scale = _map.bind("scale", each=_times)
+shift = _map.bind("shift", each=_plus)
 clamp = _map.bind("clamp", each=_clamped)
 softcap = _map.bind("softcap", each=_capped)
 softplus = _map.bind("softplus", each=_softplus)

@@ -137,7 +137,7 @@ def _row_epilogue(def_use: DefUse, i: int, gone: Collection[int]) -> tuple[int, 
     plus_too: Value | None = None
     t = x
     if isinstance(op := run.op, Combine):
-        weights, n_used, t = op.weights, op.x.per // op.out.per, op.out
+        weights, n_used, t = op.weights, op.x.per * op.x.width // (op.out.per * op.out.width), op.out
         run.take()
     if isinstance(op := run.op, Norm) and _of_rows(op) and isinstance(run.follower(), Add | Scale):
         post, t = op, op.out
