@@ -171,7 +171,7 @@ NAMED = (
                    + narrow("share_expert"),
             "4": "eh_proj:64x128 enorm:64 hnorm:64 transformer.shared_head.norm:64"
                  " transformer.shared_head.output:640x64"}),
-        f32=("router_bias",)),
+        f32=("router_bias",), runs=5),
     named("mimo-v2", "MiMoV2FlashForCausalLM", _MIXTURE | {
         "num_hidden_layers": 3, "n_routed_experts": 4, "sliding_window": 8, "head_dim": 32, "v_head_dim": 16},
         config={"hybrid_layer_pattern": [0, 1, 1], "swa_num_key_value_heads": 4, "swa_num_attention_heads": 4,
@@ -191,19 +191,21 @@ NAMED = (
                  "1-2": " self_attn.index_q_proj:64x64 self_attn.index_k_proj:32x64 self_attn.index_q_norm:32"
                         " self_attn.index_k_norm:32 block_sparse_moe.gate:4x64"
                         " block_sparse_moe.e_score_correction_bias!:4" + _W
-                        + narrow("block_sparse_moe.shared_experts")})),
+                        + narrow("block_sparse_moe.shared_experts")}), runs=5),
+    # So many heads that no score of a key is 0: the order of equal ones is open.
     written("hy-v4", "HYV4ForCausalLM", _LATENT | _INDEX | {
-        "model_type": "hy_v4_preview", "num_key_value_heads": 2, "hc_mult": 2, "hc_eps": 1e-6, "hc_magnitude": 2.0,
+        "model_type": "hy_v4", "index_n_heads": 16, "pad_token_id": None, "norm_topk_prob": True,
+        "num_key_value_heads": 2, "hc_mult": 2, "hc_eps": 1e-6, "hc_magnitude": 2.0,
         "indexer_types": ["full", "shared", "full"], "mlp_layer_types": ["dense", "sparse", "sparse"], "n_group": 1,
         "topk_group": 1, "swiglu_limit": 10.0, "num_nextn_predict_layers": 1, "enable_lm_head_fp32": True},
         decoder({"0-2": _NORMS + _LATENT_ATTENTION + " self_attn.learnable_sink_param!:4 self_attn.linear_gate:128x64"
                  " hc_attn_layer.hc_pre.hc_fn!:4x128 hc_attn_layer.hc_pre.hc_base!:4 hc_attn_layer.hc_pre.hc_scale!:2"
                  " hc_mlp_layer.hc_pre.hc_fn!:4x128 hc_mlp_layer.hc_pre.hc_base!:4 hc_mlp_layer.hc_pre.hc_scale!:2",
-                 "0,2": _INDEXER, "0": _DENSE,
+                 "0,2": _INDEXER.replace("wq_b:64x32", "wq_b:512x32").replace("proj:2x64", "proj:16x64"), "0": _DENSE,
                  "1-2": " mlp.gate:4x64 mlp.gate.e_score_correction_bias!:4 mlp.experts.gate_up_proj!:4x64x64"
                         " mlp.experts.down_proj!:4x64x32" + _SHARED})
         | of("model.hc_head.", "hc_head_fn!:2x128 hc_head_base!:2 hc_head_scale!:1")
-        | of("model.mtp_layers.0.", "enorm:64 hnorm:64"), f32=("hc_fn", "hc_base", "hc_scale")),
+        | of("model.mtp_layers.0.", "enorm:64 hnorm:64"), f32=("hc_fn", "hc_base", "hc_scale"), runs=5),
     written("dots3-note", "Dots3NoteForCausalLM", _LATENT | _INDEX | {
         "model_type": "dots3_note", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window_size": 8,
@@ -279,6 +281,10 @@ NAMED = (
                  "0": " block_sparse_moe.input_linear:4x64x64 block_sparse_moe.output_linear:4x64x32",
                  "1-2": " block_sparse_moe.experts.gate_up_proj!:4x64x64"
                         " block_sparse_moe.experts.down_proj!:4x64x32"})),
+    named("granite-moe-swa-fused", "GraniteMoeSWAForCausalLM", {
+        "intermediate_size": 32, "shared_intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "embedding_multiplier": 12.0, "attention_multiplier": 0.25, "logits_scaling": 8.0, "residual_multiplier": 0.22,
+        "sliding_window": 8, "pad_token_id": None}, runs=5),
     named("mellum", "MellumForCausalLM", _HEAD | {
         "moe_intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}, runs=5),

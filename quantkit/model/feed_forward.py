@@ -25,6 +25,10 @@ from quantkit.model.ops import (
 GATING: Mapping[int, str] = {1: "softmax", 2: "sigmoid", 3: "softmax_weight"}
 
 
+#: Of gpt-oss and its kin; no metadata hold it.
+_OAI_LIMIT = 7.0
+
+
 def feed_forward(b: Builder, x: Value, logits: Value | None = None) -> Value:
     """The feed-forward layer of x; logits: those of the router, where another value than x decides them."""
     if not b.has("ffn_gate_inp.weight"):
@@ -75,6 +79,8 @@ def _dense_mul_mat(b: Builder, x: Value, name: str, part: str) -> Value:
 def _activation(b: Builder, part: str) -> Activation:
     """Return the activation of a part of the current layer, with its limits."""
     plain, limits = Activation(b.arch.activation), b.arch.swiglu_limits
+    if plain.kind == "swiglu_oai":
+        return replace(plain, gate_limit=_OAI_LIMIT, up_limit=_OAI_LIMIT)
     if not limits or (limits == "before" and part != "exps"):
         return plain
     limit = b.h.layer_float("swiglu_clamp_exp" if part == "exps" else "swiglu_clamp_shexp", b.layer, 0.0)
