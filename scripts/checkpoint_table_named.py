@@ -168,23 +168,24 @@ NAMED = (
           _HEAD | {"num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1,
                    "sliding_window": 8, "prefix_dense_intermediate_size": 128, "first_k_dense_replace": 1,
                    "intermediate_size": 32}, copies=(("model.layers.3.", "model.layers.4."),),
-          config={"num_nextn_predict_layers": 1}, more=ahead(4)),
+          config={"num_nextn_predict_layers": 1}, more=ahead(4), runs=5),
     named("exaone-moe", "ExaoneMoeForCausalLM",
           _MIXTURE | _HEAD | {"num_hidden_layers": 4, "num_experts": 4, "num_shared_experts": 1, "sliding_window": 8,
                               "first_k_dense_replace": 1},
-          copies=(("model.layers.0.", "mtp.layers.0."),), config={"num_nextn_predict_layers": 1}, more=_MTP),
+          copies=(("model.layers.0.", "mtp.layers.0."),), more=_MTP, runs=5,
+          config={"num_nextn_predict_layers": 1, "scoring_func": "sigmoid"}),
     written("grove-moe", "GroveMoeForCausalLM",
             _MIXTURE | _HEAD | {"model_type": "grove_moe", "num_experts": 4, "norm_topk_prob": True},
             decoder({"0-2": _NORMS + _ATTENTION + " self_attn.q_norm:16 self_attn.k_norm:16" + _EXPERTS
                      + narrow("mlp.chunk_experts.{0-1}") + " mlp.expert_bias!:4"})),
     named("afmoe", "AfmoeForCausalLM",
           _MIXTURE | _HEAD | {"num_hidden_layers": 4, "num_experts": 4, "num_shared_experts": 1, "sliding_window": 8,
-                              "num_dense_layers": 1, "route_scale": 2.5},
-          config={"route_norm": True, "score_func": "sigmoid"}),
+                              "num_dense_layers": 1, "route_scale": 2.5, "mup_enabled": True},
+          config={"route_norm": True, "score_func": "sigmoid"}, runs=5),
     named("hy-v3", "HYV3ForCausalLM",
           _MIXTURE | _HEAD | {"num_experts": 4, "num_shared_experts": 1, "router_scaling_factor": 2.5},
           copies=(("model.layers.2.", "model.layers.3."),), config={"num_nextn_predict_layers": 1},
-          more=ahead(3) | of("model.layers.3.", "final_layernorm:64")),
+          more=ahead(3) | of("model.layers.3.", "final_layernorm:64"), runs=5),
     written("smallthinker", "SmallThinkerForCausalLM",
             _HEAD | {"model_type": "smallthinker", "moe_num_primary_experts": 4, "moe_num_active_primary_experts": 2,
                      "moe_ffn_hidden_size": 32, "moe_primary_router_apply_softmax": False,
@@ -210,15 +211,15 @@ NAMED = (
                    + narrow("share_expert"),
             "4": "eh_proj:64x128 enorm:64 hnorm:64 transformer.shared_head.norm:64"
                  " transformer.shared_head.output:640x64"}),
-        f32=("router_bias",)),
+        f32=("router_bias",), runs=5),
     named("mimo-v2", "MiMoV2FlashForCausalLM", _MIXTURE | {
         "num_hidden_layers": 3, "n_routed_experts": 4, "sliding_window": 8, "head_dim": 32, "v_head_dim": 16},
-        config={"hybrid_layer_pattern": [0, 1, 1], "swa_num_key_value_heads": 2, "swa_num_attention_heads": 4,
+        config={"hybrid_layer_pattern": [0, 1, 1], "swa_num_key_value_heads": 4, "swa_num_attention_heads": 4,
                 "swa_head_dim": 32, "swa_v_head_dim": 16, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
                 "layernorm_epsilon": 1e-5, "partial_rotary_factor": 0.334, "rope_theta": 5e6, "swa_rope_theta": 1e4},
-        drop=("rope_parameters",),
+        drop=("rope_parameters",), runs=5,
         more=of("model.mtp.layers.{0-2}.", _NORMS + _DENSE + " eh_proj:64x128 enorm:64 hnorm:64 final_layernorm:64"
-                " self_attn.q_proj:128x64 self_attn.k_proj:64x64 self_attn.v_proj:32x64 self_attn.o_proj:64x64"
+                " self_attn.q_proj:128x64 self_attn.k_proj:128x64 self_attn.v_proj:64x64 self_attn.o_proj:64x64"
                 " self_attn.attention_sink_bias!:4")),
     written("minimax-m3", "MiniMaxM3SparseForCausalLM", _HEAD | {
         "model_type": "minimax_m3", "intermediate_size": 32, "dense_intermediate_size": 128, "num_local_experts": 4,
@@ -230,19 +231,21 @@ NAMED = (
                  "1-2": " self_attn.index_q_proj:64x64 self_attn.index_k_proj:32x64 self_attn.index_q_norm:32"
                         " self_attn.index_k_norm:32 block_sparse_moe.gate:4x64"
                         " block_sparse_moe.e_score_correction_bias!:4" + _W
-                        + narrow("block_sparse_moe.shared_experts")})),
+                        + narrow("block_sparse_moe.shared_experts")}), runs=5),
+    # So many heads that no score of a key is 0: the order of equal ones is open.
     written("hy-v4", "HYV4ForCausalLM", _LATENT | _INDEX | {
-        "model_type": "hy_v4_preview", "num_key_value_heads": 2, "hc_mult": 2, "hc_eps": 1e-6, "hc_magnitude": 2.0,
+        "model_type": "hy_v4", "index_n_heads": 16, "pad_token_id": None, "norm_topk_prob": True,
+        "num_key_value_heads": 2, "hc_mult": 2, "hc_eps": 1e-6, "hc_magnitude": 2.0,
         "indexer_types": ["full", "shared", "full"], "mlp_layer_types": ["dense", "sparse", "sparse"], "n_group": 1,
         "topk_group": 1, "swiglu_limit": 10.0, "num_nextn_predict_layers": 1, "enable_lm_head_fp32": True},
         decoder({"0-2": _NORMS + _LATENT_ATTENTION + " self_attn.learnable_sink_param!:4 self_attn.linear_gate:128x64"
                  " hc_attn_layer.hc_pre.hc_fn!:4x128 hc_attn_layer.hc_pre.hc_base!:4 hc_attn_layer.hc_pre.hc_scale!:2"
                  " hc_mlp_layer.hc_pre.hc_fn!:4x128 hc_mlp_layer.hc_pre.hc_base!:4 hc_mlp_layer.hc_pre.hc_scale!:2",
-                 "0,2": _INDEXER, "0": _DENSE,
+                 "0,2": _INDEXER.replace("wq_b:64x32", "wq_b:512x32").replace("proj:2x64", "proj:16x64"), "0": _DENSE,
                  "1-2": " mlp.gate:4x64 mlp.gate.e_score_correction_bias!:4 mlp.experts.gate_up_proj!:4x64x64"
                         " mlp.experts.down_proj!:4x64x32" + _SHARED})
         | of("model.hc_head.", "hc_head_fn!:2x128 hc_head_base!:2 hc_head_scale!:1")
-        | of("model.mtp_layers.0.", "enorm:64 hnorm:64"), f32=("hc_fn", "hc_base", "hc_scale")),
+        | of("model.mtp_layers.0.", "enorm:64 hnorm:64"), f32=("hc_fn", "hc_base", "hc_scale"), runs=5),
     written("dots3-note", "Dots3NoteForCausalLM", _LATENT | _INDEX | {
         "model_type": "dots3_note", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window_size": 8,
@@ -262,7 +265,7 @@ NAMED = (
         "num_experts": 4, "shared_expert_intermediate_size": 32, "sliding_window": 8, "moe_routed_scaling_factor": 2.5,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
         "num_attention_heads_per_layer": [4, 8, 8], "eos_token_id": [577, 579]},
-        vocab=_VOCAB | {"user": ["</assistant>"]}, files={"chat_template.jinja": "{{ messages }}"}),
+        vocab=_VOCAB | {"user": ["</assistant>"]}, files={"chat_template.jinja": "{{ messages }}"}, runs=5),
     written("kimi-linear", "KimiLinearForCausalLM", _LATENT | {
         "model_type": "kimi_linear", "vocab_size": 832, "head_dim": 24, "num_experts": 4, "num_experts_per_token": 2,
         "num_shared_experts": 1, "moe_router_activation_func": "sigmoid", "q_lora_rank": None,
@@ -307,8 +310,8 @@ NAMED = (
         | of("talker.model.", "norm:64") | of("code2wav.", "norm:64"),
         vocab=_VOCAB | {"special": [*_VOCAB["special"], "<|im_end|>"]}),
     named("granite-swa", "GraniteSWAForCausalLM", {
-        "num_hidden_layers": 4, "sliding_window": 8, "attention_multiplier": 0.25, "pad_token_id": None},
-        config={"no_rope_layers": [0, 1, 1, 1]}),
+        "num_hidden_layers": 4, "sliding_window": 8, "attention_multiplier": 0.25, "pad_token_id": None,
+        "layer_rope_theta": [0, 1e4, 1e4, 1e4]}, config={"no_rope_layers": [0, 1, 1, 1]}, runs=5),
     written("granite-moe-swa", "GraniteMoeSWAForCausalLM", {
         "model_type": "granitemoe_swa", "intermediate_size": 32, "shared_intermediate_size": 64, "num_local_experts": 4,
         "num_experts_per_tok": 2, "embedding_multiplier": 12.0, "attention_multiplier": 0.25, "logits_scaling": 8.0,
@@ -318,8 +321,13 @@ NAMED = (
                  "0": " block_sparse_moe.input_linear:4x64x64 block_sparse_moe.output_linear:4x64x32",
                  "1-2": " block_sparse_moe.experts.gate_up_proj!:4x64x64"
                         " block_sparse_moe.experts.down_proj!:4x64x32"})),
+    named("granite-moe-swa-fused", "GraniteMoeSWAForCausalLM", {
+        "intermediate_size": 32, "shared_intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "embedding_multiplier": 12.0, "attention_multiplier": 0.25, "logits_scaling": 8.0, "residual_multiplier": 0.22,
+        "sliding_window": 8, "pad_token_id": None}, runs=5),
     named("mellum", "MellumForCausalLM", _HEAD | {
-        "moe_intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
+        "moe_intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}, runs=5),
     written("maincoder", "MaincoderForCausalLM", _HEAD | {"model_type": "maincoder"},
             decoder({"0-2": _NORMS + _ATTENTION + _HEAD_NORMS + _DENSE}), runs=4),
     written("pangu", "PanguEmbeddedForCausalLM", {"model_type": "PanguEmbedded", "tie_word_embeddings": True},

@@ -23,6 +23,7 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -258,6 +259,8 @@ def logits(path: Path, what: checkpoints.Description) -> np.ndarray:
         model = bailing_as_glm(what)
     elif named in STAND_INS:
         model = STAND_INS[named](what)
+    elif named in _SEEING:
+        model = as_seeing(what)
     else:
         cls = getattr(transformers, what.model or what.config["architectures"][0])
         model, info = cls.from_pretrained(
@@ -366,6 +369,52 @@ _BAILING_NAMES = {
     "key_layernorm": "k_norm",
     "expert_bias": "e_score_correction_bias",
 }
+
+
+#: Text models that transformers has only as a part of those which also see: its class and types, what their names
+#: begin with, what config.json says in its own words, and the least that sees.
+_SEEING: dict[str, tuple[str, str, str, str, Json, Json]] = {
+    "MiniMaxM3SparseForCausalLM": (
+        *("MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl", "minimax_m3_vl_text", "language_model."),
+        {
+            "shared_intermediate_size": 32,
+            "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+        {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+    ),
+    "Step3p5ForCausalLM": (
+        *("Step3p7ForConditionalGeneration", "step3p7", "step3p5", ""),
+        {},
+        {"width": 32, "layers": 1, "heads": 2},
+    ),
+}
+
+
+def as_seeing(what: checkpoints.Description) -> Any:
+    """Return a text model as a part of one that also sees, whose other parts are drawn anew."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    name, kind, text, prefix, own, vision = _SEEING[what.config["architectures"][0]]
+    config = {"architectures": [name], "model_type": kind, "text_config": what.config | own | {"model_type": text}}
+    config["vision_config"] = vision | {"image_size": 28, "patch_size": 14}
+    state = {}
+    for tensor, dtype, shape, data in checkpoints.stored_tensors(what):
+        x = torch.frombuffer(bytearray(data), dtype=torch.bfloat16 if dtype == "BF16" else torch.float32)
+        state[prefix + tensor] = x.reshape(shape)
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(state, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+        Path(folder, "config.json").write_text(json.dumps(config))
+        model, info = getattr(transformers, name).from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, local_files_only=True
+        )
+    for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        bad = [key for key in map(str, info[key]) if "vision" not in key and "multi_modal" not in key]
+        if bad:
+            raise ValueError(f"{key}: {bad[:5]}")
+    return model
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from libllama import Libllama, LibllamaError, nmse
 from quantkit.convert import ConvertOptions, convert
 from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf import open_gguf
-from quantkit.model.arch import arch_by_name
+from quantkit.model.arch import ARCHS, Arch, arch_by_name
 from quantkit.model.backends import reference
 from quantkit.model.engine import load
 from quantkit.model.ops import RopeConfig
@@ -46,8 +47,9 @@ REFUSED = {
 }
 #: llama.cpp, and so the engine, computes something else of its converter's file than transformers does: Mamba's outputs
 #: are normed by groups, and the converter permutes whole heads where only a part of them rotates. With one norm and
-#: rows as they are stored, the logits agree to 5e-12.
-UNLIKE = {"bamba"}
+#: rows as they are stored, the logits agree to 5e-12. Mellum's windowed layers turn by the base of the others, and
+#: HY V4 turns neighbouring columns, where transformers pairs them over half a head.
+UNLIKE = {"bamba", "hy-v4", "mellum"}
 #: llama.cpp differs by 1e-7 from itself, with another batch: 22 layers that keep no sum of what came before.
 NEAR = {"gemma3n-deep": 1e-6}
 SPLITS = {
@@ -173,3 +175,30 @@ def test_gpt_oss_differs_by_whole_dimensions_alone(
     assert nmse(last_logits(path), LOGITS["gpt-oss"]) > 1e-6
     monkeypatch.setattr(reference, "_yarn_range", between)
     assert nmse(last_logits(path), LOGITS["gpt-oss"]) <= 1e-10
+
+
+def with_its_own_base(row: Arch) -> Arch:
+    assert row.window is not None
+    return replace(row, window=replace(row.window, own_base=True))
+
+
+@pytest.mark.parametrize(
+    ("drawn", "name", "arch", "change"),
+    [
+        ("mellum", "mellum", "mellum", with_its_own_base),  # llama.cpp passes over rope.freq_base_swa
+        ("hy-v4", "hy-v4", "hy_v4", lambda row: replace(row, rope="neox", indexer="neox")),
+    ],
+    indirect=["drawn"],
+)
+def test_a_difference_is_of_one_number_alone(
+    drawn: Path,
+    name: str,
+    arch: str,
+    change: Callable[[Arch], Arch],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = replace(options_of(checkpoints.describe(name)), outtype="f32")
+    (path,) = convert(drawn, tmp_path / "f32.gguf", None, options).paths
+    monkeypatch.setitem(ARCHS, arch, change(ARCHS[arch]))
+    assert nmse(last_logits(path), LOGITS[name]) <= 1e-10

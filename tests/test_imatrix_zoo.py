@@ -134,7 +134,7 @@ def test_sums_are_those_of_llama_imatrix(name: str, tmp_path: Path, llama_bin: P
 #: MiniCPM 3: llama.cpp scales what the output matrix multiplies, here the logits are; encoders see no difference.
 SCALED = {("minicpm3", "output.weight"): 256 / 64}
 MORE = {"attn_k_b", "attn_v_b", "attn_kv_b", "ssm_in", "ffn_gate_exps", "ffn_up_exps", "per_layer_model_proj"}
-MORE |= {"altup_proj", "altup_unembd_proj"}
+MORE |= {"altup_proj", "altup_unembd_proj", "output_hc_fn"}
 
 
 def agree(name: str, ours: ImatrixEntry, theirs: ImatrixEntry, scale: float) -> None:

@@ -2,8 +2,8 @@
 
 ``build_graph`` walks the layers; a layer asks its tensors for what there is (biases, norms, experts, a shared expert)
 and the row of arch.py for what tensors cannot say. The blocks of a layer lie in attention.py, mla.py, delta_net.py,
-gemma4.py, mamba.py and feed_forward.py, layers that are other altogether in gemma3n.py; attention blocks are entered in
-ATTENTION. No backend is known here.
+gemma4.py, mamba.py, hyper.py and feed_forward.py, layers that are other altogether in gemma3n.py; attention blocks are
+entered in ATTENTION. No backend is known here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 
 from quantkit.formats.gguf import GGUFFile
 from quantkit.kernels.formats import has_decoder
+from quantkit.model import hyper
 from quantkit.model.attention import gqa
 from quantkit.model.builder import Builder
 from quantkit.model.check import check_graph
@@ -21,7 +22,7 @@ from quantkit.model.feed_forward import feed_forward
 from quantkit.model.gemma3n import add_altup_layer, merged, streams
 from quantkit.model.gemma4 import beside_experts, gemma4, layer_inputs, with_layer_input
 from quantkit.model.mamba import mamba2_hybrid
-from quantkit.model.mla import mla, mla_plain, unscaled
+from quantkit.model.mla import mla, mla_gated, mla_plain, unscaled
 from quantkit.model.ops import Embed, Graph, Norm, Softcap, Value
 
 #: The blocks an attention layer can be.
@@ -30,6 +31,7 @@ ATTENTION: Mapping[str, Callable[[Builder, Value], Value]] = {
     "unscaled": unscaled,
     "mla": mla,
     "mla_plain": mla_plain,
+    "mla_gated": mla_gated,
     "delta_nets": delta_nets,
     "mamba2_hybrid": mamba2_hybrid,
     "gemma4": gemma4,
@@ -51,11 +53,13 @@ def build_graph(source: GGUFFile, n_ctx: int = 0) -> Graph:
     x = _embeddings(b)
     b.per_layer = layer_inputs(b, x)
     x = streams(b, x) if b.arch.altup else x
+    x = hyper.spread(b, x) if b.arch.hyper else x
     for layer in range(b.h.n_layer):
         b.layer = layer
         x = _between_loops(b, add_altup_layer(b, x) if b.arch.altup else add_layer(b, x))
     b.layer = b.h.n_layer
-    x = b.norm(merged(b, x) if b.arch.altup else x, "output_norm")
+    x = merged(b, x) if b.arch.altup else hyper.head(b, x) if b.arch.hyper else x
+    x = b.norm(x, "output_norm")
     logits = b.mul_mat(x, "output" if b.has("output.weight") else "token_embd", out="logits", of="output")
     logits = _logits(b, logits)
     b.check_all_used()
@@ -108,15 +112,19 @@ def _logits(b: Builder, logits: Value) -> Value:
 
 def add_layer(b: Builder, x: Value) -> Value:
     """Add the operations of the current layer and return its output."""
+    if b.arch.hyper:
+        return _add_layer_of_streams(b, x)
     own_ffn_norm = b.has("ffn_norm.weight") or b.arch.plain_norms
     parallel = _is_parallel(b, own_ffn_norm)
     shared = parallel and not own_ffn_norm  # the same input for both
+    router = b.mul_mat(x, "ffn_gate_inp") if b.arch.moe.on_input and b.has("ffn_gate_inp.weight") else None
     normed = b.norm(x, "attn_norm") if b.has("attn_norm.weight") or b.arch.plain_norms else x
     own_input = b.norm(x, "attn_norm_2") if b.has("attn_norm_2.weight") else normed
     attended = ATTENTION[b.arch.attention](b, own_input)
     if b.layer == b.h.n_layer - 1:
         attended, x = b.selected(attended), b.selected(x)
         normed = b.selected(normed) if shared else normed
+        router = None if router is None else b.selected(router)
     if not b.arch.ffn_norm_is_post_attention:
         attended = _post_norm(b, attended, "post_attention_norm")
     attended = b.scaled(attended, _residual_scale(b))
@@ -130,7 +138,7 @@ def add_layer(b: Builder, x: Value) -> Value:
         ready = b.norm(middle, "post_attention_norm")
     else:
         ready = middle
-    fed = beside_experts(b, middle, ready) if b.has("pre_ffw_norm_2.weight") else feed_forward(b, ready)
+    fed = beside_experts(b, middle, ready) if b.has("pre_ffw_norm_2.weight") else feed_forward(b, ready, router)
     fed = b.scaled(_post_norm(b, fed, "post_ffw_norm"), _residual_scale(b))
     return _layer_out(b, fed, middle)
 
@@ -149,6 +157,16 @@ def _between_loops(b: Builder, x: Value) -> Value:
     y = b.value("loop_out", x.width, x)
     b.add(Norm(out=y, x=x, weight=b.outside("output_norm.weight"), eps=b.h.eps, kind=b.arch.norm, group=x.width))
     return y
+
+
+def _add_layer_of_streams(b: Builder, streams: Value) -> Value:
+    x, counts = hyper.gather(b, streams, "attn")
+    attended = ATTENTION[b.arch.attention](b, b.norm(x, "attn_norm"))
+    if b.layer == b.h.n_layer - 1:
+        attended, streams, counts = b.selected(attended), b.selected(streams), b.selected(counts)
+    streams = hyper.scatter(b, attended, streams, counts, "attn_residual")
+    x, counts = hyper.gather(b, streams, "ffn")
+    return hyper.scatter(b, feed_forward(b, b.norm(x, "ffn_norm")), streams, counts, "layer_out")
 
 
 def _layer_out(b: Builder, fed: Value, middle: Value) -> Value:

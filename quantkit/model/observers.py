@@ -32,7 +32,7 @@ _GROUP = 8
 #: Operations that compute each row from one row: no positions, no other rows, no caches or states.
 _BY_ROW = (
     *(ops.Activate, ops.Add, ops.Clamp, ops.Combine, ops.Glu, ops.Join, ops.MulMat, ops.MulMatHeads, ops.MulMatId),
-    *(ops.MultiplyBy, ops.Norm, ops.Repeat, ops.Route, ops.Scale, ops.Softcap, ops.Take),
+    *(ops.MultiplyBy, ops.Norm, ops.Repeat, ops.Route, ops.Scale, ops.Shift, ops.Softcap, ops.Take),
     *(ops.Exceed, ops.Mix, ops.ToLength, ops.Xielu),
 )
 

@@ -152,6 +152,11 @@ def _scale(p: ReferenceProgram, op: ops.Scale) -> None:
     p.values[op.out] = p.values[op.x] * f32(op.factor)
 
 
+@RUN.of(ops.Shift)
+def _shift(p: ReferenceProgram, op: ops.Shift) -> None:
+    p.values[op.out] = p.values[op.x] + f32(op.by)
+
+
 @RUN.of(ops.ScaleByPosition)
 def _scale_by_position(p: ReferenceProgram, op: ops.ScaleByPosition) -> None:
     steps = np.floor((p.batch.positions.astype(f32) + f32(op.offset)) / f32(op.floor_scale))
@@ -380,7 +385,7 @@ def _route(p: ReferenceProgram, op: ops.Route) -> None:
         kept = np.zeros(best.shape, bool)
         np.put_along_axis(kept, top(best, r.n_group_used), True, axis=1)
         choice = np.where(kept[:, :, None], groups, f32(-np.inf)).reshape(choice.shape)
-    ids = top(choice, r.n_used)
+    ids = top(choice, r.n_used) // np.int32(r.share)
     weights = np.take_along_axis(probs, ids, axis=1)
     if r.gating == "softmax_weight":
         weights = _softmax(weights)
@@ -423,16 +428,17 @@ def _up_gate_id(p: ReferenceProgram, op: ops.UpGateId) -> None:
 @RUN.of(ops.Repeat)
 def _repeat(p: ReferenceProgram, op: ops.Repeat) -> None:
     x, weights = p.values[op.x], p.values[op.weights]
-    p.values[op.out] = (x[:, None, :] * weights[:, :, None]).reshape(-1, x.shape[1])
+    p.values[op.out] = (x[:, None, :] * weights[:, :, None]).reshape(-1, op.out.width)
 
 
 @RUN.of(ops.Combine)
 def _combine(p: ReferenceProgram, op: ops.Combine) -> None:
-    x = p.values[op.x].reshape(-1, op.x.per, op.x.width)
+    n = op.x.per * op.x.width // op.out.width
+    x = p.values[op.x].reshape(-1, n, op.out.width)
     if op.weights is not None:
         x = x * p.values[op.weights][:, :, None]
     out = x[:, 0].copy()
-    for j in range(1, op.x.per):
+    for j in range(1, n):
         out += x[:, j]
     p.values[op.out] = out
 
@@ -536,6 +542,8 @@ def _attention(p: ReferenceProgram, op: ops.Attention) -> None:
     group = op.n_head // op.n_head_kv
     for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
         first = _first_position(op, int(position))
+        if op.mask == "whole":
+            position = p.batch.positions[p.batch.sequences == sequence].max()
         cells: Any = slice(sequence * p.n_ctx + first, sequence * p.n_ctx + position + 1)
         if op.selected is not None:
             chosen = p.values[op.selected][t]

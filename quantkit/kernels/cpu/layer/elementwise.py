@@ -3,7 +3,7 @@
     embed          batch out weight row_bytes width scale:f scratch scratch_bytes rows_by     decoded rows
     select_outputs batch out x width                                                  width: all columns of a token
     add            batch out a b width rows_of per
-    scale clamp softcap    batch out x width rows_of per by:f
+    scale shift clamp softcap    batch out x width rows_of per by:f
     softplus       batch out x width rows_of per by:f                                 ops.Activate's; by is unused
     xielu          batch out x width rows_of per alpha_n:f alpha_p:f beta:f eps:f
     scale_by_position      batch out x width rows_of per floor_scale:f alpha:f offset:f
@@ -95,6 +95,11 @@ def _times(x, by):
 
 
 @inline
+def _plus(x, by):
+    return x + by
+
+
+@inline
 def _clamped(x, by):
     return vmax(-by, vmin(by, x))
 
@@ -110,6 +115,7 @@ def _softplus(x, by):
 
 
 scale = _map.bind("scale", each=_times)
+shift = _map.bind("shift", each=_plus)
 clamp = _map.bind("clamp", each=_clamped)
 softcap = _map.bind("softcap", each=_capped)
 softplus = _map.bind("softplus", each=_softplus)
@@ -212,11 +218,6 @@ def _with_vector(args, tid, nth):
         if rest:
             at = 4 * (n - rest)
             store_part(out, at, each(load_part(f32x16, x, at, rest), load_part(f32x16, vector, at, rest)), rest)
-
-
-@inline
-def _plus(x, by):
-    return x + by
 
 
 multiply_by = _with_vector.bind("times", each=_times)

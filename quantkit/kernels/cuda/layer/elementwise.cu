@@ -28,6 +28,15 @@ KERNEL(scale, 256) {
     each_of(a.rows * a.width, [&](int64_t i, auto one) { put(a.out + i, times(get<decltype(one)>(a.x + i), by)); });
 }
 
+struct shift_args : scale_args {};
+
+KERNEL(shift, 256) {
+    const float by = (float)a.by;
+    each_of(a.rows * a.width, [&](int64_t i, auto one) {
+        put(a.out + i, apply([&](float x) { return x + by; }, get<decltype(one)>(a.x + i)));
+    });
+}
+
 struct clamp_args : scale_args {};
 
 KERNEL(clamp, 256) {

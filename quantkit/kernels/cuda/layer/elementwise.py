@@ -2,7 +2,7 @@
 
     select_outputs    batch x out width rows            rows: of the outputs; width: all columns of a token
     add               a b out width rows
-    scale clamp softcap    x out width rows by
+    scale shift clamp softcap    x out width rows by
     xielu             x out width rows alpha_n alpha_p beta eps
     scale_by_position batch x out width rows rows_of per floor_scale alpha offset
     multiply_by plus_vector    x vector out n width rows
@@ -45,6 +45,7 @@ def _over(launch: Callable[[Kernel, int, int], Shape], name: str) -> Callable[[i
 
 add = _over(over_all, "add")
 scale = _over(over_all, "scale")
+shift = _over(over_all, "shift")
 clamp = _over(over_all, "clamp")
 softcap = _over(over_all, "softcap")
 xielu = _over(over_all, "xielu")
@@ -58,6 +59,6 @@ select_outputs = _over(over_rows, "select_outputs")
 
 def kernels() -> Iterator[Kernel]:
     """Yield every kernel of this file."""
-    of_elements = (add, scale, clamp, softcap, xielu)
+    of_elements = (add, scale, shift, clamp, softcap, xielu)
     for shape in (*of_elements, scale_by_position, multiply_by, plus_vector, take, join, select_outputs):
         yield shape(1, 1).kernel

@@ -71,6 +71,11 @@ def _scale(b: CPULowering, op: ops.Scale) -> None:
     _map(b, elementwise.scale, op.out, op.x, by=op.factor)
 
 
+@LOWER.of(ops.Shift)
+def _shift(b: CPULowering, op: ops.Shift) -> None:
+    _map(b, elementwise.shift, op.out, op.x, by=op.by)
+
+
 @LOWER.of(ops.ScaleByPosition)
 def _scale_by_position(b: CPULowering, op: ops.ScaleByPosition) -> None:
     numbers = {"floor_scale": float(op.floor_scale), "alpha": op.alpha, "offset": op.offset}
@@ -307,13 +312,14 @@ def _route(b: CPULowering, op: ops.Route) -> None:
 
 @LOWER.of(ops.Repeat)
 def _repeat(b: CPULowering, op: ops.Repeat) -> None:
-    sizes = {"width": op.x.width, "n_used": op.out.per, "rows_of": int(op.x.outputs)}
+    sizes = {"width": op.x.width, "n_used": op.weights.width, "rows_of": int(op.x.outputs)}
     b.emit(route.repeat, **slots.buffers(b, op, "out", "x", "weights"), **sizes)
 
 
 @LOWER.of(ops.Combine)
 def _combine(b: CPULowering, op: ops.Combine) -> None:
-    sizes = {"width": op.x.width, "n_used": op.x.per, "rows_of": int(op.x.outputs)}
+    n_used = op.x.per * op.x.width // op.out.width
+    sizes = {"width": op.out.width, "n_used": n_used, "rows_of": int(op.x.outputs)}
     b.emit(route.combine, **slots.buffers(b, op, "out", "x", "weights"), **sizes)
 
 

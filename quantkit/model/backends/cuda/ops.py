@@ -64,6 +64,11 @@ def _scale(b: CUDALowering, op: ops.Scale) -> None:
     _map(b, elementwise.scale, op.out, op.x, by=op.factor)
 
 
+@LOWER.of(ops.Shift)
+def _shift(b: CUDALowering, op: ops.Shift) -> None:
+    _map(b, elementwise.shift, op.out, op.x, by=op.by)
+
+
 @LOWER.of(ops.ScaleByPosition)
 def _scale_by_position(b: CUDALowering, op: ops.ScaleByPosition) -> None:
     numbers = {"floor_scale": float(op.floor_scale), "alpha": op.alpha, "offset": op.offset}
@@ -158,15 +163,15 @@ def _join(b: CUDALowering, op: ops.Join) -> None:
 
 @LOWER.of(ops.Repeat)
 def _repeat(b: CUDALowering, op: ops.Repeat) -> None:
-    width, n_used = op.x.width, op.out.per
+    width, n_used = op.x.width, op.weights.width
     given = slots.buffers(b, op, "out", "x", "weights")
     b.emit(partial(route.repeat, width, n_used), op.x, width=width, n_used=n_used, **given)
 
 
 @LOWER.of(ops.Combine)
 def _combine(b: CUDALowering, op: ops.Combine) -> None:
-    width, given = op.x.width, slots.buffers(b, op, "out", "x", "weights")
-    b.emit(partial(route.combine, width), op.out, width=width, n_used=op.x.per, **given)
+    width, given = op.out.width, slots.buffers(b, op, "out", "x", "weights")
+    b.emit(partial(route.combine, width), op.out, width=width, n_used=op.x.per * op.x.width // width, **given)
 
 
 # ---------------------------------------------------------------- attention
