@@ -123,7 +123,7 @@ def test_sums_are_those_of_llama_imatrix(name: str, tmp_path: Path, llama_bin: P
     assert ours.imatrix is not None
     theirs = read_imatrix(tmp_path / "theirs.gguf")
     # Beside its entries there are only other names of the same data, inputs of latent attention's other form, and
-    # that of a weight outside of all layers, which llama.cpp's quantizer leaves alone.
+    # those of weights outside of all layers.
     more = ours.imatrix.entries.keys() - theirs.entries.keys()
     assert not theirs.entries.keys() - ours.imatrix.entries.keys()
     assert {entry.removesuffix(".weight").rpartition(".")[2] for entry in more} <= MORE

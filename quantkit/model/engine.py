@@ -325,7 +325,9 @@ class Session:
         of[:] = sequences
         wanted = np.ones(len(ids), bool) if outputs is None else np.asarray(outputs, bool)
         positions = self._positions(ids, of)
-        if self.model.sees_whole and (len(ids) > self.limits.n_ubatch or (positions == 0).sum() < len(set(of.tolist()))):
+        if self.model.sees_whole and (
+            len(ids) > self.limits.n_ubatch or (positions == 0).sum() < len(set(of.tolist()))
+        ):
             raise FormatError(
                 f"{self.model.path}: its tokens see those after them, too (it is a model of diffusion), so a sequence "
                 f"must come at once, in one batch of {self.limits.n_ubatch} tokens at most"

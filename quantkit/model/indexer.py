@@ -1,16 +1,17 @@
 """The lightning indexer: latent attention sees the keys it chooses, not all (DeepSeek V3.2, GLM 5).
 
 A token has an indexer key k of ``key_length`` columns (a layer norm, then rope of the first n_rot, in HY V4 of the
-last), kept in a cache of its own, ``head_count`` queries q[h], made of the latent row of attention's own, and a weight w[h] for each:
+last), kept in a cache of its own, ``head_count`` queries q[h], made of the latent row of attention's own, and a weight
+w[h] for each:
 
     score of a position = sum over h of w[h] / sqrt(head_count * key_length) * max(q[h] . k, 0)
 
 Attention then sees the ``top_k`` positions with the largest scores, and so all while there are no more than these.
 GLM 5.2 and HY V4 have layers without an indexer (``indexer.types``): they see what the last one before them chose.
 
-Sources: llama.cpp b11434 src/models/deepseek32.cpp, glm-dsa.cpp, dots3note.cpp, hy-v4.cpp; transformers 5.18 DeepseekV32Indexer,
-GlmMoeDsaAttention. llama.cpp also multiplies q and k by a Hadamard matrix, which leaves their products as they are. Its
-prediction layers see all keys; those here choose as the model's other layers do.
+Sources: llama.cpp b11434 src/models/deepseek32.cpp, glm-dsa.cpp, dots3note.cpp, hy-v4.cpp; transformers 5.18
+DeepseekV32Indexer, GlmMoeDsaAttention, HYV4Indexer. llama.cpp also multiplies q and k by a Hadamard matrix, which
+leaves their products as they are. Its prediction layers see all keys; those here choose as the model's other layers do.
 """
 
 from __future__ import annotations
