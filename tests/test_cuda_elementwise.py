@@ -21,6 +21,7 @@ from quantkit.model.ops import (
     Scale,
     ScaleByPosition,
     SelectOutputs,
+    Shift,
     Softcap,
     Take,
     Value,
@@ -63,6 +64,7 @@ def test_maps(memory: Memory, shape: tuple[int, int]) -> None:
     cases: list[tuple[Any, Op, dict[str, Any]]] = [
         (elementwise.add, Add(out=out(shape[1]), a=v, b=w), {"a": x, "b": b}),
         (elementwise.scale, Scale(out=out(shape[1]), x=v, factor=0.37), {"x": x, "by": 0.37}),
+        (elementwise.shift, Shift(out=out(shape[1]), x=v, by=0.37), {"x": x, "by": 0.37}),
         (elementwise.clamp, Clamp(out=out(shape[1]), x=v, limit=1.5), {"x": x, "by": 1.5}),
         (elementwise.softcap, Softcap(out=out(shape[1]), x=v, cap=3.0), {"x": x, "by": 3.0}),
         (elementwise.xielu, Xielu(out=out(shape[1]), x=v, **XIELU), {"x": x, **XIELU}),

@@ -43,6 +43,7 @@ def test_add(shape, threads):
     ("name", "by", "want"),
     [
         ("scale", 0.37, lambda x: x * f32(0.37)),
+        ("shift", 0.37, lambda x: x + f32(0.37)),
         ("clamp", 1.5, lambda x: np.clip(x, f32(-1.5), f32(1.5))),
         ("softcap", 3.0, lambda x: 3 * np.tanh(x.astype(np.float64) / 3)),
     ],

@@ -52,12 +52,13 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "devices": {"placement"},
         "check": {"op_table", "ops"},
         "builder": {"arch", "hparams", "ops"},
-        **dict.fromkeys(("attention", "feed_forward", "indexer", "recurrent"), _BLOCK),
+        **dict.fromkeys(("attention", "feed_forward", "hyper", "indexer", "recurrent"), _BLOCK),
         "mla": _BLOCK | {"attention", "indexer"},
         "gemma4": _BLOCK | {"attention", "feed_forward"},
         "gemma3n": _BLOCK | {"gemma4"},
         **dict.fromkeys(("delta_net", "mamba"), _BLOCK | {"attention", "recurrent"}),
-        "graph": _BLOCK | {"attention", "check", "delta_net", "feed_forward", "gemma3n", "gemma4", "mamba", "mla"},
+        "graph": _BLOCK
+        | {"attention", "check", "delta_net", "feed_forward", "gemma3n", "gemma4", "hyper", "mamba", "mla"},
         "nextn": _BLOCK | {"check", "graph", "hparams"},
         # Backends know operations, not architectures.
         "backends": {"batch", "check", "fusion", "op_table", "ops"},

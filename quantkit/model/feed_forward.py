@@ -104,8 +104,9 @@ def _activation(b: Builder, part: str) -> Activation:
     limit = b.h.layer_float("swiglu_clamp_exp" if part == "exps" else "swiglu_clamp_shexp", b.layer, 0.0)
     if limit <= 1e-6:
         return plain
-    limited = replace(plain, up_limit=limit)
-    return replace(limited, gate_limit=limit) if limits == "before" else replace(limited, act_limit=limit)
+    if limits == "before":
+        return replace(plain, up_limit=limit, gate_limit=limit)
+    return replace(plain, up_limit=limit, act_limit=limit)
 
 
 def routing(b: Builder) -> Routing:

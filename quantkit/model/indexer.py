@@ -10,8 +10,8 @@ Attention then sees the ``top_k`` positions with the largest scores, and so all 
 GLM 5.2 and HY V4 have layers without an indexer (``indexer.types``): they see what the last one before them chose.
 
 Sources: llama.cpp b11434 src/models/deepseek32.cpp, glm-dsa.cpp, dots3note.cpp, hy-v4.cpp; transformers 5.18
-DeepseekV32Indexer, GlmMoeDsaAttention. llama.cpp also multiplies q and k by a Hadamard matrix, which leaves their
-products as they are. Its prediction layers see all keys; those here choose as the model's other layers do.
+DeepseekV32Indexer, GlmMoeDsaAttention, HYV4Indexer. llama.cpp also multiplies q and k by a Hadamard matrix, which
+leaves their products as they are. Its prediction layers see all keys; those here choose as the model's other layers do.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ take units from a counter, and no result depends on which thread takes which.
     k_cache     rows of n_head_kv * head_k values of k_type (cache.py); v_cache the same with head_v and v_type
                 v_cache = 0: values are the first head_v columns of the keys (MLA)
     sinks       float32 [n_head], or 0
-    mask        CAUSAL; SLIDING, CHUNKED, with window; WHOLE: all tokens of the sequence, also those after it
+    mask        CAUSAL; SLIDING, CHUNKED, with window; WHOLE: those after it in the batch are seen, too
     softcap     0: none;  alibi: largest bias, 0: none
     selected    int32 [n_tokens, n_selected]: the positions that a token sees (lightning_indexer.py), or 0. Up to
                 position n_selected they are all before it, and read in place; later ones are copied, block by block,
