@@ -10,6 +10,7 @@ the time, so those that join late are used. A batch may run twice, and must do t
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 import traceback
 from collections import deque
@@ -147,7 +148,10 @@ class Cluster:
         if address.startswith("ray://"):
             raise ResourceError(f"--ray {address}: run on a machine of the cluster, by its address HOST:PORT, or auto")
         if not ray.is_initialized():
-            own: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+            own: dict[str, Any] = {}
+            if address == "local":
+                os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+                own["include_dashboard"] = False
             try:
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR", **own)
             except (ConnectionError, RuntimeError, ValueError, OSError) as e:
