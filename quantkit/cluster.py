@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import time
 import traceback
 from collections import deque
@@ -127,6 +128,10 @@ def _ray() -> ModuleType:
     return ray  # type: ignore[no-any-return]
 
 
+def _print_to_stderr(data: dict[str, Any], **_: Any) -> None:
+    sys.stderr.write("".join(f"ray: {line}\n" for line in data.get("lines", ())))
+
+
 @cache
 def _sources() -> str:
     """Return the version, and a hash of all modules: nodes with others could make other bytes."""
@@ -159,6 +164,9 @@ class Cluster:
                 raise ResourceError(
                     f"--ray {address}: {reason}; `ray start --head` starts a cluster, --ray local one of this machine"
                 ) from None
+            # What Ray says of nodes and memory would go to standard output, which is that of --json.
+            with suppress(AttributeError):
+                ray._private.worker.print_to_stdstream = _print_to_stderr
 
     def nodes(self) -> dict[str, Node]:
         """Return the living nodes that have CPUs, by id."""
