@@ -123,7 +123,7 @@ def _ray() -> ModuleType:
         import ray
     except ImportError as e:
         raise ResourceError(
-            f"--ray needs the package ray, which is not installed here ({e}): pip install 'quantkit[ray]'"
+            f"--ray needs the package ray, which is not installed here ({e}): pip install 'gguf-quantkit[ray]'"
         ) from None
     return ray  # type: ignore[no-any-return]
 

@@ -430,7 +430,7 @@ def test_nodes_may_go_and_come(nodes: Any, tmp_path: Path, small_jobs: None, mon
 
 def test_without_ray_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ResourceError, match=r"pip install 'quantkit\[ray\]'"):
+    with pytest.raises(ResourceError, match=r"pip install 'gguf-quantkit\[ray\]'"):
         quantize(MODEL, tmp_path / "o.gguf", "Q4_0", ray="auto")
     assert not list(tmp_path.iterdir())
 

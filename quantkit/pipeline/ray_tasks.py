@@ -28,8 +28,8 @@ from quantkit.pipeline.target import Files, OpenFiles
 from quantkit.pipeline.warm import kernel_calls
 from quantkit.pipeline.work import Job, JobResult, PlannedTensor, Worker
 
-#: Seconds that a batch is to take.
-SECONDS = 2.0
+#: Seconds that a batch is to take, and the least towards the end.
+SECONDS, _LEAST = 2.0, 0.05
 #: Threads of a worker process: few for the interpreter's lock, many for memory; see docs/cluster.md.
 WIDTH = 8
 #: Seconds a value takes where nothing is known: slow, so that the first batch of a kind is small.
@@ -130,7 +130,8 @@ class _Jobs:
             return None
         left = sum(n * self._pace.get(kind, _SLOW) for kind, n in self._left.items())
         cpus = sum(each.width * each.workers for each in self.nodes if each.cpus)
-        seconds, jobs = min(SECONDS * node.width, left * node.width / (2 * max(1, cpus))), list[Job]()
+        seconds = node.width * min(SECONDS, max(_LEAST, left / (2 * max(1, cpus))))
+        jobs = list[Job]()
         while self._next is not None and (seconds > 0 or len(jobs) < node.width):
             job, kind = self._next, _kind(self.ledger.plan.tensors[self._next.tensor])
             n = _values(job, self.ledger.plan.tensors[job.tensor])
