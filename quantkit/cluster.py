@@ -291,15 +291,19 @@ class Cluster:
             raise getattr(errors, kind, QuantkitError)(f"{message} (on node {node.name})")
         if reply.kind == "broken":
             raise RuntimeError(f"on node {node.name}:\n{value}")
-        run.again.append((flight.batch, flight.attempt))
+        attempt = flight.attempt
         if reply.kind == "refused":
+            attempt -= 1
             if node.id not in run.refused:
                 run.refused[node.id] = f"node {node.name}: {value}"
                 run.work.say(f"warning: node {node.name} is not used: {value}")
-        elif flight.attempt >= ATTEMPTS:
-            raise ClusterError(f"node {node.name}: {value}; it was tried {flight.attempt} times")
         else:
             run.looked = 0.0
+            self._look(run)
+            attempt -= not node.cpus  # any number of nodes may die
+        run.again.append((flight.batch, attempt))
+        if attempt >= ATTEMPTS:
+            raise ClusterError(f"node {node.name}: {value}; it was tried {attempt} times")
 
     def _end(self, run: _Run) -> None:
         """Stop what is under way, and wait until it has ended."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from test_imatrix_collect import spoilt
 
 import checkpoints
 from conftest import DATA
@@ -29,7 +30,7 @@ from quantkit.evaluate.on_nodes import There
 from quantkit.evaluate.passes import Nodes
 from quantkit.formats.gguf import open_model
 from quantkit.formats.ranges import Buffers
-from quantkit.imatrix import ImatrixOptions, imatrix
+from quantkit.imatrix import ImatrixOptions, Watcher, imatrix
 from quantkit.imatrix.on_nodes import add
 from quantkit.merge import merge_up_gate, plan_merge_up_gate
 from quantkit.pipeline import ray_tasks, work
@@ -229,6 +230,48 @@ def test_an_importance_matrix_is_that_of_one_machine(more: dict[str, Any], nodes
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
 
 
+class StopAfter(Watcher):
+    """Stops a collection after a chunk."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+    def chunk(self, chunk: int, n_chunks: int, ppl: object) -> None:
+        if chunk >= self.last:
+            raise Stopped
+
+
+@pytest.mark.parametrize("first", ["nodes", "threads"])
+def test_a_collection_is_resumed_by_either(first: str, nodes: Any, tmp_path: Path) -> None:
+    model, tokens = write_zoo("qwen3moe-moe", tmp_path / "m.gguf"), np.random.default_rng(1).integers(0, 97, 32 * 12)
+    options = ImatrixOptions(n_ctx=32, n_batch=64, output_frequency=2)
+    ways: dict[str, Any] = {"nodes": {"nodes": Nodes()}, "threads": {}}
+    imatrix(model, (), tmp_path / "whole.gguf", tokens=tokens, options=options)
+    out = tmp_path / "i.gguf"
+    with pytest.raises(Stopped):
+        imatrix(model, (), out, tokens=tokens, options=options, watcher=StopAfter(9), **ways.pop(first))
+    assert out.with_name("i.gguf.state").exists()
+    (second,) = ways.values()
+    imatrix(model, (), out, tokens=tokens, options=replace(options, resume=True), **second)
+    assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+
+
+def test_chunks_that_are_no_numbers_are_left_out(nodes: Any, tmp_path: Path) -> None:
+    model = write_zoo("qwen3moe-moe", tmp_path / "m.gguf")
+    bad = spoilt(model, tmp_path / "bad.gguf", "token_embd.weight", 120, np.nan)
+    tokens = np.random.default_rng(1).integers(0, 97, 32 * 8)
+    tokens[3 * 32 + 5] = tokens[6 * 32 + 9] = 120
+    options = ImatrixOptions(n_ctx=32, n_batch=64, output_frequency=2)
+    theirs = imatrix(bad, (), tmp_path / "b.gguf", tokens=tokens, options=options, nodes=Nodes())
+    ours = imatrix(bad, (), tmp_path / "a.gguf", tokens=tokens, options=options)
+    assert ours.dropped.keys() == {3, 6}
+    assert theirs.dropped == ours.dropped
+    assert theirs.imatrix is not None
+    assert ours.imatrix is not None
+    for name, entry in ours.imatrix.entries.items():
+        np.testing.assert_allclose(theirs.imatrix.entries[name].sums, entry.sums, rtol=1e-5)
+
+
 def test_sums_are_added_as_by_one(tmp_path: Path) -> None:
     """Whatever was lost is in the low parts."""
     rng = np.random.default_rng(1)
@@ -403,7 +446,7 @@ def test_a_broken_source_fails_as_on_threads(nodes: Any, tmp_path: Path) -> None
 
 def test_nodes_may_go_and_come(nodes: Any, tmp_path: Path, small_jobs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is killed in the middle, another joins: the same bytes, and each is named."""
-    monkeypatch.setattr(work, "JOB", 1 << 12)
+    monkeypatch.setattr(work, "JOB", 1 << 14)
     whole, out = tmp_path / "whole.gguf", tmp_path / "o.gguf"
     quantize(MODEL, whole, "Q4_K_M", WITH_IMATRIX)
     before = set(Cluster().nodes())

@@ -121,7 +121,7 @@ class _Jobs:
     def fit(self, node: Node) -> None:
         cpus = self.executor.cpus_of(node)
         node.workers = -(-cpus // WIDTH)
-        node.width = cpus // node.workers
+        node.width, node.gpus = cpus // node.workers, 0
         self.nodes.append(node)
 
     def batch(self, node: Node) -> list[Job] | None:
