@@ -31,6 +31,7 @@ class LocalCluster:
 
     def __enter__(self) -> LocalCluster:
         port = self.address.rpartition(":")[2]
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nodes have process groups of their own
         try:
             self._head = self._start("head", ["--head", "--port", port, "--include-dashboard=false"], [])
             self.wait(0)

@@ -129,7 +129,8 @@ def _ray() -> ModuleType:
 
 
 def _print_to_stderr(data: dict[str, Any], **_: Any) -> None:
-    sys.stderr.write("".join(f"ray: {line}\n" for line in data.get("lines", ())))
+    # Of each message the first sentence; the rest is advice about Ray's logs.
+    sys.stderr.write("".join(f"ray: {line.partition('. ')[0]}\n" for line in data.get("lines", ())))
 
 
 @cache

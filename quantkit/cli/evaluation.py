@@ -17,7 +17,7 @@ from quantkit.cli.complete import MODEL_FILE
 from quantkit.cli.ignored import ignored_options
 from quantkit.cli.options import SIZE, GPULayers, claim, echo_notes, option, options, setting, to_json
 from quantkit.evaluate import Estimate
-from quantkit.evaluate.passes import LoadOptions, Nodes, RunOptions
+from quantkit.evaluate.passes import EvaluationOptions, LoadOptions, Nodes
 from quantkit.formats.outputs import check_apart, read_text, written
 from quantkit.formats.tokenizer import read_token_ids
 
@@ -175,12 +175,12 @@ def load_options(run: Mapping[str, Any]) -> LoadOptions:
     return {**made, "placement": placement_given(run)}
 
 
-def run_options_of(run: Mapping[str, Any]) -> RunOptions:
+def run_options_of(run: Mapping[str, Any]) -> EvaluationOptions:
     """Return what perplexity, kld and imatrix take, from the values of ``run_options`` and --ray."""
     if run["ray"] is None:
-        return cast(RunOptions, load_options(run))
+        return cast(EvaluationOptions, load_options(run))
     nodes = Nodes(run["ray"], run["backend"].lower(), run["gpu_layers"], tuple(_rules(run)))
-    made = cast(RunOptions, load_options({**run, "backend": "cpu", "gpu_layers": None, "rules": ()}))
+    made = cast(EvaluationOptions, load_options({**run, "backend": "cpu", "gpu_layers": None, "rules": ()}))
     return {**made, "nodes": nodes}
 
 

@@ -167,7 +167,8 @@ def nodes_line(result: RunResult) -> list[str]:
     if not result.nodes:
         return []
     shares = (f"{printable(node.name)} {format_size(node.nbytes)}" for node in result.nodes)
-    return [folded(f"{len(result.nodes)} nodes: {', '.join(shares)}", 2)]
+    count = f"{len(result.nodes)} node{'' if len(result.nodes) == 1 else 's'}"
+    return [folded(f"{count}: {', '.join(shares)}", 2)]
 
 
 class RunReport:

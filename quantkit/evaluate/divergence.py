@@ -20,7 +20,7 @@ import numpy as np
 from quantkit.cluster import Refused
 from quantkit.errors import FormatError, QuantkitError, RecipeError
 from quantkit.evaluate.on_nodes import There, without_nodes
-from quantkit.evaluate.passes import F32, I32, Model, RunOptions, opened
+from quantkit.evaluate.passes import F32, I32, EvaluationOptions, Model, opened
 from quantkit.evaluate.scores import compare_with_compact, compare_with_llama
 from quantkit.evaluate.scoring import score_text
 from quantkit.evaluate.statistics import KldSums, Scores
@@ -66,7 +66,7 @@ def kld(
     n_batch: int = 2048,
     chunks: int | None = None,
     progress: Callable[[KldProgress], None] | None = None,
-    **load: Unpack[RunOptions],
+    **load: Unpack[EvaluationOptions],
 ) -> Kld:
     """Compare a model with base logits, which ``perplexity(save_logits=...)`` or llama-perplexity wrote.
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluate.on_nodes import There, without_nodes
-from quantkit.evaluate.passes import F32, I32, Model, RunOptions, opened, path_of, text_tokens
+from quantkit.evaluate.passes import F32, I32, EvaluationOptions, Model, opened, path_of, text_tokens
 from quantkit.evaluate.scores import Softmax, most_probable, nll_of, softmax
 from quantkit.evaluate.scoring import score_text
 from quantkit.evaluate.statistics import Estimate, NllSums
@@ -91,7 +91,7 @@ def perplexity(
     stride: int = 0,
     save_logits: SaveLogits | None = None,
     progress: Callable[[PerplexityProgress], None] | None = None,
-    **load: Unpack[RunOptions],
+    **load: Unpack[EvaluationOptions],
 ) -> Perplexity:
     """Return the perplexity of a text, or of tokens [n], under a model.
 

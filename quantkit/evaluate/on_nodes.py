@@ -16,7 +16,7 @@ import numpy as np
 
 from quantkit.cluster import Cluster, Node, Refused
 from quantkit.errors import FormatError, ResourceError
-from quantkit.evaluate.passes import I32, LoadOptions, Nodes, RunOptions
+from quantkit.evaluate.passes import I32, EvaluationOptions, LoadOptions, Nodes
 from quantkit.formats.gguf import open_model
 
 #: Seconds that a batch of passes is to take.
@@ -179,7 +179,7 @@ class _Timed:
         return timed
 
 
-def without_nodes(options: RunOptions) -> tuple[Nodes | None, LoadOptions]:
+def without_nodes(options: EvaluationOptions) -> tuple[Nodes | None, LoadOptions]:
     """Return the nodes to run on, if any, and the options by which this machine opens the model.
 
     With nodes, it opens the model to look at it, and places nothing.

@@ -108,7 +108,7 @@ class LoadOptions(TypedDict, total=False):
     placement: Placement | None
 
 
-class RunOptions(LoadOptions, total=False):
+class EvaluationOptions(LoadOptions, total=False):
     """The options of quantkit.load, and the nodes of a cluster to run on instead of this machine."""
 
     nodes: Nodes | None

@@ -30,7 +30,7 @@ from quantkit.calibration.heldout import held_out_used
 from quantkit.calibration.overlap import sketch_of
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluate.on_nodes import There, run_on_nodes, without_nodes
-from quantkit.evaluate.passes import F32, RunOptions, bos_of, note_context, run_windows, text_tokens
+from quantkit.evaluate.passes import F32, EvaluationOptions, bos_of, note_context, run_windows, text_tokens
 from quantkit.evaluate.statistics import Estimate, NllSums
 from quantkit.formats.experts import MERGED
 from quantkit.formats.gguf import Field, TensorInfo, ValueType, open_model
@@ -160,7 +160,7 @@ def imatrix(
     draft: str | Path | None = None,
     options: ImatrixOptions | None = None,
     watcher: Watcher | None = None,
-    **run: Unpack[RunOptions],
+    **run: Unpack[EvaluationOptions],
 ) -> Collected:
     """Collect an importance matrix, written to ``output`` as llama-imatrix writes it.
 
@@ -210,7 +210,7 @@ def imatrix(
         return collector.finish(started)
 
 
-def _check(options: ImatrixOptions, path: Path | None, run: RunOptions) -> None:
+def _check(options: ImatrixOptions, path: Path | None, run: EvaluationOptions) -> None:
     fusion = run.get("fusion")
     if path is not None and fusion is not None and fusion != fusion.observed():
         raise RecipeError(
