@@ -80,10 +80,10 @@ class LocalCluster:
             f"ray.init(address='{self.address}', log_to_driver=False, logging_level='ERROR')\n"
             f"while sum(n['Alive'] and 'CPU' in n['Resources'] for n in ray.nodes()) != {count}: time.sleep(0.2)"
         )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                if subprocess.run([sys.executable, "-c", script], timeout=20, capture_output=True).returncode == 0:
+                if subprocess.run([sys.executable, "-c", script], timeout=40, capture_output=True).returncode == 0:
                     return
             for number, process in enumerate(self._nodes):
                 if process.poll() is not None:

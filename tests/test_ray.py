@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from test_imatrix_collect import spoilt
+from test_nextn import predicting
 
 import checkpoints
 from conftest import DATA
@@ -217,9 +219,14 @@ def test_perplexity_and_kld_give_the_figures_of_one_machine(nodes: Any, tmp_path
         perplexity(model, tokens=tokens, nodes=Nodes(), save_logits=SaveLogits(tmp_path / "b"), **how)
 
 
-@pytest.mark.parametrize("more", [{}, {"all_experts": True, "output_frequency": 2}], ids=["plain", "all-experts"])
+@pytest.mark.parametrize(
+    "more", [{}, {"all_experts": True, "output_frequency": 2}, {"nextn": True}], ids=["plain", "all-experts", "nextn"]
+)
 def test_an_importance_matrix_is_that_of_one_machine(more: dict[str, Any], nodes: Any, tmp_path: Path) -> None:
-    model, tokens = write_zoo("qwen3moe-moe", tmp_path / "m.gguf"), np.random.default_rng(1).integers(0, 97, 32 * 9)
+    write: Callable[[Path], Path] = partial(write_zoo, "qwen3moe-moe")
+    if "nextn" in more:
+        write = partial(predicting, arch="glm4moe", own=True)
+    model, tokens = write(tmp_path / "m.gguf"), np.random.default_rng(1).integers(0, 97, 32 * 9)
     options = ImatrixOptions(n_ctx=32, n_batch=64, **more)
     for sub, run in (("a", {}), ("b", {"nodes": Nodes()})):
         (tmp_path / sub).mkdir()
