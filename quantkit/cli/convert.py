@@ -110,6 +110,7 @@ _convert_options = options(
 def command(
     arguments: tuple[str, ...],
     threads: int | None,
+    ray: str | None,
     max_ram: int,
     resume: bool,
     overwrite: bool,
@@ -156,7 +157,7 @@ def command(
         report = DryRunReport(plan, refusal(plan, resume=resume, overwrite=overwrite))
         click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
         return
-    how: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite}
+    how: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite, "ray": ray}
     run_shown(plan, max_ram, {**how, "measure_error": measure_error}, as_json=as_json)
 
 

@@ -84,11 +84,11 @@ def command(
         report = DryRunReport(planned.plan, refusal(planned, resume=run["resume"], overwrite=run["overwrite"]))
         click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
         return
-    run["threads"] = run["threads"] or available_cpus()
+    run["threads"] = run["threads"] or (available_cpus() if run["ray"] is None else None)
     shown = RunReport(planned.plan, quiet=as_json)
     with shown.shown("what is done is kept, continue with --resume"):
         done = run_export(planned, observer=shown, **run)
-    result = QuantizeResult(planned.plan, done, run["threads"])
+    result = QuantizeResult(planned.plan, done, run["threads"] or sum(node.cpus for node in done.nodes))
     if as_json:
         click.echo(json.dumps(shown.as_dict(result), indent=2))
         return

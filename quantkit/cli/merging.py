@@ -11,7 +11,7 @@ import click
 
 from quantkit.cli.complete import IMATRIX, IMATRIX_FILE, MODEL
 from quantkit.cli.options import SIZE, claim, echo_notes, option, options, plan_options
-from quantkit.cli.summary import RunReport, dry_run_line
+from quantkit.cli.summary import RunReport, dry_run_line, nodes_line
 from quantkit.formats.imatrix import Imatrix, write_imatrix
 from quantkit.formats.outputs import check_apart
 from quantkit.helpers import format_seconds, format_size, printable
@@ -80,7 +80,7 @@ def _text(merge: MergePlan, result: RunResult | None, imatrix_out: Path | None, 
     if imatrix_out is not None:
         lines.append(f"importance matrix: {printable(imatrix_out)}")
     done = f"written in {format_seconds(result.seconds)}" if result else dry_run_line(refused)
-    return "\n".join([*lines, done])
+    return "\n".join([*lines, done, *(nodes_line(result) if result else [])])
 
 
 def _as_dict(merge: MergePlan, result: RunResult | None) -> dict[str, Any]:

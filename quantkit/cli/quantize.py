@@ -21,6 +21,7 @@ from quantkit.cli.options import (
     on_command_line,
     option,
     options,
+    ray_option,
     setting,
     threads_option,
 )
@@ -194,6 +195,7 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
         help="Write no quantkit.quantize.* keys: llama-quantize's exact file.",
     ),
     "threads": threads_option,
+    "ray": ray_option,
     "max_ram": setting("--max-ram", group=_RUN, type=SIZE, default="512MiB", help="Memory for all buffers."),
     "max_buffer_size": option(
         "--max-buffer-size",
@@ -228,6 +230,7 @@ def quantize_options(without: Collection[str] = ()) -> Callable[[F], F]:
 def command(
     arguments: tuple[str, ...],
     threads: int | None,
+    ray: str | None,
     max_ram: int,
     max_buffer_size: int | None,
     partial_requant: bool,
@@ -289,7 +292,7 @@ def command(
         return
     if max_buffer_size is not None:
         max_ram = _buffer_ram(plan, threads or positional, max_buffer_size)
-    how: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite}
+    how: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite, "ray": ray}
     run_shown(plan, max_ram, {**how, "measure_error": measure_error}, as_json=as_json)
 
 

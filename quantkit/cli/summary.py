@@ -7,17 +7,19 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
 from tqdm import tqdm
 
+from quantkit.cli.options import echo_notes
 from quantkit.cli.table import folded, table
 from quantkit.errors import QuantkitError
 from quantkit.formats.outputs import part_path
 from quantkit.helpers import format_count, format_seconds, format_size, printable, tensor_class
 from quantkit.pipeline.plan import Plan
+from quantkit.pipeline.run import RunResult
 from quantkit.pipeline.runtimes import Runtime, runtimes
 from quantkit.pipeline.work import ErrorSums, PlannedTensor
 from quantkit.quantize import QuantizeResult
@@ -160,6 +162,15 @@ class DryRunReport:
         }
 
 
+def nodes_line(result: RunResult) -> list[str]:
+    """Return the line that says which node of a cluster wrote how much; none without a cluster."""
+    if not result.nodes:
+        return []
+    shares = (f"{printable(node.name)} {format_size(node.nbytes)}" for node in result.nodes)
+    count = f"{len(result.nodes)} node{'' if len(result.nodes) == 1 else 's'}"
+    return [folded(f"{count}: {', '.join(shares)}", 2)]
+
+
 class RunReport:
     """The progress of a run (a bar on a terminal, otherwise a line per tensor), and its summary."""
 
@@ -207,6 +218,11 @@ class RunReport:
             done = f"[{self._count:4d}/{len(self.plan.tensors)}]"
             click.echo(f"{done} {name:<30} {change:<14} {size:>10}  {reason}", err=True)
 
+    def said(self, text: str) -> None:
+        """Print what happens to nodes."""
+        with tqdm.external_write_mode(file=sys.stderr):
+            echo_notes([text])
+
     def text(self, result: QuantizeResult) -> str:
         """Return the summary: a table of classes, totals, time, files."""
         groups = _groups(self.plan, result.run.sums)
@@ -226,6 +242,7 @@ class RunReport:
                 "",
                 _totals(self.plan) + _total_error(groups),
                 f"{format_seconds(seconds)} on {result.threads} threads: {format_count(rate)} weights per second",
+                *nodes_line(result.run),
                 *_runtime_lines(self.plan),
                 *(f"wrote {printable(str(shard.path))} ({shard.layout.nbytes} bytes)" for shard in self.plan.shards),
             ]
@@ -254,4 +271,5 @@ class RunReport:
             "seconds": result.run.seconds,
             "threads": result.threads,
             "resumed_tensors": result.run.resumed,
+            "nodes": [asdict(node) for node in result.run.nodes],
         }

@@ -32,6 +32,18 @@ class Progress(Protocol):
     def finished(self, tensor: PlannedTensor) -> None:
         """Report that a tensor is complete."""
 
+    def said(self, text: str) -> None:
+        """Report what the user should know about the nodes of a cluster."""
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """What a node of a cluster did of a run."""
+
+    name: str
+    cpus: int
+    nbytes: int
+
 
 @dataclass
 class _Tally:

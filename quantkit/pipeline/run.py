@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypedDict, Unpack
 
-from quantkit.errors import QuantkitError, ResourceError, TypeNotSupported
+from quantkit.errors import ClusterError, QuantkitError, ResourceError, TypeNotSupported
 from quantkit.formats.outputs import Output, check_apart, check_free
 from quantkit.formats.ranges import Buffers
 from quantkit.helpers import available_cpus
 from quantkit.kernels.first_run import working_seconds
 from quantkit.pipeline.journal import Journal
-from quantkit.pipeline.ledger import Ledger, Progress
+from quantkit.pipeline.ledger import Ledger, NodeShare, Progress
 from quantkit.pipeline.plan import Plan, check_kernels
 from quantkit.pipeline.target import Files
 from quantkit.pipeline.threads import Threads
@@ -35,6 +35,8 @@ class Executor(Protocol):
 
     #: Workers that share the memory of one machine.
     count: int
+    #: The nodes of a cluster that took part in the last run.
+    nodes: tuple[NodeShare, ...]
 
     def run(self, ledger: Ledger, *, measure: bool) -> None:
         """Run all jobs; on return none is under way, and failures are in the ledger."""
@@ -45,7 +47,8 @@ class RunOptions(TypedDict, total=False):
 
     threads: worker threads; all available CPUs without. resume: go on with an interrupted run of the same plan, if
     there is one. overwrite: replace an existing output, and throw an interrupted run away. measure_error: also decode
-    what was encoded, and sum up the error. observer: is told of progress.
+    what was encoded, and sum up the error. observer: is told of progress. ray: the address of a Ray cluster whose nodes
+    do the work; threads are then those of each node.
     """
 
     threads: int | None
@@ -53,15 +56,20 @@ class RunOptions(TypedDict, total=False):
     overwrite: bool
     measure_error: bool
     observer: Progress | None
+    ray: str | None
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run did: seconds, tensors taken over from an earlier run, and the error sums where measured."""
+    """What a run did: seconds, tensors taken over from an earlier run, and the error sums where measured.
+
+    ``nodes``: those of a cluster that took part.
+    """
 
     seconds: float
     resumed: int
     sums: dict[str, ErrorSums]
+    nodes: tuple[NodeShare, ...] = ()
 
 
 def journal_path(path: Path) -> Path:
@@ -80,15 +88,16 @@ def run_plan(plan: Plan, *, max_ram: int = DEFAULT_MAX_RAM, **options: Unpack[Ru
         TypeNotSupported: a type has no encoder or decoder in this version.
         ResourceError: no room on the disk or in memory, the output exists, or another run writes it.
         FormatError: the source holds values or blocks that no file should; the partial output is removed.
+        ClusterError: no node of a cluster can go on; what is done is kept.
     """
     began = working_seconds()
     check_kernels(plan.tensors)
     observer = options.get("observer")
     resume, overwrite = options.get("resume", False), options.get("overwrite", False)
     measure = options.get("measure_error", False)
-    executor: Executor = Threads(options.get("threads") or available_cpus())
     first = plan.shards[0].path
     check_targets(plan, resume=resume, overwrite=True)
+    executor = _executor(options)
     values = job_values(list(plan.tensors), executor.count, max_ram)
     with ExitStack() as stack:
         stack.enter_context(Output(first, overwrite=True))
@@ -103,6 +112,8 @@ def run_plan(plan: Plan, *, max_ram: int = DEFAULT_MAX_RAM, **options: Unpack[Ru
                 with Ledger(plan, target, journal, values, observer) as ledger:
                     executor.run(ledger, measure=measure)
                 target.sync(range(len(plan.shards)))
+            except ClusterError:
+                raise
             except QuantkitError:
                 _discard(target, journal)
                 raise
@@ -110,7 +121,17 @@ def run_plan(plan: Plan, *, max_ram: int = DEFAULT_MAX_RAM, **options: Unpack[Ru
         target.publish()
         journal.remove()
     sums = {name: ErrorSums(*s) for name, s in journal.sums.items()}
-    return RunResult(working_seconds() - began, len(resumed), sums)
+    return RunResult(working_seconds() - began, len(resumed), sums, executor.nodes)
+
+
+def _executor(options: RunOptions) -> Executor:
+    """Return what runs the jobs: threads, or the nodes of a cluster."""
+    address = options.get("ray")
+    if address is None:
+        return Threads(options.get("threads") or available_cpus())
+    from quantkit.pipeline.ray_tasks import RayTasks
+
+    return RayTasks(address, options.get("threads"))
 
 
 def check_targets(plan: Plan, *, resume: bool = False, overwrite: bool = False) -> None:

@@ -5,6 +5,7 @@ Workers write ranges of them, in any order and at the same time; a run reserves,
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 
 from quantkit.errors import ResourceError
 from quantkit.formats.outputs import part_path
-from quantkit.formats.ranges import U8, copy_range, crc32_range, reserve, sync, write_range
+from quantkit.formats.ranges import U8, copy_open, copy_range, crc32_range, reserve, sync, write_open, write_range
 from quantkit.helpers import format_size
 
 
@@ -36,6 +37,11 @@ class Files:
 
     def __init__(self, paths: Sequence[Path], sizes: Sequence[int]) -> None:
         self._files, self._sizes = tuple((path, part_path(path)) for path in paths), list(sizes)
+
+    @property
+    def parts(self) -> tuple[Path, ...]:
+        """The files under the names by which they grow."""
+        return tuple(part for _, part in self._files)
 
     @property
     def folder(self) -> Path:
@@ -83,6 +89,34 @@ class Files:
         """Remove what was written."""
         for _, part in self._files:
             part.unlink(missing_ok=True)
+
+
+class OpenFiles:
+    """Files that another process reserved, held open: what is late never gets into files that took their place.
+
+    They are only written: a page that was read is kept, and NFS may write it back whole, over another machine's bytes.
+    """
+
+    def __init__(self, parts: Sequence[Path]) -> None:
+        self._parts = tuple(parts)
+        self._open = [os.open(part, os.O_WRONLY) for part in parts]
+        for fd in self._open:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def write(self, shard: int, data: U8, offset: int) -> None:
+        write_open(self._open[shard], self._parts[shard], data, offset)
+
+    def copy(self, shard: int, file: Path, begin: int, offset: int, nbytes: int) -> bool:
+        return copy_open(file, self._open[shard], self._parts[shard], begin, offset, nbytes)
+
+    def sync(self, shards: Iterable[int]) -> None:
+        for shard in shards:
+            os.fdatasync(self._open[shard])
+
+    def close(self) -> None:
+        for fd in self._open:
+            os.close(fd)
 
 
 def _allocated(path: Path) -> int:

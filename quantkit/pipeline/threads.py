@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 
 from quantkit.kernels.first_run import compile_together
-from quantkit.pipeline.ledger import Ledger
+from quantkit.pipeline.ledger import Ledger, NodeShare
 from quantkit.pipeline.warm import kernel_calls
 from quantkit.pipeline.work import Job, Worker
 
@@ -16,6 +16,7 @@ class Threads:
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.nodes: tuple[NodeShare, ...] = ()
 
     def run(self, ledger: Ledger, *, measure: bool) -> None:
         """Compile, then run all jobs of a ledger; on return all threads have ended, and failures are in the ledger."""
