@@ -102,7 +102,9 @@ def plan_export(source: str | Path, folder: str | Path, options: ExportOptions |
         shards, tensors = [], []
         digest = hashlib.sha256(f"{__version__} export {opened.fingerprint()}".encode())
         for no, group in enumerate(groups):
-            header, offsets, nbytes = layout_safetensors([(t.name, t.type.name, t.shape[::-1]) for t in group])
+            header, offsets, nbytes = layout_safetensors(
+                [(t.name, t.type.name, opened.made[t.name].shape) for t in group]
+            )
             shards.append(PlannedShard(path / names[no], Layout(header, tuple(offsets), nbytes)))
             digest.update(header)
             tensors += [_planned(opened, t, no, offset) for t, offset in zip(group, offsets, strict=True)]

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from quantkit.checkpoint.architectures import ROWS
 from quantkit.checkpoint.back import derived as d
+from quantkit.checkpoint.back.hybrids import HYBRIDS
 from quantkit.checkpoint.back.named import NAMED
 from quantkit.checkpoint.back.said import Said
 from quantkit.checkpoint.back.spelling import Json, Spelling, has
@@ -334,6 +335,7 @@ SPELLINGS: dict[str, Spelling] = {
         fused=True,
     ),
     **NAMED,
+    **HYBRIDS,
 }
 
 
@@ -376,7 +378,7 @@ def spelled_kinds(row: Architecture, spelling: Spelling) -> dict[str, str]:
         names = PATTERNS.get(kind, "").split()
         if names:
             found[kind.partition(":")[0]] = min(names, key=lambda name: _rank(name, wanted))
-    return found
+    return found | spelling.kinds
 
 
 def _rank(name: str, wanted: list[str]) -> tuple[bool, bool, int]:

@@ -72,7 +72,7 @@ class Exported:
         #: A checkpoint has no metadata of this kind.
         self.fields: dict[str, Field] = {}
         self.tensors = {
-            name: TensorInfo(name, x.shape[::-1], x.type, value_bytes(x.type, size_of(x)), 0, 0)
+            name: TensorInfo(name, x.shape[::-1] or (1,), x.type, value_bytes(x.type, size_of(x)), 0, 0)
             for name, x in self.made.items()
         }
 
@@ -131,18 +131,18 @@ def open_export(
     values = nested(make_config(said, name, row, spelling, dtype), spelling)
     config = Config(model.paths[0].parent / "config.json", with_defaults(values))
     row.prepare(config)
-    notes = check_keys(model, row, config)
+    notes = [spelling.note] * bool(spelling.note) + check_keys(model, row, config)
     names = TensorNames(row.arch, row.layers(config))
     kinds = spelled_kinds(row, spelling)
     parts, options = unfused(encoded_tensors(model, kinds), kinds, spelling.names, config)
-    tensors = _tensors(parts, row, spelling, Context(config, names))
-    _check_return(parts, row, tensors, Context(config, names))
+    tensors = _tensors(said, parts, row, spelling, Context(config, names))
+    kept = _check_return(parts, row, tensors, Context(config, names), wanted)
     if options:
         notes.append(f"the file's fused tensors are apart here; to have them again convert with {' '.join(options)}")
     made, origins = {}, {}
     for each, x in sorted(tensors.items()):
-        origins[each] = "+".join(dict.fromkeys(part.dtype for part in x.parts()))
-        made[each] = _typed(x, wanted, row, names)
+        origins[each] = "+".join(dict.fromkeys(part.dtype for part in x.parts())) or "metadata"
+        made[each] = _typed(x, wanted, kept)
     files = {"config.json": _json(values), "generation_config.json": _json(_generation(model))}
     if tokenizer:
         made_files, more = tokenizer_files(model)
@@ -161,7 +161,7 @@ def _found_type(model: GGUFFile) -> str:
 
 
 def _tensors(
-    parts: dict[str, Expression], row: Architecture, spelling: Spelling, context: Context
+    said: Said, parts: dict[str, Expression], row: Architecture, spelling: Spelling, context: Context
 ) -> dict[str, Expression]:
     """Return the tensors of a checkpoint by name."""
     spelled, back = spelled_kinds(row, spelling), Backward(context, spelling.fused)
@@ -176,9 +176,11 @@ def _tensors(
             last = made.name
             for pattern, by in (*_RENAMED, *spelling.renamed):
                 last = re.sub(pattern, by, last)
+            last = spelling.last(context.config, last)
             if last in found:
                 raise context.fail(made, f"{last} would be there twice")
             found[last] = made.x
+    found |= {made.name: made.x for made in spelling.tensors(said)}
     waiting = next((whole for _, whole in back.held), None)
     if waiting is not None:
         raise FormatError(f"{context.config.path.parent}: a part of {waiting} is missing")
@@ -199,15 +201,23 @@ def _spelled(context: Context, name: str, spelled: dict[str, str]) -> str:
 
 
 def _check_return(
-    parts: dict[str, Expression], row: Architecture, tensors: dict[str, Expression], context: Context
-) -> None:
-    """Go the way here over what was made: the same tensors, with the same shapes, must come out."""
+    parts: dict[str, Expression],
+    row: Architecture,
+    tensors: dict[str, Expression],
+    context: Context,
+    wanted: TensorType,
+) -> set[str]:
+    """Go the way here over what was made: the same tensors, with the same shapes, must come out.
+
+    Return the names of what is F32 in a file of type ``wanted``, too.
+    """
     stored: dict[str, Expression] = {}
     for name, x in sorted(tensors.items()):
         for item in applied(row.stored, Tensor(name, x, None), context):
             if (text := text_name(item.name)) is not None:
                 stored[text] = item.x
-    back = {name: t.x.shape for name, t in named_tensors(stored, row.rules, context, row.extra(context.config))}
+    made = dict(named_tensors(stored, row.rules, context, row.extra(context.config)))
+    back = {name: t.x.shape for name, t in made.items()}
     have = {name: x.shape for name, x in parts.items()}
     for name in (*have, *back):
         if have.get(name) != back.get(name):
@@ -215,20 +225,20 @@ def _check_return(
                 f"{context.config.path.parent}: tensor {short(name)}: {_shape(have.get(name))} in the file, "
                 f"{_shape(back.get(name))} after converting the checkpoint: it would not be this model"
             )
+    full = (n for n, t in made.items() if t.full or type_of(n, t.x, t.layer, context.names, wanted) is TYPE_F32)
+    return {part.name for name in full for part in parts[name].parts()}
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else str(list(shape))
 
 
-def _typed(x: Expression, wanted: TensorType, row: Architecture, names: TensorNames) -> Expression:
-    """Return a tensor in the wanted type; one that files keep in F32 stays so if values would be lost."""
+def _typed(x: Expression, wanted: TensorType, kept: set[str]) -> Expression:
+    """Return a tensor in the wanted type; one of what files keep in F32 stays so if values would be lost."""
     part = next(x.parts(), None)
-    if part is None or wanted is TYPE_F32 or x.type is not TYPE_F32:
+    if wanted is TYPE_F32 or x.type is not TYPE_F32 or part is not None and part.name not in kept:
         return cast(x, wanted)
-    match = re.match(r"blk\.(\d+)\.", part.name)
-    kept = type_of(part.name, x, int(match[1]) if match else None, names, wanted) is TYPE_F32
-    return x if kept and not _fits(x, wanted) else cast(x, wanted)
+    return cast(x, wanted) if _fits(x, wanted) else x
 
 
 def _fits(x: Expression, wanted: TensorType) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from quantkit.checkpoint.back import derived as d
 from quantkit.checkpoint.back.spelling import Spelling, has
+from quantkit.checkpoint.families.bitnet import COMPUTED
 
 _BLOCK = "model.layers.*."
 _HYBRID_NAMES = (
@@ -201,6 +202,43 @@ NAMED: dict[str, Spelling] = {
             ".attention.layer_norm_epsilon": "layer_norm_epsilon",
         },
         renamed=((r"^(?!lm_head)", "transformer."),),
+    ),
+    "MiniMaxM3SparseForCausalLM": Spelling(
+        "minimax_m3",
+        " ".join(
+            f"{_BLOCK}{name}"
+            for name in (
+                *(f"self_attn.index_{part}" for part in ("q_proj", "k_proj", "q_norm", "k_norm")),
+                *(f"block_sparse_moe.shared_experts.{w}_proj" for w in ("gate", "up", "down")),
+                *(f"block_sparse_moe.{each}" for each in ("gate", "e_score_correction")),
+                *(f"block_sparse_moe.experts.{w}" for w in ("w1", "w2", "w3")),
+            )
+        ),
+        keys={
+            **{".feed_forward_length": "dense_intermediate_size", ".leading_dense_block_count": ""},
+            ".expert_weights_norm": "",
+        },
+        otherwise={"use_gemma_norm": True, "use_qk_norm": True, "use_routing_bias": True, "qk_norm_type": "per_head"},
+        derived=(d.sparse_attention,),
+    ),
+    "ApertusForCausalLM": Spelling(
+        "apertus",
+        f"{_BLOCK}attention_layernorm {_BLOCK}feedforward_layernorm",
+        biases=("attention_bias",),
+        tensors=d.activations,
+    ),
+    "Gemma3nForCausalLM": Spelling(
+        "gemma3n_text",
+        f"{_BLOCK}pre_feedforward_layernorm {_BLOCK}post_attention_layernorm",
+        keys={".attention.shared_kv_layers": "num_kv_shared_layers", ".altup.num_inputs": "altup_num_inputs"}
+        | {".altup.active_idx": "altup_active_idx"},
+        derived=(d.altup,),
+    ),
+    "BitNetForCausalLM": Spelling(
+        "bitnet",
+        otherwise={COMPUTED: True},
+        note="BitNet's weights are written as they are computed with, and `quantkit convert` leaves them so; to "
+        "transformers they are those of a plain model, whose activations are not rounded",
     ),
     "PaddleOCRVLForConditionalGeneration": Spelling("paddleocr_vl"),
     # Of those that have norms of their own for attention and feed forward.
