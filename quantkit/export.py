@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
@@ -21,7 +21,7 @@ from quantkit.checkpoint.back.classes import of_architecture
 from quantkit.checkpoint.tensor_names import KINDS
 from quantkit.errors import RecipeError, ResourceError
 from quantkit.formats.gguf import Layout, TensorInfo, open_model
-from quantkit.formats.outputs import Output, check_apart, check_free, written
+from quantkit.formats.outputs import Output, check_apart, check_free, end_of_links, written
 from quantkit.formats.safetensors import layout_safetensors
 from quantkit.pipeline.plan import Plan, PlannedShard
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, journal_path, run_plan
@@ -152,25 +152,38 @@ def _index(groups: Sequence[Sequence[TensorInfo]], names: Sequence[str]) -> byte
 def run_export(planned: ExportPlan, *, max_ram: int | str = DEFAULT_MAX_RAM, **run: Unpack[RunOptions]) -> RunResult:
     """Carry out a plan of ``plan_export``; arguments and errors as for ``export``.
 
-    The weights appear under their names when all of them are on the disk, the other files after them.
+    When all weights are on the disk they get their names, then the other files appear, config.json last: a directory
+    without it is no checkpoint.
     """
-    made = _make_folder(planned.folder)
+    folders = [path for path in _folders(planned) if _make_folder(path)]
     try:
         check_free_folder(planned, resume=run.get("resume", False), overwrite=run.get("overwrite", False))
         with ExitStack() as stack:
             replaces = run.get("overwrite", False) or run.get("resume", False)
-            held = [stack.enter_context(Output(planned.folder / name, overwrite=replaces)) for name in planned.files]
-            result = run_plan(planned.plan, max_ram=size_of(max_ram), **run)
-            for output, data in zip(held, planned.files.values(), strict=True):
-                with written(output.path) as part:
-                    part.write_bytes(data)
-            if INDEX not in planned.files:
-                (planned.folder / INDEX).unlink(missing_ok=True)
+            for name in planned.files:
+                stack.enter_context(Output(planned.folder / name, overwrite=replaces))
+            return run_plan(planned.plan, max_ram=size_of(max_ram), publishing=lambda: _beside(planned), **run)
     finally:
-        if made:
+        for path in reversed(folders):
             with suppress(OSError):  # not empty: it holds the result
-                planned.folder.rmdir()
-    return result
+                path.rmdir()
+
+
+@contextmanager
+def _beside(planned: ExportPlan) -> Iterator[None]:
+    """Write the small files when the weights have their names; no time is there a config.json of other weights."""
+    for name in ("config.json", INDEX):
+        (planned.folder / name).unlink(missing_ok=True)
+    yield
+    for name in sorted(planned.files, key=lambda name: name == "config.json"):
+        with written(end_of_links(planned.folder / name)) as part:
+            part.write_bytes(planned.files[name])
+
+
+def _folders(planned: ExportPlan) -> list[Path]:
+    """Return the directories in which files will lie, the outermost first."""
+    inner = {(planned.folder / name).parent for name in planned.files} - {planned.folder}
+    return [planned.folder, *sorted(inner)]
 
 
 def _make_folder(folder: Path) -> bool:
@@ -191,7 +204,8 @@ def check_free_folder(planned: ExportPlan, *, resume: bool, overwrite: bool) -> 
     check_apart(planned.paths, planned.plan.source.paths)
     started = os.path.exists(journal_path(planned.plan.shards[0].path))
     for name in planned.files:
-        check_free(planned.folder / name, overwrite=overwrite or resume and started)
+        if os.path.isdir((planned.folder / name).parent):  # else it will be made
+            check_free(planned.folder / name, overwrite=overwrite or resume and started)
     known = {path.name for path in planned.paths}
     names = os.listdir(planned.folder)
     other = sorted(n for n in names if n.startswith("model") and n.endswith(".safetensors") and n not in known)

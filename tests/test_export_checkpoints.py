@@ -31,14 +31,13 @@ from quantkit.formats.gguf import GGUFFile, TensorInfo, open_gguf
 from quantkit.formats.safetensors import StoredTensor, read_checkpoint
 from quantkit.kernels import dequantize
 
-#: Architectures that have no way back: nobody has written it.
-NOT_EXPORTED = {"bert", "eurobert", "jina-bert-v2", "modern-bert", "neo-bert", "nomic-bert"}
-NAMES = [
-    name
-    for name in checkpoints.NAMES
-    if ROWS[checkpoints.describe(name).config["architectures"][0]].arch not in NOT_EXPORTED
-    and name != "exaone4.5"  # config.json cannot say how many layers predict: refused
-]
+#: Checkpoint -> why what it becomes is refused.
+REFUSED = {
+    "bert-classifier": "no file holds that",
+}
+NAMES = [name for name in checkpoints.NAMES if name not in REFUSED]
+#: Checkpoints whose pre-tokenizer no tokenizer.json can say: their own files are taken.
+OWN_TOKENIZER = {"modernbert-classifier", "modernbert-classifier-sparse"}
 ADD_BOS, ADD_EOS = "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token"
 #: Files of ranks and tokenizer.model do not say what is put around texts, tokenizer.json does: what runtimes do anyway.
 SAID = {ADD_BOS: (None, True)}
@@ -55,26 +54,33 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
     **dict.fromkeys(("hunyuan-moe", "kimi-k2", "kimi-k2-ct-int4", "kimi-k2-ct-mxfp4", "kimi-linear"), UNSAID),
     # Its template for pairs has nothing between them; ours does not either, and says so.
     "llama-class-drops-bos": {"tokenizer.ggml.add_sep_token": (None, False)},
+    # Only a tokenizer.json says that letters lose case, which they do anyway.
+    **dict.fromkeys(("bert-masked", "bert-masked-sparse"), {"tokenizer.ggml.normalizer.lowercase": (None, True)}),
 }
 #: Tensors of checkpoints that no file of the text model has, and layers that some converters leave out.
 APART = (
     *("visual.", "vision", "multi_modal_projector.", "mm_projector.", "mtp.", "mtp_layers.", "audio_tower."),
-    *("talker.", "code2wav."),
+    *("talker.", "code2wav.", "pooler.", "cls.predictions."),
 )
 #: Biases of routers that converters leave out.
 DROPPED = {"grove-moe": ".mlp.expert_bias"}
 #: Checkpoints whose tensors are fused where transformers has several, or the other way round.
-FUSED = {"ernie4.5-fused", "qwen3-omni-moe"}
+FUSED = {"ernie4.5-fused", "exaone4.5", "qwen3-omni-moe"}
 #: Checkpoints whose names are not those that transformers gives them, and some without their last layers.
 OTHER_NAMES = {*FUSED, "bitnet", "gemma3-vl", "granite-moe-swa", "llama-model", "llava", "mistral3"}
 #: What names begin with in some, where transformers' class has nothing.
-WRAPPED = {"gemma3n": "language_model."}
-#: Tensors that have taken what config.json said: multipliers, products of two, rows of zeros.
+WRAPPED = {
+    **{"gemma3n": "language_model.", "neobert": "model."},
+    **dict.fromkeys(("bert-masked", "bert-masked-sparse", "jina-bert"), "bert."),
+}
+#: Tensors that have taken what config.json said: multipliers, products of two, rows of zeros for what is not used.
 CHANGED = {
     "falcon-h1": r"_proj\.weight$|lm_head|embed_tokens",
     "kimi-k3": r"_res_(norm|proj)\.weight$",
     "dots3-note": r"\.(q|kv)_a_layernorm\.weight$",
     "gemma3n": r"embed_tokens_per_layer",
+    "nomic-bert-moe": r"experts\.bias$",
+    **dict.fromkeys(("roberta", "roberta-sparse", "roberta-classifier"), r"position_embeddings\.weight$"),
 }
 LAST_LEFT_OUT = {"deepseek-v3", "deepseek-v3-sparse", "glm4-moe-no-nextn", "qwen3.5-moe-no-nextn"}
 
@@ -92,12 +98,13 @@ def test_there_and_back(name: str, outtype: str, folder: Path) -> None:
     drawn = checkpoints.write_checkpoint(name, folder / "drawn")
     options = replace(options_of(what), outtype=outtype)
     convert(drawn, folder / "a.gguf", None, options)
-    export(folder / "a.gguf", folder / "back", ExportOptions(outtype=outtype))
+    export(folder / "a.gguf", folder / "back", ExportOptions(outtype=outtype, tokenizer=name not in OWN_TOKENIZER))
+    if name in OWN_TOKENIZER:
+        for path in drawn.glob("tokenizer*.json"):
+            shutil.copy(path, folder / "back")
     with open_gguf(folder / "a.gguf") as a:
-        if a.get("tokenizer.ggml.model") != "gpt2":
-            options = replace(options, pre=None)
-        else:
-            options = replace(options, pre=a.get("tokenizer.ggml.pre"))
+        has_name = a.get("tokenizer.ggml.model") in ("gpt2", "bert")
+        options = replace(options, pre=a.get("tokenizer.ggml.pre") if has_name else None)
         convert(folder / "back", folder / "b.gguf", None, options)
         with open_gguf(folder / "b.gguf") as b:
             assert differing_tensors(a, b) == []
@@ -173,13 +180,20 @@ def equal(x: Stored, y: Stored) -> bool:
 
 def test_what_is_not_exported_says_so(folder: Path) -> None:
     said = r"'rwkv7' is not exported by this version: `quantkit export --list`"
-    with open_gguf(vocabs.write_vocab(folder / "a.gguf"), header_only=True) as file:
-        with pytest.raises(TypeNotSupported, match=said):
-            find_class(Said(file, "rwkv7"))
+    path = vocabs.write_vocab(folder / "a.gguf")
+    with open_gguf(path, header_only=True) as file, pytest.raises(TypeNotSupported, match=said):
+        find_class(Said(file, "rwkv7"))
 
 
-def test_every_row_is_exported_but_those() -> None:
-    assert {row.arch for row in ROWS.values() if not of_architecture(row.arch)} == NOT_EXPORTED
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_files_do_not_hold_is_refused(name: str, folder: Path) -> None:
+    convert(checkpoints.write_checkpoint(name, folder), folder / "a.gguf", None, options_of(checkpoints.describe(name)))
+    with pytest.raises(TypeNotSupported, match=REFUSED[name]):
+        plan_export(folder / "a.gguf", folder / "back")
+
+
+def test_every_architecture_is_exported() -> None:
+    assert [row.arch for row in ROWS.values() if not of_architecture(row.arch)] == []
     assert SPELLINGS.keys() <= ROWS.keys()
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from quantkit.checkpoint.architectures import ROWS
 from quantkit.checkpoint.back import derived as d
+from quantkit.checkpoint.back.encoders import ENCODERS
 from quantkit.checkpoint.back.hybrids import HYBRIDS
 from quantkit.checkpoint.back.named import NAMED
 from quantkit.checkpoint.back.said import Said
@@ -227,6 +228,7 @@ SPELLINGS: dict[str, Spelling] = {
         "exaone4",
         otherwise={**_NO_WINDOW, "sliding_window_pattern": None},
         derived=(d.kinds_of_layers, d.no_layer_slides),
+        when=lambda said: not _has_ahead(said),
     ),
     "GPTBigCodeForCausalLM": Spelling(
         "gpt_bigcode",
@@ -336,6 +338,7 @@ SPELLINGS: dict[str, Spelling] = {
     ),
     **NAMED,
     **HYBRIDS,
+    **ENCODERS,
 }
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ from quantkit.checkpoint.back import families  # noqa: F401  what undoes rules o
 from quantkit.checkpoint.back.classes import find_class, spelled_kinds
 from quantkit.checkpoint.back.config import check_keys, make_config, nested, token_ids
 from quantkit.checkpoint.back.encoded import Encoded, encoded_tensors
+from quantkit.checkpoint.back.encoders import pooling_files
 from quantkit.checkpoint.back.rules import Backward, all_undone
 from quantkit.checkpoint.back.said import Said
 from quantkit.checkpoint.back.spelling import Spelling
@@ -40,7 +44,7 @@ from quantkit.checkpoint.policy import type_of
 from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.tensor_names import TensorNames
 from quantkit.checkpoint.tensors import Context, Tensor, applied, named_tensors, text_name
-from quantkit.errors import FormatError, RecipeError, TypeNotSupported
+from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError, TypeNotSupported
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.ranges import U8
@@ -129,26 +133,47 @@ def open_export(
     name, row, spelling = find_class(said, architecture)
     dtype, wanted = DTYPES[_found_type(model) if outtype == "auto" else outtype]
     values = nested(make_config(said, name, row, spelling, dtype), spelling)
-    config = Config(model.paths[0].parent / "config.json", with_defaults(values))
-    row.prepare(config)
-    notes = [spelling.note] * bool(spelling.note) + check_keys(model, row, config)
-    names = TensorNames(row.arch, row.layers(config))
-    kinds = spelled_kinds(row, spelling)
-    parts, options = unfused(encoded_tensors(model, kinds), kinds, spelling.names, config)
-    tensors = _tensors(said, parts, row, spelling, Context(config, names))
-    kept = _check_return(parts, row, tensors, Context(config, names), wanted)
+    files = {"config.json": _json(values), "generation_config.json": _json(_generation(model)), **pooling_files(said)}
+    notes = [spelling.note] * bool(spelling.note)
+    more: list[str] = []
+    if tokenizer:
+        made_files, more = tokenizer_files(model)
+        files |= made_files
+    with _lying_there(files, model) as folder:
+        config = Config(folder / "config.json", with_defaults(values))
+        row = replace(row.instead(config) or row, arch=said.arch)
+        row.prepare(config)
+        notes += check_keys(model, row, config)
+        names = TensorNames(row.arch, row.layers(config))
+        kinds = spelled_kinds(row, spelling)
+        parts, options = unfused(encoded_tensors(model, kinds), kinds, spelling.names, config)
+        tensors = _tensors(said, parts, row, spelling, Context(config, names))
+        kept = _check_return(parts, row, tensors, Context(config, names), wanted)
     if options:
         notes.append(f"the file's fused tensors are apart here; to have them again convert with {' '.join(options)}")
     made, origins = {}, {}
     for each, x in sorted(tensors.items()):
         origins[each] = "+".join(dict.fromkeys(part.dtype for part in x.parts())) or "metadata"
         made[each] = _typed(x, wanted, kept)
-    files = {"config.json": _json(values), "generation_config.json": _json(_generation(model))}
-    if tokenizer:
-        made_files, more = tokenizer_files(model)
-        files |= made_files
-        notes += more
-    return Exported(model, name, dtype, made, origins, files, notes)
+    return Exported(model, name, dtype, made, origins, files, notes + more)
+
+
+@contextmanager
+def _lying_there(files: Mapping[str, bytes], model: GGUFFile) -> Iterator[Path]:
+    """Yield a directory with the small files of the checkpoint, which the way here reads; errors name the GGUF file."""
+    try:
+        with TemporaryDirectory(prefix="quantkit-export-") as name:
+            folder = Path(name)
+            for each, data in files.items():
+                (folder / each).parent.mkdir(exist_ok=True)
+                (folder / each).write_bytes(data)
+            try:
+                yield folder
+            except QuantkitError as e:
+                named = e.message.replace(str(folder / "config.json"), str(model.paths[0]))
+                raise type(e)(named.replace(str(folder), str(model.paths[0]))) from None
+    except OSError as e:
+        raise ResourceError(f"a temporary directory for config.json and the tokenizer: {e.strerror or e}") from None
 
 
 def _found_type(model: GGUFFile) -> str:

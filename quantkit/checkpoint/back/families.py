@@ -7,9 +7,20 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from quantkit.checkpoint.back.rules import CHANGES, Backward, undone
-from quantkit.checkpoint.expressions import Constant, Expression, Mapped, Shaped, Transposed, joined, size_of, taken
+from quantkit.checkpoint.expressions import (
+    Constant,
+    Expression,
+    Mapped,
+    Shaped,
+    Transposed,
+    Zeros,
+    joined,
+    size_of,
+    taken,
+)
 from quantkit.checkpoint.families import (
     bailing,
+    bert,
     bitnet,
     cohere,
     deepseek,
@@ -52,7 +63,25 @@ def _log(tensor: Tensor, context: Context) -> Expression:
     return Mapped(_flat(tensor, context), "log")
 
 
+def _with_positions(tensor: Tensor, context: Context) -> Expression:
+    """Put the positions first that no token has: zeros."""
+    unused = bert.offset(context.config)
+    return joined([Zeros((unused, tensor.x.shape[1]), tensor.x.type), tensor.x]) if unused else tensor.x
+
+
+def _rows(tensor: Tensor, context: Context) -> Expression:
+    """Put experts one behind the other."""
+    return Shaped(tensor.x, (size_of(tensor.x) // tensor.x.shape[-1], tensor.x.shape[-1]))
+
+
+def _turned_rows(tensor: Tensor, context: Context) -> Expression:
+    return _rows(replace(tensor, x=Transposed(tensor.x)), context)
+
+
 CHANGES |= {
+    bert.by_expert: _rows,
+    bert.turned_by_expert: _turned_rows,
+    bert.used_positions: _with_positions,
     bailing.exponential: _log,
     bitnet.ternary: _unchanged,
     gemma.filled_up: _unchanged,
@@ -143,6 +172,8 @@ def _(rule: Rule, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
         return None
     stems = {stem: name for name, stem in qwen_next.BESIDE.items()}
     stem, _, suffix = match[2].rpartition(".")
+    if stem in stems and ahead > 0:
+        return ()  # of all such layers the same
     name = f"mtp.{stems[stem]}.{suffix}" if stem in stems else f"mtp.layers.{ahead}.{match[2]}"
     return (replace(tensor, name=name),)
 

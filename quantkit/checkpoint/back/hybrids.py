@@ -12,16 +12,12 @@ from dataclasses import replace
 
 from quantkit.checkpoint.back import derived as d
 from quantkit.checkpoint.back.said import Said
-from quantkit.checkpoint.back.spelling import Json, Spelling
+from quantkit.checkpoint.back.spelling import Json, Spelling, spelled
 from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.families import bailing
 from quantkit.errors import TypeNotSupported
 
 _BLOCK = "model.layers.*."
-
-
-def _spelled(prefix: str, names: str) -> str:
-    return " ".join(f"{prefix}{name}" for name in names.split())
 
 
 # --- Step 3.5 --------------------------------------------------------------------------------------------------------
@@ -54,7 +50,7 @@ def _with(said: Said, name: str) -> list[int]:
 
 _STEP = Spelling(
     "step3p5",
-    _spelled(
+    spelled(
         _BLOCK,
         "self_attn.g_proj moe.gate moe.router_bias moe.gate_proj moe.up_proj moe.down_proj share_expert.gate_proj "
         "share_expert.up_proj share_expert.down_proj",
@@ -89,7 +85,7 @@ def _full_output(config: Config, name: str) -> str:
 
 _MINIMAX_M1 = Spelling(
     "minimax_m1",
-    _spelled(
+    spelled(
         _BLOCK,
         "block_sparse_moe.gate block_sparse_moe.experts.w1 block_sparse_moe.experts.w2 block_sparse_moe.experts.w3 "
         "self_attn.norm self_attn.qkv_proj self_attn.out_proj self_attn.output_gate",
@@ -127,7 +123,7 @@ def _patterned(said: Said, config: Json) -> None:
 _NEMOTRON_H = Spelling(
     "nemotron_h",
     "backbone.embeddings backbone.norm_f backbone.layers.*.norm "
-    + _spelled(
+    + spelled(
         "backbone.layers.*.mixer.",
         "in_proj conv1d dt_proj A_log D norm out_proj q_proj k_proj v_proj o_proj up_proj down_proj gate "
         "gate.e_score_correction fc1_latent_proj fc2_latent_proj shared_experts.up_proj shared_experts.down_proj",
@@ -165,8 +161,8 @@ def _beside_attention(said: Said, config: Json) -> None:
 
 _MULTIPLIERS = "attention_in attention_out key ssm_in ssm_out lm_head embedding"
 _MAMBA_SIZES = {".ssm.conv_kernel": "mamba_d_conv", ".ssm.state_size": "mamba_d_state"}
-_MIXER = _spelled(f"{_BLOCK}mamba.", "in_proj conv1d dt_proj A_log D norm out_proj x_proj")
-_FED = "model.final_layernorm " + _spelled(f"{_BLOCK}feed_forward.", "gate_proj up_proj down_proj router")
+_MIXER = spelled(f"{_BLOCK}mamba.", "in_proj conv1d dt_proj A_log D norm out_proj x_proj")
+_FED = "model.final_layernorm " + spelled(f"{_BLOCK}feed_forward.", "gate_proj up_proj down_proj router")
 _FALCON_H1 = Spelling(
     "falcon_h1",
     f"{_FED} {_MIXER} {_BLOCK}pre_ff_layernorm.weight",
@@ -204,7 +200,7 @@ def _periods(said: Said, config: Json) -> None:
 
 _JAMBA = Spelling(
     "jamba",
-    f"{_FED} {_MIXER} " + _spelled(_BLOCK, "pre_ff_layernorm mamba.dt_layernorm mamba.b_layernorm mamba.c_layernorm"),
+    f"{_FED} {_MIXER} " + spelled(_BLOCK, "pre_ff_layernorm mamba.dt_layernorm mamba.b_layernorm mamba.c_layernorm"),
     keys={**_MAMBA_SIZES, ".ssm.time_step_rank": "mamba_dt_rank", ".expert_count": "num_experts"},
     otherwise={"sliding_window": None, "use_mamba_kernels": False},
     derived=(_periods,),
@@ -234,7 +230,7 @@ def _width_of_values(said: Said, config: Json) -> None:
         config["head_dim"] = width
 
 
-_SPARSE = _spelled(
+_SPARSE = spelled(
     f"{_BLOCK}block_sparse_moe.",
     "gate gate.e_score_correction experts.w1 experts.w2 experts.w3 shared_experts.gate_proj shared_experts.up_proj "
     "shared_experts.down_proj",
@@ -256,7 +252,7 @@ _KIMI_LINEAR = Spelling(
 _KIMI_K3 = replace(
     _KIMI_LINEAR,
     names=_SPARSE
-    + _spelled(
+    + spelled(
         f" {_BLOCK}",
         "self_attn.g_proj block_sparse_moe.routed_expert_down_proj block_sparse_moe.routed_expert_up_proj",
     ),
@@ -292,7 +288,7 @@ def _last_matrix(config: Config, name: str) -> str:
 _BAILING_V3 = Spelling(
     "bailing_hybrid",
     "model.word_embeddings "
-    + _spelled(
+    + spelled(
         f"{_BLOCK}attention.",
         "q_proj k_proj v_proj dense q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj k_b_proj v_b_proj q_a_layernorm "
         "kv_a_layernorm q_conv1d k_conv1d v_conv1d o_norm A_log dt_proj b_proj",
@@ -333,7 +329,7 @@ def _two_geometries(said: Said, config: Json) -> None:
 
 _DOTS_3 = Spelling(
     "dots3_note",
-    _spelled(f"{_BLOCK}self_attn.", "k_rope_only_layernorm linear_gate"),
+    spelled(f"{_BLOCK}self_attn.", "k_rope_only_layernorm linear_gate"),
     keys={
         **{".attention.indexer.head_count": "index_n_heads", ".attention.indexer.key_length": "index_head_dim"},
         **{".attention.indexer.top_k": "index_topk", ".attention.sliding_window": "sliding_window_size"},
@@ -361,7 +357,7 @@ def _hyper_connections(said: Said, config: Json) -> None:
 
 _HY_V4 = Spelling(
     "hy_v4",
-    _spelled(_BLOCK, "self_attn.learnable_sink_param self_attn.linear_gate"),
+    spelled(_BLOCK, "self_attn.learnable_sink_param self_attn.linear_gate"),
     keys={
         **{".attention.indexer.head_count": "index_n_heads", ".attention.indexer.key_length": "index_head_dim"},
         **{".attention.indexer.top_k": "index_topk", ".expert_count": "n_routed_experts", ".expert_gating_func": ""},

@@ -69,6 +69,15 @@ NAMED: dict[str, Spelling] = {
         keys={".expert_count": "num_experts", ".expert_shared_count": "num_shared_experts"},
         derived=(d.layers_ahead, d.kinds_of_layers, d.kinds_of_feed_forward, d.as_parameters),
     ),
+    "Exaone4_5_ForConditionalGeneration": Spelling(
+        "exaone4",
+        otherwise={"sliding_window": None, "sliding_window_pattern": None, "mtp_share_layers": False},
+        derived=(d.layers_ahead, d.kinds_of_layers, d.no_layer_slides),
+        renamed=((r"^model\.", "model.language_model."),),
+        inside="text_config",
+        beside={"model_type": "exaone4_5"},
+        when=has("nextn_predict_layers"),
+    ),
     "GroveMoeForCausalLM": Spelling(
         "grove_moe", keys={".expert_count": "num_experts"}, otherwise={"norm_topk_prob": True}
     ),

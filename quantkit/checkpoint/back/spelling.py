@@ -62,6 +62,11 @@ class Spelling:
     archs: tuple[str, ...] = ()
 
 
+def spelled(prefix: str, names: str) -> str:
+    """Return names with what comes before them."""
+    return " ".join(f"{prefix}{name}" for name in names.split())
+
+
 def has(key: str) -> Callable[[Said], bool]:
     """Tell files that say something of a key."""
     return lambda said: bool(said.get(f".{key}"))
