@@ -140,6 +140,12 @@ def long_rope(said: Said, config: Json) -> None:
     config["rope_scaling"] = rope
 
 
+def unscaled_rope(said: Said, config: Json) -> None:
+    """Factors of rope for long texts do not scale attention (MiniCPM)."""
+    if rope := config["rope_scaling"]:
+        rope |= {"factor": 1.0, "original_max_position_embeddings": said.number(".context_length")}
+
+
 def long_rope_scale(said: Said, config: Json) -> None:
     """What Phi's mixture of experts multiplies attention by, for both kinds of text."""
     if rope := config["rope_scaling"]:

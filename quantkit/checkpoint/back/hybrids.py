@@ -183,7 +183,7 @@ def _periods(said: Said, config: Json) -> None:
         ("expert", _with(said, "ffn_gate_inp.weight")),
     ):
         first = found[0] if found else layers
-        period = found[1] - first if len(found) > 1 else max(1, layers - first)
+        period = found[1] - first if len(found) > 1 else max(layers - first, first + 1)
         if found != list(range(first, layers, period)):
             raise TypeNotSupported(
                 f"{said.where}: layers {found} have {'attention' if name == 'attn' else 'experts'}; config.json can "

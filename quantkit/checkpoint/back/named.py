@@ -127,7 +127,7 @@ NAMED: dict[str, Spelling] = {
     "GraniteMoeSWAForCausalLM": replace(
         _GRANITE_SWA,
         model_type="granitemoe_swa",
-        names=f"{_BLOCK}block_sparse_moe.router.layer {_BLOCK}mlp.experts.gate_up_proj",
+        names=f"{_BLOCK}block_sparse_moe.router {_BLOCK}mlp.experts.gate_up_proj",
         when=has("expert_count"),
     ),
     "GraniteSWAForCausalLM": _GRANITE_SWA,
@@ -273,11 +273,11 @@ NAMED: dict[str, Spelling] = {
         _MAMBA, model_type="mamba2", keys={**_MAMBA.keys, ".ssm.group_count": "n_groups", ".ssm.time_step_rank": ""}
     ),
     "OrionForCausalLM": Spelling("orion", keys={".attention.layer_norm_epsilon": "rms_norm_eps"}),
-    "MiniCPMForCausalLM": Spelling("minicpm", derived=(d.long_rope, d.scales)),
+    "MiniCPMForCausalLM": Spelling("minicpm", derived=(d.long_rope, d.unscaled_rope, d.scales)),
     "MiniCPM3ForCausalLM": Spelling(
         "minicpm3",
         # What llama.cpp has in its code.
         otherwise={"scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4},
-        derived=(d.long_rope, d.latent_heads),
+        derived=(d.long_rope, d.unscaled_rope, d.latent_heads),
     ),
 }

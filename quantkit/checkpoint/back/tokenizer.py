@@ -62,6 +62,11 @@ class _Tokens:
         found = self.model.get(f"tokenizer.ggml.{name}")
         return found if isinstance(found, bool) else None
 
+    def text_of(self, kind: str) -> str | None:
+        """Return the text of the token of a kind, None if there is none."""
+        number = self.model.get(f"tokenizer.ggml.{_ID_NAMES.get(kind, kind)}_token_id")
+        return self.texts[number] if isinstance(number, int) and number < len(self.texts) else None
+
     def special(self) -> dict[str, str]:
         """Return the texts of special tokens by kind; an id of a plain token is in config.json only."""
         found = {}
@@ -152,30 +157,34 @@ def _config(tokens: _Tokens) -> Json:
 
 
 def _template(tokens: _Tokens, defaults: tuple[bool, bool]) -> Json | None:
-    """Return what is put around texts: BOS and EOS, where the file, or else ``defaults``, say so."""
-    special = tokens.special()
+    """Return what is put around texts: BOS and EOS, where the file, or else ``defaults``, say so.
+
+    They may be plain tokens, whose texts are nothing special within a text.
+    """
     around = []
     for kind, default in zip(("bos", "eos"), defaults, strict=True):
         flag = tokens.flag(f"add_{kind}_token")
-        around.append(special.get(kind) if (default if flag is None else flag) else None)
+        around.append(tokens.text_of(kind) if (default if flag is None else flag) else None)
     if not any(around):
         return None
 
+    def token(text: str, type_id: int) -> Json:
+        return {"SpecialToken": {"id": text, "type_id": type_id}}
+
     def one(sequence: str, type_id: int) -> list[Json]:
-        before, after = ([{"SpecialToken": {"id": text, "type_id": type_id}}] if text else [] for text in around)
+        before, after = ([token(text, type_id)] if text else [] for text in around)
         return [*before, {"Sequence": {"id": sequence, "type_id": type_id}}, *after]
 
-    named = {
-        text: {"id": text, "ids": [tokens.texts.index(text)], "tokens": [text]} for text in around if text is not None
-    }
     # A file says whether a separator is added only if something lies between the two texts of a pair.
-    separates, second = tokens.flag("add_sep_token"), one("B", 1)
+    separates, second, used = tokens.flag("add_sep_token"), one("B", 1), [text for text in around if text]
     if separates is None:
         second = [{"Sequence": {"id": "B", "type_id": 1}}]
     elif around[1] is not None:  # BERT's [CLS] A [SEP] B [SEP]; RoBERTa's has two of them in between
-        separator = {"SpecialToken": {"id": special.get("sep", around[1]), "type_id": 1}}
-        second = [*[separator] * separates, *second[1 if around[0] else 0 :]]
+        between = tokens.text_of("sep") or around[1]
+        second = [*[token(between, 1)] * separates, *second[1 if around[0] else 0 :]]
+        used.append(between)
     both = one("A", 0) + second
+    named = {text: {"id": text, "ids": [tokens.texts.index(text)], "tokens": [text]} for text in used}
     return {"type": "TemplateProcessing", "single": one("A", 0), "pair": both, "special_tokens": named}
 
 
