@@ -52,7 +52,7 @@ _SAID: dict[str, dict[str, Any]] = {
     "falcon-h1": {"mamba_norm_before_gate": False},
     "gemma3n": {"tie_word_embeddings": True},
     "glm": {"rms_norm_eps": 1e-5},
-    "granite-hybrid-dense": {"position_embedding_type": "rope"},
+    "granite-hybrid-dense": {"position_embedding_type": "nope"},
     "hy-v4": {"model_type": "hy_v4", "norm_topk_prob": False, "pad_token_id": None},
     "kimi-linear": {"pad_token_id": None},
     "minicpm3": {"rope_scaling": {"factor": 1.0}, "scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4},

@@ -47,15 +47,22 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
     **dict.fromkeys(
         (
             *("byte-fallback", "ernie4.5", "ernie4.5-fused", "ernie4.5-moe", "gemma", "gemma2", "gemma3", "llama-tied"),
-            *("bitnet", "mistral", "phi3", "phi3-long", "phimoe", "user-pieces"),
+            *("bitnet", "gemma3n", "internlm3", "jamba", "minicpm", "minicpm3", "mistral", "nemotron", "orion"),
+            *("paddleocr", "pangu", "phi3", "phi3-long", "phimoe", "user-pieces"),
         ),
         SAID,
     ),
     **dict.fromkeys(("hunyuan-moe", "kimi-k2", "kimi-k2-ct-int4", "kimi-k2-ct-mxfp4", "kimi-linear"), UNSAID),
     # Its template for pairs has nothing between them; ours does not either, and says so.
     "llama-class-drops-bos": {"tokenizer.ggml.add_sep_token": (None, False)},
-    # Only a tokenizer.json says that letters lose case, which they do anyway.
-    **dict.fromkeys(("bert-masked", "bert-masked-sparse"), {"tokenizer.ggml.normalizer.lowercase": (None, True)}),
+    # Only a tokenizer.json says what is put around texts, and that letters lose case.
+    **dict.fromkeys(
+        ("bert-masked", "bert-masked-sparse"),
+        {
+            **{ADD_BOS: (None, True), ADD_EOS: (None, True), "tokenizer.ggml.add_sep_token": (None, False)},
+            "tokenizer.ggml.normalizer.lowercase": (None, True),
+        },
+    ),
 }
 #: Tensors of checkpoints that no file of the text model has, and layers that some converters leave out.
 APART = (

@@ -51,6 +51,7 @@ _MAMBA = " ".join(
 _FEED_FORWARD = " ".join(f"model.layers.*.feed_forward.{w}_proj" for w in ("gate", "up", "down"))
 _HUNYUAN = "model.layers.*.self_attn.query_layernorm model.layers.*.self_attn.key_layernorm"
 _ATTENTION_BIAS = ("attention_bias",)
+_PICTURE: Json = {"image_size": 28, "patch_size": 14}
 _NO_WINDOW: Json = {"sliding_window": None}
 _LATENT: Json = {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "n_shared_experts": None}
 _LATENT_V3: Json = {**_LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
@@ -123,6 +124,7 @@ SPELLINGS: dict[str, Spelling] = {
     "Mistral3ForConditionalGeneration": Spelling(
         "mistral",
         otherwise=_NO_WINDOW,
+        derived=(d.Tower({"model_type": "pixtral", "num_hidden_layers": 1, "num_attention_heads": 2, **_PICTURE}),),
         renamed=((r"^", "language_model."),),
         inside="text_config",
         beside={"model_type": "mistral3"},

@@ -190,6 +190,21 @@ def small_tower(said: Said, config: Json) -> None:
     }
 
 
+@dataclass(frozen=True)
+class Tower:
+    """Describe a vision tower, which is in no file of a text model, as small as can be.
+
+    ``others``: of it, beside what such towers have in common. ``out``: what the width of what it gives is called.
+    """
+
+    others: Json
+    out: str = ""
+
+    def __call__(self, said: Said, config: Json) -> None:
+        tower = {"hidden_size": 64, "intermediate_size": 64, **self.others}
+        config["vision_config"] = tower | ({self.out: said.number(".embedding_length")} if self.out else {})
+
+
 # --- layers ----------------------------------------------------------------------------------------------------------
 
 

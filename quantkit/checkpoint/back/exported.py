@@ -135,6 +135,11 @@ def open_export(
     values = nested(make_config(said, name, row, spelling, dtype), spelling)
     files = {"config.json": _json(values), "generation_config.json": _json(_generation(model)), **pooling_files(said)}
     notes = [spelling.note] * bool(spelling.note)
+    if spelling.inside or "vision_config" in values:
+        notes.append(
+            f"{name} also has a vision tower, which is in no file of a text model: only the text model is written, and "
+            "transformers makes a small tower of random numbers"
+        )
     more: list[str] = []
     if tokenizer:
         made_files, more = tokenizer_files(model)

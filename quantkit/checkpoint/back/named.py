@@ -28,6 +28,9 @@ _FIRST = ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "
 _BIASES = ("attention_bias", "mlp_bias")
 _NO_GATING = {".expert_gating_func": ""}
 _QWEN_2_VL = Spelling("qwen2_vl", derived=(d.tower_of_two,))
+_EXAONE_TOWER = d.Tower(
+    {"depth": 1, "num_heads": 2, "num_key_value_heads": 2, "fullatt_block_indexes": [0]}, "out_hidden_size"
+)
 _GRANITE_SWA = Spelling("granite_swa", derived=(d.kinds_of_layers, d.rope_layers))
 _MAMBA = Spelling(
     "mamba",
@@ -72,7 +75,7 @@ NAMED: dict[str, Spelling] = {
     "Exaone4_5_ForConditionalGeneration": Spelling(
         "exaone4",
         otherwise={"sliding_window": None, "sliding_window_pattern": None, "mtp_share_layers": False},
-        derived=(d.layers_ahead, d.kinds_of_layers, d.no_layer_slides),
+        derived=(d.layers_ahead, d.kinds_of_layers, d.no_layer_slides, _EXAONE_TOWER),
         renamed=((r"^model\.", "model.language_model."),),
         inside="text_config",
         beside={"model_type": "exaone4_5"},
@@ -249,7 +252,10 @@ NAMED: dict[str, Spelling] = {
         note="BitNet's weights are written as they are computed with, and `quantkit convert` leaves them so; to "
         "transformers they are those of a plain model, whose activations are not rounded",
     ),
-    "PaddleOCRVLForConditionalGeneration": Spelling("paddleocr_vl"),
+    "PaddleOCRVLForConditionalGeneration": Spelling(
+        "paddleocr_vl",
+        derived=(d.Tower({"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}),),
+    ),
     # Of those that have norms of their own for attention and feed forward.
     "FalconForCausalLM": Spelling(
         "falcon",

@@ -156,15 +156,17 @@ def _config(tokens: _Tokens) -> Json:
     return config
 
 
-def _template(tokens: _Tokens, defaults: tuple[bool, bool]) -> Json | None:
+def _template(tokens: _Tokens, defaults: tuple[bool, bool], *, words: bool = False) -> Json | None:
     """Return what is put around texts: BOS and EOS, where the file, or else ``defaults``, say so.
 
-    They may be plain tokens, whose texts are nothing special within a text.
+    They may be plain tokens, whose texts are nothing special within a text. ``words``: of WordPiece, whose texts end
+    with a separator, and have both whatever the file says.
     """
     around = []
     for kind, default in zip(("bos", "eos"), defaults, strict=True):
-        flag = tokens.flag(f"add_{kind}_token")
-        around.append(tokens.text_of(kind) if (default if flag is None else flag) else None)
+        flag = True if words else tokens.flag(f"add_{kind}_token")
+        text = tokens.text_of("sep" if words and kind == "eos" else kind)
+        around.append(text if (default if flag is None else flag) else None)
     if not any(around):
         return None
 
@@ -307,7 +309,7 @@ def _words(tokens: _Tokens) -> tuple[Json, dict[str, bytes]]:
         tokens,
         normalizer={"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, **_normalized(tokens)},
         pre_tokenizer={"type": "BertPreTokenizer"},
-        post_processor=_template(tokens, (True, True)),
+        post_processor=_template(tokens, (True, True), words=True),
         decoder={"type": "WordPiece", "prefix": _CONTINUES, "cleanup": True},
         model={},
     )
