@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from quantkit.checkpoint.back.classes import of_architecture
 from quantkit.checkpoint.tensor_names import KINDS
 from quantkit.errors import RecipeError, ResourceError
 from quantkit.formats.gguf import Layout, TensorInfo, open_model
-from quantkit.formats.outputs import Output, check_apart, check_free, end_of_links, written
+from quantkit.formats.outputs import Output, check_apart, check_free, end_of_links, part_path, written
 from quantkit.formats.safetensors import layout_safetensors
+from quantkit.helpers import format_size
 from quantkit.pipeline.plan import Plan, PlannedShard
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, journal_path, run_plan
 from quantkit.pipeline.run import refusal as plan_refusal
@@ -55,7 +57,12 @@ class ExportPlan:
     folder: Path
     plan: Plan
     files: dict[str, bytes]
-    architecture: str
+    opened: Exported
+
+    @property
+    def architecture(self) -> str:
+        """The class of transformers."""
+        return self.opened.architecture
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -113,7 +120,7 @@ def plan_export(source: str | Path, folder: str | Path, options: ExportOptions |
             files[INDEX] = _index(groups, names)
         notes = tuple(opened.notes)
         plan = Plan(opened, opened.dtype, tuple(shards), tuple(tensors), notes, digest.hexdigest())
-        return ExportPlan(path, plan, files, opened.architecture)
+        return ExportPlan(path, plan, files, opened)
 
 
 def exported_classes() -> dict[str, list[str]]:
@@ -138,7 +145,9 @@ def _shard_name(no: int, count: int) -> str:
 
 
 def _planned(opened: Exported, t: TensorInfo, shard: int, offset: int) -> PlannedTensor:
-    reason = f"from {opened.origins[t.name]}"
+    parts = opened.origins[t.name]
+    names, types = (list(dict.fromkeys(each)) for each in ([p.name for p in parts], [p.dtype for p in parts]))
+    reason = f"from {' + '.join(names)} ({' + '.join(types)})" if parts else "from metadata"
     return PlannedTensor(t.name, t.shape, t.type, reason, None, (whole(t),), shard, offset, t.nbytes)
 
 
@@ -158,6 +167,7 @@ def run_export(planned: ExportPlan, *, max_ram: int | str = DEFAULT_MAX_RAM, **r
     folders = [path for path in _folders(planned) if _make_folder(path)]
     try:
         check_free_folder(planned, resume=run.get("resume", False), overwrite=run.get("overwrite", False))
+        _check_room(planned)
         with ExitStack() as stack:
             replaces = run.get("overwrite", False) or run.get("resume", False)
             for name in planned.files:
@@ -180,6 +190,15 @@ def _beside(planned: ExportPlan) -> Iterator[None]:
             part.write_bytes(planned.files[name])
 
 
+def _check_room(planned: ExportPlan) -> None:
+    """Refuse a disk on which the weights have room, and what comes last has not, unless a run has reserved its own."""
+    if any(part_path(shard.path).exists() for shard in planned.plan.shards):
+        return
+    need = planned.plan.nbytes + sum(map(len, planned.files.values()))
+    if need > (free := shutil.disk_usage(planned.folder).free):
+        raise ResourceError(f"{planned.folder}: {format_size(need)} are needed and {format_size(free)} are free")
+
+
 def _folders(planned: ExportPlan) -> list[Path]:
     """Return the directories in which files will lie, the outermost first."""
     inner = {(planned.folder / name).parent for name in planned.files} - {planned.folder}
@@ -194,8 +213,10 @@ def _make_folder(folder: Path) -> bool:
         if not folder.is_dir():
             raise ResourceError(f"{folder} is no directory; name one") from None
         return False
+    except FileNotFoundError:
+        raise ResourceError(f"{folder.parent}: no such directory; make it first") from None
     except OSError as e:
-        raise ResourceError(f"{folder}: {e.strerror or e}") from None
+        raise ResourceError(f"{folder} cannot be made: {e.strerror or e}") from None
     return True
 
 
@@ -222,7 +243,7 @@ def refusal(planned: ExportPlan, *, resume: bool = False, overwrite: bool = Fals
     """Return why a run would refuse, for a dry run; None if it would not."""
     if not planned.folder.exists():
         here = planned.folder.parent
-        return None if here.is_dir() else f"{here}: no such directory"
+        return None if here.is_dir() else f"{here}: no such directory; make it first"
     try:
         check_free_folder(planned, resume=resume, overwrite=overwrite)
     except ResourceError as e:

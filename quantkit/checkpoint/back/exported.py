@@ -48,6 +48,7 @@ from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceErr
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.ranges import U8
+from quantkit.formats.safetensors import StoredTensor
 from quantkit.types import TensorType
 
 #: What --outtype takes, by the dtype of transformers.
@@ -60,14 +61,14 @@ _RENAMED = ((r"e_score_correction\.bias$", "e_score_correction_bias"),)
 class Exported:
     """An open export: ``made`` says what each tensor is made of, ``files`` what lies beside the weights, as text.
 
-    ``origins``: the type of what a tensor was made of, for people.
+    ``origins``: of what tensors of the file each is made; of none if it is metadata there.
     """
 
     model: GGUFFile
     architecture: str
     dtype: str
     made: dict[str, Expression]
-    origins: dict[str, str]
+    origins: dict[str, tuple[StoredTensor, ...]]
     files: dict[str, bytes]
     notes: list[str] = field(default_factory=list)
 
@@ -156,9 +157,10 @@ def open_export(
         kept = _check_return(parts, row, tensors, Context(config, names), wanted)
     if options:
         notes.append(f"the file's fused tensors are apart here; to have them again convert with {' '.join(options)}")
-    made, origins = {}, {}
+    made: dict[str, Expression] = {}
+    origins: dict[str, tuple[StoredTensor, ...]] = {}
     for each, x in sorted(tensors.items()):
-        origins[each] = "+".join(dict.fromkeys(part.dtype for part in x.parts())) or "metadata"
+        origins[each] = tuple(dict.fromkeys(x.parts()))
         made[each] = _typed(x, wanted, kept)
     return Exported(model, name, dtype, made, origins, files, notes + more)
 
