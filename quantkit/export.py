@@ -222,6 +222,7 @@ def _make_folder(folder: Path) -> bool:
 
 def check_free_folder(planned: ExportPlan, *, resume: bool, overwrite: bool) -> None:
     """Refuse a directory in which files would be destroyed, or others would be taken for parts of the checkpoint."""
+    _check_writable(planned.folder)
     check_apart(planned.paths, planned.plan.source.paths)
     started = os.path.exists(journal_path(planned.plan.shards[0].path))
     for name in planned.files:
@@ -239,12 +240,21 @@ def check_free_folder(planned: ExportPlan, *, resume: bool, overwrite: bool) -> 
         raise ResourceError(f"{planned.folder / INDEX} exists; give another directory, or --overwrite to replace it")
 
 
+def _check_writable(folder: Path) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ResourceError(f"{folder}: nothing can be written there; name another directory")
+
+
 def refusal(planned: ExportPlan, *, resume: bool = False, overwrite: bool = False) -> str | None:
     """Return why a run would refuse, for a dry run; None if it would not."""
     if not planned.folder.exists():
         here = planned.folder.parent
-        return None if here.is_dir() else f"{here}: no such directory; make it first"
+        if not here.is_dir():
+            return f"{here}: no such directory; make it first"
     try:
+        _check_writable(planned.folder if planned.folder.exists() else planned.folder.parent)
+        if not planned.folder.exists():
+            return None
         check_free_folder(planned, resume=resume, overwrite=overwrite)
     except ResourceError as e:
         return e.message

@@ -42,8 +42,8 @@ _OTHER = ("nomic-bert-moe",)
 #: Originals that transformers does not load, for they are drawn with a part of a tower, without a head, or as remote
 #: code has them: what was exported of them is run alone.
 _ALONE = (
-    *("exaone4.5", "granite-moe-swa", "llama-model", "llava", "paddleocr", "qwen2-vl"),
-    "qwen3-omni-moe",
+    *("exaone4.5", "granite-moe-swa", "llama-model", "llava", "minimax-m3", "paddleocr", "qwen2-vl"),
+    *("qwen3-omni-moe", "step3p5"),
 )
 #: Checkpoint -> what the original's config.json would have to say to be what its file is: as llama.cpp computes it, or
 #: as its converter reads it.

@@ -59,8 +59,7 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
     **dict.fromkeys(
         ("bert-masked", "bert-masked-sparse"),
         {
-            **{ADD_BOS: (None, True), ADD_EOS: (None, True), "tokenizer.ggml.add_sep_token": (None, False)},
-            "tokenizer.ggml.normalizer.lowercase": (None, True),
+            **{ADD_BOS: (None, True), "tokenizer.ggml.normalizer.lowercase": (None, True)},
         },
     ),
 }
@@ -75,9 +74,9 @@ DROPPED = {"grove-moe": ".mlp.expert_bias"}
 FUSED = {"ernie4.5-fused", "exaone4.5", "qwen3-omni-moe"}
 #: Checkpoints whose names are not those that transformers gives them, and some without their last layers.
 OTHER_NAMES = {*FUSED, "bitnet", "gemma3-vl", "granite-moe-swa", "llama-model", "llava", "mistral3"}
-#: What names begin with in some, where transformers' class has nothing.
+#: What names begin with in some, and in the class of transformers do not, or the other way round.
 WRAPPED = {
-    **{"gemma3n": "language_model.", "neobert": "model."},
+    **{"gemma3n": "language_model.", "minimax-m3": "language_model.", "neobert": "model."},
     **dict.fromkeys(("bert-masked", "bert-masked-sparse", "jina-bert"), "bert."),
 }
 #: Tensors that have taken what config.json said: multipliers, products of two, rows of zeros for what is not used.
@@ -167,7 +166,7 @@ def stored_in(path: Path) -> dict[str, StoredTensor]:
 def differences(what: checkpoints.Description, a: dict[str, StoredTensor], b: dict[str, StoredTensor]) -> list[str]:
     """Return tensors of a checkpoint that were not exported, or are something else, and those it does not have."""
     a = {name: t for name, t in a.items() if not any(part in name for part in APART) or name in b}
-    a = {name.replace(WRAPPED.get(what.name, "\0"), ""): t for name, t in a.items()}
+    a, b = ({name.replace(WRAPPED.get(what.name, "\0"), ""): t for name, t in of.items()} for of in (a, b))
     if (ending := DROPPED.get(what.name)) is not None:
         a = {name: t for name, t in a.items() if not name.endswith(ending)}
     if what.name in LAST_LEFT_OUT:

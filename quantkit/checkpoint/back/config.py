@@ -100,7 +100,8 @@ def make_config(said: Said, name: str, row: Architecture, spelling: Spelling, dt
     config = {**spelling.otherwise, **config}
     for derive in spelling.derived:
         derive(said, config)
-    return {**token_ids(said.model), **config} | {"torch_dtype": dtype, "quantkit_version": __version__}
+    config = {**token_ids(said.model), **config} | {"torch_dtype": dtype, "quantkit_version": __version__}
+    return {key: value for key, value in config.items() if value is not None or key not in spelling.not_null}
 
 
 def token_ids(model: GGUFFile) -> Json:

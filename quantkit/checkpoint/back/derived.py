@@ -468,8 +468,13 @@ def sparse_attention(said: Said, config: Json) -> None:
         **{"block_size": "sparse_block_size", "local_blocks": "sparse_local_block"},
     }
     config["sparse_attention_config"] = {name: said.get(f".attention.indexer.{key}") for key, name in names.items()}
-    dense = said.number(".leading_dense_block_count")
-    config["moe_layer_freq"] = [int(i >= dense) for i in range(said.number(".block_count"))]
+    dense, layers = said.number(".leading_dense_block_count"), range(said.number(".block_count"))
+    sparse = [int(f"blk.{i}.indexer.q_proj.weight" in said.model.tensors) for i in layers]
+    config["sparse_attention_config"]["sparse_attention_freq"] = sparse
+    config["moe_layer_freq"] = [int(i >= dense) for i in layers]
+    shared = next((t for name, t in said.model.tensors.items() if name.endswith(".ffn_up_shexp.weight")), None)
+    if shared is not None:
+        config["shared_intermediate_size"] = shared.shape[1]
 
 
 def activations(said: Said) -> Iterable[Tensor]:

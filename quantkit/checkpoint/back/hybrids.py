@@ -369,6 +369,13 @@ _HY_V4 = Spelling(
 
 #: Class of transformers -> how it spells.
 HYBRIDS: dict[str, Spelling] = {
+    "Step3p7ForConditionalGeneration": replace(
+        _STEP,
+        derived=(*_STEP.derived, d.Tower({"layers": 1, "heads": 2, "width": 64, "image_size": 56, "patch_size": 14})),
+        not_null=("pad_token_id",),
+        inside="text_config",
+        beside={"model_type": "step3p7"},
+    ),
     "Step3p5ForCausalLM": _STEP,
     "MiniMaxM1ForCausalLM": _MINIMAX_M1,
     "NemotronHForCausalLM": _NEMOTRON_H,

@@ -24,6 +24,7 @@ _HYBRID_NAMES = (
 _GPT_2_NAMES = "transformer.wte transformer.wpe transformer.ln_f " + " ".join(
     f"transformer.h.*.{name}" for name in ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 )
+_PICTURE = {"image_size": 28, "patch_size": 14}
 _FIRST = ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", "input_layernorm")
 _BIASES = ("attention_bias", "mlp_bias")
 _NO_GATING = {".expert_gating_func": ""}
@@ -45,6 +46,25 @@ _MAMBA = Spelling(
         **{".ssm.time_step_rank": "time_step_rank", ".attention.layer_norm_rms_epsilon": "layer_norm_epsilon"},
     },
     derived=(d.only_mamba,),
+)
+
+_MINIMAX_M3 = Spelling(
+    "minimax_m3",
+    " ".join(
+        f"{_BLOCK}{name}"
+        for name in (
+            *(f"self_attn.index_{part}" for part in ("q_proj", "k_proj", "q_norm", "k_norm")),
+            *(f"block_sparse_moe.shared_experts.{w}_proj" for w in ("gate", "up", "down")),
+            *(f"block_sparse_moe.{each}" for each in ("gate", "e_score_correction")),
+            *(f"block_sparse_moe.experts.{w}" for w in ("w1", "w2", "w3")),
+        )
+    ),
+    keys={
+        **{".feed_forward_length": "dense_intermediate_size", ".leading_dense_block_count": ""},
+        ".expert_weights_norm": "",
+    },
+    otherwise={"use_gemma_norm": True, "use_qk_norm": True, "use_routing_bias": True, "qk_norm_type": "per_head"},
+    derived=(d.sparse_attention,),
 )
 
 #: Class of transformers -> how it spells.
@@ -215,24 +235,15 @@ NAMED: dict[str, Spelling] = {
         },
         renamed=((r"^(?!lm_head)", "transformer."),),
     ),
-    "MiniMaxM3SparseForCausalLM": Spelling(
-        "minimax_m3",
-        " ".join(
-            f"{_BLOCK}{name}"
-            for name in (
-                *(f"self_attn.index_{part}" for part in ("q_proj", "k_proj", "q_norm", "k_norm")),
-                *(f"block_sparse_moe.shared_experts.{w}_proj" for w in ("gate", "up", "down")),
-                *(f"block_sparse_moe.{each}" for each in ("gate", "e_score_correction")),
-                *(f"block_sparse_moe.experts.{w}" for w in ("w1", "w2", "w3")),
-            )
-        ),
-        keys={
-            **{".feed_forward_length": "dense_intermediate_size", ".leading_dense_block_count": ""},
-            ".expert_weights_norm": "",
-        },
-        otherwise={"use_gemma_norm": True, "use_qk_norm": True, "use_routing_bias": True, "qk_norm_type": "per_head"},
-        derived=(d.sparse_attention,),
+    "MiniMaxM3SparseForConditionalGeneration": replace(
+        _MINIMAX_M3,
+        model_type="minimax_m3_vl_text",
+        derived=(*_MINIMAX_M3.derived, d.Tower({"num_hidden_layers": 1, "num_attention_heads": 2, **_PICTURE})),
+        renamed=((r"^", "language_model."),),
+        inside="text_config",
+        beside={"model_type": "minimax_m3_vl"},
     ),
+    "MiniMaxM3SparseForCausalLM": _MINIMAX_M3,
     "ApertusForCausalLM": Spelling(
         "apertus",
         f"{_BLOCK}attention_layernorm {_BLOCK}feedforward_layernorm",
@@ -254,7 +265,7 @@ NAMED: dict[str, Spelling] = {
     ),
     "PaddleOCRVLForConditionalGeneration": Spelling(
         "paddleocr_vl",
-        derived=(d.Tower({"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}),),
+        derived=(d.Tower({"num_hidden_layers": 1, "num_attention_heads": 2, **_PICTURE}),),
     ),
     # Of those that have norms of their own for attention and feed forward.
     "FalconForCausalLM": Spelling(

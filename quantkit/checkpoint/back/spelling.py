@@ -39,6 +39,8 @@ class Spelling:
     otherwise: Json = field(default_factory=dict)
     #: Key -> its name in config.json, where it is none of the usual ones.
     keys: dict[str, str] = field(default_factory=dict)
+    #: Keys of config.json that the class does not take as null.
+    not_null: tuple[str, ...] = ()
     #: What config.json says beyond copies of keys.
     derived: tuple[Derive, ...] = ()
     #: Flags of config.json that say whether there are biases.
