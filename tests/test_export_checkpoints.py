@@ -31,11 +31,17 @@ from quantkit.formats.gguf import GGUFFile, TensorInfo, open_gguf
 from quantkit.formats.safetensors import StoredTensor, read_checkpoint
 from quantkit.kernels import dequantize
 
+#: Architectures that have no way back: nobody has written it.
+NOT_EXPORTED: set[str] = set()
 #: Checkpoint -> why what it becomes is refused.
 REFUSED = {
     "bert-classifier": "no file holds that",
 }
-NAMES = [name for name in checkpoints.NAMES if name not in REFUSED]
+NAMES = [
+    name
+    for name in checkpoints.NAMES
+    if ROWS[checkpoints.describe(name).config["architectures"][0]].arch not in NOT_EXPORTED and name not in REFUSED
+]
 #: Checkpoints whose pre-tokenizer no tokenizer.json can say: their own files are taken.
 OWN_TOKENIZER = {"modernbert-classifier", "modernbert-classifier-sparse"}
 ADD_BOS, ADD_EOS = "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token"
@@ -198,8 +204,8 @@ def test_what_files_do_not_hold_is_refused(name: str, folder: Path) -> None:
         plan_export(folder / "a.gguf", folder / "back")
 
 
-def test_every_architecture_is_exported() -> None:
-    assert [row.arch for row in ROWS.values() if not of_architecture(row.arch)] == []
+def test_every_row_is_exported_but_those() -> None:
+    assert {row.arch for row in ROWS.values() if not of_architecture(row.arch)} == NOT_EXPORTED
     assert SPELLINGS.keys() <= ROWS.keys()
 
 
