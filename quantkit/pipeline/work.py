@@ -11,7 +11,6 @@ import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,11 +18,12 @@ import numpy.typing as npt
 
 from quantkit.errors import FormatError, QuantkitError, ResourceError
 from quantkit.formats.gguf import TensorInfo
-from quantkit.formats.ranges import U8, Buffers, copy_range, write_range
+from quantkit.formats.ranges import U8, Buffers
 from quantkit.kernels.interleave import base_of, is_woven, repacks
 from quantkit.kernels.tensor_scale import TAIL, TENSOR_SCALED, decoded_as, with_row_scales
 from quantkit.pipeline.importance import Found
 from quantkit.pipeline.source import Source
+from quantkit.pipeline.target import Target
 from quantkit.types import TensorType
 
 F32 = npt.NDArray[np.float32]
@@ -247,8 +247,8 @@ def job_values(tensors: list[PlannedTensor], threads: int, max_ram: int) -> int:
 class Worker:
     """Runs jobs one after another, with its own buffers."""
 
-    def __init__(self, source: Source, targets: tuple[Path, ...], *, measure: bool, ahead: int) -> None:
-        self.source, self.targets, self.measure, self.ahead = source, targets, measure, ahead
+    def __init__(self, source: Source, target: Target, *, measure: bool, ahead: int) -> None:
+        self.source, self.target, self.measure, self.ahead = source, target, measure, ahead
         self._buffers = Buffers()
         self._kernel_copies = True
         self._weights: tuple[tuple[int, int], F32] = ((-1, 0), np.zeros((0, 0), np.float32))
@@ -279,14 +279,15 @@ class Worker:
 
     def _write(self, job: Job, tensor: PlannedTensor, part: RowSlice, data: U8, copied: bool) -> None:
         """Put the bytes where they go; those that are taken over need not pass through this process a second time."""
-        path = self.targets[tensor.shard]
         place = self.source.place(part.source) if copied and self._kernel_copies else None
         if place is not None:
             file, begin = place
-            self._kernel_copies = copy_range(file, path, begin + job.source_offset, job.target_offset, data.size)
+            self._kernel_copies = self.target.copy(
+                tensor.shard, file, begin + job.source_offset, job.target_offset, data.size
+            )
             if self._kernel_copies:
                 return
-        write_range(path, data, job.target_offset)
+        self.target.write(tensor.shard, data, job.target_offset)
 
     def _encode(self, job: Job, tensor: PlannedTensor, part: RowSlice, source: U8, target: U8) -> ErrorSums:
         from quantkit.kernels.cpu.encode import encoder
