@@ -1,7 +1,8 @@
-"""More of the table of checkpoints: classes that quantkit converts and does not run (quantkit/checkpoint/named.py).
+"""More of the table of checkpoints: the classes of quantkit/checkpoint/named.py.
 
-Their models are narrow, for bytes are all that is compared. Those of ``written`` are of classes that neither version of
-transformers has: config.json has what the converter reads, names and shapes are those that its name map knows.
+Their models are narrow: bytes are what is compared, and logits where the engine runs them (``runs``). Those of
+``written`` are of classes that neither version of transformers has: config.json has what the converter reads, names and
+shapes are those that its name map knows.
 """
 
 from __future__ import annotations
@@ -45,6 +46,45 @@ def of(prefix: str, names: str) -> dict[str, list[int]]:
         name = name[:-1] if name.endswith("!") else f"{name}.weight"
         tensors[prefix + name] = [int(n) for n in shape.split("x")]
     return tensors
+
+
+def gemma3n(
+    name: str, n: int, head: int, width: int, rank: int, kinds: list[str], sparsity: list[float], **more: Any
+) -> Row:
+    """Return a row of n layers, with short rows of ``width`` for each and a way around attention of ``rank``.
+
+    It is written: transformers 4.57.6 saves per_layer_model_projection under a name that it does not read.
+    """
+    attention = (
+        f" self_attn.q_proj:{4 * head}x64 self_attn.k_proj:{2 * head}x64 self_attn.v_proj:{2 * head}x64"
+        f" self_attn.o_proj:64x{4 * head} self_attn.q_norm:{head} self_attn.k_norm:{head}"
+    )
+    config = {
+        "head_dim": head, "model_type": "gemma3n_text", "hidden_size_per_layer_input": width, "num_kv_shared_layers": 2,
+        "laurel_rank": rank, "num_hidden_layers": n, "layer_types": kinds, "sliding_window": 8,
+        "activation_sparsity_pattern": sparsity, "vocab_size_per_layer_input": 632, "intermediate_size": [128] * n,
+        "rope_theta": 1e6, "rope_local_base_freq": 1e4, "altup_active_idx": 0, "altup_num_inputs": 4,
+        "final_logit_softcapping": 30.0, "max_position_embeddings": 4096, "rope_scaling": None,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    outside = of(
+        "model.language_model.",
+        "altup_projections.{0-2}:64x64 altup_unembed_projections.{0-2}:64x64 norm:64 embed_tokens:640x64"
+        f" embed_tokens_per_layer:632x{n * width} per_layer_model_projection:{n * width}x64"
+        f" per_layer_projection_norm:{width}",
+    )
+    layers = of(
+        f"model.language_model.layers.{{0-{n - 1}}}.",
+        _NORMS
+        + attention
+        + _DENSE
+        + " altup.correct_output_scale!:64 altup.correction_coefs:4x4 altup.modality_router:4x64"
+        f" altup.prediction_coefs:16x4 altup.router_norm:64 laurel.linear_left:{rank}x64 laurel.linear_right:64x{rank}"
+        f" laurel.post_laurel_norm:64 per_layer_input_gate:{width}x64 per_layer_projection:64x{width}"
+        " post_feedforward_layernorm:64 post_per_layer_input_norm:64 pre_feedforward_layernorm:64",
+    )
+    vocab = spm("GemmaTokenizer", ("<pad>", "<eos>", "<bos>", "<unk>"))
+    return written(name, "Gemma3nForCausalLM", config, outside | layers, vocab=vocab, **more)
 
 
 _OUTSIDE = "embed_tokens:640x64 norm:64"
@@ -257,7 +297,7 @@ NAMED = (
         "model_type": "qwen2_vl", "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]},
         "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}, "use_sliding_window": False},
         decoder({"0-2": _NORMS + _ATTENTION + _DENSE + " self_attn.q_proj.bias!:64 self_attn.k_proj.bias!:32"
-                 " self_attn.v_proj.bias!:32"}) | of("visual.", "merger.mlp.0:64x128 merger.ln_q:32")),
+                 " self_attn.v_proj.bias!:32"}) | of("visual.", "merger.mlp.0:64x128 merger.ln_q:32"), runs=4),
     written("qwen3-omni-moe", "Qwen3OmniMoeForConditionalGeneration", {
         "model_type": "qwen3_omni_moe", "thinker_config": {"model_type": "qwen3_omni_moe_thinker", "text_config":
             _SIZES | _LLAMA | _MIXTURE | _HEAD | {"model_type": "qwen3_omni_moe_text", "num_experts": 4,
@@ -281,19 +321,19 @@ NAMED = (
     named("mellum", "MellumForCausalLM", _HEAD | {
         "moe_intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
     written("maincoder", "MaincoderForCausalLM", _HEAD | {"model_type": "maincoder"},
-            decoder({"0-2": _NORMS + _ATTENTION + _HEAD_NORMS + _DENSE})),
+            decoder({"0-2": _NORMS + _ATTENTION + _HEAD_NORMS + _DENSE}), runs=4),
     written("pangu", "PanguEmbeddedForCausalLM", {"model_type": "PanguEmbedded", "tie_word_embeddings": True},
-            decoder({"0-2": _NORMS + _ATTENTION + _DENSE}), vocab=spm(config={"add_prefix_space": False})),
+            decoder({"0-2": _NORMS + _ATTENTION + _DENSE}), vocab=spm(config={"add_prefix_space": False}), runs=4),
     named("glm", "GlmForCausalLM", {"head_dim": 16, "partial_rotary_factor": 0.5, "pad_token_id": 576}, version=4,
-          vocab=bpe("chatglm-bpe", "<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", pad="<|endoftext|>")),
+          runs=4, vocab=bpe("chatglm-bpe", "<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", pad="<|endoftext|>")),
     named("lfm2", "Lfm2ForCausalLM", {"num_hidden_layers": 4, "full_attn_idxs": [2], "block_multiple_of": 32},
           version=4),
     named("lfm2-moe", "Lfm2MoeForCausalLM", _MIXTURE | {
         "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], "num_experts": 4,
         "num_dense_layers": 1}),
-    named("apertus", "ApertusForCausalLM", {}, version=4),
-    named("nemotron", "NemotronForCausalLM", {"head_dim": 16}, version=4, vocab=spm()),
-    named("jais2", "Jais2ForCausalLM", _HEAD),
+    named("apertus", "ApertusForCausalLM", {}, version=4, runs=4),
+    named("nemotron", "NemotronForCausalLM", {"head_dim": 16}, version=4, runs=4, vocab=spm()),
+    named("jais2", "Jais2ForCausalLM", _HEAD, runs=5),
     written("kimi-k3", "KimiK3ForConditionalGeneration", {
         "model_type": "kimi_k3", "text_config": _SIZES | _LLAMA | _LATENT | {
             "model_type": "kimi_linear", "head_dim": 24, "num_experts": 4, "num_experts_per_token": 2,
@@ -353,7 +393,7 @@ NAMED = (
             {name.removeprefix("model."): shape for name, shape in decoder(
                 {"0-2": _NORMS + _ATTENTION + _DENSE}, head=False).items()}),
     written("nanbeige", "NanbeigeForCausalLM", {"model_type": "nanbeige", "num_loops": 2},
-            decoder({"0-2": _NORMS + _ATTENTION + _DENSE})),
+            decoder({"0-2": _NORMS + _ATTENTION + _DENSE}), runs=4),
     written("rnd1", "RND1", _MIXTURE | _HEAD | {"model_type": "rnd1", "num_experts": 4, "mask_token_id": 12},
             decoder({"0-2": _NORMS + _ATTENTION + _HEAD_NORMS + _EXPERTS})),
     written("llada-moe", "LLaDAMoEModelLM", {
@@ -379,29 +419,30 @@ NAMED = (
         | of("mtp.layers.0.", _AFTER + _ATTENTION + _HEAD_NORMS + _DENSE) | _MTP | of("model.visual.", "norm:64")),
     written("paddleocr", "PaddleOCRVLForConditionalGeneration", _HEAD | {
         "model_type": "paddleocr_vl", "rope_scaling": {"type": "default", "mrope_section": [4, 2, 2]}},
-        decoder({"0-2": _NORMS + _ATTENTION + _DENSE}) | of("visual.vision_model.", "norm:64"), vocab=spm()),
-    named("gpt2", "GPT2LMHeadModel", {}, version=4, config={"n_ctx": 1024}, copies=(),
+        decoder({"0-2": _NORMS + _ATTENTION + _DENSE}) | of("visual.vision_model.", "norm:64"), vocab=spm(),
+        runs=5),
+    named("gpt2", "GPT2LMHeadModel", {}, version=4, runs=4, config={"n_ctx": 1024}, copies=(),
           vocab=bpe("gpt-2", "<|endoftext|>", bos="<|endoftext|>"),
           drop=("n_inner",)),
-    named("gptneox", "GPTNeoXForCausalLM", {"rotary_pct": 0.5}, version=4),
-    named("bloom", "BloomForCausalLM", {}, version=4),
+    named("gptneox", "GPTNeoXForCausalLM", {"rotary_pct": 0.5}, version=4, runs=4),
+    named("bloom", "BloomForCausalLM", {}, version=4, runs=4),
     named("falcon", "FalconForCausalLM", {"multi_query": False, "new_decoder_architecture": True, "num_kv_heads": 2},
-          version=4),
+          version=4, runs=4),
     written("orion", "OrionForCausalLM", {"model_type": "orion"}, decoder({
         "0-2": _NORMS + _ATTENTION + _DENSE + " input_layernorm.bias!:64 post_attention_layernorm.bias!:64"})
-        | of("model.", "norm.bias!:64"), vocab=spm()),
+        | of("model.", "norm.bias!:64"), vocab=spm(), runs=4),
     written("codeshell", "CodeShellForCausalLM", {
         "model_type": "codeshell", "n_positions": 4096, "n_embd": 64, "n_layer": 3, "n_head": 4, "num_query_groups": 2,
         "layer_norm_epsilon": 1e-5},
         of("transformer.", "wte:640x64 ln_f:64 ln_f.bias!:64") | of("", _HEADS) | of(
             "transformer.h.{0-2}.", "ln_1:64 ln_1.bias!:64 ln_2:64 ln_2.bias!:64 attn.c_attn:128x64"
             " attn.c_attn.bias!:128 attn.c_proj:64x64 attn.c_proj.bias!:64 mlp.c_fc:256x64 mlp.c_fc.bias!:256"
-            " mlp.c_proj:64x256 mlp.c_proj.bias!:64")),
+            " mlp.c_proj:64x256 mlp.c_proj.bias!:64"), runs=4),
     written("minicpm", "MiniCPMForCausalLM", {
         "model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 32, "rope_scaling": {
             "type": "longrope", "long_factor": [1.0 + i for i in range(8)], "short_factor": [1.0] * 8,
             "original_max_position_embeddings": 4096}},
-        decoder({"0-2": _NORMS + _ATTENTION + _DENSE}), vocab=spm()),
+        decoder({"0-2": _NORMS + _ATTENTION + _DENSE}), vocab=spm(), runs=4),
     written("minicpm3", "MiniCPM3ForCausalLM", _LATENT | {
         "model_type": "minicpm3", "rope_scaling": {"type": "longrope", "long_factor": [1.0 + i for i in range(8)],
             "short_factor": [1.0] * 8, "original_max_position_embeddings": 4096}},
@@ -415,22 +456,10 @@ NAMED = (
     named("jamba", "JambaForCausalLM", {
         "num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 4, "mamba_d_state": 16,
         "use_mamba_kernels": False}, version=4, vocab=spm(), f32=("A_log",)),
-    # transformers 4.57.6 saves per_layer_model_projection under a name that it does not read.
-    written("gemma3n", "Gemma3nForCausalLM", _HEAD | {
-        "model_type": "gemma3n_text", "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2, "laurel_rank": 32,
-        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8,
-        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0], "vocab_size_per_layer_input": 632,
-        "intermediate_size": [128] * 4, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "altup_active_idx": 0,
-        "altup_num_inputs": 4, "final_logit_softcapping": 30.0, "max_position_embeddings": 4096, "rope_scaling": None},
-        of("model.language_model.", "altup_projections.{0-2}:64x64 altup_unembed_projections.{0-2}:64x64 norm:64"
-           " embed_tokens:640x64 embed_tokens_per_layer:632x128 per_layer_model_projection:128x64"
-           " per_layer_projection_norm:32")
-        | of("model.language_model.layers.{0-3}.", _NORMS + _ATTENTION + _HEAD_NORMS + _DENSE
-             + " altup.correct_output_scale!:64 altup.correction_coefs:4x4 altup.modality_router:4x64"
-             " altup.prediction_coefs:16x4 altup.router_norm:64 laurel.linear_left:32x64 laurel.linear_right:64x32"
-             " laurel.post_laurel_norm:64 per_layer_input_gate:32x64 per_layer_projection:64x32"
-             " post_feedforward_layernorm:64 post_per_layer_input_norm:64 pre_feedforward_layernorm:64"),
-        vocab=spm("GemmaTokenizer", ("<pad>", "<eos>", "<bos>", "<unk>"))),
+    gemma3n("gemma3n", 4, 16, 32, 32, ["sliding_attention", "full_attention"] * 2, [0.95, 0.95, 0.0, 0.0]),
+    # What llama.cpp has as constants: ten layers with sparse gates, twenty with caches of their own, these two widths.
+    gemma3n("gemma3n-deep", 22, 8, 256, 64, (["sliding_attention"] * 4 + ["full_attention"]) * 4
+            + ["sliding_attention", "full_attention"], [0.95] * 10 + [0.0] * 12, runs=4),
     written("minimax-m1", "MiniMaxM1ForCausalLM", _HEAD | {
         "model_type": "minimax_m1", "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
         "rotary_dim": 8, "attn_type_list": [0, 0, 1], "layernorm_full_attention_alpha": 3.5565588200778455,

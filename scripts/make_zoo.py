@@ -13,7 +13,7 @@ import argparse
 import io
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,10 @@ E, FF, HEAD, N_HEAD, N_KV, VOCAB, N_CTX = 256, 512, 64, 4, 2, 128, 512
 
 
 def usual(n_layer: int, eps: str = "layer_norm_rms_epsilon", **more: Any) -> dict[str, Any]:
-    """Return the fields that every model has, and more; ``__`` in a name is a point."""
+    """Return the fields that every model has, and more; ``__`` in a name is a point.
+
+    Names are given without the architecture's; one that begins with a point stands alone.
+    """
     fields: dict[str, Any] = {
         "block_count": n_layer,
         "context_length": N_CTX,
@@ -63,6 +66,13 @@ def attention(
     if head_norms:
         made |= {f"blk.{layer}.{name}.weight": (head,) for name in ("attn_q_norm", "attn_k_norm")}
     return made | ({f"blk.{layer}.{name}.bias": shape[1:] for name, shape in shapes.items()} if bias else {})
+
+
+def fused(layer: int, n_kv: int, bias: Sequence[str] = ("attn_qkv", "attn_output")) -> Shapes:
+    """Attention with q, k and v in one matrix; bias: which have one."""
+    shapes = {"attn_qkv": (E, E + 2 * HEAD * n_kv), "attn_output": (E, E)}
+    made: Shapes = {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+    return made | {f"blk.{layer}.{name}.bias": shapes[name][1:] for name in bias}
 
 
 def dense(layer: int, *, gate: bool = True, bias: bool = False, width: int = FF) -> Shapes:
@@ -98,20 +108,126 @@ def command_r() -> tuple[dict[str, Any], Shapes]:
     return fields, ends(output=False) | layers(3, lambda i: norms(i, "attn_norm"), attention, dense)
 
 
-def starcoder() -> tuple[dict[str, Any], Shapes]:
-    def fused(layer: int) -> Shapes:
-        shapes = {"attn_qkv": (E, E + 2 * HEAD), "attn_output": (E, E)}
-        return {f"blk.{layer}.{n}.weight": s for n, s in shapes.items()} | {
-            f"blk.{layer}.{n}.bias": s[1:] for n, s in shapes.items()
-        }
-
-    fields = usual(3, "layer_norm_epsilon") | {"attention.head_count_kv": 1}
+def starcoder(n_kv: int = 1, **more: Any) -> tuple[dict[str, Any], Shapes]:
+    """Layers as GPT 2 has them: norms with biases, q, k and v in one matrix, no gate."""
+    fields = usual(3, "layer_norm_epsilon", **more) | {"attention.head_count_kv": n_kv}
     return fields, ends(output=False, bias=True) | {"position_embd.weight": (E, N_CTX)} | layers(
         3,
         lambda i: norms(i, "attn_norm", "ffn_norm", bias=True),
-        fused,
+        lambda i: fused(i, n_kv),
         lambda i: dense(i, gate=False, bias=True),
     )
+
+
+def gptneox(parallel: bool = True) -> tuple[dict[str, Any], Shapes]:
+    fields, shapes = starcoder(N_HEAD, rope__dimension_count=HEAD // 2, use_parallel_residual=parallel)
+    del shapes["position_embd.weight"]
+    return fields, shapes | {"output.weight": (E, VOCAB)}
+
+
+def bloom() -> tuple[dict[str, Any], Shapes]:
+    fields, shapes = starcoder(N_HEAD)
+    del shapes["position_embd.weight"]
+    return fields, shapes | {"token_embd_norm.weight": (E,), "token_embd_norm.bias": (E,)}
+
+
+def codeshell() -> tuple[dict[str, Any], Shapes]:
+    fields, shapes = starcoder(N_KV)
+    del shapes["position_embd.weight"]
+    return fields, shapes | {"output.weight": (E, VOCAB)}
+
+
+def falcon(n_kv: int, *of_layer: str) -> tuple[dict[str, Any], Shapes]:
+    """of_layer: norms; large ones have two, attention's input is normed apart from the feed-forward layer's."""
+    fields = usual(3, "layer_norm_epsilon") | {"attention.head_count_kv": n_kv}
+    return fields, ends(output=False, bias=True) | layers(
+        3,
+        lambda i: norms(i, *of_layer, bias=True),
+        lambda i: fused(i, n_kv, bias=()),
+        lambda i: dense(i, gate=False),
+    )
+
+
+def chatglm() -> tuple[dict[str, Any], Shapes]:
+    def pair(layer: int) -> Shapes:
+        return {f"blk.{layer}.ffn_up.weight": (E, 2 * FF), f"blk.{layer}.ffn_down.weight": (FF, E)}
+
+    return usual(3, rope__dimension_count=HEAD // 2), ends() | layers(
+        3, lambda i: norms(i, "attn_norm", "ffn_norm"), lambda i: fused(i, N_KV, bias=("attn_qkv",)), pair
+    )
+
+
+def llama(bias: bool = False, head_norms: bool = False, **more: Any) -> tuple[dict[str, Any], Shapes]:
+    """Layers as Llama has them; bias: of attention."""
+    return usual(3, **more), ends() | layers(
+        3,
+        lambda i: norms(i, "attn_norm", "ffn_norm"),
+        lambda i: attention(i, bias=bias, head_norms=head_norms),
+        dense,
+    )
+
+
+def exaone() -> tuple[dict[str, Any], Shapes]:
+    fields, shapes = llama(rope__dimension_count=HEAD)
+    return fields, shapes | {"rope_freqs.weight": (HEAD // 2,)}
+
+
+def layer_normed(gate: bool, bias: bool, **more: Any) -> tuple[dict[str, Any], Shapes]:
+    """Layers as Llama has them, but for norms with biases; bias: of the others."""
+    return usual(3, "layer_norm_epsilon", **more), ends(bias=True) | layers(
+        3,
+        lambda i: norms(i, "attn_norm", "ffn_norm", bias=True),
+        lambda i: attention(i, bias=bias),
+        lambda i: dense(i, gate=gate, bias=bias),
+    )
+
+
+def minicpm() -> tuple[dict[str, Any], Shapes]:
+    scaling: dict[str, Any] = {"rope.scaling.type": "longrope", "rope.scaling.attn_factor": 1.25}
+    fields, shapes = llama(embedding_scale=9.0, residual_scale=0.7, logit_scale=4.0, **scaling)
+    return fields, shapes | {f"rope_factors_{which}.weight": (HEAD // 2,) for which in ("long", "short")}
+
+
+def qwen2vl() -> tuple[dict[str, Any], Shapes]:
+    more: dict[str, Any] = {"rope.dimension_sections": [8, 10, 8, 6]}
+    fields, shapes = llama(bias=True, rope__freq_base=1e6, **more)
+    return fields, {name: shape for name, shape in shapes.items() if not name.endswith("attn_output.bias")}
+
+
+def bitnet() -> tuple[dict[str, Any], Shapes]:
+    """Norms before the second matrix of each part; scales, as packed weights have them."""
+    fields, shapes = llama()
+    del shapes["output.weight"]
+    for i in range(3):
+        shapes |= {f"blk.{i}.attn_sub_norm.weight": (E,), f"blk.{i}.ffn_sub_norm.weight": (FF,)}
+    matrices = [name for name, shape in shapes.items() if name.startswith("blk.") and len(shape) == 2]
+    return fields, shapes | {name.replace(".weight", ".scale"): (1,) for name in matrices}
+
+
+def apertus() -> tuple[dict[str, Any], Shapes]:
+    fields, shapes = llama(head_norms=True)
+    fields |= {
+        ".xielu.alpha_n": [0.3, -1.2, 2.0],
+        ".xielu.alpha_p": [0.8, 0.1, -0.5],
+        ".xielu.beta": [0.5, 0.25, 0.75],
+        ".xielu.eps": [-1e-6, -0.125, -1e-6],
+    }
+    gone = {f"blk.{i}.ffn_gate.weight" for i in range(3)}
+    return fields, {k: v for k, v in shapes.items() if k not in gone} | {"rope_freqs.weight": (HEAD // 2,)}
+
+
+def spark() -> tuple[dict[str, Any], Shapes]:
+    """Windowed layers rotate whole heads, by a base of their own; a gate a head."""
+    more: dict[str, Any] = {
+        "attention.sliding_window": 32,
+        "attention.sliding_window_pattern": [True, True, False],
+        "rope.freq_base": 1e6,
+        "rope.freq_base_swa": 1e4,
+        "rope.dimension_count": HEAD // 2,
+        "rope.dimension_count_swa": HEAD,
+    }
+    fields, shapes = llama(**more)
+    return fields, shapes | {f"blk.{i}.attn_gate.weight": (E, N_HEAD) for i in range(3)}
 
 
 def phi2() -> tuple[dict[str, Any], Shapes]:
@@ -198,15 +314,60 @@ def gemma4_moe() -> tuple[dict[str, Any], Shapes]:
     }
 
 
+def gemma3n(n: int = 6) -> tuple[dict[str, Any], Shapes]:
+    """Sizes are those that llama.cpp has as constants; layers from the 21st on would share caches."""
+    e, ff, head, streams, rank, width = 128, 256, 32, 4, 64, 256
+    windowed = [i % 5 < 4 for i in range(n - 1)] + [False]
+    fields = usual(n) | {"embedding_length": e, "feed_forward_length": ff, "rope.freq_base": 1e6}
+    fields |= {"attention.key_length": head, "attention.value_length": head, "attention.sliding_window": 32}
+    fields |= {"attention.sliding_window_pattern": windowed, "embedding_length_per_layer_input": width}
+    shapes: Shapes = {"token_embd.weight": (e, VOCAB), "output_norm.weight": (e,)}
+    shapes |= {f"altup_{name}.weight": (e, e, streams - 1) for name in ("proj", "unembd_proj")}
+    shapes |= {"per_layer_token_embd.weight": (n * width, VOCAB), "per_layer_model_proj.weight": (e, n * width)}
+    shapes |= {"per_layer_proj_norm.weight": (width,)}
+    q, kv = N_HEAD * head, N_KV * head
+    of_layer: Shapes = {
+        **{f"{name}_norm": (e,) for name in ("attn", "post_attention", "ffn", "post_ffw", "post", "laurel_post")},
+        **{"attn_q": (e, q), "attn_k": (e, kv), "attn_v": (e, kv), "attn_output": (q, e), "laurel_l": (e, rank)},
+        **{"attn_q_norm": (head,), "attn_k_norm": (head,), "laurel_r": (rank, e), "altup_router_norm": (e,)},
+        **{"ffn_up": (e, ff), "ffn_gate": (e, ff), "ffn_down": (ff, e), "inp_gate": (e, width), "proj": (width, e)},
+        **{"altup_router": (e, streams), "altup_correct_scale": (e,), "altup_correct_coef": (streams, streams)},
+        **{"altup_predict_coef": (streams, streams * streams)},
+    }
+    return fields, shapes | {f"blk.{i}.{name}.weight": shape for i in range(n) for name, shape in of_layer.items()}
+
+
 MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
+    "apertus-dense": apertus,
     "arcee-dense": arcee,
+    "bitnet-dense": bitnet,
+    "bloom-dense": bloom,
+    "chatglm-dense": chatglm,
+    "codeshell-dense": codeshell,
     "command-r-dense": command_r,
+    "exaone-dense": exaone,
+    "falcon-dense": lambda: falcon(N_KV, "attn_norm", "attn_norm_2"),
+    "falcon-small": lambda: falcon(1, "attn_norm"),
     "gemma-dense": gemma,
+    "gemma3n-dense": gemma3n,
     "gemma4-dense": gemma4,
     "gemma4-moe": gemma4_moe,
+    "gpt2-dense": lambda: starcoder(N_HEAD),
+    "gptneox-dense": gptneox,
+    "gptneox-sequential": lambda: gptneox(parallel=False),
+    "jais2-dense": lambda: layer_normed(gate=False, bias=True),
+    "maincoder-dense": lambda: llama(head_norms=True),
+    "minicpm-dense": minicpm,
+    "nanbeige-looped": lambda: llama(num_loops=2),
+    "nemotron-dense": lambda: layer_normed(gate=False, bias=False, rope__dimension_count=HEAD // 2),
     "olmo-dense": olmo,
+    "orion-dense": lambda: layer_normed(gate=True, bias=False),
+    "paddleocr-dense": lambda: llama(rope__dimension_sections=[8, 10, 8, 6]),
+    "pangu-embedded-dense": lambda: llama(bias=True),
     "phi2-dense": phi2,
+    "qwen2vl-dense": qwen2vl,
     "qwen3vl-dense": qwen3vl,
+    "spark2_5-dense": spark,
     "starcoder-dense": starcoder,
 }
 
@@ -216,7 +377,8 @@ def write_header(name: str) -> None:
     arch = name.rpartition("-")[0]
     fields, shapes = MODELS[name]()
     listed = [Field.of("general.architecture", arch), Field.of("tokenizer.ggml.model", "no_vocab")]
-    listed += [Field.of(f"{arch}.{key}", value) for key, value in fields.items()]
+    for key, value in fields.items():
+        listed.append(Field.of(key[1:] if key.startswith(".") else f"{arch}.{key}", value))
     tensors = [(key, shape, BY_NAME["F32"], bytes(4 * int(np.prod(shape)))) for key, shape in shapes.items()]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.gguf")
@@ -230,17 +392,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all that are described here")
     parser.add_argument("--lib", type=Path, required=True, help="where libllama.so of llama.cpp b11434 is")
+    parser.add_argument("--into", default="logits.npz", metavar="FILE", help="in tests/data/zoo (default: logits.npz)")
     options = parser.parse_args()
     with np.load(ZOO / "logits.npz") as npz:
-        known = dict(npz)
+        tokens = npz["tokens"]
+    target = ZOO / options.into
+    known: dict[str, Any] = {}
+    if target.exists():
+        with np.load(target) as npz:
+            known |= npz
     for name in options.names or MODELS:
         write_header(name)
         with tempfile.TemporaryDirectory() as folder:
             model = write_zoo(name, Path(folder, "model.gguf"), SEED)
-            known[name] = Libllama(options.lib).logits(model, known["tokens"])
+            known[name] = Libllama(options.lib).logits(model, tokens)
     made = io.BytesIO()
     np.savez_compressed(made, **dict(sorted(known.items())))
-    (ZOO / "logits.npz").write_bytes(made.getvalue())
+    target.write_bytes(made.getvalue())
 
 
 if __name__ == "__main__":

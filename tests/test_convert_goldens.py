@@ -28,13 +28,18 @@ from quantkit.model.placement import Placement
 
 DATA = Path(__file__).parent / "data"
 EXPECTED: dict[str, Any] = json.loads((DATA / "convert-sha256.json").read_text())
-LOGITS = np.load(DATA / "convert-logits.npz")
+LOGITS: dict[str, Any] = {}
+for _path in sorted(DATA.glob("convert-logits*.npz")):
+    LOGITS |= np.load(_path)
 BOUND = 1e-5
 #: Converted, but not run by the engine yet: their logits wait for it.
 NOT_RUN: set[str] = set()
 #: llama.cpp does not load what its converter makes of these, and says so.
 REFUSED = {
     "command-r": "wrong number of tensors",  # norms of q and k, in fewer than 64 layers
+    "gpt2": "wrong shape",  # n_positions and n_ctx differ
+    "exaone": "layer_norm_rms_epsilon",  # config.json says layer_norm_epsilon, and so does the file
+    "pangu": "attn_output.bias",  # there is none
     "deepseek-v2": "q_lora_rank",  # it has none, and is no DeepSeek 2 Lite by its layers
     "olmoe": "wrong shape",  # fewer heads of keys than of queries
     "qwen3.5": "n_expert_used_max",  # no experts
@@ -43,6 +48,8 @@ REFUSED = {
 #: are normed by groups, and the converter permutes whole heads where only a part of them rotates. With one norm and
 #: rows as they are stored, the logits agree to 5e-12.
 UNLIKE = {"bamba"}
+#: llama.cpp differs by 1e-7 from itself, with another batch: 22 layers that keep no sum of what came before.
+NEAR = {"gemma3n-deep": 1e-6}
 SPLITS = {
     "bf16 by size": {"split_max_size": "2M"},
     "bf16 by tensors": {"split_max_tensors": 10},
@@ -139,7 +146,7 @@ def test_the_logits_are_those_of_llama_cpp(name: str, drawn: Path, tmp_path: Pat
             Libllama(llama_bin).logits(path, tokens)
         return
     with load(path, n_ctx=512, kv_type="f32") as model:
-        assert nmse(model.forward(tokens), Libllama(llama_bin).logits(path, tokens)) <= 1e-8
+        assert nmse(model.forward(tokens), Libllama(llama_bin).logits(path, tokens)) <= NEAR.get(name, 1e-8)
 
 
 def last_logits(path: Path) -> Any:

@@ -66,6 +66,21 @@ def test_softplus(shape, threads):
 
 
 @threads
+@shapes
+@pytest.mark.parametrize("eps", [-1e-6, -0.5])
+def test_xielu(shape, threads, eps):
+    x = values(*shape)
+    x.flat[0] = -1e-4  # where e^x - 1 - x cancels
+    given = {"alpha_n": 0.75, "alpha_p": 1.25, "beta": 0.5, "eps": eps}
+    out = run_operation(
+        elementwise.xielu, shape, threads=threads, x=x, width=shape[1], rows_of=N_TOKENS, per=1, **given
+    )
+    z = x.astype(np.float64)
+    want = np.where(z > 0, 1.25 * z * z, 0.75 * (np.expm1(np.minimum(z, f32(eps))) - z)) + 0.5 * z
+    np.testing.assert_allclose(out, want, rtol=1e-6, atol=3e-7)
+
+
+@threads
 def test_rows_of_outputs_and_rows_of_experts(threads):
     x = values(9 * 4, 50)
     batch = {"tokens": np.zeros(30), "outputs": np.arange(9) * 3}

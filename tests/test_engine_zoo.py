@@ -23,8 +23,10 @@ from quantkit.model.ops import (
     Attention,
     Clamp,
     Embed,
+    Exceed,
     Glu,
     Graph,
+    Mix,
     MulMat,
     MulMatId,
     MultiplyBy,
@@ -33,6 +35,7 @@ from quantkit.model.ops import (
     Rope,
     Scale,
     Take,
+    ToLength,
     Value,
 )
 from quantkit.model.placement import Placement
@@ -173,6 +176,26 @@ def no_sinks(op: Op) -> list[Op] | None:
     return [replace(op, sinks=None)] if isinstance(op, Attention) and op.sinks is not None else None
 
 
+def no_alibi(op: Op) -> list[Op] | None:
+    return [replace(op, alibi=0.0)] if isinstance(op, Attention) and op.alibi else None
+
+
+def other_factor(op: Op) -> list[Op] | None:
+    return [replace(op, factor=op.factor / 2)] if isinstance(op, Exceed) else None
+
+
+def own_length(op: Op) -> list[Op] | None:
+    return same(op, op.x, op.out) if isinstance(op, ToLength) else None
+
+
+def no_offset(op: Op) -> list[Op] | None:
+    return [replace(op, offset=0.0)] if isinstance(op, Mix) and op.offset else None
+
+
+def other_mixture(op: Op) -> list[Op] | None:
+    return same(op, op.base, op.out) if isinstance(op, Mix) and op.n > 1 else None
+
+
 def no_bias(op: Op) -> list[Op] | None:
     return [replace(op, bias=None)] if isinstance(op, MulMat | MulMatId) and op.bias is not None else None
 
@@ -212,6 +235,11 @@ REWRITES = (
     no_head_norm,
     no_window,
     no_sinks,
+    no_alibi,
+    other_factor,
+    own_length,
+    no_offset,
+    other_mixture,
     no_bias,
     no_scale,
     other_norm,

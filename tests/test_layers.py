@@ -55,8 +55,9 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         **dict.fromkeys(("attention", "feed_forward", "indexer", "recurrent"), _BLOCK),
         "mla": _BLOCK | {"attention", "indexer"},
         "gemma4": _BLOCK | {"attention", "feed_forward"},
+        "gemma3n": _BLOCK | {"gemma4"},
         **dict.fromkeys(("delta_net", "mamba"), _BLOCK | {"attention", "recurrent"}),
-        "graph": _BLOCK | {"attention", "check", "delta_net", "feed_forward", "gemma4", "mamba", "mla"},
+        "graph": _BLOCK | {"attention", "check", "delta_net", "feed_forward", "gemma3n", "gemma4", "mamba", "mla"},
         "nextn": _BLOCK | {"check", "graph", "hparams"},
         # Backends know operations, not architectures.
         "backends": {"batch", "check", "fusion", "op_table", "ops"},

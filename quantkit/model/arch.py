@@ -53,9 +53,10 @@ class Moe:
 
 @dataclass(frozen=True, kw_only=True)
 class Scales:
-    """Factors that no metadata holds (MiniCPM 3).
+    """Factors that no metadata holds (MiniCPM 3), or where they hold none (MiniCPM).
 
-    Embeddings are multiplied by ``embed``, what a layer adds by depth / sqrt(n_layer), logits by width / n_embd.
+    Embeddings are multiplied by ``embed``, what a layer adds by depth / sqrt(n_layer), logits by width / n_embd (where
+    ``logit_scale`` divides, they are divided by it).
     """
 
     embed: float
@@ -68,8 +69,8 @@ class Arch:
     """One architecture."""
 
     name: str
-    #: ``normal``, ``neox``, ``imrope`` (neox with interleaved sections), ``none``; ``glm`` and ``glm_moe`` are normal
-    #: and neox unless the metadata has sections.
+    #: ``normal``, ``neox``, ``mrope`` and ``imrope`` (neox with sections, interleaved ones), ``none``; ``glm`` and
+    #: ``glm_moe`` are normal and neox unless the metadata has sections.
     rope: str
     #: The block of an attention layer, see graph.ATTENTION.
     attention: str = "gqa"
@@ -86,6 +87,8 @@ class Arch:
     window: Window | None = None
     #: Only windowed layers rotate (Cohere 2, EXAONE 4).
     rope_only_windowed: bool = False
+    #: The largest bias of attention by distance (ALiBi); 0: there is none.
+    alibi: float = 0.0
     #: Nothing rotates if ``rope.scaling.finetuned`` is false (Granite).
     rope_if_finetuned: bool = False
     #: Every n-th layer does not rotate (SmolLM 3, Llama 4); 0: all do.
@@ -97,12 +100,14 @@ class Arch:
     #: Attention and feed-forward layer read the same norm and are added together (Cohere, Phi 2; StableLM without
     #: ffn_norm).
     parallel: bool = False
+    #: They are added together, each with a norm of its own, where ``use_parallel_residual`` says so (GPT-NeoX).
+    parallel_key: bool = False
     #: Embeddings are multiplied by sqrt(n_embd) (Gemma).
     embed_sqrt: bool = False
     #: ``logit_scale`` multiplies or divides the logits.
     logit_scale: str = ""
     fixed_scales: Scales | None = None
-    #: granite: embedding_scale, residual_scale of the metadata hold.
+    #: embedding_scale, residual_scale of the metadata hold (Granite, MiniCPM).
     scales: bool = False
     #: ``attention.scale`` of the metadata holds.
     attention_scale: bool = False
@@ -128,6 +133,10 @@ class Arch:
     indexer: str = ""
     #: Value head h of a delta net has key head h % n (Qwen3.5), and not h // (heads of a key head) (Qwen3-Next).
     tiled_heads: bool = False
+    #: A layer has several residual streams (gemma3n.py); ``final_logit_softcapping`` of the metadata is ignored.
+    altup: bool = False
+    #: As many layers have caches of their own, others share them; 0: as the metadata say.
+    own_caches: int = 0
     #: Its prediction layer is one like the others (nextn.py).
     nextn: bool = False
 
@@ -147,6 +156,7 @@ _ROWS = (
          tensor_scales=frozenset({"ffn", "exps"}), moe=_NORMED),
     Arch(name="qwen2", rope="neox"),
     Arch(name="qwen2moe", rope="neox", moe=_PLAIN),
+    Arch(name="qwen2vl", rope="mrope"),
     Arch(name="qwen3", rope="neox", tensor_scales=frozenset({"ffn"})),
     Arch(name="qwen3moe", rope="neox", tensor_scales=frozenset({"exps"}), moe=_NORMED),
     Arch(name="qwen3next", nextn=True, rope="neox", attention="delta_nets", ffn_norm_is_post_attention=True,
@@ -170,10 +180,13 @@ _ROWS = (
     Arch(name="mistral4", rope="normal", attention="mla", output_bias=False, moe=_DEEPSEEK),
     Arch(name="deepseek2-ocr", rope="neox", attention="unscaled", output_bias=False,
          moe=Moe(scaled=True, default_gating="softmax")),
+    Arch(name="minicpm", rope="normal", scales=True, logit_scale="divide",
+         fixed_scales=Scales(embed=12.0, depth=1.4, width=256.0)),
     Arch(name="minicpm3", rope="neox", attention="mla_plain", output_bias=False,
          fixed_scales=Scales(embed=12.0, depth=1.4, width=256.0)),
     Arch(name="plm", rope="normal", attention="mla_plain", activation="relu_sqr", output_bias=False),
     Arch(name="dots1", rope="neox", moe=Moe(scaled=True)),
+    Arch(name="chatglm", rope="normal", glu_in_up=True, output_bias=False),
     Arch(name="glm4", rope="glm", glu_in_up=True, output_bias=False),
     Arch(name="glm4moe", nextn=True, rope="glm_moe", ffn_norm_is_post_attention=True, output_bias=False,
          moe=Moe(scaled=True, default_gating="sigmoid")),
@@ -182,6 +195,8 @@ _ROWS = (
          final_softcap=30.0, window=Window(period=2, default=4096)),
     Arch(name="gemma3", rope="neox", output_bias=False, activation="gelu", embed_sqrt=True, final_softcap=0.0,
          window=Window(period=6, freq_base=10000.0, scaled=False)),
+    Arch(name="gemma3n", rope="neox", attention="gemma4", output_bias=False, activation="gelu", embed_sqrt=True,
+         final_softcap=30.0, altup=True, own_caches=20, window=Window(period=5, freq_base=10000.0, scaled=False)),
     Arch(name="gemma4", rope="neox", attention="gemma4", output_bias=False, activation="gelu", embed_sqrt=True,
          final_softcap=0.0, tensor_scales=frozenset({"ffn", "exps"}), moe=_NORMED,
          window=Window(period=1, freq_base=10000.0, scaled=False)),
@@ -198,6 +213,7 @@ _ROWS = (
          attention_scale=True, logit_scale="divide", moe=_NORMED),
     Arch(name="ernie4_5", rope="normal", output_bias=False),
     Arch(name="ernie4_5-moe", rope="normal", output_bias=False, moe=_NORMED),
+    Arch(name="paddleocr", rope="mrope"),
     Arch(name="hunyuan-dense", rope="neox", norm_after_rope=True),
     Arch(name="hunyuan-moe", rope="neox", norm_after_rope=True, moe=_NORMED),
     Arch(name="minimax-m2", rope="neox", output_bias=False, moe=Moe(norm=True)),
@@ -207,11 +223,26 @@ _ROWS = (
          window=Window(period=4)),
     Arch(name="smollm3", rope="normal", no_rope_step=4),
     Arch(name="seed_oss", rope="neox", ffn_norm_is_post_attention=True),
+    Arch(name="exaone", rope="neox"),
     Arch(name="exaone4", rope="neox", rope_only_windowed=True, output_bias=False,
          window=Window(period=4, default=4096, only_if_layers=64)),
+    Arch(name="gpt2", rope="none", norm="layer", activation="gelu", position_embeddings=True),
+    Arch(name="gptneox", rope="neox", norm="layer", activation="gelu", parallel_key=True),
+    Arch(name="bloom", rope="none", norm="layer", activation="gelu", alibi=8.0),
+    Arch(name="falcon", rope="neox", norm="layer", activation="gelu", parallel=True, output_bias=False),
+    Arch(name="codeshell", rope="neox", norm="layer", activation="gelu"),
     Arch(name="starcoder", rope="none", norm="layer", activation="gelu", position_embeddings=True),
     Arch(name="starcoder2", rope="neox", norm="layer", activation="gelu"),
     Arch(name="stablelm", rope="neox", norm="layer", parallel=True, output_bias=False),
+    Arch(name="orion", rope="neox", norm="layer", output_bias=False),
+    Arch(name="nemotron", rope="neox", norm="layer", activation="relu_sqr"),
+    Arch(name="jais2", rope="neox", norm="layer", activation="relu_sqr"),
+    Arch(name="apertus", rope="neox", activation="xielu"),
+    Arch(name="maincoder", rope="normal", norm_after_rope=True),
+    Arch(name="nanbeige", rope="normal", tensor_scales=frozenset({"ffn"})),
+    Arch(name="pangu-embedded", rope="neox"),
+    Arch(name="bitnet", rope="neox", tensor_scales=frozenset({"ffn"})),
+    Arch(name="spark2_5", rope="neox", activation="gelu", window=Window(period=1), output_bias=False),
 )
 # fmt: on
 

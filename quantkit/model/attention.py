@@ -7,10 +7,12 @@ import math
 from quantkit.errors import FormatError
 from quantkit.model.builder import Builder
 from quantkit.model.ops import (
+    Activation,
     Attention,
     Cache,
     CacheWrite,
     Clamp,
+    Glu,
     Matrix,
     MultiplyBy,
     RopeConfig,
@@ -19,7 +21,7 @@ from quantkit.model.ops import (
 )
 
 #: Kinds of rope that read ``rope.dimension_sections``.
-_SECTIONED = ("imrope", "glm", "glm_moe")
+_SECTIONED = ("imrope", "mrope", "glm", "glm_moe")
 
 
 def has_windows(b: Builder) -> bool:
@@ -71,10 +73,11 @@ def rope_config(b: Builder, head: int, n_rot: int = 0) -> RopeConfig:
         scaled = b.arch.window.scaled
     sections = tuple(int(s) for s in h.get("rope.dimension_sections", ()))[:4] if b.arch.rope in _SECTIONED else ()
     yarn = scaled and h.rope_scaling == "yarn"
+    full = h.int("rope.dimension_count", head)
     keys = b.arch.yarn_keys
     log_mul = h.float("rope.scaling.yarn_log_multiplier", 0.0) if keys else 0.0
     return RopeConfig(
-        n_rot=n_rot or h.int("rope.dimension_count_swa" if windowed else "rope.dimension_count", head) or head,
+        n_rot=n_rot or (h.int("rope.dimension_count_swa", full) if windowed else full) or head,
         kind=_rope_kind(b.arch.rope, sections),
         freq_base=base,
         freq_scale=h.freq_scale if scaled else 1.0,
@@ -121,7 +124,16 @@ def gqa(b: Builder, x: Value) -> Value:
         q, k = head_norm(b, q, "attn_q_norm", head_k), head_norm(b, k, "attn_k_norm", head_k)
     q, k = _after_rope(b, q, k, head_k)
     attended = attend(b, q, keep(b, k, v), n_head, n_kv, head_k, head_v, _attention_scale(b, head_k))
-    return b.mul_mat(attended, "attn_output", bias=b.arch.output_bias)
+    return b.mul_mat(_before_output(b, x, attended), "attn_output", bias=b.arch.output_bias)
+
+
+def _before_output(b: Builder, x: Value, attended: Value) -> Value:
+    """Return what the output matrix reads: attended, gated by column or head of x (Spark 2.5), or normed (BitNet)."""
+    if b.has("attn_gate.weight"):
+        gated = b.value("attended_gated", attended.width, attended)
+        b.add(Glu(out=gated, gate=b.mul_mat(x, "attn_gate"), up=attended, activation=Activation("sigmoid")))
+        attended = gated
+    return b.norm(attended, "attn_sub_norm") if b.has("attn_sub_norm.weight") else attended
 
 
 def keep(b: Builder, k: Value, v: Value | None) -> Cache:
@@ -157,6 +169,7 @@ def attend(
             head_v=head_v,
             scale=scale,
             softcap=b.h.float("attn_logit_softcapping", 50.0) if b.arch.attn_softcap else 0.0,
+            alibi=b.arch.alibi,
             sinks=b.maybe("attn_sinks.weight"),
             mask=b.arch.window.mask if windowed and b.arch.window else "causal",
             window=window_size(b) if windowed else 0,

@@ -52,7 +52,7 @@ class Builder:
 
     def full_name(self, name: str) -> str:
         """Return a tensor's name in the file: within a layer ``blk.N.`` comes first."""
-        return f"blk.{self.layer}.{name}" if 0 <= self.layer < self.n_blocks else name
+        return f"blk.{self.layer % self.h.n_stored}.{name}" if 0 <= self.layer < self.n_blocks else name
 
     def outside(self, name: str) -> Matrix:
         """Return a tensor that belongs to no layer; FormatError if there is none."""

@@ -82,7 +82,9 @@ def _by_expert(
 # ---------------------------------------------------------------- one for every operation
 
 
-@CHECK.of(ops.SelectOutputs, ops.Scale, ops.ScaleByPosition, ops.Softcap, ops.Clamp, ops.Activate, ops.Repeat)
+@CHECK.of(
+    ops.SelectOutputs, ops.Scale, ops.ScaleByPosition, ops.Softcap, ops.Clamp, ops.Activate, ops.Repeat, ops.Xielu
+)
 def _same(op: Any, experts: dict[Value, int]) -> None:
     fit(op.x.width == op.out.width, op, None, f"{op.x.width} columns become {op.out.width}")
 
@@ -112,6 +114,27 @@ def _norm(op: ops.Norm, experts: dict[Value, int]) -> None:
         if vector is not None:
             n = _count(vector)
             fit(n > 0 and op.x.width % n == 0 and n % op.group == 0, op, vector, f"for {op.x.width} columns")
+
+
+@CHECK.of(ops.Exceed)
+def _exceed(op: ops.Exceed, experts: dict[Value, int]) -> None:
+    _same(op, experts)
+    fit(op.x.width > 1 and op.x.per == 1, op, None, f"the deviation of {op.x.width} columns")
+
+
+@CHECK.of(ops.ToLength)
+def _to_length(op: ops.ToLength, experts: dict[Value, int]) -> None:
+    _same(op, experts)
+    right = op.group > 0 and op.x.width % op.group == 0 and op.like.width == op.group and op.x.per == 1
+    fit(right, op, None, f"groups of {op.group} of {op.x.width} columns, as long as {op.like.width}")
+
+
+@CHECK.of(ops.Mix)
+def _mix(op: ops.Mix, experts: dict[Value, int]) -> None:
+    right = op.n > 0 and op.x.width % op.n == 0 and op.weights.width % op.n == 0 and op.x.per == 1
+    fit(right, op, None, f"{op.weights.width} weights for {op.n} groups of {op.x.width} columns")
+    width = op.weights.width // op.n * (op.x.width // op.n)
+    fit(op.out.width == op.base.width == width, op, None, f"{op.base.width} columns become {op.out.width}, not {width}")
 
 
 @CHECK.of(ops.Glu)

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from quantkit.errors import FormatError
 from quantkit.model.builder import Builder
-from quantkit.model.ops import Activate, Activation, Combine, Glu, MulMatId, MultiplyBy, Repeat, Route, Routing, Value
+from quantkit.model.ops import (
+    Activate,
+    Activation,
+    Combine,
+    Glu,
+    MulMatId,
+    MultiplyBy,
+    Repeat,
+    Route,
+    Routing,
+    Value,
+    Xielu,
+)
 
 #: expert_gating_func of the metadata.
 GATING: Mapping[int, str] = {1: "softmax", 2: "sigmoid", 3: "softmax_weight"}
@@ -38,10 +51,26 @@ def dense(b: Builder, x: Value, gate: str, up: str, down: str, part: str) -> Val
     elif b.arch.glu_in_up:
         hidden = b.value(f"{part}_hidden", ups.width // 2, x)
         b.add(Glu(out=hidden, gate=ups, up=None, activation=activation))
+    elif b.arch.activation == "xielu":
+        hidden = _xielu(b, ups, f"{part}_hidden")
     else:
         hidden = b.value(f"{part}_hidden", ups.width, x)
         b.add(Activate(out=hidden, x=ups, activation=activation))
+    if b.has(f"{part}_sub_norm.weight"):
+        hidden = b.norm(hidden, f"{part}_sub_norm")
     return _dense_mul_mat(b, hidden, down, part)
+
+
+def _xielu(b: Builder, x: Value, out: str) -> Value:
+    """Return xIELU(x) with the layer's own numbers, as ggml_xielu takes them."""
+    alpha_n, alpha_p, beta, eps = (b.h.xielu(key, b.layer) for key in ("alpha_n", "alpha_p", "beta", "eps"))
+    y = b.value(out, x.width, x)
+    b.add(Xielu(out=y, x=x, alpha_n=beta + _softplus(alpha_n), alpha_p=_softplus(alpha_p), beta=beta, eps=eps))
+    return y
+
+
+def _softplus(x: float) -> float:
+    return x if x > 20 else math.log1p(math.exp(x))
 
 
 def _dense_mul_mat(b: Builder, x: Value, name: str, part: str) -> Value:

@@ -197,6 +197,39 @@ class Clamp(_Map):
     limit: float
 
 
+class Xielu(_Map):
+    """out = alpha_p x^2 + beta x above 0, else alpha_n (e^min(x, eps) - 1 - x) + beta x (Apertus)"""
+
+    alpha_n: float
+    alpha_p: float
+    beta: float
+    eps: float
+
+
+class Exceed(_Map):
+    """out = what each value exceeds mean + factor * deviation of its row by, or 0; the deviation is that of a sample,
+    over n - 1 (Gemma 3n)."""
+
+    factor: float
+
+
+class ToLength(_Map):
+    """out = x, of which every ``group`` columns get the length (root of the sum of squares) of like's row."""
+
+    like: Value
+    group: int
+
+
+class Mix(_Map):
+    """Groups of columns mixed by weights of the token: out group j = base group j + sum over i of
+    (weights[j n + i] + offset) * x group i; x has n groups, base and out as many as weights has rows of n."""
+
+    weights: Value
+    base: Value
+    n: int
+    offset: float = 0.0
+
+
 class Norm(_Map):
     """Normalize every group of columns by itself (a head, or the row); kind ``rms``, ``layer`` or ``l2``, which is
     x / sqrt(sum of squares + eps).

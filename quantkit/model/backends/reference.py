@@ -251,6 +251,41 @@ def gate(a: Activation, g: Floats, up: Floats) -> Floats:
     return np.repeat(y, up.shape[1] // y.shape[1], axis=1) * up
 
 
+@RUN.of(ops.Xielu)
+def _xielu(p: ReferenceProgram, op: ops.Xielu) -> None:
+    x = p.values[op.x]
+    below = (np.expm1(np.minimum(x, f32(op.eps))) - x) * f32(op.alpha_n)
+    p.values[op.out] = np.where(x > 0, f32(op.alpha_p) * x * x, below) + f32(op.beta) * x
+
+
+@RUN.of(ops.Exceed)
+def _exceed(p: ReferenceProgram, op: ops.Exceed) -> None:
+    x = p.values[op.x]
+    mean = x.mean(-1, keepdims=True, dtype=np.float64).astype(f32)
+    square = np.square(x - mean).sum(-1, keepdims=True, dtype=np.float64)
+    deviation = np.sqrt((square / (x.shape[1] - 1)).astype(f32))
+    p.values[op.out] = np.maximum(x - (mean + f32(op.factor) * deviation), f32(0))
+
+
+@RUN.of(ops.ToLength)
+def _to_length(p: ReferenceProgram, op: ops.ToLength) -> None:
+    x, like = p.values[op.x], p.values[op.like]
+    groups = x.reshape(len(x), -1, op.group)
+    p.values[op.out] = (groups * _length(like)[:, None] / _length(groups)).reshape(x.shape)
+
+
+def _length(x: Floats) -> Floats:
+    length: Floats = np.sqrt(np.square(x).sum(-1, keepdims=True, dtype=np.float64).astype(f32))
+    return length
+
+
+@RUN.of(ops.Mix)
+def _mix(p: ReferenceProgram, op: ops.Mix) -> None:
+    x, weights, base = p.values[op.x], p.values[op.weights] + f32(op.offset), p.values[op.base]
+    mixed = np.matmul(weights.reshape(len(x), -1, op.n), x.reshape(len(x), op.n, -1))
+    p.values[op.out] = base + mixed.reshape(base.shape)
+
+
 @RUN.of(ops.Glu)
 def _glu(p: ReferenceProgram, op: ops.Glu) -> None:
     g = p.values[op.gate]

@@ -7,7 +7,7 @@ from functools import partial
 
 from quantkit.kernels.cuda.attention import attention, cache, lightning_indexer
 from quantkit.kernels.cuda.core.kernel import Shape
-from quantkit.kernels.cuda.layer import elementwise, glu, norms, recurrent, rope, route
+from quantkit.kernels.cuda.layer import elementwise, glu, mixing, norms, recurrent, rope, route
 from quantkit.kernels.cuda.matmul import activations
 from quantkit.kernels.cuda.unpack import dequantize
 from quantkit.kernels.parameters import MASKS
@@ -119,6 +119,28 @@ def _activate(b: CUDALowering, op: ops.Activate) -> None:
     activation = op.activation
     constants = {name: value for name, value in glu.limits(activation).items() if name != "up_limit"}
     _map(b, lambda width, rows: glu.activate(activation, width, rows), op.out, op.x, **constants)
+
+
+@LOWER.of(ops.Xielu)
+def _xielu(b: CUDALowering, op: ops.Xielu) -> None:
+    numbers = {name: float(getattr(op, name)) for name in ("alpha_n", "alpha_p", "beta", "eps")}
+    _map(b, elementwise.xielu, op.out, op.x, **numbers)
+
+
+@LOWER.of(ops.Exceed)
+def _exceed(b: CUDALowering, op: ops.Exceed) -> None:
+    _map(b, lambda width, rows: mixing.exceed(rows), op.out, op.x, factor=op.factor)
+
+
+@LOWER.of(ops.ToLength)
+def _to_length(b: CUDALowering, op: ops.ToLength) -> None:
+    n = op.out.width // op.group
+    _map(b, lambda width, rows: mixing.to_length(n, rows), op.out, op.x, like=b.buffer(op.like), group=op.group)
+
+
+@LOWER.of(ops.Mix)
+def _mix(b: CUDALowering, op: ops.Mix) -> None:
+    b.emit(partial(mixing.mix, op.out.width), op.out, **slots.mix(b, op))
 
 
 @LOWER.of(ops.Take)
