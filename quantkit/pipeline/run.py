@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import zlib
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypedDict, Unpack
@@ -77,12 +78,20 @@ def journal_path(path: Path) -> Path:
     return path.with_name(path.name + ".journal")
 
 
-def run_plan(plan: Plan, *, max_ram: int = DEFAULT_MAX_RAM, **options: Unpack[RunOptions]) -> RunResult:
+def run_plan(
+    plan: Plan,
+    *,
+    max_ram: int = DEFAULT_MAX_RAM,
+    publishing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    **options: Unpack[RunOptions],
+) -> RunResult:
     """Write the plan's output; on return it lies complete and synced under its final name.
 
     Args:
         plan: what to write.
         max_ram: bytes that all workers' buffers may take together.
+        publishing: a context in which finished files get their names; the journal goes after it, so that a run that
+            ends within it can be resumed.
 
     Raises:
         TypeNotSupported: a type has no encoder or decoder in this version.
@@ -118,7 +127,8 @@ def run_plan(plan: Plan, *, max_ram: int = DEFAULT_MAX_RAM, **options: Unpack[Ru
                 _discard(target, journal)
                 raise
             journal.seal()
-        target.publish()
+        with publishing():
+            target.publish()
         journal.remove()
     sums = {name: ErrorSums(*s) for name, s in journal.sums.items()}
     return RunResult(working_seconds() - began, len(resumed), sums, executor.nodes)
