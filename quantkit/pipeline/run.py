@@ -19,6 +19,8 @@ from quantkit.formats.outputs import Output, check_apart, check_free
 from quantkit.formats.ranges import Buffers
 from quantkit.helpers import available_cpus
 from quantkit.kernels.first_run import working_seconds
+from quantkit.pipeline.cache.store import Store, open_store
+from quantkit.pipeline.cache.use import CacheUse, RunCache
 from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.ledger import Ledger, Progress
 from quantkit.pipeline.plan import Plan, check_kernels
@@ -45,7 +47,8 @@ class RunOptions(TypedDict, total=False):
 
     threads: worker threads; all available CPUs without. resume: go on with an interrupted run of the same plan, if
     there is one. overwrite: replace an existing output, and throw an interrupted run away. measure_error: also decode
-    what was encoded, and sum up the error. observer: is told of progress.
+    what was encoded, and sum up the error. observer: is told of progress. cache: a folder that keeps encoded tensors
+    for other runs. cache_size: its limit in bytes, from now on.
     """
 
     threads: int | None
@@ -53,15 +56,18 @@ class RunOptions(TypedDict, total=False):
     overwrite: bool
     measure_error: bool
     observer: Progress | None
+    cache: str | Path | None
+    cache_size: int | None
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run did: seconds, tensors taken over from an earlier run, and the error sums where measured."""
+    """What a run did: seconds, tensors taken over from an earlier run, error sums where measured, use of the cache."""
 
     seconds: float
     resumed: int
     sums: dict[str, ErrorSums]
+    cache: CacheUse | None = None
 
 
 def journal_path(path: Path) -> Path:
@@ -85,7 +91,8 @@ def run_plan(plan: Plan, *, max_ram: int = DEFAULT_MAX_RAM, **options: Unpack[Ru
     check_kernels(plan.tensors)
     observer = options.get("observer")
     resume, overwrite = options.get("resume", False), options.get("overwrite", False)
-    measure = options.get("measure_error", False)
+    measure, folder = options.get("measure_error", False), options.get("cache")
+    store = None if folder is None else open_store(Path(folder), size=options.get("cache_size"))
     executor: Executor = Threads(options.get("threads") or available_cpus())
     first = plan.shards[0].path
     check_targets(plan, resume=resume, overwrite=True)
@@ -98,9 +105,10 @@ def run_plan(plan: Plan, *, max_ram: int = DEFAULT_MAX_RAM, **options: Unpack[Ru
         resumed = _prepare(plan, target, journal, resume=resume, overwrite=overwrite)
         if observer is not None and resumed:
             observer.resumed(len(resumed), sum(t.nbytes for t in plan.tensors if t.name in resumed))
+        cache = RunCache(store, plan, measure=measure, done=resumed) if store is not None else None
         if not journal.sealed:
             try:
-                with Ledger(plan, target, journal, values, observer) as ledger:
+                with Ledger(plan, target, journal, values, observer, cache) as ledger:
                     executor.run(ledger, measure=measure)
                 target.sync(range(len(plan.shards)))
             except QuantkitError:
@@ -110,7 +118,17 @@ def run_plan(plan: Plan, *, max_ram: int = DEFAULT_MAX_RAM, **options: Unpack[Ru
         target.publish()
         journal.remove()
     sums = {name: ErrorSums(*s) for name, s in journal.sums.items()}
-    return RunResult(working_seconds() - began, len(resumed), sums)
+    used = None if cache is None else cache.close()
+    return RunResult(working_seconds() - began, len(resumed), sums, used)
+
+
+def foreseen(plan: Plan, folder: Path | None, *, measure: bool = False) -> CacheUse | None:
+    """Return what the cache in ``folder``, if one is given, would do for a run; for a dry run."""
+    if folder is None:
+        return None
+    there = folder.exists() and any(folder.iterdir())
+    store = open_store(folder, make=False) if there else Store(folder, 0)
+    return RunCache(store, plan, measure=measure).foreseen()
 
 
 def check_targets(plan: Plan, *, resume: bool = False, overwrite: bool = False) -> None:

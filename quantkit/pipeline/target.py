@@ -27,6 +27,9 @@ class Target(Protocol):
     def copy(self, shard: int, file: Path, begin: int, offset: int, nbytes: int) -> bool:
         """Let the kernel copy bytes from ``begin`` of ``file`` to ``offset``; False if it cannot."""
 
+    def file(self, shard: int) -> Path | None:
+        """Return the file of this machine that grows, or None if it is elsewhere."""
+
     def sync(self, shards: Iterable[int]) -> None:
         """Return when everything written so far is on the disk. Raises OSError."""
 
@@ -56,6 +59,9 @@ class Files:
 
     def copy(self, shard: int, file: Path, begin: int, offset: int, nbytes: int) -> bool:
         return copy_range(file, self._files[shard][1], begin, offset, nbytes)
+
+    def file(self, shard: int) -> Path | None:
+        return self._files[shard][1]
 
     def sync(self, shards: Iterable[int]) -> None:
         for shard in shards:
