@@ -335,7 +335,7 @@ class Worker:
         return [rows[at : at + step] for at in range(0, rows.size, step)]
 
     def _take(self, job: Job, tensor: PlannedTensor, cached: Cached) -> tuple[JobResult | None, str]:
-        """Write what an entry of the cache has for a job; None if it is gone or damaged: such an entry is removed."""
+        """Write what an entry of the cache has for a job; None if it is gone or damaged."""
         assert cached.entry is not None
         target = self._buffers.get("target", job.target_bytes)
         records = np.frombuffer(cached.records, RECORD)
@@ -345,8 +345,6 @@ class Worker:
             if not are_intact(records, self._pieces(job, tensor, target)):
                 raise DamagedEntry("its rows are damaged")
         except DamagedEntry:
-            with suppress(OSError):
-                cached.entry.unlink()
             return None, MENDED
         except OSError:  # evicted, or on a disk that fails
             return None, MADE

@@ -179,7 +179,7 @@ class Store:
         """Add a line about a run. Raises OSError."""
         path = self.folder / _RUNS
         with open(path, "ab") as file:
-            file.write(json.dumps(entry).encode() + b"\n")
+            file.write(b"\n" + json.dumps(entry).encode())  # not behind a line that a kill cut off
             long = file.tell() > _MOST_RUNS
         if long:
             lines = _start_of(path, 2 * _MOST_RUNS).splitlines(keepends=True)

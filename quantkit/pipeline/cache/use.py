@@ -76,8 +76,6 @@ class RunCache:
         self.fingerprint = plan.source.fingerprint()
         self.memo = Memo(store.sources(self.fingerprint), store.run)
         self._model = _model_name(plan.source)
-        #: By tensor and by number, without tensors that have none.
-        self._parts = {t.name: found for t in plan.tensors if t.name not in done and (found := self._look_up(t))}
         #: What this run took or kept, which it does not evict; bytes of all entries, once they are counted.
         self._ours: set[Path] = set()
         self._total: int | None = None
@@ -86,6 +84,8 @@ class RunCache:
         self._short_of_memory = False
         #: Why nothing more is kept.
         self._trouble = ""
+        #: By tensor and by number, without tensors that have none.
+        self._parts = {t.name: found for t in plan.tensors if t.name not in done and (found := self._look_up(t))}
 
     # ------------------------------------------------------------ before a job
 
@@ -225,7 +225,8 @@ class RunCache:
             )
         name = EntryName(found.how, records["source"][0].tobytes().hex()[:16], source)
         path = self.store.path(name)
-        self._damaged += any(result.origin == MENDED for _, result in done)
+        if any(result.origin == MENDED for _, result in done):
+            self._remove(name, DamagedEntry())
         if all(result.origin == TAKEN for _, result in done):
             self.store.touch(path)
             self._ours.add(path)
