@@ -788,6 +788,18 @@ def test_a_run_does_not_evict_its_own(llama: Path, tmp_path: Path) -> None:
     assert any("is full" in note and "--cache-size" in note for note in use_of(result).notes)
     assert show_cache(cache).nbytes <= 200_000
     assert used(cached(llama, out, "Q4_0", cache))[0] == kept
+    # For what is larger than the whole cache nothing goes.
+    left = entries(cache)
+    assert used(cached(llama, out, "Q8_0", cache, cache_size=show_cache(cache).nbytes))[1] < ENCODES
+    cached(llama, out, "Q6_K", cache, cache_size=20_000)
+    assert not set(left) & set(entries(cache)) or show_cache(cache).nbytes <= 20_000
+
+
+def test_a_refused_run_makes_no_cache(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "o.gguf").touch()
+    with pytest.raises(ResourceError, match="exists"):
+        quantize(llama, tmp_path / "o.gguf", "Q4_0", cache=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.usefixtures("pieces")

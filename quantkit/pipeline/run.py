@@ -92,7 +92,6 @@ def run_plan(plan: Plan, *, max_ram: int = DEFAULT_MAX_RAM, **options: Unpack[Ru
     observer = options.get("observer")
     resume, overwrite = options.get("resume", False), options.get("overwrite", False)
     measure, folder = options.get("measure_error", False), options.get("cache")
-    store = None if folder is None else open_store(Path(folder), size=options.get("cache_size"))
     executor: Executor = Threads(options.get("threads") or available_cpus())
     first = plan.shards[0].path
     check_targets(plan, resume=resume, overwrite=True)
@@ -100,6 +99,7 @@ def run_plan(plan: Plan, *, max_ram: int = DEFAULT_MAX_RAM, **options: Unpack[Ru
     with ExitStack() as stack:
         stack.enter_context(Output(first, overwrite=True))
         check_targets(plan, resume=resume, overwrite=overwrite)
+        store = None if folder is None else open_store(Path(folder), size=options.get("cache_size"))
         journal = stack.enter_context(Journal(journal_path(first), plan.fingerprint))
         target = Files([shard.path for shard in plan.shards], [shard.layout.nbytes for shard in plan.shards])
         resumed = _prepare(plan, target, journal, resume=resume, overwrite=overwrite)

@@ -29,6 +29,8 @@ class Memo:
         self._files = _files_in(folder)
         for path in self._files:
             self._known |= _read(path)
+        with suppress(OSError):
+            os.utime(folder)  # what is asked for is not forgotten
 
     def get(self, identity: str | None) -> str | None:
         """Return the digest of what has this identity, if it is known."""

@@ -18,7 +18,17 @@ from pathlib import Path
 import numpy as np
 
 from quantkit.errors import FormatError
-from quantkit.formats.cache_entry import RECORD, DamagedEntry, Entry, EntryName, Header, Pieces, digest, source_digest
+from quantkit.formats.cache_entry import (
+    DATA,
+    RECORD,
+    DamagedEntry,
+    Entry,
+    EntryName,
+    Header,
+    Pieces,
+    digest,
+    source_digest,
+)
 from quantkit.helpers import format_size
 from quantkit.kernels.tensor_scale import TAIL, TENSOR_SCALED
 from quantkit.pipeline.cache.keys import how_digest, identity, importance_digest, is_encoded, pieces_of
@@ -155,7 +165,7 @@ class RunCache:
         name, records = found
         span, size = pieces.span(job.matrix, job.row, job.rows), RECORD.itemsize
         own = records[span.start * size : span.stop * size]
-        return Cached(self.store.path(name), pieces.at(job.matrix, job.row), own, part.is_known)
+        return Cached(self.store.path(name).absolute(), pieces.at(job.matrix, job.row), own, part.is_known)
 
     def _entry(
         self, part: RowSlice, target: TensorType, found: _Part, pieces: Pieces
@@ -258,7 +268,10 @@ class RunCache:
     def _put_if_room(
         self, name: EntryName, path: Path, header: Header, file: Path, ranges: list[tuple[int, int]], records: bytes
     ) -> None:
-        nbytes = header.pieces.nbytes + len(records)
+        nbytes = DATA + header.pieces.nbytes + len(records)
+        if nbytes > self.store.limit:  # for which nothing is to be evicted
+            self._too_many += 1
+            return
         if self._total is None:
             self.store.clear_temporary()
         if self._total is None or self._total + nbytes > self.store.limit:
