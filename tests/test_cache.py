@@ -37,6 +37,7 @@ from quantkit.formats import cache_entry
 from quantkit.formats.cache_entry import DATA as BEGIN
 from quantkit.formats.cache_entry import RECORD, DamagedEntry, Entry, Header, Pieces, parse_header
 from quantkit.formats.gguf import GGUFFile, open_gguf, write_gguf
+from quantkit.formats.ranges import write_range
 from quantkit.kernels import quantize as encode
 from quantkit.kernels.formats import has_decoder, has_encoder
 from quantkit.merge import plan_merge_up_gate, run_merge
@@ -48,6 +49,7 @@ from quantkit.pipeline.cache.store import Store, open_store
 from quantkit.pipeline.cache.use import CacheUse
 from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.ledger import Ledger
+from quantkit.pipeline.target import Files
 from quantkit.quantize import QuantizeOptions, QuantizeResult, plan_quantize, quantize
 from quantkit.types import BY_NAME
 
@@ -405,6 +407,7 @@ def test_changed_sources_of_an_encoder_are_another_one(tmp_path: Path, monkeypat
 
     def digests() -> tuple[str, str]:
         keys._imports.cache_clear()
+        keys._file_digest.cache_clear()
         return keys.encoder_digest.__wrapped__(f16, q4_k), keys.encoder_digest.__wrapped__(f16, iq4_ks)
 
     before = digests()
@@ -424,6 +427,7 @@ def test_changed_sources_of_an_encoder_are_another_one(tmp_path: Path, monkeypat
         assert (found[0] != before[0], found[1] != before[1]) == changes, name
         path.write_bytes(data)
     keys._imports.cache_clear()
+    keys._file_digest.cache_clear()
 
 
 REACHED = """
@@ -674,6 +678,34 @@ def test_a_folder_that_takes_nothing_is_still_read(
     assert not list(open_store(cache).temporary())
 
 
+@pytest.mark.usefixtures("pieces")
+def test_outputs_that_cannot_be_read_again(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a store, say: jobs write what they encode to the cache themselves."""
+    cache, out = tmp_path / "cache", tmp_path / "o.gguf"
+    whole = plain(llama, out, "Q4_0")
+    monkeypatch.setattr(Files, "file", lambda self, shard: None)
+    assert used(cached(llama, out, "Q4_0", cache)) == (0, ENCODES)
+    assert not verify_cache(cache).damaged
+    assert used(cached(llama, out, "Q4_0", cache)) == (ENCODES, 0)
+    assert out.read_bytes() == whole
+    flip(entry_of(cache, "blk.0.ffn_up.weight"), BEGIN)
+    assert used(cached(llama, out, "Q4_0", cache)) == (ENCODES - 1, 0)
+    assert used(cached(llama, out, "Q4_0", cache)) == (ENCODES - 1, 1)
+    assert not list(open_store(cache).temporary())
+
+    def refuse(*args: object, **more: object) -> None:
+        if more:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(*args)  # type: ignore[arg-type]
+
+    write = write_range
+    monkeypatch.setattr(work, "write_range", refuse)
+    whole = plain(llama, out, "Q5_0")
+    assert used(cached(llama, out, "Q5_0", cache))[1] == 0
+    assert out.read_bytes() == whole
+    assert not list(open_store(cache).temporary())
+
+
 def test_a_disk_that_fills_up_leaves_nothing_half(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, out, copied = tmp_path / "cache", tmp_path / "o.gguf", 0
     whole = plain(llama, out, "Q4_0")
@@ -858,16 +890,16 @@ def hammer(source: Path, out: Path, cache: Path, *types: str) -> subprocess.Pope
 
 def test_many_processes_share_a_cache(llama: Path, tmp_path: Path) -> None:
     cache, options = tmp_path / "cache", QuantizeOptions(no_provenance=True)
-    runs = [hammer(llama, tmp_path / f"{i}.gguf", cache, *["Q5_0", "Q4_0", "Q8_0"] * 3, "Q4_0") for i in range(4)]
+    runs = [hammer(llama, tmp_path / f"{i}.gguf", cache, *["Q5_0", "Q4_0", "Q8_0"] * 2, "Q4_0") for i in range(3)]
     while any(run.poll() is None for run in runs):  # and somebody tidies up meanwhile
         if (cache / "cache.json").exists():
             prune_cache(cache, to=400_000)
             assert not verify_cache(cache).damaged
         time.sleep(0.1)
     said = [run.communicate()[1] for run in runs]
-    assert [run.returncode for run in runs] == [0] * 4, said
+    assert [run.returncode for run in runs] == [0] * 3, said
     whole = plain(llama, tmp_path / "o.gguf", "Q4_0", options=options)
-    assert all((tmp_path / f"{i}.gguf").read_bytes() == whole for i in range(4))
+    assert all((tmp_path / f"{i}.gguf").read_bytes() == whole for i in range(3))
     assert not verify_cache(cache).damaged
     assert not list(open_store(cache).temporary())
 

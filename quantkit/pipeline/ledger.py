@@ -99,7 +99,7 @@ class Ledger:
                 continue
             jobs = list(cut_jobs(at, tensor, self.values))
             if self.cache is not None:
-                jobs = self.cache.prepare(tensor, jobs)
+                jobs = self.cache.prepare(tensor, jobs, self.target.file(tensor.shard))
             self._tallies[at] = _Tally(len(jobs))
             yield from jobs
 

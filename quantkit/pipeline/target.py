@@ -28,7 +28,7 @@ class Target(Protocol):
         """Let the kernel copy bytes from ``begin`` of ``file`` to ``offset``; False if it cannot."""
 
     def file(self, shard: int) -> Path | None:
-        """Return the file of this machine that grows, or None if it is elsewhere."""
+        """Return the file that grows, or None if what was written to it cannot be read again."""
 
     def sync(self, shards: Iterable[int]) -> None:
         """Return when everything written so far is on the disk. Raises OSError."""

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from quantkit.errors import FormatError, QuantkitError, ResourceError
 from quantkit.formats.cache_entry import RECORD, DamagedEntry, Entry, are_intact, digest, records_of
 from quantkit.formats.gguf import TensorInfo
-from quantkit.formats.ranges import U8, Buffers
+from quantkit.formats.ranges import U8, Buffers, write_range
 from quantkit.kernels.interleave import base_of, is_woven, repacks
 from quantkit.kernels.tensor_scale import TAIL, TENSOR_SCALED, decoded_as, with_row_scales
 from quantkit.pipeline.importance import Found
@@ -124,11 +124,13 @@ class Cached:
     """What the tensor cache is to do for a job: its rows are to be kept, and ``entry``, if given, may have them."""
 
     entry: Path | None = None
-    #: Where the rows lie in it, and the records of their pieces.
+    #: Where the rows lie in any entry of the part, and the records of their pieces in this one.
     at: int = 0
     records: bytes = b""
     #: Whether the entry is known to be made of this source; if not, the records tell.
     known: bool = False
+    #: An entry in the making, which the rows are to be written to: where the output cannot be read again.
+    keep: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,8 +328,13 @@ class Worker:
         crc = NO_CRC if tensor.is_copy else zlib.crc32(target.data)
         if job.cached is None:
             return JobResult(crc, sum(sums, ErrorSums()))
-        records = records_of(digests, self._pieces(job, tensor, target), np.array(sums or [ErrorSums()]))
-        return JobResult(crc, sum(sums, ErrorSums()), records.tobytes(), origin)
+        records = records_of(digests, self._pieces(job, tensor, target), np.array(sums or [ErrorSums()])).tobytes()
+        if job.cached.keep is not None:
+            try:
+                write_range(job.cached.keep, target, job.cached.at, make=True)
+            except OSError:  # a full disk, say: such a tensor is not kept
+                records = b""
+        return JobResult(crc, sum(sums, ErrorSums()), records, origin)
 
     def _pieces(self, job: Job, tensor: PlannedTensor, rows: U8) -> list[U8]:
         """Return a job's rows, of source or target, as they are encoded: some at a time."""

@@ -112,9 +112,12 @@ def package_digest() -> str:
 
 
 def _files_digests(paths: set[Path]) -> list[tuple[str, str]]:
-    return [
-        (path.relative_to(_PACKAGE).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()) for path in sorted(paths)
-    ]
+    return [(path.relative_to(_PACKAGE).as_posix(), _file_digest(path)) for path in sorted(paths)]
+
+
+@cache
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def identity(source: Source, fingerprint: str, part: RowSlice, target: TensorType) -> str | None:

@@ -111,7 +111,7 @@ class Store:
         self, name: EntryName, header: Header, file: Path, ranges: Sequence[tuple[int, int]], records: bytes
     ) -> int:
         """Keep ranges (offset, length) of a file as an entry; return its bytes. Raises OSError."""
-        temporary, path = self._temporary(), self.path(name)
+        temporary, path = self.temporary_path(), self.path(name)
         try:
             with open(file, "rb") as source, open(temporary, "xb") as target:
                 target.write(header.encode())
@@ -191,7 +191,7 @@ class Store:
         self._write(self.folder / _CONFIG, json.dumps({"kind": _KIND, "size": limit}).encode() + b"\n")
 
     def _write(self, path: Path, data: bytes) -> None:
-        temporary = self._temporary()
+        temporary = self.temporary_path()
         try:
             with open(temporary, "xb") as file:
                 file.write(data)
@@ -202,7 +202,8 @@ class Store:
             with suppress(OSError):
                 temporary.unlink()
 
-    def _temporary(self) -> Path:
+    def temporary_path(self) -> Path:
+        """Return a new name in tmp/. Raises OSError."""
         folder = self.folder / _TEMPORARY
         folder.mkdir(exist_ok=True)
         return folder / f"{self.run}-{secrets.token_hex(4)}"

@@ -92,6 +92,8 @@ class RunCache:
         self._taken: list[PlannedTensor] = []
         self._kept, self._damaged, self._too_many = list[int](), 0, 0
         self._short_of_memory = False
+        #: Entries in the making, by tensor and part, where jobs write them.
+        self._own: dict[tuple[str, int], Path] = {}
         #: Why nothing more is kept.
         self._trouble = ""
         #: By tensor and by number, without tensors that have none.
@@ -140,8 +142,8 @@ class RunCache:
         unread = sum(any(p.source is None and p.entries for p in parts.values()) for parts in self._parts.values())
         return CacheUse(self.store.folder, len(self._parts), sum(map(self.is_known, self.plan.tensors)), unread)
 
-    def prepare(self, tensor: PlannedTensor, jobs: Sequence[Job]) -> list[Job]:
-        """Return a tensor's jobs with what the cache is to do for them."""
+    def prepare(self, tensor: PlannedTensor, jobs: Sequence[Job], file: Path | None) -> list[Job]:
+        """Return a tensor's jobs with what the cache is to do for them; ``file``: as for ``keep``."""
         entries: dict[int, tuple[EntryName, bytes] | None] = {}
         out = []
         for job in jobs:
@@ -156,16 +158,26 @@ class RunCache:
                 continue
             if job.part not in entries:
                 entries[job.part] = self._entry(tensor.parts[job.part], tensor.type, part, pieces)
-            out.append(replace(job, cached=self._cached(job, pieces, part, entries[job.part])))
+            cached = self._cached(job, pieces, part, entries[job.part])
+            if file is None and not self._trouble:
+                self._try(partial(self._make_own, tensor, job.part))
+                cached = replace(cached, keep=self._own.get((tensor.name, job.part)))
+            out.append(replace(job, cached=cached))
         return out
 
     def _cached(self, job: Job, pieces: Pieces, part: _Part, found: tuple[EntryName, bytes] | None) -> Cached:
+        at = pieces.at(job.matrix, job.row)
         if found is None:
-            return Cached()
+            return Cached(at=at)
         name, records = found
         span, size = pieces.span(job.matrix, job.row, job.rows), RECORD.itemsize
         own = records[span.start * size : span.stop * size]
-        return Cached(self.store.path(name).absolute(), pieces.at(job.matrix, job.row), own, part.is_known)
+        return Cached(self.store.path(name).absolute(), at, own, part.is_known)
+
+    def _make_own(self, tensor: PlannedTensor, number: int) -> None:
+        """Name the file that a part's jobs write to."""
+        if (tensor.name, number) not in self._own:
+            self._own[tensor.name, number] = self.store.temporary_path().absolute()
 
     def _entry(
         self, part: RowSlice, target: TensorType, found: _Part, pieces: Pieces
@@ -202,7 +214,7 @@ class RunCache:
     # ------------------------------------------------------------ after a tensor's jobs
 
     def keep(self, tensor: PlannedTensor, results: Iterable[tuple[Job, JobResult]], file: Path | None) -> None:
-        """Keep what was encoded of a tensor, whose bytes are in ``file``, if it is one of this machine.
+        """Keep what was encoded of a tensor, whose bytes are in ``file``, or where its jobs were told to write them.
 
         Raises FormatError if the source is not what it was when its digest was remembered.
         """
@@ -212,7 +224,10 @@ class RunCache:
                 by_part.setdefault(job.part, []).append((job, result))
         for number, done in by_part.items():
             done.sort(key=lambda each: (each[0].matrix, each[0].row))
-            self._keep_part(tensor, number, done, file)
+            try:
+                self._keep_part(tensor, number, done, file)
+            finally:
+                self._drop_own(tensor, number)
         ready = {number for number, done in by_part.items() if all(result.origin == TAKEN for _, result in done)}
         if tensor.name in self._parts and ready == self._parts[tensor.name].keys():
             self._taken.append(tensor)
@@ -240,8 +255,13 @@ class RunCache:
         if all(result.origin == TAKEN for _, result in done):
             self.store.touch(path)
             self._ours.add(path)
-        elif file is not None:
-            self._put(tensor, part, name, self._header(tensor, found, source, pieces), file, data)
+        else:
+            own = self._own.get((tensor.name, number))
+            header = self._header(tensor, found, source, pieces)
+            if file is not None:
+                self._put(name, header, file, _ranges(tensor, part, pieces), data)
+            elif own is not None and not any(result.origin == TAKEN for _, result in done):
+                self._put(name, header, own, [(DATA, pieces.nbytes)], data)
         if found.identity is not None:
             self._try(partial(self.memo.add, found.identity, source))
 
@@ -250,23 +270,17 @@ class RunCache:
         weighted = found.importance if self.measure else None
         return Header(found.how, source, pieces, measured=self.measure, weighted=weighted, made=made)
 
-    def _put(
-        self, tensor: PlannedTensor, part: RowSlice, name: EntryName, header: Header, file: Path, records: bytes
-    ) -> None:
-        """Make an entry of what was written to the output."""
-        pieces, path = header.pieces, self.store.path(name)
-        if self._trouble:
-            return
-        if part.rows == part.target_rows:
-            ranges = [(tensor.offset, pieces.nbytes)]
-        else:
-            nbytes = pieces.rows * pieces.row_bytes
-            begins = (matrix * part.target_rows + part.target_row for matrix in range(part.matrices))
-            ranges = [(tensor.offset + begin * pieces.row_bytes, nbytes) for begin in begins]
-        self._try(partial(self._put_if_room, name, path, header, file, ranges, records))
+    def _drop_own(self, tensor: PlannedTensor, number: int) -> None:
+        if (own := self._own.pop((tensor.name, number), None)) is not None:
+            with suppress(OSError):
+                own.unlink()
+
+    def _put(self, name: EntryName, header: Header, file: Path, ranges: list[tuple[int, int]], records: bytes) -> None:
+        """Make an entry of ranges of a file."""
+        self._try(partial(self._put_if_room, name, header, file, ranges, records))
 
     def _put_if_room(
-        self, name: EntryName, path: Path, header: Header, file: Path, ranges: list[tuple[int, int]], records: bytes
+        self, name: EntryName, header: Header, file: Path, ranges: list[tuple[int, int]], records: bytes
     ) -> None:
         nbytes = DATA + header.pieces.nbytes + len(records)
         if nbytes > self.store.limit:  # for which nothing is to be evicted
@@ -279,7 +293,7 @@ class RunCache:
         if self._total + nbytes > self.store.limit:
             self._too_many += 1
             return
-        self._ours.add(path)
+        self._ours.add(self.store.path(name))
         self._kept.append(self.store.put(name, header, file, ranges, records))
         self._total += self._kept[-1]
 
@@ -318,6 +332,14 @@ class RunCache:
             yield f"{where} is full: {tensors} not kept; its limit is {format_size(self.store.limit)} (--cache-size)"
         if self._short_of_memory:
             yield f"{where} was not used for tensors whose rows are too many for --max-ram: give more of it"
+
+
+def _ranges(tensor: PlannedTensor, part: RowSlice, pieces: Pieces) -> list[tuple[int, int]]:
+    """Return where the rows of a part lie in the file of the output: offset and length."""
+    if part.rows == part.target_rows:
+        return [(tensor.offset, pieces.nbytes)]
+    begins = (matrix * part.target_rows + part.target_row for matrix in range(part.matrices))
+    return [(tensor.offset + begin * pieces.row_bytes, pieces.rows * pieces.row_bytes) for begin in begins]
 
 
 def _count(n: int, one: str, many: str) -> str:
