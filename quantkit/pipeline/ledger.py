@@ -17,7 +17,7 @@ from quantkit.helpers import crc32_combine
 from quantkit.pipeline.cache.use import RunCache
 from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.plan import Plan
-from quantkit.pipeline.target import Target
+from quantkit.pipeline.target import Kept
 from quantkit.pipeline.work import NO_CRC, ErrorSums, Job, JobResult, PlannedTensor, cut_jobs
 
 
@@ -60,7 +60,7 @@ class Ledger:
     def __init__(
         self,
         plan: Plan,
-        target: Target,
+        target: Kept,
         journal: Journal,
         values: int,
         observer: Progress | None,

@@ -27,11 +27,15 @@ class Target(Protocol):
     def copy(self, shard: int, file: Path, begin: int, offset: int, nbytes: int) -> bool:
         """Let the kernel copy bytes from ``begin`` of ``file`` to ``offset``; False if it cannot."""
 
-    def file(self, shard: int) -> Path | None:
-        """Return the file that grows, or None if what was written to it cannot be read again."""
-
     def sync(self, shards: Iterable[int]) -> None:
         """Return when everything written so far is on the disk. Raises OSError."""
+
+
+class Kept(Target, Protocol):
+    """A target as the ledger sees it."""
+
+    def file(self, shard: int) -> Path | None:
+        """Return the file that grows, or None if what was written to it cannot be read again."""
 
 
 class Files:
