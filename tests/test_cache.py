@@ -698,6 +698,16 @@ def test_outputs_that_cannot_be_read_again(llama: Path, tmp_path: Path, monkeypa
             raise OSError(errno.ENOSPC, "No space left on device")
         write(*args)  # type: ignore[arg-type]
 
+    def interrupt(self: work.Worker, job: work.Job, tensor: work.PlannedTensor) -> work.JobResult:
+        run(self, job, tensor)
+        raise KeyboardInterrupt
+
+    run = work.Worker.run
+    with monkeypatch.context() as patch:
+        patch.setattr(work.Worker, "run", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            cached(llama, out, "Q8_0", cache)
+    assert not list(open_store(cache).temporary())
     write = write_range
     monkeypatch.setattr(work, "write_range", refuse)
     whole = plain(llama, out, "Q5_0")
@@ -1026,7 +1036,9 @@ def test_pieces() -> None:
 
 
 def test_a_header_is_read_as_it_was_written() -> None:
-    header = Header("a" * 64, "b" * 64, Pieces(2, 30, 18, 4), True, "c" * 64, {"model": "m" * 200, "tensor": "é" * 200})
+    header = Header(
+        "a" * 64, "b" * 64, Pieces(2, 30, 18, 4), True, "c" * 64, {"model": "\U0001f9ca" * 100, "tensor": "é" * 100}
+    )
     data = header.encode()
     assert len(data) == BEGIN
     assert parse_header(data) == header
@@ -1066,6 +1078,11 @@ def test_the_command_line(llama: Path, tmp_path: Path, monkeypatch: pytest.Monke
     again = ("quantize", "--json", "--overwrite", llama, "o.gguf", "Q4_0")
     assert json.loads(invoke(*again, QUANTKIT_TENSOR_CACHE="c").stdout)["cache"]["taken"] == ENCODES
     assert "cache" not in json.loads(invoke(*again, QUANTKIT_TENSOR_CACHE="").stdout)
+    damaged_entry = entry_of(Path("c"), "output.weight")
+    flip(damaged_entry, 5)
+    assert f"from the cache c: {ENCODES - 1} of {ENCODES} tensors" in invoke(*dry).stdout
+    assert len(entries(Path("c"))) == ENCODES  # a dry run removes nothing
+    flip(damaged_entry, 5)
     copy = shutil.copyfile(llama, "copy.gguf")
     unread = json.loads(invoke(*dry[:4], "--json", copy, "o.gguf", "Q4_0").stdout)["cache"]
     assert (unread["taken"], unread["unread"]) == (0, ENCODES)

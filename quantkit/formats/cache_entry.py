@@ -32,8 +32,8 @@ from quantkit.formats.ranges import U8
 #: Where rows begin: at a page, as everything that file systems share.
 DATA = 4096
 RECORD = np.dtype([("source", "V32"), ("check", "V16"), ("sums", "<f8", 4)])
-#: The most pieces that are believed: those of a tensor of 4 T values.
-_MOST_PIECES = 1 << 25
+#: The most pieces that are believed, those of a tensor of 4 T values, and the most bytes of one.
+_MOST_PIECES, _MOST_BYTES = 1 << 25, 1 << 29
 _KIND = "quantkit cached tensor, 1"
 
 
@@ -112,6 +112,7 @@ class Header:
         """Return the first ``DATA`` bytes of the entry."""
         values = {f.name: getattr(self, f.name) for f in fields(self)} | {"kind": _KIND, "pieces": asdict(self.pieces)}
         line = json.dumps(values).encode()
+        assert len(line) < DATA - 66
         return (line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n").ljust(DATA)
 
 
@@ -131,6 +132,8 @@ def parse_header(data: bytes) -> Header:
     numbers = (pieces.matrices, pieces.rows, pieces.row_bytes, pieces.piece)
     if not all(type(n) is int and 0 < n < 1 << 48 for n in numbers) or pieces.count > _MOST_PIECES:
         raise DamagedEntry("its header has impossible numbers")
+    if pieces.piece * pieces.row_bytes > _MOST_BYTES:
+        raise DamagedEntry("its pieces are too large")
     texts = isinstance(header.how, str) and isinstance(header.source, str) and isinstance(header.made, dict)
     if not texts or not all(isinstance(s, str) for s in (*header.made, *header.made.values())):
         raise DamagedEntry("its header is no entry's")

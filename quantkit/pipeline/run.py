@@ -106,6 +106,8 @@ def run_plan(plan: Plan, *, max_ram: int = DEFAULT_MAX_RAM, **options: Unpack[Ru
         if observer is not None and resumed:
             observer.resumed(len(resumed), sum(t.nbytes for t in plan.tensors if t.name in resumed))
         cache = RunCache(store, plan, measure=measure, done=resumed) if store is not None else None
+        if cache is not None:
+            stack.callback(cache.drop)
         if not journal.sealed:
             try:
                 with Ledger(plan, target, journal, values, observer, cache) as ledger:
@@ -128,7 +130,7 @@ def foreseen(plan: Plan, folder: Path | None, *, measure: bool = False) -> Cache
         return None
     there = folder.exists() and any(folder.iterdir())
     store = open_store(folder, make=False) if there else Store(folder, 0)
-    return RunCache(store, plan, measure=measure).foreseen()
+    return RunCache(store, plan, measure=measure, dry=True).foreseen()
 
 
 def check_targets(plan: Plan, *, resume: bool = False, overwrite: bool = False) -> None:

@@ -40,6 +40,9 @@ from quantkit.pipeline.work import MENDED, TAKEN, Cached, Job, JobResult, Planne
 from quantkit.types import TensorType
 from quantkit.version import __version__
 
+#: The most characters of a name that an entry is labelled with: any of them fit into its header.
+_LABEL = 100
+
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
@@ -79,10 +82,15 @@ class _Part:
 
 
 class RunCache:
-    """The cache of a run of ``plan``. ``measure``: entries must have error sums; ``done``: tensors left out."""
+    """The cache of a run of ``plan``, or of a dry run, which changes nothing.
 
-    def __init__(self, store: Store, plan: Plan, *, measure: bool, done: Collection[str] = ()) -> None:
-        self.store, self.plan, self.measure = store, plan, measure
+    ``measure``: entries must have error sums; ``done``: tensors left out.
+    """
+
+    def __init__(
+        self, store: Store, plan: Plan, *, measure: bool, done: Collection[str] = (), dry: bool = False
+    ) -> None:
+        self.store, self.plan, self.measure, self.dry = store, plan, measure, dry
         self.fingerprint = plan.source.fingerprint()
         self.memo = Memo(store.sources(self.fingerprint), store.run)
         self._model = _model_name(plan.source)
@@ -130,7 +138,8 @@ class RunCache:
         if isinstance(why, DamagedEntry):
             self._damaged += 1
             with suppress(OSError):
-                self.store.path(name).unlink()
+                if not self.dry:
+                    self.store.path(name).unlink()
 
     def is_known(self, tensor: PlannedTensor) -> bool:
         """Tell whether all that would be encoded of a tensor is known to be in the cache."""
@@ -266,7 +275,7 @@ class RunCache:
             self._try(partial(self.memo.add, found.identity, source))
 
     def _header(self, tensor: PlannedTensor, found: _Part, source: str, pieces: Pieces) -> Header:
-        made = {"model": self._model, "tensor": tensor.name[:200], "type": tensor.type.name, "by": __version__}
+        made = {"model": self._model, "tensor": tensor.name[:_LABEL], "type": tensor.type.name, "by": __version__}
         weighted = found.importance if self.measure else None
         return Header(found.how, source, pieces, measured=self.measure, weighted=weighted, made=made)
 
@@ -306,6 +315,13 @@ class RunCache:
                 self._trouble = f"{e.filename or self.store.folder}: {e.strerror or e}"
 
     # ------------------------------------------------------------ at the end
+
+    def drop(self) -> None:
+        """Remove what jobs wrote to the cache and nobody asked for, because the run failed."""
+        for path in self._own.values():
+            with suppress(OSError):
+                path.unlink()
+        self._own.clear()
 
     def close(self) -> CacheUse:
         """Note the run in the cache, and return what it did."""
@@ -348,4 +364,4 @@ def _count(n: int, one: str, many: str) -> str:
 
 def _model_name(source: Source) -> str:
     found = source.get("general.name") or source.get("general.basename") or source.paths[0].name
-    return str(found)[:200]
+    return str(found)[:_LABEL]
