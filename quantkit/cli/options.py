@@ -20,6 +20,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 if TYPE_CHECKING:
+    from quantkit.pipeline.run import RunOptions
+
     _Int = click.ParamType[int]
     _Float = click.ParamType[float]
     _Ints = click.ParamType[tuple[int, ...]]
@@ -233,6 +235,31 @@ threads_option = option(
     type=click.IntRange(0),
     help="Worker threads; by default, and with 0, all CPUs.",
 )
+
+
+#: Names the cache of encoded tensors where --cache does not.
+CACHE_VARIABLE = "QUANTKIT_TENSOR_CACHE"
+
+cache_option = option(
+    "--cache",
+    group="The run",
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar=CACHE_VARIABLE,
+    help="Keep encoded tensors in this folder, and take from it what was encoded before.",
+)
+cache_size_option = option(
+    "--cache-size", group="The run", type=SIZE, help="With --cache: the most it may take from now on (50G)."
+)
+
+
+def cached(cache: Path | None, cache_size: int | None) -> RunOptions:
+    """Return what --cache and --cache-size say of a run."""
+    if cache is None:
+        if cache_size is not None:
+            raise click.UsageError("--cache-size is the size of a --cache, but none was given")
+        return {}
+    return {"cache": cache, "cache_size": cache_size}
 
 
 #: --ray, with an address or without.

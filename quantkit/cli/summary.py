@@ -18,6 +18,7 @@ from quantkit.cli.table import folded, table
 from quantkit.errors import QuantkitError
 from quantkit.formats.outputs import part_path
 from quantkit.helpers import format_count, format_seconds, format_size, printable, tensor_class
+from quantkit.pipeline.cache.use import CacheUse
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.run import RunResult
 from quantkit.pipeline.runtimes import Runtime, runtimes
@@ -119,18 +120,35 @@ def dry_run_line(refused: str | None) -> str:
     return f"dry run: nothing was written{would}"
 
 
+def cache_lines(cache: CacheUse | None, *, dry: bool = False) -> list[str]:
+    """Return what a cache did for a run, or would do, in a line; none without one, or with nothing to encode."""
+    if cache is None or not cache.tensors:
+        return []
+    where = printable(str(cache.folder))
+    if dry:
+        unread = f"; of {cache.unread} it can only be told by reading them" if cache.unread else ""
+        return [f"from the cache {where}: {cache} that would be encoded{unread}"]
+    kept = f"; kept {cache.kept} for other runs, {format_size(cache.kept_bytes)}" if cache.kept else ""
+    return [f"{cache} from the cache {where}, {format_size(cache.taken_bytes)}{kept}"]
+
+
+def cache_dict(cache: CacheUse | None) -> dict[str, Any]:
+    """Return the same for programs: an empty dictionary without a cache."""
+    return {} if cache is None else {"cache": {**asdict(cache), "folder": str(cache.folder)}}
+
+
 class DryRunReport:
     """The plan, for people and programs."""
 
-    def __init__(self, plan: Plan, refused: str | None = None) -> None:
-        self.plan, self.refused = plan, refused
+    def __init__(self, plan: Plan, refused: str | None = None, cache: CacheUse | None = None) -> None:
+        self.plan, self.refused, self.cache = plan, refused, cache
 
     def text(self) -> str:
         files = [f"{printable(str(shard.path))}: {shard.layout.nbytes} bytes" for shard in self.plan.shards]
         tensors = map(_row, self.plan.tensors)
         plan = table(["tensor", "shape", "type", "size", "why"], list(tensors), left=(0, 2, 4), spare=(1,))
-        lines = [plan, "", _totals(self.plan), *_runtime_lines(self.plan), *files, dry_run_line(self.refused)]
-        return "\n".join(lines)
+        lines = [plan, "", _totals(self.plan), *_runtime_lines(self.plan), *files, *cache_lines(self.cache, dry=True)]
+        return "\n".join([*lines, dry_run_line(self.refused)])
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -142,6 +160,7 @@ class DryRunReport:
             "notes": list(self.plan.notes),
             "runtimes": {r.name: r.as_dict() for r in _runtimes(self.plan)},
             "refused": self.refused,
+            **cache_dict(self.cache),
             "tensors": [
                 {
                     "name": t.name,
@@ -242,6 +261,7 @@ class RunReport:
                 "",
                 _totals(self.plan) + _total_error(groups),
                 f"{format_seconds(seconds)} on {result.threads} threads: {format_count(rate)} weights per second",
+                *cache_lines(result.run.cache),
                 *nodes_line(result.run),
                 *_runtime_lines(self.plan),
                 *(f"wrote {printable(str(shard.path))} ({shard.layout.nbytes} bytes)" for shard in self.plan.shards),
@@ -271,5 +291,6 @@ class RunReport:
             "seconds": result.run.seconds,
             "threads": result.threads,
             "resumed_tensors": result.run.resumed,
+            **cache_dict(result.run.cache),
             "nodes": [asdict(node) for node in result.run.nodes],
         }

@@ -75,9 +75,9 @@ def read_strided(path: Path, into: U8, offset: int, width: int, apart: int) -> N
         os.close(fd)
 
 
-def write_range(path: Path, data: U8, offset: int) -> None:
-    """Write ``data`` at byte ``offset`` of an existing file. Raises OSError."""
-    fd = os.open(path, os.O_WRONLY)
+def write_range(path: Path, data: U8, offset: int, *, make: bool = False) -> None:
+    """Write ``data`` at byte ``offset`` of an existing file, or with ``make`` of a new one. Raises OSError."""
+    fd = os.open(path, os.O_WRONLY | (os.O_CREAT if make else 0), 0o666)
     try:
         write_open(fd, path, data, offset)
     finally:

@@ -20,6 +20,8 @@ from quantkit.formats.outputs import Output, check_apart, check_free
 from quantkit.formats.ranges import Buffers
 from quantkit.helpers import available_cpus
 from quantkit.kernels.first_run import working_seconds
+from quantkit.pipeline.cache.store import Store, open_store
+from quantkit.pipeline.cache.use import CacheUse, RunCache
 from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.ledger import Ledger, NodeShare, Progress
 from quantkit.pipeline.plan import Plan, check_kernels
@@ -49,7 +51,8 @@ class RunOptions(TypedDict, total=False):
     threads: worker threads; all available CPUs without. resume: go on with an interrupted run of the same plan, if
     there is one. overwrite: replace an existing output, and throw an interrupted run away. measure_error: also decode
     what was encoded, and sum up the error. observer: is told of progress. ray: the address of a Ray cluster whose nodes
-    do the work; threads are then those of each node.
+    do the work; threads are then those of each node. cache: a folder that keeps encoded tensors for other runs.
+    cache_size: its limit in bytes, from now on.
     """
 
     threads: int | None
@@ -58,19 +61,22 @@ class RunOptions(TypedDict, total=False):
     measure_error: bool
     observer: Progress | None
     ray: str | None
+    cache: str | Path | None
+    cache_size: int | None
 
 
 @dataclass(frozen=True)
 class RunResult:
     """What a run did: seconds, tensors taken over from an earlier run, and the error sums where measured.
 
-    ``nodes``: those of a cluster that took part.
+    ``nodes``: those of a cluster that took part. ``cache``: what was taken from a cache, and kept there.
     """
 
     seconds: float
     resumed: int
     sums: dict[str, ErrorSums]
     nodes: tuple[NodeShare, ...] = ()
+    cache: CacheUse | None = None
 
 
 def journal_path(path: Path) -> Path:
@@ -103,7 +109,7 @@ def run_plan(
     check_kernels(plan.tensors)
     observer = options.get("observer")
     resume, overwrite = options.get("resume", False), options.get("overwrite", False)
-    measure = options.get("measure_error", False)
+    measure, folder = options.get("measure_error", False), options.get("cache")
     first = plan.shards[0].path
     check_targets(plan, resume=resume, overwrite=True)
     executor = _executor(options)
@@ -111,14 +117,18 @@ def run_plan(
     with ExitStack() as stack:
         stack.enter_context(Output(first, overwrite=True))
         check_targets(plan, resume=resume, overwrite=overwrite)
+        store = None if folder is None else open_store(Path(folder), size=options.get("cache_size"))
         journal = stack.enter_context(Journal(journal_path(first), plan.fingerprint))
         target = Files([shard.path for shard in plan.shards], [shard.layout.nbytes for shard in plan.shards])
         resumed = _prepare(plan, target, journal, resume=resume, overwrite=overwrite)
         if observer is not None and resumed:
             observer.resumed(len(resumed), sum(t.nbytes for t in plan.tensors if t.name in resumed))
+        cache = RunCache(store, plan, measure=measure, done=resumed) if store is not None else None
+        if cache is not None:
+            stack.callback(cache.drop)
         if not journal.sealed:
             try:
-                with Ledger(plan, target, journal, values, observer) as ledger:
+                with Ledger(plan, target, journal, values, observer, cache) as ledger:
                     executor.run(ledger, measure=measure)
                 target.sync(range(len(plan.shards)))
             except ClusterError:
@@ -131,7 +141,8 @@ def run_plan(
             target.publish()
         journal.remove()
     sums = {name: ErrorSums(*s) for name, s in journal.sums.items()}
-    return RunResult(working_seconds() - began, len(resumed), sums, executor.nodes)
+    used = None if cache is None else cache.close()
+    return RunResult(working_seconds() - began, len(resumed), sums, executor.nodes, used)
 
 
 def _executor(options: RunOptions) -> Executor:
@@ -142,6 +153,15 @@ def _executor(options: RunOptions) -> Executor:
     from quantkit.pipeline.ray_tasks import RayTasks
 
     return RayTasks(address, options.get("threads"))
+
+
+def foreseen(plan: Plan, folder: Path | None, *, measure: bool = False) -> CacheUse | None:
+    """Return what the cache in ``folder``, if one is given, would do for a run; for a dry run."""
+    if folder is None:
+        return None
+    there = folder.exists() and any(folder.iterdir())
+    store = open_store(folder, make=False) if there else Store(folder, 0)
+    return RunCache(store, plan, measure=measure, dry=True).foreseen()
 
 
 def check_targets(plan: Plan, *, resume: bool = False, overwrite: bool = False) -> None:

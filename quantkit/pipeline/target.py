@@ -32,6 +32,13 @@ class Target(Protocol):
         """Return when everything written so far is on the disk. Raises OSError."""
 
 
+class Kept(Target, Protocol):
+    """A target as the ledger sees it."""
+
+    def file(self, shard: int) -> Path | None:
+        """Return the file that grows, or None if what was written to it cannot be read again."""
+
+
 class Files:
     """The files of an output in a folder of this machine: OUT.part until ``publish`` renames it."""
 
@@ -62,6 +69,9 @@ class Files:
 
     def copy(self, shard: int, file: Path, begin: int, offset: int, nbytes: int) -> bool:
         return copy_range(file, self._files[shard][1], begin, offset, nbytes)
+
+    def file(self, shard: int) -> Path | None:
+        return self._files[shard][1]
 
     def sync(self, shards: Iterable[int]) -> None:
         for shard in shards:

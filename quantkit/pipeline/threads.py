@@ -20,7 +20,7 @@ class Threads:
 
     def run(self, ledger: Ledger, *, measure: bool) -> None:
         """Compile, then run all jobs of a ledger; on return all threads have ended, and failures are in the ledger."""
-        compile_together(kernel_calls(ledger.plan.tensors, measure))
+        compile_together(kernel_calls(ledger.to_encode(), measure))
         jobs, lock = ledger.jobs(), threading.Lock()
         threads = [
             threading.Thread(target=self._work, args=(ledger, jobs, lock, measure), name=f"encode-{i}")

@@ -81,6 +81,11 @@ class Exported:
             for name, x in self.made.items()
         }
 
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        """See ``pipeline.source``."""
+        return self.model.inputs
+
     def get(self, key: str, default: Any = None) -> Any:
         """Return ``default``: a checkpoint has no metadata of this kind."""
         return default

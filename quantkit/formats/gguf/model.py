@@ -98,6 +98,11 @@ class GGUFFile:
         start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
         mapping.madvise(mmap.MADV_DONTNEED, start, info.offset + info.nbytes - start)
 
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        """The shards: see ``pipeline.source``."""
+        return tuple(self.paths)
+
     def read(self, tensor: TensorInfo, into: U8, at: int, ahead: int = 0) -> None:
         """Fill ``into`` from byte ``at`` of a tensor on, with pread; the kernel reads ``ahead`` bytes more meanwhile.
 

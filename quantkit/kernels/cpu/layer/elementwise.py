@@ -95,7 +95,7 @@ def _times(x, by):
 
 
 @inline
-def _shifted(x, by):
+def _plus(x, by):
     return x + by
 
 
@@ -115,7 +115,7 @@ def _softplus(x, by):
 
 
 scale = _map.bind("scale", each=_times)
-shift = _map.bind("shift", each=_shifted)
+shift = _map.bind("shift", each=_plus)
 clamp = _map.bind("clamp", each=_clamped)
 softcap = _map.bind("softcap", each=_capped)
 softplus = _map.bind("softplus", each=_softplus)
