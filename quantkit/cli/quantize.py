@@ -22,10 +22,12 @@ from quantkit.cli.options import (
     option,
     options,
     setting,
+    spool_option,
     threads_option,
 )
 from quantkit.cli.summary import DryRunReport, RunReport
 from quantkit.errors import TypeNotSupported
+from quantkit.formats.remote import located
 from quantkit.helpers import available_cpus, format_size
 from quantkit.kernels.formats import ENCODERS
 from quantkit.pipeline.plan import Plan, without_existing
@@ -195,6 +197,7 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     ),
     "threads": threads_option,
     "max_ram": setting("--max-ram", group=_RUN, type=SIZE, default="512MiB", help="Memory for all buffers."),
+    "spool": spool_option,
     "max_buffer_size": option(
         "--max-buffer-size",
         group=_RUN,
@@ -229,6 +232,7 @@ def command(
     arguments: tuple[str, ...],
     threads: int | None,
     max_ram: int,
+    spool: Path | None,
     max_buffer_size: int | None,
     partial_requant: bool,
     resume: bool,
@@ -240,6 +244,8 @@ def command(
     **given: Any,
 ) -> None:
     """Quantize a GGUF model.
+
+    IN, OUT and the importance matrix may be URLs (s3://bucket/model.gguf; hf:// and https:// are only read).
 
     TYPE is a preset (Q4_K_M, IQ4_KS, ...), its number, a tensor type, or COPY. Without OUT.gguf the output is
     ggml-model-TYPE.gguf next to the input. IN may be any shard of a split model. The bytes are those of
@@ -275,7 +281,7 @@ def command(
     options = QuantizeOptions(
         prune_layers=parsed_layers(prune_layers), **{name: value for name, value in given.items() if name in names}
     )
-    plan = plan_quantize(source, output, type_name, options)
+    plan = plan_quantize(located(source, spool), output and located(output, spool), type_name, options)
     echo_notes(plan.notes)
     if partial_requant:
         there, plan = len(plan.shards), without_existing(plan)

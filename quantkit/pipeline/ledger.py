@@ -82,13 +82,18 @@ class Ledger:
         for at, tensor in enumerate(self.plan.tensors):
             if tensor.name in done:
                 continue
-            jobs = list(cut_jobs(at, tensor, self.values))
+            jobs = [
+                job
+                for job in cut_jobs(at, tensor, self.values)
+                if not self.target.spares(tensor.shard, job.target_offset, job.target_bytes)
+            ]
             self._tallies[at] = _Tally(len(jobs))
             yield from jobs
 
     def done(self, job: Job, result: JobResult) -> None:
         """Enter what a job gave; from any thread, once for each job."""
         tensor = self.plan.tensors[job.tensor]
+        self.target.done(tensor.shard, job.target_offset, job.target_bytes)
         with self._lock:
             tally = self._tallies[job.tensor]
             tally.results[job.target_offset] = (job.target_bytes, result)

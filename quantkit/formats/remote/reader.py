@@ -1,0 +1,140 @@
+"""Reading ahead: objects come in blocks of 8 MiB, a few of them at a time, and are shared by all threads.
+
+A job reads a MiB or two. Over a network a request costs as much as several of those, so what is read are whole blocks,
+those that will be wanted next before they are, and each once while it is among the last ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import FormatError
+from quantkit.formats.remote.common import Object
+
+#: Bytes of a request, requests under way at most, and blocks that are kept: 128 MiB beyond what --max-ram counts.
+BLOCK, FLYING, KEPT = 8 << 20, 8, 16
+#: Blocks asked for ahead of a reader at least.
+_AHEAD = 3
+#: How often an object is fetched whose checksum is wrong.
+_COPIES = 3
+
+Key = tuple[str, str, int, int]
+
+
+class Blocks:
+    """The blocks that were read last, of all objects."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self._lock = threading.Lock()
+        self.pool = ThreadPoolExecutor(FLYING, thread_name_prefix="fetch")
+        self._kept: OrderedDict[Key, Future[bytes]] = OrderedDict()
+
+    def block(self, url: Object, number: int) -> Future[bytes]:
+        """Return block ``number`` of an object, asked for if it is not there."""
+        facts = url.facts
+        key = (url.address, facts.tag, facts.size, number)
+        with self._lock:
+            found = self._kept.get(key)
+            if found is None or (found.done() and found.exception() is not None):
+                begin = number * BLOCK
+                found = self.pool.submit(url.read_range, begin, min(begin + BLOCK, facts.size))
+                self._kept[key] = found
+                while len(self._kept) > KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(key)
+        return found
+
+
+_blocks: Blocks | None = None
+_making = threading.Lock()
+
+
+def blocks() -> Blocks:
+    """Return the blocks of this process."""
+    global _blocks
+    with _making:
+        if _blocks is None or _blocks.process != os.getpid():
+            _blocks = Blocks()
+        return _blocks
+
+
+def read_into(url: Object, into: npt.NDArray[np.uint8], offset: int, ahead: int = 0) -> None:
+    """Fill ``into`` from byte ``offset`` of an object on; ``ahead`` bytes behind are asked for meanwhile.
+
+    Raises FormatError when the object ends before, or is another one by now, OSError when it cannot be read.
+    """
+    end, size = offset + into.size, url.facts.size
+    if end > size:
+        raise FormatError(f"{url}: ends at byte {size}, within tensor data: it was truncated")
+    if not into.size:
+        return
+    kept = blocks()
+    first, last = offset // BLOCK, (end - 1) // BLOCK
+    wanted = [kept.block(url, number) for number in range(first, last + 1)]
+    if ahead:
+        reach = min(last + max(_AHEAD, min(-(-ahead // BLOCK), KEPT // 2)), (size - 1) // BLOCK)
+        for number in range(last + 1, reach + 1):
+            kept.block(url, number)
+    for number, each in enumerate(wanted, first):
+        begin = number * BLOCK
+        low, high = max(offset, begin), min(end, begin + BLOCK)
+        into[low - offset : high - offset] = np.frombuffer(each.result(), np.uint8, high - low, low - begin)
+
+
+def fetch(url: Object, file: IO[bytes]) -> None:
+    """Copy a whole object into a file; its checksum is compared if the store has one of all of it.
+
+    Raises FormatError, OSError.
+    """
+
+    kind, _, wanted = url.facts.digest.partition(":")
+    for _ in range(_COPIES):
+        file.seek(0)
+        file.truncate()
+        digest = hashlib.new(kind, usedforsecurity=False) if kind else None
+        for data in _in_order(url):
+            file.write(data)
+            if digest is not None:
+                digest.update(data)
+        file.flush()
+        if digest is None or digest.hexdigest() == wanted:
+            return
+    raise FormatError(f"{url}: it arrives damaged: its {kind} is not the one that the store has of it")
+
+
+def _in_order(url: Object) -> Iterable[bytes]:
+    """Yield an object in blocks, a few of which are under way."""
+    size, kept = url.facts.size, blocks()
+    pool: list[Future[Any]] = []
+    starts = iter(range(0, size, BLOCK))
+    for begin in starts:
+        pool.append(kept.pool.submit(url.read_range, begin, min(begin + BLOCK, size)))
+        if len(pool) >= FLYING:
+            yield pool.pop(0).result()
+    while pool:
+        yield pool.pop(0).result()
+
+
+class Growing:
+    """The beginning of an object, as far as it was asked for: headers are read with it."""
+
+    def __init__(self, url: Object) -> None:
+        self.url, self.size, self.data = url, url.facts.size, b""
+
+    def upto(self, end: int) -> bytes:
+        """Return at least ``end`` bytes, if there are that many."""
+        have = len(self.data)
+        end = min(self.size, max(end, 4 * have, 1 << 20))
+        if end > have:
+            self.data += self.url.read_range(have, end)
+        return self.data
