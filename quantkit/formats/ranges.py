@@ -38,13 +38,14 @@ class Buffers:
         return have[:nbytes]
 
 
-def read_range(path: Path, into: U8, offset: int, ahead: int = 0) -> None:
+def read_range(path: Path, into: U8, offset: int, ahead: int = 0, within: tuple[int, int] | None = None) -> None:
     """Fill ``into`` from byte ``offset`` on, and ask the kernel, or the store, for the ``ahead`` bytes behind.
 
+    ``within``: where the tensor that is read begins and ends; of an object of a store, nothing else is asked for then.
     Raises FormatError when the file ends before, OSError when it cannot be read.
     """
     if isinstance(path, URL):
-        read_into(path, into, offset, ahead)
+        read_into(path, into, offset, ahead, within)
         return
     fd = os.open(path, os.O_RDONLY)
     try:

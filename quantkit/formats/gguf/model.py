@@ -97,7 +97,8 @@ class GGUFFile:
 
         Works when closed, too. Raises FormatError when the file ends before, OSError when it cannot be read.
         """
-        read_range(self.paths[tensor.shard], into, tensor.offset + at, ahead)
+        begin = tensor.offset
+        read_range(self.paths[tensor.shard], into, begin + at, ahead, (begin, begin + tensor.nbytes))
 
     def place(self, tensor: TensorInfo) -> tuple[Path, int] | None:
         """Return the file and the offset of a tensor's bytes."""

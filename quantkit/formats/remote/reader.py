@@ -27,6 +27,9 @@ _AHEAD = 3
 #: How often an object is fetched whose checksum is wrong.
 _COPIES = 3
 
+#: Tensors below this length are read with their neighbours, in blocks of ``SMALL`` bytes.
+_TINY, SMALL = 256 << 10, 1 << 20
+
 Key = tuple[str, str, int, int]
 
 
@@ -39,15 +42,13 @@ class Blocks:
         self.pool = ThreadPoolExecutor(FLYING, thread_name_prefix="fetch")
         self._kept: OrderedDict[Key, Future[bytes]] = OrderedDict()
 
-    def block(self, url: Object, number: int) -> Future[bytes]:
-        """Return block ``number`` of an object, asked for if it is not there."""
-        facts = url.facts
-        key = (url.address, facts.tag, facts.size, number)
+    def block(self, url: Object, begin: int, end: int) -> Future[bytes]:
+        """Return a range of an object, asked for if it is not there."""
+        key = (url.address, url.facts.tag, begin, end)
         with self._lock:
             found = self._kept.get(key)
             if found is None or (found.done() and found.exception() is not None):
-                begin = number * BLOCK
-                found = self.pool.submit(url.read_range, begin, min(begin + BLOCK, facts.size))
+                found = self.pool.submit(url.read_range, begin, end)
                 self._kept[key] = found
                 while len(self._kept) > KEPT:
                     self._kept.popitem(last=False)
@@ -68,26 +69,38 @@ def blocks() -> Blocks:
         return _blocks
 
 
-def read_into(url: Object, into: npt.NDArray[np.uint8], offset: int, ahead: int = 0) -> None:
+def read_into(
+    url: Object, into: npt.NDArray[np.uint8], offset: int, ahead: int = 0, within: tuple[int, int] | None = None
+) -> None:
     """Fill ``into`` from byte ``offset`` of an object on; ``ahead`` bytes behind are asked for meanwhile.
 
-    Raises FormatError when the object ends before, or is another one by now, OSError when it cannot be read.
+    ``within``: where the tensor begins and ends; tensors are not read in the order of the file, so nothing outside of
+    it is asked for. Raises FormatError when the object ends before, or is another one by now, OSError when it cannot be
+    read.
     """
     end, size = offset + into.size, url.facts.size
     if end > size:
         raise FormatError(f"{url}: ends at byte {size}, within tensor data: it was truncated")
     if not into.size:
         return
+    start, stop, step = (*within, BLOCK) if within is not None else (0, size, BLOCK)
+    if stop - start < _TINY:
+        start, stop, step = 0, size, min(SMALL, BLOCK)
     kept = blocks()
-    first, last = offset // BLOCK, (end - 1) // BLOCK
-    wanted = [kept.block(url, number) for number in range(first, last + 1)]
-    if ahead:
-        reach = min(last + max(_AHEAD, min(-(-ahead // BLOCK), KEPT // 2)), (size - 1) // BLOCK)
+
+    def block(number: int) -> Future[bytes]:
+        begin = start + number * step
+        return kept.block(url, begin, min(begin + step, stop))
+
+    first, last = (offset - start) // step, (end - 1 - start) // step
+    wanted = [block(number) for number in range(first, last + 1)]
+    if ahead and step == BLOCK:
+        reach = min(last + max(_AHEAD, min(-(-ahead // step), KEPT // 2)), (stop - 1 - start) // step)
         for number in range(last + 1, reach + 1):
-            kept.block(url, number)
+            block(number)
     for number, each in enumerate(wanted, first):
-        begin = number * BLOCK
-        low, high = max(offset, begin), min(end, begin + BLOCK)
+        begin = start + number * step
+        low, high = max(offset, begin), min(end, begin + step)
         into[low - offset : high - offset] = np.frombuffer(each.result(), np.uint8, high - low, low - begin)
 
 

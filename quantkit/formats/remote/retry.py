@@ -122,20 +122,19 @@ def judge(e: BaseException) -> Verdict:
         if _CREDENTIALS & _names(each):
             return Verdict(Meaning.DENIED, "there are no credentials for it")
     for each in seen:
-        status, code, wait = _answer_of(each)
-        if status or code:
-            known = _CODES.get(code)
-            if code.isdecimal() or not code:
-                code = ""
-            why = f"HTTP {status}" + (f" ({code})" if code else "") if status else code
-            return Verdict(known if known is not None else _of_status(status), why, _seconds(wait))
+        if isinstance(getattr(each, "response", None), dict):
+            return _of_answer(*_answer_of(each))
+        if _CONNECTIONS & _names(each):
+            return Verdict(Meaning.AGAIN, _CONNECTION_WORDS.get(type(each).__name__, type(each).__name__))
+    for each in seen:
+        found = _answer_of(each)
+        if found[0] or found[1]:
+            return _of_answer(*found)
     for each in seen:
         if isinstance(each, FileNotFoundError):
             return Verdict(Meaning.MISSING, "there is no such file")
         if isinstance(each, PermissionError):
             return Verdict(Meaning.DENIED, "access is denied")
-        if isinstance(each, (ConnectionError, TimeoutError)) or _CONNECTIONS & _names(each):
-            return Verdict(Meaning.AGAIN, _CONNECTION_WORDS.get(type(each).__name__, type(each).__name__))
     return Verdict(Meaning.OTHER, type(e).__name__ + (f" ({e.strerror})" if isinstance(e, OSError) and e.errno else ""))
 
 
@@ -145,6 +144,12 @@ _CONNECTION_WORDS = {
     **dict.fromkeys(("EndpointConnectionError", "ClientConnectorError", "gaierror"), "the server cannot be reached"),
     **dict.fromkeys(("ClientConnectorDNSError", "ConnectionRefusedError"), "the server cannot be reached"),
 }
+
+
+def _of_answer(status: int, code: str, wait: str | None) -> Verdict:
+    code = "" if code.isdecimal() else code
+    why = f"HTTP {status}" + (f" ({code})" if code else "") if status else code
+    return Verdict(_CODES.get(code, _of_status(status)), why, _seconds(wait))
 
 
 def _chain(e: BaseException) -> Iterator[BaseException]:

@@ -226,4 +226,4 @@ def part_bytes(nbytes: int, usual: int) -> int:
     if nbytes > MAX_PARTS * MAX_PART:
         raise ResourceError(f"{nbytes} bytes are more than S3 holds in one object: give --split-max-size")
     least = -(-nbytes // MAX_PARTS)
-    return max(usual, -(-least // (1 << 20)) << 20)
+    return usual if least <= usual else -(-least // (1 << 20)) << 20

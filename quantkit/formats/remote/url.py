@@ -218,7 +218,11 @@ class URL(PosixPath):
         if set(mode) - set("rbt"):
             raise io.UnsupportedOperation(f"{self}: only for reading")
         file: IO[Any] = tempfile.TemporaryFile()  # noqa: SIM115 - returned
-        fetch(self, file)
+        try:
+            fetch(self, file)
+        except BaseException:
+            file.close()
+            raise
         file.seek(0)
         return file if "b" in mode else io.TextIOWrapper(file, encoding=kwargs.get("encoding") or "utf-8")
 
