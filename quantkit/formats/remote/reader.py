@@ -20,8 +20,8 @@ import numpy.typing as npt
 from quantkit.errors import FormatError
 from quantkit.formats.remote.common import Object
 
-#: Bytes of a request, requests under way at most, and blocks that are kept: 128 MiB beyond what --max-ram counts.
-BLOCK, FLYING, KEPT = 8 << 20, 8, 16
+#: Bytes of a request, requests under way at most, and bytes that are kept, beyond what --max-ram counts.
+BLOCK, FLYING, KEPT = 8 << 20, 8, 128 << 20
 #: Blocks asked for ahead of a reader at least.
 _AHEAD = 3
 #: How often an object is fetched whose checksum is wrong.
@@ -41,17 +41,24 @@ class Blocks:
         self._lock = threading.Lock()
         self.pool = ThreadPoolExecutor(FLYING, thread_name_prefix="fetch")
         self._kept: OrderedDict[Key, Future[bytes]] = OrderedDict()
+        self._nbytes = 0
 
     def block(self, url: Object, begin: int, end: int) -> Future[bytes]:
         """Return a range of an object, asked for if it is not there."""
         key = (url.address, url.facts.tag, begin, end)
         with self._lock:
             found = self._kept.get(key)
-            if found is None or (found.done() and found.exception() is not None):
+            if found is not None and found.done() and found.exception() is not None:
+                del self._kept[key]
+                self._nbytes -= end - begin
+                found = None
+            if found is None:
                 found = self.pool.submit(url.read_range, begin, end)
                 self._kept[key] = found
-                while len(self._kept) > KEPT:
-                    self._kept.popitem(last=False)
+                self._nbytes += end - begin
+                while self._nbytes > KEPT and len(self._kept) > 1:
+                    (_, _, low, high), _ = self._kept.popitem(last=False)
+                    self._nbytes -= high - low
             self._kept.move_to_end(key)
         return found
 
@@ -95,7 +102,7 @@ def read_into(
     first, last = (offset - start) // step, (end - 1 - start) // step
     wanted = [block(number) for number in range(first, last + 1)]
     if ahead and step == BLOCK:
-        reach = min(last + max(_AHEAD, min(-(-ahead // step), KEPT // 2)), (stop - 1 - start) // step)
+        reach = min(last + max(_AHEAD, min(-(-ahead // step), FLYING)), (stop - 1 - start) // step)
         for number in range(last + 1, reach + 1):
             block(number)
     for number, each in enumerate(wanted, first):
