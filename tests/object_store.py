@@ -7,6 +7,7 @@ clients reach the server through it (AWS_ENDPOINT_URL).
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import re
 import socket
@@ -15,10 +16,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -185,3 +187,61 @@ def moto_server() -> Iterator[int]:
         server.wait()
         drain.join()
         server.stderr.close()
+
+
+class _HubHandler(BaseHTTPRequestHandler):
+    """What HfFileSystem asks of the Hub about one repository, org/NAME, whose files lie in ``root``."""
+
+    root: Path
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: Any) -> None:
+        """Say nothing."""
+
+    def _answer(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
+        self.send_response_only(status)
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        path, commit = urlsplit(self.path).path, {"X-Repo-Commit": "c" * 40}
+        if path.startswith(f"/api/models/org/{self.root.name}"):
+            facts: Any = {"id": f"org/{self.root.name}", "sha": "c" * 40, "siblings": [], "private": False, "tags": []}
+            if "/tree/" in path:
+                files = sorted(self.root.iterdir())
+                facts = [{"type": "file", "oid": "0" * 40, "size": f.stat().st_size, "path": f.name} for f in files]
+            return self._answer(200, json.dumps(facts).encode(), {"Content-Type": "application/json"})
+        file = self.root / path.rpartition("/")[2]
+        if "/resolve/" not in path or not file.is_file():
+            return self._answer(
+                404, b"{}", {"X-Error-Code": "EntryNotFound" if "/resolve/" in path else "RepoNotFound"}
+            )
+        data, asked = file.read_bytes(), re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
+        if asked is None:
+            return self._answer(200, data, commit)
+        begin, end = int(asked[1]), min(int(asked[2]) + 1, len(data))
+        return self._answer(206, data[begin:end], {**commit, "Content-Range": f"bytes {begin}-{end - 1}/{len(data)}"})
+
+    do_HEAD = do_GET
+
+
+@contextmanager
+def hub(folder: Path) -> Iterator[str]:
+    """Serve a folder as the repository org/NAME of a Hub; give its address."""
+
+    class Handler(_HubHandler):
+        root = folder
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

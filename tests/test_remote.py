@@ -23,7 +23,7 @@ from click.testing import CliRunner, Result
 
 from checkpoints import write_checkpoint
 from models import llama_fields, llama_tensors, write_model
-from object_store import FAULTS, STALL, Proxy, Request, moto_server
+from object_store import FAULTS, STALL, Proxy, Request, hub, moto_server
 from quantkit.cli import cli
 from quantkit.errors import FormatError, QuantkitError, ResourceError
 from quantkit.formats.gguf import open_gguf
@@ -268,8 +268,7 @@ def test_merge_compare_and_importance(proxy: Proxy, tiny_moe: Path, data: Path, 
     made = run("merge-up-gate", *args)
     assert made.exit_code == 0, made.output
     assert get("m.gguf") == (tmp_path / "m.gguf").read_bytes()
-    assert run("split-up-gate", "s3://models/m.gguf", "s3://models/s.gguf").exit_code == 0
-    compared = run("compare", "s3://models/s.gguf", tiny_moe, "--imatrix", imatrix)
+    compared = run("compare", "s3://models/m.gguf", tmp_path / "m.gguf")
     assert compared.exit_code == 0, compared.output
     assert "identical" in compared.output
     assert run("imatrix", "show", imatrix).output == run(
@@ -724,3 +723,19 @@ def test_a_store_that_refuses_the_file_at_the_end(
     result = quantize(model, output, "Q4_K_M", OPTIONS, resume=True)
     assert result.run.resumed == len(result.plan.tensors)
     assert (tmp_path / "out" / "q.gguf").read_bytes() == expected
+
+
+def test_a_checkpoint_of_a_hub(tmp_path: Path) -> None:
+    """In a process of its own: the Hub's address is read once, from the environment."""
+    folder = write_checkpoint("afmoe", tmp_path)
+    assert run("convert", folder, tmp_path / "local.gguf", "--pre", "llama3").exit_code == 0
+    with hub(folder) as address:
+        command = [sys.executable, "-m", "quantkit", "convert", f"hf://org/{folder.name}", str(tmp_path / "hub.gguf")]
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_DISABLE_TELEMETRY": "1"}
+        made = subprocess.run([*command, "--pre", "llama3"], env=environment, capture_output=True, text=True)
+        assert made.returncode == 0, made.stderr
+        command[4] = "hf://org/none"
+        refused = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (tmp_path / "hub.gguf").read_bytes() == (tmp_path / "local.gguf").read_bytes()
+    assert refused.returncode == 1
+    assert "there is nothing of this name" in refused.stderr
