@@ -133,7 +133,8 @@ class Stored:
     def read(self, start: int, into: U8, ahead: int = 0) -> None:
         t = self.tensor
         if t.dtype in _SAME:
-            read_range(t.path, into, t.offset + value_bytes(self.type, start), ahead)
+            within = (t.offset, t.offset + t.nbytes)
+            read_range(t.path, into, t.offset + value_bytes(self.type, start), ahead, within)
             return
         values = into.view(np.float32)
         for at in range(0, values.size, PIECE):
@@ -148,7 +149,7 @@ class Stored:
         if dtype.kind == "V":
             raise FormatError(f"{t.path}: tensor {t.name} is {t.dtype}, which is not read")
         data = np.empty(n * dtype.itemsize, np.uint8)
-        read_range(t.path, data, t.offset + start * dtype.itemsize)
+        read_range(t.path, data, t.offset + start * dtype.itemsize, within=(t.offset, t.offset + t.nbytes))
         found = data.view(dtype)
         return found if table is None else table[found]
 

@@ -16,6 +16,7 @@ from quantkit.cli.quantize import QuantizeCommand, is_count, is_type, parsed_lay
 from quantkit.cli.refused import refused_options
 from quantkit.cli.summary import DryRunReport
 from quantkit.cli.table import table
+from quantkit.formats.remote import located
 from quantkit.pipeline.run import RunOptions, foreseen, refusal
 
 _SOURCE = "The checkpoint"
@@ -112,6 +113,7 @@ def command(
     threads: int | None,
     ray: str | None,
     max_ram: int,
+    spool: Path | None,
     resume: bool,
     overwrite: bool,
     measure_error: bool,
@@ -127,7 +129,8 @@ def command(
     """Convert a checkpoint of Hugging Face to GGUF; with TYPE, quantize it in the same pass.
 
     DIR holds config.json, model*.safetensors and the files of the tokenizer. Without OUT.gguf the output lies in DIR,
-    under the name that llama.cpp's convert_hf_to_gguf.py gives it; in OUT {ftype} stands for the type.
+    under the name that llama.cpp's convert_hf_to_gguf.py gives it; in OUT {ftype} stands for the type. Both may be URLs
+    (hf://org/model, s3://bucket/model).
 
     The bytes are those of convert_hf_to_gguf.py b11434 (with transformers 4.57.6) and, with TYPE, of llama-quantize on
     what it writes: no file in between, no torch, and memory for a few rows only. Options of `quantkit quantize` need
@@ -154,7 +157,7 @@ def command(
         split_max_size=None if type_name else split_max_size,
         **{name: value for name, value in given.items() if name in own},
     )
-    plan = plan_convert(folder, output, type_name, convert, quantize)
+    plan = plan_convert(located(folder, spool), output and located(output, spool), type_name, convert, quantize)
     echo_notes(plan.notes)
     if dry_run:
         refused = refusal(plan, resume=resume, overwrite=overwrite)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli.complete import IMATRIX, MODEL_FILE
+from quantkit.cli.complete import IMATRIX_HERE, MODEL_FILE
 from quantkit.cli.evaluation import TEXT_FILE, Bar, ids_file, run_options, run_options_of
 from quantkit.cli.imatrix_show import coverage_table, experts_of, findings, show
 from quantkit.cli.options import CHUNKS, SHARE, claim, echo_notes, on_command_line, option, options, ray_option, setting
@@ -73,7 +73,7 @@ collect_options = options(
     setting("--chunk", "--from-chunk", group=_TEXT, type=click.IntRange(0), default=0, help="Skip the first N chunks."),
     option("--parse-special", group=_TEXT, is_flag=True, help="Parse special tokens in texts, such as <|im_end|>."),
     option("--ppl/--no-ppl", group=_TEXT, default=True, help="Also compute the perplexity (the default)."),
-    option("-o", "--output", "--output-file", group=_OUT, type=IMATRIX, help="The file to write [imatrix.gguf]."),
+    option("-o", "--output", "--output-file", group=_OUT, type=IMATRIX_HERE, help="The file to write [imatrix.gguf]."),
     option("--output-format", group=_OUT, type=KINDS, help="By default from the name of OUT."),
     option("--in-file", "in_files", group=_OUT, multiple=True, metavar="FILE", help="Add to these; a,b or repeated."),
     setting(

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from quantkit.cli.complete import IMATRIX, IMATRIX_FILE, MODEL
-from quantkit.cli.options import SIZE, claim, echo_notes, option, options, plan_options
+from quantkit.cli.options import SIZE, claim, echo_notes, option, options, plan_options, spool_option
 from quantkit.cli.summary import RunReport, cache_dict, cache_lines, dry_run_line, nodes_line
 from quantkit.formats.imatrix import Imatrix, write_imatrix
 from quantkit.formats.outputs import check_apart
@@ -30,6 +30,7 @@ shared_options = options(
     option("--split-max-size", group=_FILES, type=SIZE, help="Begin a new shard beyond this size (48G)."),
     option("--imatrix", group=_FILES, type=IMATRIX_FILE, help="Also rename this importance matrix's entries ..."),
     option("--imatrix-out", group=_FILES, type=IMATRIX, help="... and write it here."),
+    spool_option,
     plan_options,
 )
 

@@ -274,6 +274,15 @@ ray_option = option(
 )
 
 
+#: --spool, for commands that write through a plan.
+spool_option = option(
+    "--spool",
+    group="The run",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Where an output that is a URL grows until it is uploaded.  [default: in the cache]",
+)
+
 #: What commands share that make one output from a plan.
 plan_options = options(
     threads_option,

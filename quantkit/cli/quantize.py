@@ -26,10 +26,12 @@ from quantkit.cli.options import (
     options,
     ray_option,
     setting,
+    spool_option,
     threads_option,
 )
 from quantkit.cli.summary import DryRunReport, RunReport
 from quantkit.errors import TypeNotSupported
+from quantkit.formats.remote import located
 from quantkit.helpers import available_cpus, format_size
 from quantkit.kernels.formats import ENCODERS
 from quantkit.pipeline.plan import Plan, without_existing
@@ -200,6 +202,7 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "threads": threads_option,
     "ray": ray_option,
     "max_ram": setting("--max-ram", group=_RUN, type=SIZE, default="512MiB", help="Memory for all buffers."),
+    "spool": spool_option,
     "max_buffer_size": option(
         "--max-buffer-size",
         group=_RUN,
@@ -237,6 +240,7 @@ def command(
     threads: int | None,
     ray: str | None,
     max_ram: int,
+    spool: Path | None,
     max_buffer_size: int | None,
     partial_requant: bool,
     resume: bool,
@@ -250,6 +254,8 @@ def command(
     **given: Any,
 ) -> None:
     """Quantize a GGUF model.
+
+    IN, OUT and the importance matrix may be URLs (s3://bucket/model.gguf; hf:// and https:// are only read).
 
     TYPE is a preset (Q4_K_M, IQ4_KS, ...), its number, a tensor type, or COPY. Without OUT.gguf the output is
     ggml-model-TYPE.gguf next to the input. IN may be any shard of a split model. The bytes are those of
@@ -286,7 +292,7 @@ def command(
     options = QuantizeOptions(
         prune_layers=parsed_layers(prune_layers), **{name: value for name, value in given.items() if name in names}
     )
-    plan = plan_quantize(source, output, type_name, options)
+    plan = plan_quantize(located(source, spool), output and located(output, spool), type_name, options)
     echo_notes(plan.notes)
     if partial_requant:
         there, plan = len(plan.shards), without_existing(plan)

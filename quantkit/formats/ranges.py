@@ -7,15 +7,19 @@ thousands of descriptors.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import FormatError
+from quantkit.formats.remote import URL
+from quantkit.formats.remote.reader import read_into
 
 U8 = npt.NDArray[np.uint8]
 
@@ -34,11 +38,15 @@ class Buffers:
         return have[:nbytes]
 
 
-def read_range(path: Path, into: U8, offset: int, ahead: int = 0) -> None:
-    """Fill ``into`` from byte ``offset`` on, and ask the kernel for the ``ahead`` bytes behind.
+def read_range(path: Path, into: U8, offset: int, ahead: int = 0, within: tuple[int, int] | None = None) -> None:
+    """Fill ``into`` from byte ``offset`` on, and ask the kernel, or the store, for the ``ahead`` bytes behind.
 
+    ``within``: where the tensor that is read begins and ends; of an object of a store, nothing else is asked for then.
     Raises FormatError when the file ends before, OSError when it cannot be read.
     """
+    if isinstance(path, URL):
+        read_into(path, into, offset, ahead, within)
+        return
     fd = os.open(path, os.O_RDONLY)
     try:
         done = 0
@@ -59,6 +67,10 @@ def read_strided(path: Path, into: U8, offset: int, width: int, apart: int) -> N
     """Fill ``into`` with pieces of ``width`` bytes, which begin ``apart`` bytes from each other; see ``read_range``."""
     if width == apart:
         read_range(path, into, offset)
+        return
+    if isinstance(path, URL):
+        for number, at in enumerate(range(0, into.size, width)):
+            read_into(path, into[at : at + width], offset + number * apart)
         return
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -115,6 +127,8 @@ def copy_range(source: Path, target: Path, source_offset: int, target_offset: in
 
     Raises FormatError when the source ends before, OSError from the disk.
     """
+    if isinstance(source, URL):
+        return False
     fd = os.open(target, os.O_WRONLY)
     try:
         return copy_open(source, fd, target, source_offset, target_offset, nbytes)
@@ -124,7 +138,7 @@ def copy_range(source: Path, target: Path, source_offset: int, target_offset: in
 
 def copy_open(source: Path, fd: int, target: Path, source_offset: int, target_offset: int, nbytes: int) -> bool:
     """Do what ``copy_range`` does to a file that is open; ``target`` is what it is called."""
-    if not hasattr(os, "copy_file_range"):
+    if isinstance(source, URL) or not hasattr(os, "copy_file_range"):
         return False
     read_fd = os.open(source, os.O_RDONLY)
     try:
@@ -145,6 +159,23 @@ def copy_open(source: Path, fd: int, target: Path, source_offset: int, target_of
     return True
 
 
+def both_ends(path: Path, ranges: Iterable[tuple[int, int]], sample: int) -> Iterator[bytes]:
+    """Yield for each range of a file, an offset and a length, ``sample`` bytes at both of its ends.
+
+    Of an object of a store it is the identity of the object, so that nothing is asked for.
+    """
+    if isinstance(path, URL):
+        yield from (f"{path.facts.size} {path.facts.tag}".encode() for _ in ranges)
+        return
+    with open(path, "rb") as file:
+        for offset, nbytes in ranges:
+            ends = []
+            for at in (offset, offset + max(0, nbytes - sample)):
+                file.seek(at)
+                ends.append(file.read(min(sample, nbytes)))
+            yield b"".join(ends)
+
+
 def crc32_range(path: Path, offset: int, nbytes: int) -> int:
     """Return the CRC-32 of a range of a file, or -1 if the file ends before it."""
     crc = 0
@@ -157,6 +188,19 @@ def crc32_range(path: Path, offset: int, nbytes: int) -> int:
             crc = zlib.crc32(data, crc)
             nbytes -= len(data)
     return crc
+
+
+def punch(path: Path, offset: int, nbytes: int) -> None:
+    """Give the disk back what a range of a file takes, which is zeros then; nothing happens where that is unknown."""
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if fallocate is None:
+        return
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        keep_size, punch_hole = 1, 2
+        fallocate(fd, keep_size | punch_hole, ctypes.c_longlong(offset), ctypes.c_longlong(nbytes))
+    finally:
+        os.close(fd)
 
 
 def sync(path: Path) -> None:

@@ -110,14 +110,17 @@ class Ledger:
             if tensor.name in done:
                 continue
             jobs = list(cut_jobs(at, tensor, self.values))
-            if self.cache is not None:
-                jobs = self.cache.prepare(tensor, jobs, self.target.file(tensor.shard))
+            left = [j for j in jobs if not self.target.spares(tensor.shard, j.target_offset, j.target_bytes)]
+            if self.cache is not None and len(left) == len(jobs):  # an entry is a whole tensor
+                left = self.cache.prepare(tensor, jobs, self.target.file(tensor.shard))
+            jobs = left
             self._tallies[at] = _Tally(len(jobs))
             yield from jobs
 
     def done(self, job: Job, result: JobResult) -> None:
         """Enter what a job gave; from any thread, once for each job."""
         tensor = self.plan.tensors[job.tensor]
+        self.target.done(tensor.shard, job.target_offset, job.target_bytes)
         with self._lock:
             tally = self._tallies[job.tensor]
             tally.results[job.target_offset] = (job, result)

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Protocol, TypedDict, Unpack
 
 from quantkit.errors import ClusterError, QuantkitError, ResourceError, TypeNotSupported
-from quantkit.formats.outputs import Output, check_apart, check_free
+from quantkit.formats.outputs import Output, beside, check_apart, check_free
 from quantkit.formats.ranges import Buffers
+from quantkit.formats.remote import check_unchanged
+from quantkit.formats.remote.retry import given_up
 from quantkit.helpers import available_cpus
 from quantkit.kernels.first_run import working_seconds
 from quantkit.pipeline.cache.store import Store, open_store
@@ -25,7 +27,8 @@ from quantkit.pipeline.cache.use import CacheUse, RunCache
 from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.ledger import Ledger, NodeShare, Progress
 from quantkit.pipeline.plan import Plan, check_kernels
-from quantkit.pipeline.target import Files
+from quantkit.pipeline.spool import place_of
+from quantkit.pipeline.target import Place
 from quantkit.pipeline.threads import Threads
 from quantkit.pipeline.work import JOB, NO_CRC, ErrorSums, PlannedTensor, cut_jobs, job_values
 
@@ -81,7 +84,7 @@ class RunResult:
 
 def journal_path(path: Path) -> Path:
     """Return the name of an output's journal."""
-    return path.with_name(path.name + ".journal")
+    return beside(path, ".journal")
 
 
 def run_plan(
@@ -106,6 +109,7 @@ def run_plan(
         ClusterError: no node of a cluster can go on; what is done is kept.
     """
     began = working_seconds()
+    given_up.clear()
     check_kernels(plan.tensors)
     observer = options.get("observer")
     resume, overwrite = options.get("resume", False), options.get("overwrite", False)
@@ -119,7 +123,8 @@ def run_plan(
         check_targets(plan, resume=resume, overwrite=overwrite)
         store = None if folder is None else open_store(Path(folder), size=options.get("cache_size"))
         journal = stack.enter_context(Journal(journal_path(first), plan.fingerprint))
-        target = Files([shard.path for shard in plan.shards], [shard.layout.nbytes for shard in plan.shards])
+        target = place_of(plan, journal, measure=measure, overwrite=overwrite)
+        stack.callback(target.close)
         resumed = _prepare(plan, target, journal, resume=resume, overwrite=overwrite)
         if observer is not None and resumed:
             observer.resumed(len(resumed), sum(t.nbytes for t in plan.tensors if t.name in resumed))
@@ -130,7 +135,8 @@ def run_plan(
             try:
                 with Ledger(plan, target, journal, values, observer, cache) as ledger:
                     executor.run(ledger, measure=measure)
-                target.sync(range(len(plan.shards)))
+                target.finish()
+                check_unchanged((*plan.source.paths, *plan.reads))
             except ClusterError:
                 raise
             except QuantkitError:
@@ -189,7 +195,7 @@ def refusal(plan: Plan, beside: Path | None = None, *, resume: bool = False, ove
     return None
 
 
-def _prepare(plan: Plan, target: Files, journal: Journal, *, resume: bool, overwrite: bool) -> set[str]:
+def _prepare(plan: Plan, target: Place, journal: Journal, *, resume: bool, overwrite: bool) -> set[str]:
     """Reserve the output and return the names of tensors that an earlier run finished."""
     headers = [shard.layout.header for shard in plan.shards]
     if resume and journal.resume():
@@ -210,7 +216,7 @@ def _prepare(plan: Plan, target: Files, journal: Journal, *, resume: bool, overw
         target.reserve(headers)
     except OSError as e:
         _discard(target, journal)
-        where = e.filename or target.folder
+        where = e.filename or plan.shards[0].path.parent
         raise ResourceError(f"{where}: {e.strerror or e}; nothing was written: make room, or write elsewhere") from e
     except BaseException:
         _discard(target, journal)
@@ -218,14 +224,16 @@ def _prepare(plan: Plan, target: Files, journal: Journal, *, resume: bool, overw
     return set()
 
 
-def _verify(plan: Plan, target: Files, journal: Journal) -> None:
+def _verify(plan: Plan, target: Place, journal: Journal) -> None:
     """Strike out journaled tensors whose bytes on the disk are not those that were written."""
     for at, tensor in enumerate(plan.tensors):
-        if tensor.name in journal.done and not _is_intact(plan, target, at, tensor, journal.done[tensor.name]):
+        if tensor.name not in journal.done or target.has(tensor.shard, tensor.offset, tensor.nbytes):
+            continue
+        if not target.readable or not _is_intact(plan, target, at, tensor, journal.done[tensor.name]):
             journal.forget(tensor.name)
 
 
-def _is_intact(plan: Plan, target: Files, at: int, tensor: PlannedTensor, crc: int) -> bool:
+def _is_intact(plan: Plan, target: Place, at: int, tensor: PlannedTensor, crc: int) -> bool:
     if crc != NO_CRC:
         return target.crc(tensor.shard, tensor.offset, tensor.nbytes) == crc
     buffers = Buffers()
@@ -237,7 +245,7 @@ def _is_intact(plan: Plan, target: Files, at: int, tensor: PlannedTensor, crc: i
     return True
 
 
-def _discard(target: Files, journal: Journal) -> None:
+def _discard(target: Place, journal: Journal) -> None:
     """Remove what a run that cannot succeed has written."""
     target.discard()
     journal.remove()

@@ -38,9 +38,48 @@ class Kept(Target, Protocol):
     def file(self, shard: int) -> Path | None:
         """Return the file that grows, or None if what was written to it cannot be read again."""
 
+    def spares(self, shard: int, offset: int, nbytes: int) -> bool:
+        """Tell whether a job may be left out, because its bytes are where nothing can lose them."""
+
+    def done(self, shard: int, offset: int, nbytes: int) -> None:
+        """Take notice that these bytes are written, each once; may wait. Raises OSError."""
+
+
+class Place(Kept, Protocol):
+    """A target as the run sees it that fills it."""
+
+    #: Whether ``crc`` can tell what was written.
+    readable: bool
+
+    def reserve(self, headers: Sequence[bytes]) -> None:
+        """Make room for every file, with its header. Raises OSError, ResourceError."""
+
+    def has(self, shard: int, offset: int, nbytes: int) -> bool:
+        """Tell whether bytes are where nothing can lose them."""
+
+    def crc(self, shard: int, offset: int, nbytes: int) -> int:
+        """Return the CRC-32 of bytes that were written, or -1 if they are not there."""
+
+    def is_whole(self) -> bool:
+        """Return whether everything of a sealed run is there, under either name."""
+
+    def finish(self) -> None:
+        """Return when everything is where nothing can lose it. Raises OSError."""
+
+    def publish(self) -> None:
+        """Give the finished files their names; those that have them already are left alone."""
+
+    def discard(self) -> None:
+        """Remove what was written."""
+
+    def close(self) -> None:
+        """Let go of it, whatever became of the run."""
+
 
 class Files:
     """The files of an output in a folder of this machine: OUT.part until ``publish`` renames it."""
+
+    readable = True
 
     def __init__(self, paths: Sequence[Path], sizes: Sequence[int]) -> None:
         self._files, self._sizes = tuple((path, part_path(path)) for path in paths), list(sizes)
@@ -76,6 +115,21 @@ class Files:
     def sync(self, shards: Iterable[int]) -> None:
         for shard in shards:
             sync(self._files[shard][1])
+
+    def finish(self) -> None:
+        self.sync(range(len(self._files)))
+
+    def has(self, shard: int, offset: int, nbytes: int) -> bool:
+        return False  # the journal knows
+
+    def spares(self, shard: int, offset: int, nbytes: int) -> bool:
+        return False
+
+    def done(self, shard: int, offset: int, nbytes: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def crc(self, shard: int, offset: int, nbytes: int) -> int:
         """Return the CRC-32 of bytes that were written, or -1 if the file ends before them."""

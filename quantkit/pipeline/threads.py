@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
+from quantkit.formats.remote.retry import given_up
 from quantkit.kernels.first_run import compile_together
 from quantkit.pipeline.ledger import Ledger, NodeShare
 from quantkit.pipeline.warm import kernel_calls
@@ -34,6 +35,7 @@ class Threads:
                     thread.join(0.2)
         except BaseException:
             ledger.stop.set()
+            given_up.set()  # threads that wait for a store need not
             raise
         finally:
             for thread in threads:
