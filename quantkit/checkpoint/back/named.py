@@ -117,7 +117,7 @@ NAMED: dict[str, Spelling] = {
     "GraniteMoeSWAForCausalLM": replace(
         _GRANITE_SWA,
         model_type="granitemoe_swa",
-        names=f"{_BLOCK}block_sparse_moe.router.layer {_BLOCK}mlp.experts.gate_up_proj",
+        names=f"{_BLOCK}block_sparse_moe.router {_BLOCK}mlp.experts.gate_up_proj",
         when=has("expert_count"),
     ),
     "GraniteSWAForCausalLM": _GRANITE_SWA,
