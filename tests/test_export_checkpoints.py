@@ -33,12 +33,15 @@ NOT_EXPORTED = {
     *("apertus", "bailingmoe3", "bitnet", "dots3note", "falcon-h1", "gemma3n", "hy_v4"),
     *("jamba", "kimi-k3", "kimi-linear", "minimax-01", "minimax-m3", "nemotron_h", "step35"),
     *("bert", "eurobert", "jina-bert-v2", "modern-bert", "neo-bert", "nomic-bert"),
+    *("arctic", "chameleon", "dbrx", "deci", "deepseek2-ocr", "dream", "gemma-embedding", "gemma4-assistant", "grok"),
+    *("hunyuan_vl", "llada", "llama-embed", "maple", "muse-glimmer", "nemotron_h_moe"),
 }
+#: config.json cannot say how many layers predict, and is refused; the way back of LFM 2 knows decoders alone.
+OTHERS = {"exaone4.5", "lfm2-embedding", "lfm2-masked"}
 NAMES = [
     name
     for name in checkpoints.NAMES
-    if ROWS[checkpoints.describe(name).config["architectures"][0]].arch not in NOT_EXPORTED
-    and name != "exaone4.5"  # config.json cannot say how many layers predict: refused
+    if ROWS[checkpoints.describe(name).config["architectures"][0]].arch not in NOT_EXPORTED and name not in OTHERS
 ]
 ADD_BOS, ADD_EOS = "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token"
 #: Files of ranks and tokenizer.model do not say what is put around texts, tokenizer.json does: what runtimes do anyway.
@@ -58,13 +61,16 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
     "llama-class-drops-bos": {"tokenizer.ggml.add_sep_token": (None, False)},
 }
 #: Tensors of checkpoints that no file of the text model has, and layers that some converters leave out.
-APART = ("visual.", "vision", "multi_modal_projector.", "mtp.", "audio_tower.", "talker.", "code2wav.")
-#: Biases of routers that converters leave out.
-DROPPED = {"grove-moe": ".mlp.expert_bias"}
+APART = (
+    *("visual.", "vision", "multi_modal_projector.", "mtp.", "audio_tower.", "talker.", "code2wav."),
+    *("model.aligner.", "model.generation_", "model.merger."),
+)
+#: Biases of routers that converters leave out, or move.
+DROPPED = {"grove-moe": ".mlp.expert_bias", "sarvam-moe": ".expert_bias"}
 #: Checkpoints whose tensors are fused where transformers has several, or the other way round.
 FUSED = {"ernie4.5-fused", "qwen3-omni-moe"}
 #: Checkpoints whose names are not those that transformers gives them, and some without their last layers.
-OTHER_NAMES = {*FUSED, "gemma3-vl", "granite-moe-swa", "llama-model", "llava", "mistral3"}
+OTHER_NAMES = {*FUSED, "gemma3-vl", "granite-moe-swa", "janus", "llama-model", "llava", "minicpm-v4.6", "mistral3"}
 LAST_LEFT_OUT = {"deepseek-v3", "deepseek-v3-sparse", "glm4-moe-no-nextn", "qwen3.5-moe-no-nextn"}
 
 
@@ -143,7 +149,7 @@ def differences(what: checkpoints.Description, a: dict[str, StoredTensor], b: di
     """Return tensors of a checkpoint that were not exported, or are something else, and those it does not have."""
     a = {name: t for name, t in a.items() if not any(part in name for part in APART) or name in b}
     if (ending := DROPPED.get(what.name)) is not None:
-        a = {name: t for name, t in a.items() if not name.endswith(ending)}
+        a, b = ({name: t for name, t in of.items() if not name.endswith(ending)} for of in (a, b))
     if what.name in LAST_LEFT_OUT:
         a = {name: t for name, t in a.items() if name in b}
     if what.config.get("tie_word_embeddings"):

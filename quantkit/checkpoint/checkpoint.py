@@ -313,8 +313,8 @@ def _made(name: str, tensor: Tensor, names: TensorNames, outtype: OutType, exact
     x = tensor.x
     if not x.shape:
         x = Shaped(x, (1,))
-    wanted = TYPE_F32 if tensor.full else type_of(name, x, tensor.layer, names, outtype.type)
-    if q8 and not tensor.full and x.type.block == 1 and any(part.dtype in _FLOAT8 for part in x.parts()):
+    wanted = type_of(name, x, tensor.layer, names, outtype.type, tensor.typed)
+    if q8 and tensor.typed is None and x.type.block == 1 and any(part.dtype in _FLOAT8 for part in x.parts()):
         wanted = type_of_float8(name, x)
     if x.type.name in ("Q4_0", "Q8_0") and type_of(name, floats(x), tensor.layer, names, TYPE_F16) is TYPE_F32:
         x, wanted = floats(x), TYPE_F32  # a router, say

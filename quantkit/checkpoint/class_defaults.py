@@ -79,6 +79,11 @@ _ERNIE: Json = {
 
 #: Model type -> key -> value.
 DEFAULTS: dict[str, Json] = {
+    # What Grok 2 says it is.
+    "git": {
+        **{"vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 6, "num_attention_heads": 12},
+        **{"intermediate_size": 3072, "max_position_embeddings": 1024, "layer_norm_eps": 1e-12},
+    },
     "deepseek_v2": {
         **_DENSE,
         **{"num_key_value_heads": None, "first_k_dense_replace": 0, "kv_lora_rank": 512, "q_lora_rank": 1536},
@@ -291,6 +296,15 @@ DEFAULTS |= {
         **{"mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": "auto"},
     },
     "llava": {},
+    "janus": {},
+    "chameleon": {
+        **{"vocab_size": 65536, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
+        **{"num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 4096},
+        **{"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": None, "swin_norm": False},
+    },
+    "dbrx": {
+        **{"d_model": 2048, "n_heads": 16, "n_layers": 24, "max_seq_len": 2048, "vocab_size": 32000},
+    },
     "voxtral": {},
     "gpt2": {
         **{"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None},
@@ -554,6 +568,7 @@ PARTS: dict[str, dict[str, str]] = {
     "llama4": {"text_config": "llama4_text"},
     "mistral3": {"text_config": "mistral"},
     "llava": {"text_config": "llama"},
+    "janus": {"text_config": "llama"},
     "voxtral": {"text_config": "llama"},
     "qwen3_omni_moe": {"thinker_config": "qwen3_omni_moe_thinker"},
     "qwen3_omni_moe_thinker": {"text_config": "qwen3_omni_moe_text"},

@@ -28,8 +28,11 @@ from quantkit.checkpoint.families import (
     mamba,
     mimo,
     minimax,
+    mixtures,
+    more_experts,
     others,
     qwen,
+    seeing,
     step,
 )
 from quantkit.checkpoint.families.llama import LLAMA_KEYS, ROPE_PERMUTED, rope_factors, set_rope_width
@@ -186,8 +189,71 @@ _MODERN_BERT = replace(
 )
 _EURO_BERT = Architecture("eurobert", stored=(Renamed(r"^model\.", ""),), keys=bert.EURO_KEYS, vocab="euro bert")
 
+_GROK = Architecture("grok", rules=mixtures.GROK_RULES, keys=mixtures.GROK_KEYS, vocab="sentencepiece or bpe")
+_SARVAM = Architecture(
+    "bailingmoe2",
+    stored=(mixtures.SARVAM_STORED, _ROUTER_BIAS),
+    rules=(Experts(),),
+    keys=(*more_experts.BAILING_KEYS, set_rope_width),
+    layers=deepseek.all_layers,
+)
+
+_CHAMELEON = Architecture(
+    "chameleon",
+    stored=seeing.CHAMELEON_STORED,
+    rules=(*ROPE_PERMUTED, *seeing.CHAMELEON_RULES),
+    keys=(seeing.set_swin_norm,),
+)
+_LFM_2_EMBEDDING = replace(
+    _LFM_2,
+    rules=(*lfm.BARE, lfm.CONVOLUTIONS),
+    keys=lfm.EMBEDDING_KEYS,
+    extra=lfm.dense_layer,
+    early=(lfm.set_dense_width,),
+)
+
 #: Class of transformers -> how it is converted.
 NAMED: dict[str, Architecture] = {
+    "ArcticForCausalLM": Architecture(
+        "arctic", rules=(*ROPE_PERMUTED, llama.MIXTRAL_EXPERTS), keys=LLAMA_KEYS, vocab="arctic"
+    ),
+    "DbrxForCausalLM": Architecture("dbrx", rules=mixtures.DBRX_RULES, base=mixtures.set_dbrx_base),
+    **dict.fromkeys(("GrokForCausalLM", "Grok1ForCausalLM"), _GROK),
+    "DeciLMForCausalLM": Architecture(
+        "deci",
+        rules=mixtures.DECI_RULES,
+        base=mixtures.set_deci_base,
+        keys=LLAMA_KEYS,
+        vocab="deci",
+        extra=rope_factors,
+    ),
+    **dict.fromkeys(("ChameleonForCausalLM", "ChameleonForConditionalGeneration"), _CHAMELEON),
+    "JanusForConditionalGeneration": replace(_LLAMA, stored=(seeing.JANUS_PARTS, *_LLAMA.stored)),
+    "LlamaBidirectionalModel": replace(_LLAMA, arch="llama-embed"),
+    "MuseGlimmerForConditionalGeneration": Architecture(
+        "muse-glimmer", rules=(*ROPE_PERMUTED, *seeing.MUSE_RULES), keys=seeing.MUSE_KEYS, vocab="muse"
+    ),
+    "HunYuanVLForConditionalGeneration": Architecture(
+        "hunyuan_vl",
+        rules=(deepseek.TIED_OUTPUT,),
+        base=hunyuan.set_dense_base,
+        keys=seeing.HUNYUAN_KEYS,
+        vocab="hunyuan",
+        prepare=seeing.name_rope,
+    ),
+    "LLaDAModelLM": Architecture("llada", rules=ROPE_PERMUTED, keys=others.LLADA_KEYS, vocab="llada"),
+    "DreamModel": Architecture("dream", keys=(qwen.set_pooling, *others.DIFFUSION_KEYS), vocab="dream"),
+    **dict.fromkeys(("Lfm2Model", "Lfm2BidirectionalModel", "Lfm2BidirectionalForMaskedLM"), _LFM_2_EMBEDDING),
+    "MapleForCausalLM": Architecture("maple", rules=(Experts(),), keys=mixtures.MAPLE_KEYS),
+    **dict.fromkeys(("SarvamMoEForCausalLM", "modeling_sarvam_moe.SarvamMoEForCausalLM"), _SARVAM),
+    "NemotronHPuzzleForCausalLM": Architecture(
+        "nemotron_h_moe",
+        stored=mamba.PUZZLE_STORED,
+        rules=mamba.NEMOTRON_RULES,
+        keys=mamba.PUZZLE_KEYS,
+        vocab="nemotron h",
+        prepare=mamba.prepare_puzzle,
+    ),
     "DeepseekForCausalLM": Architecture(
         "deepseek", rules=(*ROPE_PERMUTED, Experts()), keys=deepseek.FIRST_KEYS, vocab="sentencepiece or bpe"
     ),

@@ -20,6 +20,9 @@ from quantkit.checkpoint.vocab.encoders import (
     write_roberta,
 )
 from quantkit.checkpoint.vocab.families import (
+    write_arctic,
+    write_deci,
+    write_dream,
     write_gemma,
     write_gemma1,
     write_gemma3n,
@@ -29,9 +32,11 @@ from quantkit.checkpoint.vocab.families import (
     write_kimi_k3,
     write_kimi_linear,
     write_laguna,
+    write_llada,
     write_mamba,
     write_mamba1,
     write_minimax_m1,
+    write_muse,
     write_nemotron,
     write_nemotron_h,
     write_omni,
@@ -129,6 +134,11 @@ _SOLAR = {"eos": "<|endoftext|>", "eot": "<|endoftext|>", "unk": "<unk>", "bos":
 
 WRITERS: dict[str, Callable[[Vocabulary], None]] = {
     "bpe": write_bpe,
+    "arctic": write_arctic,
+    "deci": write_deci,
+    "llada": write_llada,
+    "dream": write_dream,
+    "muse": write_muse,
     "sentencepiece": write_sentencepiece,
     "sentencepiece or bpe": write_sentencepiece_or_bpe,
     "llama": write_llama,

@@ -115,13 +115,19 @@ def phi_tokens(v: Vocabulary) -> list[Piece]:
     return tokens
 
 
-def _padded(v: Vocabulary, *size_keys: str) -> list[Piece]:
-    """Return the pieces, as many as the vocabulary has, and those of added_tokens.json in their places."""
-    pieces = read_pieces(v.folder / "tokenizer.model")
-    size = v.config.find(*size_keys) or len(pieces)
+def plain_tokens(v: Vocabulary, *size_keys: str, file: str = "tokenizer.model") -> list[Piece]:
+    """Return the pieces of a file, as many as the vocabulary has."""
+    pieces = read_pieces(v.folder / file)
+    size = v.config.find(*size_keys or ("vocab_size",)) or len(pieces)
     if not isinstance(size, int) or not 0 < size <= min(MAX_TOKENS, len(pieces) + MAX_PADDING):
         raise FormatError(f"{v.config.path}: vocab_size is {short(size)}")
-    tokens = pieces[:size] + [Piece(f"[PAD{i}]", -10000.0, UNUSED) for i in range(len(pieces), size)]
+    return pieces[:size] + [Piece(f"[PAD{i}]", -10000.0, UNUSED) for i in range(len(pieces), size)]
+
+
+def _padded(v: Vocabulary, *size_keys: str) -> list[Piece]:
+    """Return the same with the tokens of added_tokens.json in their places."""
+    tokens = plain_tokens(v, *size_keys)
+    size = len(tokens)
     where = v.folder / "added_tokens.json"
     for text, number in (optional_json(where) or {}).items():
         if _fits(where, number, size):

@@ -1,0 +1,209 @@
+"""More of the table of checkpoints: large mixtures, old models, text models of those that also see and hear."""
+
+from __future__ import annotations
+
+from checkpoint_table_named import (
+    ATTENTION,
+    CHAT,
+    DENSE,
+    EXPERTS,
+    HEAD,
+    HEAD_NORMS,
+    HEADS,
+    LATENT,
+    LATENT_EXPERTS,
+    LLAMA,
+    MAMBA_2,
+    MIXTURE,
+    NORMS,
+    OUTSIDE,
+    QKV,
+    SHARED,
+    SIZES,
+    W,
+    decoder,
+    of,
+    written,
+)
+
+from checkpoint_table import Json, bpe, spm
+
+#: Pieces as a tokenizer.json has them.
+_PIECES = spm("LlamaTokenizer") | {"kind": "spm_bpe"}
+_BLOCKS = [
+    {"attention": {"n_heads_in_group": 2, "replace_with_linear": False}, "ffn": {"ffn_mult": 2.625}},
+    {"attention": {"n_heads_in_group": None, "replace_with_linear": True}, "ffn": {"ffn_mult": 1.0}},
+    {"attention": {"n_heads_in_group": None, "replace_with_linear": False}, "ffn": {"ffn_mult": None}},
+    {"attention": {"n_heads_in_group": 4, "replace_with_linear": False}, "ffn": {"ffn_mult": 1.0}},
+]
+_WIDE = " mlp.gate_proj:256x64 mlp.up_proj:256x64 mlp.down_proj:64x256"
+_ONE_KEY = " self_attn.q_proj:64x64 self_attn.k_proj:16x64 self_attn.v_proj:16x64 self_attn.o_proj:64x64"
+_DELTA: Json = {
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}  # fmt: skip
+_LINEAR = (
+    " linear_attn.in_proj_qkv:128x64 linear_attn.in_proj_z:64x64 linear_attn.in_proj_b:4x64 linear_attn.in_proj_a:4x64"
+    " linear_attn.conv1d:128x1x4 linear_attn.A_log!:4 linear_attn.dt_bias!:4 linear_attn.norm:16"
+    " linear_attn.out_proj:64x64"
+)
+_GEMMA = spm("GemmaTokenizer", ("<pad>", "<eos>", "<bos>", "<unk>"))
+_POOLED: Json = {
+    "1_Pooling": {"config.json": '{"pooling_mode_cls_token": false, "pooling_mode_mean_tokens": true}'},
+    "modules.json": '[{"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"},'
+    ' {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]\n',
+}
+_LFM_2: Json = {
+    "norm_eps": 1e-5, "conv_L_cache": 3, "block_ff_dim": 128, "block_auto_adjust_ff_dim": False,
+    "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 32, "layer_types": ["conv", "full_attention", "conv"],
+}  # fmt: skip
+_LFM_2_TENSORS = (
+    of("", "embed_tokens:640x64 embedding_norm:64")
+    | of("layers.{0-2}.", "operator_norm:64 ffn_norm:64 feed_forward.w1:128x64 feed_forward.w2:64x128"
+         " feed_forward.w3:128x64") | of("layers.{0,2}.", "conv.conv:64x1x3 conv.in_proj:192x64 conv.out_proj:64x64")
+    | of("layers.1.", "self_attn.q_proj:64x64 self_attn.k_proj:32x64 self_attn.v_proj:32x64 self_attn.out_proj:64x64"
+         " self_attn.q_layernorm:16 self_attn.k_layernorm:16")
+)  # fmt: skip
+
+
+def inside(prefix: str, tensors: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Return the tensors of a text model in another: ``prefix`` before their names."""
+    return {prefix + name: shape for name, shape in tensors.items()}
+
+
+OTHERS = (
+    written("arctic", "ArcticForCausalLM", {"model_type": "arctic", "num_local_experts": 4, "num_experts_per_tok": 2},
+            decoder({"0-2": NORMS + ATTENTION + " residual_layernorm:64 block_sparse_moe.gate:4x64" + W
+                     + " residual_mlp.w1:64x64 residual_mlp.w2:64x64 residual_mlp.w3:64x64"}), shards=2,
+            vocab=spm(special=["<|im_start|>", "<|im_end|>"], chat=CHAT, config={"add_bos_token": True})),
+    written("dbrx", "DbrxForCausalLM", {
+        "model_type": "dbrx", "d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 4096,
+        "attn_config": {"clip_qkv": 8, "kv_n_heads": 2, "rope_theta": 500000},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}},
+        of("transformer.", "wte:640x64 norm_f:64") | of("", HEADS) | of(
+            "transformer.blocks.{0-2}.", "norm_attn_norm.norm_1:64 norm_attn_norm.norm_2:64"
+            " norm_attn_norm.attn.Wqkv:128x64 norm_attn_norm.attn.out_proj:64x64 ffn.router.layer:4x64"
+            " ffn.experts.mlp.w1!:128x64 ffn.experts.mlp.v1!:128x64 ffn.experts.mlp.w2!:128x64"), shards=2),
+    written("grok-1", "Grok1ForCausalLM", {
+        "model_type": "grok-1", "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "attn_output_multiplier": 0.08838834764831845, "embedding_multiplier_scale": 78.38367176906169,
+        "output_multiplier_scale": 0.5773502691896257, "max_attn_value": 30.0},
+        of("", "lm_head:640x64") | of("transformer.", "in_out_embed:640x64 rms_norm:64") | of(
+            "transformer.decoder_layer.{0-2}.", "rms_norm:64 rms_norm_1:64 rms_norm_2:64 rms_norm_3:64 router:4x64"
+            " multi_head_attention.query:64x64 multi_head_attention.key:32x64 multi_head_attention.value:32x64"
+            " multi_head_attention.linear:64x64 moe.{0-3}.linear:32x64 moe.{0-3}.linear_1:64x32"
+            " moe.{0-3}.linear_v:32x64"), vocab=spm(), shards=2),
+    written("grok-2", "Grok1ForCausalLM", HEAD | {
+        "model_type": "git", "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "rope_type": "original", "scaling_factor": 16.0, "original_max_position_embeddings": 8192,
+        "extrapolation_factor": 1.0, "attn_factor": 1.0, "beta_fast": 8, "beta_slow": 1,
+        "attn_logit_softcapping": 30.0, "router_logit_softcapping": 30.0, "final_logit_softcapping": 50,
+        "attn_temperature_len": 1024, "embedding_multiplier_scale": 90.50966799187809, "output_multiplier_scale": 0.5},
+        decoder({"0-2": " pre_attn_norm:64 post_attn_norm:64 pre_moe_norm:64 post_moe_norm:64"
+                 " block_sparse_moe.gate:4x64" + ATTENTION + DENSE + W}),
+        files={"chat_template.jinja": "{{ messages }}"}),
+    written("deci", "DeciLMForCausalLM", {
+        "model_type": "nemotron-nas", "num_hidden_layers": 4, "block_configs": _BLOCKS, "rope_theta": 500000.0,
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}},
+        of("model.", OUTSIDE) | of("", HEADS) | of("model.layers.0.", NORMS + ATTENTION + _WIDE)
+        | of("model.layers.1.", NORMS + " self_attn.linear_attn:64x64" + _WIDE)
+        | of("model.layers.3.", NORMS + _ONE_KEY + _WIDE), vocab=_PIECES),
+    written("deci-7b", "DeciLMForCausalLM", {
+        "model_type": "deci", "num_key_value_heads_per_layer": [2, 1, 2]},
+        decoder({"0,2": NORMS + ATTENTION + DENSE, "1": NORMS + _ONE_KEY + DENSE}), vocab=_PIECES),
+    written("maple", "MapleForCausalLM", HEAD | MIXTURE | {
+        "model_type": "maple", "num_experts": 4, "nope_on_global_attention": True, "sliding_window": 8,
+        "partial_rotary_factor": 0.5, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+        decoder({"0-2": NORMS + ATTENTION + HEAD_NORMS + EXPERTS})),
+    written("sarvam-moe", "SarvamMoEForCausalLM", MIXTURE | HEAD | {
+        "model_type": "sarvam_moe", "num_experts": 4, "num_shared_experts": 1, "first_k_dense_replace": 1,
+        "moe_shared_expert_intermediate_size": 32, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+        "score_function": "sigmoid", "n_group": 2, "topk_group": 1},
+        of("model.", "word_embeddings:640x64 norm:64") | of("", HEADS) | of(
+            "model.layers.{0-2}.", NORMS + " attention.query_key_value:128x64 attention.dense:64x64"
+            " attention.query_layernorm:16 attention.key_layernorm:16") | of("model.layers.0.", DENSE) | of(
+            "model.layers.{1-2}.", EXPERTS + SHARED + " mlp.gate.expert_bias!:4")),
+    written("nemotron-puzzle", "NemotronHPuzzleForCausalLM", HEAD | {
+        "model_type": "nemotron_h_puzzle", "num_hidden_layers": 88, "mamba_num_heads": 8, "mamba_head_dim": 16,
+        "n_groups": 2, "ssm_state_size": 16, "conv_kernel": 4, "expand": 2, "norm_eps": 1e-5, "hidden_act": None,
+        "block_configs": [
+            {"block_type": "mamba"}, {"block_type": "moe", "moe_intermediate_size": 32, "num_experts_per_tok": 2},
+            {"block_type": "attention"}, {"block_type": "moe", "moe_intermediate_size": 32, "num_experts_per_tok": 1}],
+        "n_routed_experts": 4, "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 64, "n_group": 1,
+        "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "moe_latent_size": 32,
+        "num_nextn_predict_layers": 1},
+        of("model.", "embeddings:640x64 norm_f:64") | of("", HEADS)
+        | of("model.layers.{0-3}.", "norm:64") | of("model.layers.0.", MAMBA_2)
+        | of("model.layers.{1,3}.", LATENT_EXPERTS) | of("model.layers.2.", QKV.replace("self_attn", "mixer")
+             + " mixer.o_proj:64x64") | of("mtp.layers.0.", "enorm:64"), f32=("A_log", "correction_bias")),
+    written("chameleon", "ChameleonForConditionalGeneration", {
+        "model_type": "chameleon", "num_key_value_heads": 4, "swin_norm": True, "vq_config": {"embed_dim": 8}},
+        decoder({"0-2": NORMS + " self_attn.q_proj:64x64 self_attn.k_proj:64x64 self_attn.v_proj:64x64"
+                 " self_attn.o_proj:64x64 self_attn.q_norm:4x16 self_attn.k_norm:4x16 self_attn.q_norm.bias!:4x16"
+                 " self_attn.k_norm.bias!:4x16" + DENSE})
+        | of("model.vqmodel.", "quantize.embedding:8x8")),
+    written("janus", "JanusForConditionalGeneration", {
+        "model_type": "janus", "text_config": SIZES | LLAMA | {"model_type": "llama"},
+        "vision_config": {"model_type": "janus_vision_model"}, "vq_config": {"model_type": "janus_vqgan"}},
+        {name.replace("model.", "model.language_model.", 1): shape
+         for name, shape in decoder({"0-2": NORMS + ATTENTION + DENSE}).items()}
+        | of("model.vision_model.", "post_layernorm:64") | of("model.aligner.", "fc1:64x64")
+        | of("model.generation_embeddings.", "norm:64") | of("model.generation_head.", "proj_out:64x64")),
+    written("llama-embed", "LlamaBidirectionalModel", {"model_type": "llama_bidirec", "pooling": "avg"},
+            {name.removeprefix("model."): shape for name, shape in decoder(
+                {"0-2": NORMS + ATTENTION + DENSE}, head=False).items()}),
+    written("muse-glimmer", "MuseGlimmerForConditionalGeneration", {
+        "model_type": "muse_glimmer", "vision_config": {}, "text_config": SIZES | LLAMA | HEAD | {
+            "model_type": "muse_glimmer_text", "qk_scale_factor": 1.7, "final_logit_softcapping": 30.0,
+            "output_multiplier": 0.25, "sliding_window": 8,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}},
+        {name.replace("model.", "model.language_model.", 1): shape for name, shape in decoder(
+            {"0-2": NORMS + " pre_feedforward_layernorm:64 post_feedforward_layernorm:64" + ATTENTION
+             + " self_attn.gate_proj:64x64" + DENSE}).items()} | of("model.vision_tower.", "norm:64"),
+        vocab=bpe("llama4", "<|end|>", "<|bos|>", "<|eot|>", bos="<|bos|>")),
+    written("hunyuan-vl", "HunYuanVLForConditionalGeneration", HEAD | {
+        "model_type": "hunyuan_vl", "tie_word_embeddings": True, "num_experts": 1, "pad_token_id": -1,
+        "eod_token_id": 579, "rope_scaling": {
+            "type": "xdrope", "alpha": 1000.0, "factor": 1.0, "xdrope_section": [2, 2, 2, 2]}},
+        decoder({"0-2": NORMS + ATTENTION + " self_attn.query_layernorm:16 self_attn.key_layernorm:16" + DENSE})
+        | of("vit.", "norm:64")),
+    written("llada", "LLaDAModelLM", {
+        "model_type": "llada", "num_key_value_heads": 4, "d_model": 64, "n_heads": 4, "n_kv_heads": 4, "n_layers": 3,
+        "mlp_hidden_size": 128, "max_sequence_length": 4096, "mask_token_id": 578},
+        of("model.transformer.", "wte:640x64 ff_out:640x64 ln_f:64") | of(
+            "model.transformer.blocks.{0-2}.", "attn_norm:64 ff_norm:64 q_proj:64x64 k_proj:64x64 v_proj:64x64"
+            " attn_out:64x64 ff_proj:128x64 up_proj:128x64 ff_out:64x128")),
+    written("dream", "DreamModel", {"model_type": "Dream", "mask_token_id": 578},
+            decoder({"0-2": NORMS + ATTENTION + DENSE + " self_attn.q_proj.bias!:64 self_attn.k_proj.bias!:32"
+                     " self_attn.v_proj.bias!:32"})),
+    written("gemma-embedding", "Gemma3TextModel", HEAD | {
+        "model_type": "gemma3_text", "sliding_window": 8, "use_bidirectional_attention": True,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "query_pre_attn_scalar": 16},
+        {name.removeprefix("model."): shape for name, shape in decoder(
+            {"0-2": NORMS + " pre_feedforward_layernorm:64 post_feedforward_layernorm:64" + ATTENTION + HEAD_NORMS
+             + DENSE}, head=False).items()}, vocab=_GEMMA, files=_POOLED),
+    written("lfm2-embedding", "Lfm2BidirectionalModel", _LFM_2 | {"model_type": "lfm2"}, _LFM_2_TENSORS,
+            files=_POOLED),
+    written("lfm2-masked", "Lfm2BidirectionalForMaskedLM", _LFM_2 | {"model_type": "lfm2"},
+            inside("lfm2.", _LFM_2_TENSORS)),
+    written("minicpm-v4.6", "MiniCPMV4_6ForConditionalGeneration", {
+        "model_type": "minicpmv4_6", "vision_config": {}, "text_config": SIZES | LLAMA | HEAD | _DELTA | {
+            "model_type": "qwen3_5_text", "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5,
+                                "mrope_section": [2, 1, 1]}}},
+        {name.replace("model.", "model.language_model.", 1): shape for name, shape in (decoder(
+            {"0-1": NORMS + DENSE, "0": _LINEAR, "1": " self_attn.q_proj:128x64 self_attn.k_proj:32x64"
+             " self_attn.v_proj:32x64 self_attn.o_proj:64x64" + HEAD_NORMS})).items()}
+        | of("model.merger.", "linear:64x64") | of("mtp.", "fc:64x128"), options=("--no-nextn",), f32=("A_log",)),
+    written("deepseek-ocr", "DeepseekOCRForCausalLM", {
+        "model_type": "deepseek_vl_v2", "vision_config": {"model_type": "vision"},
+        "language_config": SIZES | LATENT | {
+            "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "n_group": 1, "topk_group": 1,
+            "norm_topk_prob": False, "q_lora_rank": None, "kv_lora_rank": None, "use_mla": False,
+            "qk_nope_head_dim": 0, "qk_rope_head_dim": 0, "v_head_dim": 0}},
+        decoder({"0-2": NORMS + " self_attn.q_proj:64x64 self_attn.k_proj:64x64 self_attn.v_proj:64x64"
+                 " self_attn.o_proj:64x64", "0": DENSE, "1-2": EXPERTS + SHARED})
+        | of("model.sam_model.", "norm:64") | of("model.vision_model.", "norm:64")
+        | of("model.projector.", "layers:64x64")),
+)  # fmt: skip
