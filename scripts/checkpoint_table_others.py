@@ -20,6 +20,7 @@ from checkpoint_table_named import (
     QKV,
     SHARED,
     SIZES,
+    VOCAB,
     W,
     decoder,
     of,
@@ -47,6 +48,14 @@ _LINEAR = (
     " linear_attn.conv1d:128x1x4 linear_attn.A_log!:4 linear_attn.dt_bias!:4 linear_attn.norm:16"
     " linear_attn.out_proj:64x64"
 )
+_QWEN: Json = {
+    "kind": "tiktoken", "file": "qwen.tiktoken", "pre": "qwen2",
+    "special": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(5))],
+    "config": {"tokenizer_class": "QWenTokenizer"},
+}  # fmt: skip
+_PLAMO: Json = {"kind": "plamo", "config": {"add_bos_token": True, "chat_template": CHAT}}
+_GEMMA4 = spm("GemmaTokenizer", ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>")) | {
+    "kind": "spm_bpe", "pieces": 640}  # fmt: skip
 _GEMMA = spm("GemmaTokenizer", ("<pad>", "<eos>", "<bos>", "<unk>"))
 _POOLED: Json = {
     "1_Pooling": {"config.json": '{"pooling_mode_cls_token": false, "pooling_mode_mean_tokens": true}'},
@@ -206,4 +215,101 @@ OTHERS = (
                  " self_attn.o_proj:64x64", "0": DENSE, "1-2": EXPERTS + SHARED})
         | of("model.sam_model.", "norm:64") | of("model.vision_model.", "norm:64")
         | of("model.projector.", "layers:64x64")),
+    written("internlm2", "InternLM2ForCausalLM", {"model_type": "internlm2", "vocab_size": 600, "bias": False},
+            of("model.", "tok_embeddings:600x64 norm:64") | of("", "output:600x64") | of(
+                "model.layers.{0-2}.", "attention_norm:64 ffn_norm:64 attention.wqkv:128x64 attention.wo:64x64"
+                " feed_forward.w1:128x64 feed_forward.w2:64x128 feed_forward.w3:128x64"),
+            vocab=spm(first=("<unk>", "<s>", "</s>", "[UNUSED_TOKEN_1]", "<|im_end|>", "<|plugin|>"),
+                      user_pieces=["<|im_end|>", "<|plugin|>"], added=["<|extra|>"])),
+    written("xverse", "XverseForCausalLM", {"model_type": "xverse", "num_key_value_heads": 4, "vocab_size": 640},
+            decoder({"0-2": NORMS + " self_attn.q_proj:64x64 self_attn.k_proj:64x64 self_attn.v_proj:64x64"
+                     " self_attn.o_proj:64x64" + DENSE}),
+            vocab=_PIECES | {"pieces": 637, "special": ["<|end|>"], "user": ["<|u|>", "<|v|>"]}),
+    written("qwen", "QWenLMHeadModel", {
+        "model_type": "qwen", "vocab_size": 584, "layer_norm_epsilon": 1e-6, "rotary_emb_base": 10000,
+        "bos_token_id": None, "eos_token_id": None, "intermediate_size": 256},
+        of("transformer.", "wte:584x64 ln_f:64") | of("", "lm_head:584x64") | of(
+            "transformer.h.{0-2}.", "ln_1:64 ln_2:64 attn.c_attn:192x64 attn.c_attn.bias!:192 attn.c_proj:64x64"
+            " mlp.w1:128x64 mlp.w2:128x64 mlp.c_proj:64x128"), vocab=_QWEN),
+    written("mpt", "MPTForCausalLM", {
+        "model_type": "mpt", "d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 2048,
+        "attn_config": {"alibi": True, "alibi_bias_max": 16, "clip_qkv": 6, "kv_n_heads": 2}},
+        of("transformer.", "wte:640x64 norm_f:64") | of(
+            "transformer.blocks.{0-2}.", "norm_1:64 norm_2:64 attn.Wqkv:128x64 attn.out_proj:64x64"
+            " ffn.up_proj:256x64 ffn.down_proj:64x256"), vocab=VOCAB | {"pre": "mpt"}),
+    written("jais", "JAISLMHeadModel", {
+        "model_type": "jais", "n_embd": 64, "n_head": 4, "n_layer": 3, "n_inner": 96, "n_positions": 2048,
+        "activation_function": "swiglu", "position_embedding_type": "alibi", "layer_norm_epsilon": 1e-5,
+        "mup_embeddings_scale": 9.1705785388303, "mup_output_alpha": 1.09518349815769, "mup_width_scale": 0.125},
+        of("transformer.", "wte:640x64 ln_f:64 ln_f.bias!:64 relative_pe.slopes!:4") | of("", HEADS) | of(
+            "transformer.h.{0-2}.", "ln_1:64 ln_1.bias!:64 ln_2:64 ln_2.bias!:64 attn.c_attn:64x192"
+            " attn.c_attn.bias!:192 attn.c_proj:64x64 attn.c_proj.bias!:64 mlp.c_fc:64x96 mlp.c_fc.bias!:96"
+            " mlp.c_fc2:64x96 mlp.c_fc2.bias!:96 mlp.c_proj:96x64 mlp.c_proj.bias!:64"), f32=("slopes",),
+        vocab=VOCAB | {"pre": "jais"}),
+    written("refact", "GPTRefactForCausalLM", {
+        "model_type": "gpt_refact", "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 4096,
+        "layer_norm_epsilon": 1e-5},
+        of("transformer.", "wte:640x64") | of("", "ln_f:64 lm_head:640x64") | of(
+            "transformer.h.{0-2}.", "ln_1:64 ln_2:64 attn.q:64x64 attn.kv:32x64 attn.c_proj:64x64"
+            " mlp.gate_up_proj:512x64 mlp.c_proj:64x256"), vocab=VOCAB | {"pre": "refact"}),
+    written("rugpt3xl", "RuGPT3XLForCausalLM", {
+        "model_type": "rugpt3xl", "num_key_value_heads": 4, "layer_norm_eps": 1e-5},
+        of("model.", "embed_tokens:640x64 embed_positions:4096x64 norm:64 norm.bias!:64") | of("", HEADS) | of(
+            "model.layers.{0-2}.", NORMS + " input_layernorm.bias!:64 post_attention_layernorm.bias!:64"
+            " self_attn.q_proj:64x64 self_attn.k_proj:64x64 self_attn.v_proj:64x64 self_attn.o_proj:64x64"
+            " self_attn.q_proj.bias!:64 self_attn.k_proj.bias!:64 self_attn.v_proj.bias!:64 self_attn.o_proj.bias!:64"
+            " mlp.up_proj:256x64 mlp.up_proj.bias!:256 mlp.down_proj:64x256 mlp.down_proj.bias!:64"),
+        vocab=VOCAB | {"pre": "gpt-2"}),
+    written("openelm", "OpenELMForCausalLM", HEAD | {
+        "model_type": "openelm", "model_dim": 64, "num_transformer_layers": 3, "max_context_length": 2048,
+        "ffn_multipliers": [0.5, 1.3, 2.0], "ffn_dim_divisor": 32, "num_kv_heads": [1, 1, 2],
+        "num_query_heads": [4, 4, 8], "rope_freq_constant": 10000},
+        of("transformer.", "token_embeddings:640x64 norm:64") | of("transformer.layers.{0-2}.",
+            "attn_norm:64 ffn_norm:64 attn.q_norm:16 attn.k_norm:16") | of(
+            "transformer.layers.{0-1}.", "attn.qkv_proj:96x64 attn.out_proj:64x64") | of(
+            "transformer.layers.2.", "attn.qkv_proj:192x64 attn.out_proj:64x128") | of(
+            "transformer.layers.0.", "ffn.proj_1:64x64 ffn.proj_2:64x32") | of(
+            "transformer.layers.1.", "ffn.proj_1:192x64 ffn.proj_2:64x96") | of(
+            "transformer.layers.2.", "ffn.proj_1:256x64 ffn.proj_2:64x128"), vocab=spm()),
+    written("plamo2", "Plamo2ForCausalLM", {
+        "model_type": "plamo2", "num_hidden_layers": 4, "mamba_step": 2, "mamba_d_state": 8, "mamba_d_conv": 4,
+        "mamba_num_heads": 8, "hidden_size_per_head": 16},
+        of("model.", "embed_tokens:640x64 norm:64") | of(
+            "model.layers.layers.{0-3}.", "pre_mixer_norm:64 post_mixer_norm:64 pre_mlp_norm:64 post_mlp_norm:64"
+            " mlp.gate_up_proj:256x64 mlp.down_proj:64x128") | of(
+            "model.layers.layers.{0,2}.", "mixer.in_proj:256x64 mixer.conv1d:128x1x4 mixer.bcdt_proj:80x128"
+            " mixer.dt_proj:8x64 mixer.dt_bias!:8 mixer.A_log!:8 mixer.D!:8 mixer.dt_norm_weight!:64"
+            " mixer.B_norm_weight!:8 mixer.C_norm_weight!:8 mixer.out_proj:64x128") | of(
+            "model.layers.layers.{1,3}.", "mixer.qkv_proj:128x64 mixer.o_proj:64x64 mixer.q_weight!:4x16"
+            " mixer.k_weight!:2x16"), f32=("A_log", "dt_bias", ".D"), vocab=_PLAMO),
+    written("plamo3", "Plamo3ForCausalLM", HEAD | {
+        "model_type": "plamo3", "window_size": 8, "sliding_window_pattern": 4, "rope_scaling_factor": 8,
+        "initial_context_length": 512},
+        of("model.", "embed_tokens:640x64 norm:64") | of("", HEADS) | of(
+            "model.layers.layers.{0-2}.", "pre_mixer_norm:64 post_mixer_norm:64 pre_mlp_norm:64 post_mlp_norm:64"
+            " mlp.gate_up_proj:256x64 mlp.down_proj:64x128 mixer.qkv_proj:128x64 mixer.o_proj:64x64 mixer.q_norm:16"
+            " mixer.k_norm:16"), vocab=_PLAMO, files={"chat_template.jinja": "{{ messages }}"}),
+    written("baichuan", "BaichuanForCausalLM", {"model_type": "baichuan", "num_key_value_heads": 4},
+            decoder({"0-2": NORMS + " self_attn.W_pack:192x64 self_attn.o_proj:64x64" + DENSE}), vocab=spm()),
+    written("gemma4-assistant", "Gemma4AssistantForCausalLM", HEAD | {
+        "model_type": "gemma4_assistant", "backbone_hidden_size": 128, "text_config": SIZES | LLAMA | {
+            "model_type": "gemma4_text", "head_dim": 16, "global_head_dim": 32, "sliding_window": 8,
+            "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0, "moe_intermediate_size": None,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}},
+        of("", "pre_projection:64x256 post_projection:128x64 masked_embedding.centroids:16x64") | of(
+            "model.", "embed_tokens:640x64 norm:64") | of("model.layers.{0-1}.", NORMS
+            + " pre_feedforward_layernorm:64 post_feedforward_layernorm:64 layer_scalar!:1" + DENSE) | of(
+            "model.layers.0.", "self_attn.q_proj:64x64 self_attn.o_proj:64x64 self_attn.q_norm:16") | of(
+            "model.layers.1.", "self_attn.q_proj:128x64 self_attn.o_proj:64x128 self_attn.q_norm:32"),
+        vocab=_GEMMA4),
+    written("plamo", "PlamoForCausalLM", {
+        "model_type": "plamo", "hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 5,
+        "num_hidden_layers": 1, "intermediate_size": 32},
+        of("model.", "embed_tokens:640x5120 norm:5120") | of("", "lm_head:640x5120") | of(
+            "model.layers.layers.0.", "norm:5120 self_attn.q_proj:5120x5120 self_attn.k_proj:640x5120"
+            " self_attn.v_proj:640x5120 self_attn.o_proj:5120x5120 self_attn.rotary_emb.inv_freq!:64"
+            " mlp.gate_proj:32x5120 mlp.up_proj:32x5120 mlp.down_proj:5120x32"), vocab=spm(), outtypes=("bf16",)),
 )  # fmt: skip

@@ -35,9 +35,11 @@ NOT_EXPORTED = {
     *("bert", "eurobert", "jina-bert-v2", "modern-bert", "neo-bert", "nomic-bert"),
     *("arctic", "chameleon", "dbrx", "deci", "deepseek2-ocr", "dream", "gemma-embedding", "gemma4-assistant", "grok"),
     *("hunyuan_vl", "llada", "llama-embed", "maple", "muse-glimmer", "nemotron_h_moe"),
+    *("baichuan", "internlm2", "jais", "mpt", "openelm", "plamo", "plamo2", "plamo3", "qwen", "refact", "xverse"),
+    *("t5", "t5encoder"),
 }
-#: config.json cannot say how many layers predict, and is refused; the way back of LFM 2 knows decoders alone.
-OTHERS = {"exaone4.5", "lfm2-embedding", "lfm2-masked"}
+#: Refused, for config.json of the class that they would have cannot say something of them.
+OTHERS = {"exaone4.5", "gemma4-unified", "lfm2-embedding", "lfm2-masked", "rugpt3xl"}
 NAMES = [
     name
     for name in checkpoints.NAMES

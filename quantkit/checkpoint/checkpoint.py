@@ -57,6 +57,8 @@ _OTHER_FILES = (
     *("config.json", "generation_config.json", "README.md", "tokenizer.json", "tokenizer_config.json"),
     *("tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
     *("merges.txt", "vocab.json", "vocab.txt", "model.safetensors.index.json", "hf_quant_config.json", "modules.json"),
+    *("spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "hy.tiktoken", "qwen.tiktoken", "tokenizer.jsonl"),
+    *("rwkv_vocab_v20230424.txt", "tekken.json"),
 )
 
 
