@@ -40,6 +40,8 @@ class Row:
     files: Json = field(default_factory=dict)
     options: tuple[str, ...] = ()
     outtypes: tuple[str, ...] = ("f32", "f16", "bf16", "q8_0", "auto")
+    #: The scheme of tests/quantized_checkpoints.py, where there is none that is not quantized.
+    quantized: Json | None = None
 
 
 # --- vocabularies ----------------------------------------------------------------------------------------------------

@@ -312,4 +312,31 @@ OTHERS = (
             "model.layers.layers.0.", "norm:5120 self_attn.q_proj:5120x5120 self_attn.k_proj:640x5120"
             " self_attn.v_proj:640x5120 self_attn.o_proj:5120x5120 self_attn.rotary_emb.inv_freq!:64"
             " mlp.gate_proj:32x5120 mlp.up_proj:32x5120 mlp.down_proj:5120x32"), vocab=spm(), outtypes=("bf16",)),
+    written("deepseek-v4", "DeepseekV4ForCausalLM", MIXTURE | {
+        "model_type": "deepseek_v4", "head_dim": 32, "num_key_value_heads": 1, "num_nextn_predict_layers": 1,
+        "scoring_func": "sqrtsoftplus", "norm_topk_prob": True, "routed_scaling_factor": 1.5, "n_routed_experts": 4,
+        "n_shared_experts": 1, "swiglu_limit": 10.0, "qk_rope_head_dim": 16, "q_lora_rank": 32, "sliding_window": 8,
+        "index_n_heads": 2, "index_head_dim": 32, "index_topk": 8, "o_groups": 2, "o_lora_rank": 32,
+        "compress_ratios": [0, 0, 4], "compress_rope_theta": 160000.0, "hc_mult": 2, "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6, "num_hash_layers": 1, "quantization_config": {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+            "scale_fmt": "ue8m0"}, "rope_scaling": {
+            "type": "yarn", "factor": 16, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}},
+        of("", "embed:640x64 norm:64 head:640x64 hc_head_fn!:2x128 hc_head_base!:2 hc_head_scale!:1") | of(
+            "layers.{0-2}.", "attn_norm:64 ffn_norm:64 hc_attn_fn!:8x128 hc_attn_base!:8 hc_attn_scale!:3"
+            " hc_ffn_fn!:8x128 hc_ffn_base!:8 hc_ffn_scale!:3 attn.attn_sink!:4 attn.wq_a:32x64 attn.q_norm:32"
+            " attn.wq_b:128x32 attn.wkv:32x64 attn.kv_norm:32 attn.wo_a:64x64 attn.wo_b:64x64 ffn.gate:4x64"
+            " ffn.experts.{0-3}.w1:32x64 ffn.experts.{0-3}.w2:64x32 ffn.experts.{0-3}.w3:32x64"
+            " ffn.shared_experts.w1:32x64 ffn.shared_experts.w2:64x32 ffn.shared_experts.w3:32x64") | of(
+            "layers.0.", "ffn.gate.tid2eid!:640x2 ffn.gate.bias_vl!:4 ffn.gate.bias!:4") | of(
+            "layers.{1-2}.", "ffn.gate.bias!:4") | of(
+            "layers.2.", "attn.compressor.ape!:4x64 attn.compressor.wkv:64x64 attn.compressor.wgate:64x64"
+            " attn.compressor.norm:32 attn.indexer.wq_b:64x32 attn.indexer.weights_proj:2x64"
+            " attn.indexer.compressor.ape!:4x64 attn.indexer.compressor.wkv:64x64"
+            " attn.indexer.compressor.wgate:64x64 attn.indexer.compressor.norm:32") | of("mtp.0.", "norm:64"),
+        f32=("_fn", "_base", "_scale", "attn_sink", "gate.bias", ".ape"), quantized={"each": [
+            {"method": "mxfp4", "beside": True, "targets": r"ffn\.experts\.\d+\.w\d\.weight$"},
+            {"method": "numbers", "below": 4, "targets": r"tid2eid$"},
+            {"method": "fp8", "block": [128, 128], "dtype": "F8_E8M0", "name": ".scale",
+             "targets": r"(attn\.(indexer\.)?w\w+|shared_experts\.w\d)\.weight$"}]}),
 )  # fmt: skip

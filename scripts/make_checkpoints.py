@@ -42,7 +42,7 @@ def describe(row: Row) -> Json:
     config = {key: value for key, value in (config | row.config).items() if key not in row.drop}
     text: Json = {"config": config, "vocab": row.vocab, "tensors": compact(tensors) | row.more}
     defaults = Row(name="", model="", vocab={})
-    for key in ("dtype", "f32", "shards", "files", "options", "outtypes"):
+    for key in ("dtype", "f32", "shards", "files", "options", "outtypes", "quantized"):
         if (value := getattr(row, key)) != getattr(defaults, key):
             text[key] = value
     if row.version and row.model != config["architectures"][0]:

@@ -220,6 +220,7 @@ def open_checkpoint(
     tuned = read_adapters(adapters)
     if tuned:
         meant = merged(meant, tuned, row, context)
+    meant = row.arrange(meant, config)
     made: list[Made] = []
     if not vocab_only:
         named = named_tensors(meant.tensors, row.rules, context, row.extra(config), meant.first)

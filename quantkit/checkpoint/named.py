@@ -12,6 +12,7 @@ from quantkit.checkpoint.families import (
     bailing,
     cohere,
     deepseek,
+    deepseek4,
     dots3,
     ernie,
     gemma,
@@ -206,6 +207,15 @@ NAMED: dict[str, Architecture] = {
     "LLaDAModelLM": Architecture("llada", rules=ROPE_PERMUTED, keys=others.LLADA_KEYS, vocab="llada"),
     "DreamModel": Architecture("dream", keys=(qwen.set_pooling, *others.DIFFUSION_KEYS), vocab="dream"),
     **dict.fromkeys(("Lfm2Model", "Lfm2BidirectionalModel", "Lfm2BidirectionalForMaskedLM"), _LFM_2_EMBEDDING),
+    "DeepseekV4ForCausalLM": Architecture(
+        "deepseek4",
+        stored=deepseek4.STORED,
+        rules=deepseek4.RULES,
+        keys=deepseek4.KEYS,
+        vocab="deepseek 4",
+        early=(deepseek4.TEMPLATE,),
+        arrange=deepseek4.arrange,
+    ),
     "MapleForCausalLM": Architecture("maple", rules=(Experts(),), keys=mixtures.MAPLE_KEYS),
     **dict.fromkeys(("SarvamMoEForCausalLM", "modeling_sarvam_moe.SarvamMoEForCausalLM"), _SARVAM),
     "NemotronHPuzzleForCausalLM": Architecture(

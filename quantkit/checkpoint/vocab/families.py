@@ -226,3 +226,10 @@ def write_muse(v: Vocabulary) -> None:
     write_bpe(v)
     if (end := next((number for number, text in v.by_id.items() if text == "<|eot|>"), None)) is not None:
         v.keys.u32("tokenizer.ggml.eot_token_id", end)
+
+
+def write_deepseek4(v: Vocabulary) -> None:
+    """BPE. Without a chat template the reference writes one of llama.cpp's own, we none (DeepseekV4Model)."""
+    write_bpe(v)
+    if v.keys.fields["tokenizer.chat_template"].value == "-":
+        v.keys.remove("tokenizer.chat_template")
