@@ -4,8 +4,8 @@
     PYTHON scripts/make_packed_goldens.py DIR
 
 PYTHON has torch and transformers. Only the modules that pack are loaded, none of what they need to quantize. Weights
-are made of the codes, zero points and scales that are then packed, so that packing rounds nothing; tests/data/packed.npz
-holds what the packers store, and the weights as their own code dequantizes them (float16).
+are made of the codes, zero points and scales that are then packed, so that packing rounds nothing;
+tests/data/packed.npz holds what the packers store, and the weights as their own code dequantizes them (float16).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def linear(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, index
 def awq() -> dict[str, np.ndarray]:
     gemm = importlib.import_module("awq.modules.linear.gemm")
     dequantize = importlib.import_module("awq.utils.packing_utils").dequantize_gemm
-    gemm.get_best_device = lambda: "cpu"
+    vars(gemm)["get_best_device"] = lambda: "cpu"
     codes, zeros, scales = drawn(4)
     layer = linear(codes, zeros, scales, torch.arange(COLUMNS) // GROUP)
     made = gemm.WQLinear_GEMM.from_linear(layer, 4, GROUP, scales=scales.t().float(), zeros=zeros.t().float())
