@@ -348,10 +348,10 @@ NAMED = (
         "model_type": "llava", "text_config": SIZES | {"model_type": "llama", "rms_norm_eps": 1e-5},
         "vision_config": {"model_type": "clip_vision_model"}},
         {f"language_model.{name}": shape for name, shape in decoder({"0-2": NORMS + ATTENTION + DENSE}).items()}
-        | of("vision_tower.", "norm:64") | of("multi_modal_projector.", "linear_1:64x64")),
+        | of("vision_tower.", "norm:64") | of("multi_modal_projector.", "linear_1:64x64"), runs=4),
     written("llama-model", "LlamaModel", {"model_type": "llama", "architectures": ["LlamaModel"]},
             {name.removeprefix("model."): shape for name, shape in decoder(
-                {"0-2": NORMS + ATTENTION + DENSE}, head=False).items()}),
+                {"0-2": NORMS + ATTENTION + DENSE}, head=False).items()}, runs=4),
     written("nanbeige", "NanbeigeForCausalLM", {"model_type": "nanbeige", "num_loops": 2},
             decoder({"0-2": NORMS + ATTENTION + DENSE})),
     written("rnd1", "RND1", MIXTURE | HEAD | {"model_type": "rnd1", "num_experts": 4, "mask_token_id": 12},
@@ -442,5 +442,5 @@ NAMED = (
         shards=2, files={"chat_template.jinja": "{{ messages }}"}),
     written("internlm3", "InternLM3ForCausalLM", HEAD | {"model_type": "internlm3"},
             decoder({"0-2": NORMS + ATTENTION + DENSE}),
-            vocab=spm(special=["<|im_end|>"], config={"add_prefix_space": True})),
+            vocab=spm(special=["<|im_end|>"], config={"add_prefix_space": True}), runs=4),
 )  # fmt: skip

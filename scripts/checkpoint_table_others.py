@@ -131,7 +131,7 @@ OTHERS = (
         of("model.", "word_embeddings:640x64 norm:64") | of("", HEADS) | of(
             "model.layers.{0-2}.", NORMS + " attention.query_key_value:128x64 attention.dense:64x64"
             " attention.query_layernorm:16 attention.key_layernorm:16") | of("model.layers.0.", DENSE) | of(
-            "model.layers.{1-2}.", EXPERTS + SHARED + " mlp.gate.expert_bias!:4")),
+            "model.layers.{1-2}.", EXPERTS + SHARED + " mlp.gate.expert_bias!:4"), runs=4),
     written("nemotron-puzzle", "NemotronHPuzzleForCausalLM", HEAD | {
         "model_type": "nemotron_h_puzzle", "num_hidden_layers": 88, "mamba_num_heads": 8, "mamba_head_dim": 16,
         "n_groups": 2, "ssm_state_size": 16, "conv_kernel": 4, "expand": 2, "norm_eps": 1e-5, "hidden_act": None,
@@ -157,7 +157,7 @@ OTHERS = (
         {name.replace("model.", "model.language_model.", 1): shape
          for name, shape in decoder({"0-2": NORMS + ATTENTION + DENSE}).items()}
         | of("model.vision_model.", "post_layernorm:64") | of("model.aligner.", "fc1:64x64")
-        | of("model.generation_embeddings.", "norm:64") | of("model.generation_head.", "proj_out:64x64")),
+        | of("model.generation_embeddings.", "norm:64") | of("model.generation_head.", "proj_out:64x64"), runs=4),
     written("llama-embed", "LlamaBidirectionalModel", {"model_type": "llama_bidirec", "pooling": "avg"},
             {name.removeprefix("model."): shape for name, shape in decoder(
                 {"0-2": NORMS + ATTENTION + DENSE}, head=False).items()}),
@@ -204,7 +204,8 @@ OTHERS = (
         {name.replace("model.", "model.language_model.", 1): shape for name, shape in (decoder(
             {"0-1": NORMS + DENSE, "0": _LINEAR, "1": " self_attn.q_proj:128x64 self_attn.k_proj:32x64"
              " self_attn.v_proj:32x64 self_attn.o_proj:64x64" + HEAD_NORMS})).items()}
-        | of("model.merger.", "linear:64x64") | of("mtp.", "fc:64x128"), options=("--no-nextn",), f32=("A_log",)),
+        | of("model.merger.", "linear:64x64") | of("mtp.", "fc:64x128"), options=("--no-nextn",), f32=("A_log",),
+        runs=5),
     written("deepseek-ocr", "DeepseekOCRForCausalLM", {
         "model_type": "deepseek_vl_v2", "vision_config": {"model_type": "vision"},
         "language_config": SIZES | LATENT | {

@@ -268,8 +268,11 @@ def logits(path: Path, what: checkpoints.Description) -> np.ndarray:
     import torch
     import transformers
 
-    if what.config["architectures"] == ["BailingMoeV2ForCausalLM"]:
+    (architecture,) = what.config["architectures"]
+    if architecture in ("BailingMoeV2ForCausalLM", "SarvamMoEForCausalLM"):
         model = bailing_as_glm(what)
+    elif architecture in _SAME_AS:
+        model = as_another(what, *_SAME_AS[architecture])
     else:
         cls = getattr(transformers, what.model or what.config["architectures"][0])
         model, info = cls.from_pretrained(
@@ -312,6 +315,40 @@ def phimoe_as_llama_cpp_has_it() -> Iterator[None]:
         yield
 
 
+#: Classes whose text model is that of another: its name, and what the names of tensors have in place of its beginning.
+_SAME_AS = {
+    "InternLM3ForCausalLM": ("LlamaForCausalLM", "", ""),
+    "LlamaModel": ("LlamaForCausalLM", "model.", ""),
+    "LlavaForConditionalGeneration": ("LlamaForCausalLM", "", "language_model."),
+    "JanusForConditionalGeneration": ("LlamaForCausalLM", "model.", "model.language_model."),
+    "MiniCPMV4_6ForConditionalGeneration": ("Qwen3_5ForCausalLM", "model.", "model.language_model."),
+}
+
+
+def as_another(what: checkpoints.Description, name: str, start: str, stored_start: str) -> Any:
+    """Return the text model of a checkpoint as another class."""
+    import torch
+    import transformers
+
+    cls = getattr(transformers, name)
+    given = what.config.get("text_config") or what.config
+    own = ("architectures", "model_type", "torch_dtype")
+    config = cls.config_class(**{key: value for key, value in given.items() if key not in own})
+    config._attn_implementation = "eager"
+    model = cls(config)
+    stored: dict[str, torch.Tensor] = {}
+    for key, dtype, shape, data in checkpoints.stored_tensors(what):
+        x = torch.frombuffer(bytearray(data), dtype=torch.bfloat16 if dtype == "BF16" else torch.float32)
+        stored[key] = x.reshape(shape).float()
+    state = {}
+    for key in model.state_dict():
+        there = stored_start + key.removeprefix(start)
+        there = there if there in stored else key
+        state[key] = stored[there if there in stored else f"{stored_start}embed_tokens.weight"]  # a tied head
+    model.load_state_dict(state)
+    return model
+
+
 def bailing_as_glm(what: checkpoints.Description) -> Any:
     """Return a Bailing V2 model as GLM 4.5's class, which computes the same: its own is remote code."""
     import torch
@@ -319,6 +356,8 @@ def bailing_as_glm(what: checkpoints.Description) -> Any:
 
     own = ("use_qkv_bias", "model_type", "architectures", "torch_dtype", "num_experts", "num_shared_experts")
     args = {key: value for key, value in what.config.items() if key not in own}
+    if sarvam := what.config["architectures"] == ["SarvamMoEForCausalLM"]:
+        args |= {"partial_rotary_factor": 1.0, "use_qk_norm": True}
     config = transformers.Glm4MoeConfig(
         n_routed_experts=what.config["num_experts"], n_shared_experts=what.config["num_shared_experts"], **args
     )
@@ -328,6 +367,8 @@ def bailing_as_glm(what: checkpoints.Description) -> Any:
     for name, dtype, shape, data in checkpoints.stored_tensors(what):
         x = torch.frombuffer(bytearray(data), dtype=torch.bfloat16 if dtype == "BF16" else torch.float32)
         x = x.reshape(shape).float()
+        if sarvam and name.endswith(".expert_bias"):
+            x = x - x.mean()
         for old, new in _BAILING_NAMES.items():
             name = name.replace(old, new)
         if "query_key_value" in name:
