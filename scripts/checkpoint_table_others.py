@@ -340,4 +340,49 @@ OTHERS = (
             {"method": "numbers", "below": 4, "targets": r"tid2eid$"},
             {"method": "fp8", "block": [128, 128], "dtype": "F8_E8M0", "name": ".scale",
              "targets": r"(attn\.(indexer\.)?w\w+|shared_experts\.w\d)\.weight$"}]}),
+    written("rwkv6", "Rwkv6ForCausalLM", {
+        "model_type": "rwkv6", "head_size": 16, "layer_norm_epsilon": 1e-5, "rescale_every": 2,
+        "intermediate_size": None, "vocab_size": 640},
+        of("rwkv.", "embeddings:640x64 ln_out:64 ln_out.bias!:64 blocks.0.pre_ln:64 blocks.0.pre_ln.bias!:64")
+        | of("", "head:640x64") | of(
+            "rwkv.blocks.{0-2}.", "ln1:64 ln1.bias!:64 ln2:64 ln2.bias!:64 attention.time_maa_x!:1x1x64"
+            " attention.time_maa_w!:1x1x64 attention.time_maa_k!:1x1x64 attention.time_maa_v!:1x1x64"
+            " attention.time_maa_r!:1x1x64 attention.time_maa_g!:1x1x64 attention.time_maa_w1!:64x160"
+            " attention.time_maa_w2!:5x32x64 attention.time_decay!:1x1x64 attention.time_decay_w1!:64x64"
+            " attention.time_decay_w2!:64x64 attention.time_faaaa!:4x16 attention.receptance:64x64"
+            " attention.key:64x64 attention.value:64x64 attention.output:64x64 attention.gate:64x64"
+            " attention.ln_x:64 attention.ln_x.bias!:64 feed_forward.time_maa_k!:1x1x64"
+            " feed_forward.time_maa_r!:1x1x64 feed_forward.key:224x64 feed_forward.receptance:64x64"
+            " feed_forward.value:64x224"), vocab={"kind": "rwkv", "config": {"chat_template": CHAT}}),
+    written("rwkv7", "RWKV7ForCausalLM", {
+        "model_type": "rwkv7", "head_dim": 16, "norm_eps": 1e-5, "intermediate_size": None, "vocab_size": 640,
+        "decay_low_rank_dim": 32, "a_low_rank_dim": 32, "v_low_rank_dim": None, "gate_low_rank_dim": None},
+        of("model.", "embeddings:640x64 norm:64 norm.bias!:64 layers.0.pre_norm:64 layers.0.pre_norm.bias!:64")
+        | of("", "lm_head:640x64") | of(
+            "model.layers.{0-2}.", "attn_norm:64 attn_norm.bias!:64 ffn_norm:64 ffn_norm.bias!:64"
+            " attn.x_r!:1x1x64 attn.x_w!:1x1x64 attn.x_k!:1x1x64 attn.x_v!:1x1x64 attn.x_a!:1x1x64 attn.x_g!:1x1x64"
+            " attn.w_lora.lora.0:32x64 attn.w_lora.lora.2:64x32 attn.w_lora.lora.2.bias!:64 attn.a_lora.lora.0:32x64"
+            " attn.a_lora.lora.2:64x32 attn.a_lora.lora.2.bias!:64 attn.g_lora.lora.0:32x64 attn.g_lora.lora.2:64x32"
+            " attn.k_k!:64 attn.k_a!:64 attn.r_k!:4x16 attn.r_proj:64x64 attn.k_proj:64x64 attn.v_proj:64x64"
+            " attn.o_proj:64x64 attn.g_norm:64 attn.g_norm.bias!:64 ffn.x_k!:64 ffn.key:256x64 ffn.value:64x256") | of(
+            "model.layers.{1-2}.", "attn.v_lora.lora.0:32x64 attn.v_lora.lora.2:64x32 attn.v_lora.lora.2.bias!:64"),
+        vocab={"kind": "rwkv", "config": {"chat_template": CHAT}}),
+    written("rwkv7-plain", "Rwkv7ForCausalLM", {
+        "model_type": "rwkv7", "head_size": 16, "layer_norm_epsilon": 1e-5, "intermediate_size": 256,
+        "lora_rank_decay": 32, "lora_rank_iclr": 32, "lora_rank_value_residual_mix": 32, "lora_rank_gate": 32},
+        of("model.", "embeddings:640x64 ln_out:64 ln_out.bias!:64 pre_ln:64 pre_ln.bias!:64")
+        | of("", "head:640x64") | of(
+            "model.blocks.{0-1}.", "ln1:64 ln1.bias!:64 ln2:64 ln2.bias!:64 attention.x_x!:6x64"
+            " attention.w0!:1x1x64 attention.w1!:64x32 attention.w2!:32x64 attention.a0!:1x1x64 attention.a1!:64x32"
+            " attention.a2!:32x64 attention.v0!:1x1x64 attention.v1!:64x32 attention.v2!:32x64 attention.g1!:64x32"
+            " attention.g2!:32x64 attention.k_k!:1x1x64 attention.k_a!:1x1x64 attention.r_k!:4x16"
+            " attention.receptance:64x64 attention.key:64x64 attention.value:64x64 attention.output:64x64"
+            " attention.ln_x:64 attention.ln_x.bias!:64 ffn.x_k!:1x1x64 ffn.key:256x64 ffn.value:64x256"),
+        vocab={"kind": "rwkv", "config": {"chat_template": CHAT}}),
+    written("rwkv6-qwen2", "RWKV6Qwen2ForCausalLM", {"model_type": "rwkv6qwen2"}, decoder({
+        "0-2": NORMS + ATTENTION + DENSE + " self_attn.time_maa_x!:1x1x64 self_attn.time_maa_w!:1x1x64"
+        " self_attn.time_maa_k!:1x1x64 self_attn.time_maa_v!:1x1x64 self_attn.time_maa_r!:1x1x64"
+        " self_attn.time_maa_g!:1x1x64 self_attn.time_maa_w1!:64x160 self_attn.time_maa_w2!:5x32x64"
+        " self_attn.time_decay!:1x1x64 self_attn.time_decay_w1!:64x64 self_attn.time_decay_w2!:64x64"
+        " self_attn.gate:64x64"})),
 )  # fmt: skip

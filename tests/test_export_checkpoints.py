@@ -36,7 +36,7 @@ NOT_EXPORTED = {
     *("arctic", "chameleon", "dbrx", "deci", "deepseek2-ocr", "dream", "gemma-embedding", "gemma4-assistant", "grok"),
     *("hunyuan_vl", "llada", "llama-embed", "maple", "muse-glimmer", "nemotron_h_moe"),
     *("baichuan", "internlm2", "jais", "mpt", "openelm", "plamo", "plamo2", "plamo3", "qwen", "refact", "xverse"),
-    *("deepseek4", "t5", "t5encoder"),
+    *("arwkv7", "deepseek4", "rwkv6", "rwkv6qwen2", "rwkv7", "t5", "t5encoder"),
 }
 #: Refused, for config.json of the class that they would have cannot say something of them.
 OTHERS = {"exaone4.5", "gemma4-unified", "lfm2-embedding", "lfm2-masked", "rugpt3xl"}

@@ -5,7 +5,9 @@ Facts of llama.cpp b11434, conversion/*.py; see architectures.py, which has the 
 
 from __future__ import annotations
 
-from quantkit.checkpoint.families import early, older, plamo
+from dataclasses import replace
+
+from quantkit.checkpoint.families import early, older, plamo, rwkv
 from quantkit.checkpoint.families.llama import LLAMA_KEYS, ROPE_PERMUTED
 from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.tensors import Dropped, Renamed
@@ -20,6 +22,7 @@ _PLAMO_2 = Architecture("plamo2", rules=plamo.PLAMO2_RULES, base=plamo.set_plamo
 _PLAMO_3 = Architecture(
     "plamo3", rules=plamo.PLAMO3_RULES, keys=plamo.PLAMO3_KEYS, vocab="plamo 3", prepare=plamo.scale_rope
 )
+_RWKV_7 = Architecture("rwkv7", stored=rwkv.STORED_7, rules=(rwkv.Mixing7(),), base=rwkv.set_7_base, vocab="rwkv")
 
 #: Class of transformers -> how it is converted.
 OLDER: dict[str, Architecture] = {
@@ -75,4 +78,13 @@ OLDER: dict[str, Architecture] = {
     ),
     **dict.fromkeys(("Plamo2ForCausalLM", "PLaMo2ForCausalLM"), _PLAMO_2),
     **dict.fromkeys(("Plamo3ForCausalLM", "PLaMo3ForCausalLM"), _PLAMO_3),
+    "Rwkv6ForCausalLM": Architecture("rwkv6", rules=(rwkv.Mixing6(),), base=rwkv.set_6_base, vocab="rwkv"),
+    "RWKV6Qwen2ForCausalLM": Architecture(
+        "rwkv6qwen2",
+        rules=(rwkv.Mixing6(reordered=True),),
+        base=rwkv.set_6_qwen_base,
+        vocab="sentencepiece or bpe",
+    ),
+    **dict.fromkeys(("Rwkv7ForCausalLM", "RWKV7ForCausalLM"), _RWKV_7),
+    "RwkvHybridForCausalLM": replace(_RWKV_7, arch="arwkv7", base=rwkv.set_7_hybrid_base, vocab="sentencepiece or bpe"),
 }
