@@ -131,10 +131,12 @@ def run_reference(
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         name_vocabulary(what.vocab)
+        mend_baichuan()
         logging.getLogger("hf-to-gguf").setLevel(logging.INFO)
         logging.getLogger().handlers.clear()
-        # torch 2.13 cannot shift meta tensors as that scheme does.
-        more += ("--no-lazy",) if (what.quantized or {}).get("method") == "bitnet" else ()
+        # torch 2.13 cannot shift meta tensors as that scheme does, nor tell a value of one.
+        eager = (what.quantized or {}).get("method") == "bitnet" or "JAISLMHeadModel" in what.config["architectures"]
+        more += ("--no-lazy",) if eager else ()
         options = ["--outfile", str(out), "--outtype", outtype, *what.options, *more]
         sys.argv = ["convert_hf_to_gguf.py", str(source), *options]
         program.main()
@@ -173,13 +175,27 @@ def name_vocabulary(vocab: Json) -> None:
     import transformers
     from conversion.base import TextModel
 
-    TextModel.get_vocab_base_pre = lambda self, tokenizer: vocab["pre"]
+    TextModel.get_vocab_base_pre = lambda self, tokenizer: vocab.get("pre")
     if vocab["kind"] == "tiktoken":
         transformers.AutoTokenizer.from_pretrained = lambda path, **_: Ranks(Path(path), vocab)
 
 
+def mend_baichuan() -> None:
+    """Let Baichuan's tensors be named by the map, as is meant: its class calls itself without end instead."""
+    from conversion.baichuan import BaichuanModel
+    from conversion.base import TextModel
+
+    packed = BaichuanModel.modify_tensors
+
+    def mended(self: Any, x: Any, name: str, layer: int | None) -> Any:
+        of = packed if name.endswith(".W_pack.weight") else TextModel.modify_tensors
+        return of(self, x, name, layer)
+
+    BaichuanModel.modify_tensors = mended
+
+
 class Ranks:
-    """What the converter reads of the tokenizers of Kimi and Hunyuan."""
+    """What the converter reads of the tokenizers of Kimi, Hunyuan and Qwen."""
 
     def __init__(self, path: Path, vocab: Json) -> None:
         import base64
@@ -195,6 +211,7 @@ class Ranks:
         ends = json.loads((path / "tokenizer_config.json").read_text()).get("eos_token")
         self.eos_id = self.special_tokens.get(ends)
         self.model = self
+        self.get_vocab = lambda: self.special_tokens
         self._mergeable_ranks = self.mergeable_ranks
 
 
@@ -255,12 +272,14 @@ def logits(path: Path, what: checkpoints.Description) -> np.ndarray:
     from stand_ins import STAND_INS
 
     named = what.config["architectures"][0]
-    if named == "BailingMoeV2ForCausalLM":
+    if named in ("BailingMoeV2ForCausalLM", "SarvamMoEForCausalLM"):
         model = bailing_as_glm(what)
     elif named in STAND_INS:
         model = STAND_INS[named](what)
     elif named in _SEEING:
         model = as_seeing(what)
+    elif named in _SAME_AS:
+        model = as_another(what, *_SAME_AS[named])
     else:
         cls = getattr(transformers, what.model or what.config["architectures"][0])
         model, info = cls.from_pretrained(
@@ -332,6 +351,40 @@ AS_LLAMA_CPP_HAS_IT = {
 }
 
 
+#: Classes whose text model is that of another: its name, and what the names of tensors have in place of its beginning.
+_SAME_AS = {
+    "InternLM3ForCausalLM": ("LlamaForCausalLM", "", ""),
+    "LlamaModel": ("LlamaForCausalLM", "model.", ""),
+    "LlavaForConditionalGeneration": ("LlamaForCausalLM", "", "language_model."),
+    "JanusForConditionalGeneration": ("LlamaForCausalLM", "model.", "model.language_model."),
+    "MiniCPMV4_6ForConditionalGeneration": ("Qwen3_5ForCausalLM", "model.", "model.language_model."),
+}
+
+
+def as_another(what: checkpoints.Description, name: str, start: str, stored_start: str) -> Any:
+    """Return the text model of a checkpoint as another class."""
+    import torch
+    import transformers
+
+    cls = getattr(transformers, name)
+    given = what.config.get("text_config") or what.config
+    own = ("architectures", "model_type", "torch_dtype")
+    config = cls.config_class(**{key: value for key, value in given.items() if key not in own})
+    config._attn_implementation = "eager"
+    model = cls(config)
+    stored: dict[str, torch.Tensor] = {}
+    for key, dtype, shape, data in checkpoints.stored_tensors(what):
+        x = torch.frombuffer(bytearray(data), dtype=torch.bfloat16 if dtype == "BF16" else torch.float32)
+        stored[key] = x.reshape(shape).float()
+    state = {}
+    for key in model.state_dict():
+        there = stored_start + key.removeprefix(start)
+        there = there if there in stored else key
+        state[key] = stored[there if there in stored else f"{stored_start}embed_tokens.weight"]  # a tied head
+    model.load_state_dict(state)
+    return model
+
+
 def bailing_as_glm(what: checkpoints.Description) -> Any:
     """Return a Bailing V2 model as GLM 4.5's class, which computes the same: its own is remote code."""
     import torch
@@ -339,6 +392,8 @@ def bailing_as_glm(what: checkpoints.Description) -> Any:
 
     own = ("use_qkv_bias", "model_type", "architectures", "torch_dtype", "num_experts", "num_shared_experts")
     args = {key: value for key, value in what.config.items() if key not in own}
+    if sarvam := what.config["architectures"] == ["SarvamMoEForCausalLM"]:
+        args |= {"partial_rotary_factor": 1.0, "use_qk_norm": True}
     config = transformers.Glm4MoeConfig(
         n_routed_experts=what.config["num_experts"], n_shared_experts=what.config["num_shared_experts"], **args
     )
@@ -348,6 +403,8 @@ def bailing_as_glm(what: checkpoints.Description) -> Any:
     for name, dtype, shape, data in checkpoints.stored_tensors(what):
         x = torch.frombuffer(bytearray(data), dtype=torch.bfloat16 if dtype == "BF16" else torch.float32)
         x = x.reshape(shape).float()
+        if sarvam and name.endswith(".expert_bias"):
+            x = x - x.mean()
         for old, new in _BAILING_NAMES.items():
             name = name.replace(old, new)
         if "query_key_value" in name:

@@ -32,11 +32,20 @@ from quantkit.formats.safetensors import StoredTensor, read_checkpoint
 from quantkit.kernels import dequantize
 
 #: Architectures that have no way back: nobody has written it.
-NOT_EXPORTED: set[str] = set()
+NOT_EXPORTED = {
+    *("arctic", "chameleon", "dbrx", "deci", "deepseek2-ocr", "dream", "gemma-embedding", "gemma4-assistant", "grok"),
+    *("hunyuan_vl", "llada", "llama-embed", "maple", "muse-glimmer", "nemotron_h_moe"),
+    *("baichuan", "internlm2", "jais", "mpt", "openelm", "plamo", "plamo2", "plamo3", "qwen", "refact", "xverse"),
+    *("arwkv7", "deepseek4", "rwkv6", "rwkv6qwen2", "rwkv7", "t5", "t5encoder"),
+}
 #: Checkpoint -> why what it becomes is refused.
 REFUSED = {
     "bert-classifier": "no file holds that",
+    "lfm2-embedding": "pooling_type = 1 cannot be said",
+    "rugpt3xl": "feed_forward_length = 128 cannot be said",
 }
+#: Refused, for config.json of the class that they would have cannot say something of them.
+OTHERS = {"exaone4.5", "gemma4-unified", "lfm2-embedding", "lfm2-masked", "rugpt3xl"}
 NAMES = [
     name
     for name in checkpoints.NAMES
@@ -72,14 +81,17 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
 #: Tensors of checkpoints that no file of the text model has, and layers that some converters leave out.
 APART = (
     *("visual.", "vision", "multi_modal_projector.", "mm_projector.", "mtp.", "mtp_layers.", "audio_tower."),
-    *("talker.", "code2wav.", "pooler.", "cls.predictions."),
+    *("talker.", "code2wav.", "pooler.", "cls.predictions.", "model.aligner.", "model.generation_", "model.merger."),
 )
-#: Biases of routers that converters leave out.
-DROPPED = {"grove-moe": ".mlp.expert_bias"}
+#: Biases of routers that converters leave out, or move.
+DROPPED = {"grove-moe": ".mlp.expert_bias", "sarvam-moe": ".expert_bias"}
 #: Checkpoints whose tensors are fused where transformers has several, or the other way round.
 FUSED = {"ernie4.5-fused", "exaone4.5", "qwen3-omni-moe"}
 #: Checkpoints whose names are not those that transformers gives them, and some without their last layers.
-OTHER_NAMES = {*FUSED, "bitnet", "gemma3-vl", "granite-moe-swa", "llama-model", "llava", "mistral3"}
+OTHER_NAMES = {
+    *FUSED,
+    *("bitnet", "gemma3-vl", "granite-moe-swa", "janus", "llama-model", "llava", "minicpm-v4.6", "mistral3"),
+}
 #: What names begin with in some, and in the class of transformers do not, or the other way round.
 WRAPPED = {
     **{"gemma3n": "language_model.", "minimax-m3": "language_model.", "neobert": "model."},
@@ -174,7 +186,7 @@ def differences(what: checkpoints.Description, a: dict[str, StoredTensor], b: di
     a = {name: t for name, t in a.items() if not any(part in name for part in APART) or name in b}
     a, b = ({name.replace(WRAPPED.get(what.name, "\0"), ""): t for name, t in of.items()} for of in (a, b))
     if (ending := DROPPED.get(what.name)) is not None:
-        a = {name: t for name, t in a.items() if not name.endswith(ending)}
+        a, b = ({name: t for name, t in of.items() if not name.endswith(ending)} for of in (a, b))
     if what.name in LAST_LEFT_OUT:
         a = {name: t for name, t in a.items() if name in b}
     if what.config.get("tie_word_embeddings"):

@@ -275,7 +275,7 @@ def _check_return(
                 f"{context.config.path.parent}: tensor {short(name)}: {_shape(have.get(name))} in the file, "
                 f"{_shape(back.get(name))} after converting the checkpoint: it would not be this model"
             )
-    full = (n for n, t in made.items() if t.full or type_of(n, t.x, t.layer, context.names, wanted) is TYPE_F32)
+    full = (n for n, t in made.items() if type_of(n, t.x, t.layer, context.names, wanted, t.typed) is TYPE_F32)
     return {part.name for name in full for part in parts[name].parts()}
 
 
