@@ -42,6 +42,8 @@ NOT_EXPORTED = {
 REFUSED = {
     "bert-classifier": "no file holds that",
     "lfm2-embedding": "pooling_type = 1 cannot be said",
+    "lfm2-masked": "attention.causal = False cannot be said",
+    **dict.fromkeys(("nomic-bert-xlm", "xlm-roberta", "xlm-roberta-classifier"), "is not exported by this version"),
     "rugpt3xl": "feed_forward_length = 128 cannot be said",
 }
 #: Refused, for config.json of the class that they would have cannot say something of them.
@@ -68,6 +70,8 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
         SAID,
     ),
     **dict.fromkeys(("hunyuan-moe", "kimi-k2", "kimi-k2-ct-int4", "kimi-k2-ct-mxfp4", "kimi-linear"), UNSAID),
+    # The class of the text model does not read what is never to be said: places of pictures and sounds.
+    "gemma4-unified": {"tokenizer.ggml.suppress_tokens": ([258883, 258882], None)},
     # Its template for pairs has nothing between them; ours does not either, and says so.
     "llama-class-drops-bos": {"tokenizer.ggml.add_sep_token": (None, False)},
     # Only a tokenizer.json says what is put around texts, and that letters lose case.

@@ -199,6 +199,9 @@ def check_keys(model: GGUFFile, row: Architecture, config: Config) -> list[str]:
         write(keys, config)
     own = {key: field for key, field in model.fields.items() if key.startswith(f"{row.arch}.")}
     lost = [key for key in own if not _is_said(key, own[key], keys.fields, row.arch)]
+    causal = f"{row.arch}.attention.causal"
+    if config.architecture.endswith("ForCausalLM") and model.get(causal) is False:
+        lost.append(causal)
     if lost:
         raise TypeNotSupported(
             f"{model.paths[0]}: key {lost[0]} = {short(plain(own[lost[0]].value))} cannot be said in config.json of "

@@ -314,7 +314,8 @@ def _generation(model: GGUFFile) -> Json:
     ):
         if (value := model.get(f"general.sampling.{key}")) is not None:
             made |= {"do_sample": True, name: float(str(np.float32(value))) if isinstance(value, float) else int(value)}
-    return made
+    silent = model.get("tokenizer.ggml.suppress_tokens")
+    return made if silent is None else made | {"suppress_tokens": silent}
 
 
 def _json(value: Json) -> bytes:
