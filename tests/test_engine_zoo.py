@@ -22,6 +22,9 @@ from quantkit.model.ops import (
     Activate,
     Attention,
     Clamp,
+    ColumnScan,
+    Convolve,
+    DeltaNet,
     Embed,
     Glu,
     Graph,
@@ -32,6 +35,7 @@ from quantkit.model.ops import (
     Op,
     Rope,
     Scale,
+    SsmScan,
     Take,
     Value,
 )
@@ -204,6 +208,17 @@ def other_layers_input(op: Op) -> list[Op] | None:
     return [replace(op, start=op.x.width - op.out.width - op.start)]
 
 
+def no_convolution(op: Op) -> list[Op] | None:
+    return same(op, op.x, op.out) if isinstance(op, Convolve) else None
+
+
+def other_reads(op: Op) -> list[Op] | None:
+    """What is remembered, and what is asked for, change places."""
+    if isinstance(op, DeltaNet):
+        return [replace(op, q=op.k, k=op.q)]
+    return [replace(op, b=op.c, c=op.b)] if isinstance(op, SsmScan | ColumnScan) else None
+
+
 REWRITES = (
     no_rope,
     other_rope,
@@ -219,6 +234,8 @@ REWRITES = (
     no_vector,
     positions_of_tokens,
     other_layers_input,
+    no_convolution,
+    other_reads,
 )
 
 

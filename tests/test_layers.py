@@ -55,8 +55,11 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         **dict.fromkeys(("attention", "feed_forward", "indexer", "recurrent"), _BLOCK),
         "mla": _BLOCK | {"attention", "indexer"},
         "gemma4": _BLOCK | {"attention", "feed_forward"},
-        **dict.fromkeys(("delta_net", "mamba"), _BLOCK | {"attention", "recurrent"}),
-        "graph": _BLOCK | {"attention", "check", "delta_net", "feed_forward", "gemma4", "mamba", "mla"},
+        **dict.fromkeys(("delta_net", "short_convolution"), _BLOCK | {"attention", "recurrent"}),
+        "mamba": _BLOCK | {"attention", "feed_forward", "recurrent"},
+        "kimi": _BLOCK | {"attention", "mla", "recurrent"},
+        "graph": _BLOCK
+        | {"attention", "check", "delta_net", "feed_forward", "gemma4", "kimi", "mamba", "mla", "short_convolution"},
         "nextn": _BLOCK | {"check", "graph", "hparams"},
         # Backends know operations, not architectures.
         "backends": {"batch", "check", "fusion", "op_table", "ops"},

@@ -128,6 +128,12 @@ class Arch:
     indexer: str = ""
     #: Value head h of a delta net has key head h % n (Qwen3.5), and not h // (heads of a key head) (Qwen3-Next).
     tiled_heads: bool = False
+    #: A layer is one block, what ``attention`` names: no feed-forward layer follows (Mamba, Nemotron H).
+    single_block: bool = False
+    #: Layers of Mamba 2 may lack their norm (Falcon H1).
+    scan_norm_optional: bool = False
+    #: The name of the last norm.
+    output_norm: str = "output_norm"
     #: Its prediction layer is one like the others (nextn.py).
     nextn: bool = False
 
@@ -196,6 +202,20 @@ _ROWS = (
     Arch(name="granitemoe", rope="normal", scales=True, attention_scale=True, logit_scale="divide", moe=_NORMED),
     Arch(name="granitehybrid", rope="normal", attention="mamba2_hybrid", rope_if_finetuned=True, scales=True,
          attention_scale=True, logit_scale="divide", moe=_NORMED),
+    Arch(name="mamba", rope="none", attention="mamba", single_block=True),
+    Arch(name="mamba2", rope="none", attention="mamba2", single_block=True),
+    Arch(name="jamba", rope="none", attention="mamba_hybrid", output_bias=False, moe=_PLAIN),
+    Arch(name="falcon-h1", rope="neox", attention="mamba2_beside", scan_norm_optional=True, output_bias=False),
+    Arch(name="nemotron_h", rope="none", attention="nemotron_h", single_block=True, activation="relu_sqr",
+         tensor_scales=frozenset({"ffn"})),
+    Arch(name="nemotron_h_moe", rope="none", attention="nemotron_h", single_block=True, activation="relu_sqr",
+         tensor_scales=frozenset({"ffn", "exps", "shexp"}), moe=Moe(gating="sigmoid", scaled=True)),
+    Arch(name="lfm2", rope="neox", attention="short_convolutions", output_norm="token_embd_norm", output_bias=False,
+         window=Window(period=0)),
+    Arch(name="lfm2moe", rope="neox", attention="short_convolutions", output_norm="token_embd_norm",
+         output_bias=False, moe=Moe(norm=True)),
+    Arch(name="kimi-linear", rope="none", attention="kimi_linear", output_bias=False,
+         moe=Moe(norm=True, scaled=True)),
     Arch(name="ernie4_5", rope="normal", output_bias=False),
     Arch(name="ernie4_5-moe", rope="normal", output_bias=False, moe=_NORMED),
     Arch(name="hunyuan-dense", rope="neox", norm_after_rope=True),

@@ -66,6 +66,10 @@ class Builder:
         """Tell whether the file has this tensor (of the current layer)."""
         return self.full_name(name) in self.source.tensors
 
+    def has_norm(self, name: str) -> bool:
+        """Tell whether the file has the weight of this norm."""
+        return self.has(f"{name}.weight") or self.has(name)
+
     def matrix(self, name: str, rows: tuple[int, int] | None = None) -> Matrix:
         """Return a tensor; FormatError if there is none."""
         found = self.source.tensors.get(self.full_name(name))
@@ -116,7 +120,8 @@ class Builder:
         self, x: Value, name: str, *, group: int = 0, kind: str = "", out: str = "", eps: float | None = None
     ) -> Value:
         """Normalize the row, or every ``group`` columns, by the weight ``name``."""
-        weight, bias = self.maybe(f"{name}.weight"), self.maybe(f"{name}.bias")
+        # Falcon H1's ffn_norm has no ending.
+        weight, bias = self.maybe(f"{name}.weight") or self.maybe(name), self.maybe(f"{name}.bias")
         if weight is None and not self.arch.plain_norms:
             raise FormatError(f"{self.source.paths[0]}: there is no tensor {self.full_name(name)}.weight")
         y = self.value(out or name, x.width, x, x.per)

@@ -15,7 +15,7 @@ GATING: Mapping[int, str] = {1: "softmax", 2: "sigmoid", 3: "softmax_weight"}
 def feed_forward(b: Builder, x: Value) -> Value:
     if not b.has("ffn_gate_inp.weight"):
         return dense(b, x, "ffn_gate", "ffn_up", "ffn_down", "ffn")
-    routed = experts(b, x)
+    routed = latent_experts(b, x) if b.has("ffn_latent_down.weight") else experts(b, x)
     if not b.has("ffn_up_shexp.weight"):
         return routed
     shared = dense(b, x, "ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp", "shexp")
@@ -102,6 +102,13 @@ def experts(b: Builder, x: Value, logits: Value | None = None) -> Value:
     out = b.value("ffn_moe", down.width, x)
     b.add(Combine(out=out, x=down, weights=None if b.arch.moe.weight_before else weights))
     return out
+
+
+def latent_experts(b: Builder, x: Value) -> Value:
+    """A mixture of experts on shorter rows; the router reads x itself (Nemotron 3)."""
+    logits = b.mul_mat(x, "ffn_gate_inp")
+    routed = experts(b, b.mul_mat(x, "ffn_latent_down", scale=False, bias=False), logits)
+    return b.mul_mat(routed, "ffn_latent_up", scale=False, bias=False)
 
 
 def mul_mat_id(b: Builder, x: Value, ids: Value, name: str, n_used: int, rows: tuple[int, int] | None = None) -> Value:

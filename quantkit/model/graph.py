@@ -18,9 +18,11 @@ from quantkit.model.check import check_graph
 from quantkit.model.delta_net import delta_nets
 from quantkit.model.feed_forward import feed_forward
 from quantkit.model.gemma4 import beside_experts, gemma4, layer_inputs, with_layer_input
-from quantkit.model.mamba import mamba2_hybrid
+from quantkit.model.kimi import kimi_linear
+from quantkit.model.mamba import mamba, mamba2, mamba2_beside, mamba2_hybrid, mamba_hybrid, nemotron_h
 from quantkit.model.mla import mla, mla_plain, unscaled
 from quantkit.model.ops import Embed, Graph, Softcap, Value
+from quantkit.model.short_convolution import short_convolutions
 
 #: The blocks an attention layer can be.
 ATTENTION: Mapping[str, Callable[[Builder, Value], Value]] = {
@@ -29,7 +31,14 @@ ATTENTION: Mapping[str, Callable[[Builder, Value], Value]] = {
     "mla": mla,
     "mla_plain": mla_plain,
     "delta_nets": delta_nets,
+    "mamba": mamba,
+    "mamba_hybrid": mamba_hybrid,
+    "mamba2": mamba2,
     "mamba2_hybrid": mamba2_hybrid,
+    "mamba2_beside": mamba2_beside,
+    "nemotron_h": nemotron_h,
+    "short_convolutions": short_convolutions,
+    "kimi_linear": kimi_linear,
     "gemma4": gemma4,
 }
 
@@ -52,7 +61,7 @@ def build_graph(source: GGUFFile, n_ctx: int = 0) -> Graph:
         b.layer = layer
         x = add_layer(b, x)
     b.layer = b.h.n_layer
-    x = b.norm(x, "output_norm")
+    x = b.norm(x, b.arch.output_norm)
     logits = b.mul_mat(x, "output" if b.has("output.weight") else "token_embd", out="logits", of="output")
     logits = _logits(b, logits)
     b.check_all_used()
@@ -105,7 +114,9 @@ def _logits(b: Builder, logits: Value) -> Value:
 
 def add_layer(b: Builder, x: Value) -> Value:
     """Add the operations of the current layer and return its output."""
-    own_ffn_norm = b.has("ffn_norm.weight") or b.arch.plain_norms
+    if b.arch.single_block:
+        return _single_block(b, x)
+    own_ffn_norm = b.has_norm("ffn_norm") or b.arch.plain_norms
     with_attention = b.arch.parallel and not own_ffn_norm  # the same input for both
     normed = b.norm(x, "attn_norm") if b.has("attn_norm.weight") or b.arch.plain_norms else x
     attended = ATTENTION[b.arch.attention](b, normed)
@@ -128,6 +139,14 @@ def add_layer(b: Builder, x: Value) -> Value:
     fed = beside_experts(b, middle, ready) if b.has("pre_ffw_norm_2.weight") else feed_forward(b, ready)
     fed = b.scaled(_post_norm(b, fed, "post_ffw_norm"), _residual_scale(b))
     return _layer_out(b, fed, middle)
+
+
+def _single_block(b: Builder, x: Value) -> Value:
+    """Add a layer without a feed-forward layer of its own: Mamba, and Nemotron H, where one is a layer."""
+    done = ATTENTION[b.arch.attention](b, b.norm(x, "attn_norm"))
+    if b.layer == b.h.n_layer - 1:
+        done, x = b.selected(done), b.selected(x)
+    return b.sum(done, x, "layer_out")
 
 
 def _layer_out(b: Builder, fed: Value, middle: Value) -> Value:

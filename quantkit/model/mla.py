@@ -62,6 +62,15 @@ def mla_plain(b: Builder, x: Value) -> Value:
     return expanded(b, heads, q, latent, k_rope, 1.0 / math.sqrt(heads.k))
 
 
+def mla_unrotated(b: Builder, x: Value) -> Value:
+    """Either form without positions: Kimi Linear."""
+    heads = Heads(b, b.h.int("attention.key_length_mla", b.h.head_k), b.h.int("attention.value_length_mla", b.h.head_v))
+    q = queries(b, query_row(b, x), heads)
+    latent, k_shared = latents(b, x, heads, None)
+    form = expanded if b.has("attn_kv_b.weight") else absorbed
+    return form(b, heads, q, latent, k_shared, 1.0 / math.sqrt(heads.k))
+
+
 def unscaled(b: Builder, x: Value) -> Value:
     """DeepSeek OCR's text: no latent rows, and rope by constants, whatever the metadata say.
 
@@ -116,12 +125,13 @@ def queries(b: Builder, row: Value, heads: Heads) -> Value:
 
 
 def latents(
-    b: Builder, x: Value, heads: Heads, config: RopeConfig, factors: Matrix | None = None
+    b: Builder, x: Value, heads: Heads, config: RopeConfig | None, factors: Matrix | None = None
 ) -> tuple[Value, Value]:
-    """Return a token's latent row, normalized, and the rotated key that all heads share."""
+    """Return a token's latent row, normalized, and the key that all heads share, rotated if there is a config."""
     both = fitting(b, project(b, x, "attn_kv_a_mqa"), heads.rank + heads.n_rot)
     latent = b.norm(b.take(both, "kv_latent", heads.rank, 0), "attn_kv_a_norm")
-    return latent, b.rope(b.take(both, "k_rope", heads.n_rot, heads.rank), config, heads.n_rot, 0, factors)
+    shared = b.take(both, "k_rope", heads.n_rot, heads.rank)
+    return latent, shared if config is None else b.rope(shared, config, heads.n_rot, 0, factors)
 
 
 def absorbed(
