@@ -38,7 +38,6 @@ import checkpoints  # noqa: E402
 from gguf_digests import digests  # noqa: E402
 
 SHA256 = ROOT / "tests" / "data" / "convert-sha256.json"
-LOGITS = ROOT / "tests" / "data" / "convert-logits.npz"
 #: Names of ways to split, and the options.
 SPLITS = {
     "size": ("--split-max-size", "2M"),
@@ -56,11 +55,12 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, required=True, help="directory where checkpoints are drawn")
     parser.add_argument("--llama", type=Path, help="llama.cpp's tree")
     parser.add_argument("--out", type=Path, help="directory of the reference's files, NAME-OUTTYPE.gguf")
+    parser.add_argument("--into", default="convert-logits.npz", help="file of logits in tests/data")
     args = parser.parse_intermixed_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of named chat templates depends on it
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
     names = args.names or list(checkpoints.NAMES)
-    failed = make_reference(names, args) if args.what == "reference" else make_logits(names, args.checkpoints)
+    failed = make_reference(names, args) if args.what == "reference" else make_logits(names, args)
     sys.exit(bool(failed))
 
 
@@ -217,7 +217,7 @@ def _enter(path: Path, rows: Json) -> None:
 # --- transformers' logits --------------------------------------------------------------------------------------------
 
 
-def make_logits(names: list[str], where: Path) -> list[str]:
+def make_logits(names: list[str], args: argparse.Namespace) -> list[str]:
     """Run checkpoints in float32; return those that fail."""
     import torch
     import transformers
@@ -232,16 +232,17 @@ def make_logits(names: list[str], where: Path) -> list[str]:
             continue
         try:
             with phimoe_as_llama_cpp_has_it() if what.model == "PhimoeForCausalLM" else contextlib.nullcontext():
-                rows[name] = logits(checkpoints.write_description(what, where), what)
+                rows[name] = logits(checkpoints.write_description(what, args.checkpoints), what)
             print(name, rows[name].shape, float(rows[name].std()), flush=True)
         except Exception as error:
             failed.append(name)
             print("FAILED", name, type(error).__name__, error, flush=True)
             traceback.print_exc()
-    if LOGITS.exists():
-        with np.load(LOGITS) as old:
+    target = ROOT / "tests" / "data" / args.into
+    if target.exists():
+        with np.load(target) as old:
             rows = dict(old) | rows
-    with LOGITS.open("wb") as file:
+    with target.open("wb") as file:
         np.savez_compressed(file, **{name: rows[name] for name in sorted(rows)})  # type: ignore[arg-type]
     return failed
 

@@ -1,6 +1,6 @@
 """Add models to the zoo: write tests/data/zoo/headers/NAME.head and enter llama.cpp b11434's logits in logits.npz.
 
-    scripts/make_zoo.py [NAME ...] --lib DIR [--logits FILE]
+    scripts/make_zoo.py [NAME ...] --lib DIR
 
 The models are those described here; the headers of the others came from llama.cpp itself and have every key that it
 knows. Logits are computed for the weights of seed 1, as tests/data/zoo/README.md says. They are those of a program that
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from libllama import Libllama  # noqa: E402
 from quantkit.formats.gguf import Field, write_gguf  # noqa: E402
 from quantkit.types import BY_NAME  # noqa: E402
-from zoo import SEED, ZOO, tokens, write_zoo  # noqa: E402
+from zoo import SEED, ZOO, write_zoo  # noqa: E402
 
 Shapes = dict[str, tuple[int, ...]]
 E, FF, HEAD, N_HEAD, N_KV, VOCAB, N_CTX = 256, 512, 64, 4, 2, 128, 512
@@ -423,20 +423,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all that are described here")
     parser.add_argument("--lib", type=Path, required=True, help="where libllama.so of llama.cpp b11434 is")
-    parser.add_argument("--logits", type=Path, default=ZOO / "logits.npz", help="the file to enter them in")
+    parser.add_argument("--into", default="logits.npz", metavar="FILE", help="in tests/data/zoo (default: logits.npz)")
     options = parser.parse_args()
+    with np.load(ZOO / "logits.npz") as npz:
+        tokens = npz["tokens"]
+    target = ZOO / options.into
     known: dict[str, Any] = {}
-    if options.logits.exists():
-        with np.load(options.logits) as npz:
-            known = dict(npz)
+    if target.exists():
+        with np.load(target) as npz:
+            known |= npz
     for name in options.names or MODELS:
         write_header(name)
         with tempfile.TemporaryDirectory() as folder:
             model = write_zoo(name, Path(folder, "model.gguf"), SEED)
-            known[name] = Libllama(options.lib).logits(model, tokens())
+            known[name] = Libllama(options.lib).logits(model, tokens)
     made = io.BytesIO()
     np.savez_compressed(made, **dict(sorted(known.items())))
-    options.logits.write_bytes(made.getvalue())
+    target.write_bytes(made.getvalue())
 
 
 if __name__ == "__main__":

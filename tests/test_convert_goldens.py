@@ -22,13 +22,16 @@ from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf import open_gguf
 from quantkit.model.arch import arch_by_name
 from quantkit.model.backends import reference
+from quantkit.model.builder import Builder
 from quantkit.model.engine import load
-from quantkit.model.ops import RopeConfig
+from quantkit.model.ops import RopeConfig, Value
 from quantkit.model.placement import Placement
 
 DATA = Path(__file__).parent / "data"
 EXPECTED: dict[str, Any] = json.loads((DATA / "convert-sha256.json").read_text())
-LOGITS = np.load(DATA / "convert-logits.npz")
+LOGITS: dict[str, Any] = {}
+for _path in sorted(DATA.glob("convert-logits*.npz")):
+    LOGITS |= np.load(_path)
 BOUND = 1e-5
 #: Converted, but not run by the engine yet: their logits wait for it.
 NOT_RUN: set[str] = set()
@@ -36,13 +39,16 @@ NOT_RUN: set[str] = set()
 REFUSED = {
     "command-r": "wrong number of tensors",  # norms of q and k, in fewer than 64 layers
     "deepseek-v2": "q_lora_rank",  # it has none, and is no DeepSeek 2 Lite by its layers
+    "falcon-mamba": "wrong shape",  # as many tokens as its vocabulary is filled up to, fewer embeddings
+    "nemotron-h": "wrong shape",  # the same
+    "nemotron-h-moe": "layer_norm_epsilon",  # its configuration has the epsilon under another name
     "olmoe": "wrong shape",  # fewer heads of keys than of queries
     "qwen3.5": "n_expert_used_max",  # no experts
 }
 #: llama.cpp, and so the engine, computes something else of its converter's file than transformers does: Mamba's outputs
 #: are normed by groups, and the converter permutes whole heads where only a part of them rotates. With one norm and
-#: rows as they are stored, the logits agree to 5e-12.
-UNLIKE = {"bamba"}
+#: rows as they are stored, the logits agree to 5e-12. So are Mamba 2's (test_mamba2_differs_by_its_norm_alone).
+UNLIKE = {"bamba", "mamba2"}
 SPLITS = {
     "bf16 by size": {"split_max_size": "2M"},
     "bf16 by tensors": {"split_max_tensors": 10},
@@ -166,3 +172,17 @@ def test_gpt_oss_differs_by_whole_dimensions_alone(
     assert nmse(last_logits(path), LOGITS["gpt-oss"]) > 1e-6
     monkeypatch.setattr(reference, "_yarn_range", between)
     assert nmse(last_logits(path), LOGITS["gpt-oss"]) <= 1e-10
+
+
+@pytest.mark.parametrize("drawn", ["mamba2"], indirect=True)
+def test_mamba2_differs_by_its_norm_alone(drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers norms the whole row; llama.cpp norms groups, as mamba_ssm does, whose models these are."""
+    norm = Builder.norm
+
+    def of_rows(b: Builder, x: Value, name: str, *, group: int = 0, **more: Any) -> Value:
+        return norm(b, x, name, group=0 if name == "ssm_norm" else group, **more)
+
+    options = replace(options_of(checkpoints.describe("mamba2")), outtype="f32")
+    (path,) = convert(drawn, tmp_path / "f32.gguf", None, options).paths
+    monkeypatch.setattr(Builder, "norm", of_rows)
+    assert nmse(last_logits(path), LOGITS["mamba2"]) <= 1e-10

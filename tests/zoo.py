@@ -1,4 +1,4 @@
-"""The zoo: 54 small f32 models of many architectures, drawn from a seed, every part of which matters to the logits.
+"""The zoo: small f32 models of many architectures, drawn from a seed, every part of which matters to the logits.
 
     python tests/zoo.py OUT [NAME ...] --seed 1
 
@@ -45,12 +45,8 @@ def write_zoo(name: str, path: Path, seed: int = SEED) -> Path:
 
 def expected(name: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
     """Return the tokens [64] and llama.cpp b11434's logits [64, 128] after each of them, for seed 1."""
-    return tokens(), _logits()[name]
-
-
-def tokens() -> npt.NDArray[np.int32]:
-    """Return the tokens [64] of ``expected``."""
-    return _logits()["tokens"]
+    arrays = _logits()
+    return arrays["tokens"], arrays[name]
 
 
 @cache
