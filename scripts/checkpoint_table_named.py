@@ -434,13 +434,14 @@ NAMED = (
         vocab=spm("GemmaTokenizer", ("<pad>", "<eos>", "<bos>", "<unk>"))),
     written("minimax-m1", "MiniMaxM1ForCausalLM", _HEAD | {
         "model_type": "minimax_m1", "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
-        "rotary_dim": 8, "attn_type_list": [0, 0, 1], "layernorm_full_attention_alpha": 3.5565588200778455,
-        "layernorm_linear_attention_alpha": 3.5565588200778455, "layernorm_mlp_alpha": 3.5565588200778455,
+        "num_hidden_layers": 8, "rotary_dim": 8, "attn_type_list": [0] * 7 + [1],
+        "layernorm_full_attention_alpha": 3.5565588200778455, "layernorm_mlp_alpha": 3.5565588200778455,
+        "layernorm_linear_attention_alpha": 3.5565588200778455,
         "layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0},
-        decoder({"0-2": _NORMS + " block_sparse_moe.gate:4x64" + _W,
-                 "0-1": " self_attn.qkv_proj:192x64 self_attn.norm:64 self_attn.out_proj:64x64"
-                        " self_attn.output_gate:64x64", "2": _ATTENTION}),
-        shards=2, files={"chat_template.jinja": "{{ messages }}"}),
+        decoder({"0-7": _NORMS + " block_sparse_moe.gate:4x64" + _W,
+                 "0-6": " self_attn.qkv_proj:192x64 self_attn.norm:64 self_attn.out_proj:64x64"
+                        " self_attn.output_gate:64x64", "7": _ATTENTION}),
+        runs=4, shards=2, files={"chat_template.jinja": "{{ messages }}"}),
     written("internlm3", "InternLM3ForCausalLM", _HEAD | {"model_type": "internlm3"},
             decoder({"0-2": _NORMS + _ATTENTION + _DENSE}),
             vocab=spm(special=["<|im_end|>"], config={"add_prefix_space": True})),

@@ -349,6 +349,41 @@ def lfm2moe() -> tuple[dict[str, Any], Shapes]:
     return fields | {"attention.head_count_kv": kv}, shapes
 
 
+def minimax_01() -> tuple[dict[str, Any], Shapes]:
+    """Lightning attention, attention, lightning attention."""
+    n, width = 8, N_HEAD * HEAD
+
+    def block(layer: int) -> Shapes:
+        if layer == 1:
+            return attention(layer)
+        shapes: Shapes = {"attn_qkv": (E, 3 * width), "attn_gate": (E, width), "attn_output": (width, E)}
+        shapes |= {"attn_norm_2": (width,)}
+        return {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+
+    more: dict[str, Any] = {"attention.recurrent_layers": [True, False, True], "rope.dimension_count": HEAD // 2}
+    more |= {"attention.key_length": HEAD, "attention.value_length": HEAD, "residual_scale": 3.55}
+    fields = usual(3, expert_count=n, expert_used_count=2, **more)
+    return fields, ends() | layers(3, lambda i: norms(i, "attn_norm", "ffn_norm"), block, lambda i: _experts(i, n, FF))
+
+
+def kimi_k3() -> tuple[dict[str, Any], Shapes]:
+    """As Kimi Linear, with gates of one matrix, experts of shorter rows, and mixtures of the layers before."""
+    fields, shapes = kimi_linear()
+    latent, width, n = 128, N_HEAD * 32, 8
+    shapes |= {f"blk.{i}.{part}_res_score.weight": (E,) for i in range(3) for part in ("attn", "ffn")}
+    shapes |= {"output_res_score.weight": (E,), "blk.1.attn_gate.weight": (E, N_HEAD * 64)}
+    for i in (0, 2):
+        del shapes[f"blk.{i}.ssm_g_a.weight"], shapes[f"blk.{i}.ssm_g_b.weight"]
+        shapes |= {f"blk.{i}.ssm_g.weight": (E, width), f"blk.{i}.ssm_a": (N_HEAD,)}
+    for i in (1, 2):
+        shapes |= {f"blk.{i}.ffn_{name}_exps.weight": (latent, 256, n) for name in ("gate", "up")}
+        shapes |= {f"blk.{i}.ffn_down_exps.weight": (256, latent, n), f"blk.{i}.ffn_routed_down.weight": (E, latent)}
+        shapes |= {f"blk.{i}.ffn_routed_up.weight": (latent, E), f"blk.{i}.ffn_routed_norm.weight": (latent,)}
+    fields |= {"kda.gate_lower_bound": -5.0, "expert_latent_length": latent, "attn_res.block_size": 2}
+    fields |= {"activation.situ_beta": 4.0, "activation.situ_linear_beta": 2.0, "expert_weights_norm": True}
+    return fields, shapes
+
+
 def kimi_linear() -> tuple[dict[str, Any], Shapes]:
     """Delta attention, latent attention, delta attention; the first layer is dense."""
     head, rank, nope, rope, value, n = 32, 128, 48, 16, 64, 8
@@ -389,12 +424,14 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "gemma4-dense": gemma4,
     "gemma4-moe": gemma4_moe,
     "jamba-moe": jamba,
+    "kimi-k3-moe": kimi_k3,
     "kimi-linear-moe": kimi_linear,
     "lfm2-dense": lfm2,
     "lfm2moe-moe": lfm2moe,
     "mamba-dense": mamba,
     "mamba-normed": falcon_mamba,
     "mamba2-dense": mamba2,
+    "minimax-01-moe": minimax_01,
     "nemotron_h-dense": nemotron_h,
     "nemotron_h_moe-moe": nemotron_h_moe,
     "olmo-dense": olmo,

@@ -102,6 +102,7 @@ class Scan:
     groups: tuple[int, int]
     head: int
     d_state: int
+    bare: bool = False
 
     def __post_init__(self) -> None:
         n_group, n_head = self.groups
@@ -116,18 +117,25 @@ class Scan:
         shared, self.n_out = n_group * self.d_state, n_head * self.head
         self.widths = {"x": self.n_out, "z": self.n_out, "dt": n_head, "b": shared, "c": shared}
         self.empty = np.zeros((n_head, self.d_state, self.head))
+        if self.bare:  # steps of 1, no gate
+            del self.weights["dt_bias"], self.weights["d"], self.widths["z"], self.widths["dt"]
+            self.slots |= dict.fromkeys(("dt_bias", "d", "z", "dt"), 0)
 
     def draw(self, rng: np.random.Generator, n: int) -> Arrays:
         return {name: rng.normal(0, 1, (n, width)).astype(np.float32) for name, width in self.widths.items()}
 
-    def step(self, state: Any, x: Any, z: Any, dt: Any, b: Any, c: Any) -> tuple[Any, Any]:
+    def step(self, state: Any, x: Any, b: Any, c: Any, z: Any = None, dt: Any = None) -> tuple[Any, Any]:
         """Return S of all heads and out, after one token."""
         n_group, n_head = self.groups
         at, x = np.arange(n_head) // (n_head // n_group), x.reshape(n_head, -1).astype(np.float64)
         b, c = (v.reshape(n_group, -1)[at].astype(np.float64) for v in (b, c))
-        dt = np.logaddexp(0, dt.astype(np.float64) + self.weights["dt_bias"])
-        s = state * np.exp(dt * self.weights["a"])[:, None, None] + b[:, :, None] * (x * dt[:, None])[:, None, :]
-        y = (np.einsum("hsv,hs->hv", s, c) + x * self.weights["d"][:, None]).reshape(-1)
+        steps = np.ones(n_head) if dt is None else np.logaddexp(0, dt.astype(np.float64) + self.weights["dt_bias"])
+        s = state * np.exp(steps * self.weights["a"])[:, None, None]
+        s += b[:, :, None] * (x * steps[:, None])[:, None, :]
+        y = np.einsum("hsv,hs->hv", s, c).reshape(-1)
+        if z is None:
+            return s, y
+        y += (x * self.weights["d"][:, None]).reshape(-1)
         return s, y * z / (1 + np.exp(-z.astype(np.float64)))
 
 

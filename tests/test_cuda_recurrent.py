@@ -99,7 +99,10 @@ def test_delta_net(memory: Memory, case: DeltaRule, batches: list[Tokens]) -> No
 @batches
 @pytest.mark.parametrize(
     "case",
-    [Scan((1, 2), 64, 128), Scan((1, 1), 3, 256), Scan((2, 4), 40, 64), Scan((2, 2), 33, 22), Scan((1, 3), 8, 16)],
+    [
+        *(Scan((1, 2), 64, 128), Scan((1, 1), 3, 256), Scan((2, 4), 40, 64), Scan((2, 2), 33, 22)),
+        *(Scan((1, 3), 8, 16), Scan((2, 2), 33, 16, bare=True)),
+    ],
     ids=str,
 )
 def test_ssm_scan(memory: Memory, case: Scan, batches: list[Tokens]) -> None:

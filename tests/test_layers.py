@@ -58,8 +58,11 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         **dict.fromkeys(("delta_net", "short_convolution"), _BLOCK | {"attention", "recurrent"}),
         "mamba": _BLOCK | {"attention", "feed_forward", "recurrent"},
         "kimi": _BLOCK | {"attention", "mla", "recurrent"},
+        "lightning": _BLOCK | {"attention", "delta_net", "recurrent"},
+        "residuals": _BLOCK,
         "graph": _BLOCK
-        | {"attention", "check", "delta_net", "feed_forward", "gemma4", "kimi", "mamba", "mla", "short_convolution"},
+        | {"attention", "check", "delta_net", "feed_forward", "gemma4", "kimi", "lightning", "mamba", "mla"}
+        | {"residuals", "short_convolution"},
         "nextn": _BLOCK | {"check", "graph", "hparams"},
         # Backends know operations, not architectures.
         "backends": {"batch", "check", "fusion", "op_table", "ops"},

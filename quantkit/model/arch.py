@@ -132,6 +132,13 @@ class Arch:
     single_block: bool = False
     #: Layers of Mamba 2 may lack their norm (Falcon H1).
     scan_norm_optional: bool = False
+    #: Layers mix what earlier ones have added up (residuals.py).
+    mixtures: bool = False
+    #: What is added to is what a norm gives, times residual_scale of the metadata (MiniMax Text 01).
+    residual_of_norms: bool = False
+    #: Decays of delta attention are ``kda.gate_lower_bound`` times the sigmoid of this times A times what they come of
+    #: (0: A times its softplus), if the metadata has one.
+    bounded_decay: int = 0
     #: The name of the last norm.
     output_norm: str = "output_norm"
     #: Its prediction layer is one like the others (nextn.py).
@@ -216,6 +223,10 @@ _ROWS = (
          output_bias=False, moe=Moe(norm=True)),
     Arch(name="kimi-linear", rope="none", attention="kimi_linear", output_bias=False,
          moe=Moe(norm=True, scaled=True)),
+    Arch(name="kimi-k3", rope="none", attention="kimi_linear", activation="situ", mixtures=True, bounded_decay=-1,
+         output_bias=False, moe=Moe(scaled=True)),
+    Arch(name="minimax-01", rope="neox", attention="lightning", residual_of_norms=True, output_bias=False,
+         moe=_NORMED),
     Arch(name="ernie4_5", rope="normal", output_bias=False),
     Arch(name="ernie4_5-moe", rope="normal", output_bias=False, moe=_NORMED),
     Arch(name="hunyuan-dense", rope="neox", norm_after_rope=True),

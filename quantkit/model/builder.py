@@ -21,6 +21,7 @@ from quantkit.model.ops import (
     RopeTable,
     Scale,
     SelectOutputs,
+    Softcap,
     State,
     Take,
     Value,
@@ -40,6 +41,8 @@ class Builder:
         self.states: list[State] = []
         #: What each layer is given beside its input (Gemma 4).
         self.per_layer: Sequence[Value] = ()
+        #: Sums of layers that later ones mix (Kimi K3).
+        self.checkpoints: list[Value] = []
         self.layer = -1
         #: Layers below this have names "blk.N."; a prediction layer comes after those of the model.
         self.n_blocks = self.h.n_layer
@@ -170,6 +173,12 @@ class Builder:
             return x
         y = self.value(f"{x.name.split('.')[-1]}_scaled", x.width, x, x.per)
         self.add(Scale(out=y, x=x, factor=factor))
+        return y
+
+    def softcapped(self, x: Value, cap: float) -> Value:
+        """Return cap * tanh(x / cap)."""
+        y = self.value(f"{x.name.split('.')[-1]}_capped", x.width, x, x.per)
+        self.add(Softcap(out=y, x=x, cap=cap))
         return y
 
     def take(self, x: Value, name: str, width: int, start: int, period: int = 0) -> Value:

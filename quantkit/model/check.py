@@ -270,12 +270,17 @@ def _delta_net(op: ops.DeltaNet, experts: dict[Value, int]) -> None:
 def _ssm_scan(op: ops.SsmScan, experts: dict[Value, int]) -> None:
     heads = op.n_head > 0 and op.n_group > 0 and op.n_head % op.n_group == 0
     fit(heads, op, None, f"{op.n_head} heads in {op.n_group} groups")
-    right = op.x.width == op.z.width == op.out.width and op.x.width % op.n_head == 0 and op.dt.width == op.n_head
+    right = op.x.width == op.out.width and op.x.width % op.n_head == 0
+    right = right and (op.z is None or op.z.width == op.x.width) and (op.dt is None or op.dt.width == op.n_head)
     right = right and op.b.width == op.c.width and op.b.width % op.n_group == 0
-    fit(right, op, None, f"{op.n_head} heads of {op.x.width} columns, {op.dt.width} steps and {op.b.width} inputs")
+    right = right and (op.dt is None) == (op.dt_bias is None)
+    steps = 0 if op.dt is None else op.dt.width
+    fit(right, op, None, f"{op.n_head} heads of {op.x.width} columns, {steps} steps and {op.b.width} inputs")
     size = op.x.width * (op.b.width // op.n_group)
     fit(op.state.width == size, op, None, f"a state of {op.state.width} for {size}")
-    for vector in (op.dt_bias, op.a, op.d):
+    if isinstance(op.a, tuple):
+        fit(len(op.a) == op.n_head, op, None, f"{len(op.a)} decays for {op.n_head} heads")
+    for vector in (op.dt_bias, None if isinstance(op.a, tuple) else op.a, op.d):
         _vector(op, vector, op.n_head, "a scan")
 
 

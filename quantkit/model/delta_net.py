@@ -43,7 +43,7 @@ def gated_attention(b: Builder, x: Value) -> Value:
     return b.mul_mat(gated(b, attended, gate, "sigmoid"), "attn_output", bias=b.arch.output_bias)
 
 
-def is_recurrent(b: Builder) -> bool:
+def is_recurrent(b: Builder, every: int = 4) -> bool:
     """Tell whether the current layer is a delta net: by a list in the metadata, or all but every n-th.
 
     A prediction layer attends.
@@ -52,7 +52,7 @@ def is_recurrent(b: Builder) -> bool:
         return False
     if b.h.get("attention.recurrent_layers", None) is not None:
         return b.h.layer_int("attention.recurrent_layers", b.layer) != 0
-    interval = b.h.int("full_attention_interval", 4)
+    interval = b.h.int("full_attention_interval", every)
     if interval < 1:
         raise FormatError(f"{b.source.paths[0]}: {b.h.arch}.full_attention_interval is {interval}; it must be positive")
     return (b.layer + 1) % interval != 0

@@ -8,6 +8,8 @@ from quantkit.errors import FormatError
 from quantkit.model.builder import Builder
 from quantkit.model.ops import Activate, Activation, Combine, Glu, MulMatId, MultiplyBy, Repeat, Route, Routing, Value
 
+#: Names of what makes shorter rows for experts: Nemotron 3, Kimi K3.
+_LATENT = ("ffn_latent", "ffn_routed")
 #: expert_gating_func of the metadata.
 GATING: Mapping[int, str] = {1: "softmax", 2: "sigmoid", 3: "softmax_weight"}
 
@@ -15,7 +17,8 @@ GATING: Mapping[int, str] = {1: "softmax", 2: "sigmoid", 3: "softmax_weight"}
 def feed_forward(b: Builder, x: Value) -> Value:
     if not b.has("ffn_gate_inp.weight"):
         return dense(b, x, "ffn_gate", "ffn_up", "ffn_down", "ffn")
-    routed = latent_experts(b, x) if b.has("ffn_latent_down.weight") else experts(b, x)
+    latent = next((name for name in _LATENT if b.has(f"{name}_down.weight")), None)
+    routed = experts(b, x) if latent is None else latent_experts(b, x, latent)
     if not b.has("ffn_up_shexp.weight"):
         return routed
     shared = dense(b, x, "ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp", "shexp")
@@ -34,7 +37,7 @@ def dense(b: Builder, x: Value, gate: str, up: str, down: str, part: str) -> Val
     if b.has(f"{gate}.weight"):
         gates = _dense_mul_mat(b, x, gate, part)
         hidden = b.value(f"{part}_hidden", ups.width, x)
-        b.add(Glu(out=hidden, gate=gates, up=ups, activation=activation))
+        add_glu(b, hidden, gates, ups, activation)
     elif b.arch.glu_in_up:
         hidden = b.value(f"{part}_hidden", ups.width // 2, x)
         b.add(Glu(out=hidden, gate=ups, up=None, activation=activation))
@@ -42,6 +45,20 @@ def dense(b: Builder, x: Value, gate: str, up: str, down: str, part: str) -> Val
         hidden = b.value(f"{part}_hidden", ups.width, x)
         b.add(Activate(out=hidden, x=ups, activation=activation))
     return _dense_mul_mat(b, hidden, down, part)
+
+
+def add_glu(b: Builder, out: Value, gate: Value, up: Value, activation: Activation) -> None:
+    """Gate: out = activation(gate) * up; for ``situ`` beta tanh(gate / beta) sigmoid(gate) * l tanh(up / l) (Kimi K3).
+
+    There beta and l are ``activation.situ_beta`` and ``situ_linear_beta``; if that is not positive, up stays as it is.
+    """
+    if activation.kind == "situ":
+        bent = b.softcapped(gate, b.h.float("activation.situ_beta"))
+        gated = b.value(f"{gate.name.split('.')[-1]}_gated", gate.width, gate, gate.per)
+        b.add(Glu(out=gated, gate=gate, up=bent, activation=Activation("sigmoid")))
+        bound = b.h.float("activation.situ_linear_beta")
+        gate, up, activation = gated, b.softcapped(up, bound) if bound > 0 else up, Activation("linear")
+    b.add(Glu(out=out, gate=gate, up=up, activation=activation))
 
 
 def _dense_mul_mat(b: Builder, x: Value, name: str, part: str) -> Value:
@@ -104,11 +121,12 @@ def experts(b: Builder, x: Value, logits: Value | None = None) -> Value:
     return out
 
 
-def latent_experts(b: Builder, x: Value) -> Value:
-    """A mixture of experts on shorter rows; the router reads x itself (Nemotron 3)."""
+def latent_experts(b: Builder, x: Value, name: str) -> Value:
+    """A mixture of experts on shorter rows, made and unmade by ``name``; the router reads x itself."""
     logits = b.mul_mat(x, "ffn_gate_inp")
-    routed = experts(b, b.mul_mat(x, "ffn_latent_down", scale=False, bias=False), logits)
-    return b.mul_mat(routed, "ffn_latent_up", scale=False, bias=False)
+    routed = experts(b, b.mul_mat(x, f"{name}_down", scale=False, bias=False), logits)
+    routed = b.norm(routed, f"{name}_norm") if b.has(f"{name}_norm.weight") else routed
+    return b.mul_mat(routed, f"{name}_up", scale=False, bias=False)
 
 
 def mul_mat_id(b: Builder, x: Value, ids: Value, name: str, n_used: int, rows: tuple[int, int] | None = None) -> Value:
@@ -131,7 +149,7 @@ def _expert_hidden(b: Builder, x: Value, ids: Value, n_used: int) -> Value:
     hidden = b.value("exps_hidden", up.width, ids, n_used)
     if b.has("ffn_gate_exps.weight"):
         gate = mul_mat_id(b, x, ids, "ffn_gate_exps", n_used)
-        b.add(Glu(out=hidden, gate=gate, up=up, activation=activation))
+        add_glu(b, hidden, gate, up, activation)
     else:
         b.add(Activate(out=hidden, x=up, activation=activation))
     return hidden

@@ -19,9 +19,11 @@ from quantkit.model.delta_net import delta_nets
 from quantkit.model.feed_forward import feed_forward
 from quantkit.model.gemma4 import beside_experts, gemma4, layer_inputs, with_layer_input
 from quantkit.model.kimi import kimi_linear
+from quantkit.model.lightning import lightning
 from quantkit.model.mamba import mamba, mamba2, mamba2_beside, mamba2_hybrid, mamba_hybrid, nemotron_h
 from quantkit.model.mla import mla, mla_plain, unscaled
 from quantkit.model.ops import Embed, Graph, Softcap, Value
+from quantkit.model.residuals import add_layer_of_mixtures, mixture
 from quantkit.model.short_convolution import short_convolutions
 
 #: The blocks an attention layer can be.
@@ -39,6 +41,7 @@ ATTENTION: Mapping[str, Callable[[Builder, Value], Value]] = {
     "nemotron_h": nemotron_h,
     "short_convolutions": short_convolutions,
     "kimi_linear": kimi_linear,
+    "lightning": lightning,
     "gemma4": gemma4,
 }
 
@@ -61,6 +64,8 @@ def build_graph(source: GGUFFile, n_ctx: int = 0) -> Graph:
         b.layer = layer
         x = add_layer(b, x)
     b.layer = b.h.n_layer
+    if b.arch.mixtures:
+        x = b.selected(mixture(b, x, "output_res_score"))
     x = b.norm(x, b.arch.output_norm)
     logits = b.mul_mat(x, "output" if b.has("output.weight") else "token_embd", out="logits", of="output")
     logits = _logits(b, logits)
@@ -114,6 +119,8 @@ def _logits(b: Builder, logits: Value) -> Value:
 
 def add_layer(b: Builder, x: Value) -> Value:
     """Add the operations of the current layer and return its output."""
+    if b.arch.mixtures:
+        return add_layer_of_mixtures(b, x, ATTENTION[b.arch.attention], feed_forward)
     if b.arch.single_block:
         return _single_block(b, x)
     own_ffn_norm = b.has_norm("ffn_norm") or b.arch.plain_norms
@@ -122,13 +129,15 @@ def add_layer(b: Builder, x: Value) -> Value:
     attended = ATTENTION[b.arch.attention](b, normed)
     if b.layer == b.h.n_layer - 1:
         attended, x = b.selected(attended), b.selected(x)
-        normed = b.selected(normed) if with_attention else normed
+        normed = b.selected(normed) if with_attention or b.arch.residual_of_norms else normed
     if not b.arch.ffn_norm_is_post_attention:
         attended = _post_norm(b, attended, "post_attention_norm")
     attended = b.scaled(attended, _residual_scale(b))
     if with_attention:
         fed = feed_forward(b, normed)
         return b.sum(b.sum(fed, x, "ffn_residual"), attended, "layer_out")
+    if b.arch.residual_of_norms:
+        return _layer_of_norms(b, attended, normed)
     middle = b.sum(attended, x, "attn_residual")
     if own_ffn_norm:
         ready = b.norm(middle, "ffn_norm")
@@ -139,6 +148,13 @@ def add_layer(b: Builder, x: Value) -> Value:
     fed = beside_experts(b, middle, ready) if b.has("pre_ffw_norm_2.weight") else feed_forward(b, ready)
     fed = b.scaled(_post_norm(b, fed, "post_ffw_norm"), _residual_scale(b))
     return _layer_out(b, fed, middle)
+
+
+def _layer_of_norms(b: Builder, attended: Value, normed: Value) -> Value:
+    """Add the rest of a layer whose residuals are what its norms give, times a factor (MiniMax Text 01)."""
+    factor = b.h.float("residual_scale")
+    ready = b.norm(b.sum(attended, b.scaled(normed, factor), "attn_residual"), "ffn_norm")
+    return b.sum(feed_forward(b, ready), b.scaled(ready, factor), "layer_out")
 
 
 def _single_block(b: Builder, x: Value) -> Value:

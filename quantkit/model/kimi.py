@@ -1,4 +1,4 @@
-"""The layers of Kimi Linear: delta attention, and among them latent attention that does not rotate.
+"""The layers of Kimi Linear and K3: delta attention, and among them latent attention that does not rotate.
 
 Delta attention remembers a sequence as a gated delta net does (delta_net.py), in one matrix S [head, head] a head, but
 every row of S has a decay of its own, and q, k and v have convolutions of their own. For every token:
@@ -7,7 +7,9 @@ every row of S has a decay of its own, and q, k and v have convolutions of their
     g = -exp(A_log) softplus(f_b f_a x + dt)   (``ssm_a`` holds -exp(A_log))       beta = sigmoid(ssm_beta x)
     S = exp(g) S;  S += k (beta (v - S^T k))^T;  out = rms_norm(S^T q / sqrt(head)) * sigmoid(g_b g_a x)
 
-Source: llama.cpp b11434 src/models/kimi-linear.cpp.
+K3 makes its gate by one matrix, ssm_g, and bounds decays: g = bound * sigmoid(exp(A_log) (f_b f_a x + dt)); latent
+attention has a gate there (mla.py). Its layers also mix what earlier ones have added up (residuals.py). Sources:
+llama.cpp b11434 src/models/kimi-linear.cpp, kimi-k3.cpp.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def delta_attention(b: Builder, x: Value) -> Value:
             scale=1.0 / math.sqrt(head),
         )
     )
-    gate = _plain(b, _plain(b, x, "ssm_g_a"), "ssm_g_b")
+    gate = _plain(b, x, "ssm_g") if b.has("ssm_g.weight") else _plain(b, _plain(b, x, "ssm_g_a"), "ssm_g_b")
     check_width(b, gate, width)
     out = gated(b, b.norm(out, "ssm_norm", group=head), gate, "sigmoid")
     return b.mul_mat(out, "attn_output", scale=False, bias=False)
@@ -66,10 +68,20 @@ def delta_attention(b: Builder, x: Value) -> Value:
 def _decays(b: Builder, x: Value, head: int) -> Value:
     """Return g, the logarithm of what every row of S keeps."""
     raw = _plain(b, _plain(b, x, "ssm_f_a"), "ssm_f_b")
-    shifted, g = b.value("decay_shifted", raw.width, x), b.value("decay", raw.width, x)
+    shifted = b.value("decay_shifted", raw.width, x)
     b.add(MultiplyBy(out=shifted, x=raw, vector=b.matrix("ssm_dt.bias"), add=True))
-    b.add(MultiplyBy(out=g, x=activated(b, shifted, "softplus"), vector=b.matrix("ssm_a"), each=head))
-    return g
+    bound = b.h.float("kda.gate_lower_bound", -math.inf) if b.arch.bounded_decay else -math.inf
+    if bound == -math.inf:
+        return _by_head(b, activated(b, shifted, "softplus"), head, "decay")
+    raw = b.scaled(_by_head(b, shifted, head, "decay_raw"), float(b.arch.bounded_decay))
+    return b.scaled(activated(b, raw, "sigmoid"), bound)
+
+
+def _by_head(b: Builder, x: Value, head: int, name: str) -> Value:
+    """Multiply every head's columns by its value of ``ssm_a``."""
+    y = b.value(name, x.width, x)
+    b.add(MultiplyBy(out=y, x=x, vector=b.matrix("ssm_a"), each=head))
+    return y
 
 
 def _plain(b: Builder, x: Value, name: str) -> Value:

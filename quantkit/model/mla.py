@@ -20,7 +20,7 @@ from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.model.attention import attend, gqa, keep, rope_config, rope_factors
 from quantkit.model.builder import Builder
 from quantkit.model.indexer import select_keys
-from quantkit.model.ops import Join, Matrix, MulMatHeads, RopeConfig, ScaleByPosition, Value
+from quantkit.model.ops import Activation, Glu, Join, Matrix, MulMatHeads, RopeConfig, ScaleByPosition, Value
 
 
 def mla(b: Builder, x: Value) -> Value:
@@ -63,12 +63,13 @@ def mla_plain(b: Builder, x: Value) -> Value:
 
 
 def mla_unrotated(b: Builder, x: Value) -> Value:
-    """Either form without positions: Kimi Linear."""
+    """Either form without positions: Kimi Linear, and K3, where attn_gate makes a gate of x for what comes out."""
     heads = Heads(b, b.h.int("attention.key_length_mla", b.h.head_k), b.h.int("attention.value_length_mla", b.h.head_v))
     q = queries(b, query_row(b, x), heads)
     latent, k_shared = latents(b, x, heads, None)
     form = expanded if b.has("attn_kv_b.weight") else absorbed
-    return form(b, heads, q, latent, k_shared, 1.0 / math.sqrt(heads.k))
+    gate = b.mul_mat(x, "attn_gate", scale=False, bias=False) if b.has("attn_gate.weight") else None
+    return form(b, heads, q, latent, k_shared, 1.0 / math.sqrt(heads.k), gate=gate)
 
 
 def unscaled(b: Builder, x: Value) -> Value:
@@ -135,7 +136,14 @@ def latents(
 
 
 def absorbed(
-    b: Builder, heads: Heads, q: Value, latent: Value, k_rope: Value, scale: float, selected: Value | None = None
+    b: Builder,
+    heads: Heads,
+    q: Value,
+    latent: Value,
+    k_rope: Value,
+    scale: float,
+    selected: Value | None = None,
+    gate: Value | None = None,
 ) -> Value:
     """Attend to the latent rows: one key-value head, whose values are the first columns of its keys."""
     plain = per_head(b, b.take(q, "q_nope", heads.n * heads.nope, 0, heads.k), "attn_k_b", heads.n, heads.rank)
@@ -144,18 +152,27 @@ def absorbed(
     q = join(b, "q_absorbed", plain, rotated, heads.rank, heads.n_rot)
     k = join(b, "k_latent", latent, k_rope, heads.rank, heads.n_rot)
     mixed = attend(b, q, keep(b, k, None), heads.n, 1, width, heads.rank, scale, selected)
-    attended = per_head(b, mixed, "attn_v_b", heads.n, heads.v)
-    return b.mul_mat(attended, "attn_output", bias=False)
+    return _output(b, per_head(b, mixed, "attn_v_b", heads.n, heads.v), gate)
 
 
-def expanded(b: Builder, heads: Heads, q: Value, latent: Value, k_rope: Value, scale: float) -> Value:
+def expanded(
+    b: Builder, heads: Heads, q: Value, latent: Value, k_rope: Value, scale: float, gate: Value | None = None
+) -> Value:
     """Expand the latent row to a key and a value for every head; then attend as usual."""
     period = heads.nope + heads.v
     kv = fitting(b, project(b, latent, "attn_kv_b"), heads.n * period)
     k_nope = b.take(kv, "k_nope", heads.n * heads.nope, 0, period)
     v = b.take(kv, "v", heads.n * heads.v, heads.nope, period)
     k = join(b, "k", k_nope, k_rope, heads.nope, heads.n_rot)
-    attended = attend(b, q, keep(b, k, v), heads.n, heads.n, heads.k, heads.v, scale)
+    return _output(b, attend(b, q, keep(b, k, v), heads.n, heads.n, heads.k, heads.v, scale), gate)
+
+
+def _output(b: Builder, attended: Value, gate: Value | None) -> Value:
+    """Multiply by the output matrix, with the sigmoid of the gate before, of all columns or of every head."""
+    if gate is not None:
+        y = b.value("attended_gated", attended.width, attended)
+        b.add(Glu(out=y, gate=gate, up=attended, activation=Activation("sigmoid")))
+        attended = y
     return b.mul_mat(attended, "attn_output", bias=False)
 
 

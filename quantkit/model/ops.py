@@ -464,17 +464,20 @@ class SsmScan(Op):
 
     x, z, out: [n_head * head]; b, c: [n_group * d_state]; dt: [n_head]; a, d, dt_bias: a value a head. S of a head is
     [d_state, head]; head h reads b and c of group h // (n_head / n_group).
+
+    Without dt every step is 1, without d and z nothing is added or gates: lightning attention, x being values, b keys
+    and c queries; its a is given as numbers.
     """
 
     out: Value
     x: Value
-    z: Value
-    dt: Value
+    z: Value | None = None
+    dt: Value | None = None
     b: Value
     c: Value
-    dt_bias: Matrix
-    a: Matrix
-    d: Matrix
+    dt_bias: Matrix | None = None
+    a: Matrix | tuple[float, ...]
+    d: Matrix | None = None
     state: State
     n_head: int
     n_group: int

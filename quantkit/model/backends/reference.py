@@ -577,18 +577,23 @@ def _delta_net(p: ReferenceProgram, op: ops.DeltaNet) -> None:
 @RUN.of(ops.SsmScan)
 def _ssm_scan(p: ReferenceProgram, op: ops.SsmScan) -> None:
     n, d_state = len(p.batch.tokens), op.b.width // op.n_group
-    bias, a, d = (p.weight(m).reshape(-1) for m in (op.dt_bias, op.a, op.d))
+    a = np.array(op.a, f32) if isinstance(op.a, tuple) else p.weight(op.a).reshape(-1)
     x = p.values[op.x].reshape(n, op.n_head, -1)
     groups = np.arange(op.n_head) // (op.n_head // op.n_group)
     b, c = (p.values[v].reshape(n, op.n_group, d_state)[:, groups] for v in (op.b, op.c))
-    dt = activate(Activation("softplus"), p.values[op.dt] + bias)
+    dt = np.ones((n, op.n_head), f32)
+    if op.dt is not None:
+        dt = activate(Activation("softplus"), p.values[op.dt] + p.weight(op.dt_bias).reshape(-1))
     decay, out = np.exp(dt * a), np.empty_like(x)
     for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
         s = p.state(op.state, int(sequence), int(position)).reshape(op.n_head, d_state, -1)
         s *= decay[t][:, None, None]
         s += b[t][:, :, None] * (x[t] * dt[t][:, None])[:, None, :]
-        out[t] = np.einsum("hsv,hs->hv", s, c[t]) + x[t] * d[:, None]
-    p.values[op.out] = gate(Activation("silu"), p.values[op.z], out.reshape(n, -1))
+        out[t] = np.einsum("hsv,hs->hv", s, c[t])
+    if op.d is not None:
+        out += x * p.weight(op.d).reshape(-1, 1)
+    flat = out.reshape(n, -1)
+    p.values[op.out] = flat if op.z is None else gate(Activation("silu"), p.values[op.z], flat)
 
 
 @RUN.of(ops.ColumnScan)

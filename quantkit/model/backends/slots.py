@@ -53,7 +53,8 @@ def delta_net(b: Lowering, op: ops.DeltaNet) -> Slots:
 
 def ssm_scan(b: Lowering, op: ops.SsmScan) -> Slots:
     """Return the slots of ``ssm_scan``."""
-    vectors: Slots = {"dt_bias": b.vector(op.dt_bias), "a": b.vector(op.a), "d": b.vector(op.d)}
+    rates = b.array(np.array(op.a, np.float32)) if isinstance(op.a, tuple) else b.vector(op.a)
+    vectors: Slots = {"dt_bias": b.vector(op.dt_bias), "a": rates, "d": b.vector(op.d)}
     heads: Slots = {"n_head": op.n_head, "n_group": op.n_group, "state": b.state(op.state)}
     heads |= {"head": op.x.width // op.n_head, "d_state": op.b.width // op.n_group}
     return buffers(b, op, "x", "z", "dt", "b", "c", "out") | vectors | heads

@@ -11,6 +11,7 @@ depends on the number of threads.
                  delta_net_by_row: g has a number for every row of S, not one for all
     ssm_scan     for each head, with S [d_state, head] and dt = softplus(dt + dt_bias):
                  S = exp(a dt) S + b (dt x)^T;  out = (S^T c + d x) silu(z)
+                 dt, d, z: or 0, for steps of 1, nothing more, and no gate
     column_scan  for each column, with S [d_state], a [d_state] and dt = softplus(dt):
                  S = exp(a dt) S + b dt x;  out = (S^T c + d x) silu(z)
 
@@ -490,10 +491,14 @@ def _scan_step(s, stride, b, c, x, z, out, rows, decay, dt, skip):
         store(at, 128, s2)
         store(at, 192, s3)
         o0, o1, o2, o3 = muladd(s0, w, o0), muladd(s1, w, o1), muladd(s2, w, o2), muladd(s3, w, o3)
-    store(out, 0, muladd(x0, skip, o0) * _silu(load(f32x16, z, 0)))
-    store(out, 64, muladd(x1, skip, o1) * _silu(load(f32x16, z, 64)))
-    store(out, 128, muladd(x2, skip, o2) * _silu(load(f32x16, z, 128)))
-    store(out, 192, muladd(x3, skip, o3) * _silu(load(f32x16, z, 192)))
+    o0, o1, o2, o3 = muladd(x0, skip, o0), muladd(x1, skip, o1), muladd(x2, skip, o2), muladd(x3, skip, o3)
+    if z:
+        o0, o1 = o0 * _silu(load(f32x16, z, 0)), o1 * _silu(load(f32x16, z, 64))
+        o2, o3 = o2 * _silu(load(f32x16, z, 128)), o3 * _silu(load(f32x16, z, 192))
+    store(out, 0, o0)
+    store(out, 64, o1)
+    store(out, 128, o2)
+    store(out, 192, o3)
 
 
 @helper
@@ -505,17 +510,22 @@ def _scan_step_part(s, stride, b, c, x, z, out, rows, decay, dt, skip, n):
         y = muladd(d, splat(f32x16, load(types.float32, b, 4 * i)), load_up_to(s, stride * i, n) * decay)
         store_up_to(s, stride * i, y, n)
         o = muladd(y, splat(f32x16, load(types.float32, c, 4 * i)), o)
-    store_up_to(out, 0, muladd(x0, skip, o) * _silu(load_up_to(z, 0, n)), n)
+    o = muladd(x0, skip, o)
+    if z:
+        o = o * _silu(load_up_to(z, 0, n))
+    store_up_to(out, 0, o, n)
 
 
 @helper
 def _set_steps(args, head, t, n, steps):
     """Fill in dt and exp(a dt) of tokens t ... t + n, 16 of each."""
-    n_head, bias = arg(args, _N_HEAD), load(types.float32, arg(args, _DT_BIAS), 4 * head)
-    for i in range(16):
-        x = load(types.float32, arg(args, _DT), 4 * ((t + i) * n_head + head)) if i < n else types.float32(0)
-        store(steps, 4 * i, types.float32(x + bias))
-    dt = softplus(load(f32x16, steps, 0))
+    dt = splat(f32x16, 1.0)
+    if arg(args, _DT):
+        n_head, bias = arg(args, _N_HEAD), load(types.float32, arg(args, _DT_BIAS), 4 * head)
+        for i in range(16):
+            x = load(types.float32, arg(args, _DT), 4 * ((t + i) * n_head + head)) if i < n else types.float32(0)
+            store(steps, 4 * i, types.float32(x + bias))
+        dt = softplus(load(f32x16, steps, 0))
     store(steps, 0, dt)
     store(steps, 64, exp(dt * load(types.float32, arg(args, _A), 4 * head)))
 
@@ -531,14 +541,19 @@ def _scan_token(args, t, head, first, n, dt, decay):
     at = 4 * (t * arg(args, _N_GROUP) + head // (n_head // arg(args, _N_GROUP))) * rows
     b, c = arg(args, _B) + at, arg(args, _C) + at
     at = 4 * ((t * n_head + head) * width + first)
-    x, z, out = arg(args, _X) + at, arg(args, _Z) + at, arg(args, _SCAN_OUT) + at
-    skip = load(types.float32, arg(args, _D_SKIP), 4 * head)
+    x, out, z = arg(args, _X) + at, arg(args, _SCAN_OUT) + at, arg(args, _Z)
+    z_step = 0
+    if z:
+        z, z_step = z + at, 1
+    skip = types.float32(0)
+    if arg(args, _D_SKIP):
+        skip = load(types.float32, arg(args, _D_SKIP), 4 * head)
     if n == PART:
         _scan_step(s, 4 * width, b, c, x, z, out, rows, decay, dt, skip)
         return
     for i in range(0, 4 * n, 64):
         rest = min(16, n - i // 4)
-        _scan_step_part(s + i, 4 * width, b, c, x + i, z + i, out + i, rows, decay, dt, skip, rest)
+        _scan_step_part(s + i, 4 * width, b, c, x + i, z + z_step * i, out + i, rows, decay, dt, skip, rest)
 
 
 @operation("batch x z dt b c dt_bias a d out state n_head n_group head d_state")

@@ -225,7 +225,7 @@ KERNEL(delta_net, 128) {
 // ---- the selective scan: dt = softplus(dt + dt_bias);  S = exp(a dt) S + b (dt x)^T;  out = (S^T c + d x) silu(z)
 
 // state: [sequences][n_head][d_state][head]; d_state <= HEAD. Head h reads b and c of group h / (n_head / n_group).
-// Blocks are (head, 32 of its columns).
+// Without dt steps are 1; without d and z nothing is added or gates. Blocks are (head, 32 of its columns).
 struct ssm_scan_args {
     const Batch* batch;
     const float *x, *z, *dt, *b, *c, *dt_bias, *a, *d;
@@ -243,7 +243,7 @@ KERNEL(ssm_scan, 128) {
     const int first = COLUMNS * blockIdx.y, column = threadIdx.x >> 2, lane_row = 4 * (threadIdx.x & 3);
     const bool here = first + column < width;
     const int64_t size = (int64_t)d_state * width;
-    const float skip = a.d[head];
+    const float skip = a.d ? a.d[head] : 0.0f;
     float* const states = a.state + head * size + first + column;
     float4 s[QUADS];
     int sequence = -1;
@@ -256,7 +256,8 @@ KERNEL(ssm_scan, 128) {
         const float* const values = a.x + (begin * a.n_head + head) * width + first;
         load_rows<COLUMNS>((float*)x, values, a.n_head * width, n, width - first);
         for (int t = threadIdx.x; t < n; t += 128) {
-            step[t] = activation(ACT_SOFTPLUS, a.dt[(begin + t) * a.n_head + head] + a.dt_bias[head], 0.0f);
+            step[t] = 1.0f;
+            if (a.dt) step[t] = activation(ACT_SOFTPLUS, a.dt[(begin + t) * a.n_head + head] + a.dt_bias[head], 0.0f);
             decay[t] = expf(step[t] * a.a[head]);
             sequences[t] = a.batch->sequences[begin + t];
             positions[t] = a.batch->positions[begin + t];
@@ -285,7 +286,8 @@ KERNEL(ssm_scan, 128) {
             const float o = quad_sum(part0 + part1);
             if (here && lane_row == 0) {
                 const int64_t at = ((begin + t) * a.n_head + head) * width + first + column;
-                a.out[at] = fmaf(value, skip, o) * activation(ACT_SILU, a.z[at], 0.0f);
+                const float y = fmaf(value, skip, o);
+                a.out[at] = a.z ? y * activation(ACT_SILU, a.z[at], 0.0f) : y;
             }
         }
     }

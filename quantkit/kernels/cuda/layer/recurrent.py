@@ -7,6 +7,7 @@
                  g: [n_v_head] a token; by_row [n_v_head, head_k]
                  state: f32 [sequences, n_v_head, head_k, head_v]
     ssm_scan     batch x z dt b c dt_bias a d out state n_head n_group head d_state rows
+                 dt, dt_bias, d, z: or 0
                  state: f32 [sequences, n_head, d_state, head]
     column_scan  batch x z dt b c a d out state width d_state rows
                  a: f32 [d_state, width]; state: f32 [sequences, d_state, width]
