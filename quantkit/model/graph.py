@@ -162,7 +162,7 @@ def _single_block(b: Builder, x: Value) -> Value:
     done = ATTENTION[b.arch.attention](b, b.norm(x, "attn_norm"))
     if b.layer == b.h.n_layer - 1:
         done, x = b.selected(done), b.selected(x)
-    return b.sum(done, x, "layer_out")
+    return b.sum(x, done, "layer_out")
 
 
 def _layer_out(b: Builder, fed: Value, middle: Value) -> Value:

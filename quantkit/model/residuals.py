@@ -30,7 +30,7 @@ def add_layer_of_mixtures(
         x = attended
     else:
         x = b.sum(x, attended, "attn_residual")
-    return b.sum(x, feed_forward(b, b.norm(mixture(b, x, "ffn_res_score"), "ffn_norm")), "layer_out")
+    return b.sum(feed_forward(b, b.norm(mixture(b, x, "ffn_res_score"), "ffn_norm")), x, "layer_out")
 
 
 def mixture(b: Builder, x: Value, score: str) -> Value:
