@@ -366,6 +366,17 @@ def minimax_01() -> tuple[dict[str, Any], Shapes]:
     return fields, ends() | layers(3, lambda i: norms(i, "attn_norm", "ffn_norm"), block, lambda i: _experts(i, n, FF))
 
 
+def bailing_v3() -> tuple[dict[str, Any], Shapes]:
+    """As Kimi Linear, with decays and gates of one matrix, gates of whole heads, and limits in feed-forward layers."""
+    fields, shapes = kimi_linear()
+    for i in (0, 2):
+        shapes |= {f"blk.{i}.ssm_{c}_a.weight": (E, N_HEAD * 32) for c in "fg"} | {f"blk.{i}.ssm_a": (1, N_HEAD)}
+        del shapes[f"blk.{i}.ssm_f_b.weight"], shapes[f"blk.{i}.ssm_g_b.weight"]
+    shapes["blk.1.attn_gate.weight"] = (E, N_HEAD)
+    fields |= {"kda.gate_lower_bound": -5.0, "expert_weights_norm": True, "swiglu_clamp_exp": [0.0, 0.75, 0.5]}
+    return fields | {"swiglu_clamp_shexp": [0.0, 0.0, 0.5]}, shapes
+
+
 def kimi_k3() -> tuple[dict[str, Any], Shapes]:
     """As Kimi Linear, with gates of one matrix, experts of shorter rows, and mixtures of the layers before."""
     fields, shapes = kimi_linear()
@@ -418,6 +429,7 @@ def kimi_linear() -> tuple[dict[str, Any], Shapes]:
 
 MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "arcee-dense": arcee,
+    "bailingmoe3-moe": bailing_v3,
     "command-r-dense": command_r,
     "falcon-h1-dense": falcon_h1,
     "gemma-dense": gemma,

@@ -109,6 +109,9 @@ class Arch:
     #: Attention logits are capped (Gemma 2), the model's logits are where the metadata says so.
     attn_softcap: bool = False
     final_softcap: float | None = None
+    #: What ``swiglu_clamp_exp`` and ``_shexp`` limit beside up: the gate ``after`` its activation; or ``before`` it,
+    #: and of experts alone.
+    swiglu_limits: str = ""
     #: ``.scale`` tensors beside weights that llama.cpp multiplies by: of ``ffn``, ``exps``, ``shexp``.
     tensor_scales: frozenset[str] = frozenset()
     moe: Moe = Moe()
@@ -224,6 +227,8 @@ _ROWS = (
     Arch(name="kimi-linear", rope="none", attention="kimi_linear", output_bias=False,
          moe=Moe(norm=True, scaled=True)),
     Arch(name="kimi-k3", rope="none", attention="kimi_linear", activation="situ", mixtures=True, bounded_decay=-1,
+         output_bias=False, moe=Moe(scaled=True)),
+    Arch(name="bailingmoe3", rope="glm", attention="kimi_linear", bounded_decay=1, swiglu_limits="after",
          output_bias=False, moe=Moe(scaled=True)),
     Arch(name="minimax-01", rope="neox", attention="lightning", residual_of_norms=True, output_bias=False,
          moe=_NORMED),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from quantkit.errors import FormatError
 from quantkit.model.builder import Builder
@@ -33,7 +34,7 @@ def feed_forward(b: Builder, x: Value) -> Value:
 def dense(b: Builder, x: Value, gate: str, up: str, down: str, part: str) -> Value:
     """A feed-forward layer: gate and up, activation, down; or up alone, or both in one tensor."""
     ups = _dense_mul_mat(b, x, up, part)
-    activation = Activation(b.arch.activation)
+    activation = _activation(b, part)
     if b.has(f"{gate}.weight"):
         gates = _dense_mul_mat(b, x, gate, part)
         hidden = b.value(f"{part}_hidden", ups.width, x)
@@ -70,6 +71,19 @@ def _dense_mul_mat(b: Builder, x: Value, name: str, part: str) -> Value:
     y = b.value(f"{name}_scaled", plain.width, x)
     b.add(MultiplyBy(out=y, x=plain, vector=b.matrix(f"{name}.scale")))
     return y
+
+
+def _activation(b: Builder, part: str) -> Activation:
+    """Return the activation of a part of the current layer, with its limits."""
+    plain, limits = Activation(b.arch.activation), b.arch.swiglu_limits
+    if not limits or (limits == "before" and part != "exps"):
+        return plain
+    limit = b.h.layer_float("swiglu_clamp_exp" if part == "exps" else "swiglu_clamp_shexp", b.layer, 0.0)
+    if limit <= 1e-6:
+        return plain
+    if limits == "before":
+        return replace(plain, up_limit=limit, gate_limit=limit)
+    return replace(plain, up_limit=limit, act_limit=limit)
 
 
 def routing(b: Builder) -> Routing:
@@ -139,7 +153,7 @@ def mul_mat_id(b: Builder, x: Value, ids: Value, name: str, n_used: int, rows: t
 
 
 def _expert_hidden(b: Builder, x: Value, ids: Value, n_used: int) -> Value:
-    activation = Activation(b.arch.activation)
+    activation = _activation(b, "exps")
     if b.has("ffn_gate_up_exps.weight"):
         both = mul_mat_id(b, x, ids, "ffn_gate_up_exps", n_used)
         hidden = b.value("exps_hidden", both.width // 2, ids, n_used)

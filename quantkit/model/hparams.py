@@ -67,6 +67,10 @@ class HParams:
         """Return an integer that may be an array with one element a layer."""
         return self._integer(key, self._of_layer(key, layer, self.get(key, default)))
 
+    def layer_float(self, key: str, layer: Integer, default: Any = _NEEDED) -> Real:
+        """Return a number that may be an array with one element a layer."""
+        return self._real(key, self._of_layer(key, layer, self.get(key, default)))
+
     def _of_layer(self, key: str, layer: Integer, value: Any) -> Any:
         if not isinstance(value, list):
             return value

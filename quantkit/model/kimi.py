@@ -1,4 +1,4 @@
-"""The layers of Kimi Linear and K3: delta attention, and among them latent attention that does not rotate.
+"""The layers of Kimi Linear and K3 and of Ling 3: delta attention, and among them latent attention.
 
 Delta attention remembers a sequence as a gated delta net does (delta_net.py), in one matrix S [head, head] a head, but
 every row of S has a decay of its own, and q, k and v have convolutions of their own. For every token:
@@ -7,9 +7,9 @@ every row of S has a decay of its own, and q, k and v have convolutions of their
     g = -exp(A_log) softplus(f_b f_a x + dt)   (``ssm_a`` holds -exp(A_log))       beta = sigmoid(ssm_beta x)
     S = exp(g) S;  S += k (beta (v - S^T k))^T;  out = rms_norm(S^T q / sqrt(head)) * sigmoid(g_b g_a x)
 
-K3 makes its gate by one matrix, ssm_g, and bounds decays: g = bound * sigmoid(exp(A_log) (f_b f_a x + dt)); latent
-attention has a gate there (mla.py). Its layers also mix what earlier ones have added up (residuals.py). Sources:
-llama.cpp b11434 src/models/kimi-linear.cpp, kimi-k3.cpp.
+K3 and Ling 3 make the gate by one matrix, and bound decays: g = bound * sigmoid(exp(A_log) (f_b f_a x + dt)), without
+f_b in Ling, whose ``ssm_a`` holds exp(A_log). K3's layers also mix what earlier ones have added up (residuals.py).
+Sources: llama.cpp b11434 src/models/kimi-linear.cpp, kimi-k3.cpp, bailingmoe3.cpp.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import math
 from quantkit.errors import FormatError
 from quantkit.model.attention import n_head_kv, qkv
 from quantkit.model.builder import Builder
-from quantkit.model.mla import mla_unrotated
+from quantkit.model.mla import mla_bare
 from quantkit.model.ops import DeltaNet, MultiplyBy, Value
 from quantkit.model.recurrent import activated, check_width, convolved, gated, new_state
 
 
 def kimi_linear(b: Builder, x: Value) -> Value:
     """Add delta attention where the metadata give no heads of keys, latent attention where they do."""
-    return delta_attention(b, x) if n_head_kv(b) == 0 else mla_unrotated(b, x)
+    return delta_attention(b, x) if n_head_kv(b) == 0 else mla_bare(b, x)
 
 
 def delta_attention(b: Builder, x: Value) -> Value:
@@ -59,7 +59,7 @@ def delta_attention(b: Builder, x: Value) -> Value:
             scale=1.0 / math.sqrt(head),
         )
     )
-    gate = _plain(b, x, "ssm_g") if b.has("ssm_g.weight") else _plain(b, _plain(b, x, "ssm_g_a"), "ssm_g_b")
+    gate = _plain(b, x, "ssm_g") if b.has("ssm_g.weight") else _of_two(b, x, "ssm_g")
     check_width(b, gate, width)
     out = gated(b, b.norm(out, "ssm_norm", group=head), gate, "sigmoid")
     return b.mul_mat(out, "attn_output", scale=False, bias=False)
@@ -67,7 +67,8 @@ def delta_attention(b: Builder, x: Value) -> Value:
 
 def _decays(b: Builder, x: Value, head: int) -> Value:
     """Return g, the logarithm of what every row of S keeps."""
-    raw = _plain(b, _plain(b, x, "ssm_f_a"), "ssm_f_b")
+    raw = _of_two(b, x, "ssm_f")
+    check_width(b, raw, b.h.layer_int("attention.head_count", b.layer) * head)
     shifted = b.value("decay_shifted", raw.width, x)
     b.add(MultiplyBy(out=shifted, x=raw, vector=b.matrix("ssm_dt.bias"), add=True))
     bound = b.h.float("kda.gate_lower_bound", -math.inf) if b.arch.bounded_decay else -math.inf
@@ -82,6 +83,12 @@ def _by_head(b: Builder, x: Value, head: int, name: str) -> Value:
     y = b.value(name, x.width, x)
     b.add(MultiplyBy(out=y, x=x, vector=b.matrix("ssm_a"), each=head))
     return y
+
+
+def _of_two(b: Builder, x: Value, name: str) -> Value:
+    """Multiply by the first matrix of ``name``, and by the second if there is one."""
+    first = _plain(b, x, f"{name}_a")
+    return _plain(b, first, f"{name}_b") if b.has(f"{name}_b.weight") else first
 
 
 def _plain(b: Builder, x: Value, name: str) -> Value:

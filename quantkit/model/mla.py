@@ -62,11 +62,14 @@ def mla_plain(b: Builder, x: Value) -> Value:
     return expanded(b, heads, q, latent, k_rope, 1.0 / math.sqrt(heads.k))
 
 
-def mla_unrotated(b: Builder, x: Value) -> Value:
-    """Either form without positions: Kimi Linear, and K3, where attn_gate makes a gate of x for what comes out."""
+def mla_bare(b: Builder, x: Value) -> Value:
+    """Either form without DeepSeek's rules for yarn, and if there is ``attn_gate``, with a gate on what comes out: Kimi
+    Linear and K3, where nothing rotates, and Ling 3."""
     heads = Heads(b, b.h.int("attention.key_length_mla", b.h.head_k), b.h.int("attention.value_length_mla", b.h.head_v))
+    config = None if b.arch.rope == "none" else rope_config(b, heads.k, heads.n_rot)
     q = queries(b, query_row(b, x), heads)
-    latent, k_shared = latents(b, x, heads, None)
+    q = q if config is None else b.rope(q, config, heads.k, heads.nope)
+    latent, k_shared = latents(b, x, heads, config)
     form = expanded if b.has("attn_kv_b.weight") else absorbed
     gate = b.mul_mat(x, "attn_gate", scale=False, bias=False) if b.has("attn_gate.weight") else None
     return form(b, heads, q, latent, k_shared, 1.0 / math.sqrt(heads.k), gate=gate)
