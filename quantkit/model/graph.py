@@ -2,7 +2,8 @@
 
 ``build_graph`` walks the layers; a layer asks its tensors for what there is (biases, norms, experts, a shared expert)
 and the row of arch.py for what tensors cannot say. The blocks of a layer lie in attention.py, mla.py, delta_net.py,
-gemma4.py, mamba.py and feed_forward.py; attention blocks are entered in ATTENTION. No backend is known here.
+kimi.py, lightning.py, mamba.py, short_convolution.py, gemma4.py and feed_forward.py; attention blocks are entered in
+ATTENTION. No backend is known here.
 """
 
 from __future__ import annotations
