@@ -162,19 +162,27 @@ def _decay_of_row(decay, i):
     return load(types.float32, decay, 4 * i)
 
 
-#: What a row of S decays by: bound to one of the two above.
+@inline
+def _no_decay(decay, i):
+    return types.float32(1)
+
+
+#: What row i of S decays by; S^T k is made of rows times ``before``, and multiplied by ``after``. Bound to those above.
 row_decay: Any = None
+before: Any = None
+after: Any = None
 
 
 def _step(s, stride, k, q, v, out, rows, decay, beta, scale):
     """Process one token on 64 columns of a head; S is ``rows`` rows, ``stride`` bytes apart."""
     a0 = a1 = a2 = a3 = splat(f32x16, 0.0)
     for i in range(rows):
-        at, x = s + stride * i, splat(f32x16, types.float32(load(types.float32, k, 4 * i) * row_decay(decay, i)))
+        at, x = s + stride * i, splat(f32x16, types.float32(load(types.float32, k, 4 * i) * before(decay, i)))
         a0, a1 = muladd(load(f32x16, at, 0), x, a0), muladd(load(f32x16, at, 64), x, a1)
         a2, a3 = muladd(load(f32x16, at, 128), x, a2), muladd(load(f32x16, at, 192), x, a3)
-    d0, d1 = (load(f32x16, v, 0) - a0) * beta, (load(f32x16, v, 64) - a1) * beta
-    d2, d3 = (load(f32x16, v, 128) - a2) * beta, (load(f32x16, v, 192) - a3) * beta
+    left = after(decay, 0)
+    d0, d1 = (load(f32x16, v, 0) - a0 * left) * beta, (load(f32x16, v, 64) - a1 * left) * beta
+    d2, d3 = (load(f32x16, v, 128) - a2 * left) * beta, (load(f32x16, v, 192) - a3 * left) * beta
     o0 = o1 = o2 = o3 = splat(f32x16, 0.0)
     for i in range(rows):
         at = s + stride * i
@@ -199,9 +207,9 @@ def _step_part(s, stride, k, q, v, out, rows, decay, beta, scale, n):
     """As _step, for n <= 16 columns."""
     a = splat(f32x16, 0.0)
     for i in range(rows):
-        x = splat(f32x16, types.float32(load(types.float32, k, 4 * i) * row_decay(decay, i)))
+        x = splat(f32x16, types.float32(load(types.float32, k, 4 * i) * before(decay, i)))
         a = muladd(load_up_to(s, stride * i, n), x, a)
-    d = (load_up_to(v, 0, n) - a) * beta
+    d = (load_up_to(v, 0, n) - a * after(decay, 0)) * beta
     o = splat(f32x16, 0.0)
     for i in range(rows):
         kept = load_up_to(s, stride * i, n) * row_decay(decay, i)
@@ -211,13 +219,10 @@ def _step_part(s, stride, k, q, v, out, rows, decay, beta, scale, n):
     store_up_to(out, 0, o * scale, n)
 
 
-_step_alike, _step_by_row = (
-    specialize(_step, name, helper, row_decay=of) for name, of in (("alike", _one_decay), ("by_row", _decay_of_row))
-)
-_step_part_alike, _step_part_by_row = (
-    specialize(_step_part, name, helper, row_decay=of)
-    for name, of in (("alike", _one_decay), ("by_row", _decay_of_row))
-)
+_ALIKE: dict[str, Any] = {"row_decay": _one_decay, "before": _no_decay, "after": _one_decay}
+_BY_ROW: dict[str, Any] = {"row_decay": _decay_of_row, "before": _decay_of_row, "after": _no_decay}
+_step_alike, _step_part_alike = (specialize(of, "alike", helper, **_ALIKE) for of in (_step, _step_part))
+_step_by_row, _step_part_by_row = (specialize(of, "by_row", helper, **_BY_ROW) for of in (_step, _step_part))
 
 
 @helper
