@@ -296,7 +296,10 @@ KERNEL(ssm_scan, 128) {
 
 // ---- the scan of columns: dt = softplus(dt);  S = exp(a dt) S + b dt x;  out = (S^T c + d x) silu(z)
 
-// state: [sequences][d_state][width]; a: [d_state][width]; d_state <= HEAD. Blocks are 32 columns.
+// state: [sequences][d_state][width]; a: [d_state][width]; d_state <= HEAD <= 64, for rates lie in registers, too. Blocks
+// are 32 columns.
+#if HEAD <= 64
+#define COLUMN_CHUNK (CHUNK / 2)
 struct column_scan_args {
     const Batch* batch;
     const float *x, *z, *dt, *b, *c, *a, *d;
@@ -305,9 +308,9 @@ struct column_scan_args {
 };
 
 KERNEL(column_scan, 128) {
-    __shared__ float4 b[CHUNK][HEAD / 4], c[CHUNK][HEAD / 4];
-    __shared__ float x[CHUNK][COLUMNS], dt[CHUNK][COLUMNS];
-    __shared__ int sequences[CHUNK], positions[CHUNK];
+    __shared__ float4 b[COLUMN_CHUNK][HEAD / 4], c[COLUMN_CHUNK][HEAD / 4];
+    __shared__ float x[COLUMN_CHUNK][COLUMNS], dt[COLUMN_CHUNK][COLUMNS];
+    __shared__ int sequences[COLUMN_CHUNK], positions[COLUMN_CHUNK];
     const int width = (int)a.width, d_state = (int)a.d_state;
     const int first = COLUMNS * blockIdx.x, column = threadIdx.x >> 2, lane_row = 4 * (threadIdx.x & 3);
     const bool here = first + column < width;
@@ -317,8 +320,8 @@ KERNEL(column_scan, 128) {
     float4 s[QUADS], rate[QUADS];
     load_state(rate, a.a + first + column, lane_row, d_state, width, !here);
     int sequence = -1;
-    for (int begin = 0; begin < a.rows; begin += CHUNK) {
-        const int n = (int)min((int64_t)CHUNK, a.rows - begin);
+    for (int begin = 0; begin < a.rows; begin += COLUMN_CHUNK) {
+        const int n = (int)min((int64_t)COLUMN_CHUNK, a.rows - begin);
         __syncthreads();  // the previous chunk may still be read
         load_rows<HEAD>((float*)b, a.b + (int64_t)begin * d_state, d_state, n, d_state);
         load_rows<HEAD>((float*)c, a.c + (int64_t)begin * d_state, d_state, n, d_state);
@@ -357,3 +360,4 @@ KERNEL(column_scan, 128) {
     }
     if (here && sequence >= 0) store_state(s, states + sequence * size, lane_row, d_state, width);
 }
+#endif

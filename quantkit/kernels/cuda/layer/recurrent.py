@@ -27,6 +27,8 @@ FILE = "layer/recurrent.cu"
 TAPS = 16
 #: Rows of a head's state that lanes have registers for: the smallest that has room is taken.
 HEADS = (16, 32, 64, 128, 256)
+#: The same where rows have rates of their own in registers, too.
+COLUMN_STATES = HEADS[:3]
 
 #: Columns of a block of threads.
 _COLUMNS = 32
@@ -52,7 +54,7 @@ def ssm_scan(n_head: int, head: int, d_state: int) -> Shape:
 
 def column_scan(width: int, d_state: int) -> Shape:
     """Return how to scan ``width`` columns; TypeNotSupported for a larger state than there is room for."""
-    _check("a selective scan with a state of", d_state, "rows", HEADS[-1])
+    _check("a scan of columns with a state of", d_state, "rows", COLUMN_STATES[-1])
     return Shape(_of_heads("column_scan", d_state), (-(-width // _COLUMNS), 1, 1))
 
 
@@ -76,5 +78,7 @@ def kernels() -> Iterator[Kernel]:
     """Yield every kernel of this file."""
     yield convolve(1, 1).kernel
     for head in HEADS:
-        yield from (_of_heads(name, head) for name in ("delta_net", "ssm_scan", "column_scan"))
+        yield from (_of_heads(name, head) for name in ("delta_net", "ssm_scan"))
         yield _of_heads("delta_net", head, by_row=True)
+    for head in COLUMN_STATES:
+        yield _of_heads("column_scan", head)
