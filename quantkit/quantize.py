@@ -204,8 +204,10 @@ def quantize(
 def run_quantize(plan: Plan, *, max_ram: int | str = DEFAULT_MAX_RAM, **run: Unpack[RunOptions]) -> QuantizeResult:
     """Carry out a plan of ``plan_quantize``; arguments and errors as for ``quantize``."""
     given = run.get("threads") or 0
-    run["threads"] = threads = given if given > 0 else available_cpus()
-    return QuantizeResult(plan, run_plan(plan, max_ram=size_of(max_ram), **run), threads)
+    threads = given if given > 0 else available_cpus()
+    run["threads"] = threads if run.get("ray") is None else given
+    result = run_plan(plan, max_ram=size_of(max_ram), **run)
+    return QuantizeResult(plan, result, sum(node.cpus for node in result.nodes) or threads)
 
 
 def plan_quantize(

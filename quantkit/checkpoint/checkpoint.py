@@ -103,6 +103,11 @@ class Checkpoint:
         #: What is worth saying about it.
         self.notes: tuple[str, ...] = ()
 
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        """See ``pipeline.source``."""
+        return self.files
+
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a metadata key, or ``default`` if there is none."""
         found = self.fields.get(key)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli.complete import IMATRIX, MODEL_FILE
-from quantkit.cli.evaluation import TEXT_FILE, Bar, ids_file, load_options, run_options
+from quantkit.cli.evaluation import TEXT_FILE, Bar, ids_file, run_options, run_options_of
 from quantkit.cli.imatrix_show import coverage_table, experts_of, findings, show
-from quantkit.cli.options import CHUNKS, SHARE, claim, echo_notes, on_command_line, option, options, setting
+from quantkit.cli.options import CHUNKS, SHARE, claim, echo_notes, on_command_line, option, options, ray_option, setting
 from quantkit.cli.plot import Figure, Line, LinePanel, check_plot, draw
 from quantkit.cli.table import table
 from quantkit.evaluate import Estimate
@@ -120,6 +120,7 @@ collect_options = options(
         help="For experts: weigh tokens equally, by squared router weight, or both.",
     ),
     run_options,
+    ray_option,
 )
 
 
@@ -163,12 +164,14 @@ def collect(ctx: click.Context, given: Mapping[str, Any]) -> None:
 
 
 def _collect(output: Path | None, in_files: Sequence[Path], given: Mapping[str, Any]) -> None:
-    run = load_options(given)
+    run = run_options_of(given)
     if output is not None:
         run["fusion"] = run["fusion"].observed()
     tokens = None if given["tokens"] is None else read_token_ids(given["tokens"])
     texts: dict[str, Any] = {"chat": given["chat"], "prompt": given["prompt"], "tokens": tokens}
     options = _options(given)
+    if given["covariance"] is not None and given["ray"] is not None:
+        raise click.UsageError("--covariance runs on one machine: leave --ray away, or run twice")
     if given["covariance"] is not None:
         _check_covariance(given, options)
     picture = None if given["plot"] is None else claim(given["plot"], overwrite=given["overwrite"])

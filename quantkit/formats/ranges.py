@@ -75,17 +75,23 @@ def read_strided(path: Path, into: U8, offset: int, width: int, apart: int) -> N
         os.close(fd)
 
 
-def write_range(path: Path, data: U8, offset: int) -> None:
-    """Write ``data`` at byte ``offset`` of an existing file. Raises OSError."""
-    fd = os.open(path, os.O_WRONLY)
+def write_range(path: Path, data: U8, offset: int, *, make: bool = False) -> None:
+    """Write ``data`` at byte ``offset`` of an existing file, or with ``make`` of a new one. Raises OSError."""
+    fd = os.open(path, os.O_WRONLY | (os.O_CREAT if make else 0), 0o666)
     try:
-        view, done = data.data, 0
+        write_open(fd, path, data, offset)
+    finally:
+        os.close(fd)
+
+
+def write_open(fd: int, path: Path, data: U8, offset: int) -> None:
+    """Write ``data`` at byte ``offset`` of a file that is open; ``path`` is what it is called. Raises OSError."""
+    view, done = data.data, 0
+    try:
         while done < len(view):
             done += os.pwrite(fd, view[done:], offset + done)
     except OSError as e:
         raise OSError(e.errno, e.strerror, str(path)) from None
-    finally:
-        os.close(fd)
 
 
 def reserve(path: Path, nbytes: int) -> None:
@@ -109,21 +115,26 @@ def copy_range(source: Path, target: Path, source_offset: int, target_offset: in
 
     Raises FormatError when the source ends before, OSError from the disk.
     """
+    fd = os.open(target, os.O_WRONLY)
+    try:
+        return copy_open(source, fd, target, source_offset, target_offset, nbytes)
+    finally:
+        os.close(fd)
+
+
+def copy_open(source: Path, fd: int, target: Path, source_offset: int, target_offset: int, nbytes: int) -> bool:
+    """Do what ``copy_range`` does to a file that is open; ``target`` is what it is called."""
     if not hasattr(os, "copy_file_range"):
         return False
     read_fd = os.open(source, os.O_RDONLY)
     try:
-        write_fd = os.open(target, os.O_WRONLY)
-        try:
-            done = 0
-            while done < nbytes:
-                got = os.copy_file_range(read_fd, write_fd, nbytes - done, source_offset + done, target_offset + done)
-                if got == 0:
-                    at = source_offset + done
-                    raise FormatError(f"{source}: ends at byte {at}, within tensor data: it was truncated")
-                done += got
-        finally:
-            os.close(write_fd)
+        done = 0
+        while done < nbytes:
+            got = os.copy_file_range(read_fd, fd, nbytes - done, source_offset + done, target_offset + done)
+            if got == 0:
+                at = source_offset + done
+                raise FormatError(f"{source}: ends at byte {at}, within tensor data: it was truncated")
+            done += got
     except OSError as e:
         # Two file systems, or one without the call: the caller has the bytes and can write them.
         if e.errno in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):

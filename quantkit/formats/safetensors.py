@@ -47,6 +47,10 @@ class StoredTensor:
     offset: int
     nbytes: int
 
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        """Pickle the whole path: another process has a directory of its own."""
+        return StoredTensor, (self.name, self.dtype, self.shape, self.path.absolute(), self.offset, self.nbytes)
+
     @property
     def n_values(self) -> int:
         return math.prod(self.shape)

@@ -16,6 +16,12 @@ from typing import Any
 from quantkit.errors import ResourceError
 
 
+def has_mark(path: Path, text: str) -> bool:
+    """Tell whether a journal has the line of ``Journal.mark``. Raises OSError."""
+    with open(path, "rb") as file:
+        return json.dumps({"mark": text}).encode() in file.read().split(b"\n")
+
+
 class Journal:
     """The open journal of an output that is held. ``done``: CRC-32 of the bytes of finished tensors, by name."""
 
@@ -69,6 +75,10 @@ class Journal:
         for name, (crc, sums) in tensors.items():
             self.done[name], self.sums[name] = crc, sums
         self._append(*({"tensor": n, "crc32": c, "sums": s} for n, (c, s) in tensors.items()))
+
+    def mark(self, text: str) -> None:
+        """Write a line by which a process elsewhere finds that it sees this journal, and so the files beside it."""
+        self._append({"mark": text})
 
     def seal(self) -> None:
         """Record that every byte of the output is on the disk."""

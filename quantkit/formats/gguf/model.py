@@ -54,6 +54,13 @@ class GGUFFile:
         self._maps: OrderedDict[int, memoryview] = OrderedDict()
         self._lock = threading.Lock()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle what was read; another process, with a directory of its own, maps the files anew."""
+        return {**self.__dict__, "paths": tuple(path.absolute() for path in self.paths), "_maps": None, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _maps=OrderedDict(), _lock=threading.Lock())
+
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a metadata key, or ``default`` if there is none."""
         found = self.fields.get(key)
@@ -90,6 +97,11 @@ class GGUFFile:
         mapping: mmap.mmap = view.obj  # type: ignore[assignment]
         start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
         mapping.madvise(mmap.MADV_DONTNEED, start, info.offset + info.nbytes - start)
+
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        """The shards: see ``pipeline.source``."""
+        return tuple(self.paths)
 
     def read(self, tensor: TensorInfo, into: U8, at: int, ahead: int = 0) -> None:
         """Fill ``into`` from byte ``at`` of a tensor on, with pread; the kernel reads ``ahead`` bytes more meanwhile.
