@@ -1,7 +1,8 @@
-"""More of the table of checkpoints: classes that quantkit converts and does not run (quantkit/checkpoint/named.py).
+"""More of the table of checkpoints: the classes of quantkit/checkpoint/named.py.
 
-Their models are narrow, for bytes are all that is compared. Those of ``written`` are of classes that neither version of
-transformers has: config.json has what the converter reads, names and shapes are those that its name map knows.
+Their models are narrow: bytes are what is compared, and logits where the engine runs them (``runs``). Those of
+``written`` are of classes that neither version of transformers has: config.json has what the converter reads, names and
+shapes are those that its name map knows.
 """
 
 from __future__ import annotations
@@ -45,6 +46,45 @@ def of(prefix: str, names: str) -> dict[str, list[int]]:
         name = name[:-1] if name.endswith("!") else f"{name}.weight"
         tensors[prefix + name] = [int(n) for n in shape.split("x")]
     return tensors
+
+
+def gemma3n(
+    name: str, n: int, head: int, width: int, rank: int, kinds: list[str], sparsity: list[float], **more: Any
+) -> Row:
+    """Return a row of n layers, with short rows of ``width`` for each and a way around attention of ``rank``.
+
+    It is written: transformers 4.57.6 saves per_layer_model_projection under a name that it does not read.
+    """
+    attention = (
+        f" self_attn.q_proj:{4 * head}x64 self_attn.k_proj:{2 * head}x64 self_attn.v_proj:{2 * head}x64"
+        f" self_attn.o_proj:64x{4 * head} self_attn.q_norm:{head} self_attn.k_norm:{head}"
+    )
+    config = {
+        "head_dim": head, "model_type": "gemma3n_text", "hidden_size_per_layer_input": width, "num_kv_shared_layers": 2,
+        "laurel_rank": rank, "num_hidden_layers": n, "layer_types": kinds, "sliding_window": 8,
+        "activation_sparsity_pattern": sparsity, "vocab_size_per_layer_input": 632, "intermediate_size": [128] * n,
+        "rope_theta": 1e6, "rope_local_base_freq": 1e4, "altup_active_idx": 0, "altup_num_inputs": 4,
+        "final_logit_softcapping": 30.0, "max_position_embeddings": 4096, "rope_scaling": None,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    outside = of(
+        "model.language_model.",
+        "altup_projections.{0-2}:64x64 altup_unembed_projections.{0-2}:64x64 norm:64 embed_tokens:640x64"
+        f" embed_tokens_per_layer:632x{n * width} per_layer_model_projection:{n * width}x64"
+        f" per_layer_projection_norm:{width}",
+    )
+    layers = of(
+        f"model.language_model.layers.{{0-{n - 1}}}.",
+        NORMS
+        + attention
+        + DENSE
+        + " altup.correct_output_scale!:64 altup.correction_coefs:4x4 altup.modality_router:4x64"
+        f" altup.prediction_coefs:16x4 altup.router_norm:64 laurel.linear_left:{rank}x64 laurel.linear_right:64x{rank}"
+        f" laurel.post_laurel_norm:64 per_layer_input_gate:{width}x64 per_layer_projection:64x{width}"
+        " post_feedforward_layernorm:64 post_per_layer_input_norm:64 pre_feedforward_layernorm:64",
+    )
+    vocab = spm("GemmaTokenizer", ("<pad>", "<eos>", "<bos>", "<unk>"))
+    return written(name, "Gemma3nForCausalLM", config, outside | layers, vocab=vocab, **more)
 
 
 OUTSIDE = "embed_tokens:640x64 norm:64"
@@ -128,23 +168,24 @@ NAMED = (
           HEAD | {"num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1,
                    "sliding_window": 8, "prefix_dense_intermediate_size": 128, "first_k_dense_replace": 1,
                    "intermediate_size": 32}, copies=(("model.layers.3.", "model.layers.4."),),
-          config={"num_nextn_predict_layers": 1}, more=ahead(4)),
+          config={"num_nextn_predict_layers": 1}, more=ahead(4), runs=5),
     named("exaone-moe", "ExaoneMoeForCausalLM",
           MIXTURE | HEAD | {"num_hidden_layers": 4, "num_experts": 4, "num_shared_experts": 1, "sliding_window": 8,
                               "first_k_dense_replace": 1},
-          copies=(("model.layers.0.", "mtp.layers.0."),), config={"num_nextn_predict_layers": 1}, more=MTP),
+          copies=(("model.layers.0.", "mtp.layers.0."),), more=MTP, runs=5,
+          config={"num_nextn_predict_layers": 1, "scoring_func": "sigmoid"}),
     written("grove-moe", "GroveMoeForCausalLM",
             MIXTURE | HEAD | {"model_type": "grove_moe", "num_experts": 4, "norm_topk_prob": True},
             decoder({"0-2": NORMS + ATTENTION + " self_attn.q_norm:16 self_attn.k_norm:16" + EXPERTS
                      + narrow("mlp.chunk_experts.{0-1}") + " mlp.expert_bias!:4"})),
     named("afmoe", "AfmoeForCausalLM",
           MIXTURE | HEAD | {"num_hidden_layers": 4, "num_experts": 4, "num_shared_experts": 1, "sliding_window": 8,
-                              "num_dense_layers": 1, "route_scale": 2.5},
-          config={"route_norm": True, "score_func": "sigmoid"}),
+                              "num_dense_layers": 1, "route_scale": 2.5, "mup_enabled": True},
+          config={"route_norm": True, "score_func": "sigmoid"}, runs=5),
     named("hy-v3", "HYV3ForCausalLM",
           MIXTURE | HEAD | {"num_experts": 4, "num_shared_experts": 1, "router_scaling_factor": 2.5},
           copies=(("model.layers.2.", "model.layers.3."),), config={"num_nextn_predict_layers": 1},
-          more=ahead(3) | of("model.layers.3.", "final_layernorm:64")),
+          more=ahead(3) | of("model.layers.3.", "final_layernorm:64"), runs=5),
     written("smallthinker", "SmallThinkerForCausalLM",
             HEAD | {"model_type": "smallthinker", "moe_num_primary_experts": 4, "moe_num_active_primary_experts": 2,
                      "moe_ffn_hidden_size": 32, "moe_primary_router_apply_softmax": False,
@@ -170,15 +211,15 @@ NAMED = (
                    + narrow("share_expert"),
             "4": "eh_proj:64x128 enorm:64 hnorm:64 transformer.shared_head.norm:64"
                  " transformer.shared_head.output:640x64"}),
-        f32=("router_bias",)),
+        f32=("router_bias",), runs=5),
     named("mimo-v2", "MiMoV2FlashForCausalLM", MIXTURE | {
         "num_hidden_layers": 3, "n_routed_experts": 4, "sliding_window": 8, "head_dim": 32, "v_head_dim": 16},
-        config={"hybrid_layer_pattern": [0, 1, 1], "swa_num_key_value_heads": 2, "swa_num_attention_heads": 4,
+        config={"hybrid_layer_pattern": [0, 1, 1], "swa_num_key_value_heads": 4, "swa_num_attention_heads": 4,
                 "swa_head_dim": 32, "swa_v_head_dim": 16, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
                 "layernorm_epsilon": 1e-5, "partial_rotary_factor": 0.334, "rope_theta": 5e6, "swa_rope_theta": 1e4},
-        drop=("rope_parameters",),
+        drop=("rope_parameters",), runs=5,
         more=of("model.mtp.layers.{0-2}.", NORMS + DENSE + " eh_proj:64x128 enorm:64 hnorm:64 final_layernorm:64"
-                " self_attn.q_proj:128x64 self_attn.k_proj:64x64 self_attn.v_proj:32x64 self_attn.o_proj:64x64"
+                " self_attn.q_proj:128x64 self_attn.k_proj:128x64 self_attn.v_proj:64x64 self_attn.o_proj:64x64"
                 " self_attn.attention_sink_bias!:4")),
     written("minimax-m3", "MiniMaxM3SparseForCausalLM", HEAD | {
         "model_type": "minimax_m3", "intermediate_size": 32, "dense_intermediate_size": 128, "num_local_experts": 4,
@@ -190,19 +231,21 @@ NAMED = (
                  "1-2": " self_attn.index_q_proj:64x64 self_attn.index_k_proj:32x64 self_attn.index_q_norm:32"
                         " self_attn.index_k_norm:32 block_sparse_moe.gate:4x64"
                         " block_sparse_moe.e_score_correction_bias!:4" + W
-                        + narrow("block_sparse_moe.shared_experts")})),
+                        + narrow("block_sparse_moe.shared_experts")}), runs=5),
+    # So many heads that no score of a key is 0: the order of equal ones is open.
     written("hy-v4", "HYV4ForCausalLM", LATENT | _INDEX | {
-        "model_type": "hy_v4_preview", "num_key_value_heads": 2, "hc_mult": 2, "hc_eps": 1e-6, "hc_magnitude": 2.0,
+        "model_type": "hy_v4", "index_n_heads": 16, "pad_token_id": None, "norm_topk_prob": True,
+        "num_key_value_heads": 2, "hc_mult": 2, "hc_eps": 1e-6, "hc_magnitude": 2.0,
         "indexer_types": ["full", "shared", "full"], "mlp_layer_types": ["dense", "sparse", "sparse"], "n_group": 1,
         "topk_group": 1, "swiglu_limit": 10.0, "num_nextn_predict_layers": 1, "enable_lm_head_fp32": True},
         decoder({"0-2": NORMS + LATENT_ATTENTION + " self_attn.learnable_sink_param!:4 self_attn.linear_gate:128x64"
                  " hc_attn_layer.hc_pre.hc_fn!:4x128 hc_attn_layer.hc_pre.hc_base!:4 hc_attn_layer.hc_pre.hc_scale!:2"
                  " hc_mlp_layer.hc_pre.hc_fn!:4x128 hc_mlp_layer.hc_pre.hc_base!:4 hc_mlp_layer.hc_pre.hc_scale!:2",
-                 "0,2": _INDEXER, "0": DENSE,
+                 "0,2": _INDEXER.replace("wq_b:64x32", "wq_b:512x32").replace("proj:2x64", "proj:16x64"), "0": DENSE,
                  "1-2": " mlp.gate:4x64 mlp.gate.e_score_correction_bias!:4 mlp.experts.gate_up_proj!:4x64x64"
                         " mlp.experts.down_proj!:4x64x32" + SHARED})
         | of("model.hc_head.", "hc_head_fn!:2x128 hc_head_base!:2 hc_head_scale!:1")
-        | of("model.mtp_layers.0.", "enorm:64 hnorm:64"), f32=("hc_fn", "hc_base", "hc_scale")),
+        | of("model.mtp_layers.0.", "enorm:64 hnorm:64"), f32=("hc_fn", "hc_base", "hc_scale"), runs=5),
     written("dots3-note", "Dots3NoteForCausalLM", LATENT | _INDEX | {
         "model_type": "dots3_note", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window_size": 8,
@@ -222,7 +265,7 @@ NAMED = (
         "num_experts": 4, "shared_expert_intermediate_size": 32, "sliding_window": 8, "moe_routed_scaling_factor": 2.5,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
         "num_attention_heads_per_layer": [4, 8, 8], "eos_token_id": [577, 579]},
-        vocab=VOCAB | {"user": ["</assistant>"]}, files={"chat_template.jinja": "{{ messages }}"}),
+        vocab=VOCAB | {"user": ["</assistant>"]}, files={"chat_template.jinja": "{{ messages }}"}, runs=5),
     written("kimi-linear", "KimiLinearForCausalLM", LATENT | {
         "model_type": "kimi_linear", "vocab_size": 832, "head_dim": 24, "num_experts": 4, "num_experts_per_token": 2,
         "num_shared_experts": 1, "moe_router_activation_func": "sigmoid", "q_lora_rank": None,
@@ -257,7 +300,7 @@ NAMED = (
         "model_type": "qwen2_vl", "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]},
         "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}, "use_sliding_window": False},
         decoder({"0-2": NORMS + ATTENTION + DENSE + " self_attn.q_proj.bias!:64 self_attn.k_proj.bias!:32"
-                 " self_attn.v_proj.bias!:32"}) | of("visual.", "merger.mlp.0:64x128 merger.ln_q:32")),
+                 " self_attn.v_proj.bias!:32"}) | of("visual.", "merger.mlp.0:64x128 merger.ln_q:32"), runs=4),
     written("qwen3-omni-moe", "Qwen3OmniMoeForConditionalGeneration", {
         "model_type": "qwen3_omni_moe", "thinker_config": {"model_type": "qwen3_omni_moe_thinker", "text_config":
             SIZES | LLAMA | MIXTURE | HEAD | {"model_type": "qwen3_omni_moe_text", "num_experts": 4,
@@ -267,8 +310,8 @@ NAMED = (
         | of("talker.model.", "norm:64") | of("code2wav.", "norm:64"),
         vocab=VOCAB | {"special": [*VOCAB["special"], "<|im_end|>"]}),
     named("granite-swa", "GraniteSWAForCausalLM", {
-        "num_hidden_layers": 4, "sliding_window": 8, "attention_multiplier": 0.25, "pad_token_id": None},
-        config={"no_rope_layers": [0, 1, 1, 1]}),
+        "num_hidden_layers": 4, "sliding_window": 8, "attention_multiplier": 0.25, "pad_token_id": None,
+        "layer_rope_theta": [0, 1e4, 1e4, 1e4]}, config={"no_rope_layers": [0, 1, 1, 1]}, runs=5),
     written("granite-moe-swa", "GraniteMoeSWAForCausalLM", {
         "model_type": "granitemoe_swa", "intermediate_size": 32, "shared_intermediate_size": 64, "num_local_experts": 4,
         "num_experts_per_tok": 2, "embedding_multiplier": 12.0, "attention_multiplier": 0.25, "logits_scaling": 8.0,
@@ -278,22 +321,27 @@ NAMED = (
                  "0": " block_sparse_moe.input_linear:4x64x64 block_sparse_moe.output_linear:4x64x32",
                  "1-2": " block_sparse_moe.experts.gate_up_proj!:4x64x64"
                         " block_sparse_moe.experts.down_proj!:4x64x32"})),
+    named("granite-moe-swa-fused", "GraniteMoeSWAForCausalLM", {
+        "intermediate_size": 32, "shared_intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "embedding_multiplier": 12.0, "attention_multiplier": 0.25, "logits_scaling": 8.0, "residual_multiplier": 0.22,
+        "sliding_window": 8, "pad_token_id": None}, runs=5),
     named("mellum", "MellumForCausalLM", HEAD | {
-        "moe_intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
+        "moe_intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}, runs=5),
     written("maincoder", "MaincoderForCausalLM", HEAD | {"model_type": "maincoder"},
-            decoder({"0-2": NORMS + ATTENTION + HEAD_NORMS + DENSE})),
+            decoder({"0-2": NORMS + ATTENTION + HEAD_NORMS + DENSE}), runs=4),
     written("pangu", "PanguEmbeddedForCausalLM", {"model_type": "PanguEmbedded", "tie_word_embeddings": True},
-            decoder({"0-2": NORMS + ATTENTION + DENSE}), vocab=spm(config={"add_prefix_space": False})),
+            decoder({"0-2": NORMS + ATTENTION + DENSE}), vocab=spm(config={"add_prefix_space": False}), runs=4),
     named("glm", "GlmForCausalLM", {"head_dim": 16, "partial_rotary_factor": 0.5, "pad_token_id": 576}, version=4,
-          vocab=bpe("chatglm-bpe", "<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", pad="<|endoftext|>")),
+          runs=4, vocab=bpe("chatglm-bpe", "<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", pad="<|endoftext|>")),
     named("lfm2", "Lfm2ForCausalLM", {"num_hidden_layers": 4, "full_attn_idxs": [2], "block_multiple_of": 32},
           version=4),
     named("lfm2-moe", "Lfm2MoeForCausalLM", MIXTURE | {
         "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], "num_experts": 4,
         "num_dense_layers": 1}),
-    named("apertus", "ApertusForCausalLM", {}, version=4),
-    named("nemotron", "NemotronForCausalLM", {"head_dim": 16}, version=4, vocab=spm()),
-    named("jais2", "Jais2ForCausalLM", HEAD),
+    named("apertus", "ApertusForCausalLM", {}, version=4, runs=4),
+    named("nemotron", "NemotronForCausalLM", {"head_dim": 16}, version=4, runs=4, vocab=spm()),
+    named("jais2", "Jais2ForCausalLM", HEAD, runs=5),
     written("kimi-k3", "KimiK3ForConditionalGeneration", {
         "model_type": "kimi_k3", "text_config": SIZES | LLAMA | LATENT | {
             "model_type": "kimi_linear", "head_dim": 24, "num_experts": 4, "num_experts_per_token": 2,
@@ -353,7 +401,7 @@ NAMED = (
             {name.removeprefix("model."): shape for name, shape in decoder(
                 {"0-2": NORMS + ATTENTION + DENSE}, head=False).items()}, runs=4),
     written("nanbeige", "NanbeigeForCausalLM", {"model_type": "nanbeige", "num_loops": 2},
-            decoder({"0-2": NORMS + ATTENTION + DENSE})),
+            decoder({"0-2": NORMS + ATTENTION + DENSE}), runs=4),
     written("rnd1", "RND1", MIXTURE | HEAD | {"model_type": "rnd1", "num_experts": 4, "mask_token_id": 12},
             decoder({"0-2": NORMS + ATTENTION + HEAD_NORMS + EXPERTS})),
     written("llada-moe", "LLaDAMoEModelLM", {
@@ -379,29 +427,30 @@ NAMED = (
         | of("mtp.layers.0.", AFTER + ATTENTION + HEAD_NORMS + DENSE) | MTP | of("model.visual.", "norm:64")),
     written("paddleocr", "PaddleOCRVLForConditionalGeneration", HEAD | {
         "model_type": "paddleocr_vl", "rope_scaling": {"type": "default", "mrope_section": [4, 2, 2]}},
-        decoder({"0-2": NORMS + ATTENTION + DENSE}) | of("visual.vision_model.", "norm:64"), vocab=spm()),
-    named("gpt2", "GPT2LMHeadModel", {}, version=4, config={"n_ctx": 1024}, copies=(),
+        decoder({"0-2": NORMS + ATTENTION + DENSE}) | of("visual.vision_model.", "norm:64"), vocab=spm(),
+        runs=5),
+    named("gpt2", "GPT2LMHeadModel", {}, version=4, runs=4, config={"n_ctx": 1024}, copies=(),
           vocab=bpe("gpt-2", "<|endoftext|>", bos="<|endoftext|>"),
           drop=("n_inner",)),
-    named("gptneox", "GPTNeoXForCausalLM", {"rotary_pct": 0.5}, version=4),
-    named("bloom", "BloomForCausalLM", {}, version=4),
+    named("gptneox", "GPTNeoXForCausalLM", {"rotary_pct": 0.5}, version=4, runs=4),
+    named("bloom", "BloomForCausalLM", {}, version=4, runs=4),
     named("falcon", "FalconForCausalLM", {"multi_query": False, "new_decoder_architecture": True, "num_kv_heads": 2},
-          version=4),
+          version=4, runs=4),
     written("orion", "OrionForCausalLM", {"model_type": "orion"}, decoder({
         "0-2": NORMS + ATTENTION + DENSE + " input_layernorm.bias!:64 post_attention_layernorm.bias!:64"})
-        | of("model.", "norm.bias!:64"), vocab=spm()),
+        | of("model.", "norm.bias!:64"), vocab=spm(), runs=4),
     written("codeshell", "CodeShellForCausalLM", {
         "model_type": "codeshell", "n_positions": 4096, "n_embd": 64, "n_layer": 3, "n_head": 4, "num_query_groups": 2,
         "layer_norm_epsilon": 1e-5},
         of("transformer.", "wte:640x64 ln_f:64 ln_f.bias!:64") | of("", HEADS) | of(
             "transformer.h.{0-2}.", "ln_1:64 ln_1.bias!:64 ln_2:64 ln_2.bias!:64 attn.c_attn:128x64"
             " attn.c_attn.bias!:128 attn.c_proj:64x64 attn.c_proj.bias!:64 mlp.c_fc:256x64 mlp.c_fc.bias!:256"
-            " mlp.c_proj:64x256 mlp.c_proj.bias!:64")),
+            " mlp.c_proj:64x256 mlp.c_proj.bias!:64"), runs=4),
     written("minicpm", "MiniCPMForCausalLM", {
         "model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 32, "rope_scaling": {
             "type": "longrope", "long_factor": [1.0 + i for i in range(8)], "short_factor": [1.0] * 8,
             "original_max_position_embeddings": 4096}},
-        decoder({"0-2": NORMS + ATTENTION + DENSE}), vocab=spm()),
+        decoder({"0-2": NORMS + ATTENTION + DENSE}), vocab=spm(), runs=4),
     written("minicpm3", "MiniCPM3ForCausalLM", LATENT | {
         "model_type": "minicpm3", "rope_scaling": {"type": "longrope", "long_factor": [1.0 + i for i in range(8)],
             "short_factor": [1.0] * 8, "original_max_position_embeddings": 4096}},
@@ -415,22 +464,10 @@ NAMED = (
     named("jamba", "JambaForCausalLM", {
         "num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 4, "mamba_d_state": 16,
         "use_mamba_kernels": False}, version=4, vocab=spm(), f32=("A_log",)),
-    # transformers 4.57.6 saves per_layer_model_projection under a name that it does not read.
-    written("gemma3n", "Gemma3nForCausalLM", HEAD | {
-        "model_type": "gemma3n_text", "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2, "laurel_rank": 32,
-        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8,
-        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0], "vocab_size_per_layer_input": 632,
-        "intermediate_size": [128] * 4, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "altup_active_idx": 0,
-        "altup_num_inputs": 4, "final_logit_softcapping": 30.0, "max_position_embeddings": 4096, "rope_scaling": None},
-        of("model.language_model.", "altup_projections.{0-2}:64x64 altup_unembed_projections.{0-2}:64x64 norm:64"
-           " embed_tokens:640x64 embed_tokens_per_layer:632x128 per_layer_model_projection:128x64"
-           " per_layer_projection_norm:32")
-        | of("model.language_model.layers.{0-3}.", NORMS + ATTENTION + HEAD_NORMS + DENSE
-             + " altup.correct_output_scale!:64 altup.correction_coefs:4x4 altup.modality_router:4x64"
-             " altup.prediction_coefs:16x4 altup.router_norm:64 laurel.linear_left:32x64 laurel.linear_right:64x32"
-             " laurel.post_laurel_norm:64 per_layer_input_gate:32x64 per_layer_projection:64x32"
-             " post_feedforward_layernorm:64 post_per_layer_input_norm:64 pre_feedforward_layernorm:64"),
-        vocab=spm("GemmaTokenizer", ("<pad>", "<eos>", "<bos>", "<unk>"))),
+    gemma3n("gemma3n", 4, 16, 32, 32, ["sliding_attention", "full_attention"] * 2, [0.95, 0.95, 0.0, 0.0]),
+    # What llama.cpp has as constants: ten layers with sparse gates, twenty with caches of their own, these two widths.
+    gemma3n("gemma3n-deep", 22, 8, 256, 64, (["sliding_attention"] * 4 + ["full_attention"]) * 4
+            + ["sliding_attention", "full_attention"], [0.95] * 10 + [0.0] * 12, runs=4),
     written("minimax-m1", "MiniMaxM1ForCausalLM", HEAD | {
         "model_type": "minimax_m1", "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
         "rotary_dim": 8, "attn_type_list": [0, 0, 1], "layernorm_full_attention_alpha": 3.5565588200778455,

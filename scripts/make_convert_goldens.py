@@ -23,6 +23,7 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +39,6 @@ import checkpoints  # noqa: E402
 from gguf_digests import digests  # noqa: E402
 
 SHA256 = ROOT / "tests" / "data" / "convert-sha256.json"
-LOGITS = ROOT / "tests" / "data" / "convert-logits.npz"
 #: Names of ways to split, and the options.
 SPLITS = {
     "size": ("--split-max-size", "2M"),
@@ -56,11 +56,12 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, required=True, help="directory where checkpoints are drawn")
     parser.add_argument("--llama", type=Path, help="llama.cpp's tree")
     parser.add_argument("--out", type=Path, help="directory of the reference's files, NAME-OUTTYPE.gguf")
+    parser.add_argument("--into", default="convert-logits.npz", help="file of logits in tests/data")
     args = parser.parse_intermixed_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of named chat templates depends on it
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
     names = args.names or list(checkpoints.NAMES)
-    failed = make_reference(names, args) if args.what == "reference" else make_logits(names, args.checkpoints)
+    failed = make_reference(names, args) if args.what == "reference" else make_logits(names, args)
     sys.exit(bool(failed))
 
 
@@ -234,7 +235,7 @@ def _enter(path: Path, rows: Json) -> None:
 # --- transformers' logits --------------------------------------------------------------------------------------------
 
 
-def make_logits(names: list[str], where: Path) -> list[str]:
+def make_logits(names: list[str], args: argparse.Namespace) -> list[str]:
     """Run checkpoints in float32; return those that fail."""
     import torch
     import transformers
@@ -248,17 +249,18 @@ def make_logits(names: list[str], where: Path) -> list[str]:
         if what.transformers != version:
             continue
         try:
-            with phimoe_as_llama_cpp_has_it() if what.model == "PhimoeForCausalLM" else contextlib.nullcontext():
-                rows[name] = logits(checkpoints.write_description(what, where), what)
+            with AS_LLAMA_CPP_HAS_IT.get(what.model or what.config["architectures"][0], contextlib.nullcontext)():
+                rows[name] = logits(checkpoints.write_description(what, args.checkpoints), what)
             print(name, rows[name].shape, float(rows[name].std()), flush=True)
         except Exception as error:
             failed.append(name)
             print("FAILED", name, type(error).__name__, error, flush=True)
             traceback.print_exc()
-    if LOGITS.exists():
-        with np.load(LOGITS) as old:
+    target = ROOT / "tests" / "data" / args.into
+    if target.exists():
+        with np.load(target) as old:
             rows = dict(old) | rows
-    with LOGITS.open("wb") as file:
+    with target.open("wb") as file:
         np.savez_compressed(file, **{name: rows[name] for name in sorted(rows)})  # type: ignore[arg-type]
     return failed
 
@@ -267,12 +269,17 @@ def logits(path: Path, what: checkpoints.Description) -> np.ndarray:
     """Return transformers' logits [4, vocabulary] after the last four tokens of the prompt."""
     import torch
     import transformers
+    from stand_ins import STAND_INS
 
-    (architecture,) = what.config["architectures"]
-    if architecture in ("BailingMoeV2ForCausalLM", "SarvamMoEForCausalLM"):
+    named = what.config["architectures"][0]
+    if named in ("BailingMoeV2ForCausalLM", "SarvamMoEForCausalLM"):
         model = bailing_as_glm(what)
-    elif architecture in _SAME_AS:
-        model = as_another(what, *_SAME_AS[architecture])
+    elif named in STAND_INS:
+        model = STAND_INS[named](what)
+    elif named in _SAME_AS:
+        model = as_another(what, *_SAME_AS[named])
+    elif named in _SEEING:
+        model = as_seeing(what)
     else:
         cls = getattr(transformers, what.model or what.config["architectures"][0])
         model, info = cls.from_pretrained(
@@ -283,8 +290,9 @@ def logits(path: Path, what: checkpoints.Description) -> np.ndarray:
             bad = [name for name in map(str, info[key]) if not name.startswith(("mtp.", after, "lm_head."))]
             if bad:
                 raise ValueError(f"{key}: {bad[:5]}")
+    shares = bool(what.config.get("num_kv_shared_layers"))  # layers share a cache, or nothing
     with torch.no_grad():
-        out = model.eval()(torch.tensor([checkpoints.PROMPT]), use_cache=False).logits
+        out = model.eval()(torch.tensor([checkpoints.PROMPT]), use_cache=shares).logits
     result: np.ndarray = out[0, -4:].to(torch.float32).numpy()
     if not np.isfinite(result).all():
         raise ValueError("not finite")
@@ -349,6 +357,34 @@ def as_another(what: checkpoints.Description, name: str, start: str, stored_star
     return model
 
 
+@contextlib.contextmanager
+def gemma3n_as_llama_cpp_has_it() -> Iterator[None]:
+    """Change transformers' Gemma 3n to what llama.cpp computes: a gate's deviation is that of a sample, over n - 1, and
+    gelu is rounded to f16 before and after.
+
+    The first is much in narrow models (NMSE 1e-2 at 128 columns), next to nothing in the 8192 columns of the real ones.
+    The other comes to 8e-6 after 22 layers, for these keep no sum of what came before.
+    """
+    import torch
+
+    std, gelu = torch.std, torch.nn.functional.gelu
+
+    def by_table(x: torch.Tensor, approximate: str) -> torch.Tensor:
+        return gelu(x.half().float(), approximate=approximate).half().float()
+
+    with (
+        mock.patch.object(torch, "std", lambda x, dim, keepdim, unbiased: std(x, dim, keepdim=keepdim)),
+        mock.patch.object(torch.nn.functional, "gelu", by_table),
+    ):
+        yield
+
+
+AS_LLAMA_CPP_HAS_IT = {
+    "PhimoeForCausalLM": phimoe_as_llama_cpp_has_it,
+    "Gemma3nForCausalLM": gemma3n_as_llama_cpp_has_it,
+}
+
+
 def bailing_as_glm(what: checkpoints.Description) -> Any:
     """Return a Bailing V2 model as GLM 4.5's class, which computes the same: its own is remote code."""
     import torch
@@ -390,6 +426,52 @@ _BAILING_NAMES = {
     "key_layernorm": "k_norm",
     "expert_bias": "e_score_correction_bias",
 }
+
+
+#: Text models that transformers has only as a part of those which also see: its class and types, what their names
+#: begin with, what config.json says in its own words, and the least that sees.
+_SEEING: dict[str, tuple[str, str, str, str, Json, Json]] = {
+    "MiniMaxM3SparseForCausalLM": (
+        *("MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl", "minimax_m3_vl_text", "language_model."),
+        {
+            "shared_intermediate_size": 32,
+            "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+        {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+    ),
+    "Step3p5ForCausalLM": (
+        *("Step3p7ForConditionalGeneration", "step3p7", "step3p5", ""),
+        {},
+        {"width": 32, "layers": 1, "heads": 2},
+    ),
+}
+
+
+def as_seeing(what: checkpoints.Description) -> Any:
+    """Return a text model as a part of one that also sees, whose other parts are drawn anew."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    name, kind, text, prefix, own, vision = _SEEING[what.config["architectures"][0]]
+    config = {"architectures": [name], "model_type": kind, "text_config": what.config | own | {"model_type": text}}
+    config["vision_config"] = vision | {"image_size": 28, "patch_size": 14}
+    state = {}
+    for tensor, dtype, shape, data in checkpoints.stored_tensors(what):
+        x = torch.frombuffer(bytearray(data), dtype=torch.bfloat16 if dtype == "BF16" else torch.float32)
+        state[prefix + tensor] = x.reshape(shape)
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(state, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+        Path(folder, "config.json").write_text(json.dumps(config))
+        model, info = getattr(transformers, name).from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, local_files_only=True
+        )
+    for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        bad = [key for key in map(str, info[key]) if "vision" not in key and "multi_modal" not in key]
+        if bad:
+            raise ValueError(f"{key}: {bad[:5]}")
+    return model
 
 
 if __name__ == "__main__":

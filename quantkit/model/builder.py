@@ -52,7 +52,7 @@ class Builder:
 
     def full_name(self, name: str) -> str:
         """Return a tensor's name in the file: within a layer ``blk.N.`` comes first."""
-        return f"blk.{self.layer}.{name}" if 0 <= self.layer < self.n_blocks else name
+        return f"blk.{self.layer % self.h.n_stored}.{name}" if 0 <= self.layer < self.n_blocks else name
 
     def outside(self, name: str) -> Matrix:
         """Return a tensor that belongs to no layer; FormatError if there is none."""
@@ -120,9 +120,16 @@ class Builder:
         if weight is None and not self.arch.plain_norms:
             raise FormatError(f"{self.source.paths[0]}: there is no tensor {self.full_name(name)}.weight")
         y = self.value(out or name, x.width, x, x.per)
-        kind, eps = kind or self.arch.norm, self.h.eps if eps is None else eps
+        kind, eps = kind or self.norm_kind, self.h.eps if eps is None else eps
         self.add(Norm(out=y, x=x, weight=weight, bias=bias, eps=eps, kind=kind, group=group or x.width))
         return y
+
+    @property
+    def norm_kind(self) -> str:
+        """The kind of norms, unless said otherwise."""
+        if self.arch.norm != "by_eps":
+            return self.arch.norm
+        return "rms" if self.h.float("attention.layer_norm_rms_epsilon", 0.0) else "layer"
 
     def plain_norm(self, x: Value, group: int, *, kind: str = "rms", eps: float | None = None) -> Value:
         """Normalize every ``group`` columns without a weight."""

@@ -50,12 +50,14 @@ def fit(right: bool, op: Op, matrix: Matrix | None, what: str) -> None:
 
 
 def _count(matrix: Matrix) -> int:
-    return math.prod(matrix.tensor.shape)
+    columns = matrix.columns or (0, matrix.tensor.shape[0])
+    return (columns[1] - columns[0]) * math.prod(matrix.tensor.shape[1:])
 
 
 def _vector(op: Op, matrix: Matrix | None, n: int, what: str) -> None:
     if matrix is not None:
-        fit(_count(matrix) == n, op, matrix, f"where {what} takes {n} values")
+        there = matrix.columns is None or matrix.columns[1] <= matrix.tensor.shape[0]
+        fit(there and _count(matrix) == n, op, matrix, f"where {what} takes {n} values")
 
 
 def _product(op: Op, w: Matrix, x: Value, out: Value, bias: Matrix | None, scale: Matrix | None) -> None:
@@ -75,14 +77,16 @@ def _by_expert(
     if bias is not None:
         first, end = bias.columns or (0, bias.tensor.shape[0])
         right = end - first == out.width and end <= bias.tensor.shape[0]
-        fit(right and _count(bias) == bias.tensor.shape[0] * n_expert, op, bias, f"where {n_expert} biases are needed")
+        fit(right and _count(bias) == out.width * n_expert, op, bias, f"where {n_expert} biases are needed")
     _vector(op, scale, n_expert, "scales of experts")
 
 
 # ---------------------------------------------------------------- one for every operation
 
 
-@CHECK.of(ops.SelectOutputs, ops.Scale, ops.ScaleByPosition, ops.Softcap, ops.Clamp, ops.Activate, ops.Repeat)
+@CHECK.of(
+    *(ops.SelectOutputs, ops.Scale, ops.Shift, ops.ScaleByPosition, ops.Softcap, ops.Clamp, ops.Activate, ops.Xielu)
+)
 def _same(op: Any, experts: dict[Value, int]) -> None:
     fit(op.x.width == op.out.width, op, None, f"{op.x.width} columns become {op.out.width}")
 
@@ -112,6 +116,27 @@ def _norm(op: ops.Norm, experts: dict[Value, int]) -> None:
         if vector is not None:
             n = _count(vector)
             fit(n > 0 and op.x.width % n == 0 and n % op.group == 0, op, vector, f"for {op.x.width} columns")
+
+
+@CHECK.of(ops.Exceed)
+def _exceed(op: ops.Exceed, experts: dict[Value, int]) -> None:
+    _same(op, experts)
+    fit(op.x.width > 1 and op.x.per == 1, op, None, f"the deviation of {op.x.width} columns")
+
+
+@CHECK.of(ops.ToLength)
+def _to_length(op: ops.ToLength, experts: dict[Value, int]) -> None:
+    _same(op, experts)
+    right = op.group > 0 and op.x.width % op.group == 0 and op.like.width == op.group and op.x.per == 1
+    fit(right, op, None, f"groups of {op.group} of {op.x.width} columns, as long as {op.like.width}")
+
+
+@CHECK.of(ops.Mix)
+def _mix(op: ops.Mix, experts: dict[Value, int]) -> None:
+    right = op.n > 0 and op.x.width % op.n == 0 and op.weights.width % op.n == 0 and op.x.per == 1
+    fit(right, op, None, f"{op.weights.width} weights for {op.n} groups of {op.x.width} columns")
+    width = op.weights.width // op.n * (op.x.width // op.n)
+    fit(op.out.width == op.base.width == width, op, None, f"{op.base.width} columns become {op.out.width}, not {width}")
 
 
 @CHECK.of(ops.Glu)
@@ -179,7 +204,8 @@ def _mul_mat_id(op: ops.MulMatId, experts: dict[Value, int]) -> None:
 @CHECK.of(ops.Route)
 def _route(op: ops.Route, experts: dict[Value, int]) -> None:
     r = op.routing
-    experts[op.ids] = r.n_expert
+    experts[op.ids] = r.n_expert // r.share
+    fit(r.share >= 1 and r.n_expert % r.share == 0, op, None, f"{r.share} of {r.n_expert} experts are one")
     fit(op.logits.width == r.n_expert, op, None, f"a router of {op.logits.width} outputs for {r.n_expert} experts")
     fit(0 < r.n_used <= r.n_expert, op, None, f"{r.n_used} of {r.n_expert} experts are used")
     right = r.n_group >= 1 and r.n_expert % r.n_group == 0 and 1 <= r.n_group_used <= r.n_group
@@ -191,9 +217,18 @@ def _route(op: ops.Route, experts: dict[Value, int]) -> None:
 
 @CHECK.of(ops.Combine)
 def _combine(op: ops.Combine, experts: dict[Value, int]) -> None:
-    _same(op, experts)
-    if op.weights is not None:
-        fit(op.weights.width == op.x.per, op, None, f"{op.weights.width} weights for {op.x.per} experts")
+    _rows_side_by_side(op, op.x, op.out, op.weights)
+
+
+@CHECK.of(ops.Repeat)
+def _repeat(op: ops.Repeat, experts: dict[Value, int]) -> None:
+    _rows_side_by_side(op, op.out, op.x, op.weights)
+
+
+def _rows_side_by_side(op: Op, many: Value, one: Value, weights: Value | None) -> None:
+    n = many.width * many.per // one.width
+    fit(n * one.width == many.width * many.per, op, None, f"{many} and {one}")
+    fit(weights is None or weights.width == n, op, None, f"{weights} for {n} rows")
 
 
 @CHECK.of(ops.RopeTable)
@@ -228,6 +263,7 @@ def _attention(op: ops.Attention, experts: dict[Value, int]) -> None:
     right = c.k_width == op.n_head_kv * op.head_k and values
     fit(right, op, None, f"keys of {c.k_width} and values of {c.v_width} columns for {op.n_head_kv} heads")
     _vector(op, op.sinks, op.n_head, "sinks")
+    fit(op.mask != "whole" or not op.alibi, op, None, "distances count among the tokens before")
     if op.selected is not None:
         right = op.selected.integer and op.selected.width > 0 and op.selected.outputs == op.out.outputs
         fit(right, op, None, f"{op.selected.width} positions are selected")

@@ -170,6 +170,12 @@ class Scale(_Map):
     factor: float
 
 
+class Shift(_Map):
+    """out = x + by"""
+
+    by: float
+
+
 class ScaleByPosition(_Map):
     """out = x * (1 + alpha * log(1 + floor((position + offset) / floor_scale))): Llama 4, Mistral 3."""
 
@@ -195,6 +201,39 @@ class Clamp(_Map):
     """out = x clamped to +- limit"""
 
     limit: float
+
+
+class Xielu(_Map):
+    """out = alpha_p x^2 + beta x above 0, else alpha_n (e^min(x, eps) - 1 - x) + beta x (Apertus)"""
+
+    alpha_n: float
+    alpha_p: float
+    beta: float
+    eps: float
+
+
+class Exceed(_Map):
+    """out = what each value exceeds mean + factor * deviation of its row by, or 0; the deviation is that of a sample,
+    over n - 1 (Gemma 3n)."""
+
+    factor: float
+
+
+class ToLength(_Map):
+    """out = x, of which every ``group`` columns get the length (root of the sum of squares) of like's row."""
+
+    like: Value
+    group: int
+
+
+class Mix(_Map):
+    """Groups of columns mixed by weights of the token: out group j = base group j + sum over i of
+    (weights[j n + i] + offset) * x group i; x has n groups, base and out as many as weights has rows of n."""
+
+    weights: Value
+    base: Value
+    n: int
+    offset: float = 0.0
 
 
 class Norm(_Map):
@@ -330,13 +369,19 @@ class UpGateId(_Gated):
 
 
 class Repeat(_Map):
-    """out row (t, j) = x row t * weights[t, j]: experts whose input is weighted (Llama 4)."""
+    """out row (t, j) = x row t * weights[t, j]: experts whose input is weighted (Llama 4).
+
+    The rows of a token may be one row of out: hyper-connections (HY V4).
+    """
 
     weights: Value
 
 
 class Combine(_Map):
-    """out row t = sum over j of weights[t, j] * x row (t, j), in the order of j; without weights the plain sum."""
+    """out row t = sum over j of weights[t, j] * x row (t, j), in the order of j; without weights the plain sum.
+
+    The rows of a token may be one row of x.
+    """
 
     weights: Value | None
 
@@ -394,7 +439,8 @@ class Attention(Op):
     n_head heads of head_k columns; head h reads key-value head h // (n_head / n_head_kv); out has n_head * head_v
     columns. A cache without values (MLA): they are the first head_v columns of the keys. scale multiplies the
     products, softcap (0: none) follows; sinks, one value a head, join the softmax's denominator.
-    mask: ``causal``; ``sliding``: the last ``window`` positions; ``chunked``: those of the same chunk of ``window``.
+    mask: ``causal``; ``sliding``: the last ``window`` positions; ``chunked``: those of the same chunk of ``window``;
+    ``whole``: the tokens after it in the batch, too, so that a sequence must come in one batch.
     alibi: the largest bias (0: none). selected: the positions that a token sees, as LightningIndexer makes them.
     """
 

@@ -8,43 +8,44 @@ appears, by rename, only when everything is on the disk.
 from __future__ import annotations
 
 import os
-import queue
-import shutil
-import threading
 import zlib
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypedDict, Unpack
 
-import numpy as np
-
-from quantkit.errors import QuantkitError, ResourceError, TypeNotSupported
-from quantkit.formats.outputs import Output, check_apart, check_free, part_path
-from quantkit.formats.ranges import Buffers, crc32_range, reserve, sync, write_range
-from quantkit.helpers import available_cpus, crc32_combine, format_size
-from quantkit.kernels.first_run import compile_together, working_seconds
+from quantkit.errors import ClusterError, QuantkitError, ResourceError, TypeNotSupported
+from quantkit.formats.outputs import Output, beside, check_apart, check_free
+from quantkit.formats.ranges import Buffers
+from quantkit.formats.remote import check_unchanged
+from quantkit.formats.remote.retry import given_up
+from quantkit.helpers import available_cpus
+from quantkit.kernels.first_run import working_seconds
+from quantkit.pipeline.cache.store import Store, open_store
+from quantkit.pipeline.cache.use import CacheUse, RunCache
 from quantkit.pipeline.journal import Journal
+from quantkit.pipeline.ledger import Ledger, NodeShare, Progress
 from quantkit.pipeline.plan import Plan, check_kernels
-from quantkit.pipeline.warm import kernel_calls
-from quantkit.pipeline.work import JOB, NO_CRC, ErrorSums, Job, JobResult, PlannedTensor, Worker, cut_jobs, job_values
+from quantkit.pipeline.spool import place_of
+from quantkit.pipeline.target import Place
+from quantkit.pipeline.threads import Threads
+from quantkit.pipeline.work import JOB, NO_CRC, ErrorSums, PlannedTensor, cut_jobs, job_values
 
 #: Bytes that all buffers together may take, unless told otherwise.
 DEFAULT_MAX_RAM = 512 << 20
 
 
-class Progress(Protocol):
-    """What a run tells while it runs; called from worker threads, one call at a time."""
+class Executor(Protocol):
+    """What runs the jobs of a ledger, anywhere."""
 
-    def resumed(self, tensors: int, nbytes: int) -> None:
-        """Report that ``tensors`` of ``nbytes`` together were there already."""
+    #: Workers that share the memory of one machine.
+    count: int
+    #: The nodes of a cluster that took part in the last run.
+    nodes: tuple[NodeShare, ...]
 
-    def wrote(self, nbytes: int) -> None:
-        """Report that ``nbytes`` of output were written."""
-
-    def finished(self, tensor: PlannedTensor) -> None:
-        """Report that a tensor is complete."""
+    def run(self, ledger: Ledger, *, measure: bool) -> None:
+        """Run all jobs; on return none is under way, and failures are in the ledger."""
 
 
 class RunOptions(TypedDict, total=False):
@@ -52,7 +53,9 @@ class RunOptions(TypedDict, total=False):
 
     threads: worker threads; all available CPUs without. resume: go on with an interrupted run of the same plan, if
     there is one. overwrite: replace an existing output, and throw an interrupted run away. measure_error: also decode
-    what was encoded, and sum up the error. observer: is told of progress.
+    what was encoded, and sum up the error. observer: is told of progress. ray: the address of a Ray cluster whose nodes
+    do the work; threads are then those of each node. cache: a folder that keeps encoded tensors for other runs.
+    cache_size: its limit in bytes, from now on.
     """
 
     threads: int | None
@@ -60,78 +63,111 @@ class RunOptions(TypedDict, total=False):
     overwrite: bool
     measure_error: bool
     observer: Progress | None
-
-
-@dataclass
-class _Tally:
-    """The results of one tensor's jobs, by offset, until all are there."""
-
-    missing: int
-    results: dict[int, tuple[int, JobResult]] = field(default_factory=dict)
-
-    def total(self) -> tuple[int, ErrorSums]:
-        """Return the CRC-32 of the tensor (NO_CRC of a copy) and its error sums, added in the order of the bytes."""
-        crc, sums = 0, ErrorSums()
-        for offset in sorted(self.results):
-            nbytes, result = self.results[offset]
-            sums = sums + result.sums
-            crc = NO_CRC if result.crc == NO_CRC else crc32_combine(crc, result.crc, nbytes)
-        return crc, sums
+    ray: str | None
+    cache: str | Path | None
+    cache_size: int | None
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run did: seconds, tensors taken over from an earlier run, and the error sums where measured."""
+    """What a run did: seconds, tensors taken over from an earlier run, and the error sums where measured.
+
+    ``nodes``: those of a cluster that took part. ``cache``: what was taken from a cache, and kept there.
+    """
 
     seconds: float
     resumed: int
     sums: dict[str, ErrorSums]
+    nodes: tuple[NodeShare, ...] = ()
+    cache: CacheUse | None = None
 
 
 def journal_path(path: Path) -> Path:
     """Return the name of an output's journal."""
-    return path.with_name(path.name + ".journal")
+    return beside(path, ".journal")
 
 
-def run_plan(plan: Plan, *, max_ram: int = DEFAULT_MAX_RAM, **options: Unpack[RunOptions]) -> RunResult:
+def run_plan(
+    plan: Plan,
+    *,
+    max_ram: int = DEFAULT_MAX_RAM,
+    publishing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    **options: Unpack[RunOptions],
+) -> RunResult:
     """Write the plan's output; on return it lies complete and synced under its final name.
 
     Args:
         plan: what to write.
         max_ram: bytes that all workers' buffers may take together.
+        publishing: a context in which finished files get their names; the journal goes after it, so that a run that
+            ends within it can be resumed.
 
     Raises:
         TypeNotSupported: a type has no encoder or decoder in this version.
         ResourceError: no room on the disk or in memory, the output exists, or another run writes it.
         FormatError: the source holds values or blocks that no file should; the partial output is removed.
+        ClusterError: no node of a cluster can go on; what is done is kept.
     """
     began = working_seconds()
+    given_up.clear()
     check_kernels(plan.tensors)
-    threads, observer = options.get("threads") or available_cpus(), options.get("observer")
+    observer = options.get("observer")
     resume, overwrite = options.get("resume", False), options.get("overwrite", False)
-    measure = options.get("measure_error", False)
+    measure, folder = options.get("measure_error", False), options.get("cache")
     first = plan.shards[0].path
     check_targets(plan, resume=resume, overwrite=True)
-    values = job_values(list(plan.tensors), threads, max_ram)
+    executor = _executor(options)
+    values = job_values(list(plan.tensors), executor.count, max_ram)
     with ExitStack() as stack:
         stack.enter_context(Output(first, overwrite=True))
         check_targets(plan, resume=resume, overwrite=overwrite)
+        store = None if folder is None else open_store(Path(folder), size=options.get("cache_size"))
         journal = stack.enter_context(Journal(journal_path(first), plan.fingerprint))
-        resumed = _prepare(plan, journal, resume=resume, overwrite=overwrite)
+        target = place_of(plan, journal, measure=measure, overwrite=overwrite)
+        stack.callback(target.close)
+        resumed = _prepare(plan, target, journal, resume=resume, overwrite=overwrite)
         if observer is not None and resumed:
             observer.resumed(len(resumed), sum(t.nbytes for t in plan.tensors if t.name in resumed))
+        cache = RunCache(store, plan, measure=measure, done=resumed) if store is not None else None
+        if cache is not None:
+            stack.callback(cache.drop)
         if not journal.sealed:
             try:
-                compile_together(kernel_calls(plan.tensors, measure))
-                _Executor(plan, journal, threads, values, measure, observer).run(resumed)
+                with Ledger(plan, target, journal, values, observer, cache) as ledger:
+                    executor.run(ledger, measure=measure)
+                target.finish()
+                check_unchanged((*plan.source.paths, *plan.reads))
+            except ClusterError:
+                raise
             except QuantkitError:
-                _discard(plan, journal)
+                _discard(target, journal)
                 raise
             journal.seal()
-        _publish(plan)
+        with publishing():
+            target.publish()
         journal.remove()
     sums = {name: ErrorSums(*s) for name, s in journal.sums.items()}
-    return RunResult(working_seconds() - began, len(resumed), sums)
+    used = None if cache is None else cache.close()
+    return RunResult(working_seconds() - began, len(resumed), sums, executor.nodes, used)
+
+
+def _executor(options: RunOptions) -> Executor:
+    """Return what runs the jobs: threads, or the nodes of a cluster."""
+    address = options.get("ray")
+    if address is None:
+        return Threads(options.get("threads") or available_cpus())
+    from quantkit.pipeline.ray_tasks import RayTasks
+
+    return RayTasks(address, options.get("threads"))
+
+
+def foreseen(plan: Plan, folder: Path | None, *, measure: bool = False) -> CacheUse | None:
+    """Return what the cache in ``folder``, if one is given, would do for a run; for a dry run."""
+    if folder is None:
+        return None
+    there = folder.exists() and any(folder.iterdir())
+    store = open_store(folder, make=False) if there else Store(folder, 0)
+    return RunCache(store, plan, measure=measure, dry=True).foreseen()
 
 
 def check_targets(plan: Plan, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -159,14 +195,15 @@ def refusal(plan: Plan, beside: Path | None = None, *, resume: bool = False, ove
     return None
 
 
-def _prepare(plan: Plan, journal: Journal, *, resume: bool, overwrite: bool) -> set[str]:
+def _prepare(plan: Plan, target: Place, journal: Journal, *, resume: bool, overwrite: bool) -> set[str]:
     """Reserve the output and return the names of tensors that an earlier run finished."""
+    headers = [shard.layout.header for shard in plan.shards]
     if resume and journal.resume():
-        if journal.sealed and not _is_whole(plan):
+        if journal.sealed and not target.is_whole():
             journal.start()  # somebody cut or removed what was finished
         if not journal.sealed:
-            _reserve(plan)
-            _verify(plan, journal)
+            target.reserve(headers)
+            _verify(plan, target, journal)
         return set(journal.done)
     if resume and journal.path.stat().st_size and not overwrite:
         raise ResourceError(
@@ -175,181 +212,40 @@ def _prepare(plan: Plan, journal: Journal, *, resume: bool, overwrite: bool) -> 
         )
     try:
         journal.start()
-        for shard in plan.shards:
-            part_path(shard.path).unlink(missing_ok=True)
-        _reserve(plan)
+        target.discard()
+        target.reserve(headers)
     except OSError as e:
-        _discard(plan, journal)
+        _discard(target, journal)
         where = e.filename or plan.shards[0].path.parent
         raise ResourceError(f"{where}: {e.strerror or e}; nothing was written: make room, or write elsewhere") from e
     except BaseException:
-        _discard(plan, journal)
+        _discard(target, journal)
         raise
     return set()
 
 
-def _is_whole(plan: Plan) -> bool:
-    """Return whether every finished file is there, under either name, with its full length."""
-    found = [next((p for p in (part_path(s.path), s.path) if p.exists()), None) for s in plan.shards]
-    sizes = [0 if path is None else path.stat().st_size for path in found]
-    return sizes == [s.layout.nbytes for s in plan.shards]
-
-
-def _reserve(plan: Plan) -> None:
-    """Make every file of the output as long as it will be, with its header, or say that the disk is too small."""
-    folder = plan.shards[0].path.parent
-    have = sum(_allocated(part_path(s.path)) for s in plan.shards)
-    free, need = shutil.disk_usage(folder).free, plan.nbytes - have
-    if need > free:
-        raise ResourceError(f"{folder}: {format_size(need)} are needed and {format_size(free)} are free")
-    for shard in plan.shards:
-        reserve(part_path(shard.path), shard.layout.nbytes)
-        write_range(part_path(shard.path), np.frombuffer(shard.layout.header, np.uint8), 0)
-
-
-def _allocated(path: Path) -> int:
-    return path.stat().st_blocks * 512 if path.exists() else 0
-
-
-def _verify(plan: Plan, journal: Journal) -> None:
+def _verify(plan: Plan, target: Place, journal: Journal) -> None:
     """Strike out journaled tensors whose bytes on the disk are not those that were written."""
     for at, tensor in enumerate(plan.tensors):
-        if tensor.name in journal.done and not _is_intact(plan, at, tensor, journal.done[tensor.name]):
+        if tensor.name not in journal.done or target.has(tensor.shard, tensor.offset, tensor.nbytes):
+            continue
+        if not target.readable or not _is_intact(plan, target, at, tensor, journal.done[tensor.name]):
             journal.forget(tensor.name)
 
 
-def _is_intact(plan: Plan, at: int, tensor: PlannedTensor, crc: int) -> bool:
-    path = part_path(plan.shards[tensor.shard].path)
+def _is_intact(plan: Plan, target: Place, at: int, tensor: PlannedTensor, crc: int) -> bool:
     if crc != NO_CRC:
-        return crc32_range(path, tensor.offset, tensor.nbytes) == crc
+        return target.crc(tensor.shard, tensor.offset, tensor.nbytes) == crc
     buffers = Buffers()
     for job in cut_jobs(at, tensor, JOB):
         source = buffers.get("source", job.target_bytes)
         plan.source.read(tensor.parts[job.part].source, source, job.source_offset)
-        if crc32_range(path, job.target_offset, job.target_bytes) != zlib.crc32(source.data):
+        if target.crc(tensor.shard, job.target_offset, job.target_bytes) != zlib.crc32(source.data):
             return False
     return True
 
 
-def _publish(plan: Plan) -> None:
-    """Give the finished files their names; what an earlier attempt renamed already is left alone."""
-    for shard in plan.shards:
-        part = part_path(shard.path)
-        if part.exists():
-            part.replace(shard.path)
-        elif not shard.path.exists():
-            raise ResourceError(f"{part} has vanished; run again with --overwrite")
-    sync(plan.shards[0].path.parent)
-
-
-def _discard(plan: Plan, journal: Journal) -> None:
+def _discard(target: Place, journal: Journal) -> None:
     """Remove what a run that cannot succeed has written."""
-    for shard in plan.shards:
-        part_path(shard.path).unlink(missing_ok=True)
+    target.discard()
     journal.remove()
-
-
-class _Executor:
-    """Threads that take jobs from one list, and a thread that flushes and journals finished tensors."""
-
-    def __init__(
-        self, plan: Plan, journal: Journal, threads: int, values: int, measure: bool, observer: Progress | None
-    ) -> None:
-        self.plan, self.journal, self.threads, self.values = plan, journal, threads, values
-        self.measure, self.observer = measure, observer
-        self._lock = threading.Lock()
-        self._tallies: dict[int, _Tally] = {}
-        self._finished: queue.SimpleQueue[tuple[PlannedTensor, int, ErrorSums] | None] = queue.SimpleQueue()
-        self._failure: BaseException | None = None
-        self._stop = threading.Event()
-
-    def run(self, skip: set[str]) -> None:
-        """Run all jobs of tensors not in ``skip``; raise the first failure after all threads have ended."""
-        jobs = self._jobs(skip)
-        workers = [threading.Thread(target=self._work, args=(jobs,), name=f"encode-{i}") for i in range(self.threads)]
-        flusher = threading.Thread(target=self._flush, name="journal")
-        for thread in (*workers, flusher):
-            thread.start()
-        try:
-            for thread in workers:
-                while thread.is_alive():
-                    thread.join(0.2)
-        except BaseException:
-            self._stop.set()
-            raise
-        finally:
-            try:
-                for thread in workers:
-                    thread.join()
-            finally:  # a second Ctrl-C must not leave the flusher waiting
-                self._finished.put(None)
-                flusher.join()
-        if self._failure is not None:
-            raise self._failure
-        self._sync()
-
-    def _jobs(self, skip: set[str]) -> Iterator[Job]:
-        for at, tensor in enumerate(self.plan.tensors):
-            if tensor.name in skip:
-                continue
-            jobs = list(cut_jobs(at, tensor, self.values))
-            self._tallies[at] = _Tally(len(jobs))
-            yield from jobs
-
-    def _work(self, jobs: Iterator[Job]) -> None:
-        worker = Worker(
-            self.plan.source,
-            tuple(part_path(s.path) for s in self.plan.shards),
-            measure=self.measure,
-            ahead=2 * self.threads,
-        )
-        try:
-            while not self._stop.is_set():
-                with self._lock:
-                    job = next(jobs, None)
-                if job is None:
-                    return
-                self._done(job, worker.run(job, self.plan.tensors[job.tensor]))
-        except BaseException as e:  # handed to the main thread
-            with self._lock:
-                self._failure = self._failure or e
-            self._stop.set()
-
-    def _done(self, job: Job, result: JobResult) -> None:
-        tensor = self.plan.tensors[job.tensor]
-        with self._lock:
-            tally = self._tallies[job.tensor]
-            tally.results[job.target_offset] = (job.target_bytes, result)
-            tally.missing -= 1
-            complete = tally.missing == 0
-            if self.observer is not None:
-                self.observer.wrote(job.target_bytes)
-                if complete:
-                    self.observer.finished(tensor)
-            if complete:
-                del self._tallies[job.tensor]
-        if complete:
-            self._finished.put((tensor, *tally.total()))
-
-    def _flush(self) -> None:
-        """Flush and journal finished tensors, as many together as have come up during the last flush."""
-        ended = False
-        while not ended:
-            batch = [self._finished.get()]
-            with suppress(queue.Empty):
-                while True:
-                    batch.append(self._finished.get_nowait())
-            ended = None in batch
-            tensors = [entry for entry in batch if entry is not None]
-            try:
-                for shard in {tensor.shard for tensor, _, _ in tensors}:
-                    sync(part_path(self.plan.shards[shard].path))
-                self.journal.add({tensor.name: (crc, list(sums)) for tensor, crc, sums in tensors})
-            except BaseException as e:  # handed to the main thread
-                self._failure = self._failure or e
-                self._stop.set()
-                return
-
-    def _sync(self) -> None:
-        for shard in self.plan.shards:
-            sync(part_path(shard.path))

@@ -1,5 +1,7 @@
 // Runs kernels compiled by host.h: the threads of a block are fibers on one thread of the system, block after block.
 // order: 0 fibers from the first to the last, 1 from the last to the first: a result that depends on it lacks a barrier.
+// A fiber that waits hands over to the next one that can run. ASan is not told of their stacks: it would need them only
+// for fake ones, which are off, and a collective would cost twice as much.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -13,10 +15,10 @@
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
-#include <sanitizer/common_interface_defs.h>
 extern "C" const char* __asan_default_options() {
     // The interpreter is no ASan program: the runtime is loaded late, and what Python leaks is not ours to find.
-    return "verify_asan_link_order=0:detect_leaks=0:abort_on_error=1:handle_segv=0:detect_odr_violation=0";
+    return "verify_asan_link_order=0:detect_leaks=0:abort_on_error=1:handle_segv=0:detect_odr_violation=0:"
+           "detect_stack_use_after_return=0";
 }
 #endif
 extern "C" const char* __ubsan_default_options() { return "print_stacktrace=1:halt_on_error=1:abort_on_error=1"; }
@@ -42,8 +44,12 @@ asm(".text\n.globl host_switch\n.type host_switch,%function\nhost_switch:\n"
 #error "the shim switches stacks on x86-64 and aarch64"
 #endif
 
+// What only moves fibers need not be watched.
+#define UNWATCHED __attribute__((no_sanitize_address, no_sanitize_undefined))
+
 namespace {
 const size_t STACK = 256 << 10;
+const int MOST = 1024;  // threads of a block
 enum State { READY, AT_BARRIER, IN_WARP, DONE };
 
 struct Copy {
@@ -56,7 +62,6 @@ struct Fiber {
     HostThread where;
     uint8_t* stack;
     void* sp;
-    void* fake;  // ASan's fake stack
     State state;
     bool waited;  // for the launch before
     // Asynchronous copies, where their groups end, and how many of both are over; the vectors keep their memory.
@@ -70,48 +75,52 @@ struct Warp {
     int parity, count, kind;
 };
 
-std::vector<Fiber> fibers;  // as many as the largest block had
-std::vector<Warp> warps;
-int count, live, at_barrier, barrier_kind, current;
-void* scheduler_sp;
-const void* scheduler_bottom;
-size_t scheduler_size;
+Fiber fibers[MOST];
+Warp warps[MOST / 32];
+int count, live, at_barrier, barrier_kind, current, order;
+void* launch_sp;
 void (*kernel)(const void*);
 const void* arguments;
 const char* kernel_name = "?";
-std::vector<uint8_t*> stacks;
 uint8_t* dynamic_shared;
 size_t dynamic_capacity;
 void* unready;  // memory that the launch before writes, and its bytes
 uint64_t unready_nbytes;
 
-void to_scheduler(bool last) {
-    Fiber& f = fibers[current];
-#if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_start_switch_fiber(last ? nullptr : &f.fake, scheduler_bottom, scheduler_size);
-#endif
-    host_switch(&f.sp, scheduler_sp);
-#if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_finish_switch_fiber(fibers[current].fake, &scheduler_bottom, &scheduler_size);
-#endif
-    (void)last;
+// The next that can run, as a pass over all threads after another would find it; -1 if there is none.
+UNWATCHED int next_ready() {
+    int i = current;
+    for (int step = 0; step < count; step++) {
+        i = order ? (i ? i : count) - 1 : i + 1 < count ? i + 1 : 0;
+        if (fibers[i].state == READY) return i;
+    }
+    return -1;
 }
 
-void release_barrier() {
+UNWATCHED void hand_over() {
+    const int from = current, to = next_ready();
+    if (to < 0) {
+        if (live) host_fail("threads wait for others that never come");
+        host_switch(&fibers[from].sp, launch_sp);
+        return;
+    }
+    current = to;
+    host_thread = &fibers[to].where;
+    host_switch(&fibers[from].sp, fibers[to].sp);
+}
+
+UNWATCHED void release_barrier() {
     at_barrier = 0;
     for (int i = 0; i < count; i++)
         if (fibers[i].state == AT_BARRIER) fibers[i].state = READY;
 }
 
 void fiber_main() {
-#if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_finish_switch_fiber(nullptr, &scheduler_bottom, &scheduler_size);
-#endif
     kernel(arguments);
     fibers[current].state = DONE;
     live--;
     if (live && at_barrier == live) release_barrier();
-    to_scheduler(true);
+    hand_over();
     abort();
 }
 
@@ -133,7 +142,6 @@ void prepare(Fiber& f) {
 #if defined(__SANITIZE_ADDRESS__)
     __asan_unpoison_memory_region((uint8_t*)top - 1024, 1024);
 #endif
-    f.fake = nullptr;
     f.state = READY;
     f.waited = false;
     f.copies.clear();
@@ -141,44 +149,23 @@ void prepare(Fiber& f) {
     f.copied = f.groups_over = 0;
 }
 
-void resume(int i) {
-    current = i;
-    host_thread = &fibers[i].where;
-#if defined(__SANITIZE_ADDRESS__)
-    void* fake;
-    __sanitizer_start_switch_fiber(&fake, fibers[i].stack, STACK);
-#endif
-    host_switch(&scheduler_sp, fibers[i].sp);
-#if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
-#endif
-}
-
-void run_block(Dim3 block, Dim3 threads, Dim3 blocks, int order) {
+void run_block(Dim3 block, Dim3 threads, Dim3 blocks) {
     const int n = count = (int)(threads.x * threads.y * threads.z);
     for (int i = 0; i < n; i++) {
         Fiber& f = fibers[i];
         const unsigned u = (unsigned)i;
         f.where = {{u % threads.x, u / threads.x % threads.y, u / threads.x / threads.y}, block, threads, blocks};
-        f.stack = stacks[i];
         prepare(f);
     }
-    for (Warp& w : warps) w.count = w.parity = 0;
+    for (int i = 0; i < n / 32; i++) warps[i].count = warps[i].parity = 0;
 #if defined(__SANITIZE_ADDRESS__)
     if (unready_nbytes) __asan_poison_memory_region(unready, unready_nbytes);
 #endif
     live = n;
     at_barrier = 0;
-    while (live) {
-        bool moved = false;
-        for (int j = 0; j < n; j++) {
-            const int i = order ? n - 1 - j : j;
-            if (fibers[i].state != READY) continue;
-            moved = true;
-            resume(i);
-        }
-        if (!moved) host_fail("threads wait for others that never come");
-    }
+    current = order ? n - 1 : 0;
+    host_thread = &fibers[current].where;
+    host_switch(&launch_sp, fibers[current].sp);
 }
 }  // namespace
 
@@ -196,7 +183,7 @@ void host_fail(const char* what) {
     abort();
 }
 
-void host_sync_threads(int kind) {
+UNWATCHED void host_sync_threads(int kind) {
     if (at_barrier && barrier_kind != kind) host_fail("threads are at different barriers");
     barrier_kind = kind;
     if (++at_barrier == live) {
@@ -204,10 +191,10 @@ void host_sync_threads(int kind) {
         return;
     }
     fibers[current].state = AT_BARRIER;
-    to_scheduler(false);
+    hand_over();
 }
 
-const void* host_exchange(int kind, const void* mine, unsigned nbytes) {
+UNWATCHED const void* host_exchange(int kind, const void* mine, unsigned nbytes) {
     Warp& w = warps[(size_t)current / 32];
     if (nbytes > 64) host_fail("more than 64 bytes a lane");
     if (w.count && w.kind != kind) host_fail("lanes of a warp are at different operations");
@@ -222,7 +209,7 @@ const void* host_exchange(int kind, const void* mine, unsigned nbytes) {
             if (fibers[i].state == IN_WARP) fibers[i].state = READY;
     } else {
         fibers[current].state = IN_WARP;
-        to_scheduler(false);
+        hand_over();
     }
     return w.slots[parity];
 }
@@ -262,21 +249,21 @@ void host_check_waited() {
 
 // function: a KERNEL's address; args: its arguments.
 void host_launch(void* function, const char* name, const unsigned* grid, const unsigned* block, uint64_t shared, const void* args,
-                 int order) {
+                 int direction) {
     const unsigned n = block[0] * block[1] * block[2];
     kernel = (void (*)(const void*))function;
     kernel_name = name;
     arguments = args;
     host_thread = nullptr;
-    if (!n || n % 32 || n > 1024) host_fail("a block is 32 to 1024 threads, whole warps");
+    if (!n || n % 32 || n > MOST) host_fail("a block is 32 to 1024 threads, whole warps");
     if (shared > 227u << 10) host_fail("more than 227 KiB of shared memory");
     if (grid[1] > 65535 || grid[2] > 65535) host_fail("a grid has at most 65535 blocks in y and z");
-    if (fibers.size() < n) fibers.resize(n);
-    warps.resize(n / 32);
-    while (stacks.size() < n) {
+    order = direction;
+    for (unsigned i = 0; i < n; i++) {
+        if (fibers[i].stack) continue;
         void* p = mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (p == MAP_FAILED) host_fail("no memory for stacks");
-        stacks.push_back((uint8_t*)p);
+        fibers[i].stack = (uint8_t*)p;
     }
     if (dynamic_capacity < shared + 4096) {
         dynamic_capacity = shared + 4096;
@@ -291,7 +278,7 @@ void host_launch(void* function, const char* name, const unsigned* grid, const u
         for (unsigned y = 0; y < grid[1]; y++)
             for (unsigned x = 0; x < grid[0]; x++) {
                 memset(dynamic_shared, 0xcd, shared);  // whatever a block leaves is no one's
-                run_block({x, y, z}, threads, blocks, order);
+                run_block({x, y, z}, threads, blocks);
             }
     host_thread = nullptr;
 }

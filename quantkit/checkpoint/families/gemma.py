@@ -85,14 +85,14 @@ TOKENS = Changed(r"embed_tokens\.weight", known_tokens)
 GEMMA3N_STORED = (Renamed(r"_scale$", "_scale.weight"),)
 
 
-def _filled_up(tensor: Tensor, context: Context) -> Expression:
+def filled_up(tensor: Tensor, context: Context) -> Expression:
     """Add rows of zeros for tokens that stand for pictures and sounds."""
     n, (rows, width) = context.config.number("vocab_size"), tensor.x.shape
     return joined([tensor.x, Zeros((n - rows, width), tensor.x.type)]) if rows < n else tensor.x
 
 
 @dataclass(frozen=True)
-class _Projections:
+class Projections:
     """Three projections become one tensor."""
 
     pattern: str = r"(altup_(unembed_)?projections)\.([012])\.weight$"
@@ -108,7 +108,7 @@ class _Projections:
         return (replace(tensor, name=f"model.{match[1]}.weight", x=stacked([held.pop(i).x for i in "012"])),)
 
 
-GEMMA3N_RULES = (Changed(r"embed_tokens(\.weight|_per_layer)", _filled_up), _Projections())
+GEMMA3N_RULES = (Changed(r"embed_tokens(\.weight|_per_layer)", filled_up), Projections())
 
 
 def _set_altup(keys: Keys, config: Config) -> None:

@@ -108,7 +108,7 @@ def set_mamba2_base(keys: Keys, config: Config, layers: int, file_type: int) -> 
 
 # --- Nemotron H ------------------------------------------------------------------------------------------------------
 
-_APART = {
+APART = {
     "0.enorm.weight": "enorm.weight",
     "0.hnorm.weight": "hnorm.weight",
     "0.eh_proj.weight": "eh_proj.weight",
@@ -118,7 +118,7 @@ _APART = {
 
 
 @dataclass(frozen=True)
-class _LayerAhead:
+class LayerAhead:
     """The layer that predicts more tokens is stored as two: attention, and experts.
 
     Its type is that of a tensor of the layer that it was stored as, as in the reference, but for experts, which wait
@@ -130,19 +130,17 @@ class _LayerAhead:
         if match is None:
             return None
         layer = context.config.layers
-        rest = (
-            f"model.layers.{layer}.{_APART[match[1]]}" if match[1] in _APART else f"backbone.layers.{layer}.{match[2]}"
-        )
+        rest = f"model.layers.{layer}.{APART[match[1]]}" if match[1] in APART else f"backbone.layers.{layer}.{match[2]}"
         return (replace(tensor, name=rest, layer=layer if ".experts." in rest else tensor.layer),)
 
 
 NEMOTRON_STORED = (
     granite.DT_BIAS,
     granite.OTHER_PARTS,
-    Renamed(r"^model\.layers\.(?=.*\.mixer\.)", "backbone.layers."),
+    Renamed(r"^model\.layers\.(?=.*\.mixer\.)", "backbone.layers.", foreign=True),
 )
 NEMOTRON_RULES = (
-    _LayerAhead(),
+    LayerAhead(),
     *MAMBA2_RULES,
     Experts(
         weights=("down_proj", "up_proj"),

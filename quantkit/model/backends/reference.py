@@ -152,6 +152,11 @@ def _scale(p: ReferenceProgram, op: ops.Scale) -> None:
     p.values[op.out] = p.values[op.x] * f32(op.factor)
 
 
+@RUN.of(ops.Shift)
+def _shift(p: ReferenceProgram, op: ops.Shift) -> None:
+    p.values[op.out] = p.values[op.x] + f32(op.by)
+
+
 @RUN.of(ops.ScaleByPosition)
 def _scale_by_position(p: ReferenceProgram, op: ops.ScaleByPosition) -> None:
     steps = np.floor((p.batch.positions.astype(f32) + f32(op.offset)) / f32(op.floor_scale))
@@ -251,6 +256,41 @@ def gate(a: Activation, g: Floats, up: Floats) -> Floats:
     return np.repeat(y, up.shape[1] // y.shape[1], axis=1) * up
 
 
+@RUN.of(ops.Xielu)
+def _xielu(p: ReferenceProgram, op: ops.Xielu) -> None:
+    x = p.values[op.x]
+    below = (np.expm1(np.minimum(x, f32(op.eps))) - x) * f32(op.alpha_n)
+    p.values[op.out] = np.where(x > 0, f32(op.alpha_p) * x * x, below) + f32(op.beta) * x
+
+
+@RUN.of(ops.Exceed)
+def _exceed(p: ReferenceProgram, op: ops.Exceed) -> None:
+    x = p.values[op.x]
+    mean = x.mean(-1, keepdims=True, dtype=np.float64).astype(f32)
+    square = np.square(x - mean).sum(-1, keepdims=True, dtype=np.float64)
+    deviation = np.sqrt((square / (x.shape[1] - 1)).astype(f32))
+    p.values[op.out] = np.maximum(x - (mean + f32(op.factor) * deviation), f32(0))
+
+
+@RUN.of(ops.ToLength)
+def _to_length(p: ReferenceProgram, op: ops.ToLength) -> None:
+    x, like = p.values[op.x], p.values[op.like]
+    groups = x.reshape(len(x), -1, op.group)
+    p.values[op.out] = (groups * _length(like)[:, None] / _length(groups)).reshape(x.shape)
+
+
+def _length(x: Floats) -> Floats:
+    length: Floats = np.sqrt(np.square(x).sum(-1, keepdims=True, dtype=np.float64).astype(f32))
+    return length
+
+
+@RUN.of(ops.Mix)
+def _mix(p: ReferenceProgram, op: ops.Mix) -> None:
+    x, weights, base = p.values[op.x], p.values[op.weights] + f32(op.offset), p.values[op.base]
+    mixed = np.matmul(weights.reshape(len(x), -1, op.n), x.reshape(len(x), op.n, -1))
+    p.values[op.out] = base + mixed.reshape(base.shape)
+
+
 @RUN.of(ops.Glu)
 def _glu(p: ReferenceProgram, op: ops.Glu) -> None:
     g = p.values[op.gate]
@@ -345,7 +385,7 @@ def _route(p: ReferenceProgram, op: ops.Route) -> None:
         kept = np.zeros(best.shape, bool)
         np.put_along_axis(kept, top(best, r.n_group_used), True, axis=1)
         choice = np.where(kept[:, :, None], groups, f32(-np.inf)).reshape(choice.shape)
-    ids = top(choice, r.n_used)
+    ids = top(choice, r.n_used) // np.int32(r.share)
     weights = np.take_along_axis(probs, ids, axis=1)
     if r.gating == "softmax_weight":
         weights = _softmax(weights)
@@ -388,16 +428,17 @@ def _up_gate_id(p: ReferenceProgram, op: ops.UpGateId) -> None:
 @RUN.of(ops.Repeat)
 def _repeat(p: ReferenceProgram, op: ops.Repeat) -> None:
     x, weights = p.values[op.x], p.values[op.weights]
-    p.values[op.out] = (x[:, None, :] * weights[:, :, None]).reshape(-1, x.shape[1])
+    p.values[op.out] = (x[:, None, :] * weights[:, :, None]).reshape(-1, op.out.width)
 
 
 @RUN.of(ops.Combine)
 def _combine(p: ReferenceProgram, op: ops.Combine) -> None:
-    x = p.values[op.x].reshape(-1, op.x.per, op.x.width)
+    n = op.x.per * op.x.width // op.out.width
+    x = p.values[op.x].reshape(-1, n, op.out.width)
     if op.weights is not None:
         x = x * p.values[op.weights][:, :, None]
     out = x[:, 0].copy()
-    for j in range(1, op.x.per):
+    for j in range(1, n):
         out += x[:, j]
     p.values[op.out] = out
 
@@ -501,6 +542,8 @@ def _attention(p: ReferenceProgram, op: ops.Attention) -> None:
     group = op.n_head // op.n_head_kv
     for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
         first = _first_position(op, int(position))
+        if op.mask == "whole":
+            position = p.batch.positions[p.batch.sequences == sequence].max()
         cells: Any = slice(sequence * p.n_ctx + first, sequence * p.n_ctx + position + 1)
         if op.selected is not None:
             chosen = p.values[op.selected][t]

@@ -29,6 +29,12 @@ def join(b: Lowering, op: ops.Join) -> Slots:
     return buffers(b, op, "out", "a", "b") | sizes
 
 
+def mix(b: Lowering, op: ops.Mix) -> Slots:
+    """Return the slots of ``mix``."""
+    sizes: Slots = {"width": op.out.width, "group": op.x.width // op.n, "n": op.n, "offset": op.offset}
+    return buffers(b, op, "out", "x", "weights", "base") | sizes
+
+
 def rope_table(b: Lowering, op: ops.RopeTable) -> Slots:
     """Return the slots of ``rope_table``."""
     constants = rope_constants(op.config, None if op.factors is None else b.vector_values(op.factors))

@@ -7,7 +7,7 @@ from functools import partial
 
 from quantkit.kernels.cuda.attention import attention, cache, lightning_indexer
 from quantkit.kernels.cuda.core.kernel import Shape
-from quantkit.kernels.cuda.layer import elementwise, glu, norms, recurrent, rope, route
+from quantkit.kernels.cuda.layer import elementwise, glu, mixing, norms, recurrent, rope, route
 from quantkit.kernels.cuda.matmul import activations
 from quantkit.kernels.cuda.unpack import dequantize
 from quantkit.kernels.parameters import MASKS
@@ -62,6 +62,11 @@ def _add(b: CUDALowering, op: ops.Add) -> None:
 @LOWER.of(ops.Scale)
 def _scale(b: CUDALowering, op: ops.Scale) -> None:
     _map(b, elementwise.scale, op.out, op.x, by=op.factor)
+
+
+@LOWER.of(ops.Shift)
+def _shift(b: CUDALowering, op: ops.Shift) -> None:
+    _map(b, elementwise.shift, op.out, op.x, by=op.by)
 
 
 @LOWER.of(ops.ScaleByPosition)
@@ -121,6 +126,28 @@ def _activate(b: CUDALowering, op: ops.Activate) -> None:
     _map(b, lambda width, rows: glu.activate(activation, width, rows), op.out, op.x, **constants)
 
 
+@LOWER.of(ops.Xielu)
+def _xielu(b: CUDALowering, op: ops.Xielu) -> None:
+    numbers = {name: float(getattr(op, name)) for name in ("alpha_n", "alpha_p", "beta", "eps")}
+    _map(b, elementwise.xielu, op.out, op.x, **numbers)
+
+
+@LOWER.of(ops.Exceed)
+def _exceed(b: CUDALowering, op: ops.Exceed) -> None:
+    _map(b, lambda width, rows: mixing.exceed(rows), op.out, op.x, factor=op.factor)
+
+
+@LOWER.of(ops.ToLength)
+def _to_length(b: CUDALowering, op: ops.ToLength) -> None:
+    n = op.out.width // op.group
+    _map(b, lambda width, rows: mixing.to_length(n, rows), op.out, op.x, like=b.buffer(op.like), group=op.group)
+
+
+@LOWER.of(ops.Mix)
+def _mix(b: CUDALowering, op: ops.Mix) -> None:
+    b.emit(partial(mixing.mix, op.out.width), op.out, **slots.mix(b, op))
+
+
 @LOWER.of(ops.Take)
 def _take(b: CUDALowering, op: ops.Take) -> None:
     b.emit(partial(elementwise.take, op.out.width), op.out, **slots.take(b, op))
@@ -136,15 +163,15 @@ def _join(b: CUDALowering, op: ops.Join) -> None:
 
 @LOWER.of(ops.Repeat)
 def _repeat(b: CUDALowering, op: ops.Repeat) -> None:
-    width, n_used = op.x.width, op.out.per
+    width, n_used = op.x.width, op.weights.width
     given = slots.buffers(b, op, "out", "x", "weights")
     b.emit(partial(route.repeat, width, n_used), op.x, width=width, n_used=n_used, **given)
 
 
 @LOWER.of(ops.Combine)
 def _combine(b: CUDALowering, op: ops.Combine) -> None:
-    width, given = op.x.width, slots.buffers(b, op, "out", "x", "weights")
-    b.emit(partial(route.combine, width), op.out, width=width, n_used=op.x.per, **given)
+    width, given = op.out.width, slots.buffers(b, op, "out", "x", "weights")
+    b.emit(partial(route.combine, width), op.out, width=width, n_used=op.x.per * op.x.width // width, **given)
 
 
 # ---------------------------------------------------------------- attention
