@@ -276,6 +276,8 @@ def logits(path: Path, what: checkpoints.Description) -> np.ndarray:
         model = minimax_m1(what)
     elif named in STAND_INS:
         model = STAND_INS[named](what)
+    elif named in _SAME_AS:
+        model = as_another(what, *_SAME_AS[named])
     elif named in _SEEING:
         model = as_seeing(what)
     elif named in _SAME_AS:

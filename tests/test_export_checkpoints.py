@@ -34,7 +34,7 @@ from quantkit.kernels import dequantize
 #: Architectures that have no way back: nobody has written it.
 NOT_EXPORTED = {
     *("arctic", "chameleon", "dbrx", "deci", "deepseek2-ocr", "dream", "gemma-embedding", "gemma4-assistant", "grok"),
-    *("hunyuan_vl", "llada", "llama-embed", "maple", "muse-glimmer", "nemotron_h_moe"),
+    *("hunyuan_vl", "llada", "llama-embed", "maple", "muse-glimmer"),
     *("baichuan", "internlm2", "jais", "mpt", "openelm", "plamo", "plamo2", "plamo3", "qwen", "refact", "xverse"),
     *("arwkv7", "deepseek4", "rwkv6", "rwkv6qwen2", "rwkv7", "t5", "t5encoder"),
 }
@@ -47,7 +47,10 @@ REFUSED = {
     "rugpt3xl": "feed_forward_length = 128 cannot be said",
 }
 #: Refused, for config.json of the class that they would have cannot say something of them.
-OTHERS = {"exaone4.5", "gemma4-unified", "lfm2-embedding", "lfm2-masked", "rugpt3xl"}
+OTHERS = {
+    *("camembert", "gemma4-unified", "lfm2-embedding", "lfm2-masked", "nemotron-puzzle", "nomic-bert-xlm", "rugpt3xl"),
+    *("xlm-roberta", "xlm-roberta-classifier"),
+}
 NAMES = [
     name
     for name in checkpoints.NAMES
