@@ -2,25 +2,29 @@
 
     benchmarks/kill_resume.py --trials 100
     benchmarks/kill_resume.py --trials 50 --convert     the conversion of a checkpoint, quantized in the same pass
+    benchmarks/kill_resume.py --trials 50 --export      the export of a model as a checkpoint of several files
 
 A model of 1.1 GB is generated and quantized once undisturbed (the reference), then TRIALS times: the run is killed with
 SIGKILL after a random part of the reference's time, sometimes killed again while resuming, and then resumed to its end.
-A trial fails if a run does not end, its SHA-256 differs, or files are left behind. A run that ends before its kill is
-repeated.
+A trial fails if a run does not end, its SHA-256 differs, or files are left behind; of an export also if a killed run
+has left anything under a final name that is not whole, or config.json without all of the weights. A run that ends
+before its kill is repeated.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -54,6 +58,53 @@ class Case:
         """Remove the output and the files that belong to it."""
         for path in self.output.parent.glob(self.output.name + "*"):
             path.unlink()
+
+    def found(self) -> str:
+        """Return the SHA-256 of the output."""
+        return sha256(self.output)
+
+    def broken(self) -> str:
+        """Return what a killed run has left that should not be there; a single file is not there before it is whole."""
+        return ""
+
+
+@dataclass(frozen=True)
+class Folder(Case):
+    """An export: the output is a directory; ``files`` is the SHA-256 of each file that is expected in it."""
+
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        return hashes(self.output).keys() == self.files.keys()
+
+    def leftovers(self) -> list[str]:
+        return sorted(hashes(self.output).keys() - self.files.keys())
+
+    def clear(self) -> None:
+        shutil.rmtree(self.output, ignore_errors=True)
+
+    def found(self) -> str:
+        return of_folder(self.output)
+
+    def broken(self) -> str:
+        """Return which file is not whole, or that weights are missing beside config.json."""
+        there = hashes(self.output)
+        wrong = [name for name, found in self.files.items() if there.get(name, found) != found]
+        weights = [name for name in self.files if name.endswith(".safetensors")]
+        if "config.json" in there and any(name not in there for name in weights):
+            wrong.append("config.json without all weights")
+        return f"under a final name: {', '.join(wrong)}" if wrong else ""
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file in a directory."""
+    return {str(path.relative_to(folder)): sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def of_folder(folder: Path) -> str:
+    """Return one SHA-256 over the names and bytes of all files."""
+    return hashlib.sha256(json.dumps(hashes(folder), sort_keys=True).encode()).hexdigest()
 
 
 @dataclass
@@ -94,6 +145,9 @@ def trial(case: Case, rng: random.Random, again: float) -> Trial:
             done.wrong = f"ended with {outcome.returncode} before its kill: {outcome.stderr.strip()[-500:]}"
             return done
         done.delays.append(delay)
+        if wrong := case.broken():
+            done.wrong = wrong
+            return done
         arguments = ["--resume"]
     check(case, done, None if case.complete else run([*case.command, "--resume"]))
     return done
@@ -105,7 +159,7 @@ def check(case: Case, done: Trial, resume: Outcome | None) -> None:
         done.wrong = f"the resume ended with {resume.returncode}: {resume.stderr.strip()[-500:]}"
         return
     done.reused = case.tensors if resume is None else json.loads(resume.stdout)["resumed_tensors"]
-    found = sha256(case.output)
+    found = case.found()
     if found != case.sha256:
         done.wrong = f"SHA-256 {found}, not {case.sha256}"
     elif case.leftovers():
@@ -117,9 +171,13 @@ def reference(model: Path, output: Path, options: argparse.Namespace) -> Case:
     extra = ["--threads", str(options.threads)] if options.threads else []
     verb = ("convert", "--pre", "qwen2") if options.convert else ("quantize",)
     command = quantkit(*verb, "--json", *extra, model, output, options.to)
+    if options.export:
+        command = quantkit("export", "--json", "--max-shard-size", "100M", *extra, model, output)
     run([*command, "--overwrite"]).checked("the first run")
     outcome = run([*command, "--overwrite"]).checked("the reference run")
     tensors = len(json.loads(outcome.stdout)["tensors"])
+    if options.export:
+        return Folder(command, output, of_folder(output), tensors, outcome.seconds, hashes(output))
     return Case(command, output, sha256(output), tensors, outcome.seconds)
 
 
@@ -129,6 +187,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--size", default="1.1G", help="size of the generated model (default: 1.1G)")
     p.add_argument("--convert", action="store_true", help="convert a checkpoint, instead of quantizing a GGUF file")
+    p.add_argument("--export", action="store_true", help="export a GGUF file as a checkpoint")
     p.add_argument("--model", type=Path, metavar="GGUF", help="use this model instead of generating one")
     p.add_argument("--to", default="Q4_K_M", metavar="TYPE", help="default: Q4_K_M")
     p.add_argument("--again", type=float, default=0.3, metavar="P", help="probability of killing a resume (0.3)")
@@ -145,7 +204,7 @@ def main() -> None:
         shape = ("--size", options.size, "--experts", "16")
         make = partial(make_moe, script="make_moe_checkpoint.py") if options.convert else make_moe
         model = options.model or make(folder / ("Model" if options.convert else "model.gguf"), *shape)
-        case = reference(model, folder / "killed.gguf", options)
+        case = reference(model, folder / ("killed" if options.export else "killed.gguf"), options)
         print(
             f"{machine()}\nreference: {case.seconds:.2f} s, {case.tensors} tensors, SHA-256 {case.sha256}", flush=True
         )

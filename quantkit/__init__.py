@@ -15,6 +15,7 @@ from quantkit.version import __version__
 
 if TYPE_CHECKING:
     from quantkit.bench import bench, sweep_bench
+    from quantkit.cache import prune_cache, show_cache, verify_cache
     from quantkit.calibration import calibration
     from quantkit.compare import compare
     from quantkit.convert import ConvertOptions, convert, plan_convert
@@ -48,9 +49,12 @@ __all__ = [
     "plan_convert",
     "plan_convert_lora",
     "plan_quantize",
+    "prune_cache",
     "quantize",
+    "show_cache",
     "split_up_gate",
     "sweep_bench",
+    "verify_cache",
 ]
 
 #: The module of every name above.
@@ -74,9 +78,12 @@ _HOME = {
     "plan_convert": "convert",
     "plan_convert_lora": "lora",
     "plan_quantize": "quantize",
+    "prune_cache": "cache",
     "quantize": "quantize",
+    "show_cache": "cache",
     "split_up_gate": "merge",
     "sweep_bench": "bench",
+    "verify_cache": "cache",
 }
 
 

@@ -21,6 +21,7 @@ from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT
 from quantkit.checkpoint.policy import OUTTYPE_NAMES
 from quantkit.errors import RecipeError, TypeNotSupported
 from quantkit.formats.outputs import end_of_links
+from quantkit.formats.remote import located
 from quantkit.kernels.formats import encoder_for
 from quantkit.pipeline.plan import Chosen, Plan, plan_output
 from quantkit.pipeline.presets import preset_by_name
@@ -228,7 +229,7 @@ def _shards(chosen: Sequence[Chosen], options: ConvertOptions) -> list[int] | No
 
 def _output_path(opened: Checkpoint, output: str | Path | None, encoding: str) -> Path:
     """Return the output's path; in a directory, the checkpoint's without one, the name that the model gives itself."""
-    folder = opened.paths[0] if output is None else Path(output)
+    folder = opened.paths[0] if output is None else located(output)
     if folder.is_dir():
         return folder / opened.general.file_name(None if opened.kind == "vocab" else encoding, kind=opened.kind)
     return end_of_links(folder.with_name(templated(folder.name, encoding)))

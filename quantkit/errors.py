@@ -7,6 +7,7 @@
     ├── TypeNotSupported     1   no such type, or no encoder or decoder for it
     ├── RecipeError          2   a rule, preset or option that cannot be followed
     ├── ResourceError        1   disk, memory, an optional package or a device is missing
+    │   └── ClusterError     1   no node of a cluster can go on; what is done is kept
     └── QualityGate          3   the result exists but misses a required quality
 
 click.UsageError keeps exit code 2. Any other exception that escapes is a bug. The command line (cli/) prints these;
@@ -42,6 +43,10 @@ class RecipeError(QuantkitError):
 
 class ResourceError(QuantkitError):
     """Disk space, memory, an optional package or a device is missing."""
+
+
+class ClusterError(ResourceError):
+    """The nodes of a cluster are gone, or none can be used; a run that ends so keeps what is done."""
 
 
 class QualityGate(QuantkitError):

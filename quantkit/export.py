@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
@@ -21,8 +22,9 @@ from quantkit.checkpoint.back.classes import of_architecture
 from quantkit.checkpoint.tensor_names import KINDS
 from quantkit.errors import RecipeError, ResourceError
 from quantkit.formats.gguf import Layout, TensorInfo, open_model
-from quantkit.formats.outputs import Output, check_apart, check_free, written
+from quantkit.formats.outputs import Output, check_apart, check_free, end_of_links, part_path, written
 from quantkit.formats.safetensors import layout_safetensors
+from quantkit.helpers import format_size
 from quantkit.pipeline.plan import Plan, PlannedShard
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, journal_path, run_plan
 from quantkit.pipeline.run import refusal as plan_refusal
@@ -55,7 +57,12 @@ class ExportPlan:
     folder: Path
     plan: Plan
     files: dict[str, bytes]
-    architecture: str
+    opened: Exported
+
+    @property
+    def architecture(self) -> str:
+        """The class of transformers."""
+        return self.opened.architecture
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -102,7 +109,9 @@ def plan_export(source: str | Path, folder: str | Path, options: ExportOptions |
         shards, tensors = [], []
         digest = hashlib.sha256(f"{__version__} export {opened.fingerprint()}".encode())
         for no, group in enumerate(groups):
-            header, offsets, nbytes = layout_safetensors([(t.name, t.type.name, t.shape[::-1]) for t in group])
+            header, offsets, nbytes = layout_safetensors(
+                [(t.name, t.type.name, opened.made[t.name].shape) for t in group]
+            )
             shards.append(PlannedShard(path / names[no], Layout(header, tuple(offsets), nbytes)))
             digest.update(header)
             tensors += [_planned(opened, t, no, offset) for t, offset in zip(group, offsets, strict=True)]
@@ -111,7 +120,7 @@ def plan_export(source: str | Path, folder: str | Path, options: ExportOptions |
             files[INDEX] = _index(groups, names)
         notes = tuple(opened.notes)
         plan = Plan(opened, opened.dtype, tuple(shards), tuple(tensors), notes, digest.hexdigest())
-        return ExportPlan(path, plan, files, opened.architecture)
+        return ExportPlan(path, plan, files, opened)
 
 
 def exported_classes() -> dict[str, list[str]]:
@@ -136,7 +145,9 @@ def _shard_name(no: int, count: int) -> str:
 
 
 def _planned(opened: Exported, t: TensorInfo, shard: int, offset: int) -> PlannedTensor:
-    reason = f"from {opened.origins[t.name]}"
+    parts = opened.origins[t.name]
+    names, types = (list(dict.fromkeys(each)) for each in ([p.name for p in parts], [p.dtype for p in parts]))
+    reason = f"from {' + '.join(names)} ({' + '.join(types)})" if parts else "from metadata"
     return PlannedTensor(t.name, t.shape, t.type, reason, None, (whole(t),), shard, offset, t.nbytes)
 
 
@@ -150,25 +161,48 @@ def _index(groups: Sequence[Sequence[TensorInfo]], names: Sequence[str]) -> byte
 def run_export(planned: ExportPlan, *, max_ram: int | str = DEFAULT_MAX_RAM, **run: Unpack[RunOptions]) -> RunResult:
     """Carry out a plan of ``plan_export``; arguments and errors as for ``export``.
 
-    The weights appear under their names when all of them are on the disk, the other files after them.
+    When all weights are on the disk they get their names, then the other files appear, config.json last: a directory
+    without it is no checkpoint.
     """
-    made = _make_folder(planned.folder)
+    folders = [path for path in _folders(planned) if _make_folder(path)]
     try:
         check_free_folder(planned, resume=run.get("resume", False), overwrite=run.get("overwrite", False))
+        _check_room(planned)
         with ExitStack() as stack:
             replaces = run.get("overwrite", False) or run.get("resume", False)
-            held = [stack.enter_context(Output(planned.folder / name, overwrite=replaces)) for name in planned.files]
-            result = run_plan(planned.plan, max_ram=size_of(max_ram), **run)
-            for output, data in zip(held, planned.files.values(), strict=True):
-                with written(output.path) as part:
-                    part.write_bytes(data)
-            if INDEX not in planned.files:
-                (planned.folder / INDEX).unlink(missing_ok=True)
+            for name in planned.files:
+                stack.enter_context(Output(planned.folder / name, overwrite=replaces))
+            return run_plan(planned.plan, max_ram=size_of(max_ram), publishing=lambda: _beside(planned), **run)
     finally:
-        if made:
+        for path in reversed(folders):
             with suppress(OSError):  # not empty: it holds the result
-                planned.folder.rmdir()
-    return result
+                path.rmdir()
+
+
+@contextmanager
+def _beside(planned: ExportPlan) -> Iterator[None]:
+    """Write the small files when the weights have their names; no time is there a config.json of other weights."""
+    for name in ("config.json", INDEX):
+        (planned.folder / name).unlink(missing_ok=True)
+    yield
+    for name in sorted(planned.files, key=lambda name: name == "config.json"):
+        with written(end_of_links(planned.folder / name)) as part:
+            part.write_bytes(planned.files[name])
+
+
+def _check_room(planned: ExportPlan) -> None:
+    """Refuse a disk on which the weights have room, and what comes last has not, unless a run has reserved its own."""
+    if any(part_path(shard.path).exists() for shard in planned.plan.shards):
+        return
+    need = planned.plan.nbytes + sum(map(len, planned.files.values()))
+    if need > (free := shutil.disk_usage(planned.folder).free):
+        raise ResourceError(f"{planned.folder}: {format_size(need)} are needed and {format_size(free)} are free")
+
+
+def _folders(planned: ExportPlan) -> list[Path]:
+    """Return the directories in which files will lie, the outermost first."""
+    inner = {(planned.folder / name).parent for name in planned.files} - {planned.folder}
+    return [planned.folder, *sorted(inner)]
 
 
 def _make_folder(folder: Path) -> bool:
@@ -179,17 +213,21 @@ def _make_folder(folder: Path) -> bool:
         if not folder.is_dir():
             raise ResourceError(f"{folder} is no directory; name one") from None
         return False
+    except FileNotFoundError:
+        raise ResourceError(f"{folder.parent}: no such directory; make it first") from None
     except OSError as e:
-        raise ResourceError(f"{folder}: {e.strerror or e}") from None
+        raise ResourceError(f"{folder} cannot be made: {e.strerror or e}") from None
     return True
 
 
 def check_free_folder(planned: ExportPlan, *, resume: bool, overwrite: bool) -> None:
     """Refuse a directory in which files would be destroyed, or others would be taken for parts of the checkpoint."""
+    _check_writable(planned.folder)
     check_apart(planned.paths, planned.plan.source.paths)
     started = os.path.exists(journal_path(planned.plan.shards[0].path))
     for name in planned.files:
-        check_free(planned.folder / name, overwrite=overwrite or resume and started)
+        if os.path.isdir((planned.folder / name).parent):  # else it will be made
+            check_free(planned.folder / name, overwrite=overwrite or resume and started)
     known = {path.name for path in planned.paths}
     names = os.listdir(planned.folder)
     other = sorted(n for n in names if n.startswith("model") and n.endswith(".safetensors") and n not in known)
@@ -202,12 +240,21 @@ def check_free_folder(planned: ExportPlan, *, resume: bool, overwrite: bool) -> 
         raise ResourceError(f"{planned.folder / INDEX} exists; give another directory, or --overwrite to replace it")
 
 
+def _check_writable(folder: Path) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ResourceError(f"{folder}: nothing can be written there; name another directory")
+
+
 def refusal(planned: ExportPlan, *, resume: bool = False, overwrite: bool = False) -> str | None:
     """Return why a run would refuse, for a dry run; None if it would not."""
     if not planned.folder.exists():
         here = planned.folder.parent
-        return None if here.is_dir() else f"{here}: no such directory"
+        if not here.is_dir():
+            return f"{here}: no such directory; make it first"
     try:
+        _check_writable(planned.folder if planned.folder.exists() else planned.folder.parent)
+        if not planned.folder.exists():
+            return None
         check_free_folder(planned, resume=resume, overwrite=overwrite)
     except ResourceError as e:
         return e.message

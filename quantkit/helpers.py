@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import lru_cache
 
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _UNITS |= {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
@@ -91,13 +92,18 @@ def _crc_multiply(a: int, b: int) -> int:
     return product
 
 
-def crc32_combine(crc1: int, crc2: int, length2: int) -> int:
-    """Return the CRC-32 of A + B from those of A and B and the length of B (zlib's crc32_combine)."""
-    # Appending length2 zero bytes to A multiplies its CRC by x^(8 * length2).
-    shift, power, n = 1 << 31, 1 << 30, 8 * length2
+@lru_cache(maxsize=256)
+def _crc_shift(length: int) -> int:
+    """Return x^(8 * length): appending ``length`` zero bytes to A multiplies its CRC by that."""
+    shift, power, n = 1 << 31, 1 << 30, 8 * length
     while n:
         if n & 1:
             shift = _crc_multiply(power, shift)
         power = _crc_multiply(power, power)
         n >>= 1
-    return _crc_multiply(shift, crc1) ^ crc2
+    return shift
+
+
+def crc32_combine(crc1: int, crc2: int, length2: int) -> int:
+    """Return the CRC-32 of A + B from those of A and B and the length of B (zlib's crc32_combine)."""
+    return _crc_multiply(_crc_shift(length2), crc1) ^ crc2

@@ -16,6 +16,7 @@ from typing import Any
 
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_gguf
+from quantkit.formats.remote import located
 from quantkit.helpers import tensor_class
 from quantkit.patterns import Pattern
 from quantkit.pipeline.presets import FTYPE_UNKNOWN, PRESETS, is_target, preset_by_name
@@ -149,12 +150,12 @@ def inspect(path: str | Path, *, tensors: str | None = None, header_only: bool =
     """
     with open_gguf(path, header_only=header_only) as file:
         everything = tuple(file.tensors.values())
-        chosen = everything if tensors is None else _matching(tensors, everything, Path(path))
+        chosen = everything if tensors is None else _matching(tensors, everything, located(path))
         architecture, ftype = _text(file, "general.architecture"), file.get("general.file_type")
         file_type = ftype if isinstance(ftype, int) and not isinstance(ftype, bool) else None
         merged, unmerged = _up_gate_layers(everything)
         return Inspection(
-            path=Path(path),
+            path=located(path),
             shards=_shards(file),
             version=file.version,
             alignment=file.alignment,

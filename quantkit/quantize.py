@@ -20,6 +20,7 @@ from quantkit.formats.experts import MERGED
 from quantkit.formats.gguf import Field, open_model
 from quantkit.formats.imatrix import Imatrix, read_imatrix
 from quantkit.formats.outputs import end_of_links
+from quantkit.formats.remote import located
 from quantkit.helpers import available_cpus, parse_size
 from quantkit.kernels.formats import SYMMETRIC, check_encoder, encoder_for, has_encoder
 from quantkit.pipeline.choose import (
@@ -207,8 +208,10 @@ def quantize(
 def run_quantize(plan: Plan, *, max_ram: int | str = DEFAULT_MAX_RAM, **run: Unpack[RunOptions]) -> QuantizeResult:
     """Carry out a plan of ``plan_quantize``; arguments and errors as for ``quantize``."""
     given = run.get("threads") or 0
-    run["threads"] = threads = given if given > 0 else available_cpus()
-    return QuantizeResult(plan, run_plan(plan, max_ram=size_of(max_ram), **run), threads)
+    threads = given if given > 0 else available_cpus()
+    run["threads"] = threads if run.get("ray") is None else given
+    result = run_plan(plan, max_ram=size_of(max_ram), **run)
+    return QuantizeResult(plan, result, sum(node.cpus for node in result.nodes) or threads)
 
 
 def plan_quantize(
@@ -278,7 +281,7 @@ def plan_from(
         notes=draft.notes,
         shard_of=_shards(draft),
         split_max_size=None if options.split_max_size is None else size_of(options.split_max_size),
-        reads=[Path(p) for p in files if p is not None],
+        reads=[located(p) for p in files if p is not None],
         identity=f"{__version__} {draft.fingerprint} {draft.imatrix.sha256 if draft.imatrix else None}{seen}{identity}",
     )
 
@@ -343,7 +346,7 @@ def _load_importance(draft: _Draft) -> None:
             )
         return
     draft.imatrix = read_imatrix(options.imatrix)
-    warning = held_out_used(Path(options.imatrix), draft.imatrix.extra)
+    warning = held_out_used(draft.imatrix.path, draft.imatrix.extra)
     draft.notes += [] if warning is None else [warning]
     original = {new: old for old, new in draft.renamed.items()}
     if draft.adds_output:  # which has the inputs of the output
@@ -573,7 +576,7 @@ def _metadata(draft: _Draft, request: Request) -> Metadata:
     ftype = _copied_ftype(draft) if request.copy else draft.preset.ftype
     more: list[Field] = []
     if draft.imatrix is not None and draft.importance is not None and (n := draft.importance.n_entries):
-        more = imatrix_fields(draft.imatrix, str(options.imatrix), n, hide=options.hide_imatrix, ik=draft.as_ik)
+        more = imatrix_fields(draft.imatrix, str(draft.imatrix.path), n, hide=options.hide_imatrix, ik=draft.as_ik)
     set_quantization(metadata, ftype, draft.overrides.values(), more)
     if options.prune_layers:
         draft.notes += prune_metadata(metadata, str(source.get("general.architecture")), options.prune_layers)
@@ -658,4 +661,4 @@ def output_path(source: str | Path, output: str | Path | None, type_text: str, o
     if name.isdecimal():
         name = preset_by_name(name, options.rules).name
         name = next((alias for alias, of in PRESET_ALIASES.items() if of == name), name)  # as in llama-quantize
-    return Path(source).with_name(f"ggml-model-{name}.gguf")
+    return located(source).with_name(f"ggml-model-{name}.gguf")

@@ -47,6 +47,10 @@ class TensorType:
     def __str__(self) -> str:
         return self.name
 
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        """Pickle by name: in another process, too, a type is one object, and code compares with ``is``."""
+        return _named, (self.name,)
+
     @property
     def bpw(self) -> float:
         """Bits per weight without row headers, as both trees print it."""
@@ -211,6 +215,10 @@ ALIASES = {"Q1_0_G128": "Q1_0", "Q4_0_4_4": "Q4_0_4X4", "Q4_0_4_8": "Q4_0_4X8", 
 BY_ID: dict[int, TensorType] = {t.id: t for t in TYPES}
 #: By name, ``ROWS`` too: what users may name is what ``type_by_name`` finds.
 BY_NAME: dict[str, TensorType] = {t.name: t for t in (*TYPES, *ROWS)}
+
+
+def _named(name: str) -> TensorType:
+    return BY_NAME[name]
 
 
 def type_by_name(name: str) -> TensorType:

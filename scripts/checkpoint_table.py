@@ -40,6 +40,8 @@ class Row:
     files: Json = field(default_factory=dict)
     options: tuple[str, ...] = ()
     outtypes: tuple[str, ...] = ("f32", "f16", "bf16", "q8_0", "auto")
+    #: The scheme of tests/quantized_checkpoints.py, where there is none that is not quantized.
+    quantized: Json | None = None
 
 
 # --- vocabularies ----------------------------------------------------------------------------------------------------
@@ -484,13 +486,13 @@ ROWS = (
         "num_hidden_layers": 4, "attn_layer_indices": [2], "attn_rotary_emb": 32, "mamba_n_heads": 8,
         "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 2, "mamba_expand": 2, "bos_token_id": _FIRST + 1,
         "eos_token_id": _FIRST}),
-    Row(name="exaone", model="", version=0, vocab=_GPT2 | {"pre": "exaone"}, more=_EXAONE, args={
+    Row(name="exaone", model="", version=0, runs=4, vocab=_GPT2 | {"pre": "exaone"}, more=_EXAONE, args={
         "architectures": ["ExaoneForCausalLM"], "model_type": "exaone", "activation_function": "silu",
         "hidden_size": 256, "intermediate_size": 512, "num_layers": 3, "num_attention_heads": 4, "head_dim": 64,
         "num_key_value_heads": 2, "max_position_embeddings": 32768, "layer_norm_epsilon": 1e-5, "rope_theta": 1000000.0,
         "rope_scaling": _LLAMA3_ROPE, "tie_word_embeddings": True, "vocab_size": 640, "torch_dtype": "bfloat16",
         "bos_token_id": _FIRST, "eos_token_id": _FIRST}),
-    Row(name="bitnet", model="", version=0, vocab=spm(), more=_BITNET, args=BASE | {
+    Row(name="bitnet", model="", version=0, runs=4, vocab=spm(), more=_BITNET, args=BASE | {
         "architectures": ["BitnetForCausalLM"], "model_type": "bitnet", "hidden_act": "silu", "rms_norm_eps": 1e-5,
         "num_key_value_heads": 4, "rope_theta": 10000.0, "tie_word_embeddings": True, "bos_token_id": 1,
         "eos_token_id": 2, "torch_dtype": "bfloat16"},
@@ -704,6 +706,8 @@ VARIANTS = (
     Variant(name="fp8-as-q8", base="deepseek-v3-fp8", options=("--fp8-as-q8",)),
     Variant(name="glm4-moe-no-nextn", base="glm4-moe", options=("--no-nextn",)),
     Variant(name="qwen3.5-moe-no-nextn", base="qwen3.5-moe", options=("--no-nextn",)),
+    Variant(name="gemma4-unified", base="gemma4", config={"architectures": ["Gemma4UnifiedForConditionalGeneration"]},
+            files={"generation_config.json": {"suppress_tokens": [258883, 258882]}}),
     Variant(name="fused-gate-up-mtp", base="qwen3.5-moe", options=("--fuse-gate-up-exps",)),
     Variant(name="fused-qkv", base="qwen2", options=("--fuse-qkv",)),
     Variant(name="fused-gate-up", base="qwen3-next", options=("--no-nextn", "--fuse-gate-up-exps")),

@@ -23,6 +23,7 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +39,6 @@ import checkpoints  # noqa: E402
 from gguf_digests import digests  # noqa: E402
 
 SHA256 = ROOT / "tests" / "data" / "convert-sha256.json"
-LOGITS = ROOT / "tests" / "data" / "convert-logits.npz"
 #: Names of ways to split, and the options.
 SPLITS = {
     "size": ("--split-max-size", "2M"),
@@ -60,7 +60,7 @@ def main() -> None:
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of named chat templates depends on it
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
     names = args.names or list(checkpoints.NAMES)
-    failed = make_reference(names, args) if args.what == "reference" else make_logits(names, args.checkpoints)
+    failed = make_reference(names, args) if args.what == "reference" else make_logits(names, args)
     sys.exit(bool(failed))
 
 
@@ -130,10 +130,12 @@ def run_reference(
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         name_vocabulary(what.vocab)
+        mend_baichuan()
         logging.getLogger("hf-to-gguf").setLevel(logging.INFO)
         logging.getLogger().handlers.clear()
-        # torch 2.13 cannot shift meta tensors as that scheme does.
-        more += ("--no-lazy",) if (what.quantized or {}).get("method") == "bitnet" else ()
+        # torch 2.13 cannot shift meta tensors as that scheme does, nor tell a value of one.
+        eager = (what.quantized or {}).get("method") == "bitnet" or "JAISLMHeadModel" in what.config["architectures"]
+        more += ("--no-lazy",) if eager else ()
         options = ["--outfile", str(out), "--outtype", outtype, *what.options, *more]
         sys.argv = ["convert_hf_to_gguf.py", str(source), *options]
         program.main()
@@ -172,13 +174,27 @@ def name_vocabulary(vocab: Json) -> None:
     import transformers
     from conversion.base import TextModel
 
-    TextModel.get_vocab_base_pre = lambda self, tokenizer: vocab["pre"]
+    TextModel.get_vocab_base_pre = lambda self, tokenizer: vocab.get("pre")
     if vocab["kind"] == "tiktoken":
         transformers.AutoTokenizer.from_pretrained = lambda path, **_: Ranks(Path(path), vocab)
 
 
+def mend_baichuan() -> None:
+    """Let Baichuan's tensors be named by the map, as is meant: its class calls itself without end instead."""
+    from conversion.baichuan import BaichuanModel
+    from conversion.base import TextModel
+
+    packed = BaichuanModel.modify_tensors
+
+    def mended(self: Any, x: Any, name: str, layer: int | None) -> Any:
+        of = packed if name.endswith(".W_pack.weight") else TextModel.modify_tensors
+        return of(self, x, name, layer)
+
+    BaichuanModel.modify_tensors = mended
+
+
 class Ranks:
-    """What the converter reads of the tokenizers of Kimi and Hunyuan."""
+    """What the converter reads of the tokenizers of Kimi, Hunyuan and Qwen."""
 
     def __init__(self, path: Path, vocab: Json) -> None:
         import base64
@@ -194,6 +210,7 @@ class Ranks:
         ends = json.loads((path / "tokenizer_config.json").read_text()).get("eos_token")
         self.eos_id = self.special_tokens.get(ends)
         self.model = self
+        self.get_vocab = lambda: self.special_tokens
         self._mergeable_ranks = self.mergeable_ranks
 
 
@@ -217,7 +234,7 @@ def _enter(path: Path, rows: Json) -> None:
 # --- transformers' logits --------------------------------------------------------------------------------------------
 
 
-def make_logits(names: list[str], where: Path) -> list[str]:
+def make_logits(names: list[str], args: argparse.Namespace) -> list[str]:
     """Run checkpoints in float32; return those that fail."""
     import torch
     import transformers
@@ -231,17 +248,17 @@ def make_logits(names: list[str], where: Path) -> list[str]:
         if what.transformers != version:
             continue
         try:
-            with phimoe_as_llama_cpp_has_it() if what.model == "PhimoeForCausalLM" else contextlib.nullcontext():
-                rows[name] = logits(checkpoints.write_description(what, where), what)
+            with AS_LLAMA_CPP_HAS_IT.get(what.model or what.config["architectures"][0], contextlib.nullcontext)():
+                rows[name] = logits(checkpoints.write_description(what, args.checkpoints), what)
             print(name, rows[name].shape, float(rows[name].std()), flush=True)
         except Exception as error:
             failed.append(name)
             print("FAILED", name, type(error).__name__, error, flush=True)
             traceback.print_exc()
-    if LOGITS.exists():
-        with np.load(LOGITS) as old:
-            rows = dict(old) | rows
-    with LOGITS.open("wb") as file:
+    target = ROOT / "tests" / "data" / "convert-logits.npz"
+    with np.load(target) as old:
+        rows = dict(old) | rows
+    with target.open("wb") as file:
         np.savez_compressed(file, **{name: rows[name] for name in sorted(rows)})  # type: ignore[arg-type]
     return failed
 
@@ -250,9 +267,21 @@ def logits(path: Path, what: checkpoints.Description) -> np.ndarray:
     """Return transformers' logits [4, vocabulary] after the last four tokens of the prompt."""
     import torch
     import transformers
+    from stand_ins import STAND_INS
 
-    if what.config["architectures"] == ["BailingMoeV2ForCausalLM"]:
+    named = what.config["architectures"][0]
+    if named in ("BailingMoeV2ForCausalLM", "SarvamMoEForCausalLM"):
         model = bailing_as_glm(what)
+    elif named == "MiniMaxM1ForCausalLM":
+        model = minimax_m1(what)
+    elif named in STAND_INS:
+        model = STAND_INS[named](what)
+    elif named in _SAME_AS:
+        model = as_another(what, *_SAME_AS[named])
+    elif named in _SEEING:
+        model = as_seeing(what)
+    elif named in _SAME_AS:
+        model = as_another(what, *_SAME_AS[named])
     else:
         cls = getattr(transformers, what.model or what.config["architectures"][0])
         model, info = cls.from_pretrained(
@@ -263,8 +292,9 @@ def logits(path: Path, what: checkpoints.Description) -> np.ndarray:
             bad = [name for name in map(str, info[key]) if not name.startswith(("mtp.", after, "lm_head."))]
             if bad:
                 raise ValueError(f"{key}: {bad[:5]}")
+    shares = bool(what.config.get("num_kv_shared_layers"))  # layers share a cache, or nothing
     with torch.no_grad():
-        out = model.eval()(torch.tensor([checkpoints.PROMPT]), use_cache=False).logits
+        out = model.eval()(torch.tensor([checkpoints.PROMPT]), use_cache=shares).logits
     result: np.ndarray = out[0, -4:].to(torch.float32).numpy()
     if not np.isfinite(result).all():
         raise ValueError("not finite")
@@ -295,6 +325,115 @@ def phimoe_as_llama_cpp_has_it() -> Iterator[None]:
         yield
 
 
+def minimax_m1(what: checkpoints.Description) -> Any:
+    """Return a MiniMax M1 model as transformers' MiniMax, but only ``rotary_dim`` columns of a head rotate."""
+    import torch
+    import transformers
+    from transformers.models.minimax import modeling_minimax
+
+    given = what.config
+    kept = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+        *("num_key_value_heads", "num_local_experts", "num_experts_per_tok", "rms_norm_eps", "rope_theta"),
+    )
+    factors = {
+        f"{short}_{which}_factor": given[f"layernorm_{name}_{which}"]
+        for short, name in (("full_attn", "full_attention"), ("linear_attn", "linear_attention"), ("mlp", "mlp"))
+        for which in ("alpha", "beta")
+    }
+    kinds = ["full_attention" if kind else "linear_attention" for kind in given["attn_type_list"]]
+    config = transformers.MiniMaxConfig(layer_types=kinds, **{key: given[key] for key in kept}, **factors)
+    config.partial_rotary_factor = given["rotary_dim"] / given["head_dim"]
+    config._attn_implementation = "eager"
+    rotate, n = modeling_minimax.apply_rotary_pos_emb, given["rotary_dim"]
+
+    def rotate_part(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        turned = rotate(q[..., :n], k[..., :n], *rest)
+        q, k = (torch.cat([part, x[..., n:]], -1) for part, x in zip(turned, (q, k), strict=True))
+        return q, k
+
+    modeling_minimax.apply_rotary_pos_emb = rotate_part
+    model = transformers.MiniMaxForCausalLM(config)
+    # What decays is not stored.
+    missing, unexpected = model.load_state_dict(floats(what), strict=False)
+    if bad := [name for name in [*missing, *unexpected] if not name.endswith(("_decay", "slope_rate"))]:
+        raise ValueError(f"keys: {bad[:5]}")
+    return model
+
+
+def floats(what: checkpoints.Description) -> Json:
+    """Return the tensors of a checkpoint as torch's float32."""
+    import torch
+
+    types = {"BF16": torch.bfloat16, "F32": torch.float32}
+    return {
+        name: torch.frombuffer(bytearray(data), dtype=types[dtype]).reshape(shape).float()
+        for name, dtype, shape, data in checkpoints.stored_tensors(what)
+    }
+
+
+@contextlib.contextmanager
+def gemma3n_as_llama_cpp_has_it() -> Iterator[None]:
+    """Change transformers' Gemma 3n to what llama.cpp computes: a gate's deviation is that of a sample, over n - 1, and
+    gelu is rounded to f16 before and after.
+
+    The first is much in narrow models (NMSE 1e-2 at 128 columns), next to nothing in the 8192 columns of the real ones.
+    The other comes to 8e-6 after 22 layers, for these keep no sum of what came before.
+    """
+    import torch
+
+    std, gelu = torch.std, torch.nn.functional.gelu
+
+    def by_table(x: torch.Tensor, approximate: str) -> torch.Tensor:
+        return gelu(x.half().float(), approximate=approximate).half().float()
+
+    with (
+        mock.patch.object(torch, "std", lambda x, dim, keepdim, unbiased: std(x, dim, keepdim=keepdim)),
+        mock.patch.object(torch.nn.functional, "gelu", by_table),
+    ):
+        yield
+
+
+AS_LLAMA_CPP_HAS_IT = {
+    "PhimoeForCausalLM": phimoe_as_llama_cpp_has_it,
+    "Gemma3nForCausalLM": gemma3n_as_llama_cpp_has_it,
+}
+
+
+#: Classes whose text model is that of another: its name, and what the names of tensors have in place of its beginning.
+_SAME_AS = {
+    "InternLM3ForCausalLM": ("LlamaForCausalLM", "", ""),
+    "LlamaModel": ("LlamaForCausalLM", "model.", ""),
+    "LlavaForConditionalGeneration": ("LlamaForCausalLM", "", "language_model."),
+    "JanusForConditionalGeneration": ("LlamaForCausalLM", "model.", "model.language_model."),
+    "MiniCPMV4_6ForConditionalGeneration": ("Qwen3_5ForCausalLM", "model.", "model.language_model."),
+}
+
+
+def as_another(what: checkpoints.Description, name: str, start: str, stored_start: str) -> Any:
+    """Return the text model of a checkpoint as another class."""
+    import torch
+    import transformers
+
+    cls = getattr(transformers, name)
+    given = what.config.get("text_config") or what.config
+    own = ("architectures", "model_type", "torch_dtype")
+    config = cls.config_class(**{key: value for key, value in given.items() if key not in own})
+    config._attn_implementation = "eager"
+    model = cls(config)
+    stored: dict[str, torch.Tensor] = {}
+    for key, dtype, shape, data in checkpoints.stored_tensors(what):
+        x = torch.frombuffer(bytearray(data), dtype=torch.bfloat16 if dtype == "BF16" else torch.float32)
+        stored[key] = x.reshape(shape).float()
+    state = {}
+    for key in model.state_dict():
+        there = stored_start + key.removeprefix(start)
+        there = there if there in stored else key
+        state[key] = stored[there if there in stored else f"{stored_start}embed_tokens.weight"]  # a tied head
+    model.load_state_dict(state)
+    return model
+
+
 def bailing_as_glm(what: checkpoints.Description) -> Any:
     """Return a Bailing V2 model as GLM 4.5's class, which computes the same: its own is remote code."""
     import torch
@@ -302,19 +441,21 @@ def bailing_as_glm(what: checkpoints.Description) -> Any:
 
     own = ("use_qkv_bias", "model_type", "architectures", "torch_dtype", "num_experts", "num_shared_experts")
     args = {key: value for key, value in what.config.items() if key not in own}
+    if sarvam := what.config["architectures"] == ["SarvamMoEForCausalLM"]:
+        args |= {"partial_rotary_factor": 1.0, "use_qk_norm": True}
     config = transformers.Glm4MoeConfig(
         n_routed_experts=what.config["num_experts"], n_shared_experts=what.config["num_shared_experts"], **args
     )
     config._attn_implementation = "eager"
     state: dict[str, torch.Tensor] = {}
     heads, kv = what.config["num_attention_heads"], what.config["num_key_value_heads"]
-    for name, dtype, shape, data in checkpoints.stored_tensors(what):
-        x = torch.frombuffer(bytearray(data), dtype=torch.bfloat16 if dtype == "BF16" else torch.float32)
-        x = x.reshape(shape).float()
+    for name, x in floats(what).items():
+        if sarvam and name.endswith(".expert_bias"):
+            x = x - x.mean()
         for old, new in _BAILING_NAMES.items():
             name = name.replace(old, new)
         if "query_key_value" in name:
-            d = shape[0] // (heads + 2 * kv)
+            d = x.shape[0] // (heads + 2 * kv)
             for part, rows in zip("qkv", x.split([heads * d, kv * d, kv * d]), strict=True):
                 state[name.replace("query_key_value", f"{part}_proj")] = rows
         elif not name.startswith(f"model.layers.{what.config['num_hidden_layers']}."):
@@ -332,6 +473,52 @@ _BAILING_NAMES = {
     "key_layernorm": "k_norm",
     "expert_bias": "e_score_correction_bias",
 }
+
+
+#: Text models that transformers has only as a part of those which also see: its class and types, what their names
+#: begin with, what config.json says in its own words, and the least that sees.
+_SEEING: dict[str, tuple[str, str, str, str, Json, Json]] = {
+    "MiniMaxM3SparseForCausalLM": (
+        *("MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl", "minimax_m3_vl_text", "language_model."),
+        {
+            "shared_intermediate_size": 32,
+            "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+        {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+    ),
+    "Step3p5ForCausalLM": (
+        *("Step3p7ForConditionalGeneration", "step3p7", "step3p5", ""),
+        {},
+        {"width": 32, "layers": 1, "heads": 2},
+    ),
+}
+
+
+def as_seeing(what: checkpoints.Description) -> Any:
+    """Return a text model as a part of one that also sees, whose other parts are drawn anew."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    name, kind, text, prefix, own, vision = _SEEING[what.config["architectures"][0]]
+    config = {"architectures": [name], "model_type": kind, "text_config": what.config | own | {"model_type": text}}
+    config["vision_config"] = vision | {"image_size": 28, "patch_size": 14}
+    state = {}
+    for tensor, dtype, shape, data in checkpoints.stored_tensors(what):
+        x = torch.frombuffer(bytearray(data), dtype=torch.bfloat16 if dtype == "BF16" else torch.float32)
+        state[prefix + tensor] = x.reshape(shape)
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(state, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+        Path(folder, "config.json").write_text(json.dumps(config))
+        model, info = getattr(transformers, name).from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, local_files_only=True
+        )
+    for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        bad = [key for key in map(str, info[key]) if "vision" not in key and "multi_modal" not in key]
+        if bad:
+            raise ValueError(f"{key}: {bad[:5]}")
+    return model
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import argparse
 import io
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,14 @@ from zoo import SEED, ZOO, write_zoo  # noqa: E402
 
 Shapes = dict[str, tuple[int, ...]]
 E, FF, HEAD, N_HEAD, N_KV, VOCAB, N_CTX = 256, 512, 64, 4, 2, 128, 512
+N_EXPERT, WIDTH = 8, 256
 
 
 def usual(n_layer: int, eps: str = "layer_norm_rms_epsilon", **more: Any) -> dict[str, Any]:
-    """Return the fields that every model has, and more; ``__`` in a name is a point."""
+    """Return the fields that every model has, and more; ``__`` in a name is a point.
+
+    Names are given without the architecture's; one that begins with a point stands alone.
+    """
     fields: dict[str, Any] = {
         "block_count": n_layer,
         "context_length": N_CTX,
@@ -55,20 +59,50 @@ def norms(layer: int, *names: str, bias: bool = False) -> Shapes:
 
 
 def attention(
-    layer: int, head: int = HEAD, n_kv: int = N_KV, *, bias: bool = False, head_norms: bool = False
+    layer: int,
+    head: int = HEAD,
+    n_kv: int = N_KV,
+    *,
+    n_head: int = N_HEAD,
+    head_v: int = 0,
+    bias: bool = False,
+    head_norms: bool = False,
 ) -> Shapes:
-    q, kv = N_HEAD * head, n_kv * head
-    shapes = {"attn_q": (E, q), "attn_k": (E, kv), "attn_v": (E, kv), "attn_output": (q, E)}
+    q, k, v = n_head * head, n_kv * head, n_kv * (head_v or head)
+    shapes = {"attn_q": (E, q), "attn_k": (E, k), "attn_v": (E, v), "attn_output": (n_head * (head_v or head), E)}
     made: Shapes = {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
     if head_norms:
         made |= {f"blk.{layer}.{name}.weight": (head,) for name in ("attn_q_norm", "attn_k_norm")}
     return made | ({f"blk.{layer}.{name}.bias": shape[1:] for name, shape in shapes.items()} if bias else {})
 
 
+def fused(layer: int, n_kv: int, bias: Sequence[str] = ("attn_qkv", "attn_output")) -> Shapes:
+    """Attention with q, k and v in one matrix; bias: which have one."""
+    shapes = {"attn_qkv": (E, E + 2 * HEAD * n_kv), "attn_output": (E, E)}
+    made: Shapes = {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+    return made | {f"blk.{layer}.{name}.bias": shapes[name][1:] for name in bias}
+
+
 def dense(layer: int, *, gate: bool = True, bias: bool = False, width: int = FF) -> Shapes:
     shapes = {"ffn_up": (E, width), "ffn_down": (width, E)} | ({"ffn_gate": (E, width)} if gate else {})
     made: Shapes = {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
     return made | ({f"blk.{layer}.{name}.bias": shape[1:] for name, shape in shapes.items()} if bias else {})
+
+
+def mixture(layer: int, *, shared: int = 0, bias: str = "", width: int = WIDTH) -> Shapes:
+    """Return experts, their router with a bias of that name, and a shared one."""
+    shapes: Shapes = {"ffn_gate_inp.weight": (E, N_EXPERT), "ffn_down_exps.weight": (width, E, N_EXPERT)}
+    shapes |= {f"ffn_{name}_exps.weight": (E, width, N_EXPERT) for name in ("gate", "up")}
+    if shared:
+        shapes |= {f"ffn_{name}_shexp.weight": (E, shared) for name in ("gate", "up")}
+        shapes |= {"ffn_down_shexp.weight": (shared, E)}
+    if bias:
+        shapes |= {bias: (N_EXPERT,)}
+    return {f"blk.{layer}.{name}": shape for name, shape in shapes.items()}
+
+
+def one(layer: int, name: str, *shape: int) -> Shapes:
+    return {f"blk.{layer}.{name}": shape}
 
 
 def layers(n: int, *of: Callable[[int], Shapes]) -> Shapes:
@@ -98,20 +132,126 @@ def command_r() -> tuple[dict[str, Any], Shapes]:
     return fields, ends(output=False) | layers(3, lambda i: norms(i, "attn_norm"), attention, dense)
 
 
-def starcoder() -> tuple[dict[str, Any], Shapes]:
-    def fused(layer: int) -> Shapes:
-        shapes = {"attn_qkv": (E, E + 2 * HEAD), "attn_output": (E, E)}
-        return {f"blk.{layer}.{n}.weight": s for n, s in shapes.items()} | {
-            f"blk.{layer}.{n}.bias": s[1:] for n, s in shapes.items()
-        }
-
-    fields = usual(3, "layer_norm_epsilon") | {"attention.head_count_kv": 1}
+def starcoder(n_kv: int = 1, **more: Any) -> tuple[dict[str, Any], Shapes]:
+    """Layers as GPT 2 has them: norms with biases, q, k and v in one matrix, no gate."""
+    fields = usual(3, "layer_norm_epsilon", **more) | {"attention.head_count_kv": n_kv}
     return fields, ends(output=False, bias=True) | {"position_embd.weight": (E, N_CTX)} | layers(
         3,
         lambda i: norms(i, "attn_norm", "ffn_norm", bias=True),
-        fused,
+        lambda i: fused(i, n_kv),
         lambda i: dense(i, gate=False, bias=True),
     )
+
+
+def gptneox(parallel: bool = True) -> tuple[dict[str, Any], Shapes]:
+    fields, shapes = starcoder(N_HEAD, rope__dimension_count=HEAD // 2, use_parallel_residual=parallel)
+    del shapes["position_embd.weight"]
+    return fields, shapes | {"output.weight": (E, VOCAB)}
+
+
+def bloom() -> tuple[dict[str, Any], Shapes]:
+    fields, shapes = starcoder(N_HEAD)
+    del shapes["position_embd.weight"]
+    return fields, shapes | {"token_embd_norm.weight": (E,), "token_embd_norm.bias": (E,)}
+
+
+def codeshell() -> tuple[dict[str, Any], Shapes]:
+    fields, shapes = starcoder(N_KV)
+    del shapes["position_embd.weight"]
+    return fields, shapes | {"output.weight": (E, VOCAB)}
+
+
+def falcon(n_kv: int, *of_layer: str) -> tuple[dict[str, Any], Shapes]:
+    """of_layer: norms; large ones have two, attention's input is normed apart from the feed-forward layer's."""
+    fields = usual(3, "layer_norm_epsilon") | {"attention.head_count_kv": n_kv}
+    return fields, ends(output=False, bias=True) | layers(
+        3,
+        lambda i: norms(i, *of_layer, bias=True),
+        lambda i: fused(i, n_kv, bias=()),
+        lambda i: dense(i, gate=False),
+    )
+
+
+def chatglm() -> tuple[dict[str, Any], Shapes]:
+    def pair(layer: int) -> Shapes:
+        return {f"blk.{layer}.ffn_up.weight": (E, 2 * FF), f"blk.{layer}.ffn_down.weight": (FF, E)}
+
+    return usual(3, rope__dimension_count=HEAD // 2), ends() | layers(
+        3, lambda i: norms(i, "attn_norm", "ffn_norm"), lambda i: fused(i, N_KV, bias=("attn_qkv",)), pair
+    )
+
+
+def llama(bias: bool = False, head_norms: bool = False, **more: Any) -> tuple[dict[str, Any], Shapes]:
+    """Layers as Llama has them; bias: of attention."""
+    return usual(3, **more), ends() | layers(
+        3,
+        lambda i: norms(i, "attn_norm", "ffn_norm"),
+        lambda i: attention(i, bias=bias, head_norms=head_norms),
+        dense,
+    )
+
+
+def exaone() -> tuple[dict[str, Any], Shapes]:
+    fields, shapes = llama(rope__dimension_count=HEAD)
+    return fields, shapes | {"rope_freqs.weight": (HEAD // 2,)}
+
+
+def layer_normed(gate: bool, bias: bool, **more: Any) -> tuple[dict[str, Any], Shapes]:
+    """Layers as Llama has them, but for norms with biases; bias: of the others."""
+    return usual(3, "layer_norm_epsilon", **more), ends(bias=True) | layers(
+        3,
+        lambda i: norms(i, "attn_norm", "ffn_norm", bias=True),
+        lambda i: attention(i, bias=bias),
+        lambda i: dense(i, gate=gate, bias=bias),
+    )
+
+
+def minicpm() -> tuple[dict[str, Any], Shapes]:
+    scaling: dict[str, Any] = {"rope.scaling.type": "longrope", "rope.scaling.attn_factor": 1.25}
+    fields, shapes = llama(embedding_scale=9.0, residual_scale=0.7, logit_scale=4.0, **scaling)
+    return fields, shapes | {f"rope_factors_{which}.weight": (HEAD // 2,) for which in ("long", "short")}
+
+
+def qwen2vl() -> tuple[dict[str, Any], Shapes]:
+    more: dict[str, Any] = {"rope.dimension_sections": [8, 10, 8, 6]}
+    fields, shapes = llama(bias=True, rope__freq_base=1e6, **more)
+    return fields, {name: shape for name, shape in shapes.items() if not name.endswith("attn_output.bias")}
+
+
+def bitnet() -> tuple[dict[str, Any], Shapes]:
+    """Norms before the second matrix of each part; scales, as packed weights have them."""
+    fields, shapes = llama()
+    del shapes["output.weight"]
+    for i in range(3):
+        shapes |= {f"blk.{i}.attn_sub_norm.weight": (E,), f"blk.{i}.ffn_sub_norm.weight": (FF,)}
+    matrices = [name for name, shape in shapes.items() if name.startswith("blk.") and len(shape) == 2]
+    return fields, shapes | {name.replace(".weight", ".scale"): (1,) for name in matrices}
+
+
+def apertus() -> tuple[dict[str, Any], Shapes]:
+    fields, shapes = llama(head_norms=True)
+    fields |= {
+        ".xielu.alpha_n": [0.3, -1.2, 2.0],
+        ".xielu.alpha_p": [0.8, 0.1, -0.5],
+        ".xielu.beta": [0.5, 0.25, 0.75],
+        ".xielu.eps": [-1e-6, -0.125, -1e-6],
+    }
+    gone = {f"blk.{i}.ffn_gate.weight" for i in range(3)}
+    return fields, {k: v for k, v in shapes.items() if k not in gone} | {"rope_freqs.weight": (HEAD // 2,)}
+
+
+def spark() -> tuple[dict[str, Any], Shapes]:
+    """Windowed layers rotate whole heads, by a base of their own; a gate a head."""
+    more: dict[str, Any] = {
+        "attention.sliding_window": 32,
+        "attention.sliding_window_pattern": [True, True, False],
+        "rope.freq_base": 1e6,
+        "rope.freq_base_swa": 1e4,
+        "rope.dimension_count": HEAD // 2,
+        "rope.dimension_count_swa": HEAD,
+    }
+    fields, shapes = llama(**more)
+    return fields, shapes | {f"blk.{i}.attn_gate.weight": (E, N_HEAD) for i in range(3)}
 
 
 def phi2() -> tuple[dict[str, Any], Shapes]:
@@ -134,6 +274,263 @@ def qwen3vl() -> tuple[dict[str, Any], Shapes]:
         3, lambda i: norms(i, "attn_norm", "ffn_norm"), lambda i: attention(i, head_norms=True), dense
     )
 
+
+# ---------------------------------------------------------------- mixtures of experts
+
+_EXPERTS: dict[str, Any] = {
+    "expert_count": N_EXPERT,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": WIDTH,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 1.5,
+}
+_SIGMOID = {"expert_gating_func": 2}
+_SHARED = {"expert_shared_count": 1, "expert_shared_feed_forward_length": WIDTH}
+_DENSE_LEAD = {"leading_dense_block_count": 1}
+_CHOICE = "exp_probs_b.bias"
+
+
+def _yarn(n_rot: int) -> dict[str, Any]:
+    return {
+        "rope.dimension_count": n_rot,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 128,
+        "rope.freq_base": 5e5,
+    }
+
+
+def _norms(layer: int) -> Shapes:
+    return norms(layer, "attn_norm", "ffn_norm")
+
+
+def _after_dense(layer: int, **more: Any) -> Shapes:
+    """Return a layer that is dense if it is the first, and else has experts and a shared one."""
+    return mixture(layer, shared=WIDTH, **more) if layer else dense(layer)
+
+
+def bailingmoe() -> tuple[dict[str, Any], Shapes]:
+    more = {"attention.key_length": 32, "attention.value_length": 32, "rope.dimension_count": 32}
+    return usual(3) | _EXPERTS | _SHARED | more, ends() | layers(
+        3, _norms, lambda i: attention(i, 32), lambda i: mixture(i, shared=WIDTH)
+    )
+
+
+def granite_swa() -> tuple[dict[str, Any], Shapes]:
+    """Gate and up in one tensor, of experts and of the shared one; a layer that does not rotate."""
+    fields = usual(4, embedding_scale=3.0, residual_scale=0.5, logit_scale=2.0) | _EXPERTS | _SHARED
+    fields |= {"feed_forward_length": WIDTH, "attention.scale": 0.2, "attention.sliding_window": 32}
+    fields |= {"attention.sliding_window_pattern": [False, True, True, False], "attention.rope_pattern": [0, 1, 1, 1]}
+    fields |= {"rope.freq_base": 2e4, "rope.freq_base_swa": 1e3}  # which holds for none
+
+    def experts(layer: int) -> Shapes:
+        shapes = mixture(layer) | one(layer, "ffn_gate_up_exps.weight", E, 2 * WIDTH, N_EXPERT)
+        shapes |= one(layer, "ffn_up_shexp.weight", E, 2 * WIDTH) | one(layer, "ffn_down_shexp.weight", WIDTH, E)
+        apart = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
+        return {name: shape for name, shape in shapes.items() if not name.endswith(apart)}
+
+    return fields, ends(output=False) | {"rope_freqs.weight": (HEAD // 2,)} | layers(
+        4, _norms, attention, lambda i: one(i, "attn_sinks.weight", N_HEAD), experts
+    )
+
+
+def exaone_moe() -> tuple[dict[str, Any], Shapes]:
+    fields = usual(5) | _EXPERTS | _SHARED | _DENSE_LEAD | _SIGMOID | {"attention.sliding_window": 32}
+    fields |= {"rope.freq_base": 1e5, "rope.freq_base_swa": 1e3}  # which holds for none
+    return fields, ends() | {"rope_freqs.weight": (HEAD // 2,)} | layers(
+        5, _norms, lambda i: attention(i, head_norms=True), lambda i: _after_dense(i, bias=_CHOICE)
+    )
+
+
+def cohere2moe() -> tuple[dict[str, Any], Shapes]:
+    fields = usual(5, "layer_norm_epsilon", logit_scale=0.25) | _EXPERTS | _SHARED | _DENSE_LEAD
+    fields |= {"attention.sliding_window": 32, "rope.freq_base_swa": 1e3}  # which holds for none
+    return fields, ends(output=False) | layers(5, lambda i: norms(i, "attn_norm"), attention, _after_dense)
+
+
+def hy_v3() -> tuple[dict[str, Any], Shapes]:
+    """The bias of the router's choice has no ending."""
+    return usual(3) | _EXPERTS | _SHARED, ends() | layers(
+        3, _norms, lambda i: attention(i, head_norms=True), lambda i: _after_dense(i, bias="exp_probs_b")
+    )
+
+
+def laguna() -> tuple[dict[str, Any], Shapes]:
+    """Windowed layers have more heads, which rotate whole and without yarn; a gate for each head."""
+    n_head = [4, 8, 8, 8, 4]
+    fields = usual(5) | _EXPERTS | _SHARED | _DENSE_LEAD | _yarn(32) | {"attention.head_count": n_head}
+    fields |= {"attention.key_length": HEAD, "attention.value_length": HEAD, "attention.sliding_window": 32}
+    fields |= {"rope.dimension_count_swa": HEAD, "rope.freq_base_swa": 1e4}
+    return fields, ends() | layers(
+        5,
+        _norms,
+        lambda i: attention(i, n_head=n_head[i], head_norms=True),
+        lambda i: one(i, "attn_gate.weight", E, n_head[i]),
+        lambda i: _after_dense(i, bias=_CHOICE),
+    )
+
+
+def laguna_elements() -> tuple[dict[str, Any], Shapes]:
+    """No windows; a gate for each column."""
+    return usual(3) | _EXPERTS | _SHARED | _DENSE_LEAD | _yarn(HEAD), ends() | layers(
+        3,
+        _norms,
+        lambda i: attention(i, head_norms=True),
+        lambda i: one(i, "attn_gate.weight", E, N_HEAD * HEAD),
+        lambda i: _after_dense(i, bias=_CHOICE),
+    )
+
+
+def mellum() -> tuple[dict[str, Any], Shapes]:
+    fields = usual(5) | _EXPERTS | _yarn(HEAD) | {"attention.sliding_window": 32, "rope.freq_base_swa": 1e3}
+    return fields, ends() | layers(5, _norms, lambda i: attention(i, head_norms=True), mixture)
+
+
+def afmoe() -> tuple[dict[str, Any], Shapes]:
+    fields = usual(5) | _EXPERTS | _SHARED | _DENSE_LEAD
+    fields |= {"attention.sliding_window": 32, "rope.freq_base_swa": 2e3}
+    return fields, ends() | layers(
+        5,
+        lambda i: norms(i, "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"),
+        lambda i: attention(i, head_norms=True),
+        lambda i: one(i, "attn_gate.weight", E, N_HEAD * HEAD),
+        lambda i: _after_dense(i, bias=_CHOICE),
+    )
+
+
+def smallthinker() -> tuple[dict[str, Any], Shapes]:
+    """Its windows are of 4096 tokens, whatever its metadata say."""
+    fields = usual(5) | _EXPERTS | _SIGMOID | {"attention.sliding_window": 32}
+    return fields, ends() | layers(5, _norms, attention, mixture)
+
+
+def mimo2() -> tuple[dict[str, Any], Shapes]:
+    """Heads of values narrower than those of keys, sinks in windowed layers; q, k and v of one in one tensor."""
+    n_kv = [1, 2, 2]
+    fields = usual(3) | _EXPERTS | {"attention.head_count_kv": n_kv, "attention.value_scale": 0.7}
+    fields |= {"attention.key_length": HEAD, "attention.value_length": 32, "attention.sliding_window": 32}
+    fields |= {"attention.sliding_window_pattern": [False, True, True], "rope.dimension_count": 32}
+    fields |= {"rope.freq_base": 1e6, "rope.freq_base_swa": 1e4}
+    shapes = ends() | layers(
+        3, _norms, lambda i: attention(i, HEAD, n_kv[i], head_v=32), lambda i: mixture(i, bias=_CHOICE)
+    )
+    for name in ("attn_q", "attn_k", "attn_v"):
+        del shapes[f"blk.2.{name}.weight"]
+    shapes |= one(2, "attn_qkv.weight", E, N_HEAD * HEAD + 2 * (HEAD + 32))
+    return fields, shapes | one(1, "attn_sinks.weight", N_HEAD) | one(2, "attn_sinks.weight", N_HEAD)
+
+
+def step35() -> tuple[dict[str, Any], Shapes]:
+    """Layers without a window rotate half the columns, and only they by factors; limits, of some layers."""
+    n_head = [4, 8, 8, 8, 4]
+    fields = usual(5) | _EXPERTS | _SHARED | {"attention.head_count": n_head, "attention.sliding_window": 32}
+    fields |= {"attention.key_length": HEAD, "attention.value_length": HEAD, "rope.freq_base": 1e6}
+    fields |= {"attention.sliding_window_pattern": [False, True, True, True, False]}
+    fields |= {"swiglu_clamp_exp": [0.0, 0.5, 0.0, 0.4, 0.5], "swiglu_clamp_shexp": [0.5, 0.0, 0.5, 0.4, 0.0]}
+    return fields, ends() | {"rope_freqs.weight": (HEAD // 2,)} | layers(
+        5,
+        _norms,
+        lambda i: attention(i, n_head=n_head[i], head_norms=i > 1),
+        lambda i: one(i, "attn_gate.weight", E, n_head[i]) if i != 2 else {},
+        lambda i: _after_dense(i, bias=_CHOICE),
+    )
+
+
+def _latent(layer: int, n_head: int, rank: int, nope: int, head_v: int, n_rot: int = 32) -> Shapes:
+    """Return latent attention, absorbed; queries are made of rows of 128 columns."""
+    shapes: Shapes = {"attn_q_a": (E, 128), "attn_q_a_norm": (128,), "attn_q_b": (128, n_head * (nope + n_rot))}
+    shapes |= {"attn_kv_a_mqa": (E, rank + n_rot), "attn_kv_a_norm": (rank,), "attn_k_b": (nope, rank, n_head)}
+    shapes |= {"attn_v_b": (rank, head_v, n_head), "attn_output": (n_head * head_v, E)}
+    return {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+
+
+#: So many heads that no score is 0: llama.cpp leaves the order of equal scores open.
+_INDEXER = {"attention.indexer.head_count": 16, "attention.indexer.key_length": 64, "attention.indexer.top_k": 20}
+
+
+def _indexer(layer: int) -> Shapes:
+    shapes: Shapes = {"k_norm.weight": (64,), "k_norm.bias": (64,), "proj.weight": (E, 16)}
+    shapes |= {"attn_k.weight": (E, 64), "attn_q_b.weight": (128, 16 * 64)}
+    return {f"blk.{layer}.indexer.{name}": shape for name, shape in shapes.items()}
+
+
+def dots3note() -> tuple[dict[str, Any], Shapes]:
+    """Latent attention of two geometries: to the keys that an indexer selects, or within a window."""
+    slides, n_head = [False, True, True, False], [4, 2, 2, 4]
+    fields = usual(4) | _EXPERTS | _SHARED | _DENSE_LEAD | _SIGMOID | _INDEXER | {"attention.head_count": n_head}
+    fields |= {"attention.head_count_kv": 1, "rope.dimension_count": 32, "rope.freq_base": 1e6}
+    fields |= {"rope.freq_base_swa": 5e3, "attention.q_lora_rank": 128, "attention.sliding_window": 32}
+    fields |= {"attention.sliding_window_pattern": slides, "attention.indexer.types": [not each for each in slides]}
+    for of, rank, k, v in (("", 128, 96, 64), ("_swa", 64, 64, 128)):
+        fields |= {f"attention.kv_lora_rank{of}": rank, f"attention.key_length{of}": rank + 32}
+        fields |= {f"attention.value_length{of}": rank, f"attention.key_length_mla{of}": k}
+        fields |= {f"attention.value_length_mla{of}": v}
+    return fields, ends() | layers(
+        4,
+        _norms,
+        lambda i: _latent(i, 2, 64, 32, 128) if slides[i] else _latent(i, 4, 128, 64, 64) | _indexer(i),
+        lambda i: one(i, "attn_k_norm.weight", 32) | one(i, "attn_gate.weight", E, n_head[i]),
+        lambda i: _after_dense(i, bias=_CHOICE),
+    )
+
+
+def minimax_m3() -> tuple[dict[str, Any], Shapes]:
+    """llama.cpp selects blocks of keys only with flash attention; here are as many as there can be."""
+    fields = usual(3, rope__dimension_count=32) | _EXPERTS | _SHARED | _DENSE_LEAD | _SIGMOID
+    fields |= {"attention.indexer.head_count": N_KV, "attention.indexer.key_length": 64}
+    fields |= {"attention.indexer.top_k": 4, "attention.indexer.block_size": 128, "attention.indexer.local_blocks": 1}
+
+    def indexer(layer: int) -> Shapes:
+        shapes: Shapes = {"q_proj": (E, N_KV * 64), "k_proj": (E, 64), "q_norm": (64,), "k_norm": (64,)}
+        return {f"blk.{layer}.indexer.{name}.weight": shape for name, shape in shapes.items() if layer}
+
+    return fields, ends() | layers(
+        3, _norms, lambda i: attention(i, head_norms=True), lambda i: _after_dense(i, bias=_CHOICE), indexer
+    )
+
+
+def hy_v4() -> tuple[dict[str, Any], Shapes]:
+    """Streams beside the layers; every other layer attends to the keys that the one before has selected."""
+    n_stream, own = 4, [True, False, True, False]
+    fields = usual(4) | _EXPERTS | _SHARED | _DENSE_LEAD | _SIGMOID | _INDEXER | {"attention.head_count_kv": 1}
+    fields |= {"rope.dimension_count": 32, "attention.q_lora_rank": 128, "attention.kv_lora_rank": 128}
+    fields |= {"attention.key_length": 160, "attention.value_length": 128, "attention.indexer.types": own}
+    fields |= {"attention.key_length_mla": 96, "attention.value_length_mla": 64, "swiglu_clamp_exp": [0.5] * 4}
+    fields |= {"hyper_connection.count": n_stream, "hyper_connection.epsilon": 1e-2, "hyper_connection.magnitude": 1.5}
+
+    def streams(layer: int) -> Shapes:
+        shapes: Shapes = {"fn": (n_stream * E, 2 * n_stream), "base": (2 * n_stream,), "scale": (2,)}
+        return {f"blk.{layer}.hc_{of}_{name}.weight": ne for of in ("attn", "ffn") for name, ne in shapes.items()}
+
+    last: Shapes = {"output_hc_fn.weight": (n_stream * E, n_stream), "output_hc_base.weight": (n_stream,)}
+    return fields, ends() | last | {"output_hc_scale.weight": (1,)} | layers(
+        4,
+        _norms,
+        lambda i: _latent(i, N_HEAD, 128, 64, 64) | (_indexer(i) if own[i] else {}),
+        lambda i: one(i, "attn_gate.weight", E, N_HEAD * 64) | one(i, "attn_sinks.weight", N_HEAD),
+        lambda i: _after_dense(i, bias=_CHOICE),
+        streams,
+    )
+
+
+def grovemoe() -> tuple[dict[str, Any], Shapes]:
+    """Two experts share a smaller one."""
+    fields = usual(3, expert_group_scale=0.3, experts_per_group=2, expert_chunk_feed_forward_length=WIDTH) | _EXPERTS
+
+    def chunks(layer: int) -> Shapes:
+        n = N_EXPERT // 2
+        shapes: Shapes = {"gate": (E, WIDTH, n), "up": (E, WIDTH, n), "down": (WIDTH, E, n)}
+        return {f"blk.{layer}.ffn_{name}_chexps.weight": shape for name, shape in shapes.items()}
+
+    return fields, ends() | layers(3, _norms, lambda i: attention(i, head_norms=True), mixture, chunks)
+
+
+def diffusion() -> tuple[dict[str, Any], Shapes]:
+    """Every token sees all others."""
+    return usual(3) | _EXPERTS, ends() | layers(3, _norms, lambda i: attention(i, head_norms=True), mixture)
+
+
+# ---------------------------------------------------------------- Gemma 4
 
 _WINDOWED = [True, True, True, False, True, False]
 _GEMMA4: dict[str, Any] = {
@@ -198,16 +595,321 @@ def gemma4_moe() -> tuple[dict[str, Any], Shapes]:
     }
 
 
+# ---------------------------------------------------------------- layers that remember a sequence
+
+_SSM: dict[str, Any] = {
+    "ssm.conv_kernel": 4,
+    "ssm.inner_size": 2 * E,
+    "ssm.state_size": 32,
+    "ssm.time_step_rank": 8,
+    "ssm.group_count": 2,
+}
+_ALONE: dict[str, Any] = {"feed_forward_length": 0, "attention.head_count": 0, "attention.head_count_kv": 0}
+
+
+def _mamba2(layer: int, *, norm: bool = True) -> Shapes:
+    inner, d_state, n_head, n_group = 2 * E, 32, 8, 2
+    mixed = inner + 2 * n_group * d_state
+    shapes: Shapes = {"ssm_in.weight": (E, inner + mixed + n_head), "ssm_conv1d.weight": (4, mixed)}
+    shapes |= {"ssm_conv1d.bias": (mixed,), "ssm_dt.bias": (n_head,), "ssm_a": (1, n_head), "ssm_d": (1, n_head)}
+    shapes |= {"ssm_norm.weight": (inner // n_group, n_group)} if norm else {}
+    return {f"blk.{layer}.{name}": shape for name, shape in shapes.items()} | {
+        f"blk.{layer}.ssm_out.weight": (inner, E)
+    }
+
+
+def _mamba(layer: int, *, norms: bool = False) -> Shapes:
+    inner, d_state, rank = 2 * E, 16, 16
+    shapes: Shapes = {"ssm_in.weight": (E, 2 * inner), "ssm_conv1d.weight": (4, inner), "ssm_conv1d.bias": (inner,)}
+    shapes |= {"ssm_x.weight": (inner, rank + 2 * d_state), "ssm_dt.weight": (rank, inner), "ssm_dt.bias": (inner,)}
+    shapes |= {"ssm_a": (d_state, inner), "ssm_d": (inner,), "ssm_out.weight": (inner, E)}
+    if norms:
+        widths = {"dt": rank, "b": d_state, "c": d_state}
+        shapes |= {f"ssm_{name}_norm.weight": (width,) for name, width in widths.items()}
+    return {f"blk.{layer}.{name}": shape for name, shape in shapes.items()}
+
+
+def _experts(layer: int, n: int, width: int, *, bias: bool = False, shared: bool = False, gate: bool = True) -> Shapes:
+    shapes: Shapes = {"ffn_gate_inp.weight": (E, n), "ffn_up_exps.weight": (E, width, n)}
+    shapes |= {"ffn_down_exps.weight": (width, E, n)} | ({"ffn_gate_exps.weight": (E, width, n)} if gate else {})
+    shapes |= {"exp_probs_b.bias": (n,)} if bias else {}
+    if shared:
+        names = {"gate": (E, width), "up": (E, width), "down": (width, E)}
+        shapes |= {f"ffn_{name}_shexp.weight": shape for name, shape in names.items() if gate or name != "gate"}
+    return {f"blk.{layer}.{name}": shape for name, shape in shapes.items()}
+
+
+def mamba(**more: Any) -> tuple[dict[str, Any], Shapes]:
+    fields = usual(3) | _SSM | _ALONE | {"ssm.state_size": 16, "ssm.time_step_rank": 16} | more
+    del fields["ssm.group_count"]
+    return fields, ends() | layers(3, lambda i: norms(i, "attn_norm"), _mamba)
+
+
+def falcon_mamba() -> tuple[dict[str, Any], Shapes]:
+    return mamba(**{"ssm.dt_b_c_rms": True})
+
+
+def mamba2() -> tuple[dict[str, Any], Shapes]:
+    return usual(3) | _SSM | _ALONE, ends(output=False) | layers(3, lambda i: norms(i, "attn_norm"), _mamba2)
+
+
+def jamba() -> tuple[dict[str, Any], Shapes]:
+    """Mamba, attention, Mamba; experts in the middle layer."""
+    fields = usual(3, expert_count=8, expert_used_count=2) | _SSM | {"attention.head_count_kv": [0, N_KV, 0]}
+    fields |= {"ssm.state_size": 16, "ssm.time_step_rank": 16}
+    del fields["ssm.group_count"]
+    return fields, ends() | layers(
+        3,
+        lambda i: norms(i, "attn_norm", "ffn_norm"),
+        lambda i: attention(i) if i == 1 else _mamba(i, norms=True),
+        lambda i: _experts(i, 8, FF) if i == 1 else dense(i),
+    )
+
+
+def falcon_h1() -> tuple[dict[str, Any], Shapes]:
+    """The last layer has no norm after the scan."""
+    fields = usual(3, rope__freq_base=1e6) | _SSM | {"attention.key_length": HEAD, "attention.value_length": HEAD}
+    return fields, ends() | layers(
+        3,
+        lambda i: norms(i, "attn_norm") | {f"blk.{i}.ffn_norm": (E,)},
+        attention,
+        lambda i: _mamba2(i, norm=i < 2),
+        dense,
+    )
+
+
+def _nemotron_fields(kinds: str, width: int, kind: str) -> dict[str, Any]:
+    """Return the fields of a model of layers M (Mamba 2), * (attention) and ``kind`` (feed-forward)."""
+    each = {"attention.head_count_kv": [N_KV * (k == "*") for k in kinds]}
+    each |= {"feed_forward_length": [width * (k == kind) for k in kinds]}
+    heads = {"attention.key_length": HEAD, "attention.value_length": HEAD}
+    return usual(len(kinds), "layer_norm_epsilon", attention__layer_norm_rms_epsilon=1e-5) | _SSM | each | heads
+
+
+def nemotron_h() -> tuple[dict[str, Any], Shapes]:
+    kinds = "M-*-M"
+    of: dict[str, Callable[[int], Shapes]] = {"M": _mamba2, "*": attention, "-": lambda i: dense(i, gate=False)}
+    return _nemotron_fields(kinds, FF, "-"), ends() | layers(
+        len(kinds), lambda i: norms(i, "attn_norm"), lambda i: of[kinds[i]](i)
+    )
+
+
+def nemotron_h_moe() -> tuple[dict[str, Any], Shapes]:
+    """Experts of rows of half the width, and a shared one of rows of the model's."""
+    kinds, width, latent, n = "MEM*E", 256, E // 2, 8
+
+    def latent_experts(layer: int) -> Shapes:
+        shapes: Shapes = {"ffn_latent_down.weight": (E, latent), "ffn_latent_up.weight": (latent, E)}
+        shapes |= {"ffn_up_exps.weight": (latent, width, n), "ffn_down_exps.weight": (width, latent, n)}
+        own = {f"blk.{layer}.{name}": shape for name, shape in shapes.items()}
+        return _experts(layer, n, width, bias=True, shared=True, gate=False) | own
+
+    of: dict[str, Callable[[int], Shapes]] = {"M": _mamba2, "*": attention, "E": latent_experts}
+    fields = _nemotron_fields(kinds, width, "E") | {"moe_latent_size": latent, "expert_count": n}
+    fields |= {"expert_used_count": 3, "expert_feed_forward_length": width, "expert_shared_count": 1}
+    fields |= {"expert_shared_feed_forward_length": width, "expert_weights_norm": True, "expert_weights_scale": 2.5}
+    return fields, ends() | layers(len(kinds), lambda i: norms(i, "attn_norm"), lambda i: of[kinds[i]](i))
+
+
+def _lfm2(layer: int, attends: bool) -> Shapes:
+    if attends:
+        return attention(layer, head_norms=True)
+    shapes: Shapes = {"conv": (3, E), "in_proj": (E, 3 * E), "out_proj": (E, E)}
+    return {f"blk.{layer}.shortconv.{name}.weight": shape for name, shape in shapes.items()}
+
+
+def lfm2() -> tuple[dict[str, Any], Shapes]:
+    kv = [0, 0, N_KV, 0]
+    fields = usual(4, shortconv__l_cache=3, attention__sliding_window=32, rope__freq_base=1e6)
+    shapes = (
+        ends(output=False, norm=False)
+        | {"token_embd_norm.weight": (E,)}
+        | layers(4, lambda i: norms(i, "attn_norm", "ffn_norm"), lambda i: _lfm2(i, kv[i] > 0), dense)
+    )
+    return fields | {"attention.head_count_kv": kv}, shapes
+
+
+def lfm2moe() -> tuple[dict[str, Any], Shapes]:
+    kv = [0, N_KV, 0]
+    fields = usual(3, shortconv__l_cache=3, rope__freq_base=1e6, leading_dense_block_count=1, expert_count=8)
+    fields |= {"expert_used_count": 2, "expert_feed_forward_length": 256, "expert_gating_func": 2}
+    shapes = (
+        ends(output=False, norm=False)
+        | {"token_embd_norm.weight": (E,)}
+        | layers(
+            3,
+            lambda i: norms(i, "attn_norm", "ffn_norm"),
+            lambda i: _lfm2(i, kv[i] > 0),
+            lambda i: _experts(i, 8, 256, bias=True) if i else dense(i),
+        )
+    )
+    return fields | {"attention.head_count_kv": kv}, shapes
+
+
+def minimax_01() -> tuple[dict[str, Any], Shapes]:
+    """Lightning attention, attention, lightning attention."""
+    n, width = 8, N_HEAD * HEAD
+
+    def block(layer: int) -> Shapes:
+        if layer == 1:
+            return attention(layer)
+        shapes: Shapes = {"attn_qkv": (E, 3 * width), "attn_gate": (E, width), "attn_output": (width, E)}
+        shapes |= {"attn_norm_2": (width,)}
+        return {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+
+    more: dict[str, Any] = {"attention.recurrent_layers": [True, False, True], "rope.dimension_count": HEAD // 2}
+    more |= {"attention.key_length": HEAD, "attention.value_length": HEAD, "residual_scale": 3.55}
+    fields = usual(3, expert_count=n, expert_used_count=2, **more)
+    return fields, ends() | layers(3, lambda i: norms(i, "attn_norm", "ffn_norm"), block, lambda i: _experts(i, n, FF))
+
+
+def bailing_v3() -> tuple[dict[str, Any], Shapes]:
+    """As Kimi Linear, with decays and gates of one matrix, gates of whole heads, and limits in feed-forward layers."""
+    fields, shapes = kimi_linear()
+    for i in (0, 2):
+        shapes |= {f"blk.{i}.ssm_{c}_a.weight": (E, N_HEAD * 32) for c in "fg"} | {f"blk.{i}.ssm_a": (1, N_HEAD)}
+        del shapes[f"blk.{i}.ssm_f_b.weight"], shapes[f"blk.{i}.ssm_g_b.weight"]
+    shapes["blk.1.attn_gate.weight"] = (E, N_HEAD)
+    fields |= {"kda.gate_lower_bound": -5.0, "expert_weights_norm": True, "swiglu_clamp_exp": [0.0, 0.75, 0.5]}
+    return fields | {"swiglu_clamp_shexp": [0.0, 0.0, 0.5]}, shapes
+
+
+def kimi_k3() -> tuple[dict[str, Any], Shapes]:
+    """As Kimi Linear, with gates of one matrix, experts of shorter rows, and mixtures of the layers before."""
+    fields, shapes = kimi_linear()
+    latent, width, n = 128, N_HEAD * 32, 8
+    shapes |= {f"blk.{i}.{part}_res_score.weight": (E,) for i in range(3) for part in ("attn", "ffn")}
+    shapes |= {"output_res_score.weight": (E,), "blk.1.attn_gate.weight": (E, N_HEAD * 64)}
+    for i in (0, 2):
+        del shapes[f"blk.{i}.ssm_g_a.weight"], shapes[f"blk.{i}.ssm_g_b.weight"]
+        shapes |= {f"blk.{i}.ssm_g.weight": (E, width), f"blk.{i}.ssm_a": (N_HEAD,)}
+    for i in (1, 2):
+        shapes |= {f"blk.{i}.ffn_{name}_exps.weight": (latent, 256, n) for name in ("gate", "up")}
+        shapes |= {f"blk.{i}.ffn_down_exps.weight": (256, latent, n), f"blk.{i}.ffn_routed_down.weight": (E, latent)}
+        shapes |= {f"blk.{i}.ffn_routed_up.weight": (latent, E), f"blk.{i}.ffn_routed_norm.weight": (latent,)}
+    fields |= {"kda.gate_lower_bound": -5.0, "expert_latent_length": latent, "attn_res.block_size": 2}
+    fields |= {"activation.situ_beta": 4.0, "activation.situ_linear_beta": 2.0, "expert_weights_norm": True}
+    return fields, shapes
+
+
+def kimi_linear() -> tuple[dict[str, Any], Shapes]:
+    """Delta attention, latent attention, delta attention; the first layer is dense."""
+    head, rank, nope, rope, value, n = 32, 128, 48, 16, 64, 8
+
+    def delta_attention(layer: int) -> Shapes:
+        width = N_HEAD * head
+        shapes: Shapes = {f"attn_{c}.weight": (E, width) for c in "qkv"}
+        shapes |= {"attn_output.weight": (width, E)}
+        shapes |= {f"ssm_conv1d_{c}.weight": (4, 1, width, 1) for c in "qkv"} | {"ssm_norm.weight": (head,)}
+        shapes |= {f"ssm_{c}_a.weight": (E, head) for c in "fg"} | {f"ssm_{c}_b.weight": (head, width) for c in "fg"}
+        shapes |= {"ssm_beta.weight": (E, N_HEAD), "ssm_a": (1, N_HEAD, 1, 1), "ssm_dt.bias": (width,)}
+        return {f"blk.{layer}.{name}": shape for name, shape in shapes.items()}
+
+    def latent_attention(layer: int) -> Shapes:
+        shapes: Shapes = {"attn_q": (E, N_HEAD * (nope + rope)), "attn_kv_a_mqa": (E, rank + rope)}
+        shapes |= {"attn_kv_a_norm": (rank,), "attn_k_b": (nope, rank, N_HEAD), "attn_v_b": (rank, value, N_HEAD)}
+        shapes |= {"attn_output": (N_HEAD * value, E)}
+        return {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+
+    fields = usual(3, expert_count=n, expert_used_count=2, expert_feed_forward_length=256, expert_shared_count=1)
+    fields |= {"attention.key_length": rank + rope, "attention.value_length": rank, "rope.dimension_count": rope}
+    fields |= {"attention.key_length_mla": nope + rope, "attention.value_length_mla": value}
+    fields |= {"attention.kv_lora_rank": rank, "ssm.conv_kernel": 4, "kda.head_dim": head, "expert_gating_func": 2}
+    fields |= {"attention.head_count_kv": [0, 1, 0], "leading_dense_block_count": 1, "expert_weights_scale": 2.446}
+    return fields, ends() | layers(
+        3,
+        lambda i: norms(i, "attn_norm", "ffn_norm"),
+        lambda i: latent_attention(i) if i == 1 else delta_attention(i),
+        lambda i: _experts(i, n, 256, bias=True, shared=True) if i else dense(i),
+    )
+
+
+def gemma3n(n: int = 6) -> tuple[dict[str, Any], Shapes]:
+    """Sizes are those that llama.cpp has as constants; layers from the 21st on would share caches."""
+    e, ff, head, streams, rank, width = 128, 256, 32, 4, 64, 256
+    windowed = [i % 5 < 4 for i in range(n - 1)] + [False]
+    fields = usual(n) | {"embedding_length": e, "feed_forward_length": ff, "rope.freq_base": 1e6}
+    fields |= {"attention.key_length": head, "attention.value_length": head, "attention.sliding_window": 32}
+    fields |= {"attention.sliding_window_pattern": windowed, "embedding_length_per_layer_input": width}
+    shapes: Shapes = {"token_embd.weight": (e, VOCAB), "output_norm.weight": (e,)}
+    shapes |= {f"altup_{name}.weight": (e, e, streams - 1) for name in ("proj", "unembd_proj")}
+    shapes |= {"per_layer_token_embd.weight": (n * width, VOCAB), "per_layer_model_proj.weight": (e, n * width)}
+    shapes |= {"per_layer_proj_norm.weight": (width,)}
+    q, kv = N_HEAD * head, N_KV * head
+    of_layer: Shapes = {
+        **{f"{name}_norm": (e,) for name in ("attn", "post_attention", "ffn", "post_ffw", "post", "laurel_post")},
+        **{"attn_q": (e, q), "attn_k": (e, kv), "attn_v": (e, kv), "attn_output": (q, e), "laurel_l": (e, rank)},
+        **{"attn_q_norm": (head,), "attn_k_norm": (head,), "laurel_r": (rank, e), "altup_router_norm": (e,)},
+        **{"ffn_up": (e, ff), "ffn_gate": (e, ff), "ffn_down": (ff, e), "inp_gate": (e, width), "proj": (width, e)},
+        **{"altup_router": (e, streams), "altup_correct_scale": (e,), "altup_correct_coef": (streams, streams)},
+        **{"altup_predict_coef": (streams, streams * streams)},
+    }
+    return fields, shapes | {f"blk.{i}.{name}.weight": shape for i in range(n) for name, shape in of_layer.items()}
+
+
 MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
+    "afmoe-moe": afmoe,
+    "apertus-dense": apertus,
     "arcee-dense": arcee,
+    "bailingmoe3-moe": bailing_v3,
+    "falcon-h1-dense": falcon_h1,
+    "bailingmoe-moe": bailingmoe,
+    "bitnet-dense": bitnet,
+    "bloom-dense": bloom,
+    "chatglm-dense": chatglm,
+    "codeshell-dense": codeshell,
+    "cohere2moe-moe": cohere2moe,
     "command-r-dense": command_r,
+    "dots3note-moe": dots3note,
+    "exaone-dense": exaone,
+    "exaone-moe-moe": exaone_moe,
+    "falcon-dense": lambda: falcon(N_KV, "attn_norm", "attn_norm_2"),
+    "falcon-small": lambda: falcon(1, "attn_norm"),
     "gemma-dense": gemma,
+    "gemma3n-dense": gemma3n,
     "gemma4-dense": gemma4,
     "gemma4-moe": gemma4_moe,
+    "jamba-moe": jamba,
+    "kimi-k3-moe": kimi_k3,
+    "kimi-linear-moe": kimi_linear,
+    "lfm2-dense": lfm2,
+    "lfm2moe-moe": lfm2moe,
+    "mamba-dense": mamba,
+    "mamba-normed": falcon_mamba,
+    "mamba2-dense": mamba2,
+    "minimax-01-moe": minimax_01,
+    "nemotron_h-dense": nemotron_h,
+    "nemotron_h_moe-moe": nemotron_h_moe,
+    "gpt2-dense": lambda: starcoder(N_HEAD),
+    "gptneox-dense": gptneox,
+    "gptneox-sequential": lambda: gptneox(parallel=False),
+    "granite_swa-moe": granite_swa,
+    "grovemoe-moe": grovemoe,
+    "hy_v3-moe": hy_v3,
+    "hy_v4-moe": hy_v4,
+    "jais2-dense": lambda: layer_normed(gate=False, bias=True),
+    "laguna-elements": laguna_elements,
+    "laguna-moe": laguna,
+    "llada-moe-moe": diffusion,
+    "maincoder-dense": lambda: llama(head_norms=True),
+    "mellum-moe": mellum,
+    "mimo2-moe": mimo2,
+    "minicpm-dense": minicpm,
+    "minimax-m3-moe": minimax_m3,
+    "nanbeige-looped": lambda: llama(num_loops=2),
+    "nemotron-dense": lambda: layer_normed(gate=False, bias=False, rope__dimension_count=HEAD // 2),
     "olmo-dense": olmo,
+    "orion-dense": lambda: layer_normed(gate=True, bias=False),
+    "paddleocr-dense": lambda: llama(rope__dimension_sections=[8, 10, 8, 6]),
+    "pangu-embedded-dense": lambda: llama(bias=True),
     "phi2-dense": phi2,
+    "qwen2vl-dense": qwen2vl,
     "qwen3vl-dense": qwen3vl,
+    "spark2_5-dense": spark,
+    "rnd1-moe": diffusion,
+    "smallthinker-moe": smallthinker,
     "starcoder-dense": starcoder,
+    "step35-moe": step35,
 }
 
 
@@ -216,7 +918,8 @@ def write_header(name: str) -> None:
     arch = name.rpartition("-")[0]
     fields, shapes = MODELS[name]()
     listed = [Field.of("general.architecture", arch), Field.of("tokenizer.ggml.model", "no_vocab")]
-    listed += [Field.of(f"{arch}.{key}", value) for key, value in fields.items()]
+    for key, value in fields.items():
+        listed.append(Field.of(key[1:] if key.startswith(".") else f"{arch}.{key}", value))
     tensors = [(key, shape, BY_NAME["F32"], bytes(4 * int(np.prod(shape)))) for key, shape in shapes.items()]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.gguf")
@@ -231,7 +934,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all that are described here")
     parser.add_argument("--lib", type=Path, required=True, help="where libllama.so of llama.cpp b11434 is")
     options = parser.parse_args()
-    with np.load(ZOO / "logits.npz") as npz:
+    into = ZOO / "logits.npz"
+    with np.load(into) as npz:
         known = dict(npz)
     for name in options.names or MODELS:
         write_header(name)
@@ -240,7 +944,7 @@ def main() -> None:
             known[name] = Libllama(options.lib).logits(model, known["tokens"])
     made = io.BytesIO()
     np.savez_compressed(made, **dict(sorted(known.items())))
-    (ZOO / "logits.npz").write_bytes(made.getvalue())
+    into.write_bytes(made.getvalue())
 
 
 if __name__ == "__main__":

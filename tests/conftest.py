@@ -234,7 +234,7 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
-    """Say loudly, last, when kernels for the GPU were not run or not compiled."""
+    """Say loudly, last, when kernels for the GPU were not run or not compiled, or clusters not tested."""
     keep_seconds(terminalreporter)
     yield
     if terminalreporter.config.getoption("--ptx-counts"):
@@ -245,6 +245,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
     for reason in sorted(r.removeprefix("Skipped: ") for r in reasons):
         if "C++ compiler" in reason or "NVRTC" in reason:
             terminalreporter.write_line(f"KERNELS FOR THE GPU WERE NOT TESTED: {reason}", red=True, bold=True)
+        if reason.startswith("no Ray"):
+            terminalreporter.write_line(f"CLUSTERS WERE NOT TESTED: {reason}", red=True, bold=True)
 
 
 def skip_unless_there(device: str) -> None:

@@ -63,6 +63,7 @@ ROUTINGS = [
     Routing(32, 4, "softmax_weight"),
     Routing(1000, 37, "softmax_weight", norm=True),
     Routing(1024, 8, "sigmoid"),
+    Routing(64, 8, norm=True, share=2),
 ]
 
 
@@ -88,7 +89,7 @@ def route_expected(r: Routing, logits: Any, bias: Any = None) -> tuple[Any, Any]
         masked = np.full_like(groups, -np.inf)
         np.put_along_axis(masked, kept[:, :, None], np.take_along_axis(groups, kept[:, :, None], 1), 1)
         choice = masked.reshape(choice.shape)
-    ids = np.argsort(-choice, axis=1, kind="stable")[:, : r.n_used]
+    ids = np.argsort(-choice, axis=1, kind="stable")[:, : r.n_used] // r.share
     weights = np.take_along_axis(probs, ids, 1).astype(np.float64)
     if r.gating == "softmax_weight":
         weights = np.exp(weights - weights.max(axis=1, keepdims=True))

@@ -73,6 +73,11 @@ def test_adapters_are_directories() -> None:
     assert [(item.type, item.value) for item in items("convert DIR --merge-lora emp")] == [("dir", "emp")]
 
 
+@pytest.mark.parametrize("line", ["quantize --cache ", "merge-up-gate --cache ", "cache show ", "cache prune --to 5G "])
+def test_caches_are_directories(line: str) -> None:
+    assert [item.type for item in items(f"{line}emp")] == ["dir"]
+
+
 def test_types_that_cannot_be_encoded_are_left_out() -> None:
     assert not {"Q8_1", "I8", "IQ1_S_ROW"} & set(values("quantize m.gguf "))
 

@@ -21,14 +21,17 @@ from quantkit.model.ops import (
     Scale,
     ScaleByPosition,
     SelectOutputs,
+    Shift,
     Softcap,
     Take,
     Value,
+    Xielu,
 )
 
 #: Rows and width: less than four, odd ones, whole vectors, more than one block.
 SHAPES = [(3, 5), (7, 36), (1, 1), (2, 1027), (3, 2060), (2, 6)]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+XIELU = {"alpha_n": 0.75, "alpha_p": 1.25, "beta": 0.5, "eps": -0.125}
 
 
 def values(*shape: int, seed: int = 1) -> Any:
@@ -61,13 +64,16 @@ def test_maps(memory: Memory, shape: tuple[int, int]) -> None:
     cases: list[tuple[Any, Op, dict[str, Any]]] = [
         (elementwise.add, Add(out=out(shape[1]), a=v, b=w), {"a": x, "b": b}),
         (elementwise.scale, Scale(out=out(shape[1]), x=v, factor=0.37), {"x": x, "by": 0.37}),
+        (elementwise.shift, Shift(out=out(shape[1]), x=v, by=0.37), {"x": x, "by": 0.37}),
         (elementwise.clamp, Clamp(out=out(shape[1]), x=v, limit=1.5), {"x": x, "by": 1.5}),
         (elementwise.softcap, Softcap(out=out(shape[1]), x=v, cap=3.0), {"x": x, "by": 3.0}),
+        (elementwise.xielu, Xielu(out=out(shape[1]), x=v, **XIELU), {"x": x, **XIELU}),
     ]
     for launch, op, slots in cases:
         got = launched(memory, launch(shape[1], shape[0]), shape, **slots)
         want = meaning(op, {v: x, w: b}, rows=shape[0])
-        np.testing.assert_allclose(got, want, rtol=4e-7 if launch is elementwise.softcap else 0)
+        near = {elementwise.softcap: {"rtol": 4e-7}, elementwise.xielu: {"rtol": 4e-7, "atol": 3e-7}}
+        np.testing.assert_allclose(got, want, **near.get(launch, {"rtol": 0}))
 
 
 def test_out_may_be_the_input(memory: Memory) -> None:

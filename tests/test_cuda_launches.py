@@ -33,10 +33,17 @@ SHARED = "mul_mats_route up_gate_shared_expert mul_mat_shared_expert row_epilogu
 
 #: The last layer of each architecture, and how many launches a token takes: with embeddings, angles and logits.
 LAYERS = {
+    "afmoe-moe": (GATED + SHARED + " row_epilogue", 62),
     "arcee-dense": (ATTENTION + UP, 34),
+    "bailingmoe-moe": (ATTENTION + SHARED, 34),
     "bailingmoe2-moe": (ATTENTION.replace("mul_mats", "mul_mat") + SHARED, 23),
     # The last layer's normed input goes to both of its parts.
     "cohere2-dense": ("select_outputs select_outputs select_outputs quantize up_gate_to mul_mat row_epilogue", 24),
+    "cohere2moe-moe": (
+        "select_outputs select_outputs select_outputs mul_mats_route quantize up_gate_shared_expert "
+        "mul_mat_shared_expert row_epilogue row_epilogue mul_mat",
+        57,
+    ),
     "command-r-dense": (
         "select_outputs select_outputs select_outputs quantize up_gate_to mul_mat row_epilogue mul_mat",
         33,
@@ -44,7 +51,13 @@ LAYERS = {
     "deepseek-moe": (ATTENTION + SHARED, 23),
     "deepseek2-moe": (LATENT + SHARED, 31),
     "dots1-moe": (ATTENTION + SHARED, 23),
+    "dots3note-moe": (
+        "mul_mats row_epilogue mul_mats mul_mats per_head indexer_scores indexer_select mul_mat_heads attention "
+        f"quantize mul_mat_heads glu quantize mul_mat row_epilogue {SHARED}",
+        76,
+    ),
     "ernie4_5-moe-moe": (ATTENTION + SHARED, 23),
+    "exaone-moe-moe": (ATTENTION + SHARED, 53),
     "exaone4-dense": (ATTENTION + UP_GATE, 22),
     "gemma-dense": (ATTENTION + UP_GATE, 31),
     "gemma2-dense": (ATTENTION + UP_GATE + " mul_mat", 23),
@@ -66,12 +79,32 @@ LAYERS = {
     "gpt-oss-moe": (ATTENTION + EXPERTS, 24),
     "granite-dense": (ATTENTION + UP_GATE, 22),
     "granitemoe-moe": (ATTENTION + SHARED, 24),
+    # Gate and up of the shared expert in one.
+    "granite_swa-moe": (f"{ATTENTION}mul_mats_route up_gate_id_to mul_mat_id {UP} mul_mat", 57),
+    # A second choice of the same router.
+    "grovemoe-moe": (f"{ATTENTION}{EXPERTS} {EXPERTS.replace('mul_mats_route', 'route')} row_epilogue", 49),
     "hunyuan-moe-moe": (ATTENTION + SHARED, 24),
+    "hy_v3-moe": (ATTENTION + SHARED, 33),
+    # Streams: the input of a part, and how it counts; what experts and the shared one give; the input of the logits.
+    "hy_v4-moe": (
+        "repeat row_epilogue mul_mats per_head shift scale shift row_epilogue mul_mats_route up_gate_id_to mul_mat_id "
+        "up_gate_to mul_mat row_epilogue repeat row_epilogue mul_mat activate shift row_epilogue",
+        144,
+    ),
+    "laguna-elements": (GATED.replace("mul_mats", "mul_mats activate") + SHARED, 39),
+    "laguna-moe": (
+        GATED.replace("mul_mats", "mul_mats activate").replace("combine per_head", "combine glu quantize") + SHARED,
+        69,
+    ),
     # Biases and scales of its tensors: products, scaled with their biases.
     "llama-dense": (ATTENTION + "mul_mats multiply_by per_head mul_mat multiply_by row_epilogue", 28),
     "llama-moe": (ATTENTION + EXPERTS, 24),
     "llama4-moe": (ATTENTION + SHARED.replace("route", "route per_head"), 44),
+    "llada-moe-moe": (ATTENTION + EXPERTS, 34),
+    "mellum-moe": (ATTENTION + EXPERTS, 55),
+    "mimo2-moe": ("mul_mat per_head attention attention_combine_to mul_mat scale row_epilogue " + EXPERTS, 36),
     "minimax-m2-moe": (ATTENTION + EXPERTS, 24),
+    "minimax-m3-moe": (ATTENTION + SHARED, 33),
     "mistral3-dense": (ATTENTION + UP_GATE, 22),
     "olmo-dense": (ATTENTION.replace("mul_mats", "mul_mats clamp clamp clamp") + UP_GATE, 40),
     "olmo2-dense": (ATTENTION + UP_GATE, 22),
@@ -87,11 +120,24 @@ LAYERS = {
     "qwen3next-moe": (GATED + SHARED, 26),
     "qwen3vl-dense": (ATTENTION + UP_GATE, 31),
     "qwen3vlmoe-moe": (ATTENTION + EXPERTS, 24),
+    "rnd1-moe": (ATTENTION + EXPERTS, 34),
     "seed_oss-dense": (ATTENTION + UP_GATE, 22),
+    # The router reads the layer's input.
+    "smallthinker-moe": (
+        "mul_mats cache_write attention attention_combine_to mul_mat select_outputs row_epilogue "
+        + EXPERTS.replace("mul_mats_route", "route"),
+        56,
+    ),
     "smollm3-dense": (ATTENTION + UP_GATE, 22),
     "stablelm-dense": (ATTENTION + UP_GATE, 22),
     "starcoder-dense": (ATTENTION.replace("mul_mats", "mul_mat") + UP, 34),
     "starcoder2-dense": (ATTENTION + UP, 24),
+    # The last layer limits its experts, and not the shared one.
+    "step35-moe": (
+        GATED.replace("combine per_head", "combine glu quantize")
+        + "mul_mats_route up_gate_id_to mul_mat_id up_gate_to mul_mat row_epilogue",
+        68,
+    ),
 }
 
 

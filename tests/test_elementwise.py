@@ -43,6 +43,7 @@ def test_add(shape, threads):
     ("name", "by", "want"),
     [
         ("scale", 0.37, lambda x: x * f32(0.37)),
+        ("shift", 0.37, lambda x: x + f32(0.37)),
         ("clamp", 1.5, lambda x: np.clip(x, f32(-1.5), f32(1.5))),
         ("softcap", 3.0, lambda x: 3 * np.tanh(x.astype(np.float64) / 3)),
     ],
@@ -63,6 +64,21 @@ def test_softplus(shape, threads):
         elementwise.softplus, shape, threads=threads, x=x, width=shape[1], rows_of=N_TOKENS, per=1, by=0
     )
     np.testing.assert_allclose(out, np.logaddexp(0, x.astype(np.float64)), rtol=1e-6, atol=1e-12)
+
+
+@threads
+@shapes
+@pytest.mark.parametrize("eps", [-1e-6, -0.5])
+def test_xielu(shape, threads, eps):
+    x = values(*shape)
+    x.flat[0] = -1e-4  # where e^x - 1 - x cancels
+    given = {"alpha_n": 0.75, "alpha_p": 1.25, "beta": 0.5, "eps": eps}
+    out = run_operation(
+        elementwise.xielu, shape, threads=threads, x=x, width=shape[1], rows_of=N_TOKENS, per=1, **given
+    )
+    z = x.astype(np.float64)
+    want = np.where(z > 0, 1.25 * z * z, 0.75 * (np.expm1(np.minimum(z, f32(eps))) - z)) + 0.5 * z
+    np.testing.assert_allclose(out, want, rtol=1e-6, atol=3e-7)
 
 
 @threads

@@ -20,6 +20,7 @@ from quantkit.model.engine import load
 from quantkit.types import BY_NAME, TensorType
 
 MODELS = ("gpt-oss-moe", "deepseek2-moe", "qwen3next-moe", "gemma4-dense", "gemma4-moe", "starcoder-dense")
+MODELS += ("gemma3n-dense", "spark2_5-dense", "bitnet-dense")
 Shape = tuple[int, ...]
 
 CHANGES: dict[str, Callable[[Shape], Shape]] = {
@@ -123,15 +124,26 @@ OF_GEMMA4 = [
 ]
 
 
+#: Keys that begin with a point have no architecture before them.
+OF_OTHERS = [
+    *(("nanbeige-looped", "num_loops", n) for n in (0, -1, 171, 1 << 40, "two")),
+    *(("apertus-dense", ".xielu.alpha_n", n) for n in ([0.5, 0.5], "much", ["a"] * 3, float("nan"))),
+    *(("gemma3n-dense", "block_count", n) for n in (7, 1 << 30)),
+    *(("gemma3n-dense", "embedding_length_per_layer_input", n) for n in (0, 128, -1)),
+    ("gemma3n-dense", "embedding_length", 64),
+    ("spark2_5-dense", "attention.sliding_window_pattern", [True]),
+]
+
+
 @pytest.mark.parametrize(
     ("model", "key", "value"),
-    [*(("gpt-oss-moe", *case) for case in OF_GPT_OSS), *(("gemma4-dense", *case) for case in OF_GEMMA4)],
+    [*(("gpt-oss-moe", *case) for case in OF_GPT_OSS), *(("gemma4-dense", *case) for case in OF_GEMMA4), *OF_OTHERS],
 )
 def test_metadata_that_do_not_fit_are_refused(
     zoo: Callable[[str], Path], tmp_path: Path, model: str, key: str, value: int
 ) -> None:
     with open_gguf(zoo(model)) as opened:
-        full = f"{model.rpartition('-')[0]}.{key}"
+        full = key[1:] if key.startswith(".") else f"{model.rpartition('-')[0]}.{key}"
         fields = [Field.of(full, value) if f.key == full else f for f in opened.fields.values()]
         tensors = [(t.name, t.shape, t.type, opened.data(t)) for t in opened.tensors.values()]
         write_gguf(tmp_path / "x.gguf", fields, tensors)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import test_tensor_scale as i2_s
 from drawn_checkpoints import write_checkpoint
 
+import checkpoints
+from quantkit.checkpoint.back import open_export
 from quantkit.checkpoint.back.encoded import encoded_tensors
 from quantkit.checkpoint.expressions import read_f32
 from quantkit.checkpoint.expressions import size_of as size_of_tensor
 from quantkit.convert import ConvertOptions, convert
 from quantkit.errors import FormatError, QuantkitError, ResourceError, TypeNotSupported
 from quantkit.export import ExportOptions, export, plan_export
-from quantkit.formats.gguf import open_gguf
+from quantkit.formats.gguf import Field, open_gguf
 from quantkit.formats.safetensors import read_checkpoint
 from quantkit.kernels import dequantize
 from quantkit.pipeline.work import PlannedTensor
@@ -110,6 +115,86 @@ def test_a_run_that_was_ended_goes_on(model: Path, tmp_path: Path) -> None:
     assert all((tmp_path / "back" / n).read_bytes() == (tmp_path / "whole" / n).read_bytes() for n in names)
 
 
+class Killed(BaseException):
+    """Ends a run as SIGKILL does, as far as files are concerned: nothing that is renamed is renamed any more."""
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_run_that_is_killed_while_files_get_their_names(
+    replaces: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is under a final name is whole, config.json is never beside other weights, and --resume ends the run."""
+    options, folder = ExportOptions(max_shard_size="1500K"), tmp_path / "back"
+    export(model, tmp_path / "whole", options)
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    other = ExportOptions(max_shard_size="1500K", outtype="f16")
+    rename = Path.replace
+    for number in range(len(whole)):
+        shutil.rmtree(folder, ignore_errors=True)
+        old = {}
+        if replaces:
+            export(model, folder, other)
+            old = {path.name: path.read_bytes() for path in folder.iterdir()}
+            assert old.keys() == whole.keys()
+        left = [number]
+
+        def stopping(path: Path, target: Path, left: list[int] = left) -> Path:
+            if not left[0]:
+                raise Killed
+            left[0] -= 1
+            return rename(path, target)
+
+        monkeypatch.setattr(Path, "replace", stopping)
+        with pytest.raises(Killed):
+            export(model, folder, options, overwrite=replaces)
+        monkeypatch.undo()
+        there = {path.name: path.read_bytes() for path in folder.iterdir() if path.name in whole}
+        assert all(data in (whole[name], old.get(name)) for name, data in there.items())
+        if "config.json" in there:
+            weights = [name for name in whole if name.endswith(".safetensors")]
+            assert all(there[name] == whole[name] for name in weights)
+        export(model, folder, options, resume=True)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+
+
+def test_a_disk_on_which_only_the_weights_have_room(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = plan_export(model, tmp_path / "back")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=planned.plan.nbytes + 100))
+    with pytest.raises(ResourceError, match="are needed and .* are free"):
+        export(model, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_directory_that_cannot_be_made(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match="no such directory; make it first"):
+        export(model, tmp_path / "a" / "b")
+    (tmp_path / "file").touch()
+    with pytest.raises(ResourceError, match="is no directory"):
+        export(model, tmp_path / "file")
+
+
+def test_what_lies_beside_the_file_does_not_matter(model: Path, tmp_path: Path) -> None:
+    """The way here reads tokenizer.json and modules.json beside config.json: those that are written, not others."""
+    shutil.copy(model, tmp_path / "x.gguf")
+    for name in ("tokenizer.json", "modules.json", "config.json"):
+        (tmp_path / name).write_text("nonsense")
+    export(tmp_path / "x.gguf", tmp_path / "back")
+
+
+def test_how_tokens_become_one_embedding_is_written(model: Path, tmp_path: Path) -> None:
+    """A model for embeddings brings the files of sentence-transformers, and converted again has its key."""
+    drawn = checkpoints.write_checkpoint("bert", tmp_path / "drawn")
+    own = ConvertOptions(pre="jina-v2-en", outtype="f32")
+    convert(drawn, tmp_path / "x.gguf", None, own)
+    export(tmp_path / "x.gguf", tmp_path / "back")
+    assert json.loads((tmp_path / "back/1_Pooling/config.json").read_text())["pooling_mode_mean_tokens"] is True
+    convert(tmp_path / "back", tmp_path / "y.gguf", None, own)
+    with open_gguf(tmp_path / "y.gguf") as file:
+        assert file.get("bert.pooling_type") == 1
+
+
 @pytest.mark.parametrize("size", ["1", "300K", "1M", "5GB"])
 def test_sizes_of_shards(size: str, model: Path, tmp_path: Path) -> None:
     """No shard holds more than was asked for, but for one of a single tensor; the index names them all."""
@@ -165,3 +250,17 @@ def test_values_of_i2_s_have_their_scale(tmp_path: Path) -> None:
         wanted = i2_s.values(data, size_of_tensor(x))
         assert np.array_equal(read_f32(x, 0, wanted.size), wanted.reshape(-1))
         assert np.array_equal(read_f32(x, 300, 1000), wanted.reshape(-1)[300:1300])
+
+
+@pytest.mark.parametrize("value", [0, 1 << 31, [3, 1], "x", 1.5, True, ["a", "b"], None])
+def test_metadata_of_no_model_is_an_error(value: object, model: Path) -> None:
+    """Whatever a key says, of whatever type: an error for people, or a model."""
+    with open_gguf(model) as file:
+        own = [key for key in file.fields if key.startswith(("qwen3moe.", "tokenizer.ggml."))]
+    for key in own:
+        with open_gguf(model) as file:
+            del file.fields[key]
+            if value is not None:
+                file.fields[key] = Field.of(key, value)
+            with suppress(QuantkitError):
+                open_export(file)

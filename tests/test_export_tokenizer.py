@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from functools import cache
 from pathlib import Path
@@ -109,3 +110,45 @@ def test_pieces(flags: dict[str, bool], tmp_path: Path) -> None:
     ids = {text: own.encode(text, add_special=True).tolist() for text in plain}
     assert [text for text in plain if theirs.encode(text).ids != ids[text]] == []
     assert len(plain) > 30
+
+
+@pytest.mark.parametrize("flags", [{}, {"normalizer.lowercase": False}])
+def test_words(flags: dict[str, bool], tmp_path: Path) -> None:
+    path = vocabs.wordpiece(tmp_path / "x.gguf", **flags)
+    with open_gguf(path, header_only=True) as file:
+        own = Tokenizer.from_gguf(file)
+        files, _ = tokenizer_files(file)
+    theirs = HuggingFace.from_str(files["tokenizer.json"].decode())
+    latin = [text for text in texts() if "<" not in text and max(text, default="") < "\u0250"]
+    plain = [text for text in latin if max(map(len, text.split()), default=0) <= 100]  # llama.cpp has no such limit
+    ids = {text: own.encode(text, add_special=True).tolist() for text in plain}
+    assert [text for text in plain if theirs.encode(text).ids != ids[text]] == []
+    assert len(plain) > 20
+
+
+def test_a_plain_token_may_begin_texts(tmp_path: Path) -> None:
+    """It is put before them, and is nothing special within them."""
+    path = vocabs.spm(tmp_path / "x.gguf", bos_token_id=300)
+    with open_gguf(path, header_only=True) as file:
+        own = Tokenizer.from_gguf(file)
+        files, _ = tokenizer_files(file)
+    theirs = HuggingFace.from_str(files["tokenizer.json"].decode())
+    assert theirs.encode("some text").ids == own.encode("some text", add_special=True).tolist()
+    assert theirs.encode("some text").ids[0] == 300
+    assert "bos_token" not in json.loads(files["tokenizer_config.json"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "pair"),
+    [
+        ({"add_sep_token": False}, "[CLS] a [SEP] b [SEP]"),
+        ({"add_sep_token": True}, "[CLS] a [SEP] [SEP] b [SEP]"),
+        ({}, "[CLS] a [SEP] b"),
+    ],
+)
+def test_what_is_put_between_two_texts(flags: dict[str, bool], pair: str, tmp_path: Path) -> None:
+    with open_gguf(vocabs.wordpiece(tmp_path / "x.gguf", **flags), header_only=True) as file:
+        files, _ = tokenizer_files(file)
+    template = json.loads(files["tokenizer.json"])["post_processor"]["pair"]
+    found = [(each.get("SpecialToken") or each.get("Sequence"))["id"] for each in template]
+    assert " ".join(found).replace("A", "a").replace("B", "b") == pair

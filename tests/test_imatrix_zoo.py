@@ -123,7 +123,7 @@ def test_sums_are_those_of_llama_imatrix(name: str, tmp_path: Path, llama_bin: P
     assert ours.imatrix is not None
     theirs = read_imatrix(tmp_path / "theirs.gguf")
     # Beside its entries there are only other names of the same data, inputs of latent attention's other form, and
-    # that of a weight outside of all layers, which llama.cpp's quantizer leaves alone.
+    # those of weights outside of all layers, which llama.cpp's quantizer leaves alone.
     more = ours.imatrix.entries.keys() - theirs.entries.keys()
     assert not theirs.entries.keys() - ours.imatrix.entries.keys()
     assert {entry.removesuffix(".weight").rpartition(".")[2] for entry in more} <= MORE
@@ -134,6 +134,7 @@ def test_sums_are_those_of_llama_imatrix(name: str, tmp_path: Path, llama_bin: P
 #: MiniCPM 3: llama.cpp scales what the output matrix multiplies, here the logits are; encoders see no difference.
 SCALED = {("minicpm3", "output.weight"): 256 / 64}
 MORE = {"attn_k_b", "attn_v_b", "attn_kv_b", "ssm_in", "ffn_gate_exps", "ffn_up_exps", "per_layer_model_proj"}
+MORE |= {"altup_proj", "altup_unembd_proj", "output_hc_fn"}
 
 
 def agree(name: str, ours: ImatrixEntry, theirs: ImatrixEntry, scale: float) -> None:

@@ -12,6 +12,8 @@ ROOT = Path(__file__).parent.parent / "quantkit"
 
 #: What each part may import, besides itself.
 FLOOR = {"version", "types", "errors", "helpers", "patterns"}
+#: Modules of their own kind, neither floor nor verbs.
+APART = {"cluster"}
 ALLOWED = {
     "quantkit": {"version", "verbs", "errors", "model"},
     "version": set(),
@@ -19,12 +21,13 @@ ALLOWED = {
     "errors": set(),
     "helpers": set(),
     "patterns": {"errors"},
+    "cluster": {"version", "errors"},
     "formats": FLOOR,
     "kernels": FLOOR,
     "checkpoint": FLOOR | {"formats", "kernels"},
-    "pipeline": FLOOR | {"formats", "kernels"},
+    "pipeline": FLOOR | {"cluster", "formats", "kernels"},
     "model": FLOOR | {"formats", "kernels"},
-    "verbs": FLOOR | {"formats", "kernels", "checkpoint", "pipeline", "model"},
+    "verbs": FLOOR | {"cluster", "formats", "kernels", "checkpoint", "pipeline", "model"},
     "cli": FLOOR | {"formats", "kernels", "checkpoint", "pipeline", "model", "verbs"},
 }
 PACKAGES = ("formats", "kernels", "checkpoint", "pipeline", "model", "cli")
@@ -52,11 +55,18 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "devices": {"placement"},
         "check": {"op_table", "ops"},
         "builder": {"arch", "hparams", "ops"},
-        **dict.fromkeys(("attention", "feed_forward", "indexer", "recurrent"), _BLOCK),
+        **dict.fromkeys(("attention", "feed_forward", "hyper", "indexer", "recurrent"), _BLOCK),
         "mla": _BLOCK | {"attention", "indexer"},
         "gemma4": _BLOCK | {"attention", "feed_forward"},
-        **dict.fromkeys(("delta_net", "mamba"), _BLOCK | {"attention", "recurrent"}),
-        "graph": _BLOCK | {"attention", "check", "delta_net", "feed_forward", "gemma4", "mamba", "mla"},
+        "gemma3n": _BLOCK | {"gemma4"},
+        **dict.fromkeys(("delta_net", "short_convolution"), _BLOCK | {"attention", "recurrent"}),
+        "mamba": _BLOCK | {"attention", "feed_forward", "recurrent"},
+        "kimi": _BLOCK | {"attention", "mla", "recurrent"},
+        "lightning": _BLOCK | {"attention", "delta_net", "recurrent"},
+        "residuals": _BLOCK,
+        "graph": _BLOCK
+        | {"attention", "check", "delta_net", "feed_forward", "gemma3n", "gemma4", "hyper", "kimi", "lightning"}
+        | {"mamba", "mla", "residuals", "short_convolution"},
         "nextn": _BLOCK | {"check", "graph", "hparams"},
         # Backends know operations, not architectures.
         "backends": {"batch", "check", "fusion", "op_table", "ops"},
@@ -90,7 +100,7 @@ def part_of(module: str) -> str:
     if len(names) == 1:
         return "quantkit"
     first = names[1]
-    if first in PACKAGES or first in FLOOR:
+    if first in PACKAGES or first in FLOOR | APART:
         return first
     verb = (ROOT / f"{first}.py").exists() or (ROOT / first / "__init__.py").exists()
     return "verbs" if verb else "quantkit"

@@ -1,4 +1,4 @@
-"""The zoo: 44 small f32 models of many architectures, drawn from a seed, every part of which matters to the logits.
+"""The zoo: small f32 models of many architectures, drawn from a seed, every part of which matters to the logits.
 
     python tests/zoo.py OUT [NAME ...] --seed 1
 

@@ -41,7 +41,8 @@ from quantkit.checkpoint.vocab.tokenizer import Vocabulary
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import Field, TensorInfo
 from quantkit.formats.gguf.rules import MAX_DIMS, short
-from quantkit.formats.ranges import U8
+from quantkit.formats.ranges import U8, both_ends
+from quantkit.formats.remote import located
 from quantkit.formats.safetensors import StoredTensor, read_checkpoint
 from quantkit.helpers import round_up
 from quantkit.types import TensorType
@@ -57,6 +58,8 @@ _OTHER_FILES = (
     *("config.json", "generation_config.json", "README.md", "tokenizer.json", "tokenizer_config.json"),
     *("tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
     *("merges.txt", "vocab.json", "vocab.txt", "model.safetensors.index.json", "hf_quant_config.json", "modules.json"),
+    *("spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "hy.tiktoken", "qwen.tiktoken", "tokenizer.jsonl"),
+    *("rwkv_vocab_v20230424.txt", "tekken.json"),
 )
 
 
@@ -103,6 +106,11 @@ class Checkpoint:
         #: What is worth saying about it.
         self.notes: tuple[str, ...] = ()
 
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        """See ``pipeline.source``."""
+        return self.files
+
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a metadata key, or ``default`` if there is none."""
         found = self.fields.get(key)
@@ -137,12 +145,10 @@ class Checkpoint:
         for part in parts.values():
             files.setdefault(part.path, []).append(part)
         for path, stored in files.items():
-            with open(path, "rb") as file:
-                for part in stored:
-                    digest.update(f"{part.name} {part.dtype} {part.shape}".encode())
-                    for at in (0, max(0, part.nbytes - _SAMPLE)):
-                        file.seek(part.offset + at)
-                        digest.update(file.read(min(_SAMPLE, part.nbytes)))
+            ends = both_ends(path, ((part.offset, part.nbytes) for part in stored), _SAMPLE)
+            for part, sample in zip(stored, ends, strict=True):
+                digest.update(f"{part.name} {part.dtype} {part.shape}".encode())
+                digest.update(sample)
         return digest.hexdigest()
 
 
@@ -158,7 +164,7 @@ def refusing(function: Callable[P, Checkpoint]) -> Callable[P, Checkpoint]:
         try:
             return function(*args, **kwargs)
         except _MISTAKEN as e:
-            path = Path(str(args[0] if args else kwargs["folder"])) / "config.json"
+            path = located(str(args[0] if args else kwargs["folder"])) / "config.json"
             raise FormatError(f"{path}: a value is not what its architecture needs: {short(str(e))}") from e
 
     return refusing
@@ -200,7 +206,7 @@ def open_checkpoint(
         FormatError: a file is broken, missing or of another model; the message names file and tensor.
         TypeNotSupported: an architecture or a quantization that is not converted.
     """
-    path = Path(folder)
+    path = located(folder)
     config = read_config(path)
     row = find_architecture(config)
     check_nextn(nextn, row, config)
@@ -218,6 +224,7 @@ def open_checkpoint(
     tuned = read_adapters(adapters)
     if tuned:
         meant = merged(meant, tuned, row, context)
+    meant = row.arrange(meant, config)
     made: list[Made] = []
     if not vocab_only:
         named = named_tensors(meant.tensors, row.rules, context, row.extra(config), meant.first)
@@ -313,8 +320,8 @@ def _made(name: str, tensor: Tensor, names: TensorNames, outtype: OutType, exact
     x = tensor.x
     if not x.shape:
         x = Shaped(x, (1,))
-    wanted = TYPE_F32 if tensor.full else type_of(name, x, tensor.layer, names, outtype.type)
-    if q8 and not tensor.full and x.type.block == 1 and any(part.dtype in _FLOAT8 for part in x.parts()):
+    wanted = type_of(name, x, tensor.layer, names, outtype.type, tensor.typed)
+    if q8 and tensor.typed is None and x.type.block == 1 and any(part.dtype in _FLOAT8 for part in x.parts()):
         wanted = type_of_float8(name, x)
     if x.type.name in ("Q4_0", "Q8_0") and type_of(name, floats(x), tensor.layer, names, TYPE_F16) is TYPE_F32:
         x, wanted = floats(x), TYPE_F32  # a router, say

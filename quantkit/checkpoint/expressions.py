@@ -133,7 +133,8 @@ class Stored:
     def read(self, start: int, into: U8, ahead: int = 0) -> None:
         t = self.tensor
         if t.dtype in _SAME:
-            read_range(t.path, into, t.offset + value_bytes(self.type, start), ahead)
+            within = (t.offset, t.offset + t.nbytes)
+            read_range(t.path, into, t.offset + value_bytes(self.type, start), ahead, within)
             return
         values = into.view(np.float32)
         for at in range(0, values.size, PIECE):
@@ -148,7 +149,7 @@ class Stored:
         if dtype.kind == "V":
             raise FormatError(f"{t.path}: tensor {t.name} is {t.dtype}, which is not read")
         data = np.empty(n * dtype.itemsize, np.uint8)
-        read_range(t.path, data, t.offset + start * dtype.itemsize)
+        read_range(t.path, data, t.offset + start * dtype.itemsize, within=(t.offset, t.offset + t.nbytes))
         found = data.view(dtype)
         return found if table is None else table[found]
 
@@ -473,15 +474,26 @@ def _exp(x: F32) -> F32:
         return np.exp(x)
 
 
-def _log_of_negative(x: F32) -> F32:
-    """Return what ``_negative_exp`` made ``x`` of: of several values the one of the fewest bits, as it was stored."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        found = np.log(-x.astype(np.float64)).astype(np.float32)
+def _undone(x: F32, near: npt.NDArray[np.float64], function: Callable[[F32], F32]) -> F32:
+    """Return what ``function`` made ``x`` of, ``near`` to that: of several values the one of the fewest bits."""
+    found = near.astype(np.float32)
     made, bits = found, found.view(np.uint32)
     for dropped in range(1, 23):
         short = ((bits + (1 << dropped - 1)) >> dropped << dropped).view(np.float32)
-        made = np.where(_negative_exp(short) == x, short, made)
+        made = np.where(function(short) == x, short, made)
     return made
+
+
+def _log_of_negative(x: F32) -> F32:
+    """Return what ``_negative_exp`` made ``x`` of."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return _undone(x, np.log(-x.astype(np.float64)), _negative_exp)
+
+
+def _log(x: F32) -> F32:
+    """Return what ``_exp`` made ``x`` of."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return _undone(x, np.log(x.astype(np.float64)), _exp)
 
 
 def _negative(x: F32) -> F32:
@@ -495,6 +507,7 @@ FUNCTIONS: dict[str, Callable[[F32], F32]] = {
     "negative exp": _negative_exp,
     "log of negative": _log_of_negative,
     "exp": _exp,
+    "log": _log,
     "negative": _negative,
 }
 
@@ -545,6 +558,16 @@ class Multiplied(ByValue):
 
     def computed(self, x: F32) -> F32:
         return x * np.float32(self.factor)
+
+
+@dataclass(frozen=True)
+class Added(ByValue):
+    """Each value plus ``value``, a float32."""
+
+    value: float
+
+    def computed(self, x: F32) -> F32:
+        return x + np.float32(self.value)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ COMMANDS = {
     "export": "Export a GGUF file as a checkpoint that transformers loads.",
     "merge-up-gate": "Merge the up and gate experts of a MoE model into one tensor, byte for byte.",
     "split-up-gate": "Split merged up and gate experts; undoes merge-up-gate exactly.",
+    "cache": "Show, prune and verify a cache of encoded tensors (--cache).",
     "inspect": "Show what is in a GGUF file: tensors, types, sizes, metadata, shards.",
     "compare": "Compare two GGUF files: metadata, types, bytes, and error after decoding.",
     "perplexity": "Measure perplexity on a text; save logits as a base for kld.",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
+
+from quantkit.formats.remote import URL, located
 
 
 def files(incomplete: str, suffixes: tuple[str, ...]) -> list[CompletionItem]:
@@ -25,11 +28,20 @@ def files(incomplete: str, suffixes: tuple[str, ...]) -> list[CompletionItem]:
 
 
 class FileOf(click.Path):
-    """A path that completes to files with the suffixes."""
+    """A path that completes to files with the suffixes, or a URL, unless it must be ``here``, on this machine."""
 
-    def __init__(self, *suffixes: str, exists: bool = False) -> None:
+    def __init__(self, *suffixes: str, exists: bool = False, here: bool = False) -> None:
         super().__init__(exists=exists, dir_okay=not exists, path_type=Path)
-        self.suffixes = suffixes
+        self.suffixes, self.here = suffixes, here
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return a path, or a URL, of which opening it tells whether it is there."""
+        found = located(value)
+        if not isinstance(found, URL):
+            return super().convert(value, param, ctx)
+        if self.here:
+            self.fail(f"{found}: this command needs a file of this machine", param, ctx)
+        return found
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Return completions of a path."""
@@ -37,7 +49,8 @@ class FileOf(click.Path):
 
 
 MODEL, IMATRIX = FileOf(".gguf"), FileOf(".gguf", ".dat")
-MODEL_FILE, IMATRIX_FILE = FileOf(".gguf", exists=True), FileOf(".gguf", ".dat", exists=True)
+MODEL_FILE, IMATRIX_FILE = FileOf(".gguf", exists=True, here=True), FileOf(".gguf", ".dat", exists=True)
+IMATRIX_HERE = FileOf(".gguf", ".dat", here=True)
 
 
 def types(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -11,12 +11,14 @@ import click
 from click.shell_completion import CompletionItem
 
 from quantkit.cli.ignored import Ignored
-from quantkit.cli.options import echo_notes, on_command_line, option, options
+from quantkit.cli.options import cached, echo_notes, on_command_line, option, options
+from quantkit.cli.panics import panics_hidden
 from quantkit.cli.quantize import QuantizeCommand, is_count, is_type, parsed_layers, quantize_options, run_shown
 from quantkit.cli.refused import refused_options
 from quantkit.cli.summary import DryRunReport
 from quantkit.cli.table import table
-from quantkit.pipeline.run import RunOptions, refusal
+from quantkit.formats.remote import located
+from quantkit.pipeline.run import RunOptions, foreseen, refusal
 
 _SOURCE = "The checkpoint"
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -110,7 +112,9 @@ _convert_options = options(
 def command(
     arguments: tuple[str, ...],
     threads: int | None,
+    ray: str | None,
     max_ram: int,
+    spool: Path | None,
     resume: bool,
     overwrite: bool,
     measure_error: bool,
@@ -118,13 +122,16 @@ def command(
     as_json: bool,
     prune_layers: str | None,
     split_max_size: int | None,
+    cache: Path | None,
+    cache_size: int | None,
     outfile: str | None,
     **given: Any,
 ) -> None:
     """Convert a checkpoint of Hugging Face to GGUF; with TYPE, quantize it in the same pass.
 
     DIR holds config.json, model*.safetensors and the files of the tokenizer. Without OUT.gguf the output lies in DIR,
-    under the name that llama.cpp's convert_hf_to_gguf.py gives it; in OUT {ftype} stands for the type.
+    under the name that llama.cpp's convert_hf_to_gguf.py gives it; in OUT {ftype} stands for the type. Both may be URLs
+    (hf://org/model, s3://bucket/model).
 
     The bytes are those of convert_hf_to_gguf.py b11434 (with transformers 4.57.6) and, with TYPE, of llama-quantize on
     what it writes: no file in between, no torch, and memory for a few rows only. Options of `quantkit quantize` need
@@ -140,6 +147,7 @@ def command(
     output = output if outfile is None else outfile
     if threads and positional and threads != positional:
         raise click.UsageError(f"THREADS is {positional} and --threads {threads}: give one of them")
+    kept = cached(cache, cache_size)
     names, own = ({f.name for f in fields(of)} for of in (QuantizeOptions, ConvertOptions))
     quantize = QuantizeOptions(
         prune_layers=parsed_layers(prune_layers),
@@ -150,13 +158,15 @@ def command(
         split_max_size=None if type_name else split_max_size,
         **{name: value for name, value in given.items() if name in own},
     )
-    plan = plan_convert(folder, output, type_name, convert, quantize)
+    with panics_hidden():  # the tokenizer is read then
+        plan = plan_convert(located(folder, spool), output and located(output, spool), type_name, convert, quantize)
     echo_notes(plan.notes)
     if dry_run:
-        report = DryRunReport(plan, refusal(plan, resume=resume, overwrite=overwrite))
+        refused = refusal(plan, resume=resume, overwrite=overwrite)
+        report = DryRunReport(plan, refused, foreseen(plan, cache, measure=measure_error))
         click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
         return
-    how: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite}
+    how: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite, "ray": ray, **kept}
     run_shown(plan, max_ram, {**how, "measure_error": measure_error}, as_json=as_json)
 
 

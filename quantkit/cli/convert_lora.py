@@ -81,5 +81,5 @@ def command(
         report = DryRunReport(plan, refusal(plan, resume=run["resume"], overwrite=run["overwrite"]))
         click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
         return
-    how: RunOptions = {"threads": run["threads"], "resume": run["resume"], "overwrite": run["overwrite"]}
+    how: RunOptions = {name: run[name] for name in ("threads", "resume", "overwrite", "ray")}  # type: ignore[assignment]
     run_shown(plan, max_ram, how, as_json=as_json)

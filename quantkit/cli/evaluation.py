@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 import numpy as np
@@ -17,7 +17,7 @@ from quantkit.cli.complete import MODEL_FILE
 from quantkit.cli.ignored import ignored_options
 from quantkit.cli.options import SIZE, GPULayers, claim, echo_notes, option, options, setting, to_json
 from quantkit.evaluate import Estimate
-from quantkit.evaluate.passes import LoadOptions
+from quantkit.evaluate.passes import EvaluationOptions, LoadOptions, Nodes
 from quantkit.formats.outputs import check_apart, read_text, written
 from quantkit.formats.tokenizer import read_token_ids
 
@@ -41,9 +41,9 @@ placement_options = options(
     setting(
         "--backend",
         group=RUN,
-        type=click.Choice(["cpu", "cuda"], case_sensitive=False),
+        type=click.Choice(["cpu", "cuda", "auto"], case_sensitive=False),
         default="cpu",
-        help="Where to compute; cuda takes the whole model unless -ngl or -ot say otherwise.",
+        help="Where to compute; cuda takes the whole model unless -ngl or -ot say otherwise; auto: cuda if there is.",
     ),
     option(
         "-ngl",
@@ -90,13 +90,18 @@ def placement_given(run: Mapping[str, Any]) -> Placement:
     from quantkit.model.placement import placement_of
 
     backend, layers = run["backend"].lower(), run["gpu_layers"]
-    devices = cuda_devices() if backend == "cuda" or layers else ()
+    devices = cuda_devices() if backend != "cpu" or layers else ()
+    backend = ("cuda" if devices else "cpu") if backend == "auto" else backend
     if layers and not devices and backend != "cuda":
         from quantkit.kernels.cuda.core.device import why_none
 
         echo_notes([f"-ngl: all layers run on the CPU; {why_none()}"])
         layers = 0
-    return placement_of(backend, layers, [*run["rules"], *_experts_on_cpu(run["cpu_moe"], run["n_cpu_moe"])], devices)
+    return placement_of(backend, layers, _rules(run), devices)
+
+
+def _rules(run: Mapping[str, Any]) -> list[str]:
+    return [*run["rules"], *_experts_on_cpu(run["cpu_moe"], run["n_cpu_moe"])]
 
 
 def _experts_on_cpu(every: bool, first: int | None) -> list[str]:
@@ -156,7 +161,7 @@ def load_options(run: Mapping[str, Any]) -> LoadOptions:
     """Return what quantkit.load takes, from the values of ``run_options``."""
     from quantkit.model.fusion import Fusion
 
-    return {
+    made: LoadOptions = {
         "threads": run["threads"] or None,
         "n_ubatch": run["n_ubatch"],
         "kv_type": run["kv_type"],
@@ -166,8 +171,17 @@ def load_options(run: Mapping[str, Any]) -> LoadOptions:
         "cublas": run["cublas"],
         "fusion": Fusion(*(run[f"fused_{name}"] for name in ("up_gate", "moe", "qkv", "launches"))),
         "merge_up_gate": run["merge_up_gate_experts"],
-        "placement": placement_given(run),
     }
+    return {**made, "placement": placement_given(run)}
+
+
+def run_options_of(run: Mapping[str, Any]) -> EvaluationOptions:
+    """Return what perplexity, kld and imatrix take, from the values of ``run_options`` and --ray."""
+    if run["ray"] is None:
+        return cast(EvaluationOptions, load_options(run))
+    nodes = Nodes(run["ray"], run["backend"].lower(), run["gpu_layers"], tuple(_rules(run)))
+    made = cast(EvaluationOptions, load_options({**run, "backend": "cpu", "gpu_layers": None, "rules": ()}))
+    return {**made, "nodes": nodes}
 
 
 #: The text, as ``given_text`` takes it.

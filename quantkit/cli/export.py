@@ -10,9 +10,8 @@ import click
 
 from quantkit.cli.complete import MODEL_FILE
 from quantkit.cli.options import SIZE, GroupedCommand, echo_notes, option, options, plan_options, setting
-from quantkit.cli.summary import DryRunReport, RunReport
 from quantkit.cli.table import table
-from quantkit.helpers import available_cpus, printable
+from quantkit.helpers import available_cpus
 
 _WRITTEN, _RUN, _OUT = "The checkpoint", "The run", "Output"
 
@@ -72,26 +71,26 @@ def command(
     Tensors get the names, the order of rows and the experts of their own that the class of transformers has;
     quantized ones are decoded. What `quantkit convert` would not turn into the same model again is refused.
     """
+    from quantkit.cli.exported import ExportProgress, ExportReport
     from quantkit.export import ExportOptions, plan_export, refusal, run_export
-    from quantkit.quantize import QuantizeResult
 
     given = ExportOptions(
         outtype=outtype, architecture=architecture, tokenizer=not no_tokenizer, max_shard_size=max_shard_size
     )
     planned = plan_export(source, folder, given)
     echo_notes(planned.plan.notes)
+    report = ExportReport(planned)
     if dry_run:
-        report = DryRunReport(planned.plan, refusal(planned, resume=run["resume"], overwrite=run["overwrite"]))
-        click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
+        refused = refusal(planned, resume=run["resume"], overwrite=run["overwrite"])
+        click.echo(json.dumps(report.as_dict(refused), indent=2) if as_json else report.text(refused))
         return
-    run["threads"] = run["threads"] or available_cpus()
-    shown = RunReport(planned.plan, quiet=as_json)
+    run["threads"] = run["threads"] or (available_cpus() if run["ray"] is None else None)
+    shown = ExportProgress(planned.plan, quiet=as_json)
     with shown.shown("what is done is kept, continue with --resume"):
         done = run_export(planned, observer=shown, **run)
-    result = QuantizeResult(planned.plan, done, run["threads"])
+    threads = run["threads"] or sum(node.cpus for node in done.nodes)
     if as_json:
-        click.echo(json.dumps(shown.as_dict(result), indent=2))
+        more = {"seconds": done.seconds, "threads": threads, "resumed_tensors": done.resumed}
+        click.echo(json.dumps(report.as_dict() | more, indent=2))
         return
-    click.echo(
-        f"{shown.text(result)}\nbeside them, for {planned.architecture}: {', '.join(map(printable, planned.files))}"
-    )
+    click.echo(report.done(done, threads))

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli.complete import IMATRIX, MODEL_FILE
-from quantkit.cli.evaluation import TEXT_FILE, Bar, ids_file, load_options, run_options
+from quantkit.cli.complete import IMATRIX_HERE, MODEL_FILE
+from quantkit.cli.evaluation import TEXT_FILE, Bar, ids_file, run_options, run_options_of
 from quantkit.cli.imatrix_show import coverage_table, experts_of, findings, show
-from quantkit.cli.options import CHUNKS, SHARE, claim, echo_notes, on_command_line, option, options, setting
+from quantkit.cli.options import CHUNKS, SHARE, claim, echo_notes, on_command_line, option, options, ray_option, setting
 from quantkit.cli.plot import Figure, Line, LinePanel, check_plot, draw
 from quantkit.cli.table import table
 from quantkit.evaluate import Estimate
@@ -73,7 +73,7 @@ collect_options = options(
     setting("--chunk", "--from-chunk", group=_TEXT, type=click.IntRange(0), default=0, help="Skip the first N chunks."),
     option("--parse-special", group=_TEXT, is_flag=True, help="Parse special tokens in texts, such as <|im_end|>."),
     option("--ppl/--no-ppl", group=_TEXT, default=True, help="Also compute the perplexity (the default)."),
-    option("-o", "--output", "--output-file", group=_OUT, type=IMATRIX, help="The file to write [imatrix.gguf]."),
+    option("-o", "--output", "--output-file", group=_OUT, type=IMATRIX_HERE, help="The file to write [imatrix.gguf]."),
     option("--output-format", group=_OUT, type=KINDS, help="By default from the name of OUT."),
     option("--in-file", "in_files", group=_OUT, multiple=True, metavar="FILE", help="Add to these; a,b or repeated."),
     setting(
@@ -120,6 +120,7 @@ collect_options = options(
         help="For experts: weigh tokens equally, by squared router weight, or both.",
     ),
     run_options,
+    ray_option,
 )
 
 
@@ -163,12 +164,14 @@ def collect(ctx: click.Context, given: Mapping[str, Any]) -> None:
 
 
 def _collect(output: Path | None, in_files: Sequence[Path], given: Mapping[str, Any]) -> None:
-    run = load_options(given)
+    run = run_options_of(given)
     if output is not None:
         run["fusion"] = run["fusion"].observed()
     tokens = None if given["tokens"] is None else read_token_ids(given["tokens"])
     texts: dict[str, Any] = {"chat": given["chat"], "prompt": given["prompt"], "tokens": tokens}
     options = _options(given)
+    if given["covariance"] is not None and given["ray"] is not None:
+        raise click.UsageError("--covariance runs on one machine: leave --ray away, or run twice")
     if given["covariance"] is not None:
         _check_covariance(given, options)
     picture = None if given["plot"] is None else claim(given["plot"], overwrite=given["overwrite"])

@@ -16,12 +16,12 @@ from quantkit.cli.evaluation import (
     estimate,
     finite,
     json_option,
-    load_options,
     model_option,
     report,
     run_options,
+    run_options_of,
 )
-from quantkit.cli.options import CHUNKS, GroupedCommand, echo_notes, option
+from quantkit.cli.options import CHUNKS, GroupedCommand, echo_notes, option, ray_option
 from quantkit.cli.table import columns
 from quantkit.errors import QualityGate
 from quantkit.evaluate import Estimate, Kld, KldProgress, KldSums, kld
@@ -52,6 +52,7 @@ _WIDE, _NARROW = 125, "chunk         PPL             KL Divergence        Δp RM
 @option("-c", "--ctx-size", "n_ctx", group=_BASE, type=click.IntRange(1), help="Checked against the base's own.")
 @option("--chunks", group=_BASE, type=CHUNKS, default=-1, help="Only the first N chunks; -1, the default, for all.")
 @run_options
+@ray_option
 @option("--max-kld", group=RUN, type=click.FloatRange(0), help="Exit with 3 if the mean divergence is larger.")
 @json_option
 def command(
@@ -87,7 +88,7 @@ def command(
             bar.update(now.chunk, now.n_chunks, f"KLD {mean.value:.5f} +/- {mean.error:.5f}")
 
         found = kld(
-            model, base, n_ctx=n_ctx, n_batch=run["n_batch"], chunks=chunks, progress=progress, **load_options(run)
+            model, base, n_ctx=n_ctx, n_batch=run["n_batch"], chunks=chunks, progress=progress, **run_options_of(run)
         )
     echo_notes(found.notes)
     report(json_to, json_file, "\n" + _text(found), _as_dict(found))

@@ -10,14 +10,14 @@ from typing import Any
 import click
 
 from quantkit.cli.complete import IMATRIX, IMATRIX_FILE, MODEL
-from quantkit.cli.options import SIZE, claim, echo_notes, option, options, plan_options
-from quantkit.cli.summary import RunReport, dry_run_line
+from quantkit.cli.options import SIZE, claim, echo_notes, option, options, plan_options, spool_option
+from quantkit.cli.summary import RunReport, cache_dict, cache_lines, dry_run_line, nodes_line
 from quantkit.formats.imatrix import Imatrix, write_imatrix
 from quantkit.formats.outputs import check_apart
 from quantkit.helpers import format_seconds, format_size, printable
 from quantkit.merge import MergePlan, run_merge
 from quantkit.pipeline.regroup import layer_names
-from quantkit.pipeline.run import RunResult, refusal
+from quantkit.pipeline.run import RunResult, foreseen, refusal
 
 _FILES, _RUN, _OUT = "Files", "The run", "Output"
 
@@ -30,6 +30,7 @@ shared_options = options(
     option("--split-max-size", group=_FILES, type=SIZE, help="Begin a new shard beyond this size (48G)."),
     option("--imatrix", group=_FILES, type=IMATRIX_FILE, help="Also rename this importance matrix's entries ..."),
     option("--imatrix-out", group=_FILES, type=IMATRIX, help="... and write it here."),
+    spool_option,
     plan_options,
 )
 
@@ -58,17 +59,27 @@ def carry_out(
         report = RunReport(plan, quiet=as_json)
         with report.shown("continue with --resume"):
             result = run_merge(merge, observer=report, **run)
+        echo_notes(result.cache.notes if result.cache is not None else ())
+    cache = foreseen(plan, run.get("cache")) if result is None else result.cache
     if converted is not None and held is not None:
         write_imatrix(held, converted, converted.format)
-    shown = _as_dict(merge, result) | {"refused": refused} if as_json else None
-    click.echo(json.dumps(shown, indent=2) if as_json else _text(merge, result, imatrix_out, refused))
+    if as_json:
+        click.echo(json.dumps(_as_dict(merge, result) | {"refused": refused} | cache_dict(cache), indent=2))
+    else:
+        click.echo("\n".join([*_lines(merge, imatrix_out), *cache_lines(cache, dry=dry_run), _end(result, refused)]))
 
 
 def _loads(merge: MergePlan) -> str:
     return ", ".join(f"{name}: {'yes' if loads else 'no'}" for name, loads in merge.loads_merged.items())
 
 
-def _text(merge: MergePlan, result: RunResult | None, imatrix_out: Path | None, refused: str | None) -> str:
+def _end(result: RunResult | None, refused: str | None) -> str:
+    if result is None:
+        return dry_run_line(refused)
+    return "\n".join([f"written in {format_seconds(result.seconds)}", *nodes_line(result)])
+
+
+def _lines(merge: MergePlan, imatrix_out: Path | None) -> list[str]:
     layers = layer_names(merge.changed)
     changed = sum(t.nbytes for t in merge.plan.tensors if t.reason != "copied")
     lines = [
@@ -79,8 +90,7 @@ def _text(merge: MergePlan, result: RunResult | None, imatrix_out: Path | None, 
     ]
     if imatrix_out is not None:
         lines.append(f"importance matrix: {printable(imatrix_out)}")
-    done = f"written in {format_seconds(result.seconds)}" if result else dry_run_line(refused)
-    return "\n".join([*lines, done])
+    return lines
 
 
 def _as_dict(merge: MergePlan, result: RunResult | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,6 +20,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 if TYPE_CHECKING:
+    from quantkit.pipeline.run import RunOptions
+
     _Int = click.ParamType[int]
     _Float = click.ParamType[float]
     _Ints = click.ParamType[tuple[int, ...]]
@@ -131,10 +134,10 @@ CHUNKS = Chunks()
 class GroupedOption(click.Option):
     """An option that --help lists under its group's heading."""
 
-    def __init__(self, *args: Any, group: str = "Options", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, group: str = "Options", values: str | None = None, **kwargs: Any) -> None:
         self.group = group
-        #: The value may be omitted.
-        self.may_be_bare = kwargs.get("is_flag") is False
+        #: The value may be omitted; a regular expression then tells values from what follows.
+        self.may_be_bare, self.values = kwargs.get("is_flag") is False, values
         super().__init__(*args, **kwargs)
         if self.metavar is None and isinstance(self.type, (click.IntRange, click.types.IntParamType)):
             self.metavar = "N"
@@ -147,6 +150,7 @@ class WholeNames(click.Command):
         named = {
             n: o for o in self.get_params(ctx) if isinstance(o, click.Option) for n in (*o.opts, *o.secondary_opts)
         }
+        args = _with_bare_values(args, named)
         left = args[::-1]
         while left and left[-1] != "--":
             arg = left.pop()
@@ -158,6 +162,18 @@ class WholeNames(click.Command):
             elif found is None and _is_unknown(arg, named):
                 raise click.NoSuchOption(arg, possibilities=get_close_matches(arg, named), ctx=ctx)
         return super().parse_args(ctx, args)
+
+
+def _with_bare_values(args: list[str], named: Mapping[str, click.Option]) -> list[str]:
+    """Return arguments where an option that may be bare, and is, has the value that this stands for."""
+    end = args.index("--") if "--" in args else len(args)
+    made = list(args)
+    for i, arg in enumerate(args[:end]):
+        found = named.get(arg)
+        values = getattr(found, "values", None)
+        if found is not None and values and (i + 1 == end or not re.fullmatch(values, args[i + 1])):
+            made[i] = f"{arg}={found.flag_value}"
+    return made
 
 
 def _is_unknown(arg: str, named: Mapping[str, click.Option]) -> bool:
@@ -221,9 +237,56 @@ threads_option = option(
 )
 
 
+#: Names the cache of encoded tensors where --cache does not.
+CACHE_VARIABLE = "QUANTKIT_TENSOR_CACHE"
+
+cache_option = option(
+    "--cache",
+    group="The run",
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar=CACHE_VARIABLE,
+    help="Keep encoded tensors in this folder, and take from it what was encoded before.",
+)
+cache_size_option = option(
+    "--cache-size", group="The run", type=SIZE, help="With --cache: the most it may take from now on (50G)."
+)
+
+
+def cached(cache: Path | None, cache_size: int | None) -> RunOptions:
+    """Return what --cache and --cache-size say of a run."""
+    if cache is None:
+        if cache_size is not None:
+            raise click.UsageError("--cache-size is the size of a --cache, but none was given")
+        return {}
+    return {"cache": cache, "cache_size": cache_size}
+
+
+#: --ray, with an address or without.
+ray_option = option(
+    "--ray",
+    group="The run",
+    is_flag=False,
+    flag_value="auto",
+    values=r"auto|local|ray://.*|\S+:\d+",
+    metavar="[ADDRESS]",
+    help="Work on all nodes of a Ray cluster: HOST:PORT, or bare, the one this machine is in.",
+)
+
+
+#: --spool, for commands that write through a plan.
+spool_option = option(
+    "--spool",
+    group="The run",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Where an output that is a URL grows until it is uploaded.  [default: in the cache]",
+)
+
 #: What commands share that make one output from a plan.
 plan_options = options(
     threads_option,
+    ray_option,
     setting("--max-ram", group="The run", type=SIZE, default="512MiB", help="Memory for all buffers."),
     option("--resume", group="The run", is_flag=True, help="Continue an interrupted run."),
     option("--overwrite", group="The run", is_flag=True, help="Replace an existing output."),

@@ -19,13 +19,13 @@ from quantkit.cli.evaluation import (
     given_text,
     ids_file,
     json_option,
-    load_options,
     model_option,
     report,
     run_options,
+    run_options_of,
     text_options,
 )
-from quantkit.cli.options import CHUNKS, GroupedCommand, echo_notes, on_command_line, option, setting
+from quantkit.cli.options import CHUNKS, GroupedCommand, echo_notes, on_command_line, option, ray_option, setting
 from quantkit.evaluate import Perplexity, PerplexityProgress, SaveLogits, perplexity
 from quantkit.formats.logits import CLIPS, CODECS
 from quantkit.helpers import format_seconds, format_size, printable
@@ -44,6 +44,7 @@ _BASE = "Base logits for quantkit kld"
     "--ppl-stride", "stride", group=TEXT, type=click.IntRange(0), default=0, help="Windows every N tokens, not chunks."
 )
 @run_options
+@ray_option
 @option(
     "--save-all-logits",
     "--kl-divergence-base",
@@ -151,7 +152,7 @@ def command(
             stride=stride,
             save_logits=kept,
             progress=progress,
-            **load_options(run),
+            **run_options_of(run),
         )
     echo_notes(found.notes)
     report(json_to, json_file, _final(found), _as_dict(found))

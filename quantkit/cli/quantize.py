@@ -17,20 +17,26 @@ from quantkit.cli.options import (
     SIZE,
     F,
     GroupedCommand,
+    cache_option,
+    cache_size_option,
+    cached,
     echo_notes,
     on_command_line,
     option,
     options,
+    ray_option,
     setting,
+    spool_option,
     threads_option,
 )
 from quantkit.cli.summary import DryRunReport, RunReport
 from quantkit.errors import TypeNotSupported
+from quantkit.formats.remote import located
 from quantkit.helpers import available_cpus, format_size
 from quantkit.kernels.formats import ENCODERS
 from quantkit.pipeline.plan import Plan, without_existing
 from quantkit.pipeline.presets import RULES
-from quantkit.pipeline.run import RunOptions, refusal
+from quantkit.pipeline.run import RunOptions, foreseen, refusal
 from quantkit.pipeline.work import least_ram
 
 _WHAT, _TYPES, _IMATRIX, _META, _RUN, _OUT = (
@@ -201,7 +207,9 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
         help="Write no quantkit.quantize.* keys: llama-quantize's exact file.",
     ),
     "threads": threads_option,
+    "ray": ray_option,
     "max_ram": setting("--max-ram", group=_RUN, type=SIZE, default="512MiB", help="Memory for all buffers."),
+    "spool": spool_option,
     "max_buffer_size": option(
         "--max-buffer-size",
         group=_RUN,
@@ -212,6 +220,8 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "partial_requant": option(
         "--partial-requant", group=_RUN, is_flag=True, help="Keep files of the output that are there; make the others."
     ),
+    "cache": cache_option,
+    "cache_size": cache_size_option,
     "resume": option("--resume", group=_RUN, is_flag=True, help="Continue an interrupted run."),
     "overwrite": option("--overwrite", group=_RUN, is_flag=True, help="Replace an existing output."),
     "measure_error": option(
@@ -235,7 +245,9 @@ def quantize_options(without: Collection[str] = ()) -> Callable[[F], F]:
 def command(
     arguments: tuple[str, ...],
     threads: int | None,
+    ray: str | None,
     max_ram: int,
+    spool: Path | None,
     max_buffer_size: int | None,
     partial_requant: bool,
     resume: bool,
@@ -244,9 +256,13 @@ def command(
     dry_run: bool,
     as_json: bool,
     prune_layers: str | None,
+    cache: Path | None,
+    cache_size: int | None,
     **given: Any,
 ) -> None:
     """Quantize a GGUF model.
+
+    IN, OUT and the importance matrix may be URLs (s3://bucket/model.gguf; hf:// and https:// are only read).
 
     TYPE is a preset (Q4_K_M, IQ4_KS, ...), its number, a tensor type, or COPY. Without OUT.gguf the output is
     ggml-model-TYPE.gguf next to the input. IN may be any shard of a split model. The bytes are those of
@@ -278,11 +294,12 @@ def command(
         raise click.UsageError("--max-buffer-size is --max-ram in MiB: give one of them")
     if threads and positional and threads != positional:
         raise click.UsageError(f"THREADS is {positional} and --threads {threads}: give one of them")
+    kept = cached(cache, cache_size)
     names = {f.name for f in fields(QuantizeOptions)}
     options = QuantizeOptions(
         prune_layers=parsed_layers(prune_layers), **{name: value for name, value in given.items() if name in names}
     )
-    plan = plan_quantize(source, output, type_name, options)
+    plan = plan_quantize(located(source, spool), output and located(output, spool), type_name, options)
     echo_notes(plan.notes)
     if partial_requant:
         there, plan = len(plan.shards), without_existing(plan)
@@ -291,12 +308,13 @@ def command(
             click.echo(json.dumps(DryRunReport(plan).as_dict(), indent=2) if as_json else "nothing to do")
             return
     if dry_run:
-        report = DryRunReport(plan, refusal(plan, resume=resume, overwrite=overwrite))
+        refused = refusal(plan, resume=resume, overwrite=overwrite)
+        report = DryRunReport(plan, refused, foreseen(plan, cache, measure=measure_error))
         click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
         return
     if max_buffer_size is not None:
         max_ram = _buffer_ram(plan, threads or positional, max_buffer_size)
-    how: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite}
+    how: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite, "ray": ray, **kept}
     run_shown(plan, max_ram, {**how, "measure_error": measure_error}, as_json=as_json)
 
 
@@ -308,6 +326,7 @@ def run_shown(plan: Plan, max_ram: int, how: RunOptions, *, as_json: bool) -> No
     with run.shown("what is done is kept, continue with --resume"):
         given: RunOptions = {**how, "observer": run}
         result = run_quantize(plan, max_ram=max_ram, **given)
+    echo_notes(result.run.cache.notes if result.run.cache is not None else ())
     click.echo(json.dumps(run.as_dict(result), indent=2) if as_json else run.text(result))
 
 

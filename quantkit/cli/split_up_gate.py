@@ -9,11 +9,14 @@ import click
 
 from quantkit.cli.merging import carry_out, shared_options
 from quantkit.cli.options import GroupedCommand
+from quantkit.formats.remote import located
 
 
 @click.command("split-up-gate", cls=GroupedCommand)
 @shared_options
-def command(source: Path, output: Path, keep_split: bool, split_max_size: int | None, **run: Any) -> None:
+def command(
+    source: Path, output: Path, keep_split: bool, split_max_size: int | None, spool: Path | None, **run: Any
+) -> None:
     """Take ffn_gate_up_exps apart into ffn_gate_exps and ffn_up_exps.
 
     Undoes `quantkit merge-up-gate` exactly: bytes, order of tensors, shards, metadata. On files that were merged
@@ -21,5 +24,6 @@ def command(source: Path, output: Path, keep_split: bool, split_max_size: int | 
     """
     from quantkit.merge import plan_split_up_gate, split_imatrix
 
+    output = located(output, spool)
     plan = plan_split_up_gate(source, output, keep_split=keep_split, split_max_size=split_max_size)
     carry_out(plan, split_imatrix, **run)

@@ -7,17 +7,20 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
 from tqdm import tqdm
 
+from quantkit.cli.options import echo_notes
 from quantkit.cli.table import folded, table
 from quantkit.errors import QuantkitError
 from quantkit.formats.outputs import part_path
 from quantkit.helpers import format_count, format_seconds, format_size, printable, tensor_class
+from quantkit.pipeline.cache.use import CacheUse
 from quantkit.pipeline.plan import Plan
+from quantkit.pipeline.run import RunResult
 from quantkit.pipeline.runtimes import Runtime, runtimes
 from quantkit.pipeline.work import ErrorSums, PlannedTensor
 from quantkit.quantize import QuantizeResult
@@ -124,18 +127,35 @@ def dry_run_line(refused: str | None) -> str:
     return f"dry run: nothing was written{would}"
 
 
+def cache_lines(cache: CacheUse | None, *, dry: bool = False) -> list[str]:
+    """Return what a cache did for a run, or would do, in a line; none without one, or with nothing to encode."""
+    if cache is None or not cache.tensors:
+        return []
+    where = printable(str(cache.folder))
+    if dry:
+        unread = f"; of {cache.unread} it can only be told by reading them" if cache.unread else ""
+        return [f"from the cache {where}: {cache} that would be encoded{unread}"]
+    kept = f"; kept {cache.kept} for other runs, {format_size(cache.kept_bytes)}" if cache.kept else ""
+    return [f"{cache} from the cache {where}, {format_size(cache.taken_bytes)}{kept}"]
+
+
+def cache_dict(cache: CacheUse | None) -> dict[str, Any]:
+    """Return the same for programs: an empty dictionary without a cache."""
+    return {} if cache is None else {"cache": {**asdict(cache), "folder": str(cache.folder)}}
+
+
 class DryRunReport:
     """The plan, for people and programs."""
 
-    def __init__(self, plan: Plan, refused: str | None = None) -> None:
-        self.plan, self.refused = plan, refused
+    def __init__(self, plan: Plan, refused: str | None = None, cache: CacheUse | None = None) -> None:
+        self.plan, self.refused, self.cache = plan, refused, cache
 
     def text(self) -> str:
         files = [f"{printable(str(shard.path))}: {shard.layout.nbytes} bytes" for shard in self.plan.shards]
         tensors = map(_row, self.plan.tensors)
         plan = table(["tensor", "shape", "type", "size", "why"], list(tensors), left=(0, 2, 4), spare=(1,))
-        lines = [plan, "", _totals(self.plan), *_runtime_lines(self.plan), *files, dry_run_line(self.refused)]
-        return "\n".join(lines)
+        lines = [plan, "", _totals(self.plan), *_runtime_lines(self.plan), *files, *cache_lines(self.cache, dry=True)]
+        return "\n".join([*lines, dry_run_line(self.refused)])
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -147,6 +167,7 @@ class DryRunReport:
             "notes": list(self.plan.notes),
             "runtimes": {r.name: r.as_dict() for r in _runtimes(self.plan)},
             "refused": self.refused,
+            **cache_dict(self.cache),
             "tensors": [
                 {
                     "name": t.name,
@@ -165,6 +186,15 @@ class DryRunReport:
                 for t in self.plan.tensors
             ],
         }
+
+
+def nodes_line(result: RunResult) -> list[str]:
+    """Return the line that says which node of a cluster wrote how much; none without a cluster."""
+    if not result.nodes:
+        return []
+    shares = (f"{printable(node.name)} {format_size(node.nbytes)}" for node in result.nodes)
+    count = f"{len(result.nodes)} node{'' if len(result.nodes) == 1 else 's'}"
+    return [folded(f"{count}: {', '.join(shares)}", 2)]
 
 
 class RunReport:
@@ -214,6 +244,11 @@ class RunReport:
             done = f"[{self._count:4d}/{len(self.plan.tensors)}]"
             click.echo(f"{done} {name:<30} {change:<14} {size:>10}  {reason}", err=True)
 
+    def said(self, text: str) -> None:
+        """Print what happens to nodes."""
+        with tqdm.external_write_mode(file=sys.stderr):
+            echo_notes([text])
+
     def text(self, result: QuantizeResult) -> str:
         """Return the summary: a table of classes, totals, time, files."""
         groups = _groups(self.plan, result.run.sums)
@@ -236,6 +271,8 @@ class RunReport:
                 _totals(self.plan) + _total_error(groups),
                 f"{format_seconds(seconds)} on {result.threads} threads: {format_count(rate)} weights per second",
                 *["loss: in the covariance's metric, of what the same types have without feedback"] * fed,
+                *cache_lines(result.run.cache),
+                *nodes_line(result.run),
                 *_runtime_lines(self.plan),
                 *(f"wrote {printable(str(shard.path))} ({shard.layout.nbytes} bytes)" for shard in self.plan.shards),
             ]
@@ -270,4 +307,6 @@ class RunReport:
             "seconds": result.run.seconds,
             "threads": result.threads,
             "resumed_tensors": result.run.resumed,
+            **cache_dict(result.run.cache),
+            "nodes": [asdict(node) for node in result.run.nodes],
         }

@@ -14,6 +14,7 @@ from __future__ import annotations
 from quantkit.evaluate.divergence import Kld, KldProgress, kld
 from quantkit.evaluate.likelihood import Perplexity, PerplexityProgress, SaveLogits, perplexity
 from quantkit.evaluate.output import logits
+from quantkit.evaluate.passes import Nodes
 from quantkit.evaluate.statistics import Distribution, Estimate, KldSums, NllSums
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "KldProgress",
     "KldSums",
     "NllSums",
+    "Nodes",
     "Perplexity",
     "PerplexityProgress",
     "SaveLogits",

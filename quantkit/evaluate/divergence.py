@@ -9,6 +9,7 @@ Another vocabulary or a truncated file, which llama.cpp accepts, is an error.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,12 @@ from typing import NamedTuple, Unpack
 
 import numpy as np
 
+from quantkit.cluster import Refused
 from quantkit.errors import FormatError, QuantkitError, RecipeError
-from quantkit.evaluate.passes import F32, I32, LoadOptions, Model, opened, score_text
+from quantkit.evaluate.on_nodes import There, without_nodes
+from quantkit.evaluate.passes import F32, I32, EvaluationOptions, Model, opened
 from quantkit.evaluate.scores import compare_with_compact, compare_with_llama
+from quantkit.evaluate.scoring import score_text
 from quantkit.evaluate.statistics import KldSums, Scores
 from quantkit.formats.logits import CompactLogits, LogitsFile, open_logits
 from quantkit.kernels.first_run import working_seconds
@@ -62,7 +66,7 @@ def kld(
     n_batch: int = 2048,
     chunks: int | None = None,
     progress: Callable[[KldProgress], None] | None = None,
-    **load: Unpack[LoadOptions],
+    **load: Unpack[EvaluationOptions],
 ) -> Kld:
     """Compare a model with base logits, which ``perplexity(save_logits=...)`` or llama-perplexity wrote.
 
@@ -79,15 +83,20 @@ def kld(
     n = _chunks_to_do(file, chunks)
     if n_ctx is not None and n_ctx != text.n_ctx:
         raise RecipeError(f"{file.path} has chunks of {text.n_ctx} tokens, not {n_ctx}: leave -c out")
-    with opened(model, text.n_ctx, load) as loaded:
+    nodes, own = without_nodes(load)
+    if nodes is not None and not isinstance(model, (str, Path)):
+        raise RecipeError("a cluster runs models from files: name one")
+    with opened(model, text.n_ctx, own) as loaded:
         if loaded.n_vocab != text.n_vocab:
             raise QuantkitError(
                 f"{file.path} was computed with a vocabulary of {text.n_vocab} tokens, {loaded.path} has"
                 f" {loaded.n_vocab}: these are not the same model"
             )
         run, windows = _Run(file, n, progress), text.tokens[:n]
+        there = None if nodes is None else There.of(loaded.path, nodes, own)
+        ids, threads = windows.reshape(-1), load.get("threads")
         n_seq, bos, notes = score_text(
-            loaded, None, windows.reshape(-1), windows, text.first, run, n_batch=n_batch, threads=load.get("threads")
+            loaded, None, ids, windows, text.first, run, n_batch=n_batch, threads=threads, there=there
         )
         path = Path(loaded.path)
     of = file.model if isinstance(file, CompactLogits) else ""
@@ -105,13 +114,12 @@ def _chunks_to_do(file: LogitsFile, chunks: int | None) -> int:
     return n
 
 
-class _Run:
-    """Scores rows against the base and collects chunks in order."""
+class _Compared:
+    """Compares windows with a base."""
 
-    def __init__(self, base: LogitsFile, n: int, progress: Callable[[KldProgress], None] | None) -> None:
-        self.base, self.n, self.progress = base, n, progress
+    def __init__(self, base: LogitsFile) -> None:
+        self.base = base
         self.parts: dict[int, dict[int, Scores]] = {}
-        self.sums = KldSums()
 
     def score(self, window: int, row: int, logits: F32, following: I32) -> None:
         if isinstance(self.base, CompactLogits):
@@ -120,10 +128,56 @@ class _Run:
             scores = compare_with_llama(logits, self.base.rows(window, row, row + len(logits)), following)
         self.parts.setdefault(window, {})[row] = scores
 
+    def take(self, window: int) -> Scores:
+        """Return what a window came to."""
+        parts = self.parts.pop(window)
+        columns = zip(*(parts[row] for row in sorted(parts)), strict=True)
+        return Scores(*map(np.concatenate, columns))
+
+
+@dataclass(frozen=True)
+class _Base:
+    """A base that nodes open: where it lies, and what tells it from others."""
+
+    path: Path
+    nbytes: int
+    tokens: bytes
+
+    @classmethod
+    def of(cls, file: LogitsFile) -> _Base:
+        """Return an open file as others can find it."""
+        tokens = hashlib.sha256(file.chunks.tokens.tobytes()).digest()
+        return cls(Path(file.path).absolute(), Path(file.path).stat().st_size, tokens)
+
+    def __call__(self) -> _Compared:
+        try:
+            file = open_logits(self.path)
+        except (OSError, FormatError) as e:
+            raise Refused(f"{self.path} cannot be read there: {e}") from None
+        if _Base.of(file) != self:
+            raise Refused(f"{self.path} is not the same file there: an older one, or another")
+        return _Compared(file)
+
+
+class _Run:
+    """Scores rows against the base and collects chunks in order."""
+
+    def __init__(self, base: LogitsFile, n: int, progress: Callable[[KldProgress], None] | None) -> None:
+        self.base, self.n, self.progress = base, n, progress
+        self._compared = _Compared(base)
+        self.score = self._compared.score
+        self.sums = KldSums()
+
+    @property
+    def scorer(self) -> Callable[[], _Compared]:
+        return _Base.of(self.base)
+
     def done(self, begin: int, end: int) -> None:
         for window in range(begin, end):
-            parts = self.parts.pop(window)
-            columns = zip(*(parts[row] for row in sorted(parts)), strict=True)
-            self.sums.add(Scores(*map(np.concatenate, columns)))
-            if self.progress is not None:
-                self.progress(KldProgress(window + 1, self.n, self.sums))
+            self.add(window, self._compared.take(window))
+
+    def add(self, window: int, scores: Scores) -> None:
+        """Count a window's scores."""
+        self.sums.add(scores)
+        if self.progress is not None:
+            self.progress(KldProgress(window + 1, self.n, self.sums))

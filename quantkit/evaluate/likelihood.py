@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Unpack
 
@@ -22,8 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import QuantkitError, RecipeError
-from quantkit.evaluate.passes import F32, I32, LoadOptions, Model, opened, path_of, score_text, text_tokens
+from quantkit.evaluate.on_nodes import There, without_nodes
+from quantkit.evaluate.passes import F32, I32, EvaluationOptions, Model, opened, path_of, text_tokens
 from quantkit.evaluate.scores import Softmax, most_probable, nll_of, softmax
+from quantkit.evaluate.scoring import score_text
 from quantkit.evaluate.statistics import Estimate, NllSums
 from quantkit.formats.gguf import open_gguf
 from quantkit.formats.logits import Chunks, CompactRows, CompactWriter, LlamaWriter, join_rows
@@ -88,7 +91,7 @@ def perplexity(
     stride: int = 0,
     save_logits: SaveLogits | None = None,
     progress: Callable[[PerplexityProgress], None] | None = None,
-    **load: Unpack[LoadOptions],
+    **load: Unpack[EvaluationOptions],
 ) -> Perplexity:
     """Return the perplexity of a text, or of tokens [n], under a model.
 
@@ -108,7 +111,10 @@ def perplexity(
         if save_logits is not None:
             check_apart([save_logits.path], [path_of(model)])
             part = written(stack.enter_context(Output(save_logits.path, overwrite=save_logits.overwrite)).path)
-        loaded = stack.enter_context(opened(model, n_ctx, load))
+        nodes, own = without_nodes(load)
+        if nodes is not None and (save_logits is not None or not isinstance(model, (str, Path))):
+            raise RecipeError("--ray keeps no logits, and takes a file: leave --ray or --save-all-logits away")
+        loaded = stack.enter_context(opened(model, n_ctx, own))
         ids = text_tokens(loaded, text, tokens)
         windows = _strided(ids, n_ctx, stride, chunks) if stride else _chunked(ids, n_ctx, chunks)
         first = n_ctx - stride - 1 if stride else n_ctx // 2
@@ -116,8 +122,9 @@ def perplexity(
         if save_logits is not None and part is not None:
             sink = _sink(loaded, windows, save_logits, stack.enter_context(part), stack)
         run = _Run(windows, first, sink, progress)
+        there = None if nodes is None else There.of(loaded.path, nodes, own)
         n_seq, bos, notes = score_text(
-            loaded, text, ids, windows, first, run, n_batch=n_batch, threads=load.get("threads")
+            loaded, text, ids, windows, first, run, n_batch=n_batch, threads=load.get("threads"), there=there
         )
         path, n, sums, running = Path(loaded.path), len(windows), run.sums, tuple(run.running)
     saved, took = Path(save_logits.path) if save_logits is not None else None, working_seconds() - started
@@ -147,15 +154,12 @@ def _strided(ids: I32, n_ctx: int, stride: int, chunks: int | None) -> I32:
     return np.lib.stride_tricks.sliding_window_view(ids, n_ctx)[::stride][:n]
 
 
-class _Run:
-    """Collects the scores of windows in order."""
+class _Nll:
+    """Negative log-likelihoods of windows, ``rows`` of each."""
 
-    def __init__(
-        self, windows: I32, first: int, sink: _Sink | None, progress: Callable[[PerplexityProgress], None] | None
-    ) -> None:
-        self.n, self.rows, self.sink, self.progress = len(windows), windows.shape[1] - 1 - first, sink, progress
+    def __init__(self, rows: int, sink: _Sink | None = None) -> None:
+        self.rows, self.sink = rows, sink
         self.nll: dict[int, npt.NDArray[np.float64]] = {}
-        self.sums, self.running = NllSums(), list[Estimate]()
 
     def score(self, window: int, row: int, logits: F32, following: I32) -> None:
         parts = softmax(logits)
@@ -165,14 +169,35 @@ class _Run:
         if self.sink is not None:
             self.sink.write(window, row, logits, parts, following)
 
+    def take(self, window: int) -> npt.NDArray[np.float64]:
+        """Return what a window came to, float64 [rows]."""
+        if self.sink is not None:
+            self.sink.finish(window)
+        return self.nll.pop(window)
+
+
+class _Run:
+    """Collects the scores of windows in order."""
+
+    def __init__(
+        self, windows: I32, first: int, sink: _Sink | None, progress: Callable[[PerplexityProgress], None] | None
+    ) -> None:
+        self.n, self.progress = len(windows), progress
+        self.scorer = partial(_Nll, windows.shape[1] - 1 - first)
+        self._nll = self.scorer(sink)
+        self.score = self._nll.score
+        self.sums, self.running = NllSums(), list[Estimate]()
+
     def done(self, begin: int, end: int) -> None:
         for window in range(begin, end):
-            self.sums.add(self.nll.pop(window))
-            self.running.append(self.sums.ppl)
-            if self.sink is not None:
-                self.sink.finish(window)
-            if self.progress is not None:
-                self.progress(PerplexityProgress(window + 1, self.n, self.sums.ppl, self.sums.mean))
+            self.add(window, self._nll.take(window))
+
+    def add(self, window: int, nll: npt.NDArray[np.float64]) -> None:
+        """Count a window's likelihoods, float64 [rows]."""
+        self.sums.add(nll)
+        self.running.append(self.sums.ppl)
+        if self.progress is not None:
+            self.progress(PerplexityProgress(window + 1, self.n, self.sums.ppl, self.sums.mean))
 
 
 # --- keeping the logits ---

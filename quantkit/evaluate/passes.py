@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypedDict
 
@@ -77,6 +78,21 @@ class Model(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """Where to run: the nodes of the cluster at ``address``.
+
+    Each places the model by itself: ``backend`` is cpu, cuda or auto, which is cuda where there is a card; with
+    ``gpu_layers`` and ``rules`` as for ``placement_of``. ``threads``: at most so many CPUs of a node.
+    """
+
+    address: str = "auto"
+    backend: str = "auto"
+    gpu_layers: int | None = None
+    rules: tuple[str, ...] = ()
+    threads: int | None = None
+
+
 class LoadOptions(TypedDict, total=False):
     """The options of quantkit.load; ignored for a model that is already loaded."""
 
@@ -90,6 +106,12 @@ class LoadOptions(TypedDict, total=False):
     fusion: Fusion
     merge_up_gate: bool
     placement: Placement | None
+
+
+class EvaluationOptions(LoadOptions, total=False):
+    """The options of quantkit.load, and the nodes of a cluster to run on instead of this machine."""
+
+    nodes: Nodes | None
 
 
 @contextmanager
@@ -204,35 +226,6 @@ def run_windows(
                 else:
                     session.decode(batch.ravel()[part], sequences[part], outputs[part])
             done(begin, begin + len(batch))
-
-
-class Scorer(Protocol):
-    """Scores the predictions of windows, see ``run_windows``."""
-
-    def score(self, window: int, row: int, logits: F32, following: I32) -> None: ...
-
-    def done(self, begin: int, end: int) -> None: ...
-
-
-def score_text(
-    model: Model,
-    text: str | bytes | None,
-    tokens: I32,
-    windows: I32,
-    first: int,
-    by: Scorer,
-    *,
-    n_batch: int,
-    threads: int | None,
-) -> tuple[int, int | None, tuple[str, ...]]:
-    """Score windows of a text, of these ``tokens``; return the windows of a pass, BOS, and notes on model and text."""
-    notes = list(model.notes)
-    n, n_ctx = windows.shape
-    note_context(model, n_ctx, notes)
-    note_calibration(model, text, tokens, notes)
-    bos = bos_of(model, notes)
-    run_windows(model, windows, first, by.score, by.done, n_batch=n_batch, bos=bos, threads=threads)
-    return min(n, max(1, n_batch // n_ctx)), bos, tuple(notes)
 
 
 class _Tiles:

@@ -37,6 +37,7 @@ import numpy.typing as npt
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_gguf, write_gguf
 from quantkit.formats.outputs import written
+from quantkit.formats.remote import located
 from quantkit.types import BY_NAME, TensorType
 
 F32Array = npt.NDArray[np.float32]
@@ -121,7 +122,7 @@ def read_imatrix(path: str | os.PathLike[str]) -> Imatrix:
     duplicate entries. The sums themselves are checked where they are used (pipeline.importance), so that a bad
     entry can be excluded.
     """
-    path = Path(path)
+    path = located(path)
     with _opened(path) as file:
         magic = file.read(4)
         if magic != b"GGUF":
@@ -329,7 +330,7 @@ def write_imatrix(
     needed only between the formats: a .dat does not record it (default 512, llama-imatrix's); being a power of
     two it changes no value. Raises FormatError for names or counts the format cannot hold.
     """
-    path = Path(path)
+    path = located(path)
     if format not in ("gguf", "dat"):
         raise ValueError(f"format must be 'gguf' or 'dat', not {format!r}")
     if not imatrix.entries:

@@ -21,6 +21,7 @@ from typing import BinaryIO, TextIO
 from quantkit.errors import FormatError, ResourceError
 from quantkit.formats.gguf import parse_split_path, split_path
 from quantkit.formats.ranges import sync
+from quantkit.formats.remote import URL, located
 from quantkit.helpers import format_size
 
 #: The most that is read of a text, and of any pipe; a split model has at most 65535 shards.
@@ -55,6 +56,10 @@ def read_whole(path: str | Path, most: int | None = None) -> bytes:
     Without ``most``, a regular file may be of any size.
     """
     try:
+        if isinstance(path, URL):
+            if most is not None and path.facts.size > most:
+                raise FormatError(f"{path}: more than {format_size(most)}, the most that is read here: the right file?")
+            return path.read_bytes()
         mode = os.stat(path).st_mode
         if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
             raise FormatError(f"{path}: a device, neither a file nor a pipe: name a file")
@@ -68,16 +73,25 @@ def read_whole(path: str | Path, most: int | None = None) -> bytes:
 
 def part_path(path: Path) -> Path:
     """Return the name under which an output grows."""
-    return path.with_name(path.name + ".part")
+    return beside(path, ".part")
 
 
 def lock_path(path: Path) -> Path:
     """Return the file whose lock a run holds while it writes ``path``."""
-    return path.with_name(path.name + ".lock")
+    return beside(path, ".lock")
+
+
+def beside(path: Path, suffix: str) -> Path:
+    """Return a file beside an output; one for a store has them in the folder where it grows."""
+    place = path.local if isinstance(path, URL) else path
+    return place.with_name(place.name + suffix)
 
 
 def end_of_links(path: str | Path) -> Path:
     """Return where an output is to lie, and grow: at the end of links, if ``path`` is one."""
+    path = located(path)
+    if isinstance(path, URL):
+        return path
     return Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
 
 
@@ -90,7 +104,7 @@ def check_apart(outputs: Iterable[str | Path | None], inputs: Iterable[str | Pat
     None stands for what was not given, - for standard input. Of an input that is a shard, all shards count. Files are
     told by device and inode, those that are not there yet by folder and name, so links do not matter.
     """
-    read = (Path("/dev/stdin" if str(each) == "-" else each) for each in inputs if each is not None)
+    read = (located("/dev/stdin" if str(each) == "-" else each) for each in inputs if each is not None)
     taken = {_identity(shard): (shard, True) for each in read for shard in _shards(each)}
     for output in (end_of_links(each) for each in outputs if each is not None):
         names = {_identity(name): name for name in (output, part_path(output), lock_path(output))}
@@ -110,6 +124,8 @@ def _clash(output: Path, name: Path, other: Path, is_input: bool) -> str:
 
 
 def _identity(path: Path) -> tuple[object, ...]:
+    if isinstance(path, URL):
+        return (path,)
     with suppress(OSError):
         found = os.stat(path)
         return found.st_dev, found.st_ino
@@ -129,6 +145,9 @@ def _shards(path: Path) -> Iterator[Path]:
 
 def check_free(path: str | Path, *, overwrite: bool) -> None:
     """Raise ResourceError if a file cannot appear at ``path``, or would replace one without ``overwrite``."""
+    if isinstance(path, URL):
+        _check_url(path, overwrite)
+        return
     if not os.path.isdir(os.path.dirname(end_of_links(path)) or "."):
         raise ResourceError(f"{path}: its folder does not exist; make it first")
     try:
@@ -143,6 +162,15 @@ def check_free(path: str | Path, *, overwrite: bool) -> None:
         raise ResourceError(f"{path} is no regular file, and would be replaced by one; name another")
     if not overwrite:
         raise ResourceError(f"{path} exists; give another name, or --overwrite to replace it")
+
+
+def _check_url(url: URL, overwrite: bool) -> None:
+    url.store.check_writable(url)
+    try:
+        if not overwrite and URL(url.address).is_file():  # as it is now, not as it was seen before
+            raise ResourceError(f"{url} exists; give another name, or --overwrite to replace it")
+    except OSError as e:
+        raise ResourceError(f"{url}: {e.strerror or e}") from None
 
 
 # ---------------------------------------------------------------- while it is written
@@ -175,6 +203,8 @@ class Output:
 
     def _locked(self) -> int:
         path = lock_path(self.path)
+        if isinstance(self.path, URL):
+            path.parent.mkdir(parents=True, exist_ok=True)
         while True:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             try:
@@ -203,8 +233,13 @@ def written(path: Path) -> Iterator[Path]:
     """
     part = part_path(path)
     try:
+        if isinstance(path, URL):
+            part.parent.mkdir(parents=True, exist_ok=True)
         part.unlink(missing_ok=True)
         yield part
+        if isinstance(path, URL):
+            path.store.put(path, part)
+            return
         sync(part)
         part.replace(path)
         sync(path.parent)

@@ -7,15 +7,19 @@ thousands of descriptors.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import FormatError
+from quantkit.formats.remote import URL
+from quantkit.formats.remote.reader import read_into
 
 U8 = npt.NDArray[np.uint8]
 
@@ -34,11 +38,15 @@ class Buffers:
         return have[:nbytes]
 
 
-def read_range(path: Path, into: U8, offset: int, ahead: int = 0) -> None:
-    """Fill ``into`` from byte ``offset`` on, and ask the kernel for the ``ahead`` bytes behind.
+def read_range(path: Path, into: U8, offset: int, ahead: int = 0, within: tuple[int, int] | None = None) -> None:
+    """Fill ``into`` from byte ``offset`` on, and ask the kernel, or the store, for the ``ahead`` bytes behind.
 
+    ``within``: where the tensor that is read begins and ends; of an object of a store, nothing else is asked for then.
     Raises FormatError when the file ends before, OSError when it cannot be read.
     """
+    if isinstance(path, URL):
+        read_into(path, into, offset, ahead, within)
+        return
     fd = os.open(path, os.O_RDONLY)
     try:
         done = 0
@@ -60,6 +68,10 @@ def read_strided(path: Path, into: U8, offset: int, width: int, apart: int) -> N
     if width == apart:
         read_range(path, into, offset)
         return
+    if isinstance(path, URL):
+        for number, at in enumerate(range(0, into.size, width)):
+            read_into(path, into[at : at + width], offset + number * apart)
+        return
     fd = os.open(path, os.O_RDONLY)
     try:
         view = into.data
@@ -75,17 +87,23 @@ def read_strided(path: Path, into: U8, offset: int, width: int, apart: int) -> N
         os.close(fd)
 
 
-def write_range(path: Path, data: U8, offset: int) -> None:
-    """Write ``data`` at byte ``offset`` of an existing file. Raises OSError."""
-    fd = os.open(path, os.O_WRONLY)
+def write_range(path: Path, data: U8, offset: int, *, make: bool = False) -> None:
+    """Write ``data`` at byte ``offset`` of an existing file, or with ``make`` of a new one. Raises OSError."""
+    fd = os.open(path, os.O_WRONLY | (os.O_CREAT if make else 0), 0o666)
     try:
-        view, done = data.data, 0
+        write_open(fd, path, data, offset)
+    finally:
+        os.close(fd)
+
+
+def write_open(fd: int, path: Path, data: U8, offset: int) -> None:
+    """Write ``data`` at byte ``offset`` of a file that is open; ``path`` is what it is called. Raises OSError."""
+    view, done = data.data, 0
+    try:
         while done < len(view):
             done += os.pwrite(fd, view[done:], offset + done)
     except OSError as e:
         raise OSError(e.errno, e.strerror, str(path)) from None
-    finally:
-        os.close(fd)
 
 
 def reserve(path: Path, nbytes: int) -> None:
@@ -109,21 +127,28 @@ def copy_range(source: Path, target: Path, source_offset: int, target_offset: in
 
     Raises FormatError when the source ends before, OSError from the disk.
     """
-    if not hasattr(os, "copy_file_range"):
+    if isinstance(source, URL):
+        return False
+    fd = os.open(target, os.O_WRONLY)
+    try:
+        return copy_open(source, fd, target, source_offset, target_offset, nbytes)
+    finally:
+        os.close(fd)
+
+
+def copy_open(source: Path, fd: int, target: Path, source_offset: int, target_offset: int, nbytes: int) -> bool:
+    """Do what ``copy_range`` does to a file that is open; ``target`` is what it is called."""
+    if isinstance(source, URL) or not hasattr(os, "copy_file_range"):
         return False
     read_fd = os.open(source, os.O_RDONLY)
     try:
-        write_fd = os.open(target, os.O_WRONLY)
-        try:
-            done = 0
-            while done < nbytes:
-                got = os.copy_file_range(read_fd, write_fd, nbytes - done, source_offset + done, target_offset + done)
-                if got == 0:
-                    at = source_offset + done
-                    raise FormatError(f"{source}: ends at byte {at}, within tensor data: it was truncated")
-                done += got
-        finally:
-            os.close(write_fd)
+        done = 0
+        while done < nbytes:
+            got = os.copy_file_range(read_fd, fd, nbytes - done, source_offset + done, target_offset + done)
+            if got == 0:
+                at = source_offset + done
+                raise FormatError(f"{source}: ends at byte {at}, within tensor data: it was truncated")
+            done += got
     except OSError as e:
         # Two file systems, or one without the call: the caller has the bytes and can write them.
         if e.errno in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
@@ -132,6 +157,23 @@ def copy_range(source: Path, target: Path, source_offset: int, target_offset: in
     finally:
         os.close(read_fd)
     return True
+
+
+def both_ends(path: Path, ranges: Iterable[tuple[int, int]], sample: int) -> Iterator[bytes]:
+    """Yield for each range of a file, an offset and a length, ``sample`` bytes at both of its ends.
+
+    Of an object of a store it is the identity of the object, so that nothing is asked for.
+    """
+    if isinstance(path, URL):
+        yield from (f"{path.facts.size} {path.facts.tag}".encode() for _ in ranges)
+        return
+    with open(path, "rb") as file:
+        for offset, nbytes in ranges:
+            ends = []
+            for at in (offset, offset + max(0, nbytes - sample)):
+                file.seek(at)
+                ends.append(file.read(min(sample, nbytes)))
+            yield b"".join(ends)
 
 
 def crc32_range(path: Path, offset: int, nbytes: int) -> int:
@@ -146,6 +188,19 @@ def crc32_range(path: Path, offset: int, nbytes: int) -> int:
             crc = zlib.crc32(data, crc)
             nbytes -= len(data)
     return crc
+
+
+def punch(path: Path, offset: int, nbytes: int) -> None:
+    """Give the disk back what a range of a file takes, which is zeros then; nothing happens where that is unknown."""
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if fallocate is None:
+        return
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        keep_size, punch_hole = 1, 2
+        fallocate(fd, keep_size | punch_hole, ctypes.c_longlong(offset), ctypes.c_longlong(nbytes))
+    finally:
+        os.close(fd)
 
 
 def sync(path: Path) -> None:

@@ -17,6 +17,7 @@ import math
 import os
 import stat
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,8 @@ from typing import Any
 
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
+from quantkit.formats.remote import URL
+from quantkit.formats.remote.reader import Growing
 
 #: Bits of an element, by the names of safetensors 0.8.
 DTYPES = {
@@ -34,6 +37,8 @@ DTYPES = {
 #: The longest header that the safetensors library reads, and the longest index that is read here.
 MAX_HEADER, MAX_INDEX = 100_000_000, 1 << 30
 _MAX_DIMS, _MAX_DIM = 16, 1 << 48
+#: Headers that are asked for at the same time.
+_TOGETHER = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,10 @@ class StoredTensor:
     path: Path
     offset: int
     nbytes: int
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        """Pickle the whole path: another process has a directory of its own."""
+        return StoredTensor, (self.name, self.dtype, self.shape, self.path.absolute(), self.offset, self.nbytes)
 
     @property
     def n_values(self) -> int:
@@ -68,25 +77,35 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 def _header(path: Path) -> tuple[int, bytes]:
     """Return the size of a file and the bytes of its header."""
     try:
+        if isinstance(path, URL):
+            beginning = Growing(path)
+            size, head = beginning.size, beginning.upto(8)
+            n = _header_bytes(path, size, head[:8])
+            return size, beginning.upto(8 + n)[8 : 8 + n]
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise FormatError(f"{path}: not a regular file")
             size = found.st_size
-            head = file.read(8)
-            if head.startswith(b"version "):
-                raise FormatError(f"{path}: a Git LFS pointer: fetch the file itself (git lfs pull)")
-            n = int.from_bytes(head, "little")
-            if len(head) < 8 or n > size - 8:
-                raise FormatError(f"{path}: a header of {n} bytes, but the file has {size} (truncated?)")
-            if n > MAX_HEADER:
-                raise FormatError(f"{path}: a header of {n} bytes; at most {MAX_HEADER} are read")
+            n = _header_bytes(path, size, file.read(8))
             header = file.read(n)
     except OSError as e:
         raise FormatError(f"{path}: cannot be read: {e.strerror or e}") from None
     if len(header) < n:
         raise FormatError(f"{path}: ends within its header")
     return size, header
+
+
+def _header_bytes(path: Path, size: int, head: bytes) -> int:
+    """Return how long a header is, by the first 8 bytes of its file."""
+    if head.startswith(b"version "):
+        raise FormatError(f"{path}: a Git LFS pointer: fetch the file itself (git lfs pull)")
+    n = int.from_bytes(head, "little")
+    if len(head) < 8 or n > size - 8:
+        raise FormatError(f"{path}: a header of {n} bytes, but the file has {size} (truncated?)")
+    if n > MAX_HEADER:
+        raise FormatError(f"{path}: a header of {n} bytes; at most {MAX_HEADER} are read")
+    return n
 
 
 def _json(path: Path, data: bytes, what: str) -> dict[str, Any]:
@@ -163,8 +182,8 @@ def read_checkpoint(folder: Path, prefix: str = "model") -> list[dict[str, Store
     FormatError if a file is missing, or index and files disagree.
     """
     index = folder / f"{prefix}.safetensors.index.json"
-    if not os.path.lexists(index):
-        files = [read_header(path) for path in _files(folder, prefix)]
+    if not _is_there(index):
+        files = _read_headers(_files(folder, prefix))
         _check_once(files)
         return files
     try:
@@ -187,7 +206,7 @@ def read_checkpoint(folder: Path, prefix: str = "model") -> list[dict[str, Store
             f"{index}: {len(missing)} of {len(names)} files are missing: {', '.join(missing[:3])}"
             f"{', ..' if len(missing) > 3 else ''} (tensor {short(first)}): download them"
         )
-    files = [read_header(folder / name) for name in names]
+    files = _read_headers([folder / name for name in names])
     _check_once(files)
     found = {name: t.path.name for tensors in files for name, t in tensors.items()}
     for name, file in weight_map.items():
@@ -201,6 +220,22 @@ def read_checkpoint(folder: Path, prefix: str = "model") -> list[dict[str, Store
     return files
 
 
+def _is_there(path: Path) -> bool:
+    """Tell whether there is anything of a name: a link that leads nowhere is an error, and not nothing."""
+    try:
+        return path.exists() or path.is_symlink()
+    except OSError as e:
+        raise FormatError(f"{path}: cannot be read: {e.strerror or e}") from None
+
+
+def _read_headers(paths: Sequence[Path]) -> list[dict[str, StoredTensor]]:
+    """Return the tensors of each file; those of a store are asked for together, for each answer takes its time."""
+    if not any(isinstance(path, URL) for path in paths):
+        return [read_header(path) for path in paths]
+    with ThreadPoolExecutor(_TOGETHER) as pool:
+        return list(pool.map(read_header, paths))
+
+
 def _is_name(file: str) -> bool:
     """Tell whether a text may be the name of a file in a directory."""
     try:
@@ -211,11 +246,16 @@ def _is_name(file: str) -> bool:
 
 def _files(folder: Path, prefix: str) -> list[Path]:
     try:
-        names = sorted(n for n in os.listdir(folder) if n.startswith(prefix) and n.endswith(".safetensors"))
+        if isinstance(folder, URL):
+            # A store that cannot list has the usual name, if any.
+            listed = [f"{prefix}.safetensors"] if folder.listing is None else list(folder.listing)
+        else:
+            listed = os.listdir(folder)
     except OSError as e:
         raise FormatError(f"{folder}: cannot be read: {e.strerror or e}") from None
+    names = sorted(n for n in listed if n.startswith(prefix) and n.endswith(".safetensors"))
     if not names:
-        other = ", ".join(sorted(n for n in os.listdir(folder) if n.endswith((".bin", ".pth", ".pt", ".gguf")))[:3])
+        other = ", ".join(sorted(n for n in listed if n.endswith((".bin", ".pth", ".pt", ".gguf")))[:3])
         raise FormatError(
             f"{folder}: there are no {prefix}*.safetensors"
             + (f", only {other}: convert them to safetensors first" if other else "")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,8 +29,8 @@ import numpy.typing as npt
 from quantkit.calibration.heldout import held_out_used
 from quantkit.calibration.overlap import sketch_of
 from quantkit.errors import QuantkitError, RecipeError
-from quantkit.evaluate.passes import F32, LoadOptions, bos_of, note_context, run_windows, text_tokens
-from quantkit.evaluate.scores import nll_of, softmax
+from quantkit.evaluate.on_nodes import There, run_on_nodes, without_nodes
+from quantkit.evaluate.passes import F32, EvaluationOptions, bos_of, note_context, run_windows, text_tokens
 from quantkit.evaluate.statistics import Estimate, NllSums
 from quantkit.formats.experts import MERGED
 from quantkit.formats.gguf import Field, TensorInfo, ValueType, open_model
@@ -41,12 +41,13 @@ from quantkit.imatrix.coverage import Coverage, coverage
 from quantkit.imatrix.files import merge, with_names
 from quantkit.imatrix.fill import FILLS, apply_fill
 from quantkit.imatrix.nextn import Hidden, Predictor, nextn_file
+from quantkit.imatrix.on_nodes import Look, Recorded, Recording, Rewrite, add, begin_recording, note_likelihoods, worth
 from quantkit.imatrix.rows import expert_counts
 from quantkit.imatrix.statistics import with_stats
 from quantkit.imatrix.texts import Chunks, TokenizedText, chat_part, cut, text_of, text_part
 from quantkit.kernels.first_run import working_seconds
 from quantkit.model.arch import arch_by_name
-from quantkit.model.backends.accumulators import Accumulator
+from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.engine import Model, Session, load
 from quantkit.model.fusion import Fusion
 from quantkit.model.hparams import HParams
@@ -159,7 +160,7 @@ def imatrix(
     draft: str | Path | None = None,
     options: ImatrixOptions | None = None,
     watcher: Watcher | None = None,
-    **run: Unpack[LoadOptions],
+    **run: Unpack[EvaluationOptions],
 ) -> Collected:
     """Collect an importance matrix, written to ``output`` as llama-imatrix writes it.
 
@@ -169,7 +170,7 @@ def imatrix(
         output: None collects no matrix, only ``options.layer_similarity``; fusion may then be on.
         in_files: importance matrices to add this one to.
         draft: a file with the model's prediction layer alone, which is recorded as well.
-        run: options of quantkit.load; fusion must be off or unspecified.
+        run: options of quantkit.load; fusion must be off or unspecified. nodes: those of a cluster, to run on.
 
     Raises:
         RecipeError: options that contradict each other, such as fusion.
@@ -188,24 +189,28 @@ def imatrix(
         if path is not None:
             stack.enter_context(_claimed(path, options))
         earlier = [read_imatrix(each) for each in in_files]
-        run["fusion"] = run.get("fusion") or (Fusion() if path is None else Fusion().observed())
+        nodes, own = without_nodes(run)
+        own["fusion"] = own.get("fusion") or (Fusion() if path is None else Fusion().observed())
         collects, latent = path is not None, _has_latents(model)
         predicting = nextn_file(model, draft) if collects and (options.nextn or draft is not None) else None
         hidden = None if predicting is None else Hidden()
-        rewrite = _rewrite(options, collects, latent, hidden is not None)
-        loaded = stack.enter_context(load(model, n_ctx=options.n_ctx, rewrite=rewrite, observer=hidden, **run))
+        rewrite = partial(_rewritten, options, collects, latent, hidden is not None)
+        loaded = stack.enter_context(load(model, n_ctx=options.n_ctx, rewrite=rewrite, observer=hidden, **own))
         text = chunks_of(loaded, files, chat, prompt, tokens, options)
         n_seq = min(len(text.windows), max(1, options.n_batch // options.n_ctx))
-        predictor = None
+        look, predictor = partial(_look, options, latent), None
         if predicting is not None and hidden is not None:
-            predictor = Predictor(predicting, hidden, options.n_ctx, n_seq, partial(_look, options, latent), **run)
+            predictor = Predictor(predicting, hidden, options.n_ctx, n_seq, look, **own)
             stack.enter_context(predictor.model)
         collector = _Collector(loaded, text, options, path, watcher or Watcher(), earlier, predictor)
-        collector.run(run.get("threads"))
+        if nodes is not None:
+            files_there = [There.of(each, nodes, own) for each in (loaded.path, predicting) if each is not None]
+            collector.recording = collector.on_nodes(rewrite, look, *files_there)
+        collector.run(own.get("threads"))
         return collector.finish(started)
 
 
-def _check(options: ImatrixOptions, path: Path | None, run: LoadOptions) -> None:
+def _check(options: ImatrixOptions, path: Path | None, run: EvaluationOptions) -> None:
     fusion = run.get("fusion")
     if path is not None and fusion is not None and fusion != fusion.observed():
         raise RecipeError(
@@ -267,15 +272,13 @@ def _has_latents(model: str | Path) -> bool:
         return arch_by_name(HParams(source).arch).attention == "mla"
 
 
-def _rewrite(options: ImatrixOptions, collects: bool, latent: bool, hidden: bool = False) -> Callable[[Graph], Graph]:
-    def rewrite(graph: Graph) -> Graph:
-        if collects:
-            graph = _look(options, latent, graph, options.process_output)
-        graph = observe_hidden(graph) if hidden else graph
-        graph = observe_similarity(graph) if options.layer_similarity else graph
-        return fewest_rows(graph)
-
-    return rewrite
+def _rewritten(options: ImatrixOptions, collects: bool, latent: bool, hidden: bool, graph: Graph) -> Graph:
+    """Return the graph with what observes it."""
+    if collects:
+        graph = _look(options, latent, graph, options.process_output)
+    graph = observe_hidden(graph) if hidden else graph
+    graph = observe_similarity(graph) if options.layer_similarity else graph
+    return fewest_rows(graph)
 
 
 def _look(options: ImatrixOptions, latent: bool, graph: Graph, output: bool) -> Graph:
@@ -345,6 +348,8 @@ class _Collector:
             self.notes.append(f"--all-experts: {model.path} has no experts; there is no file of theirs")
         #: The chunk up to which a state is saved.
         self.saved = 0
+        #: What the nodes of a cluster are to do; None: this machine does it.
+        self.recording: Recording | None = None
 
     def _note_nextn(self) -> None:
         """Note a prediction layer that is not requested, or requested but missing."""
@@ -392,11 +397,9 @@ class _Collector:
                     "with --overwrite, without --resume"
                 )
         self.watcher.started(self.saved, self.n, self.n_seq, self.notes)
-        # Without a likelihood, no position is needed.
-        first = self.options.n_ctx // 2 if self.options.ppl else self.options.n_ctx - 1
         while left := [c for c in range(self.progress.done, self.n) if c not in self.progress.dropped]:
             try:
-                self._passes(left, first, threads)
+                self._passes(left, threads)
             except _Bad as bad:
                 self._go_back(bad.chunks)
         if len(self.progress.dropped) == self.n:
@@ -405,14 +408,45 @@ class _Collector:
                 f"{self.progress.dropped[0]}: a broken file, or numbers too large for --kv-type f16"
             )
 
-    def _passes(self, left: Sequence[int], first: int, threads: int | None) -> None:
+    def on_nodes(self, rewrite: Rewrite, look: Look, model: There, predicting: There | None = None) -> Recording:
+        """Return what nodes need to do the passes of this run."""
+        o = self.options
+        return Recording(model, rewrite, look, predicting, o.n_ctx, o.n_batch, self.n_seq, self._first, o.ppl, self.bos)
+
+    @property
+    def _first(self) -> int:
+        """The first position whose logits are needed; without a likelihood, none is."""
+        return self.options.n_ctx // 2 if self.options.ppl else self.options.n_ctx - 1
+
+    def _passes_on_nodes(self, recording: Recording, left: Sequence[int]) -> None:
+        def take(begin: int, end: int, found: Recorded) -> None:
+            chunks = left[begin:end]
+            self.nll |= {chunks[window]: nll for window, nll in found.nll.items()}
+            self._settle(chunks, found.not_finite, found.sums)
+
+        run_on_nodes(
+            recording.model.nodes,
+            begin_recording,
+            recording,
+            self.text.windows[left],
+            self.n_seq,
+            take,
+            self.notes.append,
+            seconds=worth(self.accumulators),
+        )
+
+    def _passes(self, left: Sequence[int], threads: int | None) -> None:
+        if self.recording is not None:
+            self._passes_on_nodes(self.recording, left)
+            return
+
         def score(window: int, row: int, logits: F32, following: I32) -> None:
             self._score(left[window], row, logits, following)
 
         run_windows(
             self.model,
             self.text.windows[left],
-            first,
+            self._first,
             score,
             lambda begin, end: self._done(left[begin:end]),
             n_batch=self.options.n_batch,
@@ -422,18 +456,21 @@ class _Collector:
         )
 
     def _score(self, chunk: int, row: int, logits: F32, following: I32) -> None:
-        rows = self.options.n_ctx - 1 - self.options.n_ctx // 2
-        nll = self.nll.setdefault(chunk, np.full(rows, np.nan))
-        if np.isfinite(logits.max(axis=1)).all():
-            nll[row : row + len(logits)] = nll_of(logits, softmax(logits), following)
+        note_likelihoods(self.nll, chunk, self.options.n_ctx, row, logits, following)
 
     def _done(self, chunks: Sequence[int]) -> None:
         """Add a pass; raises _Bad if it must be undone."""
-        bad: dict[int, str] = {}
         found = self.session.take_not_finite()
         if self.predictor is not None:
             seen = self.predictor.run(self.text.windows[chunks])
             found += [replace(where, position=where.position + 1) for where in seen]
+        self._settle(chunks, found)
+
+    def _settle(
+        self, chunks: Sequence[int], found: Sequence[NotFinite], sums: Mapping[str, Accumulator] | None = None
+    ) -> None:
+        """Count chunks, whose ``sums`` were made elsewhere or are here already; raises _Bad if they must be undone."""
+        bad: dict[int, str] = {}
         for where in found:
             bad.setdefault(chunks[where.sequence], f"{self._called(where.of)} at position {where.position}")
         for chunk in chunks:
@@ -442,6 +479,8 @@ class _Collector:
         if bad:
             self.nll.clear()
             raise _Bad(bad)
+        for of, more in (sums or {}).items():
+            add(self.accumulators[of], more, columns=of in self.names)
         before = self.progress.done
         for chunk in chunks:
             self._count(chunk)

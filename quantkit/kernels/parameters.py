@@ -6,16 +6,18 @@ from dataclasses import asdict, dataclass
 
 #: Most experts, and groups of experts: what a CPU kernel has on its stack, and a CUDA kernel in shared memory.
 MAX_EXPERTS = 4096
+#: Most rows of a delta net's state that decay each by itself.
+MAX_DECAYS = 256
 #: Kinds of gating by their numbers in a slot.
 GATINGS = ("softmax", "sigmoid", "softmax_weight")
 #: Masks of attention by their numbers in a slot.
-MASKS = ("causal", "sliding", "chunked")
+MASKS = ("causal", "sliding", "chunked", "whole")
 
 
 @dataclass(frozen=True)
 class Activation:
-    """Activation of a gate: ``silu gelu gelu_erf gelu_quick relu relu_sqr sigmoid swiglu_oai``; in ops.Activate also
-    ``softplus``, log(1 + e^x), which is x above 20.
+    """Activation of a gate: ``silu gelu gelu_erf gelu_quick relu relu_sqr sigmoid swiglu_oai``, or ``linear``, which is
+    x; in ops.Activate also ``softplus``, log(1 + e^x), which is x above 20.
 
     Limits, 0 for none: the gate is clamped from above before (gate_limit) or after (act_limit) its activation, ``up``
     to +- up_limit. swiglu_oai is g / (1 + exp(-alpha g)) * (up + 1). As in ggml, gelu and gelu_quick round through f16.
@@ -55,7 +57,9 @@ class Routing:
 
     gating: ``softmax``, ``sigmoid``, ``softmax_weight`` (softmax over the chosen experts only, as in gpt-oss).
     n_group, n_group_used: groups are chosen first (DeepSeek V3, Bailing). norm: divide the weights by their sum, at
-    least sum_floor; then multiply by scale (unless 0 or 1).
+    least sum_floor; then multiply by scale (unless 0 or 1). share: so many neighbours are one expert to those who
+    compute: ids are divided by it, and weights are the probabilities at the divided ids (Grove MoE; as llama.cpp has
+    it, which reads those of the first n_expert / share).
     """
 
     n_expert: int
@@ -66,6 +70,7 @@ class Routing:
     n_group: int = 1
     n_group_used: int = 1
     sum_floor: float = 6.103515625e-5
+    share: int = 1
 
     def slots(self) -> dict[str, float]:
         """Return these as slots of a kernel; ValueError above MAX_EXPERTS experts."""

@@ -31,6 +31,8 @@ class Window:
     only_if_layers: int = 0
     #: rope base of windowed layers where ``rope.freq_base_swa`` is missing: 0 for that of the others.
     freq_base: float = 0.0
+    #: ``rope.freq_base_swa`` holds.
+    own_base: bool = True
     #: Rope scaling (factor, yarn) holds for windowed layers, too.
     scaled: bool = True
 
@@ -49,13 +51,20 @@ class Moe:
     sigmoid_sizes: tuple[tuple[int, int], ...] = ()
     #: The inputs of the experts are weighted, not their outputs; the choice falls on the logits (Llama 4).
     weight_before: bool = False
+    #: The router reads the layer's input as it is (SmallThinker).
+    on_input: bool = False
+    #: The experts and the shared one count half each (Cohere 2 MoE).
+    shared_half: bool = False
+    #: Neighbouring experts share a smaller one, which adds its part (Grove MoE).
+    chunks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scales:
-    """Factors that no metadata holds (MiniCPM 3).
+    """Factors that no metadata holds (MiniCPM 3), or where they hold none (MiniCPM).
 
-    Embeddings are multiplied by ``embed``, what a layer adds by depth / sqrt(n_layer), logits by width / n_embd.
+    Embeddings are multiplied by ``embed``, what a layer adds by depth / sqrt(n_layer), logits by width / n_embd (where
+    ``logit_scale`` divides, they are divided by it).
     """
 
     embed: float
@@ -68,11 +77,12 @@ class Arch:
     """One architecture."""
 
     name: str
-    #: ``normal``, ``neox``, ``imrope`` (neox with interleaved sections), ``none``; ``glm`` and ``glm_moe`` are normal
-    #: and neox unless the metadata has sections.
+    #: ``normal``, ``neox``, ``mrope`` and ``imrope`` (neox with sections, interleaved ones), ``none``; ``glm`` and
+    #: ``glm_moe`` are normal and neox unless the metadata has sections.
     rope: str
     #: The block of an attention layer, see graph.ATTENTION.
     attention: str = "gqa"
+    #: ``rms``, ``layer``, or ``by_eps``: the one whose epsilon the metadata has.
     norm: str = "rms"
     activation: str = "silu"
     #: Norms of rows have no weights (OLMo).
@@ -84,12 +94,21 @@ class Arch:
     #: Dense feed-forward without a gate tensor: ``ffn_up`` holds gate and up (glu), or there is no gate.
     glu_in_up: bool = False
     window: Window | None = None
-    #: Only windowed layers rotate (Cohere 2, EXAONE 4).
+    #: Only windowed layers rotate (Cohere 2, EXAONE 4); beside them, the leading dense ones (Cohere 2 MoE).
     rope_only_windowed: bool = False
+    #: The largest bias of attention by distance (ALiBi); 0: there is none.
+    alibi: float = 0.0
+    rope_dense_lead: bool = False
+    #: ``attention.rope_pattern`` says which layers rotate (Granite SWA).
+    rope_pattern: bool = False
+    #: Layers without a window rotate half the columns, and only they by ``rope_freqs`` (Step 3.5).
+    rope_half: bool = False
     #: Nothing rotates if ``rope.scaling.finetuned`` is false (Granite).
     rope_if_finetuned: bool = False
-    #: Every n-th layer does not rotate (SmolLM 3, Llama 4); 0: all do.
+    #: Every n-th layer does not rotate (SmolLM 3, Llama 4); 0: all do. first: the first of n does not, if there are
+    #: windows and more than n layers (SmallThinker).
     no_rope_step: int = 0
+    no_rope_first: bool = False
     #: q/k norms come after rope (Hunyuan).
     norm_after_rope: bool = False
     #: The norm before the feed-forward layer is called post_attention_norm.
@@ -97,18 +116,27 @@ class Arch:
     #: Attention and feed-forward layer read the same norm and are added together (Cohere, Phi 2; StableLM without
     #: ffn_norm).
     parallel: bool = False
+    #: They are added together, each with a norm of its own, where ``use_parallel_residual`` says so (GPT-NeoX).
+    parallel_key: bool = False
     #: Embeddings are multiplied by sqrt(n_embd) (Gemma).
     embed_sqrt: bool = False
     #: ``logit_scale`` multiplies or divides the logits.
     logit_scale: str = ""
     fixed_scales: Scales | None = None
-    #: granite: embedding_scale, residual_scale of the metadata hold.
+    #: embedding_scale, residual_scale of the metadata hold (Granite, MiniCPM).
     scales: bool = False
     #: ``attention.scale`` of the metadata holds.
     attention_scale: bool = False
+    #: ``attention.value_scale``, a factor of what attention gives (MiMo 2), does.
+    value_scale: bool = False
+    #: What attention gives is multiplied by this function of ``attn_gate``'s product, a value a head or a column.
+    attention_gate: str = ""
     #: Attention logits are capped (Gemma 2), the model's logits are where the metadata says so.
     attn_softcap: bool = False
     final_softcap: float | None = None
+    #: What ``swiglu_clamp_exp`` and ``_shexp`` limit beside up: the gate ``after`` its activation; or ``before`` it,
+    #: and of experts alone.
+    swiglu_limits: str = ""
     #: ``.scale`` tensors beside weights that llama.cpp multiplies by: of ``ffn``, ``exps``, ``shexp``.
     tensor_scales: frozenset[str] = frozenset()
     moe: Moe = Moe()
@@ -116,6 +144,10 @@ class Arch:
     temperature: str = ""
     #: q and k are normalized after rope, without weights (Llama 4 but its largest).
     plain_qk_norm: bool = False
+    #: Several streams run beside the layers (hyper.py).
+    hyper: bool = False
+    #: Every token sees all of its sequence (models of diffusion).
+    causal: bool = True
     #: The bias of attn_output, which llama.cpp reads from any file, is added.
     output_bias: bool = True
     #: yarn's beta_fast, beta_slow and log multiplier of the metadata are read.
@@ -126,16 +158,38 @@ class Arch:
     yarn_log: bool = True
     #: How columns of the lightning indexer rotate, ``normal`` or ``neox``; empty: there is none (indexer.py).
     indexer: str = ""
+    #: The last columns do, not the first.
+    indexer_tail: bool = False
     #: Value head h of a delta net has key head h % n (Qwen3.5), and not h // (heads of a key head) (Qwen3-Next).
     tiled_heads: bool = False
+    #: A layer is one block, what ``attention`` names: no feed-forward layer follows (Mamba, Nemotron H).
+    single_block: bool = False
+    #: Layers of Mamba 2 may lack their norm (Falcon H1).
+    scan_norm_optional: bool = False
+    #: Layers mix what earlier ones have added up (residuals.py).
+    mixtures: bool = False
+    #: What is added to is what a norm gives, times residual_scale of the metadata (MiniMax Text 01).
+    residual_of_norms: bool = False
+    #: Decays of delta attention are ``kda.gate_lower_bound`` times the sigmoid of this times A times what they come of
+    #: (0: A times its softplus), if the metadata has one.
+    bounded_decay: int = 0
+    #: The name of the last norm.
+    output_norm: str = "output_norm"
+    #: A layer has several residual streams (gemma3n.py); ``final_logit_softcapping`` of the metadata is ignored.
+    altup: bool = False
+    #: As many layers have caches of their own, others share them; 0: as the metadata say.
+    own_caches: int = 0
     #: Its prediction layer is one like the others (nextn.py).
     nextn: bool = False
 
 
 #: The usual routers: weights of the chosen experts made to add up to 1, and as the softmax over all gives them.
 _NORMED, _PLAIN = Moe(gating="softmax", norm=True), Moe(gating="softmax", norm=False)
+#: Without the key: Laguna, AFMoE, HY V3, Step 3.5.
+_SIGMOID = Moe(scaled=True, default_gating="sigmoid")
 #: Without the key: DeepSeek 2 and 2.5, and GLM 4.7 Lite.
 _DEEPSEEK = Moe(scaled=True, default_gating="softmax", sigmoid_sizes=((47, 154880), (48, 154880)))
+_ALL_SCALES = frozenset({"ffn", "exps", "shexp"})
 
 # fmt: off
 _ROWS = (
@@ -147,6 +201,7 @@ _ROWS = (
          tensor_scales=frozenset({"ffn", "exps"}), moe=_NORMED),
     Arch(name="qwen2", rope="neox"),
     Arch(name="qwen2moe", rope="neox", moe=_PLAIN),
+    Arch(name="qwen2vl", rope="mrope"),
     Arch(name="qwen3", rope="neox", tensor_scales=frozenset({"ffn"})),
     Arch(name="qwen3moe", rope="neox", tensor_scales=frozenset({"exps"}), moe=_NORMED),
     Arch(name="qwen3next", nextn=True, rope="neox", attention="delta_nets", ffn_norm_is_post_attention=True,
@@ -170,10 +225,14 @@ _ROWS = (
     Arch(name="mistral4", rope="normal", attention="mla", output_bias=False, moe=_DEEPSEEK),
     Arch(name="deepseek2-ocr", rope="neox", attention="unscaled", output_bias=False,
          moe=Moe(scaled=True, default_gating="softmax")),
+    Arch(name="minicpm", rope="normal", scales=True, logit_scale="divide",
+         fixed_scales=Scales(embed=12.0, depth=1.4, width=256.0)),
     Arch(name="minicpm3", rope="neox", attention="mla_plain", output_bias=False,
          fixed_scales=Scales(embed=12.0, depth=1.4, width=256.0)),
     Arch(name="plm", rope="normal", attention="mla_plain", activation="relu_sqr", output_bias=False),
     Arch(name="dots1", rope="neox", moe=Moe(scaled=True)),
+    Arch(name="chatglm", rope="normal", glu_in_up=True, output_bias=False),
+    Arch(name="hy_v3", rope="neox", tensor_scales=_ALL_SCALES, moe=_SIGMOID),
     Arch(name="glm4", rope="glm", glu_in_up=True, output_bias=False),
     Arch(name="glm4moe", nextn=True, rope="glm_moe", ffn_norm_is_post_attention=True, output_bias=False,
          moe=Moe(scaled=True, default_gating="sigmoid")),
@@ -182,6 +241,8 @@ _ROWS = (
          final_softcap=30.0, window=Window(period=2, default=4096)),
     Arch(name="gemma3", rope="neox", output_bias=False, activation="gelu", embed_sqrt=True, final_softcap=0.0,
          window=Window(period=6, freq_base=10000.0, scaled=False)),
+    Arch(name="gemma3n", rope="neox", attention="gemma4", output_bias=False, activation="gelu", embed_sqrt=True,
+         final_softcap=30.0, altup=True, own_caches=20, window=Window(period=5, freq_base=10000.0, scaled=False)),
     Arch(name="gemma4", rope="neox", attention="gemma4", output_bias=False, activation="gelu", embed_sqrt=True,
          final_softcap=0.0, tensor_scales=frozenset({"ffn", "exps"}), moe=_NORMED,
          window=Window(period=1, freq_base=10000.0, scaled=False)),
@@ -194,24 +255,91 @@ _ROWS = (
     Arch(name="granite", rope="normal", rope_if_finetuned=True, scales=True, attention_scale=True,
          logit_scale="divide"),
     Arch(name="granitemoe", rope="normal", scales=True, attention_scale=True, logit_scale="divide", moe=_NORMED),
+    Arch(name="granite_swa", rope="normal", scales=True, attention_scale=True, logit_scale="divide", glu_in_up=True,
+         rope_pattern=True, window=Window(period=1, own_base=False), moe=_NORMED),
     Arch(name="granitehybrid", rope="normal", attention="mamba2_hybrid", rope_if_finetuned=True, scales=True,
          attention_scale=True, logit_scale="divide", moe=_NORMED),
+    Arch(name="mamba", rope="none", attention="mamba", single_block=True),
+    Arch(name="mamba2", rope="none", attention="mamba2", single_block=True),
+    Arch(name="jamba", rope="none", attention="mamba_hybrid", output_bias=False, moe=_PLAIN),
+    Arch(name="falcon-h1", rope="neox", attention="mamba2_beside", scan_norm_optional=True, output_bias=False),
+    Arch(name="nemotron_h", rope="none", attention="nemotron_h", single_block=True, activation="relu_sqr",
+         tensor_scales=frozenset({"ffn"})),
+    Arch(name="nemotron_h_moe", rope="none", attention="nemotron_h", single_block=True, activation="relu_sqr",
+         tensor_scales=frozenset({"ffn", "exps", "shexp"}), moe=Moe(gating="sigmoid", scaled=True)),
+    Arch(name="lfm2", rope="neox", attention="short_convolutions", output_norm="token_embd_norm", output_bias=False,
+         window=Window(period=0)),
+    Arch(name="lfm2moe", rope="neox", attention="short_convolutions", output_norm="token_embd_norm",
+         output_bias=False, moe=Moe(norm=True)),
+    Arch(name="kimi-linear", rope="none", attention="kimi_linear", output_bias=False,
+         moe=Moe(norm=True, scaled=True)),
+    Arch(name="kimi-k3", rope="none", attention="kimi_linear", activation="situ", mixtures=True, bounded_decay=-1,
+         attention_gate="sigmoid", output_bias=False, moe=Moe(scaled=True)),
+    Arch(name="bailingmoe3", rope="glm", attention="kimi_linear", bounded_decay=1, swiglu_limits="after",
+         attention_gate="sigmoid", output_bias=False, moe=Moe(scaled=True)),
+    Arch(name="minimax-01", rope="neox", attention="lightning", residual_of_norms=True, output_bias=False,
+         moe=_NORMED),
     Arch(name="ernie4_5", rope="normal", output_bias=False),
     Arch(name="ernie4_5-moe", rope="normal", output_bias=False, moe=_NORMED),
+    Arch(name="paddleocr", rope="mrope"),
     Arch(name="hunyuan-dense", rope="neox", norm_after_rope=True),
     Arch(name="hunyuan-moe", rope="neox", norm_after_rope=True, moe=_NORMED),
     Arch(name="minimax-m2", rope="neox", output_bias=False, moe=Moe(norm=True)),
+    Arch(name="bailingmoe", rope="normal", moe=Moe(gating="softmax", scaled=True)),
     Arch(name="bailingmoe2", rope="neox", moe=Moe(scaled=True)),
     Arch(name="command-r", rope="normal", norm="layer", parallel=True, logit_scale="multiply"),
     Arch(name="cohere2", rope="normal", norm="layer", parallel=True, logit_scale="multiply", rope_only_windowed=True,
          window=Window(period=4)),
+    Arch(name="cohere2moe", rope="normal", norm="by_eps", parallel=True, logit_scale="multiply",
+         rope_only_windowed=True, rope_dense_lead=True, tensor_scales=_ALL_SCALES,
+         window=Window(period=4, dense_first=True, own_base=False),
+         moe=Moe(scaled=True, default_gating="sigmoid", shared_half=True)),
     Arch(name="smollm3", rope="normal", no_rope_step=4),
     Arch(name="seed_oss", rope="neox", ffn_norm_is_post_attention=True),
+    Arch(name="exaone", rope="neox"),
     Arch(name="exaone4", rope="neox", rope_only_windowed=True, output_bias=False,
          window=Window(period=4, default=4096, only_if_layers=64)),
+    Arch(name="exaone-moe", rope="neox", rope_only_windowed=True, output_bias=False,
+         window=Window(period=4, default=128, own_base=False), moe=Moe(scaled=True)),
+    Arch(name="gpt2", rope="none", norm="layer", activation="gelu", position_embeddings=True),
+    Arch(name="gptneox", rope="neox", norm="layer", activation="gelu", parallel_key=True),
+    Arch(name="bloom", rope="none", norm="layer", activation="gelu", alibi=8.0),
+    Arch(name="falcon", rope="neox", norm="layer", activation="gelu", parallel=True, output_bias=False),
+    Arch(name="codeshell", rope="neox", norm="layer", activation="gelu"),
     Arch(name="starcoder", rope="none", norm="layer", activation="gelu", position_embeddings=True),
     Arch(name="starcoder2", rope="neox", norm="layer", activation="gelu"),
     Arch(name="stablelm", rope="neox", norm="layer", parallel=True, output_bias=False),
+    Arch(name="orion", rope="neox", norm="layer", output_bias=False),
+    Arch(name="nemotron", rope="neox", norm="layer", activation="relu_sqr"),
+    Arch(name="jais2", rope="neox", norm="layer", activation="relu_sqr"),
+    Arch(name="apertus", rope="neox", activation="xielu"),
+    Arch(name="maincoder", rope="normal", norm_after_rope=True),
+    Arch(name="nanbeige", rope="normal", tensor_scales=frozenset({"ffn"})),
+    Arch(name="pangu-embedded", rope="neox"),
+    Arch(name="bitnet", rope="neox", tensor_scales=frozenset({"ffn"})),
+    Arch(name="spark2_5", rope="neox", activation="gelu", window=Window(period=1), attention_gate="sigmoid",
+         output_bias=False),
+    Arch(name="laguna", rope="neox", attention_gate="softplus", output_bias=False, moe=_SIGMOID,
+         window=Window(period=4, dense_first=True, scaled=False)),
+    Arch(name="mellum", rope="neox", tensor_scales=frozenset({"exps"}), moe=_NORMED,
+         window=Window(period=4, own_base=False, scaled=False)),
+    Arch(name="afmoe", rope="neox", embed_sqrt=True, attention_gate="sigmoid", output_bias=False, no_rope_step=4,
+         window=Window(period=4), moe=_SIGMOID),
+    Arch(name="smallthinker", rope="neox", activation="relu", no_rope_step=4, no_rope_first=True,
+         window=Window(period=4, dense_first=True, fixed=4096), moe=Moe(norm=True, on_input=True)),
+    Arch(name="mimo2", rope="neox", value_scale=True, output_bias=False, moe=Moe(gating="sigmoid", norm=True),
+         window=Window(period=1, freq_base=10000.0, scaled=False)),
+    Arch(name="dots3note", rope="normal", attention="mla_gated", attention_gate="sigmoid", indexer="neox",
+         output_bias=False, tensor_scales=_ALL_SCALES, window=Window(period=1, freq_base=10000.0),
+         moe=Moe(scaled=True)),
+    Arch(name="hy_v4", rope="normal", attention="mla_gated", attention_gate="sigmoid", indexer="normal",
+         indexer_tail=True, hyper=True, swiglu_limits="before", output_bias=False, moe=Moe(scaled=True)),
+    Arch(name="grovemoe", rope="neox", moe=Moe(gating="softmax", norm=True, chunks=True)),
+    Arch(name="llada-moe", rope="neox", causal=False, output_bias=False, moe=_PLAIN),
+    Arch(name="rnd1", rope="neox", causal=False, moe=_NORMED),
+    Arch(name="minimax-m3", rope="neox", activation="swiglu_oai", output_bias=False, moe=Moe(scaled=True)),
+    Arch(name="step35", rope="neox", rope_half=True, attention_gate="sigmoid", swiglu_limits="after",
+         output_bias=False, window=Window(period=1, freq_base=10000.0, scaled=False), moe=_SIGMOID),
 )
 # fmt: on
 

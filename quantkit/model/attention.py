@@ -7,10 +7,13 @@ import math
 from quantkit.errors import FormatError
 from quantkit.model.builder import Builder
 from quantkit.model.ops import (
+    Activate,
+    Activation,
     Attention,
     Cache,
     CacheWrite,
     Clamp,
+    Glu,
     Matrix,
     MultiplyBy,
     RopeConfig,
@@ -19,7 +22,12 @@ from quantkit.model.ops import (
 )
 
 #: Kinds of rope that read ``rope.dimension_sections``.
-_SECTIONED = ("imrope", "glm", "glm_moe")
+_SECTIONED = ("imrope", "mrope", "glm", "glm_moe")
+
+
+#: What selects blocks of keys (MiniMax M3). It is passed over: all keys are seen, as in llama.cpp without flash
+#: attention; the same up to indexer.top_k * indexer.block_size tokens.
+_BLOCK_INDEXER = ("q_proj", "k_proj", "q_norm", "k_norm")
 
 
 def has_windows(b: Builder) -> bool:
@@ -55,11 +63,21 @@ def window_size(b: Builder) -> int:
 
 def rotates(b: Builder) -> bool:
     """Tell whether the current layer's q and k rotate."""
-    if b.arch.rope == "none" or (b.arch.rope_only_windowed and has_windows(b) and not is_windowed(b)):
+    a = b.arch
+    if a.rope == "none" or (a.rope_only_windowed and has_windows(b) and not (is_windowed(b) or _leads(b))):
         return False
-    if b.arch.rope_if_finetuned and not b.h.flag("rope.scaling.finetuned", True):
+    if a.rope_if_finetuned and not b.h.flag("rope.scaling.finetuned", True):
         return False
-    return not b.arch.no_rope_step or (b.layer + 1) % b.arch.no_rope_step != 0
+    if a.rope_pattern and not b.h.layer_int("attention.rope_pattern", b.layer, 1):
+        return False
+    if a.no_rope_first:
+        return not has_windows(b) or b.h.n_layer == a.no_rope_step or b.layer % a.no_rope_step != 0
+    return not a.no_rope_step or (b.layer + 1) % a.no_rope_step != 0
+
+
+def _leads(b: Builder) -> bool:
+    """Tell whether the current layer is one of the leading dense ones that rotate whatever they attend to."""
+    return b.arch.rope_dense_lead and b.layer < b.h.int("leading_dense_block_count", 0)
 
 
 def rope_config(b: Builder, head: int, n_rot: int = 0) -> RopeConfig:
@@ -67,14 +85,14 @@ def rope_config(b: Builder, head: int, n_rot: int = 0) -> RopeConfig:
     h, windowed = b.h, is_windowed(b)
     base, scaled = h.float("rope.freq_base", 10000.0), True
     if windowed and b.arch.window is not None:
-        base = h.float("rope.freq_base_swa", b.arch.window.freq_base or base)
+        base = h.float("rope.freq_base_swa", b.arch.window.freq_base or base) if b.arch.window.own_base else base
         scaled = b.arch.window.scaled
     sections = tuple(int(s) for s in h.get("rope.dimension_sections", ()))[:4] if b.arch.rope in _SECTIONED else ()
     yarn = scaled and h.rope_scaling == "yarn"
     keys = b.arch.yarn_keys
     log_mul = h.float("rope.scaling.yarn_log_multiplier", 0.0) if keys else 0.0
     return RopeConfig(
-        n_rot=n_rot or h.int("rope.dimension_count_swa" if windowed else "rope.dimension_count", head) or head,
+        n_rot=n_rot or _n_rot(b, head, windowed),
         kind=_rope_kind(b.arch.rope, sections),
         freq_base=base,
         freq_scale=h.freq_scale if scaled else 1.0,
@@ -88,12 +106,22 @@ def rope_config(b: Builder, head: int, n_rot: int = 0) -> RopeConfig:
     )
 
 
+def _n_rot(b: Builder, head: int, windowed: bool) -> int:
+    """Return how many columns of a head rotate."""
+    n = b.h.int("rope.dimension_count", head) or head
+    if windowed:
+        return b.h.int("rope.dimension_count_swa", n) or n
+    return n // 2 if b.arch.rope_half else n
+
+
 def _rope_kind(rope: str, sections: tuple[int, ...]) -> str:
     return "normal" if rope == "normal" or (rope == "glm" and not any(sections)) else "neox"
 
 
 def rope_factors(b: Builder) -> Matrix | None:
     """Return the divisors of the angles: Llama 3's, or Phi's for short or long contexts."""
+    if b.arch.rope_half and is_windowed(b):
+        return None
     for scope in (b.layer, b.h.n_layer):
         name = f"blk.{scope}." if scope < b.h.n_layer else ""
         if f"{name}rope_freqs.weight" in b.source.tensors:
@@ -112,6 +140,9 @@ def gqa(b: Builder, x: Value) -> Value:
     head_k = h.int("attention.key_length_swa", h.head_k) if windowed else h.head_k
     head_v = h.int("attention.value_length_swa", h.head_v) if windowed else h.head_v
     q, k, v = qkv(b, x, n_head * head_k, n_kv * head_k, n_kv * head_v)
+    gate = gate_of(b, x)
+    for name in _BLOCK_INDEXER:
+        b.maybe(f"indexer.{name}.weight")
     if not b.arch.norm_after_rope:
         q, k = head_norm(b, q, "attn_q_norm", head_k), head_norm(b, k, "attn_k_norm", head_k)
     if rotates(b):
@@ -121,7 +152,34 @@ def gqa(b: Builder, x: Value) -> Value:
         q, k = head_norm(b, q, "attn_q_norm", head_k), head_norm(b, k, "attn_k_norm", head_k)
     q, k = _after_rope(b, q, k, head_k)
     attended = attend(b, q, keep(b, k, v), n_head, n_kv, head_k, head_v, _attention_scale(b, head_k))
-    return b.mul_mat(attended, "attn_output", bias=b.arch.output_bias)
+    attended = gated(b, attended, gate)
+    if b.has("attn_sub_norm.weight"):
+        attended = b.norm(attended, "attn_sub_norm")
+    out = b.mul_mat(attended, "attn_output", bias=b.arch.output_bias)
+    return b.scaled(out, (b.h.float("attention.value_scale", 0.0) if b.arch.value_scale else 0.0) or 1.0)
+
+
+def gate_of(b: Builder, x: Value) -> Value | None:
+    """Return the product of ``attn_gate`` and x, if the model multiplies what attention gives by a function of it."""
+    if not b.arch.attention_gate or not b.has("attn_gate.weight"):
+        return None
+    gate = b.mul_mat(x, "attn_gate")
+    if b.arch.attention_gate != "softplus":
+        return gate
+    y = b.value("attn_gate_softplus", gate.width, gate)
+    b.add(Activate(out=y, x=gate, activation=Activation("softplus")))
+    return y
+
+
+def gated(b: Builder, attended: Value, gate: Value | None) -> Value:
+    """Multiply what attention gives by the row's function of its gate, a value a head or a column."""
+    if gate is None:
+        return attended
+    # softplus is never negative, so relu passes it on.
+    kind = "relu" if b.arch.attention_gate == "softplus" else b.arch.attention_gate
+    y = b.value("attended_gated", attended.width, attended)
+    b.add(Glu(out=y, gate=gate, up=attended, activation=Activation(kind)))
+    return y
 
 
 def keep(b: Builder, k: Value, v: Value | None) -> Cache:
@@ -157,8 +215,9 @@ def attend(
             head_v=head_v,
             scale=scale,
             softcap=b.h.float("attn_logit_softcapping", 50.0) if b.arch.attn_softcap else 0.0,
+            alibi=b.arch.alibi,
             sinks=b.maybe("attn_sinks.weight"),
-            mask=b.arch.window.mask if windowed and b.arch.window else "causal",
+            mask=b.arch.window.mask if windowed and b.arch.window else "causal" if b.arch.causal else "whole",
             window=window_size(b) if windowed else 0,
             selected=selected,
         )
@@ -233,5 +292,9 @@ def _by_position(b: Builder, q: Value, floor_scale: int, alpha: float, offset: f
 
 
 def _attention_scale(b: Builder, head: int) -> float:
+    if head < 1:
+        raise FormatError(
+            f"{b.source.paths[0]}: heads of {head} columns; {b.h.arch}.attention.key_length must be above 0"
+        )
     given = b.h.float("attention.scale", 0.0) if b.arch.attention_scale else 0.0
     return given or 1.0 / math.sqrt(head)

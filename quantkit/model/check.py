@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from quantkit.errors import FormatError, TypeNotSupported
+from quantkit.kernels.parameters import MAX_DECAYS
 from quantkit.model import ops
 from quantkit.model.op_table import OpTable
 from quantkit.model.ops import Graph, Matrix, Op, Value
@@ -50,12 +51,14 @@ def fit(right: bool, op: Op, matrix: Matrix | None, what: str) -> None:
 
 
 def _count(matrix: Matrix) -> int:
-    return math.prod(matrix.tensor.shape)
+    columns = matrix.columns or (0, matrix.tensor.shape[0])
+    return (columns[1] - columns[0]) * math.prod(matrix.tensor.shape[1:])
 
 
 def _vector(op: Op, matrix: Matrix | None, n: int, what: str) -> None:
     if matrix is not None:
-        fit(_count(matrix) == n, op, matrix, f"where {what} takes {n} values")
+        there = matrix.columns is None or matrix.columns[1] <= matrix.tensor.shape[0]
+        fit(there and _count(matrix) == n, op, matrix, f"where {what} takes {n} values")
 
 
 def _product(op: Op, w: Matrix, x: Value, out: Value, bias: Matrix | None, scale: Matrix | None) -> None:
@@ -75,14 +78,16 @@ def _by_expert(
     if bias is not None:
         first, end = bias.columns or (0, bias.tensor.shape[0])
         right = end - first == out.width and end <= bias.tensor.shape[0]
-        fit(right and _count(bias) == bias.tensor.shape[0] * n_expert, op, bias, f"where {n_expert} biases are needed")
+        fit(right and _count(bias) == out.width * n_expert, op, bias, f"where {n_expert} biases are needed")
     _vector(op, scale, n_expert, "scales of experts")
 
 
 # ---------------------------------------------------------------- one for every operation
 
 
-@CHECK.of(ops.SelectOutputs, ops.Scale, ops.ScaleByPosition, ops.Softcap, ops.Clamp, ops.Activate, ops.Repeat)
+@CHECK.of(
+    *(ops.SelectOutputs, ops.Scale, ops.Shift, ops.ScaleByPosition, ops.Softcap, ops.Clamp, ops.Activate, ops.Xielu)
+)
 def _same(op: Any, experts: dict[Value, int]) -> None:
     fit(op.x.width == op.out.width, op, None, f"{op.x.width} columns become {op.out.width}")
 
@@ -100,7 +105,7 @@ def _add(op: ops.Add, experts: dict[Value, int]) -> None:
 
 @CHECK.of(ops.MultiplyBy)
 def _multiply_by(op: ops.MultiplyBy, experts: dict[Value, int]) -> None:
-    n = _count(op.vector)
+    n = _count(op.vector) * op.each
     fit(n > 0 and op.x.width % n == 0, op, op.vector, f"which does not divide {op.x.width} columns")
 
 
@@ -112,6 +117,27 @@ def _norm(op: ops.Norm, experts: dict[Value, int]) -> None:
         if vector is not None:
             n = _count(vector)
             fit(n > 0 and op.x.width % n == 0 and n % op.group == 0, op, vector, f"for {op.x.width} columns")
+
+
+@CHECK.of(ops.Exceed)
+def _exceed(op: ops.Exceed, experts: dict[Value, int]) -> None:
+    _same(op, experts)
+    fit(op.x.width > 1 and op.x.per == 1, op, None, f"the deviation of {op.x.width} columns")
+
+
+@CHECK.of(ops.ToLength)
+def _to_length(op: ops.ToLength, experts: dict[Value, int]) -> None:
+    _same(op, experts)
+    right = op.group > 0 and op.x.width % op.group == 0 and op.like.width == op.group and op.x.per == 1
+    fit(right, op, None, f"groups of {op.group} of {op.x.width} columns, as long as {op.like.width}")
+
+
+@CHECK.of(ops.Mix)
+def _mix(op: ops.Mix, experts: dict[Value, int]) -> None:
+    right = op.n > 0 and op.x.width % op.n == 0 and op.weights.width % op.n == 0 and op.x.per == 1
+    fit(right, op, None, f"{op.weights.width} weights for {op.n} groups of {op.x.width} columns")
+    width = op.weights.width // op.n * (op.x.width // op.n)
+    fit(op.out.width == op.base.width == width, op, None, f"{op.base.width} columns become {op.out.width}, not {width}")
 
 
 @CHECK.of(ops.Glu)
@@ -179,7 +205,8 @@ def _mul_mat_id(op: ops.MulMatId, experts: dict[Value, int]) -> None:
 @CHECK.of(ops.Route)
 def _route(op: ops.Route, experts: dict[Value, int]) -> None:
     r = op.routing
-    experts[op.ids] = r.n_expert
+    experts[op.ids] = r.n_expert // r.share
+    fit(r.share >= 1 and r.n_expert % r.share == 0, op, None, f"{r.share} of {r.n_expert} experts are one")
     fit(op.logits.width == r.n_expert, op, None, f"a router of {op.logits.width} outputs for {r.n_expert} experts")
     fit(0 < r.n_used <= r.n_expert, op, None, f"{r.n_used} of {r.n_expert} experts are used")
     right = r.n_group >= 1 and r.n_expert % r.n_group == 0 and 1 <= r.n_group_used <= r.n_group
@@ -191,9 +218,18 @@ def _route(op: ops.Route, experts: dict[Value, int]) -> None:
 
 @CHECK.of(ops.Combine)
 def _combine(op: ops.Combine, experts: dict[Value, int]) -> None:
-    _same(op, experts)
-    if op.weights is not None:
-        fit(op.weights.width == op.x.per, op, None, f"{op.weights.width} weights for {op.x.per} experts")
+    _rows_side_by_side(op, op.x, op.out, op.weights)
+
+
+@CHECK.of(ops.Repeat)
+def _repeat(op: ops.Repeat, experts: dict[Value, int]) -> None:
+    _rows_side_by_side(op, op.out, op.x, op.weights)
+
+
+def _rows_side_by_side(op: Op, many: Value, one: Value, weights: Value | None) -> None:
+    n = many.width * many.per // one.width
+    fit(n * one.width == many.width * many.per, op, None, f"{many} and {one}")
+    fit(weights is None or weights.width == n, op, None, f"{weights} for {n} rows")
 
 
 @CHECK.of(ops.RopeTable)
@@ -228,6 +264,7 @@ def _attention(op: ops.Attention, experts: dict[Value, int]) -> None:
     right = c.k_width == op.n_head_kv * op.head_k and values
     fit(right, op, None, f"keys of {c.k_width} and values of {c.v_width} columns for {op.n_head_kv} heads")
     _vector(op, op.sinks, op.n_head, "sinks")
+    fit(op.mask != "whole" or not op.alibi, op, None, "distances count among the tokens before")
     if op.selected is not None:
         right = op.selected.integer and op.selected.width > 0 and op.selected.outputs == op.out.outputs
         fit(right, op, None, f"{op.selected.width} positions are selected")
@@ -256,8 +293,11 @@ def _delta_net(op: ops.DeltaNet, experts: dict[Value, int]) -> None:
     heads = op.n_k_head > 0 and op.n_v_head > 0 and op.n_v_head % op.n_k_head == 0
     fit(heads, op, None, f"{op.n_v_head} heads of values for {op.n_k_head} of keys")
     right = op.q.width == op.k.width and op.q.width % op.n_k_head == 0 and op.v.width % op.n_v_head == 0
-    right = right and op.g.width == op.beta.width == op.n_v_head and op.out.width == op.v.width
+    right = right and op.beta.width == op.n_v_head and op.out.width == op.v.width
+    right = right and op.g.width in (op.n_v_head, op.n_v_head * (op.k.width // op.n_k_head))
     fit(right, op, None, f"keys of {op.k.width} and values of {op.v.width} columns")
+    few = not op.by_row or op.g.width <= op.n_v_head * MAX_DECAYS
+    fit(few, op, None, f"more than {MAX_DECAYS} rows of a state decay each by itself")
     size = op.n_v_head * (op.k.width // op.n_k_head) * (op.v.width // op.n_v_head)
     fit(op.state.width == size, op, None, f"a state of {op.state.width} for {size}")
 
@@ -266,13 +306,28 @@ def _delta_net(op: ops.DeltaNet, experts: dict[Value, int]) -> None:
 def _ssm_scan(op: ops.SsmScan, experts: dict[Value, int]) -> None:
     heads = op.n_head > 0 and op.n_group > 0 and op.n_head % op.n_group == 0
     fit(heads, op, None, f"{op.n_head} heads in {op.n_group} groups")
-    right = op.x.width == op.z.width == op.out.width and op.x.width % op.n_head == 0 and op.dt.width == op.n_head
+    right = op.x.width == op.out.width and op.x.width % op.n_head == 0
+    right = right and (op.z is None or op.z.width == op.x.width) and (op.dt is None or op.dt.width == op.n_head)
     right = right and op.b.width == op.c.width and op.b.width % op.n_group == 0
-    fit(right, op, None, f"{op.n_head} heads of {op.x.width} columns, {op.dt.width} steps and {op.b.width} inputs")
+    right = right and (op.dt is None) == (op.dt_bias is None)
+    steps = 0 if op.dt is None else op.dt.width
+    fit(right, op, None, f"{op.n_head} heads of {op.x.width} columns, {steps} steps and {op.b.width} inputs")
     size = op.x.width * (op.b.width // op.n_group)
     fit(op.state.width == size, op, None, f"a state of {op.state.width} for {size}")
-    for vector in (op.dt_bias, op.a, op.d):
+    if isinstance(op.a, tuple):
+        fit(len(op.a) == op.n_head, op, None, f"{len(op.a)} decays for {op.n_head} heads")
+    for vector in (op.dt_bias, None if isinstance(op.a, tuple) else op.a, op.d):
         _vector(op, vector, op.n_head, "a scan")
+
+
+@CHECK.of(ops.ColumnScan)
+def _column_scan(op: ops.ColumnScan, experts: dict[Value, int]) -> None:
+    width, d_state = op.x.width, op.b.width
+    right = width == op.z.width == op.dt.width == op.out.width and d_state == op.c.width > 0
+    fit(right, op, None, f"{width} columns, {op.dt.width} steps and {d_state} inputs")
+    fit(op.a.n_in == d_state and _count(op.a) == d_state * width, op, op.a, f"where {d_state} rows decay")
+    _vector(op, op.d, width, "a scan")
+    fit(op.state.width == d_state * width, op, None, f"a state of {op.state.width} for {d_state * width}")
 
 
 # ---------------------------------------------------------------- observers

@@ -36,7 +36,7 @@ def token_cost(graph: Graph, kv_type: str = "f16", depth: int = 0) -> Cost:
                 mul_adds += used * matrix.n_in * rows
             weights += part
         if isinstance(op, Attention):
-            seen = min(depth, op.window) if op.mask != "causal" else depth
+            seen = min(depth, op.window) if op.window else depth
             if op.selected is not None:
                 seen = min(seen, op.selected.width)
             cache += seen * (op.cache.k_width + op.cache.v_width) * KV_BYTES[kv_type]

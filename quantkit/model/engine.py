@@ -211,6 +211,11 @@ class Model:
 
         return Tokenizer.from_gguf(self.source)
 
+    @cached_property
+    def sees_whole(self) -> bool:
+        """Whether tokens attend to those after them."""
+        return any(isinstance(op, Attention) and op.mask == "whole" for op in self.graph.ops)
+
     def forward(self, tokens: Sequence[int] | Ints) -> Floats:
         """Return the logits after each token, float32 [n, n_vocab], of a fresh sequence: positions from 0."""
         ids = np.asarray(tokens, np.int32)
@@ -312,13 +317,21 @@ class Session:
             float32 [n_out, n_vocab] in the order of the outputs; None with ``each``.
 
         Raises:
-            FormatError: a token or sequence does not exist, or a sequence grows beyond n_ctx.
+            FormatError: a token or sequence does not exist, or a sequence grows beyond n_ctx; or a model whose tokens
+                see those after them is given a sequence in parts.
         """
         ids = np.asarray(tokens, np.int32).reshape(-1)
         of = np.empty(len(ids), np.int32)
         of[:] = sequences
         wanted = np.ones(len(ids), bool) if outputs is None else np.asarray(outputs, bool)
         positions = self._positions(ids, of)
+        if self.model.sees_whole and (
+            len(ids) > self.limits.n_ubatch or (positions == 0).sum() < len(set(of.tolist()))
+        ):
+            raise FormatError(
+                f"{self.model.path}: its tokens see those after them, too (it is a model of diffusion), so a sequence "
+                f"must come at once, in one batch of {self.limits.n_ubatch} tokens at most"
+            )
         kept = None if each is not None else np.empty((int(wanted.sum()), self.model.n_vocab), np.float32)
         done = 0
         for start in range(0, len(ids), self.limits.n_ubatch):

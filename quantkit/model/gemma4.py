@@ -41,7 +41,7 @@ def gemma4(b: Builder, x: Value) -> Value:
     """
     windowed = is_windowed(b)
     n_head, n_kv = b.h.layer_int("attention.head_count", b.layer), n_head_kv(b)
-    head = b.h.int("attention.key_length_swa" if windowed else "attention.key_length")
+    head = b.h.int("attention.key_length_swa", b.h.head_k) if windowed else b.h.head_k
     config, factors = rope_config(b, head), None if windowed else rope_factors(b)
     shared = _shared_cache(b, windowed)
     q, k, v = _projections(b, x, n_head * head, n_kv * head, alone=shared is not None)
@@ -56,15 +56,14 @@ def gemma4(b: Builder, x: Value) -> Value:
 
 def _shared_cache(b: Builder, windowed: bool) -> Cache | None:
     """Return the cache that the current layer reads and does not write; None: it has its own."""
-    n_shared = b.h.int("attention.shared_kv_layers", 0)
-    n_own = b.h.n_layer - n_shared
+    n_own = b.arch.own_caches or b.h.n_layer - b.h.int("attention.shared_kv_layers", 0)
     if b.layer < n_own:
         return None
     source = n_own - (2 if windowed else 1)
     if source < 0 or is_windowed(b, source) != windowed:
         raise FormatError(
-            f"{b.source.paths[0]}: {b.h.arch}.attention.shared_kv_layers is {n_shared}: the two layers before those "
-            "that share caches must be one with a window, then one without"
+            f"{b.source.paths[0]}: layers from {n_own} on share caches ({b.h.arch}.attention.shared_kv_layers): the "
+            "two before them must be one with a window, then one without"
         )
     return next(cache for cache in b.caches if cache.name == f"cache_{source}")
 
@@ -110,11 +109,16 @@ def layer_inputs(b: Builder, x: Value) -> list[Value]:
 
 def with_layer_input(b: Builder, x: Value, out: str) -> Value:
     """Add to x what it makes of the layer's second input."""
+    return b.sum(x, made_of_layer_input(b, x), out)
+
+
+def made_of_layer_input(b: Builder, x: Value) -> Value:
+    """Return what x makes of the layer's second input."""
     gate, given = b.mul_mat(x, "inp_gate", scale=False, bias=False), b.per_layer[b.layer]
     given = b.selected(given) if gate.outputs else given
     hidden = b.value("layer_input_gated", gate.width, x)
     b.add(Glu(out=hidden, gate=gate, up=given, activation=Activation(b.arch.activation)))
-    return b.sum(x, b.norm(b.mul_mat(hidden, "proj", scale=False, bias=False), "post_norm"), out)
+    return b.norm(b.mul_mat(hidden, "proj", scale=False, bias=False), "post_norm")
 
 
 # ---------------------------------------------------------------- experts

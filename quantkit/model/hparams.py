@@ -13,6 +13,8 @@ from quantkit.errors import FormatError
 from quantkit.formats.gguf import GGUFFile
 
 _NEEDED = object()
+#: What llama.cpp runs at most (LLAMA_MAX_LAYERS).
+MAX_LAYERS = 512
 
 #: The methods below have the names of these types.
 Integer: TypeAlias = int
@@ -29,7 +31,9 @@ class HParams:
             kind = source.get("general.type")
             what = "this is an imatrix, not a model" if kind == "imatrix" else "this is not a model"
             raise FormatError(f"{source.paths[0]}: {what}: it has no general.architecture")
-        self.n_layer = self.int("block_count") - self.int("nextn_predict_layers", 0)
+        #: Layers whose weights the file holds; a model may go through them several times (Nanbeige).
+        self.n_stored = self.int("block_count")
+        self.n_layer = (self.n_stored - self.int("nextn_predict_layers", 0)) * self._n_loops()
         self.n_embd = self.int("embedding_length")
         self.n_ctx_train = self.int("context_length")
         self.n_head = self.int("attention.head_count")
@@ -67,9 +71,30 @@ class HParams:
         """Return an integer that may be an array with one element a layer."""
         return self._integer(key, self._of_layer(key, layer, self.get(key, default)))
 
+    def xielu(self, key: str, layer: Integer) -> Real:
+        """Return a number of a layer's xIELU; these keys have no architecture before them."""
+        value = self.source.get(f"xielu.{key}", None)
+        if value is None:
+            raise FormatError(f"{self.source.paths[0]}: there is no xielu.{key}, which {self.arch} needs")
+        return self._real(f"xielu.{key}", self._of_layer(f"xielu.{key}", layer, value))
+
+    def _n_loops(self) -> Integer:
+        n = self.int("num_loops", 1)
+        if n < 1 or (n > 1 and n * self.n_stored > MAX_LAYERS):
+            raise FormatError(
+                f"{self.source.paths[0]}: {self.arch}.num_loops is {n}, of {self.n_stored} layers: a model has at most "
+                f"{MAX_LAYERS}"
+            )
+        return n
+
+    def layer_float(self, key: str, layer: Integer, default: Any = _NEEDED) -> Real:
+        """Return a number that may be an array with one element a layer."""
+        return self._real(key, self._of_layer(key, layer, self.get(key, default)))
+
     def _of_layer(self, key: str, layer: Integer, value: Any) -> Any:
         if not isinstance(value, list):
             return value
+        layer %= max(self.n_stored, 1)
         if layer >= len(value):
             raise FormatError(
                 f"{self.source.paths[0]}: {self.arch}.{key} has {len(value)} elements, none for layer {layer}"

@@ -1,16 +1,17 @@
 """The lightning indexer: latent attention sees the keys it chooses, not all (DeepSeek V3.2, GLM 5).
 
-A token has an indexer key k of ``key_length`` columns (a layer norm, then rope of the first n_rot), kept in a cache of
-its own, ``head_count`` queries q[h], made of the latent row of attention's own, and a weight w[h] for each:
+A token has an indexer key k of ``key_length`` columns (a layer norm, then rope of the first n_rot, in HY V4 of the
+last), kept in a cache of its own, ``head_count`` queries q[h], made of the latent row of attention's own, and a weight
+w[h] for each:
 
     score of a position = sum over h of w[h] / sqrt(head_count * key_length) * max(q[h] . k, 0)
 
 Attention then sees the ``top_k`` positions with the largest scores, and so all while there are no more than these.
-GLM 5.2 has layers without an indexer (``indexer.types``): they see what the last one before them chose.
+GLM 5.2 and HY V4 have layers without an indexer (``indexer.types``): they see what the last one before them chose.
 
-Sources: llama.cpp b11434 src/models/deepseek32.cpp, glm-dsa.cpp; transformers 5.18 DeepseekV32Indexer,
-GlmMoeDsaAttention. llama.cpp also multiplies q and k by a Hadamard matrix, which leaves their products as they are. Its
-prediction layers see all keys; those here choose as the model's other layers do.
+Sources: llama.cpp b11434 src/models/deepseek32.cpp, glm-dsa.cpp, dots3note.cpp, hy-v4.cpp; transformers 5.18
+DeepseekV32Indexer, GlmMoeDsaAttention, HYV4Indexer. llama.cpp also multiplies q and k by a Hadamard matrix, which
+leaves their products as they are. Its prediction layers see all keys; those here choose as the model's other layers do.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from quantkit.errors import FormatError
 from quantkit.model.builder import Builder
 from quantkit.model.ops import Cache, CacheWrite, LightningIndexer, RopeConfig, Value
 
-#: Epsilon of the keys' norm, which no metadata holds.
+#: Epsilon of the keys' norm, which no metadata holds; HY V4 has that of its other norms.
 EPS = 1e-6
 #: GLM 5.2 has this context; its first files have no ``indexer.types``.
 _CTX_OF_GLM_5_2 = 1 << 20
@@ -58,8 +59,9 @@ def select_keys(b: Builder, x: Value, row: Value, config: RopeConfig) -> Value |
     q = b.mul_mat(row, "indexer.attn_q_b", scale=False, bias=False)
     k = b.mul_mat(x, "indexer.attn_k", scale=False, bias=False)
     weights = b.mul_mat(x, "indexer.proj", scale=False, bias=False)
-    k = b.rope(b.norm(k, "indexer.k_norm", kind="layer", eps=EPS), config, head)
-    q = b.rope(q, config, head)
+    start, eps = (head - config.n_rot, b.h.eps) if b.arch.indexer_tail else (0, EPS)
+    k = b.rope(b.norm(k, "indexer.k_norm", kind="layer", eps=eps), config, head, start)
+    q = b.rope(q, config, head, start)
     cache = Cache(f"cache_{b.layer}_indexer", k.width, 0)
     b.caches.append(cache)
     b.add(CacheWrite(cache=cache, k=k, v=None))
@@ -73,9 +75,9 @@ def select_keys(b: Builder, x: Value, row: Value, config: RopeConfig) -> Value |
 def _has_indexer(b: Builder) -> bool:
     if b.layer >= b.h.n_layer:  # a prediction layer
         return b.has("indexer.attn_k.weight")
-    if b.h.arch != "glm-dsa":
+    if b.h.arch not in ("glm-dsa", "hy_v4"):
         return True
-    if b.h.get("attention.indexer.types", None) is not None:
+    if b.h.arch == "hy_v4" or b.h.get("attention.indexer.types", None) is not None:
         return b.h.layer_int("attention.indexer.types", b.layer) != 0
     return b.h.n_ctx_train < _CTX_OF_GLM_5_2 or b.layer < 2 or b.layer % 4 == 2
 

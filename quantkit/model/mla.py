@@ -17,7 +17,7 @@ import math
 from dataclasses import replace
 
 from quantkit.errors import FormatError, TypeNotSupported
-from quantkit.model.attention import attend, gqa, keep, rope_config, rope_factors
+from quantkit.model.attention import attend, gate_of, gated, gqa, is_windowed, keep, rope_config, rope_factors
 from quantkit.model.builder import Builder
 from quantkit.model.indexer import select_keys
 from quantkit.model.ops import Join, Matrix, MulMatHeads, RopeConfig, ScaleByPosition, Value
@@ -62,6 +62,36 @@ def mla_plain(b: Builder, x: Value) -> Value:
     return expanded(b, heads, q, latent, k_rope, 1.0 / math.sqrt(heads.k))
 
 
+def mla_bare(b: Builder, x: Value) -> Value:
+    """Either form without DeepSeek's rules for yarn, and if there is ``attn_gate``, with a gate on what comes out: Kimi
+    Linear and K3, where nothing rotates, and Ling 3."""
+    heads = Heads(b, b.h.int("attention.key_length_mla", b.h.head_k), b.h.int("attention.value_length_mla", b.h.head_v))
+    config = None if b.arch.rope == "none" else rope_config(b, heads.k, heads.n_rot)
+    q = queries(b, query_row(b, x), heads)
+    q = q if config is None else b.rope(q, config, heads.k, heads.nope)
+    latent, k_shared = latents(b, x, heads, config)
+    form = expanded if b.has("attn_kv_b.weight") else absorbed
+    return form(b, heads, q, latent, k_shared, 1.0 / math.sqrt(heads.k), gate=gate_of(b, x))
+
+
+def mla_gated(b: Builder, x: Value) -> Value:
+    """The absorbed form without DeepSeek's rules, with a gate on what comes out: dots 3, HY V4.
+
+    Windowed layers have latent rows and heads of their own size, and see all keys of their window.
+    """
+    windowed = is_windowed(b)
+    of = "_swa" if windowed else ""
+    heads = Heads(b, b.h.int(f"attention.key_length_mla{of}"), b.h.int(f"attention.value_length_mla{of}"), of)
+    config = rope_config(b, heads.k, heads.n_rot)
+    row = query_row(b, x)
+    q = queries(b, row, heads)
+    indexed = not windowed and b.h.int("attention.indexer.top_k", 0) > 0
+    selected = select_keys(b, x, row, config) if indexed else None
+    q = b.rope(q, config, heads.k, heads.nope)
+    latent, k_rope = latents(b, x, heads, config)
+    return absorbed(b, heads, q, latent, k_rope, 1.0 / math.sqrt(heads.k), selected, gate_of(b, x))
+
+
 def unscaled(b: Builder, x: Value) -> Value:
     """DeepSeek OCR's text: no latent rows, and rope by constants, whatever the metadata say.
 
@@ -78,12 +108,15 @@ def unscaled(b: Builder, x: Value) -> Value:
 
 
 class Heads:
-    """The dimensions of a layer: k = nope + n_rot columns of a key, v of a value, ``rank`` of a latent row."""
+    """The dimensions of a layer: k = nope + n_rot columns of a key, v of a value, ``rank`` of a latent row.
 
-    def __init__(self, b: Builder, head_k: int, head_v: int) -> None:
+    of: how the key of the rank ends.
+    """
+
+    def __init__(self, b: Builder, head_k: int, head_v: int, of: str = "") -> None:
         self.n = b.h.layer_int("attention.head_count", b.layer)
         self.k, self.v = head_k, head_v
-        self.rank = b.h.int("attention.kv_lora_rank")
+        self.rank = b.h.int(f"attention.kv_lora_rank{of}")
         self.n_rot = b.h.int("rope.dimension_count", b.h.head_k)
         self.nope = head_k - self.n_rot
         if self.nope < 1:
@@ -116,16 +149,26 @@ def queries(b: Builder, row: Value, heads: Heads) -> Value:
 
 
 def latents(
-    b: Builder, x: Value, heads: Heads, config: RopeConfig, factors: Matrix | None = None
+    b: Builder, x: Value, heads: Heads, config: RopeConfig | None, factors: Matrix | None = None
 ) -> tuple[Value, Value]:
-    """Return a token's latent row, normalized, and the rotated key that all heads share."""
+    """Return a token's latent row, normalized, and the key that all heads share, rotated if there is a config."""
     both = fitting(b, project(b, x, "attn_kv_a_mqa"), heads.rank + heads.n_rot)
     latent = b.norm(b.take(both, "kv_latent", heads.rank, 0), "attn_kv_a_norm")
-    return latent, b.rope(b.take(both, "k_rope", heads.n_rot, heads.rank), config, heads.n_rot, 0, factors)
+    k_rope = b.take(both, "k_rope", heads.n_rot, heads.rank)
+    if b.has("attn_k_norm.weight"):
+        k_rope = b.norm(k_rope, "attn_k_norm")
+    return latent, k_rope if config is None else b.rope(k_rope, config, heads.n_rot, 0, factors)
 
 
 def absorbed(
-    b: Builder, heads: Heads, q: Value, latent: Value, k_rope: Value, scale: float, selected: Value | None = None
+    b: Builder,
+    heads: Heads,
+    q: Value,
+    latent: Value,
+    k_rope: Value,
+    scale: float,
+    selected: Value | None = None,
+    gate: Value | None = None,
 ) -> Value:
     """Attend to the latent rows: one key-value head, whose values are the first columns of its keys."""
     plain = per_head(b, b.take(q, "q_nope", heads.n * heads.nope, 0, heads.k), "attn_k_b", heads.n, heads.rank)
@@ -134,18 +177,20 @@ def absorbed(
     q = join(b, "q_absorbed", plain, rotated, heads.rank, heads.n_rot)
     k = join(b, "k_latent", latent, k_rope, heads.rank, heads.n_rot)
     mixed = attend(b, q, keep(b, k, None), heads.n, 1, width, heads.rank, scale, selected)
-    attended = per_head(b, mixed, "attn_v_b", heads.n, heads.v)
+    attended = gated(b, per_head(b, mixed, "attn_v_b", heads.n, heads.v), gate)
     return b.mul_mat(attended, "attn_output", bias=False)
 
 
-def expanded(b: Builder, heads: Heads, q: Value, latent: Value, k_rope: Value, scale: float) -> Value:
+def expanded(
+    b: Builder, heads: Heads, q: Value, latent: Value, k_rope: Value, scale: float, gate: Value | None = None
+) -> Value:
     """Expand the latent row to a key and a value for every head; then attend as usual."""
     period = heads.nope + heads.v
     kv = fitting(b, project(b, latent, "attn_kv_b"), heads.n * period)
     k_nope = b.take(kv, "k_nope", heads.n * heads.nope, 0, period)
     v = b.take(kv, "v", heads.n * heads.v, heads.nope, period)
     k = join(b, "k", k_nope, k_rope, heads.nope, heads.n_rot)
-    attended = attend(b, q, keep(b, k, v), heads.n, heads.n, heads.k, heads.v, scale)
+    attended = gated(b, attend(b, q, keep(b, k, v), heads.n, heads.n, heads.k, heads.v, scale), gate)
     return b.mul_mat(attended, "attn_output", bias=False)
 
 

@@ -32,9 +32,12 @@ _GROUP = 8
 #: Operations that compute each row from one row: no positions, no other rows, no caches or states.
 _BY_ROW = (
     *(ops.Activate, ops.Add, ops.Clamp, ops.Combine, ops.Glu, ops.Join, ops.MulMat, ops.MulMatHeads, ops.MulMatId),
-    *(ops.MultiplyBy, ops.Norm, ops.Repeat, ops.Route, ops.Scale, ops.Softcap, ops.Take),
+    *(ops.MultiplyBy, ops.Norm, ops.Repeat, ops.Route, ops.Scale, ops.Shift, ops.Softcap, ops.Take),
+    *(ops.Exceed, ops.Mix, ops.ToLength, ops.Xielu),
 )
 
+#: What llama.cpp multiplies by as by a norm's weight, and adds up (Kimi K3).
+_SCORE = "_res_score.weight"
 _KV_B, _K_B, _V_B = "attn_kv_b.weight", "attn_k_b.weight", "attn_v_b.weight"
 
 
@@ -167,6 +170,8 @@ def inputs(graph: Graph, *, process_output: bool = False) -> list[Input]:
         if isinstance(op, ops.MulMats | ops.UpGate | ops.UpGateId):
             raise RecipeError("fused operations do not show what every weight multiplies: observe before fusing")
         if not isinstance(op, ops.MulMat | ops.MulMatHeads | ops.MulMatId) or (op is output and not process_output):
+            continue
+        if op.weight.tensor.name.endswith(_SCORE):
             continue
         x = chosen if op is output and chosen is not None else op.x
         ids = op.ids if isinstance(op, ops.MulMatId) else None
@@ -375,6 +380,7 @@ def similarity(graph: Graph) -> Graph:
     listed: list[Op] = []
     x: Value | None = None  # the input of the current layer
     middle: Value | None = None
+    active: Value | None = None  # of several streams (Gemma 3n) the one that attention and feed-forward part read
     attended: dict[int, Value] = {}
     for op in graph.ops:
         listed.append(op)
@@ -386,13 +392,19 @@ def similarity(graph: Graph) -> Graph:
             x = out
         elif kind == "attn_residual":
             middle = out
-            listed.append(ops.Similarity(layer=op.layer, a=x, b=middle, of=f"attention {op.layer}"))
+            listed.append(ops.Similarity(layer=op.layer, a=active or x, b=middle, of=f"attention {op.layer}"))
+        elif kind == "active":
+            active = out
+        elif kind == "stream_out" and middle is not None:
+            listed.append(ops.Similarity(layer=op.layer, a=middle, b=out, of=f"feed-forward {op.layer}"))
         elif kind == "ffn_residual":  # attention and feed-forward part side by side
             listed.append(ops.Similarity(layer=op.layer, a=x, b=out, of=f"feed-forward {op.layer}"))
         elif kind == "layer_out":
-            if middle is not None:
+            if active is not None:
+                active = None
+            elif middle is not None:
                 listed.append(ops.Similarity(layer=op.layer, a=middle, b=out, of=f"feed-forward {op.layer}"))
-            elif isinstance(op, ops.Add):
+            elif isinstance(op, ops.Add) and op.a is not x:  # if it is, the layer is one block
                 attended[op.layer] = Value(f"{op.layer}.attn_residual", out.width)
                 listed.append(ops.Add(layer=op.layer, out=attended[op.layer], a=x, b=op.b))
                 listed.append(ops.Similarity(layer=op.layer, a=x, b=attended[op.layer], of=f"attention {op.layer}"))

@@ -170,6 +170,12 @@ class Scale(_Map):
     factor: float
 
 
+class Shift(_Map):
+    """out = x + by"""
+
+    by: float
+
+
 class ScaleByPosition(_Map):
     """out = x * (1 + alpha * log(1 + floor((position + offset) / floor_scale))): Llama 4, Mistral 3."""
 
@@ -179,10 +185,14 @@ class ScaleByPosition(_Map):
 
 
 class MultiplyBy(_Map):
-    """out = x * vector (or x + vector): an f32 vector of x's width, or whose length divides it."""
+    """out = x * vector (or x + vector): an f32 vector of x's width, or whose length divides it.
+
+    each: of so many columns side by side, each value of the vector holds for all.
+    """
 
     vector: Matrix
     add: bool = False
+    each: int = 1
 
 
 class Softcap(_Map):
@@ -195,6 +205,39 @@ class Clamp(_Map):
     """out = x clamped to +- limit"""
 
     limit: float
+
+
+class Xielu(_Map):
+    """out = alpha_p x^2 + beta x above 0, else alpha_n (e^min(x, eps) - 1 - x) + beta x (Apertus)"""
+
+    alpha_n: float
+    alpha_p: float
+    beta: float
+    eps: float
+
+
+class Exceed(_Map):
+    """out = what each value exceeds mean + factor * deviation of its row by, or 0; the deviation is that of a sample,
+    over n - 1 (Gemma 3n)."""
+
+    factor: float
+
+
+class ToLength(_Map):
+    """out = x, of which every ``group`` columns get the length (root of the sum of squares) of like's row."""
+
+    like: Value
+    group: int
+
+
+class Mix(_Map):
+    """Groups of columns mixed by weights of the token: out group j = base group j + sum over i of
+    (weights[j n + i] + offset) * x group i; x has n groups, base and out as many as weights has rows of n."""
+
+    weights: Value
+    base: Value
+    n: int
+    offset: float = 0.0
 
 
 class Norm(_Map):
@@ -330,13 +373,19 @@ class UpGateId(_Gated):
 
 
 class Repeat(_Map):
-    """out row (t, j) = x row t * weights[t, j]: experts whose input is weighted (Llama 4)."""
+    """out row (t, j) = x row t * weights[t, j]: experts whose input is weighted (Llama 4).
+
+    The rows of a token may be one row of out: hyper-connections (HY V4).
+    """
 
     weights: Value
 
 
 class Combine(_Map):
-    """out row t = sum over j of weights[t, j] * x row (t, j), in the order of j; without weights the plain sum."""
+    """out row t = sum over j of weights[t, j] * x row (t, j), in the order of j; without weights the plain sum.
+
+    The rows of a token may be one row of x.
+    """
 
     weights: Value | None
 
@@ -394,7 +443,8 @@ class Attention(Op):
     n_head heads of head_k columns; head h reads key-value head h // (n_head / n_head_kv); out has n_head * head_v
     columns. A cache without values (MLA): they are the first head_v columns of the keys. scale multiplies the
     products, softcap (0: none) follows; sinks, one value a head, join the softmax's denominator.
-    mask: ``causal``; ``sliding``: the last ``window`` positions; ``chunked``: those of the same chunk of ``window``.
+    mask: ``causal``; ``sliding``: the last ``window`` positions; ``chunked``: those of the same chunk of ``window``;
+    ``whole``: the tokens after it in the batch, too, so that a sequence must come in one batch.
     alibi: the largest bias (0: none). selected: the positions that a token sees, as LightningIndexer makes them.
     """
 
@@ -431,8 +481,9 @@ class Convolve(_Map):
 class DeltaNet(Op):
     """Gated delta rule, token by token: S = exp(g) S; S += k (beta (v - S^T k))^T; out = S^T (q * scale).
 
-    q, k: [n_k_head * head_k]; v, out: [n_v_head * head_v]; g, beta: [n_v_head]. S of a value head is
-    [head_k, head_v]; value head h reads key head ``h % n_k_head`` if tiled, else h // (n_v_head / n_k_head).
+    q, k: [n_k_head * head_k]; v, out: [n_v_head * head_v]; beta: [n_v_head]; g: [n_v_head], or [n_v_head * head_k]: a
+    decay for every row of S (Kimi's delta attention). S of a value head is [head_k, head_v]; value head h reads key
+    head ``h % n_k_head`` if tiled, else h // (n_v_head / n_k_head).
     """
 
     out: Value
@@ -447,6 +498,11 @@ class DeltaNet(Op):
     scale: float
     tiled: bool = False
 
+    @property
+    def by_row(self) -> bool:
+        """Tell whether every row of S decays by itself."""
+        return self.g.width > self.n_v_head
+
 
 class SsmScan(Op):
     """Mamba 2's selective scan, token by token, with dt = softplus(dt + dt_bias) of each head:
@@ -454,6 +510,31 @@ class SsmScan(Op):
 
     x, z, out: [n_head * head]; b, c: [n_group * d_state]; dt: [n_head]; a, d, dt_bias: a value a head. S of a head is
     [d_state, head]; head h reads b and c of group h // (n_head / n_group).
+
+    Without dt every step is 1, without d and z nothing is added or gates: lightning attention, x being values, b keys
+    and c queries; its a is given as numbers.
+    """
+
+    out: Value
+    x: Value
+    z: Value | None = None
+    dt: Value | None = None
+    b: Value
+    c: Value
+    dt_bias: Matrix | None = None
+    a: Matrix | tuple[float, ...]
+    d: Matrix | None = None
+    state: State
+    n_head: int
+    n_group: int
+
+
+class ColumnScan(Op):
+    """Mamba's selective scan, token by token, of every column by itself, with dt = softplus(dt):
+    S = exp(a dt) S; S += b (dt x); out = (S^T c + d x) silu(z).
+
+    x, z, dt, out: [width]; b, c: [d_state], the same for all columns; a: [d_state, width], ggml's order; d: a value a
+    column. S of a column is [d_state]; the state has row by row of all columns, [d_state, width].
     """
 
     out: Value
@@ -462,12 +543,9 @@ class SsmScan(Op):
     dt: Value
     b: Value
     c: Value
-    dt_bias: Matrix
     a: Matrix
     d: Matrix
     state: State
-    n_head: int
-    n_group: int
 
 
 # ---------------------------------------------------------------- observers

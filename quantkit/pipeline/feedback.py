@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +42,11 @@ class Inputs:
     tokens: tuple[int, ...]
     weighted: bool
     covariances: Covariances = field(repr=False)
+
+    @property
+    def metric_bytes(self) -> int:
+        """The bytes that a metric takes while it is made; a quarter stays."""
+        return 32 * self.n**2
 
     def damping(self, matrix: int) -> float | None:
         """Return the damping of a matrix; None if its tokens are too few for feedback."""
@@ -149,7 +154,7 @@ class Metrics:
     def held(self, inputs: Inputs, matrix: int) -> Iterator[Metric]:
         """Yield the metric of a matrix, made now unless somebody has made it."""
         key = (inputs.entry, matrix)
-        metric = self._wait(key, 32 * inputs.n**2)
+        metric = self._wait(key, inputs.metric_bytes)
         if metric is None:
             try:
                 metric = inputs.made(matrix, self.threads if len(inputs.tokens) == 1 else 1)
@@ -157,7 +162,7 @@ class Metrics:
                 with self._changed:
                     del self._making[key]
                     if metric is not None:
-                        self._ready[key] = (metric, 8 * inputs.n**2)
+                        self._ready[key] = (metric, inputs.metric_bytes // 4)
                     else:
                         self._leave(key)
                     self._changed.notify_all()
@@ -196,8 +201,3 @@ class Metrics:
 
     def _taken(self) -> int:
         return sum(nbytes for _, nbytes in self._ready.values()) + sum(self._making.values())
-
-
-def room_for_metrics(inputs: Iterable[Inputs | None], max_ram: int) -> int:
-    """Return the bytes that metrics may take: half of ``max_ram``, but what one needs in any case."""
-    return max(max_ram // 2, max((32 * each.n**2 for each in inputs if each is not None), default=0))

@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from quantkit.errors import ResourceError
+
+
+def has_mark(path: Path, text: str) -> bool:
+    """Tell whether a journal has the line of ``Journal.mark``. Raises OSError."""
+    with open(path, "rb") as file:
+        return json.dumps({"mark": text}).encode() in file.read().split(b"\n")
 
 
 class Journal:
@@ -23,7 +31,10 @@ class Journal:
         self.path, self.fingerprint = path, fingerprint
         self.done: dict[str, int] = {}
         self.sums: dict[str, list[float]] = {}
+        #: What the target of the run has noted, in order.
+        self.notes: list[dict[str, Any]] = []
         self.sealed = False
+        self._lock = threading.Lock()
         try:
             self._file = open(path, "a+b")  # noqa: SIM115 - held until close()
         except OSError as e:
@@ -34,8 +45,18 @@ class Journal:
         self._file.truncate(0)
         self.done.clear()
         self.sums.clear()
+        self.notes.clear()
         self.sealed = False
         self._append({"quantkit": 1, "run": self.fingerprint})
+
+    def left(self) -> list[dict[str, Any]]:
+        """Return the notes that are in it, of whatever run."""
+        self._file.seek(0)
+        found = []
+        for line in self._file.read().split(b"\n")[:-1]:
+            with suppress(ValueError, LookupError, TypeError):
+                found.append(dict(json.loads(line)["note"]))
+        return found
 
     def resume(self) -> bool:
         """Take over what an earlier run of the same work did; False if the journal is of other work."""
@@ -58,6 +79,8 @@ class Journal:
         if "tensor" in entry:
             crc, sums = int(entry["crc32"]), [float(s) for s in entry["sums"]]
             self.done[entry["tensor"]], self.sums[entry["tensor"]] = crc, sums
+        if "note" in entry:
+            self.notes.append(dict(entry["note"]))
         self.sealed = self.sealed or "sealed" in entry
 
     def forget(self, name: str) -> None:
@@ -70,15 +93,25 @@ class Journal:
             self.done[name], self.sums[name] = crc, sums
         self._append(*({"tensor": n, "crc32": c, "sums": s} for n, (c, s) in tensors.items()))
 
+    def mark(self, text: str) -> None:
+        """Write a line by which a process elsewhere finds that it sees this journal, and so the files beside it."""
+        self._append({"mark": text})
+
+    def note(self, entry: dict[str, Any]) -> None:
+        """Record something of the target, from any thread; a run that goes on finds it in ``notes``."""
+        self.notes.append(entry)
+        self._append({"note": entry})
+
     def seal(self) -> None:
         """Record that every byte of the output is on the disk."""
         self.sealed = True
         self._append({"sealed": True})
 
     def _append(self, *entries: dict[str, Any]) -> None:
-        self._file.write(b"".join(json.dumps(e).encode() + b"\n" for e in entries))
-        self._file.flush()
-        os.fdatasync(self._file.fileno())
+        with self._lock:
+            self._file.write(b"".join(json.dumps(e).encode() + b"\n" for e in entries))
+            self._file.flush()
+            os.fdatasync(self._file.fileno())
 
     def remove(self) -> None:
         """Delete the journal; its work is done or given up."""

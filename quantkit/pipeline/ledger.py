@@ -14,9 +14,10 @@ from types import TracebackType
 from typing import Protocol
 
 from quantkit.helpers import crc32_combine
+from quantkit.pipeline.cache.use import RunCache
 from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.plan import Plan
-from quantkit.pipeline.target import Target
+from quantkit.pipeline.target import Kept
 from quantkit.pipeline.work import NO_CRC, ErrorSums, Job, JobResult, PlannedTensor, cut_jobs
 
 
@@ -32,46 +33,59 @@ class Progress(Protocol):
     def finished(self, tensor: PlannedTensor) -> None:
         """Report that a tensor is complete."""
 
+    def said(self, text: str) -> None:
+        """Report what the user should know about the nodes of a cluster."""
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """What a node of a cluster did of a run."""
+
+    name: str
+    cpus: int
+    nbytes: int
+
 
 @dataclass
 class _Tally:
     """The results of one tensor's jobs, by offset, until all are there."""
 
     missing: int
-    results: dict[int, tuple[int, JobResult]] = field(default_factory=dict)
+    results: dict[int, tuple[Job, JobResult]] = field(default_factory=dict)
 
     def total(self) -> tuple[int, ErrorSums]:
         """Return the CRC-32 of the tensor (NO_CRC of a copy) and its error sums, added in the order of the bytes."""
         crc, sums = 0, ErrorSums()
         for offset in sorted(self.results):
-            nbytes, result = self.results[offset]
+            job, result = self.results[offset]
             sums = sums + result.sums
-            crc = NO_CRC if result.crc == NO_CRC else crc32_combine(crc, result.crc, nbytes)
+            crc = NO_CRC if result.crc == NO_CRC else crc32_combine(crc, result.crc, job.target_bytes)
         return crc, sums
 
 
 class Ledger:
     """The work of a plan that is left, and its bookkeeping: a context whose thread flushes and journals tensors.
 
-    Leaving it waits until every tensor that is complete is in the journal.
+    Leaving it waits until every tensor that is complete is in the journal. With a ``cache``, it is there before.
     """
 
     def __init__(
         self,
         plan: Plan,
-        target: Target,
+        target: Kept,
         journal: Journal,
         values: int,
         max_ram: int,
         observer: Progress | None,
+        cache: RunCache | None = None,
     ) -> None:
         self.plan, self.target, self.journal, self.observer = plan, target, journal, observer
-        self.values, self.max_ram = values, max_ram
+        self.values, self.max_ram, self.cache = values, max_ram, cache
         #: Set when the run is to end early, because something failed or was interrupted.
         self.stop = threading.Event()
         self._lock = threading.Lock()
         self._tallies: dict[int, _Tally] = {}
-        self._finished: queue.SimpleQueue[tuple[PlannedTensor, int, ErrorSums] | None] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[PlannedTensor, _Tally] | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._flusher = threading.Thread(target=self._flush, name="journal")
 
@@ -85,6 +99,11 @@ class Ledger:
         if e is None and self._failure is not None:
             raise self._failure
 
+    def to_encode(self) -> list[PlannedTensor]:
+        """Return the tensors that need kernels: those that neither the journal nor, surely, the cache has."""
+        left = (tensor for tensor in self.plan.tensors if tensor.name not in self.journal.done)
+        return [tensor for tensor in left if self.cache is None or not self.cache.is_known(tensor)]
+
     def jobs(self) -> Iterator[Job]:
         """Yield the jobs of tensors that are not in the journal, in order; for one thread at a time."""
         done = set(self.journal.done)
@@ -92,15 +111,20 @@ class Ledger:
             if tensor.name in done:
                 continue
             jobs = list(cut_jobs(at, tensor, self.values))
+            left = [j for j in jobs if not self.target.spares(tensor.shard, j.target_offset, j.target_bytes)]
+            if self.cache is not None and len(left) == len(jobs):  # an entry is a whole tensor
+                left = self.cache.prepare(tensor, jobs, self.target.file(tensor.shard))
+            jobs = left
             self._tallies[at] = _Tally(len(jobs))
             yield from jobs
 
     def done(self, job: Job, result: JobResult) -> None:
         """Enter what a job gave; from any thread, once for each job."""
         tensor = self.plan.tensors[job.tensor]
+        self.target.done(tensor.shard, job.target_offset, job.target_bytes)
         with self._lock:
             tally = self._tallies[job.tensor]
-            tally.results[job.target_offset] = (job.target_bytes, result)
+            tally.results[job.target_offset] = (job, result)
             tally.missing -= 1
             complete = tally.missing == 0
             if self.observer is not None:
@@ -110,7 +134,7 @@ class Ledger:
             if complete:
                 del self._tallies[job.tensor]
         if complete:
-            self._finished.put((tensor, *tally.total()))
+            self._finished.put((tensor, tally))
 
     def fail(self, e: BaseException) -> None:
         """End the run; the first failure is raised when it has ended."""
@@ -129,9 +153,13 @@ class Ledger:
             ended = None in batch
             tensors = [entry for entry in batch if entry is not None]
             try:
-                self.target.sync({tensor.shard for tensor, _, _ in tensors})
+                self.target.sync({tensor.shard for tensor, _ in tensors})
+                if self.cache is not None:
+                    for tensor, tally in tensors:
+                        self.cache.keep(tensor, tally.results.values(), self.target.file(tensor.shard))
                 if tensors:
-                    self.journal.add({tensor.name: (crc, list(sums)) for tensor, crc, sums in tensors})
+                    totals = {tensor.name: tally.total() for tensor, tally in tensors}
+                    self.journal.add({name: (crc, list(sums)) for name, (crc, sums) in totals.items()})
             except BaseException as e:  # raised when the run has ended
                 self.fail(e)
                 return

@@ -22,6 +22,7 @@ from quantkit.formats.gguf import (
     split_path,
 )
 from quantkit.formats.gguf.reader import read_shard
+from quantkit.formats.remote import URL
 from quantkit.kernels.formats import has_decoder, has_encoder
 from quantkit.kernels.interleave import repacks
 from quantkit.kernels.tensor_scale import TENSOR_SCALED, check_rows, decoded_as
@@ -156,6 +157,8 @@ def _leftovers(source: Source, paths: Sequence[Path]) -> list[str]:
         named = parse_split_path(path)
         return named[0] if named is not None else str(path).removesuffix(".gguf")
 
+    if isinstance(paths[0], URL):
+        return []
     known = {os.path.realpath(path) for path in (*source.paths, *paths)}
     try:
         files = sorted(path for path in paths[0].parent.glob("*.gguf") if prefix(path) == prefix(paths[0]))
@@ -173,7 +176,7 @@ def without_existing(plan: Plan) -> Plan:
 
     Only lengths, names, types and places are compared: metadata may differ. Raises ResourceError for other files.
     """
-    missing = [no for no, shard in enumerate(plan.shards) if not os.path.exists(shard.path)]
+    missing = [no for no, shard in enumerate(plan.shards) if not shard.path.exists()]
     for no, shard in enumerate(plan.shards):
         if no not in missing and not _is_there(shard, [t for t in plan.tensors if t.shard == no]):
             raise ResourceError(f"{shard.path} exists, but is not what would be written there; remove it, or rename it")
@@ -191,7 +194,7 @@ def _is_there(shard: PlannedShard, tensors: Sequence[PlannedTensor]) -> bool:
     wanted = [(t.name, t.shape[: n_dims(t.shape)], t.type) for t in tensors]
     begins = {there[3] - t.offset for there, t in zip(found, tensors, strict=False)}  # other metadata, other beginning
     same = [there[:3] for there in found] == wanted and len(begins) <= 1
-    return same and os.path.getsize(shard.path) == shard.layout.nbytes + sum(begins)
+    return same and shard.path.stat().st_size == shard.layout.nbytes + sum(begins)
 
 
 def check_kernels(chosen: Sequence[Chosen | PlannedTensor]) -> None:
@@ -244,6 +247,6 @@ def _groups(chosen: Sequence[Chosen], shard_of: Sequence[int] | None, split_max_
 def _shard_path(output: Path, no: int, count: int) -> Path:
     if count == 1:
         return output
-    named = parse_split_path(output)
-    prefix = named[0] if named is not None else str(output).removesuffix(".gguf")
-    return split_path(prefix, no, count)
+    named = parse_split_path(output.name)
+    prefix = named[0] if named is not None else output.name.removesuffix(".gguf")
+    return output.with_name(split_path(prefix, no, count).name)

@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import os
 import zlib
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypedDict, Unpack
 
-from quantkit.errors import QuantkitError, ResourceError, TypeNotSupported
-from quantkit.formats.outputs import Output, check_apart, check_free
+from quantkit.errors import ClusterError, QuantkitError, ResourceError, TypeNotSupported
+from quantkit.formats.outputs import Output, beside, check_apart, check_free
 from quantkit.formats.ranges import Buffers
+from quantkit.formats.remote import URL, check_unchanged
+from quantkit.formats.remote.retry import given_up
 from quantkit.helpers import available_cpus
 from quantkit.kernels.first_run import working_seconds
+from quantkit.pipeline.cache.store import Store, open_store
+from quantkit.pipeline.cache.use import CacheUse, RunCache
 from quantkit.pipeline.journal import Journal
-from quantkit.pipeline.ledger import Ledger, Progress
+from quantkit.pipeline.ledger import Ledger, NodeShare, Progress
 from quantkit.pipeline.plan import Plan, check_kernels
-from quantkit.pipeline.target import Files
+from quantkit.pipeline.spool import place_of
+from quantkit.pipeline.target import Place
 from quantkit.pipeline.threads import Threads
 from quantkit.pipeline.work import JOB, NO_CRC, ErrorSums, PlannedTensor, cut_jobs, job_values
 
@@ -35,6 +41,8 @@ class Executor(Protocol):
 
     #: Workers that share the memory of one machine.
     count: int
+    #: The nodes of a cluster that took part in the last run.
+    nodes: tuple[NodeShare, ...]
 
     def run(self, ledger: Ledger, *, measure: bool) -> None:
         """Run all jobs; on return none is under way, and failures are in the ledger."""
@@ -45,7 +53,9 @@ class RunOptions(TypedDict, total=False):
 
     threads: worker threads; all available CPUs without. resume: go on with an interrupted run of the same plan, if
     there is one. overwrite: replace an existing output, and throw an interrupted run away. measure_error: also decode
-    what was encoded, and sum up the error. observer: is told of progress.
+    what was encoded, and sum up the error. observer: is told of progress. ray: the address of a Ray cluster whose nodes
+    do the work; threads are then those of each node. cache: a folder that keeps encoded tensors for other runs.
+    cache_size: its limit in bytes, from now on.
     """
 
     threads: int | None
@@ -53,64 +63,114 @@ class RunOptions(TypedDict, total=False):
     overwrite: bool
     measure_error: bool
     observer: Progress | None
+    ray: str | None
+    cache: str | Path | None
+    cache_size: int | None
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run did: seconds, tensors taken over from an earlier run, and the error sums where measured."""
+    """What a run did: seconds, tensors taken over from an earlier run, and the error sums where measured.
+
+    ``nodes``: those of a cluster that took part. ``cache``: what was taken from a cache, and kept there.
+    """
 
     seconds: float
     resumed: int
     sums: dict[str, ErrorSums]
+    nodes: tuple[NodeShare, ...] = ()
+    cache: CacheUse | None = None
 
 
 def journal_path(path: Path) -> Path:
     """Return the name of an output's journal."""
-    return path.with_name(path.name + ".journal")
+    return beside(path, ".journal")
 
 
-def run_plan(plan: Plan, *, max_ram: int = DEFAULT_MAX_RAM, **options: Unpack[RunOptions]) -> RunResult:
+def run_plan(
+    plan: Plan,
+    *,
+    max_ram: int = DEFAULT_MAX_RAM,
+    publishing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    **options: Unpack[RunOptions],
+) -> RunResult:
     """Write the plan's output; on return it lies complete and synced under its final name.
 
     Args:
         plan: what to write.
         max_ram: bytes that all workers' buffers may take together.
+        publishing: a context in which finished files get their names; the journal goes after it, so that a run that
+            ends within it can be resumed.
 
     Raises:
         TypeNotSupported: a type has no encoder or decoder in this version.
         ResourceError: no room on the disk or in memory, the output exists, or another run writes it.
         FormatError: the source holds values or blocks that no file should; the partial output is removed.
+        ClusterError: no node of a cluster can go on; what is done is kept.
     """
     began = working_seconds()
+    given_up.clear()
     check_kernels(plan.tensors)
     observer = options.get("observer")
     resume, overwrite = options.get("resume", False), options.get("overwrite", False)
-    measure = options.get("measure_error", False)
-    executor: Executor = Threads(options.get("threads") or available_cpus())
+    measure, folder = options.get("measure_error", False), options.get("cache")
     first = plan.shards[0].path
     check_targets(plan, resume=resume, overwrite=True)
+    executor = _executor(plan, options)
     values = job_values(list(plan.tensors), executor.count, max_ram)
     with ExitStack() as stack:
         stack.enter_context(Output(first, overwrite=True))
         check_targets(plan, resume=resume, overwrite=overwrite)
+        store = None if folder is None else open_store(Path(folder), size=options.get("cache_size"))
         journal = stack.enter_context(Journal(journal_path(first), plan.fingerprint))
-        target = Files([shard.path for shard in plan.shards], [shard.layout.nbytes for shard in plan.shards])
+        target = place_of(plan, journal, measure=measure, overwrite=overwrite)
+        stack.callback(target.close)
         resumed = _prepare(plan, target, journal, resume=resume, overwrite=overwrite)
         if observer is not None and resumed:
             observer.resumed(len(resumed), sum(t.nbytes for t in plan.tensors if t.name in resumed))
+        cache = RunCache(store, plan, measure=measure, done=resumed) if store is not None else None
+        if cache is not None:
+            stack.callback(cache.drop)
         if not journal.sealed:
             try:
-                with Ledger(plan, target, journal, values, max_ram, observer) as ledger:
+                with Ledger(plan, target, journal, values, max_ram, observer, cache) as ledger:
                     executor.run(ledger, measure=measure)
-                target.sync(range(len(plan.shards)))
+                target.finish()
+                check_unchanged((*plan.source.paths, *plan.reads))
+            except ClusterError:
+                raise
             except QuantkitError:
                 _discard(target, journal)
                 raise
             journal.seal()
-        target.publish()
+        with publishing():
+            target.publish()
         journal.remove()
     sums = {name: ErrorSums(*s) for name, s in journal.sums.items()}
-    return RunResult(working_seconds() - began, len(resumed), sums)
+    used = None if cache is None else cache.close()
+    return RunResult(working_seconds() - began, len(resumed), sums, executor.nodes, used)
+
+
+def _executor(plan: Plan, options: RunOptions) -> Executor:
+    """Return what runs the jobs: threads, or the nodes of a cluster."""
+    address = options.get("ray")
+    if address is None:
+        return Threads(options.get("threads") or available_cpus())
+    for path in (*plan.source.paths, *plan.reads, *(shard.path for shard in plan.shards)):
+        if isinstance(path, URL):
+            raise ResourceError(f"{path}: --ray works on files that all nodes see, not on URLs; leave one of them away")
+    from quantkit.pipeline.ray_tasks import RayTasks
+
+    return RayTasks(address, options.get("threads"))
+
+
+def foreseen(plan: Plan, folder: Path | None, *, measure: bool = False) -> CacheUse | None:
+    """Return what the cache in ``folder``, if one is given, would do for a run; for a dry run."""
+    if folder is None:
+        return None
+    there = folder.exists() and any(folder.iterdir())
+    store = open_store(folder, make=False) if there else Store(folder, 0)
+    return RunCache(store, plan, measure=measure, dry=True).foreseen()
 
 
 def check_targets(plan: Plan, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -138,7 +198,7 @@ def refusal(plan: Plan, beside: Path | None = None, *, resume: bool = False, ove
     return None
 
 
-def _prepare(plan: Plan, target: Files, journal: Journal, *, resume: bool, overwrite: bool) -> set[str]:
+def _prepare(plan: Plan, target: Place, journal: Journal, *, resume: bool, overwrite: bool) -> set[str]:
     """Reserve the output and return the names of tensors that an earlier run finished."""
     headers = [shard.layout.header for shard in plan.shards]
     if resume and journal.resume():
@@ -159,7 +219,7 @@ def _prepare(plan: Plan, target: Files, journal: Journal, *, resume: bool, overw
         target.reserve(headers)
     except OSError as e:
         _discard(target, journal)
-        where = e.filename or target.folder
+        where = e.filename or plan.shards[0].path.parent
         raise ResourceError(f"{where}: {e.strerror or e}; nothing was written: make room, or write elsewhere") from e
     except BaseException:
         _discard(target, journal)
@@ -167,14 +227,16 @@ def _prepare(plan: Plan, target: Files, journal: Journal, *, resume: bool, overw
     return set()
 
 
-def _verify(plan: Plan, target: Files, journal: Journal) -> None:
+def _verify(plan: Plan, target: Place, journal: Journal) -> None:
     """Strike out journaled tensors whose bytes on the disk are not those that were written."""
     for at, tensor in enumerate(plan.tensors):
-        if tensor.name in journal.done and not _is_intact(plan, target, at, tensor, journal.done[tensor.name]):
+        if tensor.name not in journal.done or target.has(tensor.shard, tensor.offset, tensor.nbytes):
+            continue
+        if not target.readable or not _is_intact(plan, target, at, tensor, journal.done[tensor.name]):
             journal.forget(tensor.name)
 
 
-def _is_intact(plan: Plan, target: Files, at: int, tensor: PlannedTensor, crc: int) -> bool:
+def _is_intact(plan: Plan, target: Place, at: int, tensor: PlannedTensor, crc: int) -> bool:
     if crc != NO_CRC:
         return target.crc(tensor.shard, tensor.offset, tensor.nbytes) == crc
     buffers = Buffers()
@@ -186,7 +248,7 @@ def _is_intact(plan: Plan, target: Files, at: int, tensor: PlannedTensor, crc: i
     return True
 
 
-def _discard(target: Files, journal: Journal) -> None:
+def _discard(target: Place, journal: Journal) -> None:
     """Remove what a run that cannot succeed has written."""
     target.discard()
     journal.remove()

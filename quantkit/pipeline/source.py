@@ -21,6 +21,10 @@ class Source(Protocol):
         """The shards of a GGUF file; the directory of a checkpoint. For messages, and nothing may be written there."""
 
     @property
+    def inputs(self) -> tuple[Path, ...]:
+        """All files that decide the bytes of its tensors."""
+
+    @property
     def fields(self) -> dict[str, Field]: ...
 
     @property

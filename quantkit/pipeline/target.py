@@ -5,6 +5,7 @@ Workers write ranges of them, in any order and at the same time; a run reserves,
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 
 from quantkit.errors import ResourceError
 from quantkit.formats.outputs import part_path
-from quantkit.formats.ranges import U8, copy_range, crc32_range, reserve, sync, write_range
+from quantkit.formats.ranges import U8, copy_open, copy_range, crc32_range, reserve, sync, write_open, write_range
 from quantkit.helpers import format_size
 
 
@@ -31,11 +32,62 @@ class Target(Protocol):
         """Return when everything written so far is on the disk. Raises OSError."""
 
 
+class Kept(Target, Protocol):
+    """A target as the ledger sees it."""
+
+    def file(self, shard: int) -> Path | None:
+        """Return the file that grows, or None if what was written to it cannot be read again."""
+
+    def spares(self, shard: int, offset: int, nbytes: int) -> bool:
+        """Tell whether a job may be left out, because its bytes are where nothing can lose them."""
+
+    def done(self, shard: int, offset: int, nbytes: int) -> None:
+        """Take notice that these bytes are written, each once; may wait. Raises OSError."""
+
+
+class Place(Kept, Protocol):
+    """A target as the run sees it that fills it."""
+
+    #: Whether ``crc`` can tell what was written.
+    readable: bool
+
+    def reserve(self, headers: Sequence[bytes]) -> None:
+        """Make room for every file, with its header. Raises OSError, ResourceError."""
+
+    def has(self, shard: int, offset: int, nbytes: int) -> bool:
+        """Tell whether bytes are where nothing can lose them."""
+
+    def crc(self, shard: int, offset: int, nbytes: int) -> int:
+        """Return the CRC-32 of bytes that were written, or -1 if they are not there."""
+
+    def is_whole(self) -> bool:
+        """Return whether everything of a sealed run is there, under either name."""
+
+    def finish(self) -> None:
+        """Return when everything is where nothing can lose it. Raises OSError."""
+
+    def publish(self) -> None:
+        """Give the finished files their names; those that have them already are left alone."""
+
+    def discard(self) -> None:
+        """Remove what was written."""
+
+    def close(self) -> None:
+        """Let go of it, whatever became of the run."""
+
+
 class Files:
     """The files of an output in a folder of this machine: OUT.part until ``publish`` renames it."""
 
+    readable = True
+
     def __init__(self, paths: Sequence[Path], sizes: Sequence[int]) -> None:
         self._files, self._sizes = tuple((path, part_path(path)) for path in paths), list(sizes)
+
+    @property
+    def parts(self) -> tuple[Path, ...]:
+        """The files under the names by which they grow."""
+        return tuple(part for _, part in self._files)
 
     @property
     def folder(self) -> Path:
@@ -57,9 +109,27 @@ class Files:
     def copy(self, shard: int, file: Path, begin: int, offset: int, nbytes: int) -> bool:
         return copy_range(file, self._files[shard][1], begin, offset, nbytes)
 
+    def file(self, shard: int) -> Path | None:
+        return self._files[shard][1]
+
     def sync(self, shards: Iterable[int]) -> None:
         for shard in shards:
             sync(self._files[shard][1])
+
+    def finish(self) -> None:
+        self.sync(range(len(self._files)))
+
+    def has(self, shard: int, offset: int, nbytes: int) -> bool:
+        return False  # the journal knows
+
+    def spares(self, shard: int, offset: int, nbytes: int) -> bool:
+        return False
+
+    def done(self, shard: int, offset: int, nbytes: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def crc(self, shard: int, offset: int, nbytes: int) -> int:
         """Return the CRC-32 of bytes that were written, or -1 if the file ends before them."""
@@ -83,6 +153,34 @@ class Files:
         """Remove what was written."""
         for _, part in self._files:
             part.unlink(missing_ok=True)
+
+
+class OpenFiles:
+    """Files that another process reserved, held open: what is late never gets into files that took their place.
+
+    They are only written: a page that was read is kept, and NFS may write it back whole, over another machine's bytes.
+    """
+
+    def __init__(self, parts: Sequence[Path]) -> None:
+        self._parts = tuple(parts)
+        self._open = [os.open(part, os.O_WRONLY) for part in parts]
+        for fd in self._open:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def write(self, shard: int, data: U8, offset: int) -> None:
+        write_open(self._open[shard], self._parts[shard], data, offset)
+
+    def copy(self, shard: int, file: Path, begin: int, offset: int, nbytes: int) -> bool:
+        return copy_open(file, self._open[shard], self._parts[shard], begin, offset, nbytes)
+
+    def sync(self, shards: Iterable[int]) -> None:
+        for shard in shards:
+            os.fdatasync(self._open[shard])
+
+    def close(self) -> None:
+        for fd in self._open:
+            os.close(fd)
 
 
 def _allocated(path: Path) -> int:

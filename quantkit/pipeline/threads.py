@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
+from quantkit.formats.remote.retry import given_up
 from quantkit.kernels.first_run import compile_together
-from quantkit.pipeline.feedback import Metrics, room_for_metrics
-from quantkit.pipeline.ledger import Ledger
+from quantkit.pipeline.feedback import Metrics
+from quantkit.pipeline.ledger import Ledger, NodeShare
 from quantkit.pipeline.warm import kernel_calls
-from quantkit.pipeline.work import Job, Worker
+from quantkit.pipeline.work import Job, Worker, metrics_for
 
 
 class Threads:
@@ -17,13 +18,13 @@ class Threads:
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.nodes: tuple[NodeShare, ...] = ()
 
     def run(self, ledger: Ledger, *, measure: bool) -> None:
         """Compile, then run all jobs of a ledger; on return all threads have ended, and failures are in the ledger."""
-        compile_together(kernel_calls(ledger.plan.tensors, measure))
+        compile_together(kernel_calls(ledger.to_encode(), measure))
         jobs, lock = ledger.jobs(), threading.Lock()
-        parts = [part.inputs for tensor in ledger.plan.tensors for part in tensor.parts]
-        metrics = Metrics(room_for_metrics(parts, ledger.max_ram), self.count)
+        metrics = metrics_for(ledger.plan.tensors, ledger.max_ram, self.count)
         threads = [
             threading.Thread(target=self._work, args=(ledger, metrics, jobs, lock, measure), name=f"encode-{i}")
             for i in range(self.count)
@@ -36,6 +37,7 @@ class Threads:
                     thread.join(0.2)
         except BaseException:
             ledger.stop.set()
+            given_up.set()  # threads that wait for a store need not
             raise
         finally:
             for thread in threads:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import FormatError, QuantkitError, ResourceError
+from quantkit.formats.cache_entry import RECORD, DamagedEntry, Entry, are_intact, digest, records_of
 from quantkit.formats.gguf import TensorInfo
-from quantkit.formats.ranges import U8, Buffers
+from quantkit.formats.ranges import U8, Buffers, write_range
 from quantkit.kernels.interleave import base_of, is_woven, repacks
 from quantkit.kernels.tensor_scale import TAIL, TENSOR_SCALED, decoded_as, with_row_scales
 from quantkit.pipeline.feedback import Inputs, Metrics
@@ -31,6 +34,8 @@ F32 = npt.NDArray[np.float32]
 
 #: Values decoded and encoded at a time: 512 KiB of float32, half of a typical L2 cache.
 PIECE = 1 << 17
+#: Rows that are encoded together with feedback.
+TILE = 64
 #: Values per job, if memory allows.
 JOB = 1 << 20
 
@@ -120,6 +125,20 @@ class PlannedTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Cached:
+    """What the tensor cache is to do for a job: its rows are to be kept, and ``entry``, if given, may have them."""
+
+    entry: Path | None = None
+    #: Where the rows lie in any entry of the part, and the records of their pieces in this one.
+    at: int = 0
+    records: bytes = b""
+    #: Whether the entry is known to be made of this source; if not, the records tell.
+    known: bool = False
+    #: An entry in the making, which the rows are to be written to: where the output cannot be read again.
+    keep: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """Rows ``row`` .. ``row + rows`` of one matrix of a part; in a copy a row may be any run of bytes.
 
@@ -135,6 +154,8 @@ class Job:
     source_row: int
     target_offset: int
     target_row: int
+    #: None where nothing is kept.
+    cached: Cached | None = None
 
     @property
     def target_bytes(self) -> int:
@@ -163,11 +184,18 @@ class ErrorSums(NamedTuple):
 NO_CRC = -1
 
 
+#: Where the rows of a job with ``cached`` came from: the cache, or an encoder, perhaps because an entry was damaged.
+TAKEN, MADE, MENDED = "taken", "made", "mended"
+
+
 class JobResult(NamedTuple):
-    """The CRC-32 of a job's bytes (or NO_CRC), and its error sums if measured."""
+    """The CRC-32 of a job's bytes (or NO_CRC), and its error sums if measured; records of what is to be kept."""
 
     crc: int
     sums: ErrorSums
+    records: bytes = b""
+    #: TAKEN, MADE or MENDED; "" of jobs without ``cached``.
+    origin: str = ""
 
 
 def group_of(part: RowSlice, target: TensorType) -> int:
@@ -205,7 +233,9 @@ def _cut(
     copied = part.source.type is tensor.type
     step = max(1, values * 4 // source_row if copied else values // part.values)
     if source_row == part.source.type.row_bytes(part.values):  # rows, not any bytes
-        step = _whole_groups(step, group_of(part, tensor.type))
+        step = whole_groups(step, group_of(part, tensor.type))
+    if not copied:
+        step = whole_groups(step, min(step, piece_rows(part, tensor.type)))
     for matrix in range(part.matrices):
         for row in range(0, part.rows, step):
             source = matrix * part.source_rows + part.source_row + row
@@ -223,13 +253,14 @@ def _cut(
             )
 
 
-def _whole_groups(rows: int, group: int) -> int:
+def whole_groups(rows: int, group: int) -> int:
     return max(group, rows // group * group)
 
 
-def _tile_of(part: RowSlice, job: Job) -> int:
-    """Return how many rows of a job are best encoded together with feedback; 0 if they are encoded without."""
-    return 32 if part.inputs is not None and part.inputs.damping(job.matrix) is not None else 0
+def piece_rows(part: RowSlice, target: TensorType) -> int:
+    """Return how many rows are encoded at a time."""
+    tile = 1 if part.inputs is None else TILE
+    return whole_groups(max(1, PIECE // part.values), max(group_of(part, target), tile))
 
 
 def _longest(tensors: list[PlannedTensor]) -> int:
@@ -258,13 +289,24 @@ def job_values(tensors: list[PlannedTensor], threads: int, max_ram: int) -> int:
     return min(JOB, (max_ram // threads - 2 * 4 * max(PIECE, longest)) // 12)
 
 
+def _made_of(cached: Cached, digests: list[bytes]) -> bool:
+    """Tell whether an entry was made of pieces with these digests."""
+    return np.frombuffer(cached.records, RECORD)["source"].tobytes() == b"".join(digests)
+
+
+def metrics_for(tensors: Sequence[PlannedTensor], max_ram: int, threads: int) -> Metrics:
+    """Return what keeps the metrics of tensors for all workers of a process, in half of ``max_ram`` if one fits."""
+    inputs = [part.inputs for tensor in tensors for part in tensor.parts if part.inputs is not None]
+    return Metrics(max(max_ram // 2, max((each.metric_bytes for each in inputs), default=0)), threads)
+
+
 class Worker:
     """Runs jobs one after another, with its own buffers."""
 
     def __init__(self, source: Source, target: Target, metrics: Metrics, *, measure: bool, ahead: int) -> None:
         self.source, self.target, self.metrics, self.measure, self.ahead = source, target, metrics, measure, ahead
         self._buffers = Buffers()
-        self._kernel_copies = True
+        self._kernel_copies = self._cache_copies = True
         self._weights: tuple[tuple[int, int], F32] = ((-1, 0), np.zeros((0, 0), np.float32))
 
     def run(self, job: Job, tensor: PlannedTensor) -> JobResult:
@@ -273,23 +315,79 @@ class Worker:
         Raises FormatError for values or blocks that are not finite and for short files, OSError from the disk.
         """
         part = tensor.parts[job.part]
+        origin = "" if job.cached is None else MADE
+        if job.cached is not None and job.cached.known:
+            taken, origin = self._take(job, tensor, job.cached)
+            if taken is not None:
+                return taken
         nbytes = job.rows * job.source_row
         source = self._buffers.get("source", nbytes)
         # While this job computes, the kernel reads ahead for the next ones.
         self.source.read(part.source, source, job.source_offset, self.ahead * nbytes)
+        digests: list[bytes] = []
+        if job.cached is not None:
+            digests = [digest(piece, self._tail(part)) for piece in self._pieces(job, tensor, source)]
+            if job.cached.entry is not None and not job.cached.known and _made_of(job.cached, digests):
+                taken, origin = self._take(job, tensor, job.cached)
+                if taken is not None:
+                    return taken
         copied = part.source.type is tensor.type
+        sums: list[ErrorSums] = []
         if copied:
-            target, sums = source, ErrorSums()
+            target = source
         else:
             target = self._buffers.get("target", job.target_bytes)
             if repacks(part.source.type, tensor.type):
                 self._repack(job, tensor, part, source, target)
-                sums = ErrorSums()
             else:
                 sums = self._encode(job, tensor, part, source, target)
         self._check(job, tensor, part, target)
         self._write(job, tensor, part, target, copied)
-        return JobResult(NO_CRC if tensor.is_copy else zlib.crc32(target.data), sums)
+        crc = NO_CRC if tensor.is_copy else zlib.crc32(target.data)
+        if job.cached is None:
+            return JobResult(crc, sum(sums, ErrorSums()))
+        records = records_of(
+            digests, self._pieces(job, tensor, target), np.array(sums or [ErrorSums()])[:, :4]
+        ).tobytes()
+        if job.cached.keep is not None:
+            try:
+                write_range(job.cached.keep, target, job.cached.at, make=True)
+            except OSError:  # a full disk, say: such a tensor is not kept
+                records = b""
+        return JobResult(crc, sum(sums, ErrorSums()), records, origin)
+
+    def _pieces(self, job: Job, tensor: PlannedTensor, rows: U8) -> list[U8]:
+        """Return a job's rows, of source or target, as they are encoded: some at a time."""
+        step = piece_rows(tensor.parts[job.part], tensor.type) * (rows.size // job.rows)
+        return [rows[at : at + step] for at in range(0, rows.size, step)]
+
+    def _take(self, job: Job, tensor: PlannedTensor, cached: Cached) -> tuple[JobResult | None, str]:
+        """Write what an entry of the cache has for a job; None if it is gone or damaged."""
+        assert cached.entry is not None
+        target = self._buffers.get("target", job.target_bytes)
+        records = np.frombuffer(cached.records, RECORD)
+        try:
+            with Entry(cached.entry) as entry:
+                entry.read(target, cached.at)
+            if not are_intact(records, self._pieces(job, tensor, target)):
+                raise DamagedEntry("its rows are damaged")
+        except DamagedEntry:
+            return None, MENDED
+        except OSError:  # evicted, or on a disk that fails
+            return None, MADE
+        if self._cache_copies:
+            with suppress(OSError, FormatError):  # it was evicted just now
+                self._cache_copies = self.target.copy(
+                    tensor.shard, cached.entry, cached.at, job.target_offset, target.size
+                )
+                if self._cache_copies:
+                    return self._taken(target, records), TAKEN
+        self.target.write(tensor.shard, target, job.target_offset)
+        return self._taken(target, records), TAKEN
+
+    def _taken(self, target: U8, records: npt.NDArray[np.void]) -> JobResult:
+        sums = sum((ErrorSums(*r["sums"].tolist()) for r in records), ErrorSums()) if self.measure else ErrorSums()
+        return JobResult(zlib.crc32(target.data), sums, records.tobytes(), TAKEN)
 
     def _write(self, job: Job, tensor: PlannedTensor, part: RowSlice, data: U8, copied: bool) -> None:
         """Put the bytes where they go; those that are taken over need not pass through this process a second time."""
@@ -303,21 +401,24 @@ class Worker:
                 return
         self.target.write(tensor.shard, data, job.target_offset)
 
-    def _encode(self, job: Job, tensor: PlannedTensor, part: RowSlice, source: U8, target: U8) -> ErrorSums:
+    def _encode(self, job: Job, tensor: PlannedTensor, part: RowSlice, source: U8, target: U8) -> list[ErrorSums]:
+        """Encode a job's rows; return the error sums of each piece, if they are measured, and losses."""
         from quantkit.kernels.cpu.encode.check import first_nonfinite_row
 
         rows_in, rows_out = source.reshape(job.rows, -1), target.reshape(job.rows, -1)
-        weights, sums = self._weights_of(job, part), ErrorSums()
-        step = _whole_groups(max(1, PIECE // part.values), max(group_of(part, tensor.type), _tile_of(part, job)))
+        weights, sums = self._weights_of(job, part), []
+        step = piece_rows(part, tensor.type)
         for row in range(0, job.rows, step):
             stop = min(row + step, job.rows)
             x = self._decoded(part, rows_in[row:stop])
             bad = first_nonfinite_row(x, 0, stop - row)
             if bad >= 0:
                 raise self._non_finite(part, job, row + bad, x[bad])
-            sums += self._encode_rows(job, tensor, part, x, weights, rows_out[row:stop])
+            found = self._encode_rows(job, tensor, part, x, weights, rows_out[row:stop])
             if self.measure:
-                sums += self._error(tensor, x, rows_out[row:stop], weights)
+                found += self._error(tensor, x, rows_out[row:stop], weights)
+            if self.measure or part.inputs is not None:
+                sums.append(found)
         return sums
 
     def _encode_rows(self, job: Job, tensor: PlannedTensor, part: RowSlice, x: F32, weights: F32, out: U8) -> ErrorSums:
@@ -325,12 +426,11 @@ class Worker:
         from quantkit.kernels.cpu.encode import encoder
 
         encode = encoder(tensor.type, tensor.encoder or None)
-        if not _tile_of(part, job):
+        if part.inputs is None or part.inputs.damping(job.matrix) is None:
             encode(x, weights, out, 0, len(x))
             return ErrorSums()
         from quantkit.kernels.cpu.feedback.rounding import Rounding, round_rows
 
-        assert part.inputs is not None
         with self.metrics.held(part.inputs, job.matrix) as metric:
             made = round_rows(tensor.type, x, lambda a, b: encode(a, weights, b, 0, len(a)), metric, Rounding())
         out[...] = made.rows
@@ -370,12 +470,18 @@ class Worker:
 
     def _with_row_scales(self, part: RowSlice, rows: U8) -> U8:
         """Return rows whose scale lies at the end of their tensor as rows that begin with it."""
-        tail = self._buffers.get("tail", 4)
-        self.source.read(part.source, tail, part.source.nbytes - TAIL)
-        scale = tail.view("<f4")[0]
+        scale = np.frombuffer(self._tail(part), "<f4")[0]
         if not np.isfinite(scale):
             raise FormatError(f"{self.source.where(part.source)}: tensor {part.source.name} has a scale of {scale}")
         return with_row_scales(rows, scale)
+
+    def _tail(self, part: RowSlice) -> bytes:
+        """Return the scale at the end of a tensor, if its type has one there."""
+        if part.source.type is not TENSOR_SCALED:
+            return b""
+        tail = self._buffers.get("tail", 4)
+        self.source.read(part.source, tail, part.source.nbytes - TAIL)
+        return tail.tobytes()
 
     def _weights_of(self, job: Job, part: RowSlice) -> F32:
         """Return the importance of the job's matrix, float32 [n], or an empty array."""

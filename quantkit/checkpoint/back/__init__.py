@@ -5,8 +5,8 @@ the names and shapes of a checkpoint, made while they are read, with config.json
 them. It follows the same rows as the way here (``architectures.ROWS``), backwards, and then the way here once more over
 what it made: names, shapes and keys that would not come back are an error, not a model that is slightly different.
 
-* ``said``: what a file says of its model. ``classes``, ``named``: how classes of transformers spell that, a
-  row (``spelling``) for each.
+* ``said``: what a file says of its model. ``classes``, ``named``, ``hybrids``, ``encoders``: how classes of
+  transformers spell that, a row (``spelling``) for each.
 * ``encoded``: a tensor of a file as values. ``unfused``: those that a file has in one, in parts. ``rules``,
   ``families``: what rules did, undone.
 * ``config``, ``derived``: metadata to config.json. ``tokenizer``, ``pre_tokenizers``: the vocabulary.

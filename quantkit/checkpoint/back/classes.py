@@ -11,6 +11,8 @@ from dataclasses import replace
 
 from quantkit.checkpoint.architectures import ROWS
 from quantkit.checkpoint.back import derived as d
+from quantkit.checkpoint.back.encoders import ENCODERS
+from quantkit.checkpoint.back.hybrids import HYBRIDS
 from quantkit.checkpoint.back.named import NAMED
 from quantkit.checkpoint.back.said import Said
 from quantkit.checkpoint.back.spelling import Json, Spelling, has
@@ -49,6 +51,7 @@ _MAMBA = " ".join(
 _FEED_FORWARD = " ".join(f"model.layers.*.feed_forward.{w}_proj" for w in ("gate", "up", "down"))
 _HUNYUAN = "model.layers.*.self_attn.query_layernorm model.layers.*.self_attn.key_layernorm"
 _ATTENTION_BIAS = ("attention_bias",)
+_PICTURE: Json = {"image_size": 28, "patch_size": 14}
 _NO_WINDOW: Json = {"sliding_window": None}
 _LATENT: Json = {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "n_shared_experts": None}
 _LATENT_V3: Json = {**_LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
@@ -121,6 +124,7 @@ SPELLINGS: dict[str, Spelling] = {
     "Mistral3ForConditionalGeneration": Spelling(
         "mistral",
         otherwise=_NO_WINDOW,
+        derived=(d.Tower({"model_type": "pixtral", "num_hidden_layers": 1, "num_attention_heads": 2, **_PICTURE}),),
         renamed=((r"^", "language_model."),),
         inside="text_config",
         beside={"model_type": "mistral3"},
@@ -226,6 +230,7 @@ SPELLINGS: dict[str, Spelling] = {
         "exaone4",
         otherwise={**_NO_WINDOW, "sliding_window_pattern": None},
         derived=(d.kinds_of_layers, d.no_layer_slides),
+        when=lambda said: not _has_ahead(said),
     ),
     "GPTBigCodeForCausalLM": Spelling(
         "gpt_bigcode",
@@ -334,6 +339,8 @@ SPELLINGS: dict[str, Spelling] = {
         fused=True,
     ),
     **NAMED,
+    **HYBRIDS,
+    **ENCODERS,
 }
 
 
@@ -376,7 +383,7 @@ def spelled_kinds(row: Architecture, spelling: Spelling) -> dict[str, str]:
         names = PATTERNS.get(kind, "").split()
         if names:
             found[kind.partition(":")[0]] = min(names, key=lambda name: _rank(name, wanted))
-    return found
+    return found | spelling.kinds
 
 
 def _rank(name: str, wanted: list[str]) -> tuple[bool, bool, int]:

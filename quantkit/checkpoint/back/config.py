@@ -16,6 +16,7 @@ from quantkit.checkpoint.back.said import Said, plain
 from quantkit.checkpoint.back.spelling import Spelling
 from quantkit.checkpoint.class_defaults import DEFAULTS
 from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.expressions import read_f32
 from quantkit.checkpoint.families import llama
 from quantkit.checkpoint.keys import GATING, Keys
 from quantkit.checkpoint.row import Architecture, Copied
@@ -64,12 +65,21 @@ _UNSAID = frozenset((".vocab_size", ".attention.causal"))
 #: Special tokens of config.json -> what their keys are called.
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown", "sep": "seperator"}
 _EVERY = ("bos", "eos", "pad")
-#: Rope of Llama 3: what released models have of low_freq_factor, high_freq_factor and the original context.
-_ROPE_FACTORS = [(low, high, length) for length in (8192, 4096, 32768) for low, high in ((1, 4), (1, 1), (1, 2))]
+#: Rope of Llama 3: what released models have of low_freq_factor, high_freq_factor and the original context. The last is
+#: Step 3.5's.
+_ROPE_FACTORS = (
+    *((low, high, length) for length in (8192, 4096, 32768) for low, high in ((1, 4), (1, 1), (1, 2))),
+    (1, 32, 131072),
+)
+_MOST_LAYERS = 1 << 16
+_FREQUENCIES = "rope_freqs.weight"
 
 
 def make_config(said: Said, name: str, row: Architecture, spelling: Spelling, dtype: str) -> Json:
     """Return the configuration of the text model of a file as the class ``name``; values have the dtype ``dtype``."""
+    for key in (".block_count", ".n_deepstack_layers"):
+        if isinstance(count := said.get(key), int) and count > _MOST_LAYERS:
+            raise FormatError(f"{said.where}: key {said.arch}{key} is {count}: more layers than any model has")
     known = DEFAULTS.get(spelling.model_type, {})
     config: Json = {"architectures": [name], "model_type": spelling.model_type}
     copied = {each.key: each.names for each in row.keys if isinstance(each, Copied)}
@@ -84,7 +94,7 @@ def make_config(said: Said, name: str, row: Architecture, spelling: Spelling, dt
         config.setdefault("head_dim", width)
     how = spelling.keys.get(_GATING, _known("scoring_func score_function score_func", known))
     _set_gating(config, how, said.get(_GATING))
-    if (scaling := _rope_scaling(said)) is not None:
+    if (scaling := _rope_scaling(said, row, config)) is not None:
         config["rope_scaling"] = scaling
     config["vocab_size"] = _vocab_size(said.model)
     config["tie_word_embeddings"] = not said.has("output.weight")
@@ -94,7 +104,8 @@ def make_config(said: Said, name: str, row: Architecture, spelling: Spelling, dt
     config = {**spelling.otherwise, **config}
     for derive in spelling.derived:
         derive(said, config)
-    return {**token_ids(said.model), **config} | {"torch_dtype": dtype, "quantkit_version": __version__}
+    config = {**token_ids(said.model), **config} | {"torch_dtype": dtype, "quantkit_version": __version__}
+    return {key: value for key, value in config.items() if value is not None or key not in spelling.not_null}
 
 
 def token_ids(model: GGUFFile) -> Json:
@@ -131,7 +142,7 @@ def _set_gating(config: Json, key: str, number: Any) -> None:
         config[key] = name
 
 
-def _rope_scaling(said: Said) -> Json | None:
+def _rope_scaling(said: Said, row: Architecture, config: Json) -> Json | None:
     get = said.get
     kind, found = get(".rope.scaling.type"), None
     if kind in ("linear", "yarn"):
@@ -147,16 +158,16 @@ def _rope_scaling(said: Said) -> Json | None:
         found = {"rope_type": kind, **{name: value for name, value in values.items() if value is not None}}
     elif kind not in (None, "none", "longrope"):
         raise TypeNotSupported(f"{said.where}: rope scaled by {short(kind)} is not exported by this version")
-    elif said.has("rope_freqs.weight") and get(".attention.key_length_swa") is None:
-        found = _llama3_rope(said)
+    elif said.has(_FREQUENCIES) and get(".attention.key_length_swa") is None:
+        found = _llama3_rope(said, row, config)
     if (sections := get(".rope.dimension_sections")) is not None:
         found = {"rope_type": "default", **(found or {}), "mrope_section": sections[:3]}
     return found
 
 
-def _llama3_rope(said: Said) -> Json:
-    """Return the parameters that make just these factors (``llama.rope_factors``)."""
-    values = said.model.data("rope_freqs.weight").view(np.float32)
+def _llama3_rope(said: Said, row: Architecture, config: Json) -> Json:
+    """Return the parameters that make just these factors (``row.extra``)."""
+    values = said.model.data(_FREQUENCIES).view(np.float32)
     factor = float(values.max())
     for low, high, length in _ROPE_FACTORS:
         rope = {
@@ -166,15 +177,12 @@ def _llama3_rope(said: Said) -> Json:
             "high_freq_factor": float(high),
             "original_max_position_embeddings": length,
         }
-        config = {"architectures": ["LlamaForCausalLM"], "rope_scaling": rope, "head_dim": 2 * values.size}
-        config["rope_theta"] = said.get(".rope.freq_base") or 10000.0
-        made = next(iter(llama.rope_factors(Config(Path("config.json"), config)))).x
-        same = np.empty(values.nbytes, np.uint8)
-        made.read(0, same)
-        if np.array_equal(same.view(np.float32), values):
+        tried = {"rope_theta": 10000.0, "head_dim": 2 * values.size, **config, "rope_scaling": rope}
+        made = [t.x for t in row.extra(Config(Path("config.json"), tried)) if t.name_in_file == _FREQUENCIES]
+        if made and np.array_equal(read_f32(made[0], 0, values.size), values):
             return rope
     raise TypeNotSupported(
-        f"{said.where}: tensor rope_freqs.weight: its factors are none that config.json of Llama 3 can say"
+        f"{said.where}: tensor {_FREQUENCIES}: its factors are none that config.json of Llama 3 can say"
     )
 
 
@@ -191,6 +199,9 @@ def check_keys(model: GGUFFile, row: Architecture, config: Config) -> list[str]:
         write(keys, config)
     own = {key: field for key, field in model.fields.items() if key.startswith(f"{row.arch}.")}
     lost = [key for key in own if not _is_said(key, own[key], keys.fields, row.arch)]
+    causal = f"{row.arch}.attention.causal"
+    if config.architecture.endswith("ForCausalLM") and model.get(causal) is False:
+        lost.append(causal)
     if lost:
         raise TypeNotSupported(
             f"{model.paths[0]}: key {lost[0]} = {short(plain(own[lost[0]].value))} cannot be said in config.json of "

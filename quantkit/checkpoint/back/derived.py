@@ -6,13 +6,17 @@ are in no file, for llama.cpp (b11434, src/models/*.cpp) has them in its code: t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
-from quantkit.checkpoint.back.said import Said
+from quantkit.checkpoint.back.said import Said, plain
+from quantkit.checkpoint.expressions import Constant, Shaped
+from quantkit.checkpoint.tensors import Tensor
 from quantkit.errors import TypeNotSupported
 
 Json = dict[str, Any]
@@ -136,6 +140,12 @@ def long_rope(said: Said, config: Json) -> None:
     config["rope_scaling"] = rope
 
 
+def unscaled_rope(said: Said, config: Json) -> None:
+    """Factors of rope for long texts do not scale attention (MiniCPM)."""
+    if rope := config["rope_scaling"]:
+        rope |= {"factor": 1.0, "original_max_position_embeddings": said.number(".context_length")}
+
+
 def long_rope_scale(said: Said, config: Json) -> None:
     """What Phi's mixture of experts multiplies attention by, for both kinds of text."""
     if rope := config["rope_scaling"]:
@@ -180,6 +190,21 @@ def small_tower(said: Said, config: Json) -> None:
     }
 
 
+@dataclass(frozen=True)
+class Tower:
+    """Describe a vision tower, which is in no file of a text model, as small as can be.
+
+    ``others``: of it, beside what such towers have in common. ``out``: what the width of what it gives is called.
+    """
+
+    others: Json
+    out: str = ""
+
+    def __call__(self, said: Said, config: Json) -> None:
+        tower = {"hidden_size": 64, "intermediate_size": 64, **self.others}
+        config["vision_config"] = tower | ({self.out: said.number(".embedding_length")} if self.out else {})
+
+
 # --- layers ----------------------------------------------------------------------------------------------------------
 
 
@@ -201,15 +226,14 @@ def linear_attention(said: Said, config: Json) -> None:
 def mamba(said: Said, config: Json) -> None:
     """Say what layers of Mamba have, and which they are."""
     heads, inner = said.number(".ssm.time_step_rank"), said.number(".ssm.inner_size")
-    attends = said.get(".attention.head_count_kv")
-    listed = attends if isinstance(attends, list) else [attends] * said.number(".block_count")
+    listed = said.of_layers(".attention.head_count_kv")
     config |= {
         "num_key_value_heads": max(listed),
         "layer_types": ["attention" if each else "mamba" for each in listed],
         "mamba_d_head": inner // max(1, heads),
         "mamba_expand": inner // max(1, said.number(".embedding_length")),
-        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in said.model.tensors),
-        "mamba_proj_bias": any(name.endswith("ssm_in.bias") for name in said.model.tensors),
+        "mamba_conv_bias": said.some(".ssm_conv1d.bias"),
+        "mamba_proj_bias": said.some(".ssm_in.bias"),
     }
 
 
@@ -407,7 +431,7 @@ def short_convolutions(said: Said, config: Json) -> None:
     config |= {
         "num_key_value_heads": max(listed),
         "layer_types": ["full_attention" if each else "conv" for each in listed],
-        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in said.model.tensors),
+        "conv_bias": said.some(".shortconv.conv.bias"),
         "block_auto_adjust_ff_dim": False,
     }
     if "rope_theta" in config and config["model_type"] == "lfm2_moe":
@@ -435,6 +459,51 @@ def only_mamba(said: Said, config: Json) -> None:
         config.pop("intermediate_size")
     config["use_conv_bias"] = said.has("ssm_conv1d.bias")
     config["use_bias"] = said.has("ssm_in.bias")
+
+
+def sparse_attention(said: Said, config: Json) -> None:
+    """Say how blocks of keys are chosen, and which layers have experts (MiniMax M3)."""
+    names = {
+        **{"head_count": "sparse_num_index_heads", "key_length": "sparse_index_dim", "top_k": "sparse_topk_blocks"},
+        **{"block_size": "sparse_block_size", "local_blocks": "sparse_local_block"},
+    }
+    config["sparse_attention_config"] = {name: said.get(f".attention.indexer.{key}") for key, name in names.items()}
+    dense, layers = said.number(".leading_dense_block_count"), range(said.number(".block_count"))
+    sparse = [int(f"blk.{i}.indexer.q_proj.weight" in said.model.tensors) for i in layers]
+    config["sparse_attention_config"]["sparse_attention_freq"] = sparse
+    config["moe_layer_freq"] = [int(i >= dense) for i in layers]
+    shared = next((t for name, t in said.model.tensors.items() if name.endswith(".ffn_up_shexp.weight")), None)
+    if shared is not None:
+        config["shared_intermediate_size"] = shared.shape[1]
+
+
+def activations(said: Said) -> Iterable[Tensor]:
+    """Make the parameters of each layer's xIELU tensors again (Apertus)."""
+    for name, shape in (("alpha_n", (1,)), ("alpha_p", (1,)), ("beta", ()), ("eps", ())):
+        found = said.model.get(f"xielu.{name}")
+        values = [] if found is None else list(plain(found))
+        if len(values) != said.number(".block_count"):
+            raise TypeNotSupported(f"{said.where}: it does not say xielu.{name} of each layer, without which none runs")
+        for layer, value in enumerate(values):
+            x = Shaped(Constant((float(value),)), shape)
+            yield Tensor(f"model.layers.{layer}.mlp.act_fn.{name}", x, layer)
+
+
+def altup(said: Said, config: Json) -> None:
+    """Say what is particular of Gemma 3n's layers."""
+    kinds_of_layers(said, config)
+    normal = NormalDist()
+
+    def scale(part: float) -> float:
+        return normal.inv_cdf(part) if 0 < part < 1 else -math.inf
+
+    scales = said.get(".activation_sparsity_scale") or []
+    parts = [0.0 if math.isinf(each) else _as_stored(normal.cdf(each), scale) for each in scales]
+    config["activation_sparsity_pattern"] = parts
+    if (low := said.model.tensors.get("blk.0.laurel_l.weight")) is not None:
+        config["laurel_rank"] = low.shape[1]
+    if (table := said.model.tensors.get("per_layer_token_embd.weight")) is not None:
+        config["vocab_size_per_layer_input"] = table.shape[1]
 
 
 def two_norms(said: Said, config: Json) -> None:

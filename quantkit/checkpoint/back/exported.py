@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ from quantkit.checkpoint.back import families  # noqa: F401  what undoes rules o
 from quantkit.checkpoint.back.classes import find_class, spelled_kinds
 from quantkit.checkpoint.back.config import check_keys, make_config, nested, token_ids
 from quantkit.checkpoint.back.encoded import Encoded, encoded_tensors
+from quantkit.checkpoint.back.encoders import pooling_files
 from quantkit.checkpoint.back.rules import Backward, all_undone
 from quantkit.checkpoint.back.said import Said
 from quantkit.checkpoint.back.spelling import Spelling
@@ -40,10 +44,11 @@ from quantkit.checkpoint.policy import type_of
 from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.tensor_names import TensorNames
 from quantkit.checkpoint.tensors import Context, Tensor, applied, named_tensors, text_name
-from quantkit.errors import FormatError, RecipeError, TypeNotSupported
+from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError, TypeNotSupported
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.ranges import U8
+from quantkit.formats.safetensors import StoredTensor
 from quantkit.types import TensorType
 
 #: What --outtype takes, by the dtype of transformers.
@@ -56,14 +61,14 @@ _RENAMED = ((r"e_score_correction\.bias$", "e_score_correction_bias"),)
 class Exported:
     """An open export: ``made`` says what each tensor is made of, ``files`` what lies beside the weights, as text.
 
-    ``origins``: the type of what a tensor was made of, for people.
+    ``origins``: of what tensors of the file each is made; of none if it is metadata there.
     """
 
     model: GGUFFile
     architecture: str
     dtype: str
     made: dict[str, Expression]
-    origins: dict[str, str]
+    origins: dict[str, tuple[StoredTensor, ...]]
     files: dict[str, bytes]
     notes: list[str] = field(default_factory=list)
 
@@ -72,9 +77,14 @@ class Exported:
         #: A checkpoint has no metadata of this kind.
         self.fields: dict[str, Field] = {}
         self.tensors = {
-            name: TensorInfo(name, x.shape[::-1], x.type, value_bytes(x.type, size_of(x)), 0, 0)
+            name: TensorInfo(name, x.shape[::-1] or (1,), x.type, value_bytes(x.type, size_of(x)), 0, 0)
             for name, x in self.made.items()
         }
+
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        """See ``pipeline.source``."""
+        return self.model.inputs
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return ``default``: a checkpoint has no metadata of this kind."""
@@ -108,6 +118,10 @@ class Exported:
         return digest.hexdigest()
 
 
+#: What functions of single classes meet where a file's metadata is of other types, shapes or lengths than a model's.
+_MISTAKEN = (ArithmeticError, LookupError, TypeError, ValueError)
+
+
 def open_export(
     model: GGUFFile, *, outtype: str = "auto", architecture: str | None = None, tokenizer: bool = True
 ) -> Exported:
@@ -125,30 +139,66 @@ def open_export(
     """
     if outtype not in (*DTYPES, "auto"):
         raise RecipeError(f"--outtype {outtype}: there are {', '.join(DTYPES)}, auto")
+    try:
+        return _opened(model, outtype, architecture, tokenizer=tokenizer)
+    except _MISTAKEN as e:
+        said = short(f"{type(e).__name__}: {e}")
+        raise FormatError(f"{model.paths[0]}: its metadata is not that of a model of its architecture: {said}") from e
+
+
+def _opened(model: GGUFFile, outtype: str, architecture: str | None, *, tokenizer: bool) -> Exported:
+    """Read a GGUF file; arguments and errors as for ``open_export``, beside those of wrong metadata."""
     said = Said(model, str(model.get("general.architecture")))
     name, row, spelling = find_class(said, architecture)
     dtype, wanted = DTYPES[_found_type(model) if outtype == "auto" else outtype]
     values = nested(make_config(said, name, row, spelling, dtype), spelling)
-    config = Config(model.paths[0].parent / "config.json", with_defaults(values))
-    row.prepare(config)
-    notes = check_keys(model, row, config)
-    names = TensorNames(row.arch, row.layers(config))
-    kinds = spelled_kinds(row, spelling)
-    parts, options = unfused(encoded_tensors(model, kinds), kinds, spelling.names, config)
-    tensors = _tensors(parts, row, spelling, Context(config, names))
-    _check_return(parts, row, tensors, Context(config, names))
-    if options:
-        notes.append(f"the file's fused tensors are apart here; to have them again convert with {' '.join(options)}")
-    made, origins = {}, {}
-    for each, x in sorted(tensors.items()):
-        origins[each] = "+".join(dict.fromkeys(part.dtype for part in x.parts()))
-        made[each] = _typed(x, wanted, row, names)
-    files = {"config.json": _json(values), "generation_config.json": _json(_generation(model))}
+    files = {"config.json": _json(values), "generation_config.json": _json(_generation(model)), **pooling_files(said)}
+    notes = [spelling.note] * bool(spelling.note)
+    if spelling.inside or "vision_config" in values:
+        notes.append(
+            f"{name} also has a vision tower, which is in no file of a text model: only the text model is written, and "
+            "transformers makes a small tower of random numbers"
+        )
+    more: list[str] = []
     if tokenizer:
         made_files, more = tokenizer_files(model)
         files |= made_files
-        notes += more
-    return Exported(model, name, dtype, made, origins, files, notes)
+    with _lying_there(files, model) as folder:
+        config = Config(folder / "config.json", with_defaults(values))
+        row = replace(row.instead(config) or row, arch=said.arch)
+        row.prepare(config)
+        notes += check_keys(model, row, config)
+        names = TensorNames(row.arch, row.layers(config))
+        kinds = spelled_kinds(row, spelling)
+        parts, options = unfused(encoded_tensors(model, kinds), kinds, spelling.names, config)
+        tensors = _tensors(said, parts, row, spelling, Context(config, names))
+        kept = _check_return(parts, row, tensors, Context(config, names), wanted)
+    if options:
+        notes.append(f"the file's fused tensors are apart here; to have them again convert with {' '.join(options)}")
+    made: dict[str, Expression] = {}
+    origins: dict[str, tuple[StoredTensor, ...]] = {}
+    for each, x in sorted(tensors.items()):
+        origins[each] = tuple(dict.fromkeys(x.parts()))
+        made[each] = _typed(x, wanted, kept)
+    return Exported(model, name, dtype, made, origins, files, notes + more)
+
+
+@contextmanager
+def _lying_there(files: Mapping[str, bytes], model: GGUFFile) -> Iterator[Path]:
+    """Yield a directory with the small files of the checkpoint, which the way here reads; errors name the GGUF file."""
+    try:
+        with TemporaryDirectory(prefix="quantkit-export-") as name:
+            folder = Path(name)
+            for each, data in files.items():
+                (folder / each).parent.mkdir(exist_ok=True)
+                (folder / each).write_bytes(data)
+            try:
+                yield folder
+            except QuantkitError as e:
+                named = e.message.replace(str(folder / "config.json"), str(model.paths[0]))
+                raise type(e)(named.replace(str(folder), str(model.paths[0]))) from None
+    except OSError as e:
+        raise ResourceError(f"a temporary directory for config.json and the tokenizer: {e.strerror or e}") from None
 
 
 def _found_type(model: GGUFFile) -> str:
@@ -161,7 +211,7 @@ def _found_type(model: GGUFFile) -> str:
 
 
 def _tensors(
-    parts: dict[str, Expression], row: Architecture, spelling: Spelling, context: Context
+    said: Said, parts: dict[str, Expression], row: Architecture, spelling: Spelling, context: Context
 ) -> dict[str, Expression]:
     """Return the tensors of a checkpoint by name."""
     spelled, back = spelled_kinds(row, spelling), Backward(context, spelling.fused)
@@ -176,9 +226,11 @@ def _tensors(
             last = made.name
             for pattern, by in (*_RENAMED, *spelling.renamed):
                 last = re.sub(pattern, by, last)
+            last = spelling.last(context.config, last)
             if last in found:
                 raise context.fail(made, f"{last} would be there twice")
             found[last] = made.x
+    found |= {made.name: made.x for made in spelling.tensors(said)}
     waiting = next((whole for _, whole in back.held), None)
     if waiting is not None:
         raise FormatError(f"{context.config.path.parent}: a part of {waiting} is missing")
@@ -199,15 +251,23 @@ def _spelled(context: Context, name: str, spelled: dict[str, str]) -> str:
 
 
 def _check_return(
-    parts: dict[str, Expression], row: Architecture, tensors: dict[str, Expression], context: Context
-) -> None:
-    """Go the way here over what was made: the same tensors, with the same shapes, must come out."""
+    parts: dict[str, Expression],
+    row: Architecture,
+    tensors: dict[str, Expression],
+    context: Context,
+    wanted: TensorType,
+) -> set[str]:
+    """Go the way here over what was made: the same tensors, with the same shapes, must come out.
+
+    Return the names of what is F32 in a file of type ``wanted``, too.
+    """
     stored: dict[str, Expression] = {}
     for name, x in sorted(tensors.items()):
         for item in applied(row.stored, Tensor(name, x, None), context):
             if (text := text_name(item.name)) is not None:
                 stored[text] = item.x
-    back = {name: t.x.shape for name, t in named_tensors(stored, row.rules, context, row.extra(context.config))}
+    made = dict(named_tensors(stored, row.rules, context, row.extra(context.config)))
+    back = {name: t.x.shape for name, t in made.items()}
     have = {name: x.shape for name, x in parts.items()}
     for name in (*have, *back):
         if have.get(name) != back.get(name):
@@ -215,20 +275,20 @@ def _check_return(
                 f"{context.config.path.parent}: tensor {short(name)}: {_shape(have.get(name))} in the file, "
                 f"{_shape(back.get(name))} after converting the checkpoint: it would not be this model"
             )
+    full = (n for n, t in made.items() if type_of(n, t.x, t.layer, context.names, wanted, t.typed) is TYPE_F32)
+    return {part.name for name in full for part in parts[name].parts()}
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else str(list(shape))
 
 
-def _typed(x: Expression, wanted: TensorType, row: Architecture, names: TensorNames) -> Expression:
-    """Return a tensor in the wanted type; one that files keep in F32 stays so if values would be lost."""
+def _typed(x: Expression, wanted: TensorType, kept: set[str]) -> Expression:
+    """Return a tensor in the wanted type; one of what files keep in F32 stays so if values would be lost."""
     part = next(x.parts(), None)
-    if part is None or wanted is TYPE_F32 or x.type is not TYPE_F32:
+    if wanted is TYPE_F32 or x.type is not TYPE_F32 or part is not None and part.name not in kept:
         return cast(x, wanted)
-    match = re.match(r"blk\.(\d+)\.", part.name)
-    kept = type_of(part.name, x, int(match[1]) if match else None, names, wanted) is TYPE_F32
-    return x if kept and not _fits(x, wanted) else cast(x, wanted)
+    return cast(x, wanted) if _fits(x, wanted) else x
 
 
 def _fits(x: Expression, wanted: TensorType) -> bool:
@@ -254,7 +314,8 @@ def _generation(model: GGUFFile) -> Json:
     ):
         if (value := model.get(f"general.sampling.{key}")) is not None:
             made |= {"do_sample": True, name: float(str(np.float32(value))) if isinstance(value, float) else int(value)}
-    return made
+    silent = model.get("tokenizer.ggml.suppress_tokens")
+    return made if silent is None else made | {"suppress_tokens": silent}
 
 
 def _json(value: Json) -> bytes:

@@ -7,8 +7,37 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from quantkit.checkpoint.back.rules import CHANGES, Backward, undone
-from quantkit.checkpoint.expressions import Expression, Shaped, Transposed, joined, taken
-from quantkit.checkpoint.families import cohere, deepseek, early, gemma, glm, granite, mamba, mimo, others, qwen_next
+from quantkit.checkpoint.expressions import (
+    Constant,
+    Expression,
+    Mapped,
+    Shaped,
+    Transposed,
+    Zeros,
+    joined,
+    size_of,
+    taken,
+)
+from quantkit.checkpoint.families import (
+    bailing,
+    bert,
+    bitnet,
+    cohere,
+    deepseek,
+    dots3,
+    early,
+    gemma,
+    glm,
+    granite,
+    hybrids,
+    kimi,
+    mamba,
+    mimo,
+    minimax,
+    others,
+    qwen_next,
+    step,
+)
 from quantkit.checkpoint.tensors import Context, Rule, Tensor
 
 
@@ -18,13 +47,47 @@ def _unchanged(tensor: Tensor, context: Context) -> Expression:
 
 def _flat(tensor: Tensor, context: Context) -> Expression:
     """Leave out all but one dimension."""
-    n = 1
-    for each in tensor.x.shape:
-        n *= each
-    return Shaped(tensor.x, (n,))
+    return Shaped(tensor.x, (size_of(tensor.x),))
+
+
+def _three(tensor: Tensor, context: Context) -> Expression:
+    """Make a convolution of single channels of what llama.cpp has in four dimensions."""
+    return Shaped(tensor.x, (size_of(tensor.x) // tensor.x.shape[-1], 1, tensor.x.shape[-1]))
+
+
+def _log_of_negative(tensor: Tensor, context: Context) -> Expression:
+    return Mapped(_flat(tensor, context), "log of negative")
+
+
+def _log(tensor: Tensor, context: Context) -> Expression:
+    return Mapped(_flat(tensor, context), "log")
+
+
+def _with_positions(tensor: Tensor, context: Context) -> Expression:
+    """Put the positions first that no token has: zeros."""
+    unused = bert.offset(context.config)
+    return joined([Zeros((unused, tensor.x.shape[1]), tensor.x.type), tensor.x]) if unused else tensor.x
+
+
+def _rows(tensor: Tensor, context: Context) -> Expression:
+    """Put experts one behind the other."""
+    return Shaped(tensor.x, (size_of(tensor.x) // tensor.x.shape[-1], tensor.x.shape[-1]))
+
+
+def _turned_rows(tensor: Tensor, context: Context) -> Expression:
+    return _rows(replace(tensor, x=Transposed(tensor.x)), context)
 
 
 CHANGES |= {
+    bert.by_expert: _rows,
+    bert.turned_by_expert: _turned_rows,
+    bert.used_positions: _with_positions,
+    bailing.exponential: _log,
+    bitnet.ternary: _unchanged,
+    gemma.filled_up: _unchanged,
+    hybrids.grouped: _flat,
+    kimi.as_convolution: _three,
+    kimi.of_heads: _log_of_negative,
     gemma.known_tokens: _unchanged,
     granite.grouped: _flat,
     granite.column: _flat,
@@ -33,6 +96,7 @@ CHANGES |= {
     early.by_key: early.by_key_back,
     mamba.column: _flat,
     mamba.grouped: _flat,
+    step.without_ones: _unchanged,
 }
 
 
@@ -42,7 +106,13 @@ def _(rule: cohere.NoBias, tensor: Tensor, back: Backward) -> Iterable[Tensor] |
     return None
 
 
+@undone.register(dots3.Rescaled)
+@undone.register(hybrids.Multipliers)
+@undone.register(hybrids.OnlyExpert)
+@undone.register(kimi.Gates)
 @undone.register(mamba.OwnOutput)
+@undone.register(others.Activations)
+@undone.register(minimax.Silent)
 @undone.register
 def _(rule: deepseek.LaterLayersDropped, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
     return None
@@ -102,8 +172,60 @@ def _(rule: Rule, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
         return None
     stems = {stem: name for name, stem in qwen_next.BESIDE.items()}
     stem, _, suffix = match[2].rpartition(".")
+    if stem in stems and ahead > 0:
+        return ()  # of all such layers the same
     name = f"mtp.{stems[stem]}.{suffix}" if stem in stems else f"mtp.layers.{ahead}.{match[2]}"
     return (replace(tensor, name=name),)
+
+
+@undone.register
+def _(rule: gemma.Projections, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
+    """Take the projections apart."""
+    match = re.fullmatch(r"model\.(altup_(?:unembed_)?projections)\.weight", tensor.name)
+    if match is None:
+        return None
+    return [
+        replace(
+            tensor,
+            name=f"model.{match[1]}.{i}.weight",
+            x=Shaped(taken(tensor.x, 0, range(i, i + 1)), tensor.x.shape[1:]),
+        )
+        for i in range(tensor.x.shape[0])
+    ]
+
+
+@undone.register
+def _(rule: kimi.Scores, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
+    """Make a norm of ones, which leaves all to the projection, of what both are multiplied."""
+    if not tensor.name.endswith("_res_proj.weight"):
+        return None
+    n = size_of(tensor.x)
+    norm = replace(tensor, name=tensor.name.replace("_proj.", "_norm."), x=Constant((1.0,) * n))
+    return norm, replace(tensor, x=Shaped(tensor.x, (1, n)))
+
+
+@undone.register
+def _(rule: bailing.Gates, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
+    """Call both gates by one name."""
+    name = re.sub(r"\.self_attn\.g_(a_)?proj\.", ".attention.g_proj.", tensor.name)
+    return None if name == tensor.name else (replace(tensor, name=name),)
+
+
+@undone.register
+def _(rule: dots3.EmbeddingAhead, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
+    found = re.fullmatch(r"model\.layers\.\d+\.embed_tokens\.weight", tensor.name)
+    return None if found is None else (replace(tensor, name="model.mtp.embed_tokens.weight"),)
+
+
+@undone.register
+def _(rule: mamba.LayerAhead, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
+    """Take the layer that predicts more tokens apart: attention, and experts."""
+    match = re.fullmatch(r"(?:backbone|model)\.layers\.(\d+)\.(.+)", tensor.name)
+    if match is None or int(match[1]) < back.config.layers:
+        return None
+    stems = {stem: name for name, stem in mamba.APART.items()}
+    first = match[2] == "norm.weight" or re.match(r"mixer\.[qkvo]_proj\.", match[2])
+    return (replace(tensor, name=f"mtp.layers.{stems.get(match[2], f'{0 if first else 1}.{match[2]}')}"),)
 
 
 @undone.register

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from quantkit.checkpoint.back import derived as d
 from quantkit.checkpoint.back.spelling import Spelling, has
+from quantkit.checkpoint.families.bitnet import COMPUTED
 
 _BLOCK = "model.layers.*."
 _HYBRID_NAMES = (
@@ -23,10 +24,14 @@ _HYBRID_NAMES = (
 _GPT_2_NAMES = "transformer.wte transformer.wpe transformer.ln_f " + " ".join(
     f"transformer.h.*.{name}" for name in ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 )
+_PICTURE = {"image_size": 28, "patch_size": 14}
 _FIRST = ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", "input_layernorm")
 _BIASES = ("attention_bias", "mlp_bias")
 _NO_GATING = {".expert_gating_func": ""}
 _QWEN_2_VL = Spelling("qwen2_vl", derived=(d.tower_of_two,))
+_EXAONE_TOWER = d.Tower(
+    {"depth": 1, "num_heads": 2, "num_key_value_heads": 2, "fullatt_block_indexes": [0]}, "out_hidden_size"
+)
 _GRANITE_SWA = Spelling("granite_swa", derived=(d.kinds_of_layers, d.rope_layers))
 _MAMBA = Spelling(
     "mamba",
@@ -41,6 +46,25 @@ _MAMBA = Spelling(
         **{".ssm.time_step_rank": "time_step_rank", ".attention.layer_norm_rms_epsilon": "layer_norm_epsilon"},
     },
     derived=(d.only_mamba,),
+)
+
+_MINIMAX_M3 = Spelling(
+    "minimax_m3",
+    " ".join(
+        f"{_BLOCK}{name}"
+        for name in (
+            *(f"self_attn.index_{part}" for part in ("q_proj", "k_proj", "q_norm", "k_norm")),
+            *(f"block_sparse_moe.shared_experts.{w}_proj" for w in ("gate", "up", "down")),
+            *(f"block_sparse_moe.{each}" for each in ("gate", "e_score_correction")),
+            *(f"block_sparse_moe.experts.{w}" for w in ("w1", "w2", "w3")),
+        )
+    ),
+    keys={
+        **{".feed_forward_length": "dense_intermediate_size", ".leading_dense_block_count": ""},
+        ".expert_weights_norm": "",
+    },
+    otherwise={"use_gemma_norm": True, "use_qk_norm": True, "use_routing_bias": True, "qk_norm_type": "per_head"},
+    derived=(d.sparse_attention,),
 )
 
 #: Class of transformers -> how it spells.
@@ -67,6 +91,15 @@ NAMED: dict[str, Spelling] = {
         f"{_BLOCK}mlp.e_score_correction",
         keys={".expert_count": "num_experts", ".expert_shared_count": "num_shared_experts"},
         derived=(d.layers_ahead, d.kinds_of_layers, d.kinds_of_feed_forward, d.as_parameters),
+    ),
+    "Exaone4_5_ForConditionalGeneration": Spelling(
+        "exaone4",
+        otherwise={"sliding_window": None, "sliding_window_pattern": None, "mtp_share_layers": False},
+        derived=(d.layers_ahead, d.kinds_of_layers, d.no_layer_slides, _EXAONE_TOWER),
+        renamed=((r"^model\.", "model.language_model."),),
+        inside="text_config",
+        beside={"model_type": "exaone4_5"},
+        when=has("nextn_predict_layers"),
     ),
     "GroveMoeForCausalLM": Spelling(
         "grove_moe", keys={".expert_count": "num_experts"}, otherwise={"norm_topk_prob": True}
@@ -117,7 +150,7 @@ NAMED: dict[str, Spelling] = {
     "GraniteMoeSWAForCausalLM": replace(
         _GRANITE_SWA,
         model_type="granitemoe_swa",
-        names=f"{_BLOCK}block_sparse_moe.router.layer {_BLOCK}mlp.experts.gate_up_proj",
+        names=f"{_BLOCK}block_sparse_moe.router {_BLOCK}mlp.experts.gate_up_proj",
         when=has("expert_count"),
     ),
     "GraniteSWAForCausalLM": _GRANITE_SWA,
@@ -202,7 +235,38 @@ NAMED: dict[str, Spelling] = {
         },
         renamed=((r"^(?!lm_head)", "transformer."),),
     ),
-    "PaddleOCRVLForConditionalGeneration": Spelling("paddleocr_vl"),
+    "MiniMaxM3SparseForConditionalGeneration": replace(
+        _MINIMAX_M3,
+        model_type="minimax_m3_vl_text",
+        derived=(*_MINIMAX_M3.derived, d.Tower({"num_hidden_layers": 1, "num_attention_heads": 2, **_PICTURE})),
+        renamed=((r"^", "language_model."),),
+        inside="text_config",
+        beside={"model_type": "minimax_m3_vl"},
+    ),
+    "MiniMaxM3SparseForCausalLM": _MINIMAX_M3,
+    "ApertusForCausalLM": Spelling(
+        "apertus",
+        f"{_BLOCK}attention_layernorm {_BLOCK}feedforward_layernorm",
+        biases=("attention_bias",),
+        tensors=d.activations,
+    ),
+    "Gemma3nForCausalLM": Spelling(
+        "gemma3n_text",
+        f"{_BLOCK}pre_feedforward_layernorm {_BLOCK}post_attention_layernorm",
+        keys={".attention.shared_kv_layers": "num_kv_shared_layers", ".altup.num_inputs": "altup_num_inputs"}
+        | {".altup.active_idx": "altup_active_idx"},
+        derived=(d.altup,),
+    ),
+    "BitNetForCausalLM": Spelling(
+        "bitnet",
+        otherwise={COMPUTED: True},
+        note="BitNet's weights are written as they are computed with, and `quantkit convert` leaves them so; to "
+        "transformers they are those of a plain model, whose activations are not rounded",
+    ),
+    "PaddleOCRVLForConditionalGeneration": Spelling(
+        "paddleocr_vl",
+        derived=(d.Tower({"num_hidden_layers": 1, "num_attention_heads": 2, **_PICTURE}),),
+    ),
     # Of those that have norms of their own for attention and feed forward.
     "FalconForCausalLM": Spelling(
         "falcon",
@@ -226,11 +290,11 @@ NAMED: dict[str, Spelling] = {
         _MAMBA, model_type="mamba2", keys={**_MAMBA.keys, ".ssm.group_count": "n_groups", ".ssm.time_step_rank": ""}
     ),
     "OrionForCausalLM": Spelling("orion", keys={".attention.layer_norm_epsilon": "rms_norm_eps"}),
-    "MiniCPMForCausalLM": Spelling("minicpm", derived=(d.long_rope, d.scales)),
+    "MiniCPMForCausalLM": Spelling("minicpm", derived=(d.long_rope, d.unscaled_rope, d.scales)),
     "MiniCPM3ForCausalLM": Spelling(
         "minicpm3",
         # What llama.cpp has in its code.
         otherwise={"scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4},
-        derived=(d.long_rope, d.latent_heads),
+        derived=(d.long_rope, d.unscaled_rope, d.latent_heads),
     ),
 }

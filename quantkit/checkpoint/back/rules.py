@@ -21,6 +21,7 @@ from quantkit.checkpoint.tensors import (
     Context,
     Dropped,
     Experts,
+    Full,
     Named,
     Renamed,
     Rule,
@@ -79,6 +80,7 @@ def _backward(rule: Renamed) -> tuple[str, str]:
     return found, literal(rule.pattern if group is None else rule.pattern.replace(group[0], r"\1"))
 
 
+@undone.register(Full)
 @undone.register
 def _(rule: Named, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
     return None

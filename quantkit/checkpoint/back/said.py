@@ -55,6 +55,19 @@ class Said:
         """Tell whether there is a tensor of this name; without a layer, in the first."""
         return name in self.model.tensors or f"blk.0.{name}" in self.model.tensors
 
+    def some(self, ending: str) -> bool:
+        """Tell whether a tensor of any layer ends like this."""
+        return any(name.endswith(ending) for name in self.model.tensors)
+
+    def of_layers(self, key: str) -> list[int]:
+        """Return a count of each layer, which files say once if all have the same."""
+        found = self.get(key)
+        return (
+            [int(each) for each in found]
+            if isinstance(found, list)
+            else [self.number(key)] * self.number(".block_count")
+        )
+
     def values(self, name: str) -> list[float]:
         """Return the values of a small tensor of F32."""
         return [plain(each) for each in self.model.data(name).view(np.float32)]

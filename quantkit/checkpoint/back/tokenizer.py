@@ -35,6 +35,8 @@ class _Tokens:
     def __init__(self, model: GGUFFile) -> None:
         self.model, self.where = model, model.paths[0]
         self.notes: list[str] = []
+        #: Types of tokens that tokenizer.json lists beside the model's.
+        self.added_types: tuple[int, ...] = (CONTROL, USER_DEFINED, UNKNOWN)
         self.texts: list[str] = self._list("tokens", str)
         self.types: list[int] = self._list("token_type", int) or [NORMAL] * len(self.texts)
         if len(self.types) != len(self.texts):
@@ -60,6 +62,11 @@ class _Tokens:
         found = self.model.get(f"tokenizer.ggml.{name}")
         return found if isinstance(found, bool) else None
 
+    def text_of(self, kind: str) -> str | None:
+        """Return the text of the token of a kind, None if there is none."""
+        number = self.model.get(f"tokenizer.ggml.{_ID_NAMES.get(kind, kind)}_token_id")
+        return self.texts[number] if isinstance(number, int) and number < len(self.texts) else None
+
     def special(self) -> dict[str, str]:
         """Return the texts of special tokens by kind; an id of a plain token is in config.json only."""
         found = {}
@@ -79,7 +86,7 @@ class _Tokens:
             {"id": i, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
             | {"special": kind != USER_DEFINED}
             for i, (text, kind) in enumerate(zip(self.texts, self.types, strict=True))
-            if kind in (CONTROL, USER_DEFINED, UNKNOWN)
+            if kind in self.added_types
         ]
 
     def vocab(self, without: tuple[int, ...] = ()) -> dict[str, int]:
@@ -108,7 +115,7 @@ def tokenizer_files(model: GGUFFile) -> tuple[dict[str, bytes], list[str]]:
         )
     tokens = _Tokens(model)
     made, more = write(tokens)
-    config = _config(tokens)
+    config = _config(tokens) | _OF_KIND.get(str(kind), _nothing)(tokens)
     added = {str(each["id"]): {k: v for k, v in each.items() if k != "id"} for each in tokens.added()}
     if str(kind) == "llama":
         scores = tokens.scores()
@@ -149,26 +156,37 @@ def _config(tokens: _Tokens) -> Json:
     return config
 
 
-def _template(tokens: _Tokens, defaults: tuple[bool, bool]) -> Json | None:
-    """Return what is put around texts: BOS and EOS, where the file, or else ``defaults``, say so."""
-    special = tokens.special()
+def _template(tokens: _Tokens, defaults: tuple[bool, bool], *, words: bool = False) -> Json | None:
+    """Return what is put around texts: BOS and EOS, where the file, or else ``defaults``, say so.
+
+    They may be plain tokens, whose texts are nothing special within a text. ``words``: of WordPiece, whose texts end
+    with a separator, and have both whatever the file says.
+    """
     around = []
     for kind, default in zip(("bos", "eos"), defaults, strict=True):
-        flag = tokens.flag(f"add_{kind}_token")
-        around.append(special.get(kind) if (default if flag is None else flag) else None)
+        flag = True if words else tokens.flag(f"add_{kind}_token")
+        text = tokens.text_of("sep" if words and kind == "eos" else kind)
+        around.append(text if (default if flag is None else flag) else None)
     if not any(around):
         return None
 
+    def token(text: str, type_id: int) -> Json:
+        return {"SpecialToken": {"id": text, "type_id": type_id}}
+
     def one(sequence: str, type_id: int) -> list[Json]:
-        before, after = ([{"SpecialToken": {"id": text, "type_id": type_id}}] if text else [] for text in around)
+        before, after = ([token(text, type_id)] if text else [] for text in around)
         return [*before, {"Sequence": {"id": sequence, "type_id": type_id}}, *after]
 
-    named = {
-        text: {"id": text, "ids": [tokens.texts.index(text)], "tokens": [text]} for text in around if text is not None
-    }
     # A file says whether a separator is added only if something lies between the two texts of a pair.
-    between = tokens.flag("add_sep_token") is not None
-    both = one("A", 0) + (one("B", 1) if between else [{"Sequence": {"id": "B", "type_id": 1}}])
+    separates, second, used = tokens.flag("add_sep_token"), one("B", 1), [text for text in around if text]
+    if separates is None:
+        second = [{"Sequence": {"id": "B", "type_id": 1}}]
+    elif around[1] is not None:  # BERT's [CLS] A [SEP] B [SEP]; RoBERTa's has two of them in between
+        between = tokens.text_of("sep") or around[1]
+        second = [*[token(between, 1)] * separates, *second[1 if around[0] else 0 :]]
+        used.append(between)
+    both = one("A", 0) + second
+    named = {text: {"id": text, "ids": [tokens.texts.index(text)], "tokens": [text]} for text in used}
     return {"type": "TemplateProcessing", "single": one("A", 0), "pair": both, "special_tokens": named}
 
 
@@ -277,6 +295,50 @@ def _merged_pieces(tokens: _Tokens) -> tuple[Json, dict[str, bytes]]:
     return made, {}
 
 
+_BEGINS, _CONTINUES = "\u2581", "##"
+
+
+def _words(tokens: _Tokens) -> tuple[Json, dict[str, bytes]]:
+    """WordPiece: in a file what begins a word is marked, in a tokenizer.json what continues one."""
+    tokens.texts = [
+        text if kind == CONTROL else text.removeprefix(_BEGINS) if text.startswith(_BEGINS) else _CONTINUES + text
+        for text, kind in zip(tokens.texts, tokens.types, strict=True)
+    ]
+    tokens.added_types = (CONTROL, USER_DEFINED)
+    made = _tokenizer(
+        tokens,
+        normalizer={"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, **_normalized(tokens)},
+        pre_tokenizer={"type": "BertPreTokenizer"},
+        post_processor=_template(tokens, (True, True), words=True),
+        decoder={"type": "WordPiece", "prefix": _CONTINUES, "cleanup": True},
+        model={},
+    )
+    made["model"] = {
+        **{"type": "WordPiece", "unk_token": _unknown(tokens) or "[UNK]", "continuing_subword_prefix": _CONTINUES},
+        **{"max_input_chars_per_word": 100, "vocab": tokens.vocab()},
+    }
+    return made, {}
+
+
+def _normalized(tokens: _Tokens) -> Json:
+    """Return whether letters lose case and accents."""
+    lower = tokens.flag("normalizer.lowercase")
+    return {"lowercase": lower is not False, "strip_accents": tokens.flag("normalizer.strip_accents")}
+
+
+def _bert_config(tokens: _Tokens) -> Json:
+    """Return what tokenizer_config.json says of a tokenizer of BERT's, whose first token is not called BOS."""
+    how = _normalized(tokens)
+    found = {"tokenizer_class": "BertTokenizer", "tokenize_chinese_chars": True}
+    found |= {"do_lower_case": how["lowercase"], "strip_accents": how["strip_accents"]}
+    first = tokens.special().get("bos")
+    return found | ({} if first is None else {"cls_token": first})
+
+
+def _nothing(tokens: _Tokens) -> Json:
+    return {}
+
+
 def _unknown(tokens: _Tokens) -> str | None:
     found = (text for text, kind in zip(tokens.texts, tokens.types, strict=True) if kind == UNKNOWN)
     return tokens.special().get("unk") or next(found, None)
@@ -328,4 +390,7 @@ _WRITERS: dict[str, Callable[[_Tokens], tuple[Json, dict[str, bytes]]]] = {
     "gpt2": _bpe,
     "llama": _pieces,
     "gemma4": _merged_pieces,
+    "bert": _words,
 }
+#: What tokenizer_config.json says of a kind beside what all say.
+_OF_KIND: dict[str, Callable[[_Tokens], Json]] = {"bert": _bert_config}

@@ -50,24 +50,24 @@ def refuse_normed_head(config: Config) -> None:
 # --- Bailing V3 ------------------------------------------------------------------------------------------------------
 
 
-def _attends(config: Config, layer: int) -> bool:
+def attends(config: Config, layer: int) -> bool:
     """Tell whether a layer is one of attention, not of delta attention: the last of each group, and what follows."""
     layers, group = config.layers, config.number("layer_group_size")
     return layer >= layers // group * group or (layer + 1) % group == 0
 
 
 @dataclass(frozen=True)
-class _Gates:
+class Gates:
     """One name for two gates: of attention, and of delta attention."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if tensor.layer is None or not tensor.name.endswith(".attention.g_proj.weight"):
             return None
-        own = "g_proj" if _attends(context.config, tensor.layer) else "g_a_proj"
+        own = "g_proj" if attends(context.config, tensor.layer) else "g_a_proj"
         return (replace(tensor, name=f"model.layers.{tensor.layer}.self_attn.{own}.weight"),)
 
 
-def _exponential(tensor: Tensor, context: Context) -> Expression:
+def exponential(tensor: Tensor, context: Context) -> Expression:
     return Shaped(Mapped(tensor.x, "exp"), (size_of(tensor.x), 1))
 
 
@@ -78,10 +78,10 @@ def _v3_widths(config: Config, layer: int | None) -> tuple[int, int, int]:
 V3_STORED = (Renamed(r"\.expert_bias$", ".expert_bias.bias"),)
 V3_RULES = (
     CONVOLUTIONS,
-    Changed(r"\.A_log$", _exponential),
+    Changed(r"\.A_log$", exponential),
     Renamed(r"\.dt_bias$", ".dt_proj.bias"),
     Renamed(r"\.attention\.f_proj\.weight$", ".self_attn.f_a_proj.weight"),
-    _Gates(),
+    Gates(),
     Experts(),
     LatentHeads(_v3_widths),
 )
@@ -93,7 +93,7 @@ def _check(keys: Keys, config: Config) -> None:
         if config.get(key) != value:
             raise FormatError(f"{config.path}: {key} is not {value!r}, which is all that llama.cpp runs")
     layers = range(layers_in_file(keys))
-    keys.array(".attention.head_count_kv", [int(_attends(config, layer)) for layer in layers])
+    keys.array(".attention.head_count_kv", [int(attends(config, layer)) for layer in layers])
 
 
 def _set_shared(keys: Keys, config: Config) -> None:

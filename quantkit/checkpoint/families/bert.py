@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.checkpoint.config import Config
+from quantkit.checkpoint.config import Config, optional_json
 from quantkit.checkpoint.expressions import Expression, Shaped, Transposed, taken
 from quantkit.checkpoint.families.qwen import set_pooling
 from quantkit.checkpoint.keys import Keys, set_base_keys
 from quantkit.checkpoint.row import Always, Copied, SetKeys
 from quantkit.checkpoint.tensors import Changed, Context, Dropped, Renamed, Rule, Tensor
-from quantkit.errors import FormatError
+from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.formats.gguf.rules import short
 
 #: Embeddings are all they are made for: no heads, and no layer that pools for one.
 STORED: tuple[Rule, ...] = (
     Renamed(r"^bert\.", ""),
-    Renamed(r"\.gamma$", ".weight"),
-    Renamed(r"\.beta$", ".bias"),
+    Renamed(r"\.gamma$", ".weight", foreign=True),
+    Renamed(r"\.beta$", ".bias", foreign=True),
     Dropped(r"^embeddings\.position_ids$"),
     Dropped(r"^pooler\.dense\.(weight|bias)$"),
     Dropped(r"^cls\.(predictions|seq_relationship)"),
@@ -50,7 +50,7 @@ def set_distil_base(keys: Keys, config: Config, layers: int, file_type: int) -> 
     set_base_keys(keys, config, layers, file_type)
 
 
-def _offset(config: Config) -> int:
+def offset(config: Config) -> int:
     """Return the number of the first position: behind the padding's."""
     return 0 if config.get("pad_token_id") is None else 1 + config.number("pad_token_id")
 
@@ -58,14 +58,23 @@ def _offset(config: Config) -> int:
 def cut_positions(config: Config) -> None:
     """Leave positions that no token has out of the context (RobertaModel)."""
     if "max_position_embeddings" in config:
-        config.values["max_position_embeddings"] = config.number("max_position_embeddings") - _offset(config)
+        config.values["max_position_embeddings"] = config.number("max_position_embeddings") - offset(config)
 
 
-def _used_positions(tensor: Tensor, context: Context) -> Expression:
-    return taken(tensor.x, 0, range(min(_offset(context.config), tensor.x.shape[0]), tensor.x.shape[0]))
+def prepare_xlm(config: Config) -> None:
+    """The same; adapters in the file, each of which would be a file of its own, are not converted."""
+    if config.get("lora_adaptations"):
+        raise TypeNotSupported(
+            f"{config.path}: it has adapters (lora_adaptations), which this version does not convert"
+        )
+    cut_positions(config)
 
 
-POSITIONS = Changed(r"^embeddings\.position_embeddings\.weight$", _used_positions)
+def used_positions(tensor: Tensor, context: Context) -> Expression:
+    return taken(tensor.x, 0, range(min(offset(context.config), tensor.x.shape[0]), tensor.x.shape[0]))
+
+
+POSITIONS = Changed(r"^embeddings\.position_embeddings\.weight$", used_positions)
 
 #: What configurations of Nomic BERT must say, with experts or without.
 _NOMIC = {
@@ -79,8 +88,15 @@ def has_experts(config: Config) -> bool:
     return bool(config.get("moe_every_n_layers"))
 
 
+def _is_unigram(config: Config) -> bool:
+    model = (optional_json(config.path.parent / "tokenizer.json") or {}).get("model")
+    return isinstance(model, dict) and model.get("type") == "Unigram"
+
+
 def prepare_nomic(config: Config) -> None:
     """Set the context for which it was trained; refuse what llama.cpp does not run (NomicBertModel)."""
+    if _is_unigram(config):
+        cut_positions(config)
     experts = has_experts(config)
     wanted = _NOMIC | {"activation_function": "gelu" if experts else "swiglu"}
     wanted |= dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), experts)
@@ -96,15 +112,19 @@ def prepare_nomic(config: Config) -> None:
     config.values["n_positions"] = 2048 if positions == 8192 else 512
 
 
-def _by_expert(tensor: Tensor, context: Context) -> Expression:
+def by_expert(tensor: Tensor, context: Context) -> Expression:
     number = context.config.number
     return Shaped(tensor.x, (number("num_local_experts", "num_experts"), number("n_inner"), number("n_embd")))
 
 
+def turned_by_expert(tensor: Tensor, context: Context) -> Expression:
+    return Transposed(by_expert(tensor, context))
+
+
 NOMIC_STORED: tuple[Rule, ...] = (Dropped(r"mlp\.experts\.bias"), *STORED)
 NOMIC_EXPERTS: tuple[Rule, ...] = (
-    Changed(r"mlp\.experts\.mlp\.w1", _by_expert),
-    Changed(r"mlp\.experts\.mlp\.w2", lambda tensor, context: Transposed(_by_expert(tensor, context))),
+    Changed(r"mlp\.experts\.mlp\.w1", by_expert),
+    Changed(r"mlp\.experts\.mlp\.w2", turned_by_expert),
     Renamed(r"(mlp\.experts\.mlp\.w[12])$", r"\1.weight"),
 )
 NOMIC_EXPERT_KEYS: tuple[SetKeys, ...] = (

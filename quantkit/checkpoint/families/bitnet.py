@@ -43,15 +43,19 @@ class Ternary(ByValue):
         return signs / self._inverse
 
 
-def _ternary(tensor: Tensor, context: Context) -> Expression:
-    return Ternary(tensor.x)
+#: Of a checkpoint that `quantkit export` made: weights are what the model computes with, ternary or not.
+COMPUTED = "quantkit_weights_as_computed"
+
+
+def ternary(tensor: Tensor, context: Context) -> Expression:
+    return tensor.x if context.config.get(COMPUTED) else Ternary(tensor.x)
 
 
 BITNET_RULES = (
     # microsoft/bitnet-b1.58-2B-4T's names, as transformers has them; convert_hf_to_gguf.py knows the older ones only.
     Renamed(r"self_attn\.attn_sub_norm", "self_attn.inner_attn_ln"),
     Renamed(r"mlp\.ffn_sub_norm", "mlp.ffn_layernorm"),
-    Changed(r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight$", _ternary),
+    Changed(r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight$", ternary),
 )
 
 

@@ -50,7 +50,7 @@ def _widths(config: Config, layer: int | None) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
-class _EmbeddingAhead:
+class EmbeddingAhead:
     """The embeddings of the layer that predicts more tokens belong to it."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
@@ -60,7 +60,7 @@ class _EmbeddingAhead:
 
 
 @dataclass(frozen=True)
-class _Rescaled:
+class Rescaled:
     """Norms before the latents take what the model multiplies the latents by."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
@@ -76,7 +76,7 @@ class _Rescaled:
         return (replace(tensor, x=Multiplied(tensor.x, factor=math.sqrt(config.number("hidden_size") / rank))),)
 
 
-RULES = (_EmbeddingAhead(), _Rescaled(), TIED_OUTPUT, Experts(), LatentHeads(_widths))
+RULES = (EmbeddingAhead(), Rescaled(), TIED_OUTPUT, Experts(), LatentHeads(_widths))
 
 
 def set_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:

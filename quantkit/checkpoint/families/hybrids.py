@@ -13,6 +13,7 @@ from itertools import accumulate
 from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.expressions import Expression, Multiplied, Shaped, joined, size_of, taken
 from quantkit.checkpoint.families.granite import DT_BIAS
+from quantkit.checkpoint.families.mamba import column
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.row import Copied, SetKeys
 from quantkit.checkpoint.tensors import Changed, Context, Experts, Renamed, Tensor, negative_exp, squeezed
@@ -37,7 +38,7 @@ _MULTIPLIERS: tuple[tuple[str, Sequence[tuple[str, int | None]]], ...] = (
 
 
 @dataclass(frozen=True)
-class _Multiplied:
+class Multipliers:
     """Weights take what the model multiplies by."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
@@ -65,21 +66,17 @@ def _by_parts(x: Expression, tensor: Tensor, context: Context) -> Expression:
     return joined([Multiplied(taken(x, 0, r), factor=float(f)) for r, f in zip(rows, factors, strict=False)])
 
 
-def _column(tensor: Tensor, context: Context) -> Expression:
-    return Shaped(tensor.x, (size_of(tensor.x), 1))
-
-
-def _grouped(tensor: Tensor, context: Context) -> Expression:
+def grouped(tensor: Tensor, context: Context) -> Expression:
     n = context.config.number("n_groups", "mamba_n_groups")
     return Shaped(tensor.x, (n, size_of(tensor.x) // n))
 
 
 FALCON_RULES = (
     Changed(r"\.mamba\.conv1d\.weight$", squeezed),
-    Changed(r"\.mamba\.(A_log|D)$", _column),
-    Changed(r"\.mamba\.norm\.weight$", _grouped),
+    Changed(r"\.mamba\.(A_log|D)$", column),
+    Changed(r"\.mamba\.norm\.weight$", grouped),
     Changed(r"\.A_log$", negative_exp),
-    _Multiplied(),
+    Multipliers(),
 )
 
 
@@ -115,7 +112,7 @@ FALCON_KEYS: tuple[SetKeys, ...] = (Copied(".vocab_size", "vocab_size", needed=T
 
 
 @dataclass(frozen=True)
-class _OnlyExpert:
+class OnlyExpert:
     """Layers without experts may store what they have as the first one."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
@@ -127,8 +124,8 @@ class _OnlyExpert:
 
 
 JAMBA_RULES = (
-    Renamed(r"\.moe\.", ".feed_forward."),
-    _OnlyExpert(),
+    Renamed(r"\.moe\.", ".feed_forward.", foreign=True),
+    OnlyExpert(),
     Experts(
         name="model.layers.{layer}.feed_forward.experts.{expert}.{weight}.weight",
         merged="model.layers.{layer}.mlp.experts.{weight}.weight",

@@ -21,14 +21,14 @@ from quantkit.checkpoint.tensors import Changed, Context, Dropped, Renamed, Tens
 from quantkit.errors import FormatError
 
 
-def _as_convolution(tensor: Tensor, context: Context) -> Expression:
+def as_convolution(tensor: Tensor, context: Context) -> Expression:
     shape = tensor.x.shape
     if len(shape) not in (2, 3):
         raise ValueError("no convolution of single channels")
     return Shaped(tensor.x, (1, shape[0], 1, shape[-1]))
 
 
-CONVOLUTIONS = Changed(r"\.[qkv]_conv1d\.weight$", _as_convolution)
+CONVOLUTIONS = Changed(r"\.[qkv]_conv1d\.weight$", as_convolution)
 LINEAR_RULES = (
     CONVOLUTIONS,
     Changed(r"\.A_log$", negative_exp),
@@ -93,7 +93,7 @@ def _has_latents(config: Config, layer: int) -> bool:
 
 
 @dataclass(frozen=True)
-class _Scores:
+class Scores:
     """A norm and a projection to one value, of what the layers before gave, become their product."""
 
     pattern: str = r"(self_attention_res|mlp_res|output_attn_res)_(norm|proj)\.weight$"
@@ -118,7 +118,7 @@ class _Scores:
 
 
 @dataclass(frozen=True)
-class _Gates:
+class Gates:
     """One name for two gates: of DeepSeek's attention, and of delta attention."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
@@ -128,7 +128,7 @@ class _Gates:
         return (replace(tensor, name_in_file=file_name(kind, tensor.layer) + ".weight"),)
 
 
-def _of_heads(tensor: Tensor, context: Context) -> Expression:
+def of_heads(tensor: Tensor, context: Context) -> Expression:
     """Return -exp(x) of as many values as there are heads."""
     heads = min(context.config.number("num_attention_heads"), tensor.x.shape[0])
     return Mapped(taken(tensor.x, 0, range(heads)), "negative exp")
@@ -136,11 +136,11 @@ def _of_heads(tensor: Tensor, context: Context) -> Expression:
 
 K3_STORED = (Dropped(r"^(vision_tower|mm_projector)\."),)
 K3_RULES = (
-    _Scores(),
+    Scores(),
     CONVOLUTIONS,
-    Changed(r"\.A_log$", _of_heads),
+    Changed(r"\.A_log$", of_heads),
     Renamed(r"\.dt_bias$", ".dt_proj.bias"),
-    _Gates(),
+    Gates(),
     MINIMAX_EXPERTS,
     LatentHeads(),
 )

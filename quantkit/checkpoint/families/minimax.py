@@ -45,7 +45,7 @@ M3_KEYS: tuple[SetKeys, ...] = (
 
 
 @dataclass(frozen=True)
-class _Silent:
+class Silent:
     """Tokens beside those of the model whose embeddings are zero are noted in the configuration: they must not come."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
@@ -60,7 +60,7 @@ class _Silent:
         return None
 
 
-M1_RULES = (_Silent(), MINIMAX_EXPERTS)
+M1_RULES = (Silent(), MINIMAX_EXPERTS)
 
 
 def _set_m1(keys: Keys, config: Config) -> None:

@@ -11,22 +11,30 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.checkpoint.config import Config
-from quantkit.checkpoint.expressions import Constant
+from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.expressions import Constant, Expression
 from quantkit.checkpoint.families.glm import set_predicting_layers
 from quantkit.checkpoint.keys import Keys, layers_in_file
 from quantkit.checkpoint.row import Copied, SetKeys
-from quantkit.checkpoint.tensors import Changed, Renamed, Tensor, plus_one, squeezed
+from quantkit.checkpoint.tensors import Changed, Context, Renamed, Tensor, plus_one, squeezed
 from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
 
 STORED = (
     Renamed(r"(\.moe\.router_bias)$", r"\1.bias"),
-    Renamed(r"(\.layers\.\d+)\.transformer\.", r"\1."),
+    Renamed(r"(\.layers\.\d+)\.transformer\.", r"\1.", foreign=True),  # of some: see back/hybrids.py
     Renamed(r"shared_head\.output", "shared_head.head"),
 )
+
+
+def without_ones(tensor: Tensor, context: Context) -> Expression:
+    """Leave out dimensions of one, of matrices that have none as they are released."""
+    return squeezed(tensor, context)
+
+
 RULES = (
     Changed(r"norm\.weight$", plus_one),
-    Changed(r"\.(self_attn\.g_proj|moe\.(gate|up_proj|gate_proj|down_proj))\.weight$", squeezed),
+    Changed(r"\.(self_attn\.g_proj|moe\.(gate|up_proj|gate_proj|down_proj))\.weight$", without_ones),
 )
 
 
@@ -87,10 +95,19 @@ KEYS: tuple[SetKeys, ...] = (
 
 def rope_factors(config: Config) -> Iterable[Tensor]:
     """The factors of Llama 3's rope for the part of a head that layers without a window turn; 1 for the rest."""
-    rope, width = config.full_rope, config.head_dim
+    rope = config.full_rope
     if str(rope.get("rope_type") or "").lower() != "llama3":
         return
-    theta = config.get("rope_theta", 10000.0)
+    try:
+        with np.errstate(divide="raise", over="raise", invalid="raise"):
+            values = _rope_factors(rope, config)
+    except (TypeError, ValueError, ArithmeticError) as e:
+        raise FormatError(f"{config.path}: rope of Llama 3 with values that are none: {short(str(e))}") from None
+    yield Tensor("rope_freqs.weight", Constant(values), None, "rope_freqs.weight")
+
+
+def _rope_factors(rope: Json, config: Config) -> tuple[float, ...]:
+    width, theta = config.head_dim, config.get("rope_theta", 10000.0)
     base = float(theta[0] if isinstance(theta, list) else theta)
     kinds = zip(config.get("layer_types") or [], config.get("partial_rotary_factors") or [], strict=False)
     part = next((float(f) for kind, f in kinds if kind == "full_attention"), 0.5)
@@ -103,8 +120,12 @@ def rope_factors(config: Config) -> Iterable[Tensor]:
     values = []
     for frequency in (np.float32(1) / powers).tolist():
         wave = 2 * math.pi / frequency
-        smooth = (length / wave - low) / (high - low)
-        scaled = factor if wave > length / low else 1.0 / ((1.0 - smooth) / factor + smooth)
-        values.append(1.0 if wave < length / high else scaled)
+        if wave < length / high:
+            values.append(1.0)
+        elif wave > length / low:
+            values.append(factor)
+        else:
+            smooth = (length / wave - low) / (high - low)
+            values.append(1.0 / ((1.0 - smooth) / factor + smooth))
     values += [1.0] * (width // 2 - len(values))
-    yield Tensor("rope_freqs.weight", Constant(tuple(float(np.float32(v)) for v in values)), None, "rope_freqs.weight")
+    return tuple(float(np.float32(v)) for v in values)

@@ -6,7 +6,6 @@ A ``LowRank`` goes through the rules of an architecture like any other tensor. W
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -98,7 +97,7 @@ def _strips(x: Expression) -> F32:
 def _recent(make: Callable[[Expression], F32], x: Expression) -> F32:
     """Return what is made of a factor; the last ones are kept, for they are needed again for every run of rows."""
     part = next(x.parts())
-    found = os.stat(part.path)
+    found = part.path.stat()
     factor: Any = x  # frozen, so it can be a key
     return _kept(make, factor, found.st_mtime_ns, found.st_size)
 

@@ -7,7 +7,6 @@ contiguous array; nothing but these rows is read, or a slab of columns around th
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -125,7 +124,7 @@ class Columns:
         if not hasattr(_kept, "slabs"):
             _kept.slabs = OrderedDict()
         slabs: OrderedDict[object, tuple[int, Array]] = _kept.slabs
-        now = os.stat(t.path)
+        now = t.path.stat()
         key = (t.path, t.offset, t.shape, now.st_ino, now.st_size, now.st_mtime_ns)
         found = slabs.get(key)
         if found is None or not found[0] <= first <= first + n <= found[0] + len(found[1]):

@@ -233,7 +233,7 @@ class Vocabulary:
             raise FormatError(f"{self.where}: model.continuing_subword_prefix is not empty: no byte-level BPE")
         try:
             if self.has("tokenizer.json"):
-                made = tokenizers.Tokenizer.from_file(str(self.where))
+                made = tokenizers.Tokenizer.from_buffer(self.where.read_bytes())
             else:
                 made = tokenizers.Tokenizer.from_str(json.dumps(self.json))
         except (KeyboardInterrupt, SystemExit):

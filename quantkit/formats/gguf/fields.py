@@ -90,6 +90,10 @@ class Field:
         head = struct.pack("<IQ", item_type, len(items))
         return cls(key, ValueType.ARRAY, item_type, head + _pack(key, item_type, items))
 
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        """Pickle the bytes themselves, which may be those of a mapped file."""
+        return Field, (self.key, self.type, self.item_type, bytes(self.raw))
+
     @property
     def count(self) -> int:
         """The number of an array's items, 1 for a scalar."""

@@ -21,7 +21,8 @@ from quantkit.errors import FormatError
 from quantkit.formats.gguf.fields import Field, ValueType
 from quantkit.formats.gguf.reader import Shard, TensorInfo, map_file, read_shard
 from quantkit.formats.gguf.rules import short
-from quantkit.formats.ranges import U8, read_range
+from quantkit.formats.ranges import U8, both_ends, read_range
+from quantkit.formats.remote import located
 
 #: Shard mappings kept open at once; each holds a file descriptor, and there may be thousands of shards.
 _OPEN_MAPS = 64
@@ -53,6 +54,13 @@ class GGUFFile:
         self._closed = False
         self._maps: OrderedDict[int, memoryview] = OrderedDict()
         self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle what was read; another process, with a directory of its own, maps the files anew."""
+        return {**self.__dict__, "paths": tuple(path.absolute() for path in self.paths), "_maps": None, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _maps=OrderedDict(), _lock=threading.Lock())
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a metadata key, or ``default`` if there is none."""
@@ -91,12 +99,18 @@ class GGUFFile:
         start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
         mapping.madvise(mmap.MADV_DONTNEED, start, info.offset + info.nbytes - start)
 
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        """The shards: see ``pipeline.source``."""
+        return tuple(self.paths)
+
     def read(self, tensor: TensorInfo, into: U8, at: int, ahead: int = 0) -> None:
         """Fill ``into`` from byte ``at`` of a tensor on, with pread; the kernel reads ``ahead`` bytes more meanwhile.
 
         Works when closed, too. Raises FormatError when the file ends before, OSError when it cannot be read.
         """
-        read_range(self.paths[tensor.shard], into, tensor.offset + at, ahead)
+        begin = tensor.offset
+        read_range(self.paths[tensor.shard], into, begin + at, ahead, (begin, begin + tensor.nbytes))
 
     def place(self, tensor: TensorInfo) -> tuple[Path, int] | None:
         """Return the file and the offset of a tensor's bytes."""
@@ -110,18 +124,15 @@ class GGUFFile:
         """Return a SHA-256 that identifies the model, over all headers and both ends of every tensor.
 
         Hashing all of a 500 GB model would take longer than quantizing it; the first and last 4 KiB of every tensor are
-        enough to distinguish trained models.
+        enough to distinguish trained models. Of objects of a store their entity tags are taken instead of those ends.
         """
         digest = hashlib.sha256()
         for field in self.fields.values():
             digest.update(field.encode())
         for tensor in self.tensors.values():
             digest.update(f"{tensor.name} {tensor.shape} {tensor.type.id} {tensor.nbytes}".encode())
-            with open(self.paths[tensor.shard], "rb") as file:
-                file.seek(tensor.offset)
-                digest.update(file.read(min(_SAMPLE, tensor.nbytes)))
-                file.seek(tensor.offset + max(0, tensor.nbytes - _SAMPLE))
-                digest.update(file.read(min(_SAMPLE, tensor.nbytes)))
+            for ends in both_ends(self.paths[tensor.shard], [(tensor.offset, tensor.nbytes)], _SAMPLE):
+                digest.update(ends)
         return digest.hexdigest()
 
     def _view(self, shard: int) -> memoryview:
@@ -158,7 +169,7 @@ def open_gguf(path: str | os.PathLike[str], *, header_only: bool = False) -> GGU
     Raises:
         FormatError: a file is broken; the message names file and byte.
     """
-    named = Path(path)
+    named = located(path)
     shard = read_shard(named, 0, header_only)
     count = _split_int(shard, "split.count", 0)
     if count <= 1:
@@ -202,7 +213,7 @@ def _shard_paths(named: Path, no: int, count: int) -> list[Path]:
     if split is None or split[1:] != (no, count):
         expected = split_path("PREFIX", no, count).name
         raise FormatError(f"{named}: this is shard {no + 1} of {count} and must be named {expected}")
-    paths = [split_path(split[0], i, count) for i in range(count)]
+    paths = [named if i == no else named.with_name(split_path(split[0], i, count).name) for i in range(count)]
     missing = [p.name for p in paths if not p.exists()]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -231,7 +242,7 @@ def _check_shards(shards: Sequence[Shard], count: int) -> None:
 
 def split_path(prefix: str | os.PathLike[str], no: int, count: int) -> Path:
     """Return the path of shard ``no`` (from 0) of ``count``, as llama.cpp's llama_split_path names it."""
-    return Path(f"{os.fspath(prefix)}-{no + 1:05d}-of-{count:05d}.gguf")
+    return located(f"{os.fspath(prefix)}-{no + 1:05d}-of-{count:05d}.gguf")
 
 
 def parse_split_path(path: str | os.PathLike[str]) -> tuple[str, int, int] | None:

@@ -25,6 +25,8 @@ from quantkit.formats.gguf.rules import (
     checked_bytes,
     short,
 )
+from quantkit.formats.remote import URL
+from quantkit.formats.remote.reader import Growing
 from quantkit.helpers import round_up
 from quantkit.types import TensorType, type_by_id
 
@@ -57,15 +59,26 @@ class TensorInfo:
     shard: int
 
 
-class _Cursor:
-    """Reads one file's bytes, never past their end; ``fail`` raises every error."""
+class _More(Exception):
+    """The header goes on behind the bytes at hand: those up to ``end`` are needed."""
 
-    def __init__(self, path: Path, buf: memoryview) -> None:
-        self.path, self.buf, self.pos = path, buf, 0
+    def __init__(self, end: int) -> None:
+        super().__init__(end)
+        self.end = end
+
+
+class _Cursor:
+    """Reads one file's bytes, never past their end; ``fail`` raises every error.
+
+    Of a file of ``size`` bytes ``buf`` may hold only the first ones; ``_More`` asks for others.
+    """
+
+    def __init__(self, path: Path, buf: memoryview, size: int) -> None:
+        self.path, self.buf, self.size, self.pos = path, buf, size, 0
 
     @property
     def left(self) -> int:
-        return len(self.buf) - self.pos
+        return self.size - self.pos
 
     def fail(self, what: str, at: int | None = None) -> FormatError:
         return FormatError(f"{self.path}: {what}, at byte {self.pos if at is None else at}")
@@ -74,6 +87,8 @@ class _Cursor:
         if n > self.left:
             raise self.fail(f"{what} takes {n} bytes, but the file ends after {self.left} more (truncated?)")
         self.pos += n
+        if self.pos > len(self.buf):
+            raise _More(self.pos)
 
     def u32(self, what: str) -> int:
         self.skip(4, what)
@@ -182,6 +197,8 @@ def _skip_strings(cur: _Cursor, count: int, what: str) -> None:
         if pos <= len(buf):
             cur.pos = pos
             return
+    if len(buf) < cur.size and pos <= cur.size:
+        raise _More(pos + 8)
     raise cur.fail(f"{what}: one of {count} strings ends beyond the file", at)
 
 
@@ -219,7 +236,13 @@ class Shard:
 
 
 def map_file(path: Path) -> memoryview:
-    """Map a file read-only; raise FormatError if that is not possible."""
+    """Map a file read-only, of an object of a store a copy; raise FormatError if that is not possible."""
+    if isinstance(path, URL):
+        try:
+            with path.open("rb") as file:
+                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        except OSError as e:
+            raise FormatError(f"{path}: cannot be opened: {e.strerror or e}") from None
     try:
         mode = os.stat(path).st_mode
         if not stat.S_ISREG(mode):
@@ -235,8 +258,28 @@ def map_file(path: Path) -> memoryview:
 
 
 def read_shard(path: Path, shard: int, header_only: bool) -> Shard:
-    """Read and check the header of one file; with ``header_only`` its tensor data may be missing."""
-    cur = _Cursor(path, map_file(path))
+    """Read and check the header of one file; with ``header_only`` its tensor data may be missing.
+
+    Of an object of a store only the beginning is read, more and more of it until the header is there.
+    """
+    if not isinstance(path, URL):
+        view = map_file(path)
+        return _read_shard(_Cursor(path, view, len(view)), shard, header_only)
+    try:
+        beginning, end = Growing(path), 24
+        while True:
+            if not (data := beginning.upto(end)):
+                raise FormatError(f"{path}: the file is empty")
+            try:
+                return _read_shard(_Cursor(path, memoryview(data), beginning.size), shard, header_only)
+            except _More as more:
+                end = more.end
+    except OSError as e:
+        raise FormatError(f"{path}: cannot be opened: {e.strerror or e}") from None
+
+
+def _read_shard(cur: _Cursor, shard: int, header_only: bool) -> Shard:
+    path = cur.path
     version, n_tensors, n_kv = _read_header(cur)
     fields: dict[str, Field] = {}
     for i in range(n_kv):
@@ -271,8 +314,8 @@ def _place(cur: _Cursor, tensors: list[TensorInfo], alignment: int, header_only:
     placed = [replace(t, offset=start + t.offset) for t in tensors]
     for tensor in placed:
         end = tensor.offset + tensor.nbytes
-        if end > len(cur.buf) and not header_only or end >= 1 << 63:
-            what = f"tensor {short(tensor.name)} needs bytes up to {end}, but the file has {len(cur.buf)} (truncated?)"
+        if end > cur.size and not header_only or end >= 1 << 63:
+            what = f"tensor {short(tensor.name)} needs bytes up to {end}, but the file has {cur.size} (truncated?)"
             raise cur.fail(what, tensor.offset)
     for a, b in pairwise(sorted(placed, key=lambda t: t.offset)):
         if a.offset + a.nbytes > b.offset:

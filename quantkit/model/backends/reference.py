@@ -152,6 +152,11 @@ def _scale(p: ReferenceProgram, op: ops.Scale) -> None:
     p.values[op.out] = p.values[op.x] * f32(op.factor)
 
 
+@RUN.of(ops.Shift)
+def _shift(p: ReferenceProgram, op: ops.Shift) -> None:
+    p.values[op.out] = p.values[op.x] + f32(op.by)
+
+
 @RUN.of(ops.ScaleByPosition)
 def _scale_by_position(p: ReferenceProgram, op: ops.ScaleByPosition) -> None:
     steps = np.floor((p.batch.positions.astype(f32) + f32(op.offset)) / f32(op.floor_scale))
@@ -161,6 +166,7 @@ def _scale_by_position(p: ReferenceProgram, op: ops.ScaleByPosition) -> None:
 @RUN.of(ops.MultiplyBy)
 def _multiply_by(p: ReferenceProgram, op: ops.MultiplyBy) -> None:
     x, vector = p.values[op.x], p.weight(op.vector).reshape(-1)
+    vector = np.repeat(vector, op.each)
     vector = np.tile(vector, x.shape[1] // len(vector))
     p.values[op.out] = x + vector if op.add else x * vector
 
@@ -236,6 +242,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Floats, Activation], Any]] = {
     "relu": lambda x, a: np.maximum(x, f32(0)),
     "relu_sqr": lambda x, a: np.square(np.maximum(x, f32(0))),
     "sigmoid": lambda x, a: _sigmoid(x),
+    "linear": lambda x, a: x,
     "softplus": lambda x, a: np.where(x > 20, x, np.log(f32(1) + np.exp(np.minimum(x, f32(20))))),
     "swiglu_oai": lambda x, a: x * _sigmoid(f32(a.alpha) * x),
 }
@@ -249,6 +256,41 @@ def gate(a: Activation, g: Floats, up: Floats) -> Floats:
         up = up + f32(1)
     y = activate(a, g)
     return np.repeat(y, up.shape[1] // y.shape[1], axis=1) * up
+
+
+@RUN.of(ops.Xielu)
+def _xielu(p: ReferenceProgram, op: ops.Xielu) -> None:
+    x = p.values[op.x]
+    below = (np.expm1(np.minimum(x, f32(op.eps))) - x) * f32(op.alpha_n)
+    p.values[op.out] = np.where(x > 0, f32(op.alpha_p) * x * x, below) + f32(op.beta) * x
+
+
+@RUN.of(ops.Exceed)
+def _exceed(p: ReferenceProgram, op: ops.Exceed) -> None:
+    x = p.values[op.x]
+    mean = x.mean(-1, keepdims=True, dtype=np.float64).astype(f32)
+    square = np.square(x - mean).sum(-1, keepdims=True, dtype=np.float64)
+    deviation = np.sqrt((square / (x.shape[1] - 1)).astype(f32))
+    p.values[op.out] = np.maximum(x - (mean + f32(op.factor) * deviation), f32(0))
+
+
+@RUN.of(ops.ToLength)
+def _to_length(p: ReferenceProgram, op: ops.ToLength) -> None:
+    x, like = p.values[op.x], p.values[op.like]
+    groups = x.reshape(len(x), -1, op.group)
+    p.values[op.out] = (groups * _length(like)[:, None] / _length(groups)).reshape(x.shape)
+
+
+def _length(x: Floats) -> Floats:
+    length: Floats = np.sqrt(np.square(x).sum(-1, keepdims=True, dtype=np.float64).astype(f32))
+    return length
+
+
+@RUN.of(ops.Mix)
+def _mix(p: ReferenceProgram, op: ops.Mix) -> None:
+    x, weights, base = p.values[op.x], p.values[op.weights] + f32(op.offset), p.values[op.base]
+    mixed = np.matmul(weights.reshape(len(x), -1, op.n), x.reshape(len(x), op.n, -1))
+    p.values[op.out] = base + mixed.reshape(base.shape)
 
 
 @RUN.of(ops.Glu)
@@ -345,7 +387,7 @@ def _route(p: ReferenceProgram, op: ops.Route) -> None:
         kept = np.zeros(best.shape, bool)
         np.put_along_axis(kept, top(best, r.n_group_used), True, axis=1)
         choice = np.where(kept[:, :, None], groups, f32(-np.inf)).reshape(choice.shape)
-    ids = top(choice, r.n_used)
+    ids = top(choice, r.n_used) // np.int32(r.share)
     weights = np.take_along_axis(probs, ids, axis=1)
     if r.gating == "softmax_weight":
         weights = _softmax(weights)
@@ -388,16 +430,17 @@ def _up_gate_id(p: ReferenceProgram, op: ops.UpGateId) -> None:
 @RUN.of(ops.Repeat)
 def _repeat(p: ReferenceProgram, op: ops.Repeat) -> None:
     x, weights = p.values[op.x], p.values[op.weights]
-    p.values[op.out] = (x[:, None, :] * weights[:, :, None]).reshape(-1, x.shape[1])
+    p.values[op.out] = (x[:, None, :] * weights[:, :, None]).reshape(-1, op.out.width)
 
 
 @RUN.of(ops.Combine)
 def _combine(p: ReferenceProgram, op: ops.Combine) -> None:
-    x = p.values[op.x].reshape(-1, op.x.per, op.x.width)
+    n = op.x.per * op.x.width // op.out.width
+    x = p.values[op.x].reshape(-1, n, op.out.width)
     if op.weights is not None:
         x = x * p.values[op.weights][:, :, None]
     out = x[:, 0].copy()
-    for j in range(1, op.x.per):
+    for j in range(1, n):
         out += x[:, j]
     p.values[op.out] = out
 
@@ -501,6 +544,8 @@ def _attention(p: ReferenceProgram, op: ops.Attention) -> None:
     group = op.n_head // op.n_head_kv
     for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
         first = _first_position(op, int(position))
+        if op.mask == "whole":
+            position = p.batch.positions[p.batch.sequences == sequence].max()
         cells: Any = slice(sequence * p.n_ctx + first, sequence * p.n_ctx + position + 1)
         if op.selected is not None:
             chosen = p.values[op.selected][t]
@@ -541,8 +586,8 @@ def alibi_slope(op: ops.Attention, head: int) -> Any:
 
 @RUN.of(ops.Convolve)
 def _convolve(p: ReferenceProgram, op: ops.Convolve) -> None:
-    x, w = p.values[op.x], p.weight(op.weight)
-    n = w.shape[1]
+    x, n = p.values[op.x], op.weight.n_in
+    w = p.weight(op.weight).reshape(-1, n)
     out = np.empty_like(x)
     for sequence in np.unique(p.batch.sequences):
         rows = np.flatnonzero(p.batch.sequences == sequence)
@@ -564,7 +609,7 @@ def _delta_net(p: ReferenceProgram, op: ops.DeltaNet) -> None:
     out = np.empty_like(v)
     for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
         s = p.state(op.state, int(sequence), int(position)).reshape(op.n_v_head, k.shape[2], v.shape[2])
-        s *= decay[t][:, None, None]
+        s *= decay[t].reshape(op.n_v_head, -1, 1)
         kt, qt = k[t, key], q[t, key] * f32(op.scale)
         delta = (v[t] - np.einsum("hkv,hk->hv", s, kt)) * beta[t][:, None]
         s += kt[:, :, None] * delta[:, None, :]
@@ -575,18 +620,36 @@ def _delta_net(p: ReferenceProgram, op: ops.DeltaNet) -> None:
 @RUN.of(ops.SsmScan)
 def _ssm_scan(p: ReferenceProgram, op: ops.SsmScan) -> None:
     n, d_state = len(p.batch.tokens), op.b.width // op.n_group
-    bias, a, d = (p.weight(m).reshape(-1) for m in (op.dt_bias, op.a, op.d))
+    a = np.array(op.a, f32) if isinstance(op.a, tuple) else p.weight(op.a).reshape(-1)
     x = p.values[op.x].reshape(n, op.n_head, -1)
     groups = np.arange(op.n_head) // (op.n_head // op.n_group)
     b, c = (p.values[v].reshape(n, op.n_group, d_state)[:, groups] for v in (op.b, op.c))
-    dt = activate(Activation("softplus"), p.values[op.dt] + bias)
+    dt = np.ones((n, op.n_head), f32)
+    if op.dt is not None:
+        dt = activate(Activation("softplus"), p.values[op.dt] + p.weight(op.dt_bias).reshape(-1))
     decay, out = np.exp(dt * a), np.empty_like(x)
     for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
         s = p.state(op.state, int(sequence), int(position)).reshape(op.n_head, d_state, -1)
         s *= decay[t][:, None, None]
         s += b[t][:, :, None] * (x[t] * dt[t][:, None])[:, None, :]
-        out[t] = np.einsum("hsv,hs->hv", s, c[t]) + x[t] * d[:, None]
-    p.values[op.out] = gate(Activation("silu"), p.values[op.z], out.reshape(n, -1))
+        out[t] = np.einsum("hsv,hs->hv", s, c[t])
+    if op.d is not None:
+        out += x * p.weight(op.d).reshape(-1, 1)
+    flat = out.reshape(n, -1)
+    p.values[op.out] = flat if op.z is None else gate(Activation("silu"), p.values[op.z], flat)
+
+
+@RUN.of(ops.ColumnScan)
+def _column_scan(p: ReferenceProgram, op: ops.ColumnScan) -> None:
+    a, d = p.weight(op.a).T, p.weight(op.d).reshape(-1)
+    x, b, c = (p.values[v] for v in (op.x, op.b, op.c))
+    dt, out = activate(Activation("softplus"), p.values[op.dt]), np.empty_like(x)
+    for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
+        s = p.state(op.state, int(sequence), int(position)).reshape(a.shape)
+        s *= np.exp(a * dt[t])
+        s += b[t][:, None] * (x[t] * dt[t])
+        out[t] = c[t] @ s + x[t] * d
+    p.values[op.out] = gate(Activation("silu"), p.values[op.z], out)
 
 
 @RUN.of(ops.Observe)

@@ -20,7 +20,7 @@ take units from a counter, and no result depends on which thread takes which.
     k_cache     rows of n_head_kv * head_k values of k_type (cache.py); v_cache the same with head_v and v_type
                 v_cache = 0: values are the first head_v columns of the keys (MLA)
     sinks       float32 [n_head], or 0
-    mask        CAUSAL, SLIDING, CHUNKED, with window
+    mask        CAUSAL; SLIDING, CHUNKED, with window; WHOLE: those after it in the batch are seen, too
     softcap     0: none;  alibi: largest bias, 0: none
     selected    int32 [n_tokens, n_selected]: the positions that a token sees (lightning_indexer.py), or 0. Up to
                 position n_selected they are all before it, and read in place; later ones are copied, block by block,
@@ -78,7 +78,7 @@ from quantkit.kernels.cpu.core.tape import (
 from quantkit.kernels.cpu.core.team import atomic_add, atomic_store, barrier
 
 #: Numbers of parameters.MASKS.
-CAUSAL, SLIDING, CHUNKED = range(3)
+CAUSAL, SLIDING, CHUNKED, WHOLE = range(4)
 
 #: Most rows of q for which products are taken along the head.
 FEW = 16
@@ -124,6 +124,17 @@ def _first_seen(position, mask, window):
 
 
 @helper
+def _end_of(args, token):
+    """Return the last position that a token could see: its own; with the mask WHOLE that of its sequence."""
+    positions, sequences = batch_word(args, POSITIONS), batch_word(args, SEQUENCES)
+    if arg(args, _MASK) == WHOLE:
+        for t in range(batch_word(args, N_TOKENS) - 1, token, -1):
+            if integer(sequences, t) == integer(sequences, token):
+                return integer(positions, t)
+    return integer(positions, token)
+
+
+@helper
 def _tile_begin(sequences, end, tokens):
     """Return where the tile that ends before token ``end`` begins: adjacent tokens of one sequence."""
     begin = end - 1
@@ -142,10 +153,10 @@ def _last_key(args, position):
 def _blocks(args, begin, end):
     """Return the first and last + 1 block of keys visible to tokens begin..end of a tile."""
     positions, mask, window = batch_word(args, POSITIONS), arg(args, _MASK), arg(args, _WINDOW)
-    first, last = _first_seen(integer(positions, begin), mask, window), integer(positions, begin)
+    first, last = _first_seen(integer(positions, begin), mask, window), _end_of(args, begin)
     for t in range(begin + 1, end):
         first = min(first, _first_seen(integer(positions, t), mask, window))
-        last = max(last, integer(positions, t))
+        last = max(last, _end_of(args, t))
     return first // BLOCK, _last_key(args, last) // BLOCK + 1
 
 
@@ -195,7 +206,7 @@ def _set_rows(args, begin, end, head, heads, rows, me):
         position = integer(positions, token) if there else types.int64(-1)
         first = _first_seen(position, mask, window) if there else types.int64(0)
         store(at, FIRST, types.int32(first))
-        store(at, LAST, types.int32(_last_key(args, position)))
+        store(at, LAST, types.int32(_last_key(args, _end_of(args, token) if there else position)))
         store(at, HEAD, types.int32(head + r % heads))
         store(at, TOKEN, types.int32(token))
         store(at, M, NONE)

@@ -3,8 +3,9 @@
     embed          batch out weight row_bytes width scale:f scratch scratch_bytes rows_by     decoded rows
     select_outputs batch out x width                                                  width: all columns of a token
     add            batch out a b width rows_of per
-    scale clamp softcap    batch out x width rows_of per by:f
+    scale shift clamp softcap    batch out x width rows_of per by:f
     softplus       batch out x width rows_of per by:f                                 ops.Activate's; by is unused
+    xielu          batch out x width rows_of per alpha_n:f alpha_p:f beta:f eps:f
     scale_by_position      batch out x width rows_of per floor_scale:f alpha:f offset:f
     multiply_by plus_vector    batch out x vector n width rows_of per                 vector repeats along a row
     take           batch out x width x_width start period rows_of per
@@ -25,7 +26,7 @@ from numba.core import types
 from quantkit.kernels.cpu.core import functions
 from quantkit.kernels.cpu.core.functions import load_part, store_part, tanh
 from quantkit.kernels.cpu.core.jit import helper, inline
-from quantkit.kernels.cpu.core.simd import f32x16, load, store, vmax, vmin
+from quantkit.kernels.cpu.core.simd import f32x16, load, select, store, vmax, vmin
 from quantkit.kernels.cpu.core.tape import (
     N_OUTPUTS,
     N_TOKENS,
@@ -94,6 +95,11 @@ def _times(x, by):
 
 
 @inline
+def _plus(x, by):
+    return x + by
+
+
+@inline
 def _clamped(x, by):
     return vmax(-by, vmin(by, x))
 
@@ -109,9 +115,42 @@ def _softplus(x, by):
 
 
 scale = _map.bind("scale", each=_times)
+shift = _map.bind("shift", each=_plus)
 clamp = _map.bind("clamp", each=_clamped)
 softcap = _map.bind("softcap", each=_capped)
 softplus = _map.bind("softplus", each=_softplus)
+
+
+@inline
+def _below(x, eps):
+    """e^min(x, eps) - 1 - x; a polynomial near zero, where that cancels."""
+    m = vmin(eps, x)
+    near = m * m * (((((m * (1 / 5040) + 1 / 720) * m + 1 / 120) * m + 1 / 24) * m + 1 / 6) * m + 0.5)
+    return select(m > -0.3, near, functions.exp(m) - 1.0 - m) + (m - x)
+
+
+@inline
+def _xielu(x, alpha_n, alpha_p, beta, eps):
+    return select(x > 0.0, x * x * alpha_p, _below(x, eps) * alpha_n) + x * beta
+
+
+_ALPHA_N, _ALPHA_P, _BETA, _EPS = range(6, 10)
+
+
+@operation("batch out x width rows_of per alpha_n:f alpha_p:f beta:f eps:f")
+def xielu(args, tid, nth):
+    """out = alpha_p x^2 + beta x above 0, else alpha_n (e^min(x, eps) - 1 - x) + beta x"""
+    alpha_n, alpha_p, beta, eps = farg(args, _ALPHA_N), farg(args, _ALPHA_P), farg(args, _BETA), farg(args, _EPS)
+    total = batch_word(args, arg(args, _ROWS_OF)) * arg(args, _PER) * arg(args, _WIDTH)
+    out, x = arg(args, _OUT), arg(args, _X)
+    first, end = share((total + 15) // 16, 16, tid, nth)
+    for i in range(16 * first, min(16 * end, total - 15), 16):
+        store(out, 4 * i, _xielu(load(f32x16, x, 4 * i), alpha_n, alpha_p, beta, eps))
+    rest = total % 16
+    if rest and 16 * end > total:
+        at = 4 * (total - rest)
+        store_part(out, at, _xielu(load_part(f32x16, x, at, rest), alpha_n, alpha_p, beta, eps), rest)
+
 
 _A, _B, _ADD_WIDTH, _ADD_ROWS_OF, _ADD_PER = range(2, 7)
 
@@ -179,11 +218,6 @@ def _with_vector(args, tid, nth):
         if rest:
             at = 4 * (n - rest)
             store_part(out, at, each(load_part(f32x16, x, at, rest), load_part(f32x16, vector, at, rest)), rest)
-
-
-@inline
-def _plus(x, by):
-    return x + by
 
 
 multiply_by = _with_vector.bind("times", each=_times)

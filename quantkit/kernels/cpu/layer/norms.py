@@ -24,7 +24,7 @@ from quantkit.kernels.cpu.layer.elementwise import share
 
 
 @inline
-def _sum(x, n):
+def sum_of(x, n):
     """Return the sum of n floats, in double."""
     low, high = splat(f64x8, 0.0), splat(f64x8, 0.0)
     for i in range(0, n - 15, 16):
@@ -37,7 +37,7 @@ def _sum(x, n):
 
 
 @inline
-def _sum_squares(x, n, mean):
+def sum_of_squares(x, n, mean):
     """Return the sum of (x - mean)^2: differences and squares in f32, the sum in double."""
     low, high = splat(f64x8, 0.0), splat(f64x8, 0.0)
     for i in range(0, n - 15, 16):
@@ -74,20 +74,20 @@ def _finish(out, x, n, mean, factor, weight, bias):
 
 @inline
 def _rms(x, n, eps):
-    mean_square = types.float32(_sum_squares(x, n, types.float32(0.0)) / n)
+    mean_square = types.float32(sum_of_squares(x, n, types.float32(0.0)) / n)
     return types.float32(0.0), types.float32(1.0) / math.sqrt(mean_square + eps)
 
 
 @inline
 def _layer(x, n, eps):
-    mean = types.float32(_sum(x, n) / n)
-    variance = types.float32(_sum_squares(x, n, mean) / n)
+    mean = types.float32(sum_of(x, n) / n)
+    variance = types.float32(sum_of_squares(x, n, mean) / n)
     return mean, types.float32(1.0) / math.sqrt(variance + eps)
 
 
 @inline
 def _l2(x, n, eps):
-    square = types.float32(_sum_squares(x, n, types.float32(0.0)))
+    square = types.float32(sum_of_squares(x, n, types.float32(0.0)))
     return types.float32(0.0), types.float32(1.0) / math.sqrt(square + eps)
 
 

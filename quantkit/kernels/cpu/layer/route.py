@@ -4,7 +4,7 @@ From the router's logits of a token, as in llama.cpp (b11434 src/llama-graph.cpp
 
     probs      softmax(logits), sigmoid(logits), or the logits themselves (softmax_weight)
     choice     probs + bias; with groups, minus infinity outside the n_group_used groups with the largest top-2 sums
-    ids        the n_used largest of choice, descending; ties by lower number (ggml's sort leaves them open)
+    ids        the n_used largest of choice, descending; ties by lower number (ggml's sort leaves them open); / share
     weights    probs[ids]; softmax of them (softmax_weight); / max(sum, sum_floor) (norm); * scale (unless 0 or 1)
 
 Comparisons use integers that sort as the floats do, so that NaN sorts last and no expert comes twice.
@@ -12,7 +12,7 @@ Comparisons use integers that sort as the floats do, so that NaN sorts last and 
 Operations:
 
     route        batch ids weights logits bias n_expert n_used n_group n_group_used gating norm rows_of
-                 scale:f sum_floor:f; Routing.slots() gives those from n_expert on; bias: f32 [n_expert] or 0
+                 scale:f sum_floor:f share; Routing.slots() gives those from n_expert on; bias: f32 [n_expert] or 0
     repeat       batch out x weights width n_used rows_of
     combine      batch out x weights width n_used rows_of; weights 0: the plain sum
 """
@@ -150,10 +150,12 @@ def _normalize(weights, n, gating, norm, scale, floor):
 
 
 _IDS, _WEIGHTS, _LOGITS, _BIAS, _N_EXPERT, _N_USED, _N_GROUP, _N_GROUP_USED = range(1, 9)
-_GATING, _NORM, _ROWS_OF, _SCALE, _SUM_FLOOR = range(9, 14)
+_GATING, _NORM, _ROWS_OF, _SCALE, _SUM_FLOOR, _SHARE = range(9, 15)
 
 
-@operation("batch ids weights logits bias n_expert n_used n_group n_group_used gating norm rows_of scale:f sum_floor:f")
+@operation(
+    "batch ids weights logits bias n_expert n_used n_group n_group_used gating norm rows_of scale:f sum_floor:f share"
+)
 def route(args, tid, nth):
     """Choose experts, token by token."""
     n, n_used, gating = arg(args, _N_EXPERT), arg(args, _N_USED), arg(args, _GATING)
@@ -170,7 +172,7 @@ def route(args, tid, nth):
             _keep_groups(choice, n, n_group, arg(args, _N_GROUP_USED))
         _sort_keys(choice, n)
         for j in range(n_used):
-            e = _take_largest(choice, n)
+            e = _take_largest(choice, n) // arg(args, _SHARE)
             store(ids, 4 * j, types.int32(e))
             store(weights, 4 * j, load(types.float32, probs, 4 * e))
         _normalize(weights, n_used, gating, arg(args, _NORM), farg(args, _SCALE), farg(args, _SUM_FLOOR))

@@ -14,6 +14,7 @@
 #define CAUSAL 0
 #define SLIDING 1
 #define CHUNKED 2
+#define WHOLE 3
 
 #define NONE -3.0e38f  // the largest score of no keys: finite, so that differences are never NaN
 #define NO_SEQUENCE 0x7fffffff
@@ -31,8 +32,16 @@ INLINE int first_seen(const attention_args& a, int position) {
     return 0;
 }
 
-// The number of the last key that a token sees: its position, or how many are selected.
-INLINE int last_seen(const attention_args& a, int position) { return SELECTED ? min(position, (int)a.n_selected - 1) : position; }
+// The number of the last key that a token sees: its position, or how many are selected; with WHOLE that of the last token
+// of its sequence.
+INLINE int last_seen(const attention_args& a, int token) {
+    const int32_t *sequences = a.batch->sequences, *positions = a.batch->positions;
+    if (SELECTED) return min(positions[token], (int)a.n_selected - 1);
+    int last = token;
+    if (a.mask == WHOLE)
+        for (last = (int)a.rows - 1; sequences[last] != sequences[token];) last--;
+    return positions[last];
+}
 
 // A row of q: its number (token * n_head + head; -1: none) and what it sees.
 struct Row {
@@ -55,7 +64,7 @@ INLINE Row row_of(const attention_args& a, int kv_head, int row) {
     if (token >= a.rows) return Row{-1, -1, 0, -1, 0.0f};
     const int position = a.batch->positions[token];
     const int sequence = SELECTED ? token : a.batch->sequences[token];
-    return Row{token * a.n_head + head, sequence, first_seen(a, position), last_seen(a, position),
+    return Row{token * a.n_head + head, sequence, first_seen(a, position), last_seen(a, token),
                slope_of(a.alibi, head, (int)a.n_head)};
 }
 
@@ -70,11 +79,11 @@ INLINE Range next_range(const attention_args& a, int begin, int end, int after) 
     const int32_t *sequences = a.batch->sequences, *positions = a.batch->positions;
     if (SELECTED) {
         const int token = max(begin, after + 1);
-        return token < end ? Range{token, 0, last_seen(a, positions[token])} : Range{NO_SEQUENCE, 0, -1};
+        return token < end ? Range{token, 0, last_seen(a, token)} : Range{NO_SEQUENCE, 0, -1};
     }
     if (end - begin == 1) {
         const int position = positions[begin];
-        return Range{sequences[begin] > after ? sequences[begin] : NO_SEQUENCE, first_seen(a, position), position};
+        return Range{sequences[begin] > after ? sequences[begin] : NO_SEQUENCE, first_seen(a, position), last_seen(a, begin)};
     }
     int sequence = NO_SEQUENCE, first = NO_SEQUENCE, last = -1;
     for (int t = begin + lane; t < end; t += 32)
@@ -83,7 +92,7 @@ INLINE Range next_range(const attention_args& a, int begin, int end, int after) 
     for (int t = begin + lane; t < end; t += 32)
         if (sequences[t] == sequence) {
             first = min(first, first_seen(a, positions[t]));
-            last = max(last, positions[t]);
+            last = max(last, last_seen(a, t));
         }
     return Range{sequence, warp_smallest(first), -warp_smallest(-last)};
 }

@@ -28,6 +28,15 @@ KERNEL(scale, 256) {
     each_of(a.rows * a.width, [&](int64_t i, auto one) { put(a.out + i, times(get<decltype(one)>(a.x + i), by)); });
 }
 
+struct shift_args : scale_args {};
+
+KERNEL(shift, 256) {
+    const float by = (float)a.by;
+    each_of(a.rows * a.width, [&](int64_t i, auto one) {
+        put(a.out + i, apply([&](float x) { return x + by; }, get<decltype(one)>(a.x + i)));
+    });
+}
+
 struct clamp_args : scale_args {};
 
 KERNEL(clamp, 256) {
@@ -44,6 +53,29 @@ KERNEL(softcap, 256) {
     each_of(a.rows * a.width, [&](int64_t i, auto one) {
         put(a.out + i, apply([&](float x) { return by * tanhf(x / by); }, get<decltype(one)>(a.x + i)));
     });
+}
+
+// e^min(x, eps) - 1 - x; a polynomial near zero, where that cancels.
+INLINE float below(float x, float eps) {
+    const float m = at_most(x, eps);
+    const float p = ((((m * (1.0f / 5040) + 1.0f / 720) * m + 1.0f / 120) * m + 1.0f / 24) * m + 1.0f / 6) * m + 0.5f;
+    return (m > -0.3f ? m * m * p : expf(m) - 1.0f - m) + (m - x);
+}
+
+struct xielu_args {
+    const float* x;
+    float* out;
+    int64_t width, rows;
+    double alpha_n, alpha_p, beta, eps;
+};
+
+KERNEL(xielu, 256) {
+    const float alpha_n = (float)a.alpha_n, alpha_p = (float)a.alpha_p, beta = (float)a.beta, eps = (float)a.eps;
+    const auto f = [&](float x) {
+        const float y = x > 0 ? x * x * alpha_p : below(x, eps) * alpha_n;
+        return y + x * beta;
+    };
+    each_of(a.rows * a.width, [&](int64_t i, auto one) { put(a.out + i, apply(f, get<decltype(one)>(a.x + i))); });
 }
 
 // ---- by row: blocks are (row, part of its columns)

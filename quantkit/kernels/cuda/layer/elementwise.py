@@ -2,7 +2,8 @@
 
     select_outputs    batch x out width rows            rows: of the outputs; width: all columns of a token
     add               a b out width rows
-    scale clamp softcap    x out width rows by
+    scale shift clamp softcap    x out width rows by
+    xielu             x out width rows alpha_n alpha_p beta eps
     scale_by_position batch x out width rows rows_of per floor_scale alpha offset
     multiply_by plus_vector    x vector out n width rows
     take              x out width x_width start period rows
@@ -44,8 +45,10 @@ def _over(launch: Callable[[Kernel, int, int], Shape], name: str) -> Callable[[i
 
 add = _over(over_all, "add")
 scale = _over(over_all, "scale")
+shift = _over(over_all, "shift")
 clamp = _over(over_all, "clamp")
 softcap = _over(over_all, "softcap")
+xielu = _over(over_all, "xielu")
 scale_by_position = _over(over_rows, "scale_by_position")
 multiply_by = _over(over_rows, "multiply_by")
 plus_vector = _over(over_rows, "plus_vector")
@@ -56,5 +59,6 @@ select_outputs = _over(over_rows, "select_outputs")
 
 def kernels() -> Iterator[Kernel]:
     """Yield every kernel of this file."""
-    for shape in (add, scale, clamp, softcap, scale_by_position, multiply_by, plus_vector, take, join, select_outputs):
+    of_elements = (add, scale, shift, clamp, softcap, xielu)
+    for shape in (*of_elements, scale_by_position, multiply_by, plus_vector, take, join, select_outputs):
         yield shape(1, 1).kernel

@@ -6,7 +6,7 @@ struct route_args {
     int32_t* ids;
     float* weights;
     const float *logits, *bias;
-    int64_t rows, n_expert, n_used, n_group, n_group_used, gating, norm;
+    int64_t rows, n_expert, n_used, n_group, n_group_used, gating, norm, share;
     double scale, sum_floor;
 };
 

@@ -2,7 +2,7 @@
 //
 //     probs      softmax(logits), sigmoid(logits), or the logits themselves (softmax_weight)
 //     choice     probs + bias; with groups, minus infinity outside the n_group_used groups with the largest top-2 sums
-//     ids        the n_used largest of choice, descending; ties by lower number
+//     ids        the n_used largest of choice, descending; ties by lower number; / share
 //     weights    probs[ids]; softmax of them (softmax_weight); / max(sum, sum_floor) (norm); * scale (unless 0)
 //
 // Comparisons use integers that sort as the floats do, so that NaN sorts last and no expert comes twice.
@@ -89,7 +89,7 @@ INLINE void keep_groups(uint32_t* keys, const float* probs, const float* bias, i
 
 // Routes row `row` of logits, by a warp. shared: room for probs [n_expert], keys [n_expert], and chosen weights
 // [n_used] or scores [n_group]. A has ids, weights, logits, bias, n_expert, n_used, n_group, n_group_used, gating,
-// norm, scale, sum_floor.
+// norm, share, scale, sum_floor.
 template <typename A> INLINE void route_token(const A& a, int64_t row, float* shared) {
     const int lane = threadIdx.x & 31;
     const int n = (int)a.n_expert, n_used = (int)a.n_used, n_group = (int)a.n_group;
@@ -106,7 +106,7 @@ template <typename A> INLINE void route_token(const A& a, int64_t row, float* sh
     if (n_group > 1) keep_groups(keys, probs, a.bias, n, n_group, (int)a.n_group_used, (uint32_t*)chosen, lane);
     uint64_t mine = best_of_lane(keys, n, lane);
     for (int j = 0; j < n_used; j++) {
-        const int e = take_largest(keys, n, lane, mine);
+        const int e = take_largest(keys, n, lane, mine) / (int)a.share;
         if (lane == j % 32) {  // the lane that reads it below
             a.ids[row * n_used + j] = e;
             chosen[j] = probs[e];

@@ -48,7 +48,7 @@ struct mul_mats_route_args : mul_mats_args {
     int32_t* ids;
     float* weights;
     const float *logits, *bias;
-    int64_t n_expert, n_used, n_group, n_group_used, gating, norm;
+    int64_t n_expert, n_used, n_group, n_group_used, gating, norm, share;
     double scale, sum_floor;
     int* counter;
 };

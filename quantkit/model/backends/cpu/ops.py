@@ -13,7 +13,7 @@ import numpy as np
 from quantkit.helpers import round_up
 from quantkit.kernels.cpu.attention import attention, cache, lightning_indexer
 from quantkit.kernels.cpu.core.tape import TapeOp
-from quantkit.kernels.cpu.layer import elementwise, glu, norms, recurrent, rope, route
+from quantkit.kernels.cpu.layer import elementwise, glu, mixing, norms, recurrent, rope, route
 from quantkit.kernels.cpu.matmul import matmul, moe
 from quantkit.kernels.parameters import MASKS
 from quantkit.model import ops
@@ -71,6 +71,11 @@ def _scale(b: CPULowering, op: ops.Scale) -> None:
     _map(b, elementwise.scale, op.out, op.x, by=op.factor)
 
 
+@LOWER.of(ops.Shift)
+def _shift(b: CPULowering, op: ops.Shift) -> None:
+    _map(b, elementwise.shift, op.out, op.x, by=op.by)
+
+
 @LOWER.of(ops.ScaleByPosition)
 def _scale_by_position(b: CPULowering, op: ops.ScaleByPosition) -> None:
     numbers = {"floor_scale": float(op.floor_scale), "alpha": op.alpha, "offset": op.offset}
@@ -79,9 +84,8 @@ def _scale_by_position(b: CPULowering, op: ops.ScaleByPosition) -> None:
 
 @LOWER.of(ops.MultiplyBy)
 def _multiply_by(b: CPULowering, op: ops.MultiplyBy) -> None:
-    vector = b.vector_values(op.vector)
     operation = elementwise.plus_vector if op.add else elementwise.multiply_by
-    _map(b, operation, op.out, op.x, vector=b.array(vector), n=len(vector))
+    _map(b, operation, op.out, op.x, **slots.by_vector(b, op))
 
 
 @LOWER.of(ops.Softcap)
@@ -124,6 +128,27 @@ def _activate(b: CPULowering, op: ops.Activate) -> None:
     operation = glu.activate(op.activation)
     limits = {name: value for name, value in glu.limits(op.activation).items() if name in operation.slots}
     _map(b, operation, op.out, op.x, **limits)
+
+
+@LOWER.of(ops.Xielu)
+def _xielu(b: CPULowering, op: ops.Xielu) -> None:
+    numbers = {name: float(getattr(op, name)) for name in ("alpha_n", "alpha_p", "beta", "eps")}
+    _map(b, elementwise.xielu, op.out, op.x, **numbers)
+
+
+@LOWER.of(ops.Exceed)
+def _exceed(b: CPULowering, op: ops.Exceed) -> None:
+    _map(b, mixing.exceed, op.out, op.x, factor=op.factor)
+
+
+@LOWER.of(ops.ToLength)
+def _to_length(b: CPULowering, op: ops.ToLength) -> None:
+    _map(b, mixing.to_length, op.out, op.x, like=b.buffer(op.like), group=op.group)
+
+
+@LOWER.of(ops.Mix)
+def _mix(b: CPULowering, op: ops.Mix) -> None:
+    b.emit(mixing.mix, **slots.mix(b, op), **rows(op.out))
 
 
 @LOWER.of(ops.Take)
@@ -286,13 +311,14 @@ def _route(b: CPULowering, op: ops.Route) -> None:
 
 @LOWER.of(ops.Repeat)
 def _repeat(b: CPULowering, op: ops.Repeat) -> None:
-    sizes = {"width": op.x.width, "n_used": op.out.per, "rows_of": int(op.x.outputs)}
+    sizes = {"width": op.x.width, "n_used": op.weights.width, "rows_of": int(op.x.outputs)}
     b.emit(route.repeat, **slots.buffers(b, op, "out", "x", "weights"), **sizes)
 
 
 @LOWER.of(ops.Combine)
 def _combine(b: CPULowering, op: ops.Combine) -> None:
-    sizes = {"width": op.x.width, "n_used": op.x.per, "rows_of": int(op.x.outputs)}
+    n_used = op.x.per * op.x.width // op.out.width
+    sizes = {"width": op.out.width, "n_used": n_used, "rows_of": int(op.x.outputs)}
     b.emit(route.combine, **slots.buffers(b, op, "out", "x", "weights"), **sizes)
 
 
@@ -374,12 +400,17 @@ def _convolve(b: CPULowering, op: ops.Convolve) -> None:
 
 @LOWER.of(ops.DeltaNet)
 def _delta_net(b: CPULowering, op: ops.DeltaNet) -> None:
-    b.emit(recurrent.delta_net, **slots.delta_net(b, op))
+    b.emit(recurrent.delta_net_by_row if op.by_row else recurrent.delta_net, **slots.delta_net(b, op))
 
 
 @LOWER.of(ops.SsmScan)
 def _ssm_scan(b: CPULowering, op: ops.SsmScan) -> None:
     b.emit(recurrent.ssm_scan, **slots.ssm_scan(b, op))
+
+
+@LOWER.of(ops.ColumnScan)
+def _column_scan(b: CPULowering, op: ops.ColumnScan) -> None:
+    b.emit(recurrent.column_scan, **slots.column_scan(b, op))
 
 
 LOWER |= observe.LOWER

@@ -7,7 +7,7 @@ from functools import partial
 
 from quantkit.kernels.cuda.attention import attention, cache, lightning_indexer
 from quantkit.kernels.cuda.core.kernel import Shape
-from quantkit.kernels.cuda.layer import elementwise, glu, norms, recurrent, rope, route
+from quantkit.kernels.cuda.layer import elementwise, glu, mixing, norms, recurrent, rope, route
 from quantkit.kernels.cuda.matmul import activations
 from quantkit.kernels.cuda.unpack import dequantize
 from quantkit.kernels.parameters import MASKS
@@ -64,6 +64,11 @@ def _scale(b: CUDALowering, op: ops.Scale) -> None:
     _map(b, elementwise.scale, op.out, op.x, by=op.factor)
 
 
+@LOWER.of(ops.Shift)
+def _shift(b: CUDALowering, op: ops.Shift) -> None:
+    _map(b, elementwise.shift, op.out, op.x, by=op.by)
+
+
 @LOWER.of(ops.ScaleByPosition)
 def _scale_by_position(b: CUDALowering, op: ops.ScaleByPosition) -> None:
     numbers = {"floor_scale": float(op.floor_scale), "alpha": op.alpha, "offset": op.offset}
@@ -73,9 +78,8 @@ def _scale_by_position(b: CUDALowering, op: ops.ScaleByPosition) -> None:
 
 @LOWER.of(ops.MultiplyBy)
 def _multiply_by(b: CUDALowering, op: ops.MultiplyBy) -> None:
-    vector = b.vector_values(op.vector)
     choose = elementwise.plus_vector if op.add else elementwise.multiply_by
-    _map(b, choose, op.out, op.x, vector=b.array(vector), n=len(vector))
+    _map(b, choose, op.out, op.x, **slots.by_vector(b, op))
 
 
 @LOWER.of(ops.Softcap)
@@ -121,6 +125,28 @@ def _activate(b: CUDALowering, op: ops.Activate) -> None:
     _map(b, lambda width, rows: glu.activate(activation, width, rows), op.out, op.x, **constants)
 
 
+@LOWER.of(ops.Xielu)
+def _xielu(b: CUDALowering, op: ops.Xielu) -> None:
+    numbers = {name: float(getattr(op, name)) for name in ("alpha_n", "alpha_p", "beta", "eps")}
+    _map(b, elementwise.xielu, op.out, op.x, **numbers)
+
+
+@LOWER.of(ops.Exceed)
+def _exceed(b: CUDALowering, op: ops.Exceed) -> None:
+    _map(b, lambda width, rows: mixing.exceed(rows), op.out, op.x, factor=op.factor)
+
+
+@LOWER.of(ops.ToLength)
+def _to_length(b: CUDALowering, op: ops.ToLength) -> None:
+    n = op.out.width // op.group
+    _map(b, lambda width, rows: mixing.to_length(n, rows), op.out, op.x, like=b.buffer(op.like), group=op.group)
+
+
+@LOWER.of(ops.Mix)
+def _mix(b: CUDALowering, op: ops.Mix) -> None:
+    b.emit(partial(mixing.mix, op.out.width), op.out, **slots.mix(b, op))
+
+
 @LOWER.of(ops.Take)
 def _take(b: CUDALowering, op: ops.Take) -> None:
     b.emit(partial(elementwise.take, op.out.width), op.out, **slots.take(b, op))
@@ -136,15 +162,15 @@ def _join(b: CUDALowering, op: ops.Join) -> None:
 
 @LOWER.of(ops.Repeat)
 def _repeat(b: CUDALowering, op: ops.Repeat) -> None:
-    width, n_used = op.x.width, op.out.per
+    width, n_used = op.x.width, op.weights.width
     given = slots.buffers(b, op, "out", "x", "weights")
     b.emit(partial(route.repeat, width, n_used), op.x, width=width, n_used=n_used, **given)
 
 
 @LOWER.of(ops.Combine)
 def _combine(b: CUDALowering, op: ops.Combine) -> None:
-    width, given = op.x.width, slots.buffers(b, op, "out", "x", "weights")
-    b.emit(partial(route.combine, width), op.out, width=width, n_used=op.x.per, **given)
+    width, given = op.out.width, slots.buffers(b, op, "out", "x", "weights")
+    b.emit(partial(route.combine, width), op.out, width=width, n_used=op.x.per * op.x.width // width, **given)
 
 
 # ---------------------------------------------------------------- attention
@@ -271,19 +297,28 @@ def _attention_to(b: CUDALowering, op: AttentionTo) -> None:
 
 @LOWER.of(ops.Convolve)
 def _convolve(b: CUDALowering, op: ops.Convolve) -> None:
-    b.emit(lambda rows: recurrent.convolve(op.weight.n_in, op.x.width), op.out, **slots.convolve(b, op))
+    shape = recurrent.convolve(op.weight.n_in, op.x.width)
+    b.emit(lambda rows: shape, op.out, **slots.convolve(b, op))
 
 
 @LOWER.of(ops.DeltaNet)
 def _delta_net(b: CUDALowering, op: ops.DeltaNet) -> None:
     head_k, head_v = op.k.width // op.n_k_head, op.v.width // op.n_v_head
-    b.emit(lambda rows: recurrent.delta_net(op.n_v_head, head_k, head_v), op.out, **slots.delta_net(b, op))
+    shape = recurrent.delta_net(op.n_v_head, head_k, head_v, by_row=op.by_row)
+    b.emit(lambda rows: shape, op.out, **slots.delta_net(b, op))
 
 
 @LOWER.of(ops.SsmScan)
 def _ssm_scan(b: CUDALowering, op: ops.SsmScan) -> None:
     head, d_state = op.x.width // op.n_head, op.b.width // op.n_group
-    b.emit(lambda rows: recurrent.ssm_scan(op.n_head, head, d_state), op.out, **slots.ssm_scan(b, op))
+    shape = recurrent.ssm_scan(op.n_head, head, d_state)
+    b.emit(lambda rows: shape, op.out, **slots.ssm_scan(b, op))
+
+
+@LOWER.of(ops.ColumnScan)
+def _column_scan(b: CUDALowering, op: ops.ColumnScan) -> None:
+    shape = recurrent.column_scan(op.x.width, op.b.width)
+    b.emit(lambda rows: shape, op.out, **slots.column_scan(b, op))
 
 
 LOWER |= {**products.LOWER, **lower_fused.LOWER, **observe.LOWER}

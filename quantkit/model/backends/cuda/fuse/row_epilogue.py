@@ -46,8 +46,10 @@ class RowEpilogue(Op):
 
 @CHECK.of(RowEpilogue)
 def _check(op: RowEpilogue, experts: dict[Value, int]) -> None:
-    rows = {v.width for v in (op.x, op.plus, op.plus_too, op.y, op.z) if v is not None}
+    rows = {v.width for v in (op.plus, op.plus_too, op.y, op.z) if v is not None}
     fit(rows == {op.last.width}, op, None, f"rows of {sorted(rows)} columns")
+    read, taken = op.x.width * op.x.per, op.last.width * op.last.per * (op.n_used or 1)
+    fit(read == taken, op, None, f"{read} columns of a token, of which {taken} are read")
     fit(op.last.width <= row_epilogue.MAX_WIDTH, op, None, f"{op.last.width} columns, more than a block holds")
     fit(op.gate is None or op.gate.width == 1, op, None, "a gate of more than one column")
     for norm in (op.post, op.norm):
@@ -137,7 +139,7 @@ def _row_epilogue(def_use: DefUse, i: int, gone: Collection[int]) -> tuple[int, 
     plus_too: Value | None = None
     t = x
     if isinstance(op := run.op, Combine):
-        weights, n_used, t = op.weights, op.x.per // op.out.per, op.out
+        weights, n_used, t = op.weights, op.x.per * op.x.width // (op.out.per * op.out.width), op.out
         run.take()
     if isinstance(op := run.op, Norm) and _of_rows(op) and isinstance(run.follower(), Add | Scale):
         post, t = op, op.out

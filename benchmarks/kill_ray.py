@@ -1,0 +1,112 @@
+"""Kill workers, nodes and drivers of a Ray cluster at random moments: every output must be the same file.
+
+    benchmarks/kill_ray.py --trials 50
+
+As kill_resume.py, on a cluster of two nodes of this machine (local_cluster.py). A trial kills a worker process, a node
+with all that is on it, which starts again a little later, or the driver; the first two must end by themselves with the
+right file. A driver that was killed is resumed, on the cluster or, as often, by threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from kill_resume import Case, Trial, check, kill_after
+from local_cluster import LocalCluster
+from processes import machine, make_moe, quantkit, run, sha256, work_folder
+
+KINDS = ("worker", "node", "driver")
+
+
+@dataclass(frozen=True)
+class Killed:
+    """A trial, and what was killed."""
+
+    kind: str
+    trial: Trial
+
+
+def trial(case: Case, cluster: LocalCluster, kind: str, rng: random.Random, threads: list[str]) -> Killed:
+    """Kill, resume where that is needed, compare."""
+    done = Trial([rng.uniform(0, case.seconds)])
+    case.clear()
+
+    def watch(process: subprocess.Popen[bytes]) -> None:
+        """Kill a worker, or a node, after some time; if no worker does anything, the next that does."""
+        time.sleep(done.delays[0])
+        if kind == "node":
+            number = cluster.kill_node(rng)
+            time.sleep(rng.uniform(0, 3))
+            cluster.restart(number)
+        while kind == "worker" and not cluster.kill_worker(rng) and _is_alive(process.pid):
+            time.sleep(0.02)
+
+    outcome = run(case.command, watch=kill_after(done.delays[0]) if kind == "driver" else watch)
+    if kind == "driver" and outcome.returncode == -9:
+        again = [*case.command, "--resume"] if rng.random() < 0.5 else [*threads, "--resume"]
+        check(case, done, None if case.complete else run(again))
+    else:
+        check(case, done, outcome)
+    if kind == "node":
+        cluster.wait(len(cluster.cpus))
+    return Killed(kind, done)
+
+
+def _is_alive(pid: int) -> bool:
+    """Tell whether a process runs; it is not reaped, so that its usage can be read."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--trials", type=int, default=50)
+    p.add_argument("--seed", type=int, default=1)
+    p.add_argument("--size", default="500M", help="size of the generated model (default: 500M)")
+    p.add_argument("--to", default="Q4_K_M", metavar="TYPE", help="default: Q4_K_M")
+    p.add_argument("--work", type=Path, metavar="FOLDER", help="folder of the large files (default: a temporary one)")
+    options = p.parse_args()
+    rng = random.Random(options.seed)
+    cpus = sorted(os.sched_getaffinity(0))
+    halves = [cpus[: max(1, len(cpus) // 2)], cpus[len(cpus) // 2 :]]
+    with work_folder(options.work) as folder, LocalCluster(folder, halves) as cluster:
+        model = make_moe(folder / "model.gguf", "--size", options.size, "--experts", "16")
+        output = folder / "killed.gguf"
+        threads = quantkit("quantize", "--json", model, output, options.to)
+        command = quantkit("quantize", "--json", "--ray", cluster.address, model, output, options.to)
+        run([*threads, "--overwrite"]).checked("the reference")
+        expected = sha256(output)
+        run([*command, "--overwrite"]).checked("the first run on the cluster")
+        outcome = run([*command, "--overwrite"]).checked("the second run on the cluster")
+        tensors = len(json.loads(outcome.stdout)["tensors"])
+        case = Case(command, output, expected, tensors, outcome.seconds)
+        same = sha256(output) == expected
+        print(f"{machine()}\nreference: {outcome.seconds:.2f} s on {len(halves)} nodes, {tensors} tensors, ", end="")
+        print("the bytes of threads" if same else "OTHER BYTES than threads", flush=True)
+        killed = []
+        for number in range(1, options.trials + 1):
+            one = trial(case, cluster, KINDS[number % len(KINDS)], rng, threads)
+            killed.append(one)
+            verdict = f"WRONG: {one.trial.wrong}" if one.trial.wrong else "same bytes"
+            print(
+                f"{number:4d}  {one.kind} killed after {one.trial.delays[0]:.2f} s; reused {one.trial.reused}/{tensors}"
+                f" tensors; {verdict}",
+                flush=True,
+            )
+        case.clear()
+    wrong = sum(bool(each.trial.wrong) for each in killed)
+    kinds = ", ".join(f"{n} {kind}s" for kind, n in Counter(each.kind for each in killed).items())
+    print(f"{len(killed)} trials ({kinds}): {len(killed) - wrong} identical SHA-256, {wrong} wrong")
+    sys.exit(1 if wrong or not same else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,340 @@
+"""A Ray cluster: its nodes, and work in batches that they pull.
+
+Ray runs and retries; what is here decides which node gets how much. A node has at most ``AHEAD`` batches for each
+worker, one that runs and one that waits, so the fast get more and little lies in queues. Nodes are looked at anew all
+the time, so those that join late are used. A batch may run twice, and must do the same both times.
+
+``ray`` is imported here only, and only when a cluster is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
+
+from quantkit import errors
+from quantkit.errors import ClusterError, QuantkitError, ResourceError
+from quantkit.version import __version__
+
+#: Batches of a worker: one runs, one waits.
+AHEAD = 2
+#: How often the kernel's killing of a worker is borne for one batch, on one node (by Ray) and on several.
+RETRIES, ATTEMPTS = 2, 3
+#: Seconds to wait for a node when none is left.
+PATIENCE = 60.0
+_LOOK_SECONDS, _WAIT_SECONDS = 1.0, 0.5
+
+
+class Refused(Exception):
+    """Raised on a node that cannot take part, and says why."""
+
+
+@dataclass(eq=False)
+class Node:
+    """A node; ``cpus`` and ``gpus`` are those that Ray may give away."""
+
+    id: str
+    name: str
+    cpus: int
+    gpus: int
+    #: CPUs of a worker, and how many workers there are.
+    width: int = 1
+    workers: int = 1
+    #: Batches it has.
+    flying: int = 0
+    #: Bytes, or what else counts, that it has done.
+    done: int = 0
+
+
+class Work(Protocol):
+    """What a cluster is to do: ``begin`` and ``shared`` go to every worker process, batches one by one.
+
+    ``begin(shared, threads)`` returns a function from a batch to its result. It raises ``Refused`` where a node cannot
+    take part, and QuantkitError for what no node can do.
+    """
+
+    @property
+    def begin(self) -> Callable[[Any, int], Callable[[Any], Any]]: ...
+
+    @property
+    def shared(self) -> Any: ...
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the work is to end early."""
+
+    def fit(self, node: Node) -> None:
+        """Set the workers of a new node, and their width."""
+
+    def batch(self, node: Node) -> Any | None:
+        """Return a batch for a node; None if all are given out."""
+
+    def done(self, node: Node, batch: Any, result: Any) -> None:
+        """Take the result of a batch."""
+
+    def say(self, text: str) -> None:
+        """Tell the user."""
+
+
+class _Reply(NamedTuple):
+    """What comes back: ``kind`` is done, refused, failed, disk or broken."""
+
+    kind: str
+    value: Any
+
+
+@dataclass
+class _Flight:
+    """A batch under way."""
+
+    node: Node
+    batch: Any
+    attempt: int
+
+
+@dataclass
+class _Run:
+    """The state of one ``Cluster.run``."""
+
+    work: Work
+    task: Callable[[Node, Any], Any]
+    nodes: dict[str, Node] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    flights: dict[Any, _Flight] = field(default_factory=dict)
+    #: Batches that came back undone, and how often they were tried.
+    again: deque[tuple[Any, int]] = field(default_factory=deque)
+    looked: float = 0.0
+    alone_since: float | None = None
+
+
+def _ray() -> ModuleType:
+    try:
+        import ray
+    except ImportError as e:
+        raise ResourceError(
+            f"--ray needs the package ray, which is not installed here ({e}): pip install 'gguf-quantkit[ray]'"
+        ) from None
+    return ray  # type: ignore[no-any-return]
+
+
+def _print_to_stderr(data: dict[str, Any], **_: Any) -> None:
+    # Of each message the first sentence; the rest is advice about Ray's logs.
+    sys.stderr.write("".join(f"ray: {line.partition('. ')[0]}\n" for line in data.get("lines", ())))
+
+
+@cache
+def _sources() -> str:
+    """Return the version, and a hash of all modules: nodes with others could make other bytes."""
+    root, digest = Path(__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return f"{__version__} ({digest.hexdigest()[:12]})"
+
+
+class Cluster:
+    """A connection to a cluster, which lasts until the process ends.
+
+    ``address`` is HOST:PORT, or "auto" for the cluster that this machine belongs to ($RAY_ADDRESS, if it is set), or
+    "local" for one of this machine and process alone.
+    """
+
+    def __init__(self, address: str = "auto") -> None:
+        self._ray = ray = _ray()
+        if address.startswith("ray://"):
+            raise ResourceError(f"--ray {address}: run on a machine of the cluster, by its address HOST:PORT, or auto")
+        if not ray.is_initialized():
+            own: dict[str, Any] = {}
+            if address == "local":
+                os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+                own["include_dashboard"] = False
+            try:
+                ray.init(address=address, log_to_driver=False, logging_level="ERROR", **own)
+            except (ConnectionError, RuntimeError, ValueError, OSError) as e:
+                reason = (str(e).strip() or type(e).__name__).splitlines()[0].rstrip(".")
+                raise ResourceError(
+                    f"--ray {address}: {reason}; `ray start --head` starts a cluster, --ray local one of this machine"
+                ) from None
+            # What Ray says of nodes and memory would go to standard output, which is that of --json.
+            with suppress(AttributeError):
+                ray._private.worker.print_to_stdstream = _print_to_stderr
+
+    def nodes(self) -> dict[str, Node]:
+        """Return the living nodes that have CPUs, by id."""
+        found = [n for n in self._ray.nodes() if n["Alive"] and int(n["Resources"].get("CPU", 0)) > 0]
+        hosts = [n["NodeManagerHostname"] for n in found]
+        return {
+            n["NodeID"]: Node(
+                n["NodeID"],
+                host if hosts.count(host) == 1 else f"{host}/{n['NodeID'][:8]}",
+                int(n["Resources"]["CPU"]),
+                int(n["Resources"].get("GPU", 0)),
+            )
+            for n, host in zip(found, hosts, strict=True)
+        }
+
+    def run(self, work: Work) -> dict[str, Node]:
+        """Do work on all nodes; return those that took part. On return no batch is under way.
+
+        Raises what a batch raised on a node, with the node's name, and ClusterError when no node is left.
+        """
+        shared = self._ray.put((work.begin, work.shared))
+        run = _Run(work, self._task(shared))
+        try:
+            while not work.stopped:
+                self._look(run)
+                self._give(run)
+                if not run.flights and not run.again and not self._is_left(run):
+                    break
+                self._take(run)
+        finally:
+            self._end(run)
+        return run.nodes
+
+    def _task(self, shared: Any) -> Callable[[Node, Any], Any]:
+        """Return a function that sends a batch to a node."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+        remote = self._ray.remote(_work)
+        run = shared.hex()
+
+        def send(node: Node, batch: Any) -> Any:
+            placed = remote.options(
+                num_cpus=node.width,
+                num_gpus=node.gpus / node.workers,
+                max_retries=RETRIES,
+                scheduling_strategy=On(node.id, soft=False),
+            )
+            return placed.remote(_sources(), run, [shared], node.width, batch)
+
+        return send
+
+    def _look(self, run: _Run) -> None:
+        """Learn which nodes there are."""
+        now = time.monotonic()
+        if now - run.looked < _LOOK_SECONDS:
+            return
+        run.looked, there = now, self.nodes()
+        for gone in run.nodes.keys() - there.keys() - run.refused.keys():
+            if run.nodes[gone].cpus:
+                run.work.say(f"node {run.nodes[gone].name} is gone; others do what it had")
+                run.nodes[gone].cpus = 0
+        for new in there.keys() - run.nodes.keys():
+            run.work.fit(there[new])
+            run.nodes[new] = there[new]
+
+    def _usable(self, run: _Run) -> list[Node]:
+        return [node for node in run.nodes.values() if node.cpus and node.id not in run.refused]
+
+    def _give(self, run: _Run) -> None:
+        """Fill up the nodes, every worker's first batch before the second."""
+        for depth in range(1, AHEAD + 1):
+            for node in self._usable(run):
+                while node.flying < depth * node.workers:
+                    batch, attempt = run.again.popleft() if run.again else (run.work.batch(node), 0)
+                    if batch is None:
+                        return
+                    run.flights[run.task(node, batch)] = _Flight(node, batch, attempt + 1)
+                    node.flying += 1
+
+    def _is_left(self, run: _Run) -> bool:
+        """Tell whether there is work, though no node has any: wait for nodes then. Raises ClusterError in the end."""
+        if self._usable(run):
+            return False
+        if run.refused and not any(node.id not in run.refused for node in run.nodes.values()):
+            raise ClusterError(f"no node can be used: {'; '.join(run.refused.values())}")
+        now = time.monotonic()
+        run.alone_since = run.alone_since or now
+        if now - run.alone_since > PATIENCE:
+            raise ClusterError(f"no node of the cluster has been there for {PATIENCE:.0f} s")
+        return True
+
+    def _take(self, run: _Run) -> None:
+        """Wait for results, and take them."""
+        if not run.flights:
+            self._is_left(run)
+            time.sleep(_WAIT_SECONDS)
+            return
+        run.alone_since = None
+        ready, _ = self._ray.wait(list(run.flights), timeout=_WAIT_SECONDS)
+        for ref in ready:
+            flight = run.flights.pop(ref)
+            flight.node.flying -= 1
+            self._reply(run, flight, self._reply_of(ref))
+
+    def _reply_of(self, ref: Any) -> _Reply:
+        from ray import exceptions
+
+        try:
+            return _Reply(*self._ray.get(ref))
+        except exceptions.RayTaskError as e:  # before our code ran: it is not there, or cannot be read
+            return _Reply("refused", f"it cannot run quantkit {_sources()}: {e.cause or e}".splitlines()[0])
+        except exceptions.RayError as e:
+            return _Reply("lost", str(e).strip().splitlines()[0])
+
+    def _reply(self, run: _Run, flight: _Flight, reply: _Reply) -> None:
+        node, value = flight.node, reply.value
+        if reply.kind == "done":
+            run.work.done(node, flight.batch, value)
+            return
+        if reply.kind == "failed":
+            kind, message = value
+            raise getattr(errors, kind, QuantkitError)(f"{message} (on node {node.name})")
+        if reply.kind == "broken":
+            raise RuntimeError(f"on node {node.name}:\n{value}")
+        attempt = flight.attempt
+        if reply.kind == "refused":
+            attempt -= 1
+            if node.id not in run.refused:
+                run.refused[node.id] = f"node {node.name}: {value}"
+                run.work.say(f"warning: node {node.name} is not used: {value}")
+        else:
+            run.looked = 0.0
+            self._look(run)
+            attempt -= not node.cpus  # any number of nodes may die
+        run.again.append((flight.batch, attempt))
+        if attempt >= ATTEMPTS:
+            raise ClusterError(f"node {node.name}: {value}; it was tried {attempt} times")
+
+    def _end(self, run: _Run) -> None:
+        """Stop what is under way, and wait until it has ended."""
+        for ref in run.flights:
+            self._ray.cancel(ref, force=True)
+        with suppress(KeyboardInterrupt):
+            self._ray.wait(list(run.flights), num_returns=len(run.flights), timeout=30) if run.flights else None
+
+
+# ---------------------------------------------------------------- on the nodes
+
+#: The run that this worker process has begun, and its function.
+_BEGUN: dict[tuple[str, int], Callable[[Any], Any]] = {}
+
+
+def _work(sources: str, run: str, shared: list[Any], threads: int, batch: Any) -> tuple[str, Any]:
+    """Do a batch in a worker process, which keeps what it has begun; nothing is raised, Ray would try again."""
+    try:
+        if sources != _sources():
+            return "refused", f"it has quantkit {_sources()}, not {sources}"
+        if (run, threads) not in _BEGUN:
+            _BEGUN.clear()
+            begin, given = _ray().get(shared[0])
+            _BEGUN[run, threads] = begin(given, threads)
+        return "done", _BEGUN[run, threads](batch)
+    except Refused as e:
+        return "refused", str(e)
+    except QuantkitError as e:
+        return "failed", (type(e).__name__, e.message)
+    except OSError as e:
+        return "disk", f"{e.filename or 'the disk'}: {e.strerror or e}"
+    except Exception:
+        return "broken", traceback.format_exc()

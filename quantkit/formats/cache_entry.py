@@ -1,0 +1,226 @@
+"""An entry of the tensor cache: encoded rows of one tensor, as they stand in files, in a file of their own.
+
+==============  ==========================================================================================
+byte 0          a line of JSON (``Header``), a line with its SHA-256, spaces up to byte 4096
+byte 4096       the rows, matrix by matrix
+behind them     a record (``RECORD``, 80 bytes) for each piece of rows: the SHA-256 of what was encoded, half a
+                SHA-256 of rows and error sums here, and those sums
+==============  ==========================================================================================
+
+A *piece* is the rows that are encoded at a time. As jobs are made of whole pieces, each can check what it takes,
+however the rows were cut when they were encoded; the digest of all that was encoded is one over its pieces' digests.
+
+Entries may come from anybody, cut, damaged or made up: what is read is compared with the digests, never interpreted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.formats.ranges import U8
+
+#: Where rows begin: at a page, as everything that file systems share.
+DATA = 4096
+RECORD = np.dtype([("source", "V32"), ("check", "V16"), ("sums", "<f8", 4)])
+#: The most pieces that are believed, those of a tensor of 4 T values, and the most bytes of one.
+_MOST_PIECES, _MOST_BYTES = 1 << 25, 1 << 29
+_KIND = "quantkit cached tensor, 1"
+
+
+class DamagedEntry(Exception):
+    """An entry is not what was written, or no entry at all."""
+
+
+class EntryName(NamedTuple):
+    """The name of an entry: digests of how it was encoded, of its first piece of rows, and of all of them."""
+
+    how: str
+    first: str
+    source: str
+
+    def __str__(self) -> str:
+        return "-".join(self)
+
+
+def parse_name(name: str) -> EntryName | None:
+    """Return the digests that a file's name stands for, or None."""
+    parts = name.split("-")
+    if [len(part) for part in parts] != [64, 16, 64] or set(name) - set("0123456789abcdef-"):
+        return None
+    return EntryName(*parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """How ``matrices`` of ``rows`` rows each are cut: after every ``piece`` rows of a matrix."""
+
+    matrices: int
+    rows: int
+    row_bytes: int
+    piece: int
+
+    @property
+    def of_matrix(self) -> int:
+        """Pieces of a matrix."""
+        return -(-self.rows // self.piece)
+
+    @property
+    def count(self) -> int:
+        return self.matrices * self.of_matrix
+
+    @property
+    def nbytes(self) -> int:
+        return self.matrices * self.rows * self.row_bytes
+
+    def whole(self, row: int, rows: int) -> bool:
+        """Tell whether rows of a matrix are whole pieces."""
+        return row % self.piece == 0 and (rows % self.piece == 0 or row + rows == self.rows)
+
+    def span(self, matrix: int, row: int, rows: int) -> slice:
+        """Return the pieces that rows of a matrix are."""
+        first = matrix * self.of_matrix + row // self.piece
+        return slice(first, first - (-rows // self.piece))
+
+    def at(self, matrix: int, row: int) -> int:
+        """Return the byte of an entry at which a row begins."""
+        return DATA + (matrix * self.rows + row) * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What an entry says of itself. ``made`` is for people."""
+
+    how: str
+    source: str
+    pieces: Pieces
+    #: Whether there are error sums, and the digest of the importance that they are weighted with.
+    measured: bool = False
+    weighted: str | None = None
+    made: dict[str, str] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """Return the first ``DATA`` bytes of the entry."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)} | {"kind": _KIND, "pieces": asdict(self.pieces)}
+        line = json.dumps(values).encode()
+        assert len(line) < DATA - 66
+        return (line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n").ljust(DATA)
+
+
+def parse_header(data: bytes) -> Header:
+    """Return the header of an entry. Raises DamagedEntry."""
+    line, _, rest = data.partition(b"\n")
+    if rest[:64] != hashlib.sha256(line).hexdigest().encode():
+        raise DamagedEntry("its header is damaged")
+    try:
+        found: dict[str, Any] = json.loads(line)
+        if found.pop("kind") != _KIND:
+            raise DamagedEntry("of another version")
+        pieces = Pieces(**found.pop("pieces"))
+        header = Header(pieces=pieces, **found)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise DamagedEntry("its header is no entry's") from None
+    numbers = (pieces.matrices, pieces.rows, pieces.row_bytes, pieces.piece)
+    if not all(type(n) is int and 0 < n < 1 << 48 for n in numbers) or pieces.count > _MOST_PIECES:
+        raise DamagedEntry("its header has impossible numbers")
+    if pieces.piece * pieces.row_bytes > _MOST_BYTES:
+        raise DamagedEntry("its pieces are too large")
+    texts = isinstance(header.how, str) and isinstance(header.source, str) and isinstance(header.made, dict)
+    if not texts or not all(isinstance(s, str) for s in (*header.made, *header.made.values())):
+        raise DamagedEntry("its header is no entry's")
+    return header
+
+
+class Entry:
+    """An open entry: a context. Raises DamagedEntry, and OSError if there is none or it cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # Not through a link, and not waiting for whoever writes a pipe.
+        self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            self.header = self._header()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _header(self) -> Header:
+        found = os.fstat(self._fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise DamagedEntry("no file")
+        header = parse_header(self._read(0, DATA))
+        name, pieces = parse_name(self.path.name), header.pieces
+        if name is not None and (name.how, name.source) != (header.how, header.source):
+            raise DamagedEntry("its header is another entry's")
+        if found.st_size != DATA + pieces.nbytes + pieces.count * RECORD.itemsize:
+            raise DamagedEntry("it was cut, or has grown")
+        return header
+
+    def __enter__(self) -> Entry:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def _read(self, at: int, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes and (more := os.pread(self._fd, nbytes - len(data), at + len(data))):
+            data += more
+        return data
+
+    def read(self, into: U8, at: int) -> None:
+        """Fill ``into`` from byte ``at`` on."""
+        done = 0
+        while done < into.size:
+            got = os.preadv(self._fd, [into.data[done:]], at + done)
+            if not got:
+                raise DamagedEntry("it was cut")
+            done += got
+
+    def records(self) -> npt.NDArray[np.void]:
+        """Return all records, whose digests of the source are those the entry is named by."""
+        pieces = self.header.pieces
+        records = np.frombuffer(self._read(DATA + pieces.nbytes, pieces.count * RECORD.itemsize), RECORD)
+        if source_digest(records) != self.header.source:
+            raise DamagedEntry("the digests of its pieces are damaged")
+        return records
+
+
+def source_digest(records: npt.NDArray[np.void]) -> str:
+    """Return the digest of a source whose pieces have these records."""
+    return hashlib.sha256(records["source"].tobytes()).hexdigest()
+
+
+def digest(data: U8, more: bytes = b"") -> bytes:
+    """Return the SHA-256 of a piece and what else belongs to it."""
+    found = hashlib.sha256(data.data)
+    found.update(more)
+    return found.digest()
+
+
+def records_of(sources: Sequence[bytes], encoded: Sequence[U8], sums: npt.NDArray[np.float64]) -> npt.NDArray[np.void]:
+    """Return the records of pieces: the digests of their sources, their encoded rows, error sums [pieces, 4]."""
+    records = np.zeros(len(sources), RECORD)
+    records["source"] = np.frombuffer(b"".join(sources), "V32")
+    records["sums"] = sums
+    checks = (digest(rows, each.tobytes())[:16] for rows, each in zip(encoded, records["sums"], strict=True))
+    records["check"] = np.frombuffer(b"".join(checks), "V16")
+    return records
+
+
+def are_intact(records: npt.NDArray[np.void], encoded: Sequence[U8]) -> bool:
+    """Tell whether pieces, and the error sums in their records, are what was written."""
+    if len(records) != len(encoded):
+        return False
+    return all(
+        digest(rows, r["sums"].tobytes())[:16] == r["check"].tobytes() for r, rows in zip(records, encoded, strict=True)
+    )

@@ -1,0 +1,160 @@
+"""Reading ahead: objects come in blocks of 8 MiB, a few of them at a time, and are shared by all threads.
+
+A job reads a MiB or two. Over a network a request costs as much as several of those, so what is read are whole blocks,
+those that will be wanted next before they are, and each once while it is among the last ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import FormatError
+from quantkit.formats.remote.common import Object
+
+#: Bytes of a request, requests under way at most, and bytes that are kept, beyond what --max-ram counts.
+BLOCK, FLYING, KEPT = 8 << 20, 8, 128 << 20
+#: Blocks asked for ahead of a reader at least.
+_AHEAD = 3
+#: How often an object is fetched whose checksum is wrong.
+_COPIES = 3
+
+#: Tensors below this length are read with their neighbours, in blocks of ``SMALL`` bytes.
+_TINY, SMALL = 256 << 10, 1 << 20
+
+Key = tuple[str, str, int, int]
+
+
+class Blocks:
+    """The blocks that were read last, of all objects."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self._lock = threading.Lock()
+        self.pool = ThreadPoolExecutor(FLYING, thread_name_prefix="fetch")
+        self._kept: OrderedDict[Key, Future[bytes]] = OrderedDict()
+        self._nbytes = 0
+
+    def block(self, url: Object, begin: int, end: int) -> Future[bytes]:
+        """Return a range of an object, asked for if it is not there."""
+        key = (url.address, url.facts.tag, begin, end)
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None and found.done() and found.exception() is not None:
+                del self._kept[key]
+                self._nbytes -= end - begin
+                found = None
+            if found is None:
+                found = self.pool.submit(url.read_range, begin, end)
+                self._kept[key] = found
+                self._nbytes += end - begin
+                while self._nbytes > KEPT and len(self._kept) > 1:
+                    (_, _, low, high), _ = self._kept.popitem(last=False)
+                    self._nbytes -= high - low
+            self._kept.move_to_end(key)
+        return found
+
+
+_blocks: Blocks | None = None
+_making = threading.Lock()
+
+
+def blocks() -> Blocks:
+    """Return the blocks of this process."""
+    global _blocks
+    with _making:
+        if _blocks is None or _blocks.process != os.getpid():
+            _blocks = Blocks()
+        return _blocks
+
+
+def read_into(
+    url: Object, into: npt.NDArray[np.uint8], offset: int, ahead: int = 0, within: tuple[int, int] | None = None
+) -> None:
+    """Fill ``into`` from byte ``offset`` of an object on; ``ahead`` bytes behind are asked for meanwhile.
+
+    ``within``: where the tensor begins and ends; tensors are not read in the order of the file, so nothing outside of
+    it is asked for. Raises FormatError when the object ends before, or is another one by now, OSError when it cannot be
+    read.
+    """
+    end, size = offset + into.size, url.facts.size
+    if end > size:
+        raise FormatError(f"{url}: ends at byte {size}, within tensor data: it was truncated")
+    if not into.size:
+        return
+    start, stop, step = (*within, BLOCK) if within is not None else (0, size, BLOCK)
+    if stop - start < _TINY:
+        start, stop, step = 0, size, min(SMALL, BLOCK)
+    kept = blocks()
+
+    def block(number: int) -> Future[bytes]:
+        begin = start + number * step
+        return kept.block(url, begin, min(begin + step, stop))
+
+    first, last = (offset - start) // step, (end - 1 - start) // step
+    wanted = [block(number) for number in range(first, last + 1)]
+    if ahead and step == BLOCK:
+        reach = min(last + max(_AHEAD, min(-(-ahead // step), FLYING)), (stop - 1 - start) // step)
+        for number in range(last + 1, reach + 1):
+            block(number)
+    for number, each in enumerate(wanted, first):
+        begin = start + number * step
+        low, high = max(offset, begin), min(end, begin + step)
+        into[low - offset : high - offset] = np.frombuffer(each.result(), np.uint8, high - low, low - begin)
+
+
+def fetch(url: Object, file: IO[bytes]) -> None:
+    """Copy a whole object into a file; its checksum is compared if the store has one of all of it.
+
+    Raises FormatError, OSError.
+    """
+
+    kind, _, wanted = url.facts.digest.partition(":")
+    for _ in range(_COPIES):
+        file.seek(0)
+        file.truncate()
+        digest = hashlib.new(kind, usedforsecurity=False) if kind else None
+        for data in _in_order(url):
+            file.write(data)
+            if digest is not None:
+                digest.update(data)
+        file.flush()
+        if digest is None or digest.hexdigest() == wanted:
+            return
+    raise FormatError(f"{url}: it arrives damaged: its {kind} is not the one that the store has of it")
+
+
+def _in_order(url: Object) -> Iterable[bytes]:
+    """Yield an object in blocks, a few of which are under way."""
+    size, kept = url.facts.size, blocks()
+    pool: list[Future[Any]] = []
+    starts = iter(range(0, size, BLOCK))
+    for begin in starts:
+        pool.append(kept.pool.submit(url.read_range, begin, min(begin + BLOCK, size)))
+        if len(pool) >= FLYING:
+            yield pool.pop(0).result()
+    while pool:
+        yield pool.pop(0).result()
+
+
+class Growing:
+    """The beginning of an object, as far as it was asked for: headers are read with it."""
+
+    def __init__(self, url: Object) -> None:
+        self.url, self.size, self.data = url, url.facts.size, b""
+
+    def upto(self, end: int) -> bytes:
+        """Return at least ``end`` bytes, if there are that many."""
+        have = len(self.data)
+        end = min(self.size, max(end, 4 * have, 1 << 20))
+        if end > have:
+            self.data += self.url.read_range(have, end)
+        return self.data

@@ -1,0 +1,232 @@
+"""Stores: what answers for the URLs of one scheme. fsspec and its file systems are imported when the first is asked."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import ResourceError
+from quantkit.formats.remote import retry
+from quantkit.formats.remote.common import Facts, Object, Store, entries_of, pinned_length, together
+from quantkit.formats.remote.retry import Answer, Broken, Meaning, patiently
+from quantkit.formats.remote.s3 import S3
+
+#: What pip has to install for a scheme, where fsspec alone is not enough.
+PACKAGES = {
+    **dict.fromkeys(("s3", "s3a"), ("s3fs", "s3fs")),
+    **dict.fromkeys(("gs", "gcs"), ("gcsfs", "gcsfs")),
+    **dict.fromkeys(("http", "https"), ("aiohttp", "aiohttp")),
+    **dict.fromkeys(("abfs", "abfss", "az", "adl"), ("adlfs", "adlfs")),
+    "hf": ("huggingface_hub", "huggingface_hub"),
+    **dict.fromkeys(("sftp", "ssh"), ("paramiko", "paramiko")),
+}
+
+
+_stores: dict[tuple[int, str], Store] = {}
+_lock = threading.Lock()
+
+
+def store_of(url: Object) -> Store:
+    """Return the store of a URL. ResourceError if a package for it is missing, or nobody knows its scheme."""
+    key = os.getpid(), url.scheme  # connections do not survive a fork
+    with _lock:
+        if key not in _stores:
+            _stores[key] = _connected(url)
+        return _stores[key]
+
+
+def _connected(url: Object) -> Store:
+    scheme = url.scheme
+    try:
+        import fsspec
+    except ImportError:
+        raise _missing(url, "fsspec") from None
+    module, package = PACKAGES.get(scheme, ("", ""))
+    try:
+        if module:
+            importlib.import_module(module)
+        kind = fsspec.get_filesystem_class(scheme)
+    except ImportError:
+        raise _missing(url, package) from None
+    except ValueError:
+        raise ResourceError(
+            f"{url}: {scheme}:// is no scheme that fsspec knows; is it s3://, gs://, hf://, https://?"
+        ) from None
+    if scheme in ("s3", "s3a"):
+        return S3(kind, fsspec.config.conf.get("s3", {}))
+    if scheme in ("http", "https"):
+        return Web(kind(skip_instance_cache=True))
+    try:
+        return Others(kind(skip_instance_cache=True), scheme)
+    except Exception as e:
+        raise ResourceError(f"{url}: there is no connection to {scheme}://: {retry.judge(e).why}") from None
+
+
+def _missing(url: Object, package: str) -> ResourceError:
+    more = "" if package in ("", "fsspec", "aiohttp") else f" {package}"
+    what = f"the package {package or 'fsspec'} is" if package != "fsspec" else "the package fsspec is"
+    return ResourceError(f"{url}: {what} needed for {url.scheme}://: pip install 'gguf-quantkit[remote]'{more}")
+
+
+# ---------------------------------------------------------------- the web
+
+
+class Web:
+    """http:// and https://: ranges and entity tags; no folders, nothing is written."""
+
+    def __init__(self, fs: Any) -> None:
+        self.fs = fs
+
+    def facts(self, url: Object) -> Facts:
+        # Of signed addresses only GET is signed, so the first byte is asked for.
+        return patiently(url, lambda: self._ask(url, 0, 1, None)[0], retry.FIRST_LOOK)
+
+    def entries(self, url: Object) -> dict[str, Facts | None] | None:
+        return None
+
+    def read(self, url: Object, begin: int, end: int) -> bytes:
+        facts = url.facts
+        return patiently(url, lambda: pinned_length(self._ask(url, begin, end, facts)[1], begin, end))
+
+    def _ask(self, url: Object, begin: int, end: int, pinned: Facts | None) -> tuple[Facts, bytes]:
+        found: tuple[Facts, bytes] = together(self.fs.loop, lambda: self._get(url, begin, end, pinned))
+        return found
+
+    async def _get(self, url: Object, begin: int, end: int, pinned: Facts | None) -> tuple[Facts, bytes]:
+        import aiohttp
+
+        session = await self.fs.set_session()
+        headers = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=retry.SILENCE, sock_read=retry.SILENCE)
+        async with session.get(url.address, headers=headers, timeout=limit) as answer:
+            if answer.status == 416 and pinned is None:
+                raise Answer(416, "it is empty", meaning=Meaning.OTHER)
+            if answer.status not in (200, 206):
+                raise Answer(answer.status, wait=answer.headers.get("Retry-After"))
+            facts, whole = _of_headers(answer.status, answer.headers)
+            if not whole and facts.size < 0:
+                raise Broken("an answer without Content-Range")
+            if pinned is not None and facts[:2] != pinned[:2]:
+                raise Answer(412, "another entity tag, date or length", meaning=Meaning.CHANGED)
+            if whole and facts.size > end - begin:
+                raise Answer(200, "its server gives no ranges of files", meaning=Meaning.OTHER)
+            return facts, await answer.read()
+
+    def check_writable(self, url: Object) -> None:
+        raise ResourceError(f"{url}: nothing can be written to {url.scheme}://; write to s3://, or to a file")
+
+    def put(self, url: Object, file: Path) -> None:
+        self.check_writable(url)
+
+
+def _of_headers(status: int, headers: Mapping[str, str]) -> tuple[Facts, bool]:
+    """Return what an answer says of the whole object, and whether it is all of it."""
+    tag = headers.get("ETag", "").removeprefix("W/") or headers.get("Last-Modified", "")
+    if status == 200:
+        return Facts(int(headers.get("Content-Length", 1 << 62)), tag), True
+    total = headers.get("Content-Range", "").rpartition("/")[2]
+    return Facts(int(total) if total.isdecimal() else -1, tag), False
+
+
+# ---------------------------------------------------------------- all else
+
+
+#: What file systems of fsspec call the identity of an object.
+_TAGS = (
+    "ETag",
+    "etag",
+    "generation",
+    "md5Hash",
+    "content_md5",
+    "checksum",
+    "blob_id",
+    "mtime",
+    "LastModified",
+    "created",
+)
+
+
+class Others:
+    """Any other file system of fsspec, by what all of them have."""
+
+    def __init__(self, fs: Any, scheme: str) -> None:
+        self.fs, self.scheme = fs, scheme
+
+    def _path(self, url: Object) -> str:
+        path: str = self.fs._strip_protocol(url.address)
+        return path
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the file system, with a limit of time if it has one that waits."""
+        if getattr(self.fs, "async_impl", False) and hasattr(self.fs, f"_{name}"):
+            return together(self.fs.loop, lambda: getattr(self.fs, f"_{name}")(*args, **kwargs))
+        return getattr(self.fs, name)(*args, **kwargs)
+
+    def facts(self, url: Object) -> Facts:
+        def ask() -> Facts:
+            self.fs.invalidate_cache()
+            info = self._call("info", self._path(url))
+            if info.get("type") == "directory":
+                raise Answer(404, "a folder; name a file in it")
+            return _of_info(info)
+
+        return patiently(url, ask, retry.FIRST_LOOK)
+
+    def entries(self, url: Object) -> dict[str, Facts | None] | None:
+        def ask() -> dict[str, Facts | None]:
+            self.fs.invalidate_cache()
+            found = self._call("ls", self._path(url), detail=True)
+            return entries_of(found, _of_info)
+
+        return patiently(url, ask, retry.FIRST_LOOK)
+
+    def read(self, url: Object, begin: int, end: int) -> bytes:
+        end = min(end, url.facts.size)
+
+        def ask() -> bytes:
+            if getattr(self.fs, "async_impl", False):
+                data = self._call("cat_file", self._path(url), start=begin, end=end)
+            else:
+                with self.fs.open(self._path(url), "rb", cache_type="none") as file:
+                    file.seek(begin)
+                    data = file.read(end - begin)
+            return pinned_length(bytes(data), begin, end)
+
+        return patiently(url, ask)
+
+    def check_writable(self, url: Object) -> None:
+        if self.scheme == "hf":
+            raise ResourceError(f"{url}: hf:// is only read here; write to a file, then `hf upload` it")
+
+    def put(self, url: Object, file: Path) -> None:
+        path = self._path(url)
+        growing = f"{path}.{os.urandom(4).hex()}.part"
+
+        def send() -> None:
+            parent = self.fs._parent(path)
+            with suppress(Exception):
+                self.fs.makedirs(parent, exist_ok=True)
+            self.fs.put_file(str(file), growing)
+            if (size := self.fs.info(growing)["size"]) != file.stat().st_size:
+                raise Broken(f"{size} bytes arrived instead of {file.stat().st_size}")
+            self.fs.mv(growing, path)
+
+        try:
+            patiently(url, send)
+        finally:
+            with suppress(Exception):
+                self.fs.invalidate_cache()
+                if self.fs.exists(growing):
+                    self.fs.rm_file(growing)
+
+
+def _of_info(info: Mapping[str, Any]) -> Facts:
+    lfs = info.get("lfs")
+    sha256 = getattr(lfs, "sha256", None) or (lfs.get("sha256") if isinstance(lfs, dict) else None)
+    tag = " ".join(f"{name}={info[name]}" for name in _TAGS if info.get(name) is not None)
+    return Facts(int(info.get("size") or 0), tag, f"sha256:{sha256}" if sha256 else "")

@@ -1,0 +1,40 @@
+"""Rows by their own statistics, and groups of columns mixed (Gemma 3n): mixing.cu.
+
+    exceed       x out width rows factor         max(x - mean - factor * deviation, 0) of each row
+    to_length    x like out width rows group     every group of columns made as long as like's row
+    mix          x weights base out width group n offset rows
+                 out group j = base group j + sum over i of (weights[j n + i] + offset) * x group i
+
+Values begin at multiples of 16 bytes; out of exceed and to_length may be x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+from quantkit.kernels.cuda.layer.elementwise import over_rows
+
+FILE = "layer/mixing.cu"
+
+
+def exceed(rows: int) -> Shape:
+    """Return how to launch ``exceed``: a block per row."""
+    return Shape(Kernel(FILE, "exceed"), (max(1, rows), 1, 1))
+
+
+def to_length(groups: int, rows: int) -> Shape:
+    """Return how to launch ``to_length`` for ``groups`` of columns a row: a block per group."""
+    return Shape(Kernel(FILE, "to_length"), (max(1, rows), groups, 1))
+
+
+def mix(width: int, rows: int) -> Shape:
+    """Return how to launch ``mix``; width: columns of out."""
+    return over_rows(Kernel(FILE, "mix"), width, rows)
+
+
+def kernels() -> Iterator[Kernel]:
+    """Yield every kernel of this file."""
+    yield exceed(1).kernel
+    yield to_length(1, 1).kernel
+    yield mix(1, 1).kernel

@@ -1,0 +1,148 @@
+"""What decides the bytes of encoded rows, as digests; equal digests mean equal bytes.
+
+An entry is found by how it was encoded (types, encoder and its code, shape, importance) and by what (the rows that its
+jobs read). A source's rows are digested while they are read; their *identity*, which tells them from others without
+reading them, is by what digests are remembered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from quantkit.formats.cache_entry import Pieces
+from quantkit.kernels.formats import FORMATS, encoder_for
+from quantkit.kernels.interleave import base_of, repacks
+from quantkit.kernels.tensor_scale import decoded_as
+from quantkit.pipeline.source import Source
+from quantkit.pipeline.work import PlannedTensor, RowSlice, piece_rows
+from quantkit.types import TensorType
+
+_PACKAGE = Path(__file__).parent.parent.parent
+_IMPORT = re.compile(r"^\s*(?:from\s+(quantkit[\w.]*)\s+import\s+(\([^)]*\)|[^\n]*)|import\s+(quantkit[\w.]*))", re.M)
+
+
+def is_encoded(part: RowSlice, target: TensorType) -> bool:
+    """Tell whether a part is kept: its rows are neither copied, nor repacked, nor merely rounded, nor fed with errors.
+
+    What feedback makes of rows depends on a covariance, which is larger than they are.
+    """
+    source = part.source.type
+    return part.inputs is None and source is not target and target.block > 1 and not repacks(source, target)
+
+
+def pieces_of(part: RowSlice, target: TensorType) -> Pieces:
+    """Return how the encoded rows of a part lie in an entry."""
+    return Pieces(part.matrices, part.rows, target.row_bytes(part.values), piece_rows(part, target))
+
+
+def importance_digest(part: RowSlice) -> str | None:
+    """Return the digest of the importance a part is encoded with, or None without."""
+    weights = None if part.found is None else part.found.weights
+    return None if weights is None else hashlib.sha256(weights.tobytes()).hexdigest()
+
+
+def how_digest(part: RowSlice, tensor: PlannedTensor, importance: str | None) -> str:
+    """Return the digest of everything that decides encoded rows, but those they are made of."""
+    pieces = pieces_of(part, tensor.type)
+    whose = encoder_for(tensor.type, tensor.encoder or None)
+    how = {
+        "from": part.source.type.name,
+        "to": tensor.type.name,
+        "encoder": whose,
+        "code": encoder_digest(part.source.type, tensor.type),
+        "values": part.values,
+        "shape": [pieces.matrices, pieces.rows, pieces.row_bytes, pieces.piece],
+        "importance": None if tensor.type.imatrix == "ignored" else importance,
+    }
+    return _digest(how)
+
+
+@cache
+def encoder_digest(source: TensorType, target: TensorType) -> str:
+    """Return a digest of the code that decodes rows of ``source`` and encodes them as ``target``, and of its compiler.
+
+    That is all the modules of kernels that the families' code reaches, also to measure the error, and the tables.
+    """
+    have, want = (FORMATS.get(base_of(t).name) for t in (decoded_as(source), target))
+    roots = ["cpu.encode", "cpu.encode.interleaved", "cpu.encode.error", "cpu.unpack.dequantize", "tensor_scale"]
+    roots += [f"cpu.unpack.{each.family}" for each in (have, want) if each is not None]
+    roots += [f"cpu.encode.{want.family}"] if want is not None else []
+    paths = {_PACKAGE / "pipeline/work.py", *(_PACKAGE / "kernels").glob("*.npz")}
+    paths |= {path for root in roots for path in _reached(f"quantkit.kernels.{root}")}
+    return _digest([version("numba"), version("llvmlite"), *_files_digests(paths)])
+
+
+def _reached(root: str) -> set[Path]:
+    """Return the files of kernels, and of types, that a module imports, or those do, at its head or anywhere in it."""
+    left, found = [root], dict[str, Path]()
+    while left:
+        name = left.pop()
+        path = None if name in found else _path_of(name)
+        if path is not None:
+            found[name] = path
+            left += _imports(path)
+    return set(found.values())
+
+
+@cache
+def _imports(path: Path) -> tuple[str, ...]:
+    """Return the names that may be modules of kernels among what a file imports."""
+
+    def names() -> Iterator[str]:
+        for package, listed, plain in _IMPORT.findall(path.read_text(encoding="utf-8")):
+            yield package or plain
+            yield from (f"{package}.{name}" for name in re.findall(r"\w+", listed))
+
+    return tuple(name for name in names() if name.startswith("quantkit.kernels.") or name == "quantkit.types")
+
+
+def _path_of(module: str) -> Path | None:
+    base = _PACKAGE.parent.joinpath(*module.split("."))
+    return next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
+
+
+@cache
+def package_digest() -> str:
+    """Return a digest of all of quantkit's code: it decides the rows of tensors that are made while they are read."""
+    return _digest([version("numpy"), *_files_digests(set(_PACKAGE.rglob("*.py")))])
+
+
+def _files_digests(paths: set[Path]) -> list[tuple[str, str]]:
+    return [(path.relative_to(_PACKAGE).as_posix(), _file_digest(path)) for path in sorted(paths)]
+
+
+@cache
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def identity(source: Source, fingerprint: str, part: RowSlice, target: TensorType) -> str | None:
+    """Return what tells the rows of a part from any others, without reading them; None if nothing can.
+
+    Paths do not count, but files do: by inode, size and time of change. ``fingerprint`` is the source's.
+    """
+    place = source.place(part.source)
+    files = [place[0]] if place is not None else list(source.inputs)
+    try:
+        stats = [os.stat(path) for path in files]
+    except OSError:  # not on this machine
+        return None
+    what = {
+        "source": fingerprint,
+        "files": [(s.st_ino, s.st_size, s.st_mtime_ns) for s in stats],
+        "made": None if place is not None else package_digest(),
+        "tensor": [part.source.name, part.source.type.name, part.source.nbytes, None if place is None else place[1]],
+        "rows": [part.values, part.matrices, part.rows, part.source_rows, part.source_row, piece_rows(part, target)],
+    }
+    return _digest(what)
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,193 @@
+"""Models that transformers has no class for, or that it does not read, as classes of its own that compute the same.
+
+The checkpoints hold what remote code reads; weights are renamed, and permuted where a class rotates other pairs. Of
+models with pictures only the text is there: the rest is not computed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import checkpoints
+
+State = dict[str, Tensor]
+
+
+def state_of(what: checkpoints.Description, renamed: Mapping[str, str] | None = None) -> State:
+    """Return the weights of a checkpoint in float32; renamed: patterns and what they become."""
+    state: State = {}
+    for name, dtype, shape, data in checkpoints.stored_tensors(what):
+        for old, new in (renamed or {}).items():
+            name = re.sub(old, new, name)
+        x = torch.frombuffer(bytearray(data), dtype=torch.bfloat16 if dtype == "BF16" else torch.float32)
+        state[name] = x.reshape(shape).float()
+    return state
+
+
+def model_of(cls: Any, config: Mapping[str, Any], state: State, optional: str = r"(?!)") -> Any:
+    """Return a model with these weights; ValueError if it lacks some, or has others, but for those that match
+    ``optional``."""
+    own = ("architectures", "torch_dtype", "model_type")
+    made = cls.config_class(**{key: value for key, value in config.items() if key not in own})
+    made._attn_implementation = "eager"
+    model = cls(made)
+    if made.tie_word_embeddings:
+        state = {**state, "lm_head.weight": state["model.embed_tokens.weight"]}
+    found = model.load_state_dict(state, strict=False)
+    bad = [name for name in (*found.missing_keys, *found.unexpected_keys) if not re.search(optional, name)]
+    if bad:
+        raise ValueError(f"missing or unexpected: {bad[:5]}")
+    return model
+
+
+def qwen2_vl(what: checkpoints.Description) -> Any:
+    state = {k: v for k, v in state_of(what, {r"^model\.": "model.language_model."}).items() if "visual" not in k}
+    return model_of(transformers.Qwen2VLForConditionalGeneration, what.config, state, r"\.visual\.")
+
+
+def paddleocr(what: checkpoints.Description) -> Any:
+    state = {k: v for k, v in state_of(what, {r"^model\.": "model.language_model."}).items() if "visual" not in k}
+    own = ("vision_config", "architectures", "model_type", "torch_dtype")
+    text = {key: value for key, value in what.config.items() if key not in own}
+    config = {"text_config": text, "tie_word_embeddings": False}
+    return model_of(transformers.PaddleOCRVLForConditionalGeneration, config, state, r"\.(visual|projector)\.")
+
+
+def minicpm(what: checkpoints.Description) -> Any:
+    """Its factors of rope are all 1 for short contexts."""
+    c = what.config
+    scales = {
+        "embedding_multiplier": c["scale_emb"],
+        "residual_multiplier": c["scale_depth"] / math.sqrt(c["num_hidden_layers"]),
+        "logits_scaling": c["hidden_size"] / c["dim_model_base"],
+        "attention_multiplier": 1 / math.sqrt(c["hidden_size"] / c["num_attention_heads"]),
+    }
+    return model_of(transformers.GraniteForCausalLM, c | scales | {"rope_scaling": None}, state_of(what))
+
+
+def exaone(what: checkpoints.Description) -> Any:
+    c = what.config
+    names = {
+        r"^transformer\.": "model.",
+        r"\.h\.": ".layers.",
+        r"\.wte\.": ".embed_tokens.",
+        r"\.ln_f\.": ".norm.",
+        r"\.ln_1\.": ".input_layernorm.",
+        r"\.ln_2\.": ".post_attention_layernorm.",
+        r"\.attn\.attention\.": ".self_attn.",
+        r"\.out_proj\.": ".o_proj.",
+        r"\.c_fc_0\.": ".gate_proj.",
+        r"\.c_fc_1\.": ".up_proj.",
+        r"\.c_proj\.": ".down_proj.",
+    }
+    more = {"num_hidden_layers": c["num_layers"], "rms_norm_eps": c["layer_norm_epsilon"]}
+    return model_of(transformers.LlamaForCausalLM, c | more, state_of(what, names))
+
+
+def codeshell(what: checkpoints.Description) -> Any:
+    """StarCoder 2 with q, k and v in one matrix."""
+    c = what.config
+    names = {
+        r"^transformer\.": "model.",
+        r"\.h\.": ".layers.",
+        r"\.wte\.": ".embed_tokens.",
+        r"\.ln_f\.": ".norm.",
+        r"\.ln_1\.": ".input_layernorm.",
+        r"\.ln_2\.": ".post_attention_layernorm.",
+        r"\.attn\.c_proj\.": ".self_attn.o_proj.",
+        r"\.attn\.": ".self_attn.",
+    }
+    state = state_of(what, names)
+    width, kv = c["n_embd"], c["n_embd"] // c["n_head"] * c["num_query_groups"]
+    for name in [name for name in state if "c_attn" in name]:
+        for part, rows in zip("qkv", state.pop(name).split([width, kv, kv]), strict=True):
+            state[name.replace("c_attn", f"{part}_proj")] = rows
+    more = {"num_key_value_heads": c["num_query_groups"], "intermediate_size": 4 * width, "use_bias": True}
+    more |= {"norm_epsilon": c["layer_norm_epsilon"], "sliding_window": None, "hidden_act": "gelu_pytorch_tanh"}
+    return model_of(transformers.Starcoder2ForCausalLM, c | more, state)
+
+
+def pangu(what: checkpoints.Description) -> Any:
+    return model_of(transformers.LlamaForCausalLM, what.config, state_of(what))
+
+
+def orion(what: checkpoints.Description) -> Any:
+    """Llama with layer norms."""
+    state = state_of(what)
+    biases = {name for name in state if name.endswith("norm.bias")}
+    model = model_of(transformers.LlamaForCausalLM, what.config, {k: v for k, v in state.items() if k not in biases})
+    for name in biases:
+        path, _, last = name.removesuffix(".bias").rpartition(".")
+        norm = nn.LayerNorm(what.config["hidden_size"], what.config["rms_norm_eps"])
+        norm.weight.data, norm.bias.data = state[name.removesuffix("bias") + "weight"], state[name]
+        setattr(model.get_submodule(path), last, norm)
+    return model
+
+
+def nanbeige(what: checkpoints.Description) -> Any:
+    """Llama whose layers come several times, with the last norm between."""
+    model = model_of(transformers.LlamaForCausalLM, what.config, state_of(what))
+    once, norm = list(model.model.layers), model.model.norm
+    last, end = once[-1], Ending(once[-1], norm)
+    model.model.layers = nn.ModuleList([*once[:-1], end] * (what.config["num_loops"] - 1) + [*once[:-1], last])
+    model.config.num_hidden_layers = len(model.model.layers)
+    return model
+
+
+class Ending(nn.Module):  # type: ignore[misc]
+    """A layer, then a norm."""
+
+    def __init__(self, layer: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.norm = layer, norm
+
+    def forward(self, x: Tensor, **more: Any) -> Any:
+        out = self.layer(x, **more)
+        return (self.norm(out[0]), *out[1:]) if isinstance(out, tuple) else self.norm(out)
+
+    def __getattr__(self, name: str) -> Any:
+        own = ("layer", "norm")
+        return super().__getattr__(name) if name in own else getattr(super().__getattr__("layer"), name)
+
+
+def maincoder(what: checkpoints.Description) -> Any:
+    """Hunyuan, which norms rotated heads, too, but rotates halves of them where these are pairs side by side."""
+    head = what.config["head_dim"]
+    order = torch.cat([torch.arange(0, head, 2), torch.arange(1, head, 2)])
+    state = state_of(what, {r"q_norm": "query_layernorm", r"k_norm": "key_layernorm"})
+    for name, x in state.items():
+        if re.search(r"(q_proj|k_proj|query_layernorm|key_layernorm)\.weight$", name):
+            state[name] = x.reshape(-1, head, *x.shape[1:])[:, order].reshape(x.shape)
+    return model_of(transformers.HunYuanDenseV1ForCausalLM, what.config, state)
+
+
+def bitnet(what: checkpoints.Description) -> Any:
+    """With ternary weights, as the converter makes them, and activations that are not rounded."""
+    state = state_of(what, {"inner_attn_ln": "attn_sub_norm", "ffn_layernorm": "ffn_sub_norm"})
+    for name, x in state.items():
+        if name.endswith("_proj.weight"):
+            scale = 1 / x.abs().mean().clamp(min=1e-5)
+            state[name] = (x * scale).round().clamp(-1, 1) / scale
+    return model_of(transformers.BitNetForCausalLM, what.config, state)
+
+
+#: By the class that config.json names.
+STAND_INS: Mapping[str, Callable[[checkpoints.Description], Any]] = {
+    "BitnetForCausalLM": bitnet,
+    "CodeShellForCausalLM": codeshell,
+    "ExaoneForCausalLM": exaone,
+    "MaincoderForCausalLM": maincoder,
+    "MiniCPMForCausalLM": minicpm,
+    "NanbeigeForCausalLM": nanbeige,
+    "OrionForCausalLM": orion,
+    "PaddleOCRVLForConditionalGeneration": paddleocr,
+    "PanguEmbeddedForCausalLM": pangu,
+    "Qwen2VLForConditionalGeneration": qwen2_vl,
+}

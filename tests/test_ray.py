@@ -1,0 +1,514 @@
+"""On a Ray cluster of two nodes on this machine: the same bytes as on threads, and what happens to nodes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from test_imatrix_collect import spoilt
+from test_nextn import predicting
+
+import checkpoints
+from conftest import DATA
+from models import llama_tensors, write_model
+from quantkit import cluster as cluster_module
+from quantkit.cli import cli
+from quantkit.cluster import Cluster, Node, Refused
+from quantkit.convert import ConvertOptions, convert, plan_convert
+from quantkit.errors import ClusterError, FormatError, QuantkitError, RecipeError, ResourceError
+from quantkit.evaluate import SaveLogits, kld, perplexity
+from quantkit.evaluate.on_nodes import There
+from quantkit.evaluate.passes import Nodes
+from quantkit.formats.gguf import open_model
+from quantkit.formats.ranges import Buffers
+from quantkit.imatrix import ImatrixOptions, Watcher, imatrix
+from quantkit.imatrix.on_nodes import add
+from quantkit.merge import merge_up_gate, plan_merge_up_gate
+from quantkit.pipeline import ray_tasks, work
+from quantkit.pipeline.journal import Journal
+from quantkit.pipeline.source import Source
+from quantkit.quantize import QuantizeOptions, plan_quantize, quantize, run_quantize
+from zoo import write_zoo
+
+MODEL = DATA / "tiny-moe-bf16.gguf"
+WITH_IMATRIX = QuantizeOptions(imatrix=DATA / "tiny-moe-imatrix.gguf")
+#: conftest.py makes it the last line of a run, and .ci/run does not allow it.
+NO_RAY = "no Ray for this Python: pip install 'ray>=2.40'"
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Any]:
+    """Two nodes of one CPU each, of which only the second may be removed."""
+    ray = pytest.importorskip("ray", reason=NO_RAY)
+    from ray.cluster_utils import Cluster as LocalCluster
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    small = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
+    local = LocalCluster(initialize_head=True, head_node_args=small)
+    local.add_node(**small)
+    local.wait_for_nodes()
+    ray.init(address=local.address, log_to_driver=False, logging_level="ERROR")
+    yield local
+    ray.shutdown()
+    local.shutdown()
+
+
+@pytest.fixture
+def small_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many jobs and batches even of a small model."""
+    monkeypatch.setattr(work, "JOB", 1 << 15)
+    monkeypatch.setattr(ray_tasks, "SECONDS", 0.05)
+
+
+class Watch:
+    """An observer that calls ``at`` with what was written so far."""
+
+    def __init__(self, at: Callable[[int], None] = lambda nbytes: None) -> None:
+        self.at, self.nbytes, self.texts = at, 0, list[str]()
+
+    def resumed(self, tensors: int, nbytes: int) -> None:
+        pass
+
+    def wrote(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self.at(self.nbytes)
+
+    def finished(self, tensor: object) -> None:
+        pass
+
+    def said(self, text: str) -> None:
+        self.texts.append(text)
+
+
+# ---------------------------------------------------------------- what travels
+
+
+def same_bytes(a: Source, b: Source) -> None:
+    """Two sources give the same tensors."""
+    assert list(a.tensors) == list(b.tensors)
+    assert a.fingerprint() == b.fingerprint()
+    one, other = Buffers(), Buffers()
+    for name, tensor in a.tensors.items():
+        x, y = one.get("x", tensor.nbytes), other.get("x", tensor.nbytes)
+        a.read(tensor, x, 0)
+        b.read(b.tensors[name], y, 0)
+        assert np.array_equal(x, y), name
+        assert b.tensors[name].type is tensor.type
+
+
+def test_a_plan_and_its_source_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name of file, wherever the other process is."""
+    split = quantize(MODEL, tmp_path / "split.gguf", "COPY", QuantizeOptions(split_max_size=2_000_000)).paths
+    monkeypatch.chdir(tmp_path)
+    for path in (MODEL, Path(split[1].name)):
+        plan = plan_quantize(path, tmp_path / "o.gguf", "Q4_K_M", WITH_IMATRIX)
+        data = pickle.dumps((plan.source, plan.tensors))
+        with monkeypatch.context() as elsewhere:
+            elsewhere.chdir("/")
+            source, tensors = pickle.loads(data)
+            with open_model(path.absolute() if path.is_absolute() else tmp_path / path) as opened:
+                same_bytes(opened, source)
+        assert [(t.name, t.type, t.offset) for t in tensors] == [(t.name, t.type, t.offset) for t in plan.tensors]
+        assert all(a.type is b.type for a, b in zip(tensors, plan.tensors, strict=True))
+        found = [(a.found, b.found) for a, b in zip(tensors, plan.tensors, strict=True) if b.found is not None]
+        assert found
+        assert all(np.array_equal(a.weights, b.weights) for a, b in found)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3", "gpt-oss"])
+def test_a_checkpoint_travels(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoints.write_checkpoint(name, tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    options = ConvertOptions(pre=checkpoints.describe(name).vocab.get("pre"))
+    data = pickle.dumps(plan_convert(folder.relative_to(tmp_path), tmp_path / "o.gguf", None, options).source)
+    source = plan_convert(folder, tmp_path / "o.gguf", None, options).source
+    monkeypatch.chdir("/")
+    same_bytes(source, pickle.loads(data))
+
+
+# ---------------------------------------------------------------- the same bytes
+
+
+def test_quantize_gives_the_bytes_of_threads(nodes: Any, tmp_path: Path, small_jobs: None) -> None:
+    a, b = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    ours = quantize(MODEL, a, "Q4_K_M", WITH_IMATRIX, measure_error=True)
+    theirs = quantize(MODEL, b, "Q4_K_M", WITH_IMATRIX, measure_error=True, ray="auto")
+    assert a.read_bytes() == b.read_bytes()
+    assert ours.run.sums == theirs.run.sums
+    assert not ours.run.nodes
+    assert len(theirs.run.nodes) == theirs.threads == 2
+    assert all(node.nbytes for node in theirs.run.nodes)
+    assert sum(node.nbytes for node in theirs.run.nodes) == sum(t.nbytes for t in theirs.plan.tensors)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.gguf", "b.gguf"]
+
+
+def test_shards_and_copies_give_the_bytes_of_threads(nodes: Any, tmp_path: Path) -> None:
+    for sub, ray in (("threads", None), ("ray", "auto")):
+        (tmp_path / sub).mkdir()
+        quantize(MODEL, tmp_path / sub / "o.gguf", "COPY", QuantizeOptions(split_max_size=2_000_000), ray=ray)
+        quantize(MODEL, tmp_path / sub / "q.gguf", "IQ4_KS", QuantizeOptions(split_max_size=2_000_000), ray=ray)
+    files = sorted(p.name for p in (tmp_path / "threads").iterdir())
+    assert len(files) > 4
+    assert files == sorted(p.name for p in (tmp_path / "ray").iterdir())
+    assert all((tmp_path / "threads" / f).read_bytes() == (tmp_path / "ray" / f).read_bytes() for f in files)
+
+
+def test_convert_and_merge_give_the_bytes_of_threads(nodes: Any, tmp_path: Path) -> None:
+    folder = checkpoints.write_checkpoint("qwen3-moe", tmp_path / "model")
+    options = ConvertOptions(pre=checkpoints.describe("qwen3-moe").vocab.get("pre"))
+    for type_name in (None, "Q8_0"):
+        convert(folder, tmp_path / "a.gguf", type_name, options, overwrite=True)
+        convert(folder, tmp_path / "b.gguf", type_name, options, overwrite=True, ray="auto")
+        assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+    merge_up_gate(MODEL, tmp_path / "a.gguf", overwrite=True)
+    merge_up_gate(MODEL, tmp_path / "b.gguf", overwrite=True, ray="auto")
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_after(share: float, total: int) -> Callable[[int], None]:
+    def at(nbytes: int) -> None:
+        if nbytes > share * total:
+            raise Stopped
+
+    return at
+
+
+@pytest.mark.parametrize(("first", "second"), [("auto", None), (None, "auto"), ("auto", "auto")])
+def test_a_run_is_resumed_by_either(
+    first: str | None, second: str | None, nodes: Any, tmp_path: Path, small_jobs: None
+) -> None:
+    whole, out = tmp_path / "whole.gguf", tmp_path / "o.gguf"
+    quantize(MODEL, whole, "Q4_K_M", WITH_IMATRIX)
+    watch = Watch(stop_after(0.6, whole.stat().st_size))
+    with pytest.raises(Stopped):
+        quantize(MODEL, out, "Q4_K_M", WITH_IMATRIX, observer=watch, ray=first)
+    result = quantize(MODEL, out, "Q4_K_M", WITH_IMATRIX, resume=True, ray=second)
+    assert 0 < result.run.resumed < len(result.plan.tensors)
+    assert out.read_bytes() == whole.read_bytes()
+
+
+def test_perplexity_and_kld_give_the_figures_of_one_machine(nodes: Any, tmp_path: Path) -> None:
+    model, tokens = write_zoo("qwen3moe-moe", tmp_path / "m.gguf"), np.arange(32 * 9) % 97
+    how: dict[str, Any] = {"n_ctx": 32, "n_batch": 64}
+    ours = perplexity(model, tokens=tokens, save_logits=SaveLogits(tmp_path / "base"), **how)
+    theirs = perplexity(model, tokens=tokens, nodes=Nodes(), **how)
+    assert replace(ours, seconds=0, saved=None) == replace(theirs, seconds=0)
+    other = write_zoo("qwen3moe-moe", tmp_path / "other.gguf")
+    kept = {"n_batch": 64}
+    for each in (kld(other, tmp_path / "base", nodes=Nodes(), **kept),):
+        alone = kld(other, tmp_path / "base", **kept)
+        assert each.sums.kld == alone.sums.kld
+        assert each.sums.rms_p_diff == alone.sums.rms_p_diff
+    with pytest.raises(RecipeError, match="--ray keeps no logits"):
+        perplexity(model, tokens=tokens, nodes=Nodes(), save_logits=SaveLogits(tmp_path / "b"), **how)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"all_experts": True, "output_frequency": 2}, {"nextn": True}], ids=["plain", "all-experts", "nextn"]
+)
+def test_an_importance_matrix_is_that_of_one_machine(more: dict[str, Any], nodes: Any, tmp_path: Path) -> None:
+    write: Callable[[Path], Path] = partial(write_zoo, "qwen3moe-moe")
+    if "nextn" in more:
+        write = partial(predicting, arch="glm4moe", own=True)
+    model, tokens = write(tmp_path / "m.gguf"), np.random.default_rng(1).integers(0, 97, 32 * 9)
+    options = ImatrixOptions(n_ctx=32, n_batch=64, **more)
+    for sub, run in (("a", {}), ("b", {"nodes": Nodes()})):
+        (tmp_path / sub).mkdir()
+        found = imatrix(model, (), tmp_path / sub / "i.gguf", tokens=tokens, options=options, **run)  # type: ignore[arg-type]
+        assert found.ppl is not None
+    files = sorted(p.name for p in (tmp_path / "a").iterdir())
+    assert files == sorted(p.name for p in (tmp_path / "b").iterdir())
+    assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
+
+
+class StopAfter(Watcher):
+    """Stops a collection after a chunk."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+    def chunk(self, chunk: int, n_chunks: int, ppl: object) -> None:
+        if chunk >= self.last:
+            raise Stopped
+
+
+@pytest.mark.parametrize("first", ["nodes", "threads"])
+def test_a_collection_is_resumed_by_either(first: str, nodes: Any, tmp_path: Path) -> None:
+    model, tokens = write_zoo("qwen3moe-moe", tmp_path / "m.gguf"), np.random.default_rng(1).integers(0, 97, 32 * 12)
+    options = ImatrixOptions(n_ctx=32, n_batch=64, output_frequency=2)
+    ways: dict[str, Any] = {"nodes": {"nodes": Nodes()}, "threads": {}}
+    imatrix(model, (), tmp_path / "whole.gguf", tokens=tokens, options=options)
+    out = tmp_path / "i.gguf"
+    with pytest.raises(Stopped):
+        imatrix(model, (), out, tokens=tokens, options=options, watcher=StopAfter(9), **ways.pop(first))
+    assert out.with_name("i.gguf.state").exists()
+    (second,) = ways.values()
+    imatrix(model, (), out, tokens=tokens, options=replace(options, resume=True), **second)
+    assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+
+
+def test_chunks_that_are_no_numbers_are_left_out(nodes: Any, tmp_path: Path) -> None:
+    model = write_zoo("qwen3moe-moe", tmp_path / "m.gguf")
+    bad = spoilt(model, tmp_path / "bad.gguf", "token_embd.weight", 120, np.nan)
+    tokens = np.random.default_rng(1).integers(0, 97, 32 * 8)
+    tokens[3 * 32 + 5] = tokens[6 * 32 + 9] = 120
+    options = ImatrixOptions(n_ctx=32, n_batch=64, output_frequency=2)
+    theirs = imatrix(bad, (), tmp_path / "b.gguf", tokens=tokens, options=options, nodes=Nodes())
+    ours = imatrix(bad, (), tmp_path / "a.gguf", tokens=tokens, options=options)
+    assert ours.dropped.keys() == {3, 6}
+    assert theirs.dropped == ours.dropped
+    assert theirs.imatrix is not None
+    assert ours.imatrix is not None
+    for name, entry in ours.imatrix.entries.items():
+        np.testing.assert_allclose(theirs.imatrix.entries[name].sums, entry.sums, rtol=1e-5)
+
+
+def test_sums_are_added_as_by_one(tmp_path: Path) -> None:
+    """Whatever was lost is in the low parts."""
+    rng = np.random.default_rng(1)
+    x = rng.normal(0, 1, 3000) * 10.0 ** rng.integers(-9, 9, 3000)
+    to = {"sums": np.zeros((1, 4, 1)), "counts": np.zeros(1, np.int64)}
+    for value in x:
+        part = np.zeros((1, 4, 1))
+        part[0, 0], part[0, 2] = value * value, value
+        add(to, {"sums": part, "counts": np.ones(1, np.int64)}, columns=True)
+    from fractions import Fraction
+
+    exact = sum(Fraction(float(v)) for v in x), sum(Fraction(float(v) * float(v)) for v in x)
+    assert float(to["sums"][0, 2, 0] + to["sums"][0, 3, 0]) == float(exact[0])
+    assert float(to["sums"][0, 0, 0] + to["sums"][0, 1, 0]) == float(exact[1])
+    assert to["counts"][0] == 3000
+
+
+# ---------------------------------------------------------------- what a node refuses
+
+
+def shared_of(tmp_path: Path, journal: Journal, mark: str) -> ray_tasks.Shared:
+    """Return what a worker process gets of a run whose files are reserved."""
+    plan = plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_0")
+    part = tmp_path / "o.gguf.part"
+    part.write_bytes(bytes(plan.nbytes))
+    journal.mark(mark)
+    return ray_tasks.Shared(
+        plan.source, plan.source.fingerprint(), plan.tensors, (part,), journal.path, mark, measure=False
+    )
+
+
+def test_a_node_refuses_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_tasks, "_SEEN_SECONDS", 0.0)
+    with Journal(tmp_path / "o.gguf.journal", "x") as journal:
+        good = shared_of(tmp_path, journal, "mark")
+        assert callable(ray_tasks.begin(good, 1))
+        for bad, why in (
+            (replace(good, fingerprint="another"), "is not the same file there: an older one, or another"),
+            (replace(good, mark="another run's"), "is not the one that the driver writes"),
+            (replace(good, parts=(tmp_path / "gone.part",)), "cannot be written there: No such file"),
+            (replace(good, journal=tmp_path / "gone"), "cannot be written there: No such file"),
+        ):
+            with pytest.raises(Refused, match=why):
+                ray_tasks.begin(bad, 1)
+
+
+def test_a_late_worker_does_not_write_into_what_took_its_place(tmp_path: Path) -> None:
+    with Journal(tmp_path / "o.gguf.journal", "x") as journal:
+        shared = shared_of(tmp_path, journal, "mark")
+        run, part = ray_tasks.begin(shared, 1), shared.parts[0]
+        part.unlink()  # --overwrite
+        part.write_bytes(b"\xff" * 100)
+        jobs = list(work.cut_jobs(0, shared.tensors[0], work.JOB))
+        assert len(run(jobs)) == len(jobs)
+        assert part.read_bytes() == b"\xff" * 100
+
+
+def test_a_node_refuses_another_model(tmp_path: Path) -> None:
+    there = There.of(MODEL, Nodes(), {})
+    there.check()
+    with pytest.raises(Refused, match="is not the same file there"):
+        replace(there, fingerprint="another").check()
+    with pytest.raises(Refused, match="cannot be read there"):
+        replace(there, path=tmp_path / "none.gguf").check()
+
+
+# ---------------------------------------------------------------- what happens to nodes
+
+
+def node_id() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
+class Numbers:
+    """Work for tests: ``n`` batches, each a number; ``begin`` runs on the nodes."""
+
+    def __init__(self, n: int, begin: Callable[[Any, int], Callable[[Any], Any]], shared: Any = None) -> None:
+        self.begin, self.shared, self.stopped = begin, shared, False
+        self.left, self.results, self.texts = list(range(n)), dict[int, Any](), list[str]()
+
+    def fit(self, node: Node) -> None:
+        pass
+
+    def batch(self, node: Node) -> int | None:
+        return self.left.pop() if self.left else None
+
+    def done(self, node: Node, batch: int, result: Any) -> None:
+        self.results[batch] = result
+
+    def say(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def begin_refusing(refusing: set[str], threads: int) -> Callable[[int], str]:
+    if node_id() in refusing:
+        raise Refused("its disk is another")
+    return lambda number: node_id()
+
+
+def test_a_node_that_refuses_is_named_and_left_out(nodes: Any) -> None:
+    there = Cluster().nodes()
+    bad, good = sorted(there)
+    numbers = Numbers(6, begin_refusing, {bad})
+    Cluster().run(numbers)
+    assert set(numbers.results) == set(range(6))
+    assert set(numbers.results.values()) == {good}
+    assert numbers.texts == [f"warning: node {there[bad].name} is not used: its disk is another"]
+    with pytest.raises(ClusterError, match=f"no node can be used: .*{there[bad].name}: its disk is another"):
+        Cluster().run(Numbers(6, begin_refusing, {bad, good}))
+
+
+def begin_failing(kind: str, threads: int) -> Callable[[int], None]:
+    def run(number: int) -> None:
+        if kind == "format":
+            raise FormatError("x.gguf: row 3 is NaN")
+        if kind == "disk":
+            raise OSError(28, "No space left on device", "/out/x.part")
+        raise ZeroDivisionError("a bug")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("format", FormatError, r"x.gguf: row 3 is NaN \(on node "),
+        ("disk", ClusterError, r"node .*: /out/x.part: No space left on device; it was tried 3 times"),
+        ("bug", RuntimeError, r"on node .*ZeroDivisionError: a bug"),
+    ],
+)
+def test_errors_come_with_the_name_of_their_node(kind: str, error: Any, message: str, nodes: Any) -> None:
+    with pytest.raises(error, match=f"(?s){message}"):
+        Cluster().run(Numbers(2, begin_failing, kind))
+
+
+def begin_dying(folder: Path, threads: int) -> Callable[[int], int]:
+    def run(number: int) -> int:
+        tries = sum(1 for _ in folder.glob(f"{number}-*"))
+        (folder / f"{number}-{tries}").touch()
+        if tries < 2 or number == 99:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number
+
+    return run
+
+
+def test_work_of_killed_workers_is_done_again(nodes: Any, tmp_path: Path) -> None:
+    numbers = Numbers(3, begin_dying, tmp_path)
+    Cluster().run(numbers)
+    assert numbers.results == {0: 0, 1: 1, 2: 2}
+
+
+def test_other_sources_are_refused(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module, "_sources", lambda: "0.0 (another)")
+    with pytest.raises(ClusterError, match=r"it has quantkit .*, not 0.0 \(another\)"):
+        Cluster().run(Numbers(2, begin_refusing, set()))
+
+
+def test_a_broken_source_fails_as_on_threads(nodes: Any, tmp_path: Path) -> None:
+    source = write_model(tmp_path / "s.gguf", llama_tensors())
+    with open_model(source) as opened:
+        at = opened.tensors["blk.1.ffn_up.weight"].offset
+    with source.open("r+b") as file:
+        file.seek(at)
+        file.write(b"\xff\x7f")
+    with pytest.raises(FormatError, match=r"blk.1.ffn_up.weight, row 0, column 0 is nan.* \(on node "):
+        quantize(source, tmp_path / "o.gguf", "Q4_0", ray="auto")
+    assert [p.name for p in tmp_path.iterdir()] == ["s.gguf"]
+
+
+def test_nodes_may_go_and_come(nodes: Any, tmp_path: Path, small_jobs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is killed in the middle, another joins: the same bytes, and each is named."""
+    monkeypatch.setattr(work, "JOB", 1 << 14)
+    whole, out = tmp_path / "whole.gguf", tmp_path / "o.gguf"
+    quantize(MODEL, whole, "Q4_K_M", WITH_IMATRIX)
+    before = set(Cluster().nodes())
+
+    def change(nbytes: int) -> None:
+        watch.at = lambda nbytes: None
+        (second,) = nodes.worker_nodes
+        nodes.remove_node(second, allow_graceful=False)
+        nodes.add_node(num_cpus=1, object_store_memory=80 << 20, include_dashboard=False)
+
+    watch = Watch(change)
+    result = run_quantize(plan_quantize(MODEL, out, "Q4_K_M", WITH_IMATRIX), observer=watch, ray="auto")
+    assert out.read_bytes() == whole.read_bytes()
+    assert any("is gone" in text for text in watch.texts), watch.texts
+    assert len(result.run.nodes) == 3
+    deadline = time.monotonic() + 30
+    while len(Cluster().nodes()) != 2 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert len(set(Cluster().nodes()) - before) == 1
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def test_without_ray_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ResourceError, match=r"pip install 'gguf-quantkit\[ray\]'"):
+        quantize(MODEL, tmp_path / "o.gguf", "Q4_0", ray="auto")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("given", [["--ray"], ["--ray", "auto"], ["--ray=auto"]])
+def test_ray_may_be_given_bare(given: list[str], nodes: Any, tmp_path: Path) -> None:
+    """What follows it is an address only if it looks like one."""
+    out = tmp_path / "o.gguf"
+    result = CliRunner().invoke(cli, ["merge-up-gate", *given, str(MODEL), str(out)])
+    assert result.exit_code == 0, result.output
+    assert "2 nodes: " in result.output
+    assert plan_merge_up_gate(MODEL, tmp_path / "other.gguf").plan.nbytes == out.stat().st_size
+
+
+def test_the_commands_take_it(nodes: Any, tmp_path: Path) -> None:
+    model = write_zoo("qwen3moe-moe", tmp_path / "m.gguf")
+    ids = ["--tokens", ",".join(str(i % 90) for i in range(100)), "-c", "32"]
+    for command in (["perplexity"], ["imatrix", "-o", str(tmp_path / "i.gguf")]):
+        result = CliRunner().invoke(cli, [*command, "-m", str(model), *ids, "--ray", "--backend", "auto"])
+        assert result.exit_code == 0, result.output
+    result = CliRunner().invoke(
+        cli,
+        ["imatrix", "-m", str(model), *ids, "--ray", "--covariance", str(tmp_path / "c"), "-o", str(tmp_path / "j")],
+    )
+    assert "--covariance runs on one machine" in result.output
+
+
+def test_no_cluster_is_one_error(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason=NO_RAY)
+    with pytest.raises(QuantkitError, match="run on a machine of the cluster"):
+        Cluster("ray://host:10001")
