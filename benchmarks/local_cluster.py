@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import secrets
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ class LocalCluster:
     def __init__(self, folder: Path, cpus: Sequence[Sequence[int]], port: int = 6411) -> None:
         self.folder, self.cpus = folder, cpus
         self.address = f"127.0.0.1:{port}"
+        # A token of this cluster alone, for its nodes and for the drivers that this process starts.
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self._head: subprocess.Popen[bytes] | None = None
         self._nodes: list[subprocess.Popen[bytes]] = []
         # Sockets lie there, and their paths must be short.

@@ -161,7 +161,8 @@ class Cluster:
             try:
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR", **own)
             except (ConnectionError, RuntimeError, ValueError, OSError) as e:
-                reason = (str(e).strip() or type(e).__name__).splitlines()[0].rstrip(".")
+                reasons = [str(each).strip() or type(each).__name__ for each in (e, e.__cause__) if each is not None]
+                reason = ": ".join(each.splitlines()[0].partition(". ")[0].rstrip(".") for each in reasons)
                 raise ResourceError(
                     f"--ray {address}: {reason}; `ray start --head` starts a cluster, --ray local one of this machine"
                 ) from None
