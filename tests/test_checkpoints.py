@@ -89,9 +89,19 @@ def test_stored_floats_are_the_nearest(dtype: str) -> None:
 ERRORS = {"fp8": 0.04, "mxfp4": 0.15, "nvfp4": 0.13, "int8": 0.006, "packed": 0.08, "gptq": 0.09, "awq": 0.08}
 
 
-@pytest.mark.parametrize("name", [name for name in checkpoints.NAMES if checkpoints.describe(name).quantized])
-def test_quantized_weights_are_close_to_the_drawn_ones(name: str) -> None:
-    scheme = dict(checkpoints.describe(name).quantized or {})
+#: The schemes of every checkpoint that has some; "numbers" are no weights.
+SCHEMES = [
+    pytest.param(name, scheme, id=f"{name}-{scheme['method']}")
+    for name in checkpoints.NAMES
+    if (quantized := checkpoints.describe(name).quantized)
+    for scheme in quantized.get("each", [quantized])
+    if scheme["method"] != "numbers"
+]
+
+
+@pytest.mark.parametrize(("name", "scheme"), SCHEMES)
+def test_quantized_weights_are_close_to_the_drawn_ones(name: str, scheme: dict[str, Any]) -> None:
+    scheme = dict(scheme)
     method, bits = scheme.pop("method"), scheme.get("bits", 4)
     stacked = method == "mxfp4" and not scheme.get("packed")
     x = checkpoints.draw(name, "w", (2, 256, 64) if stacked else (128, 256))
