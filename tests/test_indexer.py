@@ -20,6 +20,7 @@ from quantkit.model.graph import build_graph
 from quantkit.model.observers import observe
 from quantkit.model.ops import Attention, CacheWrite, LightningIndexer, SumColumns
 from quantkit.model.placement import ALL_LAYERS, Placement
+from zoo import write_zoo
 
 #: So many heads that no score is 0, as that of a key which all of them pass over: llama.cpp leaves the order of equal
 #: scores open.
@@ -181,3 +182,9 @@ def test_what_does_not_fit_is_refused(
     path = sparse(tmp_path / "m.gguf", arch, changes, more)
     with open_gguf(path) as source, pytest.raises(FormatError, match=words):
         build_graph(source)
+
+
+def test_blocks_that_are_not_selected_are_said(tmp_path: Path) -> None:
+    """MiniMax M3, of which all keys are seen."""
+    with load(write_zoo("minimax-m3-moe", tmp_path / "m.gguf")) as model:
+        assert [note for note in model.notes if "beyond 512 tokens" in note]

@@ -173,7 +173,17 @@ class Model:
             lines += plain.notes
         if isinstance(self.source, MergedSource):
             lines += [f"{name} is not merged: {reason}" for name, reason in self.source.refused.items()]
-        return (*lines, *self._memory_notes())
+        return (*lines, *self._block_notes(), *self._memory_notes())
+
+    def _block_notes(self) -> list[str]:
+        """Say where a model that selects blocks of keys (MiniMax M3) would not see all of them, as it does here."""
+        if not any(".indexer.q_proj." in name for name in self.source.tensors):
+            return []
+        exact = self.h.int("attention.indexer.top_k", 0) * self.h.int("attention.indexer.block_size", 0)
+        return [
+            f"every token attends to all before it, as in llama.cpp without flash attention; the model itself selects "
+            f"blocks of them beyond {exact} tokens"
+        ]
 
     def _memory_notes(self) -> list[str]:
         return [*self._ram_notes(), *self._vram_notes()]
