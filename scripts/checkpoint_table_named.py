@@ -268,7 +268,7 @@ NAMED = (
         vocab=_VOCAB | {"user": ["</assistant>"]}, files={"chat_template.jinja": "{{ messages }}"}, runs=5),
     written("kimi-linear", "KimiLinearForCausalLM", _LATENT | {
         "model_type": "kimi_linear", "vocab_size": 832, "head_dim": 24, "num_experts": 4, "num_experts_per_token": 2,
-        "num_shared_experts": 1, "moe_router_activation_func": "sigmoid", "q_lora_rank": None,
+        "num_shared_experts": 1, "moe_router_activation_func": "sigmoid", "q_lora_rank": None, "pad_token_id": None,
         "linear_attn_config": {"full_attn_layers": [3], "kda_layers": [1, 2], "head_dim": 32, "num_heads": 4,
                                "short_conv_kernel_size": 4}},
         of("model.", "embed_tokens:832x64 norm:64") | of("", "lm_head:832x64") | of(
@@ -280,7 +280,7 @@ NAMED = (
         | of("model.layers.{0-2}.", _NORMS) | of("model.layers.0.", _DENSE)
         | of("model.layers.{1-2}.", "block_sparse_moe.gate:4x64 block_sparse_moe.gate.e_score_correction_bias!:4" + _W
              + narrow("block_sparse_moe.shared_experts")),
-        vocab=_KIMI_VOCAB, f32=("A_log", "dt_bias")),
+        runs=5, vocab=_KIMI_VOCAB, f32=("A_log", "dt_bias")),
     written("bailing-moe-v3", "BailingMoeV3ForCausalLM", _LATENT | {
         "model_type": "bailing_hybrid", "num_hidden_layers": 4, "num_experts": 4, "num_shared_experts": 1,
         "moe_shared_expert_intermediate_size": 32, "norm_topk_prob": True, "layer_group_size": 2, "head_dim": 32,
@@ -335,10 +335,10 @@ NAMED = (
     named("glm", "GlmForCausalLM", {"head_dim": 16, "partial_rotary_factor": 0.5, "pad_token_id": 576}, version=4,
           runs=4, vocab=bpe("chatglm-bpe", "<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", pad="<|endoftext|>")),
     named("lfm2", "Lfm2ForCausalLM", {"num_hidden_layers": 4, "full_attn_idxs": [2], "block_multiple_of": 32},
-          version=4),
+          version=4, runs=4),
     named("lfm2-moe", "Lfm2MoeForCausalLM", _MIXTURE | {
         "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], "num_experts": 4,
-        "num_dense_layers": 1}),
+        "num_dense_layers": 1}, runs=5),
     named("apertus", "ApertusForCausalLM", {}, version=4, runs=4),
     named("nemotron", "NemotronForCausalLM", {"head_dim": 16}, version=4, runs=4, vocab=spm()),
     named("jais2", "Jais2ForCausalLM", _HEAD, runs=5),
@@ -364,13 +364,13 @@ NAMED = (
              + _W.replace("32x64", "32x32").replace("64x32", "32x32") + narrow("block_sparse_moe.shared_experts"))
         | of("vision_tower.", "norm:64") | of("mm_projector.", "proj:64x64"), f32=("A_log", "dt_bias")),
     named("mamba", "MambaForCausalLM", {"state_size": 16, "intermediate_size": 128, "time_step_rank": 4}, version=4,
-          f32=("A_log",)),
+          runs=4, f32=("A_log",)),
     named("falcon-mamba", "FalconMambaForCausalLM", {
         "state_size": 16, "intermediate_size": 128, "time_step_rank": 4, "vocab_size": 636,
-        "tie_word_embeddings": False}, version=4, f32=("A_log",)),
+        "tie_word_embeddings": False}, version=4, runs=4, f32=("A_log",)),
     named("mamba2", "Mamba2ForCausalLM", {
         "state_size": 16, "num_heads": 8, "head_dim": 16, "n_groups": 2, "expand": 2, "conv_kernel": 4}, version=4,
-        drop=("intermediate_size",), f32=("A_log",)),
+        runs=4, drop=("intermediate_size",), f32=("A_log",)),
     written("nemotron-h", "NemotronHForCausalLM", _HEAD | {
         "model_type": "nemotron_h", "num_hidden_layers": 4, "hybrid_override_pattern": "M-*M", "mamba_num_heads": 8,
         "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "conv_kernel": 4, "expand": 2, "vocab_size": 636,
@@ -378,7 +378,7 @@ NAMED = (
         of("backbone.", "embeddings:636x64 norm_f:64") | of("", "lm_head:636x64")
         | of("backbone.layers.{0-3}.", "norm:64") | of("backbone.layers.{0,3}.", _MAMBA_2)
         | of("backbone.layers.1.", "mixer.up_proj:128x64 mixer.down_proj:64x128")
-        | of("backbone.layers.2.", _QKV.replace("self_attn", "mixer") + " mixer.o_proj:64x64"), f32=("A_log",)),
+        | of("backbone.layers.2.", _QKV.replace("self_attn", "mixer") + " mixer.o_proj:64x64"), runs=5, f32=("A_log",)),
     written("nemotron-h-moe", "NemotronHForCausalLM", _HEAD | _MIXTURE | {
         "model_type": "nemotron_h", "num_hidden_layers": 3, "hybrid_override_pattern": "ME*", "mamba_num_heads": 8,
         "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "conv_kernel": 4, "expand": 2, "norm_eps": 1e-5,
@@ -391,7 +391,7 @@ NAMED = (
         | of("backbone.layers.2.", _QKV.replace("self_attn", "mixer") + " mixer.o_proj:64x64")
         | of("mtp.layers.0.", "enorm:64 hnorm:64 eh_proj:64x128 norm:64" + _QKV.replace("self_attn", "mixer")
              + " mixer.o_proj:64x64") | of("mtp.layers.1.", "norm:64 final_layernorm:64" + _LATENT_EXPERTS),
-        f32=("A_log", "correction_bias")),
+        runs=5, f32=("A_log", "correction_bias")),
     written("llava", "LlavaForConditionalGeneration", {
         "model_type": "llava", "text_config": _SIZES | {"model_type": "llama", "rms_norm_eps": 1e-5},
         "vision_config": {"model_type": "clip_vision_model"}},
@@ -457,26 +457,28 @@ NAMED = (
         decoder({"0-2": _NORMS + _LATENT_ATTENTION + _DENSE}), vocab=spm()),
     named("falcon-h1", "FalconH1ForCausalLM", {
         "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16,
-        "mamba_rms_norm": True, "attention_in_multiplier": 0.9, "attention_out_multiplier": 1.1, "key_multiplier": 0.3,
+        "mamba_rms_norm": True, "mamba_norm_before_gate": False, "key_multiplier": 0.3,
+        "attention_in_multiplier": 0.9, "attention_out_multiplier": 1.1,
         "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.7, "mlp_multipliers": [0.88, 1.5], "lm_head_multiplier": 0.3,
         "ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.36], "embedding_multiplier": 5.65}, config={"head_dim": 16},
-        version=4, f32=("A_log",)),
+        version=4, runs=4, f32=("A_log",)),
     named("jamba", "JambaForCausalLM", {
         "num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 4, "mamba_d_state": 16,
-        "use_mamba_kernels": False}, version=4, vocab=spm(), f32=("A_log",)),
+        "use_mamba_kernels": False}, version=4, runs=4, vocab=spm(), f32=("A_log",)),
     gemma3n("gemma3n", 4, 16, 32, 32, ["sliding_attention", "full_attention"] * 2, [0.95, 0.95, 0.0, 0.0]),
     # What llama.cpp has as constants: ten layers with sparse gates, twenty with caches of their own, these two widths.
     gemma3n("gemma3n-deep", 22, 8, 256, 64, (["sliding_attention"] * 4 + ["full_attention"]) * 4
             + ["sliding_attention", "full_attention"], [0.95] * 10 + [0.0] * 12, runs=4),
     written("minimax-m1", "MiniMaxM1ForCausalLM", _HEAD | {
         "model_type": "minimax_m1", "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
-        "rotary_dim": 8, "attn_type_list": [0, 0, 1], "layernorm_full_attention_alpha": 3.5565588200778455,
-        "layernorm_linear_attention_alpha": 3.5565588200778455, "layernorm_mlp_alpha": 3.5565588200778455,
+        "num_hidden_layers": 8, "rotary_dim": 8, "attn_type_list": [0] * 7 + [1],
+        "layernorm_full_attention_alpha": 3.5565588200778455, "layernorm_mlp_alpha": 3.5565588200778455,
+        "layernorm_linear_attention_alpha": 3.5565588200778455,
         "layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0},
-        decoder({"0-2": _NORMS + " block_sparse_moe.gate:4x64" + _W,
-                 "0-1": " self_attn.qkv_proj:192x64 self_attn.norm:64 self_attn.out_proj:64x64"
-                        " self_attn.output_gate:64x64", "2": _ATTENTION}),
-        shards=2, files={"chat_template.jinja": "{{ messages }}"}),
+        decoder({"0-7": _NORMS + " block_sparse_moe.gate:4x64" + _W,
+                 "0-6": " self_attn.qkv_proj:192x64 self_attn.norm:64 self_attn.out_proj:64x64"
+                        " self_attn.output_gate:64x64", "7": _ATTENTION}),
+        runs=4, shards=2, files={"chat_template.jinja": "{{ messages }}"}),
     written("internlm3", "InternLM3ForCausalLM", _HEAD | {"model_type": "internlm3"},
             decoder({"0-2": _NORMS + _ATTENTION + _DENSE}),
             vocab=spm(special=["<|im_end|>"], config={"add_prefix_space": True})),

@@ -257,6 +257,8 @@ def logits(path: Path, what: checkpoints.Description) -> np.ndarray:
     named = what.config["architectures"][0]
     if named == "BailingMoeV2ForCausalLM":
         model = bailing_as_glm(what)
+    elif named == "MiniMaxM1ForCausalLM":
+        model = minimax_m1(what)
     elif named in STAND_INS:
         model = STAND_INS[named](what)
     elif named in _SEEING:
@@ -304,6 +306,53 @@ def phimoe_as_llama_cpp_has_it() -> Iterator[None]:
         yield
 
 
+def minimax_m1(what: checkpoints.Description) -> Any:
+    """Return a MiniMax M1 model as transformers' MiniMax, but only ``rotary_dim`` columns of a head rotate."""
+    import torch
+    import transformers
+    from transformers.models.minimax import modeling_minimax
+
+    given = what.config
+    kept = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+        *("num_key_value_heads", "num_local_experts", "num_experts_per_tok", "rms_norm_eps", "rope_theta"),
+    )
+    factors = {
+        f"{short}_{which}_factor": given[f"layernorm_{name}_{which}"]
+        for short, name in (("full_attn", "full_attention"), ("linear_attn", "linear_attention"), ("mlp", "mlp"))
+        for which in ("alpha", "beta")
+    }
+    kinds = ["full_attention" if kind else "linear_attention" for kind in given["attn_type_list"]]
+    config = transformers.MiniMaxConfig(layer_types=kinds, **{key: given[key] for key in kept}, **factors)
+    config.partial_rotary_factor = given["rotary_dim"] / given["head_dim"]
+    config._attn_implementation = "eager"
+    rotate, n = modeling_minimax.apply_rotary_pos_emb, given["rotary_dim"]
+
+    def rotate_part(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        turned = rotate(q[..., :n], k[..., :n], *rest)
+        q, k = (torch.cat([part, x[..., n:]], -1) for part, x in zip(turned, (q, k), strict=True))
+        return q, k
+
+    modeling_minimax.apply_rotary_pos_emb = rotate_part
+    model = transformers.MiniMaxForCausalLM(config)
+    # What decays is not stored.
+    missing, unexpected = model.load_state_dict(floats(what), strict=False)
+    if bad := [name for name in [*missing, *unexpected] if not name.endswith(("_decay", "slope_rate"))]:
+        raise ValueError(f"keys: {bad[:5]}")
+    return model
+
+
+def floats(what: checkpoints.Description) -> Json:
+    """Return the tensors of a checkpoint as torch's float32."""
+    import torch
+
+    types = {"BF16": torch.bfloat16, "F32": torch.float32}
+    return {
+        name: torch.frombuffer(bytearray(data), dtype=types[dtype]).reshape(shape).float()
+        for name, dtype, shape, data in checkpoints.stored_tensors(what)
+    }
+
+
 @contextlib.contextmanager
 def gemma3n_as_llama_cpp_has_it() -> Iterator[None]:
     """Change transformers' Gemma 3n to what llama.cpp computes: a gate's deviation is that of a sample, over n - 1, and
@@ -345,13 +394,11 @@ def bailing_as_glm(what: checkpoints.Description) -> Any:
     config._attn_implementation = "eager"
     state: dict[str, torch.Tensor] = {}
     heads, kv = what.config["num_attention_heads"], what.config["num_key_value_heads"]
-    for name, dtype, shape, data in checkpoints.stored_tensors(what):
-        x = torch.frombuffer(bytearray(data), dtype=torch.bfloat16 if dtype == "BF16" else torch.float32)
-        x = x.reshape(shape).float()
+    for name, x in floats(what).items():
         for old, new in _BAILING_NAMES.items():
             name = name.replace(old, new)
         if "query_key_value" in name:
-            d = shape[0] // (heads + 2 * kv)
+            d = x.shape[0] // (heads + 2 * kv)
             for part, rows in zip("qkv", x.split([heads * d, kv * d, kv * d]), strict=True):
                 state[name.replace("query_key_value", f"{part}_proj")] = rows
         elif not name.startswith(f"model.layers.{what.config['num_hidden_layers']}."):

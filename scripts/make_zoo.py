@@ -595,6 +595,235 @@ def gemma4_moe() -> tuple[dict[str, Any], Shapes]:
     }
 
 
+# ---------------------------------------------------------------- layers that remember a sequence
+
+_SSM: dict[str, Any] = {
+    "ssm.conv_kernel": 4,
+    "ssm.inner_size": 2 * E,
+    "ssm.state_size": 32,
+    "ssm.time_step_rank": 8,
+    "ssm.group_count": 2,
+}
+_ALONE: dict[str, Any] = {"feed_forward_length": 0, "attention.head_count": 0, "attention.head_count_kv": 0}
+
+
+def _mamba2(layer: int, *, norm: bool = True) -> Shapes:
+    inner, d_state, n_head, n_group = 2 * E, 32, 8, 2
+    mixed = inner + 2 * n_group * d_state
+    shapes: Shapes = {"ssm_in.weight": (E, inner + mixed + n_head), "ssm_conv1d.weight": (4, mixed)}
+    shapes |= {"ssm_conv1d.bias": (mixed,), "ssm_dt.bias": (n_head,), "ssm_a": (1, n_head), "ssm_d": (1, n_head)}
+    shapes |= {"ssm_norm.weight": (inner // n_group, n_group)} if norm else {}
+    return {f"blk.{layer}.{name}": shape for name, shape in shapes.items()} | {
+        f"blk.{layer}.ssm_out.weight": (inner, E)
+    }
+
+
+def _mamba(layer: int, *, norms: bool = False) -> Shapes:
+    inner, d_state, rank = 2 * E, 16, 16
+    shapes: Shapes = {"ssm_in.weight": (E, 2 * inner), "ssm_conv1d.weight": (4, inner), "ssm_conv1d.bias": (inner,)}
+    shapes |= {"ssm_x.weight": (inner, rank + 2 * d_state), "ssm_dt.weight": (rank, inner), "ssm_dt.bias": (inner,)}
+    shapes |= {"ssm_a": (d_state, inner), "ssm_d": (inner,), "ssm_out.weight": (inner, E)}
+    if norms:
+        widths = {"dt": rank, "b": d_state, "c": d_state}
+        shapes |= {f"ssm_{name}_norm.weight": (width,) for name, width in widths.items()}
+    return {f"blk.{layer}.{name}": shape for name, shape in shapes.items()}
+
+
+def _experts(layer: int, n: int, width: int, *, bias: bool = False, shared: bool = False, gate: bool = True) -> Shapes:
+    shapes: Shapes = {"ffn_gate_inp.weight": (E, n), "ffn_up_exps.weight": (E, width, n)}
+    shapes |= {"ffn_down_exps.weight": (width, E, n)} | ({"ffn_gate_exps.weight": (E, width, n)} if gate else {})
+    shapes |= {"exp_probs_b.bias": (n,)} if bias else {}
+    if shared:
+        names = {"gate": (E, width), "up": (E, width), "down": (width, E)}
+        shapes |= {f"ffn_{name}_shexp.weight": shape for name, shape in names.items() if gate or name != "gate"}
+    return {f"blk.{layer}.{name}": shape for name, shape in shapes.items()}
+
+
+def mamba(**more: Any) -> tuple[dict[str, Any], Shapes]:
+    fields = usual(3) | _SSM | _ALONE | {"ssm.state_size": 16, "ssm.time_step_rank": 16} | more
+    del fields["ssm.group_count"]
+    return fields, ends() | layers(3, lambda i: norms(i, "attn_norm"), _mamba)
+
+
+def falcon_mamba() -> tuple[dict[str, Any], Shapes]:
+    return mamba(**{"ssm.dt_b_c_rms": True})
+
+
+def mamba2() -> tuple[dict[str, Any], Shapes]:
+    return usual(3) | _SSM | _ALONE, ends(output=False) | layers(3, lambda i: norms(i, "attn_norm"), _mamba2)
+
+
+def jamba() -> tuple[dict[str, Any], Shapes]:
+    """Mamba, attention, Mamba; experts in the middle layer."""
+    fields = usual(3, expert_count=8, expert_used_count=2) | _SSM | {"attention.head_count_kv": [0, N_KV, 0]}
+    fields |= {"ssm.state_size": 16, "ssm.time_step_rank": 16}
+    del fields["ssm.group_count"]
+    return fields, ends() | layers(
+        3,
+        lambda i: norms(i, "attn_norm", "ffn_norm"),
+        lambda i: attention(i) if i == 1 else _mamba(i, norms=True),
+        lambda i: _experts(i, 8, FF) if i == 1 else dense(i),
+    )
+
+
+def falcon_h1() -> tuple[dict[str, Any], Shapes]:
+    """The last layer has no norm after the scan."""
+    fields = usual(3, rope__freq_base=1e6) | _SSM | {"attention.key_length": HEAD, "attention.value_length": HEAD}
+    return fields, ends() | layers(
+        3,
+        lambda i: norms(i, "attn_norm") | {f"blk.{i}.ffn_norm": (E,)},
+        attention,
+        lambda i: _mamba2(i, norm=i < 2),
+        dense,
+    )
+
+
+def _nemotron_fields(kinds: str, width: int, kind: str) -> dict[str, Any]:
+    """Return the fields of a model of layers M (Mamba 2), * (attention) and ``kind`` (feed-forward)."""
+    each = {"attention.head_count_kv": [N_KV * (k == "*") for k in kinds]}
+    each |= {"feed_forward_length": [width * (k == kind) for k in kinds]}
+    heads = {"attention.key_length": HEAD, "attention.value_length": HEAD}
+    return usual(len(kinds), "layer_norm_epsilon", attention__layer_norm_rms_epsilon=1e-5) | _SSM | each | heads
+
+
+def nemotron_h() -> tuple[dict[str, Any], Shapes]:
+    kinds = "M-*-M"
+    of: dict[str, Callable[[int], Shapes]] = {"M": _mamba2, "*": attention, "-": lambda i: dense(i, gate=False)}
+    return _nemotron_fields(kinds, FF, "-"), ends() | layers(
+        len(kinds), lambda i: norms(i, "attn_norm"), lambda i: of[kinds[i]](i)
+    )
+
+
+def nemotron_h_moe() -> tuple[dict[str, Any], Shapes]:
+    """Experts of rows of half the width, and a shared one of rows of the model's."""
+    kinds, width, latent, n = "MEM*E", 256, E // 2, 8
+
+    def latent_experts(layer: int) -> Shapes:
+        shapes: Shapes = {"ffn_latent_down.weight": (E, latent), "ffn_latent_up.weight": (latent, E)}
+        shapes |= {"ffn_up_exps.weight": (latent, width, n), "ffn_down_exps.weight": (width, latent, n)}
+        own = {f"blk.{layer}.{name}": shape for name, shape in shapes.items()}
+        return _experts(layer, n, width, bias=True, shared=True, gate=False) | own
+
+    of: dict[str, Callable[[int], Shapes]] = {"M": _mamba2, "*": attention, "E": latent_experts}
+    fields = _nemotron_fields(kinds, width, "E") | {"moe_latent_size": latent, "expert_count": n}
+    fields |= {"expert_used_count": 3, "expert_feed_forward_length": width, "expert_shared_count": 1}
+    fields |= {"expert_shared_feed_forward_length": width, "expert_weights_norm": True, "expert_weights_scale": 2.5}
+    return fields, ends() | layers(len(kinds), lambda i: norms(i, "attn_norm"), lambda i: of[kinds[i]](i))
+
+
+def _lfm2(layer: int, attends: bool) -> Shapes:
+    if attends:
+        return attention(layer, head_norms=True)
+    shapes: Shapes = {"conv": (3, E), "in_proj": (E, 3 * E), "out_proj": (E, E)}
+    return {f"blk.{layer}.shortconv.{name}.weight": shape for name, shape in shapes.items()}
+
+
+def lfm2() -> tuple[dict[str, Any], Shapes]:
+    kv = [0, 0, N_KV, 0]
+    fields = usual(4, shortconv__l_cache=3, attention__sliding_window=32, rope__freq_base=1e6)
+    shapes = (
+        ends(output=False, norm=False)
+        | {"token_embd_norm.weight": (E,)}
+        | layers(4, lambda i: norms(i, "attn_norm", "ffn_norm"), lambda i: _lfm2(i, kv[i] > 0), dense)
+    )
+    return fields | {"attention.head_count_kv": kv}, shapes
+
+
+def lfm2moe() -> tuple[dict[str, Any], Shapes]:
+    kv = [0, N_KV, 0]
+    fields = usual(3, shortconv__l_cache=3, rope__freq_base=1e6, leading_dense_block_count=1, expert_count=8)
+    fields |= {"expert_used_count": 2, "expert_feed_forward_length": 256, "expert_gating_func": 2}
+    shapes = (
+        ends(output=False, norm=False)
+        | {"token_embd_norm.weight": (E,)}
+        | layers(
+            3,
+            lambda i: norms(i, "attn_norm", "ffn_norm"),
+            lambda i: _lfm2(i, kv[i] > 0),
+            lambda i: _experts(i, 8, 256, bias=True) if i else dense(i),
+        )
+    )
+    return fields | {"attention.head_count_kv": kv}, shapes
+
+
+def minimax_01() -> tuple[dict[str, Any], Shapes]:
+    """Lightning attention, attention, lightning attention."""
+    n, width = 8, N_HEAD * HEAD
+
+    def block(layer: int) -> Shapes:
+        if layer == 1:
+            return attention(layer)
+        shapes: Shapes = {"attn_qkv": (E, 3 * width), "attn_gate": (E, width), "attn_output": (width, E)}
+        shapes |= {"attn_norm_2": (width,)}
+        return {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+
+    more: dict[str, Any] = {"attention.recurrent_layers": [True, False, True], "rope.dimension_count": HEAD // 2}
+    more |= {"attention.key_length": HEAD, "attention.value_length": HEAD, "residual_scale": 3.55}
+    fields = usual(3, expert_count=n, expert_used_count=2, **more)
+    return fields, ends() | layers(3, lambda i: norms(i, "attn_norm", "ffn_norm"), block, lambda i: _experts(i, n, FF))
+
+
+def bailing_v3() -> tuple[dict[str, Any], Shapes]:
+    """As Kimi Linear, with decays and gates of one matrix, gates of whole heads, and limits in feed-forward layers."""
+    fields, shapes = kimi_linear()
+    for i in (0, 2):
+        shapes |= {f"blk.{i}.ssm_{c}_a.weight": (E, N_HEAD * 32) for c in "fg"} | {f"blk.{i}.ssm_a": (1, N_HEAD)}
+        del shapes[f"blk.{i}.ssm_f_b.weight"], shapes[f"blk.{i}.ssm_g_b.weight"]
+    shapes["blk.1.attn_gate.weight"] = (E, N_HEAD)
+    fields |= {"kda.gate_lower_bound": -5.0, "expert_weights_norm": True, "swiglu_clamp_exp": [0.0, 0.75, 0.5]}
+    return fields | {"swiglu_clamp_shexp": [0.0, 0.0, 0.5]}, shapes
+
+
+def kimi_k3() -> tuple[dict[str, Any], Shapes]:
+    """As Kimi Linear, with gates of one matrix, experts of shorter rows, and mixtures of the layers before."""
+    fields, shapes = kimi_linear()
+    latent, width, n = 128, N_HEAD * 32, 8
+    shapes |= {f"blk.{i}.{part}_res_score.weight": (E,) for i in range(3) for part in ("attn", "ffn")}
+    shapes |= {"output_res_score.weight": (E,), "blk.1.attn_gate.weight": (E, N_HEAD * 64)}
+    for i in (0, 2):
+        del shapes[f"blk.{i}.ssm_g_a.weight"], shapes[f"blk.{i}.ssm_g_b.weight"]
+        shapes |= {f"blk.{i}.ssm_g.weight": (E, width), f"blk.{i}.ssm_a": (N_HEAD,)}
+    for i in (1, 2):
+        shapes |= {f"blk.{i}.ffn_{name}_exps.weight": (latent, 256, n) for name in ("gate", "up")}
+        shapes |= {f"blk.{i}.ffn_down_exps.weight": (256, latent, n), f"blk.{i}.ffn_routed_down.weight": (E, latent)}
+        shapes |= {f"blk.{i}.ffn_routed_up.weight": (latent, E), f"blk.{i}.ffn_routed_norm.weight": (latent,)}
+    fields |= {"kda.gate_lower_bound": -5.0, "expert_latent_length": latent, "attn_res.block_size": 2}
+    fields |= {"activation.situ_beta": 4.0, "activation.situ_linear_beta": 2.0, "expert_weights_norm": True}
+    return fields, shapes
+
+
+def kimi_linear() -> tuple[dict[str, Any], Shapes]:
+    """Delta attention, latent attention, delta attention; the first layer is dense."""
+    head, rank, nope, rope, value, n = 32, 128, 48, 16, 64, 8
+
+    def delta_attention(layer: int) -> Shapes:
+        width = N_HEAD * head
+        shapes: Shapes = {f"attn_{c}.weight": (E, width) for c in "qkv"}
+        shapes |= {"attn_output.weight": (width, E)}
+        shapes |= {f"ssm_conv1d_{c}.weight": (4, 1, width, 1) for c in "qkv"} | {"ssm_norm.weight": (head,)}
+        shapes |= {f"ssm_{c}_a.weight": (E, head) for c in "fg"} | {f"ssm_{c}_b.weight": (head, width) for c in "fg"}
+        shapes |= {"ssm_beta.weight": (E, N_HEAD), "ssm_a": (1, N_HEAD, 1, 1), "ssm_dt.bias": (width,)}
+        return {f"blk.{layer}.{name}": shape for name, shape in shapes.items()}
+
+    def latent_attention(layer: int) -> Shapes:
+        shapes: Shapes = {"attn_q": (E, N_HEAD * (nope + rope)), "attn_kv_a_mqa": (E, rank + rope)}
+        shapes |= {"attn_kv_a_norm": (rank,), "attn_k_b": (nope, rank, N_HEAD), "attn_v_b": (rank, value, N_HEAD)}
+        shapes |= {"attn_output": (N_HEAD * value, E)}
+        return {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+
+    fields = usual(3, expert_count=n, expert_used_count=2, expert_feed_forward_length=256, expert_shared_count=1)
+    fields |= {"attention.key_length": rank + rope, "attention.value_length": rank, "rope.dimension_count": rope}
+    fields |= {"attention.key_length_mla": nope + rope, "attention.value_length_mla": value}
+    fields |= {"attention.kv_lora_rank": rank, "ssm.conv_kernel": 4, "kda.head_dim": head, "expert_gating_func": 2}
+    fields |= {"attention.head_count_kv": [0, 1, 0], "leading_dense_block_count": 1, "expert_weights_scale": 2.446}
+    return fields, ends() | layers(
+        3,
+        lambda i: norms(i, "attn_norm", "ffn_norm"),
+        lambda i: latent_attention(i) if i == 1 else delta_attention(i),
+        lambda i: _experts(i, n, 256, bias=True, shared=True) if i else dense(i),
+    )
+
+
 def gemma3n(n: int = 6) -> tuple[dict[str, Any], Shapes]:
     """Sizes are those that llama.cpp has as constants; layers from the 21st on would share caches."""
     e, ff, head, streams, rank, width = 128, 256, 32, 4, 64, 256
@@ -622,6 +851,8 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "afmoe-moe": afmoe,
     "apertus-dense": apertus,
     "arcee-dense": arcee,
+    "bailingmoe3-moe": bailing_v3,
+    "falcon-h1-dense": falcon_h1,
     "bailingmoe-moe": bailingmoe,
     "bitnet-dense": bitnet,
     "bloom-dense": bloom,
@@ -638,6 +869,17 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "gemma3n-dense": gemma3n,
     "gemma4-dense": gemma4,
     "gemma4-moe": gemma4_moe,
+    "jamba-moe": jamba,
+    "kimi-k3-moe": kimi_k3,
+    "kimi-linear-moe": kimi_linear,
+    "lfm2-dense": lfm2,
+    "lfm2moe-moe": lfm2moe,
+    "mamba-dense": mamba,
+    "mamba-normed": falcon_mamba,
+    "mamba2-dense": mamba2,
+    "minimax-01-moe": minimax_01,
+    "nemotron_h-dense": nemotron_h,
+    "nemotron_h_moe-moe": nemotron_h_moe,
     "gpt2-dense": lambda: starcoder(N_HEAD),
     "gptneox-dense": gptneox,
     "gptneox-sequential": lambda: gptneox(parallel=False),

@@ -46,6 +46,7 @@ ACTIVATIONS = {
     "relu_sqr": lambda x, _: np.maximum(x, 0) ** 2,
     "sigmoid": lambda x, _: 1 / (1 + np.exp(-x)),
     "swiglu_oai": lambda x, alpha: x / (1 + np.exp(-alpha * x)),
+    "linear": lambda x, _: x,
     "softplus": lambda x, _: np.logaddexp(0, x),
 }
 

@@ -63,6 +63,7 @@ class DeltaRule:
     head_k: int
     head_v: int
     tiled: bool = False
+    by_row: bool = False
 
     def __post_init__(self) -> None:
         n_k, n_v = self.heads
@@ -70,7 +71,8 @@ class DeltaRule:
         self.slots: dict[str, Any] = {"n_k_head": n_k, "n_v_head": n_v, "head_k": self.head_k, "head_v": self.head_v}
         self.slots |= {"tiled": int(self.tiled), "scale": self.head_k**-0.5}
         keys, values = n_k * self.head_k, n_v * self.head_v
-        self.widths, self.n_out = {"q": keys, "k": keys, "v": values, "g": n_v, "beta": n_v}, values
+        n_g = n_v * self.head_k if self.by_row else n_v
+        self.widths, self.n_out = {"q": keys, "k": keys, "v": values, "g": n_g, "beta": n_v}, values
         self.empty = np.zeros((n_v, self.head_k, self.head_v))
 
     def draw(self, rng: np.random.Generator, n: int) -> Arrays:
@@ -87,7 +89,7 @@ class DeltaRule:
         n_k, n_v = self.heads
         at = np.arange(n_v) % n_k if self.tiled else np.arange(n_v) // (n_v // n_k)
         q, k = (x.reshape(n_k, self.head_k)[at].astype(np.float64) for x in (q, k))
-        s = state * np.exp(g.astype(np.float64))[:, None, None]
+        s = state * np.exp(g.astype(np.float64)).reshape(n_v, -1, 1)
         error = beta[:, None] * (v.reshape(n_v, self.head_v) - np.einsum("hkv,hk->hv", s, k))
         s += k[:, :, None] * error[:, None, :]
         return s, np.einsum("hkv,hk->hv", s, q * np.float32(self.head_k**-0.5)).reshape(-1)
@@ -100,6 +102,7 @@ class Scan:
     groups: tuple[int, int]
     head: int
     d_state: int
+    bare: bool = False
 
     def __post_init__(self) -> None:
         n_group, n_head = self.groups
@@ -114,22 +117,56 @@ class Scan:
         shared, self.n_out = n_group * self.d_state, n_head * self.head
         self.widths = {"x": self.n_out, "z": self.n_out, "dt": n_head, "b": shared, "c": shared}
         self.empty = np.zeros((n_head, self.d_state, self.head))
+        if self.bare:  # steps of 1, no gate
+            del self.weights["dt_bias"], self.weights["d"], self.widths["z"], self.widths["dt"]
+            self.slots |= dict.fromkeys(("dt_bias", "d", "z", "dt"), 0)
+
+    def draw(self, rng: np.random.Generator, n: int) -> Arrays:
+        return {name: rng.normal(0, 1, (n, width)).astype(np.float32) for name, width in self.widths.items()}
+
+    def step(self, state: Any, x: Any, b: Any, c: Any, z: Any = None, dt: Any = None) -> tuple[Any, Any]:
+        """Return S of all heads and out, after one token."""
+        n_group, n_head = self.groups
+        at, x = np.arange(n_head) // (n_head // n_group), x.reshape(n_head, -1).astype(np.float64)
+        b, c = (v.reshape(n_group, -1)[at].astype(np.float64) for v in (b, c))
+        steps = np.ones(n_head) if dt is None else np.logaddexp(0, dt.astype(np.float64) + self.weights["dt_bias"])
+        s = state * np.exp(steps * self.weights["a"])[:, None, None]
+        s += b[:, :, None] * (x * steps[:, None])[:, None, :]
+        y = np.einsum("hsv,hs->hv", s, c).reshape(-1)
+        if z is None:
+            return s, y
+        y += (x * self.weights["d"][:, None]).reshape(-1)
+        return s, y * z / (1 + np.exp(-z.astype(np.float64)))
+
+
+@dataclass
+class Columns:
+    """Mamba's scan of columns; its state is S of every column, row by row of them all."""
+
+    width: int
+    d_state: int
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.width)
+        rates = -np.exp(rng.normal(0, 1, (self.d_state, self.width)))
+        drawn = {"a": rates, "d": rng.normal(1, 1, self.width)}
+        self.weights: Arrays = {name: x.astype(np.float32) for name, x in drawn.items()}
+        self.slots: dict[str, Any] = {"width": self.width, "d_state": self.d_state}
+        self.n_out, self.widths = self.width, dict.fromkeys(("x", "z", "dt"), self.width)
+        self.widths |= {"b": self.d_state, "c": self.d_state}
+        self.empty = np.zeros((self.d_state, self.width))
 
     def draw(self, rng: np.random.Generator, n: int) -> Arrays:
         return {name: rng.normal(0, 1, (n, width)).astype(np.float32) for name, width in self.widths.items()}
 
     def step(self, state: Any, x: Any, z: Any, dt: Any, b: Any, c: Any) -> tuple[Any, Any]:
-        """Return S of all heads and out, after one token."""
-        n_group, n_head = self.groups
-        at, x = np.arange(n_head) // (n_head // n_group), x.reshape(n_head, -1).astype(np.float64)
-        b, c = (v.reshape(n_group, -1)[at].astype(np.float64) for v in (b, c))
-        dt = np.logaddexp(0, dt.astype(np.float64) + self.weights["dt_bias"])
-        s = state * np.exp(dt * self.weights["a"])[:, None, None] + b[:, :, None] * (x * dt[:, None])[:, None, :]
-        y = (np.einsum("hsv,hs->hv", s, c) + x * self.weights["d"][:, None]).reshape(-1)
-        return s, y * z / (1 + np.exp(-z.astype(np.float64)))
+        """Return S of all columns and out, after one token."""
+        dt, x, z = np.logaddexp(0, dt.astype(np.float64)), x.astype(np.float64), z.astype(np.float64)
+        s = state * np.exp(dt * self.weights["a"]) + b.astype(np.float64)[:, None] * (x * dt)
+        return s, (c.astype(np.float64) @ s + x * self.weights["d"]) * z / (1 + np.exp(-z))
 
 
-Case = Convolution | DeltaRule | Scan
+Case = Convolution | DeltaRule | Scan | Columns
 
 
 class Layer(Protocol):

@@ -23,8 +23,9 @@ from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf import open_gguf
 from quantkit.model.arch import ARCHS, Arch, arch_by_name
 from quantkit.model.backends import reference
+from quantkit.model.builder import Builder
 from quantkit.model.engine import load
-from quantkit.model.ops import RopeConfig
+from quantkit.model.ops import RopeConfig, Value
 from quantkit.model.placement import Placement
 
 DATA = Path(__file__).parent / "data"
@@ -42,14 +43,17 @@ REFUSED = {
     "exaone": "layer_norm_rms_epsilon",  # config.json says layer_norm_epsilon, and so does the file
     "pangu": "attn_output.bias",  # there is none
     "deepseek-v2": "q_lora_rank",  # it has none, and is no DeepSeek 2 Lite by its layers
+    "falcon-mamba": "wrong shape",  # as many tokens as its vocabulary is filled up to, fewer embeddings
+    "nemotron-h": "wrong shape",  # the same
+    "nemotron-h-moe": "layer_norm_epsilon",  # its configuration has the epsilon under another name
     "olmoe": "wrong shape",  # fewer heads of keys than of queries
     "qwen3.5": "n_expert_used_max",  # no experts
 }
 #: llama.cpp, and so the engine, computes something else of its converter's file than transformers does: Mamba's outputs
 #: are normed by groups, and the converter permutes whole heads where only a part of them rotates. With one norm and
-#: rows as they are stored, the logits agree to 5e-12. Mellum's windowed layers turn by the base of the others, and
-#: HY V4 turns neighbouring columns, where transformers pairs them over half a head.
-UNLIKE = {"bamba", "hy-v4", "mellum"}
+#: rows as they are stored, the logits agree to 5e-12. So are Mamba 2's. Mellum's windowed layers turn by the base of
+#: the others, and HY V4 turns neighbouring columns, where transformers pairs them over half a head.
+UNLIKE = {"bamba", "hy-v4", "mamba2", "mellum"}
 #: llama.cpp differs by 1e-7 from itself, with another batch: 22 layers that keep no sum of what came before.
 NEAR = {"gemma3n-deep": 1e-6}
 SPLITS = {
@@ -175,6 +179,20 @@ def test_gpt_oss_differs_by_whole_dimensions_alone(
     assert nmse(last_logits(path), LOGITS["gpt-oss"]) > 1e-6
     monkeypatch.setattr(reference, "_yarn_range", between)
     assert nmse(last_logits(path), LOGITS["gpt-oss"]) <= 1e-10
+
+
+@pytest.mark.parametrize("drawn", ["mamba2"], indirect=True)
+def test_mamba2_differs_by_its_norm_alone(drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers norms the whole row; llama.cpp norms groups, as mamba_ssm does, whose models these are."""
+    norm = Builder.norm
+
+    def of_rows(b: Builder, x: Value, name: str, *, group: int = 0, **more: Any) -> Value:
+        return norm(b, x, name, group=0 if name == "ssm_norm" else group, **more)
+
+    options = replace(options_of(checkpoints.describe("mamba2")), outtype="f32")
+    (path,) = convert(drawn, tmp_path / "f32.gguf", None, options).paths
+    monkeypatch.setattr(Builder, "norm", of_rows)
+    assert nmse(last_logits(path), LOGITS["mamba2"]) <= 1e-10
 
 
 def with_its_own_base(row: Arch) -> Arch:

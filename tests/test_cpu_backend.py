@@ -25,6 +25,7 @@ from quantkit.model.ops import (
     Cache,
     CacheWrite,
     Clamp,
+    ColumnScan,
     Combine,
     Convolve,
     DeltaNet,
@@ -152,6 +153,7 @@ GRAPHS = {
     "scale_by_position": simple(ScaleByPosition, floor_scale=4, alpha=0.5, offset=1.0),
     "multiply_by": simple(MultiplyBy, vector=lambda m: m("vector")),
     "multiply_by_narrow": simple(MultiplyBy, vector=lambda m: m("narrow")),
+    "multiply_by_each": simple(MultiplyBy, vector=lambda m: m("few"), each=32),
     "plus": simple(MultiplyBy, vector=lambda m: m("vector"), add=True),
     "softcap": simple(Softcap, cap=2.0),
     "clamp": simple(Clamp, limit=0.5),
@@ -242,9 +244,10 @@ def _by_expert(*, fused):
     )
 
 
-def _recurrent():
-    q, k, v, g, beta = Value("q", 32), Value("k", 32), Value("v", 48), Value("g", 4), Value("beta", 4)
-    convolved, normed = Value("convolved", N_EMBD), Value("normed", N_EMBD)
+def _recurrent(by_row=False):
+    q, k, v, beta = Value("q", 32), Value("k", 32), Value("v", 48), Value("beta", 4)
+    convolved, normed, g = Value("convolved", N_EMBD), Value("normed", N_EMBD), Value("g", 64 if by_row else 4)
+    decaying = Value("decaying", g.width)
     return embedded(
         lambda m: Convolve(out=convolved, x=X, weight=m("taps"), state=State("convolved", 3 * N_EMBD)),
         lambda m: Norm(out=normed, x=convolved, weight=None, eps=1e-6, kind="l2", group=32),
@@ -252,7 +255,8 @@ def _recurrent():
         lambda m: Take(out=k, x=normed, start=32, period=N_EMBD),
         lambda m: Take(out=v, x=convolved, start=48, period=N_EMBD),
         lambda m: Take(out=beta, x=normed, start=7, period=N_EMBD),
-        lambda m: Scale(out=g, x=beta, factor=0.1),
+        lambda m: Take(out=decaying, x=normed, start=7, period=N_EMBD),
+        lambda m: Scale(out=g, x=decaying, factor=0.1),
         lambda m: DeltaNet(
             out=out(48),
             **{"q": q, "k": k, "v": v, "g": g, "beta": beta, "n_k_head": 2, "n_v_head": 4, "scale": 0.25},
@@ -279,6 +283,24 @@ def _scan():
     )
 
 
+def _column_scan():
+    dt, z, b, c = Value("dt", 40), Value("z", 40), Value("b", 16), Value("c", 16)
+    convolved, x = Value("convolved", N_EMBD), Value("x", 40)
+    return embedded(
+        lambda m: Convolve(out=convolved, x=X, weight=m("taps"), state=State("c", 3 * N_EMBD)),
+        lambda m: Take(out=x, x=convolved, start=2, period=N_EMBD),
+        lambda m: Take(out=z, x=X, start=48, period=N_EMBD),
+        lambda m: Take(out=dt, x=X, start=5, period=N_EMBD),
+        lambda m: Take(out=b, x=convolved, start=50, period=N_EMBD),
+        lambda m: Take(out=c, x=convolved, start=70, period=N_EMBD),
+        lambda m: ColumnScan(
+            out=out(40),
+            **{"x": x, "z": z, "dt": dt, "b": b, "c": c, "a": m("columns.a"), "d": m("columns.d")},
+            state=State("s", 16 * 40),
+        ),
+    )
+
+
 def _outputs():
     selected, normed = Value("selected", N_EMBD, outputs=True), Value("normed", N_EMBD, outputs=True)
     logits = Value("logits", 200, outputs=True)
@@ -300,7 +322,9 @@ GRAPHS |= {
     "by_expert": _by_expert(fused=False),
     "by_expert_fused": _by_expert(fused=True),
     "recurrent": _recurrent(),
+    "recurrent_by_row": _recurrent(by_row=True),
     "scan": _scan(),
+    "column_scan": _column_scan(),
     "outputs": _outputs(),
     "softplus": simple(Activate, activation=Activation("softplus")),
 }
@@ -315,6 +339,7 @@ def source(tmp_path_factory):
     for name, width in (("vector", N_EMBD), ("narrow", 32), ("w.bias", 200), ("k.bias", 32), ("sinks", 8)):
         t.add(name, width, mean=0.5)
     t.add("w.scale", 1, mean=2.0)
+    t.add("few", 3, mean=0.5)
     t.add("factors", 24, mean=5.0)
     t.add("router.bias", 6)
     for name, width in (("w", 200), ("w2", 200), ("q", 128), ("k", 32), ("v", 32), ("router", 6)):
@@ -330,6 +355,8 @@ def source(tmp_path_factory):
     t.add("taps", 4, N_EMBD)
     for name, mean in (("bias", 0.5), ("a", -5.0), ("d", 1.0)):
         t.add(f"scan.{name}", 1, 4, mean=mean)
+    t.add("columns.a", 16, 40, mean=-3.0)
+    t.add("columns.d", 40, mean=1.0)
     with t.open(tmp_path_factory.mktemp("cpu") / "tensors.gguf") as opened:
         yield opened
 

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from device_memory import Memory
 from meaning import batch_of, matrix, program
-from recurrent_cases import MIXED, N_SEQ, Arrays, Case, Convolution, DeltaRule, Scan, Tokens, alone, check, nmse
+from recurrent_cases import (
+    MIXED,
+    N_SEQ,
+    Arrays,
+    Case,
+    Columns,
+    Convolution,
+    DeltaRule,
+    Scan,
+    Tokens,
+    alone,
+    check,
+    nmse,
+)
 
-from quantkit.kernels.cuda.layer.recurrent import HEADS, TAPS, convolve, delta_net, ssm_scan
-from quantkit.model.ops import Convolve, DeltaNet, SsmScan, State, Value
+from quantkit.errors import TypeNotSupported
+from quantkit.kernels.cuda.core.kernel import Shape
+from quantkit.kernels.cuda.layer.recurrent import COLUMN_STATES, HEADS, TAPS, column_scan, convolve, delta_net, ssm_scan
+from quantkit.model.ops import ColumnScan, Convolve, DeltaNet, Op, SsmScan, State, Value
 
 batches = pytest.mark.parametrize("batches", [alone(37, 1, 1, 6), MIXED], ids=["alone", "mixed"])
 
@@ -26,8 +42,10 @@ class Layer:
             self.shape = convolve(case.taps, case.width)
         elif isinstance(case, Scan):
             self.shape = ssm_scan(case.groups[1], case.head, case.d_state)
+        elif isinstance(case, Columns):
+            self.shape = column_scan(case.width, case.d_state)
         else:
-            self.shape = delta_net(case.heads[1], case.head_k, case.head_v)
+            self.shape = delta_net(case.heads[1], case.head_k, case.head_v, by_row=case.by_row)
         self.state = memory.room((N_SEQ, case.empty.size))
 
     def run(self, tokens: Tokens, values: Arrays) -> Any:
@@ -67,6 +85,10 @@ def test_convolve(memory: Memory, width: int, taps: int, batches: list[Tokens]) 
         DeltaRule((1, 3), 32, 33, tiled=True),
         DeltaRule((3, 6), 22, 23),
         DeltaRule((2, 2), 16, 8),
+        DeltaRule((2, 2), 128, 33, by_row=True),
+        DeltaRule((1, 2), 64, 8, by_row=True),
+        DeltaRule((1, 2), 22, 23, tiled=True, by_row=True),
+        DeltaRule((1, 1), 256, 3, by_row=True),
     ],
     ids=str,
 )
@@ -77,47 +99,71 @@ def test_delta_net(memory: Memory, case: DeltaRule, batches: list[Tokens]) -> No
 @batches
 @pytest.mark.parametrize(
     "case",
-    [Scan((1, 2), 64, 128), Scan((1, 1), 3, 256), Scan((2, 4), 40, 64), Scan((2, 2), 33, 22), Scan((1, 3), 8, 16)],
+    [
+        *(Scan((1, 2), 64, 128), Scan((1, 1), 3, 256), Scan((2, 4), 40, 64), Scan((2, 2), 33, 22)),
+        *(Scan((1, 3), 8, 16), Scan((2, 2), 33, 16, bare=True)),
+    ],
     ids=str,
 )
 def test_ssm_scan(memory: Memory, case: Scan, batches: list[Tokens]) -> None:
     check(Layer(memory, case), case, batches, 1e-12, of_state=1e-12)
 
 
-def test_as_the_reference_does(memory: Memory) -> None:
-    delta, scan, rng = DeltaRule((2, 4), 16, 8), Scan((2, 4), 8, 16), np.random.default_rng(3)
-    conv = Convolution(delta.n_out, 4, biased=True)
-    value: dict[str, Any] = {name: Value(name, width) for name, width in (delta.widths | scan.widths).items()}
-    weights: dict[str, Any] = {name: matrix(x, name) for case in (conv, scan) for name, x in case.weights.items()}
-    arrays = {weights[name]: x for case in (conv, scan) for name, x in case.weights.items()}
-    out = Value("out", delta.n_out)
-    ops = (
-        DeltaNet(
-            out=out, **{name: value[name] for name in delta.widths}, state=State("s", delta.empty.size),
-            n_k_head=delta.heads[0], n_v_head=delta.heads[1], scale=delta.head_k**-0.5,
-        ),
-        Convolve(
-            out=out, x=value["v"], weight=weights["weight"], bias=weights["bias"], state=State("c", conv.empty.size)
-        ),
-        SsmScan(
-            out=out, **{name: value[name] for name in scan.widths}, **{name: weights[name] for name in scan.weights},
-            state=State("h", scan.empty.size), n_head=scan.groups[1], n_group=scan.groups[0],
-        ),
-    )  # fmt: skip
-    layers = Layer(memory, delta), Layer(memory, conv), Layer(memory, scan)
-    programs = [program(op, arrays) for op in ops]
+@batches
+@pytest.mark.parametrize("case", [Columns(70, 16), Columns(33, 22), Columns(5, 64)], ids=str)
+def test_column_scan(memory: Memory, case: Columns, batches: list[Tokens]) -> None:
+    check(Layer(memory, case), case, batches, 1e-12, of_state=1e-12)
+
+
+def operation(case: Case, given: dict[str, Any], out: Value) -> Op:
+    """Return the operation of a case; given: its values and weights."""
+    more: dict[str, Any] = given | {"out": out, "state": State("s", case.empty.size)}
+    if isinstance(case, Convolution):
+        return Convolve(**more)
+    if isinstance(case, Columns):
+        return ColumnScan(**more)
+    if isinstance(case, Scan):
+        return SsmScan(**more, n_head=case.groups[1], n_group=case.groups[0])
+    return DeltaNet(**more, n_k_head=case.heads[0], n_v_head=case.heads[1], scale=case.head_k**-0.5)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(DeltaRule((2, 4), 16, 8), DeltaRule((2, 4), 16, 8, by_row=True), Convolution(32, 4, biased=True)),
+        *(Scan((2, 4), 8, 16), Columns(40, 16)),
+    ],
+    ids=str,
+)
+def test_as_the_reference_does(memory: Memory, case: Case) -> None:
+    values = {name: Value(name, width) for name, width in case.widths.items()}
+    # In a file the rates of a column lie side by side.
+    stored = {name: x.T.copy() if x.ndim == 2 and name == "a" else x for name, x in case.weights.items()}
+    weights: dict[str, Any] = {name: matrix(x, name) for name, x in stored.items()}
+    out, rng = Value("out", case.n_out), np.random.default_rng(3)
+    layer = Layer(memory, case)
+    reference = program(operation(case, values | weights, out), {weights[name]: x for name, x in stored.items()})
     for tokens in MIXED[:4]:
-        x, of_scan = delta.draw(rng, len(tokens)), scan.draw(rng, len(tokens))
-        for p, layer, inputs in zip(programs, layers, (x, {"x": x["v"]}, of_scan), strict=True):
-            p.values.update({value[name]: array for name, array in (x | of_scan).items()})
-            p.run(batch_of([at for _, at in tokens], [s for s, _ in tokens]))
-            assert nmse(layer.run(tokens, inputs), p.values[out]) < 1e-12
+        inputs = case.draw(rng, len(tokens))
+        reference.values.update({values[name]: x for name, x in inputs.items()})
+        reference.run(batch_of([at for _, at in tokens], [s for s, _ in tokens]))
+        assert nmse(layer.run(tokens, inputs), reference.values[out]) < 1e-12
 
 
-def test_what_there_is_no_room_for() -> None:
-    with pytest.raises(ValueError, match=f"1 to {TAPS}"):
-        convolve(TAPS + 1, 8)
-    with pytest.raises(ValueError, match=f"1 to {HEADS[-1]}"):
-        delta_net(2, HEADS[-1] + 1, 8)
-    with pytest.raises(ValueError, match=f"1 to {HEADS[-1]}"):
-        ssm_scan(2, 8, HEADS[-1] + 1)
+@pytest.mark.parametrize(
+    ("make", "most"),
+    [
+        (lambda n: convolve(n, 8), TAPS),
+        (lambda n: delta_net(2, n, 8), HEADS[-1]),
+        (lambda n: delta_net(2, n, 8, by_row=True), HEADS[-1]),
+        (lambda n: ssm_scan(2, 8, n), HEADS[-1]),
+        (lambda n: column_scan(8, n), COLUMN_STATES[-1]),
+    ],
+    ids=["convolve", "delta_net", "delta_net_by_row", "ssm_scan", "column_scan"],
+)
+def test_what_there_is_no_room_for(make: Callable[[int], Shape], most: int) -> None:
+    """It is refused with what to do; whole models are so (test_a_state_that_cuda_has_no_room_for)."""
+    assert make(most)
+    for n in (0, most + 1):
+        with pytest.raises(TypeNotSupported, match=rf" {n} .* 1 to {most} are possible; .*--gpu-layers 0"):
+            make(n)

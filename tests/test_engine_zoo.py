@@ -23,6 +23,9 @@ from quantkit.model.ops import (
     Activation,
     Attention,
     Clamp,
+    ColumnScan,
+    Convolve,
+    DeltaNet,
     Embed,
     Exceed,
     Glu,
@@ -36,6 +39,7 @@ from quantkit.model.ops import (
     Rope,
     Scale,
     Shift,
+    SsmScan,
     Take,
     ToLength,
     Value,
@@ -250,6 +254,17 @@ def other_layers_input(op: Op) -> list[Op] | None:
     return [replace(op, start=op.x.width - op.out.width - op.start)]
 
 
+def no_convolution(op: Op) -> list[Op] | None:
+    return same(op, op.x, op.out) if isinstance(op, Convolve) else None
+
+
+def other_reads(op: Op) -> list[Op] | None:
+    """What is remembered, and what is asked for, change places."""
+    if isinstance(op, DeltaNet):
+        return [replace(op, q=op.k, k=op.q)]
+    return [replace(op, b=op.c, c=op.b)] if isinstance(op, SsmScan | ColumnScan) else None
+
+
 REWRITES = (
     no_rope,
     other_rope,
@@ -273,6 +288,8 @@ REWRITES = (
     no_vector,
     positions_of_tokens,
     other_layers_input,
+    no_convolution,
+    other_reads,
 )
 
 

@@ -17,7 +17,9 @@ from zoo import NAMES, expected, write_zoo
 
 MERGED = ["deepseek2-moe", "gemma4-moe", "qwen3next-moe", "qwen35moe-moe"]
 SCALED = ["glm4moe-moe", "olmoe-moe", "qwen2moe-moe"]
-SEPARATE = [name for name in NAMES if name.endswith("-moe") and name not in MERGED + SCALED]
+#: Experts without a gate.
+UNGATED = ["nemotron_h_moe-moe"]
+SEPARATE = [name for name in NAMES if name.endswith("-moe") and name not in MERGED + SCALED + UNGATED]
 MAINLINE, IK = "llama.cpp b11434", "ik_llama.cpp 8337e4cd3"
 
 

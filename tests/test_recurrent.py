@@ -5,16 +5,29 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from recurrent_cases import MIXED, N_SEQ, Arrays, Case, Convolution, DeltaRule, Scan, Tokens, alone, check, nmse
+from recurrent_cases import (
+    MIXED,
+    N_SEQ,
+    Arrays,
+    Case,
+    Columns,
+    Convolution,
+    DeltaRule,
+    Scan,
+    Tokens,
+    alone,
+    check,
+    nmse,
+)
 
 from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
 from quantkit.kernels.cpu.core.team import Team
-from quantkit.kernels.cpu.layer.recurrent import convolve, delta_net, ssm_scan
+from quantkit.kernels.cpu.layer.recurrent import column_scan, convolve, delta_net, delta_net_by_row, ssm_scan
 
 Array = npt.NDArray[np.float32]
 batches = pytest.mark.parametrize("batches", [alone(9, 1, 1, 49), MIXED], ids=["alone", "mixed"])
 N_MAX = 64
-OPERATIONS = {Convolution: convolve, DeltaRule: delta_net, Scan: ssm_scan}
+OPERATIONS = {Convolution: convolve, DeltaRule: delta_net, Scan: ssm_scan, Columns: column_scan}
 
 
 class Layer:
@@ -28,6 +41,8 @@ class Layer:
         self.state = np.full((N_SEQ, case.empty.size), np.nan, np.float32)
         arrays = {**self.inputs, **case.weights, "out": self.out, "state": self.state}
         operation = OPERATIONS[type(case)]
+        if isinstance(case, DeltaRule) and case.by_row:
+            operation = delta_net_by_row
         addresses = {name: address_of(a) for name, a in arrays.items()}
         block = operation.block(batch=self.batch.address, **addresses, **case.slots)
         self.tape = Tape(self.team, self.batch, [(operation, block)])
@@ -63,6 +78,9 @@ def test_convolve(width: int, taps: int, batches: list[Tokens], threads: int) ->
         DeltaRule((2, 2), 64, 64),
         DeltaRule((1, 3), 32, 80, tiled=True),
         DeltaRule((3, 6), 20, 23),
+        DeltaRule((2, 2), 128, 128, by_row=True),
+        DeltaRule((1, 2), 256, 64, by_row=True),
+        DeltaRule((2, 2), 20, 70, by_row=True),
     ],
     ids=str,
 )
@@ -71,13 +89,21 @@ def test_delta_net(case: DeltaRule, batches: list[Tokens]) -> None:
 
 
 @batches
-@pytest.mark.parametrize("case", [Scan((1, 4), 64, 128), Scan((2, 6), 80, 16), Scan((3, 3), 23, 9)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Scan((1, 4), 64, 128), Scan((2, 6), 80, 16), Scan((3, 3), 23, 9), Scan((2, 2), 80, 32, bare=True)], ids=str
+)
 def test_ssm_scan(case: Scan, batches: list[Tokens]) -> None:
     check(Layer(case, 2), case, batches, 1e-12, of_state=1e-12)
 
 
-def test_how_batches_of_a_scan_are_cut_changes_no_bit() -> None:
-    case = Scan((1, 2), 96, 32)
+@batches
+@pytest.mark.parametrize("case", [Columns(512, 16), Columns(70, 16), Columns(23, 5)], ids=str)
+def test_column_scan(case: Columns, batches: list[Tokens]) -> None:
+    check(Layer(case, 2), case, batches, 1e-12, of_state=1e-12)
+
+
+@pytest.mark.parametrize("case", [Scan((1, 2), 96, 32), Columns(200, 16)], ids=str)
+def test_how_batches_of_a_scan_are_cut_changes_no_bit(case: Scan | Columns) -> None:
     values = case.draw(np.random.default_rng(0), 40)
     outs = []
     for size in (40, 1, 7):
@@ -90,16 +116,14 @@ def test_how_batches_of_a_scan_are_cut_changes_no_bit() -> None:
 
 def run_all(threads: int, size: int) -> Array:
     """Outputs of 40 tokens, in batches of ``size``."""
-    cases = DeltaRule((2, 4), 64, 128), Convolution(512, 4), Scan((2, 8), 64, 64)
-    x = cases[0].draw(np.random.default_rng(0), 40)
-    scanned = cases[2].draw(np.random.default_rng(1), 40)
-    delta, conv, scan = (Layer(case, threads) for case in cases)
-    outs = []
+    cases: list[Case] = [DeltaRule((2, 4), 64, 128), Convolution(512, 4), Scan((2, 8), 64, 64), Columns(200, 16)]
+    cases.append(DeltaRule((2, 2), 64, 128, by_row=True))
+    drawn = [case.draw(np.random.default_rng(i), 40) for i, case in enumerate(cases)]
+    layers, outs = [Layer(case, threads) for case in cases], []
     for i in range(0, 40, size):
         tokens = [(0, p) for p in range(i, min(40, i + size))]
-        part = {name: values[i : i + size] for name, values in x.items()}
-        of_scan = scan.run(tokens, {name: values[i : i + size] for name, values in scanned.items()})
-        outs.append(np.hstack([delta.run(tokens, part), conv.run(tokens, {"x": part["v"]}), of_scan]))
+        parts = [{name: x[i : i + size] for name, x in values.items()} for values in drawn]
+        outs.append(np.hstack([layer.run(tokens, part) for layer, part in zip(layers, parts, strict=True)]))
     return np.concatenate(outs)
 
 

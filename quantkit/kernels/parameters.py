@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 
 #: Most experts, and groups of experts: what a CPU kernel has on its stack, and a CUDA kernel in shared memory.
 MAX_EXPERTS = 4096
+#: Most rows of a delta net's state that decay each by itself.
+MAX_DECAYS = 256
 #: Kinds of gating by their numbers in a slot.
 GATINGS = ("softmax", "sigmoid", "softmax_weight")
 #: Masks of attention by their numbers in a slot.
@@ -14,8 +16,8 @@ MASKS = ("causal", "sliding", "chunked", "whole")
 
 @dataclass(frozen=True)
 class Activation:
-    """Activation of a gate: ``silu gelu gelu_erf gelu_quick relu relu_sqr sigmoid swiglu_oai``; in ops.Activate also
-    ``softplus``, log(1 + e^x), which is x above 20.
+    """Activation of a gate: ``silu gelu gelu_erf gelu_quick relu relu_sqr sigmoid swiglu_oai``, or ``linear``, which is
+    x; in ops.Activate also ``softplus``, log(1 + e^x), which is x above 20.
 
     Limits, 0 for none: the gate is clamped from above before (gate_limit) or after (act_limit) its activation, ``up``
     to +- up_limit. swiglu_oai is g / (1 + exp(-alpha g)) * (up + 1). As in ggml, gelu and gelu_quick round through f16.

@@ -162,6 +162,19 @@ class Arch:
     indexer_tail: bool = False
     #: Value head h of a delta net has key head h % n (Qwen3.5), and not h // (heads of a key head) (Qwen3-Next).
     tiled_heads: bool = False
+    #: A layer is one block, what ``attention`` names: no feed-forward layer follows (Mamba, Nemotron H).
+    single_block: bool = False
+    #: Layers of Mamba 2 may lack their norm (Falcon H1).
+    scan_norm_optional: bool = False
+    #: Layers mix what earlier ones have added up (residuals.py).
+    mixtures: bool = False
+    #: What is added to is what a norm gives, times residual_scale of the metadata (MiniMax Text 01).
+    residual_of_norms: bool = False
+    #: Decays of delta attention are ``kda.gate_lower_bound`` times the sigmoid of this times A times what they come of
+    #: (0: A times its softplus), if the metadata has one.
+    bounded_decay: int = 0
+    #: The name of the last norm.
+    output_norm: str = "output_norm"
     #: A layer has several residual streams (gemma3n.py); ``final_logit_softcapping`` of the metadata is ignored.
     altup: bool = False
     #: As many layers have caches of their own, others share them; 0: as the metadata say.
@@ -246,6 +259,26 @@ _ROWS = (
          rope_pattern=True, window=Window(period=1, own_base=False), moe=_NORMED),
     Arch(name="granitehybrid", rope="normal", attention="mamba2_hybrid", rope_if_finetuned=True, scales=True,
          attention_scale=True, logit_scale="divide", moe=_NORMED),
+    Arch(name="mamba", rope="none", attention="mamba", single_block=True),
+    Arch(name="mamba2", rope="none", attention="mamba2", single_block=True),
+    Arch(name="jamba", rope="none", attention="mamba_hybrid", output_bias=False, moe=_PLAIN),
+    Arch(name="falcon-h1", rope="neox", attention="mamba2_beside", scan_norm_optional=True, output_bias=False),
+    Arch(name="nemotron_h", rope="none", attention="nemotron_h", single_block=True, activation="relu_sqr",
+         tensor_scales=frozenset({"ffn"})),
+    Arch(name="nemotron_h_moe", rope="none", attention="nemotron_h", single_block=True, activation="relu_sqr",
+         tensor_scales=frozenset({"ffn", "exps", "shexp"}), moe=Moe(gating="sigmoid", scaled=True)),
+    Arch(name="lfm2", rope="neox", attention="short_convolutions", output_norm="token_embd_norm", output_bias=False,
+         window=Window(period=0)),
+    Arch(name="lfm2moe", rope="neox", attention="short_convolutions", output_norm="token_embd_norm",
+         output_bias=False, moe=Moe(norm=True)),
+    Arch(name="kimi-linear", rope="none", attention="kimi_linear", output_bias=False,
+         moe=Moe(norm=True, scaled=True)),
+    Arch(name="kimi-k3", rope="none", attention="kimi_linear", activation="situ", mixtures=True, bounded_decay=-1,
+         attention_gate="sigmoid", output_bias=False, moe=Moe(scaled=True)),
+    Arch(name="bailingmoe3", rope="glm", attention="kimi_linear", bounded_decay=1, swiglu_limits="after",
+         attention_gate="sigmoid", output_bias=False, moe=Moe(scaled=True)),
+    Arch(name="minimax-01", rope="neox", attention="lightning", residual_of_norms=True, output_bias=False,
+         moe=_NORMED),
     Arch(name="ernie4_5", rope="normal", output_bias=False),
     Arch(name="ernie4_5-moe", rope="normal", output_bias=False, moe=_NORMED),
     Arch(name="paddleocr", rope="mrope"),

@@ -291,5 +291,9 @@ def _by_position(b: Builder, q: Value, floor_scale: int, alpha: float, offset: f
 
 
 def _attention_scale(b: Builder, head: int) -> float:
+    if head < 1:
+        raise FormatError(
+            f"{b.source.paths[0]}: heads of {head} columns; {b.h.arch}.attention.key_length must be above 0"
+        )
     given = b.h.float("attention.scale", 0.0) if b.arch.attention_scale else 0.0
     return given or 1.0 / math.sqrt(head)

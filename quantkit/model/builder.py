@@ -21,6 +21,7 @@ from quantkit.model.ops import (
     RopeTable,
     Scale,
     SelectOutputs,
+    Softcap,
     State,
     Take,
     Value,
@@ -40,6 +41,8 @@ class Builder:
         self.states: list[State] = []
         #: What each layer is given beside its input (Gemma 4).
         self.per_layer: Sequence[Value] = ()
+        #: Sums of layers that later ones mix (Kimi K3).
+        self.checkpoints: list[Value] = []
         self.layer = -1
         #: Layers below this have names "blk.N."; a prediction layer comes after those of the model.
         self.n_blocks = self.h.n_layer
@@ -65,6 +68,10 @@ class Builder:
     def has(self, name: str) -> bool:
         """Tell whether the file has this tensor (of the current layer)."""
         return self.full_name(name) in self.source.tensors
+
+    def has_norm(self, name: str) -> bool:
+        """Tell whether the file has the weight of this norm."""
+        return self.has(f"{name}.weight") or self.has(name)
 
     def matrix(self, name: str, rows: tuple[int, int] | None = None) -> Matrix:
         """Return a tensor; FormatError if there is none."""
@@ -116,7 +123,8 @@ class Builder:
         self, x: Value, name: str, *, group: int = 0, kind: str = "", out: str = "", eps: float | None = None
     ) -> Value:
         """Normalize the row, or every ``group`` columns, by the weight ``name``."""
-        weight, bias = self.maybe(f"{name}.weight"), self.maybe(f"{name}.bias")
+        # Falcon H1's ffn_norm has no ending.
+        weight, bias = self.maybe(f"{name}.weight") or self.maybe(name), self.maybe(f"{name}.bias")
         if weight is None and not self.arch.plain_norms:
             raise FormatError(f"{self.source.paths[0]}: there is no tensor {self.full_name(name)}.weight")
         y = self.value(out or name, x.width, x, x.per)
@@ -172,6 +180,12 @@ class Builder:
             return x
         y = self.value(f"{x.name.split('.')[-1]}_scaled", x.width, x, x.per)
         self.add(Scale(out=y, x=x, factor=factor))
+        return y
+
+    def softcapped(self, x: Value, cap: float) -> Value:
+        """Return cap * tanh(x / cap)."""
+        y = self.value(f"{x.name.split('.')[-1]}_capped", x.width, x, x.per)
+        self.add(Softcap(out=y, x=x, cap=cap))
         return y
 
     def take(self, x: Value, name: str, width: int, start: int, period: int = 0) -> Value:

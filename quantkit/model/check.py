@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from quantkit.errors import FormatError, TypeNotSupported
+from quantkit.kernels.parameters import MAX_DECAYS
 from quantkit.model import ops
 from quantkit.model.op_table import OpTable
 from quantkit.model.ops import Graph, Matrix, Op, Value
@@ -104,7 +105,7 @@ def _add(op: ops.Add, experts: dict[Value, int]) -> None:
 
 @CHECK.of(ops.MultiplyBy)
 def _multiply_by(op: ops.MultiplyBy, experts: dict[Value, int]) -> None:
-    n = _count(op.vector)
+    n = _count(op.vector) * op.each
     fit(n > 0 and op.x.width % n == 0, op, op.vector, f"which does not divide {op.x.width} columns")
 
 
@@ -292,8 +293,11 @@ def _delta_net(op: ops.DeltaNet, experts: dict[Value, int]) -> None:
     heads = op.n_k_head > 0 and op.n_v_head > 0 and op.n_v_head % op.n_k_head == 0
     fit(heads, op, None, f"{op.n_v_head} heads of values for {op.n_k_head} of keys")
     right = op.q.width == op.k.width and op.q.width % op.n_k_head == 0 and op.v.width % op.n_v_head == 0
-    right = right and op.g.width == op.beta.width == op.n_v_head and op.out.width == op.v.width
+    right = right and op.beta.width == op.n_v_head and op.out.width == op.v.width
+    right = right and op.g.width in (op.n_v_head, op.n_v_head * (op.k.width // op.n_k_head))
     fit(right, op, None, f"keys of {op.k.width} and values of {op.v.width} columns")
+    few = not op.by_row or op.g.width <= op.n_v_head * MAX_DECAYS
+    fit(few, op, None, f"more than {MAX_DECAYS} rows of a state decay each by itself")
     size = op.n_v_head * (op.k.width // op.n_k_head) * (op.v.width // op.n_v_head)
     fit(op.state.width == size, op, None, f"a state of {op.state.width} for {size}")
 
@@ -302,13 +306,28 @@ def _delta_net(op: ops.DeltaNet, experts: dict[Value, int]) -> None:
 def _ssm_scan(op: ops.SsmScan, experts: dict[Value, int]) -> None:
     heads = op.n_head > 0 and op.n_group > 0 and op.n_head % op.n_group == 0
     fit(heads, op, None, f"{op.n_head} heads in {op.n_group} groups")
-    right = op.x.width == op.z.width == op.out.width and op.x.width % op.n_head == 0 and op.dt.width == op.n_head
+    right = op.x.width == op.out.width and op.x.width % op.n_head == 0
+    right = right and (op.z is None or op.z.width == op.x.width) and (op.dt is None or op.dt.width == op.n_head)
     right = right and op.b.width == op.c.width and op.b.width % op.n_group == 0
-    fit(right, op, None, f"{op.n_head} heads of {op.x.width} columns, {op.dt.width} steps and {op.b.width} inputs")
+    right = right and (op.dt is None) == (op.dt_bias is None)
+    steps = 0 if op.dt is None else op.dt.width
+    fit(right, op, None, f"{op.n_head} heads of {op.x.width} columns, {steps} steps and {op.b.width} inputs")
     size = op.x.width * (op.b.width // op.n_group)
     fit(op.state.width == size, op, None, f"a state of {op.state.width} for {size}")
-    for vector in (op.dt_bias, op.a, op.d):
+    if isinstance(op.a, tuple):
+        fit(len(op.a) == op.n_head, op, None, f"{len(op.a)} decays for {op.n_head} heads")
+    for vector in (op.dt_bias, None if isinstance(op.a, tuple) else op.a, op.d):
         _vector(op, vector, op.n_head, "a scan")
+
+
+@CHECK.of(ops.ColumnScan)
+def _column_scan(op: ops.ColumnScan, experts: dict[Value, int]) -> None:
+    width, d_state = op.x.width, op.b.width
+    right = width == op.z.width == op.dt.width == op.out.width and d_state == op.c.width > 0
+    fit(right, op, None, f"{width} columns, {op.dt.width} steps and {d_state} inputs")
+    fit(op.a.n_in == d_state and _count(op.a) == d_state * width, op, op.a, f"where {d_state} rows decay")
+    _vector(op, op.d, width, "a scan")
+    fit(op.state.width == d_state * width, op, None, f"a state of {op.state.width} for {d_state * width}")
 
 
 # ---------------------------------------------------------------- observers

@@ -18,8 +18,8 @@ import math
 from quantkit.errors import FormatError
 from quantkit.model.attention import attend, keep, qkv, rope_config
 from quantkit.model.builder import Builder
-from quantkit.model.ops import Activation, DeltaNet, Glu, Join, MultiplyBy, Value
-from quantkit.model.recurrent import activated, check_width, convolved, new_state
+from quantkit.model.ops import DeltaNet, Join, MultiplyBy, Value
+from quantkit.model.recurrent import activated, check_width, convolved, gated, new_state
 
 
 def delta_nets(b: Builder, x: Value) -> Value:
@@ -40,10 +40,10 @@ def gated_attention(b: Builder, x: Value) -> Value:
     config = rope_config(b, head)
     q, k = b.rope(q, config, head), b.rope(k, config, head)
     attended = attend(b, q, keep(b, k, v), n_head, n_kv, head, head, 1.0 / math.sqrt(head))
-    return b.mul_mat(_gated(b, attended, gate, "sigmoid"), "attn_output", bias=b.arch.output_bias)
+    return b.mul_mat(gated(b, attended, gate, "sigmoid"), "attn_output", bias=b.arch.output_bias)
 
 
-def is_recurrent(b: Builder) -> bool:
+def is_recurrent(b: Builder, every: int = 4) -> bool:
     """Tell whether the current layer is a delta net: by a list in the metadata, or all but every n-th.
 
     A prediction layer attends.
@@ -52,7 +52,7 @@ def is_recurrent(b: Builder) -> bool:
         return False
     if b.h.get("attention.recurrent_layers", None) is not None:
         return b.h.layer_int("attention.recurrent_layers", b.layer) != 0
-    interval = b.h.int("full_attention_interval", 4)
+    interval = b.h.int("full_attention_interval", every)
     if interval < 1:
         raise FormatError(f"{b.source.paths[0]}: {b.h.arch}.full_attention_interval is {interval}; it must be positive")
     return (b.layer + 1) % interval != 0
@@ -89,7 +89,7 @@ def delta_net(b: Builder, x: Value) -> Value:
             tiled=b.arch.tiled_heads,
         )
     )
-    out = _gated(b, b.norm(out, "ssm_norm", group=head), z, "silu")
+    out = gated(b, b.norm(out, "ssm_norm", group=head), z, "silu")
     return b.mul_mat(out, "ssm_out", scale="ssm" in b.arch.tensor_scales)
 
 
@@ -135,12 +135,6 @@ def _convolved(b: Builder, mixed: Value, k_width: int, v_width: int) -> tuple[Va
     out = convolved(b, mixed)
     q, k = b.take(out, "q_convolved", k_width, 0), b.take(out, "k_convolved", k_width, k_width)
     return q, k, b.take(out, "v_convolved", v_width, 2 * k_width)
-
-
-def _gated(b: Builder, x: Value, gate: Value, kind: str) -> Value:
-    y = b.value(f"{x.name.split('.')[-1]}_gated", x.width, x)
-    b.add(Glu(out=y, gate=gate, up=x, activation=Activation(kind)))
-    return y
 
 
 def _beside(b: Builder, name: str, first: Value, second: Value) -> Value:

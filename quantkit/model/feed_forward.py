@@ -23,6 +23,8 @@ from quantkit.model.ops import (
     Xielu,
 )
 
+#: Names of what makes shorter rows for experts: Nemotron 3, Kimi K3.
+_LATENT = ("ffn_latent", "ffn_routed")
 #: expert_gating_func of the metadata.
 GATING: Mapping[int, str] = {1: "softmax", 2: "sigmoid", 3: "softmax_weight"}
 
@@ -37,7 +39,8 @@ def feed_forward(b: Builder, x: Value, logits: Value | None = None) -> Value:
         return dense(b, x, "ffn_gate", "ffn_up", "ffn_down", "ffn")
     if b.arch.moe.chunks:
         return _with_chunks(b, x)
-    routed = experts(b, x, logits)
+    latent = next((name for name in _LATENT if b.has(f"{name}_down.weight")), None)
+    routed = experts(b, x, logits) if latent is None else latent_experts(b, x, latent)
     if not b.has("ffn_up_shexp.weight"):
         return routed
     shared = dense(b, x, "ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp", "shexp")
@@ -57,7 +60,7 @@ def dense(b: Builder, x: Value, gate: str, up: str, down: str, part: str) -> Val
     if b.has(f"{gate}.weight"):
         gates = _dense_mul_mat(b, x, gate, part)
         hidden = b.value(f"{part}_hidden", ups.width, x)
-        b.add(Glu(out=hidden, gate=gates, up=ups, activation=activation))
+        add_glu(b, hidden, gates, ups, activation)
     elif b.arch.glu_in_up:
         hidden = b.value(f"{part}_hidden", ups.width // 2, x)
         b.add(Glu(out=hidden, gate=ups, up=None, activation=activation))
@@ -69,6 +72,20 @@ def dense(b: Builder, x: Value, gate: str, up: str, down: str, part: str) -> Val
     if b.has(f"{part}_sub_norm.weight"):
         hidden = b.norm(hidden, f"{part}_sub_norm")
     return _dense_mul_mat(b, hidden, down, part)
+
+
+def add_glu(b: Builder, out: Value, gate: Value, up: Value, activation: Activation) -> None:
+    """Gate: out = activation(gate) * up; for ``situ`` beta tanh(gate / beta) sigmoid(gate) * l tanh(up / l) (Kimi K3).
+
+    There beta and l are ``activation.situ_beta`` and ``situ_linear_beta``; if that is not positive, up stays as it is.
+    """
+    if activation.kind == "situ":
+        bent = b.softcapped(gate, b.h.float("activation.situ_beta"))
+        gated = b.value(f"{gate.name.split('.')[-1]}_gated", gate.width, gate, gate.per)
+        b.add(Glu(out=gated, gate=gate, up=bent, activation=Activation("sigmoid")))
+        bound = b.h.float("activation.situ_linear_beta")
+        gate, up, activation = gated, b.softcapped(up, bound) if bound > 0 else up, Activation("linear")
+    b.add(Glu(out=out, gate=gate, up=up, activation=activation))
 
 
 def _xielu(b: Builder, x: Value, out: str) -> Value:
@@ -177,6 +194,14 @@ def experts(
     return out
 
 
+def latent_experts(b: Builder, x: Value, name: str) -> Value:
+    """A mixture of experts on shorter rows, made and unmade by ``name``; the router reads x itself."""
+    logits = b.mul_mat(x, "ffn_gate_inp")
+    routed = experts(b, b.mul_mat(x, f"{name}_down", scale=False, bias=False), logits)
+    routed = b.norm(routed, f"{name}_norm") if b.has(f"{name}_norm.weight") else routed
+    return b.mul_mat(routed, f"{name}_up", scale=False, bias=False)
+
+
 def _choice_bias(b: Builder) -> Matrix | None:
     """Return the bias of the router's choice, which has no ending in HY V3."""
     return b.maybe("exp_probs_b.bias") or b.maybe("exp_probs_b")
@@ -202,7 +227,7 @@ def _expert_hidden(b: Builder, x: Value, ids: Value, n_used: int, part: str) -> 
     hidden = b.value(f"{part}_hidden", up.width, ids, n_used)
     if b.has(f"ffn_gate_{part}.weight"):
         gate = mul_mat_id(b, x, ids, f"ffn_gate_{part}", n_used)
-        b.add(Glu(out=hidden, gate=gate, up=up, activation=activation))
+        add_glu(b, hidden, gate, up, activation)
     else:
         b.add(Activate(out=hidden, x=up, activation=activation))
     return hidden

@@ -2,8 +2,8 @@
 
 ``build_graph`` walks the layers; a layer asks its tensors for what there is (biases, norms, experts, a shared expert)
 and the row of arch.py for what tensors cannot say. The blocks of a layer lie in attention.py, mla.py, delta_net.py,
-gemma4.py, mamba.py, hyper.py and feed_forward.py, layers that are other altogether in gemma3n.py; attention blocks are
-entered in ATTENTION. No backend is known here.
+gemma4.py, hyper.py, kimi.py, lightning.py, mamba.py, short_convolution.py and feed_forward.py, layers that are other
+altogether in gemma3n.py and residuals.py; attention blocks are entered in ATTENTION. No backend is known here.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ from quantkit.model.delta_net import delta_nets
 from quantkit.model.feed_forward import feed_forward
 from quantkit.model.gemma3n import add_altup_layer, merged, streams
 from quantkit.model.gemma4 import beside_experts, gemma4, layer_inputs, with_layer_input
-from quantkit.model.mamba import mamba2_hybrid
+from quantkit.model.kimi import kimi_linear
+from quantkit.model.lightning import lightning
+from quantkit.model.mamba import mamba, mamba2, mamba2_beside, mamba2_hybrid, mamba_hybrid, nemotron_h
 from quantkit.model.mla import mla, mla_gated, mla_plain, unscaled
 from quantkit.model.ops import Embed, Graph, Norm, Softcap, Value
+from quantkit.model.residuals import add_layer_of_mixtures, mixture
+from quantkit.model.short_convolution import short_convolutions
 
 #: The blocks an attention layer can be.
 ATTENTION: Mapping[str, Callable[[Builder, Value], Value]] = {
@@ -33,7 +37,15 @@ ATTENTION: Mapping[str, Callable[[Builder, Value], Value]] = {
     "mla_plain": mla_plain,
     "mla_gated": mla_gated,
     "delta_nets": delta_nets,
+    "mamba": mamba,
+    "mamba_hybrid": mamba_hybrid,
+    "mamba2": mamba2,
     "mamba2_hybrid": mamba2_hybrid,
+    "mamba2_beside": mamba2_beside,
+    "nemotron_h": nemotron_h,
+    "short_convolutions": short_convolutions,
+    "kimi_linear": kimi_linear,
+    "lightning": lightning,
     "gemma4": gemma4,
 }
 
@@ -58,8 +70,10 @@ def build_graph(source: GGUFFile, n_ctx: int = 0) -> Graph:
         b.layer = layer
         x = _between_loops(b, add_altup_layer(b, x) if b.arch.altup else add_layer(b, x))
     b.layer = b.h.n_layer
+    if b.arch.mixtures:
+        x = b.selected(mixture(b, x, "output_res_score"))
     x = merged(b, x) if b.arch.altup else hyper.head(b, x) if b.arch.hyper else x
-    x = b.norm(x, "output_norm")
+    x = b.norm(x, b.arch.output_norm)
     logits = b.mul_mat(x, "output" if b.has("output.weight") else "token_embd", out="logits", of="output")
     logits = _logits(b, logits)
     b.check_all_used()
@@ -73,7 +87,7 @@ def build_graph(source: GGUFFile, n_ctx: int = 0) -> Graph:
 
 def _embeddings(b: Builder) -> Value:
     """Return the input of the first layer."""
-    normed = b.has("token_embd_norm.weight")
+    normed = b.has("token_embd_norm.weight") and b.arch.output_norm != "token_embd_norm"
     x = b.value("token_embeddings" if b.arch.position_embeddings or normed else "embeddings", b.h.n_embd)
     b.add(Embed(out=x, weight=b.matrix("token_embd.weight"), scale=_embed_scale(b)))
     if normed:
@@ -114,16 +128,20 @@ def add_layer(b: Builder, x: Value) -> Value:
     """Add the operations of the current layer and return its output."""
     if b.arch.hyper:
         return _add_layer_of_streams(b, x)
-    own_ffn_norm = b.has("ffn_norm.weight") or b.arch.plain_norms
+    if b.arch.mixtures:
+        return add_layer_of_mixtures(b, x, ATTENTION[b.arch.attention], feed_forward)
+    if b.arch.single_block:
+        return _single_block(b, x)
+    own_ffn_norm = b.has_norm("ffn_norm") or b.arch.plain_norms
     parallel = _is_parallel(b, own_ffn_norm)
     shared = parallel and not own_ffn_norm  # the same input for both
     router = b.mul_mat(x, "ffn_gate_inp") if b.arch.moe.on_input and b.has("ffn_gate_inp.weight") else None
     normed = b.norm(x, "attn_norm") if b.has("attn_norm.weight") or b.arch.plain_norms else x
-    own_input = b.norm(x, "attn_norm_2") if b.has("attn_norm_2.weight") else normed
+    own_input = b.norm(x, "attn_norm_2") if b.has("attn_norm_2.weight") and not b.arch.residual_of_norms else normed
     attended = ATTENTION[b.arch.attention](b, own_input)
     if b.layer == b.h.n_layer - 1:
         attended, x = b.selected(attended), b.selected(x)
-        normed = b.selected(normed) if shared else normed
+        normed = b.selected(normed) if shared or b.arch.residual_of_norms else normed
         router = None if router is None else b.selected(router)
     if not b.arch.ffn_norm_is_post_attention:
         attended = _post_norm(b, attended, "post_attention_norm")
@@ -131,6 +149,8 @@ def add_layer(b: Builder, x: Value) -> Value:
     if parallel:
         fed = feed_forward(b, normed if shared else b.norm(x, "ffn_norm"))
         return b.sum(b.sum(fed, x, "ffn_residual"), attended, "layer_out")
+    if b.arch.residual_of_norms:
+        return _layer_of_norms(b, attended, normed)
     middle = b.sum(attended, x, "attn_residual")
     if own_ffn_norm:
         ready = b.norm(middle, "ffn_norm")
@@ -141,6 +161,21 @@ def add_layer(b: Builder, x: Value) -> Value:
     fed = beside_experts(b, middle, ready) if b.has("pre_ffw_norm_2.weight") else feed_forward(b, ready, router)
     fed = b.scaled(_post_norm(b, fed, "post_ffw_norm"), _residual_scale(b))
     return _layer_out(b, fed, middle)
+
+
+def _layer_of_norms(b: Builder, attended: Value, normed: Value) -> Value:
+    """Add the rest of a layer whose residuals are what its norms give, times a factor (MiniMax Text 01)."""
+    factor = b.h.float("residual_scale")
+    ready = b.norm(b.sum(attended, b.scaled(normed, factor), "attn_residual"), "ffn_norm")
+    return b.sum(feed_forward(b, ready), b.scaled(ready, factor), "layer_out")
+
+
+def _single_block(b: Builder, x: Value) -> Value:
+    """Add a layer without a feed-forward layer of its own: Mamba, and Nemotron H, where one is a layer."""
+    done = ATTENTION[b.arch.attention](b, b.norm(x, "attn_norm"))
+    if b.layer == b.h.n_layer - 1:
+        done, x = b.selected(done), b.selected(x)
+    return b.sum(x, done, "layer_out")
 
 
 def _is_parallel(b: Builder, own_ffn_norm: bool) -> bool:

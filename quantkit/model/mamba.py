@@ -1,28 +1,53 @@
-"""The layers of hybrids with Mamba 2 (Granite 4): selective state spaces, and among them plain attention.
+"""Layers of Mamba and Mamba 2, selective state spaces, and the hybrids with attention: among them (Granite 4, Jamba,
+Nemotron H) or beside it in every layer (Falcon H1).
 
-A layer of Mamba remembers a sequence in one matrix S [d_state, head] a head and in the last rows before a short
-convolution. For every token:
+A layer remembers a sequence in a state S and in the last rows before a short convolution. In Mamba 2 that is a matrix
+[d_state, head] a head. For every token:
 
     z, x b c, dt = parts of ssm_in x;  x, b, c = parts of silu(convolution along the sequence of x b c)
     dt = softplus(dt + ssm_dt);  S = exp(ssm_a dt) S;  S += b (dt x)^T;  y = S^T c + ssm_d x
     out = ssm_out rms_norm(y * silu(z))                (``ssm_a`` holds -exp(A_log))
 
-Heads share b and c by groups, which the norm goes by, too. Sources: llama.cpp b11434 src/models/granite-hybrid.cpp,
-mamba-base.cpp (build_mamba2_layer).
+Heads share b and c by groups, which the norm goes by, too; Falcon H1 may have none. In Mamba every column is a head
+with decays of its own for every row of S, the step of a column comes of a short row, and nothing is normalized at the
+end:
+
+    x, z = parts of ssm_in x;  x = silu(convolution of x);  dt, b, c = parts of ssm_x x   (normalized in Jamba, Falcon)
+    dt = softplus(ssm_dt dt + bias);  S = exp(ssm_a dt) S;  S += b dt x;  y = S^T c + ssm_d x
+    out = ssm_out(y * silu(z))
+
+Sources: llama.cpp b11434 src/models/mamba-base.cpp, granite-hybrid.cpp, mamba.cpp, jamba.cpp, falcon-h1.cpp,
+nemotron-h.cpp.
 """
 
 from __future__ import annotations
 
 from quantkit.errors import FormatError
-from quantkit.model.attention import gqa
+from quantkit.model.attention import gqa, n_head_kv
 from quantkit.model.builder import Builder
-from quantkit.model.ops import SsmScan, Value
+from quantkit.model.feed_forward import feed_forward
+from quantkit.model.ops import ColumnScan, SsmScan, Value
 from quantkit.model.recurrent import check_width, convolved, new_state
 
 
 def mamba2_hybrid(b: Builder, x: Value) -> Value:
     """Add a layer of Mamba 2 where the metadata give no heads of keys, attention where they do."""
     return mamba2(b, x) if b.h.layer_int("attention.head_count_kv", b.layer, 1) == 0 else gqa(b, x)
+
+
+def mamba_hybrid(b: Builder, x: Value) -> Value:
+    """Add a layer of Mamba where the metadata give no heads of keys, attention where they do."""
+    return mamba(b, x) if n_head_kv(b) == 0 else gqa(b, x)
+
+
+def mamba2_beside(b: Builder, x: Value) -> Value:
+    """Add both, attention and Mamba 2, which read the same (Falcon H1)."""
+    return b.sum(gqa(b, x), mamba2(b, x), "attended_and_scanned")
+
+
+def nemotron_h(b: Builder, x: Value) -> Value:
+    """Add the one block of a layer: feed-forward where the metadata give its width, else Mamba 2 or attention."""
+    return feed_forward(b, x) if b.h.layer_int("feed_forward_length", b.layer, 0) else mamba2_hybrid(b, x)
 
 
 def mamba2(b: Builder, x: Value) -> Value:
@@ -58,4 +83,48 @@ def mamba2(b: Builder, x: Value) -> Value:
             n_group=n_group,
         )
     )
-    return b.mul_mat(b.norm(out, "ssm_norm", group=width // n_group), "ssm_out")
+    if b.has("ssm_norm.weight") or not b.arch.scan_norm_optional:
+        out = b.norm(out, "ssm_norm", group=width // n_group)
+    return b.mul_mat(out, "ssm_out")
+
+
+def mamba(b: Builder, x: Value) -> Value:
+    """A layer of Mamba: the projection, convolution, steps, the scan, and the output matrix.
+
+    Raises FormatError if the metadata or shapes do not fit together.
+    """
+    width, d_state, rank = b.h.int("ssm.inner_size"), b.h.int("ssm.state_size"), b.h.int("ssm.time_step_rank")
+    if min(width, d_state, rank) < 1:
+        raise FormatError(
+            f"{b.source.paths[0]}: ssm.inner_size {width}, a state of {d_state} and ssm.time_step_rank {rank}: none of "
+            "them can be below 1"
+        )
+    both = b.mul_mat(x, "ssm_in")
+    check_width(b, both, 2 * width)
+    mixed = convolved(b, b.take(both, "x", width, 0), bias=True)
+    parts = b.mul_mat(mixed, "ssm_x", scale=False, bias=False)
+    check_width(b, parts, rank + 2 * d_state)
+    starts = (("dt", rank, 0), ("b", d_state, rank), ("c", d_state, rank + d_state))
+    short, read, write = (_normed(b, b.take(parts, f"ssm_{name}_row", n, start), name) for name, n, start in starts)
+    out = b.value("ssm_scan", width, x)
+    b.add(
+        ColumnScan(
+            out=out,
+            x=mixed,
+            z=b.take(both, "z", width, width),
+            dt=b.mul_mat(short, "ssm_dt", scale=False),
+            b=read,
+            c=write,
+            a=b.matrix("ssm_a"),
+            d=b.matrix("ssm_d"),
+            state=new_state(b, "ssm", width * d_state),
+        )
+    )
+    return b.mul_mat(out, "ssm_out")
+
+
+def _normed(b: Builder, x: Value, name: str) -> Value:
+    """Normalize a part if all have norms, or without weights where ``ssm.dt_b_c_rms`` says so (Falcon Mamba)."""
+    if all(b.has(f"ssm_{each}_norm.weight") for each in ("dt", "b", "c")):
+        return b.norm(x, f"ssm_{name}_norm")
+    return b.plain_norm(x, x.width) if b.h.flag("ssm.dt_b_c_rms") else x

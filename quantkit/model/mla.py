@@ -62,6 +62,18 @@ def mla_plain(b: Builder, x: Value) -> Value:
     return expanded(b, heads, q, latent, k_rope, 1.0 / math.sqrt(heads.k))
 
 
+def mla_bare(b: Builder, x: Value) -> Value:
+    """Either form without DeepSeek's rules for yarn, and if there is ``attn_gate``, with a gate on what comes out: Kimi
+    Linear and K3, where nothing rotates, and Ling 3."""
+    heads = Heads(b, b.h.int("attention.key_length_mla", b.h.head_k), b.h.int("attention.value_length_mla", b.h.head_v))
+    config = None if b.arch.rope == "none" else rope_config(b, heads.k, heads.n_rot)
+    q = queries(b, query_row(b, x), heads)
+    q = q if config is None else b.rope(q, config, heads.k, heads.nope)
+    latent, k_shared = latents(b, x, heads, config)
+    form = expanded if b.has("attn_kv_b.weight") else absorbed
+    return form(b, heads, q, latent, k_shared, 1.0 / math.sqrt(heads.k), gate=gate_of(b, x))
+
+
 def mla_gated(b: Builder, x: Value) -> Value:
     """The absorbed form without DeepSeek's rules, with a gate on what comes out: dots 3, HY V4.
 
@@ -137,15 +149,15 @@ def queries(b: Builder, row: Value, heads: Heads) -> Value:
 
 
 def latents(
-    b: Builder, x: Value, heads: Heads, config: RopeConfig, factors: Matrix | None = None
+    b: Builder, x: Value, heads: Heads, config: RopeConfig | None, factors: Matrix | None = None
 ) -> tuple[Value, Value]:
-    """Return a token's latent row, normalized, and the rotated key that all heads share."""
+    """Return a token's latent row, normalized, and the key that all heads share, rotated if there is a config."""
     both = fitting(b, project(b, x, "attn_kv_a_mqa"), heads.rank + heads.n_rot)
     latent = b.norm(b.take(both, "kv_latent", heads.rank, 0), "attn_kv_a_norm")
     k_rope = b.take(both, "k_rope", heads.n_rot, heads.rank)
     if b.has("attn_k_norm.weight"):
         k_rope = b.norm(k_rope, "attn_k_norm")
-    return latent, b.rope(k_rope, config, heads.n_rot, 0, factors)
+    return latent, k_rope if config is None else b.rope(k_rope, config, heads.n_rot, 0, factors)
 
 
 def absorbed(
@@ -169,14 +181,16 @@ def absorbed(
     return b.mul_mat(attended, "attn_output", bias=False)
 
 
-def expanded(b: Builder, heads: Heads, q: Value, latent: Value, k_rope: Value, scale: float) -> Value:
+def expanded(
+    b: Builder, heads: Heads, q: Value, latent: Value, k_rope: Value, scale: float, gate: Value | None = None
+) -> Value:
     """Expand the latent row to a key and a value for every head; then attend as usual."""
     period = heads.nope + heads.v
     kv = fitting(b, project(b, latent, "attn_kv_b"), heads.n * period)
     k_nope = b.take(kv, "k_nope", heads.n * heads.nope, 0, period)
     v = b.take(kv, "v", heads.n * heads.v, heads.nope, period)
     k = join(b, "k", k_nope, k_rope, heads.nope, heads.n_rot)
-    attended = attend(b, q, keep(b, k, v), heads.n, heads.n, heads.k, heads.v, scale)
+    attended = gated(b, attend(b, q, keep(b, k, v), heads.n, heads.n, heads.k, heads.v, scale), gate)
     return b.mul_mat(attended, "attn_output", bias=False)
 
 

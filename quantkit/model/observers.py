@@ -36,6 +36,8 @@ _BY_ROW = (
     *(ops.Exceed, ops.Mix, ops.ToLength, ops.Xielu),
 )
 
+#: What llama.cpp multiplies by as by a norm's weight, and adds up (Kimi K3).
+_SCORE = "_res_score.weight"
 _KV_B, _K_B, _V_B = "attn_kv_b.weight", "attn_k_b.weight", "attn_v_b.weight"
 
 
@@ -168,6 +170,8 @@ def inputs(graph: Graph, *, process_output: bool = False) -> list[Input]:
         if isinstance(op, ops.MulMats | ops.UpGate | ops.UpGateId):
             raise RecipeError("fused operations do not show what every weight multiplies: observe before fusing")
         if not isinstance(op, ops.MulMat | ops.MulMatHeads | ops.MulMatId) or (op is output and not process_output):
+            continue
+        if op.weight.tensor.name.endswith(_SCORE):
             continue
         x = chosen if op is output and chosen is not None else op.x
         ids = op.ids if isinstance(op, ops.MulMatId) else None
@@ -400,7 +404,7 @@ def similarity(graph: Graph) -> Graph:
                 active = None
             elif middle is not None:
                 listed.append(ops.Similarity(layer=op.layer, a=middle, b=out, of=f"feed-forward {op.layer}"))
-            elif isinstance(op, ops.Add):
+            elif isinstance(op, ops.Add) and op.a is not x:  # if it is, the layer is one block
                 attended[op.layer] = Value(f"{op.layer}.attn_residual", out.width)
                 listed.append(ops.Add(layer=op.layer, out=attended[op.layer], a=x, b=op.b))
                 listed.append(ops.Similarity(layer=op.layer, a=x, b=attended[op.layer], of=f"attention {op.layer}"))

@@ -185,10 +185,14 @@ class ScaleByPosition(_Map):
 
 
 class MultiplyBy(_Map):
-    """out = x * vector (or x + vector): an f32 vector of x's width, or whose length divides it."""
+    """out = x * vector (or x + vector): an f32 vector of x's width, or whose length divides it.
+
+    each: of so many columns side by side, each value of the vector holds for all.
+    """
 
     vector: Matrix
     add: bool = False
+    each: int = 1
 
 
 class Softcap(_Map):
@@ -477,8 +481,9 @@ class Convolve(_Map):
 class DeltaNet(Op):
     """Gated delta rule, token by token: S = exp(g) S; S += k (beta (v - S^T k))^T; out = S^T (q * scale).
 
-    q, k: [n_k_head * head_k]; v, out: [n_v_head * head_v]; g, beta: [n_v_head]. S of a value head is
-    [head_k, head_v]; value head h reads key head ``h % n_k_head`` if tiled, else h // (n_v_head / n_k_head).
+    q, k: [n_k_head * head_k]; v, out: [n_v_head * head_v]; beta: [n_v_head]; g: [n_v_head], or [n_v_head * head_k]: a
+    decay for every row of S (Kimi's delta attention). S of a value head is [head_k, head_v]; value head h reads key
+    head ``h % n_k_head`` if tiled, else h // (n_v_head / n_k_head).
     """
 
     out: Value
@@ -493,6 +498,11 @@ class DeltaNet(Op):
     scale: float
     tiled: bool = False
 
+    @property
+    def by_row(self) -> bool:
+        """Tell whether every row of S decays by itself."""
+        return self.g.width > self.n_v_head
+
 
 class SsmScan(Op):
     """Mamba 2's selective scan, token by token, with dt = softplus(dt + dt_bias) of each head:
@@ -500,6 +510,31 @@ class SsmScan(Op):
 
     x, z, out: [n_head * head]; b, c: [n_group * d_state]; dt: [n_head]; a, d, dt_bias: a value a head. S of a head is
     [d_state, head]; head h reads b and c of group h // (n_head / n_group).
+
+    Without dt every step is 1, without d and z nothing is added or gates: lightning attention, x being values, b keys
+    and c queries; its a is given as numbers.
+    """
+
+    out: Value
+    x: Value
+    z: Value | None = None
+    dt: Value | None = None
+    b: Value
+    c: Value
+    dt_bias: Matrix | None = None
+    a: Matrix | tuple[float, ...]
+    d: Matrix | None = None
+    state: State
+    n_head: int
+    n_group: int
+
+
+class ColumnScan(Op):
+    """Mamba's selective scan, token by token, of every column by itself, with dt = softplus(dt):
+    S = exp(a dt) S; S += b (dt x); out = (S^T c + d x) silu(z).
+
+    x, z, dt, out: [width]; b, c: [d_state], the same for all columns; a: [d_state, width], ggml's order; d: a value a
+    column. S of a column is [d_state]; the state has row by row of all columns, [d_state, width].
     """
 
     out: Value
@@ -508,12 +543,9 @@ class SsmScan(Op):
     dt: Value
     b: Value
     c: Value
-    dt_bias: Matrix
     a: Matrix
     d: Matrix
     state: State
-    n_head: int
-    n_group: int
 
 
 # ---------------------------------------------------------------- observers

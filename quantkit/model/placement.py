@@ -20,7 +20,7 @@ from quantkit.patterns import Pattern
 #: Operations that own memory of a layer, and the choice of its rows.
 _OF_LAYER = (
     *(ops.Attention, ops.CacheWrite, ops.LightningIndexer),
-    *(ops.Convolve, ops.DeltaNet, ops.SelectOutputs, ops.SsmScan),
+    *(ops.ColumnScan, ops.Convolve, ops.DeltaNet, ops.SelectOutputs, ops.SsmScan),
 )
 
 #: Operations whose weights are so small that they go with their input.

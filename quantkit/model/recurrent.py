@@ -1,10 +1,12 @@
-"""What layers that remember a sequence share: their states, and the short convolution."""
+"""What layers that remember a sequence share: their states, the short convolution, and products of their parts."""
 
 from __future__ import annotations
 
+from math import prod
+
 from quantkit.errors import FormatError
 from quantkit.model.builder import Builder
-from quantkit.model.ops import Activate, Activation, Convolve, State, Value
+from quantkit.model.ops import Activate, Activation, Convolve, Glu, State, Value
 
 
 def new_state(b: Builder, name: str, width: int) -> State:
@@ -14,24 +16,36 @@ def new_state(b: Builder, name: str, width: int) -> State:
     return state
 
 
-def convolved(b: Builder, x: Value, *, bias: bool = False) -> Value:
-    """Return silu of the causal convolution with ``ssm_conv1d``; bias: with the one that the file may have."""
-    weight = b.matrix("ssm_conv1d.weight")
-    if weight.n_out != x.width or weight.n_in < 2:
+def convolved(b: Builder, x: Value, name: str = "ssm_conv1d", *, bias: bool = False) -> Value:
+    """Return silu of the causal convolution with ``name``; bias: with the one that the file may have."""
+    return activated(b, convolution(b, x, name, bias=bias), "silu")
+
+
+def convolution(b: Builder, x: Value, name: str, *, bias: bool = False) -> Value:
+    """Return the causal convolution with ``name``, a row of taps for each column, in one or more dimensions."""
+    weight = b.matrix(f"{name}.weight")
+    if prod(weight.tensor.shape[1:]) != x.width or weight.n_in < 2:
         raise FormatError(
             f"{b.source.paths[0]}: {weight.tensor.name} is {weight.tensor.shape}, wanted one row for each of "
             f"{x.width} columns"
         )
-    out, state = b.value("convolved", x.width, x), new_state(b, "convolution", (weight.n_in - 1) * x.width)
-    added = b.maybe("ssm_conv1d.bias") if bias else None
+    out, state = b.value(f"{name}_out", x.width, x), new_state(b, name, (weight.n_in - 1) * x.width)
+    added = b.maybe(f"{name}.bias") if bias else None
     b.add(Convolve(out=out, x=x, weight=weight, bias=added, state=state))
-    return activated(b, out, "silu")
+    return out
 
 
 def activated(b: Builder, x: Value, kind: str) -> Value:
     """Return an activation of x."""
     y = b.value(f"{x.name.split('.')[-1]}_{kind}", x.width, x)
     b.add(Activate(out=y, x=x, activation=Activation(kind)))
+    return y
+
+
+def gated(b: Builder, x: Value, gate: Value, kind: str) -> Value:
+    """Return x times an activation of gate; ``linear`` is gate itself."""
+    y = b.value(f"{x.name.split('.')[-1]}_gated", x.width, x)
+    b.add(Glu(out=y, gate=gate, up=x, activation=Activation(kind)))
     return y
 
 

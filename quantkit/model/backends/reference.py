@@ -166,6 +166,7 @@ def _scale_by_position(p: ReferenceProgram, op: ops.ScaleByPosition) -> None:
 @RUN.of(ops.MultiplyBy)
 def _multiply_by(p: ReferenceProgram, op: ops.MultiplyBy) -> None:
     x, vector = p.values[op.x], p.weight(op.vector).reshape(-1)
+    vector = np.repeat(vector, op.each)
     vector = np.tile(vector, x.shape[1] // len(vector))
     p.values[op.out] = x + vector if op.add else x * vector
 
@@ -241,6 +242,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Floats, Activation], Any]] = {
     "relu": lambda x, a: np.maximum(x, f32(0)),
     "relu_sqr": lambda x, a: np.square(np.maximum(x, f32(0))),
     "sigmoid": lambda x, a: _sigmoid(x),
+    "linear": lambda x, a: x,
     "softplus": lambda x, a: np.where(x > 20, x, np.log(f32(1) + np.exp(np.minimum(x, f32(20))))),
     "swiglu_oai": lambda x, a: x * _sigmoid(f32(a.alpha) * x),
 }
@@ -584,8 +586,8 @@ def alibi_slope(op: ops.Attention, head: int) -> Any:
 
 @RUN.of(ops.Convolve)
 def _convolve(p: ReferenceProgram, op: ops.Convolve) -> None:
-    x, w = p.values[op.x], p.weight(op.weight)
-    n = w.shape[1]
+    x, n = p.values[op.x], op.weight.n_in
+    w = p.weight(op.weight).reshape(-1, n)
     out = np.empty_like(x)
     for sequence in np.unique(p.batch.sequences):
         rows = np.flatnonzero(p.batch.sequences == sequence)
@@ -607,7 +609,7 @@ def _delta_net(p: ReferenceProgram, op: ops.DeltaNet) -> None:
     out = np.empty_like(v)
     for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
         s = p.state(op.state, int(sequence), int(position)).reshape(op.n_v_head, k.shape[2], v.shape[2])
-        s *= decay[t][:, None, None]
+        s *= decay[t].reshape(op.n_v_head, -1, 1)
         kt, qt = k[t, key], q[t, key] * f32(op.scale)
         delta = (v[t] - np.einsum("hkv,hk->hv", s, kt)) * beta[t][:, None]
         s += kt[:, :, None] * delta[:, None, :]
@@ -618,18 +620,36 @@ def _delta_net(p: ReferenceProgram, op: ops.DeltaNet) -> None:
 @RUN.of(ops.SsmScan)
 def _ssm_scan(p: ReferenceProgram, op: ops.SsmScan) -> None:
     n, d_state = len(p.batch.tokens), op.b.width // op.n_group
-    bias, a, d = (p.weight(m).reshape(-1) for m in (op.dt_bias, op.a, op.d))
+    a = np.array(op.a, f32) if isinstance(op.a, tuple) else p.weight(op.a).reshape(-1)
     x = p.values[op.x].reshape(n, op.n_head, -1)
     groups = np.arange(op.n_head) // (op.n_head // op.n_group)
     b, c = (p.values[v].reshape(n, op.n_group, d_state)[:, groups] for v in (op.b, op.c))
-    dt = activate(Activation("softplus"), p.values[op.dt] + bias)
+    dt = np.ones((n, op.n_head), f32)
+    if op.dt is not None:
+        dt = activate(Activation("softplus"), p.values[op.dt] + p.weight(op.dt_bias).reshape(-1))
     decay, out = np.exp(dt * a), np.empty_like(x)
     for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
         s = p.state(op.state, int(sequence), int(position)).reshape(op.n_head, d_state, -1)
         s *= decay[t][:, None, None]
         s += b[t][:, :, None] * (x[t] * dt[t][:, None])[:, None, :]
-        out[t] = np.einsum("hsv,hs->hv", s, c[t]) + x[t] * d[:, None]
-    p.values[op.out] = gate(Activation("silu"), p.values[op.z], out.reshape(n, -1))
+        out[t] = np.einsum("hsv,hs->hv", s, c[t])
+    if op.d is not None:
+        out += x * p.weight(op.d).reshape(-1, 1)
+    flat = out.reshape(n, -1)
+    p.values[op.out] = flat if op.z is None else gate(Activation("silu"), p.values[op.z], flat)
+
+
+@RUN.of(ops.ColumnScan)
+def _column_scan(p: ReferenceProgram, op: ops.ColumnScan) -> None:
+    a, d = p.weight(op.a).T, p.weight(op.d).reshape(-1)
+    x, b, c = (p.values[v] for v in (op.x, op.b, op.c))
+    dt, out = activate(Activation("softplus"), p.values[op.dt]), np.empty_like(x)
+    for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
+        s = p.state(op.state, int(sequence), int(position)).reshape(a.shape)
+        s *= np.exp(a * dt[t])
+        s += b[t][:, None] * (x[t] * dt[t])
+        out[t] = c[t] @ s + x[t] * d
+    p.values[op.out] = gate(Activation("silu"), p.values[op.z], out)
 
 
 @RUN.of(ops.Observe)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from quantkit.kernels.rope_constants import rope_constants, rope_scalars
 from quantkit.model import ops
 from quantkit.model.backends.arena import Slot
@@ -57,10 +59,25 @@ def delta_net(b: Lowering, op: ops.DeltaNet) -> Slots:
 
 def ssm_scan(b: Lowering, op: ops.SsmScan) -> Slots:
     """Return the slots of ``ssm_scan``."""
-    vectors: Slots = {"dt_bias": b.vector(op.dt_bias), "a": b.vector(op.a), "d": b.vector(op.d)}
+    rates = b.array(np.array(op.a, np.float32)) if isinstance(op.a, tuple) else b.vector(op.a)
+    vectors: Slots = {"dt_bias": b.vector(op.dt_bias), "a": rates, "d": b.vector(op.d)}
     heads: Slots = {"n_head": op.n_head, "n_group": op.n_group, "state": b.state(op.state)}
     heads |= {"head": op.x.width // op.n_head, "d_state": op.b.width // op.n_group}
     return buffers(b, op, "x", "z", "dt", "b", "c", "out") | vectors | heads
+
+
+def column_scan(b: Lowering, op: ops.ColumnScan) -> Slots:
+    """Return the slots of ``column_scan``; its rates lie row by row of the state, as neighbouring columns need them."""
+    rates = b.vector_values(op.a).reshape(op.x.width, op.b.width).T
+    vectors: Slots = {"a": b.array(np.ascontiguousarray(rates)), "d": b.vector(op.d), "state": b.state(op.state)}
+    return buffers(b, op, "x", "z", "dt", "b", "c", "out") | vectors | {"width": op.x.width, "d_state": op.b.width}
+
+
+def by_vector(b: Lowering, op: ops.MultiplyBy) -> Slots:
+    """Return the vector and its length."""
+    vector = b.vector_values(op.vector)
+    vector = vector if op.each == 1 else np.repeat(vector, op.each)
+    return {"vector": b.array(vector), "n": len(vector)}
 
 
 # ---------------------------------------------------------------- experts

@@ -8,6 +8,7 @@ four numbers of an ops.Activation.
     sigmoid      1 / (1 + e^-x)                     gelu_quick   x / (1 + e^-1.702x)
     relu         max(x, 0)                          gelu         x / 2 (1 + tanh(sqrt(2/pi) x (1 + 0.044715 x^2)))
     relu_sqr     max(x, 0)^2                        swiglu_oai   x / (1 + e^-alpha x), times up + 1
+    linear       x
 
 On CPUs llama.cpp looks gelu and gelu_quick up in f16 tables (b11434 ggml-cpu/vec.h): x is rounded to f16 before, the
 result after. This file rounds at both points and computes the function in between; beyond +-10, outside ggml's gelu
@@ -80,6 +81,11 @@ def logistic(x, alpha):
 
 
 @inline
+def linear(x, alpha):
+    return x
+
+
+@inline
 def swish(x, alpha):
     return x / (exp(-x * alpha) + 1.0)
 
@@ -102,6 +108,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "relu": relu,
     "relu_sqr": relu_sqr,
     "sigmoid": logistic,
+    "linear": linear,
     "swiglu_oai": swish,
 }
 

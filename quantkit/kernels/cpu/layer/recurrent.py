@@ -8,8 +8,12 @@ depends on the number of threads.
                  weight: float32 [width, n] (the n taps of a column contiguous, as in the GGUF tensor); bias: or 0
     delta_net    for each value head, with S [head_k, head_v]:
                  S = exp(g) S;  d = beta (v - S^T k);  S = S + k d^T;  out = scale S^T q
+                 delta_net_by_row: g has a number for every row of S, not one for all
     ssm_scan     for each head, with S [d_state, head] and dt = softplus(dt + dt_bias):
                  S = exp(a dt) S + b (dt x)^T;  out = (S^T c + d x) silu(z)
+                 dt, d, z: or 0, for steps of 1, nothing more, and no gate
+    column_scan  for each column, with S [d_state], a [d_state] and dt = softplus(dt):
+                 S = exp(a dt) S + b dt x;  out = (S^T c + d x) silu(z)
 
 The delta rule (Yang, Kautz & Hatamizadeh 2024, "Gated Delta Networks") runs on ROWS = 4 tokens of a sequence at a time
 where possible: S is read once for all four, and their effect on each other reduces to dot products. With e_i the
@@ -18,6 +22,9 @@ decays, D_i = e_1 ... e_i, P_ji = e_j+1 ... e_i and S before the four:
     d_i   = beta_i (v_i - D_i S^T k_i - sum over j < i of P_ji (k_j . k_i) d_j)
     out_i = scale (D_i S^T q_i + sum over j <= i of P_ji (k_j . q_i) d_j)
     S     = D_4 S + sum over j of P_j4 k_j d_j^T
+
+Where rows of S decay each by itself, D and P are diagonal matrices: D_i S^T k_i is S^T (D_i k_i), P_ji (k_j . k_i) is
+k_j . P_ji k_i.
 
 A single token takes two passes over S: S^T k; then decay, update and S^T q together. A unit of work is 64 columns of
 a head.
@@ -28,6 +35,8 @@ batches are cut changes no bit.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from numba import types
 
@@ -43,13 +52,15 @@ from quantkit.kernels.cpu.attention.attention_tiles import (
     zero_tile,
 )
 from quantkit.kernels.cpu.core.functions import exp, load_up_to, sigmoid, softplus, store_up_to
-from quantkit.kernels.cpu.core.jit import helper, inline
+from quantkit.kernels.cpu.core.jit import helper, inline, specialize
 from quantkit.kernels.cpu.core.simd import extract, f32x16, load, muladd, splat, stack_bytes, store
 from quantkit.kernels.cpu.core.tape import N_TOKENS, POSITIONS, SEQUENCES, arg, batch_word, farg, first_of, operation
+from quantkit.kernels.parameters import MAX_DECAYS
 
 _CONVOLVE_X, _CONVOLVE_OUT, _WEIGHT, _CONVOLVE_BIAS, _CONVOLVE_STATE, _TAPS, _WIDTH = range(1, 8)
 _Q, _K, _V, _G, _BETA, _OUT, _STATE, _N_K_HEAD, _N_V_HEAD, _HEAD_K, _HEAD_V, _SCALE, _TILED = range(1, 14)
 _X, _Z, _DT, _B, _C, _DT_BIAS, _A, _D_SKIP, _SCAN_OUT, _SCAN_STATE, _N_HEAD, _N_GROUP, _HEAD, _D_STATE = range(1, 15)
+_RATES, _SKIP, _COLUMN_OUT, _COLUMN_STATE, _COLUMN_WIDTH, _COLUMN_D_STATE = range(6, 12)
 
 #: Columns of a unit of work.
 PART = 64
@@ -141,24 +152,46 @@ def convolve(args, tid, nth):
 # ---------------------------------------------------------------- the gated delta rule
 
 
-@helper
+@inline
+def _one_decay(decay, i):
+    return decay
+
+
+@inline
+def _decay_of_row(decay, i):
+    return load(types.float32, decay, 4 * i)
+
+
+@inline
+def _no_decay(decay, i):
+    return types.float32(1)
+
+
+#: What row i of S decays by; S^T k is made of rows times ``before``, and multiplied by ``after``. Bound to those above.
+row_decay: Any = None
+before: Any = None
+after: Any = None
+
+
 def _step(s, stride, k, q, v, out, rows, decay, beta, scale):
     """Process one token on 64 columns of a head; S is ``rows`` rows, ``stride`` bytes apart."""
     a0 = a1 = a2 = a3 = splat(f32x16, 0.0)
     for i in range(rows):
-        at, x = s + stride * i, splat(f32x16, load(types.float32, k, 4 * i))
+        at, x = s + stride * i, splat(f32x16, types.float32(load(types.float32, k, 4 * i) * before(decay, i)))
         a0, a1 = muladd(load(f32x16, at, 0), x, a0), muladd(load(f32x16, at, 64), x, a1)
         a2, a3 = muladd(load(f32x16, at, 128), x, a2), muladd(load(f32x16, at, 192), x, a3)
-    d0, d1 = (load(f32x16, v, 0) - a0 * decay) * beta, (load(f32x16, v, 64) - a1 * decay) * beta
-    d2, d3 = (load(f32x16, v, 128) - a2 * decay) * beta, (load(f32x16, v, 192) - a3 * decay) * beta
+    left = after(decay, 0)
+    d0, d1 = (load(f32x16, v, 0) - a0 * left) * beta, (load(f32x16, v, 64) - a1 * left) * beta
+    d2, d3 = (load(f32x16, v, 128) - a2 * left) * beta, (load(f32x16, v, 192) - a3 * left) * beta
     o0 = o1 = o2 = o3 = splat(f32x16, 0.0)
     for i in range(rows):
         at = s + stride * i
         x, y = splat(f32x16, load(types.float32, k, 4 * i)), splat(f32x16, load(types.float32, q, 4 * i))
-        s0 = muladd(d0, x, load(f32x16, at, 0) * decay)
-        s1 = muladd(d1, x, load(f32x16, at, 64) * decay)
-        s2 = muladd(d2, x, load(f32x16, at, 128) * decay)
-        s3 = muladd(d3, x, load(f32x16, at, 192) * decay)
+        kept = row_decay(decay, i)
+        s0 = muladd(d0, x, load(f32x16, at, 0) * kept)
+        s1 = muladd(d1, x, load(f32x16, at, 64) * kept)
+        s2 = muladd(d2, x, load(f32x16, at, 128) * kept)
+        s3 = muladd(d3, x, load(f32x16, at, 192) * kept)
         store(at, 0, s0)
         store(at, 64, s1)
         store(at, 128, s2)
@@ -170,19 +203,26 @@ def _step(s, stride, k, q, v, out, rows, decay, beta, scale):
     store(out, 192, o3 * scale)
 
 
-@helper
 def _step_part(s, stride, k, q, v, out, rows, decay, beta, scale, n):
     """As _step, for n <= 16 columns."""
     a = splat(f32x16, 0.0)
     for i in range(rows):
-        a = muladd(load_up_to(s, stride * i, n), splat(f32x16, load(types.float32, k, 4 * i)), a)
-    d = (load_up_to(v, 0, n) - a * decay) * beta
+        x = splat(f32x16, types.float32(load(types.float32, k, 4 * i) * before(decay, i)))
+        a = muladd(load_up_to(s, stride * i, n), x, a)
+    d = (load_up_to(v, 0, n) - a * after(decay, 0)) * beta
     o = splat(f32x16, 0.0)
     for i in range(rows):
-        x = muladd(d, splat(f32x16, load(types.float32, k, 4 * i)), load_up_to(s, stride * i, n) * decay)
+        kept = load_up_to(s, stride * i, n) * row_decay(decay, i)
+        x = muladd(d, splat(f32x16, load(types.float32, k, 4 * i)), kept)
         store_up_to(s, stride * i, x, n)
         o = muladd(x, splat(f32x16, load(types.float32, q, 4 * i)), o)
     store_up_to(out, 0, o * scale, n)
+
+
+_ALIKE: dict[str, Any] = {"row_decay": _one_decay, "before": _no_decay, "after": _one_decay}
+_BY_ROW: dict[str, Any] = {"row_decay": _decay_of_row, "before": _decay_of_row, "after": _no_decay}
+_step_alike, _step_part_alike = (specialize(of, "alike", helper, **_ALIKE) for of in (_step, _step_part))
+_step_by_row, _step_part_by_row = (specialize(of, "by_row", helper, **_BY_ROW) for of in (_step, _step_part))
 
 
 @helper
@@ -196,6 +236,10 @@ def _zero(s, stride, rows, n):
 #: times, the decay from each token to the last; then dot products [ROWS][ROWS]; then tiles [ROWS][COLUMNS] of vectors.
 _DECAY, _PRODUCT, _LAST, _TO_LAST, _KK, _QK = (4 * ROWS * i for i in (0, 1, 2, 3, 4, 4 + ROWS))
 _KS, _QS, _D = (1024 + 64 * ROWS * COLUMNS * i for i in range(3))
+#: Where rows decay by themselves: [ROWS][MAX_DECAYS] of keys and queries times the decays up to them, of keys times the
+#: decays after them; then the products of all decays (of one token: its decays).
+_DECAYED_K, _DECAYED_Q, _K_TO_LAST, _LAST_OF_ROWS = (4096 + 4 * ROWS * MAX_DECAYS * i for i in range(4))
+_SHARED = 4096 + 4 * (3 * ROWS + 1) * MAX_DECAYS
 
 
 @helper
@@ -224,6 +268,51 @@ def _set_shared(k, q, stride, n, shared):
         store(shared, _LAST + 4 * i, product)
 
 
+@helper
+def _set_shared_by_row(k, q, stride, g, g_stride, n, shared):
+    """As _set_shared, for the logarithms of decays at g; what is left to apply of them is 1."""
+    kk10 = kk20 = kk21 = kk30 = kk31 = kk32 = zero = splat(f32x16, 0.0)
+    qk00 = qk10 = qk11 = qk20 = qk21 = qk22 = qk30 = qk31 = qk32 = qk33 = zero
+    for j in range(0, 4 * n, 64):
+        k0, k1 = load(f32x16, k, j), load(f32x16, k, stride + j)
+        k2, k3 = load(f32x16, k, 2 * stride + j), load(f32x16, k, 3 * stride + j)
+        q0, q1 = load(f32x16, q, j), load(f32x16, q, stride + j)
+        q2, q3 = load(f32x16, q, 2 * stride + j), load(f32x16, q, 3 * stride + j)
+        e0, e1 = exp(load(f32x16, g, j)), exp(load(f32x16, g, g_stride + j))
+        e2, e3 = exp(load(f32x16, g, 2 * g_stride + j)), exp(load(f32x16, g, 3 * g_stride + j))
+        # Those of token 1 times the decays between.
+        k01, k02, k03 = k0 * e1, k0 * (e1 * e2), k0 * (e1 * e2 * e3)
+        k12, k13, k23 = k1 * e2, k1 * (e2 * e3), k2 * e3
+        kk10, kk20, kk21 = muladd(k01, k1, kk10), muladd(k02, k2, kk20), muladd(k12, k2, kk21)
+        kk30, kk31, kk32 = muladd(k03, k3, kk30), muladd(k13, k3, kk31), muladd(k23, k3, kk32)
+        qk00, qk10, qk11 = muladd(k0, q0, qk00), muladd(k01, q1, qk10), muladd(k1, q1, qk11)
+        qk20, qk21, qk22 = muladd(k02, q2, qk20), muladd(k12, q2, qk21), muladd(k2, q2, qk22)
+        qk30, qk31, qk32 = muladd(k03, q3, qk30), muladd(k13, q3, qk31), muladd(k23, q3, qk32)
+        qk33 = muladd(k3, q3, qk33)
+        e1 = e1 * e0
+        e2 = e2 * e1
+        e3 = e3 * e2
+        _store_rows(shared + _DECAYED_K + j, k0 * e0, k1 * e1, k2 * e2, k3 * e3)
+        _store_rows(shared + _DECAYED_Q + j, q0 * e0, q1 * e1, q2 * e2, q3 * e3)
+        _store_rows(shared + _K_TO_LAST + j, k03, k13, k23, k3)
+        store(shared, _LAST_OF_ROWS + j, e3)
+    kk = (zero, zero, zero, zero, kk10, zero, zero, zero, kk20, kk21, zero, zero, kk30, kk31, kk32, zero)
+    qk = (qk00, zero, zero, zero, qk10, qk11, zero, zero, qk20, qk21, qk22, zero, qk30, qk31, qk32, qk33)
+    store_sums(kk, shared + _KK, 4 * ROWS)
+    store_sums(qk, shared + _QK, 4 * ROWS)
+    for i in range(ROWS):
+        store(shared, _PRODUCT + 4 * i, types.float32(1))
+        store(shared, _TO_LAST + 4 * i, types.float32(1))
+
+
+@inline
+def _store_rows(at, x0, x1, x2, x3):
+    store(at, 0, x0)
+    store(at, 4 * MAX_DECAYS, x1)
+    store(at, 8 * MAX_DECAYS, x2)
+    store(at, 12 * MAX_DECAYS, x3)
+
+
 @inline
 def _times(s, stride, x, x_stride, rows, out):
     """Compute S^T x for ROWS vectors x."""
@@ -234,8 +323,15 @@ def _times(s, stride, x, x_stride, rows, out):
 
 
 @helper
-def _steps(s, stride, k, q, k_stride, v, out, v_stride, rows, beta, beta_stride, scale, shared):
-    """Process ROWS tokens on COLUMNS vectors of columns of a head."""
+def _steps(
+    s, stride, k, q, k_stride, to_last, to_stride, last, last_step, v, out, v_stride, rows, beta, beta_stride, scale,
+    shared,
+):  # fmt: skip
+    """Process ROWS tokens on COLUMNS vectors of columns of a head.
+
+    to_last: keys for the update of S. last: the decay of its rows 0 to ROWS over all tokens; of the next row
+    ``last_step`` bytes on.
+    """
     _times(s, stride, k, k_stride, rows, shared + _KS)
     _times(s, stride, q, k_stride, rows, shared + _QS)
     for i in range(ROWS):
@@ -257,9 +353,9 @@ def _steps(s, stride, k, q, k_stride, v, out, v_stride, rows, beta, beta_stride,
             at = _D + 64 * (COLUMNS * i + c)
             store(shared, at, load(f32x16, shared, at) * load(types.float32, shared, _TO_LAST + 4 * i))
     for i in range(0, rows, ROWS):
-        tile = load_tile(zero_tile(), s + stride * i, stride, shared + _LAST)
+        tile = load_tile(zero_tile(), s + stride * i, stride, last + last_step * i)
         for j in range(ROWS):
-            tile = outer(tile, shared + _D + 64 * COLUMNS * j, 64, k + k_stride * j + 4 * i, 4)
+            tile = outer(tile, shared + _D + 64 * COLUMNS * j, 64, to_last + to_stride * j + 4 * i, 4)
         store_tile(tile, s + stride * i, stride)
 
 
@@ -280,20 +376,26 @@ def _decay(args, i):
     return extract(exp(splat(f32x16, load(types.float32, arg(args, _G), 4 * i))), 0)
 
 
-@helper
-def _advance(args, t, many, head, from_head, first, n, shared):
-    """Advance n columns of a head, from ``first``, by token t, or by ROWS tokens from t."""
+@inline
+def _places(args, t, head, from_head, first, n):
+    """Return where S, k, q, v and out of token t are, from column ``first`` of a head; S is zero where a sequence
+    begins."""
     n_v_head, head_k, head_v = arg(args, _N_V_HEAD), arg(args, _HEAD_K), arg(args, _HEAD_V)
-    scale, k_stride = farg(args, _SCALE), 4 * arg(args, _N_K_HEAD) * head_k
     sequence = types.int64(load(types.int32, batch_word(args, SEQUENCES), 4 * t))
     s = arg(args, _STATE) + 4 * ((sequence * n_v_head + head) * head_k * head_v + first)
     if load(types.int32, batch_word(args, POSITIONS), 4 * t) == 0:
         _zero(s, 4 * head_v, head_k, n)
-    at = k_stride * t + 4 * head_k * from_head
-    k, q = arg(args, _K) + at, arg(args, _Q) + at
-    at = 4 * ((t * n_v_head + head) * head_v + first)
-    v, out = arg(args, _V) + at, arg(args, _OUT) + at
-    number = t * n_v_head + head
+    at = 4 * (arg(args, _N_K_HEAD) * t + from_head) * head_k
+    of_head = 4 * ((t * n_v_head + head) * head_v + first)
+    return s, arg(args, _K) + at, arg(args, _Q) + at, arg(args, _V) + of_head, arg(args, _OUT) + of_head
+
+
+@helper
+def _advance(args, t, many, head, from_head, first, n, shared):
+    """Advance n columns of a head, from ``first``, by token t, or by ROWS tokens from t."""
+    n_v_head, head_k, head_v = arg(args, _N_V_HEAD), arg(args, _HEAD_K), arg(args, _HEAD_V)
+    s, k, q, v, out = _places(args, t, head, from_head, first, n)
+    scale, k_stride, number = farg(args, _SCALE), 4 * arg(args, _N_K_HEAD) * head_k, t * n_v_head + head
     if many:
         for i in range(ROWS):
             store(shared, _DECAY + 4 * i, _decay(args, number + n_v_head * i))
@@ -301,25 +403,55 @@ def _advance(args, t, many, head, from_head, first, n, shared):
         beta = arg(args, _BETA) + 4 * number
         for c in range(0, 4 * n, 64 * COLUMNS):
             _steps(
-                s + c, 4 * head_v, k, q, k_stride, v + c, out + c, 4 * n_v_head * head_v, head_k, beta, 4 * n_v_head,
-                scale, shared,
+                s + c, 4 * head_v, k, q, k_stride, k, k_stride, shared + _LAST, 0, v + c, out + c,
+                4 * n_v_head * head_v, head_k, beta, 4 * n_v_head, scale, shared,
             )  # fmt: skip
         return
     beta, decay = load(types.float32, arg(args, _BETA), 4 * number), _decay(args, number)
     if n == PART:
-        _step(s, 4 * head_v, k, q, v, out, head_k, decay, beta, scale)
+        _step_alike(s, 4 * head_v, k, q, v, out, head_k, decay, beta, scale)
         return
     for c in range(0, 4 * n, 64):
-        _step_part(s + c, 4 * head_v, k, q, v + c, out + c, head_k, decay, beta, scale, min(16, n - c // 4))
+        _step_part_alike(s + c, 4 * head_v, k, q, v + c, out + c, head_k, decay, beta, scale, min(16, n - c // 4))
+
+
+@helper
+def _advance_by_row(args, t, many, head, from_head, first, n, shared):
+    """As _advance, where rows of S decay each by itself, at most MAX_DECAYS of them."""
+    n_v_head, head_k, head_v = arg(args, _N_V_HEAD), arg(args, _HEAD_K), arg(args, _HEAD_V)
+    s, k, q, v, out = _places(args, t, head, from_head, first, n)
+    scale, k_stride, number = farg(args, _SCALE), 4 * arg(args, _N_K_HEAD) * head_k, t * n_v_head + head
+    g, decays, row = arg(args, _G) + 4 * number * head_k, shared + _LAST_OF_ROWS, 4 * MAX_DECAYS
+    if many:
+        _set_shared_by_row(k, q, k_stride, g, 4 * n_v_head * head_k, head_k, shared)
+        beta = arg(args, _BETA) + 4 * number
+        for c in range(0, 4 * n, 64 * COLUMNS):
+            _steps(
+                s + c, 4 * head_v, shared + _DECAYED_K, shared + _DECAYED_Q, row, shared + _K_TO_LAST, row, decays, 4,
+                v + c, out + c, 4 * n_v_head * head_v, head_k, beta, 4 * n_v_head, scale, shared,
+            )  # fmt: skip
+        return
+    for i in range(0, 4 * head_k, 64):
+        store(decays, i, exp(load_up_to(g, i, head_k - i // 4)))
+    beta = load(types.float32, arg(args, _BETA), 4 * number)
+    if n == PART:
+        _step_by_row(s, 4 * head_v, k, q, v, out, head_k, decays, beta, scale)
+        return
+    for c in range(0, 4 * n, 64):
+        _step_part_by_row(s + c, 4 * head_v, k, q, v + c, out + c, head_k, decays, beta, scale, min(16, n - c // 4))
+
+
+#: Bound to one of the two above.
+advance: Any = None
 
 
 @operation("batch q k v g beta out state n_k_head n_v_head head_k head_v scale:f tiled")
-def delta_net(args, tid, nth):
+def _delta_net(args, tid, nth):
     """Apply the gated delta rule to all tokens of the batch; state: [sequences][n_v_head][head_k][head_v]."""
     n_k_head, n_v_head = arg(args, _N_K_HEAD), arg(args, _N_V_HEAD)
     head_v, n_tokens = arg(args, _HEAD_V), batch_word(args, N_TOKENS)
     positions, sequences = batch_word(args, POSITIONS), batch_word(args, SEQUENCES)
-    shared = stack_bytes(4096)
+    shared = stack_bytes(_SHARED)
     parts = (head_v + PART - 1) // PART
     units = n_v_head * parts
     for unit in range(first_of(units, tid, nth), first_of(units, tid + 1, nth)):
@@ -329,8 +461,13 @@ def delta_net(args, tid, nth):
         t = 0
         while t < n_tokens:
             many = n == PART and arg(args, _HEAD_K) % 16 == 0 and _alike(positions, sequences, t, n_tokens)
-            _advance(args, t, many, head, from_head, first, n, shared)
+            advance(args, t, many, head, from_head, first, n, shared)
             t += ROWS if many else 1
+
+
+delta_net, delta_net_by_row = (
+    _delta_net.bind(name, advance=of) for name, of in (("alike", _advance), ("by_row", _advance_by_row))
+)
 
 
 # ---------------------------------------------------------------- the selective scan
@@ -359,10 +496,14 @@ def _scan_step(s, stride, b, c, x, z, out, rows, decay, dt, skip):
         store(at, 128, s2)
         store(at, 192, s3)
         o0, o1, o2, o3 = muladd(s0, w, o0), muladd(s1, w, o1), muladd(s2, w, o2), muladd(s3, w, o3)
-    store(out, 0, muladd(x0, skip, o0) * _silu(load(f32x16, z, 0)))
-    store(out, 64, muladd(x1, skip, o1) * _silu(load(f32x16, z, 64)))
-    store(out, 128, muladd(x2, skip, o2) * _silu(load(f32x16, z, 128)))
-    store(out, 192, muladd(x3, skip, o3) * _silu(load(f32x16, z, 192)))
+    o0, o1, o2, o3 = muladd(x0, skip, o0), muladd(x1, skip, o1), muladd(x2, skip, o2), muladd(x3, skip, o3)
+    if z:
+        o0, o1 = o0 * _silu(load(f32x16, z, 0)), o1 * _silu(load(f32x16, z, 64))
+        o2, o3 = o2 * _silu(load(f32x16, z, 128)), o3 * _silu(load(f32x16, z, 192))
+    store(out, 0, o0)
+    store(out, 64, o1)
+    store(out, 128, o2)
+    store(out, 192, o3)
 
 
 @helper
@@ -374,17 +515,22 @@ def _scan_step_part(s, stride, b, c, x, z, out, rows, decay, dt, skip, n):
         y = muladd(d, splat(f32x16, load(types.float32, b, 4 * i)), load_up_to(s, stride * i, n) * decay)
         store_up_to(s, stride * i, y, n)
         o = muladd(y, splat(f32x16, load(types.float32, c, 4 * i)), o)
-    store_up_to(out, 0, muladd(x0, skip, o) * _silu(load_up_to(z, 0, n)), n)
+    o = muladd(x0, skip, o)
+    if z:
+        o = o * _silu(load_up_to(z, 0, n))
+    store_up_to(out, 0, o, n)
 
 
 @helper
 def _set_steps(args, head, t, n, steps):
     """Fill in dt and exp(a dt) of tokens t ... t + n, 16 of each."""
-    n_head, bias = arg(args, _N_HEAD), load(types.float32, arg(args, _DT_BIAS), 4 * head)
-    for i in range(16):
-        x = load(types.float32, arg(args, _DT), 4 * ((t + i) * n_head + head)) if i < n else types.float32(0)
-        store(steps, 4 * i, types.float32(x + bias))
-    dt = softplus(load(f32x16, steps, 0))
+    dt = splat(f32x16, 1.0)
+    if arg(args, _DT):
+        n_head, bias = arg(args, _N_HEAD), load(types.float32, arg(args, _DT_BIAS), 4 * head)
+        for i in range(16):
+            x = load(types.float32, arg(args, _DT), 4 * ((t + i) * n_head + head)) if i < n else types.float32(0)
+            store(steps, 4 * i, types.float32(x + bias))
+        dt = softplus(load(f32x16, steps, 0))
     store(steps, 0, dt)
     store(steps, 64, exp(dt * load(types.float32, arg(args, _A), 4 * head)))
 
@@ -400,14 +546,19 @@ def _scan_token(args, t, head, first, n, dt, decay):
     at = 4 * (t * arg(args, _N_GROUP) + head // (n_head // arg(args, _N_GROUP))) * rows
     b, c = arg(args, _B) + at, arg(args, _C) + at
     at = 4 * ((t * n_head + head) * width + first)
-    x, z, out = arg(args, _X) + at, arg(args, _Z) + at, arg(args, _SCAN_OUT) + at
-    skip = load(types.float32, arg(args, _D_SKIP), 4 * head)
+    x, out, z = arg(args, _X) + at, arg(args, _SCAN_OUT) + at, arg(args, _Z)
+    z_step = 0
+    if z:
+        z, z_step = z + at, 1
+    skip = types.float32(0)
+    if arg(args, _D_SKIP):
+        skip = load(types.float32, arg(args, _D_SKIP), 4 * head)
     if n == PART:
         _scan_step(s, 4 * width, b, c, x, z, out, rows, decay, dt, skip)
         return
     for i in range(0, 4 * n, 64):
         rest = min(16, n - i // 4)
-        _scan_step_part(s + i, 4 * width, b, c, x + i, z + i, out + i, rows, decay, dt, skip, rest)
+        _scan_step_part(s + i, 4 * width, b, c, x + i, z + z_step * i, out + i, rows, decay, dt, skip, rest)
 
 
 @operation("batch x z dt b c dt_bias a d out state n_head n_group head d_state")
@@ -424,3 +575,45 @@ def ssm_scan(args, tid, nth):
             for i in range(n):
                 dt, decay = load(types.float32, steps, 4 * i), load(types.float32, steps, 64 + 4 * i)
                 _scan_token(args, begin + i, head, first, min(PART, width - first), dt, decay)
+
+
+# ---------------------------------------------------------------- the scan of columns
+
+
+@helper
+def _column_step(s, a, stride, b, c, x, z, dt, skip, out, rows, n):
+    """Process one token on n <= 16 columns; S and the rates a are ``rows`` rows, ``stride`` bytes apart."""
+    x0, steps = load_up_to(x, 0, n), softplus(load_up_to(dt, 0, n))
+    d, o = x0 * steps, splat(f32x16, 0.0)
+    for i in range(rows):
+        decay = exp(load_up_to(a, stride * i, n) * steps)
+        y = muladd(d, splat(f32x16, load(types.float32, b, 4 * i)), load_up_to(s, stride * i, n) * decay)
+        store_up_to(s, stride * i, y, n)
+        o = muladd(y, splat(f32x16, load(types.float32, c, 4 * i)), o)
+    store_up_to(out, 0, muladd(x0, load_up_to(skip, 0, n), o) * _silu(load_up_to(z, 0, n)), n)
+
+
+@operation("batch x z dt b c a d out state width d_state")
+def column_scan(args, tid, nth):
+    """Apply Mamba's selective scan to all tokens of the batch; a: [d_state][width]; state: [sequences][d_state][width].
+
+    A unit of work is 64 columns, whose states stay in the L1 cache from token to token.
+    """
+    width, rows, n_tokens = arg(args, _COLUMN_WIDTH), arg(args, _COLUMN_D_STATE), batch_word(args, N_TOKENS)
+    stride, parts = 4 * width, (width + PART - 1) // PART
+    for part in range(first_of(parts, tid, nth), first_of(parts, tid + 1, nth)):
+        first = part * PART
+        n = min(PART, width - first)
+        for t in range(n_tokens):
+            sequence = types.int64(load(types.int32, batch_word(args, SEQUENCES), 4 * t))
+            s = arg(args, _COLUMN_STATE) + 4 * (sequence * rows * width + first)
+            if load(types.int32, batch_word(args, POSITIONS), 4 * t) == 0:
+                _zero(s, stride, rows, n)
+            b, c = arg(args, _B) + 4 * t * rows, arg(args, _C) + 4 * t * rows
+            at = stride * t + 4 * first
+            for i in range(0, 4 * n, 64):
+                _column_step(
+                    s + i, arg(args, _RATES) + 4 * first + i, stride, b, c, arg(args, _X) + at + i,
+                    arg(args, _Z) + at + i, arg(args, _DT) + at + i, arg(args, _SKIP) + 4 * first + i,
+                    arg(args, _COLUMN_OUT) + at + i, rows, min(16, n - i // 4),
+                )  # fmt: skip

@@ -4,7 +4,7 @@
 //     sigmoid      1 / (1 + e^-x)                     gelu_quick   x / (1 + e^-1.702x)
 //     relu         max(x, 0)                          gelu         x / 2 (1 + tanh(sqrt(2/pi) x (1 + 0.044715 x^2)))
 //     relu_sqr     max(x, 0)^2                        swiglu_oai   x / (1 + e^-alpha x), times up + 1
-//     softplus     log(1 + e^x), x above 20
+//     softplus     log(1 + e^x), x above 20           linear       x
 //
 // ggml looks gelu and gelu_quick up in f16 tables: x is rounded to f16 before, the result after; beyond +-10, outside
 // the gelu table, the result is x or zero. Here both roundings are kept and the function between them is computed.
@@ -21,6 +21,7 @@
 #define ACT_SIGMOID 6
 #define ACT_SOFTPLUS 7
 #define ACT_SWIGLU_OAI 8
+#define ACT_LINEAR 9
 
 // These comparisons propagate NaN, as numpy does.
 INLINE float at_most(float x, float limit) { return x > limit ? limit : x; }
@@ -53,6 +54,7 @@ INLINE float activation(int kind, float x, float alpha) {
         case ACT_RELU_SQR: return at_least(x, 0.0f) * at_least(x, 0.0f);
         case ACT_SIGMOID: return sigmoid(x);
         case ACT_SOFTPLUS: return x > 20.0f ? x : log1pf(expf(x));
+        case ACT_LINEAR: return x;
         default: return x * sigmoid(alpha * x);
     }
 }

@@ -15,7 +15,9 @@ from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 from quantkit.kernels.cuda.layer.elementwise import over_all, over_rows
 from quantkit.kernels.parameters import Activation
 
-_KINDS = ("silu", "gelu", "gelu_erf", "gelu_quick", "relu", "relu_sqr", "sigmoid", "softplus", "swiglu_oai")
+_KINDS = (
+    *("silu", "gelu", "gelu_erf", "gelu_quick", "relu", "relu_sqr", "sigmoid", "softplus", "swiglu_oai", "linear"),
+)
 #: The numbers of functions.cuh, for the macro ACTIVATION.
 ACTIVATIONS = {kind: number for number, kind in enumerate(_KINDS)}
 #: Those that may gate: softplus stands in Activate only.

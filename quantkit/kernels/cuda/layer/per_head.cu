@@ -91,6 +91,7 @@ INLINE float activation_of(int64_t kind, float x) {
         case ACT_RELU: return activation(ACT_RELU, x, 0);
         case ACT_RELU_SQR: return activation(ACT_RELU_SQR, x, 0);
         case ACT_SIGMOID: return activation(ACT_SIGMOID, x, 0);
+        case ACT_LINEAR: return x;
         default: return activation(ACT_SOFTPLUS, x, 0);
     }
 }

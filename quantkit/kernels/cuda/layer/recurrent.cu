@@ -1,4 +1,4 @@
-// Recurrent layers with a state of fixed size per sequence: causal convolution, the gated delta rule, selective scan.
+// Recurrent layers with a state of fixed size per sequence: causal convolution, the gated delta rule, selective scans.
 // A state is float32 [sequences, width]; a token at position 0 starts from zeros, whatever the state holds. Tokens are
 // processed in batch order; sequences may be mixed. Columns are independent.
 #include "core/functions.cuh"
@@ -92,6 +92,8 @@ KERNEL(convolve, 512) {
 #define COLUMNS 32
 #define CHUNK (HEAD > 64 ? 4096 / HEAD : 64)
 #define QUADS (HEAD / 16)
+// Where every row of S decays by itself (BY_ROW), a chunk has decays as long as keys.
+#define DELTA_CHUNK (BY_ROW && HEAD > 32 ? 2048 / HEAD : CHUNK)
 
 INLINE float dot4(float4 a, float4 b, float sum) { return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum)))); }
 
@@ -136,7 +138,8 @@ template <int WIDTH> INLINE void load_rows(float* to, const float* from, int64_t
 // ---- the gated delta rule: S = exp(g) S;  d = beta (v - S^T k);  S = S + k d^T;  out = scale S^T q
 
 // state: [sequences][n_v_head][head_k][head_v]; head_k <= HEAD. Value head h reads key head h % n_k_head if tiled,
-// else h / (n_v_head / n_k_head). Blocks are (value head, 32 of its columns).
+// else h / (n_v_head / n_k_head). g: one number a head, or BY_ROW one for each row of its S. Blocks are (value head, 32
+// of its columns).
 struct delta_net_args {
     const Batch* batch;
     const float *q, *k, *v, *g, *beta;
@@ -146,10 +149,11 @@ struct delta_net_args {
 };
 
 KERNEL(delta_net, 128) {
-    __shared__ float4 q[CHUNK][HEAD / 4], k[CHUNK][HEAD / 4];
-    __shared__ float v[CHUNK][COLUMNS];
-    __shared__ float decay[CHUNK], beta[CHUNK];
-    __shared__ int sequences[CHUNK], positions[CHUNK];
+    __shared__ float4 q[DELTA_CHUNK][HEAD / 4], k[DELTA_CHUNK][HEAD / 4];
+    __shared__ float4 decays[BY_ROW ? DELTA_CHUNK : 1][HEAD / 4];
+    __shared__ float v[DELTA_CHUNK][COLUMNS];
+    __shared__ float decay[DELTA_CHUNK], beta[DELTA_CHUNK];
+    __shared__ int sequences[DELTA_CHUNK], positions[DELTA_CHUNK];
     const int head = blockIdx.x, head_k = (int)a.head_k, head_v = (int)a.head_v;
     const int from_head = (int)(a.tiled ? head % a.n_k_head : head / (a.n_v_head / a.n_k_head));
     const int first = COLUMNS * blockIdx.y, column = threadIdx.x >> 2, lane_row = 4 * (threadIdx.x & 3);
@@ -159,16 +163,22 @@ KERNEL(delta_net, 128) {
     float* const states = a.state + head * size + first + column;
     float4 s[QUADS];
     int sequence = -1;
-    for (int begin = 0; begin < a.rows; begin += CHUNK) {
-        const int n = (int)min((int64_t)CHUNK, a.rows - begin);
+    for (int begin = 0; begin < a.rows; begin += DELTA_CHUNK) {
+        const int n = (int)min((int64_t)DELTA_CHUNK, a.rows - begin);
         __syncthreads();  // the previous chunk may still be read
         const int64_t of_keys = (begin * a.n_k_head + from_head) * head_k;
         load_rows<HEAD>((float*)q, a.q + of_keys, a.n_k_head * head_k, n, head_k);
         load_rows<HEAD>((float*)k, a.k + of_keys, a.n_k_head * head_k, n, head_k);
         const float* const values = a.v + (begin * a.n_v_head + head) * head_v + first;
         load_rows<COLUMNS>((float*)v, values, a.n_v_head * head_v, n, head_v - first);
+        if (BY_ROW)
+            for (int i = threadIdx.x; i < n * HEAD; i += 128) {
+                const int t = i / HEAD, row = i % HEAD;
+                const float* g = a.g + ((begin + t) * a.n_v_head + head) * head_k;
+                ((float*)decays[t])[row] = row < head_k ? expf(g[row]) : 0.0f;
+            }
         for (int t = threadIdx.x; t < n; t += 128) {
-            decay[t] = expf(a.g[(begin + t) * a.n_v_head + head]);
+            if (!BY_ROW) decay[t] = expf(a.g[(begin + t) * a.n_v_head + head]);
             beta[t] = a.beta[(begin + t) * a.n_v_head + head];
             sequences[t] = a.batch->sequences[begin + t];
             positions[t] = a.batch->positions[begin + t];
@@ -186,10 +196,12 @@ KERNEL(delta_net, 128) {
             float part0 = 0, part1 = 0;
 #pragma unroll
             for (int i = 0; i < QUADS; i++) {
-                s[i].x *= decay[t];
-                s[i].y *= decay[t];
-                s[i].z *= decay[t];
-                s[i].w *= decay[t];
+                const float one = decay[t];
+                const float4 e = BY_ROW ? decays[BY_ROW * t][lane_row / 4 + 4 * i] : float4{one, one, one, one};
+                s[i].x *= e.x;
+                s[i].y *= e.y;
+                s[i].z *= e.z;
+                s[i].w *= e.w;
                 (i % 2 ? part1 : part0) = dot4(s[i], kt[4 * i], i % 2 ? part1 : part0);
             }
             const float d = (v[t][column] - quad_sum(part0 + part1)) * beta[t];
@@ -213,7 +225,7 @@ KERNEL(delta_net, 128) {
 // ---- the selective scan: dt = softplus(dt + dt_bias);  S = exp(a dt) S + b (dt x)^T;  out = (S^T c + d x) silu(z)
 
 // state: [sequences][n_head][d_state][head]; d_state <= HEAD. Head h reads b and c of group h / (n_head / n_group).
-// Blocks are (head, 32 of its columns).
+// Without dt steps are 1; without d and z nothing is added or gates. Blocks are (head, 32 of its columns).
 struct ssm_scan_args {
     const Batch* batch;
     const float *x, *z, *dt, *b, *c, *dt_bias, *a, *d;
@@ -231,7 +243,7 @@ KERNEL(ssm_scan, 128) {
     const int first = COLUMNS * blockIdx.y, column = threadIdx.x >> 2, lane_row = 4 * (threadIdx.x & 3);
     const bool here = first + column < width;
     const int64_t size = (int64_t)d_state * width;
-    const float skip = a.d[head];
+    const float skip = a.d ? a.d[head] : 0.0f;
     float* const states = a.state + head * size + first + column;
     float4 s[QUADS];
     int sequence = -1;
@@ -244,7 +256,8 @@ KERNEL(ssm_scan, 128) {
         const float* const values = a.x + (begin * a.n_head + head) * width + first;
         load_rows<COLUMNS>((float*)x, values, a.n_head * width, n, width - first);
         for (int t = threadIdx.x; t < n; t += 128) {
-            step[t] = activation(ACT_SOFTPLUS, a.dt[(begin + t) * a.n_head + head] + a.dt_bias[head], 0.0f);
+            step[t] = 1.0f;
+            if (a.dt) step[t] = activation(ACT_SOFTPLUS, a.dt[(begin + t) * a.n_head + head] + a.dt_bias[head], 0.0f);
             decay[t] = expf(step[t] * a.a[head]);
             sequences[t] = a.batch->sequences[begin + t];
             positions[t] = a.batch->positions[begin + t];
@@ -273,9 +286,78 @@ KERNEL(ssm_scan, 128) {
             const float o = quad_sum(part0 + part1);
             if (here && lane_row == 0) {
                 const int64_t at = ((begin + t) * a.n_head + head) * width + first + column;
-                a.out[at] = fmaf(value, skip, o) * activation(ACT_SILU, a.z[at], 0.0f);
+                const float y = fmaf(value, skip, o);
+                a.out[at] = a.z ? y * activation(ACT_SILU, a.z[at], 0.0f) : y;
             }
         }
     }
     if (here && sequence >= 0) store_state(s, states + sequence * a.n_head * size, lane_row, d_state, width);
 }
+
+// ---- the scan of columns: dt = softplus(dt);  S = exp(a dt) S + b dt x;  out = (S^T c + d x) silu(z)
+
+// state: [sequences][d_state][width]; a: [d_state][width]; d_state <= HEAD <= 64, for rates lie in registers, too. Blocks
+// are 32 columns.
+#if HEAD <= 64
+#define COLUMN_CHUNK (CHUNK / 2)
+struct column_scan_args {
+    const Batch* batch;
+    const float *x, *z, *dt, *b, *c, *a, *d;
+    float *out, *state;
+    int64_t width, d_state, rows;
+};
+
+KERNEL(column_scan, 128) {
+    __shared__ float4 b[COLUMN_CHUNK][HEAD / 4], c[COLUMN_CHUNK][HEAD / 4];
+    __shared__ float x[COLUMN_CHUNK][COLUMNS], dt[COLUMN_CHUNK][COLUMNS];
+    __shared__ int sequences[COLUMN_CHUNK], positions[COLUMN_CHUNK];
+    const int width = (int)a.width, d_state = (int)a.d_state;
+    const int first = COLUMNS * blockIdx.x, column = threadIdx.x >> 2, lane_row = 4 * (threadIdx.x & 3);
+    const bool here = first + column < width;
+    const int64_t size = (int64_t)d_state * width;
+    const float skip = here ? a.d[first + column] : 0.0f;
+    float* const states = a.state + first + column;
+    float4 s[QUADS], rate[QUADS];
+    load_state(rate, a.a + first + column, lane_row, d_state, width, !here);
+    int sequence = -1;
+    for (int begin = 0; begin < a.rows; begin += COLUMN_CHUNK) {
+        const int n = (int)min((int64_t)COLUMN_CHUNK, a.rows - begin);
+        __syncthreads();  // the previous chunk may still be read
+        load_rows<HEAD>((float*)b, a.b + (int64_t)begin * d_state, d_state, n, d_state);
+        load_rows<HEAD>((float*)c, a.c + (int64_t)begin * d_state, d_state, n, d_state);
+        load_rows<COLUMNS>((float*)x, a.x + begin * a.width + first, width, n, width - first);
+        load_rows<COLUMNS>((float*)dt, a.dt + begin * a.width + first, width, n, width - first);
+        for (int t = threadIdx.x; t < n; t += 128) {
+            sequences[t] = a.batch->sequences[begin + t];
+            positions[t] = a.batch->positions[begin + t];
+        }
+        __syncthreads();
+        for (int t = 0; t < n; t++) {
+            if (sequences[t] != sequence || positions[t] == 0) {
+                if (here && sequence >= 0 && sequences[t] != sequence)
+                    store_state(s, states + sequence * size, lane_row, d_state, width);
+                sequence = sequences[t];
+                load_state(s, states + sequence * size, lane_row, d_state, width, !here || positions[t] == 0);
+            }
+            const float4 *bt = b[t] + lane_row / 4, *ct = c[t] + lane_row / 4;
+            const float value = x[t][column], step = activation(ACT_SOFTPLUS, dt[t][column], 0.0f), d = value * step;
+            float part0 = 0, part1 = 0;
+#pragma unroll
+            for (int i = 0; i < QUADS; i++) {
+                const float4 y = bt[4 * i];
+                s[i].x = fmaf(y.x, d, s[i].x * expf(rate[i].x * step));
+                s[i].y = fmaf(y.y, d, s[i].y * expf(rate[i].y * step));
+                s[i].z = fmaf(y.z, d, s[i].z * expf(rate[i].z * step));
+                s[i].w = fmaf(y.w, d, s[i].w * expf(rate[i].w * step));
+                (i % 2 ? part1 : part0) = dot4(s[i], ct[4 * i], i % 2 ? part1 : part0);
+            }
+            const float o = quad_sum(part0 + part1);
+            if (here && lane_row == 0) {
+                const int64_t at = (begin + t) * a.width + first + column;
+                a.out[at] = fmaf(value, skip, o) * activation(ACT_SILU, a.z[at], 0.0f);
+            }
+        }
+    }
+    if (here && sequence >= 0) store_state(s, states + sequence * size, lane_row, d_state, width);
+}
+#endif

@@ -1,12 +1,16 @@
-"""Layers that remember a sequence, on the device: recurrent.cu. Convolution, the gated delta rule, the selective scan.
+"""Layers that remember a sequence, on the device: recurrent.cu. Convolution, the gated delta rule, selective scans.
 
     convolve     batch x out weight bias state taps width rows
                  weight: f32 [width, taps], taps <= TAPS; bias: f32 [width], or 0
                  state: f32 [sequences, taps - 1, width]
     delta_net    batch q k v g beta out state n_k_head n_v_head head_k head_v scale tiled rows
+                 g: [n_v_head] a token; by_row [n_v_head, head_k]
                  state: f32 [sequences, n_v_head, head_k, head_v]
     ssm_scan     batch x z dt b c dt_bias a d out state n_head n_group head d_state rows
+                 dt, dt_bias, d, z: or 0
                  state: f32 [sequences, n_head, d_state, head]
+    column_scan  batch x z dt b c a d out state width d_state rows
+                 a: f32 [d_state, width]; state: f32 [sequences, d_state, width]
 
 rows: tokens. A token at position 0 finds zeros in the state; otherwise what is there counts, so it begins as zeros.
 """
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 
 FILE = "layer/recurrent.cu"
@@ -22,34 +27,51 @@ FILE = "layer/recurrent.cu"
 TAPS = 16
 #: Rows of a head's state that lanes have registers for: the smallest that has room is taken.
 HEADS = (16, 32, 64, 128, 256)
+#: The same where rows have rates of their own in registers, too.
+COLUMN_STATES = HEADS[:3]
 
 #: Columns of a block of threads.
 _COLUMNS = 32
 
 
 def convolve(taps: int, width: int) -> Shape:
-    """Return how to convolve ``width`` columns; ValueError for more taps than there is room for."""
-    if not 0 < taps <= TAPS:
-        raise ValueError(f"a convolution with {taps} taps: 1 to {TAPS} are possible")
-    return Shape(Kernel(FILE, "convolve").bind(HEAD=HEADS[-2]), (-(-width // _COLUMNS), 1, 1))
+    """Return how to convolve ``width`` columns; TypeNotSupported for more taps than there is room for."""
+    _check("a convolution with", taps, "taps", TAPS)
+    return Shape(_bound("convolve", HEADS[-2]), (-(-width // _COLUMNS), 1, 1))
 
 
-def _of_heads(name: str, rows: int) -> Kernel:
-    return Kernel(FILE, name).bind(HEAD=next(head for head in HEADS if head >= rows))
-
-
-def delta_net(n_v_head: int, head_k: int, head_v: int) -> Shape:
-    """Return how to apply the delta rule to all heads; ValueError for longer keys than there is room for."""
-    if not 0 < head_k <= HEADS[-1]:
-        raise ValueError(f"keys of {head_k} values: 1 to {HEADS[-1]} are possible")
-    return Shape(_of_heads("delta_net", head_k), (n_v_head, -(-head_v // _COLUMNS), 1))
+def delta_net(n_v_head: int, head_k: int, head_v: int, *, by_row: bool = False) -> Shape:
+    """Return how to apply the delta rule to all heads; TypeNotSupported for longer keys than there is room for."""
+    _check("a delta net with keys of", head_k, "columns", HEADS[-1])
+    return Shape(_of_heads("delta_net", head_k, by_row), (n_v_head, -(-head_v // _COLUMNS), 1))
 
 
 def ssm_scan(n_head: int, head: int, d_state: int) -> Shape:
-    """Return how to scan all heads of ``head`` columns; ValueError for a larger state than there is room for."""
-    if not 0 < d_state <= HEADS[-1]:
-        raise ValueError(f"a state of {d_state} rows: 1 to {HEADS[-1]} are possible")
+    """Return how to scan all heads of ``head`` columns; TypeNotSupported for a larger state than there is room for."""
+    _check("a selective scan with a state of", d_state, "rows", HEADS[-1])
     return Shape(_of_heads("ssm_scan", d_state), (n_head, -(-head // _COLUMNS), 1))
+
+
+def column_scan(width: int, d_state: int) -> Shape:
+    """Return how to scan ``width`` columns; TypeNotSupported for a larger state than there is room for."""
+    _check("a scan of columns with a state of", d_state, "rows", COLUMN_STATES[-1])
+    return Shape(_of_heads("column_scan", d_state), (-(-width // _COLUMNS), 1, 1))
+
+
+def _check(what: str, n: int, unit: str, most: int) -> None:
+    if not 0 < n <= most:
+        raise TypeNotSupported(
+            f"{what} {n} {unit} does not run on CUDA, where 1 to {most} are possible; run the model on the CPU "
+            "(--gpu-layers 0)"
+        )
+
+
+def _of_heads(name: str, rows: int, by_row: bool = False) -> Kernel:
+    return _bound(name, next(head for head in HEADS if head >= rows), by_row)
+
+
+def _bound(name: str, head: int, by_row: bool = False) -> Kernel:
+    return Kernel(FILE, name).bind(HEAD=head, BY_ROW=int(by_row))
 
 
 def kernels() -> Iterator[Kernel]:
@@ -57,3 +79,6 @@ def kernels() -> Iterator[Kernel]:
     yield convolve(1, 1).kernel
     for head in HEADS:
         yield from (_of_heads(name, head) for name in ("delta_net", "ssm_scan"))
+        yield _of_heads("delta_net", head, by_row=True)
+    for head in COLUMN_STATES:
+        yield _of_heads("column_scan", head)

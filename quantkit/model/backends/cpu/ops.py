@@ -84,9 +84,8 @@ def _scale_by_position(b: CPULowering, op: ops.ScaleByPosition) -> None:
 
 @LOWER.of(ops.MultiplyBy)
 def _multiply_by(b: CPULowering, op: ops.MultiplyBy) -> None:
-    vector = b.vector_values(op.vector)
     operation = elementwise.plus_vector if op.add else elementwise.multiply_by
-    _map(b, operation, op.out, op.x, vector=b.array(vector), n=len(vector))
+    _map(b, operation, op.out, op.x, **slots.by_vector(b, op))
 
 
 @LOWER.of(ops.Softcap)
@@ -401,12 +400,17 @@ def _convolve(b: CPULowering, op: ops.Convolve) -> None:
 
 @LOWER.of(ops.DeltaNet)
 def _delta_net(b: CPULowering, op: ops.DeltaNet) -> None:
-    b.emit(recurrent.delta_net, **slots.delta_net(b, op))
+    b.emit(recurrent.delta_net_by_row if op.by_row else recurrent.delta_net, **slots.delta_net(b, op))
 
 
 @LOWER.of(ops.SsmScan)
 def _ssm_scan(b: CPULowering, op: ops.SsmScan) -> None:
     b.emit(recurrent.ssm_scan, **slots.ssm_scan(b, op))
+
+
+@LOWER.of(ops.ColumnScan)
+def _column_scan(b: CPULowering, op: ops.ColumnScan) -> None:
+    b.emit(recurrent.column_scan, **slots.column_scan(b, op))
 
 
 LOWER |= observe.LOWER

@@ -78,9 +78,8 @@ def _scale_by_position(b: CUDALowering, op: ops.ScaleByPosition) -> None:
 
 @LOWER.of(ops.MultiplyBy)
 def _multiply_by(b: CUDALowering, op: ops.MultiplyBy) -> None:
-    vector = b.vector_values(op.vector)
     choose = elementwise.plus_vector if op.add else elementwise.multiply_by
-    _map(b, choose, op.out, op.x, vector=b.array(vector), n=len(vector))
+    _map(b, choose, op.out, op.x, **slots.by_vector(b, op))
 
 
 @LOWER.of(ops.Softcap)
@@ -298,19 +297,28 @@ def _attention_to(b: CUDALowering, op: AttentionTo) -> None:
 
 @LOWER.of(ops.Convolve)
 def _convolve(b: CUDALowering, op: ops.Convolve) -> None:
-    b.emit(lambda rows: recurrent.convolve(op.weight.n_in, op.x.width), op.out, **slots.convolve(b, op))
+    shape = recurrent.convolve(op.weight.n_in, op.x.width)
+    b.emit(lambda rows: shape, op.out, **slots.convolve(b, op))
 
 
 @LOWER.of(ops.DeltaNet)
 def _delta_net(b: CUDALowering, op: ops.DeltaNet) -> None:
     head_k, head_v = op.k.width // op.n_k_head, op.v.width // op.n_v_head
-    b.emit(lambda rows: recurrent.delta_net(op.n_v_head, head_k, head_v), op.out, **slots.delta_net(b, op))
+    shape = recurrent.delta_net(op.n_v_head, head_k, head_v, by_row=op.by_row)
+    b.emit(lambda rows: shape, op.out, **slots.delta_net(b, op))
 
 
 @LOWER.of(ops.SsmScan)
 def _ssm_scan(b: CUDALowering, op: ops.SsmScan) -> None:
     head, d_state = op.x.width // op.n_head, op.b.width // op.n_group
-    b.emit(lambda rows: recurrent.ssm_scan(op.n_head, head, d_state), op.out, **slots.ssm_scan(b, op))
+    shape = recurrent.ssm_scan(op.n_head, head, d_state)
+    b.emit(lambda rows: shape, op.out, **slots.ssm_scan(b, op))
+
+
+@LOWER.of(ops.ColumnScan)
+def _column_scan(b: CUDALowering, op: ops.ColumnScan) -> None:
+    shape = recurrent.column_scan(op.x.width, op.b.width)
+    b.emit(lambda rows: shape, op.out, **slots.column_scan(b, op))
 
 
 LOWER |= {**products.LOWER, **lower_fused.LOWER, **observe.LOWER}

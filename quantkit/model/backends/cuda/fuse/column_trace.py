@@ -199,7 +199,7 @@ def _length(matrix: Matrix) -> int:
 
 def _multiply_by(def_use: DefUse, op: MultiplyBy, chain: ColumnChain) -> ColumnChain | None:
     step = _PLUS if op.add else _TIMES
-    if chain.first <= step or not _is_whole(chain.columns, op.out):
+    if chain.first <= step or op.each > 1 or not _is_whole(chain.columns, op.out):
         return None
     further = replace(chain, x=op.x, first=step)
     return replace(further, plus=op.vector) if op.add else replace(further, times=op.vector)

@@ -1,0 +1,118 @@
+"""Models that remember a sequence: what their metadata or shapes can say wrongly, what pieces of a sequence give, and
+what CUDA has no room for.
+
+Their logits are llama.cpp's in test_engine_zoo.py, transformers' in test_convert_goldens.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import test_mamba
+
+from libllama import nmse
+from quantkit.errors import FormatError, QuantkitError, TypeNotSupported
+from quantkit.formats.gguf import GGUFFile, TensorInfo, open_gguf
+from quantkit.model.engine import load
+from quantkit.model.graph import build_graph
+from quantkit.model.placement import ALL_LAYERS, Placement
+from zoo import NAMES, ZOO, expected, write_zoo
+
+ARCHS = ("bailingmoe3", "falcon-h1", "jamba", "kimi-k3", "kimi-linear", "lfm2", "lfm2moe", "mamba", "mamba2")
+ARCHS += ("minimax-01", "nemotron_h", "nemotron_h_moe")
+MODELS = [name for name in NAMES if name.rpartition("-")[0] in ARCHS]
+#: Metadata of which a layer's shapes follow, or its place in the model.
+KEYS = (
+    *("ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count", "kda.head_dim"),
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.kv_lora_rank"),
+    *("attention.key_length_mla", "attention.value_length_mla", "rope.dimension_count", "feed_forward_length"),
+    *("attn_res.block_size", "kda.gate_lower_bound", "residual_scale", "activation.situ_beta", "embedding_length"),
+    *("attention.recurrent_layers", "full_attention_interval", "swiglu_clamp_exp", "block_count"),
+)
+
+
+class Changed:
+    """A model whose metadata or tensors are others."""
+
+    def __init__(self, source: GGUFFile, changed: dict[str, Any], tensors: dict[str, Any] | None = None) -> None:
+        self.source, self.changed = source, changed
+        self.tensors = tensors or source.tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        found = self.changed.get(key.partition(".")[2], self)
+        if found is self:
+            return self.source.get(key, default)
+        return default if found is None else found
+
+
+def refusals(source: GGUFFile, others: Iterator[Changed]) -> int:
+    """Build the graph of each; return how many are refused, all of them by an error that is shown as it is."""
+    refused = 0
+    for other in others:
+        try:
+            build_graph(other)  # type: ignore[arg-type]
+        except QuantkitError:
+            refused += 1
+    return refused
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_metadata_that_say_something_else_are_refused_or_harmless(name: str) -> None:
+    with open_gguf(ZOO / "headers" / f"{name}.head", header_only=True) as source:
+        given = (key for key in KEYS if source.get(f"{source.get('general.architecture')}.{key}") is not None)
+        values = (None, 0, 1, -1, 3, 7, 1 << 40, 0.5, float("nan"), [], [0, 0], [1, -2, 0, 3, 1], "x")
+        others = (Changed(source, {key: value}) for key in given for value in values)
+        assert refusals(source, others) > 20
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shapes_that_are_others_are_refused(name: str) -> None:
+    with open_gguf(ZOO / "headers" / f"{name}.head", header_only=True) as source:
+        for tensor in source.tensors.values():
+            if tensor.name == "blk.0.attn_res_score.weight":  # nothing is there to be mixed yet
+                continue
+            first, *rest = tensor.shape
+            shapes = [(first + 1, *rest), (*tensor.shape[:-1], tensor.shape[-1] * 2)]
+            others = ({**source.tensors, tensor.name: replace(tensor, shape=shape)} for shape in shapes)
+            assert refusals(source, (Changed(source, {}, other) for other in others)) >= 1, tensor.name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pieces_of_a_sequence_and_sequences_side_by_side_are_the_whole(name: str, tmp_path: Path) -> None:
+    tokens, logits = expected(name)
+    with load(write_zoo(name, tmp_path / "model.gguf"), kv_type="f32", threads=2) as model:
+        session = model.session(48)
+        parts = [session.decode(part) for part in np.split(tokens[:40], (9, 10, 11, 27))]
+        assert nmse(np.concatenate(parts), logits[:40]) <= 1e-8
+
+
+def test_a_state_that_cuda_has_no_room_for(tmp_path: Path, cuda_devices: tuple[str, ...]) -> None:
+    path = test_mamba.hybrid(tmp_path / "model.gguf", {"ssm.state_size": 288}, d_state=288)
+    with load(path, kv_type="f32") as model:
+        assert np.isfinite(model.forward([1, 2, 3])).all()
+    with pytest.raises(TypeNotSupported, match=r"a state of 288 rows does not run on CUDA.*--gpu-layers 0"):
+        load(path, kv_type="f32", placement=Placement(ALL_LAYERS, (), ("CUDA0",))).forward([1, 2, 3])
+
+
+def test_more_rows_than_may_decay_by_themselves() -> None:
+    head, n = 264, 4
+    with open_gguf(ZOO / "headers" / "kimi-linear-moe.head", header_only=True) as source:
+        tensors = {name: wider(tensor, n * 32, n * head) for name, tensor in source.tensors.items()}
+        tensors |= {name: wider(t, 32, head) for name, t in tensors.items() if "ssm_norm" in name}
+        with pytest.raises(FormatError, match="more than 256 rows of a state decay each by itself"):
+            build_graph(Changed(source, {"kda.head_dim": head}, tensors))  # type: ignore[arg-type]
+
+
+def wider(tensor: TensorInfo, old: int, new: int) -> TensorInfo:
+    """Return a tensor of delta attention with other dimensions."""
+    at = re.search(r"attn_[qkv]\.|attn_output|ssm_", tensor.name) and not tensor.name.startswith("blk.1.")
+    return replace(tensor, shape=tuple(new if n == old else n for n in tensor.shape)) if at else tensor
