@@ -39,6 +39,7 @@ import checkpoints  # noqa: E402
 from gguf_digests import digests  # noqa: E402
 
 SHA256 = ROOT / "tests" / "data" / "convert-sha256.json"
+LOGITS = ROOT / "tests" / "data" / "convert-logits.npz"
 #: Names of ways to split, and the options.
 SPLITS = {
     "size": ("--split-max-size", "2M"),
@@ -56,7 +57,6 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, required=True, help="directory where checkpoints are drawn")
     parser.add_argument("--llama", type=Path, help="llama.cpp's tree")
     parser.add_argument("--out", type=Path, help="directory of the reference's files, NAME-OUTTYPE.gguf")
-    parser.add_argument("--into", default="convert-logits.npz", help="file of logits in tests/data")
     args = parser.parse_intermixed_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of named chat templates depends on it
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
@@ -239,11 +239,10 @@ def make_logits(names: list[str], args: argparse.Namespace) -> list[str]:
             failed.append(name)
             print("FAILED", name, type(error).__name__, error, flush=True)
             traceback.print_exc()
-    target = ROOT / "tests" / "data" / args.into
-    if target.exists():
-        with np.load(target) as old:
+    if LOGITS.exists():
+        with np.load(LOGITS) as old:
             rows = dict(old) | rows
-    with target.open("wb") as file:
+    with LOGITS.open("wb") as file:
         np.savez_compressed(file, **{name: rows[name] for name in sorted(rows)})  # type: ignore[arg-type]
     return failed
 
@@ -255,11 +254,7 @@ def logits(path: Path, what: checkpoints.Description) -> np.ndarray:
     from stand_ins import STAND_INS
 
     named = what.config["architectures"][0]
-    if named == "BailingMoeV2ForCausalLM":
-        model = bailing_as_glm(what)
-    elif named == "MiniMaxM1ForCausalLM":
-        model = minimax_m1(what)
-    elif named in STAND_INS:
+    if named in STAND_INS:
         model = STAND_INS[named](what)
     elif named in _SEEING:
         model = as_seeing(what)
@@ -306,53 +301,6 @@ def phimoe_as_llama_cpp_has_it() -> Iterator[None]:
         yield
 
 
-def minimax_m1(what: checkpoints.Description) -> Any:
-    """Return a MiniMax M1 model as transformers' MiniMax, but only ``rotary_dim`` columns of a head rotate."""
-    import torch
-    import transformers
-    from transformers.models.minimax import modeling_minimax
-
-    given = what.config
-    kept = (
-        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
-        *("num_key_value_heads", "num_local_experts", "num_experts_per_tok", "rms_norm_eps", "rope_theta"),
-    )
-    factors = {
-        f"{short}_{which}_factor": given[f"layernorm_{name}_{which}"]
-        for short, name in (("full_attn", "full_attention"), ("linear_attn", "linear_attention"), ("mlp", "mlp"))
-        for which in ("alpha", "beta")
-    }
-    kinds = ["full_attention" if kind else "linear_attention" for kind in given["attn_type_list"]]
-    config = transformers.MiniMaxConfig(layer_types=kinds, **{key: given[key] for key in kept}, **factors)
-    config.partial_rotary_factor = given["rotary_dim"] / given["head_dim"]
-    config._attn_implementation = "eager"
-    rotate, n = modeling_minimax.apply_rotary_pos_emb, given["rotary_dim"]
-
-    def rotate_part(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        turned = rotate(q[..., :n], k[..., :n], *rest)
-        q, k = (torch.cat([part, x[..., n:]], -1) for part, x in zip(turned, (q, k), strict=True))
-        return q, k
-
-    modeling_minimax.apply_rotary_pos_emb = rotate_part
-    model = transformers.MiniMaxForCausalLM(config)
-    # What decays is not stored.
-    missing, unexpected = model.load_state_dict(floats(what), strict=False)
-    if bad := [name for name in [*missing, *unexpected] if not name.endswith(("_decay", "slope_rate"))]:
-        raise ValueError(f"keys: {bad[:5]}")
-    return model
-
-
-def floats(what: checkpoints.Description) -> Json:
-    """Return the tensors of a checkpoint as torch's float32."""
-    import torch
-
-    types = {"BF16": torch.bfloat16, "F32": torch.float32}
-    return {
-        name: torch.frombuffer(bytearray(data), dtype=types[dtype]).reshape(shape).float()
-        for name, dtype, shape, data in checkpoints.stored_tensors(what)
-    }
-
-
 @contextlib.contextmanager
 def gemma3n_as_llama_cpp_has_it() -> Iterator[None]:
     """Change transformers' Gemma 3n to what llama.cpp computes: a gate's deviation is that of a sample, over n - 1, and
@@ -375,46 +323,28 @@ def gemma3n_as_llama_cpp_has_it() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def minimax_m1_as_llama_cpp_has_it() -> Iterator[None]:
+    """Change transformers' MiniMax to M1, whose heads rotate only ``rotary_dim`` columns."""
+    import torch
+    from transformers.models.minimax import modeling_minimax
+
+    rotate = modeling_minimax.apply_rotary_pos_emb
+
+    def of_a_part(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        n = cos.shape[-1]
+        turned = rotate(q[..., :n], k[..., :n], cos, *rest)
+        q, k = (torch.cat([part, x[..., n:]], -1) for part, x in zip(turned, (q, k), strict=True))
+        return q, k
+
+    with mock.patch.object(modeling_minimax, "apply_rotary_pos_emb", of_a_part):
+        yield
+
+
 AS_LLAMA_CPP_HAS_IT = {
     "PhimoeForCausalLM": phimoe_as_llama_cpp_has_it,
     "Gemma3nForCausalLM": gemma3n_as_llama_cpp_has_it,
-}
-
-
-def bailing_as_glm(what: checkpoints.Description) -> Any:
-    """Return a Bailing V2 model as GLM 4.5's class, which computes the same: its own is remote code."""
-    import torch
-    import transformers
-
-    own = ("use_qkv_bias", "model_type", "architectures", "torch_dtype", "num_experts", "num_shared_experts")
-    args = {key: value for key, value in what.config.items() if key not in own}
-    config = transformers.Glm4MoeConfig(
-        n_routed_experts=what.config["num_experts"], n_shared_experts=what.config["num_shared_experts"], **args
-    )
-    config._attn_implementation = "eager"
-    state: dict[str, torch.Tensor] = {}
-    heads, kv = what.config["num_attention_heads"], what.config["num_key_value_heads"]
-    for name, x in floats(what).items():
-        for old, new in _BAILING_NAMES.items():
-            name = name.replace(old, new)
-        if "query_key_value" in name:
-            d = x.shape[0] // (heads + 2 * kv)
-            for part, rows in zip("qkv", x.split([heads * d, kv * d, kv * d]), strict=True):
-                state[name.replace("query_key_value", f"{part}_proj")] = rows
-        elif not name.startswith(f"model.layers.{what.config['num_hidden_layers']}."):
-            state[name] = x
-    model = transformers.Glm4MoeForCausalLM(config)
-    model.load_state_dict({k: v for k, v in state.items() if f".layers.{config.num_hidden_layers}." not in k})
-    return model
-
-
-_BAILING_NAMES = {
-    "word_embeddings": "embed_tokens",
-    ".attention.dense.": ".self_attn.o_proj.",
-    ".attention.": ".self_attn.",
-    "query_layernorm": "q_norm",
-    "key_layernorm": "k_norm",
-    "expert_bias": "e_score_correction_bias",
+    "MiniMaxM1ForCausalLM": minimax_m1_as_llama_cpp_has_it,
 }
 
 
@@ -443,14 +373,12 @@ def as_seeing(what: checkpoints.Description) -> Any:
     import torch
     import transformers
     from safetensors.torch import save_file
+    from stand_ins import state_of
 
     name, kind, text, prefix, own, vision = _SEEING[what.config["architectures"][0]]
     config = {"architectures": [name], "model_type": kind, "text_config": what.config | own | {"model_type": text}}
     config["vision_config"] = vision | {"image_size": 28, "patch_size": 14}
-    state = {}
-    for tensor, dtype, shape, data in checkpoints.stored_tensors(what):
-        x = torch.frombuffer(bytearray(data), dtype=torch.bfloat16 if dtype == "BF16" else torch.float32)
-        state[prefix + tensor] = x.reshape(shape)
+    state = state_of(what, {"^": prefix})
     with tempfile.TemporaryDirectory() as folder:
         save_file(state, Path(folder, "model.safetensors"), metadata={"format": "pt"})
         Path(folder, "config.json").write_text(json.dumps(config))

@@ -851,9 +851,8 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "afmoe-moe": afmoe,
     "apertus-dense": apertus,
     "arcee-dense": arcee,
-    "bailingmoe3-moe": bailing_v3,
-    "falcon-h1-dense": falcon_h1,
     "bailingmoe-moe": bailingmoe,
+    "bailingmoe3-moe": bailing_v3,
     "bitnet-dense": bitnet,
     "bloom-dense": bloom,
     "chatglm-dense": chatglm,
@@ -864,22 +863,12 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "exaone-dense": exaone,
     "exaone-moe-moe": exaone_moe,
     "falcon-dense": lambda: falcon(N_KV, "attn_norm", "attn_norm_2"),
+    "falcon-h1-dense": falcon_h1,
     "falcon-small": lambda: falcon(1, "attn_norm"),
     "gemma-dense": gemma,
     "gemma3n-dense": gemma3n,
     "gemma4-dense": gemma4,
     "gemma4-moe": gemma4_moe,
-    "jamba-moe": jamba,
-    "kimi-k3-moe": kimi_k3,
-    "kimi-linear-moe": kimi_linear,
-    "lfm2-dense": lfm2,
-    "lfm2moe-moe": lfm2moe,
-    "mamba-dense": mamba,
-    "mamba-normed": falcon_mamba,
-    "mamba2-dense": mamba2,
-    "minimax-01-moe": minimax_01,
-    "nemotron_h-dense": nemotron_h,
-    "nemotron_h_moe-moe": nemotron_h_moe,
     "gpt2-dense": lambda: starcoder(N_HEAD),
     "gptneox-dense": gptneox,
     "gptneox-sequential": lambda: gptneox(parallel=False),
@@ -888,16 +877,27 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "hy_v3-moe": hy_v3,
     "hy_v4-moe": hy_v4,
     "jais2-dense": lambda: layer_normed(gate=False, bias=True),
+    "jamba-moe": jamba,
+    "kimi-k3-moe": kimi_k3,
+    "kimi-linear-moe": kimi_linear,
     "laguna-elements": laguna_elements,
     "laguna-moe": laguna,
+    "lfm2-dense": lfm2,
+    "lfm2moe-moe": lfm2moe,
     "llada-moe-moe": diffusion,
     "maincoder-dense": lambda: llama(head_norms=True),
+    "mamba-dense": mamba,
+    "mamba-normed": falcon_mamba,
+    "mamba2-dense": mamba2,
     "mellum-moe": mellum,
     "mimo2-moe": mimo2,
     "minicpm-dense": minicpm,
+    "minimax-01-moe": minimax_01,
     "minimax-m3-moe": minimax_m3,
     "nanbeige-looped": lambda: llama(num_loops=2),
     "nemotron-dense": lambda: layer_normed(gate=False, bias=False, rope__dimension_count=HEAD // 2),
+    "nemotron_h-dense": nemotron_h,
+    "nemotron_h_moe-moe": nemotron_h_moe,
     "olmo-dense": olmo,
     "orion-dense": lambda: layer_normed(gate=True, bias=False),
     "paddleocr-dense": lambda: llama(rope__dimension_sections=[8, 10, 8, 6]),
@@ -905,9 +905,9 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "phi2-dense": phi2,
     "qwen2vl-dense": qwen2vl,
     "qwen3vl-dense": qwen3vl,
-    "spark2_5-dense": spark,
     "rnd1-moe": diffusion,
     "smallthinker-moe": smallthinker,
+    "spark2_5-dense": spark,
     "starcoder-dense": starcoder,
     "step35-moe": step35,
 }
@@ -933,22 +933,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all that are described here")
     parser.add_argument("--lib", type=Path, required=True, help="where libllama.so of llama.cpp b11434 is")
-    parser.add_argument("--into", default="logits.npz", metavar="FILE", help="where logits are entered, in the zoo")
     options = parser.parse_args()
     with np.load(ZOO / "logits.npz") as npz:
-        tokens = npz["tokens"]
-    into, known = ZOO / options.into, {}
-    if into.exists():
-        with np.load(into) as npz:
-            known = dict(npz)
+        known = dict(npz)
     for name in options.names or MODELS:
         write_header(name)
         with tempfile.TemporaryDirectory() as folder:
             model = write_zoo(name, Path(folder, "model.gguf"), SEED)
-            known[name] = Libllama(options.lib).logits(model, tokens)
+            known[name] = Libllama(options.lib).logits(model, known["tokens"])
     made = io.BytesIO()
     np.savez_compressed(made, **dict(sorted(known.items())))
-    into.write_bytes(made.getvalue())
+    (ZOO / "logits.npz").write_bytes(made.getvalue())
 
 
 if __name__ == "__main__":

@@ -47,6 +47,12 @@ def model_of(cls: Any, config: Mapping[str, Any], state: State, optional: str = 
     return model
 
 
+def split_rows(state: State, name: str, part: str, rows: Tensor, q: int, kv: int) -> None:
+    """Enter q, k and v, which are stored in one matrix."""
+    for letter, own in zip("qkv", rows.split([q, kv, kv]), strict=True):
+        state[name.replace(part, f"{letter}_proj")] = own
+
+
 def qwen2_vl(what: checkpoints.Description) -> Any:
     state = {k: v for k, v in state_of(what, {r"^model\.": "model.language_model."}).items() if "visual" not in k}
     return model_of(transformers.Qwen2VLForConditionalGeneration, what.config, state, r"\.visual\.")
@@ -107,8 +113,7 @@ def codeshell(what: checkpoints.Description) -> Any:
     state = state_of(what, names)
     width, kv = c["n_embd"], c["n_embd"] // c["n_head"] * c["num_query_groups"]
     for name in [name for name in state if "c_attn" in name]:
-        for part, rows in zip("qkv", state.pop(name).split([width, kv, kv]), strict=True):
-            state[name.replace("c_attn", f"{part}_proj")] = rows
+        split_rows(state, name, "c_attn", state.pop(name), width, kv)
     more = {"num_key_value_heads": c["num_query_groups"], "intermediate_size": 4 * width, "use_bias": True}
     more |= {"norm_epsilon": c["layer_norm_epsilon"], "sliding_window": None, "hidden_act": "gelu_pytorch_tanh"}
     return model_of(transformers.Starcoder2ForCausalLM, c | more, state)
@@ -178,13 +183,53 @@ def bitnet(what: checkpoints.Description) -> Any:
     return model_of(transformers.BitNetForCausalLM, what.config, state)
 
 
+def bailing_v2(what: checkpoints.Description) -> Any:
+    """GLM 4.5, with q, k and v in one matrix; prediction layers are not run."""
+    c = what.config
+    names = {
+        "word_embeddings": "embed_tokens",
+        r"\.attention\.dense\.": ".self_attn.o_proj.",
+        r"\.attention\.": ".self_attn.",
+        "query_layernorm": "q_norm",
+        "key_layernorm": "k_norm",
+        "expert_bias": "e_score_correction_bias",
+    }
+    after = f"model.layers.{c['num_hidden_layers']}."
+    state = {name: x for name, x in state_of(what, names).items() if not name.startswith(after)}
+    heads, kv = c["num_attention_heads"], c["num_key_value_heads"]
+    for name in [name for name in state if "query_key_value" in name]:
+        rows = state.pop(name)
+        head = rows.shape[0] // (heads + 2 * kv)
+        split_rows(state, name, "query_key_value", rows, heads * head, kv * head)
+    renamed = ("use_qkv_bias", "num_experts", "num_shared_experts")
+    config = {key: value for key, value in c.items() if key not in renamed}
+    config |= {"n_routed_experts": c["num_experts"], "n_shared_experts": c["num_shared_experts"]}
+    return model_of(transformers.Glm4MoeForCausalLM, config, state)
+
+
+def minimax_m1(what: checkpoints.Description) -> Any:
+    """MiniMax Text 01, which make_convert_goldens.py makes rotate a part of a head. What decays is not stored."""
+    c = what.config
+    factors = {
+        f"{short}_{which}_factor": c[f"layernorm_{name}_{which}"]
+        for short, name in (("full_attn", "full_attention"), ("linear_attn", "linear_attention"), ("mlp", "mlp"))
+        for which in ("alpha", "beta")
+    }
+    kinds = ["full_attention" if kind else "linear_attention" for kind in c["attn_type_list"]]
+    more = {"layer_types": kinds, "partial_rotary_factor": c["rotary_dim"] / c["head_dim"]}
+    state = state_of(what)
+    return model_of(transformers.MiniMaxForCausalLM, c | factors | more, state, r"(_decay|slope_rate)$")
+
+
 #: By the class that config.json names.
 STAND_INS: Mapping[str, Callable[[checkpoints.Description], Any]] = {
+    "BailingMoeV2ForCausalLM": bailing_v2,
     "BitnetForCausalLM": bitnet,
     "CodeShellForCausalLM": codeshell,
     "ExaoneForCausalLM": exaone,
     "MaincoderForCausalLM": maincoder,
     "MiniCPMForCausalLM": minicpm,
+    "MiniMaxM1ForCausalLM": minimax_m1,
     "NanbeigeForCausalLM": nanbeige,
     "OrionForCausalLM": orion,
     "PaddleOCRVLForConditionalGeneration": paddleocr,

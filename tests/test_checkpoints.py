@@ -31,16 +31,13 @@ def test_every_description_was_converted_or_is_known_not_to_be() -> None:
 
 
 def test_logits_are_those_of_described_checkpoints() -> None:
-    logits: dict[str, Any] = {}
-    for path in DATA.glob("convert-logits*.npz"):
-        with np.load(path) as npz:
-            logits |= npz
-    runs = {name for name in checkpoints.NAMES if checkpoints.describe(name).transformers}
-    assert set(logits) == runs
-    for name in runs:
-        config = checkpoints.describe(name).config
-        assert logits[name].shape == (4, config.get("text_config", config)["vocab_size"])
-        assert max(checkpoints.PROMPT) < logits[name].shape[1]
+    with np.load(DATA / "convert-logits.npz") as logits:
+        runs = {name for name in checkpoints.NAMES if checkpoints.describe(name).transformers}
+        assert set(logits) == runs
+        for name in runs:
+            config = checkpoints.describe(name).config
+            assert logits[name].shape == (4, config.get("text_config", config)["vocab_size"])
+            assert max(checkpoints.PROMPT) < logits[name].shape[1]
 
 
 def test_shards_hold_what_the_index_says(tmp_path: Path) -> None:
