@@ -40,6 +40,8 @@ class Row:
     files: Json = field(default_factory=dict)
     options: tuple[str, ...] = ()
     outtypes: tuple[str, ...] = ("f32", "f16", "bf16", "q8_0", "auto")
+    #: The scheme of tests/quantized_checkpoints.py, where there is none that is not quantized.
+    quantized: Json | None = None
 
 
 # --- vocabularies ----------------------------------------------------------------------------------------------------
@@ -704,6 +706,8 @@ VARIANTS = (
     Variant(name="fp8-as-q8", base="deepseek-v3-fp8", options=("--fp8-as-q8",)),
     Variant(name="glm4-moe-no-nextn", base="glm4-moe", options=("--no-nextn",)),
     Variant(name="qwen3.5-moe-no-nextn", base="qwen3.5-moe", options=("--no-nextn",)),
+    Variant(name="gemma4-unified", base="gemma4", config={"architectures": ["Gemma4UnifiedForConditionalGeneration"]},
+            files={"generation_config.json": {"suppress_tokens": [258883, 258882]}}),
     Variant(name="fused-gate-up-mtp", base="qwen3.5-moe", options=("--fuse-gate-up-exps",)),
     Variant(name="fused-qkv", base="qwen2", options=("--fuse-qkv",)),
     Variant(name="fused-gate-up", base="qwen3-next", options=("--no-nextn", "--fuse-gate-up-exps")),

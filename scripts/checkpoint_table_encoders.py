@@ -6,7 +6,7 @@ from typing import Any
 
 from checkpoint_table_named import named, of, written
 
-from checkpoint_table import Json, bpe
+from checkpoint_table import Json, bpe, spm
 
 _KINDS = ("unk", "sep", "pad", "cls", "mask")
 
@@ -40,6 +40,17 @@ _EMBEDDINGS = "embeddings.word_embeddings:640x64 embeddings.token_type_embedding
 _NORM = " {0}:64 {0}.bias!:64"
 _NOMIC_LAYER = " attn.Wqkv:192x64 attn.out_proj:64x64" + _NORM.format("norm1") + _NORM.format("norm2")
 _GLU = " mlp.fc11:128x64 mlp.fc12:128x64 mlp.fc2:64x128"
+_XLM: Json = {"max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+_UNIGRAM: Json = {
+    "kind": "unigram",
+    "config": {"tokenizer_class": "XLMRobertaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "sep_token": "</s>",
+               "cls_token": "<s>", "unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>",
+               "clean_up_tokenization_spaces": True},
+}  # fmt: skip
+_T5: Json = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_decoder_layers": 3, "num_heads": 4}
+_T5_PIECES = spm("T5Tokenizer", ("<pad>", "</s>", "<unk>"), unigram=True, file="spiece.model",
+                 config={"extra_ids": 0})  # fmt: skip
+_START = {"decoder_start_token_id": 0}
 
 ENCODERS = (
     named("bert", "BertModel", {}, version=4, vocab=_WORDS, files=_MEAN),
@@ -85,4 +96,24 @@ ENCODERS = (
             of("", "embed_tokens:640x64 norm:64") | of("layers.{0-2}.", "input_layernorm:64 mlp.gate_proj:128x64"
             " post_attention_layernorm:64 self_attn.q_proj:64x64 self_attn.k_proj:32x64 self_attn.v_proj:32x64"
             " self_attn.o_proj:64x64 mlp.up_proj:128x64 mlp.down_proj:64x128"), files=_MEAN),
+    named("xlm-roberta", "XLMRobertaModel", _XLM, version=4, vocab=spm("XLMRobertaTokenizer", unigram=True,
+          file="sentencepiece.bpe.model", config={"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}),
+          files=_CLS),
+    named("xlm-roberta-classifier", "XLMRobertaForSequenceClassification", _XLM | {"num_labels": 1}, version=4,
+          vocab=_UNIGRAM),
+    written("nomic-bert-xlm", "NomicBertModel", _NOMIC | {
+        "n_positions": 2048, "activation_function": "gelu", "qkv_proj_bias": True, "mlp_fc1_bias": True,
+        "mlp_fc2_bias": True, "moe_every_n_layers": 2, "moe_top_k": 2, "num_experts": 4, "pad_token_id": 1},
+        of("", _EMBEDDINGS + _NORM.format("emb_ln"))
+        | of("encoder.layers.{0-2}.", _NOMIC_LAYER + " attn.Wqkv.bias!:192 attn.out_proj.bias!:64")
+        | of("encoder.layers.{0,2}.", " mlp.fc1:128x64 mlp.fc1.bias!:128 mlp.fc2:64x128 mlp.fc2.bias!:64")
+        | of("encoder.layers.1.", " mlp.router.layer:4x64 mlp.experts.mlp.w1!:512x64 mlp.experts.mlp.w2!:512x64"
+             " mlp.experts.bias!:64"), vocab=_UNIGRAM, files=_MEAN),
+    named("camembert", "CamembertModel", _XLM, version=4, vocab=_UNIGRAM | {"pre": "jina-v2-en"}),
+    named("t5", "T5ForConditionalGeneration", _T5, version=4, vocab=_T5_PIECES, config=_START),
+    named("mt5", "MT5ForConditionalGeneration", _T5 | {"tie_word_embeddings": False}, version=4, shards=2,
+          vocab=_T5_PIECES | {"file": "tokenizer.model", "added": ["<extra_id_0>"]}, config=_START),
+    named("umt5", "UMT5ForConditionalGeneration", _T5 | {"feed_forward_proj": "gated-gelu"}, version=4,
+          vocab=_T5_PIECES, config=_START | {"n_positions": 512}),
+    named("t5-encoder", "T5EncoderModel", _T5, version=4, vocab=_T5_PIECES, files=_MEAN),
 )  # fmt: skip

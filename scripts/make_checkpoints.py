@@ -22,6 +22,7 @@ from typing import Any
 
 from checkpoint_table_encoders import ENCODERS
 from checkpoint_table_named import NAMED
+from checkpoint_table_others import OTHERS
 
 from checkpoint_table import BASE, QUANTIZED, ROWS, SPARSE, VARIANTS, Json, Quantized, Row, Variant
 
@@ -41,7 +42,7 @@ def describe(row: Row) -> Json:
     config = {key: value for key, value in (config | row.config).items() if key not in row.drop}
     text: Json = {"config": config, "vocab": row.vocab, "tensors": compact(tensors) | row.more}
     defaults = Row(name="", model="", vocab={})
-    for key in ("dtype", "f32", "shards", "files", "options", "outtypes"):
+    for key in ("dtype", "f32", "shards", "files", "options", "outtypes", "quantized"):
         if (value := getattr(row, key)) != getattr(defaults, key):
             text[key] = value
     if row.version and row.model != config["architectures"][0]:
@@ -158,7 +159,7 @@ def main() -> None:
 
     version = int(transformers.__version__.split(".")[0])
     failed = 0
-    jobs = {row.name: partial(describe, row) for row in ROWS + NAMED + ENCODERS if row.version in (0, version)}
+    jobs = {row.name: partial(describe, row) for row in ROWS + NAMED + ENCODERS + OTHERS if row.version in (0, version)}
     jobs |= {row.name: partial(describe_quantized, row) for row in QUANTIZED}
     jobs |= {row.name: partial(describe_variant, row) for row in VARIANTS}
     if version == 4:

@@ -934,7 +934,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all that are described here")
     parser.add_argument("--lib", type=Path, required=True, help="where libllama.so of llama.cpp b11434 is")
     options = parser.parse_args()
-    with np.load(ZOO / "logits.npz") as npz:
+    into = ZOO / "logits.npz"
+    with np.load(into) as npz:
         known = dict(npz)
     for name in options.names or MODELS:
         write_header(name)
@@ -943,7 +944,7 @@ def main() -> None:
             known[name] = Libllama(options.lib).logits(model, known["tokens"])
     made = io.BytesIO()
     np.savez_compressed(made, **dict(sorted(known.items())))
-    (ZOO / "logits.npz").write_bytes(made.getvalue())
+    into.write_bytes(made.getvalue())
 
 
 if __name__ == "__main__":

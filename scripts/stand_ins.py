@@ -53,6 +53,22 @@ def split_rows(state: State, name: str, part: str, rows: Tensor, q: int, kv: int
         state[name.replace(part, f"{letter}_proj")] = own
 
 
+def text_of(cls: str, renamed: Mapping[str, str]) -> Callable[[checkpoints.Description], Any]:
+    """Return what makes a model of this class of the text part of another: other parts are left out."""
+
+    def make(what: checkpoints.Description) -> Any:
+        config = what.config.get("text_config") or what.config
+        state = {name: x for name, x in state_of(what, renamed).items() if re.match(_OF_TEXT, name)}
+        if "lm_head.weight" not in state:  # tied, or without a head
+            state["lm_head.weight"] = state["model.embed_tokens.weight"]
+        return model_of(getattr(transformers, cls), config, state)
+
+    return make
+
+
+_OF_TEXT = r"(model\.(embed_tokens|layers|norm)|lm_head)\."
+
+
 def qwen2_vl(what: checkpoints.Description) -> Any:
     state = {k: v for k, v in state_of(what, {r"^model\.": "model.language_model."}).items() if "visual" not in k}
     return model_of(transformers.Qwen2VLForConditionalGeneration, what.config, state, r"\.visual\.")
@@ -185,17 +201,20 @@ def bitnet(what: checkpoints.Description) -> Any:
 
 def bailing_v2(what: checkpoints.Description) -> Any:
     """GLM 4.5, with q, k and v in one matrix; prediction layers are not run."""
+    return as_glm(what, {}, state_of(what, _BAILING_NAMES))
+
+
+def sarvam(what: checkpoints.Description) -> Any:
+    """Bailing V2 whose biases of experts are taken from their mean."""
+    state = state_of(what, _BAILING_NAMES)
+    state |= {name: x - x.mean() for name, x in state.items() if name.endswith(".e_score_correction_bias")}
+    return as_glm(what, {"partial_rotary_factor": 1.0, "use_qk_norm": True}, state)
+
+
+def as_glm(what: checkpoints.Description, more: Mapping[str, Any], state: State) -> Any:
     c = what.config
-    names = {
-        "word_embeddings": "embed_tokens",
-        r"\.attention\.dense\.": ".self_attn.o_proj.",
-        r"\.attention\.": ".self_attn.",
-        "query_layernorm": "q_norm",
-        "key_layernorm": "k_norm",
-        "expert_bias": "e_score_correction_bias",
-    }
     after = f"model.layers.{c['num_hidden_layers']}."
-    state = {name: x for name, x in state_of(what, names).items() if not name.startswith(after)}
+    state = {name: x for name, x in state.items() if not name.startswith(after)}
     heads, kv = c["num_attention_heads"], c["num_key_value_heads"]
     for name in [name for name in state if "query_key_value" in name]:
         rows = state.pop(name)
@@ -204,7 +223,17 @@ def bailing_v2(what: checkpoints.Description) -> Any:
     renamed = ("use_qkv_bias", "num_experts", "num_shared_experts")
     config = {key: value for key, value in c.items() if key not in renamed}
     config |= {"n_routed_experts": c["num_experts"], "n_shared_experts": c["num_shared_experts"]}
-    return model_of(transformers.Glm4MoeForCausalLM, config, state)
+    return model_of(transformers.Glm4MoeForCausalLM, config | more, state)
+
+
+_BAILING_NAMES = {
+    "word_embeddings": "embed_tokens",
+    r"\.attention\.dense\.": ".self_attn.o_proj.",
+    r"\.attention\.": ".self_attn.",
+    "query_layernorm": "q_norm",
+    "key_layernorm": "k_norm",
+    "expert_bias": "e_score_correction_bias",
+}
 
 
 def minimax_m1(what: checkpoints.Description) -> Any:
@@ -227,12 +256,18 @@ STAND_INS: Mapping[str, Callable[[checkpoints.Description], Any]] = {
     "BitnetForCausalLM": bitnet,
     "CodeShellForCausalLM": codeshell,
     "ExaoneForCausalLM": exaone,
+    "InternLM3ForCausalLM": text_of("LlamaForCausalLM", {}),
+    "JanusForConditionalGeneration": text_of("LlamaForCausalLM", {r"^model\.language_model\.": "model."}),
+    "LlamaModel": text_of("LlamaForCausalLM", {"^": "model."}),
+    "LlavaForConditionalGeneration": text_of("LlamaForCausalLM", {r"^language_model\.": ""}),
     "MaincoderForCausalLM": maincoder,
     "MiniCPMForCausalLM": minicpm,
+    "MiniCPMV4_6ForConditionalGeneration": text_of("Qwen3_5ForCausalLM", {r"^model\.language_model\.": "model."}),
     "MiniMaxM1ForCausalLM": minimax_m1,
     "NanbeigeForCausalLM": nanbeige,
     "OrionForCausalLM": orion,
     "PaddleOCRVLForConditionalGeneration": paddleocr,
     "PanguEmbeddedForCausalLM": pangu,
     "Qwen2VLForConditionalGeneration": qwen2_vl,
+    "SarvamMoEForCausalLM": sarvam,
 }

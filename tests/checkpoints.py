@@ -227,8 +227,8 @@ def _write_json(path: Path, content: Any) -> None:
 def vocab_files(vocab: Json) -> dict[str, bytes]:
     """Return the files of a tokenizer by name.
 
-    vocab: ``kind`` (bpe, wordpiece, spm, spm_bpe, tiktoken), ``special`` and ``user`` (tokens after the pieces),
-    ``config`` (keys of tokenizer_config.json), and what the kinds read.
+    vocab: ``kind`` (a key of _KINDS), ``special`` and ``user`` (tokens after the pieces), ``config`` (keys of
+    tokenizer_config.json), and what the kinds read.
     """
     files = {name: data for name, data in _KINDS[vocab["kind"]](vocab).items() if name not in vocab.get("without", ())}
     return {
@@ -333,17 +333,22 @@ def _spm_pieces(vocab: Json) -> list[tuple[str, float, int]]:
     return first + bytes_ + [(text, -float(i), 1) for i, text in enumerate(merged + chars)]
 
 
+#: A map of one character, A to a, as SentencePiece's trainer makes it: a trie, and texts.
+_CHARSMAP = struct.pack("<257I", 1024, 0x10000, 0xD41, 0x80000000, *(i ^ 1 for i in range(3, 256))) + b"a\0"
+
+
 def _spm(vocab: Json) -> dict[str, Any]:
-    """SentencePiece BPE: tokenizer.model, tokenizer_config.json and, of ``added``, added_tokens.json."""
+    """SentencePiece BPE, or ``unigram``: ``file``, tokenizer_config.json and, of ``added``, added_tokens.json."""
     pieces = _spm_pieces(vocab)
     model = b"".join(_message(1, _message(1, t.encode()) + _f32(2, s) + _varint(3, kind)) for t, s, kind in pieces)
-    model += _message(2, _varint(3, 2) + _varint(4, len(pieces)) + _varint(35, 1))
-    model += _message(3, _message(1, b"identity") + _varint(3, 1) + _varint(4, 0) + _varint(5, 1))
+    kind, charsmap = (1, _message(2, _CHARSMAP)) if vocab.get("unigram") else (2, b"")
+    model += _message(2, _varint(3, kind) + _varint(4, len(pieces)) + _varint(35, 1))
+    model += _message(3, _message(1, b"identity") + charsmap + _varint(3, 1) + _varint(4, 0) + _varint(5, 1))
     added = _added(vocab, len(pieces))
     own: list[Json] = [{"content": text, "special": kind != 4} for text, _, kind in pieces if kind in (2, 3, 4)]
     listed = [row | {"id": [p[0] for p in pieces].index(row["content"])} for row in own]
     config = _tokenizer_config(vocab, [*listed, *added])
-    files = {"tokenizer.model": model, "tokenizer_config.json": config}
+    files = {vocab.get("file", "tokenizer.model"): model, "tokenizer_config.json": config}
     if vocab.get("added"):
         files["added_tokens.json"] = {text: len(pieces) + len(added) + i for i, text in enumerate(vocab["added"])}
     return files
@@ -435,7 +440,60 @@ def _wordpiece(vocab: Json) -> dict[str, Any]:
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
 
 
-_KINDS = {"wordpiece": _wordpiece, "bpe": _bpe, "spm": _spm, "spm_bpe": _spm_bpe, "tiktoken": _tiktoken}
+def _unigram(vocab: Json) -> dict[str, Any]:
+    """Unigram as XLM-RoBERTa has it: tokenizer.json and tokenizer_config.json."""
+    first = ("<s>", "<pad>", "</s>", "<unk>")
+    pieces = [[text, 0.0] for text in first]
+    pieces += [[text, -2.5 - i / 8] for i, (text, _) in enumerate(_texts())][: vocab.get("pieces", 400)]
+    pieces.append(["<mask>", 0.0])
+    added = [
+        {"id": i, "content": text, "single_word": False, "lstrip": text == "<mask>", "rstrip": False}
+        | {"normalized": False, "special": True}
+        for i, text in [*enumerate(first), (len(pieces) - 1, "<mask>")]
+    ] + _added(vocab, len(pieces))
+    start, end = ({"SpecialToken": {"id": text, "type_id": 0}} for text in ("<s>", "</s>"))
+    a, b = ({"Sequence": {"id": each, "type_id": 0}} for each in "AB")
+    post = {"type": "TemplateProcessing", "single": [start, a, end], "pair": [start, a, end, end, b, end]}
+    numbers = {text: {"id": text, "ids": [first.index(text)], "tokens": [text]} for text in ("<s>", "</s>")}
+    space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
+    tokenizer: Json = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+    charsmap = base64.b64encode(_CHARSMAP).decode()
+    tokenizer |= {"normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap}, "pre_tokenizer": space}
+    tokenizer |= {"post_processor": post | {"special_tokens": numbers}, "decoder": space}
+    tokenizer |= {"model": {"type": "Unigram", "unk_id": 3, "vocab": pieces, "byte_fallback": False}}
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": _tokenizer_config(vocab, added)}
+
+
+def _plamo(vocab: Json) -> dict[str, Any]:
+    """PLaMo's list: tokenizer.jsonl, and tokenizer_config.json."""
+    names = {"unk": "UNKNOWN", "bos": "CONTROL", "eos": "CONTROL", "pad": "CONTROL", "op": "NORMAL"}
+    rows = [[f"<|plamo:{name}|>", 0.0, kind, None] for name, kind in names.items()]
+    rows += [[f"<0x{b:02X}>", 0.0, "BYTE", None] for b in range(256)]
+    rows += [[text, -float(i), "NORMAL", None] for i, (text, _) in enumerate(_texts())]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    config = {f"{name}_token": f"<|plamo:{name}|>" for name in ("unk", "bos", "eos", "pad")}
+    return {"tokenizer.jsonl": lines.encode(), "tokenizer_config.json": config | vocab.get("config", {})}
+
+
+def _rwkv(vocab: Json) -> dict[str, Any]:
+    """RWKV's list of bytes: a line is a number, a literal, and its length."""
+    letters = {letter: byte for byte, letter in _byte_letters().items()}
+    tokens = [bytes([b]) for b in range(256)] + [bytes(letters[c] for c in a + b) for a, b in merges()]
+    lines = []
+    for i, token in enumerate(dict.fromkeys(tokens), 1):
+        try:
+            text = repr(token.decode())
+        except UnicodeDecodeError:
+            text = repr(token)
+        lines.append(f"{i} {text} {len(token)}\n")
+    data = "".join(lines).encode()
+    return {"rwkv_vocab_v20230424.txt": data, "tokenizer_config.json": vocab.get("config", {})}
+
+
+_KINDS = {
+    **{"wordpiece": _wordpiece, "bpe": _bpe, "spm": _spm, "spm_bpe": _spm_bpe, "tiktoken": _tiktoken},
+    **{"unigram": _unigram, "plamo": _plamo, "rwkv": _rwkv},
+}
 
 
 def main() -> None:

@@ -28,6 +28,8 @@ F32 = np.float32
 
 def quantize(scheme: dict[str, Any], name: str, x: Floats) -> list[Tensor] | None:
     """Return the tensors stored for one of a plain checkpoint, None where it stays as it is."""
+    if "each" in scheme:
+        return next((found for each in scheme["each"] if (found := quantize(each, name, x)) is not None), None)
     if not re.search(scheme.get("targets", _PROJECTIONS), name) or re.search(scheme.get("but", "\n"), name):
         return None
     options = {key: value for key, value in scheme.items() if key not in ("method", "targets", "but", "dequantized")}
@@ -118,8 +120,12 @@ def fp8(
     scale = _amax(x, block) / values[-1]
     if dtype == "BF16":
         scale = bf16(scale)
+    if dtype == "F8_E8M0":
+        scale = np.ldexp(F32(1), np.frexp(scale)[1]).astype(F32)
     rounded = _nearest(x / _spread(scale, block, x.shape), values)
     weights = _value(rounded, values) * _spread(scale, block, x.shape)
+    if dtype == "F8_E8M0":
+        scale = (np.frexp(scale)[1] + 126).astype(np.uint8)
     kept = scale.reshape(()) if shape == "scalar" else scale.reshape(-1) if shape == "flat" else scale
     parts: dict[str, Any] = {".weight": (rounded, codes), name: (kept, dtype)}
     return _stored(parts | {key: np.array(value, F32) for key, value in (extra or {}).items()}, weights)
@@ -133,18 +139,22 @@ def _pairs(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     return codes[..., ::2] | (codes[..., 1::2] << np.uint8(4))
 
 
-def mxfp4(x: Floats, *, packed: bool = False) -> Stored:
+def mxfp4(x: Floats, *, packed: bool = False, beside: bool = False) -> Stored:
     """Groups of 32 and their exponents.
 
-    gpt-oss: experts [E, in, out] as blocks [E, out, in / 32, 16]; packed: [out, in], compressed-tensors' names.
+    gpt-oss: experts [E, in, out] as blocks [E, out, in / 32, 16]; packed: [out, in], compressed-tensors' names; beside:
+    the same with DeepSeek's names and dtypes.
     """
-    rows = x if packed else np.ascontiguousarray(x.swapaxes(1, 2))
+    rows = x if packed or beside else np.ascontiguousarray(x.swapaxes(1, 2))
     groups = rows.reshape(*rows.shape[:-1], -1, 32)
     exponent = np.frexp(np.abs(groups).max(axis=-1))[1] - 3 + 127
     scale = np.ldexp(F32(1), exponent - 127).astype(F32)[..., None]
     codes = _nearest(groups / scale, _E2M1)
     weights = (_value(codes, _E2M1) * scale).reshape(rows.shape)
     data, exponents = _pairs(codes), exponent.astype(np.uint8)
+    if beside:
+        codes_of = (data.reshape(len(x), -1).view(np.int8), "I8")
+        return _stored({".weight": codes_of, ".scale": (exponents, "F8_E8M0")}, weights)
     if packed:
         return _stored({".weight_packed": data.reshape(len(x), -1), ".weight_scale": exponents}, weights)
     return _stored({"_blocks": data, "_scales": exponents}, weights.swapaxes(1, 2))
@@ -254,6 +264,12 @@ def bitnet(x: Floats) -> Stored:
     return _stored({".weight": data.astype(np.uint8), ".weight_scale": (scale, "BF16")}, codes.astype(F32) / scale)
 
 
+def numbers(x: Floats, *, below: int) -> Stored:
+    """Whole numbers, for tables."""
+    found = (np.abs(x * F32(1 << 12)).astype(np.int64)) % below
+    return _stored({"": (found, "I64")}, found.astype(F32))
+
+
 METHODS: dict[str, Callable[..., Stored]] = {
     "fp8": fp8,
     "mxfp4": mxfp4,
@@ -263,4 +279,5 @@ METHODS: dict[str, Callable[..., Stored]] = {
     "gptq": gptq,
     "awq": awq,
     "bitnet": bitnet,
+    "numbers": numbers,
 }

@@ -229,6 +229,17 @@ def test_sequences_in_one_batch(kind: str) -> None:
         assert nmse(got, model.expected(q, positions, sequences)) < 1e-12
 
 
+@pytest.mark.parametrize("n", [3, 40])
+def test_whole_sequences(n: int) -> None:
+    """Every token sees as much as the last of its sequence; of two, by turns."""
+    case = Case(4, 2, 32, 32, mask="whole")
+    model = Model(case, 2, 128)
+    sequences, positions = np.arange(2 * n) % 2, np.arange(2 * n) // 2
+    q, k, v = draw(case, 2 * n, n)
+    got = model.run(q, k, v, positions, sequences)
+    assert nmse(got, model.expected(q, np.full(2 * n, n - 1), sequences)) < 1e-12
+
+
 DEEP = {
     "gqa": Case(8, 2, 64, 64, sinks=True),
     "window": Case(8, 2, 64, 64, mask="sliding", window=1000, k_type="F16", v_type="F16"),

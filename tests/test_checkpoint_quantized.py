@@ -778,3 +778,23 @@ def test_errors_of_a_run_name_the_tensor(tmp_path: Path) -> None:
     with pytest.raises(QuantkitError, match=r"model\.safetensors: tensor .*experts\.2\.up_proj\.weight_scale"):
         convert(path, tmp_path / "x.gguf", None, ConvertOptions(pre="gpt-2"))
     assert not (tmp_path / "x.gguf").exists()
+
+
+#: What AutoAWQ and AutoGPTQ stored, and the weights as they dequantize them (scripts/make_packed_goldens.py).
+PACKED = np.load(Path(__file__).parent / "data" / "packed.npz")
+
+
+@pytest.mark.parametrize("name", sorted({key.partition("/")[0] for key in PACKED}))
+def test_what_real_packers_store_is_read_as_they_mean_it(name: str, tmp_path: Path) -> None:
+    method, _, bits = name.removesuffix("-act").partition("-")
+    given = {"quant_method": method, "bits": int(bits or 4), "group_size": 32, "version": "gemm"}
+    keys = [key for key in PACKED if key.startswith(f"{name}/") and not key.endswith("/weight")]
+    found = read(tmp_path, {f"{W}.{key.partition('/')[2]}": PACKED[key] for key in keys}, given)
+    assert list(found.tensors) == [f"{W}.weight"]
+    values, wanted = whole_floats(found.tensors[f"{W}.weight"]), PACKED[f"{name}/weight"]
+    assert values.shape == wanted.shape
+    assert (values.astype(np.float16) == wanted).all()
+
+
+def whole_floats(x: ex.Expression) -> Array:
+    return ex.read_f32(x, 0, ex.size_of(x)).reshape(x.shape)

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from drawn_checkpoints import moe_arrays, moe_config, write_checkpoint
 
+import checkpoints
 from quantkit.checkpoint import architectures
 from quantkit.checkpoint.expressions import Stored, joined, read_values, stacked
 from quantkit.checkpoint.row import Copied
@@ -182,3 +183,22 @@ def test_joined_along_another_dimension(tmp_path: Path) -> None:
         assert (read_values(x, start, n).view(np.float32) == whole[start : start + n]).all()
     same = stacked([parts[0], parts[0]])
     assert (read_values(same, 0, 96).view(np.float32) == np.stack([arrays[0]] * 2).reshape(-1)).all()
+
+
+@pytest.mark.parametrize("way", [None, "Q4_K_M", "IQ4_XS", "MXFP4_MOE"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v32", "gemma3n", "t5", "plamo2"])
+def test_a_dry_run_says_the_bytes_that_are_written(name: str, way: str | None, tmp_path: Path) -> None:
+    """Also where all weights are holes (all checkpoints: scripts/check_dry_run.py)."""
+    what, out = checkpoints.describe(name), tmp_path / "out.gguf"
+    drawn = checkpoints.write_description(what, tmp_path)
+    options = ConvertOptions(pre=what.vocab.get("pre"), outtype="auto" if way else "f16")
+    said = plan_convert(drawn, out, way, options).shards[0].layout.nbytes
+    convert(drawn, out, way, options)
+    assert out.stat().st_size == said
+    out.unlink()
+    for path in drawn.glob("*.safetensors"):
+        size = path.stat().st_size
+        with path.open("r+b") as file:
+            file.truncate(8 + int.from_bytes(file.read(8), "little"))
+            file.truncate(size)
+    assert plan_convert(drawn, out, way, options).shards[0].layout.nbytes == said

@@ -34,7 +34,13 @@ OTHERS |= {f"gguf-py/gguf/{name}.py" for name in ("constants", "metadata")} | {"
 OTHERS |= {"gguf_writer.py", "quants.py", "tensor_mapping.py", "exaone.py", "stablelm.py", "starcoder.py"}
 #: Of transformers, PEFT, AutoAWQ, and repositories of models.
 OTHERS |= {"tuners/lora/config.py", "tuners/lora/model.py", "tuners/lora/layer.py", "utils/other.py"}
-OTHERS |= {"convert_slow_tokenizer.py", "utils/packing_utils.py", "tokenization_hy.py", "tokenization_kimi.py"}
+OTHERS |= {
+    "convert_slow_tokenizer.py",
+    "utils/packing_utils.py",
+    "tokenization_hy.py",
+    "tokenization_kimi.py",
+    "tokenization_qwen.py",
+}
 
 FILES = {p.relative_to(ROOT).as_posix() for kind in KINDS for p in ROOT.rglob(f"*.{kind}") if ".venv" not in p.parts}
 FILES |= headers().keys()  # made when a module is compiled

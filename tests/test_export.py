@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,13 +14,14 @@ import test_tensor_scale as i2_s
 from drawn_checkpoints import write_checkpoint
 
 import checkpoints
+from quantkit.checkpoint.back import open_export
 from quantkit.checkpoint.back.encoded import encoded_tensors
 from quantkit.checkpoint.expressions import read_f32
 from quantkit.checkpoint.expressions import size_of as size_of_tensor
 from quantkit.convert import ConvertOptions, convert
 from quantkit.errors import FormatError, QuantkitError, ResourceError, TypeNotSupported
 from quantkit.export import ExportOptions, export, plan_export
-from quantkit.formats.gguf import open_gguf
+from quantkit.formats.gguf import Field, open_gguf
 from quantkit.formats.safetensors import read_checkpoint
 from quantkit.kernels import dequantize
 from quantkit.pipeline.work import PlannedTensor
@@ -248,3 +250,17 @@ def test_values_of_i2_s_have_their_scale(tmp_path: Path) -> None:
         wanted = i2_s.values(data, size_of_tensor(x))
         assert np.array_equal(read_f32(x, 0, wanted.size), wanted.reshape(-1))
         assert np.array_equal(read_f32(x, 300, 1000), wanted.reshape(-1)[300:1300])
+
+
+@pytest.mark.parametrize("value", [0, 1 << 31, [3, 1], "x", 1.5, True, ["a", "b"], None])
+def test_metadata_of_no_model_is_an_error(value: object, model: Path) -> None:
+    """Whatever a key says, of whatever type: an error for people, or a model."""
+    with open_gguf(model) as file:
+        own = [key for key in file.fields if key.startswith(("qwen3moe.", "tokenizer.ggml."))]
+    for key in own:
+        with open_gguf(model) as file:
+            del file.fields[key]
+            if value is not None:
+                file.fields[key] = Field.of(key, value)
+            with suppress(QuantkitError):
+                open_export(file)

@@ -32,10 +32,24 @@ from quantkit.formats.safetensors import StoredTensor, read_checkpoint
 from quantkit.kernels import dequantize
 
 #: Architectures that have no way back: nobody has written it.
-NOT_EXPORTED: set[str] = set()
+NOT_EXPORTED = {
+    *("arctic", "chameleon", "dbrx", "deci", "deepseek2-ocr", "dream", "gemma-embedding", "gemma4-assistant", "grok"),
+    *("hunyuan_vl", "llada", "llama-embed", "maple", "muse-glimmer"),
+    *("baichuan", "internlm2", "jais", "mpt", "openelm", "plamo", "plamo2", "plamo3", "qwen", "refact", "xverse"),
+    *("arwkv7", "deepseek4", "rwkv6", "rwkv6qwen2", "rwkv7", "t5", "t5encoder"),
+}
 #: Checkpoint -> why what it becomes is refused.
 REFUSED = {
     "bert-classifier": "no file holds that",
+    "lfm2-embedding": "pooling_type = 1 cannot be said",
+    "lfm2-masked": "attention.causal = False cannot be said",
+    **dict.fromkeys(("nomic-bert-xlm", "xlm-roberta", "xlm-roberta-classifier"), "is not exported by this version"),
+    "rugpt3xl": "feed_forward_length = 128 cannot be said",
+}
+#: Refused, for config.json of the class that they would have cannot say something of them.
+OTHERS = {
+    *("camembert", "gemma4-unified", "lfm2-embedding", "lfm2-masked", "nemotron-puzzle", "nomic-bert-xlm", "rugpt3xl"),
+    *("xlm-roberta", "xlm-roberta-classifier"),
 }
 NAMES = [
     name
@@ -59,6 +73,8 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
         SAID,
     ),
     **dict.fromkeys(("hunyuan-moe", "kimi-k2", "kimi-k2-ct-int4", "kimi-k2-ct-mxfp4", "kimi-linear"), UNSAID),
+    # The class of the text model does not read what is never to be said: places of pictures and sounds.
+    "gemma4-unified": {"tokenizer.ggml.suppress_tokens": ([258883, 258882], None)},
     # Its template for pairs has nothing between them; ours does not either, and says so.
     "llama-class-drops-bos": {"tokenizer.ggml.add_sep_token": (None, False)},
     # Only a tokenizer.json says what is put around texts, and that letters lose case.
@@ -72,14 +88,17 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
 #: Tensors of checkpoints that no file of the text model has, and layers that some converters leave out.
 APART = (
     *("visual.", "vision", "multi_modal_projector.", "mm_projector.", "mtp.", "mtp_layers.", "audio_tower."),
-    *("talker.", "code2wav.", "pooler.", "cls.predictions."),
+    *("talker.", "code2wav.", "pooler.", "cls.predictions.", "model.aligner.", "model.generation_", "model.merger."),
 )
-#: Biases of routers that converters leave out.
-DROPPED = {"grove-moe": ".mlp.expert_bias"}
+#: Biases of routers that converters leave out, or move.
+DROPPED = {"grove-moe": ".mlp.expert_bias", "sarvam-moe": ".expert_bias"}
 #: Checkpoints whose tensors are fused where transformers has several, or the other way round.
 FUSED = {"ernie4.5-fused", "exaone4.5", "qwen3-omni-moe"}
 #: Checkpoints whose names are not those that transformers gives them, and some without their last layers.
-OTHER_NAMES = {*FUSED, "bitnet", "gemma3-vl", "granite-moe-swa", "llama-model", "llava", "mistral3"}
+OTHER_NAMES = {
+    *FUSED,
+    *("bitnet", "gemma3-vl", "granite-moe-swa", "janus", "llama-model", "llava", "minicpm-v4.6", "mistral3"),
+}
 #: What names begin with in some, and in the class of transformers do not, or the other way round.
 WRAPPED = {
     **{"gemma3n": "language_model.", "minimax-m3": "language_model.", "neobert": "model."},
@@ -174,7 +193,7 @@ def differences(what: checkpoints.Description, a: dict[str, StoredTensor], b: di
     a = {name: t for name, t in a.items() if not any(part in name for part in APART) or name in b}
     a, b = ({name.replace(WRAPPED.get(what.name, "\0"), ""): t for name, t in of.items()} for of in (a, b))
     if (ending := DROPPED.get(what.name)) is not None:
-        a = {name: t for name, t in a.items() if not name.endswith(ending)}
+        a, b = ({name: t for name, t in of.items() if not name.endswith(ending)} for of in (a, b))
     if what.name in LAST_LEFT_OUT:
         a = {name: t for name, t in a.items() if name in b}
     if what.config.get("tie_word_embeddings"):

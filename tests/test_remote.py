@@ -651,6 +651,11 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, scheme: str
     assert f"the package {package} is needed for {scheme}://" in raised.value.message
 
 
+def test_nodes_of_a_cluster_need_files(proxy: Proxy, model: Path) -> None:
+    with pytest.raises(ResourceError, match="--ray works on files that all nodes see"):
+        quantize(model, "s3://models/q.gguf", "Q8_0", OPTIONS, ray="local")
+
+
 def test_engines_need_files(proxy: Proxy) -> None:
     found = run("perplexity", "-m", "s3://models/m.gguf", "-p", "x")
     assert found.exit_code == 2

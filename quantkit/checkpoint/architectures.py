@@ -29,6 +29,7 @@ from quantkit.checkpoint.families import (
     phi,
     qwen,
     qwen_next,
+    seeing,
 )
 from quantkit.checkpoint.named import NAMED
 from quantkit.checkpoint.row import Architecture
@@ -79,6 +80,7 @@ _GEMMA4 = Architecture(
     vocab="gemma 4",
     extra=gemma.gemma4_rope,
 )
+_GEMMA4_ASSISTANT = replace(_GEMMA4, arch="gemma4-assistant", stored=gemma.ASSISTANT_STORED, keys=gemma.ASSISTANT_KEYS)
 _PHI3 = Architecture("phi3", base=phi.set_phi3_keys, vocab="phi", early=(phi.set_rope_attention,), extra=phi.long_rope)
 _PHIMOE = replace(_PHI3, arch="phimoe", rules=(phi.PHI_EXPERTS,), keys=phi.PHIMOE_KEYS)
 _OLMO = Architecture("olmo", rules=llama.ROPE_PERMUTED, keys=(others.set_olmo_norms,))
@@ -115,7 +117,19 @@ _LATENT = Architecture(
     keys=(deepseek.set_latent_keys,),
     vocab="deepseek",
 )
-_DEEPSEEK = replace(_LATENT, rules=(deepseek.LaterLayersDropped(), *_LATENT.rules))
+_DEEPSEEK_OCR = replace(
+    _LATENT,
+    arch="deepseek2-ocr",
+    rules=(deepseek.LaterLayersDropped(), *_LATENT.rules),
+    base=seeing.set_ocr_base,
+    keys=(deepseek.set_whole_keys,),
+    early=(seeing.OCR_TEMPLATE,),
+)
+_DEEPSEEK = replace(
+    _LATENT,
+    rules=_DEEPSEEK_OCR.rules,
+    instead=lambda config: _DEEPSEEK_OCR if seeing.reads_text(config) else None,
+)
 _MISTRAL_4 = replace(
     _LATENT,
     arch="mistral4",
@@ -152,10 +166,18 @@ ROWS: dict[str, Architecture] = {
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
     **dict.fromkeys(("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), _QWEN35),
     **dict.fromkeys(("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"), _QWEN35_MOE),
+    "MiniCPMV4_6ForConditionalGeneration": replace(
+        _QWEN35,
+        stored=(Dropped(r"^(mtp|model\.merger\.)"), *_QWEN35.stored),
+        look=lambda config, names: qwen_next.count_layers_ahead(config, ()),
+    ),
     "GemmaForCausalLM": _GEMMA,
     "Gemma2ForCausalLM": _GEMMA2,
     **dict.fromkeys(("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), _GEMMA3),
     **dict.fromkeys(("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), _GEMMA4),
+    "Gemma3TextModel": replace(_GEMMA3, arch="gemma-embedding", keys=(*_GEMMA3.keys, qwen.set_pooling)),
+    "Gemma4UnifiedForConditionalGeneration": replace(_GEMMA4, keys=gemma.UNIFIED_KEYS),
+    **dict.fromkeys(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), _GEMMA4_ASSISTANT),
     "PhiForCausalLM": Architecture("phi2", base=phi.set_phi2_keys),
     **dict.fromkeys(("Phi3ForCausalLM", "Phi4ForCausalLMV"), _PHI3),
     # transformers saves the second name, which convert_hf_to_gguf.py does not know.
@@ -178,6 +200,7 @@ ROWS: dict[str, Architecture] = {
     **dict.fromkeys(("StableLmForCausalLM", "StableLMEpochForCausalLM", "LlavaStableLMEpochForCausalLM"), _STABLELM),
     **dict.fromkeys(("BitNetForCausalLM", "BitnetForCausalLM"), _BITNET),
     **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), _DEEPSEEK),
+    **dict.fromkeys(("DeepseekOCRForCausalLM", "UnlimitedOCRForCausalLM"), _DEEPSEEK_OCR),
     **dict.fromkeys(("KimiVLForConditionalGeneration", "KimiK25ForConditionalGeneration"), _DEEPSEEK),
     **dict.fromkeys(("YoutuForCausalLM", "YoutuVLForConditionalGeneration"), _DEEPSEEK),
     "DeepseekV32ForCausalLM": replace(

@@ -58,6 +58,8 @@ _OTHER_FILES = (
     *("config.json", "generation_config.json", "README.md", "tokenizer.json", "tokenizer_config.json"),
     *("tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
     *("merges.txt", "vocab.json", "vocab.txt", "model.safetensors.index.json", "hf_quant_config.json", "modules.json"),
+    *("spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "hy.tiktoken", "qwen.tiktoken", "tokenizer.jsonl"),
+    *("rwkv_vocab_v20230424.txt", "tekken.json"),
 )
 
 
@@ -222,6 +224,7 @@ def open_checkpoint(
     tuned = read_adapters(adapters)
     if tuned:
         meant = merged(meant, tuned, row, context)
+    meant = row.arrange(meant, config)
     made: list[Made] = []
     if not vocab_only:
         named = named_tensors(meant.tensors, row.rules, context, row.extra(config), meant.first)
@@ -317,8 +320,8 @@ def _made(name: str, tensor: Tensor, names: TensorNames, outtype: OutType, exact
     x = tensor.x
     if not x.shape:
         x = Shaped(x, (1,))
-    wanted = TYPE_F32 if tensor.full else type_of(name, x, tensor.layer, names, outtype.type)
-    if q8 and not tensor.full and x.type.block == 1 and any(part.dtype in _FLOAT8 for part in x.parts()):
+    wanted = type_of(name, x, tensor.layer, names, outtype.type, tensor.typed)
+    if q8 and tensor.typed is None and x.type.block == 1 and any(part.dtype in _FLOAT8 for part in x.parts()):
         wanted = type_of_float8(name, x)
     if x.type.name in ("Q4_0", "Q8_0") and type_of(name, floats(x), tensor.layer, names, TYPE_F16) is TYPE_F32:
         x, wanted = floats(x), TYPE_F32  # a router, say

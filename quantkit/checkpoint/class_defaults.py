@@ -79,6 +79,11 @@ _ERNIE: Json = {
 
 #: Model type -> key -> value.
 DEFAULTS: dict[str, Json] = {
+    # What Grok 2 says it is.
+    "git": {
+        **{"vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 6, "num_attention_heads": 12},
+        **{"intermediate_size": 3072, "max_position_embeddings": 1024, "layer_norm_eps": 1e-12},
+    },
     "deepseek_v2": {
         **_DENSE,
         **{"num_key_value_heads": None, "first_k_dense_replace": 0, "kv_lora_rank": 512, "q_lora_rank": 1536},
@@ -282,6 +287,12 @@ _BERT: Json = {
     **{"intermediate_size": 3072, "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12},
     "pad_token_id": 0,
 }
+_T5: Json = {
+    **{"vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_decoder_layers": 6},
+    **{"num_heads": 8, "relative_attention_num_buckets": 32, "layer_norm_epsilon": 1e-6, "pad_token_id": 0},
+    **{"eos_token_id": 1},
+}
+_MT5: Json = _T5 | {"vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_decoder_layers": 8, "num_heads": 6}
 DEFAULTS |= {
     "jamba": {
         **{"vocab_size": 65536, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
@@ -291,6 +302,15 @@ DEFAULTS |= {
         **{"mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": "auto"},
     },
     "llava": {},
+    "janus": {},
+    "chameleon": {
+        **{"vocab_size": 65536, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
+        **{"num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 4096},
+        **{"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": None, "swin_norm": False},
+    },
+    "dbrx": {
+        **{"d_model": 2048, "n_heads": 16, "n_layers": 24, "max_seq_len": 2048, "vocab_size": 32000},
+    },
     "voxtral": {},
     "gpt2": {
         **{"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None},
@@ -314,6 +334,18 @@ DEFAULTS |= {
         "max_position_embeddings": 512,
     },
     "roberta": _BERT | {"vocab_size": 50265, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
+    "xlm-roberta": _BERT | {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
+    "camembert": _BERT | {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
+    "t5": _T5,
+    **dict.fromkeys(("mt5", "umt5"), _MT5),
+    "mpt": {
+        "d_model": 2048,
+        "n_heads": 16,
+        "n_layers": 24,
+        "max_seq_len": 2048,
+        "vocab_size": 50368,
+        "attn_config": {},
+    },
     "modernbert": {
         **{"vocab_size": 50368, "hidden_size": 768, "intermediate_size": 1152, "num_hidden_layers": 22},
         **{"num_attention_heads": 12, "hidden_activation": "gelu", "max_position_embeddings": 8192, "norm_eps": 1e-5},
@@ -474,6 +506,13 @@ def _no_end_of_document(values: Json) -> None:
     values.pop("eod_token_id", None)
 
 
+def _mpt_attention(values: Json) -> None:
+    """Keep what the class of MPT's attention knows: other keys are lost."""
+    known = ("attn_type", "attn_pdrop", "attn_impl", "clip_qkv", "softmax_scale", "alibi", "alibi_bias_max")
+    if isinstance(given := values.get("attn_config"), dict):
+        values["attn_config"] = {key: value for key, value in given.items() if key in known}
+
+
 def _labels(values: Json) -> None:
     """Labels are counted by numbers; there are two without names unless something else is said."""
     given = values.get("id2label")
@@ -540,7 +579,8 @@ DERIVED: dict[str, tuple[Callable[[Json], None], ...]] = {
     "falcon": (_all_keys,),
     "bert": (_labels,),
     "distilbert": (_labels,),
-    "roberta": (_labels,),
+    "mpt": (_mpt_attention,),
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), (_labels,)),
     "modernbert": (_labels,),
 }
 
@@ -554,6 +594,7 @@ PARTS: dict[str, dict[str, str]] = {
     "llama4": {"text_config": "llama4_text"},
     "mistral3": {"text_config": "mistral"},
     "llava": {"text_config": "llama"},
+    "janus": {"text_config": "llama"},
     "voxtral": {"text_config": "llama"},
     "qwen3_omni_moe": {"thinker_config": "qwen3_omni_moe_thinker"},
     "qwen3_omni_moe_thinker": {"text_config": "qwen3_omni_moe_text"},

@@ -561,6 +561,16 @@ class Multiplied(ByValue):
 
 
 @dataclass(frozen=True)
+class Added(ByValue):
+    """Each value plus ``value``, a float32."""
+
+    value: float
+
+    def computed(self, x: F32) -> F32:
+        return x + np.float32(self.value)
+
+
+@dataclass(frozen=True)
 class Product:
     """Values of two tensors multiplied: as many of each, float32, in one dimension."""
 

@@ -70,6 +70,11 @@ class Keys:
         """Set a list of counts, none of them less than 0."""
         self._set(key, list(values), ValueType.ARRAY, ValueType.UINT32)
 
+    def octets(self, key: str, values: bytes) -> None:
+        """Set a list of bytes, unless it is empty."""
+        if values:
+            self._set(key, list(values), ValueType.ARRAY, ValueType.UINT8)
+
     def remove(self, key: str) -> None:
         """Remove a key, if it is there."""
         self.fields.pop(f"{self.arch}{key}" if key.startswith(".") else key, None)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from quantkit.checkpoint.encoders import ENCODERS
 from quantkit.checkpoint.families import (
     bailing,
-    bert,
     cohere,
     deepseek,
+    deepseek4,
     dots3,
-    early,
     ernie,
     gemma,
     glm,
@@ -28,12 +28,16 @@ from quantkit.checkpoint.families import (
     mamba,
     mimo,
     minimax,
+    mixtures,
+    more_experts,
     others,
     qwen,
+    seeing,
     step,
 )
 from quantkit.checkpoint.families.llama import LLAMA_KEYS, ROPE_PERMUTED, rope_factors, set_rope_width
 from quantkit.checkpoint.families.others import exaone4_rope
+from quantkit.checkpoint.older import OLDER
 from quantkit.checkpoint.row import Always, Architecture, Copied
 from quantkit.checkpoint.tensors import Changed, Dropped, Experts, Renamed, plus_one
 
@@ -139,8 +143,6 @@ _LLAMA = Architecture(
     extra=rope_factors,
 )
 _LLADA_MOE = Architecture("llada-moe", rules=(Experts(),), keys=others.LLADA_MOE_KEYS)
-_BLOOM = Architecture("bloom", rules=(Renamed(r"transformer\.", ""), *early.BY_HEAD), base=early.set_bloom_base)
-_FALCON = Architecture("falcon", rules=early.BY_KEY, base=early.set_falcon_base)
 _GEMMA_3N = Architecture(
     "gemma3n",
     stored=gemma.GEMMA3N_STORED,
@@ -150,44 +152,80 @@ _GEMMA_3N = Architecture(
 )
 _MINIMAX_M1 = Architecture("minimax-01", rules=minimax.M1_RULES, keys=minimax.M1_KEYS, vocab="minimax m1")
 
-_BERT = Architecture("bert", stored=bert.STORED, rules=(bert.HEAD,), keys=bert.KEYS, vocab="wordpiece")
-_DISTIL_BERT = replace(
-    _BERT,
-    stored=(Renamed(r"^distilbert\.", ""), Dropped(r"^vocab_"), *bert.STORED),
-    base=bert.set_distil_base,
+_GROK = Architecture("grok", rules=mixtures.GROK_RULES, keys=mixtures.GROK_KEYS, vocab="sentencepiece or bpe")
+_SARVAM = Architecture(
+    "bailingmoe2",
+    stored=(mixtures.SARVAM_STORED, _ROUTER_BIAS),
+    rules=(Experts(),),
+    keys=(*more_experts.BAILING_KEYS, set_rope_width),
+    layers=deepseek.all_layers,
 )
-_ROBERTA = replace(
-    _BERT,
-    stored=(Renamed(r"^roberta\.", ""), *bert.STORED),
-    rules=(bert.POSITIONS, bert.HEAD),
-    vocab="roberta",
-    prepare=bert.cut_positions,
+
+_CHAMELEON = Architecture(
+    "chameleon",
+    stored=seeing.CHAMELEON_STORED,
+    rules=(*ROPE_PERMUTED, *seeing.CHAMELEON_RULES),
+    keys=(seeing.set_swin_norm,),
 )
-_NOMIC_BERT = replace(_BERT, arch="nomic-bert", stored=bert.NOMIC_STORED, vocab="nomic", prepare=bert.prepare_nomic)
-_NOMIC_BERT_MOE = replace(
-    _NOMIC_BERT,
-    arch="nomic-bert-moe",
-    rules=(*bert.NOMIC_EXPERTS, bert.HEAD),
-    keys=(*bert.KEYS, *bert.NOMIC_EXPERT_KEYS),
+_LFM_2_EMBEDDING = replace(
+    _LFM_2,
+    rules=(*lfm.BARE, lfm.CONVOLUTIONS),
+    keys=lfm.EMBEDDING_KEYS,
+    extra=lfm.dense_layer,
+    early=(lfm.set_dense_width,),
 )
-_JINA_BERT = replace(_BERT, arch="jina-bert-v2", vocab="jina bert")
-_NEO_BERT = replace(
-    _BERT,
-    arch="neo-bert",
-    stored=(Dropped(r"^decoder\."), Renamed(r"^model\.", ""), *bert.STORED),
-    keys=(*bert.KEYS, bert.set_neo),
-)
-_MODERN_BERT = replace(
-    _BERT,
-    arch="modern-bert",
-    stored=(Renamed(r"^model\.", ""), *bert.STORED),
-    keys=(*bert.KEYS, *bert.MODERN_KEYS),
-    vocab="modern bert",
-)
-_EURO_BERT = Architecture("eurobert", stored=(Renamed(r"^model\.", ""),), keys=bert.EURO_KEYS, vocab="euro bert")
 
 #: Class of transformers -> how it is converted.
 NAMED: dict[str, Architecture] = {
+    "ArcticForCausalLM": Architecture(
+        "arctic", rules=(*ROPE_PERMUTED, llama.MIXTRAL_EXPERTS), keys=LLAMA_KEYS, vocab="arctic"
+    ),
+    "DbrxForCausalLM": Architecture("dbrx", rules=mixtures.DBRX_RULES, base=mixtures.set_dbrx_base),
+    **dict.fromkeys(("GrokForCausalLM", "Grok1ForCausalLM"), _GROK),
+    "DeciLMForCausalLM": Architecture(
+        "deci",
+        rules=mixtures.DECI_RULES,
+        base=mixtures.set_deci_base,
+        keys=LLAMA_KEYS,
+        vocab="deci",
+        extra=rope_factors,
+    ),
+    **dict.fromkeys(("ChameleonForCausalLM", "ChameleonForConditionalGeneration"), _CHAMELEON),
+    "JanusForConditionalGeneration": replace(_LLAMA, stored=(seeing.JANUS_PARTS, *_LLAMA.stored)),
+    "LlamaBidirectionalModel": replace(_LLAMA, arch="llama-embed"),
+    "MuseGlimmerForConditionalGeneration": Architecture(
+        "muse-glimmer", rules=(*ROPE_PERMUTED, *seeing.MUSE_RULES), keys=seeing.MUSE_KEYS, vocab="muse"
+    ),
+    "HunYuanVLForConditionalGeneration": Architecture(
+        "hunyuan_vl",
+        rules=(deepseek.TIED_OUTPUT,),
+        base=hunyuan.set_dense_base,
+        keys=seeing.HUNYUAN_KEYS,
+        vocab="hunyuan",
+        prepare=seeing.name_rope,
+    ),
+    "LLaDAModelLM": Architecture("llada", rules=ROPE_PERMUTED, keys=others.LLADA_KEYS, vocab="llada"),
+    "DreamModel": Architecture("dream", keys=(qwen.set_pooling, *others.DIFFUSION_KEYS), vocab="dream"),
+    **dict.fromkeys(("Lfm2Model", "Lfm2BidirectionalModel", "Lfm2BidirectionalForMaskedLM"), _LFM_2_EMBEDDING),
+    "DeepseekV4ForCausalLM": Architecture(
+        "deepseek4",
+        stored=deepseek4.STORED,
+        rules=deepseek4.RULES,
+        keys=deepseek4.KEYS,
+        vocab="deepseek 4",
+        early=(deepseek4.TEMPLATE,),
+        arrange=deepseek4.arrange,
+    ),
+    "MapleForCausalLM": Architecture("maple", rules=(Experts(),), keys=mixtures.MAPLE_KEYS),
+    **dict.fromkeys(("SarvamMoEForCausalLM", "modeling_sarvam_moe.SarvamMoEForCausalLM"), _SARVAM),
+    "NemotronHPuzzleForCausalLM": Architecture(
+        "nemotron_h_moe",
+        stored=mamba.PUZZLE_STORED,
+        rules=mamba.NEMOTRON_RULES,
+        keys=mamba.PUZZLE_KEYS,
+        vocab="nemotron h",
+        prepare=mamba.prepare_puzzle,
+    ),
     "DeepseekForCausalLM": Architecture(
         "deepseek", rules=(*ROPE_PERMUTED, Experts()), keys=deepseek.FIRST_KEYS, vocab="sentencepiece or bpe"
     ),
@@ -345,27 +383,6 @@ NAMED: dict[str, Architecture] = {
     "PaddleOCRVLForConditionalGeneration": Architecture(
         "paddleocr", stored=(ernie.RENAMED,), rules=ernie.FUSED, vocab="ernie"
     ),
-    "GPT2LMHeadModel": Architecture(
-        "gpt2",
-        stored=(Dropped(r"\.attn\.(masked_)?bias$"),),
-        rules=early.GPT2_RULES,
-        base=early.set_gpt2_base,
-    ),
-    "GPTNeoXForCausalLM": Architecture("gptneox", rules=early.BY_HEAD, base=early.set_neox_base),
-    **dict.fromkeys(("BloomForCausalLM", "BloomModel"), _BLOOM),
-    **dict.fromkeys(("FalconForCausalLM", "RWForCausalLM"), _FALCON),
-    "OrionForCausalLM": Architecture("orion", base=early.set_orion_base, vocab="sentencepiece"),
-    "CodeShellForCausalLM": Architecture("codeshell", base=early.set_codeshell_base),
-    "MiniCPMForCausalLM": Architecture(
-        "minicpm",
-        rules=ROPE_PERMUTED,
-        keys=(early.set_minicpm_scales,),
-        vocab="sentencepiece",
-        extra=early.rope_factors,
-    ),
-    "MiniCPM3ForCausalLM": Architecture(
-        "minicpm3", base=early.set_minicpm3_base, vocab="sentencepiece", extra=early.rope_factors
-    ),
     "FalconH1ForCausalLM": Architecture(
         "falcon-h1",
         stored=hybrids.FALCON_STORED,
@@ -376,15 +393,6 @@ NAMED: dict[str, Architecture] = {
     "JambaForCausalLM": Architecture("jamba", rules=hybrids.JAMBA_RULES, base=hybrids.set_jamba_base, vocab="jamba"),
     **dict.fromkeys(("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"), _GEMMA_3N),
     **dict.fromkeys(("MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM"), _MINIMAX_M1),
-    "InternLM3ForCausalLM": Architecture("llama", rules=ROPE_PERMUTED, keys=LLAMA_KEYS, vocab="internlm 3"),
-    **dict.fromkeys(("BertModel", "BertForMaskedLM", "BertForSequenceClassification"), _BERT),
-    **dict.fromkeys(("DistilBertModel", "DistilBertForMaskedLM", "DistilBertForSequenceClassification"), _DISTIL_BERT),
-    **dict.fromkeys(("RobertaModel", "RobertaForSequenceClassification"), _ROBERTA),
-    "NomicBertModel": replace(
-        _NOMIC_BERT, instead=lambda config: _NOMIC_BERT_MOE if bert.has_experts(config) else None
-    ),
-    **dict.fromkeys(("JinaBertModel", "JinaBertForMaskedLM"), _JINA_BERT),
-    **dict.fromkeys(("NeoBERT", "NeoBERTLMHead", "NeoBERTForSequenceClassification"), _NEO_BERT),
-    **dict.fromkeys(("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification"), _MODERN_BERT),
-    **dict.fromkeys(("EuroBertModel", "JinaEmbeddingsV5Model"), _EURO_BERT),
+    **OLDER,
+    **ENCODERS,
 }

@@ -56,7 +56,14 @@ def type_of_float8(name: str, x: Expression) -> TensorType:
     return TYPE_Q8_0 if x.shape[-1] % TYPE_Q8_0.block == 0 else TYPE_F16
 
 
-def type_of(name: str, x: Expression, layer: int | None, names: TensorNames, wanted: TensorType) -> TensorType:
+def type_of(
+    name: str,
+    x: Expression,
+    layer: int | None,
+    names: TensorNames,
+    wanted: TensorType,
+    typed: TensorType | str | None = None,
+) -> TensorType:
     """Return the type of a tensor in a file of type ``wanted``.
 
     Args:
@@ -65,11 +72,15 @@ def type_of(name: str, x: Expression, layer: int | None, names: TensorNames, wan
         layer: the layer of the tensor it was made of.
         names: of the architecture.
         wanted: the type of the file.
+        typed: what its architecture says of it (``Tensor.typed``).
     """
     if x.type.block > 1:
         return x.type
     if len(x.shape) <= 1 or name.endswith("_norm.weight"):
         return TYPE_F32
+    if typed is not None:
+        given = typed if isinstance(typed, TensorType) else wanted
+        return given if x.shape[-1] % given.block == 0 else TYPE_F16
     if name[-7:] not in (".weight", ".lora_a", ".lora_b"):
         return TYPE_F32
     if any(names.is_kind(name, kind, layer) for kind in _F32_KINDS):

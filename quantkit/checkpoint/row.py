@@ -8,6 +8,7 @@ from typing import Any
 
 from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.keys import Keys, set_base_keys
+from quantkit.checkpoint.quantized.found import Decoded
 from quantkit.checkpoint.tensors import Rule, Tensor
 from quantkit.errors import FormatError
 
@@ -73,6 +74,8 @@ class Architecture:
     instead: Callable[[Config], Architecture | None] = field(default=lambda config: None)
     #: Tensors that are not stored; they come first.
     extra: Callable[[Config], Iterable[Tensor]] = field(default=lambda config: ())
+    #: Puts tensors in another order before the rules.
+    arrange: Callable[[Decoded, Config], Decoded] = field(default=lambda meant, config: meant)
     #: It may have layers that predict more tokens behind the others, which --no-nextn and --mtp are about (nextn.py).
     nextn: bool = False
     #: Keys that are set before general.type.

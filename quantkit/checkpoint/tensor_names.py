@@ -1,559 +1,15 @@
 """What tensors are called: in a GGUF file of each architecture, and in checkpoints.
 
-Facts of llama.cpp b11434 (gguf-py/gguf/constants.py, MODEL_TENSORS, and tensor_mapping.py), for its text models. A kind
-of tensor is named as in the file; ``*`` stands for the layer, in a kind for ``blk.LAYER.``; what follows a colon tells
-apart kinds that have one name in files.
+Facts of llama.cpp b11434 (tensor_mapping of gguf-py), for its text models. A kind of tensor is named as in the
+file; ``*`` stands for the layer, in a kind for ``blk.LAYER.``; what follows a colon tells apart kinds that have one
+name in files.
 """
 
 from __future__ import annotations
 
 import re
 
-#: Architecture -> the kinds it has.
-KINDS: dict[str, str] = {
-    "afmoe": (
-        "token_embd output_norm output *attn_norm *post_attention_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
-        "*attn_q_norm *attn_k_norm *attn_gate *ffn_gate *ffn_down *ffn_up *ffn_gate_inp *ffn_gate_exps *ffn_down_exps "
-        "*ffn_up_exps *ffn_gate_shexp *ffn_up_shexp *ffn_down_shexp *ffn_norm:pre *post_ffw_norm *exp_probs_b"
-    ),
-    "apertus": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
-        "*attn_rot_embd *attn_q_norm *attn_k_norm *ffn_norm *ffn_gate *ffn_down *ffn_up"
-    ),
-    "arcee": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
-        "*attn_rot_embd *ffn_norm *ffn_down *ffn_up"
-    ),
-    "baichuan": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
-        "*attn_rot_embd *ffn_norm *ffn_gate *ffn_down *ffn_up"
-    ),
-    "bailingmoe": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
-        "*ffn_gate_inp *ffn_norm *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp *ffn_down_shexp "
-        "*ffn_up_shexp"
-    ),
-    "bailingmoe2": (
-        "token_embd output_norm output *attn_norm *attn_q_norm *attn_k_norm *attn_qkv *attn_output *ffn_gate_inp "
-        "*exp_probs_b *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp "
-        "*ffn_down_shexp *ffn_up_shexp *nextn.eh_proj *nextn.embed_tokens *nextn.enorm *nextn.hnorm "
-        "*nextn.shared_head_head *nextn.shared_head_norm *layer_output_norm"
-    ),
-    "bailingmoe3": (
-        "token_embd output_norm output *attn_norm *attn_q *attn_q_a *attn_q_b *attn_q_a_norm *attn_k *attn_v "
-        "*attn_output *attn_gate *attn_kv_a_mqa *attn_kv_b *attn_k_b *attn_v_b *attn_kv_a_norm *ffn_norm *ffn_gate "
-        "*ffn_down *ffn_up *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp *ffn_down_shexp "
-        "*ffn_up_shexp *exp_probs_b *ssm_conv1d_q *ssm_conv1d_k *ssm_conv1d_v *ssm_f_a *ssm_beta *ssm_a *ssm_g_a "
-        "*ssm_dt *ssm_norm *nextn.eh_proj *nextn.enorm *nextn.hnorm *layer_output_norm"
-    ),
-    "bert": (
-        "token_embd token_embd_norm token_types position_embd output_norm *attn_output_norm *attn_qkv *attn_q *attn_k "
-        "*attn_v *attn_output *ffn_down *ffn_up *layer_output_norm cls cls.output"
-    ),
-    "bitnet": (
-        "*attn_q *attn_k *attn_v token_embd output_norm *attn_norm *attn_output *ffn_norm *ffn_gate *ffn_down *ffn_up "
-        "*attn_sub_norm *ffn_sub_norm"
-    ),
-    "bloom": (
-        "token_embd token_embd_norm output_norm output *attn_norm *attn_qkv *attn_output *ffn_norm *ffn_down *ffn_up"
-    ),
-    "chatglm": (
-        "token_embd rope_freqs output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
-        "*ffn_down *ffn_up"
-    ),
-    "codeshell": (
-        "token_embd position_embd output_norm output *attn_norm *attn_qkv *attn_output *attn_rot_embd *ffn_norm "
-        "*ffn_down *ffn_up"
-    ),
-    "cohere2": (
-        "token_embd output_norm *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_gate *ffn_down *ffn_up"
-    ),
-    "cohere2moe": (
-        "token_embd output_norm output *attn_norm *attn_q *attn_k *attn_v *attn_output *ffn_gate *ffn_down *ffn_up "
-        "*ffn_gate_inp *ffn_gate_exps *ffn_gate_up_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp *ffn_down_shexp "
-        "*ffn_up_shexp *nextn.eh_proj *nextn.embed_tokens *nextn.enorm *nextn.hnorm *nextn.shared_head_head "
-        "*nextn.shared_head_norm"
-    ),
-    "command-r": (
-        "token_embd output_norm *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_gate *ffn_down *ffn_up "
-        "*attn_k_norm *attn_q_norm"
-    ),
-    "dbrx": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_output *attn_output_norm *ffn_gate_inp "
-        "*ffn_gate_exps *ffn_down_exps *ffn_up_exps"
-    ),
-    "deci": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
-        "*attn_rot_embd *ffn_gate_inp *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
-    ),
-    "deepseek": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
-        "*attn_rot_embd *ffn_gate_inp *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps "
-        "*ffn_gate_shexp *ffn_down_shexp *ffn_up_shexp"
-    ),
-    "deepseek2": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_q *attn_q_a *attn_q_b *attn_kv_a_mqa *attn_kv_b "
-        "*attn_k *attn_k_b *attn_v *attn_v_b *attn_q_a_norm *attn_kv_a_norm *attn_output *attn_rot_embd *ffn_gate_inp "
-        "*ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp "
-        "*ffn_down_shexp *ffn_up_shexp *exp_probs_b *nextn.eh_proj *nextn.embed_tokens *nextn.enorm *nextn.hnorm "
-        "*nextn.shared_head_head *nextn.shared_head_norm"
-    ),
-    "deepseek32": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_q *attn_q_a *attn_q_b *attn_kv_a_mqa *attn_k_b "
-        "*attn_v_b *attn_q_a_norm *attn_kv_a_norm *attn_output *attn_rot_embd *ffn_gate_inp *ffn_norm *ffn_gate "
-        "*ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp *ffn_down_shexp *ffn_up_shexp "
-        "*exp_probs_b *indexer.k_norm *indexer.proj *indexer.attn_k *indexer.attn_q_b *nextn.eh_proj "
-        "*nextn.embed_tokens *nextn.enorm *nextn.hnorm *nextn.shared_head_head *nextn.shared_head_norm"
-    ),
-    "deepseek4": (
-        "token_embd output_norm output output_hc_fn output_hc_base output_hc_scale *attn_norm *attn_sinks *attn_q_a "
-        "*attn_q_b *attn_q_a_norm *attn_kv *attn_kv_a_norm:kv *attn_output_a *attn_output_b *hc_attn_fn *hc_attn_base "
-        "*hc_attn_scale *hc_ffn_fn *hc_ffn_base *hc_ffn_scale *attn_compressor_kv *attn_compressor_gate "
-        "*attn_compressor_ape *attn_compressor_norm *indexer.proj *indexer.attn_q_b *indexer_compressor_kv "
-        "*indexer_compressor_gate *indexer_compressor_ape *indexer_compressor_norm *ffn_gate_inp *ffn_gate_tid2eid "
-        "*exp_probs_b *exp_probs_b_vl *ffn_norm *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp "
-        "*ffn_down_shexp *ffn_up_shexp *nextn.eh_proj *nextn.embed_tokens *nextn.enorm *nextn.hnorm "
-        "*nextn.shared_head_head *nextn.shared_head_norm"
-    ),
-    "dots1": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
-        "*attn_output *exp_probs_b *ffn_norm *ffn_gate *ffn_gate_exps *ffn_gate_inp *ffn_gate_shexp *ffn_down "
-        "*ffn_down_exps *ffn_down_shexp *ffn_up *ffn_up_exps *ffn_up_shexp"
-    ),
-    "dots3note": (
-        "token_embd output_norm output *attn_norm *attn_q_a *attn_q_b *attn_kv_a_mqa *attn_k_b *attn_v_b "
-        "*attn_q_a_norm *attn_kv_a_norm *attn_k_norm *attn_gate *attn_output *ffn_norm *ffn_gate *ffn_down *ffn_up "
-        "*ffn_gate_inp *exp_probs_b *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp *ffn_down_shexp "
-        "*ffn_up_shexp *indexer.k_norm *indexer.proj *indexer.attn_k *indexer.attn_q_b *nextn.eh_proj "
-        "*nextn.embed_tokens *nextn.enorm *nextn.hnorm *nextn.shared_head_norm"
-    ),
-    "dream": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
-        "*ffn_gate *ffn_down *ffn_up"
-    ),
-    "ernie4_5": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate "
-        "*ffn_down *ffn_up"
-    ),
-    "ernie4_5-moe": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate "
-        "*ffn_down *ffn_up *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp *ffn_down_shexp "
-        "*ffn_up_shexp *exp_probs_b"
-    ),
-    "eurobert": (
-        "token_embd output_norm *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate *ffn_up "
-        "*ffn_down"
-    ),
-    "exaone": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
-        "*attn_rot_embd *ffn_norm *ffn_gate *ffn_down *ffn_up"
-    ),
-    "exaone-moe": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm "
-        "*attn_v *attn_output *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_inp *ffn_gate_exps *ffn_down_exps "
-        "*ffn_up_exps *ffn_gate_shexp *ffn_down_shexp *ffn_up_shexp *exp_probs_b *nextn.eh_proj *nextn.embed_tokens "
-        "*nextn.enorm *nextn.hnorm *nextn.shared_head_head *nextn.shared_head_norm"
-    ),
-    "exaone4": (
-        "token_embd output_norm output rope_freqs *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
-        "*attn_output *post_attention_norm *ffn_gate *ffn_down *ffn_up *post_ffw_norm *nextn.eh_proj "
-        "*nextn.embed_tokens *nextn.enorm *nextn.hnorm *nextn.shared_head_head *nextn.shared_head_norm"
-    ),
-    "falcon": "token_embd output_norm output *attn_norm *attn_norm_2 *attn_qkv *attn_output *ffn_down *ffn_up",
-    "falcon-h1": (
-        "token_embd *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ssm_in *ssm_conv1d *ssm_dt *ssm_a "
-        "*ssm_d *ssm_norm *ssm_out *ffn_norm:pre *ffn_gate *ffn_down *ffn_up output_norm output"
-    ),
-    "gemma": (
-        "token_embd output_norm *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_gate *ffn_down *ffn_up "
-        "*ffn_norm"
-    ),
-    "gemma2": (
-        "token_embd output_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_gate *ffn_down *ffn_up *attn_norm "
-        "*post_attention_norm *ffn_norm:pre *post_ffw_norm"
-    ),
-    "gemma3": (
-        "token_embd output output_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v *attn_output "
-        "*ffn_gate *ffn_down *ffn_up *attn_norm *post_attention_norm *ffn_norm:pre *post_ffw_norm"
-    ),
-    "gemma3n": (
-        "token_embd output output_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v *attn_output "
-        "*ffn_gate *ffn_down *ffn_up *attn_norm *post_attention_norm *ffn_norm:pre *post_ffw_norm per_layer_token_embd "
-        "per_layer_model_proj *inp_gate *proj per_layer_proj_norm *post_norm altup_proj altup_unembd_proj "
-        "*altup_correct_coef *altup_correct_scale *altup_predict_coef *altup_router *altup_router_norm *laurel_l "
-        "*laurel_r *laurel_post_norm"
-    ),
-    "gemma4": (
-        "rope_freqs token_embd output output_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
-        "*attn_output *ffn_gate *ffn_down *ffn_up *ffn_gate_up_exps *ffn_gate_exps *ffn_up_exps *ffn_down_exps "
-        "*attn_norm *post_attention_norm *ffn_gate_inp *ffn_norm:pre *pre_ffw_norm_2 *post_ffw_norm *post_ffw_norm_1 "
-        "*post_ffw_norm_2 *layer_output_scale per_layer_token_embd per_layer_model_proj *inp_gate *proj "
-        "per_layer_proj_norm *post_norm"
-    ),
-    "glm-dsa": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_q *attn_q_a *attn_q_b *attn_kv_a_mqa *attn_kv_b "
-        "*attn_k_b *attn_v_b *attn_q_a_norm *attn_kv_a_norm *attn_output *attn_rot_embd *ffn_gate_inp *ffn_norm "
-        "*ffn_gate *ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp *ffn_down_shexp "
-        "*ffn_up_shexp *exp_probs_b *indexer.k_norm *indexer.proj *indexer.attn_k *indexer.attn_q_b *nextn.eh_proj "
-        "*nextn.embed_tokens *nextn.enorm *nextn.hnorm *nextn.shared_head_head *nextn.shared_head_norm"
-    ),
-    "glm4": (
-        "token_embd rope_freqs output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
-        "*ffn_down *ffn_up *post_attention_norm *post_ffw_norm *nextn.eh_proj *nextn.embed_tokens *nextn.enorm "
-        "*nextn.hnorm *nextn.shared_head_head *nextn.shared_head_norm"
-    ),
-    "glm4moe": (
-        "token_embd output_norm output *attn_norm *post_attention_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
-        "*attn_q_norm *attn_k_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_inp *ffn_gate_exps *ffn_down_exps "
-        "*ffn_up_exps *ffn_gate_shexp *ffn_down_shexp *ffn_up_shexp *exp_probs_b *nextn.eh_proj *nextn.embed_tokens "
-        "*nextn.enorm *nextn.hnorm *nextn.shared_head_head *nextn.shared_head_norm"
-    ),
-    "gpt-oss": (
-        "token_embd output_norm output *attn_norm *post_attention_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
-        "*attn_sinks *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
-    ),
-    "gpt2": "token_embd position_embd output_norm output *attn_norm *attn_qkv *attn_output *ffn_norm *ffn_down *ffn_up",
-    "gptneox": "token_embd output_norm output *attn_norm *attn_qkv *attn_output *ffn_norm *ffn_down *ffn_up",
-    "granite": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate "
-        "*ffn_down *ffn_up"
-    ),
-    "granite_swa": (
-        "token_embd output_norm output *attn_norm *attn_q *attn_k *attn_v *attn_output *attn_sinks rope_freqs "
-        "*ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_inp *ffn_gate_exps *ffn_gate_up_exps *ffn_down_exps "
-        "*ffn_up_exps *ffn_up_shexp *ffn_down_shexp"
-    ),
-    "granitehybrid": (
-        "token_embd output_norm output *attn_norm *ssm_in *ssm_conv1d *ssm_dt *ssm_a *ssm_d *ssm_norm *ssm_out "
-        "*attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_down_exps "
-        "*ffn_up_exps *ffn_gate_shexp *ffn_up_shexp *ffn_down_shexp *ffn_gate *ffn_down *ffn_up"
-    ),
-    "granitemoe": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
-        "*ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp *ffn_up_shexp *ffn_down_shexp"
-    ),
-    "grok": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
-        "*attn_rot_embd *attn_output_norm *ffn_gate_inp *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_exps "
-        "*ffn_down_exps *ffn_up_exps *post_ffw_norm *layer_output_norm"
-    ),
-    "grovemoe": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
-        "*attn_output *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_chexps "
-        "*ffn_down_chexps *ffn_up_chexps"
-    ),
-    "hunyuan-dense": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
-        "*attn_output *ffn_norm *ffn_gate *ffn_down *ffn_up"
-    ),
-    "hunyuan-moe": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm "
-        "*attn_v *attn_output *ffn_gate_inp *ffn_norm *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp "
-        "*ffn_down_shexp *ffn_up_shexp"
-    ),
-    "hy_v3": (
-        "token_embd output_norm output *attn_norm *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v *attn_output "
-        "*ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_inp *exp_probs_b *ffn_gate_exps *ffn_down_exps *ffn_up_exps "
-        "*ffn_gate_shexp *ffn_down_shexp *ffn_up_shexp *nextn.eh_proj *nextn.embed_tokens *nextn.enorm *nextn.hnorm "
-        "*nextn.shared_head_head *nextn.shared_head_norm"
-    ),
-    "hy_v4": (
-        "token_embd output_norm output rope_freqs output_hc_fn output_hc_base output_hc_scale *attn_norm *attn_sinks "
-        "*attn_q_a *attn_q_a_norm *attn_q_b *attn_kv_a_mqa *attn_kv_a_norm *attn_k_b *attn_v_b *attn_output *attn_gate "
-        "*indexer.k_norm *indexer.proj *indexer.attn_k *indexer.attn_q_b *hc_attn_fn *hc_attn_base *hc_attn_scale "
-        "*hc_ffn_fn *hc_ffn_base *hc_ffn_scale *ffn_gate_inp *exp_probs_b *ffn_norm *ffn_gate *ffn_down *ffn_up "
-        "*ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp *ffn_down_shexp *ffn_up_shexp"
-    ),
-    "internlm2": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *attn_rot_embd "
-        "*ffn_norm *ffn_gate *ffn_down *ffn_up"
-    ),
-    "jais2": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_down "
-        "*ffn_up"
-    ),
-    "jamba": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ssm_in *ssm_conv1d "
-        "*ssm_x *ssm_dt *ssm_dt_norm *ssm_a *ssm_b_norm *ssm_c_norm *ssm_d *ssm_out *ffn_gate_inp *ffn_norm *ffn_gate "
-        "*ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
-    ),
-    "jina-bert-v2": (
-        "token_embd token_embd_norm token_types *attn_norm_2 *attn_output_norm *attn_qkv *attn_q *attn_q_norm *attn_k "
-        "*attn_k_norm *attn_v *attn_output *ffn_up *ffn_gate *ffn_down *layer_output_norm cls"
-    ),
-    "kimi-k3": (
-        "token_embd output_norm output output_res_score *attn_norm *attn_res_score *ffn_res_score *attn_q *attn_k "
-        "*attn_v *attn_output *attn_gate *attn_q_a *attn_q_b *attn_kv_a_mqa *attn_kv_b *attn_k_b *attn_v_b "
-        "*attn_q_a_norm *attn_kv_a_norm *ssm_conv1d_q *ssm_conv1d_k *ssm_conv1d_v *ssm_f_a *ssm_f_b *ssm_beta *ssm_a "
-        "*ssm_g *ssm_dt *ssm_norm *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_inp *exp_probs_b *ffn_gate_exps "
-        "*ffn_down_exps *ffn_up_exps *ffn_gate_shexp *ffn_down_shexp *ffn_up_shexp *ffn_routed_down *ffn_routed_up "
-        "*ffn_routed_norm"
-    ),
-    "kimi-linear": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *attn_q_a *attn_q_b "
-        "*attn_kv_a_mqa *attn_kv_b *attn_k_b *attn_v_b *attn_q_a_norm *attn_kv_a_norm *ffn_norm *ffn_gate *ffn_down "
-        "*ffn_up *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ssm_conv1d_q *ssm_conv1d_k *ssm_conv1d_v "
-        "*ssm_f_a *ssm_f_b *ssm_beta *ssm_a *ssm_g_a *ssm_g_b *ssm_dt *ssm_norm *exp_probs_b *ffn_gate_shexp "
-        "*ffn_down_shexp *ffn_up_shexp"
-    ),
-    "laguna": (
-        "token_embd output_norm output *attn_norm *attn_q *attn_k *attn_v *attn_output *attn_q_norm *attn_k_norm "
-        "*attn_gate *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_inp *exp_probs_b *ffn_gate_exps *ffn_down_exps "
-        "*ffn_up_exps *ffn_gate_shexp *ffn_up_shexp *ffn_down_shexp"
-    ),
-    "lfm2": (
-        "token_embd token_embd_norm *shortconv.conv *shortconv.in_proj *shortconv.out_proj *ffn_gate *ffn_down *ffn_up "
-        "*ffn_norm *attn_norm *attn_q_norm *attn_k_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output output dense_2"
-    ),
-    "lfm2moe": (
-        "token_embd token_embd_norm *shortconv.conv *shortconv.in_proj *shortconv.out_proj *ffn_gate *ffn_down *ffn_up "
-        "*ffn_norm *attn_norm *attn_q_norm *attn_k_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_gate_inp "
-        "*ffn_gate_exps *ffn_down_exps *ffn_up_exps *exp_probs_b"
-    ),
-    "llada": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
-        "*ffn_gate *ffn_down *ffn_up"
-    ),
-    "llada-moe": (
-        "token_embd output_norm output *attn_output *attn_qkv *attn_q *attn_k *attn_v *attn_norm *attn_q_norm "
-        "*attn_k_norm *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_up_exps *ffn_down_exps"
-    ),
-    "llama": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
-        "*attn_rot_embd *ffn_gate_inp *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
-    ),
-    "llama4": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
-        "*attn_rot_embd *ffn_gate_inp *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps "
-        "*ffn_gate_shexp *ffn_down_shexp *ffn_up_shexp"
-    ),
-    "maincoder": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
-        "*attn_output *ffn_norm *ffn_gate *ffn_down *ffn_up"
-    ),
-    "mamba": "token_embd output_norm output *attn_norm *ssm_in *ssm_conv1d *ssm_x *ssm_dt *ssm_a *ssm_d *ssm_out",
-    "mamba2": "token_embd output_norm output *attn_norm *ssm_in *ssm_conv1d *ssm_dt *ssm_a *ssm_d *ssm_norm *ssm_out",
-    "mellum": (
-        "token_embd output_norm output *attn_norm *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v *attn_output "
-        "*ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
-    ),
-    "mimo2": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_sinks *attn_output *ffn_norm "
-        "*ffn_gate *ffn_down *ffn_up *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps *exp_probs_b "
-        "*layer_output_norm *nextn.eh_proj *nextn.embed_tokens *nextn.enorm *nextn.hnorm *nextn.shared_head_head "
-        "*nextn.shared_head_norm"
-    ),
-    "minicpm": (
-        "token_embd output output_norm rope_freqs rope_factors_long rope_factors_short *attn_norm *attn_qkv *attn_q "
-        "*attn_k *attn_v *attn_output *attn_rot_embd *ffn_gate_inp *ffn_norm *ffn_gate *ffn_down *ffn_up "
-        "*ffn_gate_exps *ffn_down_exps *ffn_up_exps"
-    ),
-    "minicpm3": (
-        "token_embd output_norm output rope_factors_long rope_factors_short *attn_norm *attn_q_a *attn_q_b "
-        "*attn_kv_a_mqa *attn_kv_b *attn_q_a_norm *attn_kv_a_norm *attn_output *ffn_norm *ffn_gate *ffn_down *ffn_up"
-    ),
-    "minimax-01": (
-        "token_embd output_norm output *attn_norm *attn_norm_2 *attn_qkv *attn_q *attn_k *attn_v *attn_output "
-        "*attn_gate *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
-    ),
-    "minimax-m2": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
-        "*attn_output *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps *exp_probs_b"
-    ),
-    "minimax-m3": (
-        "token_embd output_norm output *attn_norm *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v *attn_output "
-        "*ffn_norm *ffn_gate_inp *exp_probs_b *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_shexp "
-        "*ffn_down_shexp *ffn_up_shexp *ffn_gate *ffn_down *ffn_up *indexer.q_proj *indexer.k_proj *indexer.q_norm "
-        "*indexer.k_norm"
-    ),
-    "mistral3": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
-        "*attn_rot_embd *ffn_gate_inp *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
-    ),
-    "mistral4": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_q *attn_q_a *attn_q_b *attn_kv_a_mqa *attn_kv_b "
-        "*attn_k_b *attn_v_b *attn_q_a_norm *attn_kv_a_norm *attn_output *attn_rot_embd *ffn_gate_inp *ffn_norm "
-        "*ffn_gate *ffn_down *ffn_up *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_up_exps *ffn_gate_shexp "
-        "*ffn_down_shexp *ffn_up_shexp *exp_probs_b"
-    ),
-    "modern-bert": (
-        "token_embd token_embd_norm token_types output_norm *attn_norm *attn_output *attn_qkv *ffn_up *ffn_down "
-        "*ffn_norm cls cls.output cls.norm"
-    ),
-    "mpt": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_output *ffn_norm *ffn_down *ffn_up *ffn *attn_q_norm "
-        "*attn_k_norm position_embd"
-    ),
-    "nanbeige": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_q *attn_k *attn_v *attn_output *attn_rot_embd "
-        "*ffn_norm *ffn_gate *ffn_down *ffn_up"
-    ),
-    "nemotron": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
-        "*attn_rot_embd *ffn_norm *ffn_down *ffn_up"
-    ),
-    "nemotron_h": (
-        "token_embd output_norm output *attn_norm *ssm_in *ssm_conv1d *ssm_dt *ssm_a *ssm_d *ssm_norm *ssm_out "
-        "*attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_down *ffn_up"
-    ),
-    "nemotron_h_moe": (
-        "token_embd output_norm output *attn_norm *ssm_in *ssm_conv1d *ssm_dt *ssm_a *ssm_d *ssm_norm *ssm_out "
-        "*attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_down *ffn_up *ffn_gate_inp *ffn_up_exps *ffn_down_exps "
-        "*ffn_latent_down *ffn_latent_up *ffn_down_shexp *ffn_up_shexp *exp_probs_b *post_attention_norm "
-        "*nextn.eh_proj *nextn.enorm *nextn.hnorm *nextn.shared_head_norm"
-    ),
-    "neo-bert": (
-        "token_embd *attn_norm *attn_qkv *attn_output *ffn_norm *ffn_down *ffn_up enc.output_norm cls cls.output"
-    ),
-    "nomic-bert": (
-        "token_embd token_embd_norm token_types position_embd output_norm *attn_output_norm *attn_qkv *attn_output "
-        "*ffn_gate *ffn_down *ffn_up *layer_output_norm"
-    ),
-    "nomic-bert-moe": (
-        "token_embd token_embd_norm token_types position_embd output_norm *attn_output_norm *attn_qkv *attn_output "
-        "*ffn_down *ffn_up *ffn_gate_inp *ffn_down_exps *ffn_up_exps *layer_output_norm"
-    ),
-    "olmo": "token_embd output *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_gate *ffn_down *ffn_up",
-    "olmo2": (
-        "token_embd output_norm output *attn_qkv *attn_q *attn_k *attn_v *attn_output *post_attention_norm "
-        "*attn_q_norm *attn_k_norm *post_ffw_norm *ffn_gate *ffn_down *ffn_up"
-    ),
-    "olmoe": (
-        "token_embd output_norm output *attn_output *attn_qkv *attn_q *attn_k *attn_v *attn_norm *attn_q_norm "
-        "*attn_k_norm *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_up_exps *ffn_down_exps"
-    ),
-    "openelm": (
-        "token_embd output_norm *attn_norm *attn_qkv *attn_q_norm *attn_k_norm *attn_output *ffn_norm *ffn_gate "
-        "*ffn_down *ffn_up"
-    ),
-    "orion": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
-        "*attn_rot_embd *ffn_norm *ffn_gate *ffn_down *ffn_up"
-    ),
-    "paddleocr": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate "
-        "*ffn_down *ffn_up"
-    ),
-    "pangu-embedded": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate "
-        "*ffn_down *ffn_up"
-    ),
-    "phi2": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_down "
-        "*ffn_up"
-    ),
-    "phi3": (
-        "token_embd output_norm output rope_factors_long rope_factors_short *attn_norm *attn_qkv *attn_q *attn_k "
-        "*attn_v *attn_output *ffn_norm *ffn_down *ffn_up"
-    ),
-    "phimoe": (
-        "token_embd output_norm output rope_factors_long rope_factors_short *attn_norm *attn_qkv *attn_q *attn_k "
-        "*attn_v *attn_output *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
-    ),
-    "plamo2": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_output *attn_rot_embd "
-        "*attn_q_norm *attn_k_norm *post_attention_norm *ffn_norm *ffn_gate *ffn_down *ffn_up *post_ffw_norm *ssm_in "
-        "*ssm_conv1d *ssm_x *ssm_dt *ssm_a *ssm_d *ssm_out *ssm_dt_norm *ssm_b_norm *ssm_c_norm"
-    ),
-    "plm": (
-        "token_embd output output_norm *attn_norm *attn_q *attn_kv_a_mqa *attn_kv_a_norm *attn_kv_b *attn_output "
-        "*ffn_norm *ffn_up *ffn_down"
-    ),
-    "qwen2": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
-        "*ffn_gate *ffn_down *ffn_up"
-    ),
-    "qwen2moe": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
-        "*ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps *ffn_gate_inp_shexp *ffn_gate_shexp *ffn_down_shexp "
-        "*ffn_up_shexp"
-    ),
-    "qwen2vl": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate "
-        "*ffn_down *ffn_up"
-    ),
-    "qwen3": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm "
-        "*attn_v *attn_output *ffn_norm *ffn_gate *ffn_down *ffn_up"
-    ),
-    "qwen35": (
-        "token_embd output_norm output cls.output *attn_norm *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
-        "*attn_output *post_attention_norm *attn_gate *attn_qkv *ffn_gate *ffn_down *ffn_up *ssm_a *ssm_conv1d *ssm_dt "
-        "*ssm_norm *ssm_beta *ssm_alpha *ssm_out *nextn.eh_proj *nextn.embed_tokens *nextn.enorm *nextn.hnorm "
-        "*nextn.shared_head_head *nextn.shared_head_norm"
-    ),
-    "qwen35moe": (
-        "token_embd output_norm output *attn_norm *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v *attn_output "
-        "*post_attention_norm *attn_gate *attn_qkv *ffn_gate_inp *ffn_gate_inp_shexp *ffn_up_shexp *ffn_down_shexp "
-        "*ffn_gate_shexp *ffn_down_exps *ffn_up_exps *ffn_gate_exps *ffn_gate_up_exps *ssm_a *ssm_conv1d *ssm_dt "
-        "*ssm_norm *ssm_beta *ssm_alpha *ssm_out *nextn.eh_proj *nextn.embed_tokens *nextn.enorm *nextn.hnorm "
-        "*nextn.shared_head_head *nextn.shared_head_norm"
-    ),
-    "qwen3moe": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
-        "*attn_output *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
-    ),
-    "qwen3next": (
-        "token_embd output_norm output *attn_norm *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v *attn_output "
-        "*post_attention_norm *attn_gate *attn_qkv *ffn_gate_inp *ffn_gate_inp_shexp *ffn_up_shexp *ffn_down_shexp "
-        "*ffn_gate_shexp *ffn_down_exps *ffn_up_exps *ffn_gate_exps *ffn_gate_up_exps *ssm_a *ssm_conv1d *ssm_dt "
-        "*ssm_norm *ssm_in *ssm_ba *ssm_out *nextn.eh_proj *nextn.embed_tokens *nextn.enorm *nextn.hnorm "
-        "*nextn.shared_head_head *nextn.shared_head_norm"
-    ),
-    "qwen3vl": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm "
-        "*attn_v *attn_output *ffn_norm *ffn_gate *ffn_down *ffn_up"
-    ),
-    "qwen3vlmoe": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
-        "*attn_output *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
-    ),
-    "refact": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate "
-        "*ffn_down *ffn_up"
-    ),
-    "rnd1": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm *attn_v "
-        "*attn_output *ffn_norm *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
-    ),
-    "seed_oss": (
-        "token_embd *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *post_attention_norm *ffn_gate *ffn_down "
-        "*ffn_up output_norm output"
-    ),
-    "smallthinker": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm *ffn_gate "
-        "*ffn_down *ffn_up *ffn_gate_inp *ffn_gate_exps *ffn_down_exps *ffn_up_exps"
-    ),
-    "smollm3": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
-        "*attn_rot_embd *ffn_norm *ffn_gate *ffn_down *ffn_up"
-    ),
-    "spark2_5": (
-        "token_embd output_norm output *attn_norm *attn_qkv *attn_gate *attn_output *ffn_norm *ffn_gate *ffn_down "
-        "*ffn_up"
-    ),
-    "stablelm": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output *ffn_norm "
-        "*ffn_gate *ffn_down *ffn_up *attn_q_norm *attn_k_norm"
-    ),
-    "starcoder": (
-        "token_embd position_embd output_norm output *attn_norm *attn_qkv *attn_output *ffn_norm *ffn_down *ffn_up"
-    ),
-    "starcoder2": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
-        "*attn_rot_embd *ffn_norm *ffn_down *ffn_up"
-    ),
-    "step35": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_q_norm *attn_k *attn_k_norm "
-        "*attn_v *attn_gate *attn_output *ffn_norm *ffn_gate *ffn_down *ffn_up *ffn_gate_inp *ffn_gate_exps "
-        "*ffn_down_exps *ffn_up_exps *ffn_up_shexp *ffn_gate_shexp *ffn_down_shexp *exp_probs_b *nextn.eh_proj "
-        "*nextn.embed_tokens *nextn.enorm *nextn.hnorm *nextn.shared_head_head *nextn.shared_head_norm"
-    ),
-    "xverse": (
-        "token_embd output_norm output rope_freqs *attn_norm *attn_qkv *attn_q *attn_k *attn_v *attn_output "
-        "*attn_rot_embd *ffn_norm *ffn_gate *ffn_down *ffn_up"
-    ),
-}
+from quantkit.checkpoint.tensor_kinds import KINDS as KINDS
 
 #: Kind -> what it is called in checkpoints, without .weight and .bias. Of two kinds of an architecture with one name,
 #: the later has it.
@@ -927,7 +383,7 @@ PATTERNS: dict[str, str] = {
     "*attn_compressor_norm": "",
     "*attn_output_b": "",
     "*ssm_g": "",
-    "*indexer_compressor_ape": "",
+    "*indexer_compressor_ape": "model.layers.*.self_attn.indexer.index_kpool_compress_ape",
     "*attn_compressor_kv": "",
     "*attn_kv_a_norm:kv": "",
     "*indexer_compressor_norm": "",
@@ -935,9 +391,118 @@ PATTERNS: dict[str, str] = {
     "*exp_probs_b_vl": "",
     "*attn_kv": "",
     "*attn_res_score": "",
-    "*indexer_compressor_gate": "",
+    "*indexer_compressor_gate": "model.layers.*.self_attn.indexer.index_kpool_compress_gate",
     "output_res_score": "",
     "*attn_compressor_ape": "",
+    "*ffn_norm:residual": "model.layers.*.residual_layernorm",
+    "*ffn_norm_exps": "model.layers.*.post_attention_layernorm",
+    "dense_3": "dense_3_out",
+    "dec.*attn_norm": "decoder.block.*.layer.0.layer_norm",
+    "dec.*attn_q": "decoder.block.*.layer.0.SelfAttention.q",
+    "dec.*attn_k": "decoder.block.*.layer.0.SelfAttention.k",
+    "dec.*attn_v": "decoder.block.*.layer.0.SelfAttention.v",
+    "dec.*attn_o": "decoder.block.*.layer.0.SelfAttention.o",
+    "dec.*attn_rel_b": "decoder.block.*.layer.0.SelfAttention.relative_attention_bias",
+    "dec.*cross_attn_norm": "decoder.block.*.layer.1.layer_norm",
+    "dec.*cross_attn_q": "decoder.block.*.layer.1.EncDecAttention.q",
+    "dec.*cross_attn_k": "decoder.block.*.layer.1.EncDecAttention.k",
+    "dec.*cross_attn_v": "decoder.block.*.layer.1.EncDecAttention.v",
+    "dec.*cross_attn_o": "decoder.block.*.layer.1.EncDecAttention.o",
+    "dec.*cross_attn_rel_b": "decoder.block.*.layer.1.EncDecAttention.relative_attention_bias",
+    "dec.*ffn_norm": "decoder.block.*.layer.2.layer_norm",
+    "dec.*ffn_gate": "decoder.block.*.layer.2.DenseReluDense.wi_0",
+    "dec.*ffn_down": "decoder.block.*.layer.2.DenseReluDense.wo",
+    "dec.*ffn_up": "decoder.block.*.layer.2.DenseReluDense.wi decoder.block.*.layer.2.DenseReluDense.wi_1",
+    "dec.output_norm": "decoder.final_layer_norm",
+    "enc.*attn_norm": "encoder.block.*.layer.0.layer_norm",
+    "enc.*attn_q": "encoder.block.*.layer.0.SelfAttention.q",
+    "enc.*attn_k": "encoder.block.*.layer.0.SelfAttention.k",
+    "enc.*attn_v": "encoder.block.*.layer.0.SelfAttention.v",
+    "enc.*attn_o": "encoder.block.*.layer.0.SelfAttention.o",
+    "enc.*attn_rel_b": "encoder.block.*.layer.0.SelfAttention.relative_attention_bias",
+    "enc.*ffn_norm": "encoder.block.*.layer.1.layer_norm",
+    "enc.*ffn_gate": "encoder.block.*.layer.1.DenseReluDense.wi_0",
+    "enc.*ffn_down": "encoder.block.*.layer.1.DenseReluDense.wo",
+    "enc.*ffn_up": "encoder.block.*.layer.1.DenseReluDense.wi encoder.block.*.layer.1.DenseReluDense.wi_1",
+    "*time_mix_w1": (
+        "rwkv.blocks.*.attention.time_maa_w1 model.layers.*.self_attn.time_maa_w1 model.layers.*.attention.w1"
+    ),
+    "*time_mix_w2": (
+        "rwkv.blocks.*.attention.time_maa_w2 model.layers.*.self_attn.time_maa_w2 model.layers.*.attention.w2"
+    ),
+    "*time_mix_lerp_x": "rwkv.blocks.*.attention.time_maa_x model.layers.*.self_attn.time_maa_x",
+    "*time_mix_lerp_k": "rwkv.blocks.*.attention.time_maa_k model.layers.*.self_attn.time_maa_k",
+    "*time_mix_lerp_v": "rwkv.blocks.*.attention.time_maa_v model.layers.*.self_attn.time_maa_v",
+    "*time_mix_lerp_r": "rwkv.blocks.*.attention.time_maa_r model.layers.*.self_attn.time_maa_r",
+    "*time_mix_lerp_g": "rwkv.blocks.*.attention.time_maa_g model.layers.*.self_attn.time_maa_g",
+    "*time_mix_lerp_w": "rwkv.blocks.*.attention.time_maa_w model.layers.*.self_attn.time_maa_w",
+    "*time_mix_lerp_fused": "",
+    "*time_mix_first": "rwkv.blocks.*.attention.time_faaaa",
+    "*time_mix_decay": "rwkv.blocks.*.attention.time_decay model.layers.*.self_attn.time_decay",
+    "*time_mix_decay_w1": "rwkv.blocks.*.attention.time_decay_w1 model.layers.*.self_attn.time_decay_w1",
+    "*time_mix_decay_w2": "rwkv.blocks.*.attention.time_decay_w2 model.layers.*.self_attn.time_decay_w2",
+    "*time_mix_key": (
+        "rwkv.blocks.*.attention.key model.layers.*.self_attn.k_proj model.layers.*.attention.key "
+        "model.layers.*.attention.k_proj"
+    ),
+    "*time_mix_value": (
+        "rwkv.blocks.*.attention.value model.layers.*.self_attn.v_proj model.layers.*.attention.value "
+        "model.layers.*.attention.v_proj"
+    ),
+    "*time_mix_receptance": (
+        "rwkv.blocks.*.attention.receptance model.layers.*.self_attn.q_proj model.layers.*.attention.receptance "
+        "model.layers.*.attention.r_proj"
+    ),
+    "*time_mix_gate": "rwkv.blocks.*.attention.gate model.layers.*.self_attn.gate",
+    "*time_mix_ln": "rwkv.blocks.*.attention.ln_x model.layers.*.attention.ln_x",
+    "*time_mix_output": (
+        "rwkv.blocks.*.attention.output model.layers.*.self_attn.o_proj model.layers.*.attention.output "
+        "model.layers.*.attention.o_proj"
+    ),
+    "*channel_mix_lerp_k": "rwkv.blocks.*.feed_forward.time_maa_k model.layers.*.feed_forward.x_k",
+    "*channel_mix_lerp_r": "rwkv.blocks.*.feed_forward.time_maa_r",
+    "*channel_mix_key": "rwkv.blocks.*.feed_forward.key model.layers.*.feed_forward.key",
+    "*channel_mix_receptance": "rwkv.blocks.*.feed_forward.receptance",
+    "*channel_mix_value": "rwkv.blocks.*.feed_forward.value model.layers.*.feed_forward.value",
+    "*time_mix_w0": "model.layers.*.attention.w0",
+    "*time_mix_a0": "model.layers.*.attention.a0",
+    "*time_mix_a1": "model.layers.*.attention.a1",
+    "*time_mix_a2": "model.layers.*.attention.a2",
+    "*time_mix_v0": "model.layers.*.attention.v0",
+    "*time_mix_v1": "model.layers.*.attention.v1",
+    "*time_mix_v2": "model.layers.*.attention.v2",
+    "*time_mix_g1": "model.layers.*.attention.g1",
+    "*time_mix_g2": "model.layers.*.attention.g2",
+    "*time_mix_k_k": "model.layers.*.attention.k_k",
+    "*time_mix_k_a": "model.layers.*.attention.k_a",
+    "*time_mix_r_k": "model.layers.*.attention.r_k",
+    "hrm.z_l_init": "",
+    "output_hc_norm": "model.hyper_connection_mixer.hc_norm",
+    "output_hc_down": "model.hyper_connection_mixer.input_mix_weight_down",
+    "output_hc_up": "model.hyper_connection_mixer.input_mix_weight_up",
+    "*hc_attn_norm": "model.layers.*.attn_hyper_connection.hc_norm",
+    "*hc_attn_down": "model.layers.*.attn_hyper_connection.input_mix_weight_down",
+    "*hc_attn_up": "model.layers.*.attn_hyper_connection.input_mix_weight_up",
+    "*hc_attn_inject": "model.layers.*.attn_hyper_connection.block_inject_weight",
+    "*hc_ffn_norm": "model.layers.*.mlp_hyper_connection.hc_norm",
+    "*hc_ffn_down": "model.layers.*.mlp_hyper_connection.input_mix_weight_down",
+    "*hc_ffn_up": "model.layers.*.mlp_hyper_connection.input_mix_weight_up",
+    "*hc_ffn_inject": "model.layers.*.mlp_hyper_connection.block_inject_weight",
+    "*indexer.q_norm:qsa": "model.layers.*.self_attn.indexer.q_layernorm",
+    "*indexer.k_norm:qsa": "model.layers.*.self_attn.indexer.k_layernorm",
+    "*ple_key": "model.layers.*.ple.key_proj",
+    "*ple_value": "model.layers.*.ple.value_proj",
+    "*ple_norm_key": "model.layers.*.ple.norm_key",
+    "*ple_norm_query": "model.layers.*.ple.norm_query",
+    "*ple_norm_conv": "model.layers.*.ple.norm_conv",
+    "*ple_conv1d": "model.layers.*.ple.conv1d",
+    "*nextn.hc_head_norm": "model.layers.*.nextn_hc_head.hc_norm",
+    "*nextn.hc_head_down": "model.layers.*.nextn_hc_head.input_mix_weight_down",
+    "*nextn.hc_head_up": "model.layers.*.nextn_hc_head.input_mix_weight_up",
+    "masked_embd_centroids": "masked_embedding.centroids",
+    "masked_embd_ordering": "masked_embedding.token_ordering",
+    "nextn.pre_projection": "pre_projection",
+    "nextn.post_projection": "post_projection",
 }
 
 _LAYER = re.compile(r"(?<=\.)(\d+)(?=\.)|^(\d+)(?=\.)")
@@ -950,7 +515,7 @@ class TensorNames:
         self.arch, self.kinds = arch, KINDS[arch].split()
         self.layers = layers
         self._kind_of: dict[str, str] = {}
-        for kind in [k for k in PATTERNS if not k.startswith("*")] + [k for k in PATTERNS if k.startswith("*")]:
+        for kind in [k for k in PATTERNS if "*" not in k] + [k for k in PATTERNS if "*" in k]:
             if kind in self.kinds:
                 self._kind_of |= dict.fromkeys(
                     [kind.partition(":")[0].replace("*", "blk.*."), *PATTERNS[kind].split()], kind
@@ -975,12 +540,11 @@ class TensorNames:
 
     def is_kind(self, name: str, kind: str, layer: int | None, suffix: str = ".weight") -> bool:
         """Tell whether the file's tensor ``name`` is of a kind that the architecture has, in this layer (or none)."""
-        if kind not in self.kinds or kind.startswith("*") != (layer is not None):
+        if kind not in self.kinds or ("*" in kind) != (layer is not None):
             return False
         return name == file_name(kind, layer) + suffix
 
 
 def file_name(kind: str, layer: int | None = None) -> str:
     """Return the name of a kind of tensor in a file, without suffix."""
-    kind = kind.partition(":")[0]
-    return f"blk.{layer}.{kind[1:]}" if kind.startswith("*") else kind
+    return kind.partition(":")[0].replace("*", f"blk.{layer}.")

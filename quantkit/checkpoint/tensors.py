@@ -16,6 +16,7 @@ from typing import Protocol
 
 from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.expressions import (
+    TYPE_F32,
     Expression,
     Mapped,
     Shaped,
@@ -27,20 +28,25 @@ from quantkit.checkpoint.expressions import (
 from quantkit.checkpoint.tensor_names import TensorNames, file_name
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
+from quantkit.types import TensorType
+
+#: The type of the file.
+OF_FILE = "of the file"
 
 
 @dataclass(frozen=True)
 class Tensor:
     """A tensor on its way: its name in the checkpoint, what it is made of, and its layer, the first number in the name.
 
-    ``name_in_file`` is set by rules that know it; the name map is not asked then. ``full``: it is F32 in every file.
+    ``name_in_file`` is set by rules that know it; the name map is not asked then. ``typed``: its type in every file, or
+    OF_FILE: that of the file, whatever its kind.
     """
 
     name: str
     x: Expression
     layer: int | None
     name_in_file: str | None = None
-    full: bool = False
+    typed: TensorType | str | None = None
 
 
 @dataclass
@@ -107,7 +113,17 @@ class Full:
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         found = re.search(self.pattern, tensor.name) and self.when(context.config)
-        return (replace(tensor, full=True),) if found else None
+        return (replace(tensor, typed=TYPE_F32),) if found else None
+
+
+@dataclass(frozen=True)
+class AsFile:
+    """Tensors whose names the regular expression finds have the type of the file, also those of kinds that are F32."""
+
+    pattern: str
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        return (replace(tensor, typed=OF_FILE),) if re.search(self.pattern, tensor.name) else None
 
 
 @dataclass(frozen=True)
@@ -159,7 +175,7 @@ def squeezed(tensor: Tensor, context: Context) -> Expression:
 
 def query_heads(tensor: Tensor, context: Context) -> Expression:
     """Undo the permutation of queries for rope (LlamaModel.permute)."""
-    return _permuted(tensor, context.config.number("n_heads", "num_attention_heads"))
+    return permuted(tensor, context.config.number("n_heads", "num_attention_heads"))
 
 
 def key_heads(tensor: Tensor, context: Context) -> Expression:
@@ -167,10 +183,11 @@ def key_heads(tensor: Tensor, context: Context) -> Expression:
     heads = ("n_kv_heads", "num_key_value_heads")
     if context.config.find(*heads) is None:
         heads = ("n_heads", "num_attention_heads")
-    return _permuted(tensor, context.config.number(*heads))
+    return permuted(tensor, context.config.number(*heads))
 
 
-def _permuted(tensor: Tensor, heads: int) -> Expression:
+def permuted(tensor: Tensor, heads: int) -> Expression:
+    """Undo the permutation of the rows of so many heads for rope."""
     x = tensor.x
     if not x.shape or heads < 1 or x.shape[0] % (2 * heads):
         raise ValueError(f"its rows make no {heads} heads")

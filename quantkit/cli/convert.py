@@ -12,6 +12,7 @@ from click.shell_completion import CompletionItem
 
 from quantkit.cli.ignored import Ignored
 from quantkit.cli.options import cached, echo_notes, on_command_line, option, options
+from quantkit.cli.panics import panics_hidden
 from quantkit.cli.quantize import QuantizeCommand, is_count, is_type, parsed_layers, quantize_options, run_shown
 from quantkit.cli.refused import refused_options
 from quantkit.cli.summary import DryRunReport
@@ -157,7 +158,8 @@ def command(
         split_max_size=None if type_name else split_max_size,
         **{name: value for name, value in given.items() if name in own},
     )
-    plan = plan_convert(located(folder, spool), output and located(output, spool), type_name, convert, quantize)
+    with panics_hidden():  # the tokenizer is read then
+        plan = plan_convert(located(folder, spool), output and located(output, spool), type_name, convert, quantize)
     echo_notes(plan.notes)
     if dry_run:
         refused = refusal(plan, resume=resume, overwrite=overwrite)

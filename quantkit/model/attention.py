@@ -25,7 +25,8 @@ from quantkit.model.ops import (
 _SECTIONED = ("imrope", "mrope", "glm", "glm_moe")
 
 
-#: What selects blocks of keys (MiniMax M3): not yet read.
+#: What selects blocks of keys (MiniMax M3). It is passed over: all keys are seen, as in llama.cpp without flash
+#: attention; the same up to indexer.top_k * indexer.block_size tokens.
 _BLOCK_INDEXER = ("q_proj", "k_proj", "q_norm", "k_norm")
 
 

@@ -18,7 +18,7 @@ from typing import Protocol, TypedDict, Unpack
 from quantkit.errors import ClusterError, QuantkitError, ResourceError, TypeNotSupported
 from quantkit.formats.outputs import Output, beside, check_apart, check_free
 from quantkit.formats.ranges import Buffers
-from quantkit.formats.remote import check_unchanged
+from quantkit.formats.remote import URL, check_unchanged
 from quantkit.formats.remote.retry import given_up
 from quantkit.helpers import available_cpus
 from quantkit.kernels.first_run import working_seconds
@@ -116,7 +116,7 @@ def run_plan(
     measure, folder = options.get("measure_error", False), options.get("cache")
     first = plan.shards[0].path
     check_targets(plan, resume=resume, overwrite=True)
-    executor = _executor(options)
+    executor = _executor(plan, options)
     values = job_values(list(plan.tensors), executor.count, max_ram)
     with ExitStack() as stack:
         stack.enter_context(Output(first, overwrite=True))
@@ -151,11 +151,14 @@ def run_plan(
     return RunResult(working_seconds() - began, len(resumed), sums, executor.nodes, used)
 
 
-def _executor(options: RunOptions) -> Executor:
+def _executor(plan: Plan, options: RunOptions) -> Executor:
     """Return what runs the jobs: threads, or the nodes of a cluster."""
     address = options.get("ray")
     if address is None:
         return Threads(options.get("threads") or available_cpus())
+    for path in (*plan.source.paths, *plan.reads, *(shard.path for shard in plan.shards)):
+        if isinstance(path, URL):
+            raise ResourceError(f"{path}: --ray works on files that all nodes see, not on URLs; leave one of them away")
     from quantkit.pipeline.ray_tasks import RayTasks
 
     return RayTasks(address, options.get("threads"))

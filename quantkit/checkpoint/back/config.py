@@ -71,11 +71,15 @@ _ROPE_FACTORS = (
     *((low, high, length) for length in (8192, 4096, 32768) for low, high in ((1, 4), (1, 1), (1, 2))),
     (1, 32, 131072),
 )
+_MOST_LAYERS = 1 << 16
 _FREQUENCIES = "rope_freqs.weight"
 
 
 def make_config(said: Said, name: str, row: Architecture, spelling: Spelling, dtype: str) -> Json:
     """Return the configuration of the text model of a file as the class ``name``; values have the dtype ``dtype``."""
+    for key in (".block_count", ".n_deepstack_layers"):
+        if isinstance(count := said.get(key), int) and count > _MOST_LAYERS:
+            raise FormatError(f"{said.where}: key {said.arch}{key} is {count}: more layers than any model has")
     known = DEFAULTS.get(spelling.model_type, {})
     config: Json = {"architectures": [name], "model_type": spelling.model_type}
     copied = {each.key: each.names for each in row.keys if isinstance(each, Copied)}
@@ -195,6 +199,9 @@ def check_keys(model: GGUFFile, row: Architecture, config: Config) -> list[str]:
         write(keys, config)
     own = {key: field for key, field in model.fields.items() if key.startswith(f"{row.arch}.")}
     lost = [key for key in own if not _is_said(key, own[key], keys.fields, row.arch)]
+    causal = f"{row.arch}.attention.causal"
+    if config.architecture.endswith("ForCausalLM") and model.get(causal) is False:
+        lost.append(causal)
     if lost:
         raise TypeNotSupported(
             f"{model.paths[0]}: key {lost[0]} = {short(plain(own[lost[0]].value))} cannot be said in config.json of "

@@ -118,6 +118,10 @@ class Exported:
         return digest.hexdigest()
 
 
+#: What functions of single classes meet where a file's metadata is of other types, shapes or lengths than a model's.
+_MISTAKEN = (ArithmeticError, LookupError, TypeError, ValueError)
+
+
 def open_export(
     model: GGUFFile, *, outtype: str = "auto", architecture: str | None = None, tokenizer: bool = True
 ) -> Exported:
@@ -135,6 +139,15 @@ def open_export(
     """
     if outtype not in (*DTYPES, "auto"):
         raise RecipeError(f"--outtype {outtype}: there are {', '.join(DTYPES)}, auto")
+    try:
+        return _opened(model, outtype, architecture, tokenizer=tokenizer)
+    except _MISTAKEN as e:
+        said = short(f"{type(e).__name__}: {e}")
+        raise FormatError(f"{model.paths[0]}: its metadata is not that of a model of its architecture: {said}") from e
+
+
+def _opened(model: GGUFFile, outtype: str, architecture: str | None, *, tokenizer: bool) -> Exported:
+    """Read a GGUF file; arguments and errors as for ``open_export``, beside those of wrong metadata."""
     said = Said(model, str(model.get("general.architecture")))
     name, row, spelling = find_class(said, architecture)
     dtype, wanted = DTYPES[_found_type(model) if outtype == "auto" else outtype]
@@ -262,7 +275,7 @@ def _check_return(
                 f"{context.config.path.parent}: tensor {short(name)}: {_shape(have.get(name))} in the file, "
                 f"{_shape(back.get(name))} after converting the checkpoint: it would not be this model"
             )
-    full = (n for n, t in made.items() if t.full or type_of(n, t.x, t.layer, context.names, wanted) is TYPE_F32)
+    full = (n for n, t in made.items() if type_of(n, t.x, t.layer, context.names, wanted, t.typed) is TYPE_F32)
     return {part.name for name in full for part in parts[name].parts()}
 
 
@@ -301,7 +314,8 @@ def _generation(model: GGUFFile) -> Json:
     ):
         if (value := model.get(f"general.sampling.{key}")) is not None:
             made |= {"do_sample": True, name: float(str(np.float32(value))) if isinstance(value, float) else int(value)}
-    return made
+    silent = model.get("tokenizer.ggml.suppress_tokens")
+    return made if silent is None else made | {"suppress_tokens": silent}
 
 
 def _json(value: Json) -> bytes:

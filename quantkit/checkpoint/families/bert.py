@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.checkpoint.config import Config
+from quantkit.checkpoint.config import Config, optional_json
 from quantkit.checkpoint.expressions import Expression, Shaped, Transposed, taken
 from quantkit.checkpoint.families.qwen import set_pooling
 from quantkit.checkpoint.keys import Keys, set_base_keys
 from quantkit.checkpoint.row import Always, Copied, SetKeys
 from quantkit.checkpoint.tensors import Changed, Context, Dropped, Renamed, Rule, Tensor
-from quantkit.errors import FormatError
+from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.formats.gguf.rules import short
 
 #: Embeddings are all they are made for: no heads, and no layer that pools for one.
@@ -61,6 +61,15 @@ def cut_positions(config: Config) -> None:
         config.values["max_position_embeddings"] = config.number("max_position_embeddings") - offset(config)
 
 
+def prepare_xlm(config: Config) -> None:
+    """The same; adapters in the file, each of which would be a file of its own, are not converted."""
+    if config.get("lora_adaptations"):
+        raise TypeNotSupported(
+            f"{config.path}: it has adapters (lora_adaptations), which this version does not convert"
+        )
+    cut_positions(config)
+
+
 def used_positions(tensor: Tensor, context: Context) -> Expression:
     return taken(tensor.x, 0, range(min(offset(context.config), tensor.x.shape[0]), tensor.x.shape[0]))
 
@@ -79,8 +88,15 @@ def has_experts(config: Config) -> bool:
     return bool(config.get("moe_every_n_layers"))
 
 
+def _is_unigram(config: Config) -> bool:
+    model = (optional_json(config.path.parent / "tokenizer.json") or {}).get("model")
+    return isinstance(model, dict) and model.get("type") == "Unigram"
+
+
 def prepare_nomic(config: Config) -> None:
     """Set the context for which it was trained; refuse what llama.cpp does not run (NomicBertModel)."""
+    if _is_unigram(config):
+        cut_positions(config)
     experts = has_experts(config)
     wanted = _NOMIC | {"activation_function": "gelu" if experts else "swiglu"}
     wanted |= dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), experts)

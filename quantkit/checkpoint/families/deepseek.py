@@ -86,13 +86,7 @@ def set_latent_base(keys: Keys, config: Config, layers: int, file_type: int) -> 
 
 def set_latent_keys(keys: Keys, config: Config) -> None:
     """Set the widths of the latent and of what is made of it, and the keys of experts (DeepseekV2Model)."""
-    dense = config.get("first_k_dense_replace")
-    if dense is None:
-        dense = 0 if config.get("n_routed_experts") is not None else config.number("num_hidden_layers")
-    keys.u32(".leading_dense_block_count", dense)
-    keys.u32(".vocab_size", config["vocab_size"])
-    if config.get("q_lora_rank") is not None:
-        keys.u32(".attention.q_lora_rank", config["q_lora_rank"])
+    _set_leading(keys, config)
     rank = config.number("kv_lora_rank") if "kv_lora_rank" in config else 512
     rope, nope = config.number("qk_rope_head_dim"), config.number("qk_nope_head_dim")
     keys.u32(".attention.kv_lora_rank", rank)
@@ -100,15 +94,38 @@ def set_latent_keys(keys: Keys, config: Config) -> None:
     keys.u32(".attention.value_length", rank)
     keys.u32(".attention.key_length_mla", nope + rope)
     keys.u32(".attention.value_length_mla", config["v_head_dim"])
-    for each in _EXPERTS:
-        each(keys, config)
-    if config.get("norm_topk_prob"):
-        keys.flag(".expert_weights_norm", config["norm_topk_prob"])
+    _set_experts(keys, config)
     keys.u32(".rope.dimension_count", rope)
     if (scale := config.rope.get("mscale_all_dim")) is not None:
         if not isinstance(scale, (int, float)):
             raise FormatError(f"{config.path}: mscale_all_dim of rope is no number")
         keys.f32(".rope.scaling.yarn_log_multiplier", 0.1 * scale)
+
+
+def set_whole_keys(keys: Keys, config: Config) -> None:
+    """The same of a model whose heads have keys and values of their own (DeepSeek-OCR)."""
+    _set_leading(keys, config)
+    _set_experts(keys, config)
+    keys.u32(".rope.dimension_count", config.number("qk_rope_head_dim"))
+    if window := config.get("sliding_window_size") or config.get("sliding_window"):
+        keys.u32(".attention.sliding_window", window)
+
+
+def _set_leading(keys: Keys, config: Config) -> None:
+    dense = config.get("first_k_dense_replace")
+    if dense is None:
+        dense = 0 if config.get("n_routed_experts") is not None else config.number("num_hidden_layers")
+    keys.u32(".leading_dense_block_count", dense)
+    keys.u32(".vocab_size", config["vocab_size"])
+    if config.get("q_lora_rank") is not None:
+        keys.u32(".attention.q_lora_rank", config["q_lora_rank"])
+
+
+def _set_experts(keys: Keys, config: Config) -> None:
+    for each in _EXPERTS:
+        each(keys, config)
+    if config.get("norm_topk_prob"):
+        keys.flag(".expert_weights_norm", config["norm_topk_prob"])
 
 
 def _set_shared_count(keys: Keys, config: Config) -> None:

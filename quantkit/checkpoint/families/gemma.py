@@ -14,7 +14,7 @@ from typing import Any
 
 from quantkit.checkpoint.config import Config, optional_json
 from quantkit.checkpoint.expressions import Constant, Expression, Zeros, joined, stacked, taken
-from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.keys import Keys, layers_in_file
 from quantkit.checkpoint.row import Copied, SetKeys
 from quantkit.checkpoint.tensors import Changed, Context, Dropped, Experts, Named, Renamed, Tensor, plus_one
 from quantkit.errors import FormatError
@@ -209,3 +209,22 @@ def set_gemma4_keys(keys: Keys, config: Config) -> None:
 
 
 GEMMA4_KEYS: tuple[SetKeys, ...] = (set_gemma3_keys, set_gemma4_keys)
+
+
+def _set_suppressed(keys: Keys, config: Config) -> None:
+    found = (optional_json(config.path.parent / "generation_config.json") or {}).get("suppress_tokens")
+    if found is not None:
+        keys.array("tokenizer.ggml.suppress_tokens", found)
+
+
+UNIFIED_KEYS: tuple[SetKeys, ...] = (*GEMMA4_KEYS, _set_suppressed)
+
+
+def _set_assistant(keys: Keys, config: Config) -> None:
+    keys.u32(".embedding_length_out", config["backbone_hidden_size"])
+    keys.u32(".nextn_predict_layers", layers_in_file(keys))
+
+
+#: Of drafts, which share keys and values of the model that they draft for.
+ASSISTANT_STORED = (Dropped(r"masked_embedding"), *GEMMA4_STORED)
+ASSISTANT_KEYS: tuple[SetKeys, ...] = (*GEMMA4_KEYS, _set_assistant)

@@ -5,10 +5,16 @@ Facts of llama.cpp b11434, conversion/lfm2.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from quantkit.checkpoint.config import Config
+from quantkit.checkpoint.expressions import Stored
+from quantkit.checkpoint.families.qwen import set_pooling
 from quantkit.checkpoint.keys import GATING, Keys, set_base_keys
 from quantkit.checkpoint.row import Always, Copied, SetKeys
-from quantkit.checkpoint.tensors import Changed, Dropped, Experts, Renamed, squeezed
+from quantkit.checkpoint.tensors import Changed, Dropped, Experts, Renamed, Tensor, squeezed
+from quantkit.errors import FormatError
+from quantkit.formats.safetensors import read_header
 
 #: Of the models that also hear.
 STORED = (
@@ -52,3 +58,40 @@ MOE_KEYS: tuple[SetKeys, ...] = (
     Always(".expert_gating_func", GATING["sigmoid"]),
     *KEYS[:2],
 )
+
+
+# --- embeddings of LFM 2 ---------------------------------------------------------------------------------------------
+
+#: The layer behind the others, in a file of its own.
+_DENSE = "dense_2.weight"
+BARE = (Renamed(r"^lfm2\.", ""), Renamed(r"^(?!dense_2)", "model."))
+
+
+def _dense(config: Config) -> Stored | None:
+    path = config.path.parent / "1_Dense" / "model.safetensors"
+    if not path.is_file():
+        return None
+    found = read_header(path).get("linear.weight")
+    if found is None:
+        raise FormatError(f"{path}: it has no linear.weight")
+    return Stored(found)
+
+
+def dense_layer(config: Config) -> Iterable[Tensor]:
+    """The layer that makes embeddings narrower, if there is one (LFM2ColBertModel)."""
+    if (x := _dense(config)) is not None:
+        yield Tensor(_DENSE, x, None, _DENSE)
+
+
+def set_dense_width(keys: Keys, config: Config) -> None:
+    """Set how wide embeddings are behind that layer."""
+    if (x := _dense(config)) is not None:
+        keys.u32(".embedding_length_out", x.shape[0])
+
+
+def _set_direction(keys: Keys, config: Config) -> None:
+    if config.architecture != "Lfm2Model":
+        keys.flag(".attention.causal", False)
+
+
+EMBEDDING_KEYS: tuple[SetKeys, ...] = (*KEYS, _set_direction, set_pooling)

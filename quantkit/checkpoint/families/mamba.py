@@ -14,8 +14,8 @@ from quantkit.checkpoint.expressions import PIECE, Expression, Shaped, read_f32,
 from quantkit.checkpoint.families import granite
 from quantkit.checkpoint.families.llama import ROPE_PERMUTED
 from quantkit.checkpoint.keys import Keys, layers_in_file
-from quantkit.checkpoint.row import SetKeys
-from quantkit.checkpoint.tensors import Changed, Context, Experts, Renamed, Tensor, negative_exp, squeezed
+from quantkit.checkpoint.row import Copied, SetKeys
+from quantkit.checkpoint.tensors import Changed, Context, Dropped, Experts, Renamed, Tensor, negative_exp, squeezed
 from quantkit.errors import FormatError
 
 # --- Mamba -----------------------------------------------------------------------------------------------------------
@@ -215,3 +215,45 @@ def _set_hybrid(keys: Keys, config: Config) -> None:
 
 
 NEMOTRON_KEYS: tuple[SetKeys, ...] = (*granite.MOE_KEYS, _set_hybrid)
+
+
+# --- Nemotron Puzzle -------------------------------------------------------------------------------------------------
+
+PUZZLE_STORED = (
+    *NEMOTRON_STORED[:2],
+    Dropped(r"^mtp\."),  # of a layout that llama.cpp does not run
+    Renamed(r"^model\.", "backbone."),
+)
+
+
+def prepare_puzzle(config: Config) -> None:
+    """Take the kinds of layers, and how many there are, from block_configs (NemotronHPuzzleModel)."""
+    config.values["layers_block_type"] = [block["block_type"] for block in config["block_configs"]]
+    config.values.pop("hybrid_override_pattern", None)
+    prepare_nemotron(config)
+
+
+def _set_puzzle(keys: Keys, config: Config) -> None:
+    blocks, attends = config["block_configs"], ("attention", "full_attention")
+    kinds = ["attention" if block["block_type"] in attends else "mamba" for block in blocks]
+    granite.set_mamba(keys, config.without("expand", "mamba_expand").with_values({"layer_types": kinds}))
+    keys.u32(".attention.key_length", config["attention_head_dim"])
+    keys.u32(".attention.value_length", config["attention_head_dim"])
+    widths = [block.get("moe_intermediate_size") or 0 for block in blocks]
+    keys.array(".feed_forward_length", widths)
+    keys.array(".expert_feed_forward_length", widths)
+    keys.array(".expert_used_count", [block.get("num_experts_per_tok") or 0 for block in blocks])
+    for each in _PUZZLE:
+        each(keys, config)
+
+
+_PUZZLE: tuple[SetKeys, ...] = (
+    Copied(".expert_shared_feed_forward_length", "moe_shared_expert_intermediate_size", needed=True),
+    Copied(".expert_count", "n_routed_experts", needed=True),
+    Copied(".expert_shared_count", "n_shared_experts", needed=True),
+    Copied(".expert_weights_norm", "norm_topk_prob", "flag", needed=True),
+    Copied(".expert_weights_scale", "routed_scaling_factor", "f32", needed=True),
+    Copied(".expert_group_count", "n_group", needed=True),
+    Copied(".moe_latent_size", "moe_latent_size", needed=True),
+)
+PUZZLE_KEYS: tuple[SetKeys, ...] = (*granite.MOE_KEYS, _set_puzzle)

@@ -14,6 +14,7 @@ from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.expressions import read_f32, size_of, stacked
 from quantkit.checkpoint.families.deepseek import predicting_layers
 from quantkit.checkpoint.families.llama import rope_factors
+from quantkit.checkpoint.families.qwen import set_pooling
 from quantkit.checkpoint.keys import GATING, Keys
 from quantkit.checkpoint.row import Always, Copied, SetKeys
 from quantkit.checkpoint.tensors import Context, Tensor
@@ -301,6 +302,23 @@ DIFFUSION_KEYS: tuple[SetKeys, ...] = (
     Always(".attention.causal", False, "flag"),
     Copied("tokenizer.ggml.mask_token_id", "mask_token_id"),
 )
+
+
+def _set_llada(keys: Keys, config: Config) -> None:
+    keys.u32(".vocab_size", config["vocab_size"])
+    width, heads = config.number("hidden_size", "d_model"), config.number("num_attention_heads", "n_heads")
+    keys.u32(".rope.dimension_count", width // max(1, heads) if config.get("head_dim") is None else config["head_dim"])
+    for key, name, default in (
+        (".context_length", "max_sequence_length", 4096),
+        (".embedding_length", "d_model", 4096),
+        (".feed_forward_length", "mlp_hidden_size", 12288),
+    ):
+        keys.u32(key, config.get(name, default))
+    keys.flag(".attention.causal", False)
+    keys.flag("diffusion.shift_logits", False)
+
+
+LLADA_KEYS: tuple[SetKeys, ...] = (set_pooling, _set_llada)
 LLADA_MOE_KEYS: tuple[SetKeys, ...] = (
     Copied(".expert_feed_forward_length", "expert_intermediate_size"),
     Always("tokenizer.ggml.mask_token_id", 156895),

@@ -12,14 +12,12 @@ from functools import partial
 
 from quantkit.checkpoint.config import optional_json
 from quantkit.checkpoint.vocab.bpe import write_bpe
-from quantkit.checkpoint.vocab.encoders import (
-    write_euro_bert,
-    write_jina_bert,
-    write_modern_bert,
-    write_nomic,
-    write_roberta,
-)
+from quantkit.checkpoint.vocab.encoders import write_euro_bert, write_jina_bert, write_modern_bert, write_roberta
 from quantkit.checkpoint.vocab.families import (
+    write_arctic,
+    write_deci,
+    write_deepseek4,
+    write_dream,
     write_gemma,
     write_gemma1,
     write_gemma3n,
@@ -29,9 +27,11 @@ from quantkit.checkpoint.vocab.families import (
     write_kimi_k3,
     write_kimi_linear,
     write_laguna,
+    write_llada,
     write_mamba,
     write_mamba1,
     write_minimax_m1,
+    write_muse,
     write_nemotron,
     write_nemotron_h,
     write_omni,
@@ -39,11 +39,22 @@ from quantkit.checkpoint.vocab.families import (
     write_sentencepiece_or_bpe,
 )
 from quantkit.checkpoint.vocab.llama_hf import is_llama_hf, write_llama_hf
+from quantkit.checkpoint.vocab.older import (
+    write_internlm2,
+    write_mpt,
+    write_plamo,
+    write_plamo3,
+    write_qwen,
+    write_refact,
+    write_rwkv,
+    write_xverse,
+)
 from quantkit.checkpoint.vocab.sentencepiece import write_sentencepiece
 from quantkit.checkpoint.vocab.special import KINDS, special_tokens
 from quantkit.checkpoint.vocab.tekken import write_tekken
 from quantkit.checkpoint.vocab.tiktoken import HUNYUAN, KIMI, write_ranks
 from quantkit.checkpoint.vocab.tokenizer import Vocabulary
+from quantkit.checkpoint.vocab.unigram import write_nomic, write_t5, write_xlm
 from quantkit.checkpoint.vocab.wordpiece import write_wordpiece
 from quantkit.errors import FormatError
 
@@ -129,6 +140,11 @@ _SOLAR = {"eos": "<|endoftext|>", "eot": "<|endoftext|>", "unk": "<unk>", "bos":
 
 WRITERS: dict[str, Callable[[Vocabulary], None]] = {
     "bpe": write_bpe,
+    "arctic": write_arctic,
+    "deci": write_deci,
+    "llada": write_llada,
+    "dream": write_dream,
+    "muse": write_muse,
     "sentencepiece": write_sentencepiece,
     "sentencepiece or bpe": write_sentencepiece_or_bpe,
     "llama": write_llama,
@@ -139,6 +155,7 @@ WRITERS: dict[str, Callable[[Vocabulary], None]] = {
     "mamba": write_mamba,
     "deepseek": write_deepseek,
     "deepseek 3.2": write_deepseek_32,
+    "deepseek 4": write_deepseek4,
     "chatglm": partial(write_bpe, special=_CHAT_GLM),
     "gemma 3n": write_gemma3n,
     "jamba": write_jamba,
@@ -158,6 +175,16 @@ WRITERS: dict[str, Callable[[Vocabulary], None]] = {
     "solar": partial(write_bpe, special=_SOLAR),
     "hunyuan": write_hunyuan,
     "hunyuan moe": write_hunyuan_moe,
+    "internlm 2": write_internlm2,
+    "xverse": write_xverse,
+    "qwen": write_qwen,
+    "plamo": write_plamo,
+    "plamo 3": write_plamo3,
+    "refact": write_refact,
+    "mpt": write_mpt,
+    "rwkv": write_rwkv,
+    "t5": write_t5,
+    "xlm": write_xlm,
     "wordpiece": write_wordpiece,
     "roberta": write_roberta,
     "nomic": write_nomic,

@@ -21,8 +21,11 @@ from quantkit.errors import FormatError
 NONE: Mapping[str, str] = MappingProxyType({})
 
 
-def bpe_tokens(v: Vocabulary) -> tuple[list[str], list[int]]:
-    """Return the text and the type of every token; numbers without one are filled up."""
+def bpe_tokens(v: Vocabulary, as_listed: bool = False) -> tuple[list[str], list[int]]:
+    """Return the text and the type of every token; numbers without one are filled up.
+
+    ``as_listed``: added tokens are what the files say, whatever the tokenizer makes of them.
+    """
     size = checked_size(v, v.config.get("vocab_size", len(v.by_id)), max(v.by_id, default=0))
     tokens, types = [], []
     for number in range(size):
@@ -31,7 +34,10 @@ def bpe_tokens(v: Vocabulary) -> tuple[list[str], list[int]]:
             tokens.append(f"[PAD{number}]")
             types.append(UNUSED)
             continue
-        text, kind = _added(v, v.added[text]) if text in v.added else (text, NORMAL)
+        kind = NORMAL
+        if text in v.added:
+            token = v.added[text]
+            text, kind = (text, CONTROL if token.special else USER_DEFINED) if as_listed else _added(v, token)
         tokens.append(text)
         types.append(kind)
     return tokens, types
@@ -44,15 +50,18 @@ def _added(v: Vocabulary, token: AddedToken) -> tuple[str, int]:
     return text.replace("\u2581", " "), USER_DEFINED
 
 
-def write_bpe(v: Vocabulary, special: Mapping[str, str] = NONE, kinds: Sequence[str] = KINDS) -> None:
+def write_bpe(
+    v: Vocabulary, special: Mapping[str, str] = NONE, kinds: Sequence[str] = KINDS, as_listed: bool = False
+) -> None:
     """Set the keys of a byte-level BPE vocabulary.
 
     Args:
         v: the vocabulary.
         special: kind -> added token, where files name none of that kind.
         kinds: of special tokens that files are asked for.
+        as_listed: see ``bpe_tokens``.
     """
-    tokens, types = bpe_tokens(v)
+    tokens, types = bpe_tokens(v, as_listed)
     v.keys.text("tokenizer.ggml.model", "gpt2")
     v.keys.text("tokenizer.ggml.pre", v.pre_name)
     v.keys.array("tokenizer.ggml.tokens", tokens)

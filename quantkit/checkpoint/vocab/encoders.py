@@ -17,11 +17,11 @@ def write_roberta(v: Vocabulary) -> None:
         write_wordpiece(v)
 
 
-def write_nomic(v: Vocabulary) -> None:
+def write_nomic_words(v: Vocabulary) -> None:
     """WordPiece, as its tokenizer.json says (NomicBertModel)."""
     kind = v.model.get("type")
     if kind != "WordPiece":
-        raise FormatError(f"{v.where}: its model is {kind!r}, but that of this class is WordPiece")
+        raise FormatError(f"{v.where}: its model is {kind!r}, but that of this class is WordPiece or Unigram")
     write_wordpiece(v)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.llama_hf import is_llama_hf, llama_hf_tokens, write_llama_hf
 from quantkit.checkpoint.vocab.sentencepiece import (
+    Piece,
     phi_tokens,
+    plain_tokens,
     sentencepiece_tokens,
     set_pieces,
     write_pieces,
@@ -13,7 +15,7 @@ from quantkit.checkpoint.vocab.sentencepiece import (
 )
 from quantkit.checkpoint.vocab.special import special_tokens, template_file
 from quantkit.checkpoint.vocab.tiktoken import KIMI, write_ranks
-from quantkit.checkpoint.vocab.tokenizer import CONTROL, USER_DEFINED, Vocabulary, checked_size
+from quantkit.checkpoint.vocab.tokenizer import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, checked_size
 from quantkit.errors import FormatError
 
 #: Tokens of Gemma 4 that a chat's parser must see.
@@ -184,3 +186,50 @@ def write_internlm3(v: Vocabulary) -> None:
         if entry.get("special") and entry["content"] == "<|im_end|>" and "eos" in special.ids:
             special.ids["eos"] = number
     special.write(v.keys)
+
+
+def write_arctic(v: Vocabulary) -> None:
+    """SentencePiece, in which tokenizer_config.json gives tokens other names (ArcticModel)."""
+    tokens, unknown = plain_tokens(v), v.tokenizer_config.get("unk_token")
+    for number, entry in v.listed:
+        if number < len(tokens):
+            text = entry["content"]
+            kind = (UNKNOWN if text == unknown else CONTROL) if entry.get("special") else USER_DEFINED
+            tokens[number] = Piece(text, 0.0 if entry.get("special") else -10000.0, kind)
+    write_pieces(v, tokens)
+
+
+def write_deci(v: Vocabulary) -> None:
+    """BPE of as many tokens as Llama 3 has, else Llama's pieces in a tokenizer.json (DeciModel)."""
+    if v.config.get("vocab_size", 128256) == 128256:
+        write_bpe(v)
+    else:
+        write_llama_hf(v)
+
+
+def write_llada(v: Vocabulary) -> None:
+    """BPE that begins with BOS (LLaDAModel)."""
+    write_bpe(v, as_listed=True)
+    v.keys.flag("tokenizer.ggml.add_bos_token", True)
+
+
+def write_dream(v: Vocabulary) -> None:
+    """SentencePiece, else BPE (DreamModel)."""
+    if v.has("tokenizer.model"):
+        write_sentencepiece(v)
+    else:
+        write_bpe(v, as_listed=True)
+
+
+def write_muse(v: Vocabulary) -> None:
+    """BPE, with the end of a turn (MuseGlimmerModel)."""
+    write_bpe(v)
+    if (end := next((number for number, text in v.by_id.items() if text == "<|eot|>"), None)) is not None:
+        v.keys.u32("tokenizer.ggml.eot_token_id", end)
+
+
+def write_deepseek4(v: Vocabulary) -> None:
+    """BPE. Without a chat template the reference writes one of llama.cpp's own, we none (DeepseekV4Model)."""
+    write_bpe(v)
+    if v.keys.fields["tokenizer.chat_template"].value == "-":
+        v.keys.remove("tokenizer.chat_template")

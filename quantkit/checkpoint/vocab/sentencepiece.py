@@ -1,12 +1,14 @@
 """SentencePiece: tokenizer.model as llama.cpp's "llama" vocabulary (TextModel._create_vocab_sentencepiece).
 
-A tokenizer.model is a protobuf message; of it only the pieces are read (field 1: text, score, type).
+A tokenizer.model is a protobuf message; of it only the pieces are read (field 1: text, score, type), the kind of model
+(field 2, its field 3), and what is done to texts before (field 3).
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,13 +42,40 @@ class Piece(NamedTuple):
     type: int
 
 
-def read_pieces(path: Path) -> list[Piece]:
-    """Return the pieces of a tokenizer.model. Raises FormatError."""
+@dataclass
+class PieceModel:
+    """What is read of a model: pieces, whether it is Unigram (else BPE), and how texts are normalized."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    is_unigram: bool = True
+    charsmap: bytes = b""
+    adds_prefix: bool = True
+    removes_spaces: bool = True
+
+
+def read_model(path: Path) -> PieceModel:
+    """Return what is in a tokenizer.model. Raises FormatError."""
     data = read_whole(path, MAX_JSON)
+    model = PieceModel()
     try:
-        return [_piece(body) for number, body in _fields(data) if number == 1 and isinstance(body, bytes)]
+        for number, body in _fields(data):
+            if isinstance(body, bytes):
+                _enter(model, number, body)
     except (IndexError, UnicodeDecodeError, struct.error) as e:
         raise FormatError(f"{path}: not a SentencePiece model: {e}") from None
+    return model
+
+
+def _enter(model: PieceModel, number: int, body: bytes) -> None:
+    if number == 1:
+        model.pieces.append(_piece(body))
+    elif number == 2:
+        model.is_unigram = dict(_fields(body)).get(3, 1) == 1
+    elif number == 3:
+        normalizer = dict(_fields(body))
+        charsmap = normalizer.get(2, b"")
+        model.charsmap = charsmap if isinstance(charsmap, bytes) else b""
+        model.adds_prefix, model.removes_spaces = bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1))
 
 
 def _piece(data: bytes) -> Piece:
@@ -115,18 +144,28 @@ def phi_tokens(v: Vocabulary) -> list[Piece]:
     return tokens
 
 
-def _padded(v: Vocabulary, *size_keys: str) -> list[Piece]:
-    """Return the pieces, as many as the vocabulary has, and those of added_tokens.json in their places."""
-    pieces = read_pieces(v.folder / "tokenizer.model")
-    size = v.config.find(*size_keys) or len(pieces)
+def plain_tokens(v: Vocabulary, *size_keys: str, file: str = "tokenizer.model") -> list[Piece]:
+    """Return the pieces of a file, as many as the vocabulary has."""
+    pieces = read_model(v.folder / file).pieces
+    size = v.config.find(*size_keys or ("vocab_size",)) or len(pieces)
     if not isinstance(size, int) or not 0 < size <= min(MAX_TOKENS, len(pieces) + MAX_PADDING):
         raise FormatError(f"{v.config.path}: vocab_size is {short(size)}")
-    tokens = pieces[:size] + [Piece(f"[PAD{i}]", -10000.0, UNUSED) for i in range(len(pieces), size)]
+    return pieces[:size] + [Piece(f"[PAD{i}]", -10000.0, UNUSED) for i in range(len(pieces), size)]
+
+
+def _padded(v: Vocabulary, *size_keys: str) -> list[Piece]:
+    """Return the same with the tokens of added_tokens.json in their places."""
+    tokens = plain_tokens(v, *size_keys)
+    put_added(v, tokens)
+    return tokens
+
+
+def put_added(v: Vocabulary, tokens: list[Piece]) -> None:
+    """Put the tokens of added_tokens.json in their places."""
     where = v.folder / "added_tokens.json"
     for text, number in (optional_json(where) or {}).items():
-        if _fits(where, number, size):
+        if _fits(where, number, len(tokens)):
             tokens[number] = Piece(text, -1000.0, USER_DEFINED)
-    return tokens
 
 
 def _listed(v: Vocabulary) -> Iterator[tuple[Path, int, str, bool]]:
@@ -149,9 +188,9 @@ def _fits(where: Path, number: object, size: int) -> bool:
     return number < size
 
 
-def set_pieces(v: Vocabulary, tokens: list[Piece]) -> None:
-    """Set the keys of pieces, none of special tokens."""
-    v.keys.text("tokenizer.ggml.model", "llama")
+def set_pieces(v: Vocabulary, tokens: list[Piece], model: str = "llama") -> None:
+    """Set the keys of pieces, none of special tokens; ``model``: what runs them."""
+    v.keys.text("tokenizer.ggml.model", model)
     v.keys.text("tokenizer.ggml.pre", "default")
     v.keys.array("tokenizer.ggml.tokens", [piece.text for piece in tokens])
     v.keys.array("tokenizer.ggml.scores", [piece.score for piece in tokens])

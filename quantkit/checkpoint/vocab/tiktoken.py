@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.checkpoint.config import MAX_JSON
-from quantkit.checkpoint.vocab.special import special_tokens
+from quantkit.checkpoint.vocab.special import SpecialTokens, special_tokens
 from quantkit.checkpoint.vocab.spelling import spelled
 from quantkit.checkpoint.vocab.tokenizer import CONTROL, MAX_PADDING, MAX_TOKENS, NORMAL, UNUSED, Vocabulary
 from quantkit.errors import FormatError
@@ -49,9 +49,21 @@ def _hunyuan_special(place: int, number: int) -> str:
     return _HUNYUAN_SPECIAL[place] if place < n else f"<|extra_{place - n}|>"
 
 
-#: tokenization_kimi.py and tokenization_hy.py beside the files name these.
+_QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def _qwen_special(place: int, number: int) -> str:
+    n = len(_QWEN_SPECIAL)
+    return _QWEN_SPECIAL[place] if place < n else f"<|extra_{place - n}|>"
+
+
+#: tokenization_kimi.py and tokenization_hy.py beside the files, and tokenization_qwen.py, name these.
 KIMI = RankFile("tiktoken.model", "kimi-k2", lambda place, number: f"<|reserved_token_{number}|>", 256)
 HUNYUAN = RankFile("hy.tiktoken", "hunyuan", _hunyuan_special, MAX_TOKENS)
+QWEN = RankFile("qwen.tiktoken", "qwen2", _qwen_special, 208)
+
+#: Completes special tokens, by the ids of texts.
+Complete = Callable[[SpecialTokens, dict[str, int]], None]
 
 
 def read_ranks(path: Path) -> Ranks:
@@ -99,7 +111,7 @@ def _rank(ranks: Ranks, parts: list[bytes], i: int, below: int) -> int:
     return min(below, ranks.get(parts[i] + parts[i + 1], below))
 
 
-def write_ranks(v: Vocabulary, kind: RankFile) -> None:
+def write_ranks(v: Vocabulary, kind: RankFile, complete: Complete = lambda special, ids: None) -> None:
     """Set the keys of such a vocabulary."""
     path = v.folder / kind.file
     if not path.is_file():
@@ -123,4 +135,6 @@ def write_ranks(v: Vocabulary, kind: RankFile) -> None:
         [(CONTROL if n in controls else NORMAL) if n in texts else UNUSED for n in range(size)],
     )
     v.keys.array("tokenizer.ggml.merges", list(merges_of(ranks)))
-    special_tokens(v.folder).write(v.keys)
+    found = special_tokens(v.folder)
+    complete(found, ids)
+    found.write(v.keys)

@@ -32,9 +32,8 @@ struct shift_args : scale_args {};
 
 KERNEL(shift, 256) {
     const float by = (float)a.by;
-    each_of(a.rows * a.width, [&](int64_t i, auto one) {
-        put(a.out + i, apply([&](float x) { return x + by; }, get<decltype(one)>(a.x + i)));
-    });
+    each_of(a.rows * a.width,
+            [&](int64_t i, auto one) { put(a.out + i, apply([&](float x) { return x + by; }, get<decltype(one)>(a.x + i))); });
 }
 
 struct clamp_args : scale_args {};

@@ -1,0 +1,96 @@
+"""Compare what a dry run of `quantkit convert` says with what is written: every checkpoint, four ways.
+
+    PYTHON scripts/check_dry_run.py [NAME ...]
+
+A dry run reads headers alone: its bytes must be those of the file, and the same if all weights are holes (zeros), but
+for the few whose tensors or keys depend on values. Prints what differs, and what a way cannot be used for.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from test_convert_goldens import options_of  # noqa: E402
+
+import checkpoints  # noqa: E402
+from quantkit.cli.summary import DryRunReport  # noqa: E402
+from quantkit.convert import ConvertOptions, convert, plan_convert  # noqa: E402
+from quantkit.errors import QuantkitError  # noqa: E402
+
+#: TYPE of the command line; None: --outtype f16.
+WAYS = (None, "Q4_K_M", "IQ4_XS", "MXFP4_MOE")
+#: A head that is the embeddings' again, tokens never said, scales of one: what is written depends on values.
+BY_VALUES = {"falcon-mamba", "minimax-m1", "qwen3-nvfp4-trivial"}
+
+
+def planned(folder: Path, out: Path, way: str | None, options: ConvertOptions) -> int:
+    """Return the bytes that a dry run says."""
+    report = DryRunReport(plan_convert(folder, out, way, options), None).as_dict()
+    files: list[dict[str, int]] = report["files"]
+    return sum(each["bytes"] for each in files)
+
+
+def empty(folder: Path) -> None:
+    """Make all weights holes: headers and lengths stay."""
+    for path in folder.rglob("*.safetensors"):
+        size = path.stat().st_size
+        with path.open("r+b") as file:
+            begins = 8 + struct.unpack("<Q", file.read(8))[0]
+            file.truncate(begins)
+            file.truncate(size)
+
+
+def check(name: str, folder: Path) -> list[str]:
+    """Return what is wrong with a checkpoint."""
+    what = checkpoints.describe(name)
+    drawn = checkpoints.write_checkpoint(name, folder)
+    options = ConvertOptions(
+        **{key: getattr(options_of(what), key) for key in ("pre", "no_nextn", "fuse_gate_up_exps", "fuse_qkv")}
+    )
+    wrong, sizes = [], {}
+    for way in WAYS:
+        given = options if way else ConvertOptions(outtype="f16", pre=options.pre, no_nextn=options.no_nextn)
+        try:
+            sizes[way] = planned(drawn, folder / "a.gguf", way, given)
+            paths = convert(drawn, folder / "a.gguf", way, given, overwrite=True).paths
+        except QuantkitError as e:
+            print(f"    {name} {way or 'f16'}: {str(e)[:120]}")
+            sizes.pop(way, None)
+            continue
+        written = sum(path.stat().st_size for path in paths)
+        if written != sizes[way]:
+            wrong.append(f"{way or 'f16'}: {sizes[way]} said, {written} written")
+        for path in paths:
+            path.unlink()
+    empty(drawn)
+    for way, size in sizes.items():
+        given = options if way else ConvertOptions(outtype="f16", pre=options.pre, no_nextn=options.no_nextn)
+        try:
+            other = planned(drawn, folder / "a.gguf", way, given)
+        except QuantkitError as e:
+            print(f"    {name} {way or 'f16'} without weights: {str(e)[:120]}")
+            continue
+        if other != size and name not in BY_VALUES:
+            wrong.append(f"{way or 'f16'}: {size}, but {other} without weights")
+    return wrong
+
+
+def main() -> None:
+    failed = 0
+    for name in sys.argv[1:] or checkpoints.NAMES:
+        with tempfile.TemporaryDirectory() as folder:
+            if wrong := check(name, Path(folder)):
+                failed += 1
+                print(f"{name}: {'; '.join(wrong)}", flush=True)
+    print(f"{failed} differ")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
