@@ -211,7 +211,7 @@ def sarvam(what: checkpoints.Description) -> Any:
     return as_glm(what, {"partial_rotary_factor": 1.0, "use_qk_norm": True}, state)
 
 
-def as_glm(what: checkpoints.Description, more: Mapping[str, Any], state: State) -> Any:
+def as_glm(what: checkpoints.Description, more: dict[str, Any], state: State) -> Any:
     c = what.config
     after = f"model.layers.{c['num_hidden_layers']}."
     state = {name: x for name, x in state.items() if not name.startswith(after)}
