@@ -36,6 +36,7 @@ from quantkit.pipeline.choose import (
 )
 from quantkit.pipeline.experts import merge_layer, split_layer
 from quantkit.pipeline.facts import EXTRA_OUTPUT
+from quantkit.pipeline.feedback import Feedback
 from quantkit.pipeline.importance import Found, Importance, check_importance
 from quantkit.pipeline.metadata import (
     Metadata,
@@ -86,6 +87,7 @@ class QuantizeOptions:
     exclude_weights: tuple[str, ...] = ()
     ignore_imatrix_rules: bool = False
     hide_imatrix: bool = False
+    feedback: Path | None = None
     ready_rules: tuple[Rule, ...] = ()
     recipe: tuple[Path, ...] = ()
     tensor_type: tuple[str, ...] = ()
@@ -145,6 +147,7 @@ class _Draft:
     taken: Regrouped = field(init=False)
     imatrix: Imatrix | None = None
     importance: Importance | None = None
+    feedback: Feedback | None = None
     renamed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -257,7 +260,7 @@ def plan_from(
     request = _request(draft)
     tensors, choices = _choose(draft, request)
     _lint(draft, request, tensors, choices)
-    chosen = _with_importance(draft, request, tensors, choices)
+    chosen = _with_feedback(draft, _with_importance(draft, request, tensors, choices))
     draft.notes += requantize_notes(source, chosen)
     changed = [(part.source.type, c.type) for c in chosen for part in c.parts]
     draft.notes += request.repack.notes(changed, [c.reason for c in chosen]) if request.repack else []
@@ -266,7 +269,8 @@ def plan_from(
         draft.notes.append(f"--encoder {options.encoder} changes nothing: types are encoded like that without it")
     if options.symmetric_q40 and not any(c.encoder == SYMMETRIC for c in chosen):
         draft.notes.append("--symmetric-q40 changes nothing: no tensor is encoded as Q4_0")
-    files = (*options.recipe, *options.tensor_type_file, options.imatrix, *reads)
+    files = (*options.recipe, *options.tensor_type_file, options.imatrix, options.feedback, *reads)
+    seen = draft.feedback.covariances.identity if draft.feedback else ""
     return plan_output(
         source,
         output,
@@ -278,7 +282,7 @@ def plan_from(
         shard_of=_shards(draft),
         split_max_size=None if options.split_max_size is None else size_of(options.split_max_size),
         reads=[located(p) for p in files if p is not None],
-        identity=f"{__version__} {draft.fingerprint} {draft.imatrix.sha256 if draft.imatrix else None}{identity}",
+        identity=f"{__version__} {draft.fingerprint} {draft.imatrix.sha256 if draft.imatrix else None}{seen}{identity}",
     )
 
 
@@ -518,6 +522,22 @@ def _with_importance(
     return chosen
 
 
+def _with_feedback(draft: _Draft, chosen: Sequence[Chosen]) -> list[Chosen]:
+    """Look up the covariance of every tensor that is encoded, if there are any."""
+    if draft.options.feedback is None:
+        return list(chosen)
+    draft.feedback = Feedback(draft.options.feedback)
+    original = {new: old for old, new in draft.renamed.items()}
+    made = []
+    for c in chosen:
+        inputs = None
+        if c.encoder:
+            inputs = draft.feedback.lookup(c.name, original.get(c.name, c.name), c.shape, c.type)
+        made.append(replace(c, parts=tuple(replace(part, inputs=inputs) for part in c.parts)))
+    draft.notes += draft.feedback.notes()
+    return made
+
+
 _WHOSE = {
     "ik": "; encoded as in ik_llama.cpp",
     "mainline": "; encoded as in llama.cpp",
@@ -597,7 +617,16 @@ def _source_ftype(draft: _Draft) -> int:
 def _provenance(draft: _Draft, request: Request) -> dict[str, str]:
     """Return what a reader of the file should know about its making."""
     options = draft.options
-    apart = ("imatrix", "ready_rules", "recipe", "tensor_type", "tensor_type_file", "custom_q", "no_provenance")
+    apart = (
+        "imatrix",
+        "feedback",
+        "ready_rules",
+        "recipe",
+        "tensor_type",
+        "tensor_type_file",
+        "custom_q",
+        "no_provenance",
+    )
     default = QuantizeOptions()
     given = [
         f"--{f.name.replace('_', '-')} {_shown(getattr(options, f.name))}".strip()
@@ -611,6 +640,8 @@ def _provenance(draft: _Draft, request: Request) -> dict[str, str]:
         "source.name": draft.source.paths[0].name,
         "source.fingerprint": draft.fingerprint,
     }
+    if draft.feedback is not None:
+        facts["feedback.covariance"] = draft.feedback.covariances.identity
     if draft.imatrix is not None and not options.hide_imatrix:
         facts["imatrix.sha256"] = draft.imatrix.sha256
     return facts

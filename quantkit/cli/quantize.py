@@ -182,6 +182,13 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "hide_imatrix": option(
         "--hide-imatrix", group=_IMATRIX, is_flag=True, help="Keep the importance matrix's name out of the metadata."
     ),
+    "feedback": option(
+        "--feedback",
+        group=_IMATRIX,
+        type=_FILE,
+        metavar="COV.gguf",
+        help="Feed rounding errors forward, by the covariances of `imatrix --covariance`.",
+    ),
     "override_kv": option(
         "--override-kv",
         group=_META,

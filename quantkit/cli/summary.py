@@ -63,6 +63,13 @@ class _Group:
             self.sums.weighted_error / self.sums.weighted_square
         ) if self.sums.weighted_square else plain
 
+    @property
+    def loss(self) -> float | None:
+        """The loss that feedback leaves, of that of the reference's bytes; None without feedback."""
+        if self.sums is None or self.sums.loss_before <= 0:
+            return None
+        return self.sums.loss_after / self.sums.loss_before
+
 
 def _groups(plan: Plan, sums: dict[str, ErrorSums]) -> list[_Group]:
     members: dict[tuple[str, str], list[PlannedTensor]] = {}
@@ -247,12 +254,14 @@ class RunReport:
         groups = _groups(self.plan, result.run.sums)
         measured = any(g.errors() for g in groups)
         weighted = measured and any(t.found is not None for t in self.plan.tensors)
-        header = ["class", "type", "tensors", "weights", "size", "bpw", "rel. error", "weighted"]
+        fed = any(g.loss is not None for g in groups)
+        header = ["class", "type", "tensors", "weights", "size", "bpw", "rel. error", "weighted", "loss"]
         rows = []
         for g in groups:
             size, bpw, errors = format_size(g.nbytes), f"{g.bpw:.2f}", g.errors()
             shown = [f"{100 * v:.3f} %" for v in errors] if errors else ["copied" if measured and g.copied else "", ""]
             rows.append([g.name, g.type, g.tensors, format_count(g.values), size, bpw, shown[0], shown[1] * weighted])
+            rows[-1].append("" if g.loss is None else f"x {g.loss:.3f}")
         seconds = result.run.seconds
         rate = self.plan.n_values / max(seconds, 1e-9)
         return "\n".join(
@@ -261,6 +270,7 @@ class RunReport:
                 "",
                 _totals(self.plan) + _total_error(groups),
                 f"{format_seconds(seconds)} on {result.threads} threads: {format_count(rate)} weights per second",
+                *["loss: in the covariance's metric, of what the same types have without feedback"] * fed,
                 *cache_lines(result.run.cache),
                 *nodes_line(result.run),
                 *_runtime_lines(self.plan),
@@ -283,10 +293,16 @@ class RunReport:
                     "bits_per_weight": g.bpw,
                     "relative_error": errors[0] if errors else None,
                     "weighted_relative_error": errors[1] if errors else None,
+                    "feedback_loss": g.loss,
                 }
             )
+        fed = {name: s for name, s in result.run.sums.items() if s.loss_before > 0}
         return {
             **DryRunReport(self.plan).as_dict(),
+            "feedback": [
+                {"name": name, "loss_before": s.loss_before, "loss_after": s.loss_after, "rows": int(s.rows_fed)}
+                for name, s in fed.items()
+            ],
             "classes": classes,
             "seconds": result.run.seconds,
             "threads": result.threads,

@@ -75,11 +75,12 @@ class Ledger:
         target: Kept,
         journal: Journal,
         values: int,
+        max_ram: int,
         observer: Progress | None,
         cache: RunCache | None = None,
     ) -> None:
-        self.plan, self.target, self.journal, self.values, self.observer = plan, target, journal, values, observer
-        self.cache = cache
+        self.plan, self.target, self.journal, self.observer = plan, target, journal, observer
+        self.values, self.max_ram, self.cache = values, max_ram, cache
         #: Set when the run is to end early, because something failed or was interrupted.
         self.stop = threading.Event()
         self._lock = threading.Lock()

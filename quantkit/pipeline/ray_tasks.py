@@ -26,7 +26,7 @@ from quantkit.pipeline.ledger import Ledger, NodeShare
 from quantkit.pipeline.source import Source
 from quantkit.pipeline.target import Files, OpenFiles
 from quantkit.pipeline.warm import kernel_calls
-from quantkit.pipeline.work import Job, JobResult, PlannedTensor, Worker
+from quantkit.pipeline.work import Job, JobResult, PlannedTensor, Worker, metrics_for
 
 #: Seconds that a batch is to take, and the least towards the end.
 SECONDS, _LEAST = 2.0, 0.05
@@ -53,6 +53,7 @@ class Shared:
     #: A line of the journal.
     mark: str
     measure: bool
+    max_ram: int
 
 
 class RayTasks:
@@ -85,6 +86,7 @@ class RayTasks:
             ledger.journal.path.absolute(),
             mark,
             measure,
+            ledger.max_ram,
         )
         work = _Jobs(ledger, shared, self)
         try:
@@ -175,7 +177,10 @@ def begin(shared: Shared, threads: int) -> Callable[[list[Job]], list[tuple[JobR
 
     with _alone(kernel_folder() / "compiling.lock"):
         compile_together(kernel_calls(shared.tensors, shared.measure))
-    workers = [Worker(shared.source, target, measure=shared.measure, ahead=2 * threads) for _ in range(threads)]
+    metrics = metrics_for(shared.tensors, shared.max_ram, threads)
+    workers = [
+        Worker(shared.source, target, metrics, measure=shared.measure, ahead=2 * threads) for _ in range(threads)
+    ]
     return _Batches(shared.tensors, target, workers).run
 
 

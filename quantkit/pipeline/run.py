@@ -133,7 +133,7 @@ def run_plan(
             stack.callback(cache.drop)
         if not journal.sealed:
             try:
-                with Ledger(plan, target, journal, values, observer, cache) as ledger:
+                with Ledger(plan, target, journal, values, max_ram, observer, cache) as ledger:
                     executor.run(ledger, measure=measure)
                 target.finish()
                 check_unchanged((*plan.source.paths, *plan.reads))

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from quantkit.formats.remote.retry import given_up
 from quantkit.kernels.first_run import compile_together
+from quantkit.pipeline.feedback import Metrics
 from quantkit.pipeline.ledger import Ledger, NodeShare
 from quantkit.pipeline.warm import kernel_calls
-from quantkit.pipeline.work import Job, Worker
+from quantkit.pipeline.work import Job, Worker, metrics_for
 
 
 class Threads:
@@ -23,8 +24,9 @@ class Threads:
         """Compile, then run all jobs of a ledger; on return all threads have ended, and failures are in the ledger."""
         compile_together(kernel_calls(ledger.to_encode(), measure))
         jobs, lock = ledger.jobs(), threading.Lock()
+        metrics = metrics_for(ledger.plan.tensors, ledger.max_ram, self.count)
         threads = [
-            threading.Thread(target=self._work, args=(ledger, jobs, lock, measure), name=f"encode-{i}")
+            threading.Thread(target=self._work, args=(ledger, metrics, jobs, lock, measure), name=f"encode-{i}")
             for i in range(self.count)
         ]
         for thread in threads:
@@ -41,8 +43,8 @@ class Threads:
             for thread in threads:
                 thread.join()
 
-    def _work(self, ledger: Ledger, jobs: Iterator[Job], lock: threading.Lock, measure: bool) -> None:
-        worker = Worker(ledger.plan.source, ledger.target, measure=measure, ahead=2 * self.count)
+    def _work(self, ledger: Ledger, metrics: Metrics, jobs: Iterator[Job], lock: threading.Lock, measure: bool) -> None:
+        worker = Worker(ledger.plan.source, ledger.target, metrics, measure=measure, ahead=2 * self.count)
         try:
             while not ledger.stop.is_set():
                 with lock:

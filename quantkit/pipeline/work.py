@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from quantkit.formats.gguf import TensorInfo
 from quantkit.formats.ranges import U8, Buffers, write_range
 from quantkit.kernels.interleave import base_of, is_woven, repacks
 from quantkit.kernels.tensor_scale import TAIL, TENSOR_SCALED, decoded_as, with_row_scales
+from quantkit.pipeline.feedback import Inputs, Metrics
 from quantkit.pipeline.importance import Found
 from quantkit.pipeline.source import Source
 from quantkit.pipeline.target import Target
@@ -33,6 +34,8 @@ F32 = npt.NDArray[np.float32]
 
 #: Values decoded and encoded at a time: 512 KiB of float32, half of a typical L2 cache.
 PIECE = 1 << 17
+#: Rows that are encoded together with feedback.
+TILE = 64
 #: Values per job, if memory allows.
 JOB = 1 << 20
 
@@ -56,6 +59,8 @@ class RowSlice:
     target_rows: int
     source_row: int = 0
     target_row: int = 0
+    #: The covariance of what it multiplies, if it is encoded with feedback.
+    inputs: Inputs | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -158,12 +163,18 @@ class Job:
 
 
 class ErrorSums(NamedTuple):
-    """Sums in f64 over values x and their decoded encodings y: x^2, (x-y)^2, w x^2, w (x-y)^2."""
+    """Sums in f64 over values x and their decoded encodings y: x^2, (x-y)^2, w x^2, w (x-y)^2.
+
+    Of rows encoded with feedback also the losses of the reference's bytes and of those written, and their number.
+    """
 
     square: float = 0.0
     error: float = 0.0
     weighted_square: float = 0.0
     weighted_error: float = 0.0
+    loss_before: float = 0.0
+    loss_after: float = 0.0
+    rows_fed: float = 0.0
 
     def __add__(self, other: tuple[float, ...]) -> ErrorSums:  # type: ignore[override]
         return ErrorSums(*(a + b for a, b in zip(self, other, strict=True)))
@@ -248,7 +259,8 @@ def whole_groups(rows: int, group: int) -> int:
 
 def piece_rows(part: RowSlice, target: TensorType) -> int:
     """Return how many rows are encoded at a time."""
-    return whole_groups(max(1, PIECE // part.values), group_of(part, target))
+    tile = 1 if part.inputs is None else TILE
+    return whole_groups(max(1, PIECE // part.values), max(group_of(part, target), tile))
 
 
 def _longest(tensors: list[PlannedTensor]) -> int:
@@ -282,11 +294,17 @@ def _made_of(cached: Cached, digests: list[bytes]) -> bool:
     return np.frombuffer(cached.records, RECORD)["source"].tobytes() == b"".join(digests)
 
 
+def metrics_for(tensors: Sequence[PlannedTensor], max_ram: int, threads: int) -> Metrics:
+    """Return what keeps the metrics of tensors for all workers of a process, in half of ``max_ram`` if one fits."""
+    inputs = [part.inputs for tensor in tensors for part in tensor.parts if part.inputs is not None]
+    return Metrics(max(max_ram // 2, max((each.metric_bytes for each in inputs), default=0)), threads)
+
+
 class Worker:
     """Runs jobs one after another, with its own buffers."""
 
-    def __init__(self, source: Source, target: Target, *, measure: bool, ahead: int) -> None:
-        self.source, self.target, self.measure, self.ahead = source, target, measure, ahead
+    def __init__(self, source: Source, target: Target, metrics: Metrics, *, measure: bool, ahead: int) -> None:
+        self.source, self.target, self.metrics, self.measure, self.ahead = source, target, metrics, measure, ahead
         self._buffers = Buffers()
         self._kernel_copies = self._cache_copies = True
         self._weights: tuple[tuple[int, int], F32] = ((-1, 0), np.zeros((0, 0), np.float32))
@@ -328,7 +346,9 @@ class Worker:
         crc = NO_CRC if tensor.is_copy else zlib.crc32(target.data)
         if job.cached is None:
             return JobResult(crc, sum(sums, ErrorSums()))
-        records = records_of(digests, self._pieces(job, tensor, target), np.array(sums or [ErrorSums()])).tobytes()
+        records = records_of(
+            digests, self._pieces(job, tensor, target), np.array(sums or [ErrorSums()])[:, :4]
+        ).tobytes()
         if job.cached.keep is not None:
             try:
                 write_range(job.cached.keep, target, job.cached.at, make=True)
@@ -382,11 +402,9 @@ class Worker:
         self.target.write(tensor.shard, data, job.target_offset)
 
     def _encode(self, job: Job, tensor: PlannedTensor, part: RowSlice, source: U8, target: U8) -> list[ErrorSums]:
-        """Encode a job's rows; return the error sums of each piece, if they are measured."""
-        from quantkit.kernels.cpu.encode import encoder
+        """Encode a job's rows; return the error sums of each piece, if they are measured, and losses."""
         from quantkit.kernels.cpu.encode.check import first_nonfinite_row
 
-        encode = encoder(tensor.type, tensor.encoder or None)
         rows_in, rows_out = source.reshape(job.rows, -1), target.reshape(job.rows, -1)
         weights, sums = self._weights_of(job, part), []
         step = piece_rows(part, tensor.type)
@@ -396,10 +414,28 @@ class Worker:
             bad = first_nonfinite_row(x, 0, stop - row)
             if bad >= 0:
                 raise self._non_finite(part, job, row + bad, x[bad])
-            encode(x, weights, rows_out[row:stop], 0, stop - row)
+            found = self._encode_rows(job, tensor, part, x, weights, rows_out[row:stop])
             if self.measure:
-                sums.append(self._error(tensor, x, rows_out[row:stop], weights))
+                found += self._error(tensor, x, rows_out[row:stop], weights)
+            if self.measure or part.inputs is not None:
+                sums.append(found)
         return sums
+
+    def _encode_rows(self, job: Job, tensor: PlannedTensor, part: RowSlice, x: F32, weights: F32, out: U8) -> ErrorSums:
+        """Fill ``out`` with the encoded rows x; return what feedback made of the loss."""
+        from quantkit.kernels.cpu.encode import encoder
+
+        encode = encoder(tensor.type, tensor.encoder or None)
+        if part.inputs is None or part.inputs.damping(job.matrix) is None:
+            encode(x, weights, out, 0, len(x))
+            return ErrorSums()
+        from quantkit.kernels.cpu.feedback.rounding import Rounding, round_rows
+
+        with self.metrics.held(part.inputs, job.matrix) as metric:
+            made = round_rows(tensor.type, x, lambda a, b: encode(a, weights, b, 0, len(a)), metric, Rounding())
+        out[...] = made.rows
+        fed = float(np.count_nonzero(made.after < made.before))
+        return ErrorSums(loss_before=made.before.sum(), loss_after=made.after.sum(), rows_fed=fed)
 
     def _repack(self, job: Job, tensor: PlannedTensor, part: RowSlice, source: U8, target: U8) -> None:
         """Interleave rows, or take them apart, or both: not a value is touched."""

@@ -29,9 +29,12 @@ _IMPORT = re.compile(r"^\s*(?:from\s+(quantkit[\w.]*)\s+import\s+(\([^)]*\)|[^\n
 
 
 def is_encoded(part: RowSlice, target: TensorType) -> bool:
-    """Tell whether a part is worth keeping: its rows are neither copied, nor repacked, nor merely rounded."""
+    """Tell whether a part is kept: its rows are neither copied, nor repacked, nor merely rounded, nor fed with errors.
+
+    What feedback makes of rows depends on a covariance, which is larger than they are.
+    """
     source = part.source.type
-    return source is not target and target.block > 1 and not repacks(source, target)
+    return part.inputs is None and source is not target and target.block > 1 and not repacks(source, target)
 
 
 def pieces_of(part: RowSlice, target: TensorType) -> Pieces:

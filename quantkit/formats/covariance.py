@@ -1,0 +1,86 @@
+"""The file of covariances that ``quantkit imatrix --covariance`` writes, read: sums of x x^T of what weights multiply.
+
+``imatrix/covariance_file.py`` describes and writes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import FormatError
+from quantkit.formats.gguf import open_model
+from quantkit.formats.gguf.model import GGUFFile
+
+F64 = npt.NDArray[np.float64]
+
+INPUTS_KEY = "quantkit.covariance.inputs"
+
+
+class Covariances:
+    """An open file of covariances.
+
+    Raises FormatError if it is none. ``entries``: for every weight, the one whose name the covariance of both has.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file: GGUFFile = open_model(path)
+        lines = self._file.get(INPUTS_KEY)
+        if self._file.get("general.type") != "covariance" or not isinstance(lines, list):
+            raise FormatError(f"{path}: this is no file of covariances; `quantkit imatrix --covariance FILE` makes one")
+        self.entries: dict[str, str] = {}
+        for line in lines:
+            first, _, others = str(line).partition(":")
+            self.entries |= dict.fromkeys((first, *others.split()), first)
+
+    @cached_property
+    def identity(self) -> str:
+        """A SHA-256 that tells these covariances from others: of the header, the counts and samples of the sums."""
+        digest = hashlib.sha256(self._file.fingerprint().encode())
+        for entry in dict.fromkeys(self.entries.values()):
+            digest.update(self.tokens(entry).tobytes())
+        return digest.hexdigest()
+
+    def shape(self, entry: str) -> tuple[int, int]:
+        """Return the columns n and the matrices of an entry."""
+        info = self._file.tensors[self._sums(entry)]
+        n, m, *rest = (*info.shape, 1)
+        if n != m or info.type.name != "F32":
+            raise FormatError(f"{self.path}: {info.name} is no square matrix of float32, it is {list(info.shape)}")
+        return n, rest[0]
+
+    def _sums(self, entry: str) -> str:
+        """Return the tensor of an entry's sums: those weighted by the router, if there are such."""
+        for name in (f"{entry}.cov_router", f"{entry}.cov"):
+            if name in self._file.tensors:
+                return name
+        raise FormatError(f"{self.path}: there are no sums of {entry}")
+
+    def is_weighted(self, entry: str) -> bool:
+        """Tell whether tokens count by the square of their router weight."""
+        return self._sums(entry).endswith("router")
+
+    def tokens(self, entry: str) -> npt.NDArray[np.float32]:
+        """Return the tokens that each matrix of an entry has seen, float32 [matrices]."""
+        try:
+            info = self._file.tensors[f"{entry}.counts"]
+        except KeyError:
+            raise FormatError(f"{self.path}: there are no counts of {entry}") from None
+        counts = np.empty(info.nbytes, np.uint8)
+        self._file.read(info, counts, 0)
+        return counts.view("<f4")
+
+    def matrix(self, entry: str, number: int) -> F64:
+        """Return one matrix of an entry, float64 [n, n]; raise FormatError if it holds what no covariance does."""
+        n, _ = self.shape(entry)
+        raw = np.empty(4 * n * n, np.uint8)
+        self._file.read(self._file.tensors[self._sums(entry)], raw, number * raw.size)
+        made = raw.view("<f4").reshape(n, n).astype(np.float64)
+        if not np.isfinite(made).all() or (np.diagonal(made) < 0).any():
+            raise FormatError(f"{self.path}: matrix {number} of {entry} is no covariance: record it again")
+        return made

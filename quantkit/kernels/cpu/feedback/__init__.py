@@ -1,0 +1,1 @@
+"""Levels and scales chosen with error feedback, by the covariance of what a weight multiplies."""

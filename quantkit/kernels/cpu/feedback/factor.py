@@ -1,0 +1,95 @@
+"""The factor of a covariance, by a Cholesky decomposition whose result does not depend on who computes it.
+
+LAPACK's depends on its number of threads. Here every sum is taken in the order of its terms, blocks of ``BLOCK`` at a
+time, with float64 throughout.
+"""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from quantkit.kernels.cpu.core.jit import inline, kernel
+from quantkit.kernels.cpu.core.simd import f64x8, load, muladd, splat, store
+
+F64 = npt.NDArray[np.float64]
+
+#: Rows that are factored before the rest is brought up to date; columns of a strip.
+BLOCK, LANES = 64, 8
+_STEP = 8 * LANES
+
+
+@kernel
+def _factor_rows(r: F64, begin: int, end: int) -> int:
+    """Factor rows ``begin`` to ``end`` of R, which are up to date; return the row that is not positive, or -1."""
+    n = r.shape[1]
+    for k in range(begin, end):
+        pivot = r[k, k]
+        if not pivot > 0.0:
+            return k
+        by = 1.0 / math.sqrt(pivot)
+        for i in range(k, n):
+            r[k, i] *= by
+        for j in range(k + 1, end):
+            factor = splat(f64x8, -r[k, j])
+            for at in range(8 * (j // LANES * LANES), 8 * n, _STEP):
+                to = 8 * n * j + at
+                store(r, to, muladd(load(f64x8, r, 8 * n * k + at), factor, load(f64x8, r, to)))
+    return -1
+
+
+@inline
+def _update_two(r: Any, n: Any, begin: Any, end: Any, j: Any) -> Any:
+    """Bring rows j and j + 1 up to date, from the columns of j on."""
+    for at in range(16 * LANES * (j // (2 * LANES)), 8 * n, 2 * _STEP):
+        a, b = 8 * n * j + at, 8 * n * (j + 1) + at
+        a0, a1, b0, b1 = load(f64x8, r, a), load(f64x8, r, a + _STEP), load(f64x8, r, b), load(f64x8, r, b + _STEP)
+        for k in range(begin, end):
+            row = 8 * n * k
+            x0, x1 = load(f64x8, r, row + at), load(f64x8, r, row + at + _STEP)
+            first = splat(f64x8, -load(types.float64, r, row + 8 * j))
+            second = splat(f64x8, -load(types.float64, r, row + 8 * j + 8))
+            a0, a1 = muladd(x0, first, a0), muladd(x1, first, a1)
+            b0, b1 = muladd(x0, second, b0), muladd(x1, second, b1)
+        store(r, a, a0)
+        store(r, a + _STEP, a1)
+        store(r, b, b0)
+        store(r, b + _STEP, b1)
+
+
+@kernel
+def _update(r: F64, begin: int, end: int, first: int, last: int) -> None:
+    """Take rows ``begin`` to ``end`` of R out of rows ``first`` to ``last``, both even."""
+    n = r.shape[1]
+    for j in range(first, last, 2):
+        _update_two(r, n, begin, end, j)
+
+
+def cholesky(matrix: F64, threads: int = 1) -> F64:
+    """Return the upper triangular R with R^T R = ``matrix`` [n, n], n a multiple of 16; what is below is undefined.
+
+    Raises numpy.linalg.LinAlgError if it is not positive definite.
+    """
+    n = len(matrix)
+    r = np.ascontiguousarray(matrix, np.float64).copy()
+    with ThreadPoolExecutor(threads) as pool:
+        for begin in range(0, n, BLOCK):
+            end = min(begin + BLOCK, n)
+            bad = _factor_rows(r, begin, end)
+            if bad >= 0:
+                raise np.linalg.LinAlgError(f"not positive definite: column {bad} of {n}")
+            edges = _shares(end, n, threads)
+            list(pool.map(lambda part, b=begin, e=end: _update(r, b, e, *part), edges))
+    return r
+
+
+def _shares(first: int, n: int, threads: int) -> list[tuple[int, int]]:
+    """Cut rows ``first`` to ``n`` of a triangle into parts of equal area."""
+    left = n - first
+    edges = [first + round(left * (1 - math.sqrt(1 - i / threads)) / 2) * 2 for i in range(threads)] + [n]
+    return [(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True) if a < b]

@@ -1,0 +1,142 @@
+"""Scales and minimums fitted to levels that are chosen, in the metric of the covariance.
+
+A value is v = d * factor * level - dmin * m: a sub-block's factor, one of a codebook, moves its columns by d * level,
+its m by -dmin, a super-block's d by factor * level, its dmin by -m. Along such a direction t the loss changes by
+-2 x t.g + x^2 t.H.t, g = H (w - v): each is set, in turn, to where that is least, and g is kept up to date. Layouts and
+arguments are those of sweeps.py, but all columns are in their own order, in which those of a sub-block are neighbours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.kernels.cpu.core.jit import inline, kernel
+from quantkit.kernels.cpu.core.simd import f16_to_f32, f32_to_f16, f32x16, load, muladd, splat, store
+from quantkit.kernels.cpu.feedback.tiles import LINE, ROWS, multiply
+
+F32 = npt.NDArray[np.float32]
+F = np.float32
+
+
+@inline
+def _look(t: Any, h: Any, g: Any, begin: Any, end: Any, c: Any, slope: Any, curvature: Any) -> Any:
+    """Set c = H t for a direction t of some columns, and its slope t.g and curvature t.c, float32 [ROWS]."""
+    n = len(t)
+    zero = splat(f32x16, F(0))
+    for at in range(0, LINE * n, 64):
+        store(c, at, zero)
+    multiply(c, h, t, n, begin, end, 0, n)
+    _dot(t, g, begin, end, slope)
+    _dot(t, c, begin, end, curvature)
+
+
+@inline
+def _dot(t: Any, g: Any, begin: Any, end: Any, out: Any) -> Any:
+    for half in range(0, LINE, 64):
+        total = splat(f32x16, F(0))
+        for at in range(LINE * begin + half, LINE * end, LINE):
+            total = muladd(load(f32x16, t, at), load(f32x16, g, at), total)
+        store(out, half, total)
+
+
+@inline
+def _move(t: Any, c: Any, by: Any, begin: Any, end: Any, v: Any, g: Any, n: Any) -> Any:
+    """Go by * t: v gains it, and g = H (w - v) loses by * c."""
+    for half in range(0, LINE, 64):
+        step = load(f32x16, by, half)
+        back = splat(f32x16, F(0)) - step
+        for at in range(LINE * begin + half, LINE * end, LINE):
+            store(v, at, muladd(load(f32x16, t, at), step, load(f32x16, v, at)))
+        for at in range(half, LINE * n, LINE):
+            store(g, at, muladd(load(f32x16, c, at), back, load(f32x16, g, at)))
+
+
+@inline
+def _best_code(codes: Any, ascending: Any, code: Any, d: Any, slope: Any, curvature: Any) -> Any:
+    """Return the place in ``ascending`` of the factor of least loss, from that of ``code`` on."""
+    now = ascending[code]
+    wanted = now + slope / (curvature * d)
+    best = np.searchsorted(ascending, wanted)
+    if best > 0 and (best == len(ascending) or wanted - ascending[best - 1] < ascending[best] - wanted):
+        best -= 1
+    return best
+
+
+@kernel
+def fit_factors(h: F32, span: int, t: F32, d: F32, per_d: int, codes: Any, ascending: F32, v: F32,
+                g: F32, c: F32) -> None:  # fmt: skip
+    """Set the factor of every sub-block, or its m, in turn.
+
+    Args:
+        span: columns of a sub-block.
+        t: what a factor of 1 adds to each column if d is 1: the level, or -1 for m; float32 [n, ROWS].
+        d: d or dmin of super-blocks, float32 [super-blocks, ROWS]; per_d: the sub-blocks of one.
+        codes: the places of factors in ``ascending``, int32 [sub-blocks, ROWS]; set.
+        c: scratch, float32 [n, ROWS].
+    """
+    slope, curvature, by = np.empty(ROWS, F), np.empty(ROWS, F), np.empty(ROWS, F)
+    for a in range(len(t) // span):
+        begin, end = a * span, a * span + span
+        _look(t, h, g, begin, end, c, slope, curvature)
+        for row in range(ROWS):
+            by[row] = F(0)
+            each = d[a // per_d, row]
+            if each != F(0) and curvature[row] > F(0):
+                code = codes[a, row]
+                best = _best_code(codes, ascending, code, each, slope[row], curvature[row])
+                by[row] = each * (ascending[best] - ascending[code])
+                codes[a, row] = best
+        _move(t, c, by, begin, end, v, g, len(t))
+
+
+@kernel
+def fit_super_scales(h: F32, span: int, t: F32, s: F32, d: F32, dmin: F32, any_sign: bool, half: bool,
+                     v: F32, g: F32, c: F32, c_min: F32) -> None:  # fmt: skip
+    """Set d, and dmin, of every super-block to the best values.
+
+    Args:
+        span: columns of a super-block.
+        t, s: what d and dmin of 1 add to each column: factor * level and -m, float32 [n, ROWS]; s has no rows if there
+            are no minimums.
+        d, dmin: of super-blocks, float32 [super-blocks, ROWS]; set.
+        any_sign: dmin may be negative.
+        half: d is a half float.
+        c, c_min: scratch, float32 [n, ROWS].
+    """
+    two = len(s) > 0
+    gt, gs, tt, ts, ss = np.empty(ROWS, F), np.zeros(ROWS, F), np.empty(ROWS, F), np.zeros(ROWS, F), np.zeros(ROWS, F)
+    by, by_min = np.empty(ROWS, F), np.empty(ROWS, F)
+    for a in range(len(t) // span):
+        begin, end = a * span, a * span + span
+        _look(t, h, g, begin, end, c, gt, tt)
+        if two:
+            _look(s, h, g, begin, end, c_min, gs, ss)
+            _dot(t, c_min, begin, end, ts)
+        for row in range(ROWS):
+            x, y = _least(gt[row], gs[row], tt[row], ts[row], ss[row])
+            if half:
+                x = f16_to_f32(f32_to_f16(d[a, row] + x)) - d[a, row]
+            y = f16_to_f32(f32_to_f16(dmin[a, row] + y)) - dmin[a, row] if two else F(0)
+            loss = x * x * tt[row] + F(2) * x * y * ts[row] + y * y * ss[row] - F(2) * (x * gt[row] + y * gs[row])
+            better = loss < F(0) and (not two or any_sign or dmin[a, row] + y >= F(0))
+            by[row], by_min[row] = (x, y) if better else (F(0), F(0))
+            d[a, row] += by[row]
+            if two:
+                dmin[a, row] += by_min[row]
+        _move(t, c, by, begin, end, v, g, len(t))
+        if two:
+            _move(s, c_min, by_min, begin, end, v, g, len(t))
+
+
+@inline
+def _least(gt: Any, gs: Any, tt: Any, ts: Any, ss: Any) -> Any:
+    """Return where -2 (x gt + y gs) + x^2 tt + 2 x y ts + y^2 ss is least; y is 0 if ss is."""
+    if not tt > F(0):
+        return F(0), F(0)
+    determinant = tt * ss - ts * ts
+    if not determinant > F(1e-6) * tt * ss:
+        return gt / tt, F(0)
+    return (gt * ss - gs * ts) / determinant, (gs * tt - gt * ts) / determinant

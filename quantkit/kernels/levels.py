@@ -1,0 +1,290 @@
+"""Types as integers: where the bits of levels and scales lie in a block, and what their values are.
+
+A value is ``d * factor[s] * (level[q] + shift) - dmin * m`` with integers q for each value, s and m for each sub-block,
+and floats d and dmin for a super-block, or a row. Encoders search all of these and pack them; what chooses levels by
+another criterion (error feedback) reads the integers of an encoder's bytes, changes them, and writes them back.
+
+*Fields* are arrays [fields, bits] of bit positions in a block, lowest bit first; bit i of byte b is 8 b + i. Planes are
+those of reference.py, which is the specification of what is listed here: tests compare the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import TypeNotSupported
+from quantkit.kernels.tables import table
+from quantkit.types import BY_NAME, TensorType
+
+Bits = npt.NDArray[np.int64]
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """How a type's integers are stored and what they mean.
+
+    levels: fields of the q of a block's values. codebook: the level of each q, float32 [2^bits]. span: values of a
+    sub-block. scale: fields of s, with factors; None: every factor is 1. d: where the scale of the super-block is, as
+    in ``TensorType.scales``; "": it is 1. minimum: fields of m; None: m is 1 if there is a dmin. dmin: as d; "": there
+    are no minimums. added: the minimum is added, not subtracted. shift: fields of one bit a sub-block, which adds
+    ``by`` to its levels.
+    """
+
+    type: TensorType
+    levels: Bits
+    codebook: F32
+    span: int
+    d: str = ""
+    scale: Bits | None = None
+    factors: F32 | None = None
+    dmin: str = ""
+    minimum: Bits | None = None
+    added: bool = False
+    shift: Bits | None = None
+    by: float = 0.0
+
+    @property
+    def has_half_scales(self) -> bool:
+        """Whether d, if there is one, is a half float."""
+        return "f16" in self.d
+
+
+@dataclass(eq=False)
+class Integers:
+    """The integers and floats of some rows of n values: what ``read`` returns and ``write`` takes.
+
+    q: uint8 [rows, n]. s, m, shift: uint8 [rows, n / span], None where the type has none. d, dmin: float32 [rows,
+    super-blocks], or [rows, 1] where it is the row's; None where the type has none.
+    """
+
+    q: U8
+    s: U8 | None
+    m: U8 | None
+    shift: U8 | None
+    d: F32 | None
+    dmin: F32 | None
+
+
+# ---------------------------------------------------------------- where bits lie
+
+
+def field(at: int, shift: int, bits: int, count: int) -> Bits:
+    """Return ``count`` fields of ``bits``, from bit ``shift`` on of the bytes from ``at`` on."""
+    return 8 * (at + np.arange(count))[:, None] + shift + np.arange(bits)
+
+
+def in_turn(at: int, nbytes: int, bits: int) -> Bits:
+    """Return the fields of bytes, one byte after the other."""
+    begin = 8 * (at + np.arange(nbytes))[:, None] + np.arange(0, 8, bits)
+    return begin.reshape(-1, 1) + np.arange(bits)
+
+
+def planes(at: int, nbytes: int, bits: int, runs: int = 1) -> Bits:
+    """Return the fields of ``runs`` runs of bytes, in each plane after plane."""
+    run = [at + nbytes * i for i in range(runs)]
+    return np.concatenate([field(begin, shift, bits, nbytes) for begin in run for shift in range(0, 8, bits)])
+
+
+def join(low: Bits, high: Bits) -> Bits:
+    """Return fields whose high bits lie elsewhere."""
+    return np.concatenate([low, high], axis=1)
+
+
+# ---------------------------------------------------------------- the types
+
+
+def _counted(n: int, first: int = 0) -> F32:
+    return np.arange(first, first + n, dtype=np.float32)
+
+
+def _odd(n: int) -> F32:
+    return 2 * _counted(n) - (n - 1)
+
+
+def _nonlinear(which: str) -> F32:
+    return table(f"kvalues_{which}nl").astype(np.float32)[: 1 << int(which[2:])]
+
+
+def _int8() -> F32:
+    return np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)
+
+
+def _ue4m3() -> F32:
+    """Half of each unsigned E4M3."""
+    code = np.arange(256) & 127
+    exponent, mantissa = code >> 3, (code & 7).astype(np.float32)
+    whole = np.where(exponent == 0, np.ldexp(mantissa, -9), np.ldexp(1 + mantissa / 8, exponent - 7))
+    return np.where(code == 0x7F, 0, whole / 2).astype(np.float32)
+
+
+def _k_scales() -> tuple[Bits, Bits]:
+    """Return the fields of s and of m of Q4_K and Q5_K."""
+    s = np.concatenate([field(4, 0, 6, 4), join(field(12, 0, 4, 4), field(4, 6, 2, 4))])
+    m = np.concatenate([field(8, 0, 6, 4), join(field(12, 4, 4, 4), field(8, 6, 2, 4))])
+    return s, m
+
+
+@cache
+def all_levels() -> dict[str, Levels]:
+    """Return the description of every type that has one, by name."""
+    iq4 = table("kvalues_iq4nl").astype(np.float32)
+    fp4 = table("kvalues_fp4").astype(np.float32)
+    s, m = _k_scales()
+    odd = 2 * _counted(16) + 1
+    six = join(in_turn(8, 8, 4), in_turn(4, 4, 2))
+
+    def of(name: str, levels: Bits, codebook: F32, span: int, d: str = "", **more: object) -> Levels:
+        return Levels(BY_NAME[name], levels, codebook, span, d, **more)  # type: ignore[arg-type]
+
+    rows = (
+        of("Q4_0", planes(2, 16, 4), _counted(16, -8), 32, "f16@0"),
+        of("Q4_1", planes(4, 16, 4), _counted(16), 32, "f16@0", dmin="f16@2", added=True),
+        of("Q5_0", join(planes(6, 16, 4), in_turn(2, 4, 1)), _counted(32, -16), 32, "f16@0"),
+        of("Q5_1", join(planes(8, 16, 4), in_turn(4, 4, 1)), _counted(32), 32, "f16@0", dmin="f16@2", added=True),
+        of("Q8_0", field(2, 0, 8, 32), _int8(), 32, "f16@0"),
+        of("Q6_0", join(planes(10, 16, 4), planes(2, 8, 2).reshape(4, 8, 2)[[0, 2, 1, 3]].reshape(32, 2)),
+           _counted(64, -32), 32, "f16@0"),
+        of("Q2_K", planes(16, 32, 2, 2), _counted(4), 16, "f16@80", scale=field(0, 0, 4, 16), factors=_counted(16),
+           dmin="f16@82", minimum=field(0, 4, 4, 16)),
+        of("Q3_K", join(planes(32, 32, 2, 2), planes(0, 32, 1)), _counted(8, -4), 16, "f16@108",
+           scale=join(planes(96, 8, 4), planes(104, 4, 2)), factors=_counted(64, -32)),
+        of("Q4_K", planes(16, 32, 4, 4), _counted(16), 32, "f16@0", scale=s, factors=_counted(64), dmin="f16@2",
+           minimum=m),
+        of("Q5_K", join(planes(48, 32, 4, 4), planes(16, 32, 1)), _counted(32), 32, "f16@0", scale=s,
+           factors=_counted(64), dmin="f16@2", minimum=m),
+        of("Q6_K", join(planes(0, 64, 4, 2), planes(128, 32, 2, 2)), _counted(64, -32), 16, "f16@208",
+           scale=field(192, 0, 8, 16), factors=_int8()),
+        of("IQ4_NL", planes(2, 16, 4), iq4, 32, "f16@0"),
+        of("IQ4_XS", planes(8, 16, 4, 8), iq4, 32, "f16@0", scale=join(in_turn(4, 4, 4), in_turn(2, 2, 2)),
+           factors=_counted(64, -32)),
+        of("MXFP4", planes(1, 16, 4), fp4, 32, scale=field(0, 0, 8, 1),
+           factors=np.ldexp(np.float32(1), np.arange(256) - 128)),
+        of("NVFP4", planes(4, 8, 4, 4), fp4, 16, scale=field(0, 0, 8, 4), factors=_ue4m3()),
+        of("IQ2_K", planes(12, 32, 2, 2), _nonlinear("iq2"), 16, "f16@0",
+           scale=in_turn(4, 8, 4), factors=_counted(16, -8), shift=in_turn(2, 2, 1), by=5),
+        of("IQ3_K", join(planes(14, 32, 2, 2), planes(78, 32, 1)), _nonlinear("iq3"), 16,
+           "f16@0", scale=join(in_turn(6, 8, 4), in_turn(4, 2, 1)), factors=np.concatenate([odd, -odd]),
+           shift=in_turn(2, 2, 1), by=4),
+        of("IQ4_K", planes(16, 16, 4, 8), iq4, 16, "f16@0", scale=six, factors=_counted(64, -32),
+           shift=in_turn(2, 2, 1), by=4),
+        of("IQ5_K", join(planes(16, 32, 4, 4), planes(144, 32, 1)), _nonlinear("iq5"), 16, "f16@0", scale=six,
+           factors=_counted(64, -32), shift=in_turn(2, 2, 1), by=2),
+        of("IQ6_K", join(planes(20, 32, 4, 4), planes(148, 32, 2, 2)), _nonlinear("iq6"), 16, "f16@0",
+           scale=field(4, 0, 8, 16), factors=_int8(), shift=in_turn(2, 2, 1), by=1),
+        of("IQ2_KS", planes(6, 32, 2, 2), _nonlinear("iq2"), 32, "row:f16@0",
+           scale=join(in_turn(2, 4, 4), in_turn(1, 1, 1)), factors=_counted(32, -16), shift=in_turn(0, 1, 1), by=5),
+        of("IQ3_KS", join(planes(6, 32, 2, 2), planes(70, 32, 1)), _nonlinear("iq3"), 32, "row:f16@0",
+           scale=join(planes(2, 4, 4), in_turn(0, 1, 1)), factors=_counted(32, -16), shift=in_turn(1, 1, 1), by=4),
+        of("IQ4_KS", planes(8, 16, 4, 8), iq4, 32, "row:f32@0", scale=field(0, 1, 7, 8), factors=_odd(128),
+           shift=field(0, 0, 1, 8), by=4),
+        of("IQ5_KS", join(planes(8, 32, 4, 4), planes(136, 32, 1)), _nonlinear("iq5"), 32, "row:f32@0",
+           scale=field(0, 1, 7, 8), factors=_odd(128), shift=field(0, 0, 1, 8), by=2),
+        of("TQ2_0", planes(0, 32, 2, 2), np.array([-1, 0, 1, 1], np.float32), 256, "f16@64"),
+        of("Q2_0", in_turn(2, 16, 2), _counted(4, -1), 64, "f16@0"),
+        of("Q1_0", in_turn(2, 16, 1), np.array([-1, 1], np.float32), 128, "f16@0"),
+    )  # fmt: skip
+    return {each.type.name: each for each in rows}
+
+
+def levels_of(t: TensorType) -> Levels:
+    """Return how type ``t`` stores its integers; TypeNotSupported if that is not described."""
+    try:
+        return all_levels()[t.name]
+    except KeyError:
+        raise TypeNotSupported(f"levels of {t} cannot be chosen one by one in this version") from None
+
+
+# ---------------------------------------------------------------- reading and writing
+
+
+def _gather(bits: U8, fields: Bits) -> U8:
+    out = np.zeros((len(bits), len(fields)), np.uint8)
+    for i in range(fields.shape[1]):
+        out |= bits[:, fields[:, i]] << np.uint8(i)
+    return out
+
+
+def _scatter(bits: U8, fields: Bits, values: U8) -> None:
+    for i in range(fields.shape[1]):
+        bits[:, fields[:, i]] = values >> np.uint8(i) & 1
+
+
+def read_integers(t: TensorType, rows: U8) -> Integers:
+    """Return the integers of rows, uint8 [rows, row bytes]."""
+    of = levels_of(t)
+    blocks, n = _blocks(t, rows), len(rows)
+    bits = np.unpackbits(blocks, axis=1, bitorder="little")
+
+    def of_rows(fields: Bits | None) -> U8 | None:
+        return None if fields is None else _gather(bits, fields).reshape(n, -1)
+
+    q = of_rows(of.levels)
+    assert q is not None
+    d, dmin = (_floats(kind, rows, blocks) for kind in (of.d, of.dmin))
+    return Integers(q, of_rows(of.scale), of_rows(of.minimum), of_rows(of.shift), d, dmin)
+
+
+def _blocks(t: TensorType, rows: U8) -> U8:
+    return np.ascontiguousarray(rows[:, t.row_header :]).reshape(-1, t.block_bytes)
+
+
+def _place(kind: str) -> tuple[bool, str, slice]:
+    """Return whether a float is the row's, its dtype, and its bytes."""
+    name, _, at = kind.removeprefix("row:").partition("@")
+    dtype = {"f16": "<f2", "f32": "<f4"}[name]
+    return kind.startswith("row:"), dtype, slice(int(at), int(at) + np.dtype(dtype).itemsize)
+
+
+def _floats(kind: str, rows: U8, blocks: U8) -> F32 | None:
+    if not kind:
+        return None
+    of_row, dtype, where = _place(kind)
+    found = np.ascontiguousarray((rows if of_row else blocks)[:, where]).view(dtype)
+    return found.astype(np.float32).reshape(len(rows), -1)
+
+
+def write_integers(t: TensorType, integers: Integers, rows: U8) -> None:
+    """Write integers into rows that hold those of the same type already: bits that are no field stay as they are."""
+    of = levels_of(t)
+    blocks, i = _blocks(t, rows), integers
+    bits = np.unpackbits(blocks, axis=1, bitorder="little")
+    for fields, values in ((of.levels, i.q), (of.scale, i.s), (of.minimum, i.m), (of.shift, i.shift)):
+        if fields is not None and values is not None:
+            _scatter(bits, fields, values.reshape(len(bits), -1))
+    blocks = np.packbits(bits, axis=1, bitorder="little")
+    for kind, floats in ((of.d, i.d), (of.dmin, i.dmin)):
+        if kind and floats is not None:
+            of_row, dtype, where = _place(kind)
+            (rows if of_row else blocks)[:, where] = floats.reshape(-1, 1).astype(dtype).view(np.uint8)
+    rows[:, t.row_header :] = blocks.reshape(len(rows), -1)
+
+
+def scales_and_minimums(t: TensorType, i: Integers) -> tuple[F32, F32 | None]:
+    """Return what levels are multiplied by, and what is subtracted then, float32 [rows, n / span] each."""
+    of = levels_of(t)
+    n = i.q.shape[1] // of.span
+    scale = np.ones((len(i.q), n), np.float32) if i.s is None or of.factors is None else of.factors[i.s]
+    if i.d is not None:
+        scale = scale * np.repeat(i.d, n // i.d.shape[1], axis=1)
+    low: F32 | None = None
+    if i.dmin is not None:
+        low = np.repeat(-i.dmin if of.added else i.dmin, n // i.dmin.shape[1], axis=1)
+        low = low if i.m is None else low * i.m.astype(np.float32)
+    if i.shift is not None:
+        raised = scale * (np.float32(of.by) * i.shift.astype(np.float32))
+        low = -raised if low is None else low - raised
+    return scale, low
+
+
+def decoded(t: TensorType, i: Integers) -> F32:
+    """Return the values that integers stand for, float32 [rows, n]; a shift of levels may cost the last bit."""
+    of = levels_of(t)
+    scale, low = scales_and_minimums(t, i)
+    out = np.repeat(scale, of.span, axis=1) * of.codebook[i.q]
+    return out if low is None else out - np.repeat(low, of.span, axis=1)

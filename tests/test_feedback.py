@@ -1,0 +1,146 @@
+"""Error feedback: types as integers, sweeps against plain numpy, and what a file made with it keeps to."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from awkward import encode
+from quantkit.kernels import levels, reference
+from quantkit.kernels.cpu.encode import encoder
+from quantkit.kernels.cpu.feedback import factor, rounding, sweeps
+from quantkit.kernels.cpu.feedback.tiles import ROWS, pack_columns
+from quantkit.types import TensorType
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+DESCRIBED = [each.type for each in levels.all_levels().values()]
+N = 512
+
+
+def drawn(seed: int, rows: int, n: int = N) -> F32:
+    return (np.random.default_rng(seed).standard_normal((rows, n)) / n**0.5).astype(np.float32)
+
+
+def covariance(seed: int, n: int = N) -> F64:
+    """Return one whose spectrum falls, as those of models do, with columns of very different variance."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((2 * n, n)) * np.exp(-np.arange(n) / n * 5)
+    x = x @ np.linalg.qr(rng.standard_normal((n, n)))[0] * np.exp(0.7 * rng.standard_normal(n))
+    return x.T @ x  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("t", DESCRIBED, ids=str)
+def test_integers_stand_for_what_is_decoded(t: TensorType) -> None:
+    """Golden rows of the encoder; what is read and written again has the same bytes, over any bytes."""
+    rows = encode(t, drawn(1, 9), np.zeros(0, np.float32))
+    integers = levels.read_integers(t, rows)
+    assert np.allclose(levels.decoded(t, integers), reference.decode_rows(t, rows), rtol=3e-7, atol=1e-9)
+    other = encode(t, drawn(2, 9), np.zeros(0, np.float32))
+    levels.write_integers(t, integers, other)
+    assert (other == rows).all()
+
+
+@pytest.mark.parametrize("t", DESCRIBED, ids=str)
+def test_every_field_is_described(t: TensorType) -> None:
+    """No bit of a block belongs to two fields, and those that belong to none are not decoded."""
+    of = levels.levels_of(t)
+    fields = [f.ravel() for f in (of.levels, of.scale, of.minimum, of.shift) if f is not None]
+    for kind in (of.d, of.dmin):
+        if kind and not kind.startswith("row:"):
+            name, _, at = kind.partition("@")
+            fields.append(8 * int(at) + np.arange({"f16": 16, "f32": 32}[name]))
+    used = np.concatenate(fields)
+    assert len(np.unique(used)) == len(used)
+    free = np.setdiff1d(np.arange(8 * t.block_bytes), used)
+    rows = encode(t, drawn(3, 1, max(N, t.block)), np.zeros(0, np.float32))
+    blocks = rows[:, t.row_header :].reshape(-1, t.block_bytes)
+    flipped = blocks.copy()
+    for bit in free:
+        flipped[:, bit // 8] ^= 1 << bit % 8
+    again = rows.copy()
+    again[:, t.row_header :] = flipped.reshape(1, -1)
+    assert (reference.decode_rows(t, again) == reference.decode_rows(t, rows)).all()
+
+
+def _nearest(book: F32, y: F64) -> F64:
+    return book[np.abs(y[..., None] - book).argmin(-1)]
+
+
+def test_feedback_and_descent_are_what_they_say() -> None:
+    """Column after column in numpy; then the descent never raises the loss, and keeps the gradient."""
+    n, book = 96, np.array([-127, -104, -83, -40, 1, 20, 69, 113], np.float32)
+    rng = np.random.default_rng(0)
+    h = covariance(4, n) / 100
+    x = rng.standard_normal((n, ROWS)).astype(np.float32)
+    sub = (np.arange(n) // 32).astype(np.int32)
+    scale = (0.02 + 0.01 * rng.random((3, ROWS))).astype(np.float32)
+    scale[1, 3], scale[2, 5] = 0, -scale[2, 5]
+    low = rng.standard_normal((3, ROWS)).astype(np.float32) / 4
+    inverse = np.where(scale == 0, 0, 1 / np.where(scale == 0, 1, scale)).astype(np.float32)
+    upper = np.linalg.cholesky(h[::-1, ::-1])[::-1, ::-1]
+    u = upper / np.diagonal(upper)
+    chosen, v, g, e, c = (np.zeros((n, ROWS), np.float32) for _ in range(5))
+    fixed = (sub, scale, low, inverse, sweeps.codebook(book))
+    sweeps.feed(x, pack_columns(u), *fixed, chosen, v, e, c)
+    wanted, error = np.zeros((n, ROWS)), np.zeros((n, ROWS))
+    for k in range(n):
+        target = x[k] + u[:k, k] @ error[:k]
+        wanted[k] = scale[sub[k]] * _nearest(book, (target + low[sub[k]]) * inverse[sub[k]]) - low[sub[k]]
+        error[k] = x[k] - wanted[k]
+    assert (np.abs(v - wanted) < 1e-5).mean() > 0.99  # a tie may fall the other way, and all behind it
+
+    def loss() -> F64:
+        return ((x - v) * (h @ (x - v).astype(np.float64))).sum(0)  # type: ignore[no-any-return]
+
+    packed, diagonal = pack_columns(h), (1 / np.diagonal(h)).astype(np.float32)
+    sweeps.gradient(x, v, packed, g, e)
+    for _ in range(3):
+        before = loss()
+        sweeps.descend(packed, sub, diagonal, *fixed[1:], chosen, v, g, c)
+        assert (loss() <= before * (1 + 1e-5)).all()
+        assert np.allclose(g, h @ (x - v), atol=1e-4 * np.abs(h).max())
+        assert np.allclose(v, scale[sub] * chosen - low[sub], atol=1e-6)
+        assert np.isin(chosen, book).all()
+
+
+@pytest.mark.parametrize("n", [16, 64, 80, 336])
+def test_the_factor_does_not_depend_on_threads(n: int) -> None:
+    h = covariance(n, n)
+    r = np.triu(factor.cholesky(h))
+    assert np.allclose(r.T @ r, h, atol=1e-12 * np.abs(h).max())
+    for threads in (2, 3, 7):
+        assert (np.triu(factor.cholesky(h, threads)) == r).all()
+    with pytest.raises(np.linalg.LinAlgError, match="not positive definite"):
+        factor.cholesky(h - 1e-3 * np.abs(h).max() * np.eye(n))
+
+
+@pytest.mark.parametrize("t", DESCRIBED, ids=str)
+def test_rows_are_better_or_the_reference_s(t: TensorType) -> None:
+    """By the loss of the very bytes, computed apart, and whatever rows come together; most rows are better."""
+    h, x = covariance(7), drawn(8, 40)
+    x[3], x[5, :256] = 0, 0
+    weights = np.diagonal(h).astype(np.float32)
+    metric = rounding.metric(h, 0.01)
+
+    def reference_bytes(rows: F32, out: npt.NDArray[np.uint8]) -> None:
+        encoder(t)(rows, weights, out, 0, len(rows))
+
+    made = rounding.round_rows(t, x, reference_bytes, metric, rounding.Rounding())
+    plain = encode(t, x, weights)
+    damped = h + 0.01 * np.diagonal(h).mean() * np.eye(N)
+
+    def loss(rows: npt.NDArray[np.uint8]) -> F64:
+        error = x - reference.decode_rows(t, rows).astype(np.float64)
+        return ((error @ damped) * error).sum(1)  # type: ignore[no-any-return]
+
+    before, after = loss(plain), loss(made.rows)
+    same = (made.rows == plain).all(1)
+    assert (after[~same] < before[~same]).all()
+    assert np.allclose(made.before, before, rtol=1e-3, atol=1e-9)
+    assert np.allclose(made.after, after, rtol=1e-3, atol=1e-9)
+    assert after.sum() < 0.8 * before.sum()
+    for rows in (slice(0, 7), slice(7, 40), slice(33, 34)):
+        part = rounding.round_rows(t, x[rows], reference_bytes, metric, rounding.Rounding())
+        assert (part.rows == made.rows[rows]).all()
