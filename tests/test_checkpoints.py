@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +87,21 @@ def test_stored_floats_are_the_nearest(dtype: str) -> None:
 ERRORS = {"fp8": 0.04, "mxfp4": 0.15, "nvfp4": 0.13, "int8": 0.006, "packed": 0.08, "gptq": 0.09, "awq": 0.08}
 
 
-@pytest.mark.parametrize("name", [name for name in checkpoints.NAMES if checkpoints.describe(name).quantized])
-def test_quantized_weights_are_close_to_the_drawn_ones(name: str) -> None:
-    scheme = dict(checkpoints.describe(name).quantized or {})
-    method, bits = scheme.pop("method"), scheme.get("bits", 4)
-    stacked = method == "mxfp4" and not scheme.get("packed")
+def schemes() -> Iterator[Any]:
+    """Yield the schemes of all checkpoints; numbers that are no weights have none."""
+    for name in checkpoints.NAMES:
+        whole = checkpoints.describe(name).quantized or {}
+        for scheme in whole.get("each", [whole] if whole else []):
+            if scheme["method"] != "numbers":
+                yield pytest.param(name, scheme, id=f"{name}-{scheme['method']}")
+
+
+@pytest.mark.parametrize(("name", "scheme"), list(schemes()))
+def test_quantized_weights_are_close_to_the_drawn_ones(name: str, scheme: dict[str, Any]) -> None:
+    method, bits = scheme["method"], scheme.get("bits", 4)
+    stacked = method == "mxfp4" and not scheme.get("packed") and not scheme.get("beside")
     x = checkpoints.draw(name, "w", (2, 256, 64) if stacked else (128, 256))
-    options = {key: value for key, value in scheme.items() if key not in ("targets", "but")}
+    options = {key: value for key, value in scheme.items() if key not in ("method", "targets", "but")}
     _, weights = quantized_checkpoints.METHODS[method](x, **options)
     error = float(np.sqrt(((weights - x) ** 2).mean() / (x**2).mean()))
     bound = 0.7 if method == "bitnet" else ERRORS[method] * 2.0 ** max(0, 4 - bits)
