@@ -270,18 +270,10 @@ def logits(path: Path, what: checkpoints.Description) -> np.ndarray:
     from stand_ins import STAND_INS
 
     named = what.config["architectures"][0]
-    if named in ("BailingMoeV2ForCausalLM", "SarvamMoEForCausalLM"):
-        model = bailing_as_glm(what)
-    elif named == "MiniMaxM1ForCausalLM":
-        model = minimax_m1(what)
-    elif named in STAND_INS:
+    if named in STAND_INS:
         model = STAND_INS[named](what)
-    elif named in _SAME_AS:
-        model = as_another(what, *_SAME_AS[named])
     elif named in _SEEING:
         model = as_seeing(what)
-    elif named in _SAME_AS:
-        model = as_another(what, *_SAME_AS[named])
     else:
         cls = getattr(transformers, what.model or what.config["architectures"][0])
         model, info = cls.from_pretrained(
@@ -325,53 +317,6 @@ def phimoe_as_llama_cpp_has_it() -> Iterator[None]:
         yield
 
 
-def minimax_m1(what: checkpoints.Description) -> Any:
-    """Return a MiniMax M1 model as transformers' MiniMax, but only ``rotary_dim`` columns of a head rotate."""
-    import torch
-    import transformers
-    from transformers.models.minimax import modeling_minimax
-
-    given = what.config
-    kept = (
-        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
-        *("num_key_value_heads", "num_local_experts", "num_experts_per_tok", "rms_norm_eps", "rope_theta"),
-    )
-    factors = {
-        f"{short}_{which}_factor": given[f"layernorm_{name}_{which}"]
-        for short, name in (("full_attn", "full_attention"), ("linear_attn", "linear_attention"), ("mlp", "mlp"))
-        for which in ("alpha", "beta")
-    }
-    kinds = ["full_attention" if kind else "linear_attention" for kind in given["attn_type_list"]]
-    config = transformers.MiniMaxConfig(layer_types=kinds, **{key: given[key] for key in kept}, **factors)
-    config.partial_rotary_factor = given["rotary_dim"] / given["head_dim"]
-    config._attn_implementation = "eager"
-    rotate, n = modeling_minimax.apply_rotary_pos_emb, given["rotary_dim"]
-
-    def rotate_part(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        turned = rotate(q[..., :n], k[..., :n], *rest)
-        q, k = (torch.cat([part, x[..., n:]], -1) for part, x in zip(turned, (q, k), strict=True))
-        return q, k
-
-    modeling_minimax.apply_rotary_pos_emb = rotate_part
-    model = transformers.MiniMaxForCausalLM(config)
-    # What decays is not stored.
-    missing, unexpected = model.load_state_dict(floats(what), strict=False)
-    if bad := [name for name in [*missing, *unexpected] if not name.endswith(("_decay", "slope_rate"))]:
-        raise ValueError(f"keys: {bad[:5]}")
-    return model
-
-
-def floats(what: checkpoints.Description) -> Json:
-    """Return the tensors of a checkpoint as torch's float32."""
-    import torch
-
-    types = {"BF16": torch.bfloat16, "F32": torch.float32}
-    return {
-        name: torch.frombuffer(bytearray(data), dtype=types[dtype]).reshape(shape).float()
-        for name, dtype, shape, data in checkpoints.stored_tensors(what)
-    }
-
-
 @contextlib.contextmanager
 def gemma3n_as_llama_cpp_has_it() -> Iterator[None]:
     """Change transformers' Gemma 3n to what llama.cpp computes: a gate's deviation is that of a sample, over n - 1, and
@@ -394,84 +339,28 @@ def gemma3n_as_llama_cpp_has_it() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def minimax_m1_as_llama_cpp_has_it() -> Iterator[None]:
+    """Change transformers' MiniMax to M1, whose heads rotate only ``rotary_dim`` columns."""
+    import torch
+    from transformers.models.minimax import modeling_minimax
+
+    rotate = modeling_minimax.apply_rotary_pos_emb
+
+    def of_a_part(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        n = cos.shape[-1]
+        turned = rotate(q[..., :n], k[..., :n], cos, *rest)
+        q, k = (torch.cat([part, x[..., n:]], -1) for part, x in zip(turned, (q, k), strict=True))
+        return q, k
+
+    with mock.patch.object(modeling_minimax, "apply_rotary_pos_emb", of_a_part):
+        yield
+
+
 AS_LLAMA_CPP_HAS_IT = {
     "PhimoeForCausalLM": phimoe_as_llama_cpp_has_it,
     "Gemma3nForCausalLM": gemma3n_as_llama_cpp_has_it,
-}
-
-
-#: Classes whose text model is that of another: its name, and what the names of tensors have in place of its beginning.
-_SAME_AS = {
-    "InternLM3ForCausalLM": ("LlamaForCausalLM", "", ""),
-    "LlamaModel": ("LlamaForCausalLM", "model.", ""),
-    "LlavaForConditionalGeneration": ("LlamaForCausalLM", "", "language_model."),
-    "JanusForConditionalGeneration": ("LlamaForCausalLM", "model.", "model.language_model."),
-    "MiniCPMV4_6ForConditionalGeneration": ("Qwen3_5ForCausalLM", "model.", "model.language_model."),
-}
-
-
-def as_another(what: checkpoints.Description, name: str, start: str, stored_start: str) -> Any:
-    """Return the text model of a checkpoint as another class."""
-    import torch
-    import transformers
-
-    cls = getattr(transformers, name)
-    given = what.config.get("text_config") or what.config
-    own = ("architectures", "model_type", "torch_dtype")
-    config = cls.config_class(**{key: value for key, value in given.items() if key not in own})
-    config._attn_implementation = "eager"
-    model = cls(config)
-    stored: dict[str, torch.Tensor] = {}
-    for key, dtype, shape, data in checkpoints.stored_tensors(what):
-        x = torch.frombuffer(bytearray(data), dtype=torch.bfloat16 if dtype == "BF16" else torch.float32)
-        stored[key] = x.reshape(shape).float()
-    state = {}
-    for key in model.state_dict():
-        there = stored_start + key.removeprefix(start)
-        there = there if there in stored else key
-        state[key] = stored[there if there in stored else f"{stored_start}embed_tokens.weight"]  # a tied head
-    model.load_state_dict(state)
-    return model
-
-
-def bailing_as_glm(what: checkpoints.Description) -> Any:
-    """Return a Bailing V2 model as GLM 4.5's class, which computes the same: its own is remote code."""
-    import torch
-    import transformers
-
-    own = ("use_qkv_bias", "model_type", "architectures", "torch_dtype", "num_experts", "num_shared_experts")
-    args = {key: value for key, value in what.config.items() if key not in own}
-    if sarvam := what.config["architectures"] == ["SarvamMoEForCausalLM"]:
-        args |= {"partial_rotary_factor": 1.0, "use_qk_norm": True}
-    config = transformers.Glm4MoeConfig(
-        n_routed_experts=what.config["num_experts"], n_shared_experts=what.config["num_shared_experts"], **args
-    )
-    config._attn_implementation = "eager"
-    state: dict[str, torch.Tensor] = {}
-    heads, kv = what.config["num_attention_heads"], what.config["num_key_value_heads"]
-    for name, x in floats(what).items():
-        if sarvam and name.endswith(".expert_bias"):
-            x = x - x.mean()
-        for old, new in _BAILING_NAMES.items():
-            name = name.replace(old, new)
-        if "query_key_value" in name:
-            d = x.shape[0] // (heads + 2 * kv)
-            for part, rows in zip("qkv", x.split([heads * d, kv * d, kv * d]), strict=True):
-                state[name.replace("query_key_value", f"{part}_proj")] = rows
-        elif not name.startswith(f"model.layers.{what.config['num_hidden_layers']}."):
-            state[name] = x
-    model = transformers.Glm4MoeForCausalLM(config)
-    model.load_state_dict({k: v for k, v in state.items() if f".layers.{config.num_hidden_layers}." not in k})
-    return model
-
-
-_BAILING_NAMES = {
-    "word_embeddings": "embed_tokens",
-    ".attention.dense.": ".self_attn.o_proj.",
-    ".attention.": ".self_attn.",
-    "query_layernorm": "q_norm",
-    "key_layernorm": "k_norm",
-    "expert_bias": "e_score_correction_bias",
+    "MiniMaxM1ForCausalLM": minimax_m1_as_llama_cpp_has_it,
 }
 
 
@@ -500,14 +389,12 @@ def as_seeing(what: checkpoints.Description) -> Any:
     import torch
     import transformers
     from safetensors.torch import save_file
+    from stand_ins import state_of
 
     name, kind, text, prefix, own, vision = _SEEING[what.config["architectures"][0]]
     config = {"architectures": [name], "model_type": kind, "text_config": what.config | own | {"model_type": text}}
     config["vision_config"] = vision | {"image_size": 28, "patch_size": 14}
-    state = {}
-    for tensor, dtype, shape, data in checkpoints.stored_tensors(what):
-        x = torch.frombuffer(bytearray(data), dtype=torch.bfloat16 if dtype == "BF16" else torch.float32)
-        state[prefix + tensor] = x.reshape(shape)
+    state = state_of(what, {"^": prefix})
     with tempfile.TemporaryDirectory() as folder:
         save_file(state, Path(folder, "model.safetensors"), metadata={"format": "pt"})
         Path(folder, "config.json").write_text(json.dumps(config))

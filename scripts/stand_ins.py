@@ -47,6 +47,28 @@ def model_of(cls: Any, config: Mapping[str, Any], state: State, optional: str = 
     return model
 
 
+def split_rows(state: State, name: str, part: str, rows: Tensor, q: int, kv: int) -> None:
+    """Enter q, k and v, which are stored in one matrix."""
+    for letter, own in zip("qkv", rows.split([q, kv, kv]), strict=True):
+        state[name.replace(part, f"{letter}_proj")] = own
+
+
+def text_of(cls: str, renamed: Mapping[str, str]) -> Callable[[checkpoints.Description], Any]:
+    """Return what makes a model of this class of the text part of another: other parts are left out."""
+
+    def make(what: checkpoints.Description) -> Any:
+        config = what.config.get("text_config") or what.config
+        state = {name: x for name, x in state_of(what, renamed).items() if re.match(_OF_TEXT, name)}
+        if "lm_head.weight" not in state:  # tied, or without a head
+            state["lm_head.weight"] = state["model.embed_tokens.weight"]
+        return model_of(getattr(transformers, cls), config, state)
+
+    return make
+
+
+_OF_TEXT = r"(model\.(embed_tokens|layers|norm)|lm_head)\."
+
+
 def qwen2_vl(what: checkpoints.Description) -> Any:
     state = {k: v for k, v in state_of(what, {r"^model\.": "model.language_model."}).items() if "visual" not in k}
     return model_of(transformers.Qwen2VLForConditionalGeneration, what.config, state, r"\.visual\.")
@@ -107,8 +129,7 @@ def codeshell(what: checkpoints.Description) -> Any:
     state = state_of(what, names)
     width, kv = c["n_embd"], c["n_embd"] // c["n_head"] * c["num_query_groups"]
     for name in [name for name in state if "c_attn" in name]:
-        for part, rows in zip("qkv", state.pop(name).split([width, kv, kv]), strict=True):
-            state[name.replace("c_attn", f"{part}_proj")] = rows
+        split_rows(state, name, "c_attn", state.pop(name), width, kv)
     more = {"num_key_value_heads": c["num_query_groups"], "intermediate_size": 4 * width, "use_bias": True}
     more |= {"norm_epsilon": c["layer_norm_epsilon"], "sliding_window": None, "hidden_act": "gelu_pytorch_tanh"}
     return model_of(transformers.Starcoder2ForCausalLM, c | more, state)
@@ -178,16 +199,75 @@ def bitnet(what: checkpoints.Description) -> Any:
     return model_of(transformers.BitNetForCausalLM, what.config, state)
 
 
+def bailing_v2(what: checkpoints.Description) -> Any:
+    """GLM 4.5, with q, k and v in one matrix; prediction layers are not run."""
+    return as_glm(what, {}, state_of(what, _BAILING_NAMES))
+
+
+def sarvam(what: checkpoints.Description) -> Any:
+    """Bailing V2 whose biases of experts are taken from their mean."""
+    state = state_of(what, _BAILING_NAMES)
+    state |= {name: x - x.mean() for name, x in state.items() if name.endswith(".e_score_correction_bias")}
+    return as_glm(what, {"partial_rotary_factor": 1.0, "use_qk_norm": True}, state)
+
+
+def as_glm(what: checkpoints.Description, more: dict[str, Any], state: State) -> Any:
+    c = what.config
+    after = f"model.layers.{c['num_hidden_layers']}."
+    state = {name: x for name, x in state.items() if not name.startswith(after)}
+    heads, kv = c["num_attention_heads"], c["num_key_value_heads"]
+    for name in [name for name in state if "query_key_value" in name]:
+        rows = state.pop(name)
+        head = rows.shape[0] // (heads + 2 * kv)
+        split_rows(state, name, "query_key_value", rows, heads * head, kv * head)
+    renamed = ("use_qkv_bias", "num_experts", "num_shared_experts")
+    config = {key: value for key, value in c.items() if key not in renamed}
+    config |= {"n_routed_experts": c["num_experts"], "n_shared_experts": c["num_shared_experts"]}
+    return model_of(transformers.Glm4MoeForCausalLM, config | more, state)
+
+
+_BAILING_NAMES = {
+    "word_embeddings": "embed_tokens",
+    r"\.attention\.dense\.": ".self_attn.o_proj.",
+    r"\.attention\.": ".self_attn.",
+    "query_layernorm": "q_norm",
+    "key_layernorm": "k_norm",
+    "expert_bias": "e_score_correction_bias",
+}
+
+
+def minimax_m1(what: checkpoints.Description) -> Any:
+    """MiniMax Text 01, which make_convert_goldens.py makes rotate a part of a head. What decays is not stored."""
+    c = what.config
+    factors = {
+        f"{short}_{which}_factor": c[f"layernorm_{name}_{which}"]
+        for short, name in (("full_attn", "full_attention"), ("linear_attn", "linear_attention"), ("mlp", "mlp"))
+        for which in ("alpha", "beta")
+    }
+    kinds = ["full_attention" if kind else "linear_attention" for kind in c["attn_type_list"]]
+    more = {"layer_types": kinds, "partial_rotary_factor": c["rotary_dim"] / c["head_dim"]}
+    state = state_of(what)
+    return model_of(transformers.MiniMaxForCausalLM, c | factors | more, state, r"(_decay|slope_rate)$")
+
+
 #: By the class that config.json names.
 STAND_INS: Mapping[str, Callable[[checkpoints.Description], Any]] = {
+    "BailingMoeV2ForCausalLM": bailing_v2,
     "BitnetForCausalLM": bitnet,
     "CodeShellForCausalLM": codeshell,
     "ExaoneForCausalLM": exaone,
+    "InternLM3ForCausalLM": text_of("LlamaForCausalLM", {}),
+    "JanusForConditionalGeneration": text_of("LlamaForCausalLM", {r"^model\.language_model\.": "model."}),
+    "LlamaModel": text_of("LlamaForCausalLM", {"^": "model."}),
+    "LlavaForConditionalGeneration": text_of("LlamaForCausalLM", {r"^language_model\.": ""}),
     "MaincoderForCausalLM": maincoder,
     "MiniCPMForCausalLM": minicpm,
+    "MiniCPMV4_6ForConditionalGeneration": text_of("Qwen3_5ForCausalLM", {r"^model\.language_model\.": "model."}),
+    "MiniMaxM1ForCausalLM": minimax_m1,
     "NanbeigeForCausalLM": nanbeige,
     "OrionForCausalLM": orion,
     "PaddleOCRVLForConditionalGeneration": paddleocr,
     "PanguEmbeddedForCausalLM": pangu,
     "Qwen2VLForConditionalGeneration": qwen2_vl,
+    "SarvamMoEForCausalLM": sarvam,
 }
