@@ -42,6 +42,7 @@ NOT_EXPORTED = {
 REFUSED = {
     "bert-classifier": "no file holds that",
     "lfm2-embedding": "pooling_type = 1 cannot be said",
+    "nemotron-puzzle": "differs from layer to layer",
     "lfm2-masked": "attention.causal = False cannot be said",
     **dict.fromkeys(("nomic-bert-xlm", "xlm-roberta", "xlm-roberta-classifier"), "is not exported by this version"),
     "rugpt3xl": "feed_forward_length = 128 cannot be said",
@@ -66,7 +67,17 @@ UNSAID = {ADD_BOS: (None, False), ADD_EOS: (None, False)}
 KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
     **dict.fromkeys(
         (
-            *("byte-fallback", "ernie4.5", "ernie4.5-fused", "ernie4.5-moe", "gemma", "gemma2", "gemma3", "llama-tied"),
+            *(
+                "byte-fallback",
+                "ernie4.5",
+                "ernie4.5-fused",
+                "ernie4.5-moe",
+                "gemma",
+                "gemma2",
+                "gemma3",
+                "gemma3n-deep",
+            ),
+            "llama-tied",
             *("bitnet", "gemma3n", "internlm3", "jamba", "minicpm", "minicpm3", "mistral", "nemotron", "orion"),
             *("paddleocr", "pangu", "phi3", "phi3-long", "phimoe", "user-pieces"),
         ),
@@ -75,6 +86,8 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
     **dict.fromkeys(("hunyuan-moe", "kimi-k2", "kimi-k2-ct-int4", "kimi-k2-ct-mxfp4", "kimi-linear"), UNSAID),
     # The class of the text model does not read what is never to be said: places of pictures and sounds.
     "gemma4-unified": {"tokenizer.ggml.suppress_tokens": ([258883, 258882], None)},
+    # No key is what runtimes take for this.
+    "camembert": {"tokenizer.ggml.normalizer.lowercase": (None, True)},
     # Its template for pairs has nothing between them; ours does not either, and says so.
     "llama-class-drops-bos": {"tokenizer.ggml.add_sep_token": (None, False)},
     # Only a tokenizer.json says what is put around texts, and that letters lose case.
@@ -101,7 +114,12 @@ OTHER_NAMES = {
 }
 #: What names begin with in some, and in the class of transformers do not, or the other way round.
 WRAPPED = {
-    **{"gemma3n": "language_model.", "minimax-m3": "language_model.", "neobert": "model."},
+    **{
+        "gemma3n": "language_model.",
+        "gemma3n-deep": "language_model.",
+        "minimax-m3": "language_model.",
+        "neobert": "model.",
+    },
     **dict.fromkeys(("bert-masked", "bert-masked-sparse", "jina-bert"), "bert."),
 }
 #: Tensors that have taken what config.json said: multipliers, products of two, rows of zeros for what is not used.
@@ -109,7 +127,7 @@ CHANGED = {
     "falcon-h1": r"_proj\.weight$|lm_head|embed_tokens",
     "kimi-k3": r"_res_(norm|proj)\.weight$",
     "dots3-note": r"\.(q|kv)_a_layernorm\.weight$",
-    "gemma3n": r"embed_tokens_per_layer",
+    **dict.fromkeys(("gemma3n", "gemma3n-deep"), r"embed_tokens_per_layer"),
     "nomic-bert-moe": r"experts\.bias$",
     **dict.fromkeys(("roberta", "roberta-sparse", "roberta-classifier"), r"position_embeddings\.weight$"),
 }

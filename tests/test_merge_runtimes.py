@@ -15,11 +15,13 @@ from quantkit.merge import merge_up_gate, split_up_gate
 from quantkit.quantize import QuantizeOptions, quantize
 from zoo import NAMES, expected, write_zoo
 
-MERGED = ["deepseek2-moe", "gemma4-moe", "qwen3next-moe", "qwen35moe-moe"]
+MERGED = ["deepseek2-moe", "gemma4-moe", "qwen3next-moe", "qwen35moe-moe", "granite_swa-moe"]
 SCALED = ["glm4moe-moe", "olmoe-moe", "qwen2moe-moe"]
 #: Experts without a gate.
 UNGATED = ["nemotron_h_moe-moe"]
-SEPARATE = [name for name in NAMES if name.endswith("-moe") and name not in MERGED + SCALED + UNGATED]
+#: Those that it loads in either form.
+EITHER = ["cohere2moe-moe", "hy_v3-moe"]
+SEPARATE = [name for name in NAMES if name.endswith("-moe") and name not in MERGED + EITHER + SCALED + UNGATED]
 MAINLINE, IK = "llama.cpp b11434", "ik_llama.cpp 8337e4cd3"
 
 
@@ -65,6 +67,16 @@ def test_up_first_would_be_seen(llama_bin: Path, tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.peer
+@pytest.mark.parametrize("name", EITHER)
+def test_some_models_are_loaded_in_either_form(llama_bin: Path, tmp_path: Path, name: str) -> None:
+    tokens, logits = expected(name)
+    merge = merge_up_gate(write_zoo(name, tmp_path / "z.gguf"), tmp_path / "merged.gguf")
+    assert merge.changed
+    assert merge.loads_merged[MAINLINE]
+    assert nmse(Libllama(llama_bin).logits(tmp_path / "merged.gguf", tokens), logits) <= 1e-8
+
+
+@pytest.mark.peer
 @pytest.mark.parametrize("name", SEPARATE)
 def test_llama_cpp_refuses_what_the_report_says(llama_bin: Path, tmp_path: Path, name: str) -> None:
     """And takes it again when its experts are apart again."""
@@ -73,7 +85,7 @@ def test_llama_cpp_refuses_what_the_report_says(llama_bin: Path, tmp_path: Path,
     assert merge.changed
     assert not merge.refused
     assert not merge.loads_merged[MAINLINE]
-    with pytest.raises(LibllamaError, match=r"ffn_(gate|up)_exps\.weight' not found"):
+    with pytest.raises(LibllamaError, match=r"ffn_(gate|up)_exps\.weight' not found|wrong number of tensors"):
         Libllama(llama_bin).logits(tmp_path / "merged.gguf", tokens)
     split_up_gate(tmp_path / "merged.gguf", tmp_path / "apart.gguf")
     assert nmse(Libllama(llama_bin).logits(tmp_path / "apart.gguf", tokens), logits) <= 1e-8

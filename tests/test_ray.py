@@ -306,7 +306,14 @@ def shared_of(tmp_path: Path, journal: Journal, mark: str) -> ray_tasks.Shared:
     part.write_bytes(bytes(plan.nbytes))
     journal.mark(mark)
     return ray_tasks.Shared(
-        plan.source, plan.source.fingerprint(), plan.tensors, (part,), journal.path, mark, measure=False
+        plan.source,
+        plan.source.fingerprint(),
+        plan.tensors,
+        (part,),
+        journal.path,
+        mark,
+        measure=False,
+        max_ram=1 << 28,
     )
 
 

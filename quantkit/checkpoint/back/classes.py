@@ -359,6 +359,10 @@ def find_class(said: Said, name: str | None = None) -> tuple[str, Architecture, 
     Raises:
         TypeNotSupported: no class of this architecture can be exported, or not to the one given.
     """
+    if isinstance(said.get(".expert_used_count"), list):
+        raise TypeNotSupported(
+            f"{said.where}: how many experts a token has differs from layer to layer, which only remote code can say"
+        )
     known = of_architecture(said.arch)
     if name is not None and name not in known:
         like = f": there are {', '.join(known)}" if known else ""
