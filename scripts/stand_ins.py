@@ -94,15 +94,21 @@ def minicpm(what: checkpoints.Description) -> Any:
     return model_of(transformers.GraniteForCausalLM, c | scales | {"rope_scaling": None}, state_of(what))
 
 
+#: Names as GPT-2 has them, and as Llama has them.
+_GPT_2 = {
+    r"^transformer\.": "model.",
+    r"\.h\.": ".layers.",
+    r"\.wte\.": ".embed_tokens.",
+    r"\.ln_f\.": ".norm.",
+    r"\.ln_1\.": ".input_layernorm.",
+    r"\.ln_2\.": ".post_attention_layernorm.",
+}
+
+
 def exaone(what: checkpoints.Description) -> Any:
     c = what.config
     names = {
-        r"^transformer\.": "model.",
-        r"\.h\.": ".layers.",
-        r"\.wte\.": ".embed_tokens.",
-        r"\.ln_f\.": ".norm.",
-        r"\.ln_1\.": ".input_layernorm.",
-        r"\.ln_2\.": ".post_attention_layernorm.",
+        **_GPT_2,
         r"\.attn\.attention\.": ".self_attn.",
         r"\.out_proj\.": ".o_proj.",
         r"\.c_fc_0\.": ".gate_proj.",
@@ -117,12 +123,7 @@ def codeshell(what: checkpoints.Description) -> Any:
     """StarCoder 2 with q, k and v in one matrix."""
     c = what.config
     names = {
-        r"^transformer\.": "model.",
-        r"\.h\.": ".layers.",
-        r"\.wte\.": ".embed_tokens.",
-        r"\.ln_f\.": ".norm.",
-        r"\.ln_1\.": ".input_layernorm.",
-        r"\.ln_2\.": ".post_attention_layernorm.",
+        **_GPT_2,
         r"\.attn\.c_proj\.": ".self_attn.o_proj.",
         r"\.attn\.": ".self_attn.",
     }

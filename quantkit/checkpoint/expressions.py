@@ -12,6 +12,7 @@ Types with blocks (MXFP4 that is only moved) work too: values are then asked for
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
@@ -513,7 +514,7 @@ FUNCTIONS: dict[str, Callable[[F32], F32]] = {
 
 
 @dataclass(frozen=True)
-class ByValue:
+class ByValue(ABC):
     """Values that are each made of one of ``x``, in float32; F16 stays F16."""
 
     x: Expression
@@ -526,9 +527,9 @@ class ByValue:
     def type(self) -> TensorType:
         return TYPE_F16 if self.x.type is TYPE_F16 else TYPE_F32
 
+    @abstractmethod
     def computed(self, x: F32) -> F32:
         """Return what becomes of values."""
-        raise NotImplementedError
 
     def read(self, start: int, into: U8, ahead: int = 0) -> None:
         size = self.type.block_bytes
