@@ -36,7 +36,7 @@ from quantkit.pipeline.choose import (
 )
 from quantkit.pipeline.experts import merge_layer, split_layer
 from quantkit.pipeline.facts import EXTRA_OUTPUT
-from quantkit.pipeline.feedback import Feedback
+from quantkit.pipeline.feedback import Feedback, Recorded
 from quantkit.pipeline.importance import Found, Importance, check_importance
 from quantkit.pipeline.metadata import (
     Metadata,
@@ -88,6 +88,9 @@ class QuantizeOptions:
     ignore_imatrix_rules: bool = False
     hide_imatrix: bool = False
     feedback: Path | None = None
+    calibrate: tuple[Path, ...] = ()
+    calibrate_ctx: int = 512
+    calibrate_chunks: int | None = None
     ready_rules: tuple[Rule, ...] = ()
     recipe: tuple[Path, ...] = ()
     tensor_type: tuple[str, ...] = ()
@@ -229,8 +232,12 @@ def plan_quantize(
 
 def check_options(type: str, options: QuantizeOptions) -> None:  # noqa: A002
     """Raise what is wrong with the options, before any file is opened."""
-    for pair in (("keep_split", "split_max_size"), ("merge_up_gate", "split_up_gate"), ("repack", "unrepack")):
-        if all(getattr(options, name) not in (None, False) for name in pair):
+    exclusive = (
+        *(("keep_split", "split_max_size"), ("merge_up_gate", "split_up_gate"), ("repack", "unrepack")),
+        *(("feedback", "calibrate"), ("prune_layers", "calibrate")),
+    )
+    for pair in exclusive:
+        if all(getattr(options, name) not in (None, False, ()) for name in pair):
             first, second = (f"--{name.replace('_', '-')}" for name in pair)
             raise RecipeError(f"{first} and {second} exclude each other: give only one of them")
     check_encoder(options.encoder)
@@ -257,6 +264,7 @@ def plan_from(
     _check_source(draft)
     draft.taken = _taken(draft)
     _load_importance(draft)
+    draft.feedback = _feedback(source, options)
     request = _request(draft)
     tensors, choices = _choose(draft, request)
     _lint(draft, request, tensors, choices)
@@ -269,9 +277,9 @@ def plan_from(
         draft.notes.append(f"--encoder {options.encoder} changes nothing: types are encoded like that without it")
     if options.symmetric_q40 and not any(c.encoder == SYMMETRIC for c in chosen):
         draft.notes.append("--symmetric-q40 changes nothing: no tensor is encoded as Q4_0")
-    files = (*options.recipe, *options.tensor_type_file, options.imatrix, options.feedback, *reads)
-    seen = draft.feedback.covariances.identity if draft.feedback else ""
-    return plan_output(
+    files = (*options.recipe, *options.tensor_type_file, options.imatrix, options.feedback, *options.calibrate, *reads)
+    seen = draft.feedback.known.identity if draft.feedback else ""
+    plan = plan_output(
         source,
         output,
         _metadata(draft, request).fields(),
@@ -284,6 +292,7 @@ def plan_from(
         reads=[located(p) for p in files if p is not None],
         identity=f"{__version__} {draft.fingerprint} {draft.imatrix.sha256 if draft.imatrix else None}{seen}{identity}",
     )
+    return plan if not options.calibrate else replace(plan, executor=draft.feedback.known.executor)
 
 
 def _preset(type: str, options: QuantizeOptions) -> Preset:  # noqa: A002
@@ -461,7 +470,7 @@ def _request(draft: _Draft) -> Request:
         pure=options.pure,
         leave_output_tensor=options.leave_output_tensor,
         allow_requantize=options.allow_requantize,
-        has_imatrix=draft.importance is not None and draft.importance.n_entries > 0,
+        has_imatrix=bool(options.calibrate) or draft.importance is not None and draft.importance.n_entries > 0,
         fallback=options.fallback,
         repack=Repack(options.repack, options.repack_pattern) if options.repack or options.unrepack else None,
         **types,
@@ -498,13 +507,15 @@ def _with_importance(
 ) -> list[Chosen]:
     """Look up the importance of every tensor that is encoded, and refuse those that may not go without."""
     chosen, finds = [], []
+    original = {new: old for old, new in draft.renamed.items()}
     for tensor, choice in zip(tensors, choices, strict=True):
         found = None
         made = not choice.copied and not choice.repacked
         if draft.importance is not None and choice.type.is_quantized and made:
             found = draft.importance.lookup(tensor.name, tensor.shape)
             finds.append(found)
-        if made and has_encoder(choice.type):  # a run refuses the others as such
+        shown = draft.feedback is not None and draft.feedback.shows(original.get(tensor.name, tensor.name))
+        if made and has_encoder(choice.type) and not shown:  # a run refuses types without an encoder as such
             check_importance(
                 found,
                 tensor.name,
@@ -524,9 +535,8 @@ def _with_importance(
 
 def _with_feedback(draft: _Draft, chosen: Sequence[Chosen]) -> list[Chosen]:
     """Look up the covariance of every tensor that is encoded, if there are any."""
-    if draft.options.feedback is None:
+    if draft.feedback is None:
         return list(chosen)
-    draft.feedback = Feedback(draft.options.feedback)
     original = {new: old for old, new in draft.renamed.items()}
     made = []
     for c in chosen:
@@ -536,6 +546,16 @@ def _with_feedback(draft: _Draft, chosen: Sequence[Chosen]) -> list[Chosen]:
         made.append(replace(c, parts=tuple(replace(part, inputs=inputs) for part in c.parts)))
     draft.notes += draft.feedback.notes()
     return made
+
+
+def _feedback(source: Source, options: QuantizeOptions) -> Feedback | None:
+    """Return what says which inputs tensors have: a file of covariances, or a text to be run; None without either."""
+    if not options.calibrate:
+        return None if options.feedback is None else Feedback(Recorded(options.feedback))
+    from quantkit.sequential import Calibration, Foreseen
+
+    text = Calibration(options.calibrate, options.calibrate_ctx, options.calibrate_chunks)
+    return Feedback(Foreseen(source.paths[0], text))
 
 
 _WHOSE = {
@@ -641,7 +661,7 @@ def _provenance(draft: _Draft, request: Request) -> dict[str, str]:
         "source.fingerprint": draft.fingerprint,
     }
     if draft.feedback is not None:
-        facts["feedback.covariance"] = draft.feedback.covariances.identity
+        facts["feedback.covariance"] = draft.feedback.known.identity
     if draft.imatrix is not None and not options.hide_imatrix:
         facts["imatrix.sha256"] = draft.imatrix.sha256
     return facts

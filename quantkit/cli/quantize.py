@@ -189,6 +189,20 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
         metavar="COV.gguf",
         help="Feed rounding errors forward, by the covariances of `imatrix --covariance`.",
     ),
+    "calibrate": option(
+        "--calibrate",
+        group=_IMATRIX,
+        type=_FILE,
+        multiple=True,
+        metavar="TEXT|CHATS.jsonl",
+        help="Feedback layer by layer, on what the layers before make of a text, or of conversations; repeatable.",
+    ),
+    "calibrate_ctx": setting(
+        "--calibrate-ctx", group=_IMATRIX, type=click.IntRange(4), default=512, help="Tokens of a chunk of that text."
+    ),
+    "calibrate_chunks": option(
+        "--calibrate-chunks", group=_IMATRIX, type=click.IntRange(1), metavar="N", help="Use only N chunks of it."
+    ),
     "override_kv": option(
         "--override-kv",
         group=_META,

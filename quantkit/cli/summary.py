@@ -249,6 +249,11 @@ class RunReport:
         with tqdm.external_write_mode(file=sys.stderr):
             echo_notes([text])
 
+    def ran(self, stage: int, stages: int, tokens: int) -> None:
+        """Say how far a calibration is."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"stage {stage + 1} of {stages}: {tokens} tokens", refresh=True)
+
     def text(self, result: QuantizeResult) -> str:
         """Return the summary: a table of classes, totals, time, files."""
         groups = _groups(self.plan, result.run.sums)

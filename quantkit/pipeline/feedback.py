@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from quantkit.errors import FormatError
 from quantkit.formats.covariance import Covariances
@@ -26,14 +27,51 @@ from quantkit.types import TensorType
 if TYPE_CHECKING:
     from quantkit.kernels.cpu.feedback.rounding import Metric
 
+F32 = npt.NDArray[np.float32]
+
 #: What is added to the diagonal, in means of it: less from ``ENOUGH`` tokens a column on. With fewer tokens than
 #: columns a covariance is not of full rank, and feedback does harm.
 DAMPING, FEW_DAMPING, ENOUGH = 0.02, 0.1, 4
 
 
+def damping_of(tokens: int, n: int) -> float | None:
+    """Return the damping of a covariance of n columns; None if so few tokens are too few for feedback."""
+    if tokens < n:
+        return None
+    return DAMPING if tokens >= ENOUGH * n else FEW_DAMPING
+
+
+class Inputs(Protocol):
+    """What a tensor multiplies: a covariance for each of its matrices, once its tokens are known."""
+
+    #: The name by which tensors of the same inputs share it.
+    entry: str
+    n: int
+
+    @property
+    def matrices(self) -> int: ...
+
+    @property
+    def tokens(self) -> tuple[int, ...] | None:
+        """Tokens of each matrix; None as long as they are unknown."""
+
+    @property
+    def metric_bytes(self) -> int:
+        """The bytes that a metric takes while it is made; a quarter stays."""
+
+    def damping(self, matrix: int) -> float | None:
+        """Return the damping of a matrix; None if its tokens are too few for feedback."""
+
+    def made(self, matrix: int, threads: int) -> Metric:
+        """Return the metric of a matrix. Raises FormatError if its covariance is not positive definite."""
+
+    def importance(self, matrix: int) -> F32 | None:
+        """Return the importance of a matrix's columns, for encoders without an importance matrix; None if unknown."""
+
+
 @dataclass(frozen=True, eq=False)
-class Inputs:
-    """The covariance of what a tensor multiplies; one for each of its matrices."""
+class RecordedInputs:
+    """The covariance of what a tensor multiplies, as a file has it."""
 
     tensor: str
     entry: str
@@ -44,19 +82,20 @@ class Inputs:
     covariances: Covariances = field(repr=False)
 
     @property
+    def matrices(self) -> int:
+        return len(self.tokens)
+
+    @property
     def metric_bytes(self) -> int:
-        """The bytes that a metric takes while it is made; a quarter stays."""
         return 32 * self.n**2
 
     def damping(self, matrix: int) -> float | None:
-        """Return the damping of a matrix; None if its tokens are too few for feedback."""
-        tokens = self.tokens[matrix]
-        if tokens < self.n:
-            return None
-        return DAMPING if tokens >= ENOUGH * self.n else FEW_DAMPING
+        return damping_of(self.tokens[matrix], self.n)
+
+    def importance(self, matrix: int) -> F32 | None:
+        return None  # what --imatrix gives, or nothing
 
     def made(self, matrix: int, threads: int) -> Metric:
-        """Return the metric of a matrix. Raises FormatError if its covariance is not positive definite."""
         from quantkit.kernels.cpu.feedback.rounding import metric
 
         damping = self.damping(matrix)
@@ -69,11 +108,59 @@ class Inputs:
             ) from None
 
 
-class Feedback:
-    """A file of covariances as quantization uses it: looked up tensor by tensor, with what there is to say about it."""
+def entry_of(name: str, entries: Mapping[str, str]) -> str | None:
+    """Return the entry of a tensor, perhaps under the name of one that has the same inputs; None if there is none."""
+    if name in entries:
+        return entries[name]
+    prefix, dot, kind = name.removesuffix(".weight").rpartition(".")
+    for alias in ALIASES:
+        if alias.kind == kind and alias.exact and (other := f"{prefix}{dot}{alias.source}.weight") in entries:
+            return entries[other]
+    return None
+
+
+class Known(Protocol):
+    """What knows the inputs of tensors: a file of covariances, or a run that will record them.
+
+    name: for messages. identity: tells it from others. entries: for every weight the one whose name its inputs have.
+    has_importance: its inputs say what columns count, also where there is no feedback.
+    """
+
+    name: str
+    identity: str
+    entries: Mapping[str, str]
+    has_importance: bool
+
+    def inputs(self, tensor: str, entry: str, shape: Sequence[int]) -> Inputs:
+        """Return the inputs of a tensor. Raises FormatError if its entry has another size."""
+
+
+class Recorded:
+    """A file of covariances."""
+
+    has_importance = False
 
     def __init__(self, path: str | Path) -> None:
         self.covariances = Covariances(path)
+        self.name, self.identity, self.entries = str(path), self.covariances.identity, self.covariances.entries
+
+    def inputs(self, tensor: str, entry: str, shape: Sequence[int]) -> RecordedInputs:
+        """Return the inputs of a tensor. Raises FormatError if its entry has another size."""
+        n, matrices = self.covariances.shape(entry)
+        if (n, matrices) != (shape[0], math.prod(shape[2:])):
+            raise FormatError(
+                f"{self.name}: entry {entry} has {matrices} matrices of {n} columns, tensor {tensor} needs "
+                f"{math.prod(shape[2:])} of {shape[0]}: it was recorded on another model"
+            )
+        tokens = tuple(int(t) for t in self.covariances.tokens(entry))
+        return RecordedInputs(tensor, entry, n, tokens, self.covariances.is_weighted(entry), self.covariances)
+
+
+class Feedback:
+    """What quantization encodes with feedback: looked up tensor by tensor, with what there is to say about it."""
+
+    def __init__(self, known: Known) -> None:
+        self.known = known
         self._found: list[Inputs] = []
         self._missing: list[str] = []
         self._other: dict[str, list[str]] = {}
@@ -83,54 +170,47 @@ class Feedback:
 
         Raises FormatError if its entry has another size.
         """
-        entry = self._entry(name)
+        entry = entry_of(name, self.known.entries)
         if entry is None:
             self._missing.append(tensor)
             return None
         if target.name not in all_levels():
             self._other.setdefault(target.name, []).append(tensor)
-            return None
-        n, matrices = self.covariances.shape(entry)
-        if (n, matrices) != (shape[0], math.prod(shape[2:])):
-            raise FormatError(
-                f"{self.covariances.path}: entry {entry} has {matrices} matrices of {n} columns, tensor {tensor} needs "
-                f"{math.prod(shape[2:])} of {shape[0]}: it was recorded on another model"
-            )
-        tokens = tuple(int(t) for t in self.covariances.tokens(entry))
-        inputs = Inputs(tensor, entry, n, tokens, self.covariances.is_weighted(entry), self.covariances)
+            return self.known.inputs(tensor, entry, shape) if self.known.has_importance else None
+        inputs = self.known.inputs(tensor, entry, shape)
         self._found.append(inputs)
         return inputs
 
-    def _entry(self, name: str) -> str | None:
-        entries = self.covariances.entries
-        if name in entries:
-            return entries[name]
-        prefix, dot, kind = name.removesuffix(".weight").rpartition(".")
-        for alias in ALIASES:
-            if alias.kind == kind and alias.exact and (other := f"{prefix}{dot}{alias.source}.weight") in entries:
-                return entries[other]
-        return None
+    def shows(self, name: str) -> bool:
+        """Tell whether the importance of a tensor's columns will be known; ``name`` is that of the source."""
+        return self.known.has_importance and entry_of(name, self.known.entries) is not None
 
     def notes(self) -> list[str]:
         """Return what the user should know: what is encoded with feedback, and what is not, and why."""
         if not self._found:
             raise FormatError(
-                f"{self.covariances.path}: it has no covariance for a tensor that is encoded, or only for types whose "
+                f"{self.known.name}: it has no covariance for a tensor that is encoded, or only for types whose "
                 f"levels are not chosen one by one ({', '.join(self._other) or 'none'})"
             )
-        pairs = [(inputs, e) for inputs in self._found for e in range(len(inputs.tokens))]
-        few = sum(i.damping(e) == FEW_DAMPING for i, e in pairs)
-        none = sum(i.damping(e) is None for i, e in pairs)
-        what = f"{len(pairs)} matrices of {len(self._found)} tensors" if len(pairs) > len(self._found) else None
-        lines = [f"error feedback for {what or f'{len(self._found)} tensors'}, by {self.covariances.path}"]
-        lines += [f"{none} of {len(pairs)} matrices saw fewer tokens than they have columns: encoded without feedback; "
-                  "calibrate on more text"] * bool(none)  # fmt: skip
-        lines += [f"{few} of {len(pairs)} matrices saw fewer than {ENOUGH} tokens a column: damped more; calibrate on "
-                  "more text"] * bool(few)  # fmt: skip
+        n, matrices = len(self._found), sum(i.matrices for i in self._found)
+        what = f"{matrices} matrices of {n} tensors" if matrices > n else f"{n} tensors"
+        lines = [f"error feedback for {what}, by {self.known.name}", *few_tokens(self._found)]
         lines += [f"without feedback: {_names(names)}: levels of {of} are not chosen one by one in this version"
                   for of, names in self._other.items()]  # fmt: skip
         lines += [f"without feedback: {_names(self._missing)}: no covariance"] * bool(self._missing)
         return lines
+
+
+def few_tokens(found: Sequence[Inputs]) -> list[str]:
+    """Return how many matrices saw few tokens, or too few, as far as that is known."""
+    pairs = [(inputs, e) for inputs in found if inputs.tokens is not None for e in range(inputs.matrices)]
+    few = sum(i.damping(e) == FEW_DAMPING for i, e in pairs)
+    none = sum(i.damping(e) is None for i, e in pairs)
+    lines = [f"{none} of {len(pairs)} matrices saw fewer tokens than they have columns: encoded without feedback; "
+             "calibrate on more text"] * bool(none)  # fmt: skip
+    lines += [f"{few} of {len(pairs)} matrices saw fewer than {ENOUGH} tokens a column: damped more; calibrate on "
+              "more text"] * bool(few)  # fmt: skip
+    return lines
 
 
 def _names(names: Sequence[str]) -> str:
@@ -157,7 +237,7 @@ class Metrics:
         metric = self._wait(key, inputs.metric_bytes)
         if metric is None:
             try:
-                metric = inputs.made(matrix, self.threads if len(inputs.tokens) == 1 else 1)
+                metric = inputs.made(matrix, self.threads if inputs.matrices == 1 else 1)
             finally:
                 with self._changed:
                     del self._making[key]

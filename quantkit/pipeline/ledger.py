@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from quantkit.helpers import crc32_combine
 from quantkit.pipeline.cache.use import RunCache
@@ -35,6 +35,9 @@ class Progress(Protocol):
 
     def said(self, text: str) -> None:
         """Report what the user should know about the nodes of a cluster."""
+
+    def ran(self, stage: int, stages: int, tokens: int) -> None:
+        """Report that so many tokens of a calibration have gone through a stage of the model."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,23 @@ class _Tally:
             sums = sums + result.sums
             crc = NO_CRC if result.crc == NO_CRC else crc32_combine(crc, result.crc, job.target_bytes)
         return crc, sums
+
+
+class Work(Protocol):
+    """What an executor is given: a ledger, or a part of one."""
+
+    plan: Plan
+    target: Kept
+    max_ram: int
+    stop: threading.Event
+
+    def to_encode(self) -> list[PlannedTensor]: ...
+
+    def jobs(self) -> Iterator[Job]: ...
+
+    def done(self, job: Job, result: JobResult) -> None: ...
+
+    def fail(self, e: BaseException) -> None: ...
 
 
 class Ledger:
@@ -104,11 +124,14 @@ class Ledger:
         left = (tensor for tensor in self.plan.tensors if tensor.name not in self.journal.done)
         return [tensor for tensor in left if self.cache is None or not self.cache.is_known(tensor)]
 
-    def jobs(self) -> Iterator[Job]:
-        """Yield the jobs of tensors that are not in the journal, in order; for one thread at a time."""
+    def jobs(self, names: Collection[str] | None = None) -> Iterator[Job]:
+        """Yield the jobs of tensors that are not in the journal, in order; for one thread at a time.
+
+        names: of these tensors only, each of which must be asked for once.
+        """
         done = set(self.journal.done)
         for at, tensor in enumerate(self.plan.tensors):
-            if tensor.name in done:
+            if tensor.name in done or names is not None and tensor.name not in names:
                 continue
             jobs = list(cut_jobs(at, tensor, self.values))
             left = [j for j in jobs if not self.target.spares(tensor.shard, j.target_offset, j.target_bytes)]
@@ -135,6 +158,10 @@ class Ledger:
                 del self._tallies[job.tensor]
         if complete:
             self._finished.put((tensor, tally))
+
+    def part(self, names: Collection[str], order: Callable[[Job], Any] | None = None) -> Part:
+        """Return the work of some tensors, its jobs sorted by ``order``."""
+        return Part(self, frozenset(names), order)
 
     def fail(self, e: BaseException) -> None:
         """End the run; the first failure is raised when it has ended."""
@@ -163,3 +190,19 @@ class Ledger:
             except BaseException as e:  # raised when the run has ended
                 self.fail(e)
                 return
+
+
+class Part:
+    """The work of some tensors of a ledger; see ``Work``."""
+
+    def __init__(self, ledger: Ledger, names: frozenset[str], order: Callable[[Job], Any] | None) -> None:
+        self._ledger, self._names, self._order = ledger, names, order
+        self.plan, self.target, self.max_ram, self.stop = ledger.plan, ledger.target, ledger.max_ram, ledger.stop
+        self.done, self.fail = ledger.done, ledger.fail
+
+    def to_encode(self) -> list[PlannedTensor]:
+        return [tensor for tensor in self._ledger.to_encode() if tensor.name in self._names]
+
+    def jobs(self) -> Iterator[Job]:
+        jobs = self._ledger.jobs(self._names)
+        return jobs if self._order is None else iter(sorted(jobs, key=self._order))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypedDict, Unpack
 
-from quantkit.errors import ClusterError, QuantkitError, ResourceError, TypeNotSupported
+from quantkit.errors import ClusterError, QuantkitError, RecipeError, ResourceError, TypeNotSupported
 from quantkit.formats.outputs import Output, beside, check_apart, check_free
 from quantkit.formats.ranges import Buffers
 from quantkit.formats.remote import URL, check_unchanged
@@ -155,7 +155,10 @@ def _executor(plan: Plan, options: RunOptions) -> Executor:
     """Return what runs the jobs: threads, or the nodes of a cluster."""
     address = options.get("ray")
     if address is None:
-        return Threads(options.get("threads") or available_cpus())
+        threads = Threads(options.get("threads") or available_cpus())
+        return threads if plan.executor is None else plan.executor(threads)
+    if plan.executor is not None:
+        raise RecipeError("--calibrate goes through the model layer by layer, on one machine: leave --ray away")
     for path in (*plan.source.paths, *plan.reads, *(shard.path for shard in plan.shards)):
         if isinstance(path, URL):
             raise ResourceError(f"{path}: --ray works on files that all nodes see, not on URLs; leave one of them away")

@@ -22,6 +22,7 @@ from quantkit.errors import FormatError, QuantkitError, ResourceError
 from quantkit.formats.cache_entry import RECORD, DamagedEntry, Entry, are_intact, digest, records_of
 from quantkit.formats.gguf import TensorInfo
 from quantkit.formats.ranges import U8, Buffers, write_range
+from quantkit.kernels.levels import all_levels
 from quantkit.kernels.interleave import base_of, is_woven, repacks
 from quantkit.kernels.tensor_scale import TAIL, TENSOR_SCALED, decoded_as, with_row_scales
 from quantkit.pipeline.feedback import Inputs, Metrics
@@ -426,13 +427,15 @@ class Worker:
         from quantkit.kernels.cpu.encode import encoder
 
         encode = encoder(tensor.type, tensor.encoder or None)
-        if part.inputs is None or part.inputs.damping(job.matrix) is None:
+        if part.inputs is None or tensor.type.name not in all_levels() or part.inputs.damping(job.matrix) is None:
             encode(x, weights, out, 0, len(x))
             return ErrorSums()
+        from quantkit.kernels.cpu.feedback.products import corrected
         from quantkit.kernels.cpu.feedback.rounding import Rounding, round_rows
 
         with self.metrics.held(part.inputs, job.matrix) as metric:
-            made = round_rows(tensor.type, x, lambda a, b: encode(a, weights, b, 0, len(a)), metric, Rounding())
+            target = None if metric.correction is None else corrected(x, metric.correction)
+            made = round_rows(tensor.type, x, lambda a, b: encode(a, weights, b, 0, len(a)), metric, Rounding(), target)
         out[...] = made.rows
         fed = float(np.count_nonzero(made.after < made.before))
         return ErrorSums(loss_before=made.before.sum(), loss_after=made.after.sum(), rows_fed=fed)
@@ -487,7 +490,8 @@ class Worker:
         """Return the importance of the job's matrix, float32 [n], or an empty array."""
         row: F32
         if part.found is None:
-            return np.zeros(0, np.float32)
+            own = None if part.inputs is None else part.inputs.importance(job.matrix)
+            return np.zeros(0, np.float32) if own is None else own
         if self._weights[0] != (job.tensor, job.part):
             weights = part.found.weights
             if weights is None:

@@ -34,13 +34,15 @@ class Metric:
     """A covariance, ready for sweeps.
 
     columns: in descending order of their variance, int32 [n]; u: the factor of the covariance in that order, packed.
-    h: the covariance, packed, columns in their own order; per_diagonal: 1 / H_kk.
+    h: the covariance, packed, columns in their own order; per_diagonal: 1 / H_kk. correction: M, packed, of a row x
+    that is to come near to x + x M; None: to itself.
     """
 
     columns: Ints
     u: F32
     h: F32
     per_diagonal: F32
+    correction: F32 | None = None
 
     @property
     def n(self) -> int:

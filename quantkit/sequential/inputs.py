@@ -1,0 +1,127 @@
+"""What a tensor multiplies, as the stage before it gave it: summed up when one of its matrices is encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import FormatError
+from quantkit.kernels.cpu.feedback.products import Products, times_inverse
+from quantkit.kernels.cpu.feedback.rounding import Metric, metric
+from quantkit.kernels.cpu.feedback.tiles import pack_columns
+from quantkit.pipeline.feedback import damping_of
+from quantkit.sequential.spill import Spill
+from quantkit.sequential.streams import Seen
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+
+#: Tokens whose rows are read at a time: where sums in float32 end, so that bytes depend on it.
+_TOKENS = 4096
+#: What is added to the diagonal, in means of it, where targets are corrected.
+_DAMPING = 0.05
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """An input in the files, of how many tokens, and for experts which (t, j) are rows of each."""
+
+    seen: Seen
+    spill: Spill
+    tokens: int
+    pairs: tuple[npt.NDArray[np.int64], ...] | None
+
+
+@dataclass(eq=False)
+class StageInputs:
+    """The input of some tensors. ``ready`` fills it in when its stage has run; before, it knows its size only."""
+
+    entry: str
+    n: int
+    matrices: int
+    #: Tokens of each matrix, when the stage has run.
+    tokens: tuple[int, ...] | None = None
+    _ready: _Ready | None = field(default=None, repr=False)
+    _importance: dict[int, F32] = field(default_factory=dict, repr=False)
+
+    def ready(self, seen: Seen, spill: Spill, tokens: int) -> None:
+        """Take over what the stage left in files: rows of ``tokens`` tokens."""
+        if seen.ids is None:
+            self.tokens, self._ready = (tokens,) * self.matrices, _Ready(seen, spill, tokens, None)
+            return
+        ids = np.asarray(spill.all(seen.ids, tokens)).reshape(-1)
+        order = np.argsort(ids, kind="stable")
+        ends = np.searchsorted(ids[order], np.arange(self.matrices + 1))
+        pairs = tuple(order[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True))
+        self.tokens, self._ready = tuple(map(len, pairs)), _Ready(seen, spill, tokens, pairs)
+
+    def drop(self) -> None:
+        """Forget the stage: its files go."""
+        self._ready = None
+        self._importance.clear()
+
+    @property
+    def metric_bytes(self) -> int:
+        """The bytes that a metric takes while it is made, with the sums; a quarter stays."""
+        return 64 * self.n**2
+
+    def damping(self, matrix: int) -> float | None:
+        """Return the damping of a matrix; None if its tokens are too few for feedback."""
+        assert self.tokens is not None
+        return damping_of(self.tokens[matrix], self.n)
+
+    def made(self, matrix: int, threads: int) -> Metric:
+        """Return the metric of a matrix, with the correction of targets."""
+        damping, sums = self.damping(matrix), self._sums(matrix, threads)
+        assert damping is not None
+        try:
+            correction = times_inverse(sums.cross, sums.square, _DAMPING, threads)
+            found = metric(sums.square, damping, threads)
+        except np.linalg.LinAlgError as e:
+            raise FormatError(
+                f"the inputs of {self.entry}, matrix {matrix}, have no covariance that can be used ({e}): calibrate on "
+                "another text"
+            ) from None
+        return replace(found, correction=pack_columns(correction))
+
+    def importance(self, matrix: int) -> F32 | None:
+        """Return the mean square of each column, float32 [n], as an importance matrix has it; None without tokens."""
+        assert self.tokens is not None
+        if matrix not in self._importance and self.tokens[matrix]:
+            total = sum(np.square(x, dtype=np.float64).sum(axis=0) for x, _ in self._rows(matrix))
+            self._importance[matrix] = (total / self.tokens[matrix]).astype(np.float32)
+        return self._importance.get(matrix)
+
+    def _sums(self, matrix: int, threads: int) -> Products:
+        sums = Products(self.n, threads)
+        for x, plain in self._rows(matrix):
+            sums.add(x, plain - x)
+        sums.finish()
+        if not np.isfinite(sums.square).all() or not np.isfinite(sums.cross).all():
+            raise FormatError(f"the inputs of {self.entry} are not finite: leave out what text makes them so")
+        return sums
+
+    def _rows(self, matrix: int) -> Iterator[tuple[F32, F32]]:
+        """Yield rows of a matrix in both streams, those of a number of tokens at a time."""
+        r = self._ready
+        assert r is not None
+        columns = slice(0, self.n) if r.seen.heads == 1 else slice(matrix * self.n, (matrix + 1) * self.n)
+        if r.pairs is None:
+            for token in range(0, r.tokens, _TOKENS):
+                count = min(_TOKENS, r.tokens - token)
+                x, plain = (r.spill.read(place, token, count)[:, columns] for place in (r.seen.x, r.seen.plain))
+                yield x, plain
+            return
+        pairs = r.pairs[matrix]
+        used = r.seen.ids.width if r.seen.ids is not None else 1
+        x, plain = (r.spill.all(place, r.tokens) for place in (r.seen.x, r.seen.plain))
+        weights = None if r.seen.weights is None else r.spill.all(r.seen.weights, r.tokens).reshape(-1)
+        for begin in range(0, len(pairs), _TOKENS):
+            some = pairs[begin : begin + _TOKENS]
+            rows = [np.asarray(v[some if r.seen.x.per > 1 else some // used][:, columns]) for v in (x, plain)]
+            if weights is not None:
+                rows = [a * np.asarray(weights[some])[:, None] for a in rows]
+            yield rows[0], rows[1]

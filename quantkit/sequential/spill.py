@@ -1,0 +1,117 @@
+"""The activations of all tokens in files: a file for each value of a stream, its rows in the order of the tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import ResourceError
+from quantkit.formats.ranges import read_range, write_range
+
+Rows = npt.NDArray[Any]
+
+#: Bytes that are read at a time to check a file.
+_PIECE = 16 << 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value's rows lie: ``per`` rows of ``width`` a token; float32, or int32."""
+
+    file: str
+    width: int
+    per: int
+    integer: bool
+
+    @property
+    def dtype(self) -> npt.DTypeLike:
+        return np.int32 if self.integer else np.float32
+
+    @property
+    def token_bytes(self) -> int:
+        return 4 * self.width * self.per
+
+
+class Spill:
+    """A folder of such files, and ``state.json``, which says what it holds after which stage.
+
+    A folder left by a killed run is taken up if it is of the same ``identity`` and nothing in it has changed.
+    """
+
+    def __init__(self, folder: Path, identity: str) -> None:
+        self.folder, self.identity = folder, identity
+        self._sums: dict[str, int] = {}
+
+    @property
+    def _state(self) -> Path:
+        return self.folder / "state.json"
+
+    def begin(self) -> int:
+        """Return the number of the stage whose end the files hold, -1 if there is none; remove what is of no use."""
+        try:
+            state = json.loads(self._state.read_bytes())
+            if state["identity"] == self.identity and all(self._crc(n) == crc for n, crc in state["files"].items()):
+                self._sums = dict(state["files"])
+                self._clean()
+                return int(state["stage"])
+        except (OSError, ValueError, LookupError, TypeError):
+            pass
+        self.remove()
+        self.folder.mkdir(parents=True)
+        return -1
+
+    def _crc(self, name: str) -> int:
+        crc = 0
+        with open(self.folder / name, "rb") as file:
+            while piece := file.read(_PIECE):
+                crc = zlib.crc32(piece, crc)
+        return crc
+
+    def write(self, place: Place, token: int, rows: Rows) -> None:
+        """Write the rows of tokens from ``token`` on; those of a value must come in order."""
+        data = np.ascontiguousarray(rows, place.dtype).reshape(-1).view(np.uint8)
+        try:
+            write_range(self.folder / place.file, data, token * place.token_bytes, make=True)
+        except OSError as e:
+            raise ResourceError(
+                f"{self.folder}: {e.strerror}; activations of all tokens go there: calibrate on fewer, or make room"
+            ) from e
+        self._sums[place.file] = zlib.crc32(data.data, self._sums.get(place.file, 0) if token else 0)
+
+    def read(self, place: Place, token: int, count: int) -> Rows:
+        """Return the rows of ``count`` tokens, [count * per, width]."""
+        data = np.empty(count * place.token_bytes, np.uint8)
+        read_range(self.folder / place.file, data, token * place.token_bytes)
+        return data.view(place.dtype).reshape(count * place.per, place.width)
+
+    def all(self, place: Place, tokens: int) -> Rows:
+        """Return all rows, mapped: only what is used is read."""
+        shape = (tokens * place.per, place.width)
+        return np.memmap(self.folder / place.file, place.dtype, "r", shape=shape)
+
+    def settle(self, stage: int, files: Collection[str]) -> None:
+        """Note that ``files`` hold what stage ``stage`` and those before it left, and remove all others."""
+        self._sums = {name: crc for name, crc in self._sums.items() if name in files}
+        state = {"identity": self.identity, "stage": stage, "files": self._sums}
+        new = self.folder / "state.part"
+        new.write_text(json.dumps(state))
+        os.replace(new, self._state)
+        self._clean()
+
+    def _clean(self) -> None:
+        for path in self.folder.iterdir():
+            if path.name not in self._sums and path != self._state:
+                path.unlink()
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
