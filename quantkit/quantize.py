@@ -66,7 +66,7 @@ from quantkit.pipeline.repack import Repack, bf16_r16_notes
 from quantkit.pipeline.requantize import requantize_notes
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, run_plan
 from quantkit.pipeline.source import Source
-from quantkit.pipeline.work import whole
+from quantkit.pipeline.work import whole, with_inputs
 from quantkit.types import TensorType, type_by_name
 from quantkit.version import __version__
 
@@ -543,7 +543,7 @@ def _with_feedback(draft: _Draft, chosen: Sequence[Chosen]) -> list[Chosen]:
         inputs = None
         if c.encoder:
             inputs = draft.feedback.lookup(c.name, original.get(c.name, c.name), c.shape, c.type)
-        made.append(replace(c, parts=tuple(replace(part, inputs=inputs) for part in c.parts)))
+        made.append(c if inputs is None else replace(c, parts=tuple(with_inputs(part, inputs) for part in c.parts)))
     draft.notes += draft.feedback.notes()
     return made
 

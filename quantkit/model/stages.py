@@ -65,6 +65,31 @@ def _needs(op: Op, item: Input, weights: Set[str]) -> bool:
     return chosen or any(m.tensor.name in weights and m.tensor.name in item.names for m in op.matrices())
 
 
+def added_to(graph: Graph, cut: Cut, item: Input) -> list[tuple[Value, float]]:
+    """Return what the product of an input is added to and is there at a cut, and by what factor the product is scaled.
+
+    That is the residual stream, and perhaps what other experts gave; nothing where a norm comes between.
+    """
+    readers: dict[Value, list[Op]] = {}
+    for op in graph.ops:
+        for value in op.inputs():
+            readers.setdefault(value, []).append(op)
+    made = {value for op in graph.ops[: cut.at] for value in op.outputs()}
+    value, factor = next(iter(item.at.outputs())), 1.0
+    found: list[tuple[Value, float]] = []
+    while len(readers.get(value, ())) == 1:
+        op = readers[value][0]
+        if isinstance(op, ops.Scale):
+            factor *= op.factor
+        elif isinstance(op, ops.Add):
+            other = op.b if op.a is value else op.a
+            found += [(other, factor)] if other in made else []
+        elif not isinstance(op, ops.Combine):
+            return []
+        value = next(iter(op.outputs()))
+    return found
+
+
 def stages(graph: Graph, at: Sequence[int], seen: Sequence[Collection[Value]] = ()) -> list[Stage]:
     """Return the stages that end before the operations ``at`` of a graph.
 

@@ -174,7 +174,7 @@ class Feedback:
         if entry is None:
             self._missing.append(tensor)
             return None
-        if target.name not in all_levels():
+        if target.name not in all_levels() and target.is_quantized:
             self._other.setdefault(target.name, []).append(tensor)
             return self.known.inputs(tensor, entry, shape) if self.known.has_importance else None
         inputs = self.known.inputs(tensor, entry, shape)

@@ -63,6 +63,10 @@ class RowSlice:
     #: The covariance of what it multiplies, if it is encoded with feedback.
     inputs: Inputs | None = None
 
+    def is_copied(self, target: TensorType) -> bool:
+        """True if its bytes become those of a tensor of type ``target``."""
+        return self.source.type is target and self.inputs is None
+
     @property
     def is_whole(self) -> bool:
         """True if every row of the source becomes the same row of the output."""
@@ -79,6 +83,16 @@ def whole(source: TensorInfo, found: Found | None = None) -> RowSlice:
     matrices = found.n_mat if found is not None else 1
     rows = math.prod(source.shape[1:]) // matrices
     return RowSlice(source, found, source.shape[0], matrices, rows, rows, rows)
+
+
+def with_inputs(part: RowSlice, inputs: Inputs) -> RowSlice:
+    """Return a part whose matrices are encoded with feedback, each by its own inputs."""
+    n = inputs.matrices // part.matrices
+    rows = (r // n for r in (part.rows, part.source_rows, part.target_rows))
+    return replace(part, inputs=inputs, matrices=inputs.matrices, **dict(zip(_ROWS, rows, strict=True)))
+
+
+_ROWS = ("rows", "source_rows", "target_rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +136,7 @@ class PlannedTensor:
     @property
     def is_copy(self) -> bool:
         """True if the bytes are copied."""
-        return all(part.source.type is self.type for part in self.parts)
+        return all(part.is_copied(self.type) for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +222,7 @@ def cut_jobs(at: int, tensor: PlannedTensor, values: int) -> Iterator[Job]:
     """Yield the jobs of the tensor at position ``at``: about ``values`` values each, within one matrix."""
     for number, part in enumerate(tensor.parts):
         source_row = part.source.type.row_bytes(part.values)
-        if part.source.type is not tensor.type:
+        if not part.is_copied(tensor.type):
             yield from _cut(at, number, tensor, part, source_row, tensor.type.row_bytes(part.values), values)
         elif part.is_whole and not _has_plain_rows(part):
             unit = math.gcd(part.source.nbytes, 1 << 16)
@@ -231,7 +245,7 @@ def _has_plain_rows(part: RowSlice) -> bool:
 def _cut(
     at: int, number: int, tensor: PlannedTensor, part: RowSlice, source_row: int, target_row: int, values: int
 ) -> Iterator[Job]:
-    copied = part.source.type is tensor.type
+    copied = part.is_copied(tensor.type)
     step = max(1, values * 4 // source_row if copied else values // part.values)
     if source_row == part.source.type.row_bytes(part.values):  # rows, not any bytes
         step = whole_groups(step, group_of(part, tensor.type))
@@ -332,7 +346,7 @@ class Worker:
                 taken, origin = self._take(job, tensor, job.cached)
                 if taken is not None:
                     return taken
-        copied = part.source.type is tensor.type
+        copied = part.is_copied(tensor.type)
         sums: list[ErrorSums] = []
         if copied:
             target = source
@@ -415,26 +429,32 @@ class Worker:
             bad = first_nonfinite_row(x, 0, stop - row)
             if bad >= 0:
                 raise self._non_finite(part, job, row + bad, x[bad])
-            found = self._encode_rows(job, tensor, part, x, weights, rows_out[row:stop])
+            found = self._encode_rows(job, tensor, part, x, weights, rows_out[row:stop], part.source_row + job.row + row)
             if self.measure:
                 found += self._error(tensor, x, rows_out[row:stop], weights)
             if self.measure or part.inputs is not None:
                 sums.append(found)
         return sums
 
-    def _encode_rows(self, job: Job, tensor: PlannedTensor, part: RowSlice, x: F32, weights: F32, out: U8) -> ErrorSums:
+    def _encode_rows(self, job: Job, tensor: PlannedTensor, part: RowSlice, x: F32, weights: F32, out: U8, row: int) -> ErrorSums:
         """Fill ``out`` with the encoded rows x; return what feedback made of the loss."""
         from quantkit.kernels.cpu.encode import encoder
+        from quantkit.kernels.cpu.feedback.products import corrected
 
+        if part.inputs is not None and not tensor.type.is_quantized:
+            with self.metrics.held(part.inputs, job.matrix) as metric:
+                if metric.correction is not None: out[...] = corrected(x, metric.correction).view(np.uint8)
+                return ErrorSums()
         encode = encoder(tensor.type, tensor.encoder or None)
         if part.inputs is None or tensor.type.name not in all_levels() or part.inputs.damping(job.matrix) is None:
             encode(x, weights, out, 0, len(x))
             return ErrorSums()
-        from quantkit.kernels.cpu.feedback.products import corrected
         from quantkit.kernels.cpu.feedback.rounding import Rounding, round_rows
 
         with self.metrics.held(part.inputs, job.matrix) as metric:
             target = None if metric.correction is None else corrected(x, metric.correction)
+            if metric.offset is not None:
+                target += metric.offset[row : row + len(x)]
             made = round_rows(tensor.type, x, lambda a, b: encode(a, weights, b, 0, len(a)), metric, Rounding(), target)
         out[...] = made.rows
         fed = float(np.count_nonzero(made.after < made.before))

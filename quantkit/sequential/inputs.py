@@ -85,27 +85,30 @@ class StageInputs:
                 f"the inputs of {self.entry}, matrix {matrix}, have no covariance that can be used ({e}): calibrate on "
                 "another text"
             ) from None
-        return replace(found, correction=pack_columns(correction))
+        offset = correction[self.n :].astype(np.float32) if len(correction) > self.n else None
+        return replace(found, correction=pack_columns(correction[: self.n]), offset=offset)
 
     def importance(self, matrix: int) -> F32 | None:
         """Return the mean square of each column, float32 [n], as an importance matrix has it; None without tokens."""
         assert self.tokens is not None
         if matrix not in self._importance and self.tokens[matrix]:
-            total = sum(np.square(x, dtype=np.float64).sum(axis=0) for x, _ in self._rows(matrix))
+            total = sum(np.square(x, dtype=np.float64).sum(axis=0) for x, _, _ in self._rows(matrix))
             self._importance[matrix] = (total / self.tokens[matrix]).astype(np.float32)
         return self._importance.get(matrix)
 
     def _sums(self, matrix: int, threads: int) -> Products:
-        sums = Products(self.n, threads)
-        for x, plain in self._rows(matrix):
-            sums.add(x, plain - x)
+        assert self._ready is not None
+        added = self._ready.seen.added_to
+        sums = Products(self.n, self.n + (added[0][0].width if added else 0), threads)
+        for x, plain, rest in self._rows(matrix):
+            sums.add(x, np.concatenate([plain - x, rest], axis=1) if added else plain - x)
         sums.finish()
         if not np.isfinite(sums.square).all() or not np.isfinite(sums.cross).all():
             raise FormatError(f"the inputs of {self.entry} are not finite: leave out what text makes them so")
         return sums
 
-    def _rows(self, matrix: int) -> Iterator[tuple[F32, F32]]:
-        """Yield rows of a matrix in both streams, those of a number of tokens at a time."""
+    def _rows(self, matrix: int) -> Iterator[tuple[F32, F32, F32]]:
+        """Yield rows of a matrix in both streams, and what its product is to make up for, some tokens at a time."""
         r = self._ready
         assert r is not None
         columns = slice(0, self.n) if r.seen.heads == 1 else slice(matrix * self.n, (matrix + 1) * self.n)
@@ -113,7 +116,7 @@ class StageInputs:
             for token in range(0, r.tokens, _TOKENS):
                 count = min(_TOKENS, r.tokens - token)
                 x, plain = (r.spill.read(place, token, count)[:, columns] for place in (r.seen.x, r.seen.plain))
-                yield x, plain
+                yield x, plain, self._rest(np.arange(token, token + count))
             return
         pairs = r.pairs[matrix]
         used = r.seen.ids.width if r.seen.ids is not None else 1
@@ -124,4 +127,18 @@ class StageInputs:
             rows = [np.asarray(v[some if r.seen.x.per > 1 else some // used][:, columns]) for v in (x, plain)]
             if weights is not None:
                 rows = [a * np.asarray(weights[some])[:, None] for a in rows]
-            yield rows[0], rows[1]
+            rest = self._rest(some // used)
+            if weights is not None:
+                squares = np.square(weights.reshape(-1, used)[some // used])
+                rest *= (np.square(weights[some]) / squares.sum(axis=1))[:, None]
+            yield rows[0], rows[1], rest
+
+    def _rest(self, tokens: npt.NDArray[np.int64]) -> F32:
+        r = self._ready
+        assert r is not None
+        total = np.zeros((len(tokens), r.seen.added_to[0][0].width if r.seen.added_to else 0), np.float32)
+        for x, plain, factor in r.seen.added_to:
+            total += (r.spill.all(plain, r.tokens)[tokens] - r.spill.all(x, r.tokens)[tokens]) * np.float32(RESIDUAL / factor)
+        return total
+
+RESIDUAL = 1.0

@@ -19,7 +19,7 @@ from quantkit.model.engine import Model, Programs, load
 from quantkit.model.observers import Input, every_token
 from quantkit.model.ops import Graph, Repeat, Route, Value
 from quantkit.model.selection import without_selection
-from quantkit.model.stages import Stage, as_routed_by, cuts, stages
+from quantkit.model.stages import Stage, added_to, as_routed_by, cuts, stages
 from quantkit.sequential.spill import Place, Spill
 
 I32 = npt.NDArray[np.int32]
@@ -40,6 +40,8 @@ class Seen:
     weights: Place | None
     matrices: int
     heads: int
+    #: What its product is added to, in both streams, and the factor that the product is scaled by.
+    added_to: tuple[tuple[Place, Place, float], ...] = ()
 
     @property
     def n(self) -> int:
@@ -84,7 +86,10 @@ class Streams:
         """
         made = self._stack.enter_context(_opened(output, self._threads, self.tokens))
         graph, by_name = made.whole, {v.name: v for op in made.whole.ops for v in op.outputs()}
-        self._observed = [[_Observed(item, graph, by_name) for item in cut.inputs] for cut in self._cuts]
+        self._observed = [
+            [_Observed(item, graph, by_name, added_to(self._source.whole, cut, item)) for item in cut.inputs]
+            for cut in self._cuts
+        ]
         others = cuts(graph, weights)
         if [[o.x for o in cut] for cut in self._observed] != [[item.x for item in cut.inputs] for cut in others]:
             raise TypeNotSupported(
@@ -98,7 +103,7 @@ class Streams:
         plain = stages(
             routed.graph,
             [routed.at[cut.at] for cut in self._cuts],
-            [[o.plain for o in cut] for cut in self._observed],
+            [[v for o in cut for v in (o.plain, *(own for own, _, _ in o.added_to))] for cut in self._observed],
         )
         # What the plain stream is given of the other must be there when a stage runs.
         given = {new: by_name[own.name] for own, new in routed.given.items()}
@@ -113,7 +118,8 @@ class Streams:
         for o in self._observed[stage]:
             ids, weights = (None if v is None else of(v) for v in (o.ids, o.weights))
             places = of(o.x), self._plain.place(o.plain), ids, weights
-            found.append(Seen(o.item.names[0], *places, o.item.n_mat, o.item.heads))
+            added = tuple((of(b), self._plain.place(a), factor) for a, b, factor in o.added_to)
+            found.append(Seen(o.item.names[0], *places, o.item.n_mat, o.item.heads, added))
         return found
 
     def run(self, stage: int, progress: Callable[[int], None]) -> None:
@@ -133,7 +139,10 @@ class Streams:
 class _Observed:
     """An input as the graph of the output has it: its routing, too, and the value to compare with of the other."""
 
-    def __init__(self, item: Input, graph: Graph, by_name: Mapping[str, Value]) -> None:
+    def __init__(
+        self, item: Input, graph: Graph, by_name: Mapping[str, Value], added_to: Sequence[tuple[Value, float]]
+    ) -> None:
+        self.added_to = [(value, by_name[value.name], factor) for value, factor in added_to]
         self.item, self.plain = item, item.x
         self.x = by_name[item.x.name]
         self.ids = None if item.ids is None else by_name[item.ids.name]
@@ -143,7 +152,7 @@ class _Observed:
         self.weights = None if repeated else routed
 
     def values(self) -> list[Value]:
-        return [v for v in (self.x, self.ids, self.weights) if v is not None]
+        return [v for v in (self.x, self.ids, self.weights, *(b for _, b, _ in self.added_to)) if v is not None]
 
 
 class _Stream:

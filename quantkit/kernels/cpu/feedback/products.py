@@ -32,21 +32,21 @@ SHARE, BLOCK = 64, 64
 
 
 class Products:
-    """The sums of x^T x and of (w - x)^T x, float64 [n, n], over rows that come in order; n is a multiple of 32.
+    """The sums of x^T x, ``square``, and of z^T x, ``cross``, float64 [n, n] and [m, n], over rows that come in order.
 
-    ``square``: above the diagonal only until ``finish``.
+    n is a multiple of 32, m of 4. ``square`` has what is above the diagonal only until ``finish``.
     """
 
-    def __init__(self, n: int, threads: int) -> None:
+    def __init__(self, n: int, m: int, threads: int) -> None:
         self.n, self._threads = n, threads
-        self.square, self.cross = np.zeros((n, n)), np.zeros((n, n))
+        self.square, self.cross = np.zeros((n, n)), np.zeros((m, n))
 
-    def add(self, x: F32, difference: F32) -> None:
-        """Add rows x and how much those of the other stream differ, float32 [rows, n] each."""
+    def add(self, x: F32, z: F32) -> None:
+        """Add rows x and z, float32 [rows, n] and [rows, m]."""
         with ThreadPoolExecutor(self._threads) as pool:
             for first in range(0, len(x), ROWS_AT_ONCE):
                 rows = slice(first, first + ROWS_AT_ONCE)
-                right, left, other = _strips(x[rows], SECOND), _strips(x[rows], FIRST), _strips(difference[rows], FIRST)
+                right, left, other = _strips(x[rows], SECOND), _strips(x[rows], FIRST), _strips(z[rows], FIRST)
 
                 def part(begin: int, right: F32 = right, left: F32 = left, other: F32 = other) -> None:
                     strips = begin // SECOND, min(begin + SHARE, self.n) // SECOND
@@ -70,7 +70,7 @@ def _add_products(c: F64, left: F32, right: F32, begin: int, end: int, upper: bo
     """Add left^T right to the columns of strips ``begin`` to ``end`` of c; ``upper``: only above the diagonal."""
     n, rows = c.shape[1], left.shape[1]
     for strip in range(begin, end):
-        last = min((strip + 1) * SECOND, n) if upper else n
+        last = min((strip + 1) * SECOND, n) if upper else len(c)
         for j in range(0, last, FIRST):
             zero = splat(f32x16, F(0))
             a0, a1, b0, b1, c0, c1, d0, d1 = zero, zero, zero, zero, zero, zero, zero, zero
@@ -96,14 +96,14 @@ def _add_products(c: F64, left: F32, right: F32, begin: int, end: int, upper: bo
 
 
 def times_inverse(cross: F64, covariance: F64, damping: float, threads: int = 1) -> F64:
-    """Return ``cross`` (covariance + damping * its mean diagonal)^-1, float64 [n, n].
+    """Return ``cross`` (covariance + damping * its mean diagonal)^-1, float64 [m, n].
 
     Raises numpy.linalg.LinAlgError if that is not positive definite.
     """
     n = len(covariance)
     r = np.triu(cholesky(covariance + damping * np.diagonal(covariance).mean() * np.eye(n), threads))
     lower, made = np.ascontiguousarray(r.T), np.array(cross.T, order="C")
-    _shared(lambda first, last: _solve(r, lower, made, first, last), n, threads)
+    _shared(lambda first, last: _solve(r, lower, made, first, last), made.shape[1], threads)
     return made.T
 
 

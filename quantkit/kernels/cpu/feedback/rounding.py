@@ -36,6 +36,7 @@ class Metric:
     columns: in descending order of their variance, int32 [n]; u: the factor of the covariance in that order, packed.
     h: the covariance, packed, columns in their own order; per_diagonal: 1 / H_kk. correction: M, packed, of a row x
     that is to come near to x + x M; None: to itself.
+    offset: what is to be added to each row besides, float32 [rows, n].
     """
 
     columns: Ints
@@ -43,6 +44,7 @@ class Metric:
     h: F32
     per_diagonal: F32
     correction: F32 | None = None
+    offset: F32 | None = None
 
     @property
     def n(self) -> int:
