@@ -38,6 +38,7 @@ from quantkit.pipeline.experts import merge_layer, split_layer
 from quantkit.pipeline.facts import EXTRA_OUTPUT
 from quantkit.pipeline.feedback import Feedback
 from quantkit.pipeline.importance import Found, Importance, check_importance
+from quantkit.pipeline.like import LIKE, Like, read_like
 from quantkit.pipeline.metadata import (
     Metadata,
     imatrix_fields,
@@ -78,6 +79,7 @@ class QuantizeOptions:
     Types are names from `quantkit types`, in any case. ``rules`` is whose mixture and other rules apply, and whose
     order of tensors and keys, "mainline" or "ik"; None for the tree of TYPE. ``encoder`` is whose search encodes what
     two have: see ``formats.encoder_for``. ``ready_rules`` are a user's rules, before all other sources of them.
+    ``like`` is a file whose types tensors get instead of those of TYPE, which is then "LIKE".
     """
 
     rules: str | None = None
@@ -88,6 +90,7 @@ class QuantizeOptions:
     ignore_imatrix_rules: bool = False
     hide_imatrix: bool = False
     feedback: Path | None = None
+    like: Path | None = None
     ready_rules: tuple[Rule, ...] = ()
     recipe: tuple[Path, ...] = ()
     tensor_type: tuple[str, ...] = ()
@@ -147,6 +150,7 @@ class _Draft:
     taken: Regrouped = field(init=False)
     imatrix: Imatrix | None = None
     importance: Importance | None = None
+    like: Like | None = None
     feedback: Feedback | None = None
     renamed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -194,7 +198,7 @@ def quantize(
         source: a GGUF file, or any shard of a split model.
         output: the file to write; None for ggml-model-TYPE.gguf beside the source, as llama-quantize.
         type: a preset, its number, or a tensor type, in any case; with ``options.repack`` or ``unrepack`` only a name
-            for the output, also "REPACK" or "UNREPACK".
+            for the output, also "REPACK" or "UNREPACK"; with ``options.like`` "LIKE".
         options: everything else that decides what is written.
         max_ram: bytes (or "2G") that the workers' buffers may take together.
         run: threads, resume, overwrite, measure_error, observer: see ``RunOptions``.
@@ -233,6 +237,12 @@ def check_options(type: str, options: QuantizeOptions) -> None:  # noqa: A002
         if all(getattr(options, name) not in (None, False) for name in pair):
             first, second = (f"--{name.replace('_', '-')}" for name in pair)
             raise RecipeError(f"{first} and {second} exclude each other: give only one of them")
+    if type != LIKE and options.like is not None:
+        raise RecipeError(f"--like gives every tensor its type: leave {type} away")
+    if type == LIKE and options.like is None:
+        raise RecipeError("TYPE LIKE needs the file of --like")
+    if options.like is not None and options.pure:
+        raise RecipeError("--pure is about the mixture of a preset, and --like takes its place: give one of them")
     check_encoder(options.encoder)
     _check_repack(options)
 
@@ -253,13 +263,19 @@ def plan_from(
     repack = options.repack or options.unrepack
     if repack and type not in ("REPACK", "UNREPACK"):
         _preset(type, options)  # a typing error, which would only be the name of the output
-    draft = _Draft(source, _preset("COPY" if repack else type, options), options)
+    like = None if options.like is None else read_like(options.like)
+    draft = _Draft(source, like.preset if like else _preset("COPY" if repack else type, options), options, like=like)
     _check_source(draft)
+    if like is not None:
+        like.check(str(draft.key("general.architecture")))
     draft.taken = _taken(draft)
     _load_importance(draft)
+    draft.like = None if like is None else like.pruned(draft.renamed)
     request = _request(draft)
     tensors, choices = _choose(draft, request)
     _lint(draft, request, tensors, choices)
+    if draft.like is not None:
+        draft.notes += draft.like.notes([tensor.name for tensor in tensors])
     chosen = _with_feedback(draft, _with_importance(draft, request, tensors, choices))
     draft.notes += requantize_notes(source, chosen)
     changed = [(part.source.type, c.type) for c in chosen for part in c.parts]
@@ -269,7 +285,7 @@ def plan_from(
         draft.notes.append(f"--encoder {options.encoder} changes nothing: types are encoded like that without it")
     if options.symmetric_q40 and not any(c.encoder == SYMMETRIC for c in chosen):
         draft.notes.append("--symmetric-q40 changes nothing: no tensor is encoded as Q4_0")
-    files = (*options.recipe, *options.tensor_type_file, options.imatrix, options.feedback, *reads)
+    files = (*options.recipe, *options.tensor_type_file, options.imatrix, options.feedback, options.like, *reads)
     seen = draft.feedback.covariances.identity if draft.feedback else ""
     return plan_output(
         source,
@@ -464,6 +480,7 @@ def _request(draft: _Draft) -> Request:
         has_imatrix=draft.importance is not None and draft.importance.n_entries > 0,
         fallback=options.fallback,
         repack=Repack(options.repack, options.repack_pattern) if options.repack or options.unrepack else None,
+        like=draft.like,
         **types,
     )
 
@@ -620,6 +637,7 @@ def _provenance(draft: _Draft, request: Request) -> dict[str, str]:
     apart = (
         "imatrix",
         "feedback",
+        "like",
         "ready_rules",
         "recipe",
         "tensor_type",
@@ -633,7 +651,8 @@ def _provenance(draft: _Draft, request: Request) -> dict[str, str]:
         for f in fields(QuantizeOptions)
         if f.name not in apart and getattr(options, f.name) != getattr(default, f.name)
     ]
-    lines = [draft.preset.name, *given, *(f"{rule.pattern} = {rule.type}" for rule in request.rules)]
+    first = draft.preset.name if options.like is None else f"--like {options.like.name}"
+    lines = [first, *given, *(f"{rule.pattern} = {rule.type}" for rule in request.rules)]
     facts = {
         "version": __version__,
         "recipe": "\n".join(lines),
@@ -653,10 +672,18 @@ def _shown(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
+def title_of(type_text: str, options: QuantizeOptions) -> str:
+    """Return the name of what TYPE stands for; of a file's types, that of its general.file_type."""
+    found = preset_by_name(type_text, options.rules) if options.like is None else read_like(options.like).preset
+    return found.name
+
+
 def output_path(source: str | Path, output: str | Path | None, type_text: str, options: QuantizeOptions) -> Path:
     """Return the output's path; without one, ggml-model-TYPE.gguf beside the source, with the name of a number."""
     if output is not None:
         return end_of_links(output)
+    if options.like is not None:
+        return located(source).with_name(f"ggml-model-{title_of(type_text, options)}.gguf")
     name = type_text.strip().upper()
     if name.isdecimal():
         name = preset_by_name(name, options.rules).name

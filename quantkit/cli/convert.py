@@ -18,6 +18,7 @@ from quantkit.cli.refused import refused_options
 from quantkit.cli.summary import DryRunReport
 from quantkit.cli.table import table
 from quantkit.formats.remote import located
+from quantkit.pipeline.like import LIKE
 from quantkit.pipeline.run import RunOptions, foreseen, refusal
 
 _SOURCE = "The checkpoint"
@@ -142,6 +143,8 @@ def command(
     from quantkit.quantize import QuantizeOptions
 
     folder, output, type_name, positional = _positionals(arguments)
+    if given["like"] is not None:
+        type_name = type_name or LIKE
     if outfile is not None and output is not None:
         raise click.UsageError(f"the output is {output} and --outfile {outfile}: give one of them")
     output = output if outfile is None else outfile

@@ -34,6 +34,7 @@ from quantkit.errors import TypeNotSupported
 from quantkit.formats.remote import located
 from quantkit.helpers import available_cpus, format_size
 from quantkit.kernels.formats import ENCODERS
+from quantkit.pipeline.like import LIKE
 from quantkit.pipeline.plan import Plan, without_existing
 from quantkit.pipeline.presets import RULES
 from quantkit.pipeline.run import RunOptions, foreseen, refusal
@@ -126,6 +127,13 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     ),
     "ffn_gate_inp_type": option(
         "--ffn-gate-inp-type", **_A_TYPE, help="Type of the MoE router, otherwise kept as it is."
+    ),
+    "like": option(
+        "--like",
+        group=_TYPES,
+        type=_FILE,
+        metavar="FILE",
+        help="Instead of TYPE: every tensor gets the type that it has in this quantized GGUF file.",
     ),
     "recipe": option(
         "-r", "--recipe", group=_TYPES, type=_FILE, multiple=True, help="File of rules `regex = type`, one per line."
@@ -281,13 +289,17 @@ def command(
     BF16_R16 runs on CPUs with AVX512-BF16 only.) I2_S, of Microsoft's BitNet, becomes IQ2_BN by --unrepack,
     with the same values.
 
+    --like FILE takes the types and the file type of an existing file, whoever made it, tensor by tensor: to make it
+    again with --feedback, or from another checkpoint. Options and rules for types still come first. Experts may be
+    merged in one and apart in the other.
+
     Quantized to an interleaved type, tensors get ik_llama.cpp's bytes; --encoder mainline gives those of llama.cpp's
     encoder, interleaved.
     """
     from quantkit.quantize import QuantizeOptions, plan_quantize
 
-    repack = "REPACK" if given["repack"] else "UNREPACK" if given["unrepack"] else None
-    source, output, type_name, positional = _positionals(_with_a_type(arguments, repack) if repack else arguments)
+    instead = "REPACK" if given["repack"] else "UNREPACK" if given["unrepack"] else LIKE if given["like"] else None
+    source, output, type_name, positional = _positionals(_with_a_type(arguments, instead) if instead else arguments)
     if partial_requant and overwrite:
         raise click.UsageError("--partial-requant keeps what is there, --overwrite replaces it: give one of them")
     if max_buffer_size and on_command_line("max_ram"):
@@ -359,7 +371,7 @@ def _positionals(arguments: tuple[str, ...]) -> tuple[str, str | None, str, int 
 
 
 def _with_a_type(arguments: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """Return arguments with a TYPE, which --repack and --unrepack need only as a ``name`` if there is no OUT."""
+    """Return arguments with a TYPE, which --repack and --unrepack need only as a ``name``, and --like not at all."""
     if len(arguments) == 1 or (len(arguments) == 2 and not is_type(arguments[1])):
         return (*arguments, name)
     return arguments
@@ -372,7 +384,7 @@ def is_count(text: str) -> bool:
 def is_type(text: str) -> bool:
     from quantkit.pipeline.presets import preset_by_name
 
-    if text in ("REPACK", "UNREPACK"):
+    if text in ("REPACK", "UNREPACK", LIKE):
         return True
     try:
         preset_by_name(text)

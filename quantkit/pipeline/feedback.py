@@ -129,7 +129,7 @@ class Feedback:
                   "more text"] * bool(few)  # fmt: skip
         lines += [f"without feedback: {_names(names)}: levels of {of} are not chosen one by one in this version"
                   for of, names in self._other.items()]  # fmt: skip
-        lines += [f"without feedback: {_names(self._missing)}: no covariance"] * bool(self._missing)
+        lines += [f"without feedback: {_names(names)}: no covariance" for names in [self._missing] if names]
         return lines
 
 
