@@ -36,7 +36,7 @@ from quantkit.pipeline.choose import (
 )
 from quantkit.pipeline.experts import merge_layer, split_layer
 from quantkit.pipeline.facts import EXTRA_OUTPUT
-from quantkit.pipeline.feedback import Feedback
+from quantkit.pipeline.feedback import Feedback, feedback_fields
 from quantkit.pipeline.importance import Found, Importance, check_importance
 from quantkit.pipeline.like import LIKE, Like, read_like
 from quantkit.pipeline.metadata import (
@@ -46,6 +46,7 @@ from quantkit.pipeline.metadata import (
     prune_metadata,
     prune_names,
     set_calibration,
+    set_feedback,
     set_provenance,
     set_quantization,
 )
@@ -67,7 +68,7 @@ from quantkit.pipeline.repack import Repack, bf16_r16_notes
 from quantkit.pipeline.requantize import requantize_notes
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, run_plan
 from quantkit.pipeline.source import Source
-from quantkit.pipeline.work import whole
+from quantkit.pipeline.work import fed, whole
 from quantkit.types import TensorType, type_by_name
 from quantkit.version import __version__
 
@@ -175,6 +176,13 @@ class _Draft:
     def adds_output(self) -> bool:
         """True if there is a second output that the source does not have."""
         return EXTRA_OUTPUT not in self.source.tensors and any(t.name == EXTRA_OUTPUT for t in self.taken.tensors)
+
+    def original_names(self) -> dict[str, str]:
+        """Return whose inputs tensors of the output have: names there, and names in the source."""
+        original = {new: old for old, new in self.renamed.items()}
+        if self.adds_output:  # which has the inputs of the output
+            original[EXTRA_OUTPUT] = next(n for n in ("output.weight", "token_embd.weight") if n in self.renamed)
+        return original
 
     @cached_property
     def as_ik(self) -> bool:
@@ -287,7 +295,7 @@ def plan_from(
         draft.notes.append("--symmetric-q40 changes nothing: no tensor is encoded as Q4_0")
     files = (*options.recipe, *options.tensor_type_file, options.imatrix, options.feedback, options.like, *reads)
     seen = draft.feedback.covariances.identity if draft.feedback else ""
-    return plan_output(
+    plan = plan_output(
         source,
         output,
         _metadata(draft, request).fields(),
@@ -300,6 +308,7 @@ def plan_from(
         reads=[located(p) for p in files if p is not None],
         identity=f"{__version__} {draft.fingerprint} {draft.imatrix.sha256 if draft.imatrix else None}{seen}{identity}",
     )
+    return plan if draft.feedback is None else replace(plan, without_feedback=tuple(draft.feedback.without.items()))
 
 
 def _preset(type: str, options: QuantizeOptions) -> Preset:  # noqa: A002
@@ -364,11 +373,11 @@ def _load_importance(draft: _Draft) -> None:
     draft.imatrix = read_imatrix(options.imatrix)
     warning = held_out_used(draft.imatrix.path, draft.imatrix.extra)
     draft.notes += [] if warning is None else [warning]
-    original = {new: old for old, new in draft.renamed.items()}
-    if draft.adds_output:  # which has the inputs of the output
-        original[EXTRA_OUTPUT] = next(n for n in ("output.weight", "token_embd.weight") if n in draft.renamed)
     draft.importance = Importance(
-        draft.imatrix, include=options.include_weights, exclude=options.exclude_weights, original_names=original
+        draft.imatrix,
+        include=options.include_weights,
+        exclude=options.exclude_weights,
+        original_names=draft.original_names(),
     )
 
 
@@ -544,13 +553,13 @@ def _with_feedback(draft: _Draft, chosen: Sequence[Chosen]) -> list[Chosen]:
     if draft.options.feedback is None:
         return list(chosen)
     draft.feedback = Feedback(draft.options.feedback)
-    original = {new: old for old, new in draft.renamed.items()}
+    original = draft.original_names()
     made = []
     for c in chosen:
         inputs = None
         if c.encoder:
             inputs = draft.feedback.lookup(c.name, original.get(c.name, c.name), c.shape, c.type)
-        made.append(replace(c, parts=tuple(replace(part, inputs=inputs) for part in c.parts)))
+        made.append(replace(c, parts=tuple(part if inputs is None else fed(part, inputs) for part in c.parts)))
     draft.notes += draft.feedback.notes()
     return made
 
@@ -601,6 +610,7 @@ def _metadata(draft: _Draft, request: Request) -> Metadata:
     if not options.no_provenance:
         set_calibration(metadata, None if options.hide_imatrix else draft.imatrix)
         set_provenance(metadata, _provenance(draft, request))
+        set_feedback(metadata, () if draft.feedback is None else feedback_fields(draft.feedback))
     return metadata
 
 
@@ -659,8 +669,6 @@ def _provenance(draft: _Draft, request: Request) -> dict[str, str]:
         "source.name": draft.source.paths[0].name,
         "source.fingerprint": draft.fingerprint,
     }
-    if draft.feedback is not None:
-        facts["feedback.covariance"] = draft.feedback.covariances.identity
     if draft.imatrix is not None and not options.hide_imatrix:
         facts["imatrix.sha256"] = draft.imatrix.sha256
     return facts

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from quantkit.cli.complete import IMATRIX_FILE, targets, types
+from quantkit.cli.feedback_report import check_feedback_plot, write_feedback_plot
 from quantkit.cli.ignored import Ignored
 from quantkit.cli.options import (
     SIZE,
@@ -34,6 +35,7 @@ from quantkit.errors import TypeNotSupported
 from quantkit.formats.remote import located
 from quantkit.helpers import available_cpus, format_size
 from quantkit.kernels.formats import ENCODERS
+from quantkit.pipeline.feedback_report import feedback_report
 from quantkit.pipeline.like import LIKE
 from quantkit.pipeline.plan import Plan, without_existing
 from quantkit.pipeline.presets import RULES
@@ -235,6 +237,13 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "measure_error": option(
         "--measure-error", group=_RUN, is_flag=True, help="Decode the result and report the error by tensor class."
     ),
+    "plot": option(
+        "--plot",
+        group=_OUT,
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Draw what --feedback did, by class and layer: .svg, .png or .pdf.",
+    ),
     "dry_run": option("--dry-run", group=_OUT, is_flag=True, help="Only print the plan: every type with its reason."),
     "json": option("--json", "as_json", group=_OUT, is_flag=True, help="Print the summary as JSON."),
 }
@@ -261,6 +270,7 @@ def command(
     resume: bool,
     overwrite: bool,
     measure_error: bool,
+    plot: Path | None,
     dry_run: bool,
     as_json: bool,
     prune_layers: str | None,
@@ -306,6 +316,7 @@ def command(
         raise click.UsageError("--max-buffer-size is --max-ram in MiB: give one of them")
     if threads and positional and threads != positional:
         raise click.UsageError(f"THREADS is {positional} and --threads {threads}: give one of them")
+    check_feedback_plot(plot, given["feedback"])
     kept = cached(cache, cache_size)
     names = {f.name for f in fields(QuantizeOptions)}
     options = QuantizeOptions(
@@ -327,11 +338,11 @@ def command(
     if max_buffer_size is not None:
         max_ram = _buffer_ram(plan, threads or positional, max_buffer_size)
     how: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite, "ray": ray, **kept}
-    run_shown(plan, max_ram, {**how, "measure_error": measure_error}, as_json=as_json)
+    run_shown(plan, max_ram, {**how, "measure_error": measure_error}, as_json=as_json, plot=plot)
 
 
-def run_shown(plan: Plan, max_ram: int, how: RunOptions, *, as_json: bool) -> None:
-    """Carry out a plan with progress, and print how it went."""
+def run_shown(plan: Plan, max_ram: int, how: RunOptions, *, as_json: bool, plot: Path | None = None) -> None:
+    """Carry out a plan with progress, print how it went, and ``plot`` what feedback did."""
     from quantkit.quantize import run_quantize
 
     run = RunReport(plan, quiet=as_json)
@@ -340,6 +351,8 @@ def run_shown(plan: Plan, max_ram: int, how: RunOptions, *, as_json: bool) -> No
         result = run_quantize(plan, max_ram=max_ram, **given)
     echo_notes(result.run.cache.notes if result.run.cache is not None else ())
     click.echo(json.dumps(run.as_dict(result), indent=2) if as_json else run.text(result))
+    if plot is not None:
+        write_feedback_plot(feedback_report(plan, result.run.losses), plan.shards[0].path.name, plot)
 
 
 def _buffer_ram(plan: Plan, threads: int | None, mib: int) -> int:

@@ -78,6 +78,8 @@ class Plan:
     reads: tuple[Path, ...] = ()
     #: Whose rules chose the types, "mainline" or "ik"; "" if nothing was chosen.
     rules: str = ""
+    #: Tensors that are encoded without feedback where others have it, and why.
+    without_feedback: tuple[tuple[str, str], ...] = ()
 
     @property
     def nbytes(self) -> int:
