@@ -13,12 +13,14 @@ from typing import Any
 import click
 from tqdm import tqdm
 
+from quantkit.cli.feedback_report import feedback_lines
 from quantkit.cli.options import echo_notes
 from quantkit.cli.table import folded, table
 from quantkit.errors import QuantkitError
 from quantkit.formats.outputs import part_path
 from quantkit.helpers import format_count, format_seconds, format_size, printable, tensor_class
 from quantkit.pipeline.cache.use import CacheUse
+from quantkit.pipeline.feedback_report import feedback_report
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.run import RunResult
 from quantkit.pipeline.runtimes import Runtime, runtimes
@@ -62,13 +64,6 @@ class _Group:
         return plain, math.sqrt(
             self.sums.weighted_error / self.sums.weighted_square
         ) if self.sums.weighted_square else plain
-
-    @property
-    def loss(self) -> float | None:
-        """The loss that feedback leaves, of that of the reference's bytes; None without feedback."""
-        if self.sums is None or self.sums.loss_before <= 0:
-            return None
-        return self.sums.loss_after / self.sums.loss_before
 
 
 def _groups(plan: Plan, sums: dict[str, ErrorSums]) -> list[_Group]:
@@ -259,23 +254,21 @@ class RunReport:
         groups = _groups(self.plan, result.run.sums)
         measured = any(g.errors() for g in groups)
         weighted = measured and any(t.found is not None for t in self.plan.tensors)
-        fed = any(g.loss is not None for g in groups)
-        header = ["class", "type", "tensors", "weights", "size", "bpw", "rel. error", "weighted", "loss"]
+        header = ["class", "type", "tensors", "weights", "size", "bpw", "rel. error", "weighted"]
         rows = []
         for g in groups:
             size, bpw, errors = format_size(g.nbytes), f"{g.bpw:.2f}", g.errors()
             shown = [f"{100 * v:.3f} %" for v in errors] if errors else ["copied" if measured and g.copied else "", ""]
             rows.append([g.name, g.type, g.tensors, format_count(g.values), size, bpw, shown[0], shown[1] * weighted])
-            rows[-1].append("" if g.loss is None else f"x {g.loss:.3f}")
         seconds = result.run.seconds
         rate = self.plan.n_values / max(seconds, 1e-9)
         return "\n".join(
             [
                 table(header, rows, left=2),
+                *feedback_lines(feedback_report(self.plan, result.run.losses)),
                 "",
                 _totals(self.plan) + _total_error(groups),
                 f"{format_seconds(seconds)} on {result.threads} threads: {format_count(rate)} weights per second",
-                *["loss: in the covariance's metric, of what the same types have without feedback"] * fed,
                 *cache_lines(result.run.cache),
                 *nodes_line(result.run),
                 *_runtime_lines(self.plan),
@@ -298,16 +291,12 @@ class RunReport:
                     "bits_per_weight": g.bpw,
                     "relative_error": errors[0] if errors else None,
                     "weighted_relative_error": errors[1] if errors else None,
-                    "feedback_loss": g.loss,
                 }
             )
-        fed = {name: s for name, s in result.run.sums.items() if s.loss_before > 0}
+        fed = feedback_report(self.plan, result.run.losses)
         return {
             **DryRunReport(self.plan).as_dict(),
-            "feedback": [
-                {"name": name, "loss_before": s.loss_before, "loss_after": s.loss_after, "rows": int(s.rows_fed)}
-                for name, s in fed.items()
-            ],
+            **({} if fed is None else {"feedback": fed.as_dict()}),
             "classes": classes,
             "seconds": result.run.seconds,
             "threads": result.threads,

@@ -101,7 +101,9 @@ def stages(graph: Graph, at: Sequence[int], seen: Sequence[Collection[Value]] = 
     writes = {op.cache: op for op in graph.ops if isinstance(op, ops.CacheWrite)}
     parts = [_whole(graph.ops[begin:end], source, writes) for begin, end in bounds]
     made = [{v for op in part for v in op.outputs()} for part in parts]
-    takes = [_distinct(v for op in part for v in op.inputs() if v not in own) for part, own in zip(parts, made, strict=True)]
+    takes = [
+        _distinct(v for op in part for v in op.inputs() if v not in own) for part, own in zip(parts, made, strict=True)
+    ]
     found: list[Stage] = []
     for k, part in enumerate(parts):
         later = {v for each in takes[k + 1 :] for v in each} | {v for each in seen[k:] for v in each}
@@ -154,7 +156,7 @@ class Routed:
 
 
 def as_routed_by(graph: Graph, found: Sequence[Input]) -> Routed:
-    """Return a graph that also makes the inputs ``found``, as far as they depend on routing, by given ids and weights."""
+    """Return a graph that also makes the inputs ``found`` by given ids and weights, where they depend on routing."""
     routes = {op.ids: op for op in graph.ops if isinstance(op, ops.Route)}
     place = {value: i for i, op in enumerate(graph.ops) for value in op.outputs()}
     given: dict[Value, Value] = {}
@@ -192,5 +194,3 @@ def as_routed_by(graph: Graph, found: Sequence[Input]) -> Routed:
     at.append(len(listed))
     made = replace(graph, ops=tuple(listed), given=(*graph.given, *given.values()))
     return Routed(made, given, seen, at)
-
-

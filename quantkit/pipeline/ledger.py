@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from quantkit.helpers import crc32_combine
 from quantkit.pipeline.cache.use import RunCache
-from quantkit.pipeline.journal import Journal
+from quantkit.pipeline.journal import Journal, JournalEntry
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.target import Kept
 from quantkit.pipeline.work import NO_CRC, ErrorSums, Job, JobResult, PlannedTensor, cut_jobs
@@ -56,14 +56,19 @@ class _Tally:
     missing: int
     results: dict[int, tuple[Job, JobResult]] = field(default_factory=dict)
 
-    def total(self) -> tuple[int, ErrorSums]:
-        """Return the CRC-32 of the tensor (NO_CRC of a copy) and its error sums, added in the order of the bytes."""
-        crc, sums = 0, ErrorSums()
+    def entry(self) -> JournalEntry:
+        """Return what the journal has of a tensor: sums are added in the order of the bytes."""
+        crc, sums, losses = 0, ErrorSums(), dict[tuple[int, int], ErrorSums]()
         for offset in sorted(self.results):
             job, result = self.results[offset]
-            sums = sums + result.sums
+            for piece in result.sums:
+                sums = sums + piece
+                if piece.loss_before:
+                    at = job.part, job.matrix
+                    losses[at] = losses.get(at, ErrorSums()) + piece
             crc = NO_CRC if result.crc == NO_CRC else crc32_combine(crc, result.crc, job.target_bytes)
-        return crc, sums
+        by_matrix = [[*at, s.loss_before, s.loss_after, s.rows_fed] for at, s in sorted(losses.items())]
+        return JournalEntry(crc, list(sums), by_matrix)
 
 
 class Work(Protocol):
@@ -185,8 +190,7 @@ class Ledger:
                     for tensor, tally in tensors:
                         self.cache.keep(tensor, tally.results.values(), self.target.file(tensor.shard))
                 if tensors:
-                    totals = {tensor.name: tally.total() for tensor, tally in tensors}
-                    self.journal.add({name: (crc, list(sums)) for name, (crc, sums) in totals.items()})
+                    self.journal.add({tensor.name: tally.entry() for tensor, tally in tensors})
             except BaseException as e:  # raised when the run has ended
                 self.fail(e)
                 return

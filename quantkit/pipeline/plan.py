@@ -85,6 +85,8 @@ class Plan:
     rules: str = ""
     #: Makes of threads what runs the jobs, where these depend on each other; None: anything may run them.
     executor: Callable[[Threads], Executor] | None = None
+    #: Tensors that are encoded without feedback where others have it, and why.
+    without_feedback: tuple[tuple[str, str], ...] = ()
 
     @property
     def nbytes(self) -> int:

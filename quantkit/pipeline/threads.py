@@ -21,7 +21,10 @@ class Threads:
         self.nodes: tuple[NodeShare, ...] = ()
 
     def run(self, ledger: Work, *, measure: bool) -> None:
-        """Compile, then run all jobs of a ledger, or of a part of one; on return all threads have ended, and failures are in the ledger."""
+        """Compile, then run all jobs of a ledger, or of a part of one.
+
+        On return all threads have ended, and failures are in the ledger.
+        """
         compile_together(kernel_calls(ledger.to_encode(), measure))
         jobs, lock = ledger.jobs(), threading.Lock()
         metrics = metrics_for(ledger.plan.tensors, ledger.max_ram, self.count)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from quantkit.errors import FormatError, ResourceError
 from quantkit.evaluate.passes import bos_of
+from quantkit.formats.gguf import ValueType
 from quantkit.formats.remote import URL
 from quantkit.imatrix.collect import ImatrixOptions, chunks_of
 from quantkit.model.engine import load
@@ -18,7 +19,7 @@ from quantkit.model.observers import every_token, inputs
 from quantkit.model.ops import Embed
 from quantkit.pipeline.threads import Threads
 from quantkit.sequential.executor import Sequential
-from quantkit.sequential.inputs import StageInputs
+from quantkit.sequential.inputs import RESIDUAL, TARGET_DAMPING, StageInputs
 from quantkit.sequential.streams import Tokens
 
 #: Tokens that go through a stage at once.
@@ -48,7 +49,7 @@ class Foreseen:
     Raises ResourceError for a model that is not on this machine, and what reading texts raises.
     """
 
-    has_importance = True
+    corrects = True
 
     def __init__(self, model: Path, calibration: Calibration) -> None:
         if isinstance(model, URL):
@@ -64,7 +65,7 @@ class Foreseen:
         if bos is not None:
             windows[:, 0] = bos
         self.tokens = Tokens(windows, max(1, _BATCH // calibration.n_ctx))
-        self.name = " and ".join(str(f) for f in calibration.files)
+        self.name, self._files = " and ".join(str(f) for f in calibration.files), calibration.files
         self.entries: dict[str, str] = {}
         for item in found:  # embeddings come before any input does, also where they are the output matrix
             for name in item.names:
@@ -89,6 +90,17 @@ class Foreseen:
                 f"{shape[0]}: such a tensor cannot be calibrated"
             )
         return self._inputs.setdefault(entry, StageInputs(entry, n, matrices))
+
+    def fields(self) -> dict[str, tuple[str | int | float, ValueType]]:
+        """Return what a file that is made with it says of it."""
+        return {
+            "calibrate.names": (", ".join(f.name for f in self._files), ValueType.STRING),
+            "calibrate.fingerprint": (self.identity, ValueType.STRING),
+            "calibrate.chunk": (self.tokens.windows.shape[1], ValueType.UINT32),
+            "tokens": (self.tokens.count, ValueType.UINT64),
+            "damping.target": (TARGET_DAMPING, ValueType.FLOAT32),
+            "residual": (RESIDUAL, ValueType.FLOAT32),
+        }
 
     def executor(self, threads: Threads) -> Sequential:
         """Return what runs the jobs of a plan."""

@@ -41,7 +41,7 @@ class Sequential:
     def run(self, ledger: Ledger, *, measure: bool) -> None:
         """Run all jobs of a ledger, in the order of the model's operations."""
         plan = ledger.plan
-        calibrated = [t for t in plan.tensors if any(p.inputs is not None for p in t.parts)]
+        calibrated = [t for t in plan.tensors if _entries(t)]
         self.threads.run(ledger.part({t.name for t in plan.tensors} - {t.name for t in calibrated}), measure=measure)
         if ledger.stop.is_set() or all(t.name in ledger.journal.done for t in calibrated):
             return
@@ -98,7 +98,7 @@ def _tell(ledger: Ledger, stage: int, stages: int, tokens: int) -> None:
 
 
 def _entries(tensor: PlannedTensor) -> set[str]:
-    return {part.inputs.entry for part in tensor.parts if part.inputs is not None}
+    return {part.inputs.entry for part in tensor.parts if isinstance(part.inputs, StageInputs)}
 
 
 def _order(plan: Plan, job: Job) -> tuple[str, int, int, int]:

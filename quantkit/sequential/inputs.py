@@ -21,8 +21,9 @@ F64 = npt.NDArray[np.float64]
 
 #: Tokens whose rows are read at a time: where sums in float32 end, so that bytes depend on it.
 _TOKENS = 4096
-#: What is added to the diagonal, in means of it, where targets are corrected.
-_DAMPING = 0.05
+#: What is added to the diagonal, in means of it, where targets are corrected; the share of what is wrong with the
+#: residual stream that a product added to it is to make up for.
+TARGET_DAMPING, RESIDUAL = 0.05, 0.5
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class StageInputs:
     entry: str
     n: int
     matrices: int
+    is_alike = False
     #: Tokens of each matrix, when the stage has run.
     tokens: tuple[int, ...] | None = None
     _ready: _Ready | None = field(default=None, repr=False)
@@ -78,7 +80,7 @@ class StageInputs:
         damping, sums = self.damping(matrix), self._sums(matrix, threads)
         assert damping is not None
         try:
-            correction = times_inverse(sums.cross, sums.square, _DAMPING, threads)
+            correction = times_inverse(sums.cross, sums.square, TARGET_DAMPING, threads)
             found = metric(sums.square, damping, threads)
         except np.linalg.LinAlgError as e:
             raise FormatError(
@@ -96,12 +98,14 @@ class StageInputs:
             self._importance[matrix] = (total / self.tokens[matrix]).astype(np.float32)
         return self._importance.get(matrix)
 
+    def digest(self) -> str | None:
+        return None
+
     def _sums(self, matrix: int, threads: int) -> Products:
         assert self._ready is not None
-        added = self._ready.seen.added_to
-        sums = Products(self.n, self.n + (added[0][0].width if added else 0), threads)
+        sums = Products(self.n, self.n + _width(self._ready.seen), threads)
         for x, plain, rest in self._rows(matrix):
-            sums.add(x, np.concatenate([plain - x, rest], axis=1) if added else plain - x)
+            sums.add(x, np.concatenate([plain - x, rest], axis=1))
         sums.finish()
         if not np.isfinite(sums.square).all() or not np.isfinite(sums.cross).all():
             raise FormatError(f"the inputs of {self.entry} are not finite: leave out what text makes them so")
@@ -134,11 +138,15 @@ class StageInputs:
             yield rows[0], rows[1], rest
 
     def _rest(self, tokens: npt.NDArray[np.int64]) -> F32:
+        """Return what products of some tokens are to make up for, float32 [tokens, rows of the matrix], perhaps 0."""
         r = self._ready
         assert r is not None
-        total = np.zeros((len(tokens), r.seen.added_to[0][0].width if r.seen.added_to else 0), np.float32)
-        for x, plain, factor in r.seen.added_to:
-            total += (r.spill.all(plain, r.tokens)[tokens] - r.spill.all(x, r.tokens)[tokens]) * np.float32(RESIDUAL / factor)
+        total = np.zeros((len(tokens), _width(r.seen)), np.float32)
+        for place, plain, factor in r.seen.added_to:
+            wrong = r.spill.all(plain, r.tokens)[tokens] - r.spill.all(place, r.tokens)[tokens]
+            total += wrong * np.float32(RESIDUAL / factor)
         return total
 
-RESIDUAL = 1.0
+
+def _width(seen: Seen) -> int:
+    return seen.added_to[0][0].width if seen.added_to else 0

@@ -108,7 +108,9 @@ class Streams:
         # What the plain stream is given of the other must be there when a stage runs.
         given = {new: by_name[own.name] for own, new in routed.given.items()}
         needed = [[given[v] for v in stage.graph.given if v in given] for stage in plain]
-        seen = [[*(v for o in cut for v in o.values()), *need] for cut, need in zip(self._observed, needed, strict=True)]
+        seen = [
+            [*(v for o in cut for v in o.values()), *need] for cut, need in zip(self._observed, needed, strict=True)
+        ]
         self._quantized = _Stream("quantized", made, stages(graph, [cut.at for cut in others], seen), self._spill)
         self._plain = _Stream("plain", self._source, plain, self._spill, given)
 
@@ -191,7 +193,8 @@ class _Stream:
             if value not in self._given:
                 values[value] = self.read(value, batch, token)
                 continue
-            assert made is not None and other is not None
+            assert made is not None
+            assert other is not None
             own = self._given[value]
             values[value] = made[own] if own in made else other.read(own, batch, token)
         programs.clear()

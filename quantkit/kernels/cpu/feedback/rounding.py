@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.kernels.cpu.feedback.factor import cholesky
+from quantkit.kernels.cpu.feedback.products import corrected
 from quantkit.kernels.cpu.feedback.scales import fit_factors, fit_super_scales
 from quantkit.kernels.cpu.feedback.sweeps import codebook, descend, dot_columns, feed, gradient
 from quantkit.kernels.cpu.feedback.tiles import ROWS, pack_columns
@@ -94,18 +95,32 @@ def round_rows(
         encode: fills the rows of the second argument with the reference's bytes of the first.
         by: the metric.
         how: what is done.
-        target: what the values shall come near to, if that is not x.
+        target: what the values shall come near to, if that is not x. Its loss counts, also that of the reference's
+            bytes of x.
     """
-    target = x if target is None else target
     made = np.zeros((len(x), t.row_bytes(x.shape[1])), np.uint8)
     encode(x, made)
+    start = made
+    if target is not None:  # scales that fit it are a better beginning
+        start = np.zeros_like(made)
+        encode(target, start)
+    else:
+        target = x
     before, after = np.empty(len(x)), np.empty(len(x))
     for first in range(0, len(x), ROWS):
         rows = slice(first, min(first + ROWS, len(x)))
         tile = _Tile(levels_of(t), target[rows], made[rows], by)
-        before[rows], after[rows] = tile.improve(how)
+        before[rows], after[rows] = tile.improve(how, start[rows])
         made[rows] = tile.best
     return Rounded(made, before, after)
+
+
+def target_of(x: F32, by: Metric, row: int = 0) -> F32 | None:
+    """Return what rows x, from ``row`` of their matrix on, are to come near to by a metric; None: to themselves."""
+    if by.correction is None:
+        return None
+    target = corrected(x, by.correction)
+    return target if by.offset is None else target + by.offset[row : row + len(x)]
 
 
 class _Tile:
@@ -114,17 +129,17 @@ class _Tile:
     def __init__(self, of: Levels, x: F32, rows: U8, by: Metric) -> None:
         self.of, self.by, self.count, n = of, by, len(x), by.n
         fill = np.minimum(np.arange(ROWS), len(x) - 1)
-        self.best = rows.copy()
-        self.integers = read_integers(of.type, rows[fill])
+        self.best, self._fill = rows.copy(), fill
         self.sub = np.arange(n, dtype=np.int32) // np.int32(of.span)
         self.x = np.ascontiguousarray(x[fill].T)
         self.levels, self.v, self.g, self.scratch, self.c = (np.empty((n, ROWS), np.float32) for _ in range(5))
         self.book = codebook(of.codebook)
 
-    def improve(self, how: Rounding) -> tuple[F64, F64]:
-        """Return the losses of the reference's bytes, and of the best."""
+    def improve(self, how: Rounding, start: U8) -> tuple[F64, F64]:
+        """Return the losses of the reference's bytes, and of the best; the search begins with the bytes ``start``."""
         before = self._loss(self.best)
         best = before.copy()
+        self.integers = read_integers(self.of.type, start[self._fill])
         for _ in range(how.rounds):
             self._feed()
             self._descend(how.sweeps)
@@ -135,8 +150,7 @@ class _Tile:
         return before[: self.count], best[: self.count]
 
     def _loss(self, rows: U8) -> F64:
-        fill = np.minimum(np.arange(ROWS), self.count - 1)
-        v = np.ascontiguousarray(decoded(self.of.type, read_integers(self.of.type, rows[fill])).T)
+        v = np.ascontiguousarray(decoded(self.of.type, read_integers(self.of.type, rows[self._fill])).T)
         gradient(self.x, v, self.by.h, self.c, self.scratch)
         return dot_columns(self.c, self.scratch)
 
