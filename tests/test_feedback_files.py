@@ -21,6 +21,7 @@ from quantkit.formats.gguf import Field, ValueType, open_gguf, write_gguf
 from quantkit.imatrix import ImatrixOptions
 from quantkit.imatrix.covariance import covariance
 from quantkit.pipeline import feedback, work
+from quantkit.pipeline.cache import keys
 from quantkit.pipeline.feedback_report import FeedbackReport, feedback_report
 from quantkit.pipeline.journal import Journal
 from quantkit.quantize import QuantizeOptions, QuantizeResult, plan_quantize, quantize
@@ -173,7 +174,11 @@ def test_the_file_says_how_it_was_made(moe: Path, cov: Path, tmp_path: Path) -> 
 def test_a_cache_knows_what_decides_the_bytes(
     moe: Path, cov: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The covariance of the entry, whatever the file's name; the damping; and whether there is feedback."""
+    """The covariance of the entry, whatever the file's name; the damping; whether there is feedback, and its code."""
+    reached = {path.name for path in keys._reached("quantkit.kernels.cpu.feedback.rounding")}
+    assert reached >= {"rounding.py", "sweeps.py", "tiles.py", "levels.py"}
+    f16, q4_0 = BY_NAME["F16"], BY_NAME["Q4_0"]
+    assert keys.encoder_digest(f16, q4_0, True) != keys.encoder_digest(f16, q4_0, False)
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
 
     def taken(cov: Path | None) -> tuple[int, int]:
@@ -189,7 +194,7 @@ def test_a_cache_knows_what_decides_the_bytes(
     assert taken(copy) == (11, 0)
     assert taken(other) == (10, 1)  # attn_q has the first that is drawn, as before
     monkeypatch.setattr(feedback, "DAMPING", 0.03)
-    assert taken(cov)[1] == 5  # of embeddings nothing is damped
+    assert taken(cov)[1] == 6  # of embeddings nothing is damped
     monkeypatch.undo()
     assert taken(cov) == (11, 0)
 
