@@ -10,7 +10,8 @@ made of the inputs that earlier stages give.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from quantkit.model import ops
@@ -65,16 +66,23 @@ def _needs(op: Op, item: Input, weights: Set[str]) -> bool:
     return chosen or any(m.tensor.name in weights and m.tensor.name in item.names for m in op.matrices())
 
 
-def added_to(graph: Graph, cut: Cut, item: Input) -> list[tuple[Value, float]]:
-    """Return what the product of an input is added to and is there at a cut, and by what factor the product is scaled.
+def added_to(graph: Graph, cut: Cut) -> list[list[tuple[Value, float]]]:
+    """Return, for each input of a cut, what its product is added to and is there, and by what factor it is scaled.
 
-    That is the residual stream, and perhaps what other experts gave; nothing where a norm comes between.
+    That is the residual stream, and perhaps what other experts gave; nothing where a norm comes between. Where several
+    products are added to the same, each counts for its share: factors are that many times as large.
     """
     readers: dict[Value, list[Op]] = {}
     for op in graph.ops:
         for value in op.inputs():
             readers.setdefault(value, []).append(op)
     made = {value for op in graph.ops[: cut.at] for value in op.outputs()}
+    found = [_added_to(item, readers, made) for item in cut.inputs]
+    times = Counter(value for each in found for value, _ in each)
+    return [[(value, factor * times[value]) for value, factor in each] for each in found]
+
+
+def _added_to(item: Input, readers: Mapping[Value, list[Op]], made: Set[Value]) -> list[tuple[Value, float]]:
     value, factor = next(iter(item.at.outputs())), 1.0
     found: list[tuple[Value, float]] = []
     while len(readers.get(value, ())) == 1:

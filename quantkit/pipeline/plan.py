@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from quantkit.errors import FormatError, ResourceError, TypeNotSupported
 from quantkit.formats.gguf import (
@@ -31,10 +31,6 @@ from quantkit.pipeline.facts import n_dims
 from quantkit.pipeline.source import Source
 from quantkit.pipeline.work import PlannedTensor, RowSlice
 from quantkit.types import TensorType
-
-if TYPE_CHECKING:
-    from quantkit.pipeline.run import Executor
-    from quantkit.pipeline.threads import Threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +79,8 @@ class Plan:
     reads: tuple[Path, ...] = ()
     #: Whose rules chose the types, "mainline" or "ik"; "" if nothing was chosen.
     rules: str = ""
-    #: Makes of threads what runs the jobs, where these depend on each other; None: anything may run them.
-    executor: Callable[[Threads], Executor] | None = None
+    #: Makes of ``Threads`` an ``Executor``, where jobs depend on each other; None: anything may run them.
+    executor: Callable[[Any], Any] | None = None
     #: Tensors that are encoded without feedback where others have it, and why.
     without_feedback: tuple[tuple[str, str], ...] = ()
 

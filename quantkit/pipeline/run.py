@@ -165,7 +165,8 @@ def _executor(plan: Plan, options: RunOptions) -> Executor:
     address = options.get("ray")
     if address is None:
         threads = Threads(options.get("threads") or available_cpus())
-        return threads if plan.executor is None else plan.executor(threads)
+        made: Executor = threads if plan.executor is None else plan.executor(threads)
+        return made
     if plan.executor is not None:
         raise RecipeError("--calibrate goes through the model layer by layer, on one machine: leave --ray away")
     for path in (*plan.source.paths, *plan.reads, *(shard.path for shard in plan.shards)):

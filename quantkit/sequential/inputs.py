@@ -124,11 +124,11 @@ class StageInputs:
             return
         pairs = r.pairs[matrix]
         used = r.seen.ids.width if r.seen.ids is not None else 1
-        x, plain = (r.spill.all(place, r.tokens) for place in (r.seen.x, r.seen.plain))
         weights = None if r.seen.weights is None else r.spill.all(r.seen.weights, r.tokens).reshape(-1)
         for begin in range(0, len(pairs), _TOKENS):
             some = pairs[begin : begin + _TOKENS]
-            rows = [np.asarray(v[some if r.seen.x.per > 1 else some // used][:, columns]) for v in (x, plain)]
+            at = some if r.seen.x.per > 1 else some // used
+            rows = [r.spill.all(place, r.tokens)[at][:, columns] for place in (r.seen.x, r.seen.plain)]
             if weights is not None:
                 rows = [a * np.asarray(weights[some])[:, None] for a in rows]
             rest = self._rest(some // used)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import zlib
@@ -94,9 +95,11 @@ class Spill:
         return data.view(place.dtype).reshape(count * place.per, place.width)
 
     def all(self, place: Place, tokens: int) -> Rows:
-        """Return all rows, mapped: only what is used is read."""
-        shape = (tokens * place.per, place.width)
-        return np.memmap(self.folder / place.file, place.dtype, "r", shape=shape)
+        """Return all rows, mapped: only what is used is read, and counts as memory of this process."""
+        with open(self.folder / place.file, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), tokens * place.token_bytes, prot=mmap.PROT_READ)
+        mapped.madvise(mmap.MADV_RANDOM)
+        return np.frombuffer(mapped, place.dtype).reshape(tokens * place.per, place.width)
 
     def settle(self, stage: int, files: Collection[str]) -> None:
         """Note that ``files`` hold what stage ``stage`` and those before it left, and remove all others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -85,9 +86,11 @@ class Streams:
         Raises TypeNotSupported if its operations do not have the same inputs in the same order.
         """
         made = self._stack.enter_context(_opened(output, self._threads, self.tokens))
-        graph, by_name = made.whole, {v.name: v for op in made.whole.ops for v in op.outputs()}
+        graph, source = made.whole, self._source.whole
+        named = {name: v for v, name in _names(graph).items()}
+        twins = {v: named[name] for v, name in _names(source).items() if name in named}
         self._observed = [
-            [_Observed(item, graph, by_name, added_to(self._source.whole, cut, item)) for item in cut.inputs]
+            [_Observed(item, graph, twins, a) for item, a in zip(cut.inputs, added_to(source, cut), strict=True)]
             for cut in self._cuts
         ]
         others = cuts(graph, weights)
@@ -96,7 +99,7 @@ class Streams:
                 f"{output}: what is written runs in other steps than its source, so that they cannot go side by side; "
                 "do without --merge-up-gate or --split-up-gate, which can be done afterwards without loss"
             )
-        routed = as_routed_by(self._source.whole, [o.item for cut in self._observed for o in cut])
+        routed = as_routed_by(source, [o.item for cut in self._observed for o in cut])
         for cut in self._observed:
             for each in cut:
                 each.plain = routed.seen.get(each.item.x, each.item.x)
@@ -106,7 +109,7 @@ class Streams:
             [[v for o in cut for v in (o.plain, *(own for own, _, _ in o.added_to))] for cut in self._observed],
         )
         # What the plain stream is given of the other must be there when a stage runs.
-        given = {new: by_name[own.name] for own, new in routed.given.items()}
+        given = {new: twins[own] for own, new in routed.given.items()}
         needed = [[given[v] for v in stage.graph.given if v in given] for stage in plain]
         seen = [
             [*(v for o in cut for v in o.values()), *need] for cut, need in zip(self._observed, needed, strict=True)
@@ -142,12 +145,12 @@ class _Observed:
     """An input as the graph of the output has it: its routing, too, and the value to compare with of the other."""
 
     def __init__(
-        self, item: Input, graph: Graph, by_name: Mapping[str, Value], added_to: Sequence[tuple[Value, float]]
+        self, item: Input, graph: Graph, twins: Mapping[Value, Value], added_to: Sequence[tuple[Value, float]]
     ) -> None:
-        self.added_to = [(value, by_name[value.name], factor) for value, factor in added_to]
+        self.added_to = [(value, twins[value], factor) for value, factor in added_to]
         self.item, self.plain = item, item.x
-        self.x = by_name[item.x.name]
-        self.ids = None if item.ids is None else by_name[item.ids.name]
+        self.x = twins[item.x]
+        self.ids = None if item.ids is None else twins[item.ids]
         routed = next((op.weights for op in graph.ops if isinstance(op, Route) and op.ids is self.ids), None)
         # Inputs that are weighted (Llama 4) already include the weights.
         repeated = any(isinstance(op, Repeat) and op.weights is routed for op in graph.ops)
@@ -203,6 +206,16 @@ class _Stream:
             values[value] = programs.read(value).reshape(len(batch.tokens) * value.per, value.width).copy()
             self._spill.write(self.place(value), token, values[value])
         return values
+
+
+def _names(graph: Graph) -> dict[Value, tuple[str, int]]:
+    """Return the name of each value, and how many before it have the same."""
+    met = Counter[str]()
+    found: dict[Value, tuple[str, int]] = {}
+    for value in (v for op in graph.ops for v in op.outputs()):
+        found[value] = value.name, met[value.name]
+        met[value.name] += 1
+    return found
 
 
 def _opened(path: Path, threads: int, tokens: Tokens) -> Model:
