@@ -53,6 +53,13 @@ _WHAT, _TYPES, _IMATRIX, _META, _RUN, _OUT = (
 #: More layers than any model has; a typing error must not become a list of billions.
 _MAX_LAYERS = 1 << 16
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+#: What --feedback without a file is.
+_NO_FILE = Path()
+
+
+class _Covariances(click.Path):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(value, param, ctx) if value else _NO_FILE
 
 
 _A_TYPE: dict[str, Any] = {"group": _TYPES, "metavar": "TYPE", "shell_complete": types}
@@ -195,9 +202,11 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "feedback": option(
         "--feedback",
         group=_IMATRIX,
-        type=_FILE,
+        type=_Covariances(exists=True, dir_okay=False, path_type=Path),
+        is_flag=False,
+        flag_value="",
         metavar="COV.gguf",
-        help="Feed rounding errors forward, by the covariances of `imatrix --covariance`.",
+        help="Feed rounding errors forward, by covariances of `imatrix --covariance`, or as --calibrate says.",
     ),
     "calibrate": option(
         "--calibrate",
@@ -330,7 +339,11 @@ def command(
         raise click.UsageError("--max-buffer-size is --max-ram in MiB: give one of them")
     if threads and positional and threads != positional:
         raise click.UsageError(f"THREADS is {positional} and --threads {threads}: give one of them")
-    check_feedback_plot(plot, given["feedback"])
+    if given["feedback"] == _NO_FILE:
+        given["feedback"] = None
+        if not given["calibrate"]:
+            raise click.UsageError("--feedback needs a file of covariances, or --calibrate with a text")
+    check_feedback_plot(plot, given["feedback"] or given["calibrate"])
     kept = cached(cache, cache_size)
     names = {f.name for f in fields(QuantizeOptions)}
     options = QuantizeOptions(

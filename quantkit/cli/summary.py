@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -199,6 +200,8 @@ class RunReport:
         self.plan, self.quiet = plan, quiet
         self._bar: tqdm | None = None
         self._count = 0
+        #: When the first stage of a calibration in this run began, and which.
+        self._began: tuple[float, int] | None = None
 
     @contextmanager
     def shown(self, failed: str) -> Iterator[None]:
@@ -244,10 +247,18 @@ class RunReport:
         with tqdm.external_write_mode(file=sys.stderr):
             echo_notes([text])
 
-    def ran(self, stage: int, stages: int, tokens: int) -> None:
-        """Say how far a calibration is."""
+    def ran(self, stage: int, stages: int, tokens: int, total: int) -> None:
+        """Say how far a calibration is: beside the bar, or a line a stage."""
+        at = time.monotonic()
+        self._began = self._began or (at, stage)
+        done = stage - self._began[1] + tokens / total
+        left = (at - self._began[0]) / done * (stages - self._began[1] - done)
+        text = f"stage {stage + 1} of {stages}: {tokens} tokens"
+        text += f", about {format_seconds(left)} left" if left else ""
         if self._bar is not None:
-            self._bar.set_postfix_str(f"stage {stage + 1} of {stages}: {tokens} tokens", refresh=True)
+            self._bar.set_postfix_str(text, refresh=True)
+        elif not self.quiet and tokens == total:
+            click.echo(text, err=True)
 
     def text(self, result: QuantizeResult) -> str:
         """Return the summary: a table of classes, totals, time, files."""

@@ -36,8 +36,8 @@ class Progress(Protocol):
     def said(self, text: str) -> None:
         """Report what the user should know about the nodes of a cluster."""
 
-    def ran(self, stage: int, stages: int, tokens: int) -> None:
-        """Report that so many tokens of a calibration have gone through a stage of the model."""
+    def ran(self, stage: int, stages: int, tokens: int, total: int) -> None:
+        """Report that so many tokens of a calibration, of ``total``, have gone through a stage of the model."""
 
 
 @dataclass(frozen=True)

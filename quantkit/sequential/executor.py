@@ -63,7 +63,7 @@ class Sequential:
         done = spill.begin()
         for stage in range(max(done, 0), len(streams)):
             if stage > done:
-                streams.run(stage, partial(_tell, ledger, stage, len(streams)))
+                streams.run(stage, partial(_tell, ledger, stage, len(streams), self.tokens.count))
             ready = set[str]()
             for seen in streams.seen(stage):
                 if seen.entry in self.inputs:
@@ -92,9 +92,9 @@ def _growing(ledger: Ledger) -> Iterator[Path]:
         yield split_path(Path(folder) / "output", 0, len(shards))
 
 
-def _tell(ledger: Ledger, stage: int, stages: int, tokens: int) -> None:
+def _tell(ledger: Ledger, stage: int, stages: int, total: int, tokens: int) -> None:
     if ledger.observer is not None:
-        ledger.observer.ran(stage, stages, tokens)
+        ledger.observer.ran(stage, stages, tokens, total)
 
 
 def _entries(tensor: PlannedTensor) -> set[str]:
