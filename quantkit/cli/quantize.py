@@ -343,7 +343,7 @@ def command(
         given["feedback"] = None
         if not given["calibrate"]:
             raise click.UsageError("--feedback needs a file of covariances, or --calibrate with a text")
-    check_feedback_plot(plot, given["feedback"] or given["calibrate"])
+    check_feedback_plot(plot, given["feedback"] or given["calibrate"] or None)
     kept = cached(cache, cache_size)
     names = {f.name for f in fields(QuantizeOptions)}
     options = QuantizeOptions(
