@@ -89,7 +89,10 @@ class Inputs(Protocol):
         """Return the metric of a matrix. Raises FormatError if its covariance is not positive definite."""
 
     def importance(self, matrix: int) -> F32 | None:
-        """Return the importance of a matrix's columns, for encoders without an importance matrix; None if unknown."""
+        """Return the importance of the columns of a matrix without feedback, if no importance matrix has it, or None.
+
+        That of one with feedback is in its metric.
+        """
 
     def digest(self) -> str | None:
         """Return the SHA-256 of all that decides what a row becomes, but the row and the code; None if unknown."""

@@ -465,14 +465,17 @@ class Worker:
         encode = encoder(tensor.type, tensor.encoder or None)
         fits = tensor.type.name in all_levels() or not tensor.type.is_quantized
         if part.inputs is None or not fits or part.inputs.damping(job.matrix) is None:
-            encode(x, weights, out, 0, len(x))
+            own = None if part.inputs is None or part.found is not None else part.inputs.importance(job.matrix)
+            encode(x, weights if own is None else own, out, 0, len(x))
             return ErrorSums()
         from quantkit.kernels.cpu.feedback.rounding import Rounding, round_rows, target_of
 
-        def reference(rows: F32, into: U8) -> None:
-            encode(rows.reshape(x.shape), weights, into.reshape(out.shape), 0, len(x))
-
         with self.metrics.held(part.inputs, job.matrix) as metric:
+            counts = weights if part.found is not None or metric.importance is None else metric.importance
+
+            def reference(rows: F32, into: U8) -> None:
+                encode(rows.reshape(x.shape), counts, into.reshape(out.shape), 0, len(x))
+
             rows = x.reshape(-1, part.inputs.n)
             target = target_of(rows, metric, row)
             if not tensor.type.is_quantized:
@@ -533,8 +536,7 @@ class Worker:
         """Return the importance of the job's matrix, float32 [n], or an empty array."""
         row: F32
         if part.found is None:
-            own = None if part.inputs is None else part.inputs.importance(job.matrix)
-            return np.zeros(0, np.float32) if own is None else own
+            return np.zeros(0, np.float32)
         if self._weights[0] != (job.tensor, job.part):
             weights = part.found.weights
             if weights is None:

@@ -72,8 +72,7 @@ class StageInputs:
 
     def damping(self, matrix: int) -> float | None:
         """Return the damping of a matrix; None if its tokens are too few for feedback."""
-        assert self.tokens is not None
-        return damping_of(self.tokens[matrix], self.n)
+        return damping_of(self._count(matrix), self.n)
 
     def made(self, matrix: int, threads: int) -> Metric:
         """Return the metric of a matrix, with the correction of targets."""
@@ -88,15 +87,20 @@ class StageInputs:
                 "another text"
             ) from None
         offset = correction[self.n :].astype(np.float32) if len(correction) > self.n else None
-        return replace(found, correction=pack_columns(correction[: self.n]), offset=offset)
+        importance = (np.diagonal(sums.square) / max(1, self._count(matrix))).astype(np.float32)
+        packed = pack_columns(correction[: self.n])
+        return replace(found, correction=packed, offset=offset, importance=importance)
 
     def importance(self, matrix: int) -> F32 | None:
         """Return the mean square of each column, float32 [n], as an importance matrix has it; None without tokens."""
-        assert self.tokens is not None
-        if matrix not in self._importance and self.tokens[matrix]:
+        if matrix not in self._importance and self._count(matrix):
             total = sum(np.square(x, dtype=np.float64).sum(axis=0) for x, _, _ in self._rows(matrix))
-            self._importance[matrix] = (total / self.tokens[matrix]).astype(np.float32)
+            self._importance[matrix] = (total / self._count(matrix)).astype(np.float32)
         return self._importance.get(matrix)
+
+    def _count(self, matrix: int) -> int:
+        assert self.tokens is not None
+        return self.tokens[matrix]
 
     def digest(self) -> str | None:
         return None

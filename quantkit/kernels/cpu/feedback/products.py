@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from quantkit.kernels.cpu.core.jit import helper, kernel
+from quantkit.kernels.cpu.core.jit import helper, inline, kernel
 from quantkit.kernels.cpu.core.simd import convert, f32x16, f64x8, f64x16, load, muladd, splat, store
 from quantkit.kernels.cpu.feedback.factor import cholesky
 from quantkit.kernels.cpu.feedback.tiles import ROWS, multiply
@@ -43,53 +44,70 @@ class Products:
 
     def add(self, x: F32, z: F32) -> None:
         """Add rows x and z, float32 [rows, n] and [rows, m]."""
-        with ThreadPoolExecutor(self._threads) as pool:
-            for first in range(0, len(x), ROWS_AT_ONCE):
-                rows = slice(first, first + ROWS_AT_ONCE)
-                right, left, other = _strips(x[rows], SECOND), _strips(x[rows], FIRST), _strips(z[rows], FIRST)
+        right, left, other = _packed(x, SECOND), _packed(x, FIRST), _packed(z, FIRST)
 
-                def part(begin: int, right: F32 = right, left: F32 = left, other: F32 = other) -> None:
-                    strips = begin // SECOND, min(begin + SHARE, self.n) // SECOND
-                    _add_products(self.square, left, right, *strips, True)
-                    _add_products(self.cross, other, right, *strips, False)
+        def part(begin: int, end: int) -> None:
+            _add_products(self.square, left, right, begin // SECOND, end // SECOND, True)
+            _add_products(self.cross, other, right, begin // SECOND, end // SECOND, False)
 
-                list(pool.map(part, range(0, self.n, SHARE)))
+        _shared(part, self.n, self._threads)
 
     def finish(self) -> None:
         """Fill in what lies below the diagonal."""
         self.square = np.triu(self.square) + np.triu(self.square, 1).T
 
 
-def _strips(rows: F32, width: int) -> F32:
-    k, n = rows.shape
-    return np.ascontiguousarray(rows.reshape(k, n // width, width).transpose(1, 0, 2))
+def _packed(rows: F32, width: int) -> F32:
+    """Return rows as strips of columns, by runs of ``ROWS_AT_ONCE``, float32 [runs, strips, rows, width]."""
+    runs = -(-len(rows) // ROWS_AT_ONCE)
+    packed = np.zeros((runs, rows.shape[1] // width, ROWS_AT_ONCE, width), np.float32)
+    _pack(np.ascontiguousarray(rows), packed)
+    return packed
+
+
+@kernel
+def _pack(rows: F32, packed: F32) -> None:
+    strips, width = packed.shape[1], packed.shape[3]
+    for k in range(len(rows)):
+        run, at = k // ROWS_AT_ONCE, k % ROWS_AT_ONCE
+        for strip in range(strips):
+            for i in range(width):
+                packed[run, strip, at, i] = rows[k, width * strip + i]
 
 
 @kernel
 def _add_products(c: F64, left: F32, right: F32, begin: int, end: int, upper: bool) -> None:
     """Add left^T right to the columns of strips ``begin`` to ``end`` of c; ``upper``: only above the diagonal."""
-    n, rows = c.shape[1], left.shape[1]
-    for strip in range(begin, end):
-        last = min((strip + 1) * SECOND, n) if upper else len(c)
-        for j in range(0, last, FIRST):
-            zero = splat(f32x16, F(0))
-            a0, a1, b0, b1, c0, c1, d0, d1 = zero, zero, zero, zero, zero, zero, zero, zero
-            at, of = 4 * SECOND * rows * strip, 4 * rows * j
-            for k in range(rows):
-                x0, x1 = load(f32x16, right, at + 4 * SECOND * k), load(f32x16, right, at + 4 * SECOND * k + 64)
-                w = splat(f32x16, load(types.float32, left, of + 16 * k))
-                a0, a1 = muladd(x0, w, a0), muladd(x1, w, a1)
-                w = splat(f32x16, load(types.float32, left, of + 16 * k + 4))
-                b0, b1 = muladd(x0, w, b0), muladd(x1, w, b1)
-                w = splat(f32x16, load(types.float32, left, of + 16 * k + 8))
-                c0, c1 = muladd(x0, w, c0), muladd(x1, w, c1)
-                w = splat(f32x16, load(types.float32, left, of + 16 * k + 12))
-                d0, d1 = muladd(x0, w, d0), muladd(x1, w, d1)
-            to = 8 * (n * j + SECOND * strip)
-            for row, (low, high) in enumerate(((a0, a1), (b0, b1), (c0, c1), (d0, d1))):
-                here = to + 8 * n * row
-                store(c, here, load(f64x16, c, here) + convert(f64x16, low))
-                store(c, here + 128, load(f64x16, c, here + 128) + convert(f64x16, high))
+    n = c.shape[1]
+    for run in range(len(right)):
+        for strip in range(begin, end):
+            last = min((strip + 1) * SECOND, n) if upper else len(c)
+            at = 4 * SECOND * ROWS_AT_ONCE * (run * right.shape[1] + strip)
+            for j in range(0, last, FIRST):
+                of = 4 * FIRST * ROWS_AT_ONCE * (run * left.shape[1] + j // FIRST)
+                _add_tile(c, 8 * (n * j + SECOND * strip), left, of, right, at)
+
+
+@inline
+def _add_tile(c: Any, to: Any, left: Any, of: Any, right: Any, at: Any) -> Any:
+    """Add the products of a run of rows to four rows of c, of a strip's columns."""
+    n = c.shape[1]
+    zero = splat(f32x16, F(0))
+    a0, a1, b0, b1, c0, c1, d0, d1 = zero, zero, zero, zero, zero, zero, zero, zero
+    for k in range(ROWS_AT_ONCE):
+        x0, x1 = load(f32x16, right, at + 4 * SECOND * k), load(f32x16, right, at + 4 * SECOND * k + 64)
+        w = splat(f32x16, load(types.float32, left, of + 16 * k))
+        a0, a1 = muladd(x0, w, a0), muladd(x1, w, a1)
+        w = splat(f32x16, load(types.float32, left, of + 16 * k + 4))
+        b0, b1 = muladd(x0, w, b0), muladd(x1, w, b1)
+        w = splat(f32x16, load(types.float32, left, of + 16 * k + 8))
+        c0, c1 = muladd(x0, w, c0), muladd(x1, w, c1)
+        w = splat(f32x16, load(types.float32, left, of + 16 * k + 12))
+        d0, d1 = muladd(x0, w, d0), muladd(x1, w, d1)
+    for row, (low, high) in enumerate(((a0, a1), (b0, b1), (c0, c1), (d0, d1))):
+        here = to + 8 * n * row
+        store(c, here, load(f64x16, c, here) + convert(f64x16, low))
+        store(c, here + 128, load(f64x16, c, here + 128) + convert(f64x16, high))
 
 
 # ---------------------------------------------------------------- solving
@@ -108,6 +126,11 @@ def times_inverse(cross: F64, covariance: F64, damping: float, threads: int = 1)
 
 
 def _shared(work: Callable[[int, int], None], n: int, threads: int) -> None:
+    """Do some columns at a time of n."""
+    if threads == 1:
+        for first in range(0, n, SHARE):
+            work(first, min(first + SHARE, n))
+        return
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda first: work(first, min(first + SHARE, n)), range(0, n, SHARE)))
 

@@ -36,7 +36,7 @@ class Metric:
     columns: in descending order of their variance, int32 [n]; u, pivots: the factors U, packed, and D of the covariance
     in that order. h: the covariance, packed, columns in their own order; per_diagonal: 1 / H_kk. correction: M, packed,
     of a row x that is to come near to x + x M; None: to itself. offset: what each row is to gain besides, float32
-    [rows, n].
+    [rows, n]. importance: of the columns, float32 [n], for encoders without an importance matrix; None: unknown.
     """
 
     columns: Ints
@@ -46,6 +46,7 @@ class Metric:
     per_diagonal: F32
     correction: F32 | None = None
     offset: F32 | None = None
+    importance: F32 | None = None
 
     @property
     def n(self) -> int:
