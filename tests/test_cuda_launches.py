@@ -209,6 +209,30 @@ LAYERS = {
         "attention attention_combine glu quantize mul_mat row_epilogue up_gate_to mul_mat row_epilogue",
         38,
     ),
+    # Experts of the layer's input beside a dense layer.
+    "arctic-moe": (
+        "select_outputs select_outputs row_epilogue row_epilogue up_gate_to mul_mat mul_mats_route up_gate_id_to "
+        "mul_mat_id row_epilogue",
+        32,
+    ),
+    "baichuan-13b": (ATTENTION.replace("per_head", "cache_write") + UP_GATE, 363),
+    "baichuan-7b": (ATTENTION + UP_GATE, 292),
+    "dbrx-moe": ("clamp clamp clamp per_head attention attention_combine_to mul_mat row_epilogue " + EXPERTS, 32),
+    "deci-dense": (ATTENTION + UP_GATE, 30),
+    "dream-dense": (ATTENTION + UP_GATE, 22),
+    "grok-both": (ATTENTION + SHARED + " row_epilogue mul_mat scale", 28),
+    "grok-moe": (ATTENTION + EXPERTS + " mul_mat", 25),
+    "hunyuan_vl-dense": (ATTENTION + UP_GATE, 22),
+    "jais-dense": (ATTENTION.replace("mul_mats", "mul_mat") + UP_GATE, 21),
+    "llada-dense": (ATTENTION + UP_GATE, 22),
+    "maple-moe": (ATTENTION + EXPERTS, 34),
+    "mpt-dense": ("clamp clamp clamp cache_write attention attention_combine_to mul_mat row_epilogue " + UP, 32),
+    "muse-glimmer-dense": (GATED + UP_GATE + " mul_mat scale", 47),
+    "openelm-dense": (ATTENTION.replace("mul_mats", "mul_mat") + UP_GATE, 31),
+    "plamo-dense": ("select_outputs select_outputs select_outputs quantize up_gate_to mul_mat row_epilogue", 24),
+    "plamo3-dense": (ATTENTION.replace("mul_mats", "mul_mat") + UP, 35),
+    "qwen-dense": (ATTENTION.replace("mul_mats", "mul_mat") + UP_GATE, 22),
+    "refact-dense": (ATTENTION.replace("per_head", "cache_write") + UP_GATE, 21),
 }
 
 
@@ -233,7 +257,7 @@ def test_every_model_of_the_zoo_is_counted() -> None:
 def test_a_token_of_every_architecture(zoo: Zoo, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, total = LAYERS[name]
     names = of_a_token(
-        monkeypatch, zoo(name), n_ctx=512 if name in ("gpt2-dense", "starcoder-dense") else 4096
+        monkeypatch, zoo(name), n_ctx=512 if name in ("gpt2-dense", "mpt-dense", "starcoder-dense") else 4096
     )  # it has no more
     assert without_angles(names)[-len(layer.split()) - 1 : -1] == layer.split()
     assert len(names) == total
