@@ -9,12 +9,13 @@ import pytest
 import test_delta_net
 import test_mamba
 import test_mla
+from hollow import write_layout
 from null_device import launches_of
 
 import quantkit
 from quantkit.formats.gguf import open_gguf
 from quantkit.model.fusion import Fusion
-from zoo import NAMES
+from zoo import NAMES, write_hollow_zoo
 
 Zoo = Callable[[str], Path]
 
@@ -237,12 +238,20 @@ LAYERS = {
 
 
 def of_a_token(monkeypatch: pytest.MonkeyPatch, path: Path, n_tokens: int = 1, n_ctx: int = 4096) -> list[str]:
-    """Return the kernels of a batch, weights Q8_0; the angles of rotary positions, once for all layers, left out."""
-    to = path.with_suffix(".q8.gguf")
-    quantkit.quantize(path, to, "Q8_0")
-    names = launches_of(monkeypatch, to, n_tokens, n_ctx)
-    to.unlink()
-    return names
+    """Return the kernels of a batch, weights Q8_0, all of them zero."""
+    return launches_of(monkeypatch, write_quantized(path, path.with_suffix(".q8.gguf"), "Q8_0"), n_tokens, n_ctx)
+
+
+def write_quantized(path: Path, to: Path, name: str) -> Path:
+    """Write the file that a model is quantized to, but with holes for weights: nobody computes with them."""
+    (shard,) = quantkit.plan_quantize(path, to, name).shards
+    return write_layout(to, shard.layout)
+
+
+@pytest.fixture
+def zoo(tmp_path: Path) -> Zoo:
+    """Models of the zoo without their weights."""
+    return lambda name: write_hollow_zoo(name, tmp_path / f"{name}.gguf")
 
 
 def without_angles(names: list[str]) -> list[str]:
@@ -304,7 +313,7 @@ def test_layers_of_mamba(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_q_k_and_v_may_be_of_two_types(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "q4.gguf"
-    quantkit.quantize(zoo("qwen2-dense"), path, "Q4_K_S")
+    write_quantized(zoo("qwen2-dense"), path, "Q4_K_S")
     with open_gguf(path) as file:
         assert {"Q4_K", "Q5_K"} <= {t.type.name for name, t in file.tensors.items() if name.startswith("blk.0.attn_")}
     names = launches_of(monkeypatch, path)

@@ -170,11 +170,10 @@ def test_what_was_left_out_is_no_success() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("step", ["mat-vec", "mat-mat", "fused", "attention", "model"])
-def test_measurements_run(tmp_path: Path, step: str) -> None:
-    done = python(SMALL, tmp_path, step)
+def test_measurements_run(tmp_path: Path) -> None:
+    done = python(SMALL, tmp_path, "mat-vec", "mat-mat", "fused", "attention", "model")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("\n") >= 4
+    assert done.stdout.count("\n") >= 20
     assert "nan" not in done.stdout
 
 
