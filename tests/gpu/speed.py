@@ -307,7 +307,7 @@ def _expert_slots(b: Bench, t: TensorType, rows: int) -> dict[str, int]:
         "rows": rows, "x": x, "x_stride": stride, "x_per": n_used, "ids": b.room(4 * rows * n_used, _chosen(rows)),
         "plan": plan, "n_expert": n_expert, "n_used": n_used, "row_bytes": t.row_bytes(n_in), "n_in": n_in,
         "n_out": n_out, "up": up, "gate": gate, "w": up, "expert_bytes": each, "up_expert_bytes": each,
-        "gate_expert_bytes": each,
+        "gate_expert_bytes": each, "runs": moe.bucket_runs(n_expert, b.device.capability),
     }  # fmt: skip
     return {**slots, **{name: b.room(4 * rows * n_used * n_out) for name in ("out", "other")}}
 
@@ -322,7 +322,7 @@ def _expert_launches(b: Bench, t: TensorType, rows: int, fused: bool) -> list[La
     """Return up and gate of all experts for so many tokens."""
     n_in, n_out, n_expert, n_used = SIZES.expert_in, SIZES.expert_out, SIZES.experts, SIZES.used
     slots, few = {**_expert_slots(b, t, rows), **LIMITS, **NO_BIAS}, rows <= 8
-    first = [] if few else [launch(moe.bucket(n_expert), **slots)]
+    first = [] if few else [launch(moe.bucket(n_expert, b.device.capability), **slots)]
     if fused:
         shape = (
             mat_vec.up_gate_id(t, SILU, n_in, n_out, rows, n_used)
@@ -354,7 +354,7 @@ def _experts(run: Run, t: TensorType, rows: int) -> tuple[float, float]:
     with Bench() as b:
         slots = {**_expert_slots(b, t, rows), **NO_BIAS}
         shape = mat_mat.mul_mat_id(t, *sizes, rows, s.used, s.experts, b.device.capability)
-        launches = [launch(moe.bucket(s.experts), **slots), launch(shape, **slots)]
+        launches = [launch(moe.bucket(s.experts, b.device.capability), **slots), launch(shape, **slots)]
         rate = flops / b.seconds(launches) / 1e12
         info = TensorInfo("experts", (*sizes, s.experts), t, t.tensor_bytes((*sizes, s.experts)), 0, 0)
         counts = Counts()
