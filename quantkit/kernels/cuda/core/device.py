@@ -283,7 +283,10 @@ class CUDADevice:
             raise ResourceError(f"--cublas needs cuBLAS, which CuPy does not find: {e}") from None
         one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
         with self.here():
-            handle = int(self._device.cublas_handle)
+            try:
+                handle = int(self._device.cublas_handle)
+            except Exception as e:  # found, but does not work: whatever CuPy and the loader raise
+                raise ResourceError(f"--cublas needs cuBLAS, which does not work here: {e}") from None
             cublas.setStream(handle, self.stream.ptr)
             cublas.gemmEx(
                 handle, _TRANSPOSED, _AS_IS, n_out, rows, n_in, one.ctypes.data, w, _BF16, n_in, x, _BF16, n_in,
@@ -296,6 +299,11 @@ class CUDADevice:
     def cupy(self) -> Any:
         """CuPy itself."""
         return self._cupy
+
+    def bytes_free(self) -> int:
+        """Return the bytes of memory that are free."""
+        with self.here():
+            return int(self._cupy.cuda.runtime.memGetInfo()[0])
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
         """Copy within the device's memory."""

@@ -1,0 +1,4 @@
+// Every encoder.
+#pragma once
+#include "encode/fp4.cuh"
+#include "encode/legacy.cuh"
