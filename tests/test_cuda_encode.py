@@ -48,7 +48,9 @@ def test_golden_bytes(memory: Memory, t: TensorType, golden: dict[str, np.ndarra
 def test_every_encoder_is_in_the_file_of_its_type() -> None:
     """That of the CPU's encoder, and of the unpacker."""
     for name, file in encoders().items():
-        assert file.removesuffix(".cuh") == BY_NAME[name].family
+        assert (SOURCES / "unpack" / file).exists()
+        twin = SOURCES.parent / "cpu/encode" / file.replace(".cuh", ".py")
+        assert f"encode_{name.lower()}" in twin.read_text()
         assert f'#include "encode/{file}"' in (SOURCES / "encode/all.cuh").read_text()
 
 

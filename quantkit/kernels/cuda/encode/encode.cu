@@ -7,6 +7,12 @@
 
 const int LANES = 128, VALUES = ENCODER::VALUES, PER_BLOCK = ENCODER::BLOCK / VALUES, BLOCKS = LANES / PER_BLOCK;
 const int STRIDE = VALUES + 1;  // values of a lane lie so that lanes read different banks
+#ifdef WEIGHTED
+const bool OWN_WEIGHTS = true;
+#else
+const bool OWN_WEIGHTS = ENCODER::WEIGHS;
+#endif
+static_assert(32 % PER_BLOCK == 0, "a block's lanes are of one warp");
 
 // blocks: of all rows, per_row of each. importance: of every column; squares: the mean square of every row (below).
 struct encode_args {
@@ -16,36 +22,33 @@ struct encode_args {
 };
 
 KERNEL(encode, 128) {
-    __shared__ float values[LANES * STRIDE];
+    __shared__ float values[LANES * STRIDE], room[BLOCKS * ENCODER::ROOM + 1];
     __shared__ __align__(16) uint8_t bytes[BLOCKS * ENCODER::BYTES];
     const int64_t first = (int64_t)blockIdx.x * BLOCKS, left = a.blocks - first;
-    const int here = left < BLOCKS ? (int)left : BLOCKS, lane = threadIdx.x;
-    for (int i = lane; i < here * ENCODER::BLOCK; i += LANES)
-        values[i / VALUES * STRIDE + i % VALUES] = a.x[first * ENCODER::BLOCK + i];
+    const int here = left < BLOCKS ? (int)left : BLOCKS, block = threadIdx.x / PER_BLOCK;
+    for (int i = threadIdx.x; i < LANES * VALUES; i += LANES)
+        values[i / VALUES * STRIDE + i % VALUES] = i < here * ENCODER::BLOCK ? a.x[first * ENCODER::BLOCK + i] : 0.0f;
+    Lane lane = {values + threadIdx.x * STRIDE, 0, room + block * ENCODER::ROOM, bytes + block * ENCODER::BYTES,
+                 (int)threadIdx.x % PER_BLOCK};
+    __shared__ float weights[OWN_WEIGHTS ? LANES * STRIDE : 1];
+    lane.w = weights + (OWN_WEIGHTS ? threadIdx.x * STRIDE : 0);
 #ifdef WEIGHTED
-    __shared__ float weights[LANES * STRIDE];
-    for (int i = lane; i < here * ENCODER::BLOCK; i += LANES) {
-        const int64_t block = first + i / ENCODER::BLOCK, row = block / a.per_row;
-        const float v = a.x[first * ENCODER::BLOCK + i];
-        const float w = a.importance[(block - row * a.per_row) * ENCODER::BLOCK + i % ENCODER::BLOCK];
-        weights[i / VALUES * STRIDE + i % VALUES] = w * __fsqrt_rn(a.squares[row] + v * v);
+    for (int i = threadIdx.x; i < LANES * VALUES; i += LANES) {
+        const int64_t of = (first + i / ENCODER::BLOCK) % a.per_row;
+        weights[i / VALUES * STRIDE + i % VALUES] = a.importance[of * ENCODER::BLOCK + i % ENCODER::BLOCK];
     }
-#endif
+    const float mean = a.squares && block < here ? a.squares[(first + block) / a.per_row] : 0.0f;
     __syncthreads();
-    if (lane / PER_BLOCK < here) {
-        const Values x = {values + lane * STRIDE};
-        uint8_t* out = bytes + lane / PER_BLOCK * ENCODER::BYTES;
-#ifdef WEIGHTED
-        ENCODER::weighted(x, Values{weights + lane * STRIDE}, lane % PER_BLOCK, out);
+    ENCODER::weighted(lane, mean);
 #else
-        ENCODER::plain(x, lane % PER_BLOCK, out);
+    __syncthreads();
+    ENCODER::plain(lane);
 #endif
-    }
     __syncthreads();
     uint8_t* out = a.out + first * ENCODER::BYTES;  // 16 bytes aligned, as the whole is
     const int size = here * ENCODER::BYTES;
-    for (int i = 16 * lane; i + 16 <= size; i += 16 * LANES) *(uint4*)(out + i) = *(const uint4*)(bytes + i);
-    for (int i = size / 16 * 16 + lane; i < size; i += LANES) out[i] = bytes[i];
+    for (int i = 16 * threadIdx.x; i + 16 <= size; i += 16 * LANES) *(uint4*)(out + i) = *(const uint4*)(bytes + i);
+    for (int i = size / 16 * 16 + threadIdx.x; i < size; i += LANES) out[i] = bytes[i];
 }
 
 #ifdef WEIGHTED

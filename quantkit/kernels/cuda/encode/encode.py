@@ -16,6 +16,7 @@ from functools import cache
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cuda.core.device import Device, Launch
 from quantkit.kernels.cuda.core.kernel import SOURCES, Kernel, Shape
+from quantkit.kernels.formats import format_of
 from quantkit.types import BY_NAME, TensorType
 
 _FILE = "encode/encode.cu"
@@ -36,9 +37,9 @@ def weighs(t: TensorType) -> bool:
     return t.imatrix != "ignored"
 
 
-def _lane_values(t: TensorType) -> int:
-    """Return the values of a lane: of NVFP4 a sub-block, which has a scale of its own."""
-    return 16 if t.name == "NVFP4" else t.block
+def _by_row(t: TensorType) -> bool:
+    """Return whether weights come of the mean square of a whole row, not of a block's."""
+    return t.family == "legacy"
 
 
 def encode(t: TensorType, rows: int, n: int, weighted: bool = False) -> Shape:
@@ -52,7 +53,7 @@ def encode(t: TensorType, rows: int, n: int, weighted: bool = False) -> Shape:
     kernel = Kernel(_FILE, "encode").bind(ENCODER=f"Encode{t.name}")
     if weighted:
         kernel = kernel.bind(WEIGHTED=1)
-    blocks_at_once = _LANES * _lane_values(t) // t.block
+    blocks_at_once = _LANES * format_of(t).span // t.block  # a lane has a sub-block
     return Shape(kernel, (max(1, -(-rows * (n // t.block) // blocks_at_once)), 1, 1))
 
 
@@ -73,12 +74,12 @@ def encode_rows(
     weighted = bool(importance) and weighs(t)
     shape = encode(t, rows, n, weighted)
     launches = []
-    if weighted:
+    if weighted and _by_row(t):
         before = mean_squares(t, rows)
         launches.append(Launch(before.kernel, before.grid, before.kernel.block(x=x, squares=squares, rows=rows, n=n)))
     per_row = n // t.block
     block = shape.kernel.block(
-        x=x, importance=importance, squares=squares, out=out, blocks=rows * per_row, per_row=per_row
+        x=x, importance=importance, squares=squares if _by_row(t) else 0, out=out, blocks=rows * per_row, per_row=per_row
     )
     launches.append(Launch(shape.kernel, shape.grid, block))
     device.run(launches)
@@ -91,4 +92,5 @@ def kernels() -> Iterator[Kernel]:
         yield encode(t, 1, t.block).kernel
         if weighs(t):
             yield encode(t, 1, t.block, weighted=True).kernel
+        if _by_row(t) and weighs(t):
             yield mean_squares(t, 1).kernel

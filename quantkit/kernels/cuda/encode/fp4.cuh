@@ -25,7 +25,7 @@ struct Middles {
     }
 };
 
-template <int N> INLINE float largest_magnitude(const Values& x) {
+template <int N> INLINE float largest_magnitude(const float* x) {
     float size = 0;
     for (int i = 0; i < N; i++) size = fmaxf(size, fabsf(x[i]));
     return size;
@@ -49,9 +49,12 @@ INLINE int e8m0_of(float amax) {
 INLINE float e8m0_half(int e) { return __int_as_float(e < 2 ? 0x00200000 << e : (e - 1) << 23); }
 
 struct EncodeMXFP4 {
-    static const int VALUES = 32, BLOCK = 32, BYTES = 17;
+    static const int VALUES = 32, BLOCK = 32, BYTES = 17, ROOM = 0;
+    static const bool WEIGHS = false;
 
-    STATIC_INLINE void plain(const Values& x, int, uint8_t* out) {
+    STATIC_INLINE void plain(const Lane& lane) {
+        const float* x = lane.x;
+        uint8_t* out = lane.out;
         const int e = e8m0_of(largest_magnitude<32>(x));
         const Middles middles(e8m0_half(e));
         out[0] = (uint8_t)e;
@@ -86,9 +89,13 @@ INLINE uint32_t level_one_by_one(float x, float d) {
 }
 
 struct EncodeNVFP4 {
-    static const int VALUES = 16, BLOCK = 64, BYTES = 36;  // a lane has one of four sub-blocks
+    static const int VALUES = 16, BLOCK = 64, BYTES = 36, ROOM = 0;
+    static const bool WEIGHS = false;  // a lane has one of four sub-blocks
 
-    STATIC_INLINE void plain(const Values& x, int part, uint8_t* out) {
+    STATIC_INLINE void plain(const Lane& lane) {
+        const float* x = lane.x;
+        uint8_t* out = lane.out;
+        const int part = lane.part;
         const float amax = largest_magnitude<16>(x);
         const int scale = ue4m3_of(amax / 6.0f);
         const float half = ue4m3_half(scale);

@@ -1,25 +1,34 @@
 // What encoders have in common: the values and weights of a lane, rounding as ggml's, and how an encoder is written.
 //
-//     struct EncodeQ4_0 {                        // of the type Q4_0, the twin of encode_q4_0
-//         static const int VALUES = 32;          // of a lane: a block, or a part of one that is encoded by itself
-//         static const int BLOCK = 32;           // values and
-//         static const int BYTES = 18;           // bytes of a block
-//         STATIC_INLINE void plain(const Values& x, int part, uint8_t* out);
-//         STATIC_INLINE void weighted(const Values& x, const Values& w, int part, uint8_t* out);
+//     struct EncodeQ4_0 {                  // of the type Q4_0, the twin of encode_q4_0
+//         static const int VALUES = 32;    // of a lane: a block, or a part of one that is searched by itself
+//         static const int BLOCK = 32;     // values and
+//         static const int BYTES = 18;     // bytes of a block
+//         static const int ROOM = 0;       // floats that the lanes of a block share
+//         static const bool WEIGHS = false;  // whether plain keeps weights of its own in w
+//         STATIC_INLINE void plain(const Lane& lane);
+//         STATIC_INLINE void weighted(const Lane& lane, float mean);  // mean square of the row
 //     };
 //
 // A lane works as the reference does, one value after another: so its sums have the reference's order, and the bytes are
-// the CPU's. out: the block, two bytes aligned, in shared memory; part: which of the block's parts the lane has.
+// the CPU's. All lanes of a warp run, those past the end on zeros: so they may wait for each other (__syncwarp).
 #pragma once
 #include "core/device.cuh"
 
 #define STATIC_INLINE static __device__ __forceinline__
 
-// Values in shared memory.
-struct Values {
-    const float* at;
-    __device__ __forceinline__ float operator[](int i) const { return at[i]; }
+// In shared memory: its values and their importances, which it may overwrite; what its block's lanes share; the bytes of
+// the block, two bytes aligned. part: which of the block's it has.
+struct Lane {
+    float *x, *w, *room;
+    uint8_t* out;
+    int part;
 };
+
+// Importances to weights: w = importance * sqrt(sigma + x^2).
+INLINE void weigh(const Lane& lane, int n, float sigma) {
+    for (int i = 0; i < n; i++) lane.w[i] = lane.w[i] * __fsqrt_rn(sigma + lane.x[i] * lane.x[i]);
+}
 
 // ggml's nearest_int: wraps around from 2^22 on; 0 for NaN, as x86's NaN gives.
 INLINE int nearest_int(float v) { return v == v ? (__float_as_int(v + 12582912.0f) & 0x007fffff) - 0x00400000 : 0; }

@@ -31,9 +31,12 @@ INLINE float invert(float d, float& middle) {
 
 // Levels 0 .. 2 * HALF - 1 around HALF.
 template <int HALF> struct Symmetric {
-    static const int VALUES = 32, BLOCK = 32, BYTES = HALF == 8 ? 18 : 22;
+    static const int VALUES = 32, BLOCK = 32, BYTES = HALF == 8 ? 18 : 22, ROOM = 0;
+    static const bool WEIGHS = false;
 
-    STATIC_INLINE void plain(const Values& x, int, uint8_t* out) {
+    STATIC_INLINE void plain(const Lane& lane) {
+        const float* x = lane.x;
+        uint8_t* out = lane.out;
         float largest = 0, size = 0;
         for (int i = 0; i < 32; i++)
             if (fabsf(x[i]) > size) {
@@ -47,8 +50,11 @@ template <int HALF> struct Symmetric {
         store_levels<HALF == 16>(out + 2, [&](int i) { return min((int)(x[i] * inverse + middle), 2 * HALF - 1); });
     }
 
-    STATIC_INLINE void weighted(const Values& x, const Values& w, int, uint8_t* out) {
-        const Fit fit = fit_signed<32>(x, w, HALF);
+    STATIC_INLINE void weighted(const Lane& lane, float mean) {
+        weigh(lane, 32, mean);
+        const float* x = lane.x;
+        uint8_t* out = lane.out;
+        const Fit fit = fit_signed<32>(x, lane.w, HALF);
         const int middle = fit.inverse != 0 ? HALF : 0;
         store_half(out, fit.scale);
         store_levels<HALF == 16>(out + 2,
@@ -58,9 +64,12 @@ template <int HALF> struct Symmetric {
 
 // Levels 0 .. TOP from a minimum up.
 template <int TOP> struct Affine {
-    static const int VALUES = 32, BLOCK = 32, BYTES = TOP == 15 ? 20 : 24;
+    static const int VALUES = 32, BLOCK = 32, BYTES = TOP == 15 ? 20 : 24, ROOM = 0;
+    static const bool WEIGHS = false;
 
-    STATIC_INLINE void plain(const Values& x, int, uint8_t* out) {
+    STATIC_INLINE void plain(const Lane& lane) {
+        const float* x = lane.x;
+        uint8_t* out = lane.out;
         float low = x[0], high = x[0];
         for (int i = 1; i < 32; i++) {
             if (x[i] < low) low = x[i];
@@ -75,11 +84,14 @@ template <int TOP> struct Affine {
         store_levels<TOP == 31>(out + 4, [&](int i) { return min((int)((x[i] - low) * inverse + half), TOP); });
     }
 
-    STATIC_INLINE void weighted(const Values& x, const Values& w, int, uint8_t* out) {
-        const Fit fit = fit_with_min<32>(x, w, TOP, -0.9f, 0.05f, 36);
+    STATIC_INLINE void weighted(const Lane& lane, float mean) {
+        weigh(lane, 32, mean);
+        const float* x = lane.x;
+        uint8_t* out = lane.out;
+        const Fit fit = fit_with_min<32, true, false>(x, lane.w, TOP, -0.9f, 0.05f, 36);
         store_half(out, fit.scale);
         store_half(out + 2, fit.low);
-        store_levels<TOP == 31>(out + 4, [&](int i) { return guarded_level(fit.inverse * (x[i] - fit.base), TOP); });
+        store_levels<TOP == 31>(out + 4, [&](int i) { return level_of<true>(fit.inverse * (x[i] - fit.base), TOP); });
     }
 };
 
@@ -89,9 +101,12 @@ struct EncodeQ5_0 : Symmetric<16> {};
 struct EncodeQ5_1 : Affine<31> {};
 
 struct EncodeQ8_0 {
-    static const int VALUES = 32, BLOCK = 32, BYTES = 34;
+    static const int VALUES = 32, BLOCK = 32, BYTES = 34, ROOM = 0;
+    static const bool WEIGHS = false;
 
-    STATIC_INLINE void plain(const Values& x, int, uint8_t* out) {
+    STATIC_INLINE void plain(const Lane& lane) {
+        const float* x = lane.x;
+        uint8_t* out = lane.out;
         float size = 0, none = 0;
         for (int i = 0; i < 32; i++) size = fmaxf(size, fabsf(x[i]));
         const float d = size / 127.0f, inverse = invert(d, none);
