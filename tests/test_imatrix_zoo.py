@@ -13,6 +13,7 @@ import test_delta_net
 import test_indexer
 import test_mamba
 import test_mla
+from answers import answer, peer
 from drawn import Shapes, ends, write
 
 from quantkit.formats.gguf import Field, ValueType, open_gguf, write_gguf
@@ -122,25 +123,47 @@ def with_tokenizer(source: Path, target: Path) -> Path:
             Field.of("tokenizer.ggml.unknown_token_id", 0, ValueType.UINT32),
             Field.of("tokenizer.ggml.add_space_prefix", False),
         ]
-        data = [(t.name, t.shape, t.type, model.data(t).tobytes()) for t in model.tensors.values()]
+        data = [(t.name, t.shape, t.type, model.data(t)) for t in model.tensors.values()]
         write_gguf(target, fields, data)
     return target
 
 
 @pytest.mark.peer
 @pytest.mark.parametrize("name", [name for name in (*NAMES, *DRAWN) if name not in DIES])
-def test_sums_are_those_of_llama_imatrix(name: str, tmp_path: Path, llama_bin: Path) -> None:
-    plain = DRAWN[name](tmp_path / "plain.gguf") if name in DRAWN else write_zoo(name, tmp_path / "plain.gguf")
+def test_sums_are_those_of_llama_imatrix(
+    name: str, zoo: Callable[[str], Path], tmp_path: Path, llama_bin: Path
+) -> None:
+    plain = DRAWN[name](tmp_path / "plain.gguf") if name in DRAWN else zoo(name)
     model, text = with_tokenizer(plain, tmp_path / "model.gguf"), tmp_path / "text.txt"
     text.write_text(TEXT)
-    numbers = ["-c", str(N_CTX), "-b", str(2 * N_CTX), "-t", "2", "-ctk", "f32", "-ctv", "f32", "-fa", "off"]
-    program = [llama_bin / "llama-imatrix", "-m", model, "-f", text, "-o", tmp_path / "theirs.gguf", "--process-output"]
-    done = subprocess.run([*program, *numbers], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    options = ImatrixOptions(n_ctx=N_CTX, n_batch=2 * N_CTX, process_output=True)
-    ours = imatrix(model, [text], tmp_path / "ours.gguf", options=options, kv_type="f32", threads=2)
+    options = [
+        "--process-output",
+        "-c",
+        str(N_CTX),
+        "-b",
+        str(2 * N_CTX),
+        "-t",
+        "2",
+        "-ctk",
+        "f32",
+        "-ctv",
+        "f32",
+        "-fa",
+        "off",
+    ]
+    out = tmp_path / "theirs.gguf"
+
+    def asked() -> bytes:
+        program = [llama_bin / "llama-imatrix", "-m", model, "-f", text, "-o", out]
+        done = subprocess.run([*program, *options], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return out.read_bytes()
+
+    out.write_bytes(answer(asked, peer(llama_bin), "llama-imatrix", options, model, text))
+    theirs = read_imatrix(out)
+    settings = ImatrixOptions(n_ctx=N_CTX, n_batch=2 * N_CTX, process_output=True)
+    ours = imatrix(model, [text], tmp_path / "ours.gguf", options=settings, kv_type="f32", threads=2)
     assert ours.imatrix is not None
-    theirs = read_imatrix(tmp_path / "theirs.gguf")
     # Beside its entries there are only other names of the same data, inputs of latent attention's other form, and
     # those of weights outside of all layers, which llama.cpp's quantizer leaves alone.
     more = ours.imatrix.entries.keys() - theirs.entries.keys()
