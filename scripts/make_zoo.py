@@ -921,6 +921,29 @@ def plamo3() -> tuple[dict[str, Any], Shapes]:
     )
 
 
+def plamo2() -> tuple[dict[str, Any], Shapes]:
+    """Mamba, attention, Mamba; steps of heads come of a short row, and norms' names have no ending.
+
+    llama.cpp does not get through a model whose first layer has no heads, as files of real ones say.
+    """
+    width, n_head, state, rank = 512, 8, 16, 64
+    fields = usual(3) | {"attention.head_count_kv": [0, N_KV, 0]}
+    fields |= {"attention.key_length": HEAD, "attention.value_length": HEAD, "rope.dimension_count": HEAD}
+    fields |= {"ssm.conv_kernel": 4, "ssm.inner_size": width, "ssm.state_size": state, "ssm.time_step_rank": n_head}
+    fields |= {"ssm.group_count": 0}
+    scan: Shapes = {"ssm_in.weight": (E, 2 * width), "ssm_conv1d.weight": (4, width), "ssm_out.weight": (width, E)}
+    scan |= {"ssm_x.weight": (width, rank + 2 * state), "ssm_dt.weight": (rank, n_head), "ssm_dt.bias": (n_head,)}
+    scan |= {"ssm_a": (n_head,), "ssm_d": (n_head,), "ssm_dt_norm": (rank,), "ssm_b_norm": (state,)}
+    scan |= {"ssm_c_norm": (state,)}
+    heads: Shapes = {"attn_qkv.weight": (E, (N_HEAD + 2 * N_KV) * HEAD), "attn_output.weight": (N_HEAD * HEAD, E)}
+    heads |= {"attn_q_norm.weight": (HEAD, N_HEAD), "attn_k_norm.weight": (HEAD, N_KV)}
+    rest: Shapes = {"post_attention_norm": (E,), "post_ffw_norm": (E,), "ffn_up.weight": (E, 2 * FF)}
+    rest |= {"ffn_down.weight": (FF, E)}
+    return fields, ends(output=False) | layers(
+        3, _norms, lambda i: {f"blk.{i}.{name}": shape for name, shape in ((heads if i == 1 else scan) | rest).items()}
+    )
+
+
 def openelm() -> tuple[dict[str, Any], Shapes]:
     """Every layer has heads and a width of its own."""
     n_head, n_kv, width = [4, 6, 8], [2, 3, 2], [256, 512, 768]
@@ -1086,6 +1109,7 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "pangu-embedded-dense": lambda: llama(bias=True),
     "phi2-dense": phi2,
     "plamo-dense": plamo,
+    "plamo2-dense": plamo2,
     "plamo3-dense": plamo3,
     "qwen-dense": qwen,
     "qwen2vl-dense": qwen2vl,

@@ -236,6 +236,11 @@ LAYERS = {
     "muse-glimmer-dense": (GATED + UP_GATE + " mul_mat scale", 47),
     "openelm-dense": (ATTENTION.replace("mul_mats", "mul_mat") + UP_GATE, 31),
     "plamo-dense": ("select_outputs select_outputs select_outputs quantize up_gate_to mul_mat row_epilogue", 24),
+    "plamo2-dense": (
+        "convolve per_head mul_mat per_head mul_mat ssm_scan quantize mul_mat row_epilogue mul_mat per_head mul_mat "
+        "row_epilogue",
+        44,
+    ),
     "plamo3-dense": (ATTENTION.replace("mul_mats", "mul_mat") + UP, 35),
     "qwen-dense": (ATTENTION.replace("mul_mats", "mul_mat") + UP_GATE, 22),
     "refact-dense": (ATTENTION.replace("per_head", "cache_write") + UP_GATE, 21),

@@ -386,6 +386,7 @@ _ROWS = (
          window=Window(period=4)),
     Arch(name="openelm", rope="neox", output_bias=False),
     Arch(name="plamo", rope="neox", parallel=True, output_bias=False),
+    Arch(name="plamo2", rope="neox", attention="plamo2", glu_in_up=True, output_bias=False),
     Arch(name="plamo3", rope="neox", glu_in_up=True, output_bias=False, window=Window(period=8)),
     Arch(name="qwen", rope="neox", output_bias=False),
     Arch(name="refact", rope="none", alibi=8.0, output_bias=False),

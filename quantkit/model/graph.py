@@ -23,7 +23,7 @@ from quantkit.model.gemma3n import add_altup_layer, merged, streams
 from quantkit.model.gemma4 import beside_experts, gemma4, layer_inputs, with_layer_input
 from quantkit.model.kimi import kimi_linear
 from quantkit.model.lightning import lightning
-from quantkit.model.mamba import mamba, mamba2, mamba2_beside, mamba2_hybrid, mamba_hybrid, nemotron_h
+from quantkit.model.mamba import mamba, mamba2, mamba2_beside, mamba2_hybrid, mamba_hybrid, nemotron_h, plamo2
 from quantkit.model.mla import mla, mla_gated, mla_plain, unscaled
 from quantkit.model.ops import Embed, Graph, Norm, Softcap, Value
 from quantkit.model.residuals import add_layer_of_mixtures, mixture
@@ -44,6 +44,7 @@ ATTENTION: Mapping[str, Callable[[Builder, Value], Value]] = {
     "mamba2_hybrid": mamba2_hybrid,
     "mamba2_beside": mamba2_beside,
     "nemotron_h": nemotron_h,
+    "plamo2": plamo2,
     "short_convolutions": short_convolutions,
     "kimi_linear": kimi_linear,
     "lightning": lightning,
@@ -88,14 +89,15 @@ def build_graph(source: GGUFFile, n_ctx: int = 0) -> Graph:
 
 def _embeddings(b: Builder) -> Value:
     """Return the input of the first layer."""
-    normed = b.has("token_embd_norm.weight") and b.arch.output_norm != "token_embd_norm"
+    weighted = b.has("token_embd_norm.weight") and b.arch.output_norm != "token_embd_norm"
+    normed = weighted or b.arch.embed_norm
     positioned = b.arch.position_embeddings or b.has("position_embd.weight")
     x = b.value("token_embeddings" if positioned or normed else "embeddings", b.h.n_embd)
     b.add(Embed(out=x, weight=b.matrix("token_embd.weight"), scale=_embed_scale(b)))
-    if normed:
+    if weighted:
         return b.norm(x, "token_embd_norm", out="embeddings")
     if b.arch.embed_norm:
-        return b.plain_norm(x, x.width)
+        return b.plain_norm(x, x.width, out="embeddings")
     if not positioned:
         return x
     positions = b.value("position_embeddings", b.h.n_embd)
@@ -175,7 +177,7 @@ def add_layer(b: Builder, x: Value) -> Value:
 def _layer_without_attention(b: Builder, x: Value) -> Value:
     """Add a feed-forward layer alone, or nothing: a layer without one is left out whole, as in llama.cpp (Deci)."""
     x = b.selected(x) if b.layer == b.h.n_layer - 1 else x
-    return b.sum(feed_forward(b, b.norm(x, "ffn_norm")), x, "layer_out") if b.has("ffn_norm.weight") else x
+    return b.sum(x, feed_forward(b, b.norm(x, "ffn_norm")), "layer_out") if b.has("ffn_norm.weight") else x
 
 
 def _layer_of_norms(b: Builder, attended: Value, normed: Value) -> Value:
