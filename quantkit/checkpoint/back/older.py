@@ -80,7 +80,9 @@ def _(rule: older.Slopes, tensor: Tensor, back: Backward) -> Iterable[Tensor] | 
 def _alibi(said: Said) -> Iterable[Tensor]:
     """Make the slopes of ALiBi, of the largest of its biases."""
     heads, most = said.number(".attention.head_count"), float(said.get(".attention.max_alibi_bias") or 8.0)
-    whole = 1 << max(0, heads.bit_length() - 1)
+    if not 0 < heads <= 1 << 16:
+        raise ValueError(f"{heads} heads")
+    whole = 1 << heads.bit_length() - 1
     slopes = [2 ** (-most * (i + 1) / whole) for i in range(whole)]
     slopes += [2 ** (-most * (2 * i + 1) / (2 * whole)) for i in range(heads - whole)]
     yield Tensor("transformer.relative_pe.slopes", Constant(tuple(slopes)), None)
@@ -196,22 +198,27 @@ _ELM = Spelling(
 _PLAMO_BLOCK = "model.layers.layers.*."
 
 
+def _attending(step: int, layers: int) -> list[bool]:
+    """Return which layers attend if one of ``step`` does."""
+    if layers <= step // 2:
+        return [i == layers - 1 for i in range(layers)]
+    return [i % step == step // 2 for i in range(layers)]
+
+
 def _period(said: Said, config: Json) -> None:
     """Say every how many layers one attends, and what those of both kinds have (PLaMo 2)."""
     layers = said.number(".block_count")
     attends = [bool(n) for n in said.of_layers(".attention.head_count_kv")]
     has_mamba = said.get(".attention.head_count_kv") is not None and not all(attends)
-    for step in range(1, 2 * layers + 2) if has_mamba else ():
-        only_last = layers <= step // 2
-        if attends == [i == layers - 1 if only_last else i % step == step // 2 for i in range(layers)]:
-            break
-    else:
-        if has_mamba:
-            found = [i for i, each in enumerate(attends) if each]
-            raise TypeNotSupported(
-                f"{said.where}: layers {found} have attention; config.json can only say every how many there is one"
-            )
-        step = 2
+    first = attends.index(True) if True in attends else layers
+    # Layers before the first that attends are half of the period; only the last attends where all are fewer.
+    steps = [step for step in (2 * first, 2 * first + 1, 2 * layers) if step and attends == _attending(step, layers)]
+    if has_mamba and not steps:
+        found = [i for i, each in enumerate(attends) if each]
+        raise TypeNotSupported(
+            f"{said.where}: layers {found} have attention; config.json can only say every how many there is one"
+        )
+    step = steps[0] if has_mamba else 2
     heads = said.number(".ssm.time_step_rank")
     config |= {
         "mamba_enabled": has_mamba,

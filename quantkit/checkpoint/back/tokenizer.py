@@ -74,10 +74,16 @@ def _beyond(tokens: Tokens) -> Json:
 
 
 def _dumped(value: Json) -> bytes:
+    """Return an object as JSON, an entry a line: Python indents what is deeper slowly, and vocabularies are long."""
     try:
-        return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+        return _lines(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # bytes of a token that are no UTF-8
-        return (json.dumps(value, indent=2) + "\n").encode()
+        return _lines(value, ensure_ascii=True).encode()
+
+
+def _lines(value: Json, *, ensure_ascii: bool) -> str:
+    entries = (f"  {json.dumps(key)}: {json.dumps(part, ensure_ascii=ensure_ascii)}" for key, part in value.items())
+    return "{\n" + ",\n".join(entries) + "\n}\n"
 
 
 def _config(tokens: Tokens) -> Json:

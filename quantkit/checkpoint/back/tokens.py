@@ -38,6 +38,10 @@ class Tokens:
             raise FormatError(f"{self.where}: key tokenizer.ggml.{key} is no list of {kind.__name__}")
         return found
 
+    def octets(self, key: str) -> list[int]:
+        """Return a list of bytes."""
+        return self._list(key, int)
+
     def scores(self) -> list[float]:
         scores = [float(each) for each in self._list("scores", float)] or [0.0] * len(self.texts)
         if len(scores) != len(self.texts):

@@ -29,7 +29,7 @@ _NOT_SINGLE = r"^ +| +(?= )| +$"
 def unigram(tokens: Tokens) -> tuple[Json, dict[str, bytes]]:
     """Pieces with their scores: tokenizer.json, and the file of the model by the name that its class reads."""
     scores, of_xlm = tokens.scores(), tokens.model.get("general.architecture") in _XLM
-    charsmap = bytes(tokens.model.get("tokenizer.ggml.precompiled_charsmap", b""))
+    charsmap = bytes(tokens.octets("precompiled_charsmap"))
     prefix, removes = (tokens.flag(name) is not False for name in ("add_space_prefix", "remove_extra_whitespaces"))
     how, pieces = Normalizing(prefix, removes, charsmap), pieces_of(tokens, scores)
     of_file = _xlm_file(tokens, pieces, how) if of_xlm else {}
@@ -130,7 +130,7 @@ def _bytes_of(tokens: Tokens, text: str) -> bytes:
     for quote in ("'", '"'):
         try:
             token = ast.literal_eval(f"b{quote}{text}{quote}")
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
         if isinstance(token, bytes) and repr(token)[2:-1] == text:
             return token
