@@ -37,10 +37,14 @@ BOUND = 1e-5
 NOT_RUN: set[str] = set()
 #: llama.cpp does not load what its converter makes of these, and says so.
 REFUSED = {
+    "chameleon": "ggml_nelements",  # it dies of a vocabulary without its 8192 tokens of pictures
     "command-r": "wrong number of tensors",  # norms of q and k, in fewer than 64 layers
     "gpt2": "wrong shape",  # n_positions and n_ctx differ
     "exaone": "layer_norm_rms_epsilon",  # config.json says layer_norm_epsilon, and so does the file
     "pangu": "attn_output.bias",  # there is none
+    "deci": "wrong shape",  # more embeddings than pieces
+    "deci-7b": "wrong shape",
+    "internlm2": "wrong shape",  # an added token more than embeddings
     "deepseek-v2": "q_lora_rank",  # it has none, and is no DeepSeek 2 Lite by its layers
     "falcon-mamba": "wrong shape",  # as many tokens as its vocabulary is filled up to, fewer embeddings
     "nemotron-h": "wrong shape",  # the same
@@ -51,8 +55,9 @@ REFUSED = {
 #: llama.cpp, and so the engine, computes something else of its converter's file than transformers does: Mamba's outputs
 #: are normed by groups, and the converter permutes whole heads where only a part of them rotates. With one norm and
 #: rows as they are stored, the logits agree to 5e-12. So are Mamba 2's. Mellum's windowed layers turn by the base of
-#: the others, and HY V4 turns neighbouring columns, where transformers pairs them over half a head.
-UNLIKE = {"bamba", "hy-v4", "mamba2", "mellum"}
+#: the others, and HY V4 turns neighbouring columns, where transformers pairs them over half a head. Baichuan of other
+#: than 32 layers does not turn columns at all.
+UNLIKE = {"baichuan", "bamba", "hy-v4", "mamba2", "mellum"}
 #: llama.cpp differs by 1e-7 from itself, with another batch: 22 layers that keep no sum of what came before.
 NEAR = {"gemma3n-deep": 1e-6}
 SPLITS = {
@@ -217,6 +222,7 @@ def with_its_own_base(row: Arch) -> Arch:
     ("drawn", "name", "arch", "change"),
     [
         ("mellum", "mellum", "mellum", with_its_own_base),  # llama.cpp passes over rope.freq_base_swa
+        ("baichuan", "baichuan", "baichuan", lambda row: replace(row, rope_layers=0)),
         ("hy-v4", "hy-v4", "hy_v4", lambda row: replace(row, rope="neox", indexer="neox")),
     ],
     indirect=["drawn"],

@@ -618,9 +618,10 @@ class CountUp(Op):
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A forward pass: operations in order, and the value that holds the logits.
+    """A forward pass, or a part of one: operations in order, and the value that holds the logits.
 
-    given: values of tokens that no operation makes; Session.decode takes them.
+    given: values of tokens that no operation makes; Session.decode takes them. leaves: values that are read after a
+    run, beside the logits.
     """
 
     ops: tuple[Op, ...]
@@ -628,3 +629,4 @@ class Graph:
     caches: tuple[Cache, ...] = ()
     states: tuple[State, ...] = ()
     given: tuple[Value, ...] = ()
+    leaves: tuple[Value, ...] = ()
