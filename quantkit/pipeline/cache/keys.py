@@ -88,7 +88,7 @@ def _reached(root: str) -> set[Path]:
     left, found = [root], dict[str, Path]()
     while left:
         name = left.pop()
-        path = None if name in found else _path_of(name)
+        path = None if name in found else _path_of(_PACKAGE.parent, name)
         if path is not None:
             found[name] = path
             left += _imports(path)
@@ -107,8 +107,9 @@ def _imports(path: Path) -> tuple[str, ...]:
     return tuple(name for name in names() if name.startswith("quantkit.kernels.") or name == "quantkit.types")
 
 
-def _path_of(module: str) -> Path | None:
-    base = _PACKAGE.parent.joinpath(*module.split("."))
+@cache
+def _path_of(folder: Path, module: str) -> Path | None:
+    base = folder.joinpath(*module.split("."))
     return next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
 
 
