@@ -11,7 +11,7 @@ import numpy.typing as npt
 from quantkit.kernels.cpu.feedback.factor import cholesky
 from quantkit.kernels.cpu.feedback.refine import FIXED, HALF, INTEGER, Scales, refine
 from quantkit.kernels.cpu.feedback.sweeps import codebook, feed, residuals, weighted_squares
-from quantkit.kernels.cpu.feedback.tiles import ROWS, pack_columns
+from quantkit.kernels.cpu.feedback.tiles import ROWS, STRIP, codes_of_levels, pack_columns, pack_upper, to_lanes
 from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 from quantkit.kernels.levels import (
     Integers,
@@ -53,30 +53,44 @@ def metric(covariance: F64, damping: float, threads: int = 1) -> Metric:
 
     Raises numpy.linalg.LinAlgError if it is not positive definite even so.
     """
-    h = covariance + damping * np.diagonal(covariance).mean() * np.eye(len(covariance))
-    columns = np.argsort(-np.diagonal(h), kind="stable")
+    diagonal = np.diagonal(covariance)
+    raised = diagonal + damping * diagonal.mean()
+    columns = np.argsort(-raised, kind="stable")
     last_first = columns[::-1]
-    upper = np.triu(cholesky(h[np.ix_(last_first, last_first)], threads))[::-1, ::-1].T  # H = upper upper^T
+    r = covariance[np.ix_(last_first, last_first)].astype(np.float64, copy=False)
+    np.fill_diagonal(r, raised[last_first])
+    upper = cholesky(r, threads)[::-1, ::-1].T  # H = upper upper^T; what is below the diagonal is undefined
     roots = np.diagonal(upper)
-    u, pivots = pack_columns(upper / roots), (roots * roots).astype(np.float32)
-    return Metric(columns.astype(np.int32), u, pivots, pack_columns(h), (1 / np.diagonal(h)).astype(np.float32))
+    h = pack_columns(covariance)
+    at = np.arange(len(h) * STRIP)
+    h[at // STRIP, at, at % STRIP] = raised
+    u, pivots = pack_upper(upper), (roots * roots).astype(np.float32)
+    return Metric(columns.astype(np.int32), u, pivots, h, (1 / raised).astype(np.float32))
+
+
+#: Columns times sweeps that Rounding.sweeps_of goes up to, and the most sweeps.
+_COLUMNS, _SWEEPS = 2048, 4
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How levels are chosen.
+    """How levels are chosen: what more costs more, and gives less each time.
 
     rounds: how often all of this is done, each time with the scales found before. sweeps: over all columns after
-    feedback. width: the columns that are visited together in a sweep; passes: how often; repeats: how often scales and
-    levels of a sub-block are chosen in turn, each time. fits: whether scales are.
+    feedback; None: by their number. width: the columns that are visited together in a sweep; passes: how often;
+    repeats: how often scales and levels of a sub-block are chosen in turn, each time. fits: whether scales are.
     """
 
     rounds: int = 1
-    sweeps: int = 1
+    sweeps: int | None = None
     width: int = 64
     passes: int = 1
     repeats: int = 1
     fits: bool = True
+
+    def sweeps_of(self, n: int) -> int:
+        """Return the sweeps over n columns: by default, one of many columns, and more of few, which cost less."""
+        return min(max(_COLUMNS // n, 1), _SWEEPS) if self.sweeps is None else self.sweeps
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,8 +140,8 @@ class _Tile:
         self.best = rows.copy()
         self.rows = rows[fill]
         self.sub = np.arange(n, dtype=np.int32) // np.int32(of.span)
-        self.x = np.ascontiguousarray(x[fill].T)
-        self.levels, self.v, self.e, self.c = (np.empty((n, ROWS), np.float32) for _ in range(4))
+        self.x, self.levels, self.v, self.e, self.c = (np.empty((n, ROWS), np.float32) for _ in range(5))
+        to_lanes(x[fill], self.x)
         self.book = codebook(of.codebook)
         self.scales = scales_of(of, n // of.span, read_integers(of.type, self.rows, with_levels=False))
 
@@ -137,7 +151,7 @@ class _Tile:
         best = before.copy()
         for _ in range(how.rounds):
             loss = self._feed()
-            for _ in range(how.sweeps):
+            for _ in range(how.sweeps_of(self.by.n)):
                 loss -= self._refine(how)
             self._keep(loss, best)
         return before[: self.count], best[: self.count]
@@ -145,7 +159,8 @@ class _Tile:
     def _loss_of_reference(self) -> F64:
         values = np.empty((ROWS, self.by.n), np.float32)
         dequantize_rows(self.of.type, self.rows, values)
-        residuals(self.by.columns, self.x, np.ascontiguousarray(values.T), self.by.u, self.e, self.c)
+        to_lanes(values, self.v)
+        residuals(self.by.columns, self.x, self.v, self.by.u, self.e, self.c)
         return weighted_squares(self.c, self.by.pivots)
 
     def _feed(self) -> F64:
@@ -210,11 +225,12 @@ def integers_of(of: Levels, s: Scales, levels: F32, rows: npt.NDArray[np.int64])
     known, codes = np.unique(of.codebook, return_index=True)  # whole numbers, -128 to 127
     code = np.zeros(256, np.uint8)
     code[known.astype(np.int8).view(np.uint8)] = codes
-    q = code[np.ascontiguousarray(levels.astype(np.int8).view(np.uint8).T)[rows]]
+    q = np.empty((ROWS, len(levels)), np.uint8)
+    codes_of_levels(levels, code, q)
     d = None if not of.d else s.d[:, rows].T
     dmin = None if not of.dmin else -s.dmin[:, rows].T if of.added else s.dmin[:, rows].T
     m = None if of.minimum is None else s.m[:, rows].T.astype(np.uint8)
     factors = None
     if of.factors is not None:
         factors = np.unique(of.factors, return_index=True)[1].astype(np.uint8)[s.place[:, rows].T]
-    return Integers(q, factors, m, None, d, dmin)
+    return Integers(q[rows], factors, m, None, d, dmin)
