@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.kernels.cpu.feedback.factor import cholesky
+from quantkit.kernels.cpu.feedback.products import corrected
 from quantkit.kernels.cpu.feedback.refine import FIXED, HALF, INTEGER, Scales, refine
 from quantkit.kernels.cpu.feedback.sweeps import codebook, feed, residuals, weighted_squares
 from quantkit.kernels.cpu.feedback.tiles import ROWS, STRIP, codes_of_levels, pack_columns, pack_upper, to_lanes
@@ -33,7 +34,9 @@ class Metric:
     """A covariance, ready for sweeps.
 
     columns: in descending order of their variance, int32 [n]; u, pivots: the factors U, packed, and D of the covariance
-    in that order. h: the covariance, packed, columns in their own order; per_diagonal: 1 / H_kk.
+    in that order. h: the covariance, packed, columns in their own order; per_diagonal: 1 / H_kk. correction: M, packed,
+    of a row x that is to come near to x + x M; None: to itself. offset: what each row is to gain besides, float32
+    [rows, n]. importance: of the columns, float32 [n], for encoders without an importance matrix; None: unknown.
     """
 
     columns: Ints
@@ -41,6 +44,9 @@ class Metric:
     pivots: F32
     h: F32
     per_diagonal: F32
+    correction: F32 | None = None
+    offset: F32 | None = None
+    importance: F32 | None = None
 
     @property
     def n(self) -> int:
@@ -113,18 +119,32 @@ def round_rows(
         encode: fills the rows of the second argument with the reference's bytes of the first.
         by: the metric.
         how: what is done.
-        target: what the values shall come near to, if that is not x.
+        target: what the values shall come near to, if that is not x. Losses are those from it, also that of the
+            reference's bytes of x.
     """
-    target = x if target is None else target
     made = np.zeros((len(x), t.row_bytes(x.shape[1])), np.uint8)
     encode(x, made)
+    start = made
+    if target is None:
+        target = x
+    else:  # scales that fit it are a better beginning
+        start = np.zeros_like(made)
+        encode(target, start)
     before, after = np.empty(len(x)), np.empty(len(x))
     for first in range(0, len(x), ROWS):
         rows = slice(first, min(first + ROWS, len(x)))
-        tile = _Tile(levels_of(t), target[rows], made[rows], by)
+        tile = _Tile(levels_of(t), target[rows], made[rows], start[rows], by)
         before[rows], after[rows] = tile.improve(how)
         made[rows] = tile.best
     return Rounded(made, before, after)
+
+
+def target_of(x: F32, by: Metric, row: int = 0) -> F32 | None:
+    """Return what rows x, from ``row`` of their matrix on, are to come near to by a metric; None: to themselves."""
+    if by.correction is None:
+        return None
+    target = corrected(x, by.correction)
+    return target if by.offset is None else target + by.offset[row : row + len(x)]
 
 
 #: A row is kept where its loss is less by this share: more than what rounding to float32 makes of it.
@@ -132,9 +152,9 @@ MARGIN = 1e-4
 
 
 class _Tile:
-    """Up to ``ROWS`` rows; the lanes of missing ones repeat the last."""
+    """Up to ``ROWS`` rows x, with the reference's bytes, and bytes to ``start`` from; missing ones repeat the last."""
 
-    def __init__(self, of: Levels, x: F32, rows: U8, by: Metric) -> None:
+    def __init__(self, of: Levels, x: F32, rows: U8, start: U8, by: Metric) -> None:
         self.of, self.by, self.count, n = of, by, len(x), by.n
         fill = np.minimum(np.arange(ROWS), len(x) - 1)
         self.best = rows.copy()
@@ -143,7 +163,7 @@ class _Tile:
         self.x, self.levels, self.v, self.e, self.c = (np.empty((n, ROWS), np.float32) for _ in range(5))
         to_lanes(x[fill], self.x)
         self.book = codebook(of.codebook)
-        self.scales = scales_of(of, n // of.span, read_integers(of.type, self.rows, with_levels=False))
+        self.scales = scales_of(of, n // of.span, read_integers(of.type, start[fill], with_levels=False))
 
     def improve(self, how: Rounding) -> tuple[F64, F64]:
         """Return the losses of the reference's bytes, and of the best."""
