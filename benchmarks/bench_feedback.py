@@ -167,7 +167,7 @@ def bench_width(args: argparse.Namespace, n: int) -> None:
     variances = np.percentile(np.diagonal(h), [0, 50, 99, 100])
     print(f"\n{n} columns, {rows} rows; variances: {', '.join(f'{v:.2g}' for v in variances)}", flush=True)
     blas = products_of_blas(h, x[:64])
-    metric, how = bench_decomposition(h, args.threads), rounding.Rounding(sweeps=args.sweeps)
+    metric, how = bench_decomposition(h, args.threads), rounding.Rounding(sweeps=args.sweeps, most=args.sweeps)
     weights = np.diagonal(h).astype(np.float32)
     del h
     for name in args.types.split(","):

@@ -74,8 +74,8 @@ def metric(covariance: F64, damping: float, threads: int = 1) -> Metric:
     return Metric(columns.astype(np.int32), u, pivots, h, (1 / raised).astype(np.float32))
 
 
-#: Columns times sweeps that Rounding.sweeps_of goes up to, and the most sweeps.
-_COLUMNS, _SWEEPS = 2048, 4
+#: Columns times sweeps that are not many.
+_COLUMNS = 2048
 
 
 @dataclass(frozen=True)
@@ -83,20 +83,22 @@ class Rounding:
     """How levels are chosen: what more costs more, and gives less each time.
 
     rounds: how often all of this is done, each time with the scales found before. sweeps: over all columns after
-    feedback; None: by their number. width: the columns that are visited together in a sweep; passes: how often;
-    repeats: how often scales and levels of a sub-block are chosen in turn, each time. fits: whether scales are.
+    feedback; where columns are few, up to ``most``, which take less time than one sweep of many. width: the columns
+    that are visited together in a sweep; passes: how often; repeats: how often scales and levels of a sub-block are
+    chosen in turn, each time. fits: whether scales are.
     """
 
     rounds: int = 1
-    sweeps: int | None = None
+    sweeps: int = 1
+    most: int = 4
     width: int = 64
     passes: int = 1
     repeats: int = 1
     fits: bool = True
 
     def sweeps_of(self, n: int) -> int:
-        """Return the sweeps over n columns: by default, one of many columns, and more of few, which cost less."""
-        return min(max(_COLUMNS // n, 1), _SWEEPS) if self.sweeps is None else self.sweeps
+        """Return the sweeps over n columns."""
+        return max(self.sweeps, min(_COLUMNS // n, self.most))
 
 
 @dataclass(frozen=True, eq=False)
