@@ -175,3 +175,7 @@ def test_rows_are_better_or_the_reference_s(t: TensorType) -> None:
     for rows in (slice(0, 7), slice(7, 40), slice(33, 34)):
         part = rounding.round_rows(t, x[rows], reference_bytes, metric, rounding.Rounding())
         assert (part.rows == made.rows[rows]).all()
+    target = x + drawn(9, 40) / 4  # scales, and shifts of levels, are those of its bytes
+    moved = rounding.round_rows(t, x, reference_bytes, metric, rounding.Rounding(), target)
+    error = target - reference.decode_rows(t, moved.rows).astype(np.float64)
+    assert np.allclose(moved.after, ((error @ damped) * error).sum(1), rtol=1e-3, atol=1e-9)

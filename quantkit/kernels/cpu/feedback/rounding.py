@@ -243,7 +243,7 @@ def scales_of(of: Levels, subs: int, i: Integers) -> Scales:
 
 
 def integers_of(of: Levels, s: Scales, levels: F32, rows: npt.NDArray[np.int64]) -> Integers:
-    """Return the integers of some rows of a tile; shifts are as they were: None."""
+    """Return the integers of some rows of a tile."""
     known, codes = np.unique(of.codebook, return_index=True)  # whole numbers, -128 to 127
     code = np.zeros(256, np.uint8)
     code[known.astype(np.int8).view(np.uint8)] = codes
@@ -255,4 +255,5 @@ def integers_of(of: Levels, s: Scales, levels: F32, rows: npt.NDArray[np.int64])
     factors = None
     if of.factors is not None:
         factors = np.unique(of.factors, return_index=True)[1].astype(np.uint8)[s.place[:, rows].T]
-    return Integers(q[rows], factors, m, None, d, dmin)
+    shift = None if of.shift is None else (s.raised[:, rows].T != 0).astype(np.uint8)
+    return Integers(q[rows], factors, m, shift, d, dmin)
