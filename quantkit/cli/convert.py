@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
 
 from quantkit.cli.feedback_report import check_feedback_plot
 from quantkit.cli.ignored import Ignored
-from quantkit.cli.options import cached, echo_notes, on_command_line, option, options
+from quantkit.cli.options import cached, echo_notes, on_command_line, option, options, start_nodes
 from quantkit.cli.panics import panics_hidden
 from quantkit.cli.quantize import QuantizeCommand, is_count, is_type, parsed_layers, quantize_options, run_shown
 from quantkit.cli.refused import refused_options
-from quantkit.cli.summary import DryRunReport
 from quantkit.cli.table import table
-from quantkit.formats.remote import located
 from quantkit.pipeline.like import LIKE
-from quantkit.pipeline.run import RunOptions, foreseen, refusal
+
+if TYPE_CHECKING:
+    from quantkit.pipeline.run import RunOptions
 
 _SOURCE = "The checkpoint"
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -142,9 +142,6 @@ def command(
     TYPE. --intermediate none rounds once, from the values of the checkpoint: more exact where those are not of one
     16-bit type (float8, F32).
     """
-    from quantkit.convert import ConvertOptions, plan_convert
-    from quantkit.quantize import QuantizeOptions
-
     folder, output, type_name, positional = _positionals(arguments)
     if given["like"] is not None:
         type_name = type_name or LIKE
@@ -155,6 +152,14 @@ def command(
         raise click.UsageError(f"THREADS is {positional} and --threads {threads}: give one of them")
     check_feedback_plot(plot, given["feedback"])
     kept = cached(cache, cache_size)
+    if not dry_run:
+        start_nodes(ray, threads or positional)  # before the imports, which take their time, too
+    from quantkit.cli.summary import DryRunReport
+    from quantkit.convert import ConvertOptions, plan_convert
+    from quantkit.formats.remote import located
+    from quantkit.pipeline.run import foreseen, refusal
+    from quantkit.quantize import QuantizeOptions
+
     names, own = ({f.name for f in fields(of)} for of in (QuantizeOptions, ConvertOptions))
     quantize = QuantizeOptions(
         prune_layers=parsed_layers(prune_layers),

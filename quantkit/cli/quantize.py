@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -28,19 +28,18 @@ from quantkit.cli.options import (
     ray_option,
     setting,
     spool_option,
+    start_nodes,
     threads_option,
 )
-from quantkit.cli.summary import DryRunReport, RunReport
 from quantkit.errors import TypeNotSupported
-from quantkit.formats.remote import located
 from quantkit.helpers import available_cpus, format_size
 from quantkit.kernels.formats import ENCODERS
-from quantkit.pipeline.feedback_report import feedback_report
 from quantkit.pipeline.like import LIKE
-from quantkit.pipeline.plan import Plan, without_existing
 from quantkit.pipeline.presets import RULES
-from quantkit.pipeline.run import RunOptions, foreseen, refusal
-from quantkit.pipeline.work import least_ram
+
+if TYPE_CHECKING:
+    from quantkit.pipeline.plan import Plan
+    from quantkit.pipeline.run import RunOptions
 
 _WHAT, _TYPES, _IMATRIX, _META, _RUN, _OUT = (
     "What to quantize",
@@ -329,8 +328,6 @@ def command(
     Quantized to an interleaved type, tensors get ik_llama.cpp's bytes; --encoder mainline gives those of llama.cpp's
     encoder, interleaved.
     """
-    from quantkit.quantize import QuantizeOptions, plan_quantize
-
     instead = "REPACK" if given["repack"] else "UNREPACK" if given["unrepack"] else LIKE if given["like"] else None
     source, output, type_name, positional = _positionals(_with_a_type(arguments, instead) if instead else arguments)
     if partial_requant and overwrite:
@@ -345,6 +342,14 @@ def command(
             raise click.UsageError("--feedback needs a file of covariances, or --calibrate with a text")
     check_feedback_plot(plot, given["feedback"] or given["calibrate"] or None)
     kept = cached(cache, cache_size)
+    if not dry_run:
+        start_nodes(ray, threads or positional)  # before the imports, which take their time, too
+    from quantkit.cli.summary import DryRunReport
+    from quantkit.formats.remote import located
+    from quantkit.pipeline.plan import without_existing
+    from quantkit.pipeline.run import foreseen, refusal
+    from quantkit.quantize import QuantizeOptions, plan_quantize
+
     names = {f.name for f in fields(QuantizeOptions)}
     options = QuantizeOptions(
         prune_layers=parsed_layers(prune_layers), **{name: value for name, value in given.items() if name in names}
@@ -370,6 +375,8 @@ def command(
 
 def run_shown(plan: Plan, max_ram: int, how: RunOptions, *, as_json: bool, plot: Path | None = None) -> None:
     """Carry out a plan with progress, print how it went, and ``plot`` what feedback did."""
+    from quantkit.cli.summary import RunReport
+    from quantkit.pipeline.feedback_report import feedback_report
     from quantkit.quantize import run_quantize
 
     run = RunReport(plan, quiet=as_json)
@@ -384,6 +391,8 @@ def run_shown(plan: Plan, max_ram: int, how: RunOptions, *, as_json: bool, plot:
 
 def _buffer_ram(plan: Plan, threads: int | None, mib: int) -> int:
     """Return --max-ram for --max-buffer-size, which llama-quantize exceeds if it must: for a row per thread."""
+    from quantkit.pipeline.work import least_ram
+
     n = threads or available_cpus()
     least = least_ram(list(plan.tensors), n)
     if mib << 20 < least:

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from quantkit.formats.cache_entry import Pieces
+from quantkit.formats.remote import URL
 from quantkit.kernels.formats import FORMATS, encoder_for
 from quantkit.kernels.interleave import base_of, repacks
 from quantkit.kernels.tensor_scale import decoded_as
@@ -129,22 +130,34 @@ def _file_digest(path: Path) -> str:
 def identity(source: Source, fingerprint: str, part: RowSlice, target: TensorType) -> str | None:
     """Return what tells the rows of a part from any others, without reading them; None if nothing can.
 
-    Paths do not count, but files do: by inode, size and time of change. ``fingerprint`` is the source's.
+    Paths do not count, but files do: by inode, size and time of change; objects in stores by what pins them.
+    ``fingerprint`` is the source's.
     """
     place = source.place(part.source)
     files = [place[0]] if place is not None else list(source.inputs)
     try:
-        stats = [os.stat(path) for path in files]
+        found = [_identity_of(path) for path in files]
     except OSError:  # not on this machine
+        return None
+    if None in found:
         return None
     what = {
         "source": fingerprint,
-        "files": [(s.st_ino, s.st_size, s.st_mtime_ns) for s in stats],
+        "files": found,
         "made": None if place is not None else package_digest(),
         "tensor": [part.source.name, part.source.type.name, part.source.nbytes, None if place is None else place[1]],
         "rows": [part.values, part.matrices, part.rows, part.source_rows, part.source_row, piece_rows(part, target)],
     }
     return _digest(what)
+
+
+def _identity_of(path: Path) -> tuple[object, ...] | None:
+    """Return what tells a file from others, and from what it was before; None of an object that nothing pins."""
+    if isinstance(path, URL):
+        # A tag may be no more than a date, so here the address counts, too; that of a signed one without its signature.
+        return (str(path), path.facts.size, path.facts.tag) if path.facts.tag else None
+    found = os.stat(path)
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _digest(value: object) -> str:

@@ -79,7 +79,12 @@ def encode_rows(
         launches.append(Launch(before.kernel, before.grid, before.kernel.block(x=x, squares=squares, rows=rows, n=n)))
     per_row = n // t.block
     block = shape.kernel.block(
-        x=x, importance=importance, squares=squares if _by_row(t) else 0, out=out, blocks=rows * per_row, per_row=per_row
+        x=x,
+        importance=importance,
+        squares=squares if _by_row(t) else 0,
+        out=out,
+        blocks=rows * per_row,
+        per_row=per_row,
     )
     launches.append(Launch(shape.kernel, shape.grid, block))
     device.run(launches)
