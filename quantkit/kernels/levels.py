@@ -215,8 +215,8 @@ def _scatter(bits: U8, fields: Bits, values: U8) -> None:
         bits[:, fields[:, i]] = values >> np.uint8(i) & 1
 
 
-def read_integers(t: TensorType, rows: U8) -> Integers:
-    """Return the integers of rows, uint8 [rows, row bytes]."""
+def read_integers(t: TensorType, rows: U8, with_levels: bool = True) -> Integers:
+    """Return the integers of rows, uint8 [rows, row bytes]; without levels, q is uint8 [rows, 0]."""
     of = levels_of(t)
     blocks, n = _blocks(t, rows), len(rows)
     bits = np.unpackbits(blocks, axis=1, bitorder="little")
@@ -224,7 +224,7 @@ def read_integers(t: TensorType, rows: U8) -> Integers:
     def of_rows(fields: Bits | None) -> U8 | None:
         return None if fields is None else _gather(bits, fields).reshape(n, -1)
 
-    q = of_rows(of.levels)
+    q = of_rows(of.levels) if with_levels else np.zeros((n, 0), np.uint8)
     assert q is not None
     d, dmin = (_floats(kind, rows, blocks) for kind in (of.d, of.dmin))
     return Integers(q, of_rows(of.scale), of_rows(of.minimum), of_rows(of.shift), d, dmin)

@@ -29,12 +29,11 @@ _IMPORT = re.compile(r"^\s*(?:from\s+(quantkit[\w.]*)\s+import\s+(\([^)]*\)|[^\n
 
 
 def is_encoded(part: RowSlice, target: TensorType) -> bool:
-    """Tell whether a part is kept: its rows are neither copied, nor repacked, nor merely rounded, nor fed with errors.
-
-    What feedback makes of rows depends on a covariance, which is larger than they are.
-    """
+    """Tell whether a part is kept: its rows are neither copied, nor repacked, nor merely rounded."""
     source = part.source.type
-    return part.inputs is None and source is not target and target.block > 1 and not repacks(source, target)
+    if part.inputs is not None and part.inputs.digest() is None:  # what decides its rows is found out in the run
+        return False
+    return source is not target and target.block > 1 and not repacks(source, target)
 
 
 def pieces_of(part: RowSlice, target: TensorType) -> Pieces:
@@ -56,17 +55,20 @@ def how_digest(part: RowSlice, tensor: PlannedTensor, importance: str | None) ->
         "from": part.source.type.name,
         "to": tensor.type.name,
         "encoder": whose,
-        "code": encoder_digest(part.source.type, tensor.type),
+        "code": encoder_digest(part.source.type, tensor.type, part.inputs is not None),
         "values": part.values,
         "shape": [pieces.matrices, pieces.rows, pieces.row_bytes, pieces.piece],
         "importance": None if tensor.type.imatrix == "ignored" else importance,
+        "feedback": None if part.inputs is None else part.inputs.digest(),
     }
     return _digest(how)
 
 
 @cache
-def encoder_digest(source: TensorType, target: TensorType) -> str:
+def encoder_digest(source: TensorType, target: TensorType, fed: bool = False) -> str:
     """Return a digest of the code that decodes rows of ``source`` and encodes them as ``target``, and of its compiler.
+
+    ``fed``: with feedback.
 
     That is all the modules of kernels that the families' code reaches, also to measure the error, and the tables.
     """
@@ -74,6 +76,7 @@ def encoder_digest(source: TensorType, target: TensorType) -> str:
     roots = ["cpu.encode", "cpu.encode.interleaved", "cpu.encode.error", "cpu.unpack.dequantize", "tensor_scale"]
     roots += [f"cpu.unpack.{each.family}" for each in (have, want) if each is not None]
     roots += [f"cpu.encode.{want.family}"] if want is not None else []
+    roots += ["cpu.feedback.rounding"] * fed
     paths = {_PACKAGE / "pipeline/work.py", *(_PACKAGE / "kernels").glob("*.npz")}
     paths |= {path for root in roots for path in _reached(f"quantkit.kernels.{root}")}
     return _digest([version("numba"), version("llvmlite"), *_files_digests(paths)])
