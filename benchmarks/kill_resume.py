@@ -3,6 +3,7 @@
     benchmarks/kill_resume.py --trials 100
     benchmarks/kill_resume.py --trials 50 --convert     the conversion of a checkpoint, quantized in the same pass
     benchmarks/kill_resume.py --trials 50 --export      the export of a model as a checkpoint of several files
+    benchmarks/kill_resume.py --trials 50 --model M.gguf --calibrate TEXT       layer by layer
 
 A model of 1.1 GB is generated and quantized once undisturbed (the reference), then TRIALS times: the run is killed with
 SIGKILL after a random part of the reference's time, sometimes killed again while resuming, and then resumed to its end.
@@ -57,7 +58,7 @@ class Case:
     def clear(self) -> None:
         """Remove the output and the files that belong to it."""
         for path in self.output.parent.glob(self.output.name + "*"):
-            path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def found(self) -> str:
         """Return the SHA-256 of the output."""
@@ -170,6 +171,7 @@ def reference(model: Path, output: Path, options: argparse.Namespace) -> Case:
     """Run once undisturbed, after a run that compiles the kernels."""
     extra = ["--threads", str(options.threads)] if options.threads else []
     verb = ("convert", "--pre", "qwen2") if options.convert else ("quantize",)
+    extra += ["--calibrate", str(options.calibrate), "--calibrate-chunks", "40"] if options.calibrate else []
     command = quantkit(*verb, "--json", *extra, model, output, options.to)
     if options.export:
         command = quantkit("export", "--json", "--max-shard-size", "100M", *extra, model, output)
@@ -188,6 +190,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--size", default="1.1G", help="size of the generated model (default: 1.1G)")
     p.add_argument("--convert", action="store_true", help="convert a checkpoint, instead of quantizing a GGUF file")
     p.add_argument("--export", action="store_true", help="export a GGUF file as a checkpoint")
+    p.add_argument("--calibrate", type=Path, metavar="TEXT", help="with error feedback, calibrated on 40 chunks of it")
     p.add_argument("--model", type=Path, metavar="GGUF", help="use this model instead of generating one")
     p.add_argument("--to", default="Q4_K_M", metavar="TYPE", help="default: Q4_K_M")
     p.add_argument("--again", type=float, default=0.3, metavar="P", help="probability of killing a resume (0.3)")

@@ -187,7 +187,7 @@ def test_without_cublas_only_what_is_beside_it_is_missing(tmp_path: Path) -> Non
     done = python(without, tmp_path, "nan", "mat-mat", "model")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "nan" not in done.stdout
-    assert "| no cuBLAS |" in done.stdout
+    assert done.stdout.count("| no cuBLAS |") >= 2
 
 
 def test_the_card_without_cublas(monkeypatch: pytest.MonkeyPatch) -> None:

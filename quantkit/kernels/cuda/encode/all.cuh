@@ -1,5 +1,6 @@
 // Every encoder.
 #pragma once
 #include "encode/fp4.cuh"
+#include "encode/i_quants.cuh"
 #include "encode/k_quants.cuh"
 #include "encode/legacy.cuh"

@@ -78,13 +78,9 @@ def encode_rows(
         before = mean_squares(t, rows)
         launches.append(Launch(before.kernel, before.grid, before.kernel.block(x=x, squares=squares, rows=rows, n=n)))
     per_row = n // t.block
+    by_row = squares if _by_row(t) else 0
     block = shape.kernel.block(
-        x=x,
-        importance=importance,
-        squares=squares if _by_row(t) else 0,
-        out=out,
-        blocks=rows * per_row,
-        per_row=per_row,
+        x=x, importance=importance, squares=by_row, out=out, blocks=rows * per_row, per_row=per_row
     )
     launches.append(Launch(shape.kernel, shape.grid, block))
     device.run(launches)

@@ -1,9 +1,10 @@
-// Q2_K, Q4_K, Q5_K, Q6_K: 256 values a super-block; the twin of quantkit/kernels/cpu/encode/k_quants.py, which has the layouts.
+// Q2_K, Q3_K, Q4_K, Q5_K, Q6_K: 256 values a super-block; the twin of quantkit/kernels/cpu/encode/k_quants.py, which has the
+// layouts.
 //
 // A lane fits scale and minimum of a sub-block. Then two lanes quantize these, one the scales and one the minima of the
 // super-block, and each lane its values by them; levels take the place of the values.
 //
-// Source: llama.cpp b11434 ggml-quants.c, quantize_row_q{2,4,5,6}_K_ref and _impl.
+// Source: llama.cpp b11434 ggml-quants.c, quantize_row_q{2,3,4,5,6}_K_ref and _impl.
 #pragma once
 #include "encode/search.cuh"
 
@@ -27,11 +28,18 @@ template <int N> struct SuperBlock {
     }
     __device__ __forceinline__ uint32_t level(int i) const { return (uint32_t)(int)value(i); }
 
-    // factor times the mean square of the super-block.
-    __device__ __forceinline__ float sigma(float factor) const {
+    // The first scale of the largest size.
+    __device__ __forceinline__ float largest_scale() const {
+        float largest = 0;
+        for (int j = 0; j < N; j++)
+            if (fabsf(found(0)[j]) > fabsf(largest)) largest = found(0)[j];
+        return largest;
+    }
+
+    __device__ __forceinline__ float squares() const {
         float total = 0;
         for (int i = 0; i < 256; i++) total = total + value(i) * value(i);
-        return factor * total / 256.0f;
+        return total;
     }
 
     // Quantize scales and minima: weighted by a search of their own, else by the largest.
@@ -90,7 +98,7 @@ template <int TOP> struct EncodeQ45 {
 
     STATIC_INLINE void weighted(const Lane& lane, float) {
         const SuperBlock<8> block(lane);
-        weigh(lane, 32, block.sigma(2));
+        weigh(lane, 32, 2.0f * block.squares() / 256.0f);
         finish<true>(lane, fit_with_min<32, true, false>(lane.x, lane.w, TOP, -0.9f, 0.05f, 36));
     }
 
@@ -141,7 +149,7 @@ struct EncodeQ2_K {
 
     STATIC_INLINE void weighted(const Lane& lane, float) {
         const SuperBlock<16> block(lane);
-        weigh(lane, 16, block.sigma(1));
+        weigh(lane, 16, block.squares() / 256.0f);
         finish<true>(lane, fit_with_min<16, true, false>(lane.x, lane.w, 3, -0.9f, 0.05f, 36));
     }
 
@@ -162,6 +170,76 @@ struct EncodeQ2_K {
     }
 };
 
+// 16 sub-blocks of 16, without minimums.
+struct EncodeQ3_K {
+    static const int VALUES = 16, BLOCK = 256, BYTES = 110, ROOM = SuperBlock<16>::ROOM;
+    static const bool WEIGHS = true;
+
+    STATIC_INLINE void plain(const Lane& lane) {
+        const SuperBlock<16> block(lane);
+        const Fit fit = fit_by_descent<16>(lane.x, lane.w, 4);  // leaves its levels in w
+        block.found(0)[lane.part] = fit.scale;
+        __syncwarp();
+        const float largest = block.largest_scale(), iscale = -32.0f / (largest != 0 ? largest : 1.0f);
+        const int code = min(max((int)(int8_t)nearest_int(iscale * fit.scale), -32), 31) + 32;
+        block.codes(0)[lane.part] = (float)(largest != 0 ? code : 0);
+        finish<false>(lane, fit, largest != 0 ? 1.0f / iscale : 0.0f);
+    }
+
+    STATIC_INLINE void weighted(const Lane& lane, float) {
+        const SuperBlock<16> block(lane);
+        weigh(lane, 16, 2.0f * block.squares() / 256.0f);
+        float sum_w = 0;
+        for (int i = 0; i < 16; i++) sum_w = sum_w + lane.w[i];
+        const Fit fit = fit_signed<16>(lane.x, lane.w, 4);
+        block.found(0)[lane.part] = fit.scale;
+        block.weights()[lane.part] = sum_w;
+        __syncwarp();
+        const Fit scales = fit_signed<16>(block.found(0), block.weights(), 32);
+        // Where sums overflowed ggml's iscale is -0, so every level 0, its code 32, and d a sum of zeros, or of NaN.
+        const bool infinite = !is_finite(block.largest_scale());
+        float nothing = 0;
+        for (int j = 0; j < 16; j++) nothing = nothing + 0.0f * block.weights()[j];
+        const int code = infinite ? 32 : min(max(nearest_int(scales.inverse * fit.scale), -32), 31) + 32;
+        block.codes(0)[lane.part] = (float)(scales.inverse != 0 || infinite ? code : 0);
+        finish<true>(lane, fit, infinite ? nothing : scales.scale);
+    }
+
+    // half: the scale of the scales, before it is rounded.
+    template <bool SEARCHED> STATIC_INLINE void finish(const Lane& lane, const Fit& fit, float half) {
+        const SuperBlock<16> block(lane);
+        __syncwarp();
+        const int part = lane.part;
+        const float d = as_half(half) * (float)(block.code(0, part) - 32);
+        for (int i = 0; i < 16; i++) {
+            const float v = lane.x[i];
+            int level = -4;  // of a sub-block of zeros
+            if (d != 0) level = min(max(nearest_int(v / d), -4), 3);
+            else if (fit.inverse != 0) level = SEARCHED ? min(max(nearest_int(v * fit.inverse), -4), 3) : (int)lane.w[i];
+            lane.x[i] = (float)(level + 4);
+        }
+        __syncwarp();
+        uint8_t* out = lane.out;
+        for (int i = part; i < 64; i += 16) {
+            uint32_t q = 0;
+            for (int k = 0; k < 4; k++) q |= (block.level(i / 32 * 128 + 32 * k + i % 32) & 3) << 2 * k;
+            out[32 + i] = (uint8_t)q;
+        }
+        for (int i = part; i < 32; i += 16) {
+            uint32_t high = 0;
+            for (int k = 0; k < 8; k++) high |= block.level(32 * k + i) >> 2 << k;
+            out[i] = (uint8_t)high;
+        }
+        if (part < 8) out[96 + part] = (uint8_t)((block.code(0, part) & 15) | (block.code(0, part + 8) & 15) << 4);
+        if (part < 4) {
+            uint32_t high = 0;
+            for (int k = 0; k < 4; k++) high |= (uint32_t)block.code(0, part + 4 * k) >> 4 << 2 * k;
+            out[104 + part] = (uint8_t)high;
+        }
+        if (part == 0) store_half(out + 108, half);
+    }
+};
+
 // 16 sub-blocks of 16, without minimums. Weights are the importances as they are.
 struct EncodeQ6_K {
     static const int VALUES = 16, BLOCK = 256, BYTES = 210, ROOM = SuperBlock<16>::ROOM;
@@ -179,9 +257,7 @@ struct EncodeQ6_K {
         const int part = lane.part;
         block.found(0)[part] = fit.scale;
         __syncwarp();
-        float largest = 0;  // the first scale of the largest size
-        for (int j = 0; j < 16; j++)
-            if (fabsf(block.found(0)[j]) > fabsf(largest)) largest = block.found(0)[j];
+        const float largest = block.largest_scale();
         const bool dead = fabsf(largest) < 1e-15f;
         const float iscale = -128.0f / (dead ? 1.0f : largest), half = dead ? 0.0f : 1.0f / iscale;
         const int code = dead ? 0 : (int8_t)min(nearest_int(iscale * fit.scale), 127);

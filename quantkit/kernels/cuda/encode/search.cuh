@@ -1,7 +1,7 @@
 // Searches of scales for a few values, one per lane; the twin of quantkit/kernels/cpu/encode/search.py.
 //
 // Source: llama.cpp b11434 ggml-quants.c, make_qkx2_quants and make_qkx3_quants (fit_with_min), make_qx_quants
-// (fit_signed), make_qp_quants (fit_positive).
+// (fit_signed), make_q3_quants (fit_by_descent), make_qp_quants (fit_positive).
 #pragma once
 #include "encode/lane.cuh"
 
@@ -46,6 +46,43 @@ template <int N> INLINE Fit fit_signed(const float* x, const float* w, int nmax)
         }
     }
     return best;
+}
+
+// Fit x ~ scale * l with l in -nmax .. nmax - 1 and weights x*x: levels by the largest value, then each in turn to its
+// optimum for the others, where that raises sum_lx^2 / sum_l2. Leaves the levels.
+template <int N> INLINE Fit fit_by_descent(const float* x, float* levels, int nmax) {
+    float largest = 0, size = 0;
+    for (int i = 0; i < N; i++)
+        if (fabsf(x[i]) > size) {
+            size = fabsf(x[i]);
+            largest = x[i];
+        }
+    if (size < 1e-15f) return Fit{};
+    const float inverse = (float)-nmax / largest;
+    float sum_lx = 0, sum_l2 = 0;
+    for (int i = 0; i < N; i++) {
+        const float level = round_even(lesser(fmaxf(inverse * x[i], (float)-nmax), (float)(nmax - 1))), w = x[i] * x[i];
+        levels[i] = level;
+        sum_lx = sum_lx + w * x[i] * level;
+        sum_l2 = sum_l2 + w * level * level;
+    }
+    bool moved = true;
+    for (int round = 0; round < 5 && moved; round++) {
+        moved = false;
+        for (int i = 0; i < N; i++) {
+            const float w = x[i] * x[i], wx = w * x[i], level = levels[i];
+            const float rest_lx = sum_lx - wx * level, rest_l2 = sum_l2 - w * level * level;
+            if (!(rest_lx > 0)) continue;
+            const float to = (float)max(min(nearest_int(x[i] * rest_l2 / rest_lx), nmax - 1), -nmax);
+            const float new_lx = rest_lx + wx * to, new_l2 = rest_l2 + w * to * to;
+            if (to == level || !(new_l2 > 0) || !(new_lx * new_lx * sum_l2 > sum_lx * sum_lx * new_l2)) continue;
+            sum_lx = new_lx;
+            sum_l2 = new_l2;
+            levels[i] = to;
+            moved = true;
+        }
+    }
+    return Fit{sum_l2 > 0 ? sum_lx / sum_l2 : 0.0f, inverse};
 }
 
 // A level 0 .. top of any v at all: guarded, as make_qkx3_quants does, v is clamped before it is rounded; else, as

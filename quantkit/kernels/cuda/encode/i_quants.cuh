@@ -1,0 +1,125 @@
+// IQ4_NL and IQ4_XS: 4-bit, unevenly spaced levels; the twin of quantkit/kernels/cpu/encode/i_quants.py, which has the
+// layouts and the search.
+//
+// Source: llama.cpp b11434 ggml-quants.c, quantize_row_iq4_nl_impl and best_index_int8 with ntry = 7.
+#pragma once
+#include "encode/k_quants.cuh"
+#include "unpack/tables.cuh"
+
+// The level nearest to v, the upper one at a tie: the midpoints between values that are not above it; NaN gives 15.
+INLINE int nearest_level(float v) {
+    const bool bit3 = !(v < -4.5f), bit2 = !(v < (bit3 ? 45.5f : -57.0f));
+    const bool bit1 = !(v < (bit3 ? bit2 ? 79.0f : 19.0f : bit2 ? -28.5f : -93.5f));
+    const float upper = bit2 ? bit1 ? 101.0f : 61.0f : bit1 ? 31.5f : 7.0f;
+    const float lower = bit2 ? bit1 ? -16.0f : -42.0f : bit1 ? -74.0f : -115.5f;
+    return bit3 << 3 | bit2 << 2 | bit1 << 1 | !(v < (bit3 ? upper : lower));
+}
+
+INLINE float value_of(int level) {
+    typedef kvalues_iq4nl T;
+    const uint32_t four = level < 8 ? level < 4 ? T::A : T::B : level < 12 ? T::C : T::D;
+    return (float)(int8_t)(four >> 8 * (level & 3));
+}
+
+// The sums over w*q*x and w*q*q for q, the values nearest to x * inverse.
+INLINE void rate(const Lane& lane, float inverse, float& sumqx, float& sumq2) {
+    sumqx = sumq2 = 0;
+#pragma unroll 8
+    for (int j = 0; j < 32; j++) {
+        const float x = lane.x[j], q = value_of(nearest_level(inverse * x)), wq = lane.w[j] * q;
+        sumqx = sumqx + wq * x;
+        sumq2 = sumq2 + wq * q;
+    }
+}
+
+// The scale of 32 values; 0 for those that count as zero.
+INLINE float search_scale(const Lane& lane) {
+    float amax = 0, top = 0, sumqx, sumq2;
+    for (int j = 0; j < 32; j++)
+        if (fabsf(lane.x[j]) > amax) {
+            amax = fabsf(lane.x[j]);
+            top = lane.x[j];
+        }
+    if (amax < 1e-15f) return 0;
+    rate(lane, 1.0f / (top / 127.0f), sumqx, sumq2);
+    float d = sumq2 > 0 ? sumqx / sumq2 : 0, best = d * sumqx;
+    for (int itry = -7; itry < 8; itry++) {
+        rate(lane, (float)(itry - 127) / top, sumqx, sumq2);
+        if (sumq2 > 0 && sumqx * sumqx > best * sumq2) {
+            d = sumqx / sumq2;
+            best = d * sumqx;
+        }
+    }
+    return d;
+}
+
+INLINE float inverse_or_zero(float d) { return d != 0 ? 1.0f / d : 0; }
+
+// Store the levels of the lane's values as 16 bytes of nibbles.
+INLINE void store_nibbles(const Lane& lane, float inverse, uint8_t* out) {
+    for (int j = 0; j < 16; j++)
+        out[j] = (uint8_t)(nearest_level(inverse * lane.x[j]) | nearest_level(inverse * lane.x[j + 16]) << 4);
+}
+
+// Weights without an importance: squares.
+INLINE void weigh_by_squares(const Lane& lane) {
+    for (int j = 0; j < 32; j++) lane.w[j] = lane.x[j] * lane.x[j];
+}
+
+struct EncodeIQ4_NL {
+    static const int VALUES = 32, BLOCK = 32, BYTES = 18, ROOM = 0;
+    static const bool WEIGHS = true;
+
+    STATIC_INLINE void plain(const Lane& lane) {
+        weigh_by_squares(lane);
+        finish(lane);
+    }
+
+    STATIC_INLINE void weighted(const Lane& lane, float) {
+        float squares = 0;
+        for (int j = 0; j < 32; j++) squares = squares + lane.x[j] * lane.x[j];
+        weigh(lane, 32, squares * 0.0625f);
+        finish(lane);
+    }
+
+    STATIC_INLINE void finish(const Lane& lane) {
+        const float d = search_scale(lane);
+        store_half(lane.out, d);
+        store_nibbles(lane, inverse_or_zero(d), lane.out + 2);
+    }
+};
+
+struct EncodeIQ4_XS {
+    static const int VALUES = 32, BLOCK = 256, BYTES = 136, ROOM = SuperBlock<8>::ROOM;
+    static const bool WEIGHS = true;
+
+    STATIC_INLINE void plain(const Lane& lane) {
+        weigh_by_squares(lane);
+        finish(lane);
+    }
+
+    STATIC_INLINE void weighted(const Lane& lane, float) {
+        weigh(lane, 32, SuperBlock<8>(lane).squares() * 0.0078125f);
+        finish(lane);
+    }
+
+    STATIC_INLINE void finish(const Lane& lane) {
+        const SuperBlock<8> block(lane);
+        const int part = lane.part;
+        block.found(0)[part] = search_scale(lane);
+        __syncwarp();
+        // The first scale of the largest size becomes -32.
+        const float d = -block.largest_scale() / 32.0f;
+        const int code = max(min(nearest_int(block.found(0)[part] * inverse_or_zero(d)), 31), -32);
+        block.codes(0)[part] = (float)(code + 32);
+        __syncwarp();
+        store_nibbles(lane, inverse_or_zero(d * (float)code), lane.out + 8 + 16 * part);
+        if (part < 4) lane.out[4 + part] = (uint8_t)((block.code(0, 2 * part) & 15) | (block.code(0, 2 * part + 1) & 15) << 4);
+        if (part < 2) {
+            uint32_t high = 0;
+            for (int k = 0; k < 4; k++) high |= (uint32_t)block.code(0, 4 * part + k) >> 4 << 2 * k;
+            lane.out[2 + part] = (uint8_t)high;
+        }
+        if (part == 0) store_half(lane.out, d);
+    }
+};
