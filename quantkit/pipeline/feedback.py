@@ -19,7 +19,7 @@ import numpy as np
 
 from quantkit.errors import FormatError
 from quantkit.formats.covariance import Covariances
-from quantkit.kernels.levels import all_levels
+from quantkit.kernels.levels import Grouping, all_levels, levels_of
 from quantkit.pipeline.importance import ALIASES
 from quantkit.types import TensorType
 
@@ -42,6 +42,8 @@ class Inputs:
     tokens: tuple[int, ...]
     weighted: bool
     covariances: Covariances = field(repr=False)
+    #: How the tensor's type groups columns, if it does.
+    grouping: Grouping | None = None
 
     @property
     def metric_bytes(self) -> int:
@@ -62,7 +64,7 @@ class Inputs:
         damping = self.damping(matrix)
         assert damping is not None
         try:
-            return metric(self.covariances.matrix(self.entry, matrix), damping, threads)
+            return metric(self.covariances.matrix(self.entry, matrix), damping, threads, self.grouping)
         except np.linalg.LinAlgError as e:
             raise FormatError(
                 f"{self.covariances.path}: matrix {matrix} of {self.entry} is no covariance ({e}): record it again"
@@ -97,7 +99,8 @@ class Feedback:
                 f"{math.prod(shape[2:])} of {shape[0]}: it was recorded on another model"
             )
         tokens = tuple(int(t) for t in self.covariances.tokens(entry))
-        inputs = Inputs(tensor, entry, n, tokens, self.covariances.is_weighted(entry), self.covariances)
+        weighted, grouping = self.covariances.is_weighted(entry), levels_of(target).grouping
+        inputs = Inputs(tensor, entry, n, tokens, weighted, self.covariances, grouping)
         self._found.append(inputs)
         return inputs
 
@@ -140,20 +143,24 @@ def _names(names: Sequence[str]) -> str:
 # ---------------------------------------------------------------- of a run
 
 
+#: An entry, one of its matrices, and how columns are grouped.
+_Key = tuple[str, int, Grouping | None]
+
+
 class Metrics:
     """Metrics made on demand, each once, as many at a time as ``limit`` bytes allow, but one in any case."""
 
     def __init__(self, limit: int, threads: int) -> None:
         self.limit, self.threads = limit, threads
-        self._ready: OrderedDict[tuple[str, int], tuple[Metric, int]] = OrderedDict()
-        self._users: dict[tuple[str, int], int] = {}
-        self._making: dict[tuple[str, int], int] = {}
+        self._ready: OrderedDict[_Key, tuple[Metric, int]] = OrderedDict()
+        self._users: dict[_Key, int] = {}
+        self._making: dict[_Key, int] = {}
         self._changed = threading.Condition()
 
     @contextmanager
     def held(self, inputs: Inputs, matrix: int) -> Iterator[Metric]:
         """Yield the metric of a matrix, made now unless somebody has made it."""
-        key = (inputs.entry, matrix)
+        key = (inputs.entry, matrix, inputs.grouping)
         metric = self._wait(key, inputs.metric_bytes)
         if metric is None:
             try:
@@ -173,12 +180,12 @@ class Metrics:
                 self._leave(key)
                 self._changed.notify_all()
 
-    def _leave(self, key: tuple[str, int]) -> None:
+    def _leave(self, key: _Key) -> None:
         self._users[key] -= 1
         if not self._users[key]:
             del self._users[key]
 
-    def _wait(self, key: tuple[str, int], need: int) -> Metric | None:
+    def _wait(self, key: _Key, need: int) -> Metric | None:
         """Return a metric, or None once there is room to make it; it has a user from now on."""
         with self._changed:
             while True:

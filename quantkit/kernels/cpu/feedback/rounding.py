@@ -9,10 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.kernels.cpu.feedback.factor import cholesky
+from quantkit.kernels.cpu.feedback.frames import Frames, frames_of, visited
+from quantkit.kernels.cpu.feedback.groups import GroupTile
 from quantkit.kernels.cpu.feedback.scales import fit_factors, fit_super_scales
 from quantkit.kernels.cpu.feedback.sweeps import codebook, descend, dot_columns, feed, gradient
 from quantkit.kernels.cpu.feedback.tiles import ROWS, pack_columns
 from quantkit.kernels.levels import (
+    Grouping,
     Integers,
     Levels,
     decoded,
@@ -33,14 +36,16 @@ Ints = npt.NDArray[np.int32]
 class Metric:
     """A covariance, ready for sweeps.
 
-    columns: in descending order of their variance, int32 [n]; u: the factor of the covariance in that order, packed.
-    h: the covariance, packed, columns in their own order; per_diagonal: 1 / H_kk.
+    columns: in descending order of their variance, or of their groups', int32 [n]; u: the factor of the covariance in
+    that order, packed. h: the covariance, packed, columns in their own order; per_diagonal: 1 / H_kk. frames: those of
+    groups of columns, if they are rounded together.
     """
 
     columns: Ints
     u: F32
     h: F32
     per_diagonal: F32
+    frames: Frames | None = None
 
     @property
     def n(self) -> int:
@@ -48,17 +53,18 @@ class Metric:
         return len(self.columns)
 
 
-def metric(covariance: F64, damping: float, threads: int = 1) -> Metric:
+def metric(covariance: F64, damping: float, threads: int = 1, grouping: Grouping | None = None) -> Metric:
     """Return the metric of a covariance [n, n] whose diagonal is raised by ``damping`` times its mean.
 
-    Raises numpy.linalg.LinAlgError if it is not positive definite even so.
+    It is for types that group columns so. Raises numpy.linalg.LinAlgError if it is not positive definite even so.
     """
     h = covariance + damping * np.diagonal(covariance).mean() * np.eye(len(covariance))
-    columns = np.argsort(-np.diagonal(h), kind="stable")
+    columns = visited(np.diagonal(h), grouping)
     last_first = columns[::-1]
     upper = np.triu(cholesky(h[np.ix_(last_first, last_first)], threads))[::-1, ::-1].T  # H = upper upper^T
     u = pack_columns(upper / np.diagonal(upper))
-    return Metric(columns.astype(np.int32), u, pack_columns(h), (1 / np.diagonal(h)).astype(np.float32))
+    frames = None if grouping is None else frames_of(h, upper, grouping)
+    return Metric(columns.astype(np.int32), u, pack_columns(h), (1 / np.diagonal(h)).astype(np.float32), frames)
 
 
 @dataclass(frozen=True)
@@ -96,9 +102,11 @@ def round_rows(
     made = np.zeros((len(x), t.row_bytes(x.shape[1])), np.uint8)
     encode(x, made)
     before, after = np.empty(len(x)), np.empty(len(x))
+    of = levels_of(t)
+    kind = _Tile if of.grid is None else GroupTile
     for first in range(0, len(x), ROWS):
         rows = slice(first, min(first + ROWS, len(x)))
-        tile = _Tile(levels_of(t), target[rows], made[rows], by)
+        tile = kind(of, target[rows], made[rows], by)
         before[rows], after[rows] = tile.improve(how)
         made[rows] = tile.best
     return Rounded(made, before, after)
