@@ -12,7 +12,7 @@ from quantkit.kernels.cpu.encode import encoder
 from quantkit.kernels.cpu.feedback import factor, rounding, sweeps
 from quantkit.kernels.cpu.feedback.groups import GroupTile
 from quantkit.kernels.cpu.feedback.tiles import ROWS, pack_columns
-from quantkit.types import TensorType
+from quantkit.types import BY_NAME, TensorType
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -82,13 +82,17 @@ def test_feedback_and_descent_are_what_they_say() -> None:
     u = upper / np.diagonal(upper)
     chosen, v, g, e, c = (np.zeros((n, ROWS), np.float32) for _ in range(5))
     fixed = (sub, scale, low, inverse, sweeps.codebook(book))
-    sweeps.feed(x, pack_columns(u), *fixed, chosen, v, e, c)
+    sweeps.feed(np.arange(n, dtype=np.int32), x, pack_columns(u), *fixed, chosen, v, e, c)
     wanted, error = np.zeros((n, ROWS)), np.zeros((n, ROWS))
     for k in range(n):
         target = x[k] + u[:k, k] @ error[:k]
         wanted[k] = scale[sub[k]] * _nearest(book, (target + low[sub[k]]) * inverse[sub[k]]) - low[sub[k]]
         error[k] = x[k] - wanted[k]
     assert (np.abs(v - wanted) < 1e-5).mean() > 0.99  # a tie may fall the other way, and all behind it
+    assert np.allclose(e, x - v)
+    assert np.allclose(c, u.T @ e, atol=1e-5)
+    pivots = (np.diagonal(upper) ** 2).astype(np.float32)
+    assert np.allclose(sweeps.weighted_squares(c, pivots), ((x - v) * (h @ (x - v))).sum(0), rtol=1e-4)
 
     def loss() -> F64:
         return ((x - v) * (h @ (x - v).astype(np.float64))).sum(0)  # type: ignore[no-any-return]
@@ -150,6 +154,33 @@ def test_the_factor_does_not_depend_on_threads(n: int) -> None:
         assert (np.triu(factor.cholesky(h, threads)) == r).all()
     with pytest.raises(np.linalg.LinAlgError, match="not positive definite"):
         factor.cholesky(h - 1e-3 * np.abs(h).max() * np.eye(n))
+
+
+def _awkward_covariances() -> dict[str, F64]:
+    rng = np.random.default_rng(11)
+    few = rng.standard_normal((40, N))
+    alike = np.outer(np.ones(4 * N), rng.standard_normal(N)) + 1e-3 * rng.standard_normal((4 * N, N))
+    spread = rng.standard_normal((4 * N, N)) * np.exp(3 * rng.standard_normal(N))
+    spread[:, 7] *= 1e4
+    spread[:, 300:310] = 0
+    return {"few tokens": few.T @ few, "columns alike": alike.T @ alike, "massive and dead columns": spread.T @ spread}
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q2_K", "IQ4_XS", "Q4_1", "MXFP4"])
+@pytest.mark.parametrize("of", ["few tokens", "columns alike", "massive and dead columns"])
+def test_awkward_covariances(of: str, name: str) -> None:
+    """Losses stay finite and are those of the bytes; what is kept is better."""
+    t, h, x = BY_NAME[name], _awkward_covariances()[of], drawn(12, 20)
+    weights = np.diagonal(h).astype(np.float32) + np.float32(1e-6)
+    plain = encode(t, x, weights)
+    how = rounding.Rounding(rounds=2, sweeps=2)
+    made = rounding.round_rows(t, x, lambda _, out: np.copyto(out, plain), rounding.metric(h, 0.01), how)
+    damped = h + 0.01 * np.diagonal(h).mean() * np.eye(N)
+    error = x - reference.decode_rows(t, made.rows).astype(np.float64)
+    after = ((error @ damped) * error).sum(1)
+    assert np.allclose(made.after, after, rtol=1e-3)
+    assert (made.after <= made.before).all()
+    assert made.after.sum() < made.before.sum()
 
 
 @pytest.mark.parametrize("t", DESCRIBED, ids=str)

@@ -334,15 +334,17 @@ def _unpacked(t: TensorType, rows: U8) -> tuple[U8, U8]:
     return np.unpackbits(head, axis=1, bitorder="little"), np.unpackbits(blocks, axis=1, bitorder="little")
 
 
-def read_integers(t: TensorType, rows: U8) -> Integers:
-    """Return the integers of rows, uint8 [rows, row bytes]."""
+def read_integers(t: TensorType, rows: U8, with_levels: bool = True) -> Integers:
+    """Return the integers of rows, uint8 [rows, row bytes]; without levels, q is uint8 [rows, 0]."""
     of = levels_of(t)
     head, bits = _unpacked(t, rows)
 
     def of_rows(fields: Bits | None) -> U8 | None:
         return None if fields is None else _gather(bits, fields).reshape(len(rows), -1)
 
-    q = _gather(bits, of.levels, np.uint8 if of.grid is None else np.uint32).reshape(len(rows), -1)
+    q: Any = np.zeros((len(rows), 0), np.uint8)
+    if with_levels:
+        q = _gather(bits, of.levels, np.uint8 if of.grid is None else np.uint32).reshape(len(rows), -1)
     d, dmin = (_floats(kind, head, bits) for kind in (of.d, of.dmin))
     return Integers(q, of_rows(of.scale), of_rows(of.minimum), of_rows(of.shift), d, dmin)
 

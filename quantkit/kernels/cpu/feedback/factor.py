@@ -1,7 +1,8 @@
 """The factor of a covariance, by a Cholesky decomposition whose result does not depend on who computes it.
 
-LAPACK's depends on its number of threads. Here every sum is taken in the order of its terms, blocks of ``BLOCK`` at a
-time, with float64 throughout.
+LAPACK's depends on its number of threads. Here every sum is taken in the order of its terms, blocks of ``BLOCK`` rows
+at a time, with float64 throughout. A block is factored ``INNER`` rows at a time; then it is packed, and what is below
+is brought up to date with ``TALL`` rows by ``WIDE`` columns in registers.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ import numpy.typing as npt
 from numba import types
 
 from quantkit.kernels.cpu.core.jit import inline, kernel
-from quantkit.kernels.cpu.core.simd import f64x8, load, muladd, splat, store
+from quantkit.kernels.cpu.core.simd import FEATURES, f64x8, load, muladd, splat, store
+from quantkit.kernels.cpu.feedback.tiles import make_registers
 
 F64 = npt.NDArray[np.float64]
 
-#: Rows that are factored before the rest is brought up to date; columns of a strip.
-BLOCK, LANES = 64, 8
+BLOCK, INNER, LANES = 64, 16, 8
+TALL, WIDE = 8, 2 * LANES
 _STEP = 8 * LANES
+#: Vectors and rows of a tile: as many as registers allow.
+_VECTORS, _ROWS = (2, 8) if "avx512f" in FEATURES else (1, 4)
+_get, _put, _add = make_registers(f64x8, _VECTORS, _ROWS, "f64")
 
 
-@kernel
-def _factor_rows(r: F64, begin: int, end: int) -> int:
+@inline
+def _factor_inner(r: Any, begin: Any, end: Any) -> Any:
     """Factor rows ``begin`` to ``end`` of R, which are up to date; return the row that is not positive, or -1."""
     n = r.shape[1]
     for k in range(begin, end):
@@ -63,11 +68,43 @@ def _update_two(r: Any, n: Any, begin: Any, end: Any, j: Any) -> Any:
 
 
 @kernel
-def _update(r: F64, begin: int, end: int, first: int, last: int) -> None:
-    """Take rows ``begin`` to ``end`` of R out of rows ``first`` to ``last``, both even."""
+def _factor_rows(r: F64, begin: int, end: int) -> int:
+    """Factor rows ``begin`` to ``end`` of R, which are up to date; return the row that is not positive, or -1."""
     n = r.shape[1]
-    for j in range(first, last, 2):
-        _update_two(r, n, begin, end, j)
+    for first in range(begin, end, INNER):
+        last = min(first + INNER, end)
+        bad: int = _factor_inner(r, first, last)
+        if bad >= 0:
+            return bad
+        for j in range(last, end, 2):
+            _update_two(r, n, first, last, j)
+    return -1
+
+
+@kernel
+def _pack(r: F64, begin: int, end: int, tall: F64, wide: F64) -> None:
+    """Pack what rows ``begin`` to ``end`` have behind ``end``: negative in ``tall``, and in ``wide``."""
+    for i in range(end // WIDE, r.shape[1] // WIDE):
+        for k in range(begin, end):
+            for c in range(WIDE):
+                x = r[k, WIDE * i + c]
+                wide[i, k - begin, c] = x
+                tall[2 * i + c // TALL, k - begin, c % TALL] = -x
+
+
+@kernel
+def _update(r: F64, count: int, tall: F64, wide: F64, first: int, last: int) -> None:
+    """Take ``count`` rows that are packed out of rows ``first`` to ``last`` of R, multiples of ``TALL``."""
+    n = r.shape[1]
+    for i in range(first // WIDE, n // WIDE):
+        for j in range(first, min(last, WIDE * i + WIDE), _ROWS):
+            for part in range(0, 8 * WIDE, _STEP * _VECTORS):
+                to = 8 * (n * j + WIDE * i) + part
+                tile = _get(r, to, 8 * n)
+                at, place = 8 * WIDE * BLOCK * i + part, 8 * (TALL * BLOCK * (j // TALL) + j % TALL)
+                for k in range(count):
+                    tile = _add(tile, wide, at + 8 * WIDE * k, tall, place + 8 * TALL * k)
+                _put(r, to, 8 * n, tile)
 
 
 def cholesky(matrix: F64, threads: int = 1) -> F64:
@@ -76,20 +113,22 @@ def cholesky(matrix: F64, threads: int = 1) -> F64:
     Raises numpy.linalg.LinAlgError if it is not positive definite.
     """
     n = len(matrix)
-    r = np.ascontiguousarray(matrix, np.float64).copy()
+    r = np.array(matrix, np.float64, order="C")
+    tall, wide = np.empty((n // TALL, BLOCK, TALL)), np.empty((n // WIDE, BLOCK, WIDE))
     with ThreadPoolExecutor(threads) as pool:
         for begin in range(0, n, BLOCK):
             end = min(begin + BLOCK, n)
             bad = _factor_rows(r, begin, end)
             if bad >= 0:
                 raise np.linalg.LinAlgError(f"not positive definite: column {bad} of {n}")
-            edges = _shares(end, n, threads)
-            list(pool.map(lambda part, b=begin, e=end: _update(r, b, e, *part), edges))
+            _pack(r, begin, end, tall, wide)
+            shares = _shares(end, n, threads)
+            list(pool.map(lambda part, count=end - begin: _update(r, count, tall, wide, *part), shares))
     return r
 
 
 def _shares(first: int, n: int, threads: int) -> list[tuple[int, int]]:
     """Cut rows ``first`` to ``n`` of a triangle into parts of equal area."""
     left = n - first
-    edges = [first + round(left * (1 - math.sqrt(1 - i / threads)) / 2) * 2 for i in range(threads)] + [n]
+    edges = [first + round(left * (1 - math.sqrt(1 - i / threads)) / TALL) * TALL for i in range(threads)] + [n]
     return [(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True) if a < b]

@@ -81,7 +81,7 @@ class GroupTile:
             self._feed()
             self._descend(how.sweeps)
             if how.fits:
-                self._fit(how.fits)
+                self._fit()
                 self._descend(how.sweeps)
             self._keep(best)
         return before[: self.count], best[: self.count]
@@ -117,43 +117,25 @@ class GroupTile:
                 self.codes, self.levels, self.v, self.g, self.scratch, *self.tables,
             )  # fmt: skip
 
-    def _fit(self, times: int) -> None:
-        i, of = self.integers, self.of
-        up = self.levels if i.shift is None else self.levels + np.float32(of.by) * i.shift.T[self.sub]
-        one = np.full_like(up, -1 if not of.added else 1)
-        for _ in range(times):
-            if i.s is not None and of.factors is not None:
-                self._fit_codes(i.s, of.factors, up, i.d)
-            if i.m is not None and i.dmin is not None:
-                self._fit_codes(i.m, np.arange(256, dtype=np.float32)[: 1 << of.minimum.shape[1]], one, i.dmin)  # type: ignore[union-attr]
-            if i.d is not None:
-                self._fit_supers(up, one)
-
-    def _fit_codes(self, codes: U8, factors: F32, t: F32, d: F32 | None) -> None:
-        code_of = np.unique(factors, return_index=True)[1]
-        ascending = factors[code_of]
-        places = np.ascontiguousarray(np.searchsorted(ascending, factors[codes]).T.astype(np.int32))
-        supers = np.ones((1, ROWS), np.float32) if d is None else np.ascontiguousarray(d.T)
-        per = self.by.n // self.of.span // len(supers)
-        which = (self.by.h, self.of.span)
-        fit_factors(*which, t, supers, per, places, ascending, self.v, self.g, self.scratch)
-        codes[:] = code_of[places].T
-
-    def _fit_supers(self, up: F32, one: F32) -> None:
+    def _fit(self) -> None:
+        """Fit the factors of sub-blocks, then d; no grid has minimums."""
         i, of = self.integers, self.of
         assert i.d is not None
-        factor = np.ones((ROWS, self.by.n // of.span), np.float32) if i.s is None else of.factors[i.s]  # type: ignore[index]
-        t = factor.T[self.sub] * up
-        d = np.ascontiguousarray(i.d.T)
-        s, dmin = np.zeros((0, ROWS), np.float32), np.zeros((0, ROWS), np.float32)
-        if i.dmin is not None:
-            m = np.ones_like(factor) if i.m is None else i.m.astype(np.float32)
-            s, dmin = m.T[self.sub] * one, np.ascontiguousarray(i.dmin.T)
-        which, kinds = (self.by.h, self.by.n // i.d.shape[1]), (of.added, of.has_half_scales)
-        fit_super_scales(*which, t, s, d, dmin, *kinds, self.v, self.g, self.scratch, self.c)
+        assert i.s is not None
+        assert of.factors is not None
+        up = self.levels if i.shift is None else self.levels + np.float32(of.by) * i.shift.T[self.sub]
+        d, code_of = np.ascontiguousarray(i.d.T), np.unique(of.factors, return_index=True)[1]
+        ascending = of.factors[code_of]
+        places = np.ascontiguousarray(np.searchsorted(ascending, of.factors[i.s]).T.astype(np.int32))
+        per = self.by.n // of.span // len(d)
+        fit_factors(self.by.h, of.span, up, d, per, places, ascending, self.v, self.g, self.scratch)
+        i.s[:] = code_of[places].T
+        none = np.zeros((0, ROWS), np.float32)
+        fit_super_scales(
+            self.by.h, self.by.n // len(d), of.factors[i.s].T[self.sub] * up, none, d, none, False,
+            of.has_half_scales, self.v, self.g, self.scratch, self.c,
+        )  # fmt: skip
         i.d[:] = d.T
-        if i.dmin is not None:
-            i.dmin[:] = dmin.T
 
     def _keep(self, best: F64) -> None:
         """Take over rows whose loss, of their very bytes, is the lowest so far."""

@@ -11,17 +11,16 @@ import numpy.typing as npt
 from quantkit.kernels.cpu.feedback.factor import cholesky
 from quantkit.kernels.cpu.feedback.frames import Frames, frames_of, visited
 from quantkit.kernels.cpu.feedback.groups import GroupTile
-from quantkit.kernels.cpu.feedback.scales import fit_factors, fit_super_scales
-from quantkit.kernels.cpu.feedback.sweeps import codebook, descend, dot_columns, feed, gradient
+from quantkit.kernels.cpu.feedback.refine import FIXED, HALF, INTEGER, Scales, refine
+from quantkit.kernels.cpu.feedback.sweeps import codebook, feed, residuals, weighted_squares
 from quantkit.kernels.cpu.feedback.tiles import ROWS, pack_columns
+from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 from quantkit.kernels.levels import (
     Grouping,
     Integers,
     Levels,
-    decoded,
     levels_of,
     read_integers,
-    scales_and_minimums,
     write_integers,
 )
 from quantkit.types import TensorType
@@ -36,13 +35,14 @@ Ints = npt.NDArray[np.int32]
 class Metric:
     """A covariance, ready for sweeps.
 
-    columns: in descending order of their variance, or of their groups', int32 [n]; u: the factor of the covariance in
-    that order, packed. h: the covariance, packed, columns in their own order; per_diagonal: 1 / H_kk. frames: those of
-    groups of columns, if they are rounded together.
+    columns: in descending order of their variance, or of their groups', int32 [n]; u, pivots: the factors U, packed,
+    and D of the covariance in that order. h: the covariance, packed, columns in their own order; per_diagonal:
+    1 / H_kk. frames: those of groups of columns, if they are rounded together.
     """
 
     columns: Ints
     u: F32
+    pivots: F32
     h: F32
     per_diagonal: F32
     frames: Frames | None = None
@@ -62,18 +62,29 @@ def metric(covariance: F64, damping: float, threads: int = 1, grouping: Grouping
     columns = visited(np.diagonal(h), grouping)
     last_first = columns[::-1]
     upper = np.triu(cholesky(h[np.ix_(last_first, last_first)], threads))[::-1, ::-1].T  # H = upper upper^T
-    u = pack_columns(upper / np.diagonal(upper))
-    frames = None if grouping is None else frames_of(h, upper, grouping)
-    return Metric(columns.astype(np.int32), u, pack_columns(h), (1 / np.diagonal(h)).astype(np.float32), frames)
+    roots = np.diagonal(upper)
+    u, pivots = pack_columns(upper / roots), (roots * roots).astype(np.float32)
+    per_diagonal, frames = (1 / np.diagonal(h)).astype(np.float32), None
+    if grouping is not None:
+        frames = frames_of(h, upper, grouping)
+    return Metric(columns.astype(np.int32), u, pivots, pack_columns(h), per_diagonal, frames)
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How levels are chosen: how often feedback, sweeps and the fit of scales are repeated; sweeps of each round."""
+    """How levels are chosen.
 
-    rounds: int = 2
+    rounds: how often all of this is done, each time with the scales found before. sweeps: over all columns after
+    feedback. width: the columns that are visited together in a sweep; passes: how often; repeats: how often scales and
+    levels of a sub-block are chosen in turn, each time. fits: whether scales are.
+    """
+
+    rounds: int = 1
     sweeps: int = 1
-    fits: int = 1
+    width: int = 64
+    passes: int = 1
+    repeats: int = 1
+    fits: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +123,10 @@ def round_rows(
     return Rounded(made, before, after)
 
 
+#: A row is kept where its loss is less by this share: more than what rounding to float32 makes of it.
+MARGIN = 1e-4
+
+
 class _Tile:
     """Up to ``ROWS`` rows; the lanes of missing ones repeat the last."""
 
@@ -119,104 +134,97 @@ class _Tile:
         self.of, self.by, self.count, n = of, by, len(x), by.n
         fill = np.minimum(np.arange(ROWS), len(x) - 1)
         self.best = rows.copy()
-        self.integers = read_integers(of.type, rows[fill])
+        self.rows = rows[fill]
         self.sub = np.arange(n, dtype=np.int32) // np.int32(of.span)
         self.x = np.ascontiguousarray(x[fill].T)
-        self.levels, self.v, self.g, self.scratch, self.c = (np.empty((n, ROWS), np.float32) for _ in range(5))
+        self.levels, self.v, self.e, self.c = (np.empty((n, ROWS), np.float32) for _ in range(4))
         self.book = codebook(of.codebook)
+        self.scales = scales_of(of, n // of.span, read_integers(of.type, self.rows, with_levels=False))
 
     def improve(self, how: Rounding) -> tuple[F64, F64]:
         """Return the losses of the reference's bytes, and of the best."""
-        before = self._loss(self.best)
+        before = self._loss_of_reference()
         best = before.copy()
         for _ in range(how.rounds):
-            self._feed()
-            self._descend(how.sweeps)
-            if how.fits:
-                self._fit(how.fits)
-                self._descend(how.sweeps)
-            self._keep(best)
+            loss = self._feed()
+            for _ in range(how.sweeps):
+                loss -= self._refine(how)
+            self._keep(loss, best)
         return before[: self.count], best[: self.count]
 
-    def _loss(self, rows: U8) -> F64:
-        fill = np.minimum(np.arange(ROWS), self.count - 1)
-        v = np.ascontiguousarray(decoded(self.of.type, read_integers(self.of.type, rows[fill])).T)
-        gradient(self.x, v, self.by.h, self.c, self.scratch)
-        return dot_columns(self.c, self.scratch)
+    def _loss_of_reference(self) -> F64:
+        values = np.empty((ROWS, self.by.n), np.float32)
+        dequantize_rows(self.of.type, self.rows, values)
+        residuals(self.by.columns, self.x, np.ascontiguousarray(values.T), self.by.u, self.e, self.c)
+        return weighted_squares(self.c, self.by.pivots)
 
-    def _scales(self) -> tuple[F32, F32, F32]:
-        scale, low = scales_and_minimums(self.of.type, self.integers)
-        low = np.zeros_like(scale) if low is None else low
-        usable = np.abs(scale) > np.finfo(np.float32).tiny
-        inverse = np.where(usable, 1 / np.where(usable, scale, np.float32(1)), np.float32(0))
-        return tuple(np.ascontiguousarray(a.T, np.float32) for a in (scale, low, inverse))  # type: ignore[return-value]
-
-    def _feed(self) -> None:
-        columns = self.by.columns
-        levels, v = np.empty_like(self.v), np.empty_like(self.v)
+    def _feed(self) -> F64:
+        """Choose all levels with error feedback; return the loss."""
+        s = self.scales
         feed(
-            self.x[columns], self.by.u, self.sub[columns], *self._scales(), self.book, levels, v,
-            self.scratch, self.c,
+            self.by.columns, self.x, self.by.u, self.sub, s.scale, s.low, s.inverse, self.book, self.levels, self.v,
+            self.e, self.c,
         )  # fmt: skip
-        self.levels[columns], self.v[columns] = levels, v
-        gradient(self.x, self.v, self.by.h, self.g, self.scratch)
+        return weighted_squares(self.c, self.by.pivots)
 
-    def _descend(self, sweeps: int) -> None:
-        scales = self._scales()
-        for _ in range(sweeps):
-            descend(
-                self.by.h, self.sub, self.by.per_diagonal, *scales, self.book, self.levels, self.v, self.g,
-                self.scratch,
-            )  # fmt: skip
+    def _refine(self, how: Rounding) -> F64:
+        """Choose levels and scales again; return by how much the loss falls."""
+        width = max(how.width, self.of.span)
+        return refine(
+            self.x, self.by.h, self.by.per_diagonal, self.book, self.scales, self.levels, self.v, self.e, width,
+            how.passes, how.repeats, how.fits,
+        )  # fmt: skip
 
-    def _fit(self, times: int) -> None:
-        i, of = self.integers, self.of
-        up = self.levels if i.shift is None else self.levels + np.float32(of.by) * i.shift.T[self.sub]
-        one = np.full_like(up, -1 if not of.added else 1)
-        for _ in range(times):
-            if i.s is not None and of.factors is not None:
-                self._fit_codes(i.s, of.factors, up, i.d)
-            if i.m is not None and i.dmin is not None:
-                self._fit_codes(i.m, np.arange(256, dtype=np.float32)[: 1 << of.minimum.shape[1]], one, i.dmin)  # type: ignore[union-attr]
-            if i.d is not None:
-                self._fit_supers(up, one)
-
-    def _fit_codes(self, codes: U8, factors: F32, t: F32, d: F32 | None) -> None:
-        code_of = np.unique(factors, return_index=True)[1]
-        ascending = factors[code_of]
-        places = np.ascontiguousarray(np.searchsorted(ascending, factors[codes]).T.astype(np.int32))
-        supers = np.ones((1, ROWS), np.float32) if d is None else np.ascontiguousarray(d.T)
-        per = self.by.n // self.of.span // len(supers)
-        which = (self.by.h, self.of.span)
-        fit_factors(*which, t, supers, per, places, ascending, self.v, self.g, self.scratch)
-        codes[:] = code_of[places].T
-
-    def _fit_supers(self, up: F32, one: F32) -> None:
-        i, of = self.integers, self.of
-        assert i.d is not None
-        factor = np.ones((ROWS, self.by.n // of.span), np.float32) if i.s is None else of.factors[i.s]  # type: ignore[index]
-        t = factor.T[self.sub] * up
-        d = np.ascontiguousarray(i.d.T)
-        s, dmin = np.zeros((0, ROWS), np.float32), np.zeros((0, ROWS), np.float32)
-        if i.dmin is not None:
-            m = np.ones_like(factor) if i.m is None else i.m.astype(np.float32)
-            s, dmin = m.T[self.sub] * one, np.ascontiguousarray(i.dmin.T)
-        which, kinds = (self.by.h, self.by.n // i.d.shape[1]), (of.added, of.has_half_scales)
-        fit_super_scales(*which, t, s, d, dmin, *kinds, self.v, self.g, self.scratch, self.c)
-        i.d[:] = d.T
-        if i.dmin is not None:
-            i.dmin[:] = dmin.T
-
-    def _keep(self, best: F64) -> None:
-        """Take over rows whose loss, of their very bytes, is the lowest so far."""
-        of, i = self.of, self.integers
-        ranks = np.unique(of.codebook, return_index=True)
-        q = ranks[1][np.searchsorted(ranks[0], self.levels.T)].astype(np.uint8)
-        made = self.best.copy()
-        n = self.count
-        cut = Integers(*(None if a is None else a[:n] for a in (q, i.s, i.m, i.shift, i.d, i.dmin)))  # type: ignore[arg-type]
-        write_integers(of.type, cut, made)
-        loss = self._loss(made)
-        better = loss < best
+    def _keep(self, loss: F64, best: F64) -> None:
+        """Take over rows whose loss is the lowest so far."""
+        better = loss < best * (1 - MARGIN)
         best[better] = loss[better]
-        self.best[better[:n]] = made[better[:n]]
+        rows = np.flatnonzero(better[: self.count])
+        if not len(rows):
+            return
+        made = self.best[rows]
+        write_integers(self.of.type, integers_of(self.of, self.scales, self.levels, rows), made)
+        self.best[rows] = made
+
+
+def scales_of(of: Levels, subs: int, i: Integers) -> Scales:
+    """Return the scales of a tile of so many sub-blocks a row as what refines them takes them."""
+
+    def lanes(a: F32 | U8 | None) -> F32:
+        return np.zeros((0, ROWS), np.float32) if a is None else np.ascontiguousarray(a.T, np.float32)
+
+    d = np.ones((1, ROWS), np.float32) if i.d is None else lanes(i.d)
+    dmin = -lanes(i.dmin) if of.added else lanes(i.dmin)
+    per_d = subs // len(d)
+    factors, place = np.zeros(0, np.float32), np.zeros((0, ROWS), np.int32)
+    scale = np.repeat(d, per_d, axis=0)
+    if i.s is not None and of.factors is not None:
+        factors = np.unique(of.factors)
+        place = np.searchsorted(factors, of.factors).astype(np.int32)[np.ascontiguousarray(i.s.T)]
+        scale *= factors[place]
+    m = lanes(i.m) if i.m is not None else np.ones((subs if len(dmin) else 0, ROWS), np.float32)
+    raised = np.zeros((subs, ROWS), np.float32) if i.shift is None else lanes(i.shift) * np.float32(of.by)
+    low = (np.repeat(dmin, per_d, axis=0) * m if len(dmin) else np.float32(0)) - scale * raised
+    usable = np.abs(scale) > np.finfo(np.float32).tiny
+    inverse = np.where(usable, 1 / np.where(usable, scale, np.float32(1)), np.float32(0))
+    own = per_d == 1 and of.has_half_scales
+    return Scales(
+        of.span, scale, low, inverse, INTEGER if len(place) else HALF if own and i.d is not None else FIXED, place,
+        factors, d, per_d, INTEGER if i.m is not None else HALF if own and len(dmin) else FIXED, m,
+        0.0 if of.minimum is None else 2.0 ** of.minimum.shape[1] - 1, dmin, raised,
+    )  # fmt: skip
+
+
+def integers_of(of: Levels, s: Scales, levels: F32, rows: npt.NDArray[np.int64]) -> Integers:
+    """Return the integers of some rows of a tile; shifts are as they were: None."""
+    known, codes = np.unique(of.codebook, return_index=True)  # whole numbers, -128 to 127
+    code = np.zeros(256, np.uint8)
+    code[known.astype(np.int8).view(np.uint8)] = codes
+    q = code[np.ascontiguousarray(levels.astype(np.int8).view(np.uint8).T)[rows]]
+    d = None if not of.d else s.d[:, rows].T
+    dmin = None if not of.dmin else -s.dmin[:, rows].T if of.added else s.dmin[:, rows].T
+    m = None if of.minimum is None else s.m[:, rows].T.astype(np.uint8)
+    factors = None
+    if of.factors is not None:
+        factors = np.unique(of.factors, return_index=True)[1].astype(np.uint8)[s.place[:, rows].T]
+    return Integers(q, factors, m, None, d, dmin)

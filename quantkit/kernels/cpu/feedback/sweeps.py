@@ -60,7 +60,7 @@ def _nearest(y: Any, book: Any) -> Any:
 
 
 @inline
-def _choose(x: Any, at: Any, levels: Any, v: Any, place: Any, scale: Any, low: Any, inverse: Any, book: Any) -> Any:
+def choose(x: Any, at: Any, levels: Any, v: Any, place: Any, scale: Any, low: Any, inverse: Any, book: Any) -> Any:
     """Store the level next to x, and its value, and return that."""
     subtrahend = load(f32x16, low, place)
     level = _nearest((x + subtrahend) * load(f32x16, inverse, place), book)
@@ -71,24 +71,45 @@ def _choose(x: Any, at: Any, levels: Any, v: Any, place: Any, scale: Any, low: A
 
 
 @kernel
-def feed(x: F32, u: F32, sub: Any, scale: F32, low: F32, inverse: F32, book: F32, levels: F32, v: F32,
+def feed(columns: Any, x: F32, u: F32, sub: Any, scale: F32, low: F32, inverse: F32, book: F32, levels: F32, v: F32,
          e: F32, c: F32) -> None:  # fmt: skip
-    """Choose the levels of a tile, column after column; e and c are scratch, float32 [n, ROWS]."""
-    n = len(sub)
+    """Choose the levels of a tile, column after column, in the order of ``columns``, int32 [n].
+
+    Only e, which becomes x - v, and c, which becomes U^T e, are in that order: the loss is the sum of D_k c_k^2.
+    """
+    n = len(columns)
     for begin in range(0, n, BLOCK):
         end = min(begin + BLOCK, n)
-        for at in range(LINE * begin, LINE * end, 64):
-            store(c, at, load(f32x16, x, at))
+        for k in range(begin, end):
+            for half in range(0, LINE, 64):
+                store(c, LINE * k + half, load(f32x16, x, LINE * columns[k] + half))
         multiply(c, u, e, n, 0, begin, begin, end)
         for k in range(begin, end):
             for half in range(0, LINE, 64):
-                at, place = LINE * k + half, LINE * sub[k] + half
-                value = _choose(load(f32x16, c, at), at, levels, v, place, scale, low, inverse, book)
-                error = load(f32x16, x, at) - value
-                store(e, at, error)
-                for j in range(k + 1, end):
+                at, to, place = LINE * k + half, LINE * columns[k] + half, LINE * sub[columns[k]] + half
+                wanted = load(f32x16, c, at)
+                value = choose(wanted, to, levels, v, place, scale, low, inverse, book)
+                store(c, at, wanted - value)
+                store(e, at, load(f32x16, x, to) - value)
+            for j in range(k + 1, end):
+                factor = element(u, n, k, j)
+                for half in range(0, LINE, 64):
                     to = LINE * j + half
-                    store(c, to, muladd(error, element(u, n, k, j), load(f32x16, c, to)))
+                    store(c, to, muladd(load(f32x16, e, LINE * k + half), factor, load(f32x16, c, to)))
+
+
+@kernel
+def residuals(columns: Any, x: F32, v: F32, u: F32, e: F32, c: F32) -> None:
+    """Set e = x - v and c = U^T e, both in the order of ``columns``, as ``feed`` does."""
+    n = len(columns)
+    for begin in range(0, n, BLOCK):
+        end = min(begin + BLOCK, n)
+        for k in range(begin, end):
+            for half in range(0, LINE, 64):
+                at, of = LINE * k + half, LINE * columns[k] + half
+                store(e, at, load(f32x16, x, of) - load(f32x16, v, of))
+                store(c, at, splat(f32x16, F(0)))
+        multiply(c, u, e, n, 0, end, begin, end)
 
 
 @kernel
@@ -117,13 +138,24 @@ def descend(h: F32, sub: Any, per_diagonal: F32, scale: F32, low: F32, inverse: 
                 at, place = LINE * k + half, LINE * sub[k] + half
                 old = load(f32x16, v, at)
                 best = muladd(load(f32x16, g, at), splat(f32x16, per_diagonal[k]), old)
-                change = old - _choose(best, at, levels, v, place, scale, low, inverse, book)
+                change = old - choose(best, at, levels, v, place, scale, low, inverse, book)
                 store(d, at, change)
                 for j in range(begin, end):
                     to = LINE * j + half
                     store(g, to, muladd(change, element(h, n, k, j), load(f32x16, g, to)))
         multiply(g, h, d, n, begin, end, 0, begin)
         multiply(g, h, d, n, begin, end, end, n)
+
+
+@kernel
+def weighted_squares(c: F32, weights: F32) -> npt.NDArray[np.float64]:
+    """Return the sum of weights c^2 over the columns, float64 [ROWS]."""
+    total = np.zeros(c.shape[1], np.float64)
+    for k in range(len(c)):
+        weight = np.float64(weights[k])
+        for row in range(c.shape[1]):
+            total[row] += weight * (np.float64(c[k, row]) * np.float64(c[k, row]))
+    return total
 
 
 @kernel

@@ -11,18 +11,59 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from numba import types
+from numba.core.types.containers import UniTuple
 
 from quantkit.kernels.cpu.core.jit import inline
-from quantkit.kernels.cpu.core.simd import f32x16, load, muladd, splat, store
+from quantkit.kernels.cpu.core.simd import FEATURES, VecType, _muladd, _pointer, _splat, emits, f32x16, load, splat
 
 F32 = npt.NDArray[np.float32]
 
 LANES = 16
-#: Rows of a tile, and their bytes; two vectors are multiplied together.
+#: Rows of a tile, and their bytes.
 ROWS = 64
-LINE, PAIR = 4 * ROWS, 8 * LANES
-#: Columns of a strip of a packed matrix.
-STRIP = 4
+LINE = 4 * ROWS
+#: Columns of a strip of a packed matrix, and rows of it that are multiplied before the next strip: their part of a tile
+#: is in the L1 cache meanwhile.
+STRIP, CHUNK = 4, 64
+#: Vectors of a column that are multiplied together: with 32 registers, all.
+VECTORS = ROWS // LANES if "avx512f" in FEATURES else 1
+
+
+def make_registers(vt: VecType, vectors: int, columns: int, name: str) -> tuple[Any, Any, Any]:
+    """Return intrinsics over ``vectors`` vectors of each of some columns, which stay in registers.
+
+    ``get(c, byte, apart)`` and ``put(c, byte, apart, tile)``: columns are ``apart`` bytes apart. ``add(tile, e, byte,
+    a, place)`` adds the vectors at ``byte`` of e times the scalar of each column, neighbours at ``place`` of a.
+    """
+    tile, nbytes, element = UniTuple(vt, vectors * columns), 64, vt.elem.bitwidth // 8
+
+    def places(b: Any, buffer: Any, at: Any, apart: Any) -> list[Any]:
+        of = [b.add(at, b.mul(apart, apart.type(j))) for j in range(columns)]
+        return [_pointer(b, buffer, b.add(x, x.type(nbytes * i)), vt.ll) for x in of for i in range(vectors)]
+
+    @emits(lambda c, at, apart: tile(c, types.intp, types.intp), f"get_{name}")
+    def get(b, sig, c, at, apart):
+        return [b.load(p, align=1) for p in places(b, c, at, apart)]
+
+    @emits(lambda c, at, apart, values: types.void(c, types.intp, types.intp, tile), f"put_{name}")
+    def put(b, sig, c, at, apart, values):
+        for p, value in zip(places(b, c, at, apart), values, strict=True):
+            b.store(value, p, align=1)
+
+    @emits(lambda values, e, at, a, place: tile(tile, e, types.intp, a, types.intp), f"add_{name}")
+    def add(b, sig, values, e, at, a, place):
+        x = [b.load(_pointer(b, e, b.add(at, at.type(nbytes * i)), vt.ll), align=1) for i in range(vectors)]
+        out = []
+        for j in range(columns):
+            scalar = b.load(_pointer(b, a, b.add(place, place.type(element * j)), vt.ll.element), align=1)
+            by = _splat(b, scalar, vt.lanes)
+            out += [_muladd(b, x[i], by, values[vectors * j + i]) for i in range(vectors)]
+        return out
+
+    return get, put, add
+
+
+get_tile, put_tile, add_products = make_registers(f32x16, VECTORS, STRIP, "f32")
 
 
 def pack_columns(matrix: npt.NDArray[np.floating[Any]]) -> F32:
@@ -32,36 +73,23 @@ def pack_columns(matrix: npt.NDArray[np.floating[Any]]) -> F32:
 
 
 @inline
+def multiply_part(c: Any, c0: Any, a: Any, e: Any, e0: Any, n: Any, k0: Any, k1: Any, j0: Any, j1: Any) -> Any:
+    """As ``multiply``, where c and e begin with columns c0 and e0."""
+    for first in range(k0, k1, CHUNK):
+        last = min(first + CHUNK, k1)
+        for strip in range(j0 // STRIP, j1 // STRIP):
+            for part in range(0, LINE, 64 * VECTORS):
+                to = LINE * (STRIP * strip - c0) + part
+                tile = get_tile(c, to, LINE)
+                for k in range(first, last):
+                    tile = add_products(tile, e, LINE * (k - e0) + part, a, 16 * (n * strip + k))
+                put_tile(c, to, LINE, tile)
+
+
+@inline
 def multiply(c: Any, a: Any, e: Any, n: Any, k0: Any, k1: Any, j0: Any, j1: Any) -> Any:
     """c[j] += sum of a[k, j] e[k], for columns j0 to j1, over the columns k from k0 to k1."""
-    for strip in range(j0 // STRIP, j1 // STRIP):
-        base = 16 * strip * n
-        for half in range(0, LINE, PAIR):
-            at0 = LINE * STRIP * strip + half
-            at1, at2, at3 = at0 + LINE, at0 + 2 * LINE, at0 + 3 * LINE
-            c00, c01 = load(f32x16, c, at0), load(f32x16, c, at0 + 64)
-            c10, c11 = load(f32x16, c, at1), load(f32x16, c, at1 + 64)
-            c20, c21 = load(f32x16, c, at2), load(f32x16, c, at2 + 64)
-            c30, c31 = load(f32x16, c, at3), load(f32x16, c, at3 + 64)
-            for k in range(k0, k1):
-                place, line = base + 16 * k, LINE * k + half
-                e0, e1 = load(f32x16, e, line), load(f32x16, e, line + 64)
-                w = splat(f32x16, load(types.float32, a, place))
-                c00, c01 = muladd(e0, w, c00), muladd(e1, w, c01)
-                w = splat(f32x16, load(types.float32, a, place + 4))
-                c10, c11 = muladd(e0, w, c10), muladd(e1, w, c11)
-                w = splat(f32x16, load(types.float32, a, place + 8))
-                c20, c21 = muladd(e0, w, c20), muladd(e1, w, c21)
-                w = splat(f32x16, load(types.float32, a, place + 12))
-                c30, c31 = muladd(e0, w, c30), muladd(e1, w, c31)
-            store(c, at0, c00)
-            store(c, at0 + 64, c01)
-            store(c, at1, c10)
-            store(c, at1 + 64, c11)
-            store(c, at2, c20)
-            store(c, at2 + 64, c21)
-            store(c, at3, c30)
-            store(c, at3 + 64, c31)
+    multiply_part(c, 0, a, e, 0, n, k0, k1, j0, j1)
 
 
 @inline
