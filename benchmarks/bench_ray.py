@@ -1,11 +1,17 @@
-"""Measure `quantkit quantize --ray` against the same on threads, in one run on the same CPUs.
+"""Measure `quantkit quantize --ray` against the same on threads, on the same CPUs, and the model of cost in
+docs/cluster.md against both.
 
-    benchmarks/bench_ray.py                     a model of 3 GB, to Q4_K_M and IQ3_S
+    benchmarks/bench_ray.py                     a model of 3 GB, to Q4_K_M, IQ4_XS and IQ3_S
 
-A cluster runs on this machine (local_cluster.py): first one node with all CPUs, then a node for every CPU. Commands are
-processes, from start to exit, in turns; the median counts. All run once before, so that the input is in the page cache
-and kernels are compiled. The outputs must be one file, byte for byte; both are flushed to the disk. What a cluster
-costs once is told from what it costs by the byte: the seconds that are the same for every type are start-up.
+A cluster runs on this machine (local_cluster.py): first one node with all CPUs, then a node for every CPU. It is there
+before the clock starts, as a cluster is; workers are not: each command starts its own. Commands are processes, from
+start to exit, in turns; the median counts. All run once before, so that the input is in the page cache and kernels are
+compiled. The outputs must be one file, byte for byte; both are flushed to the disk. CPU seconds, which other programs
+disturb less, are those of the command and, with Ray, of its workers and of Ray's own processes meanwhile.
+
+Then the model of cost: start-up S is what a model of 50 MB takes with Ray, and on threads, beyond its work; the work W
+of a type is what threads take, without their start-up. From these two, and the constants in docs/cluster.md, the wall
+time with Ray is predicted.
 """
 
 from __future__ import annotations
@@ -14,6 +20,8 @@ import argparse
 import os
 import statistics
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from local_cluster import LocalCluster
@@ -21,24 +29,55 @@ from processes import machine, make_moe, quantkit, run, sha256, work_folder
 
 from quantkit.helpers import format_size
 
+#: docs/cluster.md: seconds of a batch, what the driver and Ray take for one, what flushing leaves, and for a job.
+BATCH, BETWEEN, FLUSH, DRIVER_BATCH, DRIVER_JOB = 3.0, 0.004, 0.015, 0.0014, 20e-6
+#: Values of a job, and bytes of a value of the generated model.
+JOB, VALUE = 1 << 20, 2
 
-def measured(options: argparse.Namespace, model: Path, to: str, ways: dict[str, list[str]]) -> dict[str, list[float]]:
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians of wall time and CPU time, in seconds."""
+
+    wall: float
+    cpu: float
+
+
+def measured(
+    options: argparse.Namespace, cluster: LocalCluster, model: Path, to: str, ways: Mapping[str, list[str]]
+) -> dict[str, Measured]:
     """Return the seconds of each way; exits if their outputs differ."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    found: dict[str, list[Measured]] = {name: [] for name in ways}
     sums: dict[str, str] = {}
     for turn in range(options.rounds + 1):
         for name, extra in ways.items():
             output = options.folder / "out.gguf"
             os.sync()  # dirty pages of the program before do not count
+            before = cluster.cpu_seconds()
             outcome = run(quantkit("quantize", "--json", "--overwrite", *extra, model, output, to)).checked(name)
+            more = cluster.cpu_seconds() - before if "--ray" in extra else 0.0
             if turn:
-                seconds[name].append(outcome.seconds)
+                found[name].append(Measured(outcome.seconds, outcome.cpu_seconds + more))
             else:
                 sums[name] = sha256(output)
             output.unlink()
     if len(set(sums.values())) != 1:
         sys.exit(f"outputs differ: {sums}")
-    return seconds
+    return {
+        name: Measured(statistics.median(m.wall for m in each), statistics.median(m.cpu for m in each))
+        for name, each in found.items()
+    }
+
+
+def predicted(nbytes: int, threads: float, start: Mapping[str, float]) -> float:
+    """Return T = S + max(W / (n c e), the driver) + E of docs/cluster.md for cores that threads keep busy so long.
+
+    ``start``: S and E together, with Ray and on threads. Reading and writing are in what threads take.
+    """
+    work, jobs = max(0.0, threads - start["threads"]), nbytes / VALUE / JOB
+    share = BATCH / (BATCH + BETWEEN + FLUSH)
+    driver = jobs * DRIVER_JOB + work / BATCH * DRIVER_BATCH
+    return start["Ray"] + max(work / share, driver)
 
 
 def main() -> None:
@@ -46,27 +85,36 @@ def main() -> None:
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--size", default="3G", help="size of the generated model (default: 3G)")
     p.add_argument("--model", type=Path, metavar="GGUF", help="use this model instead of generating one")
-    p.add_argument("--to", nargs="+", default=["Q4_K_M", "IQ3_S"], metavar="TYPE", help="default: Q4_K_M IQ3_S")
+    p.add_argument("--to", nargs="+", default=["Q4_K_M", "IQ4_XS", "IQ3_S"], metavar="TYPE")
+    p.add_argument("--one-node", action="store_true", help="leave out the cluster of a node for every CPU")
     p.add_argument("--work", type=Path, metavar="FOLDER", help="folder of the large files (default: a temporary one)")
     options = p.parse_args()
     cpus = sorted(os.sched_getaffinity(0))
     print(machine())
     with work_folder(options.work) as folder:
         options.folder = folder
+        small = make_moe(folder / "small.gguf", "--size", "50M", "--experts", "4")
         model = options.model or make_moe(folder / "model.gguf", "--size", options.size)
-        print(f"{model.name}: {format_size(model.stat().st_size)}", flush=True)
-        print("| type | nodes | threads, s | Ray, s | / threads | more, s |\n|---|---|---|---|---|---|", flush=True)
-        for layout in ([cpus], [[cpu] for cpu in cpus]):
+        nbytes = model.stat().st_size
+        print(f"{model.name}: {format_size(nbytes)}; the cluster runs already, workers start with each command\n")
+        print("| type | nodes | threads, s | Ray, s | / threads | CPU, s | Ray: CPU, s | predicted, s | off by |")
+        print("|---|---|---|---|---|---|---|---|---|", flush=True)
+        starts = []
+        for layout in [[cpus]] if options.one_node else [[cpus], [[cpu] for cpu in cpus]]:
             with LocalCluster(folder, layout) as cluster:
                 ways = {"threads": ["--threads", str(len(cpus))], "Ray": ["--ray", cluster.address]}
+                start = {name: m.wall for name, m in measured(options, cluster, small, "Q4_0", ways).items()}
+                starts.append(f"{len(layout)} node{'s' * (len(layout) > 1)}: {start['Ray']:.2f} s")
                 for to in options.to:
-                    found = {name: statistics.median(s) for name, s in measured(options, model, to, ways).items()}
+                    found = measured(options, cluster, model, to, ways)
                     ours, theirs = found["Ray"], found["threads"]
+                    told = predicted(nbytes, theirs.wall, start)
                     print(
-                        f"| {to} | {len(layout)} | {theirs:.2f} | {ours:.2f} | {ours / theirs:.2f} | "
-                        f"{ours - theirs:.2f} |",
+                        f"| {to} | {len(layout)} | {theirs.wall:.2f} | {ours.wall:.2f} | {ours.wall / theirs.wall:.2f} "
+                        f"| {theirs.cpu:.1f} | {ours.cpu:.1f} | {told:.2f} | {100 * (told / ours.wall - 1):+.0f} % |",
                         flush=True,
                     )
+        print(f"\na model of 50 MB: {start['threads']:.2f} s on threads; with Ray on {', on '.join(starts)}")
 
 
 if __name__ == "__main__":

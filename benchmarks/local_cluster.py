@@ -103,6 +103,11 @@ class LocalCluster:
         """Start a node that was killed."""
         self._nodes[number] = self._start_node(number)
 
+    def cpu_seconds(self) -> float:
+        """Return the CPU seconds that all processes of the cluster have taken so far."""
+        alive = [process.pid for process in (self._head, *self._nodes) if process is not None]
+        return sum(_cpu_seconds(pid) for process in alive for pid in (process, *_descendants(process)))
+
     def kill_worker(self, rng: random.Random) -> bool:
         """Kill a worker process that does something; False if there is none."""
         busy = [pid for process in self._nodes for pid in _descendants(process.pid) if _title(pid) == "ray::_work"]
@@ -110,6 +115,15 @@ class LocalCluster:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rng.choice(busy), signal.SIGKILL)
         return bool(busy)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Return the CPU seconds of a process, and of its children that have ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _title(pid: int) -> str:

@@ -30,6 +30,8 @@ class Outcome:
     returncode: int
     stdout: str
     stderr: str
+    #: Of all its threads, in the kernel, too.
+    cpu_seconds: float = 0.0
 
     def checked(self, what: str) -> Outcome:
         """Return self, or exit with the output of the process."""
@@ -57,7 +59,8 @@ def run(argv: Sequence[str | Path], *, watch: Callable[[subprocess.Popen[bytes]]
         for file in (out, err):
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
-    return Outcome(seconds, usage.ru_maxrss * 1024, process.returncode, texts[0], texts[1])
+    cpu = usage.ru_utime + usage.ru_stime
+    return Outcome(seconds, usage.ru_maxrss * 1024, process.returncode, texts[0], texts[1], cpu)
 
 
 def quantkit(*arguments: str | Path) -> list[str]:

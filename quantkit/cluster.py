@@ -9,13 +9,16 @@ the time, so those that join late are used. A batch may run twice, and must do t
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import importlib
 import os
+import socket
 import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -33,7 +36,11 @@ AHEAD = 2
 RETRIES, ATTEMPTS = 2, 3
 #: Seconds to wait for a node when none is left.
 PATIENCE = 60.0
+#: Threads of a worker process that encodes: few for the interpreter's lock, many for memory; see docs/cluster.md.
+WIDTH = 8
 _LOOK_SECONDS, _WAIT_SECONDS = 1.0, 0.5
+#: How long a cluster may take to accept a connection.
+_ANSWER_SECONDS = 10.0
 
 
 class Refused(Exception):
@@ -55,6 +62,11 @@ class Node:
     flying: int = 0
     #: Bytes, or what else counts, that it has done.
     done: int = 0
+
+    def divide(self, cpus: int, width: int) -> None:
+        """Give ``cpus`` of its CPUs to workers, at most ``width`` to each, and no GPU."""
+        self.workers = -(-cpus // width)
+        self.width, self.gpus = cpus // self.workers, 0
 
 
 class Work(Protocol):
@@ -128,6 +140,31 @@ def _ray() -> ModuleType:
     return ray  # type: ignore[no-any-return]
 
 
+def _check_answers(address: str) -> bool:
+    """Tell whether an address is known and something listens there; Ray itself would try for minutes.
+
+    Raises ResourceError if nothing does.
+    """
+    if address == "local":
+        return False
+    where = address if address != "auto" else os.environ.get("RAY_ADDRESS", "")
+    if not where or where == "auto":
+        with suppress(ImportError, AttributeError, OSError):
+            where = importlib.import_module("ray._private.utils").read_ray_address() or ""
+    host, colon, port = where.rpartition(":")
+    if not colon or not port.isdecimal():
+        return False  # Ray knows better
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_SECONDS).close()
+    except (OSError, OverflowError) as e:
+        named = "" if address == where else f" (that is {where})"
+        raise ResourceError(
+            f"--ray {address}{named}: no cluster answers there ({getattr(e, 'strerror', None) or e}); "
+            f"`ray start --head` starts one, --ray local one of this machine for this run alone"
+        ) from None
+    return True
+
+
 def _print_to_stderr(data: dict[str, Any], **_: Any) -> None:
     # Of each message the first sentence; the rest is advice about Ray's logs.
     sys.stderr.write("".join(f"ray: {line.partition('. ')[0]}\n" for line in data.get("lines", ())))
@@ -140,6 +177,12 @@ def _sources() -> str:
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return f"{__version__} ({digest.hexdigest()[:12]})"
+
+
+def _name_of(node: Mapping[str, Any]) -> str:
+    """Return what a user calls a node: the name that it was started by (`ray start --node-name`), or its host's."""
+    given = node.get("NodeName")
+    return str(given if given and given != node["NodeManagerAddress"] else node["NodeManagerHostname"])
 
 
 class Cluster:
@@ -158,14 +201,24 @@ class Cluster:
             if address == "local":
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
                 own["include_dashboard"] = False
+            answers = _check_answers(address)
             try:
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR", **own)
             except (ConnectionError, RuntimeError, ValueError, OSError) as e:
                 reasons = [str(each).strip() or type(each).__name__ for each in (e, e.__cause__) if each is not None]
                 reason = ": ".join(each.splitlines()[0].partition(". ")[0].rstrip(".") for each in reasons)
+                if answers:
+                    raise ResourceError(
+                        f"--ray {address}: {reason}; something answers there, but does not let us in: it is another "
+                        f"version than Ray {ray.__version__}, wants a token (RAY_AUTH_MODE=token and the cluster's "
+                        "~/.ray/auth_token), or is no Ray"
+                    ) from None
                 raise ResourceError(
-                    f"--ray {address}: {reason}; `ray start --head` starts a cluster, --ray local one of this machine"
+                    f"--ray {address}: {reason}; `ray start --head` starts a cluster, --ray local one of this "
+                    "machine for this run alone"
                 ) from None
+            # Ray's own hook, which runs after this one, would first sleep for half a second.
+            atexit.register(ray.shutdown)
             # What Ray says of nodes and memory would go to standard output, which is that of --json.
             with suppress(AttributeError):
                 ray._private.worker.print_to_stdstream = _print_to_stderr
@@ -173,7 +226,7 @@ class Cluster:
     def nodes(self) -> dict[str, Node]:
         """Return the living nodes that have CPUs, by id."""
         found = [n for n in self._ray.nodes() if n["Alive"] and int(n["Resources"].get("CPU", 0)) > 0]
-        hosts = [n["NodeManagerHostname"] for n in found]
+        hosts = [_name_of(n) for n in found]
         return {
             n["NodeID"]: Node(
                 n["NodeID"],
@@ -184,13 +237,26 @@ class Cluster:
             for n, host in zip(found, hosts, strict=True)
         }
 
+    def prepare(self, function: str, threads: int | None, width: int) -> None:
+        """Start the workers that ``Node.divide`` makes of each node, and call ``function``, MODULE:NAME, in them.
+
+        It returns at once; batches that come meanwhile wait, each for the worker that it will run in.
+        """
+        send = self._task("", None)
+        for node in self.nodes().values():
+            node.divide(min(node.cpus, threads or node.cpus), width)
+            for _ in range(node.workers):
+                send(node, function)
+        with suppress(ImportError):  # ray.shutdown does; now, while workers start, it costs nobody anything
+            importlib.import_module("ray.dag.compiled_dag_node")
+
     def run(self, work: Work) -> dict[str, Node]:
         """Do work on all nodes; return those that took part. On return no batch is under way.
 
         Raises what a batch raised on a node, with the node's name, and ClusterError when no node is left.
         """
         shared = self._ray.put((work.begin, work.shared))
-        run = _Run(work, self._task(shared))
+        run = _Run(work, self._task(shared.hex(), shared))
         try:
             while not work.stopped:
                 self._look(run)
@@ -202,12 +268,11 @@ class Cluster:
             self._end(run)
         return run.nodes
 
-    def _task(self, shared: Any) -> Callable[[Node, Any], Any]:
-        """Return a function that sends a batch to a node."""
+    def _task(self, run: str, shared: Any) -> Callable[[Node, Any], Any]:
+        """Return a function that sends a batch of a run to a node; "" is the run of what comes before one."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 
         remote = self._ray.remote(_work)
-        run = shared.hex()
 
         def send(node: Node, batch: Any) -> Any:
             placed = remote.options(
@@ -326,6 +391,10 @@ def _work(sources: str, run: str, shared: list[Any], threads: int, batch: Any) -
     try:
         if sources != _sources():
             return "refused", f"it has quantkit {_sources()}, not {sources}"
+        if not run:
+            module, _, name = batch.partition(":")
+            getattr(importlib.import_module(module), name)()
+            return "done", None
         if (run, threads) not in _BEGUN:
             _BEGUN.clear()
             begin, given = _ray().get(shared[0])

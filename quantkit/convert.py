@@ -24,11 +24,10 @@ from quantkit.formats.outputs import end_of_links
 from quantkit.formats.remote import located
 from quantkit.kernels.formats import encoder_for
 from quantkit.pipeline.plan import Chosen, Plan, plan_output
-from quantkit.pipeline.presets import preset_by_name
 from quantkit.pipeline.recipe import Rule
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions
 from quantkit.pipeline.work import whole
-from quantkit.quantize import QuantizeOptions, QuantizeResult, check_options, plan_from, run_quantize, size_of
+from quantkit.quantize import QuantizeOptions, QuantizeResult, check_options, plan_from, run_quantize, size_of, title_of
 from quantkit.version import __version__
 
 #: What --intermediate takes: the types that rows are rounded to between the two programs, or none.
@@ -85,7 +84,7 @@ def convert(
         folder: config.json, model*.safetensors, the files of the tokenizer.
         output: the file to write, in whose name {ftype} stands for the type, or a directory; None for the name that
             convert_hf_to_gguf.py gives it, in ``folder``.
-        type: as for ``quantize``; None for a conversion to ``options.outtype``.
+        type: as for ``quantize``, "LIKE" with ``quantize.like``; None for a conversion to ``options.outtype``.
         options: everything else that decides what is converted.
         quantize: options of ``quantize``, with a type.
         max_ram: bytes (or "2G") that the workers' buffers may take together.
@@ -111,7 +110,7 @@ def plan_convert(
         given = quantize or QuantizeOptions()
         check_options(type, given)
         opened = _open(folder, options, options.intermediate)
-        path = _output_path(opened, output, preset_by_name(type, given.rules).name)
+        path = _output_path(opened, output, title_of(type, given))
         identity = f" intermediate {options.intermediate}"
         if options.lossless:
             given = replace(given, ready_rules=(*given.ready_rules, *_kept(opened)))

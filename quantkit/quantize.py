@@ -7,7 +7,7 @@ quantize(...)       ->  QuantizeResult    the plan carried out
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -36,8 +36,9 @@ from quantkit.pipeline.choose import (
 )
 from quantkit.pipeline.experts import merge_layer, split_layer
 from quantkit.pipeline.facts import EXTRA_OUTPUT
-from quantkit.pipeline.feedback import Feedback
+from quantkit.pipeline.feedback import Feedback, Recorded
 from quantkit.pipeline.importance import Found, Importance, check_importance
+from quantkit.pipeline.like import LIKE, Like, read_like
 from quantkit.pipeline.metadata import (
     Metadata,
     imatrix_fields,
@@ -45,6 +46,7 @@ from quantkit.pipeline.metadata import (
     prune_metadata,
     prune_names,
     set_calibration,
+    set_feedback,
     set_provenance,
     set_quantization,
 )
@@ -64,9 +66,10 @@ from quantkit.pipeline.recipe import Rule, parse_custom_q, parse_tensor_type, re
 from quantkit.pipeline.regroup import Regrouped, as_it_is, prune_record, regroup
 from quantkit.pipeline.repack import Repack, bf16_r16_notes
 from quantkit.pipeline.requantize import requantize_notes
-from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, run_plan
+from quantkit.pipeline.run import DEFAULT_MAX_RAM, Executor, RunOptions, RunResult, run_plan
 from quantkit.pipeline.source import Source
-from quantkit.pipeline.work import whole
+from quantkit.pipeline.threads import Threads
+from quantkit.pipeline.work import fed, whole
 from quantkit.types import TensorType, type_by_name
 from quantkit.version import __version__
 
@@ -78,6 +81,7 @@ class QuantizeOptions:
     Types are names from `quantkit types`, in any case. ``rules`` is whose mixture and other rules apply, and whose
     order of tensors and keys, "mainline" or "ik"; None for the tree of TYPE. ``encoder`` is whose search encodes what
     two have: see ``formats.encoder_for``. ``ready_rules`` are a user's rules, before all other sources of them.
+    ``like`` is a file whose types tensors get instead of those of TYPE, which is then "LIKE".
     """
 
     rules: str | None = None
@@ -88,6 +92,10 @@ class QuantizeOptions:
     ignore_imatrix_rules: bool = False
     hide_imatrix: bool = False
     feedback: Path | None = None
+    calibrate: tuple[Path, ...] = ()
+    calibrate_ctx: int = 512
+    calibrate_chunks: int | None = None
+    like: Path | None = None
     ready_rules: tuple[Rule, ...] = ()
     recipe: tuple[Path, ...] = ()
     tensor_type: tuple[str, ...] = ()
@@ -147,7 +155,9 @@ class _Draft:
     taken: Regrouped = field(init=False)
     imatrix: Imatrix | None = None
     importance: Importance | None = None
+    like: Like | None = None
     feedback: Feedback | None = None
+    executor: Callable[[Threads], Executor] | None = None
     renamed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -172,6 +182,13 @@ class _Draft:
         """True if there is a second output that the source does not have."""
         return EXTRA_OUTPUT not in self.source.tensors and any(t.name == EXTRA_OUTPUT for t in self.taken.tensors)
 
+    def original_names(self) -> dict[str, str]:
+        """Return whose inputs tensors of the output have: names there, and names in the source."""
+        original = {new: old for old, new in self.renamed.items()}
+        if self.adds_output:  # which has the inputs of the output
+            original[EXTRA_OUTPUT] = next(n for n in ("output.weight", "token_embd.weight") if n in self.renamed)
+        return original
+
     @cached_property
     def as_ik(self) -> bool:
         """True if the file is laid out as ik_llama.cpp does: tensors and keys keep the source's order."""
@@ -194,7 +211,7 @@ def quantize(
         source: a GGUF file, or any shard of a split model.
         output: the file to write; None for ggml-model-TYPE.gguf beside the source, as llama-quantize.
         type: a preset, its number, or a tensor type, in any case; with ``options.repack`` or ``unrepack`` only a name
-            for the output, also "REPACK" or "UNREPACK".
+            for the output, also "REPACK" or "UNREPACK"; with ``options.like`` "LIKE".
         options: everything else that decides what is written.
         max_ram: bytes (or "2G") that the workers' buffers may take together.
         run: threads, resume, overwrite, measure_error, observer: see ``RunOptions``.
@@ -229,10 +246,20 @@ def plan_quantize(
 
 def check_options(type: str, options: QuantizeOptions) -> None:  # noqa: A002
     """Raise what is wrong with the options, before any file is opened."""
-    for pair in (("keep_split", "split_max_size"), ("merge_up_gate", "split_up_gate"), ("repack", "unrepack")):
-        if all(getattr(options, name) not in (None, False) for name in pair):
+    exclusive = (
+        *(("keep_split", "split_max_size"), ("merge_up_gate", "split_up_gate"), ("repack", "unrepack")),
+        *(("feedback", "calibrate"), ("prune_layers", "calibrate")),
+    )
+    for pair in exclusive:
+        if all(getattr(options, name) not in (None, False, ()) for name in pair):
             first, second = (f"--{name.replace('_', '-')}" for name in pair)
             raise RecipeError(f"{first} and {second} exclude each other: give only one of them")
+    if type != LIKE and options.like is not None:
+        raise RecipeError(f"--like gives every tensor its type: leave {type} away")
+    if type == LIKE and options.like is None:
+        raise RecipeError("TYPE LIKE needs the file of --like")
+    if options.like is not None and options.pure:
+        raise RecipeError("--pure is about the mixture of a preset, and --like takes its place: give one of them")
     check_encoder(options.encoder)
     _check_repack(options)
 
@@ -253,13 +280,20 @@ def plan_from(
     repack = options.repack or options.unrepack
     if repack and type not in ("REPACK", "UNREPACK"):
         _preset(type, options)  # a typing error, which would only be the name of the output
-    draft = _Draft(source, _preset("COPY" if repack else type, options), options)
+    like = None if options.like is None else read_like(options.like)
+    draft = _Draft(source, like.preset if like else _preset("COPY" if repack else type, options), options, like=like)
     _check_source(draft)
+    if like is not None:
+        like.check(str(draft.key("general.architecture")))
     draft.taken = _taken(draft)
     _load_importance(draft)
+    draft.like = None if like is None else like.pruned(draft.renamed)
+    draft.feedback, draft.executor = _feedback(source, options)
     request = _request(draft)
     tensors, choices = _choose(draft, request)
     _lint(draft, request, tensors, choices)
+    if draft.like is not None:
+        draft.notes += draft.like.notes([tensor.name for tensor in tensors])
     chosen = _with_feedback(draft, _with_importance(draft, request, tensors, choices))
     draft.notes += requantize_notes(source, chosen)
     changed = [(part.source.type, c.type) for c in chosen for part in c.parts]
@@ -269,9 +303,10 @@ def plan_from(
         draft.notes.append(f"--encoder {options.encoder} changes nothing: types are encoded like that without it")
     if options.symmetric_q40 and not any(c.encoder == SYMMETRIC for c in chosen):
         draft.notes.append("--symmetric-q40 changes nothing: no tensor is encoded as Q4_0")
-    files = (*options.recipe, *options.tensor_type_file, options.imatrix, options.feedback, *reads)
-    seen = draft.feedback.covariances.identity if draft.feedback else ""
-    return plan_output(
+    given = (options.imatrix, options.feedback, options.like, *options.calibrate)
+    files = (*options.recipe, *options.tensor_type_file, *given, *reads)
+    seen = draft.feedback.known.identity if draft.feedback else ""
+    plan = plan_output(
         source,
         output,
         _metadata(draft, request).fields(),
@@ -284,6 +319,10 @@ def plan_from(
         reads=[located(p) for p in files if p is not None],
         identity=f"{__version__} {draft.fingerprint} {draft.imatrix.sha256 if draft.imatrix else None}{seen}{identity}",
     )
+    if draft.feedback is None:
+        return plan
+    plan = replace(plan, without_feedback=tuple(draft.feedback.without.items()))
+    return plan if draft.executor is None else replace(plan, executor=draft.executor)
 
 
 def _preset(type: str, options: QuantizeOptions) -> Preset:  # noqa: A002
@@ -348,11 +387,11 @@ def _load_importance(draft: _Draft) -> None:
     draft.imatrix = read_imatrix(options.imatrix)
     warning = held_out_used(draft.imatrix.path, draft.imatrix.extra)
     draft.notes += [] if warning is None else [warning]
-    original = {new: old for old, new in draft.renamed.items()}
-    if draft.adds_output:  # which has the inputs of the output
-        original[EXTRA_OUTPUT] = next(n for n in ("output.weight", "token_embd.weight") if n in draft.renamed)
     draft.importance = Importance(
-        draft.imatrix, include=options.include_weights, exclude=options.exclude_weights, original_names=original
+        draft.imatrix,
+        include=options.include_weights,
+        exclude=options.exclude_weights,
+        original_names=draft.original_names(),
     )
 
 
@@ -461,9 +500,10 @@ def _request(draft: _Draft) -> Request:
         pure=options.pure,
         leave_output_tensor=options.leave_output_tensor,
         allow_requantize=options.allow_requantize,
-        has_imatrix=draft.importance is not None and draft.importance.n_entries > 0,
+        has_imatrix=bool(options.calibrate) or draft.importance is not None and draft.importance.n_entries > 0,
         fallback=options.fallback,
         repack=Repack(options.repack, options.repack_pattern) if options.repack or options.unrepack else None,
+        like=draft.like,
         **types,
     )
 
@@ -498,13 +538,15 @@ def _with_importance(
 ) -> list[Chosen]:
     """Look up the importance of every tensor that is encoded, and refuse those that may not go without."""
     chosen, finds = [], []
+    original = draft.original_names()
     for tensor, choice in zip(tensors, choices, strict=True):
         found = None
         made = not choice.copied and not choice.repacked
         if draft.importance is not None and choice.type.is_quantized and made:
             found = draft.importance.lookup(tensor.name, tensor.shape)
             finds.append(found)
-        if made and has_encoder(choice.type):  # a run refuses the others as such
+        shown = draft.feedback is not None and draft.feedback.shows(original.get(tensor.name, tensor.name))
+        if made and has_encoder(choice.type) and not shown:  # a run refuses types without an encoder as such
             check_importance(
                 found,
                 tensor.name,
@@ -524,18 +566,31 @@ def _with_importance(
 
 def _with_feedback(draft: _Draft, chosen: Sequence[Chosen]) -> list[Chosen]:
     """Look up the covariance of every tensor that is encoded, if there are any."""
-    if draft.options.feedback is None:
+    if draft.feedback is None:
         return list(chosen)
-    draft.feedback = Feedback(draft.options.feedback)
-    original = {new: old for old, new in draft.renamed.items()}
+    original = draft.original_names()
     made = []
     for c in chosen:
         inputs = None
+        name = original.get(c.name, c.name)
         if c.encoder:
-            inputs = draft.feedback.lookup(c.name, original.get(c.name, c.name), c.shape, c.type)
-        made.append(replace(c, parts=tuple(replace(part, inputs=inputs) for part in c.parts)))
+            inputs = draft.feedback.lookup(c.name, name, c.shape, c.type)
+        elif c.is_whole and c.parts[0].source.type is c.type:
+            inputs = draft.feedback.corrected(c.name, name, c.shape, c.type)
+        made.append(replace(c, parts=tuple(part if inputs is None else fed(part, inputs) for part in c.parts)))
     draft.notes += draft.feedback.notes()
     return made
+
+
+def _feedback(source: Source, options: QuantizeOptions) -> tuple[Feedback | None, Callable[[Threads], Executor] | None]:
+    """Return what says which inputs tensors have, from a file of covariances or by running a text, and what runs it."""
+    if not options.calibrate:
+        return None if options.feedback is None else Feedback(Recorded(options.feedback)), None
+    from quantkit.sequential import Calibration, Foreseen
+
+    text = Calibration(options.calibrate, options.calibrate_ctx, options.calibrate_chunks)
+    known = Foreseen(source.paths[0], text)
+    return Feedback(known), known.executor
 
 
 _WHOSE = {
@@ -584,6 +639,7 @@ def _metadata(draft: _Draft, request: Request) -> Metadata:
     if not options.no_provenance:
         set_calibration(metadata, None if options.hide_imatrix else draft.imatrix)
         set_provenance(metadata, _provenance(draft, request))
+        set_feedback(metadata, () if draft.feedback is None else draft.feedback.fields())
     return metadata
 
 
@@ -620,6 +676,7 @@ def _provenance(draft: _Draft, request: Request) -> dict[str, str]:
     apart = (
         "imatrix",
         "feedback",
+        "like",
         "ready_rules",
         "recipe",
         "tensor_type",
@@ -633,15 +690,14 @@ def _provenance(draft: _Draft, request: Request) -> dict[str, str]:
         for f in fields(QuantizeOptions)
         if f.name not in apart and getattr(options, f.name) != getattr(default, f.name)
     ]
-    lines = [draft.preset.name, *given, *(f"{rule.pattern} = {rule.type}" for rule in request.rules)]
+    first = draft.preset.name if options.like is None else f"--like {options.like.name}"
+    lines = [first, *given, *(f"{rule.pattern} = {rule.type}" for rule in request.rules)]
     facts = {
         "version": __version__,
         "recipe": "\n".join(lines),
         "source.name": draft.source.paths[0].name,
         "source.fingerprint": draft.fingerprint,
     }
-    if draft.feedback is not None:
-        facts["feedback.covariance"] = draft.feedback.covariances.identity
     if draft.imatrix is not None and not options.hide_imatrix:
         facts["imatrix.sha256"] = draft.imatrix.sha256
     return facts
@@ -653,10 +709,18 @@ def _shown(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
+def title_of(type_text: str, options: QuantizeOptions) -> str:
+    """Return the name of what TYPE stands for; of a file's types, that of its general.file_type."""
+    found = preset_by_name(type_text, options.rules) if options.like is None else read_like(options.like).preset
+    return found.name
+
+
 def output_path(source: str | Path, output: str | Path | None, type_text: str, options: QuantizeOptions) -> Path:
     """Return the output's path; without one, ggml-model-TYPE.gguf beside the source, with the name of a number."""
     if output is not None:
         return end_of_links(output)
+    if options.like is not None:
+        return located(source).with_name(f"ggml-model-{title_of(type_text, options)}.gguf")
     name = type_text.strip().upper()
     if name.isdecimal():
         name = preset_by_name(name, options.rules).name

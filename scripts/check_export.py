@@ -43,14 +43,18 @@ _OTHER = ("nomic-bert-moe",)
 #: code has them: what was exported of them is run alone.
 _ALONE = (
     *("exaone4.5", "granite-moe-swa", "llama-model", "llava", "minimax-m3", "paddleocr", "qwen2-vl"),
-    *("qwen3-omni-moe", "step3p5"),
+    # Chameleon's norms of heads: a file has that of the first. Hunyuan-VL is drawn with a head of its own, and tied.
+    *("qwen3-omni-moe", "step3p5", "chameleon", "hunyuan-vl"),
 )
+#: They compute nothing alone: drafts begin with what another model made. That they load is all.
+_LOADED = ("gemma4-assistant",)
 #: Checkpoint -> what the original's config.json would have to say to be what its file is: as llama.cpp computes it, or
 #: as its converter reads it.
 _SAID: dict[str, dict[str, Any]] = {
     "afmoe": {"mup_enabled": True},
     "falcon-h1": {"mamba_norm_before_gate": False},
     "gemma3n": {"tie_word_embeddings": True},
+    "gemma-embedding": {"layer_types": ["sliding_attention"] * 3},
     "glm": {"rms_norm_eps": 1e-5},
     "granite-hybrid-dense": {"position_embedding_type": "nope"},
     "hy-v4": {"model_type": "hy_v4", "norm_topk_prob": False, "pad_token_id": None},
@@ -60,7 +64,7 @@ _SAID: dict[str, dict[str, Any]] = {
 #: What one of the two has and the other has not: parts that no file of a text model holds.
 _APART = (
     *("mtp.", "model.visual.", "vision_tower.", "model.vision", "multi_modal_", "model.multi_modal_", "lm_head."),
-    *("model.projector.", "pooler.", "cls.predictions."),
+    *("model.projector.", "pooler.", "cls.predictions.", "model.vqmodel."),
 )
 
 
@@ -147,6 +151,9 @@ def compared(drawn: Path, exported: Path, what: checkpoints.Description) -> tupl
     """Return the NMSE of what was exported against the original, and what is worth saying."""
     import torch
 
+    if what.name in _LOADED:
+        loaded(exported)
+        return 0.0, ["loaded", *tokenizer_notes(exported)]
     if what.name in _ALONE:
         logits = computed(loaded(exported), torch.tensor([checkpoints.PROMPT]))
         return 0.0 if torch.isfinite(logits).all() else float("nan"), ["alone", *tokenizer_notes(exported)]
@@ -169,7 +176,10 @@ def compared(drawn: Path, exported: Path, what: checkpoints.Description) -> tupl
 def computed(model: Any, prompt: Any) -> Any:
     """Return logits, or what an encoder makes of each token."""
     known = inspect.signature(model.forward).parameters
-    made = model(prompt, **({"use_cache": False} if "use_cache" in known else {}))
+    given = {"use_cache": False} if "use_cache" in known else {}
+    if "decoder_input_ids" in known:
+        given["decoder_input_ids"] = prompt
+    made = model(prompt, **given)
     return made.logits if hasattr(made, "logits") else made.last_hidden_state
 
 

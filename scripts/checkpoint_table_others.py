@@ -92,7 +92,7 @@ OTHERS = (
         of("transformer.", "wte:640x64 norm_f:64") | of("", HEADS) | of(
             "transformer.blocks.{0-2}.", "norm_attn_norm.norm_1:64 norm_attn_norm.norm_2:64"
             " norm_attn_norm.attn.Wqkv:128x64 norm_attn_norm.attn.out_proj:64x64 ffn.router.layer:4x64"
-            " ffn.experts.mlp.w1!:128x64 ffn.experts.mlp.v1!:128x64 ffn.experts.mlp.w2!:128x64"), shards=2),
+            " ffn.experts.mlp.w1!:128x64 ffn.experts.mlp.v1!:128x64 ffn.experts.mlp.w2!:128x64"), shards=2, runs=4),
     written("grok-1", "Grok1ForCausalLM", {
         "model_type": "grok-1", "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
         "attn_output_multiplier": 0.08838834764831845, "embedding_multiplier_scale": 78.38367176906169,
@@ -116,10 +116,10 @@ OTHERS = (
         "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}},
         of("model.", OUTSIDE) | of("", HEADS) | of("model.layers.0.", NORMS + ATTENTION + _WIDE)
         | of("model.layers.1.", NORMS + " self_attn.linear_attn:64x64" + _WIDE)
-        | of("model.layers.3.", NORMS + _ONE_KEY + _WIDE), vocab=_PIECES),
+        | of("model.layers.3.", NORMS + _ONE_KEY + _WIDE), vocab=_PIECES, runs=4),
     written("deci-7b", "DeciLMForCausalLM", {
         "model_type": "deci", "num_key_value_heads_per_layer": [2, 1, 2]},
-        decoder({"0,2": NORMS + ATTENTION + DENSE, "1": NORMS + _ONE_KEY + DENSE}), vocab=_PIECES),
+        decoder({"0,2": NORMS + ATTENTION + DENSE, "1": NORMS + _ONE_KEY + DENSE}), vocab=_PIECES, runs=4),
     written("maple", "MapleForCausalLM", HEAD | MIXTURE | {
         "model_type": "maple", "num_experts": 4, "nope_on_global_attention": True, "sliding_window": 8,
         "partial_rotary_factor": 0.5, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
@@ -150,7 +150,7 @@ OTHERS = (
         decoder({"0-2": NORMS + " self_attn.q_proj:64x64 self_attn.k_proj:64x64 self_attn.v_proj:64x64"
                  " self_attn.o_proj:64x64 self_attn.q_norm:4x16 self_attn.k_norm:4x16 self_attn.q_norm.bias!:4x16"
                  " self_attn.k_norm.bias!:4x16" + DENSE})
-        | of("model.vqmodel.", "quantize.embedding:8x8")),
+        | of("model.vqmodel.", "quantize.embedding:8x8"), runs=4),
     written("janus", "JanusForConditionalGeneration", {
         "model_type": "janus", "text_config": SIZES | LLAMA | {"model_type": "llama"},
         "vision_config": {"model_type": "janus_vision_model"}, "vq_config": {"model_type": "janus_vqgan"}},
@@ -175,16 +175,16 @@ OTHERS = (
         "eod_token_id": 579, "rope_scaling": {
             "type": "xdrope", "alpha": 1000.0, "factor": 1.0, "xdrope_section": [2, 2, 2, 2]}},
         decoder({"0-2": NORMS + ATTENTION + " self_attn.query_layernorm:16 self_attn.key_layernorm:16" + DENSE})
-        | of("vit.", "norm:64")),
+        | of("vit.", "norm:64"), runs=4),
     written("llada", "LLaDAModelLM", {
         "model_type": "llada", "num_key_value_heads": 4, "d_model": 64, "n_heads": 4, "n_kv_heads": 4, "n_layers": 3,
         "mlp_hidden_size": 128, "max_sequence_length": 4096, "mask_token_id": 578},
         of("model.transformer.", "wte:640x64 ff_out:640x64 ln_f:64") | of(
             "model.transformer.blocks.{0-2}.", "attn_norm:64 ff_norm:64 q_proj:64x64 k_proj:64x64 v_proj:64x64"
-            " attn_out:64x64 ff_proj:128x64 up_proj:128x64 ff_out:64x128")),
+            " attn_out:64x64 ff_proj:128x64 up_proj:128x64 ff_out:64x128"), runs=4),
     written("dream", "DreamModel", {"model_type": "Dream", "mask_token_id": 578},
             decoder({"0-2": NORMS + ATTENTION + DENSE + " self_attn.q_proj.bias!:64 self_attn.k_proj.bias!:32"
-                     " self_attn.v_proj.bias!:32"})),
+                     " self_attn.v_proj.bias!:32"}), runs=4),
     written("gemma-embedding", "Gemma3TextModel", HEAD | {
         "model_type": "gemma3_text", "sliding_window": 8, "use_bidirectional_attention": True,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "query_pre_attn_scalar": 16},
@@ -221,23 +221,23 @@ OTHERS = (
                 "model.layers.{0-2}.", "attention_norm:64 ffn_norm:64 attention.wqkv:128x64 attention.wo:64x64"
                 " feed_forward.w1:128x64 feed_forward.w2:64x128 feed_forward.w3:128x64"),
             vocab=spm(first=("<unk>", "<s>", "</s>", "[UNUSED_TOKEN_1]", "<|im_end|>", "<|plugin|>"),
-                      user_pieces=["<|im_end|>", "<|plugin|>"], added=["<|extra|>"])),
+                      user_pieces=["<|im_end|>", "<|plugin|>"], added=["<|extra|>"]), runs=4),
     written("xverse", "XverseForCausalLM", {"model_type": "xverse", "num_key_value_heads": 4, "vocab_size": 640},
             decoder({"0-2": NORMS + " self_attn.q_proj:64x64 self_attn.k_proj:64x64 self_attn.v_proj:64x64"
                      " self_attn.o_proj:64x64" + DENSE}),
-            vocab=_PIECES | {"pieces": 637, "special": ["<|end|>"], "user": ["<|u|>", "<|v|>"]}),
+            vocab=_PIECES | {"pieces": 637, "special": ["<|end|>"], "user": ["<|u|>", "<|v|>"]}, runs=4),
     written("qwen", "QWenLMHeadModel", {
         "model_type": "qwen", "vocab_size": 584, "layer_norm_epsilon": 1e-6, "rotary_emb_base": 10000,
-        "bos_token_id": None, "eos_token_id": None, "intermediate_size": 256},
+        "bos_token_id": None, "eos_token_id": None, "intermediate_size": 256, "num_key_value_heads": 4},
         of("transformer.", "wte:584x64 ln_f:64") | of("", "lm_head:584x64") | of(
             "transformer.h.{0-2}.", "ln_1:64 ln_2:64 attn.c_attn:192x64 attn.c_attn.bias!:192 attn.c_proj:64x64"
-            " mlp.w1:128x64 mlp.w2:128x64 mlp.c_proj:64x128"), vocab=_QWEN),
+            " mlp.w1:128x64 mlp.w2:128x64 mlp.c_proj:64x128"), vocab=_QWEN, runs=4),
     written("mpt", "MPTForCausalLM", {
         "model_type": "mpt", "d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 2048,
-        "attn_config": {"alibi": True, "alibi_bias_max": 16, "clip_qkv": 6, "kv_n_heads": 2}},
+        "attn_config": {"alibi": True, "alibi_bias_max": 16, "clip_qkv": 6}},
         of("transformer.", "wte:640x64 norm_f:64") | of(
-            "transformer.blocks.{0-2}.", "norm_1:64 norm_2:64 attn.Wqkv:128x64 attn.out_proj:64x64"
-            " ffn.up_proj:256x64 ffn.down_proj:64x256"), vocab=VOCAB | {"pre": "mpt"}),
+            "transformer.blocks.{0-2}.", "norm_1:64 norm_2:64 attn.Wqkv:192x64 attn.out_proj:64x64"
+            " ffn.up_proj:256x64 ffn.down_proj:64x256"), vocab=VOCAB | {"pre": "mpt"}, runs=4),
     written("jais", "JAISLMHeadModel", {
         "model_type": "jais", "n_embd": 64, "n_head": 4, "n_layer": 3, "n_inner": 96, "n_positions": 2048,
         "activation_function": "swiglu", "position_embedding_type": "alibi", "layer_norm_epsilon": 1e-5,
@@ -291,7 +291,7 @@ OTHERS = (
             " mlp.gate_up_proj:256x64 mlp.down_proj:64x128 mixer.qkv_proj:128x64 mixer.o_proj:64x64 mixer.q_norm:16"
             " mixer.k_norm:16"), vocab=_PLAMO, files={"chat_template.jinja": "{{ messages }}"}),
     written("baichuan", "BaichuanForCausalLM", {"model_type": "baichuan", "num_key_value_heads": 4},
-            decoder({"0-2": NORMS + " self_attn.W_pack:192x64 self_attn.o_proj:64x64" + DENSE}), vocab=spm()),
+            decoder({"0-2": NORMS + " self_attn.W_pack:192x64 self_attn.o_proj:64x64" + DENSE}), vocab=spm(), runs=4),
     written("gemma4-assistant", "Gemma4AssistantForCausalLM", HEAD | {
         "model_type": "gemma4_assistant", "backbone_hidden_size": 128, "text_config": SIZES | LLAMA | {
             "model_type": "gemma4_text", "head_dim": 16, "global_head_dim": 32, "sliding_window": 8,

@@ -847,10 +847,203 @@ def gemma3n(n: int = 6) -> tuple[dict[str, Any], Shapes]:
     return fields, shapes | {f"blk.{i}.{name}.weight": shape for i in range(n) for name, shape in of_layer.items()}
 
 
+# ---------------------------------------------------------------- older ones, and some alone of their kind
+
+
+def small(fields: dict[str, Any], shapes: Shapes) -> tuple[dict[str, Any], Shapes]:
+    """Return two layers of a model: what is new about it is in each of them."""
+    beyond = tuple(f"blk.{i}." for i in range(2, fields["block_count"]))
+    return fields | {"block_count": 2}, {k: v for k, v in shapes.items() if not k.startswith(beyond)}
+
+
+def baichuan(n_layer: int) -> tuple[dict[str, Any], Shapes]:
+    """By the number of layers they rotate, or have the bias by distance."""
+    e, head = 64, 16
+    fields = usual(n_layer) | {"embedding_length": e, "feed_forward_length": e}
+    shapes: Shapes = {"attn_norm": (e,), "ffn_norm": (e,), "attn_q": (e, e), "attn_k": (e, N_KV * head)}
+    shapes |= {"attn_v": (e, N_KV * head), "attn_output": (e, e)}
+    shapes |= {f"ffn_{name}": (e, e) for name in ("gate", "up", "down")}
+    outside: Shapes = {"token_embd.weight": (e, VOCAB), "output_norm.weight": (e,), "output.weight": (e, VOCAB)}
+    return fields, outside | layers(
+        n_layer, lambda i: {f"blk.{i}.{name}.weight": shape for name, shape in shapes.items()}
+    )
+
+
+def fused_llama(bias: Sequence[str] = (), n_kv: int = N_HEAD) -> tuple[dict[str, Any], Shapes]:
+    """Layers as Llama has them, with q, k and v in one matrix."""
+    fields = usual(2) | {"attention.head_count_kv": n_kv}
+    return fields, ends() | layers(2, _norms, lambda i: fused(i, n_kv, bias), dense)
+
+
+def qwen() -> tuple[dict[str, Any], Shapes]:
+    fields, shapes = fused_llama(bias=("attn_qkv",))
+    return fields | {"feed_forward_length": 2 * FF}, shapes
+
+
+def mpt() -> tuple[dict[str, Any], Shapes]:
+    """Of norms of q and k, which its class may have, too, llama.cpp's program dies."""
+    fields = usual(2, "layer_norm_epsilon", attention__clamp_kqv=1.25, attention__max_alibi_bias=6.0)
+    return fields, ends(output=False) | {"position_embd.weight": (E, N_CTX)} | layers(
+        2,
+        _norms,
+        lambda i: fused(i, N_KV, bias=()),
+        lambda i: dense(i, gate=False),
+    )
+
+
+def jais() -> tuple[dict[str, Any], Shapes]:
+    fields = usual(2, "layer_norm_epsilon", attention__max_alibi_bias=8.0) | {"attention.head_count_kv": N_HEAD}
+    return fields, ends(bias=True) | layers(
+        2,
+        lambda i: norms(i, "attn_norm", "ffn_norm", bias=True),
+        lambda i: fused(i, N_HEAD),
+        lambda i: dense(i, bias=True),
+    )
+
+
+def plamo() -> tuple[dict[str, Any], Shapes]:
+    """One norm for both parts of a layer."""
+    return usual(2), ends() | layers(2, lambda i: norms(i, "attn_norm"), attention, dense)
+
+
+def plamo3() -> tuple[dict[str, Any], Shapes]:
+    """Heads of values narrower than those of keys; norms after each part, whose names have no ending."""
+    fields = usual(3, rope__freq_base_swa=1e3, attention__sliding_window=32)
+    fields |= {"attention.sliding_window_pattern": [True, False, True]}
+    fields |= {"attention.key_length": HEAD, "attention.value_length": 32, "rope.dimension_count": HEAD // 2}
+    heads: Shapes = {"attn_qkv.weight": (E, (N_HEAD + N_KV) * HEAD + N_KV * 32)}
+    heads |= {"attn_output.weight": (N_HEAD * 32, E)}
+    heads |= {f"attn_{letter}_norm.weight": (HEAD,) for letter in "qk"}
+    heads |= {"post_attention_norm": (E,), "post_ffw_norm": (E,)}
+    heads |= {"ffn_up.weight": (E, 2 * FF), "ffn_down.weight": (FF, E)}
+    return fields, ends(output=False) | layers(
+        3, _norms, lambda i: {f"blk.{i}.{name}": shape for name, shape in heads.items()}
+    )
+
+
+def plamo2() -> tuple[dict[str, Any], Shapes]:
+    """Mamba, attention, Mamba; steps of heads come of a short row, and norms' names have no ending.
+
+    llama.cpp does not get through a model whose first layer has no heads, as files of real ones say.
+    """
+    width, n_head, state, rank = 512, 8, 16, 64
+    fields = usual(3) | {"attention.head_count_kv": [0, N_KV, 0]}
+    fields |= {"attention.key_length": HEAD, "attention.value_length": HEAD, "rope.dimension_count": HEAD}
+    fields |= {"ssm.conv_kernel": 4, "ssm.inner_size": width, "ssm.state_size": state, "ssm.time_step_rank": n_head}
+    fields |= {"ssm.group_count": 0}
+    scan: Shapes = {"ssm_in.weight": (E, 2 * width), "ssm_conv1d.weight": (4, width), "ssm_out.weight": (width, E)}
+    scan |= {"ssm_x.weight": (width, rank + 2 * state), "ssm_dt.weight": (rank, n_head), "ssm_dt.bias": (n_head,)}
+    scan |= {"ssm_a": (n_head,), "ssm_d": (n_head,), "ssm_dt_norm": (rank,), "ssm_b_norm": (state,)}
+    scan |= {"ssm_c_norm": (state,)}
+    heads: Shapes = {"attn_qkv.weight": (E, (N_HEAD + 2 * N_KV) * HEAD), "attn_output.weight": (N_HEAD * HEAD, E)}
+    heads |= {"attn_q_norm.weight": (HEAD, N_HEAD), "attn_k_norm.weight": (HEAD, N_KV)}
+    rest: Shapes = {"post_attention_norm": (E,), "post_ffw_norm": (E,), "ffn_up.weight": (E, 2 * FF)}
+    rest |= {"ffn_down.weight": (FF, E)}
+    return fields, ends(output=False) | layers(
+        3, _norms, lambda i: {f"blk.{i}.{name}": shape for name, shape in ((heads if i == 1 else scan) | rest).items()}
+    )
+
+
+def openelm() -> tuple[dict[str, Any], Shapes]:
+    """Every layer has heads and a width of its own."""
+    n_head, n_kv, width = [4, 6, 8], [2, 3, 2], [256, 512, 768]
+    fields = usual(3) | {"attention.head_count": n_head, "attention.head_count_kv": n_kv}
+    fields |= {"feed_forward_length": width, "attention.key_length": HEAD, "attention.value_length": HEAD}
+
+    def heads(layer: int) -> Shapes:
+        shapes = one(layer, "attn_qkv.weight", E, (n_head[layer] + 2 * n_kv[layer]) * HEAD)
+        shapes |= one(layer, "attn_q_norm.weight", HEAD) | one(layer, "attn_k_norm.weight", HEAD)
+        return shapes | one(layer, "attn_output.weight", n_head[layer] * HEAD, E)
+
+    return fields, ends(output=False) | layers(3, _norms, heads, lambda i: dense(i, width=width[i]))
+
+
+def dbrx() -> tuple[dict[str, Any], Shapes]:
+    fields = usual(2, "layer_norm_epsilon", attention__clamp_kqv=1.25, expert_count=N_EXPERT, expert_used_count=2)
+    return fields | {"feed_forward_length": WIDTH}, ends() | layers(
+        2, lambda i: norms(i, "attn_norm", "attn_output_norm"), lambda i: fused(i, N_KV, bias=()), mixture
+    )
+
+
+def grok(two: bool) -> tuple[dict[str, Any], Shapes]:
+    """Grok 2 has a dense feed-forward layer beside its experts, and yarn."""
+    fields = usual(2, expert_count=N_EXPERT, expert_used_count=2, attention__output_scale=0.2)
+    fields |= {"attn_logit_softcapping": 4.0, "router_logit_softcapping": 30.0, "embedding_scale": 3.0}
+    last = "post_ffw_norm" if two else "layer_output_norm"
+    if two:
+        fields |= {"final_logit_softcapping": 2.0, "logit_scale": 0.5, "expert_feed_forward_length": WIDTH}
+        ext: dict[str, Any] = {"ext_factor": 0.5, "attn_factor": 1.0, "beta_fast": 8.0, "beta_slow": 1.0}
+        fields |= _yarn(HEAD) | {f"rope.scaling.yarn_{name}": value for name, value in ext.items()}
+    else:
+        fields |= {"feed_forward_length": WIDTH}
+    return fields, ends(output=two) | layers(
+        2,
+        lambda i: norms(i, "attn_norm", "attn_output_norm", "ffn_norm", last),
+        attention,
+        mixture,
+        lambda i: dense(i) if two else {},
+    )
+
+
+def arctic() -> tuple[dict[str, Any], Shapes]:
+    """Experts of the layer's input, beside a dense feed-forward layer."""
+    fields = usual(2, expert_count=N_EXPERT, expert_used_count=2) | {"feed_forward_length": WIDTH}
+    return fields, ends() | layers(
+        2,
+        lambda i: norms(i, "attn_norm", "ffn_norm", "ffn_norm_exps"),
+        attention,
+        lambda i: dense(i, width=E),
+        mixture,
+    )
+
+
+def deci() -> tuple[dict[str, Any], Shapes]:
+    """Attention, one matrix in its place, nothing in its place, nothing at all, attention of one head."""
+    n_head, n_kv, width = [4, 4, 0, 0, 4], [2, 0, 0, 0, 1], [512, 256, 512, 0, 256]
+    fields = usual(5) | {"attention.head_count": n_head, "attention.head_count_kv": n_kv, "feed_forward_length": width}
+
+    def attends(i: int) -> Shapes:
+        if n_kv[i]:
+            return norms(i, "attn_norm") | attention(i, n_kv=n_kv[i])
+        return norms(i, "attn_norm") | one(i, "attn_output.weight", E, E) if n_head[i] else {}
+
+    return fields, ends() | {"rope_freqs.weight": (HEAD // 2,)} | layers(
+        5, attends, lambda i: norms(i, "ffn_norm") | dense(i, width=width[i]) if width[i] else {}
+    )
+
+
+def maple() -> tuple[dict[str, Any], Shapes]:
+    """Layers without a window do not rotate; the others do, half of each head."""
+    fields = usual(3) | _EXPERTS | {"attention.sliding_window": 32, "rope.freq_base_swa": 1e3}
+    fields |= {"attention.sliding_window_pattern": [True, False, True], "rope.dimension_count": HEAD // 2}
+    fields |= {"swiglu_clamp_exp": [0.0, 0.75, 0.5]}
+    return fields, ends() | layers(3, _norms, lambda i: attention(i, head_norms=True), mixture)
+
+
+def muse_glimmer() -> tuple[dict[str, Any], Shapes]:
+    fields = usual(4, logit_scale=0.25, final_logit_softcapping=1.5, rope__freq_base_swa=1e3)
+    fields |= {"attention.sliding_window": 32}
+    return fields, ends() | layers(
+        4,
+        lambda i: norms(i, "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"),
+        lambda i: attention(i, head_norms=True),
+        lambda i: one(i, "attn_gate.weight", E, N_HEAD * HEAD),
+        dense,
+    )
+
+
+def hunyuan_vl() -> tuple[dict[str, Any], Shapes]:
+    more: dict[str, Any] = {"rope.dimension_sections": [8, 8, 8, 8], "rope.scaling.alpha": 50.0}
+    return small(*llama(head_norms=True, **more))
+
+
 MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "afmoe-moe": afmoe,
     "apertus-dense": apertus,
     "arcee-dense": arcee,
+    "arctic-moe": arctic,
+    "baichuan-13b": lambda: baichuan(40),
+    "baichuan-7b": lambda: baichuan(32),
     "bailingmoe-moe": bailingmoe,
     "bailingmoe3-moe": bailing_v3,
     "bitnet-dense": bitnet,
@@ -859,7 +1052,10 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "codeshell-dense": codeshell,
     "cohere2moe-moe": cohere2moe,
     "command-r-dense": command_r,
+    "dbrx-moe": dbrx,
+    "deci-dense": deci,
     "dots3note-moe": dots3note,
+    "dream-dense": lambda: small(*qwen2vl()),
     "exaone-dense": exaone,
     "exaone-moe-moe": exaone_moe,
     "falcon-dense": lambda: falcon(N_KV, "attn_norm", "attn_norm_2"),
@@ -873,9 +1069,13 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "gptneox-dense": gptneox,
     "gptneox-sequential": lambda: gptneox(parallel=False),
     "granite_swa-moe": granite_swa,
+    "grok-both": lambda: grok(True),
+    "grok-moe": lambda: grok(False),
     "grovemoe-moe": grovemoe,
+    "hunyuan_vl-dense": hunyuan_vl,
     "hy_v3-moe": hy_v3,
     "hy_v4-moe": hy_v4,
+    "jais-dense": jais,
     "jais2-dense": lambda: layer_normed(gate=False, bias=True),
     "jamba-moe": jamba,
     "kimi-k3-moe": kimi_k3,
@@ -884,27 +1084,37 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "laguna-moe": laguna,
     "lfm2-dense": lfm2,
     "lfm2moe-moe": lfm2moe,
+    "llada-dense": lambda: small(*llama()),
     "llada-moe-moe": diffusion,
     "maincoder-dense": lambda: llama(head_norms=True),
     "mamba-dense": mamba,
     "mamba-normed": falcon_mamba,
     "mamba2-dense": mamba2,
+    "maple-moe": maple,
     "mellum-moe": mellum,
     "mimo2-moe": mimo2,
     "minicpm-dense": minicpm,
     "minimax-01-moe": minimax_01,
     "minimax-m3-moe": minimax_m3,
+    "mpt-dense": mpt,
+    "muse-glimmer-dense": muse_glimmer,
     "nanbeige-looped": lambda: llama(num_loops=2),
     "nemotron-dense": lambda: layer_normed(gate=False, bias=False, rope__dimension_count=HEAD // 2),
     "nemotron_h-dense": nemotron_h,
     "nemotron_h_moe-moe": nemotron_h_moe,
     "olmo-dense": olmo,
+    "openelm-dense": openelm,
     "orion-dense": lambda: layer_normed(gate=True, bias=False),
     "paddleocr-dense": lambda: llama(rope__dimension_sections=[8, 10, 8, 6]),
     "pangu-embedded-dense": lambda: llama(bias=True),
     "phi2-dense": phi2,
+    "plamo-dense": plamo,
+    "plamo2-dense": plamo2,
+    "plamo3-dense": plamo3,
+    "qwen-dense": qwen,
     "qwen2vl-dense": qwen2vl,
     "qwen3vl-dense": qwen3vl,
+    "refact-dense": lambda: small(*llama()),
     "rnd1-moe": diffusion,
     "smallthinker-moe": smallthinker,
     "spark2_5-dense": spark,

@@ -31,11 +31,14 @@ def state_of(what: checkpoints.Description, renamed: Mapping[str, str] | None = 
     return state
 
 
+#: What config.json says of itself.
+_OWN = ("architectures", "torch_dtype", "model_type")
+
+
 def model_of(cls: Any, config: Mapping[str, Any], state: State, optional: str = r"(?!)") -> Any:
     """Return a model with these weights; ValueError if it lacks some, or has others, but for those that match
     ``optional``."""
-    own = ("architectures", "torch_dtype", "model_type")
-    made = cls.config_class(**{key: value for key, value in config.items() if key not in own})
+    made = cls.config_class(**{key: value for key, value in config.items() if key not in _OWN})
     made._attn_implementation = "eager"
     model = cls(made)
     if made.tie_word_embeddings:
@@ -251,24 +254,192 @@ def minimax_m1(what: checkpoints.Description) -> Any:
     return model_of(transformers.MiniMaxForCausalLM, c | factors | more, state, r"(_decay|slope_rate)$")
 
 
+#: Names as LLaDA has them.
+_LLADA = {
+    r"^model\.transformer\.blocks\.": "model.layers.",
+    r"^model\.transformer\.wte\.": "model.embed_tokens.",
+    r"^model\.transformer\.ln_f\.": "model.norm.",
+    r"^model\.transformer\.ff_out\.": "lm_head.",
+    r"\.attn_norm\.": ".input_layernorm.",
+    r"\.ff_norm\.": ".post_attention_layernorm.",
+    r"\.([qkv]_proj)\.": r".self_attn.\1.",
+    r"\.attn_out\.": ".self_attn.o_proj.",
+    r"\.ff_proj\.": ".mlp.gate_proj.",
+    r"\.up_proj\.": ".mlp.up_proj.",
+    r"\.ff_out\.": ".mlp.down_proj.",
+}
+
+
+class Whole(nn.Module):  # type: ignore[misc]
+    """A model whose tokens see those after them, too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, **more: Any) -> Any:
+        n = tokens.shape[1]
+        return self.model(tokens, attention_mask=torch.zeros(1, 1, n, n), **more)
+
+
+def llada(what: checkpoints.Description) -> Any:
+    return Whole(model_of(transformers.LlamaForCausalLM, what.config, state_of(what, _LLADA)))
+
+
+def dream(what: checkpoints.Description) -> Any:
+    return Whole(model_of(transformers.Qwen2ForCausalLM, what.config, state_of(what)))
+
+
+def qwen(what: checkpoints.Description) -> Any:
+    """Qwen 2, with q, k and v in one matrix, and both halves of the feed-forward layer counted in its width."""
+    c = what.config
+    names = {
+        **_GPT_2,
+        r"\.attn\.c_proj\.": ".self_attn.o_proj.",
+        r"\.attn\.": ".self_attn.",
+        r"\.mlp\.w1\.": ".mlp.up_proj.",
+        r"\.mlp\.w2\.": ".mlp.gate_proj.",
+        r"\.mlp\.c_proj\.": ".mlp.down_proj.",
+    }
+    state, width = state_of(what, names), c["hidden_size"]
+    for name in [name for name in state if "c_attn" in name]:
+        split_rows(state, name, "c_attn", state.pop(name), width, width)
+    more = {"num_key_value_heads": c["num_attention_heads"], "intermediate_size": c["intermediate_size"] // 2}
+    more |= {"rms_norm_eps": c["layer_norm_epsilon"], "rope_theta": c["rotary_emb_base"]}
+    return model_of(transformers.Qwen2ForCausalLM, c | more, state)
+
+
+def internlm2(what: checkpoints.Description) -> Any:
+    """Llama, with q, k and v of a key head side by side."""
+    c = what.config
+    names = {
+        "tok_embeddings": "embed_tokens",
+        r"^output\.": "lm_head.",
+        r"\.attention_norm\.": ".input_layernorm.",
+        r"\.ffn_norm\.": ".post_attention_layernorm.",
+        r"\.attention\.wo\.": ".self_attn.o_proj.",
+        r"\.attention\.": ".self_attn.",
+        r"\.feed_forward\.w1\.": ".mlp.gate_proj.",
+        r"\.feed_forward\.w2\.": ".mlp.down_proj.",
+        r"\.feed_forward\.w3\.": ".mlp.up_proj.",
+    }
+    state, kv = state_of(what, names), c["num_key_value_heads"]
+    q, head = c["num_attention_heads"] // kv, c["hidden_size"] // c["num_attention_heads"]
+    for name in [name for name in state if "wqkv" in name]:
+        groups = state.pop(name).reshape(kv, q + 2, head, -1)
+        rows = torch.cat([part.reshape(-1, groups.shape[-1]) for part in groups.split([q, 1, 1], 1)])
+        split_rows(state, name, "wqkv", rows, kv * q * head, kv * head)
+    return model_of(transformers.LlamaForCausalLM, c, state)
+
+
+def baichuan(what: checkpoints.Description) -> Any:
+    """Llama, with q, k and v in one matrix; it rotates, as the smaller one does."""
+    state, width = state_of(what), what.config["hidden_size"]
+    for name in [name for name in state if "W_pack" in name]:
+        split_rows(state, name, "W_pack", state.pop(name), width, width)
+    return model_of(transformers.LlamaForCausalLM, what.config, state)
+
+
+def deci(what: checkpoints.Description) -> Any:
+    """Llama whose layers differ: in heads of keys, a matrix in place of attention, or nothing at all."""
+    c, state = what.config, state_of(what)
+    width = state["model.layers.0.mlp.up_proj.weight"].shape[0]
+    given: dict[str, Any] = {key: value for key, value in c.items() if key not in _OWN} | {"intermediate_size": width}
+    if "rope_scaling" in c:  # what config.json leaves out
+        given["rope_scaling"] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, **c["rope_scaling"]}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**given))
+    model.config._attn_implementation = "eager"
+    head, kept = c["hidden_size"] // c["num_attention_heads"], []
+    for i, layer in enumerate(model.model.layers):
+        name = f"model.layers.{i}.self_attn."
+        if f"{name}linear_attn.weight" in state:
+            layer.self_attn = Linear(state[f"{name}linear_attn.weight"])
+        elif f"{name}k_proj.weight" in state:
+            keys = state[f"{name}k_proj.weight"].shape[0]
+            attention = layer.self_attn
+            attention.k_proj = nn.Linear(c["hidden_size"], keys, bias=False)
+            attention.v_proj = nn.Linear(c["hidden_size"], keys, bias=False)
+            attention.num_key_value_groups = c["num_attention_heads"] * head // keys
+        else:
+            continue
+        for part in list(state):
+            if part.startswith(f"model.layers.{i}.") and "linear_attn" not in part:
+                layer.get_parameter(part.removeprefix(f"model.layers.{i}.")).data = state.pop(part)
+        kept.append(layer)
+    model.model.layers = nn.ModuleList(kept)
+    model.config.num_hidden_layers = len(kept)
+    model.model.embed_tokens.weight.data = state["model.embed_tokens.weight"]
+    model.model.norm.weight.data, model.lm_head.weight.data = state["model.norm.weight"], state["lm_head.weight"]
+    return model
+
+
+class Linear(nn.Module):  # type: ignore[misc]
+    """A matrix where attention is expected."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return hidden_states @ self.weight.T, None
+
+
+def hunyuan_vl(what: checkpoints.Description) -> Any:
+    """The text model is Hunyuan; of text its rope has one position, and a base scaled by alpha."""
+    c = what.config
+    state = {name: x for name, x in state_of(what).items() if not name.startswith("vit.")}
+    base = c["rope_theta"] * c["rope_scaling"]["alpha"] ** (c["head_dim"] / (c["head_dim"] - 2))
+    more = {"rope_theta": base, "rope_scaling": None}
+    return model_of(transformers.HunYuanDenseV1ForCausalLM, c | more, state)
+
+
+def mpt(what: checkpoints.Description) -> Any:
+    """With the largest bias by distance that config.json names: transformers always takes 8."""
+    c, state = what.config, state_of(what)
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    config = {key: value for key, value in c.items() if key != "tie_word_embeddings"}
+    model = model_of(transformers.MptForCausalLM, config | {"tie_word_embeddings": False}, state)
+    build, most = model.transformer.build_mpt_alibi_tensor, c["attn_config"]["alibi_bias_max"]
+    model.transformer.build_mpt_alibi_tensor = lambda heads, n, device=None: build(heads, n, most, device)
+    return model
+
+
+def chameleon(what: checkpoints.Description) -> Any:
+    """The model without what makes pictures; all heads have the norm of the first, which the converter takes."""
+    own = {"vocabulary_map": {"<image>": 4}, "vq_config": {"base_channels": 32, "num_embeddings": 8, "embed_dim": 8}}
+    state = {name: x for name, x in state_of(what).items() if "vqmodel" not in name}
+    state |= {name: x[:1].expand(x.shape) for name, x in state.items() if re.search("[qk]_norm", name)}
+    return model_of(transformers.ChameleonForConditionalGeneration, what.config | own, state, r"vqmodel")
+
+
 #: By the class that config.json names.
 STAND_INS: Mapping[str, Callable[[checkpoints.Description], Any]] = {
+    "BaichuanForCausalLM": baichuan,
     "BailingMoeV2ForCausalLM": bailing_v2,
     "BitnetForCausalLM": bitnet,
+    "ChameleonForConditionalGeneration": chameleon,
     "CodeShellForCausalLM": codeshell,
+    "DeciLMForCausalLM": deci,
+    "DreamModel": dream,
     "ExaoneForCausalLM": exaone,
+    "HunYuanVLForConditionalGeneration": hunyuan_vl,
+    "InternLM2ForCausalLM": internlm2,
     "InternLM3ForCausalLM": text_of("LlamaForCausalLM", {}),
     "JanusForConditionalGeneration": text_of("LlamaForCausalLM", {r"^model\.language_model\.": "model."}),
+    "LLaDAModelLM": llada,
     "LlamaModel": text_of("LlamaForCausalLM", {"^": "model."}),
     "LlavaForConditionalGeneration": text_of("LlamaForCausalLM", {r"^language_model\.": ""}),
     "MaincoderForCausalLM": maincoder,
     "MiniCPMForCausalLM": minicpm,
     "MiniCPMV4_6ForConditionalGeneration": text_of("Qwen3_5ForCausalLM", {r"^model\.language_model\.": "model."}),
     "MiniMaxM1ForCausalLM": minimax_m1,
+    "MPTForCausalLM": mpt,
     "NanbeigeForCausalLM": nanbeige,
     "OrionForCausalLM": orion,
     "PaddleOCRVLForConditionalGeneration": paddleocr,
     "PanguEmbeddedForCausalLM": pangu,
     "Qwen2VLForConditionalGeneration": qwen2_vl,
+    "QWenLMHeadModel": qwen,
     "SarvamMoEForCausalLM": sarvam,
+    "XverseForCausalLM": text_of("LlamaForCausalLM", {}),
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from answers import array_answer, peer
 from encoded import UNWEIGHTED
 
 from quantkit.kernels.formats import FORMATS
@@ -145,10 +146,15 @@ def ggml(folder: Path) -> ctypes.CDLL:
 def ggml_encode(folder: Path, t: TensorType, x: np.ndarray, weights: np.ndarray = NO_WEIGHTS) -> np.ndarray:
     """Return ggml_quantize_chunk's bytes, uint8 [rows, row_bytes]."""
     x = np.ascontiguousarray(x, np.float32)
-    out = np.empty((len(x), t.row_bytes(x.shape[1])), np.uint8)
-    importance = weights.ctypes.data if weights.size else None
-    ggml(folder).ggml_quantize_chunk(t.id, x.ctypes.data, out.ctypes.data, 0, *x.shape, importance)
-    return out
+
+    def asked() -> np.ndarray:
+        out = np.empty((len(x), t.row_bytes(x.shape[1])), np.uint8)
+        importance = weights.ctypes.data if weights.size else None
+        ggml(folder).ggml_quantize_chunk(t.id, x.ctypes.data, out.ctypes.data, 0, *x.shape, importance)
+        return out
+
+    # The tables of a grid take ggml seconds.
+    return array_answer(asked, peer(folder), t.id, x, weights) if FORMATS[t.name].grid else asked()
 
 
 def encode(t: TensorType, x: np.ndarray, weights: np.ndarray = NO_WEIGHTS, encoder: str | None = None) -> np.ndarray:

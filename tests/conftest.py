@@ -83,12 +83,14 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that gives the path of a zoo model, drawn at the first call."""
-    folder = tmp_path_factory.mktemp("zoo")
+    """Return a function that gives the path of a zoo model, drawn at the first call, by one worker for all."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    folder = (tmp_path_factory.getbasetemp().parent if worker else tmp_path_factory.getbasetemp()) / "zoo"
+    folder.mkdir(exist_ok=True)
 
     def make(name: str) -> Path:
         path = folder / f"{name}.gguf"
-        return path if path.exists() else write_zoo(name, path)
+        return path if path.exists() else write_zoo(name, folder / f"{name}.{worker}").rename(path)
 
     return make
 

@@ -161,7 +161,11 @@ def plan_for(memory: Memory, ids: Any, n_expert: int) -> dict[str, int]:
     """Make a plan; return the slots of products by expert."""
     rows, n_used = ids.shape
     plan, at = memory.room((moe.plan_bytes(n_expert, n_used, rows),), np.uint8), memory.put(ids)
-    memory.run(moe.bucket(n_expert), plan=plan, ids=at, rows=rows, n_used=n_used, n_expert=n_expert)
+    card = memory.device.capability
+    memory.run(
+        moe.bucket(n_expert, card), plan=plan, ids=at, rows=rows, n_used=n_used, n_expert=n_expert,
+        runs=moe.bucket_runs(n_expert, card),
+    )  # fmt: skip
     return {"rows": rows, "ids": at, "plan": plan, "n_expert": n_expert, "n_used": n_used}
 
 

@@ -1,6 +1,7 @@
 """The part of CuPy that quantkit uses, over the host shim: so that the code which talks to CuPy runs without a card.
 
-Names and signatures are CuPy 14's (looked up in the real package by test_cuda_device.py where it is installed).
+Names and signatures are CuPy 14's (looked up in the real package by test_cuda_device.py where it is installed). What a
+stream is given it does as late as it may, when somebody waits for it: copies from the host's memory, too.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import time
 import types
+from collections.abc import Callable
 from typing import Any
 
 import host_device
@@ -16,6 +18,8 @@ import numpy as np
 from quantkit.kernels.cuda.core.device import PADDING
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
+
+Work = Callable[[], None]
 
 
 class Memory:
@@ -26,15 +30,21 @@ class Memory:
         self.ptr = shim.allocate(nbytes - PADDING)
 
     def __del__(self) -> None:
+        for stream in Stream.all:
+            stream.flush()  # a pool of memory outlives what was still to be done with it
         self._shim.free(self.ptr)
 
 
 class Stream:
     current: Stream | None = None
+    all: list[Stream] = []  # noqa: RUF012
 
     def __init__(self, non_blocking: bool = False) -> None:
         assert non_blocking
-        self.ptr, self.captured = 7, None
+        Stream.all.append(self)
+        self.ptr = 6 + len(Stream.all)
+        self.captured: list[Work] | None = None
+        self.waiting: list[Work] = []
 
     def __enter__(self) -> Stream:
         self.before, Stream.current = Stream.current, self
@@ -43,46 +53,56 @@ class Stream:
     def __exit__(self, *error: object) -> None:
         Stream.current = self.before
 
+    def do(self, work: Work) -> None:
+        """Do it some time, or record it."""
+        (self.waiting if self.captured is None else self.captured).append(work)
+
+    def flush(self) -> None:
+        """Do what waits."""
+        while self.waiting:
+            self.waiting.pop(0)()
+
     def begin_capture(self, mode: int | None = None) -> None:
         assert self.captured is None
-        self.captured: list[Any] | None = []
+        self.captured = []
 
     def end_capture(self) -> Any:
-        work, self.captured = self.captured, None
-        assert work is not None
+        recorded, self.captured = self.captured, None
+        assert recorded is not None
 
         def launch(stream: Stream) -> None:
-            for launch in work:
-                launch()
+            for work in recorded:
+                stream.do(work)
 
         return types.SimpleNamespace(launch=launch)
 
     def synchronize(self) -> None:
         assert self.captured is None
+        self.flush()
 
 
 class Kernel:
     """cupy.cuda.function.Function."""
 
     def __init__(self, function: Any, name: str) -> None:
-        self.ptr = ctypes.cast(function, ctypes.c_void_p).value
+        self.ptr = int(ctypes.cast(function, ctypes.c_void_p).value or 0)
         KERNELS[self.ptr] = name
-        SHARED.setdefault(self.ptr, 48 << 10)
 
 
-#: Kernels' names, and the shared memory they may have, by handle.
+#: Kernels' names, by handle; the shared memory they declare, by name, and may ask for, by handle.
 KERNELS: dict[int, str] = {}
-SHARED: dict[int, int] = {}
+DECLARED: dict[str, int] = {}
+MAY_ASK: dict[int, int] = {}
 
 
 class Module:
     """cupy.cuda.function.Module; its machine code is the source text."""
 
     def load(self, cubin: bytes) -> None:
-        self.library = host_device._module(cubin.decode(), 900)
+        self.text = cubin.decode()
 
     def get_function(self, name: str) -> Kernel:
-        return Kernel(getattr(self.library, name), name)
+        return Kernel(getattr(host_device._module(self.text, 900), name), name)
 
 
 class Context:
@@ -101,14 +121,26 @@ class Context:
 
 
 class Event:
+    def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
+        self.stream: Stream | None = None
+
     def record(self, stream: Stream) -> None:
+        self.stream = stream
+        stream.do(self._passed)
+
+    def _passed(self) -> None:
         self.at = time.perf_counter()
 
     def synchronize(self) -> None:
-        pass
+        if self.stream is not None:
+            self.stream.flush()
 
 
 class CUDARuntimeError(RuntimeError):
+    pass
+
+
+class CUDADriverError(RuntimeError):
     pass
 
 
@@ -136,11 +168,11 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
 
     def memcpy(to: int, source: int, nbytes: int, kind: int, stream: int) -> None:
         assert here(stream).captured is None
-        ctypes.memmove(to, source, nbytes)
+        here(stream).do(lambda: ctypes.memmove(to, source, nbytes) and None)
 
     def memset(to: int, value: int, nbytes: int, stream: int) -> None:
         assert here(stream).captured is None
-        ctypes.memset(to, value, nbytes)
+        here(stream).do(lambda: ctypes.memset(to, value, nbytes) and None)
 
     def alloc(nbytes: int) -> Memory:
         if nbytes > room:
@@ -151,10 +183,11 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
         f: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, shared: int, stream: int, params: int, extra: int
     ) -> None:
         name = KERNELS[f]
-        assert shared <= SHARED[f]
+        if shared > MAY_ASK.get(f, (48 << 10) - DECLARED.get(name, 0)):
+            raise CUDADriverError("CUDA_ERROR_INVALID_VALUE: invalid argument")
         assert not extra
         block = ctypes.cast(params, ctypes.POINTER(ctypes.c_void_p))[0]
-        kept = ctypes.create_string_buffer(ctypes.string_at(block, ARGUMENT_BYTES[name]))
+        kept = ctypes.create_string_buffer(ctypes.string_at(block, ARGUMENT_BYTES[params]))
 
         def work() -> None:
             grid, threads = (ctypes.c_uint * 3)(gx, gy, gz), (ctypes.c_uint * 3)(bx, by, bz)
@@ -162,11 +195,7 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
                 ctypes.c_void_p(f), name.encode(), grid, threads, ctypes.c_uint64(shared), kept, 0
             )
 
-        captured = here(stream).captured
-        if captured is None:
-            work()
-        else:
-            captured.append(work)
+        here(stream).do(work)
 
     def launch_kernel_ex(config: Any, f: int, params: int, extra: None) -> int:
         c = config._obj
@@ -176,10 +205,14 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
         return 0
 
     def set_attribute(f: int, attribute: int, value: int) -> None:
-        if attribute == 8:
-            SHARED[f] = value
-        else:
-            assert (attribute, value) == (9, 100)
+        assert attribute == 8
+        if value + DECLARED.get(KERNELS[f], 0) > 227 << 10:
+            raise CUDADriverError("CUDA_ERROR_INVALID_VALUE: invalid argument")
+        MAY_ASK[f] = value
+
+    def get_attribute(attribute: int, f: int) -> int:
+        assert attribute == 1
+        return DECLARED.get(KERNELS[f], 0)
 
     runtime.memcpyAsync, runtime.memsetAsync = memcpy, memset
     cuda = types.SimpleNamespace(
@@ -187,8 +220,10 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
         driver=types.SimpleNamespace(
             launchKernel=launch_kernel,
             funcSetAttribute=set_attribute,
+            funcGetAttribute=get_attribute,
+            CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES=1,
             CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8,
-            CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT=9,
+            CUDADriverError=CUDADriverError,
         ),
         function=types.SimpleNamespace(Module=Module),
         Device=Context,
@@ -220,14 +255,18 @@ def cublas() -> Any:
             bits = np.frombuffer(ctypes.string_at(address, 2 * rows * k), np.uint16).astype(np.uint32)
             return (bits << 16).view(np.float32).reshape(rows, k)
 
-        out = np.ascontiguousarray(matrix(b, n) @ matrix(a, m).T)  # columns of cuBLAS are our rows
-        ctypes.memmove(c, out.ctypes.data, out.nbytes)
+        def work() -> None:
+            out = np.ascontiguousarray(matrix(b, n) @ matrix(a, m).T)  # columns of cuBLAS are our rows
+            ctypes.memmove(c, out.ctypes.data, out.nbytes)
+
+        Stream.current.do(work)
 
     def set_stream(handle: int, stream: int) -> None:
-        assert (handle, stream) == (Context.cublas_handle, 7)
+        assert Stream.current is not None
+        assert (handle, stream) == (Context.cublas_handle, Stream.current.ptr)
 
     return types.SimpleNamespace(gemmEx=gemm, setStream=set_stream)
 
 
-#: Bytes of the arguments of kernels that tests launch, by name.
-ARGUMENT_BYTES: dict[str, int] = {}
+#: Bytes of the arguments of launches, by the address of the array that points to them.
+ARGUMENT_BYTES: dict[int, int] = {}

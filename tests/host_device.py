@@ -175,8 +175,7 @@ class HostDevice:
         self.upload(out, matrix(x, rows) @ matrix(w, n_out).T)
 
     def prepare(self, kernels: Sequence[Kernel]) -> None:
-        for kernel in kernels:
-            _module(preamble(kernel), 10 * self.capability)
+        pass  # what runs is compiled when it does: most of these do not
 
     def run(self, launches: Sequence[Launch]) -> None:
         for launch in launches:
@@ -193,10 +192,14 @@ class HostDevice:
 
     def record(self, launches: Sequence[Launch]) -> Callable[[], None]:
         kept = list(launches)
+        self.run(kept)
         return lambda: self.run(kept)
 
     def synchronize(self) -> None:
         pass
+
+    def bytes_free(self) -> int:
+        return 1 << 40
 
     def not_ready(self, address: int, nbytes: int) -> None:
         """Let launches be early ones: memory that the one before writes is forbidden until a thread waits for it."""

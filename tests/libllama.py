@@ -39,6 +39,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from answers import array_answer, peer
 
 #: Ids of ggml's types, the same in both trees.
 KV_TYPES = {"f32": 0, "f16": 1}
@@ -89,6 +90,10 @@ class Libllama:
         return self._run(model, text, ["--tokenize"])
 
     def _run(self, model: Path, given: Path, options: Sequence[str]) -> npt.NDArray[Any]:
+        question = (peer(self.lib), Path(__file__), self.ik, self.threads, list(options), model, given)
+        return array_answer(lambda: self._compute(model, given, options), *question)
+
+    def _compute(self, model: Path, given: Path, options: Sequence[str]) -> npt.NDArray[Any]:
         with tempfile.TemporaryDirectory() as folder:
             out, log = Path(folder, "out.npy"), Path(folder, "log")
             arguments = [str(model), str(given), str(out), "--threads", str(self.threads), *options]

@@ -20,24 +20,38 @@ from ctypes import POINTER, c_bool, c_char_p, c_int32, c_void_p
 from pathlib import Path
 from typing import Any
 
+from answers import answer, peer
+
+import libllama
 from libllama import MODEL_DEFAULTS, Mainline, defaults
 
 #: A text, add_special, parse_special.
 Request = tuple[bytes, bool, bool]
 
 
-def ask(lib: Path, requests: Sequence[tuple[Path, Sequence[Request] | str]]) -> list[Any]:
-    """Return for each model the ids of its texts, or its facts, None where the library refuses it."""
+def ask(lib: Path, requests: Sequence[tuple[Path, Sequence[Request] | str]], *, anew: bool = False) -> list[Any]:
+    """Return for each model the ids of its texts, or its facts, None where the library refuses it.
+
+    ``anew``: do not keep the answers, to texts that are others in every run.
+    """
     plain = [
         [str(path), texts if isinstance(texts, str) else [[text.hex(), *flags] for text, *flags in texts]]
         for path, texts in requests
     ]
+    if anew:
+        return json.loads(_asked(lib, plain))  # type: ignore[no-any-return]
+    given = [x if isinstance(x, str) else [(text, *flags) for text, *flags in x] for _, x in requests]
+    question = (peer(lib), *(Path(path) for path in (__file__, libllama.__file__)), *(path for path, _ in requests))
+    return json.loads(answer(lambda: _asked(lib, plain), *question, given))  # type: ignore[no-any-return]
+
+
+def _asked(lib: Path, plain: list[Any]) -> bytes:
     command = [sys.executable, __file__, "--lib", str(lib)]
     done = subprocess.run(command, input=json.dumps(plain).encode(), capture_output=True, timeout=300, check=False)
     if done.returncode != 0:
         log = done.stderr.decode(errors="replace")
         raise RuntimeError(f"libllama.so ended with {done.returncode}: {log[-2000:]}")
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    return done.stdout
 
 
 class Vocabs:

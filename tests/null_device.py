@@ -12,7 +12,7 @@ import pytest
 
 from quantkit.kernels.cuda.core.device import Launch
 from quantkit.kernels.cuda.core.kernel import Kernel
-from quantkit.model.engine import load
+from quantkit.model.engine import Model, load
 from quantkit.model.placement import ALL_LAYERS, Placement
 
 
@@ -53,10 +53,18 @@ class NullDevice:
         self.launches += launches
 
     def record(self, launches: Sequence[Launch]) -> Callable[[], None]:
+        self.run(launches)
         return lambda: self.run(launches)
 
     def synchronize(self) -> None:
         pass
+
+
+def load_on(monkeypatch: pytest.MonkeyPatch, device: NullDevice, path: Path, **options: Any) -> Model:
+    """Open a model, all of it on a device."""
+    monkeypatch.setattr("quantkit.kernels.cuda.core.device.open_device", {"CUDA0": device}.__getitem__)
+    monkeypatch.setattr("quantkit.model.devices.cuda_devices", lambda: ("CUDA0",))
+    return load(path, placement=Placement(ALL_LAYERS, (), ("CUDA0",), embeddings=True), **options)
 
 
 def launches_of(
@@ -64,9 +72,7 @@ def launches_of(
 ) -> list[str]:
     """Return the kernels that a batch of so many tokens launches, all on one device."""
     device = NullDevice()
-    monkeypatch.setattr("quantkit.kernels.cuda.core.device.open_device", {"CUDA0": device}.__getitem__)
-    monkeypatch.setattr("quantkit.model.devices.cuda_devices", lambda: ("CUDA0",))
-    with load(path, placement=Placement(ALL_LAYERS, (), ("CUDA0",), embeddings=True), **options) as model:
+    with load_on(monkeypatch, device, path, **options) as model:
         session = model.session(n_ctx)
         device.launches.clear()
         session.decode(np.ones(n_tokens, np.int32))

@@ -132,6 +132,18 @@ def test_a_bias_must_be_zero_where_there_is_none(tmp_path: Path) -> None:
         opened(replace(what, tensors=what.tensors | {"model.layers.0.self_attn.q_proj.bias": [256]}), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("more", "without"), [({"mamba_norm_before_gate": True}, ()), ({}, ("mamba_norm_before_gate",))]
+)
+def test_norms_before_the_gate_are_refused(more: Json, without: tuple[str, ...], tmp_path: Path) -> None:
+    """What is missing is true in transformers; without such norms it says nothing."""
+    what = checkpoints.describe("falcon-h1")
+    with pytest.raises(FormatError, match="mamba_norm_before_gate is true"):
+        opened(what, tmp_path / "a", more=more, without=without)
+    plain = replace(what, tensors={name: shape for name, shape in what.tensors.items() if "mamba.norm" not in name})
+    opened(plain, tmp_path / "b", more=more | {"mamba_rms_norm": False}, without=without)
+
+
 def test_olmo_with_a_window_of_null_has_none(tmp_path: Path) -> None:
     found = opened(checkpoints.describe("olmo3"), tmp_path, more={"sliding_window": None})
     assert found.get("olmo2.attention.sliding_window") is None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import answer, file_or_word, header, peer
 from choices import DENSE, FUSED, MIXED, MLA, MOE, SHARED, Tensor, drawn_up, write_sparse
 
 from quantkit.errors import TypeNotSupported
@@ -27,7 +28,7 @@ from quantkit.pipeline.choose import (
 )
 from quantkit.pipeline.presets import PRESETS, preset_by_name
 from quantkit.types import BY_NAME, TensorType, type_by_name
-from zoo import NAMES, write_zoo
+from zoo import NAMES, write_hollow_zoo
 
 MAINLINE = [p.name for p in PRESETS if p.trees != "ik"]
 DATA = Path(__file__).parent / "data"
@@ -147,12 +148,16 @@ _DRY = re.compile(r"^\[ *\d+/ *\d+\] +(\S+) +- \[[ \d,]+\], type = +(\w+), size 
 
 def dry_run(llama_bin: Path, model: Path, preset: str, *options: str) -> dict[str, TensorType]:
     """Return what llama-quantize would do, in its order; empty where it gives up."""
-    args = [llama_bin / "llama-quantize", *options, "--dry-run", model, preset]
-    run = subprocess.run(args, capture_output=True, text=True, check=False)
-    if run.returncode:
-        assert "no tensor type fallback is defined" in run.stderr, run.stderr[-2000:]
-        return {}
-    return {name: type_by_name(new or old) for name, old, new in _DRY.findall(run.stderr)}
+
+    def asked() -> bytes:
+        args = [llama_bin / "llama-quantize", *options, "--dry-run", model, preset]
+        run = subprocess.run(args, capture_output=True, check=False)
+        assert not run.returncode or b"no tensor type fallback is defined" in run.stderr, run.stderr[-2000:]
+        return b"" if run.returncode else run.stderr
+
+    question = "llama-quantize --dry-run", header(model), preset, *map(file_or_word, options)
+    text = answer(asked, peer(llama_bin), *question).decode()
+    return {name: type_by_name(new or old) for name, old, new in _DRY.findall(text)}
 
 
 def choose(metadata: dict[str, Any], tensors: Sequence[Tensor], preset: str, **options: Any) -> list[Choice]:
@@ -187,7 +192,7 @@ def test_every_preset_as_llama_quantize(index: int, llama_bin: Path, tmp_path: P
 @pytest.mark.peer
 @pytest.mark.parametrize("name", NAMES)
 def test_types_of_the_zoo_as_llama_quantize(name: str, llama_bin: Path, tmp_path: Path) -> None:
-    with open_gguf(write_zoo(name, tmp_path / "m.gguf")) as model:
+    with open_gguf(write_hollow_zoo(name, tmp_path / "m.gguf")) as model:
         metadata = {key: model.get(key) for key in model.fields}
         tensors = [Tensor(t.name, t.shape) for t in model.tensors.values()]
     for preset in ("Q4_K_M", "Q3_K_L", "Q2_K", "Q5_K_S", "IQ4_XS", "MXFP4_MOE"):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import answer, file_or_word, header, peer
 from choices import DENSE, FUSED, MLA, MOE, SHARED, Tensor, drawn_up, write_sparse
 
 from conftest import DATA
@@ -189,12 +190,17 @@ _NEW = re.compile(r"converting to (\w+) \.\.")
 
 def dry_run(ik_bin: Path, model: Path, preset: str, *options: str) -> dict[str, str]:
     """Return what ik's llama-quantize would do: ggml's name of every tensor's type."""
-    libraries = f"{ik_bin.parents[1]}/ik_llama_cpp_python.libs:{ik_bin}/../lib"
-    args = [ik_bin / "llama-quantize", "--ignore-imatrix-rules", *options, "--dry-run", model, preset, "1"]
-    env = os.environ | {"LD_LIBRARY_PATH": libraries}
-    run = subprocess.run(args, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True, env=env)
+
+    def asked() -> bytes:
+        libraries = f"{ik_bin.parents[1]}/ik_llama_cpp_python.libs:{ik_bin}/../lib"
+        args = [ik_bin / "llama-quantize", "--ignore-imatrix-rules", *options, "--dry-run", model, preset, "1"]
+        env = os.environ | {"LD_LIBRARY_PATH": libraries}
+        return subprocess.run(args, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True, env=env).stdout
+
+    question = "llama-quantize --dry-run", header(model), preset, *map(file_or_word, options)
+    text = answer(asked, peer(ik_bin), peer(ik_bin.parent / "lib"), *question).decode()
     found: dict[str, str] = {}
-    for line in run.stdout.splitlines():
+    for line in text.splitlines():
         if head := _HEAD.match(line):
             name, found[head[1]] = head[1], head[2]
         if new := _NEW.search(line):

@@ -16,7 +16,9 @@ from host_device import CACHE, digest
 from ptx.chosen import SIZES, TENSOR_CORES, TYPES
 from ptx.device import keep, nvrtc
 
-from quantkit.kernels.cuda.core.compile import compile_module, compile_options, cubin, preamble
+from quantkit.errors import ResourceError
+from quantkit.helpers import round_up
+from quantkit.kernels.cuda.core.compile import compile_module, compile_options, machine_code, preamble, target_of
 from quantkit.kernels.cuda.core.kernel import SOURCES, Kernel
 
 #: Every family of kernels; a .cu file without one here is found out below.
@@ -42,6 +44,9 @@ TOGETHER = (
 #: a few values that do not change are put aside over its loop, and none within the inner ones. attention: q of long
 #: heads lies in registers, too; next to nothing is put aside in the loop over keys. mat_vec: a word, for 8 columns.
 PUT_ASIDE = {"matmul.mat_mat": 128, "attention.attention": 256, "matmul.mat_vec": 4}
+
+#: Kernels with an array of words for sines of large angles (CUDA's own).
+REDUCES_ANGLES = {"rope_table"}
 
 
 #: Kernels, one of each module, and the names of all that are wanted of it.
@@ -111,9 +116,12 @@ def test_kernels_compile_and_do_not_spill(family: str, capability: int, request:
         log = compiled(kernel, capability)
         for name in names:
             assert f"'quantkit_{name}'" in log, f"{kernel}: no {name}"
-        spilled = re.findall(r"for quantkit_(\w+)\n.*?(\d+) bytes spill stores", log)
-        too_much = [s for s in spilled if s[0] in names and int(s[1]) > PUT_ASIDE.get(family, 0)]
+        framed = re.findall(r"for quantkit_(\w+)\n.*?(\d+) bytes stack frame, (\d+) bytes spill stores", log)
+        ours = [(name, int(frame), int(spilled)) for name, frame, spilled in framed if name in names]
+        too_much = [of for of in ours if of[2] > PUT_ASIDE.get(family, 0)]
         assert not too_much, f"{kernel}: {too_much}"
+        copied = [of for of in ours if of[1] > round_up(of[2], 8) and of[0] not in REDUCES_ANGLES]
+        assert not copied, f"{kernel}: arguments, or an array, lie in each thread's memory: {copied}"
 
 
 @pytest.mark.parametrize("kernel", TOGETHER, ids=lambda kernel: kernel.name)
@@ -128,14 +136,53 @@ def test_machine_code_is_kept_until_a_source_changes(tmp_path: Path, monkeypatch
     nvrtc_or_skip()
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
     kernel = norm("rms").kernel
-    code = cubin(kernel, 90)
+    code = machine_code(kernel, 90)
     assert code.startswith(b"\x7fELF")
     (kept,) = (tmp_path / "cuda").rglob("*.cubin")
     monkeypatch.setattr(compiling, "compile_module", lambda *arguments: (b"another", ""))
-    assert cubin(kernel, 90) == code
+    assert machine_code(kernel, 90) == code
     monkeypatch.setattr(compiling, "sources_hash", lambda: "of other sources")
-    assert cubin(kernel, 90) == b"another"
+    assert machine_code(kernel, 90) == b"another"
     assert len(list((tmp_path / "cuda").rglob("*.cubin"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("capability", "known", "target"),
+    [
+        (90, (75, 80, 86, 89, 90), "sm_90"),
+        (121, (90, 100, 120, 121), "sm_121"),
+        (89, (75, 80, 86), "sm_86"),
+        (89, (75, 80, 86, 87), "sm_86"),  # an Orin's machine code is for Orin
+        (103, (90, 100, 101), "sm_100"),
+        (90, (75, 80, 86, 87, 89), "compute_89"),
+        (120, (80, 90, 100, 101, 103), "compute_103"),
+        (87, (75, 80, 86), "compute_86"),
+    ],
+)
+def test_a_card_newer_than_the_compiler(capability: int, known: tuple[int, ...], target: str) -> None:
+    assert target_of(capability, known) == target
+
+
+def test_a_card_too_old_for_the_compiler() -> None:
+    nvrtc_or_skip()
+    with pytest.raises(ResourceError, match=r"NVRTC \d+\.\d+ does not compile for a card of compute capability 7\.0"):
+        target_of(70, (75, 80))
+
+
+def test_ptx_is_what_a_newer_generation_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quantkit.kernels.cuda.core import compile as compiling
+    from quantkit.kernels.cuda.layer.norms import norm
+
+    nvrtc_or_skip()
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+    kernel = norm("rms").kernel
+    for capability, known, begins in ((90, (75, 80, 86), b".target sm_86\n"), (89, (75, 80, 86), b"\x7fELF")):
+        monkeypatch.setattr(compiling, "_target", lambda of, known=known: target_of(of, known))
+        code = machine_code(kernel, capability)
+        assert begins in code
+        assert code.endswith(b"\0")
+        assert machine_code(kernel, capability) == code
+    assert sorted(path.suffix for path in (tmp_path / "cuda").rglob("*.*")) == [".cubin", ".ptx"]
 
 
 def test_a_source_that_does_not_compile_says_where() -> None:

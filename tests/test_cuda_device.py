@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+import time
 import types
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,10 @@ import numpy as np
 import pytest
 
 from quantkit.errors import ResourceError
+from quantkit.kernels import first_run
+from quantkit.kernels.cuda.core import compile as compiling
 from quantkit.kernels.cuda.core import device as devices
-from quantkit.kernels.cuda.core import early
+from quantkit.kernels.cuda.core import early, uploads
 from quantkit.kernels.cuda.core.compile import preamble
 from quantkit.kernels.cuda.core.device import CUDADevice, Launch
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
@@ -29,17 +34,16 @@ pytestmark = pytest.mark.skipif(host_device.compiler() is None, reason="no C++ c
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    made = fake_cupy.module()
+    made = fake_cupy.module(devices=2)
     monkeypatch.setattr(devices, "_cupy", lambda: made)
-    monkeypatch.setattr(devices, "cubin", lambda kernel, capability: preamble(kernel).encode())
-    block = Kernel.block
+    monkeypatch.setattr(devices, "machine_code", lambda kernel, capability: preamble(kernel).encode())
 
-    def noted(kernel: Kernel, **values: int | float) -> bytes:
-        packed = block(kernel, **values)
-        fake_cupy.ARGUMENT_BYTES[f"quantkit_{kernel.name}"] = len(packed)
-        return packed
+    class Arguments(devices._Arguments):
+        def __init__(self, block: bytes) -> None:
+            super().__init__(block)
+            fake_cupy.ARGUMENT_BYTES[self.address] = len(block)
 
-    monkeypatch.setattr(Kernel, "block", noted)
+    monkeypatch.setattr(devices, "_Arguments", Arguments)
     devices.count_devices.cache_clear()
     devices.open_device.cache_clear()
     yield made
@@ -68,6 +72,21 @@ def test_arrays_go_there_and_back(cupy: Any) -> None:
     device.free(b)
 
 
+def test_an_array_may_change_after_its_upload(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The card reads the host's memory later, pinned or not."""
+    monkeypatch.setattr(uploads, "SLOT_BYTES", 256)
+    device = CUDADevice(0)
+    for x in (np.arange(1000, dtype=np.float32), device.host_array(1000, np.float32)):
+        x[:] = np.arange(1000)
+        a = device.allocate(x.nbytes)
+        for part in (slice(0, 3), slice(3, 1000)):  # beside one that waits in the same slot; more than all slots hold
+            device.upload(a + 4 * part.start, x[part])
+        x[:] = -1
+        found = np.empty_like(x)
+        device.download(a, found)
+        assert np.array_equal(found, np.arange(1000))
+
+
 def test_kernels_run_now_or_recorded(cupy: Any) -> None:
     device = CUDADevice(0)
     x = np.arange(64, dtype=np.float32)
@@ -82,11 +101,11 @@ def test_kernels_run_now_or_recorded(cupy: Any) -> None:
     replay = device.record([doubled, doubled])
     found = np.empty_like(x)
     device.download(a, found)
-    assert np.array_equal(found, 2 * x), "recording runs nothing"
+    assert np.array_equal(found, 8 * x), "recording runs them once, and never while it records"
     replay()
     replay()
     device.download(a, found)
-    assert np.array_equal(found, 32 * x)
+    assert np.array_equal(found, 128 * x)
     device.run([normed])
     device.download(a, found)
     np.testing.assert_allclose(found, x / np.sqrt(np.square(x).mean()), rtol=1e-6)
@@ -126,7 +145,68 @@ def test_launches_may_be_early(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> No
     device.record([doubled])()
     found = np.empty_like(x)
     device.download(a, found)
-    assert np.array_equal(found, 8 * x)
+    assert np.array_equal(found, 16 * x)
+
+
+def test_what_breaks_a_recording_is_named(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a broken recording fails too, and says only that it is broken."""
+    device = CUDADevice(0)
+    a = device.allocate(256)
+    doubled = launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)
+    launch_kernel = cupy.cuda.driver.launchKernel
+
+    def broken(*arguments: Any) -> None:
+        if device.stream.captured is not None:
+            raise fake_cupy.CUDADriverError("CUDA_ERROR_OUT_OF_MEMORY")
+        launch_kernel(*arguments)
+
+    def end(stream: Any) -> None:
+        stream.captured = None
+        raise fake_cupy.CUDARuntimeError("cudaErrorStreamCaptureInvalidated")
+
+    monkeypatch.setattr(cupy.cuda.driver, "launchKernel", broken)
+    monkeypatch.setattr(fake_cupy.Stream, "end_capture", end)
+    with pytest.raises(fake_cupy.CUDADriverError, match="OUT_OF_MEMORY"):
+        device.record([doubled])
+    assert device.stream.captured is None
+    device.run([doubled])
+
+
+def test_shared_memory_that_a_source_declares_counts(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """47 KiB at its launch, and 2 KiB of its own, are more than a kernel has without asking."""
+    device = CUDADevice(0)
+    a = device.allocate(256)
+    doubled = launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)
+    monkeypatch.setitem(fake_cupy.DECLARED, "quantkit_scale", 2 << 10)
+    monkeypatch.setattr(fake_cupy, "MAY_ASK", {})
+    device.run([replace(doubled, shared=46 << 10)])
+    assert not fake_cupy.MAY_ASK
+    device.run([replace(doubled, shared=47 << 10)])
+    assert list(fake_cupy.MAY_ASK.values()) == [47 << 10]
+    with pytest.raises(ResourceError, match="scale needs 231424 bytes of shared memory, and CUDA0 has less"):
+        device.run([replace(doubled, shared=226 << 10)])
+
+
+def test_modules_are_compiled_in_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """NVRTC compiles one at a time; who compiled is what is kept."""
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiling, "_target", lambda capability: "sm_90")
+    monkeypatch.setattr(compiling, "_version", lambda: "12.9")
+    monkeypatch.setattr(first_run, "available_cpus", lambda: 3)
+
+    def compile_module(*of: Any) -> tuple[bytes, str]:
+        time.sleep(0.2)
+        return str(os.getpid()).encode(), ""
+
+    monkeypatch.setattr(compiling, "compile_module", compile_module)
+    made = fake_cupy.module()
+    loaded: list[bytes] = []
+    made.cuda.function.Module = lambda: types.SimpleNamespace(load=loaded.append)
+    monkeypatch.setattr(devices, "_cupy", lambda: made)
+    monkeypatch.setattr(devices, "count_devices", lambda: 1)
+    CUDADevice(0).prepare([Kernel("layer/norms.cu", "norm").bind(KIND=i) for i in range(6)])
+    assert len(loaded) == 6
+    assert len(set(loaded)) > 1
 
 
 def test_a_device_that_is_full_says_so(cupy: Any) -> None:
@@ -135,25 +215,26 @@ def test_a_device_that_is_full_says_so(cupy: Any) -> None:
 
 
 def test_devices_that_are_not_there(cupy: Any) -> None:
-    assert devices.count_devices() == 1
-    with pytest.raises(ResourceError, match="no device CUDA1: there are 1 CUDA devices"):
-        devices.open_device("CUDA1")
+    assert devices.count_devices() == 2
+    with pytest.raises(ResourceError, match="no device CUDA2: there are 2 CUDA devices"):
+        devices.open_device("CUDA2")
 
 
-def test_a_whole_model_through_cupy(cupy: Any, tmp_path: Path) -> None:
+def test_a_whole_model_through_cupy_on_two_cards(cupy: Any, tmp_path: Path) -> None:
+    """The first card goes on with the next tokens before the second has copied what these became on the first."""
     from libllama import nmse
+    from quantkit.model.devices import cuda_devices
     from quantkit.model.engine import load
     from quantkit.model.placement import placement_of
 
     tokens, logits = expected("qwen3moe-moe")
     path = write_zoo("qwen3moe-moe", tmp_path / "model.gguf")
-    from quantkit.model.devices import cuda_devices
-
-    assert cuda_devices() == ("CUDA0",)
-    with load(path, kv_type="f32", placement=placement_of("cuda", None, (), cuda_devices())) as model:
-        session = model.session(64)
-        found = np.concatenate([session.decode(part) for part in (tokens[:20], *tokens[20:25, None])])
-        assert nmse(found, logits[:25]) <= 1e-8
+    assert cuda_devices() == ("CUDA0", "CUDA1")
+    with load(path, kv_type="f32", n_ubatch=8, placement=placement_of("cuda", None, (), cuda_devices())) as model:
+        assert len(model.segments) == 2
+        session, last = model.session(64), np.arange(24) == 23
+        found = [session.decode(tokens[:24], outputs=last), *(session.decode(tokens[i : i + 1]) for i in range(24, 28))]
+        assert nmse(np.concatenate(found), logits[23:28]) <= 1e-8
 
 
 def test_cupy_has_what_is_asked_of_it() -> None:
@@ -170,7 +251,11 @@ def test_cupy_has_what_is_asked_of_it() -> None:
     assert "int attribute, int value" in driver.funcSetAttribute.__doc__
     assert {"load", "get_function"} <= set(dir(function.Module))
     assert driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES == 8
-    assert driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT == 9
+    assert "int attribute, intptr_t f" in driver.funcGetAttribute.__doc__
+    assert driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES == 1
+    assert issubclass(driver.CUDADriverError, Exception)
+    assert "disable_timing" in cupy.cuda.Event.__doc__
+    assert {"getSupportedArchs", "getPTX", "getCUBIN"} <= set(dir(cupy.cuda.nvrtc))
     runtime = {"memcpyAsync", "memsetAsync", "getDeviceCount", "getDeviceProperties", "driverGetVersion"}
     constants = {"memcpyHostToDevice", "memcpyDeviceToHost", "memcpyDeviceToDevice", "CUDARuntimeError"}
     assert runtime | constants <= set(dir(cupy.cuda.runtime))

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import test_delta_net
 import test_mamba
 import test_mla
-from null_device import launches_of
+from hollow import write_layout
+from null_device import NullDevice, launches_of, load_on
 
 import quantkit
 from quantkit.formats.gguf import open_gguf
+from quantkit.kernels.cuda.core.device import Launch
+from quantkit.kernels.cuda.core.kernel import Kernel
+from quantkit.model.backends.cuda.backend import CUDAProgram
 from quantkit.model.fusion import Fusion
-from zoo import NAMES
+from zoo import NAMES, write_hollow_zoo
 
 Zoo = Callable[[str], Path]
 
@@ -209,16 +215,53 @@ LAYERS = {
         "attention attention_combine glu quantize mul_mat row_epilogue up_gate_to mul_mat row_epilogue",
         38,
     ),
+    # Experts of the layer's input beside a dense layer.
+    "arctic-moe": (
+        "select_outputs select_outputs row_epilogue row_epilogue up_gate_to mul_mat mul_mats_route up_gate_id_to "
+        "mul_mat_id row_epilogue",
+        32,
+    ),
+    "baichuan-13b": (ATTENTION.replace("per_head", "cache_write") + UP_GATE, 363),
+    "baichuan-7b": (ATTENTION + UP_GATE, 292),
+    "dbrx-moe": ("clamp clamp clamp per_head attention attention_combine_to mul_mat row_epilogue " + EXPERTS, 32),
+    "deci-dense": (ATTENTION + UP_GATE, 30),
+    "dream-dense": (ATTENTION + UP_GATE, 22),
+    "grok-both": (ATTENTION + SHARED + " row_epilogue mul_mat scale", 28),
+    "grok-moe": (ATTENTION + EXPERTS + " mul_mat", 25),
+    "hunyuan_vl-dense": (ATTENTION + UP_GATE, 22),
+    "jais-dense": (ATTENTION.replace("mul_mats", "mul_mat") + UP_GATE, 21),
+    "llada-dense": (ATTENTION + UP_GATE, 22),
+    "maple-moe": (ATTENTION + EXPERTS, 34),
+    "mpt-dense": ("clamp clamp clamp cache_write attention attention_combine_to mul_mat row_epilogue " + UP, 32),
+    "muse-glimmer-dense": (GATED + UP_GATE + " mul_mat scale", 47),
+    "openelm-dense": (ATTENTION.replace("mul_mats", "mul_mat") + UP_GATE, 31),
+    "plamo-dense": ("select_outputs select_outputs select_outputs quantize up_gate_to mul_mat row_epilogue", 24),
+    "plamo2-dense": (
+        "convolve per_head mul_mat per_head mul_mat ssm_scan quantize mul_mat row_epilogue mul_mat per_head mul_mat "
+        "row_epilogue",
+        44,
+    ),
+    "plamo3-dense": (ATTENTION.replace("mul_mats", "mul_mat") + UP, 35),
+    "qwen-dense": (ATTENTION.replace("mul_mats", "mul_mat") + UP_GATE, 22),
+    "refact-dense": (ATTENTION.replace("per_head", "cache_write") + UP_GATE, 21),
 }
 
 
 def of_a_token(monkeypatch: pytest.MonkeyPatch, path: Path, n_tokens: int = 1, n_ctx: int = 4096) -> list[str]:
-    """Return the kernels of a batch, weights Q8_0; the angles of rotary positions, once for all layers, left out."""
-    to = path.with_suffix(".q8.gguf")
-    quantkit.quantize(path, to, "Q8_0")
-    names = launches_of(monkeypatch, to, n_tokens, n_ctx)
-    to.unlink()
-    return names
+    """Return the kernels of a batch, weights Q8_0, all of them zero."""
+    return launches_of(monkeypatch, write_quantized(path, path.with_suffix(".q8.gguf"), "Q8_0"), n_tokens, n_ctx)
+
+
+def write_quantized(path: Path, to: Path, name: str) -> Path:
+    """Write the file that a model is quantized to, but with holes for weights: nobody computes with them."""
+    (shard,) = quantkit.plan_quantize(path, to, name).shards
+    return write_layout(to, shard.layout)
+
+
+@pytest.fixture
+def zoo(tmp_path: Path) -> Zoo:
+    """Models of the zoo without their weights."""
+    return lambda name: write_hollow_zoo(name, tmp_path / f"{name}.gguf")
 
 
 def without_angles(names: list[str]) -> list[str]:
@@ -233,7 +276,7 @@ def test_every_model_of_the_zoo_is_counted() -> None:
 def test_a_token_of_every_architecture(zoo: Zoo, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, total = LAYERS[name]
     names = of_a_token(
-        monkeypatch, zoo(name), n_ctx=512 if name in ("gpt2-dense", "starcoder-dense") else 4096
+        monkeypatch, zoo(name), n_ctx=512 if name in ("gpt2-dense", "mpt-dense", "starcoder-dense") else 4096
     )  # it has no more
     assert without_angles(names)[-len(layer.split()) - 1 : -1] == layer.split()
     assert len(names) == total
@@ -280,7 +323,7 @@ def test_layers_of_mamba(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_q_k_and_v_may_be_of_two_types(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "q4.gguf"
-    quantkit.quantize(zoo("qwen2-dense"), path, "Q4_K_S")
+    write_quantized(zoo("qwen2-dense"), path, "Q4_K_S")
     with open_gguf(path) as file:
         assert {"Q4_K", "Q5_K"} <= {t.type.name for name, t in file.tensors.items() if name.startswith("blk.0.attn_")}
     names = launches_of(monkeypatch, path)
@@ -315,3 +358,76 @@ def test_every_switch_shows_in_the_launches(zoo: Zoo, monkeypatch: pytest.Monkey
     nothing = launches_of(monkeypatch, path, fusion=Fusion.none())
     assert not {"mul_mats", "up_gate", "up_gate_id"}.intersection(nothing)
     assert len(nothing) > len(own) > len(no_qkv)
+
+
+# ---------------------------------------------------------------- what a batch costs before its launches
+
+
+class NotedDevice(NullDevice):
+    """Notes what it is asked for: bytes of uploads, downloads, launches at once, kernels prepared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uploads, self.downloads, self.runs = list[int](), 0, list[int]()
+        self.prepared = set[Kernel]()
+
+    def upload(self, address: int, data: Any) -> None:
+        self.uploads.append(data.nbytes)
+
+    def download(self, address: int, out: Any) -> None:
+        self.downloads += 1
+        super().download(address, out)
+
+    def prepare(self, kernels: Sequence[Kernel]) -> None:
+        self.prepared |= set(kernels)
+
+    def run(self, launches: Sequence[Launch]) -> None:
+        self.runs.append(len(launches))
+        super().run(launches)
+
+
+def test_a_new_length_is_launched_while_it_is_packed(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then recorded; and a token sends no more than its own words."""
+    device, packed, launch = NotedDevice(), list[int](), CUDAProgram._launch
+
+    def noted(self: CUDAProgram, *of: Any) -> Launch | None:
+        packed.append(len(device.launches))
+        return launch(self, *of)
+
+    monkeypatch.setattr(CUDAProgram, "_launch", noted)
+    with load_on(monkeypatch, device, zoo("qwen3moe-moe"), n_ubatch=512) as model:
+        session = model.session(4096)
+        for noted_so_far in (device.launches, device.runs, device.uploads):
+            noted_so_far.clear()  # type: ignore[attr-defined]
+        session.decode(np.ones(1, np.int32))
+        of_a_run = len(device.launches)
+        assert device.uploads == [80]
+        assert sum(device.runs) == of_a_run > 16 == device.runs[0]
+        assert {0, 16} <= set(packed)  # the first are on their way when the last are packed
+        packed.clear()
+        for _ in range(3):
+            session.decode(np.ones(1, np.int32))
+        assert not packed
+        assert device.runs[-3:] == [of_a_run] * 3
+
+
+def test_nothing_is_compiled_for_a_token(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = NotedDevice()
+    with load_on(monkeypatch, device, zoo("qwen3moe-moe"), n_ubatch=512) as model:
+        session = model.session(4096)
+        for n in (*range(1, 12), 31, 33, 63, 65, 127, 129, 257, 512):
+            session.clear()
+            session.decode(np.ones(n, np.int32), outputs=np.arange(n) == n - 1)
+            session.clear()
+            session.decode(np.ones(n, np.int32))
+    assert {launch.kernel for launch in device.launches} <= device.prepared
+
+
+def test_experts_are_read_back_once_a_layer(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For weights that are sent for every batch: gate, up and down."""
+    device = NotedDevice()
+    with load_on(monkeypatch, device, zoo("qwen3moe-moe"), max_vram=0) as model:
+        session = model.session(64)
+        device.downloads = 0
+        session.decode(np.ones(12, np.int32))
+        assert device.downloads == model.n_layer + 1  # and the logits

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import cuda_products
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from cuda_products import check, no_plan, on, put_rows
 from device_memory import Memory
 from host_device import HostDevice, compiler
 from matmul_cases import draw_weights, f32, products
+from ptx.device import ptx_of, why_not
 
 from quantkit.kernels.cuda.layer.glu import GATES
 from quantkit.kernels.cuda.matmul import mat_vec
@@ -125,6 +128,16 @@ def test_an_early_launch_asks_for_weights_only_before_it_waits(name: str) -> Non
         device.not_ready(0, 0)
     check(memory.get(out, (1, n_out)), products(w, t, values, excess))
     memory.close()
+
+
+@pytest.mark.skipif(bool(why_not()), reason=str(why_not()))
+@pytest.mark.parametrize("name", ["Q4_K", "F32", "BF16"])
+def test_weights_are_asked_for_before_a_kernel_waits(name: str) -> None:
+    kernel = mat_vec.mul_mat(BY_NAME[name], 2048, 128).kernel  # a router's sizes
+    text = ptx_of(kernel.file, kernel.defines, 90)
+    entry = text[text.index(".entry quantkit_mul_mat(") :]
+    before = entry[: entry.index("\n}")].rpartition("griddepcontrol.wait")[0]
+    assert re.search(r"ld\.global\.\S*v4|cp\.async", before)
 
 
 @pytest.mark.parametrize(("name", "n_in", "n_out"), [("Q8_0", 64, 7), ("Q4_K", 256, 70), ("F32", 64, 5)])

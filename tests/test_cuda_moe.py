@@ -10,7 +10,10 @@ from cuda_products import plan_for
 from device_memory import Memory
 from matmul_cases import routed
 
+from quantkit.errors import ResourceError
+from quantkit.kernels.cuda.core.limits import shared_of_block
 from quantkit.kernels.cuda.matmul import moe
+from quantkit.kernels.parameters import MAX_EXPERTS
 
 
 def read_plan(plan: Any, pairs: int, n_expert: int, tokens: int) -> tuple[Any, Any]:
@@ -45,6 +48,22 @@ def test_a_plan_has_every_pair_once_by_expert(
             for i in range(0, len(pairs), tokens)
         ]
         assert tiles == sorted(want, key=lambda tile: len(tile[1]) < tokens)  # stable: by expert
+
+
+def test_so_many_experts_that_few_warps_have_counters(memory: Memory) -> None:
+    """A counter a warp and expert is 272 KiB for the most that can be routed to, more than any card has."""
+    for card in (75, 86, 90, 100, 120):
+        assert moe.bucket(512, card).shared == 4 * 17 * 512 or card == 75
+        assert all(moe.bucket(n, card).shared <= shared_of_block(card) for n in range(1, MAX_EXPERTS + 1))
+    with pytest.raises(ResourceError, match="20000 experts are more than this card can sort"):
+        moe.bucket(20000, 86)
+    rows, n_used, n_expert = 40, 3, MAX_EXPERTS
+    ids = routed(rows, n_used, n_expert, np.random.default_rng(5))
+    plan = plan_for(memory, ids, n_expert)["plan"]
+    got = memory.get(plan, (moe.plan_bytes(n_expert, n_used, rows) // 4,), np.int32)
+    listed, tiles = read_plan(got, ids.size, n_expert, 32)
+    np.testing.assert_array_equal(listed, np.argsort(ids.ravel(), kind="stable"))
+    assert [e for e, _ in tiles] == np.unique(ids).tolist()
 
 
 @pytest.mark.parametrize("per_token", [True, False])

@@ -6,10 +6,12 @@ What holds for every encoder, ranges of rows and batches, is in test_encode.py.
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from answers import array_answer, peer
 from encoded import IK_ENCODED, UNWEIGHTED
 
 from awkward import NO_WEIGHTS, assert_same_bytes, encode
@@ -131,12 +133,18 @@ class InitParams(ctypes.Structure):
 
 
 @pytest.fixture(scope="module")
-def wheel(ik_bin: Path) -> ctypes.CDLL:
-    """The wheel's libggml, which takes 10 seconds to make the tables of IQ1_S's grid: for one process, once.
+def wheel(ik_bin: Path) -> Path:
+    """The folder of the wheel's libggml."""
+    return ik_bin.parent / "lib"
+
+
+@cache
+def opened(folder: Path) -> ctypes.CDLL:
+    """The wheel's libggml, which takes 10 seconds to make the tables of IQ1_S's grid.
 
     It is built with FMA, which decides a few searches differently: nearly the same bytes and error.
     """
-    lib = ctypes.CDLL(str(ik_bin.parent / "lib/libggml.so"))
+    lib = ctypes.CDLL(str(folder / "libggml.so"))
     lib.ggml_init.argtypes, lib.ggml_init.restype = [InitParams], ctypes.c_void_p
     assert lib.ggml_init(InitParams(1 << 20, None, False))  # makes the table that halves are widened by
     pointer, i64 = ctypes.c_void_p, ctypes.c_int64
@@ -145,16 +153,19 @@ def wheel(ik_bin: Path) -> ctypes.CDLL:
     return lib
 
 
-def encoded_there(wheel: ctypes.CDLL, t: TensorType, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    out = np.empty((len(x), t.row_bytes(x.shape[1])), np.uint8)
-    given = weights.ctypes.data if weights.size else None
-    wheel.ggml_quantize_chunk(t.id, x.ctypes.data, out.ctypes.data, 0, *x.shape, given, None)
-    return out
+def encoded_there(wheel: Path, t: TensorType, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def asked() -> np.ndarray:
+        out = np.empty((len(x), t.row_bytes(x.shape[1])), np.uint8)
+        given = weights.ctypes.data if weights.size else None
+        opened(wheel).ggml_quantize_chunk(t.id, x.ctypes.data, out.ctypes.data, 0, *x.shape, given, None)
+        return out
+
+    return array_answer(asked, peer(wheel), t.id, x, weights)
 
 
 @pytest.mark.peer
 @pytest.mark.parametrize("t", IK_ENCODED, ids=str)
-def test_random_rows_like_the_wheels(wheel: ctypes.CDLL, t: TensorType) -> None:
+def test_random_rows_like_the_wheels(wheel: Path, t: TensorType) -> None:
     x, importance = drawn(t)
     for weights in (importance, *((NO_WEIGHTS,) if t in UNWEIGHTED else ())):
         ours, theirs = encode(t, x, weights, "ik"), encoded_there(wheel, t, x, weights)
@@ -166,7 +177,7 @@ def test_random_rows_like_the_wheels(wheel: ctypes.CDLL, t: TensorType) -> None:
 @pytest.mark.peer
 @pytest.mark.parametrize("name", ["IQ1_S_R4", "IQ1_M_R4"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_formats_of_their_own_nearly_as_the_wheels(wheel: ctypes.CDLL, name: str, weighted: bool) -> None:
+def test_formats_of_their_own_nearly_as_the_wheels(wheel: Path, name: str, weighted: bool) -> None:
     """Rows of 32 times 37 values, as neither IQ1_S nor IQ1_M has."""
     rng, n = np.random.default_rng(7), 32 * 37
     x = (rng.standard_t(5, (96, n)) * np.exp(rng.standard_normal((96, 1)))).astype(np.float32)

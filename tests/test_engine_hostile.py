@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hollow import Info, write_hollow
 
 from quantkit.errors import QuantkitError, RecipeError
-from quantkit.formats.gguf import Field, open_gguf, write_gguf
+from quantkit.formats.gguf import Field, GGUFFile, open_gguf
 from quantkit.model.engine import load
 from quantkit.types import BY_NAME, TensorType
 
@@ -34,17 +36,23 @@ CHANGES: dict[str, Callable[[Shape], Shape]] = {
 }
 
 
+#: Bytes of a tensor beyond which it stays zeros: what chooses rows or experts, and all vectors, are smaller.
+LARGE = 1 << 18
+
+
+def written(path: Path, opened: GGUFFile, fields: Iterable[Field], infos: Sequence[Info], own: dict[str, Any]) -> None:
+    """Write a model with the small tensors of another, and with ``own`` ones."""
+    small = {t.name: opened.data(t) for t in opened.tensors.values() if t.nbytes <= LARGE}
+    write_hollow(path, fields, infos, small | own)
+
+
 def changed(source: Path, path: Path, name: str, shape: Shape, t: TensorType | None = None) -> None:
     with open_gguf(source) as opened:
-        tensors = []
-        for info in opened.tensors.values():
-            kind = t or info.type
-            if info.name != name:
-                tensors.append((info.name, info.shape, info.type, opened.data(info)))
-                continue
-            data = np.resize(opened.data(info), kind.row_bytes(shape[0]) * math.prod(shape[1:]))
-            tensors.append((name, shape, kind, data))
-        write_gguf(path, opened.fields.values(), tensors)
+        old = opened.tensors[name]
+        kind = t or old.type
+        infos = [(n, i.shape, i.type) if n != name else (n, shape, kind) for n, i in opened.tensors.items()]
+        data = np.resize(opened.data(old), kind.row_bytes(shape[0]) * math.prod(shape[1:]))
+        written(path, opened, opened.fields.values(), infos, {name: data})
 
 
 def names(path: Path) -> Iterator[tuple[str, Shape]]:
@@ -145,8 +153,8 @@ def test_metadata_that_do_not_fit_are_refused(
     with open_gguf(zoo(model)) as opened:
         full = key[1:] if key.startswith(".") else f"{model.rpartition('-')[0]}.{key}"
         fields = [Field.of(full, value) if f.key == full else f for f in opened.fields.values()]
-        tensors = [(t.name, t.shape, t.type, opened.data(t)) for t in opened.tensors.values()]
-        write_gguf(tmp_path / "x.gguf", fields, tensors)
+        infos = [(t.name, t.shape, t.type) for t in opened.tensors.values()]
+        written(tmp_path / "x.gguf", opened, fields, infos, {})
     with pytest.raises(QuantkitError):
         load(tmp_path / "x.gguf").forward([1, 2, 3])
 

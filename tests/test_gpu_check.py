@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import host_device
 import numpy as np
 import pytest
+
+from quantkit.kernels import first_run
 
 ROOT = Path(__file__).parents[1]
 needs_compiler = pytest.mark.skipif(host_device.compiler() is None, reason="no C++ compiler: install g++")
@@ -30,19 +34,18 @@ sys.path[:0] = ["scripts", "tests"]
 from gpu import cases, check, speed
 check.use_shim()
 from quantkit.kernels.cuda.core.device import open_device
-speed._CARD.append(speed.Card(open_device("CUDA0"), 1.0, 1.0))
+speed._CARD[:] = [speed.Card(open_device("CUDA0"), 1.0, float(sys.argv[2]))]
 speed.SIZES = speed.Sizes(
-    matrix_bytes=1 << 15, in_turn=2, few=(1, 4), n_in=512, dense=256, wide=288, tokens=12, experts=4, used=2,
-    expert_in=256, expert_out=256, heads=4, vocab=96, gates=(1, 12), depths=(100,), latent_heads=2, layers=1, single=1,
-    repetitions=1,
-    of_products=1, of_model=1, types=("Q8_0", "F16"), caches=("f16",),
+    matrix_bytes=1 << 15, in_turn=2, in_graph=2, few=(1, 4), n_in=512, dense=256, wide=288, tokens=12, experts=4,
+    used=2, expert_in=256, expert_out=256, heads=4, vocab=96, gates=(1, 12), depths=(100,), latent_heads=2, layers=1,
+    single=1, repetitions=1, of_products=1, of_model=1, types=("Q8_0", "F16"), caches=("f16",),
 )
 from pathlib import Path
 import time
 folder = Path(sys.argv[1])
 run = check.Run(folder / "out.md", folder, time.time() + 1e6, ())
 speed.GATED_TYPES = ("Q4_K",)
-for step in sys.argv[2:]:
+for step in sys.argv[3:]:
     speed.STEPS[step](run)
 sys.exit(run.failed)
 """
@@ -78,7 +81,7 @@ def test_without_a_card_it_says_so() -> None:
 @needs_compiler
 def test_checks_pass_on_the_shim_and_are_recorded(tmp_path: Path) -> None:
     out = tmp_path / "results.md"
-    done = gpu_check("--shim", "--out", out, "--types", "Q8_0", "--only", "products", "placements")
+    done = gpu_check("--shim", "--out", out, "--types", "Q8_0", "--only", "products", "placements", "encoding")
     assert done.returncode == 0, done.stdout + done.stderr
     text = out.read_text()
     assert "products beside the CPU backend: 1 done, worst NMSE" in text
@@ -170,12 +173,77 @@ def test_what_was_left_out_is_no_success() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("step", ["mat-vec", "mat-mat", "fused", "attention", "model"])
-def test_measurements_run(tmp_path: Path, step: str) -> None:
-    done = python(SMALL, tmp_path, step)
+def test_measurements_run(tmp_path: Path) -> None:
+    done = python(SMALL, tmp_path, 1.0, "mat-vec", "mat-mat", "fused", "attention", "model", "encode")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("\n") >= 4
+    assert done.stdout.count("\n") >= 20
     assert "nan" not in done.stdout
+    assert "no cuBLAS" not in done.stdout
+
+
+@needs_compiler
+def test_without_cublas_only_what_is_beside_it_is_missing(tmp_path: Path) -> None:
+    without = SMALL.replace("speed._CARD", "type(open_device('CUDA0')).gemm_bf16 = None\nspeed._CARD")
+    done = python(without, tmp_path, "nan", "mat-mat", "model")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "nan" not in done.stdout
+    assert "| no cuBLAS |" in done.stdout
+
+
+def test_the_card_without_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from gpu import speed
+    from quantkit.errors import ResourceError
+
+    def missing(device: object) -> float:
+        raise ResourceError("--cublas needs cuBLAS")
+
+    monkeypatch.setattr(speed, "_CARD", [])
+    monkeypatch.setattr(speed, "open_device", lambda name: name)
+    monkeypatch.setattr(speed.peak, "copy_gb_s", lambda device: 3000.0)
+    monkeypatch.setattr(speed.peak, "gemm_gops", missing)
+    assert speed.the_card().copy_gb_s == 3000
+    assert not speed.has_cublas()
+
+
+def test_what_matters_most_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part once, those of FIRST before all others."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from gpu import check
+
+    done: list[str] = []
+    parts = {"zoo": ["llama-dense", "rare"], "model": ["no fused MoE", "all fused"], "early": ["llama-dense"]}
+
+    def step(name: str) -> Callable[[check.Run], None]:
+        return lambda run: run.each(name, parts[name], lambda part: done.append(f"{name}: {part}"))
+
+    monkeypatch.setattr(check, "STEPS", {name: step(name) for name in parts})
+    (tmp_path / "begun").touch()
+    run = check.Run(tmp_path / "out.md", tmp_path, time.time() + 1e6, ())
+    check.carry_out(run, list(parts))
+    run.file.close()
+    assert done == [
+        "zoo: llama-dense", "model: all fused", "zoo: rare", "model: no fused MoE", "early: llama-dense"
+    ]  # fmt: skip
+    known = {name for name in check.FIRST if "," not in name} | {"attention"}
+    assert known <= set(check.STEPS) | set(check.CHECKS) | set(check.speed.STEPS) | {"card"}
+
+
+def test_a_long_compilation_shows_that_it_goes_on(tmp_path: Path) -> None:
+    """Its lines move the file that the watching process looks at."""
+    from gpu.run import Run
+
+    run = Run(tmp_path / "out.md", tmp_path, time.time() + 60, ())
+    run.begun_file.touch()
+    os.utime(run.begun_file, (1, 1))
+    first_run.tell(run.moves)
+    try:
+        with first_run.compiling():
+            pass
+    finally:
+        first_run._STATE.told = None
+        run.file.close()
+    assert run.begun_file.stat().st_mtime > 1e9
 
 
 def test_expected_values_are_the_cpu_backends(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ from quantkit.errors import RecipeError
 from quantkit.formats.gguf import open_gguf, write_gguf
 from quantkit.merge import merge_up_gate, split_up_gate
 from quantkit.quantize import QuantizeOptions, quantize
-from zoo import NAMES, expected, write_zoo
+from zoo import NAMES, expected
+
+Zoo = Callable[[str], Path]
 
 MERGED = ["deepseek2-moe", "gemma4-moe", "qwen3next-moe", "qwen35moe-moe", "granite_swa-moe"]
 SCALED = ["glm4moe-moe", "olmoe-moe", "qwen2moe-moe"]
@@ -44,9 +47,9 @@ def exchange(source: Path, path: Path) -> Path:
 
 @pytest.mark.peer
 @pytest.mark.parametrize("name", MERGED)
-def test_apart_and_merged_again_it_computes_the_same(llama_bin: Path, tmp_path: Path, name: str) -> None:
+def test_apart_and_merged_again_it_computes_the_same(zoo: Zoo, llama_bin: Path, tmp_path: Path, name: str) -> None:
     tokens, logits = expected(name)
-    files = [write_zoo(name, tmp_path / "z.gguf"), tmp_path / "apart.gguf", tmp_path / "again.gguf"]
+    files = [zoo(name), tmp_path / "apart.gguf", tmp_path / "again.gguf"]
     split_up_gate(files[0], files[1])
     merge = merge_up_gate(files[1], files[2])
     assert merge.loads_merged[MAINLINE]
@@ -59,18 +62,18 @@ def test_apart_and_merged_again_it_computes_the_same(llama_bin: Path, tmp_path: 
 
 @pytest.mark.peer
 @pytest.mark.parametrize("name", MERGED)
-def test_up_first_would_be_seen(llama_bin: Path, tmp_path: Path, name: str) -> None:
+def test_up_first_would_be_seen(zoo: Zoo, llama_bin: Path, tmp_path: Path, name: str) -> None:
     tokens, logits = expected(name)
-    split_up_gate(write_zoo(name, tmp_path / "z.gguf"), tmp_path / "apart.gguf")
+    split_up_gate(zoo(name), tmp_path / "apart.gguf")
     merge_up_gate(exchange(tmp_path / "apart.gguf", tmp_path / "wrong.gguf"), tmp_path / "up-first.gguf")
     assert nmse(Libllama(llama_bin).logits(tmp_path / "up-first.gguf", tokens), logits) > 1e-3
 
 
 @pytest.mark.peer
 @pytest.mark.parametrize("name", EITHER)
-def test_some_models_are_loaded_in_either_form(llama_bin: Path, tmp_path: Path, name: str) -> None:
+def test_some_models_are_loaded_in_either_form(zoo: Zoo, llama_bin: Path, tmp_path: Path, name: str) -> None:
     tokens, logits = expected(name)
-    merge = merge_up_gate(write_zoo(name, tmp_path / "z.gguf"), tmp_path / "merged.gguf")
+    merge = merge_up_gate(zoo(name), tmp_path / "merged.gguf")
     assert merge.changed
     assert merge.loads_merged[MAINLINE]
     assert nmse(Libllama(llama_bin).logits(tmp_path / "merged.gguf", tokens), logits) <= 1e-8
@@ -78,10 +81,10 @@ def test_some_models_are_loaded_in_either_form(llama_bin: Path, tmp_path: Path, 
 
 @pytest.mark.peer
 @pytest.mark.parametrize("name", SEPARATE)
-def test_llama_cpp_refuses_what_the_report_says(llama_bin: Path, tmp_path: Path, name: str) -> None:
+def test_llama_cpp_refuses_what_the_report_says(zoo: Zoo, llama_bin: Path, tmp_path: Path, name: str) -> None:
     """And takes it again when its experts are apart again."""
     tokens, logits = expected(name)
-    merge = merge_up_gate(write_zoo(name, tmp_path / "z.gguf"), tmp_path / "merged.gguf")
+    merge = merge_up_gate(zoo(name), tmp_path / "merged.gguf")
     assert merge.changed
     assert not merge.refused
     assert not merge.loads_merged[MAINLINE]
@@ -92,9 +95,9 @@ def test_llama_cpp_refuses_what_the_report_says(llama_bin: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_experts_with_scales_are_not_merged(tmp_path: Path, name: str) -> None:
+def test_experts_with_scales_are_not_merged(zoo: Zoo, tmp_path: Path, name: str) -> None:
     with pytest.raises(RecipeError, match=r"ffn_gate_exps\.scale.*no runtime has a name"):
-        merge_up_gate(write_zoo(name, tmp_path / "z.gguf"), tmp_path / "merged.gguf")
+        merge_up_gate(zoo(name), tmp_path / "merged.gguf")
 
 
 # ---------------------------------------------------------------- ik_llama.cpp, which loads merged qwen3moe

@@ -218,6 +218,15 @@ def maximum(x: int, y: int) -> int:
     return bits(max(a, b))
 
 
+def minimum(x: int, y: int) -> int:
+    a, b = single(x), single(y)
+    if np.isnan(a) or np.isnan(b):
+        return bits(b if np.isnan(a) else a)
+    if a == b == 0:
+        return x | y
+    return bits(min(a, b))
+
+
 def dot4(a: int, b: int, c: int) -> int:
     return (c + sum(s(a >> 8 * i, 8) * s(b >> 8 * i, 8) for i in range(4))) & M32
 
@@ -268,7 +277,11 @@ MEANINGS: dict[str, Callable[[int, int, int], int | None]] = {
     "setp.le.u32 %p1, %r1, %r2; selp.b32 %r4, %r3, 5, %p1;": lambda a, b, c: c if a <= b else 5,
     "setp.ltu.f32 %p1, %f1, %f2; selp.b32 %r4, 1, 0, %p1;": lambda a, b, c: not single(a) >= single(b),
     "setp.neu.f32 %p1, %f1, %f2; selp.b32 %r4, 1, 0, %p1;": lambda a, b, c: single(a) != single(b),
+    "setp.gtu.f32 %p1, %f1, %f2; selp.b32 %r4, 1, 0, %p1;": lambda a, b, c: not single(a) <= single(b),
     "setp.leu.f32 %p1, %f1, %f2; @!%p1 mov.u32 %r4, 9;": lambda a, b, c: 9 if single(a) > single(b) else 0,
+    "setp.num.f32 %p1, %f1, %f2; selp.b32 %r4, 1, 0, %p1;": lambda a, b, c: (
+        not (math.isnan(single(a)) or math.isnan(single(b)))
+    ),
     "setp.nan.f32 %p1, %f1, %f2; selp.b32 %r4, 1, 0, %p1;": lambda a, b, c: (
         math.isnan(single(a)) or math.isnan(single(b))
     ),
@@ -278,6 +291,7 @@ MEANINGS: dict[str, Callable[[int, int, int], int | None]] = {
     "fma.rm.f32 %f4, %f1, %f2, %f3; mov.b32 %r4, %f4;": exact(lambda a, b, c: a * b + c, -1),
     "mul.rn.f32 %f4, %f1, %f2; mov.b32 %r4, %f4;": exact(lambda a, b, c: a * b, 1),
     "max.f32 %f4, %f1, %f2; mov.b32 %r4, %f4;": lambda a, b, c: maximum(a, b),
+    "min.f32 %f4, %f1, %f2; mov.b32 %r4, %f4;": lambda a, b, c: minimum(a, b),
     "neg.f32 %f4, %f1; mov.b32 %r4, %f4;": lambda a, b, c: a ^ 0x80000000,
     "abs.f32 %f4, %f1; mov.b32 %r4, %f4;": lambda a, b, c: a & 0x7FFFFFFF,
     "copysign.f32 %f4, %f1, %f2; mov.b32 %r4, %f4;": lambda a, b, c: a & 0x80000000 | b & 0x7FFFFFFF,

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from answers import file_answer
 
 from conftest import DATA
 from models import llama_fields, llama_tensors, tensor_bytes, write_model
@@ -521,9 +522,7 @@ def test_whole_files_equal_llama_quantize(
 ) -> None:
     flags = ["--imatrix", str(data / "tiny-moe-imatrix.gguf")] if imatrix else []
     theirs, ours = tmp_path / "theirs.gguf", tmp_path / "ours.gguf"
-    subprocess.run(
-        [llama_bin / "llama-quantize", *flags, tiny_moe, theirs, type_name, "2"], check=True, capture_output=True
-    )
+    file_answer([llama_bin / "llama-quantize", *flags, tiny_moe, theirs, type_name, "2"], theirs)
     options = QuantizeOptions(imatrix=data / "tiny-moe-imatrix.gguf" if imatrix else None, no_provenance=True)
     quantize(tiny_moe, ours, type_name, options)
     assert tensor_bytes(ours) == tensor_bytes(theirs)
@@ -533,8 +532,7 @@ def test_whole_files_equal_llama_quantize(
 @pytest.mark.peer
 def test_a_quantized_source_equals_llama_quantize(llama_bin: Path, smollm2: Path, tmp_path: Path) -> None:
     theirs, ours = tmp_path / "theirs.gguf", tmp_path / "ours.gguf"
-    command = [llama_bin / "llama-quantize", "--allow-requantize", smollm2, theirs, "Q4_K_M", "2"]
-    subprocess.run(command, check=True, capture_output=True)
+    file_answer([llama_bin / "llama-quantize", "--allow-requantize", smollm2, theirs, "Q4_K_M", "2"], theirs)
     quantize(smollm2, ours, "Q4_K_M", QuantizeOptions(allow_requantize=True, no_provenance=True))
     assert ours.read_bytes() == theirs.read_bytes()
 

@@ -25,7 +25,7 @@ from quantkit.model.placement import ALL_LAYERS, Placement
 from zoo import NAMES, ZOO, expected, write_zoo
 
 ARCHS = ("bailingmoe3", "falcon-h1", "jamba", "kimi-k3", "kimi-linear", "lfm2", "lfm2moe", "mamba", "mamba2")
-ARCHS += ("minimax-01", "nemotron_h", "nemotron_h_moe")
+ARCHS += ("minimax-01", "nemotron_h", "nemotron_h_moe", "plamo2")
 MODELS = [name for name in NAMES if name.rpartition("-")[0] in ARCHS]
 #: Metadata of which a layer's shapes follow, or its place in the model.
 KEYS = (

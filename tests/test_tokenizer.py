@@ -99,7 +99,7 @@ def test_hypothesis_texts_against_libllama(llama_bin: Path, files: dict[str, Pat
         data = [t if isinstance(t, bytes) else t.encode("utf-8", "replace") for t in texts]
         data = [t for t in data if not any(byte >= 0xF4 for byte in t)]
         asked = [(t, *vocabs.flags(i)) for i, t in enumerate(data)]
-        for path, ids in zip(names, ask(llama_bin, [(path, asked) for path in names]), strict=True):
+        for path, ids in zip(names, ask(llama_bin, [(path, asked) for path in names], anew=True), strict=True):
             check(path, data, ids)
 
     body()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ def test_the_weights_are_those_of_the_logits(tmp_path: Path, name: str) -> None:
 
 
 def test_every_model_has_logits() -> None:
-    assert len(NAMES) == 97
+    assert len(NAMES) == 117
     for name in NAMES:
         tokens, logits = expected(name)
         assert logits.shape == (*tokens.shape, 128)
@@ -36,9 +37,9 @@ def test_every_model_has_logits() -> None:
 
 @pytest.mark.peer
 @pytest.mark.parametrize("name", NAMES)
-def test_llama_cpp_gives_the_logits(llama_bin: Path, tmp_path: Path, name: str) -> None:
+def test_llama_cpp_gives_the_logits(zoo: Callable[[str], Path], llama_bin: Path, name: str) -> None:
     tokens, logits = expected(name)
-    assert nmse(Libllama(llama_bin).logits(write_zoo(name, tmp_path / "z.gguf"), tokens), logits) <= 1e-8
+    assert nmse(Libllama(llama_bin).logits(zoo(name), tokens), logits) <= 1e-8
 
 
 @pytest.mark.peer

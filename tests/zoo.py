@@ -12,6 +12,8 @@ The header is read here and not by quantkit, so that what is tested does not mak
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import struct
 import zlib
 from collections.abc import Iterator
@@ -40,6 +42,15 @@ def write_zoo(name: str, path: Path, seed: int = SEED) -> Path:
             file.seek(len(head) + offset)
             file.write(draw(tensor, ne, seed).tobytes())
         file.write(bytes(-file.tell() % 32))
+    return path
+
+
+def write_hollow_zoo(name: str, path: Path) -> Path:
+    """Write the model ``name`` with holes for weights, all zero: no time to write, no room on the disk."""
+    head = (ZOO / "headers" / f"{name}.head").read_bytes()
+    end = max(offset + 4 * math.prod(ne) for _, ne, offset in tensor_infos(head))
+    path.write_bytes(head)
+    os.truncate(path, len(head) + end + -end % 32)
     return path
 
 

@@ -193,11 +193,15 @@ def read_config(folder: Path) -> Config:
     if not path.is_file():
         what = "it has no config.json, so this is no checkpoint" if folder.is_dir() else "no such directory"
         raise FormatError(f"{folder}: {what}")
-    values = with_defaults(read_json(path))
+    return Config(path, text_outside(with_defaults(read_json(path))))
+
+
+def text_outside(values: Json) -> Json:
+    """Return a configuration with that of the text model as its text_config, whatever it is called."""
     for key, inner in (("llm_config", None), ("lm_config", None), ("thinker_config", "text_config")):
         if isinstance(values.get(key), dict):
             values["text_config"] = values[key] if inner is None else values[key].get(inner, {})
     for key in ("language_config", "lfm"):
         if isinstance(values.get(key), dict):
             values["text_config"] = values[key]
-    return Config(path, values)
+    return values

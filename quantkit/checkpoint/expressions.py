@@ -572,6 +572,17 @@ class Added(ByValue):
 
 
 @dataclass(frozen=True)
+class Unadded(ByValue):
+    """The values that ``Added`` makes these of."""
+
+    value: float
+
+    def computed(self, x: F32) -> F32:
+        near = x.astype(np.float64) - np.float32(self.value)
+        return _undone(x, near, lambda values: values + np.float32(self.value))
+
+
+@dataclass(frozen=True)
 class Product:
     """Values of two tensors multiplied: as many of each, float32, in one dimension."""
 

@@ -389,6 +389,7 @@ NAMED: dict[str, Architecture] = {
         rules=hybrids.FALCON_RULES,
         base=hybrids.set_falcon_base,
         keys=hybrids.FALCON_KEYS,
+        prepare=hybrids.check_order,
     ),
     "JambaForCausalLM": Architecture("jamba", rules=hybrids.JAMBA_RULES, base=hybrids.set_jamba_base, vocab="jamba"),
     **dict.fromkeys(("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"), _GEMMA_3N),

@@ -22,6 +22,7 @@ from quantkit.checkpoint.expressions import (
     Shaped,
     Transposed,
     head_permuted,
+    head_restored,
     stacked,
     taken,
 )
@@ -192,6 +193,13 @@ def permuted(tensor: Tensor, heads: int) -> Expression:
     if not x.shape or heads < 1 or x.shape[0] % (2 * heads):
         raise ValueError(f"its rows make no {heads} heads")
     return head_permuted(x, heads)
+
+
+def restored(tensor: Tensor, heads: int) -> Expression:
+    """Permute the rows of so many heads again: undoes ``permuted``."""
+    if heads < 1 or not tensor.x.shape or tensor.x.shape[0] % (2 * heads):
+        raise ValueError(f"its rows make no {heads} heads")
+    return head_restored(tensor.x, heads)
 
 
 @dataclass(frozen=True)

@@ -5,25 +5,28 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
 
+from quantkit.cli.feedback_report import check_feedback_plot
 from quantkit.cli.ignored import Ignored
-from quantkit.cli.options import cached, echo_notes, on_command_line, option, options
+from quantkit.cli.options import cached, echo_notes, on_command_line, option, options, start_nodes
 from quantkit.cli.panics import panics_hidden
 from quantkit.cli.quantize import QuantizeCommand, is_count, is_type, parsed_layers, quantize_options, run_shown
 from quantkit.cli.refused import refused_options
-from quantkit.cli.summary import DryRunReport
 from quantkit.cli.table import table
-from quantkit.formats.remote import located
-from quantkit.pipeline.run import RunOptions, foreseen, refusal
+from quantkit.pipeline.like import LIKE
+
+if TYPE_CHECKING:
+    from quantkit.pipeline.run import RunOptions
 
 _SOURCE = "The checkpoint"
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-#: Options of quantize that are about GGUF files.
+#: Options of quantize that are about GGUF files, which alone can be run.
 _NOT_HERE = {"keep_split", "repack", "unrepack", "repack_pattern", "max_buffer_size", "partial_requant"}
+_NOT_HERE |= {"calibrate", "calibrate_ctx", "calibrate_chunks"}
 
 
 def _list_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -118,6 +121,7 @@ def command(
     resume: bool,
     overwrite: bool,
     measure_error: bool,
+    plot: Path | None,
     dry_run: bool,
     as_json: bool,
     prune_layers: str | None,
@@ -138,16 +142,24 @@ def command(
     TYPE. --intermediate none rounds once, from the values of the checkpoint: more exact where those are not of one
     16-bit type (float8, F32).
     """
-    from quantkit.convert import ConvertOptions, plan_convert
-    from quantkit.quantize import QuantizeOptions
-
     folder, output, type_name, positional = _positionals(arguments)
+    if given["like"] is not None:
+        type_name = type_name or LIKE
     if outfile is not None and output is not None:
         raise click.UsageError(f"the output is {output} and --outfile {outfile}: give one of them")
     output = output if outfile is None else outfile
     if threads and positional and threads != positional:
         raise click.UsageError(f"THREADS is {positional} and --threads {threads}: give one of them")
+    check_feedback_plot(plot, given["feedback"])
     kept = cached(cache, cache_size)
+    if not dry_run:
+        start_nodes(ray, threads or positional)  # before the imports, which take their time, too
+    from quantkit.cli.summary import DryRunReport
+    from quantkit.convert import ConvertOptions, plan_convert
+    from quantkit.formats.remote import located
+    from quantkit.pipeline.run import foreseen, refusal
+    from quantkit.quantize import QuantizeOptions
+
     names, own = ({f.name for f in fields(of)} for of in (QuantizeOptions, ConvertOptions))
     quantize = QuantizeOptions(
         prune_layers=parsed_layers(prune_layers),
@@ -167,7 +179,7 @@ def command(
         click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
         return
     how: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite, "ray": ray, **kept}
-    run_shown(plan, max_ram, {**how, "measure_error": measure_error}, as_json=as_json)
+    run_shown(plan, max_ram, {**how, "measure_error": measure_error}, as_json=as_json, plot=plot)
 
 
 def _positionals(arguments: tuple[str, ...]) -> tuple[str, str | None, str | None, int | None]:

@@ -38,7 +38,7 @@ from quantkit.imatrix.coverage import HARDLY
 from quantkit.kernels.first_run import working_seconds
 
 if TYPE_CHECKING:
-    from quantkit.evaluate.passes import LoadOptions
+    from quantkit.evaluate.passes import EvaluationOptions
     from quantkit.imatrix.covariance import Weighting
 
 _WHAT, _TEXT, _OUT, _MORE = "The model and the text", "How to use the text", "Output", "What else to record"
@@ -170,8 +170,6 @@ def _collect(output: Path | None, in_files: Sequence[Path], given: Mapping[str, 
     tokens = None if given["tokens"] is None else read_token_ids(given["tokens"])
     texts: dict[str, Any] = {"chat": given["chat"], "prompt": given["prompt"], "tokens": tokens}
     options = _options(given)
-    if given["covariance"] is not None and given["ray"] is not None:
-        raise click.UsageError("--covariance runs on one machine: leave --ray away, or run twice")
     if given["covariance"] is not None:
         _check_covariance(given, options)
     picture = None if given["plot"] is None else claim(given["plot"], overwrite=given["overwrite"])
@@ -340,7 +338,7 @@ def _covariance(
     given: Mapping[str, Any],
     options: ImatrixOptions,
     texts: Mapping[str, Any],
-    run: LoadOptions,
+    run: EvaluationOptions,
     without: tuple[int, ...] | None,
 ) -> None:
     from quantkit.imatrix.covariance import CovarianceProgress, covariance
@@ -366,6 +364,7 @@ def _covariance(
             without=without,
             **run,
         )
+    echo_notes(made.notes)
     if made.n_passes == 0:
         click.echo(f"{printable(made.path)} is complete; nothing to resume")
         return

@@ -274,6 +274,14 @@ ray_option = option(
 )
 
 
+def start_nodes(ray: str | None, threads: int | None) -> None:
+    """Let the nodes of --ray start what encodes, while this process plans what they will do."""
+    if ray is not None:
+        from quantkit.pipeline.ahead import start_workers
+
+        start_workers(ray, threads)
+
+
 #: --spool, for commands that write through a plan.
 spool_option = option(
     "--spool",

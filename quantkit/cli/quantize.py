@@ -7,11 +7,12 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli.complete import IMATRIX_FILE, targets, types
+from quantkit.cli.feedback_report import check_feedback_plot, write_feedback_plot
 from quantkit.cli.ignored import Ignored
 from quantkit.cli.options import (
     SIZE,
@@ -27,17 +28,18 @@ from quantkit.cli.options import (
     ray_option,
     setting,
     spool_option,
+    start_nodes,
     threads_option,
 )
-from quantkit.cli.summary import DryRunReport, RunReport
 from quantkit.errors import TypeNotSupported
-from quantkit.formats.remote import located
 from quantkit.helpers import available_cpus, format_size
 from quantkit.kernels.formats import ENCODERS
-from quantkit.pipeline.plan import Plan, without_existing
+from quantkit.pipeline.like import LIKE
 from quantkit.pipeline.presets import RULES
-from quantkit.pipeline.run import RunOptions, foreseen, refusal
-from quantkit.pipeline.work import least_ram
+
+if TYPE_CHECKING:
+    from quantkit.pipeline.plan import Plan
+    from quantkit.pipeline.run import RunOptions
 
 _WHAT, _TYPES, _IMATRIX, _META, _RUN, _OUT = (
     "What to quantize",
@@ -50,6 +52,13 @@ _WHAT, _TYPES, _IMATRIX, _META, _RUN, _OUT = (
 #: More layers than any model has; a typing error must not become a list of billions.
 _MAX_LAYERS = 1 << 16
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+#: What --feedback without a file is.
+_NO_FILE = Path()
+
+
+class _Covariances(click.Path):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(value, param, ctx) if value else _NO_FILE
 
 
 _A_TYPE: dict[str, Any] = {"group": _TYPES, "metavar": "TYPE", "shell_complete": types}
@@ -127,6 +136,13 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "ffn_gate_inp_type": option(
         "--ffn-gate-inp-type", **_A_TYPE, help="Type of the MoE router, otherwise kept as it is."
     ),
+    "like": option(
+        "--like",
+        group=_TYPES,
+        type=_FILE,
+        metavar="FILE",
+        help="Instead of TYPE: every tensor gets the type that it has in this quantized GGUF file.",
+    ),
     "recipe": option(
         "-r", "--recipe", group=_TYPES, type=_FILE, multiple=True, help="File of rules `regex = type`, one per line."
     ),
@@ -185,9 +201,25 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "feedback": option(
         "--feedback",
         group=_IMATRIX,
-        type=_FILE,
+        type=_Covariances(exists=True, dir_okay=False, path_type=Path),
+        is_flag=False,
+        flag_value="",
         metavar="COV.gguf",
-        help="Feed rounding errors forward, by the covariances of `imatrix --covariance`.",
+        help="Feed rounding errors forward, by covariances of `imatrix --covariance`, or as --calibrate says.",
+    ),
+    "calibrate": option(
+        "--calibrate",
+        group=_IMATRIX,
+        type=_FILE,
+        multiple=True,
+        metavar="TEXT|CHATS.jsonl",
+        help="Feedback layer by layer, on what the layers before make of a text, or of conversations; repeatable.",
+    ),
+    "calibrate_ctx": setting(
+        "--calibrate-ctx", group=_IMATRIX, type=click.IntRange(4), default=512, help="Tokens of a chunk of that text."
+    ),
+    "calibrate_chunks": option(
+        "--calibrate-chunks", group=_IMATRIX, type=click.IntRange(1), metavar="N", help="Use only N chunks of it."
     ),
     "override_kv": option(
         "--override-kv",
@@ -227,6 +259,13 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "measure_error": option(
         "--measure-error", group=_RUN, is_flag=True, help="Decode the result and report the error by tensor class."
     ),
+    "plot": option(
+        "--plot",
+        group=_OUT,
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Draw what --feedback did, by class and layer: .svg, .png or .pdf.",
+    ),
     "dry_run": option("--dry-run", group=_OUT, is_flag=True, help="Only print the plan: every type with its reason."),
     "json": option("--json", "as_json", group=_OUT, is_flag=True, help="Print the summary as JSON."),
 }
@@ -253,6 +292,7 @@ def command(
     resume: bool,
     overwrite: bool,
     measure_error: bool,
+    plot: Path | None,
     dry_run: bool,
     as_json: bool,
     prune_layers: str | None,
@@ -281,20 +321,35 @@ def command(
     BF16_R16 runs on CPUs with AVX512-BF16 only.) I2_S, of Microsoft's BitNet, becomes IQ2_BN by --unrepack,
     with the same values.
 
+    --like FILE takes the types and the file type of an existing file, whoever made it, tensor by tensor: to make it
+    again with --feedback, or from another checkpoint. Options and rules for types still come first. Experts may be
+    merged in one and apart in the other.
+
     Quantized to an interleaved type, tensors get ik_llama.cpp's bytes; --encoder mainline gives those of llama.cpp's
     encoder, interleaved.
     """
-    from quantkit.quantize import QuantizeOptions, plan_quantize
-
-    repack = "REPACK" if given["repack"] else "UNREPACK" if given["unrepack"] else None
-    source, output, type_name, positional = _positionals(_with_a_type(arguments, repack) if repack else arguments)
+    instead = "REPACK" if given["repack"] else "UNREPACK" if given["unrepack"] else LIKE if given["like"] else None
+    source, output, type_name, positional = _positionals(_with_a_type(arguments, instead) if instead else arguments)
     if partial_requant and overwrite:
         raise click.UsageError("--partial-requant keeps what is there, --overwrite replaces it: give one of them")
     if max_buffer_size and on_command_line("max_ram"):
         raise click.UsageError("--max-buffer-size is --max-ram in MiB: give one of them")
     if threads and positional and threads != positional:
         raise click.UsageError(f"THREADS is {positional} and --threads {threads}: give one of them")
+    if given["feedback"] == _NO_FILE:
+        given["feedback"] = None
+        if not given["calibrate"]:
+            raise click.UsageError("--feedback needs a file of covariances, or --calibrate with a text")
+    check_feedback_plot(plot, given["feedback"] or given["calibrate"] or None)
     kept = cached(cache, cache_size)
+    if not dry_run:
+        start_nodes(ray, threads or positional)  # before the imports, which take their time, too
+    from quantkit.cli.summary import DryRunReport
+    from quantkit.formats.remote import located
+    from quantkit.pipeline.plan import without_existing
+    from quantkit.pipeline.run import foreseen, refusal
+    from quantkit.quantize import QuantizeOptions, plan_quantize
+
     names = {f.name for f in fields(QuantizeOptions)}
     options = QuantizeOptions(
         prune_layers=parsed_layers(prune_layers), **{name: value for name, value in given.items() if name in names}
@@ -315,11 +370,13 @@ def command(
     if max_buffer_size is not None:
         max_ram = _buffer_ram(plan, threads or positional, max_buffer_size)
     how: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite, "ray": ray, **kept}
-    run_shown(plan, max_ram, {**how, "measure_error": measure_error}, as_json=as_json)
+    run_shown(plan, max_ram, {**how, "measure_error": measure_error}, as_json=as_json, plot=plot)
 
 
-def run_shown(plan: Plan, max_ram: int, how: RunOptions, *, as_json: bool) -> None:
-    """Carry out a plan with progress, and print how it went."""
+def run_shown(plan: Plan, max_ram: int, how: RunOptions, *, as_json: bool, plot: Path | None = None) -> None:
+    """Carry out a plan with progress, print how it went, and ``plot`` what feedback did."""
+    from quantkit.cli.summary import RunReport
+    from quantkit.pipeline.feedback_report import feedback_report
     from quantkit.quantize import run_quantize
 
     run = RunReport(plan, quiet=as_json)
@@ -328,10 +385,14 @@ def run_shown(plan: Plan, max_ram: int, how: RunOptions, *, as_json: bool) -> No
         result = run_quantize(plan, max_ram=max_ram, **given)
     echo_notes(result.run.cache.notes if result.run.cache is not None else ())
     click.echo(json.dumps(run.as_dict(result), indent=2) if as_json else run.text(result))
+    if plot is not None:
+        write_feedback_plot(feedback_report(plan, result.run.losses), plan.shards[0].path.name, plot)
 
 
 def _buffer_ram(plan: Plan, threads: int | None, mib: int) -> int:
     """Return --max-ram for --max-buffer-size, which llama-quantize exceeds if it must: for a row per thread."""
+    from quantkit.pipeline.work import least_ram
+
     n = threads or available_cpus()
     least = least_ram(list(plan.tensors), n)
     if mib << 20 < least:
@@ -359,7 +420,7 @@ def _positionals(arguments: tuple[str, ...]) -> tuple[str, str | None, str, int 
 
 
 def _with_a_type(arguments: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """Return arguments with a TYPE, which --repack and --unrepack need only as a ``name`` if there is no OUT."""
+    """Return arguments with a TYPE, which --repack and --unrepack need only as a ``name``, and --like not at all."""
     if len(arguments) == 1 or (len(arguments) == 2 and not is_type(arguments[1])):
         return (*arguments, name)
     return arguments
@@ -372,7 +433,7 @@ def is_count(text: str) -> bool:
 def is_type(text: str) -> bool:
     from quantkit.pipeline.presets import preset_by_name
 
-    if text in ("REPACK", "UNREPACK"):
+    if text in ("REPACK", "UNREPACK", LIKE):
         return True
     try:
         preset_by_name(text)

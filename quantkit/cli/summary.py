@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -13,12 +14,14 @@ from typing import Any
 import click
 from tqdm import tqdm
 
+from quantkit.cli.feedback_report import feedback_lines
 from quantkit.cli.options import echo_notes
 from quantkit.cli.table import folded, table
 from quantkit.errors import QuantkitError
 from quantkit.formats.outputs import part_path
 from quantkit.helpers import format_count, format_seconds, format_size, printable, tensor_class
 from quantkit.pipeline.cache.use import CacheUse
+from quantkit.pipeline.feedback_report import feedback_report
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.run import RunResult
 from quantkit.pipeline.runtimes import Runtime, runtimes
@@ -62,13 +65,6 @@ class _Group:
         return plain, math.sqrt(
             self.sums.weighted_error / self.sums.weighted_square
         ) if self.sums.weighted_square else plain
-
-    @property
-    def loss(self) -> float | None:
-        """The loss that feedback leaves, of that of the reference's bytes; None without feedback."""
-        if self.sums is None or self.sums.loss_before <= 0:
-            return None
-        return self.sums.loss_after / self.sums.loss_before
 
 
 def _groups(plan: Plan, sums: dict[str, ErrorSums]) -> list[_Group]:
@@ -204,6 +200,8 @@ class RunReport:
         self.plan, self.quiet = plan, quiet
         self._bar: tqdm | None = None
         self._count = 0
+        #: When the first stage of a calibration in this run began, and which.
+        self._began: tuple[float, int] | None = None
 
     @contextmanager
     def shown(self, failed: str) -> Iterator[None]:
@@ -249,28 +247,39 @@ class RunReport:
         with tqdm.external_write_mode(file=sys.stderr):
             echo_notes([text])
 
+    def ran(self, stage: int, stages: int, tokens: int, total: int) -> None:
+        """Say how far a calibration is: beside the bar, or a line a stage."""
+        at = time.monotonic()
+        self._began = self._began or (at, stage)
+        done = stage - self._began[1] + tokens / total
+        left = (at - self._began[0]) / done * (stages - self._began[1] - done)
+        text = f"stage {stage + 1} of {stages}: {tokens} tokens"
+        text += f", about {format_seconds(left)} left" if left else ""
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=True)
+        elif not self.quiet and tokens == total:
+            click.echo(text, err=True)
+
     def text(self, result: QuantizeResult) -> str:
         """Return the summary: a table of classes, totals, time, files."""
         groups = _groups(self.plan, result.run.sums)
         measured = any(g.errors() for g in groups)
         weighted = measured and any(t.found is not None for t in self.plan.tensors)
-        fed = any(g.loss is not None for g in groups)
-        header = ["class", "type", "tensors", "weights", "size", "bpw", "rel. error", "weighted", "loss"]
+        header = ["class", "type", "tensors", "weights", "size", "bpw", "rel. error", "weighted"]
         rows = []
         for g in groups:
             size, bpw, errors = format_size(g.nbytes), f"{g.bpw:.2f}", g.errors()
             shown = [f"{100 * v:.3f} %" for v in errors] if errors else ["copied" if measured and g.copied else "", ""]
             rows.append([g.name, g.type, g.tensors, format_count(g.values), size, bpw, shown[0], shown[1] * weighted])
-            rows[-1].append("" if g.loss is None else f"x {g.loss:.3f}")
         seconds = result.run.seconds
         rate = self.plan.n_values / max(seconds, 1e-9)
         return "\n".join(
             [
                 table(header, rows, left=2),
+                *feedback_lines(feedback_report(self.plan, result.run.losses)),
                 "",
                 _totals(self.plan) + _total_error(groups),
                 f"{format_seconds(seconds)} on {result.threads} threads: {format_count(rate)} weights per second",
-                *["loss: in the covariance's metric, of what the same types have without feedback"] * fed,
                 *cache_lines(result.run.cache),
                 *nodes_line(result.run),
                 *_runtime_lines(self.plan),
@@ -293,16 +302,12 @@ class RunReport:
                     "bits_per_weight": g.bpw,
                     "relative_error": errors[0] if errors else None,
                     "weighted_relative_error": errors[1] if errors else None,
-                    "feedback_loss": g.loss,
                 }
             )
-        fed = {name: s for name, s in result.run.sums.items() if s.loss_before > 0}
+        fed = feedback_report(self.plan, result.run.losses)
         return {
             **DryRunReport(self.plan).as_dict(),
-            "feedback": [
-                {"name": name, "loss_before": s.loss_before, "loss_after": s.loss_after, "rows": int(s.rows_fed)}
-                for name, s in fed.items()
-            ],
+            **({} if fed is None else {"feedback": fed.as_dict()}),
             "classes": classes,
             "seconds": result.run.seconds,
             "threads": result.threads,

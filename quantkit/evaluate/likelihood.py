@@ -22,16 +22,19 @@ from typing import NamedTuple, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.errors import QuantkitError, RecipeError
+from quantkit.cluster import Refused
+from quantkit.errors import FormatError, QuantkitError, RecipeError
 from quantkit.evaluate.on_nodes import There, without_nodes
 from quantkit.evaluate.passes import F32, I32, EvaluationOptions, Model, opened, path_of, text_tokens
 from quantkit.evaluate.scores import Softmax, most_probable, nll_of, softmax
 from quantkit.evaluate.scoring import score_text
 from quantkit.evaluate.statistics import Estimate, NllSums
 from quantkit.formats.gguf import open_gguf
-from quantkit.formats.logits import Chunks, CompactRows, CompactWriter, LlamaWriter, join_rows
+from quantkit.formats.logits import Chunks, CompactRows, CompactWriter, LlamaSharer, LlamaWriter, join_rows
 from quantkit.formats.outputs import Output, check_apart, written
 from quantkit.kernels.first_run import working_seconds
+
+F64 = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,8 @@ def perplexity(
             check_apart([save_logits.path], [path_of(model)])
             part = written(stack.enter_context(Output(save_logits.path, overwrite=save_logits.overwrite)).path)
         nodes, own = without_nodes(load)
-        if nodes is not None and (save_logits is not None or not isinstance(model, (str, Path))):
-            raise RecipeError("--ray keeps no logits, and takes a file: leave --ray or --save-all-logits away")
+        if nodes is not None and not isinstance(model, (str, Path)):
+            raise RecipeError("a cluster runs models from files: name one")
         loaded = stack.enter_context(opened(model, n_ctx, own))
         ids = text_tokens(loaded, text, tokens)
         windows = _strided(ids, n_ctx, stride, chunks) if stride else _chunked(ids, n_ctx, chunks)
@@ -159,7 +162,7 @@ class _Nll:
 
     def __init__(self, rows: int, sink: _Sink | None = None) -> None:
         self.rows, self.sink = rows, sink
-        self.nll: dict[int, npt.NDArray[np.float64]] = {}
+        self.nll: dict[int, F64] = {}
 
     def score(self, window: int, row: int, logits: F32, following: I32) -> None:
         parts = softmax(logits)
@@ -169,11 +172,20 @@ class _Nll:
         if self.sink is not None:
             self.sink.write(window, row, logits, parts, following)
 
-    def take(self, window: int) -> npt.NDArray[np.float64]:
-        """Return what a window came to, float64 [rows]."""
-        if self.sink is not None:
-            self.sink.finish(window)
-        return self.nll.pop(window)
+    def take(self, window: int) -> tuple[F64, CompactRows | None]:
+        """Return what a window came to, float64 [rows], and what is to be kept of it and is not written yet."""
+        return self.nll.pop(window), None if self.sink is None else self.sink.take(window)
+
+
+@dataclass(frozen=True)
+class _There:
+    """Scores windows on a node, and keeps logits as ``sink`` does, if there is one."""
+
+    rows: int
+    sink: Callable[[], _Sink] | None
+
+    def __call__(self) -> _Nll:
+        return _Nll(self.rows, None if self.sink is None else self.sink())
 
 
 class _Run:
@@ -182,9 +194,9 @@ class _Run:
     def __init__(
         self, windows: I32, first: int, sink: _Sink | None, progress: Callable[[PerplexityProgress], None] | None
     ) -> None:
-        self.n, self.progress = len(windows), progress
-        self.scorer = partial(_Nll, windows.shape[1] - 1 - first)
-        self._nll = self.scorer(sink)
+        self.n, self.progress, self.sink = len(windows), progress, sink
+        self.scorer = _There(windows.shape[1] - 1 - first, None if sink is None else sink.there())
+        self._nll = _Nll(self.scorer.rows, sink)
         self.score = self._nll.score
         self.sums, self.running = NllSums(), list[Estimate]()
 
@@ -192,8 +204,11 @@ class _Run:
         for window in range(begin, end):
             self.add(window, self._nll.take(window))
 
-    def add(self, window: int, nll: npt.NDArray[np.float64]) -> None:
-        """Count a window's likelihoods, float64 [rows]."""
+    def add(self, window: int, found: tuple[F64, CompactRows | None]) -> None:
+        """Count a window's likelihoods, float64 [rows], and write what is to be kept."""
+        nll, kept = found
+        if self.sink is not None and kept is not None:
+            self.sink.keep(kept)
         self.sums.add(nll)
         self.running.append(self.sums.ppl)
         if self.progress is not None:
@@ -213,24 +228,50 @@ class _LlamaSink:
         # The exponentials are no longer needed.
         self.writer.write(window, row, logits, parts.log_total, scratch=parts.exps)
 
-    def finish(self, window: int) -> None:
+    def take(self, window: int) -> None:
+        """Return when all of a window is written."""
+        if isinstance(self.writer, LlamaSharer):
+            self.writer.sync()
+
+    def keep(self, rows: CompactRows) -> None:
         """Do nothing: everything is written."""
+
+    def there(self) -> Callable[[], _LlamaSink]:
+        """Return what keeps logits on a node: in the same file."""
+        return partial(_shared_sink, self.writer.path.absolute(), self.writer.chunks, self.writer.clip)
+
+
+def _shared_sink(path: Path, chunks: Chunks, clip: float) -> _LlamaSink:
+    try:
+        return _LlamaSink(LlamaSharer(path, chunks, clip))
+    except (OSError, FormatError) as e:
+        raise Refused(f"{path} cannot be written there: {e}") from None
 
 
 class _CompactSink:
-    """Keeps rows until their chunk is complete."""
+    """Keeps rows until their chunk is complete; ``writer`` is none on a node, which sends them."""
 
-    def __init__(self, writer: CompactWriter, residual: float) -> None:
-        self.writer, self.residual = writer, residual
+    def __init__(self, top_k: int, residual: float, writer: CompactWriter | None) -> None:
+        self.top_k, self.residual, self.writer = top_k, residual, writer
         self.parts: dict[int, dict[int, CompactRows]] = {}
 
     def write(self, window: int, row: int, logits: F32, parts: Softmax, following: I32) -> None:
-        rows = most_probable(logits, parts, following, self.writer.top_k, self.residual)
+        rows = most_probable(logits, parts, following, self.top_k, self.residual)
         self.parts.setdefault(window, {})[row] = rows
 
-    def finish(self, window: int) -> None:
+    def take(self, window: int) -> CompactRows:
+        """Return the rows of a window."""
         parts = self.parts.pop(window)
-        self.writer.write(join_rows([parts[row] for row in sorted(parts)]))
+        return join_rows([parts[row] for row in sorted(parts)])
+
+    def keep(self, rows: CompactRows) -> None:
+        """Write the rows of the next window."""
+        if self.writer is not None:
+            self.writer.write(rows)
+
+    def there(self) -> Callable[[], _CompactSink]:
+        """Return what keeps logits on a node, and gives them to this one."""
+        return partial(_CompactSink, self.top_k, self.residual, None)
 
 
 _Sink = _LlamaSink | _CompactSink
@@ -249,4 +290,4 @@ def _sink(model: Model, windows: I32, save: SaveLogits, path: Path, stack: ExitS
     name = Path(model.path).name
     kept = min(save.top_k, model.n_vocab)
     writer = CompactWriter(path, chunks, top_k=kept, codec=save.codec, model=name, fingerprint=fingerprint)
-    return _CompactSink(stack.enter_context(writer), save.residual)
+    return _CompactSink(kept, save.residual, stack.enter_context(writer))

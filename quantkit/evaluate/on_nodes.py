@@ -42,7 +42,7 @@ class There:
         try:
             found = fingerprint_of(self.path)
         except (OSError, FormatError) as e:
-            raise Refused(f"{self.path} cannot be read there: {e}") from None
+            raise Refused(f"{self.path} cannot be read there: {getattr(e, 'strerror', None) or e}") from None
         if found != self.fingerprint:
             raise Refused(f"{self.path} is not the same file there: an older one, or another")
 

@@ -3,7 +3,7 @@
 ==============  ==========================================================================================
 byte 0          a line of JSON (``Header``), a line with its SHA-256, spaces up to byte 4096
 byte 4096       the rows, matrix by matrix
-behind them     a record (``RECORD``, 80 bytes) for each piece of rows: the SHA-256 of what was encoded, half a
+behind them     a record (``RECORD``, 104 bytes) for each piece of rows: the SHA-256 of what was encoded, half a
                 SHA-256 of rows and error sums here, and those sums
 ==============  ==========================================================================================
 
@@ -31,10 +31,10 @@ from quantkit.formats.ranges import U8
 
 #: Where rows begin: at a page, as everything that file systems share.
 DATA = 4096
-RECORD = np.dtype([("source", "V32"), ("check", "V16"), ("sums", "<f8", 4)])
+RECORD = np.dtype([("source", "V32"), ("check", "V16"), ("sums", "<f8", 7)])
 #: The most pieces that are believed, those of a tensor of 4 T values, and the most bytes of one.
 _MOST_PIECES, _MOST_BYTES = 1 << 25, 1 << 29
-_KIND = "quantkit cached tensor, 1"
+_KIND = "quantkit cached tensor, 2"
 
 
 class DamagedEntry(Exception):
@@ -103,7 +103,7 @@ class Header:
     how: str
     source: str
     pieces: Pieces
-    #: Whether there are error sums, and the digest of the importance that they are weighted with.
+    #: Whether there are error sums besides losses, and the digest of the importance that they are weighted with.
     measured: bool = False
     weighted: str | None = None
     made: dict[str, str] = field(default_factory=dict)
@@ -208,7 +208,7 @@ def digest(data: U8, more: bytes = b"") -> bytes:
 
 
 def records_of(sources: Sequence[bytes], encoded: Sequence[U8], sums: npt.NDArray[np.float64]) -> npt.NDArray[np.void]:
-    """Return the records of pieces: the digests of their sources, their encoded rows, error sums [pieces, 4]."""
+    """Return the records of pieces: the digests of their sources, their encoded rows, error sums [pieces, 7]."""
     records = np.zeros(len(sources), RECORD)
     records["source"] = np.frombuffer(b"".join(sources), "V32")
     records["sums"] = sums

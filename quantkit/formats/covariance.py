@@ -18,6 +18,8 @@ from quantkit.formats.gguf.model import GGUFFile
 
 F64 = npt.NDArray[np.float64]
 
+#: Bytes of sums that are digested at a time.
+_CHUNK = 1 << 24
 INPUTS_KEY = "quantkit.covariance.inputs"
 
 
@@ -33,6 +35,7 @@ class Covariances:
         lines = self._file.get(INPUTS_KEY)
         if self._file.get("general.type") != "covariance" or not isinstance(lines, list):
             raise FormatError(f"{path}: this is no file of covariances; `quantkit imatrix --covariance FILE` makes one")
+        self._digests: dict[str, str] = {}
         self.entries: dict[str, str] = {}
         for line in lines:
             first, _, others = str(line).partition(":")
@@ -74,6 +77,17 @@ class Covariances:
         counts = np.empty(info.nbytes, np.uint8)
         self._file.read(info, counts, 0)
         return counts.view("<f4")
+
+    def digest(self, entry: str) -> str:
+        """Return the SHA-256 of an entry's sums; they are read once."""
+        if entry not in self._digests:
+            info, found = self._file.tensors[self._sums(entry)], hashlib.sha256()
+            for at in range(0, info.nbytes, _CHUNK):
+                part = np.empty(min(_CHUNK, info.nbytes - at), np.uint8)
+                self._file.read(info, part, at)
+                found.update(part.data)
+            self._digests[entry] = found.hexdigest()
+        return self._digests[entry]
 
     def matrix(self, entry: str, number: int) -> F64:
         """Return one matrix of an entry, float64 [n, n]; raise FormatError if it holds what no covariance does."""

@@ -13,7 +13,6 @@ are large: they are saved every ``output_frequency`` chunks, unless that takes m
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -23,14 +22,16 @@ from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import numpy.typing as npt
 
-from quantkit.errors import QuantkitError, RecipeError, ResourceError
-from quantkit.evaluate.passes import LoadOptions, bos_of, run_windows
+from quantkit.errors import ClusterError, QuantkitError, RecipeError, ResourceError
+from quantkit.evaluate.on_nodes import There, without_nodes
+from quantkit.evaluate.passes import EvaluationOptions, LoadOptions, bos_of
 from quantkit.formats.gguf import open_model
 from quantkit.formats.outputs import Output, check_apart, check_free, end_of_links, part_path
 from quantkit.helpers import format_size
 from quantkit.imatrix.checkpoint import Checkpoint, Progress, clear, state_of
 from quantkit.imatrix.collect import ImatrixOptions, chunks_of, fingerprint_of
 from quantkit.imatrix.covariance_file import Target, layout
+from quantkit.imatrix.covariance_pass import Recording, Shared, Unit, available, run_on_nodes
 from quantkit.imatrix.texts import Chunks
 from quantkit.model.arch import arch_by_name
 from quantkit.model.engine import Model, load
@@ -38,15 +39,11 @@ from quantkit.model.fusion import Fusion
 from quantkit.model.graph import build_graph
 from quantkit.model.observers import (
     Input,
-    Wanted,
-    covariances,
     every_token,
-    fewest_rows,
     inputs,
-    up_to_layer,
     with_latent,
 )
-from quantkit.model.ops import Covariance, Graph
+from quantkit.model.ops import Graph
 
 #: What a token counts for an expert: 1, its router weight squared, or both are recorded.
 Weighting = Literal["tokens", "router", "both"]
@@ -57,13 +54,14 @@ _SAVING = 0.05
 
 @dataclass(frozen=True)
 class CovarianceFile:
-    """A finished file of covariances; passes and chunks that an earlier run did."""
+    """A finished file of covariances; passes and chunks that an earlier run did; what happened to nodes."""
 
     path: Path
     n_inputs: int
     n_passes: int
     n_chunks: int
     resumed: tuple[int, int] = (0, 0)
+    notes: tuple[str, ...] = ()
 
 
 class CovarianceProgress(NamedTuple):
@@ -74,14 +72,6 @@ class CovarianceProgress(NamedTuple):
     number: int
     n_passes: int
     what: str
-
-
-class _Unit(NamedTuple):
-    """Some experts, or heads, of a weight's input: the unit that passes are made of."""
-
-    name: str
-    first: int
-    end: int
 
 
 def covariance(
@@ -96,7 +86,7 @@ def covariance(
     weighting: Weighting = "both",
     without: Collection[int] | None = None,
     progress: Callable[[CovarianceProgress], None] | None = None,
-    **run: Unpack[LoadOptions],
+    **run: Unpack[EvaluationOptions],
 ) -> CovarianceFile:
     """Record the covariance of every weight's input, per expert, in ``output``.
 
@@ -106,7 +96,8 @@ def covariance(
         without: chunks to leave out, counted from 0, as dropped by an imatrix run; None: those of the resumed run,
             or none.
         progress: called after every chunk of every pass.
-        run: options of quantkit.load; ``max_ram`` also limits the sums (None: half of the free memory).
+        run: options of quantkit.load; ``max_ram`` also limits the sums (None: half of the free memory). nodes: those
+            of a cluster, each of which takes whole passes.
 
     Raises:
         ResourceError: one matrix alone does not fit max_ram, or the file the disk.
@@ -116,16 +107,18 @@ def covariance(
     path = end_of_links(output)
     check_apart([path, state_of(path)], [model, *files, *chat])
     with Output(path, overwrite=True):
-        there = check_covariance(model, path, options, weighting, run.get("max_ram"))
-        if there is not None:
-            return there
-        run["fusion"] = (run.get("fusion") or Fusion()).observed()
-        with load(model, n_ctx=options.n_ctx, **run) as loaded:
+        finished = check_covariance(model, path, options, weighting, run.get("max_ram"))
+        if finished is not None:
+            return finished
+        nodes, own = without_nodes(run)
+        own["fusion"] = (own.get("fusion") or Fusion()).observed()
+        with load(model, n_ctx=options.n_ctx, **own) as loaded:
             text = chunks_of(loaded, files, chat, prompt, tokens, options)
             found = _inputs(loaded.graph, loaded.arch, options)
             checkpoint = Checkpoint(path, _identity(loaded, text, options, weighting))
             target = Target(path, loaded.graph, found, loaded.source.tensors, weighting)
-        recorder = _Recorder(model, text, options, weighting, found, target, checkpoint, run)
+        there = None if nodes is None else There.of(model, nodes, own)
+        recorder = _Recorder(model, text, options, weighting, found, target, checkpoint, own, there)
         recorder.begin(without)
         with target.opened():
             return recorder.record(progress)
@@ -186,27 +179,20 @@ def _identity(model: Model, text: Chunks, options: ImatrixOptions, weighting: st
 
 def _budget(max_ram: int | None) -> int:
     """Return the bytes that sums may take: ``max_ram``, or half of the available memory."""
-    if max_ram is not None:
-        return max_ram
-    try:
-        # Free memory alone would leave out the reclaimable page cache.
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024 // 2
-    except (OSError, KeyError):
-        return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) // 2
+    return available() // 2 if max_ram is None else max_ram
 
 
-def _sizes(found: Iterable[Input], weighting: str) -> dict[_Unit, int]:
+def _sizes(found: Iterable[Input], weighting: str) -> dict[Unit, int]:
     """Return the inputs to record, in order, and the bytes of the sums of one expert of each."""
     return {
-        _Unit(item.names[0], 0, item.n_mat): 8 * item.n**2 * (2 if weighting == "both" and item.ids is not None else 1)
+        Unit(item.names[0], 0, item.n_mat): 8 * item.n**2 * (2 if weighting == "both" and item.ids is not None else 1)
         for item in found
     }
 
 
-def _passes(units: Mapping[_Unit, int], budget: int) -> list[list[_Unit]]:
+def _passes(units: Mapping[Unit, int], budget: int) -> list[list[Unit]]:
     """Cut units, in order, into passes whose sums fit the budget."""
-    passes: list[list[_Unit]] = [[]]
+    passes: list[list[Unit]] = [[]]
     left = budget
     for (name, first, end), each in units.items():
         while first < end:
@@ -220,7 +206,7 @@ def _passes(units: Mapping[_Unit, int], budget: int) -> list[list[_Unit]]:
                 passes.append([])
                 left = budget
                 continue
-            passes[-1].append(_Unit(name, first, first + fits))
+            passes[-1].append(Unit(name, first, first + fits))
             left -= fits * each
             first += fits
     return passes
@@ -239,16 +225,20 @@ class _Recorder:
         target: Target,
         checkpoint: Checkpoint,
         run: LoadOptions,
+        there: There | None,
     ) -> None:
-        self.model, self.text, self.options, self.weighting = model, text, options, weighting
-        self.target, self.checkpoint, self.run = target, checkpoint, run
+        self.model, self.text, self.options = model, text, options
+        self.target, self.checkpoint, self.run, self.there = target, checkpoint, run, there
         self.sizes = _sizes(found, weighting)
-        self.layers = {item.names[0]: item.at.layer for item in found}
+        layers = {item.names[0]: item.at.layer for item in found}
+        self.recording = Recording(text.windows, options.n_batch, options.process_output, weighting, layers, target)
         #: Units in the file; units of the pass whose sums the state has; chunks left out.
-        self.written: list[_Unit] = []
-        self.current: list[_Unit] = []
+        self.written: list[Unit] = []
+        self.current: list[Unit] = []
         self.without: list[int] = []
         self.n_written = self.n_resumed = 0
+        #: What happened to nodes.
+        self.notes: list[str] = []
 
     def begin(self, without: Collection[int] | None) -> None:
         """Read what an earlier run has done. Raises QuantkitError if the state is of another run and must be kept."""
@@ -266,8 +256,8 @@ class _Recorder:
         self.without = list(state["without"])
         if without is not None and sorted(set(without)) != self.without:
             raise QuantkitError(f"{self.checkpoint.path} is the state of a run that left out other chunks")
-        self.written = [_Unit(*unit) for unit in state["written"]]
-        self.current = [_Unit(*unit) for unit in state["current"]]
+        self.written = [Unit(*unit) for unit in state["written"]]
+        self.current = [Unit(*unit) for unit in state["current"]]
         self.n_written = state["n_written"]
 
     def _save(self, sums: Any, progress: Progress) -> None:
@@ -278,21 +268,46 @@ class _Recorder:
         """Run the remaining passes and finish the file."""
         earlier, self.n_resumed = self.n_written, 0
         try:
-            passes = self._left()
-            total = earlier + len(passes)
-            for units in passes:
-                self._pass(units, total, progress)
+            if self.there is not None:
+                total = self._on_nodes(self.there, progress)
+            else:
+                passes = self._left()
+                total = earlier + len(passes)
+                for units in passes:
+                    self._pass(units, total, progress)
             self.target.finish()
             self.checkpoint.remove()
+        except ClusterError:
+            raise  # what is done is kept
         except QuantkitError:
             self.target.discard()  # another attempt would end the same way
             self.checkpoint.remove()
             raise
         n = len(self.text.windows) - len(self.without)
-        return CovarianceFile(self.target.path, len(self.sizes), total, n, (earlier, self.n_resumed))
+        resumed = (earlier, self.n_resumed)
+        return CovarianceFile(self.target.path, len(self.sizes), total, n, resumed, tuple(self.notes))
 
-    def _left(self) -> list[list[_Unit]]:
-        """Return the passes to run: first the one with saved sums, if they fit the memory."""
+    def _on_nodes(self, there: There, progress: Callable[[CovarianceProgress], None] | None) -> int:
+        """Let the nodes of a cluster run what is left; return the number of all passes."""
+        self.current = []  # half a pass is of no use to them
+        sizes, chunks, earlier = {unit.name: size for unit, size in self.sizes.items()}, self._chosen(), self.n_written
+        passes: list[list[Unit]] = []
+
+        def made(nodes: int) -> list[list[Unit]]:
+            passes.extend(self._left(nodes))
+            return passes
+
+        def done(units: list[Unit]) -> None:
+            self._finished(units)
+            if progress is not None:
+                total = earlier + len(passes)
+                progress(CovarianceProgress(len(chunks), len(chunks), self.n_written, total, _what(units)))
+
+        run_on_nodes(Shared(there, self.recording, tuple(chunks), sizes), made, done, self.notes.append)
+        return earlier + len(passes)
+
+    def _left(self, nodes: int = 1) -> list[list[Unit]]:
+        """Return the passes to run: first the one with saved sums, if they fit the memory; some for each node."""
         budget = _budget(self.run.get("max_ram"))
         each = {unit.name: size for unit, size in self.sizes.items()}
         if sum(each[name] * (end - first) for name, first, end in self.current) > budget:
@@ -301,64 +316,48 @@ class _Recorder:
         for name, first, end in (*self.written, *self.current):
             done.setdefault(name, []).append((first, end))
         left = {
-            _Unit(unit.name, first, end): size
+            Unit(unit.name, first, end): size
             for unit, size in self.sizes.items()
             for first, end in _gaps(unit.end, done.get(unit.name, ()))
         }
+        if nodes > 1 and left:
+            whole = sum(size * (unit.end - unit.first) for unit, size in left.items())
+            budget = min(budget, max(-(-whole // nodes), *left.values()))
         return [units for units in (self.current, *_passes(left, budget)) if units]
 
-    def _pass(self, units: list[_Unit], total: int, progress: Callable[[CovarianceProgress], None] | None) -> None:
+    def _pass(self, units: list[Unit], total: int, progress: Callable[[CovarianceProgress], None] | None) -> None:
         """Run the text once for some units, and write the results."""
-        names = (units[0].name, units[-1].name)
-        what = " to ".join(dict.fromkeys(names))
-        chosen = [c for c in range(len(self.text.windows)) if c not in self.without]
-        n_ctx = self.options.n_ctx
-        with load(self.model, n_ctx=n_ctx, rewrite=self._rewrite(units), **self.run) as loaded:
-            session = loaded.session(n_ctx, min(len(chosen), max(1, self.options.n_batch // n_ctx)))
+        chosen = self._chosen()
+        rewrite = self.recording.rewrite(units)
+        with load(self.model, n_ctx=self.options.n_ctx, rewrite=rewrite, **self.run) as loaded:
+            session = self.recording.session(loaded, len(chosen))
             begun = self._resumed(units, session.accumulators)
             saver = _Saver(self.options.output_frequency)
 
             def done(begin: int, end: int) -> None:
-                for where in session.take_not_finite():
-                    raise QuantkitError(
-                        f"chunk {left[begin + where.sequence] + 1}, position {where.position}: the input of "
-                        f"{where.of.split()[0]} is NaN or infinite; leave the chunk out (quantkit imatrix does so)"
-                    )
                 if progress is not None:
                     n = self.n_written + 1
-                    progress(CovarianceProgress(begun + end, len(chosen), n, total, what))
+                    progress(CovarianceProgress(begun + end, len(chosen), n, total, _what(units)))
                 if end < len(left):
                     saver.save(begin, end, lambda: self._save(session.accumulators, Progress(begun + end)))
 
             left = chosen[begun:]
             if left:
-                self._run_windows(loaded, left, done, session)
-            for op in loaded.graph.ops:
-                if isinstance(op, Covariance):
-                    self.target.write(op, session.accumulators[op.of])
-        self.target.sync()
+                self.recording.run(loaded, session, left, self.run.get("threads"), done)
+            self.recording.write(loaded, session.accumulators)
+        self._finished(units)
+
+    def _chosen(self) -> list[int]:
+        return [c for c in range(len(self.text.windows)) if c not in self.without]
+
+    def _finished(self, units: list[Unit]) -> None:
+        """Note a pass whose results are in the file."""
         self.written += units
         self.current = []
         self.n_written += 1
         self._save({}, Progress())
 
-    def _rewrite(self, units: Sequence[_Unit]) -> Callable[[Graph], Graph]:
-        wanted = [Wanted(unit.name, (unit.first, unit.end)) for unit in units]
-        last = max(self.layers[unit.name] for unit in units)
-
-        def rewrite(graph: Graph) -> Graph:
-            seen = covariances(
-                graph,
-                wanted,
-                process_output=self.options.process_output,
-                plain=self.weighting != "router",
-                weighted=self.weighting != "tokens",
-            )
-            return fewest_rows(up_to_layer(seen, last) if last < graph.ops[-1].layer else seen)
-
-        return rewrite
-
-    def _resumed(self, units: list[_Unit], sums: Any) -> int:
+    def _resumed(self, units: list[Unit], sums: Any) -> int:
         """Restore the sums of a state, if they are of these units; return the chunks they include."""
         if units != self.current:
             self.current = units
@@ -369,18 +368,10 @@ class _Recorder:
         self.n_resumed = 0 if found is None else found.done
         return self.n_resumed
 
-    def _run_windows(self, model: Model, chosen: list[int], done: Callable[[int, int], None], session: Any) -> None:
-        run_windows(
-            model,
-            self.text.windows[chosen],
-            self.options.n_ctx - 1,
-            lambda *_: None,
-            done,
-            n_batch=self.options.n_batch,
-            bos=bos_of(model, []),
-            threads=self.run.get("threads"),
-            session=session,
-        )
+
+def _what(units: Sequence[Unit]) -> str:
+    """Return what a pass records."""
+    return " to ".join(dict.fromkeys((units[0].name, units[-1].name)))
 
 
 class _Saver:

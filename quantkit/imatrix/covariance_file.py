@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.errors import FormatError
 from quantkit.formats.gguf import Field, ValueType, layout_gguf
 from quantkit.formats.outputs import part_path
 from quantkit.formats.ranges import reserve, sync, write_range
@@ -112,7 +113,7 @@ class Target:
     def sync(self) -> None:
         """Sync what has been written."""
         self.file.flush()
-        sync(self.part)
+        os.fdatasync(self.file.fileno())
 
     def finish(self) -> None:
         """Give the file its final name."""
@@ -127,5 +128,16 @@ class Target:
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Hold the unfinished file open."""
-        with self.part.open("r+b") as self.file:
+        with os.fdopen(os.open(self.part, os.O_WRONLY), "wb") as self.file:  # never read: see ``target.OpenFiles``
             yield
+
+    def share(self) -> None:
+        """Open an unfinished file that another process has begun; it stays open. Raises OSError, FormatError."""
+        with self.part.open("rb") as file:
+            if file.read(len(self.layout.header)) != self.layout.header:
+                raise FormatError(f"{self.part} is not the file that was begun")
+        self.file = os.fdopen(os.open(self.part, os.O_WRONLY), "wb")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the open file."""
+        return {name: value for name, value in self.__dict__.items() if name != "file"} | {"part": self.part.absolute()}

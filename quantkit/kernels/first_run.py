@@ -34,6 +34,7 @@ class _Compiling:
         self.lock = threading.Lock()
         self.depth, self.since, self.seconds = 0, 0.0, 0.0
         self.forbidden = self.said = False
+        self.told: Callable[[str], None] | None = None
 
     def enter(self) -> None:
         with self.lock:
@@ -50,8 +51,11 @@ class _Compiling:
                 self.say("")
 
     def say(self, text: str) -> None:
-        """Show progress where a line can be erased; elsewhere report once."""
-        if sys.stderr.isatty():
+        """Show progress where a line can be erased, or to who asked for it; elsewhere report once."""
+        if self.told is not None:
+            if text:
+                self.told(text)
+        elif sys.stderr.isatty():
             sys.stderr.write(f"\r\033[K{text}")
             sys.stderr.flush()
         elif not self.said:
@@ -65,6 +69,11 @@ _STATE = _Compiling()
 def mute() -> None:
     """Compile silently where stderr is not a terminal."""
     _STATE.said = True
+
+
+def tell(listener: Callable[[str], None]) -> None:
+    """Call ``listener`` with a line for each kernel that this process compiles, instead of writing to stderr."""
+    _STATE.told = listener
 
 
 def working_seconds() -> float:
@@ -140,6 +149,7 @@ def _fork(jobs: list[Job], numbers: int) -> int:
     if child == 0:
         try:
             mute()
+            _STATE.told = None
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115
             _work(jobs, numbers)
         finally:

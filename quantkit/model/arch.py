@@ -55,6 +55,8 @@ class Moe:
     on_input: bool = False
     #: The experts and the shared one count half each (Cohere 2 MoE).
     shared_half: bool = False
+    #: A factor of the sum of experts and the dense feed-forward layer beside them, if there is one (Grok).
+    dense_factor: float = 1.0
     #: Neighbouring experts share a smaller one, which adds its part (Grove MoE).
     chunks: bool = False
 
@@ -63,13 +65,14 @@ class Moe:
 class Scales:
     """Factors that no metadata holds (MiniCPM 3), or where they hold none (MiniCPM).
 
-    Embeddings are multiplied by ``embed``, what a layer adds by depth / sqrt(n_layer), logits by width / n_embd (where
-    ``logit_scale`` divides, they are divided by it).
+    Embeddings are multiplied by ``embed``, what a layer adds by depth / sqrt(n_layer) if that is not 0, logits by
+    width / n_embd, or by ``logits`` (where ``logit_scale`` divides, they are divided by it).
     """
 
     embed: float
-    depth: float
-    width: float
+    depth: float = 0.0
+    width: float = 0.0
+    logits: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +90,10 @@ class Arch:
     activation: str = "silu"
     #: Norms of rows have no weights (OLMo).
     plain_norms: bool = False
-    #: Embeddings of positions are added to those of tokens (StarCoder).
+    #: Embeddings of positions are added to those of tokens (StarCoder); where the file has some, they always are.
     position_embeddings: bool = False
+    #: Embeddings of tokens are normalized, without weights (Muse Glimmer).
+    embed_norm: bool = False
     #: q, k and v are clamped where ``attention.clamp_kqv`` says so (OLMo).
     clamp_qkv: bool = False
     #: Dense feed-forward without a gate tensor: ``ffn_up`` holds gate and up (glu), or there is no gate.
@@ -96,8 +101,13 @@ class Arch:
     window: Window | None = None
     #: Only windowed layers rotate (Cohere 2, EXAONE 4); beside them, the leading dense ones (Cohere 2 MoE).
     rope_only_windowed: bool = False
-    #: The largest bias of attention by distance (ALiBi); 0: there is none.
-    alibi: float = 0.0
+    #: The largest bias of attention by distance (ALiBi); 0: there is none. None: ``attention.max_alibi_bias`` says.
+    alibi: float | None = 0.0
+    #: Numbers of layers of the models that rotate, and of those that have the bias (Baichuan); 0: all.
+    rope_layers: int = 0
+    alibi_layers: int = 0
+    #: ``rope.scaling.alpha`` a multiplies the base, by a^(d / (d - 2)) for heads of d columns (Hunyuan VL).
+    rope_alpha: bool = False
     rope_dense_lead: bool = False
     #: ``attention.rope_pattern`` says which layers rotate (Granite SWA).
     rope_pattern: bool = False
@@ -111,8 +121,17 @@ class Arch:
     no_rope_first: bool = False
     #: q/k norms come after rope (Hunyuan).
     norm_after_rope: bool = False
-    #: The norm before the feed-forward layer is called post_attention_norm.
-    ffn_norm_is_post_attention: bool = False
+    #: q/k norms are layer norms of this epsilon (Chameleon); 0: as the others.
+    head_norm_eps: float = 0.0
+    #: Names of norms: before the feed-forward layer, after attention, and after the feed-forward layer.
+    ffn_norm: str = "ffn_norm"
+    post_norms: tuple[str, ...] = ("post_attention_norm", "post_ffw_norm")
+    #: The epsilon of the last two; 0: that of all.
+    post_norm_eps: float = 0.0
+    #: Where ``swin_norm`` says so, the norms before attention and the feed-forward layer come after them (Chameleon).
+    swin_key: bool = False
+    #: Layers may lack attention, or be nothing at all (Deci).
+    uneven: bool = False
     #: Attention and feed-forward layer read the same norm and are added together (Cohere, Phi 2; StableLM without
     #: ffn_norm).
     parallel: bool = False
@@ -125,14 +144,15 @@ class Arch:
     fixed_scales: Scales | None = None
     #: embedding_scale, residual_scale of the metadata hold (Granite, MiniCPM).
     scales: bool = False
-    #: ``attention.scale`` of the metadata holds.
-    attention_scale: bool = False
+    #: The factor of q . k, if it is not 1 / sqrt(head): ``attention.scale`` of the metadata if it has one (``key``),
+    #: ``attention.output_scale``, without which Grok's (``output``), 1 / head (``head``).
+    attention_scale: str = ""
     #: ``attention.value_scale``, a factor of what attention gives (MiMo 2), does.
     value_scale: bool = False
     #: What attention gives is multiplied by this function of ``attn_gate``'s product, a value a head or a column.
     attention_gate: str = ""
-    #: Attention logits are capped (Gemma 2), the model's logits are where the metadata says so.
-    attn_softcap: bool = False
+    #: Attention logits are capped (Gemma 2), by this where the metadata do not say; so are the model's logits.
+    attn_softcap: float = 0.0
     final_softcap: float | None = None
     #: What ``swiglu_clamp_exp`` and ``_shexp`` limit beside up: the gate ``after`` its activation; or ``before`` it,
     #: and of experts alone.
@@ -150,8 +170,9 @@ class Arch:
     causal: bool = True
     #: The bias of attn_output, which llama.cpp reads from any file, is added.
     output_bias: bool = True
-    #: yarn's beta_fast, beta_slow and log multiplier of the metadata are read.
-    yarn_keys: bool = False
+    #: What else of yarn is read of the metadata: ``log``, beta_fast, beta_slow and log multiplier; ``ext``, the betas
+    #: and the extrapolation factor.
+    yarn_keys: str = ""
     #: yarn's two multipliers are one, so that cos and sin keep their length (DeepSeek 2).
     yarn_cancels: bool = False
     #: So is the log multiplier where keys are latent rows.
@@ -189,6 +210,8 @@ _NORMED, _PLAIN = Moe(gating="softmax", norm=True), Moe(gating="softmax", norm=F
 _SIGMOID = Moe(scaled=True, default_gating="sigmoid")
 #: Without the key: DeepSeek 2 and 2.5, and GLM 4.7 Lite.
 _DEEPSEEK = Moe(scaled=True, default_gating="softmax", sigmoid_sizes=((47, 154880), (48, 154880)))
+#: Where old files do not say.
+_GROK = Scales(embed=78.38367176906169, logits=0.5773502691896257)
 _ALL_SCALES = frozenset({"ffn", "exps", "shexp"})
 
 # fmt: off
@@ -197,23 +220,23 @@ _ROWS = (
     Arch(name="arcee", rope="normal", activation="relu_sqr"),
     Arch(name="llama4", rope="normal", window=Window(period=4, fixed=8192, mask="chunked"), temperature="llama4",
          plain_qk_norm=True, no_rope_step=4, moe=Moe(gating="sigmoid", norm=False, weight_before=True)),
-    Arch(name="mistral3", rope="normal", temperature="mistral3", yarn_keys=True,
+    Arch(name="mistral3", rope="normal", temperature="mistral3", yarn_keys="log",
          tensor_scales=frozenset({"ffn", "exps"}), moe=_NORMED),
     Arch(name="qwen2", rope="neox"),
     Arch(name="qwen2moe", rope="neox", moe=_PLAIN),
     Arch(name="qwen2vl", rope="mrope"),
     Arch(name="qwen3", rope="neox", tensor_scales=frozenset({"ffn"})),
     Arch(name="qwen3moe", rope="neox", tensor_scales=frozenset({"exps"}), moe=_NORMED),
-    Arch(name="qwen3next", nextn=True, rope="neox", attention="delta_nets", ffn_norm_is_post_attention=True,
+    Arch(name="qwen3next", nextn=True, rope="neox", attention="delta_nets", ffn_norm="post_attention_norm",
          output_bias=False, tensor_scales=frozenset({"exps", "shexp"}), moe=_NORMED),
     Arch(name="qwen35", nextn=True, rope="imrope", attention="delta_nets", tiled_heads=True,
-         ffn_norm_is_post_attention=True, output_bias=False, tensor_scales=frozenset({"ffn", "ssm"})),
+         ffn_norm="post_attention_norm", output_bias=False, tensor_scales=frozenset({"ffn", "ssm"})),
     Arch(name="qwen35moe", nextn=True, rope="imrope", attention="delta_nets", tiled_heads=True,
-         ffn_norm_is_post_attention=True, output_bias=False, tensor_scales=frozenset({"exps", "shexp", "ssm"}),
+         ffn_norm="post_attention_norm", output_bias=False, tensor_scales=frozenset({"exps", "shexp", "ssm"}),
          moe=_NORMED),
     Arch(name="qwen3vl", rope="imrope"),
     Arch(name="qwen3vlmoe", rope="imrope", moe=_NORMED),
-    Arch(name="gpt-oss", rope="neox", activation="swiglu_oai", window=Window(period=2), ffn_norm_is_post_attention=True,
+    Arch(name="gpt-oss", rope="neox", activation="swiglu_oai", window=Window(period=2), ffn_norm="post_attention_norm",
          moe=Moe(gating="softmax_weight", norm=False)),
     Arch(name="deepseek", rope="normal", moe=Moe(gating="softmax", norm=False, scaled=True)),
     Arch(name="deepseek2", nextn=True, rope="normal", attention="mla", yarn_cancels=True, output_bias=False,
@@ -234,10 +257,10 @@ _ROWS = (
     Arch(name="chatglm", rope="normal", glu_in_up=True, output_bias=False),
     Arch(name="hy_v3", rope="neox", tensor_scales=_ALL_SCALES, moe=_SIGMOID),
     Arch(name="glm4", rope="glm", glu_in_up=True, output_bias=False),
-    Arch(name="glm4moe", nextn=True, rope="glm_moe", ffn_norm_is_post_attention=True, output_bias=False,
+    Arch(name="glm4moe", nextn=True, rope="glm_moe", ffn_norm="post_attention_norm", output_bias=False,
          moe=Moe(scaled=True, default_gating="sigmoid")),
     Arch(name="gemma", rope="neox", output_bias=False, activation="gelu", embed_sqrt=True),
-    Arch(name="gemma2", rope="neox", output_bias=False, activation="gelu", embed_sqrt=True, attn_softcap=True,
+    Arch(name="gemma2", rope="neox", output_bias=False, activation="gelu", embed_sqrt=True, attn_softcap=50.0,
          final_softcap=30.0, window=Window(period=2, default=4096)),
     Arch(name="gemma3", rope="neox", output_bias=False, activation="gelu", embed_sqrt=True, final_softcap=0.0,
          window=Window(period=6, freq_base=10000.0, scaled=False)),
@@ -252,13 +275,13 @@ _ROWS = (
     Arch(name="olmo", rope="normal", norm="layer", plain_norms=True, clamp_qkv=True, output_bias=False),
     Arch(name="olmoe", rope="neox", output_bias=False, moe=_PLAIN),
     Arch(name="olmo2", rope="neox", output_bias=False, window=Window(period=4, scaled=False)),
-    Arch(name="granite", rope="normal", rope_if_finetuned=True, scales=True, attention_scale=True,
+    Arch(name="granite", rope="normal", rope_if_finetuned=True, scales=True, attention_scale="key",
          logit_scale="divide"),
-    Arch(name="granitemoe", rope="normal", scales=True, attention_scale=True, logit_scale="divide", moe=_NORMED),
-    Arch(name="granite_swa", rope="normal", scales=True, attention_scale=True, logit_scale="divide", glu_in_up=True,
+    Arch(name="granitemoe", rope="normal", scales=True, attention_scale="key", logit_scale="divide", moe=_NORMED),
+    Arch(name="granite_swa", rope="normal", scales=True, attention_scale="key", logit_scale="divide", glu_in_up=True,
          rope_pattern=True, window=Window(period=1, own_base=False), moe=_NORMED),
     Arch(name="granitehybrid", rope="normal", attention="mamba2_hybrid", rope_if_finetuned=True, scales=True,
-         attention_scale=True, logit_scale="divide", moe=_NORMED),
+         attention_scale="key", logit_scale="divide", moe=_NORMED),
     Arch(name="mamba", rope="none", attention="mamba", single_block=True),
     Arch(name="mamba2", rope="none", attention="mamba2", single_block=True),
     Arch(name="jamba", rope="none", attention="mamba_hybrid", output_bias=False, moe=_PLAIN),
@@ -295,7 +318,7 @@ _ROWS = (
          window=Window(period=4, dense_first=True, own_base=False),
          moe=Moe(scaled=True, default_gating="sigmoid", shared_half=True)),
     Arch(name="smollm3", rope="normal", no_rope_step=4),
-    Arch(name="seed_oss", rope="neox", ffn_norm_is_post_attention=True),
+    Arch(name="seed_oss", rope="neox", ffn_norm="post_attention_norm"),
     Arch(name="exaone", rope="neox"),
     Arch(name="exaone4", rope="neox", rope_only_windowed=True, output_bias=False,
          window=Window(period=4, default=4096, only_if_layers=64)),
@@ -340,6 +363,34 @@ _ROWS = (
     Arch(name="minimax-m3", rope="neox", activation="swiglu_oai", output_bias=False, moe=Moe(scaled=True)),
     Arch(name="step35", rope="neox", rope_half=True, attention_gate="sigmoid", swiglu_limits="after",
          output_bias=False, window=Window(period=1, freq_base=10000.0, scaled=False), moe=_SIGMOID),
+    Arch(name="arctic", rope="normal", output_bias=False, moe=_NORMED),
+    Arch(name="baichuan", rope="normal", alibi=8.0, rope_layers=32, alibi_layers=40, output_bias=False),
+    Arch(name="chameleon", rope="normal", swin_key=True, head_norm_eps=1e-5, output_bias=False),
+    Arch(name="dbrx", rope="neox", norm="layer", clamp_qkv=True, ffn_norm="attn_output_norm", output_bias=False,
+         moe=_NORMED),
+    Arch(name="deci", rope="normal", attention="gqa_or_one", uneven=True),
+    Arch(name="dream", rope="neox", causal=False),
+    Arch(name="grok", rope="neox", activation="gelu", yarn_keys="ext", attention_scale="output", attn_softcap=30.0,
+         final_softcap=0.0, logit_scale="multiply", scales=True, fixed_scales=_GROK,
+         post_norms=("attn_output_norm", "layer_output_norm", "post_ffw_norm"),
+         moe=Moe(gating="softmax", norm=True, dense_factor=0.5**0.5)),
+    Arch(name="hunyuan_vl", rope="glm_moe", rope_alpha=True, norm_after_rope=True),
+    Arch(name="internlm2", rope="normal"),
+    Arch(name="jais", rope="none", norm="layer", alibi=None, attention_scale="head"),
+    Arch(name="llada", rope="normal", causal=False, output_bias=False),
+    Arch(name="maple", rope="neox", rope_only_windowed=True, swiglu_limits="before", output_bias=False,
+         window=Window(period=1), moe=_NORMED),
+    Arch(name="mpt", rope="none", norm="layer", activation="gelu", alibi=None, clamp_qkv=True),
+    Arch(name="muse-glimmer", rope="normal", embed_norm=True, post_norm_eps=1e-8, rope_only_windowed=True,
+         attention_gate="sigmoid", logit_scale="multiply", final_softcap=0.0, output_bias=False,
+         window=Window(period=4)),
+    Arch(name="openelm", rope="neox", output_bias=False),
+    Arch(name="plamo", rope="neox", parallel=True, output_bias=False),
+    Arch(name="plamo2", rope="neox", attention="plamo2", glu_in_up=True, output_bias=False),
+    Arch(name="plamo3", rope="neox", glu_in_up=True, output_bias=False, window=Window(period=8)),
+    Arch(name="qwen", rope="neox", output_bias=False),
+    Arch(name="refact", rope="none", alibi=8.0, output_bias=False),
+    Arch(name="xverse", rope="normal", output_bias=False),
 )
 # fmt: on
 

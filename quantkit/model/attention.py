@@ -25,6 +25,8 @@ from quantkit.model.ops import (
 _SECTIONED = ("imrope", "mrope", "glm", "glm_moe")
 
 
+#: Grok's factor of q . k in old files, which do not say.
+_GROK_SCALE = 0.08838834764831845
 #: What selects blocks of keys (MiniMax M3). It is passed over: all keys are seen, as in llama.cpp without flash
 #: attention; the same up to indexer.top_k * indexer.block_size tokens.
 _BLOCK_INDEXER = ("q_proj", "k_proj", "q_norm", "k_norm")
@@ -64,6 +66,8 @@ def window_size(b: Builder) -> int:
 def rotates(b: Builder) -> bool:
     """Tell whether the current layer's q and k rotate."""
     a = b.arch
+    if a.rope_layers not in (0, b.h.n_layer):
+        return False
     if a.rope == "none" or (a.rope_only_windowed and has_windows(b) and not (is_windowed(b) or _leads(b))):
         return False
     if a.rope_if_finetuned and not b.h.flag("rope.scaling.finetuned", True):
@@ -87,16 +91,19 @@ def rope_config(b: Builder, head: int, n_rot: int = 0) -> RopeConfig:
     if windowed and b.arch.window is not None:
         base = h.float("rope.freq_base_swa", b.arch.window.freq_base or base) if b.arch.window.own_base else base
         scaled = b.arch.window.scaled
+    alpha = h.float("rope.scaling.alpha", 0.0) if b.arch.rope_alpha and head > 2 else 0.0
+    base *= alpha ** (head / (head - 2)) if alpha > 0 else 1.0
     sections = tuple(int(s) for s in h.get("rope.dimension_sections", ()))[:4] if b.arch.rope in _SECTIONED else ()
     yarn = scaled and h.rope_scaling == "yarn"
     keys = b.arch.yarn_keys
-    log_mul = h.float("rope.scaling.yarn_log_multiplier", 0.0) if keys else 0.0
+    log_mul = h.float("rope.scaling.yarn_log_multiplier", 0.0) if keys == "log" else 0.0
+    ext = 1.0 if yarn else 0.0
     return RopeConfig(
         n_rot=n_rot or _n_rot(b, head, windowed),
         kind=_rope_kind(b.arch.rope, sections),
         freq_base=base,
         freq_scale=h.freq_scale if scaled else 1.0,
-        ext_factor=1.0 if yarn else 0.0,
+        ext_factor=h.float("rope.scaling.yarn_ext_factor", ext) if keys == "ext" else ext,
         attn_factor=h.yarn_attn_factor(log_mul) if scaled else 1.0,
         beta_fast=h.float("rope.scaling.yarn_beta_fast", 32.0) if keys else 32.0,
         beta_slow=h.float("rope.scaling.yarn_beta_slow", 1.0) if keys else 1.0,
@@ -159,6 +166,11 @@ def gqa(b: Builder, x: Value) -> Value:
     return b.scaled(out, (b.h.float("attention.value_scale", 0.0) if b.arch.value_scale else 0.0) or 1.0)
 
 
+def gqa_or_one(b: Builder, x: Value) -> Value:
+    """Attention, or one matrix in its place (Deci)."""
+    return gqa(b, x) if n_head_kv(b) else b.mul_mat(x, "attn_output")
+
+
 def gate_of(b: Builder, x: Value) -> Value | None:
     """Return the product of ``attn_gate`` and x, if the model multiplies what attention gives by a function of it."""
     if not b.arch.attention_gate or not b.has("attn_gate.weight"):
@@ -214,8 +226,8 @@ def attend(
             head_k=head_k,
             head_v=head_v,
             scale=scale,
-            softcap=b.h.float("attn_logit_softcapping", 50.0) if b.arch.attn_softcap else 0.0,
-            alibi=b.arch.alibi,
+            softcap=b.h.float("attn_logit_softcapping", b.arch.attn_softcap) if b.arch.attn_softcap else 0.0,
+            alibi=_alibi(b),
             sinks=b.maybe("attn_sinks.weight"),
             mask=b.arch.window.mask if windowed and b.arch.window else "causal" if b.arch.causal else "whole",
             window=window_size(b) if windowed else 0,
@@ -223,6 +235,13 @@ def attend(
         )
     )
     return out
+
+
+def _alibi(b: Builder) -> float:
+    """Return the largest bias by distance; 0: there is none."""
+    if b.arch.alibi is None:
+        return max(b.h.float("attention.max_alibi_bias", 0.0), 0.0)
+    return b.arch.alibi if b.arch.alibi_layers in (0, b.h.n_layer) else 0.0
 
 
 def n_head_kv(b: Builder) -> int:
@@ -271,7 +290,8 @@ def head_norm(b: Builder, x: Value, name: str, head: int) -> Value:
     if not b.has(f"{name}.weight"):
         return x
     shape = b.matrix(f"{name}.weight").tensor.shape
-    return b.norm(x, name, group=x.width if shape[0] == x.width and x.width != head else head)
+    group, eps = x.width if shape[0] == x.width and x.width != head else head, b.arch.head_norm_eps
+    return b.norm(x, name, group=group, kind="layer", eps=eps) if eps else b.norm(x, name, group=group)
 
 
 def _after_rope(b: Builder, q: Value, k: Value, head: int) -> tuple[Value, Value]:
@@ -296,5 +316,9 @@ def _attention_scale(b: Builder, head: int) -> float:
         raise FormatError(
             f"{b.source.paths[0]}: heads of {head} columns; {b.h.arch}.attention.key_length must be above 0"
         )
-    given = b.h.float("attention.scale", 0.0) if b.arch.attention_scale else 0.0
+    if b.arch.attention_scale == "head":
+        return 1.0 / head
+    if b.arch.attention_scale == "output":
+        return b.h.float("attention.output_scale", _GROK_SCALE)
+    given = b.h.float("attention.scale", 0.0) if b.arch.attention_scale == "key" else 0.0
     return given or 1.0 / math.sqrt(head)

@@ -139,9 +139,9 @@ class Builder:
             return self.arch.norm
         return "rms" if self.h.float("attention.layer_norm_rms_epsilon", 0.0) else "layer"
 
-    def plain_norm(self, x: Value, group: int, *, kind: str = "rms", eps: float | None = None) -> Value:
+    def plain_norm(self, x: Value, group: int, *, kind: str = "rms", out: str = "", eps: float | None = None) -> Value:
         """Normalize every ``group`` columns without a weight."""
-        y = self.value(f"{x.name.split('.')[-1]}_normed", x.width, x, x.per)
+        y = self.value(out or f"{x.name.split('.')[-1]}_normed", x.width, x, x.per)
         eps = self.h.eps if eps is None else eps
         self.add(Norm(out=y, x=x, weight=None, eps=eps, kind=kind, group=group))
         return y

@@ -101,6 +101,8 @@ def load(
 class Model:
     """An open model. Made by ``load``; closes its file as a context manager."""
 
+    #: The operations before any are fused, and those that run.
+    whole: Graph
     graph: Graph
     decisions: tuple[Decision, ...]
     segments: list[Segment]
@@ -122,7 +124,7 @@ class Model:
         """Fuse a graph, cut it into segments, and fuse and check these."""
         self.n_vocab = graph.logits.width
         check_devices(placement)
-        self._whole, self._placement = graph, placement
+        self.whole, self._placement = graph, placement
         self.graph, placed, decisions = self._placed(graph)
         self._placed_whole = placed
         self.segments, of_devices = self._fused(placed, self.kv_type)
@@ -136,8 +138,8 @@ class Model:
 
     def _segments_for(self, n_ctx: int, kv_type: str) -> list[Segment]:
         """Return the segments of a session."""
-        graph = without_selection(self._whole, n_ctx)
-        if graph is not self._whole:
+        graph = without_selection(self.whole, n_ctx)
+        if graph is not self.whole:
             return self._fused(self._placed(graph)[1], kv_type)[0]
         return self.segments if kv_type == self.kv_type else self._fused(self._placed_whole, kv_type)[0]
 
@@ -257,6 +259,11 @@ class Model:
         limits = Limits(n_ctx, n_seq, min(self.n_ubatch, n_ctx * n_seq), kv)
         return Session(self, limits, self._segments_for(n_ctx, kv))
 
+    def part(self, graph: Graph, limits: Limits) -> Programs:
+        """Return programs of a part of this model's operations, whose ``given`` and ``leaves`` cross its ends."""
+        placed, _ = self._placed(graph)[1:]
+        return Programs(self, limits, self._fused(placed, limits.kv_type)[0])
+
     def backend(self, device: str) -> Backend:
         """Return the backend of a device."""
         if device not in self._backends:
@@ -264,12 +271,11 @@ class Model:
         return self._backends[device]
 
 
-class Session:
-    """Sequences being decoded: every ``decode`` continues where the last one ended."""
+class Programs:
+    """Segments compiled, with the caches and states they own."""
 
     def __init__(self, model: Model, limits: Limits, segments: Sequence[Segment]) -> None:
-        self.model, self.limits, self._segments = model, limits, segments
-        self.lengths = np.zeros(limits.n_seq, np.int64)
+        self._segments = segments
         self._programs: list[Program] = [
             model.backend(segment.device).compile(segment.ops, limits, segment.leaves) for segment in segments
         ]
@@ -292,10 +298,43 @@ class Session:
         return found
 
     def clear(self, sequence: int | None = None) -> None:
-        """Forget a sequence, or all of them."""
-        self.lengths[slice(None) if sequence is None else sequence] = 0
+        """Forget what is kept of a sequence, or of all of them."""
         for program in self._programs:
             program.clear(sequence)
+
+    def run(self, batch: Batch, given: Mapping[Value, Any]) -> None:
+        """Carry out all operations for a batch of at most ``n_ubatch`` tokens; ``given``: values that none makes."""
+        for segment, program in zip(self._segments, self._programs, strict=True):
+            for value in segment.takes:
+                program.write(value, given[value] if value in given else self._maker[value].read(value))
+            program.run(batch)
+
+    def read(self, value: Value) -> Any:
+        """Return a value that leaves its segment, [rows, width], valid until the next run."""
+        return self._maker[value].read(value)
+
+
+class Session:
+    """Sequences being decoded: every ``decode`` continues where the last one ended."""
+
+    def __init__(self, model: Model, limits: Limits, segments: Sequence[Segment]) -> None:
+        self.model, self.limits = model, limits
+        self.lengths = np.zeros(limits.n_seq, np.int64)
+        self._programs = Programs(model, limits, segments)
+
+    @property
+    def accumulators(self) -> dict[str, Accumulator]:
+        """The sums of observing operations over all runs so far, live; observers.py says what they hold."""
+        return self._programs.accumulators
+
+    def take_not_finite(self) -> list[NotFinite]:
+        """Return where values were not finite since the last call, in the order of the layers."""
+        return self._programs.take_not_finite()
+
+    def clear(self, sequence: int | None = None) -> None:
+        """Forget a sequence, or all of them."""
+        self.lengths[slice(None) if sequence is None else sequence] = 0
+        self._programs.clear(sequence)
 
     def rewind(self, sequence: int, length: int) -> bool:
         """Shorten a sequence to its first ``length`` tokens; False, and nothing done, if a layer cannot go back."""
@@ -377,10 +416,6 @@ class Session:
         return positions
 
     def _step(self, batch: Batch, given: Mapping[Value, Floats]) -> Floats:
-        for segment, program in zip(self._segments, self._programs, strict=True):
-            for value in segment.takes:
-                program.write(value, given[value] if value in given else self._maker[value].read(value))
-            program.run(batch)
-        logits = self.model.graph.logits
-        result: Floats = self._maker[logits].read(logits)
+        self._programs.run(batch, given)
+        result: Floats = self._programs.read(self.model.graph.logits)
         return result

@@ -36,11 +36,14 @@ _OAI_LIMIT = 7.0
 def feed_forward(b: Builder, x: Value, logits: Value | None = None) -> Value:
     """The feed-forward layer of x; logits: those of the router, where another value than x decides them."""
     if not b.has("ffn_gate_inp.weight"):
-        return dense(b, x, "ffn_gate", "ffn_up", "ffn_down", "ffn")
+        return _dense(b, x)
     if b.arch.moe.chunks:
         return _with_chunks(b, x)
     latent = next((name for name in _LATENT if b.has(f"{name}_down.weight")), None)
     routed = experts(b, x, logits) if latent is None else latent_experts(b, x, latent)
+    if b.has("ffn_up.weight"):
+        both = b.sum(routed, _dense(b, x), "ffn_sum")
+        return b.scaled(both, b.arch.moe.dense_factor)
     if not b.has("ffn_up_shexp.weight"):
         return routed
     shared = dense(b, x, "ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp", "shexp")
@@ -51,6 +54,15 @@ def feed_forward(b: Builder, x: Value, logits: Value | None = None) -> Value:
         shared = y
     both = b.sum(routed, shared, "ffn_sum")
     return b.scaled(both, 0.5) if b.arch.moe.shared_half else both
+
+
+def dense_and_experts(b: Builder, x: Value, of_layer: Value) -> Value:
+    """A dense feed-forward layer of x, and beside it a mixture of experts of another value (Arctic)."""
+    return b.sum(_dense(b, x), experts(b, of_layer), "ffn_sum")
+
+
+def _dense(b: Builder, x: Value) -> Value:
+    return dense(b, x, "ffn_gate", "ffn_up", "ffn_down", "ffn")
 
 
 def dense(b: Builder, x: Value, gate: str, up: str, down: str, part: str) -> Value:

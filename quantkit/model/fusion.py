@@ -7,6 +7,7 @@ of its devices into launches (backends/registry.py); it has the same switches an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -78,7 +79,7 @@ DeviceOf = Callable[[Op], str]
 def fuse(graph: Graph, fusion: Fusion, device_of: DeviceOf = lambda op: "CPU") -> tuple[Graph, tuple[Decision, ...]]:
     """Return the graph with all fusions that the switches, types and devices allow, and every decision."""
     decisions = Decisions()
-    ops = _fuse_gates(list(graph.ops), fusion, device_of, decisions)
+    ops = _fuse_gates(list(graph.ops), graph.leaves, fusion, device_of, decisions)
     ops = _fuse_same_input(ops, fusion, device_of, decisions)
     return replace(graph, ops=tuple(ops)), tuple(decisions)
 
@@ -99,12 +100,13 @@ def summary(decisions: Sequence[Decision]) -> list[str]:
     return lines
 
 
-def _fuse_gates(ops: list[Op], fusion: Fusion, device_of: DeviceOf, decisions: Decisions) -> list[Op]:
+def _fuse_gates(
+    ops: list[Op], leaves: Sequence[Value], fusion: Fusion, device_of: DeviceOf, decisions: Decisions
+) -> list[Op]:
     made_by = {value: op for op in ops for value in op.outputs()}
-    readers: dict[Value, int] = {}
+    readers = Counter(leaves)
     for op in ops:
-        for value in op.inputs():
-            readers[value] = readers.get(value, 0) + 1
+        readers.update(op.inputs())
     gone: set[int] = set()
     fused: dict[int, Op] = {}
     for op in ops:

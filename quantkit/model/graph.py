@@ -14,16 +14,16 @@ from collections.abc import Callable, Mapping
 from quantkit.formats.gguf import GGUFFile
 from quantkit.kernels.formats import has_decoder
 from quantkit.model import hyper
-from quantkit.model.attention import gqa
+from quantkit.model.attention import gqa, gqa_or_one
 from quantkit.model.builder import Builder
 from quantkit.model.check import check_graph
 from quantkit.model.delta_net import delta_nets
-from quantkit.model.feed_forward import feed_forward
+from quantkit.model.feed_forward import dense_and_experts, feed_forward
 from quantkit.model.gemma3n import add_altup_layer, merged, streams
 from quantkit.model.gemma4 import beside_experts, gemma4, layer_inputs, with_layer_input
 from quantkit.model.kimi import kimi_linear
 from quantkit.model.lightning import lightning
-from quantkit.model.mamba import mamba, mamba2, mamba2_beside, mamba2_hybrid, mamba_hybrid, nemotron_h
+from quantkit.model.mamba import mamba, mamba2, mamba2_beside, mamba2_hybrid, mamba_hybrid, nemotron_h, plamo2
 from quantkit.model.mla import mla, mla_gated, mla_plain, unscaled
 from quantkit.model.ops import Embed, Graph, Norm, Softcap, Value
 from quantkit.model.residuals import add_layer_of_mixtures, mixture
@@ -32,6 +32,7 @@ from quantkit.model.short_convolution import short_convolutions
 #: The blocks an attention layer can be.
 ATTENTION: Mapping[str, Callable[[Builder, Value], Value]] = {
     "gqa": gqa,
+    "gqa_or_one": gqa_or_one,
     "unscaled": unscaled,
     "mla": mla,
     "mla_plain": mla_plain,
@@ -43,6 +44,7 @@ ATTENTION: Mapping[str, Callable[[Builder, Value], Value]] = {
     "mamba2_hybrid": mamba2_hybrid,
     "mamba2_beside": mamba2_beside,
     "nemotron_h": nemotron_h,
+    "plamo2": plamo2,
     "short_convolutions": short_convolutions,
     "kimi_linear": kimi_linear,
     "lightning": lightning,
@@ -87,12 +89,16 @@ def build_graph(source: GGUFFile, n_ctx: int = 0) -> Graph:
 
 def _embeddings(b: Builder) -> Value:
     """Return the input of the first layer."""
-    normed = b.has("token_embd_norm.weight") and b.arch.output_norm != "token_embd_norm"
-    x = b.value("token_embeddings" if b.arch.position_embeddings or normed else "embeddings", b.h.n_embd)
+    weighted = b.has("token_embd_norm.weight") and b.arch.output_norm != "token_embd_norm"
+    normed = weighted or b.arch.embed_norm
+    positioned = b.arch.position_embeddings or b.has("position_embd.weight")
+    x = b.value("token_embeddings" if positioned or normed else "embeddings", b.h.n_embd)
     b.add(Embed(out=x, weight=b.matrix("token_embd.weight"), scale=_embed_scale(b)))
-    if normed:
+    if weighted:
         return b.norm(x, "token_embd_norm", out="embeddings")
-    if not b.arch.position_embeddings:
+    if b.arch.embed_norm:
+        return b.plain_norm(x, x.width, out="embeddings")
+    if not positioned:
         return x
     positions = b.value("position_embeddings", b.h.n_embd)
     b.add(Embed(out=positions, weight=b.matrix("position_embd.weight"), by_position=True))
@@ -107,7 +113,7 @@ def _embed_scale(b: Builder) -> float:
 
 
 def _logits(b: Builder, logits: Value) -> Value:
-    fixed = b.arch.fixed_scales.width / b.h.n_embd if b.arch.fixed_scales else 0.0
+    fixed = b.arch.fixed_scales.logits or b.arch.fixed_scales.width / b.h.n_embd if b.arch.fixed_scales else 0.0
     scale = b.h.float("logit_scale", fixed) if b.arch.logit_scale else fixed
     if scale:
         logits = b.scaled(logits, 1.0 / scale if b.arch.logit_scale == "divide" else scale)
@@ -132,19 +138,23 @@ def add_layer(b: Builder, x: Value) -> Value:
         return add_layer_of_mixtures(b, x, ATTENTION[b.arch.attention], feed_forward)
     if b.arch.single_block:
         return _single_block(b, x)
-    own_ffn_norm = b.has_norm("ffn_norm") or b.arch.plain_norms
+    if b.arch.uneven and not (b.has("attn_norm.weight") and b.has("ffn_norm.weight")):
+        return _layer_without_attention(b, x)
+    swin = b.arch.swin_key and b.h.flag("swin_norm")
+    after_attention, *after_ffn = ("attn_norm", "ffn_norm") if swin else b.arch.post_norms
+    own_ffn_norm = not swin and (b.has_norm(b.arch.ffn_norm) or b.arch.plain_norms)
     parallel = _is_parallel(b, own_ffn_norm)
     shared = parallel and not own_ffn_norm  # the same input for both
     router = b.mul_mat(x, "ffn_gate_inp") if b.arch.moe.on_input and b.has("ffn_gate_inp.weight") else None
-    normed = b.norm(x, "attn_norm") if b.has("attn_norm.weight") or b.arch.plain_norms else x
+    normed = b.norm(x, "attn_norm") if not swin and (b.has("attn_norm.weight") or b.arch.plain_norms) else x
     own_input = b.norm(x, "attn_norm_2") if b.has("attn_norm_2.weight") and not b.arch.residual_of_norms else normed
     attended = ATTENTION[b.arch.attention](b, own_input)
     if b.layer == b.h.n_layer - 1:
         attended, x = b.selected(attended), b.selected(x)
         normed = b.selected(normed) if shared or b.arch.residual_of_norms else normed
         router = None if router is None else b.selected(router)
-    if not b.arch.ffn_norm_is_post_attention:
-        attended = _post_norm(b, attended, "post_attention_norm")
+    if b.arch.ffn_norm != after_attention:
+        attended = _post_norm(b, attended, after_attention)
     attended = b.scaled(attended, _residual_scale(b))
     if parallel:
         fed = feed_forward(b, normed if shared else b.norm(x, "ffn_norm"))
@@ -152,15 +162,22 @@ def add_layer(b: Builder, x: Value) -> Value:
     if b.arch.residual_of_norms:
         return _layer_of_norms(b, attended, normed)
     middle = b.sum(attended, x, "attn_residual")
-    if own_ffn_norm:
-        ready = b.norm(middle, "ffn_norm")
-    elif b.arch.ffn_norm_is_post_attention:
-        ready = b.norm(middle, "post_attention_norm")
+    ready = b.norm(middle, b.arch.ffn_norm) if own_ffn_norm else middle
+    if b.has("pre_ffw_norm_2.weight"):
+        fed = beside_experts(b, middle, ready)
+    elif b.has("ffn_norm_exps.weight"):
+        fed = dense_and_experts(b, ready, b.norm(x, "ffn_norm_exps"))
     else:
-        ready = middle
-    fed = beside_experts(b, middle, ready) if b.has("pre_ffw_norm_2.weight") else feed_forward(b, ready, router)
-    fed = b.scaled(_post_norm(b, fed, "post_ffw_norm"), _residual_scale(b))
-    return _layer_out(b, fed, middle)
+        fed = feed_forward(b, ready, router)
+    for name in after_ffn:
+        fed = _post_norm(b, fed, name)
+    return _layer_out(b, b.scaled(fed, _residual_scale(b)), middle)
+
+
+def _layer_without_attention(b: Builder, x: Value) -> Value:
+    """Add a feed-forward layer alone, or nothing: a layer without one is left out whole, as in llama.cpp (Deci)."""
+    x = b.selected(x) if b.layer == b.h.n_layer - 1 else x
+    return b.sum(x, feed_forward(b, b.norm(x, "ffn_norm")), "layer_out") if b.has("ffn_norm.weight") else x
 
 
 def _layer_of_norms(b: Builder, attended: Value, normed: Value) -> Value:
@@ -215,7 +232,7 @@ def _layer_out(b: Builder, fed: Value, middle: Value) -> Value:
 
 
 def _post_norm(b: Builder, x: Value, name: str) -> Value:
-    return b.norm(x, name) if b.has(f"{name}.weight") else x
+    return b.norm(x, name, eps=b.arch.post_norm_eps or None) if b.has_norm(name) else x
 
 
 def _residual_scale(b: Builder) -> float:

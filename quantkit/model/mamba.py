@@ -17,7 +17,7 @@ end:
     out = ssm_out(y * silu(z))
 
 Sources: llama.cpp b11434 src/models/mamba-base.cpp, granite-hybrid.cpp, mamba.cpp, jamba.cpp, falcon-h1.cpp,
-nemotron-h.cpp.
+nemotron-h.cpp, plamo2.cpp.
 """
 
 from __future__ import annotations
@@ -118,6 +118,53 @@ def mamba(b: Builder, x: Value) -> Value:
             a=b.matrix("ssm_a"),
             d=b.matrix("ssm_d"),
             state=new_state(b, "ssm", width * d_state),
+        )
+    )
+    return b.mul_mat(out, "ssm_out")
+
+
+def plamo2(b: Builder, x: Value) -> Value:
+    """Add a layer of PLaMo 2's Mamba where the metadata give no heads of keys, attention where they do.
+
+    Steps are of heads, as in Mamba 2, but come, with b and c, of a short row, as in Mamba:
+
+        z, x = halves of every head's part of ssm_in x;  x = silu(convolution of x)
+        b, c, dt = parts of ssm_x x, normalized;  dt = ssm_dt dt;  the scan;  out = ssm_out of what it gives
+
+    Raises FormatError if the metadata or shapes do not fit together.
+    """
+    if n_head_kv(b):
+        return gqa(b, x)
+    n_head, width, d_state = b.h.int("ssm.time_step_rank"), b.h.int("ssm.inner_size"), b.h.int("ssm.state_size")
+    if min(n_head, width, d_state) < 1 or width % n_head:
+        raise FormatError(
+            f"{b.source.paths[0]}: {n_head} heads, a state of {d_state}, and ssm.inner_size {width} do not fit together"
+        )
+    both, head = b.mul_mat(x, "ssm_in"), width // n_head
+    check_width(b, both, 2 * width)
+    mixed = convolved(b, b.take(both, "x", width, head, 2 * head))
+    parts = b.mul_mat(mixed, "ssm_x", scale=False, bias=False)
+    rank = parts.width - 2 * d_state
+    check_width(b, parts, max(rank, 1) + 2 * d_state)
+    starts = (("b", d_state, 0), ("c", d_state, d_state), ("dt", rank, 2 * d_state))
+    read, write, short = (
+        b.norm(b.take(parts, f"ssm_{name}_row", n, start), f"ssm_{name}_norm") for name, n, start in starts
+    )
+    out = b.value("ssm_scan", width, x)
+    b.add(
+        SsmScan(
+            out=out,
+            x=mixed,
+            z=b.take(both, "z", width, 0, 2 * head),
+            dt=b.mul_mat(short, "ssm_dt", scale=False, bias=False),
+            b=read,
+            c=write,
+            dt_bias=b.matrix("ssm_dt.bias"),
+            a=b.matrix("ssm_a"),
+            d=b.matrix("ssm_d"),
+            state=new_state(b, "ssm", width * d_state),
+            n_head=n_head,
+            n_group=1,
         )
     )
     return b.mul_mat(out, "ssm_out")

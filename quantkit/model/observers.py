@@ -30,7 +30,7 @@ ALL_EXPERTS = "all experts: "
 #: Experts computed together for these.
 _GROUP = 8
 #: Operations that compute each row from one row: no positions, no other rows, no caches or states.
-_BY_ROW = (
+BY_ROW = (
     *(ops.Activate, ops.Add, ops.Clamp, ops.Combine, ops.Glu, ops.Join, ops.MulMat, ops.MulMatHeads, ops.MulMatId),
     *(ops.MultiplyBy, ops.Norm, ops.Repeat, ops.Route, ops.Scale, ops.Shift, ops.Softcap, ops.Take),
     *(ops.Exceed, ops.Mix, ops.ToLength, ops.Xielu),
@@ -86,7 +86,7 @@ def every_token(graph: Graph) -> Graph:
         elif last.out in renamed:
             listed.append(op)
         else:
-            listed.append(_mapped(op, of_all))
+            listed.append(mapped(op, of_all))
     return replace(graph, ops=tuple(listed))
 
 
@@ -95,7 +95,8 @@ def _output(graph: Graph) -> ops.MulMat:
     return next(op for op in reversed(graph.ops) if isinstance(op, ops.MulMat))
 
 
-def _mapped(op: Op, new: Callable[[Value], Value]) -> Op:
+def mapped(op: Op, new: Callable[[Value], Value]) -> Op:
+    """Return an operation of other values."""
     changed: dict[str, Any] = {}
     for f in fields(op):
         part = getattr(op, f.name)
@@ -127,11 +128,11 @@ def fewest_rows(graph: Graph) -> Graph:
     for op in graph.ops:
         if isinstance(op, ops.SelectOutputs):
             chosen[op.out] = of_outputs(op.x, op.layer)
-        elif not isinstance(op, _BY_ROW) or not all_rows.isdisjoint(op.outputs()):
+        elif not isinstance(op, BY_ROW) or not all_rows.isdisjoint(op.outputs()):
             listed.append(op)
         else:
             chosen.update({v: v if v.outputs else replace(v, outputs=True) for v in op.outputs()})
-            listed.append(_mapped(op, lambda v, op=op: of_outputs(v, op.layer)))  # type: ignore[misc]
+            listed.append(mapped(op, lambda v, op=op: of_outputs(v, op.layer)))  # type: ignore[misc]
     return replace(graph, ops=tuple(listed))
 
 
@@ -141,7 +142,7 @@ def _of_all_rows(graph: Graph) -> set[Value]:
     for op in reversed(graph.ops):
         if isinstance(op, ops.SelectOutputs):
             continue
-        if not isinstance(op, _BY_ROW) or not found.isdisjoint(op.outputs()):
+        if not isinstance(op, BY_ROW) or not found.isdisjoint(op.outputs()):
             found.update(op.inputs())
     return found
 
@@ -152,7 +153,7 @@ def up_to_layer(graph: Graph, last: int) -> Graph:
     outs = {op.layer: value for op in graph.ops for value in op.outputs() if value.name.endswith(".layer_out")}
     whole, cut_off = outs[max(outs)], outs[last]
     kept = [op for op in graph.ops if op.layer <= last or op.layer >= end]
-    return replace(graph, ops=tuple(_mapped(op, lambda v: cut_off if v is whole else v) for op in kept))
+    return replace(graph, ops=tuple(mapped(op, lambda v: cut_off if v is whole else v) for op in kept))
 
 
 # ---------------------------------------------------------------- inputs of weights
@@ -315,7 +316,7 @@ def _down_of_all(down: ops.MulMatId, route: ops.Route, made_by: Mapping[Value, O
         else:
             yield ops.CountUp(layer=down.layer, out=new(down.ids), like=first.x, first=start)
         for op in chain:
-            yield _mapped(op, new)
+            yield mapped(op, new)
         yield _sum_of_all(down, new(down.x), new(down.ids), (name,))
 
 

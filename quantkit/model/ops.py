@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import ClassVar, dataclass_transform
 
 from quantkit.formats.gguf import TensorInfo
@@ -105,14 +106,26 @@ class Op(_Frozen):
 
     def outputs(self) -> tuple[Value, ...]:
         """Return the values it writes."""
-        return tuple(part for name, part in self._parts() if name in self.WRITES and isinstance(part, Value))
+        return self._outputs
 
     def inputs(self) -> tuple[Value, ...]:
         """Return the values it reads."""
-        return tuple(part for name, part in self._parts() if name not in self.WRITES and isinstance(part, Value))
+        return self._inputs
 
     def matrices(self) -> tuple[Matrix, ...]:
         """Return the weights it reads, biases and scales included, and those of operations it is fused from."""
+        return self._matrices
+
+    @cached_property
+    def _outputs(self) -> tuple[Value, ...]:
+        return tuple(part for name, part in self._parts() if name in self.WRITES and isinstance(part, Value))
+
+    @cached_property
+    def _inputs(self) -> tuple[Value, ...]:
+        return tuple(part for name, part in self._parts() if name not in self.WRITES and isinstance(part, Value))
+
+    @cached_property
+    def _matrices(self) -> tuple[Matrix, ...]:
         return tuple(
             matrix
             for _, part in self._parts()
@@ -605,9 +618,10 @@ class CountUp(Op):
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A forward pass: operations in order, and the value that holds the logits.
+    """A forward pass, or a part of one: operations in order, and the value that holds the logits.
 
-    given: values of tokens that no operation makes; Session.decode takes them.
+    given: values of tokens that no operation makes; Session.decode takes them. leaves: values that are read after a
+    run, beside the logits.
     """
 
     ops: tuple[Op, ...]
@@ -615,3 +629,4 @@ class Graph:
     caches: tuple[Cache, ...] = ()
     states: tuple[State, ...] = ()
     given: tuple[Value, ...] = ()
+    leaves: tuple[Value, ...] = ()

@@ -159,6 +159,7 @@ def cut(graph: Graph, device: dict[int, str]) -> list[Segment]:
         if not segments or segments[-1].device != device[id(op)]:
             segments.append(Segment(device[id(op)]))
         put(op)
-    if graph.logits not in made_in[graph.logits].leaves:
-        made_in[graph.logits].leaves.append(graph.logits)
+    for value in (*graph.leaves, *((graph.logits,) if graph.logits in made_in else ())):
+        if value not in made_in[value].leaves:
+            made_in[value].leaves.append(value)
     return segments

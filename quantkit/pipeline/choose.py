@@ -10,6 +10,7 @@ The first of these steps that applies to a tensor decides its type:
     3. rules       -r/--recipe, --tensor-type, --tensor-type-file, --custom-q, in the order given; the first match.
     4. class       --attn-{q,k,v,qkv,output}-type, --ffn-{gate,up,down}-type.
     5. preset      COPY keeps the type; --pure, a plain type or a float gives the base type; else the mixture.
+                   With --like, the type in that file, which tensors that are kept otherwise have, too.
 
 With --repack or --unrepack none of them is asked (repack.py).
 
@@ -49,6 +50,7 @@ from quantkit.pipeline.facts import (
     n_dims,
     why_never,
 )
+from quantkit.pipeline.like import Like
 from quantkit.pipeline.mixture import Mixture
 from quantkit.pipeline.mixture_ik import IkMixture
 from quantkit.pipeline.mixture_mainline import MainlineMixture
@@ -95,6 +97,7 @@ class Request:
     has_imatrix: bool = False
     fallback: str = "next"
     repack: Repack | None = None
+    like: Like | None = None
 
     @property
     def copy(self) -> bool:
@@ -109,7 +112,7 @@ class Request:
     def mixture(self, facts: ModelFacts) -> Mixture | None:
         """Return the preset's mixture; None if every tensor gets the base type, or keeps its own."""
         base = self.preset.base
-        if base is None or self.pure or not self.preset.mixes or not base.is_quantized:
+        if base is None or self.like or self.pure or not self.preset.mixes or not base.is_quantized:
             return None
         kind = IkMixture if self.ik else MainlineMixture
         return kind(facts, self.preset, base, self.has_imatrix, self.output_tensor_type)
@@ -119,7 +122,8 @@ class Request:
 class Choice:
     """The type one tensor gets, and why.
 
-    ``by`` is what decided: "kept", "option", "rule", "class", "COPY", "repack" or "preset". ``fallback_from`` is the
+    ``by`` is what decided: "kept", "option", "rule", "class", "COPY", "repack", "like", "unlike" (the file that is to
+    decide has no such tensor) or "preset". ``fallback_from`` is the
     type that the rows or the shape do not allow. ``rule`` is the matching rule, whether it decided or not. ``mixed``
     are the types of a tensor's parts if they differ; ``source_type`` is then the first.
     """
@@ -182,6 +186,7 @@ OWN_OPTIONS = (
 CLASS_OPTIONS = tuple(f"{name}_type" for name in dict.fromkeys(n for names in _CLASS_OF_FIELD.values() for n in names))
 
 
+_LEFT = "--leave-output-tensor"
 _BOTH_HALVES = "which applies to both halves of the merged tensor"
 
 
@@ -240,6 +245,12 @@ def choose_types(
     if request.fallback.lower() == "error":
         misfits = [c for c in choices if c.fallback_from is not None]
         _refuse("rows do not divide into blocks", misfits, "pass --fallback next, or a type")
+    if request.like is not None:
+        where = f"--like {request.like.path}"
+        remedy = "give their types by rules or options, or a file of this model"
+        _refuse(f"{where} has no such tensors", [c for c in choices if c.by == "unlike"], remedy)
+        misfits = [c for c in choices if c.by == "like" and c.fallback_from is not None]
+        _refuse(f"{where}: a type there does not fit here", misfits, remedy)
     if not request.allow_requantize:
         quantized = [c for c in choices if c.requantized]
         _refuse("already quantized", quantized, "start from an f16, bf16 or f32 file, or pass --allow-requantize")
@@ -267,7 +278,10 @@ def _choose(
     if request.repack is not None:
         found, why = request.repack.choose(t, rows_together(t))
         return choice(found, "repack", why)
-    if (kept := _why_kept(facts, t, request)) is not None:
+    kept = _why_kept(facts, t, request)
+    if kept is not None and request.like is not None and kept != _LEFT and presets.is_target(t.type):
+        return choice(*_like(request.like, t))
+    if kept is not None:
         beaten = f"; {rule} does not apply" if rule is not None and rule.type != t.type else ""
         return choice(t.type, "kept", f"kept: {kept}{beaten}")
     suggested = mixture.choose(t) if mixture is not None and request.ik else None  # in ik, all tensors count
@@ -278,6 +292,8 @@ def _choose(
     by_class, remark = _by_class(request, t.name)
     if by_class is not None:
         return choice(by_class, "class", remark)
+    if request.like is not None:
+        return choice(*_like(request.like, t))
     base = request.preset.base
     if base is None:
         return choice(t.type, "COPY", f"{remark}COPY")
@@ -296,8 +312,14 @@ def _why_kept(facts: ModelFacts, t: TensorLike, request: Request) -> str | None:
     if ROUTER in t.name and t.name.endswith("weight"):
         return None if request.ffn_gate_inp_type else "the router (--ffn-gate-inp-type changes it)"
     if t.name == "output.weight" and request.leave_output_tensor:
-        return "--leave-output-tensor"
+        return _LEFT
     return why_never(t.name, facts.arch, request.ik)
+
+
+def _like(like: Like, t: TensorLike) -> tuple[TensorType, str, str]:
+    """Return the type that a tensor has in a file, what decided, and why."""
+    found = like.find(t)
+    return (t.type, "unlike", "no such tensor") if found is None else (found[0], "like", found[1])
 
 
 def _own_option(request: Request, name: str, has_rule: bool) -> str | None:
@@ -424,7 +446,7 @@ def _lint_types(request: Request, choices: Sequence[Choice]) -> list[Lint]:
         found.append(("QK-W008", "NVFP4 is written without the per-tensor scale of NVIDIA's checkpoints; llama.cpp "
                                  "loads it, but the error is larger"))  # fmt: skip
     unmixed = preset.base is None or not preset.base.is_quantized
-    if any(c.by == "rule" for c in choices) and (unmixed or (request.ik and request.pure)):
+    if any(c.by == "rule" for c in choices) and request.like is None and (unmixed or (request.ik and request.pure)):
         when = f"when TYPE is {preset}" if unmixed else "with --pure"
         found.append(("QK-W010", f"llama-quantize ignores rules {when}; here they apply"))
     ik, mainline = (sorted({c.type.name for c in choices if c.type.trees == tree}) for tree in ("ik", "mainline"))

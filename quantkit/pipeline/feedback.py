@@ -1,139 +1,353 @@
 """Which tensors are encoded with error feedback, by which covariance, and the metrics that a run shares.
 
+Rows of token embeddings are read one at a time and multiplied by nothing: what a column's error does is not known, so
+all columns count alike. With such a metric no error has another column to go to, but scales and levels are still chosen
+together. (How often a token occurs weighs the rows against each other, and no row gives bits to another. The squares of
+the weights of all norms that read the embedding are no better measure, nor are the covariances of the weights behind
+the first norm: see docs/error-feedback.md.) Embeddings that are the output as well have the covariance of the output.
+
 A metric costs n^3 operations and 8 n^2 bytes, 24 n^2 more while it is made, so that workers share those they need, and
 no more are held than memory allows.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from quantkit.errors import FormatError
 from quantkit.formats.covariance import Covariances
-from quantkit.kernels.levels import Grouping, all_levels, levels_of
+from quantkit.formats.gguf import Field, ValueType
+from quantkit.kernels.levels import Grouping, all_levels
 from quantkit.pipeline.importance import ALIASES
 from quantkit.types import TensorType
 
 if TYPE_CHECKING:
     from quantkit.kernels.cpu.feedback.rounding import Metric
 
+F32 = npt.NDArray[np.float32]
+
 #: What is added to the diagonal, in means of it: less from ``ENOUGH`` tokens a column on. With fewer tokens than
 #: columns a covariance is not of full rank, and feedback does harm.
 DAMPING, FEW_DAMPING, ENOUGH = 0.02, 0.1, 4
+#: The version of the method, in files: raised when other bytes come of it.
+METHOD = 1
+EMBEDDING, ROUTER = "token_embd.weight", ".ffn_gate_inp.weight"
+#: Values of a row that are chosen together where all columns count alike.
+_ALIKE = 256
+_NO_COVARIANCE = "no covariance"
 
 
-@dataclass(frozen=True, eq=False)
-class Inputs:
-    """The covariance of what a tensor multiplies; one for each of its matrices."""
+def damping_of(tokens: int, n: int) -> float | None:
+    """Return the damping of a covariance of n columns; None if so few tokens are too few for feedback."""
+    if tokens < n:
+        return None
+    return DAMPING if tokens >= ENOUGH * n else FEW_DAMPING
 
-    tensor: str
-    entry: str
-    n: int
-    #: Tokens of each matrix.
-    tokens: tuple[int, ...]
-    weighted: bool
-    covariances: Covariances = field(repr=False)
-    #: How the tensor's type groups columns, if it does.
-    grouping: Grouping | None = None
+
+class Inputs(Protocol):
+    """What a tensor multiplies: a metric for each of its matrices, once its tokens are known."""
+
+    @property
+    def entry(self) -> str:
+        """The name that tensors of the same inputs share, "" if all columns count alike."""
+
+    @property
+    def n(self) -> int:
+        """Columns; where they count alike, each run of n values is a row of its own."""
+
+    @property
+    def matrices(self) -> int: ...
+
+    @property
+    def tokens(self) -> tuple[int, ...] | None:
+        """Tokens of each matrix; None as long as they are unknown."""
+
+    @property
+    def is_alike(self) -> bool:
+        """True if all columns count alike, because none of them is multiplied."""
 
     @property
     def metric_bytes(self) -> int:
         """The bytes that a metric takes while it is made; a quarter stays."""
-        return 32 * self.n**2
 
     def damping(self, matrix: int) -> float | None:
         """Return the damping of a matrix; None if its tokens are too few for feedback."""
-        tokens = self.tokens[matrix]
-        if tokens < self.n:
-            return None
-        return DAMPING if tokens >= ENOUGH * self.n else FEW_DAMPING
 
-    def made(self, matrix: int, threads: int) -> Metric:
-        """Return the metric of a matrix. Raises FormatError if its covariance is not positive definite."""
+    def made(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
+        """Return the metric of a matrix for types that group columns so.
+
+        Raises FormatError if its covariance is not positive definite.
+        """
+
+    def importance(self, matrix: int) -> F32 | None:
+        """Return the importance of the columns of a matrix without feedback, if no importance matrix has it, or None.
+
+        That of one with feedback is in its metric.
+        """
+
+    def digest(self) -> str | None:
+        """Return the SHA-256 of all that decides what a row becomes, but the row and the code; None if unknown."""
+
+
+@dataclass(frozen=True, eq=False)
+class Alike:
+    """The metric of tensors that are read row by row: all columns count alike, ``n`` values a row."""
+
+    n: int
+    matrices: int
+    entry = ""
+    is_alike = True
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (0,) * self.matrices
+
+    @property
+    def metric_bytes(self) -> int:
+        return 32 * self.n**2
+
+    def damping(self, matrix: int) -> float | None:
+        return 0.0
+
+    def made(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
+        from quantkit.kernels.cpu.feedback.rounding import metric
+
+        return metric(np.eye(self.n), 0.0, 1, grouping)
+
+    def importance(self, matrix: int) -> F32 | None:
+        return None
+
+    def digest(self) -> str | None:
+        return _digest(covariance=None, n=self.n)
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedInputs:
+    """The covariance of what a tensor multiplies, as a file has it."""
+
+    entry: str
+    n: int
+    tokens: tuple[int, ...]
+    weighted: bool
+    covariances: Covariances = field(repr=False)
+    is_alike = False
+
+    @property
+    def matrices(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def metric_bytes(self) -> int:
+        return 32 * self.n**2
+
+    def damping(self, matrix: int) -> float | None:
+        return damping_of(self.tokens[matrix], self.n)
+
+    def made(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
         from quantkit.kernels.cpu.feedback.rounding import metric
 
         damping = self.damping(matrix)
         assert damping is not None
         try:
-            return metric(self.covariances.matrix(self.entry, matrix), damping, threads, self.grouping)
+            return metric(self.covariances.matrix(self.entry, matrix), damping, threads, grouping)
         except np.linalg.LinAlgError as e:
             raise FormatError(
                 f"{self.covariances.path}: matrix {matrix} of {self.entry} is no covariance ({e}): record it again"
             ) from None
 
+    def importance(self, matrix: int) -> F32 | None:
+        return None  # what --imatrix gives, or nothing
 
-class Feedback:
-    """A file of covariances as quantization uses it: looked up tensor by tensor, with what there is to say about it."""
+    def digest(self) -> str | None:
+        dampings = [self.damping(matrix) for matrix in range(self.matrices)]
+        return _digest(covariance=self.covariances.digest(self.entry), n=self.n, damping=dampings)
+
+
+def _digest(**what: object) -> str:
+    from quantkit.kernels.cpu.feedback.rounding import Rounding
+
+    content = json.dumps({**what, "rounding": asdict(Rounding())}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+class Known(Protocol):
+    """What knows the inputs of tensors: a file of covariances, or a run that will record them.
+
+    name: for messages. identity: tells it from others. entries: for every weight the one whose name its inputs have.
+    corrects: targets are corrected for what is wrong with the inputs, so that weights that are not quantized change,
+    too; inputs then also say how much columns count, where there is no feedback.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def entries(self) -> Mapping[str, str]: ...
+
+    @property
+    def corrects(self) -> bool: ...
+
+    @property
+    def identity(self) -> str: ...
+
+    def inputs(self, tensor: str, entry: str, shape: Sequence[int]) -> Inputs:
+        """Return the inputs of a tensor. Raises FormatError if its entry has another size."""
+
+    def fields(self) -> dict[str, tuple[str | int | float, ValueType]]:
+        """Return what a file that is made with it says of it, without ``quantkit.feedback.``."""
+
+
+class Recorded:
+    """A file of covariances."""
+
+    corrects = False
 
     def __init__(self, path: str | Path) -> None:
         self.covariances = Covariances(path)
+        self.name, self.identity, self.entries = str(path), self.covariances.identity, self.covariances.entries
+        self._tokens = 0
+
+    def inputs(self, tensor: str, entry: str, shape: Sequence[int]) -> RecordedInputs:
+        """Return the inputs of a tensor. Raises FormatError if its entry has another size."""
+        n, matrices = self.covariances.shape(entry)
+        if (n, matrices) != (shape[0], math.prod(shape[2:])):
+            raise FormatError(
+                f"{self.name}: entry {entry} has {matrices} matrices of {n} columns, tensor {tensor} needs "
+                f"{math.prod(shape[2:])} of {shape[0]}: it was recorded on another model"
+            )
+        tokens = tuple(int(t) for t in self.covariances.tokens(entry))
+        self._tokens = max(self._tokens, *tokens)
+        return RecordedInputs(entry, n, tokens, self.covariances.is_weighted(entry), self.covariances)
+
+    def fields(self) -> dict[str, tuple[str | int | float, ValueType]]:
+        """Return what a file that is made with it says of it."""
+        return {
+            "covariance.name": (self.covariances.path.name, ValueType.STRING),
+            "covariance.fingerprint": (self.identity, ValueType.STRING),
+            "tokens": (self._tokens, ValueType.UINT64),
+        }
+
+
+def entry_of(name: str, entries: Mapping[str, str]) -> str | None:
+    """Return the entry of a tensor, perhaps under the name of one that has the same inputs; None if there is none."""
+    if name in entries:
+        return entries[name]
+    prefix, dot, kind = name.removesuffix(".weight").rpartition(".")
+    for alias in ALIASES:
+        if alias.kind == kind and alias.exact and (other := f"{prefix}{dot}{alias.source}.weight") in entries:
+            return entries[other]
+    return None
+
+
+class Feedback:
+    """What quantization encodes with feedback: looked up tensor by tensor, with what there is to say about it."""
+
+    def __init__(self, known: Known) -> None:
+        self.known = known
+        #: Why tensors that are encoded get no feedback, by name.
+        self.without: dict[str, str] = {}
         self._found: list[Inputs] = []
-        self._missing: list[str] = []
-        self._other: dict[str, list[str]] = {}
+        self._corrected: list[str] = []
 
     def lookup(self, tensor: str, name: str, shape: Sequence[int], target: TensorType) -> Inputs | None:
         """Return the inputs of a tensor that becomes ``target``; ``name`` is that of the source.
 
         Raises FormatError if its entry has another size.
         """
-        entry = self._entry(name)
-        if entry is None:
-            self._missing.append(tensor)
+        entry = entry_of(name, self.known.entries)
+        if entry is None and not _is_read_by_row(name, target):
+            self.without[tensor] = _NO_COVARIANCE
             return None
         if target.name not in all_levels():
-            self._other.setdefault(target.name, []).append(tensor)
-            return None
-        n, matrices = self.covariances.shape(entry)
-        if (n, matrices) != (shape[0], math.prod(shape[2:])):
-            raise FormatError(
-                f"{self.covariances.path}: entry {entry} has {matrices} matrices of {n} columns, tensor {tensor} needs "
-                f"{math.prod(shape[2:])} of {shape[0]}: it was recorded on another model"
-            )
-        tokens = tuple(int(t) for t in self.covariances.tokens(entry))
-        weighted, grouping = self.covariances.is_weighted(entry), levels_of(target).grouping
-        inputs = Inputs(tensor, entry, n, tokens, weighted, self.covariances, grouping)
-        self._found.append(inputs)
-        return inputs
+            self.without[tensor] = f"levels of {target.name} are not chosen one by one in this version"
+            return self.known.inputs(tensor, entry, shape) if self.known.corrects and entry is not None else None
+        if entry is None:
+            width = min(shape[0], max(target.block, _ALIKE))
+            n = width if shape[0] % width == 0 else target.block
+            self._found.append(Alike(n, math.prod(shape[2:])))
+        else:
+            self._found.append(self.known.inputs(tensor, entry, shape))
+        return self._found[-1]
 
-    def _entry(self, name: str) -> str | None:
-        entries = self.covariances.entries
-        if name in entries:
-            return entries[name]
-        prefix, dot, kind = name.removesuffix(".weight").rpartition(".")
-        for alias in ALIASES:
-            if alias.kind == kind and alias.exact and (other := f"{prefix}{dot}{alias.source}.weight") in entries:
-                return entries[other]
-        return None
+    def corrected(self, tensor: str, name: str, shape: Sequence[int], target: TensorType) -> Inputs | None:
+        """Return the inputs of a tensor that is not encoded, if it is to be corrected: a router."""
+        entry = entry_of(name, self.known.entries)
+        if not self.known.corrects or entry is None or not name.endswith(ROUTER) or target.name != "F32":
+            return None
+        self._corrected.append(tensor)
+        return self.known.inputs(tensor, entry, shape)
+
+    def shows(self, name: str) -> bool:
+        """Tell whether the importance of a tensor's columns will be known; ``name`` is that of the source."""
+        return self.known.corrects and entry_of(name, self.known.entries) is not None
 
     def notes(self) -> list[str]:
         """Return what the user should know: what is encoded with feedback, and what is not, and why."""
         if not self._found:
-            raise FormatError(
-                f"{self.covariances.path}: it has no covariance for a tensor that is encoded, or only for types whose "
-                f"levels are not chosen one by one ({', '.join(self._other) or 'none'})"
-            )
-        pairs = [(inputs, e) for inputs in self._found for e in range(len(inputs.tokens))]
-        few = sum(i.damping(e) == FEW_DAMPING for i, e in pairs)
-        none = sum(i.damping(e) is None for i, e in pairs)
-        what = f"{len(pairs)} matrices of {len(self._found)} tensors" if len(pairs) > len(self._found) else None
-        lines = [f"error feedback for {what or f'{len(self._found)} tensors'}, by {self.covariances.path}"]
-        lines += [f"{none} of {len(pairs)} matrices saw fewer tokens than they have columns: encoded without feedback; "
-                  "calibrate on more text"] * bool(none)  # fmt: skip
-        lines += [f"{few} of {len(pairs)} matrices saw fewer than {ENOUGH} tokens a column: damped more; calibrate on "
-                  "more text"] * bool(few)  # fmt: skip
-        lines += [f"without feedback: {_names(names)}: levels of {of} are not chosen one by one in this version"
-                  for of, names in self._other.items()]  # fmt: skip
-        lines += [f"without feedback: {_names(self._missing)}: no covariance"] * bool(self._missing)
+            why = "; ".join(dict.fromkeys(self.without.values())) or "there is none"
+            raise FormatError(f"{self.known.name}: it helps no tensor that is encoded: {why}")
+        n, matrices = len(self._found), sum(i.matrices for i in self._found)
+        what = f"{matrices} matrices of {n} tensors" if matrices > n else f"{n} tensors"
+        lines = [f"error feedback for {what}, by {self.known.name}", *few_tokens(self._found)]
+        if self._corrected:
+            lines.append(f"corrected for their inputs: {_names(self._corrected)}")
+        reasons: dict[str, list[str]] = {}
+        for tensor, why in self.without.items():
+            reasons.setdefault(why, []).append(tensor)
+        lines += [f"without feedback: {_names(names)}: {why}" for why, names in reasons.items()]
+        if self.without.get("output.weight") == _NO_COVARIANCE:
+            lines.append("output.weight has a covariance if `imatrix --covariance` is given --process-output")
         return lines
+
+    def fields(self) -> list[Field]:
+        """Return what a file says of its making, as far as a plan knows it."""
+        from quantkit.kernels.cpu.feedback.rounding import Rounding
+
+        values: dict[str, tuple[str | int | float, ValueType]] = {
+            "method": (METHOD, ValueType.UINT32),
+            **self.known.fields(),
+            "damping": (DAMPING, ValueType.FLOAT32),
+            "damping.few_tokens": (FEW_DAMPING, ValueType.FLOAT32),
+            **{f"rounding.{name}": (int(value), ValueType.UINT32) for name, value in asdict(Rounding()).items()},
+            "matrices": (sum(i.matrices for i in self._found) - _too_few(self._found), ValueType.UINT32),
+            "tensors.without": (len(self.without), ValueType.UINT32),
+        }
+        if all(i.tokens is not None for i in self._found):
+            values["matrices.without"] = (_too_few(self._found), ValueType.UINT32)
+        return [Field.of(f"quantkit.feedback.{key}", value, t) for key, (value, t) in values.items()]
+
+
+def _is_read_by_row(name: str, target: TensorType) -> bool:
+    """Tell whether a tensor is only read row by row; a scale of the whole row is left as the reference has it."""
+    return name == EMBEDDING and target.row_header == 0
+
+
+def few_tokens(found: Sequence[Inputs]) -> list[str]:
+    """Return how many matrices saw few tokens, or too few, as far as that is known."""
+    pairs = [(inputs, e) for inputs in found if inputs.tokens is not None for e in range(inputs.matrices)]
+    few, none = sum(i.damping(e) == FEW_DAMPING for i, e in pairs), _too_few(found)
+    lines = [f"{none} of {len(pairs)} matrices saw fewer tokens than they have columns: encoded without feedback; "
+             "calibrate on more text"] * bool(none)  # fmt: skip
+    lines += [f"{few} of {len(pairs)} matrices saw fewer than {ENOUGH} tokens a column: damped more; calibrate on "
+              "more text"] * bool(few)  # fmt: skip
+    return lines
+
+
+def _too_few(found: Sequence[Inputs]) -> int:
+    known = [inputs for inputs in found if inputs.tokens is not None]
+    return sum(inputs.damping(e) is None for inputs in known for e in range(inputs.matrices))
 
 
 def _names(names: Sequence[str]) -> str:
@@ -158,13 +372,13 @@ class Metrics:
         self._changed = threading.Condition()
 
     @contextmanager
-    def held(self, inputs: Inputs, matrix: int) -> Iterator[Metric]:
+    def held(self, inputs: Inputs, matrix: int, grouping: Grouping | None = None) -> Iterator[Metric]:
         """Yield the metric of a matrix, made now unless somebody has made it."""
-        key = (inputs.entry, matrix, inputs.grouping)
+        key = (inputs.entry, matrix, grouping)
         metric = self._wait(key, inputs.metric_bytes)
         if metric is None:
             try:
-                metric = inputs.made(matrix, self.threads if len(inputs.tokens) == 1 else 1)
+                metric = inputs.made(matrix, self.threads if inputs.matrices == 1 else 1, grouping)
             finally:
                 with self._changed:
                     del self._making[key]

@@ -13,9 +13,17 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from quantkit.errors import ResourceError
+
+
+class JournalEntry(NamedTuple):
+    """A finished tensor: CRC-32 of its bytes, error sums, and, with feedback, losses of each matrix (``work``)."""
+
+    crc: int
+    sums: list[float]
+    losses: list[list[float]]
 
 
 def has_mark(path: Path, text: str) -> bool:
@@ -31,6 +39,7 @@ class Journal:
         self.path, self.fingerprint = path, fingerprint
         self.done: dict[str, int] = {}
         self.sums: dict[str, list[float]] = {}
+        self.losses: dict[str, list[list[float]]] = {}
         #: What the target of the run has noted, in order.
         self.notes: list[dict[str, Any]] = []
         self.sealed = False
@@ -45,6 +54,7 @@ class Journal:
         self._file.truncate(0)
         self.done.clear()
         self.sums.clear()
+        self.losses.clear()
         self.notes.clear()
         self.sealed = False
         self._append({"quantkit": 1, "run": self.fingerprint})
@@ -77,8 +87,8 @@ class Journal:
 
     def _take(self, entry: dict[str, Any]) -> None:
         if "tensor" in entry:
-            crc, sums = int(entry["crc32"]), [float(s) for s in entry["sums"]]
-            self.done[entry["tensor"]], self.sums[entry["tensor"]] = crc, sums
+            losses = [[float(v) for v in row] for row in entry.get("losses", ())]
+            self._enter(entry["tensor"], JournalEntry(int(entry["crc32"]), [float(s) for s in entry["sums"]], losses))
         if "note" in entry:
             self.notes.append(dict(entry["note"]))
         self.sealed = self.sealed or "sealed" in entry
@@ -87,11 +97,21 @@ class Journal:
         """Strike out a tensor whose bytes are not what they were."""
         del self.done[name]
 
-    def add(self, tensors: dict[str, tuple[int, list[float]]]) -> None:
-        """Record tensors whose bytes are on the disk: their CRC-32 and error sums, by name."""
-        for name, (crc, sums) in tensors.items():
-            self.done[name], self.sums[name] = crc, sums
-        self._append(*({"tensor": n, "crc32": c, "sums": s} for n, (c, s) in tensors.items()))
+    def add(self, tensors: dict[str, JournalEntry]) -> None:
+        """Record tensors whose bytes are on the disk, by name."""
+        for name, entry in tensors.items():
+            self._enter(name, entry)
+        self._append(
+            *(
+                {"tensor": name, "crc32": crc, "sums": sums, **({"losses": losses} if losses else {})}
+                for name, (crc, sums, losses) in tensors.items()
+            )
+        )
+
+    def _enter(self, name: str, entry: JournalEntry) -> None:
+        self.done[name], self.sums[name] = entry.crc, entry.sums
+        if entry.losses:
+            self.losses[name] = entry.losses
 
     def mark(self, text: str) -> None:
         """Write a line by which a process elsewhere finds that it sees this journal, and so the files beside it."""

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from quantkit.helpers import crc32_combine
 from quantkit.pipeline.cache.use import RunCache
-from quantkit.pipeline.journal import Journal
+from quantkit.pipeline.journal import Journal, JournalEntry
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.target import Kept
 from quantkit.pipeline.work import NO_CRC, ErrorSums, Job, JobResult, PlannedTensor, cut_jobs
@@ -36,6 +36,9 @@ class Progress(Protocol):
     def said(self, text: str) -> None:
         """Report what the user should know about the nodes of a cluster."""
 
+    def ran(self, stage: int, stages: int, tokens: int, total: int) -> None:
+        """Report that so many tokens of a calibration, of ``total``, have gone through a stage of the model."""
+
 
 @dataclass(frozen=True)
 class NodeShare:
@@ -53,14 +56,36 @@ class _Tally:
     missing: int
     results: dict[int, tuple[Job, JobResult]] = field(default_factory=dict)
 
-    def total(self) -> tuple[int, ErrorSums]:
-        """Return the CRC-32 of the tensor (NO_CRC of a copy) and its error sums, added in the order of the bytes."""
-        crc, sums = 0, ErrorSums()
+    def entry(self) -> JournalEntry:
+        """Return what the journal has of a tensor: sums are added in the order of the bytes."""
+        crc, sums, losses = 0, ErrorSums(), dict[tuple[int, int], ErrorSums]()
         for offset in sorted(self.results):
             job, result = self.results[offset]
-            sums = sums + result.sums
+            for piece in result.sums:
+                sums = sums + piece
+                if piece.loss_before:
+                    at = job.part, job.matrix
+                    losses[at] = losses.get(at, ErrorSums()) + piece
             crc = NO_CRC if result.crc == NO_CRC else crc32_combine(crc, result.crc, job.target_bytes)
-        return crc, sums
+        by_matrix = [[*at, s.loss_before, s.loss_after, s.rows_fed] for at, s in sorted(losses.items())]
+        return JournalEntry(crc, list(sums), by_matrix)
+
+
+class Work(Protocol):
+    """What an executor is given: a ledger, or a part of one."""
+
+    plan: Plan
+    target: Kept
+    max_ram: int
+    stop: threading.Event
+
+    def to_encode(self) -> list[PlannedTensor]: ...
+
+    def jobs(self) -> Iterator[Job]: ...
+
+    def done(self, job: Job, result: JobResult) -> None: ...
+
+    def fail(self, e: BaseException) -> None: ...
 
 
 class Ledger:
@@ -104,11 +129,14 @@ class Ledger:
         left = (tensor for tensor in self.plan.tensors if tensor.name not in self.journal.done)
         return [tensor for tensor in left if self.cache is None or not self.cache.is_known(tensor)]
 
-    def jobs(self) -> Iterator[Job]:
-        """Yield the jobs of tensors that are not in the journal, in order; for one thread at a time."""
+    def jobs(self, names: Collection[str] | None = None) -> Iterator[Job]:
+        """Yield the jobs of tensors that are not in the journal, in order; for one thread at a time.
+
+        names: of these tensors only, each of which must be asked for once.
+        """
         done = set(self.journal.done)
         for at, tensor in enumerate(self.plan.tensors):
-            if tensor.name in done:
+            if tensor.name in done or names is not None and tensor.name not in names:
                 continue
             jobs = list(cut_jobs(at, tensor, self.values))
             left = [j for j in jobs if not self.target.spares(tensor.shard, j.target_offset, j.target_bytes)]
@@ -136,6 +164,10 @@ class Ledger:
         if complete:
             self._finished.put((tensor, tally))
 
+    def part(self, names: Collection[str], order: Callable[[Job], Any] | None = None) -> Part:
+        """Return the work of some tensors, its jobs sorted by ``order``."""
+        return Part(self, frozenset(names), order)
+
     def fail(self, e: BaseException) -> None:
         """End the run; the first failure is raised when it has ended."""
         with self._lock:
@@ -158,8 +190,23 @@ class Ledger:
                     for tensor, tally in tensors:
                         self.cache.keep(tensor, tally.results.values(), self.target.file(tensor.shard))
                 if tensors:
-                    totals = {tensor.name: tally.total() for tensor, tally in tensors}
-                    self.journal.add({name: (crc, list(sums)) for name, (crc, sums) in totals.items()})
+                    self.journal.add({tensor.name: tally.entry() for tensor, tally in tensors})
             except BaseException as e:  # raised when the run has ended
                 self.fail(e)
                 return
+
+
+class Part:
+    """The work of some tensors of a ledger; see ``Work``."""
+
+    def __init__(self, ledger: Ledger, names: frozenset[str], order: Callable[[Job], Any] | None) -> None:
+        self._ledger, self._names, self._order = ledger, names, order
+        self.plan, self.target, self.max_ram, self.stop = ledger.plan, ledger.target, ledger.max_ram, ledger.stop
+        self.done, self.fail = ledger.done, ledger.fail
+
+    def to_encode(self) -> list[PlannedTensor]:
+        return [tensor for tensor in self._ledger.to_encode() if tensor.name in self._names]
+
+    def jobs(self) -> Iterator[Job]:
+        jobs = self._ledger.jobs(self._names)
+        return jobs if self._order is None else iter(sorted(jobs, key=self._order))

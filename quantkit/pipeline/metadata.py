@@ -195,3 +195,10 @@ def set_provenance(metadata: Metadata, facts: Mapping[str, str]) -> None:
     metadata.remove(*(f.key for f in metadata.fields() if f.key.startswith("quantkit.quantize.")))
     for key, value in facts.items():
         metadata.set(Field.of(f"quantkit.quantize.{key}", value, ValueType.STRING))
+
+
+def set_feedback(metadata: Metadata, fields: Iterable[Field]) -> None:
+    """Record how errors were fed forward, in ``quantkit.feedback.`` keys; those of an earlier run are removed."""
+    metadata.remove(*(f.key for f in metadata.fields() if f.key.startswith("quantkit.feedback.")))
+    for field in fields:
+        metadata.set(field)

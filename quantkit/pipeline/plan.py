@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from quantkit.errors import FormatError, ResourceError, TypeNotSupported
 from quantkit.formats.gguf import (
@@ -78,6 +79,10 @@ class Plan:
     reads: tuple[Path, ...] = ()
     #: Whose rules chose the types, "mainline" or "ik"; "" if nothing was chosen.
     rules: str = ""
+    #: Makes of ``Threads`` an ``Executor``, where jobs depend on each other; None: anything may run them.
+    executor: Callable[[Any], Any] | None = None
+    #: Tensors that are encoded without feedback where others have it, and why.
+    without_feedback: tuple[tuple[str, str], ...] = ()
 
     @property
     def nbytes(self) -> int:

@@ -19,21 +19,20 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.cluster import Cluster, Node, Refused
+from quantkit.cluster import WIDTH, Cluster, Node, Refused
 from quantkit.errors import FormatError, ResourceError
 from quantkit.pipeline.journal import has_mark
 from quantkit.pipeline.ledger import Ledger, NodeShare
 from quantkit.pipeline.source import Source
 from quantkit.pipeline.target import Files, OpenFiles
-from quantkit.pipeline.warm import kernel_calls
+from quantkit.pipeline.warm import first_calls, kernel_calls
 from quantkit.pipeline.work import Job, JobResult, PlannedTensor, Worker, metrics_for
 
 #: Seconds that a batch is to take, and the least towards the end.
-SECONDS, _LEAST = 2.0, 0.05
-#: Threads of a worker process: few for the interpreter's lock, many for memory; see docs/cluster.md.
-WIDTH = 8
+SECONDS, _LEAST = 3.0, 0.1
 #: Seconds a value takes where nothing is known: slow, so that the first batch of a kind is small.
 _SLOW = 2e-7
+_FLUSH_SECONDS = 0.25
 #: How long a node may take to see a file that the driver has written.
 _SEEN_SECONDS = 10.0
 
@@ -48,6 +47,8 @@ class Shared:
     source: Source
     fingerprint: str
     tensors: tuple[PlannedTensor, ...]
+    #: Those whose kernels are needed.
+    to_encode: tuple[PlannedTensor, ...]
     parts: tuple[Path, ...]
     journal: Path
     #: A line of the journal.
@@ -82,6 +83,7 @@ class RayTasks:
             plan.source,
             plan.source.fingerprint(),
             plan.tensors,
+            tuple(ledger.to_encode()),
             tuple(part.absolute() for part in ledger.target.parts),
             ledger.journal.path.absolute(),
             mark,
@@ -92,7 +94,7 @@ class RayTasks:
         try:
             self._cluster.run(work)
         finally:
-            self.nodes = tuple(NodeShare(node.name, self.cpus_of(node), node.done) for node in work.nodes)
+            self.nodes = tuple(NodeShare(n.name, self.cpus_of(n), n.done) for n in work.nodes if n.done)
 
     def cpus_of(self, node: Node) -> int:
         """Return how many CPUs of a node are used; one that came late has no more memory than the others."""
@@ -121,9 +123,7 @@ class _Jobs:
         return self.ledger.stop.is_set()
 
     def fit(self, node: Node) -> None:
-        cpus = self.executor.cpus_of(node)
-        node.workers = -(-cpus // WIDTH)
-        node.width, node.gpus = cpus // node.workers, 0
+        node.divide(self.executor.cpus_of(node), WIDTH)
         self.nodes.append(node)
 
     def batch(self, node: Node) -> list[Job] | None:
@@ -131,8 +131,10 @@ class _Jobs:
         if self._next is None:
             return None
         left = sum(n * self._pace.get(kind, _SLOW) for kind, n in self._left.items())
-        cpus = sum(each.width * each.workers for each in self.nodes if each.cpus)
-        seconds = node.width * min(SECONDS, max(_LEAST, left / (2 * max(1, cpus))))
+        there = [each for each in self.nodes if each.cpus]
+        cpus = sum(each.width * each.workers for each in there)
+        alone = sum(each.workers for each in there) == 1  # nobody whom it would keep waiting
+        seconds = node.width * (SECONDS if alone else min(SECONDS, max(_LEAST, left / (2 * max(1, cpus)))))
         jobs = list[Job]()
         while self._next is not None and (seconds > 0 or len(jobs) < node.width):
             job, kind = self._next, _kind(self.ledger.plan.tensors[self._next.tensor])
@@ -168,6 +170,15 @@ def _values(job: Job, tensor: PlannedTensor) -> int:
 # ---------------------------------------------------------------- on the nodes
 
 
+def load() -> None:
+    """Load what any job needs, in a worker process that has nothing else to do."""
+    from quantkit.kernels.cpu.core.jit import kernel_folder
+    from quantkit.kernels.first_run import compile_together
+
+    with _alone(kernel_folder() / "compiling.lock"):
+        compile_together(first_calls())
+
+
 def begin(shared: Shared, threads: int) -> Callable[[list[Job]], list[tuple[JobResult, float]]]:
     """Open source and output in a worker process, load its kernels, and return what runs a batch."""
     _check_source(shared)
@@ -176,7 +187,7 @@ def begin(shared: Shared, threads: int) -> Callable[[list[Job]], list[tuple[JobR
     from quantkit.kernels.first_run import compile_together
 
     with _alone(kernel_folder() / "compiling.lock"):
-        compile_together(kernel_calls(shared.tensors, shared.measure))
+        compile_together(kernel_calls(shared.to_encode, shared.measure))
     metrics = metrics_for(shared.tensors, shared.max_ram, threads)
     workers = [
         Worker(shared.source, target, metrics, measure=shared.measure, ahead=2 * threads) for _ in range(threads)
@@ -189,7 +200,7 @@ def _check_source(shared: Shared) -> None:
     try:
         found = shared.source.fingerprint()
     except (OSError, FormatError) as e:
-        raise Refused(f"{where} cannot be read there: {e}") from None
+        raise Refused(f"{where} cannot be read there: {getattr(e, 'strerror', None) or e}") from None
     if found != shared.fingerprint:
         raise Refused(f"{where} is not the same file there: an older one, or another")
 
@@ -249,10 +260,34 @@ class _Batches:
         threads = [threading.Thread(target=work, args=(worker,)) for worker in self.workers[1 : len(batch)]]
         for thread in threads:
             thread.start()
-        work(self.workers[0])
-        for thread in threads:
+        with self._flushing({self.tensors[job.tensor].shard for job in batch}):
+            work(self.workers[0])
+            for thread in threads:
+                thread.join()
+            if failures:
+                raise failures[0]
+        return [results[number] for number in range(len(batch))]
+
+    @contextmanager
+    def _flushing(self, shards: set[int]) -> Iterator[None]:
+        """Flush files all the time, so that little is left in the end; then the rest."""
+        ended = threading.Event()
+        failures: list[OSError] = []  # the kernel tells of one only once
+
+        def flush() -> None:
+            try:
+                while not ended.wait(_FLUSH_SECONDS):
+                    self.target.sync(shards)
+            except OSError as e:
+                failures.append(e)
+
+        thread = threading.Thread(target=flush)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
             thread.join()
         if failures:
             raise failures[0]
-        self.target.sync({self.tensors[job.tensor].shard for job in batch})
-        return [results[number] for number in range(len(batch))]
+        self.target.sync(shards)

@@ -11,11 +11,11 @@ import os
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypedDict, Unpack
 
-from quantkit.errors import ClusterError, QuantkitError, ResourceError, TypeNotSupported
+from quantkit.errors import ClusterError, QuantkitError, RecipeError, ResourceError, TypeNotSupported
 from quantkit.formats.outputs import Output, beside, check_apart, check_free
 from quantkit.formats.ranges import Buffers
 from quantkit.formats.remote import URL, check_unchanged
@@ -30,7 +30,7 @@ from quantkit.pipeline.plan import Plan, check_kernels
 from quantkit.pipeline.spool import place_of
 from quantkit.pipeline.target import Place
 from quantkit.pipeline.threads import Threads
-from quantkit.pipeline.work import JOB, NO_CRC, ErrorSums, PlannedTensor, cut_jobs, job_values
+from quantkit.pipeline.work import JOB, NO_CRC, ErrorSums, MatrixLoss, PlannedTensor, cut_jobs, job_values
 
 #: Bytes that all buffers together may take, unless told otherwise.
 DEFAULT_MAX_RAM = 512 << 20
@@ -39,10 +39,13 @@ DEFAULT_MAX_RAM = 512 << 20
 class Executor(Protocol):
     """What runs the jobs of a ledger, anywhere."""
 
-    #: Workers that share the memory of one machine.
-    count: int
-    #: The nodes of a cluster that took part in the last run.
-    nodes: tuple[NodeShare, ...]
+    @property
+    def count(self) -> int:
+        """Workers that share the memory of one machine."""
+
+    @property
+    def nodes(self) -> tuple[NodeShare, ...]:
+        """The nodes of a cluster that took part in the last run."""
 
     def run(self, ledger: Ledger, *, measure: bool) -> None:
         """Run all jobs; on return none is under way, and failures are in the ledger."""
@@ -72,7 +75,8 @@ class RunOptions(TypedDict, total=False):
 class RunResult:
     """What a run did: seconds, tensors taken over from an earlier run, and the error sums where measured.
 
-    ``nodes``: those of a cluster that took part. ``cache``: what was taken from a cache, and kept there.
+    ``nodes``: those of a cluster that took part. ``cache``: what was taken from a cache, and kept there. ``losses``:
+    of tensors encoded with feedback, whoever encoded them.
     """
 
     seconds: float
@@ -80,6 +84,7 @@ class RunResult:
     sums: dict[str, ErrorSums]
     nodes: tuple[NodeShare, ...] = ()
     cache: CacheUse | None = None
+    losses: dict[str, tuple[MatrixLoss, ...]] = field(default_factory=dict)
 
 
 def journal_path(path: Path) -> Path:
@@ -147,15 +152,23 @@ def run_plan(
             target.publish()
         journal.remove()
     sums = {name: ErrorSums(*s) for name, s in journal.sums.items()}
+    losses = {
+        name: tuple(MatrixLoss(int(part), int(matrix), *rest) for part, matrix, *rest in rows)
+        for name, rows in journal.losses.items()
+    }
     used = None if cache is None else cache.close()
-    return RunResult(working_seconds() - began, len(resumed), sums, executor.nodes, used)
+    return RunResult(working_seconds() - began, len(resumed), sums, executor.nodes, used, losses)
 
 
 def _executor(plan: Plan, options: RunOptions) -> Executor:
     """Return what runs the jobs: threads, or the nodes of a cluster."""
     address = options.get("ray")
     if address is None:
-        return Threads(options.get("threads") or available_cpus())
+        threads = Threads(options.get("threads") or available_cpus())
+        made: Executor = threads if plan.executor is None else plan.executor(threads)
+        return made
+    if plan.executor is not None:
+        raise RecipeError("--calibrate goes through the model layer by layer, on one machine: leave --ray away")
     for path in (*plan.source.paths, *plan.reads, *(shard.path for shard in plan.shards)):
         if isinstance(path, URL):
             raise ResourceError(f"{path}: --ray works on files that all nodes see, not on URLs; leave one of them away")

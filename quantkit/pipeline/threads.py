@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from quantkit.formats.remote.retry import given_up
 from quantkit.kernels.first_run import compile_together
 from quantkit.pipeline.feedback import Metrics
-from quantkit.pipeline.ledger import Ledger, NodeShare
+from quantkit.pipeline.ledger import NodeShare, Work
 from quantkit.pipeline.warm import kernel_calls
 from quantkit.pipeline.work import Job, Worker, metrics_for
 
@@ -20,8 +20,11 @@ class Threads:
         self.count = count
         self.nodes: tuple[NodeShare, ...] = ()
 
-    def run(self, ledger: Ledger, *, measure: bool) -> None:
-        """Compile, then run all jobs of a ledger; on return all threads have ended, and failures are in the ledger."""
+    def run(self, ledger: Work, *, measure: bool) -> None:
+        """Compile, then run all jobs of a ledger, or of a part of one.
+
+        On return all threads have ended, and failures are in the ledger.
+        """
         compile_together(kernel_calls(ledger.to_encode(), measure))
         jobs, lock = ledger.jobs(), threading.Lock()
         metrics = metrics_for(ledger.plan.tensors, ledger.max_ram, self.count)
@@ -43,7 +46,7 @@ class Threads:
             for thread in threads:
                 thread.join()
 
-    def _work(self, ledger: Ledger, metrics: Metrics, jobs: Iterator[Job], lock: threading.Lock, measure: bool) -> None:
+    def _work(self, ledger: Work, metrics: Metrics, jobs: Iterator[Job], lock: threading.Lock, measure: bool) -> None:
         worker = Worker(ledger.plan.source, ledger.target, metrics, measure=measure, ahead=2 * self.count)
         try:
             while not ledger.stop.is_set():

@@ -40,6 +40,11 @@ def kernel_calls(tensors: Iterable[PlannedTensor], measure: bool) -> list[Job]:
     ]
 
 
+def first_calls() -> list[Job]:
+    """Return the call of a kernel that is nearly always needed: the first one to be loaded takes the compiler along."""
+    return [_first_nonfinite]
+
+
 def _shape(t: TensorType) -> tuple[int, int]:
     """Return the rows and values of a small tensor."""
     return t.interleave, max(t.block, 256)

@@ -23,6 +23,7 @@ from quantkit.formats.cache_entry import RECORD, DamagedEntry, Entry, are_intact
 from quantkit.formats.gguf import TensorInfo
 from quantkit.formats.ranges import U8, Buffers, write_range
 from quantkit.kernels.interleave import base_of, is_woven, repacks
+from quantkit.kernels.levels import all_levels
 from quantkit.kernels.tensor_scale import TAIL, TENSOR_SCALED, decoded_as, with_row_scales
 from quantkit.pipeline.feedback import Inputs, Metrics
 from quantkit.pipeline.importance import Found
@@ -62,6 +63,10 @@ class RowSlice:
     #: The covariance of what it multiplies, if it is encoded with feedback.
     inputs: Inputs | None = None
 
+    def is_copied(self, target: TensorType) -> bool:
+        """True if its bytes become those of a tensor of type ``target``."""
+        return self.source.type is target and self.inputs is None
+
     @property
     def is_whole(self) -> bool:
         """True if every row of the source becomes the same row of the output."""
@@ -78,6 +83,15 @@ def whole(source: TensorInfo, found: Found | None = None) -> RowSlice:
     matrices = found.n_mat if found is not None else 1
     rows = math.prod(source.shape[1:]) // matrices
     return RowSlice(source, found, source.shape[0], matrices, rows, rows, rows)
+
+
+def fed(part: RowSlice, inputs: Inputs) -> RowSlice:
+    """Return a part that is encoded with feedback: matrix by matrix, even if no importance tells them apart."""
+    n = inputs.matrices
+    if part.is_whole and part.matrices != n:
+        rows = part.matrices * part.rows // n
+        part = replace(part, matrices=n, rows=rows, source_rows=rows, target_rows=rows)
+    return replace(part, inputs=inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +135,7 @@ class PlannedTensor:
     @property
     def is_copy(self) -> bool:
         """True if the bytes are copied."""
-        return all(part.source.type is self.type for part in self.parts)
+        return all(part.is_copied(self.type) for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +194,19 @@ class ErrorSums(NamedTuple):
         return ErrorSums(*(a + b for a, b in zip(self, other, strict=True)))
 
 
+class MatrixLoss(NamedTuple):
+    """The losses of a matrix encoded with feedback: of the reference's bytes and of those written, and rows improved.
+
+    ``part`` and ``matrix`` are its place in a ``PlannedTensor``.
+    """
+
+    part: int
+    matrix: int
+    before: float
+    after: float
+    rows: float
+
+
 #: Instead of the CRC-32 of a copied tensor, whose bytes are compared with the source.
 NO_CRC = -1
 
@@ -189,10 +216,14 @@ TAKEN, MADE, MENDED = "taken", "made", "mended"
 
 
 class JobResult(NamedTuple):
-    """The CRC-32 of a job's bytes (or NO_CRC), and its error sums if measured; records of what is to be kept."""
+    """The CRC-32 of a job's bytes (or NO_CRC); records of what is to be kept.
+
+    ``sums``: of each of its pieces in order, if they are measured or encoded with feedback. Pieces do not depend on how
+    jobs are cut, so sums over them do not either.
+    """
 
     crc: int
-    sums: ErrorSums
+    sums: tuple[ErrorSums, ...] = ()
     records: bytes = b""
     #: TAKEN, MADE or MENDED; "" of jobs without ``cached``.
     origin: str = ""
@@ -207,7 +238,7 @@ def cut_jobs(at: int, tensor: PlannedTensor, values: int) -> Iterator[Job]:
     """Yield the jobs of the tensor at position ``at``: about ``values`` values each, within one matrix."""
     for number, part in enumerate(tensor.parts):
         source_row = part.source.type.row_bytes(part.values)
-        if part.source.type is not tensor.type:
+        if not part.is_copied(tensor.type):
             yield from _cut(at, number, tensor, part, source_row, tensor.type.row_bytes(part.values), values)
         elif part.is_whole and not _has_plain_rows(part):
             unit = math.gcd(part.source.nbytes, 1 << 16)
@@ -230,12 +261,13 @@ def _has_plain_rows(part: RowSlice) -> bool:
 def _cut(
     at: int, number: int, tensor: PlannedTensor, part: RowSlice, source_row: int, target_row: int, values: int
 ) -> Iterator[Job]:
-    copied = part.source.type is tensor.type
+    copied = part.is_copied(tensor.type)
     step = max(1, values * 4 // source_row if copied else values // part.values)
     if source_row == part.source.type.row_bytes(part.values):  # rows, not any bytes
         step = whole_groups(step, group_of(part, tensor.type))
     if not copied:
-        step = whole_groups(step, min(step, piece_rows(part, tensor.type)))
+        piece = piece_rows(part, tensor.type)  # fed together whatever the memory: fewer would take as long
+        step = whole_groups(step, min(step, piece) if part.inputs is None else piece)
     for matrix in range(part.matrices):
         for row in range(0, part.rows, step):
             source = matrix * part.source_rows + part.source_row + row
@@ -331,7 +363,7 @@ class Worker:
                 taken, origin = self._take(job, tensor, job.cached)
                 if taken is not None:
                     return taken
-        copied = part.source.type is tensor.type
+        copied = part.is_copied(tensor.type)
         sums: list[ErrorSums] = []
         if copied:
             target = source
@@ -345,16 +377,14 @@ class Worker:
         self._write(job, tensor, part, target, copied)
         crc = NO_CRC if tensor.is_copy else zlib.crc32(target.data)
         if job.cached is None:
-            return JobResult(crc, sum(sums, ErrorSums()))
-        records = records_of(
-            digests, self._pieces(job, tensor, target), np.array(sums or [ErrorSums()])[:, :4]
-        ).tobytes()
+            return JobResult(crc, tuple(sums))
+        records = records_of(digests, self._pieces(job, tensor, target), np.array(sums or [ErrorSums()])).tobytes()
         if job.cached.keep is not None:
             try:
                 write_range(job.cached.keep, target, job.cached.at, make=True)
             except OSError:  # a full disk, say: such a tensor is not kept
                 records = b""
-        return JobResult(crc, sum(sums, ErrorSums()), records, origin)
+        return JobResult(crc, tuple(sums), records, origin)
 
     def _pieces(self, job: Job, tensor: PlannedTensor, rows: U8) -> list[U8]:
         """Return a job's rows, of source or target, as they are encoded: some at a time."""
@@ -386,8 +416,11 @@ class Worker:
         return self._taken(target, records), TAKEN
 
     def _taken(self, target: U8, records: npt.NDArray[np.void]) -> JobResult:
-        sums = sum((ErrorSums(*r["sums"].tolist()) for r in records), ErrorSums()) if self.measure else ErrorSums()
-        return JobResult(zlib.crc32(target.data), sums, records.tobytes(), TAKEN)
+        kept = slice(0 if self.measure else 4, None)  # the others are of no interest
+        sums = np.zeros((len(records), len(ErrorSums._fields)))
+        sums[:, kept] = records["sums"][:, kept]
+        found = tuple(ErrorSums(*each) for each in sums.tolist()) if sums.any() else ()
+        return JobResult(zlib.crc32(target.data), found, records.tobytes(), TAKEN)
 
     def _write(self, job: Job, tensor: PlannedTensor, part: RowSlice, data: U8, copied: bool) -> None:
         """Put the bytes where they go; those that are taken over need not pass through this process a second time."""
@@ -414,26 +447,43 @@ class Worker:
             bad = first_nonfinite_row(x, 0, stop - row)
             if bad >= 0:
                 raise self._non_finite(part, job, row + bad, x[bad])
-            found = self._encode_rows(job, tensor, part, x, weights, rows_out[row:stop])
+            found = self._encode_rows(
+                job, tensor, part, x, weights, rows_out[row:stop], part.source_row + job.row + row
+            )
             if self.measure:
                 found += self._error(tensor, x, rows_out[row:stop], weights)
             if self.measure or part.inputs is not None:
                 sums.append(found)
         return sums
 
-    def _encode_rows(self, job: Job, tensor: PlannedTensor, part: RowSlice, x: F32, weights: F32, out: U8) -> ErrorSums:
-        """Fill ``out`` with the encoded rows x; return what feedback made of the loss."""
+    def _encode_rows(
+        self, job: Job, tensor: PlannedTensor, part: RowSlice, x: F32, weights: F32, out: U8, row: int
+    ) -> ErrorSums:
+        """Fill ``out`` with the encoded rows x, the first being ``row`` of their matrix; return the losses."""
         from quantkit.kernels.cpu.encode import encoder
 
         encode = encoder(tensor.type, tensor.encoder or None)
-        if part.inputs is None or part.inputs.damping(job.matrix) is None:
-            encode(x, weights, out, 0, len(x))
+        fits = tensor.type.name in all_levels() or not tensor.type.is_quantized
+        if part.inputs is None or not fits or part.inputs.damping(job.matrix) is None:
+            own = None if part.inputs is None or part.found is not None else part.inputs.importance(job.matrix)
+            encode(x, weights if own is None else own, out, 0, len(x))
             return ErrorSums()
-        from quantkit.kernels.cpu.feedback.rounding import Rounding, round_rows
+        from quantkit.kernels.cpu.feedback.rounding import Rounding, round_rows, target_of
 
-        with self.metrics.held(part.inputs, job.matrix) as metric:
-            made = round_rows(tensor.type, x, lambda a, b: encode(a, weights, b, 0, len(a)), metric, Rounding())
-        out[...] = made.rows
+        described = all_levels().get(tensor.type.name)
+        with self.metrics.held(part.inputs, job.matrix, described.grouping if described else None) as metric:
+            counts = weights if part.found is not None or metric.importance is None else metric.importance
+
+            def reference(rows: F32, into: U8) -> None:
+                encode(rows.reshape(x.shape), counts, into.reshape(out.shape), 0, len(x))
+
+            rows = x.reshape(-1, part.inputs.n)
+            target = target_of(rows, metric, row)
+            if not tensor.type.is_quantized:
+                reference(rows if target is None else target, out)
+                return ErrorSums()
+            made = round_rows(tensor.type, rows, reference, metric, Rounding(), target)
+        out[...] = made.rows.reshape(out.shape)
         fed = float(np.count_nonzero(made.after < made.before))
         return ErrorSums(loss_before=made.before.sum(), loss_after=made.after.sum(), rows_fed=fed)
 

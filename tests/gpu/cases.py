@@ -6,7 +6,7 @@ drawn again, so that no encoder is needed where the card is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, open_gguf, write_gguf
+from quantkit.kernels.cuda.encode.encode import encode_rows
 from quantkit.kernels.formats import FORMATS
 from quantkit.kernels.reference import decode_rows
 from quantkit.model.backends import Backend, Limits
@@ -158,6 +159,31 @@ def run_products(backend: Backend, source: GGUFFile, name: str) -> Iterator[tupl
         program.run(Batch(at * 0, at, at * 0, at))
         for out in cases.outs:
             yield f"{name}, {out.name}, {rows}", np.array(program.read(out))
+
+
+def encoded(
+    device: Any, t: TensorType, x: Floats, importance: Floats | None = None, repeat: Callable[[Any], None] | None = None
+) -> npt.NDArray[np.uint8]:
+    """Return the bytes of rows, encoded on a device; ``repeat`` is given what encodes them once more."""
+    rows, n = x.shape
+    out = np.empty(rows * t.row_bytes(n), np.uint8)
+    at = [device.allocate(size) for size in (x.nbytes, out.nbytes, 4 * n, 4 * rows)]
+    try:
+        device.upload(at[0], x)
+        if importance is not None:
+            device.upload(at[2], importance)
+
+        def work() -> None:
+            encode_rows(device, t, at[0], rows, n, at[1], at[2] if importance is not None else 0, at[3])
+
+        work()
+        if repeat is not None:
+            repeat(work)
+        device.download(at[1], out)
+    finally:
+        for address in at:
+            device.free(address)
+    return out
 
 
 #: Between the CPU backend and the card: sums in another order, in f32.

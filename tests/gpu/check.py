@@ -5,14 +5,15 @@
     scripts/gpu_check --shim               the checks without a card, by the shim of the tests (needs g++)
     scripts/gpu_check --record gpu_check.md    append such results to BENCHMARKS.md
 
-Every result is written as soon as it is there; what --minutes leave no time for is named. A part that breaks the card,
-or hangs, costs itself only (run.py). Expected values: tests/data/gpu-expected.npz (scripts/make_gpu_expected.py:
-our CPU backend) and tests/data/zoo (llama.cpp).
+Every result is written as soon as it is there, what matters most first; what --minutes leave no time for is named. A
+part that breaks the card, or hangs, costs itself only (run.py). Expected values: tests/data/gpu-expected.npz
+(scripts/make_gpu_expected.py: our CPU backend) and tests/data/zoo (llama.cpp).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import sys
@@ -30,11 +31,14 @@ import numpy as np  # noqa: E402
 
 from gpu import cases, speed  # noqa: E402
 from gpu.cases import TYPES, launched_early, nmse, on_card  # noqa: E402
-from gpu.run import PATIENCE, Run, verdict, watch  # noqa: E402
+from gpu.run import NOT_RUN, PATIENCE, Run, verdict, watch  # noqa: E402
 from quantkit.formats.gguf import open_gguf  # noqa: E402
 from quantkit.kernels.cuda.core.device import count_devices, why_none  # noqa: E402
+from quantkit.kernels.cuda.encode.encode import encoders  # noqa: E402
+from quantkit.kernels.first_run import tell  # noqa: E402
 from quantkit.model.engine import load  # noqa: E402
 from quantkit.model.fusion import Fusion  # noqa: E402
+from quantkit.types import BY_NAME  # noqa: E402
 from zoo import NAMES, expected, write_zoo  # noqa: E402
 
 # ---------------------------------------------------------------- checks
@@ -45,7 +49,11 @@ def products(run: Run) -> None:
     from quantkit.kernels.cuda.core.device import open_device
     from quantkit.model.backends.cuda.backend import CUDABackend
 
-    path = cases.write_products(run.folder / "products.gguf")
+    if not run.todo("products", run.types):
+        return
+    path = run.folder / "products.gguf"
+    if not path.exists():
+        cases.write_products(path.with_suffix(".part")).rename(path)
     worst: list[tuple[float, str]] = []
     with open_gguf(path) as source:
         backend = CUDABackend(source, open_device("CUDA0"))
@@ -119,6 +127,9 @@ def tiny_moe(run: Run) -> None:
     tokens, cpu = run.expected["tiny-moe tokens"], float(run.expected["tiny-moe perplexity"])
 
     def perplexity(what: str) -> None:
+        if what == "cuBLAS" and not speed.has_cublas():
+            run.say(f"{NOT_RUN}, there is no cuBLAS: tiny-moe by cuBLAS")
+            return
         file = ROOT / "tests/data/tiny-moe-bf16.gguf"
         with load(file, placement=on_card(), cublas=what == "cuBLAS") as model:
             ppl = cases.perplexity(model, tokens)
@@ -131,6 +142,8 @@ def tiny_moe(run: Run) -> None:
 
 def placements(run: Run) -> None:
     """Tensors on the card and on the host in every mixture, #861 among them; the host is numpy's backend."""
+    if not run.todo("placements", [*cases.PLACEMENTS, "--max-vram"]):
+        return
     tokens, logits = expected("qwen3moe-moe")
     path = write_zoo("qwen3moe-moe", run.folder / "placed.gguf")
     done = []
@@ -148,6 +161,23 @@ def placements(run: Run) -> None:
     run.say(f"placements: {len(done)} mixtures of card and host right, weights sent for every batch among them")
 
 
+def encoding(run: Run) -> None:
+    """Encoders beside the golden bytes of llama.cpp."""
+    from quantkit.kernels.cuda.core.device import open_device
+
+    device: Any = open_device("CUDA0")
+    with np.load(ROOT / "tests/data/golden-mainline.npz") as kept:
+        golden = {name: kept[name] for name in kept.files}
+
+    def of_type(name: str) -> None:
+        for key, importance in ((name, None), (f"{name}+imatrix", golden["imatrix"])):
+            if key in golden:
+                found = cases.encoded(device, BY_NAME[name], golden["x"], importance)
+                run.check(f"encoding: {key}, bytes that differ", float((found != golden[key].ravel()).sum()), 0)
+
+    run.each("encoding", encoders(), of_type)
+
+
 CHECKS: dict[str, Callable[[Run], None]] = {
     "products": products,
     "zoo": zoo,
@@ -155,17 +185,33 @@ CHECKS: dict[str, Callable[[Run], None]] = {
     "tiny-moe": tiny_moe,
     "placements": placements,
     "early": early,
+    "encoding": encoding,
 }
 
 STEPS: dict[str, Callable[[Run], None]] = {"card": speed.card, **CHECKS, **speed.STEPS}
+
+#: What matters most, before all the rest: whether it is right, and how fast a model and its commonest types are.
+_COMMON = ("Q4_K", "Q8_0", "Q6_K", "IQ4_XS")
+FIRST: dict[str, Sequence[str]] = {
+    "card": ("card",),
+    "products": (*_COMMON, "F16", "BF16", "F32"),
+    "tiny-moe": ("own products",),
+    "zoo": ("qwen3moe-moe", "llama-dense"),
+    "model": ("all fused",),
+    "mat-vec": _COMMON,
+    "mat-mat": _COMMON,
+    "attention, 32 heads over 4": ("f16",),
+}
 
 
 # ---------------------------------------------------------------- all of it
 
 
 def carry_out(run: Run, names: Sequence[str]) -> None:
-    """Do steps, all of whose parts are begun once; one that breaks between its parts is a failure."""
-    for name in names:
+    """Do steps, all of whose parts are begun once, FIRST's before; one that breaks between its parts is a failure."""
+    first = [name for of in FIRST for name in names if of.partition(",")[0] == name]
+    for i, name in enumerate([*first, *names]):
+        run.only = FIRST if i < len(first) else {}
         began = time.monotonic()
         try:
             STEPS[name](run)
@@ -214,6 +260,7 @@ def use_shim() -> None:
 
     made: dict[str, Any] = {name: host_device.HostDevice(name=name) for name in ("CUDA0", "CUDA1")}
     device.open_device = made.__getitem__  # type: ignore[assignment]
+    speed._CARD[:] = [speed.Card(made["CUDA0"], math.nan, 1.0)]  # nothing is measured, and products by cuBLAS are
     devices.cuda_devices = lambda: tuple(made)
 
 
@@ -239,7 +286,9 @@ def main() -> None:
     out = options.out or Path(os.environ.get("OUT", ".")) / "gpu_check.md"
     if options.work is None:
         sys.exit(supervise(options, out))
-    carry_out(Run(out, options.work, options.until, options.types), options.only)
+    run = Run(out, options.work, options.until, options.types)
+    tell(run.moves)  # a line a module: a process that compiles for minutes does not hang
+    carry_out(run, options.only)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ class Run:
         self.begun_file = work / "begun"
         self.begun = set(self.begun_file.read_text().splitlines()) if self.begun_file.exists() else set()
         self.failed = 0
+        #: The parts of each step that are done now, where not all of them are (check.FIRST).
+        self.only: Mapping[str, Sequence[str]] = {}
         self.expected: Any = np.load(EXPECTED) if EXPECTED.exists() else {}
 
     @property
@@ -64,16 +66,24 @@ class Run:
             self.fail(f"{what}: {value:.3g}, bound {bound:g}")
         return good
 
+    def moves(self, line: str) -> None:
+        """Show that something goes on, on the screen only."""
+        print(line, flush=True)
+        self.begun_file.touch()
+
+    def todo(self, step: str, names: Iterable[str]) -> list[str]:
+        """Return the parts of a step that are to be done now and have not been begun."""
+        chosen = [name for name in names if name in self.only.get(step, [name])]
+        return [name for name in chosen if f"{step}: {name}" not in self.begun]
+
     def each(self, step: str, names: Iterable[str], work: Callable[[str], None], needs: float = 10) -> None:
         """Do the parts of a step that have not been begun; ``needs``: seconds that must be left for one.
 
         A part that breaks is a failure, and the next one follows, if there still is a card.
         """
         late = []
-        for name in names:
+        for name in self.todo(step, names):
             key = f"{step}: {name}"
-            if key in self.begun:
-                continue
             if self.left < needs:
                 late.append(name)
                 continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,12 +17,14 @@ import numpy as np
 from make_moe import Model as Shapes
 
 from gpu import cases
+from quantkit.errors import ResourceError
 from quantkit.formats.gguf import Field, TensorInfo, write_gguf
 from quantkit.helpers import format_size
 from quantkit.kernels.cuda.attention import attention
 from quantkit.kernels.cuda.core import peak
 from quantkit.kernels.cuda.core.device import Launch, open_device
 from quantkit.kernels.cuda.core.kernel import Shape
+from quantkit.kernels.cuda.encode.encode import encoders, weighs
 from quantkit.kernels.cuda.layer import glu
 from quantkit.kernels.cuda.matmul import activations, mat_mat, mat_vec, moe
 from quantkit.kernels.cuda.unpack import dequantize
@@ -43,12 +47,14 @@ SILU = Activation("silu")
 class Sizes:
     """What is measured; tests of this script make it small.
 
-    matrix_bytes: of a matrix, several of which are read in turns: far more than caches hold. repetitions, of_products,
-    of_model: how often launches, products and a whole model are timed.
+    matrix_bytes: of a matrix, several of which are read in turns: far more than caches hold. in_graph: launches that
+    are timed as one graph, so that what it costs to launch it does not count. repetitions, of_products, of_model: how
+    often launches, products and a whole model are timed.
     """
 
     matrix_bytes: int = 64 << 20
     in_turn: int = 4
+    in_graph: int = 12
     few: tuple[int, ...] = (1, 2, 4, 8)
     n_in: int = 4096
     dense: int = 4096
@@ -59,11 +65,11 @@ class Sizes:
     expert_in: int = 2048
     expert_out: int = 768
     heads: int = 32
-    vocab: int = 4096
+    vocab: int = 151936
     gates: tuple[int, ...] = (1, 4, 64, 512, 2048)
     depths: tuple[int, ...] = (4096, 32768)
     latent_heads: int = 128
-    layers: int = 16
+    layers: int = 48
     single: int = 128
     repetitions: int = 15
     of_products: int = 7
@@ -73,6 +79,9 @@ class Sizes:
 
 
 SIZES = Sizes()
+
+#: Bytes of a model on the card, and of what runs it, that its layers do not take.
+_NOT_LAYERS = 6 << 30
 
 #: Types that fused and unfused products are timed for.
 GATED_TYPES = ("Q4_K", "Q8_0", "IQ4_XS", "Q6_K")
@@ -105,12 +114,29 @@ def the_card() -> Card:
     """Return the card, measured once."""
     if not _CARD:
         device: Any = open_device("CUDA0")
-        _CARD.append(Card(device, peak.copy_gb_s(device), peak.gemm_gops(device) / 1e3))
+        _CARD.append(Card(device, peak.copy_gb_s(device), _gemm_tflops(device)))
     return _CARD[0]
+
+
+def _gemm_tflops(device: Any) -> float:
+    """Return the rate of cuBLAS's bf16 GEMM; nan where there is none, so that shares of it are not known."""
+    try:
+        return peak.gemm_gops(device) / 1e3
+    except ResourceError:
+        return math.nan
+
+
+def has_cublas() -> bool:
+    """Return whether there is anything to compare products with."""
+    return not math.isnan(the_card().gemm_tflops)
 
 
 def card(run: Run) -> None:
     """The card's name, and its copy bandwidth and bf16 GEMM rate."""
+    run.each("card", ["card"], lambda name: _say_card(run))
+
+
+def _say_card(run: Run) -> None:
     c = the_card()
     cupy = c.device.cupy
     versions = f"CuPy {cupy.__version__}, CUDA driver {cupy.cuda.runtime.driverGetVersion()}"
@@ -154,14 +180,16 @@ class Bench:
         return out, stride
 
     def seconds(self, *lists: Sequence[Launch], repetitions: int | None = None) -> float:
-        """Return the median time of a list of launches; of several lists in turns, of one."""
-        replays = [self.device.record(launches) for launches in lists]
+        """Return the median time of a list of launches; of several, which read other memory, in turns.
 
-        def all_of_them() -> None:
-            for replay in replays:
-                replay()
-
-        return peak.timed(self.device, all_of_them, repetitions or SIZES.of_products) / len(lists)
+        They are timed as one graph, again and again those that take less than a millisecond.
+        """
+        for launches in lists:
+            self.device.run(launches)
+        once = self.device.seconds(lambda: self.device.run(lists[0]))
+        rounds = 1 if once > 1e-3 else -(-SIZES.in_graph // len(lists))
+        replay = self.device.record([one for _ in range(rounds) for launches in lists for one in launches])
+        return peak.timed(self.device, replay, repetitions or SIZES.of_products) / (rounds * len(lists))
 
     def __enter__(self) -> Bench:
         return self
@@ -192,8 +220,10 @@ NO_BIAS = {
 def mat_vec_speed(run: Run) -> None:
     """Every type: one token (and a few) times matrices of 64 MB, as a share of copying."""
     c = the_card()
-    n_in, few = SIZES.n_in, SIZES.few
-    sizes = [(t, SIZES.matrix_bytes // t.row_bytes(n_in)) for t in map(BY_NAME.__getitem__, SIZES.types)]
+    n_in, few, todo = SIZES.n_in, SIZES.few, run.todo("mat-vec", SIZES.types)
+    if not todo:
+        return
+    sizes = [(t, SIZES.matrix_bytes // t.row_bytes(n_in)) for t in map(BY_NAME.__getitem__, todo)]
     c.device.prepare([mat_vec.mul_mat(t, n_in, n_out, rows).kernel for t, n_out in sizes for rows in few])
     size = format_size(SIZES.matrix_bytes)
     run.say(f"\nmat-vec: GB/s of weights read (share of copy), {n_in} columns, {size}, by tokens\n")
@@ -229,6 +259,9 @@ def mat_mat_speed(run: Run) -> None:
     """Every type: a prompt times a square matrix, and by expert, as a share of the bf16 GEMM."""
     c = the_card()
     s = SIZES
+    todo = run.todo("mat-mat", s.types)
+    if not todo:
+        return
     run.say(
         f"\nmat-mat: TFLOP/s (share of the bf16 GEMM), {s.tokens} tokens; experts: {s.experts} of {s.expert_in} x "
         f"{s.expert_out}, {s.used} used\n"
@@ -240,7 +273,7 @@ def mat_mat_speed(run: Run) -> None:
     c.device.prepare(
         [
             shape.kernel
-            for t in map(BY_NAME.__getitem__, s.types)
+            for t in map(BY_NAME.__getitem__, todo)
             for shape in (
                 mat_mat.mul_mat(t, s.dense, s.dense, s.tokens, c.device.capability),
                 mat_mat.mul_mat_id(t, *by_expert),
@@ -252,9 +285,16 @@ def mat_mat_speed(run: Run) -> None:
     def of_type(name: str) -> None:
         t = BY_NAME[name]
         found = [*_dense(run, t, s.tokens, s.dense, s.dense), *_experts(run, t, s.tokens), _gated_experts(t, s.tokens)]
-        run.say(f"| {name} | {' | '.join(f'{x:.0f} ({x / c.gemm_tflops:.0%})' for x in found)} |")
+        run.say(f"| {name} | {' | '.join(map(_of_gemm, found))} |")
 
     run.each("mat-mat", s.types, of_type, needs=20)
+
+
+def _of_gemm(tflops: float) -> str:
+    """Say a rate, and which share it is of the GEMM's."""
+    if math.isnan(tflops):
+        return "no cuBLAS"
+    return f"{tflops:.0f} ({tflops / the_card().gemm_tflops:.0%})" if has_cublas() else f"{tflops:.0f}"
 
 
 def _dense(run: Run, t: TensorType, rows: int, n_in: int, n_out: int) -> tuple[float, float]:
@@ -268,6 +308,8 @@ def _dense(run: Run, t: TensorType, rows: int, n_in: int, n_out: int) -> tuple[f
         )  # fmt: skip
         flops = 2 * rows * n_in * n_out
         rate = flops / b.seconds([one]) / 1e12
+        if not has_cublas():
+            return rate, math.nan
         other = _by_cublas(b, t, w, rows, n_in, n_out)
         found, wanted = (np.empty((rows, n_out), np.float32) for _ in range(2))
         b.device.download(out, found)
@@ -307,22 +349,33 @@ def _expert_slots(b: Bench, t: TensorType, rows: int) -> dict[str, int]:
         "rows": rows, "x": x, "x_stride": stride, "x_per": n_used, "ids": b.room(4 * rows * n_used, _chosen(rows)),
         "plan": plan, "n_expert": n_expert, "n_used": n_used, "row_bytes": t.row_bytes(n_in), "n_in": n_in,
         "n_out": n_out, "up": up, "gate": gate, "w": up, "expert_bytes": each, "up_expert_bytes": each,
-        "gate_expert_bytes": each,
+        "gate_expert_bytes": each, "runs": moe.bucket_runs(n_expert, b.device.capability),
     }  # fmt: skip
     return {**slots, **{name: b.room(4 * rows * n_used * n_out) for name in ("out", "other")}}
 
 
-def _chosen(rows: int) -> np.ndarray[Any, Any]:
+def _chosen(rows: int, seed: int = 1) -> np.ndarray[Any, Any]:
     """Draw the experts of each token."""
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(seed)
     return np.stack([rng.permutation(SIZES.experts)[: SIZES.used] for _ in range(rows)]).astype(np.int32)
 
 
-def _expert_launches(b: Bench, t: TensorType, rows: int, fused: bool) -> list[Launch]:
-    """Return up and gate of all experts for so many tokens."""
+def _expert_launches(b: Bench, t: TensorType, rows: int, fused: bool) -> list[list[Launch]]:
+    """Return up and gate of all experts for so many tokens; of few, several times, with other experts."""
+    slots, ids = _expert_slots(b, t, rows), 4 * rows * SIZES.used
+    some = [slots["ids"], *(b.room(ids, _chosen(rows, seed)) for seed in range(2, 1 + _turns(rows, SIZES.in_graph)))]
+    return [_of_experts(b, {**slots, **LIMITS, **NO_BIAS, "ids": chosen}, t, rows, fused) for chosen in some]
+
+
+def _turns(rows: int, turns: int) -> int:
+    """Return how often to lay out what so many tokens read, so that caches do not hold it: once for many tokens."""
+    return turns if rows <= 8 else 1
+
+
+def _of_experts(b: Bench, slots: dict[str, Any], t: TensorType, rows: int, fused: bool) -> list[Launch]:
     n_in, n_out, n_expert, n_used = SIZES.expert_in, SIZES.expert_out, SIZES.experts, SIZES.used
-    slots, few = {**_expert_slots(b, t, rows), **LIMITS, **NO_BIAS}, rows <= 8
-    first = [] if few else [launch(moe.bucket(n_expert), **slots)]
+    few = rows <= 8
+    first = [] if few else [launch(moe.bucket(n_expert, b.device.capability), **slots)]
     if fused:
         shape = (
             mat_vec.up_gate_id(t, SILU, n_in, n_out, rows, n_used)
@@ -344,7 +397,7 @@ def _expert_launches(b: Bench, t: TensorType, rows: int, fused: bool) -> list[La
 def _gated_experts(t: TensorType, rows: int) -> float:
     with Bench() as b:
         flops = 4 * rows * SIZES.used * SIZES.expert_in * SIZES.expert_out
-        return flops / b.seconds(_expert_launches(b, t, rows, True)) / 1e12
+        return flops / b.seconds(*_expert_launches(b, t, rows, True)) / 1e12
 
 
 def _experts(run: Run, t: TensorType, rows: int) -> tuple[float, float]:
@@ -354,8 +407,10 @@ def _experts(run: Run, t: TensorType, rows: int) -> tuple[float, float]:
     with Bench() as b:
         slots = {**_expert_slots(b, t, rows), **NO_BIAS}
         shape = mat_mat.mul_mat_id(t, *sizes, rows, s.used, s.experts, b.device.capability)
-        launches = [launch(moe.bucket(s.experts), **slots), launch(shape, **slots)]
+        launches = [launch(moe.bucket(s.experts, b.device.capability), **slots), launch(shape, **slots)]
         rate = flops / b.seconds(launches) / 1e12
+        if not has_cublas():
+            return rate, math.nan
         info = TensorInfo("experts", (*sizes, s.experts), t, t.tensor_bytes((*sizes, s.experts)), 0, 0)
         counts = Counts()
         counts.of = np.bincount(_chosen(rows).ravel(), minlength=s.experts).tolist()
@@ -380,6 +435,10 @@ def _experts(run: Run, t: TensorType, rows: int) -> tuple[float, float]:
         b.device.download(slots["other"], wanted)
         run.check(f"mat-mat: {t.name} by expert beside bf16 and cuBLAS", cases.nmse(found, wanted), 1e-3)
         return rate, other
+
+
+def _dense_gates(b: Bench, t: TensorType, rows: int, fused: bool) -> list[list[Launch]]:
+    return [_dense_gate(b, t, rows, fused) for _ in range(_turns(rows, SIZES.in_turn))]
 
 
 def _dense_gate(b: Bench, t: TensorType, rows: int, fused: bool) -> list[Launch]:
@@ -408,9 +467,12 @@ def _dense_gate(b: Bench, t: TensorType, rows: int, fused: bool) -> list[Launch]
 
 def fused_speed(run: Run) -> None:
     """Fused up+gate+activation beside two products and a gate, dense and by expert, few tokens and many."""
+    parts = [f"{name}, {kind}" for name in GATED_TYPES for kind in ("dense", "experts")]
+    if not run.todo("fused", parts):
+        return
     run.say("\nfused up+gate beside up, gate and activation: unfused time / fused time\n")
     run.say(f"| what, by tokens | {' | '.join(map(str, SIZES.gates))} |\n|---|{'---|' * len(SIZES.gates)}")
-    makers = {"dense": _dense_gate, "experts": _expert_launches}
+    makers = {"dense": _dense_gates, "experts": _expert_launches}
 
     def of_type(what: str) -> None:
         name, _, kind = what.partition(", ")
@@ -420,11 +482,11 @@ def fused_speed(run: Run) -> None:
             for fused in (False, True):
                 with Bench() as b:
                     launches = makers[kind](b, BY_NAME[name], rows, fused)
-                    times.append(b.seconds(launches, repetitions=SIZES.repetitions))
+                    times.append(b.seconds(*launches, repetitions=SIZES.repetitions))
             cells.append(f"{times[0] / times[1]:.2f}")
         run.say(f"| {what} | {' | '.join(cells)} |")
 
-    run.each("fused", [f"{name}, {kind}" for name in GATED_TYPES for kind in makers], of_type, needs=20)
+    run.each("fused", parts, of_type, needs=20)
 
 
 @dataclass(frozen=True)
@@ -439,14 +501,16 @@ class Heads:
 
 
 def attention_speed(run: Run) -> None:
-    """Decoding at depth as a share of copying (what the L2 cache holds comes faster); a prompt as a rate."""
+    """Decoding at depth as a share of copying, several caches in turn; a prompt as a rate."""
     _attention_speed(run, Heads(32, 4, 128, 128), SIZES.caches)
     _attention_speed(run, Heads(32, 32, 128, 128), SIZES.caches[:2])
     _attention_speed(run, Heads(SIZES.latent_heads, 1, 576, 512, latent=True), SIZES.caches[:2])
 
 
 def _attention_speed(run: Run, h: Heads, kinds: tuple[str, ...]) -> None:
-    c = the_card()
+    c, step = the_card(), f"attention, {h.n} heads over {h.kv}"
+    if not run.todo(step, kinds):
+        return
     run.say(f"\nattention, {h.n} heads of {h.k} over {h.kv} key-value heads\n")
 
     def of_kind(kind: str) -> None:
@@ -460,7 +524,7 @@ def _attention_speed(run: Run, h: Heads, kinds: tuple[str, ...]) -> None:
         rate = SIZES.tokens**2 * h.n * (h.k + h.v) / seconds / 1e12
         run.say(f"- {kind}, prompt of {SIZES.tokens}: {1e3 * seconds:.2f} ms, {rate:.0f} TFLOP/s")
 
-    run.each(f"attention, {h.n} heads over {h.kv}", kinds, of_kind, needs=20)
+    run.each(step, kinds, of_kind, needs=20)
 
 
 def _attend(kind: str, h: Heads, rows: int, n_ctx: int) -> float:
@@ -478,19 +542,21 @@ def _attend(kind: str, h: Heads, rows: int, n_ctx: int) -> float:
         }
         fill = stored[kind]
         t = BY_NAME[kind.upper()]
-        keys = b.room(n_ctx * t.row_bytes(h.kv * h.k), fill)
-        values = 0 if h.latent else b.room(n_ctx * t.row_bytes(h.kv * h.v), fill)
+        nbytes = [n_ctx * t.row_bytes(h.kv * n) for n in (h.k, 0 if h.latent else h.v)]
+        turns = max(1, min(_turns(rows, SIZES.in_graph), SIZES.in_turn * SIZES.matrix_bytes // sum(nbytes)))
+        caches = [[b.room(n, fill) if n else 0 for n in nbytes] for _ in range(turns)]
         slots = {
             "batch": batch, "rows": rows, "q": b.room(4 * rows * h.n * h.k, noise.astype(np.float32)),
-            "out": b.room(4 * rows * h.n * h.v), "k_cache": keys, "v_cache": values, "n_head": h.n,
-            "n_head_kv": h.kv, "head_v": h.v, "scale": h.k**-0.5, "softcap": 0.0, "sinks": 0, "mask": 0,
-            "window": 0, "alibi": 0.0, "splits": way.splits, "scratch": b.room(max(256, way.scratch)),
-            "selected": 0, "n_selected": 0,
+            "out": b.room(4 * rows * h.n * h.v), "n_head": h.n, "n_head_kv": h.kv, "head_v": h.v,
+            "scale": h.k**-0.5, "softcap": 0.0, "sinks": 0, "mask": 0, "window": 0, "alibi": 0.0,
+            "splits": way.splits, "scratch": b.room(max(256, way.scratch)), "selected": 0, "n_selected": 0,
         }  # fmt: skip
-        launches = [launch(way.attend, **slots)]
-        if way.combine is not None:
-            launches.append(launch(way.combine, **{**slots, "rows": rows * h.n}))
-        return b.seconds(launches, repetitions=SIZES.repetitions)
+        lists = []
+        for keys, values in caches:
+            lists.append([launch(way.attend, **slots, k_cache=keys, v_cache=values)])
+            if way.combine is not None:
+                lists[-1].append(launch(way.combine, **{**slots, "rows": rows * h.n}))
+        return b.seconds(*lists, repetitions=SIZES.repetitions)
 
 
 # ---------------------------------------------------------------- a whole model
@@ -500,7 +566,7 @@ def write_moe(path: Path, matrix: str, router: str) -> Path:
     """Write a MoE with the shapes of Qwen3-30B-A3B and random blocks; tensors of one type and size are the same."""
     s = SIZES
     moe = {"experts": s.experts, "used": s.used, "embd": s.expert_in, "ff": s.expert_out}
-    shapes = Shapes(layers=s.layers, heads=s.heads, vocab=s.vocab, **moe)
+    shapes = Shapes(layers=_layers(path.parent), heads=s.heads, vocab=s.vocab, **moe)
     t, r, f32 = BY_NAME[matrix], BY_NAME[router], BY_NAME["F32"]
     tensors = []
     for name, shape in shapes.tensors().items():
@@ -509,6 +575,14 @@ def write_moe(path: Path, matrix: str, router: str) -> Path:
         tensors.append((name, shape, kind, data))
     write_gguf(path, [*shapes.fields(15), Field.of("tokenizer.ggml.model", "no_vocab")], tensors)
     return path
+
+
+@cache
+def _layers(folder: Path) -> int:
+    """Return how many layers there is room for, on the card and in the folder: all of them, or fewer."""
+    room: int = min(the_card().device.bytes_free(), shutil.disk_usage(folder).free)
+    of_layer = 3 * SIZES.experts * SIZES.expert_in * SIZES.expert_out * 5 // 8
+    return max(1, min(SIZES.layers, (room - _NOT_LAYERS) // of_layer))
 
 
 @cache
@@ -545,33 +619,41 @@ def _rate(session: Session, n: int, one_by_one: bool) -> float:
 
 
 def _written(run: Run, router: str) -> Path:
-    """Return the model with a router of this type, written once."""
+    """Return the model with a router of this type, written once; there is room for one."""
     path = run.folder / f"moe-{router}.gguf"
     if not path.exists():
+        for other in run.folder.glob("moe-*"):
+            other.unlink()
         write_moe(path.with_suffix(".part"), "Q4_K", router).rename(path)
     return path
 
 
+#: How the model is run.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "all fused": {},
+    "no fused MoE": {"fusion": Fusion(moe=False)},
+    "nothing fused": {"fusion": Fusion.none()},
+    "merged": {"merge_up_gate": True},
+    "all fused, early launches": {},
+    "no fused launches": {"fusion": Fusion(launches=False)},
+    "router Q8_0": {},
+}
+
+
 def model_speed(run: Run) -> None:
     """A MoE of Qwen3-30B-A3B's shapes: prompts and generation with every switch on and off."""
-    c = the_card()
-    size, n = format_size(_written(run, "F32").stat().st_size), SIZES.tokens
-    run.say(f"\nMoE, shapes of Qwen3-30B-A3B, {SIZES.layers} layers, Q4_K, router F32, {size}\n")
+    if not run.todo("model", SETTINGS):
+        return
+    c, n = the_card(), SIZES.tokens
+    run.say(
+        f"\nMoE, shapes of Qwen3-30B-A3B, {_layers(run.folder)} layers, vocabulary {SIZES.vocab}, Q4_K, router F32\n"
+    )
     run.say(f"| switches | prompt {n} t/s | of the GEMM rate | generation t/s | of copy |\n|---|---|---|---|---|")
     rates: dict[str, tuple[float, float]] = {}
-    settings: dict[str, dict[str, Any]] = {
-        "all fused": {},
-        "no fused MoE": {"fusion": Fusion(moe=False)},
-        "nothing fused": {"fusion": Fusion.none()},
-        "merged": {"merge_up_gate": True},
-        "all fused, early launches": {},
-        "no fused launches": {"fusion": Fusion(launches=False)},
-        "router Q8_0": {},
-    }
 
     def with_setting(what: str) -> None:
         router = "Q8_0" if what == "router Q8_0" else "F32"
-        with load(_written(run, router), n_ubatch=n, placement=cases.on_card(), **settings[what]) as model:
+        with load(_written(run, router), n_ubatch=n, placement=cases.on_card(), **SETTINGS[what]) as model:
             session = model.session(n + SIZES.single + 16)
             with cases.launched_early() if "early" in what else nullcontext():
                 rates[what] = _rate(session, n, False), _rate(session, SIZES.single, True)
@@ -579,9 +661,10 @@ def model_speed(run: Run) -> None:
             prompt, single = rates[what]
             of_gemm = 2 * cost.mul_adds * prompt / 1e12 / c.gemm_tflops
             of_copy = cost.bytes * single / 1e9 / c.copy_gb_s
-            run.say(f"| {what} | {prompt:.0f} | {of_gemm:.1%} | {single:.0f} | {of_copy:.1%} |")
+            share = f"{of_gemm:.1%}" if has_cublas() else "no cuBLAS"
+            run.say(f"| {what} | {prompt:.0f} | {share} | {single:.0f} | {of_copy:.1%} |")
 
-    run.each("model", settings, with_setting, needs=40)
+    run.each("model", SETTINGS, with_setting, needs=40)
     _gains(run, rates)
 
 
@@ -601,10 +684,38 @@ def _gains(run: Run, rates: dict[str, tuple[float, float]]) -> None:
             run.say(f"- {title}: {gain:+.1%} (ik_llama.cpp: {IKS[title]})")
 
 
+def encoding_speed(run: Run) -> None:
+    """Every encoder on as many weights as libgguf's CUDA extension names its times for."""
+    todo, rows, n = run.todo("encode", encoders()), SIZES.wide, SIZES.n_in
+    if not todo:
+        return
+    run.say(f"\nencoding {rows} x {n} weights: ms, Gweights/s (share of copy)\n")
+    run.say("| type | without importance | with |\n|---|---|---|")
+    rng = np.random.default_rng(1)
+    x = np.resize(rng.standard_normal(1 << 20).astype(np.float32), (rows, n))
+    importance = np.exp(rng.standard_normal(n)).astype(np.float32)
+
+    def of_type(name: str) -> None:
+        t, cells = BY_NAME[name], []
+        for of in (None, importance) if weighs(t) else (None,):
+            times: list[float] = []
+
+            def repeat(work: Callable[[], None], times: list[float] = times) -> None:
+                times.append(peak.timed(the_card().device, work, SIZES.of_products))
+
+            size = cases.encoded(the_card().device, t, x, of, repeat).size
+            share = (x.nbytes + size) / times[0] / 1e9 / the_card().copy_gb_s
+            cells.append(f"{1e3 * times[0]:.2f} ms, {x.size / times[0] / 1e9:.1f} ({share:.0%})")
+        run.say(f"| {name} | {' | '.join([*cells, ''][:2])} |")
+
+    run.each("encode", todo, of_type, needs=10)
+
+
 STEPS: dict[str, Callable[[Run], None]] = {
     "model": model_speed,
     "fused": fused_speed,
     "attention": attention_speed,
     "mat-vec": mat_vec_speed,
     "mat-mat": mat_mat_speed,
+    "encode": encoding_speed,
 }

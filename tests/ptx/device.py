@@ -135,10 +135,6 @@ def library_of(kernel: Kernel, capability: int) -> ctypes.CDLL:
 class PTXDevice(HostDevice):
     """HostDevice, but a kernel is what NVRTC makes of it for a compute capability."""
 
-    def prepare(self, kernels: Sequence[Kernel]) -> None:
-        for kernel in kernels:
-            library_of(kernel, self.capability)
-
     def run(self, launches: Sequence[Launch]) -> None:
         for launch in launches:
             self._count += 1

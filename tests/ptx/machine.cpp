@@ -483,6 +483,13 @@ float max_f32(float a, float b) {
     return a > b ? a : b;
 }
 
+float min_f32(float a, float b) {
+    if (a != a) return one_nan(b);
+    if (b != b) return a;
+    if (a == 0 && b == 0) return std::signbit(a) ? a : b;
+    return a < b ? a : b;
+}
+
 uint32_t prmt_b32(uint32_t a, uint32_t b, uint32_t c) {
     const uint64_t bytes = (uint64_t)b << 32 | a;
     uint32_t d = 0;

@@ -60,7 +60,7 @@ uint16_t cvt_rn_f16_f32(float);
 uint32_t cvt_rn_f16x2_f32(float a, float b), sub_rn_f16x2(uint32_t a, uint32_t b);
 uint32_t mul_rn_f16x2(uint32_t a, uint32_t b);
 uint32_t cvt_rni_s32_f32(float), cvt_rzi_s32_f32(float), cvt_rni_s32_f64(double);
-float ex2_approx_ftz_f32(float), rcp_approx_ftz_f32(float), max_f32(float, float);
+float ex2_approx_ftz_f32(float), rcp_approx_ftz_f32(float), max_f32(float, float), min_f32(float, float);
 uint32_t prmt_b32(uint32_t a, uint32_t b, uint32_t c), dp4a_s32_s32(uint32_t a, uint32_t b, uint32_t c);
 uint32_t dp4a_u32_s32(uint32_t a, uint32_t b, uint32_t c), dp2a_lo_s32_s32(uint32_t a, uint32_t b, uint32_t c);
 uint32_t dp2a_hi_s32_s32(uint32_t a, uint32_t b, uint32_t c);
@@ -211,10 +211,12 @@ static inline uint64_t as_b64(double f) {
 #define setp_neu_f64(a, b) (!((a) == (b)))
 #define setp_ltu_f32(a, b) (!((a) >= (b)))
 #define setp_ltu_f64(a, b) (!((a) >= (b)))
+#define setp_gtu_f32(a, b) (!((a) <= (b)))
 #define setp_leu_f32(a, b) (!((a) > (b)))
 #define setp_leu_f64(a, b) (!((a) > (b)))
 #define setp_gtu_f64(a, b) (!((a) <= (b)))
 #define setp_geu_f32(a, b) (!((a) < (b)))
+#define setp_num_f32(a, b) ((a) == (a) && (b) == (b))
 #define setp_nan_f32(a, b) ((a) != (a) || (b) != (b))
 #define selp_b16(a, b, p) ((p) ? (a) : (b))
 #define selp_u16(a, b, p) ((p) ? (a) : (b))

@@ -13,8 +13,12 @@ from quantkit.checkpoint.architectures import ROWS
 from quantkit.checkpoint.back import derived as d
 from quantkit.checkpoint.back.encoders import ENCODERS
 from quantkit.checkpoint.back.hybrids import HYBRIDS
+from quantkit.checkpoint.back.mixtures import MIXTURES
 from quantkit.checkpoint.back.named import NAMED
+from quantkit.checkpoint.back.older import OLDER
+from quantkit.checkpoint.back.rwkv import RWKV
 from quantkit.checkpoint.back.said import Said
+from quantkit.checkpoint.back.seeing import SEEING
 from quantkit.checkpoint.back.spelling import Json, Spelling, has
 from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.tensor_names import KINDS, PATTERNS
@@ -70,6 +74,17 @@ _QWEN35 = Spelling(
     keys=_LINEAR_KEYS | {".expert_count": "num_experts"},
     otherwise={"mtp_num_hidden_layers": 0},
     derived=(d.layers_ahead, d.linear_attention, d.rotary_part, d.interleaved_sections, d.as_parameters),
+)
+_GEMMA_4 = Spelling(
+    "gemma4_text",
+    "model.layers.*.router.proj model.layers.*.experts.gate_up_proj model.layers.*.experts.down_proj",
+    keys={
+        **{".attention.shared_kv_layers": "num_kv_shared_layers", ".expert_count": "num_experts"},
+        ".expert_used_count": "top_k_experts",
+    },
+    derived=(d.two_kinds, d.proportional_rope),
+    fused=True,
+    renamed=((r"(\.experts\.\w+)\.weight$", r"\1"),),
 )
 _VL = Spelling(
     "qwen3_vl",
@@ -166,16 +181,15 @@ SPELLINGS: dict[str, Spelling] = {
     "GemmaForCausalLM": Spelling("gemma"),
     "Gemma2ForCausalLM": Spelling("gemma2", derived=(d.QueryScale(46),)),
     "Gemma3ForCausalLM": Spelling("gemma3_text", derived=(d.QueryScale(62),)),
-    "Gemma4ForCausalLM": Spelling(
-        "gemma4_text",
-        "model.layers.*.router.proj model.layers.*.experts.gate_up_proj model.layers.*.experts.down_proj",
-        keys={
-            **{".attention.shared_kv_layers": "num_kv_shared_layers", ".expert_count": "num_experts"},
-            ".expert_used_count": "top_k_experts",
-        },
-        derived=(d.two_kinds, d.proportional_rope),
-        fused=True,
-        renamed=((r"(\.experts\.\w+)\.weight$", r"\1"),),
+    "Gemma4ForCausalLM": _GEMMA_4,
+    "Gemma4AssistantForCausalLM": replace(
+        _GEMMA_4,
+        keys=_GEMMA_4.keys
+        | {".nextn_predict_layers": "", ".embedding_length_out": "backbone_hidden_size", ".expert_count": ""},
+        otherwise={"vocab_size_per_layer_input": 0, "moe_intermediate_size": None},
+        inside="text_config",
+        beside={"model_type": "gemma4_assistant"},
+        note="a draft's table of clusters of tokens (masked_embedding), if it had one, is in no file",
     ),
     "PhiForCausalLM": Spelling(
         "phi",
@@ -338,8 +352,12 @@ SPELLINGS: dict[str, Spelling] = {
         derived=(d.only_full_attention, d.kq_norm),
         fused=True,
     ),
+    **OLDER,
     **NAMED,
     **HYBRIDS,
+    **MIXTURES,
+    **SEEING,
+    **RWKV,
     **ENCODERS,
 }
 
@@ -359,10 +377,6 @@ def find_class(said: Said, name: str | None = None) -> tuple[str, Architecture, 
     Raises:
         TypeNotSupported: no class of this architecture can be exported, or not to the one given.
     """
-    if isinstance(said.get(".expert_used_count"), list):
-        raise TypeNotSupported(
-            f"{said.where}: how many experts a token has differs from layer to layer, which only remote code can say"
-        )
     known = of_architecture(said.arch)
     if name is not None and name not in known:
         like = f": there are {', '.join(known)}" if known else ""
@@ -372,6 +386,11 @@ def find_class(said: Said, name: str | None = None) -> tuple[str, Architecture, 
         raise TypeNotSupported(
             f"{said.where}: the architecture {short(said.arch)} is not exported by this version: "
             "`quantkit export --list` shows all that are"
+        )
+    if isinstance(said.get(".expert_used_count"), list) and SPELLINGS[found].keys.get(".expert_used_count") != "":
+        raise TypeNotSupported(
+            f"{said.where}: how many experts a token has differs from layer to layer, which config.json of {found} "
+            "cannot say"
         )
     return found, replace(ROWS[found], arch=said.arch), SPELLINGS[found]
 

@@ -118,7 +118,7 @@ def nested(config: Json, spelling: Spelling) -> Json:
     """Return config.json: the configuration of the text model, or that within one of a whole."""
     if not spelling.inside:
         return config
-    apart = ("architectures", "torch_dtype", "quantkit_version", "vision_config")
+    apart = ("architectures", "torch_dtype", "quantkit_version", "vision_config", "backbone_hidden_size")
     outer = {key: config.pop(key) for key in apart if key in config}
     outer |= spelling.beside | {"tie_word_embeddings": config["tie_word_embeddings"], spelling.inside: config}
     return outer

@@ -25,14 +25,17 @@ from quantkit.formats.ranges import U8, read_range
 from quantkit.formats.safetensors import StoredTensor
 from quantkit.kernels.formats import has_decoder
 from quantkit.kernels.tensor_scale import TAIL, TENSOR_SCALED, check_rows, decoded_as, with_row_scales
-from quantkit.types import TensorType
+from quantkit.types import TensorType, type_by_name
 
 _FLOATS = (TYPE_F32, TYPE_F16, TYPE_BF16)
+_I32 = type_by_name("I32")
+#: Types that stay as they are.
+_KEPT = (*_FLOATS, _I32)
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tensor as it is in its file; of other types than F32, F16 and BF16 the decoded values, float32.
+    """A tensor as it is in its file; of other types than F32, F16, BF16 and I32 the decoded values, float32.
 
     ``scales``: what they are multiplied by, all by one number or each of the matrices by its own.
     """
@@ -43,11 +46,11 @@ class Encoded:
 
     def __post_init__(self) -> None:
         t = self.info.type
-        if self.scales and (t in _FLOATS or self._rows % len(self.scales) or not np.isfinite(self.scales).all()):
+        if self.scales and (t in _KEPT or self._rows % len(self.scales) or not np.isfinite(self.scales).all()):
             raise FormatError(f"{self.path}: tensor {self.info.name}: {len(self.scales)} scales beside it do not fit")
         if t is TENSOR_SCALED:
             check_rows(self.info.shape[0])
-        if t not in _FLOATS and not has_decoder(decoded_as(t)):
+        if t not in _KEPT and not has_decoder(decoded_as(t)):
             raise TypeNotSupported(
                 f"{self.path}: tensor {self.info.name} is {t}, for which this version has no decoder"
             )
@@ -58,10 +61,10 @@ class Encoded:
 
     @property
     def type(self) -> TensorType:
-        return self.info.type if self.info.type in _FLOATS and not self.scales else TYPE_F32
+        return self.info.type if self.info.type in _KEPT and not self.scales else TYPE_F32
 
     def read(self, start: int, into: U8, ahead: int = 0) -> None:
-        if self.info.type in _FLOATS:
+        if self.info.type in _KEPT:
             read_range(self.path, into, self.info.offset + value_bytes(self.type, start), ahead)
             return
         values, width = into.view(np.float32), self.info.shape[0]
@@ -130,4 +133,4 @@ def encoded_tensors(model: GGUFFile, kinds: Mapping[str, str]) -> dict[str, Expr
 
 
 def _star(name: str) -> str:
-    return re.sub(r"^blk\.\d+\.", "*", name)
+    return re.sub(r"^(enc\.|dec\.)?blk\.\d+\.", lambda match: f"{match[1] or ''}*", name)

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from quantkit.checkpoint.back import derived as d
+from quantkit.checkpoint.back.rules import Backward, undone
 from quantkit.checkpoint.back.said import Said
 from quantkit.checkpoint.back.spelling import Json, Spelling, spelled
 from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.expressions import Zeros
+from quantkit.checkpoint.families import t5
 from quantkit.checkpoint.tensors import Tensor
 from quantkit.errors import TypeNotSupported
 
@@ -47,6 +49,10 @@ def _words(said: Said) -> bool:
 
 def _bytes(said: Said) -> bool:
     return bool(said.model.get("tokenizer.ggml.model") == "gpt2")
+
+
+def _pieces(said: Said) -> bool:
+    return bool(said.model.get("tokenizer.ggml.model") == "t5")
 
 
 def _labelled(of: Callable[[Said], bool]) -> Callable[[Said], bool]:
@@ -93,6 +99,14 @@ _BERT_NAMES = (
 )
 _BERT = Spelling("bert", _BERT_NAMES, derived=(_labels, _no_classifier), note=_POOLED, when=_words)
 _ROBERTA = Spelling("roberta", _BERT_NAMES, derived=(_labels, _positions), note=_POOLED, when=_bytes)
+_XLM = replace(_ROBERTA, model_type="xlm-roberta", when=_pieces)
+_ROBERTA_LABELS = replace(
+    _ROBERTA,
+    names=f"{_ROBERTA.names} classifier.dense",
+    when=_labelled(_bytes),
+    renamed=((r"^(?!classifier)", "roberta."), (r"^classifier\.(weight|bias)$", r"classifier.out_proj.\1")),
+    note="",
+)
 _DISTIL = Spelling(
     "distilbert",
     "embeddings.word_embeddings embeddings.LayerNorm embeddings.position_embeddings "
@@ -125,6 +139,8 @@ def _trained(said: Said, config: Json) -> None:
         **{"layer_norm_eps": config["layer_norm_epsilon"]},
         "rope_parameters": {"rope_type": "default", "rope_theta": config["rotary_emb_base"]},
     }
+    if _pieces(said):
+        _positions(said, config)
 
 
 def _unused_biases(said: Said) -> Iterable[Tensor]:
@@ -235,6 +251,50 @@ _EURO = Spelling(
     biases=("attention_bias", "mlp_bias"),
 )
 
+# --- T5 --------------------------------------------------------------------------------------------------------------
+
+
+@undone.register
+def _(rule: t5.Shared, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
+    return None
+
+
+def _gates(said: Said, config: Json) -> None:
+    """Say whether feed forward has gates, and which parts there are."""
+    both = said.arch == "t5"
+    gated = any(name.endswith(".ffn_gate.weight") for name in said.model.tensors)
+    config |= {"feed_forward_proj": "gated-gelu" if gated else "relu", "is_encoder_decoder": both}
+    if both and config.get("num_decoder_layers") is None:
+        config["num_decoder_layers"] = config["num_layers"]
+
+
+def _gated_name(config: Config, name: str) -> str:
+    """The matrix beside gates is called otherwise than one alone."""
+    gated = config.get("feed_forward_proj") == "gated-gelu"
+    return name.replace(".DenseReluDense.wi.", ".DenseReluDense.wi_1.") if gated else name
+
+
+_T5 = Spelling(
+    "t5",
+    "shared encoder.final_layer_norm",
+    keys={
+        **{".context_length": "n_positions", ".embedding_length": "d_model", ".feed_forward_length": "d_ff"},
+        **{".block_count": "num_layers", ".decoder_block_count": "num_decoder_layers"},
+        **{".attention.head_count": "num_heads", ".attention.key_length": "d_kv"},
+        **{".attention.layer_norm_epsilon": "layer_norm_epsilon", ".attention.layer_norm_rms_epsilon": ""},
+        **{".attention.relative_buckets_count": "relative_attention_num_buckets"},
+        **{".decoder_start_token_id": "decoder_start_token_id"},
+    },
+    derived=(_gates,),
+    last=_gated_name,
+)
+
+
+def _every_layer(said: Said) -> bool:
+    """Tell files whose layers each have biases of relative positions (UMT5)."""
+    return "enc.blk.1.attn_rel_b.weight" in said.model.tensors
+
+
 #: Class of transformers -> how it spells.
 ENCODERS: dict[str, Spelling] = {
     "DistilBertForSequenceClassification": replace(
@@ -245,13 +305,9 @@ ENCODERS: dict[str, Spelling] = {
     ),
     "DistilBertModel": _DISTIL,
     "BertModel": _BERT,
-    "RobertaForSequenceClassification": replace(
-        _ROBERTA,
-        names=f"{_ROBERTA.names} classifier.dense",
-        when=_labelled(_bytes),
-        renamed=((r"^(?!classifier)", "roberta."), (r"^classifier\.(weight|bias)$", r"classifier.out_proj.\1")),
-        note="",
-    ),
+    "RobertaForSequenceClassification": _ROBERTA_LABELS,
+    "XLMRobertaForSequenceClassification": replace(_ROBERTA_LABELS, model_type="xlm-roberta", when=_labelled(_pieces)),
+    "XLMRobertaModel": _XLM,
     "RobertaModel": _ROBERTA,
     "NomicBertModel": _NOMIC,
     "JinaBertModel": _JINA,
@@ -261,4 +317,7 @@ ENCODERS: dict[str, Spelling] = {
     ),
     "ModernBertModel": _MODERN,
     "EuroBertModel": _EURO,
+    "UMT5ForConditionalGeneration": replace(_T5, model_type="umt5", when=_every_layer),
+    "T5ForConditionalGeneration": _T5,
+    "T5EncoderModel": _T5,
 }

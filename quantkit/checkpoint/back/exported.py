@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from quantkit.checkpoint.back.spelling import Spelling
 from quantkit.checkpoint.back.tokenizer import tokenizer_files
 from quantkit.checkpoint.back.unfused import unfused
 from quantkit.checkpoint.class_defaults import with_defaults
-from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.config import Config, Json, text_outside
 from quantkit.checkpoint.expressions import (
     PIECE,
     TYPE_BF16,
@@ -53,6 +53,8 @@ from quantkit.types import TensorType
 
 #: What --outtype takes, by the dtype of transformers.
 DTYPES = {"f32": ("float32", TYPE_F32), "f16": ("float16", TYPE_F16), "bf16": ("bfloat16", TYPE_BF16)}
+#: What tensors of layers begin with; T5 has two stacks of them.
+_IN_LAYER = re.compile(r"(enc\.|dec\.)?blk\.(\d+)\.")
 #: What is renamed in every checkpoint (``tensors.text_name`` backwards).
 _RENAMED = ((r"e_score_correction\.bias$", "e_score_correction_bias"),)
 
@@ -164,22 +166,22 @@ def _opened(model: GGUFFile, outtype: str, architecture: str | None, *, tokenize
         made_files, more = tokenizer_files(model)
         files |= made_files
     with _lying_there(files, model) as folder:
-        config = Config(folder / "config.json", with_defaults(values))
+        config = Config(folder / "config.json", text_outside(with_defaults(values)))
         row = replace(row.instead(config) or row, arch=said.arch)
         row.prepare(config)
-        notes += check_keys(model, row, config)
         names = TensorNames(row.arch, row.layers(config))
         kinds = spelled_kinds(row, spelling)
         parts, options = unfused(encoded_tensors(model, kinds), kinds, spelling.names, config)
         tensors = _tensors(said, parts, row, spelling, Context(config, names))
-        kept = _check_return(parts, row, tensors, Context(config, names), wanted)
+        kept, as_stored = _check_return(parts, row, tensors, Context(config, names), wanted)
+        notes += check_keys(model, row, config)  # last, for rules find values that are keys
     if options:
         notes.append(f"the file's fused tensors are apart here; to have them again convert with {' '.join(options)}")
     made: dict[str, Expression] = {}
     origins: dict[str, tuple[StoredTensor, ...]] = {}
     for each, x in sorted(tensors.items()):
         origins[each] = tuple(dict.fromkeys(x.parts()))
-        made[each] = _typed(x, wanted, kept)
+        made[each] = x if _stays(x, as_stored) else _typed(x, wanted, kept)
     return Exported(model, name, dtype, made, origins, files, notes + more)
 
 
@@ -220,8 +222,8 @@ def _tensors(
     for name, x in parts.items():
         if name in extra:
             continue
-        match = re.match(r"blk\.(\d+)\.", name)
-        given = Tensor(_spelled(context, name, spelled), x, int(match[1]) if match else None)
+        match = _IN_LAYER.match(name)
+        given = Tensor(_spelled(context, name, spelled), x, int(match[2]) if match else None)
         for made in all_undone((*row.stored, *row.rules), given, back):
             last = made.name
             for pattern, by in (*_RENAMED, *spelling.renamed):
@@ -239,11 +241,12 @@ def _tensors(
 
 def _spelled(context: Context, name: str, spelled: dict[str, str]) -> str:
     """Return what a file's tensor is called in the checkpoint, before rules are undone."""
-    stem, layer = re.sub(r"^blk\.\d+\.", "*", name), re.match(r"blk\.(\d+)\.", name)
+    layer = _IN_LAYER.match(name)
+    stem = _IN_LAYER.sub(lambda match: f"{match[1] or ''}*", name)
     for suffix in ("", ".weight", ".bias"):
         found = spelled.get(stem.removesuffix(suffix)) if stem.endswith(suffix) else None
         if found is not None:
-            return (found.replace("*", layer[1]) if layer else found) + suffix
+            return (found.replace("*", layer[2]) if layer else found) + suffix
     raise TypeNotSupported(
         f"{context.config.path.parent}: tensor {short(name)} has no place in a checkpoint of "
         f"{context.config.architecture}"
@@ -256,10 +259,10 @@ def _check_return(
     tensors: dict[str, Expression],
     context: Context,
     wanted: TensorType,
-) -> set[str]:
+) -> tuple[set[str], set[str]]:
     """Go the way here over what was made: the same tensors, with the same shapes, must come out.
 
-    Return the names of what is F32 in a file of type ``wanted``, too.
+    Return the names of what is F32 in a file of type ``wanted``, too, and of what has the type it is stored in.
     """
     stored: dict[str, Expression] = {}
     for name, x in sorted(tensors.items()):
@@ -276,7 +279,13 @@ def _check_return(
                 f"{_shape(back.get(name))} after converting the checkpoint: it would not be this model"
             )
     full = (n for n, t in made.items() if type_of(n, t.x, t.layer, context.names, wanted, t.typed) is TYPE_F32)
-    return {part.name for name in full for part in parts[name].parts()}
+    stored_as = (n for n, t in made.items() if isinstance(t.typed, TensorType) and t.typed is not TYPE_F32)
+    return _origins(parts, full), _origins(parts, stored_as)
+
+
+def _origins(parts: dict[str, Expression], names: Iterable[str]) -> set[str]:
+    """Return the tensors of a file that parts of it are made of."""
+    return {part.name for name in names for part in parts[name].parts()}
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
@@ -289,6 +298,17 @@ def _typed(x: Expression, wanted: TensorType, kept: set[str]) -> Expression:
     if wanted is TYPE_F32 or x.type is not TYPE_F32 or part is not None and part.name not in kept:
         return cast(x, wanted)
     return cast(x, wanted) if _fits(x, wanted) else x
+
+
+def _stays(x: Expression, as_stored: set[str]) -> bool:
+    """Tell whole numbers, and floats whose type in a file is that of the checkpoint."""
+    part = next(x.parts(), None)
+    return (
+        x.type not in (TYPE_F32, TYPE_F16, TYPE_BF16)
+        or x.type is TYPE_BF16
+        and part is not None
+        and part.name in as_stored
+    )
 
 
 def _fits(x: Expression, wanted: TensorType) -> bool:

@@ -367,6 +367,42 @@ _HY_V4 = Spelling(
     fused=True,
 )
 
+
+def _puzzle(said: Said, config: Json) -> None:
+    """Say of each layer what it has (the puzzle of Nemotron H)."""
+    attends, widths = said.of_layers(".attention.head_count_kv"), said.of_layers(".expert_feed_forward_length")
+    heads, used = said.number(".ssm.time_step_rank"), said.of_layers(".expert_used_count")
+    blocks: list[Json] = []
+    for n, width, count in zip(attends, widths, used, strict=True):
+        kind = "attention" if n else "moe" if width else "mamba"
+        blocks.append({"block_type": kind})
+        if kind == "moe":
+            blocks[-1] |= {"moe_intermediate_size": width, "num_experts_per_tok": count}
+    config |= {
+        "block_configs": blocks,
+        "num_key_value_heads": max(attends),
+        "attention_head_dim": said.head,
+        "mamba_num_heads": heads,
+        "mamba_head_dim": said.number(".ssm.inner_size") // max(1, heads),
+        "use_conv_bias": said.some(".ssm_conv1d.bias"),
+        "use_bias": said.some(".ssm_in.bias"),
+    }
+
+
+_PUZZLE = replace(
+    _NEMOTRON_H,
+    model_type="nemotron_h_puzzle",
+    keys={
+        **_NEMOTRON_H.keys,
+        **dict.fromkeys((".expert_used_count", ".expert_feed_forward_length"), ""),
+        ".attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    },
+    otherwise={"hidden_act": None},
+    derived=(_puzzle,),
+    note="layers that predict more tokens are in no file of this class: `quantkit convert` leaves them out",
+    when=lambda said: isinstance(said.get(".expert_used_count"), list),
+)
+
 #: Class of transformers -> how it spells.
 HYBRIDS: dict[str, Spelling] = {
     "Step3p7ForConditionalGeneration": replace(
@@ -378,6 +414,7 @@ HYBRIDS: dict[str, Spelling] = {
     ),
     "Step3p5ForCausalLM": _STEP,
     "MiniMaxM1ForCausalLM": _MINIMAX_M1,
+    "NemotronHPuzzleForCausalLM": _PUZZLE,
     "NemotronHForCausalLM": _NEMOTRON_H,
     "FalconH1ForCausalLM": _FALCON_H1,
     "JambaForCausalLM": _JAMBA,

@@ -33,6 +33,7 @@ _EXAONE_TOWER = d.Tower(
     {"depth": 1, "num_heads": 2, "num_key_value_heads": 2, "fullatt_block_indexes": [0]}, "out_hidden_size"
 )
 _GRANITE_SWA = Spelling("granite_swa", derived=(d.kinds_of_layers, d.rope_layers))
+_LFM_2 = Spelling("lfm2", _HYBRID_NAMES, derived=(d.short_convolutions,))
 _MAMBA = Spelling(
     "mamba",
     "backbone.embeddings backbone.norm_f backbone.layers.*.norm "
@@ -178,7 +179,16 @@ NAMED: dict[str, Spelling] = {
         derived=(d.chat_rope,),
         biases=("attention_bias",),
     ),
-    "Lfm2ForCausalLM": Spelling("lfm2", _HYBRID_NAMES, derived=(d.short_convolutions,)),
+    "Lfm2BidirectionalForMaskedLM": replace(
+        _LFM_2,
+        renamed=((r"^model\.", "lfm2."),),
+        when=lambda said: said.get(".attention.causal") is False and said.get(".pooling_type") is None,
+    ),
+    "Lfm2BidirectionalModel": replace(
+        _LFM_2, renamed=((r"^model\.", ""),), when=lambda said: said.get(".attention.causal") is False
+    ),
+    "Lfm2Model": replace(_LFM_2, renamed=((r"^model\.", ""),), when=has("pooling_type")),
+    "Lfm2ForCausalLM": _LFM_2,
     "Lfm2MoeForCausalLM": Spelling(
         "lfm2_moe",
         _HYBRID_NAMES,

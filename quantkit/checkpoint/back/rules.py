@@ -14,7 +14,7 @@ from functools import singledispatch
 from typing import Protocol, runtime_checkable
 
 from quantkit.checkpoint.config import Config
-from quantkit.checkpoint.expressions import Expression, Mapped, Shaped, Transposed, head_restored, joined, taken
+from quantkit.checkpoint.expressions import Expression, Mapped, Shaped, Transposed, joined, taken
 from quantkit.checkpoint.tensors import (
     EXPERT_COUNTS,
     Changed,
@@ -31,6 +31,7 @@ from quantkit.checkpoint.tensors import (
     negative_exp,
     plus_one,
     query_heads,
+    restored,
     squeezed,
     transposed,
 )
@@ -92,18 +93,12 @@ def _(rule: Dropped, tensor: Tensor, back: Backward) -> Iterable[Tensor] | None:
 
 
 def _heads_back(tensor: Tensor, context: Context) -> Expression:
-    return _restored(tensor, context.config.number("n_heads", "num_attention_heads"))
+    return restored(tensor, context.config.number("n_heads", "num_attention_heads"))
 
 
 def _key_heads_back(tensor: Tensor, context: Context) -> Expression:
     heads = context.config.find("n_kv_heads", "num_key_value_heads")
-    return _restored(tensor, context.config.number("n_heads", "num_attention_heads") if heads is None else heads)
-
-
-def _restored(tensor: Tensor, heads: int) -> Expression:
-    if not isinstance(heads, int) or heads < 1 or not tensor.x.shape or tensor.x.shape[0] % (2 * heads):
-        raise ValueError(f"its rows make no {heads} heads")
-    return head_restored(tensor.x, heads)
+    return restored(tensor, context.config.number("n_heads", "num_attention_heads") if heads is None else heads)
 
 
 def _minus_one(tensor: Tensor, context: Context) -> Expression:

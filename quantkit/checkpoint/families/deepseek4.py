@@ -28,7 +28,7 @@ STORED = (Dropped(r"^(aligner\.|image_|mtp\.)"),)
 
 
 @dataclass(frozen=True)
-class _Table:
+class Table:
     """A table of numbers of experts, which stay whole numbers."""
 
     x: Stored
@@ -58,7 +58,7 @@ def arrange(meant: Decoded, config: Config) -> Decoded:
 
 
 #: Name -> kind and suffix: outside of layers, and in them.
-_OUTSIDE = {
+OUTSIDE = {
     "embed.weight": "token_embd.weight",
     "norm.weight": "output_norm.weight",
     "head.weight": "output.weight",
@@ -66,7 +66,7 @@ _OUTSIDE = {
     "hc_head_base": "output_hc_base.weight",
     "hc_head_scale": "output_hc_scale.weight",
 }
-_INSIDE = {
+INSIDE = {
     **{f"hc_{of}_{what}": f"hc_{of}_{what}.weight" for of in ("attn", "ffn") for what in ("fn", "base", "scale")},
     **{"attn.attn_sink": "attn_sinks.weight", "attn.wq_a.weight": "attn_q_a.weight"},
     **{"attn.wq_b.weight": "attn_q_b.weight", "attn.q_norm.weight": "attn_q_a_norm.weight"},
@@ -93,22 +93,22 @@ _INSIDE = {
 
 
 @dataclass(frozen=True)
-class _Names:
+class Names:
     """Tensors are named by this file's tables, and typed by how they are stored."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         match = re.match(r"layers\.(\d{1,5})\.(.+)$", tensor.name)
         if match is None:
-            found = _OUTSIDE.get(tensor.name)
+            found = OUTSIDE.get(tensor.name)
         elif match[2] == "ffn.gate.bias" and int(match[1]) < context.config.number("num_hash_layers"):
             return ()  # a table chooses there, whatever the scores
         else:
-            found = _INSIDE.get(match[2])
+            found = INSIDE.get(match[2])
             found = None if found is None else file_name("*" + found, int(match[1]))
         if found is None:
             return None
         if tensor.name.endswith(".tid2eid") and isinstance(tensor.x, Stored):
-            return (replace(tensor, x=_Table(tensor.x), name_in_file=found, typed=_I32),)
+            return (replace(tensor, x=Table(tensor.x), name_in_file=found, typed=_I32),)
         return (replace(tensor, name_in_file=found, typed=_type_of(tensor.x)),)
 
 
@@ -126,7 +126,7 @@ RULES = (
         name="layers.{layer}.ffn.experts.{expert}.{weight}.weight",
         merged="layers.{layer}.ffn.experts.{weight}",
     ),
-    _Names(),
+    Names(),
 )
 
 

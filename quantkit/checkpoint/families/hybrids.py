@@ -97,6 +97,15 @@ def set_falcon_base(keys: Keys, config: Config, layers: int, file_type: int) -> 
     keys.u32("general.file_type", file_type)
 
 
+def check_order(config: Config) -> None:
+    """Refuse norms that come before the gate: no key says so, and every runtime has them after it."""
+    if config.get("mamba_rms_norm") and config.get("mamba_norm_before_gate", True):
+        raise FormatError(
+            f"{config.path}: mamba_norm_before_gate is true, which GGUF cannot say: llama.cpp norms what the gate "
+            "gives, so the file would be another model"
+        )
+
+
 def _set_heads(keys: Keys, config: Config) -> None:
     if config.get("hidden_act") not in (None, "silu") or config.number("mamba_d_ssm") % config.number("mamba_d_head"):
         raise FormatError(f"{config.path}: hidden_act is not silu, or mamba_d_ssm makes no heads of mamba_d_head")

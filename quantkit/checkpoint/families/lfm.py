@@ -64,7 +64,7 @@ MOE_KEYS: tuple[SetKeys, ...] = (
 
 #: The layer behind the others, in a file of its own.
 _DENSE = "dense_2.weight"
-BARE = (Renamed(r"^lfm2\.", ""), Renamed(r"^(?!dense_2)", "model."))
+BARE = (Renamed(r"^lfm2\.", ""), Renamed(r"^(?!dense_2)", "model.", foreign=True))
 
 
 def _dense(config: Config) -> Stored | None:

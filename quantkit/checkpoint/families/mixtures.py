@@ -6,8 +6,8 @@ conversion/maple.py, conversion/bailingmoe.py (SarvamMoEModel).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from quantkit.checkpoint.expressions import (
 )
 from quantkit.checkpoint.keys import Keys, set_base_keys
 from quantkit.checkpoint.row import Copied, SetKeys
-from quantkit.checkpoint.tensors import AsFile, Changed, Context, Experts, Renamed, Rule, Tensor, permuted
+from quantkit.checkpoint.tensors import AsFile, Changed, Context, Experts, Renamed, Rule, Tensor, permuted, restored
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.ranges import U8
@@ -43,15 +43,21 @@ def _inner(config: Config, key: str) -> Json:
     return found
 
 
-def _by_expert(tensor: Tensor, context: Context) -> Expression:
+def by_expert(tensor: Tensor, context: Context) -> Expression:
+    """Put experts apart, which are one under the other (DBRX)."""
     of = _inner(context.config, "ffn_config")
     return Shaped(tensor.x, (of["moe_num_experts"], of["ffn_hidden_size"], context.config.number("d_model")))
 
 
+def turned_by_expert(tensor: Tensor, context: Context) -> Expression:
+    """Put experts apart that are stored the other way round (DBRX)."""
+    return Transposed(by_expert(tensor, context))
+
+
 #: All experts are one matrix under the other; even what chooses them has the type of the file.
 DBRX_RULES = (
-    Changed(r"ffn\.experts\.mlp\.(w1|v1)$", _by_expert),
-    Changed(r"ffn\.experts\.mlp\.w2$", lambda tensor, context: Transposed(_by_expert(tensor, context))),
+    Changed(r"ffn\.experts\.mlp\.(w1|v1)$", by_expert),
+    Changed(r"ffn\.experts\.mlp\.w2$", turned_by_expert),
     Renamed(r"(ffn\.experts\.mlp\.(w1|w2|v1))$", r"\1.weight"),
     AsFile(r""),
 )
@@ -82,6 +88,7 @@ GROK_RULES: tuple[Rule, ...] = (
         Renamed(
             rf"^model\.layers\.(\d+)\.block_sparse_moe\.experts\.(\d+)\.{new}\.",
             rf"transformer.decoder_layer.\1.moe.\2.{old}.",
+            foreign=True,
         )
         for new, old in (("w1", "linear"), ("w2", "linear_1"), ("w3", "linear_v"))
     ),
@@ -146,14 +153,22 @@ def _width(config: Config, layer: int) -> int:
     return -(width // -256) * 256
 
 
-def _deci_heads(place: int) -> Callable[[Tensor, Context], Expression]:
-    def of(tensor: Tensor, context: Context) -> Expression:
-        return permuted(tensor, _heads(context.config, tensor.layer or 0)[place])
+@dataclass(frozen=True)
+class RopeHeads:
+    """Undoes the permutation of queries (``place`` 0) or keys (1) for rope."""
 
-    return of
+    place: int
+    undoing: bool = False
+
+    def __call__(self, tensor: Tensor, context: Context) -> Expression:
+        heads = _heads(context.config, tensor.layer or 0)[self.place]
+        return (restored if self.undoing else permuted)(tensor, heads)
+
+    def back(self) -> RopeHeads:
+        return replace(self, undoing=not self.undoing)
 
 
-DECI_RULES = (Changed(r"q_proj\.(weight|bias)$", _deci_heads(0)), Changed(r"k_proj\.(weight|bias)$", _deci_heads(1)))
+DECI_RULES = (Changed(r"q_proj\.(weight|bias)$", RopeHeads(0)), Changed(r"k_proj\.(weight|bias)$", RopeHeads(1)))
 
 
 def set_deci_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:

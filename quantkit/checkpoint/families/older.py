@@ -16,7 +16,17 @@ from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.expressions import Expression, Multiplied, head_permuted, joined, read_f32, size_of, taken
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.row import Always, SetKeys
-from quantkit.checkpoint.tensors import Changed, Context, Dropped, Renamed, Split, Tensor, permuted, transposed
+from quantkit.checkpoint.tensors import (
+    Changed,
+    Context,
+    Dropped,
+    Renamed,
+    Split,
+    Tensor,
+    permuted,
+    restored,
+    transposed,
+)
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 
@@ -49,11 +59,13 @@ def _first_of(config: Config, *names: str) -> float:
     return float(value)
 
 
-def _scaled_embeddings(tensor: Tensor, context: Context) -> Expression:
+def scaled_embeddings(tensor: Tensor, context: Context) -> Expression:
+    """Multiply embeddings by what JAIS has for them."""
     return Multiplied(tensor.x, _first_of(context.config, "mup_embeddings_scale", "embeddings_scale"))
 
 
-def _scaled_output(tensor: Tensor, context: Context) -> Expression:
+def scaled_output(tensor: Tensor, context: Context) -> Expression:
+    """Multiply the rows of logits by what JAIS has for them."""
     config = context.config
     if "mup_output_alpha" in config:
         scale = _first_of(config, "mup_output_alpha") * _first_of(config, "mup_width_scale")
@@ -63,7 +75,7 @@ def _scaled_output(tensor: Tensor, context: Context) -> Expression:
 
 
 @dataclass(frozen=True)
-class _Slopes:
+class Slopes:
     """The slopes of ALiBi tell the largest of its biases; they are kept in the configuration."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
@@ -79,10 +91,10 @@ class _Slopes:
 
 JAIS_STORED = (Dropped(r"\.attn\.bias$"),)
 JAIS_RULES = (
-    _Slopes(),
+    Slopes(),
     Changed(r"\.(c_attn|c_proj|c_fc|c_fc2)\.weight$", transposed),
-    Changed(r"^transformer\.wte\.weight$", _scaled_embeddings),
-    Changed(r"^lm_head\.weight$", _scaled_output),
+    Changed(r"^transformer\.wte\.weight$", scaled_embeddings),
+    Changed(r"^lm_head\.weight$", scaled_output),
 )
 
 
@@ -119,12 +131,13 @@ def _key_and_value(config: Config) -> tuple[int, int]:
 
 
 REFACT_RULES = (
-    Split(r"attn\.kv\.weight$", ("attn.k_proj.weight", "attn.v_proj.weight"), sizes=_key_and_value),
+    Split(r"attn\.kv\.weight$", ("attn.k_proj.weight", "attn.v_proj.weight"), sizes=_key_and_value, always=True),
     Renamed(r"attn\.q\.weight$", "attn.q_proj.weight"),
     Split(
         r"mlp\.gate_up_proj\.weight$",
         ("mlp.linear_1.weight", "mlp.linear_3.weight"),
         sizes=lambda config: (_refact_width(config), _refact_width(config)),
+        always=True,
     ),
 )
 
@@ -187,7 +200,7 @@ def _gate(tensor: Tensor, context: Context) -> range:
 
 
 @dataclass(frozen=True)
-class _GateAndUp:
+class GateAndUp:
     """Gate and up are stored in one; layers differ in width."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
@@ -202,7 +215,7 @@ class _GateAndUp:
         ]
 
 
-ELM_RULES = (_GateAndUp(),)
+ELM_RULES = (GateAndUp(),)
 
 
 def set_elm_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
@@ -254,20 +267,29 @@ class GroupedHeads:
 # --- Xverse, Baichuan -------------------------------------------------------------------------------------------------
 
 
-def _queries(tensor: Tensor, context: Context) -> Expression:
-    return permuted(tensor, context.config.number("num_attention_heads"))
+@dataclass(frozen=True)
+class RopeHeads:
+    """Undoes the permutation of queries, or of ``keys``, for rope.
 
+    Where keys are fewer than queries, they are taken for another number of heads, as there.
+    """
 
-def _keys(tensor: Tensor, context: Context) -> Expression:
-    """Undo the permutation of keys; where they are fewer than queries, of another number of heads, as there."""
-    heads = context.config.number("num_attention_heads")
-    found = context.config.get("num_key_value_heads", heads)
-    return permuted(tensor, heads if found in (None, heads) else heads // max(1, found))
+    keys: bool = False
+    undoing: bool = False
+
+    def __call__(self, tensor: Tensor, context: Context) -> Expression:
+        heads = context.config.number("num_attention_heads")
+        found = context.config.get("num_key_value_heads", heads) if self.keys else heads
+        n = heads if found in (None, heads) else heads // max(1, found)
+        return (restored if self.undoing else permuted)(tensor, n)
+
+    def back(self) -> RopeHeads:
+        return replace(self, undoing=not self.undoing)
 
 
 #: Baichuan's queries, keys and values are stored in one.
-PACKED = Split(r"\.W_pack\.weight$", (".q_proj.weight", ".k_proj.weight", ".v_proj.weight"))
-XVERSE_RULES = (Changed(r"q_proj\.weight$", _queries), Changed(r"k_proj\.weight$", _keys))
+PACKED = Split(r"\.W_pack\.weight$", (".q_proj.weight", ".k_proj.weight", ".v_proj.weight"), always=True)
+XVERSE_RULES = (Changed(r"q_proj\.weight$", RopeHeads()), Changed(r"k_proj\.weight$", RopeHeads(keys=True)))
 
 
 def _set_rope(keys: Keys, config: Config) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.config import Config
-from quantkit.checkpoint.expressions import Added, Expression, taken
+from quantkit.checkpoint.expressions import Added, Expression, Unadded, taken
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.row import Copied, SetKeys
 from quantkit.checkpoint.tensors import Changed, Context, Renamed, Tensor, negative_exp, squeezed
@@ -17,22 +17,28 @@ from quantkit.errors import FormatError
 _SHARING, _KEYS, _WIDTH = 8, 5, 128
 
 
-def _reordered(axis: int) -> Callable[[Tensor, Context], Expression]:
-    """Return what orders heads so that those that share a key are ``_KEYS`` apart."""
+@dataclass(frozen=True)
+class Reordered:
+    """Orders heads, along ``axis``, so that those that share a key are behind each other: stored, they are apart."""
 
-    def reordered(tensor: Tensor, context: Context) -> Expression:
+    axis: int
+    undoing: bool = False
+
+    def __call__(self, tensor: Tensor, context: Context) -> Expression:
         n = _SHARING * _KEYS * _WIDTH
         if tensor.x.shape != (n, n):
             raise context.fail(tensor, f"its shape {list(tensor.x.shape)} is not [{n}, {n}]")
-        heads = [i * _KEYS + j for j in range(_KEYS) for i in range(_SHARING)]
-        return taken(tensor.x, axis, *(range(head * _WIDTH, (head + 1) * _WIDTH) for head in heads))
+        outer, inner = (_SHARING, _KEYS) if self.undoing else (_KEYS, _SHARING)
+        heads = [i * outer + j for j in range(outer) for i in range(inner)]
+        return taken(tensor.x, self.axis, *(range(head * _WIDTH, (head + 1) * _WIDTH) for head in heads))
 
-    return reordered
+    def back(self) -> Reordered:
+        return replace(self, undoing=not self.undoing)
 
 
 PLAMO_RULES = (
-    Changed(r"\.self_attn\.q_proj\.weight$", _reordered(0)),
-    Changed(r"\.self_attn\.o_proj\.weight$", _reordered(1)),
+    Changed(r"\.self_attn\.q_proj\.weight$", Reordered(0)),
+    Changed(r"\.self_attn\.o_proj\.weight$", Reordered(1)),
 )
 
 
@@ -51,24 +57,34 @@ def set_plamo_base(keys: Keys, config: Config, layers: int, file_type: int) -> N
 # --- PLaMo 2 and 3 ---------------------------------------------------------------------------------------------------
 
 
-def _plus(value: float) -> Callable[[Tensor, Context], Expression]:
-    return lambda tensor, context: Added(tensor.x, value)
+@dataclass(frozen=True)
+class Plus:
+    """Adds what a norm adds to its weights."""
+
+    value: float
+    undoing: bool = False
+
+    def __call__(self, tensor: Tensor, context: Context) -> Expression:
+        return (Unadded if self.undoing else Added)(tensor.x, self.value)
+
+    def back(self) -> Plus:
+        return replace(self, undoing=not self.undoing)
 
 
 #: What norms add to their weights.
 _NORMS = (
-    Changed(r"\.post_mixer_norm\.weight$", _plus(1.0 / 5)),
-    Changed(r"\.post_mlp_norm\.weight$", _plus(1.0 / 5**1.5)),
+    Changed(r"\.post_mixer_norm\.weight$", Plus(1.0 / 5)),
+    Changed(r"\.post_mlp_norm\.weight$", Plus(1.0 / 5**1.5)),
 )
 PLAMO2_RULES = (
     Changed(r"\.A_log$", negative_exp),
     Changed(r"\.conv1d\.weight$", squeezed),
-    Changed(r"\.(pre_mixer_norm|pre_mlp_norm|norm)\.weight$", _plus(1.0)),
+    Changed(r"\.(pre_mixer_norm|pre_mlp_norm|norm)\.weight$", Plus(1.0)),
     *_NORMS,
     Renamed(r"\.dt_bias$", ".dt_proj.bias"),
     Renamed(r"\.(dt_norm|B_norm|C_norm|k|q)_weight$", r".\1.weight"),
 )
-PLAMO3_RULES = (Changed(r"\.(pre_mixer_norm|pre_mlp_norm|mixer\.[qk]_norm|norm)\.weight$", _plus(1.0)), *_NORMS)
+PLAMO3_RULES = (Changed(r"\.(pre_mixer_norm|pre_mlp_norm|mixer\.[qk]_norm|norm)\.weight$", Plus(1.0)), *_NORMS)
 
 
 def _is_mamba(config: Config, layer: int, layers: int) -> bool:

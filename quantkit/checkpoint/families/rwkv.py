@@ -28,9 +28,9 @@ def _fused(held: dict[str, Tensor], names: list[str], last: Tensor) -> Tensor:
 
 # --- RWKV 6 ----------------------------------------------------------------------------------------------------------
 
-_MIXED = ("w", "k", "v", "r", "g")
+MIXED = ("w", "k", "v", "r", "g")
 #: Of the Qwens: the order in which those five are stored.
-_QWEN_ORDER = (3, 1, 2, 0, 4)
+QWEN_ORDER = (3, 1, 2, 0, 4)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Mixing6:
         if kind.startswith("lerp_") and kind != "lerp_x.weight" and tensor.layer is not None:
             held = context.held.setdefault((id(self), tensor.layer), {})
             held[kind] = tensor
-            names = [f"lerp_{each}.weight" for each in _MIXED]
+            names = [f"lerp_{each}.weight" for each in MIXED]
             return (_fused(held, names, tensor),) if len(held) == len(names) else ()
         return (replace(tensor, x=self._changed(tensor, kind, name, context), name_in_file=name),)
 
@@ -61,7 +61,7 @@ class Mixing6:
             x = Multiplied(x, 0.5**halved) if halved else x
         if self.reordered and kind in ("w1.weight", "w2.weight"):
             whole = (5, size_of(x) // 5 // x.shape[-1], x.shape[-1])
-            parts = taken(Shaped(x, whole), 0, *(range(i, i + 1) for i in _QWEN_ORDER))
+            parts = taken(Shaped(x, whole), 0, *(range(i, i + 1) for i in QWEN_ORDER))
             x = parts if kind == "w2.weight" else Shaped(parts, (whole[0] * whole[1], whole[2]))
         return x
 
@@ -106,13 +106,13 @@ def set_6_qwen_base(keys: Keys, config: Config, layers: int, file_type: int) -> 
 
 #: One spelling for those of several implementations.
 STORED_7 = (
-    Renamed(r"blocks", "layers"),
-    Renamed(r"ffn", "feed_forward"),
-    Renamed(r"self_attn", "attention"),
-    Renamed(r"attn", "attention"),
-    Renamed(r"time_mixer\.", ""),
-    Renamed(r"feed_forward_norm", "ln2"),
-    Renamed(r"g_norm", "ln_x"),
+    Renamed(r"blocks", "layers", foreign=True),
+    Renamed(r"ffn", "feed_forward", foreign=True),
+    Renamed(r"self_attn", "attention", foreign=True),
+    Renamed(r"attn", "attention", foreign=True),
+    Renamed(r"time_mixer\.", "", foreign=True),
+    Renamed(r"feed_forward_norm", "ln2", foreign=True),
+    Renamed(r"g_norm", "ln_x", foreign=True),
 )
 _LOW_RANK = {"_lora.lora.0.weight": "1.weight", "_lora.lora.2.weight": "2.weight", "_lora.lora.2.bias": "0.weight"}
 

@@ -6,7 +6,7 @@ conversion/hunyuan.py, conversion/deepseek.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.config import Config
@@ -22,10 +22,14 @@ from quantkit.formats.gguf.rules import short
 
 
 @dataclass(frozen=True)
-class _FirstHead:
+class FirstHead:
     """A norm of heads is that of the first, its halves in turns, once for each of ``heads``."""
 
     heads: str
+
+    def back(self) -> Callable[[Tensor, Context], Expression]:
+        """Return what puts the halves of all heads one behind the other again."""
+        return _halves_behind
 
     def __call__(self, tensor: Tensor, context: Context) -> Expression:
         width = tensor.x.shape[1]
@@ -34,9 +38,14 @@ class _FirstHead:
         return taken(taken(tensor.x, 1, *pairs), 0, *first)
 
 
+def _halves_behind(tensor: Tensor, context: Context) -> Expression:
+    width = tensor.x.shape[1]
+    return taken(tensor.x, 1, range(0, width, 2), range(1, width, 2))
+
+
 CHAMELEON_RULES = (
-    Changed(r"q_norm\.(weight|bias)$", _FirstHead("num_attention_heads")),
-    Changed(r"k_norm\.(weight|bias)$", _FirstHead("num_key_value_heads")),
+    Changed(r"q_norm\.(weight|bias)$", FirstHead("num_attention_heads")),
+    Changed(r"k_norm\.(weight|bias)$", FirstHead("num_key_value_heads")),
 )
 CHAMELEON_STORED = (Dropped(r"^model\.vqmodel"),)
 
@@ -56,7 +65,7 @@ JANUS_PARTS = Dropped(
 
 
 @dataclass(frozen=True)
-class _ScaledQueries:
+class ScaledQueries:
     """Queries and keys are normed without weights, queries scaled: weights of norms that do that come before them."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
@@ -74,7 +83,7 @@ class _ScaledQueries:
         )
 
 
-MUSE_RULES = (Changed(r"layernorm\.weight$", plus_one), _ScaledQueries())
+MUSE_RULES = (Changed(r"layernorm\.weight$", plus_one), ScaledQueries())
 
 
 def _set_muse_windows(keys: Keys, config: Config) -> None:

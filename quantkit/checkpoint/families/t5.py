@@ -13,7 +13,7 @@ _EMBEDDINGS = ("decoder.embed_tokens.weight", "encoder.embed_tokens.weight", "sh
 
 
 @dataclass(frozen=True)
-class _Shared:
+class Shared:
     """Embeddings are stored under several names; the first of them counts, for both parts."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
@@ -23,7 +23,7 @@ class _Shared:
         return (replace(tensor, name="shared.weight"),) if first == tensor.name else ()
 
 
-RULES = (_Shared(),)
+RULES = (Shared(),)
 
 
 def set_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from quantkit.errors import FormatError
 from quantkit.formats.logits.chunks import Chunks
 from quantkit.formats.logits.compact import CODECS, CompactLogits, CompactRows, CompactWriter, join_rows
-from quantkit.formats.logits.llama import CLIPS, LlamaLogits, LlamaRows, LlamaWriter, encode_rows
+from quantkit.formats.logits.llama import CLIPS, LlamaLogits, LlamaRows, LlamaSharer, LlamaWriter, encode_rows
 
 LogitsFile = LlamaLogits | CompactLogits
 
@@ -28,6 +28,7 @@ __all__ = [
     "CompactWriter",
     "LlamaLogits",
     "LlamaRows",
+    "LlamaSharer",
     "LlamaWriter",
     "LogitsFile",
     "encode_rows",

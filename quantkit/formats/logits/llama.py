@@ -15,6 +15,7 @@ collapses to code 0. A file does not say which it was written with, and no reade
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -25,7 +26,7 @@ import numpy.typing as npt
 
 from quantkit.errors import FormatError, ResourceError
 from quantkit.formats.logits.chunks import Chunks, check_header, read_tokens, scored_rows
-from quantkit.formats.ranges import read_range, write_range
+from quantkit.formats.ranges import read_range, write_open, write_range
 from quantkit.helpers import format_size
 
 F32 = npt.NDArray[np.float32]
@@ -157,20 +158,46 @@ class LlamaWriter:
             raise ValueError(f"clip {clip}: files have {sorted(CLIPS.values())}")
         self.path, self.chunks, self.clip = Path(path), chunks, clip
         self._row_bytes = 2 * row_codes(chunks.n_vocab)
-        header = _HEADER.pack(LlamaLogits.magic, chunks.n_ctx, chunks.n_vocab, chunks.n_chunks)
-        header += chunks.tokens.astype("<i4").tobytes()
-        self._start = len(header)
-        self.nbytes = self._start + chunks.n_chunks * chunks.rows * self._row_bytes
+        self.header = _HEADER.pack(LlamaLogits.magic, chunks.n_ctx, chunks.n_vocab, chunks.n_chunks)
+        self.header += chunks.tokens.astype("<i4").tobytes()
+        self.nbytes = len(self.header) + chunks.n_chunks * chunks.rows * self._row_bytes
+        self._begin()
+
+    def _begin(self) -> None:
+        """Write the header. Raises ResourceError, OSError."""
         free = shutil.disk_usage(self.path.parent).free if self.path.parent.is_dir() else self.nbytes
         if free < self.nbytes:
             raise ResourceError(
                 f"{self.path.parent}: {format_size(self.nbytes)} are needed, {format_size(free)} are free; fewer"
                 " --chunks, or --logits-format compact"
             )
-        self.path.write_bytes(header)
+        self.path.write_bytes(self.header)
 
     def write(self, chunk: int, first: int, logits: F32, log_sum_exp: F64, scratch: F32 | None = None) -> None:
         """Encode and write rows from ``first`` on; the arguments are those of ``encode_rows``."""
         rows = encode_rows(logits, log_sum_exp.astype(np.float32), self.clip, scratch)
-        at = self._start + (chunk * self.chunks.rows + first) * self._row_bytes
-        write_range(self.path, rows.reshape(-1).view(np.uint8), at)
+        at = len(self.header) + (chunk * self.chunks.rows + first) * self._row_bytes
+        self._put(rows.reshape(-1).view(np.uint8), at)
+
+    def _put(self, data: npt.NDArray[np.uint8], at: int) -> None:
+        write_range(self.path, data, at)
+
+
+class LlamaSharer(LlamaWriter):
+    """Writes rows to a file that another process, perhaps on another machine, has begun.
+
+    It stays open, so that what is late never gets into a file that took its place. Raises FormatError if it is another.
+    """
+
+    def _begin(self) -> None:
+        with self.path.open("rb") as file:
+            if file.read(len(self.header)) != self.header:
+                raise FormatError(f"{self.path} is not what was begun: it has other chunks, or none")
+            self._fd = os.open(self.path, os.O_WRONLY)
+
+    def _put(self, data: npt.NDArray[np.uint8], at: int) -> None:
+        write_open(self._fd, self.path, data, at)
+
+    def sync(self) -> None:
+        """Return when what was written is on the disk, where other machines see it. Raises OSError."""
+        os.fdatasync(self._fd)

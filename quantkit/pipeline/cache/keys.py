@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from quantkit.formats.cache_entry import Pieces
+from quantkit.formats.remote import URL
 from quantkit.kernels.formats import FORMATS, encoder_for
 from quantkit.kernels.interleave import base_of, repacks
 from quantkit.kernels.tensor_scale import decoded_as
@@ -29,12 +30,11 @@ _IMPORT = re.compile(r"^\s*(?:from\s+(quantkit[\w.]*)\s+import\s+(\([^)]*\)|[^\n
 
 
 def is_encoded(part: RowSlice, target: TensorType) -> bool:
-    """Tell whether a part is kept: its rows are neither copied, nor repacked, nor merely rounded, nor fed with errors.
-
-    What feedback makes of rows depends on a covariance, which is larger than they are.
-    """
+    """Tell whether a part is kept: its rows are neither copied, nor repacked, nor merely rounded."""
     source = part.source.type
-    return part.inputs is None and source is not target and target.block > 1 and not repacks(source, target)
+    if part.inputs is not None and part.inputs.digest() is None:  # what decides its rows is found out in the run
+        return False
+    return source is not target and target.block > 1 and not repacks(source, target)
 
 
 def pieces_of(part: RowSlice, target: TensorType) -> Pieces:
@@ -56,17 +56,20 @@ def how_digest(part: RowSlice, tensor: PlannedTensor, importance: str | None) ->
         "from": part.source.type.name,
         "to": tensor.type.name,
         "encoder": whose,
-        "code": encoder_digest(part.source.type, tensor.type),
+        "code": encoder_digest(part.source.type, tensor.type, part.inputs is not None),
         "values": part.values,
         "shape": [pieces.matrices, pieces.rows, pieces.row_bytes, pieces.piece],
         "importance": None if tensor.type.imatrix == "ignored" else importance,
+        "feedback": None if part.inputs is None else part.inputs.digest(),
     }
     return _digest(how)
 
 
 @cache
-def encoder_digest(source: TensorType, target: TensorType) -> str:
+def encoder_digest(source: TensorType, target: TensorType, fed: bool = False) -> str:
     """Return a digest of the code that decodes rows of ``source`` and encodes them as ``target``, and of its compiler.
+
+    ``fed``: with feedback.
 
     That is all the modules of kernels that the families' code reaches, also to measure the error, and the tables.
     """
@@ -74,6 +77,7 @@ def encoder_digest(source: TensorType, target: TensorType) -> str:
     roots = ["cpu.encode", "cpu.encode.interleaved", "cpu.encode.error", "cpu.unpack.dequantize", "tensor_scale"]
     roots += [f"cpu.unpack.{each.family}" for each in (have, want) if each is not None]
     roots += [f"cpu.encode.{want.family}"] if want is not None else []
+    roots += ["cpu.feedback.rounding"] * fed
     paths = {_PACKAGE / "pipeline/work.py", *(_PACKAGE / "kernels").glob("*.npz")}
     paths |= {path for root in roots for path in _reached(f"quantkit.kernels.{root}")}
     return _digest([version("numba"), version("llvmlite"), *_files_digests(paths)])
@@ -84,7 +88,7 @@ def _reached(root: str) -> set[Path]:
     left, found = [root], dict[str, Path]()
     while left:
         name = left.pop()
-        path = None if name in found else _path_of(name)
+        path = None if name in found else _path_of(_PACKAGE.parent, name)
         if path is not None:
             found[name] = path
             left += _imports(path)
@@ -103,8 +107,9 @@ def _imports(path: Path) -> tuple[str, ...]:
     return tuple(name for name in names() if name.startswith("quantkit.kernels.") or name == "quantkit.types")
 
 
-def _path_of(module: str) -> Path | None:
-    base = _PACKAGE.parent.joinpath(*module.split("."))
+@cache
+def _path_of(folder: Path, module: str) -> Path | None:
+    base = folder.joinpath(*module.split("."))
     return next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
 
 
@@ -126,22 +131,34 @@ def _file_digest(path: Path) -> str:
 def identity(source: Source, fingerprint: str, part: RowSlice, target: TensorType) -> str | None:
     """Return what tells the rows of a part from any others, without reading them; None if nothing can.
 
-    Paths do not count, but files do: by inode, size and time of change. ``fingerprint`` is the source's.
+    Paths do not count, but files do: by inode, size and time of change; objects in stores by what pins them.
+    ``fingerprint`` is the source's.
     """
     place = source.place(part.source)
     files = [place[0]] if place is not None else list(source.inputs)
     try:
-        stats = [os.stat(path) for path in files]
+        found = [_identity_of(path) for path in files]
     except OSError:  # not on this machine
+        return None
+    if None in found:
         return None
     what = {
         "source": fingerprint,
-        "files": [(s.st_ino, s.st_size, s.st_mtime_ns) for s in stats],
+        "files": found,
         "made": None if place is not None else package_digest(),
         "tensor": [part.source.name, part.source.type.name, part.source.nbytes, None if place is None else place[1]],
         "rows": [part.values, part.matrices, part.rows, part.source_rows, part.source_row, piece_rows(part, target)],
     }
     return _digest(what)
+
+
+def _identity_of(path: Path) -> tuple[object, ...] | None:
+    """Return what tells a file from others, and from what it was before; None of an object that nothing pins."""
+    if isinstance(path, URL):
+        # A tag may be no more than a date, so here the address counts, too; that of a signed one without its signature.
+        return (str(path), path.facts.size, path.facts.tag) if path.facts.tag else None
+    found = os.stat(path)
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _digest(value: object) -> str:

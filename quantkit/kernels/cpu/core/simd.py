@@ -92,6 +92,7 @@ u32x16, i32x16, f32x16 = VecType(types.uint32, 16), VecType(types.int32, 16), Ve
 u32x8, i32x8, f32x8 = VecType(types.uint32, 8), VecType(types.int32, 8), VecType(types.float32, 8)
 u32x4, i32x4, f32x4 = VecType(types.uint32, 4), VecType(types.int32, 4), VecType(types.float32, 4)
 u64x8, i64x8, f64x8 = VecType(types.uint64, 8), VecType(types.int64, 8), VecType(types.float64, 8)
+f64x16 = VecType(types.float64, 16)
 mask64 = VecType(types.boolean, 64)
 
 # ---------------------------------------------------------------- LLVM IR helpers

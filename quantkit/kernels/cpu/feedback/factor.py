@@ -107,13 +107,12 @@ def _update(r: F64, count: int, tall: F64, wide: F64, first: int, last: int) -> 
                 _put(r, to, 8 * n, tile)
 
 
-def cholesky(matrix: F64, threads: int = 1) -> F64:
-    """Return the upper triangular R with R^T R = ``matrix`` [n, n], n a multiple of 16; what is below is undefined.
+def cholesky(r: F64, threads: int = 1) -> F64:
+    """Make a matrix [n, n], n a multiple of 16, the upper triangular R with R^T R = the matrix, in place; return it.
 
-    Raises numpy.linalg.LinAlgError if it is not positive definite.
+    What is below the diagonal is undefined. Raises numpy.linalg.LinAlgError if it is not positive definite.
     """
-    n = len(matrix)
-    r = np.array(matrix, np.float64, order="C")
+    n = len(r)
     tall, wide = np.empty((n // TALL, BLOCK, TALL)), np.empty((n // WIDE, BLOCK, WIDE))
     with ThreadPoolExecutor(threads) as pool:
         for begin in range(0, n, BLOCK):

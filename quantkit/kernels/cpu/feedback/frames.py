@@ -34,13 +34,19 @@ def visited(variances: F64, grouping: Grouping | None) -> I64:
     return groups[np.argsort(-variances[groups].sum(1), kind="stable")].ravel()
 
 
-def frames_of(h: F64, upper: F64, grouping: Grouping) -> Frames:
-    """Return the frames of a covariance h that is upper upper^T with its columns as they are fed."""
-    size, n = grouping.size, len(h)
-    t = _blocks(upper, np.arange(n).reshape(-1, size))
+def frames_of(covariance: F64, diagonal: F64, upper: F64, grouping: Grouping) -> Frames:
+    """Return the frames of a covariance with another diagonal, that is upper upper^T with its columns as they are fed.
+
+    What is below the diagonal of ``upper`` is not looked at.
+    """
+    size, n = grouping.size, len(covariance)
+    t = np.triu(_blocks(upper, np.arange(n).reshape(-1, size)))
     fed = np.stack([t, np.diagonal(t, axis1=1, axis2=2)[:, :, None] * np.eye(size)], 1)
-    own = np.linalg.cholesky(_blocks(h, grouping.order(n).reshape(-1, size))[:, ::-1, ::-1])[:, ::-1, ::-1]
-    return Frames(grouping, fed.astype(np.float32), np.stack([own, np.linalg.inv(own)], 1).astype(np.float32))
+    groups = grouping.order(n).reshape(-1, size)
+    own = _blocks(covariance, groups).astype(np.float64)
+    own[:, np.arange(size), np.arange(size)] = diagonal[groups]
+    own_t = np.linalg.cholesky(own[:, ::-1, ::-1])[:, ::-1, ::-1]
+    return Frames(grouping, fed.astype(np.float32), np.stack([own_t, np.linalg.inv(own_t)], 1).astype(np.float32))
 
 
 def _blocks(matrix: F64, groups: I64) -> F64:

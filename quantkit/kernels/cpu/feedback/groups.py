@@ -32,15 +32,18 @@ U8 = npt.NDArray[np.uint8]
 
 
 class GroupTile:
-    """Up to ``ROWS`` rows; the lanes of missing ones repeat the last. codes: what groups have chosen (books.py)."""
+    """Up to ``ROWS`` rows, as rounding.py's; the lanes of missing ones repeat the last.
 
-    def __init__(self, of: Levels, x: F32, rows: U8, by: Metric) -> None:
+    codes: what groups have chosen (books.py).
+    """
+
+    def __init__(self, of: Levels, x: F32, rows: U8, start: U8, by: Metric) -> None:
         if by.frames is None or by.frames.grouping != of.grouping:
             raise ValueError(f"the metric is not for groups of columns as {of.type} has them")
         self.of, self.by, self.frames, self.count, n = of, by, by.frames, len(x), by.n
         self._fill = np.minimum(np.arange(ROWS), len(x) - 1)
         self.best = rows.copy()
-        self.integers = read_integers(of.type, rows[self._fill])
+        self.integers = read_integers(of.type, start[self._fill])
         self.x = np.ascontiguousarray(x[self._fill].T)
         self.levels, self.v, self.g, self.scratch, self.c = (np.empty((n, ROWS), np.float32) for _ in range(5))
         self.sub = np.arange(n, dtype=np.int32) // np.int32(of.span)

@@ -11,9 +11,10 @@ import numpy.typing as npt
 from quantkit.kernels.cpu.feedback.factor import cholesky
 from quantkit.kernels.cpu.feedback.frames import Frames, frames_of, visited
 from quantkit.kernels.cpu.feedback.groups import GroupTile
+from quantkit.kernels.cpu.feedback.products import corrected
 from quantkit.kernels.cpu.feedback.refine import FIXED, HALF, INTEGER, Scales, refine
 from quantkit.kernels.cpu.feedback.sweeps import codebook, feed, residuals, weighted_squares
-from quantkit.kernels.cpu.feedback.tiles import ROWS, pack_columns
+from quantkit.kernels.cpu.feedback.tiles import ROWS, STRIP, codes_of_levels, pack_columns, pack_upper, to_lanes
 from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 from quantkit.kernels.levels import (
     Grouping,
@@ -36,8 +37,10 @@ class Metric:
     """A covariance, ready for sweeps.
 
     columns: in descending order of their variance, or of their groups', int32 [n]; u, pivots: the factors U, packed,
-    and D of the covariance in that order. h: the covariance, packed, columns in their own order; per_diagonal:
-    1 / H_kk. frames: those of groups of columns, if they are rounded together.
+    and D of the covariance in that order. frames: those of groups of columns, if they are rounded together. h: the
+    covariance, packed, columns in their own order; per_diagonal: 1 / H_kk. correction: M, packed, of a row x that is to
+    come near to x + x M; None: to itself. offset: what each row is to gain besides, float32 [rows, n]. importance: of
+    the columns, float32 [n], for encoders without an importance matrix; None: unknown.
     """
 
     columns: Ints
@@ -45,6 +48,9 @@ class Metric:
     pivots: F32
     h: F32
     per_diagonal: F32
+    correction: F32 | None = None
+    offset: F32 | None = None
+    importance: F32 | None = None
     frames: Frames | None = None
 
     @property
@@ -58,33 +64,47 @@ def metric(covariance: F64, damping: float, threads: int = 1, grouping: Grouping
 
     It is for types that group columns so. Raises numpy.linalg.LinAlgError if it is not positive definite even so.
     """
-    h = covariance + damping * np.diagonal(covariance).mean() * np.eye(len(covariance))
-    columns = visited(np.diagonal(h), grouping)
+    diagonal = np.diagonal(covariance)
+    raised = diagonal + damping * diagonal.mean()
+    columns = visited(raised, grouping)
     last_first = columns[::-1]
-    upper = np.triu(cholesky(h[np.ix_(last_first, last_first)], threads))[::-1, ::-1].T  # H = upper upper^T
+    r = covariance[np.ix_(last_first, last_first)].astype(np.float64, copy=False)
+    np.fill_diagonal(r, raised[last_first])
+    upper = cholesky(r, threads)[::-1, ::-1].T  # H = upper upper^T; what is below the diagonal is undefined
     roots = np.diagonal(upper)
-    u, pivots = pack_columns(upper / roots), (roots * roots).astype(np.float32)
-    per_diagonal, frames = (1 / np.diagonal(h)).astype(np.float32), None
-    if grouping is not None:
-        frames = frames_of(h, upper, grouping)
-    return Metric(columns.astype(np.int32), u, pivots, pack_columns(h), per_diagonal, frames)
+    h = pack_columns(covariance)
+    at = np.arange(len(h) * STRIP)
+    h[at // STRIP, at, at % STRIP] = raised
+    u, pivots = pack_upper(upper), (roots * roots).astype(np.float32)
+    frames = None if grouping is None else frames_of(covariance, raised, upper, grouping)
+    return Metric(columns.astype(np.int32), u, pivots, h, (1 / raised).astype(np.float32), frames=frames)
+
+
+#: Columns times sweeps that are not many.
+_COLUMNS = 2048
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How levels are chosen.
+    """How levels are chosen: what more costs more, and gives less each time.
 
     rounds: how often all of this is done, each time with the scales found before. sweeps: over all columns after
-    feedback. width: the columns that are visited together in a sweep; passes: how often; repeats: how often scales and
-    levels of a sub-block are chosen in turn, each time. fits: whether scales are.
+    feedback; where columns are few, up to ``most``, which take less time than one sweep of many. width: the columns
+    that are visited together in a sweep; passes: how often; repeats: how often scales and levels of a sub-block are
+    chosen in turn, each time. fits: whether scales are.
     """
 
     rounds: int = 1
     sweeps: int = 1
+    most: int = 4
     width: int = 64
     passes: int = 1
     repeats: int = 1
     fits: bool = True
+
+    def sweeps_of(self, n: int) -> int:
+        """Return the sweeps over n columns."""
+        return max(self.sweeps, min(_COLUMNS // n, self.most))
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,20 +127,34 @@ def round_rows(
         encode: fills the rows of the second argument with the reference's bytes of the first.
         by: the metric.
         how: what is done.
-        target: what the values shall come near to, if that is not x.
+        target: what the values shall come near to, if that is not x. Losses are those from it, also that of the
+            reference's bytes of x.
     """
-    target = x if target is None else target
     made = np.zeros((len(x), t.row_bytes(x.shape[1])), np.uint8)
     encode(x, made)
+    start = made
+    if target is None:
+        target = x
+    else:  # scales that fit it are a better beginning
+        start = np.zeros_like(made)
+        encode(target, start)
     before, after = np.empty(len(x)), np.empty(len(x))
     of = levels_of(t)
     kind = _Tile if of.grid is None else GroupTile
     for first in range(0, len(x), ROWS):
         rows = slice(first, min(first + ROWS, len(x)))
-        tile = kind(of, target[rows], made[rows], by)
+        tile = kind(of, target[rows], made[rows], start[rows], by)
         before[rows], after[rows] = tile.improve(how)
         made[rows] = tile.best
     return Rounded(made, before, after)
+
+
+def target_of(x: F32, by: Metric, row: int = 0) -> F32 | None:
+    """Return what rows x, from ``row`` of their matrix on, are to come near to by a metric; None: to themselves."""
+    if by.correction is None:
+        return None
+    target = corrected(x, by.correction)
+    return target if by.offset is None else target + by.offset[row : row + len(x)]
 
 
 #: A row is kept where its loss is less by this share: more than what rounding to float32 makes of it.
@@ -128,18 +162,18 @@ MARGIN = 1e-4
 
 
 class _Tile:
-    """Up to ``ROWS`` rows; the lanes of missing ones repeat the last."""
+    """Up to ``ROWS`` rows x, with the reference's bytes, and bytes to ``start`` from; missing ones repeat the last."""
 
-    def __init__(self, of: Levels, x: F32, rows: U8, by: Metric) -> None:
+    def __init__(self, of: Levels, x: F32, rows: U8, start: U8, by: Metric) -> None:
         self.of, self.by, self.count, n = of, by, len(x), by.n
         fill = np.minimum(np.arange(ROWS), len(x) - 1)
         self.best = rows.copy()
         self.rows = rows[fill]
         self.sub = np.arange(n, dtype=np.int32) // np.int32(of.span)
-        self.x = np.ascontiguousarray(x[fill].T)
-        self.levels, self.v, self.e, self.c = (np.empty((n, ROWS), np.float32) for _ in range(4))
+        self.x, self.levels, self.v, self.e, self.c = (np.empty((n, ROWS), np.float32) for _ in range(5))
+        to_lanes(x[fill], self.x)
         self.book = codebook(of.codebook)
-        self.scales = scales_of(of, n // of.span, read_integers(of.type, self.rows, with_levels=False))
+        self.scales = scales_of(of, n // of.span, read_integers(of.type, start[fill], with_levels=False))
 
     def improve(self, how: Rounding) -> tuple[F64, F64]:
         """Return the losses of the reference's bytes, and of the best."""
@@ -147,7 +181,7 @@ class _Tile:
         best = before.copy()
         for _ in range(how.rounds):
             loss = self._feed()
-            for _ in range(how.sweeps):
+            for _ in range(how.sweeps_of(self.by.n)):
                 loss -= self._refine(how)
             self._keep(loss, best)
         return before[: self.count], best[: self.count]
@@ -155,7 +189,8 @@ class _Tile:
     def _loss_of_reference(self) -> F64:
         values = np.empty((ROWS, self.by.n), np.float32)
         dequantize_rows(self.of.type, self.rows, values)
-        residuals(self.by.columns, self.x, np.ascontiguousarray(values.T), self.by.u, self.e, self.c)
+        to_lanes(values, self.v)
+        residuals(self.by.columns, self.x, self.v, self.by.u, self.e, self.c)
         return weighted_squares(self.c, self.by.pivots)
 
     def _feed(self) -> F64:
@@ -216,15 +251,17 @@ def scales_of(of: Levels, subs: int, i: Integers) -> Scales:
 
 
 def integers_of(of: Levels, s: Scales, levels: F32, rows: npt.NDArray[np.int64]) -> Integers:
-    """Return the integers of some rows of a tile; shifts are as they were: None."""
+    """Return the integers of some rows of a tile."""
     known, codes = np.unique(of.codebook, return_index=True)  # whole numbers, -128 to 127
     code = np.zeros(256, np.uint8)
     code[known.astype(np.int8).view(np.uint8)] = codes
-    q = code[np.ascontiguousarray(levels.astype(np.int8).view(np.uint8).T)[rows]]
+    q = np.empty((ROWS, len(levels)), np.uint8)
+    codes_of_levels(levels, code, q)
     d = None if not of.d else s.d[:, rows].T
     dmin = None if not of.dmin else -s.dmin[:, rows].T if of.added else s.dmin[:, rows].T
     m = None if of.minimum is None else s.m[:, rows].T.astype(np.uint8)
     factors = None
     if of.factors is not None:
         factors = np.unique(of.factors, return_index=True)[1].astype(np.uint8)[s.place[:, rows].T]
-    return Integers(q, factors, m, None, d, dmin)
+    shift = None if of.shift is None else (s.raised[:, rows].T != 0).astype(np.uint8)
+    return Integers(q[rows], factors, m, shift, d, dmin)

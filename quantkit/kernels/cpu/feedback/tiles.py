@@ -13,8 +13,19 @@ import numpy.typing as npt
 from numba import types
 from numba.core.types.containers import UniTuple
 
-from quantkit.kernels.cpu.core.jit import inline
-from quantkit.kernels.cpu.core.simd import FEATURES, VecType, _muladd, _pointer, _splat, emits, f32x16, load, splat
+from quantkit.kernels.cpu.core.jit import inline, kernel
+from quantkit.kernels.cpu.core.simd import (
+    FEATURES,
+    VecType,
+    _muladd,
+    _pointer,
+    _splat,
+    emits,
+    f32x16,
+    load,
+    splat,
+    transpose16_apart,
+)
 
 F32 = npt.NDArray[np.float32]
 
@@ -70,6 +81,38 @@ def pack_columns(matrix: npt.NDArray[np.floating[Any]]) -> F32:
     """Return a matrix [n, n] as strips of four columns, float32 [n / 4, n, 4]; n is a multiple of 4."""
     n = len(matrix)
     return np.ascontiguousarray(matrix.reshape(n, n // STRIP, STRIP).transpose(1, 0, 2), np.float32)
+
+
+def pack_upper(upper: npt.NDArray[np.float64]) -> F32:
+    """Return as ``pack_columns`` does what is on and above the diagonal, each column over its diagonal element."""
+    n, step = len(upper), 64 * STRIP
+    out = np.zeros((n // STRIP, n, STRIP), np.float32)
+    for begin in range(0, n, step):
+        end = min(begin + step, n)
+        part = upper[:end, begin:end].copy()
+        part /= np.diagonal(upper)[begin:end]
+        part[begin:] = np.triu(part[begin:])
+        out[begin // STRIP : end // STRIP, :end] = part.reshape(end, -1, STRIP).transpose(1, 0, 2)
+    return out
+
+
+@kernel
+def to_lanes(rows: F32, out: F32) -> None:
+    """Set ``out`` [n, ROWS] to ``rows`` [ROWS, n] transposed; n is a multiple of 16."""
+    n = rows.shape[1]
+    for k in range(0, n, LANES):
+        for row in range(0, ROWS, LANES):
+            transpose16_apart(rows, 4 * (n * row + k), 4 * n, out, LINE * k + 4 * row, LINE)
+
+
+@kernel
+def codes_of_levels(levels: F32, code: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
+    """Set ``out`` [ROWS, n] to the codes of levels [n, ROWS]: whole numbers, -128 to 127. code: by level & 255."""
+    n = len(levels)
+    for begin in range(0, n, 64):
+        for row in range(ROWS):
+            for k in range(begin, min(begin + 64, n)):
+                out[row, k] = code[np.int64(levels[k, row]) & 255]
 
 
 @inline

@@ -18,6 +18,7 @@ from functools import cache
 
 from quantkit.kernels.cuda.attention.cache import TYPES
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+from quantkit.kernels.cuda.core.limits import shared_of_block
 
 FEW, TILE, TENSOR = range(3)
 
@@ -26,9 +27,6 @@ FEW, TILE, TENSOR = range(3)
 SPLITS, MULTIPROCESSORS = 128, 132
 #: Up to how many rows (tokens x heads of a group) ``few`` is the way: where tensor cores could, and where not.
 FEW_ROWS, FEW_ROWS_F32 = 2, 16
-#: Shared memory that a block of threads may have, by compute capability; others have 99 KiB.
-SHARED = {75: 64 << 10, 80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
-
 _ATTENTION = Kernel("attention/attention.cu", "attention")
 
 
@@ -74,7 +72,7 @@ def attention(
     tests choose them.
     """
     group = n_head // n_head_kv
-    chosen = _choose(kind, head_k, head_v, rows * group, mla, SHARED.get(capability, 99 << 10), way)
+    chosen = _choose(kind, head_k, head_v, rows * group, mla, shared_of_block(capability), way)
     tiles = -(-rows * group // chosen.rows) * n_head_kv
     if splits is None:
         splits = max(1, min(SPLITS, MULTIPROCESSORS * chosen.at_once // tiles, -(-min(n_ctx, selected or n_ctx) // 64)))

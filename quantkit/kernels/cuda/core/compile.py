@@ -1,5 +1,8 @@
 """Compiles sources to machine code by NVRTC, kept on disk by a hash of all sources, options and the compiler's version.
 
+For a card newer than the compiler, that is machine code of its generation's newest card that the compiler knows, or
+PTX, which the driver compiles.
+
 CuPy's own RawModule is no way here: it flushes denormals (-ftz=true), repeats options, and does not see that an
 included file has changed.
 """
@@ -8,14 +11,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from quantkit.errors import ResourceError
 from quantkit.kernels.cache_folder import cache_folder
 from quantkit.kernels.cuda.core.generated import headers
 from quantkit.kernels.cuda.core.kernel import SOURCES, Kernel, source
 from quantkit.kernels.first_run import compiling
+
+#: Architectures of systems on a chip (Jetson, Drive): their machine code runs nowhere else.
+_ON_CHIP = frozenset({53, 62, 72, 87, 101, 110})
 
 
 def preamble(kernel: Kernel) -> str:
@@ -24,15 +32,42 @@ def preamble(kernel: Kernel) -> str:
     return "\n".join([*lines, source(kernel.file)])
 
 
-def compile_options(capability: int) -> tuple[str, ...]:
-    """Return NVRTC's options for kernels: no contraction of a product and a sum, so that results can be compared."""
+def target_of(capability: int, known: Sequence[int]) -> str:
+    """Return what to compile for a card: sm_N, machine code, or compute_N, PTX; known: architectures of the compiler.
+
+    Machine code runs on cards of the same major version and the same or a later minor one.
+
+    Raises:
+        ResourceError: the compiler knows none that is as old as the card.
+    """
+    if capability in known:
+        return f"sm_{capability}"
+    older = [n for n in known if n < capability and n not in _ON_CHIP]
+    if not older:
+        raise ResourceError(
+            f"NVRTC {_version()} does not compile for a card of compute capability {capability // 10}.{capability % 10}"
+        )
+    same = max(older) // 10 == capability // 10 and capability not in _ON_CHIP
+    return f"{'sm' if same else 'compute'}_{max(older)}"
+
+
+@cache
+def _target(capability: int) -> str:
+    return target_of(capability, _nvrtc().getSupportedArchs())
+
+
+def compile_options(target: int | str) -> tuple[str, ...]:
+    """Return NVRTC's options for kernels: no contraction of a product and a sum, so that results can be compared.
+
+    target: a compute capability, or what ``target_of`` returns.
+    """
     return (
         f"-I{SOURCES}",
         "--std=c++17",
         "--fmad=false",
         # Otherwise a lambda in a kernel belongs to the host.
         "--device-as-default-execution-space",
-        f"-arch=sm_{capability}",
+        f"-arch={target if isinstance(target, str) else f'sm_{target}'}",
     )
 
 
@@ -52,8 +87,8 @@ def create_program(nvrtc: Any, kernel: Kernel) -> Any:
     return nvrtc.createProgram(preamble(kernel), kernel.file, texts, names)
 
 
-def compile_module(kernel: Kernel, capability: int, *more: str) -> tuple[bytes, str]:
-    """Compile a kernel's module to a cubin; return it and the compiler's report. ``more``: further options.
+def compile_module(kernel: Kernel, target: int | str, *more: str) -> tuple[bytes, str]:
+    """Compile a kernel's module to a cubin, or PTX; return it and the compiler's report. ``more``: further options.
 
     Raises:
         RuntimeError: the source does not compile, which is a bug of ours or of the compiler.
@@ -61,27 +96,34 @@ def compile_module(kernel: Kernel, capability: int, *more: str) -> tuple[bytes, 
     nvrtc = _nvrtc()
     program = create_program(nvrtc, kernel)
     try:
-        nvrtc.compileProgram(program, (*compile_options(capability), *more))
-        # CuPy drops the last byte, the end of a table whose entries end with zeros.
-        return bytes(nvrtc.getCUBIN(program)) + b"\0", str(nvrtc.getProgramLog(program))
+        nvrtc.compileProgram(program, (*compile_options(target), *more))
+        code = nvrtc.getPTX(program) if str(target).startswith("compute") else nvrtc.getCUBIN(program)
+        # CuPy drops the last byte: of a cubin the end of a table whose entries end with zeros, of PTX the zero.
+        return bytes(code) + b"\0", str(nvrtc.getProgramLog(program))
     except nvrtc.NVRTCError as e:
         raise RuntimeError(f"{kernel} does not compile: {e}\n{nvrtc.getProgramLog(program)}") from e
     finally:
         nvrtc.destroyProgram(program)
 
 
-def cubin(kernel: Kernel, capability: int) -> bytes:
-    """Return the machine code of a kernel's module, compiled when it is not on disk yet."""
-    version = ".".join(map(str, _nvrtc().getVersion()))
-    key = f"{version} {compile_options(capability)[1:]} {preamble(kernel)}"
-    path = cache_folder("cuda", sources_hash()[:16]) / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
+def machine_code(kernel: Kernel, capability: int) -> bytes:
+    """Return what a card loads of a kernel's module, compiled when it is not on disk yet."""
+    target = _target(capability)
+    key = f"{_version()} {compile_options(target)[1:]} {preamble(kernel)}"
+    suffix = "ptx" if target.startswith("compute") else "cubin"
+    path = cache_folder("cuda", sources_hash()[:16]) / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.{suffix}"
     try:
         return path.read_bytes()
     except OSError:
         with compiling():
-            code = compile_module(kernel, capability)[0]
+            code = compile_module(kernel, target)[0]
     _keep(path, code)
     return code
+
+
+@cache
+def _version() -> str:
+    return ".".join(map(str, _nvrtc().getVersion()))
 
 
 def _nvrtc() -> Any:

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import ResourceError
-from quantkit.kernels.cuda.core.compile import cubin
+from quantkit.kernels.cuda.core.compile import machine_code
 from quantkit.kernels.cuda.core.early import launch_early
 from quantkit.kernels.cuda.core.kernel import Kernel
+from quantkit.kernels.cuda.core.uploads import Uploads
+from quantkit.kernels.first_run import compile_together
 
 #: Readable bytes after the end of every allocation: kernels read 16 bytes at a time.
 PADDING = 256
@@ -76,7 +78,7 @@ class Device(Protocol):
         """Carry out launches, in order."""
 
     def record(self, launches: Sequence[Launch]) -> Callable[[], None]:
-        """Return a function that runs these launches at once: a CUDA graph."""
+        """Carry out launches, and return a function that carries them out again, at once: a CUDA graph."""
 
     def synchronize(self) -> None:
         """Wait until everything is done; ResourceError if a kernel failed."""
@@ -141,7 +143,8 @@ class CUDADevice:
         self._modules: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
         self._functions: dict[Kernel, int] = {}
         self._kernels: list[Any] = []
-        self._shared: dict[Kernel, int] = {}
+        self._shared: dict[Kernel, int] = {}  # what a kernel may ask for at its launch
+        self._uploads = Uploads(partial(self.host_array, dtype=np.uint8), self._send, self._event, self._record_event)
         #: Launches may begin before the one before them is done, and wait where they need it (device.cuh).
         self.early = False
 
@@ -160,11 +163,18 @@ class CUDADevice:
         del self._memory[address]
 
     def upload(self, address: int, data: npt.NDArray[Any]) -> None:
-        runtime = self._cupy.cuda.runtime
-        flat = np.ascontiguousarray(data)
         with self.here():
-            # From pageable memory: the call returns when the array has been read.
-            runtime.memcpyAsync(address, flat.ctypes.data, flat.nbytes, runtime.memcpyHostToDevice, self.stream.ptr)
+            self._uploads.send(address, np.ascontiguousarray(data).reshape(-1).view(np.uint8))
+
+    def _send(self, to: int, source: int, nbytes: int) -> None:
+        runtime = self._cupy.cuda.runtime
+        runtime.memcpyAsync(to, source, nbytes, runtime.memcpyHostToDevice, self.stream.ptr)
+
+    def _event(self) -> Any:
+        return self._cupy.cuda.Event(disable_timing=True)
+
+    def _record_event(self, event: Any) -> None:
+        event.record(self.stream)
 
     def download(self, address: int, out: npt.NDArray[Any]) -> None:
         runtime = self._cupy.cuda.runtime
@@ -184,36 +194,51 @@ class CUDADevice:
     # ------------------------------------------------------------ kernels
 
     def prepare(self, kernels: Sequence[Kernel]) -> None:
-        from concurrent.futures import ThreadPoolExecutor
-
         wanted = {(op.file, op.defines): op for op in kernels if (op.file, op.defines) not in self._modules}
-        with ThreadPoolExecutor() as pool:  # NVRTC lets go of Python's lock
-            codes = list(pool.map(lambda op: cubin(op, self.capability), wanted.values()))
-        with self.here():
-            for key, code in zip(wanted, codes, strict=True):
-                self._modules[key] = self._cupy.cuda.function.Module()
-                self._modules[key].load(code)
+        # Processes: NVRTC compiles one module at a time.
+        compile_together([partial(machine_code, op, self.capability) for op in wanted.values()])
+        for kernel in wanted.values():
+            self._module(kernel)
+
+    def _module(self, kernel: Kernel) -> Any:
+        key = kernel.file, kernel.defines
+        if key not in self._modules:
+            with self.here():
+                module = self._cupy.cuda.function.Module()
+                module.load(machine_code(kernel, self.capability))
+            self._modules[key] = module
+        return self._modules[key]
 
     def _function(self, kernel: Kernel) -> int:
         """Return a kernel's handle."""
         if kernel not in self._functions:
-            self.prepare([kernel])
+            driver = self._cupy.cuda.driver
             with self.here():
-                function = self._modules[kernel.file, kernel.defines].get_function(f"quantkit_{kernel.name}")
+                function = self._module(kernel).get_function(f"quantkit_{kernel.name}")
+                declared = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
             self._kernels.append(function)
+            self._shared[kernel] = (48 << 10) - declared
             self._functions[kernel] = int(function.ptr)
         return self._functions[kernel]
 
     def _allow_shared(self, launch: Launch) -> None:
-        """Ask for more than 48 KiB of shared memory, with what the source declares, as the driver requires."""
+        """Ask for more than 48 KiB of shared memory, with what the source declares, as the driver requires.
+
+        How a multiprocessor's memory is divided into shared memory and cache is left to the driver: it sees to it that
+        shared memory does not keep blocks out, and that launches with other preferences need not wait.
+        """
+        function = self._function(launch.kernel)
+        if launch.shared <= self._shared[launch.kernel]:
+            return
         driver = self._cupy.cuda.driver
-        if launch.shared > max(40 << 10, self._shared.get(launch.kernel, 0)):
-            function = self._function(launch.kernel)
+        try:
             with self.here():
                 driver.funcSetAttribute(function, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared)
-                # All that a multiprocessor has, so that two blocks of 100 KiB fit at once.
-                driver.funcSetAttribute(function, driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
-            self._shared[launch.kernel] = launch.shared
+        except driver.CUDADriverError as e:
+            raise ResourceError(
+                f"{launch.kernel.name} needs {launch.shared} bytes of shared memory, and {self.name} has less: {e}"
+            ) from None
+        self._shared[launch.kernel] = launch.shared
 
     def run(self, launches: Sequence[Launch]) -> None:
         driver, stream, early = self._cupy.cuda.driver, self.stream.ptr, self.early and self.capability >= 90
@@ -228,15 +253,16 @@ class CUDADevice:
                     driver.launchKernel(function, *launch.grid, threads, 1, 1, shared, stream, arguments.address, 0)
 
     def record(self, launches: Sequence[Launch]) -> Callable[[], None]:
-        for launch in launches:
-            self._function(launch.kernel)  # nothing may be loaded while the stream is captured
-            self._allow_shared(launch)
+        self.run(launches)  # what a first launch needs, a kernel loaded, memory, cannot be had while recording
         with self.here():
             self.stream.begin_capture()
             try:
                 self.run(launches)
-            finally:
-                graph = self.stream.end_capture()
+            except BaseException:
+                with suppress(Exception):  # what it says of the recording hides why that broke
+                    self.stream.end_capture()
+                raise
+            graph = self.stream.end_capture()
 
         def replay() -> None:
             with self.here():
@@ -257,7 +283,10 @@ class CUDADevice:
             raise ResourceError(f"--cublas needs cuBLAS, which CuPy does not find: {e}") from None
         one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
         with self.here():
-            handle = int(self._device.cublas_handle)
+            try:
+                handle = int(self._device.cublas_handle)
+            except Exception as e:  # found, but does not work: whatever CuPy and the loader raise
+                raise ResourceError(f"--cublas needs cuBLAS, which does not work here: {e}") from None
             cublas.setStream(handle, self.stream.ptr)
             cublas.gemmEx(
                 handle, _TRANSPOSED, _AS_IS, n_out, rows, n_in, one.ctypes.data, w, _BF16, n_in, x, _BF16, n_in,
@@ -270,6 +299,11 @@ class CUDADevice:
     def cupy(self) -> Any:
         """CuPy itself."""
         return self._cupy
+
+    def bytes_free(self) -> int:
+        """Return the bytes of memory that are free."""
+        with self.here():
+            return int(self._cupy.cuda.runtime.memGetInfo()[0])
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
         """Copy within the device's memory."""

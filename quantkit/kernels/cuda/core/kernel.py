@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
 #: Where the sources are: every #include is relative to it.
 SOURCES = Path(__file__).parent.parent
+
+_PACKED = {"pointer": "<q", "int64_t": "<q", "double": "<d"}
 
 _KERNEL = re.compile(r"^KERNEL(?:_THAT_WAITS)?\((\w+),\s*(\w+)\)", re.MULTILINE)
 
@@ -33,8 +36,7 @@ class Kernel:
 
     def bind(self, **defines: str | int) -> Kernel:
         """Return the same kernel, compiled with more macros."""
-        more = tuple((name, str(value)) for name, value in defines.items())
-        return Kernel(self.file, self.name, tuple(sorted({**dict(self.defines), **dict(more)}.items())))
+        return _bound(self, tuple(defines.items()))
 
     @cached_property
     def slots(self) -> dict[str, str]:
@@ -58,10 +60,29 @@ class Kernel:
         missing, unknown = self.slots.keys() - values.keys(), values.keys() - self.slots.keys()
         if missing or unknown:
             raise ValueError(f"{self.name}: missing {sorted(missing)}, unknown {sorted(unknown)}")
-        return struct.pack(
-            "<" + "".join("d" if kind == "double" else "q" for kind in self.slots.values()),
-            *(float(values[n]) if kind == "double" else int(values[n]) for n, kind in self.slots.items()),
-        )
+        return self.template(**values).filled({})
+
+    def template(self, **values: int | float) -> Template:
+        """Pack those arguments that do not change from launch to launch; the others are 0."""
+        slots = self.slots
+        where = {name: (_PACKED[kind], 8 * i) for i, (name, kind) in enumerate(slots.items())}
+        return Template(where, Template(where, bytes(8 * len(slots))).filled(values))
+
+
+@dataclass(frozen=True)
+class Template:
+    """The arguments of launches, packed, and how and where each of them is."""
+
+    where: dict[str, tuple[str, int]]
+    block: bytes
+
+    def filled(self, values: Mapping[str, int | float]) -> bytes:
+        """Return the arguments with some of them; KeyError for a name that is unknown."""
+        block = bytearray(self.block)
+        for name, value in values.items():
+            how, at = self.where[name]
+            struct.pack_into(how, block, at, value if how == _PACKED["double"] else int(value))
+        return bytes(block)
 
 
 @dataclass(frozen=True)
@@ -71,6 +92,13 @@ class Shape:
     kernel: Kernel
     grid: tuple[int, int, int]
     shared: int = 0
+
+
+@cache
+def _bound(kernel: Kernel, defines: tuple[tuple[str, str | int], ...]) -> Kernel:
+    """One object for equal ones: what it knows is looked up once."""
+    more = {name: str(value) for name, value in defines}
+    return Kernel(kernel.file, kernel.name, tuple(sorted({**dict(kernel.defines), **more}.items())))
 
 
 @cache

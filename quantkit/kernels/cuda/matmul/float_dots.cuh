@@ -50,11 +50,21 @@ INLINE void add_products(const uint4 (&words)[M][R], const uint8_t* x, int64_t x
         }
 }
 
+// words[i] = the 16 bytes of each row that are this lane's in the i-th of COUNT rounds from `part` on.
+template <int COUNT, int N, int M, int R>
+INLINE void load_words(uint4 (&words)[N][M][R], const uint8_t* const (&rows)[M][R], int part) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int r = 0; r < R; r++) words[i][m][r] = *(const uint4*)(rows[m][r] + 16 * (int64_t)(part + i * LANES));
+}
+
 // sums[m][r][c] = this lane's share of the product of the team's row r of matrix m and row c of x.
 template <int M, int R, int C>
 INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_bytes, const uint8_t* x, int64_t x_stride, int n_in,
                      float (&sums)[M][R][C]) {
-    wait_for_previous();
     const int AT_ONCE = C <= 2 ? 4 : 2;  // loads per row
     const uint8_t* rows[M][R];
     int64_t bits = row_bytes | x_stride | (int64_t)x;
@@ -72,6 +82,7 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
             for (int c = 0; c < C; c++) sums[m][r][c] = 0;
     const int begin = team.slice * 32 + team.lane;
     if ((bits & 15) || n_in % VALUES) {
+        wait_for_previous();
         for (int i = begin; i < n_in; i += LANES)
 #pragma unroll
             for (int c = 0; c < C; c++) {
@@ -86,23 +97,20 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
     }
     const int parts = n_in / VALUES;
     int part = begin;
-    for (; part + (AT_ONCE - 1) * LANES < parts; part += AT_ONCE * LANES) {
-        uint4 words[AT_ONCE][M][R];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++)
-#pragma unroll
-            for (int m = 0; m < M; m++)
-#pragma unroll
-                for (int r = 0; r < R; r++) words[i][m][r] = *(const uint4*)(rows[m][r] + 16 * (int64_t)(part + i * LANES));
+    uint4 words[AT_ONCE][M][R];
+    bool more = part + (AT_ONCE - 1) * LANES < parts;
+    if (more) load_words<AT_ONCE>(words, rows, part);
+    wait_for_previous();
+#pragma unroll 1
+    while (more) {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) add_products(words[i], x + 4 * VALUES * (int64_t)(part + i * LANES), x_stride, sums);
+        part += AT_ONCE * LANES;
+        more = part + (AT_ONCE - 1) * LANES < parts;
+        if (more) load_words<AT_ONCE>(words, rows, part);
     }
     for (; part < parts; part += LANES) {
-        uint4 words[M][R];
-#pragma unroll
-        for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int r = 0; r < R; r++) words[m][r] = *(const uint4*)(rows[m][r] + 16 * (int64_t)part);
-        add_products(words, x + 4 * VALUES * (int64_t)part, x_stride, sums);
+        load_words<1>(words, rows, part);
+        add_products(words[0], x + 4 * VALUES * (int64_t)part, x_stride, sums);
     }
 }

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+from quantkit.kernels.cuda.core.limits import BLOCK_TAKES, shared_of_multiprocessor
 from quantkit.kernels.cuda.layer.glu import ACTIVATIONS, GATES
 from quantkit.kernels.cuda.matmul.moe import most_tiles
 from quantkit.kernels.formats import AS_F16, format_of
@@ -21,17 +22,6 @@ from quantkit.types import BY_NAME, TensorType
 #: Types that are no blocks of levels, and what panel.cuh calls them.
 FLOATS = {"F16": "HALF", "BF16": "BFLOAT", "F32": "SINGLE"}
 
-#: The shared memory a block may have, by compute capability: of the largest not above.
-_SHARED = {
-    0: 48 << 10,
-    75: 64 << 10,
-    80: 163 << 10,
-    86: 99 << 10,
-    87: 163 << 10,
-    89: 99 << 10,
-    90: 227 << 10,
-    120: 99 << 10,
-}
 #: So few large tiles leave so much of a device idle that small ones, which unpack four times as often, are faster. Of
 #: up to 32 tokens a large tile has 0.76 of the instructions of its four small ones (Q4_K, sm_90), if there are many.
 _FEW = 40
@@ -49,15 +39,21 @@ class Tile:
     threads: int
 
 
-SMALL, LARGE = Tile(32, 32, 128), Tile(128, 128, 256)
+SMALL, MIDDLE, LARGE = Tile(32, 32, 128), Tile(64, 128, 128), Tile(128, 128, 256)
 
 
 def tile_for(t: TensorType, n_out: int, tokens: float, groups: int = 1, capability: int = 90) -> Tile:
-    """Return the tile for ``tokens`` rows of x in each of ``groups`` (heads, experts): a larger one for more rows."""
-    room = _SHARED[max(c for c in _SHARED if c <= capability)]
+    """Return the tile for ``tokens`` rows of x in each of ``groups`` (heads, experts): a larger one for more rows.
+
+    Of large ones two should fit a multiprocessor, so that one multiplies while the other unpacks; where they do not,
+    two middle ones may, and they unpack no more often.
+    """
     blocks = groups * -(-n_out // LARGE.rows) * -(-tokens // LARGE.tokens)
-    enough = _FEW if tokens > SMALL.tokens else _FEW * _FEW_OF_32
-    return LARGE if blocks >= enough and shared_bytes(t, LARGE) <= room else SMALL
+    if blocks < (_FEW if tokens > SMALL.tokens else _FEW * _FEW_OF_32):
+        return SMALL
+    room = shared_of_multiprocessor(capability)
+    fits = {tile: room // (shared_bytes(t, tile) + BLOCK_TAKES) for tile in (LARGE, MIDDLE)}
+    return next((tile for least in (2, 1) for tile in fits if fits[tile] >= least), SMALL)
 
 
 def shared_bytes(t: TensorType, tile: Tile) -> int:
@@ -139,7 +135,12 @@ def kernels() -> Iterator[Kernel]:
     """Yield every kernel of this file, for a type of every way to multiply; other types differ in their unpacker."""
     kernels = ("mul_mat", "mul_mat_heads", "mul_mat_id", "up_gate", "up_gate_id")
     small = ("Q8_0", "Q4_K", "Q2_K", "Q6_K", "NVFP4", "IQ1_S", *FLOATS)
-    for tile, names in ((SMALL, small), (LARGE, ("Q8_0", "Q4_K", "Q2_K", "Q6_K", "NVFP4", "F16", "F32"))):
+    middle = ("Q8_0", "Q4_K", "Q6_K", "F16")
+    for tile, names in (
+        (SMALL, small),
+        (MIDDLE, middle),
+        (LARGE, ("Q8_0", "Q4_K", "Q2_K", "Q6_K", "NVFP4", "F16", "F32")),
+    ):
         for name in names:
             for kernel in kernels:
                 yield _kernel(kernel, BY_NAME[name], tile, "silu")

@@ -1,5 +1,6 @@
 // The pairs (token, slot) of every expert, and the tiles of products by expert: plan.cuh. A counting sort in one block,
-// stable because every warp has a run of the pairs and a counter for each expert.
+// stable because each of its warps has a run of the pairs and a counter for each expert. So many experts that shared
+// memory does not hold all counters leave fewer warps with a run.
 // gather and scatter: rows into that order and back, for products that need an expert's rows contiguous (cuBLAS).
 #include "matmul/plan.cuh"
 
@@ -8,7 +9,7 @@
 struct bucket_args {
     int32_t* plan;
     const int32_t* ids;
-    int64_t rows, n_used, n_expert;
+    int64_t rows, n_used, n_expert, runs;
 };
 
 // The sum over preceding lanes.
@@ -37,24 +38,25 @@ struct Tiles {
     }
 };
 
-// Shared memory: 4 * 17 * n_expert bytes.
+// Shared memory: 4 * (runs + 1) * n_expert bytes; up to 16 runs.
 KERNEL(bucket, 512) {
     DYNAMIC_SHARED(shared);
-    const int WARPS = 16, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int runs = (int)a.runs, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int n_expert = (int)a.n_expert, pairs = (int)(a.rows * a.n_used);
-    int* counts = (int*)shared;  // [warp][expert]: pairs of a warp's run; then the place of its next one
-    for (int i = threadIdx.x; i < WARPS * n_expert; i += 512) counts[i] = 0;
+    int* counts = (int*)shared;  // [run][expert]: pairs of a warp's run; then the place of its next one
+    for (int i = threadIdx.x; i < runs * n_expert; i += 512) counts[i] = 0;
     __syncthreads();
 
-    const int run = (pairs + 32 * WARPS - 1) / (32 * WARPS) * 32, first = run * warp, last = min(pairs, first + run);
+    const int run = (pairs + 32 * runs - 1) / (32 * runs) * 32, first = run * warp;
+    const int last = warp < runs ? min(pairs, first + run) : first;
     int* mine = counts + warp * n_expert;
     for (int i = first + lane; i < last; i += 32) atomicAdd(mine + a.ids[i], 1);
     __syncthreads();
 
-    int* totals = counts + WARPS * n_expert;
+    int* totals = counts + runs * n_expert;
     for (int e = threadIdx.x; e < n_expert; e += 512) {
         int count = 0;
-        for (int w = 0; w < WARPS; w++) count += counts[w * n_expert + e];
+        for (int w = 0; w < runs; w++) count += counts[w * n_expert + e];
         totals[e] = count;
     }
     __syncthreads();
@@ -69,7 +71,7 @@ KERNEL(bucket, 512) {
             small.write((int4*)(a.plan + plan_tiles_at(pairs, n_expert, 32)), e, at, count);
             large.write((int4*)(a.plan + plan_tiles_at(pairs, n_expert, 128)), e, at, count);
             if (e < n_expert)
-                for (int w = 0, to = at; w < WARPS; w++) {
+                for (int w = 0, to = at; w < runs; w++) {
                     const int n = counts[w * n_expert + e];
                     counts[w * n_expert + e] = to;
                     to += n;

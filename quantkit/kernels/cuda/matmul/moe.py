@@ -1,6 +1,7 @@
 """Which pairs every expert has, on the device: moe.cu, plan.cuh.
 
-bucket    plan ids rows n_used n_expert      ids int32 [rows, n_used]; plan: plan_bytes, read by products by expert
+bucket    plan ids rows n_used n_expert runs      ids int32 [rows, n_used]; runs: bucket_runs; plan: plan_bytes, read by
+          products by expert
 gather    plan x out rows x_per width        rows: pairs; x f32, a row for x_per pairs; out bf16, in the plan's order
 scatter   plan ids x out rows width bias bias_stride scale      x f32 rows in the plan's order, out f32 rows by pair
 """
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quantkit.errors import ResourceError
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+from quantkit.kernels.cuda.core.limits import shared_of_block
 
 #: Tokens per tile of a product.
 TILES = (32, 128)
@@ -29,9 +32,21 @@ def plan_bytes(n_expert: int, n_used: int, rows: int) -> int:
     return 4 * (_HEAD + -(-pairs // 4) * 4) + 16 * sum(most_tiles(pairs, n_expert, t) for t in TILES)
 
 
-def bucket(n_expert: int) -> Shape:
+def bucket_runs(n_expert: int, capability: int = 90) -> int:
+    """Return into how many runs, a warp and its counters each, pairs are divided: as many as shared memory holds.
+
+    Raises:
+        ResourceError: it does not hold one.
+    """
+    runs = min(_WARPS, shared_of_block(capability) // (4 * n_expert) - 1)
+    if runs < 1:
+        raise ResourceError(f"{n_expert} experts are more than this card can sort tokens by")
+    return runs
+
+
+def bucket(n_expert: int, capability: int = 90) -> Shape:
     """Return how to make a plan."""
-    return Shape(_KERNEL_OF, (1, 1, 1), 4 * (_WARPS + 1) * n_expert)
+    return Shape(_KERNEL_OF, (1, 1, 1), 4 * (bucket_runs(n_expert, capability) + 1) * n_expert)
 
 
 def gather(pairs: int) -> Shape:

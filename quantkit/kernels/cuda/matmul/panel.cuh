@@ -27,7 +27,8 @@
 //
 // A row's own scale multiplies its sums at the end.
 //
-// Macros: TYPE, WEIGHTS (below), TOKENS (32 or 128), THREADS, SHARED: the bytes that mat_mat.py asks for.
+// Macros: TYPE, WEIGHTS (below), TOKENS (32 or 128), THREADS (of 128 tokens 128 for 64 rows, 256 for 128), SHARED: the
+// bytes that mat_mat.py asks for.
 #pragma once
 #include "core/async_copy.cuh"
 #include "core/mma.cuh"
@@ -42,7 +43,7 @@
 #endif
 
 #if TOKENS == 128
-const int WARPS_M = 2, WARPS_N = 4, MT = 4, NT = 4;
+const int WARPS_M = THREADS / 128, WARPS_N = 4, MT = 4, NT = 4;
 #elif TOKENS == 32
 const int WARPS_M = 1, WARPS_N = 4, MT = 2, NT = 1;
 #endif

@@ -1,8 +1,9 @@
 """The backend ``cuda``: a graph, or any part of it, becomes launches on a device, recorded as one CUDA graph.
 
 compile: lower every operation, fused before (fuse/), to entries (lowering.py, ops.py), place their
-buffers in one block of device memory (arena.py). run: send the batch block; for a number of tokens seen before replay
-its recorded launches, so that Python costs the same however many layers there are. What changes from token to token
+buffers in one block of device memory (arena.py). run: send the batch block; for a new number of tokens launch kernels
+while the next ones' arguments are packed; for one seen before replay its recorded launches, so that Python costs the
+same however many layers there are. What changes from token to token
 (positions, sequences) is in the batch block on the device, not in the launches. Python runs between launches only
 where an observer reads values, or where weights that do not fit are uploaded.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -21,6 +22,7 @@ import numpy.typing as npt
 
 from quantkit.formats.gguf import GGUFFile
 from quantkit.kernels.cuda.core.device import Device, Launch
+from quantkit.kernels.cuda.core.kernel import Kernel, Template
 from quantkit.model.backends import Limits, Observer
 from quantkit.model.backends.accumulators import Accumulator, NotFinite, not_finite
 from quantkit.model.backends.arena import Buffer, place
@@ -37,6 +39,9 @@ _WORDS = 64
 
 #: Numbers of tokens whose launches are kept.
 _SHAPES = 16
+
+#: Launches that are packed before they are handed on, the first time.
+_AT_ONCE = 16
 
 #: A step of a run: launches, or a Python function.
 Step = list[Launch] | Callable[[], None]
@@ -78,10 +83,9 @@ class CUDABackend:
 
 @dataclass
 class Recording:
-    """The steps of a run for one number of tokens and outputs; ``replay`` runs them all once they are recorded."""
+    """The steps of a run for one number of tokens and outputs; ``replay`` runs them all, once they are recorded."""
 
     steps: list[Step]
-    runs: int = 0
     replay: Callable[[], None] | None = None
 
 
@@ -118,49 +122,35 @@ class CUDAProgram(Boundary):
             lower(low, op)
         self._start = low.room(place(low.entries))
         self._entries, self._states = low.entries, low.states
+        self._templates: dict[tuple[KernelEntry, Kernel], Template] = {}
         self._n_vocab, self._n_positions = low.n_vocab, low.n_positions
         self._prepare()
         weakref.finalize(self, _free, self.device, owned)
 
     def _prepare(self) -> None:
-        """Compile the kernels of the usual batches: one token, and a whole one."""
+        """Compile the kernels of all batches: of few tokens each number has its own, of many tiles of several sizes."""
+        most = self.limits.n_ubatch
+        rows = sorted({*range(1, min(FEW_ROWS, most) + 1), *_powers(FEW_ROWS + 1, most)})
         shapes = [
-            entry.choose(rows)
-            for entry in self._entries
-            if isinstance(entry, KernelEntry)
-            for rows in (entry.per, entry.per * self.limits.n_ubatch)
+            entry.choose(entry.per * n) for entry in self._entries if isinstance(entry, KernelEntry) for n in rows
         ]
         self.device.prepare(list(dict.fromkeys(shape.kernel for shape in shapes if shape is not None)))
 
     # ------------------------------------------------------------ plans
 
-    def _recording(self, n_tokens: int, n_outputs: int) -> Recording:
-        key = n_tokens, n_outputs
-        if key not in self._recordings:
-            self._recordings[key] = Recording(self._steps(n_tokens, n_outputs))
-            if len(self._recordings) > _SHAPES:
-                self._recordings.popitem(last=False)
-        self._recordings.move_to_end(key)
-        return self._recordings[key]
-
-    def _steps(self, n_tokens: int, n_outputs: int) -> list[Step]:
-        """Return launches and calls, in order, for ``n_tokens``."""
-        steps: list[Step] = []
+    def _each(self, n_tokens: int, n_outputs: int) -> Iterator[Launch | Callable[[], None]]:
+        """Yield launches and calls, in order, for ``n_tokens``."""
         for entry in self._entries:
             if entry.call is not None:
-                steps.append(entry.call)
+                yield entry.call
             elif isinstance(entry, WorkEntry):
                 rows = (n_outputs if entry.outputs else n_tokens) * entry.per
                 if rows > FEW_ROWS:
-                    steps.append(partial(self._work, entry, rows))
+                    yield partial(self._work, entry, rows)
             elif isinstance(entry, KernelEntry):
                 launch = self._launch(entry, n_outputs if entry.outputs else n_tokens)
-                if launch is None:
-                    continue
-                if not steps or not isinstance(steps[-1], list):
-                    steps.append([])
-                cast(list[Launch], steps[-1]).append(launch)
-        return steps
+                if launch is not None:
+                    yield launch
 
     def _work(self, entry: WorkEntry, rows: int) -> None:
         entry.work(rows, entry.resolved(self._start))
@@ -170,16 +160,18 @@ class CUDAProgram(Boundary):
         shape = entry.choose(count) if count else None
         if shape is None:
             return None
-        slots: dict[str, int | float] = {
-            "rows": count,
-            "batch": self._block,
-            **entry.resolved(self._start),
-            **{name: times * count for name, times in entry.rows_slots.items()},
-            **entry.by_rows(count),
-        }
-        wanted = shape.kernel.slots
-        given = {name: value for name, value in slots.items() if name in wanted or name not in ("rows", "batch")}
-        return Launch(shape.kernel, shape.grid, shape.kernel.block(**given), shape.shared)
+        kernel = shape.kernel
+        slots = {name: times * count for name, times in entry.rows_slots.items()} | dict(entry.by_rows(count))
+        if "rows" in kernel.slots:
+            slots.setdefault("rows", count)
+        if (entry, kernel) not in self._templates:
+            fixed = entry.resolved(self._start)
+            if "batch" in kernel.slots:
+                fixed["batch"] = self._block
+            if missing := kernel.slots.keys() - fixed.keys() - slots.keys():
+                raise ValueError(f"{kernel.name}: missing {sorted(missing)}")
+            self._templates[entry, kernel] = kernel.template(**fixed)
+        return Launch(kernel, shape.grid, self._templates[entry, kernel].filled(slots), shape.shared)
 
     # ------------------------------------------------------------ running
 
@@ -189,36 +181,64 @@ class CUDAProgram(Boundary):
         self._batch = batch
         self._sums.before_run()
         self._send(batch)
-        self._carry_out(self._recording(len(batch.tokens), len(batch.outputs)))
+        self._carry_out(len(batch.tokens), len(batch.outputs))
         for of, row in self._sums.take_bad():
             self.not_finite.append(not_finite(of, batch, row))
 
-    def _carry_out(self, recording: Recording) -> None:
+    def _carry_out(self, n_tokens: int, n_outputs: int) -> None:
+        key = n_tokens, n_outputs
+        recording = self._recordings.get(key)
+        if recording is None:
+            self._recordings[key] = self._first(n_tokens, n_outputs)
+            if len(self._recordings) > _SHAPES:
+                self._recordings.popitem(last=False)
+            return
+        self._recordings.move_to_end(key)
         if recording.replay is not None:
             recording.replay()
-            return
-        for step in recording.steps:
-            if isinstance(step, list):
-                self.device.run(step)
+        elif len(recording.steps) == 1 and isinstance(recording.steps[0], list):
+            recording.replay = self.device.record(recording.steps[0])  # a second run means more to come
+        else:  # a CUDA graph cannot hold Python's steps
+            for step in recording.steps:
+                if isinstance(step, list):
+                    self.device.run(step)
+                else:
+                    step()
+
+    def _first(self, n_tokens: int, n_outputs: int) -> Recording:
+        """Carry out all steps, some launches at a time, while the next are packed; return them."""
+        steps: list[Step] = []
+        new: list[Launch] = []
+
+        def run() -> None:
+            self.device.run(new)
+            new.clear()
+
+        for step in self._each(n_tokens, n_outputs):
+            if isinstance(step, Launch):
+                if not steps or not isinstance(steps[-1], list):
+                    steps.append([])
+                cast(list[Launch], steps[-1]).append(step)
+                new.append(step)
+                if len(new) == _AT_ONCE:
+                    run()
             else:
+                run()
                 step()
-        recording.runs += 1
-        # A second run means more to come; a CUDA graph cannot hold Python's steps.
-        if recording.runs == 2 and len(recording.steps) == 1 and isinstance(recording.steps[0], list):
-            recording.replay = self.device.record(recording.steps[0])
+                steps.append(step)
+        run()
+        return Recording(steps)
 
     def _send(self, batch: Batch) -> None:
-        """Write the batch block: struct Batch of device.cuh, and its arrays after it."""
-        n = self.limits.n_ubatch
-        arrays = (batch.tokens, batch.positions, batch.sequences, batch.outputs)
-        words = self._staging[:_WORDS].view(np.int64)
+        """Write the batch block: struct Batch of device.cuh, and its arrays after it, one after another."""
+        words, at = self._staging[:_WORDS].view(np.int64), _WORDS
         words[:2] = len(batch.tokens), len(batch.outputs)
-        numbers = self._staging[_WORDS:].view(np.int32)
-        for i, array in enumerate(arrays):
-            words[2 + i] = self._block + _WORDS + 4 * i * n
-            numbers[i * n : i * n + len(array)] = array
+        for i, array in enumerate((batch.tokens, batch.positions, batch.sequences, batch.outputs)):
+            words[2 + i] = self._block + at
+            self._staging[at : at + 4 * len(array)].view(np.int32)[:] = array
+            at += 4 * len(array)
         words[6] = self.limits.n_ctx
-        self.device.upload(self._block, self._staging)
+        self.device.upload(self._block, self._staging[:at])
 
     def _upload(self, buffer: Buffer, at: int, data: npt.NDArray[np.uint8]) -> None:
         self.device.upload(self._start + buffer.offset + at, data)
@@ -251,6 +271,15 @@ class CUDAProgram(Boundary):
                 self.device.zero(address, each * self.limits.n_seq)
             else:
                 self.device.zero(address + sequence * each, each)
+
+
+def _powers(least: int, most: int) -> Iterator[int]:
+    """Yield numbers from ``least`` on, each twice the one before and a last one, as far as ``most``."""
+    while least < most:
+        yield least
+        least *= 2
+    if most >= least // 2:
+        yield most
 
 
 def _free(device: Device, owned: Sequence[tuple[int, int]]) -> None:

@@ -169,16 +169,30 @@ class CUDALowering(Lowering):
         data = self.source.data(matrix.tensor)
         each = expert_bytes_of(matrix)
 
+        if ids is None:
+            self.call(lambda: self.upload(staged, 0, data), [staged])
+            return Within(staged, first)
+        chosen = self._chosen(ids)
+
         def upload() -> None:
-            if ids is None:
-                self.upload(staged, 0, data)
-                return
-            for expert in np.unique(self.view(ids)):
-                at = int(expert) * each
+            for at in (expert * each for expert in chosen):
                 self.upload(staged, at, data[at : at + each])
 
-        self.call(upload, [staged] if ids is None else [staged, self.buffer(ids)])
+        self.call(upload, [staged])
         return Within(staged, first)
+
+    def _chosen(self, ids: Value) -> list[int]:
+        """Return a list that holds the experts of the batch that runs; read back, which waits, once for each ids."""
+        chosen: list[int] = []
+
+        def read() -> None:
+            chosen[:] = np.unique(self.view(ids)).tolist()
+
+        def make() -> list[int]:
+            self.call(read, [self.buffer(ids)])
+            return chosen
+
+        return self.once(("chosen", ids), make)
 
     def array(self, array: npt.NDArray[Any]) -> int:
         """Return the address of a copy on the device, kept as long as the program."""
@@ -238,8 +252,10 @@ class CUDALowering(Lowering):
 
         def make() -> Buffer:
             made = Buffer(f"plan of {ids.name}", moe.plan_bytes(n_expert, ids.width, self.limits.n_ubatch))
+            card = self.device.capability
             slots: dict[str, Slot] = {"plan": made, "ids": self.buffer(ids), "n_used": ids.width, "n_expert": n_expert}
-            self.emit(lambda rows: moe.bucket(n_expert) if rows > FEW_ROWS else None, ids, **slots)
+            slots["runs"] = moe.bucket_runs(n_expert, card)
+            self.emit(lambda rows: moe.bucket(n_expert, card) if rows > FEW_ROWS else None, ids, **slots)
             return made
 
         return self.once(("plan", ids), make)

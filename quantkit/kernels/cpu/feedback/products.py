@@ -1,0 +1,223 @@
+"""Products of matrices whose result does not depend on who computes it: covariances of two streams, and corrections.
+
+BLAS's depend on its number of threads. Here a sum is taken in the order of its terms, of up to ``ROWS_AT_ONCE`` rows
+in float32, of these sums in float64; threads share columns of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from quantkit.kernels.cpu.core.jit import helper, inline, kernel
+from quantkit.kernels.cpu.core.simd import convert, f32x16, f64x8, f64x16, load, muladd, splat, store
+from quantkit.kernels.cpu.feedback.factor import cholesky
+from quantkit.kernels.cpu.feedback.tiles import ROWS, multiply
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+F = np.float32
+
+#: Rows whose products are added in float32; columns of a strip, of the first factor and of the second.
+ROWS_AT_ONCE, FIRST, SECOND = 256, 4, 32
+#: Columns that a thread takes at a time; rows of a triangle that are solved before the rest is brought up to date.
+SHARE, BLOCK = 64, 64
+
+
+# ---------------------------------------------------------------- sums of products
+
+
+class Products:
+    """The sums of x^T x, ``square``, and of z^T x, ``cross``, float64 [n, n] and [m, n], over rows that come in order.
+
+    n is a multiple of 32, m of 4. ``square`` has what is above the diagonal only until ``finish``.
+    """
+
+    def __init__(self, n: int, m: int, threads: int) -> None:
+        self.n, self._threads = n, threads
+        self.square, self.cross = np.zeros((n, n)), np.zeros((m, n))
+
+    def add(self, x: F32, z: F32) -> None:
+        """Add rows x and z, float32 [rows, n] and [rows, m]."""
+        right, left, other = _packed(x, SECOND), _packed(x, FIRST), _packed(z, FIRST)
+
+        def part(begin: int, end: int) -> None:
+            _add_products(self.square, left, right, begin // SECOND, end // SECOND, True)
+            _add_products(self.cross, other, right, begin // SECOND, end // SECOND, False)
+
+        _shared(part, self.n, self._threads)
+
+    def finish(self) -> None:
+        """Fill in what lies below the diagonal."""
+        self.square = np.triu(self.square) + np.triu(self.square, 1).T
+
+
+def _packed(rows: F32, width: int) -> F32:
+    """Return rows as strips of columns, by runs of ``ROWS_AT_ONCE``, float32 [runs, strips, rows, width]."""
+    runs = -(-len(rows) // ROWS_AT_ONCE)
+    packed = np.zeros((runs, rows.shape[1] // width, ROWS_AT_ONCE, width), np.float32)
+    _pack(np.ascontiguousarray(rows), packed)
+    return packed
+
+
+@kernel
+def _pack(rows: F32, packed: F32) -> None:
+    strips, width = packed.shape[1], packed.shape[3]
+    for k in range(len(rows)):
+        run, at = k // ROWS_AT_ONCE, k % ROWS_AT_ONCE
+        for strip in range(strips):
+            for i in range(width):
+                packed[run, strip, at, i] = rows[k, width * strip + i]
+
+
+@kernel
+def _add_products(c: F64, left: F32, right: F32, begin: int, end: int, upper: bool) -> None:
+    """Add left^T right to the columns of strips ``begin`` to ``end`` of c; ``upper``: only above the diagonal."""
+    n = c.shape[1]
+    for run in range(len(right)):
+        for strip in range(begin, end):
+            last = min((strip + 1) * SECOND, n) if upper else len(c)
+            at = 4 * SECOND * ROWS_AT_ONCE * (run * right.shape[1] + strip)
+            for j in range(0, last, FIRST):
+                of = 4 * FIRST * ROWS_AT_ONCE * (run * left.shape[1] + j // FIRST)
+                _add_tile(c, 8 * (n * j + SECOND * strip), left, of, right, at)
+
+
+@inline
+def _add_tile(c: Any, to: Any, left: Any, of: Any, right: Any, at: Any) -> Any:
+    """Add the products of a run of rows to four rows of c, of a strip's columns."""
+    n = c.shape[1]
+    zero = splat(f32x16, F(0))
+    a0, a1, b0, b1, c0, c1, d0, d1 = zero, zero, zero, zero, zero, zero, zero, zero
+    for k in range(ROWS_AT_ONCE):
+        x0, x1 = load(f32x16, right, at + 4 * SECOND * k), load(f32x16, right, at + 4 * SECOND * k + 64)
+        w = splat(f32x16, load(types.float32, left, of + 16 * k))
+        a0, a1 = muladd(x0, w, a0), muladd(x1, w, a1)
+        w = splat(f32x16, load(types.float32, left, of + 16 * k + 4))
+        b0, b1 = muladd(x0, w, b0), muladd(x1, w, b1)
+        w = splat(f32x16, load(types.float32, left, of + 16 * k + 8))
+        c0, c1 = muladd(x0, w, c0), muladd(x1, w, c1)
+        w = splat(f32x16, load(types.float32, left, of + 16 * k + 12))
+        d0, d1 = muladd(x0, w, d0), muladd(x1, w, d1)
+    for row, (low, high) in enumerate(((a0, a1), (b0, b1), (c0, c1), (d0, d1))):
+        here = to + 8 * n * row
+        store(c, here, load(f64x16, c, here) + convert(f64x16, low))
+        store(c, here + 128, load(f64x16, c, here + 128) + convert(f64x16, high))
+
+
+# ---------------------------------------------------------------- solving
+
+
+def times_inverse(cross: F64, covariance: F64, damping: float, threads: int = 1) -> F64:
+    """Return ``cross`` (covariance + damping * its mean diagonal)^-1, float64 [m, n].
+
+    Raises numpy.linalg.LinAlgError if that is not positive definite.
+    """
+    n = len(covariance)
+    r = np.triu(cholesky(covariance + damping * np.diagonal(covariance).mean() * np.eye(n), threads))
+    lower, made = np.ascontiguousarray(r.T), np.array(cross.T, order="C")
+    _shared(lambda first, last: _solve(r, lower, made, first, last), made.shape[1], threads)
+    return made.T
+
+
+def _shared(work: Callable[[int, int], None], n: int, threads: int) -> None:
+    """Do some columns at a time of n."""
+    if threads == 1:
+        for first in range(0, n, SHARE):
+            work(first, min(first + SHARE, n))
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda first: work(first, min(first + SHARE, n)), range(0, n, SHARE)))
+
+
+@kernel
+def _solve(r: F64, lower: F64, x: F64, first: int, last: int) -> None:
+    """Solve R^T R X = B for columns ``first`` to ``last``, multiples of 16, of X, which holds B before."""
+    n = len(r)
+    for begin in range(0, n, BLOCK):
+        end = min(begin + BLOCK, n)
+        for k in range(begin, end):
+            _scale_row(x, k, 1.0 / r[k, k], first, last)
+            for j in range(k + 1, end):
+                _subtract_row(x, j, k, r[k, j], first, last)
+        _subtract(x, r, begin, end, end, n, first, last)
+    for block in range((n - 1) // BLOCK, -1, -1):
+        begin, end = BLOCK * block, min(BLOCK * (block + 1), n)
+        for k in range(end - 1, begin - 1, -1):
+            _scale_row(x, k, 1.0 / r[k, k], first, last)
+            for j in range(begin, k):
+                _subtract_row(x, j, k, lower[k, j], first, last)
+        _subtract(x, lower, begin, end, 0, begin, first, last)
+
+
+@helper
+def _scale_row(x: F64, k: int, by: float, first: int, last: int) -> None:
+    for i in range(first, last):
+        x[k, i] *= by
+
+
+@helper
+def _subtract_row(x: F64, j: int, k: int, times: float, first: int, last: int) -> None:
+    factor, n = splat(f64x8, -times), x.shape[1]
+    for i in range(first, last, 8):
+        to = 8 * (n * j + i)
+        store(x, to, muladd(load(f64x8, x, 8 * (n * k + i)), factor, load(f64x8, x, to)))
+
+
+@helper
+def _subtract(x: F64, a: F64, begin: int, end: int, row: int, stop: int, first: int, last: int) -> None:
+    """Take a[begin:end, row:stop]^T x[begin:end] out of rows ``row`` to ``stop`` of x, four at a time."""
+    n = x.shape[1]
+    for i in range(first, last, 16):
+        for j in range(row, stop, 4):
+            at = 8 * (n * j + i)
+            line = 8 * n
+            a0, a1 = load(f64x8, x, at), load(f64x8, x, at + 64)
+            b0, b1 = load(f64x8, x, at + line), load(f64x8, x, at + line + 64)
+            c0, c1 = load(f64x8, x, at + 2 * line), load(f64x8, x, at + 2 * line + 64)
+            d0, d1 = load(f64x8, x, at + 3 * line), load(f64x8, x, at + 3 * line + 64)
+            for k in range(begin, end):
+                x0, x1 = load(f64x8, x, 8 * (n * k + i)), load(f64x8, x, 8 * (n * k + i) + 64)
+                w = splat(f64x8, -a[k, j])
+                a0, a1 = muladd(x0, w, a0), muladd(x1, w, a1)
+                w = splat(f64x8, -a[k, j + 1])
+                b0, b1 = muladd(x0, w, b0), muladd(x1, w, b1)
+                w = splat(f64x8, -a[k, j + 2])
+                c0, c1 = muladd(x0, w, c0), muladd(x1, w, c1)
+                w = splat(f64x8, -a[k, j + 3])
+                d0, d1 = muladd(x0, w, d0), muladd(x1, w, d1)
+            store(x, at, a0)
+            store(x, at + 64, a1)
+            store(x, at + line, b0)
+            store(x, at + line + 64, b1)
+            store(x, at + 2 * line, c0)
+            store(x, at + 2 * line + 64, c1)
+            store(x, at + 3 * line, d0)
+            store(x, at + 3 * line + 64, d1)
+
+
+# ---------------------------------------------------------------- targets
+
+
+def corrected(x: F32, correction: F32) -> F32:
+    """Return rows x + x M, float32 [rows, n]; M is packed (tiles.py)."""
+    out = np.empty_like(x)
+    for first in range(0, len(x), ROWS):
+        rows = x[first : first + ROWS]
+        tile = np.zeros((x.shape[1], ROWS), np.float32)
+        tile[:, : len(rows)] = rows.T
+        made = tile.copy()
+        _correct(made, correction, tile)
+        out[first : first + ROWS] = made[:, : len(rows)].T
+    return out
+
+
+@kernel
+def _correct(made: F32, correction: F32, tile: F32) -> None:
+    n = len(tile)
+    multiply(made, correction, tile, n, 0, n, 0, n)

@@ -1,0 +1,64 @@
+"""Copies arrays to a device by way of pinned memory.
+
+A copy from pinned memory is done by the device later, one from other memory perhaps as well: the documentation promises
+nothing ("API synchronization behavior" of the CUDA driver), and a GPU that reads the host's page tables need not copy
+first. So an array goes piece by piece into slots of pinned memory. A slot is written again when an event says that the
+device is done with it, so the host fills one while the device reads another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+#: Slots, and bytes of one: it takes long enough to read that its event costs nothing.
+SLOTS, SLOT_BYTES = 4, 4 << 20
+
+#: Small arrays share a slot; where one may begin.
+_ALIGNMENT = 64
+
+
+class Uploads:
+    """The slots of a device.
+
+    pinned: returns so many bytes of pinned memory. copy: lets the device copy (to, from, bytes), in order. event:
+    returns a new event; record: lets the device come past one, in order.
+    """
+
+    def __init__(
+        self,
+        pinned: Callable[[int], Bytes],
+        copy: Callable[[int, int, int], None],
+        event: Callable[[], Any],
+        record: Callable[[Any], None],
+    ) -> None:
+        self._pinned, self._copy, self._event, self._record = pinned, copy, event, record
+        self._slots: list[tuple[Bytes, Any]] = []
+        self._at = self._used = 0
+
+    def send(self, address: int, data: Bytes) -> None:
+        """Copy bytes to the device; they have been read when this returns."""
+        done = 0
+        while done < len(data):
+            slot = self._slot()
+            n = min(len(data) - done, SLOT_BYTES - self._used)
+            piece = slot[self._used : self._used + n]
+            piece[:] = data[done : done + n]
+            self._copy(address + done, piece.ctypes.data, n)
+            done += n
+            self._used += -(-n // _ALIGNMENT) * _ALIGNMENT
+
+    def _slot(self) -> Bytes:
+        """Return the slot that has room, once the device has read what was in it."""
+        if not self._slots:
+            self._slots = [(self._pinned(SLOT_BYTES), self._event()) for _ in range(SLOTS)]
+        if self._used == SLOT_BYTES:
+            self._record(self._slots[self._at][1])
+            self._at, self._used = (self._at + 1) % SLOTS, 0
+            self._slots[self._at][1].synchronize()  # one that was never recorded is done
+        return self._slots[self._at][0]

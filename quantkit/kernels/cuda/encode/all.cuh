@@ -1,0 +1,5 @@
+// Every encoder.
+#pragma once
+#include "encode/fp4.cuh"
+#include "encode/k_quants.cuh"
+#include "encode/legacy.cuh"

@@ -1,0 +1,78 @@
+// Rows of f32 to blocks of a type, for all types alike: what differs is in the family's file, as an encoder (lane.cuh).
+// Macros: ENCODER; WEIGHTED, if columns have an importance.
+//
+// A lane has a block, or a part of one. The lanes of a block of threads fetch their values together, line after line,
+// into shared memory, where each then reads its own; the bytes go back the same way.
+#include "encode/all.cuh"
+
+const int LANES = 128, VALUES = ENCODER::VALUES, PER_BLOCK = ENCODER::BLOCK / VALUES, BLOCKS = LANES / PER_BLOCK;
+const int STRIDE = VALUES + 1;  // values of a lane lie so that lanes read different banks
+#ifdef WEIGHTED
+const bool OWN_WEIGHTS = true;
+#else
+const bool OWN_WEIGHTS = ENCODER::WEIGHS;
+#endif
+static_assert(32 % PER_BLOCK == 0, "a block's lanes are of one warp");
+
+// blocks: of all rows, per_row of each. importance: of every column; squares: the mean square of every row (below).
+struct encode_args {
+    const float *x, *importance, *squares;
+    uint8_t* out;
+    int64_t blocks, per_row;
+};
+
+KERNEL(encode, 128) {
+    __shared__ float values[LANES * STRIDE], room[BLOCKS * ENCODER::ROOM + 1];
+    __shared__ __align__(16) uint8_t bytes[BLOCKS * ENCODER::BYTES];
+    const int64_t first = (int64_t)blockIdx.x * BLOCKS, left = a.blocks - first;
+    const int here = left < BLOCKS ? (int)left : BLOCKS, block = threadIdx.x / PER_BLOCK;
+    for (int i = threadIdx.x; i < LANES * VALUES; i += LANES)
+        values[i / VALUES * STRIDE + i % VALUES] = i < here * ENCODER::BLOCK ? a.x[first * ENCODER::BLOCK + i] : 0.0f;
+    Lane lane = {values + threadIdx.x * STRIDE, 0, room + block * ENCODER::ROOM, bytes + block * ENCODER::BYTES,
+                 (int)threadIdx.x % PER_BLOCK};
+    __shared__ float weights[OWN_WEIGHTS ? LANES * STRIDE : 1];
+    lane.w = weights + (OWN_WEIGHTS ? threadIdx.x * STRIDE : 0);
+#ifdef WEIGHTED
+    for (int i = threadIdx.x; i < LANES * VALUES; i += LANES) {
+        const int64_t of = (first + i / ENCODER::BLOCK) % a.per_row;
+        weights[i / VALUES * STRIDE + i % VALUES] = a.importance[of * ENCODER::BLOCK + i % ENCODER::BLOCK];
+    }
+    const float mean = a.squares && block < here ? a.squares[(first + block) / a.per_row] : 0.0f;
+    __syncthreads();
+    ENCODER::weighted(lane, mean);
+#else
+    __syncthreads();
+    ENCODER::plain(lane);
+#endif
+    __syncthreads();
+    uint8_t* out = a.out + first * ENCODER::BYTES;  // 16 bytes aligned, as the whole is
+    const int size = here * ENCODER::BYTES;
+    for (int i = 16 * threadIdx.x; i + 16 <= size; i += 16 * LANES) *(uint4*)(out + i) = *(const uint4*)(bytes + i);
+    for (int i = size / 16 * 16 + threadIdx.x; i < size; i += LANES) out[i] = bytes[i];
+}
+
+#ifdef WEIGHTED
+// The mean square of every row, summed from left to right by a lane.
+struct mean_squares_args {
+    const float* x;
+    float* squares;
+    int64_t rows, n;
+};
+
+KERNEL(mean_squares, 32) {
+    __shared__ float values[32 * 33];
+    const int64_t first = (int64_t)blockIdx.x * 32;
+    const int lane = threadIdx.x, here = (int)(a.rows - first < 32 ? a.rows - first : 32);
+    float sum = 0;
+    for (int64_t begin = 0; begin < a.n; begin += 32) {
+        const int columns = (int)(a.n - begin < 32 ? a.n - begin : 32);
+        for (int row = 0; row < here; row++)
+            if (lane < columns) values[33 * row + lane] = a.x[(first + row) * a.n + begin + lane];
+        __syncwarp();
+        if (lane < here)
+            for (int i = 0; i < columns; i++) sum = sum + values[33 * lane + i] * values[33 * lane + i];
+        __syncwarp();
+    }
+    if (lane < here) a.squares[first + lane] = sum / (float)(int)a.n;
+}
+#endif

@@ -1,0 +1,208 @@
+// Q2_K, Q4_K, Q5_K, Q6_K: 256 values a super-block; the twin of quantkit/kernels/cpu/encode/k_quants.py, which has the layouts.
+//
+// A lane fits scale and minimum of a sub-block. Then two lanes quantize these, one the scales and one the minima of the
+// super-block, and each lane its values by them; levels take the place of the values.
+//
+// Source: llama.cpp b11434 ggml-quants.c, quantize_row_q{2,4,5,6}_K_ref and _impl.
+#pragma once
+#include "encode/search.cuh"
+
+// What the lanes of a super-block share, N sub-blocks of 256 / N values.
+template <int N> struct SuperBlock {
+    static const int VALUES = 256 / N, ROOM = 5 * N + 2;
+
+    const Lane& lane;
+    __device__ __forceinline__ explicit SuperBlock(const Lane& l) : lane(l) {}
+
+    // k: 0 for scales, 1 for minima.
+    __device__ __forceinline__ float* found(int k) const { return lane.room + k * N; }
+    __device__ __forceinline__ float* codes(int k) const { return lane.room + (2 + k) * N; }
+    __device__ __forceinline__ float* weights() const { return lane.room + 4 * N; }
+    __device__ __forceinline__ float* fits() const { return lane.room + 5 * N; }
+
+    __device__ __forceinline__ int code(int k, int j) const { return (int)codes(k)[j]; }
+    // Value, or level, i of the super-block.
+    __device__ __forceinline__ float& value(int i) const {
+        return (lane.x - lane.part * (VALUES + 1))[i / VALUES * (VALUES + 1) + i % VALUES];
+    }
+    __device__ __forceinline__ uint32_t level(int i) const { return (uint32_t)(int)value(i); }
+
+    // factor times the mean square of the super-block.
+    __device__ __forceinline__ float sigma(float factor) const {
+        float total = 0;
+        for (int i = 0; i < 256; i++) total = total + value(i) * value(i);
+        return factor * total / 256.0f;
+    }
+
+    // Quantize scales and minima: weighted by a search of their own, else by the largest.
+    template <bool WEIGHTED_BY_SUMS> __device__ __forceinline__ void quantize_scales(const Fit& fit, int top) const {
+        found(0)[lane.part] = fit.scale;
+        found(1)[lane.part] = -fit.low;
+        weights()[lane.part] = fit.sum_w;
+        __syncwarp();
+        if (lane.part < 2) {
+            const float* v = found(lane.part);
+            float* to = codes(lane.part);
+            if (WEIGHTED_BY_SUMS) {
+                fits()[lane.part] = fit_positive<N>(v, weights(), to, top);
+            } else {
+                float largest = 0;
+                for (int j = 0; j < N; j++) largest = fmaxf(v[j], largest);
+                const float inverse = largest > 0 ? (float)top / largest : 0.0f;
+                for (int j = 0; j < N; j++) {
+                    const int c = nearest_int(inverse * v[j]) & 255;
+                    to[j] = (float)(top == 63 ? min(c, top) : c);
+                }
+                fits()[lane.part] = largest / (float)top;
+            }
+        }
+        __syncwarp();
+    }
+
+    // Quantize the lane's values by scale d and minimum; where d came out as 0, as the search did.
+    template <bool GUARDED> __device__ __forceinline__ void quantize_values(const Fit& fit, float d, float low, int top) const {
+        for (int i = 0; i < VALUES; i++) {
+            const float v = lane.x[i];
+            const int q = d == 0 ? level_of<GUARDED>(fit.inverse * (v - fit.base), top) : level_of<false>((v + low) / d, top);
+            lane.x[i] = (float)q;
+        }
+        __syncwarp();
+    }
+};
+
+// A scale as it is stored, with how it is rounded.
+INLINE float as_half(float v) { return half_to_float(v == v ? float_to_half(v) : (uint16_t)0xfe00); }
+
+// Q4_K (TOP 15) and Q5_K (31): 8 sub-blocks of 32.
+template <int TOP> struct EncodeQ45 {
+    static const int VALUES = 32, BLOCK = 256, BYTES = TOP == 15 ? 144 : 176, ROOM = SuperBlock<8>::ROOM;
+    static const bool WEIGHS = true;
+
+    STATIC_INLINE void plain(const Lane& lane) {
+        // The weights, the root of the mean square plus the size, lie where importances would.
+        float mean = 0;
+        for (int i = 0; i < 32; i++) mean = mean + lane.x[i] * lane.x[i];
+        mean = __fsqrt_rn(mean / 32.0f);
+        for (int i = 0; i < 32; i++) lane.w[i] = mean + fabsf(lane.x[i]);
+        finish<false>(lane,
+                      fit_with_min<32, false, false>(lane.x, lane.w, TOP, TOP == 15 ? -1.0f : -0.5f, 0.1f, TOP == 15 ? 20 : 15));
+    }
+
+    STATIC_INLINE void weighted(const Lane& lane, float) {
+        const SuperBlock<8> block(lane);
+        weigh(lane, 32, block.sigma(2));
+        finish<true>(lane, fit_with_min<32, true, false>(lane.x, lane.w, TOP, -0.9f, 0.05f, 36));
+    }
+
+    template <bool GUARDED> STATIC_INLINE void finish(const Lane& lane, const Fit& fit) {
+        const SuperBlock<8> block(lane);
+        block.quantize_scales<GUARDED>(fit, 63);
+        const int part = lane.part, q = part & 3;
+        // Bytes 0..3: scales 0..3, 4..7: minima 0..3, each with 2 high bits of scale or minimum 4..7; 8..11: their rest.
+        int scales[2], mins[2];
+        for (int half = 0; half < 2; half++) {
+            scales[half] = block.code(0, q + 4 * half);
+            mins[half] = block.code(1, q + 4 * half);
+            if (TOP == 31) scales[half] = min(scales[half], 63), mins[half] = min(mins[half], 63);
+        }
+        const int a = (scales[0] | scales[1] >> 4 << 6) & 255, b = (mins[0] | mins[1] >> 4 << 6) & 255;
+        const int c = ((scales[1] & 15) | (mins[1] & 15) << 4) & 255;
+        const int scale = part < 4 ? a & 63 : (c & 15) | a >> 6 << 4, low = part < 4 ? b & 63 : c >> 4 | b >> 6 << 4;
+        const float d = as_half(block.fits()[0]) * (float)scale, dmin = as_half(block.fits()[1]) * (float)low;
+        block.quantize_values<GUARDED>(fit, d, dmin, TOP);
+        uint8_t* out = lane.out;
+        if (part < 2) store_half(out + 2 * part, block.fits()[part]);
+        if (part < 4) out[4 + part] = (uint8_t)a, out[8 + part] = (uint8_t)b, out[12 + part] = (uint8_t)c;
+        uint8_t* low_bits = out + (TOP == 31 ? 48 : 16);
+        for (int i = part; i < 128; i += 8) {
+            const int at = i / 32 * 64 + i % 32;
+            low_bits[i] = (uint8_t)((block.level(at) & 15) | (block.level(at + 32) & 15) << 4);
+        }
+        for (int i = part; TOP == 31 && i < 32; i += 8) {
+            uint32_t high = 0;
+            for (int j = 0; j < 8; j++) high |= block.level(32 * j + i) >> 4 << j;
+            out[16 + i] = (uint8_t)high;
+        }
+    }
+};
+
+struct EncodeQ4_K : EncodeQ45<15> {};
+struct EncodeQ5_K : EncodeQ45<31> {};
+
+// 16 sub-blocks of 16.
+struct EncodeQ2_K {
+    static const int VALUES = 16, BLOCK = 256, BYTES = 84, ROOM = SuperBlock<16>::ROOM;
+    static const bool WEIGHS = true;
+
+    STATIC_INLINE void plain(const Lane& lane) {
+        for (int i = 0; i < 16; i++) lane.w[i] = fabsf(lane.x[i]);
+        finish<false>(lane, fit_with_min<16, false, true>(lane.x, lane.w, 3, -0.5f, 0.1f, 15));
+    }
+
+    STATIC_INLINE void weighted(const Lane& lane, float) {
+        const SuperBlock<16> block(lane);
+        weigh(lane, 16, block.sigma(1));
+        finish<true>(lane, fit_with_min<16, true, false>(lane.x, lane.w, 3, -0.9f, 0.05f, 36));
+    }
+
+    template <bool GUARDED> STATIC_INLINE void finish(const Lane& lane, const Fit& fit) {
+        const SuperBlock<16> block(lane);
+        block.quantize_scales<GUARDED>(fit, 15);
+        const int part = lane.part, byte = (block.code(0, part) | block.code(1, part) << 4) & 255;
+        const float d = as_half(block.fits()[0]) * (float)(byte & 15), dmin = as_half(block.fits()[1]) * (float)(byte >> 4);
+        block.quantize_values<GUARDED>(fit, d, dmin, 3);
+        uint8_t* out = lane.out;
+        out[part] = (uint8_t)byte;
+        for (int i = part; i < 64; i += 16) {
+            const int at = i / 32 * 128 + i % 32;
+            out[16 + i] =
+                (uint8_t)(block.level(at) | block.level(at + 32) << 2 | block.level(at + 64) << 4 | block.level(at + 96) << 6);
+        }
+        if (part < 2) store_half(out + 80 + 2 * part, block.fits()[part]);
+    }
+};
+
+// 16 sub-blocks of 16, without minimums. Weights are the importances as they are.
+struct EncodeQ6_K {
+    static const int VALUES = 16, BLOCK = 256, BYTES = 210, ROOM = SuperBlock<16>::ROOM;
+    static const bool WEIGHS = true;
+
+    STATIC_INLINE void plain(const Lane& lane) {
+        for (int i = 0; i < 16; i++) lane.w[i] = lane.x[i] * lane.x[i];
+        finish(lane, fit_signed<16>(lane.x, lane.w, 32));
+    }
+
+    STATIC_INLINE void weighted(const Lane& lane, float) { finish(lane, fit_signed<16>(lane.x, lane.w, 32)); }
+
+    STATIC_INLINE void finish(const Lane& lane, const Fit& fit) {
+        const SuperBlock<16> block(lane);
+        const int part = lane.part;
+        block.found(0)[part] = fit.scale;
+        __syncwarp();
+        float largest = 0;  // the first scale of the largest size
+        for (int j = 0; j < 16; j++)
+            if (fabsf(block.found(0)[j]) > fabsf(largest)) largest = block.found(0)[j];
+        const bool dead = fabsf(largest) < 1e-15f;
+        const float iscale = -128.0f / (dead ? 1.0f : largest), half = dead ? 0.0f : 1.0f / iscale;
+        const int code = dead ? 0 : (int8_t)min(nearest_int(iscale * fit.scale), 127);
+        const float d = as_half(half) * (float)code, inverse = dead ? 0.0f : fit.inverse;
+        for (int i = 0; i < 16; i++) {
+            const float v = lane.x[i];
+            int level = -32;  // of a sub-block of zeros
+            if (d != 0) level = min(max(nearest_int(v / d), -32), 31);
+            else if (inverse != 0) level = min(max(nearest_int(v * inverse), -32), 31);
+            lane.x[i] = (float)(level + 32);
+        }
+        __syncwarp();
+        uint8_t* out = lane.out;
+        for (int i = part; i < 64; i += 16) {  // of each 128 values, byte l of 32 and of the next 32
+            const int chunk = i / 32, l = i % 32, at = 128 * chunk + l;
+            const uint32_t a = block.level(at), b = block.level(at + 32), c = block.level(at + 64), e = block.level(at + 96);
+            out[64 * chunk + l] = (uint8_t)((a & 15) | (c & 15) << 4);
+            out[64 * chunk + 32 + l] = (uint8_t)((b & 15) | (e & 15) << 4);
+            out[128 + i] = (uint8_t)(a >> 4 | b >> 4 << 2 | c >> 4 << 4 | e >> 4 << 6);
+        }
+        out[192 + part] = (uint8_t)code;
+        if (part == 0) store_half(out + 208, half);
+    }
+};

@@ -1,0 +1,51 @@
+// What encoders have in common: the values and weights of a lane, rounding as ggml's, and how an encoder is written.
+//
+//     struct EncodeQ4_0 {                  // of the type Q4_0, the twin of encode_q4_0
+//         static const int VALUES = 32;    // of a lane: a block, or a part of one that is searched by itself
+//         static const int BLOCK = 32;     // values and
+//         static const int BYTES = 18;     // bytes of a block
+//         static const int ROOM = 0;       // floats that the lanes of a block share
+//         static const bool WEIGHS = false;  // whether plain keeps weights of its own in w
+//         STATIC_INLINE void plain(const Lane& lane);
+//         STATIC_INLINE void weighted(const Lane& lane, float mean);  // mean square of the row
+//     };
+//
+// A lane works as the reference does, one value after another: so its sums have the reference's order, and the bytes are
+// the CPU's. All lanes of a warp run, those past the end on zeros: so they may wait for each other (__syncwarp).
+#pragma once
+#include "core/device.cuh"
+
+#define STATIC_INLINE static __device__ __forceinline__
+
+// In shared memory: its values and their importances, which it may overwrite; what its block's lanes share; the bytes of
+// the block, two bytes aligned. part: which of the block's it has.
+struct Lane {
+    float *x, *w, *room;
+    uint8_t* out;
+    int part;
+};
+
+// Importances to weights: w = importance * sqrt(sigma + x^2).
+INLINE void weigh(const Lane& lane, int n, float sigma) {
+    for (int i = 0; i < n; i++) lane.w[i] = lane.w[i] * __fsqrt_rn(sigma + lane.x[i] * lane.x[i]);
+}
+
+// ggml's nearest_int: wraps around from 2^22 on; 0 for NaN, as x86's NaN gives.
+INLINE int nearest_int(float v) { return v == v ? (__float_as_int(v + 12582912.0f) & 0x007fffff) - 0x00400000 : 0; }
+
+// To the nearest integer, even at a tie; |v| < 2^22.
+INLINE float round_even(float v) { return v + 12582912.0f - 12582912.0f; }
+
+// To the nearest integer, away from 0 at a tie; |v| < 2^22.
+INLINE int round_away(float v) {
+    const float size = fabsf(v);
+    const int whole = (int)size, up = size - (float)whole >= 0.5f;
+    return v < 0 ? -(whole + up) : whole + up;
+}
+
+INLINE float lesser(float a, float b) { return a < b ? a : b; }
+
+INLINE bool is_finite(float v) { return fabsf(v) < __int_as_float(0x7f800000); }
+
+// NaN, of values so large that a sum overflows, is x86's; such a block is refused afterwards.
+INLINE void store_half(uint8_t* out, float v) { *(uint16_t*)out = v == v ? float_to_half(v) : (uint16_t)0xfe00; }

@@ -1,0 +1,117 @@
+// Q4_0, Q4_1, Q5_0, Q5_1, Q8_0: 32 values a block; the twin of quantkit/kernels/cpu/encode/legacy.py, which has the layouts.
+//
+// Source: llama.cpp b11434 ggml-quants.c, quantize_row_q*_ref and quantize_row_q*_impl.
+#pragma once
+#include "encode/search.cuh"
+
+// Store the fifth bits of 32 levels, where a type has them, then their nibbles.
+template <bool FIFTH, typename F> INLINE void store_levels(uint8_t* out, F level) {
+    uint32_t high = 0;
+    uint8_t* nibbles = out + (FIFTH ? 4 : 0);
+#pragma unroll 4
+    for (int j = 0; j < 16; j++) {
+        const uint32_t a = (uint32_t)level(j), b = (uint32_t)level(j + 16);
+        nibbles[j] = (uint8_t)((a & 15) | (b & 15) << 4);
+        if (FIFTH) high |= (a >> 4) << j | (b >> 4) << (j + 16);
+    }
+    if (FIFTH) {
+        *(uint16_t*)out = (uint16_t)high;
+        *(uint16_t*)(out + 2) = (uint16_t)(high >> 16);
+    }
+}
+
+// 1 / d; 0 where that is infinite, and then no level but 0: in C a value becomes infinity or NaN, and that a 0. For d = 0
+// the middle stays.
+INLINE float invert(float d, float& middle) {
+    const float inverse = 1.0f / d;
+    if (is_finite(inverse)) return inverse;
+    if (d != 0) middle = 0;
+    return 0;
+}
+
+// Levels 0 .. 2 * HALF - 1 around HALF.
+template <int HALF> struct Symmetric {
+    static const int VALUES = 32, BLOCK = 32, BYTES = HALF == 8 ? 18 : 22, ROOM = 0;
+    static const bool WEIGHS = false;
+
+    STATIC_INLINE void plain(const Lane& lane) {
+        const float* x = lane.x;
+        uint8_t* out = lane.out;
+        float largest = 0, size = 0;
+        for (int i = 0; i < 32; i++)
+            if (fabsf(x[i]) > size) {
+                size = fabsf(x[i]);
+                largest = x[i];
+            }
+        const float d = largest / (float)-HALF;
+        float middle = (float)HALF + 0.5f;
+        const float inverse = invert(d, middle);
+        store_half(out, d);
+        store_levels<HALF == 16>(out + 2, [&](int i) { return min((int)(x[i] * inverse + middle), 2 * HALF - 1); });
+    }
+
+    STATIC_INLINE void weighted(const Lane& lane, float mean) {
+        weigh(lane, 32, mean);
+        const float* x = lane.x;
+        uint8_t* out = lane.out;
+        const Fit fit = fit_signed<32>(x, lane.w, HALF);
+        const int middle = fit.inverse != 0 ? HALF : 0;
+        store_half(out, fit.scale);
+        store_levels<HALF == 16>(out + 2,
+                                 [&](int i) { return min(max(nearest_int(x[i] * fit.inverse), -HALF), HALF - 1) + middle; });
+    }
+};
+
+// Levels 0 .. TOP from a minimum up.
+template <int TOP> struct Affine {
+    static const int VALUES = 32, BLOCK = 32, BYTES = TOP == 15 ? 20 : 24, ROOM = 0;
+    static const bool WEIGHS = false;
+
+    STATIC_INLINE void plain(const Lane& lane) {
+        const float* x = lane.x;
+        uint8_t* out = lane.out;
+        float low = x[0], high = x[0];
+        for (int i = 1; i < 32; i++) {
+            if (x[i] < low) low = x[i];
+            if (x[i] > high) high = x[i];
+        }
+        const float d = fabsf(high - low) / (float)TOP;
+        float half = 0.5f;
+        const float inverse = invert(d, half);
+        store_half(out, d);
+        store_half(out + 2, low);
+        if (!is_finite(d)) low = 0;  // infinity times 0 would be NaN: level 0
+        store_levels<TOP == 31>(out + 4, [&](int i) { return min((int)((x[i] - low) * inverse + half), TOP); });
+    }
+
+    STATIC_INLINE void weighted(const Lane& lane, float mean) {
+        weigh(lane, 32, mean);
+        const float* x = lane.x;
+        uint8_t* out = lane.out;
+        const Fit fit = fit_with_min<32, true, false>(x, lane.w, TOP, -0.9f, 0.05f, 36);
+        store_half(out, fit.scale);
+        store_half(out + 2, fit.low);
+        store_levels<TOP == 31>(out + 4, [&](int i) { return level_of<true>(fit.inverse * (x[i] - fit.base), TOP); });
+    }
+};
+
+struct EncodeQ4_0 : Symmetric<8> {};
+struct EncodeQ4_1 : Affine<15> {};
+struct EncodeQ5_0 : Symmetric<16> {};
+struct EncodeQ5_1 : Affine<31> {};
+
+struct EncodeQ8_0 {
+    static const int VALUES = 32, BLOCK = 32, BYTES = 34, ROOM = 0;
+    static const bool WEIGHS = false;
+
+    STATIC_INLINE void plain(const Lane& lane) {
+        const float* x = lane.x;
+        uint8_t* out = lane.out;
+        float size = 0, none = 0;
+        for (int i = 0; i < 32; i++) size = fmaxf(size, fabsf(x[i]));
+        const float d = size / 127.0f, inverse = invert(d, none);
+        store_half(out, d);
+#pragma unroll 4
+        for (int i = 0; i < 32; i++) out[2 + i] = (uint8_t)round_away(x[i] * inverse);
+    }
+};

@@ -1,0 +1,167 @@
+// Searches of scales for a few values, one per lane; the twin of quantkit/kernels/cpu/encode/search.py.
+//
+// Source: llama.cpp b11434 ggml-quants.c, make_qkx2_quants and make_qkx3_quants (fit_with_min), make_qx_quants
+// (fit_signed), make_qp_quants (fit_positive).
+#pragma once
+#include "encode/lane.cuh"
+
+struct Fit {
+    float scale, inverse, low, base;  // x ~ scale * level + low; levels come of inverse * (x - base)
+    float sum_w;                      // fit_with_min's
+};
+
+// Sums over w*x*l and w*l*l for the levels -nmax .. nmax - 1 of one inverse scale.
+template <int N> INLINE void signed_sums(const float* x, const float* w, int nmax, float inverse, float& sum_lx, float& sum_l2) {
+    sum_lx = sum_l2 = 0;
+#pragma unroll 8
+    for (int i = 0; i < N; i++) {
+        const float level = round_even(lesser(fmaxf(inverse * x[i], (float)-nmax), (float)(nmax - 1)));
+        sum_lx = sum_lx + w[i] * x[i] * level;
+        sum_l2 = sum_l2 + w[i] * level * level;
+    }
+}
+
+// Fit x ~ scale * l with l in -nmax .. nmax - 1, maximizing (sum w*x*l)^2 / sum w*l*l; 0 for values that count as zero.
+template <int N> INLINE Fit fit_signed(const float* x, const float* w, int nmax) {
+    float largest = 0, size = 0;
+    for (int i = 0; i < N; i++)
+        if (fabsf(x[i]) > size) {
+            size = fabsf(x[i]);
+            largest = x[i];
+        }
+    if (size < 1e-15f) return Fit{};
+    float sum_lx, sum_l2;
+    Fit best = {0, (float)-nmax / largest};
+    signed_sums<N>(x, w, nmax, best.inverse, sum_lx, sum_l2);
+    if (sum_l2 != 0) best.scale = sum_lx / sum_l2;
+    float found = best.scale * sum_lx;
+    for (int k = -9; k <= 9; k++) {
+        if (k == 0) continue;
+        const float inverse = -((float)nmax + 0.1f * (float)k) / largest;
+        signed_sums<N>(x, w, nmax, inverse, sum_lx, sum_l2);
+        if (sum_l2 > 0 && sum_lx * sum_lx > found * sum_l2) {
+            best.scale = sum_lx / sum_l2;
+            best.inverse = inverse;
+            found = best.scale * sum_lx;
+        }
+    }
+    return best;
+}
+
+// A level 0 .. top of any v at all: guarded, as make_qkx3_quants does, v is clamped before it is rounded; else, as
+// make_qkx2_quants does, after that, and wraps around first.
+template <bool GUARDED> INLINE int level_of(float v, int top) {
+    if (GUARDED) return v > 0 ? nearest_int(v < (float)top ? v : (float)top) : 0;
+    return min(max(nearest_int(v), 0), top);
+}
+
+// The weighted error of a level.
+template <bool ABSOLUTE> INLINE float error_of(float w, float off) { return w * (ABSOLUTE ? fabsf(off) : off * off); }
+
+// Fit x ~ scale * l + low with l in 0 .. top and low <= 0, minimizing the weighted squares (or sizes) of the error. Tries
+// `steps` + 1 inverse scales; low is the best one so far, so the trials depend on each other.
+template <int N, bool GUARDED, bool ABSOLUTE>
+INLINE Fit fit_with_min(const float* x, const float* w, int top, float start, float delta, int steps) {
+    float low = x[0], high = x[0], sum_w = w[0], sum_x = sum_w * x[0];
+    for (int i = 1; i < N; i++) {
+        low = x[i] < low ? x[i] : low;
+        high = x[i] > high ? x[i] : high;
+        sum_w = sum_w + w[i];
+        sum_x = sum_x + w[i] * x[i];
+    }
+    if (low > 0) low = 0;
+    if (high <= low) return Fit{0, 0, low, 0, sum_w};
+    float inverse = (float)top / (high - low);
+    Fit best = {1.0f / inverse, is_finite(inverse) ? inverse : 0.0f, low, low, sum_w};
+    float least = 0;
+    for (int i = 0; i < N; i++) {
+        const float level = (float)level_of<false>(inverse * (x[i] - low), top);
+        least = least + error_of<ABSOLUTE>(w[i], best.scale * level + low - x[i]);
+    }
+    for (int k = 0; k <= steps; k++) {
+        inverse = (start + delta * (float)k + (float)top) / (high - low);
+        float sum_l = 0, sum_l2 = 0, sum_xl = 0;
+#pragma unroll 8
+        for (int i = 0; i < N; i++) {
+            const float level = (float)level_of<GUARDED>(inverse * (x[i] - low), top), wl = w[i] * level;
+            sum_l = sum_l + wl;
+            sum_l2 = sum_l2 + wl * level;
+            sum_xl = sum_xl + wl * x[i];
+        }
+        const float det = sum_w * sum_l2 - sum_l * sum_l;
+        if (!(det > 0)) continue;
+        float scale = (sum_w * sum_xl - sum_x * sum_l) / det, new_low = (sum_l2 * sum_x - sum_l * sum_xl) / det;
+        if (new_low > 0) {
+            scale = sum_xl / sum_l2;
+            new_low = 0;
+        }
+        float error = 0;
+#pragma unroll 8
+        for (int i = 0; i < N; i++) {
+            const float level = (float)level_of<GUARDED>(inverse * (x[i] - low), top);
+            error = error + error_of<ABSOLUTE>(w[i], scale * level + new_low - x[i]);
+        }
+        if (error < least) {
+            least = error;
+            best = Fit{scale, inverse, new_low, low, sum_w};
+            low = new_low;
+        }
+    }
+    return best;
+}
+
+// The sum over w * (x - l / inverse)^2; the first trial keeps l in a byte, later ones clamp it to top.
+template <int N> INLINE float positive_error(const float* x, const float* w, int top, float inverse, bool first) {
+    const float scale = 1.0f / inverse;
+    float total = 0;
+    for (int i = 0; i < N; i++) {
+        const int level = nearest_int(inverse * x[i]);
+        const float off = x[i] - scale * (float)(first ? level & 255 : min(level, top));
+        total = total + w[i] * off * off;
+    }
+    return total;
+}
+
+// Fit x ~ scale * l with l in 0 .. top, for the scales or minima of a super-block; return the scale, leave the levels.
+template <int N> INLINE float fit_positive(const float* x, const float* w, float* levels, int top) {
+    float largest = 0;
+    for (int i = 0; i < N; i++) {
+        largest = fmaxf(largest, x[i]);
+        levels[i] = 0;
+    }
+    if (largest < 1e-15f) return 0;
+    float best = (float)top / largest, least = positive_error<N>(x, w, top, best, true);
+    for (int k = -4; k <= 4; k++) {
+        if (k == 0) continue;
+        const float inverse = (0.1f * (float)k + (float)top) / largest;
+        const float error = positive_error<N>(x, w, top, inverse, false);
+        if (error < least) {
+            least = error;
+            best = inverse;
+        }
+    }
+    float sum_lx = 0, sum_l2 = 0;
+    for (int i = 0; i < N; i++) {
+        const int level = min(nearest_int(best * x[i]), top);
+        levels[i] = (float)(level & 255);
+        sum_lx = sum_lx + w[i] * x[i] * (float)level;
+        sum_l2 = sum_l2 + w[i] * (float)level * (float)level;
+    }
+    // Each level in turn to its optimum for the others, where that raises sum_lx^2 / sum_l2.
+    bool moved = true;
+    for (int round = 0; round < 5 && moved; round++) {
+        moved = false;
+        for (int i = 0; i < N; i++) {
+            const float wx = w[i] * x[i], rest_lx = sum_lx - wx * levels[i], rest_l2 = sum_l2 - w[i] * levels[i] * levels[i];
+            if (!(rest_lx > 0) || !(rest_l2 > 0)) continue;
+            const int level = min(nearest_int(x[i] * rest_l2 / rest_lx), top);
+            const float to = (float)level, new_lx = rest_lx + wx * to, new_l2 = rest_l2 + w[i] * to * to;
+            if (to == levels[i] || !(new_lx * new_lx * sum_l2 > sum_lx * sum_lx * new_l2)) continue;
+            sum_lx = new_lx;
+            sum_l2 = new_l2;
+            levels[i] = (float)(level & 255);
+            moved = true;
+        }
+    }
+    return sum_l2 > 0 ? sum_lx / sum_l2 : 0;
+}

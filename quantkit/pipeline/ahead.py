@@ -1,0 +1,10 @@
+"""What the nodes of a cluster can do before there is a plan; it imports little, as time counts here."""
+
+from __future__ import annotations
+
+from quantkit.cluster import WIDTH, Cluster
+
+
+def start_workers(address: str, threads: int | None) -> None:
+    """Have the workers of ``ray_tasks.RayTasks`` start, and load what any job needs; return at once."""
+    Cluster(address).prepare("quantkit.pipeline.ray_tasks:load", threads, WIDTH)

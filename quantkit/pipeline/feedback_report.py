@@ -1,0 +1,129 @@
+"""What error feedback did in a run: losses before and after by tensor and matrix, tokens, and what went without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.helpers import tensor_class
+from quantkit.pipeline.facts import layer_of
+from quantkit.pipeline.plan import Plan
+from quantkit.pipeline.work import MatrixLoss, PlannedTensor, RowSlice
+
+_FEW = "fewer tokens than columns"
+
+
+@dataclass(frozen=True, slots=True)
+class FedMatrix:
+    """A matrix of a tensor: an expert, a head, or all of it.
+
+    ``damping`` is None where too few tokens were seen. Losses are those of the reference's bytes and of those written,
+    in the metric of the damped covariance; ``rows`` of it, and how many are better than the reference's.
+    """
+
+    part: int
+    matrix: int
+    tokens: int
+    columns: int
+    damping: float | None
+    rows: int
+    better: int
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True)
+class FedTensor:
+    """A tensor that is encoded with feedback; ``layer`` is -1 outside of layers.
+
+    ``alike``: its columns count alike, as those of embeddings, which have no covariance.
+    """
+
+    name: str
+    kind: str
+    layer: int
+    type: str
+    alike: bool
+    matrices: tuple[FedMatrix, ...]
+
+    @property
+    def before(self) -> float:
+        return sum(m.before for m in self.matrices)
+
+    @property
+    def after(self) -> float:
+        return sum(m.after for m in self.matrices)
+
+
+@dataclass(frozen=True)
+class FeedbackReport:
+    """All tensors with feedback, and why others that are encoded went without, by name and type."""
+
+    tensors: tuple[FedTensor, ...]
+    without: tuple[tuple[str, str, str], ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it, for programs."""
+        return {
+            "tensors": [
+                {
+                    "name": t.name,
+                    "class": t.kind,
+                    "layer": None if t.layer < 0 else t.layer,
+                    "type": t.type,
+                    "columns_alike": t.alike,
+                    "loss_before": t.before,
+                    "loss_after": t.after,
+                    "matrices": [_matrix_dict(m) for m in t.matrices],
+                }
+                for t in self.tensors
+            ],
+            "without": [{"name": name, "type": kind, "why": why} for name, kind, why in self.without],
+        }
+
+
+def _matrix_dict(m: FedMatrix) -> dict[str, Any]:
+    return {
+        "part": m.part,
+        "matrix": m.matrix,
+        "tokens": m.tokens,
+        "damping": m.damping,
+        "why_without": _FEW if m.damping is None else None,
+        "rows": m.rows,
+        "rows_better": m.better,
+        "loss_before": m.before,
+        "loss_after": m.after,
+    }
+
+
+def feedback_report(plan: Plan, losses: Mapping[str, Sequence[MatrixLoss]]) -> FeedbackReport | None:
+    """Return what feedback did in a run that gave ``losses``; None of a plan without feedback."""
+    fed = [tensor for tensor in plan.tensors if tensor.type.is_quantized]
+    found = [tensor for tensor in fed if any(part.inputs is not None for part in tensor.parts)]
+    if not found and not plan.without_feedback:
+        return None
+    types = {tensor.name: tensor.type.name for tensor in plan.tensors}
+    without = tuple((name, types.get(name, ""), why) for name, why in plan.without_feedback)
+    return FeedbackReport(tuple(_tensor(tensor, losses.get(tensor.name, ())) for tensor in found), without)
+
+
+def _tensor(tensor: PlannedTensor, losses: Sequence[MatrixLoss]) -> FedTensor:
+    found = {(loss.part, loss.matrix): loss for loss in losses}
+    matrices: list[FedMatrix] = []
+    for number, part in enumerate(tensor.parts):
+        matrices += _matrices(number, part, found)
+    alike = any(part.inputs is not None and part.inputs.is_alike for part in tensor.parts)
+    kind = tensor_class(tensor.name)
+    return FedTensor(tensor.name, kind, layer_of(tensor.name), tensor.type.name, alike, tuple(matrices))
+
+
+def _matrices(number: int, part: RowSlice, found: Mapping[tuple[int, int], MatrixLoss]) -> Iterable[FedMatrix]:
+    if part.inputs is None or part.inputs.tokens is None:  # an earlier run knew how many
+        return
+    rows = part.rows * part.values // part.inputs.n
+    for matrix, tokens in enumerate(part.inputs.tokens):
+        loss = found.get((number, matrix), MatrixLoss(number, matrix, 0, 0, 0))
+        damping = part.inputs.damping(matrix)
+        better = int(loss.rows)
+        yield FedMatrix(number, matrix, tokens, part.inputs.n, damping, rows, better, loss.before, loss.after)

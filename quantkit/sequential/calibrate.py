@@ -1,0 +1,107 @@
+"""What ``--calibrate`` decides before any work: the text, and which tensors have inputs that it will show."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from quantkit.errors import FormatError, ResourceError
+from quantkit.evaluate.passes import bos_of
+from quantkit.formats.gguf import ValueType
+from quantkit.formats.remote import URL
+from quantkit.imatrix.collect import ImatrixOptions, chunks_of
+from quantkit.model.engine import load
+from quantkit.model.observers import every_token, inputs
+from quantkit.model.ops import Embed
+from quantkit.pipeline.threads import Threads
+from quantkit.sequential.executor import Sequential
+from quantkit.sequential.inputs import RESIDUAL, TARGET_DAMPING, StageInputs
+from quantkit.sequential.streams import Tokens
+
+#: Tokens that go through a stage at once.
+_BATCH = 2048
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Texts, and conversations (files of JSON Lines); chunks of ``n_ctx`` tokens of them, at most ``chunks``."""
+
+    files: tuple[Path, ...]
+    n_ctx: int = 512
+    chunks: int | None = None
+
+    @property
+    def texts(self) -> list[Path]:
+        return [f for f in self.files if f.suffix != ".jsonl"]
+
+    @property
+    def conversations(self) -> list[Path]:
+        return [f for f in self.files if f.suffix == ".jsonl"]
+
+
+class Foreseen:
+    """The inputs that a calibration will show: what ``pipeline.feedback.Known`` asks for.
+
+    Raises ResourceError for a model that is not on this machine, and what reading texts raises.
+    """
+
+    corrects = True
+
+    def __init__(self, model: Path, calibration: Calibration) -> None:
+        if isinstance(model, URL):
+            raise ResourceError(f"{model}: --calibrate runs the model, from a file on this machine: copy it first")
+        self.model = model
+        options = ImatrixOptions(n_ctx=calibration.n_ctx, chunks=calibration.chunks)
+        with load(model, n_ctx=calibration.n_ctx, rewrite=every_token) as loaded:
+            text = chunks_of(loaded, calibration.texts, calibration.conversations, None, None, options)
+            self.notes = list(text.notes)
+            windows, bos = text.windows.copy(), bos_of(loaded, self.notes)
+            embeddings = {op.weight.tensor.name for op in loaded.whole.ops if isinstance(op, Embed)}
+            found = inputs(loaded.whole, process_output=True)
+        if bos is not None:
+            windows[:, 0] = bos
+        self.tokens = Tokens(windows, max(1, _BATCH // calibration.n_ctx))
+        self.name, self._files = " and ".join(str(f) for f in calibration.files), calibration.files
+        self.entries: dict[str, str] = {}
+        for item in found:  # embeddings come before any input does, also where they are the output matrix
+            for name in item.names:
+                if name not in embeddings:
+                    self.entries.setdefault(name, item.names[0])
+        self._sizes = {item.names[0]: (item.n, item.n_mat) for item in reversed(found)}
+        self._inputs: dict[str, StageInputs] = {}
+
+    @cached_property
+    def identity(self) -> str:
+        """A SHA-256 that tells this text from others."""
+        digest = hashlib.sha256(repr((self.tokens.windows.shape, self.tokens.at_once)).encode())
+        digest.update(self.tokens.windows.tobytes())
+        return digest.hexdigest()
+
+    def inputs(self, tensor: str, entry: str, shape: Sequence[int]) -> StageInputs:
+        """Return the inputs of a tensor. Raises FormatError if its entry has another size."""
+        n, matrices = self._sizes[entry]
+        if (n, matrices) != (shape[0], math.prod(shape[2:])):
+            raise FormatError(
+                f"{self.model}: {entry} has {matrices} inputs of {n} columns, {tensor} {math.prod(shape[2:])} of "
+                f"{shape[0]}: such a tensor cannot be calibrated"
+            )
+        return self._inputs.setdefault(entry, StageInputs(entry, n, matrices))
+
+    def fields(self) -> dict[str, tuple[str | int | float, ValueType]]:
+        """Return what a file that is made with it says of it."""
+        return {
+            "calibrate.names": (", ".join(f.name for f in self._files), ValueType.STRING),
+            "calibrate.fingerprint": (self.identity, ValueType.STRING),
+            "calibrate.chunk": (self.tokens.windows.shape[1], ValueType.UINT32),
+            "tokens": (self.tokens.count, ValueType.UINT64),
+            "damping.target": (TARGET_DAMPING, ValueType.FLOAT32),
+            "residual": (RESIDUAL, ValueType.FLOAT32),
+        }
+
+    def executor(self, threads: Threads) -> Sequential:
+        """Return what runs the jobs of a plan."""
+        return Sequential(threads, self.model, self.tokens, self._inputs)

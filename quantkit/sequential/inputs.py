@@ -1,0 +1,157 @@
+"""What a tensor multiplies, as the stage before it gave it: summed up when one of its matrices is encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import FormatError
+from quantkit.kernels.cpu.feedback.products import Products, times_inverse
+from quantkit.kernels.cpu.feedback.rounding import Metric, metric
+from quantkit.kernels.cpu.feedback.tiles import pack_columns
+from quantkit.kernels.levels import Grouping
+from quantkit.pipeline.feedback import damping_of
+from quantkit.sequential.spill import Spill
+from quantkit.sequential.streams import Seen
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+
+#: Tokens whose rows are read at a time: where sums in float32 end, so that bytes depend on it.
+_TOKENS = 4096
+#: What is added to the diagonal, in means of it, where targets are corrected; the share of what is wrong with the
+#: residual stream that a product added to it is to make up for.
+TARGET_DAMPING, RESIDUAL = 0.05, 0.5
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """An input in the files, of how many tokens, and for experts which (t, j) are rows of each."""
+
+    seen: Seen
+    spill: Spill
+    tokens: int
+    pairs: tuple[npt.NDArray[np.int64], ...] | None
+
+
+@dataclass(eq=False)
+class StageInputs:
+    """The input of some tensors. ``ready`` fills it in when its stage has run; before, it knows its size only."""
+
+    entry: str
+    n: int
+    matrices: int
+    is_alike = False
+    #: Tokens of each matrix, when the stage has run.
+    tokens: tuple[int, ...] | None = None
+    _ready: _Ready | None = field(default=None, repr=False)
+    _importance: dict[int, F32] = field(default_factory=dict, repr=False)
+
+    def ready(self, seen: Seen, spill: Spill, tokens: int) -> None:
+        """Take over what the stage left in files: rows of ``tokens`` tokens."""
+        if seen.ids is None:
+            self.tokens, self._ready = (tokens,) * self.matrices, _Ready(seen, spill, tokens, None)
+            return
+        ids = np.asarray(spill.all(seen.ids, tokens)).reshape(-1)
+        order = np.argsort(ids, kind="stable")
+        ends = np.searchsorted(ids[order], np.arange(self.matrices + 1))
+        pairs = tuple(order[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True))
+        self.tokens, self._ready = tuple(map(len, pairs)), _Ready(seen, spill, tokens, pairs)
+
+    def drop(self) -> None:
+        """Forget the stage: its files go."""
+        self._ready = None
+        self._importance.clear()
+
+    @property
+    def metric_bytes(self) -> int:
+        """The bytes that a metric takes while it is made, with the sums; a quarter stays."""
+        return 64 * self.n**2
+
+    def damping(self, matrix: int) -> float | None:
+        """Return the damping of a matrix; None if its tokens are too few for feedback."""
+        return damping_of(self._count(matrix), self.n)
+
+    def made(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
+        """Return the metric of a matrix, with the correction of targets."""
+        damping, sums = self.damping(matrix), self._sums(matrix, threads)
+        assert damping is not None
+        try:
+            correction = times_inverse(sums.cross, sums.square, TARGET_DAMPING, threads)
+            found = metric(sums.square, damping, threads, grouping)
+        except np.linalg.LinAlgError as e:
+            raise FormatError(
+                f"the inputs of {self.entry}, matrix {matrix}, have no covariance that can be used ({e}): calibrate on "
+                "another text"
+            ) from None
+        offset = correction[self.n :].astype(np.float32) if len(correction) > self.n else None
+        importance = (np.diagonal(sums.square) / max(1, self._count(matrix))).astype(np.float32)
+        packed = pack_columns(correction[: self.n])
+        return replace(found, correction=packed, offset=offset, importance=importance)
+
+    def importance(self, matrix: int) -> F32 | None:
+        """Return the mean square of each column, float32 [n], as an importance matrix has it; None without tokens."""
+        if matrix not in self._importance and self._count(matrix):
+            total = sum(np.square(x, dtype=np.float64).sum(axis=0) for x, _, _ in self._rows(matrix))
+            self._importance[matrix] = (total / self._count(matrix)).astype(np.float32)
+        return self._importance.get(matrix)
+
+    def _count(self, matrix: int) -> int:
+        assert self.tokens is not None
+        return self.tokens[matrix]
+
+    def digest(self) -> str | None:
+        return None
+
+    def _sums(self, matrix: int, threads: int) -> Products:
+        assert self._ready is not None
+        sums = Products(self.n, self.n + _width(self._ready.seen), threads)
+        for x, plain, rest in self._rows(matrix):
+            sums.add(x, np.concatenate([plain - x, rest], axis=1))
+        sums.finish()
+        if not np.isfinite(sums.square).all() or not np.isfinite(sums.cross).all():
+            raise FormatError(f"the inputs of {self.entry} are not finite: leave out what text makes them so")
+        return sums
+
+    def _rows(self, matrix: int) -> Iterator[tuple[F32, F32, F32]]:
+        """Yield rows of a matrix in both streams, and what its product is to make up for, some tokens at a time."""
+        r = self._ready
+        assert r is not None
+        columns = slice(0, self.n) if r.seen.heads == 1 else slice(matrix * self.n, (matrix + 1) * self.n)
+        if r.pairs is None:
+            for token in range(0, r.tokens, _TOKENS):
+                count = min(_TOKENS, r.tokens - token)
+                x, plain = (r.spill.read(place, token, count)[:, columns] for place in (r.seen.x, r.seen.plain))
+                yield x, plain, self._rest(np.arange(token, token + count))
+            return
+        pairs = r.pairs[matrix]
+        used = r.seen.ids.width if r.seen.ids is not None else 1
+        weights = None if r.seen.weights is None else r.spill.all(r.seen.weights, r.tokens).reshape(-1)
+        for begin in range(0, len(pairs), _TOKENS):
+            some = pairs[begin : begin + _TOKENS]
+            at = some if r.seen.x.per > 1 else some // used
+            rows = [r.spill.all(place, r.tokens)[at][:, columns] for place in (r.seen.x, r.seen.plain)]
+            if weights is not None:
+                rows = [a * np.asarray(weights[some])[:, None] for a in rows]
+            rest = self._rest(some // used)
+            if weights is not None:
+                squares = np.square(weights.reshape(-1, used)[some // used])
+                rest *= (np.square(weights[some]) / squares.sum(axis=1))[:, None]
+            yield rows[0], rows[1], rest
+
+    def _rest(self, tokens: npt.NDArray[np.int64]) -> F32:
+        """Return what products of some tokens are to make up for, float32 [tokens, rows of the matrix], perhaps 0."""
+        r = self._ready
+        assert r is not None
+        total = np.zeros((len(tokens), _width(r.seen)), np.float32)
+        for place, plain, factor in r.seen.added_to:
+            wrong = r.spill.all(plain, r.tokens)[tokens] - r.spill.all(place, r.tokens)[tokens]
+            total += wrong * np.float32(RESIDUAL / factor)
+        return total
+
+
+def _width(seen: Seen) -> int:
+    return seen.added_to[0][0].width if seen.added_to else 0

@@ -1,0 +1,124 @@
+"""What peers said: a program that never changes says the same of the same, so each machine asks it once.
+
+A question is everything that decides the answer: the peer's files, the bytes of what it is given, its options. What is
+compared is always ours of now. Remove the folder ``peer-answers`` of the cache to ask anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.formats.gguf import open_gguf
+
+CACHE = Path(os.environ.get("QUANTKIT_CACHE", Path.home() / ".cache/quantkit")) / "peer-answers"
+#: Bytes of an answer that is still kept.
+LARGEST = 8 << 20
+
+
+@cache
+def peer(folder: Path) -> str:
+    """Return what tells one build of a peer from another: its files, and the CPU that its code may ask about."""
+    files = sorted(path for path in folder.resolve().iterdir() if path.is_file())
+    stats = [(path.name, status.st_size, status.st_mtime_ns) for path in files for status in [path.stat()]]
+    return _digest(str(folder.resolve()), str(stats), _cpu()).hex()
+
+
+@cache
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return str(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
+
+
+def _digest(*question: object) -> bytes:
+    digest = hashlib.sha256()
+    for part in question:
+        data = _bytes(part)
+        digest.update(f"{type(part).__name__} {len(data)} ".encode() + data)
+    return digest.digest()
+
+
+def _bytes(part: object) -> bytes:
+    """Return the content of a file or of an array, or what else is written as."""
+    if isinstance(part, Path):
+        with part.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+    if isinstance(part, np.ndarray):
+        return f"{part.dtype} {part.shape}".encode() + np.ascontiguousarray(part).tobytes()
+    return part if isinstance(part, bytes) else repr(part).encode()
+
+
+def header(path: Path) -> bytes:
+    """Return all of a GGUF file before its weights, which may be holes of many gigabytes."""
+    with open_gguf(path, header_only=True) as opened:
+        end = min(tensor.offset for tensor in opened.tensors.values())
+    with path.open("rb") as file:
+        return file.read(end)
+
+
+def file_or_word(word: str) -> str | Path:
+    """Return a word of a command, as a path if it is a file's."""
+    path = Path(word)
+    return path if path.is_file() else word
+
+
+def answer(ask: Callable[[], bytes], *question: object) -> bytes:
+    """Return what a peer answers; paths in the question stand for the content of files."""
+    path = CACHE / _digest(*question).hex()
+    try:
+        return path.read_bytes()
+    except OSError:
+        found = ask()
+    if len(found) > LARGEST:
+        return found
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=CACHE, delete=False) as file:
+        file.write(found)
+    os.replace(file.name, path)
+    return found
+
+
+def array_answer(ask: Callable[[], npt.NDArray[Any]], *question: object) -> npt.NDArray[Any]:
+    """Return what a peer answers, an array."""
+
+    def saved() -> bytes:
+        np.save(out := io.BytesIO(), ask())
+        return out.getvalue()
+
+    found: npt.NDArray[Any] = np.load(io.BytesIO(answer(saved, *question)))
+    return found
+
+
+def file_answer(command: Sequence[str | Path], out: Path, environment: Mapping[str, str] | None = None) -> Path:
+    """Run a peer's program that writes the file ``out``, a word of its command, and return that.
+
+    Programs may write where their inputs lie, so those must lie where they did before.
+    """
+    program, *words = command
+    assert isinstance(program, Path)
+    assert out in words
+
+    def made() -> bytes:
+        subprocess.run(command, check=True, capture_output=True, env=environment)
+        return out.read_bytes()
+
+    files = [word for word in words if isinstance(word, Path) and word != out]
+    names = ["OUT" if word == out else str(word) for word in words]
+    folders = [program.parent, *map(Path, (environment or {}).get("LD_LIBRARY_PATH", "").split(":"))]
+    peers = [peer(folder) for folder in folders if folder != Path()]
+    out.write_bytes(answer(made, *peers, program.name, names, *files))
+    return out

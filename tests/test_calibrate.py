@@ -1,0 +1,168 @@
+"""Quantization layer by layer: a graph in stages computes what it does as a whole; what a run makes of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from quantkit.errors import QuantkitError, RecipeError
+from quantkit.formats.gguf import open_gguf
+from quantkit.model.engine import load
+from quantkit.model.observers import every_token, inputs
+from quantkit.model.ops import Embed, Graph, Observe, Value
+from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
+from quantkit.sequential.executor import Sequential
+from quantkit.sequential.spill import Spill
+from quantkit.sequential.streams import Streams, Tokens
+from zoo import NAMES
+
+F32 = npt.NDArray[np.float32]
+
+
+def drawn(n_vocab: int, windows: int = 3, n_ctx: int = 12) -> Tokens:
+    ids = np.random.default_rng(5).integers(0, n_vocab, (windows, n_ctx), np.int32)
+    return Tokens(ids, 2)
+
+
+def observed(path: Path, tokens: Tokens) -> dict[str, F32]:
+    """Return every weight's input, as a run shows it that is not cut, by the name of the first weight."""
+    found: dict[str, list[F32]] = {}
+
+    def look(of: str, x: F32, ids: Any) -> None:
+        found.setdefault(of, []).append(x.copy())
+
+    def rewrite(graph: Graph) -> Graph:
+        graph = every_token(graph)
+        first = {item.names[0]: item.x for item in reversed(inputs(graph, process_output=True))}  # loops have several
+        after: dict[Value, list[Observe]] = {}
+        for of, x in first.items():
+            after.setdefault(x, []).append(Observe(x=x, of=of))
+        listed = [each for op in graph.ops for each in (op, *(look for v in op.outputs() for look in after.get(v, ())))]
+        return replace(graph, ops=tuple(listed))
+
+    n_ctx = tokens.windows.shape[1]
+    with load(path, threads=1, n_ctx=n_ctx, n_ubatch=2 * n_ctx, observer=look, rewrite=rewrite) as model:
+        for first in range(0, len(tokens.windows), 2):
+            windows = tokens.windows[first : first + 2]
+            of = np.repeat(np.arange(len(windows), dtype=np.int32), n_ctx)
+            model.session(n_ctx, 2).decode(windows.reshape(-1), of, np.zeros(windows.size, bool))
+    return {of: np.concatenate(parts) for of, parts in found.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stages_give_what_the_whole_gives(zoo: Callable[[str], Path], name: str, tmp_path: Path) -> None:
+    """Both streams through the same file: each input is the same in both, and that of a run that is not cut."""
+    path = zoo(name)
+    with load(path, threads=1, n_ctx=12, rewrite=every_token) as model:
+        embeddings = {op.weight.tensor.name for op in model.whole.ops if isinstance(op, Embed)}
+        known = inputs(model.whole, process_output=True)
+        tokens = drawn(model.n_vocab)
+    weights = {name for i in known for name in i.names} - embeddings
+    whole, spill = observed(path, tokens), Spill(tmp_path / "spill", "")
+    assert spill.begin() == -1
+    seen: set[str] = set()
+    with Streams(path, weights, tokens, spill, 1) as streams:
+        streams.open(path, weights)
+        for stage in range(len(streams)):
+            streams.run(stage, lambda done: None)
+            for each in streams.seen(stage):
+                x, plain = (spill.all(place, tokens.count) for place in (each.x, each.plain))
+                assert (x == plain).all(), each.entry
+                assert (x == whole[each.entry].reshape(x.shape)).all(), each.entry
+                seen.add(each.entry)
+    assert seen == {i.names[0] for i in known if not weights.isdisjoint(i.names)}
+
+
+# ---------------------------------------------------------------- a whole run
+
+TEXT = b"".join(b"%d green bottles stood on wall %d of %d.\n" % (i, i * i % 97, 7 * i % 13) for i in range(150))
+MODEL = Path(__file__).parent / "data" / "tiny-moe-bf16.gguf"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "bottles.txt"
+    path.write_bytes(TEXT)
+    return path
+
+
+def options(text: Path, **more: Any) -> QuantizeOptions:
+    return QuantizeOptions(calibrate=(text,), calibrate_ctx=128, **more)
+
+
+def logits(path: Path) -> F32:
+    with load(path, threads=1) as model:
+        return model.forward(model.tokenizer.encode(MODEL.with_name("tiny-moe-evaluation.txt").read_bytes())[:128])
+
+
+def test_bytes_do_not_depend_on_how_it_runs(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads, memory, shards, a run that was killed in the middle of a stage or of its jobs: the same tensors."""
+    first, other = tmp_path / "first.gguf", tmp_path / "other.gguf"
+    made = quantize(MODEL, first, "Q4_K_M", options(text), threads=2)
+    assert not list(tmp_path.glob("*.activations"))
+    quantize(MODEL, other, "Q4_K_M", options(text), threads=1, max_ram=16 << 20)
+    assert other.read_bytes() == first.read_bytes()
+
+    run, jobs = Streams.run, Sequential._run_stages
+    stages: list[int] = []
+
+    def killed(self: Streams, stage: int, progress: Callable[[int], None]) -> None:
+        stages.append(stage)
+        if stage == 7 and stages.count(7) == 1:
+            raise KeyboardInterrupt
+        run(self, stage, progress)
+
+    monkeypatch.setattr(Streams, "run", killed)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(MODEL, other, "Q4_K_M", options(text), threads=2, overwrite=True)
+    again = quantize(MODEL, other, "Q4_K_M", options(text), threads=2, resume=True)
+    assert other.read_bytes() == first.read_bytes()
+    assert stages == [*range(8), *range(7, max(stages) + 1)]  # it goes on with the stage
+    assert again.run.resumed > 20
+    monkeypatch.undo()
+
+    quantize(MODEL, tmp_path / "split.gguf", "Q4_K_M", options(text, split_max_size="2M"), threads=2)
+    with open_gguf(first) as one, open_gguf(tmp_path / "split-00001-of-00004.gguf") as cut:
+        assert all((one.data(name) == cut.data(name)).all() for name in one.tensors)
+    assert made.plan.executor is not None
+    assert jobs is Sequential._run_stages
+
+
+def test_a_damaged_spill_is_made_anew(tmp_path: Path) -> None:
+    spill = Spill(tmp_path / "s", "one")
+    spill.begin()
+    (tmp_path / "s" / "state.json").write_text('{"identity": "one", "stage": 3, "files": {"gone": 1}}')
+    assert spill.begin() == -1
+    assert not list((tmp_path / "s").iterdir())
+
+
+@pytest.mark.parametrize("preset", ["Q2_K", "IQ4_XS"])
+def test_it_is_closer_than_an_importance_matrix(text: Path, tmp_path: Path, preset: str) -> None:
+    """On tokens it was not calibrated on; without an importance matrix, which the calibration takes the place of."""
+    imatrix = MODEL.with_name("tiny-moe-imatrix.gguf")
+    quantize(MODEL, tmp_path / "plain.gguf", preset, QuantizeOptions(imatrix=imatrix))
+    quantize(
+        MODEL,
+        tmp_path / "made.gguf",
+        preset,
+        options(MODEL.with_name("tiny-moe-calibration.txt"), calibrate_chunks=100),
+    )
+    full = logits(MODEL)
+    plain, made = (np.square(logits(tmp_path / f"{n}.gguf") - full).mean() for n in ("plain", "made"))
+    assert made < 0.7 * plain
+
+
+def test_what_cannot_be_calibrated_is_said(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="--feedback and --calibrate exclude each other"):
+        plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_K", options(text, feedback=text))
+    with pytest.raises(RecipeError, match="leave --ray away"):
+        quantize(MODEL, tmp_path / "o.gguf", "Q4_K", options(text), ray="auto")
+    with pytest.raises(QuantkitError, match="nothing to calibrate on|not one chunk|no chunk"):
+        plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_K", QuantizeOptions(calibrate=(text,), calibrate_ctx=100000))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,59 @@
+"""Encoders on the device: the CPU's bytes, for every type that has one, and the golden ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from device_memory import Memory
+
+from awkward import NO_WEIGHTS, awkward_imatrix, awkward_rows
+from awkward import encode as on_cpu
+from quantkit.errors import TypeNotSupported
+from quantkit.kernels.cuda.core.kernel import SOURCES
+from quantkit.kernels.cuda.encode.encode import encode, encode_rows, encoders
+from quantkit.types import BY_NAME, TensorType
+
+TYPES = [BY_NAME[name] for name in encoders()]
+
+
+def on_device(memory: Memory, t: TensorType, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Encode rows; what is before and after the bytes must stay as it was."""
+    rows, n = x.shape
+    size = rows * t.row_bytes(n)
+    out, squares = memory.room((size + 64,), np.uint8), memory.room((rows,))
+    importance = memory.put(weights) if weights.size else 0
+    encode_rows(memory.device, t, memory.put(x), rows, n, out, importance, squares)
+    found = memory.get(out, (size + 64,), np.uint8)
+    assert (found[size:] == 255).all()
+    return found[:size].reshape(rows, -1)
+
+
+@pytest.mark.parametrize("t", TYPES, ids=str)
+def test_bytes_are_the_cpus(memory: Memory, t: TensorType) -> None:
+    """Of rows of every awkward kind; lanes of the last block of threads idle."""
+    n = 3 * t.block if t.block > 32 else 96
+    x = awkward_rows(n, 5)
+    for weights in (NO_WEIGHTS, awkward_imatrix(n, 5)):
+        np.testing.assert_array_equal(on_device(memory, t, x, weights), on_cpu(t, x, weights, None))
+
+
+@pytest.mark.parametrize("t", TYPES, ids=str)
+def test_golden_bytes(memory: Memory, t: TensorType, golden: dict[str, np.ndarray]) -> None:
+    x, weights = golden["x"], golden["imatrix"]
+    for name, w in ((t.name, NO_WEIGHTS), (f"{t.name}+imatrix", weights)):
+        if name in golden:
+            np.testing.assert_array_equal(on_device(memory, t, x, w).ravel(), golden[name].ravel())
+
+
+def test_every_encoder_is_in_the_file_of_its_type() -> None:
+    """That of the CPU's encoder, and of the unpacker."""
+    for name, file in encoders().items():
+        assert (SOURCES / "unpack" / file).exists()
+        twin = SOURCES.parent / "cpu/encode" / file.replace(".cuh", ".py")
+        assert f"encode_{name.lower()}" in twin.read_text()
+        assert f'#include "encode/{file}"' in (SOURCES / "encode/all.cuh").read_text()
+
+
+def test_what_cannot_be_encoded_is_said() -> None:
+    with pytest.raises(TypeNotSupported, match="no CUDA device encodes rows of 33 values as Q4_0"):
+        encode(BY_NAME["Q4_0"], 1, 33)
